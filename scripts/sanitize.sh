@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Runs NVIDIA's compute-sanitizer over small shapes of every kernel; fails where it finds something.
+#   scripts/sanitize.sh [program.py [arguments]]        default: tests/sanitize_shapes.py
+# Logs go to out/sanitize/. Known false positives are named, with reasons, in scripts/sanitize_known.txt.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ $# -gt 0 ] || set -- tests/sanitize_shapes.py
+PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
+if ! command -v compute-sanitizer >/dev/null; then
+    echo "sanitize.sh: no compute-sanitizer on PATH; CUDA's toolkit has it, or: pip install nvidia-cuda-sanitizer-api" >&2
+    exit 2
+fi
+python=$(command -v python || command -v python3)
+mkdir -p out/sanitize
+# PyTorch's allocator packs tensors into large blocks, where memcheck cannot see one run over into the next.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+
+summary=""
+status=0
+sanitize() { # name of the run, options of compute-sanitizer; then the program
+    local name=$1 log="out/sanitize/$1.log" rc=0 verdict
+    shift
+    echo "== compute-sanitizer $*"
+    # Errors that API calls return are left out: libraries probe for what a driver lacks, PyTorch raises the others.
+    compute-sanitizer --report-api-errors no --error-exitcode 99 --print-limit 0 --log-file "$log" "$@" || rc=$?
+    verdict=$("$python" scripts/sanitize_report.py "$log" "$rc") || status=1
+    echo "$verdict"
+    summary+=$(printf '%-18s %s' "$name" "${verdict##*$'\n'}")$'\n'
+}
+sanitize memcheck --tool memcheck "$python" "$@"
+sanitize racecheck --tool racecheck "$python" "$@"
+sanitize racecheck-no-bulk --tool racecheck --check-bulk-copy no "$python" "$@"
+sanitize synccheck --tool synccheck "$python" "$@"
+
+printf '\n%s' "$summary"
+exit $status

@@ -1,0 +1,374 @@
+"""Trains a small language model on real text with quackish's two ops in it, next to the same model in plain PyTorch.
+
+    python scripts/train_lm.py                     # the Python standard library's own sources
+    python scripts/train_lm.py --data my_texts/    # any file or folder
+
+Both models start from the same weights and see the same batches, a step of one after a step of the other. At the end
+(or after Ctrl-C) a table compares losses, step time and memory, and --out holds the figure, the curves and a summary.
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import math
+import os
+import platform
+import random
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+try:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+
+    import quackish
+    from lm_model import HEAD_DIM, QUACKISH, TORCH, LanguageModel, Ops
+except ImportError as error:
+    sys.exit(f"train_lm.py: {error}. Install the project with what this script needs: pip install -e '.[bench]'")
+
+VALIDATION_SHARE = 0.05
+VALIDATION_BATCHES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is trained, and for how long. With 2 bytes a token the vocabulary has 65536 entries, and as in a real model
+    the head then takes a good part of the time and nearly all of the memory; with 1 it is a mere 256."""
+
+    steps: int
+    batch: int
+    seq: int
+    dim: int
+    layers: int
+    token_bytes: int
+    lr: float
+
+    @property
+    def vocab(self) -> int:
+        return 256**self.token_bytes
+
+
+SIZES = {
+    "cpu": Size(steps=300, batch=8, seq=128, dim=128, layers=4, token_bytes=1, lr=3e-3),
+    "cuda": Size(steps=300, batch=16, seq=1024, dim=1024, layers=8, token_bytes=2, lr=6e-4),
+}
+
+
+# --- the text
+
+
+def read_text(data: Path | None) -> bytes:
+    """The bytes of a file or of all files of a folder; without `data`, of the Python standard library's sources."""
+    if data is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [p for p in root.rglob("*.py") if "site-packages" not in p.relative_to(root).parts]
+    else:
+        files = [data] if data.is_file() else [p for p in data.rglob("*") if p.is_file()]
+    files.sort(key=str)
+    random.Random(0).shuffle(files)  # always the same order, but one where the held-out end is like the rest
+    return b"\n".join(p.read_bytes() for p in files)
+
+
+def tokenize(text: bytes, token_bytes: int) -> Tensor:
+    text = text[: len(text) // token_bytes * token_bytes]
+    tokens = torch.zeros(len(text) // token_bytes, dtype=torch.int32)
+    for column in torch.frombuffer(bytearray(text), dtype=torch.uint8).view(-1, token_bytes).unbind(1):
+        tokens = tokens * 256 + column
+    return tokens
+
+
+class Batches:
+    """Batch i is `batch` random windows of the tokens, drawn from the seed; everything is on the device beforehand."""
+
+    def __init__(self, tokens: Tensor, count: int, size: Size, seed: int, device: torch.device):
+        starts = torch.randint(
+            len(tokens) - size.seq, (count, size.batch, 1), generator=torch.Generator().manual_seed(seed)
+        )
+        self.windows = starts.to(device)
+        self.ahead = torch.arange(size.seq + 1, device=device)
+        self.tokens = tokens.to(device)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        """Tokens and, one further, their targets, both (batch, seq)."""
+        window = self.tokens[self.windows[i] + self.ahead].long()
+        return window[:, :-1], window[:, 1:]
+
+
+# --- the training
+
+
+class Run:
+    """One of the two models, with its optimizer, its losses and its step times."""
+
+    def __init__(self, ops: Ops, size: Size, seed: int, device: torch.device, compiled: bool):
+        torch.manual_seed(seed)
+        self.name = ops.name
+        self.size = size
+        self.device = device
+        self.model = LanguageModel(size.vocab, size.dim, size.layers, size.seq, ops).to(device)
+        self.forward = torch.compile(self.model) if compiled else self.model
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        warmup = max(1, size.steps // 20)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer,
+            lambda i: min((i + 1) / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * i / size.steps))),
+        )
+        self.losses = torch.full((size.steps,), math.nan, device=device)
+        self.marks = []  # (start, end) of each step
+
+    def loss(self, tokens: Tensor, target: Tensor) -> Tensor:
+        # fp32 weights; on a GPU the matrix products and the activations between them are in bf16.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.forward(tokens, target)
+
+    def step(self, i: int, tokens: Tensor, target: Tensor) -> None:
+        """One step of training. Nothing here waits for the GPU."""
+        start = self.mark()
+        loss = self.loss(tokens, target)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.losses[i] = loss.detach()
+        self.marks.append((start, self.mark()))
+
+    def mark(self) -> torch.cuda.Event | float:
+        """A moment on the device's own clock."""
+        if self.device.type != "cuda":
+            return time.perf_counter() * 1e3
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def step_ms(self) -> list[float]:
+        if self.device.type != "cuda":
+            return [end - start for start, end in self.marks]
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) for start, end in self.marks]
+
+    @torch.no_grad()
+    def validation_loss(self, batches: Batches) -> float:
+        return torch.stack([self.loss(*batches[i]) for i in range(VALIDATION_BATCHES)]).mean().item()
+
+    def peak_bytes(self, tokens: Tensor, target: Tensor) -> int:
+        """The most that one forward and backward holds above weights and optimizer state, gradients included."""
+        self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            self.loss(tokens, target).backward()
+            return torch.cuda.max_memory_allocated(self.device) - before
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            self.loss(tokens, target).backward()
+        with tempfile.TemporaryDirectory() as folder:
+            profile.export_chrome_trace(str(Path(folder, "trace.json")))
+            events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+        held = [e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]"]
+        first = next(e["args"]["Bytes"] for e in events if e.get("name") == "[memory]")
+        return max(held) - (held[0] - first)
+
+
+def train(runs: list[Run], batches: Batches, steps: int, console: Console) -> int:
+    """Trains all runs side by side; returns how many steps all of them have done, fewer after Ctrl-C."""
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[losses]}"),
+    )
+    every = max(1, steps // 100)  # showing the loss waits for the GPU
+    done = 0
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=steps, losses="")
+        try:
+            for i in range(steps):
+                batch = batches[i]
+                for run in runs:
+                    run.step(i, *batch)
+                done = i + 1
+                if done % every == 0:
+                    losses = "  ".join(f"{run.name} {run.losses[i].item():.4f}" for run in runs)
+                    progress.update(task, completed=done, losses=f"loss: {losses}")
+        except KeyboardInterrupt:
+            progress.update(task, completed=done)
+            progress.console.print(f"Stopped after {done} of {steps} steps.")
+    return done
+
+
+# --- the report
+
+
+def smooth(losses: list[float], window: int) -> list[float]:
+    """The mean of each `window` steps that end at a step (of fewer where the curve begins)."""
+    return [sum(part) / len(part) for i in range(len(losses)) for part in [losses[max(0, i + 1 - window) : i + 1]]]
+
+
+def table(runs: list[Run], curves: list[list[float]], summary: dict, steps: int) -> Table:
+    window = max(1, steps // 20)
+    smoothed = [smooth(curve, window) for curve in curves]
+    t = Table(title="The same model, the same batches", title_justify="left")
+    t.add_column("")
+    for run in runs:
+        t.add_column(run.name, justify="right")
+    t.add_row("loss at step 1", *(f"{curve[0]:.4f}" for curve in curves))
+    for i in sorted({max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)} - {1}):
+        t.add_row(f"mean loss, steps {i + 1 - min(i, window)}-{i}", *(f"{curve[i - 1]:.4f}" for curve in smoothed))
+    t.add_section()
+    results = [summary["runs"][run.name] for run in runs]
+    t.add_row("validation loss, nats a token", *(f"{r['validation_loss']:.4f}" for r in results))
+    t.add_row("validation loss, bits a byte", *(f"{r['validation_bits_a_byte']:.4f}" for r in results))
+    t.add_section()
+    t.add_row("step, median ms", *(f"{r['step_ms']:.1f}" for r in results))
+    t.add_row("peak memory of a step, MB *", *(f"{r['peak_bytes'] / 1e6:.1f}" for r in results))
+    t.caption = "* above weights and optimizer state, gradients included"
+    t.caption_justify = "left"
+    return t
+
+
+def figure(names: list[str], curves: list[list[float]], title: str, out: Path) -> list[Path]:
+    """The loss curves, and their difference below; as PNG and SVG."""
+    steps = range(1, len(curves[0]) + 1)
+    window = max(1, len(steps) // 50)
+    fig = Figure(figsize=(8, 6), layout="constrained")
+    top, bottom = fig.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for name, curve, style in zip(names, curves, ("-", "--"), strict=True):
+        (line,) = top.plot(steps, smooth(curve, window), style, label=name, zorder=3)
+        top.plot(steps, curve, color=line.get_color(), alpha=0.25, linewidth=0.8)
+    top.set(ylabel="training loss, nats a token", title=title)
+    top.legend()
+    bottom.axhline(0, color="gray", linewidth=0.8)
+    bottom.plot(steps, [a - b for a, b in zip(*curves, strict=True)], color="black", linewidth=0.8)
+    bottom.set(xlabel="step", ylabel="difference")
+    paths = [out / "loss.png", out / "loss.svg"]
+    for path in paths:
+        fig.savefig(path, dpi=150)
+    return paths
+
+
+def write_curves(path: Path, runs: list[Run], curves: list[list[float]]) -> None:
+    with path.open("w", newline="") as f:
+        writer = csv.writer(f)
+        writer.writerow(["step", *(f"{run.name} {what}" for what in ("loss", "ms") for run in runs)])
+        writer.writerows(zip(range(1, len(curves[0]) + 1), *curves, *(run.step_ms() for run in runs), strict=False))
+
+
+def summarize(runs: list[Run], validation: Batches, batch: tuple[Tensor, Tensor]) -> dict:
+    results = {}
+    for run in runs:
+        loss = run.validation_loss(validation)
+        results[run.name] = {
+            "validation_loss": loss,
+            "validation_bits_a_byte": loss / math.log(2) / run.size.token_bytes,
+            "step_ms": median(run.step_ms()),
+            "peak_bytes": run.peak_bytes(*batch),
+        }
+    return results
+
+
+# --- the command
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a file or a folder; default: the standard library's *.py")
+    parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="where results go; default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="both models through torch.compile")
+    for field in dataclasses.fields(Size):
+        defaults = ", ".join(f"{getattr(size, field.name)} on {device}" for device, size in SIZES.items())
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, help=f"default: {defaults}")
+    args = parser.parse_args(argv)
+
+    try:
+        args.device = torch.device(args.device)
+    except RuntimeError:
+        parser.error(f"--device {args.device}: expected cpu, cuda or cuda:N")
+    if args.device.type not in SIZES:
+        parser.error(f"--device {args.device}: expected cpu, cuda or cuda:N")
+    if args.device.type == "cuda" and (args.device.index or 0) >= torch.cuda.device_count():
+        parser.error(f"--device {args.device}: PyTorch sees {torch.cuda.device_count()} CUDA devices here")
+    if args.data is not None and not args.data.exists():
+        parser.error(f"--data {args.data}: no such file or folder")
+    given = {f.name: v for f in dataclasses.fields(Size) if (v := getattr(args, f.name)) is not None}
+    for name, value in given.items():
+        if value <= 0:
+            parser.error(f"--{name.replace('_', '-')} {value}: expected more than 0")
+    args.size = dataclasses.replace(SIZES[args.device.type], **given)
+    if args.size.dim % HEAD_DIM:
+        parser.error(f"--dim {args.size.dim}: expected a multiple of {HEAD_DIM}, the size of a head")
+    if args.size.token_bytes > 2:
+        parser.error(f"--token-bytes {args.size.token_bytes}: expected 1 (256 tokens) or 2 (65536)")
+
+    args.tokens = tokenize(read_text(args.data), args.size.token_bytes)
+    held_out = int(len(args.tokens) * VALIDATION_SHARE)
+    if held_out <= args.size.seq:
+        parser.error(
+            f"--data {args.data}: {len(args.tokens)} tokens are too few: the held-out {VALIDATION_SHARE:.0%} must be "
+            f"longer than a window of {args.size.seq}. Give more text or a smaller --seq."
+        )
+    args.training, args.validation = args.tokens[:-held_out], args.tokens[-held_out:]
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    size, device, console = args.size, args.device, Console()
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that peak_bytes uses is chatty
+    # The same run gives the same numbers: cuBLAS and attention's backward have to be asked for that.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+    runs = [Run(ops, size, args.seed, device, args.compile) for ops in (QUACKISH, TORCH)]
+    parameters = sum(p.numel() for p in runs[0].model.parameters())
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    title = f"{parameters / 1e6:.1f} M parameters, vocabulary {size.vocab}, {size.batch} x {size.seq} tokens, {machine}"
+    console.print(f"{title}; text: {args.data or 'the Python standard library'}, {len(args.tokens) / 1e6:.1f} M tokens")
+
+    batches = Batches(args.training, size.steps, size, args.seed, device)
+    validation = Batches(args.validation, VALIDATION_BATCHES, size, args.seed + 1, device)
+    done = train(runs, batches, size.steps, console)
+    if done == 0:
+        return 130
+
+    curves = [run.losses[:done].tolist() for run in runs]
+    summary = {
+        "machine": machine,
+        "versions": {"quackish": quackish.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "size": dataclasses.asdict(size),
+        "seed": args.seed,
+        "compile": args.compile,
+        "data": str(args.data or "the Python standard library"),
+        "steps_done": done,
+        "runs": summarize(runs, validation, batches[0]),
+    }
+    console.print(table(runs, curves, summary, done))
+    paths = figure([run.name for run in runs], curves, title, args.out)
+    paths += [args.out / "curves.csv", args.out / "summary.json"]
+    write_curves(paths[-2], runs, curves)
+    paths[-1].write_text(json.dumps(summary, indent=2) + "\n")
+    console.print("written:", ", ".join(map(str, paths)))
+    return 0 if done == size.steps else 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Who imports whom (the table below), and that `import quackish` starts neither CUDA nor the compiler."""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "quackish"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What a layer may import besides itself and the standard library. `lazy` counts inside functions only."""
+
+    quackish: str = ""
+    outside: str = ""
+    lazy: str = ""
+
+
+# "kernels" stands for quackish.kernels, whose find() is for everybody, and not for the modules in it.
+LAYERS = {
+    "errors": Layer(),
+    "gpu": Layer(quackish="errors", lazy="torch"),
+    "configs": Layer(quackish="errors gpu"),
+    "reference": Layer(outside="torch"),
+    "kernels": Layer(quackish="errors gpu configs", outside="cutlass cuda"),
+    "launch": Layer(quackish="errors gpu configs", outside="torch platformdirs", lazy="cutlass cuda tvm_ffi"),
+    "ops": Layer(quackish="errors gpu configs reference launch kernels", outside="torch"),
+    "testing": Layer(
+        quackish="errors gpu configs reference launch kernels ops", outside="torch", lazy="cutlass tvm_ffi triton"
+    ),
+    "__init__": Layer(quackish="errors ops"),
+    "__main__": Layer(
+        quackish="errors gpu configs reference launch kernels ops", outside="torch rich", lazy="cutlass tvm_ffi"
+    ),
+}
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(dotted name, whether it runs on import of the module) of each import; `from a import b` names a.b."""
+    found = []
+
+    def visit(node: ast.AST, on_import: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, on_import) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports in quackish are absolute"
+            found.extend((f"{node.module}.{alias.name}", on_import) for alias in node.names)
+        on_import = on_import and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for child in ast.iter_child_nodes(node):
+            visit(child, on_import)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), True)
+    return found
+
+
+def is_module(parts: list[str]) -> bool:
+    path = PACKAGE.joinpath(*parts)
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def violations(path: Path) -> list[str]:
+    """What `path` imports and should not, as sentences."""
+    inside = path.relative_to(PACKAGE).with_suffix("").parts
+    layer = LAYERS[inside[0]]
+    mine, outside, lazy = layer.quackish.split(), layer.outside.split(), layer.lazy.split()
+    wrong = []
+    for name, on_import in imports(path):
+        top, *rest = name.split(".")
+        if top != "quackish":
+            allowed = top in sys.stdlib_module_names or top in outside or (top in lazy and not on_import)
+        elif inside[0] == "kernels" and rest[:1] == ["kernels"]:
+            # A kernel shares through kernels/common; the table itself imports classes by name, on first use.
+            allowed = rest[1:2] == ["common"]
+        elif rest[:1] == ["kernels"]:
+            allowed = "kernels" in mine and (len(rest) == 1 or not is_module(rest[:2]))
+        else:
+            allowed = not rest or rest[0] == inside[0] or rest[0] in mine or not is_module(rest[:1])
+        if not allowed:
+            when = "on import" if top in lazy else "at all"
+            wrong.append(f"{'/'.join(inside)} may not import {name} {when}")
+    if inside[0] == "kernels" and ("__future__.annotations", True) in imports(path):
+        wrong.append(f"{'/'.join(inside)}: the DSL evaluates annotations, so no `from __future__ import annotations`")
+    return wrong
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(PACKAGE)) for p in FILES])
+def test_imports_follow_the_layers(path):
+    assert violations(path) == []
+
+
+def test_import_starts_neither_cuda_nor_the_compiler():
+    code = """
+import sys
+import torch
+before = set(sys.modules)
+import quackish
+loaded = {name for name in set(sys.modules) - before if name.partition(".")[0] in {"cutlass", "cuda", "tvm_ffi"}}
+assert not loaded, f"import quackish loaded {sorted(loaded)}"
+assert not torch.cuda.is_initialized(), "import quackish initialised CUDA"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,106 @@
+"""The main job, small: both models learn the same, and the results are where the script says."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+TINY = ["--device", "cpu", "--steps", "12", "--batch", "4", "--seq", "32", "--dim", "64", "--layers", "2"]
+
+
+def train_lm(*arguments: object, before: str = "") -> subprocess.CompletedProcess:
+    """Runs the script's main() in a process of its own, after the statements `before`; `train_lm` names the script."""
+    code = f"import sys, train_lm\n{before}\nsys.exit(train_lm.main(sys.argv[1:]))"
+    path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", env=os.environ | {"PYTHONPATH": path}
+    )
+
+
+def losses(out: Path) -> tuple[list[float], list[float]]:
+    with (out / "curves.csv").open(newline="") as f:
+        rows = list(csv.DictReader(f))
+    return [float(row["quackish loss"]) for row in rows], [float(row["PyTorch loss"]) for row in rows]
+
+
+@pytest.mark.parametrize("token_bytes", [1, 2])
+def test_both_models_learn_the_same(tmp_path, token_bytes):
+    done = train_lm(*TINY, "--token-bytes", token_bytes, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = losses(tmp_path)
+    assert len(ours) == len(theirs) == 12
+    # fp32 on both sides: what differs is the order of sums, and 12 steps do not let it grow.
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert ours[-1] < ours[0] - 0.5, "the loss does not fall"
+
+    runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    assert runs["quackish"]["validation_loss"] == pytest.approx(runs["PyTorch"]["validation_loss"], rel=1e-4)
+    for name in ("loss.png", "loss.svg"):
+        assert (tmp_path / name).stat().st_size > 1000
+    assert "validation loss" in done.stdout
+    assert not done.stderr
+
+
+def test_the_same_seed_gives_the_same_numbers(tmp_path):
+    for name in ("a", "b"):
+        train_lm(*TINY, "--out", tmp_path / name)
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_ctrl_c_still_reports(tmp_path):
+    before = """
+step = train_lm.Run.step
+def interrupted(run, i, *batch):
+    if i == 5 and run.name == "PyTorch":
+        raise KeyboardInterrupt
+    step(run, i, *batch)
+train_lm.Run.step = interrupted
+"""
+    done = train_lm(*TINY, "--out", tmp_path, before=before)
+    assert done.returncode == 130, done.stderr
+    assert "Stopped after 5 of 12 steps" in done.stdout
+    ours, theirs = losses(tmp_path)
+    assert len(ours) == len(theirs) == 5
+    assert (tmp_path / "loss.svg").is_file()
+
+
+def test_a_text_of_ones_own(tmp_path):
+    (tmp_path / "poem.txt").write_text("The rain in Spain stays mainly in the plain. " * 500)
+    done = train_lm(*TINY, "--data", tmp_path / "poem.txt", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["data"].endswith("poem.txt")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--data", "nowhere"], "--data nowhere: no such file or folder"),
+        (["--data", __file__, "--seq", "2000"], "tokens are too few"),
+        (["--dim", "100"], "expected a multiple of 64"),
+        (["--steps", "0"], "--steps 0: expected more than 0"),
+        (["--token-bytes", "3"], "expected 1 (256 tokens) or 2 (65536)"),
+        (["--device", "tpu"], "--device tpu: expected cpu, cuda or cuda:N"),
+        (["--device", "cuda:99"], "--device cuda:99: PyTorch sees"),
+    ],
+)
+def test_mistakes_are_explained(tmp_path, arguments, message):
+    done = train_lm("--out", tmp_path / "out", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(tmp_path):
+    done = train_lm(*TINY, "--device", "cuda", "--dim", "256", "--token-bytes", "2", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = losses(tmp_path)
+    # bf16 between the operations, rounded in different places
+    assert ours == pytest.approx(theirs, rel=1e-2)
+    assert ours[-1] < ours[0] - 0.5, "the loss does not fall"
