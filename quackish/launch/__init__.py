@@ -1,0 +1,10 @@
+"""A kernel class is called as `kernel_class(problem, config)`, both frozen dataclasses of ints, bools, strings and None.
+The object has a `@cute.jit __call__`, and `fake_args()` with the arguments that it is compiled for; the last one is
+`cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)`, which is not passed in calls: launches go to torch's
+current stream.
+"""
+
+from quackish.launch.compile import Counters, counters, get
+from quackish.launch.cubin import Resources, resources
+
+__all__ = ["Counters", "Resources", "counters", "get", "resources"]

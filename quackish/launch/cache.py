@@ -1,0 +1,192 @@
+"""Compiled kernels on disk, in the user's cache folder or QUACKISH_CACHE_DIR; QUACKISH_CACHE=0 goes without.
+
+A cached object is code that will run, and a stale one gives wrong numbers. So: the folder and the file are this user's
+and nobody else may write them; the name is a hash of everything that the code depends on; the file repeats all of it,
+under a checksum. Whatever is wrong with a file or the folder costs a compilation and one warning, never an error.
+
+A file is three lines and the object: the format, the SHA-256 of the rest, the identity as JSON (`head -3` shows it).
+"""
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from quackish.errors import warn_once
+
+_FORMAT = b"quackish kernel 1\n"
+_TEMPORARY = ".tmp"
+_STARTED = time.time()
+_PACKAGE = Path(__file__).parents[1]
+
+
+def identity(kernel_class: type, problem: Any, config: Any, target: str, options: str) -> dict[str, str]:
+    """Everything that the object depends on."""
+    import cutlass
+    import tvm_ffi
+
+    from quackish import __version__
+
+    cuda = cutlass.CUDA_VERSION  # of the compiler's flavour, which it picks by the driver at hand
+    return {
+        "kernel": f"{kernel_class.__module__}.{kernel_class.__qualname__}",
+        "problem": repr(problem),
+        "config": repr(config),
+        "target": target,
+        "options": options,
+        "environment": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("CUTE_DSL_")),
+        "sources": _source_hash(_class_file(kernel_class)),
+        "quackish": __version__,
+        "nvidia-cutlass-dsl": cutlass.__version__,
+        "apache-tvm-ffi": tvm_ffi.__version__,
+        "cuda": f"{cuda.major}.{cuda.minor}",
+        "cpu": _cpu(),
+    }
+
+
+def load(kernel_class: type, identity: dict[str, str]) -> bytes | None:
+    """The object stored under `identity`, verified; None where there is none."""
+    folder = _folder(kernel_class)
+    if folder is None:
+        return None
+    path = _path(folder, identity)
+    try:
+        with open(path, "rb") as file:
+            _check_owner(os.fstat(file.fileno()))
+            data = file.read()
+        return _unpack(data, identity)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        warn_once(f"The cached kernel {path} is not used ({error}); it is compiled again.", RuntimeWarning)
+        return None
+
+
+def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> None:
+    """Keeps `payload` for later processes. Of two that store at once, both succeed and the last one's file stays."""
+    folder = _folder(kernel_class)
+    if folder is None:
+        return
+    try:
+        _remove_leftovers(folder)
+        descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=_TEMPORARY)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(_pack(payload, identity))
+            os.replace(temporary, _path(folder, identity))
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        _warn_memory_only(folder, error)
+
+
+def _pack(payload: bytes, identity: dict[str, str]) -> bytes:
+    body = json.dumps(identity).encode() + b"\n" + payload
+    return _FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def _unpack(data: bytes, identity: dict[str, str]) -> bytes:
+    """Raises ValueError unless `data` is what `_pack` made for this identity, to the last bit."""
+    head_size = len(_FORMAT) + 64 + 1
+    head, body = data[:head_size], data[head_size:]
+    if head != _FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n":
+        raise ValueError("damaged")
+    stored, _, payload = body.partition(b"\n")
+    if json.loads(stored) != identity:
+        raise ValueError("made for another kernel, target or toolchain than its name says")
+    return payload
+
+
+def _path(folder: Path, identity: dict[str, str]) -> Path:
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return folder / f"{identity['kernel'].rpartition('.')[2]}-{identity['target']}-{digest}.kernel"
+
+
+def _folder(kernel_class: type) -> Path | None:
+    """The cache folder; None where it must not be used. Asked anew each time: all of it is cheap beside a load."""
+    import platformdirs
+
+    if os.environ.get("QUACKISH_CACHE") == "0":
+        return None
+    folder = Path(os.environ.get("QUACKISH_CACHE_DIR") or platformdirs.user_cache_dir("quackish"))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(os.stat(folder))
+        _check_unedited(_class_file(kernel_class))
+    except (OSError, ValueError) as error:
+        _warn_memory_only(folder, error)
+        return None
+    return folder
+
+
+def _check_owner(status: os.stat_result) -> None:
+    """Raises ValueError where another user owns or may write it, and so could give us code to run."""
+    if status.st_uid != os.geteuid():
+        raise ValueError(f"it belongs to user {status.st_uid}, not {os.geteuid()}")
+    if status.st_mode & 0o022:
+        raise ValueError(f"others may write to it (mode {status.st_mode & 0o777:o}; `chmod go-w` makes it safe)")
+
+
+def _check_unedited(class_file: Path) -> None:
+    """Raises ValueError where a source changed after this process may have imported it: what runs here is then not
+    what `_source_hash` reads, and would be stored under its name."""
+    for path in _sources(class_file):
+        if path.stat().st_mtime > _STARTED:
+            raise ValueError(f"{path} changed after this process started")
+
+
+def _warn_memory_only(folder: Path, error: Exception) -> None:
+    reason = getattr(error, "strerror", None) or error  # strerror is without the file's name, which may be random
+    warn_once(
+        f"Compiled kernels are kept in memory only, so each process compiles its own: cache folder {folder}: {reason}. "
+        "QUACKISH_CACHE_DIR names another folder; QUACKISH_CACHE=0 turns the cache off.",
+        RuntimeWarning,
+    )
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Temporary files of processes that were killed while they wrote: older than any write takes."""
+    for path in folder.glob("*" + _TEMPORARY):
+        with contextlib.suppress(OSError):  # another process may be faster
+            if path.stat().st_mtime < time.time() - 3600:
+                path.unlink()
+
+
+def _class_file(kernel_class: type) -> Path:
+    return Path(inspect.getsourcefile(kernel_class)).resolve()
+
+
+def _sources(class_file: Path) -> list[Path]:
+    """What a kernel may be made of: all device code and configs, and the class's own file where it lies elsewhere."""
+    inside = [path for layer in ("kernels", "configs") for path in _PACKAGE.joinpath(layer).rglob("*.py")]
+    return sorted({*inside, class_file})
+
+
+@functools.cache
+def _source_hash(class_file: Path) -> str:
+    """Once a process: later edits are not what runs here."""
+    digest = hashlib.sha256()
+    for path in _sources(class_file):
+        name = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+@functools.cache
+def _cpu() -> str:
+    """The instruction set: compiled host code uses all of the build machine's, and elsewhere dies of SIGILL."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        features = platform.processor()
+    return f"{platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:16]}"

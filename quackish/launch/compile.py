@@ -1,0 +1,103 @@
+"""Compiled kernels of this process: from memory, then disk, then the compiler."""
+
+import dataclasses
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quackish.launch import cache
+
+OPTIONS = "--enable-tvm-ffi --opt-level 3"
+_SYMBOL = "kernel"
+
+
+@dataclasses.dataclass
+class Counters:
+    """What this process did so far. Of launches by two threads at the same instant, one may go uncounted."""
+
+    compiles: int = 0
+    disk_loads: int = 0
+    launches: int = 0
+
+
+counters = Counters()
+_ready: dict[tuple, Callable[..., None]] = {}
+lock = threading.Lock()  # to be held while compiling: the compiler is not thread-safe, and autograd has its own threads
+
+
+def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[..., None]:
+    """The kernel for `problem` as `config` says, for GPU architecture `target` ("sm_90a"), ready to be called.
+
+    It is called with torch tensors, ints, floats and None, by position, for all that `fake_args()` lists but the
+    stream, and checks them itself: ValueError or TypeError naming the argument. Its first call loads the cubin into
+    the CUDA context, so it should not be the one that a CUDA graph captures.
+    Raises RuntimeError with problem and config in it where compilation fails.
+    """
+    key = (kernel_class, problem, config, target)
+    kernel = _ready.get(key)
+    if kernel is None:
+        with lock:
+            kernel = _ready.get(key)  # another thread may have been faster
+            if kernel is None:
+                kernel = _ready[key] = _counted(_load(_object(*key)))
+    return kernel
+
+
+def _object(kernel_class: type, problem: Any, config: Any, target: str) -> bytes:
+    """The object file: host code that checks the arguments and launches, and the cubin inside."""
+    identity = cache.identity(kernel_class, problem, config, target, OPTIONS)
+    data = cache.load(kernel_class, identity)
+    if data is not None:
+        counters.disk_loads += 1
+        return data
+    compiled = compile_kernel(kernel_class, problem, config, target)
+    counters.compiles += 1
+    with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
+        path = Path(folder, "kernel.o")
+        compiled.export_to_c(str(path), function_name=_SYMBOL, export_only_tvm_ffi_symbols=True)
+        data = path.read_bytes()
+    cache.store(kernel_class, identity, data)
+    return data
+
+
+def compile_kernel(kernel_class: type, problem: Any, config: Any, target: str, more_options: str = "") -> Any:
+    """What `cute.compile` returns; needs no GPU, and `lock` held. Not callable: see `_load`."""
+    import cutlass.cute as cute
+
+    # The target is always given: without it the compiler asks CUTE_DSL_ARCH, then the first GPU, then takes sm_100a.
+    options = f"{OPTIONS} --gpu-arch {target} {more_options}"
+    try:
+        kernel = kernel_class(problem, config)
+        # The compiler would link the code into this process too where the GPU is a `target`, which takes longer than
+        # all else it does for a small kernel (126 ms with, 50 without), and it is done again in _load anyway.
+        return cute.compile(kernel, *kernel.fake_args(), options=options, no_jit_engine=True)
+    except Exception as error:
+        raise RuntimeError(
+            f"{kernel_class.__qualname__} does not compile for {target}: {type(error).__name__}: {error}\n"
+            f"  problem: {problem}\n  config: {config}"
+        ) from error
+
+
+def _load(data: bytes) -> Callable[..., None]:
+    """The function in an object file.
+
+    Fresh objects come this way too, though it costs 35 ms for the export and 2 ms here: what the compiler returns may
+    take keywords and defaults, what is loaded never does, and there should be one calling convention to test.
+    """
+    import cutlass.cute as cute
+
+    # Verified bytes go through a folder that only this process's user can enter: nobody can swap them in between.
+    with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
+        path = Path(folder, "kernel.o")
+        path.write_bytes(data)
+        return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), _SYMBOL)
+
+
+def _counted(function: Callable[..., None]) -> Callable[..., None]:
+    def call(*args):  # 0.05 us more than `function` itself
+        function(*args)
+        counters.launches += 1
+
+    return call

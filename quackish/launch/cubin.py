@@ -1,0 +1,88 @@
+"""What a compiled kernel takes of an SM, read from its cubin."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quackish.launch.compile import compile_kernel, lock
+
+# ptxas reports 1 KB of static shared memory where a kernel uses any: the system's, outside of Gpu.smem_bytes.
+_SYSTEM_SMEM_BYTES = 1024
+_LAUNCH_CONFIG = "!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"  # cudaLaunchConfig_t
+_TOOLKIT = "/usr/local/cuda"
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """Of a kernel class with several kernels: the largest of each, and the sum of the local loads and stores."""
+
+    registers: int  # a thread; with setmaxregister, at launch
+    stack_bytes: int  # a thread: spilled registers, or arrays that are indexed at run time
+    local_loads: int  # instructions that read such memory
+    local_stores: int
+    smem_bytes: int  # a CTA, static and dynamic: compare with Gpu.smem_bytes
+    threads: int | None  # a CTA; None where it is not fixed at compile time
+
+
+def resources(kernel_class: type, problem: Any, config: Any, target: str) -> Resources:
+    """Compiles (no cache is asked, no GPU needed) and reads the result with cuobjdump, of the CUDA toolkit or Triton.
+
+    Raises FileNotFoundError without a cuobjdump, RuntimeError where compilation fails.
+    """
+    tool = _cuobjdump()
+    with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
+        options = f"--keep-ptx --keep-cubin --dump-dir {folder}"
+        with lock:
+            compiled = compile_kernel(kernel_class, problem, config, target, options)
+        path = Path(folder, "read.cubin")
+        path.write_bytes(compiled.__cubin__)
+        done = subprocess.run([tool, "--dump-resource-usage", "--dump-sass", path], capture_output=True, text=True)
+    usage = [dict(re.findall(r"(\w+):(\d+)", line)) for line in re.findall(r"^ *REG:.*", done.stdout, re.MULTILINE)]
+    if done.returncode != 0 or not usage:
+        raise RuntimeError(f"{tool} cannot read the cubin of {kernel_class.__qualname__}: {done.stderr or done.stdout}")
+    threads = [math.prod(map(int, sizes.split(","))) for sizes in re.findall(r"\.reqntid ([\d, ]+)", compiled.__ptx__)]
+    static_smem = max(int(kernel["SHARED"]) for kernel in usage)
+    return Resources(
+        registers=max(int(kernel["REG"]) for kernel in usage),
+        stack_bytes=max(int(kernel["STACK"]) for kernel in usage),
+        local_loads=len(re.findall(r"\bLDL\b", done.stdout)),
+        local_stores=len(re.findall(r"\bSTL\b", done.stdout)),
+        smem_bytes=max(0, static_smem - _SYSTEM_SMEM_BYTES) + _dynamic_smem_bytes(str(compiled.ir_module)),
+        threads=max(threads) if len(threads) == len(usage) else None,
+    )
+
+
+def _dynamic_smem_bytes(module: str) -> int:
+    """The largest dynamic shared memory of a launch. The cubin does not hold it: the host code does, as a constant."""
+    launch_config = re.escape(_LAUNCH_CONFIG)
+    sizes = []
+    for function in module.split("\n  llvm.func ")[1:]:
+        constants = dict(re.findall(r"(%\w+) = llvm\.mlir\.constant\((\d+) : i64\)", function))
+        fields = re.findall(rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : .* {launch_config}\n", function)
+        for field in fields:
+            sizes += [constants.get(value) for value in re.findall(rf"llvm\.store (%\w+), {field} : i64", function)]
+    if not sizes or None in sizes:  # said aloud, or a change in the compiler would make everything take 0 bytes
+        raise RuntimeError("no constant size of shared memory for every launch in the host code of the kernel")
+    return max(map(int, sizes))
+
+
+def _cuobjdump() -> str:
+    toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _TOOLKIT]
+    candidates = [Path(toolkit, "bin") for toolkit in toolkits if toolkit]
+    triton = importlib.util.find_spec("triton")  # found, not imported
+    if triton is not None:
+        candidates += [Path(folder, "backends/nvidia/bin") for folder in triton.submodule_search_locations]
+    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(map(str, candidates)))
+    if found is None:
+        raise FileNotFoundError(
+            "launch.resources needs cuobjdump, which is not on PATH, in CUDA_HOME or in Triton's wheel. "
+            "Install either: `pip install triton`, or the CUDA toolkit."
+        )
+    return found
