@@ -48,7 +48,7 @@ class Toy:
         threads, cluster = self.config.threads, self.config.cluster
         self.kernel(mX, mB, mO, alpha).launch(
             grid=[cute.round_up(cute.ceil_div(mX.shape[0], threads), cluster), 1, 1],
-            block=[threads, 1, 1],
+            block=[32, threads // 32, 1],
             cluster=[cluster, 1, 1] if cluster > 1 else None,
             cooperative=self.config.cooperative,
             stream=stream,
@@ -57,7 +57,7 @@ class Toy:
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mB: Optional[cute.Tensor], mO: cute.Tensor, alpha: Float32):  # noqa: UP045
         threads = self.config.threads
-        tid = cute.arch.thread_idx()[0]
+        tid = cute.arch.thread_idx()[1] * 32 + cute.arch.thread_idx()[0]
         i = cute.arch.block_idx()[0] * threads + tid
         sX = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(threads), 16)
         sX[tid] = mX[i].to(Float32) * alpha if i < mX.shape[0] else Float32(0)

@@ -1,4 +1,6 @@
-"""A kernel class is called as `kernel_class(problem, config)`, both frozen dataclasses of ints, bools, strings and None.
+"""A kernel class, a problem, a config and a target in; a function that takes torch tensors out. No kernel by name.
+
+A kernel class is called as `kernel_class(problem, config)`, both frozen dataclasses of ints, bools, strings and None.
 The object has a `@cute.jit __call__`, and `fake_args()` with the arguments that it is compiled for; the last one is
 `cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)`, which is not passed in calls: launches go to torch's
 current stream.
