@@ -243,7 +243,9 @@ def test_two_processes_at_once(folder):
 import time
 from pathlib import Path
 Path({me!r}).touch()
-while not Path({other!r}).exists():
+for _ in range(30_000):  # 30 s
+    if Path({other!r}).exists():
+        break
     time.sleep(0.001)
 for factor in (2, 3, 4):
     use(factor)
