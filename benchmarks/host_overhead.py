@@ -1,0 +1,249 @@
+"""What an RMSNorm costs the host: a chain of 64 norms, forward and backward, timed until all is enqueued.
+
+    python -m benchmarks.host_overhead
+
+Shapes are small (M 128, N 1024, bf16), so that the GPU keeps up and the host is what is measured.
+"""
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import harness
+from benchmarks.harness import console
+from benchmarks.providers_rms_norm import BACKEND, EPS
+from quackish.testing import inputs
+from quackish.testing.timing import Times
+
+NORMS, M, N = 64, 128, 1024
+FIELDS = (*harness.ENVIRONMENT, "what", "provider", "status", "median_us", "p20_us", "p80_us")
+BAR = 1.15  # forward + backward, times torch's own
+LAUNCH_BAR_US = 6.0
+
+Norm = Callable[[Tensor, Tensor], Tensor]
+
+
+def _torch() -> Norm:
+    return lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
+
+
+def _quackish() -> Norm:
+    from quackish.ops.rms_norm import rms_norm
+
+    return lambda x, weight: rms_norm(x, weight, eps=EPS, backend=BACKEND)
+
+
+def _bare() -> Norm:
+    """A torch.autograd.Function around prepared launches: nothing is checked, looked up or found out."""
+    forward_launch, backward_launch = _launches()
+
+    class Bare(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            y = torch.empty_like(x)
+            rstd = torch.empty(M, dtype=torch.float32, device=x.device)
+            forward_launch(x, weight, y, rstd)
+            ctx.save_for_backward(x, weight, rstd)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, weight, rstd = ctx.saved_tensors
+            dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+            backward_launch(dy, x, weight, rstd, dx, dweight)
+            return dx, dweight
+
+    return Bare.apply
+
+
+def _launches() -> tuple[Callable[..., None], Callable[..., None]]:
+    """The kernels of this chain with everything but the tensors filled in; scratch and tickets are shared by all."""
+    from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan
+
+    x, weight = _inputs()[:2]
+    rstd = torch.ones(M, device=x.device)
+    forward = ForwardPlan(x, weight, None, None, EPS, 0.0, None, "cute").kernel
+    backward = BackwardPlan(x, x, weight, rstd, None, 0.0, x.dtype, None, x.dtype, None, "cute").kernel
+    scratch = torch.empty(backward.scratch_floats, device=x.device)
+    tickets = torch.zeros(backward.num_tickets, dtype=torch.int32, device=x.device)
+
+    def run_forward(x, weight, y, rstd):
+        pointers = (x.data_ptr(), weight.data_ptr(), None, None, y.data_ptr(), None)
+        forward.launch(*pointers, rstd, None, None, EPS, 0.0, forward.num_ctas)
+
+    def run_backward(dy, x, weight, rstd, dx, dweight):
+        inputs = (x.data_ptr(), weight.data_ptr(), dy.data_ptr(), None)
+        outputs = (dx.data_ptr(), None, dweight.data_ptr(), None, scratch.data_ptr(), tickets.data_ptr())
+        backward.launch(*inputs, rstd, *outputs, None, None, None, 0.0, backward.num_ctas)
+
+    return run_forward, run_backward
+
+
+def _quack() -> Norm:
+    from quack.rmsnorm import rmsnorm
+
+    return lambda x, weight: rmsnorm(x, weight, eps=EPS)
+
+
+def _liger_cute() -> Norm:
+    from liger_kernel.functional import rms_norm
+
+    return lambda x, weight: rms_norm(x, weight, EPS, impl="nvidia-cutedsl")
+
+
+def _liger_triton() -> Norm:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+
+
+NORMS_OF: dict[str, Callable[[], Norm]] = {
+    "torch": _torch,
+    "quackish": _quackish,
+    "bare Function": _bare,
+    "quack": _quack,
+    "liger-cute": _liger_cute,
+    "liger-triton": _liger_triton,
+}
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = ((M, N), (N,), (M, N))
+    return tuple(inputs.rows(s, torch.bfloat16, seed=i, device=device) for i, s in enumerate(shapes))
+
+
+def chain(norm: Norm, x: Tensor, weights: Sequence[Tensor], dy: Tensor) -> tuple[float, float]:
+    """Microseconds a norm of one forward and of one backward through the chain, until all is enqueued."""
+    for t in (x, *weights):
+        t.grad = None
+    _synchronize()
+    start = time.perf_counter()
+    y = x
+    for weight in weights:
+        y = norm(y, weight)
+    forward = time.perf_counter() - start
+    _synchronize()
+    start = time.perf_counter()
+    y.backward(dy)
+    backward = time.perf_counter() - start
+    _synchronize()
+    return 1e6 * forward / len(weights), 1e6 * backward / len(weights)
+
+
+def chains(norms: Mapping[str, Norm], repeats: int) -> dict[str, dict[str, Times]]:
+    """For each norm the times of "forward", "backward" and "both"; the norms take turns."""
+    x, weight, dy = _inputs()
+    x.requires_grad_()
+    weights = [weight.clone().requires_grad_() for _ in range(NORMS)]
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in norms}
+    gc.collect()
+    gc.disable()  # a collection in the middle of a chain would be its slowest part
+    try:
+        for i in range(repeats + 3):
+            for name, norm in norms.items():
+                sample = chain(norm, x, weights, dy)
+                if i >= 3:
+                    samples[name].append(sample)
+    finally:
+        gc.enable()
+    return {
+        name: {
+            "forward": Times.of([f for f, _ in pairs]),
+            "backward": Times.of([b for _, b in pairs]),
+            "both": Times.of([f + b for f, b in pairs]),
+        }
+        for name, pairs in samples.items()
+    }
+
+
+def prepared_launch(repeats: int, calls: int = 64) -> Times:
+    """Microseconds a launch of the prepared backward kernel, which takes 16 arguments."""
+    _, backward = _launches()
+    x, weight, dy = _inputs()
+    args = (dy, x, weight, torch.ones(M, device=x.device), torch.empty_like(x), torch.empty_like(weight))
+    samples = []
+    for _ in range(repeats + 3):
+        _synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            backward(*args)
+        samples.append(1e6 * (time.perf_counter() - start) / calls)
+    _synchronize()
+    return Times.of(samples[3:])
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Returns the CSV file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_overhead", description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=50, help="chains timed for each; default %(default)s")
+    parser.add_argument("--out", type=Path, help="folder of the results; default benchmarks/results/<GPU>")
+    parser.add_argument("--commit", help="recorded where there is no git to ask")
+    args = parser.parse_args(argv)
+    device = harness.device_to_measure()
+    norms, rows = {}, []
+    for name, make in NORMS_OF.items():
+        try:
+            norms[name] = make()
+            chains({name: norms[name]}, repeats=1)  # compiles
+        except Exception as error:
+            norms.pop(name, None)
+            reason = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            rows.append({"what": "both", "provider": name, "status": reason})
+            console.print(f"without {name}: {reason}", markup=False)
+    results = chains(norms, args.repeats)
+    for name, times in results.items():
+        rows += [{"what": what, "provider": name, "status": "ok", **_columns(t)} for what, t in times.items()]
+    launch = prepared_launch(args.repeats) if "bare Function" in norms else None
+    if launch:
+        rows.append({"what": "prepared launch", "provider": "quackish", "status": "ok", **_columns(launch)})
+    path = (args.out or harness.results_dir(device)) / "host_overhead.csv"
+    harness.CsvLog(path, FIELDS, harness.environment(device, args.commit)).write(rows)
+    page = f"# Host time on {harness.device_name(device)}\n\n{report(results, launch)}"
+    path.with_suffix(".md").write_text(page)
+    return path
+
+
+def report(results: Mapping[str, Mapping[str, Times]], launch: Times | None) -> str:
+    """Prints a table and the verdicts, and returns them in Markdown."""
+    title = f"Host microseconds a norm, in a chain of {NORMS}, M {M}, N {N}"
+    header = ("provider", "forward", "backward", "both", "of torch")
+    of_torch = {name: times["both"].median / results["torch"]["both"].median for name, times in results.items()}
+    lines = [
+        (name, *(f"{times[what].median:.1f}" for what in header[1:4]), f"{of_torch[name]:.2f}")
+        for name, times in results.items()
+    ]
+    verdicts = []
+    if "quackish" in results:
+        kept = "PASS" if of_torch["quackish"] <= BAR else "FAIL"
+        verdicts.append(f"{kept}  forward + backward: {of_torch['quackish']:.2f} of torch's, bar {BAR}")
+    if launch:
+        kept = "PASS" if launch.median <= LAUNCH_BAR_US else "FAIL"
+        text = f"a prepared launch with 16 arguments: {launch.median:.1f} us, bar {LAUNCH_BAR_US}"
+        verdicts.append(f"{kept}  {text}")
+    table = Table(*header, box=None, pad_edge=False)
+    for line in lines:
+        table.add_row(*line)
+    console.print(title)
+    console.print(table)
+    console.print("\n".join(verdicts), markup=False)
+    return f"{title}\n\n{harness.markdown_table(header, lines)}\n" + "".join(f"- {v}\n" for v in verdicts)
+
+
+def _columns(times: Times) -> dict[str, float]:
+    return {"median_us": times.median, "p20_us": times.p20, "p80_us": times.p80}
+
+
+if __name__ == "__main__":
+    main()

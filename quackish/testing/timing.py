@@ -1,0 +1,117 @@
+"""How long work takes: CUDA graphs replayed on a cold L2, in rounds that alternate between what is compared.
+
+A card that throttles at its power limit slows down whatever runs last, so competitors take turns: A B C A B C. Where
+there is no GPU the same functions time plain calls with the host's clock; such numbers are good for tests only.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+CLEAR_BYTES = 256 << 20  # what triton.testing.do_bench clears: several times any L2 so far
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Microseconds: the median over all samples, and the 20th and 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Times":
+        if len(samples) == 1:
+            return cls(*samples * 3)
+        cuts = statistics.quantiles(samples, n=5, method="inclusive")
+        return cls(statistics.median(samples), cuts[0], cuts[3])
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A call ready to be repeated: `run()` does it again, into the same `outputs` where it is a CUDA graph."""
+
+    run: Callable[[], object]
+    outputs: object
+    is_graph: bool
+
+
+def prepare(fn: Callable[[], object], device: torch.device, warmup: int = 2) -> Work:
+    """Warms `fn` up and captures it as one CUDA graph; without a GPU, or where it cannot be captured, `fn` itself.
+
+    `outputs` is what `fn` returned: for a graph the tensors that every replay writes, else those of the last warm-up.
+    """
+    if device.type != "cuda":
+        return Work(fn, [fn() for _ in range(warmup)][-1], is_graph=False)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(warmup):
+            outputs = fn()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            captured = fn()
+    except Exception:
+        torch.cuda.synchronize(device)  # a broken context raises here; a mere refusal of capture does not
+        return Work(fn, outputs, is_graph=False)
+    graph.replay()
+    torch.cuda.synchronize(device)
+    return Work(graph.replay, captured, is_graph=True)
+
+
+def interleave(
+    works: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 10, block: int = 10
+) -> dict[str, Times]:
+    """Times each of `works` `rounds * block` times: `block` calls of each in turn, the turns repeated `rounds` times.
+
+    One sample is the time between two events around one call, after the L2 was cleared: the method of
+    `triton.testing.do_bench`, so the gap between the events and the launch of a graph is in every sample alike.
+    One more round comes first and is thrown away: it brings the clocks up.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in works}
+    once = _cuda_round if device.type == "cuda" else _cpu_round
+    for i in range(1 + rounds):
+        for name, times in once(works, device, block).items():
+            if i > 0:
+                samples[name] += times
+    return {name: Times.of(times) for name, times in samples.items()}
+
+
+def _cuda_round(works: Mapping[str, Callable[[], object]], device: torch.device, block: int) -> dict[str, list[float]]:
+    cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
+    events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "se"] for _ in range(block)] for name in works}
+    for name, run in works.items():
+        for start, end in events[name]:
+            cold.zero_()
+            start.record()
+            run()
+            end.record()
+    torch.cuda.synchronize(device)
+    return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+
+
+def _cpu_round(works: Mapping[str, Callable[[], object]], device: torch.device, block: int) -> dict[str, list[float]]:
+    def sample(run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        return 1e6 * (time.perf_counter() - start)
+
+    return {name: [sample(run) for _ in range(block)] for name, run in works.items()}
+
+
+def peak_bytes(fn: Callable[[], object], device: torch.device) -> int | None:
+    """Device memory that one warm call of `fn` needs at its peak, what it returns included; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    outputs = fn()
+    torch.cuda.synchronize(device)
+    del outputs
+    return torch.cuda.max_memory_allocated(device) - before
