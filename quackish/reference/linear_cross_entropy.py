@@ -1,0 +1,213 @@
+"""Linear cross entropy in plain PyTorch: the spec on whole logits, and the maths of one chunk of them.
+
+With z = input @ linear_weight.T + linear_bias, a = softcap * tanh(z / softcap), lse = logsumexp(a), t the target,
+w the class weights (1 where none are given), e = label_smoothing and q = w * ((1 - e) * onehot(t) + e / V):
+
+    loss   = sum_j q_j * (lse - a_j) + z_loss * lse**2   for each live row, 0 for an ignored one
+    da     = g * ((sum(q) + 2 * z_loss * lse) * p - q) + g_lse * p,   p = exp(a - lse)
+    dz     = da * (1 - (a / softcap)**2)
+    dinput = dz @ linear_weight,   dlinear_weight = dz.T @ input,   dlinear_bias = sum of dz over rows
+
+`mean` divides the sum of the rows, z_loss included, by `mean_divisor`. z_loss regularises the logits, not a class, so
+a row's class weight does not scale it.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What everything but the GEMMs' operands is computed in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What the targets say about each row."""
+
+    live: Tensor  # (m,) bool: not ignored
+    index: Tensor  # (m,) int64, always in [0, V): the class, 0 for rows that have none
+    weight: Tensor  # (m,) class weight of the target; 0 for an ignored row, NaN for a target that is no class
+
+    def __getitem__(self, rows: slice) -> "Rows":
+        return Rows(self.live[rows], self.index[rows], self.weight[rows])
+
+
+def rows_of(target: Tensor, v: int, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Rows:
+    """Reads targets of (m,) without ever indexing out of bounds: NaN marks the rows whose target is no class."""
+    live = target != ignore_index
+    inside = (target >= 0) & (target < v)
+    index = target.long().masked_fill(~(live & inside), 0)
+    if weight is None:
+        row_weight = torch.ones(target.shape, dtype=dtype, device=target.device)
+    else:
+        row_weight = weight.to(dtype).index_select(0, index)
+    return Rows(live, index, row_weight.masked_fill(~inside, float("nan")).masked_fill(~live, 0.0))
+
+
+def mean_divisor(rows: Rows, num_items: int | Tensor | None = None) -> Tensor:
+    """What `mean` divides by: the sum of the rows' class weights, or `num_items`; 1 where no row has a class.
+
+    A target that is no class counts for nothing: the other rows' gradients are as if that row were ignored.
+    """
+    counted = ~rows.weight.isnan() & rows.live
+    if num_items is None:
+        divisor = rows.weight.masked_fill(~counted, 0.0).sum()
+    else:
+        # a product, not a copy: num_items may be a 0-dim CPU tensor beside CUDA rows, and a copy would synchronise
+        divisor = (torch.ones((), dtype=rows.weight.dtype, device=rows.weight.device) * num_items).to(rows.weight.dtype)
+    return divisor.masked_fill(~counted.any(), 1.0)
+
+
+def _whole_logits(input, linear_weight, rows, linear_bias, weight, label_smoothing, softcap):
+    """x (m, h) with ignored rows zeroed, a / softcap (None without), log p and lse, and q; all (m, v) but x and lse."""
+    dtype = accumulate_dtype(input.dtype)
+    v = linear_weight.shape[0]
+    x = input.to(dtype).masked_fill(~rows.live[:, None], 0.0)
+    logits = x @ linear_weight.to(dtype).T
+    if linear_bias is not None:
+        logits = logits + linear_bias.to(dtype)
+    tanh = None
+    if softcap is not None:
+        tanh = torch.tanh(logits / softcap)
+        logits = softcap * tanh
+    q = (1.0 - label_smoothing) * F.one_hot(rows.index, v).to(dtype) + label_smoothing / v
+    if weight is not None:
+        q = q * weight.to(dtype)
+    q = q.masked_fill(rows.weight.isnan()[:, None], float("nan"))
+    return x, tanh, torch.log_softmax(logits, -1), torch.logsumexp(logits, -1), q
+
+
+def linear_cross_entropy_forward(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    num_items: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(loss, lse) of input (m, h), linear_weight (v, h), target (m,), from whole logits, in fp32 (fp64 for fp64).
+
+    An ignored row has loss 0 and lse 0; a row whose target is no class has loss NaN.
+    """
+    rows = rows_of(target, linear_weight.shape[0], weight, ignore_index, accumulate_dtype(input.dtype))
+    _, _, logp, lse, q = _whole_logits(input, linear_weight, rows, linear_bias, weight, label_smoothing, softcap)
+    # a logit of -inf (a masked class) has logp -inf and must not meet its q of 0
+    loss = -(q * logp).masked_fill(q == 0, 0.0).sum(-1) + z_loss * lse.square()
+    loss = loss.masked_fill(~rows.live, 0.0)
+    lse = lse.masked_fill(~rows.live, 0.0)
+    if reduction == "none":
+        return loss, lse
+    return loss.sum() / mean_divisor(rows, num_items) if reduction == "mean" else loss.sum(), lse
+
+
+def linear_cross_entropy_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    num_items: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dinput (m, h), dlinear_weight (v, h), dlinear_bias (v,)) in fp32 (fp64 for fp64); grad_lse None is 0."""
+    rows = rows_of(target, linear_weight.shape[0], weight, ignore_index, accumulate_dtype(input.dtype))
+    x, tanh, logp, lse, q = _whole_logits(input, linear_weight, rows, linear_bias, weight, label_smoothing, softcap)
+    g = grad_loss / mean_divisor(rows, num_items) if reduction == "mean" else grad_loss
+    g = g.expand(target.shape)[:, None]
+    p = logp.exp()
+    dlogits = g * ((q.sum(-1, keepdim=True) + 2.0 * z_loss * lse[:, None]) * p - q)
+    if grad_lse is not None:
+        dlogits = dlogits + grad_lse[:, None] * p
+    if tanh is not None:
+        dlogits = dlogits * (1.0 - tanh.square())
+    dlogits = dlogits.masked_fill(~rows.live[:, None], 0.0)
+    return dlogits @ linear_weight.to(x.dtype), dlogits.T @ x, dlogits.sum(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOptions:
+    """The options that change the loss of a row."""
+
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+
+
+def chunk_of_rows(
+    logits: Tensor,  # (m, v) fp32 or fp64: input @ linear_weight.T + linear_bias; overwritten
+    rows: Rows,
+    weight: Tensor | None,  # (v,) in logits' dtype
+    options: RowOptions,
+    want_grad: bool,
+    grad_rows: Tensor | None = None,  # (m,) gradient of each row's loss; None is 1
+    grad_lse: Tensor | None = None,  # (m,); None is 0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """loss (m,), lse (m,) and, where wanted, dlogits (m, v) of one chunk, the last in logits' own memory if it can be.
+
+    Every sum runs along a row, so nothing here depends on which rows share a chunk. Ignored rows must come with finite
+    logits: the chunk loop zeroes their rows of the input.
+    """
+    v, smoothing, softcap = logits.shape[1], options.label_smoothing, options.softcap
+    if softcap is None:
+        tanh, shifted = None, logits
+    else:
+        tanh = logits.div_(softcap).tanh_()
+        shifted = tanh * softcap
+
+    # loss: from a - max and its exponentials, never from a - lse, whose rounding grows with |lse|
+    top = shifted.amax(1, keepdim=True)
+    shifted.sub_(top)
+    at_target = shifted.gather(1, rows.index[:, None]).squeeze(1)
+    if smoothing:
+        total_weight = float(v) if weight is None else weight.sum()
+        weighted = shifted.sum(1) if weight is None else shifted @ weight
+    e = shifted.exp_()
+    total = e.sum(1)
+    log_total = total.log()
+    lse = top.squeeze(1) + log_total
+    hit = (1.0 - smoothing) * rows.weight
+    loss = hit * (log_total - at_target)
+    if smoothing:
+        loss = loss + (smoothing / v) * (total_weight * log_total - weighted)
+    if options.z_loss:
+        loss = loss + options.z_loss * lse.square()
+    ignored = ~rows.live
+    loss, seen_lse = loss.masked_fill(ignored, 0.0), lse.masked_fill(ignored, 0.0)
+    if not want_grad:
+        return loss, seen_lse, None
+
+    # dlogits = scale * e - q, the target's p - 1 formed here, in fp32
+    scale = hit + 2.0 * options.z_loss * lse
+    spread = torch.full_like(hit, smoothing / v)
+    if smoothing:
+        scale = scale + spread * total_weight
+    if grad_rows is not None:
+        scale, hit, spread = scale * grad_rows, hit * grad_rows, spread * grad_rows
+    if grad_lse is not None:
+        scale = scale + grad_lse
+    scale, hit, spread = (c.masked_fill(ignored, 0.0) for c in (scale, hit, spread))
+    dlogits = e.mul_((scale / total)[:, None])
+    if smoothing:
+        dlogits.sub_(spread[:, None]) if weight is None else dlogits.addr_(spread, weight, alpha=-1)
+    index = rows.index[:, None]
+    dlogits.scatter_(1, index, dlogits.gather(1, index) - hit[:, None])
+    if tanh is not None:
+        dlogits.mul_(tanh.square_().neg_().add_(1.0))
+    return loss, seen_lse, dlogits
