@@ -1,0 +1,427 @@
+"""RMSNorm for torch: functions, module, autograd and custom operators.
+
+In plain eager a call is the look-up of its plan, the allocations and the launch, by way of a torch.autograd.Function
+where a gradient is needed. What wants to see operators (torch.compile, dispatch modes, tensor subclasses) gets those of
+`torch.ops.quackish`, which run by the same plans.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quackish.errors import UnsupportedError, warn_once
+from quackish.ops.rms_norm_plans import backward_plan, check_backward, check_forward, dims, forward_plan
+from quackish.reference import rms_norm as reference
+
+# Functions -----------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    eps: float | None = 1e-6,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Root mean square normalisation over the last dimension, of x or of x + residual.
+
+        res = x + residual,   y = res / sqrt(mean(res^2) + eps) * (weight_offset + weight) + bias
+
+    Sums and everything else between loads and stores are fp32 (fp64 where any input is fp64, on the portable path).
+
+    Args:
+        x: (..., n) bf16, fp16, fp32 or fp64. Where the last dimension has stride 1 and the others fold to two levels of
+            strides, as in a slice of a packed qkv buffer, it is read in place; other layouts are copied first.
+        weight: (n,) any of these dtypes, or None for no scale.
+        bias: (n,) any of these dtypes, or None.
+        eps: None takes torch.finfo(x.dtype).eps, as F.rms_norm does.
+        weight_offset: added to weight: 1.0 where a checkpoint stores weight - 1, as Gemma's do.
+        residual: x's shape, any of these dtypes. `res` keeps its dtype, and y is the norm of res as it is kept.
+        out_dtype: y's dtype; None is x's. Autocast changes nothing here.
+        backend: "auto" runs a kernel where there is one, and otherwise the portable PyTorch path: silently on CPU, with
+            one warning per reason on a GPU. "cute" runs a kernel or raises. "reference" runs the portable path.
+
+    Returns:
+        y: x's shape, contiguous; with a residual (y, res). All arguments that require it get gradients, in their own
+        dtypes; only those are computed. Second derivatives go through the portable path.
+
+    Promises: the same bits on every run for one GPU model, shape, dtype and version; a row of y or of x's gradient does
+    not depend on the number of rows; y has the same bits with and without grad. No input is written, and nothing
+    synchronises with the host. weight's and bias's gradients are fp32 sums over rows in an order that depends on shape,
+    dtype and GPU model alone, rounded once.
+
+    Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel.
+    """
+    if not _is_plain():
+        return _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+    plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+    if plan is None:
+        return _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
+    ):
+        return _apply(x, weight, bias, residual, plan)
+    y, res, _ = plan.run(x, weight, bias, residual)
+    return y if residual is None else (y, res)
+
+
+class RmsNormOutput(NamedTuple):
+    y: Tensor  # x's shape
+    res: Tensor  # what was normalised: x + residual, or x itself where there was no residual
+    rstd: Tensor  # (x.numel() // n,) fp32: 1 / sqrt(mean(res^2) + eps) of each row; fp64 where any input is
+
+
+class RmsNormGrads(NamedTuple):
+    dx: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+    dresidual: Tensor | None
+
+
+@torch.no_grad()
+def rms_norm_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    eps: float | None = 1e-6,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> RmsNormOutput:
+    """`rms_norm` without autograd, for people who write their own: (y, res, rstd), all that backward needs.
+
+        y, res, rstd = rms_norm_forward(x, weight)
+        dx, dweight, _, _ = rms_norm_backward(dy, res, weight, rstd)
+
+    Arguments, promises and errors are those of `rms_norm`.
+    """
+    plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) if _is_plain() else None
+    if plan is None:
+        y, res, rstd = _op_fwd(x, weight, bias, residual, _eps(x, eps), weight_offset, out_dtype, backend)
+    else:
+        y, res, rstd = plan.run(x, weight, bias, residual)
+    return RmsNormOutput(y, x if residual is None else res, rstd)
+
+
+@torch.no_grad()
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    weight_offset: float = 0.0,
+    dres: Tensor | None = None,
+    dx: bool = True,
+    dweight: bool = True,
+    dbias: bool = False,
+    dresidual: bool = False,
+    dx_dtype: torch.dtype | None = None,
+    dbias_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> RmsNormGrads:
+    """The gradients of `rms_norm`, without autograd, for people who write their own. One launch.
+
+        g = dy * (weight_offset + weight),   xhat = x * rstd
+        dx = dresidual = rstd * (g - xhat * mean(xhat * g)) + dres
+        dweight = sum over rows of dy * xhat,   dbias = sum over rows of dy
+
+    Args:
+        dy: (..., n), the gradient of y.
+        x, rstd: `res` and `rstd` of `rms_norm_forward`: x is what was normalised, x + residual where there was one.
+        weight, weight_offset: as in forward.
+        dres: (..., n), the gradient that arrived at res, or None.
+        dx, dweight, dbias, dresidual: which ones to compute. What is not asked for, and dweight where weight is None,
+            comes back as None.
+        dx_dtype: None is x's. With a residual, give the dtype that forward's x had. dresidual has x's dtype here.
+        dbias_dtype: None is weight's, or x's without a weight.
+        backend: as in `rms_norm`.
+
+    Returns RmsNormGrads(dx, dweight, dbias, dresidual). dx and dresidual are one tensor where their dtypes are equal.
+    Promises and errors are those of `rms_norm`.
+    """
+    dtypes = (
+        *_dx_dtypes(dx, dresidual, dx_dtype or x.dtype, x.dtype),
+        weight.dtype if dweight and weight is not None else None,
+        (dbias_dtype or (x if weight is None else weight).dtype) if dbias else None,
+    )
+    args = (dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
+    plan = backward_plan(*args) if _is_plain() else None
+    first, second, dw, db = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
+    return RmsNormGrads(first if dx else None, dw, db, _dresidual(dresidual, first, second))
+
+
+# Module ---------------------------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` on `rms_norm`: its arguments and its state dict, and a few arguments more.
+
+    Args:
+        normalized_shape: n, or the shape of the last dimensions, which are normalised together.
+        eps: None takes torch.finfo(x.dtype).eps.
+        elementwise_affine: whether there is a weight.
+        device, dtype: the parameters'.
+        bias: whether there is a bias as well, zero at first.
+        weight_offset: as in `rms_norm`; the weight starts at 1 - weight_offset.
+        out_dtype, backend: as in `rms_norm`.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = False,
+        weight_offset: float = 0.0,
+        out_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self.weight_offset = weight_offset  # reset_parameters, which the next line calls, needs it
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.out_dtype, self.backend = out_dtype, backend
+        self.register_parameter(
+            "bias", nn.Parameter(torch.zeros(self.normalized_shape, device=device, dtype=dtype)) if bias else None
+        )
+
+    def reset_parameters(self) -> None:
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        if getattr(self, "bias", None) is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x, residual: (..., *normalized_shape). Returns y, or (y, res) with a residual."""
+        weight, bias, ndim = self.weight, self.bias, len(self.normalized_shape)
+        if x.shape[-ndim:] != self.normalized_shape:
+            raise ValueError(f"RMSNorm: x is {dims(x)}; expected (..., {', '.join(map(str, self.normalized_shape))})")
+        options = dict(eps=self.eps, weight_offset=self.weight_offset, out_dtype=self.out_dtype, backend=self.backend)
+        if ndim == 1:
+            return rms_norm(x, weight, bias, residual=residual, **options)
+        # Several dimensions are one for the kernel: views, unless x's strides do not allow it.
+        flat = [None if t is None else t.flatten(-ndim) for t in (x, weight, bias, residual)]
+        out = rms_norm(*flat[:3], residual=flat[3], **options)
+        return out.view(x.shape) if residual is None else tuple(t.view(x.shape) for t in out)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        for name, default in (("weight_offset", 0.0), ("out_dtype", None), ("backend", "auto")):
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)}"
+        return text + ", bias=True" if self.bias is not None else text
+
+
+# Autograd in plain eager ----------------------------------------------------------------------------------------------
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, plan):
+        y, res, rstd = plan.run(x, weight, bias, residual)
+        ctx.plan = plan
+        if residual is None:
+            ctx.save_for_backward(x, weight, rstd)
+            return y
+        ctx.set_materialize_grads(False)  # y or res may go unused; no zeros are made for it
+        ctx.save_for_backward(res, weight, rstd)
+        return y, res
+
+    @staticmethod
+    def backward(ctx, dy, dres=None):
+        x, weight, rstd = ctx.saved_tensors
+        forward = ctx.plan
+        needs = ctx.needs_input_grad  # x, weight, bias, residual, plan
+        # x and weight too: hooks on saved tensors may give back other types and strides than forward had.
+        key = (
+            needs,
+            type(dy),
+            type(dres),
+            type(x),
+            type(weight),
+            None if dy is None else dy.is_contiguous() or dy.stride(),
+            None if dres is None else dres.is_contiguous() or dres.stride(),
+            x.is_contiguous() or x.stride(),
+            weight is None or weight.is_contiguous(),
+        )
+        plan = forward.backward.get(key)
+        if plan is None or torch.is_grad_enabled() or _num_dispatch_modes() or _is_batched(dy, dres):
+            options = (forward.eps, forward.weight_offset, forward.x_dtype, forward.bias_dtype, forward.backend)
+            plan, *grads = _gradients(needs, dy, x, weight, rstd, dres, *options)
+            if plan is not None:
+                forward.backward[key] = plan
+            return *grads, None
+        dx, dresidual, dweight, dbias = plan.run(dy, x, weight, rstd, dres)
+        if needs[3]:
+            return dx if needs[0] else None, dweight, dbias, dx if dresidual is None else dresidual, None
+        return dx, dweight, dbias, None, None
+
+
+# Two shortcuts past Python frames of torch that have nothing to do here, 1.3 and 0.4 us of 14 for both directions:
+# Function.apply looks for functorch, which _is_plain() has done; the node's apply looks for a `vjp`.
+_apply = super(torch.autograd.Function, _RmsNorm).apply
+_RmsNorm._backward_cls.apply = _RmsNorm.backward
+
+
+def _gradients(needs, dy, x, weight, rstd, dres, eps, weight_offset, x_dtype, bias_dtype, backend) -> tuple:
+    """Backward for every case: (the plan it ran by or None, dx, dweight, dbias, dresidual); needs as in _RmsNorm."""
+    dx_dtypes = _dx_dtypes(needs[0], needs[3], x_dtype, x.dtype)
+    if dy is None:  # y went unused
+        plan = dweight = dbias = None
+        dx, dresidual = (dres.to(dtype) if dtype and dres is not None else None for dtype in dx_dtypes)
+    else:
+        dtypes = (*dx_dtypes, weight.dtype if needs[1] else None, bias_dtype if needs[2] else None)
+        if torch.is_grad_enabled() or _is_batched(dy, dres):
+            # create_graph=True, for which autograd has to see how rstd depends on x; or vmap over gradients
+            plan, rstd = None, reference.rms_norm_rstd(x, eps, rstd.dtype)
+            grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, weight_offset, *dtypes)
+        else:
+            args = (dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
+            plan = backward_plan(*args) if _is_plain() else None
+            grads = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
+        dx, dresidual, dweight, dbias = grads
+    return plan, dx if needs[0] else None, dweight, dbias, _dresidual(needs[3], dx, dresidual)
+
+
+def _dx_dtypes(dx: bool, dresidual: bool, x_dtype: torch.dtype, res_dtype: torch.dtype) -> tuple:
+    """The dtypes to compute x's gradient in: one tensor for dx and dresidual, in the first, unless they differ."""
+    if not dx:
+        return (res_dtype if dresidual else None), None
+    return x_dtype, (res_dtype if dresidual and res_dtype != x_dtype else None)
+
+
+def _dresidual(wanted: bool, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """dresidual out of what was computed for `_dx_dtypes`."""
+    return None if not wanted else first if second is None else second
+
+
+# Whatever is not plain eager ----------------------------------------------------------------------------------------
+
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_has_function_modes = torch._C._is_torch_function_mode_enabled
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+_jit_trace = torch._C._get_tracing_state
+_forward_ad = torch.autograd.forward_ad
+
+
+def _is_plain() -> bool:
+    """Whether nobody but autograd has to know what is computed, so that kernels may be launched past the dispatcher."""
+    return not (
+        torch.compiler.is_dynamo_compiling()  # first: the others are not for torch.compile to look into
+        or _num_dispatch_modes()
+        or _has_function_modes()
+        or _functorch_level() is not None
+        or _forward_ad._current_level >= 0
+        or _jit_trace() is not None
+    )
+
+
+def _is_batched(dy: Tensor, dres: Tensor | None) -> bool:
+    """Whether gradients arrive under torch.func.vmap, or with is_grads_batched=True, which has a vmap of its own."""
+    return _functorch_level() is not None or _is_legacy_batched(dy) or (dres is not None and _is_legacy_batched(dres))
+
+
+def _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> Tensor | tuple[Tensor, Tensor]:
+    """`rms_norm` for whoever wants to see an operator, and for torch.func and forward-mode AD."""
+    if not torch.compiler.is_dynamo_compiling() and (_functorch_level() is not None or _forward_ad._current_level >= 0):
+        check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+        reason = "rms_norm: torch.func transforms and forward-mode AD run the portable path"
+        if backend == "cute":
+            raise UnsupportedError(f'{reason} only; expected none of them with backend="cute"')
+        if x.device.type == "cuda" and backend == "auto":
+            warn_once(reason)
+        y, res, _ = reference.rms_norm_fwd(x, weight, bias, residual, _eps(x, eps), weight_offset, out_dtype)
+    else:
+        y, res, _ = _op_fwd(x, weight, bias, residual, _eps(x, eps), weight_offset, out_dtype, backend)
+    return y if residual is None else (y, res)
+
+
+def _eps(x: Tensor, eps: float | None) -> float:
+    return torch.finfo(x.dtype).eps if eps is None else eps
+
+
+# Operators: functional, the same on every device (plans know what runs where), absent results None ------------------
+
+_lib = torch.library.Library("quackish", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+_lib.define(
+    "rms_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, float weight_offset, "
+    "ScalarType? out_dtype, str backend) -> (Tensor y, Tensor res, Tensor rstd)",
+    tags=_TAGS,
+)
+_lib.define(
+    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? dres, float weight_offset, "
+    "ScalarType? dx_dtype, ScalarType? dresidual_dtype, ScalarType? dweight_dtype, ScalarType? dbias_dtype, "
+    "str backend) -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+    tags=_TAGS,
+)
+_op_fwd = torch.ops.quackish.rms_norm_fwd.default
+_op_bwd = torch.ops.quackish.rms_norm_bwd.default
+
+
+def _fwd_impl(x, weight, bias, residual, *options):
+    tensors = [_as_plain(t) for t in (x, weight, bias, residual)]
+    return forward_plan(*tensors, *options).run(*tensors)
+
+
+def _bwd_impl(dy, x, weight, rstd, dres, *options):
+    tensors = [_as_plain(t) for t in (dy, x, weight, rstd, dres)]
+    return backward_plan(*tensors, *options).run(*tensors)
+
+
+def _as_plain(t: Tensor | None) -> Tensor | None:
+    return t if t is None or type(t) is Tensor else t.as_subclass(Tensor)
+
+
+_lib.impl("rms_norm_fwd", _fwd_impl, "CompositeExplicitAutograd")
+_lib.impl("rms_norm_bwd", _bwd_impl, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("quackish::rms_norm_fwd", lib=_lib)
+def _(x, weight, bias, residual, eps, weight_offset, out_dtype, backend):
+    check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+    y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+    res = None if residual is None else residual.new_empty(x.shape)
+    rstd_dtype = reference.accumulate_dtype(x, weight, bias, residual)
+    return y, res, x.new_empty(math.prod(x.shape[:-1]), dtype=rstd_dtype)
+
+
+@torch.library.register_fake("quackish::rms_norm_bwd", lib=_lib)
+def _(dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend):
+    dtypes = (dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype)
+    check_backward(dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
+    shapes = (x.shape, x.shape, x.shape[-1:], x.shape[-1:])
+    return tuple(x.new_empty(s, dtype=d) if d is not None else None for s, d in zip(shapes, dtypes, strict=True))
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, residual, ctx.eps, ctx.weight_offset, _, ctx.backend = inputs
+    _, res, rstd = output
+    ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(rstd)
+    ctx.save_for_backward(x if residual is None else res, weight, rstd)
+
+
+def _op_backward(ctx, dy, dres, _):
+    needs, saved = ctx.needs_input_grad, ctx.saved_tensors
+    options = (ctx.eps, ctx.weight_offset, ctx.x_dtype, ctx.bias_dtype, ctx.backend)
+    _, *grads = _gradients(needs, dy, *saved, dres, *options)
+    return *grads, None, None, None, None
+
+
+torch.library.register_autograd("quackish::rms_norm_fwd", _op_backward, setup_context=_setup_context, lib=_lib)

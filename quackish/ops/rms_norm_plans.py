@@ -1,0 +1,504 @@
+"""What an RMSNorm call needs that depends on shapes, strides, dtypes and options alone, worked out once: plans.
+
+A plan is looked up by all of these, so finding one proves the arguments valid; only pointers are left to look at.
+Where no kernel covers a call, its plan runs the reference.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quackish import kernels, launch
+from quackish.configs.rms_norm import (
+    ITEMSIZE,
+    RmsNormBwdProblem,
+    RmsNormFwdProblem,
+    rms_norm_bwd_config,
+    rms_norm_fwd_config,
+)
+from quackish.errors import UnsupportedError, warn_once
+from quackish.gpu import Gpu, gpu_of
+from quackish.ops import tickets
+from quackish.reference import rms_norm as reference
+
+_MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
+_forward_plans: dict[tuple, "ForwardPlan"] = {}
+_backward_plans: dict[tuple, "BackwardPlan"] = {}
+
+
+def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> "ForwardPlan | None":
+    """The plan for these arguments, which are checked; None where a tensor subclass should see an operator."""
+    args = (x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+    try:
+        # Written out for x and weight: a call of _layout costs 60 ns.
+        key = (
+            x.shape,
+            x.is_contiguous() or x.stride(),
+            x.dtype,
+            x.device,
+            type(x),
+            None
+            if weight is None
+            else (weight.shape, weight.is_contiguous(), weight.dtype, weight.device, type(weight)),
+            None if bias is None else _layout(bias),
+            None if residual is None else _layout(residual),
+            eps,
+            weight_offset,
+            out_dtype,
+            backend,
+        )
+        plan = _forward_plans.get(key)
+    except (AttributeError, TypeError):  # not a tensor, or not hashable as symbolic shapes
+        check_forward(*args)
+        return None
+    if plan is None:
+        check_forward(*args)
+        if not _are_plain(args[:4]):
+            return None
+        if len(_forward_plans) >= _MAX_PLANS:
+            _forward_plans.clear()
+        plan = _forward_plans[key] = ForwardPlan(*args)
+    return plan
+
+
+def backward_plan(
+    dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend
+) -> "BackwardPlan | None":
+    """As forward_plan; the gradients asked for are those whose dtype is given."""
+    tensors = (dy, x, weight, rstd, dres)
+    options = (weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend)
+    try:
+        key = (*(None if t is None else _layout(t) for t in tensors), *options)
+        plan = _backward_plans.get(key)
+    except (AttributeError, TypeError):
+        check_backward(*tensors, *options)
+        return None
+    if plan is None:
+        check_backward(*tensors, *options)
+        if not _are_plain(tensors):
+            return None
+        if len(_backward_plans) >= _MAX_PLANS:
+            _backward_plans.clear()
+        plan = _backward_plans[key] = BackwardPlan(*tensors, *options)
+    return plan
+
+
+def _layout(t: Tensor) -> tuple:
+    return t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, type(t)
+
+
+def _are_plain(tensors: Sequence[Tensor | None]) -> bool:
+    return all(t is None or type(t) in (Tensor, nn.Parameter) for t in tensors)
+
+
+# Plans --------------------------------------------------------------------------------------------------------------
+
+
+class ForwardPlan:
+    def __init__(self, x, weight, bias, residual, eps, weight_offset, out_dtype, backend):
+        self.shape, self.device, self.backend = x.shape, x.device, backend
+        self.m = x.numel() // x.shape[-1]
+        self.eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+        self.weight_offset = float(weight_offset)
+        self.x_dtype, self.out_dtype = x.dtype, out_dtype or x.dtype
+        self.bias_dtype, self.residual_dtype = _dtype(bias), _dtype(residual)
+        self.y_like_x = x.is_contiguous() and self.out_dtype == x.dtype
+        self.floats = torch.empty(0, dtype=torch.float32, device=x.device)  # no memory: to call new_empty on
+        self.backward: dict[tuple, BackwardPlan] = {}  # autograd's own, shorter way to the plans of backward
+
+        self.copied = which_to_copy(x, weight, bias, residual)
+        (self.x_rows, self.residual_rows), aligned = lay_out((x, residual), (self.out_dtype, self.residual_dtype))
+        self.problem = RmsNormFwdProblem(
+            n=x.shape[-1],
+            x_dtype=_name(x.dtype),
+            y_dtype=_name(self.out_dtype),
+            weight_dtype=_name(_dtype(weight)),
+            bias_dtype=_name(self.bias_dtype),
+            residual_dtype=_name(self.residual_dtype),
+            packed=self.x_rows is None,
+            aligned=aligned,
+        )
+        self.kernel = self.find(self.problem)
+        self.kernel_unaligned = None if aligned else self.kernel
+
+    def find(self, problem: RmsNormFwdProblem) -> "Kernel | None":
+        return find_kernel("rms_norm_fwd", rms_norm_fwd_config, problem, self.m, self.device, self.backend)
+
+    def run(self, x, weight, bias, residual) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(y, res, rstd); res is None without a residual."""
+        kernel = self.kernel
+        if kernel is None:
+            return self.run_portable(x, weight, bias, residual)
+        if self.copied:
+            x, weight, bias, residual = copied(self.copied, x, weight, bias, residual)
+        x_at = pointers = x.data_ptr()
+        weight_at = bias_at = residual_at = res = res_at = None
+        if weight is not None:
+            weight_at = weight.data_ptr()
+            pointers |= weight_at
+        if bias is not None:
+            bias_at = bias.data_ptr()
+            pointers |= bias_at
+        if residual is not None:
+            residual_at = residual.data_ptr()
+            pointers |= residual_at
+        if pointers & 15:
+            if self.kernel_unaligned is None:
+                self.kernel_unaligned = self.find(dataclasses.replace(self.problem, aligned=False))
+            kernel = self.kernel_unaligned
+            if kernel is None:
+                return self.run_portable(x, weight, bias, residual)
+        # Outputs: empty_like is the cheapest way to memory, 0.65 us where torch.empty(shape, ...) takes 1.6.
+        if self.y_like_x:
+            y = torch.empty_like(x)
+        else:
+            y = torch.empty(self.shape, dtype=self.out_dtype, device=self.device)
+        if residual is not None:
+            res = torch.empty(self.shape, dtype=self.residual_dtype, device=self.device)
+            res_at = res.data_ptr()
+        rstd = self.floats.new_empty(self.m)
+        kernel.launch(
+            x_at,
+            weight_at,
+            bias_at,
+            residual_at,
+            y.data_ptr(),
+            res_at,
+            rstd,  # as a tensor: from it the kernel has m, the device and the stream
+            self.x_rows,
+            self.residual_rows,
+            self.eps,
+            self.weight_offset,
+            kernel.num_ctas,
+        )
+        return y, res, rstd
+
+    def run_portable(self, x, weight, bias, residual) -> tuple[Tensor, Tensor | None, Tensor]:
+        y, res, rstd = reference.rms_norm_fwd(x, weight, bias, residual, self.eps, self.weight_offset, self.out_dtype)
+        return y.contiguous(), None if res is None else res.contiguous(), rstd
+
+
+class BackwardPlan:
+    def __init__(
+        self, dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend
+    ):
+        self.shape, self.device, self.n = x.shape, x.device, x.shape[-1]
+        self.weight_offset = float(weight_offset)
+        self.dx_dtype, self.dresidual_dtype = dx_dtype, dresidual_dtype
+        self.dweight_dtype, self.dbias_dtype = dweight_dtype, dbias_dtype
+        self.dtypes = (dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype)
+        self.dx_like_x = x.is_contiguous() and dx_dtype == x.dtype
+        self.dweight_like_weight = weight is not None and dweight_dtype == weight.dtype  # a (n,) copy has stride 1 too
+        # rstd is fp64 where an input of forward was. Without a gradient to compute there is nothing to launch.
+        self.backend = backend if rstd.dtype == torch.float32 else "reference"
+        self.m = x.numel() // self.n if any(self.dtypes) else 0
+        if dx_dtype is None:
+            dres = None
+
+        self.has_dres = dres is not None
+        self.copied = which_to_copy(dy, x, weight, dres)
+        rows, aligned = lay_out((x, dy, dres), (dx_dtype, dresidual_dtype))
+        self.x_rows, self.dy_rows, self.dres_rows = rows
+        self.problem = RmsNormBwdProblem(
+            n=self.n,
+            x_dtype=_name(x.dtype),
+            dy_dtype=_name(dy.dtype),
+            weight_dtype=_name(_dtype(weight)),
+            dres_dtype=_name(_dtype(dres)),
+            dx_dtype=_name(dx_dtype),
+            dresidual_dtype=_name(dresidual_dtype),
+            dweight_dtype=_name(dweight_dtype),
+            dbias_dtype=_name(dbias_dtype),
+            packed=self.x_rows is None,
+            aligned=aligned,
+        )
+        self.kernel = self.find(self.problem)
+        self.kernel_unaligned = None if aligned else self.kernel
+
+    def find(self, problem: RmsNormBwdProblem) -> "Kernel | None":
+        return find_kernel("rms_norm_bwd", rms_norm_bwd_config, problem, self.m, self.device, self.backend)
+
+    def run(self, dy, x, weight, rstd, dres) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """(dx, dresidual, dweight, dbias), None where no dtype was given."""
+        kernel = self.kernel
+        if kernel is None:
+            return self.run_portable(dy, x, weight, rstd, dres)
+        if self.copied:
+            dy, x, weight, dres = copied(self.copied, dy, x, weight, dres)
+        x_at, dy_at = x.data_ptr(), dy.data_ptr()
+        pointers = x_at | dy_at
+        weight_at = dres_at = None
+        if weight is not None:
+            weight_at = weight.data_ptr()
+            pointers |= weight_at
+        if self.has_dres:
+            dres_at = dres.data_ptr()
+            pointers |= dres_at
+        if pointers & 15:
+            if self.kernel_unaligned is None:
+                self.kernel_unaligned = self.find(dataclasses.replace(self.problem, aligned=False))
+            kernel = self.kernel_unaligned
+            if kernel is None:
+                return self.run_portable(dy, x, weight, rstd, dres)
+
+        # outputs: those asked for
+        dx = dx_at = dresidual = dresidual_at = dweight = dweight_at = dbias = dbias_at = None
+        if self.dx_like_x:
+            dx = torch.empty_like(x)
+            dx_at = dx.data_ptr()
+        elif self.dx_dtype is not None:
+            dx = torch.empty(self.shape, dtype=self.dx_dtype, device=self.device)
+            dx_at = dx.data_ptr()
+        if self.dresidual_dtype is not None:
+            dresidual = torch.empty(self.shape, dtype=self.dresidual_dtype, device=self.device)
+            dresidual_at = dresidual.data_ptr()
+        if self.dweight_like_weight:
+            dweight = torch.empty_like(weight)
+            dweight_at = dweight.data_ptr()
+        elif self.dweight_dtype is not None:
+            dweight = torch.empty(self.n, dtype=self.dweight_dtype, device=self.device)
+            dweight_at = dweight.data_ptr()
+        if self.dbias_dtype is not None:
+            dbias = torch.empty(self.n, dtype=self.dbias_dtype, device=self.device)
+            dbias_at = dbias.data_ptr()
+
+        # what the sums over CTAs need
+        scratch_at = tickets_at = kept = None
+        if kernel.scratch_floats:
+            scratch = rstd.new_empty(kernel.scratch_floats)
+            scratch_at = scratch.data_ptr()
+        if kernel.num_tickets:
+            tickets_at, kept = tickets.take(self.device.index, kernel.num_tickets)
+        kernel.launch(
+            x_at,
+            weight_at,
+            dy_at,
+            dres_at,
+            rstd,
+            dx_at,
+            dresidual_at,
+            dweight_at,
+            dbias_at,
+            scratch_at,
+            tickets_at,
+            self.x_rows,
+            self.dy_rows,
+            self.dres_rows,
+            self.weight_offset,
+            kernel.num_ctas,
+        )
+        del kept  # lived until the launch
+        return dx, dresidual, dweight, dbias
+
+    def run_portable(self, dy, x, weight, rstd, dres) -> tuple[Tensor | None, ...]:
+        dx, dresidual, dweight, dbias = reference.rms_norm_bwd(
+            dy, x, weight, rstd, dres, self.weight_offset, *self.dtypes
+        )
+        return (
+            None if dx is None else dx.contiguous(),
+            None if dresidual is None else dresidual.contiguous(),
+            dweight,
+            dbias,
+        )
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel, and what its config says about a number of rows."""
+
+    launch: Callable[..., None]
+    num_ctas: int
+    scratch_floats: int = 0
+    num_tickets: int = 0
+
+
+def find_kernel(
+    name: str, make_config: Callable[..., Any], problem: Any, m: int, device: torch.device, backend: str
+) -> Kernel | None:
+    """The kernel for `problem` on m rows; None where the portable path is to run, with one warning per reason on a GPU.
+
+    Raises UnsupportedError instead of None with backend "cute".
+    """
+    if backend == "reference" or m == 0:  # no rows: nothing to launch, and the reference gets the empty sums right
+        return None
+    try:
+        gpu = gpu_for(name, device)
+        for field in dataclasses.fields(problem):
+            dtype = getattr(problem, field.name)
+            if field.name.endswith("_dtype") and dtype is not None and dtype not in ITEMSIZE:
+                supported = ", ".join(ITEMSIZE)
+                raise UnsupportedError(
+                    f"{name}: no kernel for {field.name.removesuffix('_dtype')} in {dtype}; supported: {supported}. "
+                    'backend="auto" runs the portable path.'
+                )
+        if m >= 1 << 31:
+            raise UnsupportedError(
+                f'{name}: no kernel for {m} rows of {problem.n}. backend="auto" runs the portable path.'
+            )
+        kernel_class = kernels.find(name, gpu)
+        config = make_config(problem, gpu)
+        function = launch.get(kernel_class, problem, config, gpu.target)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("cutlass", "cuda", "tvm_ffi"):
+            raise
+        return _without(UnsupportedError(f"{name}: nvidia-cutlass-dsl is not installed ({error})"), device, backend)
+    except UnsupportedError as error:
+        return _without(error, device, backend)
+    num_ctas = config.num_ctas(m, gpu.sm_count)
+    if not getattr(problem, "dweight_dtype", None) and not getattr(problem, "dbias_dtype", None):
+        return Kernel(function, num_ctas)
+    return Kernel(function, num_ctas, config.scratch_floats(problem, num_ctas), config.num_tickets)
+
+
+def _without(error: UnsupportedError, device: torch.device, backend: str) -> None:
+    if backend == "cute":
+        raise error
+    if device.type == "cuda":  # elsewhere nobody expected a kernel
+        warn_once(str(error))
+
+
+def gpu_for(name: str, device: torch.device) -> Gpu:
+    # ROCm's devices are "cuda" too, and their major.minor look like NVIDIA's
+    if device.type != "cuda" or torch.version.hip:
+        kind = "AMD GPUs" if device.type == "cuda" else f"{device.type} tensors"
+        raise UnsupportedError(f'{name}: no kernel for {kind}. backend="auto" runs the portable path.')
+    return gpu_of(device.index)
+
+
+# Where rows are -----------------------------------------------------------------------------------------------------
+
+
+def fold_rows(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, int] | None:
+    """(m1, s0, s1): row r of the tensor starts at element (r // m1) * s0 + (r % m1) * s1. None: it must be copied.
+
+    The last dimension is a row and needs stride 1; the others must fold to two levels of strides.
+    """
+    if stride[-1] != 1:
+        return None
+    levels: list[tuple[int, int]] = []  # (size, stride), outermost first
+    for size, step in zip(shape[:-1], stride[:-1], strict=True):
+        if size == 1:
+            continue
+        if levels and levels[-1][1] == size * step:
+            levels[-1] = (levels[-1][0] * size, step)
+        else:
+            levels.append((size, step))
+    if len(levels) > 2:
+        return None
+    if len(levels) == 2:
+        return levels[1][0], levels[0][1], levels[1][1]
+    return 1, (levels[0][1] if levels else shape[-1]), 0
+
+
+def lay_out(inputs: Sequence[Tensor | None], outputs: Sequence[torch.dtype | None]) -> tuple[list, bool]:
+    """Where the rows of each input are, None for all if all are packed; and whether every row of inputs and of
+    (packed) outputs starts and ends on a 16-byte boundary when the pointers do."""
+    n = next(t.shape[-1] for t in inputs if t is not None)
+    packed = (1, n, 0)
+    rows = [None if t is None else fold_rows(t.shape, t.stride()) or packed for t in inputs]
+    steps = [step * t.itemsize for t, row in zip(inputs, rows, strict=True) if row for step in (n, *row[1:])]
+    steps += [n * dtype.itemsize for dtype in outputs if dtype is not None]
+    if all(row in (None, packed) for row in rows):
+        rows = [None] * len(rows)
+    return rows, all(step % 16 == 0 for step in steps)
+
+
+def which_to_copy(*tensors: Tensor | None) -> tuple[bool, ...] | None:
+    """Which tensors a kernel cannot read where they are; None for none of them."""
+    flags = tuple(t is not None and fold_rows(t.shape, t.stride()) is None for t in tensors)
+    return flags if any(flags) else None
+
+
+def copied(flags: tuple[bool, ...], *tensors: Tensor | None) -> list[Tensor | None]:
+    return [t.contiguous() if flag else t for flag, t in zip(flags, tensors, strict=True)]
+
+
+def _dtype(t: Tensor | None) -> torch.dtype | None:
+    return None if t is None else t.dtype
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+# Checks -------------------------------------------------------------------------------------------------------------
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_BACKENDS = ("auto", "cute", "reference")
+
+
+def check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> None:
+    _check_tensors("rms_norm", x=x, weight=weight, bias=bias, residual=residual)
+    _check_row_shapes("rms_norm", x, weight, bias)
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"rms_norm: residual is {dims(residual)} but x is {dims(x)}; expected equal shapes")
+    if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
+        raise TypeError(f"rms_norm: eps is a {type(eps).__name__}; expected a float, or None for x's machine epsilon")
+    _check_options("rms_norm", weight, weight_offset, backend)
+    if out_dtype is not None and out_dtype not in _DTYPES:
+        raise TypeError(f"rms_norm: out_dtype is {out_dtype}; expected None or one of {_names(_DTYPES)}")
+
+
+def check_backward(
+    dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend
+) -> None:
+    who = "rms_norm_backward"
+    _check_tensors(who, x=x, dy=dy, weight=weight, rstd=rstd, dres=dres)
+    _check_row_shapes(who, x, weight)
+    for name, t in (("dy", dy), ("dres", dres)):
+        if t is not None and t.shape != x.shape:
+            raise ValueError(f"{who}: {name} is {dims(t)} but x is {dims(x)}; expected equal shapes")
+    if rstd.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{who}: rstd is {_names([rstd.dtype])}; expected float32, as rms_norm_forward returns it")
+    if rstd.dim() != 1 or rstd.shape[0] * x.shape[-1] != x.numel() or not rstd.is_contiguous():
+        raise ValueError(
+            f"{who}: rstd is {dims(rstd)}, strides {tuple(rstd.stride())}, and x is {dims(x)}; expected one contiguous "
+            "dimension with an element for each row of x, as rms_norm_forward returns it"
+        )
+    _check_options(who, weight, weight_offset, backend)
+    for name, dtype in (("dx_dtype", dx_dtype), ("dbias_dtype", dbias_dtype)):
+        if dtype is not None and dtype not in _DTYPES:
+            raise TypeError(f"{who}: {name} is {dtype}; expected None or one of {_names(_DTYPES)}")
+
+
+def _check_tensors(who: str, x: Tensor, **others: Tensor | None) -> None:
+    for name, t in {"x": x, **others}.items():
+        if t is None and name not in ("x", "dy", "rstd"):
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{who}: {name} is a {type(t).__name__}; expected a torch.Tensor")
+        if t.dtype not in _DTYPES:
+            raise TypeError(f"{who}: {name} is {_names([t.dtype])}; expected one of {_names(_DTYPES)}")
+        if t.device != x.device:
+            raise ValueError(f"{who}: {name} is on {t.device} but x is on {x.device}; expected one device")
+
+
+def _check_row_shapes(who: str, x: Tensor, *parameters: Tensor | None) -> None:
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{who}: x is {dims(x)}; expected (..., n) with n >= 1")
+    for name, t in zip(("weight", "bias"), parameters, strict=False):
+        if t is None:
+            continue
+        if t.dim() != 1:
+            raise ValueError(f"{who}: {name} is {dims(t)}; expected one dimension, of x's last: ({x.shape[-1]},)")
+        if t.shape[0] != x.shape[-1]:
+            raise ValueError(f"{who}: {name} has {t.shape[0]} elements but x has {x.shape[-1]} columns")
+
+
+def _check_options(who: str, weight: Tensor | None, weight_offset: float, backend: str) -> None:
+    if not isinstance(weight_offset, (int, float)) or isinstance(weight_offset, bool):
+        raise TypeError(f"{who}: weight_offset is a {type(weight_offset).__name__}; expected a float")
+    if weight is None and weight_offset != 0.0:
+        raise ValueError(f"{who}: weight_offset is {weight_offset} but weight is None: there is nothing to add it to")
+    if backend not in _BACKENDS:
+        raise ValueError(f"{who}: backend is {backend!r}; expected one of {', '.join(map(repr, _BACKENDS))}")
+
+
+def dims(t: Tensor) -> str:
+    return f"({', '.join(map(str, t.shape))}{',' if t.dim() == 1 else ''})"
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

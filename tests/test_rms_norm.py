@@ -1,0 +1,921 @@
+"""RMSNorm without a GPU: the reference, the torch layer, and that layer's half of the kernels' calling convention, with
+kernels that read and write memory where the compiled ones do but compute in PyTorch."""
+
+import copy
+import ctypes
+import functools
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from quackish import errors, gpu
+from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
+from quackish.errors import PortablePathWarning, UnsupportedError
+from quackish.ops import rms_norm as ops
+from quackish.ops import rms_norm_plans as plans
+from quackish.ops import tickets
+from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
+from quackish.reference import rms_norm as reference
+from quackish.testing.errors import error, same_bits
+from quackish.testing.inputs import KINDS, rows, weights
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FLOATS = (BF16, FP16, FP32)
+
+
+# Kernels in PyTorch -------------------------------------------------------------------------------------------------
+
+
+class EmulatedConfig:
+    num_tickets = 3
+
+    def num_ctas(self, m, sm_count):
+        assert sm_count == gpu.H200.sm_count
+        return min(m, 7)
+
+    def scratch_floats(self, problem, num_ctas):
+        return num_ctas * problem.n
+
+
+class Emulated:
+    """Launches, as (problem, arguments), and how they are done."""
+
+    def __init__(self):
+        self.launches = []
+
+    def get(self, name, problem, config, target):
+        assert target == gpu.H200.target
+        return functools.partial({"rms_norm_fwd": self.forward, "rms_norm_bwd": self.backward}[name], problem)
+
+    def forward(self, p, *args):
+        x, weight, bias, residual, y, res, rstd, x_rows, residual_rows, eps, weight_offset, num_ctas = args
+        self.launches.append((p, args))
+        m = len(rstd)
+        assert rstd.dtype == FP32
+        assert num_ctas == min(m, 7)
+        out_y, out_res, out_rstd = reference.rms_norm_fwd(
+            read_rows(p, x, p.x_dtype, m, x_rows),
+            read_parameter(p, weight, p.weight_dtype),
+            read_parameter(p, bias, p.bias_dtype),
+            read_rows(p, residual, p.residual_dtype, m, residual_rows),
+            eps,
+            weight_offset,
+            getattr(torch, p.y_dtype),
+        )
+        write(p, y, p.y_dtype, out_y)
+        write(p, res, p.residual_dtype, out_res)
+        rstd.copy_(out_rstd)
+
+    def backward(self, p, *args):
+        x, weight, dy, dres, rstd, dx, dresidual, dweight, dbias, scratch, ticket = args[:11]
+        x_rows, dy_rows, dres_rows, weight_offset, num_ctas = args[11:]
+        self.launches.append((p, args))
+        m = len(rstd)
+        if p.dweight_dtype or p.dbias_dtype:
+            assert not memory(ticket, torch.int32, 3).any()
+            memory(scratch, FP32, num_ctas * p.n).fill_(float("nan"))
+        else:
+            assert scratch is None
+            assert ticket is None
+        dtypes = (p.dx_dtype, p.dresidual_dtype, p.dweight_dtype, p.dbias_dtype)
+        out = reference.rms_norm_bwd(
+            read_rows(p, dy, p.dy_dtype, m, dy_rows),
+            read_rows(p, x, p.x_dtype, m, x_rows),
+            read_parameter(p, weight, p.weight_dtype),
+            rstd,
+            read_rows(p, dres, p.dres_dtype, m, dres_rows),
+            weight_offset,
+            *(getattr(torch, dtype) if dtype else None for dtype in dtypes),
+        )
+        for pointer, dtype, value in zip((dx, dresidual, dweight, dbias), dtypes, out, strict=True):
+            write(p, pointer, dtype, value)
+
+
+def memory(address, dtype, size):
+    return torch.frombuffer((ctypes.c_char * (size * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
+def read_rows(p, address, dtype, m, layout):
+    """(m, n), from where the arguments say; None where the problem says absent."""
+    assert (address is None) == (dtype is None)
+    assert (layout is None) == (p.packed or dtype is None)
+    if dtype is None:
+        return None
+    dtype = getattr(torch, dtype)
+    m1, s0, s1 = layout or (1, p.n, 0)
+    r = torch.arange(m)
+    start = (r // m1) * s0 + (r % m1) * s1
+    assert not p.aligned or (address % 16 == 0 and not (start * dtype.itemsize % 16).any())
+    return memory(address, dtype, int(start.max()) + p.n)[start[:, None] + torch.arange(p.n)]
+
+
+def read_parameter(p, address, dtype):
+    assert (address is None) == (dtype is None)
+    assert not (p.aligned and address and address % 16)
+    return None if dtype is None else memory(address, getattr(torch, dtype), p.n)
+
+
+def write(p, address, dtype, value):
+    assert (address is None) == (dtype is None)
+    if dtype is not None:
+        assert not p.aligned or address % 16 == 0
+        memory(address, getattr(torch, dtype), value.numel()).copy_(value.reshape(-1))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """CPU tensors go to emulated kernels, as CUDA tensors go to compiled ones."""
+    emulated = Emulated()
+    zeros = torch.zeros(3, dtype=torch.int32)
+    no_kernel = plans.gpu_for
+    monkeypatch.setattr(plans, "gpu_for", lambda *a: gpu.H200 if a[1].type == "cpu" else no_kernel(*a))
+    monkeypatch.setattr(plans.kernels, "find", lambda name, gpu: name)
+    monkeypatch.setattr(plans.launch, "get", emulated.get)
+    monkeypatch.setattr(plans, "rms_norm_fwd_config", lambda problem, gpu: EmulatedConfig())
+    monkeypatch.setattr(plans, "rms_norm_bwd_config", lambda problem, gpu: EmulatedConfig())
+    monkeypatch.setattr(plans.tickets, "take", lambda index, count: (zeros.data_ptr(), None))
+    monkeypatch.setattr(plans, "_forward_plans", {})
+    monkeypatch.setattr(plans, "_backward_plans", {})
+    return emulated
+
+
+@pytest.fixture(params=["portable", "kernels"])
+def path(request):
+    """Tests that take this run twice: through the reference and through emulated kernels."""
+    return request.getfixturevalue("kernels") if request.param == "kernels" else None
+
+
+def leaf(t):
+    return t.detach().clone().requires_grad_()
+
+
+def step(call, inputs, dy):
+    """[y, gradients of the inputs that require one]; dy is one gradient for each of call's results."""
+    out = call(*inputs)
+    outs = out if isinstance(out, tuple) else (out,)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    return [*outs, *torch.autograd.grad(outs, wanted, dy, allow_unused=True)]
+
+
+def assert_same(a, b):
+    assert len(a) == len(b)
+    for one, other in zip(a, b, strict=True):
+        assert same_bits(one, other)
+
+
+# The reference ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, FP64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_against_pytorch(dtype, kind):
+    x, w = leaf(rows((33, 200), dtype, kind=kind)), leaf(weights(200, dtype))
+    dy = rows((33, 200), dtype, seed=2)
+    ours = step(lambda x, w: rms_norm(x, w, eps=1e-5), (x, w), dy)
+    theirs = step(lambda x, w: F.rms_norm(x, (200,), w, 1e-5), (x, w), dy)
+    truth = step(lambda x, w: F.rms_norm(x, (200,), w, 1e-5), (leaf(x.double()), leaf(w.double())), dy.double())
+    eps = torch.finfo(dtype).eps
+    for got, peer, want in zip(ours, theirs, truth, strict=True):
+        e, bound = error(got, want), error(peer, want)
+        assert e.within(max(1.5 * bound.norm, 2 * eps), max(1.5 * bound.worst, 4 * eps)), (e, bound)
+
+
+@pytest.mark.parametrize("weight, bias, residual, offset", itertools.product([0, 1], [0, 1], [0, 1], [0.0, 1.0]))
+def test_gradcheck(weight, bias, residual, offset):
+    if offset and not weight:
+        return
+    x = leaf(rows((2, 3, 5), FP64))
+    w = leaf(weights(5, FP64)) if weight else None
+    b = leaf(rows((5,), FP64, seed=2)) if bias else None
+    r = leaf(rows((2, 3, 5), FP64, seed=3)) if residual else None
+
+    def call(x, w, b, r):
+        return rms_norm(x, w, b, residual=r, eps=1e-3, weight_offset=offset)
+
+    assert torch.autograd.gradcheck(call, (x, w, b, r))
+    assert torch.autograd.gradgradcheck(
+        call, (x[:1, :2].detach().requires_grad_(), w, b, r if r is None else r[:1, :2])
+    )
+
+
+def test_fp64_stays_fp64():
+    x, w = rows((4, 8), FP64), weights(8, FP64)
+    y, _, rstd = rms_norm_forward(x, w)
+    assert y.dtype == rstd.dtype == FP64
+    assert rms_norm_backward(y, x, w, rstd).dweight.dtype == FP64
+    assert rms_norm(x.float(), w).dtype == FP32
+    torch.testing.assert_close(y, F.rms_norm(x, (8,), w, 1e-6), rtol=1e-14, atol=0)
+
+
+# Semantics, on both paths -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "x_dtype, w_dtype, r_dtype, out_dtype", itertools.product(FLOATS, FLOATS, FLOATS, (None, FP32))
+)
+def test_every_mix_of_dtypes(path, x_dtype, w_dtype, r_dtype, out_dtype):
+    x, r = leaf(rows((3, 7, 16), x_dtype)), leaf(rows((3, 7, 16), r_dtype, seed=1))
+    w, b = leaf(weights(16, w_dtype)), leaf(rows((16,), w_dtype, seed=2))
+    y, res = rms_norm(x, w, b, residual=r, weight_offset=0.5, out_dtype=out_dtype)
+    assert (y.dtype, res.dtype) == (out_dtype or x_dtype, r_dtype)
+    assert same_bits(res, (x.float() + r.float()).to(r_dtype))
+
+    # y and all gradients are those of fp64 mathematics on res as it is kept, rounded once
+    dy, dres = rows(y.shape, y.dtype, seed=3), rows(y.shape, r_dtype, seed=4)
+    got = torch.autograd.grad((y, res), (x, r, w, b), (dy, dres))
+    rd, wd, bd = leaf(res.double()), leaf(w.double()), leaf(b.double())
+    truth = F.rms_norm(rd, (16,), wd + 0.5, 1e-6) + bd
+    dres_, dw, db = torch.autograd.grad((truth, rd), (rd, wd, bd), (dy.double(), dres.double()))
+    assert error(y, truth).within(*(torch.finfo(y.dtype).eps * 2,) * 2)
+    for grad, leaf_, want in zip(got, (x, r, w, b), (dres_, dres_, dw, db), strict=True):
+        assert grad.dtype == leaf_.dtype
+        assert error(grad, want).within(*(torch.finfo(grad.dtype).eps * 8,) * 2)
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)))
+@pytest.mark.parametrize("used", ["y", "res", "both"])
+def test_only_what_is_asked_for(path, wanted, used):
+    tensors = [rows((4, 8)), weights(8), rows((8,), seed=2), rows((4, 8), BF16, seed=3)]
+    inputs = [t.requires_grad_(flag) for t, flag in zip(tensors, wanted, strict=True)]
+    y, res = rms_norm(*inputs[:3], residual=inputs[3])
+    assert y.requires_grad == res.requires_grad == any(wanted)
+    if not any(wanted):
+        return
+    outs = {"y": (y,), "res": (res,), "both": (y, res)}[used]
+    asked = [t for t in inputs if t.requires_grad]
+    got = torch.autograd.grad(outs, asked, [torch.ones_like(t) for t in outs], allow_unused=True)
+    for t, grad in zip(asked, got, strict=True):
+        if grad is None:  # the parameters have nothing to do with res
+            assert used == "res"
+            assert t.dim() == 1
+        else:
+            assert (grad.shape, grad.dtype) == (t.shape, t.dtype)
+    if path and used != "res":
+        problem, _ = path.launches[-1]
+        assert (problem.dweight_dtype, problem.dbias_dtype) == tuple("float32" if f else None for f in wanted[1:3])
+        both = {(True, True): ("float32", "bfloat16"), (True, False): ("float32", None)}
+        dx = both.get((wanted[0], wanted[3]), ("bfloat16", None) if wanted[3] else (None, None))
+        assert (problem.dx_dtype, problem.dresidual_dtype) == dx
+        assert problem.dres_dtype == ("bfloat16" if used == "both" and (wanted[0] or wanted[3]) else None)
+
+
+def test_gradients_of_x_and_residual_of_one_dtype_are_one_tensor(kernels):
+    x, r, w = rows((4, 8)), rows((4, 8), seed=1), weights(8)
+    _, res, rstd = rms_norm_forward(x, w, residual=r)
+    grads = rms_norm_backward(x, res, w, rstd, dresidual=True)
+    assert grads.dx is grads.dresidual
+    assert kernels.launches[-1][0].dresidual_dtype is None
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_no_rows(path, residual):
+    x, w, b = leaf(torch.ones(2, 0, 8)), leaf(weights(8, BF16)), leaf(weights(8))
+    out = rms_norm(x, w, b, residual=x if residual else None, backend="cute" if path else "auto")
+    y = out[0] if residual else out
+    assert y.shape == x.shape
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), y)
+    assert dx.shape == x.shape
+    assert same_bits(dw, torch.zeros(8, dtype=BF16))
+    assert same_bits(db, torch.zeros(8))
+    assert not path or not path.launches
+
+
+def test_one_dimension(path):
+    x, w = leaf(rows((8,))), leaf(weights(8))
+    got = step(rms_norm, (x, w), torch.ones(8))
+    want = step(rms_norm, (leaf(x.view(1, 8)), w), torch.ones(1, 8))
+    assert_same(got, [want[0].view(8), want[1].view(8), want[2]])
+
+
+def test_eps_none_is_the_machine_epsilon_of_x(path):
+    x, w = rows((4, 8), kind="tiny"), weights(8)
+    assert same_bits(rms_norm(x, w, eps=None), rms_norm(x, w, eps=torch.finfo(FP32).eps))
+    torch.testing.assert_close(rms_norm(x, w, eps=None), F.rms_norm(x, (8,), w))
+    assert same_bits(rms_norm(x.half(), w, eps=None), rms_norm(x.half(), w, eps=torch.finfo(FP16).eps))
+
+
+def test_nothing_of_the_users_is_written(path):
+    x, w, b, r = leaf(rows((6, 8))), leaf(weights(8)), leaf(rows((8,), seed=1)), leaf(rows((6, 8), seed=2))
+    dy, dres = rows((6, 8), seed=3), rows((6, 8), seed=4)
+    mine = (x, w, b, r, dy, dres)
+    before = [t.detach().clone() for t in mine]
+    step(lambda *a: rms_norm(*a[:3], residual=a[3]), (x, w, b, r), (dy, dres))
+    assert_same([t.detach() for t in mine], before)
+    assert all(t._version == 0 for t in mine)
+
+
+def test_same_bits_with_and_without_grad_and_twice_through_backward(path):
+    x, w = leaf(rows((6, 8))), leaf(weights(8))
+    y = rms_norm(x, w)
+    with torch.no_grad():
+        quiet = rms_norm(x, w)
+    with torch.inference_mode():
+        inference = rms_norm(x, w)
+    assert not quiet.requires_grad
+    assert same_bits(y, quiet)
+    assert same_bits(y, inference)
+    first = torch.autograd.grad(y, (x, w), torch.ones_like(y), retain_graph=True)
+    assert_same(first, torch.autograd.grad(y, (x, w), torch.ones_like(y)))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, (x, w), torch.ones_like(y))
+
+
+def test_a_changed_input_is_noticed(path):
+    x, w = leaf(rows((6, 8))) * 1.0, leaf(weights(8))
+    y = rms_norm(x, w)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_autocast_changes_nothing(path):
+    x, w = leaf(rows((6, 8))), leaf(weights(8))
+    want = step(rms_norm, (x, w), torch.ones(6, 8))
+    with torch.autocast("cpu", dtype=BF16):
+        assert_same(step(rms_norm, (x, w), torch.ones(6, 8)), want)
+
+
+def test_second_derivatives(path):
+    x, w, r = leaf(rows((3, 8))), leaf(weights(8)), leaf(rows((3, 8), seed=1))
+
+    def second(norm):
+        y, res = norm(x, w, residual=r)
+        dx, dw = torch.autograd.grad((y * res).square().sum(), (x, w), create_graph=True)
+        return torch.autograd.grad((dx.square().sum() + dw.sum()), (x, w, r))
+
+    def plain(x, w, residual):
+        res = x + residual
+        return F.rms_norm(res, (8,), w, 1e-6), res
+
+    for got, want in zip(second(rms_norm), second(plain), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_functional_forward_and_backward(path):
+    x, w, b = rows((2, 3, 8), BF16), weights(8), rows((8,), BF16, seed=1)
+    r, dy, dres = rows((2, 3, 8), seed=2), rows((2, 3, 8), BF16, seed=3), rows((2, 3, 8), seed=4)
+    inputs = [leaf(t) for t in (x, w, b, r)]
+    want = step(lambda x, w, b, r: rms_norm(x, w, b, residual=r, weight_offset=1.0), inputs, (dy, dres))
+    y, res, rstd = rms_norm_forward(*inputs[:3], residual=inputs[3], weight_offset=1.0)
+    assert not y.requires_grad
+    assert (rstd.shape, rstd.dtype) == ((6,), FP32)
+    grads = rms_norm_backward(
+        dy,
+        res,
+        w,
+        rstd,
+        weight_offset=1.0,
+        dres=dres,
+        dbias=True,
+        dresidual=True,
+        dx_dtype=BF16,
+        dbias_dtype=BF16,
+    )
+    assert_same([y, res, grads.dx, grads.dweight, grads.dbias, grads.dresidual], want)
+
+    out = rms_norm_forward(x, None)
+    assert out.res is x
+    grads = rms_norm_backward(dy, x, None, out.rstd, dx=False, dbias=True)
+    assert grads.dx is grads.dweight is grads.dresidual is None
+    assert grads.dbias.dtype == BF16
+    assert rms_norm_backward(dy, x, w, out.rstd, dx=False, dweight=False) == (None,) * 4
+
+
+# The module ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [8, (8,), [4, 8]])
+@pytest.mark.parametrize("affine", [True, False])
+def test_module_is_a_drop_in(path, shape, affine):
+    theirs, ours = torch.nn.RMSNorm(shape, elementwise_affine=affine), RMSNorm(shape, elementwise_affine=affine)
+    if affine:
+        torch.nn.init.normal_(theirs.weight)
+    ours.load_state_dict(theirs.state_dict())
+    x = rows((3, 4, 8))
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert repr(ours) == repr(theirs)
+    assert isinstance(ours, torch.nn.RMSNorm)
+    y, res = ours(x, x)
+    torch.testing.assert_close(res, x + x)
+    torch.testing.assert_close(y, theirs(x + x))
+
+
+def test_module_options():
+    m = RMSNorm(8, 1e-5, True, "cpu", BF16, bias=True, weight_offset=1.0, out_dtype=FP32, backend="reference")
+    assert {k: (v.dtype, v.unique().tolist()) for k, v in m.state_dict().items()} == {
+        "weight": (BF16, [0.0]),
+        "bias": (BF16, [0.0]),
+    }
+    assert repr(m).endswith("weight_offset=1.0, out_dtype=torch.float32, backend=reference, bias=True)")
+    x = rows((3, 8), BF16)
+    y = m(x)
+    assert y.dtype == FP32
+    torch.testing.assert_close(y, F.rms_norm(x.float(), (8,), None, 1e-5))
+    torch.nn.init.ones_(m.weight)
+    m.reset_parameters()
+    assert not m.weight.any()
+    assert same_bits(copy.deepcopy(m)(x), y)
+    x = rows((2, 3, 4))
+    multi = RMSNorm((3, 4), bias=True)
+    y = multi(x.transpose(0, 1).contiguous().transpose(0, 1))
+    torch.testing.assert_close(y, F.rms_norm(x, (3, 4)))
+    with pytest.raises(ValueError, match=r"RMSNorm: x is \(2, 3\); expected \(\.\.\., 3, 4\)"):
+        multi(torch.ones(2, 3))
+
+
+# Errors -------------------------------------------------------------------------------------------------------------
+
+X, W = torch.ones(4, 8), torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    "call, kind, text",
+    [
+        (lambda: rms_norm(X, torch.ones(5)), ValueError, "rms_norm: weight has 5 elements but x has 8 columns"),
+        (lambda: rms_norm(X, W, torch.ones(9)), ValueError, "rms_norm: bias has 9 elements but x has 8 columns"),
+        (lambda: rms_norm(X, torch.ones(1, 8)), ValueError, "rms_norm: weight is (1, 8); expected one dimension"),
+        (lambda: rms_norm(torch.tensor(1.0), W), ValueError, "rms_norm: x is (); expected (..., n) with n >= 1"),
+        (lambda: rms_norm(X[:, :0], None), ValueError, "rms_norm: x is (4, 0); expected"),
+        (lambda: rms_norm(X, W, residual=X[:2]), ValueError, "residual is (2, 8) but x is (4, 8); expected equal"),
+        (lambda: rms_norm(X.int(), W), TypeError, "rms_norm: x is int32; expected one of bfloat16, float16, float32"),
+        (lambda: rms_norm(X, W.to(torch.cfloat)), TypeError, "rms_norm: weight is complex64; expected one of"),
+        (lambda: rms_norm([1.0], W), TypeError, "rms_norm: x is a list; expected a torch.Tensor"),
+        (lambda: rms_norm(X, 1.0), TypeError, "rms_norm: weight is a float; expected a torch.Tensor"),
+        (lambda: rms_norm(X, W.to("meta")), ValueError, "rms_norm: weight is on meta but x is on cpu"),
+        (lambda: rms_norm(X, W, eps=W), TypeError, "rms_norm: eps is a Tensor; expected a float"),
+        (lambda: rms_norm(X, W, eps="x"), TypeError, "rms_norm: eps is a str; expected a float"),
+        (lambda: rms_norm(X, W, weight_offset=None), TypeError, "rms_norm: weight_offset is a NoneType"),
+        (lambda: rms_norm(X, None, weight_offset=1.0), ValueError, "weight_offset is 1.0 but weight is None"),
+        (lambda: rms_norm(X, W, out_dtype=torch.int8), TypeError, "rms_norm: out_dtype is torch.int8; expected None"),
+        (lambda: rms_norm(X, W, backend="cuda"), ValueError, "rms_norm: backend is 'cuda'; expected one of 'auto'"),
+        (lambda: rms_norm(X, W, backend="cute"), UnsupportedError, "no kernel for cpu tensors"),
+        (lambda: rms_norm_backward(X[:3], X, W, X[:, 0]), ValueError, "backward: dy is (3, 8) but x is (4, 8)"),
+        (lambda: rms_norm_backward(X, X, W, W), ValueError, "rms_norm_backward: rstd is (8,), strides (1,), and x is"),
+        (lambda: rms_norm_backward(X, X, W, W[:4].half()), TypeError, "rms_norm_backward: rstd is float16; expected"),
+        (lambda: rms_norm_backward(X, X, W[:4], W[:4]), ValueError, "backward: weight has 4 elements but x has 8"),
+        (lambda: rms_norm_backward(None, X, W, W[:4]), TypeError, "rms_norm_backward: dy is a NoneType; expected"),
+        (lambda: RMSNorm(9)(X), ValueError, "RMSNorm: x is (4, 8); expected (..., 9)"),
+    ],
+)
+def test_errors_name_the_argument(call, kind, text):
+    for _ in range(2):  # a wrong call leaves nothing behind that would let it pass later
+        with pytest.raises(kind) as caught:
+            call()
+        assert text in str(caught.value)
+
+
+A100 = gpu.Gpu("A100", "sm_80", "sm_80", sm_count=108, smem_bytes=166912, smem_bytes_per_sm=167936)
+
+
+def find(problem, backend="auto", device="cuda:0", m=5):
+    return plans.find_kernel(
+        "rms_norm_fwd", lambda problem, gpu: EmulatedConfig(), problem, m, torch.device(device), backend
+    )
+
+
+def test_without_a_kernel_there_is_one_warning_or_an_error(monkeypatch):
+    monkeypatch.setattr(errors, "_warned", set())
+    monkeypatch.setattr(plans, "gpu_of", lambda index: A100)
+    problem = RmsNormFwdProblem(8, "float32", "float32")
+    with pytest.warns(PortablePathWarning, match=r"no kernel for sm_80 \(A100\); supported: sm_90"):
+        assert find(problem) is None
+    monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
+    with pytest.warns(PortablePathWarning, match="no kernel for weight in float64; supported: bfloat16"):
+        assert find(RmsNormFwdProblem(8, "float32", "float32", "float64")) is None
+    with pytest.warns(PortablePathWarning, match="no kernel for 2147483648 rows of 8"):
+        assert find(problem, m=1 << 31) is None
+    with pytest.raises(UnsupportedError, match="rows of 8"):
+        find(problem, backend="cute", m=1 << 31)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find(problem, m=1 << 31) is None  # warned before
+        assert find(problem, m=(1 << 31) + 1, backend="reference") is None
+        assert find(problem, device="cpu") is None
+
+
+def test_without_the_compiler(monkeypatch):
+    monkeypatch.setattr(errors, "_warned", set())
+    monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
+
+    def missing(name):
+        def find(kernel, gpu):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        return find
+
+    monkeypatch.setattr(plans.kernels, "find", missing("cutlass"))
+    with pytest.warns(PortablePathWarning, match="nvidia-cutlass-dsl is not installed"):
+        assert find(RmsNormFwdProblem(8, "float32", "float32")) is None
+    monkeypatch.setattr(plans.kernels, "find", missing("quackish.kernels.typo"))
+    with pytest.raises(ModuleNotFoundError):
+        find(RmsNormFwdProblem(8, "float32", "float32"))
+
+
+# Layouts: what is read in place, what is copied, which kernel runs --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make, folded",
+    [
+        (lambda: torch.empty(6, 8), (1, 8, 0)),
+        (lambda: torch.empty(8), (1, 8, 0)),
+        (lambda: torch.empty(1, 1, 8), (1, 8, 0)),
+        (lambda: torch.empty(2, 3, 4, 8), (1, 8, 0)),
+        (lambda: torch.empty(6, 32)[:, 8:16], (1, 32, 0)),
+        (lambda: torch.empty(2, 5, 3, 4, 8)[:, :, 0], (4, 96, 8)),  # (B, S, 3, H, D): q, k or v
+        (lambda: torch.empty(2, 5, 3, 4, 8)[:, :1, 1], (4, 480, 8)),
+        (lambda: torch.empty(2, 3, 4, 8).transpose(1, 2), None),
+        (lambda: torch.empty(2, 3, 4, 8).transpose(1, 2)[0], (3, 8, 32)),
+        (lambda: torch.empty(8).expand(6, 8), (1, 0, 0)),
+        (lambda: torch.empty(4, 8).expand(3, 4, 8), (4, 0, 8)),
+        (lambda: torch.empty(4, 1, 8).expand(4, 3, 8), (3, 8, 0)),
+        (lambda: torch.empty(8, 6).t(), None),
+        (lambda: torch.empty(6, 1).expand(6, 8), None),
+        (lambda: torch.empty(6, 5)[:, :1], (1, 5, 0)),
+    ],
+)
+def test_fold_rows(make, folded):
+    t = make()
+    assert plans.fold_rows(t.shape, t.stride()) == folded
+    if folded:
+        m1, s0, s1 = folded
+        starts = torch.arange(t.numel() // t.shape[-1])
+        want = torch.as_strided(torch.arange(10000), t.shape, t.stride())[..., 0].reshape(-1)
+        assert torch.equal((starts // m1) * s0 + (starts % m1) * s1, want)
+
+
+def layouts(n=8):
+    qkv = rows((2, 5, 3, 4, n), seed=5)
+    return {
+        "packed": rows((40, n), seed=6).view(2, 5, 4, n),
+        "slice of qkv": qkv[:, :, 1],
+        "columns of a matrix": rows((40, 3 * n), seed=7)[:, n : 2 * n].unflatten(0, (2, 5, 4)),
+        "expanded rows": rows((1, 1, 4, n), seed=8).expand(2, 5, 4, n),
+        "three levels": rows((2, 4, 5, n), seed=9).transpose(1, 2),
+        "columns first": rows((2, 5, n, 4), seed=10).transpose(2, 3),
+        "expanded columns": rows((2, 5, 4, 1), seed=11).expand(2, 5, 4, n),
+        "off by one element": rows((320 * n // 8 + 1,), seed=12)[1:].view(2, 5, 4, n),
+    }
+
+
+IN_PLACE = ("packed", "slice of qkv", "columns of a matrix", "expanded rows", "off by one element")
+
+
+@pytest.mark.parametrize("name", list(layouts()))
+def test_layouts_of_x(kernels, name):
+    x, w, dy = layouts()[name], weights(8), rows((2, 5, 4, 8), seed=13)
+    want = step(lambda x, w: rms_norm(x, w, backend="reference"), (leaf(x.contiguous()), leaf(w)), dy)
+    got = step(rms_norm, (x.detach().requires_grad_(), leaf(w)), dy)
+    assert_same(got, want)
+    assert got[0].is_contiguous()
+    (forward, f), (backward, b) = kernels.launches
+    assert (f[0] == x.data_ptr()) == (name in IN_PLACE)
+    assert (b[0] == x.data_ptr()) == (name in IN_PLACE)
+    assert forward.packed == backward.packed == (name not in IN_PLACE[1:4])
+    assert forward.aligned == backward.aligned == (name != "off by one element")
+
+
+@pytest.mark.parametrize("name", list(layouts()))
+def test_layouts_of_dy_and_of_residuals(kernels, name):
+    t, w, x = layouts()[name], weights(8), rows((2, 5, 4, 8), seed=13)
+
+    def call(x, w, r):
+        return rms_norm(x, w, residual=r, backend=backend)
+
+    backend = "reference"
+    want = step(call, [leaf(u.contiguous()) for u in (x, w, t)], (t.contiguous(), t.contiguous()))
+    backend = "auto"
+    got = step(call, [x.requires_grad_(), w.requires_grad_(), t.detach().requires_grad_()], (t, t))
+    assert_same(got, want)
+    (_, f), (_, b) = kernels.launches
+    assert (f[3] == t.data_ptr()) == (b[2] == t.data_ptr()) == (b[3] == t.data_ptr()) == (name in IN_PLACE)
+
+
+@pytest.mark.parametrize("n, dtype, aligned", [(8, BF16, True), (4, BF16, False), (4, FP32, True), (7, FP32, False)])
+def test_alignment_of_rows(kernels, n, dtype, aligned):
+    rms_norm(rows((4, n), dtype), weights(n, dtype), out_dtype=FP32)
+    rms_norm(rows((4, 3 * n), dtype)[:, n : 2 * n], None)
+    (one, _), (two, _) = kernels.launches
+    assert one.aligned == two.aligned == aligned
+
+
+def test_a_parameter_with_stride_is_copied(kernels):
+    x, w, b = rows((4, 8)), weights(16)[::2], rows((8, 3), seed=1)[:, 1]
+    want = rms_norm(x, w, b, backend="reference")
+    inputs = [x.requires_grad_(), w.detach().requires_grad_(), b.detach().requires_grad_()]
+    got = step(rms_norm, inputs, torch.ones(4, 8))
+    assert same_bits(got[0], want)
+    assert [g.shape for g in got[1:]] == [x.shape, w.shape, b.shape]
+
+
+def test_unaligned_parameters_and_plans_that_serve_both(kernels):
+    x, buffer = rows((4, 8)), weights(9)
+    for weight, aligned in ((buffer[:8], True), (buffer[1:], False), (buffer[:8], True), (buffer[1:], False)):
+        got = rms_norm(x, weight)
+        assert same_bits(got, rms_norm(x, weight.clone(), backend="reference"))
+        assert kernels.launches[-1][0].aligned == aligned
+    assert len(plans._forward_plans) == 2
+
+
+def test_plans_are_made_once_and_forgotten_in_bulk(kernels, monkeypatch):
+    monkeypatch.setattr(plans, "_MAX_PLANS", 4)
+    w = weights(8)
+    for m in (1, 2, 3, 1, 2, 3):
+        rms_norm(rows((m, 8)), w)
+    assert len(plans._forward_plans) == 3
+    for m in range(1, 20):
+        rms_norm(rows((m, 8)), w)
+    assert len(plans._forward_plans) <= 4
+    assert len({problem for problem, _ in kernels.launches}) == 1  # the number of rows is in no problem
+
+
+def test_plain_eager_does_not_go_through_operators(kernels, monkeypatch):
+    for name in ("_op_fwd", "_op_bwd"):
+        monkeypatch.setattr(ops, name, None)
+    x, w = leaf(rows((4, 8))), torch.nn.Parameter(weights(8))
+    for _ in range(2):
+        rms_norm(x, w).sum().backward()
+
+
+# Tickets ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """tickets.py on a device made of variables."""
+
+    class Device:
+        stream, capturing, reserves = 1, False, []
+
+        def new_reserve(self, index, count):
+            assert not self.capturing
+            self.reserves = [*self.reserves, torch.zeros(count, dtype=torch.int32)]
+            return tickets._Reserve(self.reserves[-1])
+
+    d = Device()
+    monkeypatch.setattr(tickets, "_of_stream", {})
+    monkeypatch.setattr(tickets, "_reserves", {})
+    monkeypatch.setattr(tickets, "_stream_of", lambda index: d.stream)
+    monkeypatch.setattr(tickets, "_is_capturing", lambda index: d.capturing)
+    monkeypatch.setattr(tickets, "_new_reserve", d.new_reserve)
+    zeros = torch.zeros
+    monkeypatch.setattr(tickets.torch, "zeros", lambda *a, device=None, **k: zeros(*a, **k))
+    return d
+
+
+def test_a_stream_keeps_its_tickets_and_shares_them_with_none(device):
+    first = tickets.take(0, 4)
+    assert tickets.take(0, 4) == first
+    device.stream = 2
+    second = tickets.take(0, 4)
+    assert abs(second[0] - first[0]) >= 128
+    assert tickets.take(1, 4)[0] not in (first[0], second[0])
+    device.stream = 1
+    assert tickets.take(0, 4) == first
+    assert tickets.take(0, 5)[0] >= second[0] + 128
+    assert len(device.reserves) == 2  # one a device
+
+
+def test_a_captured_launch_gets_tickets_for_good(device):
+    eager = tickets.take(0, 4)[0]
+    device.capturing = True
+    taken = [tickets.take(0, count)[0] for count in (4, 4, 33, 4)]
+    assert [b - a for a, b in itertools.pairwise([eager, *taken])] == [128, 128, 128, 256]
+    device.capturing = False
+    assert tickets.take(0, 4)[0] == eager
+
+
+def test_a_capture_without_reserve_brings_its_own_zeros(device, monkeypatch):
+    device.capturing = True
+    address, kept = tickets.take(0, 4)  # nothing was launched before
+    assert kept.data_ptr() == address
+    assert kept.tolist() == [0] * 4
+    device.capturing = False
+    monkeypatch.setattr(tickets, "_RESERVE", 64)
+    tickets.take(0, 4)
+    device.capturing = True
+    assert tickets.take(0, 4)[1] is None
+    assert tickets.take(0, 4)[1] is not None  # used up
+    device.capturing, device.stream = False, 2
+    assert tickets.take(0, 100)[1] is None
+    assert [len(r) for r in device.reserves] == [64, 100]
+
+
+# Compiled, traced, checkpointed, transformed ------------------------------------------------------------------------
+
+
+def case(m=6, n=8):
+    inputs = [leaf(rows((m, n), BF16)), leaf(weights(n)), leaf(rows((n,), seed=1)), leaf(rows((m, n), seed=2))]
+    return inputs, (rows((m, n), BF16, seed=3), rows((m, n), seed=4))
+
+
+def with_residual(x, w, b, r):
+    return rms_norm(x, w, b, residual=r, weight_offset=1.0)
+
+
+@pytest.mark.parametrize("residual, out_dtype", [(None, None), (BF16, None), (FP32, FP32)])
+def test_opcheck(residual, out_dtype):
+    (x, w, b, r), (dy, _) = case()
+    r = None if residual is None else r.detach().to(residual).requires_grad_()
+    torch.library.opcheck(ops._op_fwd, (x, w, b, r, 1e-6, 1.0, out_dtype, "auto"))
+    torch.library.opcheck(ops._op_fwd, (x, None, None, r, 1e-6, 0.0, out_dtype, "auto"))
+    x, w, rstd, dy = x.detach(), w.detach(), torch.ones(6), dy.to(out_dtype or BF16)
+    dres = None if r is None else r.detach()
+    torch.library.opcheck(ops._op_bwd, (dy, x, w, rstd, dres, 1.0, BF16, residual, FP32, FP32, "auto"))
+    torch.library.opcheck(ops._op_bwd, (dy, x, w, rstd, None, 1.0, None, None, FP32, None, "auto"))
+
+
+def test_compiled_equals_eager_for_any_number_of_rows(path):
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count)
+    compiled = torch.compile(with_residual, fullgraph=True, backend=backend)
+    for m in (5, 6, 7, 300, 2):
+        inputs, dy = case(m)
+        assert_same(step(compiled, inputs, dy), step(with_residual, inputs, dy))
+    assert len(graphs) == 4  # forward and backward, for the first number of rows and for any
+    targets = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert {"quackish.rms_norm_fwd.default", "quackish.rms_norm_bwd.default"} <= targets
+
+
+def test_compiled_module_and_functions(path):
+    torch.compiler.reset()
+    (x, w, _, r), (dy, dres) = case()
+    module = RMSNorm((2, 4), bias=True)
+
+    def call(x, r):
+        y, res = module(x.view(6, 2, 4), r.view(6, 2, 4))
+        out = rms_norm_forward(x, w, residual=r)
+        grads = rms_norm_backward(dy, out.res, w, out.rstd, dres=dres, dresidual=True, dx_dtype=x.dtype)
+        return y, res, out.y, grads.dx.float() + grads.dresidual, grads.dweight
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(x, r), call(x, r))
+
+
+def test_compile_reports_our_errors():
+    torch.compiler.reset()
+    compiled = torch.compile(rms_norm, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="weight has 5 elements but x has 8 columns"):
+        compiled(X, torch.ones(5))
+
+
+def two_norms(x, w, b, r):
+    y, res = rms_norm(x, w, b, residual=r)
+    return rms_norm(y * 2, w), res
+
+
+def keep_norms(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if "rms_norm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(use_reentrant=False),
+        dict(use_reentrant=True),
+        dict(use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, keep_norms)),
+    ],
+    ids=["plain", "reentrant", "selective"],
+)
+def test_activation_checkpointing(path, options):
+    inputs, dy = case()
+    want = step(two_norms, inputs, dy)
+    y, res = checkpoint(two_norms, *inputs, **options)
+    torch.autograd.backward((y, res), dy)
+    assert_same([y, res, *(t.grad for t in inputs)], want)
+
+
+def test_hooks_on_saved_tensors(path):
+    inputs, dy = case()
+    want = step(two_norms, inputs, dy)
+    with torch.autograd.graph.save_on_cpu():
+        assert_same(step(two_norms, inputs, dy), want)
+    # unpacked with other strides, and as a subclass
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.t().contiguous().t() if t.dim() == 2 else t):
+        assert_same(step(two_norms, inputs, dy), want)
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_see_operators(path):
+    inputs, dy = case()
+    want = step(with_residual, inputs, dy)
+    with Seen() as seen:
+        assert_same(step(with_residual, inputs, dy), want)
+    assert {"quackish.rms_norm_fwd.default", "quackish.rms_norm_bwd.default"} <= set(seen.ops)
+    y, res = with_residual(*inputs)
+    with Seen() as seen:  # backward alone
+        torch.autograd.grad((y, res), inputs, dy)
+    assert "quackish.rms_norm_bwd.default" in seen.ops
+    with Functions():
+        assert_same(step(with_residual, inputs, dy), want)
+
+
+def test_subclasses_and_fake_tensors(path):
+    class Marked(torch.Tensor):
+        pass
+
+    inputs, dy = case()
+    marked = [inputs[0].detach().as_subclass(Marked).requires_grad_(), *inputs[1:]]
+    y, res = with_residual(*marked)
+    assert isinstance(y, Marked)
+    assert_same([y.as_subclass(torch.Tensor), res.as_subclass(torch.Tensor)], with_residual(*inputs))
+    grads = torch.autograd.grad((y, res), marked, dy)
+    assert_same([g.as_subclass(torch.Tensor) for g in grads], step(with_residual, inputs, dy)[2:])
+
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in inputs]
+        y, res = with_residual(*fakes)
+    outside = rms_norm(fakes[0], fakes[1])
+    for fake, dtype in ((y, BF16), (res, FP32), (outside, BF16)):
+        assert isinstance(fake, torch._subclasses.FakeTensor)
+        assert (fake.shape, fake.dtype) == ((6, 8), dtype)
+    meta = rms_norm(torch.empty(3, 8, device="meta"), torch.empty(8, device="meta"))
+    assert (meta.shape, meta.device.type) == ((3, 8), "meta")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_jit_trace_records_the_operator(path):
+    x, w = rows((4, 8)), weights(8)
+    traced = torch.jit.trace(lambda x: rms_norm(x, w), (x,), check_trace=False)
+    assert "quackish::rms_norm_fwd" in str(traced.graph)
+    assert same_bits(traced(2 * x), rms_norm(2 * x, w))
+
+
+def test_torch_func(path):
+    x, w = rows((3, 4, 8)), weights(8)
+
+    def loss(x, w):
+        return rms_norm(x, w).square().sum()
+
+    want = step(loss, (leaf(x), leaf(w)), torch.tensor(1.0))[1:]
+    for got, g in zip(torch.func.grad(loss, argnums=(0, 1))(x, w), want, strict=True):
+        torch.testing.assert_close(got, g)
+    torch.testing.assert_close(torch.func.vmap(rms_norm, (0, None))(x, w), rms_norm(x, w))
+    torch.testing.assert_close(torch.func.vmap(rms_norm)(x, w.expand(3, 8)), rms_norm(x, w))
+    y, dy = torch.func.jvp(lambda x: rms_norm(x, w), (x,), (x,))
+    _, truth = torch.func.jvp(lambda x: F.rms_norm(x, (8,), w, 1e-6), (x,), (x,))
+    torch.testing.assert_close(y, rms_norm(x, w))
+    torch.testing.assert_close(dy, truth)
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        torch.func.vmap(lambda x: rms_norm(x, w, backend="cute"))(x)
+
+    # a batch of gradients through a graph that was recorded outside of any transform
+    x, w = leaf(rows((2, 8))), leaf(w)
+    y = rms_norm(x, w)
+    batch = torch.eye(16).view(16, 2, 8)
+    got = torch.autograd.grad(y, (x, w), batch, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, (x, w), one, retain_graph=True) for one in batch]
+    for i, g in enumerate(got):
+        torch.testing.assert_close(g, torch.stack([e[i] for e in each]))
+
+
+def test_forward_mode_ad_without_a_transform(path):
+    x, w = rows((3, 8)), weights(8)
+    with torch.autograd.forward_ad.dual_level():
+        y = rms_norm(torch.autograd.forward_ad.make_dual(x, x), w)
+        tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
+    torch.testing.assert_close(tangent, torch.func.jvp(lambda x: F.rms_norm(x, (8,), w, 1e-6), (x,), (x,))[1])
+
+
+def test_problems_are_what_kernels_are_compiled_for(kernels):
+    inputs, dy = case()
+    step(with_residual, inputs, dy)
+    forward, backward = (problem for problem, _ in kernels.launches)
+    assert forward == RmsNormFwdProblem(8, "bfloat16", "bfloat16", "float32", "float32", "float32")
+    assert backward == RmsNormBwdProblem(
+        8,
+        x_dtype="float32",
+        dy_dtype="bfloat16",
+        weight_dtype="float32",
+        dres_dtype="float32",
+        dx_dtype="bfloat16",
+        dresidual_dtype="float32",
+        dweight_dtype="float32",
+        dbias_dtype="float32",
+    )
