@@ -59,8 +59,8 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(steps=300, batch=8, seq=128, dim=128, layers=4, token_bytes=1, lr=3e-3),
-    "cuda": Size(steps=300, batch=16, seq=1024, dim=1024, layers=8, token_bytes=2, lr=6e-4),
+    "cpu": Size(steps=500, batch=16, seq=128, dim=128, layers=4, token_bytes=1, lr=1e-3),
+    "cuda": Size(steps=300, batch=16, seq=1024, dim=1024, layers=8, token_bytes=2, lr=4e-4),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-TINY = ["--device", "cpu", "--steps", "12", "--batch", "4", "--seq", "32", "--dim", "64", "--layers", "2"]
+TINY = "--device cpu --steps 12 --batch 4 --seq 32 --dim 64 --layers 2 --lr 0.002".split()
 
 
 def train_lm(*arguments: object, before: str = "") -> subprocess.CompletedProcess:
