@@ -200,11 +200,11 @@ def train(runs: list[Run], batches: Batches, steps: int, console: Console) -> in
                 for run in runs:
                     run.step(i, *batch)
                 done = i + 1
+                progress.update(task, completed=done)
                 if done % every == 0:
                     losses = "  ".join(f"{run.name} {run.losses[i].item():.4f}" for run in runs)
-                    progress.update(task, completed=done, losses=f"loss: {losses}")
+                    progress.update(task, losses=f"loss: {losses}")
         except KeyboardInterrupt:
-            progress.update(task, completed=done)
             progress.console.print(f"Stopped after {done} of {steps} steps.")
     return done
 
@@ -234,7 +234,7 @@ def table(runs: list[Run], curves: list[list[float]], summary: dict, steps: int)
     t.add_section()
     t.add_row("step, median ms", *(f"{r['step_ms']:.1f}" for r in results))
     t.add_row("peak memory of a step, MB *", *(f"{r['peak_bytes'] / 1e6:.1f}" for r in results))
-    t.caption = "* above weights and optimizer state, gradients included"
+    t.caption = "* gradients included, weights and optimizer state not"
     t.caption_justify = "left"
     return t
 
