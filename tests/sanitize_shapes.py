@@ -1,0 +1,85 @@
+"""What scripts/sanitize.sh runs under compute-sanitizer: small shapes of every kind, both directions, against fp64.
+
+    python tests/sanitize_shapes.py [part of a shape's name]
+
+Inputs and truth are made on the CPU, so that hardly any kernels run but quackish's own.
+"""
+
+import contextlib
+import sys
+
+import torch
+
+from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
+from quackish.reference import rms_norm as reference
+from quackish.testing.configs import rms_norm_config
+from quackish.testing.errors import error
+from quackish.testing.inputs import rows, weights
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+# name: m, n, dtypes of x, weight, bias and residual
+SHAPES = {
+    "one element": (1, 1, FP32, FP32, None, None),
+    "odd": (5, 3, BF16, BF16, FP32, None),
+    "ragged": (37, 257, BF16, FP32, None, FP32),
+    "several rows a CTA": (300, 256, BF16, BF16, None, None),
+    "ragged vectors": (70, 1000, FP16, FP16, FP16, FP16),
+    "plain": (64, 1024, BF16, BF16, None, None),
+    "fp32": (33, 1024, FP32, FP32, FP32, FP32),
+    "more rows than CTAs": (1500, 512, BF16, FP32, None, None),
+    "wide": (20, 4096, BF16, BF16, BF16, FP32),
+    "odd and wide": (9, 4097, BF16, BF16, None, None),
+    "widest in one launch": (6, 16384, BF16, BF16, None, None),
+    "split over a cluster": (3, 65536, BF16, FP32, FP32, None),
+    "no weight": (40, 768, BF16, None, None, BF16),
+}
+
+
+def check(name: str, combine: str | None) -> bool:
+    m, n, x_dtype, w_dtype, b_dtype, r_dtype = SHAPES[name]
+    x, dy = rows((m, n), x_dtype), rows((m, n), x_dtype, seed=1)
+    w = weights(n, w_dtype, seed=2) if w_dtype else None
+    b = rows((n,), b_dtype, seed=3) if b_dtype else None
+    r, dres = (rows((m, n), r_dtype, seed=seed) if r_dtype else None for seed in (4, 5))
+    gpu = [None if t is None else t.cuda() for t in (x, w, b, r, dy, dres)]
+
+    y, res, rstd = rms_norm_forward(*gpu[:3], residual=gpu[3], backend="cute")
+    asked = dict(dresidual=r is not None, dbias=b is not None, dx_dtype=x_dtype, dbias_dtype=b_dtype)
+    with rms_norm_config("bwd", combine=combine) if combine else contextlib.nullcontext():
+        grads = rms_norm_backward(gpu[4], res, gpu[1], rstd, dres=gpu[5], **asked, backend="cute")
+
+    x, w, b, dy, dres = (None if t is None else t.double() for t in (res.cpu(), w, b, dy, dres))
+    y_true, _, rstd_true = reference.rms_norm_fwd(x, w, b, None, 1e-6)
+    dx, _, dw, db = reference.rms_norm_bwd(dy, x, w, rstd_true, dres, 0.0, FP64, None, FP64, FP64)
+    truths = dict(y=y_true, dx=dx, dweight=dw, dbias=db, dresidual=dx)
+    good = True
+    for what, got in dict(y=y, **grads._asdict()).items():
+        if got is not None:
+            # n = 1 and 3 have dx as a difference of nearly equal terms
+            e = error(got.cpu(), truths[what], noise=1e-3 if n < 8 else 1e-5)
+            if not e.within(4 * torch.finfo(got.dtype).eps, 8 * torch.finfo(got.dtype).eps):
+                good = False
+                print(f"  {what} is wrong: {e}")
+    print(
+        f"{'ok    ' if good else 'WRONG '} {name}, combine {combine or 'as the heuristics say'}: {SHAPES[name]}",
+        flush=True,
+    )
+    return good
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        sys.exit("sanitize_shapes.py: needs an NVIDIA GPU")
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    results = []
+    for name, (_, n, *_) in SHAPES.items():
+        if wanted in name:
+            # Both ways to combine CTAs, where a row fits into one.
+            results += [check(name, combine) for combine in (("slices", "turnstile") if n <= 16384 else (None,))]
+    torch.cuda.synchronize()
+    return 0 if results and all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,611 @@
+"""RMSNorm's kernels on a GPU: numbers against fp64, bits against bits, and all that may go on beside or around them."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from quackish import errors, launch
+from quackish.errors import PortablePathWarning, UnsupportedError
+from quackish.ops import rms_norm as ops
+from quackish.ops import rms_norm_plans as plans
+from quackish.ops import tickets
+from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
+from quackish.reference import rms_norm as reference
+from quackish.testing.configs import rms_norm_config
+from quackish.testing.device import other_work, poison_free_memory
+from quackish.testing.errors import Error, error, same_bits
+from quackish.testing.inputs import KINDS, rows, weights
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FLOATS = (BF16, FP16, FP32)
+EPS32 = torch.finfo(FP32).eps
+COMBINES = ("slices", "turnstile")
+
+
+@dataclasses.dataclass
+class Case:
+    """Tensors of one call, forward and backward; None where absent."""
+
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    dy: torch.Tensor
+    dres: torch.Tensor | None
+    options: dict
+
+    @property
+    def inputs(self):
+        return [t for t in (self.x, self.weight, self.bias, self.residual) if t is not None]
+
+    @property
+    def grad_outputs(self):
+        return [self.dy] if self.residual is None else [self.dy, self.dres]
+
+
+def make_case(
+    m, n, x=BF16, weight=FP32, bias=None, residual=None, out_dtype=None, weight_offset=0.0, kind="normal", seed=0
+):
+    def leaf(t):
+        return t.cuda().requires_grad_()
+
+    options = dict(out_dtype=out_dtype, weight_offset=weight_offset, eps=1e-6)
+    return Case(
+        leaf(rows((m, n), x, kind=kind, seed=seed, device="cuda")),
+        leaf(weights(n, weight, seed=seed + 1)) if weight else None,
+        leaf(rows((n,), bias, seed=seed + 2)) if bias else None,
+        leaf(rows((m, n), residual, seed=seed + 3, device="cuda")) if residual else None,
+        rows((m, n), out_dtype or x, seed=seed + 4, device="cuda"),
+        rows((m, n), residual, seed=seed + 5, device="cuda") if residual else None,
+        options,
+    )
+
+
+def forward(case, backend="cute"):
+    """(y,) or (y, res)."""
+    c = case
+    out = rms_norm(c.x, c.weight, c.bias, residual=c.residual, backend=backend, **c.options)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def step(case, backend="cute"):
+    """[y, (res,) dx, (dweight, dbias, dresidual)]"""
+    outs = forward(case, backend)
+    return [*outs, *torch.autograd.grad(outs, case.inputs, case.grad_outputs)]
+
+
+def names(case):
+    present = {"dx": case.x, "dweight": case.weight, "dbias": case.bias, "dresidual": case.residual}
+    return ["y", *(["res"] if case.residual is not None else []), *(n for n, t in present.items() if t is not None)]
+
+
+def truth(case, res):
+    """{name: (what step should give, in fp64; how far rounding may take it)}; res is what was normalised, as kept."""
+    c, offset = case, case.options["weight_offset"]
+    x, w, b, dy, dres = (None if t is None else t.detach().double() for t in (res, c.weight, c.bias, c.dy, c.dres))
+    y, _, rstd = reference.rms_norm_fwd(x, w, b, None, case.options["eps"], offset)
+    asked = [FP64, None, None if w is None else FP64, None if b is None else FP64]
+    dx, _, dw, db = reference.rms_norm_bwd(dy, x, w, rstd, dres, offset, *asked)
+    # dx is a difference of terms that nearly cancel where n is small
+    rstd = rstd.view(*x.shape[:-1], 1)
+    g, xhat = (dy if w is None else dy * (w + offset)).abs(), (x * rstd).abs()
+    noise = 16 * EPS32 * rstd * (g + xhat * (xhat * g).mean(-1, keepdim=True))
+    out = dict(y=(y, 0.0), res=(x, 0.0), dx=(dx, noise), dweight=(dw, 0.0), dbias=(db, 0.0), dresidual=(dx, noise))
+    return {name: out[name] for name in names(case)}
+
+
+def assert_close(case, got, peers=None):
+    """Errors bounded by the dtype, or by 1.5 times PyTorch's own where that is more."""
+    res = got[1] if case.residual is not None else case.x
+    if case.residual is not None:
+        assert same_bits(res, (case.x.float() + case.residual.float()).to(res.dtype))
+    for i, (name, (want, noise)) in enumerate(truth(case, res).items()):
+        e, peer = error(got[i], want, noise), error(peers[i], want, noise) if peers else Error(0.0, 0.0)
+        eps = torch.finfo(got[i].dtype).eps if got[i].dtype != FP32 else 0.0
+        norm, worst = max(0.6 * eps + 8 * EPS32, 1.5 * peer.norm), max(eps + 32 * EPS32, 1.5 * peer.worst)
+        assert e.within(norm, worst), f"{name}: {e} of ({norm}, {worst}); PyTorch {peer}"
+
+
+def pytorch(case):
+    """The same step by PyTorch's own norm, for a case with one dtype and no options."""
+    c = case
+    y = F.rms_norm(c.x, c.x.shape[-1:], c.weight, c.options["eps"])
+    return [y, *torch.autograd.grad(y, c.inputs, c.dy)]
+
+
+def assert_same(a, b):
+    assert len(a) == len(b)
+    for i, (one, other) in enumerate(zip(a, b, strict=True)):
+        assert same_bits(one, other), f"result {i}"
+
+
+# Numbers ------------------------------------------------------------------------------------------------------------
+
+NS = (1, 2, 3, 8, 100, 256, 257, 1000, 1024, 2048, 4096, 4097, 8192, 16384, 16392, 32768, 65536, 262144)
+
+
+@pytest.mark.parametrize("n, dtype", [*itertools.product(NS, (BF16, FP32)), (257, FP16), (4096, FP16), (65536, FP16)])
+def test_numbers(n, dtype):
+    for m in (1, 3, 4097 if n <= 8192 else 257 if n <= 65536 else 65):
+        case = make_case(m, n, dtype, dtype)
+        peers = pytorch(case)
+        poison_free_memory()
+        assert_close(case, step(case), peers)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [256, 4096, 5000])
+def test_unkind_data(n, kind, dtype):
+    case = make_case(1025, n, dtype, dtype, kind=kind)
+    assert_close(case, step(case), pytorch(case))
+
+
+# n and y's dtype go round, so that each dtype of the others meets each of them.
+MIXES = [
+    (n, *dtypes, out_dtype)
+    for dtypes, n, out_dtype in zip(
+        itertools.product(FLOATS, FLOATS, (None, *FLOATS)),
+        itertools.cycle((257, 1024, 1000, 4097, 8192)),
+        itertools.cycle((None, None, None, FP32, FP32, BF16, FP16)),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize("n, x, weight, residual, out_dtype", MIXES)
+def test_mixes_of_dtypes(n, x, weight, residual, out_dtype):
+    case = make_case(133, n, x, weight, weight, residual, out_dtype, weight_offset=1.0)
+    poison_free_memory()
+    assert_close(case, step(case))
+
+
+OPTIONS = list(itertools.product((None, BF16), (None, BF16), (None, BF16, FP32)))
+
+
+@pytest.mark.parametrize(
+    "n, weight, bias, residual",
+    [*((1000, *o) for o in OPTIONS), *((n, *o) for n in (4096, 20000) for o in (OPTIONS[0], OPTIONS[-1]))],
+)
+def test_options(n, weight, bias, residual):
+    case = make_case(333, n, BF16, weight, bias, residual)
+    assert_close(case, step(case))
+
+
+@pytest.mark.parametrize("m, n", [(33000, 65536), (8_400_001, 256)])
+def test_more_than_2_to_the_31_elements(m, n):
+    x, dy = (torch.empty(m, n, dtype=BF16, device="cuda") for _ in range(2))
+    for i in range(0, m, 1 << 16):  # not through fp32, which would take twice the memory
+        x[i : i + (1 << 16)].normal_()
+        dy[i : i + (1 << 16)].normal_()
+    w = weights(n, device="cuda")
+    y, _, rstd = rms_norm_forward(x, w, backend="cute")
+    dx, dw, _, _ = rms_norm_backward(dy, x, w, rstd, backend="cute")
+    dw_true = torch.zeros(n, dtype=FP64, device="cuda")
+    chunk = (1 << 26) // n
+    for i in range(0, m, chunk):
+        part = slice(i, min(i + chunk, m))
+        args = x[part].double(), w.double()
+        y_true, _, rstd_true = reference.rms_norm_fwd(*args, None, None, 1e-6)
+        dx_true, _, dw_part, _ = reference.rms_norm_bwd(
+            dy[part].double(), *args, rstd_true, None, 0.0, FP64, None, FP64
+        )
+        dw_true += dw_part
+        eps = torch.finfo(BF16).eps
+        assert error(y[part], y_true).within(0.6 * eps, 1.1 * eps), i
+        assert error(dx[part], dx_true).within(0.6 * eps, 1.1 * eps), i
+    assert error(dw, dw_true).within(16 * EPS32, 64 * EPS32)
+
+
+@pytest.mark.parametrize("residual", [None, FP32])
+def test_no_rows(residual):
+    case = make_case(0, 4096, BF16, BF16, FP32, residual)
+    launches = launch.counters.launches
+    got = dict(zip(names(case), step(case), strict=True))
+    assert got["y"].shape == got["dx"].shape == (0, 4096)
+    assert same_bits(got["dweight"], torch.zeros(4096, dtype=BF16, device="cuda"))
+    assert same_bits(got["dbias"], torch.zeros(4096, device="cuda"))
+    assert launch.counters.launches == launches
+
+
+# Layouts ------------------------------------------------------------------------------------------------------------
+
+
+def of(*shape, seed=5):
+    return rows(shape, BF16, seed=seed, device="cuda")
+
+
+LAYOUTS = {
+    "slice of qkv": lambda n: of(2, 33, 3, 4, n)[:, :, 1],
+    "columns of a matrix": lambda n: of(264, 3 * n)[:, n : 2 * n].unflatten(0, (2, 33, 4)),
+    "expanded rows": lambda n: of(1, 1, 4, n).expand(2, 33, 4, n),
+    "unaligned": lambda n: of(264 * n + 1)[1:].view(2, 33, 4, n),
+    "three levels": lambda n: of(2, 4, 33, n).transpose(1, 2),
+    "columns first": lambda n: of(2, 33, n, 4).transpose(2, 3),
+    "expanded columns": lambda n: of(2, 33, 4, 1).expand(2, 33, 4, n),
+}
+COPIED = ("three levels", "columns first", "expanded columns")
+
+
+@pytest.mark.parametrize("n", [128, 99])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, n):
+    t = LAYOUTS[name](n)
+    other = rows(t.shape, BF16, seed=3, device="cuda")
+    w = weights(n, device="cuda").requires_grad_()
+    for x, residual, dy in ((t, None, other), (other, None, t), (other, t, t), (t, t, other)):
+        x, residual = (None if u is None else u.detach().requires_grad_() for u in (x, residual))
+        dres = None if residual is None else dy
+        case = Case(x, w, None, residual, dy, dres, dict(eps=1e-6, weight_offset=0.0))
+        assert_close(case, step(case))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_only_what_does_not_fold_is_copied(name):
+    x, w = LAYOUTS[name](4096), weights(4096, device="cuda")
+    rms_norm(x, w, backend="cute")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = rms_norm(x, w, backend="cute")
+    extra = torch.cuda.max_memory_allocated() - before - y.numel() * y.itemsize
+    assert (extra < y.numel() * y.itemsize) == (name not in COPIED), extra
+
+
+# Bits ---------------------------------------------------------------------------------------------------------------
+
+SHAPES = [(1, 257), (4097, 256), (4096, 1024), (777, 4096), (300, 16384), (130, 65536), (1000, 3000)]
+
+
+@pytest.mark.parametrize("m, n", SHAPES)
+@pytest.mark.parametrize("combine", COMBINES)
+def test_20_runs_are_equal(m, n, combine):
+    case = make_case(m, n, BF16, BF16, FP32, FP32)
+    with rms_norm_config("bwd", combine=combine) if n <= 16384 else contextlib.nullcontext():
+        first = step(case)
+        assert_close(case, first)
+        for _ in range(20):
+            poison_free_memory(nbytes=4 * m * n)
+            with other_work(launches=20):
+                again = step(case)
+            assert_same(again, first)
+
+
+@pytest.mark.parametrize("n", [64, 257, 1024, 4096, 16384, 65536])
+def test_rows_do_not_depend_on_their_number(n):
+    whole = make_case(4096 if n <= 16384 else 1024, n, BF16, BF16, None, FP32)
+    y, res, dx, _, dr = step(whole)
+    for part in (slice(0, 1), slice(3, 10), slice(100, 612), slice(1, 1024)):
+        some = dataclasses.replace(
+            whole,
+            **{f: getattr(whole, f)[part].detach().clone() for f in ("x", "residual", "dy", "dres")},
+        )
+        some.x.requires_grad_()
+        some.residual.requires_grad_()
+        got = step(some)
+        assert_same([*got[:3], got[4]], [t[part] for t in (y, res, dx, dr)])
+
+
+@pytest.mark.parametrize("residual", [None, FP32])
+def test_same_bits_with_and_without_grad_and_twice_through_backward(residual):
+    case = make_case(1000, 2048, residual=residual)
+    outs = forward(case)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_same(forward(case), outs)
+    twice = [torch.autograd.grad(outs, case.inputs, case.grad_outputs, retain_graph=True) for _ in range(2)]
+    assert_same(*twice)
+    frozen = dataclasses.replace(case, weight=case.weight.detach())
+    assert_same(forward(frozen), outs)
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)))
+def test_only_what_is_asked_for(wanted):
+    case = make_case(257, 1024, BF16, BF16, FP32, FP32)
+    _, res = forward(case)
+    everything = {name: want for name, (want, _) in truth(case, res).items() if name not in ("y", "res")}
+    rstd = rms_norm_forward(case.x, case.weight, case.bias, residual=case.residual).rstd
+    asked = dict(zip(everything, wanted, strict=True))
+    poison_free_memory(nbytes=4 << 20)
+    got = rms_norm_backward(
+        case.dy, res, case.weight, rstd, dres=case.dres, **asked, dx_dtype=BF16, dbias_dtype=FP32, backend="cute"
+    )
+    for name, flag in asked.items():
+        grad = getattr(got, name)
+        assert (grad is not None) == flag
+        if flag:
+            eps = torch.finfo(grad.dtype).eps
+            assert error(grad, everything[name]).within(eps + 8 * EPS32, eps + 32 * EPS32), name
+    for t, flag in zip((case.x, case.weight, case.bias, case.residual), wanted, strict=True):
+        t.requires_grad_(flag)
+    if any(wanted):
+        outs = forward(case)
+        grads = torch.autograd.grad(outs, [t for t in case.inputs if t.requires_grad], case.grad_outputs)
+        assert_same(grads, [g for g in (got.dx, got.dweight, got.dbias, got.dresidual) if g is not None])
+
+
+def test_no_input_is_written():
+    case = make_case(1000, 2048, bias=FP32, residual=BF16)
+    mine = [*case.inputs, *case.grad_outputs]
+    before = [t.detach().clone() for t in mine]
+    step(case)
+    assert_same(mine, before)
+
+
+# Streams, graphs, threads, devices ----------------------------------------------------------------------------------
+
+
+def two_norms(case):
+    c = case
+    y, res = rms_norm(c.x, c.weight, c.bias, residual=c.residual, backend="cute")
+    return rms_norm(y, c.weight, backend="cute"), res
+
+
+def two_norms_step(case):
+    outs = two_norms(case)
+    return [*outs, *torch.autograd.grad(outs, case.inputs, case.grad_outputs)]
+
+
+@pytest.mark.parametrize("m, n", [(4096, 1024), (130, 4096)])
+def test_graph_replay_with_new_data(m, n):
+    case = make_case(m, n, bias=FP32, residual=FP32)
+    static = [*case.inputs, *case.grad_outputs]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            two_norms_step(case)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = two_norms_step(case)
+    for seed in (10, 20, 30):
+        fresh = make_case(m, n, bias=FP32, residual=FP32, seed=seed)
+        with torch.no_grad():
+            for mine, new in zip(static, [*fresh.inputs, *fresh.grad_outputs], strict=True):
+                mine.copy_(new)
+        for t in captured:
+            t.detach().fill_(float("nan"))
+        graph.replay()
+        eager = two_norms_step(fresh)
+        assert_same(captured, eager)
+
+
+def test_graphs_beside_each_other_and_beside_eager():
+    cases = [make_case(2048, 1024, bias=FP32, residual=FP32, seed=seed) for seed in (0, 50)]
+    want = [two_norms_step(case) for case in cases]
+    torch.cuda.synchronize()
+    graphs, captured = [torch.cuda.CUDAGraph() for _ in cases], []
+    for case, graph in zip(cases, graphs, strict=True):
+        with torch.cuda.graph(graph):
+            captured.append(two_norms_step(case))
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, graph in zip(streams, graphs, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            eager = two_norms_step(cases[0])
+    torch.cuda.synchronize()
+    assert_same(eager, want[0])
+    for got, expected in zip(captured, want, strict=True):
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("m, n", [(64, 1024), (2048, 4096)])
+def test_two_streams_at_once(m, n):
+    cases = [make_case(m, n, bias=FP32, seed=seed) for seed in (0, 50)]
+    want = [step(case) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(30):
+        for case, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(step(case))
+    torch.cuda.synchronize()
+    for i, results in enumerate(got):
+        assert_same(results, want[i % 2])
+
+
+def test_two_threads_at_once():
+    cases = [make_case(256, 1024, bias=FP32, seed=seed) for seed in (0, 50)]
+    want = [step(case) for case in cases]
+    torch.cuda.synchronize()
+
+    def work(case):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            runs = [step(case) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        return runs
+
+    with ThreadPoolExecutor(2) as threads:
+        for runs, expected in zip(threads.map(work, cases), want, strict=True):
+            for results in runs:
+                assert_same(results, expected)
+
+
+def test_tickets_are_zero_afterwards():
+    case = make_case(1000, 2048)
+    step(case)
+    torch.cuda.synchronize()
+    assert tickets._kept
+    assert not any(reserve.any() for reserve in tickets._kept)
+
+
+def test_after_a_launch_that_failed(monkeypatch):
+    monkeypatch.setattr(plans, "_forward_plans", {})
+    monkeypatch.setattr(plans, "_backward_plans", {})
+    case = make_case(1000, 2048)
+    want = step(case)
+    (plan,) = plans._backward_plans.values()
+    kernel = plan.kernel
+
+    def fails(*args):
+        raise RuntimeError("out of luck")
+
+    plan.kernel = kernel._replace(launch=fails)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        step(case)
+    plan.kernel = kernel
+    assert_same(step(case), want)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one():
+    case = make_case(1000, 2048, bias=FP32)
+    want = step(case)
+    there = dataclasses.replace(
+        case, **{f: getattr(case, f).detach().to("cuda:1").requires_grad_() for f in ("x", "weight", "bias", "dy")}
+    )
+    assert torch.cuda.current_device() == 0
+    with torch.cuda.stream(torch.cuda.Stream("cuda:1")):  # sets the current device too
+        with torch.cuda.device(0):
+            got = step(there)
+    torch.cuda.synchronize("cuda:1")
+    assert all(t.device == torch.device("cuda:1") for t in got)
+    assert_same([t.cpu() for t in got], [t.cpu() for t in want])
+
+
+def test_a_step_does_not_synchronise():
+    case = make_case(1000, 2048, bias=FP32, residual=BF16)
+    step(case)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for backend in ("cute", "auto"):
+            step(case, backend)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            step(case)
+        with pytest.raises(RuntimeError):
+            case.x.sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Compiled, checkpointed, traced -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual", [None, FP32])
+def test_compiled_equals_eager(residual):
+    torch.compiler.reset()
+    compiled = torch.compile(rms_norm, fullgraph=True)
+    for m in (64, 65, 1000, 4096, 3):
+        case = make_case(m, 1024, BF16, BF16, FP32, residual)
+        outs = compiled(case.x, case.weight, case.bias, residual=case.residual, backend="cute", **case.options)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        assert_same([*outs, *torch.autograd.grad(outs, case.inputs, case.grad_outputs)], step(case))
+
+
+def test_compiled_among_other_work_equals_eager_on_the_same_values():
+    torch.compiler.reset()
+    case = make_case(1000, 2048, bias=FP32)
+    y = torch.compile(lambda x, w: rms_norm(x * 2, w, backend="cute") + 1, fullgraph=True)(case.x, case.weight)
+    got = [y, *torch.autograd.grad(y, (case.x, case.weight), case.dy)]
+    y = rms_norm(case.x * 2, case.weight, backend="cute") + 1
+    assert_same(got, [y, *torch.autograd.grad(y, (case.x, case.weight), case.dy)])
+
+
+def test_compiled_into_cuda_graphs():
+    """The first run of such a function allocates from memory that later runs use again: tickets must not be there."""
+    torch.compiler.reset()
+    tickets._of_stream.clear()
+    tickets._reserves.clear()
+    case = make_case(1000, 2048, bias=FP32)
+    want = step(case)
+    tickets._of_stream.clear()
+    tickets._reserves.clear()
+    compiled = torch.compile(rms_norm, fullgraph=True, mode="reduce-overhead")
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        y = compiled(case.x, case.weight, case.bias, backend="cute", **case.options)
+        grads = torch.autograd.grad(y, case.inputs, case.dy)
+        assert_same([t.clone() for t in (y, *grads)], want)
+
+
+def test_compiled_module():
+    torch.compiler.reset()
+    module = RMSNorm((8, 128), bias=True, device="cuda", backend="cute")
+    x = rows((64, 8, 128), BF16, device="cuda").requires_grad_()
+    params = (x, module.weight, module.bias)
+    eager, compiled = module(x, x), torch.compile(module, fullgraph=True)(x, x)
+    grads = [torch.autograd.grad(out, params, out) for out in (eager, compiled)]
+    assert_same([*compiled, *grads[1]], [*eager, *grads[0]])
+
+
+@pytest.mark.parametrize("residual", [None, BF16, FP32])
+def test_opcheck(residual):
+    case = make_case(65, 256, bias=FP32, residual=residual)
+    torch.library.opcheck(ops._op_fwd, (case.x, case.weight, case.bias, case.residual, 1e-6, 1.0, FP32, "cute"))
+    torch.library.opcheck(ops._op_fwd, (case.x, None, None, case.residual, 1e-6, 0.0, None, "cute"))
+    x, w = (case.x if residual is None else case.residual).detach(), case.weight.detach()
+    rstd = torch.ones(65, device="cuda")
+    second = FP32 if residual == FP32 else None
+    torch.library.opcheck(ops._op_bwd, (case.dy, x, w, rstd, case.dres, 1.0, BF16, second, FP32, FP32, "cute"))
+    torch.library.opcheck(ops._op_bwd, (case.dy, x, w, rstd, None, 1.0, None, None, FP32, None, "cute"))
+
+
+def keep_norms(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if "rms_norm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "selective", "offloaded"])
+def test_activation_checkpointing(kind):
+    case = make_case(1000, 2048, bias=FP32, residual=FP32)
+    want = two_norms_step(case)
+    if kind == "offloaded":
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            assert_same(two_norms_step(case), want)
+        return
+    options = dict(use_reentrant=kind == "reentrant")
+    if kind == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_norms)
+
+    def norms(*inputs):
+        fields = ("x", "weight", "bias", "residual")
+        return two_norms(dataclasses.replace(case, **dict(zip(fields, inputs, strict=True))))
+
+    outs = checkpoint(norms, *case.inputs, **options)
+    torch.autograd.backward(outs, case.grad_outputs)
+    assert_same([*outs, *(t.grad for t in case.inputs)], want)
+
+
+def test_second_derivatives():
+    x, w = rows((5, 64), device="cuda").requires_grad_(), weights(64, device="cuda").requires_grad_()
+
+    def second(y):
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), (x, w))
+
+    for got, want in zip(second(rms_norm(x, w, backend="cute")), second(F.rms_norm(x, (64,), w, 1e-6)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_fp64_runs_the_portable_path_and_says_so(monkeypatch):
+    monkeypatch.setattr(errors, "_warned", set())
+    monkeypatch.setattr(plans, "_forward_plans", {})
+    x = rows((5, 64), FP64, device="cuda")
+    with pytest.warns(PortablePathWarning, match="no kernel for x in float64"):
+        y = rms_norm(x, None)
+    torch.testing.assert_close(y, F.rms_norm(x, (64,), None, 1e-6), rtol=1e-13, atol=1e-13)
+    with pytest.raises(UnsupportedError, match="no kernel for x in float64"):
+        rms_norm(x, None, backend="cute")
+
+
+def test_50_numbers_of_rows_are_one_compilation_each_way():
+    case = make_case(1, 136, bias=FP32)
+    step(case)
+    before = dataclasses.replace(launch.counters)
+    for m in range(2, 52):
+        step(make_case(m, 136, bias=FP32))
+    assert (launch.counters.compiles, launch.counters.disk_loads) == (before.compiles, before.disk_loads)
+    assert launch.counters.launches == before.launches + 100
