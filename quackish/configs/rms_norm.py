@@ -1,9 +1,33 @@
-"""RMSNorm: what is asked (Problem) and how it is done (Config). M is in none of them."""
+"""RMSNorm: what is asked (Problem) and how it is done (Config). M, the number of rows, is in none of them.
+
+How many threads share a row decides the order in which its sum is formed, so it depends on the problem alone: the bits of a
+row are the same in any batch. Measured numbers: H200, bf16, M from 4096 to 65536 (`benchmarks/results`).
+"""
 
 import dataclasses
 
+from quackish.errors import UnsupportedError
+from quackish.gpu import Gpu
+
 # Bytes an element, by dtype name as torch and the DSL both spell it.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+MAX_N = 262_144  # a cluster of 16 CTAs, 16,384 columns each
+MAX_N_TWO_SUMS_FP32 = 131_072  # dweight and dbias of fp32 rows: more would not fit a thread's registers
+
+
+def _itemsize(*row_dtypes: str | None) -> int:
+    return max(ITEMSIZE[d] for d in row_dtypes if d)
+
+
+def columns_per_cta(n: int, vec: int, split_n: int) -> int:
+    """Columns of a row that each of split_n CTAs has, the last one perhaps fewer: 16 bytes of any dtype, where aligned."""
+    unit = 8 if vec > 1 else 1
+    return -(-n // (split_n * unit)) * unit
+
+
+def _vec(aligned: bool, itemsize: int) -> int:
+    """16 bytes of the widest dtype in a row; single elements where rows are not aligned."""
+    return 16 // itemsize if aligned else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +42,15 @@ class RmsNormFwdProblem:
     residual_dtype: str | None = None
     packed: bool = True  # row r of x and residual starts at r * n; else at (r // m1) * s0 + (r % m1) * s1
     aligned: bool = True  # every row of every tensor starts and ends on a 16-byte boundary
+
+    @property
+    def itemsize(self) -> int:
+        return _itemsize(self.x_dtype, self.residual_dtype, self.y_dtype)
+
+    @property
+    def vec(self) -> int:
+        """Elements of a row that a thread moves at once."""
+        return _vec(self.aligned, self.itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,3 +68,133 @@ class RmsNormBwdProblem:
     dbias_dtype: str | None = None
     packed: bool = True
     aligned: bool = True
+
+    @property
+    def itemsize(self) -> int:
+        return _itemsize(self.x_dtype, self.dy_dtype, self.dres_dtype, self.dx_dtype, self.dresidual_dtype)
+
+    @property
+    def vec(self) -> int:
+        """Elements of a row that a thread moves at once."""
+        return _vec(self.aligned, self.itemsize)
+
+    @property
+    def num_sums(self) -> int:
+        """How many sums over rows are asked for."""
+        return (self.dweight_dtype is not None) + (self.dbias_dtype is not None)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that come in."""
+        return self.n * sum(ITEMSIZE[d] for d in (self.x_dtype, self.dy_dtype, self.dres_dtype) if d)
+
+
+@dataclasses.dataclass(frozen=True)
+class RmsNormFwdConfig:
+    threads: int
+    threads_per_row: int
+    split_n: int = 1  # CTAs, a cluster, that share a row
+
+    def num_ctas(self, m: int, sm_count: int) -> int:
+        """One tile of rows a CTA, for m >= 1 rows."""
+        return -(-m // (self.threads // self.threads_per_row)) * self.split_n
+
+
+@dataclasses.dataclass(frozen=True)
+class RmsNormBwdConfig:
+    """The sums over rows are formed in this order, which changes with the number of CTAs and so with M and the GPU:
+    a thread adds its rows, `num_ctas` tiles apart; a CTA its rows of a tile; then, by `combine`,
+    "slices": interleaved shares of the CTAs, each in order, then the shares as a tree; "turnstile": CTAs in order."""
+
+    threads: int
+    threads_per_row: int
+    num_stages: int  # tiles of rows in shared memory; 0 reads rows from global memory, aligned or not
+    ctas_per_sm: int
+    split_n: int = 1  # CTAs, a cluster, that share a row
+    combine: str = "slices"  # how the sums over rows go over the CTAs: kernels/common/column_sum.py
+    cluster: int = 1  # CTAs that combine through distributed shared memory before the turnstile
+
+    def num_ctas(self, m: int, sm_count: int) -> int:
+        """Persistent CTAs for m >= 1 rows: as many as are resident at once, or fewer if that is no slower."""
+        size = max(self.split_n, self.cluster)
+        clusters = sm_count * self.ctas_per_sm // size
+        if size > 2:
+            # A cluster lies within one GPC, and GPCs differ in size: an H200 with 132 SMs was seen to hold 30 clusters of
+            # 4, 15 of 8 and 7 of 16, at one CTA an SM. One more than fit would double the time.
+            clusters = clusters * 7 // 8
+        workers_each = size // self.split_n
+        tiles = -(-m // (self.threads // self.threads_per_row))
+        workers = -(-tiles // -(-tiles // (clusters * workers_each)))
+        return -(-workers // workers_each) * size
+
+    def scratch_floats(self, problem: RmsNormBwdProblem, num_ctas: int) -> int:
+        """fp32 elements of scratch that the sums over CTAs need."""
+        n_cta = columns_per_cta(problem.n, problem.vec, self.split_n)
+        columns = problem.num_sums * (-(-n_cta // 4) * 4)
+        return num_ctas * (-(-columns // (4 * self.cluster)) * 4)
+
+    @property
+    def num_tickets(self) -> int:
+        """int32 counters that the sums over CTAs need."""
+        return max(2 * self.split_n, self.cluster)
+
+
+def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfig:
+    """Raises UnsupportedError for n > MAX_N."""
+    p = problem
+    # A thread keeps its part of x, of the weight, and of the residual and the bias in registers. 16 bf16 elements a thread
+    # were fastest up to n = 4096, 32 from there.
+    wide = p.residual_dtype is None and p.bias_dtype is None
+    elements = 32 // p.itemsize * (2 if wide and p.n * p.itemsize > 8192 else 1)
+    split_n = 1
+    if p.n > 512 * elements:  # 8192 bf16 columns a CTA: 135 us at 4096 x 32768 where 16,384 took 141
+        split_n = _split(p.n, (256 if wide else 512) * elements, MAX_N)
+    n_cta = columns_per_cta(p.n, p.vec, split_n)
+    threads_per_row = _threads_per_row(n_cta, p.vec, elements, at_most=512 if n_cta <= 512 * elements else 1024)
+    return RmsNormFwdConfig(_threads(threads_per_row, 128), threads_per_row, split_n)
+
+
+def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfig:
+    """Raises UnsupportedError for n > MAX_N."""
+    p = problem
+    small = p.n * p.itemsize <= 2048
+    max_n = MAX_N_TWO_SUMS_FP32 if p.num_sums == 2 and p.itemsize == 4 else MAX_N
+    split_n = 1 if p.n * p.itemsize <= 16_384 else _split(p.n, 16_384 // p.itemsize, max_n)
+    elements = 32 // p.itemsize if small or split_n > 1 else 64 // p.itemsize
+    threads_per_row = _threads_per_row(columns_per_cta(p.n, p.vec, split_n), p.vec, elements, at_most=512)
+    threads = threads_per_row if split_n > 1 else _threads(threads_per_row, 256)
+    ctas_per_sm = 2 if small else 1
+    stage_bytes = p.row_bytes // split_n * (threads // threads_per_row)
+    fits = (gpu.smem_bytes_per_sm // ctas_per_sm - 8192) // stage_bytes
+    num_stages = min(fits, 4 if small else 3 if threads > threads_per_row else 6)
+    if not p.aligned or num_stages < 2:
+        num_stages = 0
+    return RmsNormBwdConfig(threads, threads_per_row, num_stages, ctas_per_sm, split_n)
+
+
+def _split(n: int, n_cta: int, max_n: int) -> int:
+    """The smallest cluster, a power of two up to 16, whose CTAs need take no more than about n_cta columns each."""
+    if n > max_n:
+        raise UnsupportedError(
+            f'rms_norm: no kernel for rows of {n} elements; at most {max_n}. backend="auto" runs the portable path.'
+        )
+    split_n = 1
+    while split_n < 16 and split_n * n_cta < n:
+        split_n *= 2
+    return split_n
+
+
+def _threads_per_row(n: int, vec: int, elements: int, at_most: int) -> int:
+    """So many that each has about `elements` of the row and few have none: 8, 16 or whole warps."""
+    vectors, target = -(-n // vec), max(1, elements // vec)
+
+    def cost(threads: int) -> float:
+        each = -(-vectors // threads)
+        return threads * each / vectors * (1 + 0.2 * max(each / target, target / each))
+
+    return min((8, 16, *range(32, at_most + 1, 32)), key=cost)
+
+
+def _threads(threads_per_row: int, about: int) -> int:
+    """A whole number of rows, about so many threads."""
+    return threads_per_row * max(1, round(about / threads_per_row))

@@ -1,0 +1,177 @@
+"""What the row kernels share: who works on which columns, where a row starts, the sum over a row."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
+
+from quackish.configs.rms_norm import columns_per_cta
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": Float32, "int32": Int32}
+
+
+def fake_pointer(dtype: str | None, aligned: bool = True):
+    """A compile-time stand-in for a device pointer, to 16 bytes or to its element; None for an argument that is absent."""
+    if dtype is None:
+        return None
+    dtype = DTYPES[dtype]
+    align = 16 if aligned else dtype.width // 8
+    return cute.runtime.make_ptr(dtype, align, AddressSpace.gmem, assumed_align=align)
+
+
+def fake_row_strides(packed: bool):
+    return None if packed else (Int32(1), Int64(1), Int64(1))
+
+
+@cute.jit
+def row_start(row: Int32, strides, n: cutlass.Constexpr[int]) -> Int64:
+    """Offset of a row, in elements: row * n where packed (strides None), else two levels of strides (m1, s0, s1)."""
+    start = Int64(row) * n
+    if const_expr(strides is not None):
+        outer = row // strides[0]
+        start = Int64(outer) * strides[1] + Int64(row - outer * strides[0]) * strides[2]
+    return start
+
+
+@cute.jit
+def vector_at(base: cute.Pointer, offset, vec: cutlass.Constexpr[int]) -> cute.Tensor:
+    """`vec` neighbouring elements from base + offset, declared as aligned as a vector access needs."""
+    dtype = base.dtype
+    align = min(16, vec * dtype.width // 8)
+    ptr = cute.make_ptr(dtype, (base + offset).toint(), base.memspace, assumed_align=align)
+    return cute.make_tensor(ptr, cute.make_layout(vec))
+
+
+@cute.jit
+def store_streaming(base: cute.Pointer, offset, values):
+    """Stores a vector that nobody reads soon: written past the L1 and evicted first from the L2, where it is 16 bytes."""
+    out = vector_at(base, offset, cute.size(values.shape))
+    raw = cute.make_rmem_tensor(out.layout, base.dtype)
+    raw.store(values)
+    if const_expr(cute.size(out) * base.dtype.width == 128):
+        words = cute.recast_tensor(raw, Int32)
+        cute.arch.inline_ptx(
+            "st.global.cs.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[out.iterator.toint(), words[0], words[1], words[2], words[3]],
+        )
+    else:
+        out.store(values)
+
+
+class RowMap:
+    """Who works on what: a row belongs to `threads_per_row` threads of a CTA, or of each CTA of a cluster of `split_n`.
+
+    Vector v < num_vecs of lane l is columns [(v * threads_per_row + l) * vec, + vec) of the CTA's `n_cta` columns.
+    """
+
+    def __init__(self, n: int, vec: int, threads: int, threads_per_row: int, split_n: int):
+        self.n, self.vec, self.threads, self.threads_per_row, self.split_n = n, vec, threads, threads_per_row, split_n
+        self.n_cta = columns_per_cta(n, vec, split_n)
+        self.tile_m = threads // threads_per_row
+        self.num_vecs = -(-self.n_cta // (threads_per_row * vec))
+        self.num_warps = threads // 32
+        self.warps_per_row = -(-threads_per_row // 32)
+
+    def columns_of(self, rank):
+        """How many columns CTA `rank` of the cluster has: a Python int where all have the same."""
+        if self.n_cta * self.split_n == self.n:
+            return self.n_cta
+        return cutlass.max(cutlass.min(self.n - rank * self.n_cta, self.n_cta), 0) if self.split_n > 1 else self.n
+
+    def column(self, v: int, lane):
+        return (v * self.threads_per_row + lane) * self.vec
+
+    def live(self, v: int, lane, columns):
+        """Whether lane's vector v lies inside the row: True, known while tracing, for all but a ragged end."""
+        if isinstance(columns, int) and (v + 1) * self.threads_per_row * self.vec <= columns:
+            return True
+        return self.column(v, lane) < columns
+
+    def fragment(self, dtype=Float32) -> cute.Tensor:
+        """This thread's part of a row, in registers."""
+        return cute.make_rmem_tensor((self.vec, self.num_vecs), dtype)
+
+    @cute.jit
+    def load(self, row: cute.Pointer, lane, columns) -> cute.Tensor:
+        """This thread's part of a row in global memory, as fp32; all loads are in flight before the first use."""
+        raw, out = self.fragment(row.dtype), self.fragment()
+        for v in cutlass.range_constexpr(self.num_vecs):
+            if not (self.live(v, lane, columns) is True):
+                raw[None, v].fill(0.0)
+            if self.live(v, lane, columns):
+                raw[None, v].store(vector_at(row, self.column(v, lane), self.vec).load())
+        out.store(raw.load().to(Float32))
+        return out
+
+    @cute.jit
+    def store(self, values: cute.Tensor, row: cute.Pointer, lane, columns):
+        for v in cutlass.range_constexpr(self.num_vecs):
+            if self.live(v, lane, columns):
+                vector_at(row, self.column(v, lane), self.vec).store(values[None, v].load().to(row.dtype))
+
+
+class RowSum:
+    """The sum of one fp32 a thread over all threads of a row: the same bits in each of them, in an order that only RowMap fixes.
+
+    Two calls in a row use two buffers, so one barrier a call is enough.
+    """
+
+    def __init__(self, rows: RowMap):
+        self.rows = rows
+        self.num_slots = rows.num_warps * rows.split_n
+        self.meets = rows.warps_per_row > 1 or rows.split_n > 1  # whether a call is also a barrier of the CTA
+
+    @cute.jit
+    def allocate(self, smem):
+        """(slots, mbarriers) in shared memory; the CTA has to meet once before the first call."""
+        slots = smem.allocate_tensor(Float32, cute.make_layout(2 * self.num_slots), byte_alignment=16)
+        mbars = smem.allocate_array(Int64, 2)
+        if const_expr(self.rows.split_n > 1):
+            if cute.arch.thread_idx()[0] == 0:
+                cute.arch.mbarrier_init(mbars, 1)
+                cute.arch.mbarrier_init(mbars + 1, 1)
+            cute.arch.mbarrier_init_fence()
+        return slots, mbars
+
+    @cute.jit
+    def __call__(self, value: Float32, slots: cute.Tensor, mbars: cute.Pointer, step: Int32) -> Float32:
+        """step counts the calls. Every thread of the CTA meets here where a row takes more than one warp."""
+        rows = self.rows
+        total = cute.arch.warp_reduction_sum(value, threads_in_group=min(rows.threads_per_row, 32))
+        if const_expr(rows.split_n > 1):
+            total = self.over_cluster(total, slots, mbars, step)
+        elif const_expr(rows.warps_per_row > 1):
+            warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+            buffer = (step % 2) * self.num_slots
+            if lane == 0:
+                slots[buffer + warp] = total
+            cute.arch.sync_threads()
+            first = warp - warp % rows.warps_per_row
+            total = Float32(0.0)
+            for w in cutlass.range_constexpr(rows.warps_per_row):
+                total += slots[buffer + first + w]
+        return total
+
+    @cute.jit
+    def over_cluster(self, value: Float32, slots: cute.Tensor, mbars: cute.Pointer, step: Int32) -> Float32:
+        """Every warp sends its sum to every CTA of the cluster; each CTA adds them in the order of (CTA, warp)."""
+        num_warps, split_n = const_expr(self.rows.num_warps), const_expr(self.rows.split_n)
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        rank = cute.arch.block_idx_in_cluster()
+        buffer = (step % 2) * self.num_slots
+        mbar = mbars + step % 2
+        if cute.arch.thread_idx()[0] == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(mbar, self.num_slots * 4)
+        if lane < split_n:
+            slot = slots.iterator + (buffer + rank * num_warps + warp)
+            cute.arch.store_async_dsmem(slot, value.bitcast(Int32), mbar, lane)
+        cute.arch.mbarrier_wait(mbar, (step // 2) % 2)
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(-(-self.num_slots // 32)):
+            if const_expr((i + 1) * 32 <= self.num_slots):
+                total += slots[buffer + i * 32 + lane]
+            else:
+                total += slots[buffer + i * 32 + lane] if i * 32 + lane < self.num_slots else Float32(0.0)
+        # Nobody reads a buffer again before it has this warp's next sum, so a peer two steps ahead cannot exist;
+        # a warp of this CTA could still be reading, hence the barrier.
+        cute.arch.sync_threads()
+        return cute.arch.warp_reduction_sum(total)

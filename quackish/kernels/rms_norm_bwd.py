@@ -1,0 +1,187 @@
+"""RMSNorm backward in one launch: dx = rstd * (g*dy - xhat * mean(xhat * g*dy)) + dres, g = weight_offset + weight,
+xhat = x * rstd, dweight = sum over rows of dy * xhat, dbias = sum over rows of dy.
+
+Persistent CTAs walk over tiles of rows. x, dy and dres come in by bulk copies, `num_stages` tiles deep, and are read twice
+from shared memory: for the row's sum, and for the result. dweight and dbias gather in fp32 registers; `ColumnSum` adds
+them over the CTAs at the end, in a fixed order.
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, const_expr
+
+from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem
+from quackish.kernels.common.column_sum import ColumnSum
+from quackish.kernels.common.row_tiles import RowTiles
+from quackish.kernels.common.rows import DTYPES, RowMap, RowSum, fake_pointer, fake_row_strides, store_streaming, vector_at
+
+
+class RmsNormBwd:
+    def __init__(self, problem: RmsNormBwdProblem, config: RmsNormBwdConfig):
+        p = problem
+        self.problem, self.config = problem, config
+        self.rows = RowMap(p.n, p.vec, config.threads, config.threads_per_row, config.split_n)
+        self.cluster_size = max(config.split_n, config.cluster)
+        self.row_sum = RowSum(self.rows)
+        inputs = [DTYPES[d] for d in (p.x_dtype, p.dy_dtype, p.dres_dtype) if d]
+        self.tiles = RowTiles(self.rows, inputs, config.num_stages, p.packed)
+        self.column_sum = ColumnSum(self.rows, p.num_sums, config.combine, config.cluster, 128 * config.ctas_per_sm) if p.num_sums else None
+        # The stages are done with when the column sums begin, so both live in the same place.
+        self.smem_bytes = max(self.tiles.smem_bytes, self.column_sum.smem_bytes if self.column_sum else 0, 16)
+
+    def fake_args(self):
+        p = self.problem
+        pointers = [
+            fake_pointer(d, p.aligned)
+            for d in (p.x_dtype, p.weight_dtype, p.dy_dtype, p.dres_dtype)
+        ]
+        rstd = cute.runtime.make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=4)
+        outputs = [
+            fake_pointer(d, p.aligned)
+            for d in (p.dx_dtype, p.dresidual_dtype, p.dweight_dtype, p.dbias_dtype)
+        ]
+        scratch = fake_pointer("float32" if p.num_sums else None), fake_pointer("int32" if p.num_sums else None)
+        strides = fake_row_strides(p.packed)
+        dres_strides = strides if p.dres_dtype else None
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (*pointers, rstd, *outputs, *scratch, strides, strides, dres_strides, Float32(0), Int32(1), stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        weight: Optional[cute.Pointer],
+        dy: cute.Pointer,
+        dres: Optional[cute.Pointer],
+        rstd: cute.Tensor,  # (m,)
+        dx: Optional[cute.Pointer],
+        dresidual: Optional[cute.Pointer],
+        dweight: Optional[cute.Pointer],
+        dbias: Optional[cute.Pointer],
+        scratch: Optional[cute.Pointer],  # config.scratch_floats
+        tickets: Optional[cute.Pointer],  # config.num_tickets zeros; zeros again afterwards
+        x_strides,  # None, or (m1, s0, s1)
+        dy_strides,
+        dres_strides,
+        weight_offset: Float32,
+        num_ctas: Int32,
+        stream: CUstream,
+    ):
+        inputs = [t for t in (x, dy, dres) if t is not None]
+        strides = [s for s, t in ((x_strides, x), (dy_strides, dy), (dres_strides, dres)) if t is not None]
+        sums = [t for t in (dweight, dbias) if t is not None]
+        self.kernel(inputs, strides, weight, rstd, dx, dresidual, sums, scratch, tickets, weight_offset).launch(
+            grid=[num_ctas, 1, 1],
+            block=[self.config.threads, 1, 1],
+            cluster=[self.cluster_size, 1, 1] if self.cluster_size > 1 else None,
+            cooperative=self.column_sum is not None,
+            min_blocks_per_mp=self.config.ctas_per_sm,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        inputs: list,  # x, dy, and dres where there is one
+        strides: list,
+        weight: Optional[cute.Pointer],
+        rstd: cute.Tensor,
+        dx: Optional[cute.Pointer],
+        dresidual: Optional[cute.Pointer],
+        sums: list,  # dweight, dbias: those that are asked for
+        scratch: Optional[cute.Pointer],
+        tickets: Optional[cute.Pointer],
+        weight_offset: Float32,
+    ):
+        rows, n, m = self.rows, self.rows.n, rstd.shape[0]
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        rank = cta % rows.split_n
+        worker, num_workers = cta // rows.split_n, num_ctas // rows.split_n
+        lane, tile_row = tid % rows.threads_per_row, tid // rows.threads_per_row
+        columns, col0 = rows.columns_of(rank), rank * rows.n_cta
+
+        smem = cutlass.memory.SmemAllocator()
+        shared = smem.allocate(self.smem_bytes, byte_alignment=128)
+        full = self.tiles.allocate_barriers(smem)
+        slots, mbars = self.row_sum.allocate(smem)
+        # prologue: the first tiles on their way, then the weight
+        if tid == 0:
+            for i in cutlass.range_constexpr(self.tiles.num_stages - 1):
+                self.tiles.fetch(inputs, strides, shared, full, i, worker + i * num_workers, m, rank)
+        rG = rows.fragment()
+        rG.fill(1.0)
+        if const_expr(weight is not None):
+            rG.store(rows.load(weight + col0, lane, columns).load() + weight_offset)
+        acc = [rows.fragment() for _ in sums]
+        for a in acc:
+            a.fill(0.0)
+        dot = cute.make_rmem_tensor((rows.vec,), Float32)
+        if const_expr(rows.split_n > 1):  # the mbarriers are ready: in every CTA that a peer's sum can reach
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+        num_tiles = cute.ceil_div(m, rows.tile_m)
+        my_tiles = (num_tiles - worker + num_workers - 1) // num_workers  # worker <= num_tiles
+        for i in cutlass.range(my_tiles, unroll=1):
+            row = (worker + i * num_workers) * self.rows.tile_m + tile_row
+            source = cutlass.min(row, m - 1)  # past the last row: any row, its results are not used
+            rs = rstd[source]  # not fetched a tile ahead: that was 5 % slower at 65536 x 8192 (H200, bf16)
+            self.tiles.wait(full, i)
+            here = [
+                self.tiles.row(inputs, strides, shared, j, i, source, tile_row, rank) for j in range(len(inputs))
+            ]
+
+            # the row's mean(xhat * g*dy)
+            mean = Float32(0.0)
+            if const_expr(dx is not None):
+                dot.fill(0.0)
+                for v in cutlass.range_constexpr(self.rows.num_vecs):
+                    if self.rows.live(v, lane, columns):
+                        at = self.rows.column(v, lane)
+                        rX = vector_at(here[0], at, self.rows.vec).load().to(Float32)
+                        rDY = vector_at(here[1], at, self.rows.vec).load().to(Float32)
+                        dot.store(dot.load() + rX * (rDY * rG[None, v].load()))
+                part = dot.load().reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
+                mean = self.row_sum(part, slots, mbars, i) * rs * Float32(1.0 / n)
+            if const_expr(dx is None or not self.row_sum.meets):
+                cute.arch.sync_threads()
+
+            # everyone has met since the previous tile's last use: its stage is free
+            if tid == 0:
+                ahead = i + self.tiles.num_stages - 1
+                self.tiles.fetch(inputs, strides, shared, full, ahead, worker + ahead * num_workers, m, rank)
+
+            # the row's gradients
+            if self.rows.tile_m == 1 or row < m:
+                for v in cutlass.range_constexpr(self.rows.num_vecs):
+                    if self.rows.live(v, lane, columns):
+                        self.gradients(here, rG, acc, dx, dresidual, v, lane, Int64(row) * n + col0, rs, mean)
+
+        if const_expr(len(sums) > 0):
+            self.column_sum(acc, sums, shared, scratch, tickets, lane, tile_row, columns, col0)
+
+    @cute.jit
+    def gradients(self, here, rG, acc, dx, dresidual, v: cutlass.Constexpr[int], lane, out_start, rs, mean):
+        """One vector of a row: dx to global memory, dweight and dbias into registers."""
+        vec, at = self.rows.vec, self.rows.column(v, lane)
+        dy = vector_at(here[1], at, vec).load().to(Float32)
+        xhat = vector_at(here[0], at, vec).load().to(Float32) * rs
+        if const_expr(dx is not None):
+            d = (dy * rG[None, v].load() - xhat * mean) * rs
+            if const_expr(len(here) == 3):
+                d = d + vector_at(here[2], at, vec).load().to(Float32)
+            store_streaming(dx, out_start + at, d.to(dx.dtype))
+            if const_expr(dresidual is not None):
+                vector_at(dresidual, out_start + at, vec).store(d.to(dresidual.dtype))
+        if const_expr(self.problem.dweight_dtype is not None):
+            acc[0][None, v].store(acc[0][None, v].load() + dy * xhat)
+        if const_expr(self.problem.dbias_dtype is not None):
+            acc[-1][None, v].store(acc[-1][None, v].load() + dy)

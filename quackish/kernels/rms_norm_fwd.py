@@ -1,0 +1,131 @@
+"""RMSNorm forward: res = x + residual, rstd = rsqrt(mean(res^2) + eps), y = res * rstd * (weight_offset + weight) + bias.
+
+Each group of `threads_per_row` threads takes one row: it loads all of its part at once, so that enough bytes are in
+flight, keeps it in fp32 registers, sums the squares, and writes. Rows longer than a CTA can hold are split over a cluster.
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, const_expr
+
+from quackish.configs.rms_norm import RmsNormFwdConfig, RmsNormFwdProblem
+from quackish.kernels.common.rows import (
+    RowMap,
+    RowSum,
+    fake_pointer,
+    fake_row_strides,
+    row_start,
+)
+
+
+class RmsNormFwd:
+    def __init__(self, problem: RmsNormFwdProblem, config: RmsNormFwdConfig):
+        self.problem, self.config = problem, config
+        self.rows = RowMap(problem.n, problem.vec, config.threads, config.threads_per_row, config.split_n)
+        self.row_sum = RowSum(self.rows)
+
+    def fake_args(self):
+        p = self.problem
+        pointers = [
+            fake_pointer(d, p.aligned)
+            for d in (p.x_dtype, p.weight_dtype, p.bias_dtype, p.residual_dtype, p.y_dtype, p.residual_dtype)
+        ]
+        rstd = cute.runtime.make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=4)
+        strides = fake_row_strides(p.packed)
+        residual_strides = strides if p.residual_dtype else None
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (*pointers, rstd, strides, residual_strides, Float32(0), Float32(0), Int32(1), stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        weight: Optional[cute.Pointer],
+        bias: Optional[cute.Pointer],
+        residual: Optional[cute.Pointer],
+        y: cute.Pointer,
+        res: Optional[cute.Pointer],
+        rstd: cute.Tensor,  # (m,)
+        x_strides,  # None, or (m1, s0, s1)
+        residual_strides,
+        eps: Float32,
+        weight_offset: Float32,
+        num_ctas: Int32,
+        stream: CUstream,
+    ):
+        self.kernel(
+            x, weight, bias, residual, y, res, rstd, x_strides, residual_strides, eps, weight_offset
+        ).launch(
+            grid=[num_ctas, 1, 1],
+            block=[self.config.threads, 1, 1],
+            cluster=[self.config.split_n, 1, 1] if self.config.split_n > 1 else None,
+            # At most 64 registers, so that 1024 threads share an SM and enough loads are in flight.
+            min_blocks_per_mp=65_536 // (self.config.threads * 64),
+            preferred_smem_carveout=10,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Pointer,
+        weight: Optional[cute.Pointer],
+        bias: Optional[cute.Pointer],
+        residual: Optional[cute.Pointer],
+        y: cute.Pointer,
+        res: Optional[cute.Pointer],
+        rstd: cute.Tensor,
+        x_strides,
+        residual_strides,
+        eps: Float32,
+        weight_offset: Float32,
+    ):
+        rows, n = self.rows, self.rows.n
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        slots, mbars = self.row_sum.allocate(cutlass.memory.SmemAllocator())
+        if const_expr(rows.split_n > 1):  # every CTA's mbarriers are ready before a peer's sum arrives
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        rank, lane = cta % rows.split_n, tid % rows.threads_per_row
+        columns, col0 = rows.columns_of(rank), rank * rows.n_cta
+        row = (cta // rows.split_n) * rows.tile_m + tid // rows.threads_per_row
+        source = cutlass.min(row, rstd.shape[0] - 1)  # past the last row: that row once more, not stored
+        out_start = Int64(row) * n + col0
+
+        # load: x, with a residual res = x + residual as it will be kept, rounded; weight and bias on the way
+        rX = rows.load(x + (row_start(source, x_strides, n) + col0), lane, columns)
+        if const_expr(residual is not None):
+            rR = rows.load(residual + (row_start(source, residual_strides, n) + col0), lane, columns)
+            rX.store((rX.load() + rR.load()).to(residual.dtype).to(Float32))
+            if row < rstd.shape[0]:
+                self.rows.store(rX, res + out_start, lane, columns)
+        if const_expr(weight is not None):
+            rW = rows.load(weight + col0, lane, columns)
+        if const_expr(bias is not None):
+            rB = rows.load(bias + col0, lane, columns)
+
+        # reduce: the sum of squares over the row
+        squares = cute.make_rmem_tensor((rows.vec,), Float32)
+        squares.fill(0.0)
+        for v in cutlass.range_constexpr(rows.num_vecs):
+            squares.store(squares.load() + rX[None, v].load() * rX[None, v].load())
+        partial = squares.load().reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
+        mean = self.row_sum(partial, slots, mbars, Int32(0)) * Float32(1.0 / n)
+        rs = cute.math.rsqrt(mean + eps)
+
+        # normalise and write
+        out = rX.load() * rs
+        if const_expr(weight is not None):
+            out = out * (rW.load() + weight_offset)
+        if const_expr(bias is not None):
+            out = out + rB.load()
+        rX.store(out)
+        if row < rstd.shape[0]:
+            self.rows.store(rX, y + out_start, lane, columns)
+            if lane == 0:
+                if rank == 0:
+                    rstd[row] = rs
