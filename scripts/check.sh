@@ -6,6 +6,6 @@ python=$(command -v python || command -v python3)
 
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-# Tests without a GPU share the cores; those with one have it to themselves, one after the other.
-"$python" -m pytest -q -m "not gpu" -n auto "$@"
+# Tests without a GPU: a process a core, each with one thread. Those with one: one after the other.
+OMP_NUM_THREADS=1 "$python" -m pytest -q -m "not gpu" -n auto "$@"
 "$python" -m pytest -q -m gpu "$@"
