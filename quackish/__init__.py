@@ -1,7 +1,18 @@
 """CuTe DSL kernels for Hopper and Blackwell, called from PyTorch. Importing starts neither CUDA nor the compiler."""
 
 from quackish.errors import UnsupportedError
+from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 
 __version__ = "0.1.0"
 
-__all__ = ["UnsupportedError", "__version__"]
+__all__ = [
+    "LinearCrossEntropyLoss",
+    "RMSNorm",
+    "UnsupportedError",
+    "__version__",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
+]
