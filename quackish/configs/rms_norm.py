@@ -144,7 +144,7 @@ def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfi
     p = problem
     # A thread keeps its part of x, of the weight, and of the residual and the bias in registers. 16 bf16 elements a thread
     # were fastest up to n = 4096, 32 from there.
-    wide = p.residual_dtype is None and p.bias_dtype is None
+    wide = p.aligned and p.residual_dtype is None and p.bias_dtype is None
     elements = 32 // p.itemsize * (2 if wide and p.n * p.itemsize > 8192 else 1)
     split_n = 1
     if p.n > 512 * elements:  # 8192 bf16 columns a CTA: 135 us at 4096 x 32768 where 16,384 took 141
@@ -155,18 +155,21 @@ def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfi
 
 
 def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfig:
-    """Raises UnsupportedError for n > MAX_N."""
+    """Raises UnsupportedError for n > MAX_N, and for dweight with dbias of fp32 rows beyond MAX_N_TWO_SUMS_FP32."""
+    # Up to 2 KB a row, two CTAs an SM and 16 bf16 elements a thread; then one CTA an SM and 32 elements, about 32 KB of rows a
+    # stage; from 10 KB one row a stage, with 16 elements again. The best of a sweep over threads, stages and CTAs in each of
+    # n = 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192. More rows in flight are not faster: at 65536 x 4096 with 128
+    # threads a row, 3 stages took 377 us and 4 took 379.
     p = problem
-    small = p.n * p.itemsize <= 2048
+    row = p.n * p.itemsize
     max_n = MAX_N_TWO_SUMS_FP32 if p.num_sums == 2 and p.itemsize == 4 else MAX_N
-    split_n = 1 if p.n * p.itemsize <= 16_384 else _split(p.n, 16_384 // p.itemsize, max_n)
-    elements = 32 // p.itemsize if small or split_n > 1 else 64 // p.itemsize
+    split_n = 1 if row <= 16_384 else _split(p.n, 16_384 // p.itemsize, max_n)
+    elements = (64 if 2048 < row <= 10_240 else 32) // p.itemsize
     threads_per_row = _threads_per_row(columns_per_cta(p.n, p.vec, split_n), p.vec, elements, at_most=512)
-    threads = threads_per_row if split_n > 1 else _threads(threads_per_row, 256)
-    ctas_per_sm = 2 if small else 1
+    threads = threads_per_row if row > 10_240 else _threads(threads_per_row, 256)
+    ctas_per_sm, num_stages = (2, 4) if row <= 2048 else (1, 3) if row <= 10_240 else (1, 4) if split_n == 1 else (1, 6)
     stage_bytes = p.row_bytes // split_n * (threads // threads_per_row)
-    fits = (gpu.smem_bytes_per_sm // ctas_per_sm - 8192) // stage_bytes
-    num_stages = min(fits, 4 if small else 3 if threads > threads_per_row else 6)
+    num_stages = min(num_stages, (gpu.smem_bytes_per_sm // ctas_per_sm - 8192) // stage_bytes)
     if not p.aligned or num_stages < 2:
         num_stages = 0
     return RmsNormBwdConfig(threads, threads_per_row, num_stages, ctas_per_sm, split_n)

@@ -1,0 +1,91 @@
+"""Every kernel, compiled for Hopper and Blackwell on any host: no spilled register, and as many CTAs an SM as its config says."""
+
+import pytest
+
+from quackish import kernels, launch
+from quackish.configs.rms_norm import (
+    MAX_N,
+    MAX_N_TWO_SUMS_FP32,
+    RmsNormBwdConfig,
+    RmsNormBwdProblem,
+    RmsNormFwdProblem,
+    rms_norm_bwd_config,
+    rms_norm_fwd_config,
+)
+from quackish.errors import UnsupportedError
+from quackish.gpu import B200, H200
+
+BF16, FP32 = "bfloat16", "float32"
+# Each side of every threshold in configs/rms_norm.py, and rows that divide badly.
+SIZES = (8, 256, 1000, 1024, 1032, 1536, 3072, 4096, 5120, 5128, 8192, 8200, 16_384, 16_392, 20_000, 65_536, 131_072, MAX_N)
+
+
+def forward_problems():
+    for n in SIZES:
+        yield RmsNormFwdProblem(n, BF16, BF16, BF16)
+        yield RmsNormFwdProblem(n, BF16, BF16, FP32, FP32, FP32, packed=False)
+    for n in (1, 100, 4097, 40_001):
+        yield RmsNormFwdProblem(n, BF16, BF16, BF16, aligned=False)
+    yield RmsNormFwdProblem(4096, FP32, FP32, FP32)
+    yield RmsNormFwdProblem(4096, "float16", FP32)
+
+
+def backward_problems():
+    plain = dict(weight_dtype=BF16, dx_dtype=BF16, dweight_dtype=BF16)
+    everything = dict(weight_dtype=FP32, dres_dtype=FP32, dx_dtype=BF16, dresidual_dtype=FP32, dweight_dtype=FP32)
+    for n in SIZES:
+        yield RmsNormBwdProblem(n, BF16, BF16, **plain)
+        dbias = FP32 if n <= MAX_N_TWO_SUMS_FP32 else None
+        yield RmsNormBwdProblem(n, FP32, BF16, **everything, dbias_dtype=dbias, packed=False)
+    for n in (1, 100, 4097, 40_001):
+        yield RmsNormBwdProblem(n, BF16, BF16, **plain, aligned=False)
+    yield RmsNormBwdProblem(4096, BF16, BF16, weight_dtype=BF16, dx_dtype=BF16)
+    yield RmsNormBwdProblem(4096, BF16, BF16, weight_dtype=BF16, dweight_dtype=BF16)
+    yield RmsNormBwdProblem(4096, FP32, FP32, weight_dtype=FP32, dx_dtype=FP32, dweight_dtype=FP32)
+
+
+def check(name, problem, config, gpu, ctas_per_sm):
+    used = launch.resources(kernels.find(name, gpu), problem, config, gpu.target)
+    assert used.stack_bytes == used.local_loads == used.local_stores == 0, (used, config)
+    assert used.smem_bytes <= gpu.smem_bytes, (used, config)
+    assert ctas_per_sm * (used.smem_bytes + 1024) <= gpu.smem_bytes_per_sm, (used, config)
+    assert ctas_per_sm * config.threads * used.registers <= 65_536, (used, config)
+
+
+@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.target)
+@pytest.mark.parametrize("problem", forward_problems(), ids=str)
+def test_forward_compiles(problem, gpu):
+    check("rms_norm_fwd", problem, rms_norm_fwd_config(problem, gpu), gpu, ctas_per_sm=1)
+
+
+@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.target)
+@pytest.mark.parametrize("problem", backward_problems(), ids=str)
+def test_backward_compiles(problem, gpu):
+    config = rms_norm_bwd_config(problem, gpu)
+    check("rms_norm_bwd", problem, config, gpu, config.ctas_per_sm)
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 8])
+@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.target)
+def test_backward_with_a_turnstile_compiles(cluster, gpu):
+    problem = RmsNormBwdProblem(2048, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
+    config = RmsNormBwdConfig(256, 64, 3, 1, combine="turnstile", cluster=cluster)
+    check("rms_norm_bwd", problem, config, gpu, ctas_per_sm=1)
+
+
+def test_rows_beyond_the_longest_are_refused():
+    with pytest.raises(UnsupportedError, match="262152 elements; at most 262144"):
+        rms_norm_fwd_config(RmsNormFwdProblem(MAX_N + 8, BF16, BF16), H200)
+    with pytest.raises(UnsupportedError, match="at most 131072"):
+        problem = RmsNormBwdProblem(MAX_N, FP32, FP32, FP32, dx_dtype=FP32, dweight_dtype=FP32, dbias_dtype=FP32)
+        rms_norm_bwd_config(problem, H200)
+
+
+@pytest.mark.parametrize("m", [1, 2, 131, 132, 133, 4096, 65_536])
+@pytest.mark.parametrize("n", [256, 4096, 65_536])
+def test_every_row_has_a_cta_and_none_waits_for_another_wave(n, m):
+    problem = RmsNormBwdProblem(n, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
+    config = rms_norm_bwd_config(problem, H200)
+    num_ctas = config.num_ctas(m, H200.sm_count)
+    assert num_ctas % max(config.split_n, config.cluster) == 0
+    assert 1 <= num_ctas <= H200.sm_count * config.ctas_per_sm
