@@ -226,7 +226,8 @@ def table(runs: list[Run], curves: list[list[float]], summary: dict, steps: int)
         t.add_column(run.name, justify="right")
     t.add_row("loss at step 1", *(f"{curve[0]:.4f}" for curve in curves))
     for i in sorted({max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)} - {1}):
-        t.add_row(f"mean loss, steps {i + 1 - min(i, window)}-{i}", *(f"{curve[i - 1]:.4f}" for curve in smoothed))
+        label = f"mean loss, steps {i + 1 - min(i, window)}-{i}" if window > 1 else f"loss at step {i}"
+        t.add_row(label, *(f"{curve[i - 1]:.4f}" for curve in smoothed))
     t.add_section()
     results = [summary["runs"][run.name] for run in runs]
     t.add_row("validation loss, nats a token", *(f"{r['validation_loss']:.4f}" for r in results))
