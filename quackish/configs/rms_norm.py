@@ -20,8 +20,8 @@ def _itemsize(*row_dtypes: str | None) -> int:
 
 
 def columns_per_cta(n: int, vec: int, split_n: int) -> int:
-    """Columns of a row that each of split_n CTAs has, the last one perhaps fewer: 16 bytes of any dtype, where aligned."""
-    unit = 8 if vec > 1 else 1
+    """Columns of a row that each of split_n CTAs has, the last one perhaps fewer."""
+    unit = 8 if vec > 1 and split_n > 1 else 1  # parts start on 16 bytes in every dtype
     return -(-n // (split_n * unit)) * unit
 
 
