@@ -61,10 +61,7 @@ def check(name: str, combine: str | None) -> bool:
             if not e.within(4 * torch.finfo(got.dtype).eps, 8 * torch.finfo(got.dtype).eps):
                 good = False
                 print(f"  {what} is wrong: {e}")
-    print(
-        f"{'ok    ' if good else 'WRONG '} {name}, combine {combine or 'as the heuristics say'}: {SHAPES[name]}",
-        flush=True,
-    )
+    print(f"{'ok' if good else 'WRONG'}: {name} ({m} x {n}), combine {combine or 'as the heuristics say'}", flush=True)
     return good
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from quackish import errors, gpu
@@ -24,6 +25,8 @@ from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm
 from quackish.reference import rms_norm as reference
 from quackish.testing.errors import error, same_bits
 from quackish.testing.inputs import KINDS, rows, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own use of it
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FLOATS = (BF16, FP16, FP32)
@@ -556,6 +559,7 @@ def layouts(n=8):
         "packed": rows((40, n), seed=6).view(2, 5, 4, n),
         "slice of qkv": qkv[:, :, 1],
         "columns of a matrix": rows((40, 3 * n), seed=7)[:, n : 2 * n].unflatten(0, (2, 5, 4)),
+        "transposed rows": rows((20, 2, n), seed=14).transpose(0, 1).unflatten(1, (5, 4)),
         "expanded rows": rows((1, 1, 4, n), seed=8).expand(2, 5, 4, n),
         "three levels": rows((2, 4, 5, n), seed=9).transpose(1, 2),
         "columns first": rows((2, 5, n, 4), seed=10).transpose(2, 3),
@@ -564,7 +568,8 @@ def layouts(n=8):
     }
 
 
-IN_PLACE = ("packed", "slice of qkv", "columns of a matrix", "expanded rows", "off by one element")
+STRIDED = ("slice of qkv", "columns of a matrix", "transposed rows", "expanded rows")
+IN_PLACE = ("packed", *STRIDED, "off by one element")
 
 
 @pytest.mark.parametrize("name", list(layouts()))
@@ -577,7 +582,7 @@ def test_layouts_of_x(kernels, name):
     (forward, f), (backward, b) = kernels.launches
     assert (f[0] == x.data_ptr()) == (name in IN_PLACE)
     assert (b[0] == x.data_ptr()) == (name in IN_PLACE)
-    assert forward.packed == backward.packed == (name not in IN_PLACE[1:4])
+    assert forward.packed == backward.packed == (name not in STRIDED)
     assert forward.aligned == backward.aligned == (name != "off by one element")
 
 
@@ -597,12 +602,39 @@ def test_layouts_of_dy_and_of_residuals(kernels, name):
     assert (f[3] == t.data_ptr()) == (b[2] == t.data_ptr()) == (b[3] == t.data_ptr()) == (name in IN_PLACE)
 
 
-@pytest.mark.parametrize("n, dtype, aligned", [(8, BF16, True), (4, BF16, False), (4, FP32, True), (7, FP32, False)])
-def test_alignment_of_rows(kernels, n, dtype, aligned):
-    rms_norm(rows((4, n), dtype), weights(n, dtype), out_dtype=FP32)
-    rms_norm(rows((4, 3 * n), dtype)[:, n : 2 * n], None)
-    (one, _), (two, _) = kernels.launches
-    assert one.aligned == two.aligned == aligned
+def test_plans_serve_only_what_they_were_made_for(path):
+    """Every layout after every other, so that a plan found by too little runs on what it does not fit."""
+    w = leaf(weights(8))
+    tensors = list(layouts().values())
+    for i, j in itertools.product(range(len(tensors)), repeat=2):
+        # x and residual stay while dy and dres go round: one plan forward, many backward
+        x, dy, r, dres = (tensors[k % len(tensors)] for k in (i, j, i + 3, j // 2))
+        want = step(with_residual, [leaf(t.contiguous()) for t in (x, w, W, r)], (dy.contiguous(), dres.contiguous()))
+        inputs = [x.detach().requires_grad_(), w, leaf(W), r.detach().requires_grad_()]
+        got = step(with_residual, inputs, (dy, dres))
+        for a, b in zip(got, want, strict=True):
+            assert a.is_contiguous()
+            torch.testing.assert_close(a, b)
+        want = step(rms_norm, (leaf(x.contiguous()), w), dy.contiguous())
+        assert_same(step(rms_norm, (x.detach().requires_grad_(), w), dy), want)
+
+
+@pytest.mark.parametrize(
+    "n, dtype, out_dtype, aligned",
+    [
+        (8, BF16, FP32, True),
+        (4, BF16, FP32, False),
+        (4, FP32, FP32, True),
+        (4, FP32, BF16, False),
+        (7, FP32, FP32, False),
+    ],
+)
+def test_alignment_of_rows(kernels, n, dtype, out_dtype, aligned):
+    w = weights(n, dtype)
+    rms_norm(rows((4, n), dtype), w, out_dtype=out_dtype)
+    rms_norm(rows((4, 3 * n), dtype)[:, n : 2 * n], None, out_dtype=out_dtype)
+    rms_norm_backward(rows((4, n), out_dtype), rows((4, n), dtype), w, torch.ones(4))
+    assert [problem.aligned for problem, _ in kernels.launches] == [aligned] * 3
 
 
 def test_a_parameter_with_stride_is_copied(kernels):
@@ -620,7 +652,28 @@ def test_unaligned_parameters_and_plans_that_serve_both(kernels):
         got = rms_norm(x, weight)
         assert same_bits(got, rms_norm(x, weight.clone(), backend="reference"))
         assert kernels.launches[-1][0].aligned == aligned
-    assert len(plans._forward_plans) == 2
+        rms_norm(x, weights(8), weight)
+        assert kernels.launches[-1][0].aligned == aligned
+        rms_norm_backward(x, x, weight, torch.ones(4))
+        assert kernels.launches[-1][0].aligned == aligned
+    assert len(plans._backward_plans) == 1
+
+
+@pytest.mark.parametrize("which", ["dy", "x", "dres"])
+def test_unaligned_rows_of_gradients(kernels, which):
+    tensors = dict(dy=rows((4, 8)), x=rows((4, 8), seed=1), dres=rows((4, 8), seed=2))
+    want = rms_norm_backward(weight=W, rstd=W[:4], **tensors)
+    assert kernels.launches[-1][0].aligned
+    tensors[which] = torch.cat([torch.ones(1), tensors[which].view(-1)])[1:].view(4, 8)
+    assert_same(rms_norm_backward(weight=W, rstd=W[:4], **tensors), want)
+    assert not kernels.launches[-1][0].aligned
+
+
+def test_fp64_rstd_is_not_for_kernels(kernels):
+    x = rows((4, 8))
+    grads = rms_norm_backward(x, x, W, torch.ones(4, dtype=FP64))
+    assert grads.dx.dtype == FP32
+    assert not kernels.launches
 
 
 def test_plans_are_made_once_and_forgotten_in_bulk(kernels, monkeypatch):
@@ -802,9 +855,24 @@ def test_hooks_on_saved_tensors(path):
     want = step(two_norms, inputs, dy)
     with torch.autograd.graph.save_on_cpu():
         assert_same(step(two_norms, inputs, dy), want)
-    # unpacked with other strides, and as a subclass
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.t().contiguous().t() if t.dim() == 2 else t):
-        assert_same(step(two_norms, inputs, dy), want)
+
+    def restrided(t, ndim):  # x of 8 columns, or the weight
+        return torch.stack([t, t], -1)[..., 0] if t.dim() == ndim and t.shape[-1] == 8 else t
+
+    for ndim in (1, 2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, functools.partial(restrided, ndim=ndim)):
+            assert_same(step(two_norms, inputs, dy), want)
+
+
+def test_gradients_and_saved_tensors_of_other_types(path):
+    x, w, dy = leaf(rows((6, 8))), leaf(weights(8)), rows((6, 8), seed=1)
+    y = rms_norm(x, w)
+    want = torch.autograd.grad(y, (x, w), dy, retain_graph=True)
+    for got in torch.autograd.grad(y, (x, w), TwoTensor(dy, dy), retain_graph=True), want:
+        assert_same([getattr(g, "a", g) for g in got], want)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: TwoTensor(t, t) if t.dim() == 2 else t):
+        y = rms_norm(x, w)
+    assert_same([g.b for g in torch.autograd.grad(y, (x, w), dy)], want)
 
 
 class Seen(torch.utils._python_dispatch.TorchDispatchMode):
@@ -818,7 +886,12 @@ class Seen(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 class Functions(torch.overrides.TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.functions.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -832,8 +905,9 @@ def test_dispatch_modes_see_operators(path):
     with Seen() as seen:  # backward alone
         torch.autograd.grad((y, res), inputs, dy)
     assert "quackish.rms_norm_bwd.default" in seen.ops
-    with Functions():
+    with Functions() as called:
         assert_same(step(with_residual, inputs, dy), want)
+    assert "quackish.rms_norm_fwd.default" in called.functions
 
 
 def test_subclasses_and_fake_tensors(path):
@@ -859,7 +933,6 @@ def test_subclasses_and_fake_tensors(path):
     assert (meta.shape, meta.device.type) == ((3, 8), "meta")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_jit_trace_records_the_operator(path):
     x, w = rows((4, 8)), weights(8)
     traced = torch.jit.trace(lambda x: rms_norm(x, w), (x,), check_trace=False)
@@ -889,8 +962,8 @@ def test_torch_func(path):
     x, w = leaf(rows((2, 8))), leaf(w)
     y = rms_norm(x, w)
     batch = torch.eye(16).view(16, 2, 8)
-    got = torch.autograd.grad(y, (x, w), batch, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(y, (x, w), one, retain_graph=True) for one in batch]
+    got = torch.autograd.grad(y, (x, w), batch, is_grads_batched=True, retain_graph=True)
     for i, g in enumerate(got):
         torch.testing.assert_close(g, torch.stack([e[i] for e in each]))
 
