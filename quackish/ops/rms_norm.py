@@ -52,10 +52,10 @@ def rms_norm(
         y: x's shape, contiguous; with a residual (y, res). All arguments that require it get gradients, in their own
         dtypes; only those are computed. Second derivatives go through the portable path.
 
-    Promises: the same bits on every run for one GPU model, shape, dtype and version; a row of y or of x's gradient does
-    not depend on the number of rows; y has the same bits with and without grad. No input is written, and nothing
-    synchronises with the host. weight's and bias's gradients are fp32 sums over rows in an order that depends on shape,
-    dtype and GPU model alone, rounded once.
+    Promises of the kernels: the same bits on every run for one GPU model, shape, dtype and version; a row of y or of
+    x's gradient does not depend on the number of rows; y has the same bits with and without grad. weight's and bias's
+    gradients are fp32 sums over rows, in an order that depends on shape, dtypes and GPU model alone, rounded once.
+    On every path no input is written, and nothing synchronises with the host.
 
     Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel.
     """
