@@ -135,14 +135,19 @@ def write(p, address, dtype, value):
 def kernels(monkeypatch):
     """CPU tensors go to emulated kernels, as CUDA tensors go to compiled ones."""
     emulated = Emulated()
-    zeros = torch.zeros(3, dtype=torch.int32)
+    zeros, scratch = torch.zeros(3, dtype=torch.int32), []
+
+    def take(index, num_tickets, scratch_floats):
+        scratch.append(torch.empty(scratch_floats))
+        return zeros.data_ptr(), scratch[-1].data_ptr(), None
+
     no_kernel = plans.gpu_for
     monkeypatch.setattr(plans, "gpu_for", lambda *a: gpu.H200 if a[1].type == "cpu" else no_kernel(*a))
     monkeypatch.setattr(plans.kernels, "find", lambda name, gpu: name)
     monkeypatch.setattr(plans.launch, "get", emulated.get)
     monkeypatch.setattr(plans, "rms_norm_fwd_config", lambda problem, gpu: EmulatedConfig())
     monkeypatch.setattr(plans, "rms_norm_bwd_config", lambda problem, gpu: EmulatedConfig())
-    monkeypatch.setattr(plans.tickets, "take", lambda index, count: (zeros.data_ptr(), None))
+    monkeypatch.setattr(plans.workspace, "take", take)
     monkeypatch.setattr(plans, "_forward_plans", {})
     monkeypatch.setattr(plans, "_backward_plans", {})
     return emulated

@@ -15,7 +15,7 @@ from quackish import errors, launch
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops import rms_norm as ops
 from quackish.ops import rms_norm_plans as plans
-from quackish.ops import tickets
+from quackish.ops import tickets, workspace
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
 from quackish.testing.configs import rms_norm_config
@@ -520,10 +520,12 @@ def test_compiled_into_cuda_graphs():
     torch.compiler.reset()
     tickets._of_stream.clear()
     tickets._reserves.clear()
+    workspace._of_stream.clear()
     case = make_case(1000, 2048, bias=FP32)
     want = step(case)
     tickets._of_stream.clear()
     tickets._reserves.clear()
+    workspace._of_stream.clear()
     compiled = torch.compile(rms_norm, fullgraph=True, mode="reduce-overhead")
     for _ in range(6):
         torch.compiler.cudagraph_mark_step_begin()

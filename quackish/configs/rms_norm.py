@@ -1,7 +1,7 @@
 """RMSNorm: what is asked (Problem) and how it is done (Config). M, the number of rows, is in none of them.
 
-How many threads share a row decides the order in which its sum is formed, so it depends on the problem alone: the bits of a
-row are the same in any batch. Measured numbers: H200, bf16, M from 4096 to 65536 (`benchmarks/results`).
+How many threads share a row decides the order in which its sum is formed, so it depends on the problem alone: the bits
+of a row are the same in any batch. Measured numbers: H200, bf16, M from 4096 to 65536 (`benchmarks/results`).
 """
 
 import dataclasses
@@ -119,8 +119,8 @@ class RmsNormBwdConfig:
         size = max(self.split_n, self.cluster)
         clusters = sm_count * self.ctas_per_sm // size
         if size > 2:
-            # A cluster lies within one GPC, and GPCs differ in size: an H200 with 132 SMs was seen to hold 30 clusters of
-            # 4, 15 of 8 and 7 of 16, at one CTA an SM. One more than fit would double the time.
+            # A cluster lies within one GPC, and GPCs differ in size: an H200 with 132 SMs was seen to hold 30 clusters
+            # of 4, 15 of 8 and 7 of 16, at one CTA an SM. One more than fit would double the time.
             clusters = clusters * 7 // 8
         workers_each = size // self.split_n
         tiles = -(-m // (self.threads // self.threads_per_row))
@@ -142,8 +142,8 @@ class RmsNormBwdConfig:
 def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfig:
     """Raises UnsupportedError for n > MAX_N."""
     p = problem
-    # A thread keeps its part of x, of the weight, and of the residual and the bias in registers. 16 bf16 elements a thread
-    # were fastest up to n = 4096, 32 from there.
+    # A thread keeps its part of x, of the weight, and of the residual and the bias in registers. 16 bf16 elements a
+    # thread were fastest up to n = 4096, 32 from there.
     wide = p.aligned and p.residual_dtype is None and p.bias_dtype is None
     elements = 32 // p.itemsize * (2 if wide and p.n * p.itemsize > 8192 else 1)
     split_n = 1
@@ -156,10 +156,10 @@ def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfi
 
 def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfig:
     """Raises UnsupportedError for n > MAX_N, and for dweight with dbias of fp32 rows beyond MAX_N_TWO_SUMS_FP32."""
-    # Up to 2 KB a row, two CTAs an SM and 16 bf16 elements a thread; then one CTA an SM and 32 elements, about 32 KB of rows a
-    # stage; from 10 KB one row a stage, with 16 elements again. The best of a sweep over threads, stages and CTAs in each of
-    # n = 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192. More rows in flight are not faster: at 65536 x 4096 with 128
-    # threads a row, 3 stages took 377 us and 4 took 379.
+    # Up to 2 KB a row, two CTAs an SM and 16 bf16 elements a thread; then one CTA an SM and 32 elements, about 32 KB of
+    # rows a stage; from 10 KB one row a stage, with 16 elements again. The best of a sweep over threads, stages and
+    # CTAs at each n of 256, 512, 1024, 2048, 3072, 4096, 5120, 6144 and 8192. More rows in flight are not faster: at
+    # 65536 x 4096 with 128 threads a row, 3 stages took 377 us and 4 took 379.
     p = problem
     row = p.n * p.itemsize
     max_n = MAX_N_TWO_SUMS_FP32 if p.num_sums == 2 and p.itemsize == 4 else MAX_N

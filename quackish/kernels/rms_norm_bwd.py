@@ -1,9 +1,9 @@
 """RMSNorm backward in one launch: dx = rstd * (g*dy - xhat * mean(xhat * g*dy)) + dres, g = weight_offset + weight,
 xhat = x * rstd, dweight = sum over rows of dy * xhat, dbias = sum over rows of dy.
 
-Persistent CTAs walk over tiles of rows. x, dy and dres come in by bulk copies, `num_stages` tiles deep, and are read twice
-from shared memory: for the row's sum, and for the result. dweight and dbias gather in fp32 registers; `ColumnSum` adds
-them over the CTAs at the end, in a fixed order.
+Persistent CTAs walk over tiles of rows. x, dy and dres come in by bulk copies, `num_stages` tiles deep, and are read
+twice from shared memory: for the row's sum, and for the result. dweight and dbias gather in fp32 registers; `ColumnSum`
+adds them over the CTAs at the end, in a fixed order.
 """
 
 from typing import Optional
@@ -16,7 +16,15 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem
 from quackish.kernels.common.column_sum import ColumnSum
 from quackish.kernels.common.row_tiles import RowTiles
-from quackish.kernels.common.rows import DTYPES, RowMap, RowSum, fake_pointer, fake_row_strides, store_streaming, vector_at
+from quackish.kernels.common.rows import (
+    DTYPES,
+    RowMap,
+    RowSum,
+    fake_pointer,
+    fake_row_strides,
+    store_streaming,
+    vector_at,
+)
 
 
 class RmsNormBwd:
@@ -28,21 +36,15 @@ class RmsNormBwd:
         self.row_sum = RowSum(self.rows)
         inputs = [DTYPES[d] for d in (p.x_dtype, p.dy_dtype, p.dres_dtype) if d]
         self.tiles = RowTiles(self.rows, inputs, config.num_stages, p.packed)
-        self.column_sum = ColumnSum(self.rows, p.num_sums, config.combine, config.cluster, 128 * config.ctas_per_sm) if p.num_sums else None
+        self.column_sum = ColumnSum(self.rows, config, p.num_sums) if p.num_sums else None
         # The stages are done with when the column sums begin, so both live in the same place.
         self.smem_bytes = max(self.tiles.smem_bytes, self.column_sum.smem_bytes if self.column_sum else 0, 16)
 
     def fake_args(self):
         p = self.problem
-        pointers = [
-            fake_pointer(d, p.aligned)
-            for d in (p.x_dtype, p.weight_dtype, p.dy_dtype, p.dres_dtype)
-        ]
+        pointers = [fake_pointer(d, p.aligned) for d in (p.x_dtype, p.weight_dtype, p.dy_dtype, p.dres_dtype)]
         rstd = cute.runtime.make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=4)
-        outputs = [
-            fake_pointer(d, p.aligned)
-            for d in (p.dx_dtype, p.dresidual_dtype, p.dweight_dtype, p.dbias_dtype)
-        ]
+        outputs = [fake_pointer(d, p.aligned) for d in (p.dx_dtype, p.dresidual_dtype, p.dweight_dtype, p.dbias_dtype)]
         scratch = fake_pointer("float32" if p.num_sums else None), fake_pointer("int32" if p.num_sums else None)
         strides = fake_row_strides(p.packed)
         dres_strides = strides if p.dres_dtype else None
@@ -110,6 +112,7 @@ class RmsNormBwd:
         shared = smem.allocate(self.smem_bytes, byte_alignment=128)
         full = self.tiles.allocate_barriers(smem)
         slots, mbars = self.row_sum.allocate(smem)
+
         # prologue: the first tiles on their way, then the weight
         if tid == 0:
             for i in cutlass.range_constexpr(self.tiles.num_stages - 1):
@@ -133,11 +136,9 @@ class RmsNormBwd:
         for i in cutlass.range(my_tiles, unroll=1):
             row = (worker + i * num_workers) * self.rows.tile_m + tile_row
             source = cutlass.min(row, m - 1)  # past the last row: any row, its results are not used
-            rs = rstd[source]  # not fetched a tile ahead: that was 5 % slower at 65536 x 8192 (H200, bf16)
+            rs = rstd[source]  # a tile ahead is slower, see RowTiles.wait
             self.tiles.wait(full, i)
-            here = [
-                self.tiles.row(inputs, strides, shared, j, i, source, tile_row, rank) for j in range(len(inputs))
-            ]
+            here = [self.tiles.row(inputs, strides, shared, j, i, source, tile_row, rank) for j in range(len(inputs))]
 
             # the row's mean(xhat * g*dy)
             mean = Float32(0.0)
@@ -154,7 +155,7 @@ class RmsNormBwd:
             if const_expr(dx is None or not self.row_sum.meets):
                 cute.arch.sync_threads()
 
-            # everyone has met since the previous tile's last use: its stage is free
+            # all threads have met since the previous tile's last use: its stage is free
             if tid == 0:
                 ahead = i + self.tiles.num_stages - 1
                 self.tiles.fetch(inputs, strides, shared, full, ahead, worker + ahead * num_workers, m, rank)

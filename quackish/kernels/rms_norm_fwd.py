@@ -1,7 +1,8 @@
-"""RMSNorm forward: res = x + residual, rstd = rsqrt(mean(res^2) + eps), y = res * rstd * (weight_offset + weight) + bias.
+"""RMSNorm forward: res = x + residual, rstd = rsqrt(mean(res^2) + eps), y = res * rstd * (weight_offset + weight) + b.
 
 Each group of `threads_per_row` threads takes one row: it loads all of its part at once, so that enough bytes are in
-flight, keeps it in fp32 registers, sums the squares, and writes. Rows longer than a CTA can hold are split over a cluster.
+flight, keeps it in fp32 registers, sums the squares, and writes. Rows longer than a CTA can hold are split over a
+cluster.
 """
 
 from typing import Optional
@@ -56,9 +57,7 @@ class RmsNormFwd:
         num_ctas: Int32,
         stream: CUstream,
     ):
-        self.kernel(
-            x, weight, bias, residual, y, res, rstd, x_strides, residual_strides, eps, weight_offset
-        ).launch(
+        self.kernel(x, weight, bias, residual, y, res, rstd, x_strides, residual_strides, eps, weight_offset).launch(
             grid=[num_ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[self.config.split_n, 1, 1] if self.config.split_n > 1 else None,

@@ -246,20 +246,30 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         forward = ctx.plan
         needs = ctx.needs_input_grad  # x, weight, bias, residual, plan
-        # x and weight too: hooks on saved tensors may give back other types and strides than forward had.
-        key = (
-            needs,
-            type(dy),
-            type(dres),
-            type(x),
-            type(weight),
-            None if dy is None else dy.is_contiguous() or dy.stride(),
-            None if dres is None else dres.is_contiguous() or dres.stride(),
-            x.is_contiguous() or x.stride(),
-            weight is None or weight.is_contiguous(),
-        )
+        if (
+            type(dy) is Tensor
+            and dy.is_contiguous()
+            and (dres is None or (type(dres) is Tensor and dres.is_contiguous()))
+            and type(x) is forward.x_type
+            and x.is_contiguous()
+            and (weight is None or (type(weight) is forward.weight_type and weight.is_contiguous()))
+        ):
+            key = needs, dres is None
+        else:
+            # x and weight too: hooks on saved tensors may give back other types and strides than forward had.
+            key = (
+                needs,
+                type(dy),
+                type(dres),
+                type(x),
+                type(weight),
+                None if dy is None else dy.is_contiguous() or dy.stride(),
+                None if dres is None else dres.is_contiguous() or dres.stride(),
+                x.is_contiguous() or x.stride(),
+                weight is None or weight.is_contiguous(),
+            )
         plan = forward.backward.get(key)
-        if plan is None or torch.is_grad_enabled() or _num_dispatch_modes() or _is_batched(dy, dres):
+        if plan is None or _is_grad_enabled() or _num_dispatch_modes() or _is_batched(dy, dres):
             options = (forward.eps, forward.weight_offset, forward.x_dtype, forward.bias_dtype, forward.backend)
             plan, *grads = _gradients(needs, dy, x, weight, rstd, dres, *options)
             if plan is not None:
@@ -311,6 +321,7 @@ def _dresidual(wanted: bool, first: Tensor | None, second: Tensor | None) -> Ten
 
 # Whatever is not plain eager ----------------------------------------------------------------------------------------
 
+_is_grad_enabled = torch.is_grad_enabled
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _has_function_modes = torch._C._is_torch_function_mode_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack

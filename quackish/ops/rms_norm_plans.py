@@ -21,7 +21,7 @@ from quackish.configs.rms_norm import (
 )
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import Gpu, gpu_of
-from quackish.ops import tickets
+from quackish.ops import workspace
 from quackish.reference import rms_norm as reference
 
 _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
@@ -101,6 +101,7 @@ class ForwardPlan:
     def __init__(self, x, weight, bias, residual, eps, weight_offset, out_dtype, backend):
         self.shape, self.device, self.backend = x.shape, x.device, backend
         self.m = x.numel() // x.shape[-1]
+        self.x_type, self.weight_type = Tensor if residual is not None else type(x), type(weight)
         self.eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
         self.weight_offset = float(weight_offset)
         self.x_dtype, self.out_dtype = x.dtype, out_dtype or x.dtype
@@ -267,11 +268,8 @@ class BackwardPlan:
 
         # what the sums over CTAs need
         scratch_at = tickets_at = kept = None
-        if kernel.scratch_floats:
-            scratch = rstd.new_empty(kernel.scratch_floats)
-            scratch_at = scratch.data_ptr()
         if kernel.num_tickets:
-            tickets_at, kept = tickets.take(self.device.index, kernel.num_tickets)
+            tickets_at, scratch_at, kept = workspace.take(self.device.index, kernel.num_tickets, kernel.scratch_floats)
         kernel.launch(
             x_at,
             weight_at,

@@ -9,8 +9,11 @@ from quackish.kernels.common.rows import RowMap, row_start
 
 
 class RowTiles:
-    """`tile_m` rows of each of several tensors make a stage. With no stages, rows are read where they are, in global memory:
-    that is for rows that a bulk copy cannot take, because they do not start or end on 16 bytes."""
+    """`tile_m` rows of each of several tensors make a stage.
+
+    With no stages, rows are read where they are, in global memory: that is for rows that a bulk copy cannot take, as
+    they do not start or end on 16 bytes, and for rows so long that two stages do not fit.
+    """
 
     def __init__(self, rows: RowMap, dtypes: list, num_stages: int, packed: bool):
         self.rows, self.dtypes, self.num_stages, self.packed = rows, dtypes, num_stages, packed
@@ -39,7 +42,9 @@ class RowTiles:
                 count = cutlass.min(m - first, self.rows.tile_m)
                 columns = self.rows.columns_of(rank)
                 mbar = full + stage
-                cute.arch.mbarrier_arrive_and_expect_tx(mbar, count * columns * (sum(d.width for d in self.dtypes) // 8))
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    mbar, count * columns * (sum(d.width for d in self.dtypes) // 8)
+                )
                 for j in cutlass.range_constexpr(len(self.dtypes)):
                     itemsize = const_expr(self.dtypes[j].width // 8)
                     tile_ptr = shared + (stage * self.stage_bytes + self.offsets[j])
@@ -56,16 +61,18 @@ class RowTiles:
     def wait(self, full, i: Int32):
         """Until this CTA's i-th tile is there."""
         if const_expr(self.num_stages > 0):
-            # A plain loop around try_wait: `mbarrier_wait`, whose try_wait may suspend the thread for long, took with the
-            # load of rstd that precedes it 791 us instead of 740 at 65536 x 8192, 391 instead of 379 at 65536 x 4096 (H200,
-            # bf16, RMSNorm backward).
+            # A plain loop around try_wait. With `mbarrier_wait`, whose try_wait may suspend the thread for long, and
+            # rstd fetched a tile ahead, RMSNorm backward took 791 us instead of 740 at 65536 x 8192 and 391 instead of
+            # 379 at 65536 x 4096 (H200, bf16, 6 and 3 stages); either change alone gave a fifth of that or less.
             mbar, phase = full + i % self.num_stages, (i // self.num_stages) % 2
             done = cute.arch.mbarrier_try_wait(mbar, phase)
             while not done:
                 done = cute.arch.mbarrier_try_wait(mbar, phase)
 
     @cute.jit
-    def row(self, inputs, strides, shared, j: cutlass.Constexpr[int], i: Int32, row: Int32, tile_row: Int32, rank: Int32):
+    def row(
+        self, inputs, strides, shared, j: cutlass.Constexpr[int], i: Int32, row: Int32, tile_row: Int32, rank: Int32
+    ):
         """Where this CTA's part of a row of tensor j is, once its i-th tile is there."""
         if const_expr(self.num_stages > 0):
             itemsize = const_expr(self.dtypes[j].width // 8)
@@ -79,5 +86,8 @@ class RowTiles:
 @cute.jit
 def bulk_load(shared: cute.Pointer, source: cute.Pointer, num_bytes, mbar: cute.Pointer):
     prims.cp_async_bulk_shared_cluster_global(
-        shared.to_llvm_ptr(), source.to_llvm_ptr(), mbar.to_llvm_ptr(), num_bytes,
+        shared.to_llvm_ptr(),
+        source.to_llvm_ptr(),
+        mbar.to_llvm_ptr(),
+        num_bytes,
     )

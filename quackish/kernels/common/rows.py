@@ -10,7 +10,7 @@ DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": F
 
 
 def fake_pointer(dtype: str | None, aligned: bool = True):
-    """A compile-time stand-in for a device pointer, to 16 bytes or to its element; None for an argument that is absent."""
+    """A compile-time stand-in for a device pointer, aligned to 16 bytes or to an element; None for an absent one."""
     if dtype is None:
         return None
     dtype = DTYPES[dtype]
@@ -43,7 +43,7 @@ def vector_at(base: cute.Pointer, offset, vec: cutlass.Constexpr[int]) -> cute.T
 
 @cute.jit
 def store_streaming(base: cute.Pointer, offset, values):
-    """Stores a vector that nobody reads soon: written past the L1 and evicted first from the L2, where it is 16 bytes."""
+    """Stores a vector that nobody reads soon: evicted first from the L2, where the vector is 16 bytes."""
     out = vector_at(base, offset, cute.size(values.shape))
     raw = cute.make_rmem_tensor(out.layout, base.dtype)
     raw.store(values)
@@ -95,7 +95,7 @@ class RowMap:
         """This thread's part of a row in global memory, as fp32; all loads are in flight before the first use."""
         raw, out = self.fragment(row.dtype), self.fragment()
         for v in cutlass.range_constexpr(self.num_vecs):
-            if not (self.live(v, lane, columns) is True):
+            if self.live(v, lane, columns) is not True:
                 raw[None, v].fill(0.0)
             if self.live(v, lane, columns):
                 raw[None, v].store(vector_at(row, self.column(v, lane), self.vec).load())
@@ -110,7 +110,7 @@ class RowMap:
 
 
 class RowSum:
-    """The sum of one fp32 a thread over all threads of a row: the same bits in each of them, in an order that only RowMap fixes.
+    """The sum of one fp32 a thread over all threads of a row: the same bits in each, in an order that RowMap fixes.
 
     Two calls in a row use two buffers, so one barrier a call is enough.
     """
