@@ -5,7 +5,6 @@
 Inputs and truth are made on the CPU, so that hardly any kernels run but quackish's own.
 """
 
-import contextlib
 import sys
 
 import torch
@@ -36,7 +35,8 @@ SHAPES = {
 }
 
 
-def check(name: str, combine: str | None) -> bool:
+def check(name: str, **config) -> bool:
+    """One shape, its backward with these fields of the heuristics' config replaced."""
     m, n, x_dtype, w_dtype, b_dtype, r_dtype = SHAPES[name]
     x, dy = rows((m, n), x_dtype), rows((m, n), x_dtype, seed=1)
     w = weights(n, w_dtype, seed=2) if w_dtype else None
@@ -46,7 +46,7 @@ def check(name: str, combine: str | None) -> bool:
 
     y, res, rstd = rms_norm_forward(*gpu[:3], residual=gpu[3], backend="cute")
     asked = dict(dresidual=r is not None, dbias=b is not None, dx_dtype=x_dtype, dbias_dtype=b_dtype)
-    with rms_norm_config("bwd", combine=combine) if combine else contextlib.nullcontext():
+    with rms_norm_config("bwd", **config):
         grads = rms_norm_backward(gpu[4], res, gpu[1], rstd, dres=gpu[5], **asked, backend="cute")
 
     x, w, b, dy, dres = (None if t is None else t.double() for t in (res.cpu(), w, b, dy, dres))
@@ -61,7 +61,7 @@ def check(name: str, combine: str | None) -> bool:
             if not e.within(4 * torch.finfo(got.dtype).eps, 8 * torch.finfo(got.dtype).eps):
                 good = False
                 print(f"  {what} is wrong: {e}")
-    print(f"{'ok' if good else 'WRONG'}: {name} ({m} x {n}), combine {combine or 'as the heuristics say'}", flush=True)
+    print(f"{'ok' if good else 'WRONG'}: {name} ({m} x {n}), {config}", flush=True)
     return good
 
 
@@ -72,8 +72,9 @@ def main() -> int:
     results = []
     for name, (_, n, *_) in SHAPES.items():
         if wanted in name:
-            # Both ways to combine CTAs, where a row fits into one.
-            results += [check(name, combine) for combine in (("slices", "turnstile") if n <= 16384 else (None,))]
+            results += [check(name, combine=combine) for combine in ("slices", "turnstile")]
+            if n <= 4096:  # a cluster that does not share a row already
+                results.append(check(name, combine="turnstile", cluster=8))
     torch.cuda.synchronize()
     return 0 if results and all(results) else 1
 
