@@ -337,7 +337,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
 
     runs = [Run(ops, size, args.seed, device, args.compile) for ops in (QUACKISH, TORCH)]
     parameters = sum(p.numel() for p in runs[0].model.parameters())

@@ -112,6 +112,11 @@ class RmsNormBwd:
         shared = smem.allocate(self.smem_bytes, byte_alignment=128)
         full = self.tiles.allocate_barriers(smem)
         slots, mbars = self.row_sum.allocate(smem)
+        if const_expr(rows.split_n > 1):  # the mbarriers are ready: in every CTA that a peer's sum can reach
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
         # prologue: the first tiles on their way, then the weight
         if tid == 0:
@@ -125,11 +130,6 @@ class RmsNormBwd:
         for a in acc:
             a.fill(0.0)
         dot = cute.make_rmem_tensor((rows.vec,), Float32)
-        if const_expr(rows.split_n > 1):  # the mbarriers are ready: in every CTA that a peer's sum can reach
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
 
         num_tiles = cute.ceil_div(m, rows.tile_m)
         my_tiles = (num_tiles - worker + num_workers - 1) // num_workers  # worker <= num_tiles
