@@ -72,13 +72,13 @@ def check(name, problem, config, gpu, ctas_per_sm):
 
 
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.target)
-@pytest.mark.parametrize("problem", forward_problems(), ids=str)
+@pytest.mark.parametrize("problem", list(forward_problems()), ids=str)
 def test_forward_compiles(problem, gpu):
     check("rms_norm_fwd", problem, rms_norm_fwd_config(problem, gpu), gpu, ctas_per_sm=1)
 
 
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.target)
-@pytest.mark.parametrize("problem", backward_problems(), ids=str)
+@pytest.mark.parametrize("problem", list(backward_problems()), ids=str)
 def test_backward_compiles(problem, gpu):
     config = rms_norm_bwd_config(problem, gpu)
     check("rms_norm_bwd", problem, config, gpu, config.ctas_per_sm)

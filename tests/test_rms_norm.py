@@ -194,7 +194,7 @@ def test_reference_against_pytorch(dtype, kind):
         assert e.within(max(1.5 * bound.norm, 2 * eps), max(1.5 * bound.worst, 4 * eps)), (e, bound)
 
 
-@pytest.mark.parametrize("weight, bias, residual, offset", itertools.product([0, 1], [0, 1], [0, 1], [0.0, 1.0]))
+@pytest.mark.parametrize("weight, bias, residual, offset", list(itertools.product([0, 1], [0, 1], [0, 1], [0.0, 1.0])))
 def test_gradcheck(weight, bias, residual, offset):
     if offset and not weight:
         return
@@ -225,7 +225,7 @@ def test_fp64_stays_fp64():
 
 
 @pytest.mark.parametrize(
-    "x_dtype, w_dtype, r_dtype, out_dtype", itertools.product(FLOATS, FLOATS, FLOATS, (None, FP32))
+    "x_dtype, w_dtype, r_dtype, out_dtype", list(itertools.product(FLOATS, FLOATS, FLOATS, (None, FP32)))
 )
 def test_every_mix_of_dtypes(path, x_dtype, w_dtype, r_dtype, out_dtype):
     x, r = leaf(rows((3, 7, 16), x_dtype)), leaf(rows((3, 7, 16), r_dtype, seed=1))

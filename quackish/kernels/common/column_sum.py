@@ -7,10 +7,11 @@ Every CTA first adds up the row groups of its tile. Over the CTAs there are two 
   finishes. Before its turn a cluster combines through distributed shared memory, a slice of the columns a CTA.
 CTAs wait for each other in both, so the launch must be cooperative: resident all at once, or refused.
 
-Whole backward at 4096 x 1024 (H200, bf16): slices 15 us; turnstile 107, 60, 34 and 26 us with clusters of 1, 2, 4 and
-8: each turn costs about 0.7 us, and adding the slices of all CTAs at once costs less than four turns. A third way, in
-which the last cluster to arrive adds each slice and nobody waits, was 1 to 3 us slower than slices at n <= 2048 and, as
-clusters of 4 do not fill the GPU, up to 1.8 times as slow above.
+Slices is faster in every shape measured, so the heuristics always take it. Whole backward (H200, bf16, us), slices /
+turnstile with clusters of 8 / turnstile without: 4096 x 256 10 / 23 / 171, 4096 x 1024 15 / 33 / 197, 4096 x 8192 60 /
+70 / 222, 65536 x 8192 740 / 801 / 907. A turn costs about 0.7 us, and adding the slices of all CTAs at once costs less
+than four turns. A third way, in which the last cluster to arrive adds each slice and nobody waits, was up to 3 us slower
+than slices at n <= 2048 and, as clusters of 4 do not fill the GPU, up to 1.8 times as slow above.
 """
 
 import cutlass
