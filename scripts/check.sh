@@ -9,6 +9,6 @@ python=$(command -v python || command -v python3)
 run() { # exit code 5 is "no tests chosen", as -k may do
     "$python" -m pytest -q "$@" || [ $? -eq 5 ]
 }
-# Tests without a GPU: a process a core, each with one thread. Those with one: one after the other.
-OMP_NUM_THREADS=1 run -m "not gpu" -n auto "$@"
+# Tests with a GPU, one after the other; those without: a process a core, each with one thread.
 run -m gpu "$@"
+OMP_NUM_THREADS=1 run -m "not gpu" -n auto "$@"
