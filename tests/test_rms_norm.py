@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from quackish import errors, gpu
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
+from quackish.configs.rms_norm import MAX_M
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops import rms_norm as ops
 from quackish.ops import rms_norm_plans as plans
@@ -496,14 +497,14 @@ def test_without_a_kernel_there_is_one_warning_or_an_error(monkeypatch):
     monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
     with pytest.warns(PortablePathWarning, match="no kernel for weight in float64; supported: bfloat16"):
         assert find(RmsNormFwdProblem(8, "float32", "float32", "float64")) is None
-    with pytest.warns(PortablePathWarning, match="no kernel for 2147483648 rows of 8"):
-        assert find(problem, m=1 << 31) is None
+    with pytest.warns(PortablePathWarning, match="no kernel for 2146435073 rows of 8; at most 2146435072"):
+        assert find(problem, m=MAX_M + 1) is None
     with pytest.raises(UnsupportedError, match="rows of 8"):
-        find(problem, backend="cute", m=1 << 31)
+        find(problem, backend="cute", m=MAX_M + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert find(problem, m=1 << 31) is None  # warned before
-        assert find(problem, m=(1 << 31) + 1, backend="reference") is None
+        assert find(problem, m=MAX_M + 1) is None  # warned before
+        assert find(problem, m=MAX_M + 2, backend="reference") is None
         assert find(problem, device="cpu") is None
 
 

@@ -12,6 +12,7 @@ from quackish.gpu import Gpu
 # Bytes an element, by dtype name as torch and the DSL both spell it.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_N = 262_144  # a cluster of 16 CTAs, 16,384 columns each
+MAX_M = 2**31 - 2**20  # kernels count rows in 32 bits, up to a few tiles past the last one
 MAX_N_TWO_SUMS_FP32 = 131_072  # dweight and dbias of fp32 rows: more would not fit a thread's registers
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from quackish import kernels, launch
 from quackish.configs.rms_norm import (
     ITEMSIZE,
+    MAX_M,
     RmsNormBwdProblem,
     RmsNormFwdProblem,
     rms_norm_bwd_config,
@@ -331,9 +332,9 @@ def find_kernel(
                     f"{name}: no kernel for {field.name.removesuffix('_dtype')} in {dtype}; supported: {supported}. "
                     'backend="auto" runs the portable path.'
                 )
-        if m >= 1 << 31:
+        if m > MAX_M:
             raise UnsupportedError(
-                f'{name}: no kernel for {m} rows of {problem.n}. backend="auto" runs the portable path.'
+                f'{name}: no kernel for {m} rows of {problem.n}; at most {MAX_M}. backend="auto" runs the portable path.'
             )
         kernel_class = kernels.find(name, gpu)
         config = make_config(problem, gpu)
