@@ -16,8 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from quackish import errors, gpu
-from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
-from quackish.configs.rms_norm import MAX_M
+from quackish.configs.rms_norm import MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops import rms_norm as ops
 from quackish.ops import rms_norm_plans as plans
