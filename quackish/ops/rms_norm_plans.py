@@ -334,7 +334,8 @@ def find_kernel(
                 )
         if m > MAX_M:
             raise UnsupportedError(
-                f'{name}: no kernel for {m} rows of {problem.n}; at most {MAX_M}. backend="auto" runs the portable path.'
+                f"{name}: no kernel for {m} rows of {problem.n}; at most {MAX_M} rows. "
+                'backend="auto" runs the portable path.'
             )
         kernel_class = kernels.find(name, gpu)
         config = make_config(problem, gpu)
