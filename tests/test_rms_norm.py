@@ -301,11 +301,15 @@ def test_one_dimension(path):
     assert_same(got, [want[0].view(8), want[1].view(8), want[2]])
 
 
-def test_eps_none_is_the_machine_epsilon_of_x(path):
-    x, w = rows((4, 8), kind="tiny"), weights(8)
-    assert same_bits(rms_norm(x, w, eps=None), rms_norm(x, w, eps=torch.finfo(FP32).eps))
-    torch.testing.assert_close(rms_norm(x, w, eps=None), F.rms_norm(x, (8,), w))
-    assert same_bits(rms_norm(x.half(), w, eps=None), rms_norm(x.half(), w, eps=torch.finfo(FP16).eps))
+@pytest.mark.parametrize("dtype", [*FLOATS, FP64])
+def test_eps_none_is_that_of_torch(path, dtype):
+    x, w = rows((4, 8), dtype) * 1e-4, weights(8, dtype)  # squares as small as fp32's epsilon
+    want = F.rms_norm(x, (8,), w)
+    with Functions() as called:  # by the operator
+        torch.testing.assert_close(rms_norm(x, w, eps=None), want)
+    assert "quackish.rms_norm_fwd.default" in called.functions
+    torch.testing.assert_close(rms_norm(x, w, eps=None), want)
+    torch.testing.assert_close(rms_norm_forward(x, w, eps=None).y, want)
 
 
 def test_nothing_of_the_users_is_written(path):
@@ -400,12 +404,14 @@ def test_functional_forward_and_backward(path):
 
 @pytest.mark.parametrize("shape", [8, (8,), [4, 8]])
 @pytest.mark.parametrize("affine", [True, False])
-def test_module_is_a_drop_in(path, shape, affine):
-    theirs, ours = torch.nn.RMSNorm(shape, elementwise_affine=affine), RMSNorm(shape, elementwise_affine=affine)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_module_is_a_drop_in(path, shape, affine, dtype):
+    options = dict(elementwise_affine=affine, dtype=dtype)
+    theirs, ours = torch.nn.RMSNorm(shape, **options), RMSNorm(shape, **options)
     if affine:
         torch.nn.init.normal_(theirs.weight)
     ours.load_state_dict(theirs.state_dict())
-    x = rows((3, 4, 8))
+    x = rows((3, 4, 8), dtype) * 1e-2  # small, so that eps counts
     torch.testing.assert_close(ours(x), theirs(x))
     assert repr(ours) == repr(theirs)
     assert isinstance(ours, torch.nn.RMSNorm)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quackish.errors import UnsupportedError, warn_once
-from quackish.ops.rms_norm_plans import backward_plan, check_backward, check_forward, dims, forward_plan
+from quackish.ops.rms_norm_plans import backward_plan, check_backward, check_forward, dims, forward_plan, resolve_eps
 from quackish.reference import rms_norm as reference
 
 # Functions -----------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def rms_norm(
             strides, as in a slice of a packed qkv buffer, it is read in place; other layouts are copied first.
         weight: (n,) any of these dtypes, or None for no scale.
         bias: (n,) any of these dtypes, or None.
-        eps: None takes torch.finfo(x.dtype).eps, as F.rms_norm does.
+        eps: None takes torch.finfo(torch.float32).eps (float64's for fp64 x), as F.rms_norm does.
         weight_offset: added to weight: 1.0 where a checkpoint stores weight - 1, as Gemma's do.
         residual: x's shape, any of these dtypes. `res` keeps its dtype, and y is the norm of res as it is kept.
         out_dtype: y's dtype; None is x's. Autocast changes nothing here.
@@ -109,7 +109,7 @@ def rms_norm_forward(
     """
     plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) if _is_plain() else None
     if plan is None:
-        y, res, rstd = _op_fwd(x, weight, bias, residual, _eps(x, eps), weight_offset, out_dtype, backend)
+        y, res, rstd = _op_fwd(x, weight, bias, residual, resolve_eps(x, eps), weight_offset, out_dtype, backend)
     else:
         y, res, rstd = plan.run(x, weight, bias, residual)
     return RmsNormOutput(y, x if residual is None else res, rstd)
@@ -171,7 +171,7 @@ class RMSNorm(nn.RMSNorm):
 
     Args:
         normalized_shape: n, or the shape of the last dimensions, which are normalised together.
-        eps: None takes torch.finfo(x.dtype).eps.
+        eps: as in `rms_norm`.
         elementwise_affine: whether there is a weight.
         device, dtype: the parameters'.
         bias: whether there is a bias as well, zero at first.
@@ -356,14 +356,10 @@ def _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backe
             raise UnsupportedError(f'{reason} only; expected none of them with backend="cute"')
         if x.device.type == "cuda" and backend == "auto":
             warn_once(reason)
-        y, res, _ = reference.rms_norm_fwd(x, weight, bias, residual, _eps(x, eps), weight_offset, out_dtype)
+        y, res, _ = reference.rms_norm_fwd(x, weight, bias, residual, resolve_eps(x, eps), weight_offset, out_dtype)
     else:
-        y, res, _ = _op_fwd(x, weight, bias, residual, _eps(x, eps), weight_offset, out_dtype, backend)
+        y, res, _ = _op_fwd(x, weight, bias, residual, resolve_eps(x, eps), weight_offset, out_dtype, backend)
     return y if residual is None else (y, res)
-
-
-def _eps(x: Tensor, eps: float | None) -> float:
-    return torch.finfo(x.dtype).eps if eps is None else eps
 
 
 # Operators: functional, the same on every device (plans know what runs where), absent results None ------------------

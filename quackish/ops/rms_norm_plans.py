@@ -103,7 +103,7 @@ class ForwardPlan:
         self.shape, self.device, self.backend = x.shape, x.device, backend
         self.m = x.numel() // x.shape[-1]
         self.x_type, self.weight_type = Tensor if residual is not None else type(x), type(weight)
-        self.eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+        self.eps = float(resolve_eps(x, eps))
         self.weight_offset = float(weight_offset)
         self.x_dtype, self.out_dtype = x.dtype, out_dtype or x.dtype
         self.bias_dtype, self.residual_dtype = _dtype(bias), _dtype(residual)
@@ -415,6 +415,11 @@ def copied(flags: tuple[bool, ...], *tensors: Tensor | None) -> list[Tensor | No
     return [t.contiguous() if flag else t for flag, t in zip(flags, tensors, strict=True)]
 
 
+def resolve_eps(x: Tensor, eps: float | None) -> float:
+    """eps, or what F.rms_norm takes for None: the epsilon of the dtype that it computes in, not of x's."""
+    return eps if eps is not None else torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+
+
 def _dtype(t: Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
 
@@ -435,7 +440,7 @@ def check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, back
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"rms_norm: residual is {dims(residual)} but x is {dims(x)}; expected equal shapes")
     if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
-        raise TypeError(f"rms_norm: eps is a {type(eps).__name__}; expected a float, or None for x's machine epsilon")
+        raise TypeError(f"rms_norm: eps is a {type(eps).__name__}; expected a float or None")
     _check_options("rms_norm", weight, weight_offset, backend)
     if out_dtype is not None and out_dtype not in _DTYPES:
         raise TypeError(f"rms_norm: out_dtype is {out_dtype}; expected None or one of {_names(_DTYPES)}")
