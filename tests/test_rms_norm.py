@@ -875,6 +875,35 @@ def test_hooks_on_saved_tensors(path):
             assert_same(step(two_norms, inputs, dy), want)
 
 
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("ndim", [2, 1])
+@pytest.mark.parametrize("hooked_first", [False, True])
+def test_hooks_that_change_the_dtype(path, hooked_first, ndim, strided):
+    x, w, dy = leaf(rows((6, 8))), leaf(weights(8)), rows((6, 8), seed=1)
+    dy = dy.t().contiguous().t() if strided else dy
+
+    def narrow(t):  # x or the weight, not rstd
+        return t.bfloat16() if t.dim() == ndim and t.shape[-1] == 8 else t
+
+    want = step(lambda x, w: rms_norm(x, w, backend="reference"), (x, w), dy)
+    for hooked in (hooked_first, not hooked_first):
+        if not hooked:
+            assert_same(step(rms_norm, (x, w), dy), want)
+            continue
+        with torch.autograd.graph.saved_tensors_hooks(narrow, lambda t: t):
+            got = step(rms_norm, (x, w), dy)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_hooks_that_change_the_dtype_of_rstd(path):
+    x, w, dy = leaf(rows((6, 8))), leaf(weights(8)), rows((6, 8), seed=1)
+    step(rms_norm, (x, w), dy)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t if t.shape[-1] == 8 else t.half(), lambda t: t):
+        with pytest.raises(TypeError, match="rms_norm_backward: rstd is float16; expected float32"):
+            step(rms_norm, (x, w), dy)
+
+
 def test_gradients_and_saved_tensors_of_other_types(path):
     x, w, dy = leaf(rows((6, 8))), leaf(weights(8)), rows((6, 8), seed=1)
     y = rms_norm(x, w)

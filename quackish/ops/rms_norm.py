@@ -246,23 +246,35 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         forward = ctx.plan
         needs = ctx.needs_input_grad  # x, weight, bias, residual, plan
+        # Hooks on saved tensors, and assignments to .data, may leave other types, dtypes and strides than forward had.
         if (
             type(dy) is Tensor
             and dy.is_contiguous()
             and (dres is None or (type(dres) is Tensor and dres.is_contiguous()))
-            and type(x) is forward.x_type
+            and type(x) is forward.res_type
+            and x.dtype is forward.res_dtype
             and x.is_contiguous()
-            and (weight is None or (type(weight) is forward.weight_type and weight.is_contiguous()))
+            and (
+                weight is None
+                or (
+                    type(weight) is forward.weight_type
+                    and weight.dtype is forward.weight_dtype
+                    and weight.is_contiguous()
+                )
+            )
+            and rstd.dtype is forward.rstd_dtype
         ):
             key = needs, dres is None
         else:
-            # x and weight too: hooks on saved tensors may give back other types and strides than forward had.
             key = (
                 needs,
                 type(dy),
                 type(dres),
                 type(x),
                 type(weight),
+                x.dtype,
+                None if weight is None else weight.dtype,
+                rstd.dtype,
                 None if dy is None else dy.is_contiguous() or dy.stride(),
                 None if dres is None else dres.is_contiguous() or dres.stride(),
                 x.is_contiguous() or x.stride(),

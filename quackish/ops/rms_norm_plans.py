@@ -102,7 +102,10 @@ class ForwardPlan:
     def __init__(self, x, weight, bias, residual, eps, weight_offset, out_dtype, backend):
         self.shape, self.device, self.backend = x.shape, x.device, backend
         self.m = x.numel() // x.shape[-1]
-        self.x_type, self.weight_type = Tensor if residual is not None else type(x), type(weight)
+        # what backward has saved: res, which is x itself without a residual; weight; rstd
+        self.res_type, self.res_dtype = (type(x), x.dtype) if residual is None else (Tensor, residual.dtype)
+        self.weight_type, self.weight_dtype = type(weight), _dtype(weight)
+        self.rstd_dtype = reference.accumulate_dtype(x, weight, bias, residual)
         self.eps = float(resolve_eps(x, eps))
         self.weight_offset = float(weight_offset)
         self.x_dtype, self.out_dtype = x.dtype, out_dtype or x.dtype
