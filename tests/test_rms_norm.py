@@ -474,6 +474,11 @@ X, W = torch.ones(4, 8), torch.ones(8)
         (lambda: rms_norm_backward(X, X, W, W[:4].half()), TypeError, "rms_norm_backward: rstd is float16; expected"),
         (lambda: rms_norm_backward(X, X, W[:4], W[:4]), ValueError, "backward: weight has 4 elements but x has 8"),
         (lambda: rms_norm_backward(None, X, W, W[:4]), TypeError, "rms_norm_backward: dy is a NoneType; expected"),
+        (
+            lambda: ops._op_bwd(X, X, W, W[:4], None, 0.0, None, FP32, None, None, "auto"),
+            ValueError,
+            "rms_norm_backward: dresidual_dtype without dx_dtype; give the one dtype as dx_dtype",
+        ),
         (lambda: RMSNorm(9)(X), ValueError, "RMSNorm: x is (4, 8); expected (..., 9)"),
     ],
 )

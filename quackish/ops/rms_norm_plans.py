@@ -466,6 +466,8 @@ def check_backward(
             "dimension with an element for each row of x, as rms_norm_forward returns it"
         )
     _check_options(who, weight, weight_offset, backend)
+    if dresidual_dtype is not None and dx_dtype is None:  # kernels write a second dx only beside the first
+        raise ValueError(f"{who}: dresidual_dtype without dx_dtype; give the one dtype as dx_dtype")
     for name, dtype in (("dx_dtype", dx_dtype), ("dbias_dtype", dbias_dtype)):
         if dtype is not None and dtype not in _DTYPES:
             raise TypeError(f"{who}: {name} is {dtype}; expected None or one of {_names(_DTYPES)}")
