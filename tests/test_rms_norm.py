@@ -479,6 +479,11 @@ X, W = torch.ones(4, 8), torch.ones(8)
             ValueError,
             "rms_norm_backward: dresidual_dtype without dx_dtype; give the one dtype as dx_dtype",
         ),
+        (
+            lambda: RMSNorm(8, elementwise_affine=False, weight_offset=1.0),
+            ValueError,
+            "RMSNorm: weight_offset is 1.0 but elementwise_affine is False",
+        ),
         (lambda: RMSNorm(9)(X), ValueError, "RMSNorm: x is (4, 8); expected (..., 9)"),
     ],
 )

@@ -192,6 +192,11 @@ class RMSNorm(nn.RMSNorm):
         out_dtype: torch.dtype | None = None,
         backend: str = "auto",
     ) -> None:
+        if weight_offset and not elementwise_affine:
+            raise ValueError(
+                f"RMSNorm: weight_offset is {weight_offset} but elementwise_affine is False: there is no weight to "
+                "add it to"
+            )
         self.weight_offset = weight_offset  # reset_parameters, which the next line calls, needs it
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.out_dtype, self.backend = out_dtype, backend
