@@ -497,9 +497,9 @@ def test_errors_name_the_argument(call, kind, text):
 A100 = gpu.Gpu("A100", "sm_80", "sm_80", sm_count=108, smem_bytes=166912, smem_bytes_per_sm=167936)
 
 
-def find(problem, backend="auto", device="cuda:0", m=5):
+def find(problem, backend="auto", device="cuda:0", m=5, **options):
     return plans.find_kernel(
-        "rms_norm_fwd", lambda problem, gpu: EmulatedConfig(), problem, m, torch.device(device), backend
+        "rms_norm_fwd", lambda problem, gpu: EmulatedConfig(), problem, m, torch.device(device), backend, **options
     )
 
 
@@ -512,6 +512,8 @@ def test_without_a_kernel_there_is_one_warning_or_an_error(monkeypatch):
     monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
     with pytest.warns(PortablePathWarning, match="no kernel for weight in float64; supported: bfloat16"):
         assert find(RmsNormFwdProblem(8, "float32", "float32", "float64")) is None
+    with pytest.warns(PortablePathWarning, match="no kernel for rstd in float64; supported: float32"):
+        assert find(problem, rstd_dtype=FP64) is None
     with pytest.warns(PortablePathWarning, match="no kernel for 2146435073 rows of 8; at most 2146435072"):
         assert find(problem, m=MAX_M + 1) is None
     with pytest.raises(UnsupportedError, match="rows of 8"):
@@ -691,9 +693,11 @@ def test_unaligned_rows_of_gradients(kernels, which):
 
 
 def test_fp64_rstd_is_not_for_kernels(kernels):
-    x = rows((4, 8))
-    grads = rms_norm_backward(x, x, W, torch.ones(4, dtype=FP64))
+    x, rstd = rows((4, 8)), torch.ones(4, dtype=FP64)
+    grads = rms_norm_backward(x, x, W, rstd)
     assert grads.dx.dtype == FP32
+    with pytest.raises(UnsupportedError, match="no kernel for rstd in float64; supported: float32"):
+        rms_norm_backward(x, x, W, rstd, backend="cute")
     assert not kernels.launches
 
 

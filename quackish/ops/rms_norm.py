@@ -46,7 +46,8 @@ def rms_norm(
         out_dtype: y's dtype; None is x's. Autocast changes nothing here.
         backend: "auto" runs a kernel where there is one, and otherwise the portable PyTorch path: silently on CPU, with
             one warning per reason on a GPU. "cute" runs a kernel or raises. "reference" runs the portable path.
-            torch.func transforms and forward-mode AD always run the portable path.
+            torch.func transforms and forward-mode AD always run the portable path; so do, with any backend, backward
+            with create_graph=True or is_grads_batched=True.
 
     Returns:
         y: x's shape, contiguous; with a residual (y, res). All arguments that require it get gradients, in their own

@@ -197,9 +197,8 @@ class BackwardPlan:
         self.dtypes = (dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype)
         self.dx_like_x = x.is_contiguous() and dx_dtype == x.dtype
         self.dweight_like_weight = weight is not None and dweight_dtype == weight.dtype  # a (n,) copy has stride 1 too
-        # rstd is fp64 where an input of forward was. Without a gradient to compute there is nothing to launch.
-        self.backend = backend if rstd.dtype == torch.float32 else "reference"
-        self.m = x.numel() // self.n if any(self.dtypes) else 0
+        self.backend, self.rstd_dtype = backend, rstd.dtype
+        self.m = x.numel() // self.n if any(self.dtypes) else 0  # without a gradient to compute: nothing to launch
         if dx_dtype is None:
             dres = None
 
@@ -224,7 +223,8 @@ class BackwardPlan:
         self.kernel_unaligned = None if aligned else self.kernel
 
     def find(self, problem: RmsNormBwdProblem) -> "Kernel | None":
-        return find_kernel("rms_norm_bwd", rms_norm_bwd_config, problem, self.m, self.device, self.backend)
+        args = ("rms_norm_bwd", rms_norm_bwd_config, problem, self.m, self.device, self.backend)
+        return find_kernel(*args, self.rstd_dtype)
 
     def run(self, dy, x, weight, rstd, dres) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """(dx, dresidual, dweight, dbias), None where no dtype was given."""
@@ -317,7 +317,13 @@ class Kernel(NamedTuple):
 
 
 def find_kernel(
-    name: str, make_config: Callable[..., Any], problem: Any, m: int, device: torch.device, backend: str
+    name: str,
+    make_config: Callable[..., Any],
+    problem: Any,
+    m: int,
+    device: torch.device,
+    backend: str,
+    rstd_dtype: torch.dtype = torch.float32,
 ) -> Kernel | None:
     """The kernel for `problem` on m rows; None where the portable path is to run, with one warning per reason on a GPU.
 
@@ -335,6 +341,11 @@ def find_kernel(
                     f"{name}: no kernel for {field.name.removesuffix('_dtype')} in {dtype}; supported: {supported}. "
                     'backend="auto" runs the portable path.'
                 )
+        if rstd_dtype != torch.float32:  # fp64, where an input of forward was
+            raise UnsupportedError(
+                f"{name}: no kernel for rstd in {_names([rstd_dtype])}; supported: float32. "
+                'backend="auto" runs the portable path.'
+            )
         if m > MAX_M:
             raise UnsupportedError(
                 f"{name}: no kernel for {m} rows of {problem.n}; at most {MAX_M} rows. "
