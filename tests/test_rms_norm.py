@@ -142,7 +142,7 @@ def kernels(monkeypatch):
         return zeros.data_ptr(), scratch[-1].data_ptr(), None
 
     no_kernel = plans.gpu_for
-    monkeypatch.setattr(plans, "gpu_for", lambda *a: gpu.H200 if a[1].type == "cpu" else no_kernel(*a))
+    monkeypatch.setattr(plans, "gpu_for", lambda device: gpu.H200 if device.type == "cpu" else no_kernel(device))
     monkeypatch.setattr(plans.kernels, "find", lambda name, gpu: name)
     monkeypatch.setattr(plans.launch, "get", emulated.get)
     monkeypatch.setattr(plans, "rms_norm_fwd_config", lambda problem, gpu: EmulatedConfig())
@@ -468,7 +468,7 @@ X, W = torch.ones(4, 8), torch.ones(8)
         (lambda: rms_norm(X, None, weight_offset=1.0), ValueError, "weight_offset is 1.0 but weight is None"),
         (lambda: rms_norm(X, W, out_dtype=torch.int8), TypeError, "rms_norm: out_dtype is torch.int8; expected None"),
         (lambda: rms_norm(X, W, backend="cuda"), ValueError, "rms_norm: backend is 'cuda'; expected one of 'auto'"),
-        (lambda: rms_norm(X, W, backend="cute"), UnsupportedError, "no kernel for cpu tensors"),
+        (lambda: rms_norm(X, W, backend="cute"), UnsupportedError, "rms_norm: no kernel for cpu tensors"),
         (lambda: rms_norm_backward(X[:3], X, W, X[:, 0]), ValueError, "backward: dy is (3, 8) but x is (4, 8)"),
         (lambda: rms_norm_backward(X, X, W, W), ValueError, "rms_norm_backward: rstd is (8,), strides (1,), and x is"),
         (lambda: rms_norm_backward(X, X, W, W[:4].half()), TypeError, "rms_norm_backward: rstd is float16; expected"),
@@ -498,8 +498,9 @@ A100 = gpu.Gpu("A100", "sm_80", "sm_80", sm_count=108, smem_bytes=166912, smem_b
 
 
 def find(problem, backend="auto", device="cuda:0", m=5, **options):
+    name = "rms_norm_fwd" if isinstance(problem, RmsNormFwdProblem) else "rms_norm_bwd"
     return plans.find_kernel(
-        "rms_norm_fwd", lambda problem, gpu: EmulatedConfig(), problem, m, torch.device(device), backend, **options
+        name, lambda problem, gpu: EmulatedConfig(), problem, m, torch.device(device), backend, **options
     )
 
 
@@ -507,14 +508,17 @@ def test_without_a_kernel_there_is_one_warning_or_an_error(monkeypatch):
     monkeypatch.setattr(errors, "_warned", set())
     monkeypatch.setattr(plans, "gpu_of", lambda index: A100)
     problem = RmsNormFwdProblem(8, "float32", "float32")
-    with pytest.warns(PortablePathWarning, match=r"no kernel for sm_80 \(A100\); supported: sm_90"):
+    with pytest.warns(PortablePathWarning, match=r"^rms_norm: no kernel for sm_80 \(A100\); supported: sm_90"):
         assert find(problem) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find(RmsNormBwdProblem(8, "float32", "float32")) is None  # one reason, whatever the direction
     monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
-    with pytest.warns(PortablePathWarning, match="no kernel for weight in float64; supported: bfloat16"):
+    with pytest.warns(PortablePathWarning, match="^rms_norm: no kernel for weight in float64; supported: bfloat16"):
         assert find(RmsNormFwdProblem(8, "float32", "float32", "float64")) is None
-    with pytest.warns(PortablePathWarning, match="no kernel for rstd in float64; supported: float32"):
+    with pytest.warns(PortablePathWarning, match="^rms_norm: no kernel for rstd in float64; supported: float32"):
         assert find(problem, rstd_dtype=FP64) is None
-    with pytest.warns(PortablePathWarning, match="no kernel for 2146435073 rows of 8; at most 2146435072"):
+    with pytest.warns(PortablePathWarning, match="^rms_norm: no kernel for 2146435073 rows of 8; at most 2146435072"):
         assert find(problem, m=MAX_M + 1) is None
     with pytest.raises(UnsupportedError, match="rows of 8"):
         find(problem, backend="cute", m=MAX_M + 1)
@@ -536,7 +540,7 @@ def test_without_the_compiler(monkeypatch):
         return find
 
     monkeypatch.setattr(plans.kernels, "find", missing("cutlass"))
-    with pytest.warns(PortablePathWarning, match="nvidia-cutlass-dsl is not installed"):
+    with pytest.warns(PortablePathWarning, match=r"^rms_norm: nvidia-cutlass-dsl .*; pip install nvidia"):
         assert find(RmsNormFwdProblem(8, "float32", "float32")) is None
     monkeypatch.setattr(plans.kernels, "find", missing("quackish.kernels.typo"))
     with pytest.raises(ModuleNotFoundError):

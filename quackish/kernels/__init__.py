@@ -18,8 +18,9 @@ def find(name: str, gpu: Gpu) -> type:
     where = _HERE.get((name, gpu.family))
     if where is None:
         supported = ", ".join(family for kernel, family in _HERE if kernel == name) or "no GPU"
+        op = name.removesuffix("_fwd").removesuffix("_bwd")  # what the user called
         raise UnsupportedError(
-            f"{name}: no kernel for {gpu.family} ({gpu.name}); supported: {supported}. "
+            f"{op}: no kernel for {gpu.family} ({gpu.name}); supported: {supported}. "
             'backend="auto" runs the portable path.'
         )
     module, _, cls = where.partition(":")

@@ -332,23 +332,23 @@ def find_kernel(
     if backend == "reference" or m == 0:  # no rows: nothing to launch, and the reference gets the empty sums right
         return None
     try:
-        gpu = gpu_for(name, device)
+        gpu = gpu_for(device)
         for field in dataclasses.fields(problem):
             dtype = getattr(problem, field.name)
             if field.name.endswith("_dtype") and dtype is not None and dtype not in ITEMSIZE:
                 supported = ", ".join(ITEMSIZE)
                 raise UnsupportedError(
-                    f"{name}: no kernel for {field.name.removesuffix('_dtype')} in {dtype}; supported: {supported}. "
+                    f"rms_norm: no kernel for {field.name.removesuffix('_dtype')} in {dtype}; supported: {supported}. "
                     'backend="auto" runs the portable path.'
                 )
         if rstd_dtype != torch.float32:  # fp64, where an input of forward was
             raise UnsupportedError(
-                f"{name}: no kernel for rstd in {_names([rstd_dtype])}; supported: float32. "
+                f"rms_norm: no kernel for rstd in {_names([rstd_dtype])}; supported: float32. "
                 'backend="auto" runs the portable path.'
             )
         if m > MAX_M:
             raise UnsupportedError(
-                f"{name}: no kernel for {m} rows of {problem.n}; at most {MAX_M} rows. "
+                f"rms_norm: no kernel for {m} rows of {problem.n}; at most {MAX_M} rows. "
                 'backend="auto" runs the portable path.'
             )
         kernel_class = kernels.find(name, gpu)
@@ -357,7 +357,11 @@ def find_kernel(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("cutlass", "cuda", "tvm_ffi"):
             raise
-        return _without(UnsupportedError(f"{name}: nvidia-cutlass-dsl is not installed ({error})"), device, backend)
+        reason = UnsupportedError(
+            f"rms_norm: nvidia-cutlass-dsl is not installed ({error}); pip install nvidia-cutlass-dsl, or "
+            'backend="auto" runs the portable path'
+        )
+        return _without(reason, device, backend)
     except UnsupportedError as error:
         return _without(error, device, backend)
     num_ctas = config.num_ctas(m, gpu.sm_count)
@@ -373,11 +377,11 @@ def _without(error: UnsupportedError, device: torch.device, backend: str) -> Non
         warn_once(str(error))
 
 
-def gpu_for(name: str, device: torch.device) -> Gpu:
+def gpu_for(device: torch.device) -> Gpu:
     # ROCm's devices are "cuda" too, and their major.minor look like NVIDIA's
     if device.type != "cuda" or torch.version.hip:
         kind = "AMD GPUs" if device.type == "cuda" else f"{device.type} tensors"
-        raise UnsupportedError(f'{name}: no kernel for {kind}. backend="auto" runs the portable path.')
+        raise UnsupportedError(f'rms_norm: no kernel for {kind}. backend="auto" runs the portable path.')
     return gpu_of(device.index)
 
 
