@@ -16,11 +16,11 @@ class Gpu:
     smem_bytes_per_sm: int
 
 
-_SMEM_90 = dict(smem_bytes=232_448, smem_bytes_per_sm=233_472)
-H100 = Gpu("H100", "sm_90", "sm_90a", sm_count=132, **_SMEM_90)
-H200 = Gpu("H200", "sm_90", "sm_90a", sm_count=132, **_SMEM_90)
-B200 = Gpu("B200", "sm_100", "sm_100a", sm_count=148, **_SMEM_90)
-KNOWN = {gpu.name.lower(): gpu for gpu in (H100, H200, B200)}
+# As the CUDA C++ Programming Guide gives them for compute capabilities 9.0 and 10.0; the SMs are NVIDIA's data sheets'.
+_SMEM = dict(smem_bytes=232_448, smem_bytes_per_sm=233_472)
+H100 = Gpu("H100", "sm_90", "sm_90a", sm_count=132, **_SMEM)
+H200 = Gpu("H200", "sm_90", "sm_90a", sm_count=132, **_SMEM)
+B200 = Gpu("B200", "sm_100", "sm_100a", sm_count=148, **_SMEM)
 
 # Families whose own instructions need the architecture-specific target; all others get the plain one.
 _TARGETS = {"sm_90": "sm_90a", "sm_100": "sm_100a"}

@@ -5,7 +5,7 @@ import pytest
 from quackish import kernels, launch
 from quackish.configs.rms_norm import (
     MAX_N,
-    MAX_N_TWO_SUMS_FP32,
+    MAX_N_TWO_SUMS,
     RmsNormBwdConfig,
     RmsNormBwdProblem,
     RmsNormFwdProblem,
@@ -16,51 +16,39 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
 
 BF16, FP32 = "bfloat16", "float32"
-# Each side of every threshold in configs/rms_norm.py, and rows that divide badly.
-SIZES = (
-    8,
-    256,
-    1000,
-    1024,
-    1032,
-    1536,
-    3072,
-    4096,
-    5120,
-    5128,
-    8192,
-    8200,
-    16_384,
-    16_392,
-    20_000,
-    65_536,
-    131_072,
-    MAX_N,
-)
+# Both sides of the thresholds in configs/rms_norm.py, and rows that divide badly.
+SIZES = (8, 136, 264, 320, 640, 1000, 1024, 1032, 2560, 3080, 3840, 5120, 5128, 6152, 8192, 8200, 16_384, 16_392)
+LARGE = (20_000, 65_536, 131_072, MAX_N)
 
 
 def forward_problems():
-    for n in SIZES:
-        yield RmsNormFwdProblem(n, BF16, BF16, BF16)
+    for n in SIZES + LARGE:
+        yield RmsNormFwdProblem(n, BF16, BF16, FP32)
         yield RmsNormFwdProblem(n, BF16, BF16, FP32, FP32, FP32, packed=False)
+    for n in (256, 4096, 8192, 32_768):
+        yield RmsNormFwdProblem(n, BF16, BF16, BF16)
     for n in (1, 100, 4097, 40_001):
         yield RmsNormFwdProblem(n, BF16, BF16, BF16, aligned=False)
-    yield RmsNormFwdProblem(4096, FP32, FP32, FP32)
+    for n in (160, 4096, 8200):
+        yield RmsNormFwdProblem(n, FP32, FP32, FP32, FP32, FP32)
     yield RmsNormFwdProblem(4096, "float16", FP32)
 
 
 def backward_problems():
     plain = dict(weight_dtype=BF16, dx_dtype=BF16, dweight_dtype=BF16)
     everything = dict(weight_dtype=FP32, dres_dtype=FP32, dx_dtype=BF16, dresidual_dtype=FP32, dweight_dtype=FP32)
-    for n in SIZES:
+    for n in SIZES + LARGE:
         yield RmsNormBwdProblem(n, BF16, BF16, **plain)
-        dbias = FP32 if n <= MAX_N_TWO_SUMS_FP32 else None
+        dbias = FP32 if n <= MAX_N_TWO_SUMS else None
         yield RmsNormBwdProblem(n, FP32, BF16, **everything, dbias_dtype=dbias, packed=False)
+    for n in (176, 656, 3584):
+        yield RmsNormBwdProblem(n, BF16, BF16, **plain, dres_dtype=BF16, dbias_dtype=BF16)
     for n in (1, 100, 4097, 40_001):
         yield RmsNormBwdProblem(n, BF16, BF16, **plain, aligned=False)
     yield RmsNormBwdProblem(4096, BF16, BF16, weight_dtype=BF16, dx_dtype=BF16)
     yield RmsNormBwdProblem(4096, BF16, BF16, weight_dtype=BF16, dweight_dtype=BF16)
-    yield RmsNormBwdProblem(4096, FP32, FP32, weight_dtype=FP32, dx_dtype=FP32, dweight_dtype=FP32)
+    for n in (512, 520, 4096):
+        yield RmsNormBwdProblem(n, FP32, FP32, weight_dtype=FP32, dx_dtype=FP32, dweight_dtype=FP32)
 
 
 def check(name, problem, config, gpu, ctas_per_sm):
@@ -96,15 +84,24 @@ def test_rows_beyond_the_longest_are_refused():
     with pytest.raises(UnsupportedError, match="262152 elements; at most 262144"):
         rms_norm_fwd_config(RmsNormFwdProblem(MAX_N + 8, BF16, BF16), H200)
     with pytest.raises(UnsupportedError, match="at most 131072"):
-        problem = RmsNormBwdProblem(MAX_N, FP32, FP32, FP32, dx_dtype=FP32, dweight_dtype=FP32, dbias_dtype=FP32)
+        problem = RmsNormBwdProblem(MAX_N, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16, dbias_dtype=BF16)
         rms_norm_bwd_config(problem, H200)
 
 
 @pytest.mark.parametrize("m", [1, 2, 131, 132, 133, 4096, 65_536])
-@pytest.mark.parametrize("n", [256, 4096, 65_536])
-def test_every_row_has_a_cta_and_none_waits_for_another_wave(n, m):
+@pytest.mark.parametrize("n", [256, 4096, 65_536, MAX_N])
+@pytest.mark.parametrize("sm_count", [16, 132])  # a slice of a GPU, a whole one
+def test_there_are_ctas_for_the_rows_and_no_more_than_fit(n, m, sm_count):
     problem = RmsNormBwdProblem(n, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
     config = rms_norm_bwd_config(problem, H200)
-    num_ctas = config.num_ctas(m, H200.sm_count)
+    num_ctas = config.num_ctas(m, sm_count)
     assert num_ctas % max(config.split_n, config.cluster) == 0
-    assert 1 <= num_ctas <= H200.sm_count * config.ctas_per_sm
+    assert 1 <= num_ctas <= sm_count * config.ctas_per_sm
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(cluster=2), dict(combine="turnstile", cluster=2, split_n=2), dict(combine="x")]
+)
+def test_configs_that_would_add_up_wrongly_are_refused(fields):
+    with pytest.raises(ValueError, match="RmsNormBwdConfig: c"):
+        RmsNormBwdConfig(256, 256, 4, 1, **fields)

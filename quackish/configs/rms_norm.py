@@ -13,7 +13,7 @@ from quackish.gpu import Gpu
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_N = 262_144  # a cluster of 16 CTAs, 16,384 columns each
 MAX_M = 2**31 - 2**20  # kernels count rows in 32 bits, up to a few tiles past the last one
-MAX_N_TWO_SUMS_FP32 = 131_072  # dweight and dbias of fp32 rows: more would not fit a thread's registers
+MAX_N_TWO_SUMS = 131_072  # dweight and dbias both: more would not fit into a thread's registers
 
 
 def _itemsize(*row_dtypes: str | None) -> int:
@@ -115,14 +115,25 @@ class RmsNormBwdConfig:
     combine: str = "slices"  # how the sums over rows go over the CTAs: kernels/common/column_sum.py
     cluster: int = 1  # CTAs that combine through distributed shared memory before the turnstile
 
+    def __post_init__(self):
+        if self.combine not in ("slices", "turnstile"):
+            raise ValueError(f'RmsNormBwdConfig: combine is {self.combine!r}; expected "slices" or "turnstile"')
+        if self.cluster > 1 and (self.combine != "turnstile" or self.split_n > 1):
+            raise ValueError(
+                f"RmsNormBwdConfig: cluster is {self.cluster} with combine {self.combine!r}, split_n {self.split_n}; "
+                'expected 1, as clusters combine only before a "turnstile" and where they do not share a row'
+            )
+
     def num_ctas(self, m: int, sm_count: int) -> int:
         """Persistent CTAs for m >= 1 rows: as many as are resident at once, or fewer if that is no slower."""
         size = max(self.split_n, self.cluster)
         clusters = sm_count * self.ctas_per_sm // size
         if size > 2:
             # A cluster lies within one GPC, and GPCs differ in size: an H200 with 132 SMs was seen to hold 30 clusters
-            # of 4, 15 of 8 and 7 of 16, at one CTA an SM. One more than fit would double the time.
+            # of 4, 15 of 8 and 7 of 16, at one CTA an SM. One more than fits is refused, as the launch is cooperative,
+            # or takes twice as long where only dx is asked for. Other GPUs were not looked at.
             clusters = clusters * 7 // 8
+        clusters = max(clusters, 1)
         workers_each = size // self.split_n
         tiles = -(-m // (self.threads // self.threads_per_row))
         workers = -(-tiles // -(-tiles // (clusters * workers_each)))
@@ -144,31 +155,35 @@ def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfi
     """Raises UnsupportedError for n > MAX_N."""
     p = problem
     # A thread keeps its part of x, of the weight, and of the residual and the bias in registers. 16 bf16 elements a
-    # thread were fastest up to n = 4096, 32 from there.
-    wide = p.aligned and p.residual_dtype is None and p.bias_dtype is None
+    # thread were fastest up to n = 4096, 32 from there, which only x and a weight no wider than x leave room for.
+    narrow_weight = p.weight_dtype is None or ITEMSIZE[p.weight_dtype] <= p.itemsize
+    wide = p.aligned and narrow_weight and p.residual_dtype is None and p.bias_dtype is None
     elements = 32 // p.itemsize * (2 if wide and p.n * p.itemsize > 8192 else 1)
     split_n = 1
     if p.n > 512 * elements:  # 8192 bf16 columns a CTA: 135 us at 4096 x 32768 where 16,384 took 141
         split_n = _split(p.n, (256 if wide else 512) * elements, MAX_N)
     n_cta = columns_per_cta(p.n, p.vec, split_n)
-    threads_per_row = _threads_per_row(n_cta, p.vec, elements, at_most=512 if n_cta <= 512 * elements else 1024)
+    most = 48 // p.itemsize if wide and elements * p.itemsize == 32 else elements
+    threads_per_row = _threads_per_row(n_cta, p.vec, elements, most, 512 if n_cta <= 512 * elements else 1024)
     return RmsNormFwdConfig(_threads(threads_per_row, 128), threads_per_row, split_n)
 
 
 def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfig:
-    """Raises UnsupportedError for n > MAX_N, and for dweight with dbias of fp32 rows beyond MAX_N_TWO_SUMS_FP32."""
+    """Raises UnsupportedError for n > MAX_N, and where dweight and dbias are both asked for, for n > MAX_N_TWO_SUMS."""
     # Up to 2 KB a row, two CTAs an SM and 16 bf16 elements a thread; then one CTA an SM and 32 elements, about 32 KB of
     # rows a stage; from 10 KB one row a stage, with 16 elements again. The best of a sweep over threads, stages and
     # CTAs at each n of 256, 512, 1024, 2048, 3072, 4096, 5120, 6144 and 8192. More rows in flight are not faster: at
     # 65536 x 4096 with 128 threads a row, 3 stages took 377 us and 4 took 379.
     p = problem
     row = p.n * p.itemsize
-    max_n = MAX_N_TWO_SUMS_FP32 if p.num_sums == 2 and p.itemsize == 4 else MAX_N
-    split_n = 1 if row <= 16_384 else _split(p.n, 16_384 // p.itemsize, max_n)
+    split_n = 1 if row <= 16_384 else _split(p.n, 16_384 // p.itemsize, MAX_N_TWO_SUMS if p.num_sums == 2 else MAX_N)
     elements = (64 if 2048 < row <= 10_240 else 32) // p.itemsize
-    threads_per_row = _threads_per_row(columns_per_cta(p.n, p.vec, split_n), p.vec, elements, at_most=512)
+    most = min(elements * 3 // 2, 64 // p.itemsize)
+    threads_per_row = _threads_per_row(columns_per_cta(p.n, p.vec, split_n), p.vec, elements, most, at_most=512)
     threads = threads_per_row if row > 10_240 else _threads(threads_per_row, 256)
     ctas_per_sm, num_stages = (2, 4) if row <= 2048 else (1, 3) if row <= 10_240 else (1, 4) if split_n == 1 else (1, 6)
+    if p.num_sums == 2:  # a second set of sums takes the registers of a second CTA
+        ctas_per_sm = 1
     stage_bytes = p.row_bytes // split_n * (threads // threads_per_row)
     num_stages = min(num_stages, (gpu.smem_bytes_per_sm // ctas_per_sm - 8192) // stage_bytes)
     if not p.aligned or num_stages < 2:
@@ -188,15 +203,17 @@ def _split(n: int, n_cta: int, max_n: int) -> int:
     return split_n
 
 
-def _threads_per_row(n: int, vec: int, elements: int, at_most: int) -> int:
-    """So many that each has about `elements` of the row and few have none: 8, 16 or whole warps."""
+def _threads_per_row(n: int, vec: int, elements: int, most: int, at_most: int) -> int:
+    """8, 16 or whole warps up to at_most threads: so many that each has about `elements` of the row, none more than
+    `most` if that can be had, as more would spill, and few have none."""
     vectors, target = -(-n // vec), max(1, elements // vec)
 
     def cost(threads: int) -> float:
         each = -(-vectors // threads)
         return threads * each / vectors * (1 + 0.2 * max(each / target, target / each))
 
-    return min((8, 16, *range(32, at_most + 1, 32)), key=cost)
+    threads = [t for t in (8, 16, *range(32, at_most + 1, 32)) if -(-vectors // t) * vec <= max(most, vec)]
+    return min(threads, key=cost, default=at_most)
 
 
 def _threads(threads_per_row: int, about: int) -> int:

@@ -132,7 +132,9 @@ class RmsNormBwd:
         dot = cute.make_rmem_tensor((rows.vec,), Float32)
 
         num_tiles = cute.ceil_div(m, rows.tile_m)
-        my_tiles = (num_tiles - worker + num_workers - 1) // num_workers  # worker <= num_tiles
+        my_tiles = (
+            num_tiles - worker + num_workers - 1
+        ) // num_workers  # worker < num_workers: 0 past the last tile, never less
         for i in cutlass.range(my_tiles, unroll=1):
             row = (worker + i * num_workers) * self.rows.tile_m + tile_row
             source = cutlass.min(row, m - 1)  # past the last row: any row, its results are not used

@@ -52,7 +52,8 @@ def linear_cross_entropy(
 
         sum_j q_j * (lse - a_j) + z_loss * lse**2
 
-    and an ignored row's is 0. The first nine arguments mean what they mean in `F.linear_cross_entropy`.
+    and an ignored row's is 0. The arguments before `softcap` mean what they mean in
+    `F.linear_cross_entropy`.
 
     Args:
         input: (..., H) bf16, fp16, fp32 or fp64, any strides.

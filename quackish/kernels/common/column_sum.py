@@ -9,9 +9,9 @@ CTAs wait for each other in both, so the launch must be cooperative: resident al
 
 Slices is faster in every shape measured, so the heuristics always take it. Whole backward (H200, bf16, us), slices /
 turnstile with clusters of 8 / turnstile without: 4096 x 256 10 / 23 / 171, 4096 x 1024 15 / 33 / 197, 4096 x 8192 60 /
-70 / 222, 65536 x 8192 740 / 801 / 907. A turn costs about 0.7 us, and adding the slices of all CTAs at once costs less
-than four turns. A third way, in which the last cluster to arrive adds each slice and nobody waits, was up to 3 us
-slower than slices at n <= 2048 and, as clusters of 4 do not fill the GPU, up to 1.8 times as slow above.
+70 / 222, 65536 x 8192 740 / 801 / 907. A turn without clusters costs 0.6 us at n = 256 and 1.3 us at n = 8192. A third
+way, in which the last cluster to arrive adds each slice and nobody waits, was up to 3 us slower than slices at
+n <= 2048 and, as clusters of 4 do not fill the GPU, up to 1.8 times as slow above (measured once, and not kept).
 """
 
 import cutlass

@@ -75,7 +75,7 @@ class RowMap:
         """How many columns CTA `rank` of the cluster has: a Python int where all have the same."""
         if self.n_cta * self.split_n == self.n:
             return self.n_cta
-        return cutlass.max(cutlass.min(self.n - rank * self.n_cta, self.n_cta), 0) if self.split_n > 1 else self.n
+        return cutlass.max(cutlass.min(self.n - rank * self.n_cta, self.n_cta), 0)
 
     def column(self, v: int, lane):
         return (v * self.threads_per_row + lane) * self.vec
@@ -122,7 +122,7 @@ class RowSum:
 
     @cute.jit
     def allocate(self, smem):
-        """(slots, mbarriers) in shared memory; the CTA has to meet once before the first call."""
+        """(slots, mbarriers) in shared memory; a cluster that shares rows has to meet once before the first call."""
         slots = smem.allocate_tensor(Float32, cute.make_layout(2 * self.num_slots), byte_alignment=16)
         mbars = smem.allocate_array(Int64, 2)
         if const_expr(self.rows.split_n > 1):
