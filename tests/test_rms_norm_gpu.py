@@ -470,6 +470,7 @@ def test_a_device_that_is_not_the_current_one():
     there = dataclasses.replace(
         case, **{f: getattr(case, f).detach().to("cuda:1").requires_grad_() for f in ("x", "weight", "bias", "dy")}
     )
+    torch.cuda.synchronize("cuda:1")  # the copies are on its default stream
     assert torch.cuda.current_device() == 0
     with torch.cuda.stream(torch.cuda.Stream("cuda:1")):  # sets the current device too
         with torch.cuda.device(0):
