@@ -1,6 +1,7 @@
 """RMSNorm without a GPU: the reference, the torch layer, and that layer's half of the kernels' calling convention, with
 kernels that read and write memory where the compiled ones do but compute in PyTorch."""
 
+import contextlib
 import copy
 import ctypes
 import functools
@@ -20,7 +21,7 @@ from quackish.configs.rms_norm import MAX_M, RmsNormBwdProblem, RmsNormFwdProble
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops import rms_norm as ops
 from quackish.ops import rms_norm_plans as plans
-from quackish.ops import tickets
+from quackish.ops import workspace
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
 from quackish.testing.errors import error, same_bits
@@ -137,7 +138,7 @@ def kernels(monkeypatch):
     emulated = Emulated()
     zeros, scratch = torch.zeros(3, dtype=torch.int32), []
 
-    def take(index, num_tickets, scratch_floats):
+    def take(index, scratch_floats):
         scratch.append(torch.empty(scratch_floats))
         return zeros.data_ptr(), scratch[-1].data_ptr(), None
 
@@ -725,68 +726,100 @@ def test_plain_eager_does_not_go_through_operators(kernels, monkeypatch):
         rms_norm(x, w).sum().backward()
 
 
-# Tickets ------------------------------------------------------------------------------------------------------------
+# Workspace ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def device(monkeypatch):
-    """tickets.py on a device made of variables."""
+    """workspace.py on a GPU made of variables."""
 
     class Device:
-        stream, capturing, reserves = 1, False, []
+        current, stream, capturing = 0, 1, False
 
-        def new_reserve(self, index, count):
+        @contextlib.contextmanager
+        def set_current(self, index):
+            kept, self.current = self.current, index
+            yield
+            self.current = kept
+
+        def new_reserve(self, index):
             assert not self.capturing
-            self.reserves = [*self.reserves, torch.zeros(count, dtype=torch.int32)]
-            return tickets._Reserve(self.reserves[-1])
+            zeros = torch.zeros(workspace._RESERVE * 32, dtype=torch.int32)
+            workspace._kept_tickets.append(zeros)
+            return iter(range(zeros.data_ptr(), zeros.data_ptr() + zeros.nbytes, 128))
 
     d = Device()
-    monkeypatch.setattr(tickets, "_of_stream", {})
-    monkeypatch.setattr(tickets, "_reserves", {})
-    monkeypatch.setattr(tickets, "_stream_of", lambda index: d.stream)
-    monkeypatch.setattr(tickets, "_is_capturing", lambda index: d.capturing)
-    monkeypatch.setattr(tickets, "_new_reserve", d.new_reserve)
-    zeros = torch.zeros
-    monkeypatch.setattr(tickets.torch, "zeros", lambda *a, device=None, **k: zeros(*a, **k))
+    for name, value in dict(_of_stream={}, _reserves={}, _kept_tickets=[], _kept_scratch=[], _RESERVE=4).items():
+        monkeypatch.setattr(workspace, name, value)
+    monkeypatch.setattr(workspace, "_current_device", lambda: d.current)
+    monkeypatch.setattr(workspace, "_is_capturing", lambda: d.capturing)
+    monkeypatch.setattr(workspace, "_stream_of", lambda index: d.stream)
+    monkeypatch.setattr(workspace, "_new_reserve", d.new_reserve)
+    monkeypatch.setattr(torch.cuda, "device", d.set_current)
+    for make in (torch.zeros, torch.empty):
+        monkeypatch.setattr(torch, make.__name__, lambda *a, make=make, device=None, **k: make(*a, **k))
     return d
 
 
-def test_a_stream_keeps_its_tickets_and_shares_them_with_none(device):
-    first = tickets.take(0, 4)
-    assert tickets.take(0, 4) == first
+def test_a_stream_keeps_its_workspace_and_shares_it_with_none(device):
+    first = workspace.take(0, 100)
+    assert first[2] is None
+    assert workspace.take(0, 100) == workspace.take(0, 1) == first
     device.stream = 2
-    second = tickets.take(0, 4)
-    assert abs(second[0] - first[0]) >= 128
-    assert tickets.take(1, 4)[0] not in (first[0], second[0])
+    second = workspace.take(0, 100)
+    assert abs(second[0] - first[0]) == 128
+    assert second[1] != first[1]
+    other = workspace.take(1, 100)
+    assert not {*other[:2]} & {*first[:2], *second[:2]}
+    assert device.current == 0
     device.stream = 1
-    assert tickets.take(0, 4) == first
-    assert tickets.take(0, 5)[0] >= second[0] + 128
-    assert len(device.reserves) == 2  # one a device
+    assert workspace.take(0, 100) == first
+    assert len(workspace._kept_tickets) == 2  # one a device
+    assert len(workspace._kept_scratch) == 3
 
 
-def test_a_captured_launch_gets_tickets_for_good(device):
-    eager = tickets.take(0, 4)[0]
+def test_scratch_grows_and_tickets_stay(device):
+    tickets, scratch, _ = workspace.take(0, 65)
+    taken = [workspace.take(0, floats) for floats in (128, 129, 300, 70, 512)]
+    assert [t[0] for t in taken] == [tickets] * 5
+    assert taken[0][1] == scratch
+    assert len({t[1] for t in taken}) == 3
+    assert taken[2][1] == taken[3][1] == taken[4][1]
+    assert [len(t) for t in workspace._kept_scratch] == [128, 256, 512]  # what was outgrown too: it may be in use
+
+
+def test_a_captured_launch_gets_tickets_for_good_and_its_own_scratch(device):
+    eager = workspace.take(0, 100)
     device.capturing = True
-    taken = [tickets.take(0, count)[0] for count in (4, 4, 33, 4)]
-    assert [b - a for a, b in itertools.pairwise([eager, *taken])] == [128, 128, 128, 256]
+    taken = [workspace.take(0, 100) for _ in range(3)]
+    assert [b[0] - a[0] for a, b in itertools.pairwise([eager, *taken])] == [128] * 3
+    assert len({t[1] for t in (eager, *taken)}) == 4
+    for _, scratch, kept in taken:
+        assert kept[1].data_ptr() == scratch
+        assert len(kept[1]) == 100
     device.capturing = False
-    assert tickets.take(0, 4)[0] == eager
+    assert workspace.take(0, 100) == eager
+    assert len(workspace._kept_scratch) == 1
 
 
-def test_a_capture_without_reserve_brings_its_own_zeros(device, monkeypatch):
+def test_a_capture_without_reserve_brings_its_own_zeros(device):
     device.capturing = True
-    address, kept = tickets.take(0, 4)  # nothing was launched before
-    assert kept.data_ptr() == address
-    assert kept.tolist() == [0] * 4
+    address, _, (zeros, _) = workspace.take(0, 4)  # nothing was launched before
+    assert zeros.data_ptr() == address
+    assert zeros.tolist() == [0] * 32
     device.capturing = False
-    monkeypatch.setattr(tickets, "_RESERVE", 64)
-    tickets.take(0, 4)
+    workspace.take(0, 4)
     device.capturing = True
-    assert tickets.take(0, 4)[1] is None
-    assert tickets.take(0, 4)[1] is not None  # used up
+    assert [workspace.take(0, 4)[2][0] is None for _ in range(4)] == [True] * 3 + [False]  # used up
     device.capturing, device.stream = False, 2
-    assert tickets.take(0, 100)[1] is None
-    assert [len(r) for r in device.reserves] == [64, 100]
+    assert workspace.take(0, 4)[2] is None
+    assert len(workspace._kept_tickets) == 2
+
+
+def test_a_capture_on_a_device_that_is_not_the_current_one(device, monkeypatch):
+    monkeypatch.setattr(workspace, "_is_capturing", lambda: device.current == 1)
+    assert workspace.take(1, 4)[2] is not None
+    assert workspace.take(0, 4)[2] is None
 
 
 # Compiled, traced, checkpointed, transformed ------------------------------------------------------------------------

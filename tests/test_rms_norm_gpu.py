@@ -14,7 +14,7 @@ from quackish import errors, launch
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops import rms_norm as ops
 from quackish.ops import rms_norm_plans as plans
-from quackish.ops import tickets, workspace
+from quackish.ops import workspace
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
 from quackish.testing.configs import rms_norm_config
@@ -441,8 +441,8 @@ def test_tickets_are_zero_afterwards():
     case = make_case(1000, 2048)
     step(case)
     torch.cuda.synchronize()
-    assert tickets._kept
-    assert not any(reserve.any() for reserve in tickets._kept)
+    assert workspace._kept_tickets
+    assert not any(reserve.any() for reserve in workspace._kept_tickets)
 
 
 def test_after_a_launch_that_failed(monkeypatch):
@@ -521,13 +521,11 @@ def test_compiled_among_other_work_equals_eager_on_the_same_values():
 def test_compiled_into_cuda_graphs():
     """The first run of such a function allocates from memory that later runs use again: tickets must not be there."""
     torch.compiler.reset()
-    tickets._of_stream.clear()
-    tickets._reserves.clear()
+    workspace._reserves.clear()
     workspace._of_stream.clear()
     case = make_case(1000, 2048, bias=FP32)
     want = step(case)
-    tickets._of_stream.clear()
-    tickets._reserves.clear()
+    workspace._reserves.clear()
     workspace._of_stream.clear()
     compiled = torch.compile(rms_norm, fullgraph=True, mode="reduce-overhead")
     for _ in range(6):

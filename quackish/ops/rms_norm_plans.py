@@ -273,7 +273,7 @@ class BackwardPlan:
         # what the sums over CTAs need
         scratch_at = tickets_at = kept = None
         if kernel.num_tickets:
-            tickets_at, scratch_at, kept = workspace.take(self.device.index, kernel.num_tickets, kernel.scratch_floats)
+            tickets_at, scratch_at, kept = workspace.take(self.device.index, kernel.scratch_floats)
         kernel.launch(
             x_at,
             weight_at,
@@ -367,6 +367,7 @@ def find_kernel(
     num_ctas = config.num_ctas(m, gpu.sm_count)
     if not getattr(problem, "dweight_dtype", None) and not getattr(problem, "dbias_dtype", None):
         return Kernel(function, num_ctas)
+    assert config.num_tickets <= workspace.NUM_TICKETS, config
     return Kernel(function, num_ctas, config.scratch_floats(problem, num_ctas), config.num_tickets)
 
 

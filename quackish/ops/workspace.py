@@ -1,18 +1,23 @@
-"""Scratch memory and tickets of a launch, for the sums that CTAs form together.
+"""What launches need to sum over CTAs: fp32 scratch, and zeroed int32 counters ("tickets") that CTAs take turns by.
 
-Launches on one stream follow each other, so they share one workspace: an allocation in each backward took 1.2 us of its
-host time. In a CUDA graph capture the scratch comes from the graph's own memory, like all else that a graph touches.
+A kernel finds its tickets zero and leaves them zero; scratch holds anything. Two launches that run at once must share
+neither. Launches on one stream follow each other, so each stream has its own of both: no lock, no event, no memset and
+no allocation a launch (one took 1.2 us of backward's host time). A launch inside a CUDA graph capture gets tickets that
+nobody else ever gets, because a graph may be replayed on any stream, beside anything; its scratch comes from the
+graph's own memory, like all else that a graph touches. A launch that fails has counted nothing, and a kernel that dies
+takes the CUDA context with it, so nothing can be left counted.
 """
 
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quackish.ops import tickets
-
-_NUM_TICKETS = 32  # what any config needs: two for each CTA of a cluster of 16
+NUM_TICKETS = 32  # of each launch: 128 bytes, so that two launches are never in one line of the L2
+_RESERVE = 32768  # launches of which tickets are made at once: 4 MiB
 
 
 class _Workspace(NamedTuple):
@@ -22,29 +27,85 @@ class _Workspace(NamedTuple):
 
 
 _of_stream: dict[tuple[int, int], _Workspace] = {}  # (device index, stream)
-_kept: list[Tensor] = []  # all scratch ever made: a launch may still be using what was outgrown
+_reserves: dict[int, Iterator[int]] = {}  # device index -> addresses of tickets that nobody has yet
+_kept_tickets: list[Tensor] = []  # all reserves, used up or not: their addresses are in graphs
+_kept_scratch: list[Tensor] = []  # outgrown or not: a launch may still be using it
+_lock = threading.Lock()
+
+# Of CUDA alone: the current device; whether its current stream is being captured; a device's current stream's handle.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None)
+_is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def take(device_index: int, num_tickets: int, scratch_floats: int) -> tuple[int, int, tuple | None]:
-    """For a launch on the device's current stream: the addresses of zeroed tickets and of scratch_floats fp32 that hold
-    anything, and what must be kept until the launch."""
-    assert num_tickets <= _NUM_TICKETS, num_tickets
-    if tickets._is_capturing(device_index):
-        address, kept = tickets.take(device_index, num_tickets)
-        scratch = torch.empty(scratch_floats, device=torch.device("cuda", device_index))
-        return address, scratch.data_ptr(), (kept, scratch)
-    key = (device_index, tickets._stream_of(device_index))
-    space = _of_stream.get(key)
+def take(device_index: int, scratch_floats: int) -> tuple[int, int, tuple | None]:
+    """For a launch on the device's current stream: the addresses of NUM_TICKETS tickets and of scratch_floats fp32, and
+    what must be kept until the launch."""
+    if _current_device() != device_index:
+        with torch.cuda.device(device_index):
+            return take(device_index, scratch_floats)
+    if _is_capturing():
+        return _take_for_graph(device_index, scratch_floats)
+    space = _of_stream.get((device_index, _stream_of(device_index)))
     if space is None or space.floats < scratch_floats:
-        space = _of_stream[key] = _make(device_index, scratch_floats)
+        space = _take_for_stream(device_index, scratch_floats)
     return space.tickets, space.scratch, None
 
 
-def _make(device_index: int, floats: int) -> _Workspace:
-    floats = 1 << (floats - 1).bit_length()  # sizes double, so all that is ever kept is less than twice the largest
-    device = torch.device("cuda", device_index) if device_index is not None else None
-    # On a thread of its own, as in tickets: this one's allocations may just now go to a pool that is reused later.
+def _take_for_stream(device_index: int, floats: int) -> _Workspace:
+    key = (device_index, _stream_of(device_index))
+    with _lock:
+        space = _of_stream.get(key)
+        if space is None or space.floats < floats:
+            tickets = _next_tickets(device_index) if space is None else space.tickets
+            if tickets is None:
+                _reserves[device_index] = _new_reserve(device_index)
+                tickets = _next_tickets(device_index)
+            floats = 1 << (floats - 1).bit_length()  # powers of two: a stream keeps < 4 times its largest request
+            space = _of_stream[key] = _Workspace(tickets, _new_scratch(device_index, floats), floats)
+    return space
+
+
+def _take_for_graph(device_index: int, floats: int) -> tuple[int, int, tuple]:
+    device = torch.device("cuda", device_index)
+    scratch, zeros = torch.empty(floats, dtype=torch.float32, device=device), None
+    with _lock:
+        tickets = _next_tickets(device_index)
+    if tickets is None:
+        # No reserve can be made while a capture is on. Zeros from the graph's own pool cost a memset a replay.
+        zeros = torch.zeros(NUM_TICKETS, dtype=torch.int32, device=device)
+        tickets = zeros.data_ptr()
+    return tickets, scratch.data_ptr(), (zeros, scratch)
+
+
+def _next_tickets(device_index: int) -> int | None:
+    return next(_reserves.get(device_index, iter(())), None)
+
+
+def _new_reserve(device_index: int) -> Iterator[int]:
+    def make() -> Tensor:
+        with torch.cuda.device(device_index), torch.cuda.stream(torch.cuda.Stream(device_index)):
+            zeros = torch.zeros(_RESERVE * NUM_TICKETS, dtype=torch.int32, device=torch.device("cuda", device_index))
+            # Any stream may use them next, so they must be zero before that: a wait for one memset, once a process.
+            event = torch.cuda.Event()
+            event.record()
+            event.synchronize()
+        return zeros
+
+    zeros = _on_a_thread(make)
+    _kept_tickets.append(zeros)
+    return iter(range(zeros.data_ptr(), zeros.data_ptr() + zeros.nbytes, 4 * NUM_TICKETS))
+
+
+def _new_scratch(device_index: int, floats: int) -> int:
+    device = torch.device("cuda", device_index)
+    scratch = _on_a_thread(lambda: torch.empty(floats, dtype=torch.float32, device=device))
+    _kept_scratch.append(scratch)
+    return scratch.data_ptr()
+
+
+def _on_a_thread(make: Callable[[], Tensor]) -> Tensor:
+    # What is kept for good is allocated on a thread of its own: this one's allocations may just now be going to a pool
+    # that is reused later (torch.cuda.use_mem_pool, the warm-up of torch.compile's CUDA graphs).
     with ThreadPoolExecutor(1, "quackish-workspace") as thread:
-        scratch = thread.submit(torch.empty, floats, dtype=torch.float32, device=device).result()
-    _kept.append(scratch)
-    return _Workspace(tickets.take(device_index, _NUM_TICKETS)[0], scratch.data_ptr(), floats)
+        return thread.submit(make).result()
