@@ -947,6 +947,15 @@ def test_hooks_that_change_the_dtype(path, hooked_first, ndim, strided):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
+def test_a_parameter_that_was_cast_before_backward(path):
+    x, w, dy = leaf(rows((6, 8))), leaf(weights(8)), rows((6, 8), seed=1)
+    (want,) = torch.autograd.grad(rms_norm(x, w), x, dy)
+    y = rms_norm(x, w)
+    w.data = w.data.bfloat16()  # as module.bfloat16() does
+    (got,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
 def test_hooks_that_change_the_dtype_of_rstd(path):
     x, w, dy = leaf(rows((6, 8))), leaf(weights(8)), rows((6, 8), seed=1)
     step(rms_norm, (x, w), dy)
