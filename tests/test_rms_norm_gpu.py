@@ -456,7 +456,7 @@ def test_after_a_launch_that_failed(monkeypatch):
     def fails(*args):
         raise RuntimeError("out of luck")
 
-    plan.kernel = kernel._replace(launch=fails)
+    plan.kernel = dataclasses.replace(kernel, launch=fails)
     with pytest.raises(RuntimeError, match="out of luck"):
         step(case)
     plan.kernel = kernel
