@@ -1,8 +1,7 @@
-"""Linear cross entropy for torch: checks, the chunk loop of the portable path, custom operators, autograd, module.
+"""Linear cross entropy for torch: function, module, custom operators and autograd.
 
-The chunk loop holds the logits of `chunk_rows` rows at a time. It runs in forward (loss, and with the schedule
-`chunked` the gradients of the loss's plain sum too) and in backward (the gradients for what arrived). `mean` is the
-sum divided outside of the operators, so they know only "none" and "sum".
+Both directions run the chunk loop of the portable path. `mean` is the sum divided outside of the operators, so they
+know only "none" and "sum".
 """
 
 import functools
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from quackish import kernels
-from quackish.configs.linear_cross_entropy import SCHEDULES, LinearCrossEntropyProblem, linear_cross_entropy_config
+from quackish.configs.linear_cross_entropy import LinearCrossEntropyProblem, linear_cross_entropy_config
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import gpu_of
+from quackish.ops.linear_cross_entropy_checks import check_options, check_shapes, check_targets, compute_dtype_of
+from quackish.ops.linear_cross_entropy_chunks import ChunkLoop
 from quackish.reference.linear_cross_entropy import (
     RowOptions,
-    Rows,
     accumulate_dtype,
-    chunk_of_rows,
     mean_divisor,
     rows_of,
 )
@@ -112,9 +111,9 @@ def linear_cross_entropy(
         RuntimeError: backward with create_graph=True.
     """
     ignore_index = -100 if ignore_index is None else ignore_index
-    _check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_out)
-    _check_options(reduction, label_smoothing, softcap, z_loss, num_items, schedule, chunk_size, backend, input.device)
-    compute_dtype = _compute_dtype(input, linear_weight, linear_bias)
+    check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_out)
+    check_options(reduction, label_smoothing, softcap, z_loss, num_items, schedule, chunk_size, backend, input.device)
+    compute_dtype = compute_dtype_of(input, linear_weight, linear_bias)
     if backend == "cute":
         raise UnsupportedError(_why_portable(input.device))
 
@@ -198,7 +197,7 @@ class LinearCrossEntropyLoss(nn.Module):
             raise ValueError(
                 f"LinearCrossEntropyLoss: weight has shape {tuple(weight.shape)}, expected ({num_classes},)"
             )
-        _check_options(reduction, label_smoothing, softcap, z_loss, None, schedule, chunk_size, backend, None)
+        check_options(reduction, label_smoothing, softcap, z_loss, None, schedule, chunk_size, backend, None)
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)
         self.reduction = reduction
@@ -244,102 +243,6 @@ class LinearCrossEntropyLoss(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
-# --- checks ---
-
-
-def _shape(tensor: Tensor) -> str:
-    return str(tuple(tensor.shape))
-
-
-def _check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_out) -> None:
-    who = "linear_cross_entropy:"
-    if linear_weight.dim() != 2 or 0 in linear_weight.shape:
-        raise ValueError(f"{who} linear_weight has shape {_shape(linear_weight)}, expected (V, H), neither of them 0")
-    v, h = linear_weight.shape
-    if input.dim() < 1 or input.shape[-1] != h:
-        raise ValueError(f"{who} input has shape {_shape(input)}, expected (..., {h}) as linear_weight has {h} columns")
-    if target.is_floating_point():
-        raise TypeError(f"{who} target is {target.dtype}, expected class indices, int32 or int64, not probabilities")
-    if target.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{who} target is {target.dtype}, expected int32 or int64")
-    if target.shape != input.shape[:-1]:
-        expected = tuple(input.shape[:-1])
-        raise ValueError(f"{who} target has shape {_shape(target)}, expected {expected}: input's without its last")
-    for name, tensor, shape in (
-        ("linear_bias", linear_bias, (v,)),
-        ("weight", weight, (v,)),
-        ("grad_weight_out", grad_weight_out, (v, h)),
-    ):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{who} {name} has shape {_shape(tensor)}, expected {shape}")
-    for name, tensor in (
-        ("linear_weight", linear_weight),
-        ("target", target),
-        ("linear_bias", linear_bias),
-        ("weight", weight),
-        ("grad_weight_out", grad_weight_out),
-    ):
-        if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"{who} {name} is on {tensor.device}, expected {input.device}, where input is")
-    if weight is not None and not weight.is_floating_point():
-        raise TypeError(f"{who} weight is {weight.dtype}, expected a floating dtype")
-    if grad_weight_out is not None:
-        if grad_weight_out.dtype not in (torch.float32, linear_weight.dtype):
-            expected = f"torch.float32 or linear_weight's {linear_weight.dtype}"
-            raise TypeError(f"{who} grad_weight_out is {grad_weight_out.dtype}, expected {expected}")
-        if grad_weight_out.requires_grad:
-            raise ValueError(f"{who} grad_weight_out requires grad, expected a plain buffer; detach it")
-
-
-def _check_options(reduction, label_smoothing, softcap, z_loss, num_items, schedule, chunk_size, backend, device):
-    who = "linear_cross_entropy:"
-    for name, value, allowed in (
-        ("reduction", reduction, ("none", "mean", "sum")),
-        ("schedule", schedule, ("auto", *SCHEDULES)),
-        ("backend", backend, ("auto", "cute", "reference")),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{who} {name} is {value!r}, expected one of {', '.join(allowed)}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{who} label_smoothing is {label_smoothing}, expected 0 <= label_smoothing <= 1")
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"{who} softcap is {softcap}, expected None or a positive number")
-    if not z_loss >= 0.0:
-        raise ValueError(f"{who} z_loss is {z_loss}, expected a number that is not negative")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"{who} chunk_size is {chunk_size!r}, expected None or at least 1 row")
-    if num_items is None:
-        return
-    if reduction != "mean":
-        raise ValueError(f'{who} num_items replaces the divisor of reduction "mean", but reduction is "{reduction}"')
-    if isinstance(num_items, Tensor):
-        if num_items.dim() != 0:
-            raise ValueError(f"{who} num_items has shape {_shape(num_items)}, expected a 0-dim tensor or an int")
-        if num_items.device.type != "cpu" and num_items.device != device:
-            raise ValueError(f"{who} num_items is on {num_items.device}, expected {device} (input's) or cpu")
-    elif not isinstance(num_items, int):
-        raise TypeError(f"{who} num_items is a {type(num_items).__name__}, expected an int or a 0-dim tensor")
-    elif num_items < 0:
-        raise ValueError(f"{who} num_items is {num_items}, expected at least 0")
-
-
-def _compute_dtype(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> torch.dtype:
-    """The dtype operands are rounded to: input's, or autocast's, which leaves fp64 alone as F.linear does."""
-    who = "linear_cross_entropy:"
-    named = (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias))
-    for name, tensor in named:
-        if tensor is not None and tensor.dtype not in _DTYPES:
-            raise TypeError(f"{who} {name} is {tensor.dtype}, expected bfloat16, float16, float32 or float64")
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind) and all(t is None or t.dtype != torch.float64 for _, t in named):
-        return torch.get_autocast_dtype(kind)
-    if linear_weight.dtype != input.dtype:
-        raise TypeError(f"{who} linear_weight is {linear_weight.dtype}, expected {input.dtype}, as input is")
-    if linear_bias is not None and linear_bias.dtype not in (input.dtype, torch.float32):
-        raise TypeError(f"{who} linear_bias is {linear_bias.dtype}, expected {input.dtype}, as input is, or float32")
-    return input.dtype
-
-
 @functools.cache
 def _why_portable(device: torch.device) -> str:
     """Why no kernel runs on `device`: always an answer, until there is one to run."""
@@ -350,99 +253,6 @@ def _why_portable(device: torch.device) -> str:
     except UnsupportedError as error:
         return str(error)
     raise AssertionError("a kernel is listed for linear_cross_entropy, but nothing here calls it")
-
-
-def _check_targets(target: Tensor, v: int, ignore_index: int) -> None:
-    """IndexError for a target that is no class, as PyTorch has it; on CPU only, where looking costs no sync."""
-    bad = ((target < 0) | (target >= v)) & (target != ignore_index)
-    if bad.any():
-        row = int(bad.nonzero()[0])
-        raise IndexError(
-            f"linear_cross_entropy: target {row} of {target.numel()} is {int(target[row])}, "
-            f"expected 0 <= target < {v} or ignore_index {ignore_index}"
-        )
-
-
-# --- the chunk loop ---
-
-
-def _gemm_dtype(compute_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What GEMM operands are given as: 16-bit only where torch's GEMM delivers fp32 from them, which is CUDA's."""
-    widening = device.type == "cuda" and torch.version.hip is None
-    return compute_dtype if widening else accumulate_dtype(compute_dtype)
-
-
-def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b, in out's dtype from the accumulator on."""
-    torch.mm(a, b, out=out) if a.dtype == out.dtype else torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-
-def _addmm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out += a @ b, inside of the GEMM: no second buffer of out's size."""
-    if a.dtype == out.dtype:
-        torch.addmm(out, a, b, out=out)
-    else:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-
-
-class _ChunkLoop:
-    """One pass over the rows: everything that is the same for each chunk, and the results it fills."""
-
-    def __init__(self, x, w, target, bias, class_weight, ignore_index, options, chunk_rows, compute_dtype, needs):
-        dtype = accumulate_dtype(compute_dtype)
-        self.x, self.bias, self.options = x, None if bias is None else bias.to(dtype), options
-        self.compute_dtype, self.gemm_dtype = compute_dtype, _gemm_dtype(compute_dtype, x.device)
-        w = w.to(compute_dtype).to(self.gemm_dtype)
-        self.w = w if 1 in w.stride() else w.contiguous()  # else each chunk's GEMM would make its own copy
-        self.class_weight = None if class_weight is None else class_weight.to(dtype)
-        self.rows: Rows = rows_of(target, w.shape[0], self.class_weight, ignore_index, dtype)
-        m, v, h = x.shape[0], *w.shape
-        self.starts = range(0, m, chunk_rows)
-        self.chunk_rows = chunk_rows
-        self.needs = needs
-        self.loss = x.new_empty(m, dtype=dtype)
-        self.lse = x.new_empty(m, dtype=dtype)
-        self.dx = x.new_empty((m, h) if needs[0] else 0, dtype=dtype)
-        self.dw = x.new_zeros((v, h) if needs[1] else 0, dtype=dtype)
-        self.db = x.new_zeros(v if needs[2] else 0, dtype=dtype)
-
-    def run(self, grad_rows=None, grad_lse=None, keep_logits_in=None, logits=None) -> None:
-        """Gradients where `needs` asks: for a gradient of 1 a row, or `grad_rows` and `grad_lse` (m,).
-
-        `keep_logits_in` (m, v) is filled with the logits; `logits` (m, v) are such ones, used and not written.
-        """
-        # Operators run with the caller's autocast on; it would round the fp32 operands here.
-        with torch.autocast(self.x.device.type, enabled=False):
-            for start in self.starts:
-                part = slice(start, start + self.chunk_rows)
-                given = (grad_rows, grad_lse, keep_logits_in, logits)
-                self._chunk(part, *(None if t is None else t[part] for t in given))
-
-    def _chunk(self, part, grad_rows, grad_lse, keep_logits_in, logits) -> None:
-        # A function of its own: what a chunk allocates is gone before the next one allocates.
-        rows = self.rows[part]
-        # an ignored row of x is zeroed, or its NaN would reach dw as 0 * NaN
-        x = self.x[part].masked_fill(~rows.live[:, None], 0.0).to(self.compute_dtype).to(self.gemm_dtype)
-        if logits is not None:
-            z = logits.clone()
-        else:
-            z = self.loss.new_empty((x.shape[0], self.w.shape[0]))
-            _mm(x, self.w.t(), out=z)
-            if self.bias is not None:
-                z.add_(self.bias)
-        if keep_logits_in is not None:
-            keep_logits_in.copy_(z)
-        self.loss[part], self.lse[part], dlogits = chunk_of_rows(
-            z, rows, self.class_weight, self.options, any(self.needs), grad_rows, grad_lse
-        )
-        if self.needs[2]:
-            self.db.add_(dlogits.sum(0))
-        if self.needs[0] or self.needs[1]:
-            dlogits = dlogits.to(self.gemm_dtype)
-        if self.needs[0]:
-            _mm(dlogits, self.w, out=self.dx[part])
-        if self.needs[1]:
-            _addmm(dlogits.t(), x, out=self.dw)
 
 
 # --- operators ---
@@ -473,12 +283,12 @@ def _forward_op(
     a loss scale arrives in backward.
     """
     if x.device.type == "cpu":
-        _check_targets(target, w.shape[0], ignore_index)
+        check_targets(target, w.shape[0], ignore_index)
     if x.device.type == "cuda" and backend == "auto":
         warn_once(_why_portable(x.device))
     now = needs if _gradients_in_forward(schedule, reduction) else [False] * 3
     options = RowOptions(label_smoothing, softcap, z_loss)
-    loop = _ChunkLoop(x, w, target, bias, class_weight, ignore_index, options, chunk_rows, compute_dtype, now)
+    loop = ChunkLoop(x, w, target, bias, class_weight, ignore_index, options, chunk_rows, compute_dtype, now)
     keep = schedule == "stored" and any(needs)
     logits = loop.loss.new_empty((x.shape[0], w.shape[0]) if keep else 0)
     loop.run(keep_logits_in=logits if keep else None)
@@ -540,7 +350,7 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx (m, h), dw (v, h), db (v,) in fp32 (fp64 for fp64), empty where nobody asks."""
     options = RowOptions(label_smoothing, softcap, z_loss)
-    loop = _ChunkLoop(x, w, target, bias, class_weight, ignore_index, options, chunk_rows, compute_dtype, needs)
+    loop = ChunkLoop(x, w, target, bias, class_weight, ignore_index, options, chunk_rows, compute_dtype, needs)
     loop.run(grad_rows=grad_rows, grad_lse=grad_lse, logits=logits)
     return loop.dx, loop.dw, loop.db
 

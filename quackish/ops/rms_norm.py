@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from quackish.errors import UnsupportedError, warn_once
-from quackish.ops.rms_norm_plans import backward_plan, check_backward, check_forward, dims, forward_plan, resolve_eps
+from quackish.ops.rms_norm_checks import check_backward, check_forward, dims
+from quackish.ops.rms_norm_plans import backward_plan, forward_plan, resolve_eps
 from quackish.reference import rms_norm as reference
 
 # Functions -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from quackish.configs.rms_norm import (
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import workspace
+from quackish.ops.rms_norm_checks import check_backward, check_forward, names
 from quackish.reference import rms_norm as reference
 
 _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
@@ -351,7 +352,7 @@ def find_kernel(
                 )
         if rstd_dtype != torch.float32:  # fp64, where an input of forward was
             raise UnsupportedError(
-                f"rms_norm: no kernel for rstd in {_names([rstd_dtype])}; supported: float32. "
+                f"rms_norm: no kernel for rstd in {names([rstd_dtype])}; supported: float32. "
                 'backend="auto" runs the portable path.'
             )
         if m > MAX_M:
@@ -453,86 +454,3 @@ def _dtype(t: Tensor | None) -> torch.dtype | None:
 
 def _name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-# Checks -------------------------------------------------------------------------------------------------------------
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_BACKENDS = ("auto", "cute", "reference")
-
-
-def check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> None:
-    _check_tensors("rms_norm", x=x, weight=weight, bias=bias, residual=residual)
-    _check_row_shapes("rms_norm", x, weight, bias)
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"rms_norm: residual is {dims(residual)} but x is {dims(x)}; expected equal shapes")
-    if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
-        raise TypeError(f"rms_norm: eps is a {type(eps).__name__}; expected a float or None")
-    _check_options("rms_norm", weight, weight_offset, backend)
-    if out_dtype is not None and out_dtype not in _DTYPES:
-        raise TypeError(f"rms_norm: out_dtype is {out_dtype}; expected None or one of {_names(_DTYPES)}")
-
-
-def check_backward(
-    dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend
-) -> None:
-    who = "rms_norm_backward"
-    _check_tensors(who, x=x, dy=dy, weight=weight, rstd=rstd, dres=dres)
-    _check_row_shapes(who, x, weight)
-    for name, t in (("dy", dy), ("dres", dres)):
-        if t is not None and t.shape != x.shape:
-            raise ValueError(f"{who}: {name} is {dims(t)} but x is {dims(x)}; expected equal shapes")
-    if rstd.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{who}: rstd is {_names([rstd.dtype])}; expected float32, as rms_norm_forward returns it")
-    if rstd.dim() != 1 or rstd.shape[0] * x.shape[-1] != x.numel() or not rstd.is_contiguous():
-        raise ValueError(
-            f"{who}: rstd is {dims(rstd)}, strides {tuple(rstd.stride())}, and x is {dims(x)}; expected one contiguous "
-            "dimension with an element for each row of x, as rms_norm_forward returns it"
-        )
-    _check_options(who, weight, weight_offset, backend)
-    if dresidual_dtype is not None and dx_dtype is None:  # kernels write a second dx only beside the first
-        raise ValueError(f"{who}: dresidual_dtype without dx_dtype; give the one dtype as dx_dtype")
-    for name, dtype in (("dx_dtype", dx_dtype), ("dbias_dtype", dbias_dtype)):
-        if dtype is not None and dtype not in _DTYPES:
-            raise TypeError(f"{who}: {name} is {dtype}; expected None or one of {_names(_DTYPES)}")
-
-
-def _check_tensors(who: str, x: Tensor, **others: Tensor | None) -> None:
-    for name, t in {"x": x, **others}.items():
-        if t is None and name not in ("x", "dy", "rstd"):
-            continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{who}: {name} is a {type(t).__name__}; expected a torch.Tensor")
-        if t.dtype not in _DTYPES:
-            raise TypeError(f"{who}: {name} is {_names([t.dtype])}; expected one of {_names(_DTYPES)}")
-        if t.device != x.device:
-            raise ValueError(f"{who}: {name} is on {t.device} but x is on {x.device}; expected one device")
-
-
-def _check_row_shapes(who: str, x: Tensor, *parameters: Tensor | None) -> None:
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"{who}: x is {dims(x)}; expected (..., n) with n >= 1")
-    for name, t in zip(("weight", "bias"), parameters, strict=False):
-        if t is None:
-            continue
-        if t.dim() != 1:
-            raise ValueError(f"{who}: {name} is {dims(t)}; expected one dimension, of x's last: ({x.shape[-1]},)")
-        if t.shape[0] != x.shape[-1]:
-            raise ValueError(f"{who}: {name} has {t.shape[0]} elements but x has {x.shape[-1]} columns")
-
-
-def _check_options(who: str, weight: Tensor | None, weight_offset: float, backend: str) -> None:
-    if not isinstance(weight_offset, (int, float)) or isinstance(weight_offset, bool):
-        raise TypeError(f"{who}: weight_offset is a {type(weight_offset).__name__}; expected a float")
-    if weight is None and weight_offset != 0.0:
-        raise ValueError(f"{who}: weight_offset is {weight_offset} but weight is None: there is nothing to add it to")
-    if backend not in _BACKENDS:
-        raise ValueError(f"{who}: backend is {backend!r}; expected one of {', '.join(map(repr, _BACKENDS))}")
-
-
-def dims(t: Tensor) -> str:
-    return f"({', '.join(map(str, t.shape))}{',' if t.dim() == 1 else ''})"
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
