@@ -132,9 +132,8 @@ class RmsNormBwd:
         dot = cute.make_rmem_tensor((rows.vec,), Float32)
 
         num_tiles = cute.ceil_div(m, rows.tile_m)
-        my_tiles = (
-            num_tiles - worker + num_workers - 1
-        ) // num_workers  # worker < num_workers: 0 past the last tile, never less
+        # worker < num_workers, so this is 0 for a worker past the last tile, and never less
+        my_tiles = (num_tiles - worker + num_workers - 1) // num_workers
         for i in cutlass.range(my_tiles, unroll=1):
             row = (worker + i * num_workers) * self.rows.tile_m + tile_row
             source = cutlass.min(row, m - 1)  # past the last row: any row, its results are not used

@@ -321,7 +321,8 @@ class _RmsNorm(torch.autograd.Function):
         return dx, dweight, None, dbias, dresidual
 
 
-# Two shortcuts past Python frames of torch that have nothing to do here, 1.3 and 0.4 us of 14 for both directions:
+# Two shortcuts past Python frames of torch that have nothing to do here, 1.3 and 0.4 us of 14 for both directions (on a
+# CPU, with kernels that do nothing):
 # Function.apply looks for functorch, which _is_plain() has done; the node's apply looks for a `vjp`.
 _apply = super(torch.autograd.Function, _RmsNorm).apply
 _RmsNorm._backward_cls.apply = _RmsNorm.backward

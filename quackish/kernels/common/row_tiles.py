@@ -63,7 +63,8 @@ class RowTiles:
         if const_expr(self.num_stages > 0):
             # A plain loop around try_wait. With `mbarrier_wait`, whose try_wait may suspend the thread for long, and
             # rstd fetched a tile ahead, RMSNorm backward took 791 us instead of 740 at 65536 x 8192 and 391 instead of
-            # 379 at 65536 x 4096 (H200, bf16, 6 and 3 stages); either change alone gave a fifth of that or less.
+            # 379 at 65536 x 4096 (H200, bf16, 6 and 3 stages). At 8192 either change alone gave a fifth of that or
+            # less; at 4096 the load of rstd gave most of it. Why is not known.
             mbar, phase = full + i % self.num_stages, (i // self.num_stages) % 2
             done = cute.arch.mbarrier_try_wait(mbar, phase)
             while not done:
