@@ -31,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FLOATS = (BF16, FP16, FP32)
+STREAM = 1234  # the handle of the current stream
 
 
 # Kernels in PyTorch -------------------------------------------------------------------------------------------------
@@ -58,10 +59,9 @@ class Emulated:
         return functools.partial({"rms_norm_fwd": self.forward, "rms_norm_bwd": self.backward}[name], problem)
 
     def forward(self, p, *args):
-        x, weight, bias, residual, y, res, rstd, x_rows, residual_rows, eps, weight_offset, num_ctas = args
+        x, weight, bias, residual, y, res, rstd, x_rows, residual_rows, eps, weight_offset, m, num_ctas, stream = args
         self.launches.append((p, args))
-        m = len(rstd)
-        assert rstd.dtype == FP32
+        assert stream == STREAM
         assert num_ctas == min(m, 7)
         out_y, out_res, out_rstd = reference.rms_norm_fwd(
             read_rows(p, x, p.x_dtype, m, x_rows),
@@ -74,13 +74,13 @@ class Emulated:
         )
         write(p, y, p.y_dtype, out_y)
         write(p, res, p.residual_dtype, out_res)
-        rstd.copy_(out_rstd)
+        write(p, rstd, "float32", out_rstd)
 
     def backward(self, p, *args):
         x, weight, dy, dres, rstd, dx, dresidual, dweight, dbias, scratch, ticket = args[:11]
-        x_rows, dy_rows, dres_rows, weight_offset, num_ctas = args[11:]
+        x_rows, dy_rows, dres_rows, weight_offset, m, num_ctas, stream = args[11:]
         self.launches.append((p, args))
-        m = len(rstd)
+        assert stream == STREAM
         if p.dweight_dtype or p.dbias_dtype:
             assert not memory(ticket, torch.int32, 3).any()
             memory(scratch, FP32, num_ctas * p.n).fill_(float("nan"))
@@ -92,7 +92,7 @@ class Emulated:
             read_rows(p, dy, p.dy_dtype, m, dy_rows),
             read_rows(p, x, p.x_dtype, m, x_rows),
             read_parameter(p, weight, p.weight_dtype),
-            rstd,
+            memory(rstd, FP32, m),
             read_rows(p, dres, p.dres_dtype, m, dres_rows),
             weight_offset,
             *(getattr(torch, dtype) if dtype else None for dtype in dtypes),
@@ -138,7 +138,8 @@ def kernels(monkeypatch):
     emulated = Emulated()
     zeros, scratch = torch.zeros(3, dtype=torch.int32), []
 
-    def take(index, scratch_floats):
+    def take(index, stream, scratch_floats):
+        assert stream == STREAM
         scratch.append(torch.empty(scratch_floats))
         return zeros.data_ptr(), scratch[-1].data_ptr(), None
 
@@ -149,6 +150,9 @@ def kernels(monkeypatch):
     monkeypatch.setattr(plans, "rms_norm_fwd_config", lambda problem, gpu: EmulatedConfig())
     monkeypatch.setattr(plans, "rms_norm_bwd_config", lambda problem, gpu: EmulatedConfig())
     monkeypatch.setattr(plans.workspace, "take", take)
+    monkeypatch.setattr(plans.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(plans.cuda, "stream_of", lambda index: STREAM)
+    monkeypatch.setattr(plans.cuda, "empty", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(plans, "_forward_plans", {})
     monkeypatch.setattr(plans, "_backward_plans", {})
     return emulated
@@ -726,6 +730,41 @@ def test_plain_eager_does_not_go_through_operators(kernels, monkeypatch):
         rms_norm(x, w).sum().backward()
 
 
+def test_launches_and_memory_are_on_the_tensors_device(kernels, monkeypatch):
+    inputs, dy = case()
+    want = step(with_residual, inputs, dy)
+    here, current = inputs[0].device.index, ["another"]
+
+    @contextlib.contextmanager
+    def device(index):
+        kept, current[0] = current[0], index
+        yield
+        current[0] = kept
+
+    def empty(*args, make=plans.cuda.empty):
+        assert current[0] == here
+        return make(*args)
+
+    monkeypatch.setattr(plans.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(plans.cuda, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    count = len(kernels.launches)
+    for _ in range(2):
+        assert_same(step(with_residual, inputs, dy), want)
+        assert current == ["another"]
+    assert len(kernels.launches) == count + 4
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 1, 3)])
+def test_memory_is_packed(shape):
+    strides = plans._packed_strides(shape)
+    assert strides == torch.empty(shape).stride()
+    t = torch._C._dynamo.guards._empty_strided_cpu(shape, strides, BF16)  # as on CUDA
+    assert (t.shape, t.dtype, t.is_contiguous(), t.requires_grad) == (shape, BF16, True, False)
+    with torch.inference_mode():
+        assert torch._C._dynamo.guards._empty_strided_cpu(shape, strides, BF16).is_inference()
+
+
 # Workspace ----------------------------------------------------------------------------------------------------------
 
 
@@ -734,13 +773,10 @@ def device(monkeypatch):
     """workspace.py on a GPU made of variables."""
 
     class Device:
-        current, stream, capturing = 0, 1, False
+        stream, capturing = 1, False
 
-        @contextlib.contextmanager
-        def set_current(self, index):
-            kept, self.current = self.current, index
-            yield
-            self.current = kept
+        def take(self, index, scratch_floats):
+            return workspace.take(index, self.stream, scratch_floats)
 
         def new_reserve(self, index):
             assert not self.capturing
@@ -751,36 +787,32 @@ def device(monkeypatch):
     d = Device()
     for name, value in dict(_of_stream={}, _reserves={}, _kept_tickets=[], _kept_scratch=[], _RESERVE=4).items():
         monkeypatch.setattr(workspace, name, value)
-    monkeypatch.setattr(workspace, "_current_device", lambda: d.current)
-    monkeypatch.setattr(workspace, "_is_capturing", lambda: d.capturing)
-    monkeypatch.setattr(workspace, "_stream_of", lambda index: d.stream)
+    monkeypatch.setattr(workspace.cuda, "is_capturing", lambda: d.capturing)
     monkeypatch.setattr(workspace, "_new_reserve", d.new_reserve)
-    monkeypatch.setattr(torch.cuda, "device", d.set_current)
     for make in (torch.zeros, torch.empty):
         monkeypatch.setattr(torch, make.__name__, lambda *a, make=make, device=None, **k: make(*a, **k))
     return d
 
 
 def test_a_stream_keeps_its_workspace_and_shares_it_with_none(device):
-    first = workspace.take(0, 100)
+    first = device.take(0, 100)
     assert first[2] is None
-    assert workspace.take(0, 100) == workspace.take(0, 1) == first
+    assert device.take(0, 100) == device.take(0, 1) == first
     device.stream = 2
-    second = workspace.take(0, 100)
+    second = device.take(0, 100)
     assert abs(second[0] - first[0]) == 128
     assert second[1] != first[1]
-    other = workspace.take(1, 100)
+    other = device.take(1, 100)
     assert not {*other[:2]} & {*first[:2], *second[:2]}
-    assert device.current == 0
     device.stream = 1
-    assert workspace.take(0, 100) == first
+    assert device.take(0, 100) == first
     assert len(workspace._kept_tickets) == 2  # one a device
     assert len(workspace._kept_scratch) == 3
 
 
 def test_scratch_grows_and_tickets_stay(device):
-    tickets, scratch, _ = workspace.take(0, 65)
-    taken = [workspace.take(0, floats) for floats in (128, 129, 300, 70, 512)]
+    tickets, scratch, _ = device.take(0, 65)
+    taken = [device.take(0, floats) for floats in (128, 129, 300, 70, 512)]
     assert [t[0] for t in taken] == [tickets] * 5
     assert taken[0][1] == scratch
     assert len({t[1] for t in taken}) == 3
@@ -789,37 +821,31 @@ def test_scratch_grows_and_tickets_stay(device):
 
 
 def test_a_captured_launch_gets_tickets_for_good_and_its_own_scratch(device):
-    eager = workspace.take(0, 100)
+    eager = device.take(0, 100)
     device.capturing = True
-    taken = [workspace.take(0, 100) for _ in range(3)]
+    taken = [device.take(0, 100) for _ in range(3)]
     assert [b[0] - a[0] for a, b in itertools.pairwise([eager, *taken])] == [128] * 3
     assert len({t[1] for t in (eager, *taken)}) == 4
     for _, scratch, kept in taken:
         assert kept[1].data_ptr() == scratch
         assert len(kept[1]) == 100
     device.capturing = False
-    assert workspace.take(0, 100) == eager
+    assert device.take(0, 100) == eager
     assert len(workspace._kept_scratch) == 1
 
 
 def test_a_capture_without_reserve_brings_its_own_zeros(device):
     device.capturing = True
-    address, _, (zeros, _) = workspace.take(0, 4)  # nothing was launched before
+    address, _, (zeros, _) = device.take(0, 4)  # nothing was launched before
     assert zeros.data_ptr() == address
     assert zeros.tolist() == [0] * 32
     device.capturing = False
-    workspace.take(0, 4)
+    device.take(0, 4)
     device.capturing = True
-    assert [workspace.take(0, 4)[2][0] is None for _ in range(4)] == [True] * 3 + [False]  # used up
+    assert [device.take(0, 4)[2][0] is None for _ in range(4)] == [True] * 3 + [False]  # used up
     device.capturing, device.stream = False, 2
-    assert workspace.take(0, 4)[2] is None
+    assert device.take(0, 4)[2] is None
     assert len(workspace._kept_tickets) == 2
-
-
-def test_a_capture_on_a_device_that_is_not_the_current_one(device, monkeypatch):
-    monkeypatch.setattr(workspace, "_is_capturing", lambda: device.current == 1)
-    assert workspace.take(1, 4)[2] is not None
-    assert workspace.take(0, 4)[2] is None
 
 
 # Compiled, traced, checkpointed, transformed ------------------------------------------------------------------------
@@ -956,12 +982,23 @@ def test_a_parameter_that_was_cast_before_backward(path):
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
-def test_hooks_that_change_the_dtype_of_rstd(path):
-    x, w, dy = leaf(rows((6, 8))), leaf(weights(8)), rows((6, 8), seed=1)
-    step(rms_norm, (x, w), dy)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t if t.shape[-1] == 8 else t.half(), lambda t: t):
-        with pytest.raises(TypeError, match="rms_norm_backward: rstd is float16; expected float32"):
-            step(rms_norm, (x, w), dy)
+@pytest.mark.parametrize("operator", [False, True])
+def test_hooks_do_not_see_rstd(path, operator):
+    inputs, _ = case()
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
+        with Seen() if operator else contextlib.nullcontext():
+            rms_norm(*inputs[:3], residual=inputs[3])
+    assert shapes == [(6, 8), (8,)]
+
+
+def test_activation_checkpointing_when_only_backward_shows_operators(path):
+    inputs, dy = case()
+    want = step(two_norms, inputs, dy)
+    outs = checkpoint(two_norms, *inputs, use_reentrant=False)
+    with Seen():
+        torch.autograd.backward(outs, dy)
+    assert_same([*outs, *(t.grad for t in inputs)], want)
 
 
 def test_gradients_and_saved_tensors_of_other_types(path):

@@ -43,13 +43,14 @@ class RmsNormBwd:
     def fake_args(self):
         p = self.problem
         pointers = [fake_pointer(d, p.aligned) for d in (p.x_dtype, p.weight_dtype, p.dy_dtype, p.dres_dtype)]
-        rstd = cute.runtime.make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=4)
+        rstd = fake_pointer("float32", aligned=False)
         outputs = [fake_pointer(d, p.aligned) for d in (p.dx_dtype, p.dresidual_dtype, p.dweight_dtype, p.dbias_dtype)]
         scratch = fake_pointer("float32" if p.num_sums else None), fake_pointer("int32" if p.num_sums else None)
         strides = fake_row_strides(p.packed)
         dres_strides = strides if p.dres_dtype else None
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (*pointers, rstd, *outputs, *scratch, strides, strides, dres_strides, Float32(0), Int32(1), stream)
+        scalars = Float32(0), Int32(1), Int32(1)
+        stream = cute.runtime.make_fake_stream()
+        return (*pointers, rstd, *outputs, *scratch, strides, strides, dres_strides, *scalars, stream)
 
     @cute.jit
     def __call__(
@@ -58,7 +59,7 @@ class RmsNormBwd:
         weight: Optional[cute.Pointer],
         dy: cute.Pointer,
         dres: Optional[cute.Pointer],
-        rstd: cute.Tensor,  # (m,)
+        rstd: cute.Pointer,
         dx: Optional[cute.Pointer],
         dresidual: Optional[cute.Pointer],
         dweight: Optional[cute.Pointer],
@@ -69,13 +70,15 @@ class RmsNormBwd:
         dy_strides,
         dres_strides,
         weight_offset: Float32,
+        m: Int32,
         num_ctas: Int32,
         stream: CUstream,
     ):
+        mRstd = cute.make_tensor(rstd, cute.make_layout((m,)))
         inputs = [t for t in (x, dy, dres) if t is not None]
         strides = [s for s, t in ((x_strides, x), (dy_strides, dy), (dres_strides, dres)) if t is not None]
         sums = [t for t in (dweight, dbias) if t is not None]
-        self.kernel(inputs, strides, weight, rstd, dx, dresidual, sums, scratch, tickets, weight_offset).launch(
+        self.kernel(inputs, strides, weight, mRstd, dx, dresidual, sums, scratch, tickets, weight_offset).launch(
             grid=[num_ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[self.cluster_size, 1, 1] if self.cluster_size > 1 else None,

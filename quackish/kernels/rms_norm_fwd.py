@@ -34,11 +34,11 @@ class RmsNormFwd:
             fake_pointer(d, p.aligned)
             for d in (p.x_dtype, p.weight_dtype, p.bias_dtype, p.residual_dtype, p.y_dtype, p.residual_dtype)
         ]
-        rstd = cute.runtime.make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=4)
+        rstd = fake_pointer("float32", aligned=False)
         strides = fake_row_strides(p.packed)
         residual_strides = strides if p.residual_dtype else None
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (*pointers, rstd, strides, residual_strides, Float32(0), Float32(0), Int32(1), stream)
+        scalars = Float32(0), Float32(0), Int32(1), Int32(1)
+        return (*pointers, rstd, strides, residual_strides, *scalars, cute.runtime.make_fake_stream())
 
     @cute.jit
     def __call__(
@@ -49,15 +49,17 @@ class RmsNormFwd:
         residual: Optional[cute.Pointer],
         y: cute.Pointer,
         res: Optional[cute.Pointer],
-        rstd: cute.Tensor,  # (m,)
+        rstd: cute.Pointer,
         x_strides,  # None, or (m1, s0, s1)
         residual_strides,
         eps: Float32,
         weight_offset: Float32,
+        m: Int32,
         num_ctas: Int32,
         stream: CUstream,
     ):
-        self.kernel(x, weight, bias, residual, y, res, rstd, x_strides, residual_strides, eps, weight_offset).launch(
+        mRstd = cute.make_tensor(rstd, cute.make_layout((m,)))
+        self.kernel(x, weight, bias, residual, y, res, mRstd, x_strides, residual_strides, eps, weight_offset).launch(
             grid=[num_ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[self.config.split_n, 1, 1] if self.config.split_n > 1 else None,

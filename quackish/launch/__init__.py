@@ -2,8 +2,9 @@
 
 A kernel class is called as `kernel_class(problem, config)`, both frozen dataclasses of ints, bools, strings and None.
 The object has a `@cute.jit __call__`, and `fake_args()` with the arguments that it is compiled for; the last one is
-`cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)`, which is not passed in calls: launches go to torch's
-current stream.
+`cute.runtime.make_fake_stream()`, in calls the handle of a stream of the current device. With
+`make_fake_stream(use_tvm_ffi_env_stream=True)` it is not passed in calls: launches go to torch's current stream of the
+device of the tensors among the arguments, of which there must be one.
 """
 
 from quackish.launch.compile import Counters, counters, get

@@ -30,9 +30,9 @@ lock = threading.Lock()  # to be held while compiling: the compiler is not threa
 def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[..., None]:
     """The kernel for `problem` as `config` says, for GPU architecture `target` ("sm_90a"), ready to be called.
 
-    It is called with torch tensors, ints, floats and None, by position, for all that `fake_args()` lists but the
-    stream, and checks them itself: ValueError or TypeError naming the argument. Its first call loads the cubin into
-    the CUDA context, so it should not be the one that a CUDA graph captures.
+    It is called with torch tensors, ints (for pointers and streams too), floats and None, by position, for all that
+    `fake_args()` lists but an environment stream, and checks them itself: ValueError or TypeError naming the argument.
+    Its first call loads the cubin into the CUDA context, so it should not be the one that a CUDA graph captures.
     Raises RuntimeError with problem and config in it where compilation fails.
     """
     key = (kernel_class, problem, config, target)

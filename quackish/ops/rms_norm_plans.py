@@ -5,6 +5,7 @@ Where no kernel covers a call, its plan runs the reference.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from quackish.configs.rms_norm import (
 )
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import Gpu, gpu_of
-from quackish.ops import workspace
+from quackish.ops import cuda, workspace
 from quackish.ops.rms_norm_checks import check_backward, check_forward, names
 from quackish.reference import rms_norm as reference
 
@@ -101,25 +102,21 @@ def _are_plain(tensors: Sequence[Tensor | None]) -> bool:
     return all(t is None or type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
-_empty_like = torch.empty_like
-
 # Plans --------------------------------------------------------------------------------------------------------------
 
 
 class ForwardPlan:
     def __init__(self, x, weight, bias, residual, eps, weight_offset, out_dtype, backend):
-        self.shape, self.device, self.backend = x.shape, x.device, backend
+        self.shape, self.strides = tuple(x.shape), _packed_strides(x.shape)  # of y and res
         self.m = x.numel() // x.shape[-1]
-        # what backward has saved: res, which is x itself without a residual; weight; rstd
+        self.device, self.device_index, self.backend = x.device, x.device.index, backend
+        # what backward has saved: res, which is x itself without a residual; weight
         self.res_type, self.res_dtype = (type(x), x.dtype) if residual is None else (Tensor, residual.dtype)
         self.weight_type, self.weight_dtype = type(weight), _dtype(weight)
-        self.rstd_dtype = reference.accumulate_dtype(x, weight, bias, residual)
         self.eps = float(resolve_eps(x, eps))
         self.weight_offset = float(weight_offset)
         self.x_dtype, self.out_dtype = x.dtype, out_dtype or x.dtype
         self.bias_dtype, self.residual_dtype = _dtype(bias), _dtype(residual)
-        self.y_like_x = x.is_contiguous() and self.out_dtype == x.dtype
-        self.floats = torch.empty(0, dtype=torch.float32, device=x.device)  # no memory: to call new_empty on
         self.backward: dict[tuple, BackwardPlan] = {}  # autograd's own, shorter way to the plans of backward
 
         self.copied = which_to_copy(x, weight, bias, residual)
@@ -145,6 +142,9 @@ class ForwardPlan:
         kernel = self.kernel
         if kernel is None:
             return self.run_portable(x, weight, bias, residual)
+        if cuda.current_device() != self.device_index:  # where memory comes from and the launch goes
+            with torch.cuda.device(self.device_index):
+                return self.run(x, weight, bias, residual)
         if self.copied:
             x, weight, bias, residual = copied(self.copied, x, weight, bias, residual)
         x_at = pointers = x.data_ptr()
@@ -164,15 +164,12 @@ class ForwardPlan:
             kernel = self.kernel_unaligned
             if kernel is None:
                 return self.run_portable(x, weight, bias, residual)
-        # Outputs: empty_like is the cheapest way to memory, 0.65 us where torch.empty(shape, ...) takes 1.6.
-        if self.y_like_x:
-            y = _empty_like(x)
-        else:
-            y = torch.empty(self.shape, dtype=self.out_dtype, device=self.device)
+        y = cuda.empty(self.shape, self.strides, self.out_dtype)
         if residual is not None:
-            res = torch.empty(self.shape, dtype=self.residual_dtype, device=self.device)
+            res = cuda.empty(self.shape, self.strides, self.residual_dtype)
             res_at = res.data_ptr()
-        rstd = self.floats.new_empty(self.m)
+        m = self.m
+        rstd = cuda.empty((m,), (1,), torch.float32)
         kernel.launch(
             x_at,
             weight_at,
@@ -180,12 +177,14 @@ class ForwardPlan:
             residual_at,
             y.data_ptr(),
             res_at,
-            rstd,  # as a tensor: from it the kernel has m, the device and the stream
+            rstd.data_ptr(),
             self.x_rows,
             self.residual_rows,
             self.eps,
             self.weight_offset,
+            m,
             kernel.num_ctas,
+            cuda.stream_of(self.device_index),
         )
         return y, res, rstd
 
@@ -198,13 +197,12 @@ class BackwardPlan:
     def __init__(
         self, dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend
     ):
-        self.shape, self.device, self.device_index, self.n = x.shape, x.device, x.device.index, x.shape[-1]
+        self.shape, self.strides, self.n = tuple(x.shape), _packed_strides(x.shape), x.shape[-1]  # of dx and dresidual
+        self.device, self.device_index = x.device, x.device.index
         self.weight_offset = float(weight_offset)
         self.dx_dtype, self.dresidual_dtype = dx_dtype, dresidual_dtype
         self.dweight_dtype, self.dbias_dtype = dweight_dtype, dbias_dtype
         self.dtypes = (dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype)
-        self.dx_like_x = x.is_contiguous() and dx_dtype == x.dtype
-        self.dweight_like_weight = weight is not None and dweight_dtype == weight.dtype  # a (n,) copy has stride 1 too
         self.backend, self.rstd_dtype = backend, rstd.dtype
         self.m = x.numel() // self.n if any(self.dtypes) else 0  # without a gradient to compute: nothing to launch
         if dx_dtype is None:
@@ -239,6 +237,9 @@ class BackwardPlan:
         kernel = self.kernel
         if kernel is None:
             return self.run_portable(dy, x, weight, rstd, dres)
+        if cuda.current_device() != self.device_index:
+            with torch.cuda.device(self.device_index):
+                return self.run(dy, x, weight, rstd, dres)
         if self.copied:
             dy, x, weight, dres = copied(self.copied, dy, x, weight, dres)
         x_at, dy_at = x.data_ptr(), dy.data_ptr()
@@ -259,35 +260,30 @@ class BackwardPlan:
 
         # outputs: those asked for
         dx = dx_at = dresidual = dresidual_at = dweight = dweight_at = dbias = dbias_at = None
-        if self.dx_like_x:
-            dx = _empty_like(x)
-            dx_at = dx.data_ptr()
-        elif self.dx_dtype is not None:
-            dx = torch.empty(self.shape, dtype=self.dx_dtype, device=self.device)
+        if self.dx_dtype is not None:
+            dx = cuda.empty(self.shape, self.strides, self.dx_dtype)
             dx_at = dx.data_ptr()
         if self.dresidual_dtype is not None:
-            dresidual = torch.empty(self.shape, dtype=self.dresidual_dtype, device=self.device)
+            dresidual = cuda.empty(self.shape, self.strides, self.dresidual_dtype)
             dresidual_at = dresidual.data_ptr()
-        if self.dweight_like_weight:
-            dweight = _empty_like(weight)
-            dweight_at = dweight.data_ptr()
-        elif self.dweight_dtype is not None:
-            dweight = torch.empty(self.n, dtype=self.dweight_dtype, device=self.device)
+        if self.dweight_dtype is not None:
+            dweight = cuda.empty((self.n,), (1,), self.dweight_dtype)
             dweight_at = dweight.data_ptr()
         if self.dbias_dtype is not None:
-            dbias = torch.empty(self.n, dtype=self.dbias_dtype, device=self.device)
+            dbias = cuda.empty((self.n,), (1,), self.dbias_dtype)
             dbias_at = dbias.data_ptr()
 
         # what the sums over CTAs need
+        stream = cuda.stream_of(self.device_index)
         scratch_at = tickets_at = kept = None
         if kernel.num_tickets:
-            tickets_at, scratch_at, kept = workspace.take(self.device_index, kernel.scratch_floats)
+            tickets_at, scratch_at, kept = workspace.take(self.device_index, stream, kernel.scratch_floats)
         kernel.launch(
             x_at,
             weight_at,
             dy_at,
             dres_at,
-            rstd,
+            rstd.data_ptr(),
             dx_at,
             dresidual_at,
             dweight_at,
@@ -298,7 +294,9 @@ class BackwardPlan:
             self.dy_rows,
             self.dres_rows,
             self.weight_offset,
+            self.m,
             kernel.num_ctas,
+            stream,
         )
         del kept  # lived until the launch
         return dx, dresidual, dweight, dbias
@@ -446,6 +444,10 @@ def copied(flags: tuple[bool, ...], *tensors: Tensor | None) -> list[Tensor | No
 def resolve_eps(x: Tensor, eps: float | None) -> float:
     """eps, or what F.rms_norm takes for None: the epsilon of the dtype that it computes in, not of x's."""
     return eps if eps is not None else torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+
+
+def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _dtype(t: Tensor | None) -> torch.dtype | None:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quackish.ops import cuda
+
 NUM_TICKETS = 32  # of each launch: 128 bytes, so that two launches are never in one line of the L2
 _RESERVE = 32768  # launches of which tickets are made at once: 4 MiB
 
@@ -32,28 +34,20 @@ _kept_tickets: list[Tensor] = []  # all reserves, used up or not: their addresse
 _kept_scratch: list[Tensor] = []  # outgrown or not: a launch may still be using it
 _lock = threading.Lock()
 
-# Of CUDA alone: the current device; whether its current stream is being captured; a device's current stream's handle.
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None)
-_is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-
-def take(device_index: int, scratch_floats: int) -> tuple[int, int, tuple | None]:
-    """For a launch on the device's current stream: the addresses of NUM_TICKETS tickets and of scratch_floats fp32, and
-    what must be kept until the launch."""
-    if _current_device() != device_index:
-        with torch.cuda.device(device_index):
-            return take(device_index, scratch_floats)
-    if _is_capturing():
+def take(device_index: int, stream: int, scratch_floats: int) -> tuple[int, int, tuple | None]:
+    """For a launch on `stream`, the current one of the current device: the addresses of NUM_TICKETS tickets and of
+    scratch_floats fp32, and what must be kept until the launch."""
+    if cuda.is_capturing():
         return _take_for_graph(device_index, scratch_floats)
-    space = _of_stream.get((device_index, _stream_of(device_index)))
+    space = _of_stream.get((device_index, stream))
     if space is None or space.floats < scratch_floats:
-        space = _take_for_stream(device_index, scratch_floats)
+        space = _take_for_stream((device_index, stream), scratch_floats)
     return space.tickets, space.scratch, None
 
 
-def _take_for_stream(device_index: int, floats: int) -> _Workspace:
-    key = (device_index, _stream_of(device_index))
+def _take_for_stream(key: tuple[int, int], floats: int) -> _Workspace:
+    device_index = key[0]
     with _lock:
         space = _of_stream.get(key)
         if space is None or space.floats < floats:
