@@ -1,5 +1,6 @@
 """What quackish raises and warns with, in one place."""
 
+import sys
 import warnings
 
 
@@ -15,7 +16,13 @@ _warned: set[str] = set()
 
 
 def warn_once(reason: str, category: type[Warning] = PortablePathWarning) -> None:
-    """Warns once a process for each distinct `reason`."""
+    """Warns once a process for each distinct `reason`, at the innermost line that is neither quackish's nor torch's.
+
+    Not for code that torch.compile traces, which it fails on.
+    """
     if reason not in _warned:
         _warned.add(reason)
-        warnings.warn(reason, category, stacklevel=3)
+        level, frame = 2, sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("quackish", "torch"):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(reason, category, stacklevel=level)

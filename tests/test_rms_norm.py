@@ -730,6 +730,25 @@ def test_plain_eager_does_not_go_through_operators(kernels, monkeypatch):
         rms_norm(x, w).sum().backward()
 
 
+@pytest.mark.parametrize("mode", ["function", "module", "operator", "no_grad", "backward", "compiled"])
+def test_a_warning_points_at_the_users_line(monkeypatch, mode):
+    monkeypatch.setattr(errors, "_warned", set())
+    monkeypatch.setattr(plans, "_forward_plans", {})
+    monkeypatch.setattr(plans, "_backward_plans", {})
+    wanted = "rms_norm_bwd" if mode == "backward" else "rms_norm_fwd"
+    monkeypatch.setattr(plans, "find_kernel", lambda name, *args: plans.warn_once("why") if name == wanted else None)
+    call = dict(module=RMSNorm(8), compiled=torch.compile(lambda x: rms_norm(x, None), backend="aot_eager"))
+    call = call.get(mode, lambda x: rms_norm(x, None))
+    context = {"operator": Functions(), "no_grad": torch.no_grad()}.get(mode, contextlib.nullcontext())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with context:
+            y = call(leaf(rows((4, 8))))
+        if mode == "backward":
+            y.sum().backward()
+    assert [w.filename for w in seen if str(w.message) == "why"] == [__file__]
+
+
 def test_launches_and_memory_are_on_the_tensors_device(kernels, monkeypatch):
     inputs, dy = case()
     want = step(with_residual, inputs, dy)
