@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 # Columns that say where a row comes from; every results file starts with them.
 ENVIRONMENT = ("date", "commit", "dirty", "gpu", "driver", "python", "torch", "cuda", "dsl", "tvm_ffi", "peers")
-PEERS = ("quack-kernels", "liger-kernel", "triton")
+PEERS = ("quack-kernels", "liger-kernel", "cut-cross-entropy", "triton")
 
 console = Console(highlight=False)
 if not console.is_terminal:
@@ -84,14 +84,24 @@ def _output(*command: str) -> str:
 
 
 class CsvLog:
-    """A CSV file with a fixed header, flushed with every write: a run that is killed keeps what it measured."""
+    """A CSV file with a fixed header, flushed with every write: a run that is killed keeps what it measured.
 
-    def __init__(self, path: Path, fields: Sequence[str], constants: Mapping[str, str]):
+    With `append` the rows that the file has are kept; where they have another header it is a ValueError.
+    """
+
+    def __init__(self, path: Path, fields: Sequence[str], constants: Mapping[str, str], append: bool = False):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._constants = path, constants
-        self._file = path.open("w", newline="")
+        append = append and path.exists()
+        if append:
+            with path.open(newline="") as file:
+                header = next(csv.reader(file), [])
+            if header != list(fields):
+                raise ValueError(f"{path}: its columns are {', '.join(header)}; expected {', '.join(fields)}")
+        self._file = path.open("a" if append else "w", newline="")
         self._writer = csv.DictWriter(self._file, fields)
-        self._writer.writeheader()
+        if not append:
+            self._writer.writeheader()
 
     def write(self, rows: Iterable[Mapping[str, object]]) -> None:
         for row in rows:
@@ -106,6 +116,11 @@ def _plain(value: object) -> object:
 def read_csv(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def failure(error: Exception) -> str:
+    """An exception in a cell of a table."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -5,6 +5,7 @@ there is no GPU the same functions time plain calls with the host's clock; such 
 """
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -96,12 +97,69 @@ def _cuda_round(works: Mapping[str, Callable[[], object]], device: torch.device,
 
 
 def _cpu_round(works: Mapping[str, Callable[[], object]], device: torch.device, block: int) -> dict[str, list[float]]:
-    def sample(run: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        run()
-        return 1e6 * (time.perf_counter() - start)
+    return {name: [_cpu_sample(run, device)[1] for _ in range(block)] for name, run in works.items()}
 
-    return {name: [sample(run) for _ in range(block)] for name, run in works.items()}
+
+def take_turns(
+    works: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    repeats: int = 10,
+    seconds: float = 0.5,
+    least: int = 3,
+    on_error: Callable[[str, Exception], None] | None = None,
+) -> dict[str, Times]:
+    """Times long works, which allocate and may fail, as plain calls: one sample of each a turn, in random order.
+
+    A work is done after `repeats` samples, or after `seconds` of them where it has `least` good ones: slow ones are not
+    waited for. Good is a sample in which the caching allocator did not go to the driver; others count where there is
+    none. A work that raises is left out, and `on_error` is told.
+    """
+    samples: dict[str, list[tuple[bool, float]]] = {name: [] for name in works}
+    failed: set[str] = set()
+    shuffle = random.Random(0).shuffle
+    once = _cuda_sample if device.type == "cuda" else _cpu_sample
+
+    def wants_more(name: str) -> bool:
+        good, spent = sum(clean for clean, _ in samples[name]), sum(us for _, us in samples[name]) / 1e6
+        return name not in failed and len(samples[name]) < repeats and (good < least or spent < seconds)
+
+    while turn := [name for name in works if wants_more(name)]:
+        shuffle(turn)  # what ran before decides how warm the card is
+        for name in turn:
+            try:
+                samples[name].append(once(works[name], device))
+            except Exception as error:
+                if on_error is None:
+                    raise
+                failed.add(name)
+                on_error(name, error)
+    times = {name: [us for clean, us in pairs if clean] or [us for _, us in pairs] for name, pairs in samples.items()}
+    return {name: Times.of(us) for name, us in times.items() if us and name not in failed}
+
+
+def _cuda_sample(run: Callable[[], object], device: torch.device) -> tuple[bool, float]:
+    """Whether the allocator had what was asked for, and microseconds."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
+    before = _driver_allocations(device)
+    for _ in range(4):  # a quarter of a millisecond in which the host gets ahead of the GPU, and a cold L2
+        cold.zero_()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return _driver_allocations(device) == before, 1e3 * start.elapsed_time(end)
+
+
+def _driver_allocations(device: torch.device) -> tuple[int, int]:
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    return stats.get("num_device_alloc", 0), stats.get("num_device_free", 0)
+
+
+def _cpu_sample(run: Callable[[], object], device: torch.device) -> tuple[bool, float]:
+    start = time.perf_counter()
+    run()
+    return True, 1e6 * (time.perf_counter() - start)
 
 
 def peak_bytes(fn: Callable[[], object], device: torch.device) -> int | None:

@@ -1,0 +1,134 @@
+"""Who computes the linear cross entropy: quackish by each schedule, and every installed peer at its public entries.
+
+Every function takes x (m, h), w (v, h) and target (m,) and returns the mean over the rows that are not ignored, for
+`backward()`. Modules are imported on first use and kernels compile in the first call.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+IGNORED = -100
+OURS = "quackish"
+# On a GPU a shape that no kernel covers shall fail and be named, not run the portable path.
+BACKEND = "cute" if torch.cuda.is_available() else "auto"
+
+
+def _quackish(schedule: str, chunk_size: int | None, backend: str) -> Loss:
+    from quackish import linear_cross_entropy
+
+    return functools.partial(linear_cross_entropy, schedule=schedule, chunk_size=chunk_size, backend=backend)
+
+
+def _quack(chunk_size: int = 4096, **options) -> Loss:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return functools.partial(chunked_linear_cross_entropy, chunk_size=chunk_size, **options)
+
+
+def _quack_logits() -> Loss:
+    from quack.linear_cross_entropy import linear_cross_entropy_func
+
+    return lambda x, w, target: linear_cross_entropy_func(x, w, None, target, inplace_backward=True)
+
+
+def _liger(impl: str, accum_dtype: torch.dtype | None = None) -> Loss:
+    from liger_kernel.functional import fused_linear_cross_entropy
+
+    return lambda x, w, target: fused_linear_cross_entropy(x, w, target, accum_dtype=accum_dtype, impl=impl)[0]
+
+
+def _liger_large_chunks() -> Loss:
+    # Neither the functional nor the module has an argument for the size of chunks; the autograd function does.
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+    options = (None, None, IGNORED, 0.0, 0.0, "mean", None, False, torch.float32)
+    kernels = (False, False, False, "nvidia-cutedsl", None, 8)
+    return lambda x, w, target: LigerFusedLinearCrossEntropyFunction.apply(x, w, target, *options, *kernels)[0]
+
+
+def _liger_cute_sm90() -> Loss:
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+
+    return liger_fused_linear_cross_entropy_sm90
+
+
+def _cce() -> Loss:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy
+
+
+def _torch() -> Loss:
+    return lambda x, w, target: F.cross_entropy(F.linear(x, w), target)
+
+
+def _torch_compile() -> Loss:
+    # A graph for each shape is the fastest; past the limit torch would silently run eager code.
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(_torch(), dynamic=False)
+
+
+def _torch_chunked() -> Loss:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise ImportError(f"torch {torch.__version__} has no F.linear_cross_entropy")
+    options = torch.nn.LinearCrossEntropyOptions()
+    return lambda x, w, target: F.linear_cross_entropy(x, w, target, options=options)
+
+
+SCHEDULES = {OURS: "auto"} | {f"{OURS}-{schedule}": schedule for schedule in ("stored", "chunked", "recompute")}
+PEERS: dict[str, Callable[[], Loss]] = {
+    # Chunks of 4096 rows are QuACK's default; where it can (Hopper, bf16, V % 128 == 0) it runs its scaled-exp kernels.
+    "quack": _quack,
+    "quack-2048": functools.partial(_quack, 2048),
+    "quack-8192": functools.partial(_quack, 8192),
+    # Its older path: cuBLAS, a row kernel and its own GEMM for dW, that one untuned and (not by default) autotuned.
+    "quack-base": functools.partial(_quack, use_scaled_exp=False, tuned=False),
+    "quack-base-8192": functools.partial(_quack, 8192, use_scaled_exp=False, tuned=False),
+    "quack-base-tuned": functools.partial(_quack, use_scaled_exp=False, tuned=True),
+    # All logits at once: F.linear and its cross entropy, whose backward overwrites them.
+    "quack-logits": _quack_logits,
+    # Liger's Hopper kernels, which hold all logits; then its chunk loop around cuBLAS with either row kernel, which
+    # accumulates the weight gradient in bf16 where nothing else is asked for.
+    "liger-cute-sm90": _liger_cute_sm90,
+    "liger-cute": functools.partial(_liger, "nvidia-cutedsl"),
+    "liger": functools.partial(_liger, "nvidia-triton"),
+    "liger-fp32": functools.partial(_liger, "nvidia-triton", torch.float32),
+    "liger-fp32-large": _liger_large_chunks,
+    "cce": _cce,
+    "torch": _torch,
+    "torch-compile": _torch_compile,
+    "torch-chunked": _torch_chunked,
+}
+PROVIDERS = (*SCHEDULES, *PEERS)
+# Beside the headline shape, where all are measured but what autotunes for minutes.
+MAIN = (
+    *(OURS, f"{OURS}-chunked", f"{OURS}-recompute", "quack", "quack-base", "quack-logits", "liger-cute-sm90", "liger"),
+    *("cce", "torch", "torch-compile"),
+)
+ALL = tuple(name for name in PROVIDERS if name != "quack-base-tuned")
+HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-cute-sm90", "liger", "torch")
+
+
+def is_ours(name: str) -> bool:
+    return name.partition("-")[0].partition(" ")[0] == OURS
+
+
+@functools.cache
+def load(name: str, backend: str = BACKEND) -> Loss:
+    """The provider of that name; "quackish-chunked-2048" is a schedule of ours by chunks of so many rows.
+
+    Ours come first in every case: importing QuACK patches the DSL's tensor classes, and in the first case, at least,
+    ours compile before it.
+    """
+    if name in PEERS:
+        return PEERS[name]()
+    head, _, rows = name.rpartition("-")
+    if rows.isdigit():
+        return _quackish(SCHEDULES[head], int(rows), backend)
+    return _quackish(SCHEDULES[name], None, backend)

@@ -1,0 +1,335 @@
+"""The benchmark of linear cross entropy on tiny shapes and on made-up results: what it writes and how it judges."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
+
+from benchmarks import harness, linear_cross_entropy, providers_linear_cross_entropy  # noqa: E402
+from benchmarks import report_linear_cross_entropy as report  # noqa: E402
+from benchmarks.providers_linear_cross_entropy import IGNORED, load  # noqa: E402
+from benchmarks.truth_linear_cross_entropy import CONFIDENCE, Data, Truth, dlogits_of  # noqa: E402
+from quackish.testing.timing import take_turns  # noqa: E402
+
+CPU = torch.device("cpu")
+TINY = ["--shapes", "24x32x90", "--repeats", "2", "--backend", "auto"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Many threads on a busy machine make small work slow, by far."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def provide(monkeypatch):
+    """Puts one more peer beside the others, last."""
+
+    def put(name: str, make) -> None:
+        monkeypatch.setitem(providers_linear_cross_entropy.PEERS, name, make)
+        names = (*linear_cross_entropy.PROVIDERS, name)
+        monkeypatch.setattr(linear_cross_entropy, "PROVIDERS", names)
+
+    yield put
+    load.cache_clear()
+
+
+def run(tmp_path: Path, *more: str) -> list[dict[str, str]]:
+    return harness.read_csv(linear_cross_entropy.main([*TINY, "--out", str(tmp_path), *more]))
+
+
+# Timing --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_work_has_its_turn_and_slow_ones_fewer(monkeypatch):
+    clock = {"now": 0.0, "a": 0, "slow": 0}
+    monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
+
+    def work(name, seconds):
+        def call():
+            clock["now"] += seconds
+            clock[name] += 1
+
+        return call
+
+    times = take_turns({"a": work("a", 0.01), "slow": work("slow", 1.0)}, CPU, repeats=10, seconds=0.5, least=3)
+    assert (clock["a"], clock["slow"]) == (10, 3)
+    assert times["slow"].median == pytest.approx(1e6)
+
+
+def test_a_work_that_fails_is_told_and_left_out():
+    told = []
+
+    def fail():
+        raise RuntimeError("no")
+
+    times = take_turns({"good": int, "bad": fail}, CPU, 3, on_error=lambda name, error: told.append((name, str(error))))
+    assert (list(times), told) == (["good"], [("bad", "no")])
+    with pytest.raises(RuntimeError, match="no"):
+        take_turns({"bad": fail}, CPU)
+
+
+# Data and truth ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elements", [1, 500, 1 << 20], ids=["row by row", "with a rest", "at once"])
+@pytest.mark.parametrize("ignored", [0.0, 0.5])
+def test_errors_are_relative_to_fp64(monkeypatch, elements, ignored):
+    monkeypatch.setattr("benchmarks.truth_linear_cross_entropy.CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr("benchmarks.truth_linear_cross_entropy.ROWS", 5)
+    monkeypatch.setattr("benchmarks.truth_linear_cross_entropy.CLASSES", 7)
+    data = Data.make(23, 16, 50, "normal", ignored, CPU)
+    truth = Truth(data)
+    x, w = (t.detach().double().requires_grad_() for t in (data.x, data.w))
+    loss = torch.nn.functional.cross_entropy(x @ w.T, data.target)
+    loss.backward()
+    assert max(truth.errors(loss, x.grad, w.grad).values()) < 1e-12
+    wrong = truth.errors(loss * 2, x.grad * 1.5, w.grad * 0.5)
+    assert wrong == pytest.approx({"err_loss": 1.0, "err_dx": 0.5, "err_dw": 0.5})
+    assert math.isnan(truth.errors(loss, x.grad * math.nan, w.grad)["err_dx"])
+    # the dlogits of the bare GEMMs are those of the same loss
+    dlogits = dlogits_of(data)
+    dw = dlogits.double().T @ data.x.detach().double()
+    assert float((dw - w.grad).norm() / w.grad.norm()) < 0.02
+    assert dlogits[data.target == IGNORED].abs().sum() == 0
+
+
+def test_confident_rows_are_as_confident_as_they_say():
+    data = Data.make(300, 512, 4000, "confident", 0.0, CPU)
+    logits = data.x.detach().float() @ data.w.detach().float().T
+    p = torch.softmax(logits, 1).gather(1, data.target[:, None]).squeeze(1)
+    for i, wanted in enumerate(CONFIDENCE):
+        assert float(1 - p[i::3].median()) == pytest.approx(1 - wanted, rel=0.5)
+
+
+def test_ignored_rows_are_a_share_of_all():
+    data = Data.make(50, 8, 20, "normal", 0.8, CPU)
+    assert int((data.target == IGNORED).sum()) == 40
+    assert int((data.all_targets == IGNORED).sum()) == 0
+
+
+# A run ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_rows_and_page(tmp_path, capsys):
+    rows = run(tmp_path, "--providers", "quackish*,torch", "--chunk-sizes", "8", "--commit", "abc-dirty")
+    assert tuple(rows[0]) == linear_cross_entropy.FIELDS
+    schedules = [f"quackish-{s}" for s in ("stored", "chunked", "recompute")]
+    gemms = ["three-gemms", "gemm-logits", "gemm-dx", "gemm-dw"]
+    expected = ["quackish-chunked-8", "quackish", *schedules, "torch", report.AGAIN, *gemms]
+    assert [row["provider"] for row in rows] == expected
+    for row in rows:
+        assert (row["commit"], row["dirty"], row["status"], row["mode"]) == ("abc", "True", "ok", "train")
+        assert float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"])
+        assert float(row["of_roof"]) == pytest.approx(float(row["median_ms"]) / float(row["roof_ms"]), 1e-4)
+    assert all(float(row[error]) < 0.01 for row in rows[:6] for error in ("err_loss", "err_dx", "err_dw"))
+    page = (tmp_path / "linear_cross_entropy.md").read_text()
+    assert "| **quackish-chunked-8** |" in page
+    assert "commit abc and local changes" in page
+    if not torch.cuda.is_available():
+        assert "No GPU" in capsys.readouterr().out
+
+
+def test_rows_are_appended_and_the_newer_ones_count(tmp_path):
+    first = run(tmp_path, "--providers", "torch", "--no-errors")
+    assert not any(row["err_dx"] for row in first)
+    both = run(tmp_path, "--providers", "torch", "--append", "--mode", "loss")
+    assert both[: len(first)] == first
+    assert {row["provider"] for row in both[len(first) :]} == {"torch", "gemm-logits"}
+    again = run(tmp_path, "--providers", "torch", "--append")
+    results = report.Results(again)
+    assert len(results.cases) == 2
+    assert results.value(results.train((24, 32, 90)), "torch", "err_dx") is not None
+    (tmp_path / "linear_cross_entropy.csv").write_text("m,n\n1,2\n")
+    with pytest.raises(ValueError, match="its columns are m, n; expected"):
+        run(tmp_path, "--append")
+
+
+def test_ignored_rows_are_timed_beside_none_ignored(tmp_path):
+    rows = {row["provider"]: row for row in run(tmp_path, "--providers", "quackish,torch", "--ignored", "0.8")}
+    assert rows.keys() == {"quackish", "torch", report.AGAIN, report.NONE_IGNORED}
+    assert rows["quackish"]["roof_ms"] == rows[report.NONE_IGNORED]["median_ms"]
+
+
+def test_host_time_runs(tmp_path):
+    rows = run(tmp_path, "--providers", "quackish,torch", "--mode", "host")
+    assert [(row["provider"], row["mode"], row["status"]) for row in rows] == [
+        ("quackish", "host", "ok"),
+        ("torch", "host", "ok"),
+    ]
+    assert "Host time" in (tmp_path / "linear_cross_entropy.md").read_text()
+
+
+def test_providers_that_are_missing_or_crash_are_named_and_the_run_goes_on(tmp_path, provide, capsys):
+    def missing():
+        raise ImportError("no module of that name")
+
+    calls = []
+
+    def late(x, w, target):
+        calls.append(1)
+        if len(calls) > 2:
+            raise torch.cuda.OutOfMemoryError("no memory\nat length")
+        return load("torch")(x, w, target)
+
+    provide("missing", missing)
+    provide("late", lambda: late)
+    rows = run(tmp_path, "--providers", "missing,late,torch")
+    status = {row["provider"]: row["status"] for row in rows}
+    assert status.pop("missing") == "ImportError: no module of that name"
+    assert status.pop("late") == "OutOfMemoryError: no memory"
+    assert set(status.values()) == {"ok"}
+    assert "torch" in status
+    assert len(rows) == len(status) + 2
+    assert "missing: ImportError: no module of that name" in capsys.readouterr().out
+    assert "late, train, 24 x 32 x 90: OutOfMemoryError" in (tmp_path / "linear_cross_entropy.md").read_text()
+
+
+def test_a_run_that_is_cut_short_keeps_its_cases(tmp_path, provide):
+    def stop(x, w, target):
+        if x.shape[0] == 9:
+            raise KeyboardInterrupt
+        return load("torch")(x, w, target)
+
+    provide("stop", lambda: stop)
+    args = ["--shapes", "8x32x90,9x32x90", "--providers", "stop", "--repeats", "1", "--out", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        linear_cross_entropy.main(args)
+    assert {row["m"] for row in harness.read_csv(tmp_path / "linear_cross_entropy.csv")} == {"8"}
+    assert (tmp_path / "linear_cross_entropy.md").exists()
+
+
+def test_a_provider_that_nobody_knows_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        linear_cross_entropy.main(["--providers", "quakish"])
+    assert "no provider is named quakish" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_case_on_the_gpu_has_times_memory_and_errors(tmp_path):
+    args = ["--shapes", "512x512x4096", "--providers", "quackish*,torch", "--backend", "auto", "--repeats", "3"]
+    rows = harness.read_csv(linear_cross_entropy.main([*args, "--out", str(tmp_path)]))
+    gradients = 2 * (512 + 4096) * 512 / 1e9
+    for row in rows:
+        assert row["status"] == "ok"
+        assert float(row["median_ms"]) > 0
+        if row["peak_gb"]:
+            assert float(row["peak_gb"]) >= gradients
+            assert max(float(row[error]) for error in ("err_loss", "err_dx", "err_dw")) < 0.02
+
+
+# Verdicts and figures ------------------------------------------------------------------------------------------------
+
+
+def made_up(cases: dict[tuple, dict[str, tuple]]) -> report.Results:
+    """Results from {(mode, m, h, v, data, ignored): {provider: (ms, GB, errors of dX and dW)}}; ms None has failed."""
+    rows = []
+    for (mode, m, h, v, data, ignored), providers in cases.items():
+        for name, (ms, gb, error) in providers.items():
+            row = dict.fromkeys(linear_cross_entropy.FIELDS, "")
+            row |= dict(gpu="H200", mode=mode, m=m, h=h, v=v, data=data, ignored=ignored, provider=name)
+            row |= dict(status="ok" if ms else "RuntimeError: no", median_ms=ms, p20_ms=ms, p80_ms=ms, peak_gb=gb)
+            row |= dict(err_dx=error, err_dw=error)
+            rows.append({key: "" if value is None else str(value) for key, value in row.items()})
+    return report.Results(rows)
+
+
+def headline(**times) -> dict[tuple, dict[str, tuple]]:
+    """The headline shape; three GEMMs take 40 ms."""
+    providers = {name.replace("_", "-"): (*point, 0.01)[:3] for name, point in times.items()}
+    return {("train", *report.HEADLINE, "normal", 0.0): {"three-gemms": (40.0, None, None), **providers}}
+
+
+def words(results: report.Results) -> dict[str, str]:
+    """{what a verdict is about: PASS or FAIL and the text}"""
+    lines = report.verdicts(results)
+    return {text.split(": ")[0] + ": " + text.split(": ")[1]: f"{word} {text}" for word, text in lines}
+
+
+SHAPE = "8192 x 4096 x 128256"
+
+
+def test_bars_of_the_headline_shape():
+    good = dict(quackish_stored=(40.0, 3.2), quackish_chunked=(40.8, 3.0), quackish_recompute=(54.4, 1.30))
+    said = words(made_up(headline(**good, quack=(41.0, 4.3), cce=(95.0, 1.12), torch=(43.0, 6.3))))
+    kept = {about for about, text in said.items() if text.startswith("PASS")}
+    assert {f"{SHAPE} {schedule}: time / 3 GEMMs" for schedule in report.HEADLINE_BARS} <= kept
+    assert {f"{SHAPE} {schedule}: peak above inputs" for schedule in ("chunked", "recompute")} <= kept
+    # nothing of ours is as small as cce, which is slower than all of it
+    assert "time against memory: 2 of 3 peers' points dominated by one of ours; not cce" in said
+    for schedule in report.HEADLINE_BARS:
+        text = said[f"{SHAPE} {schedule}: faster than every peer that uses no more memory"]
+        assert text.startswith("PASS")
+        assert "cce 95.000 ms" in text
+        assert text.endswith("of 1")
+
+    bad = dict(quackish_stored=(40.1, 3.2), quackish_chunked=(40.9, 3.1), quackish_recompute=(54.5, 1.31))
+    said = words(made_up(headline(**bad, quack=(40.8, 3.1))))
+    for schedule in ("stored", "chunked", "recompute"):
+        assert said[f"{SHAPE} {schedule}: time / 3 GEMMs"].startswith("FAIL")
+    for schedule in ("chunked", "recompute"):
+        assert said[f"{SHAPE} {schedule}: peak above inputs"].startswith("FAIL")
+    assert said[f"{SHAPE} chunked: faster than every peer that uses no more memory"].startswith("FAIL")
+
+
+def test_a_schedule_that_failed_has_failed_and_a_peer_that_failed_is_left_out():
+    said = words(made_up(headline(quackish_stored=(None, None), quack=(None, None))))
+    assert said[f"{SHAPE} stored: time / 3 GEMMs"].startswith("FAIL")
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("ms, quack, word", [(40.8, 41.0, "PASS"), (40.9, 41.0, "FAIL"), (40.8, 40.8, "FAIL")])
+def test_other_shapes_are_judged_by_auto(ms, quack, word):
+    shape = ("train", *report.SHAPES[0], "normal", 0.0)
+    providers = {"three-gemms": (40.0, 0, 0), "quackish": (ms, 1, 0.01), "quack": (quack, 1, 0.01)}
+    found = {text.split(" ")[0] for text in words(made_up({shape: providers})).values()}
+    assert (found == {"PASS"}) == (word == "PASS")
+
+
+def test_loss_only_ignored_rows_errors_and_host():
+    m, h, v = report.HEADLINE
+
+    def judge(loss, ignored, error, confident, host):
+        def pair(ours, torch):
+            return {"quackish": (1.0, 1, ours), "torch": (1.0, 1, torch)}
+
+        return words(
+            made_up(
+                {
+                    ("loss", m, h, v, "normal", 0.0): {"gemm-logits": (10.0, 0, None), "quackish": (loss, 0, None)},
+                    ("train", m, h, v, "normal", 0.8): {"quackish": (ignored, 1, None), report.NONE_IGNORED: (1, 1, 0)},
+                    ("train", m, h, v, "normal", 0.0): pair(error, 0.01),
+                    ("train", m, h, v, "confident", 0.0): pair(confident, 0.01),
+                    ("host", 128, 512, 1024, "normal", 0.0): {"quackish": (host, 0, None)},
+                }
+            )
+        ).values()
+
+    good = judge(10.3, 0.35, 0.01, 0.005, 0.150)
+    bad = judge(10.4, 0.36, 0.011, 0.0051, 0.151)
+    assert (len(good), {text[:4] for text in good if "dominated" not in text}) == (len(bad), {"PASS"})
+    assert {text[:4] for text in bad if "dominated" not in text} == {"FAIL"}
+    assert len(good) == 8
+    assert "FAIL" in " ".join(judge(10, 0.3, math.nan, 0.001, 0.1))
+
+
+def test_figures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    cases = headline(quackish_chunked=(40.8, 3.0), quack=(41.0, 4.3), cce=(95.0, 1.12))
+    for m, v in ((1024, 128256), (65536, 128256), (8192, 32000)):
+        cases[("train", m, 4096, v, "normal", 0.0)] = {"quackish": (m / 200, 2.0, None), "cce": (m / 80, 1.2, None)}
+    results = made_up(cases)
+    for case in results.cases.values():
+        for row in case.values():
+            row["of_roof"] = "1.1"
+    report.figures(results, tmp_path / "lce.csv")
+    assert {p.name for p in tmp_path.iterdir()} == {f"lce{kind}.{s}" for kind in ("", "_sweep") for s in ("svg", "png")}
