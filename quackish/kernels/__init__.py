@@ -10,6 +10,19 @@ _HERE = {
     ("rms_norm_fwd", "sm_100"): "rms_norm_fwd:RmsNormFwd",
     ("rms_norm_bwd", "sm_90"): "rms_norm_bwd:RmsNormBwd",
     ("rms_norm_bwd", "sm_100"): "rms_norm_bwd:RmsNormBwd",
+    ("lce_gemm", "sm_90"): "gemm_sm90:GemmSm90",
+    ("lce_compact", "sm_90"): "lce_compact:LceCompact",
+    ("lce_compact", "sm_100"): "lce_compact:LceCompact",
+    ("lce_gather", "sm_90"): "lce_gather:LceGather",
+    ("lce_gather", "sm_100"): "lce_gather:LceGather",
+    ("lce_rows", "sm_90"): "lce_rows:LceRows",
+    ("lce_rows", "sm_100"): "lce_rows:LceRows",
+    ("lce_bias", "sm_90"): "lce_bias:LceBias",
+    ("lce_bias", "sm_100"): "lce_bias:LceBias",
+    ("lce_scatter", "sm_90"): "lce_scatter:LceScatter",
+    ("lce_scatter", "sm_100"): "lce_scatter:LceScatter",
+    ("lce_scale", "sm_90"): "lce_scale:LceScale",
+    ("lce_scale", "sm_100"): "lce_scale:LceScale",
 }
 
 

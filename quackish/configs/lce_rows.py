@@ -1,0 +1,112 @@
+"""Linear cross entropy's kernels around its GEMMs: what is asked (Problem) and how it is done (Config).
+
+Numbers of rows, classes and tiles are in none of them: kernels get these at run time.
+"""
+
+import dataclasses
+
+ROW_TILE = 128  # rows of a GEMM tile: up to the end of the last one with live rows, buffers hold zeros, not garbage
+
+
+@dataclasses.dataclass(frozen=True)
+class LceCompactProblem:
+    target_dtype: str  # "int32" or "int64"
+    class_weight_dtype: str | None = None
+    divisor: str = "one"  # "one", "weights" (sum of the class weights of rows), "float" or "tensor" (num_items)
+
+
+@dataclasses.dataclass(frozen=True)
+class LceGatherProblem:
+    h: int  # a multiple of 8
+    dtype: str  # of x, w and xc
+    target_dtype: str
+    bias_dtype: str | None = None
+    dx_dtype: str | None = None
+    softcap: bool = False
+    rows_out: bool = True  # loss and lse of ignored rows are written
+    x_aligned: bool = True  # every row of x starts on 16 bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class LceRowsProblem:
+    stats: bool  # loss, lse and the sum of exponentials
+    grads: str = "none"  # "none", "scale" (of rows of E and xc) or "coefs" (lse, ca, cb, cs)
+    h: int = 0  # a multiple of 8, where rows of xc are scaled
+    dtype: str | None = None  # of xc and xs
+    class_weight_dtype: str | None = None
+    label_smoothing: bool = False
+    softcap: bool = False  # matters to "scale" alone
+    grad_loss: str = "one"  # "one", "scalar" or "rows"
+    grad_lse: bool = False
+    e_split: bool = False  # E lies in two buffers
+
+    def __post_init__(self):
+        if self.grads == "scale" and self.label_smoothing:
+            raise ValueError('LceRowsProblem: grads is "scale" with label_smoothing; expected "coefs"')
+
+
+@dataclasses.dataclass(frozen=True)
+class LceBiasProblem:
+    dtype: str  # of E
+    row_scale: bool
+    accumulate: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LceScatterProblem:
+    h: int  # a multiple of 8
+    dx_dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LceScaleProblem:
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LceCompactConfig:
+    threads: int = 1024  # one CTA
+    each: int = 8  # targets of a thread in flight
+
+
+@dataclasses.dataclass(frozen=True)
+class LceRowsConfig:
+    """A warp a row, so the order of a row's sums depends on its length alone."""
+
+    threads: int = 256
+    vectors: int = 4  # 16-byte vectors of a thread in flight, of each tensor
+
+    def num_ctas(self, rows: int) -> int:
+        return -(-rows // (self.threads // 32))
+
+
+@dataclasses.dataclass(frozen=True)
+class LceBiasConfig:
+    """A CTA has `lanes * 8` columns of all rows: every (threads / lanes)-th row a group of lanes, in order, then the
+    groups in order."""
+
+    lanes: int
+    threads: int = 512
+
+    def num_ctas(self, n: int) -> int:
+        return -(-n // (self.lanes * 8))
+
+
+@dataclasses.dataclass(frozen=True)
+class LceScaleConfig:
+    threads: int = 256
+    vectors: int = 4  # 16-byte vectors of a thread in flight
+
+    def num_ctas(self, bytes: int, sm_count: int) -> int:
+        """Persistent: where the factor is 1, few CTAs leave again."""
+        return max(1, min(-(-bytes // (self.threads * self.vectors * 16)), sm_count * 4))
+
+
+def lce_gather_config(problem: LceGatherProblem) -> LceRowsConfig:
+    # Rows that are not aligned come in element by element, and with four vectors of them registers spill.
+    return LceRowsConfig(vectors=4 if problem.x_aligned else 2)
+
+
+def lce_bias_config(n: int) -> LceBiasConfig:
+    """The more columns, the wider the slice of a CTA, while every SM has some. Not measured."""
+    return LceBiasConfig(lanes=32 if n >= 32_768 else 8)

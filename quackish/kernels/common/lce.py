@@ -1,0 +1,95 @@
+"""What linear cross entropy's row kernels share: single elements by pointer, and the order of floats as integers."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
+
+from quackish.configs.lce_rows import ROW_TILE
+from quackish.kernels.common.rows import vector_at
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+# In place of infinity: exp(a - HUGE) is 0, and any a is far above -HUGE. Finite, and so times LOG2_E, as else an a of
+# -inf would give inf - inf.
+HUGE = 2e38
+
+
+def fake_target(dtype: str):
+    dtype = Int64 if dtype == "int64" else Int32
+    return cute.runtime.make_ptr(dtype, dtype.width // 8, AddressSpace.gmem, assumed_align=dtype.width // 8)
+
+
+def fake_count():
+    """num_live, (1,) int32: the tensor among the arguments, from which the launch has its device and stream."""
+    return cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
+
+
+@cute.jit
+def load_at(base: cute.Pointer, at):
+    return cute.make_tensor(base + at, cute.make_layout(1))[0]
+
+
+@cute.jit
+def store_at(base: cute.Pointer, at, value):
+    cute.make_tensor(base + at, cute.make_layout(1))[0] = value.to(base.dtype)
+
+
+@cute.jit
+def encode(x: Float32) -> Int32:
+    """An int32 in the order of floats, so that an integer maximum is theirs."""
+    bits = x.bitcast(Int32)
+    return bits if bits >= 0 else bits ^ 0x7FFFFFFF
+
+
+@cute.jit
+def decode(code: Int32) -> Float32:
+    bits = code if code >= 0 else code ^ 0x7FFFFFFF
+    return bits.bitcast(Float32)
+
+
+@cute.jit
+def rounded_up(live: Int32) -> Int32:
+    """`live` rows of a chunk, up to the end of their last GEMM tile."""
+    return (cutlass.max(live, 0) + (ROW_TILE - 1)) // ROW_TILE * ROW_TILE
+
+
+@cute.jit
+def fill_row(row: cute.Pointer, n: cutlass.Constexpr[int], lane, value: cutlass.Constexpr[float]):
+    """A warp writes n elements, n a multiple of 8."""
+    vec = const_expr(128 // row.dtype.width)
+    filled = cute.make_rmem_tensor((vec,), row.dtype)
+    filled.fill(value)
+    for v in cutlass.range(lane, n // vec, 32, unroll=4):
+        vector_at(row, v * vec, vec).store(filled.load())
+
+
+@cute.jit
+def convert_row(row: cute.Pointer, out: cute.Pointer, n: cutlass.Constexpr[int], lane, factor, batch):
+    """A warp writes out = row * factor (None is 1), n elements, n a multiple of 8; both may be the same memory.
+
+    `batch` vectors of a thread are in flight.
+    """
+    num_vectors = const_expr(n // 8)
+    whole = const_expr(num_vectors // (32 * batch) * (32 * batch))
+    raw = cute.make_rmem_tensor((8, batch), row.dtype)
+    for first in cutlass.range(0, whole, 32 * batch, unroll=1):
+        for b in cutlass.range_constexpr(batch):
+            raw[None, b].store(vector_at(row, (first + b * 32 + lane) * 8, 8).load())
+        for b in cutlass.range_constexpr(batch):
+            store_scaled(raw[None, b], out, (first + b * 32 + lane) * 8, factor)
+    for b in cutlass.range_constexpr(batch):  # the ragged end
+        if const_expr(whole + b * 32 < num_vectors):
+            if whole + b * 32 + lane < num_vectors:
+                raw[None, b].store(vector_at(row, (whole + b * 32 + lane) * 8, 8).load())
+    for b in cutlass.range_constexpr(batch):
+        if const_expr(whole + b * 32 < num_vectors):
+            if whole + b * 32 + lane < num_vectors:
+                store_scaled(raw[None, b], out, (whole + b * 32 + lane) * 8, factor)
+
+
+@cute.jit
+def store_scaled(raw: cute.Tensor, out: cute.Pointer, at, factor):
+    values = raw.load().to(Float32)
+    if const_expr(factor is not None):
+        values = values * factor
+    vector_at(out, at, cute.size(raw)).store(values.to(out.dtype))

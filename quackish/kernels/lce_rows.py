@@ -1,0 +1,282 @@
+"""Linear cross entropy, between the logits of a chunk and its gradients: what each live row needs, by one warp.
+
+For chunk row i, r = order[start + i], with a_t = zt[i], ref = decode(top[i]), w_t the target's class weight (1 without,
+NaN where the target is no class), s the label smoothing, W the sum of all class weights (V without):
+- stats: sum = row_sum[i] = sum of part_sum[i, :], a tile after the other, 32 apart, then over the lanes;
+  lse[r] = ref + ln(sum);
+  loss[r] = (1 - s) * w_t * (lse - a_t) + s / V * (W * lse - sum of part_wsum[i, :]) + z_loss * lse^2.
+- gradients: g = grad_loss * inv_divisor, ca = g * ((1 - s) * w_t + s / V * W + 2 * z_loss * lse) + grad_lse,
+  cb = g * (1 - s) * w_t.
+  "coefs": coefs[i] = (lse, ca, cb, cs = g * s / V).
+  "scale": with E[i, c] = exp(a_c - ref) * d_c the row's gradient is scale * (E - onehot * cb * sum / ca * d_t), so
+  E[i, t] is written anew, scale = row_scale[i] = ca / sum, and xs[i] = xc[i] * scale where xs is given.
+Behind the last live row, up to the end of its GEMM tile: xs = row_scale = 0, coefs = (HUGE, 0, 0, 0), so that the GEMM
+finds exp(a - lse) = 0.
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, const_expr
+
+from quackish.configs.lce_rows import LceRowsConfig, LceRowsProblem
+from quackish.kernels.common.lce import (
+    HUGE,
+    LN_2,
+    LOG2_E,
+    convert_row,
+    decode,
+    fake_count,
+    fill_row,
+    load_at,
+    rounded_up,
+    store_at,
+)
+from quackish.kernels.common.rows import fake_pointer, vector_at
+
+# |ca| is kept at 2^-20 * |cb| at least: E at the target, cb * sum / ca, stays within what bf16 can hold.
+SMALLEST_RATIO = 2.0**-20
+
+
+class LceRows:
+    def __init__(self, problem: LceRowsProblem, config: LceRowsConfig):
+        self.problem, self.config = problem, config
+        self.num_warps = config.threads // 32
+        self.scale, self.coefs = problem.grads == "scale", problem.grads == "coefs"
+        self.smoothing = problem.label_smoothing
+
+    def fake_args(self):
+        p = self.problem
+        either = p.stats or self.scale
+        grads = self.scale or self.coefs
+
+        def fp32(present: bool, aligned: bool = False):
+            return fake_pointer("float32" if present else None, aligned)
+
+        int32 = fake_pointer("int32", aligned=False)
+        e = "bfloat16" if self.scale else None
+        return (
+            fp32(p.stats),
+            fp32(p.stats and self.smoothing),
+            fp32(either),
+            int32 if either else None,
+            int32,
+            int32,
+            fake_count(),
+            fake_pointer(p.class_weight_dtype, aligned=False),
+            fp32(self.smoothing and p.class_weight_dtype is not None),
+            fp32(p.stats),
+            fp32(True),
+            fp32(either),
+            fp32(grads and p.grad_loss != "one"),
+            fp32(grads),
+            fp32(grads and p.grad_lse),
+            fake_pointer(e, aligned=False),
+            fake_pointer(e if p.e_split else None, aligned=False),
+            fake_pointer(p.dtype),
+            fake_pointer(p.dtype),
+            fp32(self.scale),
+            fp32(self.coefs, aligned=True),
+            Int64(8),
+            Int64(8),
+            Int32(8),
+            Float32(1),
+            Float32(0),
+            Float32(0),
+            Int32(1),
+            Int32(1),
+            Int32(0),
+            Int32(1),
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        part_sum: Optional[cute.Pointer],  # (rows, tiles)
+        part_wsum: Optional[cute.Pointer],  # (rows, tiles): of class weight * a
+        zt: Optional[cute.Pointer],  # (rows,)
+        top: Optional[cute.Pointer],  # (rows,)
+        cls: cute.Pointer,  # (rows,)
+        order: cute.Pointer,  # (m,)
+        num_live: cute.Tensor,  # (1,)
+        class_weight: Optional[cute.Pointer],  # (v,)
+        total_weight: Optional[cute.Pointer],  # 0-dim: W, where there are class weights
+        loss: Optional[cute.Pointer],  # (m,) written
+        lse: cute.Pointer,  # (m,) written with stats, else read
+        row_sum: Optional[cute.Pointer],  # (rows,) as lse
+        grad_loss: Optional[cute.Pointer],  # 0-dim or (m,)
+        inv_divisor: Optional[cute.Pointer],  # (1,)
+        grad_lse: Optional[cute.Pointer],  # (m,)
+        e: Optional[cute.Pointer],  # (rows, v_split) columns
+        e2: Optional[cute.Pointer],  # those from v_split on
+        xc: Optional[cute.Pointer],  # (rows, h)
+        xs: Optional[cute.Pointer],  # (rows, h), may be xc
+        row_scale: Optional[cute.Pointer],  # (rows,)
+        coefs: Optional[cute.Pointer],  # (rows, 4)
+        e_stride: Int64,
+        e2_stride: Int64,
+        v_split: Int32,
+        softcap: Float32,
+        z_loss: Float32,
+        label_smoothing: Float32,
+        v: Int32,
+        tiles: Int32,
+        start: Int32,
+        rows: Int32,
+        stream: CUstream,
+    ):
+        stats = part_sum, part_wsum, zt, top, class_weight, total_weight, loss, lse, row_sum
+        grads = grad_loss, inv_divisor, grad_lse, e, e2, xc, xs, row_scale, coefs
+        floats = softcap, z_loss, label_smoothing
+        ints = e_stride, e2_stride, v_split, v, tiles
+        self.kernel(cls, order, num_live, stats, grads, floats, ints, start, rows).launch(
+            grid=[cute.ceil_div(rows, self.num_warps), 1, 1],
+            block=[self.config.threads, 1, 1],
+            min_blocks_per_mp=65_536 // (self.config.threads * 64),
+            preferred_smem_carveout=10,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        cls: cute.Pointer,
+        order: cute.Pointer,
+        num_live: cute.Tensor,
+        stats: tuple,
+        grads: tuple,
+        floats: tuple,
+        ints: tuple,
+        start: Int32,
+        rows: Int32,
+    ):
+        *_, xs, row_scale, coefs = grads
+        h = self.problem.h
+        cta, _, _ = cute.arch.block_idx()
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        i = cta * self.num_warps + warp
+        live_here = num_live[0] - start
+        if i < rows:
+            if i < live_here:
+                self.live_row(i, load_at(order, start + i), load_at(cls, i), lane, stats, grads, floats, ints)
+            elif i < rounded_up(live_here):
+                if const_expr(xs is not None):
+                    fill_row(xs + Int64(i) * h, h, lane, 0.0)
+                if const_expr(self.scale):
+                    if lane == 0:
+                        store_at(row_scale, i, Float32(0.0))
+                if const_expr(self.coefs):
+                    if lane == 0:
+                        self.store_coefs(coefs, i, Float32(HUGE), Float32(0.0), Float32(0.0), Float32(0.0))
+
+    @cute.jit
+    def live_row(self, i: Int32, r: Int32, t: Int32, lane: Int32, stats, grads, floats, ints):
+        p = self.problem
+        part_sum, part_wsum, zt, top, class_weight, total_weight, loss, lse, row_sum = stats
+        grad_loss, inv_divisor, grad_lse, e, e2, xc, xs, row_scale, coefs = grads
+        softcap, z_loss, label_smoothing = floats
+        e_stride, e2_stride, v_split, v, tiles = ints
+
+        # the row's own weights: (1 - s) * w_t of the target, s / V of every class
+        weight = Float32(1.0)
+        if const_expr(class_weight is not None):
+            weight = load_at(class_weight, cutlass.max(t, 0)).to(Float32)
+        if t < 0:
+            weight = Float32(float("nan"))
+        total_of_weights = v.to(Float32)
+        if const_expr(self.smoothing):
+            weight = weight * (Float32(1.0) - label_smoothing)
+            if const_expr(total_weight is not None):
+                total_of_weights = load_at(total_weight, 0)
+        spread = label_smoothing / v.to(Float32)
+        if const_expr(p.stats or self.scale):
+            # As the logits GEMM has it, in log2 units and with ref_log2 rounded: what that does to E and its sums it
+            # does to the target too, and a confident row, whose sum is little else, loses no digits.
+            a_t, ref_log2 = load_at(zt, i), decode(load_at(top, i)) * LOG2_E
+            at_log2 = cute.math.fma(a_t, Float32(LOG2_E), -ref_log2)
+
+        # stats
+        if const_expr(p.stats):
+            total = self.total(part_sum + Int64(i) * tiles, tiles, lane)
+            total_log2 = cute.math.log2(total)
+            row_lse = (ref_log2 + total_log2) * LN_2
+            nll = (total_log2 - at_log2) * LN_2  # lse - a_t, without lse's rounding
+            row_loss = weight * nll
+            if weight == 0.0:
+                if nll == nll:  # an infinite loss that does not count is 0; NaN stays
+                    row_loss = Float32(0.0)
+            if const_expr(self.smoothing):
+                weighted = self.total(part_wsum + Int64(i) * tiles, tiles, lane)
+                row_loss += spread * (total_of_weights * row_lse - weighted)
+            row_loss += z_loss * row_lse * row_lse
+            if lane == 0:
+                store_at(loss, r, row_loss)
+                store_at(lse, r, row_lse)
+                store_at(row_sum, i, total)
+        else:
+            row_lse = load_at(lse, r)
+            if const_expr(self.scale):
+                total = load_at(row_sum, i)
+
+        # gradients
+        if const_expr(self.scale or self.coefs):
+            g = load_at(inv_divisor, 0)
+            if const_expr(p.grad_loss == "scalar"):
+                g = g * load_at(grad_loss, 0)
+            elif const_expr(p.grad_loss == "rows"):
+                g = g * load_at(grad_loss, r)
+            cb = g * weight
+            ca = weight + 2.0 * z_loss * row_lse
+            if const_expr(self.smoothing):
+                ca = ca + spread * total_of_weights
+            ca = g * ca
+            if const_expr(p.grad_lse):
+                ca = ca + load_at(grad_lse, r)
+        if const_expr(self.coefs):
+            if lane == 0:
+                self.store_coefs(coefs, i, row_lse, ca, cb, g * spread if const_expr(self.smoothing) else Float32(0.0))
+        if const_expr(self.scale):
+            smallest = Float32(SMALLEST_RATIO) * (cb if cb >= 0 else -cb)
+            if (ca if ca >= 0 else -ca) < smallest:
+                ca = smallest if ca >= 0 else -smallest
+            scale = ca / total
+            if lane == 0:
+                store_at(row_scale, i, scale)
+                if t >= 0:
+                    ratio = Float32(0.0) if ca == 0.0 else cb / ca  # exactly 1 where only the loss has a gradient
+                    at_target = cute.math.exp2(at_log2, fastmath=True) - ratio * total
+                    if const_expr(p.softcap):
+                        at_target = at_target * (Float32(1.0) - (a_t / softcap) * (a_t / softcap))
+                    if const_expr(p.e_split):
+                        if t < v_split:
+                            store_at(e, Int64(i) * e_stride + t, at_target)
+                        else:
+                            store_at(e2, Int64(i) * e2_stride + (t - v_split), at_target)
+                    else:
+                        store_at(e, Int64(i) * e_stride + t, at_target)
+            if const_expr(xs is not None):
+                convert_row(xc + Int64(i) * p.h, xs + Int64(i) * p.h, p.h, lane, scale, self.config.vectors)
+
+    @cute.jit
+    def total(self, parts: cute.Pointer, tiles: Int32, lane: Int32) -> Float32:
+        """The sum of a row of parts, the same bits in each lane."""
+        batch = const_expr(8)  # loads in flight
+        rParts = cute.make_rmem_tensor((batch,), Float32)
+        total = Float32(0.0)
+        for first in cutlass.range(lane, tiles, 32 * batch, unroll=1):
+            rParts.fill(0.0)
+            for b in cutlass.range_constexpr(batch):
+                if first + 32 * b < tiles:
+                    rParts[b] = load_at(parts, first + 32 * b)
+            for b in cutlass.range_constexpr(batch):
+                total += rParts[b]
+        return cute.arch.warp_reduction_sum(total)
+
+    @cute.jit
+    def store_coefs(self, coefs: cute.Pointer, i: Int32, lse: Float32, ca: Float32, cb: Float32, cs: Float32):
+        row = cute.make_rmem_tensor((4,), Float32)
+        row[0], row[1], row[2], row[3] = lse, ca, cb, cs
+        vector_at(coefs, Int64(i) * 4, 4).store(row.load())

@@ -1,0 +1,63 @@
+"""out *= factor, in place; nothing is read or written where the factor, on the device, is 1."""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, const_expr
+
+from quackish.configs.lce_rows import LceScaleConfig, LceScaleProblem
+from quackish.kernels.common.lce import load_at, store_at, store_scaled
+from quackish.kernels.common.rows import DTYPES, fake_pointer, vector_at
+
+
+class LceScale:
+    def __init__(self, problem: LceScaleProblem, config: LceScaleConfig):
+        self.dtype, self.config = problem.dtype, config
+        self.vec = 128 // DTYPES[problem.dtype].width
+
+    def fake_args(self):
+        factor = cute.runtime.make_fake_compact_tensor(Float32, (1,), assumed_align=4)
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (fake_pointer(self.dtype), factor, Int64(1), Int32(1), stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Pointer,  # (n,)
+        factor: cute.Tensor,  # (1,)
+        n: Int64,
+        num_ctas: Int32,
+        stream: CUstream,
+    ):
+        self.kernel(out, factor, n).launch(
+            grid=[num_ctas, 1, 1],
+            block=[self.config.threads, 1, 1],
+            min_blocks_per_mp=65_536 // (self.config.threads * 64),
+            preferred_smem_carveout=10,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, out: cute.Pointer, factor: cute.Tensor, n: Int64):
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        vec, batch, threads = self.vec, self.config.vectors, self.config.threads
+        tile_vectors = const_expr(batch * threads)
+        f = factor[0]
+        if f != 1.0:
+            num_vectors = n // vec
+            raw = cute.make_rmem_tensor((vec, batch), out.dtype)
+            for tile in cutlass.range(cta, Int32((num_vectors + tile_vectors - 1) // tile_vectors), num_ctas, unroll=1):
+                v = Int64(tile) * tile_vectors + tid
+                for b in cutlass.range_constexpr(batch):
+                    if v + b * threads < num_vectors:
+                        raw[None, b].store(vector_at(out, (v + b * threads) * vec, vec).load())
+                for b in cutlass.range_constexpr(batch):
+                    if v + b * threads < num_vectors:
+                        store_scaled(raw[None, b], out, (v + b * threads) * vec, f)
+            # the last few elements
+            last = num_vectors * vec + tid
+            if cta == 0:
+                if last < n:
+                    store_at(out, last, load_at(out, last).to(Float32) * f)

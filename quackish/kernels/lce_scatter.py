@@ -1,0 +1,56 @@
+"""Linear cross entropy: dx[order[start + i]] = acc[i] for the live rows of a chunk, in dx's dtype. A warp a row."""
+
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Int64
+
+from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
+from quackish.kernels.common.lce import convert_row, fake_count, load_at
+from quackish.kernels.common.rows import fake_pointer
+
+
+class LceScatter:
+    def __init__(self, problem: LceScatterProblem, config: LceRowsConfig):
+        self.h, self.dx_dtype, self.config = problem.h, problem.dx_dtype, config
+        self.num_warps = config.threads // 32
+
+    def fake_args(self):
+        pointers = fake_pointer("float32"), fake_pointer("int32", aligned=False), fake_pointer(self.dx_dtype)
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (*pointers, fake_count(), Int32(0), Int32(1), stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        acc: cute.Pointer,  # (rows, h)
+        order: cute.Pointer,  # (m,)
+        dx: cute.Pointer,  # (m, h)
+        num_live: cute.Tensor,  # (1,)
+        start: Int32,
+        rows: Int32,
+        stream: CUstream,
+    ):
+        self.kernel(acc, order, dx, num_live, start, rows).launch(
+            grid=[cute.ceil_div(rows, self.num_warps), 1, 1],
+            block=[self.config.threads, 1, 1],
+            min_blocks_per_mp=65_536 // (self.config.threads * 64),
+            preferred_smem_carveout=10,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        acc: cute.Pointer,
+        order: cute.Pointer,
+        dx: cute.Pointer,
+        num_live: cute.Tensor,
+        start: Int32,
+        rows: Int32,
+    ):
+        cta, _, _ = cute.arch.block_idx()
+        i = cta * self.num_warps + cute.arch.warp_idx()
+        if i < rows:
+            if start + i < num_live[0]:
+                row, out = acc + Int64(i) * self.h, dx + Int64(load_at(order, start + i)) * self.h
+                convert_row(row, out, self.h, cute.arch.lane_idx(), None, self.config.vectors)

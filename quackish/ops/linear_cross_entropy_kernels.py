@@ -1,0 +1,330 @@
+"""Launches of linear cross entropy's kernels: torch tensors in, work on the current stream of their device.
+
+A chunk is a range [start, start + rows) of compact positions: places in `order`, live rows first. Its own buffers are
+counted from 0: chunk row i is position start + i. Only what a GEMM may read behind the last live row is written there,
+so buffers may come from torch.empty.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quackish import kernels, launch
+from quackish.configs.lce_rows import (
+    LceBiasProblem,
+    LceCompactConfig,
+    LceCompactProblem,
+    LceGatherProblem,
+    LceRowsConfig,
+    LceRowsProblem,
+    LceScaleConfig,
+    LceScaleProblem,
+    LceScatterProblem,
+    lce_bias_config,
+    lce_gather_config,
+)
+from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
+
+_SCALE = LceScaleConfig()
+
+
+class LceKernels(GemmLaunches):
+    """All kernels of one device; a kernel is compiled, or loaded, by its first call.
+
+    Tensors are contiguous where nothing else is said, and start on 16 bytes where they have h or v columns; h is a
+    multiple of 8. Nothing of this is checked here, and nothing is synchronised.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
+
+    def _find(self, key: tuple, name: str, problem, config) -> Callable[..., None]:
+        kernel = launch.get(kernels.find(name, self.gpu), problem, config, self.gpu.target)
+        self._rows_kernels[key] = kernel
+        return kernel
+
+    def compact(
+        self,
+        target: Tensor,  # (m,) int32 or int64
+        class_weight: Tensor | None,  # (v,) fp32, bf16 or fp16
+        num_items: float | Tensor | None,
+        ignore_index: int,
+        v: int,
+        mean: bool,
+        order: Tensor,  # (m,) int32
+        num_live: Tensor,  # (1,) int32
+        inv_divisor: Tensor,  # (1,) fp32
+    ) -> None:
+        """order: numbers of the live rows (target != ignore_index) ascending, then of the others; num_live: how many.
+
+        inv_divisor: with `mean` 1 / num_items, or without that 1 / (sum of the class weights of live rows whose target
+        is a class); 1 where no row has a class, and without `mean`.
+        """
+        divisor, items, items_at = ("weights" if mean else "one"), 1.0, None
+        if not mean or divisor == "one":
+            class_weight = None
+        elif isinstance(num_items, Tensor) and num_items.is_cuda:
+            divisor, num_items = "tensor", num_items.to(torch.float32)
+            class_weight, items_at = None, num_items.data_ptr()
+        elif num_items is not None:
+            divisor, class_weight, items = "float", None, float(num_items)
+        key = ("compact", target.dtype, None if class_weight is None else class_weight.dtype, divisor)
+        kernel = self._rows_kernels.get(key)
+        if kernel is None:
+            problem = LceCompactProblem(_name(target), _name(class_weight), divisor)
+            kernel = self._find(key, "lce_compact", problem, LceCompactConfig())
+        kernel(
+            target.data_ptr(),
+            None if class_weight is None else class_weight.data_ptr(),
+            items_at,
+            order.data_ptr(),
+            inv_divisor.data_ptr(),
+            num_live,
+            items,
+            ignore_index,
+            v,
+            target.shape[0],
+        )
+
+    def gather(
+        self,
+        x: Tensor,  # (m, h) bf16 or fp16; stride 1 along h, any other
+        w: Tensor,  # (v, h) as x
+        bias: Tensor | None,  # (v,) fp32, bf16 or fp16
+        target: Tensor,  # (m,)
+        order: Tensor,  # (m,)
+        num_live: Tensor,  # (1,)
+        start: int,
+        v: int,
+        softcap: float | None,
+        xc: Tensor,  # (rows, h) as x
+        cls: Tensor,  # (rows,) int32
+        ref: Tensor,  # (rows,) fp32
+        top: Tensor,  # (rows,) int32
+        flags: Tensor,  # (1 + ceil(rows / 128),) int32
+        dx: Tensor | None,  # (m, h)
+        loss: Tensor | None,  # (m,) fp32
+        lse: Tensor | None,  # (m,) fp32; both or none
+    ) -> None:
+        """Live rows: xc = x[order], cls = target or -1, ref = the target's logit (class 0's for cls -1), top = ref.
+
+        Ignored rows of the chunk: dx, loss and lse 0, cls -1, ref so high that exp(a - ref) is 0; xc 0 up to the end of
+        the GEMM tile. flags 0.
+        """
+        stride = x.stride(0)
+        aligned = not (x.data_ptr() | stride * 2) & 15
+        bias_dtype = None if bias is None else bias.dtype
+        dx_dtype = None if dx is None else dx.dtype
+        capped, rows_out = softcap is not None, loss is not None
+        key = ("gather", x.shape[1], x.dtype, target.dtype, bias_dtype, dx_dtype, capped, rows_out, aligned)
+        kernel = self._rows_kernels.get(key)
+        if kernel is None:
+            dtypes = _name(x), _name(target), _name(bias), _name(dx)
+            problem = LceGatherProblem(x.shape[1], *dtypes, capped, rows_out, aligned)
+            kernel = self._find(key, "lce_gather", problem, lce_gather_config(problem))
+        kernel(
+            x.data_ptr(),
+            w.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            target.data_ptr(),
+            order.data_ptr(),
+            num_live,
+            xc.data_ptr(),
+            cls.data_ptr(),
+            ref.data_ptr(),
+            top.data_ptr(),
+            flags.data_ptr(),
+            None if dx is None else dx.data_ptr(),
+            None if loss is None else loss.data_ptr(),
+            None if lse is None else lse.data_ptr(),
+            stride,
+            1.0 if softcap is None else softcap,
+            start,
+            cls.shape[0],
+            v,
+        )
+
+    def rows(
+        self,
+        stats: bool,
+        grads: str,  # "none", "scale" or "coefs"
+        *,
+        cls: Tensor,  # (rows,)
+        order: Tensor,  # (m,)
+        num_live: Tensor,  # (1,)
+        start: int,
+        v: int,
+        lse: Tensor,  # (m,) fp32: written with stats, else read
+        # stats, with part_sum
+        part_sum: Tensor | None = None,  # (rows, tiles) fp32
+        part_wsum: Tensor | None = None,  # (rows, tiles) fp32, with label_smoothing: sums of class weight * a
+        loss: Tensor | None = None,  # (m,) fp32
+        # stats and "scale"
+        zt: Tensor | None = None,  # (rows,) fp32
+        top: Tensor | None = None,  # (rows,) int32
+        row_sum: Tensor | None = None,  # (rows,) fp32: written with stats, else read
+        # options
+        class_weight: Tensor | None = None,  # (v,) fp32, bf16 or fp16
+        total_weight: Tensor | None = None,  # 0-dim fp32: its sum; with label_smoothing
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+        # "scale" and "coefs"
+        inv_divisor: Tensor | None = None,  # (1,) fp32
+        grad_loss: Tensor | None = None,  # fp32, 0-dim or (m,) of any stride; None is 1
+        grad_lse: Tensor | None = None,  # (m,) fp32 of any stride; None is 0
+        # "scale"
+        e: Tensor | None = None,  # (rows, >= v_split) bf16, stride 1 along columns
+        e2: Tensor | None = None,  # as e: columns from v_split on
+        v_split: int = 0,  # with e2
+        xc: Tensor | None = None,  # (rows, h) bf16 or fp16
+        xs: Tensor | None = None,  # as xc, and may be xc; both or none
+        row_scale: Tensor | None = None,  # (rows,) fp32
+        # "coefs"
+        coefs: Tensor | None = None,  # (rows, 4) fp32
+    ) -> None:
+        """stats: loss[r], lse[r], row_sum[i]. "coefs": (lse, ca, cb, cs) of each row; dlogits is
+        (ca * exp(a - lse) - cs * class weight - onehot * cb) * d. "scale": E at the target so that dlogits is
+        row_scale * E; row_scale; xs = xc * row_scale. Other arguments than these need may be given: they are not used.
+
+        Ignored rows up to the end of the GEMM tile: row_scale and xs 0; coefs (2e38, 0, 0, 0), so exp(a - lse) is 0.
+        """
+        # What the kernel has no use for is left out, as it was compiled without it.
+        scale, smoothing, loss_kind, tiles, h, strides = grads == "scale", label_smoothing != 0, "one", 0, 0, (0, 0)
+        if not stats:
+            part_sum = part_wsum = loss = None
+            if not scale:
+                zt = top = row_sum = None
+        else:
+            tiles = part_sum.shape[1]
+            if not smoothing:
+                part_wsum = None
+        if not smoothing or class_weight is None:
+            total_weight = None
+        if grads == "none":
+            inv_divisor = grad_loss = grad_lse = None
+        if grads != "coefs":
+            coefs = None
+        if scale:
+            strides = e.stride(0), 0 if e2 is None else e2.stride(0)
+            if xc is not None:
+                h = xc.shape[1]
+        else:
+            e = e2 = xc = xs = row_scale = None
+        if grad_loss is not None:
+            if grad_loss.dim() == 0 or grad_loss.stride(0) == 0:
+                loss_kind = "scalar"
+            else:
+                loss_kind, grad_loss = "rows", grad_loss.contiguous()
+        if grad_lse is not None:
+            grad_lse = grad_lse.contiguous()
+        key = (
+            "rows",
+            stats,
+            grads,
+            h,
+            None if xc is None else xc.dtype,
+            None if class_weight is None else class_weight.dtype,
+            smoothing,
+            scale and softcap is not None,
+            loss_kind,
+            grad_lse is not None,
+            e2 is not None,
+        )
+        kernel = self._rows_kernels.get(key)
+        if kernel is None:
+            problem = LceRowsProblem(*key[1:4], _name(xc), _name(class_weight), *key[6:])
+            kernel = self._find(key, "lce_rows", problem, LceRowsConfig())
+        kernel(
+            _at(part_sum),
+            _at(part_wsum),
+            _at(zt),
+            _at(top),
+            cls.data_ptr(),
+            order.data_ptr(),
+            num_live,
+            _at(class_weight),
+            _at(total_weight),
+            _at(loss),
+            lse.data_ptr(),
+            _at(row_sum),
+            _at(grad_loss),
+            _at(inv_divisor),
+            _at(grad_lse),
+            _at(e),
+            _at(e2),
+            _at(xc),
+            _at(xs),
+            _at(row_scale),
+            _at(coefs),
+            *strides,
+            v_split,
+            1.0 if softcap is None else softcap,
+            z_loss,
+            label_smoothing,
+            v,
+            tiles,
+            start,
+            cls.shape[0],
+        )
+
+    def bias_sum(
+        self,
+        e: Tensor,  # (rows, >= n) bf16 or fp16; stride 1 along columns, the other and rows a multiple of 8
+        row_scale: Tensor | None,  # (rows,) fp32; None is 1
+        num_live: Tensor,  # (1,)
+        start: int,
+        db: Tensor,  # (n,) fp32
+        accumulate: bool,
+    ) -> None:
+        """db = (or += with `accumulate`) the sum over the live rows i of the chunk of row_scale[i] * e[i, :n]."""
+        n = db.shape[0]
+        config = lce_bias_config(n)
+        key = ("bias", e.dtype, row_scale is not None, accumulate, config.lanes)
+        kernel = self._rows_kernels.get(key)
+        if kernel is None:
+            problem = LceBiasProblem(_name(e), row_scale is not None, accumulate)
+            kernel = self._find(key, "lce_bias", problem, config)
+        rows = e.shape[0]
+        kernel(e.data_ptr(), _at(row_scale), db.data_ptr(), num_live, e.stride(0), start, rows, n)
+
+    def scatter(
+        self,
+        acc: Tensor,  # (rows, h) fp32
+        order: Tensor,  # (m,)
+        num_live: Tensor,  # (1,)
+        start: int,
+        dx: Tensor,  # (m, h) bf16, fp16 or fp32
+    ) -> None:
+        """dx[order[start + i]] = acc[i] for the live rows of the chunk."""
+        rows, h = acc.shape
+        key = ("scatter", h, dx.dtype)
+        kernel = self._rows_kernels.get(key)
+        if kernel is None:
+            kernel = self._find(key, "lce_scatter", LceScatterProblem(h, _name(dx)), LceRowsConfig())
+        kernel(acc.data_ptr(), order.data_ptr(), dx.data_ptr(), num_live, start, rows)
+
+    def scale(
+        self,
+        out: Tensor,  # bf16, fp16 or fp32, any shape
+        factor: Tensor,  # 0-dim fp32
+    ) -> None:
+        """out *= factor, in place; leaves at once where the factor is 1."""
+        n = out.numel()
+        if n == 0:
+            return
+        key = ("scale", out.dtype)
+        kernel = self._rows_kernels.get(key)
+        if kernel is None:
+            kernel = self._find(key, "lce_scale", LceScaleProblem(_name(out)), _SCALE)
+        kernel(out.data_ptr(), factor.view(1), n, _SCALE.num_ctas(n * out.itemsize, self.gpu.sm_count))
+
+
+def _at(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _name(t: Tensor | None) -> str | None:
+    return None if t is None else str(t.dtype).removeprefix("torch.")

@@ -1,0 +1,833 @@
+"""Linear cross entropy's kernels around its GEMMs: compiled on any host; on a GPU against their formulas in fp64."""
+
+import itertools
+
+import pytest
+import torch
+
+from quackish import kernels, launch
+from quackish.configs.lce_rows import (
+    LceBiasConfig,
+    LceBiasProblem,
+    LceCompactConfig,
+    LceCompactProblem,
+    LceGatherProblem,
+    LceRowsConfig,
+    LceRowsProblem,
+    LceScaleConfig,
+    LceScaleProblem,
+    LceScatterProblem,
+    lce_bias_config,
+    lce_gather_config,
+)
+from quackish.gpu import B200, H200
+from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.reference import linear_cross_entropy as reference
+from quackish.testing.errors import error, same_bits
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+HUGE = 2e38
+NAN, INF = float("nan"), float("inf")
+LOG2_E = 1.4426950408889634
+
+
+# Compiled -----------------------------------------------------------------------------------------------------------
+
+
+def problems():
+    """(kernel, problem, config, CTAs an SM)"""
+    weights = (None, "float32", "bfloat16")
+    for target, weight in itertools.product(("int32", "int64"), weights):
+        yield "lce_compact", LceCompactProblem(target, weight, "weights"), LceCompactConfig(), 1
+    for divisor in ("one", "float", "tensor"):
+        yield "lce_compact", LceCompactProblem("int64", None, divisor), LceCompactConfig(), 1
+    for h in (8, 264, 1000, 1024, 4096, 4104, 16_384):
+        yield "lce_gather", LceGatherProblem(h, "bfloat16", "int64"), LceRowsConfig(), 4
+        everything = LceGatherProblem(h, "float16", "int32", "float32", "float32", True, True, x_aligned=False)
+        yield "lce_gather", everything, lce_gather_config(everything), 4
+    yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", "bfloat16", "bfloat16", True), LceRowsConfig(), 4
+    yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", rows_out=False), LceRowsConfig(), 4
+    for stats, grads, smoothing in itertools.product((True, False), ("none", "coefs"), (True, False)):
+        if stats or grads != "none":
+            for weight, loss in (None, "one"), ("float32", "scalar"), ("bfloat16", "rows"):
+                options = dict(class_weight_dtype=weight, label_smoothing=smoothing)
+                if grads != "none":
+                    options |= dict(grad_loss=loss, grad_lse=loss != "one")
+                yield "lce_rows", LceRowsProblem(stats, grads, **options), LceRowsConfig(), 4
+    for stats, h in itertools.product((True, False), (0, 8, 1000, 4096, 16_384)):
+        of_x = dict(h=h, dtype="bfloat16" if h else None)
+        yield "lce_rows", LceRowsProblem(stats, "scale", **of_x), LceRowsConfig(), 4
+        options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True, e_split=True)
+        yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
+    for dtype, scaled, accumulate, n in itertools.product(
+        ("bfloat16", "float16"), (True, False), (True, False), (8, 40000)
+    ):
+        yield "lce_bias", LceBiasProblem(dtype, scaled, accumulate), lce_bias_config(n), 2
+    for dtype in ("bfloat16", "float16", "float32"):
+        yield "lce_scale", LceScaleProblem(dtype), LceScaleConfig(), 4
+        for h in (8, 1000, 4096):
+            yield "lce_scatter", LceScatterProblem(h, dtype), LceRowsConfig(), 4
+
+
+@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.target)
+@pytest.mark.parametrize("name, problem, config, ctas_per_sm", list(problems()), ids=str)
+def test_compiles(name, problem, config, ctas_per_sm, gpu):
+    used = launch.resources(kernels.find(name, gpu), problem, config, gpu.target)
+    assert used.stack_bytes == used.local_loads == used.local_stores == 0, used
+    assert ctas_per_sm * (used.smem_bytes + 1024) <= gpu.smem_bytes_per_sm, used
+    assert ctas_per_sm * config.threads * used.registers <= 65_536, used
+
+
+def test_scaled_rows_know_no_label_smoothing():
+    with pytest.raises(ValueError, match='expected "coefs"'):
+        LceRowsProblem(True, "scale", label_smoothing=True)
+
+
+@pytest.mark.parametrize("n", [1, 8, 1000, 32_767, 32_768, 128_256])
+def test_bias_slices_cover_the_columns(n):
+    config = lce_bias_config(n)
+    assert (config.num_ctas(n) - 1) * config.lanes * 8 < n <= config.num_ctas(n) * config.lanes * 8
+    assert config.threads % config.lanes == 0
+    assert isinstance(config, LceBiasConfig)
+
+
+# On a GPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lce():
+    return LceKernels(torch.device("cuda", torch.cuda.current_device()))
+
+
+def random(*shape, dtype=FP32, seed=0, scale=1.0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(shape, generator=generator, device="cuda") * scale).to(dtype)
+
+
+def poisoned(*shape, dtype=FP32):
+    return torch.full(shape, NAN if dtype.is_floating_point else -77, dtype=dtype, device="cuda")
+
+
+def untouched(t):
+    return bool(t.isnan().all()) if t.is_floating_point() else bool((t == -77).all())
+
+
+def targets(m, v, ignored=0.0, dtype=torch.int64, ignore_index=-100, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    t = torch.randint(0, v, (m,), generator=generator, device="cuda")
+    return t.masked_fill(torch.rand(m, generator=generator, device="cuda") < ignored, ignore_index).to(dtype)
+
+
+def encode(x):
+    bits = x.view(torch.int32)
+    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+def decode(code):
+    return torch.where(code >= 0, code, code ^ 0x7FFFFFFF).view(FP32)
+
+
+def rounded_up(n):
+    return -(-max(n, 0) // 128) * 128
+
+
+def order_of(target, ignore_index=-100):
+    live = target != ignore_index
+    order = torch.cat([live.nonzero()[:, 0], (~live).nonzero()[:, 0]]).int()
+    return order, live.sum().int().reshape(1)
+
+
+def close(got, want, rtol=1e-6, atol=0.0):
+    torch.testing.assert_close(got.double(), want.double(), rtol=rtol, atol=atol, equal_nan=True)
+
+
+# compact ---
+
+
+def compact(lce, target, class_weight=None, num_items=None, ignore_index=-100, v=100, mean=True):
+    order, num_live, inverse = poisoned(target.shape[0], dtype=torch.int32), poisoned(1, dtype=torch.int32), poisoned(1)
+    lce.compact(target, class_weight, num_items, ignore_index, v, mean, order, num_live, inverse)
+    return order, num_live, inverse
+
+
+def check_compact(lce, target, class_weight=None, num_items=None, ignore_index=-100, v=100, mean=True):
+    order, num_live, inverse = compact(lce, target, class_weight, num_items, ignore_index, v, mean)
+    want_order, want_live = order_of(target, ignore_index)
+    assert torch.equal(order, want_order)
+    assert torch.equal(num_live, want_live)
+    rows = reference.rows_of(target, v, class_weight, ignore_index, FP64)
+    want = reference.mean_divisor(rows, num_items).reciprocal() if mean else torch.ones((), device="cuda")
+    close(inverse, want.reshape(1), rtol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.99, 1.0])
+@pytest.mark.parametrize("m", [0, 1, 31, 33, 255, 1024, 8191, 8192, 8193, 16_385, 1 << 20])
+def test_compact(lce, m, ignored, dtype):
+    target = targets(m, 100, ignored, dtype, seed=m)
+    check_compact(lce, target)
+    check_compact(lce, target, mean=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ignore_index", [-100, 5, 0, -1, 10**6])
+def test_compact_with_targets_that_are_no_class(lce, ignore_index):
+    target = targets(5000, 100, 0.2, ignore_index=ignore_index)
+    target[::7], target[1::7], target[2::70], target[3::70] = -1, 100, 2**40, -(2**40) + 5
+    for class_weight in (None, random(100).abs()):
+        check_compact(lce, target, class_weight, ignore_index=ignore_index)
+    no_class = torch.full((300,), 100, device="cuda")
+    check_compact(lce, no_class)
+    check_compact(lce, no_class, num_items=7.0)
+
+
+@pytest.mark.gpu
+def test_compact_divisors(lce):
+    target = targets(9000, 100, 0.5)
+    everything_ignored = torch.full_like(target, -100)
+    for items in (3.0, 4096, torch.tensor(17.0, device="cuda"), torch.tensor(17, device="cuda"), torch.tensor(5)):
+        check_compact(lce, target, num_items=items)
+        check_compact(lce, target, random(100).abs(), items)
+        check_compact(lce, everything_ignored, num_items=items)
+        check_compact(lce, target, num_items=items, mean=False)
+    for dtype in (FP32, BF16, FP16):
+        check_compact(lce, target, random(100, dtype=dtype).abs())
+        check_compact(lce, everything_ignored, random(100, dtype=dtype).abs())
+    check_compact(lce, target, torch.zeros(100, device="cuda"))  # 1 / 0
+
+
+@pytest.mark.gpu
+def test_compact_gives_the_same_bits(lce):
+    target, class_weight = targets(100_000, 1000, 0.5), random(1000).abs()
+    first = compact(lce, target, class_weight, v=1000)
+    for _ in range(20):
+        for got, want in zip(compact(lce, target, class_weight, v=1000), first, strict=True):
+            assert same_bits(got, want)
+
+
+# gather ---
+
+
+def gather(lce, x, w, target, order, num_live, start, rows, bias=None, softcap=None, dx_dtype=None, rows_out=True):
+    m, h = x.shape
+    out = dict(
+        xc=poisoned(rows, h, dtype=x.dtype),
+        cls=poisoned(rows, dtype=torch.int32),
+        ref=poisoned(rows),
+        top=poisoned(rows, dtype=torch.int32),
+        flags=poisoned(1 + -(-rows // 128), dtype=torch.int32),
+        dx=poisoned(m, h, dtype=dx_dtype) if dx_dtype else None,
+        loss=poisoned(m) if rows_out else None,
+        lse=poisoned(m) if rows_out else None,
+    )
+    lce.gather(x, w, bias, target, order, num_live, start, w.shape[0], softcap, *out.values())
+    return out
+
+
+def check_gather(lce, x, w, target, start=0, rows=None, bias=None, softcap=None, dx_dtype=None, rows_out=True):
+    m, v = x.shape[0], w.shape[0]
+    rows = m - start if rows is None else rows
+    order, num_live = order_of(target)
+    out = gather(lce, x, w, target, order, num_live, start, rows, bias, softcap, dx_dtype, rows_out)
+    live = min(max(int(num_live) - start, 0), rows)
+    padded = min(rounded_up(live), rows)
+    r = order[start : start + rows].long()
+    t = target[r[:live]].long()
+    inside = (t >= 0) & (t < v)
+    index = t.where(inside, 0)
+
+    assert same_bits(out["xc"][:live], x[r[:live]])
+    assert not out["xc"][live:padded].any()
+    assert untouched(out["xc"][padded:])
+    assert torch.equal(out["cls"][:live], t.where(inside, -1).int())
+    assert (out["cls"][live:] == -1).all()
+    products = x[r[:live]].double() * w[index].double()
+    z = products.sum(1)
+    if bias is not None:
+        z += bias[index].double()
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    ref = out["ref"][:live].double()
+    finite = z.isfinite()
+    noise = 1e-6 * (products.abs().sum(1) + z.abs())
+    assert ((ref - z).abs() <= noise)[finite].all()
+    assert (ref[~finite] == torch.tensor(-HUGE)).all()
+    assert (out["ref"][live:] == torch.tensor(HUGE)).all()
+    assert torch.equal(out["top"], encode(out["ref"]))
+    assert not out["flags"].any()
+
+    here = torch.zeros(m, dtype=torch.bool, device="cuda")
+    here[r[live:]] = True
+    for name in ("dx", "loss", "lse"):
+        if out[name] is not None:
+            assert not out[name][here].any(), name
+            assert untouched(out[name][~here]), name
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("h", [8, 264, 1000, 1024, 4096, 4104])
+def test_gather(lce, h, m):
+    for dtype, ignored in itertools.product((BF16, FP16), (0.0, 0.4, 1.0)):
+        x, w = random(m, h, dtype=dtype), random(300, h, dtype=dtype, seed=1)
+        check_gather(lce, x, w, targets(m, 300, ignored, torch.int32))
+        check_gather(lce, x, w, targets(m, 300, ignored), bias=random(300), dx_dtype=FP32, rows_out=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dx_dtype", [None, BF16, FP16, FP32])
+@pytest.mark.parametrize("bias_dtype", [None, BF16, FP32])
+@pytest.mark.parametrize("softcap", [None, 30.0, 0.5])
+def test_gather_options(lce, softcap, bias_dtype, dx_dtype):
+    x, w = random(700, 520, dtype=BF16), random(300, 520, dtype=BF16, seed=1)
+    bias = random(300, dtype=bias_dtype) if bias_dtype else None
+    check_gather(lce, x, w, targets(700, 300, 0.3), 0, None, bias, softcap, dx_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 0.9])
+def test_gather_chunks(lce, ignored):
+    x, w, target = random(1000, 136, dtype=BF16), random(300, 136, dtype=BF16, seed=1), targets(1000, 300, ignored)
+    for start, rows in ((0, 256), (256, 256), (384, 300), (900, 100), (999, 1)):
+        check_gather(lce, x, w, target, start, rows, dx_dtype=BF16)
+
+
+@pytest.mark.gpu
+def test_gather_layouts_of_x(lce):
+    w, target = random(300, 136, dtype=BF16, seed=1), targets(200, 300, 0.3)
+    wide = random(200, 3 * 136, dtype=BF16)
+    for x in (
+        wide[:, 136:272],
+        wide[:, 3:139],  # not aligned
+        random(200 * 137, dtype=BF16).view(200, 137)[:, :136],
+        random(1, 136, dtype=BF16).expand(200, 136),
+    ):
+        assert x.stride(1) == 1
+        check_gather(lce, x, w, target)
+
+
+@pytest.mark.gpu
+def test_gather_odd_rows(lce):
+    x, w, target = random(400, 136, dtype=BF16), random(300, 136, dtype=BF16, seed=1), targets(400, 300, 0.2)
+    target[::9], target[1::9], target[2::90] = -1, 300, 2**40
+    x[5], x[6, 3], x[7] = NAN, INF, 0
+    bias = random(300)
+    bias[100:200] = -INF
+    out = check_gather(lce, x, w, target, bias=bias, dx_dtype=BF16)
+    assert out["ref"].isfinite().all()
+    check_gather(lce, x, w, target, bias=bias, softcap=10.0)
+
+
+@pytest.mark.gpu
+def test_gather_beyond_2_to_the_31_elements(lce):
+    memory = torch.empty(2**31 + 5000, dtype=BF16, device="cuda")
+    x = memory.as_strided((2, 4096), (2**31, 1))
+    x.copy_(random(2, 4096, dtype=BF16))
+    check_gather(lce, x, random(300, 4096, dtype=BF16, seed=1), targets(2, 300))
+    del x
+    w = memory[: 2**31 + 4096].view(-1, 4096)
+    w[-1] = random(4096, dtype=BF16)
+    target = torch.tensor([w.shape[0] - 1], device="cuda")
+    check_gather(lce, random(1, 4096, dtype=BF16), w, target)
+
+
+# rows ---
+
+
+class Chunk:
+    """What the logits GEMM leaves of a chunk, emulated: all of it from fp32 logits a (m, v)."""
+
+    def __init__(self, a, target, *, start=0, rows=None, softcap=None, class_weight=None, tile_n=256):
+        m, self.v = a.shape
+        self.m, self.start, self.rows = m, start, m - start if rows is None else rows
+        self.a, self.target, self.softcap, self.class_weight = a, target, softcap, class_weight
+        self.order, self.num_live = order_of(target)
+        self.live = min(max(int(self.num_live) - start, 0), self.rows)
+        self.padded = min(rounded_up(self.live), self.rows)
+        self.r = self.order[start : start + self.rows].long()[: self.live]
+        t = target[self.r].long()
+        self.inside = (t >= 0) & (t < self.v)
+        self.t = t.where(self.inside, 0)
+        here = a[self.r]  # (live, v)
+
+        def whole(values, dtype=FP32):
+            out = poisoned(self.rows, *values.shape[1:], dtype=dtype)
+            out[: self.live] = values
+            return out
+
+        at_target = here.gather(1, self.t[:, None])[:, 0]
+        top = at_target.where(at_target.isfinite(), -HUGE)
+        highest = here.amax(1)
+        top = torch.where(highest > top + 60, highest, top)
+        self.zt, self.cls = whole(at_target.where(self.inside, NAN)), whole(t.where(self.inside, -1), torch.int32)
+        self.top = whole(encode(top), torch.int32)
+        ref_log2 = (top * torch.tensor(LOG2_E, device="cuda")).double()
+        grown = torch.exp2(here.double() * float(torch.tensor(LOG2_E)) - ref_log2[:, None]).float()
+        d = 1.0 if softcap is None else 1 - (here / softcap).square()
+        self.e = whole((grown * d).to(BF16), BF16)
+        tiles = -(-self.v // tile_n)
+
+        def parts(values):
+            padded = torch.nn.functional.pad(values.double(), (0, tiles * tile_n - self.v))
+            return whole(padded.view(self.live, tiles, tile_n).sum(2).float())
+
+        self.part_sum = parts(grown)
+        self.part_wsum = parts(here if class_weight is None else here.double() * class_weight.double())
+        self.total_weight = None if class_weight is None else class_weight.float().sum()
+
+    def outputs(self):
+        self.loss, self.lse, self.row_sum = poisoned(self.m), poisoned(self.m), poisoned(self.rows)
+        self.row_scale, self.coefs = poisoned(self.rows), poisoned(self.rows, 4)
+
+    def run(self, lce, stats, grads, **more):
+        if stats:
+            self.outputs()
+        names = (
+            "cls order num_live start v lse part_sum part_wsum loss zt top row_sum class_weight total_weight softcap"
+        )
+        args = {name: getattr(self, name) for name in names.split()} | more
+        if not args.get("label_smoothing"):
+            args |= dict(part_wsum=None, total_weight=None)
+        if grads == "scale":
+            args |= dict(row_scale=self.row_scale)
+        if grads == "coefs":
+            args |= dict(coefs=self.coefs)
+        lce.rows(stats, grads, **args)
+
+    def truth(self, label_smoothing=0.0, z_loss=0.0, g=1.0, grad_lse=None):
+        """loss, lse, (ca, cb, cs) of the live rows, in fp64."""
+        a, s = self.a[self.r].double(), label_smoothing
+        weight = torch.ones(self.live, dtype=FP64, device="cuda")
+        if self.class_weight is not None:
+            weight = self.class_weight.double()[self.t]
+        weight = weight.where(self.inside, NAN) * (1 - s)
+        lse = torch.logsumexp(a, 1)
+        nll = lse - a.gather(1, self.t[:, None])[:, 0]
+        loss = torch.where((weight == 0) & ~nll.isnan(), 0.0, weight * nll)
+        all_weights = torch.ones(self.v, dtype=FP64, device="cuda")
+        if self.class_weight is not None:
+            all_weights = self.class_weight.double()
+        if s:
+            loss = loss + s / self.v * ((lse[:, None] - a) * all_weights).sum(1)
+        loss = loss + z_loss * lse.square()
+        g = g.double()[self.r] if isinstance(g, torch.Tensor) and g.dim() else float(g)
+        ca = g * (weight + s / self.v * all_weights.sum() + 2 * z_loss * lse)
+        if grad_lse is not None:
+            ca = ca + grad_lse.double()[self.r]
+        return loss, lse, (ca, g * weight, torch.as_tensor(g * s / self.v, device="cuda", dtype=FP64).expand(self.live))
+
+    def check_stats(self, label_smoothing=0.0, z_loss=0.0, rtol=1e-6, atol=5e-6):
+        loss, lse, _ = self.truth(label_smoothing, z_loss)
+        close(self.loss[self.r], loss, rtol, atol)
+        close(self.lse[self.r], lse, rtol, atol)
+        total = self.part_sum[: self.live].double().sum(1)
+        close(self.row_sum[: self.live], total, 2e-6)
+        rest = torch.ones(self.m, dtype=torch.bool, device="cuda")
+        rest[self.r] = False
+        for t in (self.loss[rest], self.lse[rest], self.row_sum[self.live :]):
+            assert untouched(t)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("v", [1, 100, 256, 257, 1000, 20_000, 128_256])
+@pytest.mark.parametrize("m", [1, 127, 300])
+def test_stats(lce, m, v):
+    for ignored in (0.0, 0.5, 1.0):
+        chunk = Chunk(random(m, v, scale=4.0), targets(m, v, ignored))
+        chunk.run(lce, True, "none")
+        chunk.check_stats()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("class_weight", [None, FP32, BF16])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
+def test_stats_options(lce, label_smoothing, z_loss, class_weight):
+    weight = None if class_weight is None else random(1000, dtype=class_weight).abs()
+    if weight is not None:
+        weight[::10] = 0
+    chunk = Chunk(random(600, 1000, scale=4.0), targets(600, 1000, 0.3), start=128, rows=300, class_weight=weight)
+    options = dict(label_smoothing=label_smoothing, z_loss=z_loss)
+    chunk.run(lce, True, "none", **options)
+    chunk.check_stats(**options)
+
+
+@pytest.mark.gpu
+def test_a_confident_row_keeps_its_digits(lce):
+    a = random(100, 1000) + 50
+    target = targets(100, 1000)
+    margin = torch.linspace(5, 20, 100, device="cuda")
+    a.scatter_(1, target[:, None], (a.amax(1) + margin)[:, None])
+    chunk = Chunk(a, target)
+    chunk.run(lce, True, "none")
+    chunk.check_stats(rtol=1e-5, atol=3e-7)
+
+
+@pytest.mark.gpu
+def test_odd_rows(lce):
+    a, target = random(200, 1000, scale=3.0), targets(200, 1000)
+    target[::9], target[1::9] = -1, 1000
+    weight = random(1000).abs()
+    zero_weight = 4
+    weight[target[zero_weight]] = 0
+    for row in (2, zero_weight):
+        a[row, target[row]] = -INF  # masked; of zero_weight's row nothing else counts
+    a[3] += 200  # far above the target's
+    a[3, target[3]] = 0
+    a[5, 7], a[6, :500] = NAN, -INF
+    chunk = Chunk(a, target, class_weight=weight)
+    chunk.run(lce, True, "none")
+    chunk.check_stats(rtol=2e-6)
+    assert chunk.loss[2] == INF
+    assert chunk.loss[zero_weight] == 0
+    assert chunk.loss[5].isnan()
+    assert chunk.loss[0].isnan()  # no class: its lse is what it is
+    assert chunk.lse[0].isfinite()
+
+
+@pytest.mark.gpu
+def test_a_rows_loss_does_not_depend_on_the_others(lce):
+    a, target = random(500, 5000, scale=4.0), targets(500, 5000)
+    whole = Chunk(a, target)
+    whole.run(lce, True, "none")
+    for start, rows in ((0, 1), (3, 10), (100, 400)):
+        part = Chunk(a[start : start + rows], target[start : start + rows])
+        part.run(lce, True, "none")
+        for got, want in ((part.loss, whole.loss), (part.lse, whole.lse)):
+            assert same_bits(got, want[start : start + rows])
+
+
+def incoming(kind, m):
+    return {"one": None, "scalar": torch.tensor(0.37, device="cuda"), "rows": random(m, seed=7)}[kind]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stats", [True, False])
+@pytest.mark.parametrize("kind", ["one", "scalar", "rows"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_coefs(lce, weighted, label_smoothing, kind, stats):
+    m, v = 500, 300
+    weight, grad_loss, grad_lse = random(v).abs() if weighted else None, incoming(kind, m), None
+    if kind != "one":
+        grad_lse = random(m, seed=8)
+    target = targets(m, v, 0.4)
+    target[::11] = v
+    inverse = torch.full((1,), 0.25, device="cuda")
+    options = dict(label_smoothing=label_smoothing, z_loss=1e-2)
+    for start, rows in ((0, 500), (128, 100), (256, 244), (450, 50)):
+        chunk = Chunk(random(m, v, scale=4.0), target, start=start, rows=rows, class_weight=weight)
+        chunk.outputs()
+        chunk.lse[chunk.r] = chunk.truth(**options)[1].float()
+        grads = dict(inv_divisor=inverse, grad_loss=grad_loss, grad_lse=grad_lse)
+        chunk.run(lce, stats, "coefs", **options, **grads)
+        g = 0.25 if grad_loss is None else grad_loss * 0.25
+        _, lse, (ca, cb, cs) = chunk.truth(**options, g=g, grad_lse=grad_lse)
+        close(chunk.coefs[: chunk.live], torch.stack([lse, ca, cb, cs], 1), 5e-6, 1e-6)
+        after = chunk.coefs[chunk.live : chunk.padded]
+        assert torch.equal(after, torch.tensor([HUGE, 0, 0, 0], device="cuda").expand_as(after))
+        assert untouched(chunk.coefs[chunk.padded :])
+
+
+def check_scale(lce, chunk, xc, stats, *, z_loss=0.0, grad_loss=None, grad_lse=None, split=0, in_place=True):
+    """Against the definition: row_scale * E is the gradient of the logits, bf16's rounding of E aside."""
+    inverse = torch.full((1,), 0.25, device="cuda")
+    chunk.outputs()
+    if not stats:
+        chunk.run(lce, True, "none", z_loss=z_loss)
+    before = xc.clone()
+    xs = xc if in_place else torch.full_like(xc, NAN)
+    e, e2 = chunk.e.clone(), None
+    if split:
+        e2, e = e[:, split:].clone(), e[:, :split].clone()
+    grads = dict(inv_divisor=inverse, grad_loss=grad_loss, grad_lse=grad_lse)
+    run = (lambda *a, **k: chunk.run(lce, *a, **k)) if stats else None
+    args = dict(z_loss=z_loss, e=e, e2=e2, v_split=split, xc=xc, xs=xs, **grads)
+    if run is not None:
+        run(True, "scale", **args)
+        chunk.check_stats(z_loss=z_loss)
+    else:
+        chunk.run(lce, False, "scale", **args)
+    e = e if e2 is None else torch.cat([e, e2], 1)
+    n, live = torch.arange(chunk.live, device="cuda"), chunk.live
+
+    g = 0.25 if grad_loss is None else grad_loss * 0.25
+    _, lse, (ca, cb, _) = chunk.truth(z_loss=z_loss, g=g, grad_lse=grad_lse)
+    smallest = cb.abs() * 2**-20
+    ca = torch.where(ca.abs() < smallest, smallest.copysign(ca), ca)
+    scale, total = chunk.row_scale[:live].double(), chunk.row_sum[:live].double()
+    noise = 1e-6 * (ca.abs() + 2 * cb.abs()) / total  # ca is a sum, of terms that may nearly cancel
+    assert ((scale - ca / total).abs() <= noise)[chunk.inside & ca.isfinite()].all()
+    a = chunk.a[chunk.r].double()
+    p = torch.exp(a - lse[:, None])
+    want = ca[:, None] * p
+    want[n, chunk.t] -= cb
+    if chunk.softcap is not None:
+        want *= 1 - (a / chunk.softcap).square()
+    good = chunk.inside & want.isfinite().all(1)
+    got = scale[:, None] * e[:live].double()
+    atol = 1e-6 * (ca.abs() + cb.abs())[:, None].expand_as(want)
+    assert ((got - want).abs() <= 2**-8 * want.abs() + atol)[good].all()
+    assert scale[~chunk.inside].isnan().all()
+    # nothing but the target's element of a live row is written
+    same = torch.ones_like(e, dtype=torch.bool)
+    same[n[chunk.inside], chunk.t[chunk.inside]] = False
+    assert torch.equal(e[same].view(torch.int16), chunk.e[same].view(torch.int16))
+    # x
+    close(xs[:live], (before[:live].float() * chunk.row_scale[:live, None]).to(xs.dtype), 0.0)  # NaN has many bits
+    assert not xs[live : chunk.padded].any()
+    assert not chunk.row_scale[live : chunk.padded].any()
+    assert untouched(chunk.row_scale[chunk.padded :])
+    assert same_bits(
+        xs[chunk.padded :], before[chunk.padded :] if in_place else torch.full_like(xs, NAN)[chunk.padded :]
+    )
+    if not in_place:
+        assert same_bits(xc, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stats", [True, False])
+@pytest.mark.parametrize("kind", ["one", "scalar", "rows"])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("split", [0, 136])
+def test_scale_of_rows(lce, split, weighted, softcap, kind, stats):
+    m, v, h = 500, 300, 520
+    weight = random(v).abs() if weighted else None
+    if weighted:
+        weight[::7] = 0
+    a = random(m, v, scale=4.0)
+    if softcap is not None:
+        a = softcap * torch.tanh(a / softcap)
+    target = targets(m, v, 0.4)
+    target[::11] = v
+    for start, rows in ((0, 500), (128, 100), (256, 244), (450, 50)):
+        chunk = Chunk(a, target, start=start, rows=rows, softcap=softcap, class_weight=weight)
+        grads = dict(grad_loss=incoming(kind, m), grad_lse=random(m, seed=8) if kind != "one" else None)
+        xc = random(rows, h, dtype=BF16)
+        check_scale(lce, chunk, xc, stats, z_loss=1e-3, split=split, in_place=stats, **grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("h", [8, 256, 1000, 1024, 4096, 4104])
+def test_scale_of_rows_of_any_length(lce, h):
+    chunk = Chunk(random(200, 300, scale=4.0), targets(200, 300, 0.3))
+    check_scale(lce, chunk, random(200, h, dtype=BF16), True)
+
+
+@pytest.mark.gpu
+def test_scale_of_rows_without_x(lce):
+    chunk = Chunk(random(200, 300, scale=4.0), targets(200, 300, 0.3))
+    inverse = torch.ones(1, device="cuda")
+    chunk.run(lce, True, "scale", e=chunk.e.clone(), inv_divisor=inverse)
+    close(chunk.row_scale[: chunk.live], 1 / chunk.row_sum[: chunk.live])
+
+
+@pytest.mark.gpu
+def test_gradients_that_nearly_cancel(lce):
+    """ca is 0, tiny or negative where cb is not; both 0."""
+    m, v = 130, 300
+    chunk = Chunk(random(m, v, scale=4.0), targets(m, v))
+    grad_loss = torch.ones(m, device="cuda")
+    grad_lse = torch.tensor([-0.25, -0.25 + 1e-8, -1.0, 0.25, 0.0], device="cuda").repeat(m // 5)
+    grad_loss[4::5] = 0
+    check_scale(lce, chunk, random(m, 64, dtype=BF16), True, grad_loss=grad_loss, grad_lse=grad_lse)
+    assert not chunk.row_scale[4::5].any()
+
+
+@pytest.mark.gpu
+def test_grad_loss_that_is_expanded(lce):
+    chunk = Chunk(random(50, 300), targets(50, 300))
+    results = []
+    for grad_loss in (torch.tensor(0.5, device="cuda"), torch.tensor(0.5, device="cuda").expand(50)):
+        chunk.run(
+            lce,
+            True,
+            "coefs",
+            inv_divisor=torch.ones(1, device="cuda"),
+            grad_loss=grad_loss,
+            grad_lse=grad_loss.expand(50),
+        )
+        results.append(chunk.coefs)
+    assert same_bits(*results)
+
+
+@pytest.mark.gpu
+def test_nan_and_masked_targets_reach_the_gradients(lce):
+    m, v = 40, 300
+    a, target = random(m, v, scale=3.0), targets(m, v)
+    a[3, 5] = NAN
+    a[4, target[4]] = -INF
+    target[6] = -1
+    chunk = Chunk(a, target)
+    xc = random(m, 64, dtype=BF16)
+    e = chunk.e.clone()
+    chunk.run(lce, True, "scale", e=e, xc=xc, xs=xc, inv_divisor=torch.ones(1, device="cuda"))
+    for row in (3, 6):
+        assert chunk.loss[row].isnan()
+        assert chunk.row_scale[row].isnan()
+        assert xc[row].isnan().all()
+    close(chunk.row_scale[4].double() * e[4, target[4]].double(), torch.tensor(-1.0, device="cuda"), 2**-8)
+    others = [i for i in range(m) if i not in (3, 6)]
+    assert xc[others].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_e_beyond_2_to_the_31_elements(lce):
+    rows, ld = 17_000, 128_256
+    e = torch.zeros(rows, ld, dtype=BF16, device="cuda")
+    chunk = Chunk(random(rows, 40), targets(rows, 40))
+    chunk.run(lce, True, "scale", e=e, inv_divisor=torch.ones(1, device="cuda"))
+    want = chunk.e.clone()
+    other = chunk.e.clone()
+    chunk.run(lce, True, "scale", e=other, inv_divisor=torch.ones(1, device="cuda"))
+    n = torch.arange(rows, device="cuda")
+    want = torch.zeros(rows, 40, dtype=BF16, device="cuda")
+    want[n, chunk.t] = other[n, chunk.t]
+    assert torch.equal(e[:, :40], want)
+    # and the second buffer of two, by its own row length
+    e.zero_()
+    first = torch.zeros(rows, 8, dtype=BF16, device="cuda")
+    chunk.run(lce, True, "scale", e=first, e2=e, v_split=8, inv_divisor=torch.ones(1, device="cuda"))
+    assert torch.equal(torch.cat([first, e[:, :32]], 1), want)
+
+
+# The whole E route, GEMMs emulated ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
+def test_gradients_equal_the_reference(lce, ignored, weighted, z_loss, softcap):
+    m, h, v = 300, 256, 1000
+    x, w = random(m, h, dtype=BF16), random(v, h, dtype=BF16, seed=1, scale=0.3)
+    bias, class_weight = random(v, seed=2), random(v, seed=3).abs() if weighted else None
+    target = targets(m, v, ignored)
+    grad_loss, grad_lse = torch.tensor(0.7, device="cuda"), random(m, seed=4, scale=1e-3)
+    options = dict(linear_bias=bias.double(), reduction="mean", softcap=softcap, z_loss=z_loss)
+    options["weight"] = None if class_weight is None else class_weight.double()
+    args = x.double(), w.double(), target
+    loss, lse = reference.linear_cross_entropy_forward(*args, **options)
+    dx, dw, db = reference.linear_cross_entropy_backward(grad_loss.double(), grad_lse.double(), *args, **options)
+
+    order, num_live, inverse = compact(lce, target, class_weight, v=v)
+    got = gather(lce, x, w, target, order, num_live, 0, m, bias, softcap, FP32)
+    a = (x.double() @ w.double().T + bias.double()).float()
+    if softcap is not None:
+        a = softcap * torch.tanh(a / softcap)
+    chunk = Chunk(a, target, softcap=softcap, class_weight=class_weight)
+    chunk.outputs()
+    chunk.loss, chunk.lse = got["loss"], got["lse"]
+    e, xs, more = chunk.e, got["xc"], dict(inv_divisor=inverse, grad_loss=grad_loss, grad_lse=grad_lse)
+    names = "part_sum zt top cls order num_live start v lse loss row_sum class_weight softcap row_scale".split()
+    args = {name: getattr(chunk, name) for name in names}
+    lce.rows(True, "scale", z_loss=z_loss, e=e, xc=xs, xs=xs, **args, **more)
+    live = chunk.live
+    close(chunk.loss.double().sum() * inverse.double(), loss.reshape(1), 1e-5, 1e-6)
+    close(chunk.lse, lse, 1e-5, 1e-5)
+    acc = (chunk.row_scale[:live, None].double() * (e[:live].double() @ w.double())).float()
+    lce.scatter(acc, order, num_live, 0, got["dx"])
+    got_dw = e[:live].double().T @ xs[:live].double()
+    got_db = poisoned(v)
+    lce.bias_sum(e, chunk.row_scale, num_live, 0, got_db, False)
+    if live == 0:
+        assert not got["dx"].any()
+        assert not got_db.any()
+    else:
+        for one, want in ((got["dx"], dx), (got_dw, dw), (got_db, db)):
+            assert error(one, want).norm < 2**-7
+
+
+# bias_sum, scatter, scale ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 8, 63, 64, 1000, 32_767, 32_768, 40_001])
+@pytest.mark.parametrize("rows, live", [(1, 1), (300, 300), (300, 129), (300, 0), (2000, 1777)])
+def test_bias_sum(lce, rows, live, n):
+    ld = -(-n // 64) * 64
+    for dtype, scaled, accumulate in itertools.product((BF16, FP16), (True, False), (True, False)):
+        e = random(rows, ld, dtype=dtype)
+        e[live:] = NAN
+        e[:, n:] = NAN
+        row_scale = poisoned(rows)
+        row_scale[:live] = random(live, seed=1)
+        num_live = torch.tensor([live + 17], dtype=torch.int32, device="cuda")
+        db = random(n, seed=2) if accumulate else poisoned(n)
+        before = db.double()
+        lce.bias_sum(e[:, :n], row_scale if scaled else None, num_live, 17, db, accumulate)
+        terms = e[:live, :n].double()
+        if scaled:
+            terms = terms * row_scale[:live, None].double()
+        want = terms.sum(0) + (before if accumulate else 0)
+        assert ((db - want).abs() <= 1e-6 * (terms.abs().sum(0) + want.abs()) + 1e-30).all()
+
+
+@pytest.mark.gpu
+def test_bias_sum_beyond_2_to_the_31_elements_and_its_bits(lce):
+    rows, ld = 17_000, 128_256
+    e = torch.zeros(rows, ld, dtype=BF16, device="cuda")
+    e[:, 64:200] = random(rows, 136, dtype=BF16)
+    num_live = torch.tensor([rows], dtype=torch.int32, device="cuda")
+    results = []
+    for _ in range(5):
+        db = poisoned(136)
+        lce.bias_sum(e[:, 64:200], None, num_live, 0, db, False)
+        results.append(db)
+    close(results[0], e[:, 64:200].double().sum(0), 1e-5, 1e-3)
+    assert all(same_bits(db, results[0]) for db in results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("h", [8, 1000, 1024, 4096, 4104])
+def test_scatter(lce, h, dtype):
+    m = 300
+    order, num_live = order_of(targets(m, 10, 0.4))
+    for start, rows in ((0, 300), (0, 1), (64, 128), (250, 50)):
+        acc, dx = random(rows, h), poisoned(m, h, dtype=dtype)
+        lce.scatter(acc, order, num_live, start, dx)
+        live = min(max(int(num_live) - start, 0), rows)
+        want = poisoned(m, h, dtype=dtype)
+        want[order[start : start + live].long()] = acc[:live].to(dtype)
+        assert same_bits(dx, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 1000, 8191, 1_000_003, 40_000_000])
+def test_scale(lce, n, dtype):
+    for factor in (1.0, 0.5, -1.7, 0.0, NAN):
+        out = random(n + 64, dtype=dtype)
+        want = out.clone()
+        want[:n] = (out[:n].float() * factor).to(dtype)
+        lce.scale(out[:n], torch.tensor(factor, device="cuda"))
+        close(out, want, 0.0)  # NaN has many bits
+
+
+@pytest.mark.gpu
+def test_scale_beyond_2_to_the_31_elements(lce):
+    out = torch.ones(2**31 + 12_345, dtype=BF16, device="cuda")
+    lce.scale(out, torch.tensor(3.0, device="cuda"))
+    assert (out[-20_000:] == 3).all()
+    assert (out[:20_000] == 3).all()
+    assert out.view(-1)[::4099].eq(3).all()
+
+
+@pytest.mark.gpu
+def test_all_of_it_can_be_captured(lce):
+    target, class_weight = targets(1000, 300, 0.3), random(300).abs()
+    compact(lce, target, class_weight, v=300)
+    static = target.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = compact(lce, static, class_weight, v=300)
+    for seed in (1, 2):
+        static.copy_(targets(1000, 300, 0.6, seed=seed))
+        graph.replay()
+        for one, want in zip(got, compact(lce, static, class_weight, v=300), strict=True):
+            assert same_bits(one, want)
