@@ -1,0 +1,269 @@
+"""Hopper's GEMM: D[m, n] = sum over k of A[m, k] * B[n, k] by TMA and WGMMA, persistent and warp-specialised.
+
+One warp loads tiles of A and B, `num_stages` of them deep, multicast within the cluster; each consumer warp group
+multiplies 64 rows of the tile by all of its columns and hands its fp32 accumulator to an epilogue (`epilogues.py`).
+How many rows there are is read on the device: `num_live - start` of m, or of k.
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from quackish.configs.gemm import GemmConfig, GemmProblem
+from quackish.kernels.common.epilogues import make_epilogue
+from quackish.kernels.common.rows import DTYPES, fake_pointer
+
+
+@cute.jit
+def matrix(base: cute.Pointer, rows: Int32, cols: Int32, ld: Int64, cols_contiguous: cutlass.Constexpr[bool]):
+    """(rows, cols) with the stride `ld` along the dimension that is not contiguous."""
+    if const_expr(cols_contiguous):
+        return cute.make_tensor(base, cute.make_layout((rows, cols), stride=(cute.assume(ld, divby=8), 1)))
+    return cute.make_tensor(base, cute.make_layout((rows, cols), stride=(1, cute.assume(ld, divby=8))))
+
+
+class GemmSm90:
+    def __init__(self, problem: GemmProblem, config: GemmConfig):
+        self.problem, self.config = problem, config
+        self.dtype = DTYPES[problem.dtype]
+        self.epilogue = make_epilogue(problem, config)
+        self.tile = (config.tile_m, config.tile_n, config.tile_k)
+        self.cluster = (config.cluster_m, config.cluster_n)
+
+    def fake_args(self):
+        p = self.problem
+        a, b = fake_pointer(p.dtype), fake_pointer(p.dtype)
+        a2 = fake_pointer(p.dtype) if p.split_k else None
+        num_live = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
+        sizes = (Int32(1), Int32(1), Int32(1), Int32(1), Int32(1))
+        strides = (Int64(1), Int64(1), Int64(1), Int64(1))
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (
+            a,
+            a2,
+            b,
+            fake_pointer(p.out_dtype),
+            self.epilogue.fake_args(),
+            num_live,
+            sizes,
+            strides,
+            Int32(1),
+            stream,
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Pointer,  # (m, k)
+        a2: Optional[cute.Pointer],  # (m, k - k_split): A's columns from k_split on
+        b: cute.Pointer,  # (n, k)
+        d: Optional[cute.Pointer],  # (m, n)
+        epilogue_args: Optional[tuple],
+        num_live: cute.Tensor,  # (1,)
+        sizes: tuple,  # m, n, k, k_split, start
+        strides: tuple,  # lda, lda2, ldb, ldd
+        max_clusters: Int32,
+        stream: CUstream,
+    ):
+        p, c = self.problem, self.config
+        m, n, k, k_split, _ = sizes
+        mA = matrix(a, m, k_split if p.split_k else k, strides[0], p.a_major == "k")
+        mB = matrix(b, n, k, strides[2], p.b_major == "k")
+        la, lb = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
+        sA_layout = sm90.make_smem_layout_a(la, self.tile, self.dtype, c.num_stages)
+        sB_layout = sm90.make_smem_layout_b(lb, self.tile, self.dtype, c.num_stages)
+        tiled_mmas = []
+        for accumulate in (False, True):
+            mma = sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, la.sm90_mma_major_mode(), lb.sm90_mma_major_mode(), Float32,
+                (c.num_wgs, 1, 1), tiler_mn=(64, c.tile_n),
+            )  # fmt: skip
+            mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+            tiled_mmas.append(mma)
+        a_atoms = [self.load_atom(mA, sA_layout, (c.tile_m, c.tile_k), c.cluster_n)]
+        if const_expr(a2 is not None):
+            mA2 = matrix(a2, m, k - k_split, strides[1], p.a_major == "k")
+            a_atoms.append(self.load_atom(mA2, sA_layout, (c.tile_m, c.tile_k), c.cluster_n))
+        b_atom = self.load_atom(mB, sB_layout, (c.tile_n, c.tile_k), c.cluster_m)
+        d_atom = None
+        if const_expr(self.epilogue.stages_output):
+            d_atom = self.epilogue.store_atom(matrix(d, m, n, strides[3], True))
+        clusters = cute.ceil_div(m, c.tile_m * c.cluster_m) * cute.ceil_div(n, c.tile_n * c.cluster_n)
+        self.kernel(
+            a_atoms, b_atom, d_atom, d, epilogue_args, num_live, sizes, strides[3], tiled_mmas, sA_layout, sB_layout
+        ).launch(
+            grid=[c.cluster_m, c.cluster_n, cutlass.min(clusters, max_clusters)],
+            block=[c.threads, 1, 1],
+            cluster=[c.cluster_m, c.cluster_n, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    def load_atom(self, tensor, smem_layout, tile, num_multicast):
+        """(TMA atom, coordinates of the tensor) for one stage's tile, which `num_multicast` CTAs share."""
+        shared = num_multicast > 1
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
+        stage = cute.slice_(smem_layout, (None, None, 0))
+        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
+        return atom, coordinates
+
+    @cute.jit
+    def cluster_tile(self, index: Int32, tiles_m: Int32, tiles_n: Int32):
+        """Where the index-th cluster tile lies: (m, n), in cluster tiles."""
+        along_m = const_expr(self.config.group_along == "m")
+        inner, outer = (tiles_m, tiles_n) if along_m else (tiles_n, tiles_m)
+        group = index // (self.config.group * outer)
+        first = group * self.config.group
+        width = cutlass.min(inner - first, self.config.group)
+        rest = index - first * outer
+        i, o = first + rest % width, rest // width
+        return (i, o) if along_m else (o, i)
+
+    @cute.kernel
+    def kernel(
+        self,
+        a_atoms: list,
+        b_atom: tuple,
+        d_atom: Optional[tuple],
+        d: Optional[cute.Pointer],
+        epilogue_args: Optional[tuple],
+        num_live: cute.Tensor,
+        sizes: tuple,
+        ldd: Int64,
+        tiled_mmas: list,  # the one that overwrites the accumulator, the one that adds to it
+        sA_layout: cute.ComposedLayout,
+        sB_layout: cute.ComposedLayout,
+    ):
+        p, c = self.problem, self.config
+        tile_m, tile_n, tile_k = self.tile
+        m, n, k, k_split, start = sizes
+        tid, _, _ = cute.arch.thread_idx()
+        cta_m, cta_n, cluster = cute.arch.block_idx()
+        _, _, num_clusters = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg = cute.arch.make_warp_uniform(tid // 128)
+
+        # shared memory and barriers
+        smem = cutlass.memory.SmemAllocator()
+        sA = smem.allocate_tensor(self.dtype, sA_layout.outer, byte_alignment=1024, swizzle=sA_layout.inner)
+        sB = smem.allocate_tensor(self.dtype, sB_layout.outer, byte_alignment=1024, swizzle=sB_layout.inner)
+        staging = self.epilogue.allocate(smem)
+        cta_layout = cute.make_layout((1, c.cluster_m, c.cluster_n, 1))
+        stage_bytes = (tile_m + tile_n) * tile_k * self.dtype.width // 8
+        arrivals = (c.cluster_m + c.cluster_n - 1) * 4 * c.num_wgs  # a warp, and a CTA that loads into this one
+        loaded = pipeline.PipelineTmaAsync.create(
+            num_stages=c.num_stages,
+            tx_count=stage_bytes,
+            cta_layout_vmnk=cta_layout,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals),
+            defer_sync=True,
+        )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
+
+        # how much there is to do
+        live = cutlass.max(cutlass.min(num_live[0] - start, m if const_expr(p.live == "m") else k), 0)
+        tiles_m = cute.ceil_div(live if const_expr(p.live == "m") else m, tile_m * c.cluster_m)
+        tiles_n = cute.ceil_div(n, tile_n * c.cluster_n)
+        # never 0: a branch around the WGMMAs costs 50 registers. What is read in vain is not used.
+        k_tiles = cutlass.max(cute.ceil_div(live if const_expr(p.live == "k") else k, tile_k), 1)
+        total = tiles_m * tiles_n
+        if const_expr(p.redo):
+            total = self.epilogue.tiles_to_redo(epilogue_args, total)
+        pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
+
+        if wg == 0:
+            cute.arch.setmaxregister_decrease(c.producer_registers)
+            if warp == 0:
+                rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+                _, rank_m, rank_n, _ = cta_layout.get_flat_coord(rank)
+                at = (0, rank_m, rank_n, 0)
+                mask_a = cpasync.create_tma_multicast_mask(cta_layout, at, 2) if const_expr(c.cluster_n > 1) else None
+                mask_b = cpasync.create_tma_multicast_mask(cta_layout, at, 1) if const_expr(c.cluster_m > 1) else None
+                parts = [self.partition(atom, sA, (tile_m, tile_k), rank_n, c.cluster_n) for atom in a_atoms]
+                tBsB, tBgB = self.partition(b_atom, sB, (tile_n, tile_k), rank_m, c.cluster_m)
+                split = k_split // tile_k
+                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+                for t in cutlass.range(cluster, total, num_clusters, unroll=1):
+                    tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
+                    row, col = tm * c.cluster_m + cta_m, tn * c.cluster_n + cta_n
+                    if self.wanted(epilogue_args, tm):
+                        for kt in cutlass.range(k_tiles, unroll=1):
+                            loaded.producer_acquire(state)
+                            bar = loaded.producer_get_barrier(state)
+                            if const_expr(p.split_k):
+                                if kt < k_split // tile_k:
+                                    self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a)
+                                else:
+                                    self.load(
+                                        a_atoms[1], parts[1], row, kt - k_split // tile_k, state.index, bar, mask_a
+                                    )
+                            else:
+                                self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a)
+                            self.load(b_atom, (tBsB, tBgB), col, kt, state.index, bar, mask_b)
+                            state.advance()
+                loaded.producer_tail(state)
+        else:
+            cute.arch.setmaxregister_increase(c.consumer_registers)
+            thread = tid - 128
+            overwrite, add = tiled_mmas
+            mma = add.get_slice(cute.make_layout(c.num_wgs, stride=128)(wg - 1))
+            rA = add.make_fragment_A(mma.partition_A(sA))
+            rB = add.make_fragment_B(mma.partition_B(sB))
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, tile_n)), Float32)
+            read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+            released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+            for t in cutlass.range(cluster, total, num_clusters, unroll=1):
+                tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
+                if self.wanted(epilogue_args, tm):
+                    loaded.consumer_wait(read)
+                    self.multiply(overwrite, add, acc, rA, rB, read.index)
+                    read.advance()
+                    for _ in cutlass.range(1, k_tiles, unroll=1):
+                        loaded.consumer_wait(read)
+                        self.multiply(add, add, acc, rA, rB, read.index)
+                        read.advance()
+                        warpgroup.wait_group(1)  # the stage before this one has been read
+                        loaded.consumer_release(released)
+                        released.advance()
+                    warpgroup.wait_group(0)
+                    loaded.consumer_release(released)
+                    released.advance()
+                    if const_expr(p.live == "k"):
+                        if live == 0:
+                            acc.fill(0.0)
+                    row0 = (tm * c.cluster_m + cta_m) * tile_m + (wg - 1) * 64
+                    col0 = (tn * c.cluster_n + cta_n) * tile_n
+                    self.epilogue(
+                        acc, epilogue_args, d_atom, d, staging, row0, col0, m, n, live, start, ldd, wg, thread % 128
+                    )
+            self.epilogue.finish(thread % 128)
+
+    @cute.jit
+    def wanted(self, epilogue_args, tm):
+        wanted = True
+        if const_expr(self.problem.redo):
+            wanted = self.epilogue.is_flagged(epilogue_args, tm)
+        return wanted
+
+    def multiply(self, first, others, acc, rA, rB, stage):
+        """acc (+)= A @ B of one stage, on its way when this returns; `first` says whether it overwrites acc."""
+        warpgroup.fence()
+        for kb in range(cute.size(rA, mode=[2])):
+            cute.gemm(others if kb else first, acc, rA[None, None, kb, stage], rB[None, None, kb, stage], acc)
+        warpgroup.commit_group()
+
+    def partition(self, atom, shared, tile, rank, num_multicast):
+        g = cute.local_tile(atom[1], tile, (None, None))
+        return cpasync.tma_partition(
+            atom[0], rank, cute.make_layout(num_multicast), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
+        )
+
+    def load(self, atom, part, tile, kt, stage, bar, mask):
+        cute.copy(atom[0], part[1][None, tile, kt], part[0][None, stage], tma_bar_ptr=bar, mcast_mask=mask)

@@ -1,0 +1,205 @@
+"""Launches of linear cross entropy's GEMMs: the first half of `LceKernels`."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quackish import kernels, launch
+from quackish.configs.gemm import GemmProblem, gemm_config, softmax_tile_n
+from quackish.gpu import gpu_of
+
+
+class GemmLaunches:
+    """Operands are bf16 or fp16 with unit stride along their columns, rows a multiple of 8 elements apart.
+
+    All sums run over the live rows alone, chunk rows [0, num_live - start), which the device counts.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.gpu = device, gpu_of(device.index)
+        self._gemms: dict[tuple, tuple[Callable[..., None], int]] = {}  # a kernel and how many clusters it runs in
+
+    def num_tiles(self, v: int) -> int:
+        """How many partial sums a row of `part_sum` has."""
+        return -(-v // softmax_tile_n())
+
+    def logits(
+        self,
+        xc: Tensor,  # (rows, h)
+        w: Tensor,  # (n, h): classes v0 and up
+        bias: Tensor | None,  # (n,)
+        class_weight: Tensor | None,  # (v,) fp32; with part_wsum
+        ref: Tensor,  # (rows,) fp32
+        cls: Tensor,  # (rows,) int32
+        num_live: Tensor,  # (1,) int32
+        start: int,
+        softcap: float | None,
+        v0: int,  # a multiple of the tile
+        e: Tensor | None,  # (rows, n) bf16
+        part_sum: Tensor,  # (rows, num_tiles(v)) fp32
+        part_wsum: Tensor | None,  # as part_sum; with label smoothing
+        zt: Tensor,  # (rows,) fp32
+        top: Tensor,  # (rows,) int32
+        flags: Tensor,  # (1 + ceil(rows / 128),) int32
+    ) -> None:
+        """e = exp(a - ref) * d for the logits a, its row sums (without d) a tile, zt = a at the target.
+
+        Where a logit is far above ref, top is raised and the tile flagged; `redo` is to follow.
+        """
+        self._softmax(
+            False, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, v0, e, part_sum, part_wsum, zt, top,
+            flags,
+        )  # fmt: skip
+
+    def redo(self, *args) -> None:
+        """As `logits`, with the same arguments: flagged tiles once more, with top for ref; without flags it leaves."""
+        self._softmax(True, *args)
+
+    def _softmax(
+        self, redo, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, v0, e, part_sum, part_wsum, zt, top,
+        flags,
+    ) -> None:  # fmt: skip
+        (rows, h), n = xc.shape, w.shape[0]
+        bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
+        key = ("softmax", redo, xc.dtype, e is None, bias_dtype, softcap is None, part_wsum is None, weighted)
+        kernel, clusters = self._gemms.get(key) or self._compile(
+            key,
+            epilogue="softmax",
+            dtype=_name(xc),
+            out_dtype=_name(e),
+            bias_dtype=_name(bias),
+            softcap=softcap is not None,
+            smoothing=part_wsum is not None,
+            weighted=weighted,
+            redo=redo,
+        )
+        given = (
+            _at(bias),
+            _at(class_weight),
+            None if redo else ref.data_ptr(),
+            cls.data_ptr(),
+            top.data_ptr(),
+            flags.data_ptr(),
+            part_sum.data_ptr(),
+            zt.data_ptr(),
+            _at(part_wsum),
+            1.0 if softcap is None else softcap,
+            v0,
+            v0 // softmax_tile_n(),
+            part_sum.shape[1],
+        )
+        strides = xc.stride(0), 0, w.stride(0), 0 if e is None else e.stride(0)
+        kernel(
+            xc.data_ptr(), None, w.data_ptr(), _at(e), given, num_live, (rows, n, h, 0, start), strides, clusters
+        )  # fmt: skip
+
+    def dlogits(
+        self,
+        xc: Tensor,  # (rows, h)
+        w: Tensor,  # (n, h): classes v0 and up
+        bias: Tensor | None,  # (n,)
+        coefs: Tensor,  # (rows, 4) fp32: lse, ca, cb, cs
+        cls: Tensor,  # (rows,) int32
+        num_live: Tensor,  # (1,) int32
+        start: int,
+        class_weight: Tensor | None,  # (v,) fp32; used with smoothing
+        softcap: float | None,
+        smoothing: bool,
+        v0: int,
+        e: Tensor,  # (rows, n) as xc
+    ) -> None:
+        """e = (ca * exp(a - lse) - cs * class weight - onehot(target) * cb) * d for the logits a."""
+        (rows, h), n = xc.shape, w.shape[0]
+        if not smoothing:
+            class_weight = None
+        bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
+        key = ("dlogits", xc.dtype, e.dtype, bias_dtype, softcap is None, smoothing, weighted)
+        kernel, clusters = self._gemms.get(key) or self._compile(
+            key,
+            epilogue="dlogits",
+            dtype=_name(xc),
+            out_dtype=_name(e),
+            bias_dtype=_name(bias),
+            softcap=softcap is not None,
+            smoothing=smoothing,
+            weighted=weighted,
+        )
+        capped = 1.0 if softcap is None else softcap
+        given = _at(bias), _at(class_weight), coefs.data_ptr(), cls.data_ptr(), capped, v0
+        strides = xc.stride(0), 0, w.stride(0), e.stride(0)
+        kernel(
+            xc.data_ptr(), None, w.data_ptr(), e.data_ptr(), given, num_live, (rows, n, h, 0, start), strides, clusters
+        )  # fmt: skip
+
+    def dx(
+        self,
+        e: Tensor,  # (rows, v_split), or (rows, n) without e2
+        e2: Tensor | None,  # (rows, n - v_split)
+        v_split: int,  # with e2; a multiple of the GEMM's step along k
+        w: Tensor,  # (n, h)
+        row_scale: Tensor | None,  # (rows,) fp32
+        order: Tensor | None,  # (m,) int32
+        num_live: Tensor,  # (1,) int32
+        start: int,
+        out: Tensor,  # (m, h) with order, else (rows, h) fp32; contiguous
+        accumulate: bool,  # without order
+    ) -> None:
+        """Row i of e @ w, times row_scale, to row order[start + i] of out; without order to row i, or added to it."""
+        (n, h), rows = w.shape, e.shape[0]
+        key = ("rows", e.dtype, out.dtype, row_scale is None, order is None, e2 is None, accumulate)
+        kernel, clusters = self._gemms.get(key) or self._compile(
+            key,
+            epilogue="rows",
+            dtype=_name(e),
+            out_dtype=_name(out),
+            b_major="n",
+            scaled=row_scale is not None,
+            scattered=order is not None,
+            split_k=e2 is not None,
+            accumulate=accumulate,
+        )
+        given = None if row_scale is None and order is None else (_at(row_scale), _at(order))
+        sizes = rows, h, n, 0 if e2 is None else v_split, start
+        strides = e.stride(0), 0 if e2 is None else e2.stride(0), w.stride(0), out.stride(0)
+        kernel(e.data_ptr(), _at(e2), w.data_ptr(), out.data_ptr(), given, num_live, sizes, strides, clusters)
+
+    def dw(
+        self,
+        e: Tensor,  # (rows, n)
+        xs: Tensor,  # (rows, h)
+        num_live: Tensor,  # (1,) int32
+        start: int,
+        out: Tensor,  # (n, h) contiguous; fp32 to accumulate
+        accumulate: bool,
+    ) -> None:
+        """out = (or += with `accumulate`) e.T @ xs."""
+        (rows, h), n = xs.shape, e.shape[1]
+        key = ("store", e.dtype, out.dtype, accumulate)
+        kernel, clusters = self._gemms.get(key) or self._compile(
+            key,
+            epilogue="store",
+            dtype=_name(e),
+            out_dtype=_name(out),
+            a_major="m",
+            b_major="n",
+            live="k",
+            accumulate=accumulate,
+        )
+        sizes, strides = (n, h, rows, 0, start), (e.stride(0), 0, xs.stride(0), out.stride(0))
+        kernel(e.data_ptr(), None, xs.data_ptr(), out.data_ptr(), None, num_live, sizes, strides, clusters)
+
+    def _compile(self, key: tuple, **fields) -> tuple[Callable[..., None], int]:
+        problem = GemmProblem(**fields)
+        config = gemm_config(problem, self.gpu)
+        kernel = launch.get(kernels.find("lce_gemm", self.gpu), problem, config, self.gpu.target)
+        made = self._gemms[key] = kernel, config.max_clusters(self.gpu.sm_count)
+        return made
+
+
+def _at(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _name(t: Tensor | None) -> str | None:
+    return None if t is None else str(t.dtype).removeprefix("torch.")

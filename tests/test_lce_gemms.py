@@ -1,0 +1,266 @@
+"""Linear cross entropy's GEMMs: compiled for Hopper on any host; on a GPU each launcher against the emulation."""
+
+import itertools
+
+import pytest
+import torch
+
+from quackish import kernels, launch
+from quackish.configs.gemm import GemmProblem, gemm_config
+from quackish.gpu import H200
+from quackish.testing.errors import error, same_bits
+from tests.emulated_lce import EmulatedKernels, encode
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NAN = float("nan")
+
+
+# Compiled -----------------------------------------------------------------------------------------------------------
+
+
+def problems():
+    for dtype, out in ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float16", "float32"):
+        dw = dict(a_major="m", b_major="n", live="k")
+        yield GemmProblem("store", dtype, out, **dw)
+        if out == "float32":
+            yield GemmProblem("store", dtype, out, **dw, accumulate=True)
+            yield GemmProblem("rows", dtype, out, b_major="n")
+            yield GemmProblem("rows", dtype, out, b_major="n", accumulate=True)
+        for split in (False, True):
+            yield GemmProblem("rows", dtype, out, b_major="n", scaled=True, scattered=True, split_k=split)
+    for bias, softcap in itertools.product((None, "bfloat16", "float32"), (False, True)):
+        for smoothing, weighted in (False, False), (True, False), (True, True):
+            options = dict(bias_dtype=bias, softcap=softcap, smoothing=smoothing, weighted=weighted)
+            yield GemmProblem("dlogits", "bfloat16", "bfloat16", **options)
+            for redo in (False, True):
+                yield GemmProblem("softmax", "bfloat16", None, **options, redo=redo)
+                if not smoothing:
+                    yield GemmProblem("softmax", "bfloat16", "bfloat16", **options, redo=redo)
+    yield GemmProblem("softmax", "float16", None, bias_dtype="float16")
+    yield GemmProblem("dlogits", "float16", "float16", bias_dtype="float16")
+
+
+@pytest.mark.parametrize("problem", list(problems()), ids=str)
+def test_compiles(problem):
+    config = gemm_config(problem, H200)
+    used = launch.resources(kernels.find("lce_gemm", H200), problem, config, H200.target)
+    assert used.stack_bytes == used.local_loads == used.local_stores == 0, (used, config)
+    assert used.smem_bytes <= H200.smem_bytes, (used, config)
+
+
+# Against the emulation, on a GPU ------------------------------------------------------------------------------------
+
+
+class Case:
+    """The same buffers twice: for a kernel on the GPU, and for the emulation on the CPU."""
+
+    def __init__(self, m=300, h=264, v=1000, live=None, dtype=BF16, seed=0):
+        make = torch.Generator().manual_seed(seed)
+        self.m, self.h, self.v, self.dtype = m, h, v, dtype
+        self.live = m if live is None else live
+        self.x = torch.randn(m, h, generator=make).to(dtype)
+        self.x[self.live :] = 0  # as gather leaves it, up to the end of the tile
+        self.w = (torch.randn(v, h, generator=make) * 2 / h**0.5).to(dtype)
+        self.cls = torch.randint(0, v, (m,), generator=make, dtype=torch.int32)
+        self.order = torch.randperm(m, generator=make).int()
+        self.num_live = torch.tensor([self.live], dtype=torch.int32)
+        self.ref = (self.x.float() * self.w[self.cls.long()].float()).sum(1)
+        self.e = torch.randn(m, -(-v // 64) * 64, generator=make).to(dtype)
+        self.row_scale = torch.rand(m, generator=make) + 0.5
+
+
+def both(name, *args):
+    """The arguments after the launch of `name` on the GPU, and after the emulation of it; arguments that are views of
+    one another must not be given."""
+    emulated = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    on_gpu = [_to_gpu(a) if isinstance(a, torch.Tensor) else a for a in args]
+    getattr(EmulatedKernels(), name)(*emulated)
+    from quackish.ops.linear_cross_entropy_kernels import LceKernels
+
+    getattr(LceKernels(torch.device("cuda", torch.cuda.current_device())), name)(*on_gpu)
+    torch.cuda.synchronize()
+    return [a.cpu() if isinstance(a, torch.Tensor) else a for a in on_gpu], emulated
+
+
+def _to_gpu(t):
+    """With the same strides: a matrix may be columns of a larger one."""
+    gpu = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+    return gpu.copy_(t)
+
+
+def close(got, truth, eps):
+    found = error(got, truth.to(FP64))
+    return found.within(eps, 16 * eps)
+
+
+SHAPES = [
+    dict(),
+    dict(m=1, v=2, h=8),
+    dict(m=129, v=257, h=72),
+    dict(m=640, v=2056, h=512, live=500),
+    dict(m=256, live=0),
+    dict(m=1500, v=5003, h=96, live=1025),
+]
+
+
+def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weight=None, v0=0, n=None):
+    n = c.v if n is None else n
+    tiles = -(-c.v // 256)
+    e = torch.full((c.m, -(-n // 64) * 64), NAN, dtype=BF16)[:, :n] if stored else None
+    part_sum, part_wsum = (torch.full((c.m, tiles), NAN) for _ in range(2))
+    ref = c.ref if softcap is None else softcap * torch.tanh(c.ref / softcap)
+    return (
+        c.x, c.w[v0 : v0 + n], None if bias is None else bias[v0 : v0 + n], weight, ref, c.cls, c.num_live, 0, softcap,
+        v0, e, part_sum, part_wsum if wsum else None, torch.full((c.m,), NAN), encode(ref),
+        torch.zeros(1 + -(-c.m // 128), dtype=torch.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("options", ["plain", "softcap", "bias", "fp32 bias", "statistics", "smoothing", "weighted"])
+def test_softmax(shape, options):
+    c = Case(**shape)
+    bias = torch.randn(c.v, generator=torch.Generator().manual_seed(5))
+    given = {
+        "plain": {},
+        "softcap": dict(softcap=3.0),
+        "bias": dict(bias=bias.to(BF16)),
+        "fp32 bias": dict(bias=bias, softcap=2.0),
+        "statistics": dict(stored=False),
+        "smoothing": dict(stored=False, wsum=True, bias=bias),
+        "weighted": dict(stored=False, wsum=True, weight=torch.rand(c.v)),
+    }[options]
+    got, truth = both("logits", *softmax_args(c, **given))
+    rows = c.live
+    for at, eps in (10, 0.003), (11, 1e-5), (12, 1e-4), (13, 1e-5):
+        if truth[at] is not None:
+            assert close(got[at][:rows], truth[at][:rows], eps), at
+    assert got[15].sum() == 0
+
+
+@pytest.mark.gpu
+def test_softmax_of_some_classes():
+    c = Case(v=1500)
+    whole, _ = both("logits", *softmax_args(c))
+    first, _ = both("logits", *softmax_args(c, v0=0, n=512))
+    second, _ = both("logits", *softmax_args(c, v0=512, n=988))
+    assert same_bits(whole[10], torch.cat([first[10], second[10]], 1))
+    assert same_bits(whole[11], torch.cat([first[11][:, :2], second[11][:, 2:]], 1))
+    assert same_bits(whole[13], torch.where(c.cls < 512, first[13], second[13]))
+
+
+@pytest.mark.gpu
+def test_rows_far_above_their_reference_are_done_again_and_others_keep_their_bits():
+    c = Case(m=400, v=3000, h=128)
+    once, _ = both("logits", *softmax_args(c))
+    far = torch.tensor([3, 130, 131, 399])
+    c.x[far] = c.x[far] * 60
+    c.ref = (c.x.float() * c.w[c.cls.long()].float()).sum(1)
+    got, truth = both("logits", *softmax_args(c))
+    flagged = truth[15][1:].nonzero()[:, 0].tolist()
+    assert 0 < len(flagged)
+    assert same_bits(got[15], truth[15])
+    # the GPU's maxima are of sums in another order
+    again, _ = both("redo", *got)
+    ref = torch.where(got[14] >= 0, got[14], got[14] ^ 0x7FFFFFFF).view(FP32)
+    a = c.x.double() @ c.w.double().T
+    assert close(again[10], torch.exp(a - ref.double()[:, None]), 0.003 + 1e-4 * a.abs().max())
+    assert (again[11][far].sum(1) < 1e27).all()
+    near = torch.ones(400, dtype=torch.bool)
+    near[far] = False
+    for at in (10, 11, 13):
+        assert same_bits(again[at][near], once[at][near])
+
+
+@pytest.mark.gpu
+def test_redo_leaves_all_alone_without_flags():
+    c = Case()
+    got, _ = both("redo", *softmax_args(c))
+    assert got[10].isnan().all()
+    assert got[11].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("options", ["plain", "fp16", "softcap", "bias", "smoothing", "weighted"])
+def test_dlogits(shape, options):
+    c = Case(**shape, dtype=FP16 if options == "fp16" else BF16)
+    make = torch.Generator().manual_seed(7)
+    coefs = torch.rand(c.m, 4, generator=make)
+    coefs[:, 0] = torch.logsumexp(c.x.float() @ c.w.float().T, 1)
+    coefs[c.live :] = 0
+    coefs[c.live :, 0] = 2e38
+    softcap = 3.0 if options == "softcap" else None
+    bias = torch.randn(c.v, generator=make).to(BF16) if options == "bias" else None
+    weight = torch.rand(c.v, generator=make) if options == "weighted" else None
+    smoothing = options in ("smoothing", "weighted")
+    e = torch.full((c.m, -(-c.v // 64) * 64), NAN, dtype=c.dtype)[:, : c.v]
+    got, truth = both("dlogits", c.x, c.w, bias, coefs, c.cls, c.num_live, 0, weight, softcap, smoothing, 0, e)
+    padded = min(c.m, -(-c.live // 64) * 64)
+    assert close(got[-1][: c.live], truth[-1][: c.live], 0.005)
+    assert (got[-1][c.live : padded] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("out", [BF16, FP32], ids=str)
+def test_dx_to_the_rows_of_order(shape, out):
+    c = Case(**shape)
+    dx = torch.full((c.m, c.h), NAN, dtype=out)
+    got, truth = both("dx", c.e[:, : c.v], None, 0, c.w, c.row_scale, c.order, c.num_live, 0, dx, False)
+    rows = c.order[: c.live].long()
+    assert close(got[8][rows], truth[8][rows], 0.004 if out == BF16 else 1e-5)
+    assert got[8][c.order[c.live :].long()].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("v_split", [64, 448])
+def test_dx_of_e_in_two_buffers(v_split):
+    c = Case(v=1003)
+    dx = torch.full((c.m, c.h), NAN, dtype=BF16)
+    e, e2 = c.e[:, :v_split].contiguous(), c.e[:, v_split : c.v]
+    got, truth = both("dx", e, e2, v_split, c.w, c.row_scale, c.order, c.num_live, 0, dx, False)
+    assert close(got[8], truth[8], 0.004)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("start", [0, 100])
+def test_dx_in_fp32_rows_of_the_chunk(accumulate, start):
+    c = Case(live=257)
+    out = torch.randn(c.m, c.h) if accumulate else torch.full((c.m, c.h), NAN)
+    got, truth = both("dx", c.e[:, : c.v], None, 0, c.w, None, None, c.num_live, start, out, accumulate)
+    rows = c.live - start
+    assert close(got[8][:rows], truth[8][:rows], 1e-5)
+    assert same_bits(got[8][rows:], out[rows:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("out,accumulate", [(BF16, False), (FP16, False), (FP32, False), (FP32, True)], ids=str)
+def test_dw(shape, out, accumulate):
+    c = Case(**shape, dtype=FP16 if out == FP16 else BF16)
+    dw = torch.randn(c.v, c.h) if accumulate else torch.full((c.v, c.h), NAN, dtype=out)
+    got, truth = both("dw", c.e[:, : c.v], c.x, c.num_live, 0, dw, accumulate)
+    assert close(got[4], truth[4], 1e-5 if out == FP32 else 0.004)
+
+
+@pytest.mark.gpu
+def test_dw_reads_nothing_past_the_live_rows_tile():
+    c = Case(m=640, live=130)
+    c.e[192:], c.x[192:] = NAN, NAN
+    c.e[130:192] = 1.0
+    got, truth = both("dw", c.e[:, : c.v], c.x, c.num_live, 0, torch.full((c.v, c.h), NAN), False)
+    assert close(got[4], truth[4], 1e-5)
+
+
+@pytest.mark.gpu
+def test_the_same_bits_on_every_run():
+    c = Case(m=1500, v=5003, h=512, live=1100)
+    runs = [both("logits", *softmax_args(c))[0] for _ in range(3)]
+    dws = [both("dw", c.e[:, : c.v], c.x, c.num_live, 0, torch.zeros(c.v, c.h), True)[0][4] for _ in range(3)]
+    for other in runs[1:]:
+        assert all(same_bits(runs[0][at][:1100], other[at][:1100]) for at in (10, 11, 13))
+    assert same_bits(dws[0], dws[1])
+    assert same_bits(dws[0], dws[2])
