@@ -1,4 +1,7 @@
-"""Linear cross entropy on the portable path: the spec, the chunk loop, the operators, the module."""
+"""Linear cross entropy: the spec, the public call by whatever path the device has, the portable operators, the module.
+
+On CPU that is the portable path. On a Hopper GPU 16-bit inputs are the kernels' and others the portable path's.
+"""
 
 import inspect
 import re
@@ -7,6 +10,18 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from lce_cases import (
+    IGNORED,
+    OPTIONS,
+    REDUCTIONS,
+    SCHEDULES,
+    make,
+    norm_error,
+    parameters,
+    run,
+    truth,
+    unit_roundoff,
+)
 from torch.autograd.profiler import profile
 
 from quackish import errors
@@ -17,38 +32,19 @@ from quackish.configs.linear_cross_entropy import (
     linear_cross_entropy_config,
 )
 from quackish.errors import PortablePathWarning, UnsupportedError
-from quackish.ops.linear_cross_entropy import (
-    LinearCrossEntropyLoss,
-    _backward_op,
-    _forward_op,
-    linear_cross_entropy,
-)
-from quackish.reference.linear_cross_entropy import linear_cross_entropy_backward, linear_cross_entropy_forward
+from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from quackish.ops.linear_cross_entropy_portable import _backward_op, _forward_op
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SCHEDULES = ["chunked", "stored", "recompute"]
-REDUCTIONS = ["mean", "sum", "none"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-IGNORED = -100
-
-# Every option alone, then all at once.
-OPTIONS = {
-    "plain": {},
-    "bias": {"bias": True},
-    "weight": {"class_weight": True},
-    "smoothing": {"label_smoothing": 0.1},
-    "weighted_smoothing": {"class_weight": True, "label_smoothing": 0.3},
-    "softcap": {"softcap": 3.0},
-    "z_loss": {"z_loss": 0.01},
-    "all": {"bias": True, "class_weight": True, "label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.01},
-}
+LOSS = {"cpu": 1e-6, "cuda": 5e-6}  # relative; the kernels' tanh is within 2^-21 of softcap
 
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
     """The warning about the portable path has its own tests; here it counts as given."""
     monkeypatch.setattr(errors, "warn_once", lambda *a, **k: None)
-    monkeypatch.setattr("quackish.ops.linear_cross_entropy.warn_once", lambda *a, **k: None)
+    monkeypatch.setattr("quackish.ops.linear_cross_entropy_portable.warn_once", lambda *a, **k: None)
 
 
 @pytest.fixture
@@ -58,45 +54,6 @@ def poisoned():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before)
-
-
-def make(m=13, h=8, v=11, dtype=torch.float64, device="cpu", seed=0, bias=False, class_weight=False, **options):
-    """(input, linear_weight, target, options): tensors that require grad, some rows ignored, on the device."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(m, h, generator=g, dtype=torch.float64)
-    w = torch.randn(v, h, generator=g, dtype=torch.float64)
-    target = torch.randint(0, v, (m,), generator=g)
-    target[1::5] = IGNORED
-    kw = dict(options)
-    if bias:
-        kw["linear_bias"] = torch.randn(v, generator=g, dtype=torch.float64).to(device, dtype).requires_grad_()
-    if class_weight:
-        kw["weight"] = (torch.rand(v, generator=g, dtype=torch.float64) + 0.1).to(device, dtype)
-    return x.to(device, dtype).requires_grad_(), w.to(device, dtype).requires_grad_(), target.to(device), kw
-
-
-def parameters(x, w, kw):
-    return [x, w] + ([kw["linear_bias"]] if "linear_bias" in kw else [])
-
-
-def run(x, w, target, kw, grad=None, grad_lse=None, f=linear_cross_entropy, **more):
-    """loss, lse, gradients of what requires one; grad None is ones."""
-    loss, lse = f(x, w, target, return_lse=True, **kw, **more)
-    outputs = [loss] if grad_lse is None else [loss, lse]
-    gradients = [torch.ones_like(loss) if grad is None else grad] + ([] if grad_lse is None else [grad_lse])
-    wanted = [t for t in parameters(x, w, kw) if t.requires_grad]
-    return loss.detach(), lse.detach(), torch.autograd.grad(outputs, wanted, gradients)
-
-
-def truth(x, w, target, kw, grad=None, grad_lse=None):
-    """The spec in fp64 on the same (already rounded) values: loss, lse, (dinput, dlinear_weight[, dlinear_bias])."""
-    kw = {k: t.detach().double() if isinstance(t, torch.Tensor) else t for k, t in kw.items()}
-    x, w = x.detach().double(), w.detach().double()
-    loss, lse = linear_cross_entropy_forward(x, w, target, **kw)
-    grad = torch.ones_like(loss) if grad is None else grad.double()
-    grad_lse = None if grad_lse is None else grad_lse.double()
-    grads = linear_cross_entropy_backward(grad, grad_lse, x, w, target, **kw)
-    return loss, lse, grads[: 3 if "linear_bias" in kw else 2]
 
 
 def composed(x, w, target, linear_bias=None, softcap=None, z_loss=0.0, reduction="mean", return_lse=False, **kw):
@@ -113,14 +70,6 @@ def composed(x, w, target, linear_bias=None, softcap=None, z_loss=0.0, reduction
         )
         loss = loss + {"none": z, "sum": z.sum(), "mean": z.sum() / count}[reduction]
     return (loss, lse.masked_fill(~live, 0.0)) if return_lse else loss
-
-
-def norm_error(got, want):
-    return ((got.double() - want).norm() / want.norm().clamp(min=1e-30)).item()
-
-
-def unit_roundoff(dtype):
-    return torch.finfo(dtype).eps / 2
 
 
 # --- the spec ---
@@ -157,7 +106,7 @@ def test_fp64_equals_truth(name, reduction, device, poisoned):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("name", ["plain", "unsmoothed", "all"])
 def test_error_is_the_dtypes_own_and_below_pytorchs(name, dtype, device, poisoned):
     x, w, target, kw = make(m=300, h=96, v=257, dtype=dtype, device=device, **OPTIONS[name])
     w = (w.detach() * 0.2).requires_grad_()
@@ -167,10 +116,11 @@ def test_error_is_the_dtypes_own_and_below_pytorchs(name, dtype, device, poisone
     true_loss, true_lse, true_grads = truth(x, w, target, kw)
     _, _, their_grads = run(x, w, target, plain_kw, f=composed)
     assert loss.dtype == lse.dtype == torch.float32
-    assert norm_error(loss, true_loss) < 1e-6
-    assert norm_error(lse, true_lse) < 1e-6
-    # Our roundings: the result's, and on CUDA that of the 16-bit dlogits; fp32 sums are what fp32 GEMMs make of them.
-    roundings = {"cpu": 1, "cuda": 2}[device] if dtype != torch.float32 else 30
+    assert norm_error(loss, true_loss) < LOSS[device]
+    assert norm_error(lse, true_lse) < LOSS[device]
+    # Our roundings: the result's; on CUDA that of the 16-bit dlogits, and of the rows that they multiply where a factor
+    # was taken out of them; fp32 sums are what fp32 GEMMs make of them.
+    roundings = {"cpu": 1, "cuda": 3}[device] if dtype != torch.float32 else 30
     for got, want, theirs in zip(grads, true_grads, their_grads, strict=True):
         assert got.dtype == dtype
         assert norm_error(got, want) <= roundings * unit_roundoff(dtype)
@@ -190,9 +140,11 @@ def test_confident_rows_keep_their_gradient(p, dtype, device):
     target = torch.arange(v, device=device)
     _, _, (dx, _) = run(x, w, target, {"reduction": "sum"})
     want = truth(x, w, target, {"reduction": "sum"})[2][0]
-    # The softmax's few fp32 roundings beside 1, then dlogits' and dinput's own, relative to each element; below
-    # fp16's normal numbers the spacing takes over.
-    bound = 8 * unit_roundoff(torch.float32) / (1 - p) + (2 * unit_roundoff(dtype) if dtype != torch.float32 else 0)
+    # The softmax's few fp32 roundings beside 1 (of lse, on kernels), then dlogits' and dinput's own, relative
+    # to each element; below fp16's normal numbers the spacing takes over.
+    bound = {"cpu": 8, "cuda": 64}[device] * unit_roundoff(torch.float32) / (1 - p) + (
+        2 * unit_roundoff(dtype) if dtype != torch.float32 else 0
+    )
     spacing = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     assert ((dx.double() - want).abs() <= bound * want.abs() + spacing).all()
 
@@ -221,11 +173,12 @@ def test_hard_rows(dtype, device, softcap):
     kw = dict(reduction="none", softcap=softcap)
     loss, lse, grads = run(x, w, target, kw)
     true_loss, true_lse, true_grads = truth(x, w, target, kw)
-    torch.testing.assert_close(loss.double(), true_loss, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(lse.double(), true_lse, rtol=2e-6, atol=2e-6)
+    close = 2e-6 if device == "cpu" else 2e-6 + (softcap or 0.0) * 2**-20
+    torch.testing.assert_close(loss.double(), true_loss, rtol=2e-6, atol=close)
+    torch.testing.assert_close(lse.double(), true_lse, rtol=2e-6, atol=close)
     for got, want in zip(grads, true_grads, strict=True):
         assert got.isfinite().all()
-        assert norm_error(got, want) <= max(2 * unit_roundoff(dtype), 1e-5)
+        assert norm_error(got, want) <= max({"cpu": 2, "cuda": 3}[device] * unit_roundoff(dtype), 1e-5)
 
 
 def test_a_masked_class_costs_nothing():
@@ -346,9 +299,10 @@ def test_a_target_that_is_no_class_raises_on_cpu(bad, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [11, -1, 2**40])
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_a_target_that_is_no_class_is_nan_on_cuda(name, schedule, bad):
-    x, w, target, kw = make(dtype=torch.float32, device="cuda", **OPTIONS[name])
+def test_a_target_that_is_no_class_is_nan_on_cuda(name, dtype, schedule, bad):
+    x, w, target, kw = make(dtype=dtype, device="cuda", **OPTIONS[name])
     ignored, wrong = target.clone(), target.clone()
     ignored[4], wrong[4] = IGNORED, bad
     others = torch.arange(13, device="cuda") != 4
@@ -469,7 +423,7 @@ def test_autocast(schedule, dtype, device):
     rounded = [t.detach().to(dtype) for t in (x, w)]
     true_loss, _, true_grads = truth(*rounded, target, kw)
     assert loss.dtype == torch.float32
-    assert norm_error(loss, true_loss) < 1e-6  # the operands are rounded to autocast's dtype, and nothing else
+    assert norm_error(loss, true_loss) < LOSS[device]  # the operands are rounded to autocast's dtype, and nothing else
     for got, want in zip(grads, true_grads, strict=True):
         assert got.dtype == torch.float32
         assert norm_error(got, want) < (1e-6 if device == "cpu" else unit_roundoff(dtype))
@@ -624,7 +578,7 @@ def test_opcheck(needs, schedule, device):
         for t, need in zip((x, w, bias), needs, strict=True):
             t.requires_grad_(need)
         options = (IGNORED, 0.1, 3.0, 1e-3)
-        args = (x, w, target, bias, weight, None, *options, reduction, schedule, 5, torch.float32, needs, "reference")
+        args = (x, w, target, bias, weight, None, *options, reduction, schedule, 5, torch.float32, needs, "")
         torch.library.opcheck(_forward_op, args)
         tensors = (x.detach(), w.detach(), target, bias.detach(), weight)
         logits = torch.randn(13, 11, device=device) if schedule == "stored" else None
@@ -828,14 +782,14 @@ def test_one_warning_a_reason_on_cuda(monkeypatch):
         for backend in ("reference", "auto", "auto"):
             linear_cross_entropy(x, w, target, backend=backend)
     (only,) = [s for s in seen if s.category is PortablePathWarning]
-    assert re.search(r"linear_cross_entropy: no kernel for sm_\d+ .*portable path", str(only.message))
-    with pytest.raises(UnsupportedError, match="linear_cross_entropy: no kernel for sm_"):
+    assert re.search(r"linear_cross_entropy: no kernel for (sm_\d+ |torch.float32).*portable path", str(only.message))
+    with pytest.raises(UnsupportedError, match=r"linear_cross_entropy: no kernel for (sm_|torch\.float32)"):
         linear_cross_entropy(x, w, target, backend="cute")
 
 
-def cuda_step(schedule, reduction, dtype=torch.bfloat16, num_items=None):
-    """A training step over static tensors: (step, tensors it reads, tensors it fills)."""
-    x, w, target, kw = make(m=300, h=64, v=1000, dtype=dtype, device="cuda", **OPTIONS["all"], reduction=reduction)
+def cuda_step(schedule, reduction, dtype=torch.bfloat16, num_items=None, name="all"):
+    """A training step over static tensors: (step, tensors it reads, the buffer it adds to)."""
+    x, w, target, kw = make(m=300, h=64, v=1000, dtype=dtype, device="cuda", **OPTIONS[name], reduction=reduction)
     kw["num_items"] = num_items
     buffer = torch.zeros(w.shape, device="cuda")
     results = []
@@ -854,18 +808,24 @@ def cuda_step(schedule, reduction, dtype=torch.bfloat16, num_items=None):
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_no_host_synchronisation(dtype, reduction, schedule):
+@pytest.mark.parametrize(
+    "dtype, name", [(torch.bfloat16, "unsmoothed"), (torch.bfloat16, "all"), (torch.float32, "all")]
+)
+def test_no_host_synchronisation(dtype, name, reduction, schedule):
     items = [None] if reduction != "mean" else [None, 7, torch.tensor(7), torch.tensor(7, device="cuda")]
     for num_items in items:
-        step, _, _ = cuda_step(schedule, reduction, dtype, num_items)
-        step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        step, _, _ = cuda_step(schedule, reduction, dtype, num_items, name)
+
+        def steps(step=step):
             step()
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 step()
+
+        steps()  # kernels are compiled and loaded
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            steps()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -873,8 +833,9 @@ def test_no_host_synchronisation(dtype, reduction, schedule):
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_cuda_graph_replays_with_new_data(reduction, schedule):
-    step, (x, w, target), buffer = cuda_step(schedule, reduction)
+@pytest.mark.parametrize("name", ["unsmoothed", "all"])
+def test_cuda_graph_replays_with_new_data(name, reduction, schedule):
+    step, (x, w, target), buffer = cuda_step(schedule, reduction, name=name)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -898,8 +859,9 @@ def test_cuda_graph_replays_with_new_data(reduction, schedule):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_same_bits_with_another_stream_busy(schedule):
-    step, _, buffer = cuda_step(schedule, "mean")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_same_bits_with_another_stream_busy(dtype, schedule):
+    step, _, buffer = cuda_step(schedule, "mean", dtype)
     noise = torch.randn(1024, 1024, device="cuda")
     other = torch.cuda.Stream()
     first = None
@@ -914,7 +876,7 @@ def test_the_same_bits_with_another_stream_busy(schedule):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_peak_memory_is_a_chunk_and_an_accumulator(softcap):
+def test_peak_memory_of_the_portable_path_is_a_chunk_and_an_accumulator(softcap):
     m, h, v, chunk = 4096, 256, 32_000, 512
     x = torch.randn(m, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(v, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -925,7 +887,9 @@ def test_peak_memory_is_a_chunk_and_an_accumulator(softcap):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        linear_cross_entropy(x, w, target, softcap=softcap, schedule=schedule, chunk_size=chunk).backward()
+        linear_cross_entropy(
+            x, w, target, softcap=softcap, schedule=schedule, chunk_size=chunk, backend="reference"
+        ).backward()
         return torch.cuda.max_memory_allocated() - before
 
     peak("chunked")  # workspaces of the library

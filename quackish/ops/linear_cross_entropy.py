@@ -1,8 +1,4 @@
-"""Linear cross entropy for torch: function, module, custom operators and autograd.
-
-Both directions run the chunk loop of the portable path. `mean` is the sum divided outside of the operators, so they
-know only "none" and "sum".
-"""
+"""Linear cross entropy for torch: the function and the module, and which path a call takes."""
 
 import functools
 
@@ -10,19 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from quackish import kernels
-from quackish.configs.linear_cross_entropy import LinearCrossEntropyProblem, linear_cross_entropy_config
-from quackish.errors import UnsupportedError, warn_once
-from quackish.gpu import gpu_of
-from quackish.ops.linear_cross_entropy_checks import check_options, check_shapes, check_targets, compute_dtype_of
-from quackish.ops.linear_cross_entropy_chunks import ChunkLoop
-from quackish.reference.linear_cross_entropy import (
-    RowOptions,
-    accumulate_dtype,
-    mean_divisor,
-    rows_of,
+from quackish.configs.linear_cross_entropy import (
+    KernelProblem,
+    LinearCrossEntropyProblem,
+    kernel_config,
+    linear_cross_entropy_config,
 )
+from quackish.errors import UnsupportedError
+from quackish.gpu import gpu_of
+from quackish.ops import linear_cross_entropy_autograd as on_kernels
+from quackish.ops import linear_cross_entropy_portable as portable
+from quackish.ops.linear_cross_entropy_checks import check_options, check_shapes, compute_dtype_of
+from quackish.ops.rms_norm import _is_plain as is_plain
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
 
 def linear_cross_entropy(
@@ -71,34 +68,44 @@ def linear_cross_entropy(
         return_lse: return (loss, lse); lse is differentiable, and 0 without gradient in ignored rows.
         grad_weight_out: (V, H) fp32 or linear_weight's dtype. Each backward adds linear_weight's gradient to it, once,
             where linear_weight requires one, and autograd gets None instead.
-        schedule: what is kept between forward and backward. All give the same numbers.
-            "chunked": gradients are made in forward, chunk by chunk, and scaled in backward. Holds fp32 (M, H) and
-            (V, H). Where a gradient arrives at lse (compiled code always has one for an lse it returns) backward makes
-            them anew. With reduction "none" a row's gradient is not known in forward: this is "recompute" there.
+        schedule: what is kept between forward and backward.
+            "chunked": gradients are made in forward, chunk by chunk, and scaled in backward. Where a gradient arrives
+            at lse (compiled code always has one for an lse it returns) backward makes them anew. With reduction "none"
+            a row's gradient is not known in forward: this is "recompute" there.
             "recompute": nothing is kept, and the logits are multiplied again in backward: 4 GEMMs for 3.
-            "stored": all logits are kept in fp32: M * V * 4 bytes.
-            "auto": "chunked"; with reduction "none" or `return_lse`, "stored" up to 1.5 GiB of logits, "recompute"
-            above. Ask for "chunked" where lse is only looked at, in eager code.
-        chunk_size: rows a chunk. None: a multiple of 128 that keeps a chunk within 1.5 GiB, from V and dtype alone.
-        backend: "auto", "reference" (the portable path, without a warning) or "cute" (a kernel, or UnsupportedError).
+            "stored": all logits are kept, or on kernels what gradients start from.
+            "auto": "chunked"; with reduction "none" or `return_lse`, "stored" while that is small (1.5 GiB; kernels:
+            2 GiB), "recompute" above. With `grad_weight_out` kernels do the same, because forward may not add to it.
+            Ask for "chunked" where lse is only looked at, in eager code.
+            On kernels fp16 and label smoothing are always "recompute".
+        chunk_size: rows a chunk. None: a multiple of 128 that keeps a chunk within 1.5 GiB (kernels: 2 GiB), from V and
+            dtype alone. Kernels round it up to a multiple of 128.
+        backend: "auto" runs kernels where there are some (Hopper; bf16 or fp16, after autocast; H a multiple of 8) and
+            otherwise the portable PyTorch path: silently on CPU, with one warning per reason on a GPU. "cute" runs
+            kernels or raises. "reference" runs the portable path.
 
     Returns:
         loss: fp32 (fp64 for fp64): 0-dim, or target's shape with reduction "none". With `return_lse`, also lse, in the
         same dtype and target's shape.
 
-    Memory beyond inputs, gradients and what the schedule keeps: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for
-    fp32, 8 for fp64, with softcap 4 (8) more, and the fp32 (V, H) accumulator of the weight gradient. Off CUDA 16-bit
-    operands are multiplied as fp32, and linear_weight is held once more in fp32.
+    Memory beyond inputs and gradients, on kernels: the live rows of a chunk (of all rows, with "stored"), and
+        "chunked": chunk * V * 2 bytes and the weight gradient in fp32, (V, H); where one chunk has all rows, just
+        M * V * 2 * M / (M + H) for a 16-bit weight, as the rest lies where its gradient comes to be.
+        "stored": M * V * 2, kept. "recompute": M * H * 4, and 32 MiB or M * 4096.
+        `grad_weight_out` in fp32 is added to in a GEMM, without a buffer beside it ("chunked" has one).
+    On the portable path: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for fp32, 8 for fp64, with softcap 4 (8) more,
+    fp32 (M, H) and (V, H) sums, and M * V * 4 kept by "stored". Off CUDA 16-bit operands are multiplied as fp32, and
+    linear_weight is held once more in fp32.
 
-    Numbers: softmax on fp32 logits, p - 1 formed in fp32, weight gradient summed in fp32 over chunks in order and
-    rounded once, with the gradient that arrives already in it. Under autocast operands are rounded to its dtype as
-    F.linear's are, and gradients go from fp32 to their parameter's dtype at once. fp32 GEMMs follow torch's TF32
-    setting.
+    Numbers: softmax on fp32 logits, p - 1 formed in fp32, weight gradient summed in fp32 over chunks in order. It is
+    rounded once, with the gradient that arrives already in it; but "chunked" on kernels rounds before it scales. Under
+    autocast operands are rounded to its dtype as F.linear's are, and gradients go from fp32 to their parameter's dtype
+    at once. fp32 GEMMs follow torch's TF32 setting.
 
-    Bitwise, as far as the library's GEMM repeats itself: the loss is the same with and without grad and by every
-    schedule, and so are the gradients of two backwards over one graph. A row's softmax does not depend on the other
-    rows. Its logits do where the GEMM picks its kernel by the chunk's rows; with `chunk_size` None these are the same
-    for every M but in the last chunk.
+    Bitwise: the loss is the same with and without grad and by every schedule, and so are the gradients of two backwards
+    over one graph; on the portable path as far as the library's GEMM repeats itself. A row's loss does not depend on
+    the other rows, nor on how many there are; on the portable path its logits do where the GEMM picks its kernel by the
+    chunk's rows, which with `chunk_size` None are the same for every M but in the last chunk. (Their sum is torch's.)
 
     Edges: where every target is ignored (or M is 0) "mean" is 0 and all gradients are 0. NaN or Inf in an ignored row
     of input reaches nothing. NaN in a live row makes its loss, its dinput and dlinear_weight NaN. A target that is
@@ -107,51 +114,20 @@ def linear_cross_entropy(
 
     Raises:
         ValueError, TypeError: a shape, value, device or dtype that does not fit. IndexError: see above.
-        UnsupportedError: `backend="cute"`, until a kernel exists.
+        UnsupportedError: `backend="cute"` where no kernel covers the call.
         RuntimeError: backward with create_graph=True.
     """
-    ignore_index = -100 if ignore_index is None else ignore_index
-    check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_out)
-    check_options(reduction, label_smoothing, softcap, z_loss, num_items, schedule, chunk_size, backend, input.device)
-    compute_dtype = compute_dtype_of(input, linear_weight, linear_bias)
-    if backend == "cute":
-        raise UnsupportedError(_why_portable(input.device))
-
-    x = input.reshape(-1, input.shape[-1])
-    problem = LinearCrossEntropyProblem(
-        v=linear_weight.shape[0],
-        x_dtype=str(compute_dtype).removeprefix("torch."),
-        reduction=reduction,
-        softcap=softcap is not None,
-        return_lse=return_lse,
-    )
-    config = linear_cross_entropy_config(problem, x.shape[0], schedule, chunk_size)
-    flat_target = target.reshape(-1)
-    grad = torch.is_grad_enabled()
-    loss, lse = _forward_op(
-        x,
-        linear_weight,
-        flat_target,
-        linear_bias,
-        weight,
-        grad_weight_out,
-        ignore_index,
-        label_smoothing,
-        softcap,
-        z_loss,
-        "none" if reduction == "none" else "sum",
-        config.schedule,
-        config.chunk_rows,
-        compute_dtype,
-        [grad and t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)],
-        backend,
-    )[:2]
-    if reduction == "mean":
-        rows = rows_of(flat_target, linear_weight.shape[0], weight, ignore_index, loss.dtype)
-        loss = loss / mean_divisor(rows, num_items).detach()
-    elif reduction == "none":
-        loss = loss.reshape(target.shape)
-    return (loss, lse.reshape(target.shape)) if return_lse else loss
+    args = (
+        input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items, reduction, ignore_index,
+        label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend,
+    )  # fmt: skip
+    plan = _find_plan(*args) if is_plain() else _make_plan(*args)
+    if isinstance(plan, on_kernels.Plan):
+        inputs = on_kernels.Inputs(input, linear_weight, linear_bias, target, weight, num_items)
+        loss, lse = on_kernels.run(inputs, plan, grad_weight_out, return_lse)
+    else:
+        loss, lse = portable.run(input, linear_weight, target, linear_bias, weight, num_items, grad_weight_out, plan)
+    return (loss, lse) if return_lse else loss
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -243,220 +219,93 @@ class LinearCrossEntropyLoss(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
+_MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
+_plans: dict[tuple, "on_kernels.Plan | portable.Plan"] = {}
+
+
+def _find_plan(
+    input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items, *options
+) -> "on_kernels.Plan | portable.Plan":
+    """_make_plan's, made once for what it looks at: finding one proves the arguments valid."""
+    tensors = (input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items)
+    try:
+        key = (
+            *options,
+            input.shape, input.dtype, input.device,
+            linear_weight.shape, linear_weight.dtype, linear_weight.device,
+            target.shape, target.dtype, target.device,
+            None if linear_bias is None else (linear_bias.shape, linear_bias.dtype, linear_bias.device),
+            None if weight is None else (weight.shape, weight.dtype, weight.device),
+            None if grad_weight_out is None else
+            (grad_weight_out.shape, grad_weight_out.dtype, grad_weight_out.device, grad_weight_out.requires_grad),
+            num_items is None or ((num_items.shape, num_items.device) if isinstance(num_items, Tensor) else
+                                  (type(num_items), num_items >= 0)),
+            is_autocast_enabled(input.device.type) and get_autocast_dtype(input.device.type),
+        )  # fmt: skip
+        plan = _plans.get(key)
+    except (AttributeError, TypeError):  # not a tensor, or not hashable: an error will say so
+        return _make_plan(*tensors, *options)
+    if plan is None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _make_plan(*tensors, *options)
+    return plan
+
+
+def _make_plan(
+    input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items, reduction, ignore_index,
+    label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend,
+) -> "on_kernels.Plan | portable.Plan":  # fmt: skip
+    """Which path runs, and how, by shapes, dtypes, device and options; after checking them."""
+    check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_out)
+    check_options(reduction, label_smoothing, softcap, z_loss, num_items, schedule, chunk_size, backend, input.device)
+    compute_dtype = compute_dtype_of(input, linear_weight, linear_bias)
+    ignore_index = -100 if ignore_index is None else ignore_index
+    v, h = linear_weight.shape
+    m, dtype = target.numel(), str(compute_dtype).removeprefix("torch.")
+    reason = ""
+    if m > 0 and backend != "reference":  # of no rows, either path makes the same nothing
+        reason = _why_portable(input.device, compute_dtype, h)
+        if reason and backend == "cute":
+            raise UnsupportedError(reason)
+        if not reason:
+            problem = KernelProblem(v, dtype, reduction, return_lse, grad_weight_out is not None, label_smoothing > 0)
+            how = kernel_config(problem, m, schedule, chunk_size)
+            return on_kernels.Plan(
+                ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows, compute_dtype
+            )
+    problem = LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
+    how = linear_cross_entropy_config(problem, m, schedule, chunk_size)
+    return portable.Plan(
+        ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows, compute_dtype,
+        reason if input.device.type == "cuda" else "",
+    )  # fmt: skip
+
+
+def _why_portable(device: torch.device, compute_dtype: torch.dtype, h: int) -> str:
+    """Why no kernel covers these; "" where one does."""
+    reason = no_kernel_on(device)
+    if reason:
+        return reason
+    if compute_dtype not in (torch.bfloat16, torch.float16):
+        reason = f"{compute_dtype}; supported: torch.bfloat16, torch.float16"
+    elif h % 8:
+        reason = f"linear_weight with {h} columns; supported: multiples of 8"
+    return f'linear_cross_entropy: no kernel for {reason}. backend="auto" runs the portable path.' if reason else ""
+
+
+@torch.compiler.assume_constant_result
+def no_kernel_on(device: torch.device) -> str:
+    """Why no kernel runs on `device`; "" where they do."""
+    return _no_kernel_on(device)  # torch.compile warns of caches that it sees
+
+
 @functools.cache
-def _why_portable(device: torch.device) -> str:
-    """Why no kernel runs on `device`: always an answer, until there is one to run."""
+def _no_kernel_on(device: torch.device) -> str:
     if device.type != "cuda":
         return f'linear_cross_entropy: no kernel for {device.type}. backend="auto" runs the portable path.'
     try:
-        kernels.find("linear_cross_entropy", gpu_of(device.index))
+        kernels.find("lce_gemm", gpu_of(device.index))
     except UnsupportedError as error:
-        return str(error)
-    raise AssertionError("a kernel is listed for linear_cross_entropy, but nothing here calls it")
-
-
-# --- operators ---
-
-
-@torch.library.custom_op("quackish::linear_cross_entropy_fwd", mutates_args=())
-def _forward_op(
-    x: Tensor,  # (m, h)
-    w: Tensor,  # (v, h)
-    target: Tensor,  # (m,)
-    bias: Tensor | None,  # (v,)
-    class_weight: Tensor | None,  # (v,)
-    grad_weight_out: Tensor | None,  # (v, h): here only so that backward gets it
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-    reduction: str,  # "none" or "sum"
-    schedule: str,
-    chunk_rows: int,
-    compute_dtype: torch.dtype,
-    needs: list[bool],  # of x, w, bias: who asks for a gradient
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss () or (m,), lse (m,), then what backward starts from, empty where it does not: unit dx, dw, db, logits.
-
-    "Unit" gradients are those of the plain sum, unscaled and in fp32: fp16 gradients of a mean would underflow before
-    a loss scale arrives in backward.
-    """
-    if x.device.type == "cpu":
-        check_targets(target, w.shape[0], ignore_index)
-    if x.device.type == "cuda" and backend == "auto":
-        warn_once(_why_portable(x.device))
-    now = needs if _gradients_in_forward(schedule, reduction) else [False] * 3
-    options = RowOptions(label_smoothing, softcap, z_loss)
-    loop = ChunkLoop(x, w, target, bias, class_weight, ignore_index, options, chunk_rows, compute_dtype, now)
-    keep = schedule == "stored" and any(needs)
-    logits = loop.loss.new_empty((x.shape[0], w.shape[0]) if keep else 0)
-    loop.run(keep_logits_in=logits if keep else None)
-    return loop.loss.sum() if reduction == "sum" else loop.loss, loop.lse, loop.dx, loop.dw, loop.db, logits
-
-
-def _gradients_in_forward(schedule: str, reduction: str) -> bool:
-    return schedule == "chunked" and reduction == "sum"
-
-
-@_forward_op.register_fake
-def _(
-    x,
-    w,
-    target,
-    bias,
-    class_weight,
-    grad_weight_out,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    reduction,
-    schedule,
-    chunk_rows,
-    compute_dtype,
-    needs,
-    backend,
-):
-    (m, h), v, dtype = x.shape, w.shape[0], accumulate_dtype(compute_dtype)
-    now = needs if _gradients_in_forward(schedule, reduction) else [False] * 3
-    return (
-        x.new_empty(() if reduction == "sum" else (m,), dtype=dtype),
-        x.new_empty(m, dtype=dtype),
-        x.new_empty((m, h) if now[0] else 0, dtype=dtype),
-        x.new_empty((v, h) if now[1] else 0, dtype=dtype),
-        x.new_empty(v if now[2] else 0, dtype=dtype),
-        x.new_empty((m, v) if schedule == "stored" and any(needs) else 0, dtype=dtype),
-    )
-
-
-@torch.library.custom_op("quackish::linear_cross_entropy_bwd", mutates_args=())
-def _backward_op(
-    grad_rows: Tensor | None,  # (m,) gradient of each row's loss; None is 1
-    grad_lse: Tensor | None,  # (m,); None is 0
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    logits: Tensor | None,  # (m, v) where they were stored
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-    chunk_rows: int,
-    compute_dtype: torch.dtype,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx (m, h), dw (v, h), db (v,) in fp32 (fp64 for fp64), empty where nobody asks."""
-    options = RowOptions(label_smoothing, softcap, z_loss)
-    loop = ChunkLoop(x, w, target, bias, class_weight, ignore_index, options, chunk_rows, compute_dtype, needs)
-    loop.run(grad_rows=grad_rows, grad_lse=grad_lse, logits=logits)
-    return loop.dx, loop.dw, loop.db
-
-
-@_backward_op.register_fake
-def _(
-    grad_rows,
-    grad_lse,
-    x,
-    w,
-    target,
-    bias,
-    class_weight,
-    logits,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    chunk_rows,
-    compute_dtype,
-    needs,
-):
-    dtype = accumulate_dtype(compute_dtype)
-    return (
-        x.new_empty(x.shape if needs[0] else 0, dtype=dtype),
-        x.new_empty(w.shape if needs[1] else 0, dtype=dtype),
-        x.new_empty(w.shape[0] if needs[2] else 0, dtype=dtype),
-    )
-
-
-# --- autograd ---
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    x, w, target, bias, class_weight, grad_weight_out, *rest = inputs
-    ctx.save_for_backward(x, w, target, bias, class_weight, *output[2:])
-    # not saved: another graph's backward may add to it first, which is no error here
-    ctx.grad_weight_out = grad_weight_out
-    (
-        ctx.ignore_index,
-        ctx.label_smoothing,
-        ctx.softcap,
-        ctx.z_loss,
-        ctx.reduction,
-        ctx.schedule,
-        ctx.chunk_rows,
-        ctx.compute_dtype,
-        ctx.needs,
-        _,
-    ) = rest
-    ctx.set_materialize_grads(False)
-
-
-def _scaled(unit: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """unit * factor in `dtype`, rounded once and in one pass; `unit` is not written: a second backward wants it."""
-    if factor is None:
-        return unit.to(dtype)
-    return torch.mul(unit, factor, out=torch.empty_like(unit, dtype=dtype))
-
-
-def _backward(ctx, grad_loss, grad_lse, *_):
-    if torch.is_grad_enabled():
-        raise RuntimeError("linear_cross_entropy: create_graph=True (double backward) is not supported")
-    nothing = (None,) * 11
-    if grad_loss is None and grad_lse is None:
-        return (*(None,) * 5, *nothing)
-    x, w, target, bias, class_weight, dx, dw, db, logits = ctx.saved_tensors
-    plain_sum = ctx.reduction == "sum" and grad_lse is None
-    factor = grad_loss if plain_sum else None
-    if not (plain_sum and _gradients_in_forward(ctx.schedule, ctx.reduction)):
-        if plain_sum:
-            grad_rows = None
-        else:
-            grad_rows = torch.zeros_like(grad_lse) if grad_loss is None else grad_loss.expand(target.shape)
-        dx, dw, db = _backward_op(
-            grad_rows,
-            grad_lse,
-            x,
-            w,
-            target,
-            bias,
-            class_weight,
-            logits if ctx.schedule == "stored" else None,
-            ctx.ignore_index,
-            ctx.label_smoothing,
-            ctx.softcap,
-            ctx.z_loss,
-            ctx.chunk_rows,
-            ctx.compute_dtype,
-            ctx.needs,
-        )
-    need_dx, need_dw, need_db = ctx.needs
-    if need_dw and ctx.grad_weight_out is not None:
-        if factor is None:
-            ctx.grad_weight_out.add_(dw)
-        else:
-            ctx.grad_weight_out.addcmul_(dw, factor)
-        need_dw = False
-    return (
-        _scaled(dx, factor, x.dtype) if need_dx else None,
-        _scaled(dw, factor, w.dtype) if need_dw else None,
-        None,
-        _scaled(db, factor, bias.dtype) if need_db else None,
-        None,
-        *nothing,
-    )
-
-
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+        return str(error).replace("lce_gemm", "linear_cross_entropy")  # what the user called
+    return ""

@@ -1,0 +1,351 @@
+"""Linear cross entropy on kernels, for autograd and torch.compile.
+
+In plain eager a torch.autograd.Function runs the schedules. `chunked` has its gradients ready before backward knows
+what arrives; backward hands these buffers out once, scaled in place, and makes them anew when it is asked again.
+Whatever wants to see operators gets those at the end of this file: they run by the same schedules, and hand out copies.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quackish.ops import linear_cross_entropy_schedules as schedules
+from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.linear_cross_entropy_schedules import Call, Forward, Grads, Incoming, Rows, Wanted
+from quackish.ops.rms_norm import _is_plain
+
+_NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
+_NONE = Wanted(None, None, False)
+
+
+@functools.cache
+def kernels_of(device: torch.device) -> LceKernels:
+    return LceKernels(device)
+
+
+class Inputs(NamedTuple):
+    """The user's tensors, as they came."""
+
+    input: Tensor  # (..., h)
+    linear_weight: Tensor  # (v, h)
+    linear_bias: Tensor | None  # (v,)
+    target: Tensor  # (...)
+    weight: Tensor | None  # (v,)
+    num_items: int | Tensor | None
+
+
+class Plan(NamedTuple):
+    """Everything else."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+    reduction: str
+    schedule: str  # one that the kernels have for the rest
+    chunk_rows: int
+    compute_dtype: torch.dtype
+
+    def call(self, inputs: Inputs) -> Call:
+        """What the kernels take: their dtypes, strides and alignment."""
+        x, w, bias, target, class_weight, num_items = inputs
+        dtype = self.compute_dtype
+        if x.dim() != 2:
+            x = x.reshape(-1, w.shape[1])
+        if x.dtype != dtype:
+            x = x.to(dtype)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if w.dtype != dtype:
+            w = w.to(dtype)
+        w = w.contiguous()
+        if w.data_ptr() % 16:
+            w = w.clone()
+        if bias is not None:
+            if bias.dtype not in (dtype, torch.float32):
+                bias = bias.to(torch.float32)
+            bias = bias.contiguous()
+        total_weight = None
+        if class_weight is not None:
+            class_weight = class_weight.to(torch.float32).contiguous()
+            if self.label_smoothing:
+                total_weight = class_weight.sum()
+        return Call(
+            x,
+            w,
+            target.reshape(-1).contiguous(),
+            bias,
+            class_weight,
+            total_weight,
+            num_items,
+            self.ignore_index,
+            self.label_smoothing,
+            self.softcap,
+            self.z_loss,
+            self.reduction == "mean",
+        )
+
+    def wanted(self, inputs: Inputs, needs: tuple[bool, bool, bool], dw_out: Tensor | None) -> Wanted:
+        """Gradients are made in their own dtypes where a GEMM can, else in fp32."""
+        made = (self.compute_dtype, torch.float32)
+        dx, dw = (t.dtype if t.dtype in made else torch.float32 for t in inputs[:2])
+        if dw_out is not None and dw_out.dtype in made:
+            dw = dw_out.dtype
+        return Wanted(dx if needs[0] else None, dw if needs[1] else None, needs[2])
+
+    def forward(self, k, call: Call, wanted: Wanted) -> Forward:
+        if self.schedule == "recompute" or not wanted.any():
+            return schedules.statistics(k, call, self.chunk_rows)
+        if self.schedule == "stored":
+            return schedules.stored(k, call)
+        return schedules.chunked(k, call, self.chunk_rows, wanted)
+
+    def loss(self, out: Forward, target: Tensor) -> Tensor:
+        if self.reduction == "none":
+            return out.loss.view(target.shape)
+        loss = out.loss.sum()
+        return loss if self.reduction == "sum" else loss.mul_(out.rows.inv_divisor.view(()))
+
+    def incoming(self, grad_loss: Tensor | None, grad_lse: Tensor | None) -> Incoming:
+        """At least one of them is there."""
+        if grad_lse is not None:
+            grad_lse = grad_lse.reshape(-1)
+        if grad_loss is None:
+            grad_loss = grad_lse.new_zeros(())
+        elif self.reduction == "none":
+            grad_loss = grad_loss.reshape(-1)
+        return Incoming(grad_loss, grad_lse)
+
+    def backward(
+        self, k, call: Call, kept: Forward, incoming: Incoming, wanted: Wanted, dw_out: Tensor | None
+    ) -> Grads:
+        """The gradients for what arrives, from what forward kept; dw added to dw_out where there is one."""
+        if self.schedule == "stored":
+            return schedules.stored_backward(k, call, kept, incoming, wanted, dw_out)
+        if self.schedule == "chunked" and incoming.lse is None:
+            return scaled(k, schedules.chunked(k, call, self.chunk_rows, wanted).grads, incoming.loss, dw_out)
+        return schedules.recompute_backward(k, call, kept, incoming, wanted, dw_out)
+
+
+def scaled(k, grads: Grads, factor: Tensor, dw_out: Tensor | None) -> Grads:
+    """In place: `chunked`'s gradients, made for a factor of 1."""
+    for grad in grads:
+        if grad is not None:
+            k.scale(grad, factor)
+    if dw_out is not None and grads.dw is not None:
+        dw_out.add_(grads.dw)
+        return grads._replace(dw=None)
+    return grads
+
+
+def run(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """(loss, lse) of checked arguments."""
+    if not _is_plain():
+        return _run_ops(inputs, plan, grad_weight_out)
+    needs = torch.is_grad_enabled() and (
+        inputs.input.requires_grad
+        or inputs.linear_weight.requires_grad
+        or (inputs.linear_bias is not None and inputs.linear_bias.requires_grad)
+    )
+    if needs:
+        out = _LinearCrossEntropy.apply(*inputs, grad_weight_out, plan, return_lse)
+        return out if return_lse else (out, None)
+    with torch.no_grad():
+        out = plan.forward(kernels_of(inputs.input.device), plan.call(inputs), _NONE)
+        return plan.loss(out, inputs.target), out.lse.view(inputs.target.shape)
+
+
+# Autograd in plain eager ---------------------------------------------------------------------------------------------
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, linear_weight, linear_bias, target, weight, num_items, grad_weight_out, plan, return_lse):
+        inputs = Inputs(input, linear_weight, linear_bias, target, weight, num_items)
+        wanted = plan.wanted(inputs, ctx.needs_input_grad[:3], grad_weight_out)
+        out = plan.forward(kernels_of(input.device), plan.call(inputs), wanted)
+        items = num_items if isinstance(num_items, Tensor) else None
+        loss, lse = plan.loss(out, target), out.lse.view(target.shape)
+        ctx.save_for_backward(*inputs[:5], items, lse, out.xc, out.e)
+        # What only backward sees is kept, not saved. grad_weight_out is neither a part of the graph nor saved: another
+        # graph's backward may add to it first, which is no error here.
+        ctx.plan, ctx.wanted, ctx.rows, ctx.ready = plan, wanted, out.rows, out.grads
+        ctx.num_items, ctx.grad_weight_out = None if items is not None else num_items, grad_weight_out
+        ctx.shape, ctx.dtypes = input.shape, _dtypes(inputs)
+        ctx.set_materialize_grads(False)
+        return (loss, lse) if return_lse else loss
+
+    @staticmethod
+    def backward(ctx, grad_loss, grad_lse=None):
+        if torch.is_grad_enabled():
+            raise RuntimeError(_NO_SECOND_DERIVATIVES)
+        if _is_batched(grad_loss) or _is_batched(grad_lse):
+            raise RuntimeError("linear_cross_entropy: vmap over gradients (is_grads_batched=True) is not supported")
+        nothing = (None,) * 6
+        if grad_loss is None and grad_lse is None:
+            return None, None, None, *nothing
+        plan, wanted, dw_out = ctx.plan, ctx.wanted, ctx.grad_weight_out
+        if wanted.dw is None:
+            dw_out = None
+        ready, ctx.ready = ctx.ready, Grads()
+        incoming = plan.incoming(grad_loss, grad_lse)
+        k = kernels_of((grad_lse if grad_loss is None else grad_loss).device)
+        if grad_lse is None and any(grad is not None for grad in ready):
+            grads = scaled(k, ready, incoming.loss, dw_out)
+        else:
+            del ready  # the memory may serve what follows
+            *tensors, items, lse, xc, e = ctx.saved_tensors
+            call = plan.call(Inputs(*tensors, ctx.num_items if items is None else items))
+            kept = Forward(None, lse.view(-1), ctx.rows, Grads(), xc, e)
+            grads = plan.backward(k, call, kept, incoming, wanted, dw_out)
+        return *_as_inputs(grads, ctx.dtypes, ctx.shape), *nothing
+
+
+def _is_batched(grad: Tensor | None) -> bool:
+    return grad is not None and (
+        torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad)
+    )
+
+
+def _dtypes(inputs: Inputs) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if t is None else t.dtype for t in inputs[:3])
+
+
+def _as_inputs(grads: Grads, dtypes: tuple, shape: torch.Size) -> tuple[Tensor | None, ...]:
+    """In the inputs' dtypes and shapes, which most of them have already."""
+    dx, dw, db = (g if g is None or g.dtype == dtype else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True))
+    return dx if dx is None or dx.shape == shape else dx.view(shape), dw, db
+
+
+# Operators: functional, absent results None -------------------------------------------------------------------------
+
+_lib = torch.library.Library("quackish", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+_INPUTS = "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? num_items"
+_PLAN = (
+    "int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, str schedule, "
+    "SymInt chunk_rows, ScalarType compute_dtype"
+)
+_GRADS = "Tensor dx, Tensor dw, Tensor db"
+_lib.define(
+    f"linear_cross_entropy_kernels_fwd({_INPUTS}, Tensor? grad_weight_out, {_PLAN}, bool[] needs) "
+    f"-> (Tensor loss, Tensor lse, Tensor rows, {_GRADS}, Tensor xc, Tensor e)",
+    tags=_TAGS,
+)
+# `e` is scratch to backward, see stored_backward; no operator but this one ever reads it.
+_lib.define(
+    "linear_cross_entropy_kernels_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor lse, Tensor rows, Tensor? xc, "
+    f"Tensor? e, {_INPUTS}, Tensor? grad_weight_out, {_PLAN}, bool[] needs) -> ({_GRADS})",
+    tags=_TAGS,
+)
+_lib.define("linear_cross_entropy_kernels_scaled(Tensor grad, Tensor factor) -> Tensor", tags=_TAGS)
+_fwd_op = torch.ops.quackish.linear_cross_entropy_kernels_fwd.default
+_bwd_op = torch.ops.quackish.linear_cross_entropy_kernels_bwd.default
+_scaled_op = torch.ops.quackish.linear_cross_entropy_kernels_scaled.default
+
+
+def _run_ops(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None) -> tuple[Tensor, Tensor]:
+    *tensors, num_items = inputs
+    if num_items is not None and not isinstance(num_items, Tensor):
+        # a tensor, so that compiled code takes any number
+        num_items = torch.full((), num_items, dtype=torch.float32, device=inputs.input.device)
+    grad = torch.is_grad_enabled()
+    needs = [grad and t is not None and t.requires_grad for t in inputs[:3]]
+    loss, lse, *_ = _fwd_op(*tensors, num_items, grad_weight_out, *plan, needs)
+    return loss, lse
+
+
+def _fwd_impl(*args):
+    inputs, grad_weight_out, plan, needs = Inputs(*args[:6]), args[6], Plan(*args[7:15]), args[15]
+    wanted = plan.wanted(inputs, needs, grad_weight_out)
+    out = plan.forward(kernels_of(inputs.input.device), plan.call(inputs), wanted)
+    loss, lse = plan.loss(out, inputs.target), out.lse.view(inputs.target.shape)
+    return loss, lse, out.rows.packed, *out.grads, out.xc, out.e
+
+
+def _bwd_impl(grad_loss, grad_lse, lse, packed, xc, e, *args):
+    inputs, grad_weight_out, plan, needs = Inputs(*args[:6]), args[6], Plan(*args[7:15]), args[15]
+    wanted = plan.wanted(inputs, needs, grad_weight_out)
+    call = plan.call(inputs)
+    kept = Forward(None, lse.view(-1), Rows(packed, call.x.shape[0]), Grads(), xc, e)
+    incoming = plan.incoming(grad_loss, grad_lse)
+    return tuple(plan.backward(kernels_of(inputs.input.device), call, kept, incoming, wanted, None))
+
+
+def _scaled_impl(grad, factor):
+    grad = grad.clone()
+    kernels_of(grad.device).scale(grad, factor)
+    return grad
+
+
+def _fake_grads(inputs: Inputs, wanted: Wanted) -> tuple[Tensor | None, ...]:
+    x, w = inputs.input, inputs.linear_weight
+    h = w.shape[1]
+    return (
+        x.new_empty((x.numel() // h, h), dtype=wanted.dx) if wanted.dx else None,
+        w.new_empty(w.shape, dtype=wanted.dw) if wanted.dw else None,
+        w.new_empty(w.shape[0], dtype=torch.float32) if wanted.db else None,
+    )
+
+
+def _fwd_fake(*args):
+    inputs, grad_weight_out, plan, needs = Inputs(*args[:6]), args[6], Plan(*args[7:15]), args[15]
+    x, target, (v, h) = inputs.input, inputs.target, inputs.linear_weight.shape
+    m = x.numel() // h
+    wanted = plan.wanted(inputs, needs, grad_weight_out)
+    grads, xc, e = (None, None, None), None, None
+    if wanted.any() and plan.schedule == "chunked":
+        grads = _fake_grads(inputs, wanted)
+    if wanted.any() and plan.schedule == "stored":
+        xc = x.new_empty((m, h), dtype=plan.compute_dtype)
+        e = x.new_empty((m, schedules.padded_columns(v)), dtype=plan.compute_dtype)
+    loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=torch.float32)
+    lse = x.new_empty(target.shape, dtype=torch.float32)
+    return loss, lse, x.new_empty(Rows.packed_size(m), dtype=torch.int32), *grads, xc, e
+
+
+def _bwd_fake(grad_loss, grad_lse, lse, packed, xc, e, *args):
+    inputs, grad_weight_out, plan, needs = Inputs(*args[:6]), args[6], Plan(*args[7:15]), args[15]
+    return _fake_grads(inputs, plan.wanted(inputs, needs, grad_weight_out))
+
+
+for _op, _impl, _fake in (
+    ("fwd", _fwd_impl, _fwd_fake),
+    ("bwd", _bwd_impl, _bwd_fake),
+    ("scaled", _scaled_impl, lambda grad, factor: torch.empty_like(grad)),
+):
+    _lib.impl(f"linear_cross_entropy_kernels_{_op}", _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quackish::linear_cross_entropy_kernels_{_op}", _fake, lib=_lib)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.args, ctx.grad_weight_out = inputs[7:], inputs[6]
+    _, *kept = output
+    ctx.mark_non_differentiable(*(t for t in kept[1:] if t is not None))
+    ctx.save_for_backward(*inputs[:6], *kept)
+    ctx.set_materialize_grads(False)
+
+
+def _op_backward(ctx, grad_loss, grad_lse, *_):
+    if torch.is_grad_enabled():
+        raise RuntimeError(_NO_SECOND_DERIVATIVES)
+    if grad_loss is None and grad_lse is None:
+        return (None,) * 16
+    *given, lse, packed, dx, dw, db, xc, e = ctx.saved_tensors
+    inputs, plan, needs = Inputs(*given), Plan(*ctx.args[:-1]), ctx.args[-1]
+    dw_out = ctx.grad_weight_out if needs[1] else None
+    if plan.schedule == "chunked" and grad_lse is None:
+        grads = Grads(*(None if g is None else _scaled_op(g, grad_loss) for g in (dx, dw, db)))
+    else:
+        grads = Grads(*_bwd_op(grad_loss, grad_lse, lse, packed, xc, e, *given, dw_out, *ctx.args))
+    if dw_out is not None:
+        dw_out.add_(grads.dw)
+        grads = grads._replace(dw=None)
+    return *_as_inputs(grads, _dtypes(inputs), inputs.input.shape), *(None,) * 13
+
+
+torch.library.register_autograd(
+    "quackish::linear_cross_entropy_kernels_fwd", _op_backward, setup_context=_setup_context, lib=_lib
+)

@@ -1,0 +1,450 @@
+"""The schedules of linear cross entropy on kernels: which launches, in which order, over which buffers.
+
+A chunk is a range of places in `order`, which has the live rows first; a "row" below is such a place. Where the
+gradients' dtypes and the options allow (`KernelProblem.has_e`), one GEMM writes E = exp(a - ref) of the logits a, and
+both gradients are a GEMM of E each, rows scaled by what the row's sum and the incoming gradient say. Else gradients
+are made in backward, from logits that are multiplied again.
+
+Nothing here looks at a value on the device, or knows autograd. `k` has the launchers of LceKernels.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quackish.configs.linear_cross_entropy import block_columns, shared_storage
+
+_ROWS_A_FLAG = 128
+
+
+class Call(NamedTuple):
+    """What is multiplied, and what changes the loss of a row."""
+
+    x: Tensor  # (m, h) compute dtype, unit stride along h
+    w: Tensor  # (v, h) compute dtype, contiguous
+    target: Tensor  # (m,) contiguous
+    bias: Tensor | None  # (v,) contiguous, compute dtype or fp32
+    class_weight: Tensor | None  # (v,) contiguous, fp32
+    total_weight: Tensor | None  # 0-dim: its sum, where label smoothing asks for it
+    num_items: float | Tensor | None  # 0-dim fp32 on the device
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+    mean: bool
+
+
+class Wanted(NamedTuple):
+    """The gradients to compute, by dtype; None for those nobody asks for. dbias is fp32."""
+
+    dx: torch.dtype | None
+    dw: torch.dtype | None
+    db: bool
+
+    def any(self) -> bool:
+        return self.dx is not None or self.dw is not None or self.db
+
+
+class Grads(NamedTuple):
+    dx: Tensor | None = None  # (m, h)
+    dw: Tensor | None = None  # (v, h)
+    db: Tensor | None = None  # (v,) fp32
+
+
+class Incoming(NamedTuple):
+    """What arrives in backward."""
+
+    loss: Tensor | None  # 0-dim or (m,) fp32; None is 1
+    lse: Tensor | None = None  # (m,) fp32; None is 0
+
+
+_ONES = Incoming(None)
+
+
+class Rows:
+    """One number a row, from forward until backward, all in one allocation (`packed`)."""
+
+    def __init__(self, packed: Tensor, m: int):
+        self.packed = packed
+        (
+            self.num_live,  # (1,) int32
+            self.order,  # (m,) int32
+            self.cls,  # (m,) int32
+            self.top,  # (m,) int32, encoded
+            self.inv_divisor,  # (1,) fp32
+            self.zt,  # (m,) fp32
+            self.row_sum,  # (m,) fp32
+        ) = _cut(packed, _row_pieces_of(m))
+
+    @staticmethod
+    def packed_size(m: int) -> int:
+        return _row_pieces(m).size  # m may be symbolic
+
+
+class Forward(NamedTuple):
+    loss: Tensor  # (m,) fp32
+    lse: Tensor  # (m,) fp32
+    rows: Rows
+    grads: Grads = Grads()
+    xc: Tensor | None = None  # (m, h): `stored` keeps the live rows of x, and E
+    e: Tensor | None = None  # (m, ld)
+
+
+# Schedules -----------------------------------------------------------------------------------------------------------
+
+
+def statistics(k, call: Call, chunk_rows: int) -> Forward:
+    """loss and lse alone: without grad, and forward of `recompute`."""
+    out = _begin(k, call)
+    for start in range(0, call.x.shape[0], chunk_rows):
+        _Chunk(k, call, out, start, chunk_rows).statistics()
+    return out
+
+
+def chunked(k, call: Call, chunk_rows: int, wanted: Wanted, share: bool = True) -> Forward:
+    """loss, lse, and the gradients of the loss (the sum of the rows, divided for `mean`), chunk by chunk.
+
+    dw is summed over chunks in fp32. A single chunk's E lies partly where dw comes to be (`share`).
+    """
+    (m, h), v = call.x.shape, call.w.shape[0]
+    single = m <= chunk_rows
+    dx = call.x.new_empty((m, h), dtype=wanted.dx) if wanted.dx else None
+    dw = call.w.new_empty((v, h), dtype=wanted.dw if single else torch.float32) if wanted.dw else None
+    db = call.w.new_empty(v, dtype=torch.float32) if wanted.db else None
+    out = _begin(k, call)
+    for start in range(0, m, chunk_rows):
+        chunk = _Chunk(k, call, out, start, chunk_rows, dx)
+        e = _E.beside(dw, chunk.rows) if single and share and dw is not None else None
+        chunk.statistics_and_gradients(e or _E.alone(call.w, chunk.rows), dx, dw, db)
+    if dw is not None and dw.dtype != wanted.dw:
+        dw = dw.to(wanted.dw)
+    return out._replace(grads=Grads(dx, dw, db))
+
+
+def stored(k, call: Call) -> Forward:
+    """loss and lse, and what `stored_backward` starts from."""
+    out = _begin(k, call)
+    chunk = _Chunk(k, call, out, 0, call.x.shape[0])
+    v = call.w.shape[0]
+    e = call.w.new_empty((chunk.rows, padded_columns(v)))
+    chunk.statistics(_E([_Block(e[:, :v], 0, v)]))
+    return out._replace(xc=chunk.xc, e=e)
+
+
+def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wanted, dw_out: Tensor | None) -> Grads:
+    """The gradients from E. dw_out: (v, h), to which dw is added instead of returned.
+
+    Of what forward kept, E's element at each row's target is written: it depends on what arrives. Each backward writes
+    it before it reads it, and nobody else looks.
+    """
+    (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
+    e = _E([_Block(kept.e[:, :v], 0, v)])
+    xc, xs = (kept.xc, torch.empty_like(kept.xc)) if wanted.dw else (None, None)
+    row_scale = call.x.new_empty(m, dtype=torch.float32)
+    _run_rows(k, call, kept, 0, m, "scale", incoming, e=e, xc=xc, xs=xs, row_scale=row_scale)
+    dx = call.x.new_zeros((m, h), dtype=wanted.dx) if wanted.dx else None  # the rows that are not live stay 0
+    dw = call.w.new_empty((v, h), dtype=wanted.dw) if wanted.dw and dw_out is None else None
+    db = call.w.new_empty(v, dtype=torch.float32) if wanted.db else None
+    if dx is not None:
+        e.dx(k, call.w, row_scale, rows, 0, dx)
+    if db is not None:
+        e.bias_sum(k, row_scale, rows, 0, db, False)
+    if dw is not None:
+        e.dw(k, xs, rows, 0, dw, False)
+    elif wanted.dw:
+        for v0, v1 in _blocks_for(dw_out, v):
+            _add_dw(k, e.blocks[0].e[:, v0:v1], xs, rows, dw_out[v0:v1])
+    return Grads(dx, dw, db)
+
+
+def recompute_backward(
+    k, call: Call, kept: Forward, incoming: Incoming, wanted: Wanted, dw_out: Tensor | None
+) -> Grads:
+    """The gradients from x and the statistics of the rows, a block of classes at a time; dw_out as above.
+
+    A block's dw is final, so nothing is summed over blocks but dx.
+    """
+    (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
+    dx = call.x.new_empty((m, h), dtype=wanted.dx) if wanted.dx else None
+    dw = call.w.new_empty((v, h), dtype=wanted.dw) if wanted.dw and dw_out is None else None
+    db = call.w.new_empty(v, dtype=torch.float32) if wanted.db else None
+    acc = call.x.new_empty((m, h), dtype=torch.float32) if wanted.dx else None
+    if dx is None:
+        xc = call.x.new_empty((m, h))
+    else:  # dx is not written before all blocks are done; until then its storage holds the live rows of x
+        xc = dx.view(-1).view(call.x.dtype)[: m * h].view(m, h)
+    coefs = _coefficients(k, call, kept, incoming, xc)
+    step = min(block_columns(m), v)
+    e = call.x.new_empty((m, padded_columns(step)))
+    for v0 in range(0, v, step):
+        v1 = min(v0 + step, v)
+        w, block = call.w[v0:v1], e[:, : v1 - v0]
+        bias = None if call.bias is None else call.bias[v0:v1]
+        k.dlogits(
+            xc, w, bias, coefs, rows.cls, rows.num_live, 0, call.class_weight, call.softcap,
+            call.label_smoothing > 0, v0, block,
+        )  # fmt: skip
+        if dw is not None:
+            k.dw(block, xc, rows.num_live, 0, dw[v0:v1], False)
+        elif wanted.dw:
+            _add_dw(k, block, xc, rows, dw_out[v0:v1])
+        if db is not None:
+            k.bias_sum(block, None, rows.num_live, 0, db[v0:v1], False)
+        if acc is not None:
+            k.dx(block, None, 0, w, None, None, rows.num_live, 0, acc, v0 > 0)
+    if dx is not None:
+        dx.zero_()
+        k.scatter(acc, rows.order, rows.num_live, 0, dx)
+    return Grads(dx, dw, db)
+
+
+# Their parts ---------------------------------------------------------------------------------------------------------
+
+
+def _begin(k, call: Call) -> Forward:
+    """Which rows are live; loss and lse still to be written."""
+    m = call.x.shape[0]
+    rows = Rows(call.x.new_empty(_row_pieces_of(m).size, dtype=torch.int32), m)
+    loss, lse = (call.x.new_empty(m, dtype=torch.float32) for _ in range(2))  # two: both may be returned
+    k.compact(
+        call.target, call.class_weight, call.num_items, call.ignore_index, call.w.shape[0], call.mean,
+        rows.order, rows.num_live, rows.inv_divisor,
+    )  # fmt: skip
+    return Forward(loss, lse, rows)
+
+
+class _Chunk:
+    """Rows [start, start + chunk_rows) of those there are, gathered, and the scratch that is theirs alone."""
+
+    def __init__(self, k, call: Call, out: Forward, start: int, chunk_rows: int, dx: Tensor | None = None):
+        (m, h), v = call.x.shape, call.w.shape[0]
+        self.k, self.call, self.out, self.start = k, call, out, start
+        self.rows = rows = min(chunk_rows, m - start)
+        part = slice(start, start + rows)
+        self.cls, self.top, self.zt, self.row_sum = (
+            t if rows == m else t[part] for t in (out.rows.cls, out.rows.top, out.rows.zt, out.rows.row_sum)
+        )
+        tiles = k.num_tiles(v)
+        pieces = _chunk_pieces(rows, tiles, call.label_smoothing > 0)
+        scratch = call.x.new_empty(pieces.size, dtype=torch.int32)
+        self.flags, self.ref, self.row_scale, part_sum, part_wsum = _cut(scratch, pieces)
+        self.part_sum = part_sum.view(rows, tiles)
+        self.part_wsum = part_wsum.view(rows, tiles) if call.label_smoothing else None
+        self.xc = call.x.new_empty((rows, h))
+        k.gather(
+            call.x, call.w, call.bias, call.target, out.rows.order, out.rows.num_live, start, v, call.softcap,
+            self.xc, self.cls, self.ref, self.top, self.flags, dx, out.loss, out.lse,
+        )  # fmt: skip
+
+    def statistics(self, e: "_E | None" = None) -> None:
+        self._logits(e or _E([_Block(None, 0, self.call.w.shape[0])]))
+        self._rows("none")
+
+    def statistics_and_gradients(self, e: "_E", dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> None:
+        self._logits(e)
+        xc = None if dw is None else self.xc  # scaled in place
+        self._rows("scale", e=e, xc=xc, xs=xc, row_scale=self.row_scale)
+        rows, start = self.out.rows, self.start
+        if dx is not None:
+            e.dx(self.k, self.call.w, self.row_scale, rows, start, dx)
+        if db is not None:
+            e.bias_sum(self.k, self.row_scale, rows, start, db, start > 0)
+        if dw is not None:  # last: it may overwrite E
+            e.dw(self.k, self.xc, rows, start, dw, start > 0)
+
+    def _rows(self, grads: str, **given) -> None:
+        stats = dict(part_sum=self.part_sum, part_wsum=self.part_wsum)
+        _run_rows(self.k, self.call, self.out, self.start, self.rows, grads, _ONES, self, **stats, **given)
+
+    def _logits(self, e: "_E") -> None:
+        # every block before the first redo: any of them may raise a row's `top`, which all of them then use
+        for launch in (self.k.logits, self.k.redo):
+            for block in e.blocks:
+                self._launch_logits(launch, block)
+
+    def _launch_logits(self, launch, block: "_Block") -> None:
+        call, v0, v1 = self.call, block.v0, block.v1
+        w, bias = call.w, call.bias
+        if v1 - v0 != w.shape[0]:
+            w, bias = w[v0:v1], None if bias is None else bias[v0:v1]
+        launch(
+            self.xc, w, bias, call.class_weight if call.label_smoothing else None, self.ref, self.cls,
+            self.out.rows.num_live, self.start, call.softcap, v0, block.e, self.part_sum, self.part_wsum, self.zt,
+            self.top, self.flags,
+        )  # fmt: skip
+
+
+def _run_rows(
+    k, call: Call, out: Forward, start: int, rows: int, grads: str, incoming: Incoming,
+    of: "_Chunk | Rows | None" = None, *, part_sum=None, part_wsum=None, e: "_E | None" = None,
+    xc=None, xs=None, row_scale=None, coefs=None,
+) -> None:  # fmt: skip
+    of = of or out.rows
+    blocks = (None, None) if e is None else (e.blocks[0].e, e.blocks[1].e if len(e.blocks) > 1 else None)
+    k.rows(
+        part_sum is not None,
+        grads,
+        part_sum=part_sum,
+        part_wsum=part_wsum,
+        zt=of.zt,
+        top=of.top,
+        cls=of.cls,
+        order=out.rows.order,
+        num_live=out.rows.num_live,
+        start=start,
+        class_weight=call.class_weight,
+        total_weight=call.total_weight,
+        v=call.w.shape[0],
+        softcap=call.softcap,
+        z_loss=call.z_loss,
+        label_smoothing=call.label_smoothing,
+        loss=out.loss,
+        lse=out.lse,
+        row_sum=of.row_sum,
+        grad_loss=incoming.loss,
+        inv_divisor=out.rows.inv_divisor,
+        grad_lse=incoming.lse,
+        e=blocks[0],
+        e2=blocks[1],
+        v_split=0 if e is None else e.blocks[0].v1,
+        xc=xc,
+        xs=xs,
+        row_scale=row_scale,
+        coefs=coefs,
+    )
+
+
+def _coefficients(k, call: Call, kept: Forward, incoming: Incoming, xc: Tensor) -> Tensor:
+    """coefs (m, 4); and x's live rows in xc, once more."""
+    m, rows = call.x.shape[0], kept.rows
+    pieces = _coefficient_pieces(m)
+    flags, cls, top, ref, coefs = _cut(call.x.new_empty(pieces.size, dtype=torch.int32), pieces)
+    k.gather(
+        call.x, call.w, call.bias, call.target, rows.order, rows.num_live, 0, call.w.shape[0], call.softcap,
+        xc, cls, ref, top, flags, None, None, None,
+    )  # fmt: skip
+    coefs = coefs.view(m, 4)
+    _run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
+    return coefs
+
+
+class _Block(NamedTuple):
+    e: Tensor | None  # (rows, v1 - v0) bf16, rows ld apart
+    v0: int
+    v1: int
+
+
+class _E:
+    """E, or a chunk's, in one or two blocks of columns; in two where one lies in dw's storage."""
+
+    def __init__(self, blocks: Sequence[_Block]):
+        self.blocks = blocks
+
+    @classmethod
+    def alone(cls, w: Tensor, rows: int) -> "_E":
+        v = w.shape[0]
+        return cls([_Block(w.new_empty((rows, padded_columns(v)))[:, :v], 0, v)])
+
+    @classmethod
+    def beside(cls, dw: Tensor, rows: int) -> "_E | None":
+        """The first columns at the end of dw's storage, where they fit; see `shared_storage`."""
+        v, h = dw.shape
+        plan = shared_storage(rows, v, h, dw.itemsize)
+        if plan is None:
+            return None
+        first = dw.view(-1).view(torch.bfloat16)
+        first = first.as_strided((rows, plan.columns), (plan.columns, 1), plan.offset // 2)
+        rest = v - plan.columns
+        second = dw.new_empty((rows, padded_columns(rest)), dtype=torch.bfloat16)[:, :rest]
+        return cls([_Block(first, 0, plan.columns), _Block(second, plan.columns, v)])
+
+    def dx(self, k, w: Tensor, row_scale: Tensor, rows: Rows, start: int, dx: Tensor) -> None:
+        second = self.blocks[1].e if len(self.blocks) > 1 else None
+        first = self.blocks[0]
+        k.dx(first.e, second, first.v1, w, row_scale, rows.order, rows.num_live, start, dx, False)
+
+    def dw(self, k, xs: Tensor, rows: Rows, start: int, dw: Tensor, accumulate: bool) -> None:
+        for e, v0, v1 in self.blocks:
+            k.dw(e, xs, rows.num_live, start, dw if len(self.blocks) == 1 else dw[v0:v1], accumulate)
+
+    def bias_sum(self, k, row_scale: Tensor, rows: Rows, start: int, db: Tensor, accumulate: bool) -> None:
+        for e, v0, v1 in self.blocks:
+            k.bias_sum(e, row_scale, rows.num_live, start, db if len(self.blocks) == 1 else db[v0:v1], accumulate)
+
+
+def _adds_in_gemm(out: Tensor) -> bool:
+    """Whether a GEMM may add to `out` itself, by TMA."""
+    return out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0
+
+
+def _blocks_for(out: Tensor, v: int) -> list[tuple[int, int]]:
+    """Ranges of classes, so that what cannot be added to in a GEMM needs only a small buffer."""
+    step = v if _adds_in_gemm(out) else 4096
+    return [(v0, min(v0 + step, v)) for v0 in range(0, v, step)]
+
+
+def _add_dw(k, e: Tensor, xs: Tensor, rows: Rows, out: Tensor) -> None:
+    if _adds_in_gemm(out):
+        k.dw(e, xs, rows.num_live, 0, out, True)
+    else:
+        dw = out.new_empty(out.shape, dtype=torch.float32)
+        k.dw(e, xs, rows.num_live, 0, dw, False)
+        out.add_(dw)
+
+
+def padded_columns(n: int) -> int:
+    """Of the allocation for E, so that its rows start on 128 bytes."""
+    return _round_up(n, 64)
+
+
+# Allocation ----------------------------------------------------------------------------------------------------------
+
+
+class _Pieces(NamedTuple):
+    """How one int32 allocation is cut into 1-dim int32 and fp32 tensors, each from 16 bytes on."""
+
+    size: int
+    halves: tuple[int, int]
+    ints: list[int]  # every second one is what fills up to 16 bytes
+    floats: list[int]
+
+
+def _pieces(ints: tuple[int, ...], floats: tuple[int, ...]) -> _Pieces:
+    ints, floats = ([n for size in sizes for n in (size, -size % 4)] for sizes in (ints, floats))
+    return _Pieces(sum(ints) + sum(floats), (sum(ints), sum(floats)), ints, floats)
+
+
+def _cut(packed: Tensor, pieces: _Pieces) -> list[Tensor]:
+    ints, floats = packed.split_with_sizes(pieces.halves)
+    floats = floats.view(torch.float32).split_with_sizes(pieces.floats)
+    return [*ints.split_with_sizes(pieces.ints)[::2], *floats[::2]]
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+_PIECES_KEPT = 256  # of the last calls' shapes
+
+
+def _row_pieces(m: int) -> _Pieces:
+    return _pieces((1, m, m, m), (1, m, m))  # as Rows names them
+
+
+_row_pieces_of = functools.lru_cache(_PIECES_KEPT)(_row_pieces)
+
+
+@functools.lru_cache(_PIECES_KEPT)
+def _chunk_pieces(rows: int, tiles: int, smoothing: bool) -> _Pieces:
+    """flags, ref, row_scale, part_sum, part_wsum"""
+    part = rows * tiles
+    return _pieces((1 + -(-rows // _ROWS_A_FLAG),), (rows, rows, part, part if smoothing else 0))
+
+
+@functools.lru_cache(_PIECES_KEPT)
+def _coefficient_pieces(m: int) -> _Pieces:
+    """flags, cls, top, ref, coefs"""
+    return _pieces((1 + -(-m // _ROWS_A_FLAG), m, m), (m, 4 * m))

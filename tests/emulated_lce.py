@@ -1,0 +1,282 @@
+"""The launchers of LceKernels in plain PyTorch: what they read, what they write and what they leave alone.
+
+Buffers hold what the kernels would: what no kernel writes stays as it was allocated, NaN in the tests, and E and the
+gradients are rounded where the kernels round. `calls` counts launches by name.
+"""
+
+import collections
+import functools
+
+import torch
+
+HUGE = 3e38
+HEADROOM = 60.0
+ROW_TILE = 128
+SMALLEST_RATIO = 2.0**-20
+
+
+def encode(x):
+    bits = x.contiguous().view(torch.int32)
+    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+def decode(code):
+    return torch.where(code >= 0, code, code ^ 0x7FFFFFFF).view(torch.float32)
+
+
+def writable(t):
+    """The same memory, but writes to it are a kernel's: autograd's version counter does not see them."""
+    return None if t is None else t.data
+
+
+def launcher(f):
+    """Counts; and what PyTorch would do to operations but not to launches stays outside."""
+
+    @functools.wraps(f)
+    def launch(self, *args, **kwargs):
+        self.calls[f.__name__] += 1
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            return f(self, *args, **kwargs)
+
+    return launch
+
+
+class EmulatedKernels:
+    def __init__(self, tile_n=256):
+        self.tile_n = tile_n
+        self.calls = collections.Counter()
+
+    def num_tiles(self, v):
+        return -(-v // self.tile_n)
+
+    def _live(self, num_live, start, rows):
+        """Live rows of a chunk, and the rows up to the end of their last tile."""
+        live = max(0, min(int(num_live) - start, rows))
+        return live, min(rows, -(-live // ROW_TILE) * ROW_TILE)
+
+    @launcher
+    def compact(self, target, class_weight, num_items, ignore_index, v, mean, order, num_live, inv_divisor):
+        order, num_live, inv_divisor = map(writable, (order, num_live, inv_divisor))
+        live = target != ignore_index
+        assert order.shape == target.shape
+        order.copy_(torch.cat([live.nonzero()[:, 0], (~live).nonzero()[:, 0]]))
+        num_live[0] = live.sum()
+        counted = live & (target >= 0) & (target < v)
+        divisor = torch.tensor(1.0)
+        if mean and counted.any():
+            if num_items is not None:
+                divisor = torch.as_tensor(num_items, dtype=torch.float32)
+            elif class_weight is not None:
+                divisor = class_weight[target[counted].long()].sum()
+            else:
+                divisor = counted.sum()
+        inv_divisor[0] = 1.0 / divisor
+
+    @launcher
+    def gather(
+        self, x, w, bias, target, order, num_live, start, v, softcap, xc, cls, ref, top, flags, dx, loss, lse
+    ):  # fmt: skip
+        assert x.stride(-1) == 1
+        assert w.is_contiguous()
+        assert target.is_contiguous()
+        xc, cls, ref, top, flags, dx, loss, lse = map(writable, (xc, cls, ref, top, flags, dx, loss, lse))
+        rows = xc.shape[0]
+        assert rows == cls.shape[0] == ref.shape[0] == top.shape[0]
+        assert flags.shape == (1 + -(-rows // ROW_TILE),)
+        live, padded = self._live(num_live, start, rows)
+        flags.zero_()
+        r = order[start : start + rows].long()
+        ignored = r[live:]
+        xc[:live] = x[r[:live]]
+        xc[live:padded] = 0
+        t = target[r[:live]].long()
+        inside = (t >= 0) & (t < v)
+        t = t.masked_fill(~inside, 0)
+        z = (x[r[:live]].float() * w[t].float()).sum(1)
+        if bias is not None:
+            z = z + bias[t].float()
+        if softcap is not None:
+            z = softcap * torch.tanh(z / softcap)
+        z = torch.where((z > -HUGE) & (z < HUGE), z, -HUGE)
+        cls.fill_(-1)
+        cls[:live] = torch.where(inside, t, -1).int()
+        ref.fill_(HUGE)
+        ref[:live] = z
+        top.copy_(encode(ref))
+        if dx is not None:
+            dx[ignored] = 0
+        if loss is not None:
+            loss[ignored], lse[ignored] = 0, 0
+
+    def _logits(self, x, w, bias, softcap):
+        a = x.float() @ w.float().T
+        if bias is not None:
+            a = a + bias.float()
+        d = torch.ones_like(a)
+        if softcap is not None:
+            a = softcap * torch.tanh(a / softcap)
+            d = 1 - (a / softcap).square()
+        return a, d
+
+    @launcher
+    def logits(self, *args):
+        self._softmax(False, *args)
+
+    @launcher
+    def redo(self, *args):
+        self._softmax(True, *args)
+
+    def _softmax(
+        self, redo, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, v0, e, part_sum, part_wsum, zt, top,
+        flags,
+    ):  # fmt: skip
+        e, part_sum, part_wsum, zt, top, flags = map(writable, (e, part_sum, part_wsum, zt, top, flags))
+        _, padded = self._live(num_live, start, xc.shape[0])
+        n = w.shape[0]
+        assert v0 % self.tile_n == 0
+        a, d = self._logits(xc[:padded], w, bias, softcap)
+        i = torch.arange(padded)
+        if redo:
+            i = i[flags[1 + i // ROW_TILE] != 0]
+            a, d = a[i], d[i]
+        shift = decode(top)[i] if redo else ref[i]
+        grown = torch.exp(a - shift[:, None])
+        if e is not None:
+            assert e.shape == (xc.shape[0], n)
+            assert e.stride(0) % 8 == 0
+            e[i] = (grown * d).to(e.dtype)
+        for tile, c in enumerate(range(0, n, self.tile_n), v0 // self.tile_n):
+            part_sum[i, tile] = grown[:, c : c + self.tile_n].sum(1)
+            if part_wsum is not None:
+                part = a[:, c : c + self.tile_n]
+                if class_weight is not None:
+                    part = part * class_weight[v0 + c : v0 + c + part.shape[1]]
+                part_wsum[i, tile] = part.sum(1)
+        mine = (cls[i] >= v0) & (cls[i] < v0 + n)
+        zt[i[mine]] = a[mine].gather(1, (cls[i][mine].long() - v0)[:, None])[:, 0]
+        if not redo:
+            highest = torch.where(a.isnan(), -torch.inf, a).amax(1)
+            above = highest > shift + HEADROOM
+            top[i[above]] = torch.maximum(top[i[above]], encode(highest[above]))
+            flags[1 + i[above] // ROW_TILE] = 1
+            if above.any():
+                flags[0] = 1
+
+    @launcher
+    def rows(
+        self, stats, grads, *, cls, order, num_live, start, v, lse, part_sum=None, part_wsum=None, loss=None, zt=None,
+        top=None, row_sum=None, class_weight=None, total_weight=None, softcap=None, z_loss=0.0, label_smoothing=0.0,
+        inv_divisor=None, grad_loss=None, grad_lse=None, e=None, e2=None, v_split=0, xc=None, xs=None, row_scale=None,
+        coefs=None,
+    ):  # fmt: skip
+        loss, lse, row_sum, e, e2, xs, row_scale, coefs = map(
+            writable, (loss, lse, row_sum, e, e2, xs, row_scale, coefs)
+        )
+        live, padded = self._live(num_live, start, cls.shape[0])
+        r, t = order[start : start + live].long(), cls[:live].long()
+        weight = torch.ones(live) if class_weight is None else class_weight[t.clamp(min=0)].float()
+        weight = weight.masked_fill(t < 0, float("nan")) * (1 - label_smoothing)
+        total = float(v) if class_weight is None or not label_smoothing else total_weight
+        spread = label_smoothing / v
+        if stats:
+            row_sum[:live] = part_sum[:live].sum(1)
+            log_total = row_sum[:live].log()
+            row_lse = decode(top)[:live] + log_total
+            nll = decode(top)[:live] - zt[:live] + log_total
+            row_loss = torch.where((weight == 0) & ~nll.isnan(), 0.0, weight * nll)
+            if label_smoothing:
+                row_loss = row_loss + spread * (total * row_lse - part_wsum[:live].sum(1))
+            loss[r], lse[r] = row_loss + z_loss * row_lse.square(), row_lse
+        if grads == "none":
+            return
+        row_lse = lse[r]
+        g = inv_divisor if grad_loss is None else inv_divisor * (grad_loss if grad_loss.dim() == 0 else grad_loss[r])
+        ca, cb = g * (weight + spread * total + 2 * z_loss * row_lse), g * weight
+        if not label_smoothing:
+            ca = g * (weight + 2 * z_loss * row_lse)
+        if grad_lse is not None:
+            ca = ca + grad_lse[r]
+        if grads == "coefs":
+            coefs[:live] = torch.stack([row_lse, ca, cb, (g * spread).expand(live)], 1)
+            coefs[live:padded] = torch.tensor([HUGE, 0.0, 0.0, 0.0])
+            return
+        smallest = SMALLEST_RATIO * cb.abs()
+        ca = torch.where(ca.abs() < smallest, torch.where(ca >= 0, smallest, -smallest), ca)
+        total = row_sum[:live]
+        row_scale[:live] = ca / total
+        a_t = zt[:live]
+        at_target = torch.exp(a_t - decode(top)[:live]) - torch.where(ca == 0, 0.0, cb / ca) * total
+        if softcap is not None:
+            at_target = at_target * (1 - (a_t / softcap).square())
+        i = torch.arange(live)
+        for part, first, last in ((e, 0, v_split if e2 is not None else v), (e2, v_split, v)):
+            if part is not None:
+                mine = (t >= first) & (t < last)
+                part[i[mine], t[mine] - first] = at_target[mine].to(part.dtype)
+        row_scale[live:padded] = 0
+        if xs is not None:
+            xs[:live] = (xc[:live].float() * row_scale[:live, None]).to(xs.dtype)
+            xs[live:padded] = 0
+
+    @launcher
+    def dx(self, e, e2, v_split, w, row_scale, order, num_live, start, out, accumulate):
+        out = writable(out)
+        live, _ = self._live(num_live, start, e.shape[0])
+        e = e[:live] if e2 is None else torch.cat([e[:live], e2[:live]], 1)
+        assert e.shape[1] == w.shape[0]
+        acc = e.float() @ w.float()
+        if row_scale is not None:
+            acc = acc * row_scale[:live, None]
+        if order is not None:
+            out[order[start : start + live].long()] = acc.to(out.dtype)
+        elif accumulate:
+            out[:live] += acc
+        else:
+            out[:live] = acc
+
+    @launcher
+    def dw(self, e, xs, num_live, start, out, accumulate):
+        out = writable(out)
+        live, padded = self._live(num_live, start, e.shape[0])
+        # the GEMM's last step along the rows goes past the live ones: what is there counts
+        k = min(padded, -(-live // 64) * 64)
+        acc = e[:k].float().T @ xs[:k].float()
+        assert out.shape == acc.shape
+        if accumulate:
+            assert out.dtype == torch.float32
+            out += acc
+        else:
+            out.copy_(acc)
+
+    @launcher
+    def dlogits(self, xc, w, bias, coefs, cls, num_live, start, class_weight, softcap, smoothing, v0, e):
+        e = writable(e)
+        _, padded = self._live(num_live, start, xc.shape[0])
+        a, d = self._logits(xc[:padded], w, bias, softcap)
+        lse, ca, cb, cs = coefs[:padded].T[:, :, None]
+        z = ca * torch.exp(a - lse)
+        if smoothing:
+            z = z - cs * (1.0 if class_weight is None else class_weight[v0 : v0 + w.shape[0]])
+        column = torch.arange(v0, v0 + w.shape[0])
+        z = z - torch.where(cls[:padded, None] == column, cb, 0.0)
+        e[:padded] = (z * d).to(e.dtype)
+
+    @launcher
+    def bias_sum(self, e, row_scale, num_live, start, db, accumulate):
+        db = writable(db)
+        live, _ = self._live(num_live, start, e.shape[0])
+        rows = e[:live].float()
+        total = (rows if row_scale is None else rows * row_scale[:live, None]).sum(0)
+        db.copy_(db + total if accumulate else total)
+
+    @launcher
+    def scatter(self, acc, order, num_live, start, dx):
+        live, _ = self._live(num_live, start, acc.shape[0])
+        writable(dx)[order[start : start + live].long()] = acc[:live].to(dx.dtype)
+
+    @launcher
+    def scale(self, out, factor):
+        assert factor.dim() == 0
+        assert factor.dtype == torch.float32
+        if factor != 1:
+            writable(out).copy_(out.float() * factor)
