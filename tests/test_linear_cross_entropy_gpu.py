@@ -1,0 +1,377 @@
+"""Linear cross entropy on a GPU's kernels: bits, memory, streams, sizes past 2^31; and the errors at real widths.
+
+What each option computes is tested in test_lce_schedules.py, on this device too.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lce_cases import IGNORED, SCHEDULES, norm_error, truth
+
+from quackish.configs.linear_cross_entropy import shared_storage
+from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
+from quackish.testing.device import other_work, poison_free_memory
+from quackish.testing.errors import same_bits
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+ALL = dict(label_smoothing=0.1)  # what takes the other kernels
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    if reason := no_kernel_on(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip(reason)
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def poisoned():
+    """torch.empty hands out NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def make(m, h, v, dtype=BF16, ignored=5, seed=0, scale=1.0):
+    """Logits of deviation `scale`; every `ignored`-th row is."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(m, h, generator=g, device="cuda").to(dtype).requires_grad_()
+    w = (torch.randn(v, h, generator=g, device="cuda") * (scale * h**-0.5)).to(dtype).requires_grad_()
+    target = torch.randint(0, v, (m,), generator=g, device="cuda")
+    if ignored:
+        target[1::ignored] = IGNORED
+    return x, w, target
+
+
+def step(x, w, target, grad=None, **kw):
+    """[loss, dx, dw] of a forward and a backward."""
+    loss = linear_cross_entropy(x, w, target, backend="cute", **kw)
+    grads = torch.autograd.grad(loss, [x, w], torch.ones_like(loss) if grad is None else grad)
+    return [loss.detach(), *grads]
+
+
+def assert_same_bits(got, want):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert same_bits(a, b), i
+
+
+# --- bits ---
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "smoothing"])
+@pytest.mark.parametrize(
+    "schedule, chunk_size", [("chunked", None), ("chunked", 384), ("stored", None), ("recompute", 384)]
+)
+def test_20_runs_give_the_same_bits_with_another_stream_busy(schedule, chunk_size, options, dtype, poisoned):
+    x, w, target = make(1100, 512, 5000, dtype)
+    kw = dict(schedule=schedule, chunk_size=chunk_size, **options)
+    want = step(x, w, target, **kw)
+    assert all(t.isfinite().all() for t in want)
+    poison_free_memory()
+    with other_work(launches=2000):
+        for _ in range(20):
+            assert_same_bits(step(x, w, target, **kw), want)
+
+
+@pytest.mark.parametrize("options", [{}, dict(softcap=20.0, z_loss=1e-4), ALL], ids=["plain", "softcap", "smoothing"])
+def test_a_rows_loss_depends_on_no_other_row_and_on_no_chunk(options):
+    x, w, target = make(3000, 1024, 7001, ignored=0)
+    with torch.no_grad():
+        want = linear_cross_entropy(x, w, target, reduction="none", backend="cute", **options)
+        for m in (1, 5, 128, 129, 1000, 2999):
+            for first in (0, 3000 - m):
+                rows = slice(first, first + m)
+                got = linear_cross_entropy(x[rows], w, target[rows], reduction="none", backend="cute", **options)
+                assert same_bits(got, want[rows])
+        for chunk_size in (128, 1024, 2944):
+            got = linear_cross_entropy(x, w, target, reduction="none", chunk_size=chunk_size, backend="cute", **options)
+            assert same_bits(got, want)
+        ignored = target.clone()
+        ignored[::3] = IGNORED
+        got = linear_cross_entropy(x, w, ignored, reduction="none", backend="cute", **options)
+        assert same_bits(got[ignored != IGNORED], want[ignored != IGNORED])
+
+
+def test_a_flagged_row_changes_no_bit_of_the_others():
+    # A logit far above the target's: its tile is done again with other references.
+    x, w, target = make(400, 256, 3000, ignored=0)
+    clean = step(x, w, target, reduction="none", schedule="stored")
+    with torch.no_grad():
+        x[7] = 2000 * w[99] / w[99].norm()
+    others = torch.arange(400, device="cuda") != 7
+    loss, dx, _ = step(x, w, target, reduction="none", schedule="stored")
+    assert loss[7] > 60
+    assert same_bits(loss[others], clean[0][others])
+    assert same_bits(dx[others], clean[1][others])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "smoothing"])
+def test_the_same_loss_with_and_without_grad_and_by_every_schedule(options, reduction):
+    x, w, target = make(1500, 512, 5000)
+    kw = dict(reduction=reduction, backend="cute", **options)
+    with torch.no_grad():
+        want = linear_cross_entropy(x, w, target, **kw)
+    for schedule in SCHEDULES:
+        for chunk_size in (None, 512):
+            got = linear_cross_entropy(x, w, target, schedule=schedule, chunk_size=chunk_size, **kw)
+            assert same_bits(got, want)
+
+
+def test_gradients_do_not_depend_on_who_else_wants_one():
+    x, w, target = make(700, 256, 3000)
+    for schedule in SCHEDULES:
+        _, dx, dw = step(x, w, target, schedule=schedule)
+        kw = dict(schedule=schedule, backend="cute")
+        assert same_bits(torch.autograd.grad(linear_cross_entropy(x, w.detach(), target, **kw), x)[0], dx)
+        assert same_bits(torch.autograd.grad(linear_cross_entropy(x.detach(), w, target, **kw), w)[0], dw)
+
+
+def test_two_backwards_at_a_real_width(poisoned):
+    x, w, target = make(2048, 1024, 32_000)
+    assert shared_storage(2048, 32_000, 1024, 2)  # E lies in the weight gradient's storage as well
+    for schedule in SCHEDULES:
+        loss = linear_cross_entropy(x, w, target, schedule=schedule, backend="cute")
+        grad = torch.tensor(0.37, device="cuda")
+        first = torch.autograd.grad(loss, [x, w], grad, retain_graph=True)
+        held = [t.clone() for t in first]
+        for t in first:
+            t.zero_()
+        assert_same_bits(torch.autograd.grad(loss, [x, w], grad), held)
+
+
+# --- the host ---
+
+
+def test_no_host_synchronisation():
+    x, w, target = make(1100, 512, 5000)
+    runs = [dict(schedule=s, chunk_size=c) for s in SCHEDULES for c in (None, 384)]
+    for synchronising in (False, True):
+        if synchronising:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            for kw in runs:
+                step(x, w, target, **kw)
+                with torch.no_grad():
+                    linear_cross_entropy(x, w, target, backend="cute", **kw)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "schedule, chunk_size", [("chunked", None), ("chunked", 384), ("stored", None), ("recompute", 384)]
+)
+def test_cuda_graph_of_forward_and_backward_with_new_data(schedule, chunk_size):
+    x, w, target = make(1100, 512, 5000)
+    kw = dict(schedule=schedule, chunk_size=chunk_size)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(x, w, target, **kw)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = step(x, w, target, **kw)
+    for seed, ignored in ((1, 0), (2, 2), (3, 1)):  # no row ignored, half, all but row 0
+        new = make(1100, 512, 5000, seed=seed, ignored=ignored)
+        with torch.no_grad():
+            for old, t in zip((x, w, target), new, strict=True):
+                old.copy_(t)
+            x[5] *= 300  # rows that are done again
+        graph.replay()
+        replayed = [t.clone() for t in static]
+        assert_same_bits(replayed, step(x, w, target, **kw))
+
+
+def test_two_streams_at_once():
+    given = [make(1100, 512, 5000, seed=seed) for seed in (0, 1)]
+    want = [step(*inputs) for inputs in given]
+    streams = [torch.cuda.Stream() for _ in given]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        got = []
+        for inputs, stream in zip(given, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(step(*inputs))
+        torch.cuda.synchronize()
+        for one, other in zip(got, want, strict=True):
+            assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("options", [{}, dict(reduction="none"), ALL], ids=["plain", "none", "smoothing"])
+def test_compiled_by_inductor_equals_eager(options):
+    pytest.importorskip("triton")
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w, target: linear_cross_entropy(x * 2, w, target, backend="cute", **options), fullgraph=True
+    )
+    for m in (300, 700, 129):
+        x, w, target = make(m, 256, 3000)
+        results = []
+        for f in (lambda x, w, t: linear_cross_entropy(x * 2, w, t, backend="cute", **options), compiled):
+            loss = f(x, w, target)
+            results.append([loss.detach(), *torch.autograd.grad(loss, [x, w], torch.full_like(loss, 0.5))])
+        assert_same_bits(results[1], results[0])
+
+
+# --- errors against fp64 ---
+
+
+def torch_eager(x, w, target, **kw):
+    loss = F.cross_entropy(F.linear(x, w).float(), target, **kw)
+    return [loss.detach(), *torch.autograd.grad(loss, [x, w])]
+
+
+def confident(m, h, v, p):
+    """Rows whose target has about this probability, over random logits."""
+    x, w, target = make(m, h, v, ignored=0)
+    with torch.no_grad():
+        logits = x.double() @ w.double().T
+        rest = torch.logsumexp(logits, 1)
+        along = w[target].double()
+        wanted = rest + torch.tensor(p / (1 - p)).log() - logits.gather(1, target[:, None])[:, 0]
+        x += (along * (wanted / along.square().sum(1))[:, None]).to(BF16)
+    return x, w, target
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", ["normal", "peaked", "large_mean", "outlier_channel", "late_maximum"])
+def test_gradients_are_no_worse_than_torchs(kind, schedule):
+    x, w, target = make(1024, 1024, 8000, scale=4.0 if kind == "peaked" else 1.0)
+    with torch.no_grad():
+        if kind == "large_mean":
+            x += 4
+        elif kind == "outlier_channel":
+            x[:, ::97] *= 30
+        elif kind == "late_maximum":
+            x += 8 * w[-1]
+    _, dx, dw = step(x, w, target, schedule=schedule)
+    _, their_dx, their_dw = torch_eager(x, w, target)
+    want_dx, want_dw = truth(x, w, target, {})[2]
+    assert norm_error(dx, want_dx) <= norm_error(their_dx, want_dx)
+    assert norm_error(dw, want_dw) <= norm_error(their_dw, want_dw)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("p", [0.9, 0.99, 0.999])
+def test_confident_rows(p, schedule):
+    x, w, target = confident(512, 512, 8000, p)
+    _, dx, dw = step(x, w, target, schedule=schedule)
+    _, their_dx, their_dw = torch_eager(x, w, target)
+    want_dx, want_dw = truth(x, w, target, {})[2]
+    for got, theirs, want in ((dx, their_dx, want_dx), (dw, their_dw, want_dw)):
+        assert norm_error(got, want) <= 0.01
+        assert norm_error(got, want) <= 0.5 * norm_error(theirs, want)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_logits_of_ten_thousand_and_the_last_of_a_large_vocabulary(schedule):
+    x, w, target = make(256, 64, 128_256, ignored=0)
+    with torch.no_grad():
+        x[3] = 1e4 * w[-1] / w[-1].double().square().sum()  # late, about 1e4; and as far below
+        x[4] = -x[3]
+        target[:2] = 128_255
+        x[5] = 500 * w[17] / w[17].double().square().sum()
+    loss, dx, dw = step(x, w, target, reduction="sum", schedule=schedule)
+    true_loss, _, (want_dx, want_dw) = truth(x, w, target, {"reduction": "sum"})
+    assert norm_error(loss, true_loss) <= 1e-5
+    assert norm_error(dx, want_dx) <= 2**-7
+    assert norm_error(dw, want_dw) <= 2**-7
+
+
+# --- sizes ---
+
+
+def need(gigabytes):
+    free, _ = torch.cuda.mem_get_info()
+    if free < gigabytes * 2**30:
+        pytest.skip(f"needs {gigabytes} GiB of free GPU memory, has {free / 2**30:.0f}")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_chunk_of_more_than_2_to_the_31_logits(schedule):
+    need(24)
+    m, h, v = 17_024, 16, 128_256
+    assert m * v > 2**31
+    x, w, target = make(m, h, v, scale=2.0)
+    loss, dx, dw = step(x, w, target, reduction="sum", schedule=schedule, chunk_size=m)
+    # rows do not see each other but in dw: the parts that lie far out, and a sum over all of dw
+    part = slice(m - 100, m)
+    _, _, (want_dx, _) = truth(x[part], w, target[part], {"reduction": "sum"})
+    assert norm_error(dx[part], want_dx) <= 2**-7
+    small = step(x, w, target, reduction="sum", schedule="recompute", chunk_size=1024)
+    assert same_bits(loss, small[0])
+    assert norm_error(dw, small[2].double()) <= 2**-7
+    assert norm_error(dx, small[1].double()) <= 2**-7
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_weight_of_more_than_2_to_the_31_elements(schedule):
+    need(40)
+    m, h, v = 200, 8192, 270_336
+    assert v * h > 2**31
+    x, w, target = make(m, h, v)
+    target[:50] = torch.arange(v - 50, v, device="cuda")
+    _, dx, dw = step(x, w, target, reduction="sum", schedule=schedule)
+    with torch.no_grad():
+        live = target != IGNORED
+        logits = torch.cat([x.float() @ part.float().T for part in w.split(8192)], 1)
+        dlogits = logits.softmax(1)
+        dlogits[live, target[live]] -= 1
+        dlogits *= live[:, None]
+        want_dx = sum(d @ part.float() for d, part in zip(dlogits.split(8192, 1), w.split(8192), strict=True))
+        assert norm_error(dx, want_dx.double()) <= 2**-7
+        for part in (slice(0, 3000), slice(v - 3000, v)):
+            assert norm_error(dw[part], (dlogits[:, part].T @ x.float()).double()) <= 2**-7
+
+
+@pytest.mark.parametrize("schedule, gigabytes", [("chunked", 3.0), ("recompute", 1.30)])
+def test_peak_memory_at_the_headline_shape(schedule, gigabytes):
+    need(12)
+    x, w, target = make(8192, 4096, 128_256, ignored=0)
+
+    def peak():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(x, w, target, schedule=schedule, backend="cute").backward()
+        above = torch.cuda.max_memory_allocated() - before
+        x.grad, w.grad = None, None
+        return above
+
+    peak()
+    assert peak() <= gigabytes * 1e9
+
+
+def test_without_grad_no_logit_is_kept():
+    x, w, target = make(2048, 512, 32_000)
+    with torch.no_grad():
+        linear_cross_entropy(x, w, target, backend="cute")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(x, w, target, backend="cute")
+        assert torch.cuda.max_memory_allocated() - before <= x.nbytes + 2048 * 32_000 // 32
+
+
+def test_a_gradient_buffer_of_the_users_is_the_only_one():
+    x, w, target = make(1024, 1024, 32_000)
+    buffer = torch.zeros(w.shape, device="cuda")
+
+    def run(schedule):
+        x.grad = None
+        loss = linear_cross_entropy(x, w, target, grad_weight_out=buffer, schedule=schedule, backend="cute")
+        loss.backward()
+
+    for schedule, held in (("stored", 1024 * 32_000 * 2), ("recompute", 2 * (1 << 25))):
+        run(schedule)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(schedule)
+        assert torch.cuda.max_memory_allocated() - before <= held + 4 * x.nbytes + (8 << 20)
