@@ -72,8 +72,8 @@ class Case:
 def both(name, *args):
     """The arguments after the launch of `name` on the GPU, and after the emulation of it; arguments that are views of
     one another must not be given."""
-    emulated = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-    on_gpu = [_to_gpu(a) if isinstance(a, torch.Tensor) else a for a in args]
+    emulated = [_copy(a, "cpu") if isinstance(a, torch.Tensor) else a for a in args]
+    on_gpu = [_copy(a, "cuda") if isinstance(a, torch.Tensor) else a for a in args]
     getattr(EmulatedKernels(), name)(*emulated)
     from quackish.ops.linear_cross_entropy_kernels import LceKernels
 
@@ -82,10 +82,9 @@ def both(name, *args):
     return [a.cpu() if isinstance(a, torch.Tensor) else a for a in on_gpu], emulated
 
 
-def _to_gpu(t):
+def _copy(t, device):
     """With the same strides: a matrix may be columns of a larger one."""
-    gpu = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
-    return gpu.copy_(t)
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
 
 
 def close(got, truth, eps):

@@ -729,7 +729,7 @@ def test_gradients_equal_the_reference(lce, ignored, weighted, z_loss, softcap):
     live = chunk.live
     close(chunk.loss.double().sum() * inverse.double(), loss.reshape(1), 1e-5, 1e-6)
     close(chunk.lse, lse, 1e-5, 1e-5)
-    acc = (chunk.row_scale[:live, None].double() * (e[:live].double() @ w.double())).float()
+    acc = (chunk.row_scale[:, None].double() * (e.double() @ w.double())).float()
     lce.scatter(acc, order, num_live, 0, got["dx"])
     got_dw = e[:live].double().T @ xs[:live].double()
     got_db = poisoned(v)

@@ -234,12 +234,11 @@ class Logits:
         self.problem, self.config = problem, config
         self.output = None if problem.out_dtype is None else TileStore(problem.out_dtype, config)
         self.stages_output = self.output is not None
-        self.num_pieces = 4  # worked on one after the other: fewer registers
+        self.num_pieces = config.tile_n // 64  # worked on one after the other: fewer registers
 
     def values(self, piece: int) -> range:
-        """Which of a thread's accumulator values belong to a piece: a quarter of the columns."""
-        size = self.config.tile_n // 2 // self.num_pieces
-        return range(piece * size, (piece + 1) * size)
+        """Which of a thread's accumulator values belong to a piece, which is 64 columns as in TileStore."""
+        return range(32 * piece, 32 * (piece + 1))
 
     def store_atom(self, mD):
         return self.output.store_atom(mD)
