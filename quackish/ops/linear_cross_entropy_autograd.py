@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 from quackish.ops.linear_cross_entropy_schedules import Call, Forward, Grads, Incoming, Rows, Wanted
@@ -144,16 +145,20 @@ def run(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None, return_lse: 
     """(loss, lse) of checked arguments."""
     if not _is_plain():
         return _run_ops(inputs, plan, grad_weight_out)
+    device = inputs.input.device
+    if device.type == "cuda" and cuda.current_device() != device.index:  # where memory comes from, and launches go
+        with torch.cuda.device(device):
+            return run(inputs, plan, grad_weight_out, return_lse)
     needs = torch.is_grad_enabled() and (
         inputs.input.requires_grad
         or inputs.linear_weight.requires_grad
         or (inputs.linear_bias is not None and inputs.linear_bias.requires_grad)
     )
     if needs:
-        out = _LinearCrossEntropy.apply(*inputs, grad_weight_out, plan, return_lse)
+        out = _apply(*inputs, grad_weight_out, plan, return_lse)
         return out if return_lse else (out, None)
     with torch.no_grad():
-        out = plan.forward(kernels_of(inputs.input.device), plan.call(inputs), _NONE)
+        out = plan.forward(kernels_of(device), plan.call(inputs), _NONE)
         return plan.loss(out, inputs.target), out.lse.view(inputs.target.shape)
 
 
@@ -203,6 +208,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *_as_inputs(grads, ctx.dtypes, ctx.shape), *nothing
 
 
+# As in rms_norm: past Python frames of torch that have nothing to do here.
+_apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
+_LinearCrossEntropy._backward_cls.apply = _LinearCrossEntropy.backward
+
+
 def _is_batched(grad: Tensor | None) -> bool:
     return grad is not None and (
         torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad)
@@ -229,14 +239,16 @@ _PLAN = (
     "SymInt chunk_rows, ScalarType compute_dtype"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
+_ROWS = ", ".join(f"Tensor {name}" for name in Rows._fields)
+_NUM_ROWS = len(Rows._fields)
 _lib.define(
     f"linear_cross_entropy_kernels_fwd({_INPUTS}, Tensor? grad_weight_out, {_PLAN}, bool[] needs) "
-    f"-> (Tensor loss, Tensor lse, Tensor rows, {_GRADS}, Tensor xc, Tensor e)",
+    f"-> (Tensor loss, Tensor lse, {_ROWS}, {_GRADS}, Tensor xc, Tensor e)",
     tags=_TAGS,
 )
 # `e` is scratch to backward, see stored_backward; no operator but this one ever reads it.
 _lib.define(
-    "linear_cross_entropy_kernels_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor lse, Tensor rows, Tensor? xc, "
+    f"linear_cross_entropy_kernels_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor lse, {_ROWS}, Tensor? xc, "
     f"Tensor? e, {_INPUTS}, Tensor? grad_weight_out, {_PLAN}, bool[] needs) -> ({_GRADS})",
     tags=_TAGS,
 )
@@ -257,19 +269,27 @@ def _run_ops(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None) -> tupl
     return loss, lse
 
 
+def _sorted(args) -> tuple[Inputs, Tensor | None, Plan, list[bool]]:
+    first = len(Inputs._fields)
+    return Inputs(*args[:first]), args[first], Plan(*args[first + 1 : -1]), args[-1]
+
+
 def _fwd_impl(*args):
-    inputs, grad_weight_out, plan, needs = Inputs(*args[:6]), args[6], Plan(*args[7:15]), args[15]
+    inputs, grad_weight_out, plan, needs = _sorted(args)
     wanted = plan.wanted(inputs, needs, grad_weight_out)
     out = plan.forward(kernels_of(inputs.input.device), plan.call(inputs), wanted)
     loss, lse = plan.loss(out, inputs.target), out.lse.view(inputs.target.shape)
-    return loss, lse, out.rows.packed, *out.grads, out.xc, out.e
+    return loss, lse, *out.rows, *out.grads, out.xc, out.e
 
 
-def _bwd_impl(grad_loss, grad_lse, lse, packed, xc, e, *args):
-    inputs, grad_weight_out, plan, needs = Inputs(*args[:6]), args[6], Plan(*args[7:15]), args[15]
+def _bwd_impl(grad_loss, grad_lse, lse, *args):
+    rows, (xc, e), args = Rows(*args[:_NUM_ROWS]), args[_NUM_ROWS : _NUM_ROWS + 2], args[_NUM_ROWS + 2 :]
+    inputs, grad_weight_out, plan, needs = _sorted(args)
     wanted = plan.wanted(inputs, needs, grad_weight_out)
     call = plan.call(inputs)
-    kept = Forward(None, lse.view(-1), Rows(packed, call.x.shape[0]), Grads(), xc, e)
+    if e is not None and e.stride() != schedules.padded_strides(e.shape[1]):  # compiled code laid it out anew
+        e = e.new_empty_strided(e.shape, schedules.padded_strides(e.shape[1])).copy_(e)
+    kept = Forward(None, lse.view(-1), rows, Grads(), xc, e)
     incoming = plan.incoming(grad_loss, grad_lse)
     return tuple(plan.backward(kernels_of(inputs.input.device), call, kept, incoming, wanted, None))
 
@@ -291,7 +311,7 @@ def _fake_grads(inputs: Inputs, wanted: Wanted) -> tuple[Tensor | None, ...]:
 
 
 def _fwd_fake(*args):
-    inputs, grad_weight_out, plan, needs = Inputs(*args[:6]), args[6], Plan(*args[7:15]), args[15]
+    inputs, grad_weight_out, plan, needs = _sorted(args)
     x, target, (v, h) = inputs.input, inputs.target, inputs.linear_weight.shape
     m = x.numel() // h
     wanted = plan.wanted(inputs, needs, grad_weight_out)
@@ -300,15 +320,29 @@ def _fwd_fake(*args):
         grads = _fake_grads(inputs, wanted)
     if wanted.any() and plan.schedule == "stored":
         xc = x.new_empty((m, h), dtype=plan.compute_dtype)
-        e = x.new_empty((m, schedules.padded_columns(v)), dtype=plan.compute_dtype)
+        e = x.new_empty_strided((m, v), schedules.padded_strides(v), dtype=plan.compute_dtype)
     loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=torch.float32)
     lse = x.new_empty(target.shape, dtype=torch.float32)
-    return loss, lse, x.new_empty(Rows.packed_size(m), dtype=torch.int32), *grads, xc, e
+    return loss, lse, *Rows.make(m, lambda n, dtype: x.new_empty(n, dtype=dtype)), *grads, xc, e
 
 
-def _bwd_fake(grad_loss, grad_lse, lse, packed, xc, e, *args):
-    inputs, grad_weight_out, plan, needs = Inputs(*args[:6]), args[6], Plan(*args[7:15]), args[15]
+def _bwd_fake(grad_loss, grad_lse, lse, *args):
+    inputs, grad_weight_out, plan, needs = _sorted(args[_NUM_ROWS + 2 :])
     return _fake_grads(inputs, plan.wanted(inputs, needs, grad_weight_out))
+
+
+def _on_its_device(impl):
+    """Memory comes from the current device, and launches go there."""
+
+    @functools.wraps(impl)
+    def on_device(*args):
+        device = next(t for t in args if isinstance(t, Tensor) and t.dim() > 0).device
+        if device.type != "cuda":
+            return impl(*args)
+        with torch.cuda.device(device):
+            return impl(*args)
+
+    return on_device
 
 
 for _op, _impl, _fake in (
@@ -316,12 +350,12 @@ for _op, _impl, _fake in (
     ("bwd", _bwd_impl, _bwd_fake),
     ("scaled", _scaled_impl, lambda grad, factor: torch.empty_like(grad)),
 ):
-    _lib.impl(f"linear_cross_entropy_kernels_{_op}", _impl, "CompositeExplicitAutograd")
+    _lib.impl(f"linear_cross_entropy_kernels_{_op}", _on_its_device(_impl), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quackish::linear_cross_entropy_kernels_{_op}", _fake, lib=_lib)
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.args, ctx.grad_weight_out = inputs[7:], inputs[6]
+    ctx.grad_weight_out, ctx.args = inputs[6], inputs[7:]
     _, *kept = output
     ctx.mark_non_differentiable(*(t for t in kept[1:] if t is not None))
     ctx.save_for_backward(*inputs[:6], *kept)
@@ -333,13 +367,14 @@ def _op_backward(ctx, grad_loss, grad_lse, *_):
         raise RuntimeError(_NO_SECOND_DERIVATIVES)
     if grad_loss is None and grad_lse is None:
         return (None,) * 16
-    *given, lse, packed, dx, dw, db, xc, e = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    given, lse, rows, (dx, dw, db, xc, e) = saved[:6], saved[6], saved[7:-5], saved[-5:]
     inputs, plan, needs = Inputs(*given), Plan(*ctx.args[:-1]), ctx.args[-1]
     dw_out = ctx.grad_weight_out if needs[1] else None
     if plan.schedule == "chunked" and grad_lse is None:
         grads = Grads(*(None if g is None else _scaled_op(g, grad_loss) for g in (dx, dw, db)))
     else:
-        grads = Grads(*_bwd_op(grad_loss, grad_lse, lse, packed, xc, e, *given, dw_out, *ctx.args))
+        grads = Grads(*_bwd_op(grad_loss, grad_lse, lse, *rows, xc, e, *given, dw_out, *ctx.args))
     if dw_out is not None:
         dw_out.add_(grads.dw)
         grads = grads._replace(dw=None)

@@ -8,14 +8,14 @@ are made in backward, from logits that are multiplied again.
 Nothing here looks at a value on the device, or knows autograd. `k` has the launchers of LceKernels.
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quackish.configs.linear_cross_entropy import block_columns, shared_storage
+from quackish.ops import cuda
 
 _ROWS_A_FLAG = 128
 
@@ -64,24 +64,21 @@ class Incoming(NamedTuple):
 _ONES = Incoming(None)
 
 
-class Rows:
-    """One number a row, from forward until backward, all in one allocation (`packed`)."""
+class Rows(NamedTuple):
+    """Small tensors, from forward until backward."""
 
-    def __init__(self, packed: Tensor, m: int):
-        self.packed = packed
-        (
-            self.num_live,  # (1,) int32
-            self.order,  # (m,) int32
-            self.cls,  # (m,) int32
-            self.top,  # (m,) int32, encoded
-            self.inv_divisor,  # (1,) fp32
-            self.zt,  # (m,) fp32
-            self.row_sum,  # (m,) fp32
-        ) = _cut(packed, _row_pieces_of(m))
+    num_live: Tensor  # (1,) int32
+    order: Tensor  # (m,) int32
+    cls: Tensor  # (m,) int32
+    top: Tensor  # (m,) int32: encoded
+    zt: Tensor  # (m,) fp32
+    row_sum: Tensor  # (m,) fp32
+    inv_divisor: Tensor  # (1,) fp32
 
-    @staticmethod
-    def packed_size(m: int) -> int:
-        return _row_pieces(m).size  # m may be symbolic
+    @classmethod
+    def make(cls, m: int, vector: Callable[[int, torch.dtype], Tensor]) -> "Rows":
+        ints, floats = (vector(n, torch.int32) for n in (1, m, m, m)), (vector(n, torch.float32) for n in (m, m, 1))
+        return cls(*ints, *floats)
 
 
 class Forward(NamedTuple):
@@ -111,14 +108,13 @@ def chunked(k, call: Call, chunk_rows: int, wanted: Wanted, share: bool = True) 
     """
     (m, h), v = call.x.shape, call.w.shape[0]
     single = m <= chunk_rows
-    dx = call.x.new_empty((m, h), dtype=wanted.dx) if wanted.dx else None
-    dw = call.w.new_empty((v, h), dtype=wanted.dw if single else torch.float32) if wanted.dw else None
-    db = call.w.new_empty(v, dtype=torch.float32) if wanted.db else None
+    dx = _matrix(call.x, m, h, wanted.dx) if wanted.dx else None
+    dw = _matrix(call.x, v, h, wanted.dw if single else torch.float32) if wanted.dw else None
+    db = _vector(call.x, v, torch.float32) if wanted.db else None
     out = _begin(k, call)
     for start in range(0, m, chunk_rows):
-        chunk = _Chunk(k, call, out, start, chunk_rows, dx)
-        e = _E.beside(dw, chunk.rows) if single and share and dw is not None else None
-        chunk.statistics_and_gradients(e or _E.alone(call.w, chunk.rows), dx, dw, db)
+        # not named: what a chunk allocates is gone before the next one allocates
+        _Chunk(k, call, out, start, chunk_rows, dx).statistics_and_gradients(single and share, dx, dw, db)
     if dw is not None and dw.dtype != wanted.dw:
         dw = dw.to(wanted.dw)
     return out._replace(grads=Grads(dx, dw, db))
@@ -128,10 +124,9 @@ def stored(k, call: Call) -> Forward:
     """loss and lse, and what `stored_backward` starts from."""
     out = _begin(k, call)
     chunk = _Chunk(k, call, out, 0, call.x.shape[0])
-    v = call.w.shape[0]
-    e = call.w.new_empty((chunk.rows, padded_columns(v)))
-    chunk.statistics(_E([_Block(e[:, :v], 0, v)]))
-    return out._replace(xc=chunk.xc, e=e)
+    e = _E.alone(call.w, chunk.rows)
+    chunk.statistics(e)
+    return out._replace(xc=chunk.xc, e=e.blocks[0].e)
 
 
 def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wanted, dw_out: Tensor | None) -> Grads:
@@ -141,13 +136,13 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     it before it reads it, and nobody else looks.
     """
     (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
-    e = _E([_Block(kept.e[:, :v], 0, v)])
+    e = _E([_Block(kept.e, 0, v)])
     xc, xs = (kept.xc, torch.empty_like(kept.xc)) if wanted.dw else (None, None)
-    row_scale = call.x.new_empty(m, dtype=torch.float32)
+    row_scale = _vector(call.x, m, torch.float32)
     _run_rows(k, call, kept, 0, m, "scale", incoming, e=e, xc=xc, xs=xs, row_scale=row_scale)
     dx = call.x.new_zeros((m, h), dtype=wanted.dx) if wanted.dx else None  # the rows that are not live stay 0
-    dw = call.w.new_empty((v, h), dtype=wanted.dw) if wanted.dw and dw_out is None else None
-    db = call.w.new_empty(v, dtype=torch.float32) if wanted.db else None
+    dw = _matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
+    db = _vector(call.x, v, torch.float32) if wanted.db else None
     if dx is not None:
         e.dx(k, call.w, row_scale, rows, 0, dx)
     if db is not None:
@@ -168,17 +163,17 @@ def recompute_backward(
     A block's dw is final, so nothing is summed over blocks but dx.
     """
     (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
-    dx = call.x.new_empty((m, h), dtype=wanted.dx) if wanted.dx else None
-    dw = call.w.new_empty((v, h), dtype=wanted.dw) if wanted.dw and dw_out is None else None
-    db = call.w.new_empty(v, dtype=torch.float32) if wanted.db else None
-    acc = call.x.new_empty((m, h), dtype=torch.float32) if wanted.dx else None
+    dx = _matrix(call.x, m, h, wanted.dx) if wanted.dx else None
+    dw = _matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
+    db = _vector(call.x, v, torch.float32) if wanted.db else None
+    acc = _matrix(call.x, m, h, torch.float32) if wanted.dx else None
     if dx is None:
-        xc = call.x.new_empty((m, h))
+        xc = _matrix(call.x, m, h, call.x.dtype)
     else:  # dx is not written before all blocks are done; until then its storage holds the live rows of x
         xc = dx.view(-1).view(call.x.dtype)[: m * h].view(m, h)
     coefs = _coefficients(k, call, kept, incoming, xc)
     step = min(block_columns(m), v)
-    e = call.x.new_empty((m, padded_columns(step)))
+    e = _padded(call.x, m, step, call.x.dtype)
     for v0 in range(0, v, step):
         v1 = min(v0 + step, v)
         w, block = call.w[v0:v1], e[:, : v1 - v0]
@@ -207,8 +202,9 @@ def recompute_backward(
 def _begin(k, call: Call) -> Forward:
     """Which rows are live; loss and lse still to be written."""
     m = call.x.shape[0]
-    rows = Rows(call.x.new_empty(_row_pieces_of(m).size, dtype=torch.int32), m)
-    loss, lse = (call.x.new_empty(m, dtype=torch.float32) for _ in range(2))  # two: both may be returned
+    x = call.x
+    rows = Rows.make(m, lambda n, dtype: _vector(x, n, dtype))
+    loss, lse = _vector(x, m, torch.float32), _vector(x, m, torch.float32)
     k.compact(
         call.target, call.class_weight, call.num_items, call.ignore_index, call.w.shape[0], call.mean,
         rows.order, rows.num_live, rows.inv_divisor,
@@ -227,13 +223,13 @@ class _Chunk:
         self.cls, self.top, self.zt, self.row_sum = (
             t if rows == m else t[part] for t in (out.rows.cls, out.rows.top, out.rows.zt, out.rows.row_sum)
         )
-        tiles = k.num_tiles(v)
-        pieces = _chunk_pieces(rows, tiles, call.label_smoothing > 0)
-        scratch = call.x.new_empty(pieces.size, dtype=torch.int32)
-        self.flags, self.ref, self.row_scale, part_sum, part_wsum = _cut(scratch, pieces)
-        self.part_sum = part_sum.view(rows, tiles)
-        self.part_wsum = part_wsum.view(rows, tiles) if call.label_smoothing else None
-        self.xc = call.x.new_empty((rows, h))
+        x, tiles = call.x, k.num_tiles(v)
+        self.flags = _vector(x, _num_flags(rows), torch.int32)
+        self.ref = _vector(x, rows, torch.float32)
+        self.row_scale = _vector(x, rows, torch.float32)
+        self.part_sum = _matrix(x, rows, tiles, torch.float32)
+        self.part_wsum = _matrix(x, rows, tiles, torch.float32) if call.label_smoothing else None
+        self.xc = _matrix(x, rows, h, x.dtype)
         k.gather(
             call.x, call.w, call.bias, call.target, out.rows.order, out.rows.num_live, start, v, call.softcap,
             self.xc, self.cls, self.ref, self.top, self.flags, dx, out.loss, out.lse,
@@ -243,7 +239,9 @@ class _Chunk:
         self._logits(e or _E([_Block(None, 0, self.call.w.shape[0])]))
         self._rows("none")
 
-    def statistics_and_gradients(self, e: "_E", dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> None:
+    def statistics_and_gradients(self, share: bool, dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> None:
+        e = _E.beside(dw, self.rows) if share and dw is not None else None
+        e = e or _E.alone(self.call.w, self.rows)
         self._logits(e)
         xc = None if dw is None else self.xc  # scaled in place
         self._rows("scale", e=e, xc=xc, xs=xc, row_scale=self.row_scale)
@@ -320,13 +318,12 @@ def _run_rows(
 def _coefficients(k, call: Call, kept: Forward, incoming: Incoming, xc: Tensor) -> Tensor:
     """coefs (m, 4); and x's live rows in xc, once more."""
     m, rows = call.x.shape[0], kept.rows
-    pieces = _coefficient_pieces(m)
-    flags, cls, top, ref, coefs = _cut(call.x.new_empty(pieces.size, dtype=torch.int32), pieces)
+    cls, top, flags = (_vector(call.x, n, torch.int32) for n in (m, m, _num_flags(m)))
+    ref, coefs = _vector(call.x, m, torch.float32), _matrix(call.x, m, 4, torch.float32)
     k.gather(
         call.x, call.w, call.bias, call.target, rows.order, rows.num_live, 0, call.w.shape[0], call.softcap,
         xc, cls, ref, top, flags, None, None, None,
     )  # fmt: skip
-    coefs = coefs.view(m, 4)
     _run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
     return coefs
 
@@ -346,7 +343,7 @@ class _E:
     @classmethod
     def alone(cls, w: Tensor, rows: int) -> "_E":
         v = w.shape[0]
-        return cls([_Block(w.new_empty((rows, padded_columns(v)))[:, :v], 0, v)])
+        return cls([_Block(_padded(w, rows, v, w.dtype), 0, v)])
 
     @classmethod
     def beside(cls, dw: Tensor, rows: int) -> "_E | None":
@@ -358,7 +355,7 @@ class _E:
         first = dw.view(-1).view(torch.bfloat16)
         first = first.as_strided((rows, plan.columns), (plan.columns, 1), plan.offset // 2)
         rest = v - plan.columns
-        second = dw.new_empty((rows, padded_columns(rest)), dtype=torch.bfloat16)[:, :rest]
+        second = _padded(dw, rows, rest, torch.bfloat16)
         return cls([_Block(first, 0, plan.columns), _Block(second, plan.columns, v)])
 
     def dx(self, k, w: Tensor, row_scale: Tensor, rows: Rows, start: int, dx: Tensor) -> None:
@@ -390,61 +387,36 @@ def _add_dw(k, e: Tensor, xs: Tensor, rows: Rows, out: Tensor) -> None:
     if _adds_in_gemm(out):
         k.dw(e, xs, rows.num_live, 0, out, True)
     else:
-        dw = out.new_empty(out.shape, dtype=torch.float32)
+        dw = _matrix(xs, *out.shape, torch.float32)
         k.dw(e, xs, rows.num_live, 0, dw, False)
         out.add_(dw)
-
-
-def padded_columns(n: int) -> int:
-    """Of the allocation for E, so that its rows start on 128 bytes."""
-    return _round_up(n, 64)
 
 
 # Allocation ----------------------------------------------------------------------------------------------------------
 
 
-class _Pieces(NamedTuple):
-    """How one int32 allocation is cut into 1-dim int32 and fp32 tensors, each from 16 bytes on."""
-
-    size: int
-    halves: tuple[int, int]
-    ints: list[int]  # every second one is what fills up to 16 bytes
-    floats: list[int]
+def _empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if like.is_cuda:
+        return cuda.empty(shape, strides, dtype)  # on the current device, which is like's
+    return torch.empty_strided(shape, strides, dtype=dtype)
 
 
-def _pieces(ints: tuple[int, ...], floats: tuple[int, ...]) -> _Pieces:
-    ints, floats = ([n for size in sizes for n in (size, -size % 4)] for sizes in (ints, floats))
-    return _Pieces(sum(ints) + sum(floats), (sum(ints), sum(floats)), ints, floats)
+def _vector(like: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    return _empty(like, (n,), (1,), dtype)
 
 
-def _cut(packed: Tensor, pieces: _Pieces) -> list[Tensor]:
-    ints, floats = packed.split_with_sizes(pieces.halves)
-    floats = floats.view(torch.float32).split_with_sizes(pieces.floats)
-    return [*ints.split_with_sizes(pieces.ints)[::2], *floats[::2]]
+def _matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return _empty(like, (rows, columns), (columns, 1), dtype)
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def _padded(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return _empty(like, (rows, columns), padded_strides(columns), dtype)
 
 
-_PIECES_KEPT = 256  # of the last calls' shapes
+def padded_strides(columns: int) -> tuple[int, int]:
+    """Of E: its rows start on 128 bytes."""
+    return -(-columns // 64) * 64, 1
 
 
-def _row_pieces(m: int) -> _Pieces:
-    return _pieces((1, m, m, m), (1, m, m))  # as Rows names them
-
-
-_row_pieces_of = functools.lru_cache(_PIECES_KEPT)(_row_pieces)
-
-
-@functools.lru_cache(_PIECES_KEPT)
-def _chunk_pieces(rows: int, tiles: int, smoothing: bool) -> _Pieces:
-    """flags, ref, row_scale, part_sum, part_wsum"""
-    part = rows * tiles
-    return _pieces((1 + -(-rows // _ROWS_A_FLAG),), (rows, rows, part, part if smoothing else 0))
-
-
-@functools.lru_cache(_PIECES_KEPT)
-def _coefficient_pieces(m: int) -> _Pieces:
-    """flags, cls, top, ref, coefs"""
-    return _pieces((1 + -(-m // _ROWS_A_FLAG), m, m), (m, 4 * m))
+def _num_flags(rows: int) -> int:
+    return 1 + -(-rows // _ROWS_A_FLAG)
