@@ -27,18 +27,22 @@ from lce_cases import (
 from quackish.configs.linear_cross_entropy import (
     COLUMN_MULTIPLE,
     E_BYTES,
+    Block,
     KernelProblem,
-    block_columns,
     kernel_config,
+    recompute_blocks,
+    scratch_columns,
     shared_storage,
 )
 from quackish.errors import UnsupportedError
 from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy as public
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
+from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 
 DTYPES = [torch.bfloat16, torch.float16]
+FP32 = torch.float32
 CUTE = dict(backend="cute")
 HERE = {}  # the device of the running test
 
@@ -138,6 +142,32 @@ def test_e_in_the_storage_of_the_weight_gradient(m, h, v, columns, name, kernels
     check(x, w, target, kw, schedule="chunked")
     if name != "all":
         assert kernels.calls["dw"] == (1 if columns is None else 2)
+
+
+@pytest.mark.parametrize("dtype, dw_dtype", [(torch.bfloat16,) * 2, (torch.float16,) * 2, (torch.bfloat16, FP32)])
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_dlogits_in_the_storage_of_the_weight_gradient(ignored, name, dtype, dw_dtype, kernels, monkeypatch):
+    monkeypatch.setattr(schedules, "scratch_columns", lambda m, roomy: 256)
+    m, h, v = 200, 64, 2500
+    x, w, target, kw = case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
+    if ignored:
+        target.fill_(IGNORED)
+    blocks = recompute_blocks(m, v, h, dw_dtype.itemsize, 256)
+    assert sum(block.offset is not None for block in blocks) > 1
+    with torch.autocast(HERE["device"].type, dtype=dtype, enabled=dw_dtype == FP32):
+        for reduction in ("mean", "none"):
+            kernels.calls.clear()
+            how = dict(reduction=reduction, schedule="recompute", **CUTE)
+            _, _, grads = run(x, w, target, kw, **how)
+            assert kernels.calls["dlogits"] == kernels.calls["dx"] == kernels.calls["dw"] == len(blocks)
+            rounded = [t.detach().to(dtype) for t in (x, w)]
+            for got, want in zip(grads, truth(*rounded, target, kw | {"reduction": reduction})[2], strict=True):
+                assert norm_error(got, want) <= 4 * unit_roundoff(dtype)
+            buffer = torch.zeros(w.shape, **HERE)  # nobody else's storage is used
+            loss = linear_cross_entropy(x, w, target, grad_weight_out=buffer, **kw, **how)
+            loss.sum().backward()
+            assert norm_error(buffer, grads[1].double()) <= 2 * unit_roundoff(dtype)
 
 
 @pytest.mark.parametrize("m", [1, 2, 127, 128, 129, 257])
@@ -718,7 +748,6 @@ def test_chunks_whatever_m(v):
     assert rows * v * 2 <= E_BYTES < (rows + 128) * v * 2 or rows == 128
     assert [kernel_config(problem, 1, chunk_size=n).chunk_rows for n in (1, 128, 129)] == [128, 128, 256]
     assert kernel_config(KernelProblem(128_256, "bfloat16", "mean"), 1).chunk_rows == 8320
-    assert block_columns(8192) == 2048 < block_columns(1024) == 16384
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -743,3 +772,39 @@ def test_nothing_alive_is_overwritten_in_shared_storage(rows, h, v, itemsize):
     assert not owner[: c * h * itemsize].any()  # the first GEMM writes here, and reads all of E that lies here
     owner[e] = 0
     assert not owner[c * h * itemsize :].any()  # the second one
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, None])
+@pytest.mark.parametrize("v", [1, 255, 256, 257, 700, 1000, 5003, 20_011])
+@pytest.mark.parametrize("h", [8, 64, 136, 1024])
+@pytest.mark.parametrize("m", [1, 5, 128, 300, 1000, 4096])
+def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize):
+    for scratch in (256, 768, scratch_columns(m, False)):
+        blocks = recompute_blocks(m, v, h, itemsize, scratch)
+        assert [b.v0 for b in blocks] + [v] == [0] + [b.v1 for b in blocks]
+        assert all(b.v0 < b.v1 for b in blocks)
+        assert all(b.v0 % COLUMN_MULTIPLE == 0 for b in blocks)
+        row = h * (itemsize or 0)
+        for v0, v1, offset in blocks:
+            if offset is None:
+                assert v1 - v0 <= scratch
+                continue
+            assert itemsize
+            assert offset % 1024 == 0
+            assert (v1 - v0) % COLUMN_MULTIPLE == 0
+            assert v1 * row <= offset  # behind what is done and what this block writes
+            assert offset + m * (v1 - v0) * 2 <= v * row
+
+
+def test_recomputed_blocks_are_few():
+    blocks = recompute_blocks(8192, 128_256, 4096, 2, scratch_columns(8192, False))
+    assert [(b.v1 - b.v0) // 256 for b in blocks] == [165, 111, 74, 49, 33, 20, 16, 11, 11, 11]
+    assert sum(b.offset is None for b in blocks) == 2
+    assert recompute_blocks(300, 700, 8, 2, scratch_columns(300, False)) == (Block(0, 700, None),)
+    assert len(recompute_blocks(8192, 128_256, 4096, None, scratch_columns(8192, True))) <= 9
+    assert len(recompute_blocks(1024, 128_256, 4096, 2, scratch_columns(1024, False))) == 3
+
+
+def test_columns_of_scratch():
+    assert [scratch_columns(m, False) for m in (1024, 8192, 10**6)] == [16_384, 2816, 2816]
+    assert [scratch_columns(m, True) for m in (1024, 8192, 10**6)] == [131_072, 16_384, 2816]

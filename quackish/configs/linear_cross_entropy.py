@@ -4,6 +4,8 @@ The portable path and the kernels have a rule each: they hold different things.
 """
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 SCHEDULES = ("stored", "chunked", "recompute")
 
@@ -68,10 +70,11 @@ def linear_cross_entropy_config(
 # under 2 % of its GEMM, and 15 % at 2048 rows (H200, bf16, H 4096, V 128256).
 E_BYTES = 1 << 31
 E_ITEMSIZE = 2
-# "recompute" has dlogits of so many bytes at a time, but of at least MIN_BLOCK classes: each block reads and writes the
-# input gradient's fp32 sums once. Not tuned yet.
+# Dlogits that "recompute" holds in memory of their own: so many bytes, but MIN_BLOCK classes at least, which keeps
+# M 8192, H 4096, V 128256 at 1.299 GB, gradients included. ROOMY_BYTES where no weight gradient is allocated.
 BLOCK_BYTES = 1 << 25
-MIN_BLOCK = 2048
+ROOMY_BYTES = 1 << 28
+MIN_BLOCK = 2816
 COLUMN_MULTIPLE = 256  # a block's columns are a multiple of a GEMM tile, and so is a split of E's
 OFFSET_MULTIPLE = 1024  # bytes: where a buffer may start in another one's storage
 
@@ -116,9 +119,63 @@ def kernel_config(
     return LinearCrossEntropyConfig(schedule, _round_up(chunk_size, ROW_MULTIPLE))
 
 
-def block_columns(m: int) -> int:
-    """How many classes `recompute`'s backward does at a time."""
-    return _round_up(max(BLOCK_BYTES // (2 * m), MIN_BLOCK), COLUMN_MULTIPLE)
+def scratch_columns(m: int, roomy: bool) -> int:
+    """How many classes' dlogits `recompute` may hold in memory of their own."""
+    return _round_up(max((ROOMY_BYTES if roomy else BLOCK_BYTES) // (2 * m), MIN_BLOCK), COLUMN_MULTIPLE)
+
+
+class Block(NamedTuple):
+    """Classes [v0, v1) of `recompute`'s backward, and where their dlogits (m, v1 - v0) lie."""
+
+    v0: int
+    v1: int
+    offset: int | None  # bytes into the weight gradient's storage, rows without gaps; None: in the scratch
+
+
+@functools.lru_cache(maxsize=1024)
+def recompute_blocks(m: int, v: int, h: int, itemsize: int | None, scratch: int) -> tuple[Block, ...]:
+    """All classes, ascending, in few blocks: each makes one pass over the input gradient's fp32 sums.
+
+    `itemsize` of the weight gradient, (v, h); None where its storage is not ours. Of that storage a block leaves alone
+    what earlier ones wrote, writes its own classes' rows, and has its dlogits at the end of what follows: n of R left
+    fit where n * h * itemsize + m * n * 2 bytes do, a third of R where m is 2 h and the gradient is 16 bits wide. So
+    blocks shrink, until `scratch` classes (a multiple of 256) are as many.
+
+    Of the widths that fit, down to half of the widest, the one that costs least a class. It is a whole number of tiles.
+    """
+    blocks, v0 = [], 0
+    while v - v0 > scratch:
+        fit = 0 if itemsize is None else _tail_tiles(m, v, v0, h, itemsize)
+        widest = max(fit, scratch // COLUMN_MULTIPLE)
+        tiles = min(range(widest, (widest - 1) // 2, -1), key=lambda tiles: _block_cost(m, h, tiles) / tiles)
+        v1 = v0 + tiles * COLUMN_MULTIPLE
+        blocks.append(Block(v0, v1, _tail_offset(m, v, v0, v1, h, itemsize) if tiles <= fit else None))
+        v0 = v1
+    return *blocks, Block(v0, v, None)
+
+
+def _tail_tiles(m: int, v: int, v0: int, h: int, itemsize: int) -> int:
+    tiles = (v - v0) * h * itemsize // (h * itemsize + m * E_ITEMSIZE) // COLUMN_MULTIPLE
+    v1 = v0 + tiles * COLUMN_MULTIPLE
+    return tiles if _tail_offset(m, v, v0, v1, h, itemsize) >= v1 * h * itemsize else tiles - 1
+
+
+def _tail_offset(m: int, v: int, v0: int, v1: int, h: int, itemsize: int) -> int:
+    return (v * h * itemsize - m * (v1 - v0) * E_ITEMSIZE) // OFFSET_MULTIPLE * OFFSET_MULTIPLE
+
+
+WAVE = 66  # clusters that run at a time on 132 SMs, each with a tile of 256 x 256
+# What a block costs beside its GEMMs' waves grows with m * h, as the sums do that it reads and writes: 0.3 ms where
+# each had 2048 classes (H200, M 8192, H 4096, V 128256), as long as a wave of tiles multiplies 24,000 deep.
+SUMS_A_STEP = 1400
+
+
+def _block_cost(m: int, h: int, tiles: int) -> int:
+    """In waves, times how deep they multiply: dlogits, the weight gradient, the input gradient, its sums."""
+    m_tiles, h_tiles = -(-m // 256), -(-h // 256)
+    waves = [-(-n // WAVE) for n in (m_tiles * tiles, h_tiles * tiles, m_tiles * h_tiles)]
+    depths = h, m, tiles * COLUMN_MULTIPLE
+    return sum(n * depth for n, depth in zip(waves, depths, strict=True)) + m * h // SUMS_A_STEP
 
 
 @dataclasses.dataclass(frozen=True)

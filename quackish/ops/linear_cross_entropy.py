@@ -91,8 +91,8 @@ def linear_cross_entropy(
     Memory beyond inputs and gradients, on kernels: the live rows of a chunk (of all rows, with "stored"), and
         "chunked": chunk * V * 2 bytes and the weight gradient in fp32, (V, H); where one chunk has all rows, just
         M * V * 2 * M / (M + H) for a 16-bit weight, as the rest lies where its gradient comes to be.
-        "stored": M * V * 2, kept. "recompute": M * H * 4, and 32 MiB or M * 4096.
-        `grad_weight_out` in fp32 is added to in a GEMM, without a buffer beside it ("chunked" has one).
+        "stored": M * V * 2, kept. "recompute": M * H * 4, and 32 MiB or M * 5632 (256 MiB where no weight
+        gradient is returned). `grad_weight_out` in fp32 is added to in a GEMM, with no buffer ("chunked" has one).
     On the portable path: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for fp32, 8 for fp64, with softcap 4 (8) more,
     fp32 (M, H) and (V, H) sums, and M * V * 4 kept by "stored". Off CUDA 16-bit operands are multiplied as fp32, and
     linear_weight is held once more in fp32.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs.linear_cross_entropy import block_columns, shared_storage
+from quackish.configs.linear_cross_entropy import recompute_blocks, scratch_columns, shared_storage
 from quackish.ops import cuda
 
 _ROWS_A_FLAG = 128
@@ -150,8 +150,7 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     if dw is not None:
         e.dw(k, xs, rows, 0, dw, False)
     elif wanted.dw:
-        for v0, v1 in _blocks_for(dw_out, v):
-            _add_dw(k, e.blocks[0].e[:, v0:v1], xs, rows, dw_out[v0:v1])
+        _add_dw(k, kept.e, xs, rows, dw_out)
     return Grads(dx, dw, db)
 
 
@@ -160,36 +159,40 @@ def recompute_backward(
 ) -> Grads:
     """The gradients from x and the statistics of the rows, a block of classes at a time; dw_out as above.
 
-    A block's dw is final, so nothing is summed over blocks but dx.
+    A block's dw is final, so nothing is summed over blocks but dx. Its dlogits lie where later blocks' dw comes to be,
+    while there is room: see `recompute_blocks`.
     """
     (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
+    dtype = call.x.dtype
     dx = _matrix(call.x, m, h, wanted.dx) if wanted.dx else None
     dw = _matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
     db = _vector(call.x, v, torch.float32) if wanted.db else None
     acc = _matrix(call.x, m, h, torch.float32) if wanted.dx else None
     if dx is None:
-        xc = _matrix(call.x, m, h, call.x.dtype)
+        xc = _matrix(call.x, m, h, dtype)
     else:  # dx is not written before all blocks are done; until then its storage holds the live rows of x
-        xc = dx.view(-1).view(call.x.dtype)[: m * h].view(m, h)
+        xc = dx.view(-1).view(dtype)[: m * h].view(m, h)
     coefs = _coefficients(k, call, kept, incoming, xc)
-    step = min(block_columns(m), v)
-    e = _padded(call.x, m, step, call.x.dtype)
-    for v0 in range(0, v, step):
-        v1 = min(v0 + step, v)
-        w, block = call.w[v0:v1], e[:, : v1 - v0]
+    blocks = recompute_blocks(m, v, h, None if dw is None else dw.itemsize, scratch_columns(m, dw is None))
+    scratch = _padded(call.x, m, max(v1 - v0 for v0, v1, offset in blocks if offset is None), dtype)
+    tail = None if dw is None else dw.view(-1).view(dtype)
+    for v0, v1, offset in blocks:
+        n = v1 - v0
+        e = scratch[:, :n] if offset is None else tail.as_strided((m, n), (n, 1), offset // 2)
+        w = call.w[v0:v1]
         bias = None if call.bias is None else call.bias[v0:v1]
         k.dlogits(
             xc, w, bias, coefs, rows.cls, rows.num_live, 0, call.class_weight, call.softcap,
-            call.label_smoothing > 0, v0, block,
+            call.label_smoothing > 0, v0, e,
         )  # fmt: skip
         if dw is not None:
-            k.dw(block, xc, rows.num_live, 0, dw[v0:v1], False)
+            k.dw(e, xc, rows.num_live, 0, dw[v0:v1], False)
         elif wanted.dw:
-            _add_dw(k, block, xc, rows, dw_out[v0:v1])
+            _add_dw(k, e, xc, rows, dw_out[v0:v1])
         if db is not None:
-            k.bias_sum(block, None, rows.num_live, 0, db[v0:v1], False)
+            k.bias_sum(e, None, rows.num_live, 0, db[v0:v1], False)
         if acc is not None:
-            k.dx(block, None, 0, w, None, None, rows.num_live, 0, acc, v0 > 0)
+            k.dx(e, None, 0, w, None, None, rows.num_live, 0, acc, v0 > 0)
     if dx is not None:
         dx.zero_()
         k.scatter(acc, rows.order, rows.num_live, 0, dx)
@@ -377,19 +380,15 @@ def _adds_in_gemm(out: Tensor) -> bool:
     return out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0
 
 
-def _blocks_for(out: Tensor, v: int) -> list[tuple[int, int]]:
-    """Ranges of classes, so that what cannot be added to in a GEMM needs only a small buffer."""
-    step = v if _adds_in_gemm(out) else 4096
-    return [(v0, min(v0 + step, v)) for v0 in range(0, v, step)]
-
-
 def _add_dw(k, e: Tensor, xs: Tensor, rows: Rows, out: Tensor) -> None:
     if _adds_in_gemm(out):
         k.dw(e, xs, rows.num_live, 0, out, True)
-    else:
-        dw = _matrix(xs, *out.shape, torch.float32)
-        k.dw(e, xs, rows.num_live, 0, dw, False)
-        out.add_(dw)
+        return
+    for v0 in range(0, out.shape[0], 4096):  # so that there is only a small buffer
+        part = out[v0 : v0 + 4096]
+        dw = _matrix(xs, *part.shape, torch.float32)
+        k.dw(e[:, v0 : v0 + 4096], xs, rows.num_live, 0, dw, False)
+        part.add_(dw)
 
 
 # Allocation ----------------------------------------------------------------------------------------------------------
