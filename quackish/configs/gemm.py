@@ -12,7 +12,7 @@ class GemmProblem:
     `epilogue`:
     - "softmax": A rows, B classes. E = exp(a - ref) * d for the logits a, its row sums a tile, the target's logit.
     - "dlogits": A rows, B classes. The gradient of the logits, their statistics being known.
-    - "rows": row i of D, scaled, to row order[i] of the output; or added to an fp32 output in place.
+    - "rows": row i of D, scaled, to row order[i] of the output.
     - "store": D as it is; or added to an fp32 output.
     `live`: which dimension ends at the number of live rows that the device counted: "m", or "k".
     """
@@ -28,9 +28,7 @@ class GemmProblem:
     smoothing: bool = False  # softmax: row sums of class weight * logit too; dlogits: the smoothed target
     weighted: bool = False  # class weights, where there is smoothing
     redo: bool = False  # softmax: only the tiles that a first launch flagged, with their rows' maxima for ref
-    scaled: bool = False  # rows: a factor for each row
-    scattered: bool = False  # rows: to row order[i] instead of i
-    accumulate: bool = False  # rows, store: D is added to the output
+    accumulate: bool = False  # store: D is added to the output
     split_k: bool = False  # A lies in two buffers: its first columns, and the others
 
 

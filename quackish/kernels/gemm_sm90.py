@@ -197,15 +197,12 @@ class GemmSm90:
                         for kt in cutlass.range(k_tiles, unroll=1):
                             loaded.producer_acquire(state)
                             bar = loaded.producer_get_barrier(state)
-                            if const_expr(p.split_k):
-                                if kt < k_split // tile_k:
-                                    self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a)
-                                else:
-                                    self.load(
-                                        a_atoms[1], parts[1], row, kt - k_split // tile_k, state.index, bar, mask_a
-                                    )
-                            else:
+                            if const_expr(not p.split_k):
                                 self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a)
+                            elif kt < split:
+                                self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a)
+                            else:
+                                self.load(a_atoms[1], parts[1], row, kt - split, state.index, bar, mask_a)
                             self.load(b_atom, (tBsB, tBgB), col, kt, state.index, bar, mask_b)
                             state.advance()
                 loaded.producer_tail(state)

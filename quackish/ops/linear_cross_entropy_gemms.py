@@ -138,28 +138,30 @@ class GemmLaunches:
         e2: Tensor | None,  # (rows, n - v_split)
         v_split: int,  # with e2; a multiple of the GEMM's step along k
         w: Tensor,  # (n, h)
-        row_scale: Tensor | None,  # (rows,) fp32
+        row_scale: Tensor | None,  # (rows,) fp32; with order
         order: Tensor | None,  # (m,) int32
         num_live: Tensor,  # (1,) int32
         start: int,
         out: Tensor,  # (m, h) with order, else (rows, h) fp32; contiguous
         accumulate: bool,  # without order
     ) -> None:
-        """Row i of e @ w, times row_scale, to row order[start + i] of out; without order to row i, or added to it."""
+        """Row i of e @ w, times row_scale, to row order[start + i] of out; without order to row i, or added to it.
+
+        Without order, rows up to the end of a tile with live rows are written too.
+        """
         (n, h), rows = w.shape, e.shape[0]
-        key = ("rows", e.dtype, out.dtype, row_scale is None, order is None, e2 is None, accumulate)
+        scattered = order is not None
+        key = ("dx", e.dtype, out.dtype, scattered, e2 is None, accumulate)
         kernel, clusters = self._gemms.get(key) or self._compile(
             key,
-            epilogue="rows",
+            epilogue="rows" if scattered else "store",
             dtype=_name(e),
             out_dtype=_name(out),
             b_major="n",
-            scaled=row_scale is not None,
-            scattered=order is not None,
             split_k=e2 is not None,
             accumulate=accumulate,
         )
-        given = None if row_scale is None and order is None else (_at(row_scale), _at(order))
+        given = (row_scale.data_ptr(), order.data_ptr()) if scattered else None
         sizes = rows, h, n, 0 if e2 is None else v_split, start
         strides = e.stride(0), 0 if e2 is None else e2.stride(0), w.stride(0), out.stride(0)
         kernel(e.data_ptr(), _at(e2), w.data_ptr(), out.data_ptr(), given, num_live, sizes, strides, clusters)

@@ -1,0 +1,271 @@
+"""What becomes of logits in the accumulator of a GEMM: their exponentials and sums, or their gradients."""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from quackish.kernels.common.lce import LOG2_E, decode, encode
+from quackish.kernels.common.rows import fake_pointer, vector_at
+from quackish.kernels.common.tile_store import TileStore, column_of, row_of, thread_rows
+
+# A row with a logit this far above its reference is flagged: exp(60) is far from overflow, in bf16 and in the sum of
+# 2^20 of them.
+HEADROOM = 60.0
+
+
+@cute.jit
+def load_columns(vector: cute.Pointer, col0: Int32, n: Int32, size: cutlass.Constexpr[int], thread: Int32):
+    """One number a column of the tile, spread over the warp: what `shared_column` hands out.
+
+    Loads of its own would be 2 of 4 lanes' worth for each thread, and ptxas starts them all at once: up to 250 bytes
+    of accumulators spill.
+    """
+    shared = cute.make_rmem_tensor((2, size // 32), Float32)
+    for g in cutlass.range_constexpr(size // 32):
+        for c in cutlass.range_constexpr(2):
+            col = col0 + 8 * (thread % 32 // 4 + 8 * g) + thread % 4 * 2 + c
+            shared[c, g] = (vector + cutlass.min(col, n - 1)).load().to(Float32)
+    return shared
+
+
+@cute.jit
+def shared_column(shared, i: cutlass.Constexpr[int], thread: Int32) -> Float32:
+    """The number of the column that accumulator value i is in."""
+    block = i // 4  # of 8 columns
+    return cute.arch.shuffle_sync(shared[i % 2, block // 8], 4 * (block % 8) + thread % 4)
+
+
+class Logits:
+    """What the two epilogues on logits share: bias, softcap and the columns past the last class."""
+
+    def __init__(self, problem, config):
+        self.problem, self.config = problem, config
+        self.output = None if problem.out_dtype is None else TileStore(problem.out_dtype, config)
+        self.stages_output = self.output is not None
+        self.num_pieces = config.tile_n // 64  # worked on one after the other: fewer registers
+
+    def values(self, piece: int) -> range:
+        """Which of a thread's accumulator values belong to a piece, which is 64 columns as in TileStore."""
+        return range(32 * piece, 32 * (piece + 1))
+
+    def store_atom(self, mD):
+        return self.output.store_atom(mD)
+
+    def allocate(self, smem):
+        return self.output.allocate(smem) if self.stages_output else None
+
+    @cute.jit
+    def finish(self, thread: Int32):
+        if const_expr(self.stages_output):
+            self.output.finish(thread)
+
+    def columns(self, vector: Optional[cute.Pointer], col0, n, thread):
+        """What `shared_column` takes, of a number a class; None without."""
+        return None if vector is None else load_columns(vector, col0, n, self.config.tile_n // 2, thread)
+
+    @cute.jit
+    def logits(self, acc, j: cutlass.Constexpr[int], bias, softcap: Float32, col0: Int32, n: Int32, thread: Int32):
+        """In place: piece j of the accumulator becomes logits, -inf past the last class."""
+        if const_expr(bias is not None):
+            for v in self.values(j):
+                acc[v] = acc[v] + shared_column(bias, v, thread)
+        if const_expr(self.problem.softcap):
+            inverse = 1.0 / softcap
+            for v in self.values(j):
+                acc[v] = tanh(acc[v] * inverse) * softcap
+        if col0 + self.config.tile_n > n:
+            for v in cutlass.range_constexpr(cute.size(acc)):
+                if const_expr(v in self.values(j)):
+                    if col0 + column_of(v, thread) >= n:
+                        acc[v] = -Float32.inf
+
+
+@cute.jit
+def tanh(x: Float32) -> Float32:
+    """1 - 2 / (exp(2x) + 1): within 2^-22 of it, which is not a relative error."""
+    return 1.0 - 2.0 * cute.arch.rcp_approx(cute.math.exp2(x * (2.0 * LOG2_E), fastmath=True) + 1.0)
+
+
+class Softmax(Logits):
+    """E = exp(a - ref) * d for a tile of logits a, and each row's sum of exp(a - ref) over the tile's columns.
+
+    Also the target's logit, where the tile has it. A row with a logit more than HEADROOM above ref raises its `top` to
+    it and flags its tile: a launch with `redo` then does flagged tiles again, with `top` for ref, which in rows that
+    are not flagged is ref itself. So E and the sums may overflow here without harm.
+    """
+
+    def fake_args(self):
+        p = self.problem
+        weights = fake_pointer("float32" if p.weighted else None)
+        wsum = fake_pointer("float32" if p.smoothing else None)
+        ref = fake_pointer(None if p.redo else "float32", aligned=False)
+        ints = [fake_pointer("int32", aligned=False) for _ in range(3)]
+        floats = [fake_pointer("float32", aligned=False) for _ in range(2)]
+        return (fake_pointer(p.bias_dtype, False), weights, ref, *ints, *floats, wsum, Float32(1), *[Int32(0)] * 3)
+
+    @cute.jit
+    def tiles_to_redo(self, args, total: Int32) -> Int32:
+        if args[5].load() == 0:
+            total = Int32(0)
+        return total
+
+    @cute.jit
+    def is_flagged(self, args, tm: Int32):
+        per_cluster = const_expr(self.config.tile_m * self.config.cluster_m // 128)
+        flags = args[5] + (1 + tm * per_cluster)
+        flagged = Int32(0)
+        for i in cutlass.range_constexpr(per_cluster):
+            flagged = flagged | (flags + i).load()
+        return flagged != 0
+
+    @cute.jit
+    def __call__(
+        self, acc, args, d_atom, d, staging, row0: Int32, col0: Int32, m, n, live, start, ldd, wg: Int32, thread: Int32
+    ):
+        bias, weights, ref, cls, top, flags, part_sum, zt, part_wsum, softcap, v0, tile0, num_tiles = args
+        row = row0 + thread_rows(thread)
+        ref_log2, target = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Int32)
+        for r in cutlass.range_constexpr(2):
+            ref_log2[r], target[r] = Float32(0.0), Int32(-1)
+            if row + 8 * r < m:
+                if const_expr(self.problem.redo):
+                    ref_log2[r] = decode((top + (row + 8 * r)).load()) * LOG2_E
+                else:
+                    ref_log2[r] = (ref + (row + 8 * r)).load() * LOG2_E
+                target[r] = (cls + (row + 8 * r)).load() - v0 - col0
+        highest, sums, wsums = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
+        highest.fill(-Float32.inf)
+        sums.fill(0.0)
+        wsums.fill(0.0)
+        bias = self.columns(bias, col0, n, thread)
+        weights = self.columns(weights, v0 + col0, v0 + n, thread)
+        for j in cutlass.range_constexpr(self.num_pieces):
+            if const_expr(self.stages_output):
+                self.piece(
+                    acc, j, bias, weights, softcap, target, zt, ref_log2, highest, sums, wsums, row, col0, n, thread
+                )
+                self.output(acc, j, d_atom, staging, row0, col0, wg, thread)
+            else:
+                # always so for j = 0; without a branch ptxas works on all pieces at once, and 200 bytes spill
+                if col0 + 2 * self.values(j)[0] < n:
+                    self.piece(
+                        acc, j, bias, weights, softcap, target, zt, ref_log2, highest, sums, wsums, row, col0, n, thread
+                    )
+        for r in cutlass.range_constexpr(2):
+            i = row + 8 * r
+            at = Int64(i) * num_tiles + (tile0 + col0 // self.config.tile_n)
+            total, wtotal = self.quad_sum(sums[r]), self.quad_sum(wsums[r])
+            if (i < m) & (col0 < n) & (thread % 4 == 0):  # a cluster's last tile may lie past the last class
+                (part_sum + at).store(total)
+                if const_expr(self.problem.smoothing):
+                    (part_wsum + at).store(wtotal)
+            if const_expr(not self.problem.redo):
+                # in log2 units, as NaN and inf in ref must not flag: a maximum is never above either
+                if (i < m) & (highest[r] * LOG2_E > ref_log2[r] + HEADROOM * LOG2_E):
+                    cute.arch.atomic_max(top + i, encode(highest[r]))
+                    (flags + (1 + i // 128)).store(Int32(1))
+                    flags.store(Int32(1))
+
+    @cute.jit
+    def piece(
+        self, acc, j: cutlass.Constexpr[int], bias, weights, softcap: Float32, target, zt, ref_log2, highest, sums,
+        wsums, row: Int32, col0: Int32, n: Int32, thread: Int32
+    ):  # fmt: skip
+        """In place: piece j of the accumulator becomes E; its part of all that is said of its rows."""
+        self.logits(acc, j, bias, softcap, col0, n, thread)
+        self.take_target(acc, j, target, zt, row, thread)
+        if const_expr(self.problem.smoothing):
+            self.add_weighted(acc, j, weights, wsums, n - col0, thread)
+        inverse = 1.0 / softcap
+        for v in self.values(j):
+            a = acc[v]
+            if const_expr(not self.problem.redo):
+                highest[row_of(v)] = cute.arch.fmax(highest[row_of(v)], a)
+            e = cute.math.exp2(a * LOG2_E - ref_log2[row_of(v)], fastmath=True)
+            sums[row_of(v)] = sums[row_of(v)] + e
+            if const_expr(self.problem.softcap):
+                e = e * (1.0 - (a * inverse) * (a * inverse))
+            acc[v] = e
+
+    @cute.jit
+    def take_target(self, acc, j: cutlass.Constexpr[int], target, zt: cute.Pointer, row: Int32, thread: Int32):
+        """The logit of the row's target, where piece j has it."""
+        first, last = const_expr(self.values(j)[0] * 2), const_expr(self.values(j)[-1] * 2 + 1)
+        for r in cutlass.range_constexpr(2):
+            if (target[r] >= first) & (target[r] <= last):
+                for v in cutlass.range_constexpr(cute.size(acc)):
+                    if const_expr(v in self.values(j) and row_of(v) == r):
+                        if column_of(v, thread) == target[r]:
+                            (zt + (row + 8 * r)).store(acc[v])
+
+    @cute.jit
+    def add_weighted(self, acc, j: cutlass.Constexpr[int], weights, wsums, columns: Int32, thread: Int32):
+        """Adds class weight * a of piece j: what label smoothing makes of the loss."""
+        for v in cutlass.range_constexpr(cute.size(acc)):
+            if const_expr(v in self.values(j)):
+                w = Float32(1.0)
+                if const_expr(weights is not None):
+                    w = shared_column(weights, v, thread)
+                if column_of(v, thread) < columns:  # what lies past the last class is -inf
+                    wsums[row_of(v)] = wsums[row_of(v)] + w * acc[v]
+
+    def quad_sum(self, x):
+        """The sum over the four threads that share a row."""
+        x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
+        return x + cute.arch.shuffle_sync_bfly(x, offset=2)
+
+
+class Dlogits(Logits):
+    """(ca * p - cs * class weight - [target] * cb) * d with p = exp(a - lse): what reaches the logits, in full scale.
+
+    coefs (rows, 4) holds lse, ca, cb, cs of each row.
+    """
+
+    def fake_args(self):
+        p = self.problem
+        weights = fake_pointer("float32" if p.weighted else None)
+        return (
+            fake_pointer(p.bias_dtype, False), weights, fake_pointer("float32"), fake_pointer("int32", aligned=False),
+            Float32(1), Int32(0),
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(
+        self, acc, args, d_atom, d, staging, row0: Int32, col0: Int32, m, n, live, start, ldd, wg: Int32, thread: Int32
+    ):
+        bias, weights, coefs, cls, softcap, v0 = args
+        rC = cute.make_rmem_tensor((4, 2), Float32)
+        target = cute.make_rmem_tensor((2,), Int32)
+        for r in cutlass.range_constexpr(2):
+            i = row0 + thread_rows(thread) + 8 * r
+            rC[None, r].fill(0.0)
+            target[r] = Int32(-1)
+            if i < m:
+                rC[None, r].store(vector_at(coefs, Int64(i) * 4, 4).load())
+                target[r] = (cls + i).load() - v0 - col0
+        bias = self.columns(bias, col0, n, thread)
+        weights = self.columns(weights, v0 + col0, v0 + n, thread)
+        for j in cutlass.range_constexpr(self.num_pieces):
+            self.logits(acc, j, bias, softcap, col0, n, thread)
+            for v in self.values(j):
+                self.value(acc, v, rC, target, weights, 1.0 / softcap, thread)
+            self.output(acc, j, d_atom, staging, row0, col0, wg, thread)
+
+    @cute.jit
+    def value(self, acc, v: cutlass.Constexpr[int], rC, target, weights, inverse: Float32, thread: Int32):
+        """In place: accumulator value v, a logit, becomes its gradient."""
+        r = row_of(v)
+        a = acc[v]
+        z = rC[1, r] * cute.math.exp2((a - rC[0, r]) * LOG2_E, fastmath=True)
+        if const_expr(self.problem.smoothing):
+            w = Float32(1.0)
+            if const_expr(weights is not None):
+                w = shared_column(weights, v, thread)
+            z = z - rC[3, r] * w
+        if column_of(v, thread) == target[r]:
+            z = z - rC[2, r]
+        if const_expr(self.problem.softcap):
+            z = z * (1.0 - (a * inverse) * (a * inverse))
+        acc[v] = z

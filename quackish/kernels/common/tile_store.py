@@ -1,0 +1,156 @@
+"""A GEMM's fp32 accumulator on its way to global memory: through shared memory, 128 bytes of each row at a time.
+
+A thread's accumulator values lie in two rows of the 64 that its warp group has: value i = 2 * pair + c is in row
+pair % 2 of them, 8 rows apart, and its column is 8 * (i // 4) + c from the thread's first one on.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from quackish.kernels.common.rows import DTYPES, vector_at
+
+NUM_BUFFERS = 2  # pieces of a warp group on their way at a time
+
+
+@cute.jit
+def thread_rows(thread: Int32) -> Int32:
+    """The first of the two rows, 8 apart, that a thread of a warp group has values of."""
+    return thread // 32 * 16 + thread % 32 // 4
+
+
+@cute.jit
+def column_of(i: cutlass.Constexpr[int], thread: Int32) -> Int32:
+    """The column of value i in the tile."""
+    return thread % 4 * 2 + (i // 4 * 8 + i % 2)
+
+
+def row_of(i: int) -> int:
+    """Which of a thread's two rows value i is in."""
+    return i // 2 % 2
+
+
+class Staging:
+    """`piece_n` columns of each warp group's 64 rows in shared memory, NUM_BUFFERS of them, swizzled."""
+
+    def __init__(self, dtype: str, config):
+        self.dtype, self.num_wgs, self.tile_n = DTYPES[dtype], config.num_wgs, config.tile_n
+        self.piece_n = 1024 // self.dtype.width  # 128 bytes: what a swizzle spans
+        self.num_pieces = config.tile_n // self.piece_n
+
+    def layout(self):
+        piece = (64, self.piece_n)
+        return sm90.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, piece, self.num_wgs * NUM_BUFFERS)
+
+    def allocate(self, smem):
+        layout = self.layout()
+        return smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+    def buffer(self, j, wg):
+        """Where piece j of a warp group goes."""
+        return (wg - 1) * NUM_BUFFERS + j % NUM_BUFFERS
+
+    def parts(self, acc, staging, thread):
+        """(copy, the thread's values of all pieces, where they go in each buffer, their shape in a piece)"""
+        mma = sm90.make_trivial_tiled_mma(
+            cutlass.BFloat16, cutlass.BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.K, Float32,
+            (1, 1, 1), tiler_mn=(64, self.tile_n),
+        )  # fmt: skip
+        atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
+        c_atom = cute.make_tiled_copy_C_atom(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), cutlass.BFloat16), mma
+        )
+        r2s = cute.make_tiled_copy_S(atom, c_atom)
+        thr = r2s.get_slice(thread)
+        return r2s, r2s.retile(acc), thr.partition_D(staging), cute.shape(thr.partition_S(staging))[:3]
+
+    @cute.jit
+    def rounded(self, values, shape: cutlass.Constexpr, j: cutlass.Constexpr[int]):
+        """Piece j of a thread's values, in the output's dtype."""
+        piece = cute.make_rmem_tensor(shape, self.dtype)
+        for v in cutlass.range_constexpr(cute.size(piece)):
+            piece[v] = values[j * cute.size(piece) + v].to(self.dtype)
+        return piece
+
+
+class TileStore(Staging):
+    """Stores tiles by TMA, or adds them to what is there."""
+
+    def __init__(self, dtype: str, config, accumulate: bool = False):
+        super().__init__(dtype, config)
+        self.accumulate = accumulate
+
+    def store_atom(self, mD):
+        op = cpasync.CopyBulkTensorTileS2GOp()
+        if self.accumulate:
+            op = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
+        piece = (64, self.piece_n)
+        atom, coordinates = cpasync.make_tiled_tma_atom(op, mD, cute.slice_(self.layout(), (None, None, 0)), piece)
+        return atom, coordinates
+
+    @cute.jit
+    def __call__(
+        self, acc, j: cutlass.Constexpr[int], d_atom, staging, row0: Int32, col0: Int32, wg: Int32, thread: Int32
+    ):
+        """Piece j of the accumulator, rounded to the output's dtype, to rows row0 and up of columns col0 and up.
+
+        Called for all pieces in order. A piece's values should be worked out right before its call: the shared memory
+        of the piece before the last is being read meanwhile.
+        """
+        r2s, values, places, shape = self.parts(acc, staging, thread)
+        piece = self.rounded(values, shape, j)
+        buffer = self.buffer(j, wg)
+        is_free, is_full = wg, wg + self.num_wgs  # named barriers; nobody waits who need not
+        stores = cute.arch.make_warp_uniform(thread // 32) == 0
+        if stores:
+            cute.arch.cp_async_bulk_wait_group(NUM_BUFFERS - 1, read=True)
+            cute.arch.barrier_arrive(barrier_id=is_free, number_of_threads=128)
+        else:
+            cute.arch.barrier(barrier_id=is_free, number_of_threads=128)
+        cute.copy(r2s, piece, places[None, None, None, buffer])
+        cute.arch.fence_view_async_shared()
+        if stores:
+            cute.arch.barrier(barrier_id=is_full, number_of_threads=128)
+            gD = cute.local_tile(d_atom[1], (64, self.piece_n), (row0 // 64, None))
+            sD, gD = cpasync.tma_partition(
+                d_atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(gD, 0, 2)
+            )
+            cute.copy(d_atom[0], sD[None, buffer], gD[None, col0 // self.piece_n + j])
+            cute.arch.cp_async_bulk_commit_group()
+        else:
+            cute.arch.barrier_arrive(barrier_id=is_full, number_of_threads=128)
+
+    @cute.jit
+    def finish(self, thread: Int32):
+        """Before the CTA ends: its shared memory has been read."""
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+class RowStore(Staging):
+    """Stores each row of a tile where it is told to, 16 bytes a thread, 128 bytes of a row at a time."""
+
+    @cute.jit
+    def __call__(
+        self, acc, d: cute.Pointer, staging, rows, col0: Int32, n: Int32, ldd: Int64, wg: Int32, thread: Int32
+    ):
+        """`rows`: where rows thread // 8, 16 further, ... of the warp group's 64 go; negative for nowhere."""
+        r2s, values, places, shape = self.parts(acc, staging, thread)
+        vec = const_expr(128 // self.dtype.width)
+        for j in cutlass.range_constexpr(self.num_pieces):
+            buffer = self.buffer(j, wg)
+            cute.copy(r2s, self.rounded(values, shape, j), places[None, None, None, buffer])
+            # One barrier a piece: who is here has read the piece before, so its buffer is free for the next but one.
+            cute.arch.barrier(barrier_id=wg, number_of_threads=128)
+            col = col0 + j * self.piece_n + thread % 8 * vec
+            for k in cutlass.range_constexpr(4):
+                if (rows[k] >= 0) & (col < n):
+                    source = cute.local_tile(staging[None, None, buffer], (1, vec), (thread // 8 + 16 * k, thread % 8))
+                    vector_at(d, Int64(rows[k]) * ldd + col, vec).store(source.load().reshape((vec,)))
+
+    @cute.jit
+    def finish(self, thread: Int32):
+        pass
