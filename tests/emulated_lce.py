@@ -164,8 +164,8 @@ class EmulatedKernels:
 
     @launcher
     def rows(
-        self, stats, grads, *, cls, order, num_live, start, v, lse, part_sum=None, part_wsum=None, loss=None, zt=None,
-        top=None, row_sum=None, class_weight=None, total_weight=None, softcap=None, z_loss=0.0, label_smoothing=0.0,
+        self, stats, grads, *, cls, order, num_live, start, v, top, lse, row_sum, part_sum=None, part_wsum=None,
+        loss=None, zt=None, class_weight=None, total_weight=None, softcap=None, z_loss=0.0, label_smoothing=0.0,
         inv_divisor=None, grad_loss=None, grad_lse=None, e=None, e2=None, v_split=0, xc=None, xs=None, row_scale=None,
         coefs=None,
     ):  # fmt: skip
@@ -197,7 +197,7 @@ class EmulatedKernels:
         if grad_lse is not None:
             ca = ca + grad_lse[r]
         if grads == "coefs":
-            coefs[:live] = torch.stack([row_lse, ca, cb, (g * spread).expand(live)], 1)
+            coefs[:live] = torch.stack([decode(top)[:live], ca / row_sum[:live], cb, (g * spread).expand(live)], 1)
             coefs[live:padded] = torch.tensor([HUGE, 0.0, 0.0, 0.0])
             return
         smallest = SMALLEST_RATIO * cb.abs()
@@ -253,8 +253,8 @@ class EmulatedKernels:
         e = writable(e)
         _, padded = self._live(num_live, start, xc.shape[0])
         a, d = self._logits(xc[:padded], w, bias, softcap)
-        lse, ca, cb, cs = coefs[:padded].T[:, :, None]
-        z = ca * torch.exp(a - lse)
+        ref, ca, cb, cs = coefs[:padded].T[:, :, None]
+        z = ca * torch.exp(a - ref)
         if smoothing:
             z = z - cs * (1.0 if class_weight is None else class_weight[v0 : v0 + w.shape[0]])
         column = torch.arange(v0, v0 + w.shape[0])

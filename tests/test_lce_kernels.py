@@ -521,14 +521,25 @@ def test_coefs(lce, weighted, label_smoothing, kind, stats):
         chunk = Chunk(random(m, v, scale=4.0), target, start=start, rows=rows, class_weight=weight)
         chunk.outputs()
         chunk.lse[chunk.r] = chunk.truth(**options)[1].float()
+        chunk.row_sum[: chunk.live] = chunk.part_sum[: chunk.live].sum(1)
         grads = dict(inv_divisor=inverse, grad_loss=grad_loss, grad_lse=grad_lse)
         chunk.run(lce, stats, "coefs", **options, **grads)
         g = 0.25 if grad_loss is None else grad_loss * 0.25
         _, lse, (ca, cb, cs) = chunk.truth(**options, g=g, grad_lse=grad_lse)
-        close(chunk.coefs[: chunk.live], torch.stack([lse, ca, cb, cs], 1), 5e-6, 1e-6)
+        ref = decode(chunk.top[: chunk.live]).double()
+        close(chunk.coefs[: chunk.live], torch.stack([ref, ca * torch.exp(ref - lse), cb, cs], 1), 5e-6, 1e-6)
         after = chunk.coefs[chunk.live : chunk.padded]
         assert torch.equal(after, torch.tensor([HUGE, 0, 0, 0], device="cuda").expand_as(after))
         assert untouched(chunk.coefs[chunk.padded :])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0.0, 100.0, 1e4, -3e4])
+def test_coefs_of_large_logits_are_exact(lce, offset):
+    chunk = Chunk(random(100, 1000, scale=4.0) + offset, targets(100, 1000))
+    chunk.run(lce, True, "coefs", inv_divisor=torch.ones(1, device="cuda"))
+    ref, ca = chunk.coefs[:, :2].double().T[:, :, None]
+    close(ca * torch.exp(chunk.a.double() - ref), torch.softmax(chunk.a.double(), 1), 5e-6)
 
 
 def check_scale(lce, chunk, xc, stats, *, z_loss=0.0, grad_loss=None, grad_lse=None, split=0, in_place=True):

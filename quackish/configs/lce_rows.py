@@ -30,7 +30,7 @@ class LceGatherProblem:
 @dataclasses.dataclass(frozen=True)
 class LceRowsProblem:
     stats: bool  # loss, lse and the sum of exponentials
-    grads: str = "none"  # "none", "scale" (of rows of E and xc) or "coefs" (lse, ca, cb, cs)
+    grads: str = "none"  # "none", "scale" (of rows of E and xc) or "coefs" (four numbers)
     h: int = 0  # a multiple of 8, where rows of xc are scaled
     dtype: str | None = None  # of xc and xs
     class_weight_dtype: str | None = None

@@ -7,11 +7,11 @@ NaN where the target is no class), s the label smoothing, W the sum of all class
   loss[r] = (1 - s) * w_t * (lse - a_t) + s / V * (W * lse - sum of part_wsum[i, :]) + z_loss * lse^2.
 - gradients: g = grad_loss * inv_divisor, ca = g * ((1 - s) * w_t + s / V * W + 2 * z_loss * lse) + grad_lse,
   cb = g * (1 - s) * w_t.
-  "coefs": coefs[i] = (lse, ca, cb, cs = g * s / V).
+  "coefs": coefs[i] = (ref, ca / sum, cb, cs = g * s / V): ca * exp(a - lse) without lse's rounding.
   "scale": with E[i, c] = exp(a_c - ref) * d_c the row's gradient is scale * (E - onehot * cb * sum / ca * d_t), so
   E[i, t] is written anew, scale = row_scale[i] = ca / sum, and xs[i] = xc[i] * scale where xs is given.
 Behind the last live row, up to the end of its GEMM tile: xs = row_scale = 0, coefs = (HUGE, 0, 0, 0), so that the GEMM
-finds exp(a - lse) = 0.
+finds exp(a - ref) = 0.
 """
 
 from typing import Optional
@@ -49,7 +49,6 @@ class LceRows:
 
     def fake_args(self):
         p = self.problem
-        either = p.stats or self.scale
         grads = self.scale or self.coefs
 
         def fp32(present: bool, aligned: bool = False):
@@ -60,8 +59,8 @@ class LceRows:
         return (
             fp32(p.stats),
             fp32(p.stats and self.smoothing),
-            fp32(either),
-            int32 if either else None,
+            fp32(p.stats or self.scale),
+            int32,
             int32,
             int32,
             fake_count(),
@@ -69,7 +68,7 @@ class LceRows:
             fp32(self.smoothing and p.class_weight_dtype is not None),
             fp32(p.stats),
             fp32(True),
-            fp32(either),
+            fp32(True),
             fp32(grads and p.grad_loss != "one"),
             fp32(grads),
             fp32(grads and p.grad_lse),
@@ -98,7 +97,7 @@ class LceRows:
         part_sum: Optional[cute.Pointer],  # (rows, tiles)
         part_wsum: Optional[cute.Pointer],  # (rows, tiles): of class weight * a
         zt: Optional[cute.Pointer],  # (rows,)
-        top: Optional[cute.Pointer],  # (rows,)
+        top: cute.Pointer,  # (rows,)
         cls: cute.Pointer,  # (rows,)
         order: cute.Pointer,  # (m,)
         num_live: cute.Tensor,  # (1,)
@@ -106,7 +105,7 @@ class LceRows:
         total_weight: Optional[cute.Pointer],  # 0-dim: W, where there are class weights
         loss: Optional[cute.Pointer],  # (m,) written
         lse: cute.Pointer,  # (m,) written with stats, else read
-        row_sum: Optional[cute.Pointer],  # (rows,) as lse
+        row_sum: cute.Pointer,  # (rows,) as lse
         grad_loss: Optional[cute.Pointer],  # 0-dim or (m,)
         inv_divisor: Optional[cute.Pointer],  # (1,)
         grad_lse: Optional[cute.Pointer],  # (m,)
@@ -192,10 +191,12 @@ class LceRows:
             if const_expr(total_weight is not None):
                 total_of_weights = load_at(total_weight, 0)
         spread = label_smoothing / v.to(Float32)
+        ref = decode(load_at(top, i))
+        ref_log2 = ref * LOG2_E
         if const_expr(p.stats or self.scale):
             # As the logits GEMM has it, in log2 units and with ref_log2 rounded: what that does to E and its sums it
             # does to the target too, and a confident row, whose sum is little else, loses no digits.
-            a_t, ref_log2 = load_at(zt, i), decode(load_at(top, i)) * LOG2_E
+            a_t = load_at(zt, i)
             at_log2 = cute.math.fma(a_t, Float32(LOG2_E), -ref_log2)
 
         # stats
@@ -217,9 +218,7 @@ class LceRows:
                 store_at(lse, r, row_lse)
                 store_at(row_sum, i, total)
         else:
-            row_lse = load_at(lse, r)
-            if const_expr(self.scale):
-                total = load_at(row_sum, i)
+            row_lse, total = load_at(lse, r), load_at(row_sum, i)
 
         # gradients
         if const_expr(self.scale or self.coefs):
@@ -236,8 +235,11 @@ class LceRows:
             if const_expr(p.grad_lse):
                 ca = ca + load_at(grad_lse, r)
         if const_expr(self.coefs):
+            # dlogits rounds a - ref, not ref_log2, and shares a sum with less: by up to 2^-11 where ref is 1e4
+            ca = ca * cute.math.exp2(cute.math.fma(ref, Float32(LOG2_E), -ref_log2), fastmath=True)
             if lane == 0:
-                self.store_coefs(coefs, i, row_lse, ca, cb, g * spread if const_expr(self.smoothing) else Float32(0.0))
+                cs = g * spread if const_expr(self.smoothing) else Float32(0.0)
+                self.store_coefs(coefs, i, ref, ca / total, cb, cs)
         if const_expr(self.scale):
             smallest = Float32(SMALLEST_RATIO) * (cb if cb >= 0 else -cb)
             if (ca if ca >= 0 else -ca) < smallest:
@@ -284,7 +286,7 @@ class LceRows:
         return cute.arch.warp_reduction_sum(total)
 
     @cute.jit
-    def store_coefs(self, coefs: cute.Pointer, i: Int32, lse: Float32, ca: Float32, cb: Float32, cs: Float32):
+    def store_coefs(self, coefs: cute.Pointer, i: Int32, ref: Float32, ca: Float32, cb: Float32, cs: Float32):
         row = cute.make_rmem_tensor((4,), Float32)
-        row[0], row[1], row[2], row[3] = lse, ca, cb, cs
+        row[0], row[1], row[2], row[3] = ref, ca, cb, cs
         vector_at(coefs, Int64(i) * 4, 4).store(row.load())

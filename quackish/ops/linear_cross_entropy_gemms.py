@@ -99,7 +99,7 @@ class GemmLaunches:
         xc: Tensor,  # (rows, h)
         w: Tensor,  # (n, h): classes v0 and up
         bias: Tensor | None,  # (n,)
-        coefs: Tensor,  # (rows, 4) fp32: lse, ca, cb, cs
+        coefs: Tensor,  # (rows, 4) fp32: ref, ca / sum, cb, cs
         cls: Tensor,  # (rows,) int32
         num_live: Tensor,  # (1,) int32
         start: int,
@@ -109,7 +109,7 @@ class GemmLaunches:
         v0: int,
         e: Tensor,  # (rows, n) as xc
     ) -> None:
-        """e = (ca * exp(a - lse) - cs * class weight - onehot(target) * cb) * d for the logits a."""
+        """e = (ca / sum * exp(a - ref) - cs * class weight - onehot(target) * cb) * d for the logits a."""
         (rows, h), n = xc.shape, w.shape[0]
         if not smoothing:
             class_weight = None

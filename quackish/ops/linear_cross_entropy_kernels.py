@@ -156,15 +156,14 @@ class LceKernels(GemmLaunches):
         num_live: Tensor,  # (1,)
         start: int,
         v: int,
+        top: Tensor,  # (rows,) int32
         lse: Tensor,  # (m,) fp32: written with stats, else read
+        row_sum: Tensor,  # (rows,) fp32: as lse
         # stats, with part_sum
         part_sum: Tensor | None = None,  # (rows, tiles) fp32
         part_wsum: Tensor | None = None,  # (rows, tiles) fp32, with label_smoothing: sums of class weight * a
         loss: Tensor | None = None,  # (m,) fp32
-        # stats and "scale"
-        zt: Tensor | None = None,  # (rows,) fp32
-        top: Tensor | None = None,  # (rows,) int32
-        row_sum: Tensor | None = None,  # (rows,) fp32: written with stats, else read
+        zt: Tensor | None = None,  # (rows,) fp32; stats and "scale"
         # options
         class_weight: Tensor | None = None,  # (v,) fp32, bf16 or fp16
         total_weight: Tensor | None = None,  # 0-dim fp32: its sum; with label_smoothing
@@ -185,18 +184,18 @@ class LceKernels(GemmLaunches):
         # "coefs"
         coefs: Tensor | None = None,  # (rows, 4) fp32
     ) -> None:
-        """stats: loss[r], lse[r], row_sum[i]. "coefs": (lse, ca, cb, cs) of each row; dlogits is
-        (ca * exp(a - lse) - cs * class weight - onehot * cb) * d. "scale": E at the target so that dlogits is
-        row_scale * E; row_scale; xs = xc * row_scale. Other arguments than these need may be given: they are not used.
+        """stats: loss[r], lse[r], row_sum[i]. "coefs": (ref, ca / row_sum, cb, cs) of each row, ref from top; dlogits
+        is (ca / row_sum * exp(a - ref) - cs * class weight - onehot * cb) * d. "scale": E at the target so that dlogits
+        is row_scale * E; row_scale; xs = xc * row_scale. Other arguments than these need may be given: not used.
 
-        Ignored rows up to the end of the GEMM tile: row_scale and xs 0; coefs (2e38, 0, 0, 0), so exp(a - lse) is 0.
+        Ignored rows up to the end of the GEMM tile: row_scale and xs 0; coefs (2e38, 0, 0, 0), so exp(a - ref) is 0.
         """
         # What the kernel has no use for is left out, as it was compiled without it.
         scale, smoothing, loss_kind, tiles, h, strides = grads == "scale", label_smoothing != 0, "one", 0, 0, (0, 0)
         if not stats:
             part_sum = part_wsum = loss = None
             if not scale:
-                zt = top = row_sum = None
+                zt = None
         else:
             tiles = part_sum.shape[1]
             if not smoothing:
@@ -241,7 +240,7 @@ class LceKernels(GemmLaunches):
             _at(part_sum),
             _at(part_wsum),
             _at(zt),
-            _at(top),
+            top.data_ptr(),
             cls.data_ptr(),
             order.data_ptr(),
             num_live,
@@ -249,7 +248,7 @@ class LceKernels(GemmLaunches):
             _at(total_weight),
             _at(loss),
             lse.data_ptr(),
-            _at(row_sum),
+            row_sum.data_ptr(),
             _at(grad_loss),
             _at(inv_divisor),
             _at(grad_lse),

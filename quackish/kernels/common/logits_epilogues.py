@@ -218,9 +218,9 @@ class Softmax(Logits):
 
 
 class Dlogits(Logits):
-    """(ca * p - cs * class weight - [target] * cb) * d with p = exp(a - lse): what reaches the logits, in full scale.
+    """(ca / sum * exp(a - ref) - cs * class weight - [target] * cb) * d: what reaches the logits, in full scale.
 
-    coefs (rows, 4) holds lse, ca, cb, cs of each row.
+    coefs (rows, 4) holds ref, ca / sum, cb, cs of each row.
     """
 
     def fake_args(self):
