@@ -10,10 +10,12 @@ import torch
 from lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make
 
 from quackish import launch
-from quackish.gpu import H200
+from quackish.gpu import B200, H200
 from quackish.ops import linear_cross_entropy as public
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
+from quackish.ops import linear_cross_entropy_cublas as cublas
 from quackish.ops import linear_cross_entropy_gemms as gemms
+from quackish.ops import linear_cross_entropy_kernels as launches
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 
@@ -34,9 +36,9 @@ def check(given, taken, where):
         assert "ensor" not in type(taken).__name__, where
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """Launches by kernel; LceKernels is that of an H200, and takes CPU tensors."""
+@pytest.fixture(params=[H200, B200], ids=lambda gpu: gpu.name)
+def launched(request, monkeypatch):
+    """Launches by kernel; LceKernels is that of this GPU, and takes CPU tensors."""
     count = collections.Counter()
 
     def get(kernel_class, problem, config, target):
@@ -49,7 +51,10 @@ def launched(monkeypatch):
         return kernel
 
     monkeypatch.setattr(launch, "get", get)
-    monkeypatch.setattr(gemms, "gpu_of", lambda index: H200)
+    for module in (gemms, cublas, launches):
+        monkeypatch.setattr(module, "gpu_of", lambda index: request.param)
+    for name in ("_mm", "_addmm"):
+        monkeypatch.setattr(cublas, name, lambda a, b, out: None)
     monkeypatch.setattr(public, "no_kernel_on", lambda device: "")
     monkeypatch.setattr(public, "_plans", {})
     k = LceKernels(torch.device("cpu"))
@@ -80,4 +85,5 @@ def test_arguments(dtype, name, reduction, launched):
     if reduction == "mean":
         for num_items in (3, torch.tensor(3)):
             linear_cross_entropy(x, w, target, num_items=num_items, **kw, **how)
-    assert set(launched) >= {"GemmSm90", "LceCompact", "LceGather", "LceRows"}
+    assert set(launched) >= {"LceCompact", "LceGather", "LceRows"}
+    assert ("GemmSm90" in launched) != ("LceExp" in launched)

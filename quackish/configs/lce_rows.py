@@ -56,6 +56,7 @@ class LceBiasProblem:
 class LceScatterProblem:
     h: int  # a multiple of 8
     dx_dtype: str
+    row_scale: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,13 @@ _HERE = {
     ("lce_scatter", "sm_100"): "lce_scatter:LceScatter",
     ("lce_scale", "sm_90"): "lce_scale:LceScale",
     ("lce_scale", "sm_100"): "lce_scale:LceScale",
+    # between cuBLAS's GEMMs, where there is no lce_gemm
+    ("lce_exp", "sm_90"): "lce_exp:LceExp",
+    ("lce_exp", "sm_100"): "lce_exp:LceExp",
+    ("lce_redo", "sm_90"): "lce_redo:LceRedo",
+    ("lce_redo", "sm_100"): "lce_redo:LceRedo",
+    ("lce_clear", "sm_90"): "lce_clear:LceClear",
+    ("lce_clear", "sm_100"): "lce_clear:LceClear",
 }
 
 

@@ -1,8 +1,13 @@
-"""Linear cross entropy: dx[order[start + i]] = acc[i] for the live rows of a chunk, in dx's dtype. A warp a row."""
+"""Linear cross entropy: dx[order[start + i]] = acc[i], times a factor, for the live rows of a chunk, in dx's dtype.
+
+A warp has a row.
+"""
+
+from typing import Optional
 
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
 from quackish.kernels.common.lce import convert_row, fake_count, load_at
@@ -11,18 +16,20 @@ from quackish.kernels.common.rows import fake_pointer
 
 class LceScatter:
     def __init__(self, problem: LceScatterProblem, config: LceRowsConfig):
-        self.h, self.dx_dtype, self.config = problem.h, problem.dx_dtype, config
+        self.h, self.dx_dtype, self.row_scale, self.config = problem.h, problem.dx_dtype, problem.row_scale, config
         self.num_warps = config.threads // 32
 
     def fake_args(self):
-        pointers = fake_pointer("float32"), fake_pointer("int32", aligned=False), fake_pointer(self.dx_dtype)
+        row_scale = fake_pointer("float32" if self.row_scale else None, aligned=False)
+        order, dx = fake_pointer("int32", aligned=False), fake_pointer(self.dx_dtype)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (*pointers, fake_count(), Int32(0), Int32(1), stream)
+        return (fake_pointer("float32"), row_scale, order, dx, fake_count(), Int32(0), Int32(1), stream)
 
     @cute.jit
     def __call__(
         self,
         acc: cute.Pointer,  # (rows, h)
+        row_scale: Optional[cute.Pointer],  # (rows,)
         order: cute.Pointer,  # (m,)
         dx: cute.Pointer,  # (m, h)
         num_live: cute.Tensor,  # (1,)
@@ -30,7 +37,7 @@ class LceScatter:
         rows: Int32,
         stream: CUstream,
     ):
-        self.kernel(acc, order, dx, num_live, start, rows).launch(
+        self.kernel(acc, row_scale, order, dx, num_live, start, rows).launch(
             grid=[cute.ceil_div(rows, self.num_warps), 1, 1],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=65_536 // (self.config.threads * 64),
@@ -42,6 +49,7 @@ class LceScatter:
     def kernel(
         self,
         acc: cute.Pointer,
+        row_scale: Optional[cute.Pointer],
         order: cute.Pointer,
         dx: cute.Pointer,
         num_live: cute.Tensor,
@@ -53,4 +61,7 @@ class LceScatter:
         if i < rows:
             if start + i < num_live[0]:
                 row, out = acc + Int64(i) * self.h, dx + Int64(load_at(order, start + i)) * self.h
-                convert_row(row, out, self.h, cute.arch.lane_idx(), None, self.config.vectors)
+                factor = Float32(1.0)
+                if const_expr(row_scale is not None):
+                    factor = load_at(row_scale, i)
+                convert_row(row, out, self.h, cute.arch.lane_idx(), factor, self.config.vectors)

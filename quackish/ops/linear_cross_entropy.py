@@ -78,7 +78,7 @@ def linear_cross_entropy(
             2 GiB), "recompute" above. With `grad_weight_out` kernels do the same, because forward may not add to it.
             Ask for "chunked" where lse is only looked at, in eager code.
             On kernels fp16 and label smoothing are always "recompute".
-        chunk_size: rows a chunk. None: a multiple of 128 that keeps a chunk within 1.5 GiB (kernels: 2 GiB), from V and
+        chunk_size: rows a chunk. None: a multiple of 128 that keeps a chunk within 1.5 GiB (kernels: 4 GiB), from V and
             dtype alone. Kernels round it up to a multiple of 128.
         backend: "auto" runs kernels where there are some (Hopper; bf16 or fp16, after autocast; H a multiple of 8) and
             otherwise the portable PyTorch path: silently on CPU, with one warning per reason on a GPU. "cute" runs
@@ -305,7 +305,7 @@ def _no_kernel_on(device: torch.device) -> str:
     if device.type != "cuda":
         return f'linear_cross_entropy: no kernel for {device.type}. backend="auto" runs the portable path.'
     try:
-        kernels.find("lce_gemm", gpu_of(device.index))
+        kernels.find("lce_rows", gpu_of(device.index))  # between GEMMs of ours, or cuBLAS's: see gemms_of
     except UnsupportedError as error:
-        return str(error).replace("lce_gemm", "linear_cross_entropy")  # what the user called
+        return str(error).replace("lce_rows", "linear_cross_entropy")  # what the user called
     return ""

@@ -24,20 +24,36 @@ from quackish.configs.lce_rows import (
     lce_bias_config,
     lce_gather_config,
 )
+from quackish.errors import UnsupportedError
+from quackish.gpu import gpu_of
+from quackish.ops.linear_cross_entropy_cublas import CublasGemms
 from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
 
 _SCALE = LceScaleConfig()
 
 
-class LceKernels(GemmLaunches):
+def gemms_of(device: torch.device) -> GemmLaunches | CublasGemms:
+    """GEMMs of ours where the table of kernels has one for the GPU, else cuBLAS's."""
+    try:
+        kernels.find("lce_gemm", gpu_of(device.index))
+    except UnsupportedError:
+        return CublasGemms(device)
+    return GemmLaunches(device)
+
+
+class LceKernels:
     """All kernels of one device; a kernel is compiled, or loaded, by its first call.
 
     Tensors are contiguous where nothing else is said, and start on 16 bytes where they have h or v columns; h is a
     multiple of 8. Nothing of this is checked here, and nothing is synchronised.
     """
 
-    def __init__(self, device: torch.device):
-        super().__init__(device)
+    def __init__(self, device: torch.device, gemms: GemmLaunches | CublasGemms | None = None):
+        gemms = gemms_of(device) if gemms is None else gemms
+        self.device, self.gpu, self.num_tiles = device, gemms.gpu, gemms.num_tiles
+        self.logits, self.redo, self.dlogits, self.dx, self.dw = (
+            gemms.logits, gemms.redo, gemms.dlogits, gemms.dx, gemms.dw,
+        )  # fmt: skip
         self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
 
     def _find(self, key: tuple, name: str, problem, config) -> Callable[..., None]:
@@ -303,7 +319,7 @@ class LceKernels(GemmLaunches):
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             kernel = self._find(key, "lce_scatter", LceScatterProblem(h, _name(dx)), LceRowsConfig())
-        kernel(acc.data_ptr(), order.data_ptr(), dx.data_ptr(), num_live, start, rows)
+        kernel(acc.data_ptr(), None, order.data_ptr(), dx.data_ptr(), num_live, start, rows)
 
     def scale(
         self,

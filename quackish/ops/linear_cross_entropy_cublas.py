@@ -1,0 +1,188 @@
+"""Linear cross entropy's GEMMs by cuBLAS, with CuTe DSL kernels behind them: for GPUs that have no GEMM of ours.
+
+The logits come as fp32 products, some columns of all rows at a time (`logit_columns`), and a kernel turns them into E
+or gradients. A chunk's rows are all multiplied: how many of them the device counts as live, the host does not know.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from quackish import kernels, launch
+from quackish.configs.lce_cublas import (
+    TILE_N,
+    LceClearProblem,
+    LceExpProblem,
+    LceRedoProblem,
+    LceWarpsConfig,
+    logit_columns,
+    product_rows,
+)
+from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
+from quackish.gpu import gpu_of
+from quackish.ops.linear_cross_entropy_chunks import _addmm, _mm
+
+_WARPS = LceWarpsConfig()
+
+
+class CublasGemms:
+    """The methods of GemmLaunches, where each argument is explained; what differs is said here.
+
+    Behind the live rows memory may hold anything, as there; these rows of E are written, zeros, and `dw` clears those
+    of xs.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.gpu = device, gpu_of(device.index)
+        self._kernels: dict[tuple, Callable[..., None]] = {}
+
+    def num_tiles(self, v: int) -> int:
+        """Twice the tiles: behind the sums are what they refer to, and after `redo` zeros."""
+        return 2 * _ceil_div(v, TILE_N)
+
+    def logits(
+        self, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, v0, e, part_sum, part_wsum, zt, top, flags
+    ) -> None:  # fmt: skip
+        """A tile with a logit far above ref has it for its own reference, so that nothing overflows; `redo` follows."""
+        rows, tiles = xc.shape[0], part_sum.shape[1] // 2
+        kernel = self._exp("softmax", e, bias, softcap, part_wsum is not None, class_weight)
+        for c0, c1, z in _products(xc, w):
+            kernel(
+                z.data_ptr(),
+                None if e is None else e[:, c0:c1].data_ptr(),
+                None if bias is None else bias[c0:c1].data_ptr(),
+                None if class_weight is None else class_weight[v0 + c0 :].data_ptr(),
+                cls.data_ptr(),
+                num_live,
+                ref.data_ptr(),
+                top.data_ptr(),
+                flags.data_ptr(),
+                part_sum.data_ptr(),
+                None if part_wsum is None else part_wsum.data_ptr(),
+                zt.data_ptr(),
+                None,
+                z.stride(0),
+                0 if e is None else e.stride(0),
+                1.0 if softcap is None else softcap,
+                v0 + c0,
+                (v0 + c0) // TILE_N,
+                tiles,
+                start,
+                rows,
+                c1 - c0,
+            )
+
+    def redo(
+        self, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, v0, e, part_sum, part_wsum, zt, top, flags
+    ) -> None:  # fmt: skip
+        """No GEMM: E and the sums of flagged rows are multiplied by what their tiles' references differ from top."""
+        kernel = self._find(("redo", e is None), "lce_redo", LceRedoProblem(e is not None), _WARPS)
+        rows, n, tiles = xc.shape[0], w.shape[0], part_sum.shape[1] // 2
+        kernel(
+            None if e is None else e.data_ptr(),
+            part_sum.data_ptr(),
+            top.data_ptr(),
+            flags.data_ptr(),
+            num_live,
+            0 if e is None else e.stride(0),
+            v0 // TILE_N,
+            tiles,
+            start,
+            rows,
+            n,
+        )
+
+    def dlogits(self, xc, w, bias, coefs, cls, num_live, start, class_weight, softcap, smoothing, v0, e) -> None:
+        if not smoothing:
+            class_weight = None
+        kernel = self._exp("dlogits", e, bias, softcap, smoothing, class_weight)
+        for c0, c1, z in _products(xc, w):
+            kernel(
+                z.data_ptr(),
+                e[:, c0:c1].data_ptr(),
+                None if bias is None else bias[c0:c1].data_ptr(),
+                None if class_weight is None else class_weight[v0 + c0 :].data_ptr(),
+                cls.data_ptr(),
+                num_live,
+                *(None,) * 6,
+                coefs.data_ptr(),
+                z.stride(0),
+                e.stride(0),
+                1.0 if softcap is None else softcap,
+                v0 + c0,
+                0,
+                0,
+                start,
+                xc.shape[0],
+                c1 - c0,
+            )
+
+    def dx(self, e, e2, v_split, w, row_scale, order, num_live, start, out, accumulate) -> None:
+        """Without order, all rows are written."""
+        if order is None:
+            return _times_w(e, e2, v_split, w, out, accumulate)
+        rows, h = e.shape[0], w.shape[1]
+        problem = LceScatterProblem(h, _name(out), row_scale=True)
+        kernel = self._find(("scatter", h, out.dtype), "lce_scatter", problem, LceRowsConfig())
+        step = min(product_rows(h), rows)
+        products = e.new_empty((step, h), dtype=torch.float32)
+        for r0 in range(0, rows, step):
+            r1 = min(r0 + step, rows)
+            acc = products[: r1 - r0]
+            _times_w(e[r0:r1], None if e2 is None else e2[r0:r1], v_split, w, acc, False)
+            scale = row_scale[r0:r1]
+            kernel(
+                acc.data_ptr(), scale.data_ptr(), order.data_ptr(), out.data_ptr(), num_live, start + r0, r1 - r0
+            )  # fmt: skip
+
+    def dw(self, e, xs, num_live, start, out, accumulate) -> None:
+        """A 16-bit out is rounded by cuBLAS, which may round on the way where it splits the sum over rows.
+
+        `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is asked, as by any GEMM of PyTorch's.
+        """
+        rows, h = xs.shape
+        kernel = self._find(("clear", h, xs.dtype), "lce_clear", LceClearProblem(h, _name(xs)), _WARPS)
+        kernel(xs.data_ptr(), num_live, start, rows)  # 0 * NaN would reach every class
+        (_addmm if accumulate else _mm)(e.t(), xs, out)
+
+    def _exp(self, kind, e, bias, softcap, smoothing, class_weight) -> Callable[..., None]:
+        out_dtype, bias_dtype = None if e is None else e.dtype, None if bias is None else bias.dtype
+        options = softcap is not None, smoothing, class_weight is not None
+        problem = LceExpProblem(kind, _name(e), _name(bias), *options)
+        return self._find((kind, out_dtype, bias_dtype, *options), "lce_exp", problem, _WARPS)
+
+    def _find(self, key: tuple, name: str, problem, config) -> Callable[..., None]:
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = launch.get(kernels.find(name, self.gpu), problem, config, self.gpu.target)
+            self._kernels[key] = kernel
+        return kernel
+
+
+def _products(xc: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """xc @ w.T in fp32, classes [c0, c1) of w at a time, in rows of whole tiles; each is overwritten by the next."""
+    rows, n = xc.shape[0], w.shape[0]
+    step = min(logit_columns(rows), _ceil_div(n, TILE_N) * TILE_N)
+    z = xc.new_empty((rows, step), dtype=torch.float32)
+    for c0 in range(0, n, step):
+        c1 = min(c0 + step, n)
+        _mm(xc, w[c0:c1].t(), z[:, : c1 - c0])
+        yield c0, c1, z
+
+
+def _times_w(e: Tensor, e2: Tensor | None, v_split: int, w: Tensor, out: Tensor, accumulate: bool) -> None:
+    """out = (or += with `accumulate`) e @ w, fp32; the columns from v_split on are e2."""
+    if e2 is None:
+        (_addmm if accumulate else _mm)(e, w, out)
+    else:
+        (_addmm if accumulate else _mm)(e, w[:v_split], out)
+        _addmm(e2, w[v_split:], out)
+
+
+def _ceil_div(n: int, d: int) -> int:
+    return -(-n // d)
+
+
+def _name(t: Tensor | None) -> str | None:
+    return None if t is None else str(t.dtype).removeprefix("torch.")
