@@ -8,13 +8,19 @@ Inputs and truth are made on the CPU, so that hardly any kernels run but quackis
 import sys
 
 import torch
+from lce_cases import make, norm_error, run, truth, unit_roundoff
 
+from quackish.ops import linear_cross_entropy_autograd as on_kernels
+from quackish.ops.linear_cross_entropy import linear_cross_entropy
+from quackish.ops.linear_cross_entropy_cublas import CublasGemms
+from quackish.ops.linear_cross_entropy_kernels import LceKernels
 from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
 from quackish.testing.configs import rms_norm_config
 from quackish.testing.errors import error
 from quackish.testing.inputs import rows, weights
 
+GPU = "cuda"
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 # name: m, n, dtypes of x, weight, bias and residual
@@ -34,8 +40,77 @@ SHAPES = {
     "no weight": (40, 768, BF16, None, None, BF16),
 }
 
+# name: m, h, v, dtype, how (schedule and chunk_size), options. Every fifth row is ignored, and one has logits in the
+# hundreds and thousands, so that its tile is done again.
+LINEAR_CROSS_ENTROPY = {
+    "lce one row, two classes": (1, 8, 2, BF16, dict(schedule="chunked"), {}),
+    "lce one chunk": (300, 64, 700, BF16, dict(schedule="chunked"), {}),
+    "lce E in the weight gradient": (130, 256, 1500, BF16, dict(schedule="chunked"), {}),
+    "lce chunks": (300, 64, 1003, BF16, dict(schedule="chunked", chunk_size=128), dict(bias=True, reduction="sum")),
+    "lce chunks with options": (
+        260, 72, 515, BF16, dict(schedule="chunked", chunk_size=128),
+        dict(bias=True, class_weight=True, softcap=30.0, z_loss=0.01),
+    ),
+    "lce stored": (300, 64, 700, BF16, dict(schedule="stored"), dict(reduction="none", bias=True, softcap=30.0)),
+    "lce stored and lse": (129, 136, 257, BF16, dict(schedule="stored"), dict(reduction="none", lse=True)),
+    "lce recompute": (300, 64, 700, BF16, dict(schedule="recompute"), dict(bias=True, reduction="none")),
+    "lce recompute in blocks": (3000, 64, 9001, BF16, dict(schedule="recompute", chunk_size=1024), {}),
+    "lce smoothing": (140, 64, 1000, BF16, dict(schedule="auto"), dict(label_smoothing=0.1, class_weight=True)),
+    "lce smoothing with options": (
+        260, 72, 515, BF16, dict(schedule="auto", chunk_size=128),
+        dict(bias=True, class_weight=True, label_smoothing=0.1, softcap=30.0, z_loss=0.01, lse=True),
+    ),
+    "lce fp16": (200, 64, 700, FP16, dict(schedule="auto"), dict(bias=True)),
+    "lce every row ignored": (140, 64, 700, BF16, dict(schedule="chunked", chunk_size=128), dict(live=False)),
+    "lce a buffer for the gradient": (140, 64, 700, BF16, dict(schedule="stored"), dict(buffer=True)),
+    "lce cublas chunks": (300, 64, 1003, BF16, dict(schedule="chunked", chunk_size=128), dict(bias=True)),
+    "lce cublas recompute": (140, 64, 1000, BF16, dict(schedule="recompute"), dict(label_smoothing=0.1)),
+}  # fmt: skip
 
-def check(name: str, **config) -> bool:
+
+def check_linear_cross_entropy(name: str) -> bool:
+    m, h, v, dtype, how, options = LINEAR_CROSS_ENTROPY[name]
+    lse, live, buffer = options.get("lse", False), options.get("live", True), options.get("buffer", False)
+    options = {k: o for k, o in options.items() if k not in ("lse", "live", "buffer")}
+
+    def made(device: str):
+        x, w, target, kw = make(m, h, v, dtype, device, **options)
+        with torch.no_grad():
+            w *= h**-0.5
+            x[m // 2] *= 300
+        if not live:
+            target[:] = -100
+        grad_lse = torch.linspace(-1, 1, m, device=device) if lse else None
+        return x, w, target, kw, grad_lse
+
+    kernels_of = on_kernels.kernels_of
+    if "cublas" in name:
+        on_kernels.kernels_of = lambda device: LceKernels(device, CublasGemms(device))
+    x, w, target, kw, grad_lse = made(GPU)
+    if buffer:
+        dw = torch.zeros(w.shape, device=GPU)
+        loss = linear_cross_entropy(x, w, target, grad_weight_out=dw, backend="cute", **kw, **how)
+        loss.backward()
+        got = [loss.detach(), x.grad, dw]
+    else:
+        loss, _, grads = run(x, w, target, kw, grad_lse=grad_lse, backend="cute", **how)
+        got = [loss, *grads]
+    on_kernels.kernels_of = kernels_of
+
+    x, w, target, kw, grad_lse = made("cpu")
+    loss, _, grads = truth(x, w, target, kw, grad_lse=grad_lse)
+    good = True
+    names = "loss", "dinput", "dlinear_weight", "dlinear_bias"
+    for what, one, other in zip(names, got, [loss, *grads], strict=False):
+        e, bound = norm_error(one.cpu(), other), 1e-4 if what == "loss" else 4 * unit_roundoff(dtype)
+        if not e <= bound:
+            good = False
+            print(f"  {what} is wrong: {e:.3g}, at most {bound:.3g}")
+    print(f"{'ok' if good else 'WRONG'}: {name} ({m} x {h} x {v})", flush=True)
+    return good
+
+
+def check_rms_norm(name: str, **config) -> bool:
     """One shape, its backward with these fields of the heuristics' config replaced."""
     m, n, x_dtype, w_dtype, b_dtype, r_dtype = SHAPES[name]
     x, dy = rows((m, n), x_dtype), rows((m, n), x_dtype, seed=1)
@@ -72,9 +147,10 @@ def main() -> int:
     results = []
     for name, (_, n, *_) in SHAPES.items():
         if wanted in name:
-            results += [check(name, combine=combine) for combine in ("slices", "turnstile")]
+            results += [check_rms_norm(name, combine=combine) for combine in ("slices", "turnstile")]
             if n <= 4096:  # a cluster that does not share a row already
-                results.append(check(name, combine="turnstile", cluster=8))
+                results.append(check_rms_norm(name, combine="turnstile", cluster=8))
+    results += [check_linear_cross_entropy(name) for name in LINEAR_CROSS_ENTROPY if wanted in name]
     torch.cuda.synchronize()
     return 0 if results and all(results) else 1
 
