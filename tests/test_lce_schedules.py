@@ -27,8 +27,10 @@ from lce_cases import (
 from quackish.configs.linear_cross_entropy import (
     COLUMN_MULTIPLE,
     E_BYTES,
+    KEPT_BYTES,
     Block,
     KernelProblem,
+    even_chunks,
     kernel_config,
     recompute_blocks,
     scratch_columns,
@@ -728,7 +730,7 @@ def test_schedule_rule():
     def schedule(m, reduction="mean", dtype="bfloat16", asked="auto", **kw):
         return kernel_config(KernelProblem(128_256, dtype, reduction, **kw), m, asked).schedule
 
-    limit = E_BYTES // (2 * 128_256)
+    limit = KEPT_BYTES // (2 * 128_256)
     assert {schedule(m, r) for m in (1, 10**6) for r in ("mean", "sum")} == {"chunked"}
     for kw in (dict(reduction="none"), dict(return_lse=True), dict(grad_weight_out=True)):
         assert [schedule(m, **kw) for m in (limit, limit + 1)] == ["stored", "recompute"]
@@ -747,7 +749,8 @@ def test_chunks_whatever_m(v):
     assert rows % 128 == 0
     assert rows * v * 2 <= E_BYTES < (rows + 128) * v * 2 or rows == 128
     assert [kernel_config(problem, 1, chunk_size=n).chunk_rows for n in (1, 128, 129)] == [128, 128, 256]
-    assert kernel_config(KernelProblem(128_256, "bfloat16", "mean"), 1).chunk_rows == 8320
+    assert kernel_config(KernelProblem(128_256, "bfloat16", "mean"), 1).chunk_rows == 16_640
+    assert [even_chunks(m, 512) for m in (1, 512, 513, 1025, 1536, 1537)] == [128, 512, 384, 384, 512, 512]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

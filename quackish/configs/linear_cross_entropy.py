@@ -65,10 +65,12 @@ def linear_cross_entropy_config(
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 
-# Bytes that E, the exponentials that both gradients start from, may take in flight, and that "auto" keeps until
-# backward: 8192 rows of a 128k vocabulary. From 4096 rows a chunk up, adding to the weight gradient's fp32 sums costs
-# under 2 % of its GEMM, and 15 % at 2048 rows (H200, bf16, H 4096, V 128256).
-E_BYTES = 1 << 31
+# Bytes that E, the exponentials that both gradients start from, may take in flight: 16,640 rows of a 128k vocabulary.
+# One chunk has its gradients from one GEMM each; more add to fp32 sums, which costs 1 to 3 % of the weight gradient's
+# GEMM from 8192 rows a chunk up, 15 % at 2048 (H200, bf16, H 4096, V 128256), and those sums' memory.
+E_BYTES = 1 << 32
+# ... and that "auto" keeps until backward.
+KEPT_BYTES = 1 << 31
 E_ITEMSIZE = 2
 # Dlogits that "recompute" holds in memory of their own: so many bytes, but MIN_BLOCK classes at least, which keeps
 # M 8192, H 4096, V 128256 at 1.299 GB, gradients included. ROOMY_BYTES where no weight gradient is allocated.
@@ -102,10 +104,11 @@ def kernel_config(
 ) -> LinearCrossEntropyConfig:
     """The kernels' schedule and the rows of a chunk. Free memory is never looked at.
 
-    - rows: as many as keep E within E_BYTES, in whole tiles of 128; M has no say. A `chunk_size` is rounded up.
+    - rows: as many as keep E within E_BYTES, in whole tiles of 128; M has no say. A `chunk_size` is rounded up. Where
+      that makes several chunks, `even_chunks` has the last word.
     - "auto" is `chunked`, unless the weight gradient is better made in backward: where rows may get gradients of their
       own (reduction "none", or an lse that is returned), or where it is added to the user's buffer, which forward may
-      not touch. Then `stored` where E of all rows stays within E_BYTES, else `recompute`.
+      not touch. Then `stored` where E of all rows stays within KEPT_BYTES, else `recompute`.
     - `chunked` with reduction "none" is `recompute`; and so is everything that has no E.
     """
     if chunk_size is None:
@@ -113,10 +116,15 @@ def kernel_config(
     if schedule == "auto":
         schedule = "chunked"
         if problem.reduction == "none" or problem.return_lse or problem.grad_weight_out:
-            schedule = "stored" if m * problem.v * E_ITEMSIZE <= E_BYTES else "recompute"
+            schedule = "stored" if m * problem.v * E_ITEMSIZE <= KEPT_BYTES else "recompute"
     if not problem.has_e or (schedule == "chunked" and problem.reduction == "none"):
         schedule = "recompute"
     return LinearCrossEntropyConfig(schedule, _round_up(chunk_size, ROW_MULTIPLE))
+
+
+def even_chunks(m: int, chunk_rows: int) -> int:
+    """As many chunks as `chunk_rows` make of m rows, all about as large: a short last one would be a slow GEMM."""
+    return _round_up(-(-m // -(-m // chunk_rows)), ROW_MULTIPLE)
 
 
 def scratch_columns(m: int, roomy: bool) -> int:

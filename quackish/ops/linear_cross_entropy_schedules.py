@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs.linear_cross_entropy import recompute_blocks, scratch_columns, shared_storage
+from quackish.configs.linear_cross_entropy import even_chunks, recompute_blocks, scratch_columns, shared_storage
 from quackish.ops import cuda
 
 _ROWS_A_FLAG = 128
@@ -108,6 +108,7 @@ def chunked(k, call: Call, chunk_rows: int, wanted: Wanted, share: bool = True) 
     """
     (m, h), v = call.x.shape, call.w.shape[0]
     single = m <= chunk_rows
+    chunk_rows = even_chunks(m, chunk_rows)
     dx = _matrix(call.x, m, h, wanted.dx) if wanted.dx else None
     dw = _matrix(call.x, v, h, wanted.dw if single else torch.float32) if wanted.dw else None
     db = _vector(call.x, v, torch.float32) if wanted.db else None
