@@ -80,9 +80,9 @@ def linear_cross_entropy(
             On kernels fp16 and label smoothing are always "recompute".
         chunk_size: rows a chunk. None: a multiple of 128 that keeps a chunk within 1.5 GiB (kernels: 4 GiB), from V and
             dtype alone. Kernels round it up to a multiple of 128.
-        backend: "auto" runs kernels where there are some (Hopper; bf16 or fp16, after autocast; H a multiple of 8) and
-            otherwise the portable PyTorch path: silently on CPU, with one warning per reason on a GPU. "cute" runs
-            kernels or raises. "reference" runs the portable path.
+        backend: "auto" runs kernels where there are some (Hopper, and Blackwell around cuBLAS's GEMMs; bf16 or fp16,
+            after autocast; H a multiple of 8) and otherwise the portable PyTorch path: silently on CPU, with one
+            warning per reason on a GPU. "cute" runs kernels or raises. "reference" runs the portable path.
 
     Returns:
         loss: fp32 (fp64 for fp64): 0-dim, or target's shape with reduction "none". With `return_lse`, also lse, in the
@@ -93,6 +93,7 @@ def linear_cross_entropy(
         M * V * 2 * M / (M + H) for a 16-bit weight, as the rest lies where its gradient comes to be.
         "stored": M * V * 2, kept. "recompute": M * H * 4, and 32 MiB or M * 5632 (256 MiB where no weight
         gradient is returned). `grad_weight_out` in fp32 is added to in a GEMM, with no buffer ("chunked" has one).
+        Around cuBLAS's GEMMs 256 MiB more, or M * 1024 where that is more.
     On the portable path: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for fp32, 8 for fp64, with softcap 4 (8) more,
     fp32 (M, H) and (V, H) sums, and M * V * 4 kept by "stored". Off CUDA 16-bit operands are multiplied as fp32, and
     linear_weight is held once more in fp32.
@@ -103,8 +104,8 @@ def linear_cross_entropy(
     at once. fp32 GEMMs follow torch's TF32 setting.
 
     Bitwise: the loss is the same with and without grad and by every schedule, and so are the gradients of two backwards
-    over one graph; on the portable path as far as the library's GEMM repeats itself. A row's loss does not depend on
-    the other rows, nor on how many there are; on the portable path its logits do where the GEMM picks its kernel by the
+    over one graph; on the portable path and with cuBLAS as far as the library's GEMM repeats itself. A row's loss does
+    not depend on the other rows, nor on how many there are; there its logits do where the GEMM picks its kernel by the
     chunk's rows, which with `chunk_size` None are the same for every M but in the last chunk. (Their sum is torch's.)
 
     Edges: where every target is ignored (or M is 0) "mean" is 0 and all gradients are 0. NaN or Inf in an ignored row
