@@ -69,8 +69,8 @@ def exp(p):
             i = ((target >= 0) & (target < n)).nonzero()[:, 0]
             zt[i] = a[i, target[i, 0]]
         else:
-            lse, ca, cb, cs = memory(coefs, FP32, (rows, 4))[:live].T[:, :, None]
-            value = ca * torch.exp(a - lse)
+            ref, scale, cb, cs = memory(coefs, FP32, (rows, 4))[:live].T[:, :, None]
+            value = scale * torch.exp(a - ref)
             if p.smoothing:
                 value = value - cs * weight
             out[:live] = value - torch.where(target == torch.arange(n), cb, 0.0)

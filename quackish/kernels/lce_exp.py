@@ -4,7 +4,7 @@ a = softcap * tanh((z + bias) / softcap), or z + bias, d = 1 - (a / softcap)^2, 
 - "softmax": E = exp(a - ref) * d, a tile's sum (of TILE_N classes) of exp(a - ref), and that of class weight * a;
   a at the target. A tile with a logit more than HEADROOM above ref[i] takes its highest one for ref instead, raises
   top[i] to that and flags the row's 128 rows. What each tile took is written behind the sums, for LceRedo.
-- "dlogits": (ca * exp(a - lse) - cs * class weight - [target] * cb) * d, with lse, ca, cb, cs from coefs[i].
+- "dlogits": (ca / sum * exp(a - ref) - cs * class weight - [target] * cb) * d; coefs[i] holds ref, ca / sum, cb, cs.
 In rows that are not live E is 0: a GEMM without an eye for them runs over it next.
 
 A warp has a tile of a row, so its sums depend on nothing else; a lane has eight neighbouring classes.
@@ -202,10 +202,10 @@ class LceExp:
     def dlogits(self, rA, rOut, class_weight, target: Int32, coefs: cute.Pointer, i: Int32, col: Int32, n: Int32):
         rC = cute.make_rmem_tensor((4,), Float32)
         rC.store(vector_at(coefs, Int64(i) * 4, 4).load())
-        lse, ca, cb, cs = rC[0], rC[1], rC[2], rC[3]
+        ref, scale, cb, cs = rC[0], rC[1], rC[2], rC[3]
         for k in cutlass.range_constexpr(_VEC):
             if col + k < n:
-                value = ca * cute.math.exp2((rA[k] - lse) * LOG2_E, fastmath=True)
+                value = scale * cute.math.exp2((rA[k] - ref) * LOG2_E, fastmath=True)
                 if const_expr(self.problem.smoothing):
                     w = Float32(1.0)
                     if const_expr(class_weight is not None):
