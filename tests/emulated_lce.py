@@ -164,10 +164,10 @@ class EmulatedKernels:
 
     @launcher
     def rows(
-        self, stats, grads, *, cls, order, num_live, start, v, top, lse, row_sum, part_sum=None, part_wsum=None,
-        loss=None, zt=None, class_weight=None, total_weight=None, softcap=None, z_loss=0.0, label_smoothing=0.0,
-        inv_divisor=None, grad_loss=None, grad_lse=None, e=None, e2=None, v_split=0, xc=None, xs=None, row_scale=None,
-        coefs=None,
+        self, stats, grads, *, cls, order, num_live, start, v, top, lse, row_sum, inv_divisor, part_sum=None,
+        part_wsum=None, loss=None, zt=None, class_weight=None, total_weight=None, softcap=None, z_loss=0.0,
+        label_smoothing=0.0, grad_loss=None, grad_lse=None, e=None, e2=None, v_split=0, xc=None, xs=None,
+        row_scale=None, coefs=None,
     ):  # fmt: skip
         loss, lse, row_sum, e, e2, xs, row_scale, coefs = map(
             writable, (loss, lse, row_sum, e, e2, xs, row_scale, coefs)
@@ -186,7 +186,7 @@ class EmulatedKernels:
             row_loss = torch.where((weight == 0) & ~nll.isnan(), 0.0, weight * nll)
             if label_smoothing:
                 row_loss = row_loss + spread * (total * row_lse - part_wsum[:live].sum(1))
-            loss[r], lse[r] = row_loss + z_loss * row_lse.square(), row_lse
+            loss[r], lse[r] = inv_divisor * (row_loss + z_loss * row_lse.square()), row_lse
         if grads == "none":
             return
         row_lse = lse[r]
@@ -276,7 +276,7 @@ class EmulatedKernels:
 
     @launcher
     def scale(self, out, factor):
-        assert factor.dim() == 0
+        assert factor.shape == (1,)
         assert factor.dtype == torch.float32
         if factor != 1:
             writable(out).copy_(out.float() * factor)

@@ -16,6 +16,7 @@ from quackish.ops import linear_cross_entropy_autograd as on_kernels
 from quackish.ops import linear_cross_entropy_cublas as cublas
 from quackish.ops import linear_cross_entropy_gemms as gemms
 from quackish.ops import linear_cross_entropy_kernels as launches
+from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 
@@ -57,6 +58,7 @@ def launched(request, monkeypatch):
         monkeypatch.setattr(cublas, name, lambda a, b, out: None)
     monkeypatch.setattr(public, "no_kernel_on", lambda device: "")
     monkeypatch.setattr(public, "_plans", {})
+    monkeypatch.setattr(schedules, "SHARED_FROM", 0)  # E in two blocks
     k = LceKernels(torch.device("cpu"))
     monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
     return count

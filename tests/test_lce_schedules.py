@@ -137,7 +137,8 @@ def test_every_option(name, reduction, dtype):
 
 @pytest.mark.parametrize("name", ["plain", "bias", "all"])
 @pytest.mark.parametrize("m, h, v, columns", [(40, 64, 1000, 512), (40, 64, 256, None), (40, 128, 513, 256)])
-def test_e_in_the_storage_of_the_weight_gradient(m, h, v, columns, name, kernels):
+def test_e_in_the_storage_of_the_weight_gradient(m, h, v, columns, name, kernels, monkeypatch):
+    monkeypatch.setattr(schedules, "SHARED_FROM", 0)
     x, w, target, kw = case(m, h, v, **OPTIONS[name])
     plan = shared_storage(m, v, h, 2)
     assert (plan.columns if plan else None) == columns
@@ -302,7 +303,8 @@ def test_hard_rows(reduction, schedule, softcap, dtype):
     check(x, w, target, dict(reduction=reduction, softcap=softcap), schedule=schedule)
 
 
-def test_e_in_two_buffers_is_done_again_in_both(kernels):
+def test_e_in_two_buffers_is_done_again_in_both(kernels, monkeypatch):
+    monkeypatch.setattr(schedules, "SHARED_FROM", 0)
     x, w, target = hard_rows(torch.bfloat16)
     x, target = x[:16].detach().requires_grad_(), target[:16]  # few rows: E lies in the weight gradient as well
     check(x, w, target, dict(reduction="sum"), schedule="chunked")

@@ -198,6 +198,12 @@ class SharedStorage:
     offset: int
 
 
+# E of a chunk of all rows lies partly in the weight gradient's storage where it has more bytes than this: below, three
+# launches less are worth more than the memory.
+SHARED_FROM = 1 << 26
+
+
+@functools.lru_cache(maxsize=1024)
 def shared_storage(rows: int, v: int, h: int, itemsize: int) -> SharedStorage | None:
     """How much of E (rows, v) fits into the weight gradient's (v, h) storage; None where not one tile of columns does.
 

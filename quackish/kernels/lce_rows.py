@@ -4,7 +4,7 @@ For chunk row i, r = order[start + i], with a_t = zt[i], ref = decode(top[i]), w
 NaN where the target is no class), s the label smoothing, W the sum of all class weights (V without):
 - stats: sum = row_sum[i] = sum of part_sum[i, :], a tile after the other, 32 apart, then over the lanes;
   lse[r] = ref + ln(sum);
-  loss[r] = (1 - s) * w_t * (lse - a_t) + s / V * (W * lse - sum of part_wsum[i, :]) + z_loss * lse^2.
+  loss[r] = inv_divisor * ((1 - s) * w_t * (lse - a_t) + s / V * (W * lse - sum of part_wsum[i, :]) + z_loss * lse^2).
 - gradients: g = grad_loss * inv_divisor, ca = g * ((1 - s) * w_t + s / V * W + 2 * z_loss * lse) + grad_lse,
   cb = g * (1 - s) * w_t.
   "coefs": coefs[i] = (ref, ca / sum, cb, cs = g * s / V): ca * exp(a - lse) without lse's rounding.
@@ -70,7 +70,7 @@ class LceRows:
             fp32(True),
             fp32(True),
             fp32(grads and p.grad_loss != "one"),
-            fp32(grads),
+            fp32(True),
             fp32(grads and p.grad_lse),
             fake_pointer(e, aligned=False),
             fake_pointer(e if p.e_split else None, aligned=False),
@@ -107,7 +107,7 @@ class LceRows:
         lse: cute.Pointer,  # (m,) written with stats, else read
         row_sum: cute.Pointer,  # (rows,) as lse
         grad_loss: Optional[cute.Pointer],  # 0-dim or (m,)
-        inv_divisor: Optional[cute.Pointer],  # (1,)
+        inv_divisor: cute.Pointer,  # (1,)
         grad_lse: Optional[cute.Pointer],  # (m,)
         e: Optional[cute.Pointer],  # (rows, v_split) columns
         e2: Optional[cute.Pointer],  # those from v_split on
@@ -214,7 +214,7 @@ class LceRows:
                 row_loss += spread * (total_of_weights * row_lse - weighted)
             row_loss += z_loss * row_lse * row_lse
             if lane == 0:
-                store_at(loss, r, row_loss)
+                store_at(loss, r, row_loss * load_at(inv_divisor, 0))
                 store_at(lse, r, row_lse)
                 store_at(row_sum, i, total)
         else:

@@ -61,7 +61,8 @@ class Plan(NamedTuple):
             x = x.contiguous()
         if w.dtype != dtype:
             w = w.to(dtype)
-        w = w.contiguous()
+        if not w.is_contiguous():
+            w = w.contiguous()
         if w.data_ptr() % 16:
             w = w.clone()
         if bias is not None:
@@ -76,7 +77,7 @@ class Plan(NamedTuple):
         return Call(
             x,
             w,
-            target.reshape(-1).contiguous(),
+            target if target.dim() == 1 and target.is_contiguous() else target.reshape(-1).contiguous(),
             bias,
             class_weight,
             total_weight,
@@ -90,10 +91,10 @@ class Plan(NamedTuple):
 
     def wanted(self, inputs: Inputs, needs: tuple[bool, bool, bool], dw_out: Tensor | None) -> Wanted:
         """Gradients are made in their own dtypes where a GEMM can, else in fp32."""
-        made = (self.compute_dtype, torch.float32)
-        dx, dw = (t.dtype if t.dtype in made else torch.float32 for t in inputs[:2])
-        if dw_out is not None and dw_out.dtype in made:
-            dw = dw_out.dtype
+        x, w, fp32 = inputs.input.dtype, inputs.linear_weight.dtype, torch.float32
+        if dw_out is not None and dw_out.dtype in (self.compute_dtype, fp32):
+            w = dw_out.dtype
+        dx, dw = x if x == self.compute_dtype else fp32, w if w == self.compute_dtype else fp32
         return Wanted(dx if needs[0] else None, dw if needs[1] else None, needs[2])
 
     def forward(self, k, call: Call, wanted: Wanted) -> Forward:
@@ -106,8 +107,7 @@ class Plan(NamedTuple):
     def loss(self, out: Forward, target: Tensor) -> Tensor:
         if self.reduction == "none":
             return out.loss.view(target.shape)
-        loss = out.loss.sum()
-        return loss if self.reduction == "sum" else loss.mul_(out.rows.inv_divisor.view(()))
+        return out.loss.sum()
 
     def incoming(self, grad_loss: Tensor | None, grad_lse: Tensor | None) -> Incoming:
         """At least one of them is there."""
@@ -132,6 +132,7 @@ class Plan(NamedTuple):
 
 def scaled(k, grads: Grads, factor: Tensor, dw_out: Tensor | None) -> Grads:
     """In place: `chunked`'s gradients, made for a factor of 1."""
+    factor = factor.view(1)
     for grad in grads:
         if grad is not None:
             k.scale(grad, factor)
@@ -220,12 +221,13 @@ def _is_batched(grad: Tensor | None) -> bool:
 
 
 def _dtypes(inputs: Inputs) -> tuple[torch.dtype | None, ...]:
-    return tuple(None if t is None else t.dtype for t in inputs[:3])
+    bias = inputs.linear_bias
+    return inputs.input.dtype, inputs.linear_weight.dtype, None if bias is None else bias.dtype
 
 
 def _as_inputs(grads: Grads, dtypes: tuple, shape: torch.Size) -> tuple[Tensor | None, ...]:
     """In the inputs' dtypes and shapes, which most of them have already."""
-    dx, dw, db = (g if g is None or g.dtype == dtype else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True))
+    dx, dw, db = [g if g is None or g.dtype == dtype else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
     return dx if dx is None or dx.shape == shape else dx.view(shape), dw, db
 
 
@@ -296,7 +298,7 @@ def _bwd_impl(grad_loss, grad_lse, lse, *args):
 
 def _scaled_impl(grad, factor):
     grad = grad.clone()
-    kernels_of(grad.device).scale(grad, factor)
+    kernels_of(grad.device).scale(grad, factor.view(1))
     return grad
 
 

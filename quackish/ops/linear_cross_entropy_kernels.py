@@ -175,6 +175,7 @@ class LceKernels:
         top: Tensor,  # (rows,) int32
         lse: Tensor,  # (m,) fp32: written with stats, else read
         row_sum: Tensor,  # (rows,) fp32: as lse
+        inv_divisor: Tensor,  # (1,) fp32
         # stats, with part_sum
         part_sum: Tensor | None = None,  # (rows, tiles) fp32
         part_wsum: Tensor | None = None,  # (rows, tiles) fp32, with label_smoothing: sums of class weight * a
@@ -187,7 +188,6 @@ class LceKernels:
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
         # "scale" and "coefs"
-        inv_divisor: Tensor | None = None,  # (1,) fp32
         grad_loss: Tensor | None = None,  # fp32, 0-dim or (m,) of any stride; None is 1
         grad_lse: Tensor | None = None,  # (m,) fp32 of any stride; None is 0
         # "scale"
@@ -200,9 +200,9 @@ class LceKernels:
         # "coefs"
         coefs: Tensor | None = None,  # (rows, 4) fp32
     ) -> None:
-        """stats: loss[r], lse[r], row_sum[i]. "coefs": (ref, ca / row_sum, cb, cs) of each row, ref from top; dlogits
-        is (ca / row_sum * exp(a - ref) - cs * class weight - onehot * cb) * d. "scale": E at the target so that dlogits
-        is row_scale * E; row_scale; xs = xc * row_scale. Other arguments than these need may be given: not used.
+        """stats: loss[r], times inv_divisor; lse[r], row_sum[i]. "coefs": (ref, ca / row_sum, cb, cs) of each row, with
+        ref from top; dlogits is (ca / row_sum * exp(a - ref) - cs * class weight - onehot * cb) * d. "scale": E at the
+        target so that dlogits is row_scale * E; row_scale; xs = xc * row_scale. What else is given is not used.
 
         Ignored rows up to the end of the GEMM tile: row_scale and xs 0; coefs (2e38, 0, 0, 0), so exp(a - ref) is 0.
         """
@@ -219,7 +219,7 @@ class LceKernels:
         if not smoothing or class_weight is None:
             total_weight = None
         if grads == "none":
-            inv_divisor = grad_loss = grad_lse = None
+            grad_loss = grad_lse = None
         if grads != "coefs":
             coefs = None
         if scale:
@@ -266,7 +266,7 @@ class LceKernels:
             lse.data_ptr(),
             row_sum.data_ptr(),
             _at(grad_loss),
-            _at(inv_divisor),
+            inv_divisor.data_ptr(),
             _at(grad_lse),
             _at(e),
             _at(e2),
@@ -324,7 +324,7 @@ class LceKernels:
     def scale(
         self,
         out: Tensor,  # bf16, fp16 or fp32, any shape
-        factor: Tensor,  # 0-dim fp32
+        factor: Tensor,  # (1,) fp32
     ) -> None:
         """out *= factor, in place; leaves at once where the factor is 1."""
         n = out.numel()
@@ -334,7 +334,7 @@ class LceKernels:
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             kernel = self._find(key, "lce_scale", LceScaleProblem(_name(out)), _SCALE)
-        kernel(out.data_ptr(), factor.view(1), n, _SCALE.num_ctas(n * out.itemsize, self.gpu.sm_count))
+        kernel(out.data_ptr(), factor, n, _SCALE.num_ctas(n * out.itemsize, self.gpu.sm_count))
 
 
 def _at(t: Tensor | None) -> int | None:

@@ -14,7 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs.linear_cross_entropy import even_chunks, recompute_blocks, scratch_columns, shared_storage
+from quackish.configs.linear_cross_entropy import (
+    E_ITEMSIZE,
+    SHARED_FROM,
+    even_chunks,
+    recompute_blocks,
+    scratch_columns,
+    shared_storage,
+)
 from quackish.ops import cuda
 
 _ROWS_A_FLAG = 128
@@ -77,12 +84,12 @@ class Rows(NamedTuple):
 
     @classmethod
     def make(cls, m: int, vector: Callable[[int, torch.dtype], Tensor]) -> "Rows":
-        ints, floats = (vector(n, torch.int32) for n in (1, m, m, m)), (vector(n, torch.float32) for n in (m, m, 1))
-        return cls(*ints, *floats)
+        i, f = torch.int32, torch.float32
+        return cls(vector(1, i), vector(m, i), vector(m, i), vector(m, i), vector(m, f), vector(m, f), vector(1, f))
 
 
 class Forward(NamedTuple):
-    loss: Tensor  # (m,) fp32
+    loss: Tensor  # (m,) fp32, divided for `mean`: the loss is their sum
     lse: Tensor  # (m,) fp32
     rows: Rows
     grads: Grads = Grads()
@@ -176,10 +183,9 @@ def recompute_backward(
     coefs = _coefficients(k, call, kept, incoming, xc)
     blocks = recompute_blocks(m, v, h, None if dw is None else dw.itemsize, scratch_columns(m, dw is None))
     scratch = _padded(call.x, m, max(v1 - v0 for v0, v1, offset in blocks if offset is None), dtype)
-    tail = None if dw is None else dw.view(-1).view(dtype)
     for v0, v1, offset in blocks:
         n = v1 - v0
-        e = scratch[:, :n] if offset is None else tail.as_strided((m, n), (n, 1), offset // 2)
+        e = scratch[:, :n] if offset is None else _inside(dw, offset, m, n, dtype)
         w = call.w[v0:v1]
         bias = None if call.bias is None else call.bias[v0:v1]
         k.dlogits(
@@ -224,9 +230,8 @@ class _Chunk:
         self.k, self.call, self.out, self.start = k, call, out, start
         self.rows = rows = min(chunk_rows, m - start)
         part = slice(start, start + rows)
-        self.cls, self.top, self.zt, self.row_sum = (
-            t if rows == m else t[part] for t in (out.rows.cls, out.rows.top, out.rows.zt, out.rows.row_sum)
-        )
+        _, _, *of_rows, _ = out.rows
+        self.cls, self.top, self.zt, self.row_sum = of_rows if rows == m else [t[part] for t in of_rows]
         x, tiles = call.x, k.num_tiles(v)
         self.flags = _vector(x, _num_flags(rows), torch.int32)
         self.ref = _vector(x, rows, torch.float32)
@@ -263,19 +268,20 @@ class _Chunk:
 
     def _logits(self, e: "_E") -> None:
         # every block before the first redo: any of them may raise a row's `top`, which all of them then use
+        args = [self._logits_args(block) for block in e.blocks]
         for launch in (self.k.logits, self.k.redo):
-            for block in e.blocks:
-                self._launch_logits(launch, block)
+            for these in args:
+                launch(*these)
 
-    def _launch_logits(self, launch, block: "_Block") -> None:
-        call, v0, v1 = self.call, block.v0, block.v1
+    def _logits_args(self, block: "_Block") -> tuple:
+        call, (e, v0, v1) = self.call, block
         w, bias = call.w, call.bias
         if v1 - v0 != w.shape[0]:
             w, bias = w[v0:v1], None if bias is None else bias[v0:v1]
-        launch(
+        return (
             self.xc, w, bias, call.class_weight if call.label_smoothing else None, self.ref, self.cls,
-            self.out.rows.num_live, self.start, call.softcap, v0, block.e, self.part_sum, self.part_wsum, self.zt,
-            self.top, self.flags,
+            self.out.rows.num_live, self.start, call.softcap, v0, e, self.part_sum, self.part_wsum, self.zt, self.top,
+            self.flags,
         )  # fmt: skip
 
 
@@ -351,13 +357,12 @@ class _E:
 
     @classmethod
     def beside(cls, dw: Tensor, rows: int) -> "_E | None":
-        """The first columns at the end of dw's storage, where they fit; see `shared_storage`."""
+        """The first columns at the end of dw's storage, where they fit and E is large; see `shared_storage`."""
         v, h = dw.shape
-        plan = shared_storage(rows, v, h, dw.itemsize)
+        plan = shared_storage(rows, v, h, dw.itemsize) if rows * v * E_ITEMSIZE > SHARED_FROM else None
         if plan is None:
             return None
-        first = dw.view(-1).view(torch.bfloat16)
-        first = first.as_strided((rows, plan.columns), (plan.columns, 1), plan.offset // 2)
+        first = _inside(dw, plan.offset, rows, plan.columns, torch.bfloat16)
         rest = v - plan.columns
         second = _padded(dw, rows, rest, torch.bfloat16)
         return cls([_Block(first, 0, plan.columns), _Block(second, plan.columns, v)])
@@ -395,22 +400,28 @@ def _add_dw(k, e: Tensor, xs: Tensor, rows: Rows, out: Tensor) -> None:
 # Allocation ----------------------------------------------------------------------------------------------------------
 
 
-def _empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if like.is_cuda:
-        return cuda.empty(shape, strides, dtype)  # on the current device, which is like's
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype)
 
 
+# CUDA memory is on the current device, which is like's.
 def _vector(like: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    return _empty(like, (n,), (1,), dtype)
+    return (cuda.empty if like.is_cuda else _empty)((n,), (1,), dtype)
 
 
 def _matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return _empty(like, (rows, columns), (columns, 1), dtype)
+    return (cuda.empty if like.is_cuda else _empty)((rows, columns), (columns, 1), dtype)
 
 
 def _padded(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return _empty(like, (rows, columns), padded_strides(columns), dtype)
+    return (cuda.empty if like.is_cuda else _empty)((rows, columns), padded_strides(columns), dtype)
+
+
+def _inside(of: Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A matrix `offset` bytes into the storage that `of`, contiguous, has for itself."""
+    if of.dtype != dtype:
+        of = of.view(-1).view(dtype)
+    return of.as_strided((rows, columns), (columns, 1), offset // dtype.itemsize)
 
 
 def padded_strides(columns: int) -> tuple[int, int]:
