@@ -295,10 +295,13 @@ def _why_portable(device: torch.device, compute_dtype: torch.dtype, h: int) -> s
     return f'linear_cross_entropy: no kernel for {reason}. backend="auto" runs the portable path.' if reason else ""
 
 
-@torch.compiler.assume_constant_result
 def no_kernel_on(device: torch.device) -> str:
     """Why no kernel runs on `device`; "" where they do."""
     return _no_kernel_on(device)  # torch.compile warns of caches that it sees
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler first, Triton included.
+no_kernel_on._dynamo_marked_constant = True
 
 
 @functools.cache
