@@ -208,17 +208,21 @@ class GemmSm90:
                 loaded.producer_tail(state)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
-            thread = tid - 128
+            thread = tid % 128
             overwrite, add = tiled_mmas
             mma = add.get_slice(cute.make_layout(c.num_wgs, stride=128)(wg - 1))
             rA = add.make_fragment_A(mma.partition_A(sA))
             rB = add.make_fragment_B(mma.partition_B(sB))
             acc = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, tile_n)), Float32)
+            kept = self.epilogue.begin()
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
             released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
             for t in cutlass.range(cluster, total, num_clusters, unroll=1):
                 tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
                 if self.wanted(epilogue_args, tm):
+                    row0 = (tm * c.cluster_m + cta_m) * tile_m + (wg - 1) * 64
+                    col0 = (tn * c.cluster_n + cta_n) * tile_n
+                    self.epilogue.prepare(kept, epilogue_args, row0, col0, m, live, start, thread)
                     loaded.consumer_wait(read)
                     self.multiply(overwrite, add, acc, rA, rB, read.index)
                     read.advance()
@@ -235,12 +239,8 @@ class GemmSm90:
                     if const_expr(p.live == "k"):
                         if live == 0:
                             acc.fill(0.0)
-                    row0 = (tm * c.cluster_m + cta_m) * tile_m + (wg - 1) * 64
-                    col0 = (tn * c.cluster_n + cta_n) * tile_n
-                    self.epilogue(
-                        acc, epilogue_args, d_atom, d, staging, row0, col0, m, n, live, start, ldd, wg, thread % 128
-                    )
-            self.epilogue.finish(thread % 128)
+                    self.epilogue(acc, kept, epilogue_args, d_atom, d, staging, row0, col0, m, n, ldd, wg, thread)
+            self.epilogue.finish(thread)
 
     @cute.jit
     def wanted(self, epilogue_args, tm):

@@ -1,5 +1,7 @@
-"""What becomes of a GEMM's fp32 accumulator: one class an epilogue, called by each consumer warp group for its 64 rows.
+"""What becomes of a GEMM's fp32 accumulator: one class an epilogue, for the 64 rows of a consumer warp group.
 
+`prepare` starts the loads that a tile's rows need, before its products; the call is the epilogue itself. The tile's
+output could also be kept and stored under the next tile's first products: that gained nothing, at any shape.
 Those on logits are in `logits_epilogues.py`.
 """
 
@@ -28,8 +30,14 @@ class Store:
     def fake_args(self):
         return None
 
+    def begin(self):
+        return None
+
+    def prepare(self, kept, args, row0, col0, m, live, start, thread):
+        pass
+
     @cute.jit
-    def __call__(self, acc, args, d_atom, d, staging, row0, col0, m, n, live, start, ldd, wg: Int32, thread: Int32):
+    def __call__(self, acc, kept, args, d_atom, d, staging, row0, col0, m, n, ldd, wg: Int32, thread: Int32):
         for j in cutlass.range_constexpr(self.output.num_pieces):
             self.output(acc, j, d_atom, staging, row0, col0, wg, thread)
 
@@ -46,12 +54,12 @@ class Rows:
     def fake_args(self):
         return fake_pointer("float32", False), fake_pointer("int32", False)
 
+    def begin(self):
+        return cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Int32)
+
     @cute.jit
-    def __call__(
-        self, acc, args, d_atom, d, staging, row0: Int32, col0: Int32, m, n, live, start, ldd, wg: Int32, thread: Int32
-    ):
-        scale, order = args
-        factors, rows = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Int32)
+    def prepare(self, kept, args, row0: Int32, col0, m, live, start, thread: Int32):
+        (scale, order), (factors, rows) = args, kept
         for r in cutlass.range_constexpr(2):
             factors[r] = (scale + cutlass.min(row0 + thread_rows(thread) + 8 * r, m - 1)).load()
         for k in cutlass.range_constexpr(4):
@@ -59,6 +67,10 @@ class Rows:
             rows[k] = Int32(-1)
             if i < live:
                 rows[k] = (order + (start + i)).load()
+
+    @cute.jit
+    def __call__(self, acc, kept, args, d_atom, d, staging, row0, col0: Int32, m, n, ldd, wg: Int32, thread: Int32):
+        factors, rows = kept
         for v in cutlass.range_constexpr(cute.size(acc)):
             acc[v] = acc[v] * factors[row_of(v)]
         self.output(acc, d, staging, rows, col0, n, ldd, wg, thread)
