@@ -193,7 +193,7 @@ class GemmSm90:
                 for t in cutlass.range(cluster, total, num_clusters, unroll=1):
                     tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
                     row, col = tm * c.cluster_m + cta_m, tn * c.cluster_n + cta_n
-                    if self.wanted(epilogue_args, tm):
+                    if self.wanted(epilogue_args, tm, m):
                         for kt in cutlass.range(k_tiles, unroll=1):
                             loaded.producer_acquire(state)
                             bar = loaded.producer_get_barrier(state)
@@ -219,7 +219,7 @@ class GemmSm90:
             released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
             for t in cutlass.range(cluster, total, num_clusters, unroll=1):
                 tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
-                if self.wanted(epilogue_args, tm):
+                if self.wanted(epilogue_args, tm, m):
                     row0 = (tm * c.cluster_m + cta_m) * tile_m + (wg - 1) * 64
                     col0 = (tn * c.cluster_n + cta_n) * tile_n
                     self.epilogue.prepare(kept, epilogue_args, row0, col0, m, live, start, thread)
@@ -243,10 +243,10 @@ class GemmSm90:
             self.epilogue.finish(thread)
 
     @cute.jit
-    def wanted(self, epilogue_args, tm):
+    def wanted(self, epilogue_args, tm, m):
         wanted = True
         if const_expr(self.problem.redo):
-            wanted = self.epilogue.is_flagged(epilogue_args, tm)
+            wanted = self.epilogue.is_flagged(epilogue_args, tm, m)
         return wanted
 
     def multiply(self, first, others, acc, rA, rB, stage):

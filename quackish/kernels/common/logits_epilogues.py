@@ -116,12 +116,12 @@ class Softmax(Logits):
         return total
 
     @cute.jit
-    def is_flagged(self, args, tm: Int32):
+    def is_flagged(self, args, tm: Int32, m: Int32):
         per_cluster = const_expr(self.config.tile_m * self.config.cluster_m // 128)
-        flags = args[5] + (1 + tm * per_cluster)
+        flags, last = args[5], cute.ceil_div(m, 128)
         flagged = Int32(0)
         for i in cutlass.range_constexpr(per_cluster):
-            flagged = flagged | (flags + i).load()
+            flagged = flagged | (flags + cutlass.min(1 + tm * per_cluster + i, last)).load()
         return flagged != 0
 
     @cute.jit
