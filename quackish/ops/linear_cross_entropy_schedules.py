@@ -414,6 +414,8 @@ def _matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor
 
 
 def _padded(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    if columns % 8:  # the last row's padding is memory too: it is read, 16 bytes at a time, not used
+        return _padded(like, rows, -(-columns // 8) * 8, dtype)[:, :columns]
     return (cuda.empty if like.is_cuda else _empty)((rows, columns), padded_strides(columns), dtype)
 
 
