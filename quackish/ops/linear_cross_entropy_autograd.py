@@ -290,7 +290,7 @@ def _bwd_impl(grad_loss, grad_lse, lse, *args):
     wanted = plan.wanted(inputs, needs, grad_weight_out)
     call = plan.call(inputs)
     if e is not None and e.stride() != schedules.padded_strides(e.shape[1]):  # compiled code laid it out anew
-        e = e.new_empty_strided(e.shape, schedules.padded_strides(e.shape[1])).copy_(e)
+        e = schedules.padded(e, *e.shape, e.dtype).copy_(e)
     kept = Forward(None, lse.view(-1), rows, Grads(), xc, e)
     incoming = plan.incoming(grad_loss, grad_lse)
     return tuple(plan.backward(kernels_of(inputs.input.device), call, kept, incoming, wanted, None))

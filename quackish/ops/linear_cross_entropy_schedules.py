@@ -182,7 +182,7 @@ def recompute_backward(
         xc = dx.view(-1).view(dtype)[: m * h].view(m, h)
     coefs = _coefficients(k, call, kept, incoming, xc)
     blocks = recompute_blocks(m, v, h, None if dw is None else dw.itemsize, scratch_columns(m, dw is None))
-    scratch = _padded(call.x, m, max(v1 - v0 for v0, v1, offset in blocks if offset is None), dtype)
+    scratch = padded(call.x, m, max(v1 - v0 for v0, v1, offset in blocks if offset is None), dtype)
     for v0, v1, offset in blocks:
         n = v1 - v0
         e = scratch[:, :n] if offset is None else _inside(dw, offset, m, n, dtype)
@@ -353,7 +353,7 @@ class _E:
     @classmethod
     def alone(cls, w: Tensor, rows: int) -> "_E":
         v = w.shape[0]
-        return cls([_Block(_padded(w, rows, v, w.dtype), 0, v)])
+        return cls([_Block(padded(w, rows, v, w.dtype), 0, v)])
 
     @classmethod
     def beside(cls, dw: Tensor, rows: int) -> "_E | None":
@@ -364,7 +364,7 @@ class _E:
             return None
         first = _inside(dw, plan.offset, rows, plan.columns, torch.bfloat16)
         rest = v - plan.columns
-        second = _padded(dw, rows, rest, torch.bfloat16)
+        second = padded(dw, rows, rest, torch.bfloat16)
         return cls([_Block(first, 0, plan.columns), _Block(second, plan.columns, v)])
 
     def dx(self, k, w: Tensor, row_scale: Tensor, rows: Rows, start: int, dx: Tensor) -> None:
@@ -413,9 +413,9 @@ def _matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor
     return (cuda.empty if like.is_cuda else _empty)((rows, columns), (columns, 1), dtype)
 
 
-def _padded(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def padded(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     if columns % 8:  # the last row's padding is memory too: it is read, 16 bytes at a time, not used
-        return _padded(like, rows, -(-columns // 8) * 8, dtype)[:, :columns]
+        return padded(like, rows, -(-columns // 8) * 8, dtype)[:, :columns]
     return (cuda.empty if like.is_cuda else _empty)((rows, columns), padded_strides(columns), dtype)
 
 
