@@ -19,6 +19,10 @@ def memory(address, dtype, shape, strides=None):
     return torch.frombuffer(bytes_there, dtype=dtype).as_strided(shape, strides)
 
 
+def _weighted(a, weight):
+    return torch.where((weight == 0) & (a == -torch.inf), 0.0, a * weight)
+
+
 def encode(x):
     bits = x.contiguous().view(torch.int32)
     return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
@@ -60,7 +64,7 @@ def exp(p):
                 part_sum[:live, tile] = out[:live, c : c + TILE_N].sum(1)
                 part_sum[:live, tiles + tile] = shift
                 if part_wsum is not None:
-                    part_wsum[:live, tile] = (part * weight[c : c + TILE_N]).sum(1)
+                    part_wsum[:live, tile] = _weighted(part, weight[c : c + TILE_N]).sum(1)
                     part_wsum[:live, tiles + tile] = 0
                 i = above.nonzero()[:, 0]
                 top[i] = torch.maximum(top[i], encode(highest[i]))

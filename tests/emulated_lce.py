@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-HUGE = 3e38
+HUGE = 2e38
 HEADROOM = 60.0
 ROW_TILE = 128
 SMALLEST_RATIO = 2.0**-20
@@ -150,7 +150,8 @@ class EmulatedKernels:
             if part_wsum is not None:
                 part = a[:, c : c + self.tile_n]
                 if class_weight is not None:
-                    part = part * class_weight[v0 + c : v0 + c + part.shape[1]]
+                    w = class_weight[v0 + c : v0 + c + part.shape[1]]
+                    part = torch.where((w == 0) & (part == -torch.inf), 0.0, part * w)
                 part_wsum[i, tile] = part.sum(1)
         mine = (cls[i] >= v0) & (cls[i] < v0 + n)
         zt[i[mine]] = a[mine].gather(1, (cls[i][mine].long() - v0)[:, None])[:, 0]

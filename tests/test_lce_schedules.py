@@ -5,6 +5,7 @@ has written holds NaN.
 """
 
 import collections
+import functools
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ from quackish.ops import linear_cross_entropy as public
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
 from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
+from quackish.testing.errors import same_bits
 
 DTYPES = [torch.bfloat16, torch.float16]
 FP32 = torch.float32
@@ -351,6 +353,47 @@ def test_a_masked_target_is_an_infinite_loss_with_finite_gradients(schedule):
     loss, _, grads = run(x, w, target, kw, schedule=schedule, **CUTE)
     assert loss == torch.inf
     assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("backend", ["cute", "reference"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_masked_class_that_does_not_count_costs_nothing(smoothing, backend):
+    x, w, target, kw = case(bias=True, class_weight=True)
+    with torch.no_grad():
+        kw["linear_bias"][10] = float("-inf")
+        kw["weight"][10] = 0
+    target[:3] = 10
+    kw["label_smoothing"] = smoothing
+    loss, _, grads = run(x, w, target, kw, backend=backend)
+    want, _, _ = truth(x, w, target, kw)
+    assert want.isfinite()
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
+    assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("v", [33, 700])
+def test_saved_tensors_may_come_back_with_other_strides(v, schedule):
+    x, w, target, kw = case(v=v, bias=True)
+    want = run(x, w, target, kw, schedule=schedule, **CUTE)
+    dense = functools.partial(torch.clone, memory_format=torch.contiguous_format)
+    with torch.autograd.graph.saved_tensors_hooks(dense, lambda t: t):
+        got = run(x, w, target, kw, schedule=schedule, **CUTE)
+    for one, other in zip([*got[:2], *got[2]], [*want[:2], *want[2]], strict=True):
+        assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("shape", [(20,), (4, 5)])
+def test_what_is_returned_may_be_written_to(shape):
+    x, w, target, _ = case(m=20)
+    x, target = x.detach().view(*shape, -1).requires_grad_(), target.view(shape)
+    loss, lse = linear_cross_entropy(x, w, target, reduction="none", return_lse=True, **CUTE)
+    loss *= 2
+    lse.mul_(3)
+    (loss.sum() + lse.sum()).backward()
+    again, more = linear_cross_entropy(x, w, target, reduction="none", return_lse=True, **CUTE)
+    (want,) = torch.autograd.grad((2 * again).sum() + (3 * more).sum(), x)
+    torch.testing.assert_close(x.grad, want)
 
 
 def test_mean_over_classes_of_weight_zero_is_nan_as_in_pytorch():

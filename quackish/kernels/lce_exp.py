@@ -184,7 +184,8 @@ class LceExp:
                     w = Float32(1.0)
                     if const_expr(class_weight is not None):
                         w = load_at(class_weight, col + k)
-                    weighted += w * rA[k]
+                    if not (w == 0.0 and rA[k] == -Float32.inf):  # a masked class that does not count adds nothing
+                        weighted += w * rA[k]
                 if col + k == target:
                     store_at(zt, i, rA[k])
         total = cute.arch.warp_reduction_sum(total)

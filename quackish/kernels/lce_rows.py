@@ -9,7 +9,8 @@ NaN where the target is no class), s the label smoothing, W the sum of all class
   cb = g * (1 - s) * w_t.
   "coefs": coefs[i] = (ref, ca / sum, cb, cs = g * s / V): ca * exp(a - lse) without lse's rounding.
   "scale": with E[i, c] = exp(a_c - ref) * d_c the row's gradient is scale * (E - onehot * cb * sum / ca * d_t), so
-  E[i, t] is written anew, scale = row_scale[i] = ca / sum, and xs[i] = xc[i] * scale where xs is given.
+  E[i, t] is written anew, scale = row_scale[i] = ca / sum times what rounding took from E[i, t], and
+  xs[i] = xc[i] * scale where xs is given.
 Behind the last live row, up to the end of its GEMM tile: xs = row_scale = 0, coefs = (HUGE, 0, 0, 0), so that the GEMM
 finds exp(a - ref) = 0.
 """

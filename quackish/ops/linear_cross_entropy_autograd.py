@@ -63,6 +63,8 @@ class Plan(NamedTuple):
             w = w.to(dtype)
         if not w.is_contiguous():
             w = w.contiguous()
+        if w.stride(0) != w.shape[1]:  # a single class is contiguous with any stride
+            w = w.clone(memory_format=torch.contiguous_format).view(-1).view(w.shape)
         if w.data_ptr() % 16:
             w = w.clone()
         if bias is not None:
@@ -106,7 +108,7 @@ class Plan(NamedTuple):
 
     def loss(self, out: Forward, target: Tensor) -> Tensor:
         if self.reduction == "none":
-            return out.loss.view(target.shape)
+            return _shaped(out.loss, target.shape)
         return out.loss.sum()
 
     def incoming(self, grad_loss: Tensor | None, grad_lse: Tensor | None) -> Incoming:
@@ -160,7 +162,12 @@ def run(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None, return_lse: 
         return out if return_lse else (out, None)
     with torch.no_grad():
         out = plan.forward(kernels_of(device), plan.call(inputs), _NONE)
-        return plan.loss(out, inputs.target), out.lse.view(inputs.target.shape)
+        return plan.loss(out, inputs.target), _shaped(out.lse, inputs.target.shape)
+
+
+def _shaped(t: Tensor, shape: torch.Size) -> Tensor:
+    """t in another shape, no view to autograd: users may write to it."""
+    return t if t.shape == shape else torch.ops.aten._unsafe_view(t, shape)
 
 
 # Autograd in plain eager ---------------------------------------------------------------------------------------------
@@ -173,8 +180,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted = plan.wanted(inputs, ctx.needs_input_grad[:3], grad_weight_out)
         out = plan.forward(kernels_of(input.device), plan.call(inputs), wanted)
         items = num_items if isinstance(num_items, Tensor) else None
-        loss, lse = plan.loss(out, target), out.lse.view(target.shape)
-        ctx.save_for_backward(*inputs[:5], items, lse, out.xc, out.e)
+        loss, lse = plan.loss(out, target), _shaped(out.lse, target.shape)
+        kept_lse = lse.clone() if return_lse else lse  # users may write to theirs
+        ctx.save_for_backward(*inputs[:5], items, kept_lse, out.xc, out.e)
         # What only backward sees is kept, not saved. grad_weight_out is neither a part of the graph nor saved: another
         # graph's backward may add to it first, which is no error here.
         ctx.plan, ctx.wanted, ctx.rows, ctx.ready = plan, wanted, out.rows, out.grads
@@ -289,8 +297,6 @@ def _bwd_impl(grad_loss, grad_lse, lse, *args):
     inputs, grad_weight_out, plan, needs = _sorted(args)
     wanted = plan.wanted(inputs, needs, grad_weight_out)
     call = plan.call(inputs)
-    if e is not None and e.stride() != schedules.padded_strides(e.shape[1]):  # compiled code laid it out anew
-        e = schedules.padded(e, *e.shape, e.dtype).copy_(e)
     kept = Forward(None, lse.view(-1), rows, Grads(), xc, e)
     incoming = plan.incoming(grad_loss, grad_lse)
     return tuple(plan.backward(kernels_of(inputs.input.device), call, kept, incoming, wanted, None))

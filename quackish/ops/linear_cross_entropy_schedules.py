@@ -36,7 +36,7 @@ class Call(NamedTuple):
     bias: Tensor | None  # (v,) contiguous, compute dtype or fp32
     class_weight: Tensor | None  # (v,) contiguous, fp32
     total_weight: Tensor | None  # 0-dim: its sum, where label smoothing asks for it
-    num_items: float | Tensor | None  # 0-dim fp32 on the device
+    num_items: float | Tensor | None  # 0-dim
     ignore_index: int
     label_smoothing: float
     softcap: float | None
@@ -144,7 +144,10 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     it before it reads it, and nobody else looks.
     """
     (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
-    e = _E([_Block(kept.e, 0, v)])
+    kept_e = kept.e
+    if kept_e.stride() != padded_strides(v):  # a saved-tensor hook, or compiled code, laid it out anew
+        kept_e = padded(call.x, m, v, kept_e.dtype).copy_(kept_e)
+    e = _E([_Block(kept_e, 0, v)])
     xc, xs = (kept.xc, torch.empty_like(kept.xc)) if wanted.dw else (None, None)
     row_scale = _vector(call.x, m, torch.float32)
     _run_rows(k, call, kept, 0, m, "scale", incoming, e=e, xc=xc, xs=xs, row_scale=row_scale)
@@ -158,7 +161,7 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     if dw is not None:
         e.dw(k, xs, rows, 0, dw, False)
     elif wanted.dw:
-        _add_dw(k, kept.e, xs, rows, dw_out)
+        _add_dw(k, kept_e, xs, rows, dw_out)
     return Grads(dx, dw, db)
 
 
@@ -383,12 +386,14 @@ class _E:
 
 def _adds_in_gemm(out: Tensor) -> bool:
     """Whether a GEMM may add to `out` itself, by TMA."""
-    return out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0
+    dense = out.is_contiguous() and out.stride(0) == out.shape[1]  # a single row is contiguous with any stride
+    return out.dtype == torch.float32 and dense and out.data_ptr() % 16 == 0
 
 
 def _add_dw(k, e: Tensor, xs: Tensor, rows: Rows, out: Tensor) -> None:
     if _adds_in_gemm(out):
         k.dw(e, xs, rows.num_live, 0, out, True)
+        torch.autograd.graph.increment_version(out)
         return
     for v0 in range(0, out.shape[0], 4096):  # so that there is only a small buffer
         part = out[v0 : v0 + 4096]

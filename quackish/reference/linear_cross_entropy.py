@@ -177,13 +177,18 @@ def chunk_of_rows(
     at_target = shifted.gather(1, rows.index[:, None]).squeeze(1)
     if smoothing:
         total_weight = float(v) if weight is None else weight.sum()
-        weighted = shifted.sum(1) if weight is None else shifted @ weight
+        if weight is None:
+            weighted = shifted.sum(1)
+        else:  # a masked class that does not count adds nothing
+            weighted = torch.where((weight == 0) & (shifted == -torch.inf), 0.0, shifted) @ weight
     e = shifted.exp_()
     total = e.sum(1)
     log_total = total.log()
     lse = top.squeeze(1) + log_total
     hit = (1.0 - smoothing) * rows.weight
     loss = hit * (log_total - at_target)
+    # a masked target whose class does not count: 0, not 0 * inf
+    loss = loss.masked_fill((hit == 0) & (at_target == -torch.inf) & ~log_total.isnan(), 0.0)
     if smoothing:
         loss = loss + (smoothing / v) * (total_weight * log_total - weighted)
     if options.z_loss:
