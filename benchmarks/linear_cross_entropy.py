@@ -1,7 +1,7 @@
 """Linear cross entropy, forward + backward, beside every installed peer: time, memory and error against three GEMMs.
 
     python -m benchmarks.linear_cross_entropy                    # every shape that a bar is about
-    python -m benchmarks.linear_cross_entropy --sweep --append   # over M and over V, into the same file
+    python -m benchmarks.linear_cross_entropy --sweep --out FOLDER   # over M and over V; a run of its own
     python -m benchmarks.linear_cross_entropy --host --append    # what a call costs the host
     python -m benchmarks.linear_cross_entropy --shapes 8192x4096x128256 --providers "quackish*,quack" --repeats 5
 
