@@ -2,14 +2,15 @@
 
 `prepare` starts the loads that a tile's rows need, before its products; the call is the epilogue itself. The tile's
 output could also be kept and stored under the next tile's first products: that gained nothing, at any shape.
-Those on logits are in `logits_epilogues.py`.
+Those on logits are in `epilogue_softmax.py` and `epilogue_dlogits.py`.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from quackish.kernels.common.logits_epilogues import Dlogits, Softmax
+from quackish.kernels.common.epilogue_dlogits import Dlogits
+from quackish.kernels.common.epilogue_softmax import Softmax
 from quackish.kernels.common.rows import fake_pointer
 from quackish.kernels.common.tile_store import RowStore, TileStore, row_of, thread_rows
 

@@ -1,95 +1,17 @@
-"""What becomes of logits in the accumulator of a GEMM: their exponentials and sums, or their gradients."""
-
-from typing import Optional
+"""The logits GEMM's epilogue: exponentials of logits, their row sums a tile, and the targets' logits."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.kernels.common.lce import LOG2_E, decode, encode
-from quackish.kernels.common.rows import fake_pointer, vector_at
-from quackish.kernels.common.tile_store import TileStore, column_of, row_of, thread_rows
+from quackish.kernels.common.logits import Logits, shared_column, tanh
+from quackish.kernels.common.rows import fake_pointer
+from quackish.kernels.common.tile_store import column_of, row_of, thread_rows
 
 # A row with a logit this far above its reference is flagged: exp(60) is far from overflow, in bf16 and in the sum of
 # 2^20 of them.
 HEADROOM = 60.0
-
-
-@cute.jit
-def load_columns(vector: cute.Pointer, col0: Int32, n: Int32, size: cutlass.Constexpr[int], thread: Int32):
-    """One number a column of the tile, spread over the warp: what `shared_column` hands out.
-
-    Loads of its own would be 2 of 4 lanes' worth for each thread, and ptxas starts them all at once: up to 250 bytes
-    of accumulators spill.
-    """
-    shared = cute.make_rmem_tensor((2, size // 32), Float32)
-    for g in cutlass.range_constexpr(size // 32):
-        for c in cutlass.range_constexpr(2):
-            col = col0 + 8 * (thread % 32 // 4 + 8 * g) + thread % 4 * 2 + c
-            shared[c, g] = (vector + cutlass.min(col, n - 1)).load().to(Float32)
-    return shared
-
-
-@cute.jit
-def shared_column(shared, i: cutlass.Constexpr[int], thread: Int32) -> Float32:
-    """The number of the column that accumulator value i is in."""
-    block = i // 4  # of 8 columns
-    return cute.arch.shuffle_sync(shared[i % 2, block // 8], 4 * (block % 8) + thread % 4)
-
-
-class Logits:
-    """What the two epilogues on logits share: bias, softcap and the columns past the last class."""
-
-    def __init__(self, problem, config):
-        self.problem, self.config = problem, config
-        self.output = None if problem.out_dtype is None else TileStore(problem.out_dtype, config)
-        self.stages_output = self.output is not None
-        self.num_pieces = config.tile_n // 64  # worked on one after the other: fewer registers
-
-    def values(self, piece: int) -> range:
-        """Which of a thread's accumulator values belong to a piece, which is 64 columns as in TileStore."""
-        return range(32 * piece, 32 * (piece + 1))
-
-    def store_atom(self, mD):
-        return self.output.store_atom(mD)
-
-    def allocate(self, smem):
-        return self.output.allocate(smem) if self.stages_output else None
-
-    @cute.jit
-    def finish(self, thread: Int32):
-        if const_expr(self.stages_output):
-            self.output.finish(thread)
-
-    def begin(self):
-        """Numbers of the thread's two rows, and where the rows' targets lie in the tile: what `prepare` fills."""
-        return cute.make_rmem_tensor((4, 2), Float32), cute.make_rmem_tensor((2,), Int32)
-
-    def columns(self, vector: Optional[cute.Pointer], col0, n, thread):
-        """What `shared_column` takes, of a number a class; None without."""
-        return None if vector is None else load_columns(vector, col0, n, self.config.tile_n // 2, thread)
-
-    @cute.jit
-    def logits(self, acc, j: cutlass.Constexpr[int], bias, softcap: Float32, col0: Int32, n: Int32, thread: Int32):
-        """In place: piece j of the accumulator becomes logits, -inf past the last class."""
-        if const_expr(bias is not None):
-            for v in self.values(j):
-                acc[v] = acc[v] + shared_column(bias, v, thread)
-        if const_expr(self.problem.softcap):
-            inverse = 1.0 / softcap
-            for v in self.values(j):
-                acc[v] = tanh(acc[v] * inverse) * softcap
-        if col0 + self.config.tile_n > n:
-            for v in cutlass.range_constexpr(cute.size(acc)):
-                if const_expr(v in self.values(j)):
-                    if col0 + column_of(v, thread) >= n:
-                        acc[v] = -Float32.inf
-
-
-@cute.jit
-def tanh(x: Float32) -> Float32:
-    """1 - 2 / (exp(2x) + 1): within 2^-22 of it, which is not a relative error: a softcap of 1e4 leaves logits 1e-3."""
-    return 1.0 - 2.0 * cute.arch.rcp_approx(cute.math.exp2(x * (2.0 * LOG2_E), fastmath=True) + 1.0)
 
 
 class Softmax(Logits):
@@ -232,61 +154,3 @@ class Softmax(Logits):
         """The sum over the four threads that share a row."""
         x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
         return x + cute.arch.shuffle_sync_bfly(x, offset=2)
-
-
-class Dlogits(Logits):
-    """(ca / sum * exp(a - ref) - cs * class weight - [target] * cb) * d: what reaches the logits, in full scale.
-
-    coefs (rows, 4) holds ref, ca / sum, cb, cs of each row.
-    """
-
-    def fake_args(self):
-        p = self.problem
-        weights = fake_pointer("float32" if p.weighted else None, aligned=False)
-        return (
-            fake_pointer(p.bias_dtype, False), weights, fake_pointer("float32"), fake_pointer("int32", aligned=False),
-            Float32(1), Int32(0),
-        )  # fmt: skip
-
-    @cute.jit
-    def prepare(self, kept, args, row0: Int32, col0: Int32, m, live, start, thread: Int32):
-        _, _, coefs, cls, _, v0 = args
-        rC, target = kept
-        for r in cutlass.range_constexpr(2):
-            i = row0 + thread_rows(thread) + 8 * r
-            rC[None, r].fill(0.0)
-            target[r] = Int32(-1)
-            if i < m:
-                rC[None, r].store(vector_at(coefs, Int64(i) * 4, 4).load())
-                target[r] = (cls + i).load() - v0 - col0
-
-    @cute.jit
-    def __call__(
-        self, acc, kept, args, d_atom, d, staging, row0: Int32, col0: Int32, m, n, ldd, wg: Int32, thread: Int32
-    ):
-        bias, weights, _, _, softcap, v0 = args
-        rC, target = kept
-        bias = self.columns(bias, col0, n, thread)
-        weights = self.columns(weights, v0 + col0, v0 + n, thread)
-        for j in cutlass.range_constexpr(self.num_pieces):
-            self.logits(acc, j, bias, softcap, col0, n, thread)
-            for v in self.values(j):
-                self.value(acc, v, rC, target, weights, 1.0 / softcap, thread)
-            self.output(acc, j, d_atom, staging, row0, col0, wg, thread)
-
-    @cute.jit
-    def value(self, acc, v: cutlass.Constexpr[int], rC, target, weights, inverse: Float32, thread: Int32):
-        """In place: accumulator value v, a logit, becomes its gradient."""
-        r = row_of(v)
-        a = acc[v]
-        z = rC[1, r] * cute.math.exp2((a - rC[0, r]) * LOG2_E, fastmath=True)
-        if const_expr(self.problem.smoothing):
-            w = Float32(1.0)
-            if const_expr(weights is not None):
-                w = shared_column(weights, v, thread)
-            z = z - rC[3, r] * w
-        if column_of(v, thread) == target[r]:
-            z = z - rC[2, r]
-        if const_expr(self.problem.softcap):
-            z = z * (1.0 - (a * inverse) * (a * inverse))
-        acc[v] = z
