@@ -72,7 +72,8 @@ def verdicts(results: Results) -> list[tuple[str, str]]:
             lines += _every(results, cells, op, "bar", 1.0, f"{text}; time / bar")
         lines += _every(results, cells, "bwd", RIVAL, 1.0, "backward no slower than QuACK; time / QuACK's")
         lines += _every(results, cells, "fwd", RIVAL, 1.02, "forward at most 2 % over QuACK; time / QuACK's")
-        if speedups := [r for key in results.keys(cells, "bwd") if (r := results.ratio(key, RIVAL, OURS))]:
+        speedups = [r for key in results.keys(cells, "bwd") if (r := results.ratio(key, RIVAL, OURS))]
+        if speedups and cells != "dtypes":  # that bar is the grid's
             mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
             text = f"{SETS[cells]}: backward over QuACK's in the geometric mean: {mean:.3f}x, bar 1.25x"
             lines.append(("PASS" if mean >= 1.25 else "FAIL", text))

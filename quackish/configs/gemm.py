@@ -37,7 +37,7 @@ class GemmConfig:
     """Tiles of tile_m x tile_n, tile_k deep; a warp group of four warps has 64 rows of a tile, another one loads.
 
     Clusters of cluster_m x cluster_n CTAs share what they load. Tiles are walked in groups of `group` clusters along
-    `group_along` ("m" or "n"): group_m times all n, so that what a group reads again is still in the L2.
+    `group_along` ("m" or "n"), all of the other dimension for each, so that what a group reads again is in the L2.
     """
 
     tile_m: int = 128
@@ -68,14 +68,16 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     """The same for every shape: a row's partial sums, and so its loss, must not depend on M.
 
     An H200, bf16, ms with cuBLAS's plain GEMM in brackets, in random order in one run that keeps the card at its power
-    limit; dw adding to fp32 sums last:
+    limit; dw adding to fp32 sums last. (The code that ran also kept 16-bit tiles back to store them under the next
+    tile's products; store took the same time with and without, so it is gone.)
         M, H, V              softmax        rows (dx)      store (dw)
         4096, 2048, 32000    0.840 (0.810)  0.750 (0.749)  0.790 (0.792), 0.837
         8192, 2048, 151936   7.96 (7.67)    7.19 (7.25)    7.16 (7.20), 7.25
         8192, 4096, 128256   13.11 (12.83)  12.62 (12.61)  12.52 (12.83), 12.82
     `group` 2 to 32, along m or n, clusters of 1 x 2 and a warp group that lags behind the other are within 1 % of this
     or slower; tile_n 192 costs 1 to 14 %, two stages of tile_k 128 50 %. The exponentials are what softmax costs over
-    a plain GEMM, 2 to 5 %: MUFU alone takes 1.2 us a tile. Working out a quarter of them by polynomial gains nothing.
+    a plain GEMM, 2 to 5 %: 2048 cycles a tile at MUFU's rate of 16 a cycle. Working out a quarter of them by polynomial
+    gains nothing.
     """
     if problem.epilogue == "dlogits" and problem.smoothing:
         return GemmConfig(tile_n=128)  # 8 to 64 bytes of registers spill with 256 columns, class weights and softcap

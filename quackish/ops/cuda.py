@@ -12,6 +12,15 @@ stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream",
 is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
+def address(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def dtype_name(t: Tensor | None) -> str | None:
+    """Its dtype as configs have it: "bfloat16"."""
+    return None if t is None else str(t.dtype).removeprefix("torch.")
+
+
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 

@@ -21,6 +21,7 @@ from quackish.configs.lce_cublas import (
 )
 from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
 from quackish.gpu import gpu_of
+from quackish.ops.cuda import dtype_name
 from quackish.ops.linear_cross_entropy_chunks import _addmm, _mm
 
 _WARPS = LceWarpsConfig()
@@ -123,7 +124,7 @@ class CublasGemms:
         if order is None:
             return _times_w(e, e2, v_split, w, out, accumulate)
         rows, h = e.shape[0], w.shape[1]
-        problem = LceScatterProblem(h, _name(out), row_scale=True)
+        problem = LceScatterProblem(h, dtype_name(out), row_scale=True)
         kernel = self._find(("scatter", h, out.dtype), "lce_scatter", problem, LceRowsConfig())
         step = min(product_rows(h), rows)
         products = e.new_empty((step, h), dtype=torch.float32)
@@ -142,14 +143,14 @@ class CublasGemms:
         `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is asked, as by any GEMM of PyTorch's.
         """
         rows, h = xs.shape
-        kernel = self._find(("clear", h, xs.dtype), "lce_clear", LceClearProblem(h, _name(xs)), _WARPS)
+        kernel = self._find(("clear", h, xs.dtype), "lce_clear", LceClearProblem(h, dtype_name(xs)), _WARPS)
         kernel(xs.data_ptr(), num_live, start, rows)  # 0 * NaN would reach every class
         (_addmm if accumulate else _mm)(e.t(), xs, out)
 
     def _exp(self, kind, e, bias, softcap, smoothing, class_weight) -> Callable[..., None]:
         out_dtype, bias_dtype = None if e is None else e.dtype, None if bias is None else bias.dtype
         options = softcap is not None, smoothing, class_weight is not None
-        problem = LceExpProblem(kind, _name(e), _name(bias), *options)
+        problem = LceExpProblem(kind, dtype_name(e), dtype_name(bias), *options)
         return self._find((kind, out_dtype, bias_dtype, *options), "lce_exp", problem, _WARPS)
 
     def _find(self, key: tuple, name: str, problem, config) -> Callable[..., None]:
@@ -182,7 +183,3 @@ def _times_w(e: Tensor, e2: Tensor | None, v_split: int, w: Tensor, out: Tensor,
 
 def _ceil_div(n: int, d: int) -> int:
     return -(-n // d)
-
-
-def _name(t: Tensor | None) -> str | None:
-    return None if t is None else str(t.dtype).removeprefix("torch.")

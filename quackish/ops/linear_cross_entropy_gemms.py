@@ -8,6 +8,7 @@ from torch import Tensor
 from quackish import kernels, launch
 from quackish.configs.gemm import GemmProblem, gemm_config, softmax_tile_n
 from quackish.gpu import gpu_of
+from quackish.ops.cuda import address, dtype_name
 
 
 class GemmLaunches:
@@ -66,24 +67,24 @@ class GemmLaunches:
         kernel, clusters = self._gemms.get(key) or self._compile(
             key,
             epilogue="softmax",
-            dtype=_name(xc),
-            out_dtype=_name(e),
-            bias_dtype=_name(bias),
+            dtype=dtype_name(xc),
+            out_dtype=dtype_name(e),
+            bias_dtype=dtype_name(bias),
             softcap=softcap is not None,
             smoothing=part_wsum is not None,
             weighted=weighted,
             redo=redo,
         )
         given = (
-            _at(bias),
-            _at(class_weight),
+            address(bias),
+            address(class_weight),
             None if redo else ref.data_ptr(),
             cls.data_ptr(),
             top.data_ptr(),
             flags.data_ptr(),
             part_sum.data_ptr(),
             zt.data_ptr(),
-            _at(part_wsum),
+            address(part_wsum),
             1.0 if softcap is None else softcap,
             v0,
             v0 // softmax_tile_n(),
@@ -91,7 +92,7 @@ class GemmLaunches:
         )
         strides = xc.stride(0), 0, w.stride(0), 0 if e is None else e.stride(0)
         kernel(
-            xc.data_ptr(), None, w.data_ptr(), _at(e), given, num_live, (rows, n, h, 0, start), strides, clusters
+            xc.data_ptr(), None, w.data_ptr(), address(e), given, num_live, (rows, n, h, 0, start), strides, clusters
         )  # fmt: skip
 
     def dlogits(
@@ -118,15 +119,15 @@ class GemmLaunches:
         kernel, clusters = self._gemms.get(key) or self._compile(
             key,
             epilogue="dlogits",
-            dtype=_name(xc),
-            out_dtype=_name(e),
-            bias_dtype=_name(bias),
+            dtype=dtype_name(xc),
+            out_dtype=dtype_name(e),
+            bias_dtype=dtype_name(bias),
             softcap=softcap is not None,
             smoothing=smoothing,
             weighted=weighted,
         )
         capped = 1.0 if softcap is None else softcap
-        given = _at(bias), _at(class_weight), coefs.data_ptr(), cls.data_ptr(), capped, v0
+        given = address(bias), address(class_weight), coefs.data_ptr(), cls.data_ptr(), capped, v0
         strides = xc.stride(0), 0, w.stride(0), e.stride(0)
         kernel(
             xc.data_ptr(), None, w.data_ptr(), e.data_ptr(), given, num_live, (rows, n, h, 0, start), strides, clusters
@@ -155,8 +156,8 @@ class GemmLaunches:
         kernel, clusters = self._gemms.get(key) or self._compile(
             key,
             epilogue="rows" if scattered else "store",
-            dtype=_name(e),
-            out_dtype=_name(out),
+            dtype=dtype_name(e),
+            out_dtype=dtype_name(out),
             b_major="n",
             split_k=e2 is not None,
             accumulate=accumulate,
@@ -164,7 +165,7 @@ class GemmLaunches:
         given = (row_scale.data_ptr(), order.data_ptr()) if scattered else None
         sizes = rows, h, n, 0 if e2 is None else v_split, start
         strides = e.stride(0), 0 if e2 is None else e2.stride(0), w.stride(0), out.stride(0)
-        kernel(e.data_ptr(), _at(e2), w.data_ptr(), out.data_ptr(), given, num_live, sizes, strides, clusters)
+        kernel(e.data_ptr(), address(e2), w.data_ptr(), out.data_ptr(), given, num_live, sizes, strides, clusters)
 
     def dw(
         self,
@@ -181,8 +182,8 @@ class GemmLaunches:
         kernel, clusters = self._gemms.get(key) or self._compile(
             key,
             epilogue="store",
-            dtype=_name(e),
-            out_dtype=_name(out),
+            dtype=dtype_name(e),
+            out_dtype=dtype_name(out),
             a_major="m",
             b_major="n",
             live="k",
@@ -197,11 +198,3 @@ class GemmLaunches:
         kernel = launch.get(kernels.find("lce_gemm", self.gpu), problem, config, self.gpu.target)
         made = self._gemms[key] = kernel, config.max_clusters(self.gpu.sm_count)
         return made
-
-
-def _at(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
-
-
-def _name(t: Tensor | None) -> str | None:
-    return None if t is None else str(t.dtype).removeprefix("torch.")

@@ -26,6 +26,7 @@ from quackish.configs.lce_rows import (
 )
 from quackish.errors import UnsupportedError
 from quackish.gpu import gpu_of
+from quackish.ops.cuda import address, dtype_name
 from quackish.ops.linear_cross_entropy_cublas import CublasGemms
 from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
 
@@ -89,7 +90,7 @@ class LceKernels:
         key = ("compact", target.dtype, None if class_weight is None else class_weight.dtype, divisor)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            problem = LceCompactProblem(_name(target), _name(class_weight), divisor)
+            problem = LceCompactProblem(dtype_name(target), dtype_name(class_weight), divisor)
             kernel = self._find(key, "lce_compact", problem, LceCompactConfig())
         kernel(
             target.data_ptr(),
@@ -137,7 +138,7 @@ class LceKernels:
         key = ("gather", x.shape[1], x.dtype, target.dtype, bias_dtype, dx_dtype, capped, rows_out, aligned)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            dtypes = _name(x), _name(target), _name(bias), _name(dx)
+            dtypes = dtype_name(x), dtype_name(target), dtype_name(bias), dtype_name(dx)
             problem = LceGatherProblem(x.shape[1], *dtypes, capped, rows_out, aligned)
             kernel = self._find(key, "lce_gather", problem, lce_gather_config(problem))
         kernel(
@@ -250,30 +251,30 @@ class LceKernels:
         )
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            problem = LceRowsProblem(*key[1:4], _name(xc), _name(class_weight), *key[6:])
+            problem = LceRowsProblem(*key[1:4], dtype_name(xc), dtype_name(class_weight), *key[6:])
             kernel = self._find(key, "lce_rows", problem, LceRowsConfig())
         kernel(
-            _at(part_sum),
-            _at(part_wsum),
-            _at(zt),
+            address(part_sum),
+            address(part_wsum),
+            address(zt),
             top.data_ptr(),
             cls.data_ptr(),
             order.data_ptr(),
             num_live,
-            _at(class_weight),
-            _at(total_weight),
-            _at(loss),
+            address(class_weight),
+            address(total_weight),
+            address(loss),
             lse.data_ptr(),
             row_sum.data_ptr(),
-            _at(grad_loss),
+            address(grad_loss),
             inv_divisor.data_ptr(),
-            _at(grad_lse),
-            _at(e),
-            _at(e2),
-            _at(xc),
-            _at(xs),
-            _at(row_scale),
-            _at(coefs),
+            address(grad_lse),
+            address(e),
+            address(e2),
+            address(xc),
+            address(xs),
+            address(row_scale),
+            address(coefs),
             *strides,
             v_split,
             1.0 if softcap is None else softcap,
@@ -300,10 +301,10 @@ class LceKernels:
         key = ("bias", e.dtype, row_scale is not None, accumulate, config.lanes)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            problem = LceBiasProblem(_name(e), row_scale is not None, accumulate)
+            problem = LceBiasProblem(dtype_name(e), row_scale is not None, accumulate)
             kernel = self._find(key, "lce_bias", problem, config)
         rows = e.shape[0]
-        kernel(e.data_ptr(), _at(row_scale), db.data_ptr(), num_live, e.stride(0), start, rows, n)
+        kernel(e.data_ptr(), address(row_scale), db.data_ptr(), num_live, e.stride(0), start, rows, n)
 
     def scatter(
         self,
@@ -318,7 +319,7 @@ class LceKernels:
         key = ("scatter", h, dx.dtype)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            kernel = self._find(key, "lce_scatter", LceScatterProblem(h, _name(dx)), LceRowsConfig())
+            kernel = self._find(key, "lce_scatter", LceScatterProblem(h, dtype_name(dx)), LceRowsConfig())
         kernel(acc.data_ptr(), None, order.data_ptr(), dx.data_ptr(), num_live, start, rows)
 
     def scale(
@@ -333,13 +334,5 @@ class LceKernels:
         key = ("scale", out.dtype)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            kernel = self._find(key, "lce_scale", LceScaleProblem(_name(out)), _SCALE)
+            kernel = self._find(key, "lce_scale", LceScaleProblem(dtype_name(out)), _SCALE)
         kernel(out.data_ptr(), factor, n, _SCALE.num_ctas(n * out.itemsize, self.gpu.sm_count))
-
-
-def _at(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
-
-
-def _name(t: Tensor | None) -> str | None:
-    return None if t is None else str(t.dtype).removeprefix("torch.")
