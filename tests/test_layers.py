@@ -32,10 +32,20 @@ LAYERS = {
     "testing": Layer(
         quackish="errors gpu configs reference launch kernels ops", outside="torch", lazy="cutlass tvm_ffi triton"
     ),
-    "__init__": Layer(quackish="errors ops"),
-    "__main__": Layer(
-        quackish="errors gpu configs reference launch kernels ops", outside="torch rich", lazy="cutlass tvm_ffi"
+    "work": Layer(quackish="errors gpu configs"),
+    "profiling": Layer(quackish="errors gpu configs launch work", outside="torch"),
+    "bench": Layer(
+        quackish="errors gpu configs reference launch kernels ops testing work profiling",
+        outside="torch",
+        lazy="rich pandas matplotlib yaml cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy",
     ),
+    "cli": Layer(
+        quackish="errors gpu configs reference launch kernels ops testing work profiling bench",
+        outside="torch platformdirs",
+        lazy="rich pandas matplotlib yaml cutlass tvm_ffi triton",
+    ),
+    "__init__": Layer(quackish="errors ops configs profiling"),
+    "__main__": Layer(quackish="cli"),
 }
 
 

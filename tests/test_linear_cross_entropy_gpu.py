@@ -205,6 +205,22 @@ def test_two_streams_at_once():
             assert_same_bits(one, other)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_device_that_is_not_the_current_one(schedule):
+    case = make(1100, 512, 5000)
+    x, w = (t.detach().to("cuda:1").requires_grad_() for t in case[:2])
+    target = case[2].to("cuda:1")
+    torch.cuda.synchronize("cuda:1")  # the copies are on its default stream
+    with torch.cuda.stream(torch.cuda.Stream("cuda:1")):  # sets the current device too
+        with torch.cuda.device(0):
+            got = step(x, w, target, schedule=schedule)
+    torch.cuda.synchronize("cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert all(t.device == torch.device("cuda:1") for t in got)
+    assert_same_bits([t.cpu() for t in got], [t.cpu() for t in step(*case, schedule=schedule)])
+
+
 @pytest.mark.parametrize("options", [{}, dict(reduction="none"), ALL], ids=["plain", "none", "smoothing"])
 def test_compiled_by_inductor_equals_eager(options):
     pytest.importorskip("triton")
