@@ -40,7 +40,7 @@ def exp(p):
         softcap, v0, tile0, tiles, start, rows, n,
     ):  # fmt: skip
         assert z_stride % TILE_N == 0
-        live = max(0, min(int(num_live) - start, rows))
+        live = max(0, min(int(memory(num_live, torch.int32, (1,))) - start, rows))
         a = memory(z, FP32, (rows, n), (z_stride, 1))[:live].clone()
         if bias is not None:
             a += memory(bias, bias_dtype, (n,)).float()
@@ -87,7 +87,7 @@ def exp(p):
 
 def redo(p):
     def kernel(e, part_sum, top, flags, num_live, e_stride, tile0, tiles, start, rows, n):
-        live = max(0, min(int(num_live) - start, rows))
+        live = max(0, min(int(memory(num_live, torch.int32, (1,))) - start, rows))
         there = slice(tile0, tile0 + -(-n // TILE_N))
         sums = memory(part_sum, FP32, (rows, 2 * tiles))[:live]
         references = sums[:, tiles:][:, there]
@@ -105,7 +105,8 @@ def redo(p):
 
 def clear(p):
     def kernel(out, num_live, start, rows):
-        memory(out, getattr(torch, p.dtype), (rows, p.h))[max(0, int(num_live) - start) :] = 0
+        live = int(memory(num_live, torch.int32, (1,)))
+        memory(out, getattr(torch, p.dtype), (rows, p.h))[max(0, live - start) :] = 0
 
     return kernel
 
@@ -114,7 +115,7 @@ def scatter(p):
     dtype = getattr(torch, p.dx_dtype)
 
     def kernel(acc, row_scale, order, dx, num_live, start, rows):
-        live = max(0, min(int(num_live) - start, rows))
+        live = max(0, min(int(memory(num_live, torch.int32, (1,))) - start, rows))
         acc = memory(acc, FP32, (rows, p.h))[:live]
         if row_scale is not None:
             acc = acc * memory(row_scale, FP32, (rows,))[:live, None]
@@ -133,6 +134,7 @@ def get(kernel_class, problem, config, target):
     kernel = KERNELS[kernel_class.__name__](problem)
 
     def launch(*given):
+        *given, _ = given
         assert [t is None for t in given] == [t is None for t in taken]
         kernel(*given)
 

@@ -17,6 +17,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.kernels.common.epilogues import make_epilogue
+from quackish.kernels.common.lce import fake_count, load_at
 from quackish.kernels.common.rows import DTYPES, fake_pointer
 
 
@@ -40,10 +41,10 @@ class GemmSm90:
         p = self.problem
         a, b = fake_pointer(p.dtype), fake_pointer(p.dtype)
         a2 = fake_pointer(p.dtype) if p.split_k else None
-        num_live = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
+        num_live = fake_count()
         sizes = (Int32(1), Int32(1), Int32(1), Int32(1), Int32(1))
         strides = (Int64(1), Int64(1), Int64(1), Int64(1))
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        stream = cute.runtime.make_fake_stream()
         return (
             a,
             a2,
@@ -65,7 +66,7 @@ class GemmSm90:
         b: cute.Pointer,  # (n, k)
         d: Optional[cute.Pointer],  # (m, n)
         epilogue_args: Optional[tuple],
-        num_live: cute.Tensor,  # (1,)
+        num_live: cute.Pointer,  # (1,)
         sizes: tuple,  # m, n, k, k_split, start
         strides: tuple,  # lda, lda2, ldb, ldd
         max_clusters: Int32,
@@ -133,7 +134,7 @@ class GemmSm90:
         d_atom: Optional[tuple],
         d: Optional[cute.Pointer],
         epilogue_args: Optional[tuple],
-        num_live: cute.Tensor,
+        num_live: cute.Pointer,
         sizes: tuple,
         ldd: Int64,
         tiled_mmas: list,  # the one that overwrites the accumulator, the one that adds to it
@@ -168,7 +169,7 @@ class GemmSm90:
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
 
         # how much there is to do
-        live = cutlass.max(cutlass.min(num_live[0] - start, m if const_expr(p.live == "m") else k), 0)
+        live = cutlass.max(cutlass.min(load_at(num_live, 0) - start, m if const_expr(p.live == "m") else k), 0)
         tiles_m = cute.ceil_div(live if const_expr(p.live == "m") else m, tile_m * c.cluster_m)
         tiles_n = cute.ceil_div(n, tile_n * c.cluster_n)
         # never 0: a branch around the WGMMAs costs 50 registers. What is read in vain is not used.

@@ -26,7 +26,7 @@ class LceBias:
         p = self.problem
         row_scale = fake_pointer("float32" if p.row_scale else None, aligned=False)
         pointers = fake_pointer(p.dtype), row_scale, fake_pointer("float32", aligned=False)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        stream = cute.runtime.make_fake_stream()
         return (*pointers, fake_count(), Int64(8), Int32(0), Int32(1), Int32(1), stream)
 
     @cute.jit
@@ -35,7 +35,7 @@ class LceBias:
         e: cute.Pointer,  # (rows, n)
         row_scale: Optional[cute.Pointer],  # (rows,)
         db: cute.Pointer,  # (n,)
-        num_live: cute.Tensor,  # (1,)
+        num_live: cute.Pointer,  # (1,)
         e_stride: Int64,  # a multiple of 8
         start: Int32,
         rows: Int32,
@@ -56,7 +56,7 @@ class LceBias:
         e: cute.Pointer,
         row_scale: Optional[cute.Pointer],
         db: cute.Pointer,
-        num_live: cute.Tensor,
+        num_live: cute.Pointer,
         e_stride: Int64,
         start: Int32,
         rows: Int32,
@@ -68,7 +68,7 @@ class LceBias:
         sSums = smem.allocate_tensor(Float32, cute.make_layout(self.groups * self.columns), byte_alignment=16)
         lane, group = tid % self.config.lanes, tid // self.config.lanes
         col = cta * self.columns + lane * 8
-        live = cutlass.min(num_live[0] - start, rows)
+        live = cutlass.min(load_at(num_live, 0) - start, rows)
 
         # this thread's rows, a batch in flight
         batch, groups = const_expr(4), self.groups

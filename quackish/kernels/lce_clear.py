@@ -5,7 +5,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
 
 from quackish.configs.lce_cublas import LceClearProblem, LceWarpsConfig
-from quackish.kernels.common.lce import fake_count, fill_row
+from quackish.kernels.common.lce import fake_count, fill_row, load_at
 from quackish.kernels.common.rows import fake_pointer
 
 
@@ -15,14 +15,14 @@ class LceClear:
         self.num_warps = config.threads // 32
 
     def fake_args(self):
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        stream = cute.runtime.make_fake_stream()
         return fake_pointer(self.dtype), fake_count(), Int32(0), Int32(1), stream
 
     @cute.jit
     def __call__(
         self,
         out: cute.Pointer,  # (rows, h)
-        num_live: cute.Tensor,  # (1,)
+        num_live: cute.Pointer,  # (1,)
         start: Int32,
         rows: Int32,
         stream: CUstream,
@@ -34,9 +34,9 @@ class LceClear:
         )
 
     @cute.kernel
-    def kernel(self, out: cute.Pointer, num_live: cute.Tensor, start: Int32, rows: Int32):
+    def kernel(self, out: cute.Pointer, num_live: cute.Pointer, start: Int32, rows: Int32):
         cta, _, _ = cute.arch.block_idx()
         i = cta * self.num_warps + cute.arch.warp_idx()
         if i < rows:
-            if i >= num_live[0] - start:
+            if i >= load_at(num_live, 0) - start:
                 fill_row(out + Int64(i) * self.h, self.h, cute.arch.lane_idx(), 0.0)

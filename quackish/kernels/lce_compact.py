@@ -30,7 +30,7 @@ class LceCompact:
         class_weight = fake_pointer(p.class_weight_dtype, aligned=False)
         num_items = fake_pointer("float32", aligned=False) if p.divisor == "tensor" else None
         outputs = fake_pointer("int32", aligned=False), fake_pointer("float32", aligned=False)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        stream = cute.runtime.make_fake_stream()
         numbers = Float32(1), Int64(0), Int32(1), Int32(1)
         return (fake_target(p.target_dtype), class_weight, num_items, *outputs, fake_count(), *numbers, stream)
 
@@ -42,7 +42,7 @@ class LceCompact:
         num_items_at: Optional[cute.Pointer],  # 0-dim fp32
         order: cute.Pointer,  # (m,) int32
         inv_divisor: cute.Pointer,  # (1,) fp32
-        num_live: cute.Tensor,  # (1,) int32
+        num_live: cute.Pointer,  # (1,) int32
         num_items: Float32,
         ignore_index: Int64,
         v: Int32,
@@ -61,7 +61,7 @@ class LceCompact:
         num_items_at: Optional[cute.Pointer],
         order: cute.Pointer,
         inv_divisor: cute.Pointer,
-        num_live: cute.Tensor,
+        num_live: cute.Pointer,
         num_items: Float32,
         ignore_index: Int64,
         v: Int32,
@@ -103,7 +103,7 @@ class LceCompact:
         weight = cute.arch.warp_reduction_sum(sWeight[lane])
 
         if tid == 0:
-            num_live[0] = live
+            store_at(num_live, 0, live)
             inverse = Float32(1.0)
             if counted > 0:
                 if const_expr(self.problem.divisor == "weights"):

@@ -62,7 +62,7 @@ class LceExp:
             Int32(0),
             Int32(1),
             Int32(1),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            cute.runtime.make_fake_stream(),
         )
 
     @cute.jit
@@ -73,7 +73,7 @@ class LceExp:
         bias: Optional[cute.Pointer],  # (n,)
         class_weight: Optional[cute.Pointer],  # (n,)
         cls: cute.Pointer,  # (rows,)
-        num_live: cute.Tensor,  # (1,)
+        num_live: cute.Pointer,  # (1,)
         ref: Optional[cute.Pointer],  # (rows,)
         top: Optional[cute.Pointer],  # (rows,)
         flags: Optional[cute.Pointer],  # (1 + ceil(rows / 128),)
@@ -109,7 +109,7 @@ class LceExp:
         bias: Optional[cute.Pointer],
         class_weight: Optional[cute.Pointer],
         cls: cute.Pointer,
-        num_live: cute.Tensor,
+        num_live: cute.Pointer,
         of_softmax: tuple,
         coefs: Optional[cute.Pointer],
         z_stride: Int64,
@@ -126,7 +126,7 @@ class LceExp:
         if i < rows:
             rOut = cute.make_rmem_tensor((_VEC,), Float32)
             rOut.fill(0.0)
-            if i < num_live[0] - start:
+            if i < load_at(num_live, 0) - start:
                 rA = self.logits(z + Int64(i) * z_stride, bias, softcap, col, n)
                 target = load_at(cls, i) - v0
                 if const_expr(self.problem.kind == "softmax"):

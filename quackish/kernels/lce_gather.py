@@ -59,7 +59,7 @@ class LceGather:
             Int32(0),
             Int32(1),
             Int32(1),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            cute.runtime.make_fake_stream(),
         )
 
     @cute.jit
@@ -70,7 +70,7 @@ class LceGather:
         bias: Optional[cute.Pointer],  # (v,)
         target: cute.Pointer,  # (m,)
         order: cute.Pointer,  # (m,)
-        num_live: cute.Tensor,  # (1,)
+        num_live: cute.Pointer,  # (1,)
         xc: cute.Pointer,  # (rows, h)
         cls: cute.Pointer,  # (rows,)
         ref: cute.Pointer,  # (rows,)
@@ -99,7 +99,7 @@ class LceGather:
     def kernel(
         self,
         ins: tuple,
-        num_live: cute.Tensor,
+        num_live: cute.Pointer,
         outs: tuple,
         x_stride: Int64,
         softcap: Float32,
@@ -121,7 +121,7 @@ class LceGather:
             store_at(flags, flag, Int32(0))
 
         if i < rows:
-            live_here = num_live[0] - start
+            live_here = load_at(num_live, 0) - start
             r = load_at(order, start + i)
             if i < live_here:
                 t = load_at(target, r).to(Int64)

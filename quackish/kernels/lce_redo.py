@@ -28,7 +28,7 @@ class LceRedo:
     def fake_args(self):
         int32 = fake_pointer("int32", aligned=False)
         e = fake_pointer("bfloat16" if self.problem.stored else None)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        stream = cute.runtime.make_fake_stream()
         ints = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
         return (e, fake_pointer("float32", aligned=False), int32, int32, fake_count(), Int64(8), *ints, stream)
 
@@ -39,7 +39,7 @@ class LceRedo:
         part_sum: cute.Pointer,  # (rows, 2 * tiles): sums, references
         top: cute.Pointer,  # (rows,)
         flags: cute.Pointer,  # (1 + ceil(rows / 128),)
-        num_live: cute.Tensor,  # (1,)
+        num_live: cute.Pointer,  # (1,)
         e_stride: Int64,
         tile0: Int32,  # the tile of e's first column
         tiles: Int32,
@@ -61,7 +61,7 @@ class LceRedo:
         part_sum: cute.Pointer,
         top: cute.Pointer,
         flags: cute.Pointer,
-        num_live: cute.Tensor,
+        num_live: cute.Pointer,
         e_stride: Int64,
         tile0: Int32,
         tiles: Int32,
@@ -72,7 +72,7 @@ class LceRedo:
         cta, part, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         i = cta * self.num_warps + cute.arch.warp_idx()
-        if i < cutlass.min(num_live[0] - start, rows):
+        if i < cutlass.min(load_at(num_live, 0) - start, rows):
             # a lane has a tile's numbers
             tile = part * 32 + lane
             at = Int64(i) * (2 * tiles) + (tile0 + tile)

@@ -89,7 +89,7 @@ class LceRows:
             Int32(1),
             Int32(0),
             Int32(1),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            cute.runtime.make_fake_stream(),
         )
 
     @cute.jit
@@ -101,7 +101,7 @@ class LceRows:
         top: cute.Pointer,  # (rows,)
         cls: cute.Pointer,  # (rows,)
         order: cute.Pointer,  # (m,)
-        num_live: cute.Tensor,  # (1,)
+        num_live: cute.Pointer,  # (1,)
         class_weight: Optional[cute.Pointer],  # (v,)
         total_weight: Optional[cute.Pointer],  # 0-dim: W, where there are class weights
         loss: Optional[cute.Pointer],  # (m,) written
@@ -145,7 +145,7 @@ class LceRows:
         self,
         cls: cute.Pointer,
         order: cute.Pointer,
-        num_live: cute.Tensor,
+        num_live: cute.Pointer,
         stats: tuple,
         grads: tuple,
         floats: tuple,
@@ -158,7 +158,7 @@ class LceRows:
         cta, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         i = cta * self.num_warps + warp
-        live_here = num_live[0] - start
+        live_here = load_at(num_live, 0) - start
         if i < rows:
             if i < live_here:
                 self.live_row(i, load_at(order, start + i), load_at(cls, i), lane, stats, grads, floats, ints)

@@ -16,15 +16,15 @@ class LceScale:
         self.vec = 128 // DTYPES[problem.dtype].width
 
     def fake_args(self):
-        factor = cute.runtime.make_fake_compact_tensor(Float32, (1,), assumed_align=4)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        factor = fake_pointer("float32", aligned=False)
+        stream = cute.runtime.make_fake_stream()
         return (fake_pointer(self.dtype), factor, Int64(1), Int32(1), stream)
 
     @cute.jit
     def __call__(
         self,
         out: cute.Pointer,  # (n,)
-        factor: cute.Tensor,  # (1,)
+        factor: cute.Pointer,  # (1,)
         n: Int64,
         num_ctas: Int32,
         stream: CUstream,
@@ -38,13 +38,13 @@ class LceScale:
         )
 
     @cute.kernel
-    def kernel(self, out: cute.Pointer, factor: cute.Tensor, n: Int64):
+    def kernel(self, out: cute.Pointer, factor: cute.Pointer, n: Int64):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
         vec, batch, threads = self.vec, self.config.vectors, self.config.threads
         tile_vectors = const_expr(batch * threads)
-        f = factor[0]
+        f = load_at(factor, 0)
         if f != 1.0:
             num_vectors = n // vec
             raw = cute.make_rmem_tensor((vec, batch), out.dtype)

@@ -22,7 +22,7 @@ class LceScatter:
     def fake_args(self):
         row_scale = fake_pointer("float32" if self.row_scale else None, aligned=False)
         order, dx = fake_pointer("int32", aligned=False), fake_pointer(self.dx_dtype)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        stream = cute.runtime.make_fake_stream()
         return (fake_pointer("float32"), row_scale, order, dx, fake_count(), Int32(0), Int32(1), stream)
 
     @cute.jit
@@ -32,7 +32,7 @@ class LceScatter:
         row_scale: Optional[cute.Pointer],  # (rows,)
         order: cute.Pointer,  # (m,)
         dx: cute.Pointer,  # (m, h)
-        num_live: cute.Tensor,  # (1,)
+        num_live: cute.Pointer,  # (1,)
         start: Int32,
         rows: Int32,
         stream: CUstream,
@@ -52,14 +52,14 @@ class LceScatter:
         row_scale: Optional[cute.Pointer],
         order: cute.Pointer,
         dx: cute.Pointer,
-        num_live: cute.Tensor,
+        num_live: cute.Pointer,
         start: Int32,
         rows: Int32,
     ):
         cta, _, _ = cute.arch.block_idx()
         i = cta * self.num_warps + cute.arch.warp_idx()
         if i < rows:
-            if start + i < num_live[0]:
+            if start + i < load_at(num_live, 0):
                 row, out = acc + Int64(i) * self.h, dx + Int64(load_at(order, start + i)) * self.h
                 factor = Float32(1.0)
                 if const_expr(row_scale is not None):

@@ -12,6 +12,11 @@ stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream",
 is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
+def current_stream_of(device: torch.device) -> Callable[[], int]:
+    """A function that says the handle of the device's current stream; for tests, of none on a CPU."""
+    return (lambda: stream_of(device.index)) if device.type == "cuda" else int
+
+
 def address(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 

@@ -21,7 +21,7 @@ from quackish.configs.lce_cublas import (
 )
 from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
 from quackish.gpu import gpu_of
-from quackish.ops.cuda import dtype_name
+from quackish.ops.cuda import current_stream_of, dtype_name
 from quackish.ops.linear_cross_entropy_chunks import _addmm, _mm
 
 _WARPS = LceWarpsConfig()
@@ -36,6 +36,7 @@ class CublasGemms:
 
     def __init__(self, device: torch.device):
         self.device, self.gpu = device, gpu_of(device.index)
+        self._stream = current_stream_of(device)
         self._kernels: dict[tuple, Callable[..., None]] = {}
 
     def num_tiles(self, v: int) -> int:
@@ -55,7 +56,7 @@ class CublasGemms:
                 None if bias is None else bias[c0:c1].data_ptr(),
                 None if class_weight is None else class_weight[v0 + c0 :].data_ptr(),
                 cls.data_ptr(),
-                num_live,
+                num_live.data_ptr(),
                 ref.data_ptr(),
                 top.data_ptr(),
                 flags.data_ptr(),
@@ -72,6 +73,7 @@ class CublasGemms:
                 start,
                 rows,
                 c1 - c0,
+                self._stream(),
             )
 
     def redo(
@@ -85,13 +87,14 @@ class CublasGemms:
             part_sum.data_ptr(),
             top.data_ptr(),
             flags.data_ptr(),
-            num_live,
+            num_live.data_ptr(),
             0 if e is None else e.stride(0),
             v0 // TILE_N,
             tiles,
             start,
             rows,
             n,
+            self._stream(),
         )
 
     def dlogits(self, xc, w, bias, coefs, cls, num_live, start, class_weight, softcap, smoothing, v0, e) -> None:
@@ -105,7 +108,7 @@ class CublasGemms:
                 None if bias is None else bias[c0:c1].data_ptr(),
                 None if class_weight is None else class_weight[v0 + c0 :].data_ptr(),
                 cls.data_ptr(),
-                num_live,
+                num_live.data_ptr(),
                 *(None,) * 6,
                 coefs.data_ptr(),
                 z.stride(0),
@@ -117,6 +120,7 @@ class CublasGemms:
                 start,
                 xc.shape[0],
                 c1 - c0,
+                self._stream(),
             )
 
     def dx(self, e, e2, v_split, w, row_scale, order, num_live, start, out, accumulate) -> None:
@@ -134,7 +138,8 @@ class CublasGemms:
             _times_w(e[r0:r1], None if e2 is None else e2[r0:r1], v_split, w, acc, False)
             scale = row_scale[r0:r1]
             kernel(
-                acc.data_ptr(), scale.data_ptr(), order.data_ptr(), out.data_ptr(), num_live, start + r0, r1 - r0
+                acc.data_ptr(), scale.data_ptr(), order.data_ptr(), out.data_ptr(), num_live.data_ptr(), start + r0,
+                r1 - r0, self._stream(),
             )  # fmt: skip
 
     def dw(self, e, xs, num_live, start, out, accumulate) -> None:
@@ -144,7 +149,7 @@ class CublasGemms:
         """
         rows, h = xs.shape
         kernel = self._find(("clear", h, xs.dtype), "lce_clear", LceClearProblem(h, dtype_name(xs)), _WARPS)
-        kernel(xs.data_ptr(), num_live, start, rows)  # 0 * NaN would reach every class
+        kernel(xs.data_ptr(), num_live.data_ptr(), start, rows, self._stream())  # 0 * NaN would reach every class
         (_addmm if accumulate else _mm)(e.t(), xs, out)
 
     def _exp(self, kind, e, bias, softcap, smoothing, class_weight) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from quackish import kernels, launch
 from quackish.configs.gemm import GemmProblem, gemm_config, softmax_tile_n
 from quackish.gpu import gpu_of
-from quackish.ops.cuda import address, dtype_name
+from quackish.ops.cuda import address, current_stream_of, dtype_name
 
 
 class GemmLaunches:
@@ -19,6 +19,7 @@ class GemmLaunches:
 
     def __init__(self, device: torch.device):
         self.device, self.gpu = device, gpu_of(device.index)
+        self._stream = current_stream_of(device)
         self._gemms: dict[tuple, tuple[Callable[..., None], int]] = {}  # a kernel and how many clusters it runs in
 
     def num_tiles(self, v: int) -> int:
@@ -92,7 +93,8 @@ class GemmLaunches:
         )
         strides = xc.stride(0), 0, w.stride(0), 0 if e is None else e.stride(0)
         kernel(
-            xc.data_ptr(), None, w.data_ptr(), address(e), given, num_live, (rows, n, h, 0, start), strides, clusters
+            xc.data_ptr(), None, w.data_ptr(), address(e), given, num_live.data_ptr(), (rows, n, h, 0, start),
+            strides, clusters, self._stream(),
         )  # fmt: skip
 
     def dlogits(
@@ -130,7 +132,8 @@ class GemmLaunches:
         given = address(bias), address(class_weight), coefs.data_ptr(), cls.data_ptr(), capped, v0
         strides = xc.stride(0), 0, w.stride(0), e.stride(0)
         kernel(
-            xc.data_ptr(), None, w.data_ptr(), e.data_ptr(), given, num_live, (rows, n, h, 0, start), strides, clusters
+            xc.data_ptr(), None, w.data_ptr(), e.data_ptr(), given, num_live.data_ptr(), (rows, n, h, 0, start),
+            strides, clusters, self._stream(),
         )  # fmt: skip
 
     def dx(
@@ -165,7 +168,10 @@ class GemmLaunches:
         given = (row_scale.data_ptr(), order.data_ptr()) if scattered else None
         sizes = rows, h, n, 0 if e2 is None else v_split, start
         strides = e.stride(0), 0 if e2 is None else e2.stride(0), w.stride(0), out.stride(0)
-        kernel(e.data_ptr(), address(e2), w.data_ptr(), out.data_ptr(), given, num_live, sizes, strides, clusters)
+        kernel(
+            e.data_ptr(), address(e2), w.data_ptr(), out.data_ptr(), given, num_live.data_ptr(), sizes, strides,
+            clusters, self._stream(),
+        )  # fmt: skip
 
     def dw(
         self,
@@ -190,7 +196,10 @@ class GemmLaunches:
             accumulate=accumulate,
         )
         sizes, strides = (n, h, rows, 0, start), (e.stride(0), 0, xs.stride(0), out.stride(0))
-        kernel(e.data_ptr(), None, xs.data_ptr(), out.data_ptr(), None, num_live, sizes, strides, clusters)
+        kernel(
+            e.data_ptr(), None, xs.data_ptr(), out.data_ptr(), None, num_live.data_ptr(), sizes, strides, clusters,
+            self._stream(),
+        )  # fmt: skip
 
     def _compile(self, key: tuple, **fields) -> tuple[Callable[..., None], int]:
         problem = GemmProblem(**fields)

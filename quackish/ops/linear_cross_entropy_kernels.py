@@ -26,7 +26,7 @@ from quackish.configs.lce_rows import (
 )
 from quackish.errors import UnsupportedError
 from quackish.gpu import gpu_of
-from quackish.ops.cuda import address, dtype_name
+from quackish.ops.cuda import address, current_stream_of, dtype_name
 from quackish.ops.linear_cross_entropy_cublas import CublasGemms
 from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
 
@@ -55,6 +55,7 @@ class LceKernels:
         self.logits, self.redo, self.dlogits, self.dx, self.dw = (
             gemms.logits, gemms.redo, gemms.dlogits, gemms.dx, gemms.dw,
         )  # fmt: skip
+        self._stream = current_stream_of(device)
         self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
 
     def _find(self, key: tuple, name: str, problem, config) -> Callable[..., None]:
@@ -98,11 +99,12 @@ class LceKernels:
             items_at,
             order.data_ptr(),
             inv_divisor.data_ptr(),
-            num_live,
+            num_live.data_ptr(),
             items,
             ignore_index,
             v,
             target.shape[0],
+            self._stream(),
         )
 
     def gather(
@@ -147,7 +149,7 @@ class LceKernels:
             None if bias is None else bias.data_ptr(),
             target.data_ptr(),
             order.data_ptr(),
-            num_live,
+            num_live.data_ptr(),
             xc.data_ptr(),
             cls.data_ptr(),
             ref.data_ptr(),
@@ -161,6 +163,7 @@ class LceKernels:
             start,
             cls.shape[0],
             v,
+            self._stream(),
         )
 
     def rows(
@@ -260,7 +263,7 @@ class LceKernels:
             top.data_ptr(),
             cls.data_ptr(),
             order.data_ptr(),
-            num_live,
+            num_live.data_ptr(),
             address(class_weight),
             address(total_weight),
             address(loss),
@@ -284,6 +287,7 @@ class LceKernels:
             tiles,
             start,
             cls.shape[0],
+            self._stream(),
         )
 
     def bias_sum(
@@ -304,7 +308,8 @@ class LceKernels:
             problem = LceBiasProblem(dtype_name(e), row_scale is not None, accumulate)
             kernel = self._find(key, "lce_bias", problem, config)
         rows = e.shape[0]
-        kernel(e.data_ptr(), address(row_scale), db.data_ptr(), num_live, e.stride(0), start, rows, n)
+        at = e.data_ptr(), address(row_scale), db.data_ptr(), num_live.data_ptr()
+        kernel(*at, e.stride(0), start, rows, n, self._stream())
 
     def scatter(
         self,
@@ -320,7 +325,8 @@ class LceKernels:
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             kernel = self._find(key, "lce_scatter", LceScatterProblem(h, dtype_name(dx)), LceRowsConfig())
-        kernel(acc.data_ptr(), None, order.data_ptr(), dx.data_ptr(), num_live, start, rows)
+        at = acc.data_ptr(), None, order.data_ptr(), dx.data_ptr(), num_live.data_ptr()
+        kernel(*at, start, rows, self._stream())
 
     def scale(
         self,
@@ -335,4 +341,5 @@ class LceKernels:
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             kernel = self._find(key, "lce_scale", LceScaleProblem(dtype_name(out)), _SCALE)
-        kernel(out.data_ptr(), factor, n, _SCALE.num_ctas(n * out.itemsize, self.gpu.sm_count))
+        num_ctas = _SCALE.num_ctas(n * out.itemsize, self.gpu.sm_count)
+        kernel(out.data_ptr(), factor.data_ptr(), n, num_ctas, self._stream())
