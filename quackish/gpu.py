@@ -22,8 +22,45 @@ H100 = Gpu("H100", "sm_90", "sm_90a", sm_count=132, **_SMEM)
 H200 = Gpu("H200", "sm_90", "sm_90a", sm_count=132, **_SMEM)
 B200 = Gpu("B200", "sm_100", "sm_100a", sm_count=148, **_SMEM)
 
+# What runs the portable path: here for `explain`, which says so. Their numbers are from the same two sources.
+A100 = Gpu("A100", "sm_80", "sm_80", sm_count=108, smem_bytes=166_912, smem_bytes_per_sm=167_936)
+A10 = Gpu("A10", "sm_86", "sm_86", sm_count=72, smem_bytes=101_376, smem_bytes_per_sm=102_400)
+L40S = Gpu("L40S", "sm_89", "sm_89", sm_count=142, smem_bytes=101_376, smem_bytes_per_sm=102_400)
+
+NAMED = {gpu.name.lower(): gpu for gpu in (H100, H200, B200, A100, A10, L40S)}
+
 # Families whose own instructions need the architecture-specific target; all others get the plain one.
 _TARGETS = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofs:
+    """What a kernel cannot be faster than on a GPU, and where the numbers are from: "measured" or "data sheet"."""
+
+    copy: float  # bytes a second of device memory, read and written: one read to one write
+    add: float  # ... two reads to one write, which is what DRAM likes better
+    gemm: float  # FLOPs a second of the tensor cores, dense bf16 or fp16
+    source: str
+    note: str = ""
+
+
+_H100_ROOFS = Roofs(3.35e12, 3.35e12, 989e12, "data sheet")  # NVIDIA H100 data sheet, SXM; GEMMs without sparsity
+_ROOFS = {
+    "H100": _H100_ROOFS,
+    "H100 80GB HBM3": _H100_ROOFS,  # as the SXM card calls itself
+    # copy: 2 GB. add: `torch.add(a, b, out=c)` at 16384 x 65536 in bf16, benchmarks/results/H200/rms_norm.csv. gemm:
+    # the three of linear cross entropy at 8192, 4096, 128256 by cuBLAS, 37 ms, linear_cross_entropy.csv beside it; in
+    # that file single GEMMs of 0.6 to 1.4 ms reach 746 to 843. The data sheet has 4.8 TB/s and 989 TFLOP/s.
+    "H200": Roofs(
+        4.25e12, 4.39e12, 700e12, "measured", "700 TFLOP/s is at the power limit; GEMMs of a millisecond reach 840."
+    ),
+    "B200": Roofs(8e12, 8e12, 2250e12, "data sheet"),  # NVIDIA HGX B200 data sheet, an eighth; without sparsity
+}
+
+
+def roofs_of(gpu: Gpu) -> Roofs | None:
+    """By the name alone; None for a GPU that is not in the table."""
+    return _ROOFS.get(gpu.name)
 
 
 @functools.cache
