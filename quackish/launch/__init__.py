@@ -7,7 +7,7 @@ The object has a `@cute.jit __call__`, and `fake_args()` with the arguments that
 device of the tensors among the arguments, of which there must be one.
 """
 
-from quackish.launch.compile import Counters, counters, get
+from quackish.launch.compile import Counters, counters, get, observe
 from quackish.launch.cubin import Resources, resources
 
-__all__ = ["Counters", "Resources", "counters", "get", "resources"]
+__all__ = ["Counters", "Resources", "counters", "get", "observe", "resources"]

@@ -24,6 +24,7 @@ class Counters:
 
 counters = Counters()
 _ready: dict[tuple, Callable[..., None]] = {}
+_observer: Callable[[Callable[..., None], tuple, type, Any, Any], None] | None = None
 lock = threading.Lock()  # to be held while compiling: the compiler is not thread-safe, and autograd has its own threads
 
 
@@ -41,7 +42,7 @@ def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[
         with lock:
             kernel = _ready.get(key)  # another thread may have been faster
             if kernel is None:
-                kernel = _ready[key] = _counted(_load(_object(*key)))
+                kernel = _ready[key] = _counted(_load(_object(*key)), *key[:3])
     return kernel
 
 
@@ -95,9 +96,20 @@ def _load(data: bytes) -> Callable[..., None]:
         return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), _SYMBOL)
 
 
-def _counted(function: Callable[..., None]) -> Callable[..., None]:
+def _counted(function: Callable[..., None], kernel_class: type, problem: Any, config: Any) -> Callable[..., None]:
     def call(*args):  # 0.05 us more than `function` itself
-        function(*args)
+        observer = _observer
+        if observer is None:
+            function(*args)
+        else:
+            observer(function, args, kernel_class, problem, config)
         counters.launches += 1
 
     return call
+
+
+def observe(observer: Callable[[Callable[..., None], tuple, type, Any, Any], None] | None) -> None:
+    """From now on `observer(function, args, kernel_class, problem, config)` is called for each launch, on the launch's
+    own thread, and has to call `function(*args)`, which launches; None ends that. There is one: the last one given."""
+    global _observer
+    _observer = observer
