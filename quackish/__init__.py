@@ -3,6 +3,7 @@
 from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
+from quackish.profiling import profile
 
 __version__ = "0.1.0"
 
@@ -12,6 +13,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "linear_cross_entropy",
+    "profile",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",

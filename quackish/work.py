@@ -1,0 +1,371 @@
+"""What a launch has to move and multiply at least, and how many CTAs it has: plain arithmetic on problem and sizes.
+
+Sizes are what a kernel is told at run time: rows, classes, tiles. `KERNELS` says which arguments of a call hold them.
+Bytes are those of device memory that no kernel can do without: each input once, each output once; scratch that stays in
+the L2 is not in them. Rows count as live, all of them: only the device knows how many are ignored.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quackish.configs.gemm import GemmConfig, GemmProblem, softmax_tile_n
+from quackish.configs.lce_cublas import (
+    TILE_N,
+    LceClearProblem,
+    LceExpProblem,
+    LceRedoProblem,
+    LceWarpsConfig,
+)
+from quackish.configs.lce_rows import (
+    ROW_TILE,
+    LceBiasProblem,
+    LceCompactProblem,
+    LceGatherProblem,
+    LceRowsProblem,
+    LceScaleProblem,
+    LceScatterProblem,
+)
+from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
+from quackish.gpu import Roofs
+
+LAUNCH_US = 2.0  # about what an empty kernel takes from start to end; not measured per GPU
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_ITEMSIZE = {None: 0, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+
+Sizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    bytes_read: int
+    bytes_written: int
+    flops: int
+    note: str = ""  # what the device alone knows, and what it changes
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_read + self.bytes_written
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.bytes_read + other.bytes_read, self.bytes_written + other.bytes_written, self.flops + other.flops
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """No launch with this work takes less."""
+
+    us: float
+    bound: str  # "memory", "tensor cores", or "launch": what takes longest
+
+
+def floor(work: Work, roofs: Roofs) -> Floor:
+    bandwidth = roofs.add if work.bytes_read >= 2 * work.bytes_written else roofs.copy
+    bounds = {
+        "memory": 1e6 * work.bytes / bandwidth,
+        "tensor cores": 1e6 * work.flops / roofs.gemm,
+        "launch": LAUNCH_US,
+    }
+    bound = max(bounds, key=bounds.__getitem__)
+    return Floor(bounds[bound], bound)
+
+
+# Per kernel ----------------------------------------------------------------------------------------------------------
+
+
+def _rms_norm_fwd(p: RmsNormFwdProblem, s: Sizes) -> Work:
+    elements = s["m"] * p.n
+    read = elements * _bytes(p.x_dtype, p.residual_dtype) + p.n * _bytes(p.weight_dtype, p.bias_dtype)
+    written = elements * _bytes(p.y_dtype, p.residual_dtype) + s["m"] * 4  # rstd
+    each = 3 + sum(d is not None for d in (p.weight_dtype, p.bias_dtype, p.residual_dtype))  # square, add, times rstd
+    return Work(read, written, elements * each)
+
+
+def _rms_norm_bwd(p: RmsNormBwdProblem, s: Sizes) -> Work:
+    elements = s["m"] * p.n
+    read = elements * _bytes(p.x_dtype, p.dy_dtype, p.dres_dtype) + p.n * _bytes(p.weight_dtype) + s["m"] * 4
+    written = elements * _bytes(p.dx_dtype, p.dresidual_dtype) + p.n * _bytes(p.dweight_dtype, p.dbias_dtype)
+    each = 1  # xhat
+    if p.dx_dtype is not None:
+        # the row's sum of xhat * dy * weight; then (dy * weight - xhat * mean) * rstd + dres
+        each += 2 + 3 + 2 * (p.weight_dtype is not None) + (p.dres_dtype is not None)
+    each += 2 * (p.dweight_dtype is not None) + (p.dbias_dtype is not None)
+    return Work(read, written, elements * each)
+
+
+def _lce_gemm(p: GemmProblem, s: Sizes) -> Work:
+    m, n, k = s["m"], s["n"], s["k"]
+    if p.redo:
+        return Work(4, 0, 0, "leaves at once where no row was flagged")
+    read = (m * k + n * k) * _bytes(p.dtype)
+    written = m * n * _bytes(p.out_dtype)
+    if p.epilogue in ("softmax", "dlogits"):
+        read += n * _bytes(p.bias_dtype) + n * 4 * p.weighted
+    if p.epilogue == "softmax":
+        read += m * (4 + 4)  # ref, cls
+        written += m * _ceil_div(n, softmax_tile_n()) * 4 * (1 + p.smoothing) + m * 4  # a row's sums a tile; zt
+    elif p.epilogue == "dlogits":
+        read += m * (16 + 4)  # coefs, cls
+    elif p.epilogue == "rows":
+        read += m * (4 + 4)  # factor, place
+    elif p.accumulate:
+        read += written
+    return Work(read, written, 2 * m * n * k)
+
+
+def _lce_compact(p: LceCompactProblem, s: Sizes) -> Work:
+    m = s["m"]
+    read = m * _bytes(p.target_dtype) + min(m, s["v"]) * _bytes(p.class_weight_dtype) + 4 * (p.divisor == "tensor")
+    return Work(read, m * 4 + 8, m, "one CTA: the targets are read from the L2 a second time")
+
+
+def _lce_gather(p: LceGatherProblem, s: Sizes) -> Work:
+    rows, targets = s["rows"], min(s["rows"], s["v"])  # at most so many rows of w
+    read = (
+        (rows + targets) * p.h * _bytes(p.dtype) + rows * (4 + _bytes(p.target_dtype)) + targets * _bytes(p.bias_dtype)
+    )
+    written = rows * (p.h * _bytes(p.dtype) + 3 * 4) + 4 * (1 + _ceil_div(rows, ROW_TILE))  # xc; cls, ref, top; flags
+    return Work(read, written, 2 * rows * p.h)
+
+
+def _lce_rows(p: LceRowsProblem, s: Sizes) -> Work:
+    rows, tiles = s["rows"], s["tiles"]
+    read = rows * 3 * 4 + min(rows, s["v"]) * _bytes(p.class_weight_dtype)  # top, cls, order
+    written = flops = 0
+    if p.stats:
+        sums = 1 + p.label_smoothing
+        read += rows * (tiles * 4 * sums + 4)  # zt
+        written += rows * 3 * 4  # loss, lse, row_sum
+        flops += rows * tiles * sums
+    else:
+        read += rows * 2 * 4  # lse, row_sum
+    if p.grads != "none":
+        read += rows * 4 * ((p.grad_loss == "rows") + p.grad_lse)
+    if p.grads == "scale":
+        read += rows * (p.h * _bytes(p.dtype) + 4 * (not p.stats))  # xc; zt
+        written += rows * (p.h * _bytes(p.dtype) + 2 + 4)  # xs; E at the target; row_scale
+        flops += rows * p.h
+    elif p.grads == "coefs":
+        written += rows * 16
+    return Work(read, written, flops)
+
+
+def _lce_bias(p: LceBiasProblem, s: Sizes) -> Work:
+    rows, n = s["rows"], s["n"]
+    read = rows * (n * _bytes(p.dtype) + 4 * p.row_scale) + n * 4 * p.accumulate
+    return Work(read, n * 4, rows * n * (1 + p.row_scale))
+
+
+def _lce_scatter(p: LceScatterProblem, s: Sizes) -> Work:
+    rows = s["rows"]
+    read = rows * (p.h * 4 + 4 + 4 * p.row_scale)
+    return Work(read, rows * p.h * _bytes(p.dx_dtype), rows * p.h * p.row_scale)
+
+
+def _lce_scale(p: LceScaleProblem, s: Sizes) -> Work:
+    return Work(4, 0, 0, "leaves at once where the gradient that arrives is 1; else it reads and writes all of it")
+
+
+def _lce_exp(p: LceExpProblem, s: Sizes) -> Work:
+    rows, n = s["rows"], s["n"]
+    read = rows * (n * 4 + 4) + n * (_bytes(p.bias_dtype) + 4 * p.weighted)  # cls
+    written = rows * n * _bytes(p.out_dtype)
+    if p.kind == "softmax":
+        read += rows * 4  # ref
+        written += rows * (2 * _ceil_div(n, TILE_N) * 4 * (1 + p.smoothing) + 4)  # sums and references; zt
+    else:
+        read += rows * 16  # coefs
+    return Work(read, written, 3 * rows * n)
+
+
+def _lce_redo(p: LceRedoProblem, s: Sizes) -> Work:
+    rows, tiles = s["rows"], _ceil_div(s["n"], TILE_N)
+    read = rows * (tiles * 4 + 4) + 4 * _ceil_div(rows, ROW_TILE)
+    return Work(read, rows * tiles * 4, 0, "where rows were flagged it reads and writes their E too")
+
+
+def _lce_clear(p: LceClearProblem, s: Sizes) -> Work:
+    return Work(4, 0, 0, "writes the rows that are ignored, if any")
+
+
+# How many CTAs, and how many tiles they have between them ------------------------------------------------------------
+
+
+def _given_ctas(problem: Any, config: Any, s: Sizes) -> int:
+    return s["num_ctas"]
+
+
+def _row_ctas(problem: Any, config: Any, s: Sizes) -> int:
+    """A warp has a row."""
+    return _ceil_div(s["rows"], config.threads // 32)
+
+
+def _gemm_tiles(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
+    clusters = _ceil_div(s["m"], config.tile_m * config.cluster_m) * _ceil_div(s["n"], config.tile_n * config.cluster_n)
+    return clusters * config.cluster_m * config.cluster_n
+
+
+def _gemm_ctas(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
+    return min(_gemm_tiles(problem, config, s), s["max_clusters"] * config.cluster_m * config.cluster_n)
+
+
+def _exp_ctas(problem: LceExpProblem, config: LceWarpsConfig, s: Sizes) -> int:
+    return _row_ctas(problem, config, s) * _ceil_div(s["n"], TILE_N)
+
+
+def _redo_ctas(problem: LceRedoProblem, config: LceWarpsConfig, s: Sizes) -> int:
+    return _row_ctas(problem, config, s) * _ceil_div(s["n"], 32 * TILE_N)
+
+
+def _norm_tiles(problem: RmsNormBwdProblem, config: Any, s: Sizes) -> int:
+    return _ceil_div(s["m"], config.threads // config.threads_per_row) * config.split_n
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel as its callers see it. `arguments`: names of what a call gives, in order, the stream last; a tuple in
+    parentheses. `sizes`: those of them that hold sizes."""
+
+    class_names: tuple[str, ...]
+    arguments: str
+    sizes: tuple[str, ...]
+    work: Callable[[Any, Sizes], Work]
+    ctas: Callable[[Any, Any, Sizes], int]
+    tiles: Callable[[Any, Any, Sizes], int] | None = None  # where CTAs are persistent: what they walk over
+
+    def places(self) -> dict[str, tuple[int, ...]]:
+        """Where in a call's arguments each size is."""
+        found, at = {}, ()
+        for word in self.arguments.replace("(", " ( ").replace(")", " ) ").split():
+            if word == "(":
+                at = (*at[:-1], at[-1] + 1, -1) if at else (0, -1)
+            elif word == ")":
+                at = at[:-1]
+            else:
+                at = (*at[:-1], at[-1] + 1) if at else (0,)
+                if word in self.sizes:
+                    found[word] = at
+        return found
+
+
+KERNELS = {
+    "rms_norm_fwd": Kernel(
+        ("RmsNormFwd",),
+        "x weight bias residual y res rstd x_strides residual_strides eps weight_offset m num_ctas stream",
+        ("m", "num_ctas"),
+        _rms_norm_fwd,
+        _given_ctas,
+    ),
+    "rms_norm_bwd": Kernel(
+        ("RmsNormBwd",),
+        "x weight dy dres rstd dx dresidual dweight dbias scratch tickets x_strides dy_strides dres_strides "
+        "weight_offset m num_ctas stream",
+        ("m", "num_ctas"),
+        _rms_norm_bwd,
+        _given_ctas,
+        _norm_tiles,
+    ),
+    "lce_gemm": Kernel(
+        ("GemmSm90",),
+        "a a2 b d epilogue_args num_live (m n k k_split start) strides max_clusters stream",
+        ("m", "n", "k", "max_clusters"),
+        _lce_gemm,
+        _gemm_ctas,
+        _gemm_tiles,
+    ),
+    "lce_compact": Kernel(
+        ("LceCompact",),
+        "target class_weight num_items_at order inv_divisor num_live num_items ignore_index v m stream",
+        ("v", "m"),
+        _lce_compact,
+        lambda problem, config, s: 1,
+    ),
+    "lce_gather": Kernel(
+        ("LceGather",),
+        "x w bias target order num_live xc cls ref top flags dx loss lse x_stride softcap start rows v stream",
+        ("rows", "v"),
+        _lce_gather,
+        _row_ctas,
+    ),
+    "lce_rows": Kernel(
+        ("LceRows",),
+        "part_sum part_wsum zt top cls order num_live class_weight total_weight loss lse row_sum grad_loss inv_divisor "
+        "grad_lse e e2 xc xs row_scale coefs e_stride e2_stride v_split softcap z_loss label_smoothing v tiles start "
+        "rows stream",
+        ("v", "tiles", "rows"),
+        _lce_rows,
+        _row_ctas,
+    ),
+    "lce_bias": Kernel(
+        ("LceBias",),
+        "e row_scale db num_live e_stride start rows n stream",
+        ("rows", "n"),
+        _lce_bias,
+        lambda problem, config, s: config.num_ctas(s["n"]),
+    ),
+    "lce_scatter": Kernel(
+        ("LceScatter",), "acc row_scale order dx num_live start rows stream", ("rows",), _lce_scatter, _row_ctas
+    ),
+    "lce_scale": Kernel(("LceScale",), "out factor n num_ctas stream", ("n", "num_ctas"), _lce_scale, _given_ctas),
+    "lce_exp": Kernel(
+        ("LceExp",),
+        "z e bias class_weight cls num_live ref top flags part_sum part_wsum zt coefs z_stride e_stride softcap v0 "
+        "tile0 tiles start rows n stream",
+        ("rows", "n"),
+        _lce_exp,
+        _exp_ctas,
+    ),
+    "lce_redo": Kernel(
+        ("LceRedo",),
+        "e part_sum top flags num_live e_stride tile0 tiles start rows n stream",
+        ("rows", "n"),
+        _lce_redo,
+        _redo_ctas,
+    ),
+    "lce_clear": Kernel(("LceClear",), "out num_live start rows stream", ("rows",), _lce_clear, _row_ctas),
+}
+_NAMES = {cls: name for name, kernel in KERNELS.items() for cls in kernel.class_names}
+_PLACES = {name: tuple(kernel.places().items()) for name, kernel in KERNELS.items()}
+
+
+def kernel_of(class_name: str) -> str | None:
+    """The name in `KERNELS` of a kernel class; None for one that is not described here."""
+    return _NAMES.get(class_name)
+
+
+def sizes_of(kernel: str, args: Sequence[Any]) -> dict[str, int]:
+    """The sizes among the arguments of a call."""
+    found = {}
+    for name, place in _PLACES[kernel]:
+        value = args
+        for i in place:
+            value = value[i]
+        found[name] = value
+    return found
+
+
+def work(kernel: str, problem: Any, sizes: Sizes) -> Work:
+    return KERNELS[kernel].work(problem, sizes)
+
+
+def describe(problem: Any, sizes: Sizes) -> str:
+    """Sizes and problem in a line: "m=16384 n=4096 x=bf16 y=bf16"; fields at their defaults and grids are left out."""
+    words = [f"{name}={value}" for name, value in sizes.items() if name not in ("num_ctas", "max_clusters")]
+    for field in dataclasses.fields(problem) if dataclasses.is_dataclass(problem) else ():
+        name, value = field.name.removesuffix("_dtype"), getattr(problem, field.name)
+        if value != field.default and value is not None:
+            words.append(name if value is True else f"{name}={SHORT.get(value, value)}")
+    return " ".join(words)
+
+
+def _bytes(*dtypes: str | None) -> int:
+    return sum(_ITEMSIZE[dtype] for dtype in dtypes)
+
+
+def _ceil_div(n: int, d: int) -> int:
+    return -(-n // d)
