@@ -20,7 +20,7 @@ from quackish.configs.lce_cublas import (
     product_rows,
 )
 from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
-from quackish.gpu import gpu_of
+from quackish.gpu import Gpu, gpu_of
 from quackish.ops.cuda import current_stream_of, dtype_name
 from quackish.ops.linear_cross_entropy_chunks import _addmm, _mm
 
@@ -34,8 +34,8 @@ class CublasGemms:
     of xs.
     """
 
-    def __init__(self, device: torch.device):
-        self.device, self.gpu = device, gpu_of(device.index)
+    def __init__(self, device: torch.device, gpu: Gpu | None = None):
+        self.device, self.gpu = device, gpu or gpu_of(device.index)
         self._stream = current_stream_of(device)
         self._kernels: dict[tuple, Callable[..., None]] = {}
 

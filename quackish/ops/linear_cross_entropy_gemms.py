@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quackish import kernels, launch
 from quackish.configs.gemm import GemmProblem, gemm_config, softmax_tile_n
-from quackish.gpu import gpu_of
+from quackish.gpu import Gpu, gpu_of
 from quackish.ops.cuda import address, current_stream_of, dtype_name
 
 
@@ -17,8 +17,8 @@ class GemmLaunches:
     All sums run over the live rows alone, chunk rows [0, num_live - start), which the device counts.
     """
 
-    def __init__(self, device: torch.device):
-        self.device, self.gpu = device, gpu_of(device.index)
+    def __init__(self, device: torch.device, gpu: Gpu | None = None):
+        self.device, self.gpu = device, gpu or gpu_of(device.index)
         self._stream = current_stream_of(device)
         self._gemms: dict[tuple, tuple[Callable[..., None], int]] = {}  # a kernel and how many clusters it runs in
 
