@@ -4,6 +4,9 @@ Numbers of rows, classes and tiles are in none of them: kernels get these at run
 """
 
 import dataclasses
+from typing import Any
+
+from quackish.gpu import Gpu
 
 ROW_TILE = 128  # rows of a GEMM tile: up to the end of the last one with live rows, buffers hold zeros, not garbage
 
@@ -111,3 +114,30 @@ def lce_gather_config(problem: LceGatherProblem) -> LceRowsConfig:
 def lce_bias_config(n: int) -> LceBiasConfig:
     """The more columns, the wider the slice of a CTA, while every SM has some. Not measured."""
     return LceBiasConfig(lanes=32 if n >= 32_768 else 8)
+
+
+# Legality: why a config cannot run a kernel, as the field, what it is and what it may be; None where it can -----------
+
+
+def compact_objection(problem: LceCompactProblem, config: LceCompactConfig, gpu: Gpu) -> str | None:
+    if config.threads != 1024:
+        return f"threads is {config.threads}; expected 1024, as a warp adds up the counts of 32"
+    if config.each not in range(1, 17):
+        return f"each is {config.each}; expected 1 to 16"
+    return None
+
+
+def rows_objection(problem: Any, config: LceRowsConfig | LceScaleConfig, gpu: Gpu) -> str | None:
+    if config.threads not in range(32, 1025, 32):
+        return f"threads is {config.threads}; expected a multiple of 32, up to 1024"
+    if config.vectors not in (1, 2, 4, 8):
+        return f"vectors is {config.vectors}; expected 1, 2, 4 or 8"
+    return None
+
+
+def bias_objection(problem: LceBiasProblem, config: LceBiasConfig, gpu: Gpu) -> str | None:
+    if config.threads not in range(32, 1025, 32):
+        return f"threads is {config.threads}; expected a multiple of 32, up to 1024"
+    if config.lanes < 1 or config.threads % config.lanes:
+        return f"lanes is {config.lanes}; expected a divisor of threads {config.threads}"
+    return None
