@@ -1,5 +1,6 @@
 """CuTe DSL kernels for Hopper and Blackwell, called from PyTorch. Importing starts neither CUDA nor the compiler."""
 
+from quackish.configs.choose import config
 from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
@@ -12,6 +13,7 @@ __all__ = [
     "RMSNorm",
     "UnsupportedError",
     "__version__",
+    "config",
     "linear_cross_entropy",
     "profile",
     "rms_norm",

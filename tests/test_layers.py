@@ -24,7 +24,8 @@ class Layer:
 LAYERS = {
     "errors": Layer(),
     "gpu": Layer(quackish="errors", lazy="torch"),
-    "configs": Layer(quackish="errors gpu"),
+    "toolchain": Layer(lazy="cutlass"),
+    "configs": Layer(quackish="errors gpu toolchain", lazy="platformdirs"),
     "reference": Layer(outside="torch"),
     "kernels": Layer(quackish="errors gpu configs", outside="cutlass cuda"),
     "launch": Layer(quackish="errors gpu configs", outside="torch platformdirs", lazy="cutlass cuda tvm_ffi"),

@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from quackish import errors, gpu
+from quackish.configs.choose import Choice
 from quackish.configs.rms_norm import MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops import rms_norm as ops
@@ -147,8 +148,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(plans, "gpu_for", lambda device: gpu.H200 if device.type == "cpu" else no_kernel(device))
     monkeypatch.setattr(plans.kernels, "find", lambda name, gpu: name)
     monkeypatch.setattr(plans.launch, "get", emulated.get)
-    monkeypatch.setattr(plans, "rms_norm_fwd_config", lambda problem, gpu: EmulatedConfig())
-    monkeypatch.setattr(plans, "rms_norm_bwd_config", lambda problem, gpu: EmulatedConfig())
+    monkeypatch.setattr(plans, "choose", lambda name, problem, gpu: Choice(EmulatedConfig(), "forced", ""))
     monkeypatch.setattr(plans.workspace, "take", take)
     monkeypatch.setattr(plans.cuda, "current_device", lambda: None)
     monkeypatch.setattr(plans.cuda, "stream_of", lambda index: STREAM)
@@ -504,9 +504,7 @@ A100 = gpu.Gpu("A100", "sm_80", "sm_80", sm_count=108, smem_bytes=166912, smem_b
 
 def find(problem, backend="auto", device="cuda:0", m=5, **options):
     name = "rms_norm_fwd" if isinstance(problem, RmsNormFwdProblem) else "rms_norm_bwd"
-    return plans.find_kernel(
-        name, lambda problem, gpu: EmulatedConfig(), problem, m, torch.device(device), backend, **options
-    )
+    return plans.find_kernel(name, problem, m, torch.device(device), backend, **options)
 
 
 def test_without_a_kernel_there_is_one_warning_or_an_error(monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from quackish.configs.lce_rows import ROW_TILE
 from quackish.gpu import Gpu
 
 
@@ -59,6 +60,11 @@ class GemmConfig:
     def threads(self) -> int:
         return 128 * (1 + self.num_wgs)
 
+    @property
+    def launch_registers(self) -> int:
+        """A thread's, when it starts: what there is for each, but no more than the warps that multiply ask for."""
+        return min(_whole(65_536 // self.threads), self.consumer_registers)
+
     def max_clusters(self, sm_count: int) -> int:
         """Clusters that run at a time: one CTA fits an SM."""
         return sm_count // (self.cluster_m * self.cluster_n)
@@ -87,3 +93,81 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
 def softmax_tile_n() -> int:
     """How many classes a partial sum of the softmax runs over."""
     return GemmConfig.tile_n
+
+
+# Legality ------------------------------------------------------------------------------------------------------------
+
+STAGED_BYTES = 2 * 64 * 128  # of the output, a warp group: two pieces of 128 bytes of each of its rows
+
+
+def gemm_smem_bytes(problem: GemmProblem, config: GemmConfig) -> int:
+    """Shared memory of a CTA: stages of A and B, the output on its way, barriers and what aligning them takes."""
+    stages = config.num_stages * (config.tile_m + config.tile_n) * config.tile_k * 2
+    return stages + (STAGED_BYTES * config.num_wgs if problem.out_dtype is not None else 0) + 1024
+
+
+def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | None:
+    """Why `config` cannot multiply for `problem`: the field, what it is, what it may be. None where it can."""
+    p, c = problem, config
+    legal = {
+        "tile_m": (64, 128, 192, 256),
+        "tile_n": (64, 128, 192, 256),
+        "tile_k": (32, 64, 128),  # of rows a sum over them reads no more than ROW_TILE past the last live one
+        "cluster_m": (1, 2, 4, 8),
+        "cluster_n": (1, 2, 4, 8),
+        "group_along": ("m", "n"),
+    }
+    for field, values in legal.items():
+        if getattr(c, field) not in values:
+            return f"{field} is {getattr(c, field)!r}; expected one of {', '.join(map(repr, values))}"
+    for field, least in (("num_stages", 2), ("group", 1)):
+        if getattr(c, field) < least:
+            return f"{field} is {getattr(c, field)}; expected at least {least}"
+    if c.cluster_m * c.cluster_n > 8:
+        return f"cluster_m is {c.cluster_m} with cluster_n {c.cluster_n}; expected at most 8 CTAs a cluster"
+
+    # what the kernels around it count on
+    if p.epilogue == "softmax" and c.tile_n != softmax_tile_n():
+        return (
+            f"tile_n is {c.tile_n}; expected {softmax_tile_n()}, as a partial sum of the softmax, which other kernels add "
+            "up, is over so many classes"
+        )
+    if p.epilogue in ("softmax", "dlogits") and c.tile_m * c.cluster_m % ROW_TILE:
+        return (
+            f"tile_m is {c.tile_m} with cluster_m {c.cluster_m}, {c.tile_m * c.cluster_m} rows a cluster; expected a "
+            f"multiple of {ROW_TILE}, as rows are flagged and cleared by so many"
+        )
+
+    # registers
+    for field, least, most in (
+        ("producer_registers", 24, c.launch_registers),
+        ("consumer_registers", c.launch_registers, 248),
+    ):
+        registers = getattr(c, field)
+        if registers % 8 or not least <= registers <= most:
+            return f"{field} is {registers} with threads {c.threads}; expected a multiple of 8, {least} to {most}"
+    there = c.launch_registers * c.threads
+    if 128 * (c.producer_registers + c.num_wgs * c.consumer_registers) > there:
+        most = _whole((there // 128 - c.producer_registers) // c.num_wgs)
+        return (
+            f"consumer_registers is {c.consumer_registers} with producer_registers {c.producer_registers} and tile_m "
+            f"{c.tile_m}; expected at most {most}, as the CTA has {there} registers"
+        )
+    if c.tile_n // 2 >= c.launch_registers:
+        return (
+            f"tile_n is {c.tile_n} with tile_m {c.tile_m}, {c.tile_n // 2} sums a thread; expected fewer than the "
+            f"{c.launch_registers} registers that {c.threads} threads leave it"
+        )
+
+    needed = gemm_smem_bytes(p, c)
+    if needed > gpu.smem_bytes:
+        return (
+            f"num_stages is {c.num_stages} with tiles of {c.tile_m} x {c.tile_n} x {c.tile_k}, {needed} bytes of "
+            f"shared memory; expected at most {gpu.smem_bytes} on {gpu.name}"
+        )
+    return None
+
+
+def _whole(registers: int) -> int:
+    """Registers are given out by eight."""
+    return registers // 8 * 8

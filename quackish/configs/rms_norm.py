@@ -196,6 +196,108 @@ def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfi
     return RmsNormBwdConfig(threads, threads_per_row, num_stages, ctas_per_sm, split_n)
 
 
+# Legality ------------------------------------------------------------------------------------------------------------
+
+CLUSTERS = (1, 2, 4, 8, 16)
+MAX_FWD_ELEMENTS = 64  # of a row, a thread: as many as the registers that the kernel is compiled for
+REGISTERS_PER_SM = 65_536
+
+
+def rms_norm_fwd_objection(problem: RmsNormFwdProblem, config: RmsNormFwdConfig, gpu: Gpu) -> str | None:
+    """Why `config` cannot run `problem`: the field, what it is, what it may be. None where it can."""
+    objection = _shape_objection(problem, config)
+    if objection is not None:
+        return objection
+    elements = elements_per_thread(problem, config)
+    if elements > MAX_FWD_ELEMENTS:
+        return (
+            f"threads_per_row is {config.threads_per_row} with split_n {config.split_n}, {elements} elements of a row "
+            f"a thread; expected more threads, so that it is at most {MAX_FWD_ELEMENTS}"
+        )
+    return None
+
+
+def rms_norm_bwd_objection(problem: RmsNormBwdProblem, config: RmsNormBwdConfig, gpu: Gpu) -> str | None:
+    """As rms_norm_fwd_objection."""
+    objection = _shape_objection(problem, config)
+    if objection is not None:
+        return objection
+    c = config
+    if c.ctas_per_sm not in range(1, 2048 // c.threads + 1):
+        return f"ctas_per_sm is {c.ctas_per_sm} with threads {c.threads}; expected 1 to {2048 // c.threads}"
+    if c.cluster not in CLUSTERS:
+        return f"cluster is {c.cluster}; expected one of {CLUSTERS}"
+    if c.num_stages != 0 and c.num_stages < 2:
+        return f"num_stages is {c.num_stages}; expected 0, or at least 2: one is filled while another is read"
+    if c.num_stages and not problem.aligned:
+        return f"num_stages is {c.num_stages}; expected 0, as the rows do not start and end on 16 bytes"
+    room = min(gpu.smem_bytes, gpu.smem_bytes_per_sm // c.ctas_per_sm - 1024)  # the system takes 1 KB of each CTA
+    needed = rms_norm_bwd_smem_bytes(problem, c)
+    if needed > room:
+        return (
+            f"num_stages is {c.num_stages} with threads {c.threads}, threads_per_row {c.threads_per_row} and "
+            f"ctas_per_sm {c.ctas_per_sm}, {needed} bytes of shared memory a CTA; expected at most {room} on {gpu.name}"
+        )
+    # What a thread keeps in registers: the weight and the sums. Beyond them not even these fit.
+    kept = (1 + problem.num_sums) * elements_per_thread(problem, c)
+    registers = min(255, REGISTERS_PER_SM // (c.threads * c.ctas_per_sm))
+    if kept > registers:
+        return (
+            f"threads_per_row is {c.threads_per_row} with threads {c.threads} and ctas_per_sm {c.ctas_per_sm}, {kept} "
+            f"numbers a thread to keep in {registers} registers; expected more threads a row, or fewer threads on an SM"
+        )
+    return None
+
+
+def elements_per_thread(
+    problem: RmsNormFwdProblem | RmsNormBwdProblem, config: RmsNormFwdConfig | RmsNormBwdConfig
+) -> int:
+    """Columns of a row that a thread has."""
+    n_cta = columns_per_cta(problem.n, problem.vec, config.split_n)
+    return -(-n_cta // (config.threads_per_row * problem.vec)) * problem.vec
+
+
+def rms_norm_bwd_smem_bytes(problem: RmsNormBwdProblem, config: RmsNormBwdConfig) -> int:
+    """Shared memory of a CTA: stages, or in their place the sums over rows; barriers; and the sums of a row."""
+    n_cta = columns_per_cta(problem.n, problem.vec, config.split_n)
+    tile_m = config.threads // config.threads_per_row
+    stages = config.num_stages * tile_m * (problem.row_bytes // problem.n * n_cta)
+    sums = 0
+    if problem.num_sums:
+        columns = -(-problem.num_sums * -(-n_cta // 4) // config.cluster) * 4  # that a CTA is left with
+        extra = config.threads * 4 if config.combine == "slices" else columns
+        sums = 4 * (tile_m * columns * config.cluster + extra)
+    barriers = -(-8 * max(config.num_stages, 1) // 16) * 16
+    slots = 2 * 4 * (config.threads // 32) * config.split_n
+    return -(-max(stages, sums, 16) // 16) * 16 + barriers + -(-slots // 8) * 8 + 16
+
+
+def _shape_objection(
+    problem: RmsNormFwdProblem | RmsNormBwdProblem, config: RmsNormFwdConfig | RmsNormBwdConfig
+) -> str | None:
+    """Who works on a row: what both directions share."""
+    c, p = config, problem
+    if c.threads not in range(32, 1025, 32):
+        return f"threads is {c.threads}; expected a multiple of 32, up to 1024"
+    if c.threads_per_row not in (8, 16) and c.threads_per_row not in range(32, 1025, 32):
+        return f"threads_per_row is {c.threads_per_row}; expected 8, 16 or a multiple of 32, up to 1024"
+    if c.threads % c.threads_per_row:
+        return f"threads is {c.threads}; expected a multiple of threads_per_row {c.threads_per_row}"
+    if c.split_n not in CLUSTERS:
+        return f"split_n is {c.split_n}; expected one of {CLUSTERS}"
+    if c.split_n > 1 and c.threads != c.threads_per_row:
+        return (
+            f"threads is {c.threads} with split_n {c.split_n}; expected threads_per_row {c.threads_per_row}, as CTAs "
+            "that share a row have one at a time"
+        )
+    if (c.split_n - 1) * columns_per_cta(p.n, p.vec, c.split_n) >= p.n:
+        return f"split_n is {c.split_n}; expected fewer CTAs, as {p.n} columns leave some of them without any"
+    return None
+
+
+# Parts of the analytical choices -------------------------------------------------------------------------------------
+
+
 def _split(n: int, n_cta: int, max_n: int) -> int:
     """The smallest cluster, a power of two up to 16, whose CTAs need take no more than about n_cta columns each."""
     if n > max_n:

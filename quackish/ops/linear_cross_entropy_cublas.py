@@ -10,21 +10,19 @@ import torch
 from torch import Tensor
 
 from quackish import kernels, launch
+from quackish.configs.choose import choose, subscribe
 from quackish.configs.lce_cublas import (
     TILE_N,
     LceClearProblem,
     LceExpProblem,
     LceRedoProblem,
-    LceWarpsConfig,
     logit_columns,
     product_rows,
 )
-from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
+from quackish.configs.lce_rows import LceScatterProblem
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops.cuda import current_stream_of, dtype_name
 from quackish.ops.linear_cross_entropy_chunks import _addmm, _mm
-
-_WARPS = LceWarpsConfig()
 
 
 class CublasGemms:
@@ -37,6 +35,10 @@ class CublasGemms:
     def __init__(self, device: torch.device, gpu: Gpu | None = None):
         self.device, self.gpu = device, gpu or gpu_of(device.index)
         self._stream = current_stream_of(device)
+        self.forget_choices()
+        subscribe(self)
+
+    def forget_choices(self) -> None:
         self._kernels: dict[tuple, Callable[..., None]] = {}
 
     def num_tiles(self, v: int) -> int:
@@ -80,7 +82,7 @@ class CublasGemms:
         self, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, v0, e, part_sum, part_wsum, zt, top, flags
     ) -> None:  # fmt: skip
         """No GEMM: E and the sums of flagged rows are multiplied by what their tiles' references differ from top."""
-        kernel = self._find(("redo", e is None), "lce_redo", LceRedoProblem(e is not None), _WARPS)
+        kernel = self._find(("redo", e is None), "lce_redo", LceRedoProblem(e is not None))
         rows, n, tiles = xc.shape[0], w.shape[0], part_sum.shape[1] // 2
         kernel(
             None if e is None else e.data_ptr(),
@@ -129,7 +131,7 @@ class CublasGemms:
             return _times_w(e, e2, v_split, w, out, accumulate)
         rows, h = e.shape[0], w.shape[1]
         problem = LceScatterProblem(h, dtype_name(out), row_scale=True)
-        kernel = self._find(("scatter", h, out.dtype), "lce_scatter", problem, LceRowsConfig())
+        kernel = self._find(("scatter", h, out.dtype), "lce_scatter", problem)
         step = min(product_rows(h), rows)
         products = e.new_empty((step, h), dtype=torch.float32)
         for r0 in range(0, rows, step):
@@ -148,7 +150,7 @@ class CublasGemms:
         `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is asked, as by any GEMM of PyTorch's.
         """
         rows, h = xs.shape
-        kernel = self._find(("clear", h, xs.dtype), "lce_clear", LceClearProblem(h, dtype_name(xs)), _WARPS)
+        kernel = self._find(("clear", h, xs.dtype), "lce_clear", LceClearProblem(h, dtype_name(xs)))
         kernel(xs.data_ptr(), num_live.data_ptr(), start, rows, self._stream())  # 0 * NaN would reach every class
         (_addmm if accumulate else _mm)(e.t(), xs, out)
 
@@ -156,13 +158,14 @@ class CublasGemms:
         out_dtype, bias_dtype = None if e is None else e.dtype, None if bias is None else bias.dtype
         options = softcap is not None, smoothing, class_weight is not None
         problem = LceExpProblem(kind, dtype_name(e), dtype_name(bias), *options)
-        return self._find((kind, out_dtype, bias_dtype, *options), "lce_exp", problem, _WARPS)
+        return self._find((kind, out_dtype, bias_dtype, *options), "lce_exp", problem)
 
-    def _find(self, key: tuple, name: str, problem, config) -> Callable[..., None]:
-        kernel = self._kernels.get(key)
+    def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
+        known = self._kernels
+        kernel = known.get(key)
         if kernel is None:
-            kernel = launch.get(kernels.find(name, self.gpu), problem, config, self.gpu.target)
-            self._kernels[key] = kernel
+            config = choose(name, problem, self.gpu).config
+            kernel = known[key] = launch.get(kernels.find(name, self.gpu), problem, config, self.gpu.target)
         return kernel
 
 

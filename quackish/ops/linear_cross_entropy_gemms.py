@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from quackish import kernels, launch
-from quackish.configs.gemm import GemmProblem, gemm_config, softmax_tile_n
+from quackish.configs.choose import choose, subscribe
+from quackish.configs.gemm import GemmProblem, softmax_tile_n
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops.cuda import address, current_stream_of, dtype_name
 
@@ -20,6 +21,10 @@ class GemmLaunches:
     def __init__(self, device: torch.device, gpu: Gpu | None = None):
         self.device, self.gpu = device, gpu or gpu_of(device.index)
         self._stream = current_stream_of(device)
+        self.forget_choices()
+        subscribe(self)
+
+    def forget_choices(self) -> None:
         self._gemms: dict[tuple, tuple[Callable[..., None], int]] = {}  # a kernel and how many clusters it runs in
 
     def num_tiles(self, v: int) -> int:
@@ -202,8 +207,8 @@ class GemmLaunches:
         )  # fmt: skip
 
     def _compile(self, key: tuple, **fields) -> tuple[Callable[..., None], int]:
-        problem = GemmProblem(**fields)
-        config = gemm_config(problem, self.gpu)
+        gemms, problem = self._gemms, GemmProblem(**fields)
+        config = choose("lce_gemm", problem, self.gpu).config
         kernel = launch.get(kernels.find("lce_gemm", self.gpu), problem, config, self.gpu.target)
-        made = self._gemms[key] = kernel, config.max_clusters(self.gpu.sm_count)
+        made = gemms[key] = kernel, config.max_clusters(self.gpu.sm_count)
         return made

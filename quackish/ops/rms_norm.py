@@ -298,7 +298,8 @@ class _RmsNorm(torch.autograd.Function):
                 x.is_contiguous() or x.stride(),
                 weight is None or weight.is_contiguous(),
             )
-        plan = forward.backward.get(key)
+        plans = forward.backward
+        plan = plans.get(key)
         if (
             plan is None
             or _is_grad_enabled()
@@ -311,7 +312,7 @@ class _RmsNorm(torch.autograd.Function):
             four = (*needs[:2], *(needs[3:] or (False, False)))
             plan, dx, dweight, dbias, dresidual = _gradients(four, dy, x, weight, rstd, dres, *options)
             if plan is not None:
-                forward.backward[key] = plan
+                plans[key] = plan
         else:
             dx, dresidual, dweight, dbias = plan.run(dy, x, weight, rstd, dres)
             if len(needs) > 3 and needs[4]:

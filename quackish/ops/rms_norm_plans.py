@@ -6,6 +6,7 @@ Where no kernel covers a call, its plan runs the reference.
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,14 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from quackish import kernels, launch
-from quackish.configs.rms_norm import (
-    ITEMSIZE,
-    MAX_M,
-    RmsNormBwdProblem,
-    RmsNormFwdProblem,
-    rms_norm_bwd_config,
-    rms_norm_fwd_config,
-)
+from quackish.configs.choose import choose, subscribe
+from quackish.configs.rms_norm import ITEMSIZE, MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda, workspace
@@ -30,6 +25,14 @@ from quackish.reference import rms_norm as reference
 _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
 _forward_plans: dict[tuple, "ForwardPlan"] = {}
 _backward_plans: dict[tuple, "BackwardPlan"] = {}
+
+
+def forget_choices() -> None:
+    global _forward_plans, _backward_plans
+    _forward_plans, _backward_plans = {}, {}
+
+
+subscribe(sys.modules[__name__])
 
 
 def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> "ForwardPlan | None":
@@ -66,9 +69,10 @@ def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backe
     check_forward(*args)
     if key is None or not _are_plain(args[:4]):
         return None
-    if len(_forward_plans) >= _MAX_PLANS:
-        _forward_plans.clear()
-    plan = _forward_plans[key] = ForwardPlan(*args)
+    plans = _forward_plans  # taken before anything is chosen: see `subscribe`
+    if len(plans) >= _MAX_PLANS:
+        plans.clear()
+    plan = plans[key] = ForwardPlan(*args)
     return plan
 
 
@@ -88,9 +92,10 @@ def backward_plan(
         check_backward(*tensors, *options)
         if not _are_plain(tensors):
             return None
-        if len(_backward_plans) >= _MAX_PLANS:
-            _backward_plans.clear()
-        plan = _backward_plans[key] = BackwardPlan(*tensors, *options)
+        plans = _backward_plans
+        if len(plans) >= _MAX_PLANS:
+            plans.clear()
+        plan = plans[key] = BackwardPlan(*tensors, *options)
     return plan
 
 
@@ -118,6 +123,7 @@ class ForwardPlan:
         self.x_dtype, self.out_dtype = x.dtype, out_dtype or x.dtype
         self.bias_dtype, self.residual_dtype = _dtype(bias), _dtype(residual)
         self.backward: dict[tuple, BackwardPlan] = {}  # autograd's own, shorter way to the plans of backward
+        subscribe(self)  # graphs keep plans that are forgotten here
 
         self.copied = which_to_copy(x, weight, bias, residual)
         (self.x_rows, self.residual_rows), aligned = lay_out((x, residual), (self.out_dtype, self.residual_dtype))
@@ -134,8 +140,11 @@ class ForwardPlan:
         self.kernel = self.find(self.problem)
         self.kernel_unaligned = None if aligned else self.kernel
 
+    def forget_choices(self) -> None:
+        self.backward = {}
+
     def find(self, problem: RmsNormFwdProblem) -> "Kernel | None":
-        return find_kernel("rms_norm_fwd", rms_norm_fwd_config, problem, self.m, self.device, self.backend)
+        return find_kernel("rms_norm_fwd", problem, self.m, self.device, self.backend)
 
     def run(self, x, weight, bias, residual) -> tuple[Tensor, Tensor | None, Tensor]:
         """(y, res, rstd); res is None without a residual."""
@@ -229,8 +238,7 @@ class BackwardPlan:
         self.kernel_unaligned = None if aligned else self.kernel
 
     def find(self, problem: RmsNormBwdProblem) -> "Kernel | None":
-        args = ("rms_norm_bwd", rms_norm_bwd_config, problem, self.m, self.device, self.backend)
-        return find_kernel(*args, self.rstd_dtype)
+        return find_kernel("rms_norm_bwd", problem, self.m, self.device, self.backend, self.rstd_dtype)
 
     def run(self, dy, x, weight, rstd, dres) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """(dx, dresidual, dweight, dbias), None where no dtype was given."""
@@ -325,7 +333,6 @@ class Kernel:
 
 def find_kernel(
     name: str,
-    make_config: Callable[..., Any],
     problem: Any,
     m: int,
     device: torch.device,
@@ -359,7 +366,7 @@ def find_kernel(
                 'backend="auto" runs the portable path.'
             )
         kernel_class = kernels.find(name, gpu)
-        config = make_config(problem, gpu)
+        config = choose(name, problem, gpu).config
         function = launch.get(kernel_class, problem, config, gpu.target)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("cutlass", "cuda", "tvm_ffi"):
