@@ -1,17 +1,97 @@
-"""What compiles kernels here."""
+"""What compiles kernels here, and the runtime library that they run with.
 
+Found in files alone: importing the compiler takes 0.3 s, and kernels that are on disk do without it.
+"""
+
+import ctypes
 import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from pathlib import Path
+from typing import NamedTuple
+
+from quackish.errors import UnsupportedError
+
+_RUNTIME = "libcute_dsl_runtime.so"
+
+
+class Toolchain(NamedTuple):
+    dsl: str  # version of nvidia-cutlass-dsl
+    ffi: str  # version of apache-tvm-ffi
+    flavour: str  # "cu13": the CUDA that the compiler is built for, and whose cubins it makes
+    cpu: str  # "x86_64": host code runs on every CPU of this kind
+    runtime: Path  # the library that compiled host code calls
 
 
 @functools.cache
-def versions() -> dict[str, str] | None:
-    """Of quackish, the DSL and the CUDA that it compiles with; None where the DSL is not installed."""
-    try:
-        import cutlass
-    except ModuleNotFoundError:
-        return None
+def find() -> Toolchain:
+    """Raises ModuleNotFoundError where a part is not installed, UnsupportedError where the driver is too old for it."""
+    compiler, ffi = _folder("cutlass"), _folder("tvm_ffi")
+    root = next((parent for parent in compiler.parents if parent.name == "nvidia_cutlass_dsl"), compiler)
+    flavour = choose_flavour(flavours(compiler), driver_cuda())
+    libraries = os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep)  # the compiler's own variable
+    return Toolchain(
+        dsl=_version("nvidia-cutlass-dsl", root.parent, "cutlass"),
+        ffi=_version("apache-tvm-ffi", ffi.parent, "tvm_ffi"),
+        flavour=f"cu{flavour}",
+        cpu=platform.machine(),
+        runtime=Path(next((p for p in libraries if p.endswith(_RUNTIME)), root / f"cu{flavour}" / "lib" / _RUNTIME)),
+    )
 
+
+def versions() -> dict[str, str] | None:
+    """Of quackish, the DSL and the CUDA that it compiles with; None where there is no compiler that works."""
     from quackish import __version__
 
-    cuda = cutlass.CUDA_VERSION  # of the compiler's flavour, which it picks by the driver at hand
-    return {"quackish": __version__, "nvidia-cutlass-dsl": cutlass.__version__, "cuda": f"{cuda.major}.{cuda.minor}"}
+    try:
+        tools = find()
+    except (ModuleNotFoundError, UnsupportedError):
+        return None
+    return {"quackish": __version__, "nvidia-cutlass-dsl": tools.dsl, "cuda": tools.flavour}
+
+
+def flavours(folder: Path) -> list[int]:
+    """The CUDA majors that the package in `folder` has a compiler for."""
+    names = [path.name.split(".") for path in folder.glob("_mlir/_mlir_libs/_cutlass_ir.cu*.so")]
+    return sorted(int(name[1].removeprefix("cu")) for name in names)
+
+
+def choose_flavour(installed: list[int], driver: tuple[int, int] | None) -> int:
+    """As the compiler itself does when it is imported: the newest that the driver runs; without a driver the newest."""
+    fit = [major for major in installed if driver is None or major <= driver[0]]
+    if not fit:
+        names = ", ".join(f"cu{major}" for major in installed) or "none"
+        cuda = "" if driver is None else f" This driver has CUDA {driver[0]}.{driver[1]}: install a newer one."
+        raise UnsupportedError(
+            f"nvidia-cutlass-dsl: no compiler here that fits (installed: {names}).{cuda} `pip install "
+            "nvidia-cutlass-dsl` has the one for CUDA 12 drivers and newer."
+        )
+    return max(fit)
+
+
+@functools.cache
+def driver_cuda() -> tuple[int, int] | None:
+    """The CUDA that the driver supports, (13, 0); None without a driver. CUDA is not initialised."""
+    version = ctypes.c_int(0)
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _folder(module: str) -> Path:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    return Path(spec.origin).parent
+
+
+def _version(distribution: str, site: Path, module: str) -> str:
+    """Of what lies in `site`, whatever else is on sys.path; of what was unpacked there without its metadata too."""
+    found = next(iter(importlib.metadata.distributions(name=distribution, path=[str(site)])), None)
+    return importlib.import_module(module).__version__ if found is None else found.version

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 import warnings
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from toy_kernels import HostConfig, HostProblem, HostToy, Toy, ToyConfig, ToyProblem
 
-from quackish import launch
+from quackish import launch, toolchain
 from quackish.launch import cache
 from quackish.launch import compile as compiling
 
@@ -287,6 +286,11 @@ def identity(problem=HostProblem(), config=HostConfig(), target="sm_90a", option
     return cache.identity(kernel_class, problem, config, target, options)
 
 
+def other_tools(patch, **fields):
+    other = toolchain.find()._replace(**fields)
+    patch.setattr(toolchain, "find", lambda: other)
+
+
 INGREDIENTS = {
     "kernel": lambda patch: identity(kernel_class=Toy),
     "problem": lambda patch: identity(problem=HostProblem(factor=3)),
@@ -296,10 +300,10 @@ INGREDIENTS = {
     "environment": lambda patch: patch.setenv("CUTE_DSL_LINEINFO", "1"),
     "sources": lambda patch: patch.setattr(cache, "_source_hash", lambda file: "0"),
     "quackish": lambda patch: patch.setattr("quackish.__version__", "0.0.0"),
-    "nvidia-cutlass-dsl": lambda patch: patch.setattr("cutlass.__version__", "0.0.0"),
-    "apache-tvm-ffi": lambda patch: patch.setattr("tvm_ffi.__version__", "0.0.0"),
-    "cuda": lambda patch: patch.setattr("cutlass.CUDA_VERSION", types.SimpleNamespace(major=12, minor=9)),
-    "cpu": lambda patch: patch.setattr(cache, "_cpu", lambda: "another"),
+    "nvidia-cutlass-dsl": lambda patch: other_tools(patch, dsl="0.0.0"),
+    "apache-tvm-ffi": lambda patch: other_tools(patch, ffi="0.0.0"),
+    "cuda": lambda patch: other_tools(patch, flavour="cu12"),
+    "cpu": lambda patch: other_tools(patch, cpu="another"),
 }
 
 

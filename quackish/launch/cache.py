@@ -10,44 +10,50 @@ A file is three lines and the object: the format, the SHA-256 of the rest, the i
 import contextlib
 import functools
 import hashlib
-import inspect
+import importlib.util
 import json
 import os
-import platform
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from quackish import toolchain
 from quackish.errors import warn_once
 
 _FORMAT = b"quackish kernel 1\n"
 _TEMPORARY = ".tmp"
 _STARTED = time.time()
 _PACKAGE = Path(__file__).parents[1]
+_KERNELS = "quackish.kernels."
 
 
 def identity(kernel_class: type, problem: Any, config: Any, target: str, options: str) -> dict[str, str]:
-    """Everything that the object depends on."""
-    import cutlass
-    import tvm_ffi
-
-    from quackish import __version__
-
-    cuda = cutlass.CUDA_VERSION  # of the compiler's flavour, which it picks by the driver at hand
+    """Everything that the object depends on: what was asked, and what it was made of and with."""
     return {
         "kernel": f"{kernel_class.__module__}.{kernel_class.__qualname__}",
         "problem": repr(problem),
         "config": repr(config),
         "target": target,
+        **made_with(kernel_class.__module__, options),
+    }
+
+
+def made_with(module: str, options: str) -> dict[str, str]:
+    """For all kernels whose class is in `module`."""
+    from quackish import __version__
+
+    tools = toolchain.find()
+    return {
         "options": options,
         "environment": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("CUTE_DSL_")),
-        "sources": _source_hash(_class_file(kernel_class)),
+        "sources": _source_hash(_elsewhere(module)),
         "quackish": __version__,
-        "nvidia-cutlass-dsl": cutlass.__version__,
-        "apache-tvm-ffi": tvm_ffi.__version__,
-        "cuda": f"{cuda.major}.{cuda.minor}",
-        "cpu": _cpu(),
+        "nvidia-cutlass-dsl": tools.dsl,
+        "apache-tvm-ffi": tools.ffi,
+        "cuda": tools.flavour,
+        "cpu": tools.cpu,
     }
 
 
@@ -120,7 +126,7 @@ def _folder(kernel_class: type) -> Path | None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(os.stat(folder))
-        _check_unedited(_class_file(kernel_class))
+        _check_unedited(_elsewhere(kernel_class.__module__))
     except (OSError, ValueError) as error:
         _warn_memory_only(folder, error)
         return None
@@ -135,7 +141,7 @@ def _check_owner(status: os.stat_result) -> None:
         raise ValueError(f"others may write to it (mode {status.st_mode & 0o777:o}; `chmod go-w` makes it safe)")
 
 
-def _check_unedited(class_file: Path) -> None:
+def _check_unedited(class_file: Path | None) -> None:
     """Raises ValueError where a source changed after this process may have imported it: what runs here is then not
     what `_source_hash` reads, and would be stored under its name."""
     for path in _sources(class_file):
@@ -160,18 +166,22 @@ def _remove_leftovers(folder: Path) -> None:
                 path.unlink()
 
 
-def _class_file(kernel_class: type) -> Path:
-    return Path(inspect.getsourcefile(kernel_class)).resolve()
+def _elsewhere(module: str) -> Path | None:
+    """The file of a kernel class that is not one of ours, which are in `_sources` anyway. Nothing is imported."""
+    if module.startswith(_KERNELS):
+        return None
+    loaded = sys.modules.get(module)
+    return Path(loaded.__file__ if loaded else importlib.util.find_spec(module).origin).resolve()
 
 
-def _sources(class_file: Path) -> list[Path]:
+def _sources(class_file: Path | None) -> list[Path]:
     """What a kernel may be made of: all device code and configs, and the class's own file where it lies elsewhere."""
     inside = [path for layer in ("kernels", "configs") for path in _PACKAGE.joinpath(layer).rglob("*.py")]
-    return sorted({*inside, class_file})
+    return sorted({*inside, class_file} - {None})
 
 
 @functools.cache
-def _source_hash(class_file: Path) -> str:
+def _source_hash(class_file: Path | None) -> str:
     """Once a process: later edits are not what runs here."""
     digest = hashlib.sha256()
     for path in _sources(class_file):
@@ -179,14 +189,3 @@ def _source_hash(class_file: Path) -> str:
         content = path.read_bytes()
         digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
-
-
-@functools.cache
-def _cpu() -> str:
-    """The instruction set: compiled host code uses all of the build machine's, and elsewhere dies of SIGILL."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        features = next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        features = platform.processor()
-    return f"{platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:16]}"

@@ -1,16 +1,13 @@
 """Compiled kernels of this process: from memory, then disk, then the compiler."""
 
 import dataclasses
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from quackish.launch import cache
+from quackish.launch import cache, objects
 
 OPTIONS = "--enable-tvm-ffi --opt-level 3"
-_SYMBOL = "kernel"
 
 
 @dataclasses.dataclass
@@ -42,29 +39,29 @@ def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[
         with lock:
             kernel = _ready.get(key)  # another thread may have been faster
             if kernel is None:
-                kernel = _ready[key] = _counted(_load(_object(*key)), *key[:3])
+                kernel = _ready[key] = _counted(_load(*key), *key[:3])
     return kernel
 
 
+def _load(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[..., None]:
+    return objects.load(_object(kernel_class, problem, config, target), f"{kernel_class.__name__}-{target}")
+
+
 def _object(kernel_class: type, problem: Any, config: Any, target: str) -> bytes:
-    """The object file: host code that checks the arguments and launches, and the cubin inside."""
+    """From disk, or else compiled."""
     identity = cache.identity(kernel_class, problem, config, target, OPTIONS)
     data = cache.load(kernel_class, identity)
     if data is not None:
         counters.disk_loads += 1
         return data
-    compiled = compile_kernel(kernel_class, problem, config, target)
+    data = objects.export(compile_kernel(kernel_class, problem, config, target))
     counters.compiles += 1
-    with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
-        path = Path(folder, "kernel.o")
-        compiled.export_to_c(str(path), function_name=_SYMBOL, export_only_tvm_ffi_symbols=True)
-        data = path.read_bytes()
     cache.store(kernel_class, identity, data)
     return data
 
 
 def compile_kernel(kernel_class: type, problem: Any, config: Any, target: str, more_options: str = "") -> Any:
-    """What `cute.compile` returns; needs no GPU, and `lock` held. Not callable: see `_load`."""
+    """What `cute.compile` returns; needs no GPU, and `lock` held. Not callable: see `objects`."""
     import cutlass.cute as cute
 
     # The target is always given: without it the compiler asks CUTE_DSL_ARCH, then the first GPU, then takes sm_100a.
@@ -72,28 +69,13 @@ def compile_kernel(kernel_class: type, problem: Any, config: Any, target: str, m
     try:
         kernel = kernel_class(problem, config)
         # The compiler would link the code into this process too where the GPU is a `target`, which takes longer than
-        # all else it does for a small kernel (126 ms with, 50 without), and it is done again in _load anyway.
+        # all else it does for a small kernel (126 ms with, 50 without), and it is linked in `objects` anyway.
         return cute.compile(kernel, *kernel.fake_args(), options=options, no_jit_engine=True)
     except Exception as error:
         raise RuntimeError(
             f"{kernel_class.__qualname__} does not compile for {target}: {type(error).__name__}: {error}\n"
             f"  problem: {problem}\n  config: {config}"
         ) from error
-
-
-def _load(data: bytes) -> Callable[..., None]:
-    """The function in an object file.
-
-    Fresh objects come this way too, though it costs 35 ms for the export and 2 ms here: what the compiler returns may
-    take keywords and defaults, what is loaded never does, and there should be one calling convention to test.
-    """
-    import cutlass.cute as cute
-
-    # Verified bytes go through a folder that only this process's user can enter: nobody can swap them in between.
-    with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
-        path = Path(folder, "kernel.o")
-        path.write_bytes(data)
-        return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), _SYMBOL)
 
 
 def _counted(function: Callable[..., None], kernel_class: type, problem: Any, config: Any) -> Callable[..., None]:
