@@ -10,6 +10,7 @@ import sys
 import torch
 from lce_cases import make, norm_error, run, truth, unit_roundoff
 
+from quackish import config
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
 from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
@@ -17,7 +18,6 @@ from quackish.ops.linear_cross_entropy_cublas import CublasGemms
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
-from quackish.testing.configs import rms_norm_config
 from quackish.testing.errors import error
 from quackish.testing.inputs import rows, weights
 
@@ -111,8 +111,8 @@ def check_linear_cross_entropy(name: str) -> bool:
     return good
 
 
-def check_rms_norm(name: str, **config) -> bool:
-    """One shape, its backward with these fields of the heuristics' config replaced."""
+def check_rms_norm(name: str, **fields) -> bool:
+    """One shape, its backward with these fields of the chosen config replaced."""
     m, n, x_dtype, w_dtype, b_dtype, r_dtype = SHAPES[name]
     x, dy = rows((m, n), x_dtype), rows((m, n), x_dtype, seed=1)
     w = weights(n, w_dtype, seed=2) if w_dtype else None
@@ -122,7 +122,7 @@ def check_rms_norm(name: str, **config) -> bool:
 
     y, res, rstd = rms_norm_forward(*gpu[:3], residual=gpu[3], backend="cute")
     asked = dict(dresidual=r is not None, dbias=b is not None, dx_dtype=x_dtype, dbias_dtype=b_dtype)
-    with rms_norm_config("bwd", **config):
+    with config(rms_norm_backward=fields):
         grads = rms_norm_backward(gpu[4], res, gpu[1], rstd, dres=gpu[5], **asked, backend="cute")
 
     x, w, b, dy, dres = (None if t is None else t.double() for t in (res.cpu(), w, b, dy, dres))
@@ -137,7 +137,7 @@ def check_rms_norm(name: str, **config) -> bool:
             if not e.within(4 * torch.finfo(got.dtype).eps, 8 * torch.finfo(got.dtype).eps):
                 good = False
                 print(f"  {what} is wrong: {e}")
-    print(f"{'ok' if good else 'WRONG'}: {name} ({m} x {n}), {config}", flush=True)
+    print(f"{'ok' if good else 'WRONG'}: {name} ({m} x {n}), {fields}", flush=True)
     return good
 
 

@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from quackish import errors, launch
+from quackish import config, errors, launch
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops import rms_norm as ops
 from quackish.ops import rms_norm_plans as plans
 from quackish.ops import workspace
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
-from quackish.testing.configs import rms_norm_config
 from quackish.testing.device import other_work, poison_free_memory
 from quackish.testing.errors import Error, error, same_bits
 from quackish.testing.inputs import KINDS, rows, weights
@@ -270,7 +269,7 @@ SHAPES = [(1, 257), (4097, 256), (4096, 1024), (777, 4096), (300, 16384), (130, 
 def test_20_runs_are_equal(m, n, combine, cluster):
     case = make_case(m, n, BF16, BF16, FP32, FP32)
     # A row of 4096 fp32 and more is split over a cluster, which has no second use then.
-    with rms_norm_config("bwd", combine=combine, cluster=cluster if n <= 4096 else 1):
+    with config(rms_norm_backward=dict(combine=combine, cluster=cluster if n <= 4096 else 1)):
         first = step(case)
         assert_close(case, first)
         for _ in range(20):
