@@ -263,6 +263,33 @@ class EmulatedKernels:
         e[:padded] = (z * d).to(e.dtype)
 
     @launcher
+    def sort(
+        self, cls, order, num_live, start, row_scale, e, e2, v_split, sorted_cls, sorted_row, sorted_grad
+    ):  # fmt: skip
+        e, e2, *outs = map(writable, (e, e2, sorted_cls, sorted_row, sorted_grad))
+        live, _ = self._live(num_live, start, cls.shape[0])
+        t, i = cls[:live].long(), torch.arange(live)
+        grad = torch.zeros(live)
+        for part, first, last in ((e, 0, e.shape[1]), (e2, v_split, None if e2 is None else v_split + e2.shape[1])):
+            if part is not None:
+                mine = (t >= first) & (t < last)
+                grad[mine] = row_scale[i[mine]] * part[i[mine], t[mine] - first].float()
+                part[i[mine], t[mine] - first] = 0
+        place = t.argsort(stable=True)
+        for out, of_rows in zip(outs, (cls[:live], order[start : start + live], grad), strict=True):
+            out[:live] = of_rows[place]
+
+    @launcher
+    def targets(self, x, sorted_cls, sorted_row, sorted_grad, num_live, start, v0, dw):
+        dw = writable(dw)
+        live, _ = self._live(num_live, start, sorted_cls.shape[0])
+        mine = ((sorted_cls[:live] >= v0) & (sorted_cls[:live] < v0 + dw.shape[0])).nonzero()[:, 0]
+        rows = sorted_grad[mine, None] * x[sorted_row[mine].long()].float()
+        sums = torch.zeros(dw.shape).index_add_(0, sorted_cls[mine].long() - v0, rows)
+        touched = sorted_cls[mine].long().unique() - v0
+        dw[touched] = (dw[touched].float() + sums[touched]).to(dw.dtype)
+
+    @launcher
     def bias_sum(self, e, row_scale, num_live, start, db, accumulate):
         db = writable(db)
         live, _ = self._live(num_live, start, e.shape[0])

@@ -7,6 +7,7 @@ import torch
 
 from quackish import kernels, launch
 from quackish.configs.lce_rows import (
+    WIDE_BIAS,
     LceBiasConfig,
     LceBiasProblem,
     LceCompactConfig,
@@ -17,8 +18,12 @@ from quackish.configs.lce_rows import (
     LceScaleConfig,
     LceScaleProblem,
     LceScatterProblem,
+    LceSortConfig,
+    LceSortProblem,
+    LceTargetsProblem,
     lce_bias_config,
     lce_gather_config,
+    lce_targets_config,
 )
 from quackish.gpu import B200, H200
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
@@ -59,10 +64,19 @@ def problems():
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x), LceRowsConfig(), 4
         options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True, e_split=True)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
+    for split in (False, True):
+        yield "lce_sort", LceSortProblem(split), LceSortConfig(), 2
+    for h, dtype, aligned in itertools.product(
+        (8, 264, 1000, 2048, 4096, 16_384), ("bfloat16", "float32"), (True, False)
+    ):
+        problem = LceTargetsProblem(h, "bfloat16", dtype, aligned)
+        config = lce_targets_config(problem)
+        yield "lce_targets", problem, config, min(16, 1024 // config.threads)
     for dtype, scaled, accumulate, n in itertools.product(
         ("bfloat16", "float16"), (True, False), (True, False), (8, 40000)
     ):
-        yield "lce_bias", LceBiasProblem(dtype, scaled, accumulate), lce_bias_config(n), 2
+        problem = LceBiasProblem(dtype, scaled, accumulate, wide=n >= WIDE_BIAS)
+        yield "lce_bias", problem, lce_bias_config(problem), 2
     for dtype in ("bfloat16", "float16", "float32"):
         yield "lce_scale", LceScaleProblem(dtype), LceScaleConfig(), 4
         for h in (8, 1000, 4096):
@@ -85,7 +99,7 @@ def test_scaled_rows_know_no_label_smoothing():
 
 @pytest.mark.parametrize("n", [1, 8, 1000, 32_767, 32_768, 128_256])
 def test_bias_slices_cover_the_columns(n):
-    config = lce_bias_config(n)
+    config = lce_bias_config(LceBiasProblem("bfloat16", True, False, wide=n >= WIDE_BIAS))
     assert (config.num_ctas(n) - 1) * config.lanes * 8 < n <= config.num_ctas(n) * config.lanes * 8
     assert config.threads % config.lanes == 0
     assert isinstance(config, LceBiasConfig)
@@ -760,6 +774,85 @@ def test_gradients_equal_the_reference(lce, ignored, weighted, z_loss, softcap):
 
 
 # bias_sum, scatter, scale ---
+
+
+def sort_case(m, v, live, start=0, rows=None, split=0, seed=0):
+    """(arguments of `sort`, what they hold before): `live` rows of all m, classes with many rows among them."""
+    rows = m - start if rows is None else rows
+    order = torch.randperm(m, device="cuda").int()
+    cls = (torch.rand(rows, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) ** 3 * v).int()
+    cls[rows // 3 :: 7] = -1
+    e = random(rows, 8 * (v // 8 + 1), dtype=BF16, seed=seed)[:, :v]
+    e2 = None
+    if split:
+        e, e2 = e[:, :split].clone(), e[:, split:].clone()
+    num_live = torch.tensor([live], dtype=torch.int32, device="cuda")
+    outs = poisoned(rows, dtype=torch.int32), poisoned(rows, dtype=torch.int32), poisoned(rows)
+    return cls, order, num_live, start, random(rows, seed=seed + 1), e, e2, split or v, *outs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [0, 136])
+@pytest.mark.parametrize(
+    "m, live, start, rows",
+    [(1, 1, 0, 1), (1, 0, 0, 1), (31, 31, 0, 31), (33, 33, 0, 33), (1000, 777, 0, 1000), (5000, 4999, 1024, 2048),
+     (5000, 1030, 1024, 2048), (5000, 100, 1024, 2048), (9001, 9001, 0, 9001)],
+)  # fmt: skip
+def test_sort(lce, m, live, start, rows, split):
+    args = sort_case(m, 500, live, start, rows, split)
+    cls, order, _, _, scale, e, e2, _, *outs = args
+    whole = e.clone() if e2 is None else torch.cat([e, e2], 1)
+    lce.sort(*args)
+    n = max(0, min(live - start, rows))
+    i, t = torch.arange(n, device="cuda"), cls[:n].long()
+    grad = torch.where(t < 0, 0.0, scale[:n] * whole[i, t.clamp(min=0)].float())
+    place = t.argsort(stable=True)
+    wants = cls[:n], order[start : start + n], grad
+    for out, want in zip(outs, wants, strict=True):
+        assert same_bits(out[:n], want[place])
+        assert untouched(out[n:])
+    whole[i[t >= 0], t[t >= 0]] = 0
+    assert same_bits(e if e2 is None else torch.cat([e, e2], 1), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dw_dtype", [BF16, FP32])
+@pytest.mark.parametrize("h", [8, 264, 1000, 2048, 4104])
+@pytest.mark.parametrize("m, live, start", [(1, 1, 0), (700, 650, 0), (3000, 2900, 1024)])
+def test_targets(lce, m, live, start, h, dw_dtype):
+    v = 300
+    for v0, n, step in ((0, v, 0), (64, 100, 0), (0, v, 3)):  # a step: rows of x that are not aligned
+        x = random(m, h + step, dtype=BF16, seed=h)[:, :h]
+        args = sort_case(m, v, live, start)
+        lce.sort(*args)
+        *_, sorted_cls, sorted_row, sorted_grad = args
+        before = random(n, h, dtype=dw_dtype, seed=9)
+        dw = before.clone()
+        lce.targets(x, sorted_cls, sorted_row, sorted_grad, args[2], start, v0, dw)
+        mine = ((sorted_cls >= v0) & (sorted_cls < v0 + n)).nonzero()[:, 0]
+        classes = sorted_cls[mine].long() - v0
+        terms = sorted_grad[mine, None].double() * x[sorted_row[mine].long()].double()
+        want = before.double().index_add(0, classes, terms)
+        size = before.double().abs().index_add(0, classes, terms.abs())
+        bound = size * (2**-20 + (2**-8 if dw_dtype == BF16 else 0.0)) + 1e-30
+        assert ((dw.double() - want).abs() <= bound).all()
+        others = torch.ones(n, dtype=torch.bool, device="cuda").index_fill_(0, classes, False)
+        assert same_bits(dw[others], before[others])
+        again = before.clone()
+        lce.targets(x, sorted_cls, sorted_row, sorted_grad, args[2], start, v0, again)
+        assert same_bits(again, dw)
+
+
+@pytest.mark.gpu
+def test_targets_of_one_class_alone(lce):
+    # Thousands of rows of a class: 32 at a time, to the last one.
+    m, h = 5001, 512
+    cls, grad = torch.full((m,), 7, dtype=torch.int32, device="cuda"), random(m, seed=1)
+    x, row = random(m, h, dtype=BF16), torch.randperm(m, device="cuda").int()
+    dw = torch.zeros(9, h, device="cuda")
+    lce.targets(x, cls, row, grad, torch.tensor([m], dtype=torch.int32, device="cuda"), 0, 0, dw)
+    close(dw[7], (grad.double() @ x[row.long()].double()), rtol=1e-4, atol=1e-4)
+    assert not dw[[0, 6, 8]].any()
 
 
 @pytest.mark.gpu

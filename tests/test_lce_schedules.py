@@ -570,10 +570,15 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
         loss.sum().backward()
         ran = "recompute" if not e_route or (schedule, reduction) == ("chunked", "none") else schedule
         times = {"chunked": chunks, "stored": 1, "recompute": 1}[ran]  # one block of classes
+        early_dx = ran == "recompute" and e_route and reduction == "mean"
         calls = kernels.calls
         assert calls["logits"] == calls["redo"] == (1 if ran == "stored" else chunks)
-        assert calls["dlogits"] == (ran == "recompute")
-        assert [calls[n] for n in ("dx", "dw", "bias_sum")] == [times * want for want in wants]
+        assert calls["dlogits"] == (ran == "recompute" and any(wants[early_dx:]))
+        dx_times = chunks if early_dx else times
+        assert [calls[n] for n in ("dx", "dw", "bias_sum")] == [
+            n * want for n, want in zip((dx_times, times, times), wants, strict=True)
+        ]
+        assert calls["sort"] == calls["targets"] == (0 if ran == "recompute" else times * wants[1])
         grads = [t.grad for t in tensors]
         assert [g is not None for g in grads] == wants
         all_wanted = all_wanted or grads
@@ -686,7 +691,8 @@ def test_opcheck(needs, schedule):
             t.requires_grad_(need)
         if schedule == "chunked" and reduction == "none":
             continue  # the rule makes it `recompute`
-        options = IGNORED, 0.0, 3.0, 1e-3, reduction, schedule, 128, torch.bfloat16, needs
+        early_dx = (schedule, reduction) == ("recompute", "mean")
+        options = IGNORED, 0.0, 3.0, 1e-3, reduction, schedule, 128, early_dx, torch.bfloat16, needs
         args = x, w, kw["linear_bias"], target, kw["weight"], torch.tensor(9.0, **HERE), None, *options
         # in the order of the fields: compile's own tests of gradients want more digits than bf16 has
         tests = "test_schema", "test_autograd_registration", "test_faketensor"
@@ -773,7 +779,7 @@ def test_compiled_num_items_is_any_number():
 
 def test_schedule_rule():
     def schedule(m, reduction="mean", dtype="bfloat16", asked="auto", **kw):
-        return kernel_config(KernelProblem(128_256, dtype, reduction, **kw), m, asked).schedule
+        return kernel_config(KernelProblem(128_256, 4096, dtype, reduction, **kw), m, asked).schedule
 
     limit = KEPT_BYTES // (2 * 128_256)
     assert {schedule(m, r) for m in (1, 10**6) for r in ("mean", "sum")} == {"chunked"}
@@ -787,14 +793,28 @@ def test_schedule_rule():
     assert schedule(1, "none", asked="chunked") == "recompute"
 
 
+def test_when_recompute_makes_dx_in_forward():
+    def how(reduction="mean", chunk_size=None, **kw):
+        problem = KernelProblem(128_256, 4096, kw.pop("dtype", "bfloat16"), reduction, **kw)
+        return kernel_config(problem, 10**6, "recompute", chunk_size)
+
+    assert [how(r).early_dx for r in ("mean", "sum", "none")] == [True, True, False]
+    for kw in (dict(dtype="float16"), dict(label_smoothing=True), dict(return_lse=True)):
+        assert not how(**kw).early_dx
+    assert how().chunk_rows == 4096  # E of as many bytes as the weight's gradient
+    assert how(grad_weight_out=True).chunk_rows == 1024  # 256 MiB of E
+    assert how(chunk_size=129).chunk_rows == 256
+    assert not kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1, "chunked").early_dx
+
+
 @pytest.mark.parametrize("v", [2, 256, 32_000, 128_256, 262_144, 10**9])
 def test_chunks_whatever_m(v):
-    problem = KernelProblem(v, "bfloat16", "mean")
+    problem = KernelProblem(v, 4096, "bfloat16", "mean")
     (rows,) = {kernel_config(problem, m).chunk_rows for m in (1, 4096, 10**6)}
     assert rows % 128 == 0
     assert rows * v * 2 <= E_BYTES < (rows + 128) * v * 2 or rows == 128
     assert [kernel_config(problem, 1, chunk_size=n).chunk_rows for n in (1, 128, 129)] == [128, 128, 256]
-    assert kernel_config(KernelProblem(128_256, "bfloat16", "mean"), 1).chunk_rows == 16_640
+    assert kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1).chunk_rows == 16_640
     assert [even_chunks(m, 512) for m in (1, 512, 513, 1025, 1536, 1537)] == [128, 512, 384, 384, 512, 512]
 
 

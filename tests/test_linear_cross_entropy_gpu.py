@@ -272,10 +272,7 @@ def test_gradients_are_no_worse_than_torchs(kind, schedule):
     _, their_dx, their_dw = torch_eager(x, w, target)
     want_dx, want_dw = truth(x, w, target, {})[2]
     assert norm_error(dx, want_dx) <= norm_error(their_dx, want_dx)
-    # Where a gradient is little else than rows of x over a power of two, torch rounds it once; from E it is rounded
-    # twice, rows of x with their factor first.
-    twice = 1.5 if kind == "normal" and schedule != "recompute" else 1.0
-    assert norm_error(dw, want_dw) <= twice * norm_error(their_dw, want_dw)
+    assert norm_error(dw, want_dw) <= norm_error(their_dw, want_dw)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -351,7 +348,7 @@ def test_a_weight_of_more_than_2_to_the_31_elements(schedule):
             assert norm_error(dw[part], (dlogits[:, part].T @ x.float()).double()) <= 2**-7
 
 
-@pytest.mark.parametrize("schedule, gigabytes", [("chunked", 3.0), ("recompute", 1.30)])
+@pytest.mark.parametrize("schedule, gigabytes", [("chunked", 2.61), ("recompute", 1.24)])
 def test_peak_memory_at_the_headline_shape(schedule, gigabytes):
     need(12)
     x, w, target = make(8192, 4096, 128_256, ignored=0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from quackish.gpu import Gpu
 
+WIDE_BIAS = 32_768  # columns, and more
 ROW_TILE = 128  # rows of a GEMM tile: up to the end of the last one with live rows, buffers hold zeros, not garbage
 
 
@@ -49,10 +50,24 @@ class LceRowsProblem:
 
 
 @dataclasses.dataclass(frozen=True)
+class LceSortProblem:
+    e_split: bool  # E lies in two buffers
+
+
+@dataclasses.dataclass(frozen=True)
+class LceTargetsProblem:
+    h: int  # a multiple of 8
+    dtype: str  # of x
+    dw_dtype: str
+    x_aligned: bool = True  # every row of x starts on 16 bytes
+
+
+@dataclasses.dataclass(frozen=True)
 class LceBiasProblem:
     dtype: str  # of E
     row_scale: bool
     accumulate: bool
+    wide: bool = False  # WIDE_BIAS columns, or more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +100,18 @@ class LceRowsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LceSortConfig:
+    threads: int = 1024  # a CTA has 32 rows
+    tile: int = 4096  # classes in shared memory; a multiple of 4 * threads
+
+
+@dataclasses.dataclass(frozen=True)
+class LceTargetsConfig:
+    threads: int  # a CTA has 8 columns a thread
+    rows: int = 4  # in flight
+
+
+@dataclasses.dataclass(frozen=True)
 class LceBiasConfig:
     """A CTA has `lanes * 8` columns of all rows: every (threads / lanes)-th row a group of lanes, in order, then the
     groups in order."""
@@ -111,12 +138,24 @@ def lce_gather_config(problem: LceGatherProblem) -> LceRowsConfig:
     return LceRowsConfig(vectors=4 if problem.x_aligned else 2)
 
 
-def lce_bias_config(n: int) -> LceBiasConfig:
+def lce_targets_config(problem: LceTargetsProblem) -> LceTargetsConfig:
+    """As many CTAs across a row as it takes, of whole warps."""
+    warps = -(-problem.h // 256)
+    return LceTargetsConfig(threads=32 * -(-warps // -(-warps // 8)))
+
+
+def lce_bias_config(problem: LceBiasProblem) -> LceBiasConfig:
     """The more columns, the wider the slice of a CTA, while every SM has some. Not measured."""
-    return LceBiasConfig(lanes=32 if n >= 32_768 else 8)
+    return LceBiasConfig(lanes=32 if problem.wide else 8)
 
 
 # Legality: why a config cannot run a kernel, as the field, what it is and what it may be; None where it can -----------
+
+
+def threads_objection(problem: Any, config: Any, gpu: Gpu) -> str | None:
+    if config.threads not in range(32, 1025, 32):
+        return f"threads is {config.threads}; expected a multiple of 32, up to 1024"
+    return None
 
 
 def compact_objection(problem: LceCompactProblem, config: LceCompactConfig, gpu: Gpu) -> str | None:
@@ -128,16 +167,18 @@ def compact_objection(problem: LceCompactProblem, config: LceCompactConfig, gpu:
 
 
 def rows_objection(problem: Any, config: LceRowsConfig | LceScaleConfig, gpu: Gpu) -> str | None:
-    if config.threads not in range(32, 1025, 32):
-        return f"threads is {config.threads}; expected a multiple of 32, up to 1024"
     if config.vectors not in (1, 2, 4, 8):
         return f"vectors is {config.vectors}; expected 1, 2, 4 or 8"
-    return None
+    return threads_objection(problem, config, gpu)
+
+
+def targets_objection(problem: LceTargetsProblem, config: LceTargetsConfig, gpu: Gpu) -> str | None:
+    if config.rows not in range(1, 9):
+        return f"rows is {config.rows}; expected 1 to 8"
+    return threads_objection(problem, config, gpu)
 
 
 def bias_objection(problem: LceBiasProblem, config: LceBiasConfig, gpu: Gpu) -> str | None:
-    if config.threads not in range(32, 1025, 32):
-        return f"threads is {config.threads}; expected a multiple of 32, up to 1024"
     if config.lanes < 1 or config.threads % config.lanes:
         return f"lanes is {config.lanes}; expected a divisor of threads {config.threads}"
-    return None
+    return threads_objection(problem, config, gpu)

@@ -29,10 +29,11 @@ class LinearCrossEntropyProblem:
 @dataclasses.dataclass(frozen=True)
 class LinearCrossEntropyConfig:
     """`stored`: backward starts from the kept logits. `chunked`: gradients are made in forward, chunk by chunk.
-    `recompute`: nothing is kept, backward multiplies the logits again."""
+    `recompute`: no logit is kept, backward multiplies them again."""
 
     schedule: str
     chunk_rows: int
+    early_dx: bool = False  # `recompute` on kernels: the input's gradient is made in forward, chunk by chunk
 
 
 def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
@@ -86,6 +87,7 @@ class KernelProblem:
     """What the kernels' rule looks at; M comes beside it."""
 
     v: int
+    h: int
     dtype: str  # "bfloat16" or "float16": what the GEMMs multiply
     reduction: str
     return_lse: bool = False
@@ -98,6 +100,11 @@ class KernelProblem:
         exp(a - ref) needs fp32's range, which bf16 has and fp16 has not."""
         return self.dtype == "bfloat16" and not self.label_smoothing
 
+    @property
+    def known_in_forward(self) -> bool:
+        """Whether gradients can be made in forward, up to one factor."""
+        return self.has_e and self.reduction != "none"
+
 
 def kernel_config(
     problem: KernelProblem, m: int, schedule: str = "auto", chunk_size: int | None = None
@@ -106,20 +113,27 @@ def kernel_config(
 
     - rows: as many as keep E within E_BYTES, in whole tiles of 128; M has no say. A `chunk_size` is rounded up. Where
       that makes several chunks, `even_chunks` has the last word.
+    - `recompute` makes the input's gradient in forward where it can: from E, a chunk at a time, in one GEMM without
+      sums to keep. Backward multiplies the logits again, for the weight's alone. That one comes after E, in its place, so a
+      chunk has H rows; where it is added to the user's buffer, as many as keep E within ROOMY_BYTES.
     - "auto" is `chunked`, unless the weight gradient is better made in backward: where rows may get gradients of their
       own (reduction "none", or an lse that is returned), or where it is added to the user's buffer, which forward may
       not touch. Then `stored` where E of all rows stays within KEPT_BYTES, else `recompute`.
     - `chunked` with reduction "none" is `recompute`; and so is everything that has no E.
     """
-    if chunk_size is None:
-        chunk_size = max(E_BYTES // (E_ITEMSIZE * problem.v) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
     if schedule == "auto":
         schedule = "chunked"
         if problem.reduction == "none" or problem.return_lse or problem.grad_weight_out:
             schedule = "stored" if m * problem.v * E_ITEMSIZE <= KEPT_BYTES else "recompute"
-    if not problem.has_e or (schedule == "chunked" and problem.reduction == "none"):
+    if not problem.has_e or (schedule == "chunked" and not problem.known_in_forward):
         schedule = "recompute"
-    return LinearCrossEntropyConfig(schedule, _round_up(chunk_size, ROW_MULTIPLE))
+    early_dx = schedule == "recompute" and problem.known_in_forward and not problem.return_lse
+    if chunk_size is None:
+        rows = E_BYTES // (E_ITEMSIZE * problem.v)
+        if early_dx:
+            rows = min(rows, ROOMY_BYTES // (E_ITEMSIZE * problem.v) if problem.grad_weight_out else problem.h)
+        chunk_size = max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    return LinearCrossEntropyConfig(schedule, _round_up(chunk_size, ROW_MULTIPLE), early_dx)
 
 
 def even_chunks(m: int, chunk_rows: int) -> int:

@@ -17,7 +17,9 @@ class Rule:
 
 
 _ROWS, _CUBLAS = "quackish/configs/lce_rows.py", "quackish/configs/lce_cublas.py"
-_WARPS = Rule(lce_cublas.LceWarpsConfig, lambda p, gpu: lce_cublas.LceWarpsConfig(), lce_cublas.objection, _CUBLAS)
+_WARPS = Rule(
+    lce_cublas.LceWarpsConfig, lambda p, gpu: lce_cublas.LceWarpsConfig(), lce_rows.threads_objection, _CUBLAS
+)
 
 RULES = {
     "rms_norm_fwd": Rule(
@@ -40,6 +42,12 @@ RULES = {
         lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.lce_gather_config(p), lce_rows.rows_objection, _ROWS
     ),
     "lce_rows": Rule(lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.LceRowsConfig(), lce_rows.rows_objection, _ROWS),
+    "lce_sort": Rule(
+        lce_rows.LceSortConfig, lambda p, gpu: lce_rows.LceSortConfig(), lce_rows.threads_objection, _ROWS
+    ),
+    "lce_targets": Rule(
+        lce_rows.LceTargetsConfig, lambda p, gpu: lce_rows.lce_targets_config(p), lce_rows.targets_objection, _ROWS
+    ),
     "lce_bias": Rule(
         lce_rows.LceBiasConfig, lambda p, gpu: lce_rows.lce_bias_config(p), lce_rows.bias_objection, _ROWS
     ),

@@ -273,11 +273,13 @@ def _make_plan(
         if reason and backend == "cute":
             raise UnsupportedError(reason)
         if not reason:
-            problem = KernelProblem(v, dtype, reduction, return_lse, grad_weight_out is not None, label_smoothing > 0)
+            given_out, smoothing = grad_weight_out is not None, label_smoothing > 0
+            problem = KernelProblem(v, h, dtype, reduction, return_lse, given_out, smoothing)
             how = kernel_config(problem, m, schedule, chunk_size)
             return on_kernels.Plan(
-                ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows, compute_dtype
-            )
+                ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows, how.early_dx,
+                compute_dtype,
+            )  # fmt: skip
     problem = LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
     how = linear_cross_entropy_config(problem, m, schedule, chunk_size)
     return portable.Plan(

@@ -47,6 +47,7 @@ class Plan(NamedTuple):
     reduction: str
     schedule: str  # one that the kernels have for the rest
     chunk_rows: int
+    early_dx: bool  # with `recompute`: dx is made in forward
     compute_dtype: torch.dtype
 
     def call(self, inputs: Inputs) -> Call:
@@ -100,11 +101,19 @@ class Plan(NamedTuple):
         return Wanted(dx if needs[0] else None, dw if needs[1] else None, needs[2])
 
     def forward(self, k, call: Call, wanted: Wanted) -> Forward:
-        if self.schedule == "recompute" or not wanted.any():
+        if self.schedule == "recompute":
+            wanted = self.made_in_forward(wanted)
+        if not wanted.any():
             return schedules.statistics(k, call, self.chunk_rows)
         if self.schedule == "stored":
             return schedules.stored(k, call)
         return schedules.chunked(k, call, self.chunk_rows, wanted)
+
+    def made_in_forward(self, wanted: Wanted) -> Wanted:
+        """The gradients that are ready before backward, up to a factor."""
+        if self.schedule == "chunked":
+            return wanted
+        return Wanted(wanted.dx if self.early_dx else None, None, False)
 
     def loss(self, out: Forward, target: Tensor) -> Tensor:
         if self.reduction == "none":
@@ -127,9 +136,15 @@ class Plan(NamedTuple):
         """The gradients for what arrives, from what forward kept; dw added to dw_out where there is one."""
         if self.schedule == "stored":
             return schedules.stored_backward(k, call, kept, incoming, wanted, dw_out)
-        if self.schedule == "chunked" and incoming.lse is None:
-            return scaled(k, schedules.chunked(k, call, self.chunk_rows, wanted).grads, incoming.loss, dw_out)
-        return schedules.recompute_backward(k, call, kept, incoming, wanted, dw_out)
+        grads = Grads()
+        if incoming.lse is None:  # as forward made them
+            early = self.made_in_forward(wanted)
+            if early.any():
+                grads = scaled(k, schedules.chunked(k, call, self.chunk_rows, early).grads, incoming.loss, dw_out)
+            wanted = wanted.but(early)
+        if wanted.any():
+            grads = grads.and_also(schedules.recompute_backward(k, call, kept, incoming, wanted, dw_out))
+        return grads
 
 
 def scaled(k, grads: Grads, factor: Tensor, dw_out: Tensor | None) -> Grads:
@@ -206,14 +221,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ready, ctx.ready = ctx.ready, Grads()
         incoming = plan.incoming(grad_loss, grad_lse)
         k = kernels_of((grad_lse if grad_loss is None else grad_loss).device)
+        grads = Grads()
         if grad_lse is None and any(grad is not None for grad in ready):
             grads = scaled(k, ready, incoming.loss, dw_out)
-        else:
-            del ready  # the memory may serve what follows
+            wanted = wanted.but(plan.made_in_forward(wanted))
+        del ready  # the memory may serve what follows
+        if wanted.any():
             *tensors, items, lse, xc, e = ctx.saved_tensors
             call = plan.call(Inputs(*tensors, ctx.num_items if items is None else items))
             kept = Forward(None, lse.view(-1), ctx.rows, Grads(), xc, e)
-            grads = plan.backward(k, call, kept, incoming, wanted, dw_out)
+            grads = grads.and_also(plan.backward(k, call, kept, incoming, wanted, dw_out))
         return *_as_inputs(grads, ctx.dtypes, ctx.shape), *nothing
 
 
@@ -246,7 +263,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _INPUTS = "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? num_items"
 _PLAN = (
     "int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, str schedule, "
-    "SymInt chunk_rows, ScalarType compute_dtype"
+    "SymInt chunk_rows, bool early_dx, ScalarType compute_dtype"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
 _ROWS = ", ".join(f"Tensor {name}" for name in Rows._fields)
@@ -324,9 +341,9 @@ def _fwd_fake(*args):
     m = x.numel() // h
     wanted = plan.wanted(inputs, needs, grad_weight_out)
     grads, xc, e = (None, None, None), None, None
-    if wanted.any() and plan.schedule == "chunked":
-        grads = _fake_grads(inputs, wanted)
-    if wanted.any() and plan.schedule == "stored":
+    if plan.schedule != "stored":
+        grads = _fake_grads(inputs, plan.made_in_forward(wanted))
+    elif wanted.any():
         xc = x.new_empty((m, h), dtype=plan.compute_dtype)
         e = x.new_empty_strided((m, v), schedules.padded_strides(v), dtype=plan.compute_dtype)
     loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=torch.float32)
@@ -374,19 +391,21 @@ def _op_backward(ctx, grad_loss, grad_lse, *_):
     if torch.is_grad_enabled():
         raise RuntimeError(_NO_SECOND_DERIVATIVES)
     if grad_loss is None and grad_lse is None:
-        return (None,) * 16
+        return (None,) * 17
     saved = ctx.saved_tensors
     given, lse, rows, (dx, dw, db, xc, e) = saved[:6], saved[6], saved[7:-5], saved[-5:]
     inputs, plan, needs = Inputs(*given), Plan(*ctx.args[:-1]), ctx.args[-1]
     dw_out = ctx.grad_weight_out if needs[1] else None
-    if plan.schedule == "chunked" and grad_lse is None:
-        grads = Grads(*(None if g is None else _scaled_op(g, grad_loss) for g in (dx, dw, db)))
-    else:
-        grads = Grads(*_bwd_op(grad_loss, grad_lse, lse, *rows, xc, e, *given, dw_out, *ctx.args))
+    ready = [None if grad_lse is not None else g for g in (dx, dw, db)]
+    grads = Grads(*(None if g is None else _scaled_op(g, grad_loss) for g in ready))
+    rest = [need and g is None for need, g in zip(needs, ready, strict=True)]
+    if any(rest):
+        more = _bwd_op(grad_loss, grad_lse, lse, *rows, xc, e, *given, dw_out, *plan, rest)
+        grads = grads.and_also(Grads(*more))
     if dw_out is not None:
         dw_out.add_(grads.dw)
         grads = grads._replace(dw=None)
-    return *_as_inputs(grads, _dtypes(inputs), inputs.input.shape), *(None,) * 13
+    return *_as_inputs(grads, _dtypes(inputs), inputs.input.shape), *(None,) * 14
 
 
 torch.library.register_autograd(

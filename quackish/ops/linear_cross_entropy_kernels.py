@@ -11,26 +11,24 @@ import torch
 from torch import Tensor
 
 from quackish import kernels, launch
+from quackish.configs.choose import choose, subscribe
 from quackish.configs.lce_rows import (
+    WIDE_BIAS,
     LceBiasProblem,
-    LceCompactConfig,
     LceCompactProblem,
     LceGatherProblem,
-    LceRowsConfig,
     LceRowsProblem,
     LceScaleConfig,
     LceScaleProblem,
     LceScatterProblem,
-    lce_bias_config,
-    lce_gather_config,
+    LceSortProblem,
+    LceTargetsProblem,
 )
 from quackish.errors import UnsupportedError
 from quackish.gpu import gpu_of
 from quackish.ops.cuda import address, current_stream_of, dtype_name
 from quackish.ops.linear_cross_entropy_cublas import CublasGemms
 from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
-
-_SCALE = LceScaleConfig()
 
 
 def gemms_of(device: torch.device) -> GemmLaunches | CublasGemms:
@@ -56,11 +54,16 @@ class LceKernels:
             gemms.logits, gemms.redo, gemms.dlogits, gemms.dx, gemms.dw,
         )  # fmt: skip
         self._stream = current_stream_of(device)
-        self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
+        self.forget_choices()
+        subscribe(self)
 
-    def _find(self, key: tuple, name: str, problem, config) -> Callable[..., None]:
-        kernel = launch.get(kernels.find(name, self.gpu), problem, config, self.gpu.target)
-        self._rows_kernels[key] = kernel
+    def forget_choices(self) -> None:
+        self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
+        self._scale_configs: dict[torch.dtype, LceScaleConfig] = {}
+
+    def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
+        known, config = self._rows_kernels, choose(name, problem, self.gpu).config
+        kernel = known[key] = launch.get(kernels.find(name, self.gpu), problem, config, self.gpu.target)
         return kernel
 
     def compact(
@@ -92,7 +95,7 @@ class LceKernels:
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             problem = LceCompactProblem(dtype_name(target), dtype_name(class_weight), divisor)
-            kernel = self._find(key, "lce_compact", problem, LceCompactConfig())
+            kernel = self._find(key, "lce_compact", problem)
         kernel(
             target.data_ptr(),
             None if class_weight is None else class_weight.data_ptr(),
@@ -142,7 +145,7 @@ class LceKernels:
         if kernel is None:
             dtypes = dtype_name(x), dtype_name(target), dtype_name(bias), dtype_name(dx)
             problem = LceGatherProblem(x.shape[1], *dtypes, capped, rows_out, aligned)
-            kernel = self._find(key, "lce_gather", problem, lce_gather_config(problem))
+            kernel = self._find(key, "lce_gather", problem)
         kernel(
             x.data_ptr(),
             w.data_ptr(),
@@ -255,7 +258,7 @@ class LceKernels:
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             problem = LceRowsProblem(*key[1:4], dtype_name(xc), dtype_name(class_weight), *key[6:])
-            kernel = self._find(key, "lce_rows", problem, LceRowsConfig())
+            kernel = self._find(key, "lce_rows", problem)
         kernel(
             address(part_sum),
             address(part_wsum),
@@ -290,6 +293,66 @@ class LceKernels:
             self._stream(),
         )
 
+    def sort(
+        self,
+        cls: Tensor,  # (rows,) int32
+        order: Tensor,  # (m,)
+        num_live: Tensor,  # (1,)
+        start: int,
+        row_scale: Tensor,  # (rows,) fp32
+        e: Tensor,  # as in `rows`
+        e2: Tensor | None,
+        v_split: int,
+        sorted_cls: Tensor,  # (rows,) int32
+        sorted_row: Tensor,  # (rows,) int32
+        sorted_grad: Tensor,  # (rows,) fp32
+    ) -> None:
+        """Takes the target's element out of each live row of E, and lists these rows by class, then by position:
+        sorted_grad = row_scale * that element (0 for cls -1), of row sorted_row of x; in E it is 0 from then on."""
+        key = ("sort", e2 is not None)
+        kernel = self._rows_kernels.get(key)
+        if kernel is None:
+            kernel = self._find(key, "lce_sort", LceSortProblem(e2 is not None))
+        kernel(
+            cls.data_ptr(),
+            order.data_ptr(),
+            num_live.data_ptr(),
+            row_scale.data_ptr(),
+            e.data_ptr(),
+            address(e2),
+            sorted_cls.data_ptr(),
+            sorted_row.data_ptr(),
+            sorted_grad.data_ptr(),
+            e.stride(0),
+            0 if e2 is None else e2.stride(0),
+            v_split,
+            start,
+            cls.shape[0],
+            self._stream(),
+        )
+
+    def targets(
+        self,
+        x: Tensor,  # (m, h) as in `gather`
+        sorted_cls: Tensor,
+        sorted_row: Tensor,
+        sorted_grad: Tensor,
+        num_live: Tensor,  # (1,)
+        start: int,
+        v0: int,
+        dw: Tensor,  # (n, h): classes v0 and up; contiguous; bf16, fp16 or fp32
+    ) -> None:
+        """dw[t - v0] += the sum of sorted_grad * x[sorted_row] over the rows with sorted_cls t, in their order."""
+        (n, h), stride = dw.shape, x.stride(0)
+        aligned = not (x.data_ptr() | stride * 2) & 15
+        key = ("targets", h, x.dtype, dw.dtype, aligned)
+        kernel = self._rows_kernels.get(key)
+        if kernel is None:
+            problem = LceTargetsProblem(h, dtype_name(x), dtype_name(dw), aligned)
+            kernel = self._find(key, "lce_targets", problem)
+        at = x.data_ptr(), sorted_cls.data_ptr(), sorted_row.data_ptr(), sorted_grad.data_ptr(), num_live.data_ptr()
+        kernel(*at, dw.data_ptr(), stride, v0, v0 + n, start, sorted_cls.shape[0], self._stream())
+
     def bias_sum(
         self,
         e: Tensor,  # (rows, >= n) bf16 or fp16; stride 1 along columns, the other and rows a multiple of 8
@@ -301,12 +364,11 @@ class LceKernels:
     ) -> None:
         """db = (or += with `accumulate`) the sum over the live rows i of the chunk of row_scale[i] * e[i, :n]."""
         n = db.shape[0]
-        config = lce_bias_config(n)
-        key = ("bias", e.dtype, row_scale is not None, accumulate, config.lanes)
+        key = ("bias", e.dtype, row_scale is not None, accumulate, n >= WIDE_BIAS)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            problem = LceBiasProblem(dtype_name(e), row_scale is not None, accumulate)
-            kernel = self._find(key, "lce_bias", problem, config)
+            problem = LceBiasProblem(dtype_name(e), *key[2:])
+            kernel = self._find(key, "lce_bias", problem)
         rows = e.shape[0]
         at = e.data_ptr(), address(row_scale), db.data_ptr(), num_live.data_ptr()
         kernel(*at, e.stride(0), start, rows, n, self._stream())
@@ -324,7 +386,7 @@ class LceKernels:
         key = ("scatter", h, dx.dtype)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            kernel = self._find(key, "lce_scatter", LceScatterProblem(h, dtype_name(dx)), LceRowsConfig())
+            kernel = self._find(key, "lce_scatter", LceScatterProblem(h, dtype_name(dx)))
         at = acc.data_ptr(), None, order.data_ptr(), dx.data_ptr(), num_live.data_ptr()
         kernel(*at, start, rows, self._stream())
 
@@ -338,8 +400,10 @@ class LceKernels:
         if n == 0:
             return
         key = ("scale", out.dtype)
-        kernel = self._rows_kernels.get(key)
-        if kernel is None:
-            kernel = self._find(key, "lce_scale", LceScaleProblem(dtype_name(out)), _SCALE)
-        num_ctas = _SCALE.num_ctas(n * out.itemsize, self.gpu.sm_count)
+        kernel, config = self._rows_kernels.get(key), self._scale_configs.get(out.dtype)
+        if kernel is None or config is None:
+            configs, problem = self._scale_configs, LceScaleProblem(dtype_name(out))
+            config = configs[out.dtype] = choose("lce_scale", problem, self.gpu).config
+            kernel = self._find(key, "lce_scale", problem)
+        num_ctas = config.num_ctas(n * out.itemsize, self.gpu.sm_count)
         kernel(out.data_ptr(), factor.data_ptr(), n, num_ctas, self._stream())

@@ -54,11 +54,18 @@ class Wanted(NamedTuple):
     def any(self) -> bool:
         return self.dx is not None or self.dw is not None or self.db
 
+    def but(self, other: "Wanted") -> "Wanted":
+        """Those of them that `other` has not."""
+        return Wanted(None if other.dx else self.dx, None if other.dw else self.dw, self.db and not other.db)
+
 
 class Grads(NamedTuple):
     dx: Tensor | None = None  # (m, h)
     dw: Tensor | None = None  # (v, h)
     db: Tensor | None = None  # (v,) fp32
+
+    def and_also(self, other: "Grads") -> "Grads":
+        return Grads(*(mine if mine is not None else its for mine, its in zip(self, other, strict=True)))
 
 
 class Incoming(NamedTuple):
@@ -158,10 +165,12 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
         e.dx(k, call.w, row_scale, rows, 0, dx)
     if db is not None:
         e.bias_sum(k, row_scale, rows, 0, db, False)
-    if dw is not None:
-        e.dw(k, xs, rows, 0, dw, False)
-    elif wanted.dw:
-        _add_dw(k, kept_e, xs, rows, dw_out)
+    if wanted.dw:
+        targets = e.take_targets(k, rows.cls, row_scale, rows, 0)
+        if dw is not None:
+            e.dw(k, call.x, xs, targets, rows, 0, dw, False)
+        else:
+            _add_dw(k, kept_e, xs, rows, dw_out, call.x, targets)
     return Grads(dx, dw, db)
 
 
@@ -262,8 +271,9 @@ class _Chunk:
             e.dx(self.k, self.call.w, self.row_scale, rows, start, dx)
         if db is not None:
             e.bias_sum(self.k, self.row_scale, rows, start, db, start > 0)
-        if dw is not None:  # last: it may overwrite E
-            e.dw(self.k, self.xc, rows, start, dw, start > 0)
+        if dw is not None:  # last: it takes the targets out of E, and may overwrite it
+            targets = e.take_targets(self.k, self.cls, self.row_scale, rows, start)
+            e.dw(self.k, self.call.x, self.xc, targets, rows, start, dw, start > 0)
 
     def _rows(self, grads: str, **given) -> None:
         stats = dict(part_sum=self.part_sum, part_wsum=self.part_wsum)
@@ -375,13 +385,33 @@ class _E:
         first = self.blocks[0]
         k.dx(first.e, second, first.v1, w, row_scale, rows.order, rows.num_live, start, dx, False)
 
-    def dw(self, k, xs: Tensor, rows: Rows, start: int, dw: Tensor, accumulate: bool) -> None:
+    def take_targets(self, k, cls: Tensor, row_scale: Tensor, rows: Rows, start: int) -> "_Targets":
+        """The last to look at the targets' elements: from then on they are 0."""
+        second, first = self.blocks[1].e if len(self.blocks) > 1 else None, self.blocks[0]
+        n = cls.shape[0]
+        targets = _Targets(*(_vector(cls, n, dtype) for dtype in (torch.int32, torch.int32, torch.float32)))
+        k.sort(cls, rows.order, rows.num_live, start, row_scale, first.e, second, first.v1, *targets)
+        return targets
+
+    def dw(
+        self, k, x: Tensor, xs: Tensor, targets: "_Targets", rows: Rows, start: int, dw: Tensor, accumulate: bool
+    ) -> None:
         for e, v0, v1 in self.blocks:
             k.dw(e, xs, rows.num_live, start, dw if len(self.blocks) == 1 else dw[v0:v1], accumulate)
+        k.targets(x, *targets, rows.num_live, start, 0, dw)
 
     def bias_sum(self, k, row_scale: Tensor, rows: Rows, start: int, db: Tensor, accumulate: bool) -> None:
         for e, v0, v1 in self.blocks:
             k.bias_sum(e, row_scale, rows.num_live, start, db if len(self.blocks) == 1 else db[v0:v1], accumulate)
+
+
+class _Targets(NamedTuple):
+    """What a chunk's live rows have at their targets, by class: their part of the weight gradient is row_scale * E
+    there times x, which is added in fp32, with x not rounded as xs is."""
+
+    cls: Tensor  # (rows,) int32
+    row: Tensor  # (rows,) int32: of x
+    grad: Tensor  # (rows,) fp32
 
 
 def _adds_in_gemm(out: Tensor) -> bool:
@@ -390,15 +420,22 @@ def _adds_in_gemm(out: Tensor) -> bool:
     return out.dtype == torch.float32 and dense and out.data_ptr() % 16 == 0
 
 
-def _add_dw(k, e: Tensor, xs: Tensor, rows: Rows, out: Tensor) -> None:
+def _add_dw(
+    k, e: Tensor, xs: Tensor, rows: Rows, out: Tensor, x: Tensor | None = None, targets: _Targets | None = None
+) -> None:
+    """out += e.T @ xs, and the targets' part where they are not in e."""
     if _adds_in_gemm(out):
         k.dw(e, xs, rows.num_live, 0, out, True)
+        if targets is not None:
+            k.targets(x, *targets, rows.num_live, 0, 0, out)
         torch.autograd.graph.increment_version(out)
         return
     for v0 in range(0, out.shape[0], 4096):  # so that there is only a small buffer
         part = out[v0 : v0 + 4096]
         dw = _matrix(xs, *part.shape, torch.float32)
         k.dw(e[:, v0 : v0 + 4096], xs, rows.num_live, 0, dw, False)
+        if targets is not None:
+            k.targets(x, *targets, rows.num_live, 0, v0, dw)
         part.add_(dw)
 
 

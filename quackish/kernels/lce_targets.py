@@ -1,0 +1,125 @@
+"""Linear cross entropy: dw[t - v0] += the sum over a chunk's rows i with target t of grad_i * x[row_i], t in [v0, v1).
+
+The rows come sorted by class (`lce_sort`), so a class's are neighbours. A CTA has a slice of the columns, and work
+where a class begins: its sum is in fp32, over the rows ascending, and dw is read and rounded once.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, const_expr
+
+from quackish.configs.lce_rows import LceTargetsConfig, LceTargetsProblem
+from quackish.kernels.common.lce import fake_count, load_at
+from quackish.kernels.common.rows import fake_pointer, vector_at
+
+
+class LceTargets:
+    def __init__(self, problem: LceTargetsProblem, config: LceTargetsConfig):
+        self.problem, self.threads, self.batch = problem, config.threads, config.rows
+
+    def fake_args(self):
+        p = self.problem
+        int32, fp32 = fake_pointer("int32", aligned=False), fake_pointer("float32", aligned=False)
+        x, dw = fake_pointer(p.dtype, p.x_aligned), fake_pointer(p.dw_dtype)
+        numbers = Int64(8), Int32(0), Int32(1), Int32(0), Int32(1)
+        return (x, int32, int32, fp32, fake_count(), dw, *numbers, cute.runtime.make_fake_stream())
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,  # (m, h)
+        sorted_cls: cute.Pointer,  # (rows,)
+        sorted_row: cute.Pointer,  # (rows,)
+        sorted_grad: cute.Pointer,  # (rows,)
+        num_live: cute.Pointer,  # (1,)
+        dw: cute.Pointer,  # (v1 - v0, h)
+        x_stride: Int64,
+        v0: Int32,
+        v1: Int32,
+        start: Int32,
+        rows: Int32,
+        stream: CUstream,
+    ):
+        of_rows = sorted_cls, sorted_row, sorted_grad
+        self.kernel(x, of_rows, num_live, dw, x_stride, v0, v1, start, rows).launch(
+            grid=[rows, -(-self.problem.h // (8 * self.threads)), 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Pointer,
+        of_rows: tuple,
+        num_live: cute.Pointer,
+        dw: cute.Pointer,
+        x_stride: Int64,
+        v0: Int32,
+        v1: Int32,
+        start: Int32,
+        rows: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        s, slice_of_h, _ = cute.arch.block_idx()
+        h = const_expr(self.problem.h)
+        column = (slice_of_h * self.threads + tid) * 8
+        live = cutlass.min(load_at(num_live, 0) - start, rows)
+        if s < live:
+            before = load_at(of_rows[0], cutlass.max(s - 1, 0)) if s > 0 else Int32(-1)
+            here = self.places(of_rows, s, live)
+            t = cute.arch.shuffle_sync(here[0], 0)
+            if t != before and t >= v0 and t < v1:  # no class is -1, and sorted first
+                # Lanes behind the last column work as well: they have places that the others ask for.
+                column_read = cutlass.min(column, h - 8)
+                out = vector_at(dw, Int64(t - v0) * h + column_read, 8)
+                raw = out.load()
+                total = self.sum_of_class(x + column_read, of_rows, here, x_stride, s, live, t)
+                if column < h:
+                    out.store((raw.to(Float32) + total.load()).to(dw.dtype))
+
+    @cute.jit
+    def places(self, of_rows: tuple, s: Int32, live: Int32):
+        """(class, row, grad) of this lane's of the 32 places from s on; class -1 behind the last."""
+        at = s + cute.arch.lane_idx()
+        t, row, grad = Int32(-1), Int32(0), Float32(0.0)
+        if at < live:
+            t, row, grad = load_at(of_rows[0], at), load_at(of_rows[1], at), load_at(of_rows[2], at)
+        return t, row, grad
+
+    @cute.jit
+    def sum_of_class(self, x, of_rows: tuple, here: tuple, x_stride: Int64, s: Int32, live: Int32, t: Int32):
+        """Over the rows from place s on, while they have class t; 32 places at a time, `batch` rows in flight."""
+        total = cute.make_rmem_tensor((8,), Float32)
+        total.fill(0.0)
+        raw = cute.make_rmem_tensor((8, self.batch), x.dtype)
+        cls, row, grad = here
+        count = cute.arch.popc(cute.arch.vote_ballot_sync(cls == t))
+        while count > 0:
+            for k in cutlass.range(0, count, self.batch, unroll=1):
+                for b in cutlass.range_constexpr(self.batch):
+                    r = cute.arch.shuffle_sync(row, k + b)
+                    if k + b < count:
+                        raw[None, b].store(self.load(x, Int64(r) * x_stride))
+                for b in cutlass.range_constexpr(self.batch):
+                    g = cute.arch.shuffle_sync(grad, k + b)
+                    if k + b < count:
+                        total.store(total.load() + raw[None, b].load().to(Float32) * g)
+            s += 32
+            if count == 32:
+                cls, row, grad = self.places(of_rows, s, live)
+                count = cute.arch.popc(cute.arch.vote_ballot_sync(cls == t))
+            else:
+                count = Int32(0)
+        return total
+
+    @cute.jit
+    def load(self, x: cute.Pointer, at: Int64):
+        """Eight elements, one by one where rows are not aligned."""
+        if const_expr(self.problem.x_aligned):
+            return vector_at(x, at, 8).load()
+        raw = cute.make_rmem_tensor((8,), x.dtype)
+        for k in cutlass.range_constexpr(8):
+            raw[k] = load_at(x, at + k)
+        return raw.load()
