@@ -4,9 +4,6 @@ None of it has been measured, nor run on a Blackwell GPU, which it is for.
 """
 
 import dataclasses
-from typing import Any
-
-from quackish.gpu import Gpu
 
 TILE_N = 256  # how many classes a partial sum of the softmax runs over
 # fp32 products of a GEMM that a kernel has yet to read: logits, or rows of the input gradient.
@@ -51,10 +48,3 @@ def logit_columns(rows: int) -> int:
 def product_rows(h: int) -> int:
     """How many rows of the input gradient are in flight."""
     return max(PRODUCT_BYTES // (4 * h), 1)
-
-
-def objection(problem: Any, config: LceWarpsConfig, gpu: Gpu) -> str | None:
-    """Why `config` cannot run a kernel of these: the field, what it is, what it may be. None where it can."""
-    if config.threads not in range(32, 1025, 32):
-        return f"threads is {config.threads}; expected a multiple of 32, up to 1024"
-    return None
