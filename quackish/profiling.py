@@ -146,7 +146,7 @@ class Profile:
         lines = [
             f"{calls} launches of quackish's kernels, {total:.3f} ms",
             "",
-            text_table(header, cells, "lllrrrrrrl"),
+            text_table(header, cells, "llrrrrrrl"),
             "",
         ]
         for device in sorted({row["device"] for row in rows if row["device"] is not None}):

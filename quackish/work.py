@@ -25,6 +25,9 @@ from quackish.configs.lce_rows import (
     LceRowsProblem,
     LceScaleProblem,
     LceScatterProblem,
+    LceSortProblem,
+    LceTargetsConfig,
+    LceTargetsProblem,
 )
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.gpu import Roofs
@@ -152,6 +155,18 @@ def _lce_rows(p: LceRowsProblem, s: Sizes) -> Work:
     return Work(read, written, flops)
 
 
+def _lce_sort(p: LceSortProblem, s: Sizes) -> Work:
+    rows = s["rows"]
+    read = rows * (4 + 4 + 4 + 2)  # cls, order, row_scale; E at the target
+    return Work(read, rows * (3 * 4 + 2), rows, "compares each row's class with all others', from the L2")
+
+
+def _lce_targets(p: LceTargetsProblem, s: Sizes) -> Work:
+    rows, classes = s["rows"], min(s["rows"], s["v1"] - s["v0"])  # at most so many rows of dw
+    read = rows * (p.h * _bytes(p.dtype) + 3 * 4) + classes * p.h * _bytes(p.dw_dtype)
+    return Work(read, classes * p.h * _bytes(p.dw_dtype), 2 * rows * p.h, "fewer bytes where rows share a target")
+
+
 def _lce_bias(p: LceBiasProblem, s: Sizes) -> Work:
     rows, n = s["rows"], s["n"]
     read = rows * (n * _bytes(p.dtype) + 4 * p.row_scale) + n * 4 * p.accumulate
@@ -217,6 +232,10 @@ def _exp_ctas(problem: LceExpProblem, config: LceWarpsConfig, s: Sizes) -> int:
 
 def _redo_ctas(problem: LceRedoProblem, config: LceWarpsConfig, s: Sizes) -> int:
     return _row_ctas(problem, config, s) * _ceil_div(s["n"], 32 * TILE_N)
+
+
+def _targets_ctas(problem: LceTargetsProblem, config: LceTargetsConfig, s: Sizes) -> int:
+    return s["rows"] * _ceil_div(problem.h, 8 * config.threads)
 
 
 def _norm_tiles(problem: RmsNormBwdProblem, config: Any, s: Sizes) -> int:
@@ -300,6 +319,21 @@ KERNELS = {
         ("v", "tiles", "rows"),
         _lce_rows,
         _row_ctas,
+    ),
+    "lce_sort": Kernel(
+        ("LceSort",),
+        "cls order num_live row_scale e e2 sorted_cls sorted_row sorted_grad e_stride e2_stride v_split start rows "
+        "stream",
+        ("rows",),
+        _lce_sort,
+        lambda problem, config, s: _ceil_div(s["rows"], 32),
+    ),
+    "lce_targets": Kernel(
+        ("LceTargets",),
+        "x sorted_cls sorted_row sorted_grad num_live dw x_stride v0 v1 start rows stream",
+        ("v0", "v1", "rows"),
+        _lce_targets,
+        _targets_ctas,
     ),
     "lce_bias": Kernel(
         ("LceBias",),

@@ -1,0 +1,378 @@
+"""quackish.profile(): what it records, from where, and when not; on a GPU, beside what a dry run says."""
+
+import csv
+import threading
+import types
+
+import pytest
+import torch
+
+import quackish
+from quackish import launch, profiling
+from quackish.configs.gemm import GemmConfig, GemmProblem
+from quackish.configs.linear_cross_entropy import KernelProblem, kernel_config
+from quackish.configs.rms_norm import RmsNormFwdConfig, RmsNormFwdProblem
+from quackish.gpu import H200, Roofs, gpu_of
+from quackish.launch import compile as compiling
+from quackish.testing.errors import same_bits
+from quackish.work import work
+
+ROOFS = Roofs(copy=4e12, add=4e12, gemm=8e14, source="data sheet")
+NORM = RmsNormFwdProblem(4096, "bfloat16", "bfloat16", "bfloat16")
+NORM_CONFIG = RmsNormFwdConfig(128, 128)
+GEMM = GemmProblem("softmax", "bfloat16", "bfloat16")
+
+
+def stand_in(class_name, problem, config, function=lambda *args: None):
+    """What launch.get returns, around a function in place of a kernel."""
+    return compiling._counted(function, type(class_name, (), {}), problem, config)
+
+
+def norm(m=16_384, stream=0, function=lambda *args: None):
+    kernel = stand_in("RmsNormFwd", NORM, NORM_CONFIG, function)
+    kernel(*(None,) * 11, m, 128, stream)
+
+
+def gemm(m=8192, n=128_256, k=4096, stream=0, function=lambda *args: None):
+    kernel = stand_in("GemmSm90", GEMM, GemmConfig(), function)
+    kernel(*(None,) * 6, (m, n, k, 0, 0), None, 66, stream)
+
+
+def seen(p):
+    return [(each.kernel, each.sizes.get("m")) for each in p.launches]
+
+
+# Recording -----------------------------------------------------------------------------------------------------------
+
+
+def test_launches_inside_are_recorded_and_others_are_not():
+    norm(1)
+    with quackish.profile() as p:
+        norm(2)
+        gemm(3)
+    norm(4)
+    assert seen(p) == [("rms_norm_fwd", 2), ("lce_gemm", 3)]
+    first = p.launches[0]
+    assert (first.problem, first.config, first.sizes) == (NORM, NORM_CONFIG, {"m": 2, "num_ctas": 128})
+    assert first.work == work("rms_norm_fwd", NORM, first.sizes)
+    assert p.launches[1].sizes == {"m": 3, "n": 128_256, "k": 4096, "max_clusters": 66}
+    with p:  # entered again, it goes on
+        norm(5)
+    assert seen(p)[2:] == [("rms_norm_fwd", 5)]
+
+
+def test_profiles_nest():
+    with quackish.profile() as outer:
+        norm(1)
+        with quackish.profile() as inner:
+            norm(2)
+        norm(3)
+    assert seen(outer) == [("rms_norm_fwd", m) for m in (1, 2, 3)]
+    assert seen(inner) == [("rms_norm_fwd", 2)]
+
+
+def test_arguments_reach_the_kernel_and_its_error_the_caller():
+    given = []
+    counted = launch.counters.launches
+    with quackish.profile() as p:
+        norm(7, stream=9, function=lambda *args: given.append(args))
+        with pytest.raises(ZeroDivisionError):
+            norm(8, function=lambda *args: 1 / 0)
+    assert given == [(*(None,) * 11, 7, 128, 9)]
+    assert seen(p) == [("rms_norm_fwd", 7)]
+    assert launch.counters.launches == counted + 1
+
+
+def test_nothing_is_observed_after_an_error_in_the_block():
+    with pytest.raises(KeyError), quackish.profile():
+        raise KeyError
+    assert compiling._observer is None
+    assert profiling._active == ()
+
+
+def test_launches_of_other_threads_are_recorded():
+    with quackish.profile() as p:
+        threads = [threading.Thread(target=norm, args=(m,)) for m in range(1, 9)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(seen(p)) == [("rms_norm_fwd", m) for m in range(1, 9)]
+
+
+def test_a_kernel_that_is_not_described_is_recorded_without_work():
+    with quackish.profile() as p:
+        stand_in("Toy", NORM, None)(1, 2, 3)
+    (only,) = p.launches
+    assert (only.kernel, only.sizes, only.work) == ("Toy", {}, None)
+    p.roofs = ROOFS
+    assert p.rows()[0]["gb_per_s"] is None
+    assert "Toy" in p.table()
+
+
+class Event:
+    """A CUDA event on a clock that each launch moves by 2 ms."""
+
+    clock, log = 0.0, []
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        self.time = Event.clock
+        Event.log.append(("record", stream.cuda_stream))
+
+    def synchronize(self):
+        Event.log.append("synchronize")
+
+    def elapsed_time(self, end):
+        return end.time - self.time
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """As much of a GPU as recording asks for; `capturing` may be set."""
+    state = types.SimpleNamespace(capturing=False)
+
+    def stream(handle):
+        return types.SimpleNamespace(cuda_stream=handle)
+
+    monkeypatch.setattr(Event, "clock", 0.0)
+    monkeypatch.setattr(Event, "log", [])
+    for name, value in {
+        "is_initialized": lambda: True,
+        "current_device": lambda: 3,
+        "current_stream": lambda: stream(5),
+        "default_stream": lambda: stream(0),
+        "ExternalStream": stream,
+        "is_current_stream_capturing": lambda: state.capturing,
+        "Event": Event,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return state
+
+
+def launched(*args):
+    Event.clock += 2.0
+    Event.log.append("launch")
+
+
+@pytest.mark.parametrize("stream", [5, 0, 11])
+def test_a_launch_is_timed_on_its_own_stream(stream, cuda):
+    with quackish.profile() as p:
+        norm(stream=stream, function=launched)
+    assert Event.log == [("record", stream), "launch", ("record", stream)]  # and nothing is synchronised
+    (only,) = p.launches
+    assert (only.ms, only.device, only.stream) == (2.0, 3, stream)
+    assert p.launches[0].ms == 2.0  # read again
+    assert Event.log.count("synchronize") == 1
+
+
+def test_a_captured_launch_has_no_time(cuda):
+    with quackish.profile() as p:
+        norm(function=launched)
+        cuda.capturing = True
+        norm(function=launched)
+        norm(1, function=launched)
+    assert Event.log.count("launch") == 3
+    assert [each.ms for each in p.launches] == [2.0, None, None]
+    p.roofs = ROOFS
+    both, captured = p.rows()
+    assert (both["calls"], both["untimed"], both["total_ms"], both["mean_us"]) == (2, 1, 2.0, 2000)
+    assert (captured["calls"], captured["untimed"], captured["mean_us"]) == (1, 1, None)
+
+
+# Results -------------------------------------------------------------------------------------------------------------
+
+
+def test_speeds_are_work_over_time(cuda, tmp_path):
+    with quackish.profile() as p:
+        for _ in range(3):
+            norm(function=launched)
+        gemm(function=launched)
+    p.roofs = ROOFS
+    row = p.rows()[0]
+    done = work("rms_norm_fwd", NORM, {"m": 16_384, "num_ctas": 128})
+    assert (row["kernel"], row["calls"], row["total_ms"], row["mean_us"]) == ("rms_norm_fwd", 3, 6.0, 2000)
+    assert row["gb_per_s"] == pytest.approx(done.bytes / 2e-3 / 1e9)
+    assert row["floor_us"] == pytest.approx(done.bytes / 4e12 * 1e6)
+    assert row["pct_of_roof"] == pytest.approx(100 * done.bytes / 4e12 / 2e-3)
+    assert row["bound"] == "memory"
+    p.to_csv(tmp_path / "p.csv")
+    with open(tmp_path / "p.csv", newline="") as file:
+        read = list(csv.DictReader(file))
+    assert tuple(read[0]) == profiling.COLUMNS
+    assert [each["kernel"] for each in read] == ["rms_norm_fwd", "lce_gemm"]
+    assert float(read[0]["gb_per_s"]) == row["gb_per_s"]
+
+
+def test_gemms_are_compared_with_the_gemm(cuda):
+    with quackish.profile() as p:
+        gemm(8192, 8192, 8192, function=launched)
+    p.roofs = ROOFS
+    (row,) = p.rows()
+    assert row["tflop_per_s"] == pytest.approx(2 * 8192**3 / 2e-3 / 1e12)
+    assert row["pct_of_roof"] == pytest.approx(100 * 2 * 8192**3 / 8e14 / 2e-3)
+    assert row["bound"] == "tensor cores"
+
+
+def test_short_launches_have_no_share_of_a_roof(cuda):
+    with quackish.profile() as p:
+        norm(1, function=launched)
+    p.roofs = ROOFS
+    assert (p.rows()[0]["bound"], p.rows()[0]["pct_of_roof"]) == ("launch", None)
+
+
+def test_print_shows_a_row_a_kernel_and_problem(cuda, monkeypatch):
+    monkeypatch.setattr(profiling, "gpu_of", lambda device: H200)
+    with quackish.profile() as p:
+        norm(function=launched)
+        norm(1, function=launched)
+    p.roofs = ROOFS
+    text = str(p)
+    assert "2 launches of quackish's kernels, 4.000 ms" in text
+    rows = [line for line in text.splitlines() if line.startswith("rms_norm_fwd")]
+    assert len(rows) == 2
+    assert "m=16384 n=4096 x=bf16 y=bf16 weight=bf16" in text
+    assert "Roofs of H200, data sheet: copy 4.00 TB/s, add 4.00 TB/s, GEMM 800 TFLOP/s." in text
+    assert "Not seen: replays of CUDA graphs" in text
+
+
+def test_print_without_launches_says_why():
+    with quackish.profile() as p:
+        x = torch.randn(4, 8)
+        quackish.rms_norm(x, None)  # the portable path
+    assert p.launches == []
+    assert "no launch of a quackish kernel was seen" in str(p)
+
+
+# On a GPU ------------------------------------------------------------------------------------------------------------
+
+
+def norm_step(m=16_384, n=4096):
+    """Forward and backward: (y, dx, dweight)."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(m, n, generator=generator, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(n, generator=generator, device="cuda").bfloat16().requires_grad_()
+    y = quackish.rms_norm(x, weight)
+    return y.detach(), *torch.autograd.grad(y, [x, weight], y.detach())
+
+
+def loss_step(schedule, m=2048, h=1024, v=32_000):
+    """Forward and backward: (loss, dinput, dlinear_weight)."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w = (torch.randn(rows, h, generator=generator, device="cuda").bfloat16().requires_grad_() for rows in (m, v))
+    target = torch.randint(v, (m,), generator=generator, device="cuda")
+    loss = quackish.linear_cross_entropy(x, w, target, schedule=schedule)
+    return loss.detach(), *torch.autograd.grad(loss, [x, w])
+
+
+def all_same(some, others):
+    return all(same_bits(a, b) for a, b in zip(some, others, strict=True))
+
+
+def check_times(p):
+    assert all(each.ms is not None and each.ms > 0 for each in p.launches)
+    shares = [row["pct_of_roof"] for row in p.rows() if row["pct_of_roof"] is not None]
+    assert shares
+    assert max(shares) <= 130, p.table()
+
+
+@pytest.mark.gpu
+def test_rms_norm_is_seen_and_not_changed():
+    plain = norm_step()
+    with quackish.profile() as p:
+        profiled = norm_step()
+    norm_step()
+    assert all_same(plain, profiled)
+    assert [each.kernel for each in p.launches] == ["rms_norm_fwd", "rms_norm_bwd"]
+    assert {each.sizes["m"] for each in p.launches} == {16_384}
+    assert {each.device for each in p.launches} == {torch.cuda.current_device()}
+    check_times(p)
+    assert "% roof" in str(p)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["chunked", "stored", "recompute"])
+def test_linear_cross_entropy_launches_what_a_dry_run_says(schedule):
+    from quackish.cli import dry_run
+
+    m, h, v = 2048, 1024, 32_000
+    plain = loss_step(schedule)
+    with quackish.profile() as p:
+        profiled = loss_step(schedule)
+    assert all_same(plain, profiled)
+    check_times(p)
+    gpu = gpu_of(torch.cuda.current_device())
+    how = kernel_config(KernelProblem(v=v, h=h, dtype="bfloat16", reduction="mean"), m, schedule)
+    expected = dry_run.linear_cross_entropy(dry_run.LceCall(m, h, v, torch.bfloat16), how, gpu).steps
+    assert [(each.kernel, each.problem, each.config, each.sizes) for each in p.launches] == [
+        (step.kernel, step.problem, step.choice.config, step.sizes) for step in expected if step.choice is not None
+    ]
+
+
+@pytest.mark.gpu
+def test_a_side_stream_is_its_own():
+    norm_step()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with quackish.profile() as p:
+        norm_step(1024)
+        with torch.cuda.stream(side):
+            norm_step(2048)
+    torch.cuda.current_stream().wait_stream(side)
+    streams = {each.sizes["m"]: each.stream for each in p.launches}
+    assert streams == {1024: torch.cuda.current_stream().cuda_stream, 2048: side.cuda_stream}
+    assert all(each.ms > 0 for each in p.launches)
+
+
+@pytest.mark.gpu
+def test_another_device_is_its_own():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with quackish.profile() as p:
+        x = torch.randn(4096, 1024, device="cuda:1", dtype=torch.bfloat16)  # not the current device
+        quackish.rms_norm(x, None)
+    assert [each.device for each in p.launches] == [1]
+    assert p.launches[0].ms > 0
+
+
+@pytest.mark.gpu
+def test_capture_goes_on_and_replays_are_not_seen():
+    x = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16)
+    expected = quackish.rms_norm(x, None)
+    graph = torch.cuda.CUDAGraph()
+    with quackish.profile() as p:
+        with torch.cuda.graph(graph):
+            y = quackish.rms_norm(x, None)
+        graph.replay()
+        quackish.rms_norm(x, None)
+    torch.cuda.synchronize()
+    assert same_bits(y, expected)
+    captured, plain = p.launches
+    assert captured.ms is None
+    assert plain.ms > 0
+    assert "1 were captured into CUDA graphs" in str(p)
+
+
+@pytest.mark.gpu
+def test_measured_roofs_are_of_this_card():
+    roofs = profiling.measured_roofs(torch.cuda.current_device())
+    assert roofs.source == "measured"
+    assert 1e11 < roofs.copy < 2e13
+    assert 0.8 < roofs.add / roofs.copy < 1.5
+    assert 1e13 < roofs.gemm < 1e16
+    assert profiling.measured_roofs(torch.cuda.current_device()) is roofs
+
+
+@pytest.mark.gpu
+def test_recording_keeps_no_memory():
+    norm_step()
+    with quackish.profile() as p:
+        results = norm_step()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        size = sum(t.nbytes for t in results)
+        del results
+        assert torch.cuda.memory_allocated() <= before - size
+    assert len(p.launches) == 2

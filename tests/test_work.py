@@ -1,0 +1,279 @@
+"""What launches move and multiply: against tensors and the kernels' own signatures and grids."""
+
+import ast
+import contextlib
+import importlib
+import inspect
+import math
+import types
+
+import pytest
+import torch
+
+from quackish.configs.choose import choose
+from quackish.configs.gemm import GemmProblem
+from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRedoProblem
+from quackish.configs.lce_rows import (
+    LceBiasProblem,
+    LceCompactProblem,
+    LceGatherProblem,
+    LceRowsProblem,
+    LceScaleProblem,
+    LceScatterProblem,
+    LceSortProblem,
+    LceTargetsProblem,
+)
+from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
+from quackish.gpu import A100, B200, H100, H200, NAMED, Roofs, roofs_of
+from quackish.kernels import _HERE
+from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
+from quackish.work import KERNELS, LAUNCH_US, Floor, Work, describe, floor, kernel_of, sizes_of, work
+
+BF16, FP32 = "bfloat16", "float32"
+
+# One of each kernel: a problem and sizes, none of them equal, and for every GEMM epilogue one.
+SAMPLES = [
+    ("rms_norm_fwd", RmsNormFwdProblem(4096, BF16, BF16, BF16), dict(m=1000, num_ctas=333)),
+    ("rms_norm_bwd", RmsNormBwdProblem(4096, BF16, BF16, BF16, dx_dtype=BF16), dict(m=1000, num_ctas=131)),
+    ("lce_gemm", GemmProblem("softmax", BF16, BF16), dict(m=1000, n=700, k=64, max_clusters=66)),
+    ("lce_gemm", GemmProblem("dlogits", BF16, BF16, smoothing=True), dict(m=10000, n=7000, k=64, max_clusters=66)),
+    ("lce_gemm", GemmProblem("rows", BF16, BF16, b_major="n"), dict(m=1000, n=64, k=700, max_clusters=66)),
+    ("lce_gemm", GemmProblem("store", BF16, FP32, live="k"), dict(m=700, n=64, k=1000, max_clusters=66)),
+    ("lce_compact", LceCompactProblem("int64"), dict(v=700, m=1000)),
+    ("lce_gather", LceGatherProblem(64, BF16, "int64"), dict(rows=1000, v=700)),
+    ("lce_rows", LceRowsProblem(True, "scale", 64, BF16), dict(v=700, tiles=3, rows=1000)),
+    ("lce_sort", LceSortProblem(False), dict(rows=1000)),
+    ("lce_targets", LceTargetsProblem(4096, BF16, BF16), dict(v0=0, v1=700, rows=1000)),
+    ("lce_bias", LceBiasProblem(BF16, True, False), dict(rows=1000, n=700)),
+    ("lce_scatter", LceScatterProblem(64, BF16), dict(rows=1000)),
+    ("lce_scale", LceScaleProblem(BF16), dict(n=7000, num_ctas=5)),
+    ("lce_exp", LceExpProblem("softmax", BF16), dict(rows=1000, n=700)),
+    ("lce_redo", LceRedoProblem(True), dict(rows=1000, n=9000)),
+    ("lce_clear", LceClearProblem(64, BF16), dict(rows=1000)),
+]
+
+
+def test_every_kernel_is_described():
+    classes = {}
+    for (name, _), where in _HERE.items():
+        classes.setdefault(name, set()).add(where.partition(":")[2])
+    assert {name: set(kernel.class_names) for name, kernel in KERNELS.items()} == classes
+    assert {name for name, _, _ in SAMPLES} == set(classes)
+    assert all(kernel_of(cls) == name for name, found in classes.items() for cls in found)
+    assert kernel_of("Toy") is None
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+def described(name):
+    """The arguments of a kernel: names, a tuple's names in a tuple."""
+    found, inner = [], None
+    for word in KERNELS[name].arguments.replace("(", " ( ").replace(")", " ) ").split():
+        if word == "(":
+            inner = []
+        elif word == ")":
+            found.append(tuple(inner))
+            inner = None
+        else:
+            (found if inner is None else inner).append(word)
+    return found
+
+
+def kernel_class(where):
+    module, _, cls = where.partition(":")
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    return getattr(importlib.import_module(f"quackish.kernels.{module}"), cls)
+
+
+def method(cls, name):
+    """The syntax tree of a method, as it is written."""
+    tree = ast.parse(inspect.getsource(inspect.getmodule(cls)))
+    of_class = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    return next(node for node in of_class.body if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
+@pytest.mark.parametrize("name, where", sorted({(name, where) for (name, _), where in _HERE.items()}))
+def test_arguments_are_the_kernels_own(name, where):
+    cls = kernel_class(where)
+    taken = [arg.arg for arg in method(cls, "__call__").args.args[1:]]
+    assert taken[-1] == "stream"
+    for mine, theirs in zip(described(name), taken, strict=True):
+        if isinstance(mine, tuple):  # as the class takes the tuple apart
+            unpacked = [
+                tuple(target.id for target in node.targets[0].elts)
+                for node in ast.walk(method(cls, "kernel"))
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == theirs
+            ]
+            assert unpacked == [mine]
+        else:
+            assert mine == theirs
+    for sample, problem, _ in SAMPLES:
+        if sample == name:
+            config = choose(name, problem, H200).config
+            assert len(cls(problem, config).fake_args()) == len(taken)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_sizes_come_from_their_places(name):
+    found = sizes_of(name, described(name))  # each argument is its own name
+    assert found == {size: size for size in KERNELS[name].sizes}
+    assert all(set(sizes) == set(found) for sample, _, sizes in SAMPLES if sample == name)
+
+
+# CTAs ----------------------------------------------------------------------------------------------------------------
+
+
+def own_ctas(cls, problem, config, sizes):
+    """What the class's `.launch(grid=...)` says, with its names given values."""
+    call, ints = method(cls, "__call__"), types.SimpleNamespace(ceil_div=lambda n, d: -(-n // d), min=min, max=max)
+    names = {**vars(inspect.getmodule(cls)), "cute": ints, "cutlass": ints, "self": cls(problem, config)}
+    for mine, theirs in zip(described(kernel_of(cls.__name__)), [a.arg for a in call.args.args[1:]], strict=True):
+        names[theirs] = tuple(sizes.get(n, 0) for n in mine) if isinstance(mine, tuple) else sizes.get(mine, 0)
+    for node in call.body:
+        grids = [k.value for c in ast.walk(node) if isinstance(c, ast.Call) for k in c.keywords if k.arg == "grid"]
+        if grids:
+            return math.prod(eval(compile(ast.Expression(grids[0]), "grid", "eval"), names))
+        if isinstance(node, ast.Assign):
+            with contextlib.suppress(Exception):  # what makes tensors fails here, and no grid is made of them
+                exec(compile(ast.Module([node], []), "before", "exec"), names)
+    raise AssertionError("no launch")
+
+
+@pytest.mark.parametrize("name, problem, sizes", SAMPLES)
+def test_ctas_are_the_kernels_own(name, problem, sizes):
+    cls = kernel_class(_HERE[name, "sm_90"])
+    config = choose(name, problem, H200).config
+    assert KERNELS[name].ctas(problem, config, sizes) == own_ctas(cls, problem, config, sizes)
+
+
+def test_tiles_are_what_persistent_ctas_walk_over():
+    problem = GemmProblem("softmax", BF16, BF16)
+    config, sizes = choose("lce_gemm", problem, H200).config, dict(m=8192, n=128256, k=4096, max_clusters=66)
+    assert KERNELS["lce_gemm"].tiles(problem, config, sizes) == 64 * 501
+    assert KERNELS["lce_gemm"].ctas(problem, config, sizes) == 132
+    assert KERNELS["lce_gemm"].ctas(problem, config, {**sizes, "m": 1, "n": 1}) == 2  # a cluster
+
+
+# Work ----------------------------------------------------------------------------------------------------------------
+
+
+def nbytes(*tensors):
+    return sum(t.numel() * t.itemsize for t in tensors if t is not None)
+
+
+def name_of(t):
+    return None if t is None else str(t.dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rms_norm_moves_its_tensors_once(dtype, with_bias, with_residual):
+    m, n = 5, 24
+    x, weight = torch.randn(m, n, dtype=dtype), torch.randn(n)
+    bias = torch.randn(n, dtype=dtype) if with_bias else None
+    residual = torch.randn(m, n, dtype=torch.float32) if with_residual else None
+    y, res, rstd = rms_norm_forward(x, weight, bias, residual=residual)
+    names = map(name_of, (x, y, weight, bias, residual))
+    done = work("rms_norm_fwd", RmsNormFwdProblem(n, *names), dict(m=m, num_ctas=1))
+    assert done.bytes_read == nbytes(x, weight, bias, residual)
+    assert done.bytes_written == nbytes(y, res if with_residual else None, rstd)
+
+    dres = torch.randn_like(res) if with_residual else None
+    wanted = dict(dbias=with_bias, dresidual=with_residual, dx_dtype=dtype, dbias_dtype=dtype)
+    dx, dweight, dbias, dresidual = rms_norm_backward(y, res, weight, rstd, dres=dres, **wanted)
+    second = dresidual if dresidual is not None and dresidual.dtype != dtype else None
+    names = map(name_of, (res, y, weight, dres, dx, second, dweight, dbias))
+    done = work("rms_norm_bwd", RmsNormBwdProblem(n, *names), dict(m=m, num_ctas=1))
+    assert done.bytes_read == nbytes(y, res, weight, rstd, dres)
+    assert done.bytes_written == nbytes(dx, second, dweight, dbias)
+
+
+def test_gemms_multiply_and_move_what_matrices_say():
+    m, n, k = 512, 1000, 64
+    sizes = dict(m=m, n=n, k=k, max_clusters=66)
+    a, b, e = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((m, k), (n, k), (m, n)))
+    row, part, classes = torch.empty(m), torch.empty(m, 4), torch.empty(n)  # 4 tiles of 256 classes
+    cases = {
+        GemmProblem("softmax", BF16, BF16): ((a, b, row, row), (e, part, row)),
+        GemmProblem("softmax", BF16, None): ((a, b, row, row), (part, row)),
+        GemmProblem("softmax", BF16, BF16, bias_dtype=FP32, smoothing=True, weighted=True): (
+            (a, b, row, row, classes, classes),
+            (e, part, part, row),
+        ),
+        GemmProblem("dlogits", BF16, BF16): ((a, b, torch.empty(m, 4), row), (e,)),
+        GemmProblem("rows", BF16, BF16): ((a, b, row, row), (e,)),
+        GemmProblem("store", BF16, BF16): ((a, b), (e,)),
+        GemmProblem("store", BF16, FP32, accumulate=True): ((a, b, e.float()), (e.float(),)),
+    }
+    for problem, (read, written) in cases.items():
+        assert work("lce_gemm", problem, sizes) == Work(nbytes(*read), nbytes(*written), 2 * m * n * k), problem
+    assert work("lce_gemm", GemmProblem("softmax", BF16, BF16, redo=True), sizes).flops == 0
+
+
+def test_row_kernels_move_what_their_arguments_say():
+    rows, h, v, tiles = 512, 64, 1000, 4
+    x, w, e = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, h), (v, h), (rows, v)))
+    row, target, acc, z = torch.empty(rows), torch.empty(rows, dtype=torch.int64), torch.empty(rows, h), e.float()
+    part, coefs, classes, flags = torch.empty(rows, tiles), torch.empty(rows, 4), torch.empty(v), torch.empty(5)
+    at_target, one = e[:, 0], torch.empty(1)
+    cases = [
+        ("lce_compact", LceCompactProblem("int64"), (target,), (row, one, one)),
+        ("lce_gather", LceGatherProblem(h, BF16, "int64"), (x, w[:rows], target, row), (x, row, row, row, flags)),
+        ("lce_rows", LceRowsProblem(True), (row, row, row, part, row), (row, row, row)),
+        ("lce_rows", LceRowsProblem(False, "coefs"), (row, row, row, row, row), (coefs,)),
+        (
+            "lce_rows",
+            LceRowsProblem(True, "scale", h, BF16),
+            (row, row, row, part, row, x),
+            (row, row, row, x, at_target, row),
+        ),
+        ("lce_sort", LceSortProblem(False), (row, row, row, at_target), (row, row, row, at_target)),
+        ("lce_targets", LceTargetsProblem(h, BF16, BF16), (x, row, row, row, w[:rows]), (w[:rows],)),
+        ("lce_bias", LceBiasProblem(BF16, True, False), (e, row), (classes,)),
+        ("lce_bias", LceBiasProblem(BF16, False, True), (e, classes), (classes,)),
+        ("lce_scatter", LceScatterProblem(h, BF16, row_scale=True), (acc, row, row), (x,)),
+        ("lce_exp", LceExpProblem("softmax", BF16), (z, row, row), (e, part, part, row)),
+        ("lce_exp", LceExpProblem("dlogits", BF16), (z, row, coefs), (e,)),
+        ("lce_redo", LceRedoProblem(True), (part, row, flags[1:]), (part,)),
+    ]
+    sizes = dict(m=rows, rows=rows, n=v, v=v, v0=0, v1=v, tiles=tiles)
+    for name, problem, read, written in cases:
+        done = work(name, problem, sizes)
+        assert (done.bytes_read, done.bytes_written) == (nbytes(*read), nbytes(*written)), (name, problem)
+
+
+def test_floor_is_the_lowest_roof():
+    roofs = Roofs(copy=1e12, add=2e12, gemm=1e14, source="data sheet")
+    assert floor(Work(10**9, 10**9, 0), roofs).us == pytest.approx(2000)
+    assert floor(Work(2 * 10**9, 10**9, 0), roofs).us == pytest.approx(1500)  # two reads to a write
+    assert floor(Work(10**9, 10**9, 10**12), roofs) == Floor(10_000, "tensor cores")
+    assert floor(Work(1000, 1000, 1000), roofs) == Floor(LAUNCH_US, "launch")
+
+
+def test_measured_times_are_not_below_the_floor():
+    # an H200, median us of the bf16 grid and of a logits GEMM, benchmarks/results/H200
+    norm = dict(m=65_536, num_ctas=1)
+    forward, backward = RmsNormFwdProblem(8192, BF16, BF16, BF16), RmsNormBwdProblem(8192, BF16, BF16, BF16, None, BF16)
+    gemm, sizes = GemmProblem("softmax", BF16, BF16), dict(m=8192, n=128_256, k=4096, max_clusters=66)
+    for name, problem, at, us in (
+        ("rms_norm_fwd", forward, norm, 521.4),
+        ("rms_norm_bwd", backward, norm, 752.3),
+        ("lce_gemm", gemm, sizes, 12_830),
+    ):
+        least = floor(work(name, problem, at), roofs_of(H200)).us
+        assert 0.9 < least / us <= 1.0, (name, least)
+
+
+def test_roofs_say_where_they_are_from():
+    assert roofs_of(H200).source == "measured"
+    assert {roofs_of(gpu).source for gpu in (H100, B200)} == {"data sheet"}
+    assert roofs_of(A100) is None
+    assert all(NAMED[gpu.name.lower()] is gpu for gpu in (H100, H200, B200, A100))
+
+
+def test_describe_leaves_out_defaults():
+    problem = RmsNormFwdProblem(4096, BF16, BF16, FP32, aligned=False)
+    assert describe(problem, dict(m=8, num_ctas=4)) == "m=8 n=4096 x=bf16 y=bf16 weight=fp32 aligned=False"
+    assert describe(object(), dict(m=8)) == "m=8"
