@@ -29,7 +29,7 @@ LAYERS = {
     "reference": Layer(outside="torch"),
     "kernels": Layer(quackish="errors gpu configs", outside="cutlass cuda"),
     "launch": Layer(quackish="errors gpu toolchain configs", outside="torch platformdirs", lazy="cutlass cuda tvm_ffi"),
-    "ops": Layer(quackish="errors gpu configs reference launch kernels", outside="torch"),
+    "ops": Layer(quackish="errors gpu toolchain configs reference launch kernels", outside="torch"),
     "testing": Layer(
         quackish="errors gpu configs reference launch kernels ops", outside="torch", lazy="cutlass tvm_ffi triton"
     ),

@@ -7,7 +7,19 @@ The object has a `@cute.jit __call__`, and `fake_args()` with the arguments that
 device of the tensors among the arguments, of which there must be one.
 """
 
-from quackish.launch.compile import Counters, counters, get, observe
+from quackish.launch.compile import Counters, Recording, Request, counters, get, observe, record
 from quackish.launch.cubin import Resources, resources
+from quackish.launch.parallel import prepare
 
-__all__ = ["Counters", "Resources", "counters", "get", "observe", "resources"]
+__all__ = [
+    "Counters",
+    "Recording",
+    "Request",
+    "Resources",
+    "counters",
+    "get",
+    "observe",
+    "prepare",
+    "record",
+    "resources",
+]

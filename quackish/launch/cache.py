@@ -75,6 +75,17 @@ def load(kernel_class: type, identity: dict[str, str]) -> bytes | None:
         return None
 
 
+def holds(kernel_class: type, identity: dict[str, str]) -> bool:
+    """Whether there is a file for `identity`, not yet verified."""
+    folder = _folder(kernel_class)
+    return folder is not None and _path(folder, identity).exists()
+
+
+def is_usable(kernel_class: type) -> bool:
+    """Whether objects are kept; where not, there was a warning."""
+    return _folder(kernel_class) is not None
+
+
 def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> None:
     """Keeps `payload` for later processes. Of two that store at once, both succeed and the last one's file stays."""
     folder = _folder(kernel_class)

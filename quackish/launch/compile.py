@@ -1,18 +1,30 @@
 """Compiled kernels of this process: from memory, then disk, then the compiler."""
 
+import contextlib
+import contextvars
 import dataclasses
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from quackish.launch import cache, objects
 
 OPTIONS = "--enable-tvm-ffi --opt-level 3"
 
 
+class Request(NamedTuple):
+    """The arguments of `get`."""
+
+    kernel_class: type
+    problem: Any
+    config: Any
+    target: str
+
+
 @dataclasses.dataclass
 class Counters:
-    """What this process did so far. Of launches by two threads at the same instant, one may go uncounted."""
+    """What this process, and those that compile for it, did so far. Of launches by two threads at the same instant, one
+    may go uncounted."""
 
     compiles: int = 0
     disk_loads: int = 0
@@ -20,7 +32,7 @@ class Counters:
 
 
 counters = Counters()
-_ready: dict[tuple, Callable[..., None]] = {}
+_ready: dict[Request, Callable[..., None]] = {}
 _observer: Callable[[Callable[..., None], tuple, type, Any, Any], None] | None = None
 lock = threading.Lock()  # to be held while compiling: the compiler is not thread-safe, and autograd has its own threads
 
@@ -33,31 +45,43 @@ def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[
     Its first call loads the cubin into the CUDA context, so it should not be the one that a CUDA graph captures.
     Raises RuntimeError with problem and config in it where compilation fails.
     """
-    key = (kernel_class, problem, config, target)
-    kernel = _ready.get(key)
+    request = Request(kernel_class, problem, config, target)
+    recording = _recording.get()
+    if recording is not None:
+        return recording.kernel(request)
+    kernel = _ready.get(request)
     if kernel is None:
         with lock:
-            kernel = _ready.get(key)  # another thread may have been faster
+            kernel = _ready.get(request)  # another thread may have been faster
             if kernel is None:
-                kernel = _ready[key] = _counted(_load(*key), *key[:3])
+                kernel = _ready[request] = _counted(_load(request), *request[:3])
     return kernel
 
 
-def _load(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[..., None]:
-    return objects.load(_object(kernel_class, problem, config, target), f"{kernel_class.__name__}-{target}")
+def _load(request: Request) -> Callable[..., None]:
+    return objects.load(object_of(request), f"{request.kernel_class.__name__}-{request.target}")
 
 
-def _object(kernel_class: type, problem: Any, config: Any, target: str) -> bytes:
-    """From disk, or else compiled."""
-    identity = cache.identity(kernel_class, problem, config, target, OPTIONS)
-    data = cache.load(kernel_class, identity)
+def object_of(request: Request) -> bytes:
+    """From disk, or else compiled; with `lock` held."""
+    identity = identity_of(request)
+    data = cache.load(request.kernel_class, identity)
     if data is not None:
         counters.disk_loads += 1
         return data
-    data = objects.export(compile_kernel(kernel_class, problem, config, target))
+    data = objects.export(compile_kernel(*request))
     counters.compiles += 1
-    cache.store(kernel_class, identity, data)
+    cache.store(request.kernel_class, identity, data)
     return data
+
+
+def identity_of(request: Request) -> dict[str, str]:
+    return cache.identity(*request, OPTIONS)
+
+
+def is_at_hand(request: Request) -> bool:
+    """Whether it is in memory or on disk."""
+    return request in _ready or cache.holds(request.kernel_class, identity_of(request))
 
 
 def compile_kernel(kernel_class: type, problem: Any, config: Any, target: str, more_options: str = "") -> Any:
@@ -95,3 +119,35 @@ def observe(observer: Callable[[Callable[..., None], tuple, type, Any, Any], Non
     own thread, and has to call `function(*args)`, which launches; None ends that. There is one: the last one given."""
     global _observer
     _observer = observer
+
+
+# Planning ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Recording:
+    """What code asked the launcher for, in order, while nothing was compiled, loaded or launched."""
+
+    requests: dict[Request, None] = dataclasses.field(default_factory=dict)  # a set that keeps its order
+    launches: list[tuple[Request, tuple]] = dataclasses.field(default_factory=list)  # with their arguments
+
+    def kernel(self, request: Request) -> Callable[..., None]:
+        self.requests[request] = None
+        return lambda *args: self.launches.append((request, args))
+
+
+_recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("recording", default=None)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Recording]:
+    """On this thread `get` returns functions that note their calls, and does nothing else.
+
+    Whoever keeps what `get` returned must forget it at the end.
+    """
+    recording = Recording()
+    token = _recording.set(recording)
+    try:
+        yield recording
+    finally:
+        _recording.reset(token)

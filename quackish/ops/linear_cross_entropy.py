@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from quackish import kernels
+from quackish import kernels, toolchain
 from quackish.configs.linear_cross_entropy import (
     KernelProblem,
     LinearCrossEntropyProblem,
@@ -17,6 +17,7 @@ from quackish.gpu import gpu_of
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
 from quackish.ops import linear_cross_entropy_portable as portable
 from quackish.ops.linear_cross_entropy_checks import check_options, check_shapes, compute_dtype_of
+from quackish.ops.linear_cross_entropy_prepare import prepare
 from quackish.ops.rms_norm import _is_plain as is_plain
 
 is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -253,6 +254,9 @@ def _find_plan(
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         plan = _plans[key] = _make_plan(*tensors, *options)
+        if isinstance(plan, on_kernels.Plan) and input.is_cuda:
+            inputs = on_kernels.Inputs(input, linear_weight, linear_bias, target, weight, num_items)
+            prepare(inputs, plan, grad_weight_out)
     return plan
 
 
@@ -311,10 +315,19 @@ no_kernel_on._dynamo_marked_constant = True
 
 @functools.cache
 def _no_kernel_on(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f'linear_cross_entropy: no kernel for {device.type}. backend="auto" runs the portable path.'
+    end = 'backend="auto" runs the portable path.'
+    if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
+        kind = "AMD GPUs" if device.type == "cuda" else device.type
+        return f"linear_cross_entropy: no kernel for {kind}. {end}"
     try:
         kernels.find("lce_rows", gpu_of(device.index))  # between GEMMs of ours, or cuBLAS's: see gemms_of
     except UnsupportedError as error:
         return str(error).replace("lce_rows", "linear_cross_entropy")  # what the user called
+    try:
+        toolchain.find()
+    except UnsupportedError as error:
+        return f"linear_cross_entropy: {error} {end}"
+    except ModuleNotFoundError as error:
+        install = "pip install nvidia-cutlass-dsl"
+        return f"linear_cross_entropy: nvidia-cutlass-dsl is not installed ({error}); {install}, or {end}"
     return ""

@@ -155,7 +155,7 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     if kept_e.stride() != padded_strides(v):  # a saved-tensor hook, or compiled code, laid it out anew
         kept_e = padded(call.x, m, v, kept_e.dtype).copy_(kept_e)
     e = _E([_Block(kept_e, 0, v)])
-    xc, xs = (kept.xc, torch.empty_like(kept.xc)) if wanted.dw else (None, None)
+    xc, xs = (kept.xc, _matrix(kept.xc, *kept.xc.shape, kept.xc.dtype)) if wanted.dw else (None, None)
     row_scale = _vector(call.x, m, torch.float32)
     _run_rows(k, call, kept, 0, m, "scale", incoming, e=e, xc=xc, xs=xs, row_scale=row_scale)
     dx = call.x.new_zeros((m, h), dtype=wanted.dx) if wanted.dx else None  # the rows that are not live stay 0

@@ -1,0 +1,135 @@
+"""Kernels compiled side by side, in processes of their own: the compiler uses one core, and is not thread-safe."""
+
+import contextlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from quackish.launch import cache
+from quackish.launch.compile import Request, counters, is_at_hand
+
+_PACKAGE = Path(__file__).parents[1]
+_WORKER = Path(__file__).with_name("worker.py")
+_MOST = 16  # each takes 0.3 GB while it compiles
+_PATIENCE = 120.0  # seconds without an answer, of a second each; then whatever is stuck is given up
+
+
+class Outcome(NamedTuple):
+    request: Request
+    status: str  # "compiled", "loaded" (it was on disk) or "failed"
+    message: str  # why it failed
+
+
+def prepare(requests: Sequence[Request]) -> None:
+    """Puts on disk what is not there, where that takes several processes: `get` then loads it.
+
+    Nothing is raised: what fails here is compiled, and fails, where it is used.
+    """
+    requests = [request for request in requests if not is_at_hand(request)]
+    jobs = default_jobs(len(requests))
+    if jobs < 2 or not _has_interpreter() or not all(cache.is_usable(request.kernel_class) for request in requests):
+        return
+    for outcome in compile_all(requests, jobs):
+        counters.compiles += outcome.status == "compiled"
+
+
+def default_jobs(num_requests: int) -> int:
+    """How many processes: 0 and 1 mean none beside this one. QUACKISH_COMPILE_JOBS is the most there may be."""
+    most = os.environ.get("QUACKISH_COMPILE_JOBS", "")
+    if not most.isdecimal():
+        # processes of one training run on this host (torchrun says how many) compile the same at the same time
+        most = len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return min(num_requests, int(most), _MOST)
+
+
+def _has_interpreter() -> bool:
+    """False inside of a program that has Python built in: sys.executable would be that program."""
+    return "python" in Path(sys.executable or "").name
+
+
+def compile_all(requests: Sequence[Request], jobs: int) -> Iterator[Outcome]:
+    """An outcome for each, as they come, from at most `jobs` processes, which write to the cache folder."""
+    waiting = dict.fromkeys(requests)
+    todo: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    for request in waiting:
+        todo.put(request)
+    workers: list[_Worker] = []
+    threads = [threading.Thread(target=_serve, args=(todo, done, workers), daemon=True) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    try:
+        while waiting:
+            outcome = done.get(timeout=_PATIENCE)
+            del waiting[outcome.request]
+            yield outcome
+    except queue.Empty:
+        for request in waiting:
+            yield Outcome(request, "failed", f"no answer from a compiling process within {_PATIENCE:.0f} s")
+    finally:
+        while not todo.empty():  # also where the caller stops early
+            todo.get()
+        for worker in list(workers):
+            worker.kill()  # its thread gets to know, and ends
+        for thread in threads:
+            thread.join()
+
+
+def _serve(todo: queue.SimpleQueue, done: queue.SimpleQueue, workers: list["_Worker"]) -> None:
+    """A thread's work: a process that is fed until nothing is left to do, and another one where it dies."""
+    worker = None
+    while not todo.empty():
+        with contextlib.suppress(queue.Empty):
+            request = todo.get_nowait()
+            try:
+                if worker is None:
+                    worker = _Worker()
+                    workers.append(worker)
+                done.put(Outcome(request, *worker.compile(request)))
+            except Exception as error:  # it could not be started, or died
+                said = "" if worker is None else worker.end()
+                done.put(Outcome(request, "failed", f"the compiling process ended ({error!r}): {said}"))
+                worker = None
+    if worker is not None:
+        worker.end()
+
+
+class _Worker:
+    def __init__(self):
+        from quackish import __version__
+
+        self._errors = tempfile.TemporaryFile()
+        # -I: neither the folder of worker.py nor the environment decides what it imports; this process's path does.
+        command = [sys.executable, "-I", str(_WORKER)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors)
+        self._send((sys.path, str(_PACKAGE), __version__))
+
+    def compile(self, request: Request) -> tuple[str, str]:
+        kernel_class, *rest = request
+        self._send((kernel_class.__module__, kernel_class.__qualname__, *rest))
+        return pickle.load(self._process.stdout)
+
+    def _send(self, message: tuple) -> None:
+        pickle.dump(message, self._process.stdin)
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> str:
+        """The last of what it wrote to stderr."""
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):  # where something is left to be written
+            self._process.stdin.close()
+        with self._process.stdout, self._errors:
+            self._errors.seek(0)
+            return self._errors.read().decode(errors="replace")[-2000:]
