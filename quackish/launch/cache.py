@@ -23,10 +23,11 @@ from quackish import toolchain
 from quackish.errors import warn_once
 
 _FORMAT = b"quackish kernel 1\n"
-_TEMPORARY = ".tmp"
+TEMPORARY = ".tmp"
+SUFFIX = ".kernel"
 _STARTED = time.time()
 _PACKAGE = Path(__file__).parents[1]
-_KERNELS = "quackish.kernels."
+OWN = "quackish.kernels."  # what the modules of our kernels start with
 
 
 def identity(kernel_class: type, problem: Any, config: Any, target: str, options: str) -> dict[str, str]:
@@ -65,7 +66,7 @@ def load(kernel_class: type, identity: dict[str, str]) -> bytes | None:
     path = _path(folder, identity)
     try:
         with open(path, "rb") as file:
-            _check_owner(os.fstat(file.fileno()))
+            check_owner(os.fstat(file.fileno()))
             data = file.read()
         return _unpack(data, identity)
     except FileNotFoundError:
@@ -93,16 +94,21 @@ def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> None:
         return
     try:
         _remove_leftovers(folder)
-        descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=_TEMPORARY)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(_pack(payload, identity))
-            os.replace(temporary, _path(folder, identity))
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write(_path(folder, identity), _pack(payload, identity))
     except OSError as error:
         _warn_memory_only(folder, error)
+
+
+def write(path: Path, data: bytes) -> None:
+    """All of it or nothing, for this user alone."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=TEMPORARY)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _pack(payload: bytes, identity: dict[str, str]) -> bytes:
@@ -112,39 +118,65 @@ def _pack(payload: bytes, identity: dict[str, str]) -> bytes:
 
 def _unpack(data: bytes, identity: dict[str, str]) -> bytes:
     """Raises ValueError unless `data` is what `_pack` made for this identity, to the last bit."""
+    stored, payload = unpack(data)
+    if stored != identity:
+        raise ValueError("made for another kernel, target or toolchain than its name says")
+    return payload
+
+
+def unpack(data: bytes) -> tuple[dict[str, str], bytes]:
+    """(identity, payload). Raises ValueError unless `data` is what `_pack` made for some identity, to the last bit."""
     head_size = len(_FORMAT) + 64 + 1
     head, body = data[:head_size], data[head_size:]
     if head != _FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n":
         raise ValueError("damaged")
     stored, _, payload = body.partition(b"\n")
-    if json.loads(stored) != identity:
-        raise ValueError("made for another kernel, target or toolchain than its name says")
-    return payload
+    return json.loads(stored), payload
+
+
+def name_of(identity: dict[str, str]) -> str:
+    """The name of its file."""
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return f"{identity['kernel'].rpartition('.')[2]}-{identity['target']}-{digest}{SUFFIX}"
 
 
 def _path(folder: Path, identity: dict[str, str]) -> Path:
-    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return folder / f"{identity['kernel'].rpartition('.')[2]}-{identity['target']}-{digest}.kernel"
+    return folder / name_of(identity)
+
+
+def location() -> Path:
+    """Where the cache folder is, or would be."""
+    import platformdirs
+
+    return Path(os.environ.get("QUACKISH_CACHE_DIR") or platformdirs.user_cache_dir("quackish"))
+
+
+def make_folder() -> Path:
+    """The cache folder. Raises OSError where it cannot be made, ValueError where somebody else may write it."""
+    folder = location()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_owner(os.stat(folder))
+    return folder
+
+
+def is_off() -> bool:
+    return os.environ.get("QUACKISH_CACHE") == "0"
 
 
 def _folder(kernel_class: type) -> Path | None:
     """The cache folder; None where it must not be used. Asked anew each time: all of it is cheap beside a load."""
-    import platformdirs
-
-    if os.environ.get("QUACKISH_CACHE") == "0":
+    if is_off():
         return None
-    folder = Path(os.environ.get("QUACKISH_CACHE_DIR") or platformdirs.user_cache_dir("quackish"))
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(os.stat(folder))
+        folder = make_folder()
         _check_unedited(_elsewhere(kernel_class.__module__))
     except (OSError, ValueError) as error:
-        _warn_memory_only(folder, error)
+        _warn_memory_only(location(), error)
         return None
     return folder
 
 
-def _check_owner(status: os.stat_result) -> None:
+def check_owner(status: os.stat_result) -> None:
     """Raises ValueError where another user owns or may write it, and so could give us code to run."""
     if status.st_uid != os.geteuid():
         raise ValueError(f"it belongs to user {status.st_uid}, not {os.geteuid()}")
@@ -171,7 +203,7 @@ def _warn_memory_only(folder: Path, error: Exception) -> None:
 
 def _remove_leftovers(folder: Path) -> None:
     """Temporary files of processes that were killed while they wrote: older than any write takes."""
-    for path in folder.glob("*" + _TEMPORARY):
+    for path in folder.glob("*" + TEMPORARY):
         with contextlib.suppress(OSError):  # another process may be faster
             if path.stat().st_mtime < time.time() - 3600:
                 path.unlink()
@@ -179,7 +211,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _elsewhere(module: str) -> Path | None:
     """The file of a kernel class that is not one of ours, which are in `_sources` anyway. Nothing is imported."""
-    if module.startswith(_KERNELS):
+    if module.startswith(OWN):
         return None
     loaded = sys.modules.get(module)
     return Path(loaded.__file__ if loaded else importlib.util.find_spec(module).origin).resolve()

@@ -1,0 +1,185 @@
+"""Looking after the cache folder: what is in it, whether it is sound and of use here; taking out and bringing in."""
+
+import io
+import lzma
+import os
+import re
+import stat
+import sys
+import tarfile
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from quackish.errors import UnsupportedError
+from quackish.launch import cache
+from quackish.launch.compile import OPTIONS
+
+_NAME = re.compile(r"\w+-\w+-[0-9a-f]{64}" + re.escape(cache.SUFFIX))
+_MOST_BYTES = 64 << 20  # of a file; ours take 20 to 60 KB
+
+
+class Entry(NamedTuple):
+    """A file of the cache folder."""
+
+    path: Path
+    bytes: int
+    modified: float  # seconds since 1970
+    identity: dict[str, str]  # empty where it cannot be read
+    fault: str  # what is wrong with it; "" where it is sound
+
+
+class Differs(NamedTuple):
+    """Why this process does not load a sound file: it is for something that is different here."""
+
+    what: str  # a field of the identity
+    there: str
+    here: str
+
+    def __str__(self) -> str:
+        if self.what in ("sources", "options", "environment"):  # long, or a hash
+            return f"other {self.what}"
+        return f"{self.what} {self.there}, here {self.here}"
+
+
+def entries() -> list[Entry]:
+    """All kernels of the cache folder, each verified; sorted by name. Other files are not ours."""
+    folder = cache.location()
+    return sorted(map(_examine, folder.glob("*" + cache.SUFFIX))) if folder.is_dir() else []
+
+
+def leftovers() -> list[Path]:
+    """What writes that were cut off left behind; a write that goes on right now may be among them."""
+    return sorted(cache.location().glob("*" + cache.TEMPORARY))
+
+
+def folder_fault() -> str:
+    """Why the cache folder cannot be used; "" where it can, or will be made."""
+    folder = cache.location()
+    try:
+        status = os.stat(folder)
+        if not stat.S_ISDIR(status.st_mode):
+            return "it is not a folder"
+        cache.check_owner(status)
+    except FileNotFoundError:
+        parent = next(parent for parent in folder.absolute().parents if parent.exists())
+        return "" if os.access(parent, os.W_OK | os.X_OK) else f"it is not there, and {parent} cannot be written to"
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "it cannot be written to"
+
+
+def differs(identity: dict[str, str]) -> Differs | None:
+    """The first thing by which it is not for this process's CPU, versions and sources; None where it is."""
+    module = identity["kernel"].rpartition(".")[0]
+    if not module.startswith(cache.OWN) and module not in sys.modules:
+        return Differs("kernel", identity["kernel"], "unknown")
+    try:
+        here = cache.made_with(module, OPTIONS)
+    except (ModuleNotFoundError, UnsupportedError) as error:
+        return Differs("nvidia-cutlass-dsl", identity.get("nvidia-cutlass-dsl", ""), f"none ({error})")
+    for field in ("cpu", "cuda", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quackish", "sources", *here):
+        if identity.get(field) != here[field]:
+            return Differs(field, identity.get(field, "unknown"), here[field])
+    return None
+
+
+def remove(chosen: Iterable[Entry | Path]) -> int:
+    """How many files; one that is gone already does not count."""
+    count = 0
+    for each in chosen:
+        try:
+            os.unlink(each.path if isinstance(each, Entry) else each)
+            count += 1
+        except FileNotFoundError:  # another process was faster
+            pass
+    return count
+
+
+def pack(chosen: Sequence[Entry], archive: Path) -> None:
+    """Writes sound files into a tar, compressed where its name says so (.gz, .xz).
+
+    Raises ValueError where one is not sound any more, OSError where the archive cannot be written.
+    """
+    compression = {".gz": "w:gz", ".tgz": "w:gz", ".xz": "w:xz"}.get(archive.suffix, "w")
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode=compression) as tar:
+        for entry in chosen:
+            content = entry.path.read_bytes()
+            check(content, entry.path.name)
+            member = tarfile.TarInfo(entry.path.name)
+            member.size, member.mode, member.mtime = len(content), 0o600, int(entry.modified)
+            tar.addfile(member, io.BytesIO(content))
+    cache.write(archive, data.getvalue())
+
+
+class Unpacked(NamedTuple):
+    added: list[Entry]
+    known: list[Entry]  # were here already, and stay as they are
+
+
+def unpack(archive: Path) -> Unpacked:
+    """Adds the kernels of a tar that `pack` wrote. These are code that will run: whoever made the archive is trusted.
+
+    Every member is verified before the first is written. Raises ValueError where one is anything but a kernel under its
+    own name (a path, a link, a folder, too large, damaged), OSError where the archive cannot be read or the cache
+    folder not be written; ValueError too where the cache folder is not this user's alone.
+    """
+    contents: dict[str, bytes] = {}
+    try:
+        with tarfile.open(archive, "r:*") as tar:
+            for member in tar:
+                contents[member.name] = _content(tar, member)
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise ValueError(f"not a tar archive, or a damaged one ({error})") from None
+    folder = cache.make_folder()
+    added, known = [], []
+    for name, content in contents.items():
+        path = folder / name
+        is_known = path.exists() and not _examine(path).fault
+        if not is_known:
+            cache.write(path, content)
+        (known if is_known else added).append(_examine(path))
+    return Unpacked(added, known)
+
+
+def check(content: bytes, name: str) -> dict[str, str]:
+    """The identity of a kernel's file. Raises ValueError unless it is sound and this is its name."""
+    identity, _ = cache.unpack(content)
+    strings = isinstance(identity, dict) and all(isinstance(text, str) for pair in identity.items() for text in pair)
+    if not strings or not {"kernel", "problem", "config", "target"} <= identity.keys():
+        raise ValueError("it does not say what it is")
+    if cache.name_of(identity) != name or not _NAME.fullmatch(name):
+        raise ValueError("made for another kernel, target or toolchain than its name says")
+    return identity
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    if not _NAME.fullmatch(member.name):
+        raise ValueError(f"{member.name!r} is no name of a kernel")
+    if not member.isreg():
+        raise ValueError(f"{member.name} is not a file but a link, a folder or a device")
+    if member.size > _MOST_BYTES:
+        raise ValueError(f"{member.name} has {member.size} bytes; expected at most {_MOST_BYTES}")
+    content = tar.extractfile(member).read()
+    try:
+        check(content, member.name)
+    except ValueError as error:
+        raise ValueError(f"{member.name}: {error}") from None
+    return content
+
+
+def _examine(path: Path) -> Entry:
+    identity, fault, size, modified = {}, "", 0, time.time()
+    try:
+        status = os.lstat(path)
+        size, modified = status.st_size, status.st_mtime
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a file but a link, a folder or a device")
+        cache.check_owner(status)
+        identity = check(path.read_bytes(), path.name)
+    except (OSError, ValueError) as error:
+        fault = getattr(error, "strerror", None) or str(error)
+    return Entry(path, size, modified, identity, fault)

@@ -1,0 +1,323 @@
+"""`python -m quackish cache`: what it lists, what it finds wrong, what it lets in."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+from test_cache import ignore_edits, use
+from toy_kernels import HostConfig, HostProblem, HostToy
+
+from quackish import toolchain
+from quackish.__main__ import main
+from quackish.cli.cache import short
+from quackish.launch import cache, upkeep
+from quackish.launch import compile as compiling
+
+FEB_1 = 1_769_904_000
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiling, "_ready", {})
+    ignore_edits(monkeypatch.setattr)
+    monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("QUACKISH_CACHE", raising=False)
+    return tmp_path / "cache"
+
+
+def store(factor=2, target="sm_90a", **changes):
+    """A file of the cache, of a kernel that nobody compiled."""
+    identity = cache.identity(HostToy, HostProblem(factor), HostConfig(), target, compiling.OPTIONS) | changes
+    cache.store(HostToy, identity, b"object " * 100)
+    return cache.location() / cache.name_of(identity)
+
+
+def run(capsys, *words):
+    """Exit status, and what was printed."""
+    status = main(["cache", *map(str, words)])
+    printed = capsys.readouterr()
+    return status, printed.out + printed.err
+
+
+# ls, verify, clear
+
+
+def test_ls(capsys):
+    store()
+    store(3, "sm_100a")
+    store(4, quackish="0.0.1")
+    store(5, cpu="aarch64")
+    store(6, kernel="nobody.knows.This")
+    status, out = run(capsys, "ls")
+    assert status == 0
+    rows = {line.split("factor=")[1].split()[0]: line for line in out.splitlines() if "factor=" in line}
+    tools = toolchain.find()
+    assert rows["2"].split()[:2] == ["HostToy", "sm_90a"]
+    assert f"{tools.dsl} {tools.flavour} {tools.cpu}" in rows["2"]
+    assert " yes " in rows["2"]
+    assert "sm_100a" in rows["3"]
+    assert "no: quackish 0.0.1, here 0.1.0" in rows["4"]
+    assert "no: cpu aarch64, here" in rows["5"]
+    assert "no: kernel nobody.knows.This, here unknown" in rows["6"]
+    assert "5 kernels" in out
+    assert run(capsys, "ls", "--target", "sm_100a")[1].count("HostToy") == 1
+    assert run(capsys, "ls", "--stale")[1].count("factor=") == 3
+
+
+def test_ls_of_nothing(capsys, folder):
+    assert run(capsys, "ls") == (0, f"0 kernels, 0.00 MB, in {folder}\n")
+    assert not folder.exists()
+
+
+def test_a_problem_in_short():
+    told = "P(n=4096, x_dtype='bfloat16', dx_dtype='float64', bias_dtype=None, packed=True, aligned=False, kind='a')"
+    assert short(told) == "n=4096 x=bf16 dx=fp64 packed kind=a"
+    assert short("P(x=object())") == "P(x=object())"
+    assert short("not Python") == "not Python"
+
+
+def damage(path):
+    data = path.read_bytes()
+    path.write_bytes(data[:-5] + b"?" + data[-4:])
+
+
+def rename(path):
+    path.rename(path.with_name("HostToy-sm_90a-" + "0" * 64 + ".kernel"))
+
+
+def link(path):
+    elsewhere = path.parent.parent / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+BAD = {
+    "damaged": (damage, "damaged"),
+    "empty": (lambda path: path.write_bytes(b""), "damaged"),
+    "renamed": (rename, "than its name says"),
+    "writable by others": (lambda path: path.chmod(0o622), "others may write"),
+    "a link": (link, "not a file but a link"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "not a file but a link, a folder"),
+    "no identity": (lambda path: path.write_bytes(pack("nothing", b"")), "does not say what it is"),
+}
+
+
+def pack(identity, payload):
+    import hashlib
+
+    body = json.dumps(identity).encode() + b"\n" + payload
+    return b"quackish kernel 1\n" + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_verify(capsys, folder, how):
+    store(2)
+    spoil, fault = BAD[how]
+    spoil(store(3))
+    status, out = run(capsys, "verify")
+    assert status == 1
+    assert fault in out
+    assert "2 kernels" in out
+    assert "1 sound, 1 bad" in out
+    assert "1 kernel not sound" in run(capsys, "ls")[1]
+    assert len(list(folder.iterdir())) == 2
+    if how != "a folder":
+        assert run(capsys, "verify", "--delete")[0] == 0
+        assert len(list(folder.iterdir())) == 1
+        assert run(capsys, "verify")[0] == 0
+
+
+def test_verify_looks_at_the_folder_too(capsys, folder, monkeypatch):
+    store()
+    folder.chmod(0o777)
+    status, out = run(capsys, "verify")
+    assert (status, "others may write" in out) == (1, True)
+    folder.chmod(0o700)
+    monkeypatch.setattr("quackish.launch.cache.os.geteuid", lambda: os.getuid() + 1)
+    status, out = run(capsys, "verify")
+    assert (status, "belongs to user" in out) == (1, True)
+
+
+def test_clear_asks_first(capsys, folder, monkeypatch):
+    store()
+    status, out = run(capsys, "clear")  # pytest's stdin is no terminal
+    assert (status, "--yes" in out) == (2, True)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    for answer, left in (("", 1), ("n", 1), ("y", 0)):
+        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
+        run(capsys, "clear")
+        assert len(list(folder.iterdir())) == left
+    assert run(capsys, "clear", "--yes") == (0, "nothing to delete\n")
+
+
+def test_clear_what_is_chosen(capsys, folder):
+    month = 30 * 86400
+    old, other, stale = store(2), store(3, "sm_100a"), store(4, cpu="aarch64")
+    bystander = folder / "notes.txt"
+    bystander.write_text("not ours")
+    os.utime(old, (time.time() - month - 60,) * 2)
+    os.utime(other, (time.time() - month + 60,) * 2)
+    assert run(capsys, "clear", "--yes", "--older-than", "30d")[0] == 0
+    assert not old.exists()
+    assert run(capsys, "clear", "--yes", "--stale", "--target", "sm_100a") == (0, "nothing to delete\n")
+    run(capsys, "clear", "--yes", "--stale")
+    assert (other.exists(), stale.exists()) == (True, False)
+    run(capsys, "clear", "--yes")
+    assert list(folder.iterdir()) == [bystander]
+    with pytest.raises(SystemExit):
+        run(capsys, "clear", "--older-than", "30 days")
+
+
+# export, import
+
+
+def move(monkeypatch, tmp_path):
+    monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "another"))
+    return tmp_path / "another"
+
+
+@pytest.mark.parametrize("name", ["k.tar", "k.tar.gz", "k.tar.xz"])
+def test_there_and_back(capsys, monkeypatch, tmp_path, name):
+    assert use(3) == "compiled"
+    store(4, "sm_100a")
+    status, out = run(capsys, "export", tmp_path / name)
+    assert (status, "wrote 2 kernels" in out) == (0, True)
+    new = move(monkeypatch, tmp_path)
+    status, out = run(capsys, "import", tmp_path / name)
+    assert status == 0
+    assert "added 2 kernels" in out
+    assert "code that will run" in out
+    assert "2 of use here" in out
+    assert new.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in new.iterdir()} == {0o600}
+    assert use(3) == "loaded"
+    status, out = run(capsys, "import", tmp_path / name)
+    assert "added 0 kernels" in out
+    assert "2 kernels were here already" in out
+
+
+def test_import_says_what_is_of_no_use(capsys, monkeypatch, tmp_path):
+    store(2)
+    store(3, cpu="aarch64")
+    store(4, **{"nvidia-cutlass-dsl": "4.7.0"})
+    run(capsys, "export", tmp_path / "k.tar")
+    move(monkeypatch, tmp_path)
+    _, out = run(capsys, "import", tmp_path / "k.tar")
+    assert "1 of use here" in out
+    assert "1 of no use here: cpu aarch64, here " in out
+    assert "1 of no use here: nvidia-cutlass-dsl 4.7.0, here " in out
+
+
+def test_import_keeps_what_is_here(capsys, monkeypatch, tmp_path):
+    path = store(2)
+    run(capsys, "export", tmp_path / "k.tar")
+    os.utime(path, (FEB_1, FEB_1))
+    run(capsys, "import", tmp_path / "k.tar")
+    assert path.stat().st_mtime == FEB_1
+    damage(path)  # but not if it is no good
+    assert "added 1 kernel " in run(capsys, "import", tmp_path / "k.tar")[1]
+    assert run(capsys, "verify")[0] == 0
+
+
+def test_export_leaves_out_what_is_not_sound(capsys, tmp_path):
+    store(2)
+    store(3, "sm_100a")
+    damage(store(4))
+    status, out = run(capsys, "export", tmp_path / "k.tar", "--target", "sm_90a")
+    assert status == 0
+    assert "left out 1 kernel" in out
+    with tarfile.open(tmp_path / "k.tar") as tar:
+        assert [member.name.split("-")[1] for member in tar] == ["sm_90a"]
+    status, out = run(capsys, "export", tmp_path / "none.tar", "--target", "sm_80")
+    assert (status, "no kernel to export" in out) == (2, True)
+    assert not (tmp_path / "none.tar").exists()
+
+
+def archive(path, *members):
+    with tarfile.open(path, "w") as tar:
+        for name, content, kind in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.size = kind, len(content)
+            member.linkname = "/etc/passwd" if kind in (tarfile.SYMTYPE, tarfile.LNKTYPE) else ""
+            tar.addfile(member, io.BytesIO(content))
+
+
+FILE, NAME = tarfile.REGTYPE, "Evil-sm_90a-" + "0" * 64 + ".kernel"
+EVIL = {
+    "a path": (f"../{NAME}", b"", FILE, "no name of a kernel"),
+    "an absolute path": (f"/tmp/{NAME}", b"", FILE, "no name of a kernel"),
+    "another file": ("authorized_keys", b"", FILE, "no name of a kernel"),
+    "a symbolic link": (NAME, b"", tarfile.SYMTYPE, "not a file but a link"),
+    "a hard link": (NAME, b"", tarfile.LNKTYPE, "not a file but a link"),
+    "a folder": (NAME, b"", tarfile.DIRTYPE, "not a file but a link, a folder"),
+    "a device": (NAME, b"", tarfile.CHRTYPE, "not a file but a link, a folder or a device"),
+    "damaged": (NAME, b"quackish kernel 1\n" + b"0" * 64 + b"\n{}\n", FILE, "damaged"),
+    "too large": (NAME, b"0" * 2000, FILE, "expected at most 1000"),
+}
+
+
+@pytest.mark.parametrize("what", EVIL)
+def test_import_refuses(capsys, monkeypatch, tmp_path, what):
+    good = store(2)
+    content = good.read_bytes()
+    *evil, reason = EVIL[what]
+    if what == "too large":
+        monkeypatch.setattr(upkeep, "_MOST_BYTES", 1000)
+        content = b""
+    archive(tmp_path / "k.tar", *[(good.name, content, FILE)] * bool(content), tuple(evil))
+    new = move(monkeypatch, tmp_path)
+    status, out = run(capsys, "import", tmp_path / "k.tar")
+    assert status == 2
+    assert reason in out
+    assert not new.exists()  # nor is what was good in it taken
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "k.tar"]
+
+
+@pytest.mark.parametrize("kernel", ["a.b./../../../evil", "a.../x", "a. b"])
+def test_import_takes_no_name_from_inside(capsys, monkeypatch, tmp_path, kernel):
+    """An identity whose file's name is a path, sound in every other way."""
+    identity = json.loads(store(2).read_bytes().split(b"\n")[2]) | {"kernel": kernel}
+    archive(tmp_path / "k.tar", (cache.name_of(identity), pack(identity, b"code"), FILE))
+    new = move(monkeypatch, tmp_path)
+    assert run(capsys, "import", tmp_path / "k.tar")[0] == 2
+    assert not new.exists()
+
+
+def test_import_of_what_is_no_archive(capsys, tmp_path):
+    (tmp_path / "k.tar").write_text("not a tar")
+    assert run(capsys, "import", tmp_path / "k.tar")[0] == 2
+    assert run(capsys, "import", tmp_path / "none.tar")[0] == 2
+    store(2)
+    run(capsys, "export", tmp_path / "k.tar.gz")
+    data = (tmp_path / "k.tar.gz").read_bytes()
+    (tmp_path / "k.tar.gz").write_bytes(data[: len(data) // 2])
+    assert run(capsys, "import", tmp_path / "k.tar.gz")[0] == 2
+
+
+def test_import_into_a_folder_that_others_may_write(capsys, monkeypatch, tmp_path):
+    store(2)
+    run(capsys, "export", tmp_path / "k.tar")
+    new = move(monkeypatch, tmp_path)
+    new.mkdir()
+    new.chmod(0o777)
+    status, out = run(capsys, "import", tmp_path / "k.tar")
+    assert (status, "others may write" in out) == (2, True)
+    assert list(new.iterdir()) == []
+
+
+def test_without_torch_being_used():
+    """As a user starts it, on an empty folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", "quackish", "cache", "ls"],
+        capture_output=True, text=True, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "0 kernels" in done.stdout
