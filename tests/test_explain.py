@@ -257,7 +257,7 @@ def launched(request, monkeypatch):
         return lambda *args: seen.append((name, problem, config, sizes_of(name, args)))
 
     monkeypatch.setattr(launch, "get", get)
-    for name in ("_mm", "_addmm"):
+    for name in ("mm", "addmm"):
         monkeypatch.setattr(cublas, name, lambda a, b, out: None)
     monkeypatch.setattr(public, "no_kernel_on", lambda device: "")
     monkeypatch.setattr(public, "_plans", {})
@@ -319,6 +319,16 @@ def test_products_are_three_or_four(schedule, products, gpu):
     trace = trace_of(m, h, v, gpu, schedule)
     flops = sum(step.work.flops for step in trace.steps if step.kernel in ("lce_gemm", "torch.mm", "torch.addmm"))
     assert flops == products * 2 * m * h * v
+
+
+@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_of_pytorch_only_launches_are_listed(schedule, gpu):
+    launching = {f"torch.{name}" for name in "mm addmm sum new_zeros zero_ clone add_ _to_copy copy_".split()}
+    steps = [step for step in trace_of(512, 64, 1000, gpu, schedule, bias=True).steps if step.choice is None]
+    assert {step.kernel for step in steps} <= launching
+    (loss,) = [step for step in steps if step.kernel == "torch.sum"]
+    assert (loss.phase, loss.work.bytes_read, loss.work.bytes_written) == ("forward", 512 * 4, 4)
 
 
 # GB at the peak that an H200 showed, gradients included: benchmarks/results/H200, and the two later ones beside it.
