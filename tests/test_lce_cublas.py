@@ -87,8 +87,8 @@ def device(request, monkeypatch):
     if request.param == "emulated":
         monkeypatch.setattr(launch, "get", emulated_launches.get)
         monkeypatch.setattr(cublas, "gpu_of", lambda index: B200)
-        monkeypatch.setattr(cublas, "_mm", emulated_launches.mm)
-        monkeypatch.setattr(cublas, "_addmm", emulated_launches.addmm)
+        monkeypatch.setattr(cublas, "mm", emulated_launches.mm)
+        monkeypatch.setattr(cublas, "addmm", emulated_launches.addmm)
         yield torch.device("cpu")
     else:
         monkeypatch.setattr(cuda, "empty", cuda._empty)  # the shorter way is not PyTorch's to fill

@@ -851,7 +851,7 @@ def test_targets_of_one_class_alone(lce):
     x, row = random(m, h, dtype=BF16), torch.randperm(m, device="cuda").int()
     dw = torch.zeros(9, h, device="cuda")
     lce.targets(x, cls, row, grad, torch.tensor([m], dtype=torch.int32, device="cuda"), 0, 0, dw)
-    close(dw[7], (grad.double() @ x[row.long()].double()), rtol=1e-4, atol=1e-4)
+    close(dw[7], (grad.double() @ x[row.long()].double()), rtol=1e-4, atol=1e-3)
     assert not dw[[0, 6, 8]].any()
 
 

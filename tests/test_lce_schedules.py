@@ -35,6 +35,7 @@ from quackish.configs.linear_cross_entropy import (
     kernel_config,
     recompute_blocks,
     scratch_columns,
+    scratch_columns_of_parts,
     shared_storage,
 )
 from quackish.errors import UnsupportedError
@@ -111,14 +112,20 @@ def check(x, w, target, kw, grad=None, grad_lse=None, **how):
     close = 2e-6 if HERE["device"].type == "cpu" else 1e-5 + 2**-20 * (kw.get("softcap") or 0.0)
     torch.testing.assert_close(loss.double(), true_loss, rtol=close, atol=close)
     torch.testing.assert_close(lse.double(), true_lse, rtol=close, atol=close)
+    ways = [grads]
+    if how.get("schedule") == "recompute" and grad_lse is None:  # another way where no lse is returned
+        alone = linear_cross_entropy(x, w, target, **kw, backend="cute", **how)
+        wanted = [t for t in parameters(x, w, kw) if t.requires_grad]
+        ways.append(torch.autograd.grad(alone, wanted, torch.ones_like(alone) if grad is None else grad))
     bound = 4 * unit_roundoff(x.dtype)
-    for got, want, of in zip(grads, true_grads, parameters(x, w, kw), strict=True):
-        assert got.dtype == of.dtype
-        assert got.shape == of.shape
-        if want.norm() == 0:
-            assert (got == 0).all()
-        else:
-            assert norm_error(got, want) <= bound
+    for grads_of_one in ways:
+        for got, want, of in zip(grads_of_one, true_grads, parameters(x, w, kw), strict=True):
+            assert got.dtype == of.dtype
+            assert got.shape == of.shape
+            if want.norm() == 0:
+                assert (got == 0).all()
+            else:
+                assert norm_error(got, want) <= bound
     return loss, lse, grads
 
 
@@ -173,6 +180,29 @@ def test_dlogits_in_the_storage_of_the_weight_gradient(ignored, name, dtype, dw_
             loss = linear_cross_entropy(x, w, target, grad_weight_out=buffer, **kw, **how)
             loss.sum().backward()
             assert norm_error(buffer, grads[1].double()) <= 2 * unit_roundoff(dtype)
+
+
+@pytest.mark.parametrize("dw_dtype", [torch.bfloat16, FP32])
+@pytest.mark.parametrize("name", ["plain", "bias", "softcap"])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_recomputed_in_parts(ignored, name, dw_dtype, kernels, monkeypatch):
+    monkeypatch.setattr(schedules, "scratch_columns_of_parts", lambda part_rows, h: 256)
+    m, h, v, part = 300, 64, 4000, 128
+    x, w, target, kw = case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
+    target[: 270 if ignored else 0] = IGNORED  # of three parts, one with live rows
+    blocks = recompute_blocks(part, v, h, dw_dtype.itemsize, 256, dw_dtype != FP32)
+    assert sum(block.offset is not None for block in blocks) > 1
+    inputs = parameters(x, w, kw)
+    with torch.autocast(HERE["device"].type, dtype=torch.bfloat16, enabled=dw_dtype == FP32):
+        loss = linear_cross_entropy(x, w, target, schedule="recompute", chunk_size=part, **kw, **CUTE)
+        first = torch.autograd.grad(loss, inputs, retain_graph=True)
+        assert kernels.calls["dlogits"] == kernels.calls["dw"] == 3 * len(blocks)
+        assert kernels.calls["dx"] == kernels.calls["logits"] == 3
+        again = torch.autograd.grad(loss, inputs)
+    rounded = [t.detach().bfloat16() for t in (x, w)]
+    for got, other, want in zip(first, again, truth(*rounded, target, kw)[2], strict=True):
+        assert norm_error(got, want) <= 4 * unit_roundoff(torch.bfloat16)
+        assert same_bits(got, other)
 
 
 @pytest.mark.parametrize("m", [1, 2, 127, 128, 129, 257])
@@ -573,7 +603,9 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
         early_dx = ran == "recompute" and e_route and reduction == "mean"
         calls = kernels.calls
         assert calls["logits"] == calls["redo"] == (1 if ran == "stored" else chunks)
-        assert calls["dlogits"] == (ran == "recompute" and any(wants[early_dx:]))
+        if early_dx:  # three chunks in forward; in backward three parts where there is a weight gradient to add up
+            times = chunks if wants[1] else 1
+        assert calls["dlogits"] == (times if ran == "recompute" and any(wants[early_dx:]) else 0)
         dx_times = chunks if early_dx else times
         assert [calls[n] for n in ("dx", "dw", "bias_sum")] == [
             n * want for n, want in zip((dx_times, times, times), wants, strict=True)
@@ -692,7 +724,7 @@ def test_opcheck(needs, schedule):
         if schedule == "chunked" and reduction == "none":
             continue  # the rule makes it `recompute`
         early_dx = (schedule, reduction) == ("recompute", "mean")
-        options = IGNORED, 0.0, 3.0, 1e-3, reduction, schedule, 128, early_dx, torch.bfloat16, needs
+        options = IGNORED, 0.0, 3.0, 1e-3, reduction, schedule, 128, early_dx, early_dx, torch.bfloat16, needs
         args = x, w, kw["linear_bias"], target, kw["weight"], torch.tensor(9.0, **HERE), None, *options
         # in the order of the fields: compile's own tests of gradients want more digits than bf16 has
         tests = "test_schema", "test_autograd_registration", "test_faketensor"
@@ -842,13 +874,13 @@ def test_nothing_alive_is_overwritten_in_shared_storage(rows, h, v, itemsize):
     assert not owner[c * h * itemsize :].any()  # the second one
 
 
-@pytest.mark.parametrize("itemsize", [2, 4, None])
+@pytest.mark.parametrize("itemsize, sums", [(2, False), (2, True), (4, False), (None, False)])
 @pytest.mark.parametrize("v", [1, 255, 256, 257, 700, 1000, 5003, 20_011])
 @pytest.mark.parametrize("h", [8, 64, 136, 1024])
 @pytest.mark.parametrize("m", [1, 5, 128, 300, 1000, 4096])
-def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize):
+def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize, sums):
     for scratch in (256, 768, scratch_columns(m, False)):
-        blocks = recompute_blocks(m, v, h, itemsize, scratch)
+        blocks = recompute_blocks(m, v, h, itemsize, scratch, sums)
         assert [b.v0 for b in blocks] + [v] == [0] + [b.v1 for b in blocks]
         assert all(b.v0 < b.v1 for b in blocks)
         assert all(b.v0 % COLUMN_MULTIPLE == 0 for b in blocks)
@@ -861,7 +893,7 @@ def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize):
             assert offset % 1024 == 0
             assert (v1 - v0) % COLUMN_MULTIPLE == 0
             assert v1 * row <= offset  # behind what is done and what this block writes
-            assert offset + m * (v1 - v0) * 2 <= v * row
+            assert offset + (v1 - v0) * (m * 2 + h * 4 * sums) <= v * row
 
 
 def test_recomputed_blocks_are_few():
@@ -876,3 +908,4 @@ def test_recomputed_blocks_are_few():
 def test_columns_of_scratch():
     assert [scratch_columns(m, False) for m in (1024, 8192, 10**6)] == [16_384, 2816, 2816]
     assert [scratch_columns(m, True) for m in (1024, 8192, 10**6)] == [131_072, 16_384, 2816]
+    assert [scratch_columns_of_parts(rows, 4096) for rows in (128, 4096, 10**6)] == [1024, 768, 256]

@@ -33,7 +33,9 @@ class LinearCrossEntropyConfig:
 
     schedule: str
     chunk_rows: int
-    early_dx: bool = False  # `recompute` on kernels: the input's gradient is made in forward, chunk by chunk
+    # `recompute` on kernels:
+    early_dx: bool = False  # the input's gradient is made in forward, chunk by chunk
+    in_parts: bool = False  # ... and the weight's in backward from chunk_rows rows at a time
 
 
 def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
@@ -114,8 +116,9 @@ def kernel_config(
     - rows: as many as keep E within E_BYTES, in whole tiles of 128; M has no say. A `chunk_size` is rounded up. Where
       that makes several chunks, `even_chunks` has the last word.
     - `recompute` makes the input's gradient in forward where it can: from E, a chunk at a time, in one GEMM without
-      sums to keep. Backward multiplies the logits again, for the weight's alone. That one comes after E, in its place, so a
-      chunk has H rows; where it is added to the user's buffer, as many as keep E within ROOMY_BYTES.
+      sums to keep. Backward multiplies the logits again, for the weight's alone, which takes E's place. So a chunk has
+      H rows; where that gradient is added to the user's buffer, as many as keep E within ROOMY_BYTES. With `chunk_size`
+      backward holds no more rows at a time either: less memory, and fp32 sums of a block's gradient over its parts.
     - "auto" is `chunked`, unless the weight gradient is better made in backward: where rows may get gradients of their
       own (reduction "none", or an lse that is returned), or where it is added to the user's buffer, which forward may
       not touch. Then `stored` where E of all rows stays within KEPT_BYTES, else `recompute`.
@@ -128,12 +131,13 @@ def kernel_config(
     if not problem.has_e or (schedule == "chunked" and not problem.known_in_forward):
         schedule = "recompute"
     early_dx = schedule == "recompute" and problem.known_in_forward and not problem.return_lse
+    in_parts = early_dx and chunk_size is not None
     if chunk_size is None:
         rows = E_BYTES // (E_ITEMSIZE * problem.v)
         if early_dx:
             rows = min(rows, ROOMY_BYTES // (E_ITEMSIZE * problem.v) if problem.grad_weight_out else problem.h)
         chunk_size = max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
-    return LinearCrossEntropyConfig(schedule, _round_up(chunk_size, ROW_MULTIPLE), early_dx)
+    return LinearCrossEntropyConfig(schedule, _round_up(chunk_size, ROW_MULTIPLE), early_dx, in_parts)
 
 
 def even_chunks(m: int, chunk_rows: int) -> int:
@@ -146,8 +150,13 @@ def scratch_columns(m: int, roomy: bool) -> int:
     return _round_up(max((ROOMY_BYTES if roomy else BLOCK_BYTES) // (2 * m), MIN_BLOCK), COLUMN_MULTIPLE)
 
 
+def scratch_columns_of_parts(part_rows: int, h: int) -> int:
+    """As many of them as fit in half of BLOCK_BYTES with their fp32 sums; a tile at least."""
+    return _round_up(BLOCK_BYTES // 2 // (2 * part_rows + 4 * h) + 1, COLUMN_MULTIPLE)
+
+
 class Block(NamedTuple):
-    """Classes [v0, v1) of `recompute`'s backward, and where their dlogits (m, v1 - v0) lie."""
+    """Classes [v0, v1) of `recompute`'s backward, and where their sums, if any, and their dlogits (m, v1 - v0) lie."""
 
     v0: int
     v1: int
@@ -155,35 +164,39 @@ class Block(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def recompute_blocks(m: int, v: int, h: int, itemsize: int | None, scratch: int) -> tuple[Block, ...]:
+def recompute_blocks(
+    m: int, v: int, h: int, itemsize: int | None, scratch: int, sums: bool = False
+) -> tuple[Block, ...]:
     """All classes, ascending, in few blocks: each makes one pass over the input gradient's fp32 sums.
 
     `itemsize` of the weight gradient, (v, h); None where its storage is not ours. Of that storage a block leaves alone
     what earlier ones wrote, writes its own classes' rows, and has its dlogits at the end of what follows: n of R left
     fit where n * h * itemsize + m * n * 2 bytes do, a third of R where m is 2 h and the gradient is 16 bits wide. So
-    blocks shrink, until `scratch` classes (a multiple of 256) are as many.
+    blocks shrink, until `scratch` classes (a multiple of 256) are as many. With `sums`, the gradient of a block's own
+    classes in fp32 lies in front of their dlogits.
 
     Of the widths that fit, down to half of the widest, the one that costs least a class. It is a whole number of tiles.
     """
-    blocks, v0 = [], 0
+    blocks, v0, a_class = [], 0, m * E_ITEMSIZE + (h * 4 if sums else 0)
     while v - v0 > scratch:
-        fit = 0 if itemsize is None else _tail_tiles(m, v, v0, h, itemsize)
+        fit = 0 if itemsize is None else _tail_tiles(a_class, v, v0, h * itemsize)
         widest = max(fit, scratch // COLUMN_MULTIPLE)
         tiles = min(range(widest, (widest - 1) // 2, -1), key=lambda tiles: _block_cost(m, h, tiles) / tiles)
         v1 = v0 + tiles * COLUMN_MULTIPLE
-        blocks.append(Block(v0, v1, _tail_offset(m, v, v0, v1, h, itemsize) if tiles <= fit else None))
+        blocks.append(Block(v0, v1, _tail_offset(a_class, v, v0, v1, h * itemsize) if tiles <= fit else None))
         v0 = v1
     return *blocks, Block(v0, v, None)
 
 
-def _tail_tiles(m: int, v: int, v0: int, h: int, itemsize: int) -> int:
-    tiles = (v - v0) * h * itemsize // (h * itemsize + m * E_ITEMSIZE) // COLUMN_MULTIPLE
+def _tail_tiles(a_class: int, v: int, v0: int, row: int) -> int:
+    """How many tiles of classes fit behind their own `row` bytes each, with `a_class` bytes each."""
+    tiles = (v - v0) * row // (row + a_class) // COLUMN_MULTIPLE
     v1 = v0 + tiles * COLUMN_MULTIPLE
-    return tiles if _tail_offset(m, v, v0, v1, h, itemsize) >= v1 * h * itemsize else tiles - 1
+    return tiles if _tail_offset(a_class, v, v0, v1, row) >= v1 * row else tiles - 1
 
 
-def _tail_offset(m: int, v: int, v0: int, v1: int, h: int, itemsize: int) -> int:
-    return (v * h * itemsize - m * (v1 - v0) * E_ITEMSIZE) // OFFSET_MULTIPLE * OFFSET_MULTIPLE
+def _tail_offset(a_class: int, v: int, v0: int, v1: int, row: int) -> int:
+    return (v * row - a_class * (v1 - v0)) // OFFSET_MULTIPLE * OFFSET_MULTIPLE
 
 
 WAVE = 66  # clusters that run at a time on 132 SMs, each with a tile of 256 x 256

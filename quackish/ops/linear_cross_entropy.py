@@ -18,7 +18,7 @@ from quackish.ops import linear_cross_entropy_autograd as on_kernels
 from quackish.ops import linear_cross_entropy_portable as portable
 from quackish.ops.linear_cross_entropy_checks import check_options, check_shapes, compute_dtype_of
 from quackish.ops.linear_cross_entropy_prepare import prepare
-from quackish.ops.rms_norm import _is_plain as is_plain
+from quackish.ops.modes import is_plain
 
 is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
@@ -282,7 +282,7 @@ def _make_plan(
             how = kernel_config(problem, m, schedule, chunk_size)
             return on_kernels.Plan(
                 ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows, how.early_dx,
-                compute_dtype,
+                how.in_parts, compute_dtype,
             )  # fmt: skip
     problem = LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
     how = linear_cross_entropy_config(problem, m, schedule, chunk_size)

@@ -15,7 +15,7 @@ from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 from quackish.ops.linear_cross_entropy_schedules import Call, Forward, Grads, Incoming, Rows, Wanted
-from quackish.ops.rms_norm import _is_plain
+from quackish.ops.modes import is_plain
 
 _NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
 _NONE = Wanted(None, None, False)
@@ -48,6 +48,7 @@ class Plan(NamedTuple):
     schedule: str  # one that the kernels have for the rest
     chunk_rows: int
     early_dx: bool  # with `recompute`: dx is made in forward
+    in_parts: bool  # ... and dw from chunk_rows rows at a time
     compute_dtype: torch.dtype
 
     def call(self, inputs: Inputs) -> Call:
@@ -142,9 +143,13 @@ class Plan(NamedTuple):
             if early.any():
                 grads = scaled(k, schedules.chunked(k, call, self.chunk_rows, early).grads, incoming.loss, dw_out)
             wanted = wanted.but(early)
-        if wanted.any():
-            grads = grads.and_also(schedules.recompute_backward(k, call, kept, incoming, wanted, dw_out))
-        return grads
+        if self.in_parts and wanted.dx is None and wanted.dw and dw_out is None:
+            rest = schedules.recompute_in_parts(k, call, kept, incoming, wanted, self.chunk_rows)
+        elif wanted.any():
+            rest = schedules.recompute_backward(k, call, kept, incoming, wanted, dw_out)
+        else:
+            rest = Grads()
+        return grads.and_also(rest)
 
 
 def scaled(k, grads: Grads, factor: Tensor, dw_out: Tensor | None) -> Grads:
@@ -161,7 +166,7 @@ def scaled(k, grads: Grads, factor: Tensor, dw_out: Tensor | None) -> Grads:
 
 def run(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """(loss, lse) of checked arguments."""
-    if not _is_plain():
+    if not is_plain():
         return _run_ops(inputs, plan, grad_weight_out)
     device = inputs.input.device
     if device.type == "cuda" and cuda.current_device() != device.index:  # where memory comes from, and launches go
@@ -263,7 +268,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _INPUTS = "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? num_items"
 _PLAN = (
     "int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, str schedule, "
-    "SymInt chunk_rows, bool early_dx, ScalarType compute_dtype"
+    "SymInt chunk_rows, bool early_dx, bool in_parts, ScalarType compute_dtype"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
 _ROWS = ", ".join(f"Tensor {name}" for name in Rows._fields)
@@ -391,7 +396,7 @@ def _op_backward(ctx, grad_loss, grad_lse, *_):
     if torch.is_grad_enabled():
         raise RuntimeError(_NO_SECOND_DERIVATIVES)
     if grad_loss is None and grad_lse is None:
-        return (None,) * 17
+        return (None,) * 18
     saved = ctx.saved_tensors
     given, lse, rows, (dx, dw, db, xc, e) = saved[:6], saved[6], saved[7:-5], saved[-5:]
     inputs, plan, needs = Inputs(*given), Plan(*ctx.args[:-1]), ctx.args[-1]
@@ -405,7 +410,7 @@ def _op_backward(ctx, grad_loss, grad_lse, *_):
     if dw_out is not None:
         dw_out.add_(grads.dw)
         grads = grads._replace(dw=None)
-    return *_as_inputs(grads, _dtypes(inputs), inputs.input.shape), *(None,) * 14
+    return *_as_inputs(grads, _dtypes(inputs), inputs.input.shape), *(None,) * 15
 
 
 torch.library.register_autograd(

@@ -16,12 +16,12 @@ def _gemm_dtype(compute_dtype: torch.dtype, device: torch.device) -> torch.dtype
     return compute_dtype if widening else accumulate_dtype(compute_dtype)
 
 
-def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b, in out's dtype from the accumulator on."""
     torch.mm(a, b, out=out) if a.dtype == out.dtype else torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def _addmm(a: Tensor, b: Tensor, out: Tensor) -> None:
+def addmm(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out += a @ b, inside of the GEMM: no second buffer of out's size."""
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out)
@@ -71,7 +71,7 @@ class ChunkLoop:
             z = logits.clone()
         else:
             z = self.loss.new_empty((x.shape[0], self.w.shape[0]))
-            _mm(x, self.w.t(), out=z)
+            mm(x, self.w.t(), out=z)
             if self.bias is not None:
                 z.add_(self.bias)
         if keep_logits_in is not None:
@@ -84,6 +84,6 @@ class ChunkLoop:
         if self.needs[0] or self.needs[1]:
             dlogits = dlogits.to(self.gemm_dtype)
         if self.needs[0]:
-            _mm(dlogits, self.w, out=self.dx[part])
+            mm(dlogits, self.w, out=self.dx[part])
         if self.needs[1]:
-            _addmm(dlogits.t(), x, out=self.dw)
+            addmm(dlogits.t(), x, out=self.dw)

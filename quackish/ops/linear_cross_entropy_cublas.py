@@ -22,7 +22,7 @@ from quackish.configs.lce_cublas import (
 from quackish.configs.lce_rows import LceScatterProblem
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops.cuda import current_stream_of, dtype_name
-from quackish.ops.linear_cross_entropy_chunks import _addmm, _mm
+from quackish.ops.linear_cross_entropy_chunks import addmm, mm
 
 
 class CublasGemms:
@@ -152,7 +152,7 @@ class CublasGemms:
         rows, h = xs.shape
         kernel = self._find(("clear", h, xs.dtype), "lce_clear", LceClearProblem(h, dtype_name(xs)))
         kernel(xs.data_ptr(), num_live.data_ptr(), start, rows, self._stream())  # 0 * NaN would reach every class
-        (_addmm if accumulate else _mm)(e.t(), xs, out)
+        (addmm if accumulate else mm)(e.t(), xs, out)
 
     def _exp(self, kind, e, bias, softcap, smoothing, class_weight) -> Callable[..., None]:
         out_dtype, bias_dtype = None if e is None else e.dtype, None if bias is None else bias.dtype
@@ -176,17 +176,17 @@ def _products(xc: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     z = xc.new_empty((rows, step), dtype=torch.float32)
     for c0 in range(0, n, step):
         c1 = min(c0 + step, n)
-        _mm(xc, w[c0:c1].t(), z[:, : c1 - c0])
+        mm(xc, w[c0:c1].t(), z[:, : c1 - c0])
         yield c0, c1, z
 
 
 def _times_w(e: Tensor, e2: Tensor | None, v_split: int, w: Tensor, out: Tensor, accumulate: bool) -> None:
     """out = (or += with `accumulate`) e @ w, fp32; the columns from v_split on are e2."""
     if e2 is None:
-        (_addmm if accumulate else _mm)(e, w, out)
+        (addmm if accumulate else mm)(e, w, out)
     else:
-        (_addmm if accumulate else _mm)(e, w[:v_split], out)
-        _addmm(e2, w[v_split:], out)
+        (addmm if accumulate else mm)(e, w[:v_split], out)
+        addmm(e2, w[v_split:], out)
 
 
 def _ceil_div(n: int, d: int) -> int:

@@ -20,6 +20,7 @@ from quackish.configs.linear_cross_entropy import (
     even_chunks,
     recompute_blocks,
     scratch_columns,
+    scratch_columns_of_parts,
     shared_storage,
 )
 from quackish.ops import cuda
@@ -218,6 +219,51 @@ def recompute_backward(
     return Grads(dx, dw, db)
 
 
+def recompute_in_parts(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wanted, part_rows: int) -> Grads:
+    """dw, and db, as recompute_backward makes them, with `part_rows` rows of x and of dlogits at a time.
+
+    A block's dw is summed over the parts in fp32: in dw itself, or where later blocks' dw comes to be, in front of the
+    block's dlogits.
+    """
+    (m, h), v, rows, dtype = call.x.shape, call.w.shape[0], kept.rows, call.x.dtype
+    part_rows = even_chunks(m, part_rows)
+    dw = _matrix(call.x, v, h, wanted.dw)
+    db = _vector(call.x, v, torch.float32) if wanted.db else None
+    coefs = _matrix(call.x, m, 4, torch.float32)
+    _run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
+    sums = wanted.dw != torch.float32
+    scratch = scratch_columns_of_parts(part_rows, h if sums else 0)
+    blocks = recompute_blocks(part_rows, v, h, dw.itemsize, scratch, sums)
+    widest = max(v1 - v0 for v0, v1, offset in blocks if offset is None)
+    spare_e, spare_acc = (
+        padded(call.x, part_rows, widest, dtype),
+        _matrix(call.x, widest if sums else 0, h, torch.float32),
+    )
+    xc = _matrix(call.x, part_rows, h, dtype)
+    for v0, v1, offset in blocks:
+        n = v1 - v0
+        acc, e = dw[v0:v1], spare_e[:, :n]
+        if offset is not None:
+            e = _inside(dw, offset + (n * h * 4 if sums else 0), part_rows, n, dtype)
+        if sums:
+            acc = spare_acc[:n] if offset is None else _inside(dw, offset, n, h, torch.float32)
+        bias = None if call.bias is None else call.bias[v0:v1]
+        for start in range(0, m, part_rows):
+            here = min(part_rows, m - start)
+            part = slice(start, start + here)
+            _gather(k, call, rows, start, xc[:here])
+            k.dlogits(
+                xc[:here], call.w[v0:v1], bias, coefs[part], rows.cls[part], rows.num_live, start, None, call.softcap,
+                False, v0, e[:here],
+            )  # fmt: skip
+            k.dw(e[:here], xc[:here], rows.num_live, start, acc, start > 0)
+            if db is not None:
+                k.bias_sum(e[:here], None, rows.num_live, start, db[v0:v1], start > 0)
+        if sums:
+            dw[v0:v1] = acc
+    return Grads(None, dw, db)
+
+
 # Their parts ---------------------------------------------------------------------------------------------------------
 
 
@@ -340,15 +386,22 @@ def _run_rows(
 
 def _coefficients(k, call: Call, kept: Forward, incoming: Incoming, xc: Tensor) -> Tensor:
     """coefs (m, 4); and x's live rows in xc, once more."""
-    m, rows = call.x.shape[0], kept.rows
-    cls, top, flags = (_vector(call.x, n, torch.int32) for n in (m, m, _num_flags(m)))
-    ref, coefs = _vector(call.x, m, torch.float32), _matrix(call.x, m, 4, torch.float32)
-    k.gather(
-        call.x, call.w, call.bias, call.target, rows.order, rows.num_live, 0, call.w.shape[0], call.softcap,
-        xc, cls, ref, top, flags, None, None, None,
-    )  # fmt: skip
+    m = call.x.shape[0]
+    coefs = _matrix(call.x, m, 4, torch.float32)
+    _gather(k, call, kept.rows, 0, xc)
     _run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
     return coefs
+
+
+def _gather(k, call: Call, rows: Rows, start: int, xc: Tensor) -> None:
+    """x's rows from place `start` on, in xc; the rest of what the kernel makes was made before."""
+    n = xc.shape[0]
+    cls, top, flags = (_vector(call.x, count, torch.int32) for count in (n, n, _num_flags(n)))
+    ref = _vector(call.x, n, torch.float32)
+    k.gather(
+        call.x, call.w, call.bias, call.target, rows.order, rows.num_live, start, call.w.shape[0], call.softcap,
+        xc, cls, ref, top, flags, None, None, None,
+    )  # fmt: skip
 
 
 class _Block(NamedTuple):

@@ -12,6 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from quackish.errors import UnsupportedError, warn_once
+from quackish.ops.modes import (
+    forward_ad,
+    functorch_level,
+    has_function_modes,
+    is_compiling,
+    is_plain,
+    jit_trace,
+    num_dispatch_modes,
+)
 from quackish.ops.rms_norm_checks import check_backward, check_forward, dims
 from quackish.ops.rms_norm_plans import backward_plan, forward_plan, resolve_eps
 from quackish.reference import rms_norm as reference
@@ -61,14 +70,14 @@ def rms_norm(
 
     Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel.
     """
-    # _is_plain(), written out: as a call it costs 90 ns
+    # is_plain(), written out: as a call it costs 90 ns
     if (
-        _is_compiling()
-        or _num_dispatch_modes()
-        or _has_function_modes()
-        or _functorch_level() is not None
-        or _forward_ad._current_level >= 0
-        or _jit_trace() is not None
+        is_compiling()
+        or num_dispatch_modes()
+        or has_function_modes()
+        or functorch_level() is not None
+        or forward_ad._current_level >= 0
+        or jit_trace() is not None
     ):
         return _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
     plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
@@ -119,7 +128,7 @@ def rms_norm_forward(
 
     Arguments, promises and errors are those of `rms_norm`.
     """
-    plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) if _is_plain() else None
+    plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) if is_plain() else None
     if plan is None:
         y, res, rstd = _op_fwd(x, weight, bias, residual, resolve_eps(x, eps), weight_offset, out_dtype, backend)
     else:
@@ -170,7 +179,7 @@ def rms_norm_backward(
         (dbias_dtype or (x if weight is None else weight).dtype) if dbias else None,
     )
     args = (dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
-    plan = backward_plan(*args) if _is_plain() else None
+    plan = backward_plan(*args) if is_plain() else None
     first, second, dw, db = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
     return RmsNormGrads(first if dx else None, dw, db, _dresidual(dresidual, first, second))
 
@@ -303,8 +312,8 @@ class _RmsNorm(torch.autograd.Function):
         if (
             plan is None
             or _is_grad_enabled()
-            or _num_dispatch_modes()
-            or _functorch_level() is not None  # _is_batched(), written out
+            or num_dispatch_modes()
+            or functorch_level() is not None  # _is_batched(), written out
             or _is_legacy_batched(dy)
             or (dres is not None and _is_legacy_batched(dres))
         ):
@@ -324,7 +333,7 @@ class _RmsNorm(torch.autograd.Function):
 
 # Two shortcuts past Python frames of torch that have nothing to do here, 1.3 and 0.4 us of 14 for both directions (on a
 # CPU, with kernels that do nothing):
-# Function.apply looks for functorch, which _is_plain() has done; the node's apply looks for a `vjp`.
+# Function.apply looks for functorch, which is_plain() has done; the node's apply looks for a `vjp`.
 _apply = super(torch.autograd.Function, _RmsNorm).apply
 _RmsNorm._backward_cls.apply = _RmsNorm.backward
 
@@ -346,7 +355,7 @@ def _gradients(needs, dy, x, weight, rstd, dres, eps, weight_offset, x_dtype, bi
             grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, weight_offset, *dtypes)
         else:
             args = (dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
-            plan = backward_plan(*args) if _is_plain() else None
+            plan = backward_plan(*args) if is_plain() else None
             grads = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
         dx, dresidual, dweight, dbias = grads
     return plan, dx if needs[0] else None, dweight, dbias, _dresidual(needs[3], dx, dresidual)
@@ -366,39 +375,18 @@ def _dresidual(wanted: bool, first: Tensor | None, second: Tensor | None) -> Ten
 
 # Whatever is not plain eager ----------------------------------------------------------------------------------------
 
-_is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
-_has_function_modes = torch._C._is_torch_function_mode_enabled
-_functorch_level = torch._C._functorch.peek_interpreter_stack
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
-_jit_trace = torch._C._get_tracing_state
-_forward_ad = torch.autograd.forward_ad
-
-
-def _is_plain() -> bool:
-    """Whether nobody but autograd has to know what is computed, so that kernels may be launched past the dispatcher.
-
-    `rms_norm` has the same list written out.
-    """
-    return not (
-        _is_compiling()  # first: the others are not for torch.compile to look into
-        or _num_dispatch_modes()
-        or _has_function_modes()
-        or _functorch_level() is not None
-        or _forward_ad._current_level >= 0
-        or _jit_trace() is not None
-    )
 
 
 def _is_batched(dy: Tensor, dres: Tensor | None) -> bool:
     """Whether gradients arrive under torch.func.vmap, or with is_grads_batched=True, which has a vmap of its own."""
-    return _functorch_level() is not None or _is_legacy_batched(dy) or (dres is not None and _is_legacy_batched(dres))
+    return functorch_level() is not None or _is_legacy_batched(dy) or (dres is not None and _is_legacy_batched(dres))
 
 
 def _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> Tensor | tuple[Tensor, Tensor]:
     """`rms_norm` for whoever wants to see an operator, and for torch.func and forward-mode AD."""
-    if not _is_compiling() and (_functorch_level() is not None or _forward_ad._current_level >= 0):
+    if not is_compiling() and (functorch_level() is not None or forward_ad._current_level >= 0):
         check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
         reason = "rms_norm: torch.func transforms and forward-mode AD run the portable path"
         if backend == "cute":
