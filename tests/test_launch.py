@@ -1,6 +1,9 @@
 """The launcher: what it returns, how often it compiles, threads, forks, errors, and what it reads from a cubin."""
 
 import os
+import platform
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,8 +15,9 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from toy_kernels import BrokenToy, HostConfig, HostProblem, HostToy, Toy, ToyConfig, ToyProblem
 
-from quackish import launch
+from quackish import launch, toolchain
 from quackish.launch import compile as compiling
+from quackish.launch import objects, parallel
 
 TESTS = Path(__file__).parent
 
@@ -159,6 +163,224 @@ def test_errors_say_what_was_compiled():
     with pytest.raises(RuntimeError, match="HostToy does not compile for sm_42"):
         host_toy(target="sm_42")
     check(host_toy(), 2)  # and the compiler is not left in a state, nor the lock locked
+
+
+# Objects
+
+
+def compiled_object(kernel_class=HostToy, problem=HostProblem(), config=HostConfig()):  # noqa: B008
+    with compiling.lock:
+        return objects.export(compiling.compile_kernel(kernel_class, problem, config, "sm_90a"))
+
+
+@pytest.mark.parametrize("linked", [True, False], ids=["linked", "no linker"])
+def test_object_with_and_without_a_linker(monkeypatch, linked):
+    if linked and objects.linker() is None:
+        pytest.skip("needs a linker: ld, ld.lld or mold")
+    if not linked:
+        monkeypatch.setattr(objects, "_LINKERS", ())
+    assert host_toy() is not None
+    forget()
+    for factor in (2, 3):
+        data = compiled_object(problem=HostProblem(factor))
+        kind = int.from_bytes(data[16:18], "little")
+        assert kind == (3 if linked else 1)  # ET_DYN, ET_REL
+        function = objects.load(data, "toy")
+        x, o = torch.arange(5.0), torch.zeros(5)
+        function(x, o)
+        assert torch.equal(o, factor * x)
+
+
+@pytest.mark.parametrize("linker", ["false", "no-such-program"])
+def test_linker_that_fails(monkeypatch, linker):
+    monkeypatch.setattr(objects, "linker", lambda: shutil.which(linker))
+    check(host_toy(), 2)
+
+
+def test_host_code_is_for_any_cpu(tmp_path):
+    """In LLVM's words; what it is made of is in the next test."""
+    with compiling.lock:
+        kernel = compiling.compile_kernel(HostToy, HostProblem(), HostConfig(), "sm_90a")
+        objects.export(kernel)
+    kernel.export_to_c(str(tmp_path / "kernel.ll"), function_name="kernel")
+    code = (tmp_path / "kernel.ll").read_text()
+    functions = re.findall(r"^define .*", code, re.MULTILINE)
+    assert len(functions) >= 2
+    used = {re.search(r" #(\d+)", function)[1] for function in functions}
+    cpu, features = objects._BASELINE[toolchain.find().cpu]
+    for number in used:
+        (attributes,) = re.findall(rf"^attributes #{number} = (.*)", code, re.MULTILINE)
+        assert f'"target-cpu"="{cpu}"' in attributes
+        assert f'"target-features"="{features}"' in attributes
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for AVX, of x86-64")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump, of binutils")
+@pytest.mark.parametrize("kernel_class", [HostToy, Toy])
+def test_host_code_has_no_avx(tmp_path, kernel_class):
+    def wide(data):
+        path = tmp_path / "object"
+        path.write_bytes(data)
+        code = subprocess.run(["objdump", "-d", path], capture_output=True, text=True, check=True).stdout
+        return re.findall(r"%[yz]mm\d+|\bv(?:mov|add|mul|xor)\w+", code)
+
+    problem, config = (HostProblem(), HostConfig()) if kernel_class is HostToy else (ToyProblem(), ToyConfig())
+    assert wide(compiled_object(kernel_class, problem, config)) == []
+
+
+def in_a_process(code, *words):
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(objects.linker() is None, reason="needs a linker: ld, ld.lld or mold")
+def test_loading_from_disk_imports_no_compiler():
+    """Ours, all of them that RMSNorm has: the class is looked up, and nobody needs it."""
+    code = """
+import sys
+import torch
+from quackish import kernels, launch
+from quackish.configs.rms_norm import RmsNormFwdProblem, rms_norm_fwd_config
+from quackish.gpu import H200
+launch.cache._STARTED = float("inf")
+problem = RmsNormFwdProblem(256, "bfloat16", "bfloat16", "bfloat16", None, None)
+kernel = launch.get(kernels.find("rms_norm_fwd", H200), problem, rms_norm_fwd_config(problem, H200), H200.target)
+try:
+    kernel(1.5)
+except TypeError as error:
+    assert "Expects" in str(error), error
+print(launch.counters.compiles, launch.counters.disk_loads, "cutlass" in sys.modules)
+"""
+    assert in_a_process(code) == "1 0 True\n"
+    assert in_a_process(code) == "0 1 False\n"
+
+
+# Compiling side by side
+
+
+def requests(*factors):
+    return [launch.Request(HostToy, HostProblem(factor), HostConfig(), "sm_90a") for factor in factors]
+
+
+def test_compiled_side_by_side(monkeypatch):
+    monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "2")
+    launch.prepare(requests(2, 3, 4, 3))
+    assert vars(launch.counters) == dict(compiles=3, disk_loads=0, launches=0)
+    for factor in (2, 3, 4):
+        check(host_toy(factor), factor)
+    assert vars(launch.counters) == dict(compiles=3, disk_loads=3, launches=3)
+
+
+def test_the_same_bytes_side_by_side():
+    (alone,) = [compiled_object(problem=HostProblem(factor)) for factor in (3,)]
+    (outcome,) = parallel.compile_all(requests(3), jobs=1)
+    assert outcome.status == "compiled", outcome.message
+    (request,) = requests(3)
+    with compiling.lock:
+        assert compiling.object_of(request) == alone
+    assert launch.counters.disk_loads == 1
+
+
+def test_only_what_is_missing_is_compiled(monkeypatch):
+    monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "8")
+    asked = []
+    monkeypatch.setattr(parallel, "compile_all", lambda wanted, jobs: asked.append((list(wanted), jobs)) or [])
+    host_toy(2)  # in memory
+    host_toy(3)
+    compiling._ready.pop(requests(3)[0])  # on disk
+    launch.prepare(requests(2, 3, 4, 5))
+    assert asked == [(requests(4, 5), 2)]
+    launch.prepare(requests(2, 3, 4))  # for one alone, no process is worth it
+    monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "1")
+    launch.prepare(requests(4, 5, 6))
+    monkeypatch.delenv("QUACKISH_COMPILE_JOBS")
+    monkeypatch.setenv("QUACKISH_CACHE", "0")  # nowhere to leave them
+    launch.prepare(requests(4, 5, 6))
+    monkeypatch.delenv("QUACKISH_CACHE")
+    monkeypatch.setattr(sys, "executable", "/opt/program/with-python-in-it/app")
+    launch.prepare(requests(4, 5, 6))
+    assert len(asked) == 1
+
+
+def test_jobs(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(24), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("QUACKISH_COMPILE_JOBS", raising=False)
+    assert [parallel.default_jobs(n) for n in (0, 1, 9, 99)] == [0, 1, 9, 16]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert parallel.default_jobs(9) == 3
+    monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "5")
+    assert parallel.default_jobs(9) == 5
+
+
+def test_what_fails_side_by_side_is_told(monkeypatch):
+    broken = launch.Request(BrokenToy, HostProblem(), HostConfig(), "sm_90a")
+    outcomes = {o.request: o for o in parallel.compile_all([broken, *requests(2)], jobs=1)}
+    assert outcomes[broken].status == "failed"
+    assert "no_such_attribute" in outcomes[broken].message
+    assert outcomes[requests(2)[0]].status == "compiled"
+    monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "2")
+    launch.prepare([broken, *requests(3)])  # raises nothing
+    check(host_toy(3), 3)
+
+
+@pytest.mark.parametrize("worker", ["import sys; sys.exit('lost its head')", "import os; os.kill(os.getpid(), 9)", ""])
+def test_processes_that_die(monkeypatch, tmp_path, worker):
+    path = tmp_path / "worker.py"
+    path.write_text(worker)
+    monkeypatch.setattr(parallel, "_WORKER", path)
+    monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "2")
+    outcomes = list(parallel.compile_all(requests(2, 3, 4), jobs=2))
+    assert {outcome.request for outcome in outcomes} == set(requests(2, 3, 4))
+    assert {outcome.status for outcome in outcomes} == {"failed"}
+    if "lost" in worker:
+        assert all("lost its head" in outcome.message for outcome in outcomes)
+    launch.prepare(requests(2, 3))
+    check(host_toy(2), 2)  # compiled here
+    assert launch.counters.compiles == 1
+
+
+def test_processes_that_hang(monkeypatch, tmp_path):
+    path = tmp_path / "worker.py"
+    path.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(parallel, "_WORKER", path)
+    monkeypatch.setattr(parallel, "_PATIENCE", 0.2)
+    outcomes = list(parallel.compile_all(requests(2, 3), jobs=2))
+    assert {outcome.status for outcome in outcomes} == {"failed"}
+    assert all("no answer" in outcome.message for outcome in outcomes)
+
+
+def test_processes_that_cannot_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    assert {outcome.status for outcome in parallel.compile_all(requests(2, 3), jobs=2)} == {"failed"}
+
+
+def test_processes_end_with_their_user():
+    before = threading.active_count()
+    outcomes = parallel.compile_all(requests(*range(2, 12)), jobs=2)
+    next(outcomes)
+    outcomes.close()
+    assert threading.active_count() == before
+
+
+# Recording
+
+
+def test_recording():
+    here = host_toy(2)
+    with launch.record() as recording:
+        first, second = host_toy(2), host_toy(3)
+        second(1, None)
+        first("x")
+        second(2, 0.5)
+        seen_by_a_thread = in_threads([lambda: host_toy(2)])
+    assert list(recording.requests) == requests(2, 3)
+    assert recording.launches == [(*requests(3), (1, None)), (*requests(2), ("x",)), (*requests(3), (2, 0.5))]
+    assert seen_by_a_thread == [here]  # another thread goes on as ever
+    assert host_toy(2) is here
+    assert launch.counters.compiles == 1
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])

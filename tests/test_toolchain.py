@@ -1,0 +1,80 @@
+"""What compiles kernels here is found without importing it: the same that an import finds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quackish import toolchain
+from quackish.errors import UnsupportedError
+
+
+@pytest.fixture
+def anew():
+    toolchain.find.cache_clear()
+    yield
+    toolchain.find.cache_clear()
+
+
+def test_as_the_compiler_finds_itself():
+    cutlass = pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    found = toolchain.find()
+    assert found.dsl == cutlass.__version__
+    assert found.ffi == tvm_ffi.__version__
+    assert found.flavour == f"cu{cutlass.CUDA_VERSION.major}"
+    assert str(found.runtime) == cutlass.cute.runtime.find_runtime_libraries(enable_tvm_ffi=False)[0]
+
+
+def test_without_importing_it():
+    code = (
+        "import sys; from quackish import toolchain; toolchain.find(); print({'cutlass', 'tvm_ffi'} & {*sys.modules})"
+    )
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    cwd = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd)
+    assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "installed, driver, flavour",
+    [([12, 13], (13, 0), 13), ([12, 13], (12, 4), 12), ([12], (13, 0), 12), ([12, 13], (14, 1), 13), ([12], None, 12)],
+)
+def test_flavour(installed, driver, flavour):
+    assert toolchain.choose_flavour(installed, driver) == flavour
+
+
+def test_no_flavour_for_the_driver(monkeypatch, anew):
+    with pytest.raises(UnsupportedError, match=r"installed: cu13.* has CUDA 12\.4: install a newer one"):
+        toolchain.choose_flavour([13], (12, 4))
+    with pytest.raises(UnsupportedError, match=r"installed: none.*pip install nvidia-cutlass-dsl"):
+        toolchain.choose_flavour([], (12, 4))
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    monkeypatch.setattr(toolchain, "driver_cuda", lambda: (11, 8))
+    with pytest.raises(UnsupportedError, match=r"CUDA 11\.8"):
+        toolchain.find()
+    assert toolchain.versions() is None
+
+
+@pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])
+def test_a_part_is_missing(monkeypatch, anew, missing):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    find_spec = toolchain.importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else find_spec(name))
+    with pytest.raises(ModuleNotFoundError) as caught:
+        toolchain.find()
+    assert caught.value.name == missing
+    assert toolchain.versions() is None
+
+
+def test_runtime_library_of_the_compilers_own_variable(monkeypatch, anew):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    monkeypatch.setenv("CUTE_DSL_LIBS", "/opt/other.so:/opt/lib/libcute_dsl_runtime.so")
+    assert toolchain.find().runtime == Path("/opt/lib/libcute_dsl_runtime.so")
+
+
+def test_unpacked_without_metadata(monkeypatch, anew):
+    cutlass = pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    monkeypatch.setattr("importlib.metadata.distributions", lambda **chosen: [])
+    assert toolchain.find().dsl == cutlass.__version__
