@@ -73,14 +73,16 @@ def linear_cross_entropy(
             "chunked": gradients are made in forward, chunk by chunk, and scaled in backward. Where a gradient arrives
             at lse (compiled code always has one for an lse it returns) backward makes them anew. With reduction "none"
             a row's gradient is not known in forward: this is "recompute" there.
-            "recompute": nothing is kept, and the logits are multiplied again in backward: 4 GEMMs for 3.
+            "recompute": no logit is kept, and backward multiplies them again: 4 GEMMs for 3. On kernels the input's
+            gradient is made in forward where "chunked" could make it and no lse is returned.
             "stored": all logits are kept, or on kernels what gradients start from.
             "auto": "chunked"; with reduction "none" or `return_lse`, "stored" while that is small (1.5 GiB; kernels:
             2 GiB), "recompute" above. With `grad_weight_out` kernels do the same, because forward may not add to it.
             Ask for "chunked" where lse is only looked at, in eager code.
             On kernels fp16 and label smoothing are always "recompute".
         chunk_size: rows a chunk. None: a multiple of 128 that keeps a chunk within 1.5 GiB (kernels: 4 GiB), from V and
-            dtype alone. Kernels round it up to a multiple of 128.
+            dtype alone; on kernels H rows where "recompute" makes the input's gradient in forward. Kernels round it up
+            to a multiple of 128, and such a "recompute" then holds no more rows at a time in backward either.
         backend: "auto" runs kernels where there are some (Hopper, and Blackwell around cuBLAS's GEMMs; bf16 or fp16,
             after autocast; H a multiple of 8) and otherwise the portable PyTorch path: silently on CPU, with one
             warning per reason on a GPU. "cute" runs kernels or raises. "reference" runs the portable path.
@@ -92,8 +94,9 @@ def linear_cross_entropy(
     Memory beyond inputs and gradients, on kernels: the live rows of a chunk (of all rows, with "stored"), and
         "chunked": chunk * V * 2 bytes and the weight gradient in fp32, (V, H); where one chunk has all rows, just
         M * V * 2 * M / (M + H) for a 16-bit weight, as the rest lies where its gradient comes to be (above 64 MiB).
-        "stored": M * V * 2, kept. "recompute": M * H * 4, and 32 MiB or M * 5632 (256 MiB where no weight
-        gradient is returned). `grad_weight_out` in fp32 is added to in a GEMM, with no buffer ("chunked" has one).
+        "stored": M * V * 2, kept. "recompute": M * H * 2 (M * H * 4 where the input's gradient is made in backward),
+        and 32 MiB or M * 5632 (256 MiB where no weight gradient is returned); with a chunk_size chunk * H * 2 and some
+        16 MiB. `grad_weight_out` in fp32 is added to in a GEMM, with no buffer ("chunked" has one).
         Around cuBLAS's GEMMs 256 MiB more, or M * 1024 where that is more.
     On the portable path: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for fp32, 8 for fp64, with softcap 4 (8) more,
     fp32 (M, H) and (V, H) sums, and M * V * 4 kept by "stored". Off CUDA 16-bit operands are multiplied as fp32, and
@@ -102,10 +105,10 @@ def linear_cross_entropy(
     Numbers: softmax on fp32 logits, p - 1 formed in fp32, weight gradient summed in fp32 over chunks in order. It is
     rounded once, with the gradient that arrives already in it; but "chunked" on kernels rounds before it scales. Under
     autocast operands are rounded to its dtype as F.linear's are, and gradients go from fp32 to their parameter's dtype
-    at once. fp32 GEMMs follow torch's TF32 setting. On kernels "chunked" and "stored" round rows of input, times their
-    gradient's factor, to bf16 once more for the weight gradient: where that is little else than such rows its error is
-    up to 1.5 times torch's in bf16 (2.5 where their number is small and a power of two), and 8 times less on confident
-    rows; "recompute" does not. Kernels' tanh is within 2^-22: a softcap c leaves logits within about 2^-22 * c.
+    at once. fp32 GEMMs follow torch's TF32 setting. On kernels "chunked" and "stored" add a row's gradient at its
+    target times that row of input in fp32, neither of them rounded; gradients are as exact as torch's in bf16 on random
+    data, and 8 times more so on confident rows. Kernels' tanh is within 2^-22: a softcap c leaves logits within about
+    2^-22 * c.
 
     Bitwise: the loss is the same with and without grad and by every schedule, and so are the gradients of two backwards
     over one graph; on the portable path and with cuBLAS as far as the library's GEMM repeats itself. A row's loss does
