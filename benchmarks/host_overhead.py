@@ -16,13 +16,16 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.harness import console
-from benchmarks.providers_rms_norm import BACKEND, EPS
+from benchmarks.harness import BACKEND, console
+from quackish.bench.environment import ENVIRONMENT, device_name, environment
+from quackish.bench.files import CsvLog, markdown_table
+from quackish.bench.measured import reason
+from quackish.bench.providers_rms_norm import EPS
 from quackish.testing import inputs
 from quackish.testing.timing import Times
 
 NORMS, M, N = 64, 128, 1024
-FIELDS = (*harness.ENVIRONMENT, "what", "provider", "status", "median_us", "p20_us", "p80_us")
+FIELDS = (*ENVIRONMENT, "what", "provider", "status", "median_us", "p20_us", "p80_us")
 BAR = 1.15  # forward + backward, times torch's own
 LAUNCH_BAR_US = 6.0
 
@@ -199,9 +202,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
             chains({name: norms[name]}, repeats=1)  # compiles
         except Exception as error:
             norms.pop(name, None)
-            reason = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-            rows.append({"what": "both", "provider": name, "status": reason})
-            console.print(f"without {name}: {reason}", markup=False)
+            rows.append({"what": "both", "provider": name, "status": reason(error)})
+            console.print(f"without {name}: {reason(error)}", markup=False)
     results = chains(norms, args.repeats)
     for name, times in results.items():
         rows += [{"what": what, "provider": name, "status": "ok", **_columns(t)} for what, t in times.items()]
@@ -209,8 +211,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if launch:
         rows.append({"what": "prepared launch", "provider": "quackish", "status": "ok", **_columns(launch)})
     path = (args.out or harness.results_dir(device)) / "host_overhead.csv"
-    harness.CsvLog(path, FIELDS, harness.environment(device, args.commit)).write(rows)
-    page = f"# Host time on {harness.device_name(device)}\n\n{report(results, launch)}"
+    CsvLog(path, FIELDS, environment(device, args.commit)).write(rows)
+    page = f"# Host time on {device_name(device)}\n\n{report(results, launch)}"
     path.with_suffix(".md").write_text(page)
     return path
 
@@ -238,7 +240,7 @@ def report(results: Mapping[str, Mapping[str, Times]], launch: Times | None) -> 
     console.print(title)
     console.print(table)
     console.print("\n".join(verdicts), markup=False)
-    return f"{title}\n\n{harness.markdown_table(header, lines)}\n" + "".join(f"- {v}\n" for v in verdicts)
+    return f"{title}\n\n{markdown_table(header, lines)}\n" + "".join(f"- {v}\n" for v in verdicts)
 
 
 def _columns(times: Times) -> dict[str, float]:

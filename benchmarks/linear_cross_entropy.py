@@ -12,29 +12,33 @@ figures of them.
 import argparse
 import dataclasses
 import fnmatch
-import gc
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks import harness, report_linear_cross_entropy
-from benchmarks.harness import console
-from benchmarks.providers_linear_cross_entropy import ALL, BACKEND, HOST, MAIN, OURS, PROVIDERS, load
-from benchmarks.report_linear_cross_entropy import AGAIN, NONE_IGNORED, THREE_GEMMS
-from benchmarks.truth_linear_cross_entropy import Data, Truth, dlogits_of
-from quackish import launch
-from quackish.testing.timing import Times, take_turns
+from benchmarks.harness import BACKEND, console
+from quackish.bench import providers_linear_cross_entropy as lce
+from quackish.bench.console import progress
+from quackish.bench.environment import ENVIRONMENT, environment
+from quackish.bench.files import CsvLog
+from quackish.bench.host import host_times
+from quackish.bench.measure_linear_cross_entropy import measure, try_out
+from quackish.bench.measured import OURS, Measured, Run
+from quackish.bench.providers_linear_cross_entropy import ALL, HOST, MAIN, PROVIDERS, load
+from quackish.bench.truth_linear_cross_entropy import Data
 
 FIELDS = (
-    *harness.ENVIRONMENT,
+    *ENVIRONMENT,
     *("mode", "m", "h", "v", "data", "ignored", "provider", "status"),
     *("median_ms", "p20_ms", "p80_ms", "roof_ms", "of_roof", "peak_gb", "first_s", "launches"),
     *("err_loss", "err_dx", "err_dw"),
 )
-ROOFS = {"train": THREE_GEMMS, "loss": "gemm-logits"}
+DIRECTIONS = {"train": "forward+backward", "loss": "forward"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +58,9 @@ class Case:
         extra += [f"{self.ignored:.0%} ignored"] if self.ignored else []
         return " ".join([f"{self.m} x {self.h} x {self.v}", *extra])
 
-    @property
-    def roof(self) -> str | None:
-        return NONE_IGNORED if self.ignored else ROOFS.get(self.mode)
-
 
 HEADLINE = Case(8192, 4096, 128256, providers=ALL)
-LOSS = dataclasses.replace(HEADLINE, mode="loss", providers=(OURS, "quack", "quack-base", "cce", "torch"))
+LOSS = dataclasses.replace(HEADLINE, mode="loss", providers=lce.LOSS)
 BARS = [
     HEADLINE,
     LOSS,
@@ -83,155 +83,34 @@ TINY = [  # without a GPU
 ]
 
 
-def measure(case: Case, device: torch.device, args: argparse.Namespace) -> Iterator[dict]:
-    """The rows of one case: one of each provider and, where there is one, of the roof. Failures come first."""
+def measure_case(case: Case, device: torch.device, args: argparse.Namespace, write: Callable[[dict], None]) -> None:
+    """Writes the rows of one case: one of each provider and, where there is one, of the roof. Failures come first."""
     where = {name: getattr(case, name) for name in ("mode", "m", "h", "v", "data", "ignored")}
+    run = Run(
+        device,
+        load=functools.partial(load, backend=args.backend),
+        tell=lambda name, found: write({**where, "provider": name, **_columns(found)}),
+        rounds=args.repeats,
+    )
     data = Data.make(case.m, case.h, case.v, case.data, case.ignored, device)
-    torch.mm(data.x.detach()[:8], data.w.detach()[:8].T)  # cuBLAS takes its workspace now, on nobody's account
-    rows: dict[str, dict] = {}
-    works: dict[str, Callable[[], object]] = {}
-    failed: list[dict] = []
-
-    def on_error(name: str, error: Exception) -> None:
-        status = harness.failure(error)
-        failed.append({**where, "provider": name, "status": status})
-        rows.pop(name, None)
-        works.pop(name, None)
-
-    try:
-        truth = Truth(data) if case.errors else None
-    except torch.cuda.OutOfMemoryError as error:
-        truth = None
-        on_error("truth", error)
-    for name in case.providers:
-        try:
-            works[name] = _step(load(name, args.backend), data, case.mode)
-            rows[name] = _try_out(works[name], data, truth, device)
-        except Exception as error:  # a peer that is broken here must not stop the others
-            on_error(name, error)
-        _release(data, device)
-        yield from failed
-        failed.clear()
-
-    works |= _more_works(case, data, works, on_error, args.backend)
-    if case.mode == "host":
-        times = _host_times(works, device)
-    else:
-        times = take_turns(works, device, args.repeats, args.seconds, on_error=on_error)
-    yield from failed
-    roof = times.get(case.roof)
-    for name in works:
-        yield {**where, "provider": name, "status": "ok", **rows.get(name, {}), **_speed(times[name], roof)}
-    works.clear()
-    _release(data, device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the next case asks for other sizes
+    if case.mode != "host":
+        measure(DIRECTIONS[case.mode], data, case.providers, run, errors=case.errors, seconds=args.seconds)
+        return
+    works, results = try_out(data, True, case.providers, run, errors=False)
+    for name, times in host_times(works, device).items():
+        run.tell(name, dataclasses.replace(results[name], times=times))
 
 
-def _step(loss: Callable, data: Data, mode: str, target: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
-    """The work that is measured; the gradients end in `data`."""
-    target = data.target if target is None else target
-
-    def train():
-        data.clear_grads()
-        value = loss(data.x, data.w, target)
-        value.backward()
-        return value.detach()
-
-    def loss_only():
-        with torch.no_grad():
-            return loss(data.x.detach(), data.w.detach(), target)
-
-    return loss_only if mode == "loss" else train
-
-
-def _try_out(work: Callable, data: Data, truth: Truth | None, device: torch.device) -> dict[str, object]:
-    """A first call, which compiles; of a second one errors and peak memory, what the first left behind included."""
-    cuda = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if cuda else 0
-    seconds = []
-    for _ in range(2):
-        data.clear_grads()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(device)
-        launches, start = launch.counters.launches, time.perf_counter()
-        value = work()
-        if cuda:
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    row: dict[str, object] = {"launches": (launch.counters.launches - launches) or "", "first_s": seconds[0]}
-    if cuda:
-        row["peak_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 1e9
-    return row if truth is None else row | truth.errors(value, data.x.grad, data.w.grad)
-
-
-def _release(data: Data, device: torch.device) -> None:
-    """What a failed call may still hold is let go; the allocator keeps its blocks for the next one."""
-    data.clear_grads()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # raises where the CUDA context is lost: the run ends here
-
-
-def _more_works(
-    case: Case, data: Data, works: Mapping[str, Callable], on_error: Callable[[str, Exception], None], backend: str
-) -> dict[str, Callable[[], object]]:
-    """What is measured beside the providers: ours once more, for the noise, and the roof."""
-    more: dict[str, Callable[[], object]] = {}
-    if case.mode == "host":
-        return more
-    if OURS in works:
-        more[AGAIN] = works[OURS]
-        if case.ignored:
-            more[NONE_IGNORED] = _step(load(OURS, backend), data, case.mode, data.all_targets)
-    if not case.ignored:
-        try:
-            more |= _gemms(data, case.mode)
-        except torch.cuda.OutOfMemoryError as error:
-            on_error(case.roof, error)
-    return more
-
-
-def _gemms(data: Data, mode: str) -> dict[str, Callable[[], object]]:
-    """The bare GEMMs on the same data, by torch.mm; each alone, and the three in a row."""
-    x, w = data.x.detach(), data.w.detach()
-    if mode == "loss":
-        logits = x.new_empty(x.shape[0], w.shape[0])
-        return {"gemm-logits": lambda: torch.mm(x, w.T, out=logits)}
-    dlogits = dlogits_of(data)
-    logits, dx, dw = (torch.empty_like(t) for t in (dlogits, x, w))
-    gemms = {
-        "gemm-logits": lambda: torch.mm(x, w.T, out=logits),
-        "gemm-dx": lambda: torch.mm(dlogits, w, out=dx),
-        "gemm-dw": lambda: torch.mm(dlogits.T, x, out=dw),
-    }
-    calls = tuple(gemms.values())
-    return {THREE_GEMMS: lambda: [gemm() for gemm in calls], **gemms}
-
-
-def _host_times(works: Mapping[str, Callable], device: torch.device, repeats: int = 100) -> dict[str, Times]:
-    """Microseconds until all is enqueued, the GPU never being waited for; in turns."""
-    samples: dict[str, list[float]] = {name: [] for name in works}
-    gc.collect()
-    gc.disable()  # a collection in the middle would be the slowest part
-    try:
-        for i in range(repeats + 5):
-            for name, work in works.items():
-                start = time.perf_counter()
-                work()
-                if i >= 5:
-                    samples[name].append(1e6 * (time.perf_counter() - start))
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-    finally:
-        gc.enable()
-    return {name: Times.of(times) for name, times in samples.items()}
-
-
-def _speed(times: Times, roof: Times | None) -> dict[str, float]:
-    columns = {"median_ms": times.median / 1e3, "p20_ms": times.p20 / 1e3, "p80_ms": times.p80 / 1e3}
-    if roof:
-        columns |= {"roof_ms": roof.median / 1e3, "of_roof": times.median / roof.median}
+def _columns(found: Measured) -> dict[str, object]:
+    columns: dict[str, object] = {"status": found.status, **found.errors}
+    if found.first_s is not None:
+        columns |= {"launches": found.launches or "", "first_s": found.first_s}
+    if found.peak_bytes is not None:
+        columns["peak_gb"] = found.peak_bytes / 1e9
+    if times := found.times:
+        columns |= {"median_ms": times.median / 1e3, "p20_ms": times.p20 / 1e3, "p80_ms": times.p80 / 1e3}
+        if found.roof:
+            columns |= {"roof_ms": found.roof.median / 1e3, "of_roof": times.median / found.roof.median}
     return columns
 
 
@@ -320,21 +199,24 @@ def main(argv: Sequence[str] | None = None) -> Path:
     device = harness.device_to_measure()
     cases = cases_of(args, device)
     path = (args.out or harness.results_dir(device)) / "linear_cross_entropy.csv"
-    log = harness.CsvLog(path, FIELDS, harness.environment(device, args.commit), args.append)
+    log = CsvLog(path, FIELDS, environment(device, args.commit), args.append)
     said = set()
+
+    def write(row: dict) -> None:
+        log.write([row])
+        rows.append(row)
+        failure = f"{row['provider']}: {row['status']}"
+        if row["status"] != "ok" and failure not in said:
+            said.add(failure)
+            console.print(failure, markup=False, soft_wrap=True)
+
     try:
-        with harness.progress() as bar:
+        with progress() as bar:
             task = bar.add_task("LCE", total=len(cases))
             for case in cases:
                 bar.update(task, description=f"LCE {case}")
                 rows, start = [], time.monotonic()
-                for row in measure(case, device, args):
-                    log.write([row])
-                    rows.append(row)
-                    failure = f"{row['provider']}: {row['status']}"
-                    if row["status"] != "ok" and failure not in said:
-                        said.add(failure)
-                        console.print(failure, markup=False, soft_wrap=True)
+                measure_case(case, device, args, write)
                 took = time.monotonic() - start
                 console.print(f"{_line(case, rows)} | {took:.0f} s", markup=False, soft_wrap=True)
                 bar.advance(task)

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks import harness
-from benchmarks.harness import console, markdown_table
+from benchmarks.harness import console
+from quackish.bench import plots
+from quackish.bench.files import markdown_table, read_csv
+from quackish.bench.measured import AGAIN, OURS
 
-OURS, RIVAL, AGAIN = "quackish", "quack", "quackish (again)"
+RIVAL = "quack"
 ROOFS = {"fwd": "copy", "bwd": "add"}
 TITLES = {"bwd": "Backward: dx and dweight, whole", "fwd": "Forward: y and rstd"}
 SETS = {
@@ -192,28 +194,24 @@ def _us(row: Row, name: str = "median_us") -> str:
 
 def figure(results: Results, stem: Path) -> None:
     """% of the roof over M, one panel for each N of the bf16 cells: `stem`.svg and .png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = plots.pyplot()
     keys = [key for key in results.cells if key[2] == "bfloat16" and key[0] != "large_n"]
     ns = sorted({key[3] for key in keys})
     ops = [op for op in ("bwd", "fwd") if any(key[1] == op for key in keys)]
     if not keys:
         return
     names = list(dict.fromkeys(name for op in ops for name in results.providers(op)))
+    marks = dict(marker="o", markersize=3)
+    styles = {n: dict(marks, color=f"C{i}", linewidth=2.2 if n == OURS else 1.1) for i, n in enumerate(names)}
     size = (2 + 1.9 * len(ns), 1 + 2.4 * len(ops))
     fig, axes = plt.subplots(len(ops), len(ns), figsize=size, squeeze=False, sharey=True)
     for row, op in zip(axes, ops, strict=True):
         row[0].set_ylabel(f"{TITLES[op].split(':')[0]}, % of torch.{ROOFS[op]}".replace("torch.copy", "a copy"))
         for ax, n in zip(row, ns, strict=True):
-            for i, name in enumerate(names):
+            for name in names:
                 measured = [key for key in keys if key[1] == op and key[3] == n and results.us(key, name)]
-                points = sorted((key[4], float(results.cells[key][name]["pct_of_roof"])) for key in measured)
-                if points:
-                    style = dict(marker="o", markersize=3, linewidth=2.2 if name == OURS else 1.1)
-                    ax.plot(*zip(*points, strict=True), label=name, color=f"C{i}", **style)
+                points = [(key[4], float(results.cells[key][name]["pct_of_roof"])) for key in measured]
+                plots.line(ax, name, points, styles[name])
             ax.set_xscale("log", base=2)
             ax.set_title(f"N {n}", fontsize=9)
             ax.axhline(100, color="0.6", linewidth=0.8)
@@ -222,18 +220,16 @@ def figure(results: Results, stem: Path) -> None:
     axes[0, 0].set_ylim(0, max(110, *(max(line.get_ydata()) for ax in axes.flat for line in ax.lines)))
     for ax in axes[-1]:
         ax.set_xlabel("M", fontsize=8)
-    handles = {label: line for ax in axes.flat for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=8)
+    plots.shared_legend(fig, axes.flat, ncols=len(names), fontsize=8)
     fig.suptitle(f"RMSNorm, bf16, {results.rows[0]['gpu']}: speed as a share of the roof in the same run", fontsize=10)
     fig.set_layout_engine("constrained")
-    for suffix in (".svg", ".png"):
-        fig.savefig(stem.with_suffix(suffix), dpi=150)
+    plots.save(fig, stem)
     plt.close(fig)
 
 
 def report(csv: Path) -> None:
     """Writes the page and the figure beside `csv`, and prints the small tables and the verdicts."""
-    results = Results(harness.read_csv(csv))
+    results = Results(read_csv(csv))
     if not results.rows:
         console.print(f"{csv}: no rows")
         return

@@ -11,20 +11,23 @@ import argparse
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks import harness, report_rms_norm
-from benchmarks.harness import console
-from benchmarks.providers_rms_norm import EPS, PROVIDERS, Provider, load, with_config
-from benchmarks.truth_rms_norm import backward_errors, forward_errors, is_deterministic, rstd_of
-from quackish.testing import inputs
-from quackish.testing.timing import Times, Work, interleave, peak_bytes, prepare
+from benchmarks.harness import BACKEND, console
+from quackish.bench.console import progress
+from quackish.bench.environment import ENVIRONMENT, environment
+from quackish.bench.files import CsvLog
+from quackish.bench.measure_rms_norm import ROOFS, Data, measure
+from quackish.bench.measured import AGAIN, OURS, Measured, Run
+from quackish.bench.providers_rms_norm import PROVIDERS, Provider, load, with_config
+from quackish.testing.timing import Times
 
 FIELDS = (
-    *harness.ENVIRONMENT,
+    *ENVIRONMENT,
     *("cells", "op", "dtype", "m", "n", "provider", "status"),
     *("median_us", "p20_us", "p80_us", "gb_per_s", "roof_us", "pct_of_roof", "bar_us", "within_bar"),
     *("err_y", "err_dx", "err_dweight", "deterministic", "peak_mb"),
@@ -65,61 +68,26 @@ def bytes_moved(op: str, cell: Cell) -> int:
     return (matrices * cell.m + vectors) * cell.n * cell.dtype.itemsize + 4 * cell.m
 
 
-def measure(cell: Cell, ops: Sequence[str], providers: Sequence[Provider], device: torch.device, rounds: int):
-    """The rows of one cell: for each op one of its roof and one of each provider."""
-    shapes = ((cell.m, cell.n), (cell.m, cell.n), (cell.n,))
-    x, dy, weight = (inputs.rows(s, cell.dtype, seed=i, device=device) for i, s in enumerate(shapes))
-    rstd = rstd_of(x, EPS)
-    out = torch.empty_like(x)
-    if "fwd" in ops:
-        calls = {p.name: lambda p=p: p.forward(x, weight) for p in providers if p.forward}
-        errors_of = lambda outputs: forward_errors(x, weight, EPS, outputs)  # noqa: E731
-        yield from _measure_op("fwd", cell, calls, lambda: out.copy_(x), errors_of, device, rounds)
-    if "bwd" in ops:
-        calls = {p.name: lambda p=p: p.backward(dy, x, weight, rstd) for p in providers}
-        errors_of = lambda outputs: backward_errors(dy, x, weight, EPS, outputs)  # noqa: E731
-        yield from _measure_op("bwd", cell, calls, lambda: torch.add(x, dy, out=out), errors_of, device, rounds)
+def rows_of(cell: Cell, ops: Sequence[str], providers: Mapping[str, Provider], device: torch.device, rounds: int):
+    """The rows of one cell: for each op one of each provider, of ours a second time, and of the roof."""
+    data = Data.make(cell.m, cell.n, cell.dtype, device)
+    for op in ops:
+        direction = {"fwd": "forward", "bwd": "backward"}[op]
+        names = [name for name, provider in providers.items() if op == "bwd" or provider.forward]
+        found: dict[str, Measured] = {}
+        run = Run(device, providers.__getitem__, found.__setitem__, rounds=rounds, repeats=3)
+        measure(direction, data, names, run)
+        for name in (*names, AGAIN, ROOFS[direction]):
+            if name in found:
+                where = {"cells": cell.cells, "op": op, "dtype": cell.dtype_name, "m": cell.m, "n": cell.n}
+                yield {**where, "provider": name, **_columns(op, cell, found[name])}
 
 
-def _measure_op(
-    op: str,
-    cell: Cell,
-    calls: Mapping[str, Callable[[], tuple]],
-    roof: Callable[[], object],
-    errors_of: Callable[[Mapping[str, tuple]], Mapping[str, dict]],
-    device: torch.device,
-    rounds: int,
-):
-    rows: dict[str, dict] = {}
-    works: dict[str, Work] = {}
-    for name, call in calls.items():
-        try:
-            works[name] = prepare(call, device)
-            peak = peak_bytes(call, device)
-            rows[name] = {
-                "status": "ok" if works[name].is_graph or device.type == "cpu" else "plain launches",
-                "deterministic": is_deterministic(works[name]),
-                "peak_mb": "" if peak is None else peak / 1e6,
-            }
-        except Exception as error:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # raises where the CUDA context is lost: the run ends here
-            works.pop(name, None)
-            rows[name] = {"status": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
-    for name, errors in errors_of({name: work.outputs for name, work in works.items()}).items():
-        rows[name] |= errors
-
-    runs = {name: work.run for name, work in works.items()}
-    if report_rms_norm.OURS in works:  # twice: how far apart are two measurements of the same thing?
-        runs[report_rms_norm.AGAIN] = works[report_rms_norm.OURS].run
-        rows[report_rms_norm.AGAIN] = {"status": rows[report_rms_norm.OURS]["status"]}
-    roof_name = report_rms_norm.ROOFS[op]
-    runs[roof_name], rows[roof_name] = prepare(roof, device).run, {"status": "ok"}
-    times = interleave(runs, device, rounds)
-    for name, row in rows.items():
-        where = {"cells": cell.cells, "op": op, "dtype": cell.dtype_name, "m": cell.m, "n": cell.n, "provider": name}
-        speed = _speed(op, cell, times[name], times[roof_name].median) if name in times else {}
-        yield {**where, **row, **speed}
+def _columns(op: str, cell: Cell, found: Measured) -> dict[str, object]:
+    columns = {"status": found.note or found.status, **found.errors}
+    columns |= {} if found.deterministic is None else {"deterministic": found.deterministic}
+    columns |= {} if found.peak_bytes is None else {"peak_mb": found.peak_bytes / 1e6}
+    return columns | (_speed(op, cell, found.times, found.roof.median) if found.times else {})
 
 
 def _speed(op: str, cell: Cell, times: Times, roof_us: float) -> dict[str, object]:
@@ -140,9 +108,9 @@ def _line(cell: Cell, rows: Sequence[Mapping]) -> str:
     parts = [f"{cell!s:>22}"]
     for op, group in itertools.groupby(rows, key=lambda row: row["op"]):
         by_name = {row["provider"]: row for row in group}
-        ours = by_name.get(report_rms_norm.OURS, {})
+        ours = by_name.get(OURS, {})
         kept = f" {'within' if ours['within_bar'] else 'OVER'} bar {ours['bar_us']:.1f}" if "bar_us" in ours else ""
-        by_name.pop(report_rms_norm.AGAIN, None)
+        by_name.pop(AGAIN, None)
         times = (f"{name} {row.get('median_us', math.nan):.1f}" for name, row in by_name.items())
         parts.append(f"{op}{kept}: {', '.join(times)}")
     return " | ".join(parts)
@@ -174,23 +142,32 @@ def cells_of(args: argparse.Namespace, device: torch.device) -> list[Cell]:
     return QUICK if args.quick else GRID + DTYPES + LARGE_N
 
 
+def providers_of(args: argparse.Namespace) -> dict[str, Provider]:
+    """Those that can be imported; the others are named."""
+    providers = {}
+    for name in args.providers:
+        try:
+            providers[name] = load(name, BACKEND)
+        except Exception as error:  # a peer that is broken here must not stop the others
+            console.print(f"without {name}: {type(error).__name__}: {error}", markup=False)
+    configs = (with_config(changes, BACKEND) for changes in args.configs)
+    return providers | {provider.name: provider for provider in configs}
+
+
 def main(argv: Sequence[str] | None = None) -> Path:
     """Returns the CSV file."""
     args = arguments().parse_args(argv)
     device = harness.device_to_measure()
-    providers, missing = load(args.providers)
-    for name, reason in missing.items():
-        console.print(f"without {name}: {reason}", markup=False)
-    providers += [with_config(changes) for changes in args.configs]
+    providers = providers_of(args)
     cells = cells_of(args, device)
     path = (args.out or harness.results_dir(device)) / "rms_norm.csv"
-    log = harness.CsvLog(path, FIELDS, harness.environment(device, args.commit))
+    log = CsvLog(path, FIELDS, environment(device, args.commit))
     try:
-        with harness.progress() as bar:
+        with progress() as bar:
             task = bar.add_task("RMSNorm", total=len(cells))
             for cell in cells:
                 bar.update(task, description=f"RMSNorm {cell}")
-                rows = list(measure(cell, args.ops, providers, device, args.rounds))
+                rows = list(rows_of(cell, args.ops, providers, device, args.rounds))
                 log.write(rows)
                 console.print(_line(cell, rows), markup=False, soft_wrap=True)
                 bar.advance(task)

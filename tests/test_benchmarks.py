@@ -11,9 +11,11 @@ pytest.importorskip("rich")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
-from benchmarks import harness, host_overhead, providers_rms_norm, report_rms_norm, rms_norm  # noqa: E402
-from benchmarks.providers_rms_norm import Provider  # noqa: E402
-from benchmarks.truth_rms_norm import backward_errors, forward_errors, is_deterministic  # noqa: E402
+from benchmarks import host_overhead, report_rms_norm, rms_norm  # noqa: E402
+from quackish.bench import providers_rms_norm  # noqa: E402
+from quackish.bench.files import read_csv  # noqa: E402
+from quackish.bench.providers_rms_norm import Provider  # noqa: E402
+from quackish.bench.truth_rms_norm import backward_errors, forward_errors, is_deterministic  # noqa: E402
 from quackish.testing.timing import Times, Work, interleave, prepare  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -86,7 +88,7 @@ def test_what_cannot_be_captured_is_launched_plainly():
 
 @pytest.mark.parametrize("rows", [1, 7, 1 << 20], ids=["row by row", "with a rest", "at once"])
 def test_errors_are_relative_to_fp64(monkeypatch, rows):
-    monkeypatch.setattr("benchmarks.truth_rms_norm.CHUNK_ELEMENTS", 48 * rows)
+    monkeypatch.setattr("quackish.bench.truth_rms_norm.CHUNK_ELEMENTS", 48 * rows)
     x, dy, weight = torch.randn(23, 48), torch.randn(23, 48), torch.randn(48)
     provider = quackish()
     y, rstd = provider.forward(x, weight)
@@ -116,7 +118,7 @@ def test_bytes_that_differ_are_noticed():
 def test_a_run_writes_rows_page_and_figure(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = rms_norm.main([*TINY, "--out", str(tmp_path), "--commit", "abc-dirty"])
-    rows = harness.read_csv(path)
+    rows = read_csv(path)
     assert tuple(rows[0]) == rms_norm.FIELDS
     assert [(r["op"], r["m"], r["provider"]) for r in rows] == [
         (op, m, name)
@@ -147,7 +149,7 @@ def test_providers_that_are_missing_or_crash_are_named_and_left_out(tmp_path, pr
     monkeypatch.setitem(providers_rms_norm.PROVIDERS, "missing", missing)
     provide(Provider("half", quackish().forward, crash))
     path = rms_norm.main([*TINY, "missing", "half", "--out", str(tmp_path)])
-    status = {(r["provider"], r["op"]): r["status"] for r in harness.read_csv(path)}
+    status = {(r["provider"], r["op"]): r["status"] for r in read_csv(path)}
     assert status["half", "fwd"] == "ok"
     assert status["half", "bwd"] == "RuntimeError: it broke"
     assert status["quackish", "bwd"] == "ok"
@@ -165,7 +167,7 @@ def test_a_run_that_is_cut_short_keeps_its_cells(tmp_path, provide):
     provide(Provider("slow", None, backward))
     with pytest.raises(KeyboardInterrupt):
         rms_norm.main([*TINY, "slow", "--out", str(tmp_path)])
-    assert {row["m"] for row in harness.read_csv(tmp_path / "rms_norm.csv")} == {"4"}
+    assert {row["m"] for row in read_csv(tmp_path / "rms_norm.csv")} == {"4"}
     assert (tmp_path / "rms_norm.md").exists()
 
 
@@ -182,7 +184,7 @@ def test_host_overhead_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(host_overhead, "NORMS", 2)
     monkeypatch.setattr(host_overhead, "M", 4)
     path = host_overhead.main(["--repeats", "2", "--out", str(tmp_path)])
-    rows = harness.read_csv(path)
+    rows = read_csv(path)
     assert tuple(rows[0]) == host_overhead.FIELDS
     measured = [(r["provider"], r["what"]) for r in rows if r["status"] == "ok"]
     assert measured[:6] == [(name, what) for name in ("torch", "quackish") for what in ("forward", "backward", "both")]
@@ -192,7 +194,7 @@ def test_host_overhead_runs(tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_a_cell_on_the_gpu_is_timed_as_graphs(tmp_path):
     path = rms_norm.main([*TINY, "torch", "--out", str(tmp_path)])
-    for row in harness.read_csv(path):
+    for row in read_csv(path):
         assert row["status"] == "ok"
         if "again" not in row["provider"] and row["provider"] not in ("copy", "add"):
             assert row["deterministic"] == "True"

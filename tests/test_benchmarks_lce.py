@@ -11,10 +11,16 @@ pytest.importorskip("rich")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
-from benchmarks import harness, linear_cross_entropy, providers_linear_cross_entropy  # noqa: E402
+from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
+from benchmarks import linear_cross_entropy  # noqa: E402
 from benchmarks import report_linear_cross_entropy as report  # noqa: E402
-from benchmarks.providers_linear_cross_entropy import IGNORED, load  # noqa: E402
-from benchmarks.truth_linear_cross_entropy import CONFIDENCE, Data, Truth, dlogits_of  # noqa: E402
+from benchmarks.results_linear_cross_entropy import Results  # noqa: E402
+from quackish.bench import providers_linear_cross_entropy  # noqa: E402
+from quackish.bench.files import read_csv  # noqa: E402
+from quackish.bench.measure_linear_cross_entropy import NONE_IGNORED  # noqa: E402
+from quackish.bench.measured import AGAIN  # noqa: E402
+from quackish.bench.providers_linear_cross_entropy import IGNORED, load  # noqa: E402
+from quackish.bench.truth_linear_cross_entropy import CONFIDENCE, Data, Truth, dlogits_of  # noqa: E402
 from quackish.testing.timing import take_turns  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -44,7 +50,7 @@ def provide(monkeypatch):
 
 
 def run(tmp_path: Path, *more: str) -> list[dict[str, str]]:
-    return harness.read_csv(linear_cross_entropy.main([*TINY, "--out", str(tmp_path), *more]))
+    return read_csv(linear_cross_entropy.main([*TINY, "--out", str(tmp_path), *more]))
 
 
 # Timing --------------------------------------------------------------------------------------------------------------
@@ -84,9 +90,9 @@ def test_a_work_that_fails_is_told_and_left_out():
 @pytest.mark.parametrize("elements", [1, 500, 1 << 20], ids=["row by row", "with a rest", "at once"])
 @pytest.mark.parametrize("ignored", [0.0, 0.5])
 def test_errors_are_relative_to_fp64(monkeypatch, elements, ignored):
-    monkeypatch.setattr("benchmarks.truth_linear_cross_entropy.CHUNK_ELEMENTS", elements)
-    monkeypatch.setattr("benchmarks.truth_linear_cross_entropy.ROWS", 5)
-    monkeypatch.setattr("benchmarks.truth_linear_cross_entropy.CLASSES", 7)
+    monkeypatch.setattr("quackish.bench.truth_linear_cross_entropy.CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr("quackish.bench.truth_linear_cross_entropy.ROWS", 5)
+    monkeypatch.setattr("quackish.bench.truth_linear_cross_entropy.CLASSES", 7)
     data = Data.make(23, 16, 50, "normal", ignored, CPU)
     truth = Truth(data)
     x, w = (t.detach().double().requires_grad_() for t in (data.x, data.w))
@@ -125,7 +131,7 @@ def test_a_run_writes_rows_and_page(tmp_path, capsys):
     assert tuple(rows[0]) == linear_cross_entropy.FIELDS
     schedules = [f"quackish-{s}" for s in ("stored", "chunked", "recompute")]
     gemms = ["three-gemms", "gemm-logits", "gemm-dx", "gemm-dw"]
-    expected = ["quackish-chunked-8", "quackish", *schedules, "torch", report.AGAIN, *gemms]
+    expected = ["quackish-chunked-8", "quackish", *schedules, "torch", AGAIN, *gemms]
     assert [row["provider"] for row in rows] == expected
     for row in rows:
         assert (row["commit"], row["dirty"], row["status"], row["mode"]) == ("abc", "True", "ok", "train")
@@ -146,7 +152,7 @@ def test_rows_are_appended_and_the_newer_ones_count(tmp_path):
     assert both[: len(first)] == first
     assert {row["provider"] for row in both[len(first) :]} == {"torch", "gemm-logits"}
     again = run(tmp_path, "--providers", "torch", "--append")
-    results = report.Results(again)
+    results = Results(again)
     assert len(results.cases) == 2
     assert results.value(results.train((24, 32, 90)), "torch", "err_dx") is not None
     (tmp_path / "linear_cross_entropy.csv").write_text("m,n\n1,2\n")
@@ -156,8 +162,8 @@ def test_rows_are_appended_and_the_newer_ones_count(tmp_path):
 
 def test_ignored_rows_are_timed_beside_none_ignored(tmp_path):
     rows = {row["provider"]: row for row in run(tmp_path, "--providers", "quackish,torch", "--ignored", "0.8")}
-    assert rows.keys() == {"quackish", "torch", report.AGAIN, report.NONE_IGNORED}
-    assert rows["quackish"]["roof_ms"] == rows[report.NONE_IGNORED]["median_ms"]
+    assert rows.keys() == {"quackish", "torch", AGAIN, NONE_IGNORED}
+    assert rows["quackish"]["roof_ms"] == rows[NONE_IGNORED]["median_ms"]
 
 
 def test_host_time_runs(tmp_path):
@@ -204,7 +210,7 @@ def test_a_run_that_is_cut_short_keeps_its_cases(tmp_path, provide):
     args = ["--shapes", "8x32x90,9x32x90", "--providers", "stop", "--repeats", "1", "--out", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
         linear_cross_entropy.main(args)
-    assert {row["m"] for row in harness.read_csv(tmp_path / "linear_cross_entropy.csv")} == {"8"}
+    assert {row["m"] for row in read_csv(tmp_path / "linear_cross_entropy.csv")} == {"8"}
     assert (tmp_path / "linear_cross_entropy.md").exists()
 
 
@@ -217,7 +223,7 @@ def test_a_provider_that_nobody_knows_is_refused(capsys):
 @pytest.mark.gpu
 def test_a_case_on_the_gpu_has_times_memory_and_errors(tmp_path):
     args = ["--shapes", "512x512x4096", "--providers", "quackish*,torch", "--backend", "auto", "--repeats", "3"]
-    rows = harness.read_csv(linear_cross_entropy.main([*args, "--out", str(tmp_path)]))
+    rows = read_csv(linear_cross_entropy.main([*args, "--out", str(tmp_path)]))
     gradients = 2 * (512 + 4096) * 512 / 1e9
     for row in rows:
         assert row["status"] == "ok"
@@ -230,7 +236,7 @@ def test_a_case_on_the_gpu_has_times_memory_and_errors(tmp_path):
 # Verdicts and figures ------------------------------------------------------------------------------------------------
 
 
-def made_up(cases: dict[tuple, dict[str, tuple]]) -> report.Results:
+def made_up(cases: dict[tuple, dict[str, tuple]]) -> Results:
     """Results from {(mode, m, h, v, data, ignored): {provider: (ms, GB, errors of dX and dW)}}; ms None has failed."""
     rows = []
     for (mode, m, h, v, data, ignored), providers in cases.items():
@@ -240,18 +246,18 @@ def made_up(cases: dict[tuple, dict[str, tuple]]) -> report.Results:
             row |= dict(status="ok" if ms else "RuntimeError: no", median_ms=ms, p20_ms=ms, p80_ms=ms, peak_gb=gb)
             row |= dict(err_dx=error, err_dw=error)
             rows.append({key: "" if value is None else str(value) for key, value in row.items()})
-    return report.Results(rows)
+    return Results(rows)
 
 
 def headline(**times) -> dict[tuple, dict[str, tuple]]:
     """The headline shape; three GEMMs take 40 ms."""
     providers = {name.replace("_", "-"): (*point, 0.01)[:3] for name, point in times.items()}
-    return {("train", *report.HEADLINE, "normal", 0.0): {"three-gemms": (40.0, None, None), **providers}}
+    return {("train", *bars.HEADLINE, "normal", 0.0): {"three-gemms": (40.0, None, None), **providers}}
 
 
-def words(results: report.Results) -> dict[str, str]:
+def words(results: Results) -> dict[str, str]:
     """{what a verdict is about: PASS or FAIL and the text}"""
-    lines = report.verdicts(results)
+    lines = bars.verdicts(results)
     return {text.split(": ")[0] + ": " + text.split(": ")[1]: f"{word} {text}" for word, text in lines}
 
 
@@ -262,11 +268,11 @@ def test_bars_of_the_headline_shape():
     good = dict(quackish_stored=(40.0, 3.2), quackish_chunked=(40.8, 3.0), quackish_recompute=(54.4, 1.30))
     said = words(made_up(headline(**good, quack=(41.0, 4.3), cce=(95.0, 1.12), torch=(43.0, 6.3))))
     kept = {about for about, text in said.items() if text.startswith("PASS")}
-    assert {f"{SHAPE} {schedule}: time / 3 GEMMs" for schedule in report.HEADLINE_BARS} <= kept
+    assert {f"{SHAPE} {schedule}: time / 3 GEMMs" for schedule in bars.HEADLINE_BARS} <= kept
     assert {f"{SHAPE} {schedule}: peak above inputs" for schedule in ("chunked", "recompute")} <= kept
     # nothing of ours is as small as cce, which is slower than all of it
     assert "time against memory: 2 of 3 peers' points dominated by one of ours; not cce" in said
-    for schedule in report.HEADLINE_BARS:
+    for schedule in bars.HEADLINE_BARS:
         text = said[f"{SHAPE} {schedule}: faster than every peer that uses no more memory"]
         assert text.startswith("PASS")
         assert "cce 95.000 ms" in text
@@ -289,14 +295,14 @@ def test_a_schedule_that_failed_has_failed_and_a_peer_that_failed_is_left_out():
 
 @pytest.mark.parametrize("ms, quack, word", [(40.8, 41.0, "PASS"), (40.9, 41.0, "FAIL"), (40.8, 40.8, "FAIL")])
 def test_other_shapes_are_judged_by_auto(ms, quack, word):
-    shape = ("train", *report.SHAPES[0], "normal", 0.0)
+    shape = ("train", *bars.SHAPES[0], "normal", 0.0)
     providers = {"three-gemms": (40.0, 0, 0), "quackish": (ms, 1, 0.01), "quack": (quack, 1, 0.01)}
     found = {text.split(" ")[0] for text in words(made_up({shape: providers})).values()}
     assert (found == {"PASS"}) == (word == "PASS")
 
 
 def test_loss_only_ignored_rows_errors_and_host():
-    m, h, v = report.HEADLINE
+    m, h, v = bars.HEADLINE
 
     def judge(loss, ignored, error, confident, host):
         def pair(ours, torch):
@@ -306,7 +312,7 @@ def test_loss_only_ignored_rows_errors_and_host():
             made_up(
                 {
                     ("loss", m, h, v, "normal", 0.0): {"gemm-logits": (10.0, 0, None), "quackish": (loss, 0, None)},
-                    ("train", m, h, v, "normal", 0.8): {"quackish": (ignored, 1, None), report.NONE_IGNORED: (1, 1, 0)},
+                    ("train", m, h, v, "normal", 0.8): {"quackish": (ignored, 1, None), NONE_IGNORED: (1, 1, 0)},
                     ("train", m, h, v, "normal", 0.0): pair(error, 0.01),
                     ("train", m, h, v, "confident", 0.0): pair(confident, 0.01),
                     ("host", 128, 512, 1024, "normal", 0.0): {"quackish": (host, 0, None)},

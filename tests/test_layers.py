@@ -35,13 +35,14 @@ LAYERS = {
     ),
     "work": Layer(quackish="errors gpu configs"),
     "profiling": Layer(quackish="errors gpu configs launch work", outside="torch"),
+    "tune": Layer(quackish="errors gpu configs launch kernels ops testing", outside="torch"),
     "bench": Layer(
         quackish="errors gpu configs reference launch kernels ops testing work profiling",
         outside="torch",
         lazy="rich pandas matplotlib yaml cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy",
     ),
     "cli": Layer(
-        quackish="errors gpu configs reference launch kernels ops testing work profiling bench",
+        quackish="errors gpu configs reference launch kernels ops testing work profiling bench tune toolchain",
         outside="torch platformdirs",
         lazy="rich pandas matplotlib yaml cutlass tvm_ffi triton",
     ),
@@ -61,6 +62,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
             assert node.level == 0, f"{path}:{node.lineno}: imports in quackish are absolute"
             found.extend((f"{node.module}.{alias.name}", on_import) for alias in node.names)
         on_import = on_import and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        on_import = on_import and not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
         for child in ast.iter_child_nodes(node):
             visit(child, on_import)
 

@@ -6,13 +6,14 @@ both spread evenly. Chunks of rows keep it within a few GB at any shape.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from benchmarks.providers_linear_cross_entropy import IGNORED
+from quackish.bench.providers_linear_cross_entropy import IGNORED
 from quackish.testing import inputs
+from quackish.testing.errors import same_bits
 
 CHUNK_ELEMENTS = 1 << 27
 ROWS, CLASSES = 512, 4096  # of dX and dW that are compared
@@ -28,10 +29,19 @@ class Data:
     all_targets: Tensor  # the same with no row ignored
 
     @classmethod
-    def make(cls, m: int, h: int, v: int, kind: str, ignored: float, device: torch.device) -> "Data":
-        """bf16, normal: logits of deviation SPREAD. `ignored` is the share of rows, at random, with target -100."""
-        x = inputs.rows((m, h), torch.bfloat16, seed=0, device=device)
-        w = inputs.rows((v, h), torch.bfloat16, seed=1, device=device).mul_(SPREAD / math.sqrt(h))
+    def make(
+        cls,
+        m: int,
+        h: int,
+        v: int,
+        kind: str,
+        ignored: float,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> "Data":
+        """Normal: logits of deviation SPREAD. `ignored` is the share of rows, at random, with target -100."""
+        x = inputs.rows((m, h), dtype, seed=0, device=device)
+        w = inputs.rows((v, h), dtype, seed=1, device=device).mul_(SPREAD / math.sqrt(h))
         generator = torch.Generator(device).manual_seed(2)
         all_targets = torch.randint(v, (m,), generator=generator, device=device)
         if kind == "confident":
@@ -64,7 +74,7 @@ def chunks(m: int, width: int) -> Iterator[slice]:
 
 
 def dlogits_of(data: Data) -> Tensor:
-    """(m, v) bf16: (softmax - onehot) / live rows, what the two GEMMs of backward multiply."""
+    """(m, v) in x's dtype: (softmax - onehot) / live rows, what the two GEMMs of backward multiply."""
     x, w, target = data.x.detach(), data.w.detach(), data.target
     live = target != IGNORED
     out = x.new_empty(x.shape[0], w.shape[0])
@@ -127,6 +137,18 @@ class Truth:
         if dw is not None:
             errors["err_dw"] = float((dw[self.classes].double() - self.dw).norm() / self.dw.norm())
         return errors
+
+
+def is_deterministic(work: Callable[[], Tensor], data: Data, runs: int) -> bool:
+    """Whether `runs` runs give the same bytes of the loss and of the gradients that they leave in `data`."""
+    first = None
+    for _ in range(runs):
+        now = (work(), data.x.grad, data.w.grad)
+        if first is None:  # copies: a provider may hand out the same memory again
+            first = [None if t is None else t.clone() for t in now]
+        elif not all(map(same_bits, first, now)):
+            return False
+    return True
 
 
 def _spread(n: int, count: int, device: torch.device) -> Tensor:

@@ -5,14 +5,14 @@ writes its inputs. Peers are imported when they are asked for, and their kernels
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from quackish.bench.measured import OURS
+
 EPS = 1e-6
-# On a GPU a shape that no kernel covers shall fail and be named, not run the portable path.
-BACKEND = "cute" if torch.cuda.is_available() else "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,40 +22,30 @@ class Provider:
     backward: Callable[..., tuple[Tensor, Tensor]]  # (dy, x, weight, rstd) -> (dx, dweight)
 
 
-def _quackish() -> Provider:
+def _quackish(backend: str = "auto") -> Provider:
     from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
 
     def forward(x, weight):
-        y, _, rstd = rms_norm_forward(x, weight, eps=EPS, backend=BACKEND)
+        y, _, rstd = rms_norm_forward(x, weight, eps=EPS, backend=backend)
         return y, rstd
 
     def backward(dy, x, weight, rstd):
-        return rms_norm_backward(dy, x, weight, rstd, backend=BACKEND)[:2]
+        return rms_norm_backward(dy, x, weight, rstd, backend=backend)[:2]
 
-    return Provider("quackish", forward, backward)
+    return Provider(OURS, forward, backward)
 
 
-def with_config(changes: str) -> Provider:
+def with_config(changes: str, backend: str = "auto") -> Provider:
     """quackish's backward with fields of the config that its heuristics choose replaced: "num_stages=4,threads=256"."""
-    from quackish.configs.rms_norm import RmsNormBwdConfig, rms_norm_bwd_config
-    from quackish.ops.rms_norm_plans import BackwardPlan, find_kernel
+    from quackish.configs.choose import config
+    from quackish.configs.rms_norm import RmsNormBwdConfig
+    from quackish.ops.rms_norm import rms_norm_backward
 
     values = _parse(changes, RmsNormBwdConfig)
-    plans: dict[tuple, BackwardPlan] = {}
-
-    def make_config(problem, gpu):
-        return dataclasses.replace(rms_norm_bwd_config(problem, gpu), **values)
-
-    class Plan(BackwardPlan):
-        def find(self, problem):
-            return find_kernel("rms_norm_bwd", make_config, problem, self.m, self.device, self.backend)
 
     def backward(dy, x, weight, rstd):
-        key = (x.shape, x.dtype)
-        if key not in plans:
-            plans[key] = Plan(dy, x, weight, rstd, None, 0.0, x.dtype, None, weight.dtype, None, BACKEND)
-        dx, _, dweight, _ = plans[key].run(dy, x, weight, rstd, None)
-        return dx, dweight
+        with config(rms_norm_backward=values):
+            return rms_norm_backward(dy, x, weight, rstd, backend=backend)[:2]
 
     return Provider(f"quackish[{changes}]", None, backward)
 
@@ -126,6 +116,9 @@ def _torch() -> Provider:
 
     def backward(dy, x, weight, rstd):
         n = x.shape[-1]
+        if not x.is_cuda:  # the fused backward is CUDA's alone
+            leaves = [t.detach().requires_grad_() for t in (x, weight)]
+            return torch.autograd.grad(torch.nn.functional.rms_norm(leaves[0], (n,), leaves[1], EPS), leaves, dy)
         return torch.ops.aten._fused_rms_norm_backward(dy, x, [n], rstd.view(-1, 1), weight, [True, True])
 
     return Provider("torch", forward, backward)
@@ -133,7 +126,7 @@ def _torch() -> Provider:
 
 # quackish comes first: importing QuACK patches the DSL's tensor classes, which must not reach what quackish compiles.
 PROVIDERS: dict[str, Callable[[], Provider]] = {
-    "quackish": _quackish,
+    OURS: _quackish,
     "quack": _quack,
     "liger-cute": _liger_cute,
     "liger-triton": _liger_triton,
@@ -141,12 +134,6 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
 }
 
 
-def load(names: Sequence[str]) -> tuple[list[Provider], dict[str, str]]:
-    """The providers of these names that can be imported, and for each other one the reason why not."""
-    providers, missing = [], {}
-    for name in names:
-        try:
-            providers.append(PROVIDERS[name]())
-        except Exception as error:  # a peer that is broken here must not stop the others
-            missing[name] = f"{type(error).__name__}: {error}"
-    return providers, missing
+def load(name: str, backend: str = "auto") -> Provider:
+    """The provider of that name; raises what importing it raises. `backend` is quackish's."""
+    return _quackish(backend) if name == OURS else PROVIDERS[name]()

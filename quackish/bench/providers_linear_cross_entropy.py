@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quackish.bench.measured import OURS
+
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 IGNORED = -100
-OURS = "quackish"
-# On a GPU a shape that no kernel covers shall fail and be named, not run the portable path.
-BACKEND = "cute" if torch.cuda.is_available() else "auto"
 
 
 def _quackish(schedule: str, chunk_size: int | None, backend: str) -> Loss:
@@ -112,15 +111,12 @@ MAIN = (
     *("cce", "torch", "torch-compile"),
 )
 ALL = tuple(name for name in PROVIDERS if name != "quack-base-tuned")
+LOSS = (OURS, "quack", "quack-base", "cce", "torch")  # without grad schedules are the same
 HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-cute-sm90", "liger", "torch")
 
 
-def is_ours(name: str) -> bool:
-    return name.partition("-")[0].partition(" ")[0] == OURS
-
-
 @functools.cache
-def load(name: str, backend: str = BACKEND) -> Loss:
+def load(name: str, backend: str = "auto") -> Loss:
     """The provider of that name; "quackish-chunked-2048" is a schedule of ours by chunks of so many rows.
 
     Ours come first in every case: importing QuACK patches the DSL's tensor classes, and in the first case, at least,

@@ -1,0 +1,79 @@
+"""What something was measured on: the GPU, the code and the versions."""
+
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+# Columns that say where a row comes from; every results file has them.
+ENVIRONMENT = ("date", "commit", "dirty", "gpu", "driver", "python", "torch", "cuda", "dsl", "tvm_ffi", "peers")
+PEERS = ("quack-kernels", "liger-kernel", "cut-cross-entropy", "triton")
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def device_to_measure() -> torch.device:
+    """The current GPU; where there is none the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    return torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
+
+
+def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
+    """The values of ENVIRONMENT. `commit`, as `git describe` writes it, stands in where there is no git to ask."""
+    commit = commit or _commit()
+    values = (
+        datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        commit.removesuffix("-dirty"),
+        str(commit.endswith("-dirty")),
+        device_name(device),
+        _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
+        platform.python_version(),
+        torch.__version__,
+        torch.version.cuda or "",
+        version("nvidia-cutlass-dsl"),
+        version("apache-tvm-ffi"),
+        " ".join(f"{name}={version(name)}" for name in PEERS if version(name)),
+    )
+    return dict(zip(ENVIRONMENT, values, strict=True))
+
+
+def version(distribution: str) -> str:
+    """The installed version of a distribution, "" where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def source() -> str:
+    """Twelve digits of a hash of the package's files: tells apart what has the same commit, or none."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(_PACKAGE).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def _commit() -> str:
+    """ "" where the package is no part of a git checkout: one in site-packages may lie in somebody else's."""
+    if not _output("git", "-C", str(_PACKAGE), "ls-files", "__init__.py"):
+        return ""
+    return _output("git", "-C", str(_PACKAGE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,121 @@
+"""One cell of RMSNorm, forward or backward: every provider tried alone, then all of them timed in turns.
+
+A sample is one replay of a CUDA graph that holds the whole operation. The roof is PyTorch's for the same memory
+traffic: a copy for forward, `torch.add(a, b, out=c)` for backward.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quackish import launch
+from quackish.bench.cells import Cell
+from quackish.bench.measured import AGAIN, OURS, Measured, Run, is_ours
+from quackish.bench.providers_rms_norm import EPS, Provider
+from quackish.bench.truth_rms_norm import backward_errors, forward_errors, is_deterministic, rstd_of
+from quackish.testing import inputs
+from quackish.testing.timing import Work, interleave, peak_bytes, prepare
+
+ROOFS = {"forward": "copy", "backward": "add"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    x: Tensor  # (m, n)
+    dy: Tensor  # (m, n)
+    weight: Tensor  # (n,)
+    rstd: Tensor  # (m,) fp32
+    out: Tensor  # (m, n), which the roofs write
+
+    @classmethod
+    def make(cls, m: int, n: int, dtype: torch.dtype, device: torch.device) -> "Data":
+        shapes = ((m, n), (m, n), (n,))
+        x, dy, weight = (inputs.rows(s, dtype, seed=i, device=device) for i, s in enumerate(shapes))
+        return cls(x, dy, weight, rstd_of(x, EPS), torch.empty_like(x))
+
+
+def measure_cell(cell: Cell, names: Sequence[str], run: Run) -> None:
+    m, n = cell.shape
+    run.at("inputs")
+    measure(cell.direction, Data.make(m, n, getattr(torch, cell.dtype), run.device), names, run)
+
+
+def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
+    """Tells `run` of each of `names`, of ours a second time, and of the roof; of failures at once, of all else last."""
+    works: dict[str, Work] = {}
+    results: dict[str, Measured] = {}
+    expected = {"forward": (data.x,), "backward": (data.x, data.weight)}[direction]  # outputs are like these
+    for name in names:
+        run.at(name)
+        try:
+            call = _call(run.load(name), direction, data)
+            works[name], results[name] = _try_out(name, call, expected, run)
+        except Exception as error:  # a peer that is broken here must not stop the others
+            works.pop(name, None)
+            run.fail(name, error)
+
+    run.at("errors")
+    errors = _errors(direction, data, works)
+
+    run.at("timing")
+    runs = {name: work.run for name, work in works.items()}
+    if OURS in works:  # twice: how far apart are two measurements of the same thing?
+        runs[AGAIN], results[AGAIN] = works[OURS].run, Measured(note=results[OURS].note)
+    roof = ROOFS[direction]
+    runs[roof], results[roof] = prepare(_roof(direction, data), run.device).run, Measured()
+    times = interleave(runs, run.device, run.rounds)
+    for name in runs:
+        found = dict(times=times[name], roof=times[roof], errors=errors.get(name, {}))
+        run.tell(name, dataclasses.replace(results[name], **found))
+
+
+def _call(provider: Provider, direction: str, data: Data) -> Callable[[], tuple]:
+    if direction == "forward":
+        return lambda: provider.forward(data.x, data.weight)
+    return lambda: provider.backward(data.dy, data.x, data.weight, data.rstd)
+
+
+def _roof(direction: str, data: Data) -> Callable[[], object]:
+    if direction == "forward":
+        return lambda: data.out.copy_(data.x)
+    return lambda: torch.add(data.x, data.dy, out=data.out)
+
+
+def _try_out(name: str, call: Callable[[], tuple], expected: Sequence[Tensor], run: Run) -> tuple[Work, Measured]:
+    seconds: list[float] = []  # of the first call
+    compiles = launch.counters.compiles
+
+    def timed() -> tuple:
+        if seconds:
+            return call()
+        start = time.perf_counter()
+        outputs = call()
+        run.synchronize()
+        seconds.append(time.perf_counter() - start)
+        return outputs
+
+    work = prepare(timed, run.device)
+    for got, like in zip(work.outputs, expected, strict=False):
+        if got.shape != like.shape:
+            raise ValueError(f"returned {tuple(got.shape)} where {tuple(like.shape)} was expected")
+    compiles, launches = launch.counters.compiles - compiles, launch.counters.launches
+    peak = peak_bytes(call, run.device)
+    launches = launch.counters.launches - launches
+    notes = []
+    if run.device.type == "cuda":
+        notes += [] if work.is_graph else ["plain launches"]
+        notes += ["portable path"] if is_ours(name) and not launches else []
+    same = is_deterministic(work, run.repeats) if run.repeats else None
+    run.synchronize()
+    counts = dict(compiles=compiles, launches=launches)
+    return work, Measured(note=", ".join(notes), peak_bytes=peak, first_s=seconds[0], deterministic=same, **counts)
+
+
+def _errors(direction: str, data: Data, works: dict[str, Work]) -> dict[str, dict[str, float]]:
+    outputs = {name: work.outputs for name, work in works.items()}
+    if direction == "forward":
+        return forward_errors(data.x, data.weight, EPS, outputs)
+    return backward_errors(data.dy, data.x, data.weight, EPS, outputs)

@@ -1,0 +1,73 @@
+"""Shapes of public models: hidden size H, vocabulary V, and the rows that their norms are of.
+
+From each model's config.json on Hugging Face, which `source` names; `padded` vocabularies as the weights have them.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    name: str
+    source: str  # on huggingface.co
+    hidden: int  # hidden_size
+    vocab: int  # vocab_size
+    # Norms over something else than the hidden size: {what: (N, rows for each token)}
+    norms: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    def norm_shapes(self, tokens: int) -> dict[tuple[int, ...], str]:
+        """{(m, n): which norm of the model}"""
+        shapes = {(tokens, self.hidden): self.name}
+        for what, (n, rows) in self.norms.items():
+            shapes.setdefault((tokens * rows, n), f"{self.name} {what}")
+        return shapes
+
+    def head_shapes(self, tokens: int) -> dict[tuple[int, ...], str]:
+        """{(m, h, v): the model}"""
+        return {(tokens, self.hidden, self.vocab): self.name}
+
+
+def _qk(head_dim: int, heads: int, kv_heads: int) -> dict[str, tuple[int, int]]:
+    """QK-norm: a row of head_dim for each of num_attention_heads and of num_key_value_heads."""
+    return {"q_norm": (head_dim, heads), "k_norm": (head_dim, kv_heads)}
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model("llama3-8b", "meta-llama/Meta-Llama-3-8B", 4096, 128256),
+        Model("llama3-70b", "meta-llama/Meta-Llama-3-70B", 8192, 128256),
+        Model("qwen3-0.6b", "Qwen/Qwen3-0.6B", 1024, 151936, _qk(128, 16, 8)),
+        Model("qwen3-1.7b", "Qwen/Qwen3-1.7B", 2048, 151936, _qk(128, 16, 8)),
+        Model("qwen3-4b", "Qwen/Qwen3-4B", 2560, 151936, _qk(128, 32, 8)),
+        Model("qwen3-8b", "Qwen/Qwen3-8B", 4096, 151936, _qk(128, 32, 8)),
+        Model("qwen3-14b", "Qwen/Qwen3-14B", 5120, 151936, _qk(128, 40, 8)),
+        Model("qwen3-32b", "Qwen/Qwen3-32B", 5120, 151936, _qk(128, 64, 8)),
+        Model("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 2048, 151936, _qk(128, 32, 4)),
+        Model("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 4096, 151936, _qk(128, 64, 4)),
+        Model("gemma3-1b", "google/gemma-3-1b-it", 1152, 262144, _qk(256, 4, 1)),
+        # The larger ones read images too: 64 more rows of the vocabulary, transformers' default for Gemma3TextConfig.
+        Model("gemma3-4b", "google/gemma-3-4b-it", 2560, 262208, _qk(256, 8, 4)),
+        Model("gemma3-12b", "google/gemma-3-12b-it", 3840, 262208, _qk(256, 16, 8)),
+        Model("gemma3-27b", "google/gemma-3-27b-it", 5376, 262208, _qk(128, 32, 16)),
+        # Latent attention: norms of q_lora_rank and kv_lora_rank.
+        Model(
+            "deepseek-v3",
+            "deepseek-ai/DeepSeek-V3",
+            7168,
+            129280,
+            {"q_a_norm": (1536, 1), "kv_a_norm": (512, 1)},
+        ),
+    )
+}
+
+
+def find(patterns: Iterable[str]) -> list[Model]:
+    """The models that any of the patterns matches, in the table's order; ValueError for one that matches none."""
+    patterns = list(patterns)
+    for pattern in patterns:
+        if not fnmatch.filter(MODELS, pattern):
+            raise ValueError(f"--model {pattern}: no such model; there are {', '.join(MODELS)}")
+    return [model for name, model in MODELS.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)]

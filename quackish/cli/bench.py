@@ -1,0 +1,121 @@
+"""Times an operation beside every installed peer, or compares two results.
+
+    python -m quackish bench rms_norm --model llama3-8b qwen3-8b --tokens 4096,8192
+    python -m quackish bench linear_cross_entropy --shapes 8192x4096x128256 --providers "quackish*" liger
+    python -m quackish bench compare before.csv after.csv --fail 3%
+
+Every cell (a shape, a dtype, a direction) is measured with all providers taking turns on a cold L2, beside what it
+cannot avoid (its memory traffic, its matrix products). A CSV, a page and figures go to the folder --out. A provider
+that raises, runs out of memory, or takes its process along is named and left out of that cell.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SUMMARIES = {"rms_norm": "RMSNorm", "linear_cross_entropy": "output projection and softmax cross entropy in one"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from quackish.cli import bench_compare
+
+    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for op, summary in SUMMARIES.items():
+        _measuring(what.add_parser(op, help=summary, description=f"Times {op} beside every installed peer."))
+    bench_compare.add_arguments(
+        what.add_parser("compare", help="two results: ratios and regressions", description=bench_compare.__doc__)
+    )
+
+
+def _measuring(parser: argparse.ArgumentParser) -> None:
+    shapes = parser.add_argument_group("shapes")
+    models = 'named models or patterns ("qwen3-*"); llama3-8b where neither --model nor --shapes is given'
+    shapes.add_argument("--model", nargs="+", default=[], metavar="NAME", help=models)
+    tokens = "for the models; default 4096,8192,16384, with --quick 8192"
+    shapes.add_argument("--tokens", type=_sizes, metavar="M[,...]", help=tokens)
+    own = "MxN (rms_norm) or MxHxV (linear_cross_entropy), or a .yaml or .csv file of such shapes"
+    shapes.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE[,...]|FILE", help=own)
+    what = parser.add_argument_group("what is measured")
+    directions = "default both; of linear_cross_entropy the loss without grad, and forward and backward together"
+    what.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help=directions)
+    what.add_argument("--dtype", type=_dtypes, default=("bfloat16",), metavar="DTYPE[,...]", help="bf16, fp16, fp32")
+    names = 'names or patterns ("quackish*"); what is sensible and installed where not given'
+    what.add_argument("--providers", type=_names, nargs="+", default=[], metavar="NAME[,...]", help=names)
+    also = "a Python file with more: PROVIDERS = {name: (forward, backward)}, or {name: loss}"
+    what.add_argument("--also", type=Path, metavar="FILE", help=also)
+    what.add_argument("--rounds", type=int, help="turns; default 10, with --quick 3")
+    what.add_argument("--quick", action="store_true", help="fewer turns, and one size where none is given")
+    result = parser.add_argument_group("result")
+    result.add_argument("--out", type=Path, default=Path("out/bench"), help="folder; default %(default)s")
+    resume = "keep the CSV, and measure only what it lacks for this commit, GPU and versions"
+    result.add_argument("--resume", action="store_true", help=resume)
+    result.add_argument("--commit", help="recorded where there is no git to ask")
+    timeout = "a provider is given up after so long without a sign of life; default %(default)s"
+    result.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help=timeout)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 where nothing could be measured, or `compare` found regressions; 2 where the request makes no sense."""
+    from quackish.bench.console import check_extra
+
+    try:
+        check_extra()
+        if args.what == "compare":
+            from quackish.cli import bench_compare
+
+            return bench_compare.run(args)
+        return _measure(args)
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
+        print(f"quackish bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from quackish.bench import runner, shapes
+    from quackish.bench.files import read_csv
+    from quackish.bench.operations import OPERATIONS
+
+    op = OPERATIONS[args.what]
+    if args.tokens and args.shapes and not args.model:
+        raise ValueError("--tokens is for --model; --shapes has its own rows")
+    if args.rounds is not None and args.rounds < 1:
+        raise ValueError(f"--rounds is {args.rounds}; expected 1 or more")
+    models = args.model or ([] if args.shapes else ["llama3-8b"])
+    tokens = args.tokens or ((8192,) if args.quick else (4096, 8192, 16384))
+    words = ("forward", "backward") if args.direction == "both" else (args.direction,)
+    path = runner.run(
+        runner.Settings(
+            op=op,
+            shapes=shapes.wanted(op, models, tokens, args.shapes),
+            dtypes=args.dtype,
+            directions=tuple(op.directions[word] for word in words),
+            providers=tuple(name for names in args.providers for name in names),
+            also=args.also,
+            rounds=args.rounds or (3 if args.quick else 10),
+            out=args.out,
+            resume=args.resume,
+            commit=args.commit,
+            timeout=args.timeout,
+        )
+    )
+    return 0 if any(row["median_ms"] for row in read_csv(path)) else 1
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers such as 4096,8192")
+    return tuple(map(int, words))
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    words = text.split(",")
+    for word in words:
+        if word not in DTYPES and word not in DTYPES.values():
+            raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(DTYPES)}")
+    return tuple(dict.fromkeys(DTYPES.get(word, word) for word in words))
