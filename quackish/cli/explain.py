@@ -39,11 +39,16 @@ _ONLY = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", help=", ".join(OPERATIONS))
     parser.add_argument("shape", metavar="SHAPE", help="rows x columns, MxN; of linear_cross_entropy MxHxV")
-    parser.add_argument("--dtype", default="bf16", help=f"of input and weight: {', '.join(DTYPES)} (bf16)")
     parser.add_argument("--gpu", help=f"{', '.join(NAMED)}, cpu, or this, the default where there is one; else h200")
-    parser.add_argument("--bias", action="store_true", help="with a bias")
     parser.add_argument("--no-compile", action="store_true", help="leave out what takes compiling: registers and so on")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Of the operations' calls."""
+    parser.add_argument("--dtype", default="bf16", help=f"of input and weight: {', '.join(DTYPES)} (bf16)")
+    parser.add_argument("--bias", action="store_true", help="with a bias")
     norm = parser.add_argument_group("rms_norm")
     norm.add_argument("--residual", nargs="?", const="same", metavar="DTYPE", help="with a residual, of --dtype")
     norm.add_argument("--weight-dtype", metavar="DTYPE", help="another dtype than --dtype; none: without a weight")

@@ -1,0 +1,170 @@
+"""Fills the cache folder with the kernels that calls of these shapes launch, forward and backward.
+
+    python -m quackish precompile rms_norm 16384x4096 16384x8192 --residual --gpu h200,b200
+    python -m quackish precompile linear_cross_entropy 8192x4096x128256 --gpu h200
+    python -m quackish precompile --from shapes.txt --gpu h200
+
+Needs no GPU, and takes a second a kernel and process. RMSNorm's kernels depend on N and not on M, those of linear cross
+entropy on little but H and dtypes; the loss alone, without gradients, is included. In a file each line is an operation,
+a shape and its options, as in `linear_cross_entropy 8192x4096x128256 --schedule recompute`; # starts a comment.
+
+`python -m quackish cache export` takes them to another machine with the same versions.
+"""
+
+import argparse
+import copy
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from quackish import kernels, launch
+from quackish.cli import explain
+from quackish.cli.cache import short
+from quackish.cli.explained import Refused
+from quackish.gpu import NAMED
+from quackish.launch import cache, parallel, upkeep
+from quackish.launch.parallel import Outcome
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", metavar="OP", nargs="?", help=", ".join(explain.OPERATIONS))
+    parser.add_argument("shapes", metavar="SHAPE", nargs="*", help="MxN; of linear_cross_entropy MxHxV")
+    parser.add_argument("--gpu", help=f"one or more, with commas: {', '.join(NAMED)}; the one here where there is one")
+    parser.add_argument("--jobs", type=_jobs, metavar="N", help="compile in so many processes; one a core, 16 at most")
+    parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="a file with a line for each shape")
+    explain.add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        _check_cache()
+        calls = list(_calls(args))
+        requests, without = _requests(calls)
+    except (Refused, OSError) as error:
+        print(f"precompile: {error}", file=sys.stderr)
+        return 2
+    for reason in without:
+        print(f"nothing to compile: {reason}")
+    started, count = time.perf_counter(), dict.fromkeys(("compiled", "loaded", "failed"), 0)
+    jobs = min(args.jobs or max(1, parallel.default_jobs(len(requests))), len(requests))
+    for outcome in _with_progress(parallel.compile_all(requests, jobs), len(requests)):
+        count[outcome.status] += 1
+        if outcome.status == "failed":
+            print(f"{_name(outcome)} failed: {outcome.message}", file=sys.stderr)
+    print(
+        f"{len(requests)} kernels: {count['compiled']} compiled, {count['loaded']} were there, {count['failed']} "
+        f"failed; {time.perf_counter() - started:.1f} s in {jobs} processes; they are in {cache.location()}"
+    )
+    return 1 if count["failed"] or without else 0
+
+
+def _check_cache() -> None:
+    if cache.is_off():
+        raise Refused("QUACKISH_CACHE=0 turns the cache off; there is nothing to fill")
+    fault = upkeep.folder_fault()
+    if fault:
+        raise Refused(f"the cache folder {cache.location()} cannot be used: {fault}")
+
+
+# What is to be compiled ----------------------------------------------------------------------------------------------
+
+
+def _calls(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """Arguments of `explain`, one shape and one GPU each."""
+    gpus = _gpus(args.gpu)
+    if (args.op is None) == (args.file is None) or (args.op and not args.shapes):
+        raise Refused("expected OP and at least one SHAPE, or --from FILE")
+    for call in _lines(args.file) if args.file else _from_command_line(args):
+        for gpu in gpus:
+            one = copy.copy(call)
+            one.gpu = gpu
+            yield one
+
+
+def _gpus(given: str | None) -> list[str]:
+    import torch
+
+    if given is not None:
+        return [name.strip() for name in given.split(",")]
+    if not torch.cuda.is_available():
+        raise Refused(f"there is no GPU here; say which to compile for: --gpu, of {', '.join(NAMED)}")
+    return ["this"]
+
+
+def _from_command_line(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    for shape in args.shapes:
+        one = copy.copy(args)
+        one.shape = shape
+        yield one
+
+
+class _LineParser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Refused(message)
+
+
+def _lines(file: Path) -> Iterator[argparse.Namespace]:
+    parser = _LineParser(add_help=False)
+    parser.add_argument("op")
+    parser.add_argument("shape")
+    explain.add_options(parser)
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        words = shlex.split(line, comments=True)
+        if words:
+            try:
+                yield parser.parse_args(words)
+            except Refused as refused:
+                raise Refused(f"{file}, line {number}: {refused}") from None
+
+
+def _requests(calls: Iterable[argparse.Namespace]) -> tuple[list[launch.Request], list[str]]:
+    """The kernels of all calls, each once; and for calls that have none, why."""
+    requests: dict[launch.Request, None] = {}
+    without = []
+    for call in calls:
+        explained = explain.explain(copy.copy(call))
+        if explained.portable is not None:
+            where = explained.gpu.name if explained.gpu else "a CPU"
+            without.append(f"{explained.op} {explained.shape} {explained.dtype} on {where}: {explained.portable}")
+            continue
+        steps = list(explained.trace.steps)
+        if call.op == "linear_cross_entropy" and not call.no_grad:
+            call.no_grad = True
+            steps += explain.explain(call).trace.steps
+        for step in steps:
+            if step.choice is not None:  # else it is a kernel of PyTorch's
+                kernel_class, target = kernels.find(step.kernel, explained.gpu), explained.gpu.target
+                requests[launch.Request(kernel_class, step.problem, step.choice.config, target)] = None
+    return list(requests), without
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a positive number")
+    return int(text)
+
+
+# Progress ------------------------------------------------------------------------------------------------------------
+
+
+def _with_progress(outcomes: Iterator[Outcome], total: int) -> Iterator[Outcome]:
+    """A bar where there is a terminal and rich, else a line each."""
+    try:
+        from rich.progress import track
+    except ModuleNotFoundError:
+        track = None
+    if track is not None and sys.stderr.isatty():
+        from rich.console import Console
+
+        yield from track(outcomes, "compiling", total, console=Console(stderr=True), transient=True)
+        return
+    for number, outcome in enumerate(outcomes, 1):
+        print(f"[{number}/{total}] {outcome.status:8} {_name(outcome)}", flush=True)
+        yield outcome
+
+
+def _name(outcome: Outcome) -> str:
+    request = outcome.request
+    return f"{request.kernel_class.__name__} {request.target} {short(repr(request.problem))}"
