@@ -47,9 +47,12 @@ def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     if not layers:
         return choice
     config = choice.config
-    for layer in layers:
-        config = dataclasses.replace(config, **layer) if isinstance(layer, dict) else layer
-    objection = rule.objection(problem, config, gpu)
+    try:
+        for layer in layers:
+            config = dataclasses.replace(config, **layer) if isinstance(layer, dict) else layer
+        objection = rule.objection(problem, config, gpu)
+    except ValueError as error:  # what a config says of itself
+        objection = str(error)
     if objection is not None:
         raise ValueError(f"quackish.config: {name}: {objection}\n  {config}\n  for {problem} on {gpu.name}")
     return Choice(config, "forced", f"with quackish.config({name}=...)")
@@ -128,8 +131,7 @@ def _check(name: str, changes: Any) -> None:
         changes = {field.name: getattr(changes, field.name) for field in dataclasses.fields(changes)}
     if not isinstance(changes, dict):
         raise ValueError(
-            f"quackish.config: {name} is a {type(changes).__name__}; expected a dict of fields, or a "
-            f"{config_class.__name__}"
+            f"quackish.config: {name} is {_a(type(changes))}; expected a dict of fields, or {_a(config_class)}"
         )
     fields = {field.name: field.type for field in dataclasses.fields(config_class)}
     for field, value in changes.items():
@@ -137,9 +139,12 @@ def _check(name: str, changes: Any) -> None:
             raise ValueError(f"quackish.config: {name} has no field {field!r}; expected one of {', '.join(fields)}")
         if type(value) is not fields[field]:
             raise ValueError(
-                f"quackish.config: {name}: {field} is {value!r}, a {type(value).__name__}; expected "
-                f"{'an' if fields[field] is int else 'a'} {fields[field].__name__}"
+                f"quackish.config: {name}: {field} is {value!r}, {_a(type(value))}; expected {_a(fields[field])}"
             )
+
+
+def _a(kind: type) -> str:
+    return f"{'an' if kind is int else 'a'} {kind.__name__}"
 
 
 # What others keep of choices ------------------------------------------------------------------------------------------

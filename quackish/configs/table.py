@@ -135,6 +135,18 @@ def write(path: Path, rows: list[Row]) -> None:
 
 
 def add(path: Path, row: Row) -> None:
-    """Puts `row` into the file, in place of one for the same problem, GPU and toolchain."""
-    same = (row.key, row.toolchain)
-    write(path, [other for other in read(path).rows if (other.key, other.toolchain) != same] + [row])
+    """Puts `row` into the file, in place of one for the same problem, GPU and toolchain. Raises OSError."""
+    write(path, _others(path, row) + [row])
+
+
+def remove(path: Path, row: Row) -> bool:
+    """Takes the row out that is for the same as `row`; whether there was one. Raises OSError."""
+    others = _others(path, row)
+    found = len(others) < len(read(path).rows)
+    if found:
+        write(path, others)
+    return found
+
+
+def _others(path: Path, row: Row) -> list[Row]:
+    return [other for other in read(path).rows if (other.key, other.toolchain) != (row.key, row.toolchain)]

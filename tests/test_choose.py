@@ -1,0 +1,624 @@
+"""Which config a kernel runs by, and why: forced, from a table, or analytical; and which ones are refused."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import quackish
+from quackish import config, errors, gpu, kernels, launch, toolchain
+from quackish.configs import choose, table
+from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_objection, gemm_smem_bytes
+from quackish.configs.lce_rows import (
+    LceBiasProblem,
+    LceCompactProblem,
+    LceGatherProblem,
+    LceScatterProblem,
+)
+from quackish.configs.rms_norm import (
+    MAX_N,
+    MAX_N_TWO_SUMS,
+    RmsNormBwdConfig,
+    RmsNormBwdProblem,
+    RmsNormFwdConfig,
+    RmsNormFwdProblem,
+    rms_norm_bwd_config,
+    rms_norm_bwd_objection,
+    rms_norm_bwd_smem_bytes,
+    rms_norm_fwd_config,
+    rms_norm_fwd_objection,
+)
+from quackish.configs.rules import NAMES, RULES
+from quackish.gpu import B200, H100, H200
+from quackish.ops import rms_norm_plans as plans
+from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
+from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
+
+BF16, FP32 = "bfloat16", "float32"
+FORWARD = RmsNormFwdProblem(4096, BF16, BF16, BF16)
+BACKWARD = RmsNormBwdProblem(4096, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
+LOGITS = GemmProblem("softmax", BF16, BF16)
+DLOGITS = GemmProblem("dlogits", BF16, BF16)
+DX = GemmProblem("rows", BF16, BF16, b_major="n")
+DW = GemmProblem("store", BF16, BF16, a_major="m", b_major="n", live="k")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where the user's table is, empty."""
+    monkeypatch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setattr(errors, "_warned", set())
+    choose.reload()
+    yield tmp_path
+    monkeypatch.undo()
+    choose.reload()
+
+
+# Forced --------------------------------------------------------------------------------------------------------------
+
+
+def chosen(kernel="rms_norm_bwd", problem=BACKWARD, on=H200):
+    return choose.choose(kernel, problem, on)
+
+
+def test_nothing_forced_and_no_table_is_the_analytical_choice():
+    assert chosen() == (
+        rms_norm_bwd_config(BACKWARD, H200),
+        "analytical",
+        choose.analytical(*("rms_norm_bwd", BACKWARD, H200)).reason,
+    )
+    assert "rms_norm_bwd_config, quackish/configs/rms_norm.py" in chosen().reason
+
+
+def test_fields_and_whole_configs_are_forced_for_the_block():
+    analytical = chosen().config
+    whole = RmsNormBwdConfig(512, 256, 2, 1)
+    with config(rms_norm_backward=dict(num_stages=4)):
+        assert chosen() == (
+            dataclasses.replace(analytical, num_stages=4), "forced", "with quackish.config(rms_norm_backward=...)",
+        )  # fmt: skip
+        assert chosen("rms_norm_fwd", FORWARD).source == "analytical"
+    with config(rms_norm_backward=whole, rms_norm_forward=dict(threads=512)):
+        assert chosen().config == whole
+        assert chosen("rms_norm_fwd", FORWARD).config.threads == 512
+    assert chosen() == choose.analytical("rms_norm_bwd", BACKWARD, H200)
+    assert quackish.config is config
+
+
+def test_blocks_nest_and_the_inner_fields_go_over_the_outer_ones():
+    with config(rms_norm_backward=dict(num_stages=4, ctas_per_sm=1)):
+        with config(rms_norm_backward=dict(num_stages=2)):
+            assert chosen().config.num_stages == 2
+            assert chosen().config.ctas_per_sm == 1
+            with config(rms_norm_backward=RmsNormBwdConfig(512, 256, 3, 1)):
+                assert chosen().config == RmsNormBwdConfig(512, 256, 3, 1)
+        assert chosen().config.num_stages == 4
+    assert chosen().source == "analytical"
+
+
+def test_an_exception_ends_the_block():
+    with pytest.raises(KeyError), config(rms_norm_backward=dict(num_stages=4)):
+        raise KeyError
+    assert chosen().source == "analytical"
+    with pytest.raises(ValueError), config(rms_norm_backward=dict(num_stages=1)):
+        chosen()
+    assert chosen().source == "analytical"
+
+
+def test_blocks_of_two_threads_end_in_any_order():
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with config(rms_norm_backward=dict(num_stages=4)):
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other, daemon=True)
+    with config(rms_norm_backward=dict(num_stages=4)):  # the same
+        thread.start()
+        entered.wait()
+    assert chosen().source == "forced"  # for the whole process
+    leave.set()
+    thread.join()
+    assert chosen().source == "analytical"
+
+
+@pytest.mark.parametrize(
+    "forced, text",
+    [
+        (dict(rms_norm=dict(threads=32)), "no kernel 'rms_norm'; expected one of rms_norm_forward, rms_norm_backward"),
+        (dict(rms_norm_backward=dict(stages=4)), "rms_norm_backward has no field 'stages'; expected one of threads"),
+        (dict(rms_norm_backward=dict(threads="8")), "threads is '8', a str; expected an int"),
+        (dict(rms_norm_backward=dict(threads=True)), "threads is True, a bool; expected an int"),
+        (dict(lce_dw=dict(group_along=1)), "lce_dw: group_along is 1, an int; expected a str"),
+        (dict(rms_norm_backward=4), "rms_norm_backward is an int; expected a dict of fields, or a RmsNormBwdConfig"),
+        (dict(rms_norm_backward=RmsNormFwdConfig(256, 128)), "is a RmsNormFwdConfig; expected a dict of fields, or a"),
+        (dict(rms_norm_forward=RmsNormFwdConfig(256.0, 128)), "threads is 256.0, a float; expected an int"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_at_once(forced, text):
+    with pytest.raises(ValueError) as refused, config(**forced):
+        raise AssertionError
+    assert text in str(refused.value)
+
+
+def test_a_gemm_has_a_name_for_each_product():
+    of = dict(lce_logits=LOGITS, lce_dlogits=DLOGITS, lce_dx=DX, lce_dw=DW)
+    for name, problem in of.items():
+        with config(**{name: dict(group=4)}):
+            forced = [other for other, p in of.items() if chosen("lce_gemm", p).source == "forced"]
+            assert forced == [name], problem
+    with config(lce_dx=dict(group=4)):  # the sums that `recompute` forms
+        assert chosen("lce_gemm", GemmProblem("store", BF16, FP32, b_major="n", accumulate=True)).config.group == 4
+
+
+def test_every_kernel_has_a_rule_and_a_name():
+    assert {kernel for kernel, _ in kernels._HERE} == set(RULES) == set(NAMES.values())
+
+
+# Legal or not --------------------------------------------------------------------------------------------------------
+
+
+def sizes():
+    around = {n + d for k in range(19) for n in (1 << k, 3 << k, 5 << k) for d in (-9, -1, 0, 1, 8)}
+    return sorted(n for n in around | set(range(1, 600, 13)) if 0 < n <= MAX_N)
+
+
+@pytest.mark.parametrize("on", [H100, H200, B200], ids=lambda on: on.name)
+def test_the_analytical_choice_of_a_norm_is_legal(on):
+    for n, aligned in itertools.product(sizes(), (True, False)):
+        if aligned and n % 8:
+            continue
+        for x, y, w, b, r in itertools.product(
+            (BF16, FP32), (BF16, FP32), (None, BF16, FP32), (None, FP32), (None, FP32)
+        ):
+            p = RmsNormFwdProblem(n, x, y, w, b, r, aligned=aligned)
+            assert rms_norm_fwd_objection(p, rms_norm_fwd_config(p, on), on) is None, p
+        for x, dy, dres, dx, dw, db in itertools.product(
+            (BF16, "float16", FP32), (BF16, FP32), (None, FP32), (None, BF16), (None, FP32), (None, FP32)
+        ):
+            if n > MAX_N_TWO_SUMS and dw and db:
+                continue
+            p = RmsNormBwdProblem(n, x, dy, FP32, dres, dx, None, dw, db, aligned=aligned)
+            assert rms_norm_bwd_objection(p, rms_norm_bwd_config(p, on), on) is None, p
+
+
+def test_the_analytical_choice_of_a_gemm_is_legal():
+    for dtype, bias, softcap, smoothing in itertools.product(
+        (BF16, "float16"), (None, FP32), (False, True), (False, True)
+    ):
+        options = dict(bias_dtype=bias, softcap=softcap, smoothing=smoothing, weighted=smoothing)
+        for problem in (
+            GemmProblem("softmax", dtype, None if smoothing else BF16, **options),
+            GemmProblem("softmax", dtype, None, **options, redo=True),
+            GemmProblem("dlogits", dtype, dtype, **options),
+        ):
+            assert gemm_objection(problem, gemm_config(problem, H200), H200) is None, problem
+    for out, split, accumulate in itertools.product((BF16, FP32), (False, True), (False, True)):
+        for problem in (
+            GemmProblem("rows", BF16, out, b_major="n", split_k=split),
+            GemmProblem("store", BF16, FP32, b_major="n", accumulate=accumulate),
+            dataclasses.replace(DW, out_dtype=out, accumulate=accumulate and out == FP32),
+        ):
+            assert gemm_objection(problem, gemm_config(problem, H200), H200) is None, problem
+
+
+LONG = RmsNormBwdProblem(65_536, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
+ODD = RmsNormBwdProblem(4097, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16, aligned=False)
+SHORT = RmsNormBwdProblem(64, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
+ILLEGAL = [
+    ("rms_norm_fwd", FORWARD, dict(threads=100), "threads is 100; expected a multiple of 32, up to 1024"),
+    ("rms_norm_fwd", FORWARD, dict(threads=2048), "threads is 2048; expected a multiple of 32, up to 1024"),
+    ("rms_norm_fwd", FORWARD, dict(threads_per_row=4), "threads_per_row is 4; expected 8, 16 or a multiple of 32"),
+    ("rms_norm_fwd", FORWARD, dict(threads_per_row=96), "threads is 256; expected a multiple of threads_per_row 96"),
+    ("rms_norm_fwd", FORWARD, dict(split_n=3), "split_n is 3; expected one of (1, 2, 4, 8, 16)"),
+    (
+        "rms_norm_fwd", FORWARD, dict(threads=512, split_n=2),
+        "threads is 512 with split_n 2; expected threads_per_row 256",
+    ),
+    (
+        "rms_norm_fwd", FORWARD, dict(threads_per_row=32),
+        "threads_per_row is 32 with split_n 1, 128 elements of a row a thread; expected more threads, so that it is at",
+    ),
+    ("rms_norm_bwd", SHORT, dict(threads=32, threads_per_row=32, split_n=16), "split_n is 16; expected fewer CTAs"),
+    ("rms_norm_bwd", BACKWARD, dict(threads=0), "threads is 0; expected a multiple of 32"),
+    ("rms_norm_bwd", BACKWARD, dict(num_stages=1), "num_stages is 1; expected 0, or at least 2"),
+    ("rms_norm_bwd", BACKWARD, dict(num_stages=-2), "num_stages is -2; expected 0, or at least 2"),
+    ("rms_norm_bwd", ODD, dict(num_stages=2), "num_stages is 2; expected 0, as the rows do not start and end on 16"),
+    (
+        "rms_norm_bwd", BACKWARD, dict(num_stages=8),
+        "num_stages is 8 with threads 256, threads_per_row 128 and ctas_per_sm 1, 262288 bytes of shared memory a CTA; "
+        "expected at most 232448 on H200",
+    ),
+    ("rms_norm_bwd", BACKWARD, dict(ctas_per_sm=3), "expected at most 76800 on H200"),
+    ("rms_norm_bwd", BACKWARD, dict(ctas_per_sm=0), "ctas_per_sm is 0 with threads 256; expected 1 to 8"),
+    ("rms_norm_bwd", BACKWARD, dict(ctas_per_sm=9), "ctas_per_sm is 9 with threads 256; expected 1 to 8"),
+    (
+        "rms_norm_bwd", BACKWARD, dict(threads=64, threads_per_row=32),
+        "256 numbers a thread to keep in 255 registers; expected more threads a row, or fewer threads on an SM",
+    ),
+    ("rms_norm_bwd", BACKWARD, dict(combine="tree"), 'combine is \'tree\'; expected "slices" or "turnstile"'),
+    ("rms_norm_bwd", BACKWARD, dict(cluster=2), "cluster is 2 with combine 'slices'"),
+    ("rms_norm_bwd", BACKWARD, dict(combine="turnstile", cluster=3), "cluster is 3; expected one of (1, 2, 4, 8, 16)"),
+    ("rms_norm_bwd", LONG, dict(combine="turnstile", cluster=2), "cluster is 2 with combine 'turnstile', split_n 8"),
+    ("lce_gemm", DW, dict(tile_m=96), "tile_m is 96; expected one of 64, 128, 192, 256"),
+    ("lce_gemm", DW, dict(tile_n=96), "tile_n is 96; expected one of 64, 128, 192, 256"),
+    ("lce_gemm", DW, dict(tile_k=256), "tile_k is 256; expected one of 32, 64, 128"),
+    ("lce_gemm", DW, dict(cluster_m=3), "cluster_m is 3; expected one of 1, 2, 4, 8"),
+    ("lce_gemm", DW, dict(cluster_n=16), "cluster_n is 16; expected one of 1, 2, 4, 8"),
+    ("lce_gemm", DW, dict(cluster_m=4, cluster_n=4), "cluster_m is 4 with cluster_n 4; expected at most 8 CTAs"),
+    ("lce_gemm", DW, dict(num_stages=1), "num_stages is 1; expected at least 2"),
+    ("lce_gemm", DW, dict(num_stages=5), "279552 bytes of shared memory; expected at most 232448 on H200"),
+    ("lce_gemm", DW, dict(group=0), "group is 0; expected at least 1"),
+    ("lce_gemm", DW, dict(group_along="k"), "group_along is 'k'; expected one of 'm', 'n'"),
+    ("lce_gemm", LOGITS, dict(tile_n=128), "tile_n is 128; expected 256, as a partial sum of the softmax"),
+    (
+        "lce_gemm", LOGITS, dict(tile_m=64, cluster_m=1),
+        "tile_m is 64 with cluster_m 1, 64 rows a cluster; expected a multiple of 128",
+    ),
+    ("lce_gemm", DLOGITS, dict(tile_m=192, cluster_m=1, tile_n=128, consumer_registers=160), "multiple of 128"),
+    ("lce_gemm", DW, dict(producer_registers=20), "producer_registers is 20 with threads 384; expected"),
+    ("lce_gemm", DW, dict(producer_registers=176), "producer_registers is 176 with threads 384; expected"),
+    ("lce_gemm", DW, dict(consumer_registers=244), "consumer_registers is 244 with threads 384; expected"),
+    (
+        "lce_gemm", DW, dict(producer_registers=40),
+        "consumer_registers is 240 with producer_registers 40 and tile_m 128; expected at most 232, as the CTA has",
+    ),
+    (
+        "lce_gemm", DW, dict(tile_m=192, num_stages=2, consumer_registers=160),
+        "tile_n is 256 with tile_m 192, 128 sums a thread; expected fewer than the 128 registers",
+    ),
+    ("lce_compact", LceCompactProblem("int64"), dict(threads=512), "threads is 512; expected 1024"),
+    ("lce_compact", LceCompactProblem("int64"), dict(each=0), "each is 0; expected 1 to 16"),
+    ("lce_gather", LceGatherProblem(64, BF16, "int64"), dict(vectors=3), "vectors is 3; expected 1, 2, 4 or 8"),
+    ("lce_scatter", LceScatterProblem(64, BF16), dict(threads=48), "threads is 48; expected a multiple of 32"),
+    ("lce_bias", LceBiasProblem(BF16, True, False), dict(lanes=7), "lanes is 7; expected a divisor of threads 512"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel, problem, fields, text", ILLEGAL, ids=lambda v: str(v)[:40])
+def test_an_illegal_config_is_refused_with_its_reason(kernel, problem, fields, text):
+    name = choose.name_of(kernel, problem)
+    with config(**{name: fields}), pytest.raises(ValueError) as refused:
+        chosen(kernel, problem)
+    assert text in str(refused.value)
+    assert str(refused.value).startswith(f"quackish.config: {name}: ")
+
+
+def test_legality_is_the_smaller_gpus_too():
+    small = dataclasses.replace(H200, name="small", smem_bytes=101_376, smem_bytes_per_sm=102_400)
+    with config(rms_norm_backward=dict(num_stages=4)):
+        assert chosen().source == "forced"
+        with pytest.raises(ValueError, match="expected at most 101376 on small"):
+            chosen(on=small)
+
+
+# What the formulas say is what the compiler makes.
+
+
+@pytest.mark.parametrize(
+    "problem, made",
+    [
+        (BACKWARD, RmsNormBwdConfig(256, 128, 3, 1)),
+        (BACKWARD, RmsNormBwdConfig(96, 96, 2, 2)),
+        (LONG, RmsNormBwdConfig(512, 512, 3, 1, 8)),
+        (dataclasses.replace(BACKWARD, n=1000, dbias_dtype=BF16), RmsNormBwdConfig(160, 32, 5, 1)),
+        (dataclasses.replace(BACKWARD, n=2048), RmsNormBwdConfig(256, 64, 3, 1, combine="turnstile", cluster=8)),
+        (dataclasses.replace(SHORT, dweight_dtype=None), RmsNormBwdConfig(32, 8, 2, 4)),
+        (ODD, RmsNormBwdConfig(512, 512, 0, 1, 2)),
+    ],
+    ids=str,
+)
+def test_shared_memory_of_a_norm_is_as_compiled(problem, made):
+    assert rms_norm_bwd_objection(problem, made, H200) is None
+    used = launch.resources(kernels.find("rms_norm_bwd", H200), problem, made, H200.target)
+    assert used.smem_bytes == rms_norm_bwd_smem_bytes(problem, made)
+
+
+@pytest.mark.parametrize(
+    "problem, made",
+    [
+        (LOGITS, GemmConfig()),
+        (dataclasses.replace(LOGITS, out_dtype=None), GemmConfig(tile_m=64, tile_k=32, num_stages=5)),
+        (DLOGITS, GemmConfig(tile_m=192, tile_n=192, num_stages=3, consumer_registers=160)),
+        (DX, GemmConfig(tile_m=64, tile_n=64, cluster_m=1, cluster_n=4, consumer_registers=248)),
+        (DW, GemmConfig(tile_m=256, tile_n=128, num_stages=3, consumer_registers=104)),
+    ],
+    ids=str,
+)
+def test_shared_memory_and_registers_of_a_gemm_are_as_compiled(problem, made):
+    assert gemm_objection(problem, made, H200) is None
+    used = launch.resources(kernels.find("lce_gemm", H200), problem, made, H200.target)
+    assert used.smem_bytes == gemm_smem_bytes(problem, made)
+    assert used.registers == made.launch_registers
+    assert used.threads == made.threads
+
+
+# What is kept of a choice --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The configs of launches, in order; CPU tensors go to kernels that do nothing, as on an H200."""
+    configs = []
+
+    def get(kernel, problem, config, target):
+        return lambda *args: configs.append(config)
+
+    no_kernel = plans.gpu_for
+    monkeypatch.setattr(plans, "gpu_for", lambda device: gpu.H200 if device.type == "cpu" else no_kernel(device))
+    monkeypatch.setattr(plans.kernels, "find", lambda name, gpu: name)
+    monkeypatch.setattr(plans.launch, "get", get)
+    monkeypatch.setattr(plans.workspace, "take", lambda *args: (0, 0, None))
+    monkeypatch.setattr(plans.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(plans.cuda, "stream_of", lambda index: 0)
+    monkeypatch.setattr(plans.cuda, "empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(plans, "_forward_plans", {})
+    monkeypatch.setattr(plans, "_backward_plans", {})
+    return configs
+
+
+def tensors(n=512):
+    return torch.randn(4, n).requires_grad_(), torch.ones(n).requires_grad_()
+
+
+def test_calls_in_the_block_are_launched_by_what_is_forced(launched):
+    x, w = tensors()
+    for _ in range(2):  # plans are there the second time
+        for forced in (None, dict(threads=64)):
+            launched.clear()
+            with config(**({} if forced is None else dict(rms_norm_forward=forced, rms_norm_backward=forced))):
+                rms_norm(x, w).sum().backward()
+                _, _, rstd = rms_norm_forward(x, w)
+                rms_norm_backward(x, x, w, rstd)
+            assert len(launched) == 4
+            assert [made.threads == 64 for made in launched] == [forced is not None] * 4
+
+
+def test_backward_alone_may_be_in_the_block(launched):
+    x, w = tensors()
+    rms_norm(x, w).sum().backward()  # from here on the graph's plan knows its backward
+    usual = launched[-1]
+    inside, after = rms_norm(x, w), rms_norm(x, w)
+    with config(rms_norm_backward=dict(threads=64)):
+        inside.sum().backward()
+        assert launched[-1] == dataclasses.replace(usual, threads=64)
+        late = rms_norm(x, w)
+    after.sum().backward()
+    assert launched[-1] == usual
+    late.sum().backward()
+    assert launched[-1] == usual
+
+
+def test_a_block_holds_for_other_threads(launched):
+    x, w = tensors()
+    y = rms_norm(x, w)
+    with config(rms_norm_backward=dict(threads=64)):
+        thread = threading.Thread(target=lambda: y.sum().backward())
+        thread.start()
+        thread.join()
+    assert launched[-1].threads == 64
+
+
+def test_an_illegal_config_is_refused_before_anything_is_launched(launched):
+    x, w = tensors()
+    y = rms_norm(x, w)
+    launched.clear()
+    with config(rms_norm_backward=dict(num_stages=1), rms_norm_forward=dict(threads=33)):
+        with pytest.raises(ValueError, match="rms_norm_forward: threads is 33; expected a multiple of 32, up to 1024"):
+            rms_norm(x, w)
+        with pytest.raises(ValueError, match="rms_norm_backward: num_stages is 1; expected 0, or at least 2"):
+            y.sum().backward(retain_graph=True)
+    assert launched == []
+    y.sum().backward()
+    assert launched[0].num_stages != 1
+
+
+def test_what_is_chosen_while_a_block_ends_is_not_kept(launched, monkeypatch):
+    """Another thread leaves its block after this call has chosen, before it has put its plan away."""
+    x, w = tensors()
+    block, choosing = config(rms_norm_forward=dict(threads=64)), plans.choose
+
+    def choose_then_leave(*args):
+        found = choosing(*args)
+        monkeypatch.setattr(plans, "choose", choosing)
+        block.__exit__(None, None, None)
+        return found
+
+    block.__enter__()
+    monkeypatch.setattr(plans, "choose", choose_then_leave)
+    rms_norm(x, w)
+    rms_norm(x, w)
+    assert [made.threads == 64 for made in launched] == [True, False]
+
+
+def test_linear_cross_entropy_looks_its_kernels_up_anew(launched):
+    device = torch.device("cpu")
+    gemms = GemmLaunches(device, H200)
+    k = LceKernels(device, gemms)
+    e, xs, live = torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(1)
+    out, acc, order = torch.zeros(64, 64), torch.zeros(128, 64), torch.zeros(128, dtype=torch.int32)
+
+    def both():
+        launched.clear()
+        k.dw(e, xs, live, 0, out, False)
+        k.scatter(acc, order, live, 0, out)
+        k.scale(out, live)
+        return [made.threads if not isinstance(made, GemmConfig) else made.group for made in launched]
+
+    usual = both()
+    with config(lce_dw=dict(group=3), lce_scatter=dict(threads=96), lce_scale=dict(threads=64)):
+        assert both() == [3, 96, 64]
+    assert both() == usual
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made_here(monkeypatch):
+    """Rows count as of this toolchain, whether it is installed here or not."""
+    monkeypatch.setattr(toolchain, "versions", lambda: {"quackish": "1", "nvidia-cutlass-dsl": "2", "cuda": "cu13"})
+
+
+TUNED = RmsNormBwdConfig(512, 256, 3, 1)
+
+
+def put(path=None, kernel="rms_norm_bwd", problem=BACKWARD, made=TUNED, on=H200):
+    table.add(path or table.user_path(), table.make_row(kernel, problem, on, made, "measured"))
+    choose.reload()
+
+
+def test_a_row_of_the_users_table_is_chosen(folder, made_here):
+    put()
+    assert chosen() == (TUNED, "user table", f"measured, in {folder / 'tuned.json'}")
+    with config(rms_norm_backward=dict(num_stages=2)):
+        assert chosen().config == dataclasses.replace(TUNED, num_stages=2)
+    others = dict(n=4104), dict(x_dtype=FP32), dict(dweight_dtype=FP32), dict(dweight_dtype=None), dict(aligned=False)
+    for fields in others:
+        assert chosen(problem=dataclasses.replace(BACKWARD, **fields)).source == "analytical", fields
+    # where rows lie does not decide their bits
+    assert chosen(problem=dataclasses.replace(BACKWARD, packed=False)).config == TUNED
+
+
+def test_rows_of_another_gpu_or_toolchain_do_not_count(made_here, monkeypatch):
+    put()
+    for other in (
+        H100,
+        B200,
+        dataclasses.replace(H200, name="H200 MIG 1g.18gb"),
+        dataclasses.replace(H200, target="x"),
+    ):
+        assert chosen(on=other).source == "analytical"
+    here = toolchain.versions()
+    for name in here:
+        with monkeypatch.context() as patch:
+            patch.setattr(toolchain, "versions", {**here, name: "0"}.copy)
+            choose.reload()
+            assert chosen().source == "analytical"
+    choose.reload()
+    assert chosen().source == "user table"
+
+
+def test_a_shipped_row_counts_for_every_toolchain_and_the_users_goes_before_it(tmp_path, made_here, monkeypatch):
+    shipped, other = tmp_path / "shipped.json", RmsNormBwdConfig(256, 256, 3, 1)
+    put(shipped)
+    monkeypatch.setattr(table, "shipped", functools.cache(lambda: table.read(shipped, any_toolchain=True)))
+    monkeypatch.setattr(toolchain, "versions", lambda: None)
+    assert chosen() == (TUNED, "shipped table", f"measured, in {shipped}")
+    monkeypatch.setattr(toolchain, "versions", lambda: {"quackish": "3"})
+    put(made=other)
+    assert chosen().config == other
+
+
+def test_the_shipped_table_is_whole_and_legal():
+    rows = table.shipped().rows
+    assert table.read(Path(table.__file__).with_name("tuned.json")).rows == rows
+    for row in rows:
+        made = RULES[row.kernel].config(**row.config)
+        problems = dict(rms_norm_fwd=RmsNormFwdProblem, rms_norm_bwd=RmsNormBwdProblem, lce_gemm=GemmProblem)
+        problem = problems[row.kernel](**row.problem)
+        on = gpu.NAMED[row.gpu.split()[0].lower()]
+        assert RULES[row.kernel].objection(problem, made, on) is None, row
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"format": 2, "rows": []}', '{"format": 1}', '{"format": 1, "rows": [1]}',
+                '{"format": 1, "rows": [{"kernel": "rms_norm_bwd"}]}', "\0\0", "half"],
+)  # fmt: skip
+def test_a_damaged_table_is_one_warning_and_the_analytical_choice(content, folder, made_here):
+    if content == "half":
+        put()
+        whole = (folder / "tuned.json").read_text()
+        content = whole[: len(whole) // 2]
+    (folder / "tuned.json").write_text(content)
+    choose.reload()
+    with pytest.warns(RuntimeWarning, match=r"tuned.json is not used, analytical choices are"):
+        assert chosen().source == "analytical"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose.reload()
+        assert chosen("rms_norm_fwd", FORWARD).source == "analytical"
+
+
+@pytest.mark.parametrize(
+    "fields, text",
+    [(dict(num_stages=1), "num_stages is 1"), (dict(stages=1), "stages"), (dict(combine="x"), "combine")],
+)
+def test_an_illegal_row_is_one_warning_and_the_analytical_choice(fields, text, folder, made_here):
+    put()
+    content = json.loads((folder / "tuned.json").read_text())
+    content["rows"][0]["config"] |= fields
+    (folder / "tuned.json").write_text(json.dumps(content))
+    choose.reload()
+    with pytest.warns(RuntimeWarning, match=f"A row of .*tuned.json is not used: .*{text}"):
+        assert chosen().source == "analytical"
+
+
+def test_a_folder_that_cannot_be_read_is_a_warning(folder):
+    (folder / "tuned.json").mkdir()
+    with pytest.warns(RuntimeWarning, match="Is a directory"):
+        assert chosen().source == "analytical"
+
+
+def test_rows_are_replaced_added_and_removed(folder, made_here):
+    put()
+    put(problem=dataclasses.replace(BACKWARD, n=2048))
+    put(made=RmsNormBwdConfig(256, 256, 2, 1))
+    put(on=B200)
+    assert [(row.gpu, row.problem["n"], row.config["num_stages"]) for row in table.user().rows] == [
+        ("H200", 2048, 3), ("H200", 4096, 2), ("B200", 4096, 3),
+    ]  # fmt: skip
+    assert table.remove(table.user_path(), table.make_row("rms_norm_bwd", BACKWARD, H200, TUNED))
+    assert not table.remove(table.user_path(), table.make_row("rms_norm_bwd", BACKWARD, H200, TUNED))
+    assert len(table.read(table.user_path()).rows) == 2
+
+
+def test_a_write_that_fails_leaves_the_old_table(folder, made_here, monkeypatch):
+    put()
+    before = (folder / "tuned.json").read_bytes()
+
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(table.os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        put(problem=dataclasses.replace(BACKWARD, n=2048))
+    assert [path.name for path in folder.iterdir()] == ["tuned.json"]
+    assert (folder / "tuned.json").read_bytes() == before
+
+
+def test_the_table_is_read_once_a_process(made_here):
+    put()
+    chosen()
+    table.user_path().unlink()
+    assert chosen().source == "user table"
+    choose.reload()
+    assert chosen().source == "analytical"
+
+
+SECOND_PROCESS = """
+from quackish import toolchain
+from quackish.configs import choose
+from quackish.configs.rms_norm import RmsNormBwdProblem
+from quackish.gpu import H200
+found = choose.choose("rms_norm_bwd", RmsNormBwdProblem(4096, "bfloat16", "bfloat16", "bfloat16", dx_dtype="bfloat16",
+    dweight_dtype="bfloat16"), H200)
+print(found.source, found.config.threads)
+"""
+
+
+@pytest.mark.skipif(toolchain.versions() is None, reason="needs nvidia-cutlass-dsl, whose version is in the table")
+def test_a_second_process_uses_the_table():
+    put()
+    done = subprocess.run([sys.executable, "-c", SECOND_PROCESS], capture_output=True, text=True)
+    assert done.stdout == "user table 512\n", done.stderr
