@@ -269,6 +269,14 @@ def test_no_linker(monkeypatch):
     assert "no linker" in notes()
 
 
+def test_a_torch_that_tvm_ffi_builds_an_extension_for(monkeypatch):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__", raising=False)
+    real = examine.version
+    monkeypatch.setattr(examine, "version", lambda name: "" if name == "torch-c-dlpack-ext" else real(name))
+    assert "pip install torch-c-dlpack-ext" in notes()
+
+
 # Cache and tables
 
 

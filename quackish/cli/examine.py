@@ -155,6 +155,11 @@ def compiler(problems: list[Problem], notes: list[str]) -> dict[str, str]:
         what = f"the compiler's runtime library is not where it should be, {tools.runtime}"
         again = f"`pip install --force-reinstall nvidia-cutlass-dsl-libs-{tools.flavour}=={tools.dsl}`."
         _missing(problems, notes, what, again)
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__") and not version("torch-c-dlpack-ext"):
+        notes.append(
+            "tvm_ffi builds an extension for this torch when it is first imported, which takes up to a minute. "
+            "`pip install torch-c-dlpack-ext` brings it built."
+        )
     linker = objects.linker()
     if linker is None:
         notes.append(

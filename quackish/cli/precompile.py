@@ -22,7 +22,7 @@ from pathlib import Path
 from quackish import kernels, launch
 from quackish.cli import explain
 from quackish.cli.cache import short
-from quackish.cli.explained import Refused
+from quackish.cli.explained import Explained, Refused
 from quackish.gpu import NAMED
 from quackish.launch import cache, parallel, upkeep
 from quackish.launch.parallel import Outcome
@@ -129,15 +129,26 @@ def _requests(calls: Iterable[argparse.Namespace]) -> tuple[list[launch.Request]
             where = explained.gpu.name if explained.gpu else "a CPU"
             without.append(f"{explained.op} {explained.shape} {explained.dtype} on {where}: {explained.portable}")
             continue
-        steps = list(explained.trace.steps)
+        requests |= dict.fromkeys(_of_trace(explained))
         if call.op == "linear_cross_entropy" and not call.no_grad:
             call.no_grad = True
-            steps += explain.explain(call).trace.steps
-        for step in steps:
-            if step.choice is not None:  # else it is a kernel of PyTorch's
-                kernel_class, target = kernels.find(step.kernel, explained.gpu), explained.gpu.target
-                requests[launch.Request(kernel_class, step.problem, step.choice.config, target)] = None
+            requests |= dict.fromkeys(_of_trace(explain.explain(call)))
     return list(requests), without
+
+
+def requests_of(op: str, shape: str, gpu: str) -> list[launch.Request]:
+    """The kernels of one call, forward and backward, with the options' defaults; in the order of their first launch."""
+    parser = argparse.ArgumentParser()
+    explain.add_arguments(parser)
+    explained = explain.explain(parser.parse_args([op, shape, "--gpu", gpu]))
+    return list(dict.fromkeys(_of_trace(explained)))
+
+
+def _of_trace(explained: Explained) -> Iterator[launch.Request]:
+    gpu = explained.gpu
+    for step in explained.trace.steps:
+        if step.choice is not None:  # else it is a kernel of PyTorch's
+            yield launch.Request(kernels.find(step.kernel, gpu), step.problem, step.choice.config, gpu.target)
 
 
 def _jobs(text: str) -> int:
