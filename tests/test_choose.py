@@ -42,6 +42,7 @@ from quackish.ops import rms_norm_plans as plans
 from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
+from tests import idle_kernels
 
 BF16, FP32 = "bfloat16", "float32"
 FORWARD = RmsNormFwdProblem(4096, BF16, BF16, BF16)
@@ -347,83 +348,68 @@ def test_shared_memory_and_registers_of_a_gemm_are_as_compiled(problem, made):
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """The configs of launches, in order; CPU tensors go to kernels that do nothing, as on an H200."""
-    configs = []
-
-    def get(kernel, problem, config, target):
-        return lambda *args: configs.append(config)
-
-    no_kernel = plans.gpu_for
-    monkeypatch.setattr(plans, "gpu_for", lambda device: gpu.H200 if device.type == "cpu" else no_kernel(device))
-    monkeypatch.setattr(plans.kernels, "find", lambda name, gpu: name)
-    monkeypatch.setattr(plans.launch, "get", get)
-    monkeypatch.setattr(plans.workspace, "take", lambda *args: (0, 0, None))
-    monkeypatch.setattr(plans.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(plans.cuda, "stream_of", lambda index: 0)
-    monkeypatch.setattr(plans.cuda, "empty", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(plans, "_forward_plans", {})
-    monkeypatch.setattr(plans, "_backward_plans", {})
-    return configs
+def launches(monkeypatch):
+    """In order; CPU tensors go to kernels that do nothing, as on an H200."""
+    return idle_kernels.install(monkeypatch)
 
 
 def tensors(n=512):
     return torch.randn(4, n).requires_grad_(), torch.ones(n).requires_grad_()
 
 
-def test_calls_in_the_block_are_launched_by_what_is_forced(launched):
+def test_calls_in_the_block_are_launched_by_what_is_forced(launches):
     x, w = tensors()
     for _ in range(2):  # plans are there the second time
         for forced in (None, dict(threads=64)):
-            launched.clear()
+            launches.clear()
             with config(**({} if forced is None else dict(rms_norm_forward=forced, rms_norm_backward=forced))):
                 rms_norm(x, w).sum().backward()
                 _, _, rstd = rms_norm_forward(x, w)
                 rms_norm_backward(x, x, w, rstd)
-            assert len(launched) == 4
-            assert [made.threads == 64 for made in launched] == [forced is not None] * 4
+            assert len(launches) == 4
+            assert [made.threads == 64 for _, _, made in launches] == [forced is not None] * 4
 
 
-def test_backward_alone_may_be_in_the_block(launched):
+def test_backward_alone_may_be_in_the_block(launches):
     x, w = tensors()
     rms_norm(x, w).sum().backward()  # from here on the graph's plan knows its backward
-    usual = launched[-1]
+    usual = launches[-1].config
     inside, after = rms_norm(x, w), rms_norm(x, w)
     with config(rms_norm_backward=dict(threads=64)):
         inside.sum().backward()
-        assert launched[-1] == dataclasses.replace(usual, threads=64)
+        assert launches[-1].config == dataclasses.replace(usual, threads=64)
         late = rms_norm(x, w)
     after.sum().backward()
-    assert launched[-1] == usual
+    assert launches[-1].config == usual
     late.sum().backward()
-    assert launched[-1] == usual
+    assert launches[-1].config == usual
 
 
-def test_a_block_holds_for_other_threads(launched):
+def test_a_block_holds_for_other_threads(launches):
     x, w = tensors()
     y = rms_norm(x, w)
     with config(rms_norm_backward=dict(threads=64)):
         thread = threading.Thread(target=lambda: y.sum().backward())
         thread.start()
         thread.join()
-    assert launched[-1].threads == 64
+    assert launches[-1].config.threads == 64
 
 
-def test_an_illegal_config_is_refused_before_anything_is_launched(launched):
+def test_an_illegal_config_is_refused_before_anything_is_launched(launches):
     x, w = tensors()
     y = rms_norm(x, w)
-    launched.clear()
+    launches.clear()
     with config(rms_norm_backward=dict(num_stages=1), rms_norm_forward=dict(threads=33)):
         with pytest.raises(ValueError, match="rms_norm_forward: threads is 33; expected a multiple of 32, up to 1024"):
             rms_norm(x, w)
         with pytest.raises(ValueError, match="rms_norm_backward: num_stages is 1; expected 0, or at least 2"):
             y.sum().backward(retain_graph=True)
-    assert launched == []
+    assert launches == []
     y.sum().backward()
-    assert launched[0].num_stages != 1
+    assert launches[0].config.num_stages != 1
 
 
-def test_what_is_chosen_while_a_block_ends_is_not_kept(launched, monkeypatch):
+def test_what_is_chosen_while_a_block_ends_is_not_kept(launches, monkeypatch):
     """Another thread leaves its block after this call has chosen, before it has put its plan away."""
     x, w = tensors()
     block, choosing = config(rms_norm_forward=dict(threads=64)), plans.choose
@@ -438,10 +424,10 @@ def test_what_is_chosen_while_a_block_ends_is_not_kept(launched, monkeypatch):
     monkeypatch.setattr(plans, "choose", choose_then_leave)
     rms_norm(x, w)
     rms_norm(x, w)
-    assert [made.threads == 64 for made in launched] == [True, False]
+    assert [made.threads == 64 for _, _, made in launches] == [True, False]
 
 
-def test_linear_cross_entropy_looks_its_kernels_up_anew(launched):
+def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
     device = torch.device("cpu")
     gemms = GemmLaunches(device, H200)
     k = LceKernels(device, gemms)
@@ -449,11 +435,11 @@ def test_linear_cross_entropy_looks_its_kernels_up_anew(launched):
     out, acc, order = torch.zeros(64, 64), torch.zeros(128, 64), torch.zeros(128, dtype=torch.int32)
 
     def both():
-        launched.clear()
+        launches.clear()
         k.dw(e, xs, live, 0, out, False)
         k.scatter(acc, order, live, 0, out)
         k.scale(out, live)
-        return [made.threads if not isinstance(made, GemmConfig) else made.group for made in launched]
+        return [made.threads if not isinstance(made, GemmConfig) else made.group for _, _, made in launches]
 
     usual = both()
     with config(lce_dw=dict(group=3), lce_scatter=dict(threads=96), lce_scale=dict(threads=64)):
