@@ -10,7 +10,7 @@ CALLS = {"late": 0}
 
 
 def forward(x, weight):
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6), None
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6), x.new_ones(len(x))
 
 
 def good(dy, x, weight, rstd):

@@ -20,7 +20,13 @@ from quackish.bench.files import read_csv  # noqa: E402
 from quackish.bench.measure_linear_cross_entropy import NONE_IGNORED  # noqa: E402
 from quackish.bench.measured import AGAIN  # noqa: E402
 from quackish.bench.providers_linear_cross_entropy import IGNORED, load  # noqa: E402
-from quackish.bench.truth_linear_cross_entropy import CONFIDENCE, Data, Truth, dlogits_of  # noqa: E402
+from quackish.bench.truth_linear_cross_entropy import (  # noqa: E402
+    CONFIDENCE,
+    Data,
+    Truth,
+    dlogits_of,
+    is_deterministic,
+)
 from quackish.testing.timing import take_turns  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -121,6 +127,24 @@ def test_ignored_rows_are_a_share_of_all():
     data = Data.make(50, 8, 20, "normal", 0.8, CPU)
     assert int((data.target == IGNORED).sum()) == 40
     assert int((data.all_targets == IGNORED).sum()) == 0
+
+
+@pytest.mark.parametrize("what", ["loss", "x", "w"])
+def test_bytes_that_differ_are_noticed(what):
+    data = Data.make(4, 8, 20, "normal", 0.0, CPU)
+    calls = []
+
+    def work():
+        calls.append(1)
+        late = torch.tensor(-0.0 if len(calls) == 3 else 0.0)  # equal as numbers
+        data.x.grad, data.w.grad = torch.zeros_like(data.x), torch.zeros_like(data.w)
+        if what != "loss":
+            getattr(data, what).grad[0, 0] = late
+        return late if what == "loss" else torch.tensor(1.0)
+
+    assert is_deterministic(work, data, 2)
+    calls.clear()
+    assert not is_deterministic(work, data, 3)
 
 
 # A run ---------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ENVIRONMENT = ("gpu", "driver", "torch", "cuda", "dsl", "tvm_ffi", "peers", "quackish", "commit", "rounds")
-JUDGED = ("ours", "peer", "own")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,7 @@ def _load(path: Path) -> "pd.DataFrame":
 
 def _verdict(row, fail: float) -> str:
     """slower or faster: beyond `fail` and beyond the noise, which is the range from p20 to p80."""
-    if row.role_b not in JUDGED:
+    if row.role_b not in schema.COMPETING:
         return ""
     if row.status_b != "ok":
         return "fails" if row.status_a == "ok" else "failed before"
@@ -121,7 +120,7 @@ def show(found: Comparison, console: "Console") -> None:
     for row in found.both.itertuples():
         numbers = (row.median_ms_a, row.median_ms_b, row.ratio, row.memory)
         shown = (("-" if n != n else f"{n:{f}}") for n, f in zip(numbers, (".4g", ".4g", ".3f", ".3f"), strict=True))
-        row_style = styles.get(row.verdict) or ("dim" if row.role_b not in JUDGED else None)
+        row_style = styles.get(row.verdict) or ("dim" if row.role_b not in schema.COMPETING else None)
         table.add_row(*(getattr(row, name) for name in left), *shown, row.verdict, style=row_style)
     console.print(table)
     for title, names in (("only before", found.only_before), ("only after", found.only_after)):

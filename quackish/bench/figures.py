@@ -29,6 +29,8 @@ STYLE = {
 
 def draw(results: Results, path: Path) -> list[Path]:
     """Draws to `path`'s name with _time, _roof and _memory, each as .svg and .png, and returns the files."""
+    if not results.providers(results.cells):
+        return []
     plt = plots.pyplot()
     made = []
     with plt.rc_context(STYLE):
@@ -75,7 +77,11 @@ def _over_shapes(plt: Any, results: Results, what: str) -> Any:
 
 def _line(ax: Any, results: Results, panel: Panel, name: str, what: str, style: dict) -> None:
     column, scale = ("median_ms", results.scale) if what == "time" else ("pct_of_roof", 1.0)
-    points = [(x, cell) for x, cell in zip(panel.xs, panel.cells, strict=True) if results.value(cell, name, column)]
+    points = [
+        (x, cell)
+        for x, cell in zip(panel.xs, panel.cells, strict=True)
+        if results.value(cell, name, column) and not results.is_wrong(cell, name)
+    ]
     if not points:
         return
     xs = [x for x, _ in points]
@@ -115,9 +121,10 @@ def _memory(plt: Any, results: Results) -> Any:
     shown = []
     for (direction, dtype), cells in results.groups().items():
         for cell in sorted(cells, key=lambda cell: -math.prod(cell.shape)):
-            names = results.providers([cell])
+            names = [name for name in results.providers([cell]) if not results.is_wrong(cell, name)]
             both = {name: (results.value(cell, name, "peak_mb"), results.ms(cell, name)) for name in names}
-            if all(point[0] for point in both.values()) and len(both) > 1:
+            both = {name: point for name, point in both.items() if point[0]}
+            if len(both) > 1:
                 shown.append((f"{direction}, {shape_name(cell.shape)}, {dtype}", cell, both))
                 break
     if not shown:

@@ -31,7 +31,7 @@ def log_axis(axis: Any) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axis.get_data_interval()
-    decades = math.log10(high / low) if low > 0 else 0.0
+    decades = math.log10(high / low) if 0 < low < high else 0.0  # infinite where nothing is drawn
     fine = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
     axis.set_major_locator(LogLocator(subs=fine if decades < 1.2 else (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")

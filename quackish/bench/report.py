@@ -43,7 +43,8 @@ def markdown(results: Results) -> str:
     for (direction, dtype), cells in results.groups().items():
         title = f"{direction}, {dtype}"
         parts += [f"## {title[0].upper()}{title[1:]}\n", markdown_table(*summary(results, cells, bold="**"))]
-        parts += ["<details><summary>Everything measured</summary>\n", _details(results, cells), "</details>\n"]
+        if results.providers(cells):
+            parts += ["<details><summary>Everything measured</summary>\n", _details(results, cells), "</details>\n"]
     if failures := results.failures():
         parts.append("## Not measured\n")
         parts += [f"- {name}: {reason} ({_places(cells)})" for (name, reason), cells in failures.items()]

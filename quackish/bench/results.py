@@ -42,7 +42,7 @@ class Results:
     def providers(self, cells: Iterable[Cell]) -> list[str]:
         """Those with a time in any of `cells`: ours, the known ones in their own order, the user's."""
         rows = [row for cell in cells for row in self.cells[cell].values()]
-        names = {row["provider"] for row in rows if row["role"] in ("ours", "peer", "own") and row["median_ms"]}
+        names = {row["provider"] for row in rows if row["role"] in schema.COMPETING and row["median_ms"]}
         order = {name: i for i, name in enumerate(self.op.providers)}
         return sorted(names, key=lambda name: (not is_ours(name), order.get(name, len(order)), name))
 

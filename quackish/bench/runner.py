@@ -63,7 +63,8 @@ def run(settings: Settings) -> Path:
         todo = {cell: of for cell, of in plan.items() if not _is_known(cell, of, known, ready["ready"], settings)}
         if len(todo) < len(plan):
             console().print(f"{path} has {len(plan) - len(todo)} of {len(plan)} cells already.", soft_wrap=True)
-        _measure(settings, supervisor, todo, shapes, log)
+        if todo:
+            _measure(settings, supervisor, todo, shapes, log)
     return path
 
 

@@ -52,6 +52,7 @@ KEY = ("op", "shape", "dtype", "direction", "provider")  # what a row is about
 # Rows that agree in these were measured in the same circumstances: --resume measures them no second time.
 SAME = tuple(name for name in (*ENVIRONMENT, "schema", "quackish", "source", "rounds") if name != "date")
 ERRORS = ("err_y", "err_loss", "err_dx", "err_dweight")
+COMPETING = ("ours", "peer", "own")  # roles that are compared
 WRONG = 0.1  # an error beyond this is no rounding: bf16's is 0.02 at its worst here
 
 
