@@ -38,7 +38,7 @@ def verdicts(a: Path, b: Path, fail: float = 0.03) -> dict[tuple[str, str], str]
 
 
 def test_slower_is_beyond_the_bar_and_beyond_the_noise(write):
-    a = write("a.csv", {(f"{m}x4", "quackish"): (1.0, 0.99, 1.01) for m in range(1, 7)})
+    a = write("a.csv", {(f"{m}x4", "quackish"): (1.0, 0.99, 1.01) for m in (1, 2, 3, 4, 5, 10)})
     b = write(
         "b.csv",
         {
@@ -47,7 +47,7 @@ def test_slower_is_beyond_the_bar_and_beyond_the_noise(write):
             ("3x4", "quackish"): (1.05, 1.005, 1.1),  # beyond, within the noise
             ("4x4", "quackish"): (0.96, 0.95, 0.97),
             ("5x4", "quackish"): (0.96, 0.95, 1.00),
-            ("6x4", "quackish"): (1.0, 0.9, 1.1),
+            ("10x4", "quackish"): (1.0, 0.9, 1.1),
         },
     )
     assert list(verdicts(a, b).values()) == ["", "slower", "noise", "faster", "noise", ""]

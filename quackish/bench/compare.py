@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quackish.bench import schema
+from quackish.bench.cells import parse_shape
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
+    from rich.table import Table
 
 ENVIRONMENT = ("gpu", "driver", "torch", "cuda", "dsl", "tvm_ffi", "peers", "quackish", "commit", "rounds")
 
@@ -37,6 +39,8 @@ def compare(before: Path, after: Path, fail: float, providers: Sequence[str] = (
     """
     a, b = _load(before), _load(after)
     joined = a.merge(b, on=list(schema.KEY), how="outer", indicator=True, suffixes=("_a", "_b"))
+    joined = joined.sort_values("shape", key=lambda shapes: shapes.map(parse_shape), kind="stable")
+    joined = joined.sort_values(["op", "direction", "dtype"], kind="stable")
     wanted = joined.provider.map(lambda name: any(fnmatch.fnmatchcase(name, p) for p in providers))
     joined = joined[wanted | joined[["role_a", "role_b"]].eq("roof").any(axis=1)]
     both = joined[joined._merge == "both"].copy()
@@ -108,21 +112,11 @@ def _sentence(row) -> str:
 
 def show(found: Comparison, console: "Console") -> None:
     """Prints the table, what only one file has, how the roofs moved, and the regressions."""
-    from rich.table import Table
-
     for change in found.changes:
         console.print(change, markup=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    left, right = ("op", "direction", "shape", "dtype", "provider"), ("before ms", "after ms", "ratio", "memory")
-    for name in (*left, *right, ""):
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
-    styles = {"slower": "red", "fails": "red", "faster": "green", "works": "green", "noise": "dim"}
-    for row in found.both.itertuples():
-        numbers = (row.median_ms_a, row.median_ms_b, row.ratio, row.memory)
-        shown = (("-" if n != n else f"{n:{f}}") for n, f in zip(numbers, (".4g", ".4g", ".3f", ".3f"), strict=True))
-        row_style = styles.get(row.verdict) or ("dim" if row.role_b not in schema.COMPETING else None)
-        table.add_row(*(getattr(row, name) for name in left), *shown, row.verdict, style=row_style)
-    console.print(table)
+    for (op, direction, dtype), rows in found.both.groupby(["op", "direction", "dtype"], sort=False):
+        console.print(f"\n{op}, {direction}, {dtype}, ms", markup=False)
+        console.print(_table(rows))
     for title, names in (("only before", found.only_before), ("only after", found.only_after)):
         if names:
             console.print(f"{title}: {'; '.join(names)}", markup=False, soft_wrap=True)
@@ -135,3 +129,18 @@ def show(found: Comparison, console: "Console") -> None:
         console.print(f"REGRESSION  {sentence}", style="red", markup=False, soft_wrap=True)
     beyond = f"slower by more than {100 * found.fail:g} % and beyond the noise"
     console.print(f"{len(regressions)} of {len(found.both)} rows {beyond}, or failing now")
+
+
+def _table(rows: "pd.DataFrame") -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("shape", "provider", "before", "after", "ratio", "memory ratio", ""):
+        table.add_column(name, justify="right" if name in ("before", "after", "ratio", "memory ratio") else "left")
+    styles = {"slower": "red", "fails": "red", "faster": "green", "works": "green", "noise": "dim"}
+    for row in rows.itertuples():
+        numbers = (row.median_ms_a, row.median_ms_b, row.ratio, row.memory)
+        shown = (("-" if n != n else f"{n:{f}}") for n, f in zip(numbers, (".4g", ".4g", ".3f", ".3f"), strict=True))
+        style = styles.get(row.verdict) or ("dim" if row.role_b not in schema.COMPETING else None)
+        table.add_row(row.shape, row.provider, *shown, row.verdict, style=style)
+    return table
