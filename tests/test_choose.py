@@ -38,10 +38,12 @@ from quackish.configs.rms_norm import (
 )
 from quackish.configs.rules import NAMES, RULES
 from quackish.gpu import B200, H100, H200
+from quackish.launch import compile
 from quackish.ops import rms_norm_plans as plans
 from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
+from quackish.testing.errors import error, same_bits
 from tests import idle_kernels
 
 BF16, FP32 = "bfloat16", "float32"
@@ -608,3 +610,100 @@ def test_a_second_process_uses_the_table():
     put()
     done = subprocess.run([sys.executable, "-c", SECOND_PROCESS], capture_output=True, text=True)
     assert done.stdout == "user table 512\n", done.stderr
+
+
+# On a GPU ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def observed():
+    """(kernel class, config) of launches."""
+    seen = []
+
+    def observe(function, args, kernel_class, problem, config):
+        seen.append((kernel_class.__name__, config))
+        function(*args)
+
+    compile.observe(observe)
+    yield seen
+    compile.observe(None)
+
+
+def norm_step(x, w, dy):
+    y = rms_norm(x, w, backend="cute")
+    return y, *torch.autograd.grad(y, (x, w), dy)
+
+
+@pytest.mark.gpu
+def test_a_forced_norm_is_launched_and_keeps_the_bits_that_it_must(observed):
+    x, dy = (torch.randn(1000, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    w = torch.randn(4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x.requires_grad_()
+    usual = norm_step(x, w, dy)
+    (_, forward), (_, backward) = observed
+    truth = [t.double() for t in usual]
+    # how many rows a CTA has, and how many stages, change the order of no sum of a row
+    for y_like, fields in (
+        (True, dict(rms_norm_forward=dict(threads=512), rms_norm_backward=dict(num_stages=4))),
+        (False, dict(rms_norm_forward=dict(threads=128, threads_per_row=128), rms_norm_backward=dict(threads=128))),
+        (False, dict(rms_norm_forward=dict(split_n=2), rms_norm_backward=RmsNormBwdConfig(256, 256, 2, 2))),
+    ):
+        observed.clear()
+        with config(**fields):
+            got = norm_step(x, w, dy)
+        made = [f if not isinstance(f, dict) else dataclasses.replace(base, **f)
+                for f, base in zip(fields.values(), (forward, backward), strict=True)]  # fmt: skip
+        assert [one for _, one in observed] == made
+        assert same_bits(got[0], usual[0]) or not y_like
+        assert all(error(one, true).within(1e-3, 0.02) for one, true in zip(got, truth, strict=True))
+        if y_like:
+            assert all(same_bits(one, other) for one, other in zip(got, usual, strict=True))
+    observed.clear()
+    assert all(same_bits(one, other) for one, other in zip(norm_step(x, w, dy), usual, strict=True))
+    assert [one for _, one in observed] == [forward, backward]
+
+
+@pytest.mark.gpu
+def test_an_illegal_norm_is_refused_on_the_gpu_too(observed):
+    x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
+    y = rms_norm(x, w)
+    observed.clear()
+    with (
+        config(rms_norm_backward=dict(num_stages=1)),
+        pytest.raises(ValueError, match="num_stages is 1; expected 0, or"),
+    ):
+        y.sum().backward(retain_graph=True)  # in autograd's own thread
+    assert observed == []
+    y.sum().backward()
+    assert len(observed) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a GEMM of ours"
+)
+@pytest.mark.parametrize("schedule", ["chunked", "stored", "recompute"])
+def test_forced_gemms_are_launched_and_have_the_same_results(schedule, observed):
+    make = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(700, 256, device="cuda", dtype=torch.bfloat16, generator=make)
+    w = torch.randn(3000, 256, device="cuda", dtype=torch.bfloat16, generator=make).mul_(0.06).requires_grad_()
+    target = torch.randint(3000, (700,), device="cuda", generator=make)
+    x.requires_grad_()
+
+    def step():
+        loss = quackish.linear_cross_entropy(x, w, target, schedule=schedule, backend="cute")
+        return loss.detach(), *torch.autograd.grad(loss, (x, w))
+
+    usual = step()
+    observed.clear()
+    small = dict(tile_n=128, num_stages=5, group=3, cluster_m=1, cluster_n=2)
+    with config(lce_logits=dict(group=3, group_along="n"), lce_dlogits=small, lce_dx=small, lce_dw=small):
+        got = step()
+    gemms = [one for name, one in observed if name == "GemmSm90"]
+    assert len(gemms) > 3
+    assert {one.group for one in gemms} == {3}
+    # a product is summed along k in one order, whatever the tiles are; unless clusters share tiles along k
+    assert same_bits(got[0], usual[0])
+    for one, other in zip(got[1:], usual[1:], strict=True):
+        assert same_bits(one, other) or error(one, other.double()).within(1e-3, 0.02)

@@ -137,7 +137,7 @@ def _launches(args: argparse.Namespace, shape: str) -> Iterator[tuple[str, Any, 
             sizes = {name: n for name, n in step.sizes.items() if name not in ("num_ctas", "max_clusters")}
             yield step.kernel, step.problem, sizes
     if not found:
-        raise Refused(f"there is nothing to tune: {args.op} has no GEMM of quackish's on this GPU")
+        raise Refused(f"there is nothing to tune: {args.op} has no GEMM of quackish's on {_gpu(args).name}")
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:
@@ -300,15 +300,12 @@ def _keep(one: Problem, outcome: search.Outcome, gpu: Gpu, path: Path) -> None:
     )
     row = table.make_row(kernel, problem, gpu, outcome.config, measured)
     print(f"  {_changes(outcome.config, choose.analytical(kernel, problem, gpu).config)}")
-    print(
-        f"  {100 * (outcome.gain - 1):.1f} % faster than the analytical choice, noise {100 * outcome.noise:.1f} %",
-        end="",
-    )
+    gain, noise = 100 * (outcome.gain - 1), 100 * outcome.noise
+    print(f"  {gain:.1f} % faster than the analytical choice, noise {noise:.1f} %")
     try:
         table.add(path, row)
-        print(f"; written to {path}\n")
+        print(f"  Written to {path}.\n")
     except OSError as error:
-        print("")
         raise Refused(f"{path} cannot be written: {error.strerror}; `with quackish.config(...)` forces it") from error
 
 
