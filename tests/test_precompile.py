@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quackish import launch, rms_norm
+from quackish import launch, rms_norm, toolchain
 from quackish.__main__ import main
 from quackish.cli import precompile
 from quackish.gpu import B200, H200, NAMED
@@ -28,8 +28,9 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """What would have been compiled: nothing is."""
+    """What would have been compiled: nothing is, and no compiler is needed."""
     asked = []
+    monkeypatch.setattr(toolchain, "find", lambda: toolchain.Toolchain("0", "0", "cu13", "x86_64", tmp_path))
 
     def compile_all(requests, jobs):
         asked.extend(requests)
@@ -209,6 +210,26 @@ def test_failures_are_told(compiled, capsys, monkeypatch):
     assert "0 compiled, 0 were there, 2 failed" in printed.out
 
 
+def test_without_a_compiler(compiled, capsys, monkeypatch):
+    def find():
+        raise ModuleNotFoundError("No module named 'cutlass'", name="cutlass")
+
+    monkeypatch.setattr(toolchain, "find", find)
+    assert main(["precompile", "rms_norm", "64x256", "--gpu", "h200"]) == 2
+    assert "the compiler is not installed (No module named 'cutlass')" in capsys.readouterr().err
+    assert compiled == []
+
+
+def test_interrupted(compiled, capsys, monkeypatch):
+    def compile_all(requests, jobs):
+        yield Outcome(requests[0], "compiled", "")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parallel, "compile_all", compile_all)
+    assert main(["precompile", "rms_norm", "64x256", "--gpu", "h200"]) == 130
+    assert "what is compiled so far is kept" in capsys.readouterr().err
+
+
 def test_on_disk_afterwards(tmp_path):
     """As a user runs it, twice, and then a process that asks for the same."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
@@ -242,3 +263,45 @@ def test_progress_with_rich(monkeypatch, capsys):
     outcomes = [Outcome(None, "compiled", "")] * 3
     assert list(precompile._with_progress(iter(outcomes), 3)) == outcomes
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() not in ((9, 0), (10, 0)),
+    reason="needs a GPU that kernels run on",
+)
+def test_operations_compile_nothing_more(tmp_path):
+    """Exported, imported into an empty cache folder, and used: by a process that compiles nothing."""
+    env = {**os.environ, "QUACKISH_CACHE_DIR": str(tmp_path / "made")}
+    cwd = Path(__file__).parents[1]
+
+    def quackish(*words):
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=cwd, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    quackish("-m", "quackish", "precompile", "rms_norm", "512x1024", "--residual", "--gpu", "this")
+    quackish("-m", "quackish", "precompile", "linear_cross_entropy", "512x256x2000", "--gpu", "this")
+    quackish("-m", "quackish", "cache", "export", str(tmp_path / "kernels.tar"))
+    env["QUACKISH_CACHE_DIR"] = str(tmp_path / "imported")
+    assert "of no use" not in quackish("-m", "quackish", "cache", "import", str(tmp_path / "kernels.tar"))
+    code = """
+import sys
+import torch
+import quackish
+from quackish.launch import counters
+bf16 = dict(dtype=torch.bfloat16, device="cuda", requires_grad=True)
+x, r, w = torch.randn(512, 1024, **bf16), torch.randn(512, 1024, **bf16), torch.ones(1024, **bf16)
+sum(quackish.rms_norm(x, w, residual=r)).sum().backward()
+x, w = torch.randn(512, 256, **bf16), torch.randn(2000, 256, **bf16)
+target = torch.arange(512, device="cuda")
+quackish.linear_cross_entropy(x, w, target).backward()
+with torch.no_grad():
+    quackish.linear_cross_entropy(x, w, target)
+torch.cuda.synchronize()
+print(counters.compiles, counters.disk_loads > 8, counters.launches > 8, "cutlass" in sys.modules)
+"""
+    from quackish.launch import objects
+
+    imported = objects.linker() is None
+    assert quackish("-c", code).strip() == f"0 True True {imported}"

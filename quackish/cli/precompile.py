@@ -19,10 +19,11 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from quackish import kernels, launch
+from quackish import kernels, launch, toolchain
 from quackish.cli import explain
 from quackish.cli.cache import short
 from quackish.cli.explained import Explained, Refused
+from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED
 from quackish.launch import cache, parallel, upkeep
 from quackish.launch.parallel import Outcome
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        _check_cache()
+        _check_here()
         calls = list(_calls(args))
         requests, without = _requests(calls)
     except (Refused, OSError) as error:
@@ -49,10 +50,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"nothing to compile: {reason}")
     started, count = time.perf_counter(), dict.fromkeys(("compiled", "loaded", "failed"), 0)
     jobs = min(args.jobs or max(1, parallel.default_jobs(len(requests))), len(requests))
-    for outcome in _with_progress(parallel.compile_all(requests, jobs), len(requests)):
-        count[outcome.status] += 1
-        if outcome.status == "failed":
-            print(f"{_name(outcome)} failed: {outcome.message}", file=sys.stderr)
+    try:
+        for outcome in _with_progress(parallel.compile_all(requests, jobs), len(requests)):
+            count[outcome.status] += 1
+            if outcome.status == "failed":
+                print(f"{_name(outcome)} failed: {outcome.message}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("precompile: interrupted; what is compiled so far is kept", file=sys.stderr)
+        return 130
     print(
         f"{len(requests)} kernels: {count['compiled']} compiled, {count['loaded']} were there, {count['failed']} "
         f"failed; {time.perf_counter() - started:.1f} s in {jobs} processes; they are in {cache.location()}"
@@ -60,12 +65,19 @@ def run(args: argparse.Namespace) -> int:
     return 1 if count["failed"] or without else 0
 
 
-def _check_cache() -> None:
+def _check_here() -> None:
+    """Raises Refused where nothing can be compiled or kept."""
     if cache.is_off():
         raise Refused("QUACKISH_CACHE=0 turns the cache off; there is nothing to fill")
     fault = upkeep.folder_fault()
     if fault:
         raise Refused(f"the cache folder {cache.location()} cannot be used: {fault}")
+    try:
+        toolchain.find()
+    except ModuleNotFoundError as error:
+        raise Refused(f"the compiler is not installed ({error}); `pip install nvidia-cutlass-dsl`") from None
+    except UnsupportedError as error:
+        raise Refused(str(error)) from None
 
 
 # What is to be compiled ----------------------------------------------------------------------------------------------
