@@ -129,8 +129,8 @@ def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | 
     # what the kernels around it count on
     if p.epilogue == "softmax" and c.tile_n != softmax_tile_n():
         return (
-            f"tile_n is {c.tile_n}; expected {softmax_tile_n()}, as a partial sum of the softmax, which other kernels add "
-            "up, is over so many classes"
+            f"tile_n is {c.tile_n}; expected {softmax_tile_n()}, as a partial sum of the softmax, which other kernels "
+            "add up, is over so many classes"
         )
     if p.epilogue in ("softmax", "dlogits") and c.tile_m * c.cluster_m % ROW_TILE:
         return (
