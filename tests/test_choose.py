@@ -17,6 +17,7 @@ import quackish
 from quackish import config, errors, gpu, kernels, launch, toolchain
 from quackish.configs import choose, table
 from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_objection, gemm_smem_bytes
+from quackish.configs.lce_cublas import LceClearProblem
 from quackish.configs.lce_rows import (
     LceBiasProblem,
     LceCompactProblem,
@@ -40,6 +41,7 @@ from quackish.configs.rules import NAMES, RULES
 from quackish.gpu import B200, H100, H200
 from quackish.launch import compile
 from quackish.ops import rms_norm_plans as plans
+from quackish.ops.linear_cross_entropy_cublas import CublasGemms
 from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
@@ -447,6 +449,14 @@ def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
     with config(lce_dw=dict(group=3), lce_scatter=dict(threads=96), lce_scale=dict(threads=64)):
         assert both() == [3, 96, 64]
     assert both() == usual
+
+    cublas = CublasGemms(device, B200)
+    clears = []
+    for forced in (dict(), dict(lce_clear=dict(threads=96)), dict()):
+        with config(**forced):
+            cublas._find(("clear",), "lce_clear", LceClearProblem(64, BF16))()
+            clears.append(launches[-1].config.threads)
+    assert clears == [256, 96, 256]
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

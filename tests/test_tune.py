@@ -112,20 +112,19 @@ def test_resources_are_those_of_the_compiled_kernels(monkeypatch, tmp_path):
     from quackish import kernels
 
     truth = [launch.resources(kernels.find("rms_norm_bwd", H200), problem, one, H200.target) for one in configs]
-    found = dict(
-        resources.examine("rms_norm_bwd", problem, configs, H200, compiling=False)
-    )  # in processes of their own
+    wanted = [("rms_norm_bwd", problem, one) for one in configs]
+    found = dict(resources.examine(wanted, H200, compiling=False))  # in processes of their own
     assert [found[0], found[1]] == truth
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})  # here
     monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "cache"))
-    assert dict(resources.examine("rms_norm_bwd", problem, configs, H200, compiling=True)) == found
+    assert dict(resources.examine(wanted, H200, compiling=True)) == found
     assert len(list((tmp_path / "cache").glob("RmsNormBwd-sm_90a-*.kernel"))) == 2  # where this process finds them
 
 
 def test_what_does_not_compile_says_why(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     broken = GemmConfig(tile_m=192, num_stages=2, consumer_registers=160)  # more sums than registers
-    ((i, why),) = resources.examine("lce_gemm", DX, [broken], H200, compiling=True)
+    ((i, why),) = resources.examine([("lce_gemm", DX, broken)], H200, compiling=True)
     assert i == 0
     assert "GemmSm90 does not compile for sm_90a" in why
 
@@ -372,9 +371,9 @@ def test_without_a_gpu_it_says_so(capsys):
     )
 
 
-def fake_examine(kernel, problem, configs, gpu, compiling):
+def fake_examine(wanted, gpu, compiling):
     fine, spilled = Resources(100, 0, 0, 0, 4096, 256), Resources(255, 16, 1, 1, 4096, 256)
-    for i, _ in reversed(list(enumerate(configs))):
+    for i, _ in reversed(list(enumerate(wanted))):
         yield i, {1: spilled, 2: "RmsNormFwd does not compile for sm_90a: no\nmore"}.get(i, fine)
 
 
@@ -398,9 +397,9 @@ def test_without_cuobjdump_a_dry_run_still_lists_them(monkeypatch, capsys):
 
     monkeypatch.setattr(resources, "examine", none)
     assert main(["tune", "rms_norm_forward", "128x4096", "--dry-run", "--candidates", "3", "--gpu", "h200"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "threads_per_row=320" in out
-    assert "Registers are not looked at: launch.resources needs cuobjdump" in out
+    assert "registers are not looked at: launch.resources needs cuobjdump" in err
 
 
 @pytest.fixture
@@ -433,12 +432,12 @@ def test_what_gains_is_written_and_used(on_a_gpu, folder, capsys):
     everything = candidates("rms_norm_fwd", FORWARD, H200, 4)
     assert configs == [everything[0], *everything[3:]]  # not what spills or does not compile
     out = capsys.readouterr().out
-    assert "11.1 % faster than the analytical choice, noise 1.0 %" in out
+    assert "11.1 % faster than the analytical choice, noise 1.0 %." in out
     assert f"Written to {folder / 'tuned.json'}." in out
     assert "m=4096           10.0      9.0  1.111" in out
     found = choose.choose("rms_norm_fwd", FORWARD, H200)
     assert (found.config, found.source) == (configs[-1], "user table")
-    assert "at m=4096: 1.111 times as fast as the analytical choice, noise 0.010" in found.reason
+    assert "11.1 % faster than the analytical choice at m=4096 (20" in found.reason
     (row,) = json.loads((folder / "tuned.json").read_text())["rows"]
     assert row["gpu"] == "H200"
     assert set(row["toolchain"]) == {"quackish", "nvidia-cutlass-dsl", "cuda"}

@@ -152,47 +152,43 @@ def _amount(kernel: str, problem: Any, sizes: dict[str, int]) -> int:
 # Candidates ----------------------------------------------------------------------------------------------------------
 
 
+class Examined(NamedTuple):
+    config: Any
+    used: Resources | str | None  # of an SM; or why it does not compile; None where that cannot be had
+
+    @property
+    def is_worth_timing(self) -> bool:
+        return self.used is None or not (isinstance(self.used, str) or resources.spills(self.used))
+
+
 def dry_run(problems: Sequence[Problem], gpu: Gpu, most: int) -> int:
-    for kernel, problem, sizes in problems:
-        configs = candidates(kernel, problem, gpu, most)
-        used, note = _examined(kernel, problem, configs, gpu, compiling=False)
-        print(f"{Problem(kernel, problem, sizes).title}, on {gpu.name}")
-        print(f"at {'; '.join(describe(None, size) for size in sizes)}")
-        rows = [
-            [str(i), _changes(config, configs[0]), *_cells(used.get(i))] for i, config in enumerate(configs)
-        ]  # fmt: skip
-        print(
-            text_table(
-                [
-                    "",
-                    "config",
-                    "registers",
-                    "shared B",
-                    "",
-                ],
-                rows,
-                "rlrrl",
-            )
-        )
-        print(f"{note}\n" if note else "")
+    everything = [candidates(kernel, problem, gpu, most) for kernel, problem, _ in problems]
+    for one, examined in zip(problems, _examine(problems, everything, gpu, compiling=False), strict=True):
+        print(f"{one.title}, on {gpu.name}")
+        print(f"at {'; '.join(describe(None, size) for size in one.sizes)}")
+        base = examined[0].config
+        rows = [[str(i), _changes(config, base), *_cells(used)] for i, (config, used) in enumerate(examined)]
+        print(text_table(["", "config", "registers", "shared B", ""], rows, "rlrrl") + "\n")
     return 0
 
 
-def _examined(
-    kernel: str, problem: Any, configs: Sequence[Any], gpu: Gpu, compiling: bool
-) -> tuple[dict[int, Resources | str], str]:
-    """What each takes, or why it does not compile; and a note where that cannot be had."""
+def _examine(
+    problems: Sequence[Problem], everything: Sequence[Sequence[Any]], gpu: Gpu, compiling: bool
+) -> list[list[Examined]]:
+    """The candidates of each problem, with what they take."""
     if toolchain.versions() is None:
         raise Refused("nvidia-cutlass-dsl, the compiler, is not installed; pip install nvidia-cutlass-dsl")
-    found = {}
+    wanted = [(*one[:2], config) for one, configs in zip(problems, everything, strict=True) for config in configs]
+    used: dict[int, Resources | str] = {}
     try:
-        with _progress(f"compiling {len(configs)} candidates", len(configs)) as advance:
-            for i, used in resources.examine(kernel, problem, configs, gpu, compiling):
-                found[i] = used
+        with _progress(f"compiling {len(wanted)} candidates", len(wanted)) as advance:
+            for i, found in resources.examine(wanted, gpu, compiling):
+                used[i] = found
                 advance()
     except FileNotFoundError as error:
-        return found, f"Registers are not looked at: {error}"
-    return found, ""
+        print(f"tune: registers are not looked at: {error}", file=sys.stderr)
+    rest = iter(range(len(wanted)))
+    return [[Examined(config, used.get(next(rest))) for config in configs] for configs in everything]
 
 
 def _cells(used: Resources | str | None) -> list[str]:
@@ -235,39 +231,29 @@ def _progress(words: str, total: int) -> Iterator[Callable[..., None]]:
 
 
 def tune(problems: Sequence[Problem], gpu: Gpu, most: int) -> int:
-    path, failed = table.user_path(), 0
-    device = torch.device("cuda", torch.cuda.current_device())
-    for one in problems:
-        print(one.title)
+    failed, device = 0, torch.device("cuda", torch.cuda.current_device())
+    everything = [_candidates(one, gpu, most) for one in problems]
+    for one, examined in zip(problems, _examine(problems, everything, gpu, compiling=True), strict=True):
+        worth = [config for i, (config, _) in enumerate(examined) if i == 0 or examined[i].is_worth_timing]
+        print(f"{one.title}\n  {len(examined) - 1} candidates, {len(worth) - 1} of them without spilled registers")
+        shapes = [_shape(one.kernel, one.problem, size, gpu, device) for size in one.sizes]
         try:
-            outcome = _tune(one, gpu, device, most)
+            with _progress("timing", search.num_steps(len(shapes))) as advance:
+                outcome = search.search(worth, shapes, device, advance=advance)
         except RuntimeError as error:  # out of memory, say; the other problems may do
             failed += 1
             print(f"  failed: {type(error).__name__}: {error}\n", file=sys.stderr)
             continue
         _tell(one, outcome)
-        _keep(one, outcome, gpu, path)
+        _keep(one, outcome, gpu, table.user_path())
     choose.reload()
     return 1 if failed else 0
 
 
-def _tune(one: Problem, gpu: Gpu, device: torch.device, most: int) -> search.Outcome:
-    kernel, problem, sizes = one
-    configs = candidates(kernel, problem, gpu, most)
-    kept = choose.tabled(kernel, problem, gpu).config  # it may lie further away
-    configs += [kept] * (kept not in configs)
-    used, note = _examined(kernel, problem, configs, gpu, compiling=True)
-    if note:
-        print(f"  {note}", file=sys.stderr)
-    worth = [c for i, c in enumerate(configs) if i == 0 or _is_worth_timing(used.get(i))]
-    print(f"  {len(configs) - 1} candidates, {len(worth) - 1} of them without spilled registers")
-    shapes = [_shape(kernel, problem, size, gpu, device) for size in sizes]
-    with _progress("timing", search.num_steps(len(shapes))) as advance:
-        return search.search(worth, shapes, device, advance=advance)
-
-
-def _is_worth_timing(used: Resources | str | None) -> bool:
-    return used is None or not (isinstance(used, str) or resources.spills(used))
+def _candidates(one: Problem, gpu: Gpu, most: int) -> list[Any]:
+    configs = candidates(one.kernel, one.problem, gpu, most)
+    kept = choose.tabled(one.kernel, one.problem, gpu).config  # it may lie further away
+    return configs + [kept] * (kept not in configs)
 
 
 def _shape(kernel: str, problem: Any, sizes: dict[str, int], gpu: Gpu, device: torch.device) -> search.Shape:
@@ -289,22 +275,21 @@ def _tell(one: Problem, outcome: search.Outcome) -> None:
 
 def _keep(one: Problem, outcome: search.Outcome, gpu: Gpu, path: Path) -> None:
     kernel, problem, sizes = one
-    if outcome.why:
-        gone = table.remove(path, table.make_row(kernel, problem, gpu, outcome.config))
-        print(f"  The analytical choice stays: {outcome.why}." + (" Its row is removed.\n" if gone else "\n"))
-        return
+    gain, noise = 100 * (outcome.gain - 1), 100 * outcome.noise
     at = ", ".join(describe(None, size) for size in sizes)
     measured = (
-        f"measured {time.strftime('%Y-%m-%d')} at {at}: {outcome.gain:.3f} times as fast as the analytical choice, "
-        f"noise {outcome.noise:.3f}"
+        f"{gain:.1f} % faster than the analytical choice at {at} ({time.strftime('%Y-%m-%d')}, noise {noise:.1f} %)"
     )
     row = table.make_row(kernel, problem, gpu, outcome.config, measured)
-    print(f"  {_changes(outcome.config, choose.analytical(kernel, problem, gpu).config)}")
-    gain, noise = 100 * (outcome.gain - 1), 100 * outcome.noise
-    print(f"  {gain:.1f} % faster than the analytical choice, noise {noise:.1f} %")
     try:
-        table.add(path, row)
-        print(f"  Written to {path}.\n")
+        if outcome.why:
+            gone = table.remove(path, row)
+            print(f"  The analytical choice stays: {outcome.why}.{' Its row is removed.' * gone}\n")
+        else:
+            print(f"  {_changes(outcome.config, choose.analytical(kernel, problem, gpu).config)}")
+            print(f"  {gain:.1f} % faster than the analytical choice, noise {noise:.1f} %.")
+            table.add(path, row)
+            print(f"  Written to {path}.\n")
     except OSError as error:
         raise Refused(f"{path} cannot be written: {error.strerror}; `with quackish.config(...)` forces it") from error
 

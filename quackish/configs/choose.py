@@ -102,8 +102,9 @@ def config(**forced: Any) -> Iterator[None]:
     take the portable path are not affected.
 
     It holds for the whole process, as backward runs in threads of its own: not for two threads that want different
-    configs at a time. A CUDA graph keeps the configs that it was captured with. Entering and leaving forget what calls
-    had looked up, so the first calls after either take longer; otherwise it costs nothing.
+    configs at a time. It goes around calls of compiled code (`torch.compile`), not inside it. A CUDA graph keeps the
+    configs that it was captured with. Entering and leaving forget what calls had looked up, so the first calls after
+    either take longer; otherwise it costs nothing.
     """
     global _forced
     for name, changes in forced.items():

@@ -74,11 +74,19 @@ def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.devi
 
 
 class _Gemms(GemmLaunches):
-    """Keeps the kernels that it has found, whatever is chosen later."""
+    """Keeps the kernels that it has found, whatever is chosen later; asked for one problem alone."""
+
+    def __init__(self, device: torch.device, problem: GemmProblem):
+        super().__init__(device)
+        self.problem = problem
 
     def forget_choices(self) -> None:
         if not hasattr(self, "_gemms"):
             super().forget_choices()
+
+    def _compile(self, key: tuple, **fields):
+        assert GemmProblem(**fields) == self.problem, (GemmProblem(**fields), self.problem)
+        return super()._compile(key, **fields)
 
 
 def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Callable[[], Run]:
@@ -97,7 +105,7 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
         launch, outputs = _dx(p, m, n, k, device)
 
     def make() -> Run:
-        gemms = _Gemms(device)
+        gemms = _Gemms(device, p)
 
         def run() -> tuple[Tensor | None, ...]:
             launch(gemms)

@@ -17,30 +17,31 @@ from quackish.launch.compile import Request, lock, object_of
 _MOST_PROCESSES = 16
 
 
-def examine(
-    kernel: str, problem: Any, configs: Sequence[Any], gpu: Gpu, compiling: bool
-) -> Iterator[tuple[int, Resources | str]]:
-    """(index of a config, its resources or why it does not compile), as they come.
+Candidate = tuple[str, Any, Any]  # kernel, problem, config
+
+
+def examine(wanted: Sequence[Candidate], gpu: Gpu, compiling: bool) -> Iterator[tuple[int, Resources | str]]:
+    """(which one, its resources or why it does not compile), as they come.
 
     `compiling`: those that do not spill are also compiled for launching. Raises FileNotFoundError without a cuobjdump.
     """
-    processes = min(len(configs), len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    processes = min(len(wanted), len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     if processes < 2:
-        for i, config in enumerate(configs):
-            yield i, _examine(kernel, problem, config, gpu, compiling)
+        for i, one in enumerate(wanted):
+            yield i, _examine(one, gpu, compiling)
         return
     context = multiprocessing.get_context("spawn")  # a fork would share what CUDA and the compiler have started
     pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=context)
     try:
-        jobs = [(kernel, problem, config, gpu, compiling) for config in configs]
-        waiting = {pool.submit(_examine, *job): i for i, job in enumerate(jobs)}
+        waiting = {pool.submit(_examine, one, gpu, compiling): i for i, one in enumerate(wanted)}
         for done in concurrent.futures.as_completed(waiting):
             yield waiting[done], done.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _examine(kernel: str, problem: Any, config: Any, gpu: Gpu, compiling: bool) -> Resources | str:
+def _examine(one: Candidate, gpu: Gpu, compiling: bool) -> Resources | str:
+    kernel, problem, config = one
     kernel_class = kernels.find(kernel, gpu)
     try:
         used = launch.resources(kernel_class, problem, config, gpu.target)
