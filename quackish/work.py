@@ -223,7 +223,8 @@ def _gemm_tiles(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
 
 
 def _gemm_ctas(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
-    return min(_gemm_tiles(problem, config, s), s["max_clusters"] * config.cluster_m * config.cluster_n)
+    resident = s["max_clusters"] * config.cluster_m * config.cluster_n
+    return resident if problem.cut_last else min(_gemm_tiles(problem, config, s), resident)
 
 
 def _exp_ctas(problem: LceExpProblem, config: LceWarpsConfig, s: Sizes) -> int:
@@ -291,7 +292,7 @@ KERNELS = {
     ),
     "lce_gemm": Kernel(
         ("GemmSm90",),
-        "a a2 b d epilogue_args num_live (m n k k_split start) strides max_clusters stream",
+        "a a2 b d epilogue_args last_wave_args num_live (m n k k_split start) strides max_clusters stream",
         ("m", "n", "k", "max_clusters"),
         _lce_gemm,
         _gemm_ctas,
@@ -299,7 +300,7 @@ KERNELS = {
     ),
     "lce_compact": Kernel(
         ("LceCompact",),
-        "target class_weight num_items_at order inv_divisor num_live num_items ignore_index v m stream",
+        "target class_weight num_items_at order inv_divisor tickets num_live num_items ignore_index v m stream",
         ("v", "m"),
         _lce_compact,
         lambda problem, config, s: 1,

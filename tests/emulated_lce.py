@@ -55,8 +55,9 @@ class EmulatedKernels:
         return live, min(rows, -(-live // ROW_TILE) * ROW_TILE)
 
     @launcher
-    def compact(self, target, class_weight, num_items, ignore_index, v, mean, order, num_live, inv_divisor):
+    def compact(self, target, class_weight, num_items, ignore_index, v, mean, order, num_live, inv_divisor, tickets):
         order, num_live, inv_divisor = map(writable, (order, num_live, inv_divisor))
+        writable(tickets).zero_()
         live = target != ignore_index
         assert order.shape == target.shape
         order.copy_(torch.cat([live.nonzero()[:, 0], (~live).nonzero()[:, 0]]))
@@ -220,7 +221,8 @@ class EmulatedKernels:
             xs[live:padded] = 0
 
     @launcher
-    def dx(self, e, e2, v_split, w, row_scale, order, num_live, start, out, accumulate):
+    def dx(self, e, e2, v_split, w, row_scale, order, num_live, start, out, accumulate, tickets=None):
+        assert tickets is None or not tickets.any()
         out = writable(out)
         live, _ = self._live(num_live, start, e.shape[0])
         e = e[:live] if e2 is None else torch.cat([e[:live], e2[:live]], 1)
@@ -236,7 +238,8 @@ class EmulatedKernels:
             out[:live] = acc
 
     @launcher
-    def dw(self, e, xs, num_live, start, out, accumulate):
+    def dw(self, e, xs, num_live, start, out, accumulate, tickets=None):
+        assert tickets is None or not tickets.any()
         out = writable(out)
         live, padded = self._live(num_live, start, e.shape[0])
         # the GEMM's last step along the rows goes past the live ones: what is there counts

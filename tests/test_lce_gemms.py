@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from quackish import kernels, launch
-from quackish.configs.gemm import GemmProblem, gemm_config
+from quackish.configs.gemm import NUM_TICKETS, GemmProblem, gemm_config
 from quackish.gpu import H200
+from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import error, same_bits
 from tests.emulated_lce import EmulatedKernels, encode
 
@@ -22,12 +23,15 @@ def problems():
     for dtype, out in ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float16", "float32"):
         dw = dict(a_major="m", b_major="n", live="k")
         yield GemmProblem("store", dtype, out, **dw)
+        yield GemmProblem("store", dtype, out, **dw, cut_last=True)
         if out == "float32":
             yield GemmProblem("store", dtype, out, **dw, accumulate=True)
+            yield GemmProblem("store", dtype, out, **dw, accumulate=True, cut_last=True)
             yield GemmProblem("store", dtype, out, b_major="n")
             yield GemmProblem("store", dtype, out, b_major="n", accumulate=True)
         for split in (False, True):
-            yield GemmProblem("rows", dtype, out, b_major="n", split_k=split)
+            for cut_last in (False, True):
+                yield GemmProblem("rows", dtype, out, b_major="n", split_k=split, cut_last=cut_last)
     for bias, softcap in itertools.product((None, "bfloat16", "float32"), (False, True)):
         for smoothing, weighted in (False, False), (True, False), (True, True):
             options = dict(bias_dtype=bias, softcap=softcap, smoothing=smoothing, weighted=weighted)
@@ -263,3 +267,57 @@ def test_the_same_bits_on_every_run():
         assert all(same_bits(runs[0][at][:1100], other[at][:1100]) for at in (10, 11, 13))
     assert same_bits(dws[0], dws[1])
     assert same_bits(dws[0], dws[2])
+
+
+# Of 256 x 256 tiles on 66 clusters: few and deep, so that many share one; a wave and two more; nothing to share.
+SHARED = [
+    dict(m=300, h=264, v=20_000),
+    dict(m=300, h=264, v=20_000, live=200, start=128),
+    dict(m=4400, h=1024, v=20_000, live=4300),
+    dict(m=640, h=512, v=6400, live=0),
+    dict(m=20_000, h=264, v=300),
+    dict(m=12_000, h=1024, v=4400, live=9000),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("shape", SHARED, ids=str)
+def test_clusters_share_the_tiles_of_the_last_wave(shape, split):
+    from quackish.ops.linear_cross_entropy_kernels import LceKernels
+
+    shape = dict(shape)
+    m, h, v, start = shape["m"], shape["h"], shape["v"], shape.get("start", 0)
+    live = shape.get("live", m)
+    make = torch.Generator("cuda").manual_seed(0)
+    e = torch.randn(m, -(-v // 64) * 64, generator=make, device="cuda", dtype=BF16)[:, :v]
+    w = torch.randn(v, h, generator=make, device="cuda", dtype=BF16)
+    x = torch.randn(m, h, generator=make, device="cuda", dtype=BF16)
+    x[live:], e[live:] = 0, 0
+    scale = torch.rand(m, generator=make, device="cuda")
+    order = torch.randperm(m + start, generator=make, device="cuda").int()
+    num_live = torch.tensor([live + start], dtype=torch.int32, device="cuda")
+    tickets = torch.zeros(NUM_TICKETS, dtype=torch.int32, device="cuda")
+    k = LceKernels(torch.device("cuda", torch.cuda.current_device()))
+
+    def run():
+        poison_free_memory()
+        dx = torch.full((m + start, h), NAN, dtype=BF16, device="cuda")
+        dw, total = torch.full((v, h), NAN, dtype=BF16, device="cuda"), torch.ones(v, h, device="cuda")
+        first, second = (e[:, :128].contiguous(), e[:, 128:]) if split else (e, None)
+        k.dx(first, second, 128, w, scale, order, num_live, start, dx, False, tickets)
+        k.dw(e, x, num_live, start, dw, False, tickets)
+        k.dw(e, x, num_live, start, total, True, tickets)
+        assert not tickets.any()
+        return dx, dw, total
+
+    dx, dw, total = run()
+    rows = order[start : start + live].long()
+    assert close(dx[rows], (e[:live].double() @ w.double()) * scale[:live, None], 0.004)
+    others = torch.ones(m + start, dtype=torch.bool, device="cuda").index_fill_(0, rows, False)
+    assert dx[others].isnan().all()
+    want = e.double().T @ x.double()
+    assert close(dw, want, 0.004)
+    assert close(total, want + 1, 1e-5)
+    for _ in range(5):
+        assert all(same_bits(a, b) for a, b in zip(run(), (dx, dw, total), strict=True))

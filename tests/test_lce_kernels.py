@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quackish import kernels, launch
+from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_rows import (
     WIDE_BIAS,
     LceBiasConfig,
@@ -160,12 +161,14 @@ def close(got, want, rtol=1e-6, atol=0.0):
 
 def compact(lce, target, class_weight=None, num_items=None, ignore_index=-100, v=100, mean=True):
     order, num_live, inverse = poisoned(target.shape[0], dtype=torch.int32), poisoned(1, dtype=torch.int32), poisoned(1)
-    lce.compact(target, class_weight, num_items, ignore_index, v, mean, order, num_live, inverse)
-    return order, num_live, inverse
+    tickets = poisoned(NUM_TICKETS, dtype=torch.int32)
+    lce.compact(target, class_weight, num_items, ignore_index, v, mean, order, num_live, inverse, tickets)
+    return order, num_live, inverse, tickets
 
 
 def check_compact(lce, target, class_weight=None, num_items=None, ignore_index=-100, v=100, mean=True):
-    order, num_live, inverse = compact(lce, target, class_weight, num_items, ignore_index, v, mean)
+    order, num_live, inverse, tickets = compact(lce, target, class_weight, num_items, ignore_index, v, mean)
+    assert not tickets.any()
     want_order, want_live = order_of(target, ignore_index)
     assert torch.equal(order, want_order)
     assert torch.equal(num_live, want_live)
@@ -745,7 +748,7 @@ def test_gradients_equal_the_reference(lce, ignored, weighted, z_loss, softcap):
     loss, lse = reference.linear_cross_entropy_forward(*args, **options)
     dx, dw, db = reference.linear_cross_entropy_backward(grad_loss.double(), grad_lse.double(), *args, **options)
 
-    order, num_live, inverse = compact(lce, target, class_weight, v=v)
+    order, num_live, inverse, _ = compact(lce, target, class_weight, v=v)
     got = gather(lce, x, w, target, order, num_live, 0, m, bias, softcap, FP32)
     a = (x.double() @ w.double().T + bias.double()).float()
     if softcap is not None:

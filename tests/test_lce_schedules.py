@@ -160,7 +160,7 @@ def test_e_in_the_storage_of_the_weight_gradient(m, h, v, columns, name, kernels
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_dlogits_in_the_storage_of_the_weight_gradient(ignored, name, dtype, dw_dtype, kernels, monkeypatch):
-    monkeypatch.setattr(schedules, "scratch_columns", lambda m, roomy: 256)
+    monkeypatch.setattr(schedules, "scratch_columns", lambda *how: 256)
     m, h, v = 200, 64, 2500
     x, w, target, kw = case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
     if ignored:
@@ -879,7 +879,7 @@ def test_nothing_alive_is_overwritten_in_shared_storage(rows, h, v, itemsize):
 @pytest.mark.parametrize("h", [8, 64, 136, 1024])
 @pytest.mark.parametrize("m", [1, 5, 128, 300, 1000, 4096])
 def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize, sums):
-    for scratch in (256, 768, scratch_columns(m, False)):
+    for scratch in (256, 768, scratch_columns(m, False, False)):
         blocks = recompute_blocks(m, v, h, itemsize, scratch, sums)
         assert [b.v0 for b in blocks] + [v] == [0] + [b.v1 for b in blocks]
         assert all(b.v0 < b.v1 for b in blocks)
@@ -897,15 +897,16 @@ def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize, su
 
 
 def test_recomputed_blocks_are_few():
-    blocks = recompute_blocks(8192, 128_256, 4096, 2, scratch_columns(8192, False))
+    blocks = recompute_blocks(8192, 128_256, 4096, 2, scratch_columns(8192, False, False))
     assert [(b.v1 - b.v0) // 256 for b in blocks] == [165, 111, 74, 49, 33, 20, 16, 11, 11, 11]
     assert sum(b.offset is None for b in blocks) == 2
-    assert recompute_blocks(300, 700, 8, 2, scratch_columns(300, False)) == (Block(0, 700, None),)
-    assert len(recompute_blocks(8192, 128_256, 4096, None, scratch_columns(8192, True))) <= 9
-    assert len(recompute_blocks(1024, 128_256, 4096, 2, scratch_columns(1024, False))) == 3
+    assert recompute_blocks(300, 700, 8, 2, scratch_columns(300, False, False)) == (Block(0, 700, None),)
+    assert len(recompute_blocks(8192, 128_256, 4096, None, scratch_columns(8192, True, False))) <= 9
+    assert len(recompute_blocks(1024, 128_256, 4096, 2, scratch_columns(1024, False, False))) == 3
 
 
 def test_columns_of_scratch():
-    assert [scratch_columns(m, False) for m in (1024, 8192, 10**6)] == [16_384, 2816, 2816]
-    assert [scratch_columns(m, True) for m in (1024, 8192, 10**6)] == [131_072, 16_384, 2816]
+    assert [scratch_columns(m, False, False) for m in (1024, 8192, 10**6)] == [16_384, 2816, 2816]
+    assert [scratch_columns(m, False, True) for m in (1024, 8192, 10**6)] == [49_152, 6144, 2816]
+    assert [scratch_columns(m, True, False) for m in (1024, 8192, 10**6)] == [131_072, 16_384, 2816]
     assert [scratch_columns_of_parts(rows, 4096) for rows in (128, 4096, 10**6)] == [1024, 768, 256]

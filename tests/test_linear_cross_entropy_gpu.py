@@ -16,6 +16,7 @@ from quackish.testing.errors import same_bits
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
+CUT = 66 * 2 * 128 * 256 * 4  # bytes of sums where clusters share tiles
 ALL = dict(label_smoothing=0.1)  # what takes the other kernels
 
 
@@ -349,7 +350,7 @@ def test_a_weight_of_more_than_2_to_the_31_elements(schedule):
 
 
 @pytest.mark.parametrize(
-    "schedule, chunk_size, gigabytes", [("chunked", None, 2.61), ("recompute", None, 1.24), ("recompute", 4096, 1.18)]
+    "schedule, chunk_size, gigabytes", [("chunked", None, 2.65), ("recompute", None, 1.30), ("recompute", 4096, 1.18)]
 )
 def test_peak_memory_at_the_headline_shape(schedule, chunk_size, gigabytes):
     need(12)
@@ -383,7 +384,7 @@ def test_peak_memory_of_several_chunks():
     before = torch.cuda.memory_allocated()
     run()
     in_flight = chunk * v * 2 + chunk * (v // 256 + h) * 4  # E, its sums, the rows
-    assert torch.cuda.max_memory_allocated() - before <= in_flight + v * h * 4 + x.nbytes + (4 << 20)
+    assert torch.cuda.max_memory_allocated() - before <= in_flight + v * h * 4 + x.nbytes + (4 << 20) + CUT
 
 
 def test_without_grad_no_logit_is_kept():
@@ -412,4 +413,4 @@ def test_a_gradient_buffer_of_the_users_is_the_only_one():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run(schedule)
-        assert torch.cuda.max_memory_allocated() - before <= held + 4 * x.nbytes + (8 << 20)
+        assert torch.cuda.max_memory_allocated() - before <= held + 4 * x.nbytes + (8 << 20) + CUT

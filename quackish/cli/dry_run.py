@@ -164,7 +164,8 @@ def _gemms(note: _Notes) -> GemmLaunches | CublasGemms:
     def compile_(key: tuple, **fields) -> tuple[Callable[..., None], int]:
         problem = GemmProblem(**fields)
         config = choose("lce_gemm", problem, note.gpu).config
-        return note.find(key, "lce_gemm", problem), config.max_clusters(note.gpu.sm_count)
+        clusters = config.max_clusters(note.gpu.sm_count)
+        return note.find(key, "lce_gemm", problem), clusters, config.last_wave_floats(clusters)
 
     gemms._compile = compile_
     return gemms

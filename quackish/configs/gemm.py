@@ -5,6 +5,9 @@ import dataclasses
 from quackish.configs.lce_rows import ROW_TILE
 from quackish.gpu import Gpu
 
+# `cut_last`: counters that are 0 before and after, one for each warp group of a tile that is cut: 4 a CTA at most.
+NUM_TICKETS = 1024
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmProblem:
@@ -31,6 +34,7 @@ class GemmProblem:
     redo: bool = False  # softmax: only the tiles that a first launch flagged, with their rows' maxima for ref
     accumulate: bool = False  # store: D is added to the output
     split_k: bool = False  # A lies in two buffers: its first columns, and the others
+    cut_last: bool = False  # rows, store: a last wave that would leave half of the clusters idle is cut along k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,10 @@ class GemmConfig:
         """Clusters that run at a time: one CTA fits an SM."""
         return sm_count // (self.cluster_m * self.cluster_n)
 
+    def last_wave_floats(self, clusters: int) -> int:
+        """What `cut_last` may leave in scratch: a piece of a tile a cluster."""
+        return clusters * self.cluster_m * self.cluster_n * self.tile_m * self.tile_n
+
 
 def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     """The same for every shape: a row's partial sums, and so its loss, must not depend on M.
@@ -102,7 +110,7 @@ STAGED_BYTES = 2 * 64 * 128  # of the output, a warp group: two pieces of 128 by
 
 def gemm_smem_bytes(problem: GemmProblem, config: GemmConfig) -> int:
     """Shared memory of a CTA: stages of A and B, the output on its way, barriers and what aligning them takes."""
-    stages = config.num_stages * (config.tile_m + config.tile_n) * config.tile_k * 2
+    stages = config.num_stages * (config.tile_m + config.tile_n) * config.tile_k * 2 + 16 * problem.cut_last
     return stages + (STAGED_BYTES * config.num_wgs if problem.out_dtype is not None else 0) + 1024
 
 

@@ -75,9 +75,11 @@ E_BYTES = 1 << 32
 # ... and that "auto" keeps until backward.
 KEPT_BYTES = 1 << 31
 E_ITEMSIZE = 2
-# Dlogits that "recompute" holds in memory of their own: so many bytes, but MIN_BLOCK classes at least, which keeps
-# M 8192, H 4096, V 128256 at 1.299 GB, gradients included. ROOMY_BYTES where no weight gradient is allocated.
+# Dlogits that "recompute" holds in memory of their own: so many bytes, but MIN_BLOCK classes at least. More where the
+# input gradient's fp32 sums are not beside them, and where no weight gradient is allocated. Either way M 8192, H 4096,
+# V 128256 stays within 1.30 GB, gradients included.
 BLOCK_BYTES = 1 << 25
+ALONE_BYTES = 3 << 25
 ROOMY_BYTES = 1 << 28
 MIN_BLOCK = 2816
 COLUMN_MULTIPLE = 256  # a block's columns are a multiple of a GEMM tile, and so is a split of E's
@@ -145,9 +147,10 @@ def even_chunks(m: int, chunk_rows: int) -> int:
     return _round_up(-(-m // -(-m // chunk_rows)), ROW_MULTIPLE)
 
 
-def scratch_columns(m: int, roomy: bool) -> int:
-    """How many classes' dlogits `recompute` may hold in memory of their own."""
-    return _round_up(max((ROOMY_BYTES if roomy else BLOCK_BYTES) // (2 * m), MIN_BLOCK), COLUMN_MULTIPLE)
+def scratch_columns(m: int, roomy: bool, alone: bool) -> int:
+    """How many classes' dlogits `recompute` may hold in memory of their own; `alone`: without dx's sums beside them."""
+    there = ROOMY_BYTES if roomy else ALONE_BYTES if alone else BLOCK_BYTES
+    return _round_up(max(there // (2 * m), MIN_BLOCK), COLUMN_MULTIPLE)
 
 
 def scratch_columns_of_parts(part_rows: int, h: int) -> int:

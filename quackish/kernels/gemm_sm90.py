@@ -17,6 +17,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.kernels.common.epilogues import make_epilogue
+from quackish.kernels.common.last_wave import LastWave
 from quackish.kernels.common.lce import fake_count, load_at
 from quackish.kernels.common.rows import DTYPES, fake_pointer
 
@@ -34,6 +35,7 @@ class GemmSm90:
         self.problem, self.config = problem, config
         self.dtype = DTYPES[problem.dtype]
         self.epilogue = make_epilogue(problem, config)
+        self.last_wave = LastWave(config) if problem.cut_last else None
         self.tile = (config.tile_m, config.tile_n, config.tile_k)
         self.cluster = (config.cluster_m, config.cluster_n)
 
@@ -51,6 +53,7 @@ class GemmSm90:
             b,
             fake_pointer(p.out_dtype),
             self.epilogue.fake_args(),
+            self.last_wave.fake_args() if p.cut_last else None,
             num_live,
             sizes,
             strides,
@@ -66,6 +69,7 @@ class GemmSm90:
         b: cute.Pointer,  # (n, k)
         d: Optional[cute.Pointer],  # (m, n)
         epilogue_args: Optional[tuple],
+        last_wave_args: Optional[tuple],  # partial sums, tickets that are 0
         num_live: cute.Pointer,  # (1,)
         sizes: tuple,  # m, n, k, k_split, start
         strides: tuple,  # lda, lda2, ldb, ldd
@@ -95,11 +99,23 @@ class GemmSm90:
         d_atom = None
         if const_expr(self.epilogue.stages_output):
             d_atom = self.epilogue.store_atom(matrix(d, m, n, strides[3], True))
-        clusters = cute.ceil_div(m, c.tile_m * c.cluster_m) * cute.ceil_div(n, c.tile_n * c.cluster_n)
+        tiles = cute.ceil_div(m, c.tile_m * c.cluster_m) * cute.ceil_div(n, c.tile_n * c.cluster_n)
+        clusters = max_clusters if p.cut_last else cutlass.min(tiles, max_clusters)
         self.kernel(
-            a_atoms, b_atom, d_atom, d, epilogue_args, num_live, sizes, strides[3], tiled_mmas, sA_layout, sB_layout
+            a_atoms,
+            b_atom,
+            d_atom,
+            d,
+            epilogue_args,
+            last_wave_args,
+            num_live,
+            sizes,
+            strides[3],
+            tiled_mmas,
+            sA_layout,
+            sB_layout,
         ).launch(
-            grid=[c.cluster_m, c.cluster_n, cutlass.min(clusters, max_clusters)],
+            grid=[c.cluster_m, c.cluster_n, clusters],
             block=[c.threads, 1, 1],
             cluster=[c.cluster_m, c.cluster_n, 1],
             min_blocks_per_mp=1,
@@ -134,6 +150,7 @@ class GemmSm90:
         d_atom: Optional[tuple],
         d: Optional[cute.Pointer],
         epilogue_args: Optional[tuple],
+        last_wave_args: Optional[tuple],
         num_live: cute.Pointer,
         sizes: tuple,
         ldd: Int64,
@@ -155,6 +172,7 @@ class GemmSm90:
         sA = smem.allocate_tensor(self.dtype, sA_layout.outer, byte_alignment=1024, swizzle=sA_layout.inner)
         sB = smem.allocate_tensor(self.dtype, sB_layout.outer, byte_alignment=1024, swizzle=sB_layout.inner)
         staging = self.epilogue.allocate(smem)
+        sTicket = self.last_wave.allocate(smem) if const_expr(p.cut_last) else None
         cta_layout = cute.make_layout((1, c.cluster_m, c.cluster_n, 1))
         stage_bytes = (tile_m + tile_n) * tile_k * self.dtype.width // 8
         arrivals = (c.cluster_m + c.cluster_n - 1) * 4 * c.num_wgs  # a warp, and a CTA that loads into this one
@@ -170,6 +188,7 @@ class GemmSm90:
 
         # how much there is to do
         live = cutlass.max(cutlass.min(load_at(num_live, 0) - start, m if const_expr(p.live == "m") else k), 0)
+        live = cute.arch.make_warp_uniform(live)
         tiles_m = cute.ceil_div(live if const_expr(p.live == "m") else m, tile_m * c.cluster_m)
         tiles_n = cute.ceil_div(n, tile_n * c.cluster_n)
         # never 0: a branch around the WGMMAs costs 50 registers. What is read in vain is not used.
@@ -177,6 +196,11 @@ class GemmSm90:
         total = tiles_m * tiles_n
         if const_expr(p.redo):
             total = self.epilogue.tiles_to_redo(epilogue_args, total)
+        # this cluster's tiles; with cut_last items, the last of which may be pieces of tiles
+        plan = first, last, step = cluster, total, num_clusters
+        if const_expr(p.cut_last):
+            plan = self.last_wave.plan(total, k_tiles, cluster, num_clusters)
+            first, last, step = Int32(0), plan[0], Int32(1)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
 
         if wg == 0:
@@ -191,11 +215,12 @@ class GemmSm90:
                 tBsB, tBgB = self.partition(b_atom, sB, (tile_n, tile_k), rank_m, c.cluster_m)
                 split = k_split // tile_k
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
-                for t in cutlass.range(cluster, total, num_clusters, unroll=1):
+                for j in cutlass.range(first, last, step, unroll=1):
+                    t, k_begin, k_end = self.item(j, plan, k_tiles, cluster, num_clusters)
                     tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
                     row, col = tm * c.cluster_m + cta_m, tn * c.cluster_n + cta_n
                     if self.wanted(epilogue_args, tm, m):
-                        for kt in cutlass.range(k_tiles, unroll=1):
+                        for kt in cutlass.range(k_begin, k_end, unroll=1):
                             loaded.producer_acquire(state)
                             bar = loaded.producer_get_barrier(state)
                             if const_expr(not p.split_k):
@@ -218,7 +243,8 @@ class GemmSm90:
             kept = self.epilogue.begin()
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
             released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-            for t in cutlass.range(cluster, total, num_clusters, unroll=1):
+            for j in cutlass.range(first, last, step, unroll=1):
+                t, k_begin, k_end = self.item(j, plan, k_tiles, cluster, num_clusters)
                 tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
                 if self.wanted(epilogue_args, tm, m):
                     row0 = (tm * c.cluster_m + cta_m) * tile_m + (wg - 1) * 64
@@ -227,7 +253,7 @@ class GemmSm90:
                     loaded.consumer_wait(read)
                     self.multiply(overwrite, add, acc, rA, rB, read.index)
                     read.advance()
-                    for _ in cutlass.range(1, k_tiles, unroll=1):
+                    for _ in cutlass.range(k_begin + 1, k_end, unroll=1):
                         loaded.consumer_wait(read)
                         self.multiply(add, add, acc, rA, rB, read.index)
                         read.advance()
@@ -240,8 +266,20 @@ class GemmSm90:
                     if const_expr(p.live == "k"):
                         if live == 0:
                             acc.fill(0.0)
-                    self.epilogue(acc, kept, epilogue_args, d_atom, d, staging, row0, col0, m, n, ldd, wg, thread)
+                    complete = True
+                    if const_expr(p.cut_last):
+                        where = cluster, cta_n * c.cluster_m + cta_m, wg, thread
+                        complete = self.last_wave.is_complete(acc, last_wave_args, sTicket, j, plan, where)
+                    if complete:
+                        self.epilogue(acc, kept, epilogue_args, d_atom, d, staging, row0, col0, m, n, ldd, wg, thread)
             self.epilogue.finish(thread)
+
+    @cute.jit
+    def item(self, j: Int32, plan: tuple, k_tiles: Int32, cluster: Int32, num_clusters: Int32):
+        """(tile, first step along k, end of these steps)"""
+        if const_expr(self.problem.cut_last):
+            return self.last_wave.item(j, plan, k_tiles, cluster, num_clusters)
+        return j, Int32(0), k_tiles
 
     @cute.jit
     def wanted(self, epilogue_args, tm, m):

@@ -1,6 +1,6 @@
 """Linear cross entropy: which rows are live, and the divisor of `mean`.
 
-order = the numbers of the live rows (target != ignore_index), ascending, then of the others, ascending;
+order = the numbers of the live rows (target != ignore_index), ascending, then of the others, ascending; tickets = 0;
 inv_divisor = 1 / (sum of the class weights of the rows that have a class, or num_items), 1 where no row has one.
 
 One CTA. First it counts, then it reads the targets again, now from the caches, and gives every row its place: the live
@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
+from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_rows import LceCompactConfig, LceCompactProblem
 from quackish.kernels.common.lce import fake_count, fake_target, load_at, store_at
 from quackish.kernels.common.rows import fake_pointer
@@ -29,7 +30,8 @@ class LceCompact:
         p = self.problem
         class_weight = fake_pointer(p.class_weight_dtype, aligned=False)
         num_items = fake_pointer("float32", aligned=False) if p.divisor == "tensor" else None
-        outputs = fake_pointer("int32", aligned=False), fake_pointer("float32", aligned=False)
+        int32 = fake_pointer("int32", aligned=False)
+        outputs = int32, fake_pointer("float32", aligned=False), int32
         stream = cute.runtime.make_fake_stream()
         numbers = Float32(1), Int64(0), Int32(1), Int32(1)
         return (fake_target(p.target_dtype), class_weight, num_items, *outputs, fake_count(), *numbers, stream)
@@ -42,6 +44,7 @@ class LceCompact:
         num_items_at: Optional[cute.Pointer],  # 0-dim fp32
         order: cute.Pointer,  # (m,) int32
         inv_divisor: cute.Pointer,  # (1,) fp32
+        tickets: cute.Pointer,  # (NUM_TICKETS,) int32
         num_live: cute.Pointer,  # (1,) int32
         num_items: Float32,
         ignore_index: Int64,
@@ -50,7 +53,7 @@ class LceCompact:
         stream: CUstream,
     ):
         self.kernel(
-            target, class_weight, num_items_at, order, inv_divisor, num_live, num_items, ignore_index, v, m
+            target, class_weight, num_items_at, order, inv_divisor, tickets, num_live, num_items, ignore_index, v, m
         ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
@@ -61,6 +64,7 @@ class LceCompact:
         num_items_at: Optional[cute.Pointer],
         order: cute.Pointer,
         inv_divisor: cute.Pointer,
+        tickets: cute.Pointer,
         num_live: cute.Pointer,
         num_items: Float32,
         ignore_index: Int64,
@@ -76,6 +80,10 @@ class LceCompact:
         sTile = smem.allocate_tensor(Int32, cute.make_layout(2 * self.num_warps), byte_alignment=16)
         mine = warp * (32 * self.each) + lane  # of a tile: this thread's first row, the others 32 apart
         num_tiles = cute.ceil_div(m, self.tile)
+
+        for first in cutlass.range_constexpr(0, NUM_TICKETS, self.threads):
+            if first + tid < NUM_TICKETS:
+                store_at(tickets, first + tid, Int32(0))
 
         # count: live rows, rows that have a class, the sum of their class weights
         live, counted, weight = Int32(0), Int32(0), Float32(0.0)

@@ -94,10 +94,11 @@ def linear_cross_entropy(
     Memory beyond inputs and gradients, on kernels: the live rows of a chunk (of all rows, with "stored"), and
         "chunked": chunk * V * 2 bytes and the weight gradient in fp32, (V, H); where one chunk has all rows, just
         M * V * 2 * M / (M + H) for a 16-bit weight, as the rest lies where its gradient comes to be (above 64 MiB).
-        "stored": M * V * 2, kept. "recompute": M * H * 2 (M * H * 4 where the input's gradient is made in backward),
-        and 32 MiB or M * 5632 (256 MiB where no weight gradient is returned); with a chunk_size chunk * H * 2 and some
-        16 MiB. `grad_weight_out` in fp32 is added to in a GEMM, with no buffer ("chunked" has one).
-        Around cuBLAS's GEMMs 256 MiB more, or M * 1024 where that is more.
+        "stored": M * V * 2, kept. "recompute": M * H * 2 and 96 MiB or M * 5632 (256 MiB where no weight gradient is
+        returned), or M * H * 4 and 32 MiB where the input's gradient is made in backward; with a chunk_size just
+        chunk * H * 2 and some 16 MiB. "chunked" and "stored" lend 17 MB to their GEMMs. `grad_weight_out` in fp32 is
+        added to in a GEMM, with no buffer ("chunked" has one). Around cuBLAS's GEMMs 256 MiB more, or M * 1024 where
+        that is more.
     On the portable path: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for fp32, 8 for fp64, with softcap 4 (8) more,
     fp32 (M, H) and (V, H) sums, and M * V * 4 kept by "stored". Off CUDA 16-bit operands are multiplied as fp32, and
     linear_weight is held once more in fp32.

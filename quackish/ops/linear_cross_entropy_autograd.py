@@ -108,7 +108,7 @@ class Plan(NamedTuple):
             return schedules.statistics(k, call, self.chunk_rows)
         if self.schedule == "stored":
             return schedules.stored(k, call)
-        return schedules.chunked(k, call, self.chunk_rows, wanted)
+        return schedules.chunked(k, call, self.chunk_rows, wanted, self.in_parts)
 
     def made_in_forward(self, wanted: Wanted) -> Wanted:
         """The gradients that are ready before backward, up to a factor."""
@@ -141,7 +141,8 @@ class Plan(NamedTuple):
         if incoming.lse is None:  # as forward made them
             early = self.made_in_forward(wanted)
             if early.any():
-                grads = scaled(k, schedules.chunked(k, call, self.chunk_rows, early).grads, incoming.loss, dw_out)
+                made = schedules.chunked(k, call, self.chunk_rows, early, self.in_parts).grads
+                grads = scaled(k, made, incoming.loss, dw_out)
             wanted = wanted.but(early)
         if self.in_parts and wanted.dx is None and wanted.dw and dw_out is None:
             rest = schedules.recompute_in_parts(k, call, kept, incoming, wanted, self.chunk_rows)

@@ -125,7 +125,7 @@ class CublasGemms:
                 self._stream(),
             )
 
-    def dx(self, e, e2, v_split, w, row_scale, order, num_live, start, out, accumulate) -> None:
+    def dx(self, e, e2, v_split, w, row_scale, order, num_live, start, out, accumulate, tickets=None) -> None:
         """Without order, all rows are written."""
         if order is None:
             return _times_w(e, e2, v_split, w, out, accumulate)
@@ -144,7 +144,7 @@ class CublasGemms:
                 r1 - r0, self._stream(),
             )  # fmt: skip
 
-    def dw(self, e, xs, num_live, start, out, accumulate) -> None:
+    def dw(self, e, xs, num_live, start, out, accumulate, tickets=None) -> None:
         """A 16-bit out is rounded by cuBLAS, which may round on the way where it splits the sum over rows.
 
         `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is asked, as by any GEMM of PyTorch's.

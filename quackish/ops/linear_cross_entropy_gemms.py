@@ -25,7 +25,8 @@ class GemmLaunches:
         subscribe(self)
 
     def forget_choices(self) -> None:
-        self._gemms: dict[tuple, tuple[Callable[..., None], int]] = {}  # a kernel and how many clusters it runs in
+        # a kernel, how many clusters it runs in, and how many fp32 of scratch they may need
+        self._gemms: dict[tuple, tuple[Callable[..., None], int, int]] = {}
 
     def num_tiles(self, v: int) -> int:
         """How many partial sums a row of `part_sum` has."""
@@ -70,7 +71,7 @@ class GemmLaunches:
         (rows, h), n = xc.shape, w.shape[0]
         bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
         key = ("softmax", redo, xc.dtype, e is None, bias_dtype, softcap is None, part_wsum is None, weighted)
-        kernel, clusters = self._gemms.get(key) or self._compile(
+        kernel, clusters, _ = self._gemms.get(key) or self._compile(
             key,
             epilogue="softmax",
             dtype=dtype_name(xc),
@@ -98,7 +99,7 @@ class GemmLaunches:
         )
         strides = xc.stride(0), 0, w.stride(0), 0 if e is None else e.stride(0)
         kernel(
-            xc.data_ptr(), None, w.data_ptr(), address(e), given, num_live.data_ptr(), (rows, n, h, 0, start),
+            xc.data_ptr(), None, w.data_ptr(), address(e), given, None, num_live.data_ptr(), (rows, n, h, 0, start),
             strides, clusters, self._stream(),
         )  # fmt: skip
 
@@ -123,7 +124,7 @@ class GemmLaunches:
             class_weight = None
         bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
         key = ("dlogits", xc.dtype, e.dtype, bias_dtype, softcap is None, smoothing, weighted)
-        kernel, clusters = self._gemms.get(key) or self._compile(
+        kernel, clusters, _ = self._gemms.get(key) or self._compile(
             key,
             epilogue="dlogits",
             dtype=dtype_name(xc),
@@ -137,7 +138,7 @@ class GemmLaunches:
         given = address(bias), address(class_weight), coefs.data_ptr(), cls.data_ptr(), capped, v0
         strides = xc.stride(0), 0, w.stride(0), e.stride(0)
         kernel(
-            xc.data_ptr(), None, w.data_ptr(), e.data_ptr(), given, num_live.data_ptr(), (rows, n, h, 0, start),
+            xc.data_ptr(), None, w.data_ptr(), e.data_ptr(), given, None, num_live.data_ptr(), (rows, n, h, 0, start),
             strides, clusters, self._stream(),
         )  # fmt: skip
 
@@ -153,15 +154,17 @@ class GemmLaunches:
         start: int,
         out: Tensor,  # (m, h) with order, else (rows, h) fp32; contiguous
         accumulate: bool,  # without order
+        tickets: Tensor | None = None,  # (NUM_TICKETS,) int32, 0 before and after; with order
     ) -> None:
         """Row i of e @ w, times row_scale, to row order[start + i] of out; without order to row i, or added to it.
 
-        Without order, rows up to the end of a tile with live rows are written too.
+        Without order, rows up to the end of a tile with live rows are written too. With tickets, a last wave that
+        would leave half of the clusters idle is cut along the classes: 17 MB of sums are held meanwhile.
         """
         (n, h), rows = w.shape, e.shape[0]
         scattered = order is not None
-        key = ("dx", e.dtype, out.dtype, scattered, e2 is None, accumulate)
-        kernel, clusters = self._gemms.get(key) or self._compile(
+        key = ("dx", e.dtype, out.dtype, scattered, e2 is None, accumulate, tickets is None)
+        kernel, clusters, floats = self._gemms.get(key) or self._compile(
             key,
             epilogue="rows" if scattered else "store",
             dtype=dtype_name(e),
@@ -169,13 +172,15 @@ class GemmLaunches:
             b_major="n",
             split_k=e2 is not None,
             accumulate=accumulate,
+            cut_last=tickets is not None,
         )
+        shared, _scratch = _shared(tickets, floats)
         given = (row_scale.data_ptr(), order.data_ptr()) if scattered else None
         sizes = rows, h, n, 0 if e2 is None else v_split, start
         strides = e.stride(0), 0 if e2 is None else e2.stride(0), w.stride(0), out.stride(0)
         kernel(
-            e.data_ptr(), address(e2), w.data_ptr(), out.data_ptr(), given, num_live.data_ptr(), sizes, strides,
-            clusters, self._stream(),
+            e.data_ptr(), address(e2), w.data_ptr(), out.data_ptr(), given, shared, num_live.data_ptr(), sizes,
+            strides, clusters, self._stream(),
         )  # fmt: skip
 
     def dw(
@@ -186,11 +191,12 @@ class GemmLaunches:
         start: int,
         out: Tensor,  # (n, h) contiguous; fp32 to accumulate
         accumulate: bool,
+        tickets: Tensor | None = None,  # as in `dx`
     ) -> None:
         """out = (or += with `accumulate`) e.T @ xs."""
         (rows, h), n = xs.shape, e.shape[1]
-        key = ("store", e.dtype, out.dtype, accumulate)
-        kernel, clusters = self._gemms.get(key) or self._compile(
+        key = ("dw", e.dtype, out.dtype, accumulate, tickets is None)
+        kernel, clusters, floats = self._gemms.get(key) or self._compile(
             key,
             epilogue="store",
             dtype=dtype_name(e),
@@ -199,16 +205,27 @@ class GemmLaunches:
             b_major="n",
             live="k",
             accumulate=accumulate,
+            cut_last=tickets is not None,
         )
+        shared, _scratch = _shared(tickets, floats)
         sizes, strides = (n, h, rows, 0, start), (e.stride(0), 0, xs.stride(0), out.stride(0))
         kernel(
-            e.data_ptr(), None, xs.data_ptr(), out.data_ptr(), None, num_live.data_ptr(), sizes, strides, clusters,
-            self._stream(),
+            e.data_ptr(), None, xs.data_ptr(), out.data_ptr(), None, shared, num_live.data_ptr(), sizes, strides,
+            clusters, self._stream(),
         )  # fmt: skip
 
-    def _compile(self, key: tuple, **fields) -> tuple[Callable[..., None], int]:
+    def _compile(self, key: tuple, **fields) -> tuple[Callable[..., None], int, int]:
         gemms, problem = self._gemms, GemmProblem(**fields)
         config = choose("lce_gemm", problem, self.gpu).config
         kernel = launch.get(kernels.find("lce_gemm", self.gpu), problem, config, self.gpu.target)
-        made = gemms[key] = kernel, config.max_clusters(self.gpu.sm_count)
+        clusters = config.max_clusters(self.gpu.sm_count)
+        made = gemms[key] = kernel, clusters, config.last_wave_floats(clusters)
         return made
+
+
+def _shared(tickets: Tensor | None, floats: int) -> tuple[tuple[int, int] | None, Tensor | None]:
+    """What clusters that share tiles are given, and what must be kept until the launch."""
+    if tickets is None:
+        return None, None
+    partials = tickets.new_empty(floats, dtype=torch.float32)
+    return (partials.data_ptr(), tickets.data_ptr()), partials

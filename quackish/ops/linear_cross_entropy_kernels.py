@@ -77,11 +77,12 @@ class LceKernels:
         order: Tensor,  # (m,) int32
         num_live: Tensor,  # (1,) int32
         inv_divisor: Tensor,  # (1,) fp32
+        tickets: Tensor,  # (NUM_TICKETS,) int32
     ) -> None:
         """order: numbers of the live rows (target != ignore_index) ascending, then of the others; num_live: how many.
 
         inv_divisor: with `mean` 1 / num_items, or without that 1 / (sum of the class weights of live rows whose target
-        is a class); 1 where no row has a class, and without `mean`.
+        is a class); 1 where no row has a class, and without `mean`. tickets: 0.
         """
         divisor, items, items_at = ("weights" if mean else "one"), 1.0, None
         if not mean or divisor == "one":
@@ -102,6 +103,7 @@ class LceKernels:
             items_at,
             order.data_ptr(),
             inv_divisor.data_ptr(),
+            tickets.data_ptr(),
             num_live.data_ptr(),
             items,
             ignore_index,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import (
     E_ITEMSIZE,
     SHARED_FROM,
@@ -89,11 +90,13 @@ class Rows(NamedTuple):
     zt: Tensor  # (m,) fp32
     row_sum: Tensor  # (m,) fp32
     inv_divisor: Tensor  # (1,) fp32
+    tickets: Tensor  # (NUM_TICKETS,) int32: 0 but while a GEMM runs
 
     @classmethod
     def make(cls, m: int, vector: Callable[[int, torch.dtype], Tensor]) -> "Rows":
         i, f = torch.int32, torch.float32
-        return cls(vector(1, i), vector(m, i), vector(m, i), vector(m, i), vector(m, f), vector(m, f), vector(1, f))
+        of_rows = vector(m, i), vector(m, i), vector(m, i), vector(m, f), vector(m, f)
+        return cls(vector(1, i), *of_rows, vector(1, f), vector(NUM_TICKETS, i))
 
 
 class Forward(NamedTuple):
@@ -116,10 +119,10 @@ def statistics(k, call: Call, chunk_rows: int) -> Forward:
     return out
 
 
-def chunked(k, call: Call, chunk_rows: int, wanted: Wanted, share: bool = True) -> Forward:
+def chunked(k, call: Call, chunk_rows: int, wanted: Wanted, lean: bool = False) -> Forward:
     """loss, lse, and the gradients of the loss (the sum of the rows, divided for `mean`), chunk by chunk.
 
-    dw is summed over chunks in fp32. A single chunk's E lies partly where dw comes to be (`share`).
+    dw is summed over chunks in fp32. A single chunk's E lies partly where dw comes to be. `lean`: no scratch for GEMMs.
     """
     (m, h), v = call.x.shape, call.w.shape[0]
     single = m <= chunk_rows
@@ -130,7 +133,7 @@ def chunked(k, call: Call, chunk_rows: int, wanted: Wanted, share: bool = True) 
     out = _begin(k, call)
     for start in range(0, m, chunk_rows):
         # not named: what a chunk allocates is gone before the next one allocates
-        _Chunk(k, call, out, start, chunk_rows, dx).statistics_and_gradients(single and share, dx, dw, db)
+        _Chunk(k, call, out, start, chunk_rows, dx).statistics_and_gradients(single, dx, dw, db, lean)
     if dw is not None and dw.dtype != wanted.dw:
         dw = dw.to(wanted.dw)
     return out._replace(grads=Grads(dx, dw, db))
@@ -163,7 +166,7 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     dw = _matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
     db = _vector(call.x, v, torch.float32) if wanted.db else None
     if dx is not None:
-        e.dx(k, call.w, row_scale, rows, 0, dx)
+        e.dx(k, call.w, row_scale, rows, 0, dx, rows.tickets)
     if db is not None:
         e.bias_sum(k, row_scale, rows, 0, db, False)
     if wanted.dw:
@@ -194,7 +197,7 @@ def recompute_backward(
     else:  # dx is not written before all blocks are done; until then its storage holds the live rows of x
         xc = dx.view(-1).view(dtype)[: m * h].view(m, h)
     coefs = _coefficients(k, call, kept, incoming, xc)
-    blocks = recompute_blocks(m, v, h, None if dw is None else dw.itemsize, scratch_columns(m, dw is None))
+    blocks = recompute_blocks(m, v, h, None if dw is None else dw.itemsize, scratch_columns(m, dw is None, acc is None))
     scratch = padded(call.x, m, max(v1 - v0 for v0, v1, offset in blocks if offset is None), dtype)
     for v0, v1, offset in blocks:
         n = v1 - v0
@@ -275,7 +278,7 @@ def _begin(k, call: Call) -> Forward:
     loss, lse = _vector(x, m, torch.float32), _vector(x, m, torch.float32)
     k.compact(
         call.target, call.class_weight, call.num_items, call.ignore_index, call.w.shape[0], call.mean,
-        rows.order, rows.num_live, rows.inv_divisor,
+        rows.order, rows.num_live, rows.inv_divisor, rows.tickets,
     )  # fmt: skip
     return Forward(loss, lse, rows)
 
@@ -288,7 +291,7 @@ class _Chunk:
         self.k, self.call, self.out, self.start = k, call, out, start
         self.rows = rows = min(chunk_rows, m - start)
         part = slice(start, start + rows)
-        _, _, *of_rows, _ = out.rows
+        of_rows = out.rows.cls, out.rows.top, out.rows.zt, out.rows.row_sum
         self.cls, self.top, self.zt, self.row_sum = of_rows if rows == m else [t[part] for t in of_rows]
         x, tiles = call.x, k.num_tiles(v)
         self.flags = _vector(x, _num_flags(rows), torch.int32)
@@ -306,15 +309,17 @@ class _Chunk:
         self._logits(e or _E([_Block(None, 0, self.call.w.shape[0])]))
         self._rows("none")
 
-    def statistics_and_gradients(self, share: bool, dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> None:
-        e = _E.beside(dw, self.rows) if share and dw is not None else None
+    def statistics_and_gradients(
+        self, single: bool, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, lean: bool
+    ) -> None:
+        e = _E.beside(dw, self.rows) if single and dw is not None else None
         e = e or _E.alone(self.call.w, self.rows)
         self._logits(e)
         xc = None if dw is None else self.xc  # scaled in place
         self._rows("scale", e=e, xc=xc, xs=xc, row_scale=self.row_scale)
         rows, start = self.out.rows, self.start
         if dx is not None:
-            e.dx(self.k, self.call.w, self.row_scale, rows, start, dx)
+            e.dx(self.k, self.call.w, self.row_scale, rows, start, dx, None if lean else rows.tickets)
         if db is not None:
             e.bias_sum(self.k, self.row_scale, rows, start, db, start > 0)
         if dw is not None:  # last: it takes the targets out of E, and may overwrite it
@@ -433,10 +438,10 @@ class _E:
         second = padded(dw, rows, rest, torch.bfloat16)
         return cls([_Block(first, 0, plan.columns), _Block(second, plan.columns, v)])
 
-    def dx(self, k, w: Tensor, row_scale: Tensor, rows: Rows, start: int, dx: Tensor) -> None:
+    def dx(self, k, w: Tensor, row_scale: Tensor, rows: Rows, start: int, dx: Tensor, tickets: Tensor | None) -> None:
         second = self.blocks[1].e if len(self.blocks) > 1 else None
         first = self.blocks[0]
-        k.dx(first.e, second, first.v1, w, row_scale, rows.order, rows.num_live, start, dx, False)
+        k.dx(first.e, second, first.v1, w, row_scale, rows.order, rows.num_live, start, dx, False, tickets)
 
     def take_targets(self, k, cls: Tensor, row_scale: Tensor, rows: Rows, start: int) -> "_Targets":
         """The last to look at the targets' elements: from then on they are 0."""
@@ -450,7 +455,8 @@ class _E:
         self, k, x: Tensor, xs: Tensor, targets: "_Targets", rows: Rows, start: int, dw: Tensor, accumulate: bool
     ) -> None:
         for e, v0, v1 in self.blocks:
-            k.dw(e, xs, rows.num_live, start, dw if len(self.blocks) == 1 else dw[v0:v1], accumulate)
+            part = dw if len(self.blocks) == 1 else dw[v0:v1]
+            k.dw(e, xs, rows.num_live, start, part, accumulate, rows.tickets)
         k.targets(x, *targets, rows.num_live, start, 0, dw)
 
     def bias_sum(self, k, row_scale: Tensor, rows: Rows, start: int, db: Tensor, accumulate: bool) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quackish.configs.choose import config
-from quackish.configs.gemm import GemmProblem, softmax_tile_n
+from quackish.configs.gemm import NUM_TICKETS, GemmProblem, softmax_tile_n
 from quackish.configs.lce_rows import ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.configs.rules import name_of
@@ -97,10 +97,10 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
     elif p.live == "k":
         e, xs = _exponentials(device, p.dtype, k, m), _normal(device, p.dtype, k, n)
         out, num_live = torch.zeros(m, n, dtype=_dtype(p.out_dtype), device=device), _count(device, k)
-        outputs = (out,)
+        outputs, tickets = (out,), _tickets(device, p)
 
         def launch(gemms):
-            gemms.dw(e, xs, num_live, 0, out, p.accumulate)
+            gemms.dw(e, xs, num_live, 0, out, p.accumulate, tickets)
     else:
         launch, outputs = _dx(p, m, n, k, device)
 
@@ -160,13 +160,14 @@ def _dx(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
         e2 = _exponentials(device, p.dtype, m, k - split)
     w, out = _normal(device, p.dtype, k, n), torch.zeros(m, n, dtype=_dtype(p.out_dtype), device=device)
     scale = order = None
+    tickets = _tickets(device, p)
     if p.epilogue == "rows":
         scale = torch.rand(m, device=device) / k
         order = torch.randperm(m, device=device).int()
     num_live = _count(device, m)
 
     def launch(gemms):
-        gemms.dx(e, e2, split if p.split_k else 0, w, scale, order, num_live, 0, out, p.accumulate)
+        gemms.dx(e, e2, split if p.split_k else 0, w, scale, order, num_live, 0, out, p.accumulate, tickets)
 
     return launch, (out,)
 
@@ -178,6 +179,10 @@ def _exponentials(device: torch.device, dtype: str, rows: int, columns: int) -> 
 def _padded(device: torch.device, dtype: str, rows: int, columns: int) -> Tensor:
     """Rows start on 128 bytes, as those of E do."""
     return torch.zeros(rows, -(-columns // 64) * 64, dtype=_dtype(dtype), device=device)[:, :columns]
+
+
+def _tickets(device: torch.device, p: GemmProblem) -> Tensor | None:
+    return torch.zeros(NUM_TICKETS, dtype=torch.int32, device=device) if p.cut_last else None
 
 
 def _count(device: torch.device, rows: int) -> Tensor:
