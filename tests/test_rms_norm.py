@@ -811,7 +811,7 @@ def device(monkeypatch):
     return d
 
 
-def test_a_cut_lasteeps_its_workspace_and_shares_it_with_none(device):
+def test_a_stream_keeps_its_workspace_and_shares_it_with_none(device):
     first = device.take(0, 100)
     assert first[2] is None
     assert device.take(0, 100) == device.take(0, 1) == first
