@@ -337,6 +337,11 @@ def test_shared_memory_of_a_norm_is_as_compiled(problem, made):
         (DLOGITS, GemmConfig(tile_m=192, tile_n=192, num_stages=3, consumer_registers=160)),
         (DX, GemmConfig(tile_m=64, tile_n=64, cluster_m=1, cluster_n=4, consumer_registers=248)),
         (DW, GemmConfig(tile_m=256, tile_n=128, num_stages=3, consumer_registers=104)),
+        (
+            dataclasses.replace(DW, cut_last=True),
+            GemmConfig(tile_m=256, tile_n=128, num_stages=3, consumer_registers=104),
+        ),
+        (dataclasses.replace(DX, cut_last=True, split_k=True), GemmConfig(tile_m=64, tile_n=128, cluster_n=2)),
     ],
     ids=str,
 )
