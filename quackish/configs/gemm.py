@@ -110,8 +110,9 @@ STAGED_BYTES = 2 * 64 * 128  # of the output, a warp group: two pieces of 128 by
 
 def gemm_smem_bytes(problem: GemmProblem, config: GemmConfig) -> int:
     """Shared memory of a CTA: stages of A and B, the output on its way, barriers and what aligning them takes."""
-    stages = config.num_stages * (config.tile_m + config.tile_n) * config.tile_k * 2 + 16 * problem.cut_last
-    return stages + (STAGED_BYTES * config.num_wgs if problem.out_dtype is not None else 0) + 1024
+    stages = config.num_stages * (config.tile_m + config.tile_n) * config.tile_k * 2
+    output = STAGED_BYTES * config.num_wgs if problem.out_dtype is not None else 0
+    return stages + output + 4 * config.num_wgs * problem.cut_last + 1024
 
 
 def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | None:
