@@ -44,7 +44,7 @@ def _quackish() -> Norm:
 
 def _bare() -> Norm:
     """A torch.autograd.Function around prepared launches: nothing is checked, looked up or found out."""
-    forward_launch, backward_launch = _launches()
+    forward_launch, backward_launch, backward_args = _launches()
 
     class Bare(torch.autograd.Function):
         @staticmethod
@@ -59,14 +59,15 @@ def _bare() -> Norm:
         def backward(ctx, dy):
             x, weight, rstd = ctx.saved_tensors
             dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-            backward_launch(dy, x, weight, rstd, dx, dweight)
+            backward_launch(*backward_args(dy, x, weight, rstd, dx, dweight))
             return dx, dweight
 
     return Bare.apply
 
 
-def _launches() -> tuple[Callable[..., None], Callable[..., None]]:
-    """The kernels of this chain with everything but the tensors filled in; scratch and tickets are shared by all."""
+def _launches() -> tuple[Callable[..., None], Callable[..., None], Callable[..., tuple]]:
+    """The kernels of this chain, forward with everything but the tensors filled in, backward with a function that makes
+    its arguments of tensors; scratch and tickets are shared by all."""
     from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan
 
     x, weight = _inputs()[:2]
@@ -80,12 +81,12 @@ def _launches() -> tuple[Callable[..., None], Callable[..., None]]:
         pointers = (x.data_ptr(), weight.data_ptr(), None, None, y.data_ptr(), None)
         forward.launch(*pointers, rstd.data_ptr(), None, None, EPS, 0.0, M, forward.num_ctas, stream)
 
-    def run_backward(dy, x, weight, rstd, dx, dweight):
+    def backward_args(dy, x, weight, rstd, dx, dweight):
         inputs = (x.data_ptr(), weight.data_ptr(), dy.data_ptr(), None)
         outputs = (dx.data_ptr(), None, dweight.data_ptr(), None, scratch.data_ptr(), tickets.data_ptr())
-        backward.launch(*inputs, rstd.data_ptr(), *outputs, None, None, None, 0.0, M, backward.num_ctas, stream)
+        return *inputs, rstd.data_ptr(), *outputs, None, None, None, 0.0, M, backward.num_ctas, stream
 
-    return run_forward, run_backward
+    return run_forward, backward.launch, backward_args
 
 
 def _quack() -> Norm:
@@ -167,16 +168,17 @@ def chains(norms: Mapping[str, Norm], repeats: int) -> dict[str, dict[str, Times
 
 
 def prepared_launch(repeats: int, calls: int = 64) -> Times:
-    """Microseconds a launch of the prepared backward kernel, which takes 18 arguments."""
-    _, backward = _launches()
+    """Microseconds that the call of the compiled backward kernel takes, with its 18 arguments at hand."""
+    _, launch, arguments = _launches()
     x, weight, dy = _inputs()
-    args = (dy, x, weight, torch.ones(M, device=x.device), torch.empty_like(x), torch.empty_like(weight))
+    tensors = (dy, x, weight, torch.ones(M, device=x.device), torch.empty_like(x), torch.empty_like(weight))
+    args = arguments(*tensors)
     samples = []
     for _ in range(repeats + 3):
         _synchronize()
         start = time.perf_counter()
         for _ in range(calls):
-            backward(*args)
+            launch(*args)
         samples.append(1e6 * (time.perf_counter() - start) / calls)
     _synchronize()
     return Times.of(samples[3:])
