@@ -323,15 +323,15 @@ KERNELS = {
     ),
     "lce_sort": Kernel(
         ("LceSort",),
-        "cls order num_live row_scale e e2 sorted_cls sorted_row sorted_grad e_stride e2_stride v_split start rows "
-        "stream",
+        "cls order num_live row_scale e e2 sorted_cls sorted_row sorted_grad places e_stride e2_stride v_split start "
+        "rows stream",
         ("rows",),
         _lce_sort,
         lambda problem, config, s: _ceil_div(s["rows"], 32),
     ),
     "lce_targets": Kernel(
         ("LceTargets",),
-        "x sorted_cls sorted_row sorted_grad num_live dw x_stride v0 v1 start rows stream",
+        "x sorted_cls sorted_row sorted_grad num_live dw places rest x_stride v0 v1 start rows stream",
         ("v0", "v1", "rows"),
         _lce_targets,
         _targets_ctas,

@@ -42,6 +42,8 @@ def launcher(f):
 
 
 class EmulatedKernels:
+    keeps_rest = True
+
     def __init__(self, tile_n=256):
         self.tile_n = tile_n
         self.calls = collections.Counter()
@@ -215,6 +217,9 @@ class EmulatedKernels:
             if part is not None:
                 mine = (t >= first) & (t < last)
                 part[i[mine], t[mine] - first] = at_target[mine].to(part.dtype)
+        rounded = at_target.bfloat16().float()  # what that took, the row's factor gives back
+        correction = torch.where((t >= 0) & (cb / ca != 0) & (rounded != 0), at_target / rounded, 1.0)
+        row_scale[:live] *= torch.where(correction.isnan(), 1.0, correction)
         row_scale[live:padded] = 0
         if xs is not None:
             xs[:live] = (xc[:live].float() * row_scale[:live, None]).to(xs.dtype)
@@ -238,9 +243,9 @@ class EmulatedKernels:
             out[:live] = acc
 
     @launcher
-    def dw(self, e, xs, num_live, start, out, accumulate, tickets=None):
+    def dw(self, e, xs, num_live, start, out, accumulate, tickets=None, places=None, rest=None):
         assert tickets is None or not tickets.any()
-        out = writable(out)
+        out, rest = writable(out), writable(rest)
         live, padded = self._live(num_live, start, e.shape[0])
         # the GEMM's last step along the rows goes past the live ones: what is there counts
         k = min(padded, -(-live // 64) * 64)
@@ -251,6 +256,10 @@ class EmulatedKernels:
             out += acc
         else:
             out.copy_(acc)
+        if rest is not None:
+            assert places.shape[0] == out.shape[0]
+            listed = places >= 0
+            rest[places[listed].long()] = (acc - out.float())[listed].to(rest.dtype)
 
     @launcher
     def dlogits(self, xc, w, bias, coefs, cls, num_live, start, class_weight, softcap, smoothing, v0, e):
@@ -267,9 +276,9 @@ class EmulatedKernels:
 
     @launcher
     def sort(
-        self, cls, order, num_live, start, row_scale, e, e2, v_split, sorted_cls, sorted_row, sorted_grad
+        self, cls, order, num_live, start, row_scale, e, e2, v_split, sorted_cls, sorted_row, sorted_grad, places=None
     ):  # fmt: skip
-        e, e2, *outs = map(writable, (e, e2, sorted_cls, sorted_row, sorted_grad))
+        e, e2, places, *outs = map(writable, (e, e2, places, sorted_cls, sorted_row, sorted_grad))
         live, _ = self._live(num_live, start, cls.shape[0])
         t, i = cls[:live].long(), torch.arange(live)
         grad = torch.zeros(live)
@@ -281,16 +290,23 @@ class EmulatedKernels:
         place = t.argsort(stable=True)
         for out, of_rows in zip(outs, (cls[:live], order[start : start + live], grad), strict=True):
             out[:live] = of_rows[place]
+        if places is not None:
+            listed = outs[0][:live].long()
+            places[listed[listed >= 0]] = torch.arange(live, dtype=torch.int32)[listed >= 0]
 
     @launcher
-    def targets(self, x, sorted_cls, sorted_row, sorted_grad, num_live, start, v0, dw):
+    def targets(self, x, sorted_cls, sorted_row, sorted_grad, num_live, start, v0, dw, places=None, rest=None):
         dw = writable(dw)
         live, _ = self._live(num_live, start, sorted_cls.shape[0])
         mine = ((sorted_cls[:live] >= v0) & (sorted_cls[:live] < v0 + dw.shape[0])).nonzero()[:, 0]
         rows = sorted_grad[mine, None] * x[sorted_row[mine].long()].float()
         sums = torch.zeros(dw.shape).index_add_(0, sorted_cls[mine].long() - v0, rows)
         touched = sorted_cls[mine].long().unique() - v0
-        dw[touched] = (dw[touched].float() + sums[touched]).to(dw.dtype)
+        before = dw[touched].float()
+        if rest is not None:
+            assert v0 == 0
+            before = before + rest[places[touched].long()].float()
+        dw[touched] = (before + sums[touched]).to(dw.dtype)
 
     @launcher
     def bias_sum(self, e, row_scale, num_live, start, db, accumulate):

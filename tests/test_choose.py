@@ -23,6 +23,7 @@ from quackish.configs.lce_rows import (
     LceCompactProblem,
     LceGatherProblem,
     LceScatterProblem,
+    LceSortProblem,
 )
 from quackish.configs.rms_norm import (
     MAX_N,
@@ -170,6 +171,13 @@ def test_every_kernel_has_a_rule_and_a_name():
     assert {kernel for kernel, _ in kernels._HERE} == set(RULES) == set(NAMES.values())
 
 
+def test_the_largest_tile_of_a_sort():
+    with config(lce_sort=dict(threads=32, tile=57_984)):
+        assert chosen("lce_sort", LceSortProblem(False)).source == "forced"
+    with config(lce_sort=dict(threads=32, tile=57_984 + 128)), pytest.raises(ValueError, match="232576 bytes"):
+        chosen("lce_sort", LceSortProblem(False))
+
+
 # Legal or not --------------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +294,15 @@ ILLEGAL = [
     ("lce_compact", LceCompactProblem("int64"), dict(each=0), "each is 0; expected 1 to 16"),
     ("lce_gather", LceGatherProblem(64, BF16, "int64"), dict(vectors=3), "vectors is 3; expected 1, 2, 4 or 8"),
     ("lce_scatter", LceScatterProblem(64, BF16), dict(threads=48), "threads is 48; expected a multiple of 32"),
+    ("lce_sort", LceSortProblem(False), dict(threads=48), "threads is 48; expected a multiple of 32"),
+    ("lce_sort", LceSortProblem(False), dict(tile=2048), "tile is 2048; expected a multiple of 4 * threads, 4096"),
+    ("lce_sort", LceSortProblem(False), dict(tile=0), "tile is 0; expected a multiple of 4 * threads, 4096"),
+    ("lce_sort", LceSortProblem(True), dict(tile=-4096), "tile is -4096; expected a multiple of 4 * threads, 4096"),
+    ("lce_sort", LceSortProblem(True), dict(threads=768), "tile is 4096; expected a multiple of 4 * threads, 3072"),
+    (
+        "lce_sort", LceSortProblem(False), dict(tile=57_344),
+        "tile is 57344 with threads 1024, 233472 bytes of shared memory; expected at most 232448 on H200",
+    ),
     ("lce_bias", LceBiasProblem(BF16, True, False), dict(lanes=7), "lanes is 7; expected a divisor of threads 512"),
 ]  # fmt: skip
 

@@ -311,6 +311,9 @@ def test_jobs(monkeypatch):
     assert [parallel.default_jobs(n) for n in (0, 1, 9, 99)] == [0, 1, 9, 16]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert parallel.default_jobs(9) == 3
+    for odd in ("", "0", "two", "-1", "1.5"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", odd)
+        assert parallel.default_jobs(99) == 16
     monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "5")
     assert parallel.default_jobs(9) == 5
 
@@ -363,6 +366,47 @@ def test_processes_end_with_their_user():
     next(outcomes)
     outcomes.close()
     assert threading.active_count() == before
+
+
+def test_another_may_take_the_last_one_while_a_user_stops(monkeypatch):
+    class Contested(parallel.queue.SimpleQueue):
+        def empty(self):  # true a moment ago
+            was = super().empty()
+            if not was:
+                self.get_nowait()
+            return was
+
+    monkeypatch.setattr(parallel.queue, "SimpleQueue", Contested)
+    monkeypatch.setattr(
+        parallel, "_serve", lambda todo, done, workers: done.put(parallel.Outcome(todo.get(), "compiled", ""))
+    )
+    outcomes = parallel.compile_all(requests(2, 3), jobs=1)
+    next(outcomes)
+    stopping = threading.Thread(target=outcomes.close, daemon=True)
+    stopping.start()
+    stopping.join(5)
+    assert not stopping.is_alive()
+
+
+@pytest.mark.parametrize("there_are", [0, 1])
+def test_threads_that_cannot_be_started(there_are, monkeypatch):
+    started = []
+
+    class Scarce(threading.Thread):
+        def start(self):
+            if len(started) == there_are:
+                raise RuntimeError("can't start new thread")
+            started.append(self)
+            super().start()
+
+    monkeypatch.setattr(parallel.threading, "Thread", Scarce)
+    outcomes = list(parallel.compile_all(requests(2, 3), jobs=2))
+    assert {outcome.request for outcome in outcomes} == set(requests(2, 3))
+    assert {outcome.status for outcome in outcomes} == {"compiled" if there_are else "failed"}
+    started.clear()
+    monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "2")
+    launch.prepare(requests(4, 5))  # raises nothing
+    assert launch.counters.compiles == 2 * there_are
 
 
 # Recording

@@ -305,6 +305,7 @@ def on_cublas(device, monkeypatch):
     gemms = CublasGemms(device)
     if device.type == "cpu":
         k = EmulatedKernels()
+        k.keeps_rest = gemms.keeps_rest
         for name in ("num_tiles", "logits", "redo", "dlogits", "dx", "dw"):
             setattr(k, name, getattr(gemms, name))
     else:

@@ -24,6 +24,8 @@ def problems():
         dw = dict(a_major="m", b_major="n", live="k")
         yield GemmProblem("store", dtype, out, **dw)
         yield GemmProblem("store", dtype, out, **dw, cut_last=True)
+        if out == "bfloat16":
+            yield GemmProblem("store", dtype, out, **dw, cut_last=True, rest=True)
         if out == "float32":
             yield GemmProblem("store", dtype, out, **dw, accumulate=True)
             yield GemmProblem("store", dtype, out, **dw, accumulate=True, cut_last=True)
@@ -247,6 +249,21 @@ def test_dw(shape, out, accumulate):
     dw = torch.randn(c.v, c.h) if accumulate else torch.full((c.v, c.h), NAN, dtype=out)
     got, truth = both("dw", c.e[:, : c.v], c.x, c.num_live, 0, dw, accumulate)
     assert close(got[4], truth[4], 1e-5 if out == FP32 else 0.004)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dw_keeps_what_rounding_takes(shape):
+    c = Case(**shape)
+    places = torch.full((c.v,), -1, dtype=torch.int32)
+    places[::3] = torch.randperm(len(places[::3])).int()
+    dw, rest = torch.full((c.v, c.h), NAN, dtype=BF16), torch.full((len(places[::3]) + 1, c.h), NAN, dtype=BF16)
+    got, truth = both("dw", c.e[:, : c.v], c.x, c.num_live, 0, dw, False, None, places, rest)
+    exact = c.e[: c.live, : c.v].double().T @ c.x[: c.live].double()
+    whole = got[4][::3].double() + got[8][places[::3].long()].double()
+    assert close(whole, exact[::3], 2e-5)
+    assert close(got[4], truth[4], 0.004)
+    assert got[8][-1].isnan().all()
 
 
 @pytest.mark.gpu

@@ -65,14 +65,15 @@ def problems():
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x), LceRowsConfig(), 4
         options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True, e_split=True)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
-    for split in (False, True):
-        yield "lce_sort", LceSortProblem(split), LceSortConfig(), 2
+    for split, places in itertools.product((False, True), (False, True)):
+        yield "lce_sort", LceSortProblem(split, places), LceSortConfig(), 2
     for h, dtype, aligned in itertools.product(
         (8, 264, 1000, 2048, 4096, 16_384), ("bfloat16", "float32"), (True, False)
     ):
-        problem = LceTargetsProblem(h, "bfloat16", dtype, aligned)
-        config = lce_targets_config(problem)
-        yield "lce_targets", problem, config, min(16, 1024 // config.threads)
+        for rest in (False, True) if dtype == "bfloat16" else (False,):
+            problem = LceTargetsProblem(h, "bfloat16", dtype, aligned, rest)
+            config = lce_targets_config(problem)
+            yield "lce_targets", problem, config, min(16, 1024 // config.threads)
     for dtype, scaled, accumulate, n in itertools.product(
         ("bfloat16", "float16"), (True, False), (True, False), (8, 40000)
     ):
@@ -140,6 +141,10 @@ def encode(x):
 
 def decode(code):
     return torch.where(code >= 0, code, code ^ 0x7FFFFFFF).view(FP32)
+
+
+def norm(t):
+    return float(torch.linalg.vector_norm(t))
 
 
 def rounded_up(n):
@@ -805,7 +810,8 @@ def test_sort(lce, m, live, start, rows, split):
     args = sort_case(m, 500, live, start, rows, split)
     cls, order, _, _, scale, e, e2, _, *outs = args
     whole = e.clone() if e2 is None else torch.cat([e, e2], 1)
-    lce.sort(*args)
+    places = torch.full((500,), -1, dtype=torch.int32, device="cuda")
+    lce.sort(*args, places)
     n = max(0, min(live - start, rows))
     i, t = torch.arange(n, device="cuda"), cls[:n].long()
     grad = torch.where(t < 0, 0.0, scale[:n] * whole[i, t.clamp(min=0)].float())
@@ -814,6 +820,9 @@ def test_sort(lce, m, live, start, rows, split):
     for out, want in zip(outs, wants, strict=True):
         assert same_bits(out[:n], want[place])
         assert untouched(out[n:])
+    there = torch.zeros(500, dtype=torch.bool, device="cuda").index_fill_(0, t[t >= 0], True)
+    assert torch.equal(places >= 0, there)
+    assert torch.equal(outs[0][places[there].long()].long(), there.nonzero()[:, 0])
     whole[i[t >= 0], t[t >= 0]] = 0
     assert same_bits(e if e2 is None else torch.cat([e, e2], 1), whole)
 
@@ -844,6 +853,28 @@ def test_targets(lce, m, live, start, h, dw_dtype):
         again = before.clone()
         lce.targets(x, sorted_cls, sorted_row, sorted_grad, args[2], start, v0, again)
         assert same_bits(again, dw)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("h", [8, 1000, 4104])
+def test_targets_add_what_rounding_took(lce, h):
+    m, v = 700, 300
+    args = sort_case(m, v, 650)
+    places = torch.full((v,), -1, dtype=torch.int32, device="cuda")
+    lce.sort(*args, places)
+    *_, sorted_cls, sorted_row, sorted_grad = args
+    x, rest = random(m, h, dtype=BF16), random(m, h, dtype=BF16, seed=3, scale=2**-9)
+    before = random(v, h, dtype=BF16, seed=9)
+    dw = before.clone()
+    lce.targets(x, sorted_cls, sorted_row, sorted_grad, args[2], 0, 0, dw, places, rest)
+    mine = (sorted_cls >= 0).nonzero()[:, 0]
+    classes = sorted_cls[mine].long()
+    want = before.double().index_add(0, classes, sorted_grad[mine, None].double() * x[sorted_row[mine].long()].double())
+    there = places >= 0
+    want[there] += rest[places[there].long()].double()
+    assert norm(dw.double() - want) <= 0.002 * norm(want)
+    assert norm(dw[there].double() - want[there]) <= norm(want[there].to(BF16).double() - want[there]) * 1.01
+    assert same_bits(dw[~there], before[~there])
 
 
 @pytest.mark.gpu

@@ -1,8 +1,12 @@
 """Linear cross entropy's rehearsal, which says what a first call has to compile: it asks for what the call asks for."""
 
+import contextlib
+
 import pytest
 import torch
 from lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from quackish import launch
 from quackish.gpu import B200, H200
@@ -92,6 +96,154 @@ def test_once_for_all_m(on):
     prepare(x, w, target.int(), kw)
     prepare(x.half(), w.half(), target, kw)
     assert len(asked) == 4
+
+
+def called(x, w, target, kw, monkeypatch, **how):
+    """What a call asks for, forward and backward."""
+    k = LceKernels(CPU)
+    monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
+    with launch.record() as recording:
+        loss = linear_cross_entropy(x, w, target, **kw, **how)
+        loss.backward(torch.rand(loss.shape))
+    return set(recording.requests)
+
+
+def test_once_for_all_batches_and_lengths(on, monkeypatch):
+    asked = on(H200)
+    for batch, length in ((2, 100), (2, 101), (3, 50), (1, 7)):
+        x, w, target, kw = make(batch * length, 64, 700, torch.bfloat16)
+        prepare(x.detach().view(batch, length, 64).requires_grad_(), w, target.view(batch, length), kw)
+    assert len(asked) == 1
+    assert set(asked[0]) == called(x, w, target, kw, monkeypatch)
+    prepare(x.detach()[0].requires_grad_(), w, target[0], kw)  # no batch at all
+    assert len(asked) == 1
+
+
+def test_once_for_all_numbers(on):
+    """But not for whether there is one."""
+    asked = on(H200)
+    x, w, target, kw = make(100, 64, 700, torch.bfloat16)
+    for z_loss, softcap, ignore_index in ((0.0, 20.0, -100), (1e-4, 30.0, -1)):
+        prepare(x, w, target, kw, z_loss=z_loss, softcap=softcap, ignore_index=ignore_index)
+    assert len(asked) == 1
+    prepare(x, w, target, kw)
+    assert len(asked) == 2
+    for num_items in (80, 90, torch.tensor(80)):
+        prepare(x, w, target, kw, num_items=num_items)
+    assert len(asked) == 3
+
+
+def test_one_chunk_and_several(on, monkeypatch):
+    asked = on(H200)
+    for m in (100, 128, 129, 1000):
+        x, w, target, kw = make(m, 64, 700, torch.bfloat16, bias=True)
+        prepare(x, w, target, kw, chunk_size=128)
+        assert set(asked[-1]) == called(x, w, target, kw, monkeypatch, chunk_size=128)
+    assert len(asked) == 2
+
+
+def test_e_in_one_buffer_and_in_two(on, monkeypatch):
+    asked = on(H200)
+    monkeypatch.setattr(preparing, "SHARED_FROM", 1 << 20)
+    monkeypatch.setattr("quackish.ops.linear_cross_entropy_schedules.SHARED_FROM", 1 << 20)
+    for m in (100, 600, 700):
+        x, w, target, kw = make(m, 512, 1400, torch.bfloat16)
+        prepare(x, w, target, kw)
+        assert set(asked[-1]) == called(x, w, target, kw, monkeypatch)
+    assert len(asked) == 2
+    assert set(asked[0]) != set(asked[1])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rows_that_start_anywhere(schedule, on, monkeypatch):
+    asked = on(H200)
+    x, w, target, kw = make(100, 72, 700, torch.bfloat16)
+    w = w.detach()[:, :64].requires_grad_()
+    flat = x.detach().view(-1)
+    shifted, far_apart = flat[1 : 1 + 99 * 64].view(99, 64), x.detach()[:99, 8:]
+    odd, transposed = flat[: 99 * 65].view(99, 65)[:, :64], flat[: 99 * 64].view(64, 99).t()
+    for given, n in ((far_apart, 1), (odd, 2), (shifted, 2), (transposed, 2), (odd.view(9, 11, 64), 2)):
+        given = given.requires_grad_()
+        prepare(given, w, target[:99].view(given.shape[:-1]), kw, schedule=schedule)
+        assert len(asked) == n
+    for given, requests in ((far_apart, asked[0]), (odd, asked[1]), (shifted, asked[1]), (transposed, asked[0])):
+        assert set(requests) == called(given, w, target[:99], kw, monkeypatch, schedule=schedule)
+
+
+@pytest.fixture
+def rehearsals(monkeypatch):
+    """What each rehearsal recorded."""
+    recordings, record = [], launch.record
+
+    @contextlib.contextmanager
+    def noted():
+        with record() as recording:
+            recordings.append(recording)
+            yield recording
+
+    monkeypatch.setattr(preparing.launch, "record", noted)
+    return recordings
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_chunks_stand_for_many(schedule, dtype, on, rehearsals):
+    on(H200)
+    for m in (256, 128 * 40):
+        preparing._prepared.clear()
+        x, w, target, kw = make(m, 8, 700, dtype, bias=True)
+        prepare(x, w, target, kw, schedule=schedule, chunk_size=128)
+    few, many = rehearsals
+    assert len(few.launches) == len(many.launches)
+
+
+@pytest.mark.parametrize(
+    "m, v, dtype", [(3000, 6000, torch.float16), (600, 33_000, torch.bfloat16), (600, 33_000, torch.float16)], ids=str
+)
+def test_blocks_of_classes_are_those_of_all_rows(m, v, dtype, on, monkeypatch):
+    """How many there are, and how wide, depends on the rows."""
+    asked = on(H200)
+    x, w, target, kw = make(m, 8, v, dtype, bias=True)
+    how = dict(schedule="recompute", chunk_size=128)
+    prepare(x, w, target, kw, **how)
+    assert set(asked[-1]) == called(x, w, target, kw, monkeypatch, **how)
+
+
+def test_what_is_remembered_has_an_end(on, monkeypatch):
+    asked = on(H200)
+    monkeypatch.setattr(preparing, "_MAX_PREPARED", 3)
+    for v in range(500, 510):
+        x, w, target, kw = make(20, 8, v, torch.bfloat16)
+        prepare(x, w, target, kw)
+        assert len(preparing._prepared) <= 3
+    prepare(x, w, target, kw)
+    assert len(asked) == 10
+
+
+@pytest.mark.parametrize("name", ["all", "unsmoothed"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rehearsal_takes_no_memory_and_sets_no_device(schedule, name, on, monkeypatch):
+    """A default device is also what compiled code looks at, and may be left behind by threads that overlap."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            devices.update(t.device.type for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    asked, devices, defaults, rows = on(H200), set(), set(), LceKernels.rows
+
+    def noted(*args, **kwargs):
+        defaults.add(torch.get_default_device().type)
+        return rows(*args, **kwargs)
+
+    monkeypatch.setattr(LceKernels, "rows", noted)
+    for chunk_size in (None, 128):
+        x, w, target, kw = make(300, 64, 700, torch.bfloat16, **OPTIONS[name])
+        with Watch():
+            prepare(x, w, target, kw, schedule=schedule, chunk_size=chunk_size)
+    assert asked
+    assert (devices, defaults) == ({"meta"}, {"cpu"})
 
 
 def test_nothing_around_cublas(on):

@@ -33,6 +33,7 @@ class GemmProblem:
     weighted: bool = False  # class weights, where there is smoothing
     redo: bool = False  # softmax: only the tiles that a first launch flagged, with their rows' maxima for ref
     accumulate: bool = False  # store: D is added to the output
+    rest: bool = False  # store, bf16: what rounding takes from rows that have a place is kept
     split_k: bool = False  # A lies in two buffers: its first columns, and the others
     cut_last: bool = False  # rows, store: a last wave that would leave half of the clusters idle is cut along k
 

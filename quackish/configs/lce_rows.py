@@ -52,6 +52,7 @@ class LceRowsProblem:
 @dataclasses.dataclass(frozen=True)
 class LceSortProblem:
     e_split: bool  # E lies in two buffers
+    places: bool = False  # where each class's rows are is listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class LceTargetsProblem:
     dtype: str  # of x
     dw_dtype: str
     x_aligned: bool = True  # every row of x starts on 16 bytes
+    rest: bool = False  # what rounding took from dw is added as well
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +172,21 @@ def rows_objection(problem: Any, config: LceRowsConfig | LceScaleConfig, gpu: Gp
     if config.vectors not in (1, 2, 4, 8):
         return f"vectors is {config.vectors}; expected 1, 2, 4 or 8"
     return threads_objection(problem, config, gpu)
+
+
+def sort_objection(problem: LceSortProblem, config: LceSortConfig, gpu: Gpu) -> str | None:
+    objection = threads_objection(problem, config, gpu)
+    if objection is not None:
+        return objection
+    if config.tile < 1 or config.tile % (4 * config.threads):
+        return f"tile is {config.tile}; expected a multiple of 4 * threads, {4 * config.threads}"
+    smem_bytes = 4 * (config.tile + 32 * (config.threads // 32))
+    if smem_bytes > gpu.smem_bytes:
+        return (
+            f"tile is {config.tile} with threads {config.threads}, {smem_bytes} bytes of shared memory; expected at "
+            f"most {gpu.smem_bytes} on {gpu.name}"
+        )
+    return None
 
 
 def targets_objection(problem: LceTargetsProblem, config: LceTargetsConfig, gpu: Gpu) -> str | None:

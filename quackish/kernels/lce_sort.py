@@ -3,7 +3,8 @@
 The weight's gradient is a sum over rows of (row_scale * E) x, and its GEMM has row_scale * x rounded. Where a class is
 the target of a row, that rounding is most of the error: so these terms, x as it is, are added apart, by `lce_targets`.
 For chunk row i, live, with t = cls[i] and r = order[start + i], at its place by (t, i):
-  sorted_cls = t, sorted_row = r, sorted_grad = row_scale[i] * E[i, t] (0 without a class), then E[i, t] = 0.
+  sorted_cls = t, sorted_row = r, sorted_grad = row_scale[i] * E[i, t] (0 without a class), then E[i, t] = 0;
+  and places[t], where given, is the place of a row of class t: of any of them, so only that there is one may count.
 
 A lane has a row, whose place is the number of rows before it by (t, i); each warp of the CTA counts a part of these.
 That is rows^2 comparisons, of integers that come 4 at a time from shared memory.
@@ -39,6 +40,7 @@ class LceSort:
             int32,
             int32,
             fp32,
+            int32 if self.problem.places else None,
             Int64(8),
             Int64(8),
             Int32(8),
@@ -59,6 +61,7 @@ class LceSort:
         sorted_cls: cute.Pointer,  # (rows,)
         sorted_row: cute.Pointer,  # (rows,)
         sorted_grad: cute.Pointer,  # (rows,)
+        places: Optional[cute.Pointer],  # (v,)
         e_stride: Int64,
         e2_stride: Int64,
         v_split: Int32,
@@ -67,7 +70,7 @@ class LceSort:
         stream: CUstream,
     ):
         of_e = e, e2, e_stride, e2_stride, v_split
-        outs = sorted_cls, sorted_row, sorted_grad
+        outs = sorted_cls, sorted_row, sorted_grad, places
         self.kernel(cls, order, num_live, row_scale, of_e, outs, start, rows).launch(
             grid=[cute.ceil_div(rows, 32), 1, 1],
             block=[self.threads, 1, 1],
@@ -88,7 +91,7 @@ class LceSort:
     ):
         cta, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
-        sorted_cls, sorted_row, sorted_grad = outs
+        sorted_cls, sorted_row, sorted_grad, places = outs
         smem = cutlass.memory.SmemAllocator()
         sCls = smem.allocate_tensor(Int32, cute.make_layout(self.tile), byte_alignment=16)
         sCount = smem.allocate_tensor(Int32, cute.make_layout((32, self.num_warps)), byte_alignment=16)
@@ -119,6 +122,8 @@ class LceSort:
                 grad = Float32(0.0)
                 if t >= 0:
                     grad = load_at(row_scale, i) * self.take_out(of_e, i, t)
+                    if const_expr(places is not None):
+                        store_at(places, t, place)
                 store_at(sorted_cls, place, t)
                 store_at(sorted_row, place, load_at(order, start + i))
                 store_at(sorted_grad, place, grad)

@@ -45,7 +45,8 @@ def default_jobs(num_requests: int) -> int:
     most = os.environ.get("QUACKISH_COMPILE_JOBS", "")
     if not most.isdecimal():
         # processes of one training run on this host (torchrun says how many) compile the same at the same time
-        most = len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+        most = len(os.sched_getaffinity(0)) // (max(1, int(processes)) if processes.isdecimal() else 1)
     return min(num_requests, int(most), _MOST)
 
 
@@ -62,10 +63,18 @@ def compile_all(requests: Sequence[Request], jobs: int) -> Iterator[Outcome]:
     for request in waiting:
         todo.put(request)
     workers: list[_Worker] = []
-    threads = [threading.Thread(target=_serve, args=(todo, done, workers), daemon=True) for _ in range(jobs)]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
     try:
+        while waiting and len(threads) < jobs:
+            thread = threading.Thread(target=_serve, args=(todo, done, workers), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more, or Python is about to end
+                if not threads:
+                    yield from (Outcome(request, "failed", f"no thread for it: {error}") for request in waiting)
+                    return
+                break
+            threads.append(thread)
         while waiting:
             outcome = done.get(timeout=_PATIENCE)
             del waiting[outcome.request]
@@ -74,8 +83,9 @@ def compile_all(requests: Sequence[Request], jobs: int) -> Iterator[Outcome]:
         for request in waiting:
             yield Outcome(request, "failed", f"no answer from a compiling process within {_PATIENCE:.0f} s")
     finally:
-        while not todo.empty():  # also where the caller stops early
-            todo.get()
+        with contextlib.suppress(queue.Empty):  # also where the caller stops early
+            while True:
+                todo.get_nowait()
         for worker in list(workers):
             worker.kill()  # its thread gets to know, and ends
         for thread in threads:

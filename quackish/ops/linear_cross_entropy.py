@@ -82,7 +82,8 @@ def linear_cross_entropy(
             On kernels fp16 and label smoothing are always "recompute".
         chunk_size: rows a chunk. None: a multiple of 128 that keeps a chunk within 1.5 GiB (kernels: 4 GiB), from V and
             dtype alone; on kernels H rows where "recompute" makes the input's gradient in forward. Kernels round it up
-            to a multiple of 128, and such a "recompute" then holds no more rows at a time in backward either.
+            to a multiple of 128, and such a "recompute" then holds no more rows at a time in backward either, where
+            the weight's gradient is returned.
         backend: "auto" runs kernels where there are some (Hopper, and Blackwell around cuBLAS's GEMMs; bf16 or fp16,
             after autocast; H a multiple of 8) and otherwise the portable PyTorch path: silently on CPU, with one
             warning per reason on a GPU. "cute" runs kernels or raises. "reference" runs the portable path.
@@ -96,9 +97,9 @@ def linear_cross_entropy(
         M * V * 2 * M / (M + H) for a 16-bit weight, as the rest lies where its gradient comes to be (above 64 MiB).
         "stored": M * V * 2, kept. "recompute": M * H * 2 and 96 MiB or M * 5632 (256 MiB where no weight gradient is
         returned), or M * H * 4 and 32 MiB where the input's gradient is made in backward; with a chunk_size just
-        chunk * H * 2 and some 16 MiB. "chunked" and "stored" lend 17 MB to their GEMMs. `grad_weight_out` in fp32 is
-        added to in a GEMM, with no buffer ("chunked" has one). Around cuBLAS's GEMMs 256 MiB more, or M * 1024 where
-        that is more.
+        chunk * H * 2 and some 16 MiB. "chunked" and "stored" lend their GEMMs 17 MB, and M * H * 2 where one of them
+        makes a 16-bit weight gradient at once. `grad_weight_out` in fp32 is added to in a GEMM, with no buffer
+        ("chunked" has one). Around cuBLAS's GEMMs 256 MiB more, or M * 1024 where that is more.
     On the portable path: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for fp32, 8 for fp64, with softcap 4 (8) more,
     fp32 (M, H) and (V, H) sums, and M * V * 4 kept by "stored". Off CUDA 16-bit operands are multiplied as fp32, and
     linear_weight is held once more in fp32.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quackish.configs.linear_cross_entropy import ROOMY_BYTES, whole_tiles
 from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
@@ -102,19 +103,26 @@ class Plan(NamedTuple):
         return Wanted(dx if needs[0] else None, dw if needs[1] else None, needs[2])
 
     def forward(self, k, call: Call, wanted: Wanted) -> Forward:
+        made = wanted
         if self.schedule == "recompute":
-            wanted = self.made_in_forward(wanted)
-        if not wanted.any():
+            made = self.made_in_forward(wanted)
+        if not made.any():
             return schedules.statistics(k, call, self.chunk_rows)
         if self.schedule == "stored":
             return schedules.stored(k, call)
-        return schedules.chunked(k, call, self.chunk_rows, wanted, self.in_parts)
+        return schedules.chunked(k, call, self.rows_in_forward(call, wanted), made, self.in_parts)
 
     def made_in_forward(self, wanted: Wanted) -> Wanted:
         """The gradients that are ready before backward, up to a factor."""
         if self.schedule == "chunked":
             return wanted
         return Wanted(wanted.dx if self.early_dx else None, None, False)
+
+    def rows_in_forward(self, call: Call, wanted: Wanted) -> int:
+        """The rows of a chunk. With `recompute` its E is as large as dw; of a frozen weight there is none to come."""
+        if not self.early_dx or self.in_parts or wanted.dw:
+            return self.chunk_rows
+        return min(self.chunk_rows, whole_tiles(ROOMY_BYTES, call.w.shape[0]))
 
     def loss(self, out: Forward, target: Tensor) -> Tensor:
         if self.reduction == "none":
@@ -141,7 +149,7 @@ class Plan(NamedTuple):
         if incoming.lse is None:  # as forward made them
             early = self.made_in_forward(wanted)
             if early.any():
-                made = schedules.chunked(k, call, self.chunk_rows, early, self.in_parts).grads
+                made = schedules.chunked(k, call, self.rows_in_forward(call, wanted), early, self.in_parts).grads
                 grads = scaled(k, made, incoming.loss, dw_out)
             wanted = wanted.but(early)
         if self.in_parts and wanted.dx is None and wanted.dw and dw_out is None:

@@ -32,6 +32,8 @@ class CublasGemms:
     of xs.
     """
 
+    keeps_rest = False
+
     def __init__(self, device: torch.device, gpu: Gpu | None = None):
         self.device, self.gpu = device, gpu or gpu_of(device.index)
         self._stream = current_stream_of(device)
@@ -144,7 +146,7 @@ class CublasGemms:
                 r1 - r0, self._stream(),
             )  # fmt: skip
 
-    def dw(self, e, xs, num_live, start, out, accumulate, tickets=None) -> None:
+    def dw(self, e, xs, num_live, start, out, accumulate, tickets=None, places=None, rest=None) -> None:
         """A 16-bit out is rounded by cuBLAS, which may round on the way where it splits the sum over rows.
 
         `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is asked, as by any GEMM of PyTorch's.

@@ -18,6 +18,8 @@ class GemmLaunches:
     All sums run over the live rows alone, chunk rows [0, num_live - start), which the device counts.
     """
 
+    keeps_rest = True  # `dw` may keep what its rounding takes
+
     def __init__(self, device: torch.device, gpu: Gpu | None = None):
         self.device, self.gpu = device, gpu or gpu_of(device.index)
         self._stream = current_stream_of(device)
@@ -192,10 +194,12 @@ class GemmLaunches:
         out: Tensor,  # (n, h) contiguous; fp32 to accumulate
         accumulate: bool,
         tickets: Tensor | None = None,  # as in `dx`
+        places: Tensor | None = None,  # (n,) int32
+        rest: Tensor | None = None,  # (any, h) bf16; both or none, for a bf16 out that is not added to
     ) -> None:
-        """out = (or += with `accumulate`) e.T @ xs."""
+        """out = (or += with `accumulate`) e.T @ xs; rest[places[i]]: what rounding took from row i, if it has one."""
         (rows, h), n = xs.shape, e.shape[1]
-        key = ("dw", e.dtype, out.dtype, accumulate, tickets is None)
+        key = ("dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None)
         kernel, clusters, floats = self._gemms.get(key) or self._compile(
             key,
             epilogue="store",
@@ -206,11 +210,13 @@ class GemmLaunches:
             live="k",
             accumulate=accumulate,
             cut_last=tickets is not None,
+            rest=rest is not None,
         )
         shared, _scratch = _shared(tickets, floats)
+        given = None if rest is None else (places.data_ptr(), rest.data_ptr())
         sizes, strides = (n, h, rows, 0, start), (e.stride(0), 0, xs.stride(0), out.stride(0))
         kernel(
-            e.data_ptr(), None, xs.data_ptr(), out.data_ptr(), None, shared, num_live.data_ptr(), sizes, strides,
+            e.data_ptr(), None, xs.data_ptr(), out.data_ptr(), given, shared, num_live.data_ptr(), sizes, strides,
             clusters, self._stream(),
         )  # fmt: skip
 

@@ -50,6 +50,7 @@ class LceKernels:
     def __init__(self, device: torch.device, gemms: GemmLaunches | CublasGemms | None = None):
         gemms = gemms_of(device) if gemms is None else gemms
         self.device, self.gpu, self.num_tiles = device, gemms.gpu, gemms.num_tiles
+        self.keeps_rest = gemms.keeps_rest
         self.logits, self.redo, self.dlogits, self.dx, self.dw = (
             gemms.logits, gemms.redo, gemms.dlogits, gemms.dx, gemms.dw,
         )  # fmt: skip
@@ -308,13 +309,17 @@ class LceKernels:
         sorted_cls: Tensor,  # (rows,) int32
         sorted_row: Tensor,  # (rows,) int32
         sorted_grad: Tensor,  # (rows,) fp32
+        places: Tensor | None = None,  # (v,) int32
     ) -> None:
         """Takes the target's element out of each live row of E, and lists these rows by class, then by position:
-        sorted_grad = row_scale * that element (0 for cls -1), of row sorted_row of x; in E it is 0 from then on."""
-        key = ("sort", e2 is not None)
+        sorted_grad = row_scale * that element (0 for cls -1), of row sorted_row of x; in E it is 0 from then on.
+
+        places[t] = the place of some row of class t, in that order; other classes' are left alone.
+        """
+        key = ("sort", e2 is not None, places is not None)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            kernel = self._find(key, "lce_sort", LceSortProblem(e2 is not None))
+            kernel = self._find(key, "lce_sort", LceSortProblem(e2 is not None, places is not None))
         kernel(
             cls.data_ptr(),
             order.data_ptr(),
@@ -325,6 +330,7 @@ class LceKernels:
             sorted_cls.data_ptr(),
             sorted_row.data_ptr(),
             sorted_grad.data_ptr(),
+            address(places),
             e.stride(0),
             0 if e2 is None else e2.stride(0),
             v_split,
@@ -343,17 +349,21 @@ class LceKernels:
         start: int,
         v0: int,
         dw: Tensor,  # (n, h): classes v0 and up; contiguous; bf16, fp16 or fp32
+        places: Tensor | None = None,  # (v,) int32, as `sort` leaves it
+        rest: Tensor | None = None,  # (rows, h) bf16, as `dw` leaves it; both or none
     ) -> None:
-        """dw[t - v0] += the sum of sorted_grad * x[sorted_row] over the rows with sorted_cls t, in their order."""
+        """dw[t - v0] += the sum of sorted_grad * x[sorted_row] over the rows with sorted_cls t, in their order, and
+        rest[places[t]]."""
         (n, h), stride = dw.shape, x.stride(0)
         aligned = not (x.data_ptr() | stride * 2) & 15
-        key = ("targets", h, x.dtype, dw.dtype, aligned)
+        key = ("targets", h, x.dtype, dw.dtype, aligned, rest is not None)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            problem = LceTargetsProblem(h, dtype_name(x), dtype_name(dw), aligned)
+            problem = LceTargetsProblem(h, dtype_name(x), dtype_name(dw), aligned, rest is not None)
             kernel = self._find(key, "lce_targets", problem)
         at = x.data_ptr(), sorted_cls.data_ptr(), sorted_row.data_ptr(), sorted_grad.data_ptr(), num_live.data_ptr()
-        kernel(*at, dw.data_ptr(), stride, v0, v0 + n, start, sorted_cls.shape[0], self._stream())
+        to = dw.data_ptr(), address(places), address(rest)
+        kernel(*at, *to, stride, v0, v0 + n, start, sorted_cls.shape[0], self._stream())
 
     def bias_sum(
         self,

@@ -7,30 +7,60 @@ import torch
 from torch import Tensor
 
 from quackish import kernels, launch
+from quackish.configs.linear_cross_entropy import E_ITEMSIZE, SHARED_FROM, even_chunks
 from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy_autograd import Inputs, Plan
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 
+_MAX_PREPARED = 1024  # then some is rehearsed again
 _prepared: set[tuple] = set()
 
 
 def prepare(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None) -> None:
-    """Once for everything that kernels depend on but M: a few more may be compiled where they are used."""
+    """Once for everything that kernels depend on. Of M that is whether one chunk has all rows, whether its E is large,
+    and in few cases more: a kernel or two may be compiled where they are used."""
+    m, (v, h), out, items = inputs.target.numel(), inputs.linear_weight.shape, grad_weight_out, inputs.num_items
+    aligned = _is_aligned(inputs.input, plan.compute_dtype)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:3])
-    tensors = (*inputs, grad_weight_out)
-    of_tensors = ((t.dtype, t.shape[1:]) if isinstance(t, Tensor) else None for t in tensors)
-    key = (plan, inputs.input.device, inputs.linear_weight.shape, needs, *of_tensors)
+    key = (
+        plan._replace(ignore_index=0, label_smoothing=plan.label_smoothing > 0, softcap=plan.softcap is None, z_loss=0),
+        inputs.input.device, v, h, needs, m > plan.chunk_rows, m * v * E_ITEMSIZE > SHARED_FROM, aligned,
+        tuple(None if t is None else t.dtype for t in (*inputs[:5], out)),
+        None if out is None else out.stride(),
+        None if items is None else isinstance(items, Tensor) and items.is_cuda,
+    )  # fmt: skip
     if key in _prepared:
         return
+    if len(_prepared) >= _MAX_PREPARED:
+        _prepared.clear()
     _prepared.add(key)
     k = LceKernels(inputs.input.device)  # one that is forgotten afterwards
     try:
         kernels.find("lce_gemm", k.gpu)
     except UnsupportedError:  # around cuBLAS's GEMMs kernels are small: all of them take 2 s
         return
-    with launch.record() as recording, torch.device("meta"), torch.no_grad():
-        _rehearse(k, Inputs(*map(_blank, inputs)), plan, needs, _blank(grad_weight_out))
+    m, plan = _two_chunks(m, plan)
+    with launch.record() as recording, torch.no_grad():
+        _rehearse(k, _blank_inputs(inputs, m, aligned), plan, needs, _blank(out))
     launch.prepare(list(recording.requests))
+
+
+def _is_aligned(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether each row starts on 16 bytes: of a copy, which Plan.call makes where it must, it does."""
+    if x.dtype != dtype or x.stride(-1) != 1:
+        return True
+    stride = x.stride(-2) if x.dim() > 1 else 0
+    return (x.data_ptr() | stride * x.itemsize) % 16 == 0
+
+
+def _two_chunks(m: int, plan: Plan) -> tuple[int, Plan]:
+    """Two chunks stand for several, as the second adds to what is there and so do all others: of as many rows, or of
+    fewer where backward goes by chunks too, and fits its blocks of classes to their rows."""
+    if m <= plan.chunk_rows:
+        return m, plan
+    if plan.in_parts:
+        return min(m, 2 * even_chunks(m, plan.chunk_rows)), plan
+    return m, plan._replace(chunk_rows=max(plan.chunk_rows, even_chunks(m, -(-m // 2))))
 
 
 def _rehearse(k: LceKernels, inputs: Inputs, plan: Plan, needs: tuple[bool, ...], dw_out: Tensor | None) -> None:
@@ -39,13 +69,21 @@ def _rehearse(k: LceKernels, inputs: Inputs, plan: Plan, needs: tuple[bool, ...]
     call = plan.call(inputs)
     out = plan.forward(k, call, wanted)
     if wanted.any():
-        arrives = torch.empty(inputs.target.shape if plan.reduction == "none" else (), dtype=torch.float32)
+        arrives = torch.empty(
+            inputs.target.shape if plan.reduction == "none" else (), dtype=torch.float32, device="meta"
+        )
         kept = out._replace(grads=type(out.grads)())
         plan.backward(k, call, kept, plan.incoming(arrives, None), wanted, dw_out)
 
 
-def _blank(t: Tensor | float | None) -> Tensor | float | None:
-    """Without memory, if it had any; a 0-dim one stays: whether it is on the GPU matters, and it is not read."""
-    if not isinstance(t, Tensor) or t.dim() == 0:
-        return t
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+def _blank_inputs(inputs: Inputs, m: int, aligned: bool) -> Inputs:
+    x, w, bias, target, weight, num_items = inputs  # num_items stays: whether it is on the GPU matters
+    h = w.shape[1]
+    blank_x = torch.empty_strided((m, h), (h if aligned else h + 1, 1), dtype=x.dtype, device="meta")
+    blank_target = torch.empty_strided((m,), (1,), dtype=target.dtype, device="meta")
+    return Inputs(blank_x, _blank(w), _blank(bias), blank_target, _blank(weight), num_items)
+
+
+def _blank(t: Tensor | None) -> Tensor | None:
+    """Without memory."""
+    return None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")

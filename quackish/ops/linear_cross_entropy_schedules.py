@@ -169,12 +169,11 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
         e.dx(k, call.w, row_scale, rows, 0, dx, rows.tickets)
     if db is not None:
         e.bias_sum(k, row_scale, rows, 0, db, False)
-    if wanted.dw:
-        targets = e.take_targets(k, rows.cls, row_scale, rows, 0)
-        if dw is not None:
-            e.dw(k, call.x, xs, targets, rows, 0, dw, False)
-        else:
-            _add_dw(k, kept_e, xs, rows, dw_out, call.x, targets)
+    if dw is not None:
+        e.dw(k, call.x, xs, rows.cls, row_scale, rows, 0, dw, False)
+    elif wanted.dw:
+        targets = _Targets.taken_from(e, k, rows.cls, row_scale, rows, 0)
+        _add_dw(k, kept_e, xs, rows, dw_out, call.x, targets)
     return Grads(dx, dw, db)
 
 
@@ -323,8 +322,7 @@ class _Chunk:
         if db is not None:
             e.bias_sum(self.k, self.row_scale, rows, start, db, start > 0)
         if dw is not None:  # last: it takes the targets out of E, and may overwrite it
-            targets = e.take_targets(self.k, self.cls, self.row_scale, rows, start)
-            e.dw(self.k, self.call.x, self.xc, targets, rows, start, dw, start > 0)
+            e.dw(self.k, self.call.x, self.xc, self.cls, self.row_scale, rows, start, dw, start > 0)
 
     def _rows(self, grads: str, **given) -> None:
         stats = dict(part_sum=self.part_sum, part_wsum=self.part_wsum)
@@ -443,21 +441,25 @@ class _E:
         first = self.blocks[0]
         k.dx(first.e, second, first.v1, w, row_scale, rows.order, rows.num_live, start, dx, False, tickets)
 
-    def take_targets(self, k, cls: Tensor, row_scale: Tensor, rows: Rows, start: int) -> "_Targets":
-        """The last to look at the targets' elements: from then on they are 0."""
-        second, first = self.blocks[1].e if len(self.blocks) > 1 else None, self.blocks[0]
-        n = cls.shape[0]
-        targets = _Targets(*(_vector(cls, n, dtype) for dtype in (torch.int32, torch.int32, torch.float32)))
-        k.sort(cls, rows.order, rows.num_live, start, row_scale, first.e, second, first.v1, *targets)
-        return targets
-
     def dw(
-        self, k, x: Tensor, xs: Tensor, targets: "_Targets", rows: Rows, start: int, dw: Tensor, accumulate: bool
-    ) -> None:
+        self, k, x: Tensor, xs: Tensor, cls: Tensor, row_scale: Tensor, rows: Rows, start: int, dw: Tensor,
+        accumulate: bool,
+    ) -> None:  # fmt: skip
+        """The last to look at the targets' elements: they are 0 afterwards."""
+        if dw.dtype == torch.float32 or k.keeps_rest:
+            targets = _Targets.taken_from(
+                self, k, cls, row_scale, rows, start, None if dw.dtype == torch.float32 else dw
+            )
+        else:  # they stay in E: to add them to what is rounded costs more exactness than to round x
+            targets = None
+        places, rest = (None, None) if targets is None else (targets.places, targets.rest)
         for e, v0, v1 in self.blocks:
-            part = dw if len(self.blocks) == 1 else dw[v0:v1]
-            k.dw(e, xs, rows.num_live, start, part, accumulate, rows.tickets)
-        k.targets(x, *targets, rows.num_live, start, 0, dw)
+            part, of_part = (
+                (dw, places) if len(self.blocks) == 1 else (dw[v0:v1], None if places is None else places[v0:v1])
+            )
+            k.dw(e, xs, rows.num_live, start, part, accumulate, rows.tickets, of_part, rest)
+        if targets is not None:
+            k.targets(x, *targets.of_rows, rows.num_live, start, 0, dw, places, rest)
 
     def bias_sum(self, k, row_scale: Tensor, rows: Rows, start: int, db: Tensor, accumulate: bool) -> None:
         for e, v0, v1 in self.blocks:
@@ -468,9 +470,23 @@ class _Targets(NamedTuple):
     """What a chunk's live rows have at their targets, by class: their part of the weight gradient is row_scale * E
     there times x, which is added in fp32, with x not rounded as xs is."""
 
-    cls: Tensor  # (rows,) int32
-    row: Tensor  # (rows,) int32: of x
-    grad: Tensor  # (rows,) fp32
+    of_rows: tuple[Tensor, Tensor, Tensor]  # (rows,) each: cls, int32; row of x, int32; row_scale * E, fp32
+    # Where dw is 16 bits wide: what rounding takes from the classes that have targets, until theirs are added.
+    places: Tensor | None = None  # (v,) int32: a class's row of rest, -1 for none
+    rest: Tensor | None = None  # (rows, h)
+
+    @classmethod
+    def taken_from(
+        cls, e: _E, k, classes: Tensor, row_scale: Tensor, rows: Rows, start: int, rounded: Tensor | None = None
+    ) -> "_Targets":
+        n, first, second = classes.shape[0], e.blocks[0], e.blocks[1].e if len(e.blocks) > 1 else None
+        of_rows = tuple(_vector(classes, n, dtype) for dtype in (torch.int32, torch.int32, torch.float32))
+        places = rest = None
+        if rounded is not None:
+            v, h = rounded.shape
+            places, rest = classes.new_full((v,), -1), _matrix(rounded, n, h, rounded.dtype)
+        k.sort(classes, rows.order, rows.num_live, start, row_scale, first.e, second, first.v1, *of_rows, places)
+        return cls(of_rows, places, rest)
 
 
 def _adds_in_gemm(out: Tensor) -> bool:
@@ -486,7 +502,7 @@ def _add_dw(
     if _adds_in_gemm(out):
         k.dw(e, xs, rows.num_live, 0, out, True)
         if targets is not None:
-            k.targets(x, *targets, rows.num_live, 0, 0, out)
+            k.targets(x, *targets.of_rows, rows.num_live, 0, 0, out)
         torch.autograd.graph.increment_version(out)
         return
     for v0 in range(0, out.shape[0], 4096):  # so that there is only a small buffer
@@ -494,30 +510,32 @@ def _add_dw(
         dw = _matrix(xs, *part.shape, torch.float32)
         k.dw(e[:, v0 : v0 + 4096], xs, rows.num_live, 0, dw, False)
         if targets is not None:
-            k.targets(x, *targets, rows.num_live, 0, v0, dw)
+            k.targets(x, *targets.of_rows, rows.num_live, 0, v0, dw)
         part.add_(dw)
 
 
 # Allocation ----------------------------------------------------------------------------------------------------------
 
 
-def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype)
+def _empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
 
 
 # CUDA memory is on the current device, which is like's.
 def _vector(like: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    return (cuda.empty if like.is_cuda else _empty)((n,), (1,), dtype)
+    return cuda.empty((n,), (1,), dtype) if like.is_cuda else _empty(like, (n,), (1,), dtype)
 
 
 def _matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return (cuda.empty if like.is_cuda else _empty)((rows, columns), (columns, 1), dtype)
+    shape, strides = (rows, columns), (columns, 1)
+    return cuda.empty(shape, strides, dtype) if like.is_cuda else _empty(like, shape, strides, dtype)
 
 
 def padded(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     if columns % 8:  # the last row's padding is memory too: it is read, 16 bytes at a time, not used
         return padded(like, rows, -(-columns // 8) * 8, dtype)[:, :columns]
-    return (cuda.empty if like.is_cuda else _empty)((rows, columns), padded_strides(columns), dtype)
+    shape, strides = (rows, columns), padded_strides(columns)
+    return cuda.empty(shape, strides, dtype) if like.is_cuda else _empty(like, shape, strides, dtype)
 
 
 def _inside(of: Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -7,16 +7,17 @@ Those on logits are in `epilogue_softmax.py` and `epilogue_dlogits.py`.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from quackish.kernels.common.epilogue_dlogits import Dlogits
 from quackish.kernels.common.epilogue_softmax import Softmax
-from quackish.kernels.common.rows import fake_pointer
-from quackish.kernels.common.tile_store import RowStore, TileStore, row_of, thread_rows
+from quackish.kernels.common.rows import fake_pointer, vector_at
+from quackish.kernels.common.tile_store import RowStore, TileStore, column_of, row_of, thread_rows
 
 
 def make_epilogue(problem, config):
-    return {"softmax": Softmax, "dlogits": Dlogits, "rows": Rows, "store": Store}[problem.epilogue](problem, config)
+    store = StoreAndRest if problem.rest else Store
+    return {"softmax": Softmax, "dlogits": Dlogits, "rows": Rows, "store": store}[problem.epilogue](problem, config)
 
 
 class Store:
@@ -41,6 +42,40 @@ class Store:
     def __call__(self, acc, kept, args, d_atom, d, staging, row0, col0, m, n, ldd, wg: Int32, thread: Int32):
         for j in cutlass.range_constexpr(self.output.num_pieces):
             self.output(acc, j, d_atom, staging, row0, col0, wg, thread)
+
+
+class StoreAndRest(Store):
+    """... and what rounding takes from each row that has a place: rest[place], rounded itself."""
+
+    def fake_args(self):
+        return fake_pointer("int32", False), fake_pointer("bfloat16")
+
+    def begin(self):
+        return cute.make_rmem_tensor((2,), Int32)
+
+    @cute.jit
+    def prepare(self, kept, args, row0: Int32, col0, m, live, start, thread: Int32):
+        for r in cutlass.range_constexpr(2):
+            row = row0 + thread_rows(thread) + 8 * r
+            kept[r] = (args[0] + cutlass.min(row, m - 1)).load()
+            if row >= m:
+                kept[r] = Int32(-1)
+
+    @cute.jit
+    def __call__(self, acc, kept, args, d_atom, d, staging, row0, col0: Int32, m, n: Int32, ldd, wg, thread: Int32):
+        for j in cutlass.range_constexpr(self.output.num_pieces):
+            self.output(acc, j, d_atom, staging, row0, col0, wg, thread)
+        two = cute.make_rmem_tensor((2,), cutlass.BFloat16)
+        for r in cutlass.range_constexpr(2):
+            if kept[r] >= 0:
+                row = args[1] + Int64(kept[r]) * n
+                for q in cutlass.range_constexpr(cute.size(acc) // 4):
+                    i = 4 * q + 2 * r  # a thread's values come in pairs of columns, row by row
+                    for k in cutlass.range_constexpr(2):
+                        two[k] = (acc[i + k] - acc[i + k].to(cutlass.BFloat16).to(Float32)).to(cutlass.BFloat16)
+                    col = col0 + column_of(i, thread)
+                    if col < n:
+                        vector_at(row, col, 2).store(two.load())
 
 
 class Rows:

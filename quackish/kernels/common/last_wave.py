@@ -10,9 +10,9 @@ that one cluster loads is in the L2 for another: dX of 128 tiles took 780 us ins
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.experimental import primitives as prims
 
-from quackish.kernels.common.column_sum import increment
 from quackish.kernels.common.rows import fake_pointer, vector_at
 
 LEAST_STEPS = 4  # along k, of a piece
@@ -70,7 +70,7 @@ class LastWave:
             self.barrier(wg)
             tile = cluster % rest
             if thread == 0:
-                sTicket[wg - 1] = increment(tickets + ((tile * self.ctas + cta) * self.num_wgs + wg - 1), pieces)
+                sTicket[wg - 1] = self.arrive(tickets + ((tile * self.ctas + cta) * self.num_wgs + wg - 1), pieces)
             self.barrier(wg)
             complete = sTicket[wg - 1] == pieces - 1
             if complete:
@@ -79,6 +79,15 @@ class LastWave:
                 for piece in cutlass.range(pieces, unroll=1):
                     self.add(acc, partials, tile + piece * rest, cta, wg, thread)
         return complete
+
+    @cute.jit
+    def arrive(self, ticket: cute.Pointer, pieces: Int32) -> Int32:
+        """How many came before; the last makes it 0 again."""
+        order, scope = prims.MemOrder.ACQ_REL, prims.MemScope.GPU
+        limit = Uint32(pieces - 1)
+        return Int32(
+            prims.atomicrmw(prims.AtomicOp.INC, ticket.to_llvm_ptr(), limit, mem_order=order, syncscope=scope)
+        )
 
     def barrier(self, wg):
         cute.arch.barrier(barrier_id=wg + 2 * self.num_wgs, number_of_threads=128)
