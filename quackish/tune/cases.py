@@ -97,10 +97,14 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
     elif p.live == "k":
         e, xs = _exponentials(device, p.dtype, k, m), _normal(device, p.dtype, k, n)
         out, num_live = torch.zeros(m, n, dtype=_dtype(p.out_dtype), device=device), _count(device, k)
-        outputs, tickets = (out,), _tickets(device, p)
+        outputs, tickets, places, rest = (out,), _tickets(device, p), None, None
+        if p.rest:  # of every 16th row
+            places = torch.arange(m, dtype=torch.int32, device=device)
+            places = torch.where(places % 16 == 0, places // 16, -1)
+            rest = torch.zeros(-(-m // 16), n, dtype=_dtype(p.out_dtype), device=device)
 
         def launch(gemms):
-            gemms.dw(e, xs, num_live, 0, out, p.accumulate, tickets)
+            gemms.dw(e, xs, num_live, 0, out, p.accumulate, tickets, places, rest)
     else:
         launch, outputs = _dx(p, m, n, k, device)
 

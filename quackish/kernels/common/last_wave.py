@@ -85,9 +85,7 @@ class LastWave:
         """How many came before; the last makes it 0 again."""
         order, scope = prims.MemOrder.ACQ_REL, prims.MemScope.GPU
         limit = Uint32(pieces - 1)
-        return Int32(
-            prims.atomicrmw(prims.AtomicOp.INC, ticket.to_llvm_ptr(), limit, mem_order=order, syncscope=scope)
-        )
+        return Int32(prims.atomicrmw(prims.AtomicOp.INC, ticket.to_llvm_ptr(), limit, mem_order=order, syncscope=scope))
 
     def barrier(self, wg):
         cute.arch.barrier(barrier_id=wg + 2 * self.num_wgs, number_of_threads=128)
