@@ -12,7 +12,7 @@ from lce_cases import make, norm_error, run, truth, unit_roundoff
 
 from quackish import config
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
-from quackish.ops import linear_cross_entropy_schedules as schedules
+from quackish.ops import linear_cross_entropy_e as of_e
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy_cublas import CublasGemms
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
@@ -84,7 +84,7 @@ def check_linear_cross_entropy(name: str) -> bool:
         grad_lse = torch.linspace(-1, 1, m, device=device) if lse else None
         return x, w, target, kw, grad_lse
 
-    kernels_of, schedules.SHARED_FROM = on_kernels.kernels_of, 0  # memory is shared as with large E
+    kernels_of, of_e.SHARED_FROM = on_kernels.kernels_of, 0  # memory is shared as with large E
     if "cublas" in name:
         on_kernels.kernels_of = lambda device: LceKernels(device, CublasGemms(device))
     x, w, target, kw, grad_lse = made(GPU)

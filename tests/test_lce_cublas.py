@@ -19,8 +19,8 @@ from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy as public
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
 from quackish.ops import linear_cross_entropy_cublas as cublas
+from quackish.ops import linear_cross_entropy_e as of_e
 from quackish.ops import linear_cross_entropy_kernels as launches
-from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy_cublas import CublasGemms
 from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
@@ -313,7 +313,7 @@ def on_cublas(device, monkeypatch):
     monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
     monkeypatch.setattr(public, "no_kernel_on", lambda device: "")
     monkeypatch.setattr(public, "_plans", {})
-    monkeypatch.setattr(schedules, "SHARED_FROM", 0)  # E in two blocks
+    monkeypatch.setattr(of_e, "SHARED_FROM", 0)  # E in two blocks
     return device
 
 

@@ -14,9 +14,9 @@ from quackish.gpu import B200, H200
 from quackish.ops import linear_cross_entropy as public
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
 from quackish.ops import linear_cross_entropy_cublas as cublas
+from quackish.ops import linear_cross_entropy_e as of_e
 from quackish.ops import linear_cross_entropy_gemms as gemms
 from quackish.ops import linear_cross_entropy_kernels as launches
-from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 
@@ -58,7 +58,7 @@ def launched(request, monkeypatch):
         monkeypatch.setattr(cublas, name, lambda a, b, out: None)
     monkeypatch.setattr(public, "no_kernel_on", lambda device: "")
     monkeypatch.setattr(public, "_plans", {})
-    monkeypatch.setattr(schedules, "SHARED_FROM", 0)  # E in two blocks
+    monkeypatch.setattr(of_e, "SHARED_FROM", 0)  # E in two blocks
     k = LceKernels(torch.device("cpu"))
     monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
     return count

@@ -145,7 +145,7 @@ def test_one_chunk_and_several(on, monkeypatch):
 def test_e_in_one_buffer_and_in_two(on, monkeypatch):
     asked = on(H200)
     monkeypatch.setattr(preparing, "SHARED_FROM", 1 << 20)
-    monkeypatch.setattr("quackish.ops.linear_cross_entropy_schedules.SHARED_FROM", 1 << 20)
+    monkeypatch.setattr("quackish.ops.linear_cross_entropy_e.SHARED_FROM", 1 << 20)
     for m in (100, 600, 700):
         x, w, target, kw = make(m, 512, 1400, torch.bfloat16)
         prepare(x, w, target, kw)

@@ -42,6 +42,7 @@ from quackish.errors import UnsupportedError
 from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy as public
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
+from quackish.ops import linear_cross_entropy_e as of_e
 from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.testing.errors import same_bits
@@ -147,7 +148,7 @@ def test_every_option(name, reduction, dtype):
 @pytest.mark.parametrize("name", ["plain", "bias", "all"])
 @pytest.mark.parametrize("m, h, v, columns", [(40, 64, 1000, 512), (40, 64, 256, None), (40, 128, 513, 256)])
 def test_e_in_the_storage_of_the_weight_gradient(m, h, v, columns, name, kernels, monkeypatch):
-    monkeypatch.setattr(schedules, "SHARED_FROM", 0)
+    monkeypatch.setattr(of_e, "SHARED_FROM", 0)
     x, w, target, kw = case(m, h, v, **OPTIONS[name])
     plan = shared_storage(m, v, h, 2)
     assert (plan.columns if plan else None) == columns
@@ -359,7 +360,7 @@ def test_hard_rows(reduction, schedule, softcap, dtype):
 
 
 def test_e_in_two_buffers_is_done_again_in_both(kernels, monkeypatch):
-    monkeypatch.setattr(schedules, "SHARED_FROM", 0)
+    monkeypatch.setattr(of_e, "SHARED_FROM", 0)
     x, w, target = hard_rows(torch.bfloat16)
     x, target = x[:16].detach().requires_grad_(), target[:16]  # few rows: E lies in the weight gradient as well
     check(x, w, target, dict(reduction="sum"), schedule="chunked")

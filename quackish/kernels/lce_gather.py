@@ -24,6 +24,7 @@ from quackish.kernels.common.lce import (
     fake_target,
     fill_row,
     load_at,
+    load_eight,
     rounded_up,
     store_at,
 )
@@ -162,7 +163,7 @@ class LceGather:
         for first in cutlass.range(0, num_vectors // (32 * batch) * (32 * batch), 32 * batch, unroll=1):
             for b in cutlass.range_constexpr(batch):
                 at = (first + b * 32 + lane) * 8
-                rX[None, b].store(self.load(x, at))
+                rX[None, b].store(load_eight(x, at, self.problem.x_aligned))
                 rW[None, b].store(vector_at(w, at, 8).load())
             for b in cutlass.range_constexpr(batch):
                 vector_at(out, (first + b * 32 + lane) * 8, 8).store(rX[None, b].load())
@@ -170,19 +171,9 @@ class LceGather:
         for u in cutlass.range_constexpr(-(-(num_vectors % (32 * batch)) // 32)):  # the ragged end
             vector = num_vectors // (32 * batch) * (32 * batch) + u * 32 + lane
             if vector < num_vectors:
-                rX[None, 0].store(self.load(x, vector * 8))
+                rX[None, 0].store(load_eight(x, vector * 8, self.problem.x_aligned))
                 rW[None, 0].store(vector_at(w, vector * 8, 8).load())
                 vector_at(out, vector * 8, 8).store(rX[None, 0].load())
                 dot.store(dot.load() + rX[None, 0].load().to(Float32) * rW[None, 0].load().to(Float32))
         partial = dot.load().reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
         return cute.arch.warp_reduction_sum(partial)
-
-    @cute.jit
-    def load(self, x: cute.Pointer, at: Int32):
-        """Eight elements, one by one where rows are not aligned."""
-        if const_expr(self.problem.x_aligned):
-            return vector_at(x, at, 8).load()
-        raw = cute.make_rmem_tensor((8,), x.dtype)
-        for k in cutlass.range_constexpr(8):
-            raw[k] = load_at(x, at + k)
-        return raw.load()

@@ -14,7 +14,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_rows import LceTargetsConfig, LceTargetsProblem
-from quackish.kernels.common.lce import fake_count, load_at
+from quackish.kernels.common.lce import fake_count, load_at, load_eight
 from quackish.kernels.common.rows import fake_pointer, vector_at
 
 
@@ -114,7 +114,7 @@ class LceTargets:
                 for b in cutlass.range_constexpr(self.batch):
                     r = cute.arch.shuffle_sync(row, k + b)
                     if k + b < count:
-                        raw[None, b].store(self.load(x, Int64(r) * x_stride))
+                        raw[None, b].store(load_eight(x, Int64(r) * x_stride, self.problem.x_aligned))
                 for b in cutlass.range_constexpr(self.batch):
                     g = cute.arch.shuffle_sync(grad, k + b)
                     if k + b < count:
@@ -126,13 +126,3 @@ class LceTargets:
             else:
                 count = Int32(0)
         return total
-
-    @cute.jit
-    def load(self, x: cute.Pointer, at: Int64):
-        """Eight elements, one by one where rows are not aligned."""
-        if const_expr(self.problem.x_aligned):
-            return vector_at(x, at, 8).load()
-        raw = cute.make_rmem_tensor((8,), x.dtype)
-        for k in cutlass.range_constexpr(8):
-            raw[k] = load_at(x, at + k)
-        return raw.load()

@@ -14,6 +14,7 @@ from torch import Tensor
 from quackish.configs.linear_cross_entropy import ROOMY_BYTES, whole_tiles
 from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy_schedules as schedules
+from quackish.ops.linear_cross_entropy_buffers import padded_strides
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 from quackish.ops.linear_cross_entropy_schedules import Call, Forward, Grads, Incoming, Rows, Wanted
 from quackish.ops.modes import is_plain
@@ -359,7 +360,7 @@ def _fwd_fake(*args):
         grads = _fake_grads(inputs, plan.made_in_forward(wanted))
     elif wanted.any():
         xc = x.new_empty((m, h), dtype=plan.compute_dtype)
-        e = x.new_empty_strided((m, v), schedules.padded_strides(v), dtype=plan.compute_dtype)
+        e = x.new_empty_strided((m, v), padded_strides(v), dtype=plan.compute_dtype)
     loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=torch.float32)
     lse = x.new_empty(target.shape, dtype=torch.float32)
     return loss, lse, *Rows.make(m, lambda n, dtype: x.new_empty(n, dtype=dtype)), *grads, xc, e

@@ -8,7 +8,7 @@ are made in backward, from logits that are multiplied again.
 Nothing here looks at a value on the device, or knows autograd. `k` has the launchers of LceKernels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,15 +16,13 @@ from torch import Tensor
 
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import (
-    E_ITEMSIZE,
-    SHARED_FROM,
     even_chunks,
     recompute_blocks,
     scratch_columns,
     scratch_columns_of_parts,
-    shared_storage,
 )
-from quackish.ops import cuda
+from quackish.ops.linear_cross_entropy_buffers import inside, matrix, padded, padded_strides, vector
+from quackish.ops.linear_cross_entropy_e import Block, E, Targets, add_dw
 
 _ROWS_A_FLAG = 128
 
@@ -127,9 +125,9 @@ def chunked(k, call: Call, chunk_rows: int, wanted: Wanted, lean: bool = False) 
     (m, h), v = call.x.shape, call.w.shape[0]
     single = m <= chunk_rows
     chunk_rows = even_chunks(m, chunk_rows)
-    dx = _matrix(call.x, m, h, wanted.dx) if wanted.dx else None
-    dw = _matrix(call.x, v, h, wanted.dw if single else torch.float32) if wanted.dw else None
-    db = _vector(call.x, v, torch.float32) if wanted.db else None
+    dx = matrix(call.x, m, h, wanted.dx) if wanted.dx else None
+    dw = matrix(call.x, v, h, wanted.dw if single else torch.float32) if wanted.dw else None
+    db = vector(call.x, v, torch.float32) if wanted.db else None
     out = _begin(k, call)
     for start in range(0, m, chunk_rows):
         # not named: what a chunk allocates is gone before the next one allocates
@@ -143,7 +141,7 @@ def stored(k, call: Call) -> Forward:
     """loss and lse, and what `stored_backward` starts from."""
     out = _begin(k, call)
     chunk = _Chunk(k, call, out, 0, call.x.shape[0])
-    e = _E.alone(call.w, chunk.rows)
+    e = E.alone(call.w, chunk.rows)
     chunk.statistics(e)
     return out._replace(xc=chunk.xc, e=e.blocks[0].e)
 
@@ -158,13 +156,13 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     kept_e = kept.e
     if kept_e.stride() != padded_strides(v):  # a saved-tensor hook, or compiled code, laid it out anew
         kept_e = padded(call.x, m, v, kept_e.dtype).copy_(kept_e)
-    e = _E([_Block(kept_e, 0, v)])
-    xc, xs = (kept.xc, _matrix(kept.xc, *kept.xc.shape, kept.xc.dtype)) if wanted.dw else (None, None)
-    row_scale = _vector(call.x, m, torch.float32)
+    e = E([Block(kept_e, 0, v)])
+    xc, xs = (kept.xc, matrix(kept.xc, *kept.xc.shape, kept.xc.dtype)) if wanted.dw else (None, None)
+    row_scale = vector(call.x, m, torch.float32)
     _run_rows(k, call, kept, 0, m, "scale", incoming, e=e, xc=xc, xs=xs, row_scale=row_scale)
     dx = call.x.new_zeros((m, h), dtype=wanted.dx) if wanted.dx else None  # the rows that are not live stay 0
-    dw = _matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
-    db = _vector(call.x, v, torch.float32) if wanted.db else None
+    dw = matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
+    db = vector(call.x, v, torch.float32) if wanted.db else None
     if dx is not None:
         e.dx(k, call.w, row_scale, rows, 0, dx, rows.tickets)
     if db is not None:
@@ -172,8 +170,8 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     if dw is not None:
         e.dw(k, call.x, xs, rows.cls, row_scale, rows, 0, dw, False)
     elif wanted.dw:
-        targets = _Targets.taken_from(e, k, rows.cls, row_scale, rows, 0)
-        _add_dw(k, kept_e, xs, rows, dw_out, call.x, targets)
+        targets = Targets.taken_from(e, k, rows.cls, row_scale, rows, 0)
+        add_dw(k, kept_e, xs, rows, dw_out, call.x, targets)
     return Grads(dx, dw, db)
 
 
@@ -187,12 +185,12 @@ def recompute_backward(
     """
     (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
     dtype = call.x.dtype
-    dx = _matrix(call.x, m, h, wanted.dx) if wanted.dx else None
-    dw = _matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
-    db = _vector(call.x, v, torch.float32) if wanted.db else None
-    acc = _matrix(call.x, m, h, torch.float32) if wanted.dx else None
+    dx = matrix(call.x, m, h, wanted.dx) if wanted.dx else None
+    dw = matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
+    db = vector(call.x, v, torch.float32) if wanted.db else None
+    acc = matrix(call.x, m, h, torch.float32) if wanted.dx else None
     if dx is None:
-        xc = _matrix(call.x, m, h, dtype)
+        xc = matrix(call.x, m, h, dtype)
     else:  # dx is not written before all blocks are done; until then its storage holds the live rows of x
         xc = dx.view(-1).view(dtype)[: m * h].view(m, h)
     coefs = _coefficients(k, call, kept, incoming, xc)
@@ -200,7 +198,7 @@ def recompute_backward(
     scratch = padded(call.x, m, max(v1 - v0 for v0, v1, offset in blocks if offset is None), dtype)
     for v0, v1, offset in blocks:
         n = v1 - v0
-        e = scratch[:, :n] if offset is None else _inside(dw, offset, m, n, dtype)
+        e = scratch[:, :n] if offset is None else inside(dw, offset, m, n, dtype)
         w = call.w[v0:v1]
         bias = None if call.bias is None else call.bias[v0:v1]
         k.dlogits(
@@ -210,7 +208,7 @@ def recompute_backward(
         if dw is not None:
             k.dw(e, xc, rows.num_live, 0, dw[v0:v1], False)
         elif wanted.dw:
-            _add_dw(k, e, xc, rows, dw_out[v0:v1])
+            add_dw(k, e, xc, rows, dw_out[v0:v1])
         if db is not None:
             k.bias_sum(e, None, rows.num_live, 0, db[v0:v1], False)
         if acc is not None:
@@ -229,26 +227,24 @@ def recompute_in_parts(k, call: Call, kept: Forward, incoming: Incoming, wanted:
     """
     (m, h), v, rows, dtype = call.x.shape, call.w.shape[0], kept.rows, call.x.dtype
     part_rows = even_chunks(m, part_rows)
-    dw = _matrix(call.x, v, h, wanted.dw)
-    db = _vector(call.x, v, torch.float32) if wanted.db else None
-    coefs = _matrix(call.x, m, 4, torch.float32)
+    dw = matrix(call.x, v, h, wanted.dw)
+    db = vector(call.x, v, torch.float32) if wanted.db else None
+    coefs = matrix(call.x, m, 4, torch.float32)
     _run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
     sums = wanted.dw != torch.float32
     scratch = scratch_columns_of_parts(part_rows, h if sums else 0)
     blocks = recompute_blocks(part_rows, v, h, dw.itemsize, scratch, sums)
     widest = max(v1 - v0 for v0, v1, offset in blocks if offset is None)
-    spare_e, spare_acc = (
-        padded(call.x, part_rows, widest, dtype),
-        _matrix(call.x, widest if sums else 0, h, torch.float32),
-    )
-    xc = _matrix(call.x, part_rows, h, dtype)
+    spare_e = padded(call.x, part_rows, widest, dtype)
+    spare_acc = matrix(call.x, widest if sums else 0, h, torch.float32)
+    xc = matrix(call.x, part_rows, h, dtype)
     for v0, v1, offset in blocks:
         n = v1 - v0
         acc, e = dw[v0:v1], spare_e[:, :n]
         if offset is not None:
-            e = _inside(dw, offset + (n * h * 4 if sums else 0), part_rows, n, dtype)
+            e = inside(dw, offset + (n * h * 4 if sums else 0), part_rows, n, dtype)
         if sums:
-            acc = spare_acc[:n] if offset is None else _inside(dw, offset, n, h, torch.float32)
+            acc = spare_acc[:n] if offset is None else inside(dw, offset, n, h, torch.float32)
         bias = None if call.bias is None else call.bias[v0:v1]
         for start in range(0, m, part_rows):
             here = min(part_rows, m - start)
@@ -273,8 +269,8 @@ def _begin(k, call: Call) -> Forward:
     """Which rows are live; loss and lse still to be written."""
     m = call.x.shape[0]
     x = call.x
-    rows = Rows.make(m, lambda n, dtype: _vector(x, n, dtype))
-    loss, lse = _vector(x, m, torch.float32), _vector(x, m, torch.float32)
+    rows = Rows.make(m, lambda n, dtype: vector(x, n, dtype))
+    loss, lse = vector(x, m, torch.float32), vector(x, m, torch.float32)
     k.compact(
         call.target, call.class_weight, call.num_items, call.ignore_index, call.w.shape[0], call.mean,
         rows.order, rows.num_live, rows.inv_divisor, rows.tickets,
@@ -293,26 +289,26 @@ class _Chunk:
         of_rows = out.rows.cls, out.rows.top, out.rows.zt, out.rows.row_sum
         self.cls, self.top, self.zt, self.row_sum = of_rows if rows == m else [t[part] for t in of_rows]
         x, tiles = call.x, k.num_tiles(v)
-        self.flags = _vector(x, _num_flags(rows), torch.int32)
-        self.ref = _vector(x, rows, torch.float32)
-        self.row_scale = _vector(x, rows, torch.float32)
-        self.part_sum = _matrix(x, rows, tiles, torch.float32)
-        self.part_wsum = _matrix(x, rows, tiles, torch.float32) if call.label_smoothing else None
-        self.xc = _matrix(x, rows, h, x.dtype)
+        self.flags = vector(x, _num_flags(rows), torch.int32)
+        self.ref = vector(x, rows, torch.float32)
+        self.row_scale = vector(x, rows, torch.float32)
+        self.part_sum = matrix(x, rows, tiles, torch.float32)
+        self.part_wsum = matrix(x, rows, tiles, torch.float32) if call.label_smoothing else None
+        self.xc = matrix(x, rows, h, x.dtype)
         k.gather(
             call.x, call.w, call.bias, call.target, out.rows.order, out.rows.num_live, start, v, call.softcap,
             self.xc, self.cls, self.ref, self.top, self.flags, dx, out.loss, out.lse,
         )  # fmt: skip
 
-    def statistics(self, e: "_E | None" = None) -> None:
-        self._logits(e or _E([_Block(None, 0, self.call.w.shape[0])]))
+    def statistics(self, e: E | None = None) -> None:
+        self._logits(e or E([Block(None, 0, self.call.w.shape[0])]))
         self._rows("none")
 
     def statistics_and_gradients(
         self, single: bool, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, lean: bool
     ) -> None:
-        e = _E.beside(dw, self.rows) if single and dw is not None else None
-        e = e or _E.alone(self.call.w, self.rows)
+        e = E.beside(dw, self.rows) if single and dw is not None else None
+        e = e or E.alone(self.call.w, self.rows)
         self._logits(e)
         xc = None if dw is None else self.xc  # scaled in place
         self._rows("scale", e=e, xc=xc, xs=xc, row_scale=self.row_scale)
@@ -328,14 +324,14 @@ class _Chunk:
         stats = dict(part_sum=self.part_sum, part_wsum=self.part_wsum)
         _run_rows(self.k, self.call, self.out, self.start, self.rows, grads, _ONES, self, **stats, **given)
 
-    def _logits(self, e: "_E") -> None:
+    def _logits(self, e: E) -> None:
         # every block before the first redo: any of them may raise a row's `top`, which all of them then use
         args = [self._logits_args(block) for block in e.blocks]
         for launch in (self.k.logits, self.k.redo):
             for these in args:
                 launch(*these)
 
-    def _logits_args(self, block: "_Block") -> tuple:
+    def _logits_args(self, block: Block) -> tuple:
         call, (e, v0, v1) = self.call, block
         w, bias = call.w, call.bias
         if v1 - v0 != w.shape[0]:
@@ -349,7 +345,7 @@ class _Chunk:
 
 def _run_rows(
     k, call: Call, out: Forward, start: int, rows: int, grads: str, incoming: Incoming,
-    of: "_Chunk | Rows | None" = None, *, part_sum=None, part_wsum=None, e: "_E | None" = None,
+    of: "_Chunk | Rows | None" = None, *, part_sum=None, part_wsum=None, e: E | None = None,
     xc=None, xs=None, row_scale=None, coefs=None,
 ) -> None:  # fmt: skip
     of = of or out.rows
@@ -390,7 +386,7 @@ def _run_rows(
 def _coefficients(k, call: Call, kept: Forward, incoming: Incoming, xc: Tensor) -> Tensor:
     """coefs (m, 4); and x's live rows in xc, once more."""
     m = call.x.shape[0]
-    coefs = _matrix(call.x, m, 4, torch.float32)
+    coefs = matrix(call.x, m, 4, torch.float32)
     _gather(k, call, kept.rows, 0, xc)
     _run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
     return coefs
@@ -399,155 +395,12 @@ def _coefficients(k, call: Call, kept: Forward, incoming: Incoming, xc: Tensor) 
 def _gather(k, call: Call, rows: Rows, start: int, xc: Tensor) -> None:
     """x's rows from place `start` on, in xc; the rest of what the kernel makes was made before."""
     n = xc.shape[0]
-    cls, top, flags = (_vector(call.x, count, torch.int32) for count in (n, n, _num_flags(n)))
-    ref = _vector(call.x, n, torch.float32)
+    cls, top, flags = (vector(call.x, count, torch.int32) for count in (n, n, _num_flags(n)))
+    ref = vector(call.x, n, torch.float32)
     k.gather(
         call.x, call.w, call.bias, call.target, rows.order, rows.num_live, start, call.w.shape[0], call.softcap,
         xc, cls, ref, top, flags, None, None, None,
     )  # fmt: skip
-
-
-class _Block(NamedTuple):
-    e: Tensor | None  # (rows, v1 - v0) bf16, rows ld apart
-    v0: int
-    v1: int
-
-
-class _E:
-    """E, or a chunk's, in one or two blocks of columns; in two where one lies in dw's storage."""
-
-    def __init__(self, blocks: Sequence[_Block]):
-        self.blocks = blocks
-
-    @classmethod
-    def alone(cls, w: Tensor, rows: int) -> "_E":
-        v = w.shape[0]
-        return cls([_Block(padded(w, rows, v, w.dtype), 0, v)])
-
-    @classmethod
-    def beside(cls, dw: Tensor, rows: int) -> "_E | None":
-        """The first columns at the end of dw's storage, where they fit and E is large; see `shared_storage`."""
-        v, h = dw.shape
-        plan = shared_storage(rows, v, h, dw.itemsize) if rows * v * E_ITEMSIZE > SHARED_FROM else None
-        if plan is None:
-            return None
-        first = _inside(dw, plan.offset, rows, plan.columns, torch.bfloat16)
-        rest = v - plan.columns
-        second = padded(dw, rows, rest, torch.bfloat16)
-        return cls([_Block(first, 0, plan.columns), _Block(second, plan.columns, v)])
-
-    def dx(self, k, w: Tensor, row_scale: Tensor, rows: Rows, start: int, dx: Tensor, tickets: Tensor | None) -> None:
-        second = self.blocks[1].e if len(self.blocks) > 1 else None
-        first = self.blocks[0]
-        k.dx(first.e, second, first.v1, w, row_scale, rows.order, rows.num_live, start, dx, False, tickets)
-
-    def dw(
-        self, k, x: Tensor, xs: Tensor, cls: Tensor, row_scale: Tensor, rows: Rows, start: int, dw: Tensor,
-        accumulate: bool,
-    ) -> None:  # fmt: skip
-        """The last to look at the targets' elements: they are 0 afterwards."""
-        if dw.dtype == torch.float32 or k.keeps_rest:
-            targets = _Targets.taken_from(
-                self, k, cls, row_scale, rows, start, None if dw.dtype == torch.float32 else dw
-            )
-        else:  # they stay in E: to add them to what is rounded costs more exactness than to round x
-            targets = None
-        places, rest = (None, None) if targets is None else (targets.places, targets.rest)
-        for e, v0, v1 in self.blocks:
-            part, of_part = (
-                (dw, places) if len(self.blocks) == 1 else (dw[v0:v1], None if places is None else places[v0:v1])
-            )
-            k.dw(e, xs, rows.num_live, start, part, accumulate, rows.tickets, of_part, rest)
-        if targets is not None:
-            k.targets(x, *targets.of_rows, rows.num_live, start, 0, dw, places, rest)
-
-    def bias_sum(self, k, row_scale: Tensor, rows: Rows, start: int, db: Tensor, accumulate: bool) -> None:
-        for e, v0, v1 in self.blocks:
-            k.bias_sum(e, row_scale, rows.num_live, start, db if len(self.blocks) == 1 else db[v0:v1], accumulate)
-
-
-class _Targets(NamedTuple):
-    """What a chunk's live rows have at their targets, by class: their part of the weight gradient is row_scale * E
-    there times x, which is added in fp32, with x not rounded as xs is."""
-
-    of_rows: tuple[Tensor, Tensor, Tensor]  # (rows,) each: cls, int32; row of x, int32; row_scale * E, fp32
-    # Where dw is 16 bits wide: what rounding takes from the classes that have targets, until theirs are added.
-    places: Tensor | None = None  # (v,) int32: a class's row of rest, -1 for none
-    rest: Tensor | None = None  # (rows, h)
-
-    @classmethod
-    def taken_from(
-        cls, e: _E, k, classes: Tensor, row_scale: Tensor, rows: Rows, start: int, rounded: Tensor | None = None
-    ) -> "_Targets":
-        n, first, second = classes.shape[0], e.blocks[0], e.blocks[1].e if len(e.blocks) > 1 else None
-        of_rows = tuple(_vector(classes, n, dtype) for dtype in (torch.int32, torch.int32, torch.float32))
-        places = rest = None
-        if rounded is not None:
-            v, h = rounded.shape
-            places, rest = classes.new_full((v,), -1), _matrix(rounded, n, h, rounded.dtype)
-        k.sort(classes, rows.order, rows.num_live, start, row_scale, first.e, second, first.v1, *of_rows, places)
-        return cls(of_rows, places, rest)
-
-
-def _adds_in_gemm(out: Tensor) -> bool:
-    """Whether a GEMM may add to `out` itself, by TMA."""
-    dense = out.is_contiguous() and out.stride(0) == out.shape[1]  # a single row is contiguous with any stride
-    return out.dtype == torch.float32 and dense and out.data_ptr() % 16 == 0
-
-
-def _add_dw(
-    k, e: Tensor, xs: Tensor, rows: Rows, out: Tensor, x: Tensor | None = None, targets: _Targets | None = None
-) -> None:
-    """out += e.T @ xs, and the targets' part where they are not in e."""
-    if _adds_in_gemm(out):
-        k.dw(e, xs, rows.num_live, 0, out, True)
-        if targets is not None:
-            k.targets(x, *targets.of_rows, rows.num_live, 0, 0, out)
-        torch.autograd.graph.increment_version(out)
-        return
-    for v0 in range(0, out.shape[0], 4096):  # so that there is only a small buffer
-        part = out[v0 : v0 + 4096]
-        dw = _matrix(xs, *part.shape, torch.float32)
-        k.dw(e[:, v0 : v0 + 4096], xs, rows.num_live, 0, dw, False)
-        if targets is not None:
-            k.targets(x, *targets.of_rows, rows.num_live, 0, v0, dw)
-        part.add_(dw)
-
-
-# Allocation ----------------------------------------------------------------------------------------------------------
-
-
-def _empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
-
-
-# CUDA memory is on the current device, which is like's.
-def _vector(like: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    return cuda.empty((n,), (1,), dtype) if like.is_cuda else _empty(like, (n,), (1,), dtype)
-
-
-def _matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    shape, strides = (rows, columns), (columns, 1)
-    return cuda.empty(shape, strides, dtype) if like.is_cuda else _empty(like, shape, strides, dtype)
-
-
-def padded(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    if columns % 8:  # the last row's padding is memory too: it is read, 16 bytes at a time, not used
-        return padded(like, rows, -(-columns // 8) * 8, dtype)[:, :columns]
-    shape, strides = (rows, columns), padded_strides(columns)
-    return cuda.empty(shape, strides, dtype) if like.is_cuda else _empty(like, shape, strides, dtype)
-
-
-def _inside(of: Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """A matrix `offset` bytes into the storage that `of`, contiguous, has for itself."""
-    if of.dtype != dtype:
-        of = of.view(-1).view(dtype)
-    return of.as_strided((rows, columns), (columns, 1), offset // dtype.itemsize)
-
-
-def padded_strides(columns: int) -> tuple[int, int]:
-    """Of E: its rows start on 128 bytes."""
-    return -(-columns // 64) * 64, 1
 
 
 def _num_flags(rows: int) -> int:

@@ -16,7 +16,9 @@ from cutlass.experimental import primitives as prims
 from quackish.kernels.common.rows import fake_pointer, vector_at
 
 LEAST_STEPS = 4  # along k, of a piece
-LEAST_SAVED = 24  # steps that cutting saves; adding pieces up takes about as long (16 us)
+# Steps that cutting saves: 16 us, which is what adding pieces up takes. (Of 10 tiles in 6 pieces, on an H200, 53 steps
+# less should gain 35 us and gained 20.)
+LEAST_SAVED = 24
 
 
 class LastWave:

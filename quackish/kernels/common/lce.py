@@ -30,6 +30,17 @@ def load_at(base: cute.Pointer, at):
 
 
 @cute.jit
+def load_eight(base: cute.Pointer, at, aligned: cutlass.Constexpr[bool]):
+    """Eight elements, one by one where they need not start on 16 bytes."""
+    if const_expr(aligned):
+        return vector_at(base, at, 8).load()
+    raw = cute.make_rmem_tensor((8,), base.dtype)
+    for k in cutlass.range_constexpr(8):
+        raw[k] = load_at(base, at + k)
+    return raw.load()
+
+
+@cute.jit
 def store_at(base: cute.Pointer, at, value):
     cute.make_tensor(base + at, cute.make_layout(1))[0] = value.to(base.dtype)
 

@@ -1,0 +1,122 @@
+"""E, the exponentials exp(a - ref) of a chunk's logits: where they lie, and the GEMMs that make gradients of them.
+
+The weight gradient takes the targets' elements out of E first, and adds their part, which is most of what a class with
+few rows gets, in fp32.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quackish.configs.linear_cross_entropy import E_ITEMSIZE, SHARED_FROM, shared_storage
+from quackish.ops.linear_cross_entropy_buffers import inside, matrix, padded, vector
+
+if TYPE_CHECKING:
+    from quackish.ops.linear_cross_entropy_schedules import Rows
+
+
+class Block(NamedTuple):
+    e: Tensor | None  # (rows, v1 - v0) bf16, rows ld apart
+    v0: int
+    v1: int
+
+
+class E:
+    """E, or a chunk's, in one or two blocks of columns; in two where one lies in dw's storage."""
+
+    def __init__(self, blocks: Sequence[Block]):
+        self.blocks = blocks
+
+    @classmethod
+    def alone(cls, w: Tensor, rows: int) -> "E":
+        v = w.shape[0]
+        return cls([Block(padded(w, rows, v, w.dtype), 0, v)])
+
+    @classmethod
+    def beside(cls, dw: Tensor, rows: int) -> "E | None":
+        """The first columns at the end of dw's storage, where they fit and E is large; see `shared_storage`."""
+        v, h = dw.shape
+        plan = shared_storage(rows, v, h, dw.itemsize) if rows * v * E_ITEMSIZE > SHARED_FROM else None
+        if plan is None:
+            return None
+        first = inside(dw, plan.offset, rows, plan.columns, torch.bfloat16)
+        rest = v - plan.columns
+        second = padded(dw, rows, rest, torch.bfloat16)
+        return cls([Block(first, 0, plan.columns), Block(second, plan.columns, v)])
+
+    def dx(self, k, w: Tensor, row_scale: Tensor, rows: "Rows", start: int, dx: Tensor, tickets: Tensor | None) -> None:
+        second = self.blocks[1].e if len(self.blocks) > 1 else None
+        first = self.blocks[0]
+        k.dx(first.e, second, first.v1, w, row_scale, rows.order, rows.num_live, start, dx, False, tickets)
+
+    def dw(
+        self, k, x: Tensor, xs: Tensor, cls: Tensor, row_scale: Tensor, rows: "Rows", start: int, dw: Tensor,
+        accumulate: bool,
+    ) -> None:  # fmt: skip
+        """The last to look at the targets' elements: they are 0 afterwards."""
+        rounded, targets, places, rest = dw.dtype != torch.float32, None, None, None
+        # Else they stay in E: to add them to what is rounded, and not kept, costs more exactness than to round x.
+        if k.keeps_rest or not rounded:
+            targets = Targets.taken_from(self, k, cls, row_scale, rows, start, dw if rounded else None)
+            places, rest = targets.places, targets.rest
+        for e, v0, v1 in self.blocks:
+            whole = len(self.blocks) == 1
+            part = dw if whole else dw[v0:v1]
+            its_places = places if whole or places is None else places[v0:v1]
+            k.dw(e, xs, rows.num_live, start, part, accumulate, rows.tickets, its_places, rest)
+        if targets is not None:
+            k.targets(x, *targets.of_rows, rows.num_live, start, 0, dw, places, rest)
+
+    def bias_sum(self, k, row_scale: Tensor, rows: "Rows", start: int, db: Tensor, accumulate: bool) -> None:
+        for e, v0, v1 in self.blocks:
+            k.bias_sum(e, row_scale, rows.num_live, start, db if len(self.blocks) == 1 else db[v0:v1], accumulate)
+
+
+class Targets(NamedTuple):
+    """What a chunk's live rows have at their targets, by class: their part of the weight gradient is row_scale * E
+    there times x, which is added in fp32, with x not rounded as xs is."""
+
+    of_rows: tuple[Tensor, Tensor, Tensor]  # (rows,) each: cls, int32; row of x, int32; row_scale * E, fp32
+    # Where dw is 16 bits wide: what rounding takes from the classes that have targets, until theirs are added.
+    places: Tensor | None = None  # (v,) int32: a class's row of rest, -1 for none
+    rest: Tensor | None = None  # (rows, h)
+
+    @classmethod
+    def taken_from(
+        cls, e: E, k, classes: Tensor, row_scale: Tensor, rows: "Rows", start: int, rounded: Tensor | None = None
+    ) -> "Targets":
+        n, first, second = classes.shape[0], e.blocks[0], e.blocks[1].e if len(e.blocks) > 1 else None
+        of_rows = tuple(vector(classes, n, dtype) for dtype in (torch.int32, torch.int32, torch.float32))
+        places = rest = None
+        if rounded is not None:
+            v, h = rounded.shape
+            places, rest = classes.new_full((v,), -1), matrix(rounded, n, h, rounded.dtype)
+        k.sort(classes, rows.order, rows.num_live, start, row_scale, first.e, second, first.v1, *of_rows, places)
+        return cls(of_rows, places, rest)
+
+
+def _adds_in_gemm(out: Tensor) -> bool:
+    """Whether a GEMM may add to `out` itself, by TMA."""
+    dense = out.is_contiguous() and out.stride(0) == out.shape[1]  # a single row is contiguous with any stride
+    return out.dtype == torch.float32 and dense and out.data_ptr() % 16 == 0
+
+
+def add_dw(
+    k, e: Tensor, xs: Tensor, rows: "Rows", out: Tensor, x: Tensor | None = None, targets: Targets | None = None
+) -> None:
+    """out += e.T @ xs, and the targets' part where they are not in e."""
+    if _adds_in_gemm(out):
+        k.dw(e, xs, rows.num_live, 0, out, True)
+        if targets is not None:
+            k.targets(x, *targets.of_rows, rows.num_live, 0, 0, out)
+        torch.autograd.graph.increment_version(out)
+        return
+    for v0 in range(0, out.shape[0], 4096):  # so that there is only a small buffer
+        part = out[v0 : v0 + 4096]
+        dw = matrix(xs, *part.shape, torch.float32)
+        k.dw(e[:, v0 : v0 + 4096], xs, rows.num_live, 0, dw, False)
+        if targets is not None:
+            k.targets(x, *targets.of_rows, rows.num_live, 0, v0, dw)
+        part.add_(dw)
