@@ -133,7 +133,10 @@ def unpack(archive: Path) -> Unpacked:
             for member in tar:
                 contents[member.name] = _content(tar, member)
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise ValueError(f"not a tar archive, or a damaged one ({error})") from None
+        reason = str(error).partition("\n")[0].rstrip(":")  # the rest is a line for each compression that was tried
+        raise ValueError(
+            f"{archive}: not a tar archive, or a damaged one ({reason}); expected what `cache export` wrote"
+        ) from None
     folder = cache.make_folder()
     added, known = [], []
     for name, content in contents.items():
