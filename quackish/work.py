@@ -148,7 +148,7 @@ def _lce_rows(p: LceRowsProblem, s: Sizes) -> Work:
         read += rows * 4 * ((p.grad_loss == "rows") + p.grad_lse)
     if p.grads == "scale":
         read += rows * (p.h * _bytes(p.dtype) + 4 * (not p.stats))  # xc; zt
-        written += rows * (p.h * _bytes(p.dtype) + 2 + 4)  # xs; E at the target; row_scale
+        written += rows * (p.h * _bytes(p.dtype) + 2 + 4) + 4 * s["v"] * p.places  # xs; E at the target; row_scale
         flops += rows * p.h
     elif p.grads == "coefs":
         written += rows * 16
@@ -292,7 +292,7 @@ KERNELS = {
     ),
     "lce_gemm": Kernel(
         ("GemmSm90",),
-        "a a2 b d epilogue_args last_wave_args num_live (m n k k_split start) strides max_clusters stream",
+        "a a2 b d epilogue_args last_wave_args ticket num_live (m n k k_split start) strides max_clusters stream",
         ("m", "n", "k", "max_clusters"),
         _lce_gemm,
         _gemm_ctas,
@@ -315,8 +315,8 @@ KERNELS = {
     "lce_rows": Kernel(
         ("LceRows",),
         "part_sum part_wsum zt top cls order num_live class_weight total_weight loss lse row_sum grad_loss inv_divisor "
-        "grad_lse e e2 xc xs row_scale coefs e_stride e2_stride v_split softcap z_loss label_smoothing v tiles start "
-        "rows stream",
+        "grad_lse e e2 xc xs row_scale coefs places e_stride e2_stride v_split softcap z_loss label_smoothing v tiles "
+        "start rows stream",
         ("v", "tiles", "rows"),
         _lce_rows,
         _row_ctas,
@@ -346,7 +346,9 @@ KERNELS = {
     "lce_scatter": Kernel(
         ("LceScatter",), "acc row_scale order dx num_live start rows stream", ("rows",), _lce_scatter, _row_ctas
     ),
-    "lce_scale": Kernel(("LceScale",), "out factor n num_ctas stream", ("n", "num_ctas"), _lce_scale, _given_ctas),
+    "lce_scale": Kernel(
+        ("LceScale",), "out out2 factor n n2 num_ctas stream", ("n", "num_ctas"), _lce_scale, _given_ctas
+    ),
     "lce_exp": Kernel(
         ("LceExp",),
         "z e bias class_weight cls num_live ref top flags part_sum part_wsum zt coefs z_stride e_stride softcap v0 "

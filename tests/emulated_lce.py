@@ -171,11 +171,13 @@ class EmulatedKernels:
         self, stats, grads, *, cls, order, num_live, start, v, top, lse, row_sum, inv_divisor, part_sum=None,
         part_wsum=None, loss=None, zt=None, class_weight=None, total_weight=None, softcap=None, z_loss=0.0,
         label_smoothing=0.0, grad_loss=None, grad_lse=None, e=None, e2=None, v_split=0, xc=None, xs=None,
-        row_scale=None, coefs=None,
+        row_scale=None, coefs=None, places=None,
     ):  # fmt: skip
-        loss, lse, row_sum, e, e2, xs, row_scale, coefs = map(
-            writable, (loss, lse, row_sum, e, e2, xs, row_scale, coefs)
+        loss, lse, row_sum, e, e2, xs, row_scale, coefs, places = map(
+            writable, (loss, lse, row_sum, e, e2, xs, row_scale, coefs, places)
         )
+        if places is not None:
+            places.fill_(-1)
         live, padded = self._live(num_live, start, cls.shape[0])
         r, t = order[start : start + live].long(), cls[:live].long()
         weight = torch.ones(live) if class_weight is None else class_weight[t.clamp(min=0)].float()
@@ -322,8 +324,9 @@ class EmulatedKernels:
         writable(dx)[order[start : start + live].long()] = acc[:live].to(dx.dtype)
 
     @launcher
-    def scale(self, out, factor):
+    def scale(self, out, factor, out2=None):
         assert factor.shape == (1,)
         assert factor.dtype == torch.float32
-        if factor != 1:
-            writable(out).copy_(out.float() * factor)
+        for scaled in (out, out2):
+            if factor != 1 and scaled is not None:
+                writable(scaled).copy_(scaled.float() * factor)

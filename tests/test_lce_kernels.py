@@ -64,6 +64,7 @@ def problems():
         of_x = dict(h=h, dtype="bfloat16" if h else None)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x), LceRowsConfig(), 4
         options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True, e_split=True)
+        options |= dict(places=stats)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
     for split, places in itertools.product((False, True), (False, True)):
         yield "lce_sort", LceSortProblem(split, places), LceSortConfig(), 2
@@ -80,7 +81,8 @@ def problems():
         problem = LceBiasProblem(dtype, scaled, accumulate, wide=n >= WIDE_BIAS)
         yield "lce_bias", problem, lce_bias_config(problem), 2
     for dtype in ("bfloat16", "float16", "float32"):
-        yield "lce_scale", LceScaleProblem(dtype), LceScaleConfig(), 4
+        for two in (False, True):
+            yield "lce_scale", LceScaleProblem(dtype, two), LceScaleConfig(), 4
         for h in (8, 1000, 4096):
             yield "lce_scatter", LceScatterProblem(h, dtype), LceRowsConfig(), 4
 
@@ -665,6 +667,15 @@ def test_scale_of_rows_without_x(lce):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("v", [1, 300, 70_000])
+def test_rows_clear_the_places_of_all_classes(lce, v):
+    chunk, places = Chunk(random(40, v), targets(40, v, 0.3)), poisoned(v + 5, dtype=torch.int32)
+    chunk.run(lce, True, "scale", e=chunk.e.clone(), inv_divisor=torch.ones(1, device="cuda"), places=places[:v])
+    assert (places[:v] == -1).all()
+    assert untouched(places[v:])
+
+
+@pytest.mark.gpu
 def test_gradients_that_nearly_cancel(lce):
     """ca is 0, tiny or negative where cb is not; both 0."""
     m, v = 130, 300
@@ -951,6 +962,17 @@ def test_scale(lce, n, dtype):
         want[:n] = (out[:n].float() * factor).to(dtype)
         lce.scale(out[:n], torch.tensor([factor], device="cuda"))
         close(out, want, 0.0)  # NaN has many bits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n2", [0, 7, 5000, 300_000])
+def test_scale_of_two(lce, n2):
+    for n in (0, 1000, 200_001):
+        out, out2, factor = random(n, dtype=BF16), random(n2, dtype=BF16, seed=1), torch.tensor([0.3], device="cuda")
+        wants = [(t.float() * factor).to(BF16) for t in (out, out2)]
+        lce.scale(out, factor, out2)
+        assert same_bits(out, wants[0])
+        assert same_bits(out2, wants[1])
 
 
 @pytest.mark.gpu

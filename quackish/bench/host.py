@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from quackish import launch
 from quackish.testing.timing import Times
 
 
@@ -26,3 +27,29 @@ def host_times(works: Mapping[str, Callable], device: torch.device, repeats: int
     finally:
         gc.enable()
     return {name: Times.of(times) for name, times in samples.items()}
+
+
+def launch_times(work: Callable, device: torch.device, repeats: int = 50) -> Times | None:
+    """Microseconds that a launch of ours keeps the thread busy while `work` runs, the GPU never being waited for.
+
+    Of the slowest of work's launches, by their medians; None where there are none.
+    """
+    samples: dict[int, list[float]] = {}
+    taken: list[float] = []
+
+    def observer(function, args, kernel_class, problem, config) -> None:
+        start = time.perf_counter()
+        function(*args)
+        taken.append(1e6 * (time.perf_counter() - start))
+
+    launch.observe(observer)
+    try:
+        for i in range(repeats + 5):
+            taken.clear()
+            work()
+            torch.cuda.synchronize(device)
+            for at, us in enumerate(taken if i >= 5 else ()):
+                samples.setdefault(at, []).append(us)
+    finally:
+        launch.observe(None)
+    return max(map(Times.of, samples.values()), key=lambda times: times.median, default=None)

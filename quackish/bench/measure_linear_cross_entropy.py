@@ -37,7 +37,7 @@ def measure(
 ) -> None:
     """Tells `run` of each of `names`, of ours a second time, and of the GEMMs; of failures at once, of all else last.
 
-    `seconds` is how much one provider is given where it already has three samples.
+    `seconds` is how much one provider is given where it already has five samples.
     """
     grad, all_live = direction == "forward+backward", torch.equal(data.target, data.all_targets)
     works, results = try_out(data, grad, names, run, errors=errors)

@@ -8,6 +8,7 @@ import torch
 from quackish.testing.timing import Times
 
 OURS = "quackish"
+A_LAUNCH = f"{OURS} (a launch)"  # of the host's time: what the slowest launch of a call takes of it
 AGAIN = f"{OURS} (again)"  # ours a second time, in the same turns: the noise
 
 

@@ -96,6 +96,8 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     """
     if problem.epilogue == "dlogits" and problem.smoothing:
         return GemmConfig(tile_n=128)  # 8 to 64 bytes of registers spill with 256 columns, class weights and softcap
+    if problem.epilogue in ("rows", "store"):
+        return GemmConfig(group_along="n")
     return GemmConfig()
 
 

@@ -43,6 +43,7 @@ class LceRowsProblem:
     grad_loss: str = "one"  # "one", "scalar" or "rows"
     grad_lse: bool = False
     e_split: bool = False  # E lies in two buffers
+    places: bool = False  # a number a class is set to -1, for `sort`
 
     def __post_init__(self):
         if self.grads == "scale" and self.label_smoothing:
@@ -82,6 +83,7 @@ class LceScatterProblem:
 @dataclasses.dataclass(frozen=True)
 class LceScaleProblem:
     dtype: str
+    two: bool = False  # two tensors by the same factor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ from cutlass.utils import hopper_helpers as sm90
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.kernels.common.epilogues import make_epilogue
 from quackish.kernels.common.last_wave import LastWave
-from quackish.kernels.common.lce import fake_count, load_at
+from quackish.kernels.common.lce import after_previous, fake_count, load_at
+from quackish.kernels.common.pace import PATIENCE, begin_together, tiles_to_meet_for
 from quackish.kernels.common.rows import DTYPES, fake_pointer
 
 
@@ -54,6 +55,7 @@ class GemmSm90:
             fake_pointer(p.out_dtype),
             self.epilogue.fake_args(),
             self.last_wave.fake_args() if p.cut_last else None,
+            None if p.redo else fake_pointer("int32", aligned=False),
             num_live,
             sizes,
             strides,
@@ -70,6 +72,7 @@ class GemmSm90:
         d: Optional[cute.Pointer],  # (m, n)
         epilogue_args: Optional[tuple],
         last_wave_args: Optional[tuple],  # partial sums, tickets that are 0
+        ticket: Optional[cute.Pointer],  # (1,) where clusters meet: 0
         num_live: cute.Pointer,  # (1,)
         sizes: tuple,  # m, n, k, k_split, start
         strides: tuple,  # lda, lda2, ldb, ldd
@@ -108,6 +111,7 @@ class GemmSm90:
             d,
             epilogue_args,
             last_wave_args,
+            ticket,
             num_live,
             sizes,
             strides[3],
@@ -120,6 +124,7 @@ class GemmSm90:
             cluster=[c.cluster_m, c.cluster_n, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     def load_atom(self, tensor, smem_layout, tile, num_multicast):
@@ -151,6 +156,7 @@ class GemmSm90:
         d: Optional[cute.Pointer],
         epilogue_args: Optional[tuple],
         last_wave_args: Optional[tuple],
+        ticket: Optional[cute.Pointer],
         num_live: cute.Pointer,
         sizes: tuple,
         ldd: Int64,
@@ -186,6 +192,7 @@ class GemmSm90:
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
 
+        after_previous()
         # how much there is to do
         live = cutlass.max(cutlass.min(load_at(num_live, 0) - start, m if const_expr(p.live == "m") else k), 0)
         live = cute.arch.make_warp_uniform(live)
@@ -198,9 +205,13 @@ class GemmSm90:
             total = self.epilogue.tiles_to_redo(epilogue_args, total)
         # this cluster's tiles; with cut_last items, the last of which may be pieces of tiles
         plan = first, last, step = cluster, total, num_clusters
+        whole = total
         if const_expr(p.cut_last):
             plan = self.last_wave.plan(total, k_tiles, cluster, num_clusters)
             first, last, step = Int32(0), plan[0], Int32(1)
+            if plan[3] > 1:
+                whole = total - plan[2]
+        together = tiles_to_meet_for(whole, k_tiles, num_clusters)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
 
         if wg == 0:
@@ -215,10 +226,14 @@ class GemmSm90:
                 tBsB, tBgB = self.partition(b_atom, sB, (tile_n, tile_k), rank_m, c.cluster_m)
                 split = k_split // tile_k
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+                patience = Int32(PATIENCE)
                 for j in cutlass.range(first, last, step, unroll=1):
                     t, k_begin, k_end = self.item(j, plan, k_tiles, cluster, num_clusters)
                     tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
                     row, col = tm * c.cluster_m + cta_m, tn * c.cluster_n + cta_n
+                    if const_expr(not p.redo):
+                        if rank == 0 and t < together:
+                            patience = begin_together(ticket, t, together, num_clusters, patience)
                     if self.wanted(epilogue_args, tm, m):
                         for kt in cutlass.range(k_begin, k_end, unroll=1):
                             loaded.producer_acquire(state)

@@ -12,7 +12,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_rows import LceBiasConfig, LceBiasProblem
-from quackish.kernels.common.lce import fake_count, load_at
+from quackish.kernels.common.lce import after_previous, fake_count, load_at
 from quackish.kernels.common.rows import fake_pointer, vector_at
 
 
@@ -48,6 +48,7 @@ class LceBias:
             min_blocks_per_mp=65_536 // (self.config.threads * 64),
             preferred_smem_carveout=50,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -62,6 +63,7 @@ class LceBias:
         rows: Int32,
         n: Int32,
     ):
+        after_previous()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_rows import LceCompactConfig, LceCompactProblem
-from quackish.kernels.common.lce import fake_count, fake_target, load_at, store_at
+from quackish.kernels.common.lce import after_previous, fake_count, fake_target, load_at, store_at
 from quackish.kernels.common.rows import fake_pointer
 
 
@@ -54,7 +54,7 @@ class LceCompact:
     ):
         self.kernel(
             target, class_weight, num_items_at, order, inv_divisor, tickets, num_live, num_items, ignore_index, v, m
-        ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -71,6 +71,7 @@ class LceCompact:
         v: Int32,
         m: Int32,
     ):
+        after_previous()
         tid, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         smem = cutlass.memory.SmemAllocator()

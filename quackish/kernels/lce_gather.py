@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quackish.configs.lce_rows import ROW_TILE, LceGatherProblem, LceRowsConfig
 from quackish.kernels.common.lce import (
     HUGE,
+    after_previous,
     encode,
     fake_count,
     fake_target,
@@ -94,6 +95,7 @@ class LceGather:
             min_blocks_per_mp=65_536 // (self.config.threads * 64),
             preferred_smem_carveout=10,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -108,6 +110,7 @@ class LceGather:
         rows: Int32,
         v: Int32,
     ):
+        after_previous()
         x, w, bias, target, order = ins
         xc, cls, ref, top, flags, dx, loss, lse = outs
         h = self.problem.h

@@ -11,6 +11,7 @@ NaN where the target is no class), s the label smoothing, W the sum of all class
   "scale": with E[i, c] = exp(a_c - ref) * d_c the row's gradient is scale * (E - onehot * cb * sum / ca * d_t), so
   E[i, t] is written anew, scale = row_scale[i] = ca / sum times what rounding took from E[i, t], and
   xs[i] = xc[i] * scale where xs is given.
+- places, where given, are -1: `lce_sort` is to write those of classes with rows.
 Behind the last live row, up to the end of its GEMM tile: xs = row_scale = 0, coefs = (HUGE, 0, 0, 0), so that the GEMM
 finds exp(a - ref) = 0.
 """
@@ -27,6 +28,7 @@ from quackish.kernels.common.lce import (
     HUGE,
     LN_2,
     LOG2_E,
+    after_previous,
     convert_row,
     decode,
     fake_count,
@@ -79,6 +81,7 @@ class LceRows:
             fake_pointer(p.dtype),
             fp32(self.scale),
             fp32(self.coefs, aligned=True),
+            int32 if p.places else None,
             Int64(8),
             Int64(8),
             Int32(8),
@@ -116,6 +119,7 @@ class LceRows:
         xs: Optional[cute.Pointer],  # (rows, h), may be xc
         row_scale: Optional[cute.Pointer],  # (rows,)
         coefs: Optional[cute.Pointer],  # (rows, 4)
+        places: Optional[cute.Pointer],  # (v,)
         e_stride: Int64,
         e2_stride: Int64,
         v_split: Int32,
@@ -132,12 +136,13 @@ class LceRows:
         grads = grad_loss, inv_divisor, grad_lse, e, e2, xc, xs, row_scale, coefs
         floats = softcap, z_loss, label_smoothing
         ints = e_stride, e2_stride, v_split, v, tiles
-        self.kernel(cls, order, num_live, stats, grads, floats, ints, start, rows).launch(
+        self.kernel(cls, order, num_live, stats, grads, places, floats, ints, start, rows).launch(
             grid=[cute.ceil_div(rows, self.num_warps), 1, 1],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=65_536 // (self.config.threads * 64),
             preferred_smem_carveout=10,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -148,17 +153,24 @@ class LceRows:
         num_live: cute.Pointer,
         stats: tuple,
         grads: tuple,
+        places: Optional[cute.Pointer],
         floats: tuple,
         ints: tuple,
         start: Int32,
         rows: Int32,
     ):
+        after_previous()
         *_, xs, row_scale, coefs = grads
         h = self.problem.h
         cta, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         i = cta * self.num_warps + warp
         live_here = load_at(num_live, 0) - start
+        if const_expr(places is not None):
+            num_ctas, _, _ = cute.arch.grid_dim()
+            threads = const_expr(self.config.threads)
+            for at in cutlass.range(cta * threads + warp * 32 + lane, ints[3], num_ctas * threads, unroll=1):
+                store_at(places, at, Int32(-1))
         if i < rows:
             if i < live_here:
                 self.live_row(i, load_at(order, start + i), load_at(cls, i), lane, stats, grads, floats, ints)

@@ -10,7 +10,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
-from quackish.kernels.common.lce import convert_row, fake_count, load_at
+from quackish.kernels.common.lce import after_previous, convert_row, fake_count, load_at
 from quackish.kernels.common.rows import fake_pointer
 
 
@@ -43,6 +43,7 @@ class LceScatter:
             min_blocks_per_mp=65_536 // (self.config.threads * 64),
             preferred_smem_carveout=10,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -56,6 +57,7 @@ class LceScatter:
         start: Int32,
         rows: Int32,
     ):
+        after_previous()
         cta, _, _ = cute.arch.block_idx()
         i = cta * self.num_warps + cute.arch.warp_idx()
         if i < rows:

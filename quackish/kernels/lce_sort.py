@@ -18,7 +18,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_rows import LceSortConfig, LceSortProblem
-from quackish.kernels.common.lce import fake_count, load_at, store_at
+from quackish.kernels.common.lce import after_previous, fake_count, load_at, store_at
 from quackish.kernels.common.rows import fake_pointer, vector_at
 
 
@@ -75,6 +75,7 @@ class LceSort:
             grid=[cute.ceil_div(rows, 32), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -99,8 +100,11 @@ class LceSort:
         first = cta * 32
         i = first + lane
 
+        # Read and counted while the launch before this one, which wrote nothing of it, is on its last tiles.
+        t, place = Int32(-1), Int32(0)
         if first < live:
-            t = load_at(cls, i) if i < live else Int32(-1)
+            if i < live:
+                t = load_at(cls, i)
             count = Int32(0)
             for begin in cutlass.range(0, live, self.tile, unroll=1):
                 self.load_tile(cls, begin, live, sCls)
@@ -114,19 +118,19 @@ class LceSort:
                         count += 1
             sCount[lane, warp] = count
             cute.arch.sync_threads()
+            for w in cutlass.range_constexpr(self.num_warps):
+                place += sCount[lane, w]
+        after_previous()
 
-            if warp == 0 and i < live:
-                place = Int32(0)
-                for w in cutlass.range_constexpr(self.num_warps):
-                    place += sCount[lane, w]
-                grad = Float32(0.0)
-                if t >= 0:
-                    grad = load_at(row_scale, i) * self.take_out(of_e, i, t)
-                    if const_expr(places is not None):
-                        store_at(places, t, place)
-                store_at(sorted_cls, place, t)
-                store_at(sorted_row, place, load_at(order, start + i))
-                store_at(sorted_grad, place, grad)
+        if warp == 0 and i < live:
+            grad = Float32(0.0)
+            if t >= 0:
+                grad = load_at(row_scale, i) * self.take_out(of_e, i, t)
+                if const_expr(places is not None):
+                    store_at(places, t, place)
+            store_at(sorted_cls, place, t)
+            store_at(sorted_row, place, load_at(order, start + i))
+            store_at(sorted_grad, place, grad)
 
     @cute.jit
     def load_tile(self, cls: cute.Pointer, begin: Int32, live: Int32, sCls: cute.Tensor):

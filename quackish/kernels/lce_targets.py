@@ -14,7 +14,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_rows import LceTargetsConfig, LceTargetsProblem
-from quackish.kernels.common.lce import fake_count, load_at, load_eight
+from quackish.kernels.common.lce import after_previous, fake_count, load_at, load_eight
 from quackish.kernels.common.rows import fake_pointer, vector_at
 
 
@@ -54,6 +54,7 @@ class LceTargets:
             grid=[rows, -(-self.problem.h // (8 * self.threads)), 1],
             block=[self.threads, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -76,21 +77,29 @@ class LceTargets:
         h = const_expr(self.problem.h)
         column = (slice_of_h * self.threads + tid) * 8
         live = cutlass.min(load_at(num_live, 0) - start, rows)
+        # The launch before this one writes dw and rest alone: the class's sum is made before it ends.
+        t, before, here = Int32(-1), Int32(-1), (Int32(-1), Int32(0), Float32(0.0))
+        total = cute.make_rmem_tensor((8,), Float32)
+        total.fill(0.0)
+        # Lanes behind the last column work as well: they have places that the others ask for.
+        column_read = cutlass.min(column, h - 8)
         if s < live:
-            before = load_at(of_rows[0], cutlass.max(s - 1, 0)) if s > 0 else Int32(-1)
+            if s > 0:
+                before = load_at(of_rows[0], s - 1)
             here = self.places(of_rows, s, live)
             t = cute.arch.shuffle_sync(here[0], 0)
-            if t != before and t >= v0 and t < v1:  # no class is -1, and sorted first
-                # Lanes behind the last column work as well: they have places that the others ask for.
-                column_read = cutlass.min(column, h - 8)
-                out = vector_at(dw, Int64(t - v0) * h + column_read, 8)
-                sum_before = out.load().to(Float32)
-                if const_expr(rest is not None):
-                    at = Int64(load_at(places, t)) * h + column_read
-                    sum_before = sum_before + vector_at(rest, at, 8).load().to(Float32)
-                total = self.sum_of_class(x + column_read, of_rows, here, x_stride, s, live, t)
-                if column < h:
-                    out.store((sum_before + total.load()).to(dw.dtype))
+        begins = t != before and t >= v0 and t < v1  # no class is -1, and sorted first
+        if begins:
+            self.add_rows_of_class(total, x + column_read, of_rows, here, x_stride, s, live, t)
+        after_previous()
+
+        if begins and column < h:
+            out = vector_at(dw, Int64(t - v0) * h + column, 8)
+            sum_before = out.load().to(Float32)
+            if const_expr(rest is not None):
+                at = Int64(load_at(places, t)) * h + column
+                sum_before = sum_before + vector_at(rest, at, 8).load().to(Float32)
+            out.store((sum_before + total.load()).to(dw.dtype))
 
     @cute.jit
     def places(self, of_rows: tuple, s: Int32, live: Int32):
@@ -102,10 +111,10 @@ class LceTargets:
         return t, row, grad
 
     @cute.jit
-    def sum_of_class(self, x, of_rows: tuple, here: tuple, x_stride: Int64, s: Int32, live: Int32, t: Int32):
-        """Over the rows from place s on, while they have class t; 32 places at a time, `batch` rows in flight."""
-        total = cute.make_rmem_tensor((8,), Float32)
-        total.fill(0.0)
+    def add_rows_of_class(
+        self, total, x, of_rows: tuple, here: tuple, x_stride: Int64, s: Int32, live: Int32, t: Int32
+    ):
+        """total += the rows from place s on, while they have class t; 32 places at a time, `batch` rows in flight."""
         raw = cute.make_rmem_tensor((8, self.batch), x.dtype)
         cls, row, grad = here
         count = cute.arch.popc(cute.arch.vote_ballot_sync(cls == t))
@@ -125,4 +134,3 @@ class LceTargets:
                 count = cute.arch.popc(cute.arch.vote_ballot_sync(cls == t))
             else:
                 count = Int32(0)
-        return total

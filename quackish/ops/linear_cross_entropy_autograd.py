@@ -165,9 +165,11 @@ class Plan(NamedTuple):
 def scaled(k, grads: Grads, factor: Tensor, dw_out: Tensor | None) -> Grads:
     """In place: `chunked`'s gradients, made for a factor of 1."""
     factor = factor.view(1)
-    for grad in grads:
-        if grad is not None:
-            k.scale(grad, factor)
+    there = [grad for grad in grads if grad is not None]
+    while there:
+        grad, *there = there
+        second = there.pop(0) if there and there[0].dtype == grad.dtype else None
+        k.scale(grad, factor, second)
     if dw_out is not None and grads.dw is not None:
         dw_out.add_(grads.dw)
         return grads._replace(dw=None)

@@ -53,14 +53,13 @@ class E:
 
     def dw(
         self, k, x: Tensor, xs: Tensor, cls: Tensor, row_scale: Tensor, rows: "Rows", start: int, dw: Tensor,
-        accumulate: bool,
+        accumulate: bool, places: Tensor | None,
     ) -> None:  # fmt: skip
-        """The last to look at the targets' elements: they are 0 afterwards."""
-        rounded, targets, places, rest = dw.dtype != torch.float32, None, None, None
-        # Else they stay in E: to add them to what is rounded, and not kept, costs more exactness than to round x.
-        if k.keeps_rest or not rounded:
-            targets = Targets.taken_from(self, k, cls, row_scale, rows, start, dw if rounded else None)
-            places, rest = targets.places, targets.rest
+        """The last to look at the targets' elements: they are 0 afterwards. places: `new_places`, -1."""
+        targets = rest = None
+        if places is not None or dw.dtype == torch.float32:
+            targets = Targets.taken_from(self, k, cls, row_scale, rows, start, places, dw)
+            rest = targets.rest
         for e, v0, v1 in self.blocks:
             whole = len(self.blocks) == 1
             part = dw if whole else dw[v0:v1]
@@ -79,22 +78,27 @@ class Targets(NamedTuple):
     there times x, which is added in fp32, with x not rounded as xs is."""
 
     of_rows: tuple[Tensor, Tensor, Tensor]  # (rows,) each: cls, int32; row of x, int32; row_scale * E, fp32
-    # Where dw is 16 bits wide: what rounding takes from the classes that have targets, until theirs are added.
-    places: Tensor | None = None  # (v,) int32: a class's row of rest, -1 for none
+    # With `places`: what rounding takes from the classes that have targets, until theirs are added.
     rest: Tensor | None = None  # (rows, h)
 
     @classmethod
     def taken_from(
-        cls, e: E, k, classes: Tensor, row_scale: Tensor, rows: "Rows", start: int, rounded: Tensor | None = None
+        cls, e: E, k, classes: Tensor, row_scale: Tensor, rows: "Rows", start: int, places: Tensor | None, dw: Tensor
     ) -> "Targets":
         n, first, second = classes.shape[0], e.blocks[0], e.blocks[1].e if len(e.blocks) > 1 else None
         of_rows = tuple(vector(classes, n, dtype) for dtype in (torch.int32, torch.int32, torch.float32))
-        places = rest = None
-        if rounded is not None:
-            v, h = rounded.shape
-            places, rest = classes.new_full((v,), -1), matrix(rounded, n, h, rounded.dtype)
+        rest = None if places is None else matrix(dw, n, dw.shape[1], dw.dtype)
         k.sort(classes, rows.order, rows.num_live, start, row_scale, first.e, second, first.v1, *of_rows, places)
-        return cls(of_rows, places, rest)
+        return cls(of_rows, rest)
+
+
+def new_places(k, like: Tensor, v: int, dw: torch.dtype | None) -> Tensor | None:
+    """Where dw is 16 bits wide: a number a class, which is its row of what rounding takes, or -1.
+
+    None where the GEMM cannot keep that. Then targets stay in E: to add them to what is rounded costs more exactness
+    than to round x.
+    """
+    return vector(like, v, torch.int32) if k.keeps_rest and dw not in (None, torch.float32) else None
 
 
 def _adds_in_gemm(out: Tensor) -> bool:

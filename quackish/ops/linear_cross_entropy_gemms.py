@@ -9,6 +9,7 @@ from quackish import kernels, launch
 from quackish.configs.choose import choose, subscribe
 from quackish.configs.gemm import GemmProblem, softmax_tile_n
 from quackish.gpu import Gpu, gpu_of
+from quackish.ops import workspace
 from quackish.ops.cuda import address, current_stream_of, dtype_name
 
 
@@ -100,9 +101,10 @@ class GemmLaunches:
             part_sum.shape[1],
         )
         strides = xc.stride(0), 0, w.stride(0), 0 if e is None else e.stride(0)
+        stream, ticket, _kept = self._stream_and_ticket()
         kernel(
-            xc.data_ptr(), None, w.data_ptr(), address(e), given, None, num_live.data_ptr(), (rows, n, h, 0, start),
-            strides, clusters, self._stream(),
+            xc.data_ptr(), None, w.data_ptr(), address(e), given, None, None if redo else ticket, num_live.data_ptr(),
+            (rows, n, h, 0, start), strides, clusters, stream,
         )  # fmt: skip
 
     def dlogits(
@@ -139,9 +141,10 @@ class GemmLaunches:
         capped = 1.0 if softcap is None else softcap
         given = address(bias), address(class_weight), coefs.data_ptr(), cls.data_ptr(), capped, v0
         strides = xc.stride(0), 0, w.stride(0), e.stride(0)
+        stream, ticket, _kept = self._stream_and_ticket()
         kernel(
-            xc.data_ptr(), None, w.data_ptr(), e.data_ptr(), given, None, num_live.data_ptr(), (rows, n, h, 0, start),
-            strides, clusters, self._stream(),
+            xc.data_ptr(), None, w.data_ptr(), e.data_ptr(), given, None, ticket, num_live.data_ptr(),
+            (rows, n, h, 0, start), strides, clusters, stream,
         )  # fmt: skip
 
     def dx(
@@ -180,9 +183,10 @@ class GemmLaunches:
         given = (row_scale.data_ptr(), order.data_ptr()) if scattered else None
         sizes = rows, h, n, 0 if e2 is None else v_split, start
         strides = e.stride(0), 0 if e2 is None else e2.stride(0), w.stride(0), out.stride(0)
+        stream, ticket, _kept = self._stream_and_ticket()
         kernel(
-            e.data_ptr(), address(e2), w.data_ptr(), out.data_ptr(), given, shared, num_live.data_ptr(), sizes,
-            strides, clusters, self._stream(),
+            e.data_ptr(), address(e2), w.data_ptr(), out.data_ptr(), given, shared, ticket, num_live.data_ptr(), sizes,
+            strides, clusters, stream,
         )  # fmt: skip
 
     def dw(
@@ -215,10 +219,19 @@ class GemmLaunches:
         shared, _scratch = _shared(tickets, floats)
         given = None if rest is None else (places.data_ptr(), rest.data_ptr())
         sizes, strides = (n, h, rows, 0, start), (e.stride(0), 0, xs.stride(0), out.stride(0))
+        stream, ticket, _kept = self._stream_and_ticket()
         kernel(
-            e.data_ptr(), None, xs.data_ptr(), out.data_ptr(), given, shared, num_live.data_ptr(), sizes, strides,
-            clusters, self._stream(),
+            e.data_ptr(), None, xs.data_ptr(), out.data_ptr(), given, shared, ticket, num_live.data_ptr(), sizes,
+            strides, clusters, stream,
         )  # fmt: skip
+
+    def _stream_and_ticket(self) -> tuple[int, int, tuple | None]:
+        """The current stream, where the clusters of a launch on it meet, and what must be kept until then."""
+        stream = self._stream()
+        if self.device.type != "cuda":
+            return stream, 0, None
+        ticket, _, kept = workspace.take(self.device.index, stream, 0)
+        return stream, ticket, kept
 
     def _compile(self, key: tuple, **fields) -> tuple[Callable[..., None], int, int]:
         gemms, problem = self._gemms, GemmProblem(**fields)

@@ -60,7 +60,7 @@ class LceKernels:
 
     def forget_choices(self) -> None:
         self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
-        self._scale_configs: dict[torch.dtype, LceScaleConfig] = {}
+        self._scale_configs: dict[tuple, LceScaleConfig] = {}
 
     def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
         known, config = self._rows_kernels, choose(name, problem, self.gpu).config
@@ -209,10 +209,12 @@ class LceKernels:
         row_scale: Tensor | None = None,  # (rows,) fp32
         # "coefs"
         coefs: Tensor | None = None,  # (rows, 4) fp32
+        places: Tensor | None = None,  # (v,) int32
     ) -> None:
         """stats: loss[r], times inv_divisor; lse[r], row_sum[i]. "coefs": (ref, ca / row_sum, cb, cs) of each row, with
         ref from top; dlogits is (ca / row_sum * exp(a - ref) - cs * class weight - onehot * cb) * d. "scale": E at the
-        target so that dlogits is row_scale * E; row_scale; xs = xc * row_scale. What else is given is not used.
+        target so that dlogits is row_scale * E; row_scale; xs = xc * row_scale. places, if given: -1. What else is
+        given is not used.
 
         Ignored rows up to the end of the GEMM tile: row_scale and xs 0; coefs (2e38, 0, 0, 0), so exp(a - ref) is 0.
         """
@@ -257,6 +259,7 @@ class LceKernels:
             loss_kind,
             grad_lse is not None,
             e2 is not None,
+            places is not None,
         )
         kernel = self._rows_kernels.get(key)
         if kernel is None:
@@ -284,6 +287,7 @@ class LceKernels:
             address(xs),
             address(row_scale),
             address(coefs),
+            address(places),
             *strides,
             v_split,
             1.0 if softcap is None else softcap,
@@ -309,12 +313,13 @@ class LceKernels:
         sorted_cls: Tensor,  # (rows,) int32
         sorted_row: Tensor,  # (rows,) int32
         sorted_grad: Tensor,  # (rows,) fp32
-        places: Tensor | None = None,  # (v,) int32
+        places: Tensor | None = None,  # (v,) int32: -1
     ) -> None:
         """Takes the target's element out of each live row of E, and lists these rows by class, then by position:
         sorted_grad = row_scale * that element (0 for cls -1), of row sorted_row of x; in E it is 0 from then on.
 
-        places[t] = the place of some row of class t, in that order; other classes' are left alone.
+        places[t] = the place of some row of class t, in that order; other classes' are left alone. cls is not of the
+        launch right before this one.
         """
         key = ("sort", e2 is not None, places is not None)
         kernel = self._rows_kernels.get(key)
@@ -353,7 +358,7 @@ class LceKernels:
         rest: Tensor | None = None,  # (rows, h) bf16, as `dw` leaves it; both or none
     ) -> None:
         """dw[t - v0] += the sum of sorted_grad * x[sorted_row] over the rows with sorted_cls t, in their order, and
-        rest[places[t]]."""
+        rest[places[t]]. The launch right before this one may write dw and rest, and none of the others."""
         (n, h), stride = dw.shape, x.stride(0)
         aligned = not (x.data_ptr() | stride * 2) & 15
         key = ("targets", h, x.dtype, dw.dtype, aligned, rest is not None)
@@ -406,16 +411,19 @@ class LceKernels:
         self,
         out: Tensor,  # bf16, fp16 or fp32, any shape
         factor: Tensor,  # (1,) fp32
+        out2: Tensor | None = None,  # as out
     ) -> None:
-        """out *= factor, in place; leaves at once where the factor is 1."""
-        n = out.numel()
+        """out *= factor, and out2, in place; leaves at once where the factor is 1."""
+        if out.numel() == 0:
+            out, out2 = out2, None
+        n, n2 = 0 if out is None else out.numel(), 0 if out2 is None else out2.numel()
         if n == 0:
             return
-        key = ("scale", out.dtype)
-        kernel, config = self._rows_kernels.get(key), self._scale_configs.get(out.dtype)
+        key = ("scale", out.dtype, out2 is not None)
+        kernel, config = self._rows_kernels.get(key), self._scale_configs.get(key)
         if kernel is None or config is None:
-            configs, problem = self._scale_configs, LceScaleProblem(dtype_name(out))
-            config = configs[out.dtype] = choose("lce_scale", problem, self.gpu).config
+            configs, problem = self._scale_configs, LceScaleProblem(dtype_name(out), out2 is not None)
+            config = configs[key] = choose("lce_scale", problem, self.gpu).config
             kernel = self._find(key, "lce_scale", problem)
-        num_ctas = config.num_ctas(n * out.itemsize, self.gpu.sm_count)
-        kernel(out.data_ptr(), factor.data_ptr(), n, num_ctas, self._stream())
+        num_ctas = config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
+        kernel(out.data_ptr(), address(out2), factor.data_ptr(), n, n2, num_ctas, self._stream())

@@ -22,7 +22,7 @@ from quackish.configs.linear_cross_entropy import (
     scratch_columns_of_parts,
 )
 from quackish.ops.linear_cross_entropy_buffers import inside, matrix, padded, padded_strides, vector
-from quackish.ops.linear_cross_entropy_e import Block, E, Targets, add_dw
+from quackish.ops.linear_cross_entropy_e import Block, E, Targets, add_dw, new_places
 
 _ROWS_A_FLAG = 128
 
@@ -159,7 +159,8 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     e = E([Block(kept_e, 0, v)])
     xc, xs = (kept.xc, matrix(kept.xc, *kept.xc.shape, kept.xc.dtype)) if wanted.dw else (None, None)
     row_scale = vector(call.x, m, torch.float32)
-    _run_rows(k, call, kept, 0, m, "scale", incoming, e=e, xc=xc, xs=xs, row_scale=row_scale)
+    places = new_places(k, call.x, v, wanted.dw) if dw_out is None else None
+    _run_rows(k, call, kept, 0, m, "scale", incoming, e=e, xc=xc, xs=xs, row_scale=row_scale, places=places)
     dx = call.x.new_zeros((m, h), dtype=wanted.dx) if wanted.dx else None  # the rows that are not live stay 0
     dw = matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
     db = vector(call.x, v, torch.float32) if wanted.db else None
@@ -168,9 +169,9 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     if db is not None:
         e.bias_sum(k, row_scale, rows, 0, db, False)
     if dw is not None:
-        e.dw(k, call.x, xs, rows.cls, row_scale, rows, 0, dw, False)
+        e.dw(k, call.x, xs, rows.cls, row_scale, rows, 0, dw, False, places)
     elif wanted.dw:
-        targets = Targets.taken_from(e, k, rows.cls, row_scale, rows, 0)
+        targets = Targets.taken_from(e, k, rows.cls, row_scale, rows, 0, None, dw_out)
         add_dw(k, kept_e, xs, rows, dw_out, call.x, targets)
     return Grads(dx, dw, db)
 
@@ -311,14 +312,15 @@ class _Chunk:
         e = e or E.alone(self.call.w, self.rows)
         self._logits(e)
         xc = None if dw is None else self.xc  # scaled in place
-        self._rows("scale", e=e, xc=xc, xs=xc, row_scale=self.row_scale)
+        places = None if dw is None else new_places(self.k, dw, dw.shape[0], dw.dtype)
+        self._rows("scale", e=e, xc=xc, xs=xc, row_scale=self.row_scale, places=places)
         rows, start = self.out.rows, self.start
         if dx is not None:
             e.dx(self.k, self.call.w, self.row_scale, rows, start, dx, None if lean else rows.tickets)
         if db is not None:
             e.bias_sum(self.k, self.row_scale, rows, start, db, start > 0)
         if dw is not None:  # last: it takes the targets out of E, and may overwrite it
-            e.dw(self.k, self.call.x, self.xc, self.cls, self.row_scale, rows, start, dw, start > 0)
+            e.dw(self.k, self.call.x, self.xc, self.cls, self.row_scale, rows, start, dw, start > 0, places)
 
     def _rows(self, grads: str, **given) -> None:
         stats = dict(part_sum=self.part_sum, part_wsum=self.part_wsum)
@@ -346,7 +348,7 @@ class _Chunk:
 def _run_rows(
     k, call: Call, out: Forward, start: int, rows: int, grads: str, incoming: Incoming,
     of: "_Chunk | Rows | None" = None, *, part_sum=None, part_wsum=None, e: E | None = None,
-    xc=None, xs=None, row_scale=None, coefs=None,
+    xc=None, xs=None, row_scale=None, coefs=None, places=None,
 ) -> None:  # fmt: skip
     of = of or out.rows
     blocks = (None, None) if e is None else (e.blocks[0].e, e.blocks[1].e if len(e.blocks) > 1 else None)
@@ -380,6 +382,7 @@ def _run_rows(
         xs=xs,
         row_scale=row_scale,
         coefs=coefs,
+        places=places,
     )
 
 

@@ -5,6 +5,8 @@ there is no GPU the same functions time plain calls with the host's clock; such 
 """
 
 import dataclasses
+import functools
+import math
 import random
 import statistics
 import time
@@ -13,6 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 CLEAR_BYTES = 256 << 20  # what triton.testing.do_bench clears: several times any L2 so far
+# How long GEMMs on random data run before each sample of long work, as a model's do before its loss: then the card is
+# at its power limit whoever had the turn before. Without that, samples of the same three GEMMs were up to 9 % off their
+# median, and with it 2 % (H200, 37 ms).
+LOAD_MS = 80.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +111,11 @@ def take_turns(
     device: torch.device,
     repeats: int = 10,
     seconds: float = 0.5,
-    least: int = 3,
+    least: int = 5,
     on_error: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, Times]:
-    """Times long works, which allocate and may fail, as plain calls: one sample of each a turn, in random order.
+    """Times long works, which allocate and may fail, as plain calls: one sample of each a turn, in random order, which
+    is another one in each run. On a GPU GEMMs run for LOAD_MS before each sample.
 
     A work is done after `repeats` samples, or after `seconds` of them where it has `least` good ones: slow ones are not
     waited for. Good is a sample in which the caching allocator did not go to the driver; others count where there is
@@ -116,8 +123,8 @@ def take_turns(
     """
     samples: dict[str, list[tuple[bool, float]]] = {name: [] for name in works}
     failed: set[str] = set()
-    shuffle = random.Random(0).shuffle
-    once = _cuda_sample if device.type == "cuda" else _cpu_sample
+    shuffle = random.Random().shuffle
+    once = functools.partial(_cuda_sample, load=_load(device)) if device.type == "cuda" else _cpu_sample
 
     def wants_more(name: str) -> bool:
         good, spent = sum(clean for clean, _ in samples[name]), sum(us for _, us in samples[name]) / 1e6
@@ -137,13 +144,32 @@ def take_turns(
     return {name: Times.of(us) for name, us in times.items() if us and name not in failed}
 
 
-def _cuda_sample(run: Callable[[], object], device: torch.device) -> tuple[bool, float]:
+def _load(device: torch.device) -> Callable[[], None]:
+    """LOAD_MS of GEMMs."""
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(4096, 4096, dtype=torch.bfloat16, device=device, generator=generator) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(a, b, out=out)
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    multiply(10)
+    start.record()
+    multiply(10)
+    end.record()
+    torch.cuda.synchronize(device)
+    times = math.ceil(LOAD_MS / (start.elapsed_time(end) / 10))
+    return lambda: multiply(times)
+
+
+def _cuda_sample(run: Callable[[], object], device: torch.device, load: Callable[[], None]) -> tuple[bool, float]:
     """Whether the allocator had what was asked for, and microseconds."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
     before = _driver_allocations(device)
-    # The host gets a millisecond ahead, as it is in a training step: what is timed is the GPU, and who synchronises.
-    torch.cuda._sleep(2_000_000)
+    load()  # the host gets ahead meanwhile, as it is in a training step: what is timed is the GPU, and who synchronises
     for _ in range(2):  # a cold L2
         cold.zero_()
     start.record()

@@ -57,17 +57,17 @@ class StoreAndRest(Store):
     def prepare(self, kept, args, row0: Int32, col0, m, live, start, thread: Int32):
         for r in cutlass.range_constexpr(2):
             row = row0 + thread_rows(thread) + 8 * r
-            kept[r] = (args[0] + cutlass.min(row, m - 1)).load()
-            if row >= m:
-                kept[r] = Int32(-1)
+            kept[r] = (args[0] + cutlass.min(row, m - 1)).load()  # looked at after the products, or they would wait
 
     @cute.jit
-    def __call__(self, acc, kept, args, d_atom, d, staging, row0, col0: Int32, m, n: Int32, ldd, wg, thread: Int32):
+    def __call__(
+        self, acc, kept, args, d_atom, d, staging, row0: Int32, col0: Int32, m: Int32, n: Int32, ldd, wg, thread: Int32
+    ):
         for j in cutlass.range_constexpr(self.output.num_pieces):
             self.output(acc, j, d_atom, staging, row0, col0, wg, thread)
         two = cute.make_rmem_tensor((2,), cutlass.BFloat16)
         for r in cutlass.range_constexpr(2):
-            if kept[r] >= 0:
+            if kept[r] >= 0 and row0 + thread_rows(thread) + 8 * r < m:
                 row = args[1] + Int64(kept[r]) * n
                 for q in cutlass.range_constexpr(cute.size(acc) // 4):
                     i = 4 * q + 2 * r  # a thread's values come in pairs of columns, row by row

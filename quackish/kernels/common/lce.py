@@ -25,6 +25,18 @@ def fake_count():
 
 
 @cute.jit
+def after_previous():
+    """Waits for the launch before this one, and lets the next one come to SMs that have room: its CTAs wait here too.
+
+    Every CTA calls this, on every path. So when a CTA starts, the launches before the previous one are done: that one
+    waited for them before it let this one come. What they wrote may be read before this call; but nothing may be
+    written, for memory that is new to this launch may be the previous one's until it ends.
+    """
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
 def load_at(base: cute.Pointer, at):
     return cute.make_tensor(base + at, cute.make_layout(1))[0]
 
