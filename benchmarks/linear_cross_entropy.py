@@ -26,9 +26,9 @@ from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench.console import progress
 from quackish.bench.environment import ENVIRONMENT, environment
 from quackish.bench.files import CsvLog
-from quackish.bench.host import host_times
+from quackish.bench.host import host_times, launch_times
 from quackish.bench.measure_linear_cross_entropy import measure, try_out
-from quackish.bench.measured import OURS, Measured, Run
+from quackish.bench.measured import A_LAUNCH, OURS, Measured, Run
 from quackish.bench.providers_linear_cross_entropy import ALL, HOST, MAIN, PROVIDERS, load
 from quackish.bench.truth_linear_cross_entropy import Data
 
@@ -99,6 +99,8 @@ def measure_case(case: Case, device: torch.device, args: argparse.Namespace, wri
     works, results = try_out(data, True, case.providers, run, errors=False)
     for name, times in host_times(works, device).items():
         run.tell(name, dataclasses.replace(results[name], times=times))
+    if OURS in works and device.type == "cuda" and (times := launch_times(works[OURS], device)):
+        run.tell(A_LAUNCH, Measured(times=times))
 
 
 def _columns(found: Measured) -> dict[str, object]:
@@ -146,7 +148,7 @@ def arguments() -> argparse.ArgumentParser:
     backends = ("cute", "auto", "reference")
     parser.add_argument("--backend", choices=backends, default=BACKEND, help="quackish's; default %(default)s")
     parser.add_argument("--repeats", type=int, default=10, help="samples of each at most; default %(default)s")
-    seconds = "after 3 samples, no more than fit in this for each; default %(default)s"
+    seconds = "after 5 samples, no more than fit in this for each; default %(default)s"
     parser.add_argument("--seconds", type=float, default=0.4, help=seconds)
     parser.add_argument("--append", action="store_true", help="keep the rows that the file has; newer ones count")
     parser.add_argument("--out", type=Path, help="folder of the results; default benchmarks/results/<GPU>")

@@ -16,6 +16,7 @@ from quackish.bench import plots
 from quackish.bench.files import markdown_table, read_csv
 from quackish.bench.measure_linear_cross_entropy import GEMMS, NONE_IGNORED, THREE_GEMMS
 from quackish.bench.measured import is_ours
+from quackish.testing.timing import LOAD_MS
 
 TITLES = {"train": "Forward + backward", "loss": "Loss only, no grad", "host": "Host time, forward + backward"}
 
@@ -25,8 +26,10 @@ def markdown(results: Results) -> str:
     parts = [
         f"# Linear cross entropy on {results.rows[0]['gpu']}\n",
         *(f"{source}.\n" for source in sources),
-        "bf16; medians of plain calls, all providers taking turns. `3 GEMMs` is three torch.mm on the same data in the "
-        "same turns. Memory is the peak above inputs, gradients included. Errors are norm-wise against fp64.\n",
+        "bf16; medians of plain calls, all providers taking turns in random order, each call after "
+        f"{LOAD_MS:.0f} ms of GEMMs on random data, as in a training step. `3 GEMMs` is three torch.mm on the same "
+        "data in the same turns. Memory is the peak above inputs, gradients included. Errors are norm-wise against "
+        "fp64.\n",
         *(f"- {word}: {text}" for word, text in verdicts(results)),
         f"- {noise(results)}\n",
     ]
