@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quackish import kernels, launch
-from quackish.configs.gemm import NUM_TICKETS, GemmProblem, gemm_config
+from quackish.configs.gemm import NUM_TICKETS, GemmProblem, gemm_config, last_wave_pieces
 from quackish.gpu import H200
 from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import error, same_bits
@@ -52,6 +52,18 @@ def test_compiles(problem):
     used = launch.resources(kernels.find("lce_gemm", H200), problem, config, H200.target)
     assert used.stack_bytes == used.local_loads == used.local_stores == 0, (used, config)
     assert used.smem_bytes <= H200.smem_bytes, (used, config)
+
+
+@pytest.mark.parametrize(
+    "tiles, k_tiles, pieces",
+    [(512, 2004, 250), (1024, 2004, 238), (64, 2004, 0), (66, 2004, 0), (16, 2004, 64), (676, 64, 60), (700, 64, 0)],
+)
+def test_last_waves_are_cut_where_clusters_would_idle(tiles, k_tiles, pieces):
+    got = last_wave_pieces(tiles, k_tiles, 66)
+    assert got == (pieces or tiles % 66)
+    m, n, k = tiles * 256, 256, k_tiles * 64
+    room, floats = gemm_config(GemmProblem("rows", "bfloat16", "bfloat16"), H200).last_wave_room(m, n, k, 66)
+    assert (room, floats) == (max(66, got), max(66, got) * 256 * 256)
 
 
 # Against the emulation, on a GPU ------------------------------------------------------------------------------------
@@ -286,7 +298,8 @@ def test_the_same_bits_on_every_run():
     assert same_bits(dws[0], dws[2])
 
 
-# Of 256 x 256 tiles on 66 clusters: few and deep, so that many share one; a wave and two more; nothing to share.
+# Of 256 x 256 tiles on 66 clusters: few and deep, so that many share one; a wave and two more; nothing to share; cut in
+# several rounds.
 SHARED = [
     dict(m=300, h=264, v=20_000),
     dict(m=300, h=264, v=20_000, live=200, start=128),
@@ -294,6 +307,8 @@ SHARED = [
     dict(m=640, h=512, v=6400, live=0),
     dict(m=20_000, h=264, v=300),
     dict(m=12_000, h=1024, v=4400, live=9000),
+    dict(m=2300, h=1024, v=70_000),
+    dict(m=6500, h=768, v=66_000, live=6400),
 ]
 
 

@@ -165,7 +165,7 @@ def _gemms(note: _Notes) -> GemmLaunches | CublasGemms:
         problem = GemmProblem(**fields)
         config = choose("lce_gemm", problem, note.gpu).config
         clusters = config.max_clusters(note.gpu.sm_count)
-        return note.find(key, "lce_gemm", problem), clusters, config.last_wave_floats(clusters)
+        return note.find(key, "lce_gemm", problem), clusters, config
 
     gemms._compile = compile_
     return gemms

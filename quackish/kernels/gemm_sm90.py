@@ -71,7 +71,7 @@ class GemmSm90:
         b: cute.Pointer,  # (n, k)
         d: Optional[cute.Pointer],  # (m, n)
         epilogue_args: Optional[tuple],
-        last_wave_args: Optional[tuple],  # partial sums, tickets that are 0
+        last_wave_args: Optional[tuple],  # partial sums, tickets that are 0, how many pieces there is room for
         ticket: Optional[cute.Pointer],  # (1,) where clusters meet: 0
         num_live: cute.Pointer,  # (1,)
         sizes: tuple,  # m, n, k, k_split, start
@@ -207,7 +207,7 @@ class GemmSm90:
         plan = first, last, step = cluster, total, num_clusters
         whole = total
         if const_expr(p.cut_last):
-            plan = self.last_wave.plan(total, k_tiles, cluster, num_clusters)
+            plan = self.last_wave.plan(last_wave_args, total, k_tiles, cluster, num_clusters)
             first, last, step = Int32(0), plan[0], Int32(1)
             if plan[3] > 1:
                 whole = total - plan[2]
@@ -283,7 +283,7 @@ class GemmSm90:
                             acc.fill(0.0)
                     complete = True
                     if const_expr(p.cut_last):
-                        where = cluster, cta_n * c.cluster_m + cta_m, wg, thread
+                        where = cluster, num_clusters, cta_n * c.cluster_m + cta_m, wg, thread
                         complete = self.last_wave.is_complete(acc, last_wave_args, sTicket, j, plan, where)
                     if complete:
                         self.epilogue(acc, kept, epilogue_args, d_atom, d, staging, row0, col0, m, n, ldd, wg, thread)

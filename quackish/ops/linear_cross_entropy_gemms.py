@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quackish import kernels, launch
 from quackish.configs.choose import choose, subscribe
-from quackish.configs.gemm import GemmProblem, softmax_tile_n
+from quackish.configs.gemm import GemmConfig, GemmProblem, softmax_tile_n
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import workspace
 from quackish.ops.cuda import address, current_stream_of, dtype_name
@@ -28,8 +28,8 @@ class GemmLaunches:
         subscribe(self)
 
     def forget_choices(self) -> None:
-        # a kernel, how many clusters it runs in, and how many fp32 of scratch they may need
-        self._gemms: dict[tuple, tuple[Callable[..., None], int, int]] = {}
+        # a kernel, how many clusters it runs in, and its config
+        self._gemms: dict[tuple, tuple[Callable[..., None], int, GemmConfig]] = {}
 
     def num_tiles(self, v: int) -> int:
         """How many partial sums a row of `part_sum` has."""
@@ -164,12 +164,12 @@ class GemmLaunches:
         """Row i of e @ w, times row_scale, to row order[start + i] of out; without order to row i, or added to it.
 
         Without order, rows up to the end of a tile with live rows are written too. With tickets, a last wave that
-        would leave half of the clusters idle is cut along the classes: 17 MB of sums are held meanwhile.
+        would leave clusters idle is cut along the classes: 17 MB of sums are held meanwhile, or more of deep tiles.
         """
         (n, h), rows = w.shape, e.shape[0]
         scattered = order is not None
         key = ("dx", e.dtype, out.dtype, scattered, e2 is None, accumulate, tickets is None)
-        kernel, clusters, floats = self._gemms.get(key) or self._compile(
+        kernel, clusters, config = self._gemms.get(key) or self._compile(
             key,
             epilogue="rows" if scattered else "store",
             dtype=dtype_name(e),
@@ -179,7 +179,7 @@ class GemmLaunches:
             accumulate=accumulate,
             cut_last=tickets is not None,
         )
-        shared, _scratch = _shared(tickets, floats)
+        shared, _scratch = _shared(tickets, config, rows, h, n, clusters)
         given = (row_scale.data_ptr(), order.data_ptr()) if scattered else None
         sizes = rows, h, n, 0 if e2 is None else v_split, start
         strides = e.stride(0), 0 if e2 is None else e2.stride(0), w.stride(0), out.stride(0)
@@ -204,7 +204,7 @@ class GemmLaunches:
         """out = (or += with `accumulate`) e.T @ xs; rest[places[i]]: what rounding took from row i, if it has one."""
         (rows, h), n = xs.shape, e.shape[1]
         key = ("dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None)
-        kernel, clusters, floats = self._gemms.get(key) or self._compile(
+        kernel, clusters, config = self._gemms.get(key) or self._compile(
             key,
             epilogue="store",
             dtype=dtype_name(e),
@@ -216,7 +216,7 @@ class GemmLaunches:
             cut_last=tickets is not None,
             rest=rest is not None,
         )
-        shared, _scratch = _shared(tickets, floats)
+        shared, _scratch = _shared(tickets, config, n, h, rows, clusters)
         given = None if rest is None else (places.data_ptr(), rest.data_ptr())
         sizes, strides = (n, h, rows, 0, start), (e.stride(0), 0, xs.stride(0), out.stride(0))
         stream, ticket, _kept = self._stream_and_ticket()
@@ -233,18 +233,21 @@ class GemmLaunches:
         ticket, _, kept = workspace.take(self.device.index, stream, 0)
         return stream, ticket, kept
 
-    def _compile(self, key: tuple, **fields) -> tuple[Callable[..., None], int, int]:
+    def _compile(self, key: tuple, **fields) -> tuple[Callable[..., None], int, GemmConfig]:
         gemms, problem = self._gemms, GemmProblem(**fields)
         config = choose("lce_gemm", problem, self.gpu).config
         kernel = launch.get(kernels.find("lce_gemm", self.gpu), problem, config, self.gpu.target)
         clusters = config.max_clusters(self.gpu.sm_count)
-        made = gemms[key] = kernel, clusters, config.last_wave_floats(clusters)
+        made = gemms[key] = kernel, clusters, config
         return made
 
 
-def _shared(tickets: Tensor | None, floats: int) -> tuple[tuple[int, int] | None, Tensor | None]:
+def _shared(
+    tickets: Tensor | None, config: GemmConfig, m: int, n: int, k: int, clusters: int
+) -> tuple[tuple[int, int, int] | None, Tensor | None]:
     """What clusters that share tiles are given, and what must be kept until the launch."""
     if tickets is None:
         return None, None
+    pieces, floats = config.last_wave_room(m, n, k, clusters)
     partials = tickets.new_empty(floats, dtype=torch.float32)
-    return (partials.data_ptr(), tickets.data_ptr()), partials
+    return (partials.data_ptr(), tickets.data_ptr(), pieces), partials
