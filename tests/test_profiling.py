@@ -36,7 +36,7 @@ def norm(m=16_384, stream=0, function=lambda *args: None):
 
 def gemm(m=8192, n=128_256, k=4096, stream=0, function=lambda *args: None):
     kernel = stand_in("GemmSm90", GEMM, GemmConfig(), function)
-    kernel(*(None,) * 7, (m, n, k, 0, 0), None, 66, stream)
+    kernel(*(None,) * 8, (m, n, k, 0, 0), None, 66, stream)
 
 
 def seen(p):
