@@ -149,7 +149,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=backends, default=BACKEND, help="quackish's; default %(default)s")
     parser.add_argument("--repeats", type=int, default=10, help="samples of each at most; default %(default)s")
     seconds = "after 5 samples, no more than fit in this for each; default %(default)s"
-    parser.add_argument("--seconds", type=float, default=0.4, help=seconds)
+    parser.add_argument("--seconds", type=float, default=0.8, help=seconds)
     parser.add_argument("--append", action="store_true", help="keep the rows that the file has; newer ones count")
     parser.add_argument("--out", type=Path, help="folder of the results; default benchmarks/results/<GPU>")
     parser.add_argument("--commit", help="recorded where there is no git to ask")
