@@ -25,6 +25,7 @@ from lce_cases import (
     unit_roundoff,
 )
 
+from quackish.configs import linear_cross_entropy as configs
 from quackish.configs.linear_cross_entropy import (
     COLUMN_MULTIPLE,
     E_BYTES,
@@ -32,6 +33,7 @@ from quackish.configs.linear_cross_entropy import (
     Block,
     KernelProblem,
     even_chunks,
+    first_classes,
     kernel_config,
     recompute_blocks,
     scratch_columns,
@@ -181,6 +183,55 @@ def test_dlogits_in_the_storage_of_the_weight_gradient(ignored, name, dtype, dw_
             loss = linear_cross_entropy(x, w, target, grad_weight_out=buffer, **kw, **how)
             loss.sum().backward()
             assert norm_error(buffer, grads[1].double()) <= 2 * unit_roundoff(dtype)
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Blocks of recompute's backward, and chunks of its forward, that are small enough for small shapes."""
+    for module in (configs, schedules):
+        monkeypatch.setattr(module, "scratch_columns", lambda *how: 256)
+    monkeypatch.setattr(configs, "LEAST_PART", 128)
+    first_classes.cache_clear()
+    yield
+    first_classes.cache_clear()
+
+
+@pytest.mark.parametrize("dw_dtype", [torch.bfloat16, FP32])
+@pytest.mark.parametrize("name", ["plain", "softcap", "weight"])
+@pytest.mark.parametrize("m, live", [(600, 600), (600, 130), (600, 0), (300, 300)])
+def test_recompute_begins_the_weight_gradient_in_forward(m, live, name, dw_dtype, kernels, narrow):
+    h, v = 512, 4000
+    x, w, target, kw = case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
+    target[: m - live] = IGNORED
+    columns, _, part_rows = first_classes(m, v, h, dw_dtype.itemsize)
+    parts, blocks = -(-m // part_rows), recompute_blocks(m, v, h, dw_dtype.itemsize, 256)
+    assert columns == blocks[0].v1 > 256
+    how = dict(schedule="recompute", **kw, **CUTE)
+    with torch.autocast(HERE["device"].type, dtype=torch.bfloat16, enabled=dw_dtype == FP32):
+        loss = linear_cross_entropy(x, w, target, **how)
+        assert (kernels.calls["logits"], kernels.calls["dx"], kernels.calls["dw"]) == (2 * parts, parts, 1)
+        first = torch.autograd.grad(loss * 0.7, [x, w], retain_graph=True)
+        assert (kernels.calls["dlogits"], kernels.calls["dw"]) == (len(blocks) - 1, len(blocks))
+        again = torch.autograd.grad(loss * 0.7, [x, w])
+        assert all(same_bits(one, other) for one, other in zip(first, again, strict=True))
+        kernels.calls.clear()
+        (only_dx,) = torch.autograd.grad(linear_cross_entropy(x, w.detach(), target, **how) * 0.7, [x])
+        assert kernels.calls["dw"] == kernels.calls["dlogits"] == 0
+    rounded = [t.detach().bfloat16() for t in (x, w)]
+    wants = truth(*rounded, target, kw)[2]
+    for got, want in zip(first, wants, strict=True):
+        assert norm_error(got, 0.7 * want) <= 4 * unit_roundoff(torch.bfloat16)
+    assert norm_error(only_dx, 0.7 * wants[0]) <= 4 * unit_roundoff(torch.bfloat16)
+
+
+def test_room_for_the_first_classes():
+    assert first_classes(8192, 128_256, 4096, 2) == (42_240, 358_612_992, 2048)
+    assert first_classes(65_536, 128_256, 4096, 2) is None  # chunks of 256 rows
+    assert first_classes(300, 700, 8, 2) is None  # one block of dlogits
+    for m, v, h, itemsize in ((8192, 128_256, 4096, 2), (1000, 128_257, 4096, 4), (4096, 32_000, 2048, 2)):
+        columns, offset, part_rows = first_classes(m, v, h, itemsize)
+        assert columns * h * itemsize <= offset <= v * h * itemsize - m * columns * 2
+        assert part_rows * (v - columns) * 2 <= offset
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

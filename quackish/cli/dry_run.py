@@ -121,7 +121,7 @@ def _run(plan: on_kernels.Plan, inputs: Inputs, dw_out, arriving: list[Tensor], 
     """As `on_kernels.run` in plain eager, which a dispatch mode is not, and autograd."""
     if not c.grad:
         with torch.no_grad():
-            out = plan.forward(on_kernels.kernels_of(_META), plan.call(inputs), on_kernels._NONE)
+            out = plan.forward(on_kernels.kernels_of(_META), plan.call(inputs), on_kernels._NONE, False)
             plan.loss(out, inputs.target)
         return
     outputs = on_kernels._apply(*inputs, dw_out, plan, c.return_lse)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs.linear_cross_entropy import ROOMY_BYTES, whole_tiles
+from quackish.configs.linear_cross_entropy import ROOMY_BYTES, first_classes, whole_tiles
 from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy_buffers import padded_strides
@@ -21,6 +21,7 @@ from quackish.ops.modes import is_plain
 
 _NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
 _NONE = Wanted(None, None, False)
+_NOTHING = Forward(None, None, None)
 
 
 @functools.cache
@@ -103,10 +104,13 @@ class Plan(NamedTuple):
         dx, dw = x if x == self.compute_dtype else fp32, w if w == self.compute_dtype else fp32
         return Wanted(dx if needs[0] else None, dw if needs[1] else None, needs[2])
 
-    def forward(self, k, call: Call, wanted: Wanted) -> Forward:
+    def forward(self, k, call: Call, wanted: Wanted, begin_dw: bool) -> Forward:
+        """`begin_dw`: with `recompute` a part of dw may be made too, in storage that backward is to be given."""
         made = wanted
         if self.schedule == "recompute":
             made = self.made_in_forward(wanted)
+            if begin_dw and self.begins_dw(k, call, wanted):
+                return schedules.recompute_forward(k, call, wanted)
         if not made.any():
             return schedules.statistics(k, call, self.chunk_rows)
         if self.schedule == "stored":
@@ -118,6 +122,12 @@ class Plan(NamedTuple):
         if self.schedule == "chunked":
             return wanted
         return Wanted(wanted.dx if self.early_dx else None, None, False)
+
+    def begins_dw(self, k, call: Call, wanted: Wanted) -> bool:
+        both = wanted.dx is not None and wanted.dw is not None
+        if not (both and self.early_dx and k.keeps_rest) or self.in_parts or wanted.db:
+            return False
+        return first_classes(call.x.shape[0], *call.w.shape, wanted.dw.itemsize) is not None
 
     def rows_in_forward(self, call: Call, wanted: Wanted) -> int:
         """The rows of a chunk. With `recompute` its E is as large as dw; of a frozen weight there is none to come."""
@@ -150,7 +160,8 @@ class Plan(NamedTuple):
         if incoming.lse is None:  # as forward made them
             early = self.made_in_forward(wanted)
             if early.any():
-                made = schedules.chunked(k, call, self.rows_in_forward(call, wanted), early, self.in_parts).grads
+                made = self.forward(k, call, wanted, dw_out is None)
+                kept = kept._replace(dw=made.dw, classes=made.classes)
                 grads = scaled(k, made, incoming.loss, dw_out)
             wanted = wanted.but(early)
         if self.in_parts and wanted.dx is None and wanted.dw and dw_out is None:
@@ -162,10 +173,12 @@ class Plan(NamedTuple):
         return grads.and_also(rest)
 
 
-def scaled(k, grads: Grads, factor: Tensor, dw_out: Tensor | None) -> Grads:
-    """In place: `chunked`'s gradients, made for a factor of 1."""
-    factor = factor.view(1)
+def scaled(k, made: Forward, factor: Tensor, dw_out: Tensor | None) -> Grads:
+    """In place: the gradients that forward made, for a factor of 1."""
+    factor, grads = factor.view(1), made.grads
     there = [grad for grad in grads if grad is not None]
+    if made.dw is not None:
+        there.append(made.dw[: made.classes])
     while there:
         grad, *there = there
         second = there.pop(0) if there and there[0].dtype == grad.dtype else None
@@ -193,7 +206,7 @@ def run(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None, return_lse: 
         out = _apply(*inputs, grad_weight_out, plan, return_lse)
         return out if return_lse else (out, None)
     with torch.no_grad():
-        out = plan.forward(kernels_of(device), plan.call(inputs), _NONE)
+        out = plan.forward(kernels_of(device), plan.call(inputs), _NONE, False)
         return plan.loss(out, inputs.target), _shaped(out.lse, inputs.target.shape)
 
 
@@ -210,14 +223,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, input, linear_weight, linear_bias, target, weight, num_items, grad_weight_out, plan, return_lse):
         inputs = Inputs(input, linear_weight, linear_bias, target, weight, num_items)
         wanted = plan.wanted(inputs, ctx.needs_input_grad[:3], grad_weight_out)
-        out = plan.forward(kernels_of(input.device), plan.call(inputs), wanted)
+        out = plan.forward(kernels_of(input.device), plan.call(inputs), wanted, grad_weight_out is None)
         items = num_items if isinstance(num_items, Tensor) else None
         loss, lse = plan.loss(out, target), _shaped(out.lse, target.shape)
         kept_lse = lse.clone() if return_lse else lse  # users may write to theirs
         ctx.save_for_backward(*inputs[:5], items, kept_lse, out.xc, out.e)
         # What only backward sees is kept, not saved. grad_weight_out is neither a part of the graph nor saved: another
         # graph's backward may add to it first, which is no error here.
-        ctx.plan, ctx.wanted, ctx.rows, ctx.ready = plan, wanted, out.rows, out.grads
+        made = Forward(None, None, None, out.grads, dw=out.dw, classes=out.classes)
+        ctx.plan, ctx.wanted, ctx.rows, ctx.made = plan, wanted, out.rows, made
         ctx.num_items, ctx.grad_weight_out = None if items is not None else num_items, grad_weight_out
         ctx.shape, ctx.dtypes = input.shape, _dtypes(inputs)
         ctx.set_materialize_grads(False)
@@ -235,18 +249,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         plan, wanted, dw_out = ctx.plan, ctx.wanted, ctx.grad_weight_out
         if wanted.dw is None:
             dw_out = None
-        ready, ctx.ready = ctx.ready, Grads()
+        made, ctx.made = ctx.made, _NOTHING
         incoming = plan.incoming(grad_loss, grad_lse)
         k = kernels_of((grad_lse if grad_loss is None else grad_loss).device)
         grads = Grads()
-        if grad_lse is None and any(grad is not None for grad in ready):
-            grads = scaled(k, ready, incoming.loss, dw_out)
+        if grad_lse is None and any(grad is not None for grad in made.grads):
+            grads = scaled(k, made, incoming.loss, dw_out)
             wanted = wanted.but(plan.made_in_forward(wanted))
-        del ready  # the memory may serve what follows
+        begun = made.dw, made.classes
+        del made  # the memory may serve what follows
         if wanted.any():
             *tensors, items, lse, xc, e = ctx.saved_tensors
             call = plan.call(Inputs(*tensors, ctx.num_items if items is None else items))
-            kept = Forward(None, lse.view(-1), ctx.rows, Grads(), xc, e)
+            kept = Forward(None, lse.view(-1), ctx.rows, Grads(), xc, e, *begun)
             grads = grads.and_also(plan.backward(k, call, kept, incoming, wanted, dw_out))
         return *_as_inputs(grads, ctx.dtypes, ctx.shape), *nothing
 
@@ -321,7 +336,7 @@ def _sorted(args) -> tuple[Inputs, Tensor | None, Plan, list[bool]]:
 def _fwd_impl(*args):
     inputs, grad_weight_out, plan, needs = _sorted(args)
     wanted = plan.wanted(inputs, needs, grad_weight_out)
-    out = plan.forward(kernels_of(inputs.input.device), plan.call(inputs), wanted)
+    out = plan.forward(kernels_of(inputs.input.device), plan.call(inputs), wanted, False)
     loss, lse = plan.loss(out, inputs.target), out.lse.view(inputs.target.shape)
     return loss, lse, *out.rows, *out.grads, out.xc, out.e
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quackish import kernels, launch
-from quackish.configs.linear_cross_entropy import E_ITEMSIZE, SHARED_FROM, even_chunks
+from quackish.configs.linear_cross_entropy import E_ITEMSIZE, SHARED_FROM, even_chunks, first_classes
 from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy_autograd import Inputs, Plan
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
@@ -28,6 +28,7 @@ def prepare(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None) -> None:
         tuple(None if t is None else t.dtype for t in (*inputs[:5], out)),
         None if out is None else out.stride(),
         None if items is None else isinstance(items, Tensor) and items.is_cuda,
+        plan.early_dx and first_classes(m, v, h, inputs.linear_weight.itemsize) is not None,
     )  # fmt: skip
     if key in _prepared:
         return
@@ -67,7 +68,7 @@ def _rehearse(k: LceKernels, inputs: Inputs, plan: Plan, needs: tuple[bool, ...]
     """Forward and backward on tensors without memory. No gradient arrives at an lse that is returned: few use it so."""
     wanted = plan.wanted(inputs, needs, dw_out)
     call = plan.call(inputs)
-    out = plan.forward(k, call, wanted)
+    out = plan.forward(k, call, wanted, dw_out is None)
     if wanted.any():
         arrives = torch.empty(
             inputs.target.shape if plan.reduction == "none" else (), dtype=torch.float32, device="meta"

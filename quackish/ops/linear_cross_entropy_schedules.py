@@ -17,6 +17,7 @@ from torch import Tensor
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import (
     even_chunks,
+    first_classes,
     recompute_blocks,
     scratch_columns,
     scratch_columns_of_parts,
@@ -104,6 +105,8 @@ class Forward(NamedTuple):
     grads: Grads = Grads()
     xc: Tensor | None = None  # (m, h): `stored` keeps the live rows of x, and E
     e: Tensor | None = None  # (m, ld)
+    dw: Tensor | None = None  # (v, h): `recompute` may have made the rows of the first `classes`, up to a factor
+    classes: int = 0
 
 
 # Schedules -----------------------------------------------------------------------------------------------------------
@@ -176,18 +179,48 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     return Grads(dx, dw, db)
 
 
+def recompute_forward(k, call: Call, wanted: Wanted) -> Forward:
+    """loss, lse, dx, and dw of the first classes, which `first_classes` must have found room for; no dbias.
+
+    A chunk's E lies where dw comes to be: the first classes' for good, the others' until dx is made.
+    """
+    (m, h), v = call.x.shape, call.w.shape[0]
+    columns, offset, part_rows = first_classes(m, v, h, wanted.dw.itemsize)
+    dx, dw = matrix(call.x, m, h, wanted.dx), matrix(call.x, v, h, wanted.dw)
+    xs, row_scale = matrix(call.x, m, h, call.x.dtype), vector(call.x, m, torch.float32)
+    first = inside(dw, offset, m, columns, call.x.dtype)
+    others = inside(dw, 0, even_chunks(m, part_rows), padded_strides(v - columns)[0], call.x.dtype)[:, : v - columns]
+    out = _begin(k, call)
+    for start in range(0, m, others.shape[0]):
+        part = slice(start, min(start + others.shape[0], m))
+        e = E([Block(first[part], 0, columns), Block(others[: part.stop - start], columns, v)])
+        chunk = _Chunk(k, call, out, start, others.shape[0], dx, xs[part], row_scale[part])
+        chunk.statistics_and_scale(e, chunk.xc, None)
+        e.dx(k, call.w, chunk.row_scale, out.rows, start, dx, None)
+    cls = torch.where(out.rows.cls < columns, out.rows.cls, -1)  # elsewhere the target is none of these
+    places = new_places(k, call.x, columns, wanted.dw)
+    if places is not None:
+        places.fill_(-1)
+    e = E([Block(first, 0, columns)])
+    e.dw(k, call.x, xs, cls, row_scale, out.rows, 0, dw[:columns], False, places)
+    return out._replace(grads=Grads(dx), dw=dw, classes=columns)
+
+
 def recompute_backward(
     k, call: Call, kept: Forward, incoming: Incoming, wanted: Wanted, dw_out: Tensor | None
 ) -> Grads:
     """The gradients from x and the statistics of the rows, a block of classes at a time; dw_out as above.
 
+    Of kept.dw, where there is one, the rows of the first block are made, and scaled.
     A block's dw is final, so nothing is summed over blocks but dx. Its dlogits lie where later blocks' dw comes to be,
     while there is room: see `recompute_blocks`.
     """
     (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
     dtype = call.x.dtype
     dx = matrix(call.x, m, h, wanted.dx) if wanted.dx else None
-    dw = matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
+    dw = kept.dw
+    if dw is None and wanted.dw and dw_out is None:
+        dw = matrix(call.x, v, h, wanted.dw)
     db = vector(call.x, v, torch.float32) if wanted.db else None
     acc = matrix(call.x, m, h, torch.float32) if wanted.dx else None
     if dx is None:
@@ -196,6 +229,8 @@ def recompute_backward(
         xc = dx.view(-1).view(dtype)[: m * h].view(m, h)
     coefs = _coefficients(k, call, kept, incoming, xc)
     blocks = recompute_blocks(m, v, h, None if dw is None else dw.itemsize, scratch_columns(m, dw is None, acc is None))
+    if kept.dw is not None:
+        blocks = blocks[1:]
     scratch = padded(call.x, m, max(v1 - v0 for v0, v1, offset in blocks if offset is None), dtype)
     for v0, v1, offset in blocks:
         n = v1 - v0
@@ -282,7 +317,10 @@ def _begin(k, call: Call) -> Forward:
 class _Chunk:
     """Rows [start, start + chunk_rows) of those there are, gathered, and the scratch that is theirs alone."""
 
-    def __init__(self, k, call: Call, out: Forward, start: int, chunk_rows: int, dx: Tensor | None = None):
+    def __init__(
+        self, k, call: Call, out: Forward, start: int, chunk_rows: int, dx: Tensor | None = None,
+        xc: Tensor | None = None, row_scale: Tensor | None = None,
+    ):  # fmt: skip
         (m, h), v = call.x.shape, call.w.shape[0]
         self.k, self.call, self.out, self.start = k, call, out, start
         self.rows = rows = min(chunk_rows, m - start)
@@ -292,10 +330,10 @@ class _Chunk:
         x, tiles = call.x, k.num_tiles(v)
         self.flags = vector(x, _num_flags(rows), torch.int32)
         self.ref = vector(x, rows, torch.float32)
-        self.row_scale = vector(x, rows, torch.float32)
+        self.row_scale = vector(x, rows, torch.float32) if row_scale is None else row_scale
         self.part_sum = matrix(x, rows, tiles, torch.float32)
         self.part_wsum = matrix(x, rows, tiles, torch.float32) if call.label_smoothing else None
-        self.xc = matrix(x, rows, h, x.dtype)
+        self.xc = matrix(x, rows, h, x.dtype) if xc is None else xc
         k.gather(
             call.x, call.w, call.bias, call.target, out.rows.order, out.rows.num_live, start, v, call.softcap,
             self.xc, self.cls, self.ref, self.top, self.flags, dx, out.loss, out.lse,
@@ -310,10 +348,8 @@ class _Chunk:
     ) -> None:
         e = E.beside(dw, self.rows) if single and dw is not None else None
         e = e or E.alone(self.call.w, self.rows)
-        self._logits(e)
-        xc = None if dw is None else self.xc  # scaled in place
         places = None if dw is None else new_places(self.k, dw, dw.shape[0], dw.dtype)
-        self._rows("scale", e=e, xc=xc, xs=xc, row_scale=self.row_scale, places=places)
+        self.statistics_and_scale(e, None if dw is None else self.xc, places)
         rows, start = self.out.rows, self.start
         if dx is not None:
             e.dx(self.k, self.call.w, self.row_scale, rows, start, dx, None if lean else rows.tickets)
@@ -321,6 +357,11 @@ class _Chunk:
             e.bias_sum(self.k, self.row_scale, rows, start, db, start > 0)
         if dw is not None:  # last: it takes the targets out of E, and may overwrite it
             e.dw(self.k, self.call.x, self.xc, self.cls, self.row_scale, rows, start, dw, start > 0, places)
+
+    def statistics_and_scale(self, e: E, xc: Tensor | None, places: Tensor | None) -> None:
+        """xc is scaled in place."""
+        self._logits(e)
+        self._rows("scale", e=e, xc=xc, xs=xc, row_scale=self.row_scale, places=places)
 
     def _rows(self, grads: str, **given) -> None:
         stats = dict(part_sum=self.part_sum, part_wsum=self.part_wsum)
