@@ -55,6 +55,9 @@ def explain(args: argparse.Namespace, shape: list[int], gpu: Gpu | None) -> Expl
     schedule = f"{how.schedule}: {schedule_reason(problem, m, schedule, how)}"
     if how.early_dx:
         schedule += "; the input's gradient is made in forward"
+        begun = [step.sizes["v1"] for step in trace.steps if (step.phase, step.kernel) == ("forward", "lce_targets")]
+        if begun:
+            schedule += f", and the weight's of {begun[0]} classes"
     plan = {
         "Schedule": "none, as nothing needs a gradient" if args.no_grad else schedule,
         "Chunks": _chunks(trace, problem, how, args.chunk_size),

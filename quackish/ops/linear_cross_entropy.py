@@ -74,7 +74,9 @@ def linear_cross_entropy(
             at lse (compiled code always has one for an lse it returns) backward makes them anew. With reduction "none"
             a row's gradient is not known in forward: this is "recompute" there.
             "recompute": no logit is kept, and backward multiplies them again: 4 GEMMs for 3. On kernels the input's
-            gradient is made in forward where "chunked" could make it and no lse is returned.
+            gradient is made in forward where "chunked" could make it and no lse is returned; without bias gradient and
+            `chunk_size` so is a part of the weight's, in whose storage exponentials lie meanwhile: H / (M + H) of the
+            classes or so, of which backward needs no logits.
             "stored": all logits are kept, or on kernels what gradients start from.
             "auto": "chunked"; with reduction "none" or `return_lse`, "stored" while that is small (1.5 GiB; kernels:
             2 GiB), "recompute" above. With `grad_weight_out` kernels do the same, because forward may not add to it.
@@ -97,9 +99,10 @@ def linear_cross_entropy(
         M * V * 2 * M / (M + H) for a 16-bit weight, as the rest lies where its gradient comes to be (above 64 MiB).
         "stored": M * V * 2, kept. "recompute": M * H * 2 and 96 MiB or M * 5632 (256 MiB where no weight gradient is
         returned), or M * H * 4 and 32 MiB where the input's gradient is made in backward; with a chunk_size just
-        chunk * H * 2 and some 16 MiB. "chunked" and "stored" lend their GEMMs 17 MB, and M * H * 2 where one of them
-        makes a 16-bit weight gradient at once. `grad_weight_out` in fp32 is added to in a GEMM, with no buffer
-        ("chunked" has one). Around cuBLAS's GEMMs 256 MiB more, or M * 1024 where that is more.
+        chunk * H * 2 and some 16 MiB. Gradients that forward makes, or begins, are held from then on. "chunked" and
+        "stored" lend their GEMMs 17 to 69 MB, and M * H * 2 where one of them makes a 16-bit weight gradient at once.
+        `grad_weight_out` in fp32 is added to in a GEMM, with no buffer ("chunked" has one). Around cuBLAS's GEMMs
+        256 MiB more, or M * 1024 where that is more.
     On the portable path: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for fp32, 8 for fp64, with softcap 4 (8) more,
     fp32 (M, H) and (V, H) sums, and M * V * 4 kept by "stored". Off CUDA 16-bit operands are multiplied as fp32, and
     linear_weight is held once more in fp32.
