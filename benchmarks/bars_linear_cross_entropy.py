@@ -15,7 +15,7 @@ SMALL = (1024, 4096, 128256)
 LOSS_BAR = 1.03  # of one logits GEMM
 IGNORED_BAR = 0.35  # of the time with no row ignored, at 80 % ignored
 CONFIDENT_BAR = 0.5  # of torch's error
-HOST_BAR_US, LAUNCH_BAR_US = 150, 15
+HOST_BAR_US, LAUNCH_BAR_US = 150, 15  # of a call; of a launch, once its arguments are there
 
 Verdict = tuple[str, str]  # PASS or FAIL, and what was found
 

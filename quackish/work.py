@@ -323,7 +323,7 @@ KERNELS = {
     ),
     "lce_sort": Kernel(
         ("LceSort",),
-        "cls order num_live row_scale e e2 sorted_cls sorted_row sorted_grad places e_stride e2_stride v_split start "
+        "cls order num_live row_scale e e2 sorted_cls sorted_row sorted_grad places e_stride e2_stride v_split v start "
         "rows stream",
         ("rows",),
         _lce_sort,
@@ -347,7 +347,7 @@ KERNELS = {
         ("LceScatter",), "acc row_scale order dx num_live start rows stream", ("rows",), _lce_scatter, _row_ctas
     ),
     "lce_scale": Kernel(
-        ("LceScale",), "out out2 factor n n2 num_ctas stream", ("n", "num_ctas"), _lce_scale, _given_ctas
+        ("LceScale",), "out out2 factor n n2 num_ctas stream", ("n", "n2", "num_ctas"), _lce_scale, _given_ctas
     ),
     "lce_exp": Kernel(
         ("LceExp",),

@@ -294,7 +294,8 @@ class EmulatedKernels:
             out[:live] = of_rows[place]
         if places is not None:
             listed = outs[0][:live].long()
-            places[listed[listed >= 0]] = torch.arange(live, dtype=torch.int32)[listed >= 0]
+            there = (listed >= 0) & (listed < places.shape[0])
+            places[listed[there]] = torch.arange(live, dtype=torch.int32)[there]
 
     @launcher
     def targets(self, x, sorted_cls, sorted_row, sorted_grad, num_live, start, v0, dw, places=None, rest=None):

@@ -309,6 +309,7 @@ SHARED = [
     dict(m=12_000, h=1024, v=4400, live=9000),
     dict(m=2300, h=1024, v=70_000),
     dict(m=6500, h=768, v=66_000, live=6400),
+    dict(m=8448, h=1024, v=24_000, live=7424),  # all rows leave no rest, and so room for 66 pieces; these want 250
 ]
 
 

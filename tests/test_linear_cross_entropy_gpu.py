@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lce_cases import IGNORED, SCHEDULES, norm_error, truth
 
 from quackish.configs.linear_cross_entropy import shared_storage
-from quackish.ops import cuda
+from quackish.ops import cuda, workspace
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
 from quackish.testing.device import other_work, poison_free_memory
 from quackish.testing.errors import same_bits
@@ -67,7 +67,8 @@ def assert_same_bits(got, want):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "smoothing"])
 @pytest.mark.parametrize(
-    "schedule, chunk_size", [("chunked", None), ("chunked", 384), ("stored", None), ("recompute", 384)]
+    "schedule, chunk_size",
+    [("chunked", None), ("chunked", 384), ("stored", None), ("recompute", None), ("recompute", 384)],
 )
 def test_20_runs_give_the_same_bits_with_another_stream_busy(schedule, chunk_size, options, dtype, poisoned):
     x, w, target = make(1100, 512, 5000, dtype)
@@ -167,10 +168,11 @@ def test_no_host_synchronisation():
 
 
 @pytest.mark.parametrize(
-    "schedule, chunk_size", [("chunked", None), ("chunked", 384), ("stored", None), ("recompute", 384)]
+    "schedule, chunk_size",
+    [("chunked", None), ("chunked", 384), ("stored", None), ("recompute", None), ("recompute", 384)],
 )
 def test_cuda_graph_of_forward_and_backward_with_new_data(schedule, chunk_size):
-    x, w, target = make(1100, 512, 5000)
+    x, w, target = make(1100, 1024, 8000)  # two waves and more of tiles: their clusters meet
     kw = dict(schedule=schedule, chunk_size=chunk_size)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -181,7 +183,7 @@ def test_cuda_graph_of_forward_and_backward_with_new_data(schedule, chunk_size):
     with torch.cuda.graph(graph):
         static = step(x, w, target, **kw)
     for seed, ignored in ((1, 0), (2, 2), (3, 1)):  # no row ignored, half, all but row 0
-        new = make(1100, 512, 5000, seed=seed, ignored=ignored)
+        new = make(1100, 1024, 8000, seed=seed, ignored=ignored)
         with torch.no_grad():
             for old, t in zip((x, w, target), new, strict=True):
                 old.copy_(t)
@@ -189,10 +191,11 @@ def test_cuda_graph_of_forward_and_backward_with_new_data(schedule, chunk_size):
         graph.replay()
         replayed = [t.clone() for t in static]
         assert_same_bits(replayed, step(x, w, target, **kw))
+    assert_nothing_is_left_counted()
 
 
 def test_two_streams_at_once():
-    given = [make(1100, 512, 5000, seed=seed) for seed in (0, 1)]
+    given = [make(1100, 1024, 8000, seed=seed) for seed in (0, 1)]
     want = [step(*inputs) for inputs in given]
     streams = [torch.cuda.Stream() for _ in given]
     torch.cuda.synchronize()
@@ -204,6 +207,13 @@ def test_two_streams_at_once():
         torch.cuda.synchronize()
         for one, other in zip(got, want, strict=True):
             assert_same_bits(one, other)
+    assert_nothing_is_left_counted()
+
+
+def assert_nothing_is_left_counted():
+    torch.cuda.synchronize()
+    assert workspace._kept_tickets
+    assert not any(tickets.any() for tickets in workspace._kept_tickets)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -46,7 +46,7 @@ SAMPLES = [
     ("lce_targets", LceTargetsProblem(4096, BF16, BF16), dict(v0=0, v1=700, rows=1000)),
     ("lce_bias", LceBiasProblem(BF16, True, False), dict(rows=1000, n=700)),
     ("lce_scatter", LceScatterProblem(64, BF16), dict(rows=1000)),
-    ("lce_scale", LceScaleProblem(BF16), dict(n=7000, num_ctas=5)),
+    ("lce_scale", LceScaleProblem(BF16), dict(n=7000, n2=0, num_ctas=5)),
     ("lce_exp", LceExpProblem("softmax", BF16), dict(rows=1000, n=700)),
     ("lce_redo", LceRedoProblem(True), dict(rows=1000, n=9000)),
     ("lce_clear", LceClearProblem(64, BF16), dict(rows=1000)),

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from quackish import kernels
 from quackish.configs.choose import Choice, choose
-from quackish.configs.gemm import GemmProblem
+from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
@@ -161,7 +161,7 @@ def _gemms(note: _Notes) -> GemmLaunches | CublasGemms:
         pass
     gemms = GemmLaunches(_META, note.gpu)
 
-    def compile_(key: tuple, **fields) -> tuple[Callable[..., None], int]:
+    def compile_(key: tuple, **fields) -> tuple[Callable[..., None], int, GemmConfig]:
         problem = GemmProblem(**fields)
         config = choose("lce_gemm", problem, note.gpu).config
         clusters = config.max_clusters(note.gpu.sm_count)

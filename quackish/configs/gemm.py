@@ -103,7 +103,7 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     """
     if problem.epilogue == "dlogits" and problem.smoothing:
         return GemmConfig(tile_n=128)  # 8 to 64 bytes of registers spill with 256 columns, class weights and softcap
-    if problem.epilogue in ("rows", "store"):
+    if problem.epilogue in ("rows", "store"):  # 1 % less than along m, store with both H, rows with H 2048
         return GemmConfig(group_along="n")
     return GemmConfig()
 
@@ -117,6 +117,7 @@ def softmax_tile_n() -> int:
 
 LEAST_STEPS = 4  # along k, of a piece
 MOST_PIECES = 8  # a tile, in several rounds
+MOST_ROUNDS = 4  # that there is scratch for: 69 MB on an H200
 WORTH_ROUNDS = 32  # steps that more rounds must save
 
 
@@ -144,7 +145,8 @@ def last_wave_pieces(tiles: int, k_tiles: int, clusters: int) -> int:
     if k_tiles >= LEAST_STEPS * n and (of_n := steps_of_pieces(n, rest, k_tiles, clusters)) < steps:
         pieces, steps = n, of_n
     for n in range(2, MOST_PIECES + 1):
-        if (of_n := steps_of_pieces(n, rest, k_tiles, clusters)) + WORTH_ROUNDS <= steps:
+        of_n = steps_of_pieces(n, rest, k_tiles, clusters)
+        if n * rest <= MOST_ROUNDS * clusters and of_n + WORTH_ROUNDS <= steps:
             pieces, steps = n, of_n
     return rest * pieces
 

@@ -83,7 +83,6 @@ class LceScatterProblem:
 @dataclasses.dataclass(frozen=True)
 class LceScaleProblem:
     dtype: str
-    two: bool = False  # two tensors by the same factor
 
 
 @dataclasses.dataclass(frozen=True)

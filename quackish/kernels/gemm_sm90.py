@@ -19,7 +19,7 @@ from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.kernels.common.epilogues import make_epilogue
 from quackish.kernels.common.last_wave import LastWave
 from quackish.kernels.common.lce import after_previous, fake_count, load_at
-from quackish.kernels.common.pace import PATIENCE, begin_together, tiles_to_meet_for
+from quackish.kernels.common.pace import begin_together, patience_for, tiles_to_meet_for
 from quackish.kernels.common.rows import DTYPES, fake_pointer
 
 
@@ -226,7 +226,7 @@ class GemmSm90:
                 tBsB, tBgB = self.partition(b_atom, sB, (tile_n, tile_k), rank_m, c.cluster_m)
                 split = k_split // tile_k
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
-                patience = Int32(PATIENCE)
+                patience = patience_for(together, k_tiles, num_clusters)
                 for j in cutlass.range(first, last, step, unroll=1):
                     t, k_begin, k_end = self.item(j, plan, k_tiles, cluster, num_clusters)
                     tm, tn = self.cluster_tile(t, tiles_m, tiles_n)

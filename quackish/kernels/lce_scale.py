@@ -1,6 +1,4 @@
-"""out *= factor, of one tensor or two, in place; nothing is read or written where the factor, on the device, is 1."""
-
-from typing import Optional
+"""out *= factor, of two tensors, in place; nothing is read or written where the factor, on the device, is 1."""
 
 import cutlass
 import cutlass.cute as cute
@@ -14,19 +12,19 @@ from quackish.kernels.common.rows import DTYPES, fake_pointer, vector_at
 
 class LceScale:
     def __init__(self, problem: LceScaleProblem, config: LceScaleConfig):
-        self.dtype, self.two, self.config = problem.dtype, problem.two, config
+        self.dtype, self.config = problem.dtype, config
         self.vec = 128 // DTYPES[problem.dtype].width
 
     def fake_args(self):
         out, factor = fake_pointer(self.dtype), fake_pointer("float32", aligned=False)
         stream = cute.runtime.make_fake_stream()
-        return (out, out if self.two else None, factor, Int64(1), Int64(1), Int32(1), stream)
+        return (out, out, factor, Int64(1), Int64(1), Int32(1), stream)
 
     @cute.jit
     def __call__(
         self,
         out: cute.Pointer,  # (n,)
-        out2: Optional[cute.Pointer],  # (n2,)
+        out2: cute.Pointer,  # (n2,)
         factor: cute.Pointer,  # (1,)
         n: Int64,
         n2: Int64,
@@ -43,13 +41,12 @@ class LceScale:
         )
 
     @cute.kernel
-    def kernel(self, out: cute.Pointer, out2: Optional[cute.Pointer], factor: cute.Pointer, n: Int64, n2: Int64):
+    def kernel(self, out: cute.Pointer, out2: cute.Pointer, factor: cute.Pointer, n: Int64, n2: Int64):
         after_previous()
         f = load_at(factor, 0)
         if f != 1.0:
             self.scale(out, n, f)
-            if const_expr(out2 is not None):
-                self.scale(out2, n2, f)
+            self.scale(out2, n2, f)
 
     @cute.jit
     def scale(self, out: cute.Pointer, n: Int64, f: Float32):

@@ -3,8 +3,9 @@
 The weight's gradient is a sum over rows of (row_scale * E) x, and its GEMM has row_scale * x rounded. Where a class is
 the target of a row, that rounding is most of the error: so these terms, x as it is, are added apart, by `lce_targets`.
 For chunk row i, live, with t = cls[i] and r = order[start + i], at its place by (t, i):
-  sorted_cls = t, sorted_row = r, sorted_grad = row_scale[i] * E[i, t] (0 without a class), then E[i, t] = 0;
-  and places[t], where given, is the place of a row of class t: of any of them, so only that there is one may count.
+  sorted_cls = t, sorted_row = r, sorted_grad = row_scale[i] * E[i, t], then E[i, t] = 0 (grad 0 without a class, or
+  where it is none of the v that E has); and places[t], where given, is the place of a row of class t: of any of them,
+  so only that there is one may count.
 
 A lane has a row, whose place is the number of rows before it by (t, i); each warp of the CTA counts a part of these.
 That is rows^2 comparisons, of integers that come 4 at a time from shared memory.
@@ -44,6 +45,7 @@ class LceSort:
             Int64(8),
             Int64(8),
             Int32(8),
+            Int32(8),
             Int32(0),
             Int32(1),
             cute.runtime.make_fake_stream(),
@@ -65,13 +67,14 @@ class LceSort:
         e_stride: Int64,
         e2_stride: Int64,
         v_split: Int32,
+        v: Int32,
         start: Int32,
         rows: Int32,
         stream: CUstream,
     ):
         of_e = e, e2, e_stride, e2_stride, v_split
         outs = sorted_cls, sorted_row, sorted_grad, places
-        self.kernel(cls, order, num_live, row_scale, of_e, outs, start, rows).launch(
+        self.kernel(cls, order, num_live, row_scale, of_e, outs, v, start, rows).launch(
             grid=[cute.ceil_div(rows, 32), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
@@ -87,6 +90,7 @@ class LceSort:
         row_scale: cute.Pointer,
         of_e: tuple,
         outs: tuple,
+        v: Int32,
         start: Int32,
         rows: Int32,
     ):
@@ -96,11 +100,12 @@ class LceSort:
         smem = cutlass.memory.SmemAllocator()
         sCls = smem.allocate_tensor(Int32, cute.make_layout(self.tile), byte_alignment=16)
         sCount = smem.allocate_tensor(Int32, cute.make_layout((32, self.num_warps)), byte_alignment=16)
-        live = cutlass.min(load_at(num_live, 0) - start, rows)
         first = cta * 32
         i = first + lane
 
-        # Read and counted while the launch before this one, which wrote nothing of it, is on its last tiles.
+        # Read and counted while the launch before this one, which writes nothing of it, is on its last tiles.
+        cute.arch.fence_acq_rel_gpu()
+        live = cutlass.min(load_at(num_live, 0) - start, rows)
         t, place = Int32(-1), Int32(0)
         if first < live:
             if i < live:
@@ -124,7 +129,7 @@ class LceSort:
 
         if warp == 0 and i < live:
             grad = Float32(0.0)
-            if t >= 0:
+            if t >= 0 and t < v:
                 grad = load_at(row_scale, i) * self.take_out(of_e, i, t)
                 if const_expr(places is not None):
                     store_at(places, t, place)

@@ -76,8 +76,9 @@ class LceTargets:
         s, slice_of_h, _ = cute.arch.block_idx()
         h = const_expr(self.problem.h)
         column = (slice_of_h * self.threads + tid) * 8
-        live = cutlass.min(load_at(num_live, 0) - start, rows)
         # The launch before this one writes dw and rest alone: the class's sum is made before it ends.
+        cute.arch.fence_acq_rel_gpu()
+        live = cutlass.min(load_at(num_live, 0) - start, rows)
         t, before, here = Int32(-1), Int32(-1), (Int32(-1), Int32(0), Float32(0.0))
         total = cute.make_rmem_tensor((8,), Float32)
         total.fill(0.0)

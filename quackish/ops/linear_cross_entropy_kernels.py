@@ -60,7 +60,7 @@ class LceKernels:
 
     def forget_choices(self) -> None:
         self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
-        self._scale_configs: dict[tuple, LceScaleConfig] = {}
+        self._scale_configs: dict[torch.dtype, LceScaleConfig] = {}
 
     def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
         known, config = self._rows_kernels, choose(name, problem, self.gpu).config
@@ -315,8 +315,8 @@ class LceKernels:
         sorted_grad: Tensor,  # (rows,) fp32
         places: Tensor | None = None,  # (v,) int32: -1
     ) -> None:
-        """Takes the target's element out of each live row of E, and lists these rows by class, then by position:
-        sorted_grad = row_scale * that element (0 for cls -1), of row sorted_row of x; in E it is 0 from then on.
+        """Takes the target's element out of each live row of E, if it has that class, and lists the rows by class, then
+        by position: sorted_grad = row_scale * that element (0 without), of row sorted_row of x; in E it is 0 afterwards.
 
         places[t] = the place of some row of class t, in that order; other classes' are left alone. cls is not of the
         launch right before this one.
@@ -339,6 +339,7 @@ class LceKernels:
             e.stride(0),
             0 if e2 is None else e2.stride(0),
             v_split,
+            e.shape[1] if e2 is None else v_split + e2.shape[1],
             start,
             cls.shape[0],
             self._stream(),
@@ -414,16 +415,15 @@ class LceKernels:
         out2: Tensor | None = None,  # as out
     ) -> None:
         """out *= factor, and out2, in place; leaves at once where the factor is 1."""
-        if out.numel() == 0:
-            out, out2 = out2, None
-        n, n2 = 0 if out is None else out.numel(), 0 if out2 is None else out2.numel()
-        if n == 0:
+        n, n2 = out.numel(), 0 if out2 is None else out2.numel()
+        if n + n2 == 0:
             return
-        key = ("scale", out.dtype, out2 is not None)
-        kernel, config = self._rows_kernels.get(key), self._scale_configs.get(key)
+        key = ("scale", out.dtype)
+        kernel, config = self._rows_kernels.get(key), self._scale_configs.get(out.dtype)
         if kernel is None or config is None:
-            configs, problem = self._scale_configs, LceScaleProblem(dtype_name(out), out2 is not None)
-            config = configs[key] = choose("lce_scale", problem, self.gpu).config
+            configs, problem = self._scale_configs, LceScaleProblem(dtype_name(out))
+            config = configs[out.dtype] = choose("lce_scale", problem, self.gpu).config
             kernel = self._find(key, "lce_scale", problem)
         num_ctas = config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
-        kernel(out.data_ptr(), address(out2), factor.data_ptr(), n, n2, num_ctas, self._stream())
+        second = out if out2 is None else out2
+        kernel(out.data_ptr(), second.data_ptr(), factor.data_ptr(), n, n2, num_ctas, self._stream())

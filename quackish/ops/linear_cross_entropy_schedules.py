@@ -197,12 +197,11 @@ def recompute_forward(k, call: Call, wanted: Wanted) -> Forward:
         chunk = _Chunk(k, call, out, start, others.shape[0], dx, xs[part], row_scale[part])
         chunk.statistics_and_scale(e, chunk.xc, None)
         e.dx(k, call.w, chunk.row_scale, out.rows, start, dx, None)
-    cls = torch.where(out.rows.cls < columns, out.rows.cls, -1)  # elsewhere the target is none of these
     places = new_places(k, call.x, columns, wanted.dw)
     if places is not None:
         places.fill_(-1)
     e = E([Block(first, 0, columns)])
-    e.dw(k, call.x, xs, cls, row_scale, out.rows, 0, dw[:columns], False, places)
+    e.dw(k, call.x, xs, out.rows.cls, row_scale, out.rows, 0, dw[:columns], False, places)
     return out._replace(grads=Grads(dx), dw=dw, classes=columns)
 
 

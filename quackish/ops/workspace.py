@@ -1,4 +1,4 @@
-"""What launches need to sum over CTAs: fp32 scratch, and zeroed int32 counters ("tickets") that CTAs take turns by.
+"""What launches need to sum over CTAs, or to meet: fp32 scratch, and zeroed int32 counters ("tickets").
 
 A kernel finds its tickets zero and leaves them zero; scratch holds anything. Two launches that run at once must share
 neither. Launches on one stream follow each other, so each stream has its own of both: no lock, no event, no memset and

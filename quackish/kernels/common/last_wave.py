@@ -4,7 +4,7 @@
 there are clusters for, a piece a cluster; or a few more, in several rounds, if that leaves fewer clusters idle (of 66
 clusters 16 have none of 50 whole tiles; in 5 pieces each these take 4 rounds of a fifth of a tile). Each warp group
 leaves its piece's sums in scratch, and the one that comes last to a tile adds them up, in the order of k: nobody waits,
-and bits depend on sizes alone.
+and bits depend on sizes alone, those of all rows and of the live ones.
 
 All tiles are cut at the same places, and all first pieces come first: clusters find in the L2 what others have loaded.
 Cut evenly over all clusters instead (stream-K), every piece begins elsewhere in k: dX of 128 tiles took 780 us, 655

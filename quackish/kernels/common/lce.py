@@ -29,8 +29,9 @@ def after_previous():
     """Waits for the launch before this one, and lets the next one come to SMs that have room: its CTAs wait here too.
 
     Every CTA calls this, on every path. So when a CTA starts, the launches before the previous one are done: that one
-    waited for them before it let this one come. What they wrote may be read before this call; but nothing may be
-    written, for memory that is new to this launch may be the previous one's until it ends.
+    waited for them before it let this one come (as all here do; PyTorch's kernels start after them and let no one
+    come). What they wrote may be read before this call, after a fence, which empties the L1. But nothing may be
+    written: memory that is new to this launch may be the previous one's until it ends.
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()

@@ -15,14 +15,19 @@ from cutlass import Int32
 
 from quackish.kernels.common.column_sum import increment
 
-PATIENCE = 1000  # looks at the ticket, of about a microsecond, in all of a launch
-LEAST_STEPS = 16  # along k: shorter tiles are not worth the wait
+PATIENCE = 1000  # looks at the ticket, of about a microsecond, in all of a launch; an eighth of its time at most
+WORTH_MEETING = 16  # steps along k: shorter tiles are not worth the wait
 
 
 @cute.jit
 def tiles_to_meet_for(tiles: Int32, k_tiles: Int32, clusters: Int32) -> Int32:
     """The first so many tiles are begun together: all, or none."""
-    return tiles if tiles > clusters and k_tiles >= LEAST_STEPS else Int32(0)
+    return tiles if tiles > clusters and k_tiles >= WORTH_MEETING else Int32(0)
+
+
+@cute.jit
+def patience_for(tiles: Int32, k_tiles: Int32, clusters: Int32) -> Int32:
+    return cutlass.min(tiles // clusters * (k_tiles // 8), PATIENCE)
 
 
 @cute.jit
