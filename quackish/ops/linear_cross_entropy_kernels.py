@@ -316,7 +316,7 @@ class LceKernels:
         places: Tensor | None = None,  # (v,) int32: -1
     ) -> None:
         """Takes the target's element out of each live row of E, if it has that class, and lists the rows by class, then
-        by position: sorted_grad = row_scale * that element (0 without), of row sorted_row of x; in E it is 0 afterwards.
+        by position: sorted_grad = row_scale * that element (0 without), of row sorted_row of x; in E it is 0 from then.
 
         places[t] = the place of some row of class t, in that order; other classes' are left alone. cls is not of the
         launch right before this one.
