@@ -190,7 +190,7 @@ def narrow(monkeypatch):
     """Blocks of recompute's backward, and chunks of its forward, that are small enough for small shapes."""
     for module in (configs, schedules):
         monkeypatch.setattr(module, "scratch_columns", lambda *how: 256)
-    monkeypatch.setattr(configs, "LEAST_PART", 128)
+    monkeypatch.setattr(configs, "LEAST_PART", 128 * 512)
     first_classes.cache_clear()
     yield
     first_classes.cache_clear()
@@ -228,7 +228,8 @@ def test_room_for_the_first_classes():
     assert first_classes(8192, 128_256, 4096, 2) == (42_240, 358_612_992, 2048)
     assert first_classes(65_536, 128_256, 4096, 2) is None  # chunks of 256 rows
     assert first_classes(300, 700, 8, 2) is None  # one block of dlogits
-    for m, v, h, itemsize in ((8192, 128_256, 4096, 2), (1000, 128_257, 4096, 4), (4096, 32_000, 2048, 2)):
+    assert first_classes(4096, 32_000, 2048, 2) is None  # chunks of half a wave of tiles
+    for m, v, h, itemsize in ((8192, 128_256, 4096, 2), (1000, 128_257, 4096, 4), (16_384, 128_256, 4096, 2)):
         columns, offset, part_rows = first_classes(m, v, h, itemsize)
         assert columns * h * itemsize <= offset <= v * h * itemsize - m * columns * 2
         assert part_rows * (v - columns) * 2 <= offset
