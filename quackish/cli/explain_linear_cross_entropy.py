@@ -101,7 +101,7 @@ def _chunks(trace: dry_run.Trace, problem: KernelProblem, how: LinearCrossEntrop
     elif how.chunk_rows == ROW_MULTIPLE:
         why = "the fewest there are"
     elif how.early_dx and not problem.grad_weight_out:
-        why = "not more than H, as their exponentials lie where the weight's gradient comes to be"
+        why = "or fewer, as their exponentials lie where the weight's gradient comes to be"
     else:
         limit = ROOMY_BYTES if how.early_dx else E_BYTES
         why = f"which keeps their exponentials within {limit / 1e9:.2f} GB"

@@ -73,18 +73,18 @@ def linear_cross_entropy(
             "chunked": gradients are made in forward, chunk by chunk, and scaled in backward. Where a gradient arrives
             at lse (compiled code always has one for an lse it returns) backward makes them anew. With reduction "none"
             a row's gradient is not known in forward: this is "recompute" there.
-            "recompute": no logit is kept, and backward multiplies them again: 4 GEMMs for 3. On kernels the input's
-            gradient is made in forward where "chunked" could make it and no lse is returned; without bias gradient and
-            `chunk_size` so is a part of the weight's, in whose storage exponentials lie meanwhile: H / (M + H) of the
-            classes or so, of which backward needs no logits.
+            "recompute": no logit is kept, and backward multiplies them again: up to 4 GEMMs for 3. On kernels the
+            input's gradient is made in forward where "chunked" could make it and no lse is returned; without bias
+            gradient and `chunk_size` so is a part of the weight's, in whose storage exponentials lie meanwhile:
+            H / (M + H) of the classes or so, of which backward needs no logits.
             "stored": all logits are kept, or on kernels what gradients start from.
             "auto": "chunked"; with reduction "none" or `return_lse`, "stored" while that is small (1.5 GiB; kernels:
             2 GiB), "recompute" above. With `grad_weight_out` kernels do the same, because forward may not add to it.
             Ask for "chunked" where lse is only looked at, in eager code.
             On kernels fp16 and label smoothing are always "recompute".
         chunk_size: rows a chunk. None: a multiple of 128 that keeps a chunk within 1.5 GiB (kernels: 4 GiB), from V and
-            dtype alone; on kernels H rows where "recompute" makes the input's gradient in forward. Kernels round it up
-            to a multiple of 128, and such a "recompute" then holds no more rows at a time in backward either, where
+            dtype alone; on kernels at most H rows where "recompute" makes gradients in forward. Kernels round it up to
+            a multiple of 128, and such a "recompute" then holds no more rows at a time in backward either, where
             the weight's gradient is returned.
         backend: "auto" runs kernels where there are some (Hopper, and Blackwell around cuBLAS's GEMMs; bf16 or fp16,
             after autocast; H a multiple of 8) and otherwise the portable PyTorch path: silently on CPU, with one
@@ -98,9 +98,10 @@ def linear_cross_entropy(
         "chunked": chunk * V * 2 bytes and the weight gradient in fp32, (V, H); where one chunk has all rows, just
         M * V * 2 * M / (M + H) for a 16-bit weight, as the rest lies where its gradient comes to be (above 64 MiB).
         "stored": M * V * 2, kept. "recompute": M * H * 2 and 96 MiB or M * 5632 (256 MiB where no weight gradient is
-        returned), or M * H * 4 and 32 MiB where the input's gradient is made in backward; with a chunk_size just
-        chunk * H * 2 and some 16 MiB. Gradients that forward makes, or begins, are held from then on. "chunked" and
-        "stored" lend their GEMMs 17 to 69 MB, and M * H * 2 where one of them makes a 16-bit weight gradient at once.
+        returned), or M * H * 4 and 32 MiB where the input's gradient is made in backward, or M * H * 4 and up to 69 MB
+        where forward begins a 16-bit weight gradient; with a chunk_size just chunk * H * 2 and some 16 MiB. Gradients
+        that forward makes, or begins, are held from then on. "chunked" and "stored" lend their GEMMs 17 to 69 MB, and
+        M * H * 2 where one of them makes a 16-bit weight gradient at once.
         `grad_weight_out` in fp32 is added to in a GEMM, with no buffer ("chunked" has one). Around cuBLAS's GEMMs
         256 MiB more, or M * 1024 where that is more.
     On the portable path: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for fp32, 8 for fp64, with softcap 4 (8) more,
@@ -108,13 +109,13 @@ def linear_cross_entropy(
     linear_weight is held once more in fp32.
 
     Numbers: softmax on fp32 logits, p - 1 formed in fp32, weight gradient summed in fp32 over chunks in order. It is
-    rounded once, with the gradient that arrives already in it; but "chunked" on kernels rounds before it scales. Under
+    rounded once, with the gradient that arrives already in it; but what kernels make in forward, before that. Under
     autocast operands are rounded to its dtype as F.linear's are, and gradients go from fp32 to their parameter's dtype
-    at once. fp32 GEMMs follow torch's TF32 setting. On kernels "chunked" and "stored" add a row's gradient at its
-    target times that row of input in fp32, neither of them rounded; gradients are as exact as torch's in bf16 on random
-    data, and 8 times more so on confident rows. (Around cuBLAS's GEMMs a weight gradient that is 16 bits wide has its
-    rows of input rounded once more: up to 1.5 times torch's error on random data, 2.5 with few rows.) Kernels' tanh is
-    within 2^-22: a softcap c leaves logits within about 2^-22 * c.
+    at once. fp32 GEMMs follow torch's TF32 setting. On kernels a weight gradient that is made of exponentials has a
+    row's gradient at its target times that row of input added in fp32, neither of them rounded; all gradients are as
+    exact as torch's in bf16 on random data, and 8 times more so on confident rows. (Around cuBLAS's GEMMs a weight
+    gradient that is 16 bits wide has its rows of input rounded once more: up to 1.5 times torch's error on random data,
+    2.5 with few rows.) Kernels' tanh is within 2^-22: a softcap c leaves logits within about 2^-22 * c.
 
     Bitwise: the loss is the same with and without grad and by every schedule, and so are the gradients of two backwards
     over one graph; on the portable path and with cuBLAS as far as the library's GEMM repeats itself. A row's loss does

@@ -28,7 +28,7 @@ def prepare(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None) -> None:
         tuple(None if t is None else t.dtype for t in (*inputs[:5], out)),
         None if out is None else out.stride(),
         None if items is None else isinstance(items, Tensor) and items.is_cuda,
-        plan.early_dx and first_classes(m, v, h, inputs.linear_weight.itemsize) is not None,
+        plan.early_dx and first_classes(m, v, h, 2 if inputs[1].dtype == plan.compute_dtype else 4) is not None,
     )  # fmt: skip
     if key in _prepared:
         return

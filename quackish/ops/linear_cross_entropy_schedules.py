@@ -197,6 +197,7 @@ def recompute_forward(k, call: Call, wanted: Wanted) -> Forward:
         chunk = _Chunk(k, call, out, start, others.shape[0], dx, xs[part], row_scale[part])
         chunk.statistics_and_scale(e, chunk.xc, None)
         e.dx(k, call.w, chunk.row_scale, out.rows, start, dx, None)
+        del chunk  # what it allocated is gone before the next one allocates
     places = new_places(k, call.x, columns, wanted.dw)
     if places is not None:
         places.fill_(-1)
