@@ -17,3 +17,17 @@ def _no_table_of_the_users(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path_factory.mktemp("configs")))
         yield
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Blocks of recompute's backward, and chunks of its forward, that are small enough for small shapes."""
+    from quackish.configs import linear_cross_entropy as configs
+    from quackish.ops import linear_cross_entropy_schedules as schedules
+
+    for module in (configs, schedules):
+        monkeypatch.setattr(module, "scratch_columns", lambda *how: 256)
+    monkeypatch.setattr(configs, "LEAST_PART", 128 * 512)
+    configs.first_classes.cache_clear()
+    yield
+    configs.first_classes.cache_clear()

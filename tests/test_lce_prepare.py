@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quackish import launch
+from quackish.configs.lce_rows import LceSortProblem
 from quackish.gpu import B200, H200
 from quackish.ops import linear_cross_entropy as public
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
@@ -106,6 +107,15 @@ def called(x, w, target, kw, monkeypatch, **how):
         loss = linear_cross_entropy(x, w, target, **kw, **how)
         loss.backward(torch.rand(loss.shape))
     return set(recording.requests)
+
+
+def test_of_a_weight_gradient_that_forward_begins(on, monkeypatch, narrow):
+    asked = on(H200)
+    x, w, target, kw = make(600, 512, 4000, torch.bfloat16)
+    prepare(x, w, target, kw, schedule="recompute")
+    launched = called(x, w, target, kw, monkeypatch, schedule="recompute")
+    assert any(isinstance(request.problem, LceSortProblem) for request in launched)
+    assert set(asked[-1]) == launched
 
 
 def test_once_for_all_batches_and_lengths(on, monkeypatch):

@@ -25,7 +25,6 @@ from lce_cases import (
     unit_roundoff,
 )
 
-from quackish.configs import linear_cross_entropy as configs
 from quackish.configs.linear_cross_entropy import (
     COLUMN_MULTIPLE,
     E_BYTES,
@@ -183,17 +182,6 @@ def test_dlogits_in_the_storage_of_the_weight_gradient(ignored, name, dtype, dw_
             loss = linear_cross_entropy(x, w, target, grad_weight_out=buffer, **kw, **how)
             loss.sum().backward()
             assert norm_error(buffer, grads[1].double()) <= 2 * unit_roundoff(dtype)
-
-
-@pytest.fixture
-def narrow(monkeypatch):
-    """Blocks of recompute's backward, and chunks of its forward, that are small enough for small shapes."""
-    for module in (configs, schedules):
-        monkeypatch.setattr(module, "scratch_columns", lambda *how: 256)
-    monkeypatch.setattr(configs, "LEAST_PART", 128 * 512)
-    first_classes.cache_clear()
-    yield
-    first_classes.cache_clear()
 
 
 @pytest.mark.parametrize("dw_dtype", [torch.bfloat16, FP32])
