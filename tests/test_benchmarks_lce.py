@@ -18,7 +18,7 @@ from benchmarks.results_linear_cross_entropy import Results  # noqa: E402
 from quackish.bench import providers_linear_cross_entropy  # noqa: E402
 from quackish.bench.files import read_csv  # noqa: E402
 from quackish.bench.measure_linear_cross_entropy import NONE_IGNORED  # noqa: E402
-from quackish.bench.measured import AGAIN  # noqa: E402
+from quackish.bench.measured import A_LAUNCH, AGAIN  # noqa: E402
 from quackish.bench.providers_linear_cross_entropy import IGNORED, load  # noqa: E402
 from quackish.bench.truth_linear_cross_entropy import (  # noqa: E402
     CONFIDENCE,
@@ -328,7 +328,7 @@ def test_other_shapes_are_judged_by_auto(ms, quack, word):
 def test_loss_only_ignored_rows_errors_and_host():
     m, h, v = bars.HEADLINE
 
-    def judge(loss, ignored, error, confident, host):
+    def judge(loss, ignored, error, confident, host, launch):
         def pair(ours, torch):
             return {"quackish": (1.0, 1, ours), "torch": (1.0, 1, torch)}
 
@@ -339,17 +339,20 @@ def test_loss_only_ignored_rows_errors_and_host():
                     ("train", m, h, v, "normal", 0.8): {"quackish": (ignored, 1, None), NONE_IGNORED: (1, 1, 0)},
                     ("train", m, h, v, "normal", 0.0): pair(error, 0.01),
                     ("train", m, h, v, "confident", 0.0): pair(confident, 0.01),
-                    ("host", 128, 512, 1024, "normal", 0.0): {"quackish": (host, 0, None)},
+                    ("host", 128, 512, 1024, "normal", 0.0): {
+                        "quackish": (host, 0, None),
+                        A_LAUNCH: (launch, 0, None),
+                    },
                 }
             )
         ).values()
 
-    good = judge(10.3, 0.35, 0.01, 0.005, 0.150)
-    bad = judge(10.4, 0.36, 0.011, 0.0051, 0.151)
+    good = judge(10.3, 0.35, 0.01, 0.005, 0.150, 0.015)
+    bad = judge(10.4, 0.36, 0.011, 0.0051, 0.151, 0.0151)
     assert (len(good), {text[:4] for text in good if "dominated" not in text}) == (len(bad), {"PASS"})
     assert {text[:4] for text in bad if "dominated" not in text} == {"FAIL"}
-    assert len(good) == 8
-    assert "FAIL" in " ".join(judge(10, 0.3, math.nan, 0.001, 0.1))
+    assert len(good) == 9
+    assert "FAIL" in " ".join(judge(10, 0.3, math.nan, 0.001, 0.1, 0.01))
 
 
 def test_figures_are_drawn(tmp_path):

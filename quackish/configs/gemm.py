@@ -97,9 +97,9 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
         8192, 2048, 151936   7.96 (7.67)    7.19 (7.25)    7.16 (7.20), 7.25
         8192, 4096, 128256   13.11 (12.83)  12.62 (12.61)  12.52 (12.83), 12.82
     `group` 2 to 32, along m or n, clusters of 1 x 2 and a warp group that lags behind the other are within 1 % of this
-    or slower; tile_n 192 costs 1 to 14 %, two stages of tile_k 128 50 %. The exponentials are what softmax costs over
-    a plain GEMM, 2 to 5 %: 2048 cycles a tile at MUFU's rate of 16 a cycle. Working out a quarter of them by polynomial
-    gains nothing.
+    or slower (measured longer since: rows and store along n, see below); tile_n 192 costs 1 to 14 %, two stages of
+    tile_k 128 50 %. The exponentials are what softmax costs over a plain GEMM, 2 to 5 %: 2048 cycles a tile at MUFU's
+    rate of 16 a cycle. Working out a quarter of them by polynomial gains nothing.
     """
     if problem.epilogue == "dlogits" and problem.smoothing:
         return GemmConfig(tile_n=128)  # 8 to 64 bytes of registers spill with 256 columns, class weights and softcap

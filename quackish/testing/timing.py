@@ -17,7 +17,7 @@ import torch
 CLEAR_BYTES = 256 << 20  # what triton.testing.do_bench clears: several times any L2 so far
 # How long GEMMs on random data run before each sample of long work, as a model's do before its loss: then the card is
 # at its power limit whoever had the turn before. Without that, samples of the same three GEMMs were up to 9 % off their
-# median, and with it 2 % (H200, 37 ms).
+# median on both sides; with it 2 % below, and a few 4 to 20 % above, which a median bears (H200, 37 ms).
 LOAD_MS = 80.0
 
 

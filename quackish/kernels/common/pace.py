@@ -15,7 +15,8 @@ from cutlass import Int32
 
 from quackish.kernels.common.column_sum import increment
 
-PATIENCE = 1000  # looks at the ticket, of about a microsecond, in all of a launch; an eighth of its time at most
+# Looks at the ticket, in all of a launch: about a millisecond if each is a trip to the L2 and back (not measured).
+PATIENCE = 1000
 WORTH_MEETING = 16  # steps along k: shorter tiles are not worth the wait
 
 
@@ -27,6 +28,7 @@ def tiles_to_meet_for(tiles: Int32, k_tiles: Int32, clusters: Int32) -> Int32:
 
 @cute.jit
 def patience_for(tiles: Int32, k_tiles: Int32, clusters: Int32) -> Int32:
+    """... and a look for each eight steps along k at most: a short launch is not held up long."""
     return cutlass.min(tiles // clusters * (k_tiles // 8), PATIENCE)
 
 
