@@ -13,6 +13,7 @@ HUGE = 2e38
 HEADROOM = 60.0
 ROW_TILE = 128
 SMALLEST_RATIO = 2.0**-20
+NO_PLACE = 2**31 - 1
 
 
 def encode(x):
@@ -22,6 +23,16 @@ def encode(x):
 
 def decode(code):
     return torch.where(code >= 0, code, code ^ 0x7FFFFFFF).view(torch.float32)
+
+
+def cut_off(x):
+    """What is to be added to the bits of x, rounded to bf16, to make those of x, or one less, in 16 bits."""
+    off = x.view(torch.int32) - (x.bfloat16().view(torch.int16).int() << 16)
+    return off.clamp(max=0x7FFF).to(torch.int16)
+
+
+def with_cut_off(rounded, rest):
+    return ((rounded.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
 
 
 def writable(t):
@@ -130,13 +141,12 @@ class EmulatedKernels:
         self._softmax(True, *args)
 
     def _softmax(
-        self, redo, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, v0, e, part_sum, part_wsum, zt, top,
-        flags,
+        self, redo, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, e, e2, v_split, part_sum, part_wsum,
+        zt, top, flags,
     ):  # fmt: skip
-        e, part_sum, part_wsum, zt, top, flags = map(writable, (e, part_sum, part_wsum, zt, top, flags))
+        e, e2, part_sum, part_wsum, zt, top, flags = map(writable, (e, e2, part_sum, part_wsum, zt, top, flags))
         _, padded = self._live(num_live, start, xc.shape[0])
-        n = w.shape[0]
-        assert v0 % self.tile_n == 0
+        v = w.shape[0]
         a, d = self._logits(xc[:padded], w, bias, softcap)
         i = torch.arange(padded)
         if redo:
@@ -144,20 +154,22 @@ class EmulatedKernels:
             a, d = a[i], d[i]
         shift = decode(top)[i] if redo else ref[i]
         grown = torch.exp(a - shift[:, None])
-        if e is not None:
-            assert e.shape == (xc.shape[0], n)
-            assert e.stride(0) % 8 == 0
-            e[i] = (grown * d).to(e.dtype)
-        for tile, c in enumerate(range(0, n, self.tile_n), v0 // self.tile_n):
+        assert e2 is None or v_split % self.tile_n == 0
+        for part, first, last in ((e, 0, v if e2 is None else v_split), (e2, v_split, v)):
+            if part is not None:
+                assert part.shape == (xc.shape[0], last - first)
+                assert part.stride(0) % 8 == 0
+                part[i] = (grown * d)[:, first:last].to(part.dtype)
+        for tile, c in enumerate(range(0, v, self.tile_n)):
             part_sum[i, tile] = grown[:, c : c + self.tile_n].sum(1)
             if part_wsum is not None:
                 part = a[:, c : c + self.tile_n]
                 if class_weight is not None:
-                    w = class_weight[v0 + c : v0 + c + part.shape[1]]
+                    w = class_weight[c : c + part.shape[1]]
                     part = torch.where((w == 0) & (part == -torch.inf), 0.0, part * w)
                 part_wsum[i, tile] = part.sum(1)
-        mine = (cls[i] >= v0) & (cls[i] < v0 + n)
-        zt[i[mine]] = a[mine].gather(1, (cls[i][mine].long() - v0)[:, None])[:, 0]
+        mine = cls[i] >= 0
+        zt[i[mine]] = a[mine].gather(1, cls[i][mine].long()[:, None])[:, 0]
         if not redo:
             highest = torch.where(a.isnan(), -torch.inf, a).amax(1)
             above = highest > shift + HEADROOM
@@ -177,7 +189,7 @@ class EmulatedKernels:
             writable, (loss, lse, row_sum, e, e2, xs, row_scale, coefs, places)
         )
         if places is not None:
-            places.fill_(-1)
+            places.fill_(NO_PLACE)
         live, padded = self._live(num_live, start, cls.shape[0])
         r, t = order[start : start + live].long(), cls[:live].long()
         weight = torch.ones(live) if class_weight is None else class_weight[t.clamp(min=0)].float()
@@ -260,8 +272,8 @@ class EmulatedKernels:
             out.copy_(acc)
         if rest is not None:
             assert places.shape[0] == out.shape[0]
-            listed = places >= 0
-            rest[places[listed].long()] = (acc - out.float())[listed].to(rest.dtype)
+            listed = places != NO_PLACE
+            rest[places[listed].long()] = cut_off(acc[listed])
 
     @launcher
     def dlogits(self, xc, w, bias, coefs, cls, num_live, start, class_weight, softcap, smoothing, v0, e):
@@ -294,11 +306,11 @@ class EmulatedKernels:
             out[:live] = of_rows[place]
         if places is not None:
             listed = outs[0][:live].long()
-            there = (listed >= 0) & (listed < places.shape[0])
-            places[listed[there]] = torch.arange(live, dtype=torch.int32)[there]
+            there = ((listed >= 0) & (listed < places.shape[0])).nonzero()[:, 0].flip(0)
+            places[listed[there]] = there.int()  # the first one last
 
     @launcher
-    def targets(self, x, sorted_cls, sorted_row, sorted_grad, num_live, start, v0, dw, places=None, rest=None):
+    def targets(self, x, sorted_cls, sorted_row, sorted_grad, num_live, start, v0, dw, rest=None):
         dw = writable(dw)
         live, _ = self._live(num_live, start, sorted_cls.shape[0])
         mine = ((sorted_cls[:live] >= v0) & (sorted_cls[:live] < v0 + dw.shape[0])).nonzero()[:, 0]
@@ -307,8 +319,8 @@ class EmulatedKernels:
         touched = sorted_cls[mine].long().unique() - v0
         before = dw[touched].float()
         if rest is not None:
-            assert v0 == 0
-            before = before + rest[places[touched].long()].float()
+            first = torch.searchsorted(sorted_cls[:live].long(), touched + v0)
+            before = with_cut_off(dw[touched], rest[first])
         dw[touched] = (before + sums[touched]).to(dw.dtype)
 
     @launcher

@@ -8,11 +8,13 @@ Inputs and truth are made on the CPU, so that hardly any kernels run but quackis
 import sys
 
 import torch
-from lce_cases import make, norm_error, run, truth, unit_roundoff
+from lce_cases import make, norm_error, parameters, run, truth, unit_roundoff
 
 from quackish import config
+from quackish.configs import linear_cross_entropy as configs
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
 from quackish.ops import linear_cross_entropy_e as of_e
+from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy_cublas import CublasGemms
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
@@ -42,7 +44,7 @@ SHAPES = {
 }
 
 # name: m, h, v, dtype, how (schedule and chunk_size), options. Every fifth row is ignored, and one has logits in the
-# hundreds and thousands, so that its tile is done again.
+# hundreds and thousands, so that its tile is done again. `alone`: no lse is returned.
 LINEAR_CROSS_ENTROPY = {
     "lce one row, two classes": (1, 8, 2, BF16, dict(schedule="chunked"), {}),
     "lce one chunk": (300, 64, 700, BF16, dict(schedule="chunked"), {}),
@@ -56,6 +58,11 @@ LINEAR_CROSS_ENTROPY = {
     "lce stored and lse": (129, 136, 257, BF16, dict(schedule="stored"), dict(reduction="none", lse=True)),
     "lce recompute": (300, 64, 700, BF16, dict(schedule="recompute"), dict(bias=True, reduction="none")),
     "lce recompute in blocks": (3000, 64, 9001, BF16, dict(schedule="recompute", chunk_size=1024), {}),
+    "lce recompute in parts": (
+        300, 64, 1003, BF16, dict(schedule="recompute", chunk_size=128), dict(bias=True, alone=True),
+    ),
+    "lce recompute begun in forward": (260, 256, 1101, BF16, dict(schedule="recompute"), dict(alone=True, narrow=True)),
+    "lce several tiles a cluster": (300, 264, 20_000, BF16, dict(schedule="chunked"), {}),
     "lce smoothing": (140, 64, 1000, BF16, dict(schedule="auto"), dict(label_smoothing=0.1, class_weight=True)),
     "lce smoothing with options": (
         260, 72, 515, BF16, dict(schedule="auto", chunk_size=128),
@@ -72,7 +79,8 @@ LINEAR_CROSS_ENTROPY = {
 def check_linear_cross_entropy(name: str) -> bool:
     m, h, v, dtype, how, options = LINEAR_CROSS_ENTROPY[name]
     lse, live, buffer = options.get("lse", False), options.get("live", True), options.get("buffer", False)
-    options = {k: o for k, o in options.items() if k not in ("lse", "live", "buffer")}
+    alone, narrow = options.get("alone", buffer), options.get("narrow", False)
+    options = {k: o for k, o in options.items() if k not in ("lse", "live", "buffer", "alone", "narrow")}
 
     def made(device: str):
         x, w, target, kw = make(m, h, v, dtype, device, **options)
@@ -85,18 +93,25 @@ def check_linear_cross_entropy(name: str) -> bool:
         return x, w, target, kw, grad_lse
 
     kernels_of, of_e.SHARED_FROM = on_kernels.kernels_of, 0  # memory is shared as with large E
+    scratch_columns, least_part = configs.scratch_columns, configs.LEAST_PART
     if "cublas" in name:
         on_kernels.kernels_of = lambda device: LceKernels(device, CublasGemms(device))
+    if narrow:  # blocks and chunks that are small enough, as conftest.py's `narrow` makes them
+        configs.scratch_columns = schedules.scratch_columns = lambda *how: 256
+        configs.LEAST_PART = 1
+        assert configs.first_classes(m, v, h, dtype.itemsize) is not None
     x, w, target, kw, grad_lse = made(GPU)
-    if buffer:
-        dw = torch.zeros(w.shape, device=GPU)
+    if alone:
+        dw = torch.zeros(w.shape, device=GPU) if buffer else None
         loss = linear_cross_entropy(x, w, target, grad_weight_out=dw, backend="cute", **kw, **how)
         loss.backward()
-        got = [loss.detach(), x.grad, dw]
+        got = [loss.detach(), x.grad, dw if buffer else w.grad, *(t.grad for t in parameters(x, w, kw)[2:])]
     else:
         loss, _, grads = run(x, w, target, kw, grad_lse=grad_lse, backend="cute", **how)
         got = [loss, *grads]
     on_kernels.kernels_of = kernels_of
+    configs.scratch_columns = schedules.scratch_columns = scratch_columns
+    configs.LEAST_PART = least_part
 
     x, w, target, kw, grad_lse = made("cpu")
     loss, _, grads = truth(x, w, target, kw, grad_lse=grad_lse)

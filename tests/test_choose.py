@@ -272,6 +272,8 @@ ILLEGAL = [
     ("lce_gemm", DW, dict(num_stages=1), "num_stages is 1; expected at least 2"),
     ("lce_gemm", DW, dict(num_stages=5), "279552 bytes of shared memory; expected at most 232448 on H200"),
     ("lce_gemm", DW, dict(group=0), "group is 0; expected at least 1"),
+    ("lce_gemm", DW, dict(store_every=-1), "store_every is -1; expected at least 0"),
+    ("lce_gemm", DX, dict(store_every=3), "store_every is 3; expected 0"),
     ("lce_gemm", DW, dict(group_along="k"), "group_along is 'k'; expected one of 'm', 'n'"),
     ("lce_gemm", LOGITS, dict(tile_n=128), "tile_n is 128; expected 256, as a partial sum of the softmax"),
     (

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from quackish import kernels, launch
+from quackish import config, kernels, launch
 from quackish.configs.gemm import NUM_TICKETS, GemmProblem, gemm_config, last_wave_pieces
 from quackish.gpu import H200
 from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import error, same_bits
-from tests.emulated_lce import EmulatedKernels, encode
+from tests.emulated_lce import NO_PLACE, EmulatedKernels, encode, with_cut_off
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN = float("nan")
@@ -41,7 +41,8 @@ def problems():
             for redo in (False, True):
                 yield GemmProblem("softmax", "bfloat16", None, **options, redo=redo)
                 if not smoothing:
-                    yield GemmProblem("softmax", "bfloat16", "bfloat16", **options, redo=redo)
+                    for split in (False, True):
+                        yield GemmProblem("softmax", "bfloat16", "bfloat16", **options, redo=redo, split_n=split)
     yield GemmProblem("softmax", "float16", None, bias_dtype="float16")
     yield GemmProblem("dlogits", "float16", "float16", bias_dtype="float16")
 
@@ -120,17 +121,26 @@ SHAPES = [
 ]
 
 
-def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weight=None, v0=0, n=None):
-    n = c.v if n is None else n
+def padded_nan(rows, columns):
+    return torch.full((rows, -(-columns // 64) * 64), NAN, dtype=BF16)[:, :columns]
+
+
+def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weight=None, v_split=0):
     tiles = -(-c.v // 256)
-    e = torch.full((c.m, -(-n // 64) * 64), NAN, dtype=BF16)[:, :n] if stored else None
+    e = e2 = None
+    if stored:
+        e = padded_nan(c.m, v_split or c.v)
+        e2 = padded_nan(c.m, c.v - v_split) if v_split else None
     part_sum, part_wsum = (torch.full((c.m, tiles), NAN) for _ in range(2))
     ref = c.ref if softcap is None else softcap * torch.tanh(c.ref / softcap)
     return (
-        c.x, c.w[v0 : v0 + n], None if bias is None else bias[v0 : v0 + n], weight, ref, c.cls, c.num_live, 0, softcap,
-        v0, e, part_sum, part_wsum if wsum else None, torch.full((c.m,), NAN), encode(ref),
+        c.x, c.w, bias, weight, ref, c.cls, c.num_live, 0, softcap, e, e2, v_split, part_sum,
+        part_wsum if wsum else None, torch.full((c.m,), NAN), encode(ref),
         torch.zeros(1 + -(-c.m // 128), dtype=torch.int32),
     )  # fmt: skip
+
+
+E, E2, SUM, WSUM, ZT, TOP, FLAGS = 9, 10, 12, 13, 14, 15, 16  # of these arguments
 
 
 @pytest.mark.gpu
@@ -150,21 +160,24 @@ def test_softmax(shape, options):
     }[options]
     got, truth = both("logits", *softmax_args(c, **given))
     rows = c.live
-    for at, eps in (10, 0.003), (11, 1e-5), (12, 1e-4), (13, 1e-5):
+    for at, eps in (E, 0.003), (SUM, 1e-5), (WSUM, 1e-4), (ZT, 1e-5):
         if truth[at] is not None:
             assert close(got[at][:rows], truth[at][:rows], eps), at
-    assert got[15].sum() == 0
+    assert got[FLAGS].sum() == 0
 
 
 @pytest.mark.gpu
-def test_softmax_of_some_classes():
-    c = Case(v=1500)
-    whole, _ = both("logits", *softmax_args(c))
-    first, _ = both("logits", *softmax_args(c, v0=0, n=512))
-    second, _ = both("logits", *softmax_args(c, v0=512, n=988))
-    assert same_bits(whole[10], torch.cat([first[10], second[10]], 1))
-    assert same_bits(whole[11], torch.cat([first[11][:, :2], second[11][:, 2:]], 1))
-    assert same_bits(whole[13], torch.where(c.cls < 512, first[13], second[13]))
+@pytest.mark.parametrize("v_split", [256, 1280])
+def test_softmax_into_two_buffers(v_split):
+    c = Case(v=1504)
+    far = torch.tensor([3, 130, 299])
+    c.x[far] = c.x[far] * 60
+    whole, _ = both("redo", *both("logits", *softmax_args(c))[0])
+    split, _ = both("redo", *both("logits", *softmax_args(c, v_split=v_split))[0])
+    assert whole[FLAGS].sum() > 0
+    assert same_bits(whole[E], torch.cat([split[E], split[E2]], 1))
+    for at in (SUM, ZT, TOP, FLAGS):
+        assert same_bits(whole[at], split[at])
 
 
 @pytest.mark.gpu
@@ -175,18 +188,18 @@ def test_rows_far_above_their_reference_are_done_again_and_others_keep_their_bit
     c.x[far] = c.x[far] * 60
     c.ref = (c.x.float() * c.w[c.cls.long()].float()).sum(1)
     got, truth = both("logits", *softmax_args(c))
-    flagged = truth[15][1:].nonzero()[:, 0].tolist()
+    flagged = truth[FLAGS][1:].nonzero()[:, 0].tolist()
     assert 0 < len(flagged)
-    assert same_bits(got[15], truth[15])
+    assert same_bits(got[FLAGS], truth[FLAGS])
     # the GPU's maxima are of sums in another order
     again, _ = both("redo", *got)
-    ref = torch.where(got[14] >= 0, got[14], got[14] ^ 0x7FFFFFFF).view(FP32)
+    ref = torch.where(got[TOP] >= 0, got[TOP], got[TOP] ^ 0x7FFFFFFF).view(FP32)
     a = c.x.double() @ c.w.double().T
-    assert close(again[10], torch.exp(a - ref.double()[:, None]), 0.003 + 1e-4 * a.abs().max())
-    assert (again[11][far].sum(1) < 1e27).all()
+    assert close(again[E], torch.exp(a - ref.double()[:, None]), 0.003 + 1e-4 * a.abs().max())
+    assert (again[SUM][far].sum(1) < 1e27).all()
     near = torch.ones(400, dtype=torch.bool)
     near[far] = False
-    for at in (10, 11, 13):
+    for at in (E, SUM, ZT):
         assert same_bits(again[at][near], once[at][near])
 
 
@@ -194,8 +207,8 @@ def test_rows_far_above_their_reference_are_done_again_and_others_keep_their_bit
 def test_redo_leaves_all_alone_without_flags():
     c = Case()
     got, _ = both("redo", *softmax_args(c))
-    assert got[10].isnan().all()
-    assert got[11].isnan().all()
+    assert got[E].isnan().all()
+    assert got[SUM].isnan().all()
 
 
 @pytest.mark.gpu
@@ -267,15 +280,49 @@ def test_dw(shape, out, accumulate):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dw_keeps_what_rounding_takes(shape):
     c = Case(**shape)
-    places = torch.full((c.v,), -1, dtype=torch.int32)
+    places = torch.full((c.v,), NO_PLACE, dtype=torch.int32)
     places[::3] = torch.randperm(len(places[::3])).int()
-    dw, rest = torch.full((c.v, c.h), NAN, dtype=BF16), torch.full((len(places[::3]) + 1, c.h), NAN, dtype=BF16)
+    dw, rest = torch.full((c.v, c.h), NAN, dtype=BF16), torch.full((len(places[::3]) + 1, c.h), 77, dtype=torch.int16)
     got, truth = both("dw", c.e[:, : c.v], c.x, c.num_live, 0, dw, False, None, places, rest)
     exact = c.e[: c.live, : c.v].double().T @ c.x[: c.live].double()
-    whole = got[4][::3].double() + got[8][places[::3].long()].double()
-    assert close(whole, exact[::3], 2e-5)
+    for args in got, truth:
+        rounded, kept = args[4], args[8]
+        assert close(with_cut_off(rounded[::3], kept[places[::3].long()]).double(), exact[::3], 2e-5)
+        assert close(rounded, exact, 0.004)
+        assert (kept[-1] == 77).all()
+
+
+@pytest.mark.gpu
+def test_dw_cuts_off_what_rounding_takes_in_ties_and_at_the_ends():
+    upper = torch.tensor([0.0, 1.0, 1 + 2**-7, 1.0, 1 + 2**-7, 1.0, 1.0, torch.inf])
+    lower = torch.tensor([0.0, 2**-8, 2**-8, 2**-8 + 2**-15, -(2**-8), 2**-8 - 2**-16, 2**-9, 0.0])
+    x = torch.stack([torch.cat([upper, -upper]), torch.cat([lower, -lower])]).to(BF16)
+    e, places = torch.ones(2, 8, dtype=BF16), torch.arange(8, dtype=torch.int32)
+    dw, rest = torch.zeros(8, 16, dtype=BF16), torch.zeros(8, 16, dtype=torch.int16)
+    num_live = torch.tensor([2], dtype=torch.int32)
+    want = x.float().sum(0)
+    for args in both("dw", e, x, num_live, 0, dw, False, None, places, rest):
+        assert same_bits(args[4][0], want.to(BF16))
+        assert torch.allclose(with_cut_off(args[4], args[8]), want.expand(8, 16), rtol=2**-23, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 130, 300, 700])  # 1 to 11 steps along k: no, some, and all pieces find theirs
+@pytest.mark.parametrize("places", [False, True])
+def test_dw_stored_under_the_next_tiles_products(places, m):
+    c = Case(m=m, h=520, v=20_000)  # several tiles for each cluster
+    given = ()
+    if places:
+        at = torch.arange(c.v, dtype=torch.int32)
+        at, rest = torch.where(at % 50 == 0, at // 50, NO_PLACE), torch.zeros(c.v // 50, c.h, dtype=torch.int16)
+        given = at, rest
+    args = c.e[:, : c.v], c.x, c.num_live, 0, torch.full((c.v, c.h), NAN, dtype=BF16), False, None, *given
+    got, truth = both("dw", *args)
     assert close(got[4], truth[4], 0.004)
-    assert got[8][-1].isnan().all()
+    with config(lce_dw=dict(store_every=0)):
+        at_once, _ = both("dw", *args)
+    assert same_bits(got[4], at_once[4])
+    assert not places or same_bits(got[8], at_once[8])
 
 
 @pytest.mark.gpu
@@ -293,7 +340,7 @@ def test_the_same_bits_on_every_run():
     runs = [both("logits", *softmax_args(c))[0] for _ in range(3)]
     dws = [both("dw", c.e[:, : c.v], c.x, c.num_live, 0, torch.zeros(c.v, c.h), True)[0][4] for _ in range(3)]
     for other in runs[1:]:
-        assert all(same_bits(runs[0][at][:1100], other[at][:1100]) for at in (10, 11, 13))
+        assert all(same_bits(runs[0][at][:1100], other[at][:1100]) for at in (E, SUM, ZT))
     assert same_bits(dws[0], dws[1])
     assert same_bits(dws[0], dws[2])
 

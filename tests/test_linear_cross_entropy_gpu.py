@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from lce_cases import IGNORED, SCHEDULES, norm_error, truth
 
-from quackish.configs.linear_cross_entropy import shared_storage
+from quackish.configs.linear_cross_entropy import first_classes, shared_storage
 from quackish.ops import cuda, workspace
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
 from quackish.testing.device import other_work, poison_free_memory
@@ -71,14 +71,31 @@ def assert_same_bits(got, want):
     [("chunked", None), ("chunked", 384), ("stored", None), ("recompute", None), ("recompute", 384)],
 )
 def test_20_runs_give_the_same_bits_with_another_stream_busy(schedule, chunk_size, options, dtype, poisoned):
+    check_20_runs(*make(1100, 512, 5000, dtype), schedule=schedule, chunk_size=chunk_size, **options)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)  # fp32: parameters, under autocast
+def test_20_runs_of_a_weight_gradient_that_forward_begins(dtype, narrow, poisoned):
     x, w, target = make(1100, 512, 5000, dtype)
-    kw = dict(schedule=schedule, chunk_size=chunk_size, **options)
+    with torch.autocast("cuda", dtype=BF16, enabled=dtype != BF16):
+        assert_forward_begins_dw(x, w, target)
+        check_20_runs(x, w, target, schedule="recompute", grad=torch.tensor(0.37, device="cuda"))
+
+
+def check_20_runs(x, w, target, **kw):
     want = step(x, w, target, **kw)
     assert all(t.isfinite().all() for t in want)
     poison_free_memory()
     with other_work(launches=2000):
         for _ in range(20):
             assert_same_bits(step(x, w, target, **kw), want)
+
+
+def assert_forward_begins_dw(x, w, target):
+    first = first_classes(x.shape[0], *w.shape, w.itemsize)
+    assert first is not None
+    loss = linear_cross_entropy(x, w, target, schedule="recompute", backend="cute")
+    assert loss.grad_fn.made.classes == first.columns
 
 
 @pytest.mark.parametrize("options", [{}, dict(softcap=20.0, z_loss=1e-4), ALL], ids=["plain", "softcap", "smoothing"])
@@ -172,8 +189,17 @@ def test_no_host_synchronisation():
     [("chunked", None), ("chunked", 384), ("stored", None), ("recompute", None), ("recompute", 384)],
 )
 def test_cuda_graph_of_forward_and_backward_with_new_data(schedule, chunk_size):
-    x, w, target = make(1100, 1024, 8000)  # two waves and more of tiles: their clusters meet
-    kw = dict(schedule=schedule, chunk_size=chunk_size)
+    # two waves and more of tiles: their clusters meet
+    check_replays(*make(1100, 1024, 8000), schedule=schedule, chunk_size=chunk_size)
+
+
+def test_cuda_graph_of_a_weight_gradient_that_forward_begins(narrow):
+    x, w, target = make(1100, 1024, 8000)  # two chunks of 96 tiles
+    assert_forward_begins_dw(x, w, target)
+    check_replays(x, w, target, schedule="recompute", grad=torch.tensor(0.37, device="cuda"))
+
+
+def check_replays(x, w, target, **kw):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -183,7 +209,7 @@ def test_cuda_graph_of_forward_and_backward_with_new_data(schedule, chunk_size):
     with torch.cuda.graph(graph):
         static = step(x, w, target, **kw)
     for seed, ignored in ((1, 0), (2, 2), (3, 1)):  # no row ignored, half, all but row 0
-        new = make(1100, 1024, 8000, seed=seed, ignored=ignored)
+        new = make(*x.shape, w.shape[0], seed=seed, ignored=ignored)
         with torch.no_grad():
             for old, t in zip((x, w, target), new, strict=True):
                 old.copy_(t)

@@ -36,6 +36,7 @@ class GemmProblem:
     accumulate: bool = False  # store: D is added to the output
     rest: bool = False  # store, bf16: what rounding takes from rows that have a place is kept
     split_k: bool = False  # A lies in two buffers: its first columns, and the others
+    split_n: bool = False  # softmax: D does
     cut_last: bool = False  # rows, store: a last wave that would leave clusters idle is cut along k
 
 
@@ -45,6 +46,7 @@ class GemmConfig:
 
     Clusters of cluster_m x cluster_n CTAs share what they load. Tiles are walked in groups of `group` clusters along
     `group_along` ("m" or "n"), all of the other dimension for each, so that what a group reads again is in the L2.
+    With `store_every` a tile is stored under the next one's products, 64 columns each so many steps along k.
     """
 
     tile_m: int = 128
@@ -57,6 +59,7 @@ class GemmConfig:
     group_along: str = "m"
     producer_registers: int = 24
     consumer_registers: int = 240
+    store_every: int = 0
 
     @property
     def num_wgs(self) -> int:
@@ -90,8 +93,7 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     """The same for every shape: a row's partial sums, and so its loss, must not depend on M.
 
     An H200, bf16, ms with cuBLAS's plain GEMM in brackets, in random order in one run that keeps the card at its power
-    limit; dw adding to fp32 sums last. (The code that ran also kept 16-bit tiles back to store them under the next
-    tile's products; store took the same time with and without, so it is gone.)
+    limit; dw adding to fp32 sums last, and none with store_every:
         M, H, V              softmax        rows (dx)      store (dw)
         4096, 2048, 32000    0.840 (0.810)  0.750 (0.749)  0.790 (0.792), 0.837
         8192, 2048, 151936   7.96 (7.67)    7.19 (7.25)    7.16 (7.20), 7.25
@@ -100,12 +102,17 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     or slower (measured longer since: rows and store along n, see below); tile_n 192 costs 1 to 14 %, two stages of
     tile_k 128 50 %. The exponentials are what softmax costs over a plain GEMM, 2 to 5 %: 2048 cycles a tile at MUFU's
     rate of 16 a cycle. Working out a quarter of them by polynomial gains nothing.
+
+    `store_every` 3, of store (dw) at once, in one run: M 1024, H 4096, V 128256 0.94 to 0.95, M 2048 0.97 to 0.98;
+    M 4096, H 2048, V 32000 0.98 to 0.99; M 8192, H 2048, V 151936 0.99 to 1.00. At once, all clusters write their tiles
+    at the same time while none multiplies; pieces right one after the other are as slow.
     """
     if problem.epilogue == "dlogits" and problem.smoothing:
         return GemmConfig(tile_n=128)  # 8 to 64 bytes of registers spill with 256 columns, class weights and softcap
     if problem.epilogue in ("rows", "store"):  # 1 % less than along m, store with both H, rows with H 2048
-        return GemmConfig(group_along="n")
-    return GemmConfig()
+        return GemmConfig(group_along="n", store_every=3 if _may_wait(problem) else 0)
+    spills = problem.epilogue == "softmax" and problem.softcap  # 32 to 72 bytes, if tiles wait
+    return GemmConfig(store_every=3 if _may_wait(problem) and not spills else 0)
 
 
 def softmax_tile_n() -> int:
@@ -151,6 +158,11 @@ def last_wave_pieces(tiles: int, k_tiles: int, clusters: int) -> int:
     return rest * pieces
 
 
+def _may_wait(problem: GemmProblem) -> bool:
+    """Whether a tile may be stored later: in 16 bits it fits into the registers beside the next one."""
+    return problem.epilogue != "rows" and problem.out_dtype in ("bfloat16", "float16")
+
+
 # Legality ------------------------------------------------------------------------------------------------------------
 
 STAGED_BYTES = 2 * 64 * 128  # of the output, a warp group: two pieces of 128 bytes of each of its rows
@@ -177,9 +189,11 @@ def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | 
     for field, values in legal.items():
         if getattr(c, field) not in values:
             return f"{field} is {getattr(c, field)!r}; expected one of {', '.join(map(repr, values))}"
-    for field, least in (("num_stages", 2), ("group", 1)):
+    for field, least in (("num_stages", 2), ("group", 1), ("store_every", 0)):
         if getattr(c, field) < least:
             return f"{field} is {getattr(c, field)}; expected at least {least}"
+    if c.store_every and not _may_wait(p):
+        return f"store_every is {c.store_every}; expected 0: tiles wait where they are 16 bits wide, and not scattered"
     if c.cluster_m * c.cluster_n > 8:
         return f"cluster_m is {c.cluster_m} with cluster_n {c.cluster_n}; expected at most 8 CTAs a cluster"
 

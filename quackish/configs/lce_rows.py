@@ -10,6 +10,7 @@ from quackish.gpu import Gpu
 
 WIDE_BIAS = 32_768  # columns, and more
 ROW_TILE = 128  # rows of a GEMM tile: up to the end of the last one with live rows, buffers hold zeros, not garbage
+NO_PLACE = (1 << 31) - 1  # in place of a class's first place: no row has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class LceTargetsProblem:
     dtype: str  # of x
     dw_dtype: str
     x_aligned: bool = True  # every row of x starts on 16 bytes
-    rest: bool = False  # what rounding took from dw is added as well
+    rest: bool = False  # dw in bf16: the bits that rounding cut off count as well
 
 
 @dataclasses.dataclass(frozen=True)

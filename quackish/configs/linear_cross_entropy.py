@@ -266,8 +266,8 @@ class SharedStorage:
     offset: int
 
 
-# E of a chunk of all rows lies partly in the weight gradient's storage where it has more bytes than this: below, three
-# launches less are worth more than the memory.
+# E of a chunk of all rows lies partly in the weight gradient's storage where it has more bytes than this: below, a
+# launch less is worth more than the memory.
 SHARED_FROM = 1 << 26
 
 

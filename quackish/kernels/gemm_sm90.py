@@ -43,14 +43,14 @@ class GemmSm90:
     def fake_args(self):
         p = self.problem
         a, b = fake_pointer(p.dtype), fake_pointer(p.dtype)
-        a2 = fake_pointer(p.dtype) if p.split_k else None
+        second = fake_pointer(p.dtype if p.split_k else p.out_dtype if p.split_n else None)
         num_live = fake_count()
         sizes = (Int32(1), Int32(1), Int32(1), Int32(1), Int32(1))
         strides = (Int64(1), Int64(1), Int64(1), Int64(1))
         stream = cute.runtime.make_fake_stream()
         return (
             a,
-            a2,
+            second,
             b,
             fake_pointer(p.out_dtype),
             self.epilogue.fake_args(),
@@ -67,21 +67,21 @@ class GemmSm90:
     def __call__(
         self,
         a: cute.Pointer,  # (m, k)
-        a2: Optional[cute.Pointer],  # (m, k - k_split): A's columns from k_split on
+        second: Optional[cute.Pointer],  # A's columns, or D's, from `split` on
         b: cute.Pointer,  # (n, k)
         d: Optional[cute.Pointer],  # (m, n)
         epilogue_args: Optional[tuple],
         last_wave_args: Optional[tuple],  # partial sums, tickets that are 0, how many pieces there is room for
         ticket: Optional[cute.Pointer],  # (1,) where clusters meet: 0
         num_live: cute.Pointer,  # (1,)
-        sizes: tuple,  # m, n, k, k_split, start
-        strides: tuple,  # lda, lda2, ldb, ldd
+        sizes: tuple,  # m, n, k, split, start
+        strides: tuple,  # of a, second, b, d
         max_clusters: Int32,
         stream: CUstream,
     ):
         p, c = self.problem, self.config
-        m, n, k, k_split, _ = sizes
-        mA = matrix(a, m, k_split if p.split_k else k, strides[0], p.a_major == "k")
+        m, n, k, split, _ = sizes
+        mA = matrix(a, m, split if p.split_k else k, strides[0], p.a_major == "k")
         mB = matrix(b, n, k, strides[2], p.b_major == "k")
         la, lb = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
         sA_layout = sm90.make_smem_layout_a(la, self.tile, self.dtype, c.num_stages)
@@ -95,19 +95,21 @@ class GemmSm90:
             mma.set(warpgroup.Field.ACCUMULATE, accumulate)
             tiled_mmas.append(mma)
         a_atoms = [self.load_atom(mA, sA_layout, (c.tile_m, c.tile_k), c.cluster_n)]
-        if const_expr(a2 is not None):
-            mA2 = matrix(a2, m, k - k_split, strides[1], p.a_major == "k")
+        if const_expr(p.split_k):
+            mA2 = matrix(second, m, k - split, strides[1], p.a_major == "k")
             a_atoms.append(self.load_atom(mA2, sA_layout, (c.tile_m, c.tile_k), c.cluster_n))
         b_atom = self.load_atom(mB, sB_layout, (c.tile_n, c.tile_k), c.cluster_m)
-        d_atom = None
+        d_atoms = []
         if const_expr(self.epilogue.stages_output):
-            d_atom = self.epilogue.store_atom(matrix(d, m, n, strides[3], True))
+            d_atoms.append(self.epilogue.store_atom(matrix(d, m, split if p.split_n else n, strides[3], True)))
+            if const_expr(p.split_n):
+                d_atoms.append(self.epilogue.store_atom(matrix(second, m, n - split, strides[1], True)))
         tiles = cute.ceil_div(m, c.tile_m * c.cluster_m) * cute.ceil_div(n, c.tile_n * c.cluster_n)
         clusters = max_clusters if p.cut_last else cutlass.min(tiles, max_clusters)
         self.kernel(
             a_atoms,
             b_atom,
-            d_atom,
+            d_atoms,
             d,
             epilogue_args,
             last_wave_args,
@@ -152,7 +154,7 @@ class GemmSm90:
         self,
         a_atoms: list,
         b_atom: tuple,
-        d_atom: Optional[tuple],
+        d_atoms: list,
         d: Optional[cute.Pointer],
         epilogue_args: Optional[tuple],
         last_wave_args: Optional[tuple],
@@ -166,7 +168,7 @@ class GemmSm90:
     ):
         p, c = self.problem, self.config
         tile_m, tile_n, tile_k = self.tile
-        m, n, k, k_split, start = sizes
+        m, n, k, split, start = sizes
         tid, _, _ = cute.arch.thread_idx()
         cta_m, cta_n, cluster = cute.arch.block_idx()
         _, _, num_clusters = cute.arch.grid_dim()
@@ -198,8 +200,13 @@ class GemmSm90:
         live = cute.arch.make_warp_uniform(live)
         tiles_m = cute.ceil_div(live if const_expr(p.live == "m") else m, tile_m * c.cluster_m)
         tiles_n = cute.ceil_div(n, tile_n * c.cluster_n)
-        # never 0: a branch around the WGMMAs costs 50 registers. What is read in vain is not used.
+        # never 0: a branch around the WGMMAs costs 50 registers. Of no rows, what lies behind
+        # the last one is multiplied: TMA delivers zeros.
         k_tiles = cutlass.max(cute.ceil_div(live if const_expr(p.live == "k") else k, tile_k), 1)
+        behind = Int32(0)
+        if const_expr(p.live == "k"):
+            if live == 0:
+                behind = cute.ceil_div(k, tile_k)
         total = tiles_m * tiles_n
         if const_expr(p.redo):
             total = self.epilogue.tiles_to_redo(epilogue_args, total)
@@ -224,7 +231,7 @@ class GemmSm90:
                 mask_b = cpasync.create_tma_multicast_mask(cta_layout, at, 1) if const_expr(c.cluster_m > 1) else None
                 parts = [self.partition(atom, sA, (tile_m, tile_k), rank_n, c.cluster_n) for atom in a_atoms]
                 tBsB, tBgB = self.partition(b_atom, sB, (tile_n, tile_k), rank_m, c.cluster_m)
-                split = k_split // tile_k
+                k_split = split // tile_k
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
                 patience = patience_for(together, k_tiles, num_clusters)
                 for j in cutlass.range(first, last, step, unroll=1):
@@ -239,12 +246,12 @@ class GemmSm90:
                             loaded.producer_acquire(state)
                             bar = loaded.producer_get_barrier(state)
                             if const_expr(not p.split_k):
-                                self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a)
-                            elif kt < split:
+                                self.load(a_atoms[0], parts[0], row, kt + behind, state.index, bar, mask_a)
+                            elif kt < k_split:
                                 self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a)
                             else:
-                                self.load(a_atoms[1], parts[1], row, kt - split, state.index, bar, mask_a)
-                            self.load(b_atom, (tBsB, tBgB), col, kt, state.index, bar, mask_b)
+                                self.load(a_atoms[1], parts[1], row, kt - k_split, state.index, bar, mask_a)
+                            self.load(b_atom, (tBsB, tBgB), col, kt + behind, state.index, bar, mask_b)
                             state.advance()
                 loaded.producer_tail(state)
         else:
@@ -256,6 +263,7 @@ class GemmSm90:
             rB = add.make_fragment_B(mma.partition_B(sB))
             acc = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, tile_n)), Float32)
             kept = self.epilogue.begin()
+            out = d_atoms, split, staging, self.epilogue.output.begin(acc) if const_expr(c.store_every) else None
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
             released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
             for j in cutlass.range(first, last, step, unroll=1):
@@ -268,25 +276,28 @@ class GemmSm90:
                     loaded.consumer_wait(read)
                     self.multiply(overwrite, add, acc, rA, rB, read.index)
                     read.advance()
-                    for _ in cutlass.range(k_begin + 1, k_end, unroll=1):
+                    for kt in cutlass.range(k_begin + 1, k_end, unroll=1):
                         loaded.consumer_wait(read)
                         self.multiply(add, add, acc, rA, rB, read.index)
                         read.advance()
+                        if const_expr(c.store_every):
+                            self.epilogue.output.store_waiting(out, kt - k_begin, wg, thread)
                         warpgroup.wait_group(1)  # the stage before this one has been read
                         loaded.consumer_release(released)
                         released.advance()
                     warpgroup.wait_group(0)
                     loaded.consumer_release(released)
                     released.advance()
-                    if const_expr(p.live == "k"):
-                        if live == 0:
-                            acc.fill(0.0)
+                    if const_expr(c.store_every):
+                        self.epilogue.output.store_rest(out, k_end - k_begin, wg, thread)
                     complete = True
                     if const_expr(p.cut_last):
                         where = cluster, num_clusters, cta_n * c.cluster_m + cta_m, wg, thread
                         complete = self.last_wave.is_complete(acc, last_wave_args, sTicket, j, plan, where)
                     if complete:
-                        self.epilogue(acc, kept, epilogue_args, d_atom, d, staging, row0, col0, m, n, ldd, wg, thread)
+                        self.epilogue(acc, kept, epilogue_args, out, d, row0, col0, m, n, ldd, wg, thread)
+            if const_expr(c.store_every):
+                self.epilogue.output.store_rest(out, Int32(0), wg, thread)
             self.epilogue.finish(thread)
 
     @cute.jit

@@ -11,7 +11,7 @@ NaN where the target is no class), s the label smoothing, W the sum of all class
   "scale": with E[i, c] = exp(a_c - ref) * d_c the row's gradient is scale * (E - onehot * cb * sum / ca * d_t), so
   E[i, t] is written anew, scale = row_scale[i] = ca / sum times what rounding took from E[i, t], and
   xs[i] = xc[i] * scale where xs is given.
-- places, where given, are -1: `lce_sort` is to write those of classes with rows.
+- places, where given, are NO_PLACE: `lce_sort` is to write those of classes with rows.
 Behind the last live row, up to the end of its GEMM tile: xs = row_scale = 0, coefs = (HUGE, 0, 0, 0), so that the GEMM
 finds exp(a - ref) = 0.
 """
@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.configs.lce_rows import LceRowsConfig, LceRowsProblem
+from quackish.configs.lce_rows import NO_PLACE, LceRowsConfig, LceRowsProblem
 from quackish.kernels.common.lce import (
     HUGE,
     LN_2,
@@ -170,7 +170,7 @@ class LceRows:
             num_ctas, _, _ = cute.arch.grid_dim()
             threads = const_expr(self.config.threads)
             for at in cutlass.range(cta * threads + warp * 32 + lane, ints[3], num_ctas * threads, unroll=1):
-                store_at(places, at, Int32(-1))
+                store_at(places, at, Int32(NO_PLACE))
         if i < rows:
             if i < live_here:
                 self.live_row(i, load_at(order, start + i), load_at(cls, i), lane, stats, grads, floats, ints)

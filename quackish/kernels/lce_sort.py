@@ -4,8 +4,7 @@ The weight's gradient is a sum over rows of (row_scale * E) x, and its GEMM has 
 the target of a row, that rounding is most of the error: so these terms, x as it is, are added apart, by `lce_targets`.
 For chunk row i, live, with t = cls[i] and r = order[start + i], at its place by (t, i):
   sorted_cls = t, sorted_row = r, sorted_grad = row_scale[i] * E[i, t], then E[i, t] = 0 (grad 0 without a class, or
-  where it is none of the v that E has); and places[t], where given, is the place of a row of class t: of any of them,
-  so only that there is one may count.
+  where it is none of the v that E has); and places[t], where given and NO_PLACE before, is the first place of class t.
 
 A lane has a row, whose place is the number of rows before it by (t, i); each warp of the CTA counts a part of these.
 That is rows^2 comparisons, of integers that come 4 at a time from shared memory.
@@ -132,7 +131,7 @@ class LceSort:
             if t >= 0 and t < v:
                 grad = load_at(row_scale, i) * self.take_out(of_e, i, t)
                 if const_expr(places is not None):
-                    store_at(places, t, place)
+                    cute.arch.atomic_min(places + t, place)
             store_at(sorted_cls, place, t)
             store_at(sorted_row, place, load_at(order, start + i))
             store_at(sorted_grad, place, grad)

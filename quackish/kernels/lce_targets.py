@@ -1,8 +1,8 @@
 """Linear cross entropy: dw[t - v0] += the sum over a chunk's rows i with target t of grad_i * x[row_i], t in [v0, v1).
 
 The rows come sorted by class (`lce_sort`), so a class's are neighbours. A CTA has a slice of the columns, and work
-where a class begins: its sum is in fp32, over the rows ascending, and dw is read and rounded once. A 16-bit dw was
-rounded before: what that took, rest[places[t]] (`StoreAndRest`), is added too. Without it the sum of two large parts
+where a class begins, at place s: its sum is in fp32, over the rows ascending, and dw is read and rounded once. A bf16
+dw was rounded before: rest[s] has the bits that this cut off (`StoreAndRest`). Without them the sum of two large parts
 that nearly cancel would keep the error of one: 6 times torch's, for a model whose outputs are its targets' averages.
 """
 
@@ -11,7 +11,7 @@ from typing import Optional
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int16, Int32, Int64, const_expr
 
 from quackish.configs.lce_rows import LceTargetsConfig, LceTargetsProblem
 from quackish.kernels.common.lce import after_previous, fake_count, load_at, load_eight
@@ -26,10 +26,9 @@ class LceTargets:
         p = self.problem
         int32, fp32 = fake_pointer("int32", aligned=False), fake_pointer("float32", aligned=False)
         x, dw = fake_pointer(p.dtype, p.x_aligned), fake_pointer(p.dw_dtype)
-        places = int32 if p.rest else None
-        rest = fake_pointer("bfloat16" if p.rest else None)
+        rest = fake_pointer("int16" if p.rest else None)
         numbers = Int64(8), Int32(0), Int32(1), Int32(0), Int32(1)
-        return (x, int32, int32, fp32, fake_count(), dw, places, rest, *numbers, cute.runtime.make_fake_stream())
+        return (x, int32, int32, fp32, fake_count(), dw, rest, *numbers, cute.runtime.make_fake_stream())
 
     @cute.jit
     def __call__(
@@ -40,7 +39,6 @@ class LceTargets:
         sorted_grad: cute.Pointer,  # (rows,)
         num_live: cute.Pointer,  # (1,)
         dw: cute.Pointer,  # (v1 - v0, h)
-        places: Optional[cute.Pointer],  # (v,)
         rest: Optional[cute.Pointer],  # (rows, h)
         x_stride: Int64,
         v0: Int32,
@@ -50,7 +48,7 @@ class LceTargets:
         stream: CUstream,
     ):
         of_rows = sorted_cls, sorted_row, sorted_grad
-        self.kernel(x, of_rows, num_live, dw, places, rest, x_stride, v0, v1, start, rows).launch(
+        self.kernel(x, of_rows, num_live, dw, rest, x_stride, v0, v1, start, rows).launch(
             grid=[rows, -(-self.problem.h // (8 * self.threads)), 1],
             block=[self.threads, 1, 1],
             stream=stream,
@@ -64,7 +62,6 @@ class LceTargets:
         of_rows: tuple,
         num_live: cute.Pointer,
         dw: cute.Pointer,
-        places: Optional[cute.Pointer],
         rest: Optional[cute.Pointer],
         x_stride: Int64,
         v0: Int32,
@@ -76,31 +73,51 @@ class LceTargets:
         s, slice_of_h, _ = cute.arch.block_idx()
         h = const_expr(self.problem.h)
         column = (slice_of_h * self.threads + tid) * 8
-        # The launch before this one writes dw and rest alone: the class's sum is made before it ends.
+        # The launch before this one writes dw and rest alone: the class's first rows are on their way before it ends.
         cute.arch.fence_acq_rel_gpu()
         live = cutlass.min(load_at(num_live, 0) - start, rows)
         t, before, here = Int32(-1), Int32(-1), (Int32(-1), Int32(0), Float32(0.0))
-        total = cute.make_rmem_tensor((8,), Float32)
-        total.fill(0.0)
+        raw = cute.make_rmem_tensor((8, self.batch), x.dtype)
         # Lanes behind the last column work as well: they have places that the others ask for.
-        column_read = cutlass.min(column, h - 8)
+        columns = cutlass.min(column, h - 8)
         if s < live:
             if s > 0:
                 before = load_at(of_rows[0], s - 1)
             here = self.places(of_rows, s, live)
             t = cute.arch.shuffle_sync(here[0], 0)
         begins = t != before and t >= v0 and t < v1  # no class is -1, and sorted first
+        count = Int32(0)
         if begins:
-            self.add_rows_of_class(total, x + column_read, of_rows, here, x_stride, s, live, t)
+            count = self.count(here, t)
+            self.load_rows(raw, x + columns, here, x_stride, Int32(0), count)
         after_previous()
 
-        if begins and column < h:
-            out = vector_at(dw, Int64(t - v0) * h + column, 8)
-            sum_before = out.load().to(Float32)
-            if const_expr(rest is not None):
-                at = Int64(load_at(places, t)) * h + column
-                sum_before = sum_before + vector_at(rest, at, 8).load().to(Float32)
-            out.store((sum_before + total.load()).to(dw.dtype))
+        if begins:
+            out = vector_at(dw, Int64(t - v0) * h + columns, 8)
+            old = self.exact(out, rest, Int64(s) * h + columns)
+            total = cute.make_rmem_tensor((8,), Float32)
+            total.fill(0.0)
+            self.add_rows(total, raw, here, Int32(0), count)
+            first = Int32(self.batch)
+            while count > 0:
+                for k in cutlass.range(first, count, self.batch, unroll=1):
+                    self.load_rows(raw, x + columns, here, x_stride, k, count)
+                    self.add_rows(total, raw, here, k, count)
+                s, first, more = s + 32, Int32(0), count == 32
+                count = Int32(0)
+                if more:
+                    here = self.places(of_rows, s, live)
+                    count = self.count(here, t)
+            if column < h:
+                out.store((old + total.load()).to(dw.dtype))
+
+    @cute.jit
+    def exact(self, out: cute.Tensor, rest: Optional[cute.Pointer], at: Int64):
+        """out as it was before it was rounded."""
+        if const_expr(rest is None):
+            return out.load().to(Float32)
+        upper, lower = out.load().bitcast(Int16).to(Int32), vector_at(rest, at, 8).load().to(Int32)
+        return (upper * 0x10000 + lower).bitcast(Float32)
 
     @cute.jit
     def places(self, of_rows: tuple, s: Int32, live: Int32):
@@ -112,26 +129,21 @@ class LceTargets:
         return t, row, grad
 
     @cute.jit
-    def add_rows_of_class(
-        self, total, x, of_rows: tuple, here: tuple, x_stride: Int64, s: Int32, live: Int32, t: Int32
-    ):
-        """total += the rows from place s on, while they have class t; 32 places at a time, `batch` rows in flight."""
-        raw = cute.make_rmem_tensor((8, self.batch), x.dtype)
-        cls, row, grad = here
-        count = cute.arch.popc(cute.arch.vote_ballot_sync(cls == t))
-        while count > 0:
-            for k in cutlass.range(0, count, self.batch, unroll=1):
-                for b in cutlass.range_constexpr(self.batch):
-                    r = cute.arch.shuffle_sync(row, k + b)
-                    if k + b < count:
-                        raw[None, b].store(load_eight(x, Int64(r) * x_stride, self.problem.x_aligned))
-                for b in cutlass.range_constexpr(self.batch):
-                    g = cute.arch.shuffle_sync(grad, k + b)
-                    if k + b < count:
-                        total.store(total.load() + raw[None, b].load().to(Float32) * g)
-            s += 32
-            if count == 32:
-                cls, row, grad = self.places(of_rows, s, live)
-                count = cute.arch.popc(cute.arch.vote_ballot_sync(cls == t))
-            else:
-                count = Int32(0)
+    def count(self, here: tuple, t: Int32) -> Int32:
+        """How many of these 32 places have class t: the first ones."""
+        return cute.arch.popc(cute.arch.vote_ballot_sync(here[0] == t))
+
+    @cute.jit
+    def load_rows(self, raw, x: cute.Pointer, here: tuple, x_stride: Int64, k: Int32, count: Int32):
+        """The rows of places k and up, a batch at most; before place `count`."""
+        for b in cutlass.range_constexpr(self.batch):
+            r = cute.arch.shuffle_sync(here[1], k + b)
+            if k + b < count:
+                raw[None, b].store(load_eight(x, Int64(r) * x_stride, self.problem.x_aligned))
+
+    @cute.jit
+    def add_rows(self, total, raw, here: tuple, k: Int32, count: Int32):
+        for b in cutlass.range_constexpr(self.batch):
+            grad = cute.arch.shuffle_sync(here[2], k + b)
+            if k + b < count:
+                total.store(total.load() + raw[None, b].load().to(Float32) * grad)

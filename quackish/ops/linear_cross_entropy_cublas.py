@@ -48,58 +48,62 @@ class CublasGemms:
         return 2 * _ceil_div(v, TILE_N)
 
     def logits(
-        self, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, v0, e, part_sum, part_wsum, zt, top, flags
+        self, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, e, e2, v_split, part_sum, part_wsum, zt,
+        top, flags,
     ) -> None:  # fmt: skip
         """A tile with a logit far above ref has it for its own reference, so that nothing overflows; `redo` follows."""
         rows, tiles = xc.shape[0], part_sum.shape[1] // 2
         kernel = self._exp("softmax", e, bias, softcap, part_wsum is not None, class_weight)
-        for c0, c1, z in _products(xc, w):
-            kernel(
-                z.data_ptr(),
-                None if e is None else e[:, c0:c1].data_ptr(),
-                None if bias is None else bias[c0:c1].data_ptr(),
-                None if class_weight is None else class_weight[v0 + c0 :].data_ptr(),
-                cls.data_ptr(),
-                num_live.data_ptr(),
-                ref.data_ptr(),
-                top.data_ptr(),
-                flags.data_ptr(),
-                part_sum.data_ptr(),
-                None if part_wsum is None else part_wsum.data_ptr(),
-                zt.data_ptr(),
-                None,
-                z.stride(0),
-                0 if e is None else e.stride(0),
-                1.0 if softcap is None else softcap,
-                v0 + c0,
-                (v0 + c0) // TILE_N,
-                tiles,
-                start,
-                rows,
-                c1 - c0,
-                self._stream(),
-            )
+        for v0, v1, part in _parts(e, e2, v_split, w.shape[0]):
+            for c0, c1, z in _products(xc, w[v0:v1]):
+                kernel(
+                    z.data_ptr(),
+                    None if part is None else part[:, c0:c1].data_ptr(),
+                    None if bias is None else bias[v0 + c0 :].data_ptr(),
+                    None if class_weight is None else class_weight[v0 + c0 :].data_ptr(),
+                    cls.data_ptr(),
+                    num_live.data_ptr(),
+                    ref.data_ptr(),
+                    top.data_ptr(),
+                    flags.data_ptr(),
+                    part_sum.data_ptr(),
+                    None if part_wsum is None else part_wsum.data_ptr(),
+                    zt.data_ptr(),
+                    None,
+                    z.stride(0),
+                    0 if part is None else part.stride(0),
+                    1.0 if softcap is None else softcap,
+                    v0 + c0,
+                    (v0 + c0) // TILE_N,
+                    tiles,
+                    start,
+                    rows,
+                    c1 - c0,
+                    self._stream(),
+                )
 
     def redo(
-        self, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, v0, e, part_sum, part_wsum, zt, top, flags
+        self, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, e, e2, v_split, part_sum, part_wsum, zt,
+        top, flags,
     ) -> None:  # fmt: skip
         """No GEMM: E and the sums of flagged rows are multiplied by what their tiles' references differ from top."""
         kernel = self._find(("redo", e is None), "lce_redo", LceRedoProblem(e is not None))
-        rows, n, tiles = xc.shape[0], w.shape[0], part_sum.shape[1] // 2
-        kernel(
-            None if e is None else e.data_ptr(),
-            part_sum.data_ptr(),
-            top.data_ptr(),
-            flags.data_ptr(),
-            num_live.data_ptr(),
-            0 if e is None else e.stride(0),
-            v0 // TILE_N,
-            tiles,
-            start,
-            rows,
-            n,
-            self._stream(),
-        )
+        rows, tiles = xc.shape[0], part_sum.shape[1] // 2
+        for v0, v1, part in _parts(e, e2, v_split, w.shape[0]):
+            kernel(
+                None if part is None else part.data_ptr(),
+                part_sum.data_ptr(),
+                top.data_ptr(),
+                flags.data_ptr(),
+                num_live.data_ptr(),
+                0 if part is None else part.stride(0),
+                v0 // TILE_N,
+                tiles,
+                start,
+                rows,
+                v1 - v0,
+                self._stream(),
+            )
 
     def dlogits(self, xc, w, bias, coefs, cls, num_live, start, class_weight, softcap, smoothing, v0, e) -> None:
         if not smoothing:
@@ -169,6 +173,11 @@ class CublasGemms:
             config = choose(name, problem, self.gpu).config
             kernel = known[key] = launch.get(kernels.find(name, self.gpu), problem, config, self.gpu.target)
         return kernel
+
+
+def _parts(e: Tensor | None, e2: Tensor | None, v_split: int, v: int) -> list[tuple[int, int, Tensor | None]]:
+    """(first class, end of the classes, their columns of E)"""
+    return [(0, v, e)] if e2 is None else [(0, v_split, e), (v_split, v, e2)]
 
 
 def _products(xc: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:

@@ -46,16 +46,19 @@ class E:
         second = padded(dw, rows, rest, torch.bfloat16)
         return cls([Block(first, 0, plan.columns), Block(second, plan.columns, v)])
 
-    def dx(self, k, w: Tensor, row_scale: Tensor, rows: "Rows", start: int, dx: Tensor, tickets: Tensor | None) -> None:
-        second = self.blocks[1].e if len(self.blocks) > 1 else None
+    def in_two(self) -> tuple[Tensor | None, Tensor | None, int]:
+        """The first columns, the others if they lie elsewhere, and the number of the first of these."""
         first = self.blocks[0]
-        k.dx(first.e, second, first.v1, w, row_scale, rows.order, rows.num_live, start, dx, False, tickets)
+        return first.e, self.blocks[1].e if len(self.blocks) > 1 else None, first.v1
+
+    def dx(self, k, w: Tensor, row_scale: Tensor, rows: "Rows", start: int, dx: Tensor, tickets: Tensor | None) -> None:
+        k.dx(*self.in_two(), w, row_scale, rows.order, rows.num_live, start, dx, False, tickets)
 
     def dw(
         self, k, x: Tensor, xs: Tensor, cls: Tensor, row_scale: Tensor, rows: "Rows", start: int, dw: Tensor,
         accumulate: bool, places: Tensor | None,
     ) -> None:  # fmt: skip
-        """The last to look at the targets' elements: they are 0 afterwards. places: `new_places`, -1."""
+        """The last to look at the targets' elements: they are 0 afterwards. places: `new_places`, NO_PLACE."""
         targets = rest = None
         if places is not None or dw.dtype == torch.float32:
             targets = Targets.taken_from(self, k, cls, row_scale, rows, start, places, dw)
@@ -66,7 +69,7 @@ class E:
             its_places = places if whole or places is None else places[v0:v1]
             k.dw(e, xs, rows.num_live, start, part, accumulate, rows.tickets, its_places, rest)
         if targets is not None:
-            k.targets(x, *targets.of_rows, rows.num_live, start, 0, dw, places, rest)
+            k.targets(x, *targets.of_rows, rows.num_live, start, 0, dw, rest)
 
     def bias_sum(self, k, row_scale: Tensor, rows: "Rows", start: int, db: Tensor, accumulate: bool) -> None:
         for e, v0, v1 in self.blocks:
@@ -78,22 +81,22 @@ class Targets(NamedTuple):
     there times x, which is added in fp32, with x not rounded as xs is."""
 
     of_rows: tuple[Tensor, Tensor, Tensor]  # (rows,) each: cls, int32; row of x, int32; row_scale * E, fp32
-    # With `places`: what rounding takes from the classes that have targets, until theirs are added.
+    # With `places`: the bits that rounding cuts off the classes that have targets, until theirs are added.
     rest: Tensor | None = None  # (rows, h)
 
     @classmethod
     def taken_from(
         cls, e: E, k, classes: Tensor, row_scale: Tensor, rows: "Rows", start: int, places: Tensor | None, dw: Tensor
     ) -> "Targets":
-        n, first, second = classes.shape[0], e.blocks[0], e.blocks[1].e if len(e.blocks) > 1 else None
+        n = classes.shape[0]
         of_rows = tuple(vector(classes, n, dtype) for dtype in (torch.int32, torch.int32, torch.float32))
-        rest = None if places is None else matrix(dw, n, dw.shape[1], dw.dtype)
-        k.sort(classes, rows.order, rows.num_live, start, row_scale, first.e, second, first.v1, *of_rows, places)
+        rest = None if places is None else matrix(dw, n, dw.shape[1], torch.int16)
+        k.sort(classes, rows.order, rows.num_live, start, row_scale, *e.in_two(), *of_rows, places)
         return cls(of_rows, rest)
 
 
 def new_places(k, like: Tensor, v: int, dw: torch.dtype | None) -> Tensor | None:
-    """Where dw is 16 bits wide: a number a class, which is its row of what rounding takes, or -1.
+    """Where dw is 16 bits wide: a number a class, which is its row of what rounding cuts off, or NO_PLACE.
 
     None where the GEMM cannot keep that. Then targets stay in E: to add them to what is rounded costs more exactness
     than to round x.

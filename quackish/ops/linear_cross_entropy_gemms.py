@@ -38,16 +38,17 @@ class GemmLaunches:
     def logits(
         self,
         xc: Tensor,  # (rows, h)
-        w: Tensor,  # (n, h): classes v0 and up
-        bias: Tensor | None,  # (n,)
+        w: Tensor,  # (v, h)
+        bias: Tensor | None,  # (v,)
         class_weight: Tensor | None,  # (v,) fp32; with part_wsum
         ref: Tensor,  # (rows,) fp32
         cls: Tensor,  # (rows,) int32
         num_live: Tensor,  # (1,) int32
         start: int,
         softcap: float | None,
-        v0: int,  # a multiple of the tile
-        e: Tensor | None,  # (rows, n) bf16
+        e: Tensor | None,  # (rows, v_split) bf16, or (rows, v) without e2
+        e2: Tensor | None,  # (rows, v - v_split)
+        v_split: int,  # with e2; a multiple of the tile
         part_sum: Tensor,  # (rows, num_tiles(v)) fp32
         part_wsum: Tensor | None,  # as part_sum; with label smoothing
         zt: Tensor,  # (rows,) fp32
@@ -59,8 +60,8 @@ class GemmLaunches:
         Where a logit is far above ref, top is raised and the tile flagged; `redo` is to follow.
         """
         self._softmax(
-            False, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, v0, e, part_sum, part_wsum, zt, top,
-            flags,
+            False, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, e, e2, v_split, part_sum, part_wsum,
+            zt, top, flags,
         )  # fmt: skip
 
     def redo(self, *args) -> None:
@@ -68,12 +69,13 @@ class GemmLaunches:
         self._softmax(True, *args)
 
     def _softmax(
-        self, redo, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, v0, e, part_sum, part_wsum, zt, top,
-        flags,
+        self, redo, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, e, e2, v_split, part_sum, part_wsum,
+        zt, top, flags,
     ) -> None:  # fmt: skip
         (rows, h), n = xc.shape, w.shape[0]
         bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
-        key = ("softmax", redo, xc.dtype, e is None, bias_dtype, softcap is None, part_wsum is None, weighted)
+        smoothing, split = part_wsum is not None, e2 is not None
+        key = ("softmax", redo, xc.dtype, e is None, bias_dtype, softcap is None, smoothing, weighted, split)
         kernel, clusters, _ = self._gemms.get(key) or self._compile(
             key,
             epilogue="softmax",
@@ -81,9 +83,10 @@ class GemmLaunches:
             out_dtype=dtype_name(e),
             bias_dtype=dtype_name(bias),
             softcap=softcap is not None,
-            smoothing=part_wsum is not None,
+            smoothing=smoothing,
             weighted=weighted,
             redo=redo,
+            split_n=split,
         )
         given = (
             address(bias),
@@ -96,15 +99,13 @@ class GemmLaunches:
             zt.data_ptr(),
             address(part_wsum),
             1.0 if softcap is None else softcap,
-            v0,
-            v0 // softmax_tile_n(),
             part_sum.shape[1],
         )
-        strides = xc.stride(0), 0, w.stride(0), 0 if e is None else e.stride(0)
+        strides = xc.stride(0), e2.stride(0) if split else 0, w.stride(0), 0 if e is None else e.stride(0)
         stream, ticket, _kept = (self._stream(), None, None) if redo else self._stream_and_ticket()
         kernel(
-            xc.data_ptr(), None, w.data_ptr(), address(e), given, None, ticket, num_live.data_ptr(),
-            (rows, n, h, 0, start), strides, clusters, stream,
+            xc.data_ptr(), address(e2), w.data_ptr(), address(e), given, None, ticket, num_live.data_ptr(),
+            (rows, n, h, v_split if split else 0, start), strides, clusters, stream,
         )  # fmt: skip
 
     def dlogits(
@@ -198,10 +199,10 @@ class GemmLaunches:
         out: Tensor,  # (n, h) contiguous; fp32 to accumulate
         accumulate: bool,
         tickets: Tensor | None = None,  # as in `dx`
-        places: Tensor | None = None,  # (n,) int32
-        rest: Tensor | None = None,  # (any, h) bf16; both or none, for a bf16 out that is not added to
+        places: Tensor | None = None,  # (n,) int32; NO_PLACE for none
+        rest: Tensor | None = None,  # (any, h) int16; both or none, for a bf16 out that is not added to
     ) -> None:
-        """out = (or += with `accumulate`) e.T @ xs; rest[places[i]]: what rounding took from row i, if it has one."""
+        """out = (or += with `accumulate`) e.T @ xs; rest[places[i]]: the bits cut off row i by rounding, if listed."""
         (rows, h), n = xs.shape, e.shape[1]
         key = ("dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None)
         kernel, clusters, config = self._gemms.get(key) or self._compile(

@@ -213,8 +213,8 @@ class LceKernels:
     ) -> None:
         """stats: loss[r], times inv_divisor; lse[r], row_sum[i]. "coefs": (ref, ca / row_sum, cb, cs) of each row, with
         ref from top; dlogits is (ca / row_sum * exp(a - ref) - cs * class weight - onehot * cb) * d. "scale": E at the
-        target so that dlogits is row_scale * E; row_scale; xs = xc * row_scale. places, if given: -1. What else is
-        given is not used.
+        target so that dlogits is row_scale * E; row_scale; xs = xc * row_scale. places, if given: NO_PLACE. What else
+        is given is not used.
 
         Ignored rows up to the end of the GEMM tile: row_scale and xs 0; coefs (2e38, 0, 0, 0), so exp(a - ref) is 0.
         """
@@ -313,12 +313,12 @@ class LceKernels:
         sorted_cls: Tensor,  # (rows,) int32
         sorted_row: Tensor,  # (rows,) int32
         sorted_grad: Tensor,  # (rows,) fp32
-        places: Tensor | None = None,  # (v,) int32: -1
+        places: Tensor | None = None,  # (v,) int32: NO_PLACE
     ) -> None:
         """Takes the target's element out of each live row of E, if it has that class, and lists the rows by class, then
         by position: sorted_grad = row_scale * that element (0 without), of row sorted_row of x; in E it is 0 from then.
 
-        places[t] = the place of some row of class t, in that order; other classes' are left alone. cls is not of the
+        places[t] = the first place of class t; other classes' are left alone. cls is not of the
         launch right before this one.
         """
         key = ("sort", e2 is not None, places is not None)
@@ -355,11 +355,11 @@ class LceKernels:
         start: int,
         v0: int,
         dw: Tensor,  # (n, h): classes v0 and up; contiguous; bf16, fp16 or fp32
-        places: Tensor | None = None,  # (v,) int32, as `sort` leaves it
-        rest: Tensor | None = None,  # (rows, h) bf16, as `dw` leaves it; both or none
+        rest: Tensor | None = None,  # (rows, h) int16, as `dw` leaves it; for a bf16 dw
     ) -> None:
-        """dw[t - v0] += the sum of sorted_grad * x[sorted_row] over the rows with sorted_cls t, in their order, and
-        rest[places[t]]. The launch right before this one may write dw and rest, and none of the others."""
+        """dw[t - v0] += the sum of sorted_grad * x[sorted_row] over the rows with sorted_cls t, in their order; after
+        it was given back what its rounding cut off, rest at the first of these places. The launch right before this one
+        may write dw and rest, and none of the others."""
         (n, h), stride = dw.shape, x.stride(0)
         aligned = not (x.data_ptr() | stride * 2) & 15
         key = ("targets", h, x.dtype, dw.dtype, aligned, rest is not None)
@@ -368,8 +368,7 @@ class LceKernels:
             problem = LceTargetsProblem(h, dtype_name(x), dtype_name(dw), aligned, rest is not None)
             kernel = self._find(key, "lce_targets", problem)
         at = x.data_ptr(), sorted_cls.data_ptr(), sorted_row.data_ptr(), sorted_grad.data_ptr(), num_live.data_ptr()
-        to = dw.data_ptr(), address(places), address(rest)
-        kernel(*at, *to, stride, v0, v0 + n, start, sorted_cls.shape[0], self._stream())
+        kernel(*at, dw.data_ptr(), address(rest), stride, v0, v0 + n, start, sorted_cls.shape[0], self._stream())
 
     def bias_sum(
         self,

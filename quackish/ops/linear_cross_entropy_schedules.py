@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quackish.configs.gemm import NUM_TICKETS
+from quackish.configs.lce_rows import NO_PLACE
 from quackish.configs.linear_cross_entropy import (
     even_chunks,
     first_classes,
@@ -200,7 +201,7 @@ def recompute_forward(k, call: Call, wanted: Wanted) -> Forward:
         del chunk  # what it allocated is gone before the next one allocates
     places = new_places(k, call.x, columns, wanted.dw)
     if places is not None:
-        places.fill_(-1)
+        places.fill_(NO_PLACE)
     e = E([Block(first, 0, columns)])
     e.dw(k, call.x, xs, out.rows.cls, row_scale, out.rows, 0, dw[:columns], False, places)
     return out._replace(grads=Grads(dx), dw=dw, classes=columns)
@@ -368,22 +369,14 @@ class _Chunk:
         _run_rows(self.k, self.call, self.out, self.start, self.rows, grads, _ONES, self, **stats, **given)
 
     def _logits(self, e: E) -> None:
-        # every block before the first redo: any of them may raise a row's `top`, which all of them then use
-        args = [self._logits_args(block) for block in e.blocks]
-        for launch in (self.k.logits, self.k.redo):
-            for these in args:
-                launch(*these)
-
-    def _logits_args(self, block: Block) -> tuple:
-        call, (e, v0, v1) = self.call, block
-        w, bias = call.w, call.bias
-        if v1 - v0 != w.shape[0]:
-            w, bias = w[v0:v1], None if bias is None else bias[v0:v1]
-        return (
-            self.xc, w, bias, call.class_weight if call.label_smoothing else None, self.ref, self.cls,
-            self.out.rows.num_live, self.start, call.softcap, v0, e, self.part_sum, self.part_wsum, self.zt, self.top,
-            self.flags,
+        call = self.call
+        args = (
+            self.xc, call.w, call.bias, call.class_weight if call.label_smoothing else None, self.ref, self.cls,
+            self.out.rows.num_live, self.start, call.softcap, *e.in_two(), self.part_sum, self.part_wsum, self.zt,
+            self.top, self.flags,
         )  # fmt: skip
+        self.k.logits(*args)
+        self.k.redo(*args)
 
 
 def _run_rows(
@@ -392,7 +385,7 @@ def _run_rows(
     xc=None, xs=None, row_scale=None, coefs=None, places=None,
 ) -> None:  # fmt: skip
     of = of or out.rows
-    blocks = (None, None) if e is None else (e.blocks[0].e, e.blocks[1].e if len(e.blocks) > 1 else None)
+    first, second, v_split = (None, None, 0) if e is None else e.in_two()
     k.rows(
         part_sum is not None,
         grads,
@@ -416,9 +409,9 @@ def _run_rows(
         grad_loss=incoming.loss,
         inv_divisor=out.rows.inv_divisor,
         grad_lse=incoming.lse,
-        e=blocks[0],
-        e2=blocks[1],
-        v_split=0 if e is None else e.blocks[0].v1,
+        e=first,
+        e2=second,
+        v_split=v_split,
         xc=xc,
         xs=xs,
         row_scale=row_scale,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quackish.configs.choose import config
 from quackish.configs.gemm import NUM_TICKETS, GemmProblem, softmax_tile_n
-from quackish.configs.lce_rows import ROW_TILE
+from quackish.configs.lce_rows import NO_PLACE, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.configs.rules import name_of
 from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
@@ -100,8 +100,8 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
         outputs, tickets, places, rest = (out,), _tickets(device, p), None, None
         if p.rest:  # of every 16th row
             places = torch.arange(m, dtype=torch.int32, device=device)
-            places = torch.where(places % 16 == 0, places // 16, -1)
-            rest = torch.zeros(-(-m // 16), n, dtype=_dtype(p.out_dtype), device=device)
+            places = torch.where(places % 16 == 0, places // 16, NO_PLACE)
+            rest = torch.zeros(-(-m // 16), n, dtype=torch.int16, device=device)
 
         def launch(gemms):
             gemms.dw(e, xs, num_live, 0, out, p.accumulate, tickets, places, rest)
@@ -124,7 +124,9 @@ def _logits(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
     x, w, bias, weight, softcap = _classifier(p, m, n, k, device)
     cls = torch.randint(n, (m,), dtype=torch.int32, device=device)
     ref = torch.zeros(m, device=device)
-    e = None if p.out_dtype is None else _padded(device, p.out_dtype, m, n)
+    split = max(n // 512 * 256, 256) if p.split_n else n
+    e = None if p.out_dtype is None else _padded(device, p.out_dtype, m, split)
+    e2 = _padded(device, p.out_dtype, m, n - split) if p.split_n else None
     tiles = -(-n // softmax_tile_n())
     part_sum, zt = torch.empty(m, tiles, device=device), torch.empty(m, device=device)
     part_wsum = torch.empty(m, tiles, device=device) if p.smoothing else None
@@ -133,9 +135,10 @@ def _logits(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
     num_live = _count(device, m)
 
     def launch(gemms):
-        gemms.logits(x, w, bias, weight, ref, cls, num_live, 0, softcap, 0, e, part_sum, part_wsum, zt, top, flags)
+        of_e = e, e2, split
+        gemms.logits(x, w, bias, weight, ref, cls, num_live, 0, softcap, *of_e, part_sum, part_wsum, zt, top, flags)
 
-    return launch, (e, part_sum, part_wsum, zt)
+    return launch, (e, e2, part_sum, part_wsum, zt)
 
 
 def _dlogits(p: GemmProblem, m: int, n: int, k: int, device: torch.device):

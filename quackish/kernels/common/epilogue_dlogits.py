@@ -37,9 +37,7 @@ class Dlogits(Logits):
                 target[r] = (cls + i).load() - v0 - col0
 
     @cute.jit
-    def __call__(
-        self, acc, kept, args, d_atom, d, staging, row0: Int32, col0: Int32, m, n, ldd, wg: Int32, thread: Int32
-    ):
+    def __call__(self, acc, kept, args, out, d, row0: Int32, col0: Int32, m, n, ldd, wg: Int32, thread: Int32):
         bias, weights, _, _, softcap, v0 = args
         rC, target = kept
         bias = self.columns(bias, col0, n, thread)
@@ -48,7 +46,7 @@ class Dlogits(Logits):
             self.logits(acc, j, bias, softcap, col0, n, thread)
             for v in self.values(j):
                 self.value(acc, v, rC, target, weights, 1.0 / softcap, thread)
-            self.output(acc, j, d_atom, staging, row0, col0, wg, thread)
+            self.output.put(acc, j, out, row0, col0, wg, thread)
 
     @cute.jit
     def value(self, acc, v: cutlass.Constexpr[int], rC, target, weights, inverse: Float32, thread: Int32):

@@ -29,7 +29,7 @@ class Softmax(Logits):
         ref = fake_pointer(None if p.redo else "float32", aligned=False)
         ints = [fake_pointer("int32", aligned=False) for _ in range(3)]
         floats = [fake_pointer("float32", aligned=False) for _ in range(2)]
-        return (fake_pointer(p.bias_dtype, False), weights, ref, *ints, *floats, wsum, Float32(1), *[Int32(0)] * 3)
+        return (fake_pointer(p.bias_dtype, False), weights, ref, *ints, *floats, wsum, Float32(1), Int32(0))
 
     @cute.jit
     def tiles_to_redo(self, args, total: Int32) -> Int32:
@@ -48,7 +48,7 @@ class Softmax(Logits):
 
     @cute.jit
     def prepare(self, kept, args, row0: Int32, col0: Int32, m, live, start, thread: Int32):
-        _, _, ref, cls, top, _, _, _, _, _, v0, _, _ = args
+        _, _, ref, cls, top, *_ = args
         numbers, target = kept
         for r in cutlass.range_constexpr(2):
             i = row0 + thread_rows(thread) + 8 * r
@@ -58,13 +58,11 @@ class Softmax(Logits):
                     numbers[0, r] = decode((top + i).load()) * LOG2_E
                 else:
                     numbers[0, r] = (ref + i).load() * LOG2_E
-                target[r] = (cls + i).load() - v0 - col0
+                target[r] = (cls + i).load() - col0
 
     @cute.jit
-    def __call__(
-        self, acc, kept, args, d_atom, d, staging, row0: Int32, col0: Int32, m, n, ldd, wg: Int32, thread: Int32
-    ):
-        bias, weights, _, _, top, flags, part_sum, zt, part_wsum, softcap, v0, tile0, num_tiles = args
+    def __call__(self, acc, kept, args, out, d, row0: Int32, col0: Int32, m, n, ldd, wg: Int32, thread: Int32):
+        bias, weights, _, _, top, flags, part_sum, zt, part_wsum, softcap, num_tiles = args
         row, ref_log2, target = row0 + thread_rows(thread), kept[0][0, None], kept[1]
         self.take_target(acc, target, bias, softcap, zt, row, col0, thread)
         highest, sums, wsums = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
@@ -72,18 +70,18 @@ class Softmax(Logits):
         sums.fill(0.0)
         wsums.fill(0.0)
         bias = self.columns(bias, col0, n, thread)
-        weights = self.columns(weights, v0 + col0, v0 + n, thread)
+        weights = self.columns(weights, col0, n, thread)
         for j in cutlass.range_constexpr(self.num_pieces):
             if const_expr(self.stages_output):
                 self.piece(acc, j, bias, weights, softcap, ref_log2, highest, sums, wsums, col0, n, thread)
-                self.output(acc, j, d_atom, staging, row0, col0, wg, thread)
+                self.output.put(acc, j, out, row0, col0, wg, thread)
             else:
                 # always so for j = 0; without a branch ptxas works on all pieces at once, and 200 bytes spill
                 if col0 + 2 * self.values(j)[0] < n:
                     self.piece(acc, j, bias, weights, softcap, ref_log2, highest, sums, wsums, col0, n, thread)
         for r in cutlass.range_constexpr(2):
             i = row + 8 * r
-            at = Int64(i) * num_tiles + (tile0 + col0 // self.config.tile_n)
+            at = Int64(i) * num_tiles + col0 // self.config.tile_n
             total, wtotal = self.quad_sum(sums[r]), self.quad_sum(wsums[r])
             if (i < m) & (col0 < n) & (thread % 4 == 0):  # a cluster's last tile may lie past the last class
                 (part_sum + at).store(total)

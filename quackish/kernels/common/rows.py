@@ -6,7 +6,13 @@ from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
 
 from quackish.configs.rms_norm import columns_per_cta
 
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": Float32, "int32": Int32}
+DTYPES = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": Float32,
+    "int16": cutlass.Int16,
+    "int32": Int32,
+}
 
 
 def fake_pointer(dtype: str | None, aligned: bool = True):

@@ -77,11 +77,61 @@ class Staging:
 
 
 class TileStore(Staging):
-    """Stores tiles by TMA, or adds them to what is there."""
+    """Stores tiles by TMA, or adds them to what is there; or, 16-bit ones, under the products of the next tile.
+
+    `out` is (`store_atom` of the output, or of its columns before and from `split` on; split; what `allocate` returned;
+    what `begin` returned).
+    """
 
     def __init__(self, dtype: str, config, accumulate: bool = False):
         super().__init__(dtype, config)
-        self.accumulate = accumulate
+        self.accumulate, self.every = accumulate, config.store_every
+
+    def begin(self, acc):
+        """A tile that waits to be stored, and where it goes: row, and column or -1 for nowhere."""
+        if not self.every:
+            return None
+        words = cute.make_rmem_tensor((cute.size(acc) // 2,), Int32)  # 16-bit elements would take a register each
+        tile = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), acc.layout)
+        where = cute.make_rmem_tensor((2,), Int32)
+        where.fill(-1)
+        return tile, where
+
+    @cute.jit
+    def put(self, acc, j: cutlass.Constexpr[int], out: tuple, row0: Int32, col0: Int32, wg: Int32, thread: Int32):
+        """Piece j of the accumulator goes to rows row0 and up of columns col0 and up, now or later. In order, all."""
+        if const_expr(not self.every):
+            self(acc, j, out, row0, col0, wg, thread)
+        else:
+            tile, where = out[3]
+            pairs = cute.make_layout((2, cute.size(acc) // 2))
+            values, rounded = cute.make_tensor(acc.iterator, pairs), cute.make_tensor(tile.iterator, pairs)
+            count = const_expr(cute.size(acc) // 2 // self.num_pieces)
+            for v in cutlass.range_constexpr(j * count, (j + 1) * count):
+                rounded[None, v].store(values[None, v].load().to(self.dtype))
+            where[0], where[1] = row0, col0
+
+    @cute.jit
+    def store_waiting(self, out: tuple, step: Int32, wg: Int32, thread: Int32):
+        """The piece that waits for this step of the next tile, 1 or more, if one does."""
+        tile, where = out[3]
+        if step <= self.step_of(self.num_pieces - 1) and where[1] >= 0:
+            for j in cutlass.range_constexpr(self.num_pieces):
+                if step == self.step_of(j):
+                    self(tile, j, out, where[0], where[1], wg, thread)
+
+    @cute.jit
+    def store_rest(self, out: tuple, steps: Int32, wg: Int32, thread: Int32):
+        """The pieces whose turn has not come within so many steps."""
+        tile, where = out[3]
+        if steps <= self.step_of(self.num_pieces - 1) and where[1] >= 0:
+            for j in cutlass.range_constexpr(self.num_pieces):
+                if steps <= self.step_of(j):
+                    self(tile, j, out, where[0], where[1], wg, thread)
+        where[1] = Int32(-1)
+
+    def step_of(self, j: int) -> int:
+        return 1 + self.every * j
 
     def store_atom(self, mD):
         op = cpasync.CopyBulkTensorTileS2GOp()
@@ -92,14 +142,13 @@ class TileStore(Staging):
         return atom, coordinates
 
     @cute.jit
-    def __call__(
-        self, acc, j: cutlass.Constexpr[int], d_atom, staging, row0: Int32, col0: Int32, wg: Int32, thread: Int32
-    ):
+    def __call__(self, acc, j: cutlass.Constexpr[int], out: tuple, row0: Int32, col0: Int32, wg: Int32, thread: Int32):
         """Piece j of the accumulator, rounded to the output's dtype, to rows row0 and up of columns col0 and up.
 
         Called for all pieces in order. A piece's values should be worked out right before its call: the shared memory
         of the piece before the last is being read meanwhile.
         """
+        d_atoms, split, staging, _ = out
         r2s, values, places, shape = self.parts(acc, staging, thread)
         piece = self.rounded(values, shape, j)
         buffer = self.buffer(j, wg)
@@ -114,14 +163,22 @@ class TileStore(Staging):
         cute.arch.fence_view_async_shared()
         if stores:
             cute.arch.barrier(barrier_id=is_full, number_of_threads=128)
-            gD = cute.local_tile(d_atom[1], (64, self.piece_n), (row0 // 64, None))
-            sD, gD = cpasync.tma_partition(
-                d_atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(gD, 0, 2)
-            )
-            cute.copy(d_atom[0], sD[None, buffer], gD[None, col0 // self.piece_n + j])
+            if const_expr(len(d_atoms) == 1):
+                self.copy_out(d_atoms[0], staging, buffer, row0, col0 // self.piece_n + j)
+            elif col0 < split:
+                self.copy_out(d_atoms[0], staging, buffer, row0, col0 // self.piece_n + j)
+            else:
+                self.copy_out(d_atoms[1], staging, buffer, row0, (col0 - split) // self.piece_n + j)
             cute.arch.cp_async_bulk_commit_group()
         else:
             cute.arch.barrier_arrive(barrier_id=is_full, number_of_threads=128)
+
+    def copy_out(self, d_atom, staging, buffer, row0, piece):
+        gD = cute.local_tile(d_atom[1], (64, self.piece_n), (row0 // 64, None))
+        sD, gD = cpasync.tma_partition(
+            d_atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(gD, 0, 2)
+        )
+        cute.copy(d_atom[0], sD[None, buffer], gD[None, piece])
 
     @cute.jit
     def finish(self, thread: Int32):
