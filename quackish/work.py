@@ -115,6 +115,9 @@ def _lce_gemm(p: GemmProblem, s: Sizes) -> Work:
         read += m * (4 + 4)  # factor, place
     elif p.accumulate:
         read += written
+    elif p.rest:  # places; at most so many rows of rest
+        read += m * 4
+        written += min(m, k) * n * 2
     return Work(read, written, 2 * m * n * k)
 
 
@@ -163,7 +166,7 @@ def _lce_sort(p: LceSortProblem, s: Sizes) -> Work:
 
 def _lce_targets(p: LceTargetsProblem, s: Sizes) -> Work:
     rows, classes = s["rows"], min(s["rows"], s["v1"] - s["v0"])  # at most so many rows of dw
-    read = rows * (p.h * _bytes(p.dtype) + 3 * 4) + classes * p.h * _bytes(p.dw_dtype)
+    read = rows * (p.h * _bytes(p.dtype) + 3 * 4) + classes * p.h * (_bytes(p.dw_dtype) + 2 * p.rest)
     return Work(read, classes * p.h * _bytes(p.dw_dtype), 2 * rows * p.h, "fewer bytes where rows share a target")
 
 
@@ -292,7 +295,7 @@ KERNELS = {
     ),
     "lce_gemm": Kernel(
         ("GemmSm90",),
-        "a a2 b d epilogue_args last_wave_args ticket num_live (m n k k_split start) strides max_clusters stream",
+        "a second b d epilogue_args last_wave_args ticket num_live (m n k split start) strides max_clusters stream",
         ("m", "n", "k", "max_clusters"),
         _lce_gemm,
         _gemm_ctas,
@@ -331,7 +334,7 @@ KERNELS = {
     ),
     "lce_targets": Kernel(
         ("LceTargets",),
-        "x sorted_cls sorted_row sorted_grad num_live dw places rest x_stride v0 v1 start rows stream",
+        "x sorted_cls sorted_row sorted_grad num_live dw rest x_stride v0 v1 start rows stream",
         ("v0", "v1", "rows"),
         _lce_targets,
         _targets_ctas,

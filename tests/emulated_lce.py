@@ -306,8 +306,8 @@ class EmulatedKernels:
             out[:live] = of_rows[place]
         if places is not None:
             listed = outs[0][:live].long()
-            there = ((listed >= 0) & (listed < places.shape[0])).nonzero()[:, 0].flip(0)
-            places[listed[there]] = there.int()  # the first one last
+            there = ((listed >= 0) & (listed < places.shape[0])).nonzero()[:, 0]
+            places.scatter_reduce_(0, listed[there], there.int(), "amin")
 
     @launcher
     def targets(self, x, sorted_cls, sorted_row, sorted_grad, num_live, start, v0, dw, rest=None):

@@ -1,5 +1,6 @@
 """`python -m quackish explain`: what it says, against ops, launches and a GPU's memory; and how it refuses."""
 
+import gc
 import json
 
 import pytest
@@ -422,6 +423,7 @@ def test_memory_is_what_this_gpu_shows(schedule):
 
     step()
     torch.cuda.synchronize()
+    gc.collect()  # what other tests left and is collected during the step would count as its own
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()

@@ -326,6 +326,37 @@ def test_dw_stored_under_the_next_tiles_products(places, m):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("h", [64, 264, 704])  # 1, 5 and 11 steps along k
+def test_logits_stored_under_the_next_tiles_products(h):
+    c = Case(m=1500, v=5008, h=h, live=1400)  # several tiles for each cluster
+    c.x[700] = c.x[700] * 60
+    runs = []
+    for every in (3, 0):
+        with config(lce_logits=dict(store_every=every)):
+            runs += [both("redo", *both("logits", *softmax_args(c, v_split=v_split))[0])[0] for v_split in (0, 2560)]
+    (whole, split), others = runs[:2], runs[2:]
+    assert whole[FLAGS].sum() > 0
+    assert same_bits(whole[E][:1400], torch.cat([split[E], split[E2]], 1)[:1400])
+    for one, other in zip((whole, split), others, strict=True):
+        assert same_bits(one[E][:1400], other[E][:1400])
+        assert same_bits(one[SUM][:1400], other[SUM][:1400])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("h", [64, 264, 704])
+def test_dlogits_stored_under_the_next_tiles_products(h):
+    c = Case(m=1500, v=5008, h=h)
+    coefs = torch.rand(c.m, 4, generator=torch.Generator().manual_seed(7))
+    e = torch.full((c.m, c.v), NAN, dtype=BF16)
+    args = c.x, c.w, None, coefs, c.cls, c.num_live, 0, None, None, False, 0, e
+    got, truth = both("dlogits", *args)
+    assert close(got[-1], truth[-1], 0.005)
+    with config(lce_dlogits=dict(store_every=0)):
+        at_once, _ = both("dlogits", *args)
+    assert same_bits(got[-1], at_once[-1])
+
+
+@pytest.mark.gpu
 def test_dw_reads_nothing_past_the_live_rows_tile():
     c = Case(m=640, live=130)
     c.e[192:], c.x[192:] = NAN, NAN

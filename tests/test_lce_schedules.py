@@ -426,6 +426,7 @@ def test_e_in_two_buffers_is_done_again_in_both(kernels, monkeypatch):
     x, target = x[:16].detach().requires_grad_(), target[:16]  # few rows: E lies in the weight gradient as well
     check(x, w, target, dict(reduction="sum"), schedule="chunked")
     assert kernels.calls["logits"] == kernels.calls["redo"] == 1
+    assert kernels.calls["dw"] == 2
 
 
 @pytest.mark.parametrize("p", [0.9, 0.99, 0.999])

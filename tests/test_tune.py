@@ -83,6 +83,8 @@ def test_candidates_vary_every_field_that_may_help():
     found = candidates("lce_gemm", DX, H200, most=1000)
     for field in ("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n", "group", "group_along", "num_stages"):
         assert len({getattr(one, field) for one in found}) >= 2, field
+    dw = GemmProblem("store", BF16, BF16, a_major="m", b_major="n", live="k")
+    assert {(one.tile_n, one.store_every) for one in candidates("lce_gemm", dw, H200, 1000)} >= {(192, 0), (192, 3)}
 
 
 def test_what_is_further_from_the_floor_is_left_out():

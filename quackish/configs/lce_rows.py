@@ -44,7 +44,7 @@ class LceRowsProblem:
     grad_loss: str = "one"  # "one", "scalar" or "rows"
     grad_lse: bool = False
     e_split: bool = False  # E lies in two buffers
-    places: bool = False  # a number a class is set to -1, for `sort`
+    places: bool = False  # a number a class is set to NO_PLACE, for `sort`
 
     def __post_init__(self):
         if self.grads == "scale" and self.label_smoothing:
@@ -54,7 +54,7 @@ class LceRowsProblem:
 @dataclasses.dataclass(frozen=True)
 class LceSortProblem:
     e_split: bool  # E lies in two buffers
-    places: bool = False  # where each class's rows are is listed
+    places: bool = False  # where each class's first row is, is listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,9 @@ def lce_gather_config(problem: LceGatherProblem) -> LceRowsConfig:
 def lce_targets_config(problem: LceTargetsProblem) -> LceTargetsConfig:
     """As many CTAs across a row as it takes, of whole warps."""
     warps = -(-problem.h // 256)
-    return LceTargetsConfig(threads=32 * -(-warps // -(-warps // 8)))
+    threads = 32 * -(-warps // -(-warps // 8))
+    # Four rows that come in element by element take more registers than four CTAs an SM leave.
+    return LceTargetsConfig(threads, rows=4 if problem.x_aligned else 2)
 
 
 def lce_bias_config(problem: LceBiasProblem) -> LceBiasConfig:

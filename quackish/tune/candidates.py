@@ -119,8 +119,8 @@ def _gemm_configs(problem: GemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[
         tile = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, consumer_registers=_CONSUMER_REGISTERS[tile_m])
         stage = (tile_m + tile_n) * tile_k * 2
         room = gpu.smem_bytes - gemm_smem_bytes(problem, dataclasses.replace(tile, num_stages=0))
-        for group, along in itertools.product((4, 8, 16), ("m", "n")):
-            yield dataclasses.replace(tile, num_stages=room // stage, group=group, group_along=along)
+        for group, along, every in itertools.product((4, 8, 16), ("m", "n"), {0, base.store_every}):
+            yield dataclasses.replace(tile, num_stages=room // stage, group=group, group_along=along, store_every=every)
 
 
 def _gemm_promises(problem: GemmProblem, config: GemmConfig, base: GemmConfig) -> bool:
