@@ -117,7 +117,7 @@ class Rows:
 
     @cute.jit
     def __call__(self, acc, kept, args, out, d, row0, col0: Int32, m, n, ldd, wg: Int32, thread: Int32):
-        factors, rows = kept
+        (factors, rows), (_, _, staging, _) = kept, out
         for v in cutlass.range_constexpr(cute.size(acc)):
             acc[v] = acc[v] * factors[row_of(v)]
-        self.output(acc, d, out[2], rows, col0, n, ldd, wg, thread)
+        self.output(acc, d, staging, rows, col0, n, ldd, wg, thread)

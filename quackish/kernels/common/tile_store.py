@@ -80,7 +80,7 @@ class TileStore(Staging):
     """Stores tiles by TMA, or adds them to what is there; or, 16-bit ones, under the products of the next tile.
 
     `out` is (`store_atom` of the output, or of its columns before and from `split` on; split; what `allocate` returned;
-    what `begin` returned).
+    what `begin` returned, or None).
     """
 
     def __init__(self, dtype: str, config, accumulate: bool = False):
@@ -88,9 +88,7 @@ class TileStore(Staging):
         self.accumulate, self.every = accumulate, config.store_every
 
     def begin(self, acc):
-        """A tile that waits to be stored, and where it goes: row, and column or -1 for nowhere."""
-        if not self.every:
-            return None
+        """With store_every: a tile that waits to be stored, and where it goes: row, and column or -1 for nowhere."""
         words = cute.make_rmem_tensor((cute.size(acc) // 2,), Int32)  # 16-bit elements would take a register each
         tile = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), acc.layout)
         where = cute.make_rmem_tensor((2,), Int32)
@@ -103,7 +101,7 @@ class TileStore(Staging):
         if const_expr(not self.every):
             self(acc, j, out, row0, col0, wg, thread)
         else:
-            tile, where = out[3]
+            _, _, _, (tile, where) = out
             pairs = cute.make_layout((2, cute.size(acc) // 2))
             values, rounded = cute.make_tensor(acc.iterator, pairs), cute.make_tensor(tile.iterator, pairs)
             count = const_expr(cute.size(acc) // 2 // self.num_pieces)
@@ -114,7 +112,7 @@ class TileStore(Staging):
     @cute.jit
     def store_waiting(self, out: tuple, step: Int32, wg: Int32, thread: Int32):
         """The piece that waits for this step of the next tile, 1 or more, if one does."""
-        tile, where = out[3]
+        _, _, _, (tile, where) = out
         if step <= self.step_of(self.num_pieces - 1) and where[1] >= 0:
             for j in cutlass.range_constexpr(self.num_pieces):
                 if step == self.step_of(j):
@@ -123,7 +121,7 @@ class TileStore(Staging):
     @cute.jit
     def store_rest(self, out: tuple, steps: Int32, wg: Int32, thread: Int32):
         """The pieces whose turn has not come within so many steps."""
-        tile, where = out[3]
+        _, _, _, (tile, where) = out
         if steps <= self.step_of(self.num_pieces - 1) and where[1] >= 0:
             for j in cutlass.range_constexpr(self.num_pieces):
                 if steps <= self.step_of(j):
