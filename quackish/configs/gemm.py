@@ -46,7 +46,7 @@ class GemmConfig:
 
     Clusters of cluster_m x cluster_n CTAs share what they load. Tiles are walked in groups of `group` clusters along
     `group_along` ("m" or "n"), all of the other dimension for each, so that what a group reads again is in the L2.
-    With `store_every` a tile is stored under the next one's products, 64 columns each so many steps along k.
+    A tile is stored at once; with `store_every` under the next one's products, 64 columns each so many steps along k.
     """
 
     tile_m: int = 128
@@ -110,7 +110,8 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
         4096, 2048, 32000    0.98          0.98 to 0.99
         8192, 2048, 151936   0.99          0.99 to 1.00
     and of all of `recompute` at M 8192, H 4096, V 128256, against dlogits alone at 0: 0.995. With 0, all clusters write
-    their tiles at the same time, while none multiplies. Pieces two steps apart gained 4 % where three gained 6.
+    their tiles at the same time, while none multiplies. With 1024 rows, pieces two steps apart gained 4 % where three
+    gained 6.
     """
     if problem.epilogue == "dlogits" and problem.smoothing:
         return GemmConfig(tile_n=128)  # 8 to 64 bytes of registers spill with 256 columns, class weights and softcap
@@ -118,6 +119,11 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
         return GemmConfig(group_along="n", store_every=3 if _may_wait(problem) else 0)
     spills = problem.epilogue == "softmax" and problem.softcap  # 32 to 72 bytes, if tiles wait
     return GemmConfig(store_every=3 if _may_wait(problem) and not spills else 0)
+
+
+def _may_wait(problem: GemmProblem) -> bool:
+    """Whether a tile may be stored later: in 16 bits it fits into the registers beside the next one."""
+    return problem.epilogue != "rows" and problem.out_dtype in ("bfloat16", "float16")
 
 
 def softmax_tile_n() -> int:
@@ -161,11 +167,6 @@ def last_wave_pieces(tiles: int, k_tiles: int, clusters: int) -> int:
         if n * rest <= MOST_ROUNDS * clusters and of_n + WORTH_ROUNDS <= steps:
             pieces, steps = n, of_n
     return rest * pieces
-
-
-def _may_wait(problem: GemmProblem) -> bool:
-    """Whether a tile may be stored later: in 16 bits it fits into the registers beside the next one."""
-    return problem.epilogue != "rows" and problem.out_dtype in ("bfloat16", "float16")
 
 
 # Legality ------------------------------------------------------------------------------------------------------------

@@ -267,7 +267,8 @@ class SharedStorage:
 
 
 # E of a chunk of all rows lies partly in the weight gradient's storage where it has more bytes than this: below, a
-# launch less is worth more than the memory.
+# launch less counts for more than the memory. (With E of 262 MB in one place a step took 0.5 % less, for 87 MB
+# more: H200, M 4096, H 2048, V 32000. Smaller ones are not measured.)
 SHARED_FROM = 1 << 26
 
 

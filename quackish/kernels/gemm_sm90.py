@@ -289,7 +289,7 @@ class GemmSm90:
                     loaded.consumer_release(released)
                     released.advance()
                     if const_expr(c.store_every):
-                        self.epilogue.output.store_rest(out, k_end - k_begin, wg, thread)
+                        self.epilogue.output.store_remaining(out, k_end - k_begin, wg, thread)
                     complete = True
                     if const_expr(p.cut_last):
                         where = cluster, num_clusters, cta_n * c.cluster_m + cta_m, wg, thread
@@ -297,7 +297,7 @@ class GemmSm90:
                     if complete:
                         self.epilogue(acc, kept, epilogue_args, out, d, row0, col0, m, n, ldd, wg, thread)
             if const_expr(c.store_every):
-                self.epilogue.output.store_rest(out, Int32(0), wg, thread)
+                self.epilogue.output.store_remaining(out, Int32(0), wg, thread)
             self.epilogue.finish(thread)
 
     @cute.jit

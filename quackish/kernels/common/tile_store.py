@@ -119,7 +119,7 @@ class TileStore(Staging):
                     self(tile, j, out, where[0], where[1], wg, thread)
 
     @cute.jit
-    def store_rest(self, out: tuple, steps: Int32, wg: Int32, thread: Int32):
+    def store_remaining(self, out: tuple, steps: Int32, wg: Int32, thread: Int32):
         """The pieces whose turn has not come within so many steps."""
         _, _, _, (tile, where) = out
         if steps <= self.step_of(self.num_pieces - 1) and where[1] >= 0:
