@@ -36,9 +36,9 @@ from quackish.configs.linear_cross_entropy import (
     kernel_config,
     recompute_blocks,
     scratch_columns,
-    scratch_columns_of_parts,
     shared_storage,
 )
+from quackish.configs.linear_cross_entropy_lean import LeanProblem, lean_blocks, lean_forward_rows
 from quackish.errors import UnsupportedError
 from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy as public
@@ -270,24 +270,31 @@ def test_gradients_whose_parts_cancel(v, mean, schedule):
 @pytest.mark.parametrize("dw_dtype", [torch.bfloat16, FP32])
 @pytest.mark.parametrize("name", ["plain", "bias", "softcap"])
 @pytest.mark.parametrize("ignored", [False, True])
-def test_recomputed_in_parts(ignored, name, dw_dtype, kernels, monkeypatch):
-    monkeypatch.setattr(schedules, "scratch_columns_of_parts", lambda part_rows, h: 256)
-    m, h, v, part = 300, 64, 4000, 128
+def test_recomputed_in_little_memory(ignored, name, dw_dtype, kernels, monkeypatch):
+    monkeypatch.setattr("quackish.configs.linear_cross_entropy_lean.LEAST_SCRATCH", 0)
+    lean_blocks.cache_clear()
+    m, h, v, part = 300, 256, 4004, 128
     x, w, target, kw = case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
     target[: 270 if ignored else 0] = IGNORED  # of three parts, one with live rows
-    blocks = recompute_blocks(part, v, h, dw_dtype.itemsize, 256, dw_dtype != FP32)
-    assert sum(block.offset is not None for block in blocks) > 1
+    blocks = lean_blocks(LeanProblem(m, v, h, dw_dtype.itemsize, part))
+    parts = sum(-(-m // block.part_rows) for block in blocks)
+    # all rows at once, in parts in dw's storage, rows of x in the scratch, all in the scratch
+    rows, at = {block.part_rows for block in blocks}, {(b.e_at is None, b.x_at is None) for b in blocks}
+    assert {m, part} <= rows
+    assert {(False, False), (True, True)} <= at
+    assert dw_dtype == FP32 or (False, True) in at
     inputs = parameters(x, w, kw)
     with torch.autocast(HERE["device"].type, dtype=torch.bfloat16, enabled=dw_dtype == FP32):
         loss = linear_cross_entropy(x, w, target, schedule="recompute", chunk_size=part, **kw, **CUTE)
         first = torch.autograd.grad(loss, inputs, retain_graph=True)
-        assert kernels.calls["dlogits"] == kernels.calls["dw"] == 3 * len(blocks)
-        assert kernels.calls["dx"] == kernels.calls["logits"] == 3
+        assert kernels.calls["dlogits"] == kernels.calls["dw"] == parts
+        assert kernels.calls["dx"] == kernels.calls["logits"] == (3 if dw_dtype != FP32 else 1)
         again = torch.autograd.grad(loss, inputs)
     rounded = [t.detach().bfloat16() for t in (x, w)]
     for got, other, want in zip(first, again, truth(*rounded, target, kw)[2], strict=True):
         assert norm_error(got, want) <= 4 * unit_roundoff(torch.bfloat16)
         assert same_bits(got, other)
+    lean_blocks.cache_clear()
 
 
 @pytest.mark.parametrize("m", [1, 2, 127, 128, 129, 257])
@@ -689,8 +696,9 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
         early_dx = ran == "recompute" and e_route and reduction == "mean"
         calls = kernels.calls
         assert calls["logits"] == calls["redo"] == (1 if ran == "stored" else chunks)
-        if early_dx:  # three chunks in forward; in backward three parts where there is a weight gradient to add up
-            times = chunks if wants[1] else 1
+        if early_dx and wants[1]:
+            blocks = lean_blocks(LeanProblem(x.shape[0], *w.shape, 2, 128))
+            times = sum(-(-x.shape[0] // block.part_rows) for block in blocks)
         assert calls["dlogits"] == (times if ran == "recompute" and any(wants[early_dx:]) else 0)
         dx_times = chunks if early_dx else times
         assert [calls[n] for n in ("dx", "dw", "bias_sum")] == [
@@ -960,13 +968,13 @@ def test_nothing_alive_is_overwritten_in_shared_storage(rows, h, v, itemsize):
     assert not owner[c * h * itemsize :].any()  # the second one
 
 
-@pytest.mark.parametrize("itemsize, sums", [(2, False), (2, True), (4, False), (None, False)])
+@pytest.mark.parametrize("itemsize", [2, 4, None])
 @pytest.mark.parametrize("v", [1, 255, 256, 257, 700, 1000, 5003, 20_011])
 @pytest.mark.parametrize("h", [8, 64, 136, 1024])
 @pytest.mark.parametrize("m", [1, 5, 128, 300, 1000, 4096])
-def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize, sums):
+def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize):
     for scratch in (256, 768, scratch_columns(m, False, False)):
-        blocks = recompute_blocks(m, v, h, itemsize, scratch, sums)
+        blocks = recompute_blocks(m, v, h, itemsize, scratch)
         assert [b.v0 for b in blocks] + [v] == [0] + [b.v1 for b in blocks]
         assert all(b.v0 < b.v1 for b in blocks)
         assert all(b.v0 % COLUMN_MULTIPLE == 0 for b in blocks)
@@ -979,7 +987,46 @@ def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize, su
             assert offset % 1024 == 0
             assert (v1 - v0) % COLUMN_MULTIPLE == 0
             assert v1 * row <= offset  # behind what is done and what this block writes
-            assert offset + (v1 - v0) * (m * 2 + h * 4 * sums) <= v * row
+            assert offset + (v1 - v0) * m * 2 <= v * row
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("v", [1, 8, 255, 700, 5003, 20_011, 128_256])
+@pytest.mark.parametrize("h", [8, 136, 1024, 4096])
+@pytest.mark.parametrize("m", [1, 128, 130, 300, 4096, 20_000])
+@pytest.mark.parametrize("chunk_rows", [128, 1024])
+def test_nothing_alive_is_overwritten_by_lean_blocks(chunk_rows, m, h, v, itemsize):
+    problem = LeanProblem(m, v, h, itemsize, even_chunks(m, chunk_rows))
+    blocks, row = lean_blocks(problem), h * itemsize
+    assert [b.v0 for b in blocks] + [v] == [0] + [b.v1 for b in blocks]
+    for v0, v1, part_rows, e_at, x_at in blocks:
+        n = v1 - v0
+        assert n > 0
+        assert v0 % 8 == 0
+        assert part_rows == m or part_rows % 128 == 0
+        sums = n * h * 4 if part_rows < m and itemsize == 2 else 0
+        if x_at is None:
+            assert part_rows <= problem.scratch_rows
+        else:
+            assert e_at + n * part_rows * 2 <= x_at <= v * row - part_rows * h * 2
+            assert x_at % 1024 == 0
+        if e_at is None:
+            assert x_at is None
+            assert n <= problem.scratch_columns
+        else:
+            assert v0 * row + max(n * row, sums) <= e_at <= v * row - n * part_rows * 2
+            assert n % 8 == e_at % 1024 == 0
+
+
+def test_lean_blocks_and_their_scratch():
+    problem = LeanProblem(8192, 128_256, 4096, 2, 128)
+    blocks = lean_blocks(problem)
+    assert sum(-(-8192 // block.part_rows) for block in blocks) <= 720
+    assert sum(block.v1 - block.v0 for block in blocks if block.part_rows == 8192) > 100_000
+    assert problem.scratch_columns == 8  # 131 kB of sums
+    assert LeanProblem(8192, 128_256, 4096, 2, 4096).scratch_columns == 336  # 8 MB, a quarter of the rows of x
+    assert lean_forward_rows(128_256, 4096, 2, 501) == 3840
+    assert lean_forward_rows(4000, 64, 2, 16) == 0
 
 
 def test_recomputed_blocks_are_few():
@@ -995,4 +1042,3 @@ def test_columns_of_scratch():
     assert [scratch_columns(m, False, False) for m in (1024, 8192, 10**6)] == [16_384, 2816, 2816]
     assert [scratch_columns(m, False, True) for m in (1024, 8192, 10**6)] == [49_152, 6144, 2816]
     assert [scratch_columns(m, True, False) for m in (1024, 8192, 10**6)] == [131_072, 16_384, 2816]
-    assert [scratch_columns_of_parts(rows, 4096) for rows in (128, 4096, 10**6)] == [1024, 768, 256]

@@ -35,7 +35,7 @@ class LinearCrossEntropyConfig:
     chunk_rows: int
     # `recompute` on kernels:
     early_dx: bool = False  # the input's gradient is made in forward, chunk by chunk
-    in_parts: bool = False  # ... and the weight's in backward from chunk_rows rows at a time
+    in_parts: bool = False  # ... and the weight's in backward, with memory for chunk_rows rows of x
 
 
 def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
@@ -123,7 +123,7 @@ def kernel_config(
       sums to keep. Backward multiplies the logits again, for the weight's alone, which takes E's place. So a chunk has
       H rows; or fewer, where forward makes the weight's gradient of some classes as well (`first_classes`). Where that
       gradient is added to the user's buffer, as many as keep E within ROOMY_BYTES. With `chunk_size` backward holds no
-      more rows at a time either: less memory, and fp32 sums of a block's gradient over its parts.
+      more rows of x in memory of their own: see configs/linear_cross_entropy_lean.py.
     - "auto" is `chunked`, unless the weight gradient is better made in backward: where rows may get gradients of their
       own (reduction "none", or an lse that is returned), or where it is added to the user's buffer, which forward may
       not touch. Then `stored` where E of all rows stays within KEPT_BYTES, else `recompute`.
@@ -142,7 +142,7 @@ def kernel_config(
         if early_dx:
             there = ROOMY_BYTES if problem.grad_weight_out else E_ITEMSIZE * problem.v * problem.h
             chunk_size = min(chunk_size, whole_tiles(there, problem.v))
-    return LinearCrossEntropyConfig(schedule, _round_up(chunk_size, ROW_MULTIPLE), early_dx, in_parts)
+    return LinearCrossEntropyConfig(schedule, round_up(chunk_size, ROW_MULTIPLE), early_dx, in_parts)
 
 
 def whole_tiles(size: int, v: int) -> int:
@@ -152,22 +152,17 @@ def whole_tiles(size: int, v: int) -> int:
 
 def even_chunks(m: int, chunk_rows: int) -> int:
     """As many chunks as `chunk_rows` make of m rows, all about as large: a short last one would be a slow GEMM."""
-    return _round_up(-(-m // -(-m // chunk_rows)), ROW_MULTIPLE)
+    return round_up(-(-m // -(-m // chunk_rows)), ROW_MULTIPLE)
 
 
 def scratch_columns(m: int, roomy: bool, alone: bool) -> int:
     """How many classes' dlogits `recompute` may hold in memory of their own; `alone`: without dx's sums beside them."""
     there = ROOMY_BYTES if roomy else ALONE_BYTES if alone else BLOCK_BYTES
-    return _round_up(max(there // (2 * m), MIN_BLOCK), COLUMN_MULTIPLE)
-
-
-def scratch_columns_of_parts(part_rows: int, h: int) -> int:
-    """As many of them as fit in half of BLOCK_BYTES with their fp32 sums; a tile at least."""
-    return _round_up(BLOCK_BYTES // 2 // (2 * part_rows + 4 * h) + 1, COLUMN_MULTIPLE)
+    return round_up(max(there // (2 * m), MIN_BLOCK), COLUMN_MULTIPLE)
 
 
 class Block(NamedTuple):
-    """Classes [v0, v1) of `recompute`'s backward, and where their sums, if any, and their dlogits (m, v1 - v0) lie."""
+    """Classes [v0, v1) of `recompute`'s backward, and where their dlogits (m, v1 - v0) lie."""
 
     v0: int
     v1: int
@@ -175,26 +170,23 @@ class Block(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def recompute_blocks(
-    m: int, v: int, h: int, itemsize: int | None, scratch: int, sums: bool = False
-) -> tuple[Block, ...]:
+def recompute_blocks(m: int, v: int, h: int, itemsize: int | None, scratch: int) -> tuple[Block, ...]:
     """All classes, ascending, in few blocks: each makes one pass over the input gradient's fp32 sums.
 
     `itemsize` of the weight gradient, (v, h); None where its storage is not ours. Of that storage a block leaves alone
     what earlier ones wrote, writes its own classes' rows, and has its dlogits at the end of what follows: n of R left
     fit where n * h * itemsize + m * n * 2 bytes do, a third of R where m is 2 h and the gradient is 16 bits wide. So
-    blocks shrink, until `scratch` classes (a multiple of 256) are as many. With `sums`, the gradient of a block's own
-    classes in fp32 lies in front of their dlogits.
+    blocks shrink, until `scratch` classes (a multiple of 256) are as many.
 
     Of the widths that fit, down to half of the widest, the one that costs least a class. It is a whole number of tiles.
     """
-    blocks, v0, a_class = [], 0, m * E_ITEMSIZE + (h * 4 if sums else 0)
+    blocks, v0 = [], 0
     while v - v0 > scratch:
-        fit = 0 if itemsize is None else _tail_tiles(a_class, v, v0, h * itemsize)
+        fit = 0 if itemsize is None else _tail_tiles(m, v, v0, h * itemsize)
         widest = max(fit, scratch // COLUMN_MULTIPLE)
         tiles = min(range(widest, (widest - 1) // 2, -1), key=lambda tiles: _block_cost(m, h, tiles) / tiles)
         v1 = v0 + tiles * COLUMN_MULTIPLE
-        blocks.append(Block(v0, v1, _tail_offset(a_class, v, v0, v1, h * itemsize) if tiles <= fit else None))
+        blocks.append(Block(v0, v1, _tail_offset(m, v, v0, v1, h * itemsize) if tiles <= fit else None))
         v0 = v1
     return *blocks, Block(v0, v, None)
 
@@ -225,19 +217,19 @@ def first_classes(m: int, v: int, h: int, itemsize: int) -> FirstClasses | None:
     first = recompute_blocks(m, v, h, itemsize, scratch_columns(m, False, True))[0]
     if first.offset is None:
         return None
-    part_rows = first.offset // (E_ITEMSIZE * _round_up(v - first.v1, 64)) // ROW_MULTIPLE * ROW_MULTIPLE
+    part_rows = first.offset // (E_ITEMSIZE * round_up(v - first.v1, 64)) // ROW_MULTIPLE * ROW_MULTIPLE
     return FirstClasses(first.v1, first.offset, part_rows) if min(part_rows, m) * h >= min(m * h, LEAST_PART) else None
 
 
-def _tail_tiles(a_class: int, v: int, v0: int, row: int) -> int:
-    """How many tiles of classes fit behind their own `row` bytes each, with `a_class` bytes each."""
-    tiles = (v - v0) * row // (row + a_class) // COLUMN_MULTIPLE
+def _tail_tiles(m: int, v: int, v0: int, row: int) -> int:
+    """How many tiles of classes have their dlogits behind their own `row` bytes each."""
+    tiles = (v - v0) * row // (row + m * E_ITEMSIZE) // COLUMN_MULTIPLE
     v1 = v0 + tiles * COLUMN_MULTIPLE
-    return tiles if _tail_offset(a_class, v, v0, v1, row) >= v1 * row else tiles - 1
+    return tiles if _tail_offset(m, v, v0, v1, row) >= v1 * row else tiles - 1
 
 
-def _tail_offset(a_class: int, v: int, v0: int, v1: int, row: int) -> int:
-    return (v * row - a_class * (v1 - v0)) // OFFSET_MULTIPLE * OFFSET_MULTIPLE
+def _tail_offset(m: int, v: int, v0: int, v1: int, row: int) -> int:
+    return (v * row - m * E_ITEMSIZE * (v1 - v0)) // OFFSET_MULTIPLE * OFFSET_MULTIPLE
 
 
 WAVE = 66  # clusters that run at a time on 132 SMs, each with a tile of 256 x 256
@@ -291,5 +283,5 @@ def shared_storage(rows: int, v: int, h: int, itemsize: int) -> SharedStorage | 
     return None
 
 
-def _round_up(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple

@@ -89,7 +89,7 @@ class LceTargets:
         count = Int32(0)
         if begins:
             count = self.count(here, t)
-            self.load_rows(raw, x + columns, here, x_stride, Int32(0), count)
+            self.load_rows(raw, x + columns, here, x_stride, Int32(0), count, first=True)
         after_previous()
 
         if begins:
@@ -101,7 +101,7 @@ class LceTargets:
             first = Int32(self.batch)
             while count > 0:
                 for k in cutlass.range(first, count, self.batch, unroll=1):
-                    self.load_rows(raw, x + columns, here, x_stride, k, count)
+                    self.load_rows(raw, x + columns, here, x_stride, k, count, first=False)
                     self.add_rows(total, raw, here, k, count)
                 s, first, more = s + 32, Int32(0), count == 32
                 count = Int32(0)
@@ -134,11 +134,17 @@ class LceTargets:
         return cute.arch.popc(cute.arch.vote_ballot_sync(here[0] == t))
 
     @cute.jit
-    def load_rows(self, raw, x: cute.Pointer, here: tuple, x_stride: Int64, k: Int32, count: Int32):
+    def load_rows(
+        self, raw, x: cute.Pointer, here: tuple, x_stride: Int64, k: Int32, count: Int32, first: cutlass.Constexpr[bool]
+    ):
         """The rows of places k and up, a batch at most; before place `count`."""
         for b in cutlass.range_constexpr(self.batch):
-            r = cute.arch.shuffle_sync(here[1], k + b)
-            if k + b < count:
+            if const_expr(first):
+                r = cute.arch.shuffle_sync(here[1], k + b)
+                if k + b < count:  # most classes have one row
+                    raw[None, b].store(load_eight(x, Int64(r) * x_stride, self.problem.x_aligned))
+            else:  # the last row again behind it: loads in branches would wait for each other
+                r = cute.arch.shuffle_sync(here[1], cutlass.min(k + b, count - 1))
                 raw[None, b].store(load_eight(x, Int64(r) * x_stride, self.problem.x_aligned))
 
     @cute.jit

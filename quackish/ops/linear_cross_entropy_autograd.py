@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from quackish.configs.linear_cross_entropy import ROOMY_BYTES, first_classes, whole_tiles
+from quackish.configs.linear_cross_entropy_lean import lean_forward_rows
 from quackish.ops import cuda
+from quackish.ops import linear_cross_entropy_lean as lean
 from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy_buffers import padded_strides
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
@@ -51,7 +53,7 @@ class Plan(NamedTuple):
     schedule: str  # one that the kernels have for the rest
     chunk_rows: int
     early_dx: bool  # with `recompute`: dx is made in forward
-    in_parts: bool  # ... and dw from chunk_rows rows at a time
+    in_parts: bool  # ... and dw with memory for chunk_rows rows of x
     compute_dtype: torch.dtype
 
     def call(self, inputs: Inputs) -> Call:
@@ -104,13 +106,16 @@ class Plan(NamedTuple):
         dx, dw = x if x == self.compute_dtype else fp32, w if w == self.compute_dtype else fp32
         return Wanted(dx if needs[0] else None, dw if needs[1] else None, needs[2])
 
-    def forward(self, k, call: Call, wanted: Wanted, begin_dw: bool) -> Forward:
-        """`begin_dw`: with `recompute` a part of dw may be made too, in storage that backward is to be given."""
+    def forward(self, k, call: Call, wanted: Wanted, own_dw: bool, may_begin: bool = True) -> Forward:
+        """`own_dw`: backward returns a dw. `may_begin`: with `recompute` a part of it may be made already, in storage
+        that backward is to be given."""
         made = wanted
         if self.schedule == "recompute":
             made = self.made_in_forward(wanted)
-            if begin_dw and self.begins_dw(k, call, wanted):
+            if own_dw and may_begin and self.begins_dw(k, call, wanted):
                 return schedules.recompute_forward(k, call, wanted)
+            if self.lends_dw(k, call, wanted, own_dw):
+                return lean.lean_forward(k, call, wanted)
         if not made.any():
             return schedules.statistics(k, call, self.chunk_rows)
         if self.schedule == "stored":
@@ -128,6 +133,14 @@ class Plan(NamedTuple):
         if not (both and self.early_dx and k.keeps_rest) or self.in_parts or wanted.db:
             return False
         return first_classes(call.x.shape[0], *call.w.shape, wanted.dw.itemsize) is not None
+
+    def lends_dw(self, k, call: Call, wanted: Wanted, own_dw: bool) -> bool:
+        """Whether memory as large as dw, which backward will take, has room for a chunk in forward."""
+        if not (self.in_parts and own_dw and wanted.dx is not None and wanted.dw is not None):
+            return False
+        v, h = call.w.shape
+        fit = lean_forward_rows(v, h, wanted.dw.itemsize, k.num_tiles(v))
+        return fit >= min(self.chunk_rows, call.x.shape[0])
 
     def rows_in_forward(self, call: Call, wanted: Wanted) -> int:
         """The rows of a chunk. With `recompute` its E is as large as dw; of a frozen weight there is none to come."""
@@ -165,7 +178,7 @@ class Plan(NamedTuple):
                 grads = scaled(k, made, incoming.loss, dw_out)
             wanted = wanted.but(early)
         if self.in_parts and wanted.dx is None and wanted.dw and dw_out is None:
-            rest = schedules.recompute_in_parts(k, call, kept, incoming, wanted, self.chunk_rows)
+            rest = lean.lean_backward(k, call, kept, incoming, wanted, self.chunk_rows)
         elif wanted.any():
             rest = schedules.recompute_backward(k, call, kept, incoming, wanted, dw_out)
         else:
@@ -336,7 +349,7 @@ def _sorted(args) -> tuple[Inputs, Tensor | None, Plan, list[bool]]:
 def _fwd_impl(*args):
     inputs, grad_weight_out, plan, needs = _sorted(args)
     wanted = plan.wanted(inputs, needs, grad_weight_out)
-    out = plan.forward(kernels_of(inputs.input.device), plan.call(inputs), wanted, False)
+    out = plan.forward(kernels_of(inputs.input.device), plan.call(inputs), wanted, grad_weight_out is None, False)
     loss, lse = plan.loss(out, inputs.target), out.lse.view(inputs.target.shape)
     return loss, lse, *out.rows, *out.grads, out.xc, out.e
 

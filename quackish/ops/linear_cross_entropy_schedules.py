@@ -21,7 +21,6 @@ from quackish.configs.linear_cross_entropy import (
     first_classes,
     recompute_blocks,
     scratch_columns,
-    scratch_columns_of_parts,
 )
 from quackish.ops.linear_cross_entropy_buffers import inside, matrix, padded, padded_strides, vector
 from quackish.ops.linear_cross_entropy_e import Block, E, Targets, add_dw, new_places
@@ -115,9 +114,9 @@ class Forward(NamedTuple):
 
 def statistics(k, call: Call, chunk_rows: int) -> Forward:
     """loss and lse alone: without grad, and forward of `recompute`."""
-    out = _begin(k, call)
+    out = begin(k, call)
     for start in range(0, call.x.shape[0], chunk_rows):
-        _Chunk(k, call, out, start, chunk_rows).statistics()
+        Chunk(k, call, out, start, chunk_rows).statistics()
     return out
 
 
@@ -132,10 +131,10 @@ def chunked(k, call: Call, chunk_rows: int, wanted: Wanted, lean: bool = False) 
     dx = matrix(call.x, m, h, wanted.dx) if wanted.dx else None
     dw = matrix(call.x, v, h, wanted.dw if single else torch.float32) if wanted.dw else None
     db = vector(call.x, v, torch.float32) if wanted.db else None
-    out = _begin(k, call)
+    out = begin(k, call)
     for start in range(0, m, chunk_rows):
         # not named: what a chunk allocates is gone before the next one allocates
-        _Chunk(k, call, out, start, chunk_rows, dx).statistics_and_gradients(single, dx, dw, db, lean)
+        Chunk(k, call, out, start, chunk_rows, dx).statistics_and_gradients(single, dx, dw, db, lean)
     if dw is not None and dw.dtype != wanted.dw:
         dw = dw.to(wanted.dw)
     return out._replace(grads=Grads(dx, dw, db))
@@ -143,8 +142,8 @@ def chunked(k, call: Call, chunk_rows: int, wanted: Wanted, lean: bool = False) 
 
 def stored(k, call: Call) -> Forward:
     """loss and lse, and what `stored_backward` starts from."""
-    out = _begin(k, call)
-    chunk = _Chunk(k, call, out, 0, call.x.shape[0])
+    out = begin(k, call)
+    chunk = Chunk(k, call, out, 0, call.x.shape[0])
     e = E.alone(call.w, chunk.rows)
     chunk.statistics(e)
     return out._replace(xc=chunk.xc, e=e.blocks[0].e)
@@ -164,7 +163,7 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     xc, xs = (kept.xc, matrix(kept.xc, *kept.xc.shape, kept.xc.dtype)) if wanted.dw else (None, None)
     row_scale = vector(call.x, m, torch.float32)
     places = new_places(k, call.x, v, wanted.dw) if dw_out is None else None
-    _run_rows(k, call, kept, 0, m, "scale", incoming, e=e, xc=xc, xs=xs, row_scale=row_scale, places=places)
+    run_rows(k, call, kept, 0, m, "scale", incoming, e=e, xc=xc, xs=xs, row_scale=row_scale, places=places)
     dx = call.x.new_zeros((m, h), dtype=wanted.dx) if wanted.dx else None  # the rows that are not live stay 0
     dw = matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
     db = vector(call.x, v, torch.float32) if wanted.db else None
@@ -191,11 +190,11 @@ def recompute_forward(k, call: Call, wanted: Wanted) -> Forward:
     xs, row_scale = matrix(call.x, m, h, call.x.dtype), vector(call.x, m, torch.float32)
     first = inside(dw, offset, m, columns, call.x.dtype)
     others = inside(dw, 0, even_chunks(m, part_rows), padded_strides(v - columns)[0], call.x.dtype)[:, : v - columns]
-    out = _begin(k, call)
+    out = begin(k, call)
     for start in range(0, m, others.shape[0]):
         part = slice(start, min(start + others.shape[0], m))
         e = E([Block(first[part], 0, columns), Block(others[: part.stop - start], columns, v)])
-        chunk = _Chunk(k, call, out, start, others.shape[0], dx, xs[part], row_scale[part])
+        chunk = Chunk(k, call, out, start, others.shape[0], dx, xs[part], row_scale[part])
         chunk.statistics_and_scale(e, chunk.xc, None)
         e.dx(k, call.w, chunk.row_scale, out.rows, start, dx, None)
         del chunk  # what it allocated is gone before the next one allocates
@@ -256,53 +255,10 @@ def recompute_backward(
     return Grads(dx, dw, db)
 
 
-def recompute_in_parts(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wanted, part_rows: int) -> Grads:
-    """dw, and db, as recompute_backward makes them, with `part_rows` rows of x and of dlogits at a time.
-
-    A block's dw is summed over the parts in fp32: in dw itself, or where later blocks' dw comes to be, in front of the
-    block's dlogits.
-    """
-    (m, h), v, rows, dtype = call.x.shape, call.w.shape[0], kept.rows, call.x.dtype
-    part_rows = even_chunks(m, part_rows)
-    dw = matrix(call.x, v, h, wanted.dw)
-    db = vector(call.x, v, torch.float32) if wanted.db else None
-    coefs = matrix(call.x, m, 4, torch.float32)
-    _run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
-    sums = wanted.dw != torch.float32
-    scratch = scratch_columns_of_parts(part_rows, h if sums else 0)
-    blocks = recompute_blocks(part_rows, v, h, dw.itemsize, scratch, sums)
-    widest = max(v1 - v0 for v0, v1, offset in blocks if offset is None)
-    spare_e = padded(call.x, part_rows, widest, dtype)
-    spare_acc = matrix(call.x, widest if sums else 0, h, torch.float32)
-    xc = matrix(call.x, part_rows, h, dtype)
-    for v0, v1, offset in blocks:
-        n = v1 - v0
-        acc, e = dw[v0:v1], spare_e[:, :n]
-        if offset is not None:
-            e = inside(dw, offset + (n * h * 4 if sums else 0), part_rows, n, dtype)
-        if sums:
-            acc = spare_acc[:n] if offset is None else inside(dw, offset, n, h, torch.float32)
-        bias = None if call.bias is None else call.bias[v0:v1]
-        for start in range(0, m, part_rows):
-            here = min(part_rows, m - start)
-            part = slice(start, start + here)
-            _gather(k, call, rows, start, xc[:here])
-            k.dlogits(
-                xc[:here], call.w[v0:v1], bias, coefs[part], rows.cls[part], rows.num_live, start, None, call.softcap,
-                False, v0, e[:here],
-            )  # fmt: skip
-            k.dw(e[:here], xc[:here], rows.num_live, start, acc, start > 0)
-            if db is not None:
-                k.bias_sum(e[:here], None, rows.num_live, start, db[v0:v1], start > 0)
-        if sums:
-            dw[v0:v1] = acc
-    return Grads(None, dw, db)
-
-
 # Their parts ---------------------------------------------------------------------------------------------------------
 
 
-def _begin(k, call: Call) -> Forward:
+def begin(k, call: Call) -> Forward:
     """Which rows are live; loss and lse still to be written."""
     m = call.x.shape[0]
     x = call.x
@@ -315,12 +271,12 @@ def _begin(k, call: Call) -> Forward:
     return Forward(loss, lse, rows)
 
 
-class _Chunk:
+class Chunk:
     """Rows [start, start + chunk_rows) of those there are, gathered, and the scratch that is theirs alone."""
 
     def __init__(
         self, k, call: Call, out: Forward, start: int, chunk_rows: int, dx: Tensor | None = None,
-        xc: Tensor | None = None, row_scale: Tensor | None = None,
+        xc: Tensor | None = None, row_scale: Tensor | None = None, part_sum: Tensor | None = None,
     ):  # fmt: skip
         (m, h), v = call.x.shape, call.w.shape[0]
         self.k, self.call, self.out, self.start = k, call, out, start
@@ -332,7 +288,7 @@ class _Chunk:
         self.flags = vector(x, _num_flags(rows), torch.int32)
         self.ref = vector(x, rows, torch.float32)
         self.row_scale = vector(x, rows, torch.float32) if row_scale is None else row_scale
-        self.part_sum = matrix(x, rows, tiles, torch.float32)
+        self.part_sum = matrix(x, rows, tiles, torch.float32) if part_sum is None else part_sum
         self.part_wsum = matrix(x, rows, tiles, torch.float32) if call.label_smoothing else None
         self.xc = matrix(x, rows, h, x.dtype) if xc is None else xc
         k.gather(
@@ -366,7 +322,7 @@ class _Chunk:
 
     def _rows(self, grads: str, **given) -> None:
         stats = dict(part_sum=self.part_sum, part_wsum=self.part_wsum)
-        _run_rows(self.k, self.call, self.out, self.start, self.rows, grads, _ONES, self, **stats, **given)
+        run_rows(self.k, self.call, self.out, self.start, self.rows, grads, _ONES, self, **stats, **given)
 
     def _logits(self, e: E) -> None:
         call = self.call
@@ -379,9 +335,9 @@ class _Chunk:
         self.k.redo(*args)
 
 
-def _run_rows(
+def run_rows(
     k, call: Call, out: Forward, start: int, rows: int, grads: str, incoming: Incoming,
-    of: "_Chunk | Rows | None" = None, *, part_sum=None, part_wsum=None, e: E | None = None,
+    of: "Chunk | Rows | None" = None, *, part_sum=None, part_wsum=None, e: E | None = None,
     xc=None, xs=None, row_scale=None, coefs=None, places=None,
 ) -> None:  # fmt: skip
     of = of or out.rows
@@ -424,12 +380,12 @@ def _coefficients(k, call: Call, kept: Forward, incoming: Incoming, xc: Tensor) 
     """coefs (m, 4); and x's live rows in xc, once more."""
     m = call.x.shape[0]
     coefs = matrix(call.x, m, 4, torch.float32)
-    _gather(k, call, kept.rows, 0, xc)
-    _run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
+    gather(k, call, kept.rows, 0, xc)
+    run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
     return coefs
 
 
-def _gather(k, call: Call, rows: Rows, start: int, xc: Tensor) -> None:
+def gather(k, call: Call, rows: Rows, start: int, xc: Tensor) -> None:
     """x's rows from place `start` on, in xc; the rest of what the kernel makes was made before."""
     n = xc.shape[0]
     cls, top, flags = (vector(call.x, count, torch.int32) for count in (n, n, _num_flags(n)))

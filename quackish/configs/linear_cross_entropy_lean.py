@@ -1,0 +1,130 @@
+"""Linear cross entropy, `recompute` with a chunk_size: where its backward has everything, to need little memory.
+
+Most lies where the weight gradient of classes that are still to come will be. What has no room there any more, towards
+the last classes, lies in a scratch: `chunk_rows` rows of x, and a quarter of their bytes or 128 KiB.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from quackish.configs.linear_cross_entropy import (
+    COLUMN_MULTIPLE,
+    E_ITEMSIZE,
+    OFFSET_MULTIPLE,
+    ROW_MULTIPLE,
+    WAVE,
+    even_chunks,
+    round_up,
+)
+
+SUM_ITEMSIZE = 4
+LEAST_SCRATCH = 1 << 17  # bytes, beside the rows of x
+LEAST_COLUMNS = 8  # rows of dlogits start on 16 bytes
+
+
+class LeanBlock(NamedTuple):
+    """Classes [v0, v1), by `part_rows` rows at a time; offsets are bytes into the weight gradient's storage, (v, h).
+
+    The gradient of a block with sums (`LeanProblem.has_sums`) is added up in fp32, from the beginning of its own rows
+    on and over as many of the next ones, or in the scratch.
+    """
+
+    v0: int
+    v1: int
+    part_rows: int
+    e_at: int | None  # dlogits (part_rows, v1 - v0), without gaps; None: in the scratch, and the sums too
+    x_at: int | None  # the part's rows of x; None: in the scratch
+
+
+@dataclasses.dataclass(frozen=True)
+class LeanProblem:
+    m: int
+    v: int
+    h: int
+    itemsize: int  # of the weight gradient
+    chunk_rows: int
+
+    @property
+    def scratch_rows(self) -> int:
+        return min(self.m, self.chunk_rows)
+
+    @property
+    def scratch_columns(self) -> int:
+        """How many classes' dlogits and sums the scratch has."""
+        a_class = self.scratch_rows * E_ITEMSIZE + self.h * SUM_ITEMSIZE * self.has_sums(self.scratch_rows)
+        there = max(self.scratch_rows * self.h * E_ITEMSIZE // 4, LEAST_SCRATCH)
+        return max(there // a_class // LEAST_COLUMNS, 1) * LEAST_COLUMNS
+
+    def has_sums(self, part_rows: int) -> bool:
+        """Whether a block is summed over parts, and not in the gradient itself."""
+        return part_rows < self.m and self.itemsize < SUM_ITEMSIZE
+
+
+@functools.lru_cache(maxsize=1024)
+def lean_blocks(problem: LeanProblem) -> tuple[LeanBlock, ...]:
+    """All classes, ascending, in blocks of which each is the best next one.
+
+    A block costs what its classes cost in any block, and what comes on top: launches, short waves of tiles, sums. The
+    fewer classes it has of those left, the more room there is for it, but the more blocks follow. The best next one has
+    the least on top for each halving of what is left. M 8192, H 4096, V 128256 with chunks of 128 rows has 28 blocks;
+    the last 276 classes take nine of them, and 576 of all 703 parts.
+    """
+    blocks, v0 = [], 0
+    while problem.v - v0 > problem.scratch_columns:
+        in_scratch = LeanBlock(v0, v0 + problem.scratch_columns, problem.scratch_rows, None, None)
+        blocks.append(min((in_scratch, *_that_fit(problem, v0)), key=lambda block: _on_top(problem, block)))
+        v0 = blocks[-1].v1
+    return *blocks, LeanBlock(v0, problem.v, problem.scratch_rows, None, None)
+
+
+def _that_fit(problem: LeanProblem, v0: int) -> Iterator[LeanBlock]:
+    """Some widths: with all rows, else with as many as there is room for; or with those of the scratch."""
+    m, size, row_of_x = problem.m, problem.v * problem.h * problem.itemsize, problem.h * E_ITEMSIZE
+    for sixteenths in range(1, 16):
+        n = (problem.v - v0) * sixteenths // 16
+        multiple = COLUMN_MULTIPLE if n >= COLUMN_MULTIPLE else LEAST_COLUMNS
+        n = n // multiple * multiple
+        if n == 0:
+            continue
+        e_at, x_at = _offsets(problem, v0, n, m)
+        if x_at + m * row_of_x <= size:
+            yield LeanBlock(v0, v0 + n, m, e_at, x_at)
+        else:
+            room = size - _offsets(problem, v0, n, 0)[1] - OFFSET_MULTIPLE
+            rows = min(room // (row_of_x + n * E_ITEMSIZE), m - 1) // ROW_MULTIPLE * ROW_MULTIPLE
+            if rows >= problem.chunk_rows:
+                rows = even_chunks(m, rows)
+                yield LeanBlock(v0, v0 + n, rows, *_offsets(problem, v0, n, rows))
+        e_at, x_at = _offsets(problem, v0, n, problem.scratch_rows)
+        if x_at <= size:
+            yield LeanBlock(v0, v0 + n, problem.scratch_rows, e_at, None)
+
+
+def _offsets(problem: LeanProblem, v0: int, n: int, rows: int) -> tuple[int, int]:
+    """Of a part's dlogits, behind the block's own rows and sums, and of its rows of x behind these."""
+    a_class = problem.h * (SUM_ITEMSIZE if problem.has_sums(rows) else problem.itemsize)
+    e_at = round_up(v0 * problem.h * problem.itemsize + n * a_class, OFFSET_MULTIPLE)
+    return e_at, round_up(e_at + rows * n * E_ITEMSIZE, OFFSET_MULTIPLE)
+
+
+# A part's launches and first loads, 40 us: in waves of tiles, times how deep they multiply, 0.0125 us each.
+PART_COST = 3200
+
+
+def _on_top(problem: LeanProblem, block: LeanBlock) -> float:
+    """In the units of `recompute_blocks`: what comes on top, for each halving of the classes that are left."""
+    m, h, n, rows = problem.m, problem.h, block.v1 - block.v0, block.part_rows
+    m_tiles, n_tiles, h_tiles = (-(-size // 256) for size in (rows, n, h))
+    waves = -(-m_tiles * n_tiles // WAVE) * h + -(-n_tiles * h_tiles // WAVE) * rows
+    sums_and_x = (n + rows) * h // 8000
+    cost = -(-m // rows) * (PART_COST + waves + sums_and_x)
+    return (cost - 2 * m * h * n // (256 * 256 * WAVE)) / -math.log2(1 - n / (problem.v - block.v0))
+
+
+def lean_forward_rows(v: int, h: int, itemsize: int, tiles: int) -> int:
+    """How many rows of E, of x, and of `tiles` partial sums fit in the weight gradient's storage at a time."""
+    a_row = round_up(v, 64) * E_ITEMSIZE + h * E_ITEMSIZE + tiles * SUM_ITEMSIZE
+    return (v * h * itemsize - 2 * OFFSET_MULTIPLE) // a_row // ROW_MULTIPLE * ROW_MULTIPLE
