@@ -357,6 +357,38 @@ def test_dlogits_stored_under_the_next_tiles_products(h):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("every", [3, 0])
+def test_halved_tiles_have_the_same_bits(every):
+    clusters = torch.cuda.get_device_properties(0).multi_processor_count // 2
+    # 256 x 256 tiles, two across: whole waves; eight tiles more, which 16 clusters halve; four, of which only eight
+    # clusters are launched; one with live rows, and only in its upper half
+    cases = [Case(256 * clusters, 256, 512), *(Case(m, 256, 512) for m in (256 * clusters + 1000, 500))]
+    cases.append(Case(500, 256, 256, live=60))
+    coefs = torch.rand(cases[1].m, 4, generator=torch.Generator().manual_seed(7))
+    shared = cases[0]
+    got = []
+    for c in cases:
+        rows = min(c.m, shared.m)
+        for name in ("x", "cls", "ref"):
+            getattr(c, name)[:rows] = getattr(shared, name)[:rows]
+        c.x[c.live :] = 0
+        c.w = shared.w[: c.v]
+        c.cls[c.cls >= c.v] = -1
+        with config(lce_logits=dict(store_every=every), lce_dlogits=dict(store_every=every)):
+            stats, truth = both("logits", *softmax_args(c))
+            e = torch.full((c.m, c.v), NAN, dtype=BF16)
+            given = c.x, c.w, None, coefs[: c.m], c.cls, c.num_live, 0, None, None, False, 0, e
+            dlogits, _ = both("dlogits", *given)
+        assert close(stats[E][: c.live], truth[E][: c.live], 0.01)  # one number is most of the norm
+        assert stats[SUM][c.live + 128 :].isnan().all()
+        got.append((stats[E], stats[SUM], dlogits[-1]))
+    for c, values in zip(cases[1:], got[1:], strict=True):
+        rows = min(c.live, shared.m)
+        for one, other in zip(values, got[0], strict=True):
+            assert same_bits(one[:rows], other[:rows, : one.shape[1]])
+
+
+@pytest.mark.gpu
 def test_dw_reads_nothing_past_the_live_rows_tile():
     c = Case(m=640, live=130)
     c.e[192:], c.x[192:] = NAN, NAN

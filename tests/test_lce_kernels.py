@@ -890,15 +890,24 @@ def test_targets_add_what_rounding_took(lce, h):
 
 
 @pytest.mark.gpu
-def test_targets_of_one_class_alone(lce):
-    # Thousands of rows of a class: 32 at a time, to the last one.
-    m, h = 5001, 512
-    cls, grad = torch.full((m,), 7, dtype=torch.int32, device="cuda"), random(m, seed=1)
-    x, row = random(m, h, dtype=BF16), torch.randperm(m, device="cuda").int()
-    dw = torch.zeros(9, h, device="cuda")
-    lce.targets(x, cls, row, grad, torch.tensor([m], dtype=torch.int32, device="cuda"), 0, 0, dw)
-    close(dw[7], (grad.double() @ x[row.long()].double()), rtol=1e-4, atol=1e-3)
-    assert not dw[[0, 6, 8]].any()
+@pytest.mark.parametrize("h", [8, 512, 2304])  # 1, 2, and 8 warps a CTA, of which some have no column
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 33, 257, 5001])
+def test_targets_of_a_class_with_many_rows(lce, count, h):
+    """From MANY_ROWS on they are spread over CTAs and warps, 32 places of each at a time, to the last one."""
+    others = 3  # rows of the class before, and of the one behind
+    m = count + 2 * others
+    cls = torch.full((m,), 7, dtype=torch.int32, device="cuda")
+    cls[:others], cls[m - others :] = 6, 8
+    grad, row = random(m, seed=1), torch.randperm(m, device="cuda").int()
+    x, live = random(m, h, dtype=BF16), torch.tensor([m], dtype=torch.int32, device="cuda")
+    dw = torch.zeros(10, h, device="cuda")
+    lce.targets(x, cls, row, grad, live, 0, 0, dw)
+    for t in range(10):
+        mine = cls == t
+        close(dw[t], grad[mine].double() @ x[row[mine].long()].double(), rtol=1e-4, atol=1e-3)
+    again = torch.zeros(10, h, device="cuda")
+    lce.targets(x, cls, row, grad, live, 0, 0, again)
+    assert same_bits(again, dw)
 
 
 @pytest.mark.gpu

@@ -1025,8 +1025,10 @@ def test_lean_blocks_and_their_scratch():
     assert sum(block.v1 - block.v0 for block in blocks if block.part_rows == 8192) > 100_000
     assert problem.scratch_columns == 8  # 131 kB of sums
     assert LeanProblem(8192, 128_256, 4096, 2, 4096).scratch_columns == 336  # 8 MB, a quarter of the rows of x
-    assert lean_forward_rows(128_256, 4096, 2, 501) == 3840
-    assert lean_forward_rows(4000, 64, 2, 16) == 0
+    assert lean_forward_rows(problem, 501) == 2816  # three chunks; 3840 rows would fit
+    assert lean_forward_rows(LeanProblem(8192, 128_256, 4096, 2, 8192), 501) == 2816
+    assert lean_forward_rows(LeanProblem(8192, 4000, 256, 2, 256), 16) == 0  # 128 rows fit, and are few
+    assert lean_forward_rows(LeanProblem(100, 4000, 256, 2, 128), 16) == 100
 
 
 def test_recomputed_blocks_are_few():

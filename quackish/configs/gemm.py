@@ -39,6 +39,11 @@ class GemmProblem:
     split_n: bool = False  # softmax: D does
     cut_last: bool = False  # rows, store: a last wave that would leave clusters idle is cut along k
 
+    @property
+    def halves_last(self) -> bool:
+        """Whether a last wave that would leave half of the clusters idle, or more, is halved along m."""
+        return self.epilogue in ("softmax", "dlogits") and not self.redo
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:

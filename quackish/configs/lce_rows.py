@@ -11,6 +11,7 @@ from quackish.gpu import Gpu
 WIDE_BIAS = 32_768  # columns, and more
 ROW_TILE = 128  # rows of a GEMM tile: up to the end of the last one with live rows, buffers hold zeros, not garbage
 NO_PLACE = (1 << 31) - 1  # in place of a class's first place: no row has it
+MANY_ROWS = 8  # of a class, and more: as many CTAs of `lce_targets` sum them as a CTA has warps, which are no more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ class LceSortConfig:
 @dataclasses.dataclass(frozen=True)
 class LceTargetsConfig:
     threads: int  # a CTA has 8 columns a thread
-    rows: int = 4  # in flight
+    rows: int = 2  # in flight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,11 +144,14 @@ def lce_gather_config(problem: LceGatherProblem) -> LceRowsConfig:
 
 
 def lce_targets_config(problem: LceTargetsProblem) -> LceTargetsConfig:
-    """As many CTAs across a row as it takes, of whole warps."""
+    """As many CTAs across a row as it takes, of whole warps.
+
+    us on an H200, alone, with 1, 2, 3 and 4 rows in flight (M 8192, H 4096, V 128256): targets at random 82, 83, 92
+    and 92, as three and more cost a CTA an SM; as 1 / rank, as tokens are, 85, 70, 74, 73; all equal 486, 287, 237,
+    193.
+    """
     warps = -(-problem.h // 256)
-    threads = 32 * -(-warps // -(-warps // 8))
-    # Four rows that come in element by element take more registers than four CTAs an SM leave.
-    return LceTargetsConfig(threads, rows=4 if problem.x_aligned else 2)
+    return LceTargetsConfig(threads=32 * -(-warps // -(-warps // 8)))
 
 
 def lce_bias_config(problem: LceBiasProblem) -> LceBiasConfig:
@@ -196,6 +200,8 @@ def sort_objection(problem: LceSortProblem, config: LceSortConfig, gpu: Gpu) -> 
 def targets_objection(problem: LceTargetsProblem, config: LceTargetsConfig, gpu: Gpu) -> str | None:
     if config.rows not in range(1, 9):
         return f"rows is {config.rows}; expected 1 to 8"
+    if config.threads > 32 * MANY_ROWS:
+        return f"threads is {config.threads}; expected at most {32 * MANY_ROWS}"
     return threads_objection(problem, config, gpu)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from quackish.configs.linear_cross_entropy import (
     COLUMN_MULTIPLE,
     E_ITEMSIZE,
+    LEAST_PART,
     OFFSET_MULTIPLE,
     ROW_MULTIPLE,
     WAVE,
@@ -124,7 +125,12 @@ def _on_top(problem: LeanProblem, block: LeanBlock) -> float:
     return (cost - 2 * m * h * n // (256 * 256 * WAVE)) / -math.log2(1 - n / (problem.v - block.v0))
 
 
-def lean_forward_rows(v: int, h: int, itemsize: int, tiles: int) -> int:
-    """How many rows of E, of x, and of `tiles` partial sums fit in the weight gradient's storage at a time."""
-    a_row = round_up(v, 64) * E_ITEMSIZE + h * E_ITEMSIZE + tiles * SUM_ITEMSIZE
-    return (v * h * itemsize - 2 * OFFSET_MULTIPLE) // a_row // ROW_MULTIPLE * ROW_MULTIPLE
+def lean_forward_rows(problem: LeanProblem, tiles: int) -> int:
+    """The rows of forward's chunks, if E, the rows of x and `tiles` partial sums of each lie in memory that the weight
+    gradient will have; 0 where too few fit."""
+    v, row_of_x = problem.v, problem.h * E_ITEMSIZE
+    a_row = round_up(v, 64) * E_ITEMSIZE + row_of_x + tiles * SUM_ITEMSIZE
+    fit = (v * problem.h * problem.itemsize - 2 * OFFSET_MULTIPLE) // a_row // ROW_MULTIPLE * ROW_MULTIPLE
+    if fit < problem.scratch_rows and fit * problem.h < LEAST_PART:
+        return 0
+    return problem.m if fit >= problem.m else even_chunks(problem.m, fit)

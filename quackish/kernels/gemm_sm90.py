@@ -17,7 +17,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.kernels.common.epilogues import make_epilogue
-from quackish.kernels.common.last_wave import LastWave
+from quackish.kernels.common.last_wave import HalvedWave, LastWave
 from quackish.kernels.common.lce import after_previous, fake_count, load_at
 from quackish.kernels.common.pace import begin_together, patience_for, tiles_to_meet_for
 from quackish.kernels.common.rows import DTYPES, fake_pointer
@@ -37,6 +37,7 @@ class GemmSm90:
         self.dtype = DTYPES[problem.dtype]
         self.epilogue = make_epilogue(problem, config)
         self.last_wave = LastWave(config) if problem.cut_last else None
+        self.halves = HalvedWave() if problem.halves_last and config.num_wgs == 2 else None
         self.tile = (config.tile_m, config.tile_n, config.tile_k)
         self.cluster = (config.cluster_m, config.cluster_n)
 
@@ -105,7 +106,8 @@ class GemmSm90:
             if const_expr(p.split_n):
                 d_atoms.append(self.epilogue.store_atom(matrix(second, m, n - split, strides[1], True)))
         tiles = cute.ceil_div(m, c.tile_m * c.cluster_m) * cute.ceil_div(n, c.tile_n * c.cluster_n)
-        clusters = max_clusters if p.cut_last else cutlass.min(tiles, max_clusters)
+        items = 2 * tiles if self.halves else tiles
+        clusters = max_clusters if p.cut_last else cutlass.min(items, max_clusters)
         self.kernel(
             a_atoms,
             b_atom,
@@ -210,7 +212,7 @@ class GemmSm90:
         total = tiles_m * tiles_n
         if const_expr(p.redo):
             total = self.epilogue.tiles_to_redo(epilogue_args, total)
-        # this cluster's tiles; with cut_last items, the last of which may be pieces of tiles
+        # this cluster's tiles, or items, the last of which may be pieces or halves of tiles
         plan = first, last, step = cluster, total, num_clusters
         whole = total
         if const_expr(p.cut_last):
@@ -218,6 +220,9 @@ class GemmSm90:
             first, last, step = Int32(0), plan[0], Int32(1)
             if plan[3] > 1:
                 whole = total - plan[2]
+        if const_expr(self.halves):
+            plan = self.halves.plan(total, num_clusters)
+            whole, last = plan[0], total + plan[1]
         together = tiles_to_meet_for(whole, k_tiles, num_clusters)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
 
@@ -272,6 +277,14 @@ class GemmSm90:
                 if self.wanted(epilogue_args, tm, m):
                     row0 = (tm * c.cluster_m + cta_m) * tile_m + (wg - 1) * 64
                     col0 = (tn * c.cluster_n + cta_n) * tile_n
+                    if const_expr(self.halves):
+                        if not self.halves.has(j, plan, wg):  # a step, for rows behind the last: none is written
+                            row0, k_begin = cute.round_up(m, 64), k_end - 1
+                        for kt in cutlass.range(k_begin, unroll=1):
+                            loaded.consumer_wait(read)
+                            loaded.consumer_release(released)
+                            read.advance()
+                            released.advance()
                     self.epilogue.prepare(kept, epilogue_args, row0, col0, m, live, start, thread)
                     loaded.consumer_wait(read)
                     self.multiply(overwrite, add, acc, rA, rB, read.index)
@@ -305,7 +318,7 @@ class GemmSm90:
         """(tile, first step along k, end of these steps)"""
         if const_expr(self.problem.cut_last):
             return self.last_wave.item(j, plan, k_tiles, cluster, num_clusters)
-        return j, Int32(0), k_tiles
+        return self.halves.tile(j, plan) if const_expr(self.halves) else j, Int32(0), k_tiles
 
     @cute.jit
     def wanted(self, epilogue_args, tm, m):

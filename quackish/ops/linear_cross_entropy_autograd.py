@@ -114,8 +114,10 @@ class Plan(NamedTuple):
             made = self.made_in_forward(wanted)
             if own_dw and may_begin and self.begins_dw(k, call, wanted):
                 return schedules.recompute_forward(k, call, wanted)
-            if self.lends_dw(k, call, wanted, own_dw):
-                return lean.lean_forward(k, call, wanted)
+            if self.in_parts and own_dw and wanted.dx and wanted.dw:
+                problem = lean.lean_problem(call, wanted, self.chunk_rows)
+                if lean_forward_rows(problem, k.num_tiles(problem.v)):
+                    return lean.lean_forward(k, call, wanted, problem)
         if not made.any():
             return schedules.statistics(k, call, self.chunk_rows)
         if self.schedule == "stored":
@@ -133,14 +135,6 @@ class Plan(NamedTuple):
         if not (both and self.early_dx and k.keeps_rest) or self.in_parts or wanted.db:
             return False
         return first_classes(call.x.shape[0], *call.w.shape, wanted.dw.itemsize) is not None
-
-    def lends_dw(self, k, call: Call, wanted: Wanted, own_dw: bool) -> bool:
-        """Whether memory as large as dw, which backward will take, has room for a chunk in forward."""
-        if not (self.in_parts and own_dw and wanted.dx is not None and wanted.dw is not None):
-            return False
-        v, h = call.w.shape
-        fit = lean_forward_rows(v, h, wanted.dw.itemsize, k.num_tiles(v))
-        return fit >= min(self.chunk_rows, call.x.shape[0])
 
     def rows_in_forward(self, call: Call, wanted: Wanted) -> int:
         """The rows of a chunk. With `recompute` its E is as large as dw; of a frozen weight there is none to come."""

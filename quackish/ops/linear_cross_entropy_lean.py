@@ -20,11 +20,19 @@ from quackish.ops.linear_cross_entropy_schedules import (
 )
 
 
-def lean_forward(k, call: Call, wanted: Wanted) -> Forward:
-    """loss, lse and dx; what they take lies in as much memory as dw, which backward makes there, has."""
+def lean_problem(call: Call, wanted: Wanted, chunk_rows: int) -> LeanProblem:
     (m, h), v = call.x.shape, call.w.shape[0]
+    return LeanProblem(m, v, h, wanted.dw.itemsize, even_chunks(m, chunk_rows))
+
+
+def lean_forward(k, call: Call, wanted: Wanted, problem: LeanProblem) -> Forward:
+    """loss, lse and dx; what they take lies in as much memory as dw, which backward makes there, has.
+
+    Where `lean_forward_rows` finds room.
+    """
+    m, v, h = problem.m, problem.v, problem.h
     tiles, dtype = k.num_tiles(v), call.x.dtype
-    rows = min(m, lean_forward_rows(v, h, wanted.dw.itemsize, tiles))
+    rows = lean_forward_rows(problem, tiles)
     dx, there = matrix(call.x, m, h, wanted.dx), matrix(call.x, v, h, wanted.dw)
     ld = padded_strides(v)[0]
     e = inside(there, 0, rows, ld, dtype)[:, :v]
@@ -49,7 +57,7 @@ def lean_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Want
     db = vector(call.x, v, torch.float32) if wanted.db else None
     coefs = matrix(call.x, m, 4, torch.float32)
     run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
-    problem = LeanProblem(m, v, h, dw.itemsize, even_chunks(m, chunk_rows))
+    problem = lean_problem(call, wanted, chunk_rows)
     scratch = _LeanScratch(call.x, problem)
     for block in lean_blocks(problem):
         v0, v1, part_rows, _, _ = block
