@@ -227,7 +227,8 @@ def _gemm_tiles(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
 
 def _gemm_ctas(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
     resident = s["max_clusters"] * config.cluster_m * config.cluster_n
-    return resident if problem.cut_last else min(_gemm_tiles(problem, config, s), resident)
+    tiles = _gemm_tiles(problem, config, s) * (2 if config.halves_last(problem) else 1)
+    return resident if problem.cut_last else min(tiles, resident)
 
 
 def _exp_ctas(problem: LceExpProblem, config: LceWarpsConfig, s: Sizes) -> int:

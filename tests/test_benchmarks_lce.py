@@ -153,7 +153,7 @@ def test_bytes_that_differ_are_noticed(what):
 def test_a_run_writes_rows_and_page(tmp_path, capsys):
     rows = run(tmp_path, "--providers", "quackish*,torch", "--chunk-sizes", "8", "--commit", "abc-dirty")
     assert tuple(rows[0]) == linear_cross_entropy.FIELDS
-    schedules = [f"quackish-{s}" for s in ("stored", "chunked", "recompute", "recompute-4096")]
+    schedules = [f"quackish-{s}" for s in ("stored", "chunked", "recompute", "recompute-4096", "recompute-128")]
     gemms = ["three-gemms", "gemm-logits", "gemm-dx", "gemm-dw"]
     expected = ["quackish-chunked-8", "quackish", *schedules, "torch", AGAIN, *gemms]
     assert [row["provider"] for row in rows] == expected

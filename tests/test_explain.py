@@ -308,8 +308,8 @@ def test_a_dry_run_leaves_the_operation_as_it_was():
     assert on_kernels.kernels_of is before
 
 
-def trace_of(m, h, v, gpu=H200, schedule="auto", **call):
-    how = kernel_config(KernelProblem(v=v, h=h, dtype=BF16, reduction="mean"), m, schedule)
+def trace_of(m, h, v, gpu=H200, schedule="auto", chunk_size=None, **call):
+    how = kernel_config(KernelProblem(v=v, h=h, dtype=BF16, reduction="mean"), m, schedule, chunk_size)
     return dry_run.linear_cross_entropy(dry_run.LceCall(m, h, v, torch.bfloat16, **call), how, gpu)
 
 
@@ -340,13 +340,16 @@ def test_of_pytorch_only_launches_are_listed(schedule, gpu):
         (8192, 4096, 128_256, "chunked", 2.688),
         (8192, 4096, 128_256, "stored", 3.439),
         (8192, 4096, 128_256, "recompute", 1.286),
+        (8192, 4096, 128_256, "recompute-4096", 1.1604),
+        (8192, 4096, 128_256, "recompute-128", 1.1193),
         (8192, 2048, 151_936, "chunked", 2.756),
         (65_536, 4096, 128_256, "chunked", 7.072),
     ],
 )
 def test_memory_is_what_a_gpu_showed(m, h, v, schedule, gb):
-    trace = trace_of(m, h, v, schedule=schedule)
-    assert trace.peak_bytes / 1e9 == pytest.approx(gb, rel=2e-3)
+    schedule, _, chunk_size = schedule.partition("-")
+    trace = trace_of(m, h, v, schedule=schedule, chunk_size=int(chunk_size) if chunk_size else None)
+    assert trace.peak_bytes / 1e9 == pytest.approx(gb, rel=1e-3 if chunk_size else 2e-3)
     assert sum(buffer.bytes for buffer in trace.buffers) == trace.peak_bytes
 
 
@@ -365,6 +368,21 @@ def test_linear_cross_entropy_text(capsys, resources):
     total = sum(row["calls"] * row["floor_us"] for row in said["launches"])
     assert total > 1e6 * 3 * 2 * 8192 * 4096 * 128_256 / 700e12
     assert f"{total:.1f}" in text
+
+
+@pytest.mark.parametrize(
+    "shape, chunks",
+    [
+        (
+            "8192x4096x128256",
+            "3 in forward, of 2816 and 2560 rows, as their exponentials lie where the weight's",
+        ),
+        ("8192x256x128256", "8 in forward, of 1024 rows; at most 1024, which was asked for"),
+    ],
+)
+def test_chunks_where_a_size_is_given(capsys, shape, chunks):
+    words = f"linear_cross_entropy {shape} --gpu h200 --schedule recompute --chunk-size 1024 --no-compile"
+    assert f"Chunks: {chunks}" in explain(capsys, *words.split())
 
 
 def test_equal_launches_are_counted(capsys):

@@ -890,7 +890,7 @@ def test_targets_add_what_rounding_took(lce, h):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("h", [8, 512, 2304])  # 1, 2, and 8 warps a CTA, of which some have no column
+@pytest.mark.parametrize("h", [8, 512, 1800, 2048, 2304])  # 1, 2, 8, 8 and 5 warps a CTA; 2304 has two CTAs
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 33, 257, 5001])
 def test_targets_of_a_class_with_many_rows(lce, count, h):
     """From MANY_ROWS on they are spread over CTAs and warps, 32 places of each at a time, to the last one."""
@@ -908,6 +908,16 @@ def test_targets_of_a_class_with_many_rows(lce, count, h):
     again = torch.zeros(10, h, device="cuda")
     lce.targets(x, cls, row, grad, live, 0, 0, again)
     assert same_bits(again, dw)
+
+    # to what a bf16 dw was before it was rounded
+    before = random(10, h, seed=2)
+    rest = torch.full((m, h), 12345, dtype=torch.int16, device="cuda")
+    rest[[0, others, m - others]] = cut_off(before[6:9])
+    rounded = before.to(BF16)
+    lce.targets(x, cls, row, grad, live, 0, 0, rounded, rest)
+    want = before.double() + dw.double()
+    close(rounded[6:9], want[6:9], rtol=2**-8, atol=1e-6)
+    assert same_bits(rounded[[0, 5, 9]], before[[0, 5, 9]].to(BF16))
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ from quackish.configs.linear_cross_entropy import (
     scratch_columns,
     shared_storage,
 )
-from quackish.configs.linear_cross_entropy_lean import LeanProblem, lean_blocks, lean_forward_rows
+from quackish.configs.linear_cross_entropy_lean import LeanProblem, lean_blocks
 from quackish.errors import UnsupportedError
 from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy as public
@@ -267,16 +267,22 @@ def test_gradients_whose_parts_cancel(v, mean, schedule):
     assert norm_error(dw, true[1]) <= 1.02 * norm_error(theirs, true[1])
 
 
+@pytest.fixture
+def least_scratch(monkeypatch):
+    monkeypatch.setattr("quackish.configs.linear_cross_entropy_lean.LEAST_SCRATCH", 0)
+    lean_blocks.cache_clear()
+    yield
+    lean_blocks.cache_clear()
+
+
 @pytest.mark.parametrize("dw_dtype", [torch.bfloat16, FP32])
 @pytest.mark.parametrize("name", ["plain", "bias", "softcap"])
 @pytest.mark.parametrize("ignored", [False, True])
-def test_recomputed_in_little_memory(ignored, name, dw_dtype, kernels, monkeypatch):
-    monkeypatch.setattr("quackish.configs.linear_cross_entropy_lean.LEAST_SCRATCH", 0)
-    lean_blocks.cache_clear()
+def test_recomputed_in_little_memory(ignored, name, dw_dtype, kernels, least_scratch):
     m, h, v, part = 300, 256, 4004, 128
     x, w, target, kw = case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
     target[: 270 if ignored else 0] = IGNORED  # of three parts, one with live rows
-    blocks = lean_blocks(LeanProblem(m, v, h, dw_dtype.itemsize, part))
+    blocks = lean_blocks(LeanProblem(m, v, h, dw_dtype.itemsize, part, -(-v // 256)))
     parts = sum(-(-m // block.part_rows) for block in blocks)
     # all rows at once, in parts in dw's storage, rows of x in the scratch, all in the scratch
     rows, at = {block.part_rows for block in blocks}, {(b.e_at is None, b.x_at is None) for b in blocks}
@@ -294,7 +300,6 @@ def test_recomputed_in_little_memory(ignored, name, dw_dtype, kernels, monkeypat
     for got, other, want in zip(first, again, truth(*rounded, target, kw)[2], strict=True):
         assert norm_error(got, want) <= 4 * unit_roundoff(torch.bfloat16)
         assert same_bits(got, other)
-    lean_blocks.cache_clear()
 
 
 @pytest.mark.parametrize("m", [1, 2, 127, 128, 129, 257])
@@ -697,7 +702,7 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
         calls = kernels.calls
         assert calls["logits"] == calls["redo"] == (1 if ran == "stored" else chunks)
         if early_dx and wants[1]:
-            blocks = lean_blocks(LeanProblem(x.shape[0], *w.shape, 2, 128))
+            blocks = lean_blocks(LeanProblem(x.shape[0], *w.shape, 2, 128, -(-w.shape[0] // 256)))
             times = sum(-(-x.shape[0] // block.part_rows) for block in blocks)
         assert calls["dlogits"] == (times if ran == "recompute" and any(wants[early_dx:]) else 0)
         dx_times = chunks if early_dx else times
@@ -996,7 +1001,7 @@ def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize):
 @pytest.mark.parametrize("m", [1, 128, 130, 300, 4096, 20_000])
 @pytest.mark.parametrize("chunk_rows", [128, 1024])
 def test_nothing_alive_is_overwritten_by_lean_blocks(chunk_rows, m, h, v, itemsize):
-    problem = LeanProblem(m, v, h, itemsize, even_chunks(m, chunk_rows))
+    problem = LeanProblem(m, v, h, itemsize, even_chunks(m, chunk_rows), -(-v // 256))
     blocks, row = lean_blocks(problem), h * itemsize
     assert [b.v0 for b in blocks] + [v] == [0] + [b.v1 for b in blocks]
     for v0, v1, part_rows, e_at, x_at in blocks:
@@ -1018,17 +1023,32 @@ def test_nothing_alive_is_overwritten_by_lean_blocks(chunk_rows, m, h, v, itemsi
             assert n % 8 == e_at % 1024 == 0
 
 
-def test_lean_blocks_and_their_scratch():
-    problem = LeanProblem(8192, 128_256, 4096, 2, 128)
-    blocks = lean_blocks(problem)
-    assert sum(-(-8192 // block.part_rows) for block in blocks) <= 720
-    assert sum(block.v1 - block.v0 for block in blocks if block.part_rows == 8192) > 100_000
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("h", [8, 64, 256, 1024, 4096])
+@pytest.mark.parametrize("v", [5003, 32_000, 256_000])
+@pytest.mark.parametrize("m, chunk_rows", [(8192, 128), (8192, 1024), (8192, 4096), (60_000, 4352)])
+def test_lean_blocks_are_few(m, chunk_rows, v, h, itemsize):
+    problem = LeanProblem(m, v, h, itemsize, even_chunks(m, chunk_rows), -(-v // 256))
+    parts = sum(-(-m // block.part_rows) for block in lean_blocks(problem))
+    assert parts <= 40 + 20 * -(-m // chunk_rows)
+
+
+def test_lean_chunks_and_their_scratch():
+    def of(v, h, chunk_rows, m=8192):
+        return LeanProblem(m, v, h, 2, chunk_rows, -(-v // 256))
+
+    problem = of(128_256, 4096, 128)
+    assert sum(block.v1 - block.v0 for block in lean_blocks(problem) if block.part_rows == 8192) > 100_000
     assert problem.scratch_columns == 8  # 131 kB of sums
-    assert LeanProblem(8192, 128_256, 4096, 2, 4096).scratch_columns == 336  # 8 MB, a quarter of the rows of x
-    assert lean_forward_rows(problem, 501) == 2816  # three chunks; 3840 rows would fit
-    assert lean_forward_rows(LeanProblem(8192, 128_256, 4096, 2, 8192), 501) == 2816
-    assert lean_forward_rows(LeanProblem(8192, 4000, 256, 2, 256), 16) == 0  # 128 rows fit, and are few
-    assert lean_forward_rows(LeanProblem(100, 4000, 256, 2, 128), 16) == 100
+    assert of(128_256, 4096, 4096).scratch_columns == 336  # 8 MB, a quarter of the rows of x
+    # E lies where the weight's gradient will: three chunks, where 3840 rows would fit
+    assert problem.forward_rows == of(128_256, 4096, 8192).forward_rows == 2816
+    assert of(128_256, 2048, 4096).forward_rows == 1664  # less than half a wave of tiles, but more than a quarter
+    assert of(4000, 256, 128).forward_rows == 128
+    assert of(4000, 256, 128, m=100).forward_rows == 100
+    # E of 1024 rows has memory of its own, which backward takes too
+    assert of(4000, 256, 1024).forward_rows == 0
+    assert 1000 < of(4000, 256, 1024).scratch_columns <= 4000
 
 
 def test_recomputed_blocks_are_few():

@@ -152,7 +152,7 @@ def test_tiles_are_what_persistent_ctas_walk_over():
     config, sizes = choose("lce_gemm", problem, H200).config, dict(m=8192, n=128256, k=4096, max_clusters=66)
     assert KERNELS["lce_gemm"].tiles(problem, config, sizes) == 64 * 501
     assert KERNELS["lce_gemm"].ctas(problem, config, sizes) == 132
-    assert KERNELS["lce_gemm"].ctas(problem, config, {**sizes, "m": 1, "n": 1}) == 2  # a cluster
+    assert KERNELS["lce_gemm"].ctas(problem, config, {**sizes, "m": 1, "n": 1}) == 4  # two clusters, a half each
 
 
 # Work ----------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from quackish.configs.linear_cross_entropy import (
     LinearCrossEntropyConfig,
     LinearCrossEntropyProblem,
     bytes_per_logit,
+    even_chunks,
     kernel_config,
     linear_cross_entropy_config,
 )
@@ -96,6 +97,9 @@ def schedule_reason(problem: KernelProblem, m: int, schedule: str, how: LinearCr
 def _chunks(trace: dry_run.Trace, problem: KernelProblem, how: LinearCrossEntropyConfig, chunk_size: int | None) -> str:
     rows = [step.sizes["rows"] for step in trace.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
     sizes = " and ".join(map(str, dict.fromkeys(rows)))
+    if how.in_parts and rows[0] != min(sum(rows), even_chunks(sum(rows), how.chunk_rows)):
+        where = "as their exponentials lie where the weight's gradient comes to be"
+        return f"{len(rows)} in forward, of {sizes} rows, {where}; memory beside it for {how.chunk_rows}, as asked for"
     if chunk_size:
         why = "which was asked for, in whole tiles"
     elif how.chunk_rows == ROW_MULTIPLE:

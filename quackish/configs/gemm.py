@@ -39,11 +39,6 @@ class GemmProblem:
     split_n: bool = False  # softmax: D does
     cut_last: bool = False  # rows, store: a last wave that would leave clusters idle is cut along k
 
-    @property
-    def halves_last(self) -> bool:
-        """Whether a last wave that would leave half of the clusters idle, or more, is halved along m."""
-        return self.epilogue in ("softmax", "dlogits") and not self.redo
-
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
@@ -82,6 +77,10 @@ class GemmConfig:
     def max_clusters(self, sm_count: int) -> int:
         """Clusters that run at a time: one CTA fits an SM."""
         return sm_count // (self.cluster_m * self.cluster_n)
+
+    def halves_last(self, problem: GemmProblem) -> bool:
+        """Whether a last wave that would leave half of the clusters idle, or more, is halved along m."""
+        return self.num_wgs == 2 and problem.epilogue in ("softmax", "dlogits") and not problem.redo
 
     def last_wave_room(self, m: int, n: int, k: int, clusters: int) -> tuple[int, int]:
         """Pieces of tiles that `cut_last` has scratch for, one a cluster at least, and how many floats that is.

@@ -1,7 +1,7 @@
-"""Linear cross entropy, `recompute` with a chunk_size: where its backward has everything, to need little memory.
+"""Linear cross entropy, `recompute` with a chunk_size: where everything lies, to need little memory.
 
-Most lies where the weight gradient of classes that are still to come will be. What has no room there any more, towards
-the last classes, lies in a scratch: `chunk_rows` rows of x, and a quarter of their bytes or 128 KiB.
+Most lies where the weight gradient, or that of classes that are still to come, will be. What has no room there any
+more, towards the last classes, lies in a scratch.
 """
 
 import dataclasses
@@ -47,6 +47,20 @@ class LeanProblem:
     h: int
     itemsize: int  # of the weight gradient
     chunk_rows: int
+    tiles: int  # fp32 partial sums a row
+
+    @property
+    def forward_rows(self) -> int:
+        """The rows of forward's chunks, with E, the rows of x and the partial sums of each in as much memory as the
+        weight gradient will take. 0 where there are too few: then E of `chunk_rows` has memory of its own.
+
+        Chunks of half a wave of tiles are slow (see LEAST_PART), but a quarter of what was asked for still will do.
+        """
+        a_row = round_up(self.v, 64) * E_ITEMSIZE + self.h * E_ITEMSIZE + self.tiles * SUM_ITEMSIZE
+        fit = (self.v * self.h * self.itemsize - 2 * OFFSET_MULTIPLE) // a_row // ROW_MULTIPLE * ROW_MULTIPLE
+        if fit * self.h < LEAST_PART and 4 * fit < self.scratch_rows:
+            return 0
+        return self.m if fit >= self.m else even_chunks(self.m, fit)
 
     @property
     def scratch_rows(self) -> int:
@@ -54,14 +68,21 @@ class LeanProblem:
 
     @property
     def scratch_columns(self) -> int:
-        """How many classes' dlogits and sums the scratch has."""
+        """How many classes' dlogits and sums the scratch has: a quarter of the bytes of its rows of x, or 128 KiB; or
+        as many as E has had in forward."""
         a_class = self.scratch_rows * E_ITEMSIZE + self.h * SUM_ITEMSIZE * self.has_sums(self.scratch_rows)
         there = max(self.scratch_rows * self.h * E_ITEMSIZE // 4, LEAST_SCRATCH)
+        if self.forward_rows == 0:
+            there = max(there, self.scratch_rows * self.v * E_ITEMSIZE)
         return max(there // a_class // LEAST_COLUMNS, 1) * LEAST_COLUMNS
 
     def has_sums(self, part_rows: int) -> bool:
         """Whether a block is summed over parts, and not in the gradient itself."""
         return part_rows < self.m and self.itemsize < SUM_ITEMSIZE
+
+    def bytes_of_class(self, part_rows: int) -> int:
+        """Of a class's own gradient, or its sums, which begin there."""
+        return self.h * (SUM_ITEMSIZE if self.has_sums(part_rows) else self.itemsize)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -70,8 +91,8 @@ def lean_blocks(problem: LeanProblem) -> tuple[LeanBlock, ...]:
 
     A block costs what its classes cost in any block, and what comes on top: launches, short waves of tiles, sums. The
     fewer classes it has of those left, the more room there is for it, but the more blocks follow. The best next one has
-    the least on top for each halving of what is left. M 8192, H 4096, V 128256 with chunks of 128 rows has 28 blocks;
-    the last 276 classes take nine of them, and 576 of all 703 parts.
+    the least on top for each halving of what is left. M 8192, H 4096, V 128256 with chunks of 128 rows has 27 blocks;
+    the last 528 classes take nine of them, and 576 of all 703 parts.
     """
     blocks, v0 = [], 0
     while problem.v - v0 > problem.scratch_columns:
@@ -84,12 +105,7 @@ def lean_blocks(problem: LeanProblem) -> tuple[LeanBlock, ...]:
 def _that_fit(problem: LeanProblem, v0: int) -> Iterator[LeanBlock]:
     """Some widths: with all rows, else with as many as there is room for; or with those of the scratch."""
     m, size, row_of_x = problem.m, problem.v * problem.h * problem.itemsize, problem.h * E_ITEMSIZE
-    for sixteenths in range(1, 16):
-        n = (problem.v - v0) * sixteenths // 16
-        multiple = COLUMN_MULTIPLE if n >= COLUMN_MULTIPLE else LEAST_COLUMNS
-        n = n // multiple * multiple
-        if n == 0:
-            continue
+    for n in _widths(problem, v0):
         e_at, x_at = _offsets(problem, v0, n, m)
         if x_at + m * row_of_x <= size:
             yield LeanBlock(v0, v0 + n, m, e_at, x_at)
@@ -104,10 +120,21 @@ def _that_fit(problem: LeanProblem, v0: int) -> Iterator[LeanBlock]:
             yield LeanBlock(v0, v0 + n, problem.scratch_rows, e_at, None)
 
 
+def _widths(problem: LeanProblem, v0: int) -> set[int]:
+    """Sixteenths of what is left, and the widest that fit: with all rows of x there, and with those of the scratch."""
+    left = problem.v - v0
+    there = left * problem.h * problem.itemsize - 2 * OFFSET_MULTIPLE
+    widths = [left * sixteenths // 16 for sixteenths in range(1, 16)]
+    for rows, of_x in (problem.m, problem.m * problem.h * E_ITEMSIZE), (problem.scratch_rows, 0):
+        widths.append(min((there - of_x) // (problem.bytes_of_class(rows) + rows * E_ITEMSIZE), left - 1))
+    multiples = [COLUMN_MULTIPLE if n >= COLUMN_MULTIPLE else LEAST_COLUMNS for n in widths]
+    return {n // multiple * multiple for n, multiple in zip(widths, multiples, strict=True) if n >= multiple}
+
+
 def _offsets(problem: LeanProblem, v0: int, n: int, rows: int) -> tuple[int, int]:
     """Of a part's dlogits, behind the block's own rows and sums, and of its rows of x behind these."""
-    a_class = problem.h * (SUM_ITEMSIZE if problem.has_sums(rows) else problem.itemsize)
-    e_at = round_up(v0 * problem.h * problem.itemsize + n * a_class, OFFSET_MULTIPLE)
+    begin = v0 * problem.h * problem.itemsize
+    e_at = round_up(begin + n * problem.bytes_of_class(rows), OFFSET_MULTIPLE)
     return e_at, round_up(e_at + rows * n * E_ITEMSIZE, OFFSET_MULTIPLE)
 
 
@@ -123,14 +150,3 @@ def _on_top(problem: LeanProblem, block: LeanBlock) -> float:
     sums_and_x = (n + rows) * h // 8000
     cost = -(-m // rows) * (PART_COST + waves + sums_and_x)
     return (cost - 2 * m * h * n // (256 * 256 * WAVE)) / -math.log2(1 - n / (problem.v - block.v0))
-
-
-def lean_forward_rows(problem: LeanProblem, tiles: int) -> int:
-    """The rows of forward's chunks, if E, the rows of x and `tiles` partial sums of each lie in memory that the weight
-    gradient will have; 0 where too few fit."""
-    v, row_of_x = problem.v, problem.h * E_ITEMSIZE
-    a_row = round_up(v, 64) * E_ITEMSIZE + row_of_x + tiles * SUM_ITEMSIZE
-    fit = (v * problem.h * problem.itemsize - 2 * OFFSET_MULTIPLE) // a_row // ROW_MULTIPLE * ROW_MULTIPLE
-    if fit < problem.scratch_rows and fit * problem.h < LEAST_PART:
-        return 0
-    return problem.m if fit >= problem.m else even_chunks(problem.m, fit)

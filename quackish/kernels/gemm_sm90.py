@@ -37,7 +37,7 @@ class GemmSm90:
         self.dtype = DTYPES[problem.dtype]
         self.epilogue = make_epilogue(problem, config)
         self.last_wave = LastWave(config) if problem.cut_last else None
-        self.halves = HalvedWave() if problem.halves_last and config.num_wgs == 2 else None
+        self.halves = HalvedWave() if config.halves_last(problem) else None
         self.tile = (config.tile_m, config.tile_n, config.tile_k)
         self.cluster = (config.cluster_m, config.cluster_n)
 
@@ -282,6 +282,7 @@ class GemmSm90:
                             row0, k_begin = cute.round_up(m, 64), k_end - 1
                         for kt in cutlass.range(k_begin, unroll=1):
                             loaded.consumer_wait(read)
+                            cute.arch.sync_warp()  # products are a whole warp's
                             loaded.consumer_release(released)
                             read.advance()
                             released.advance()

@@ -85,7 +85,7 @@ def linear_cross_entropy(
         chunk_size: rows a chunk. None: a multiple of 128 that keeps a chunk within 1.5 GiB (kernels: 4 GiB), from V and
             dtype alone; on kernels at most H rows where "recompute" makes gradients in forward. Kernels round it up to
             a multiple of 128; and such a "recompute", where the weight's gradient is returned, takes memory for so
-            many rows of input beside the gradients, and works in that of gradients to come: 128 is the leanest.
+            many rows of input beside the gradients, and works in that of gradients to come. 128 is the leanest.
         backend: "auto" runs kernels where there are some (Hopper, and Blackwell around cuBLAS's GEMMs; bf16 or fp16,
             after autocast; H a multiple of 8) and otherwise the portable PyTorch path: silently on CPU, with one
             warning per reason on a GPU. "cute" runs kernels or raises. "reference" runs the portable path.
@@ -99,9 +99,11 @@ def linear_cross_entropy(
         M * V * 2 * M / (M + H) for a 16-bit weight, as the rest lies where its gradient comes to be (above 64 MiB).
         "stored": M * V * 2, kept. "recompute": M * H * 2 and 96 MiB or M * 5632 (256 MiB where no weight gradient is
         returned), or M * H * 4 and 32 MiB where the input's gradient is made in backward, or M * H * 4 and up to 69 MB
-        where forward begins a 16-bit weight gradient; with a chunk_size just chunk * H * 2.5 + M * 44. Gradients
-        that forward makes, or begins, are held from then on. "chunked" and "stored" lend their GEMMs 17 to 69 MB, and
-        M * H * 2 where one of them makes a 16-bit weight gradient at once.
+        where forward begins a 16-bit weight gradient; with a chunk_size just chunk * H * 2.5 (or chunk * H * 2 and
+        128 KiB) + M * 44, but chunk * V * 2 where the weight's gradient has no room for a quarter of these rows' V
+        exponentials (H below chunk / 4 or so). Gradients that forward makes, or begins, are held from then on.
+        "chunked" and "stored" lend their GEMMs 17 to 69 MB, and M * H * 2 where one of them makes a 16-bit weight
+        gradient at once.
         `grad_weight_out` in fp32 is added to in a GEMM, with no buffer ("chunked" has one). Around cuBLAS's GEMMs
         256 MiB more, or M * 1024 where that is more.
     On the portable path: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for fp32, 8 for fp64, with softcap 4 (8) more,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from quackish.configs.linear_cross_entropy import ROOMY_BYTES, first_classes, whole_tiles
-from quackish.configs.linear_cross_entropy_lean import lean_forward_rows
 from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy_lean as lean
 from quackish.ops import linear_cross_entropy_schedules as schedules
@@ -115,8 +114,8 @@ class Plan(NamedTuple):
             if own_dw and may_begin and self.begins_dw(k, call, wanted):
                 return schedules.recompute_forward(k, call, wanted)
             if self.in_parts and own_dw and wanted.dx and wanted.dw:
-                problem = lean.lean_problem(call, wanted, self.chunk_rows)
-                if lean_forward_rows(problem, k.num_tiles(problem.v)):
+                problem = lean.lean_problem(k, call, wanted, self.chunk_rows)
+                if problem.forward_rows:
                     return lean.lean_forward(k, call, wanted, problem)
         if not made.any():
             return schedules.statistics(k, call, self.chunk_rows)

@@ -357,7 +357,7 @@ class LceKernels:
         dw: Tensor,  # (n, h): classes v0 and up; contiguous; bf16, fp16 or fp32
         rest: Tensor | None = None,  # (rows, h) int16, as `dw` leaves it; for a bf16 dw
     ) -> None:
-        """dw[t - v0] += the sum of sorted_grad * x[sorted_row] over the rows with sorted_cls t, in their order; after
+        """dw[t - v0] += the sum of sorted_grad * x[sorted_row] over the rows with sorted_cls t, in a set order; after
         it was given back what its rounding cut off, rest at the first of these places. The launch right before this one
         may write dw and rest, and none of the others."""
         (n, h), stride = dw.shape, x.stride(0)

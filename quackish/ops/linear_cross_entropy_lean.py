@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quackish.configs.linear_cross_entropy import E_ITEMSIZE, OFFSET_MULTIPLE, even_chunks, round_up
-from quackish.configs.linear_cross_entropy_lean import LeanBlock, LeanProblem, lean_blocks, lean_forward_rows
+from quackish.configs.linear_cross_entropy_lean import LeanBlock, LeanProblem, lean_blocks
 from quackish.ops.linear_cross_entropy_buffers import inside, matrix, padded, padded_strides, vector
 from quackish.ops.linear_cross_entropy_e import Block, E
 from quackish.ops.linear_cross_entropy_schedules import (
@@ -20,19 +20,18 @@ from quackish.ops.linear_cross_entropy_schedules import (
 )
 
 
-def lean_problem(call: Call, wanted: Wanted, chunk_rows: int) -> LeanProblem:
+def lean_problem(k, call: Call, wanted: Wanted, chunk_rows: int) -> LeanProblem:
     (m, h), v = call.x.shape, call.w.shape[0]
-    return LeanProblem(m, v, h, wanted.dw.itemsize, even_chunks(m, chunk_rows))
+    return LeanProblem(m, v, h, wanted.dw.itemsize, even_chunks(m, chunk_rows), k.num_tiles(v))
 
 
 def lean_forward(k, call: Call, wanted: Wanted, problem: LeanProblem) -> Forward:
     """loss, lse and dx; what they take lies in as much memory as dw, which backward makes there, has.
 
-    Where `lean_forward_rows` finds room.
+    Where the problem has `forward_rows`.
     """
-    m, v, h = problem.m, problem.v, problem.h
-    tiles, dtype = k.num_tiles(v), call.x.dtype
-    rows = lean_forward_rows(problem, tiles)
+    m, v, h, tiles = problem.m, problem.v, problem.h, problem.tiles
+    rows, dtype = problem.forward_rows, call.x.dtype
     dx, there = matrix(call.x, m, h, wanted.dx), matrix(call.x, v, h, wanted.dw)
     ld = padded_strides(v)[0]
     e = inside(there, 0, rows, ld, dtype)[:, :v]
@@ -57,7 +56,7 @@ def lean_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Want
     db = vector(call.x, v, torch.float32) if wanted.db else None
     coefs = matrix(call.x, m, 4, torch.float32)
     run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
-    problem = lean_problem(call, wanted, chunk_rows)
+    problem = lean_problem(k, call, wanted, chunk_rows)
     scratch = _LeanScratch(call.x, problem)
     for block in lean_blocks(problem):
         v0, v1, part_rows, _, _ = block

@@ -130,7 +130,8 @@ class HalvedWave:
     """Each tile of a rest that half of the clusters would do goes to two, each of which multiplies one warp group's
     rows. No bit changes, as each sum is made as ever: a row's loss may not depend on how many others there are.
 
-    Logits on an H200: M 1024, H 4096, V 128256 1552 us, not halved 1589; M 4096, H 2048, V 32000 829, 834.
+    Logits on an H200: M 1024, H 4096, V 128256 1552 us, not halved 1589; M 4096, H 2048, V 32000 829, 834. Others, and
+    dlogits, are not measured.
     """
 
     @cute.jit
