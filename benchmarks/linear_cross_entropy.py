@@ -29,7 +29,7 @@ from quackish.bench.files import CsvLog
 from quackish.bench.host import host_times, launch_times
 from quackish.bench.measure_linear_cross_entropy import measure, try_out
 from quackish.bench.measured import A_LAUNCH, OURS, Measured, Run
-from quackish.bench.providers_linear_cross_entropy import ALL, HOST, MAIN, PROVIDERS, load
+from quackish.bench.providers_linear_cross_entropy import ALL, HOST, LEAN, MAIN, PROVIDERS, load
 from quackish.bench.truth_linear_cross_entropy import Data
 
 FIELDS = (
@@ -72,8 +72,9 @@ BARS = [
     Case(16384, 4096, 128256),
     Case(65536, 4096, 128256),
 ]
-SWEEP = [Case(m, 4096, 128256, errors=False) for m in (1024, 2048, 4096, 8192, 16384, 32768, 65536)]
-SWEEP += [Case(8192, 4096, v, errors=False) for v in (32000, 64000, 151936, 202048, 256000)]
+SWEPT = dict(providers=(*MAIN, LEAN[-1]), errors=False)
+SWEEP = [Case(m, 4096, 128256, **SWEPT) for m in (1024, 2048, 4096, 8192, 16384, 32768, 65536)]
+SWEEP += [Case(8192, 4096, v, **SWEPT) for v in (32000, 64000, 151936, 202048, 256000)]
 HOST_CASE = Case(128, 512, 1024, mode="host", providers=HOST, errors=False)
 TINY = [  # without a GPU
     Case(48, 64, 300, providers=("quackish*", "torch")),
