@@ -122,6 +122,23 @@ def test_linear_cross_entropy(options, compiled, on, capsys):
     assert len(compiled) == len(set(compiled)) >= 8
 
 
+@pytest.mark.parametrize("schedule", ["auto", "stored", "recompute", "recompute --chunk-size 128"])
+def test_linear_cross_entropy_in_compiled_code(schedule, compiled, on, capsys, monkeypatch, narrow):
+    m, h, v = 1000, 512, 8000
+    words = f"precompile linear_cross_entropy {m}x{h}x{v} --schedule {schedule} --compiled --gpu {on.name}"
+    assert main(words.lower().split()) == 0
+    monkeypatch.setattr(on_kernels, "is_plain", lambda: False)  # as while it is traced: operators run
+    of = dict(dtype=torch.bfloat16, device=CPU)
+    x, w, target = tensor(m, h, **of), tensor(v, h, **of), torch.zeros(m, dtype=torch.int64)
+    name, _, chunk_size = schedule.partition(" --chunk-size ")
+    given = dict(schedule=name, chunk_size=int(chunk_size) if chunk_size else None)
+    with launch.record() as recording:
+        linear_cross_entropy(x, w, target, **given).backward()
+        with torch.no_grad():
+            linear_cross_entropy(x, w, target, **given)
+    assert set(compiled) == set(recording.requests)
+
+
 def test_several_shapes_and_gpus(compiled, capsys):
     assert main(["precompile", "rms_norm", "64x256", "1000x256", "64x512", "--gpu", "h100,h200, b200"]) == 0
     targets = [request.target for request in compiled]

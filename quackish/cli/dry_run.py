@@ -72,12 +72,13 @@ class LceCall:
     return_lse: bool = False  # and a gradient arrives at it
     grad_weight_out: bool = False  # a buffer in fp32
     grad: bool = True
+    compiled: bool = False  # by operators, as code that torch.compile made
 
 
 def linear_cross_entropy(call: LceCall, how: LinearCrossEntropyConfig, gpu: Gpu) -> Trace:
     """Forward, and with `grad` backward, of `call` by the schedule `how` on `gpu`, which has kernels for it.
 
-    As plain eager does it, once, every gradient being asked for. Not for several threads.
+    As plain eager does it, or compiled code, once, every gradient being asked for. Not for several threads.
     """
     note = _Notes(gpu)
     k = LceKernels(_META, _gemms(note))
@@ -93,12 +94,16 @@ def linear_cross_entropy(call: LceCall, how: LinearCrossEntropyConfig, gpu: Gpu)
 
 @contextlib.contextmanager
 def _kernels(k: LceKernels) -> Iterator[None]:
-    """The operation finds `k`, whatever the device."""
-    kept, on_kernels.kernels_of = on_kernels.kernels_of, lambda device: k
-    try:
+    """The operation finds `k`, whatever the device, and its operators run what they do on one with kernels."""
+    stand_ins = dict(
+        kernels_of=lambda device: k, _fwd_op=on_kernels._fwd_impl, _bwd_op=on_kernels._bwd_impl,
+        _scaled_op=on_kernels._scaled_impl,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name, stand_in in stand_ins.items():
+            stack.callback(setattr, on_kernels, name, getattr(on_kernels, name))
+            setattr(on_kernels, name, stand_in)
         yield
-    finally:
-        on_kernels.kernels_of = kept
 
 
 def _tensors(c: LceCall) -> tuple[Inputs, Tensor | None, list[Tensor]]:
@@ -118,16 +123,36 @@ def _tensors(c: LceCall) -> tuple[Inputs, Tensor | None, list[Tensor]]:
 
 
 def _run(plan: on_kernels.Plan, inputs: Inputs, dw_out, arriving: list[Tensor], c: LceCall, note: "_Notes") -> None:
-    """As `on_kernels.run` in plain eager, which a dispatch mode is not, and autograd."""
+    """As `on_kernels.run` in plain eager, which a dispatch mode is not, or compiled, and autograd."""
     if not c.grad:
         with torch.no_grad():
             out = plan.forward(on_kernels.kernels_of(_META), plan.call(inputs), on_kernels._NONE, False)
             plan.loss(out, inputs.target)
         return
+    if c.compiled:
+        context, args = _Context(), (*inputs, dw_out, *plan, [t is not None for t in inputs[:3]])
+        with torch.no_grad():
+            on_kernels._setup_context(context, args, on_kernels._fwd_op(*args))
+            note.phase = "backward"
+            on_kernels._op_backward(context, *(arriving if c.return_lse else (arriving[0], None)))
+        return
     outputs = on_kernels._apply(*inputs, dw_out, plan, c.return_lse)
     note.phase = "backward"
     wanted = [t for t in inputs[:3] if t is not None]
     torch.autograd.grad(outputs, wanted, arriving if c.return_lse else arriving[0], allow_unused=dw_out is not None)
+
+
+class _Context:
+    """What autograd hands an operator, as far as ours use it."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------

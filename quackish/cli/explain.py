@@ -32,7 +32,7 @@ _ONLY = {
     **dict.fromkeys(
         ("schedule", "chunk_size", "reduction", "class_weight", "label_smoothing", "softcap", "z_loss"), _LCE
     ),
-    **dict.fromkeys(("return_lse", "grad_weight_out", "no_grad"), _LCE),
+    **dict.fromkeys(("return_lse", "grad_weight_out", "no_grad", "compiled"), _LCE),
 }
 
 
@@ -64,6 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     loss.add_argument("--return-lse", action="store_true", default=None, help="and a gradient arrives at it")
     loss.add_argument("--grad-weight-out", action="store_true", default=None, help="the weight's gradient in a buffer")
     loss.add_argument("--no-grad", action="store_true", default=None, help="the loss alone")
+    loss.add_argument("--compiled", action="store_true", default=None, help="as code that torch.compile made runs it")
 
 
 def run(args: argparse.Namespace) -> int:

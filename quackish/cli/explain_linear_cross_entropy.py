@@ -51,6 +51,7 @@ def explain(args: argparse.Namespace, shape: list[int], gpu: Gpu | None) -> Expl
     call = dry_run.LceCall(
         m, h, v, getattr(torch, args.dtype), reduction, args.bias, bool(args.class_weight), smoothing, args.softcap,
         z_loss, bool(args.return_lse), bool(args.grad_weight_out), not args.no_grad,
+        bool(args.compiled),
     )  # fmt: skip
     trace = dry_run.linear_cross_entropy(call, how, gpu)
     schedule = f"{how.schedule}: {schedule_reason(problem, m, schedule, how)}"
@@ -61,7 +62,7 @@ def explain(args: argparse.Namespace, shape: list[int], gpu: Gpu | None) -> Expl
             schedule += f", and the weight's of {begun[0]} classes"
     plan = {
         "Schedule": "none, as nothing needs a gradient" if args.no_grad else schedule,
-        "Chunks": _chunks(trace, problem, how, args.chunk_size),
+        "Chunks": _chunks(trace, problem, how, args.chunk_size, bool(args.compiled)),
     }
     notes = [
         "Work counts every row as live: ignored ones are left out on the GPU, which alone knows how many there are."
@@ -94,7 +95,9 @@ def schedule_reason(problem: KernelProblem, m: int, schedule: str, how: LinearCr
     return f"auto; {because}, so it is left to backward; all exponentials would take {kept:.2f} GB, {fits} {limit:.2f}"
 
 
-def _chunks(trace: dry_run.Trace, problem: KernelProblem, how: LinearCrossEntropyConfig, chunk_size: int | None) -> str:
+def _chunks(
+    trace: dry_run.Trace, problem: KernelProblem, how: LinearCrossEntropyConfig, chunk_size: int | None, compiled: bool
+) -> str:
     rows = [step.sizes["rows"] for step in trace.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
     sizes = " and ".join(map(str, dict.fromkeys(rows)))
     if how.in_parts and rows[0] != min(sum(rows), even_chunks(sum(rows), how.chunk_rows)):
@@ -104,6 +107,8 @@ def _chunks(trace: dry_run.Trace, problem: KernelProblem, how: LinearCrossEntrop
         why = "which was asked for, in whole tiles"
     elif how.chunk_rows == ROW_MULTIPLE:
         why = "the fewest there are"
+    elif how.early_dx and compiled and not problem.grad_weight_out:
+        why = "of which exponentials take as much memory as the weight's gradient will"
     elif how.early_dx and not problem.grad_weight_out:
         why = "or fewer, as their exponentials lie where the weight's gradient comes to be"
     else:
