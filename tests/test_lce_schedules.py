@@ -1038,8 +1038,10 @@ def test_lean_chunks_and_their_scratch():
         return LeanProblem(m, v, h, 2, chunk_rows, -(-v // 256))
 
     problem = of(128_256, 4096, 128)
+    assert (len(lean_blocks(problem)), sum(-(-8192 // block.part_rows) for block in lean_blocks(problem))) == (28, 701)
     assert sum(block.v1 - block.v0 for block in lean_blocks(problem) if block.part_rows == 8192) > 100_000
     assert problem.scratch_columns == 8  # 131 kB of sums
+    assert of(10, 4096, 4096).scratch_columns == 16  # no more than there are classes
     assert of(128_256, 4096, 4096).scratch_columns == 336  # 8 MB, a quarter of the rows of x
     # E lies where the weight's gradient will: three chunks, where 3840 rows would fit
     assert problem.forward_rows == of(128_256, 4096, 8192).forward_rows == 2816

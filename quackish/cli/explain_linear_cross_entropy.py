@@ -100,7 +100,7 @@ def _chunks(
 ) -> str:
     rows = [step.sizes["rows"] for step in trace.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
     sizes = " and ".join(map(str, dict.fromkeys(rows)))
-    if how.in_parts and rows[0] != min(sum(rows), even_chunks(sum(rows), how.chunk_rows)):
+    if how.lean and rows[0] != min(sum(rows), even_chunks(sum(rows), how.chunk_rows)):
         where = "as their exponentials lie where the weight's gradient comes to be"
         return f"{len(rows)} in forward, of {sizes} rows, {where}; memory beside it for {how.chunk_rows}, as asked for"
     if chunk_size:

@@ -35,7 +35,7 @@ class LinearCrossEntropyConfig:
     chunk_rows: int
     # `recompute` on kernels:
     early_dx: bool = False  # the input's gradient is made in forward, chunk by chunk
-    in_parts: bool = False  # ... and the weight's in backward, with memory for chunk_rows rows of x
+    lean: bool = False  # ... and the weight's in backward, with memory for chunk_rows rows of x
 
 
 def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
@@ -136,13 +136,13 @@ def kernel_config(
     if not problem.has_e or (schedule == "chunked" and not problem.known_in_forward):
         schedule = "recompute"
     early_dx = schedule == "recompute" and problem.known_in_forward and not problem.return_lse
-    in_parts = early_dx and chunk_size is not None
+    lean = early_dx and chunk_size is not None
     if chunk_size is None:
         chunk_size = min(whole_tiles(E_BYTES, problem.v), MAX_ROWS)
         if early_dx:
             there = ROOMY_BYTES if problem.grad_weight_out else E_ITEMSIZE * problem.v * problem.h
             chunk_size = min(chunk_size, whole_tiles(there, problem.v))
-    return LinearCrossEntropyConfig(schedule, round_up(chunk_size, ROW_MULTIPLE), early_dx, in_parts)
+    return LinearCrossEntropyConfig(schedule, round_up(chunk_size, ROW_MULTIPLE), early_dx, lean)
 
 
 def whole_tiles(size: int, v: int) -> int:

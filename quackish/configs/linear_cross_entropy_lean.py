@@ -74,7 +74,7 @@ class LeanProblem:
         there = max(self.scratch_rows * self.h * E_ITEMSIZE // 4, LEAST_SCRATCH)
         if self.forward_rows == 0:
             there = max(there, self.scratch_rows * self.v * E_ITEMSIZE)
-        return max(there // a_class // LEAST_COLUMNS, 1) * LEAST_COLUMNS
+        return min(max(there // a_class // LEAST_COLUMNS, 1) * LEAST_COLUMNS, round_up(self.v, LEAST_COLUMNS))
 
     def has_sums(self, part_rows: int) -> bool:
         """Whether a block is summed over parts, and not in the gradient itself."""
@@ -91,8 +91,8 @@ def lean_blocks(problem: LeanProblem) -> tuple[LeanBlock, ...]:
 
     A block costs what its classes cost in any block, and what comes on top: launches, short waves of tiles, sums. The
     fewer classes it has of those left, the more room there is for it, but the more blocks follow. The best next one has
-    the least on top for each halving of what is left. M 8192, H 4096, V 128256 with chunks of 128 rows has 27 blocks;
-    the last 528 classes take nine of them, and 576 of all 703 parts.
+    the least on top for each halving of what is left. M 8192, H 4096, V 128256 with chunks of 128 rows has 28 blocks;
+    the last 528 classes take nine of them, and 576 of all 701 parts.
     """
     blocks, v0 = [], 0
     while problem.v - v0 > problem.scratch_columns:
@@ -120,15 +120,16 @@ def _that_fit(problem: LeanProblem, v0: int) -> Iterator[LeanBlock]:
             yield LeanBlock(v0, v0 + n, problem.scratch_rows, e_at, None)
 
 
-def _widths(problem: LeanProblem, v0: int) -> set[int]:
-    """Sixteenths of what is left, and the widest that fit: with all rows of x there, and with those of the scratch."""
+def _widths(problem: LeanProblem, v0: int) -> list[int]:
+    """Sixteenths of what is left, and the widest that fit: with all rows of x there, and with those of the scratch.
+    Ascending: of equals the first is taken, and bits depend on it."""
     left = problem.v - v0
     there = left * problem.h * problem.itemsize - 2 * OFFSET_MULTIPLE
     widths = [left * sixteenths // 16 for sixteenths in range(1, 16)]
     for rows, of_x in (problem.m, problem.m * problem.h * E_ITEMSIZE), (problem.scratch_rows, 0):
         widths.append(min((there - of_x) // (problem.bytes_of_class(rows) + rows * E_ITEMSIZE), left - 1))
     multiples = [COLUMN_MULTIPLE if n >= COLUMN_MULTIPLE else LEAST_COLUMNS for n in widths]
-    return {n // multiple * multiple for n, multiple in zip(widths, multiples, strict=True) if n >= multiple}
+    return sorted({n // multiple * multiple for n, multiple in zip(widths, multiples, strict=True) if n >= multiple})
 
 
 def _offsets(problem: LeanProblem, v0: int, n: int, rows: int) -> tuple[int, int]:
@@ -138,7 +139,9 @@ def _offsets(problem: LeanProblem, v0: int, n: int, rows: int) -> tuple[int, int
     return e_at, round_up(e_at + rows * n * E_ITEMSIZE, OFFSET_MULTIPLE)
 
 
-# A part's launches and first loads, 40 us: in waves of tiles, times how deep they multiply, 0.0125 us each.
+# A part's launches and first loads, 40 us: in waves of tiles, times how deep they multiply, 0.0125 us each. A guess,
+# and high: parts of 128 rows and 8 classes, 91 us by this count, took 55 each (H200, H 4096, before their tiles were
+# halved). No other value was tried.
 PART_COST = 3200
 
 
@@ -147,6 +150,6 @@ def _on_top(problem: LeanProblem, block: LeanBlock) -> float:
     m, h, n, rows = problem.m, problem.h, block.v1 - block.v0, block.part_rows
     m_tiles, n_tiles, h_tiles = (-(-size // 256) for size in (rows, n, h))
     waves = -(-m_tiles * n_tiles // WAVE) * h + -(-n_tiles * h_tiles // WAVE) * rows
-    sums_and_x = (n + rows) * h // 8000
+    sums_and_x = (n + rows) * h // 8000  # bytes that are read and written, at 4 TB/s or so
     cost = -(-m // rows) * (PART_COST + waves + sums_and_x)
     return (cost - 2 * m * h * n // (256 * 256 * WAVE)) / -math.log2(1 - n / (problem.v - block.v0))

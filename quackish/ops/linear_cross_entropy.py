@@ -294,7 +294,7 @@ def _make_plan(
             how = kernel_config(problem, m, schedule, chunk_size)
             return on_kernels.Plan(
                 ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows, how.early_dx,
-                how.in_parts, compute_dtype,
+                how.lean, compute_dtype,
             )  # fmt: skip
     problem = LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
     how = linear_cross_entropy_config(problem, m, schedule, chunk_size)

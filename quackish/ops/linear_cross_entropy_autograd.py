@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     schedule: str  # one that the kernels have for the rest
     chunk_rows: int
     early_dx: bool  # with `recompute`: dx is made in forward
-    in_parts: bool  # ... and dw with memory for chunk_rows rows of x
+    lean: bool  # ... and dw with memory for chunk_rows rows of x
     compute_dtype: torch.dtype
 
     def call(self, inputs: Inputs) -> Call:
@@ -113,7 +113,7 @@ class Plan(NamedTuple):
             made = self.made_in_forward(wanted)
             if own_dw and may_begin and self.begins_dw(k, call, wanted):
                 return schedules.recompute_forward(k, call, wanted)
-            if self.in_parts and own_dw and wanted.dx and wanted.dw:
+            if self.lean and own_dw and wanted.dx and wanted.dw:
                 problem = lean.lean_problem(k, call, wanted, self.chunk_rows)
                 if problem.forward_rows:
                     return lean.lean_forward(k, call, wanted, problem)
@@ -121,7 +121,7 @@ class Plan(NamedTuple):
             return schedules.statistics(k, call, self.chunk_rows)
         if self.schedule == "stored":
             return schedules.stored(k, call)
-        return schedules.chunked(k, call, self.rows_in_forward(call, wanted), made, self.in_parts)
+        return schedules.chunked(k, call, self.rows_in_forward(call, wanted), made, self.lean)
 
     def made_in_forward(self, wanted: Wanted) -> Wanted:
         """The gradients that are ready before backward, up to a factor."""
@@ -131,13 +131,13 @@ class Plan(NamedTuple):
 
     def begins_dw(self, k, call: Call, wanted: Wanted) -> bool:
         both = wanted.dx is not None and wanted.dw is not None
-        if not (both and self.early_dx and k.keeps_rest) or self.in_parts or wanted.db:
+        if not (both and self.early_dx and k.keeps_rest) or self.lean or wanted.db:
             return False
         return first_classes(call.x.shape[0], *call.w.shape, wanted.dw.itemsize) is not None
 
     def rows_in_forward(self, call: Call, wanted: Wanted) -> int:
         """The rows of a chunk. With `recompute` its E is as large as dw; of a frozen weight there is none to come."""
-        if not self.early_dx or self.in_parts or wanted.dw:
+        if not self.early_dx or self.lean or wanted.dw:
             return self.chunk_rows
         return min(self.chunk_rows, whole_tiles(ROOMY_BYTES, call.w.shape[0]))
 
@@ -170,7 +170,7 @@ class Plan(NamedTuple):
                 kept = kept._replace(dw=made.dw, classes=made.classes)
                 grads = scaled(k, made, incoming.loss, dw_out)
             wanted = wanted.but(early)
-        if self.in_parts and wanted.dx is None and wanted.dw and dw_out is None:
+        if self.lean and wanted.dx is None and wanted.dw and dw_out is None:
             rest = lean.lean_backward(k, call, kept, incoming, wanted, self.chunk_rows)
         elif wanted.any():
             rest = schedules.recompute_backward(k, call, kept, incoming, wanted, dw_out)
@@ -301,7 +301,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _INPUTS = "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? num_items"
 _PLAN = (
     "int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, str schedule, "
-    "SymInt chunk_rows, bool early_dx, bool in_parts, ScalarType compute_dtype"
+    "SymInt chunk_rows, bool early_dx, bool lean, ScalarType compute_dtype"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
 _ROWS = ", ".join(f"Tensor {name}" for name in Rows._fields)
