@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quackish.configs.gemm import GemmConfig, GemmProblem, softmax_tile_n
+from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem
 from quackish.configs.lce_cublas import (
     TILE_N,
     LceClearProblem,
@@ -108,7 +108,7 @@ def _lce_gemm(p: GemmProblem, s: Sizes) -> Work:
         read += n * _bytes(p.bias_dtype) + n * 4 * p.weighted
     if p.epilogue == "softmax":
         read += m * (4 + 4)  # ref, cls
-        written += m * _ceil_div(n, softmax_tile_n()) * 4 * (1 + p.smoothing) + m * 4  # a row's sums a tile; zt
+        written += m * _ceil_div(n, SOFTMAX_TILE_N) * 4 * (1 + p.smoothing) + m * 4  # a row's sums a tile; zt
     elif p.epilogue == "dlogits":
         read += m * (16 + 4)  # coefs, cls
     elif p.epilogue == "rows":
@@ -227,8 +227,7 @@ def _gemm_tiles(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
 
 def _gemm_ctas(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
     resident = s["max_clusters"] * config.cluster_m * config.cluster_n
-    tiles = _gemm_tiles(problem, config, s) * (2 if config.halves_last(problem) else 1)
-    return resident if problem.cut_last else min(tiles, resident)
+    return resident if problem.cut_last else min(_gemm_tiles(problem, config, s), resident)
 
 
 def _exp_ctas(problem: LceExpProblem, config: LceWarpsConfig, s: Sizes) -> int:

@@ -275,8 +275,16 @@ ILLEGAL = [
     ("lce_gemm", DW, dict(group=0), "group is 0; expected at least 1"),
     ("lce_gemm", DW, dict(store_every=-1), "store_every is -1; expected at least 0"),
     ("lce_gemm", DX, dict(store_every=3), "store_every is 3; expected 0"),
+    ("lce_gemm", LOGITS, dict(store_every=3), "store_every is 3; expected 0: tiles wait where they are 16 bits wide"),
+    ("lce_gemm", DX, dict(pingpong=True), "pingpong is True; expected False: tiles are taken by turns where all are"),
+    ("lce_gemm", dataclasses.replace(LOGITS, redo=True), dict(pingpong=True), "pingpong is True; expected False"),
+    ("lce_gemm", dataclasses.replace(DW, cut_last=True), dict(pingpong=True), "pingpong is True; expected False"),
+    (
+        "lce_gemm", DW, dict(pingpong=True, store_every=0),
+        "tile_n is 256 with tile_m 128, 256 sums a thread; expected 40 fewer than consumer_registers, 240",
+    ),
     ("lce_gemm", DW, dict(group_along="k"), "group_along is 'k'; expected one of 'm', 'n'"),
-    ("lce_gemm", LOGITS, dict(tile_n=128), "tile_n is 128; expected 256, as a partial sum of the softmax"),
+    ("lce_gemm", LOGITS, dict(tile_n=128), "tile_n is 128; expected 192, as a partial sum of the softmax"),
     (
         "lce_gemm", LOGITS, dict(tile_m=64, cluster_m=1),
         "tile_m is 64 with cluster_m 1, 64 rows a cluster; expected a multiple of 128",
@@ -291,7 +299,7 @@ ILLEGAL = [
     ),
     (
         "lce_gemm", DW, dict(tile_m=192, num_stages=2, consumer_registers=160),
-        "tile_n is 256 with tile_m 192, 128 sums a thread; expected fewer than the 128 registers",
+        "tile_n is 256 with tile_m 192, 128 sums a thread; expected 40 fewer than consumer_registers, 160",
     ),
     ("lce_compact", LceCompactProblem("int64"), dict(threads=512), "threads is 512; expected 1024"),
     ("lce_compact", LceCompactProblem("int64"), dict(each=0), "each is 0; expected 1 to 16"),
@@ -353,11 +361,13 @@ def test_shared_memory_of_a_norm_is_as_compiled(problem, made):
 @pytest.mark.parametrize(
     "problem, made",
     [
-        (LOGITS, GemmConfig()),
-        (dataclasses.replace(LOGITS, out_dtype=None), GemmConfig(tile_m=64, tile_k=32, num_stages=5)),
+        (LOGITS, GemmConfig(tile_n=192)),
+        (LOGITS, GemmConfig(tile_n=192, num_stages=5, pingpong=True)),
+        (dataclasses.replace(LOGITS, out_dtype=None), GemmConfig(tile_m=64, tile_n=192, tile_k=32, num_stages=5)),
         (DLOGITS, GemmConfig(tile_m=192, tile_n=192, num_stages=3, consumer_registers=160)),
         (DX, GemmConfig(tile_m=64, tile_n=64, cluster_m=1, cluster_n=4, consumer_registers=248)),
         (DW, GemmConfig(tile_m=256, tile_n=128, num_stages=3, consumer_registers=104)),
+        (DW, GemmConfig(tile_m=192, tile_n=128, num_stages=5, pingpong=True)),
         (
             dataclasses.replace(DW, cut_last=True),
             GemmConfig(tile_m=256, tile_n=128, num_stages=3, consumer_registers=104),

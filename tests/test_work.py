@@ -150,9 +150,9 @@ def test_ctas_are_the_kernels_own(name, problem, sizes):
 def test_tiles_are_what_persistent_ctas_walk_over():
     problem = GemmProblem("softmax", BF16, BF16)
     config, sizes = choose("lce_gemm", problem, H200).config, dict(m=8192, n=128256, k=4096, max_clusters=66)
-    assert KERNELS["lce_gemm"].tiles(problem, config, sizes) == 64 * 501
+    assert KERNELS["lce_gemm"].tiles(problem, config, sizes) == 64 * 668
     assert KERNELS["lce_gemm"].ctas(problem, config, sizes) == 132
-    assert KERNELS["lce_gemm"].ctas(problem, config, {**sizes, "m": 1, "n": 1}) == 4  # two clusters, a half each
+    assert KERNELS["lce_gemm"].ctas(problem, config, {**sizes, "m": 1, "n": 1}) == 2
 
 
 # Work ----------------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_gemms_multiply_and_move_what_matrices_say():
     m, n, k = 512, 1000, 64
     sizes = dict(m=m, n=n, k=k, max_clusters=66)
     a, b, e = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((m, k), (n, k), (m, n)))
-    row, part, classes = torch.empty(m), torch.empty(m, 4), torch.empty(n)  # 4 tiles of 256 classes
+    row, part, classes = torch.empty(m), torch.empty(m, 6), torch.empty(n)  # 6 tiles of 192 classes
     cases = {
         GemmProblem("softmax", BF16, BF16): ((a, b, row, row), (e, part, row)),
         GemmProblem("softmax", BF16, None): ((a, b, row, row), (part, row)),

@@ -9,6 +9,8 @@ from quackish.gpu import Gpu
 # `cut_last`: counters that are 0 before and after, one for each warp group of a tile that is cut: 4 a CTA at most.
 NUM_TICKETS = 1024
 
+SOFTMAX_TILE_N = 192  # how many classes a partial sum of the softmax runs over
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmProblem:
@@ -47,6 +49,8 @@ class GemmConfig:
     Clusters of cluster_m x cluster_n CTAs share what they load. Tiles are walked in groups of `group` clusters along
     `group_along` ("m" or "n"), all of the other dimension for each, so that what a group reads again is in the L2.
     A tile is stored at once; with `store_every` under the next one's products, 64 columns each so many steps along k.
+    With `pingpong` two warp groups have a tile each, all of its rows, by turns: one multiplies, while the other works
+    on its sums.
     """
 
     tile_m: int = 128
@@ -60,10 +64,25 @@ class GemmConfig:
     producer_registers: int = 24
     consumer_registers: int = 240
     store_every: int = 0
+    pingpong: bool = False
 
     @property
     def num_wgs(self) -> int:
-        return self.tile_m // 64
+        return 2 if self.pingpong else self.tile_m // 64
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of 64 rows that a warp group has of a tile."""
+        return self.tile_m // 64 if self.pingpong else 1
+
+    @property
+    def num_buffers(self) -> int:
+        """Pieces of the output, 64 columns or fewer, that a warp group has on their way at a time.
+
+        One where the other warp group multiplies meanwhile, which leaves room for a stage more; and where a tile has
+        an odd number of them: the next tile would begin with the buffer that is still being read.
+        """
+        return 1 if self.pingpong or self.tile_n % 128 else 2
 
     @property
     def threads(self) -> int:
@@ -77,10 +96,6 @@ class GemmConfig:
     def max_clusters(self, sm_count: int) -> int:
         """Clusters that run at a time: one CTA fits an SM."""
         return sm_count // (self.cluster_m * self.cluster_n)
-
-    def halves_last(self, problem: GemmProblem) -> bool:
-        """Whether a last wave that would leave half of the clusters idle, or more, is halved along m."""
-        return self.num_wgs == 2 and problem.epilogue in ("softmax", "dlogits") and not problem.redo
 
     def last_wave_room(self, m: int, n: int, k: int, clusters: int) -> tuple[int, int]:
         """Pieces of tiles that `cut_last` has scratch for, one a cluster at least, and how many floats that is.
@@ -97,32 +112,36 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     """The same for every shape: a row's partial sums, and so its loss, must not depend on M.
 
     An H200, bf16, ms with cuBLAS's plain GEMM in brackets, in random order in one run that keeps the card at its power
-    limit; dw adding to fp32 sums last, and none with store_every:
-        M, H, V              softmax        rows (dx)      store (dw)
-        4096, 2048, 32000    0.840 (0.810)  0.750 (0.749)  0.790 (0.792), 0.837
-        8192, 2048, 151936   7.96 (7.67)    7.19 (7.25)    7.16 (7.20), 7.25
-        8192, 4096, 128256   13.11 (12.83)  12.62 (12.61)  12.52 (12.83), 12.82
-    `group` 2 to 32, along m or n, clusters of 1 x 2 and a warp group that lags behind the other are within 1 % of this
-    or slower (measured longer since: rows and store along n, see below); tile_n 192 costs 1 to 14 %, two stages of
-    tile_k 128 50 %. The exponentials are what softmax costs over a plain GEMM, 2 to 5 %: 2048 cycles a tile at MUFU's
-    rate of 16 a cycle. Working out a quarter of them by polynomial gains nothing.
+    limit; logits with pingpong, and by tiles of 128 x 256 that are stored under the next one's products:
+        M, H, V              softmax               without E     rows (dx)      store (dw)
+        1024, 4096, 128256   1.525, 1.573 (1.591)  1.512, 1.568  1.542 (1.522)  1.669 (1.742)
+        4096, 2048, 32000    0.757, 0.836 (0.828)  0.764, 0.832  0.768 (0.772)  0.805 (0.811)
+        8192, 2048, 151936   7.10, 7.78 (7.58)     7.08, 7.72    7.22 (7.28)    7.25 (7.00)
+        8192, 4096, 128256   12.27, 12.47 (12.43)  12.03, 12.90  11.86 (12.11)  12.18 (12.25)
+    dlogits gain as much. Exponentials take as long as products 256 deep, at MUFU's rate of 16 a cycle; with pingpong
+    they hide. dx and dw have none, and wider tiles load less: with pingpong dx took 9 to 51 % more, without cutting its
+    last wave; dw 6 % less at M 1024 and 4 at 4096, and 1 to 3 % more at 8192. Two stages of tile_k 128 cost 50 %;
+    `group` 16, along m or n, clusters of 1 x 2 are within 2 % (rows and store along n, see below).
 
     `store_every` 3 against 0, times of the GEMM in one run (H200, under the same load):
-        M, H, V              softmax       store (dw)
-        1024, 4096, 128256   0.99 to 1.00  0.94 to 0.95
-        2048, 4096, 128256                 0.97 to 0.98
-        4096, 2048, 32000    0.98          0.98 to 0.99
-        8192, 2048, 151936   0.99          0.99 to 1.00
-    and of all of `recompute` at M 8192, H 4096, V 128256, against dlogits alone at 0: 0.995. With 0, all clusters write
-    their tiles at the same time, while none multiplies. With 1024 rows, pieces two steps apart gained 4 % where three
-    gained 6.
+        M, H, V              store (dw)
+        1024, 4096, 128256   0.94 to 0.95
+        2048, 4096, 128256   0.97 to 0.98
+        4096, 2048, 32000    0.98 to 0.99
+        8192, 2048, 151936   0.99 to 1.00
+    With 0, all clusters write their tiles at the same time, while none multiplies. With 1024 rows, pieces two steps
+    apart gained 4 % where three gained 6.
     """
-    if problem.epilogue == "dlogits" and problem.smoothing:
-        return GemmConfig(tile_n=128)  # 8 to 64 bytes of registers spill with 256 columns, class weights and softcap
+    every = 3 if _may_wait(problem) else 0
     if problem.epilogue in ("rows", "store"):  # 1 % less than along m, store with both H, rows with H 2048
-        return GemmConfig(group_along="n", store_every=3 if _may_wait(problem) else 0)
-    spills = problem.epilogue == "softmax" and problem.softcap  # 32 to 72 bytes, if tiles wait
-    return GemmConfig(store_every=3 if _may_wait(problem) and not spills else 0)
+        return GemmConfig(group_along="n", store_every=every)
+    if _has_registers(problem):
+        return GemmConfig(tile_n=SOFTMAX_TILE_N, num_stages=5, pingpong=True)
+    if problem.epilogue == "softmax":
+        return GemmConfig(tile_n=SOFTMAX_TILE_N, num_stages=5, store_every=every)
+    if problem.smoothing:
+        return GemmConfig(tile_n=128)  # 8 to 64 bytes of registers spill with 256 columns, class weights and softcap
+    return GemmConfig(store_every=every)
 
 
 def _may_wait(problem: GemmProblem) -> bool:
@@ -130,9 +149,13 @@ def _may_wait(problem: GemmProblem) -> bool:
     return problem.epilogue != "rows" and problem.out_dtype in ("bfloat16", "float16")
 
 
-def softmax_tile_n() -> int:
-    """How many classes a partial sum of the softmax runs over."""
-    return GemmConfig.tile_n
+def _has_registers(problem: GemmProblem) -> bool:
+    """Whether an epilogue on logits works in what 128 x 192 sums leave of a warp group's registers: else 8 to 272 bytes
+    spill. (`redo` finds its tiles one by one: there are no turns.)"""
+    if problem.epilogue == "dlogits":
+        return problem.bias_dtype is None and not problem.smoothing
+    stores_logits = problem.out_dtype is not None and not problem.softcap
+    return not problem.redo and (problem.bias_dtype is None or stores_logits)
 
 
 # The last wave ------------------------------------------------------------------------------------------------------
@@ -175,13 +198,14 @@ def last_wave_pieces(tiles: int, k_tiles: int, clusters: int) -> int:
 
 # Legality ------------------------------------------------------------------------------------------------------------
 
-STAGED_BYTES = 2 * 64 * 128  # of the output, a warp group: two pieces of 128 bytes of each of its rows
+LEAST_REGISTERS = 40  # of a thread that multiplies, beside its sums: no kernel of fewer was tried
+STAGED_BYTES = 64 * 128  # a piece of the output: 128 bytes of each of a warp group's rows
 
 
 def gemm_smem_bytes(problem: GemmProblem, config: GemmConfig) -> int:
     """Shared memory of a CTA: stages of A and B, the output on its way, barriers and what aligning them takes."""
     stages = config.num_stages * (config.tile_m + config.tile_n) * config.tile_k * 2
-    output = STAGED_BYTES * config.num_wgs if problem.out_dtype is not None else 0
+    output = STAGED_BYTES * config.num_buffers * config.num_wgs if problem.out_dtype is not None else 0
     return stages + output + 4 * config.num_wgs * problem.cut_last + 1024
 
 
@@ -199,18 +223,23 @@ def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | 
     for field, values in legal.items():
         if getattr(c, field) not in values:
             return f"{field} is {getattr(c, field)!r}; expected one of {', '.join(map(repr, values))}"
+    if c.pingpong and (p.redo or p.cut_last or p.epilogue not in ("softmax", "dlogits", "store")):
+        return "pingpong is True; expected False: tiles are taken by turns where all are whole, and none is scattered"
     for field, least in (("num_stages", 2), ("group", 1), ("store_every", 0)):
         if getattr(c, field) < least:
             return f"{field} is {getattr(c, field)}; expected at least {least}"
-    if c.store_every and not _may_wait(p):
-        return f"store_every is {c.store_every}; expected 0: tiles wait where they are 16 bits wide, and not scattered"
+    if c.store_every and (c.pingpong or not _may_wait(p)):
+        return (
+            f"store_every is {c.store_every}; expected 0: tiles wait where they are 16 bits wide and not scattered, "
+            "without pingpong"
+        )
     if c.cluster_m * c.cluster_n > 8:
         return f"cluster_m is {c.cluster_m} with cluster_n {c.cluster_n}; expected at most 8 CTAs a cluster"
 
     # what the kernels around it count on
-    if p.epilogue == "softmax" and c.tile_n != softmax_tile_n():
+    if p.epilogue == "softmax" and c.tile_n != SOFTMAX_TILE_N:
         return (
-            f"tile_n is {c.tile_n}; expected {softmax_tile_n()}, as a partial sum of the softmax, which other kernels "
+            f"tile_n is {c.tile_n}; expected {SOFTMAX_TILE_N}, as a partial sum of the softmax, which other kernels "
             "add up, is over so many classes"
         )
     if p.epilogue in ("softmax", "dlogits") and c.tile_m * c.cluster_m % ROW_TILE:
@@ -234,10 +263,11 @@ def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | 
             f"consumer_registers is {c.consumer_registers} with producer_registers {c.producer_registers} and tile_m "
             f"{c.tile_m}; expected at most {most}, as the CTA has {there} registers"
         )
-    if c.tile_n // 2 >= c.launch_registers:
+    sums = c.row_blocks * c.tile_n // 2
+    if sums + LEAST_REGISTERS > c.consumer_registers:
         return (
-            f"tile_n is {c.tile_n} with tile_m {c.tile_m}, {c.tile_n // 2} sums a thread; expected fewer than the "
-            f"{c.launch_registers} registers that {c.threads} threads leave it"
+            f"tile_n is {c.tile_n} with tile_m {c.tile_m}, {sums} sums a thread; expected {LEAST_REGISTERS} fewer than "
+            f"consumer_registers, {c.consumer_registers}"
         )
 
     needed = gemm_smem_bytes(p, c)

@@ -2,6 +2,7 @@
 
 One warp loads tiles of A and B, `num_stages` of them deep, multicast within the cluster; each consumer warp group
 multiplies 64 rows of the tile by all of its columns and hands its fp32 accumulator to an epilogue (`epilogues.py`).
+With `pingpong` two warp groups have a tile each, all rows of it, and multiply by turns.
 How many rows there are is read on the device: `num_live - start` of m, or of k.
 """
 
@@ -17,7 +18,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.kernels.common.epilogues import make_epilogue
-from quackish.kernels.common.last_wave import HalvedWave, LastWave
+from quackish.kernels.common.last_wave import LastWave
 from quackish.kernels.common.lce import after_previous, fake_count, load_at
 from quackish.kernels.common.pace import begin_together, patience_for, tiles_to_meet_for
 from quackish.kernels.common.rows import DTYPES, fake_pointer
@@ -37,7 +38,6 @@ class GemmSm90:
         self.dtype = DTYPES[problem.dtype]
         self.epilogue = make_epilogue(problem, config)
         self.last_wave = LastWave(config) if problem.cut_last else None
-        self.halves = HalvedWave() if config.halves_last(problem) else None
         self.tile = (config.tile_m, config.tile_n, config.tile_k)
         self.cluster = (config.cluster_m, config.cluster_n)
 
@@ -91,7 +91,7 @@ class GemmSm90:
         for accumulate in (False, True):
             mma = sm90.make_trivial_tiled_mma(
                 self.dtype, self.dtype, la.sm90_mma_major_mode(), lb.sm90_mma_major_mode(), Float32,
-                (c.num_wgs, 1, 1), tiler_mn=(64, c.tile_n),
+                (1 if c.pingpong else c.num_wgs, 1, 1), tiler_mn=(64, c.tile_n),
             )  # fmt: skip
             mma.set(warpgroup.Field.ACCUMULATE, accumulate)
             tiled_mmas.append(mma)
@@ -106,8 +106,7 @@ class GemmSm90:
             if const_expr(p.split_n):
                 d_atoms.append(self.epilogue.store_atom(matrix(second, m, n - split, strides[1], True)))
         tiles = cute.ceil_div(m, c.tile_m * c.cluster_m) * cute.ceil_div(n, c.tile_n * c.cluster_n)
-        items = 2 * tiles if self.halves else tiles
-        clusters = max_clusters if p.cut_last else cutlass.min(items, max_clusters)
+        clusters = max_clusters if p.cut_last else cutlass.min(tiles, max_clusters)
         self.kernel(
             a_atoms,
             b_atom,
@@ -185,7 +184,8 @@ class GemmSm90:
         sTicket = self.last_wave.allocate(smem) if const_expr(p.cut_last) else None
         cta_layout = cute.make_layout((1, c.cluster_m, c.cluster_n, 1))
         stage_bytes = (tile_m + tile_n) * tile_k * self.dtype.width // 8
-        arrivals = (c.cluster_m + c.cluster_n - 1) * 4 * c.num_wgs  # a warp, and a CTA that loads into this one
+        readers = 1 if c.pingpong else c.num_wgs  # warp groups, of a stage
+        arrivals = (c.cluster_m + c.cluster_n - 1) * 4 * readers  # a warp, and a CTA that loads into this one
         loaded = pipeline.PipelineTmaAsync.create(
             num_stages=c.num_stages,
             tx_count=stage_bytes,
@@ -212,7 +212,7 @@ class GemmSm90:
         total = tiles_m * tiles_n
         if const_expr(p.redo):
             total = self.epilogue.tiles_to_redo(epilogue_args, total)
-        # this cluster's tiles, or items, the last of which may be pieces or halves of tiles
+        # this cluster's tiles, or items, the last of which may be pieces of tiles
         plan = first, last, step = cluster, total, num_clusters
         whole = total
         if const_expr(p.cut_last):
@@ -220,9 +220,6 @@ class GemmSm90:
             first, last, step = Int32(0), plan[0], Int32(1)
             if plan[3] > 1:
                 whole = total - plan[2]
-        if const_expr(self.halves):
-            plan = self.halves.plan(total, num_clusters)
-            whole, last = plan[0], total + plan[1]
         together = tiles_to_meet_for(whole, k_tiles, num_clusters)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
 
@@ -263,32 +260,33 @@ class GemmSm90:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             thread = tid % 128
             overwrite, add = tiled_mmas
-            mma = add.get_slice(cute.make_layout(c.num_wgs, stride=128)(wg - 1))
+            mma = add.get_slice(0 if c.pingpong else cute.make_layout(c.num_wgs, stride=128)(wg - 1))
             rA = add.make_fragment_A(mma.partition_A(sA))
             rB = add.make_fragment_B(mma.partition_B(sB))
             acc = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, tile_n)), Float32)
-            kept = self.epilogue.begin()
+            block = cute.make_layout(mma.partition_shape_C((tile_m // c.row_blocks, tile_n)))
+            blocks = [cute.make_tensor(acc.iterator + b * cute.size(block), block) for b in range(c.row_blocks)]
+            kept = [self.epilogue.begin() for _ in blocks]
             out = d_atoms, split, staging, self.epilogue.output.begin(acc) if const_expr(c.store_every) else None
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
             released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-            for j in cutlass.range(first, last, step, unroll=1):
+            own, own_step, row_in_tile = first, step, (wg - 1) * 64
+            if const_expr(c.pingpong):
+                own, own_step, row_in_tile = first + (wg - 1) * step, 2 * step, Int32(0)
+                if wg == 2:
+                    read.advance(k_tiles)
+                    released.advance(k_tiles)
+            for j in cutlass.range(own, last, own_step, unroll=1):
                 t, k_begin, k_end = self.item(j, plan, k_tiles, cluster, num_clusters)
                 tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
                 if self.wanted(epilogue_args, tm, m):
-                    row0 = (tm * c.cluster_m + cta_m) * tile_m + (wg - 1) * 64
+                    row0 = (tm * c.cluster_m + cta_m) * tile_m + row_in_tile
                     col0 = (tn * c.cluster_n + cta_n) * tile_n
-                    if const_expr(self.halves):
-                        # Else a step, for rows behind the last: none is written. With a branch around the epilogue
-                        # ptxas took softmax's warps for diverged: 190 more IMAD, 39 more WARPSYNC.
-                        if not self.halves.has(j, plan, wg):
-                            row0, k_begin = cute.round_up(m, 64), k_end - 1
-                        for kt in cutlass.range(k_begin, unroll=1):
-                            loaded.consumer_wait(read)
-                            cute.arch.sync_warp()  # products are a whole warp's
-                            loaded.consumer_release(released)
-                            read.advance()
-                            released.advance()
-                    self.epilogue.prepare(kept, epilogue_args, row0, col0, m, live, start, thread)
+                    for b in cutlass.range_constexpr(c.row_blocks):
+                        self.epilogue.prepare(kept[b], epilogue_args, row0 + 64 * b, col0, m, live, start, thread)
+                    if const_expr(c.pingpong):
+                        if j > first:
+                            cute.arch.barrier(barrier_id=self.turn_of(wg), number_of_threads=256)
                     loaded.consumer_wait(read)
                     self.multiply(overwrite, add, acc, rA, rB, read.index)
                     read.advance()
@@ -301,9 +299,15 @@ class GemmSm90:
                         warpgroup.wait_group(1)  # the stage before this one has been read
                         loaded.consumer_release(released)
                         released.advance()
+                    if const_expr(c.pingpong):
+                        if j + step < last:  # its products are behind these, though these are still on their way
+                            cute.arch.barrier_arrive(barrier_id=self.turn_of(3 - wg), number_of_threads=256)
                     warpgroup.wait_group(0)
                     loaded.consumer_release(released)
                     released.advance()
+                    if const_expr(c.pingpong):  # the other's tile
+                        read.advance(k_tiles)
+                        released.advance(k_tiles)
                     if const_expr(c.store_every):
                         self.epilogue.output.store_remaining(out, k_end - k_begin, wg, thread)
                     complete = True
@@ -311,7 +315,9 @@ class GemmSm90:
                         where = cluster, num_clusters, cta_n * c.cluster_m + cta_m, wg, thread
                         complete = self.last_wave.is_complete(acc, last_wave_args, sTicket, j, plan, where)
                     if complete:
-                        self.epilogue(acc, kept, epilogue_args, out, d, row0, col0, m, n, ldd, wg, thread)
+                        for b in cutlass.range_constexpr(c.row_blocks):
+                            row = row0 + 64 * b
+                            self.epilogue(blocks[b], kept[b], epilogue_args, out, d, row, col0, m, n, ldd, wg, thread)
             if const_expr(c.store_every):
                 self.epilogue.output.store_remaining(out, Int32(0), wg, thread)
             self.epilogue.finish(thread)
@@ -321,7 +327,11 @@ class GemmSm90:
         """(tile, first step along k, end of these steps)"""
         if const_expr(self.problem.cut_last):
             return self.last_wave.item(j, plan, k_tiles, cluster, num_clusters)
-        return self.halves.tile(j, plan) if const_expr(self.halves) else j, Int32(0), k_tiles
+        return j, Int32(0), k_tiles
+
+    def turn_of(self, wg):
+        """The named barrier where a warp group waits for the other's products."""
+        return wg + 3 * self.config.num_wgs
 
     @cute.jit
     def wanted(self, epilogue_args, tm, m):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quackish import kernels, launch
 from quackish.configs.choose import choose, subscribe
-from quackish.configs.gemm import GemmConfig, GemmProblem, softmax_tile_n
+from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import workspace
 from quackish.ops.cuda import address, current_stream_of, dtype_name
@@ -33,7 +33,7 @@ class GemmLaunches:
 
     def num_tiles(self, v: int) -> int:
         """How many partial sums a row of `part_sum` has."""
-        return -(-v // softmax_tile_n())
+        return -(-v // SOFTMAX_TILE_N)
 
     def logits(
         self,
@@ -48,7 +48,7 @@ class GemmLaunches:
         softcap: float | None,
         e: Tensor | None,  # (rows, v_split) bf16, or (rows, v) without e2
         e2: Tensor | None,  # (rows, v - v_split)
-        v_split: int,  # with e2; a multiple of the tile
+        v_split: int,  # with e2; a multiple of 64
         part_sum: Tensor,  # (rows, num_tiles(v)) fp32
         part_wsum: Tensor | None,  # as part_sum; with label smoothing
         zt: Tensor,  # (rows,) fp32

@@ -110,14 +110,18 @@ def _fetched(problem: RmsNormBwdProblem, config: RmsNormBwdConfig) -> float:
 
 # Warp groups that multiply, and the registers that their threads can have.
 _CONSUMER_REGISTERS = {64: 240, 128: 240, 192: 160, 256: 112}
+_PINGPONG_TILES = ((128, 128), (128, 192), (192, 128))
 
 
 def _gemm_configs(problem: GemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[GemmConfig]:
     tiles = itertools.product((64, 128, 192, 256), (128, 192, 256), (64, 128))
     clusters = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
-    for (tile_m, tile_n, tile_k), (cluster_m, cluster_n) in itertools.product(tiles, clusters):
-        tile = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, consumer_registers=_CONSUMER_REGISTERS[tile_m])
-        stage = (tile_m + tile_n) * tile_k * 2
+    for (*tile_mn, tile_k), cluster, pingpong in itertools.product(tiles, clusters, (False, True)):
+        if pingpong and tuple(tile_mn) not in _PINGPONG_TILES:
+            continue
+        registers = 240 if pingpong else _CONSUMER_REGISTERS[tile_mn[0]]
+        tile = GemmConfig(*tile_mn, tile_k, *cluster, consumer_registers=registers, pingpong=pingpong)
+        stage = sum(tile_mn) * tile_k * 2
         room = gpu.smem_bytes - gemm_smem_bytes(problem, dataclasses.replace(tile, num_stages=0))
         for group, along, every in itertools.product((4, 8, 16), ("m", "n"), {0, base.store_every}):
             yield dataclasses.replace(tile, num_stages=room // stage, group=group, group_along=along, store_every=every)

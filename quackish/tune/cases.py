@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quackish.configs.choose import config
-from quackish.configs.gemm import NUM_TICKETS, GemmProblem, softmax_tile_n
+from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmProblem
 from quackish.configs.lce_rows import NO_PLACE, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.configs.rules import name_of
@@ -127,7 +127,7 @@ def _logits(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
     split = max(n // 512 * 256, 256) if p.split_n else n
     e = None if p.out_dtype is None else _padded(device, p.out_dtype, m, split)
     e2 = _padded(device, p.out_dtype, m, n - split) if p.split_n else None
-    tiles = -(-n // softmax_tile_n())
+    tiles = -(-n // SOFTMAX_TILE_N)
     part_sum, zt = torch.empty(m, tiles, device=device), torch.empty(m, device=device)
     part_wsum = torch.empty(m, tiles, device=device) if p.smoothing else None
     top = torch.zeros(m, dtype=torch.int32, device=device)  # ref, as integers are ordered

@@ -1,4 +1,4 @@
-"""The last wave of a GEMM's tiles, where it leaves clusters idle: cut along k, or halved along m.
+"""The last wave of a GEMM's tiles, cut along k where it would leave clusters idle.
 
 `total` tiles make whole waves, a tile a cluster, and a rest. Each tile of the rest is cut into even pieces: as many as
 there are clusters for, a piece a cluster; or a few more, in several rounds, if that leaves fewer clusters idle (of 66
@@ -21,8 +21,6 @@ from quackish.kernels.common.rows import fake_pointer, vector_at
 
 
 class LastWave:
-    """Cut along k."""
-
     def __init__(self, config):
         self.num_wgs, self.ctas = config.num_wgs, config.cluster_m * config.cluster_n
         self.values = config.tile_n // 2  # of a thread: 64 rows of a tile in a warp group's registers
@@ -124,32 +122,3 @@ class LastWave:
             for b in cutlass.range_constexpr(batch):
                 for k in cutlass.range_constexpr(4):
                     acc[(q * batch + b) * 4 + k] += raw[k, b]
-
-
-class HalvedWave:
-    """Each tile of a rest that half of the clusters would do goes to two, each of which multiplies one warp group's
-    rows. No bit changes, as each sum is made as ever: a row's loss may not depend on how many others there are.
-
-    Logits on an H200: M 1024, H 4096, V 128256 1552 us, not halved 1589; M 4096, H 2048, V 32000 829, 834. Others, and
-    dlogits, are not measured.
-    """
-
-    @cute.jit
-    def plan(self, total: Int32, clusters: Int32):
-        """(tiles that are whole, tiles that are halved)"""
-        rest = total % clusters
-        if 2 * rest > clusters:
-            rest = Int32(0)
-        return total - rest, rest
-
-    @cute.jit
-    def tile(self, j: Int32, plan: tuple) -> Int32:
-        """Of the j-th item: whole tiles, first halves, second halves."""
-        whole, rest = plan
-        return j - rest if j >= whole + rest else j
-
-    @cute.jit
-    def has(self, j: Int32, plan: tuple, wg: Int32) -> Boolean:
-        """Whether warp group `wg`, 1 or 2, has its rows of the j-th item."""
-        whole, rest = plan
-        return (j < whole) | ((j >= whole + rest) == (wg == 2))

@@ -13,8 +13,6 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.kernels.common.rows import DTYPES, vector_at
 
-NUM_BUFFERS = 2  # pieces of a warp group on their way at a time
-
 
 @cute.jit
 def thread_rows(thread: Int32) -> Int32:
@@ -34,16 +32,17 @@ def row_of(i: int) -> int:
 
 
 class Staging:
-    """`piece_n` columns of each warp group's 64 rows in shared memory, NUM_BUFFERS of them, swizzled."""
+    """`piece_n` columns of each warp group's 64 rows in shared memory, `num_buffers` of them, swizzled."""
 
     def __init__(self, dtype: str, config):
         self.dtype, self.num_wgs, self.tile_n = DTYPES[dtype], config.num_wgs, config.tile_n
+        self.num_buffers = config.num_buffers
         self.piece_n = 1024 // self.dtype.width  # 128 bytes: what a swizzle spans
         self.num_pieces = config.tile_n // self.piece_n
 
     def layout(self):
         piece = (64, self.piece_n)
-        return sm90.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, piece, self.num_wgs * NUM_BUFFERS)
+        return sm90.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, piece, self.num_wgs * self.num_buffers)
 
     def allocate(self, smem):
         layout = self.layout()
@@ -51,7 +50,7 @@ class Staging:
 
     def buffer(self, j, wg):
         """Where piece j of a warp group goes."""
-        return (wg - 1) * NUM_BUFFERS + j % NUM_BUFFERS
+        return (wg - 1) * self.num_buffers + j % self.num_buffers
 
     def parts(self, acc, staging, thread):
         """(copy, the thread's values of all pieces, where they go in each buffer, their shape in a piece)"""
@@ -153,7 +152,7 @@ class TileStore(Staging):
         is_free, is_full = wg, wg + self.num_wgs  # named barriers; nobody waits who need not
         stores = cute.arch.make_warp_uniform(thread // 32) == 0
         if stores:
-            cute.arch.cp_async_bulk_wait_group(NUM_BUFFERS - 1, read=True)
+            cute.arch.cp_async_bulk_wait_group(self.num_buffers - 1, read=True)
             cute.arch.barrier_arrive(barrier_id=is_free, number_of_threads=128)
         else:
             cute.arch.barrier(barrier_id=is_free, number_of_threads=128)
@@ -161,12 +160,13 @@ class TileStore(Staging):
         cute.arch.fence_view_async_shared()
         if stores:
             cute.arch.barrier(barrier_id=is_full, number_of_threads=128)
+            at = col0 // self.piece_n + j
             if const_expr(len(d_atoms) == 1):
-                self.copy_out(d_atoms[0], staging, buffer, row0, col0 // self.piece_n + j)
-            elif col0 < split:
-                self.copy_out(d_atoms[0], staging, buffer, row0, col0 // self.piece_n + j)
+                self.copy_out(d_atoms[0], staging, buffer, row0, at)
+            elif at < split // self.piece_n:
+                self.copy_out(d_atoms[0], staging, buffer, row0, at)
             else:
-                self.copy_out(d_atoms[1], staging, buffer, row0, (col0 - split) // self.piece_n + j)
+                self.copy_out(d_atoms[1], staging, buffer, row0, at - split // self.piece_n)
             cute.arch.cp_async_bulk_commit_group()
         else:
             cute.arch.barrier_arrive(barrier_id=is_full, number_of_threads=128)
@@ -197,8 +197,11 @@ class RowStore(Staging):
         vec = const_expr(128 // self.dtype.width)
         for j in cutlass.range_constexpr(self.num_pieces):
             buffer = self.buffer(j, wg)
+            if const_expr(self.num_buffers == 1):
+                cute.arch.barrier(barrier_id=wg, number_of_threads=128)
             cute.copy(r2s, self.rounded(values, shape, j), places[None, None, None, buffer])
-            # One barrier a piece: who is here has read the piece before, so its buffer is free for the next but one.
+            # Of two, one barrier a piece: who is here has read the piece before, so its buffer is free for the next
+            # but one.
             cute.arch.barrier(barrier_id=wg, number_of_threads=128)
             col = col0 + j * self.piece_n + thread % 8 * vec
             for k in cutlass.range_constexpr(4):
