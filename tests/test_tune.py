@@ -84,7 +84,6 @@ def test_candidates_vary_every_field_that_may_help():
     for field in ("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n", "group", "group_along", "num_stages"):
         assert len({getattr(one, field) for one in found}) >= 2, field
     dw = GemmProblem("store", BF16, BF16, a_major="m", b_major="n", live="k")
-    assert {(one.tile_n, one.store_every) for one in candidates("lce_gemm", dw, H200, 1000)} >= {(192, 0), (192, 3)}
     for problem in (GemmProblem("softmax", BF16, BF16), dw):
         assert {one.pingpong for one in candidates("lce_gemm", problem, H200, 1000)} == {False, True}
     assert not any(one.pingpong for one in candidates("lce_gemm", DX, H200, 1000))

@@ -48,7 +48,6 @@ class GemmConfig:
 
     Clusters of cluster_m x cluster_n CTAs share what they load. Tiles are walked in groups of `group` clusters along
     `group_along` ("m" or "n"), all of the other dimension for each, so that what a group reads again is in the L2.
-    A tile is stored at once; with `store_every` under the next one's products, 64 columns each so many steps along k.
     With `pingpong` two warp groups have a tile each, all of its rows, by turns: one multiplies, while the other works
     on its sums.
     """
@@ -63,7 +62,6 @@ class GemmConfig:
     group_along: str = "m"
     producer_registers: int = 24
     consumer_registers: int = 240
-    store_every: int = 0
     pingpong: bool = False
 
     @property
@@ -111,42 +109,57 @@ class GemmConfig:
 def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     """The same for every shape: a row's partial sums, and so its loss, must not depend on M.
 
-    An H200, bf16, ms with cuBLAS's plain GEMM in brackets, in random order in one run that keeps the card at its power
-    limit; logits with pingpong, and by tiles of 128 x 256 that are stored under the next one's products:
-        M, H, V              softmax               without E     rows (dx)      store (dw)
-        1024, 4096, 128256   1.525, 1.573 (1.591)  1.512, 1.568  1.542 (1.522)  1.669 (1.742)
-        4096, 2048, 32000    0.757, 0.836 (0.828)  0.764, 0.832  0.768 (0.772)  0.805 (0.811)
-        8192, 2048, 151936   7.10, 7.78 (7.58)     7.08, 7.72    7.22 (7.28)    7.25 (7.00)
-        8192, 4096, 128256   12.27, 12.47 (12.43)  12.03, 12.90  11.86 (12.11)  12.18 (12.25)
-    dlogits gain as much. Exponentials take as long as products 256 deep, at MUFU's rate of 16 a cycle; with pingpong
-    they hide. dx and dw have none, and wider tiles load less: with pingpong dx took 9 to 51 % more, without cutting its
-    last wave; dw 6 % less at M 1024 and 4 at 4096, and 1 to 3 % more at 8192. Two stages of tile_k 128 cost 50 %;
-    `group` 16, along m or n, clusters of 1 x 2 are within 2 % (rows and store along n, see below).
-
-    `store_every` 3 against 0, times of the GEMM in one run (H200, under the same load):
-        M, H, V              store (dw)
-        1024, 4096, 128256   0.94 to 0.95
-        2048, 4096, 128256   0.97 to 0.98
-        4096, 2048, 32000    0.98 to 0.99
-        8192, 2048, 151936   0.99 to 1.00
-    With 0, all clusters write their tiles at the same time, while none multiplies. With 1024 rows, pieces two steps
-    apart gained 4 % where three gained 6.
+    An H200, bf16, ms with cuBLAS's plain GEMM in brackets, in random order in runs that keep the card at its power
+    limit. "Together": tiles of 128 x 256, both warp groups on one, stored under the next one's products.
+        softmax              with pingpong   without E  together   dlogits  together
+        1024, 4096, 128256   1.525 (1.591)   1.512      1.573      1.519    1.576
+        4096, 2048, 32000    0.757 (0.828)   0.764      0.836      0.764    0.834
+        8192, 2048, 151936   7.10 (7.58)     7.08       7.78       7.13     7.79
+        8192, 4096, 128256   12.27 (12.43)   12.03      12.47      12.15    12.37
+        dw                   192 x 128       128 x 192  together
+        1024, 4096, 128256   1.501 (1.729)   1.562      1.651
+        2048, 4096, 128256   2.976 (3.241)   3.078      3.191
+        4096, 4096, 128256   6.022 (6.251)   6.115      6.305
+        4096, 2048, 32000    0.798 (0.812)   0.786      0.820
+        4096, 1024, 50304    0.595 (0.608)   0.667      0.625
+        8192, 2048, 151936   7.12 (7.07)     7.36       7.27
+        8192, 4096, 128256   12.16 (12.59)   12.57      12.21
+        rows (dx)            together, without waiting; its last wave is cut
+        1024, 4096, 128256   1.542 (1.522)
+        4096, 2048, 32000    0.768 (0.772)
+        8192, 2048, 151936   7.22 (7.28)
+        8192, 4096, 128256   11.86 (12.11)
+    Exponentials take as long as products 256 deep, at MUFU's rate of 16 a cycle, and without pingpong all clusters
+    write their tiles while none multiplies. What it loads more, for narrower tiles, costs dx more than it has to gain:
+    9 to 51 %, the last wave not cut. Two stages of tile_k 128 cost 50 %; `group` 4 to 16, along m or n, and clusters of
+    1 x 2 are within 2 % (rows along n: 1 % less with H 2048).
     """
-    every = 3 if _may_wait(problem) else 0
-    if problem.epilogue in ("rows", "store"):  # 1 % less than along m, store with both H, rows with H 2048
-        return GemmConfig(group_along="n", store_every=every)
-    if _has_registers(problem):
-        return GemmConfig(tile_n=SOFTMAX_TILE_N, num_stages=5, pingpong=True)
-    if problem.epilogue == "softmax":
-        return GemmConfig(tile_n=SOFTMAX_TILE_N, num_stages=5, store_every=every)
-    if problem.smoothing:
-        return GemmConfig(tile_n=128)  # 8 to 64 bytes of registers spill with 256 columns, class weights and softcap
-    return GemmConfig(store_every=every)
+    if problem.epilogue in ("softmax", "dlogits"):
+        return GemmConfig(tile_n=SOFTMAX_TILE_N, num_stages=5, pingpong=_has_registers(problem))
+    if problem.live == "k" and not problem.cut_last:
+        return DW_BY_TURNS
+    return GemmConfig(group_along="n")
 
 
-def _may_wait(problem: GemmProblem) -> bool:
-    """Whether a tile may be stored later: in 16 bits it fits into the registers beside the next one."""
-    return problem.epilogue != "rows" and problem.out_dtype in ("bfloat16", "float16")
+def _has_registers(problem: GemmProblem) -> bool:
+    """Whether an epilogue on logits works in what 128 x 192 sums leave of a warp group's registers: else 8 to 256 bytes
+    spill. (`redo` finds its tiles one by one: there are no turns.)"""
+    if problem.epilogue == "dlogits":
+        return not problem.smoothing and not (problem.softcap and problem.bias_dtype)
+    return not problem.redo and not (problem.softcap and problem.bias_dtype and problem.out_dtype)
+
+
+DW_BY_TURNS = GemmConfig(tile_m=192, tile_n=128, num_stages=5, group_along="n", pingpong=True)
+MOST_IDLE = 0.06  # of what they could do: what dw gains by turns, see `gemm_config`
+
+
+@functools.lru_cache(maxsize=1024)
+def cuts_dw(m: int, n: int, sm_count: int) -> bool:
+    """Whether dw (m, n), of few tiles, is better cut in its last wave than made by turns. k has no say."""
+    c = DW_BY_TURNS
+    tiles = -(-m // (c.tile_m * c.cluster_m)) * -(-n // (c.tile_n * c.cluster_n))
+    clusters = c.max_clusters(sm_count)
+    return -tiles % clusters > MOST_IDLE * tiles
 
 
 def _has_registers(problem: GemmProblem) -> bool:
@@ -225,14 +238,9 @@ def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | 
             return f"{field} is {getattr(c, field)!r}; expected one of {', '.join(map(repr, values))}"
     if c.pingpong and (p.redo or p.cut_last or p.epilogue not in ("softmax", "dlogits", "store")):
         return "pingpong is True; expected False: tiles are taken by turns where all are whole, and none is scattered"
-    for field, least in (("num_stages", 2), ("group", 1), ("store_every", 0)):
+    for field, least in (("num_stages", 2), ("group", 1)):
         if getattr(c, field) < least:
             return f"{field} is {getattr(c, field)}; expected at least {least}"
-    if c.store_every and (c.pingpong or not _may_wait(p)):
-        return (
-            f"store_every is {c.store_every}; expected 0: tiles wait where they are 16 bits wide and not scattered, "
-            "without pingpong"
-        )
     if c.cluster_m * c.cluster_n > 8:
         return f"cluster_m is {c.cluster_m} with cluster_n {c.cluster_n}; expected at most 8 CTAs a cluster"
 

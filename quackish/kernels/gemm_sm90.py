@@ -267,7 +267,7 @@ class GemmSm90:
             block = cute.make_layout(mma.partition_shape_C((tile_m // c.row_blocks, tile_n)))
             blocks = [cute.make_tensor(acc.iterator + b * cute.size(block), block) for b in range(c.row_blocks)]
             kept = [self.epilogue.begin() for _ in blocks]
-            out = d_atoms, split, staging, self.epilogue.output.begin(acc) if const_expr(c.store_every) else None
+            out = d_atoms, split, staging
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
             released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
             own, own_step, row_in_tile = first, step, (wg - 1) * 64
@@ -294,8 +294,6 @@ class GemmSm90:
                         loaded.consumer_wait(read)
                         self.multiply(add, add, acc, rA, rB, read.index)
                         read.advance()
-                        if const_expr(c.store_every):
-                            self.epilogue.output.store_waiting(out, kt - k_begin, wg, thread)
                         warpgroup.wait_group(1)  # the stage before this one has been read
                         loaded.consumer_release(released)
                         released.advance()
@@ -308,8 +306,6 @@ class GemmSm90:
                     if const_expr(c.pingpong):  # the other's tile
                         read.advance(k_tiles)
                         released.advance(k_tiles)
-                    if const_expr(c.store_every):
-                        self.epilogue.output.store_remaining(out, k_end - k_begin, wg, thread)
                     complete = True
                     if const_expr(p.cut_last):
                         where = cluster, num_clusters, cta_n * c.cluster_m + cta_m, wg, thread
@@ -318,8 +314,6 @@ class GemmSm90:
                         for b in cutlass.range_constexpr(c.row_blocks):
                             row = row0 + 64 * b
                             self.epilogue(blocks[b], kept[b], epilogue_args, out, d, row, col0, m, n, ldd, wg, thread)
-            if const_expr(c.store_every):
-                self.epilogue.output.store_remaining(out, Int32(0), wg, thread)
             self.epilogue.finish(thread)
 
     @cute.jit

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quackish import kernels, launch
 from quackish.configs.choose import choose, subscribe
-from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem
+from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem, cuts_dw
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import workspace
 from quackish.ops.cuda import address, current_stream_of, dtype_name
@@ -198,12 +198,14 @@ class GemmLaunches:
         start: int,
         out: Tensor,  # (n, h) contiguous; fp32 to accumulate
         accumulate: bool,
-        tickets: Tensor | None = None,  # as in `dx`
+        tickets: Tensor | None = None,  # as in `dx`, along the rows; used where there are few tiles
         places: Tensor | None = None,  # (n,) int32; NO_PLACE for none
         rest: Tensor | None = None,  # (any, h) int16; both or none, for a bf16 out that is not added to
     ) -> None:
         """out = (or += with `accumulate`) e.T @ xs; rest[places[i]]: the bits cut off row i by rounding, if listed."""
         (rows, h), n = xs.shape, e.shape[1]
+        if tickets is not None and not cuts_dw(n, h, self.gpu.sm_count):
+            tickets = None
         key = ("dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None)
         kernel, clusters, config = self._gemms.get(key) or self._compile(
             key,

@@ -123,8 +123,8 @@ def _gemm_configs(problem: GemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[
         tile = GemmConfig(*tile_mn, tile_k, *cluster, consumer_registers=registers, pingpong=pingpong)
         stage = sum(tile_mn) * tile_k * 2
         room = gpu.smem_bytes - gemm_smem_bytes(problem, dataclasses.replace(tile, num_stages=0))
-        for group, along, every in itertools.product((4, 8, 16), ("m", "n"), {0, base.store_every}):
-            yield dataclasses.replace(tile, num_stages=room // stage, group=group, group_along=along, store_every=every)
+        for group, along in itertools.product((4, 8, 16), ("m", "n")):
+            yield dataclasses.replace(tile, num_stages=room // stage, group=group, group_along=along)
 
 
 def _gemm_promises(problem: GemmProblem, config: GemmConfig, base: GemmConfig) -> bool:

@@ -40,13 +40,12 @@ class Dlogits(Logits):
     def __call__(self, acc, kept, args, out, d, row0: Int32, col0: Int32, m, n, ldd, wg: Int32, thread: Int32):
         bias, weights, _, _, softcap, v0 = args
         rC, target = kept
-        bias = self.columns(bias, col0, n, thread)
-        weights = self.columns(weights, v0 + col0, v0 + n, thread)
         for j in cutlass.range_constexpr(self.num_pieces):
-            self.logits(acc, j, bias, softcap, col0, n, thread)
+            self.logits(acc, j, self.columns(bias, j, col0, n, thread), softcap, col0, n, thread)
+            its_weights = self.columns(weights, j, v0 + col0, v0 + n, thread)
             for v in self.values(j):
-                self.value(acc, v, rC, target, weights, 1.0 / softcap, thread)
-            self.output.put(acc, j, out, row0, col0, wg, thread)
+                self.value(acc, v, rC, target, its_weights, 1.0 / softcap, thread)
+            self.output(acc, j, out, row0, col0, wg, thread)
 
     @cute.jit
     def value(self, acc, v: cutlass.Constexpr[int], rC, target, weights, inverse: Float32, thread: Int32):

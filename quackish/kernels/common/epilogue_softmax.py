@@ -69,16 +69,17 @@ class Softmax(Logits):
         highest.fill(-Float32.inf)
         sums.fill(0.0)
         wsums.fill(0.0)
-        bias = self.columns(bias, col0, n, thread)
-        weights = self.columns(weights, col0, n, thread)
+        # All pieces' at once where E is stored, 16 to 24 bytes spill otherwise; where none is, 32 bytes spill so.
+        biases = [self.columns(bias, j, col0, n, thread) for j in range(self.num_pieces if self.stages_output else 0)]
         for j in cutlass.range_constexpr(self.num_pieces):
             if const_expr(self.stages_output):
-                self.piece(acc, j, bias, weights, softcap, ref_log2, highest, sums, wsums, col0, n, thread)
-                self.output.put(acc, j, out, row0, col0, wg, thread)
+                self.piece(acc, j, biases[j], weights, softcap, ref_log2, highest, sums, wsums, col0, n, thread)
+                self.output(acc, j, out, row0, col0, wg, thread)
             else:
                 # always so for j = 0; without a branch ptxas works on all pieces at once, and 200 bytes spill
                 if col0 + 2 * self.values(j)[0] < n:
-                    self.piece(acc, j, bias, weights, softcap, ref_log2, highest, sums, wsums, col0, n, thread)
+                    its_bias = self.columns(bias, j, col0, n, thread)
+                    self.piece(acc, j, its_bias, weights, softcap, ref_log2, highest, sums, wsums, col0, n, thread)
         for r in cutlass.range_constexpr(2):
             i = row + 8 * r
             at = Int64(i) * num_tiles + col0 // self.config.tile_n
@@ -100,6 +101,7 @@ class Softmax(Logits):
         col0: Int32, n: Int32, thread: Int32
     ):  # fmt: skip
         """In place: piece j of the accumulator becomes E; its part of all that is said of its rows."""
+        weights = self.columns(weights, j, col0, n, thread)
         self.logits(acc, j, bias, softcap, col0, n, thread)
         if const_expr(self.problem.smoothing):
             self.add_weighted(acc, j, weights, wsums, n - col0, thread)

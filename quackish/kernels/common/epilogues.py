@@ -41,7 +41,7 @@ class Store:
     @cute.jit
     def __call__(self, acc, kept, args, out, d, row0, col0, m, n, ldd, wg: Int32, thread: Int32):
         for j in cutlass.range_constexpr(self.output.num_pieces):
-            self.output.put(acc, j, out, row0, col0, wg, thread)
+            self.output(acc, j, out, row0, col0, wg, thread)
 
 
 class StoreAndRest(Store):
@@ -62,7 +62,7 @@ class StoreAndRest(Store):
     @cute.jit
     def __call__(self, acc, kept, args, out, d, row0: Int32, col0: Int32, m: Int32, n: Int32, ldd, wg, thread: Int32):
         for j in cutlass.range_constexpr(self.output.num_pieces):
-            self.output.put(acc, j, out, row0, col0, wg, thread)
+            self.output(acc, j, out, row0, col0, wg, thread)
         two = cute.make_rmem_tensor((2,), Int16)
         columns = cute.arch.make_warp_uniform(n - col0)  # a multiple of 8; else ptxas has each store wait for all lanes
         for r in cutlass.range_constexpr(2):
@@ -118,7 +118,7 @@ class Rows:
 
     @cute.jit
     def __call__(self, acc, kept, args, out, d, row0, col0: Int32, m, n, ldd, wg: Int32, thread: Int32):
-        (factors, rows), (_, _, staging, _) = kept, out
+        (factors, rows), (_, _, staging) = kept, out
         for v in cutlass.range_constexpr(cute.size(acc)):
             acc[v] = acc[v] * factors[row_of(v)]
         self.output(acc, d, staging, rows, col0, n, ldd, wg, thread)

@@ -11,25 +11,23 @@ from quackish.kernels.common.tile_store import TileStore, column_of
 
 
 @cute.jit
-def load_columns(vector: cute.Pointer, col0: Int32, n: Int32, size: cutlass.Constexpr[int], thread: Int32):
-    """One number a column of the tile, spread over the warp: what `shared_column` hands out.
+def load_columns(vector: cute.Pointer, col0: Int32, n: Int32, thread: Int32):
+    """One number a column of a piece, spread over the warp: what `shared_column` hands out.
 
     Loads of its own would be 2 of 4 lanes' worth for each thread, and ptxas starts them all at once: up to 250 bytes
     of accumulators spill.
     """
-    shared = cute.make_rmem_tensor((2, size // 32), Float32)
-    for g in cutlass.range_constexpr(size // 32):
-        for c in cutlass.range_constexpr(2):
-            col = col0 + 8 * (thread % 32 // 4 + 8 * g) + thread % 4 * 2 + c
-            shared[c, g] = (vector + cutlass.min(col, n - 1)).load().to(Float32)
+    shared = cute.make_rmem_tensor((2,), Float32)
+    for c in cutlass.range_constexpr(2):
+        col = col0 + 8 * (thread % 32 // 4) + thread % 4 * 2 + c
+        shared[c] = (vector + cutlass.min(col, n - 1)).load().to(Float32)
     return shared
 
 
 @cute.jit
 def shared_column(shared, i: cutlass.Constexpr[int], thread: Int32) -> Float32:
     """The number of the column that accumulator value i is in."""
-    block = i // 4  # of 8 columns
-    return cute.arch.shuffle_sync(shared[i % 2, block // 8], 4 * (block % 8) + thread % 4)
+    return cute.arch.shuffle_sync(shared[i % 2], 4 * (i // 4 % 8) + thread % 4)  # 8 columns in four values
 
 
 class Logits:
@@ -60,9 +58,9 @@ class Logits:
         """Numbers of the thread's two rows, and where the rows' targets lie in the tile: what `prepare` fills."""
         return cute.make_rmem_tensor((4, 2), Float32), cute.make_rmem_tensor((2,), Int32)
 
-    def columns(self, vector: Optional[cute.Pointer], col0, n, thread):
-        """What `shared_column` takes, of a number a class; None without."""
-        return None if vector is None else load_columns(vector, col0, n, self.config.tile_n // 2, thread)
+    def columns(self, vector: Optional[cute.Pointer], j: int, col0, n, thread):
+        """What `shared_column` takes of a number a class, for piece j; None without."""
+        return None if vector is None else load_columns(vector, col0 + 64 * j, n, thread)
 
     @cute.jit
     def logits(self, acc, j: cutlass.Constexpr[int], bias, softcap: Float32, col0: Int32, n: Int32, thread: Int32):

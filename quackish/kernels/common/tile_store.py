@@ -76,59 +76,14 @@ class Staging:
 
 
 class TileStore(Staging):
-    """Stores tiles by TMA, or adds them to what is there; or, 16-bit ones, under the products of the next tile.
+    """Stores tiles by TMA, or adds them to what is there.
 
-    `out` is (`store_atom` of the output, or of its columns before and from `split` on; split; what `allocate` returned;
-    what `begin` returned, or None).
+    `out` is (`store_atom` of the output, or of its columns before and from `split` on; split; what `allocate` gave).
     """
 
     def __init__(self, dtype: str, config, accumulate: bool = False):
         super().__init__(dtype, config)
-        self.accumulate, self.every = accumulate, config.store_every
-
-    def begin(self, acc):
-        """With store_every: a tile that waits to be stored, and where it goes: row, and column or -1 for nowhere."""
-        words = cute.make_rmem_tensor((cute.size(acc) // 2,), Int32)  # 16-bit elements would take a register each
-        tile = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), acc.layout)
-        where = cute.make_rmem_tensor((2,), Int32)
-        where.fill(-1)
-        return tile, where
-
-    @cute.jit
-    def put(self, acc, j: cutlass.Constexpr[int], out: tuple, row0: Int32, col0: Int32, wg: Int32, thread: Int32):
-        """Piece j of the accumulator goes to rows row0 and up of columns col0 and up, now or later. In order, all."""
-        if const_expr(not self.every):
-            self(acc, j, out, row0, col0, wg, thread)
-        else:
-            _, _, _, (tile, where) = out
-            pairs = cute.make_layout((2, cute.size(acc) // 2))
-            values, rounded = cute.make_tensor(acc.iterator, pairs), cute.make_tensor(tile.iterator, pairs)
-            count = const_expr(cute.size(acc) // 2 // self.num_pieces)
-            for v in cutlass.range_constexpr(j * count, (j + 1) * count):
-                rounded[None, v].store(values[None, v].load().to(self.dtype))
-            where[0], where[1] = row0, col0
-
-    @cute.jit
-    def store_waiting(self, out: tuple, step: Int32, wg: Int32, thread: Int32):
-        """The piece that waits for this step of the next tile, 1 or more, if one does."""
-        _, _, _, (tile, where) = out
-        if step <= self.step_of(self.num_pieces - 1) and where[1] >= 0:
-            for j in cutlass.range_constexpr(self.num_pieces):
-                if step == self.step_of(j):
-                    self(tile, j, out, where[0], where[1], wg, thread)
-
-    @cute.jit
-    def store_remaining(self, out: tuple, steps: Int32, wg: Int32, thread: Int32):
-        """The pieces whose turn has not come within so many steps."""
-        _, _, _, (tile, where) = out
-        if steps <= self.step_of(self.num_pieces - 1) and where[1] >= 0:
-            for j in cutlass.range_constexpr(self.num_pieces):
-                if steps <= self.step_of(j):
-                    self(tile, j, out, where[0], where[1], wg, thread)
-        where[1] = Int32(-1)
-
-    def step_of(self, j: int) -> int:
-        return 1 + self.every * j
+        self.accumulate = accumulate
 
     def store_atom(self, mD):
         op = cpasync.CopyBulkTensorTileS2GOp()
@@ -145,7 +100,7 @@ class TileStore(Staging):
         Called for all pieces in order. A piece's values should be worked out right before its call: the shared memory
         of the piece before the last is being read meanwhile.
         """
-        d_atoms, split, staging, _ = out
+        d_atoms, split, staging = out
         r2s, values, places, shape = self.parts(acc, staging, thread)
         piece = self.rounded(values, shape, j)
         buffer = self.buffer(j, wg)
