@@ -191,10 +191,11 @@ def test_ignored_rows_are_timed_beside_none_ignored(tmp_path):
 
 
 def test_host_time_runs(tmp_path):
-    rows = run(tmp_path, "--providers", "quackish,torch", "--mode", "host")
+    rows = run(tmp_path, "--providers", "quackish,torch,bare-function", "--mode", "host")
     assert [(row["provider"], row["mode"], row["status"]) for row in rows] == [
         ("quackish", "host", "ok"),
         ("torch", "host", "ok"),
+        ("bare-function", "host", "ok"),
     ]
     assert "Host time" in (tmp_path / "linear_cross_entropy.md").read_text()
 

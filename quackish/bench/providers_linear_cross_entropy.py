@@ -80,6 +80,23 @@ def _torch_chunked() -> Loss:
     return lambda x, w, target: F.linear_cross_entropy(x, w, target, options=options)
 
 
+def _bare_function() -> Loss:
+    """What autograd takes of the host: saves its inputs, allocates gradients, computes nothing."""
+
+    class Bare(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w, target):
+            ctx.save_for_backward(x, w, target)
+            return x.new_empty((), dtype=torch.float32)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w, _ = ctx.saved_tensors
+            return torch.empty_like(x), torch.empty_like(w), None
+
+    return Bare.apply
+
+
 SCHEDULES = {OURS: "auto"} | {f"{OURS}-{schedule}": schedule for schedule in ("stored", "chunked", "recompute")}
 PEERS: dict[str, Callable[[], Loss]] = {
     # Chunks of 4096 rows are QuACK's default; where it can (Hopper, bf16, V % 128 == 0) it runs its scaled-exp kernels.
@@ -105,15 +122,16 @@ PEERS: dict[str, Callable[[], Loss]] = {
     "torch-chunked": _torch_chunked,
 }
 LEAN = tuple(f"{OURS}-recompute-{rows}" for rows in (4096, 128))  # memory for so many rows
-PROVIDERS = (*SCHEDULES, *LEAN, *PEERS)
+BARE = "bare-function"  # of a host's time, no peer
+PROVIDERS = (*SCHEDULES, *LEAN, *PEERS, BARE)
 # Beside the headline shape, where all are measured but what autotunes for minutes.
 MAIN = (
     *(OURS, f"{OURS}-chunked", f"{OURS}-recompute", "quack", "quack-base", "quack-logits", "liger-cute-sm90", "liger"),
     *("cce", "torch", "torch-compile"),
 )
-ALL = tuple(name for name in PROVIDERS if name != "quack-base-tuned")
+ALL = tuple(name for name in PROVIDERS if name not in ("quack-base-tuned", BARE))
 LOSS = (OURS, "quack", "quack-base", "cce", "torch")  # without grad schedules are the same
-HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-cute-sm90", "liger", "torch")
+HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-cute-sm90", "liger", "torch", BARE)
 
 
 @functools.cache
@@ -125,6 +143,8 @@ def load(name: str, backend: str = "auto") -> Loss:
     """
     if name in PEERS:
         return PEERS[name]()
+    if name == BARE:
+        return _bare_function()
     head, _, rows = name.rpartition("-")
     if rows.isdigit():
         return _quackish(SCHEDULES[head], int(rows), backend)
