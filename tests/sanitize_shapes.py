@@ -66,7 +66,7 @@ LINEAR_CROSS_ENTROPY = {
     ),
     "lce classes with many rows": (300, 520, 20, BF16, dict(schedule="chunked"), {}),
     "lce recompute begun in forward": (260, 256, 1101, BF16, dict(schedule="recompute"), dict(alone=True, narrow=True)),
-    "lce several tiles a cluster": (300, 264, 20_000, BF16, dict(schedule="chunked"), {}),
+    "lce several tiles a cluster": (300, 264, 25_000, BF16, dict(schedule="chunked"), {}),
     "lce smoothing": (140, 64, 1000, BF16, dict(schedule="auto"), dict(label_smoothing=0.1, class_weight=True)),
     "lce smoothing with options": (
         260, 72, 515, BF16, dict(schedule="auto", chunk_size=128),

@@ -275,7 +275,6 @@ ILLEGAL = [
     ("lce_gemm", DW, dict(num_stages=5), "279560 bytes of shared memory; expected at most 232448 on H200"),
     ("lce_gemm", DW, dict(group=0), "group is 0; expected at least 1"),
     ("lce_gemm", DX, dict(pingpong=True), "pingpong is True; expected False: tiles are taken by turns where all are"),
-    ("lce_gemm", dataclasses.replace(LOGITS, redo=True), dict(pingpong=True), "pingpong is True; expected False"),
     ("lce_gemm", DW, dict(pingpong=True), "pingpong is True; expected False"),
     (
         "lce_gemm", BY_TURNS, dict(tile_m=128, tile_n=256, num_stages=4),

@@ -368,7 +368,7 @@ def test_dlogits_have_the_same_bits_however_tiles_are_shared(shape, h):
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 130, 700])  # 1, 3 and 11 steps along k
 @pytest.mark.parametrize("places", [False, True])
-@pytest.mark.parametrize("v", [700, 10_000, 20_000])  # two tiles for ten clusters, two for each, four for most
+@pytest.mark.parametrize("v", [700, 10_000, 20_000])  # a tile for ten clusters, two for most, four for most
 def test_dw_has_the_same_bits_however_tiles_are_shared(v, places, m):
     c = Case(m=m, h=520, v=v)
     given = ()
@@ -396,6 +396,16 @@ def test_dw_in_fp32_has_the_same_bits_however_tiles_are_shared(accumulate):
     with config(lce_dw=TOGETHER | dict(tile_m=128, tile_n=256)):
         other, _ = both("dw", *args)
     assert same_bits(got[4], other[4])
+
+
+@pytest.mark.parametrize("problem", list(problems()), ids=str)
+def test_who_goes_by_turns(problem):
+    p, by_turns = problem, gemm_config(problem, H200).pingpong
+    if p.epilogue in ("softmax", "dlogits"):
+        out = p.epilogue == "dlogits" or p.out_dtype is not None
+        assert by_turns == (not out or not (p.smoothing or p.softcap and p.bias_dtype))
+    else:
+        assert by_turns == (p.live == "k" and not p.cut_last)
 
 
 def test_dw_of_few_tiles_is_cut():
@@ -455,8 +465,11 @@ SHARED = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("shape", SHARED, ids=str)
-def test_clusters_share_the_tiles_of_the_last_wave(shape, split):
+def test_clusters_share_the_tiles_of_the_last_wave(shape, split, monkeypatch):
+    from quackish.ops import linear_cross_entropy_gemms
     from quackish.ops.linear_cross_entropy_kernels import LceKernels
+
+    monkeypatch.setattr(linear_cross_entropy_gemms, "cuts_dw", lambda *sizes: True)
 
     shape = dict(shape)
     m, h, v, start = shape["m"], shape["h"], shape["v"], shape.get("start", 0)

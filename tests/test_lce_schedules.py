@@ -25,6 +25,7 @@ from lce_cases import (
     unit_roundoff,
 )
 
+from quackish.configs.gemm import SOFTMAX_TILE_N
 from quackish.configs.linear_cross_entropy import (
     COLUMN_MULTIPLE,
     E_BYTES,
@@ -282,7 +283,7 @@ def test_recomputed_in_little_memory(ignored, name, dw_dtype, kernels, least_scr
     m, h, v, part = 300, 256, 4004, 128
     x, w, target, kw = case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
     target[: 270 if ignored else 0] = IGNORED  # of three parts, one with live rows
-    blocks = lean_blocks(LeanProblem(m, v, h, dw_dtype.itemsize, part, -(-v // 256)))
+    blocks = lean_blocks(LeanProblem(m, v, h, dw_dtype.itemsize, part, -(-v // SOFTMAX_TILE_N)))
     parts = sum(-(-m // block.part_rows) for block in blocks)
     # all rows at once, in parts in dw's storage, rows of x in the scratch, all in the scratch
     rows, at = {block.part_rows for block in blocks}, {(b.e_at is None, b.x_at is None) for b in blocks}
@@ -702,7 +703,7 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
         calls = kernels.calls
         assert calls["logits"] == calls["redo"] == (1 if ran == "stored" else chunks)
         if early_dx and wants[1]:
-            blocks = lean_blocks(LeanProblem(x.shape[0], *w.shape, 2, 128, -(-w.shape[0] // 256)))
+            blocks = lean_blocks(LeanProblem(x.shape[0], *w.shape, 2, 128, -(-w.shape[0] // SOFTMAX_TILE_N)))
             times = sum(-(-x.shape[0] // block.part_rows) for block in blocks)
         assert calls["dlogits"] == (times if ran == "recompute" and any(wants[early_dx:]) else 0)
         dx_times = chunks if early_dx else times
@@ -1001,7 +1002,7 @@ def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize):
 @pytest.mark.parametrize("m", [1, 128, 130, 300, 4096, 20_000])
 @pytest.mark.parametrize("chunk_rows", [128, 1024])
 def test_nothing_alive_is_overwritten_by_lean_blocks(chunk_rows, m, h, v, itemsize):
-    problem = LeanProblem(m, v, h, itemsize, even_chunks(m, chunk_rows), -(-v // 256))
+    problem = LeanProblem(m, v, h, itemsize, even_chunks(m, chunk_rows), -(-v // SOFTMAX_TILE_N))
     blocks, row = lean_blocks(problem), h * itemsize
     assert [b.v0 for b in blocks] + [v] == [0] + [b.v1 for b in blocks]
     for v0, v1, part_rows, e_at, x_at in blocks:
@@ -1028,14 +1029,14 @@ def test_nothing_alive_is_overwritten_by_lean_blocks(chunk_rows, m, h, v, itemsi
 @pytest.mark.parametrize("v", [5003, 32_000, 256_000])
 @pytest.mark.parametrize("m, chunk_rows", [(8192, 128), (8192, 1024), (8192, 4096), (60_000, 4352)])
 def test_lean_blocks_are_few(m, chunk_rows, v, h, itemsize):
-    problem = LeanProblem(m, v, h, itemsize, even_chunks(m, chunk_rows), -(-v // 256))
+    problem = LeanProblem(m, v, h, itemsize, even_chunks(m, chunk_rows), -(-v // SOFTMAX_TILE_N))
     parts = sum(-(-m // block.part_rows) for block in lean_blocks(problem))
     assert parts <= 40 + 20 * -(-m // chunk_rows)
 
 
 def test_lean_chunks_and_their_scratch():
     def of(v, h, chunk_rows, m=8192):
-        return LeanProblem(m, v, h, 2, chunk_rows, -(-v // 256))
+        return LeanProblem(m, v, h, 2, chunk_rows, -(-v // SOFTMAX_TILE_N))
 
     problem = of(128_256, 4096, 128)
     assert (len(lean_blocks(problem)), sum(-(-8192 // block.part_rows) for block in lean_blocks(problem))) == (28, 701)

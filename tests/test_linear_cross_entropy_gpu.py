@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from lce_cases import IGNORED, SCHEDULES, norm_error, truth
 
+from quackish.configs.gemm import SOFTMAX_TILE_N
 from quackish.configs.linear_cross_entropy import first_classes, shared_storage
 from quackish.ops import cuda, workspace
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
@@ -419,7 +420,7 @@ def test_peak_memory_of_several_chunks():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
-    in_flight = chunk * v * 2 + chunk * (v // 256 + h) * 4  # E, its sums, the rows
+    in_flight = chunk * v * 2 + chunk * (v // SOFTMAX_TILE_N + h) * 4  # E, its sums, the rows
     assert torch.cuda.max_memory_allocated() - before <= in_flight + v * h * 4 + x.nbytes + (4 << 20) + CUT
 
 

@@ -49,7 +49,7 @@ class GemmConfig:
     Clusters of cluster_m x cluster_n CTAs share what they load. Tiles are walked in groups of `group` clusters along
     `group_along` ("m" or "n"), all of the other dimension for each, so that what a group reads again is in the L2.
     With `pingpong` two warp groups have a tile each, all of its rows, by turns: one multiplies, while the other works
-    on its sums.
+    on its sums. (Not where tiles are done again: these are found one by one.)
     """
 
     tile_m: int = 128
@@ -141,14 +141,6 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     return GemmConfig(group_along="n")
 
 
-def _has_registers(problem: GemmProblem) -> bool:
-    """Whether an epilogue on logits works in what 128 x 192 sums leave of a warp group's registers: else 8 to 256 bytes
-    spill. (`redo` finds its tiles one by one: there are no turns.)"""
-    if problem.epilogue == "dlogits":
-        return not problem.smoothing and not (problem.softcap and problem.bias_dtype)
-    return not problem.redo and not (problem.softcap and problem.bias_dtype and problem.out_dtype)
-
-
 DW_BY_TURNS = GemmConfig(tile_m=192, tile_n=128, num_stages=5, group_along="n", pingpong=True)
 MOST_IDLE = 0.06  # of what they could do: what dw gains by turns, see `gemm_config`
 
@@ -163,12 +155,11 @@ def cuts_dw(m: int, n: int, sm_count: int) -> bool:
 
 
 def _has_registers(problem: GemmProblem) -> bool:
-    """Whether an epilogue on logits works in what 128 x 192 sums leave of a warp group's registers: else 8 to 272 bytes
-    spill. (`redo` finds its tiles one by one: there are no turns.)"""
-    if problem.epilogue == "dlogits":
-        return problem.bias_dtype is None and not problem.smoothing
-    stores_logits = problem.out_dtype is not None and not problem.softcap
-    return not problem.redo and (problem.bias_dtype is None or stores_logits)
+    """Whether an epilogue on logits works in what 128 x 192 sums leave of a warp group's registers: else 8 to 256 bytes
+    spill."""
+    if problem.smoothing and problem.out_dtype:
+        return False
+    return not (problem.softcap and problem.bias_dtype and problem.out_dtype)
 
 
 # The last wave ------------------------------------------------------------------------------------------------------
@@ -236,7 +227,7 @@ def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | 
     for field, values in legal.items():
         if getattr(c, field) not in values:
             return f"{field} is {getattr(c, field)!r}; expected one of {', '.join(map(repr, values))}"
-    if c.pingpong and (p.redo or p.cut_last or p.epilogue not in ("softmax", "dlogits", "store")):
+    if c.pingpong and (p.cut_last or p.epilogue not in ("softmax", "dlogits", "store")):
         return "pingpong is True; expected False: tiles are taken by turns where all are whole, and none is scattered"
     for field, least in (("num_stages", 2), ("group", 1)):
         if getattr(c, field) < least:

@@ -84,7 +84,7 @@ BLOCK_BYTES = 1 << 25
 ALONE_BYTES = 3 << 25
 ROOMY_BYTES = 1 << 28
 MIN_BLOCK = 2816
-COLUMN_MULTIPLE = 256  # a block's columns are a multiple of a GEMM tile, and so is a split of E's
+COLUMN_MULTIPLE = 256  # of a block's columns, and of those where E is split: pieces of a GEMM's tile are 64 wide
 OFFSET_MULTIPLE = 1024  # bytes: where a buffer may start in another one's storage
 
 
@@ -232,7 +232,8 @@ def _tail_offset(m: int, v: int, v0: int, v1: int, row: int) -> int:
     return (v * row - m * E_ITEMSIZE * (v1 - v0)) // OFFSET_MULTIPLE * OFFSET_MULTIPLE
 
 
-WAVE = 66  # clusters that run at a time on 132 SMs, each with a tile of 256 x 256
+# Clusters that run at a time on 132 SMs, each with a tile of 256 x 256: what all of the GEMMs had when this was chosen.
+WAVE = 66
 # What a block costs beside its GEMMs' waves grows with m * h, as the sums do that it reads and writes: 0.3 ms where
 # each had 2048 classes (H200, M 8192, H 4096, V 128256), as long as a wave of tiles multiplies 24,000 deep.
 SUMS_A_STEP = 1400

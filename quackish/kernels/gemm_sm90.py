@@ -6,6 +6,7 @@ With `pingpong` two warp groups have a tile each, all rows of it, and multiply b
 How many rows there are is read on the device: `num_live - start` of m, or of k.
 """
 
+import dataclasses
 from typing import Optional
 
 import cutlass
@@ -34,6 +35,8 @@ def matrix(base: cute.Pointer, rows: Int32, cols: Int32, ld: Int64, cols_contigu
 
 class GemmSm90:
     def __init__(self, problem: GemmProblem, config: GemmConfig):
+        if problem.redo:
+            config = dataclasses.replace(config, pingpong=False)
         self.problem, self.config = problem, config
         self.dtype = DTYPES[problem.dtype]
         self.epilogue = make_epilogue(problem, config)

@@ -1,4 +1,4 @@
-"""What becomes of a GEMM's fp32 accumulator: one class an epilogue, for the 64 rows of a consumer warp group.
+"""What becomes of a GEMM's fp32 accumulator: one class an epilogue, for a block of 64 rows of a consumer warp group.
 
 `prepare` starts the loads that a tile's rows need, before its products; the call is the epilogue itself.
 Those on logits are in `epilogue_softmax.py` and `epilogue_dlogits.py`.

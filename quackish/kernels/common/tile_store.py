@@ -1,6 +1,6 @@
 """A GEMM's fp32 accumulator on its way to global memory: through shared memory, 128 bytes of each row at a time.
 
-A thread's accumulator values lie in two rows of the 64 that its warp group has: value i = 2 * pair + c is in row
+A thread's accumulator values lie in two rows of a block of 64 that its warp group has: value i = 2 * pair + c is in row
 pair % 2 of them, 8 rows apart, and its column is 8 * (i // 4) + c from the thread's first one on.
 """
 
@@ -32,7 +32,7 @@ def row_of(i: int) -> int:
 
 
 class Staging:
-    """`piece_n` columns of each warp group's 64 rows in shared memory, `num_buffers` of them, swizzled."""
+    """`piece_n` columns of 64 rows of each warp group in shared memory, `num_buffers` of them, swizzled."""
 
     def __init__(self, dtype: str, config):
         self.dtype, self.num_wgs, self.tile_n = DTYPES[dtype], config.num_wgs, config.tile_n
