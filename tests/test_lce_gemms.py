@@ -403,7 +403,7 @@ def test_who_goes_by_turns(problem):
     p, by_turns = problem, gemm_config(problem, H200).pingpong
     if p.epilogue in ("softmax", "dlogits"):
         out = p.epilogue == "dlogits" or p.out_dtype is not None
-        assert by_turns == (not out or not (p.smoothing or p.softcap and p.bias_dtype))
+        assert by_turns == (not out or not (p.smoothing or (p.softcap and p.bias_dtype)))
     else:
         assert by_turns == (p.live == "k" and not p.cut_last)
 

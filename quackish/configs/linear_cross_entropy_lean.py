@@ -140,7 +140,8 @@ def _offsets(problem: LeanProblem, v0: int, n: int, rows: int) -> tuple[int, int
 
 
 # A part's launches and first loads, 40 us: in waves of tiles, times how deep they multiply, 0.0125 us each. A guess,
-# and high: parts of 128 rows and 8 classes, 91 us by this count, took 55 each (H200, H 4096, with other tiles). No other value was tried.
+# and high: parts of 128 rows and 8 classes, 91 us by this count, took 55 each (H200, H 4096, with other tiles). No
+# other value was tried.
 PART_COST = 3200
 
 
