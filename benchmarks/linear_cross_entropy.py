@@ -72,7 +72,7 @@ BARS = [
     Case(16384, 4096, 128256),
     Case(65536, 4096, 128256),
 ]
-SWEPT = dict(providers=(*MAIN, LEAN[-1]), errors=False)
+SWEPT = dict(providers=(*MAIN, *LEAN), errors=False)
 SWEEP = [Case(m, 4096, 128256, **SWEPT) for m in (1024, 2048, 4096, 8192, 16384, 32768, 65536)]
 SWEEP += [Case(8192, 4096, v, **SWEPT) for v in (32000, 64000, 151936, 202048, 256000)]
 HOST_CASE = Case(128, 512, 1024, mode="host", providers=HOST, errors=False)

@@ -432,7 +432,8 @@ def test_without_grad_no_logit_is_kept():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         linear_cross_entropy(x, w, target, backend="cute")
-        assert torch.cuda.max_memory_allocated() - before <= x.nbytes + 2048 * 32_000 // 32
+        sums = 2048 * -(-32_000 // SOFTMAX_TILE_N) * 4
+        assert torch.cuda.max_memory_allocated() - before <= x.nbytes + sums + (1 << 20)  # of logits: 131 MB
 
 
 def test_a_gradient_buffer_of_the_users_is_the_only_one():
