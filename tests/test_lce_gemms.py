@@ -1,12 +1,22 @@
 """Linear cross entropy's GEMMs: compiled for Hopper on any host; on a GPU each launcher against the emulation."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
 from quackish import config, kernels, launch
-from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmProblem, cuts_dw, gemm_config, last_wave_pieces
+from quackish.configs.gemm import (
+    NUM_TICKETS,
+    SOFTMAX_TILE_N,
+    GemmProblem,
+    cuts_dw,
+    gemm_config,
+    gemm_objection,
+    gemm_smem_bytes,
+    last_wave_pieces,
+)
 from quackish.gpu import H200
 from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import error, same_bits
@@ -403,9 +413,20 @@ def test_who_goes_by_turns(problem):
     p, by_turns = problem, gemm_config(problem, H200).pingpong
     if p.epilogue in ("softmax", "dlogits"):
         out = p.epilogue == "dlogits" or p.out_dtype is not None
-        assert by_turns == (not out or not (p.smoothing or (p.softcap and p.bias_dtype)))
+        assert by_turns == (not p.redo and (not out or not (p.smoothing or (p.softcap and p.bias_dtype))))
     else:
         assert by_turns == (p.live == "k" and not p.cut_last)
+
+
+def test_tiles_are_done_again_by_the_same_code_whatever_is_forced():
+    """`config(lce_logits=...)` holds for both launches of the logits, and the second one takes no turns."""
+    problem = GemmProblem("softmax", "bfloat16", "bfloat16", redo=True)
+    made = gemm_config(problem, H200)
+    forced = dataclasses.replace(made, pingpong=True)
+    assert gemm_objection(problem, forced, H200) is None
+    kernel = kernels.find("lce_gemm", H200)
+    assert kernel(problem, forced).config == kernel(problem, made).config == made
+    assert gemm_smem_bytes(problem, forced) == gemm_smem_bytes(problem, made)
 
 
 def test_dw_of_few_tiles_is_cut():

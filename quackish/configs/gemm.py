@@ -135,7 +135,8 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     1 x 2 are within 2 % (rows along n: 1 % less with H 2048).
     """
     if problem.epilogue in ("softmax", "dlogits"):
-        return GemmConfig(tile_n=SOFTMAX_TILE_N, num_stages=5, pingpong=_has_registers(problem))
+        by_turns = _has_registers(problem) and not problem.redo
+        return GemmConfig(tile_n=SOFTMAX_TILE_N, num_stages=5, pingpong=by_turns)
     if problem.live == "k" and not problem.cut_last:
         return DW_BY_TURNS
     return GemmConfig(group_along="n")
