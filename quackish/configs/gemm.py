@@ -132,7 +132,8 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     Exponentials take as long as products 256 deep, at MUFU's rate of 16 a cycle, and without pingpong all clusters
     write their tiles while none multiplies. What it loads more, for narrower tiles, costs dx more than it has to gain:
     9 to 51 %, the last wave not cut. Two stages of tile_k 128 cost 50 %; `group` 4 to 16, along m or n, and clusters of
-    1 x 2 are within 2 % (rows along n: 1 % less with H 2048).
+    1 x 2 are within 2 % (rows along n: 1 % less with H 2048); so are L2 eviction hints, first or last, for A, B and D
+    (logits and dx of 4096, 2048, 32000).
     """
     if problem.epilogue in ("softmax", "dlogits"):
         by_turns = _has_registers(problem) and not problem.redo
