@@ -15,7 +15,7 @@ def host_times(
 ) -> dict[str, Times]:
     """Microseconds of a call until all is enqueued, the GPU never being waited for: of `calls` in a row, in turns.
 
-    From an idle start, after other works' turns, single calls took up to twice as long, torch's own too.
+    Single calls from an idle start take longer: a step 471 us instead of 381, torch's 286 instead of 195 (one H200).
     """
     samples: dict[str, list[float]] = {name: [] for name in works}
     gc.collect()

@@ -131,9 +131,9 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
         8192, 4096, 128256   11.86 (12.11)
     Exponentials take as long as products 256 deep, at MUFU's rate of 16 a cycle, and without pingpong all clusters
     write their tiles while none multiplies. What it loads more, for narrower tiles, costs dx more than it has to gain:
-    9 to 51 %, the last wave not cut. Two stages of tile_k 128 cost 50 %; `group` 4 to 16, along m or n, and clusters of
-    1 x 2 are within 2 % (rows along n: 1 % less with H 2048); so are L2 eviction hints, first or last, for A, B and D
-    (logits and dx of 4096, 2048, 32000).
+    10 to 50 %, the last wave not cut. Two stages of tile_k 128 cost 50 % (together). Of logits by turns `group` 4 and
+    16, along m or n, and clusters of 1 x 2 are within 2 % of this, or up to 4 % slower; rows take 1 % less along n with
+    H 2048. L2 eviction hints, first or last, for A, B and D gained nothing (together; logits, dx; 4096, 2048, 32000).
     """
     if problem.epilogue in ("softmax", "dlogits"):
         by_turns = _has_registers(problem) and not problem.redo
