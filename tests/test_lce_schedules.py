@@ -63,6 +63,8 @@ def _has_kernels(device):
 class Counted:
     """LceKernels, counting as EmulatedKernels does."""
 
+    programs = None  # replayed launches would not be counted
+
     def __init__(self, kernels):
         self.kernels, self.calls = kernels, collections.Counter()
 

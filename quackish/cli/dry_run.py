@@ -136,7 +136,7 @@ def _run(plan: on_kernels.Plan, inputs: Inputs, dw_out, arriving: list[Tensor], 
             note.phase = "backward"
             on_kernels._op_backward(context, *(arriving if c.return_lse else (arriving[0], None)))
         return
-    outputs = on_kernels._apply(*inputs, dw_out, plan, c.return_lse)
+    outputs = on_kernels._apply(*inputs[:3], inputs, dw_out, plan, c.return_lse)
     note.phase = "backward"
     wanted = [t for t in inputs[:3] if t is not None]
     torch.autograd.grad(outputs, wanted, arriving if c.return_lse else arriving[0], allow_unused=dw_out is not None)

@@ -14,6 +14,7 @@ from torch import Tensor
 from quackish.configs.linear_cross_entropy import ROOMY_BYTES, first_classes, whole_tiles
 from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy_lean as lean
+from quackish.ops import linear_cross_entropy_replay as replay
 from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy_buffers import padded_strides
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
@@ -209,10 +210,10 @@ def run(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None, return_lse: 
         or (inputs.linear_bias is not None and inputs.linear_bias.requires_grad)
     )
     if needs:
-        out = _apply(*inputs, grad_weight_out, plan, return_lse)
+        out = _apply(*inputs[:3], inputs, grad_weight_out, plan, return_lse)
         return out if return_lse else (out, None)
     with torch.no_grad():
-        out = plan.forward(kernels_of(device), plan.call(inputs), _NONE, False)
+        out = replay.forward(plan, kernels_of(device), plan.call(inputs), _NONE, False)
         return plan.loss(out, inputs.target), _shaped(out.lse, inputs.target.shape)
 
 
@@ -226,10 +227,11 @@ def _shaped(t: Tensor, shape: torch.Size) -> Tensor:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, weight, num_items, grad_weight_out, plan, return_lse):
-        inputs = Inputs(input, linear_weight, linear_bias, target, weight, num_items)
+    def forward(ctx, input, linear_weight, linear_bias, inputs, grad_weight_out, plan, return_lse):
+        # The first three are inputs', for autograd to see: it takes its time for each argument.
+        target, num_items = inputs.target, inputs.num_items
         wanted = plan.wanted(inputs, ctx.needs_input_grad[:3], grad_weight_out)
-        out = plan.forward(kernels_of(input.device), plan.call(inputs), wanted, grad_weight_out is None)
+        out = replay.forward(plan, kernels_of(input.device), plan.call(inputs), wanted, grad_weight_out is None)
         items = num_items if isinstance(num_items, Tensor) else None
         loss, lse = plan.loss(out, target), _shaped(out.lse, target.shape)
         kept_lse = lse.clone() if return_lse else lse  # users may write to theirs
@@ -249,9 +251,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(_NO_SECOND_DERIVATIVES)
         if _is_batched(grad_loss) or _is_batched(grad_lse):
             raise RuntimeError("linear_cross_entropy: vmap over gradients (is_grads_batched=True) is not supported")
-        nothing = (None,) * 6
         if grad_loss is None and grad_lse is None:
-            return None, None, None, *nothing
+            return (None,) * 7
         plan, wanted, dw_out = ctx.plan, ctx.wanted, ctx.grad_weight_out
         if wanted.dw is None:
             dw_out = None
@@ -269,7 +270,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             call = plan.call(Inputs(*tensors, ctx.num_items if items is None else items))
             kept = Forward(None, lse.view(-1), ctx.rows, Grads(), xc, e, *begun)
             grads = grads.and_also(plan.backward(k, call, kept, incoming, wanted, dw_out))
-        return *_as_inputs(grads, ctx.dtypes, ctx.shape), *nothing
+        return *_as_inputs(grads, ctx.dtypes, ctx.shape), None, None, None, None
 
 
 # As in rms_norm: past Python frames of torch that have nothing to do here.

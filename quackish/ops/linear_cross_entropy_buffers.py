@@ -6,25 +6,24 @@ from torch import Tensor
 from quackish.ops import cuda
 
 
-def _empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if like.is_cuda:  # the current device, which is like's
+        return cuda.empty(shape, strides, dtype)
+    return like.new_empty_strided(shape, strides, dtype=dtype)
 
 
-# CUDA memory is on the current device, which is like's.
 def vector(like: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    return cuda.empty((n,), (1,), dtype) if like.is_cuda else _empty(like, (n,), (1,), dtype)
+    return empty(like, (n,), (1,), dtype)
 
 
 def matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    shape, strides = (rows, columns), (columns, 1)
-    return cuda.empty(shape, strides, dtype) if like.is_cuda else _empty(like, shape, strides, dtype)
+    return empty(like, (rows, columns), (columns, 1), dtype)
 
 
 def padded(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     if columns % 8:  # the last row's padding is memory too: it is read, 16 bytes at a time, not used
         return padded(like, rows, -(-columns // 8) * 8, dtype)[:, :columns]
-    shape, strides = (rows, columns), padded_strides(columns)
-    return cuda.empty(shape, strides, dtype) if like.is_cuda else _empty(like, shape, strides, dtype)
+    return empty(like, (rows, columns), padded_strides(columns), dtype)
 
 
 def inside(of: Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

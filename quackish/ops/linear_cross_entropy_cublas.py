@@ -33,10 +33,11 @@ class CublasGemms:
     """
 
     keeps_rest = False
+    replays = False
 
     def __init__(self, device: torch.device, gpu: Gpu | None = None):
         self.device, self.gpu = device, gpu or gpu_of(device.index)
-        self._stream = current_stream_of(device)
+        self.stream = current_stream_of(device)
         self.forget_choices()
         subscribe(self)
 
@@ -79,7 +80,7 @@ class CublasGemms:
                     start,
                     rows,
                     c1 - c0,
-                    self._stream(),
+                    self.stream(),
                 )
 
     def redo(
@@ -102,7 +103,7 @@ class CublasGemms:
                 start,
                 rows,
                 v1 - v0,
-                self._stream(),
+                self.stream(),
             )
 
     def dlogits(self, xc, w, bias, coefs, cls, num_live, start, class_weight, softcap, smoothing, v0, e) -> None:
@@ -128,7 +129,7 @@ class CublasGemms:
                 start,
                 xc.shape[0],
                 c1 - c0,
-                self._stream(),
+                self.stream(),
             )
 
     def dx(self, e, e2, v_split, w, row_scale, order, num_live, start, out, accumulate, tickets=None) -> None:
@@ -147,7 +148,7 @@ class CublasGemms:
             scale = row_scale[r0:r1]
             kernel(
                 acc.data_ptr(), scale.data_ptr(), order.data_ptr(), out.data_ptr(), num_live.data_ptr(), start + r0,
-                r1 - r0, self._stream(),
+                r1 - r0, self.stream(),
             )  # fmt: skip
 
     def dw(self, e, xs, num_live, start, out, accumulate, tickets=None, places=None, rest=None) -> None:
@@ -157,7 +158,7 @@ class CublasGemms:
         """
         rows, h = xs.shape
         kernel = self._find(("clear", h, xs.dtype), "lce_clear", LceClearProblem(h, dtype_name(xs)))
-        kernel(xs.data_ptr(), num_live.data_ptr(), start, rows, self._stream())  # 0 * NaN would reach every class
+        kernel(xs.data_ptr(), num_live.data_ptr(), start, rows, self.stream())  # 0 * NaN would reach every class
         (addmm if accumulate else mm)(e.t(), xs, out)
 
     def _exp(self, kind, e, bias, softcap, smoothing, class_weight) -> Callable[..., None]:

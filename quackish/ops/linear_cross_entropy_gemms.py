@@ -20,10 +20,11 @@ class GemmLaunches:
     """
 
     keeps_rest = True  # `dw` may keep what its rounding takes
+    replays = True  # all that is done is launches
 
     def __init__(self, device: torch.device, gpu: Gpu | None = None):
         self.device, self.gpu = device, gpu or gpu_of(device.index)
-        self._stream = current_stream_of(device)
+        self.stream = current_stream_of(device)
         self.forget_choices()
         subscribe(self)
 
@@ -102,7 +103,7 @@ class GemmLaunches:
             part_sum.shape[1],
         )
         strides = xc.stride(0), e2.stride(0) if split else 0, w.stride(0), 0 if e is None else e.stride(0)
-        stream, ticket, _kept = (self._stream(), None, None) if redo else self._stream_and_ticket()
+        stream, ticket, _kept = (self.stream(), None, None) if redo else self.stream_and_ticket()
         kernel(
             xc.data_ptr(), address(e2), w.data_ptr(), address(e), given, None, ticket, num_live.data_ptr(),
             (rows, n, h, v_split if split else 0, start), strides, clusters, stream,
@@ -142,7 +143,7 @@ class GemmLaunches:
         capped = 1.0 if softcap is None else softcap
         given = address(bias), address(class_weight), coefs.data_ptr(), cls.data_ptr(), capped, v0
         strides = xc.stride(0), 0, w.stride(0), e.stride(0)
-        stream, ticket, _kept = self._stream_and_ticket()
+        stream, ticket, _kept = self.stream_and_ticket()
         kernel(
             xc.data_ptr(), None, w.data_ptr(), e.data_ptr(), given, None, ticket, num_live.data_ptr(),
             (rows, n, h, 0, start), strides, clusters, stream,
@@ -184,7 +185,7 @@ class GemmLaunches:
         given = (row_scale.data_ptr(), order.data_ptr()) if scattered else None
         sizes = rows, h, n, 0 if e2 is None else v_split, start
         strides = e.stride(0), 0 if e2 is None else e2.stride(0), w.stride(0), out.stride(0)
-        stream, ticket, _kept = self._stream_and_ticket()
+        stream, ticket, _kept = self.stream_and_ticket()
         kernel(
             e.data_ptr(), address(e2), w.data_ptr(), out.data_ptr(), given, shared, ticket, num_live.data_ptr(), sizes,
             strides, clusters, stream,
@@ -222,15 +223,15 @@ class GemmLaunches:
         shared, _scratch = _shared(tickets, config, n, h, rows, clusters)
         given = None if rest is None else (places.data_ptr(), rest.data_ptr())
         sizes, strides = (n, h, rows, 0, start), (e.stride(0), 0, xs.stride(0), out.stride(0))
-        stream, ticket, _kept = self._stream_and_ticket()
+        stream, ticket, _kept = self.stream_and_ticket()
         kernel(
             e.data_ptr(), None, xs.data_ptr(), out.data_ptr(), given, shared, ticket, num_live.data_ptr(), sizes,
             strides, clusters, stream,
         )  # fmt: skip
 
-    def _stream_and_ticket(self) -> tuple[int, int, tuple | None]:
+    def stream_and_ticket(self) -> tuple[int, int, tuple | None]:
         """The current stream, where the clusters of a launch on it meet, and what must be kept until then."""
-        stream = self._stream()
+        stream = self.stream()
         if self.device.type != "cuda":
             return stream, 0, None
         ticket, _, kept = workspace.take(self.device.index, stream, 0)

@@ -6,6 +6,7 @@ so buffers may come from torch.empty.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from quackish.configs.lce_rows import (
 )
 from quackish.errors import UnsupportedError
 from quackish.gpu import gpu_of
-from quackish.ops.cuda import address, current_stream_of, dtype_name
+from quackish.ops.cuda import address, dtype_name
 from quackish.ops.linear_cross_entropy_cublas import CublasGemms
 from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
 
@@ -50,17 +51,19 @@ class LceKernels:
     def __init__(self, device: torch.device, gemms: GemmLaunches | CublasGemms | None = None):
         gemms = gemms_of(device) if gemms is None else gemms
         self.device, self.gpu, self.num_tiles = device, gemms.gpu, gemms.num_tiles
-        self.keeps_rest = gemms.keeps_rest
+        self.keeps_rest, self.replays = gemms.keeps_rest, gemms.replays
         self.logits, self.redo, self.dlogits, self.dx, self.dw = (
             gemms.logits, gemms.redo, gemms.dlogits, gemms.dx, gemms.dw,
         )  # fmt: skip
-        self._stream = current_stream_of(device)
+        self.stream = gemms.stream
+        self.stream_and_ticket = gemms.stream_and_ticket if gemms.replays else None
         self.forget_choices()
         subscribe(self)
 
     def forget_choices(self) -> None:
         self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
         self._scale_configs: dict[torch.dtype, LceScaleConfig] = {}
+        self.programs: dict[tuple, Any] | None = {} if self.replays else None  # of linear_cross_entropy_replay
 
     def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
         known, config = self._rows_kernels, choose(name, problem, self.gpu).config
@@ -110,7 +113,7 @@ class LceKernels:
             ignore_index,
             v,
             target.shape[0],
-            self._stream(),
+            self.stream(),
         )
 
     def gather(
@@ -169,7 +172,7 @@ class LceKernels:
             start,
             cls.shape[0],
             v,
-            self._stream(),
+            self.stream(),
         )
 
     def rows(
@@ -297,7 +300,7 @@ class LceKernels:
             tiles,
             start,
             cls.shape[0],
-            self._stream(),
+            self.stream(),
         )
 
     def sort(
@@ -342,7 +345,7 @@ class LceKernels:
             e.shape[1] if e2 is None else v_split + e2.shape[1],
             start,
             cls.shape[0],
-            self._stream(),
+            self.stream(),
         )
 
     def targets(
@@ -368,7 +371,7 @@ class LceKernels:
             problem = LceTargetsProblem(h, dtype_name(x), dtype_name(dw), aligned, rest is not None)
             kernel = self._find(key, "lce_targets", problem)
         at = x.data_ptr(), sorted_cls.data_ptr(), sorted_row.data_ptr(), sorted_grad.data_ptr(), num_live.data_ptr()
-        kernel(*at, dw.data_ptr(), address(rest), stride, v0, v0 + n, start, sorted_cls.shape[0], self._stream())
+        kernel(*at, dw.data_ptr(), address(rest), stride, v0, v0 + n, start, sorted_cls.shape[0], self.stream())
 
     def bias_sum(
         self,
@@ -388,7 +391,7 @@ class LceKernels:
             kernel = self._find(key, "lce_bias", problem)
         rows = e.shape[0]
         at = e.data_ptr(), address(row_scale), db.data_ptr(), num_live.data_ptr()
-        kernel(*at, e.stride(0), start, rows, n, self._stream())
+        kernel(*at, e.stride(0), start, rows, n, self.stream())
 
     def scatter(
         self,
@@ -405,7 +408,7 @@ class LceKernels:
         if kernel is None:
             kernel = self._find(key, "lce_scatter", LceScatterProblem(h, dtype_name(dx)))
         at = acc.data_ptr(), None, order.data_ptr(), dx.data_ptr(), num_live.data_ptr()
-        kernel(*at, start, rows, self._stream())
+        kernel(*at, start, rows, self.stream())
 
     def scale(
         self,
@@ -425,4 +428,4 @@ class LceKernels:
             kernel = self._find(key, "lce_scale", problem)
         num_ctas = config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
         second = out if out2 is None else out2
-        kernel(out.data_ptr(), second.data_ptr(), factor.data_ptr(), n, n2, num_ctas, self._stream())
+        kernel(out.data_ptr(), second.data_ptr(), factor.data_ptr(), n, n2, num_ctas, self.stream())
