@@ -134,6 +134,8 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     10 to 50 %, the last wave not cut. Two stages of tile_k 128 cost 50 % (together). Of logits by turns `group` 4 and
     16, along m or n, and clusters of 1 x 2 are within 2 % of this, or up to 4 % slower; rows take 1 % less along n with
     H 2048. L2 eviction hints, first or last, for A, B and D gained nothing (together; logits, dx; 4096, 2048, 32000).
+    A dw in fp32, added to or not, is no better together either; whole steps, of those by turns: 65536, 4096, 128256 by
+    16384 rows 0.998, 16384 by 8192 1.00, 8192 at once 1.015, 8192, 2048, 32000 by 2048 1.04; "recompute" by 128 0.994.
     """
     if problem.epilogue in ("softmax", "dlogits"):
         by_turns = _has_registers(problem) and not problem.redo
