@@ -1,12 +1,12 @@
 """Forward of a small step as a list of launches, made once; later calls of its kind fill in addresses, nothing else.
 
-What a schedule launches depends on shapes, dtypes and options alone. To work it out anew, in Python, takes the host
-longer than the GPU needs for a small step: with M 128, H 512 and V 1024, a whole step took the host 573 us, replayed
-346 (beside one H200, in one run; PyTorch 335). What a replayed call does not return is one block of memory; the small
-tensors that backward may ask for are another.
+What a schedule launches depends on shapes, strides, dtypes, options and configs, on no value. To work it out anew, in
+Python, takes the host longer than the GPU needs for a small step: with M 128, H 512 and V 1024 a whole step took the
+host 573 us, replayed 346 (beside one H200, in one run; PyTorch 335). What a replayed call does not return is one block
+of memory; the small tensors that backward may ask for are another.
 
 To make the list, the schedule runs on tensors without memory, whose addresses tell which tensor they are of, and where
-in it.
+in it. Whatever is neither a launch nor memory makes a call one that is never replayed.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +32,9 @@ MOST_BYTES = 128 << 20  # that are not returned: a step with more keeps the GPU 
 _MAX_PROGRAMS = 1024  # then they are forgotten, now and then
 _ALIGNMENT = 256  # bytes, of tensors in a block
 
-# Recorded addresses: the number of what they are of, and the offset there. Real ones are below 1 << _OFFSET_BITS.
+# Recorded addresses: the number of what they are of, and the offset there.
 _OFFSET_BITS = 48
+_LARGEST = 1 << 40  # of what is no address, neither a recorded nor a real one
 _STREAM, _TICKET = 1 << _OFFSET_BITS, 2 << _OFFSET_BITS
 _NUM_INPUTS = 6  # the tensors that a Call begins with have the next numbers
 
@@ -41,7 +42,9 @@ _NUM_INPUTS = 6  # the tensors that a Call begins with have the next numbers
 def forward(plan: "Plan", k, call: Call, wanted: Wanted, own_dw: bool) -> Forward:
     """What plan.forward returns, by the same launches."""
     programs, x = k.programs, call.x
-    if programs is None or call.num_items is not None or (x.data_ptr() | x.stride(0) * x.itemsize) & 15:
+    if programs is None or x.shape[0] > plan.chunk_rows:  # chunks follow each other so that they need less memory
+        return plan.forward(k, call, wanted, own_dw)
+    if call.num_items is not None or (x.data_ptr() | x.stride(0) * x.itemsize) & 15:
         return plan.forward(k, call, wanted, own_dw)
     if x.is_cuda and cuda.is_capturing():  # where no two launches share tickets
         return plan.forward(k, call, wanted, own_dw)
@@ -54,7 +57,9 @@ def forward(plan: "Plan", k, call: Call, wanted: Wanted, own_dw: bool) -> Forwar
     if program is not None:
         if program == 0 and len(programs) >= _MAX_PROGRAMS:
             programs.clear()
-        programs[key] = program + 1 if program < RECORDED_AFTER else _recorded(plan, k, call, wanted, own_dw)
+        programs[key] = program + 1 if program < RECORDED_AFTER else None  # what it stays if recording fails
+        if program == RECORDED_AFTER:
+            programs[key] = _recorded(plan, k, call, wanted, own_dw)
     return plan.forward(k, call, wanted, own_dw)
 
 
@@ -67,14 +72,13 @@ class Program:
 
     def __init__(self, launches: Sequence[tuple[launch.Request, tuple]], made: "Sequence[Place]", out: Forward):
         """`launches` of recorded addresses; `made`: what was allocated meanwhile, in the order of its numbers."""
-        outputs = (out.loss, out.lse, *out.grads, out.xc, out.e, out.dw)
+        outputs = (out.loss, out.lse, *out.grads, out.xc, out.e)
         results = list({t.number: t for t in outputs if t is not None}.values())
-        if any(t is not made[t.number - made[0].number] for t in results):
+        if out.dw is not None or any(t is not made[t.number - made[0].number] for t in results):
             raise NotReplayable("a part of what was allocated is returned")
         numbers = [t.number for t in results]
         self.results = [(tuple(t.shape), t.stride(), t.dtype) for t in results]
         self.outputs = [-1 if t is None else numbers.index(t.number) for t in outputs]
-        self.classes = out.classes
         rows = {t.number: name for name, t in zip(out.rows._fields, out.rows, strict=True)}
         self.rows: dict[str, tuple[int, int, torch.dtype]] = {}
         self.blocks = [0, 0]  # int32 elements: of what backward may ask for, of the rest
@@ -94,8 +98,8 @@ class Program:
 
     def _list_arguments(self, launches: Sequence[tuple[launch.Request, tuple]], at: dict[int, tuple[int, int]]) -> None:
         args = [arg for _, given in launches for arg in given]
-        tuples = [arg for arg in args if isinstance(arg, tuple) and any(map(_is_recorded, arg))]
-        leaves = [arg for arg in args if arg not in tuples] + [leaf for group in tuples for leaf in group]
+        tuples = [arg for arg in args if _has_recorded(arg)]
+        leaves = [arg for arg in args if not _has_recorded(arg)] + [leaf for group in tuples for leaf in group]
         addresses = list(dict.fromkeys(leaf for leaf in leaves if _is_recorded(leaf)))
         constants = {_typed(leaf): leaf for leaf in leaves if not _is_recorded(leaf)}
         groups = {_typed(group): group for group in tuples}
@@ -122,8 +126,8 @@ class Program:
         for kernel, pick in self.launches:
             kernel(*pick(args))
         results.append(None)
-        loss, lse, dx, dw, db, xc, e, begun = [results[i] for i in self.outputs]
-        return Forward(loss, lse, KeptRows(blocks[0], self.rows), Grads(dx, dw, db), xc, e, begun, self.classes)
+        loss, lse, dx, dw, db, xc, e = [results[i] for i in self.outputs]
+        return Forward(loss, lse, KeptRows(blocks[0], self.rows), Grads(dx, dw, db), xc, e)
 
 
 class KeptRows:
@@ -133,8 +137,11 @@ class KeptRows:
         self._block, self._parts = block, parts
 
     def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_") or name not in self._parts:
+            raise AttributeError(name)
         start, n, dtype = self._parts[name]
-        return self._block[start : start + n].view(dtype)
+        t = self.__dict__[name] = self._block[start : start + n].view(dtype)
+        return t
 
 
 # Recording -----------------------------------------------------------------------------------------------------------
@@ -142,6 +149,11 @@ class KeptRows:
 
 class NotReplayable(Exception):
     """Something but launches and memory was asked for."""
+
+
+_ALLOCATES = ("new_empty", "new_empty_strided")
+_VIEWS = ("__getitem__", "view", "as_strided")
+_ASKS = ("__get__", "stride", "dim", "numel", "is_contiguous", "storage_offset", "untyped_storage")  # attributes too
 
 
 class Place(Tensor):
@@ -152,14 +164,13 @@ class Place(Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        result = super().__torch_function__(function, types, args, kwargs or {})
-        if isinstance(result, Place):
-            name, parent = function.__name__, args[0]
-            if name in ("new_empty", "new_empty_strided"):
-                return result._numbered(parent.others)
-            if name not in ("__getitem__", "view", "as_strided"):
-                raise NotReplayable(f"torch computes: {name}")
-            result.number, result.others = parent.number, parent.others
+        name, result = function.__name__, super().__torch_function__(function, types, args, kwargs or {})
+        if name in _ALLOCATES:
+            return result._numbered(args[0].others)
+        if name in _VIEWS:
+            result.number, result.others = args[0].number, args[0].others
+        elif name not in _ASKS or isinstance(result, Tensor):
+            raise NotReplayable(f"torch computes: {name}")
         return result
 
     @classmethod
@@ -177,7 +188,17 @@ class Place(Tensor):
 
 
 def _is_recorded(arg: Any) -> bool:
-    return isinstance(arg, int) and arg >> _OFFSET_BITS > 0
+    if isinstance(arg, int):
+        if _LARGEST <= arg < _STREAM:
+            raise NotReplayable(f"what is at {arg:#x} was there before")
+        return arg >= _STREAM
+    if arg is not None and not isinstance(arg, (float, tuple)):
+        raise NotReplayable(f"a kernel is given {arg!r}")
+    return False
+
+
+def _has_recorded(arg: Any) -> bool:
+    return isinstance(arg, tuple) and any(map(_is_recorded, arg))
 
 
 def _moved(recorded: int, at: dict[int, tuple[int, int]]) -> tuple[int, int]:
@@ -201,7 +222,7 @@ class _RecordedGemms(GemmLaunches):
 
 def _recorded(plan: "Plan", k: LceKernels, call: Call, wanted: Wanted, own_dw: bool) -> Program | None:
     """None where it cannot be replayed, or need not."""
-    if abs(plan.ignore_index) >> _OFFSET_BITS:  # would pass for an address
+    if plan.ignore_index >= _LARGEST or call.x.stride(0) >= _LARGEST:  # they would pass for addresses
         return None
     places: list[Place | None] = [None, None]  # stream and ticket
     inputs = []
@@ -211,7 +232,7 @@ def _recorded(plan: "Plan", k: LceKernels, call: Call, wanted: Wanted, own_dw: b
             places.append(None)
     recorder = LceKernels(k.device, _RecordedGemms(k.device, k.gpu))
     try:
-        with launch.record() as recording:
+        with launch.record() as recording, torch._C._EnableTorchFunction():  # which a caller may have disabled
             out = plan.forward(recorder, Call(*inputs, *call[_NUM_INPUTS:]), wanted, own_dw)
         program = Program(recording.launches, places[2 + _NUM_INPUTS :], out)
     except NotReplayable:
