@@ -35,8 +35,8 @@ def host_times(
     return {name: Times.of(times) for name, times in samples.items()}
 
 
-def launch_times(work: Callable, device: torch.device, repeats: int = 50) -> Times | None:
-    """Microseconds that a launch of ours keeps the thread busy while `work` runs, the GPU never being waited for.
+def launch_times(work: Callable, device: torch.device, repeats: int = 25, calls: int = 8) -> Times | None:
+    """Microseconds that a launch of ours keeps the thread busy, of `calls` works in a row as above.
 
     Of the slowest of work's launches, by their medians; None where there are none.
     """
@@ -52,10 +52,11 @@ def launch_times(work: Callable, device: torch.device, repeats: int = 50) -> Tim
     try:
         for i in range(repeats + 5):
             taken.clear()
-            work()
+            for _ in range(calls):
+                work()
             torch.cuda.synchronize(device)
             for at, us in enumerate(taken if i >= 5 else ()):
-                samples.setdefault(at, []).append(us)
+                samples.setdefault(at % (len(taken) // calls), []).append(us)
     finally:
         launch.observe(None)
     return max(map(Times.of, samples.values()), key=lambda times: times.median, default=None)
