@@ -15,7 +15,7 @@ from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
 from benchmarks import linear_cross_entropy  # noqa: E402
 from benchmarks import report_linear_cross_entropy as report  # noqa: E402
 from benchmarks.results_linear_cross_entropy import Results  # noqa: E402
-from quackish.bench import providers_linear_cross_entropy  # noqa: E402
+from quackish.bench import host, providers_linear_cross_entropy  # noqa: E402
 from quackish.bench.files import read_csv  # noqa: E402
 from quackish.bench.measure_linear_cross_entropy import NONE_IGNORED  # noqa: E402
 from quackish.bench.measured import A_LAUNCH, AGAIN  # noqa: E402
@@ -27,6 +27,7 @@ from quackish.bench.truth_linear_cross_entropy import (  # noqa: E402
     dlogits_of,
     is_deterministic,
 )
+from quackish.launch import compile as compiling  # noqa: E402
 from quackish.testing.timing import take_turns  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -188,6 +189,29 @@ def test_ignored_rows_are_timed_beside_none_ignored(tmp_path):
     rows = {row["provider"]: row for row in run(tmp_path, "--providers", "quackish,torch", "--ignored", "0.8")}
     assert rows.keys() == {"quackish", "torch", AGAIN, NONE_IGNORED}
     assert rows["quackish"]["roof_ms"] == rows[NONE_IGNORED]["median_ms"]
+
+
+def test_a_launch_is_the_slowest_of_a_step(monkeypatch):
+    """By its median over steps in a row, whichever of their launches it is."""
+    now = [0.0]
+    monkeypatch.setattr(host.time, "perf_counter", lambda: now[0])
+
+    def launch_of(us):
+        def function():
+            now[0] += us / 1e6
+
+        return compiling._counted(function, None, None, None)
+
+    launches = [launch_of(us) for us in (3, 7, 5)]
+
+    def step():
+        now[0] += 1.0  # what is not a launch's
+        for one in launches:
+            one()
+
+    times = host.launch_times(step, torch.device("cpu"), repeats=3, calls=4)
+    assert times.median == pytest.approx(7)
+    assert host.launch_times(lambda: None, torch.device("cpu"), repeats=3) is None
 
 
 def test_host_time_runs(tmp_path):

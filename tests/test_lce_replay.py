@@ -169,17 +169,8 @@ def of_kind(k, grad):
     m, h, v, dtype = 1 if k["x"] == "one row" else 60, k["h"], k["v"], k["dtype"]
     x = torch.randn(m, h + 8 * (k["x"] == "padded")).to(dtype)[:, :h].requires_grad_(grad not in ("w", "none"))
     w = torch.randn(v, h).to(dtype).requires_grad_(grad not in ("x", "none"))
-    options = (
-        "schedule",
-        "chunk_size",
-        "reduction",
-        "return_lse",
-        "label_smoothing",
-        "softcap",
-        "z_loss",
-        "ignore_index",
-    )
-    kw = {name: k[name] for name in options}
+    not_options = "target", "bias", "weighted", "x", "h", "v", "dtype"
+    kw = {name: value for name, value in k.items() if name not in not_options}
     if k["bias"] is not None:
         bias = torch.randn(v).to(dtype if k["bias"] is BF16 else FP32)
         kw["linear_bias"] = bias.requires_grad_(grad in ("both", "buffer"))
@@ -211,16 +202,22 @@ def test_the_same_launches(seed, begun, launched, kept, monkeypatch, request):
     assert len(programs()) > 20
 
 
-def test_a_buffer_is_another_kind(launched, kept, monkeypatch):
-    """ "recompute" works in the weight's gradient only where one is to be returned."""
+@pytest.mark.parametrize(
+    "how, grads",
+    [
+        (dict(schedule="chunked"), ["both", "x", "w", "none"]),
+        # works in the weight's gradient only where one is to be returned
+        (dict(schedule="recompute", chunk_size=128, h=512), ["both", "16-bit buffer"]),
+    ],
+)
+def test_other_gradients_are_another_kind(how, grads, launched, kept, monkeypatch):
     direct, replaying = on_cpu(replays=False), on_cpu()
-    kind = {name: values[0] for name, values in KINDS.items()} | dict(schedule="recompute", chunk_size=128, h=512)
-    for grad in ("both", "16-bit buffer") * 3:
-        x, w, target, kw = of_kind(kind, grad)
+    for grad in grads * 3:
+        x, w, target, kw = of_kind({name: values[0] for name, values in KINDS.items()} | how, grad)
         kept.clear()
         want = Step(direct, x, w, target, kw, launched, monkeypatch)
         check_the_same(want, Step(replaying, x, w, target, kw, launched, monkeypatch), kept)
-    assert len(programs()) == 2
+    assert len(programs()) == len(grads)
 
 
 def test_recorded_after_several_calls(launched, monkeypatch):

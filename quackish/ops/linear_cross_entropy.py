@@ -106,7 +106,7 @@ def linear_cross_entropy(
         gradient at once.
         `grad_weight_out` in fp32 is added to in a GEMM, with no buffer ("chunked" has one). Around cuBLAS's GEMMs
         256 MiB more, or M * 1024 where that is more. Where one chunk has all rows and 128 MiB are enough for all
-        that forward needs for a while, it takes that at once when a step repeats: twice those 17 to 69 MB, say.
+        that forward needs for a while, it takes that at once when a step repeats: 17 MB more, say.
     On the portable path: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for fp32, 8 for fp64, with softcap 4 (8) more,
     fp32 (M, H) and (V, H) sums, and M * V * 4 kept by "stored". Off CUDA 16-bit operands are multiplied as fp32, and
     linear_weight is held once more in fp32.
