@@ -51,19 +51,19 @@ class LceKernels:
     def __init__(self, device: torch.device, gemms: GemmLaunches | CublasGemms | None = None):
         gemms = gemms_of(device) if gemms is None else gemms
         self.device, self.gpu, self.num_tiles = device, gemms.gpu, gemms.num_tiles
-        self.keeps_rest = gemms.keeps_rest
+        self.keeps_rest, self.replays = gemms.keeps_rest, gemms.replays
         self.logits, self.redo, self.dlogits, self.dx, self.dw = (
             gemms.logits, gemms.redo, gemms.dlogits, gemms.dx, gemms.dw,
         )  # fmt: skip
         self.stream = gemms.stream
-        self.stream_and_ticket = gemms.stream_and_ticket if gemms.replays else None  # what a replay asks for
+        self.stream_and_ticket = gemms.stream_and_ticket if gemms.replays else None
         self.forget_choices()
         subscribe(self)
 
     def forget_choices(self) -> None:
         self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
         self._scale_configs: dict[torch.dtype, LceScaleConfig] = {}
-        self.programs: dict[tuple, Any] | None = {} if self.stream_and_ticket else None  # linear_cross_entropy_replay's
+        self.programs: dict[tuple, Any] | None = {} if self.replays else None  # of linear_cross_entropy_replay
 
     def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
         known, config = self._rows_kernels, choose(name, problem, self.gpu).config

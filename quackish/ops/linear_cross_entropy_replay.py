@@ -36,14 +36,19 @@ _ALIGNMENT = 256  # bytes, of tensors in a block
 _OFFSET_BITS = 48
 _LARGEST = 1 << 40  # of what is no address, neither a recorded nor a real one
 _STREAM, _TICKET = 1 << _OFFSET_BITS, 2 << _OFFSET_BITS
-_NUM_INPUTS = 6  # the tensors that a Call begins with have the next numbers, then comes what is allocated
-_FIRST_ALLOCATED = 3 + _NUM_INPUTS
+_NUM_INPUTS = 6  # the tensors that a Call begins with have the next numbers
 
 
 def forward(plan: "Plan", k, call: Call, wanted: Wanted, own_dw: bool) -> Forward:
     """What plan.forward returns, by the same launches."""
     programs, x = k.programs, call.x
-    if programs is None or not _may_be_replayed(plan, call):
+    if programs is None or x.shape[0] > plan.chunk_rows:  # chunks follow each other so that they need less memory
+        return plan.forward(k, call, wanted, own_dw)
+    # A number of items may be another one each time, a tensor may have to be converted; rows of x that do not start on
+    # 16 bytes take other kernels, and where x lies is not in the key.
+    if call.num_items is not None or (x.data_ptr() | x.stride(0) * x.itemsize) & 15:
+        return plan.forward(k, call, wanted, own_dw)
+    if x.is_cuda and cuda.is_capturing():  # where no two launches share tickets
         return plan.forward(k, call, wanted, own_dw)
     bias_dtype = None if call.bias is None else call.bias.dtype
     weighted = call.class_weight is not None
@@ -60,18 +65,6 @@ def forward(plan: "Plan", k, call: Call, wanted: Wanted, own_dw: bool) -> Forwar
     return plan.forward(k, call, wanted, own_dw)
 
 
-def _may_be_replayed(plan: "Plan", call: Call) -> bool:
-    """As far as `forward` does not look it up by its key."""
-    x = call.x
-    if x.shape[0] > plan.chunk_rows:
-        return False  # chunks follow each other so that they need less memory
-    if call.num_items is not None:
-        return False  # a number may be another one each time; a tensor may have to be converted
-    if (x.data_ptr() | x.stride(0) * x.itemsize) & 15:
-        return False  # by other kernels
-    return not (x.is_cuda and cuda.is_capturing())  # in a graph no two launches share tickets
-
-
 class Program:
     """Launches of kernels, and how to make their arguments anew.
 
@@ -83,35 +76,31 @@ class Program:
         """`launches` of recorded addresses; `made`: what was allocated meanwhile, in the order of its numbers."""
         outputs = (out.loss, out.lse, *out.grads, out.xc, out.e)
         results = list({t.number: t for t in outputs if t is not None}.values())
-        if out.dw is not None or any(t is not made[t.number - _FIRST_ALLOCATED] for t in results):
+        if out.dw is not None or any(t is not made[t.number - made[0].number] for t in results):
             raise NotReplayable("a part of what was allocated is returned")
+        # what a run returns: allocated one by one
         numbers = [t.number for t in results]
         self.results = [(tuple(t.shape), t.stride(), t.dtype) for t in results]
         self.outputs = [-1 if t is None else numbers.index(t.number) for t in outputs]
-        self._list_arguments(launches, self._bases(made, numbers, out))
-
-    def _bases(self, made: "Sequence[Place]", results: list[int], out: Forward) -> dict[int, tuple[int, int]]:
-        """Where a recorded number's memory is: its base, and the bytes from there. Lays the blocks out."""
-        names = {t.number: name for name, t in zip(out.rows._fields, out.rows, strict=True)}
+        # the other tensors: in two blocks
+        rows = {t.number: name for name, t in zip(out.rows._fields, out.rows, strict=True)}
         self.rows: dict[str, tuple[int, int, torch.dtype]] = {}  # first element in its block, length, dtype
         self.blocks = [0, 0]  # int32 elements: of what backward may ask for, of the rest
-        first_result = _FIRST_ALLOCATED - 1  # numbers start at 1, bases at 0
-        bases = {number: (number - 1, 0) for number in range(1, _FIRST_ALLOCATED)}
+        first = made[0].number  # numbers start at 1, bases at 0
+        at = {number: (number - 1, 0) for number in range(1, first)}  # number -> base and offset
         for t in made:
-            if t.number in results:
-                bases[t.number] = first_result + results.index(t.number), 0
+            if t.number in numbers:
+                at[t.number] = first - 1 + numbers.index(t.number), 0
                 continue
-            block = 0 if t.number in names else 1
+            block = 0 if t.number in rows else 1
             start = self.blocks[block]
-            bases[t.number] = first_result + len(results) + block, 4 * start
+            at[t.number] = first - 1 + len(results) + block, 4 * start
             self.blocks[block] += -(-t.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT // 4
             if block == 0:
-                self.rows[names[t.number]] = start, t.shape[0], t.dtype
-        return bases
+                self.rows[rows[t.number]] = start, t.shape[0], t.dtype
+        self._list_arguments(launches, at)
 
-    def _list_arguments(
-        self, launches: Sequence[tuple[launch.Request, tuple]], bases: dict[int, tuple[int, int]]
-    ) -> None:
+    def _list_arguments(self, launches: Sequence[tuple[launch.Request, tuple]], at: dict[int, tuple[int, int]]) -> None:
         args = [arg for _, given in launches for arg in given]
         tuples = [arg for arg in args if _has_recorded(arg)]
         leaves = [arg for arg in args if not _has_recorded(arg)] + [leaf for group in tuples for leaf in group]
@@ -123,7 +112,7 @@ class Program:
         def picker(group: tuple) -> Callable[[list], tuple]:
             return itemgetter(*(index[_typed(arg)] for arg in group))  # two or more: of one it makes no tuple
 
-        self.addresses = [_moved(leaf, bases) for leaf in addresses]
+        self.addresses = [_moved(leaf, at) for leaf in addresses]
         self.constants = list(constants.values())
         self.tuples = [picker(group) for group in groups.values()]
         self.launches = [(launch.get(*request), picker(given)) for request, given in launches]
@@ -189,10 +178,7 @@ class Place(Tensor):
         return result
 
     @classmethod
-    def like(cls, t: Tensor | None, others: "list[Place | None]") -> "Place | None":
-        if t is None:
-            others.append(None)
-            return None
+    def like(cls, t: Tensor, others: "list[Place | None]") -> "Place":
         blank = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
         return blank.as_subclass(cls)._numbered(others)
 
@@ -219,8 +205,8 @@ def _has_recorded(arg: Any) -> bool:
     return isinstance(arg, tuple) and any(map(_is_recorded, arg))
 
 
-def _moved(recorded: int, bases: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    base, start = bases[recorded >> _OFFSET_BITS]
+def _moved(recorded: int, at: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    base, start = at[recorded >> _OFFSET_BITS]
     return base, start + recorded % (1 << _OFFSET_BITS)
 
 
@@ -242,13 +228,17 @@ def _recorded(plan: "Plan", k: LceKernels, call: Call, wanted: Wanted, own_dw: b
     """None where it cannot be replayed, or need not."""
     if plan.ignore_index >= _LARGEST or call.x.stride(0) >= _LARGEST:  # they would pass for addresses
         return None
-    places: list[Place | None] = [None, None]  # by number, from 1: stream and ticket
-    inputs = [Place.like(t, places) for t in call[:_NUM_INPUTS]]
+    places: list[Place | None] = [None, None]  # by number, from 1: stream and ticket, inputs, what is allocated
+    inputs = []
+    for t in call[:_NUM_INPUTS]:
+        inputs.append(None if t is None else Place.like(t, places))
+        if t is None:
+            places.append(None)
     recorder = LceKernels(k.device, _RecordedGemms(k.device, k.gpu))
     try:
         with launch.record() as recording, torch._C._EnableTorchFunction():  # which a caller may have disabled
             out = plan.forward(recorder, Call(*inputs, *call[_NUM_INPUTS:]), wanted, own_dw)
-        program = Program(recording.launches, places[_FIRST_ALLOCATED - 1 :], out)
+        program = Program(recording.launches, places[2 + _NUM_INPUTS :], out)
     except NotReplayable:
         return None
     return program if 4 * sum(program.blocks) <= MOST_BYTES else None
