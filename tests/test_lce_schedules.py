@@ -5,7 +5,9 @@ has written holds NaN.
 """
 
 import collections
+import contextlib
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -785,13 +787,48 @@ def test_grad_weight_out_is_left_alone_where_the_weight_wants_no_gradient():
     assert (buffer == 1).all()
 
 
-def test_no_gradient_flows_to_class_weights_or_num_items():
+def test_no_gradient_flows_to_class_weights():
     x, w, target, kw = case(class_weight=True)
-    weight, n = kw["weight"].requires_grad_(), torch.tensor(3.0, requires_grad=True, **HERE)
-    loss = linear_cross_entropy(x, w, target, weight=weight, **CUTE)
-    (loss + linear_cross_entropy(x, w, target, num_items=n, **CUTE)).backward()
+    weight = kw["weight"].requires_grad_()
+    linear_cross_entropy(x, w, target, weight=weight, **CUTE).backward()
     assert weight.grad is None
-    assert n.grad is None
+
+
+def test_torch_func_runs_no_kernel():
+    x, w, target, _ = case()
+    with pytest.raises(UnsupportedError, match=r'torch\.func .* expected none of them with backend="cute"'):
+        torch.func.grad(lambda x: linear_cross_entropy(x, w, target, **CUTE))(x)
+
+
+@pytest.mark.parametrize("operators", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_backward_writes_no_saved_tensor_of_a_graph_that_is_retained(schedule, operators):
+    x, w, target, _ = case()
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hooks, torch.overrides.BaseTorchFunctionMode() if operators else contextlib.nullcontext():
+        loss, lse = linear_cross_entropy(x, w, target, schedule=schedule, return_lse=True, **CUTE)
+    before = [t.detach().clone() for t in saved]
+    grads = [torch.rand_like(loss), torch.rand_like(lse)]
+    first = torch.autograd.grad([loss, lse], [x, w], grads, retain_graph=True)
+    for t, want in zip(saved, before, strict=True):
+        assert same_bits(t.detach(), want)
+    for got, want in zip(torch.autograd.grad([loss, lse], [x, w], grads), first, strict=True):
+        assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("schedule, reduction", [("stored", "none"), ("chunked", "mean"), ("recompute", "mean")])
+def test_backwards_of_a_retained_graph_from_several_threads(schedule, reduction):
+    x, w, target, _ = case()
+    loss = linear_cross_entropy(x, w, target, schedule=schedule, reduction=reduction, **CUTE)
+    given = [torch.rand_like(loss) for _ in range(4)]
+    want = [torch.autograd.grad(loss, [x, w], g, retain_graph=True) for g in given]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            loss = linear_cross_entropy(x, w, target, schedule=schedule, reduction=reduction, **CUTE)
+            runs = threads.map(functools.partial(torch.autograd.grad, loss, [x, w], retain_graph=True), given)
+            for got, expected in zip(runs, want, strict=True):
+                assert all(map(same_bits, got, expected))
 
 
 def test_double_backward_and_batched_gradients_say_no():

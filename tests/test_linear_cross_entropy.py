@@ -4,6 +4,7 @@ On CPU that is the portable path. On a Hopper GPU 16-bit inputs are the kernels'
 """
 
 import inspect
+import math
 import re
 import warnings
 
@@ -23,6 +24,7 @@ from lce_cases import (
     unit_roundoff,
 )
 from torch.autograd.profiler import profile
+from wrapper_tensor import Wrapper
 
 from quackish import errors
 from quackish.configs.linear_cross_entropy import (
@@ -513,13 +515,11 @@ def test_without_grad_nothing_is_kept_or_computed():
         assert not linear_cross_entropy(x, w, target).requires_grad
 
 
-def test_no_gradient_flows_to_class_weights_or_num_items():
+def test_no_gradient_flows_to_class_weights():
     x, w, target, kw = make(class_weight=True)
-    weight, n = kw["weight"].requires_grad_(), torch.tensor(3.0, requires_grad=True)
-    loss = linear_cross_entropy(x, w, target, weight=weight) + linear_cross_entropy(x, w, target, num_items=n)
-    loss.backward()
+    weight = kw["weight"].requires_grad_()
+    linear_cross_entropy(x, w, target, weight=weight).backward()
     assert weight.grad is None
-    assert n.grad is None
 
 
 def test_double_backward_says_no():
@@ -676,10 +676,24 @@ def wrong(**change):
         ({"backend": "triton"}, ValueError, "backend is 'triton', expected one of auto, cute, reference"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5, expected 0 <= label_smoothing <= 1"),
         ({"softcap": 0.0}, ValueError, "softcap is 0.0, expected None or a positive number"),
-        ({"z_loss": -1.0}, ValueError, "z_loss is -1.0, expected a number that is not negative"),
+        ({"softcap": math.nan}, ValueError, "softcap is nan, expected None or a positive number"),
+        ({"softcap": 1e-50}, ValueError, "softcap is 1e-50, expected None or a positive number"),
+        ({"softcap": True}, TypeError, "softcap is True, a bool; expected a float or None"),
+        ({"z_loss": -1.0}, ValueError, "z_loss is -1.0, expected a finite number that is not negative"),
+        ({"z_loss": math.inf}, ValueError, "z_loss is inf, expected a finite number that is not negative"),
+        ({"z_loss": "1"}, TypeError, "z_loss is '1', a str; expected a float"),
         ({"chunk_size": 0}, ValueError, "chunk_size is 0, expected None or at least 1 row"),
+        ({"chunk_size": 128.0}, TypeError, "chunk_size is 128.0, a float; expected an int or None"),
+        ({"ignore_index": -100.0}, TypeError, "ignore_index is -100.0, a float; expected an int or None"),
+        ({"ignore_index": 2**63}, ValueError, "ignore_index is 9223372036854775808, expected a 64-bit integer"),
+        ({"return_lse": 1}, TypeError, "return_lse is 1, a int; expected True or False"),
         ({"num_items": -1}, ValueError, "num_items is -1, expected at least 0"),
-        ({"num_items": 2.0}, TypeError, "num_items is a float, expected an int or a 0-dim tensor"),
+        ({"num_items": 2.0}, TypeError, "num_items is 2.0, a float; expected an int or a 0-dim tensor"),
+        ({"num_items": True}, TypeError, "num_items is True, a bool; expected an int or a 0-dim tensor"),
+        ({"num_items": torch.tensor(3.0, requires_grad=True)}, ValueError, "num_items requires grad, but no gradient"),
+        ({"input": [[1.0]]}, TypeError, "input is a list, expected a torch.Tensor"),
+        ({"target": None}, TypeError, "target is a NoneType, expected a torch.Tensor"),
+        ({"weight": [1.0] * 11}, TypeError, "weight is a list, expected a torch.Tensor or None"),
         ({"num_items": torch.ones(1)}, ValueError, r"num_items has shape \(1,\), expected a 0-dim tensor"),
         ({"num_items": 3, "reduction": "sum"}, ValueError, 'num_items replaces .* reduction is "sum"'),
     ],
@@ -687,6 +701,145 @@ def wrong(**change):
 def test_errors_name_the_argument(change, error, message):
     with pytest.raises(error, match=f"linear_cross_entropy: {message}"):
         wrong(**change)
+
+
+def test_a_buffer_that_is_the_weight_is_refused():
+    x, w, target, _ = make(dtype=torch.float32)
+    flat = torch.zeros(3 * w.numel())
+    for of in (w.detach(), x.detach()):
+        buffer = of.view(-1)[: w.numel()].view(-1, 8)
+        if buffer.shape == w.shape:
+            with pytest.raises(ValueError, match="grad_weight_out shares memory with"):
+                linear_cross_entropy(x, w, target, grad_weight_out=buffer)
+    first, second = (flat[i * w.numel() :][: w.numel()].view(w.shape) for i in (0, 1))
+    linear_cross_entropy(x, first, target, grad_weight_out=second)  # one storage, apart
+
+
+def test_a_buffer_under_fsdp_is_refused(tmp_path):
+    """FSDP reduces .grad alone: the buffer would get this rank's whole gradient."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        head = LinearCrossEntropyLoss(8, 11)
+        torch.distributed.fsdp.fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        x, _, target, _ = make(dtype=torch.float32)
+        with pytest.raises(UnsupportedError, match="linear_weight is a parameter that FSDP shards"):
+            head(x, target, grad_weight_out=torch.zeros(11, 8))
+        head(x, target).backward()
+        assert head.linear.weight.grad is not None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (dict(ignore_index=-100.0), dict(ignore_index=-100)),
+        (dict(chunk_size=128.0), dict(chunk_size=128)),
+        (dict(chunk_size=True), dict(chunk_size=1)),
+        (dict(num_items=True), dict(num_items=1)),
+        (dict(z_loss=False), dict(z_loss=0)),
+    ],
+    ids=str,
+)
+def test_a_refused_argument_decides_nothing_for_one_that_equals_it(first, second):
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            wrong(**first)
+        wrong(**second)
+
+
+@pytest.mark.parametrize("softcap", [math.inf, 1e300])
+def test_a_softcap_that_is_infinite_caps_nothing(softcap):
+    assert torch.equal(wrong(softcap=softcap), wrong())
+
+
+def test_meta_tensors_give_meta_tensors():
+    x, w = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((13, 8), (11, 8)))
+    target = torch.empty(13, device="meta", dtype=torch.int64)
+    loss, lse = linear_cross_entropy(x, w, target, return_lse=True)
+    loss.backward()
+    assert (loss.device.type, lse.shape, x.grad.shape, w.grad.shape) == ("meta", (13,), (13, 8), (11, 8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ignore_index", [2**32, 2**32 - 1, -(2**33)])
+def test_int32_targets_and_an_ignore_index_that_int32_cannot_hold(ignore_index, device):
+    x, w, target, _ = make(device=device)
+    target = target.clamp(min=0)
+    target[3] = 0
+    want = linear_cross_entropy(x, w, target, reduction="none")
+    got = linear_cross_entropy(x, w, target.int(), reduction="none", ignore_index=ignore_index)
+    assert torch.equal(got, want)
+    assert (got != 0).all()
+
+
+# --- torch.func, forward-mode AD, subclasses ---
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_torch_func_and_forward_mode_ad(name, reduction, device):
+    x, w, target, kw = make(device=device, **OPTIONS[name], reduction=reduction)
+    leaves = parameters(x, w, kw)
+
+    def function(*leaves, f=linear_cross_entropy):
+        bias = dict(linear_bias=leaves[2]) if len(leaves) == 3 else {}
+        return f(*leaves[:2], target, **kw | bias, return_lse=True)
+
+    plain = [t.detach() for t in leaves]
+    tangents = [torch.randn_like(t) for t in plain]
+    (loss, lse), (dloss, dlse) = torch.func.jvp(function, tuple(plain), tuple(tangents))
+    want_loss, want_lse = function(*leaves)
+    torch.testing.assert_close((loss, lse), (want_loss.detach(), want_lse.detach()))
+    _, want = torch.func.jvp(lambda *leaves: function(*leaves, f=composed), tuple(plain), tuple(tangents))
+    torch.testing.assert_close((dloss, dlse), want)
+    assert dloss.abs().sum() > 0
+
+    with torch.autograd.forward_ad.dual_level():
+        duals = [torch.autograd.forward_ad.make_dual(t, d) for t, d in zip(plain, tangents, strict=True)]
+        got = [torch.autograd.forward_ad.unpack_dual(t).tangent for t in function(*duals)]
+    torch.testing.assert_close(got, list(want))
+
+    grads = torch.func.grad(lambda *leaves: function(*leaves)[0].sum(), argnums=tuple(range(len(plain))))(*plain)
+    torch.testing.assert_close(grads, torch.autograd.grad(want_loss.sum(), leaves))
+
+
+def test_torch_func_vmap_and_what_it_cannot_do():
+    x, w, target, _ = make(dtype=torch.float32)
+    bad = torch.full_like(target, 99)
+    batch = torch.stack([x, 2 * x]).detach()
+    got = torch.func.vmap(lambda x: linear_cross_entropy(x, w, target))(batch)
+    torch.testing.assert_close(got, torch.stack([linear_cross_entropy(x, w, target) for x in batch]))
+    with pytest.raises(UnsupportedError, match=r"torch\.func .* expected no grad_weight_out"):
+        torch.func.grad(lambda x: linear_cross_entropy(x, w, target, grad_weight_out=torch.zeros_like(w)))(x)
+    with pytest.raises(IndexError, match="target 0 of 13 is 99"):
+        torch.func.grad(lambda x: linear_cross_entropy(x, w, bad))(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("which", ["input", "linear_weight", "target"])
+def test_a_wrapper_subclass_decides_what_an_operator_does(which, dtype, device):
+    """It has no memory: a kernel would be given a null pointer."""
+    x, w, target, _ = make(h=64, v=130, dtype=dtype, device=device)
+    args = dict(input=x.detach(), linear_weight=w.detach(), target=target)
+    want = linear_cross_entropy(**args)
+    args[which] = wrapped = Wrapper(args[which])
+    assert torch.equal(linear_cross_entropy(**args), want)
+    assert wrapped.seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["input", "linear_weight", "target"])
+def test_a_tensor_whose_memory_was_freed_reaches_no_kernel(name):
+    x, w, target, _ = make(h=64, v=130, dtype=torch.bfloat16, device="cuda")
+    args = dict(input=x.detach(), linear_weight=w.detach(), target=target)
+    args[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=rf"linear_cross_entropy: {name} has shape .* but no memory"):
+        linear_cross_entropy(**args)
+    torch.cuda.synchronize()
 
 
 def test_cute_has_no_kernel_and_the_cpu_needs_no_warning(monkeypatch, recwarn):

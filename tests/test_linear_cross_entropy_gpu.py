@@ -239,8 +239,8 @@ def test_two_streams_at_once():
 
 def assert_nothing_is_left_counted():
     torch.cuda.synchronize()
-    assert workspace._kept_tickets
-    assert not any(tickets.any() for tickets in workspace._kept_tickets)
+    assert workspace._of_stream
+    assert not any(tickets.any() for tickets in workspace.all_tickets())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -117,7 +117,7 @@ def _rms_norm_args(device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    y = rms_norm(x, weight)
+    y = rms_norm(x, weight, eps=1e-6)
     dx, dweight = torch.autograd.grad(y, (x, weight), dy)
     return {"y": y.detach(), "dx": dx, "dweight": dweight}
 

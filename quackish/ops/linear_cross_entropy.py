@@ -12,15 +12,19 @@ from quackish.configs.linear_cross_entropy import (
     kernel_config,
     linear_cross_entropy_config,
 )
-from quackish.errors import UnsupportedError
+from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import gpu_of
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
 from quackish.ops import linear_cross_entropy_portable as portable
-from quackish.ops.linear_cross_entropy_checks import check_options, check_shapes, compute_dtype_of
+from quackish.ops.linear_cross_entropy_checks import (
+    check_buffer,
+    check_options,
+    check_shapes,
+    compute_dtype_of,
+    effective_softcap,
+)
 from quackish.ops.linear_cross_entropy_prepare import prepare
-from quackish.ops.modes import is_plain
-
-is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+from quackish.ops.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
 
 
 def linear_cross_entropy(
@@ -135,16 +139,31 @@ def linear_cross_entropy(
         UnsupportedError: `backend="cute"` where no kernel covers the call.
         RuntimeError: backward with create_graph=True.
     """
-    args = (
-        input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items, reduction, ignore_index,
-        label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend,
+    tensors = input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items
+    options = (
+        reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend,
     )  # fmt: skip
-    plan = _find_plan(*args) if is_plain() else _make_plan(*args)
+    eager = is_plain() and are_plain(tensors[:-1])  # else operators run
+    key, plan = _find_plan(tensors, options) if eager else (None, None)
+    new = plan is None
+    if new:
+        plan = _make_plan(*tensors, *options)
+    if is_transformed():
+        loss, lse = _run_transformed(*tensors, plan, backend)
+        return (loss, lse) if return_lse else loss
+    if grad_weight_out is not None and not is_compiling():
+        check_buffer(grad_weight_out, input, linear_weight)
     if isinstance(plan, on_kernels.Plan):
         inputs = on_kernels.Inputs(input, linear_weight, linear_bias, target, weight, num_items)
-        loss, lse = on_kernels.run(inputs, plan, grad_weight_out, return_lse)
+        if new and eager and input.is_cuda:
+            prepare(inputs, plan, grad_weight_out)
+        loss, lse = on_kernels.run(inputs, plan, grad_weight_out, return_lse, eager)
     else:
         loss, lse = portable.run(input, linear_weight, target, linear_bias, weight, num_items, grad_weight_out, plan)
+    if new and key is not None:  # not before it has run: what raises is checked again
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
     return (loss, lse) if return_lse else loss
 
 
@@ -191,7 +210,9 @@ class LinearCrossEntropyLoss(nn.Module):
             raise ValueError(
                 f"LinearCrossEntropyLoss: weight has shape {tuple(weight.shape)}, expected ({num_classes},)"
             )
-        check_options(reduction, label_smoothing, softcap, z_loss, None, schedule, chunk_size, backend, None)
+        check_options(
+            reduction, ignore_index, label_smoothing, softcap, z_loss, None, False, schedule, chunk_size, backend, None
+        )
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)
         self.reduction = reduction
@@ -241,14 +262,13 @@ _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then pl
 _plans: dict[tuple, "on_kernels.Plan | portable.Plan"] = {}
 
 
-def _find_plan(
-    input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items, *options
-) -> "on_kernels.Plan | portable.Plan":
-    """_make_plan's, made once for what it looks at: finding one proves the arguments valid."""
-    tensors = (input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items)
+def _find_plan(tensors: tuple, options: tuple) -> "tuple[tuple | None, on_kernels.Plan | portable.Plan | None]":
+    """(what `_make_plan` looks at, the plan that was made for it); finding one proves the arguments valid."""
+    input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items = tensors
     try:
         key = (
             *options,
+            *map(type, options),  # 1, 1.0 and True are equal
             input.shape, input.dtype, input.device,
             linear_weight.shape, linear_weight.dtype, linear_weight.device,
             target.shape, target.dtype, target.device,
@@ -256,21 +276,13 @@ def _find_plan(
             None if weight is None else (weight.shape, weight.dtype, weight.device),
             None if grad_weight_out is None else
             (grad_weight_out.shape, grad_weight_out.dtype, grad_weight_out.device, grad_weight_out.requires_grad),
-            num_items is None or ((num_items.shape, num_items.device) if isinstance(num_items, Tensor) else
-                                  (type(num_items), num_items >= 0)),
-            is_autocast_enabled(input.device.type) and get_autocast_dtype(input.device.type),
+            num_items is None or ((num_items.shape, num_items.device, num_items.requires_grad)
+                                  if isinstance(num_items, Tensor) else (type(num_items), num_items >= 0)),
+            autocast_dtype(input.device.type),
         )  # fmt: skip
-        plan = _plans.get(key)
+        return key, _plans.get(key)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: an error will say so
-        return _make_plan(*tensors, *options)
-    if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _make_plan(*tensors, *options)
-        if isinstance(plan, on_kernels.Plan) and input.is_cuda:
-            inputs = on_kernels.Inputs(input, linear_weight, linear_bias, target, weight, num_items)
-            prepare(inputs, plan, grad_weight_out)
-    return plan
+        return None, None
 
 
 def _make_plan(
@@ -279,7 +291,11 @@ def _make_plan(
 ) -> "on_kernels.Plan | portable.Plan":  # fmt: skip
     """Which path runs, and how, by shapes, dtypes, device and options; after checking them."""
     check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_out)
-    check_options(reduction, label_smoothing, softcap, z_loss, num_items, schedule, chunk_size, backend, input.device)
+    check_options(
+        reduction, ignore_index, label_smoothing, softcap, z_loss, num_items, return_lse, schedule, chunk_size, backend,
+        input.device,
+    )  # fmt: skip
+    softcap = effective_softcap(softcap)
     compute_dtype = compute_dtype_of(input, linear_weight, linear_bias)
     ignore_index = -100 if ignore_index is None else ignore_index
     v, h = linear_weight.shape
@@ -303,6 +319,20 @@ def _make_plan(
         ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows, compute_dtype,
         reason if input.device.type == "cuda" else "",
     )  # fmt: skip
+
+
+def _run_transformed(
+    input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items, plan, backend
+) -> tuple[Tensor, Tensor]:
+    """Under torch.func and forward-mode AD: the reference, whose operations all have their derivatives."""
+    reason = "linear_cross_entropy: torch.func transforms and forward-mode AD run the reference, with all logits"
+    if backend == "cute":
+        raise UnsupportedError(f'{reason}; expected none of them with backend="cute"')
+    if grad_weight_out is not None:
+        raise UnsupportedError(f"{reason}; expected no grad_weight_out, which only backward() adds to")
+    if input.device.type == "cuda" and backend == "auto":
+        warn_once(reason)
+    return portable.run_reference(input, linear_weight, target, linear_bias, weight, num_items, plan)
 
 
 def _why_portable(device: torch.device, compute_dtype: torch.dtype, h: int) -> str:

@@ -16,10 +16,10 @@ from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy_lean as lean
 from quackish.ops import linear_cross_entropy_replay as replay
 from quackish.ops import linear_cross_entropy_schedules as schedules
-from quackish.ops.linear_cross_entropy_buffers import padded_strides
+from quackish.ops.linear_cross_entropy_buffers import padded, padded_strides
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 from quackish.ops.linear_cross_entropy_schedules import Call, Forward, Grads, Incoming, Rows, Wanted
-from quackish.ops.modes import is_plain
+from quackish.ops.modes import as_plain, check_memory
 
 _NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
 _NONE = Wanted(None, None, False)
@@ -60,6 +60,10 @@ class Plan(NamedTuple):
         """What the kernels take: their dtypes, strides and alignment."""
         x, w, bias, target, class_weight, num_items = inputs
         dtype = self.compute_dtype
+        if not x.is_meta:
+            items = num_items if isinstance(num_items, Tensor) else None
+            given = dict(input=x, linear_weight=w, linear_bias=bias, target=target, weight=class_weight)
+            check_memory("linear_cross_entropy", **given, num_items=items)
         if x.dim() != 2:
             x = x.reshape(-1, w.shape[1])
         if x.dtype != dtype:
@@ -196,14 +200,16 @@ def scaled(k, made: Forward, factor: Tensor, dw_out: Tensor | None) -> Grads:
     return grads
 
 
-def run(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """(loss, lse) of checked arguments."""
-    if not is_plain():
+def run(
+    inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None, return_lse: bool, eager: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(loss, lse) of checked arguments; `eager`: nobody but autograd has to see what is computed."""
+    if not eager:
         return _run_ops(inputs, plan, grad_weight_out)
     device = inputs.input.device
     if device.type == "cuda" and cuda.current_device() != device.index:  # where memory comes from, and launches go
         with torch.cuda.device(device):
-            return run(inputs, plan, grad_weight_out, return_lse)
+            return run(inputs, plan, grad_weight_out, return_lse, eager)
     needs = torch.is_grad_enabled() and (
         inputs.input.requires_grad
         or inputs.linear_weight.requires_grad
@@ -256,7 +262,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         plan, wanted, dw_out = ctx.plan, ctx.wanted, ctx.grad_weight_out
         if wanted.dw is None:
             dw_out = None
-        made, ctx.made = ctx.made, _NOTHING
+        made = ctx.__dict__.pop("made", _NOTHING)  # handed out once, whichever thread asks first
         incoming = plan.incoming(grad_loss, grad_lse)
         k = kernels_of((grad_lse if grad_loss is None else grad_loss).device)
         grads = Grads()
@@ -268,7 +274,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if wanted.any():
             *tensors, items, lse, xc, e = ctx.saved_tensors
             call = plan.call(Inputs(*tensors, ctx.num_items if items is None else items))
-            kept = Forward(None, lse.view(-1), ctx.rows, Grads(), xc, e, *begun)
+            kept = Forward(None, lse.view(-1), ctx.rows, Grads(), xc, _scratch_of(e), *begun)
             grads = grads.and_also(plan.backward(k, call, kept, incoming, wanted, dw_out))
         return *_as_inputs(grads, ctx.dtypes, ctx.shape), None, None, None, None
 
@@ -276,6 +282,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 # As in rms_norm: past Python frames of torch that have nothing to do here.
 _apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
 _LinearCrossEntropy._backward_cls.apply = _LinearCrossEntropy.backward
+
+
+def _scratch_of(e: Tensor | None) -> Tensor | None:
+    """`e`, which was saved and which backward writes to, or a copy where anybody may read it again.
+
+    That is where the graph is retained (another backward may even run beside this one) or autograd is not running.
+    """
+    if e is None or not _is_graph_kept():
+        return e
+    return padded(e, *e.shape, e.dtype).copy_(e)
+
+
+_is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def _is_batched(grad: Tensor | None) -> bool:
@@ -312,7 +331,7 @@ _lib.define(
     f"-> (Tensor loss, Tensor lse, {_ROWS}, {_GRADS}, Tensor xc, Tensor e)",
     tags=_TAGS,
 )
-# `e` is scratch to backward, see stored_backward; no operator but this one ever reads it.
+# `e` is scratch to backward where it is not read again, see `_scratch_of`; no operator but this one ever reads it.
 _lib.define(
     f"linear_cross_entropy_kernels_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor lse, {_ROWS}, Tensor? xc, "
     f"Tensor? e, {_INPUTS}, Tensor? grad_weight_out, {_PLAN}, bool[] needs) -> ({_GRADS})",
@@ -353,7 +372,7 @@ def _bwd_impl(grad_loss, grad_lse, lse, *args):
     inputs, grad_weight_out, plan, needs = _sorted(args)
     wanted = plan.wanted(inputs, needs, grad_weight_out)
     call = plan.call(inputs)
-    kept = Forward(None, lse.view(-1), rows, Grads(), xc, e)
+    kept = Forward(None, lse.view(-1), rows, Grads(), xc, _scratch_of(e))
     incoming = plan.incoming(grad_loss, grad_lse)
     return tuple(plan.backward(kernels_of(inputs.input.device), call, kept, incoming, wanted, None))
 
@@ -396,10 +415,11 @@ def _bwd_fake(grad_loss, grad_lse, lse, *args):
 
 
 def _on_its_device(impl):
-    """Memory comes from the current device, and launches go there."""
+    """Memory comes from the current device, and launches go there; tensors are plain ones."""
 
     @functools.wraps(impl)
     def on_device(*args):
+        args = [as_plain("linear_cross_entropy", a) if isinstance(a, Tensor) else a for a in args]
         device = next(t for t in args if isinstance(t, Tensor) and t.dim() > 0).device
         if device.type != "cuda":
             return impl(*args)

@@ -1,11 +1,18 @@
 """Whether the arguments of linear cross entropy fit together; ValueError or TypeError if not."""
 
+import math
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from quackish.configs.linear_cross_entropy import SCHEDULES
+from quackish.errors import UnsupportedError
+from quackish.ops.modes import are_plain, autocast_dtype
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_FP32 = torch.finfo(torch.float32)
 
 
 def _shape(tensor: Tensor) -> str:
@@ -14,6 +21,12 @@ def _shape(tensor: Tensor) -> str:
 
 def check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_out) -> None:
     who = "linear_cross_entropy:"
+    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{who} {name} is a {type(tensor).__name__}, expected a torch.Tensor")
+    for name, tensor in (("linear_bias", linear_bias), ("weight", weight), ("grad_weight_out", grad_weight_out)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{who} {name} is a {type(tensor).__name__}, expected a torch.Tensor or None")
     if linear_weight.dim() != 2 or 0 in linear_weight.shape:
         raise ValueError(f"{who} linear_weight has shape {_shape(linear_weight)}, expected (V, H), neither of them 0")
     v, h = linear_weight.shape
@@ -52,23 +65,93 @@ def check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_
             raise ValueError(f"{who} grad_weight_out requires grad, expected a plain buffer; detach it")
 
 
-def check_options(reduction, label_smoothing, softcap, z_loss, num_items, schedule, chunk_size, backend, device):
+def check_buffer(grad_weight_out: Tensor, input: Tensor, linear_weight: Tensor) -> None:
+    """What depends on which tensor it is, not on its shape: each call with a `grad_weight_out` looks."""
+    who = "linear_cross_entropy:"
+    for name, tensor in (("linear_weight", linear_weight), ("input", input)):
+        if _share_memory(grad_weight_out, tensor):
+            raise ValueError(
+                f"{who} grad_weight_out shares memory with {name}, expected a buffer of its own: "
+                "torch.zeros_like(linear_weight), say"
+            )
+    if linear_weight.requires_grad and _is_fsdp_parameter(linear_weight):
+        raise UnsupportedError(
+            f"{who} grad_weight_out is given but linear_weight is a parameter that FSDP shards: the buffer would get "
+            "the gradient of this rank alone, and nothing would be reduced. Leave grad_weight_out out: FSDP adds .grad "
+            "up itself, in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+        )
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether the first to the last bytes of two tensors overlap."""
+    if not are_plain((a, b)) or not a.numel() or not b.numel() or a.device != b.device or a.is_meta:
+        return False
+    (a0, a1), (b0, b1) = map(_extent, (a, b))
+    return a0 < b1 and b0 < a1
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
+
+
+def _is_fsdp_parameter(weight: Tensor) -> bool:
+    """Whether it belongs to a module under `fully_shard`, or under FullyShardedDataParallel.
+
+    FSDP has no public way to ask. Where its internals change this is False, and the call goes on.
+    """
+    if getattr(weight, "_fsdp_flattened", False):
+        return True
+    states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    for state in [ref() for ref in list(states.values())]:
+        groups = getattr(state, "_fsdp_param_groups", None)  # one group before PyTorch 2.12
+        groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
+        for group in groups:
+            if any(getattr(p, "_unsharded_param", None) is weight for p in getattr(group, "fsdp_params", ())):
+                return True
+    return False
+
+
+def check_options(
+    reduction,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    z_loss,
+    num_items,
+    return_lse,
+    schedule,
+    chunk_size,
+    backend,
+    device,
+):
     who = "linear_cross_entropy:"
     for name, value, allowed in (
         ("reduction", reduction, ("none", "mean", "sum")),
         ("schedule", schedule, ("auto", *SCHEDULES)),
         ("backend", backend, ("auto", "cute", "reference")),
     ):
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"{who} {name} is {value!r}, expected one of {', '.join(allowed)}")
+    if ignore_index is not None:
+        _check_type("ignore_index", ignore_index, int, "an int or None")
+        if not -(2**63) <= ignore_index < 2**63:
+            raise ValueError(f"{who} ignore_index is {ignore_index}, expected a 64-bit integer")
+    _check_type("label_smoothing", label_smoothing, (int, float), "a float")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{who} label_smoothing is {label_smoothing}, expected 0 <= label_smoothing <= 1")
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"{who} softcap is {softcap}, expected None or a positive number")
-    if not z_loss >= 0.0:
-        raise ValueError(f"{who} z_loss is {z_loss}, expected a number that is not negative")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"{who} chunk_size is {chunk_size!r}, expected None or at least 1 row")
+    if softcap is not None:
+        _check_type("softcap", softcap, (int, float), "a float or None")
+        if not softcap >= _FP32.tiny:
+            raise ValueError(f"{who} softcap is {softcap}, expected None or a positive number")
+    _check_type("z_loss", z_loss, (int, float), "a float")
+    if not 0.0 <= z_loss < math.inf:
+        raise ValueError(f"{who} z_loss is {z_loss}, expected a finite number that is not negative")
+    _check_type("return_lse", return_lse, bool, "True or False")
+    if chunk_size is not None:
+        _check_type("chunk_size", chunk_size, int, "an int or None")
+        if chunk_size < 1:
+            raise ValueError(f"{who} chunk_size is {chunk_size!r}, expected None or at least 1 row")
     if num_items is None:
         return
     if reduction != "mean":
@@ -78,10 +161,23 @@ def check_options(reduction, label_smoothing, softcap, z_loss, num_items, schedu
             raise ValueError(f"{who} num_items has shape {_shape(num_items)}, expected a 0-dim tensor or an int")
         if num_items.device.type != "cpu" and num_items.device != device:
             raise ValueError(f"{who} num_items is on {num_items.device}, expected {device} (input's) or cpu")
-    elif not isinstance(num_items, int):
-        raise TypeError(f"{who} num_items is a {type(num_items).__name__}, expected an int or a 0-dim tensor")
-    elif num_items < 0:
+        if num_items.requires_grad:
+            raise ValueError(f"{who} num_items requires grad, but no gradient flows to it; expected num_items.detach()")
+        return
+    _check_type("num_items", num_items, int, "an int or a 0-dim tensor")
+    if num_items < 0:
         raise ValueError(f"{who} num_items is {num_items}, expected at least 0")
+
+
+def _check_type(name: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> None:
+    """True is an int to Python, and no number here."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise TypeError(f"linear_cross_entropy: {name} is {value!r}, a {type(value).__name__}; expected {expected}")
+
+
+def effective_softcap(softcap: float | None) -> float | None:
+    """None for one that fp32 takes for infinity: it caps nothing."""
+    return None if softcap is None or softcap > _FP32.max else float(softcap)
 
 
 def compute_dtype_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> torch.dtype:
@@ -91,9 +187,9 @@ def compute_dtype_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor |
     for name, tensor in named:
         if tensor is not None and tensor.dtype not in _DTYPES:
             raise TypeError(f"{who} {name} is {tensor.dtype}, expected bfloat16, float16, float32 or float64")
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind) and all(t is None or t.dtype != torch.float64 for _, t in named):
-        return torch.get_autocast_dtype(kind)
+    autocast = autocast_dtype(input.device.type)
+    if autocast is not None and all(t is None or t.dtype != torch.float64 for _, t in named):
+        return autocast
     if linear_weight.dtype != input.dtype:
         raise TypeError(f"{who} linear_weight is {linear_weight.dtype}, expected {input.dtype}, as input is")
     if linear_bias is not None and linear_bias.dtype not in (input.dtype, torch.float32):
@@ -103,6 +199,7 @@ def compute_dtype_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor |
 
 def check_targets(target: Tensor, v: int, ignore_index: int) -> None:
     """IndexError for a target that is no class, as PyTorch has it; on CPU only, where looking costs no sync."""
+    target = target.long()  # before it is compared, see reference.rows_of
     bad = ((target < 0) | (target >= v)) & (target != ignore_index)
     if bad.any():
         row = int(bad.nonzero()[0])

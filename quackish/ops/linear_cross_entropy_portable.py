@@ -11,7 +11,13 @@ from torch import Tensor
 from quackish.errors import warn_once
 from quackish.ops.linear_cross_entropy_checks import check_targets
 from quackish.ops.linear_cross_entropy_chunks import ChunkLoop
-from quackish.reference.linear_cross_entropy import RowOptions, accumulate_dtype, mean_divisor, rows_of
+from quackish.reference.linear_cross_entropy import (
+    RowOptions,
+    accumulate_dtype,
+    linear_cross_entropy_forward,
+    mean_divisor,
+    rows_of,
+)
 
 
 class Plan(NamedTuple):
@@ -66,6 +72,36 @@ def run(
     elif plan.reduction == "none":
         loss = loss.reshape(target.shape)
     return loss, lse.reshape(target.shape)
+
+
+def run_reference(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    num_items: int | Tensor | None,
+    plan: NamedTuple,  # of either path
+) -> tuple[Tensor, Tensor]:
+    """(loss, lse) of checked arguments, by operations that torch.func and forward-mode AD know: all logits are held."""
+    x, flat_target = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+    if input.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(target):
+        check_targets(flat_target, linear_weight.shape[0], plan.ignore_index)
+    with torch.autocast(input.device.type, enabled=False):
+        loss, lse = linear_cross_entropy_forward(
+            x.to(plan.compute_dtype),
+            linear_weight.to(plan.compute_dtype),
+            flat_target,
+            linear_bias=linear_bias,
+            weight=None if weight is None else weight.detach(),
+            reduction=plan.reduction,
+            ignore_index=plan.ignore_index,
+            label_smoothing=plan.label_smoothing,
+            softcap=plan.softcap,
+            z_loss=plan.z_loss,
+            num_items=num_items,
+        )
+    return loss.reshape(target.shape) if plan.reduction == "none" else loss, lse.reshape(target.shape)
 
 
 # --- operators ---

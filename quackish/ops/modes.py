@@ -1,6 +1,10 @@
-"""Who besides autograd wants to see what is computed: torch.compile, tracing, modes, torch.func."""
+"""Who besides autograd wants to see what is computed: torch.compile, tracing, modes, torch.func, tensor subclasses."""
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 is_compiling = torch.compiler.is_dynamo_compiling
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -23,3 +27,48 @@ def is_plain() -> bool:
         or forward_ad._current_level >= 0
         or jit_trace() is not None
     )
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode AD is at work, neither of which the custom operators support."""
+    return not is_compiling() and (functorch_level() is not None or forward_ad._current_level >= 0)
+
+
+def are_plain(tensors: Iterable[Any]) -> bool:
+    """Whether these are tensors, parameters or None. Subclasses see an operator instead, and decide what it does."""
+    return all(t is None or type(t) is Tensor or type(t) is nn.Parameter for t in tensors)
+
+
+def as_plain(op: str, t: Tensor | None) -> Tensor | None:
+    """`t` as a plain tensor, in the implementation of an operator; TypeError for a subclass without memory.
+
+    Subclasses with a __torch_dispatch__ of their own do not come here.
+    """
+    if t is None or type(t) is Tensor:
+        return t
+    if t.numel() and not t.is_meta and not t.data_ptr():
+        raise TypeError(
+            f"{op}: an argument is a {type(t).__name__} without memory of its own; expected a torch.Tensor, or a "
+            "subclass whose __torch_dispatch__ handles the operator"
+        )
+    return t.as_subclass(Tensor)
+
+
+def check_memory(op: str, **tensors: Tensor | None) -> None:
+    """ValueError for a tensor with elements whose storage was freed: a kernel would be given a null pointer."""
+    for name, t in tensors.items():
+        if t is not None and not t.data_ptr() and t.numel():
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(t.shape)} but no memory: its storage was freed or never allocated "
+                "(a sharded parameter outside of its module's forward?); expected a tensor that holds its elements"
+            )
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast rounds operands to; None where it is off, or the device ("meta") has none."""
+    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+_has_autocast = torch.amp.autocast_mode.is_autocast_available

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from quackish.errors import UnsupportedError, warn_once
 from quackish.ops.modes import (
+    as_plain,
     forward_ad,
     functorch_level,
     has_function_modes,
     is_compiling,
     is_plain,
+    is_transformed,
     jit_trace,
     num_dispatch_modes,
 )
@@ -33,7 +35,7 @@ def rms_norm(
     weight: Tensor | None,
     bias: Tensor | None = None,
     *,
-    eps: float | None = 1e-6,
+    eps: float | None = None,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -115,7 +117,7 @@ def rms_norm_forward(
     weight: Tensor | None,
     bias: Tensor | None = None,
     *,
-    eps: float | None = 1e-6,
+    eps: float | None = None,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -386,7 +388,7 @@ def _is_batched(dy: Tensor, dres: Tensor | None) -> bool:
 
 def _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> Tensor | tuple[Tensor, Tensor]:
     """`rms_norm` for whoever wants to see an operator, and for torch.func and forward-mode AD."""
-    if not is_compiling() and (functorch_level() is not None or forward_ad._current_level >= 0):
+    if is_transformed():
         check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
         reason = "rms_norm: torch.func transforms and forward-mode AD run the portable path"
         if backend == "cute":
@@ -419,17 +421,13 @@ _op_bwd = torch.ops.quackish.rms_norm_bwd.default
 
 
 def _fwd_impl(x, weight, bias, residual, *options):
-    tensors = [_as_plain(t) for t in (x, weight, bias, residual)]
+    tensors = [as_plain("rms_norm", t) for t in (x, weight, bias, residual)]
     return forward_plan(*tensors, *options).run(*tensors)
 
 
 def _bwd_impl(dy, x, weight, rstd, dres, *options):
-    tensors = [_as_plain(t) for t in (dy, x, weight, rstd, dres)]
+    tensors = [as_plain("rms_norm", t) for t in (dy, x, weight, rstd, dres)]
     return backward_plan(*tensors, *options).run(*tensors)
-
-
-def _as_plain(t: Tensor | None) -> Tensor | None:
-    return t if t is None or type(t) is Tensor else t.as_subclass(Tensor)
 
 
 _lib.impl("rms_norm_fwd", _fwd_impl, "CompositeExplicitAutograd")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quackish import kernels, launch
 from quackish.configs.choose import choose, subscribe
@@ -19,6 +19,7 @@ from quackish.configs.rms_norm import ITEMSIZE, MAX_M, RmsNormBwdProblem, RmsNor
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda, workspace
+from quackish.ops.modes import are_plain, check_memory
 from quackish.ops.rms_norm_checks import check_backward, check_forward, names
 from quackish.reference import rms_norm as reference
 
@@ -54,12 +55,14 @@ def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backe
                 residual if residual is None else _layout(residual),
                 eps,
                 weight_offset,
+                type(eps),  # 1, 1.0 and True are equal
+                type(weight_offset),
                 out_dtype,
                 backend,
             )
         else:
             layouts = (None if t is None else _layout(t) for t in (x, weight, bias, residual))
-            key = (*layouts, eps, weight_offset, out_dtype, backend)
+            key = (*layouts, eps, weight_offset, type(eps), type(weight_offset), out_dtype, backend)
         plan = _forward_plans.get(key)
         if plan is not None:
             return plan
@@ -67,7 +70,7 @@ def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backe
         key = None
     args = (x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
     check_forward(*args)
-    if key is None or not _are_plain(args[:4]):
+    if key is None or not are_plain(args[:4]):
         return None
     plans = _forward_plans  # taken before anything is chosen: see `subscribe`
     if len(plans) >= _MAX_PLANS:
@@ -83,14 +86,14 @@ def backward_plan(
     tensors = (dy, x, weight, rstd, dres)
     options = (weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend)
     try:
-        key = (*(None if t is None else _layout(t) for t in tensors), *options)
+        key = (*(None if t is None else _layout(t) for t in tensors), *options, type(weight_offset))
         plan = _backward_plans.get(key)
     except (AttributeError, TypeError):
         check_backward(*tensors, *options)
         return None
     if plan is None:
         check_backward(*tensors, *options)
-        if not _are_plain(tensors):
+        if not are_plain(tensors):
             return None
         plans = _backward_plans
         if len(plans) >= _MAX_PLANS:
@@ -101,10 +104,6 @@ def backward_plan(
 
 def _layout(t: Tensor) -> tuple:
     return t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, type(t)
-
-
-def _are_plain(tensors: Sequence[Tensor | None]) -> bool:
-    return all(t is None or type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
 # Plans --------------------------------------------------------------------------------------------------------------
@@ -167,6 +166,8 @@ class ForwardPlan:
         if residual is not None:
             residual_at = residual.data_ptr()
             pointers |= residual_at
+        if 0 in (x_at, weight_at, bias_at, residual_at):
+            check_memory("rms_norm", x=x, weight=weight, bias=bias, residual=residual)
         if pointers & 15:
             if self.kernel_unaligned is None:
                 self.kernel_unaligned = self.find(dataclasses.replace(self.problem, aligned=False))
@@ -259,6 +260,8 @@ class BackwardPlan:
         if self.has_dres:
             dres_at = dres.data_ptr()
             pointers |= dres_at
+        if 0 in (x_at, dy_at, weight_at, dres_at):
+            check_memory("rms_norm_backward", x=x, dy=dy, weight=weight, dres=dres)
         if pointers & 15:
             if self.kernel_unaligned is None:
                 self.kernel_unaligned = self.find(dataclasses.replace(self.problem, aligned=False))

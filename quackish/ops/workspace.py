@@ -1,11 +1,11 @@
 """What launches need to sum over CTAs, or to meet: fp32 scratch, and zeroed int32 counters ("tickets").
 
 A kernel finds its tickets zero and leaves them zero; scratch holds anything. Two launches that run at once must share
-neither. Launches on one stream follow each other, so each stream has its own of both: no lock, no event, no memset and
-no allocation a launch (one took 1.2 us of backward's host time). A launch inside a CUDA graph capture gets tickets that
-nobody else ever gets, because a graph may be replayed on any stream, beside anything; its scratch comes from the
-graph's own memory, like all else that a graph touches. A launch that fails has counted nothing, and a kernel that dies
-takes the CUDA context with it, so nothing can be left counted.
+neither. Launches on one stream follow each other, so each stream has its own of both, from its own memory: no lock, no
+event, no memset and no allocation per launch (one took 1.2 us of backward's host time). A launch inside a CUDA graph
+capture gets tickets that nobody else ever gets, because a graph may be replayed on any stream, beside anything; its
+scratch comes from the graph's own memory, like all else that a graph touches. A launch that fails has counted nothing,
+and a kernel that dies takes the CUDA context with it, so nothing can be left counted.
 """
 
 import threading
@@ -19,23 +19,22 @@ from torch import Tensor
 from quackish.ops import cuda
 
 NUM_TICKETS = 32  # of each launch: 128 bytes, so that two launches are never in one line of the L2
-_RESERVE = 32768  # launches of which tickets are made at once: 4 MiB
+_RESERVE = 8192  # captured launches for which tickets are made at once: 1 MiB
+_MAX_STREAMS = 64  # with a workspace: then all are forgotten, as some of the streams may be gone
 
 
 class _Workspace(NamedTuple):
-    tickets: int  # address
-    scratch: int  # address
+    memory: Tensor  # tickets, then scratch
     floats: int  # of scratch
 
 
 _of_stream: dict[tuple[int, int], _Workspace] = {}  # (device index, stream)
-_reserves: dict[int, Iterator[int]] = {}  # device index -> addresses of tickets that nobody has yet
+_reserves: dict[int, Iterator[int]] = {}  # device index -> addresses of tickets that no graph has yet
 _kept_tickets: list[Tensor] = []  # all reserves, used up or not: their addresses are in graphs
-_kept_scratch: list[Tensor] = []  # outgrown or not: a launch may still be using it
 _lock = threading.Lock()
 
 
-def take(device_index: int, stream: int, scratch_floats: int) -> tuple[int, int, tuple | None]:
+def take(device_index: int, stream: int, scratch_floats: int) -> tuple[int, int, object]:
     """For a launch on `stream`, the current one of the current device: the addresses of NUM_TICKETS tickets and of
     scratch_floats fp32, and what must be kept until the launch."""
     if cuda.is_capturing():
@@ -43,20 +42,28 @@ def take(device_index: int, stream: int, scratch_floats: int) -> tuple[int, int,
     space = _of_stream.get((device_index, stream))
     if space is None or space.floats < scratch_floats:
         space = _take_for_stream((device_index, stream), scratch_floats)
-    return space.tickets, space.scratch, None
+    tickets = space.memory.data_ptr()
+    return tickets, tickets + 4 * NUM_TICKETS, space.memory
+
+
+def all_tickets() -> list[Tensor]:
+    """0, all of them, unless a launch is running: for tests."""
+    return [space.memory[:NUM_TICKETS] for space in _of_stream.values()] + _kept_tickets
 
 
 def _take_for_stream(key: tuple[int, int], floats: int) -> _Workspace:
     device_index = key[0]
     with _lock:
+        if device_index not in _reserves:  # now, as none can be made while a capture is on
+            _reserves[device_index] = _new_reserve(device_index)
         space = _of_stream.get(key)
         if space is None or space.floats < floats:
-            tickets = _next_tickets(device_index) if space is None else space.tickets
-            if tickets is None:
-                _reserves[device_index] = _new_reserve(device_index)
-                tickets = _next_tickets(device_index)
+            if len(_of_stream) >= _MAX_STREAMS:
+                _of_stream.clear()
             floats = 1 << (floats - 1).bit_length()  # powers of two: a stream keeps < 4 times its largest request
-            space = _of_stream[key] = _Workspace(tickets, _new_scratch(device_index, floats), floats)
+            # A workspace that is outgrown or forgotten goes back to its stream, where it is used after launches that
+            # use it now, and to no other.
+            space = _of_stream[key] = _Workspace(_new_memory(device_index, NUM_TICKETS + floats), floats)
     return space
 
 
@@ -66,7 +73,7 @@ def _take_for_graph(device_index: int, floats: int) -> tuple[int, int, tuple]:
     with _lock:
         tickets = _next_tickets(device_index)
     if tickets is None:
-        # No reserve can be made while a capture is on. Zeros from the graph's own pool cost a memset a replay.
+        # Zeros from the graph's own pool cost a memset a replay.
         zeros = torch.zeros(NUM_TICKETS, dtype=torch.int32, device=device)
         tickets = zeros.data_ptr()
     return tickets, scratch.data_ptr(), (zeros, scratch)
@@ -91,15 +98,19 @@ def _new_reserve(device_index: int) -> Iterator[int]:
     return iter(range(zeros.data_ptr(), zeros.data_ptr() + zeros.nbytes, 4 * NUM_TICKETS))
 
 
-def _new_scratch(device_index: int, floats: int) -> int:
-    device = torch.device("cuda", device_index)
-    scratch = _on_a_thread(lambda: torch.empty(floats, dtype=torch.float32, device=device))
-    _kept_scratch.append(scratch)
-    return scratch.data_ptr()
+def _new_memory(device_index: int, words: int) -> Tensor:
+    """Zeros of the current stream's."""
+    device, stream = torch.device("cuda", device_index), torch.cuda.current_stream(device_index)
+
+    def make() -> Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(words, dtype=torch.int32, device=device)
+
+    return _on_a_thread(make)
 
 
 def _on_a_thread(make: Callable[[], Tensor]) -> Tensor:
-    # What is kept for good is allocated on a thread of its own: this one's allocations may just now be going to a pool
-    # that is reused later (torch.cuda.use_mem_pool, the warm-up of torch.compile's CUDA graphs).
+    # What is kept is allocated on a thread of its own: this one's allocations may just now be going to a pool that is
+    # reused later (torch.cuda.use_mem_pool, the warm-up of torch.compile's CUDA graphs).
     with ThreadPoolExecutor(1, "quackish-workspace") as thread:
         return thread.submit(make).result()

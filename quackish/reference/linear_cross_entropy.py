@@ -38,9 +38,10 @@ class Rows:
 
 def rows_of(target: Tensor, v: int, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Rows:
     """Reads targets of (m,) without ever indexing out of bounds: NaN marks the rows whose target is no class."""
+    target = target.long()  # before it is compared: in int32, an ignore_index of 2**32 would be class 0
     live = target != ignore_index
     inside = (target >= 0) & (target < v)
-    index = target.long().masked_fill(~(live & inside), 0)
+    index = target.masked_fill(~(live & inside), 0)
     if weight is None:
         row_weight = torch.ones(target.shape, dtype=dtype, device=target.device)
     else:
