@@ -160,8 +160,9 @@ def _lce_rows(p: LceRowsProblem, s: Sizes) -> Work:
 
 def _lce_sort(p: LceSortProblem, s: Sizes) -> Work:
     rows = s["rows"]
-    read = rows * (4 + 4 + 4 + 2)  # cls, order, row_scale; E at the target
-    return Work(read, rows * (3 * 4 + 2), rows, "compares each row's class with all others', from the L2")
+    read = rows * (4 + 4 + 4 + 2 + 8 * p.presorted)  # cls, order, row_scale; E at the target; index
+    note = "" if p.presorted else "compares each row's class with all others', from the L2"
+    return Work(read, rows * (3 * 4 + 2), rows, note)
 
 
 def _lce_targets(p: LceTargetsProblem, s: Sizes) -> Work:
@@ -326,11 +327,11 @@ KERNELS = {
     ),
     "lce_sort": Kernel(
         ("LceSort",),
-        "cls order num_live row_scale e e2 sorted_cls sorted_row sorted_grad places e_stride e2_stride v_split v start "
-        "rows stream",
+        "cls order num_live row_scale e e2 sorted_cls sorted_row sorted_grad places index e_stride e2_stride v_split v "
+        "start rows stream",
         ("rows",),
         _lce_sort,
-        lambda problem, config, s: _ceil_div(s["rows"], 32),
+        lambda problem, config, s: _ceil_div(s["rows"], config.threads if problem.presorted else 32),
     ),
     "lce_targets": Kernel(
         ("LceTargets",),

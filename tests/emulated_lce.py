@@ -260,7 +260,7 @@ class EmulatedKernels:
             out[:live] = acc
 
     @launcher
-    def dw(self, e, xs, num_live, start, out, accumulate, tickets=None, places=None, rest=None):
+    def dw(self, e, xs, num_live, start, out, accumulate, tickets=None, places=None, rest=None, factor=None):
         assert tickets is None or not tickets.any()
         out, rest = writable(out), writable(rest)
         live, padded = self._live(num_live, start, e.shape[0])
@@ -268,6 +268,9 @@ class EmulatedKernels:
         k = min(padded, -(-live // 64) * 64)
         acc = e[:k].float().T @ xs[:k].float()
         assert out.shape == acc.shape
+        if factor is not None:
+            assert rest is None
+            acc = acc * factor
         if accumulate:
             assert out.dtype == torch.float32
             out += acc
@@ -293,7 +296,8 @@ class EmulatedKernels:
 
     @launcher
     def sort(
-        self, cls, order, num_live, start, row_scale, e, e2, v_split, sorted_cls, sorted_row, sorted_grad, places=None
+        self, cls, order, num_live, start, row_scale, e, e2, v_split, sorted_cls, sorted_row, sorted_grad, places=None,
+        index=None,
     ):  # fmt: skip
         e, e2, places, *outs = map(writable, (e, e2, places, sorted_cls, sorted_row, sorted_grad))
         live, _ = self._live(num_live, start, cls.shape[0])
@@ -304,7 +308,7 @@ class EmulatedKernels:
                 mine = (t >= first) & (t < last)
                 grad[mine] = row_scale[i[mine]] * part[i[mine], t[mine] - first].float()
                 part[i[mine], t[mine] - first] = 0
-        place = t.argsort(stable=True)
+        place = t.argsort(stable=True) if index is None else index[:live]
         for out, of_rows in zip(outs, (cls[:live], order[start : start + live], grad), strict=True):
             out[:live] = of_rows[place]
         if places is not None:

@@ -34,11 +34,13 @@ def problems():
         dw = dict(a_major="m", b_major="n", live="k")
         yield GemmProblem("store", dtype, out, **dw)
         yield GemmProblem("store", dtype, out, **dw, cut_last=True)
+        yield GemmProblem("store", dtype, out, **dw, scaled=True)
         if out == "bfloat16":
             for cut_last in (False, True):
                 yield GemmProblem("store", dtype, out, **dw, cut_last=cut_last, rest=True)
         if out == "float32":
             yield GemmProblem("store", dtype, out, **dw, accumulate=True)
+            yield GemmProblem("store", dtype, out, **dw, accumulate=True, scaled=True)
             yield GemmProblem("store", dtype, out, **dw, accumulate=True, cut_last=True)
             yield GemmProblem("store", dtype, out, b_major="n")
             yield GemmProblem("store", dtype, out, b_major="n", accumulate=True)
@@ -284,6 +286,17 @@ def test_dw(shape, out, accumulate):
     c = Case(**shape, dtype=FP16 if out == FP16 else BF16)
     dw = torch.randn(c.v, c.h) if accumulate else torch.full((c.v, c.h), NAN, dtype=out)
     got, truth = both("dw", c.e[:, : c.v], c.x, c.num_live, 0, dw, accumulate)
+    assert close(got[4], truth[4], 1e-5 if out == FP32 else 0.004)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out,accumulate", [(FP16, False), (FP32, True)], ids=str)
+def test_dw_times_a_factor_of_the_device(out, accumulate):
+    c = Case(**SHAPES[0], dtype=FP16)
+    dw = torch.randn(c.v, c.h) if accumulate else torch.full((c.v, c.h), NAN, dtype=out)
+    factor = torch.tensor([2.0**-12])
+    args = "dw", c.e[:, : c.v], c.x, c.num_live, 0, dw, accumulate, None, None, None, factor
+    got, truth = both(*args)
     assert close(got[4], truth[4], 1e-5 if out == FP32 else 0.004)
 
 

@@ -28,6 +28,7 @@ from quackish.configs.lce_rows import (
     lce_targets_config,
 )
 from quackish.gpu import B200, H200
+from quackish.ops.linear_cross_entropy_e import order_by_class
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 from quackish.reference import linear_cross_entropy as reference
 from quackish.testing.errors import error, same_bits
@@ -68,8 +69,8 @@ def problems():
         options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True, e_split=True)
         options |= dict(places=stats)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
-    for split, places in itertools.product((False, True), (False, True)):
-        yield "lce_sort", LceSortProblem(split, places), LceSortConfig(), 2
+    for how in itertools.product((False, True), repeat=3):
+        yield "lce_sort", LceSortProblem(*how), LceSortConfig(), 2
     for h, dtype, aligned in itertools.product(
         (8, 264, 1000, 2048, 4096, 16_384), ("bfloat16", "float32"), (True, False)
     ):
@@ -812,18 +813,20 @@ def sort_case(m, v, live, start=0, rows=None, split=0, seed=0):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("presorted", [False, True])
 @pytest.mark.parametrize("split", [0, 136])
 @pytest.mark.parametrize(
     "m, live, start, rows",
     [(1, 1, 0, 1), (1, 0, 0, 1), (31, 31, 0, 31), (33, 33, 0, 33), (1000, 777, 0, 1000), (5000, 4999, 1024, 2048),
      (5000, 1030, 1024, 2048), (5000, 100, 1024, 2048), (9001, 9001, 0, 9001)],
 )  # fmt: skip
-def test_sort(lce, m, live, start, rows, split):
+def test_sort(lce, m, live, start, rows, split, presorted):
     args = sort_case(m, 500, live, start, rows, split)
     cls, order, _, _, scale, e, e2, _, *outs = args
     whole = e.clone() if e2 is None else torch.cat([e, e2], 1)
     places = torch.full((500,), NO_PLACE, dtype=torch.int32, device="cuda")
-    lce.sort(*args, places)
+    index = order_by_class(cls, args[2], start) if presorted else None
+    lce.sort(*args, places, index)
     n = max(0, min(live - start, rows))
     i, t = torch.arange(n, device="cuda"), cls[:n].long()
     grad = torch.where(t < 0, 0.0, scale[:n] * whole[i, t.clamp(min=0)].float())

@@ -31,6 +31,7 @@ from quackish.configs.gemm import SOFTMAX_TILE_N
 from quackish.configs.linear_cross_entropy import (
     COLUMN_MULTIPLE,
     E_BYTES,
+    FEW_BYTES,
     KEPT_BYTES,
     Block,
     KernelProblem,
@@ -770,13 +771,49 @@ def test_grad_weight_out_is_added_to_in_the_gemm(kernels):
     buffer = torch.zeros(w.shape, **HERE)
     seen = []
     dw = kernels.dw
-    kernels.dw = lambda e, xs, num_live, start, out, add: (
+    kernels.dw = lambda e, xs, num_live, start, out, add, factor=None: (
         seen.append((out.data_ptr(), add)),
-        dw(e, xs, num_live, start, out, add),
+        dw(e, xs, num_live, start, out, add, factor=factor),
     )
     for schedule in ("auto", "recompute"):
         linear_cross_entropy(x, w, target, grad_weight_out=buffer, schedule=schedule, **CUTE).backward()
     assert seen == [(buffer.data_ptr(), True)] * 2
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+@pytest.mark.parametrize("schedule", ["chunked", "stored"])
+def test_rows_that_pytorch_sorts_give_the_same_bits(schedule, ignored, kernels, monkeypatch):
+    x, w, target, _ = case(m=700, v=40)
+    target[5] = 10_000  # no class: the loss is NaN, and there is a class -1
+    if not ignored:
+        target[target == IGNORED] = 3
+
+    def step():
+        loss = linear_cross_entropy(x, w, target, schedule=schedule, chunk_size=384, **CUTE)
+        return torch.autograd.grad(loss, [x, w])
+
+    want = step()
+    monkeypatch.setattr(of_e, "MOST_ROWS_COUNTED", 100)
+    sorts = kernels.calls["sort"]
+    assert all(map(same_bits, step(), want))
+    assert kernels.calls["sort"] > sorts
+
+
+@pytest.mark.parametrize("buffer", [None, torch.float16, FP32], ids=str)
+@pytest.mark.parametrize("options", ["plain", "weight", "all"])
+def test_fp16_gradients_of_a_mean_over_many_rows_keep_their_digits(options, buffer):
+    """Divided by so many rows, p - onehot would be subnormal."""
+    x, w, target, kw = case(m=3000, h=8, v=1000, dtype=torch.float16, **OPTIONS[options])
+    if "weight" in kw:
+        kw["weight"] = kw["weight"] * 1e6
+    loss = linear_cross_entropy(
+        x, w, target, **kw, **CUTE,
+        grad_weight_out=None if buffer is None else (out := torch.zeros(w.shape, dtype=buffer, **HERE)),
+    )  # fmt: skip
+    loss.backward()
+    dx, dw, *_ = truth(x, w, target, kw)[2]
+    assert norm_error(x.grad, dx) <= 4 * unit_roundoff(torch.float16)
+    assert norm_error(w.grad if buffer is None else out, dw) <= 4 * unit_roundoff(torch.float16)
 
 
 def test_grad_weight_out_is_left_alone_where_the_weight_wants_no_gradient():
@@ -983,7 +1020,11 @@ def test_chunks_whatever_m(v):
     problem = KernelProblem(v, 4096, "bfloat16", "mean")
     (rows,) = {kernel_config(problem, m).chunk_rows for m in (1, 4096, 10**6)}
     assert rows % 128 == 0
-    assert rows * v * 2 <= E_BYTES < (rows + 128) * v * 2 or rows == 128 or (v < 65_536 and rows == 32_768)
+    bounds = (v, E_BYTES), (v + 4096, FEW_BYTES)
+    fits, is_few = (rows * n * 2 <= size for n, size in bounds)
+    one_more_fits, more_are_few = ((rows + 128) * n * 2 <= size for n, size in bounds)
+    assert rows == 128 or (fits and (rows <= 32_768 or is_few))
+    assert not (one_more_fits and (rows < 32_768 or more_are_few))
     assert [kernel_config(problem, 1, chunk_size=n).chunk_rows for n in (1, 128, 129)] == [128, 128, 256]
     assert kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1).chunk_rows == 16_640
     assert [even_chunks(m, 512) for m in (1, 512, 513, 1025, 1536, 1537)] == [128, 512, 384, 384, 512, 512]

@@ -20,7 +20,7 @@ class GemmProblem:
     - "softmax": A rows, B classes. E = exp(a - ref) * d for the logits a, its row sums a tile, the target's logit.
     - "dlogits": A rows, B classes. The gradient of the logits, their statistics being known.
     - "rows": row i of D, scaled, to row order[i] of the output.
-    - "store": D as it is; or added to an fp32 output.
+    - "store": D as it is, or times a factor; or added to an fp32 output.
     `live`: which dimension ends at the number of live rows that the device counted: "m", or "k".
     """
 
@@ -36,6 +36,7 @@ class GemmProblem:
     weighted: bool = False  # class weights, where there is smoothing
     redo: bool = False  # softmax: only the tiles that a first launch flagged, with their rows' maxima for ref
     accumulate: bool = False  # store: D is added to the output
+    scaled: bool = False  # store: D is multiplied by a number that the device has
     rest: bool = False  # store, bf16: the bits that rounding cuts off rows that have a place are kept
     split_k: bool = False  # A lies in two buffers: its first columns, and the others
     split_n: bool = False  # softmax: D does

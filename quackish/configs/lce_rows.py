@@ -11,6 +11,7 @@ from quackish.gpu import Gpu
 WIDE_BIAS = 32_768  # columns, and more
 ROW_TILE = 128  # rows of a GEMM tile: up to the end of the last one with live rows, buffers hold zeros, not garbage
 NO_PLACE = (1 << 31) - 1  # in place of a class's first place: no row has it
+MOST_ROWS_COUNTED = 1 << 14  # of a chunk that `lce_sort` sorts itself, in a time that grows with their square
 MANY_ROWS = 8  # of a class, and more: as many CTAs of `lce_targets` sum them as a CTA has warps, which are no more
 
 
@@ -56,6 +57,7 @@ class LceRowsProblem:
 class LceSortProblem:
     e_split: bool  # E lies in two buffers
     places: bool = False  # where each class's first row is, is listed
+    presorted: bool = False  # the order is given
 
 
 @dataclasses.dataclass(frozen=True)

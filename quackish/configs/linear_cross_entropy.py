@@ -72,8 +72,10 @@ def linear_cross_entropy_config(
 # One chunk has its gradients from one GEMM each; more add to fp32 sums, which costs 1 to 3 % of the weight gradient's
 # GEMM from 8192 rows a chunk up, 15 % at 2048 (H200, bf16, H 4096, V 128256), and those sums' memory.
 E_BYTES = 1 << 32
-# ... and rows of a chunk: they are sorted by class, in a time that grows with their square, 0.06 ms for 16,384.
-MAX_ROWS = 1 << 15
+# ... and rows of a chunk, unless E and the gathered rows of x stay within FEW_BYTES: GEMMs of so many rows lose nothing
+# to a chunk's ends, and more rows cost memory. (Not measured.)
+MANY_ROWS = 1 << 15
+FEW_BYTES = 1 << 30
 # ... and bytes that "auto" keeps until backward.
 KEPT_BYTES = 1 << 31
 E_ITEMSIZE = 2
@@ -117,8 +119,8 @@ def kernel_config(
 ) -> LinearCrossEntropyConfig:
     """The kernels' schedule and the rows of a chunk. Free memory is never looked at.
 
-    - rows: as many as keep E within E_BYTES, MAX_ROWS at most, in whole tiles of 128; M has no say. A `chunk_size` is
-      rounded up. Where that makes several chunks, `even_chunks` has the last word.
+    - rows: as many as keep E within E_BYTES, at most MANY_ROWS or what FEW_BYTES hold, in whole tiles of 128, whatever
+      M is. A `chunk_size` is rounded up. Where that makes several chunks, `even_chunks` has the last word.
     - `recompute` makes the input's gradient in forward where it can: from E, a chunk at a time, in one GEMM without
       sums to keep. Backward multiplies the logits again, for the weight's alone, which takes E's place. So a chunk has
       H rows; or fewer, where forward makes the weight's gradient of some classes as well (`first_classes`). Where that
@@ -138,7 +140,7 @@ def kernel_config(
     early_dx = schedule == "recompute" and problem.known_in_forward and not problem.return_lse
     lean = early_dx and chunk_size is not None
     if chunk_size is None:
-        chunk_size = min(whole_tiles(E_BYTES, problem.v), MAX_ROWS)
+        chunk_size = min(whole_tiles(E_BYTES, problem.v), max(MANY_ROWS, whole_tiles(FEW_BYTES, problem.v + problem.h)))
         if early_dx:
             there = ROOMY_BYTES if problem.grad_weight_out else E_ITEMSIZE * problem.v * problem.h
             chunk_size = min(chunk_size, whole_tiles(there, problem.v))

@@ -7,7 +7,8 @@ For chunk row i, live, with t = cls[i] and r = order[start + i], at its place by
   where it is none of the v that E has); and places[t], where given and NO_PLACE before, is the first place of class t.
 
 A lane has a row, whose place is the number of rows before it by (t, i); each warp of the CTA counts a part of these.
-That is rows^2 comparisons, of integers that come 4 at a time from shared memory.
+That is rows^2 comparisons, of integers that come 4 at a time from shared memory: faster than a sort up to
+MOST_ROWS_COUNTED rows. For more, `index` is given: the row that each place has, live ones first.
 """
 
 from typing import Optional
@@ -18,7 +19,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_rows import LceSortConfig, LceSortProblem
-from quackish.kernels.common.lce import after_previous, fake_count, load_at, store_at
+from quackish.kernels.common.lce import after_previous, fake_count, fake_target, load_at, store_at
 from quackish.kernels.common.rows import fake_pointer, vector_at
 
 
@@ -41,6 +42,7 @@ class LceSort:
             int32,
             fp32,
             int32 if self.problem.places else None,
+            fake_target("int64") if self.problem.presorted else None,
             Int64(8),
             Int64(8),
             Int32(8),
@@ -63,6 +65,7 @@ class LceSort:
         sorted_row: cute.Pointer,  # (rows,)
         sorted_grad: cute.Pointer,  # (rows,)
         places: Optional[cute.Pointer],  # (v,)
+        index: Optional[cute.Pointer],  # (rows,)
         e_stride: Int64,
         e2_stride: Int64,
         v_split: Int32,
@@ -73,8 +76,9 @@ class LceSort:
     ):
         of_e = e, e2, e_stride, e2_stride, v_split
         outs = sorted_cls, sorted_row, sorted_grad, places
-        self.kernel(cls, order, num_live, row_scale, of_e, outs, v, start, rows).launch(
-            grid=[cute.ceil_div(rows, 32), 1, 1],
+        rows_a_cta = self.threads if const_expr(self.problem.presorted) else 32
+        self.kernel(cls, order, num_live, row_scale, of_e, outs, index, v, start, rows).launch(
+            grid=[cute.ceil_div(rows, rows_a_cta), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=True,
@@ -89,22 +93,55 @@ class LceSort:
         row_scale: cute.Pointer,
         of_e: tuple,
         outs: tuple,
+        index: Optional[cute.Pointer],
         v: Int32,
         start: Int32,
         rows: Int32,
     ):
+        sorted_cls, sorted_row, sorted_grad, places = outs
+        if const_expr(self.problem.presorted):
+            after_previous()
+            live = cutlass.min(load_at(num_live, 0) - start, rows)
+            i, t, place = self.given(cls, index, live)
+        else:
+            # Read and counted while the launch before this one, which writes nothing of it, is on its last tiles.
+            cute.arch.fence_acq_rel_gpu()
+            live = cutlass.min(load_at(num_live, 0) - start, rows)
+            i, t, place = self.counted(cls, live)
+            after_previous()
+
+        if i < live:
+            grad = Float32(0.0)
+            if t >= 0 and t < v:
+                grad = load_at(row_scale, i) * self.take_out(of_e, i, t)
+                if const_expr(places is not None):
+                    cute.arch.atomic_min(places + t, place)
+            store_at(sorted_cls, place, t)
+            store_at(sorted_row, place, load_at(order, start + i))
+            store_at(sorted_grad, place, grad)
+
+    @cute.jit
+    def given(self, cls: cute.Pointer, index: cute.Pointer, live: Int32):
+        """(row, its class, its place) of this thread: `live` or more rows where it has none."""
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        place = cta * self.threads + tid
+        i, t = live, Int32(-1)
+        if place < live:
+            i = load_at(index, place).to(Int32)
+            t = load_at(cls, i)
+        return i, t, place
+
+    @cute.jit
+    def counted(self, cls: cute.Pointer, live: Int32):
+        """As `given`, of the first warp; the other warps have no row."""
         cta, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
-        sorted_cls, sorted_row, sorted_grad, places = outs
         smem = cutlass.memory.SmemAllocator()
         sCls = smem.allocate_tensor(Int32, cute.make_layout(self.tile), byte_alignment=16)
         sCount = smem.allocate_tensor(Int32, cute.make_layout((32, self.num_warps)), byte_alignment=16)
         first = cta * 32
         i = first + lane
-
-        # Read and counted while the launch before this one, which writes nothing of it, is on its last tiles.
-        cute.arch.fence_acq_rel_gpu()
-        live = cutlass.min(load_at(num_live, 0) - start, rows)
         t, place = Int32(-1), Int32(0)
         if first < live:
             if i < live:
@@ -124,17 +161,9 @@ class LceSort:
             cute.arch.sync_threads()
             for w in cutlass.range_constexpr(self.num_warps):
                 place += sCount[lane, w]
-        after_previous()
-
-        if warp == 0 and i < live:
-            grad = Float32(0.0)
-            if t >= 0 and t < v:
-                grad = load_at(row_scale, i) * self.take_out(of_e, i, t)
-                if const_expr(places is not None):
-                    cute.arch.atomic_min(places + t, place)
-            store_at(sorted_cls, place, t)
-            store_at(sorted_row, place, load_at(order, start + i))
-            store_at(sorted_grad, place, grad)
+        if warp != 0:
+            i = live
+        return i, t, place
 
     @cute.jit
     def load_tile(self, cls: cute.Pointer, begin: Int32, live: Int32, sCls: cute.Tensor):

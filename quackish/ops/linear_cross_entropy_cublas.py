@@ -151,7 +151,7 @@ class CublasGemms:
                 r1 - r0, self.stream(),
             )  # fmt: skip
 
-    def dw(self, e, xs, num_live, start, out, accumulate, tickets=None, places=None, rest=None) -> None:
+    def dw(self, e, xs, num_live, start, out, accumulate, tickets=None, places=None, rest=None, factor=None) -> None:
         """A 16-bit out is rounded by cuBLAS, which may round on the way where it splits the sum over rows.
 
         `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is asked, as by any GEMM of PyTorch's.
@@ -159,7 +159,13 @@ class CublasGemms:
         rows, h = xs.shape
         kernel = self._find(("clear", h, xs.dtype), "lce_clear", LceClearProblem(h, dtype_name(xs)))
         kernel(xs.data_ptr(), num_live.data_ptr(), start, rows, self.stream())  # 0 * NaN would reach every class
-        (addmm if accumulate else mm)(e.t(), xs, out)
+        if factor is None:
+            (addmm if accumulate else mm)(e.t(), xs, out)
+        else:  # which cuBLAS takes from the host alone
+            product = xs.new_empty(out.shape, dtype=torch.float32)
+            mm(e.t(), xs, product)
+            product.mul_(factor)
+            out.add_(product) if accumulate else out.copy_(product)
 
     def _exp(self, kind, e, bias, softcap, smoothing, class_weight) -> Callable[..., None]:
         out_dtype, bias_dtype = None if e is None else e.dtype, None if bias is None else bias.dtype

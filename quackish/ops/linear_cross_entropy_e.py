@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from quackish.configs.lce_rows import MOST_ROWS_COUNTED
 from quackish.configs.linear_cross_entropy import E_ITEMSIZE, SHARED_FROM, shared_storage
 from quackish.ops.linear_cross_entropy_buffers import inside, matrix, padded, vector
 
@@ -91,8 +92,16 @@ class Targets(NamedTuple):
         n = classes.shape[0]
         of_rows = tuple(vector(classes, n, dtype) for dtype in (torch.int32, torch.int32, torch.float32))
         rest = None if places is None else matrix(dw, n, dw.shape[1], torch.int16)
-        k.sort(classes, rows.order, rows.num_live, start, row_scale, *e.in_two(), *of_rows, places)
+        index = order_by_class(classes, rows.num_live, start) if n > MOST_ROWS_COUNTED else None
+        k.sort(classes, rows.order, rows.num_live, start, row_scale, *e.in_two(), *of_rows, places, index)
         return cls(of_rows, rest)
+
+
+def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
+    """Chunk rows by class, then by number, those that are not live last: (rows,) int64, by PyTorch's radix sort."""
+    n = classes.shape[0]
+    rows = torch.arange(start, start + n, dtype=torch.int32, device=classes.device)
+    return classes.masked_fill(rows >= num_live, torch.iinfo(torch.int32).max).sort(stable=True).indices
 
 
 def new_places(k, like: Tensor, v: int, dw: torch.dtype | None) -> Tensor | None:
@@ -111,11 +120,12 @@ def _adds_in_gemm(out: Tensor) -> bool:
 
 
 def add_dw(
-    k, e: Tensor, xs: Tensor, rows: "Rows", out: Tensor, x: Tensor | None = None, targets: Targets | None = None
-) -> None:
-    """out += e.T @ xs, and the targets' part where they are not in e."""
+    k, e: Tensor, xs: Tensor, rows: "Rows", out: Tensor, x: Tensor | None = None, targets: Targets | None = None,
+    factor: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out += factor * e.T @ xs, and the targets' part where they are not in e."""
     if _adds_in_gemm(out):
-        k.dw(e, xs, rows.num_live, 0, out, True)
+        k.dw(e, xs, rows.num_live, 0, out, True, factor=factor)
         if targets is not None:
             k.targets(x, *targets.of_rows, rows.num_live, 0, 0, out)
         torch.autograd.graph.increment_version(out)
@@ -123,7 +133,7 @@ def add_dw(
     for v0 in range(0, out.shape[0], 4096):  # so that there is only a small buffer
         part = out[v0 : v0 + 4096]
         dw = matrix(xs, *part.shape, torch.float32)
-        k.dw(e[:, v0 : v0 + 4096], xs, rows.num_live, 0, dw, False)
+        k.dw(e[:, v0 : v0 + 4096], xs, rows.num_live, 0, dw, False, factor=factor)
         if targets is not None:
             k.targets(x, *targets.of_rows, rows.num_live, 0, v0, dw)
         part.add_(dw)

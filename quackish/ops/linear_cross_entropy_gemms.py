@@ -202,12 +202,16 @@ class GemmLaunches:
         tickets: Tensor | None = None,  # as in `dx`, along the rows; used where there are few tiles
         places: Tensor | None = None,  # (n,) int32; NO_PLACE for none
         rest: Tensor | None = None,  # (any, h) int16; both or none, for a bf16 out that is not added to
+        factor: Tensor | None = None,  # (1,) fp32; None is 1; not with rest
     ) -> None:
-        """out = (or += with `accumulate`) e.T @ xs; rest[places[i]]: the bits cut off row i by rounding, if listed."""
+        """out = (or += with `accumulate`) factor * e.T @ xs.
+
+        rest[places[i]]: the bits that rounding cut off row i, if it is listed.
+        """
         (rows, h), n = xs.shape, e.shape[1]
         if tickets is not None and not cuts_dw(n, h, self.gpu.sm_count):
             tickets = None
-        key = ("dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None)
+        key = ("dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None, factor is None)
         kernel, clusters, config = self._gemms.get(key) or self._compile(
             key,
             epilogue="store",
@@ -218,10 +222,13 @@ class GemmLaunches:
             live="k",
             accumulate=accumulate,
             cut_last=tickets is not None,
+            scaled=factor is not None,
             rest=rest is not None,
         )
         shared, _scratch = _shared(tickets, config, n, h, rows, clusters)
-        given = None if rest is None else (places.data_ptr(), rest.data_ptr())
+        given = None if factor is None else (factor.data_ptr(),)
+        if rest is not None:
+            given = places.data_ptr(), rest.data_ptr()
         sizes, strides = (n, h, rows, 0, start), (e.stride(0), 0, xs.stride(0), out.stride(0))
         stream, ticket, _kept = self.stream_and_ticket()
         kernel(

@@ -317,6 +317,7 @@ class LceKernels:
         sorted_row: Tensor,  # (rows,) int32
         sorted_grad: Tensor,  # (rows,) fp32
         places: Tensor | None = None,  # (v,) int32: NO_PLACE
+        index: Tensor | None = None,  # (rows,) int64: `order_by_class`, where there are more than MOST_ROWS_COUNTED
     ) -> None:
         """Takes the target's element out of each live row of E, if it has that class, and lists the rows by class, then
         by position: sorted_grad = row_scale * that element (0 without), of row sorted_row of x; in E it is 0 from then.
@@ -324,10 +325,10 @@ class LceKernels:
         places[t] = the first place of class t; other classes' are left alone. cls is not of the
         launch right before this one.
         """
-        key = ("sort", e2 is not None, places is not None)
+        key = ("sort", e2 is not None, places is not None, index is not None)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            kernel = self._find(key, "lce_sort", LceSortProblem(e2 is not None, places is not None))
+            kernel = self._find(key, "lce_sort", LceSortProblem(*key[1:]))
         kernel(
             cls.data_ptr(),
             order.data_ptr(),
@@ -339,6 +340,7 @@ class LceKernels:
             sorted_row.data_ptr(),
             sorted_grad.data_ptr(),
             address(places),
+            address(index),
             e.stride(0),
             0 if e2 is None else e2.stride(0),
             v_split,

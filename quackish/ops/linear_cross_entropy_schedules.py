@@ -227,7 +227,10 @@ def recompute_backward(
         xc = matrix(call.x, m, h, dtype)
     else:  # dx is not written before all blocks are done; until then its storage holds the live rows of x
         xc = dx.view(-1).view(dtype)[: m * h].view(m, h)
-    coefs = _coefficients(k, call, kept, incoming, xc)
+    factor, inv_divisor = None, rows.inv_divisor
+    if dtype == torch.float16:
+        factor, inv_divisor, incoming = _common_factor(call, rows, incoming)
+    coefs = _coefficients(k, call, kept, incoming, xc, inv_divisor)
     blocks = recompute_blocks(m, v, h, None if dw is None else dw.itemsize, scratch_columns(m, dw is None, acc is None))
     if kept.dw is not None:
         blocks = blocks[1:]
@@ -242,13 +245,17 @@ def recompute_backward(
             call.label_smoothing > 0, v0, e,
         )  # fmt: skip
         if dw is not None:
-            k.dw(e, xc, rows.num_live, 0, dw[v0:v1], False)
+            k.dw(e, xc, rows.num_live, 0, dw[v0:v1], False, factor=factor)
         elif wanted.dw:
-            add_dw(k, e, xc, rows, dw_out[v0:v1])
+            add_dw(k, e, xc, rows, dw_out[v0:v1], factor=factor)
         if db is not None:
             k.bias_sum(e, None, rows.num_live, 0, db[v0:v1], False)
         if acc is not None:
             k.dx(e, None, 0, w, None, None, rows.num_live, 0, acc, v0 > 0)
+    if factor is not None:
+        for grad in (acc, db):
+            if grad is not None:
+                k.scale(grad, factor)
     if dx is not None:
         dx.zero_()
         k.scatter(acc, rows.order, rows.num_live, 0, dx)
@@ -338,7 +345,7 @@ class Chunk:
 def run_rows(
     k, call: Call, out: Forward, start: int, rows: int, grads: str, incoming: Incoming,
     of: "Chunk | Rows | None" = None, *, part_sum=None, part_wsum=None, e: E | None = None,
-    xc=None, xs=None, row_scale=None, coefs=None, places=None,
+    xc=None, xs=None, row_scale=None, coefs=None, places=None, inv_divisor: Tensor | None = None,
 ) -> None:  # fmt: skip
     of = of or out.rows
     first, second, v_split = (None, None, 0) if e is None else e.in_two()
@@ -363,7 +370,7 @@ def run_rows(
         lse=out.lse,
         row_sum=of.row_sum,
         grad_loss=incoming.loss,
-        inv_divisor=out.rows.inv_divisor,
+        inv_divisor=out.rows.inv_divisor if inv_divisor is None else inv_divisor,
         grad_lse=incoming.lse,
         e=first,
         e2=second,
@@ -376,12 +383,28 @@ def run_rows(
     )
 
 
-def _coefficients(k, call: Call, kept: Forward, incoming: Incoming, xc: Tensor) -> Tensor:
+def _common_factor(call: Call, rows: Rows, incoming: Incoming) -> tuple[Tensor | None, Tensor, Incoming]:
+    """(what all rows' gradients have in common, what is left of the divisor, what is left of the incoming gradient).
+
+    fp16 is too narrow for p - onehot divided by the number of rows: most of it would be subnormal. So what is common
+    to the rows is left to fp32 accumulators, and class weights are at most 1 until then. Rows with gradients of their
+    own have nothing in common: (None, ...).
+    """
+    if incoming.lse is not None or incoming.loss.dim():
+        return None, rows.inv_divisor, incoming
+    largest = rows.inv_divisor.new_ones(1) if call.class_weight is None else call.class_weight.abs().amax().view(1)
+    largest = largest.clamp_(min=torch.finfo(torch.float32).tiny)
+    return rows.inv_divisor * incoming.loss * largest, largest.reciprocal(), _ONES
+
+
+def _coefficients(
+    k, call: Call, kept: Forward, incoming: Incoming, xc: Tensor, inv_divisor: Tensor | None = None
+) -> Tensor:
     """coefs (m, 4); and x's live rows in xc, once more."""
     m = call.x.shape[0]
     coefs = matrix(call.x, m, 4, torch.float32)
     gather(k, call, kept.rows, 0, xc)
-    run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
+    run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs, inv_divisor=inv_divisor)
     return coefs
 
 

@@ -16,7 +16,7 @@ from quackish.kernels.common.tile_store import RowStore, TileStore, column_of, r
 
 
 def make_epilogue(problem, config):
-    store = StoreAndRest if problem.rest else Store
+    store = StoreAndRest if problem.rest else StoreScaled if problem.scaled else Store
     return {"softmax": Softmax, "dlogits": Dlogits, "rows": Rows, "store": store}[problem.epilogue](problem, config)
 
 
@@ -40,6 +40,21 @@ class Store:
 
     @cute.jit
     def __call__(self, acc, kept, args, out, d, row0, col0, m, n, ldd, wg: Int32, thread: Int32):
+        for j in cutlass.range_constexpr(self.output.num_pieces):
+            self.output(acc, j, out, row0, col0, wg, thread)
+
+
+class StoreScaled(Store):
+    """... times a factor, before it is rounded."""
+
+    def fake_args(self):
+        return (fake_pointer("float32", False),)
+
+    @cute.jit
+    def __call__(self, acc, kept, args, out, d, row0, col0, m, n, ldd, wg: Int32, thread: Int32):
+        factor = args[0].load()
+        for v in cutlass.range_constexpr(cute.size(acc)):
+            acc[v] = acc[v] * factor
         for j in cutlass.range_constexpr(self.output.num_pieces):
             self.output(acc, j, out, row0, col0, wg, thread)
 
