@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from quackish import __version__
+from quackish.cli.parser import Parser
 
 # A line each, here rather than in the commands' files: `--help` imports none of them.
 COMMANDS = {
@@ -20,7 +21,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m quackish", description=__doc__)
+    parser = Parser(prog="python -m quackish", description=__doc__)
     parser.add_argument("--version", action="version", version=f"quackish {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     argv = sys.argv[1:] if argv is None else list(argv)

@@ -1,7 +1,9 @@
 """What quackish raises and warns with, in one place."""
 
+import difflib
 import sys
 import warnings
+from collections.abc import Iterable
 
 
 class UnsupportedError(RuntimeError):
@@ -10,6 +12,12 @@ class UnsupportedError(RuntimeError):
 
 class PortablePathWarning(UserWarning):
     """The portable PyTorch path runs where the caller could have expected a kernel."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The end of an error message about the unknown name `given`: the names closest to it; "" where none is close."""
+    close = difflib.get_close_matches(given.lower(), list(known))
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 _warned: set[str] = set()

@@ -28,11 +28,12 @@ from torch import Tensor
 try:
     from matplotlib.figure import Figure
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.table import Table
 
     import quackish
     from lm_model import HEAD_DIM, QUACKISH, TORCH, LanguageModel, Ops
+    from quackish.bench.console import progress_class
 except ImportError as error:
     sys.exit(f"train_lm.py: {error}. Install the project with what this script needs: pip install -e '.[bench]'")
 
@@ -192,7 +193,7 @@ def train(runs: list[Run], batches: Batches, steps: int, console: Console) -> in
     )
     every = max(1, steps // 100)  # showing the loss waits for the GPU
     done = 0
-    with Progress(*columns, console=console) as progress:
+    with progress_class()(*columns, console=console) as progress:
         task = progress.add_task("", total=steps, losses="")
         try:
             for i in range(steps):
@@ -318,9 +319,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.tokens = tokenize(read_text(args.data), args.size.token_bytes)
     held_out = int(len(args.tokens) * VALIDATION_SHARE)
     if held_out <= args.size.seq:
+        data = f"--data {args.data}" if args.data else "the default data, the Python standard library's sources"
+        megabytes = len(args.tokens) * args.size.token_bytes / 1e6
         parser.error(
-            f"--data {args.data}: {len(args.tokens)} tokens are too few: the held-out {VALIDATION_SHARE:.0%} must be "
-            f"longer than a window of {args.size.seq}. Give more text or a smaller --seq."
+            f"{data} ({megabytes:.1f} MB): {len(args.tokens)} tokens are too few: the held-out {VALIDATION_SHARE:.0%} "
+            f"must be longer than a window of --seq {args.size.seq}. Give more text or a smaller --seq."
         )
     args.training, args.validation = args.tokens[:-held_out], args.tokens[-held_out:]
     return args

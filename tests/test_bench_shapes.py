@@ -93,6 +93,12 @@ def test_shapes_that_make_no_sense_are_told():
         shapes.wanted(RMS, [], [], ["8x32x64"])
     with pytest.raises(ValueError, match=r"--shapes nothing\.yaml: No such file"):
         shapes.wanted(RMS, [], [], ["nothing.yaml"])
+    with pytest.raises(
+        ValueError, match=r"'99999999999999999999x8' is no shape of rms_norm; expected sizes below 2\*\*31"
+    ):
+        shapes.wanted(RMS, [], [], ["99999999999999999999x8"])
+    with pytest.raises(ValueError, match=r"--tokens 9999999999: llama3-8b is 9999999999x4096; expected sizes below"):
+        shapes.wanted(RMS, ["llama3-8b"], [9999999999], [])
 
 
 def test_without_a_gpu_shapes_are_small():

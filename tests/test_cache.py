@@ -1,6 +1,8 @@
 """Compiled kernels on disk: damage, strangers' files, unusable folders, several processes, what the key holds."""
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -17,7 +19,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from toy_kernels import HostConfig, HostProblem, HostToy, Toy, ToyConfig, ToyProblem
 
 from quackish import launch, toolchain
-from quackish.launch import cache
+from quackish.launch import cache, parallel
 from quackish.launch import compile as compiling
 
 TESTS = Path(__file__).parent
@@ -124,6 +126,52 @@ def test_unreadable_file_is_compiled_again(folder):
         assert use() == "compiled"
 
 
+def test_a_fifo_does_not_block(folder):
+    use()
+    (file,) = folder.iterdir()
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    with within_a_minute(), pytest.warns(RuntimeWarning, match="is not used .*not a regular file") as warned:
+        assert use() == "compiled"
+    assert len(warned) == 1
+    assert silently(use) == "loaded"  # it took the place of the FIFO
+
+
+@contextlib.contextmanager
+def within_a_minute():
+    """Raises where the code waits for ever."""
+
+    def stop(*args):
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def packed(identity: bytes, payload: bytes = b"code") -> bytes:
+    """A file with a valid checksum."""
+    body = identity + b"\n" + payload
+    return b"quackish kernel 1\n" + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+DEEP = packed(b"[" * 200_000 + b"]" * 200_000)
+
+
+def test_a_deeply_nested_identity_is_compiled_again(folder):
+    use()
+    (file,) = folder.iterdir()
+    file.write_bytes(DEEP)
+    with pytest.warns(RuntimeWarning, match="is not used .*nested too deeply") as warned:
+        assert use() == "compiled"
+    assert len(warned) == 1
+    assert silently(use) == "loaded"
+
+
 def test_object_for_another_target_is_refused(folder):
     def get(target):
         compiling._ready.clear()
@@ -177,6 +225,14 @@ def test_folder_that_cannot_be_written(folder, monkeypatch):
 
     monkeypatch.setattr("quackish.launch.cache.tempfile.mkstemp", full)
     check_memory_only("No space left on device")
+    request = compiling.Request(HostToy, HostProblem(), HostConfig(), "sm_90a")
+    assert compiling.obtain(request)[1:] == ("not stored", "No space left on device")
+
+
+def test_a_worker_says_what_it_could_not_store(folder):
+    folder.write_text("a file where the folder should be")
+    (outcome,) = parallel.compile_all([compiling.Request(HostToy, HostProblem(), HostConfig(), "sm_90a")], jobs=1)
+    assert outcome[1:] == ("not stored", "File exists")
 
 
 def test_write_that_fails_leaves_nothing(folder, monkeypatch):

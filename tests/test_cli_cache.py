@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-from test_cache import ignore_edits, use
+from test_cache import DEEP, ignore_edits, packed, use, within_a_minute
 from toy_kernels import HostConfig, HostProblem, HostToy
 
 from quackish import toolchain
@@ -106,15 +106,10 @@ BAD = {
     "writable by others": (lambda path: path.chmod(0o622), "others may write"),
     "a link": (link, "not a file but a link"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "not a file but a link, a folder"),
-    "no identity": (lambda path: path.write_bytes(pack("nothing", b"")), "does not say what it is"),
+    "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "not a file but a link, a folder or a device"),
+    "no identity": (lambda path: path.write_bytes(packed(b'"nothing"')), "does not say what it is"),
+    "nested deeply": (lambda path: path.write_bytes(DEEP), "nested too deeply"),
 }
-
-
-def pack(identity, payload):
-    import hashlib
-
-    body = json.dumps(identity).encode() + b"\n" + payload
-    return b"quackish kernel 1\n" + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
 @pytest.mark.parametrize("how", BAD)
@@ -122,7 +117,8 @@ def test_verify(capsys, folder, how):
     store(2)
     spoil, fault = BAD[how]
     spoil(store(3))
-    status, out = run(capsys, "verify")
+    with within_a_minute():
+        status, out = run(capsys, "verify")
     assert status == 1
     assert fault in out
     assert "2 kernels" in out
@@ -133,6 +129,43 @@ def test_verify(capsys, folder, how):
         assert run(capsys, "verify", "--delete")[0] == 0
         assert len(list(folder.iterdir())) == 1
         assert run(capsys, "verify")[0] == 0
+
+
+@pytest.mark.parametrize("words", [("verify", "--delete"), ("clear", "--yes")])
+def test_deleting_goes_on_past_a_folder(capsys, folder, words):
+    paths = sorted(store(factor) for factor in (2, 3, 4))
+    for path in paths[:2]:
+        damage(path)
+    paths[0].unlink()
+    paths[0].mkdir()  # the first that is met
+    status, out = run(capsys, *words)
+    assert status == 1
+    assert f"{paths[0]} is left: Is a directory" in out
+    assert "deleted " in out
+    assert not paths[1].exists()
+    assert paths[2].exists() == (words[0] == "verify")
+    assert paths[0].is_dir()
+
+
+def test_terminal_escapes_are_printed_escaped(capsys, monkeypatch, folder, tmp_path):
+    evil = "\x1b]0;evil\x07\n\r\x9b31m\u202e\ud800"
+    for factor, field in enumerate(("problem", "config", "quackish", "nvidia-cutlass-dsl", "cuda", "cpu"), 2):
+        store(factor, **{field: f"P(x='{evil}')" if field == "problem" else evil})
+    store(9, kernel="sys.Evil")  # a module without a file
+    said = [run(capsys, "ls"), run(capsys, "export", tmp_path / "k.tar")]
+    move(monkeypatch, tmp_path)
+    said.append(run(capsys, "import", tmp_path / "k.tar"))
+    (cache.location() / f"{evil[:-1]}.kernel").write_bytes(b"")
+    said.append(run(capsys, "verify"))
+    assert [status for status, _ in said] == [0, 0, 0, 1]
+    for _, out in said:
+        assert r"\x1b]0;evil\x07\n" in out
+        assert all(c.isprintable() or c == "\n" for c in out), out
+
+
+def test_a_problem_that_is_not_ours_is_printed_as_it_is():
+    for told in ("-" * 100_000 + "1", "P(**{})", "P(x={[]: 1})", "P(x=[1])", "(" * 5000):
+        assert short(told) == told
 
 
 def test_verify_looks_at_the_folder_too(capsys, folder, monkeypatch):
@@ -260,6 +293,7 @@ EVIL = {
     "a folder": (NAME, b"", tarfile.DIRTYPE, "not a file but a link, a folder"),
     "a device": (NAME, b"", tarfile.CHRTYPE, "not a file but a link, a folder or a device"),
     "damaged": (NAME, b"quackish kernel 1\n" + b"0" * 64 + b"\n{}\n", FILE, "damaged"),
+    "nested deeply": (NAME, DEEP, FILE, f"{NAME}: its identity is nested too deeply"),
     "too large": (NAME, b"0" * 2000, FILE, "expected at most 1000"),
 }
 
@@ -285,7 +319,7 @@ def test_import_refuses(capsys, monkeypatch, tmp_path, what):
 def test_import_takes_no_name_from_inside(capsys, monkeypatch, tmp_path, kernel):
     """An identity whose file's name is a path, sound in every other way."""
     identity = json.loads(store(2).read_bytes().split(b"\n")[2]) | {"kernel": kernel}
-    archive(tmp_path / "k.tar", (cache.name_of(identity), pack(identity, b"code"), FILE))
+    archive(tmp_path / "k.tar", (cache.name_of(identity), packed(json.dumps(identity).encode()), FILE))
     new = move(monkeypatch, tmp_path)
     assert run(capsys, "import", tmp_path / "k.tar")[0] == 2
     assert not new.exists()

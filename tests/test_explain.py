@@ -187,13 +187,12 @@ def test_without_a_gpu_it_says_as_on_which(capsys, monkeypatch):
 
 
 def test_without_cuobjdump_registers_are_left_out(capsys, monkeypatch):
-    def resources(*args):
-        raise FileNotFoundError("launch.resources needs cuobjdump")
-
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    monkeypatch.setattr(launch, "resources", resources)
+    monkeypatch.setattr("quackish.launch.cubin.shutil.which", lambda *args, **kwargs: None)
     said = explain(capsys, "rms_norm", "64x64", "--gpu", "h200", "--json")
-    assert "Registers and shared memory are left out: launch.resources needs cuobjdump" in said["notes"]
+    (note,) = [note for note in said["notes"] if "left out" in note]
+    assert note.startswith("Registers and shared memory are left out: cuobjdump, which reads them ")
+    assert "launch." not in note  # a name of the code's
     assert all("registers" not in kernel for kernel in said["kernels"])
     assert all("waves" not in row for row in said["launches"])
     assert "stack B" not in explain(capsys, "rms_norm", "64x64", "--gpu", "h200")
@@ -226,6 +225,10 @@ def test_without_the_compiler_the_rest_is_said(words, capsys, monkeypatch):
         ("rms_norm 4x0", "positive numbers"),
         ("rms_norm 4x-4", "SHAPE is '4x-4'"),
         ("rms_norm 4xb", "SHAPE is '4xb'"),
+        ("rms_norm 99999999999999999999x8", "SHAPE is '99999999999999999999x8'; expected sizes below 2**31 and"),
+        ("linear_cross_entropy 8x8x99999999999999999999", "expected sizes below 2**31"),
+        ("rms_norm 2147483647x2147483647", "tensors of less than 2**60 elements"),
+        (f"rms_norm {'9' * 5000}x8", "expected MxN"),
         ("rms_norm 4x4 --dtype int8", "--dtype is 'int8'; expected one of bf16, fp16, fp32, fp64"),
         ("rms_norm 4x4 --weight-dtype x", "--weight-dtype is 'x'; expected one of bf16, fp16, fp32, fp64, none"),
         ("rms_norm 4x4 --gpu v100", "--gpu is 'v100'; expected one of h100"),

@@ -11,8 +11,9 @@ import torch
 from quackish import launch, rms_norm, toolchain
 from quackish.__main__ import main
 from quackish.cli import precompile
-from quackish.gpu import B200, H200, NAMED
-from quackish.launch import parallel
+from quackish.gpu import A100, B200, H200
+from quackish.launch import cache, parallel
+from quackish.launch import compile as compiling
 from quackish.launch.parallel import Outcome
 from quackish.ops import cuda, rms_norm_plans, workspace
 from quackish.ops import linear_cross_entropy as lce
@@ -159,13 +160,32 @@ def test_a_file(compiled, capsys, tmp_path):
 
 def test_where_no_kernel_runs(compiled, capsys):
     shapes = ["rms_norm", "64x256"]
-    assert main(["precompile", *shapes, "--gpu", "a100,h200"]) == 1
-    out = capsys.readouterr().out
-    assert "nothing to compile: rms_norm 64x256 bfloat16 on A100: rms_norm: no kernel for sm_80 (A100)" in out
-    assert len(compiled) == 2
     assert main(["precompile", *shapes, "--dtype", "fp64", "--gpu", "h200"]) == 1
-    assert "in float64" in capsys.readouterr().out
-    assert len(compiled) == 2
+    out = capsys.readouterr().out
+    assert "nothing to compile: rms_norm 64x256 float64 on H200: rms_norm: no kernel for x in float64" in out
+    assert compiled == []
+
+
+@pytest.mark.parametrize("name", ["a100", "A10", "l40s", "cpu", "this"])
+def test_gpus_without_kernels_are_refused(name, compiled, capsys, monkeypatch):
+    if name == "this":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(precompile, "gpu_of", lambda index: A100)
+    given = [] if name == "this" else ["--gpu", f"h200,{name}"]
+    assert main(["precompile", "rms_norm", "64x256", *given]) == 2
+    err = capsys.readouterr().err
+    assert "nothing to compile for " in err
+    assert "the portable path runs; --gpu takes h100, h200, b200\n" in err
+    assert compiled == []
+
+
+def test_only_gpus_with_kernels_are_offered(capsys):
+    with pytest.raises(SystemExit):
+        main(["precompile", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "h100, h200, b200; or this" in out
+    assert not any(name in out for name in ("a100", "a10", "l40s"))
 
 
 @pytest.mark.parametrize(
@@ -175,6 +195,7 @@ def test_where_no_kernel_runs(compiled, capsys):
         ([], "expected OP and at least one SHAPE"),
         (["rms_norm", "4096", "--gpu", "h200"], "SHAPE is '4096'; expected MxN"),
         (["rms_norm", "64x256", "--gpu", "h300"], "--gpu is 'h300'; expected one of"),
+        (["rms_norm", "99999999999999999999x8", "--gpu", "h200"], "expected sizes below 2**31"),
         (["layer_norm", "64x256", "--gpu", "h200"], "OP is 'layer_norm'; expected one of"),
         (["rms_norm", "64x256", "--softcap", "1", "--gpu", "h200"], "--softcap is an option of linear_cross_entropy"),
         (["--from", "/no/such/file", "--gpu", "h200"], "No such file"),
@@ -189,17 +210,41 @@ def test_what_is_wrong_is_told(words, said, compiled, capsys):
     assert compiled == []
 
 
-def test_a_file_with_a_mistake(compiled, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (b"rms_norm 64x256 --residul", "unrecognized arguments: --residul"),
+        (b"rms_norm", "the following arguments are required: shape"),
+        (b"rms_nrom 64x256", "OP is 'rms_nrom'; expected one of"),
+        (b"rms_norm 64xx", "SHAPE is '64xx'; expected MxN"),
+        (b"rms_norm 64x256 --softcap 3", "--softcap is an option of linear_cross_entropy"),
+        (b"rms_norm 64x256 --dtype int8", "--dtype is 'int8'; expected one of"),
+        (b'rms_norm "64x256', "No closing quotation"),
+        (b"rms_norm \xff", "not UTF-8; expected a text file"),
+    ],
+)
+def test_a_file_with_a_mistake(line, said, compiled, capsys, tmp_path):
     file = tmp_path / "shapes.txt"
-    file.write_text("rms_norm 64x256\nrms_norm 64x256 --residul\n")
+    file.write_bytes(b"rms_norm 64x256\n" + line + b"\n")
     assert main(["precompile", "--from", str(file), "--gpu", "h200"]) == 2
-    assert "shapes.txt, line 2: unrecognized arguments: --residul" in capsys.readouterr().err
+    assert f"precompile: {file}, line 2: {said}" in capsys.readouterr().err
+    assert compiled == []
+
+
+def test_a_file_with_a_line_that_has_no_kernel(compiled, capsys, tmp_path):
+    file = tmp_path / "shapes.txt"
+    file.write_text("# nothing else\n")
+    assert main(["precompile", "--from", str(file), "--gpu", "h200"]) == 2
+    assert f"{file} has no shape" in capsys.readouterr().err
+    file.write_text("rms_norm 64x256\nrms_norm 64x256 --dtype fp64\n")
+    assert main(["precompile", "--from", str(file), "--gpu", "h200"]) == 1
+    assert f"nothing to compile: {file}, line 2: rms_norm 64x256 float64 on H200: " in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which is the default")
 def test_without_a_gpu_it_must_be_named(compiled, capsys):
     assert main(["precompile", "rms_norm", "64x256"]) == 2
-    assert f"--gpu, of {', '.join(NAMED)}" in capsys.readouterr().err
+    assert "--gpu, of h100, h200, b200\n" in capsys.readouterr().err
 
 
 def test_where_nothing_can_be_kept(compiled, capsys, monkeypatch, tmp_path):
@@ -227,6 +272,33 @@ def test_failures_are_told(compiled, capsys, monkeypatch):
     assert "0 compiled, 0 were there, 2 failed" in printed.out
 
 
+def test_what_could_not_be_stored_is_told(compiled, capsys, monkeypatch, tmp_path):
+    def compile_all(requests, jobs):
+        yield Outcome(requests[0], "compiled", "")
+        yield Outcome(requests[1], "not stored", "No space left on device")
+
+    monkeypatch.setattr(parallel, "compile_all", compile_all)
+    assert main(["precompile", "rms_norm", "64x256", "--gpu", "h200"]) == 1
+    printed = capsys.readouterr()
+    assert "2 kernels: 2 compiled, 0 were there, 0 failed" in printed.out
+    assert f"1 stored in {tmp_path / 'cache'}\n" in printed.out
+    assert f"compiled 2, stored 1 in {tmp_path / 'cache'}: No space left on device. " in printed.err
+
+
+def test_kernels_that_cannot_be_stored_are_not_said_to_be_there(capsys, monkeypatch, tmp_path):
+    """A real compilation; a folder has the name that the kernel's file would get."""
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "cache"))
+    (request,) = precompile.requests_of("rms_norm_forward", "64x256", "h200")
+    name = cache.name_of(compiling.identity_of(request))
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache" / name).mkdir()
+    assert main(["precompile", "rms_norm_forward", "64x256", "--gpu", "h200"]) == 1
+    printed = capsys.readouterr()
+    assert f"compiled 1, stored 0 in {tmp_path / 'cache'}: Is a directory" in printed.err
+    assert "they are in" not in printed.out
+
+
 def test_without_a_compiler(compiled, capsys, monkeypatch):
     def find():
         raise ModuleNotFoundError("No module named 'cutlass'", name="cutlass")
@@ -244,7 +316,7 @@ def test_interrupted(compiled, capsys, monkeypatch):
 
     monkeypatch.setattr(parallel, "compile_all", compile_all)
     assert main(["precompile", "rms_norm", "64x256", "--gpu", "h200"]) == 130
-    assert "what is compiled so far is kept" in capsys.readouterr().err
+    assert "what is stored so far is kept" in capsys.readouterr().err
 
 
 def test_on_disk_afterwards(tmp_path):

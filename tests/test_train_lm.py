@@ -82,7 +82,8 @@ def test_a_text_of_ones_own(tmp_path):
     "arguments, message",
     [
         (["--data", "nowhere"], "--data nowhere: no such file or folder"),
-        (["--data", __file__, "--seq", "2000"], "tokens are too few"),
+        (["--data", __file__, "--seq", "2000"], f"--data {__file__} (0.0 MB): "),
+        (["--seq", "99999999"], "the default data, the Python standard library's sources ("),
         (["--dim", "100"], "expected a multiple of 64"),
         (["--steps", "0"], "--steps 0: expected more than 0"),
         (["--token-bytes", "3"], "expected 1 (256 tokens) or 2 (65536)"),

@@ -337,6 +337,7 @@ def test_shapes_of_one_problem_are_tuned_together():
         (("rms_norm_forward", "--dry-run"), "SHAPES is missing; expected some, as in 4096x4096,16384x4096"),
         (("rms_norm_forward", "4096", "--dry-run"), "SHAPE is '4096'; expected MxN"),
         (("rms_norm_forward", "4096x4096x9", "--dry-run"), "expected MxN"),
+        (("rms_norm_forward", "99999999999999999999x8", "--dry-run"), "expected sizes below 2**31"),
         (("linear_cross_entropy", "4096x4096", "--dry-run"), "expected MxHxV"),
         (("rms_norm_forward", "8x8", "--dry-run", "--candidates", "0"), "--candidates is 0; expected at least 1"),
         (("rms_norm_forward", "8x8", "--dry-run", "--gpu", "b300"), "--gpu is 'b300'; expected one of"),
@@ -396,14 +397,14 @@ def test_a_dry_run_lists_candidates_and_what_they_take(monkeypatch, capsys):
 
 def test_without_cuobjdump_a_dry_run_still_lists_them(monkeypatch, capsys):
     def none(*args):
-        raise FileNotFoundError("launch.resources needs cuobjdump")
+        raise FileNotFoundError("cuobjdump is not there")
         yield
 
     monkeypatch.setattr(resources, "examine", none)
     assert main(["tune", "rms_norm_forward", "128x4096", "--dry-run", "--candidates", "3", "--gpu", "h200"]) == 0
     out, err = capsys.readouterr()
     assert "threads_per_row=320" in out
-    assert "registers are not looked at: launch.resources needs cuobjdump" in err
+    assert "registers are not looked at: cuobjdump is not there" in err
 
 
 @pytest.fixture

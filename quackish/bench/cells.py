@@ -1,6 +1,8 @@
 """What is measured: a cell of a table."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,3 +28,13 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if min(shape) < 1:
         raise ValueError(text)
     return shape
+
+
+def too_large(shape: Sequence[int]) -> str:
+    """What was expected of a shape whose tensors no GPU holds; "" where they may fit.
+
+    Kernels count in 32 bits, and PyTorch fails with an internal error where a tensor's bytes overflow 64 bits.
+    """
+    if max(shape) < 2**31 and math.prod(sorted(shape)[-2:]) < 2**60:
+        return ""
+    return "sizes below 2**31 and tensors of less than 2**60 elements"

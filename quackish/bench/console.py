@@ -1,7 +1,11 @@
-"""What is seen while something is measured: the console and the progress bar, by rich."""
+"""What is seen while something is measured: the console and the progress bar, by rich; plain lines in a file."""
 
+import datetime
 import functools
 import importlib.util
+import threading
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +14,7 @@ if TYPE_CHECKING:
 
 NO_GPU = "No GPU: the portable path runs on the CPU, small. This tries the benchmark itself; it measures nothing."
 EXTRA = {"rich": "rich", "pandas": "pandas", "matplotlib": "matplotlib", "yaml": "pyyaml"}
+EVERY_S = 5.0  # between plain lines
 
 
 def check_extra() -> None:
@@ -28,11 +33,100 @@ def console() -> "Console":
     return found if found.is_terminal else Console(highlight=False, width=120)
 
 
+class PlainLines:
+    """Prints `line()` every few seconds from `start` to `stop`, or in a `with` block. Does without rich."""
+
+    def __init__(
+        self,
+        line: Callable[[], str],
+        show: Callable[[str], None] = lambda line: print(line, flush=True),
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._line, self._show, self._clock = line, show, clock
+        self._last, self._lock, self._ended = clock(), threading.Lock(), threading.Event()
+
+    def tick(self) -> None:
+        """Prints the line where it is time to."""
+        if self._clock() - self._last >= EVERY_S:
+            self.say(self._line())
+
+    def say(self, line: str) -> None:
+        """Prints `line` now; the next one is due a few seconds later."""
+        with self._lock:
+            self._last = self._clock()
+            self._show(line)
+
+    def start(self) -> None:
+        self._last = self._clock()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(EVERY_S / 5):
+            self.tick()
+
+    def __enter__(self) -> "PlainLines":
+        self.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.stop()
+
+
+@functools.cache
+def progress_class() -> type["Progress"]:
+    """rich's Progress, which prints plain lines where output is a file or a pipe. rich is imported only here."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn
+
+    class PlainProgress(Progress):
+        def __init__(self, *columns, console: Console, **options):
+            super().__init__(*columns, console=console, **options)
+            self.lines = None
+            if not (console.is_interactive or console.is_jupyter):
+                self.lines = PlainLines(self._line, self._show, self.get_time)
+
+        def start(self) -> None:
+            if self.lines is None:
+                super().start()
+            else:
+                self.lines.start()
+
+        def stop(self) -> None:
+            if self.lines is None:
+                super().stop()
+                return
+            self.lines.stop()
+            if not self.live.transient and self.tasks:
+                self._show(self._line())
+
+        def _line(self) -> str:
+            """The columns' words, how much is done, and the time that it took and may take."""
+            lines = []
+            for task in self.tasks:
+                words = [c.render(task).plain for c in self.columns if isinstance(c, (TextColumn, MofNCompleteColumn))]
+                words += [f"{task.percentage:.0f}%"] * (not any("%" in word for word in words))
+                for seconds, what in ((task.elapsed, "elapsed"), (task.time_remaining, "left")):
+                    if seconds is not None:
+                        words.append(f"{datetime.timedelta(seconds=int(seconds))} {what}")
+                lines.append("  ".join(filter(str.strip, words)))
+            return "\n".join(lines)
+
+        def _show(self, line: str) -> None:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    return PlainProgress
+
+
 def progress(count: bool = True) -> "Progress":
     """A bar with the time that is left; `count` shows "3/10" of its steps too."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
     columns = (TextColumn("{task.description}"), BarColumn(), *([MofNCompleteColumn()] if count else []))
     # Steps differ by a factor of 100: what is left is judged by ten minutes, not by the last thirty seconds.
-    return Progress(*columns, TimeElapsedColumn(), Remaining(), console=console(), speed_estimate_period=600)
+    return progress_class()(*columns, TimeElapsedColumn(), Remaining(), console=console(), speed_estimate_period=600)

@@ -7,6 +7,8 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterable
 
+from quackish.errors import did_you_mean
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -69,5 +71,6 @@ def find(patterns: Iterable[str]) -> list[Model]:
     patterns = list(patterns)
     for pattern in patterns:
         if not fnmatch.filter(MODELS, pattern):
-            raise ValueError(f"--model {pattern}: no such model; there are {', '.join(MODELS)}")
+            suggestion = did_you_mean(pattern, MODELS)
+            raise ValueError(f"--model {pattern}: no such model; there are {', '.join(MODELS)}{suggestion}")
     return [model for name, model in MODELS.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)]

@@ -16,6 +16,7 @@ from quackish.bench.measured import AGAIN, Measured, is_ours
 from quackish.bench.operations import Operation, missing_package
 from quackish.bench.shapes import Shapes, small
 from quackish.bench.supervisor import Supervisor
+from quackish.errors import did_you_mean
 
 Plan = dict[Cell, list[str]]  # who is measured in each cell
 
@@ -119,7 +120,8 @@ def _providers(settings: Settings, own: Sequence[str], gpu: bool) -> dict[str, l
     everyone = [*op.providers, *own]
     for pattern in settings.providers:
         if not fnmatch.filter(everyone, pattern):
-            raise ValueError(f"--providers {pattern}: no such provider; there are {', '.join(everyone)}")
+            suggestion = did_you_mean(pattern, everyone)
+            raise ValueError(f"--providers {pattern}: no such provider; there are {', '.join(everyone)}{suggestion}")
 
     def asked(name: str, direction: str) -> bool:
         if settings.providers:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from quackish.bench import models
-from quackish.bench.cells import parse_shape, shape_name
+from quackish.bench.cells import parse_shape, shape_name, too_large
 from quackish.bench.operations import Operation
 
 Shapes = dict[tuple[int, ...], str]  # with what each is: names of models, "" for the user's own
@@ -17,6 +17,8 @@ def wanted(op: Operation, patterns: Sequence[str], tokens: Sequence[int], own: S
     for model in models.find(patterns):
         for count in tokens:
             for shape, name in op.model_shapes(model, count).items():
+                if expected := too_large(shape):
+                    raise ValueError(f"--tokens {count}: {name} is {shape_name(shape)}; expected {expected}")
                 names.setdefault(shape, []).append(name)
     for text in own:
         for shape in _own(op, text):
@@ -81,11 +83,12 @@ def _shape(op: Operation, entry: str | Mapping, where: str) -> tuple[int, ...]:
             shape = parse_shape(shape_name(tuple(int(entry[dim]) for dim in op.dims)))
         else:
             shape = parse_shape(entry)
-        if len(shape) == len(op.dims):
-            return shape
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise ValueError(f"{where}: {entry!r} is no shape of {op.name}; expected {_example(op)}")
+        expected = too_large(shape) if len(shape) == len(op.dims) else _example(op)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        expected = _example(op)
+    if expected:
+        raise ValueError(f"{where}: {entry!r} is no shape of {op.name}; expected {expected}")
+    return shape
 
 
 def _example(op: Operation) -> str:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from quackish.launch import cache, upkeep
-from quackish.launch.upkeep import Entry
+from quackish.launch.upkeep import Entry, printable
 from quackish.profiling import text_table
 from quackish.work import SHORT
 
@@ -83,11 +83,12 @@ def _verify(args: argparse.Namespace) -> int:
     if folder:
         print(f"{cache.location()}: {folder}")
     for entry in bad:
-        print(f"{entry.path}: {entry.fault}")
+        print(printable(f"{entry.path}: {entry.fault}"))
+    left = bool(bad)
     if args.delete:
-        print(f"deleted {upkeep.remove(bad)} of them")
+        left = _delete(bad, "them")
     print(f"{_count(found)} in {cache.location()}: {len(found) - len(bad)} sound, {len(bad)} bad")
-    return 1 if folder or (bad and not args.delete) else 0
+    return 1 if folder or left else 0
 
 
 def _clear(args: argparse.Namespace) -> int:
@@ -104,8 +105,16 @@ def _clear(args: argparse.Namespace) -> int:
         if input(f"Delete {what}? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was deleted")
             return 1
-    print(f"deleted {upkeep.remove(chosen)} of {what}")
-    return 0
+    return 1 if _delete(chosen, what) else 0
+
+
+def _delete(chosen: list, what: str) -> bool:
+    """Whether something could not be deleted."""
+    count, left = upkeep.remove(chosen)
+    for line in left:
+        print(printable(line))
+    print(f"deleted {count} of {what}")
+    return bool(left)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -118,7 +127,7 @@ def _export(args: argparse.Namespace) -> int:
     upkeep.pack(chosen, args.file)
     print(f"wrote {_count(chosen)}, {_size(chosen)}, to {args.file}")
     for line in sorted({_made_with(entry) + f" {entry.identity['target']}" for entry in chosen}):
-        print(f"  made with and for: {line}")
+        print(f"  made with and for: {printable(line)}")
     print("of use where versions, sources and kind of CPU are the same: `cache import` says which are")
     return 0
 
@@ -156,7 +165,7 @@ def _chosen(args: argparse.Namespace) -> list[Entry]:
 
 def _row(entry: Entry) -> list[str]:
     identity, reason = entry.identity, upkeep.differs(entry.identity)
-    return [
+    cells = [
         identity["kernel"].rpartition(".")[2],
         identity["target"],
         _made_with(entry),
@@ -166,6 +175,7 @@ def _row(entry: Entry) -> list[str]:
         short(identity["problem"]),
         short(identity["config"]),
     ]
+    return [printable(cell) for cell in cells]
 
 
 def _made_with(entry: Entry) -> str:
@@ -175,16 +185,14 @@ def _made_with(entry: Entry) -> str:
 
 def short(text: str) -> str:
     """A dataclass's repr in few words: "n=4096 x=bf16 packed"; what is None or False is left out."""
-    try:
-        fields = ast.parse(text, mode="eval").body.keywords
-        values = {field.arg: ast.literal_eval(field.value) for field in fields}
-    except (SyntaxError, AttributeError, ValueError):
-        return text
     words = []
-    for name, value in values.items():
-        name = name.removesuffix("_dtype")
-        if value is not None and value is not False:
-            words.append(name if value is True else f"{name}={SHORT.get(value, value)}")
+    try:
+        for field in ast.parse(text, mode="eval").body.keywords:
+            name, value = field.arg.removesuffix("_dtype"), ast.literal_eval(field.value)
+            if value is not None and value is not False:
+                words.append(name if value is True else f"{name}={SHORT.get(value, value)}")
+    except (SyntaxError, AttributeError, ValueError, TypeError, RecursionError, MemoryError):
+        return text
     return " ".join(words)
 
 

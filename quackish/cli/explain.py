@@ -12,10 +12,12 @@ import dataclasses
 import json
 import sys
 
+from quackish.bench.cells import too_large
 from quackish.cli import explain_linear_cross_entropy as lce
 from quackish.cli import explain_rms_norm as rms_norm
 from quackish.cli.explained import Explained, Refused, report, text
 from quackish.configs.linear_cross_entropy import SCHEDULES
+from quackish.errors import did_you_mean
 from quackish.gpu import H200, NAMED, Gpu, gpu_of
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -81,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
 def explain(args: argparse.Namespace) -> Explained:
     """Raises Refused where an argument is not what was expected."""
     if args.op not in OPERATIONS:
-        raise Refused(f"OP is {args.op!r}; expected one of {', '.join(OPERATIONS)}")
+        suggestion = did_you_mean(args.op, OPERATIONS)
+        raise Refused(f"OP is {args.op!r}; expected one of {', '.join(OPERATIONS)}{suggestion}")
     form, of_op = OPERATIONS[args.op]
     for name, ops in _ONLY.items():
         if getattr(args, name) is not None and args.op not in ops:
@@ -95,10 +98,16 @@ def explain(args: argparse.Namespace) -> Explained:
 
 def _shape(given: str, form: str) -> list[int]:
     words = given.lower().replace("×", "x").split("x")
-    if len(words) != len(form.split("x")) or not all(word.isdecimal() and int(word) > 0 for word in words):
+    try:
+        shape = [int(word) if word.isdecimal() else 0 for word in words]
+    except ValueError:  # more digits than Python converts
+        shape = [0]
+    if len(shape) != len(form.split("x")) or min(shape) < 1:
         example = "16384x4096" if form == "MxN" else "8192x4096x128256"
         raise Refused(f"SHAPE is {given!r}; expected {form}, positive numbers, as in {example}")
-    return [int(word) for word in words]
+    if expected := too_large(shape):
+        raise Refused(f"SHAPE is {given!r}; expected {expected}")
+    return shape
 
 
 def _dtype(name: str, given: str | None) -> str | None:
@@ -108,7 +117,8 @@ def _dtype(name: str, given: str | None) -> str | None:
         return given
     if given not in DTYPES:
         expected = ", ".join([*DTYPES, *(word for word in special if word == "none")])
-        raise Refused(f"--{name.replace('_', '-')} is {given!r}; expected one of {expected}")
+        suggestion = did_you_mean(given, DTYPES)
+        raise Refused(f"--{name.replace('_', '-')} is {given!r}; expected one of {expected}{suggestion}")
     return DTYPES[given]
 
 
@@ -124,5 +134,6 @@ def _gpu(given: str | None) -> tuple[Gpu | None, str]:
         return H200, "there is none here, so as on an H200; --gpu names another"
     name = given.lower()
     if name != "cpu" and name not in NAMED:
-        raise Refused(f"--gpu is {given!r}; expected one of {', '.join([*NAMED, 'cpu', 'this'])}")
+        known = [*NAMED, "cpu", "this"]
+        raise Refused(f"--gpu is {given!r}; expected one of {', '.join(known)}{did_you_mean(name, known)}")
     return NAMED.get(name), ""

@@ -20,19 +20,24 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from quackish import kernels, launch, toolchain
+from quackish.bench.console import PlainLines
 from quackish.cli import explain
 from quackish.cli.cache import short
 from quackish.cli.explained import Explained, Refused
-from quackish.errors import UnsupportedError
-from quackish.gpu import NAMED
+from quackish.errors import UnsupportedError, did_you_mean
+from quackish.gpu import NAMED, gpu_of
 from quackish.launch import cache, parallel, upkeep
 from quackish.launch.parallel import Outcome
+
+GPUS = [name for name, gpu in NAMED.items() if gpu.family in kernels.FAMILIES]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", nargs="?", help=", ".join(explain.OPERATIONS))
     parser.add_argument("shapes", metavar="SHAPE", nargs="*", help="MxN; of linear_cross_entropy MxHxV")
-    parser.add_argument("--gpu", help=f"one or more, with commas: {', '.join(NAMED)}; the one here where there is one")
+    parser.add_argument(
+        "--gpu", help=f"one or more, with commas: {', '.join(GPUS)}; or this, the default where there is one"
+    )
     parser.add_argument("--jobs", type=_jobs, metavar="N", help="compile in so many processes; one a core, 16 at most")
     parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="a file with a line for each shape")
     explain.add_options(parser)
@@ -42,27 +47,41 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check_here()
         calls = list(_calls(args))
+        if not calls:
+            raise Refused(f"{args.file} has no shape; expected lines such as: rms_norm 16384x4096 --residual")
         requests, without = _requests(calls)
     except (Refused, OSError) as error:
         print(f"precompile: {error}", file=sys.stderr)
         return 2
     for reason in without:
         print(f"nothing to compile: {reason}")
-    started, count = time.perf_counter(), dict.fromkeys(("compiled", "loaded", "failed"), 0)
+    started, count = time.perf_counter(), dict.fromkeys(("compiled", "loaded", "failed", "not stored"), 0)
+    reasons: dict[str, None] = {}  # why kernels were not stored
     jobs = min(args.jobs or max(1, parallel.default_jobs(len(requests))), len(requests))
     try:
         for outcome in _with_progress(parallel.compile_all(requests, jobs), len(requests)):
             count[outcome.status] += 1
             if outcome.status == "failed":
                 print(f"{_name(outcome)} failed: {outcome.message}", file=sys.stderr)
+            elif outcome.status == "not stored":
+                reasons[outcome.message] = None
     except KeyboardInterrupt:
-        print("precompile: interrupted; what is compiled so far is kept", file=sys.stderr)
+        print("precompile: interrupted; what is stored so far is kept", file=sys.stderr)
         return 130
+    stored, lost = count["compiled"], count["not stored"]
     print(
-        f"{len(requests)} kernels: {count['compiled']} compiled, {count['loaded']} were there, {count['failed']} "
-        f"failed; {time.perf_counter() - started:.1f} s in {jobs} processes; they are in {cache.location()}"
+        f"{len(requests)} kernels: {stored + lost} compiled, {count['loaded']} were there, {count['failed']} failed; "
+        f"{time.perf_counter() - started:.1f} s in {jobs} processes"
+        + (f"; {stored} stored in {cache.location()}" if lost else f"; they are in {cache.location()}")
     )
-    return 1 if count["failed"] or without else 0
+    if lost:
+        why = "; ".join(reasons)
+        print(
+            f"precompile: compiled {stored + lost}, stored {stored} in {cache.location()}: {why}. "
+            "QUACKISH_CACHE_DIR names another folder.",
+            file=sys.stderr,
+        )
+    return 1 if count["failed"] or lost or without else 0
 
 
 def _check_here() -> None:
@@ -98,17 +117,25 @@ def _calls(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 def _gpus(given: str | None) -> list[str]:
     import torch
 
-    if given is not None:
-        return [name.strip() for name in given.split(",")]
-    if not torch.cuda.is_available():
-        raise Refused(f"there is no GPU here; say which to compile for: --gpu, of {', '.join(NAMED)}")
-    return ["this"]
+    known = ", ".join(GPUS)
+    names = ["this"] if given is None else [name.strip().lower() for name in given.split(",")]
+    for name in names:
+        if name == "this" and not torch.cuda.is_available():
+            raise Refused(f"there is no GPU here; say which to compile for: --gpu, of {known}")
+        gpu = gpu_of(torch.cuda.current_device()) if name == "this" else NAMED.get(name)
+        if name != "this" and gpu is None and name != "cpu":
+            suggestion = did_you_mean(name, GPUS)
+            raise Refused(f"--gpu is {name!r}; expected one of {known}, this{suggestion}")
+        if gpu is None or gpu.family not in kernels.FAMILIES:
+            where = "a CPU" if gpu is None else f"{gpu.name} ({gpu.family})"
+            raise Refused(f"there is nothing to compile for {where}, where the portable path runs; --gpu takes {known}")
+    return names
 
 
 def _from_command_line(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     for shape in args.shapes:
         one = copy.copy(args)
-        one.shape = shape
+        one.shape, one.where = shape, ""
         yield one
 
 
@@ -122,13 +149,21 @@ def _lines(file: Path) -> Iterator[argparse.Namespace]:
     parser.add_argument("op")
     parser.add_argument("shape")
     explain.add_options(parser)
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        words = shlex.split(line, comments=True)
-        if words:
-            try:
-                yield parser.parse_args(words)
-            except Refused as refused:
-                raise Refused(f"{file}, line {number}: {refused}") from None
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise Refused(f"{file}, line {line}: not UTF-8; expected a text file") from None
+    for number, line in enumerate(lines, 1):
+        where = f"{file}, line {number}: "
+        try:
+            words = shlex.split(line, comments=True)
+            call = parser.parse_args(words) if words else None
+        except (Refused, ValueError) as error:  # ValueError: a quotation without its end
+            raise Refused(f"{where}{error}") from None
+        if call is not None:
+            call.where = where
+            yield call
 
 
 def _requests(calls: Iterable[argparse.Namespace]) -> tuple[list[launch.Request], list[str]]:
@@ -136,10 +171,13 @@ def _requests(calls: Iterable[argparse.Namespace]) -> tuple[list[launch.Request]
     requests: dict[launch.Request, None] = {}
     without = []
     for call in calls:
-        explained = explain.explain(copy.copy(call))
+        try:
+            explained = explain.explain(copy.copy(call))
+        except Refused as refused:
+            raise Refused(f"{call.where}{refused}") from None
         if explained.portable is not None:
-            where = explained.gpu.name if explained.gpu else "a CPU"
-            without.append(f"{explained.op} {explained.shape} {explained.dtype} on {where}: {explained.portable}")
+            what = f"{explained.op} {explained.shape} {explained.dtype} on {explained.gpu.name}"
+            without.append(f"{call.where}{what}: {explained.portable}")
             continue
         requests |= dict.fromkeys(_of_trace(explained))
         if call.op == "linear_cross_entropy" and not call.no_grad:
@@ -173,7 +211,7 @@ def _jobs(text: str) -> int:
 
 
 def _with_progress(outcomes: Iterator[Outcome], total: int) -> Iterator[Outcome]:
-    """A bar where there is a terminal and rich, else a line each."""
+    """A bar where there is a terminal and rich; else a line each, and some while none is done."""
     try:
         from rich.progress import track
     except ModuleNotFoundError:
@@ -183,9 +221,11 @@ def _with_progress(outcomes: Iterator[Outcome], total: int) -> Iterator[Outcome]
 
         yield from track(outcomes, "compiling", total, console=Console(stderr=True), transient=True)
         return
-    for number, outcome in enumerate(outcomes, 1):
-        print(f"[{number}/{total}] {outcome.status:8} {_name(outcome)}", flush=True)
-        yield outcome
+    number, started = 0, time.monotonic()
+    with PlainLines(lambda: f"[{number}/{total}] compiling, {time.monotonic() - started:.0f} s") as lines:
+        for number, outcome in enumerate(outcomes, 1):
+            lines.say(f"[{number}/{total}] {outcome.status:8} {_name(outcome)}")
+            yield outcome
 
 
 def _name(outcome: Outcome) -> str:

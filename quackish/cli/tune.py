@@ -28,10 +28,12 @@ from typing import Any, NamedTuple
 import torch
 
 from quackish import toolchain
+from quackish.bench.console import progress_class
 from quackish.cli import explain
 from quackish.cli.explained import Refused
 from quackish.configs import choose, table
 from quackish.configs.rules import RULES, name_of
+from quackish.errors import did_you_mean
 from quackish.gpu import Gpu, roofs_of
 from quackish.launch import Resources
 from quackish.profiling import text_table
@@ -97,7 +99,8 @@ def plan(args: argparse.Namespace) -> tuple[Gpu, list[Problem]]:
     """Raises Refused where an argument is not what was expected."""
     if args.op not in OPERATIONS:
         given = "missing" if args.op is None else repr(args.op)
-        raise Refused(f"OP is {given}; expected one of {', '.join(OPERATIONS)}")
+        suggestion = did_you_mean(args.op or "", OPERATIONS)
+        raise Refused(f"OP is {given}; expected one of {', '.join(OPERATIONS)}{suggestion}")
     if args.candidates < 1:
         raise Refused(f"--candidates is {args.candidates}; expected at least 1")
     if not args.dry_run and not torch.cuda.is_available():
@@ -213,12 +216,13 @@ def _progress(words: str, total: int) -> Iterator[Callable[..., None]]:
     """A bar; what it yields takes a step, and may be given other words."""
     try:
         from rich.console import Console
-        from rich.progress import Progress, TimeElapsedColumn
+        from rich.progress import TimeElapsedColumn
     except ImportError as error:
         raise ImportError(f"the progress bar needs rich ({error}); pip install 'quackish[bench]' brings it") from error
 
-    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    bar_class = progress_class()
+    columns = (*bar_class.get_default_columns(), TimeElapsedColumn())
+    with bar_class(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(words, total=total)
 
         def advance(now: str = words) -> None:

@@ -39,6 +39,9 @@ _HERE = {
 }
 
 
+FAMILIES = frozenset(family for _, family in _HERE)  # of the GPUs that there are kernels for
+
+
 class KernelClass:
     """Stands for a kernel's class, which it imports when it is called: with it comes the compiler, 0.3 s, and a kernel
     that is on disk does without."""

@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import stat
 import sys
 import tempfile
 import time
@@ -65,10 +66,7 @@ def load(kernel_class: type, identity: dict[str, str]) -> bytes | None:
         return None
     path = _path(folder, identity)
     try:
-        with open(path, "rb") as file:
-            check_owner(os.fstat(file.fileno()))
-            data = file.read()
-        return _unpack(data, identity)
+        return _unpack(read(path), identity)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -87,16 +85,33 @@ def is_usable(kernel_class: type) -> bool:
     return _folder(kernel_class) is not None
 
 
-def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> None:
-    """Keeps `payload` for later processes. Of two that store at once, both succeed and the last one's file stays."""
-    folder = _folder(kernel_class)
-    if folder is None:
-        return
+def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> str:
+    """Keeps `payload` for later processes. Of two that store at once, both succeed and the last one's file stays.
+
+    Returns why it was not stored; "" where it was.
+    """
+    if is_off():
+        return "QUACKISH_CACHE=0 turns the cache off"
     try:
+        folder = _checked_folder(kernel_class)
         _remove_leftovers(folder)
         write(_path(folder, identity), _pack(payload, identity))
-    except OSError as error:
-        _warn_memory_only(folder, error)
+    except (OSError, ValueError) as error:
+        return _warn_memory_only(location(), error)
+    return ""
+
+
+def read(path: Path) -> bytes:
+    """The content of a regular file that nobody else may write. Raises ValueError for any other, OSError.
+
+    Never blocks: a FIFO in place of the file would otherwise wait for a writer.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a regular file")
+        check_owner(status)
+        return file.read()
 
 
 def write(path: Path, data: bytes) -> None:
@@ -131,7 +146,10 @@ def unpack(data: bytes) -> tuple[dict[str, str], bytes]:
     if head != _FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n":
         raise ValueError("damaged")
     stored, _, payload = body.partition(b"\n")
-    return json.loads(stored), payload
+    try:
+        return json.loads(stored), payload
+    except RecursionError:
+        raise ValueError("its identity is nested too deeply") from None
 
 
 def name_of(identity: dict[str, str]) -> str:
@@ -168,11 +186,16 @@ def _folder(kernel_class: type) -> Path | None:
     if is_off():
         return None
     try:
-        folder = make_folder()
-        _check_unedited(_elsewhere(kernel_class.__module__))
+        return _checked_folder(kernel_class)
     except (OSError, ValueError) as error:
         _warn_memory_only(location(), error)
         return None
+
+
+def _checked_folder(kernel_class: type) -> Path:
+    """Raises OSError or ValueError where it must not be used."""
+    folder = make_folder()
+    _check_unedited(_elsewhere(kernel_class.__module__))
     return folder
 
 
@@ -192,13 +215,15 @@ def _check_unedited(class_file: Path | None) -> None:
             raise ValueError(f"{path} changed after this process started")
 
 
-def _warn_memory_only(folder: Path, error: Exception) -> None:
-    reason = getattr(error, "strerror", None) or error  # strerror is without the file's name, which may be random
+def _warn_memory_only(folder: Path, error: Exception) -> str:
+    """Returns the reason."""
+    reason = getattr(error, "strerror", None) or str(error)  # strerror: without the file's name, which may be random
     warn_once(
         f"Compiled kernels are kept in memory only, so each process compiles its own: cache folder {folder}: {reason}. "
         "QUACKISH_CACHE_DIR names another folder; QUACKISH_CACHE=0 turns the cache off.",
         RuntimeWarning,
     )
+    return reason
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -62,17 +62,28 @@ def _load(request: Request) -> Callable[..., None]:
     return objects.load(object_of(request), f"{request.kernel_class.__name__}-{request.target}")
 
 
+class Obtained(NamedTuple):
+    data: bytes
+    status: str  # "loaded" (it was on disk), "compiled" (and stored) or "not stored" (compiled, but not stored)
+    message: str = ""  # why it was not stored
+
+
 def object_of(request: Request) -> bytes:
     """From disk, or else compiled; with `lock` held."""
+    return obtain(request).data
+
+
+def obtain(request: Request) -> Obtained:
+    """`object_of`, and where it came from."""
     identity = identity_of(request)
     data = cache.load(request.kernel_class, identity)
     if data is not None:
         counters.disk_loads += 1
-        return data
+        return Obtained(data, "loaded")
     data = objects.export(compile_kernel(*request))
     counters.compiles += 1
-    cache.store(request.kernel_class, identity, data)
-    return data
+    why = cache.store(request.kernel_class, identity, data)
+    return Obtained(data, "not stored" if why else "compiled", why)
 
 
 def identity_of(request: Request) -> dict[str, str]:

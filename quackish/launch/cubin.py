@@ -82,7 +82,7 @@ def _cuobjdump() -> str:
     found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(map(str, candidates)))
     if found is None:
         raise FileNotFoundError(
-            "launch.resources needs cuobjdump, which is not on PATH, in CUDA_HOME or in Triton's wheel. "
+            "cuobjdump, which reads them from a compiled kernel, is not on PATH, in CUDA_HOME or in Triton's wheel. "
             "Install either: `pip install triton`, or the CUDA toolkit."
         )
     return found

@@ -23,8 +23,8 @@ _PATIENCE = 120.0  # seconds without an answer, of a second each; then whatever 
 
 class Outcome(NamedTuple):
     request: Request
-    status: str  # "compiled", "loaded" (it was on disk) or "failed"
-    message: str  # why it failed
+    status: str  # "failed", or as of `compile.Obtained`: "loaded", "compiled" or "not stored"
+    message: str  # why it failed, or was not stored
 
 
 def prepare(requests: Sequence[Request]) -> None:
@@ -37,7 +37,7 @@ def prepare(requests: Sequence[Request]) -> None:
     if jobs < 2 or not _has_interpreter() or not all(cache.is_usable(request.kernel_class) for request in requests):
         return
     for outcome in compile_all(requests, jobs):
-        counters.compiles += outcome.status == "compiled"
+        counters.compiles += outcome.status in ("compiled", "not stored")
 
 
 def default_jobs(num_requests: int) -> int:

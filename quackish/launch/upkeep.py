@@ -41,7 +41,12 @@ class Differs(NamedTuple):
     def __str__(self) -> str:
         if self.what in ("sources", "options", "environment"):  # long, or a hash
             return f"other {self.what}"
-        return f"{self.what} {self.there}, here {self.here}"
+        return f"{self.what} {printable(self.there)}, here {self.here}"
+
+
+def printable(text: str) -> str:
+    """With escapes in place of what a terminal would obey: an identity is whatever its file says."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def entries() -> list[Entry]:
@@ -74,7 +79,7 @@ def folder_fault() -> str:
 def differs(identity: dict[str, str]) -> Differs | None:
     """The first thing by which it is not for this process's CPU, versions and sources; None where it is."""
     module = identity["kernel"].rpartition(".")[0]
-    if not module.startswith(cache.OWN) and module not in sys.modules:
+    if not module.startswith(cache.OWN) and getattr(sys.modules.get(module), "__file__", None) is None:
         return Differs("kernel", identity["kernel"], "unknown")
     try:
         here = cache.made_with(module, OPTIONS)
@@ -86,16 +91,24 @@ def differs(identity: dict[str, str]) -> Differs | None:
     return None
 
 
-def remove(chosen: Iterable[Entry | Path]) -> int:
-    """How many files; one that is gone already does not count."""
-    count = 0
+class Removed(NamedTuple):
+    count: int  # files; one that is gone already does not count
+    left: list[str]  # a sentence for each that cannot be deleted, as a folder
+
+
+def remove(chosen: Iterable[Entry | Path]) -> Removed:
+    """Deletes files, all that can be."""
+    count, left = 0, []
     for each in chosen:
+        path = each.path if isinstance(each, Entry) else each
         try:
-            os.unlink(each.path if isinstance(each, Entry) else each)
+            os.unlink(path)
             count += 1
         except FileNotFoundError:  # another process was faster
             pass
-    return count
+        except OSError as error:
+            left.append(f"{path} is left: {error.strerror}")
+    return Removed(count, left)
 
 
 def pack(chosen: Sequence[Entry], archive: Path) -> None:
@@ -107,7 +120,7 @@ def pack(chosen: Sequence[Entry], archive: Path) -> None:
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode=compression) as tar:
         for entry in chosen:
-            content = entry.path.read_bytes()
+            content = cache.read(entry.path)
             check(content, entry.path.name)
             member = tarfile.TarInfo(entry.path.name)
             member.size, member.mode, member.mtime = len(content), 0o600, int(entry.modified)
@@ -181,8 +194,7 @@ def _examine(path: Path) -> Entry:
         size, modified = status.st_size, status.st_mtime
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("not a file but a link, a folder or a device")
-        cache.check_owner(status)
-        identity = check(path.read_bytes(), path.name)
+        identity = check(cache.read(path), path.name)
     except (OSError, ValueError) as error:
         fault = getattr(error, "strerror", None) or str(error)
     return Entry(path, size, modified, identity, fault)
