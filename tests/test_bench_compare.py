@@ -22,7 +22,7 @@ def write(tmp_path):
         base = dict.fromkeys(schema.COLUMNS, "") | {"schema": "1", "op": "rms_norm", "dtype": "bfloat16"}
         log = CsvLog(path, tuple(schema.COLUMNS), base | {"direction": "forward", "gpu": "H200"} | columns)
         for (shape, provider), found in rows.items():
-            role = {"quackish": "ours", "copy": "roof", "quackish (again)": "again"}.get(provider, "peer")
+            role = {"quackish": "ours", "mul": "roof", "quackish (again)": "again"}.get(provider, "peer")
             row = {"shape": shape, "provider": provider, "role": role, "status": "ok"}
             if isinstance(found, str):
                 log.write([row | {"status": found}])
@@ -64,11 +64,11 @@ def test_failing_now_is_a_regression_and_having_failed_is_none(write):
 
 
 def test_the_roof_and_the_noise_are_not_judged(write):
-    rows = {("1x4", name): (1.0, 1.0, 1.0) for name in ("quackish", "copy", "quackish (again)")}
+    rows = {("1x4", name): (1.0, 1.0, 1.0) for name in ("quackish", "mul", "quackish (again)")}
     a, b = write("a.csv", rows), write("b.csv", dict.fromkeys(rows, (2.0, 2.0, 2.0)))
     assert verdicts(a, b) == {
         ("1x4", "quackish"): "slower",
-        ("1x4", "copy"): "",
+        ("1x4", "mul"): "",
         ("1x4", "quackish (again)"): "",
     }
 
@@ -83,10 +83,10 @@ def test_of_rows_for_the_same_the_last_counts(write):
 
 
 def test_the_command_prints_and_ends_with_one(write, capsys):
-    a = write("a.csv", {("1x4", "quackish"): (1, 1, 1), ("1x4", "copy"): (1, 1, 1), ("2x4", "quack"): (1, 1, 1)})
+    a = write("a.csv", {("1x4", "quackish"): (1, 1, 1), ("1x4", "mul"): (1, 1, 1), ("2x4", "quack"): (1, 1, 1)})
     b = write(
         "b.csv",
-        {("1x4", "quackish"): (1.1, 1.1, 1.1), ("1x4", "copy"): (1.01, 1, 1), ("3x4", "quack"): "no"},
+        {("1x4", "quackish"): (1.1, 1.1, 1.1), ("1x4", "mul"): (1.01, 1, 1), ("3x4", "quack"): "no"},
         gpu="B200",
     )
     assert main(["bench", "compare", str(a), str(b)]) == 1

@@ -40,7 +40,7 @@ def test_a_run_writes_rows_page_and_figures(tmp_path, capsys):
         (dtype, shape, direction, name, role)
         for dtype in ("bfloat16", "float32")
         for shape in ("8x32", "16x32")
-        for direction, roof in (("forward", "copy"), ("backward", "add"))
+        for direction, roof in (("forward", "mul"), ("backward", "add"))
         for name, role in (("quackish", "ours"), ("torch", "peer"), (AGAIN, "again"), (roof, "roof"))
     ]
     for row in rows:
