@@ -35,7 +35,7 @@ from quackish.bench.truth_linear_cross_entropy import Data
 FIELDS = (
     *ENVIRONMENT,
     *("mode", "m", "h", "v", "data", "ignored", "provider", "status"),
-    *("median_ms", "p20_ms", "p80_ms", "roof_ms", "of_roof", "peak_gb", "first_s", "launches"),
+    *("median_ms", "p20_ms", "p80_ms", "roof_ms", "of_roof", "peak_gb", "standing_mb", "first_s", "launches"),
     *("err_loss", "err_dx", "err_dw"),
 )
 DIRECTIONS = {"train": "forward+backward", "loss": "forward"}
@@ -110,6 +110,8 @@ def _columns(found: Measured) -> dict[str, object]:
         columns |= {"launches": found.launches or "", "first_s": found.first_s}
     if found.peak_bytes is not None:
         columns["peak_gb"] = found.peak_bytes / 1e9
+    if found.standing_bytes is not None:
+        columns["standing_mb"] = found.standing_bytes / 1e6
     if times := found.times:
         columns |= {"median_ms": times.median / 1e3, "p20_ms": times.p20 / 1e3, "p80_ms": times.p80 / 1e3}
         if found.roof:

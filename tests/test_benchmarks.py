@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks import host_overhead, report_rms_norm, rms_norm  # noqa: E402
-from quackish.bench import measure_rms_norm, providers_rms_norm  # noqa: E402
+from quackish.bench import measure_rms_norm, memory, providers_rms_norm  # noqa: E402
 from quackish.bench.files import read_csv  # noqa: E402
 from quackish.bench.providers_rms_norm import Provider  # noqa: E402
 from quackish.bench.truth_rms_norm import backward_errors, forward_errors, is_deterministic  # noqa: E402
@@ -169,6 +170,35 @@ def test_a_run_that_is_cut_short_keeps_its_cells(tmp_path, provide):
         rms_norm.main([*TINY, "slow", "--out", str(tmp_path)])
     assert {row["m"] for row in read_csv(tmp_path / "rms_norm.csv")} == {"4"}
     assert (tmp_path / "rms_norm.md").exists()
+
+
+def test_standing_memory_is_charged_to_the_library_that_holds_it(tmp_path, provide, monkeypatch):
+    """Also where the first call was made for another cell, and although graphs keep their outputs."""
+    at, kept = {"now": 0, "peak": 0}, []
+
+    def allocate(size):
+        at["now"] += size
+        at["peak"] = max(at["peak"], at["now"])
+
+    def backward(dy, x, weight, rstd):
+        if not kept:
+            kept.append(allocate(4000))
+        allocate(500)
+        allocate(-500)
+        return quackish().backward(dy, x, weight, rstd)
+
+    monkeypatch.setattr(memory, "_standing", Counter())
+    monkeypatch.setattr(memory, "_counts", lambda device: True)
+    monkeypatch.setattr(memory, "_allocated", lambda device: at["now"])
+    monkeypatch.setattr(memory, "_reset_peak", lambda device: at.update(peak=at["now"]))
+    monkeypatch.setattr(memory, "_peak", lambda device: at["peak"])
+    monkeypatch.setattr(measure_rms_norm, "prepare", lambda call, device: (allocate(70), prepare(call, device))[1])
+    provide(Provider("holds", None, backward))
+    rows = read_csv(rms_norm.main([*TINY, "holds", "--ops", "bwd", "--out", str(tmp_path)]))
+    found = [
+        (r["provider"], r["peak_mb"], r["standing_mb"]) for r in rows if r["peak_mb"] and "again" not in r["provider"]
+    ]
+    assert found == [("quackish", "0.0", "0.0"), ("holds", "0.0045", "0.004")] * 2
 
 
 def test_a_config_is_forced_by_field():

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
 from benchmarks import linear_cross_entropy  # noqa: E402
 from benchmarks import report_linear_cross_entropy as report  # noqa: E402
 from benchmarks.results_linear_cross_entropy import Results  # noqa: E402
-from quackish.bench import host, providers_linear_cross_entropy  # noqa: E402
+from quackish.bench import host, memory, providers_linear_cross_entropy  # noqa: E402
 from quackish.bench.files import read_csv  # noqa: E402
 from quackish.bench.measure_linear_cross_entropy import NONE_IGNORED  # noqa: E402
 from quackish.bench.measured import A_LAUNCH, AGAIN  # noqa: E402
@@ -222,6 +223,72 @@ def test_host_time_runs(tmp_path):
         ("bare-function", "host", "ok"),
     ]
     assert "Host time" in (tmp_path / "linear_cross_entropy.md").read_text()
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """Counts what tests say is allocated, in place of CUDA's."""
+
+    class Allocator:
+        now = peak = 0
+
+        def allocate(self, size: int) -> None:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+        def reset_peak(self) -> None:
+            self.peak = self.now
+
+    made = Allocator()
+    monkeypatch.setattr(memory, "_standing", Counter())
+    monkeypatch.setattr(memory, "_counts", lambda device: True)
+    monkeypatch.setattr(memory, "_allocated", lambda device: made.now)
+    monkeypatch.setattr(memory, "_reset_peak", lambda device: made.reset_peak())
+    monkeypatch.setattr(memory, "_peak", lambda device: made.peak)
+    return made
+
+
+def test_standing_memory_is_charged_to_each_provider_of_the_library_that_holds_it(tmp_path, provide, allocator):
+    mb, kept = 1_000_000, []
+
+    def provider(library, tickets, needs, fails=False):
+        def call(x, w, target):
+            if library not in kept:
+                kept.append(library)
+                allocator.allocate(tickets * mb)
+            allocator.allocate(needs * mb)
+            allocator.allocate(-needs * mb)
+            if fails:
+                raise RuntimeError("no")
+            return load("torch")(x, w, target)
+
+        return lambda: call
+
+    provide("one", provider("one", 40, 10))
+    provide("one-more", provider("one", 40, 3))
+    provide("two-broken", provider("two", 100, 1, fails=True))
+    provide("two", provider("two", 100, 2))
+    provide("three", provider("three", 0, 5))
+    names = "one,one-more,two-broken,two,three"
+    rows = run(tmp_path, "--shapes", "24x32x90,24x32x91", "--providers", names)
+    found = [(r["provider"], r["peak_gb"], r["standing_mb"]) for r in rows if r["peak_gb"]]
+    of_a_shape = [
+        *(("one", "0.05", "40.0"), ("one-more", "0.043", "40.0")),
+        *(("two", "0.102", "100.0"), ("three", "0.005", "0.0")),
+    ]
+    assert found == of_a_shape * 2
+
+
+@pytest.mark.gpu
+def test_the_peak_is_the_same_whoever_was_measured_before(tmp_path):
+    args = ["--shapes", "512x512x4096", "--backend", "auto", "--repeats", "1", "--no-errors"]
+    found = []
+    for providers in ("quackish-chunked,torch", "quackish-chunked", "quackish-chunked,quackish-recompute"):
+        path = linear_cross_entropy.main([*args, "--providers", providers, "--out", str(tmp_path)])
+        found.append({row["provider"]: row["peak_gb"] for row in read_csv(path) if row["peak_gb"]})
+    assert found[0]["quackish-chunked"] == found[1]["quackish-chunked"] == found[2]["quackish-chunked"]
+    gradients = 2 * (512 + 4096) * 512 / 1e9
+    assert float(found[0]["torch"]) - gradients < 0.02  # logits; a workspace of cuBLAS's would be 0.033 on top
 
 
 def test_providers_that_are_missing_or_crash_are_named_and_the_run_goes_on(tmp_path, provide, capsys):
