@@ -31,7 +31,7 @@ def _verdict(kept: bool, text: str) -> Verdict:
 
 
 def _at_most(value: float | None, bar: float, text: str, unit: str = "") -> list[Verdict]:
-    return [] if value is None else [_verdict(value <= bar, f"{text}: {value:.3f}{unit}, bar {bar:g}{unit}")]
+    return [] if value is None else [_verdict(value <= bar, f"{text}: {value:.4f}{unit}, bar {bar:g}{unit}")]
 
 
 def _headline(results: Results) -> list[Verdict]:
