@@ -328,7 +328,7 @@ def figure(trained: list[Trained], title: str, out: Path) -> list[Path]:
         steps = range(1, one.steps + 1)
         for ax, curves in ((top, one.smoothed()), (bottom, one.differences())):
             for name, curve in curves.items():
-                ax.plot(steps, curve, style, color=COLORS[name], linewidth=1.3)
+                ax.plot(steps, curve, style, color=COLORS[name], linewidth=1.3, zorder=2 + (name != EXACT))
     handles = [Line2D([], [], color=COLORS[name], label=name) for name in trained[0].curves]
     if len(trained) > 1:
         styles = zip(trained, dashes, strict=True)
