@@ -120,7 +120,7 @@ def _errors(results: Results) -> list[Verdict]:
                         ratios[f"{name} at {key}"] = math.inf if math.isnan(mine) else mine / theirs
             if ratios:
                 worst = max(ratios, key=ratios.__getitem__)
-                text = f"{data} data, error of {what} / torch eager's: worst {ratios[worst]:.3f}, {worst}, bar {bar:g}"
+                text = f"{data} data, error of {what} / torch eager's: worst {ratios[worst]:.4f}, {worst}, bar {bar:g}"
                 lines.append(_verdict(ratios[worst] <= bar, text))
     return lines
 
