@@ -11,6 +11,8 @@ HEADLINE = (8192, 4096, 128256)
 HEADLINE_BARS = {"stored": (1.00, None), "chunked": (1.02, 3.0), "recompute": (1.36, 1.30)}
 SHAPES = ((4096, 2048, 32000), (8192, 2048, 151936), (16384, 4096, 128256), (65536, 4096, 128256))
 SHAPES_BAR = 1.02
+# Shapes and data where every provider is measured at several settings.
+AGAINST_MEMORY = ((HEADLINE, "normal"), (HEADLINE, "confident"), (SHAPES[-1], "normal"))
 SMALL = (1024, 4096, 128256)
 LOSS_BAR = 1.03  # of one logits GEMM
 IGNORED_BAR = 0.35  # of the time with no row ignored, at 80 % ignored
@@ -31,7 +33,7 @@ def _verdict(kept: bool, text: str) -> Verdict:
 
 
 def _at_most(value: float | None, bar: float, text: str, unit: str = "") -> list[Verdict]:
-    return [] if value is None else [_verdict(value <= bar, f"{text}: {value:.3f}{unit}, bar {bar:g}{unit}")]
+    return [] if value is None else [_verdict(value <= bar, f"{text}: {value:.4f}{unit}, bar {bar:g}{unit}")]
 
 
 def _headline(results: Results) -> list[Verdict]:
@@ -77,15 +79,16 @@ def _small(results: Results) -> list[Verdict]:
 
 
 def _dominated(results: Results) -> list[Verdict]:
-    """Whether for every peer's point at the headline shape one of ours is no slower and no larger."""
-    points = results.points(results.train(HEADLINE))
-    ours = [p for name, p in points.items() if is_ours(name)]
-    peers = {name: p for name, p in points.items() if not is_ours(name)}
-    if not ours or not peers:
-        return []
-    free = [name for name, (ms, gb) in peers.items() if not any(a <= ms and b <= gb for a, b in ours)]
-    text = f"time against memory: {len(peers) - len(free)} of {len(peers)} peers' points dominated by one of ours"
-    return [_verdict(not free, text + (f"; not {', '.join(free)}" if free else ""))]
+    """Whether for every peer's point one of ours is no slower and no larger, where all settings are measured."""
+    lines = []
+    for key in map(results.train, *zip(*AGAINST_MEMORY, strict=True)):
+        peers, free = results.peers(key), results.not_dominated(key)
+        if not peers or len(peers) == len(results.points(key)):
+            continue
+        data = "" if key.data == "normal" else f", {key.data} data"
+        text = f"{key}{data}: time against memory: {len(peers) - len(free)} of {len(peers)} peers' points dominated"
+        lines.append(_verdict(not free, f"{text} by one of ours" + (f"; not {', '.join(free)}" if free else "")))
+    return lines
 
 
 def _loss_only(results: Results) -> list[Verdict]:
@@ -117,7 +120,7 @@ def _errors(results: Results) -> list[Verdict]:
                         ratios[f"{name} at {key}"] = math.inf if math.isnan(mine) else mine / theirs
             if ratios:
                 worst = max(ratios, key=ratios.__getitem__)
-                text = f"{data} data, error of {what} / torch eager's: worst {ratios[worst]:.3f}, {worst}, bar {bar:g}"
+                text = f"{data} data, error of {what} / torch eager's: worst {ratios[worst]:.4f}, {worst}, bar {bar:g}"
                 lines.append(_verdict(ratios[worst] <= bar, text))
     return lines
 

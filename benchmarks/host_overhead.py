@@ -231,10 +231,10 @@ def report(results: Mapping[str, Mapping[str, Times]], launch: Times | None) -> 
     verdicts = []
     if "quackish" in results:
         kept = "PASS" if of_torch["quackish"] <= BAR else "FAIL"
-        verdicts.append(f"{kept}  forward + backward: {of_torch['quackish']:.2f} of torch's, bar {BAR}")
+        verdicts.append(f"{kept}  forward + backward: {of_torch['quackish']:.4f} of torch's, bar {BAR}")
     if launch:
         kept = "PASS" if launch.median <= LAUNCH_BAR_US else "FAIL"
-        text = f"a prepared launch with 18 arguments: {launch.median:.1f} us, bar {LAUNCH_BAR_US}"
+        text = f"a prepared launch with 18 arguments: {launch.median:.3f} us, bar {LAUNCH_BAR_US}"
         verdicts.append(f"{kept}  {text}")
     table = Table(*header, box=None, pad_edge=False)
     for line in lines:

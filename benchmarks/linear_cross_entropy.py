@@ -1,6 +1,7 @@
 """Linear cross entropy, forward + backward, beside every installed peer: time, memory and error against three GEMMs.
 
     python -m benchmarks.linear_cross_entropy                    # every shape that a bar is about
+    python -m benchmarks.linear_cross_entropy --only 65536x4096x128256 --append   # one of these again
     python -m benchmarks.linear_cross_entropy --sweep --out FOLDER   # over M and over V; a run of its own
     python -m benchmarks.linear_cross_entropy --host --append    # what a call costs the host
     python -m benchmarks.linear_cross_entropy --shapes 8192x4096x128256 --providers "quackish*,quack" --repeats 5
@@ -28,14 +29,14 @@ from quackish.bench.environment import ENVIRONMENT, environment
 from quackish.bench.files import CsvLog
 from quackish.bench.host import host_times, launch_times
 from quackish.bench.measure_linear_cross_entropy import measure, try_out
-from quackish.bench.measured import A_LAUNCH, OURS, Measured, Run
-from quackish.bench.providers_linear_cross_entropy import ALL, HOST, LEAN, MAIN, PROVIDERS, load
+from quackish.bench.measured import A_LAUNCH, OURS, Measured, Run, is_ours
+from quackish.bench.providers_linear_cross_entropy import ALL, HOST, LEAN, LONG, MAIN, PROVIDERS, load
 from quackish.bench.truth_linear_cross_entropy import Data
 
 FIELDS = (
     *ENVIRONMENT,
     *("mode", "m", "h", "v", "data", "ignored", "provider", "status"),
-    *("median_ms", "p20_ms", "p80_ms", "roof_ms", "of_roof", "peak_gb", "first_s", "launches"),
+    *("median_ms", "p20_ms", "p80_ms", "roof_ms", "of_roof", "peak_gb", "standing_mb", "first_s", "launches"),
     *("err_loss", "err_dx", "err_dw"),
 )
 DIRECTIONS = {"train": "forward+backward", "loss": "forward"}
@@ -49,7 +50,7 @@ class Case:
     mode: str = "train"  # forward + backward; "loss": no grad; "host": what the host needs to enqueue both
     data: str = "normal"
     ignored: float = 0.0  # share of rows
-    providers: tuple[str, ...] = MAIN
+    providers: tuple[str, ...] = (*MAIN, f"{OURS}-chunked-4096", *LEAN)
     errors: bool = True
 
     def __str__(self) -> str:
@@ -59,22 +60,24 @@ class Case:
         return " ".join([f"{self.m} x {self.h} x {self.v}", *extra])
 
 
+OURS_LEAN = (OURS, f"{OURS}-recompute", *LEAN)
+CONFIDENT = (*(name for name in ALL if is_ours(name)), "quack", "quack-2048", "quack-base", "liger", "cce", "torch")
+
 HEADLINE = Case(8192, 4096, 128256, providers=ALL)
 LOSS = dataclasses.replace(HEADLINE, mode="loss", providers=lce.LOSS)
 BARS = [
     HEADLINE,
     LOSS,
-    Case(8192, 4096, 128256, ignored=0.8, providers=(OURS, "quack", "liger-cute-sm90", "cce", "torch")),
-    Case(8192, 4096, 128256, data="confident", providers=(f"{OURS}*", "quack", "quack-base", "cce", "torch")),
+    Case(8192, 4096, 128256, ignored=0.8, providers=(*OURS_LEAN, "quack", "liger-cute-sm90", "cce", "torch")),
+    Case(8192, 4096, 128256, data="confident", providers=CONFIDENT),
     Case(4096, 2048, 32000),
     Case(8192, 2048, 151936),
     Case(1024, 4096, 128256),
     Case(16384, 4096, 128256),
-    Case(65536, 4096, 128256),
+    Case(65536, 4096, 128256, providers=LONG),
 ]
-SWEPT = dict(providers=(*MAIN, *LEAN), errors=False)
-SWEEP = [Case(m, 4096, 128256, **SWEPT) for m in (1024, 2048, 4096, 8192, 16384, 32768, 65536)]
-SWEEP += [Case(8192, 4096, v, **SWEPT) for v in (32000, 64000, 151936, 202048, 256000)]
+SWEEP = [Case(m, 4096, 128256, errors=False) for m in (1024, 2048, 4096, 8192, 16384, 32768, 65536)]
+SWEEP += [Case(8192, 4096, v, errors=False) for v in (32000, 64000, 151936, 202048, 256000)]
 HOST_CASE = Case(128, 512, 1024, mode="host", providers=HOST, errors=False)
 TINY = [  # without a GPU
     Case(48, 64, 300, providers=("quackish*", "torch")),
@@ -110,6 +113,8 @@ def _columns(found: Measured) -> dict[str, object]:
         columns |= {"launches": found.launches or "", "first_s": found.first_s}
     if found.peak_bytes is not None:
         columns["peak_gb"] = found.peak_bytes / 1e9
+    if found.standing_bytes is not None:
+        columns["standing_mb"] = found.standing_bytes / 1e6
     if times := found.times:
         columns |= {"median_ms": times.median / 1e3, "p20_ms": times.p20 / 1e3, "p80_ms": times.p80 / 1e3}
         if found.roof:
@@ -138,6 +143,8 @@ def arguments() -> argparse.ArgumentParser:
     what.add_argument("--shapes", type=_shapes, metavar="MxHxV[,...]", help="own shapes instead of the bars'")
     what.add_argument("--sweep", action="store_true", help="over M and over V instead; no errors")
     what.add_argument("--host", action="store_true", help="host time of a call instead")
+    only = "of the bars' or the sweep's shapes these alone, with the providers they have there"
+    parser.add_argument("--only", type=_shapes, metavar="MxHxV[,...]", help=only)
     parser.add_argument("--mode", choices=("train", "loss", "host"), default="train", help="own shapes: %(default)s")
     parser.add_argument("--data", choices=("normal", "confident"), default="normal", help="own shapes: %(default)s")
     parser.add_argument("--ignored", type=float, default=0.0, help="own shapes: share of rows; %(default)s")
@@ -185,6 +192,8 @@ def cases_of(args: argparse.Namespace, device: torch.device) -> list[Case]:
         cases = TINY
     else:
         cases = SWEEP if args.sweep else BARS
+    if args.only:
+        cases = [case for case in cases if (case.m, case.h, case.v) in args.only]
     chunked = tuple(f"{OURS}-chunked-{rows}" for rows in args.chunk_sizes)
     return [
         dataclasses.replace(
@@ -198,9 +207,13 @@ def cases_of(args: argparse.Namespace, device: torch.device) -> list[Case]:
 
 def main(argv: Sequence[str] | None = None) -> Path:
     """Returns the CSV file."""
-    args = arguments().parse_args(argv)
+    parser = arguments()
+    args = parser.parse_args(argv)
     device = harness.device_to_measure()
     cases = cases_of(args, device)
+    if not cases:
+        shapes = ",".join("x".join(map(str, shape)) for shape in args.only)
+        parser.error(f"--only {shapes}: none of the shapes that are measured; --shapes measures any")
     path = (args.out or harness.results_dir(device)) / "linear_cross_entropy.csv"
     log = CsvLog(path, FIELDS, environment(device, args.commit), args.append)
     said = set()

@@ -9,13 +9,14 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.bars_linear_cross_entropy import HEADLINE, verdicts
+from benchmarks.bars_linear_cross_entropy import AGAINST_MEMORY, HEADLINE, verdicts
 from benchmarks.harness import console
 from benchmarks.results_linear_cross_entropy import Key, Results, Row, noise
 from quackish.bench import plots
 from quackish.bench.files import markdown_table, read_csv
 from quackish.bench.measure_linear_cross_entropy import GEMMS, NONE_IGNORED, THREE_GEMMS
 from quackish.bench.measured import is_ours
+from quackish.bench.providers_linear_cross_entropy import ABOUT
 from quackish.testing.timing import LOAD_MS
 
 TITLES = {"train": "Forward + backward", "loss": "Loss only, no grad", "host": "Host time, forward + backward"}
@@ -28,8 +29,10 @@ def markdown(results: Results) -> str:
         *(f"{source}.\n" for source in sources),
         "bf16; medians of plain calls, all providers taking turns in random order, each call after "
         f"{LOAD_MS:.0f} ms of GEMMs on random data, as in a training step. `3 GEMMs` is three torch.mm on the same "
-        "data in the same turns. Memory is the peak above inputs, gradients included. Errors are norm-wise against "
-        "fp64.\n",
+        "data in the same turns. Memory is the peak of a warm call above before the library was first called, "
+        "gradients and what the library keeps between calls (standing) included. Errors are norm-wise against fp64. A "
+        "peer's point is dominated where one of quackish's is no slower and no larger; those that are not are listed "
+        "under each table.\n",
         *(f"- {word}: {text}" for word, text in verdicts(results)),
         f"- {noise(results)}\n",
     ]
@@ -37,14 +40,18 @@ def markdown(results: Results) -> str:
         for key in sorted(key for key in results.cases if key.mode == mode):
             if results.providers([key]):
                 parts += [f"## {title}: {_title(key)}\n", *_roof_line(results, key), _case_table(results, key)]
-    failed = dict.fromkeys(
-        f"{row['provider']}, {row['mode']}, {row['m']} x {row['h']} x {row['v']}: {row['status']}"
-        for case in results.cases.values()
-        for row in case.values()
+                parts += _not_dominated_line(results, key) if mode == "train" else []
+    failed = [
+        f"- {name}{about and f' ({about})'}, {TITLES[key.mode].lower()}, {_title(key)}: {row['status']}"
+        for key, case in results.cases.items()
+        for name, row in case.items()
         if row["status"] != "ok"
-    )
+        for about in [ABOUT.get(name, "")]
+    ]
     if failed:
-        parts += ["## Not measured\n", *(f"- {line}" for line in failed)]
+        parts += ["## Failed\n", *failed, ""]
+    tried = {name for case in results.cases.values() for name in case}
+    parts += ["## Peers\n", *(f"- {name}: {about}" for name, about in ABOUT.items() if name in tried)]
     return "\n".join(parts) + "\n"
 
 
@@ -67,6 +74,14 @@ def _roof_line(results: Results, key: Key) -> list[str]:
     return [f"{', '.join(times)}\n"] if times else []
 
 
+def _not_dominated_line(results: Results, key: Key) -> list[str]:
+    if not (peers := results.peers(key)) or len(peers) == len(results.points(key)):
+        return []
+    if free := results.not_dominated(key):
+        return [f"Not dominated by a point of quackish: {', '.join(free)}.\n"]
+    return ["Every peer's point is dominated by one of quackish.\n"]
+
+
 def _case_table(results: Results, key: Key) -> str:
     unit, scale = ("us", 1e3) if key.mode == "host" else ("ms", 1.0)
     header = [
@@ -75,6 +90,7 @@ def _case_table(results: Results, key: Key) -> str:
         "p20-p80",
         "of roof",
         "peak GB",
+        "standing MB",
         "first call s",
         "launches",
         "err loss",
@@ -86,12 +102,13 @@ def _case_table(results: Results, key: Key) -> str:
         row = results.cases[key][name]
         times = [scale * float(row[column]) for column in ("median_ms", "p20_ms", "p80_ms")]
         ratio = f"{float(row['of_roof']):.3f}" if row["of_roof"] else ""
-        peak = f"{float(row['peak_gb']):.2f}" if row["peak_gb"] else ""
+        peak = f"{float(row['peak_gb']):.4f}" if row["peak_gb"] else ""
+        standing = f"{float(row['standing_mb']):.2f}" if row.get("standing_mb") else ""
         errors = (f"{float(row[c]):.2g}" if row[c] else "" for c in ("err_loss", "err_dx", "err_dw"))
         shown = f"**{name}**" if is_ours(name) else name
         spread = f"{times[1]:.4g}-{times[2]:.4g}"
         first = f"{float(row['first_s']):.2g}" if row["first_s"] else ""
-        lines.append([shown, f"{times[0]:.4g}", spread, ratio, peak, first, row["launches"], *errors])
+        lines.append([shown, f"{times[0]:.4g}", spread, ratio, peak, standing, first, row["launches"], *errors])
     return markdown_table(header, lines)
 
 
@@ -99,15 +116,15 @@ def _case_table(results: Results, key: Key) -> str:
 
 
 def figures(results: Results, stem: Path) -> None:
-    """`stem`: time against memory at the headline shape; `stem`_sweep: both over M and over V. As .svg and .png."""
+    """Time against memory: `stem` at the headline shape, `stem`_m65536 and `stem`_confident where these were measured;
+    `stem`_sweep: both over M and over V. As .svg and .png."""
     plt = plots.pyplot()
     gpu = results.rows[0]["gpu"]
-    key = _largest_with_memory(results)
-    if key:
+    for key, path in _with_memory(results, stem):
         fig = plt.figure(figsize=(9, 6), layout="constrained")
         _time_against_memory(results, key, fig.subplots())
         fig.suptitle(f"Linear cross entropy, forward + backward, {_title(key)}, bf16, {gpu}", fontsize=10)
-        plots.save(fig, stem)
+        plots.save(fig, path)
     panels = [(axis, line) for axis in ("m", "v") if len(line := _sweep(results, axis)) > 1]
     if panels:
         fig = plt.figure(figsize=(1 + 5.5 * len(panels), 8), layout="constrained")
@@ -126,15 +143,27 @@ def figures(results: Results, stem: Path) -> None:
     plt.close("all")
 
 
-def _largest_with_memory(results: Results) -> Key | None:
-    """The headline shape, or where it is not measured the largest."""
+def _with_memory(results: Results, stem: Path) -> list[tuple[Key, Path]]:
+    """The headline shape, or where it is not measured the largest; then others where all settings are measured."""
     keys = [k for k in results.cases if k.mode == "train" and not k.ignored and len(results.points(k)) > 1]
-    return max(keys, key=lambda k: (k.shape == HEADLINE, k.data == "normal", k.m * k.h * k.v), default=None)
+    first = max(keys, key=lambda k: (k.shape == HEADLINE, k.data == "normal", k.m * k.h * k.v), default=None)
+    figures = [(first, stem)] if first else []
+    for shape, data in AGAINST_MEMORY:
+        name = f"m{shape[0]}" if data == "normal" else data
+        if (key := results.train(shape, data)) in keys and key != first:
+            figures.append((key, stem.with_name(f"{stem.stem}_{name}")))
+    return figures
 
 
 def _time_against_memory(results: Results, key: Key, ax) -> None:
-    points = {name: (gb, ms) for name, (ms, gb) in results.points(key).items()}
+    wrong = {name for name in results.points(key) if results.is_wrong(key, name)}
+    points = {name + (name in wrong) * ", wrong results": (gb, ms) for name, (ms, gb) in results.points(key).items()}
     plots.time_against_memory(ax, points, is_ours, "ms")
+    ours = sorted(point for name, point in points.items() if is_ours(name))
+    if ours:  # what is above and to the right is dominated
+        front = [(gb, min(ms for _, ms in ours[: i + 1])) for i, (gb, _) in enumerate(ours)]
+        front = [(front[0][0], ax.get_ylim()[1]), *front, (ax.get_xlim()[1], front[-1][1])]
+        ax.step(*zip(*front, strict=True), where="post", color="C3", linewidth=1, alpha=0.4, scalex=False, scaley=False)
     gradients = 2 * (key.v + key.m) * key.h / 1e9
     ax.axvline(gradients, color="0.6", linestyle=":", linewidth=1, label="the gradients alone")
     if roof := results.ms(key, THREE_GEMMS):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from quackish.bench.measure_linear_cross_entropy import GEMMS, NONE_IGNORED, THREE_GEMMS
 from quackish.bench.measured import AGAIN, OURS, is_ours
 from quackish.bench.providers_linear_cross_entropy import PROVIDERS
+from quackish.bench.schema import WRONG
 
 NOT_COMPARED = (AGAIN, NONE_IGNORED, THREE_GEMMS, *GEMMS, "truth")
 
@@ -68,6 +69,23 @@ class Results:
         """(ms, GB) of each provider that has both."""
         both = {n: (self.ms(key, n), self.value(key, n, "peak_gb")) for n in self.providers([key])}
         return {name: point for name, point in both.items() if None not in point}
+
+    def peers(self, key: Key) -> dict[str, tuple[float, float]]:
+        return {name: point for name, point in self.points(key).items() if not is_ours(name)}
+
+    def not_dominated(self, key: Key) -> list[str]:
+        """The peers' points of which none of ours is at most as slow and as large; each as name, time and memory."""
+        ours = [point for name, point in self.points(key).items() if is_ours(name)]
+        return [
+            f"{name} ({ms:.4g} ms, {gb:.4f} GB{', wrong results' if self.is_wrong(key, name) else ''})"
+            for name, (ms, gb) in self.peers(key).items()
+            if not any(a <= ms and b <= gb for a, b in ours)
+        ]
+
+    def is_wrong(self, key: Key, provider: str) -> bool:
+        """Some error is no rounding, or NaN."""
+        errors = (self.value(key, provider, column) for column in ("err_loss", "err_dx", "err_dw"))
+        return any(not error <= WRONG for error in errors if error is not None)
 
 
 def noise(results: Results) -> str:

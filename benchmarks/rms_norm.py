@@ -30,7 +30,7 @@ FIELDS = (
     *ENVIRONMENT,
     *("cells", "op", "dtype", "m", "n", "provider", "status"),
     *("median_us", "p20_us", "p80_us", "gb_per_s", "roof_us", "pct_of_roof", "bar_us", "within_bar"),
-    *("err_y", "err_dx", "err_dweight", "deterministic", "peak_mb"),
+    *("err_y", "err_dx", "err_dweight", "deterministic", "peak_mb", "standing_mb"),
 )
 
 
@@ -87,6 +87,7 @@ def _columns(op: str, cell: Cell, found: Measured) -> dict[str, object]:
     columns = {"status": found.note or found.status, **found.errors}
     columns |= {} if found.deterministic is None else {"deterministic": found.deterministic}
     columns |= {} if found.peak_bytes is None else {"peak_mb": found.peak_bytes / 1e6}
+    columns |= {} if found.standing_bytes is None else {"standing_mb": found.standing_bytes / 1e6}
     return columns | (_speed(op, cell, found.times, found.roof.median) if found.times else {})
 
 

@@ -1,6 +1,6 @@
-"""A small Llama-style language model, once with quackish's two ops in it and once in plain PyTorch.
+"""A small Llama-style language model, with quackish's two ops in it or in plain PyTorch, with bf16 or fp32 logits.
 
-The model is the same code for both: `Ops` holds the only two things that differ. RMSNorm is before each half of a
+The model is the same code for all: `Ops` holds the only two things that differ. RMSNorm is before each half of a
 block, on the queries and keys, and at the end; SwiGLU, rotary positions, causal attention, and a head of its own.
 """
 
@@ -37,8 +37,15 @@ def torch_head_loss(x: Tensor, head_weight: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
+def torch_head_loss_fp32(x: Tensor, head_weight: Tensor, target: Tensor) -> Tensor:
+    """Exact but slow and large: neither inputs nor logits are rounded to autocast's 16 bits."""
+    with torch.autocast(x.device.type, enabled=False):
+        return torch_head_loss(x.float(), head_weight.float(), target)
+
+
 QUACKISH = Ops("quackish", quackish.rms_norm, quackish.linear_cross_entropy)
 TORCH = Ops("PyTorch", torch_rms_norm, torch_head_loss)
+TORCH_FP32 = Ops("PyTorch, fp32 logits", torch_rms_norm, torch_head_loss_fp32)
 
 
 class Block(nn.Module):

@@ -2,9 +2,12 @@
 
     python scripts/train_lm.py                     # the Python standard library's own sources
     python scripts/train_lm.py --data my_texts/    # any file or folder
+    python scripts/train_lm.py --seeds 0,1         # twice, from other weights on other batches
 
-Both models start from the same weights and see the same batches, a step of one after a step of the other. At the end
-(or after Ctrl-C) a table compares losses, step time and memory, and --out holds the figure, the curves and a summary.
+On a GPU the matrix products are in bf16 (autocast). A third model, PyTorch with its head and logits in fp32, shows
+which of the first two is closer to exact. All start from the same weights and see the same batches, a step of one after
+a step of the other. At the end (or after Ctrl-C) a table compares losses, step time and memory, and --out holds the
+figure, the curves and a summary.
 """
 
 import argparse
@@ -20,25 +23,30 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 from torch import Tensor
 
 try:
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.table import Table
 
     import quackish
-    from lm_model import HEAD_DIM, QUACKISH, TORCH, LanguageModel, Ops
+    from lm_model import HEAD_DIM, QUACKISH, TORCH, TORCH_FP32, LanguageModel, Ops
     from quackish.bench.console import progress_class
 except ImportError as error:
     sys.exit(f"train_lm.py: {error}. Install the project with what this script needs: pip install -e '.[bench]'")
 
 VALIDATION_SHARE = 0.05
 VALIDATION_BATCHES = 8
+VALIDATION_SEED = 1  # the same windows for every seed of a run
+VARIANTS = (QUACKISH, TORCH, TORCH_FP32)
+EXACT = TORCH_FP32.name
+COLORS = {QUACKISH.name: "C3", TORCH.name: "C0", EXACT: "black"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +68,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(steps=500, batch=16, seq=128, dim=128, layers=4, token_bytes=1, lr=1e-3),
+    "cpu": Size(steps=330, batch=16, seq=128, dim=128, layers=4, token_bytes=1, lr=1e-3),
     "cuda": Size(steps=300, batch=16, seq=1024, dim=1024, layers=8, token_bytes=2, lr=4e-4),
 }
 
@@ -109,7 +117,7 @@ class Batches:
 
 
 class Run:
-    """One of the two models, with its optimizer, its losses and its step times."""
+    """One of the models, with its optimizer, its losses and its step times."""
 
     def __init__(self, ops: Ops, size: Size, seed: int, device: torch.device, compiled: bool):
         torch.manual_seed(seed)
@@ -182,10 +190,10 @@ class Run:
         return max(held) - (held[0] - first)
 
 
-def train(runs: list[Run], batches: Batches, steps: int, console: Console) -> int:
+def train(runs: list[Run], batches: Batches, steps: int, console: Console, title: str) -> int:
     """Trains all runs side by side; returns how many steps all of them have done, fewer after Ctrl-C."""
     columns = (
-        TextColumn("training"),
+        TextColumn(title),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
@@ -213,75 +221,149 @@ def train(runs: list[Run], batches: Batches, steps: int, console: Console) -> in
 # --- the report
 
 
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What came out of one seed, by the variants' names."""
+
+    seed: int
+    curves: dict[str, list[float]]  # a loss for each step that all have done
+    step_ms: dict[str, list[float]]
+    results: dict[str, dict[str, float]]
+
+    @property
+    def steps(self) -> int:
+        return len(self.curves[EXACT])
+
+    @property
+    def window(self) -> int:
+        """How many steps are averaged wherever curves are smoothed."""
+        return max(1, self.steps // 20)
+
+    def smoothed(self) -> dict[str, list[float]]:
+        return {name: smooth(curve, self.window) for name, curve in self.curves.items()}
+
+    def differences(self) -> dict[str, list[float]]:
+        """The other variants' smoothed curves minus that of fp32 logits."""
+        smoothed = self.smoothed()
+        exact = smoothed.pop(EXACT)
+        return {name: [a - b for a, b in zip(curve, exact, strict=True)] for name, curve in smoothed.items()}
+
+    def distances(self) -> dict[str, dict[str, float]]:
+        return {
+            name: {"largest": (most := max(curve, key=abs)), "at_step": curve.index(most) + 1, "mean": mean(curve)}
+            for name, curve in self.differences().items()
+        }
+
+    def summary(self) -> dict:
+        """As it goes into summary.json."""
+        distances = self.distances()
+        return {"seed": self.seed, "steps_done": self.steps, "runs": self.results, "from_fp32_logits": distances}
+
+
+def train_seed(seed: int, args: argparse.Namespace, validation: Batches, console: Console) -> Trained | None:
+    """None where it was stopped before the first step was done."""
+    size = args.size
+    runs = [Run(ops, size, seed, args.device, args.compile) for ops in VARIANTS]
+    batches = Batches(args.training, size.steps, size, seed, args.device)
+    done = train(runs, batches, size.steps, console, f"seed {seed}")
+    if done == 0:
+        return None
+    curves = {run.name: run.losses[:done].tolist() for run in runs}
+    step_ms = {run.name: run.step_ms()[:done] for run in runs}
+    results = {}
+    for run in runs:
+        loss = run.validation_loss(validation)
+        results[run.name] = {
+            "final_loss": smooth(curves[run.name], max(1, done // 20))[-1],
+            "validation_loss": loss,
+            "validation_bits_a_byte": loss / math.log(2) / size.token_bytes,
+            "step_ms": median(step_ms[run.name]),
+            "peak_bytes": run.peak_bytes(*batches[0]),
+        }
+    return Trained(seed, curves, step_ms, results)
+
+
 def smooth(losses: list[float], window: int) -> list[float]:
     """The mean of each `window` steps that end at a step (of fewer where the curve begins)."""
     return [sum(part) / len(part) for i in range(len(losses)) for part in [losses[max(0, i + 1 - window) : i + 1]]]
 
 
-def table(runs: list[Run], curves: list[list[float]], summary: dict, steps: int) -> Table:
-    window = max(1, steps // 20)
-    smoothed = [smooth(curve, window) for curve in curves]
+def table(trained: list[Trained]) -> Table:
     t = Table(title="The same model, the same batches", title_justify="left")
     t.add_column("")
-    for run in runs:
-        t.add_column(run.name, justify="right")
-    t.add_row("loss at step 1", *(f"{curve[0]:.4f}" for curve in curves))
-    for i in sorted({max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)} - {1}):
-        label = f"mean loss, steps {i + 1 - min(i, window)}-{i}" if window > 1 else f"loss at step {i}"
-        t.add_row(label, *(f"{curve[i - 1]:.4f}" for curve in smoothed))
-    t.add_section()
-    results = [summary["runs"][run.name] for run in runs]
-    t.add_row("validation loss, nats a token", *(f"{r['validation_loss']:.4f}" for r in results))
-    t.add_row("validation loss, bits a byte", *(f"{r['validation_bits_a_byte']:.4f}" for r in results))
-    t.add_section()
-    t.add_row("step, median ms", *(f"{r['step_ms']:.1f}" for r in results))
-    t.add_row("peak memory of a step, MB *", *(f"{r['peak_bytes'] / 1e6:.1f}" for r in results))
-    t.caption = "* gradients included, weights and optimizer state not"
+    for name in trained[0].curves:
+        t.add_column(name.replace(", ", ",\n"), justify="right")
+    for one in trained:
+        steps, window, smoothed = one.steps, one.window, one.smoothed()
+        t.add_row(f"seed {one.seed}: loss at step 1", *(f"{curve[0]:.4f}" for curve in one.curves.values()))
+        for i in sorted({max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)} - {1}):
+            label = f"mean loss, steps {i + 1 - min(i, window)}-{i}" if window > 1 else f"loss at step {i}"
+            t.add_row(label, *(f"{curve[i - 1]:.4f}" for curve in smoothed.values()))
+        results = one.results.values()
+        t.add_row("validation loss, nats a token", *(f"{r['validation_loss']:.4f}" for r in results))
+        t.add_row("validation loss, bits a byte", *(f"{r['validation_bits_a_byte']:.4f}" for r in results))
+        distance = one.distances().values()
+        t.add_row("largest difference **", *(f"{d['largest']:+.4f}" for d in distance), "")
+        t.add_row("    at step", *(str(d["at_step"]) for d in distance), "")
+        t.add_row("mean difference **", *(f"{d['mean']:+.4f}" for d in distance), "")
+        t.add_section()
+    names = trained[0].curves
+    t.add_row("step, median ms", *(f"{median(ms for one in trained for ms in one.step_ms[n]):.1f}" for n in names))
+    peaks = (max(one.results[name]["peak_bytes"] for one in trained) for name in names)
+    t.add_row("peak memory of a step, MB *", *(f"{peak / 1e6:.1f}" for peak in peaks))
+    t.caption = (
+        "* gradients included, weights and optimizer state not\n** of smoothed training losses, from fp32 logits"
+    )
     t.caption_justify = "left"
     return t
 
 
-def figure(names: list[str], curves: list[list[float]], title: str, out: Path) -> list[Path]:
-    """The loss curves, and their difference below; as PNG and SVG."""
-    steps = range(1, len(curves[0]) + 1)
-    window = max(1, len(steps) // 50)
+def figure(trained: list[Trained], title: str, out: Path) -> list[Path]:
+    """The loss curves, and below their difference from fp32 logits, all smoothed: a color each variant, dashes each
+    seed. As PNG and SVG."""
     fig = Figure(figsize=(8, 6), layout="constrained")
-    top, bottom = fig.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    for name, curve, style in zip(names, curves, ("-", "--"), strict=True):
-        (line,) = top.plot(steps, smooth(curve, window), style, label=name, zorder=3)
-        top.plot(steps, curve, color=line.get_color(), alpha=0.25, linewidth=0.8)
-    top.set(ylabel="training loss, nats a token", title=title)
-    top.legend()
-    bottom.axhline(0, color="gray", linewidth=0.8)
-    bottom.plot(steps, [a - b for a, b in zip(*curves, strict=True)], color="black", linewidth=0.8)
-    bottom.set(xlabel="step", ylabel="difference")
+    top, bottom = fig.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    dashes = [("-", "--", "-.", ":")[i % 4] for i in range(len(trained))]
+    bottom.axhline(0, color=COLORS[EXACT], linewidth=0.8)
+    for one, style in zip(trained, dashes, strict=True):
+        steps = range(1, one.steps + 1)
+        for ax, curves in ((top, one.smoothed()), (bottom, one.differences())):
+            for name, curve in curves.items():
+                ax.plot(steps, curve, style, color=COLORS[name], linewidth=1.3, zorder=2 + (name != EXACT))
+    handles = [Line2D([], [], color=COLORS[name], label=name) for name in trained[0].curves]
+    if len(trained) > 1:
+        styles = zip(trained, dashes, strict=True)
+        handles += [Line2D([], [], color="gray", linestyle=style, label=f"seed {one.seed}") for one, style in styles]
+    window = trained[0].window
+    top.set_title(title, fontsize=10)
+    top.set_ylabel("training loss, nats a token" + (f"\n(mean of {window} steps)" if window > 1 else ""))
+    top.legend(handles=handles)
+    bottom.set(xlabel="step", ylabel="minus that of\nfp32 logits")
+    for ax in (top, bottom):
+        ax.grid(alpha=0.25)
     paths = [out / "loss.png", out / "loss.svg"]
     for path in paths:
         fig.savefig(path, dpi=150)
     return paths
 
 
-def write_curves(path: Path, runs: list[Run], curves: list[list[float]]) -> None:
+def write_curves(path: Path, trained: list[Trained]) -> None:
     with path.open("w", newline="") as f:
         writer = csv.writer(f)
-        writer.writerow(["step", *(f"{run.name} {what}" for what in ("loss", "ms") for run in runs)])
-        writer.writerows(zip(range(1, len(curves[0]) + 1), *curves, *(run.step_ms() for run in runs), strict=False))
-
-
-def summarize(runs: list[Run], validation: Batches, batch: tuple[Tensor, Tensor]) -> dict:
-    results = {}
-    for run in runs:
-        loss = run.validation_loss(validation)
-        results[run.name] = {
-            "validation_loss": loss,
-            "validation_bits_a_byte": loss / math.log(2) / run.size.token_bytes,
-            "step_ms": median(run.step_ms()),
-            "peak_bytes": run.peak_bytes(*batch),
-        }
-    return results
+        writer.writerow(["seed", "step", *(f"{name} {what}" for what in ("loss", "ms") for name in trained[0].curves)])
+        for one in trained:
+            columns = (range(1, one.steps + 1), *one.curves.values(), *one.step_ms.values())
+            writer.writerows([one.seed, *row] for row in zip(*columns, strict=True))
 
 
 # --- the command
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
+        raise argparse.ArgumentTypeError(f"{text}: expected different whole numbers with commas between, as in 0,1")
+    return tuple(map(int, words))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -289,8 +371,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="a file or a folder; default: the standard library's *.py")
     parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="where results go; default: %(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compile", action="store_true", help="both models through torch.compile")
+    seeds = "with commas between; each trains all models once; default: 0"
+    parser.add_argument("--seeds", type=seeds_of, default=(0,), metavar="N[,...]", help=seeds)
+    parser.add_argument("--compile", action="store_true", help="all models through torch.compile")
     for field in dataclasses.fields(Size):
         defaults = ", ".join(f"{getattr(size, field.name)} on {device}" for device, size in SIZES.items())
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, help=f"default: {defaults}")
@@ -342,36 +425,38 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
 
-    runs = [Run(ops, size, args.seed, device, args.compile) for ops in (QUACKISH, TORCH)]
-    parameters = sum(p.numel() for p in runs[0].model.parameters())
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    with torch.device("meta"):
+        model = LanguageModel(size.vocab, size.dim, size.layers, size.seq, TORCH)
+    parameters = sum(p.numel() for p in model.parameters())
     title = f"{parameters / 1e6:.1f} M parameters, vocabulary {size.vocab}, {size.batch} x {size.seq} tokens, {machine}"
     console.print(f"{title}; text: {args.data or 'the Python standard library'}, {len(args.tokens) / 1e6:.1f} M tokens")
 
-    batches = Batches(args.training, size.steps, size, args.seed, device)
-    validation = Batches(args.validation, VALIDATION_BATCHES, size, args.seed + 1, device)
-    done = train(runs, batches, size.steps, console)
-    if done == 0:
+    validation = Batches(args.validation, VALIDATION_BATCHES, size, VALIDATION_SEED, device)
+    trained: list[Trained] = []
+    for seed in args.seeds:
+        one = train_seed(seed, args, validation, console)
+        trained += [one] if one else []
+        if one is None or one.steps < size.steps:
+            break
+    if not trained:
         return 130
 
-    curves = [run.losses[:done].tolist() for run in runs]
     summary = {
         "machine": machine,
         "versions": {"quackish": quackish.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "size": dataclasses.asdict(size),
-        "seed": args.seed,
         "compile": args.compile,
         "data": str(args.data or "the Python standard library"),
-        "steps_done": done,
-        "runs": summarize(runs, validation, batches[0]),
+        "seeds": [one.summary() for one in trained],
     }
-    console.print(table(runs, curves, summary, done))
-    paths = figure([run.name for run in runs], curves, title, args.out)
+    console.print(table(trained))
+    paths = figure(trained, title, args.out)
     paths += [args.out / "curves.csv", args.out / "summary.json"]
-    write_curves(paths[-2], runs, curves)
+    write_curves(paths[-2], trained)
     paths[-1].write_text(json.dumps(summary, indent=2) + "\n")
     console.print("written:", ", ".join(map(str, paths)))
-    return 0 if done == size.steps else 130
+    return 0 if sum(one.steps for one in trained) == len(args.seeds) * size.steps else 130
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ def write(tmp_path):
 
     def put(name: str, rows: dict[tuple[str, str], tuple | str], **columns: str) -> Path:
         path = tmp_path / name
-        base = dict.fromkeys(schema.COLUMNS, "") | {"schema": "1", "op": "rms_norm", "dtype": "bfloat16"}
+        base = dict.fromkeys(schema.COLUMNS, "") | {"schema": "2", "op": "rms_norm", "dtype": "bfloat16"}
         log = CsvLog(path, tuple(schema.COLUMNS), base | {"direction": "forward", "gpu": "H200"} | columns)
         for (shape, provider), found in rows.items():
-            role = {"quackish": "ours", "copy": "roof", "quackish (again)": "again"}.get(provider, "peer")
+            role = {"quackish": "ours", "mul": "roof", "quackish (again)": "again"}.get(provider, "peer")
             row = {"shape": shape, "provider": provider, "role": role, "status": "ok"}
             if isinstance(found, str):
                 log.write([row | {"status": found}])
@@ -64,18 +64,18 @@ def test_failing_now_is_a_regression_and_having_failed_is_none(write):
 
 
 def test_the_roof_and_the_noise_are_not_judged(write):
-    rows = {("1x4", name): (1.0, 1.0, 1.0) for name in ("quackish", "copy", "quackish (again)")}
+    rows = {("1x4", name): (1.0, 1.0, 1.0) for name in ("quackish", "mul", "quackish (again)")}
     a, b = write("a.csv", rows), write("b.csv", dict.fromkeys(rows, (2.0, 2.0, 2.0)))
     assert verdicts(a, b) == {
         ("1x4", "quackish"): "slower",
-        ("1x4", "copy"): "",
+        ("1x4", "mul"): "",
         ("1x4", "quackish (again)"): "",
     }
 
 
 def test_of_rows_for_the_same_the_last_counts(write):
     a = write("a.csv", {("1x4", "quackish"): (1.0, 1.0, 1.0)})
-    log = CsvLog(a, tuple(schema.COLUMNS), {"schema": "1"}, append=True)
+    log = CsvLog(a, tuple(schema.COLUMNS), {"schema": "2"}, append=True)
     again = {"op": "rms_norm", "shape": "1x4", "dtype": "bfloat16", "direction": "forward", "provider": "quackish"}
     log.write([again | {"role": "ours", "status": "ok", "median_ms": 4.0, "p20_ms": 4.0, "p80_ms": 4.0}])
     b = write("b.csv", {("1x4", "quackish"): (2.0, 2.0, 2.0)})
@@ -83,10 +83,10 @@ def test_of_rows_for_the_same_the_last_counts(write):
 
 
 def test_the_command_prints_and_ends_with_one(write, capsys):
-    a = write("a.csv", {("1x4", "quackish"): (1, 1, 1), ("1x4", "copy"): (1, 1, 1), ("2x4", "quack"): (1, 1, 1)})
+    a = write("a.csv", {("1x4", "quackish"): (1, 1, 1), ("1x4", "mul"): (1, 1, 1), ("2x4", "quack"): (1, 1, 1)})
     b = write(
         "b.csv",
-        {("1x4", "quackish"): (1.1, 1.1, 1.1), ("1x4", "copy"): (1.01, 1, 1), ("3x4", "quack"): "no"},
+        {("1x4", "quackish"): (1.1, 1.1, 1.1), ("1x4", "mul"): (1.01, 1, 1), ("3x4", "quack"): "no"},
         gpu="B200",
     )
     assert main(["bench", "compare", str(a), str(b)]) == 1
@@ -109,13 +109,13 @@ def test_files_that_are_none_of_ours_are_told(write, tmp_path, capsys):
     other.write_text("m,n\n1,2\n")
     empty = tmp_path / "empty.csv"
     empty.write_text("")
-    newer = write("newer.csv", {("1x4", "quackish"): (1, 1, 1)}, schema="2")
+    newer = write("newer.csv", {("1x4", "quackish"): (1, 1, 1)}, schema="3")
     far = write("far.csv", {("1x4", "quackish"): (1, 1, 1)}, op="linear_cross_entropy")
     for path, says in {
         tmp_path / "absent.csv": "no such file",
         other: "not a CSV of `quackish bench`: has no column schema",
         empty: "is empty",
-        newer: "its schema is 2, this is 1",
+        newer: "its schema is 3, this is 2",
         far: "have no row in common",
     }.items():
         assert main(["bench", "compare", str(a), str(path)]) == 2

@@ -40,11 +40,11 @@ def test_a_run_writes_rows_page_and_figures(tmp_path, capsys):
         (dtype, shape, direction, name, role)
         for dtype in ("bfloat16", "float32")
         for shape in ("8x32", "16x32")
-        for direction, roof in (("forward", "copy"), ("backward", "add"))
+        for direction, roof in (("forward", "mul"), ("backward", "add"))
         for name, role in (("quackish", "ours"), ("torch", "peer"), (AGAIN, "again"), (roof, "roof"))
     ]
     for row in rows:
-        assert (row["schema"], row["commit"], row["dirty"], row["status"]) == ("1", "abc", "True", "ok")
+        assert (row["schema"], row["commit"], row["dirty"], row["status"]) == ("2", "abc", "True", "ok")
         assert float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"])
         assert float(row["pct_of_roof"]) == pytest.approx(100 * float(row["roof_ms"]) / float(row["median_ms"]), 1e-4)
         if row["role"] in ("ours", "peer"):

@@ -115,6 +115,7 @@ def test_a_row_has_the_columns_of_the_schema():
         times=Times(2000.0, 1900.0, 2100.0),
         roof=Times(1000.0, 990.0, 1010.0),
         peak_bytes=3_000_000,
+        standing_bytes=40_000,
         first_s=1.5,
         compiles=2,
         launches=9,
@@ -126,7 +127,8 @@ def test_a_row_has_the_columns_of_the_schema():
     assert schema.COLUMNS.keys() >= row.keys()
     assert (row["shape"], row["role"], row["status"], row["note"]) == ("8x32x90", "ours", "ok", "")
     assert (row["median_ms"], row["p20_ms"], row["p80_ms"], row["roof_ms"]) == (2.0, 1.9, 2.1, 1.0)
-    assert (row["pct_of_roof"], row["peak_mb"], row["err_dweight"], row["launches"]) == (50.0, 3.0, 3e-3, 9)
+    assert (row["pct_of_roof"], row["peak_mb"], row["standing_mb"]) == (50.0, 3.0, 0.04)
+    assert (row["err_dweight"], row["launches"]) == (3e-3, 9)
     assert schema.cell_of({key: str(value) for key, value in row.items()}) == cell
     failed = schema.row_of(LCE, cell, "quack", Measured(status="RuntimeError: no"), models="", rounds=10)
     assert (failed["role"], failed["status"], failed.get("median_ms")) == ("peer", "RuntimeError: no", None)

@@ -1,4 +1,4 @@
-"""The main job, small: both models learn the same, and the results are where the script says."""
+"""The main job, small: all models learn the same, and the results are where the script says."""
 
 import csv
 import importlib
@@ -24,23 +24,33 @@ def train_lm(*arguments: object, before: str = "") -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=env)
 
 
-def losses(out: Path) -> tuple[list[float], list[float]]:
+NAMES = ("quackish", "PyTorch", "PyTorch, fp32 logits")
+
+
+def losses(out: Path, seed: int = 0) -> list[list[float]]:
+    """Of each of NAMES."""
     with (out / "curves.csv").open(newline="") as f:
-        rows = list(csv.DictReader(f))
-    return [float(row["quackish loss"]) for row in rows], [float(row["PyTorch loss"]) for row in rows]
+        rows = [row for row in csv.DictReader(f) if row["seed"] == str(seed)]
+    return [[float(row[f"{name} loss"]) for row in rows] for name in NAMES]
+
+
+def summaries(out: Path) -> list[dict]:
+    return json.loads((out / "summary.json").read_text())["seeds"]
 
 
 @pytest.mark.parametrize("token_bytes", [1, 2])
 def test_both_models_learn_the_same(tmp_path, token_bytes):
     done = train_lm(*TINY, "--token-bytes", token_bytes, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    ours, theirs = losses(tmp_path)
+    ours, theirs, exact = losses(tmp_path)
     assert len(ours) == len(theirs) == 12
+    assert theirs == exact
     # fp32 on both sides: what differs is the order of sums, and 12 steps do not let it grow.
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert ours[-1] < ours[0] - 0.5, "the loss does not fall"
 
-    runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    runs = summaries(tmp_path)[0]["runs"]
+    assert tuple(runs) == NAMES
     assert runs["quackish"]["validation_loss"] == pytest.approx(runs["PyTorch"]["validation_loss"], rel=1e-4)
     for name in ("loss.png", "loss.svg"):
         assert (tmp_path / name).stat().st_size > 1000
@@ -52,6 +62,37 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path):
     for name in ("a", "b"):
         train_lm(*TINY, "--out", tmp_path / name)
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_each_seed_is_trained_and_compared_with_fp32_logits(tmp_path):
+    """Rounded logits stand in for those of a GPU's autocast."""
+    before = """
+import dataclasses, lm_model, torch
+def rounded(x, w, target):
+    logits = torch.nn.functional.linear(x, w).bfloat16().float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten())
+ours, theirs, exact = train_lm.VARIANTS
+train_lm.VARIANTS = (ours, dataclasses.replace(theirs, head_loss=rounded), exact)
+"""
+    steps = ("--steps", 40)  # curves are smoothed over 2
+    done = train_lm(*TINY, *steps, "--seeds", "3,1", "--out", tmp_path, before=before)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path, 3) != losses(tmp_path, 1)
+    assert [summary["seed"] for summary in summaries(tmp_path)] == [3, 1]
+    for summary in summaries(tmp_path):
+        curves = dict(zip(NAMES, losses(tmp_path, summary["seed"]), strict=True))
+        smoothed = {name: [(a + b) / 2 for a, b in zip([c[0], *c], c, strict=False)] for name, c in curves.items()}
+        for name, found in summary["from_fp32_logits"].items():
+            differences = [a - b for a, b in zip(smoothed[name], smoothed[NAMES[2]], strict=True)]
+            assert found["largest"] == pytest.approx(max(differences, key=abs), abs=1e-9)
+            assert differences[found["at_step"] - 1] == pytest.approx(found["largest"], abs=1e-9)
+            assert found["mean"] == pytest.approx(sum(differences) / 40, abs=1e-9)
+            assert f"{found['largest']:+.4f}" in done.stdout
+        distance = summary["from_fp32_logits"]
+        assert abs(distance["PyTorch"]["largest"]) > 3 * abs(distance["quackish"]["largest"])
+        for name in NAMES:
+            assert summary["runs"][name]["final_loss"] == pytest.approx(smoothed[name][-1], abs=1e-6)
+    assert "seed 3: loss at step 1" in done.stdout
 
 
 def test_ctrl_c_still_reports(tmp_path):
@@ -66,8 +107,7 @@ train_lm.Run.step = interrupted
     done = train_lm(*TINY, "--out", tmp_path, before=before)
     assert done.returncode == 130, done.stderr
     assert "Stopped after 5 of 12 steps" in done.stdout
-    ours, theirs = losses(tmp_path)
-    assert len(ours) == len(theirs) == 5
+    assert {len(curve) for curve in losses(tmp_path)} == {5}
     assert (tmp_path / "loss.svg").is_file()
 
 
@@ -86,6 +126,8 @@ def test_a_text_of_ones_own(tmp_path):
         (["--seq", "99999999"], "the default data, the Python standard library's sources ("),
         (["--dim", "100"], "expected a multiple of 64"),
         (["--steps", "0"], "--steps 0: expected more than 0"),
+        (["--seeds", "0,x"], "0,x: expected different whole numbers with commas between, as in 0,1"),
+        (["--seeds", "1,1"], "1,1: expected different whole numbers"),
         (["--token-bytes", "3"], "expected 1 (256 tokens) or 2 (65536)"),
         (["--device", "tpu"], "--device tpu: expected cpu, cuda or cuda:N"),
         (["--device", "cuda:99"], "--device cuda:99: PyTorch sees"),
@@ -102,7 +144,9 @@ def test_mistakes_are_explained(monkeypatch, capsys, arguments, message):
 def test_on_the_gpu(tmp_path):
     done = train_lm(*TINY, "--device", "cuda", "--dim", "256", "--token-bytes", "2", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    ours, theirs = losses(tmp_path)
+    ours, theirs, exact = losses(tmp_path)
+    assert theirs != exact  # bf16 logits
+    assert exact == pytest.approx(theirs, rel=1e-2)
     # bf16 between the operations, rounded in different places
     assert ours == pytest.approx(theirs, rel=1e-2)
     assert ours[-1] < ours[0] - 0.5, "the loss does not fall"

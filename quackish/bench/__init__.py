@@ -4,7 +4,7 @@
     models, shapes      sizes of public models, and what the user asks for
     providers_*         who computes an operation: quackish, and every peer at its public entries
     truth_*             data, how far results are from fp64, and whether they repeat
-    measured, measure_*, host    one cell: who fails and why, time, memory and errors, in the same turns as the roof
+    measured, measure_*, memory, host   one cell: who fails and why, time, memory, errors, in the same turns as the roof
     worker, supervisor  the process that measures; who starts it, and knows whose fault it was when it dies
     runner              a whole run: plan, progress, rows as they come, resuming
     environment, schema, files   the columns of its CSV, and the file

@@ -15,6 +15,7 @@ from torch import Tensor
 from quackish import launch
 from quackish.bench.cells import Cell
 from quackish.bench.measured import AGAIN, OURS, Measured, Run, is_ours
+from quackish.bench.memory import Account, warm_up_cublas
 from quackish.bench.providers_linear_cross_entropy import Loss
 from quackish.bench.truth_linear_cross_entropy import Data, Truth, dlogits_of, is_deterministic
 from quackish.testing.timing import take_turns
@@ -73,8 +74,7 @@ def try_out(
     data: Data, grad: bool, names: Sequence[str], run: Run, *, errors: bool = True
 ) -> tuple[Works, dict[str, Measured]]:
     """What is measured, and what is known of it but its time, for those that work; the others are told as failed."""
-    x, w = data.x.detach(), data.w.detach()
-    torch.mm(x[:8], w[:8].T)  # cuBLAS takes its workspace now, on nobody's account
+    warm_up_cublas(run.device)
     run.at("truth")
     truth = None
     try:
@@ -85,13 +85,17 @@ def try_out(
     results: dict[str, Measured] = {}
     for name in names:
         run.at(name)
+        account = Account(name, run.device)
         try:
             works[name] = _step(run.load(name), data, grad)
-            results[name] = _try_out(name, works[name], data, truth, run)
+            results[name] = _try_out(name, works[name], data, truth, run, account)
         except Exception as error:  # a peer that is broken here must not stop the others
             works.pop(name, None)
             run.fail(name, error)
         _release(data, run)
+        standing = account.close()
+        if name in works:
+            results[name] = dataclasses.replace(results[name], standing_bytes=standing)
     return works, results
 
 
@@ -112,24 +116,23 @@ def _step(loss: Loss, data: Data, grad: bool, target: Tensor | None = None) -> C
     return train if grad else loss_only
 
 
-def _try_out(name: str, work: Callable[[], Tensor], data: Data, truth: Truth | None, run: Run) -> Measured:
-    """A first call, which compiles; of a second one errors and peak memory, what the first left behind included."""
-    cuda = run.device.type == "cuda"
-    before = torch.cuda.memory_allocated(run.device) if cuda else 0
+def _try_out(
+    name: str, work: Callable[[], Tensor], data: Data, truth: Truth | None, run: Run, account: Account
+) -> Measured:
+    """A first call, which compiles; of a second one errors and peak memory."""
     seconds, compiles = [], launch.counters.compiles
     for _ in range(2):
         data.clear_grads()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(run.device)
+        account.start()
         launches, start = launch.counters.launches, time.perf_counter()
         value = work()
         run.synchronize()
         seconds.append(time.perf_counter() - start)
     launches = launch.counters.launches - launches
-    peak = torch.cuda.max_memory_allocated(run.device) - before if cuda else None
+    peak = account.peak()
     errors = {} if truth is None else truth.errors(value, data.x.grad, data.w.grad)
     return Measured(
-        note="portable path" if cuda and is_ours(name) and not launches else "",
+        note="portable path" if run.device.type == "cuda" and is_ours(name) and not launches else "",
         peak_bytes=peak,
         first_s=seconds[0],
         compiles=launch.counters.compiles - compiles,

@@ -25,7 +25,8 @@ class Measured:
     note: str = ""  # "plain launches": it could not be captured as a CUDA graph; "portable path"
     times: Times | None = None
     roof: Times | None = None  # in the same turns
-    peak_bytes: int | None = None
+    peak_bytes: int | None = None  # in a warm call, above before the library's first call in the process
+    standing_bytes: int | None = None  # of these, what the library keeps between calls
     first_s: float | None = None  # seconds of the first call, which compiles, or loads from a cache
     compiles: int = 0  # by quackish, in that call
     launches: int = 0  # by quackish's launcher, in one call

@@ -99,18 +99,15 @@ def _bare_function() -> Loss:
 
 SCHEDULES = {OURS: "auto"} | {f"{OURS}-{schedule}": schedule for schedule in ("stored", "chunked", "recompute")}
 PEERS: dict[str, Callable[[], Loss]] = {
-    # Chunks of 4096 rows are QuACK's default; where it can (Hopper, bf16, V % 128 == 0) it runs its scaled-exp kernels.
     "quack": _quack,
-    "quack-2048": functools.partial(_quack, 2048),
-    "quack-8192": functools.partial(_quack, 8192),
-    # Its older path: cuBLAS, a row kernel and its own GEMM for dW, that one untuned and (not by default) autotuned.
+    **{f"quack-{rows}": functools.partial(_quack, rows) for rows in (2048, 8192)},
     "quack-base": functools.partial(_quack, use_scaled_exp=False, tuned=False),
-    "quack-base-8192": functools.partial(_quack, 8192, use_scaled_exp=False, tuned=False),
+    **{
+        f"quack-base-{rows}": functools.partial(_quack, rows, use_scaled_exp=False, tuned=False)
+        for rows in (1024, 2048, 8192, 16384)
+    },
     "quack-base-tuned": functools.partial(_quack, use_scaled_exp=False, tuned=True),
-    # All logits at once: F.linear and its cross entropy, whose backward overwrites them.
     "quack-logits": _quack_logits,
-    # Liger's Hopper kernels, which hold all logits; then its chunk loop around cuBLAS with either row kernel, which
-    # accumulates the weight gradient in bf16 where nothing else is asked for.
     "liger-cute-sm90": _liger_cute_sm90,
     "liger-cute": functools.partial(_liger, "nvidia-cutedsl"),
     "liger": functools.partial(_liger, "nvidia-triton"),
@@ -121,15 +118,39 @@ PEERS: dict[str, Callable[[], Loss]] = {
     "torch-compile": _torch_compile,
     "torch-chunked": _torch_chunked,
 }
+# What a name says of a peer, for the page; a number at a name's end is another size of chunks, in rows.
+ABOUT = {
+    "quack": "QuACK's default: chunks of 4096 rows, with its scaled-exp kernels (Hopper, bf16, V a multiple of 128)",
+    "quack-base": "QuACK without scaled-exp kernels: cuBLAS, a row kernel and its own GEMM for dW; chunks of 4096 rows",
+    "quack-base-tuned": "quack-base with its GEMM autotuned, which takes minutes",
+    "quack-logits": "QuACK's F.linear and cross entropy of all logits at once; backward overwrites them",
+    "liger-cute-sm90": "Liger's Hopper kernels, which hold all logits",
+    "liger-cute": "Liger's chunk loop around cuBLAS with its CuTe row kernel; dW accumulates in bf16",
+    "liger": "Liger's chunk loop around cuBLAS with its Triton row kernel, its default; dW accumulates in bf16",
+    "liger-fp32": "liger with dW accumulated in fp32",
+    "liger-fp32-large": "liger-cute with dW accumulated in fp32 and chunks 8 times as large",
+    "cce": "Apple's cut-cross-entropy; skips what is close to zero in the gradients",
+    "torch": "F.cross_entropy(F.linear(x, w), target), eager",
+    "torch-compile": "the same under torch.compile",
+    "torch-chunked": "F.linear_cross_entropy, from torch 2.13 on",
+}
+CHUNKED = tuple(f"{OURS}-chunked-{rows}" for rows in (1024, 2048, 4096, 8192))
 LEAN = tuple(f"{OURS}-recompute-{rows}" for rows in (4096, 128))  # memory for so many rows
+LEAN_LONG = f"{OURS}-recompute-16384"
 BARE = "bare-function"  # of a host's time, no peer
-PROVIDERS = (*SCHEDULES, *LEAN, *PEERS, BARE)
+PROVIDERS = (*SCHEDULES, *CHUNKED, LEAN_LONG, *LEAN, *PEERS, BARE)
 # Beside the headline shape, where all are measured but what autotunes for minutes.
 MAIN = (
     *(OURS, f"{OURS}-chunked", f"{OURS}-recompute", "quack", "quack-base", "quack-logits", "liger-cute-sm90", "liger"),
     *("cce", "torch", "torch-compile"),
 )
-ALL = tuple(name for name in PROVIDERS if name not in ("quack-base-tuned", BARE))
+# With 65536 rows: every size of chunks. "quackish" is "quackish-chunked" there, and "quackish-stored" needs 18 GB.
+LONG = (OURS, *CHUNKED, f"{OURS}-recompute", LEAN_LONG, *LEAN, *(name for name in PEERS if name != "quack-base-tuned"))
+ALL = tuple(  # chunks of 8192 rows are the whole there
+    name
+    for name in PROVIDERS
+    if name not in ("quack-base-tuned", BARE, LEAN_LONG, f"{OURS}-chunked-8192", "quack-base-16384")
+)
 LOSS = (OURS, "quack", "quack-base", "cce", "torch")  # without grad schedules are the same
 HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-cute-sm90", "liger", "torch", BARE)
 

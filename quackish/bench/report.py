@@ -36,8 +36,9 @@ def markdown(results: Results) -> str:
         f"# {op.title} on {results.rows[-1]['gpu']}\n",
         *(f"{source}.\n" for source in dict.fromkeys(map(source_of, results.rows))),
         f"Times are medians in {op.unit}, the L2 cleared before each sample, all providers of a cell taking turns; "
-        "beside them the share of the roof in the same turns. Memory is the peak above inputs. Errors are against "
-        "fp64. `same` says whether ten runs gave the same bytes. The first call compiles, or loads from a cache.\n",
+        "beside them the share of the roof in the same turns. Memory is the peak above inputs, with what the "
+        "library keeps between calls. Errors are against fp64. `same` says whether ten runs gave the same bytes. The "
+        "first call compiles, or loads from a cache.\n",
         f"- {results.noise()}\n",
     ]
     for (direction, dtype), cells in results.groups().items():

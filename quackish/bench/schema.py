@@ -6,10 +6,10 @@ from quackish.bench.environment import ENVIRONMENT, environment, source
 from quackish.bench.measured import AGAIN, Measured, is_ours
 from quackish.bench.operations import Operation
 
-SCHEMA = 1
+SCHEMA = 2
 
 COLUMNS = {
-    "schema": "1; another number means other columns or meanings",
+    "schema": "2; another number means other columns or meanings",
     "date": "start of the run",
     "commit": "of the checkout that quackish was imported from; empty for an installed package",
     "dirty": "True: the checkout had local changes",
@@ -38,7 +38,8 @@ COLUMNS = {
     "p80_ms": "80th percentile",
     "roof_ms": "median of the roof in the same turns",
     "pct_of_roof": "100 * roof_ms / median_ms",
-    "peak_mb": "10^6 bytes at the peak of a warm call above its inputs, what it returns included",
+    "peak_mb": "10^6 bytes at the peak of a warm call above before the library's first call, what it returns included",
+    "standing_mb": "of these, what the library keeps between calls, from all its calls in the process",
     "first_s": "seconds of the first call in the process that measured, which compiles or loads from a cache",
     "compiles": "kernels of ours that the first call compiled; the others came from the cache",
     "launches": "kernels of ours in one call",
@@ -80,6 +81,7 @@ def row_of(op: Operation, cell: Cell, name: str, found: Measured, *, models: str
         "launches": found.launches or None,
         "deterministic": found.deterministic,
         "peak_mb": None if found.peak_bytes is None else found.peak_bytes / 1e6,
+        "standing_mb": None if found.standing_bytes is None else found.standing_bytes / 1e6,
         **{"err_dweight" if name == "err_dw" else name: value for name, value in found.errors.items()},
     }
     if found.times:

@@ -188,16 +188,3 @@ def _cpu_sample(run: Callable[[], object], device: torch.device) -> tuple[bool, 
     start = time.perf_counter()
     run()
     return True, 1e6 * (time.perf_counter() - start)
-
-
-def peak_bytes(fn: Callable[[], object], device: torch.device) -> int | None:
-    """Device memory that one warm call of `fn` needs at its peak, what it returns included; None without a GPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    outputs = fn()
-    torch.cuda.synchronize(device)
-    del outputs
-    return torch.cuda.max_memory_allocated(device) - before
