@@ -777,6 +777,17 @@ def test_grad_weight_out_is_added_to_in_the_gemm(kernels):
     assert seen == [(buffer.data_ptr(), True)] * 2
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_autograd_notices_that_grad_weight_out_was_written(schedule):
+    x, w, target, _ = case()
+    buffer = torch.zeros(w.shape, **HERE)
+    loss = linear_cross_entropy(x, w, target, grad_weight_out=buffer, schedule=schedule, **CUTE)
+    product = (torch.ones((), requires_grad=True, **HERE) * buffer).sum()  # keeps buffer for its backward
+    loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_grad_weight_out_is_left_alone_where_the_weight_wants_no_gradient():
     x, w, target, _ = case()
     buffer = torch.ones(w.shape, **HERE)
