@@ -347,6 +347,7 @@ class EmulatedKernels:
     def scale(self, out, factor, out2=None):
         assert factor.shape == (1,)
         assert factor.dtype == torch.float32
+        assert out2 is None or out2.dtype == out.dtype  # one kernel scales both
         for scaled in (out, out2):
             if factor != 1 and scaled is not None:
                 writable(scaled).copy_(scaled.float() * factor)

@@ -20,7 +20,7 @@ from quackish.configs.gemm import (
 from quackish.gpu import H200
 from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import error, same_bits
-from tests.emulated_lce import NO_PLACE, EmulatedKernels, encode, with_cut_off
+from tests.emulated_lce import NO_PLACE, EmulatedKernels, decode, encode, with_cut_off
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN = float("nan")
@@ -214,6 +214,20 @@ def test_rows_far_above_their_reference_are_done_again_and_others_keep_their_bit
     near[far] = False
     for at in (E, SUM, ZT):
         assert same_bits(again[at][near], once[at][near])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", [5, 130, 300, 399, 599])  # of all 128 rows that have a flag, the only one
+def test_one_row_is_done_again_wherever_it_is(row):
+    c = Case(m=600, h=128)
+    c.x[row] = c.x[row] * 60
+    c.ref = (c.x.float() * c.w[c.cls.long()].float()).sum(1)
+    got, _ = both("redo", *both("logits", *softmax_args(c))[0])
+    assert got[FLAGS].nonzero()[:, 0].tolist() == [0, 1 + row // 128]
+    a = c.x[row].double() @ c.w.double().T
+    torch.testing.assert_close(
+        got[SUM][row].double().sum(), torch.exp(a - decode(got[TOP])[row]).sum(), rtol=0.01, atol=0
+    )
 
 
 @pytest.mark.gpu

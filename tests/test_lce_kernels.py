@@ -359,6 +359,26 @@ def test_gather_beyond_2_to_the_31_elements(lce):
     check_gather(lce, random(1, 4096, dtype=BF16), w, target)
 
 
+@pytest.mark.gpu
+def test_gather_waits_for_compact(lce):
+    """Which is one CTA: without a wait gather would run beside it."""
+    m, v = 1 << 18, 100
+    x, w, target = random(m, 8, dtype=BF16), random(v, 8, dtype=BF16, seed=1), targets(m, v, 0.5)
+    want_order, want_live = order_of(target)
+    live, rows = int(want_live), want_order.long()
+    for _ in range(3):  # the first time kernels are compiled
+        order, tickets = poisoned(m, dtype=torch.int32), poisoned(NUM_TICKETS, dtype=torch.int32)
+        num_live, inverse = poisoned(1, dtype=torch.int32), poisoned(1)
+        xc, cls, ref = poisoned(m, 8, dtype=BF16), poisoned(m, dtype=torch.int32), poisoned(m)
+        top, flags = poisoned(m, dtype=torch.int32), poisoned(1 + m // 128, dtype=torch.int32)
+        torch.cuda._sleep(5_000_000)  # both are queued before either runs
+        lce.compact(target, None, None, -100, v, False, order, num_live, inverse, tickets)
+        lce.gather(x, w, None, target, order, num_live, 0, v, None, xc, cls, ref, top, flags, None, None, None)
+        assert torch.equal(cls[:live], target[rows[:live]].int())
+        assert same_bits(xc[:live], x[rows[:live]])
+        assert (cls[live:] == -1).all()
+
+
 # rows ---
 
 

@@ -11,6 +11,7 @@ from lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make
 
 from quackish import launch
 from quackish.gpu import B200, H200
+from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy as public
 from quackish.ops import linear_cross_entropy_autograd as on_kernels
 from quackish.ops import linear_cross_entropy_cublas as cublas
@@ -18,6 +19,8 @@ from quackish.ops import linear_cross_entropy_e as of_e
 from quackish.ops import linear_cross_entropy_gemms as gemms
 from quackish.ops import linear_cross_entropy_kernels as launches
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
+from quackish.ops.linear_cross_entropy_cublas import CublasGemms
+from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
 
 
@@ -62,6 +65,15 @@ def launched(request, monkeypatch):
     k = LceKernels(torch.device("cpu"))
     monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
     return count
+
+
+@pytest.mark.parametrize("make_gemms", [GemmLaunches, CublasGemms])
+def test_launches_are_on_the_current_stream_of_their_device(make_gemms, monkeypatch):
+    device = torch.device("cuda", 3)
+    k = LceKernels(device, make_gemms(device, H200))
+    for current in (7, 8):
+        monkeypatch.setattr(cuda, "stream_of", lambda index, current=current: 1000 * index + current)
+        assert k.stream() == 3000 + current
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

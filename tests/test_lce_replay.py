@@ -220,6 +220,17 @@ def test_other_gradients_are_another_kind(how, grads, launched, kept, monkeypatc
     assert len(programs()) == len(grads)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_another_value_of_one_option_is_another_kind(name, launched, kept, monkeypatch):
+    direct, replaying = on_cpu(replays=False), on_cpu()
+    usual = {name: values[0] for name, values in KINDS.items()}
+    for value in KINDS[name] * 2:
+        x, w, target, kw = of_kind(usual | {name: value}, "both")
+        kept.clear()
+        want = Step(direct, x, w, target, kw, launched, monkeypatch)
+        check_the_same(want, Step(replaying, x, w, target, kw, launched, monkeypatch), kept)
+
+
 def test_recorded_after_several_calls(launched, monkeypatch):
     monkeypatch.setattr(replay, "RECORDED_AFTER", 3)
     forward, worked_out = on_kernels.Plan.forward, []

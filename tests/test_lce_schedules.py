@@ -816,6 +816,17 @@ def test_fp16_gradients_of_a_mean_over_many_rows_keep_their_digits(options, buff
     assert norm_error(w.grad if buffer is None else out, dw) <= 4 * unit_roundoff(torch.float16)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_autograd_notices_that_grad_weight_out_was_written(schedule):
+    x, w, target, _ = case()
+    buffer = torch.zeros(w.shape, **HERE)
+    loss = linear_cross_entropy(x, w, target, grad_weight_out=buffer, schedule=schedule, **CUTE)
+    product = (torch.ones((), requires_grad=True, **HERE) * buffer).sum()  # keeps buffer for its backward
+    loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_grad_weight_out_is_left_alone_where_the_weight_wants_no_gradient():
     x, w, target, _ = case()
     buffer = torch.ones(w.shape, **HERE)

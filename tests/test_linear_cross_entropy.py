@@ -842,6 +842,23 @@ def test_a_tensor_whose_memory_was_freed_reaches_no_kernel(name):
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize(
+    "name, right, other",
+    [
+        ("target", torch.zeros(13, dtype=torch.int64), torch.uint8),
+        ("linear_weight", torch.zeros(11, 8), torch.float16),
+        ("linear_bias", torch.zeros(11), torch.float16),
+        ("weight", torch.ones(11), torch.int32),
+        ("grad_weight_out", torch.zeros(11, 8), torch.float16),
+    ],
+)
+def test_a_plan_serves_only_the_dtypes_it_was_made_for(name, right, other):
+    for _ in range(2):
+        wrong(**{name: right})  # nothing is wrong with it
+        with pytest.raises(TypeError, match=f"linear_cross_entropy: {name} is {other}, expected"):
+            wrong(**{name: right.to(other)})
+
+
 def test_cute_has_no_kernel_and_the_cpu_needs_no_warning(monkeypatch, recwarn):
     with pytest.raises(UnsupportedError, match=r'no kernel for cpu. backend="auto" runs the portable path'):
         wrong(backend="cute")

@@ -237,6 +237,18 @@ def test_two_streams_at_once():
     assert_nothing_is_left_counted()
 
 
+def test_rows_wait_for_tiles_that_are_done_again():
+    """Every tile is flagged, and there are few and deep ones: while they are done again most SMs are free, and without
+    a wait `lce_rows` would run there."""
+    x, w, target = make(200, 8192, 1500, ignored=0, scale=40.0)
+    want, _, _ = truth(x, w, target, {"reduction": "none"})
+    with torch.no_grad():
+        for _ in range(5):  # the first time kernels are compiled
+            torch.cuda._sleep(5_000_000)  # all are queued before one runs
+            loss = linear_cross_entropy(x, w, target, reduction="none", backend="cute")
+            assert norm_error(loss, want) <= 1e-4
+
+
 def assert_nothing_is_left_counted():
     torch.cuda.synchronize()
     assert workspace._of_stream

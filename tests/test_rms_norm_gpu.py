@@ -179,6 +179,12 @@ def test_options(n, weight, bias, residual):
     assert_close(case, step(case))
 
 
+def test_y_is_the_norm_of_res_as_it_is_kept():
+    """res is rounded to bf16, y is not: it would show the norm of a sum that was not rounded."""
+    case = make_case(133, 1000, FP32, FP32, residual=BF16)
+    assert_close(case, step(case))
+
+
 @pytest.mark.parametrize("m, n", [(33000, 65536), (8_400_001, 256)])
 def test_more_than_2_to_the_31_elements(m, n):
     x, dy = (torch.empty(m, n, dtype=BF16, device="cuda") for _ in range(2))

@@ -60,10 +60,9 @@ class Plan(NamedTuple):
         """What the kernels take: their dtypes, strides and alignment."""
         x, w, bias, target, class_weight, num_items = inputs
         dtype = self.compute_dtype
-        if not x.is_meta:
-            items = num_items if isinstance(num_items, Tensor) else None
-            given = dict(input=x, linear_weight=w, linear_bias=bias, target=target, weight=class_weight)
-            check_memory("linear_cross_entropy", **given, num_items=items)
+        items = num_items if isinstance(num_items, Tensor) else None
+        given = dict(input=x, linear_weight=w, linear_bias=bias, target=target, weight=class_weight)
+        check_memory("linear_cross_entropy", **given, num_items=items)
         if x.dim() != 2:
             x = x.reshape(-1, w.shape[1])
         if x.dtype != dtype:

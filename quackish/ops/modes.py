@@ -57,7 +57,7 @@ def as_plain(op: str, t: Tensor | None) -> Tensor | None:
 def check_memory(op: str, **tensors: Tensor | None) -> None:
     """ValueError for a tensor with elements whose storage was freed: a kernel would be given a null pointer."""
     for name, t in tensors.items():
-        if t is not None and not t.data_ptr() and t.numel():
+        if t is not None and not t.data_ptr() and t.numel() and not t.is_meta:
             raise ValueError(
                 f"{op}: {name} has shape {tuple(t.shape)} but no memory: its storage was freed or never allocated "
                 "(a sharded parameter outside of its module's forward?); expected a tensor that holds its elements"

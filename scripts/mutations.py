@@ -1,0 +1,413 @@
+"""Mutation tests: 20 one-line mistakes in kernels and host code, each of which must fail a test.
+
+    python scripts/mutations.py --jobs 4                  # all of them, on a GPU host
+    python scripts/mutations.py --only lce_rows_without_wait
+    python scripts/mutations.py --list
+
+Each mutation is applied to its own copy of the tree, with its own kernel cache; the tests named next to it run there up
+to the first failure. They must pass unmutated first. A run that exceeds --timeout counts as killed, because a mistake
+in a kernel may deadlock. Without a GPU, mutations that only GPU tests can kill are not run.
+
+Exit code: 0 if every mutation was killed, else 1.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("quackish", "tests", "pyproject.toml")
+
+
+class Mutation(NamedTuple):
+    name: str
+    file: str
+    old: str  # occurs exactly once in the file
+    new: str
+    tests: str  # file that holds the tests
+    select: str  # which of them: pytest's -k
+
+
+KERNELS, OPS = "quackish/kernels", "quackish/ops"
+
+MUTATIONS = (
+    # GEMM
+    Mutation(  # first, so that other mutations run during its timeout
+        "gemm_stage_never_released",
+        f"{KERNELS}/gemm_sm90.py",
+        "has been read\n                        loaded.consumer_release(released)\n",
+        "has been read\n",
+        "tests/test_lce_gemms.py",
+        "dx_to_the_rows_of_order and bfloat16 and 640",
+    ),
+    Mutation(
+        "last_wave_wrong_item",
+        f"{KERNELS}/common/last_wave.py",
+        "tile = cut_from * clusters + q % rest",
+        "tile = cut_from * clusters + q // pieces",
+        "tests/test_lce_gemms.py",
+        "clusters_share_the_tiles and 264 and 300 and False and not live",
+    ),
+    Mutation(
+        "last_wave_tickets_left_counted",
+        f"{KERNELS}/common/last_wave.py",
+        "limit = Uint32(pieces - 1)",
+        "limit = Uint32(pieces)",
+        "tests/test_lce_gemms.py",
+        "clusters_share_the_tiles and 264 and 300 and False and not live",
+    ),
+    Mutation(
+        "softmax_flag_of_other_rows",
+        f"{KERNELS}/common/epilogue_softmax.py",
+        "cutlass.min(1 + tm * per_cluster + i, last)",
+        "cutlass.min(tm * per_cluster + i, last)",
+        "tests/test_lce_gemms.py",
+        "one_row_is_done_again",
+    ),
+    Mutation(
+        "rounding_tie_to_the_other_side",
+        f"{KERNELS}/common/epilogues.py",
+        "if (bits & 0x1FFFF) == 0x8000:",
+        "if (bits & 0x1FFFF) == 0x18000:",
+        "tests/test_lce_gemms.py",
+        "in_ties_and_at_the_ends",
+    ),
+    # linear cross entropy, around the GEMMs
+    Mutation(
+        "lce_rows_without_wait",
+        f"{KERNELS}/lce_rows.py",
+        "after_previous()",
+        "cute.arch.griddepcontrol_launch_dependents()",
+        "tests/test_linear_cross_entropy_gpu.py",
+        "rows_wait_for_tiles",
+    ),
+    Mutation(
+        "lce_gather_without_wait",
+        f"{KERNELS}/lce_gather.py",
+        "after_previous()",
+        "cute.arch.griddepcontrol_launch_dependents()",
+        "tests/test_lce_kernels.py",
+        "gather_waits_for_compact",
+    ),
+    Mutation(
+        "lce_compact_divides_by_no_class",
+        f"{KERNELS}/lce_compact.py",
+        "if counted > 0:",
+        "if live > 0:",
+        "tests/test_lce_kernels.py",
+        "compact_with_targets_that_are_no_class",
+    ),
+    Mutation(
+        "lce_sort_ties_reversed",
+        f"{KERNELS}/lce_sort.py",
+        "(other == t and k < lane)",
+        "(other == t and k > lane)",
+        "tests/test_lce_kernels.py",
+        "test_sort",
+    ),
+    Mutation(
+        "lce_sort_any_place_of_a_class",
+        f"{KERNELS}/lce_sort.py",
+        "cute.arch.atomic_min(places + t, place)",
+        "store_at(places, t, place)",
+        "tests/test_lce_kernels.py",
+        "test_sort",
+    ),
+    # RMSNorm's kernels
+    Mutation(
+        "rms_norm_of_a_sum_not_rounded",
+        f"{KERNELS}/rms_norm_fwd.py",
+        "(rX.load() + rR.load()).to(residual.dtype).to(Float32)",
+        "rX.load() + rR.load()",
+        "tests/test_rms_norm_gpu.py",
+        "norm_of_res_as_it_is_kept",
+    ),
+    Mutation(
+        "rms_norm_backward_leaves_out_the_last_round",
+        f"{KERNELS}/rms_norm_bwd.py",
+        "(num_tiles - worker + num_workers - 1) // num_workers",
+        "num_tiles // num_workers",
+        "tests/test_rms_norm_gpu.py",
+        "20_runs_are_equal and slices and 4097-256",
+    ),
+    Mutation(
+        "column_sum_leaves_out_the_last_slice",
+        f"{KERNELS}/common/column_sum.py",
+        "cutlass.range(member, -(-self.width // (4 * lanes)), num_members, unroll=1)",
+        "cutlass.range(member, self.width // (4 * lanes), num_members, unroll=1)",
+        "tests/test_rms_norm_gpu.py",
+        "test_numbers and 257",
+    ),
+    # host code
+    Mutation(
+        "no_version_bump_of_grad_weight_out",
+        f"{OPS}/linear_cross_entropy_e.py",
+        "torch.autograd.graph.increment_version(out)",
+        "pass",
+        "tests/test_lce_schedules.py",
+        "autograd_notices_that_grad_weight_out_was_written",
+    ),
+    Mutation(
+        "plan_key_without_the_buffers_dtype",
+        f"{OPS}/linear_cross_entropy.py",
+        "grad_weight_out.dtype, grad_weight_out.device",
+        "grad_weight_out.device",
+        "tests/test_linear_cross_entropy.py",
+        "plan_serves_only_the_dtypes",
+    ),
+    Mutation(
+        "replay_key_without_the_bias",
+        f"{OPS}/linear_cross_entropy_replay.py",
+        "call.target.dtype, bias_dtype, weighted",
+        "call.target.dtype, weighted",
+        "tests/test_lce_replay.py",
+        "another_value_of_one_option and bias",
+    ),
+    Mutation(
+        "retained_graph_hands_out_gradients_again",
+        f"{OPS}/linear_cross_entropy_autograd.py",
+        "ctx.__dict__.pop(\"made\", _NOTHING)",
+        "ctx.__dict__.get(\"made\", _NOTHING)",
+        "tests/test_lce_schedules.py",
+        "two_backwards_give_the_same_bits and bias and chunked and mean and False",
+    ),
+    Mutation(
+        "gradients_of_two_dtypes_scaled_as_one",
+        f"{OPS}/linear_cross_entropy_autograd.py",
+        "if there and there[0].dtype == grad.dtype else None",
+        "if there else None",
+        "tests/test_lce_schedules.py",
+        "only_the_gradients_asked_for and mean and chunked and bias",
+    ),
+    Mutation(
+        "streams_share_a_workspace",
+        f"{OPS}/workspace.py",
+        "_take_for_stream((device_index, stream), scratch_floats)",
+        "_take_for_stream((device_index, 0), scratch_floats)",
+        "tests/test_rms_norm.py",
+        "a_stream_keeps_its_workspace",
+    ),
+    Mutation(
+        "launches_on_the_default_stream",
+        f"{OPS}/cuda.py",
+        "(lambda: stream_of(device.index))",
+        "(lambda: 0)",
+        "tests/test_lce_launches.py",
+        "launches_are_on_the_current_stream",
+    ),
+)
+
+
+def apply(mutation: Mutation, root: Path) -> str:
+    """The text of the mutated file."""
+    text = (root / mutation.file).read_text(encoding="utf-8")
+    if (count := text.count(mutation.old)) != 1:
+        raise ValueError(
+            f"mutation {mutation.name}: {mutation.old!r} occurs {count} times in {mutation.file}, expected once; "
+            "adapt it in scripts/mutations.py"
+        )
+    return text.replace(mutation.old, mutation.new)
+
+
+# Running tests -------------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    passed: int = 0
+    failed: str = ""  # the first failing test, a timeout or a crash
+    skipped: str = ""  # why tests were skipped
+    broken: str = ""  # why the run says nothing about the mutation
+
+
+class Verdict(NamedTuple):
+    killed: bool
+    text: str
+
+
+_running: set[subprocess.Popen] = set()
+
+
+def run_tests(root: Path, files: Path, name: str, tests: str, select: str, timeout: float, jobs: int) -> Outcome:
+    """Runs them in `root`; `files` gets the kernel cache, the log and the report."""
+    report, log = files / f"{name}.xml", files / f"{name}.log"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += [f"--junitxml={report}", tests, "-k", select]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    env = {"QUACKISH_COMPILE_JOBS": str(max(1, (os.cpu_count() or 1) // jobs))} | os.environ
+    env |= {"PYTHONPATH": path, "QUACKISH_CACHE_DIR": str(files / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    with log.open("wb") as out:
+        # its own process group: what a test starts ends with it
+        process = subprocess.Popen(command, cwd=root, env=env, stdout=out, stderr=out, start_new_session=True)
+    _running.add(process)
+    try:
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return Outcome(failed=f"timeout after {timeout:.0f} s")
+    finally:
+        kill(process)
+        _running.discard(process)
+    if code < 0:
+        return Outcome(failed=f"crash with signal {-code}")
+    if code not in (0, 1) or not report.is_file():
+        last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+        return Outcome(broken=f"pytest {tests} -k '{select}' ended with exit code {code}: {last}")
+    return read_report(report)
+
+
+def kill(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def read_report(report: Path) -> Outcome:
+    passed, failed, skipped = 0, "", ""
+    for case in ET.parse(report).iter("testcase"):
+        found = case.find("failure")
+        found = case.find("error") if found is None else found
+        if found is not None:
+            if "does not compile for" in (found.text or ""):
+                return Outcome(broken="the mutated kernel does not compile")
+            failed = failed or f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name')}"
+        elif (skip := case.find("skipped")) is not None:
+            skipped = skipped or skip.get("message", "")
+        else:
+            passed += 1
+    return Outcome(passed, failed, skipped)
+
+
+def copy_tree(root: Path, to: Path) -> None:
+    to.mkdir()
+    for name in COPIED:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif (root / name).exists():
+            shutil.copy2(root / name, to / name)
+
+
+def why_not(unmutated: Outcome) -> str:
+    """Why mutations of these tests cannot be judged; "" if they can."""
+    if unmutated.broken:
+        return unmutated.broken
+    if unmutated.failed:
+        return f"without the mutation: {unmutated.failed}"
+    return "" if unmutated.passed else unmutated.skipped or "no test ran"
+
+
+def judge(mutation: Mutation, root: Path, folder: Path, timeout: float, jobs: int) -> Verdict:
+    files, tree = folder / mutation.name, folder / mutation.name / "tree"
+    files.mkdir()
+    copy_tree(root, tree)
+    (tree / mutation.file).write_text(apply(mutation, root), encoding="utf-8")
+    with contextlib.suppress(FileNotFoundError):  # of use where no kernel is mutated: names hold a hash of the sources
+        shutil.copytree(folder / "unmutated" / "cache", files / "cache")
+    got = run_tests(tree, files, "tests", mutation.tests, mutation.select, timeout, jobs)
+    shutil.rmtree(files)
+    if got.broken:
+        return Verdict(False, f"not run: {got.broken}")
+    return Verdict(True, got.failed) if got.failed else Verdict(False, "SURVIVED")
+
+
+def run(mutations: Sequence[Mutation], root: Path, timeout: float, jobs: int, say: Callable[[str], None]):
+    """A verdict for each mutation, in order."""
+    for mutation in mutations:
+        apply(mutation, root)
+    with tempfile.TemporaryDirectory(prefix="quackish-mutations-") as name, ThreadPoolExecutor(jobs) as pool:
+        folder, files = Path(name), Path(name) / "unmutated"
+        files.mkdir()
+        copy_tree(root, files / "tree")
+        selections = list(dict.fromkeys((m.tests, m.select) for m in mutations))
+        say(f"{len(selections)} selections of tests, without a mutation")
+
+        def unmutated(i: int) -> Outcome:
+            # kernels are compiled for all mutations of host code: allow more time
+            return run_tests(files / "tree", files, str(i), *selections[i], 3 * timeout, jobs)
+
+        def one(mutation: Mutation) -> Verdict:
+            began = time.monotonic()
+            if reason := why_not(baseline[mutation.tests, mutation.select]):
+                verdict = Verdict(False, f"not run: {reason}")
+            else:
+                verdict = judge(mutation, root, folder, timeout, jobs)
+            killed = "killed by " if verdict.killed else ""
+            say(f"{mutation.name}: {killed}{verdict.text} ({time.monotonic() - began:.0f} s)")
+            return verdict
+
+        try:
+            baseline = dict(zip(selections, pool.map(unmutated, range(len(selections))), strict=True))
+            return list(pool.map(one, mutations))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                kill(process)
+            raise
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
+    rows = [list(row) for row in rows]
+    if markdown:
+        rows = [[f"`{name}`", f"`{file}`", text.replace("|", "\\|")] for name, file, text in rows]
+        rows = [["mutation", "file", "killed by"], ["---"] * 3, *rows]
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows = [["mutation", "file", "killed by"], *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    rows.insert(1, ["-" * width for width in widths])
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def parse(argv: Sequence[str] | None, mutations: Sequence[Mutation]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="list the mutations and their tests, run nothing")
+    names = [m.name for m in mutations]
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutations")
+    default = max(1, (os.cpu_count() or 1) // 4)
+    parser.add_argument("--jobs", type=int, default=default, help="mutations at a time; default: %(default)s")
+    parser.add_argument("--timeout", type=float, default=90, help="seconds for a mutation; default: %(default)s")
+    parser.add_argument("--out", type=Path, help="write the table to this file, as Markdown")
+    args = parser.parse_args(argv)
+    for name in args.only or ():
+        if name not in names:
+            parser.error(f"--only {name}: expected names of mutations; --list shows them")
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: expected at least 1")
+    if args.timeout <= 0:
+        parser.error(f"--timeout {args.timeout}: expected more than 0")
+    return args
+
+
+def main(argv: Sequence[str] | None = None, mutations: Sequence[Mutation] = MUTATIONS, root: Path = ROOT) -> int:
+    args = parse(argv, mutations)
+    chosen = [m for m in mutations if args.only is None or m.name in args.only]
+    if args.list:
+        for m in chosen:
+            print(f"{m.name} ({m.file})\n    {m.old.strip()!r} -> {m.new.strip()!r}\n    {m.tests} -k '{m.select}'")
+        return 0
+    began = time.monotonic()
+    verdicts = run(chosen, root, args.timeout, args.jobs, lambda line: print(line, flush=True))
+    rows = [(m.name, m.file, verdict.text) for m, verdict in zip(chosen, verdicts, strict=True)]
+    killed = sum(verdict.killed for verdict in verdicts)
+    print(f"\n{table(rows)}\n\n{killed} of {len(chosen)} killed, in {time.monotonic() - began:.0f} s")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(table(rows, markdown=True) + "\n", encoding="utf-8")
+    return 0 if killed == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
