@@ -56,7 +56,6 @@ def launcher(f):
 
 class EmulatedKernels:
     keeps_rest = True
-    programs = None
 
     def __init__(self, tile_n=SOFTMAX_TILE_N):
         self.tile_n = tile_n

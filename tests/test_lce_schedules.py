@@ -66,8 +66,6 @@ def _has_kernels(device):
 class Counted:
     """LceKernels, counting as EmulatedKernels does."""
 
-    programs = None  # replayed launches would not be counted
-
     def __init__(self, kernels):
         self.kernels, self.calls = kernels, collections.Counter()
 

@@ -3,12 +3,15 @@
 What each option computes is tested in test_lce_schedules.py, on this device too.
 """
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
 from lce_cases import IGNORED, SCHEDULES, norm_error, truth
 
 from quackish.configs.gemm import SOFTMAX_TILE_N
+from quackish.configs.lce_rows import MOST_ROWS_COUNTED
 from quackish.configs.linear_cross_entropy import first_classes, shared_storage
 from quackish.ops import cuda, workspace
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
@@ -164,6 +167,37 @@ def test_two_backwards_at_a_real_width(poisoned):
         for t in first:
             t.zero_()
         assert_same_bits(torch.autograd.grad(loss, [x, w], grad), held)
+
+
+# --- many rows, and fp16 ---
+
+
+@pytest.mark.parametrize("schedule", ["chunked", "stored"])
+def test_more_rows_than_are_counted_one_by_one(schedule):
+    """Above MOST_ROWS_COUNTED rows PyTorch sorts them by class; some classes have a thousand rows, some none."""
+    x, w, target = make(MOST_ROWS_COUNTED + 3616, 64, 1000)
+    target = torch.where(target >= 0, target * target // 1000, target)
+    loss, dx, dw = step(x, w, target, schedule=schedule)
+    true_loss, _, (true_dx, true_dw) = truth(x, w, target, {})
+    assert abs(loss - true_loss) <= 1e-5 * true_loss
+    assert norm_error(dx, true_dx) <= 0.004
+    assert norm_error(dw, true_dw) <= 0.004
+    assert_same_bits(step(x, w, target, schedule=schedule), [loss, dx, dw])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_fp16_gradients_are_as_exact_as_pytorchs(reduction):
+    rng = random.Random(0)
+    for seed in range(67):
+        h, v, m = rng.choice((8, 24, 64, 128)), rng.randint(1000, 4099), rng.randint(300, 2048)
+        x, w, target = make(m, h, v, torch.float16, seed=seed)
+        grad = torch.rand(m, device="cuda").half() if reduction == "none" else None
+        _, *got = step(x, w, target, None if grad is None else grad.float(), reduction=reduction)
+        eager = F.cross_entropy(F.linear(x, w), target, reduction=reduction)
+        theirs = torch.autograd.grad(eager, [x, w], torch.ones_like(eager) if grad is None else grad)
+        _, _, want = truth(x, w, target, dict(reduction=reduction), grad)
+        for ours, pytorchs, exact in zip(got, theirs, want, strict=True):
+            assert norm_error(ours, exact) <= norm_error(pytorchs, exact), (m, h, v)
 
 
 # --- the host ---

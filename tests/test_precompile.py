@@ -128,7 +128,7 @@ def test_linear_cross_entropy_in_compiled_code(schedule, compiled, on, capsys, m
     m, h, v = 1000, 512, 8000
     words = f"precompile linear_cross_entropy {m}x{h}x{v} --schedule {schedule} --compiled --gpu {on.name}"
     assert main(words.lower().split()) == 0
-    monkeypatch.setattr(on_kernels, "is_plain", lambda: False)  # as while it is traced: operators run
+    monkeypatch.setattr(lce, "is_plain", lambda: False)  # as while it is traced: operators run
     of = dict(dtype=torch.bfloat16, device=CPU)
     x, w, target = tensor(m, h, **of), tensor(v, h, **of), torch.zeros(m, dtype=torch.int64)
     name, _, chunk_size = schedule.partition(" --chunk-size ")

@@ -31,7 +31,10 @@ def explain(args: argparse.Namespace, shape: list[int], gpu: Gpu | None) -> Expl
     reduction, schedule = args.reduction or "mean", args.schedule or "auto"
     smoothing, z_loss = args.label_smoothing or 0.0, args.z_loss or 0.0
     try:
-        check_options(reduction, smoothing, args.softcap, z_loss, None, schedule, args.chunk_size, "auto", None)
+        check_options(
+            reduction=reduction, label_smoothing=smoothing, softcap=args.softcap, z_loss=z_loss, schedule=schedule,
+            chunk_size=args.chunk_size,
+        )  # fmt: skip
     except ValueError as error:
         raise Refused(str(error).removeprefix("linear_cross_entropy: ")) from None
     about = dict(op=args.op, shape=f"{m}x{h}x{v}", dtype=args.dtype, gpu=gpu)

@@ -211,8 +211,9 @@ class LinearCrossEntropyLoss(nn.Module):
                 f"LinearCrossEntropyLoss: weight has shape {tuple(weight.shape)}, expected ({num_classes},)"
             )
         check_options(
-            reduction, ignore_index, label_smoothing, softcap, z_loss, None, False, schedule, chunk_size, backend, None
-        )
+            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
+            z_loss=z_loss, schedule=schedule, chunk_size=chunk_size, backend=backend,
+        )  # fmt: skip
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)
         self.reduction = reduction
@@ -292,8 +293,9 @@ def _make_plan(
     """Which path runs, and how, by shapes, dtypes, device and options; after checking them."""
     check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_out)
     check_options(
-        reduction, ignore_index, label_smoothing, softcap, z_loss, num_items, return_lse, schedule, chunk_size, backend,
-        input.device,
+        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss,
+        num_items=num_items, return_lse=return_lse, schedule=schedule, chunk_size=chunk_size, backend=backend,
+        device=input.device,
     )  # fmt: skip
     softcap = effective_softcap(softcap)
     compute_dtype = compute_dtype_of(input, linear_weight, linear_bias)

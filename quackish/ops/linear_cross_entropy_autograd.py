@@ -14,7 +14,6 @@ from torch import Tensor
 from quackish.configs.linear_cross_entropy import ROOMY_BYTES, first_classes, whole_tiles
 from quackish.ops import cuda
 from quackish.ops import linear_cross_entropy_lean as lean
-from quackish.ops import linear_cross_entropy_replay as replay
 from quackish.ops import linear_cross_entropy_schedules as schedules
 from quackish.ops.linear_cross_entropy_buffers import padded, padded_strides
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
@@ -218,7 +217,7 @@ def run(
         out = _apply(*inputs[:3], inputs, grad_weight_out, plan, return_lse)
         return out if return_lse else (out, None)
     with torch.no_grad():
-        out = replay.forward(plan, kernels_of(device), plan.call(inputs), _NONE, False)
+        out = plan.forward(kernels_of(device), plan.call(inputs), _NONE, False)
         return plan.loss(out, inputs.target), _shaped(out.lse, inputs.target.shape)
 
 
@@ -236,7 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The first three are inputs', for autograd to see: it takes its time for each argument.
         target, num_items = inputs.target, inputs.num_items
         wanted = plan.wanted(inputs, ctx.needs_input_grad[:3], grad_weight_out)
-        out = replay.forward(plan, kernels_of(input.device), plan.call(inputs), wanted, grad_weight_out is None)
+        out = plan.forward(kernels_of(input.device), plan.call(inputs), wanted, grad_weight_out is None)
         items = num_items if isinstance(num_items, Tensor) else None
         loss, lse = plan.loss(out, target), _shaped(out.lse, target.shape)
         kept_lse = lse.clone() if return_lse else lse  # users may write to theirs

@@ -113,18 +113,19 @@ def _is_fsdp_parameter(weight: Tensor) -> bool:
 
 
 def check_options(
-    reduction,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    num_items,
-    return_lse,
-    schedule,
-    chunk_size,
-    backend,
-    device,
-):
+    *,
+    reduction="mean",
+    ignore_index=None,
+    label_smoothing=0.0,
+    softcap=None,
+    z_loss=0.0,
+    num_items=None,
+    return_lse=False,
+    schedule="auto",
+    chunk_size=None,
+    backend="auto",
+    device=None,
+) -> None:
     who = "linear_cross_entropy:"
     for name, value, allowed in (
         ("reduction", reduction, ("none", "mean", "sum")),

@@ -33,7 +33,6 @@ class CublasGemms:
     """
 
     keeps_rest = False
-    replays = False
 
     def __init__(self, device: torch.device, gpu: Gpu | None = None):
         self.device, self.gpu = device, gpu or gpu_of(device.index)

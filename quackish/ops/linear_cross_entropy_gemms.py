@@ -20,7 +20,6 @@ class GemmLaunches:
     """
 
     keeps_rest = True  # `dw` may keep what its rounding takes
-    replays = True  # all that is done is launches
 
     def __init__(self, device: torch.device, gpu: Gpu | None = None):
         self.device, self.gpu = device, gpu or gpu_of(device.index)

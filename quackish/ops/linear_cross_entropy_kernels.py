@@ -6,7 +6,6 @@ so buffers may come from torch.empty.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,19 +50,17 @@ class LceKernels:
     def __init__(self, device: torch.device, gemms: GemmLaunches | CublasGemms | None = None):
         gemms = gemms_of(device) if gemms is None else gemms
         self.device, self.gpu, self.num_tiles = device, gemms.gpu, gemms.num_tiles
-        self.keeps_rest, self.replays = gemms.keeps_rest, gemms.replays
+        self.keeps_rest = gemms.keeps_rest
         self.logits, self.redo, self.dlogits, self.dx, self.dw = (
             gemms.logits, gemms.redo, gemms.dlogits, gemms.dx, gemms.dw,
         )  # fmt: skip
         self.stream = gemms.stream
-        self.stream_and_ticket = gemms.stream_and_ticket if gemms.replays else None
         self.forget_choices()
         subscribe(self)
 
     def forget_choices(self) -> None:
         self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
         self._scale_configs: dict[torch.dtype, LceScaleConfig] = {}
-        self.programs: dict[tuple, Any] | None = {} if self.replays else None  # of linear_cross_entropy_replay
 
     def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
         known, config = self._rows_kernels, choose(name, problem, self.gpu).config

@@ -101,7 +101,7 @@ class Rows(NamedTuple):
 class Forward(NamedTuple):
     loss: Tensor  # (m,) fp32, divided for `mean`: the loss is their sum
     lse: Tensor  # (m,) fp32
-    rows: Rows  # or, replayed, something with its attributes
+    rows: Rows
     grads: Grads = Grads()
     xc: Tensor | None = None  # (m, h): `stored` keeps the live rows of x, and E
     e: Tensor | None = None  # (m, ld)
