@@ -240,7 +240,7 @@ def _redo_ctas(problem: LceRedoProblem, config: LceWarpsConfig, s: Sizes) -> int
 
 
 def _targets_ctas(problem: LceTargetsProblem, config: LceTargetsConfig, s: Sizes) -> int:
-    return s["rows"] * _ceil_div(problem.h, 8 * config.threads)
+    return _ceil_div(s["rows"], config.threads // 32 * config.places) * _ceil_div(problem.h, 256)
 
 
 def _norm_tiles(problem: RmsNormBwdProblem, config: Any, s: Sizes) -> int:

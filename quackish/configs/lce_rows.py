@@ -12,7 +12,7 @@ WIDE_BIAS = 32_768  # columns, and more
 ROW_TILE = 128  # rows of a GEMM tile: up to the end of the last one with live rows, buffers hold zeros, not garbage
 NO_PLACE = (1 << 31) - 1  # in place of a class's first place: no row has it
 MOST_ROWS_COUNTED = 1 << 14  # of a chunk that `lce_sort` sorts itself, in a time that grows with their square
-MANY_ROWS = 8  # of a class, and more: as many CTAs of `lce_targets` sum them as a CTA has warps, which are no more
+MANY_ROWS = 8  # of a class, and more: all warps of a CTA of `lce_targets` sum them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +114,9 @@ class LceSortConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LceTargetsConfig:
-    threads: int  # a CTA has 8 columns a thread
-    rows: int = 2  # in flight
+    threads: int = 256
+    rows: int = 4  # in flight
+    places: int = 2  # of a warp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,17 +144,6 @@ class LceScaleConfig:
 def lce_gather_config(problem: LceGatherProblem) -> LceRowsConfig:
     # Rows that are not aligned come in element by element, and with four vectors of them registers spill.
     return LceRowsConfig(vectors=4 if problem.x_aligned else 2)
-
-
-def lce_targets_config(problem: LceTargetsProblem) -> LceTargetsConfig:
-    """As many CTAs across a row as it takes, of whole warps.
-
-    us on an H200, alone, with 1, 2, 3 and 4 rows in flight (M 8192, H 4096, V 128256): targets at random 82, 83, 92
-    and 92, as three and more cost a CTA an SM; as 1 / rank, as tokens are, 85, 70, 74, 73; all equal 486, 287, 237,
-    193.
-    """
-    warps = -(-problem.h // 256)
-    return LceTargetsConfig(threads=32 * -(-warps // -(-warps // 8)))
 
 
 def lce_bias_config(problem: LceBiasProblem) -> LceBiasConfig:
@@ -202,8 +192,8 @@ def sort_objection(problem: LceSortProblem, config: LceSortConfig, gpu: Gpu) -> 
 def targets_objection(problem: LceTargetsProblem, config: LceTargetsConfig, gpu: Gpu) -> str | None:
     if config.rows not in range(1, 9):
         return f"rows is {config.rows}; expected 1 to 8"
-    if config.threads > 32 * MANY_ROWS:
-        return f"threads is {config.threads}; expected at most {32 * MANY_ROWS}"
+    if config.places not in range(1, 17):
+        return f"places is {config.places}; expected 1 to 16"
     return threads_objection(problem, config, gpu)
 
 

@@ -44,7 +44,7 @@ RULES = {
     "lce_rows": Rule(lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.LceRowsConfig(), lce_rows.rows_objection, _ROWS),
     "lce_sort": Rule(lce_rows.LceSortConfig, lambda p, gpu: lce_rows.LceSortConfig(), lce_rows.sort_objection, _ROWS),
     "lce_targets": Rule(
-        lce_rows.LceTargetsConfig, lambda p, gpu: lce_rows.lce_targets_config(p), lce_rows.targets_objection, _ROWS
+        lce_rows.LceTargetsConfig, lambda p, gpu: lce_rows.LceTargetsConfig(), lce_rows.targets_objection, _ROWS
     ),
     "lce_bias": Rule(
         lce_rows.LceBiasConfig, lambda p, gpu: lce_rows.lce_bias_config(p), lce_rows.bias_objection, _ROWS

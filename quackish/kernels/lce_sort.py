@@ -16,7 +16,7 @@ from typing import Optional
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_rows import LceSortConfig, LceSortProblem
 from quackish.kernels.common.lce import after_previous, fake_count, fake_target, load_at, store_at
@@ -102,7 +102,7 @@ class LceSort:
         if const_expr(self.problem.presorted):
             after_previous()
             live = cutlass.min(load_at(num_live, 0) - start, rows)
-            i, t, place = self.given(cls, index, live)
+            i, t, place, is_first = self.given(cls, index, live)
         else:
             # Read and counted while the launch before this one, which writes nothing of it, is on its last tiles.
             cute.arch.fence_acq_rel_gpu()
@@ -115,26 +115,31 @@ class LceSort:
             if t >= 0 and t < v:
                 grad = load_at(row_scale, i) * self.take_out(of_e, i, t)
                 if const_expr(places is not None):
-                    cute.arch.atomic_min(places + t, place)
+                    if const_expr(not self.problem.presorted):
+                        cute.arch.atomic_min(places + t, place)
+                    elif is_first:
+                        store_at(places, t, place)
             store_at(sorted_cls, place, t)
             store_at(sorted_row, place, load_at(order, start + i))
             store_at(sorted_grad, place, grad)
 
     @cute.jit
     def given(self, cls: cute.Pointer, index: cute.Pointer, live: Int32):
-        """(row, its class, its place) of this thread: `live` or more rows where it has none."""
+        """(row, its class, its place, whether the class begins there) of this thread; a row from `live` on for none."""
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         place = cta * self.threads + tid
-        i, t = live, Int32(-1)
+        i, t, is_first = live, Int32(-1), Boolean(True)
         if place < live:
             i = load_at(index, place).to(Int32)
             t = load_at(cls, i)
-        return i, t, place
+            if place > 0:
+                is_first = load_at(cls, load_at(index, place - 1).to(Int32)) != t
+        return i, t, place, is_first
 
     @cute.jit
     def counted(self, cls: cute.Pointer, live: Int32):
-        """As `given`, of the first warp; the other warps have no row."""
+        """(row, its class, its place) of a lane of the first warp; the other warps have no row."""
         cta, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         smem = cutlass.memory.SmemAllocator()

@@ -65,10 +65,7 @@ def check_memory(op: str, **tensors: Tensor | None) -> None:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast rounds operands to; None where it is off, or the device ("meta") has none."""
-    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+    """What autocast rounds operands to; None where it is off, as it is for meta tensors, which have none."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
-
-
-_has_autocast = torch.amp.autocast_mode.is_autocast_available

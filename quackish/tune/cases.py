@@ -98,13 +98,14 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
         e, xs = _exponentials(device, p.dtype, k, m), _normal(device, p.dtype, k, n)
         out, num_live = torch.zeros(m, n, dtype=_dtype(p.out_dtype), device=device), _count(device, k)
         outputs, tickets, places, rest = (out,), _tickets(device, p), None, None
+        factor = torch.full((1,), 0.5, device=device) if p.scaled else None
         if p.rest:  # of every 16th row
             places = torch.arange(m, dtype=torch.int32, device=device)
             places = torch.where(places % 16 == 0, places // 16, NO_PLACE)
             rest = torch.zeros(-(-m // 16), n, dtype=torch.int16, device=device)
 
         def launch(gemms):
-            gemms.dw(e, xs, num_live, 0, out, p.accumulate, tickets, places, rest)
+            gemms.dw(e, xs, num_live, 0, out, p.accumulate, tickets, places, rest, factor)
     else:
         launch, outputs = _dx(p, m, n, k, device)
 
