@@ -34,13 +34,13 @@ def problems():
         dw = dict(a_major="m", b_major="n", live="k")
         yield GemmProblem("store", dtype, out, **dw)
         yield GemmProblem("store", dtype, out, **dw, cut_last=True)
-        yield GemmProblem("store", dtype, out, **dw, scaled=True)
+        yield GemmProblem("store", dtype, out, **dw, cut_last=True, scaled=True)
         if out == "bfloat16":
             for cut_last in (False, True):
                 yield GemmProblem("store", dtype, out, **dw, cut_last=cut_last, rest=True)
         if out == "float32":
             yield GemmProblem("store", dtype, out, **dw, accumulate=True)
-            yield GemmProblem("store", dtype, out, **dw, accumulate=True, scaled=True)
+            yield GemmProblem("store", dtype, out, **dw, accumulate=True, cut_last=True, scaled=True)
             yield GemmProblem("store", dtype, out, **dw, accumulate=True, cut_last=True)
             yield GemmProblem("store", dtype, out, b_major="n")
             yield GemmProblem("store", dtype, out, b_major="n", accumulate=True)

@@ -769,9 +769,9 @@ def test_grad_weight_out_is_added_to_in_the_gemm(kernels):
     buffer = torch.zeros(w.shape, **HERE)
     seen = []
     dw = kernels.dw
-    kernels.dw = lambda e, xs, num_live, start, out, add, factor=None: (
+    kernels.dw = lambda e, xs, num_live, start, out, add, *more, factor=None: (
         seen.append((out.data_ptr(), add)),
-        dw(e, xs, num_live, start, out, add, factor=factor),
+        dw(e, xs, num_live, start, out, add, *more, factor=factor),
     )
     for schedule in ("auto", "recompute"):
         linear_cross_entropy(x, w, target, grad_weight_out=buffer, schedule=schedule, **CUTE).backward()

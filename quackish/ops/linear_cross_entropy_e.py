@@ -125,7 +125,7 @@ def add_dw(
 ) -> None:  # fmt: skip
     """out += factor * e.T @ xs, and the targets' part where they are not in e."""
     if _adds_in_gemm(out):
-        k.dw(e, xs, rows.num_live, 0, out, True, factor=factor)
+        k.dw(e, xs, rows.num_live, 0, out, True, rows.tickets, factor=factor)
         if targets is not None:
             k.targets(x, *targets.of_rows, rows.num_live, 0, 0, out)
         torch.autograd.graph.increment_version(out)
@@ -133,7 +133,7 @@ def add_dw(
     for v0 in range(0, out.shape[0], 4096):  # so that there is only a small buffer
         part = out[v0 : v0 + 4096]
         dw = matrix(xs, *part.shape, torch.float32)
-        k.dw(e[:, v0 : v0 + 4096], xs, rows.num_live, 0, dw, False, factor=factor)
+        k.dw(e[:, v0 : v0 + 4096], xs, rows.num_live, 0, dw, False, rows.tickets, factor=factor)
         if targets is not None:
             k.targets(x, *targets.of_rows, rows.num_live, 0, v0, dw)
         part.add_(dw)

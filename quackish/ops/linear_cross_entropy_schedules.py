@@ -245,7 +245,7 @@ def recompute_backward(
             call.label_smoothing > 0, v0, e,
         )  # fmt: skip
         if dw is not None:
-            k.dw(e, xc, rows.num_live, 0, dw[v0:v1], False, factor=factor)
+            k.dw(e, xc, rows.num_live, 0, dw[v0:v1], False, rows.tickets, factor=factor)
         elif wanted.dw:
             add_dw(k, e, xc, rows, dw_out[v0:v1], factor=factor)
         if db is not None:
