@@ -68,8 +68,8 @@ def main() -> None:
             run()
         ms = {name: times.median / 1e3 for name, times in take_turns(runs, device).items()}
         for name, time in ms.items():
-            bar = BARS.get(name, "")
-            lines.append(f"| {m} | {name} | {time:.3f} | {time / ms[EAGER[0]]:.2f} | {time / ms[EAGER[1]]:.2f} | {bar} |")
+            ratios = " | ".join(f"{time / ms[eager]:.2f}" for eager in EAGER)
+            lines.append(f"| {m} | {name} | {time:.3f} | {ratios} | {BARS.get(name, '')} |")
     text = "\n".join(lines) + "\n"
     console.print(text)
     out = args.out or results_dir(device)
