@@ -65,6 +65,7 @@ LINEAR_CROSS_ENTROPY = {
         300, 256, 4004, BF16, dict(schedule="recompute", chunk_size=128), dict(alone=True),
     ),
     "lce classes with many rows": (300, 520, 20, BF16, dict(schedule="chunked"), {}),
+    "lce more rows than are counted": (16_500, 8, 40, BF16, dict(schedule="chunked"), {}),
     "lce recompute begun in forward": (260, 256, 1101, BF16, dict(schedule="recompute"), dict(alone=True, narrow=True)),
     "lce several tiles a cluster": (300, 264, 25_000, BF16, dict(schedule="chunked"), {}),
     "lce smoothing": (140, 64, 1000, BF16, dict(schedule="auto"), dict(label_smoothing=0.1, class_weight=True)),

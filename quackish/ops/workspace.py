@@ -19,7 +19,7 @@ from torch import Tensor
 from quackish.ops import cuda
 
 NUM_TICKETS = 32  # of each launch: 128 bytes, so that two launches are never in one line of the L2
-_RESERVE = 8192  # captured launches for which tickets are made at once: 1 MiB
+_RESERVE = 1024  # captured launches for which tickets are made at once: 128 KiB
 _MAX_STREAMS = 64  # with a workspace: then all are forgotten, as some of the streams may be gone
 
 
