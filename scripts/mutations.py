@@ -152,7 +152,7 @@ MUTATIONS = (
     # host code
     Mutation(
         "no_version_bump_of_grad_weight_out",
-        f"{OPS}/linear_cross_entropy_e.py",
+        f"{OPS}/linear_cross_entropy/exp_logits.py",
         "torch.autograd.graph.increment_version(out)",
         "pass",
         "tests/test_lce_schedules.py",
@@ -160,7 +160,7 @@ MUTATIONS = (
     ),
     Mutation(
         "plan_key_without_the_buffers_dtype",
-        f"{OPS}/linear_cross_entropy.py",
+        f"{OPS}/linear_cross_entropy/api.py",
         "grad_weight_out.dtype, grad_weight_out.device",
         "grad_weight_out.device",
         "tests/test_linear_cross_entropy.py",
@@ -168,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         "saved_exponentials_of_a_retained_graph_written",
-        f"{OPS}/linear_cross_entropy_autograd.py",
+        f"{OPS}/linear_cross_entropy/autograd.py",
         "if e is None or not _is_graph_kept():",
         "if True:",
         "tests/test_lce_schedules.py",
@@ -176,7 +176,7 @@ MUTATIONS = (
     ),
     Mutation(
         "retained_graph_hands_out_gradients_again",
-        f"{OPS}/linear_cross_entropy_autograd.py",
+        f"{OPS}/linear_cross_entropy/autograd.py",
         'ctx.__dict__.pop("made", _NOTHING)',
         'ctx.__dict__.get("made", _NOTHING)',
         "tests/test_lce_schedules.py",
@@ -184,7 +184,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients_of_two_dtypes_scaled_as_one",
-        f"{OPS}/linear_cross_entropy_autograd.py",
+        f"{OPS}/linear_cross_entropy/autograd.py",
         "if there and there[0].dtype == grad.dtype else None",
         "if there else None",
         "tests/test_lce_schedules.py",

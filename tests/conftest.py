@@ -23,7 +23,7 @@ def _no_table_of_the_users(tmp_path_factory):
 def narrow(monkeypatch):
     """Blocks of recompute's backward, and chunks of its forward, that are small enough for small shapes."""
     from quackish.configs import linear_cross_entropy as configs
-    from quackish.ops import linear_cross_entropy_schedules as schedules
+    from quackish.ops.linear_cross_entropy import schedules
 
     for module in (configs, schedules):
         monkeypatch.setattr(module, "scratch_columns", lambda *how: 256)

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 
 from quackish.gpu import H200
-from quackish.ops import linear_cross_entropy_gemms as gemms
 from quackish.ops import rms_norm_plans as plans
+from quackish.ops.linear_cross_entropy import launches as gemms
 
 
 class Launch(NamedTuple):

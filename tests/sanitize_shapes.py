@@ -13,12 +13,11 @@ from lce_cases import make, norm_error, parameters, run, truth, unit_roundoff
 from quackish import config
 from quackish.configs import linear_cross_entropy as configs
 from quackish.configs.lce_rows import MOST_ROWS_COUNTED
-from quackish.ops import linear_cross_entropy_autograd as on_kernels
-from quackish.ops import linear_cross_entropy_e as of_e
-from quackish.ops import linear_cross_entropy_schedules as schedules
-from quackish.ops.linear_cross_entropy import linear_cross_entropy
-from quackish.ops.linear_cross_entropy_cublas import CublasGemms
-from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.linear_cross_entropy import autograd as on_kernels
+from quackish.ops.linear_cross_entropy import exp_logits as of_e
+from quackish.ops.linear_cross_entropy import linear_cross_entropy, schedules
+from quackish.ops.linear_cross_entropy.cublas import CublasGemms
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
 from quackish.testing.errors import error

@@ -43,9 +43,8 @@ from quackish.configs.rules import NAMES, RULES
 from quackish.gpu import B200, H100, H200
 from quackish.launch import compile
 from quackish.ops import rms_norm_plans as plans
-from quackish.ops.linear_cross_entropy_cublas import CublasGemms
-from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
-from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.linear_cross_entropy.cublas import CublasGemms
+from quackish.ops.linear_cross_entropy.launches import GemmLaunches, LceKernels
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.testing.errors import error, same_bits
 from tests import idle_kernels

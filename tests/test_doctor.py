@@ -13,7 +13,8 @@ from quackish.cli.examine import KERNELS, PORTABLE
 from quackish.errors import UnsupportedError
 from quackish.gpu import A100, H200
 from quackish.launch import objects
-from quackish.ops import linear_cross_entropy, rms_norm_plans
+from quackish.ops import rms_norm_plans
+from quackish.ops.linear_cross_entropy import api as linear_cross_entropy
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is no GPU, or another one")
 

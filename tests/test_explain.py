@@ -17,12 +17,12 @@ from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200, NAMED, gpu_of
 from quackish.launch import Resources
-from quackish.ops import linear_cross_entropy as public
-from quackish.ops import linear_cross_entropy_autograd as on_kernels
-from quackish.ops import linear_cross_entropy_cublas as cublas
-from quackish.ops import linear_cross_entropy_gemms as gemms
 from quackish.ops import rms_norm_plans
-from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.linear_cross_entropy import api as public
+from quackish.ops.linear_cross_entropy import autograd as on_kernels
+from quackish.ops.linear_cross_entropy import cublas
+from quackish.ops.linear_cross_entropy import launches as gemms
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.work import kernel_of, sizes_of, work
 
 BF16 = "bfloat16"

@@ -16,15 +16,12 @@ from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRedoP
 from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
 from quackish.gpu import B200, H200
 from quackish.ops import cuda
-from quackish.ops import linear_cross_entropy as public
-from quackish.ops import linear_cross_entropy_autograd as on_kernels
-from quackish.ops import linear_cross_entropy_cublas as cublas
-from quackish.ops import linear_cross_entropy_e as of_e
-from quackish.ops import linear_cross_entropy_kernels as launches
-from quackish.ops.linear_cross_entropy import linear_cross_entropy
-from quackish.ops.linear_cross_entropy_cublas import CublasGemms
-from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
-from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.linear_cross_entropy import api as public
+from quackish.ops.linear_cross_entropy import autograd as on_kernels
+from quackish.ops.linear_cross_entropy import cublas, launches, linear_cross_entropy
+from quackish.ops.linear_cross_entropy import exp_logits as of_e
+from quackish.ops.linear_cross_entropy.cublas import CublasGemms
+from quackish.ops.linear_cross_entropy.launches import GemmLaunches, LceKernels
 from quackish.testing.errors import error, same_bits
 from tests import emulated_launches
 
@@ -66,7 +63,7 @@ def test_compiles(name, problem, config, gpu):
 def test_which_gemms(gpu, chosen, monkeypatch):
     for module in (public, launches, cublas):
         monkeypatch.setattr(module, "gpu_of", lambda index: gpu)
-    monkeypatch.setattr("quackish.ops.linear_cross_entropy_gemms.gpu_of", lambda index: gpu)
+    monkeypatch.setattr("quackish.ops.linear_cross_entropy.launches.gpu_of", lambda index: gpu)
     device = torch.device("cuda", 0)
     assert public._no_kernel_on.__wrapped__(device) == ""
     assert isinstance(launches.gemms_of(device), chosen)

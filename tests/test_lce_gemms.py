@@ -107,7 +107,7 @@ def both(name, *args):
     emulated = [_copy(a, "cpu") if isinstance(a, torch.Tensor) else a for a in args]
     on_gpu = [_copy(a, "cuda") if isinstance(a, torch.Tensor) else a for a in args]
     getattr(EmulatedKernels(), name)(*emulated)
-    from quackish.ops.linear_cross_entropy_kernels import LceKernels
+    from quackish.ops.linear_cross_entropy.launches import LceKernels
 
     getattr(LceKernels(torch.device("cuda", torch.cuda.current_device())), name)(*on_gpu)
     torch.cuda.synchronize()
@@ -514,8 +514,8 @@ SHARED = [
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("shape", SHARED, ids=str)
 def test_clusters_share_the_tiles_of_the_last_wave(shape, split, monkeypatch):
-    from quackish.ops import linear_cross_entropy_gemms
-    from quackish.ops.linear_cross_entropy_kernels import LceKernels
+    from quackish.ops.linear_cross_entropy import launches as linear_cross_entropy_gemms
+    from quackish.ops.linear_cross_entropy.launches import LceKernels
 
     monkeypatch.setattr(linear_cross_entropy_gemms, "cuts_dw", lambda *sizes: True)
 

@@ -28,8 +28,8 @@ from quackish.configs.lce_rows import (
     lce_gather_config,
 )
 from quackish.gpu import B200, H200
-from quackish.ops.linear_cross_entropy_e import order_by_class
-from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.linear_cross_entropy.exp_logits import order_by_class
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.reference import linear_cross_entropy as reference
 from quackish.testing.errors import error, same_bits
 from tests.emulated_lce import cut_off

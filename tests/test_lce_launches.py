@@ -12,16 +12,13 @@ from lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make
 from quackish import launch
 from quackish.gpu import B200, H200
 from quackish.ops import cuda
-from quackish.ops import linear_cross_entropy as public
-from quackish.ops import linear_cross_entropy_autograd as on_kernels
-from quackish.ops import linear_cross_entropy_cublas as cublas
-from quackish.ops import linear_cross_entropy_e as of_e
-from quackish.ops import linear_cross_entropy_gemms as gemms
-from quackish.ops import linear_cross_entropy_kernels as launches
-from quackish.ops.linear_cross_entropy import linear_cross_entropy
-from quackish.ops.linear_cross_entropy_cublas import CublasGemms
-from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
-from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.linear_cross_entropy import api as public
+from quackish.ops.linear_cross_entropy import autograd as on_kernels
+from quackish.ops.linear_cross_entropy import cublas, launches, linear_cross_entropy
+from quackish.ops.linear_cross_entropy import exp_logits as of_e
+from quackish.ops.linear_cross_entropy import launches as gemms
+from quackish.ops.linear_cross_entropy.cublas import CublasGemms
+from quackish.ops.linear_cross_entropy.launches import GemmLaunches, LceKernels
 
 
 def check(given, taken, where):

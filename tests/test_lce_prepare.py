@@ -11,14 +11,12 @@ from torch.utils._pytree import tree_leaves
 from quackish import launch
 from quackish.configs.lce_rows import LceSortProblem
 from quackish.gpu import B200, H200
-from quackish.ops import linear_cross_entropy as public
-from quackish.ops import linear_cross_entropy_autograd as on_kernels
-from quackish.ops import linear_cross_entropy_cublas as cublas
-from quackish.ops import linear_cross_entropy_gemms as gemms
-from quackish.ops import linear_cross_entropy_kernels as launches
-from quackish.ops import linear_cross_entropy_prepare as preparing
-from quackish.ops.linear_cross_entropy import linear_cross_entropy
-from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.linear_cross_entropy import api as public
+from quackish.ops.linear_cross_entropy import autograd as on_kernels
+from quackish.ops.linear_cross_entropy import cublas, launches, linear_cross_entropy
+from quackish.ops.linear_cross_entropy import launches as gemms
+from quackish.ops.linear_cross_entropy import warm_up as preparing
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 
 CPU = torch.device("cpu")
 
@@ -155,7 +153,7 @@ def test_one_chunk_and_several(on, monkeypatch):
 def test_e_in_one_buffer_and_in_two(on, monkeypatch):
     asked = on(H200)
     monkeypatch.setattr(preparing, "SHARED_FROM", 1 << 20)
-    monkeypatch.setattr("quackish.ops.linear_cross_entropy_e.SHARED_FROM", 1 << 20)
+    monkeypatch.setattr("quackish.ops.linear_cross_entropy.exp_logits.SHARED_FROM", 1 << 20)
     for m in (100, 600, 700):
         x, w, target, kw = make(m, 512, 1400, torch.bfloat16)
         prepare(x, w, target, kw)

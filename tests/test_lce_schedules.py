@@ -45,11 +45,10 @@ from quackish.configs.linear_cross_entropy import (
 from quackish.configs.linear_cross_entropy_lean import LeanProblem, lean_blocks
 from quackish.errors import UnsupportedError
 from quackish.ops import cuda
-from quackish.ops import linear_cross_entropy as public
-from quackish.ops import linear_cross_entropy_autograd as on_kernels
-from quackish.ops import linear_cross_entropy_e as of_e
-from quackish.ops import linear_cross_entropy_schedules as schedules
-from quackish.ops.linear_cross_entropy import linear_cross_entropy
+from quackish.ops.linear_cross_entropy import api as public
+from quackish.ops.linear_cross_entropy import autograd as on_kernels
+from quackish.ops.linear_cross_entropy import exp_logits as of_e
+from quackish.ops.linear_cross_entropy import linear_cross_entropy, schedules
 from quackish.testing.errors import same_bits
 
 DTYPES = [torch.bfloat16, torch.float16]

@@ -35,7 +35,7 @@ from quackish.configs.linear_cross_entropy import (
 )
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
-from quackish.ops.linear_cross_entropy_portable import _backward_op, _forward_op
+from quackish.ops.linear_cross_entropy.portable import _backward_op, _forward_op
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -46,7 +46,7 @@ LOSS = {"cpu": 1e-6, "cuda": 5e-6}  # relative; the kernels' tanh is within 2^-2
 def _quiet(monkeypatch):
     """The warning about the portable path has its own tests; here it counts as given."""
     monkeypatch.setattr(errors, "warn_once", lambda *a, **k: None)
-    monkeypatch.setattr("quackish.ops.linear_cross_entropy_portable.warn_once", lambda *a, **k: None)
+    monkeypatch.setattr("quackish.ops.linear_cross_entropy.portable.warn_once", lambda *a, **k: None)
 
 
 @pytest.fixture

@@ -16,13 +16,11 @@ from quackish.launch import cache, parallel
 from quackish.launch import compile as compiling
 from quackish.launch.parallel import Outcome
 from quackish.ops import cuda, rms_norm_plans, workspace
-from quackish.ops import linear_cross_entropy as lce
-from quackish.ops import linear_cross_entropy_autograd as on_kernels
-from quackish.ops import linear_cross_entropy_cublas as cublas
-from quackish.ops import linear_cross_entropy_gemms as gemms
-from quackish.ops import linear_cross_entropy_kernels as launches
-from quackish.ops.linear_cross_entropy import linear_cross_entropy
-from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.linear_cross_entropy import api as lce
+from quackish.ops.linear_cross_entropy import autograd as on_kernels
+from quackish.ops.linear_cross_entropy import cublas, launches, linear_cross_entropy
+from quackish.ops.linear_cross_entropy import launches as gemms
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 

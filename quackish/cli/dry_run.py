@@ -21,11 +21,10 @@ from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
-from quackish.ops import linear_cross_entropy_autograd as on_kernels
-from quackish.ops.linear_cross_entropy_autograd import Inputs
-from quackish.ops.linear_cross_entropy_cublas import CublasGemms
-from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
-from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.linear_cross_entropy import autograd as on_kernels
+from quackish.ops.linear_cross_entropy.autograd import Inputs, KernelPlan
+from quackish.ops.linear_cross_entropy.cublas import CublasGemms
+from quackish.ops.linear_cross_entropy.launches import GemmLaunches, LceKernels
 from quackish.work import SHORT, Work, sizes_of, work
 
 _META = torch.device("meta")
@@ -84,7 +83,7 @@ def linear_cross_entropy(call: LceCall, how: LinearCrossEntropyConfig, gpu: Gpu)
     k = LceKernels(_META, _gemms(note))
     k._find = note.find  # the one place where it gets kernels from
     options = dict(ignore_index=-100, label_smoothing=call.label_smoothing, softcap=call.softcap, z_loss=call.z_loss)
-    plan = on_kernels.Plan(**options, reduction=call.reduction, compute_dtype=call.dtype, **dataclasses.asdict(how))
+    plan = KernelPlan(**options, reduction=call.reduction, compute_dtype=call.dtype, **dataclasses.asdict(how))
     with torch.device(_META):
         inputs, dw_out, arriving = _tensors(call)
     with _kernels(k), _Watch(note, [*inputs, dw_out, *arriving]) as watch:
@@ -122,7 +121,9 @@ def _tensors(c: LceCall) -> tuple[Inputs, Tensor | None, list[Tensor]]:
     return inputs, dw_out, arriving + [torch.empty(c.m, dtype=fp32)] * c.return_lse
 
 
-def _run(plan: on_kernels.Plan, inputs: Inputs, dw_out, arriving: list[Tensor], c: LceCall, note: "_Notes") -> None:
+def _run(
+    plan: on_kernels.KernelPlan, inputs: Inputs, dw_out, arriving: list[Tensor], c: LceCall, note: "_Notes"
+) -> None:
     """As `on_kernels.run` in plain eager, which a dispatch mode is not, or compiled, and autograd."""
     if not c.grad:
         with torch.no_grad():

@@ -20,7 +20,7 @@ from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import UnsupportedError
 from quackish.gpu import gpu_of
 from quackish.launch import cache, objects, upkeep
-from quackish.ops import linear_cross_entropy
+from quackish.ops.linear_cross_entropy import api as linear_cross_entropy
 from quackish.ops.rms_norm_plans import find_kernel
 
 # At least, and less than: as in pyproject.toml.

@@ -23,7 +23,7 @@ from quackish.configs.linear_cross_entropy import (
 )
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
-from quackish.ops.linear_cross_entropy_checks import check_options
+from quackish.ops.linear_cross_entropy.checks import check_options
 
 
 def explain(args: argparse.Namespace, shape: list[int], gpu: Gpu | None) -> Explained:

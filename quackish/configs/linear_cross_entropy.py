@@ -125,7 +125,7 @@ def kernel_config(
       sums to keep. Backward multiplies the logits again, for the weight's alone, which takes E's place. So a chunk has
       H rows; or fewer, where forward makes the weight's gradient of some classes as well (`first_classes`). Where that
       gradient is added to the user's buffer, as many as keep E within ROOMY_BYTES. With `chunk_size` backward holds no
-      more rows of x in memory of their own: see configs/linear_cross_entropy_lean.py.
+      more rows of x in memory of their own: see configs/linear_cross_entropy/min_memory.py.
     - "auto" is `chunked`, unless the weight gradient is better made in backward: where rows may get gradients of their
       own (reduction "none", or an lse that is returned), or where it is added to the user's buffer, which forward may
       not touch. Then `stored` where E of all rows stays within KEPT_BYTES, else `recompute`.

@@ -11,7 +11,7 @@ from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmProblem
 from quackish.configs.lce_rows import NO_PLACE, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.configs.rules import name_of
-from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
+from quackish.ops.linear_cross_entropy.launches import GemmLaunches
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan
 
 Run = Callable[[], tuple[Tensor | None, ...]]  # launches once; returns the results

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from quackish.configs.linear_cross_entropy import ROOMY_BYTES, first_classes, whole_tiles
 from quackish.ops import cuda
-from quackish.ops import linear_cross_entropy_lean as lean
-from quackish.ops import linear_cross_entropy_schedules as schedules
-from quackish.ops.linear_cross_entropy_buffers import padded, padded_strides
-from quackish.ops.linear_cross_entropy_kernels import LceKernels
-from quackish.ops.linear_cross_entropy_schedules import Call, Forward, Grads, Incoming, Rows, Wanted
+from quackish.ops.linear_cross_entropy import min_memory as lean
+from quackish.ops.linear_cross_entropy import schedules
+from quackish.ops.linear_cross_entropy.exp_logits import padded, padded_strides
+from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy.schedules import Call, Forward, GradOutputs, Grads, GradsNeeded, RowState
 from quackish.ops.modes import as_plain, check_memory
 
 _NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
-_NONE = Wanted(None, None, False)
+_NONE = GradsNeeded(None, None, False)
 _NOTHING = Forward(None, None, None)
 
 
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
     num_items: int | Tensor | None
 
 
-class Plan(NamedTuple):
+class KernelPlan(NamedTuple):
     """Everything else."""
 
     ignore_index: int
@@ -100,15 +100,15 @@ class Plan(NamedTuple):
             self.reduction == "mean",
         )
 
-    def wanted(self, inputs: Inputs, needs: tuple[bool, bool, bool], dw_out: Tensor | None) -> Wanted:
+    def wanted(self, inputs: Inputs, needs: tuple[bool, bool, bool], dw_out: Tensor | None) -> GradsNeeded:
         """Gradients are made in their own dtypes where a GEMM can, else in fp32."""
         x, w, fp32 = inputs.input.dtype, inputs.linear_weight.dtype, torch.float32
         if dw_out is not None and dw_out.dtype in (self.compute_dtype, fp32):
             w = dw_out.dtype
         dx, dw = x if x == self.compute_dtype else fp32, w if w == self.compute_dtype else fp32
-        return Wanted(dx if needs[0] else None, dw if needs[1] else None, needs[2])
+        return GradsNeeded(dx if needs[0] else None, dw if needs[1] else None, needs[2])
 
-    def forward(self, k, call: Call, wanted: Wanted, own_dw: bool, may_begin: bool = True) -> Forward:
+    def forward(self, k, call: Call, wanted: GradsNeeded, own_dw: bool, may_begin: bool = True) -> Forward:
         """`own_dw`: backward returns a dw. `may_begin`: with `recompute` a part of it may be made already, in storage
         that backward is to be given."""
         made = wanted
@@ -126,19 +126,19 @@ class Plan(NamedTuple):
             return schedules.stored(k, call)
         return schedules.chunked(k, call, self.rows_in_forward(call, wanted), made, self.lean)
 
-    def made_in_forward(self, wanted: Wanted) -> Wanted:
+    def made_in_forward(self, wanted: GradsNeeded) -> GradsNeeded:
         """The gradients that are ready before backward, up to a factor."""
         if self.schedule == "chunked":
             return wanted
-        return Wanted(wanted.dx if self.early_dx else None, None, False)
+        return GradsNeeded(wanted.dx if self.early_dx else None, None, False)
 
-    def begins_dw(self, k, call: Call, wanted: Wanted) -> bool:
+    def begins_dw(self, k, call: Call, wanted: GradsNeeded) -> bool:
         both = wanted.dx is not None and wanted.dw is not None
         if not (both and self.early_dx and k.keeps_rest) or self.lean or wanted.db:
             return False
         return first_classes(call.x.shape[0], *call.w.shape, wanted.dw.itemsize) is not None
 
-    def rows_in_forward(self, call: Call, wanted: Wanted) -> int:
+    def rows_in_forward(self, call: Call, wanted: GradsNeeded) -> int:
         """The rows of a chunk. With `recompute` its E is as large as dw; of a frozen weight there is none to come."""
         if not self.early_dx or self.lean or wanted.dw:
             return self.chunk_rows
@@ -149,7 +149,7 @@ class Plan(NamedTuple):
             return _shaped(out.loss, target.shape)
         return out.loss.sum()
 
-    def incoming(self, grad_loss: Tensor | None, grad_lse: Tensor | None) -> Incoming:
+    def incoming(self, grad_loss: Tensor | None, grad_lse: Tensor | None) -> GradOutputs:
         """At least one of them is there."""
         if grad_lse is not None:
             grad_lse = grad_lse.reshape(-1)
@@ -157,10 +157,10 @@ class Plan(NamedTuple):
             grad_loss = grad_lse.new_zeros(())
         elif self.reduction == "none":
             grad_loss = grad_loss.reshape(-1)
-        return Incoming(grad_loss, grad_lse)
+        return GradOutputs(grad_loss, grad_lse)
 
     def backward(
-        self, k, call: Call, kept: Forward, incoming: Incoming, wanted: Wanted, dw_out: Tensor | None
+        self, k, call: Call, kept: Forward, incoming: GradOutputs, wanted: GradsNeeded, dw_out: Tensor | None
     ) -> Grads:
         """The gradients for what arrives, from what forward kept; dw added to dw_out where there is one."""
         if self.schedule == "stored":
@@ -199,7 +199,7 @@ def scaled(k, made: Forward, factor: Tensor, dw_out: Tensor | None) -> Grads:
 
 
 def run(
-    inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None, return_lse: bool, eager: bool
+    inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None, return_lse: bool, eager: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(loss, lse) of checked arguments; `eager`: nobody but autograd has to see what is computed."""
     if not eager:
@@ -322,8 +322,8 @@ _PLAN = (
     "SymInt chunk_rows, bool early_dx, bool lean, ScalarType compute_dtype"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
-_ROWS = ", ".join(f"Tensor {name}" for name in Rows._fields)
-_NUM_ROWS = len(Rows._fields)
+_ROWS = ", ".join(f"Tensor {name}" for name in RowState._fields)
+_NUM_ROWS = len(RowState._fields)
 _lib.define(
     f"linear_cross_entropy_kernels_fwd({_INPUTS}, Tensor? grad_weight_out, {_PLAN}, bool[] needs) "
     f"-> (Tensor loss, Tensor lse, {_ROWS}, {_GRADS}, Tensor xc, Tensor e)",
@@ -341,7 +341,7 @@ _bwd_op = torch.ops.quackish.linear_cross_entropy_kernels_bwd.default
 _scaled_op = torch.ops.quackish.linear_cross_entropy_kernels_scaled.default
 
 
-def _run_ops(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None) -> tuple[Tensor, Tensor]:
+def _run_ops(inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None) -> tuple[Tensor, Tensor]:
     *tensors, num_items = inputs
     if num_items is not None and not isinstance(num_items, Tensor):
         # a tensor, so that compiled code takes any number
@@ -352,9 +352,9 @@ def _run_ops(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None) -> tupl
     return loss, lse
 
 
-def _sorted(args) -> tuple[Inputs, Tensor | None, Plan, list[bool]]:
+def _sorted(args) -> tuple[Inputs, Tensor | None, KernelPlan, list[bool]]:
     first = len(Inputs._fields)
-    return Inputs(*args[:first]), args[first], Plan(*args[first + 1 : -1]), args[-1]
+    return Inputs(*args[:first]), args[first], KernelPlan(*args[first + 1 : -1]), args[-1]
 
 
 def _fwd_impl(*args):
@@ -366,7 +366,7 @@ def _fwd_impl(*args):
 
 
 def _bwd_impl(grad_loss, grad_lse, lse, *args):
-    rows, (xc, e), args = Rows(*args[:_NUM_ROWS]), args[_NUM_ROWS : _NUM_ROWS + 2], args[_NUM_ROWS + 2 :]
+    rows, (xc, e), args = RowState(*args[:_NUM_ROWS]), args[_NUM_ROWS : _NUM_ROWS + 2], args[_NUM_ROWS + 2 :]
     inputs, grad_weight_out, plan, needs = _sorted(args)
     wanted = plan.wanted(inputs, needs, grad_weight_out)
     call = plan.call(inputs)
@@ -381,7 +381,7 @@ def _scaled_impl(grad, factor):
     return grad
 
 
-def _fake_grads(inputs: Inputs, wanted: Wanted) -> tuple[Tensor | None, ...]:
+def _fake_grads(inputs: Inputs, wanted: GradsNeeded) -> tuple[Tensor | None, ...]:
     x, w = inputs.input, inputs.linear_weight
     h = w.shape[1]
     return (
@@ -404,7 +404,7 @@ def _fwd_fake(*args):
         e = x.new_empty_strided((m, v), padded_strides(v), dtype=plan.compute_dtype)
     loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=torch.float32)
     lse = x.new_empty(target.shape, dtype=torch.float32)
-    return loss, lse, *Rows.make(m, lambda n, dtype: x.new_empty(n, dtype=dtype)), *grads, xc, e
+    return loss, lse, *RowState.make(m, lambda n, dtype: x.new_empty(n, dtype=dtype)), *grads, xc, e
 
 
 def _bwd_fake(grad_loss, grad_lse, lse, *args):
@@ -451,7 +451,7 @@ def _op_backward(ctx, grad_loss, grad_lse, *_):
         return (None,) * 18
     saved = ctx.saved_tensors
     given, lse, rows, (dx, dw, db, xc, e) = saved[:6], saved[6], saved[7:-5], saved[-5:]
-    inputs, plan, needs = Inputs(*given), Plan(*ctx.args[:-1]), ctx.args[-1]
+    inputs, plan, needs = Inputs(*given), KernelPlan(*ctx.args[:-1]), ctx.args[-1]
     dw_out = ctx.grad_weight_out if needs[1] else None
     ready = [None if grad_lse is not None else g for g in (dx, dw, db)]
     grads = Grads(*(None if g is None else _scaled_op(g, grad_loss) for g in ready))

@@ -8,13 +8,11 @@ are made in backward, from logits that are multiplied again.
 Nothing here looks at a value on the device, or knows autograd. `k` has the launchers of LceKernels.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_rows import NO_PLACE
 from quackish.configs.linear_cross_entropy import (
     even_chunks,
@@ -22,8 +20,19 @@ from quackish.configs.linear_cross_entropy import (
     recompute_blocks,
     scratch_columns,
 )
-from quackish.ops.linear_cross_entropy_buffers import inside, matrix, padded, padded_strides, vector
-from quackish.ops.linear_cross_entropy_e import Block, E, Targets, add_dw, new_places
+from quackish.ops.linear_cross_entropy.exp_logits import (
+    Block,
+    E,
+    RowState,
+    Targets,
+    add_dw,
+    inside,
+    matrix,
+    new_places,
+    padded,
+    padded_strides,
+    vector,
+)
 
 _ROWS_A_FLAG = 128
 
@@ -45,7 +54,7 @@ class Call(NamedTuple):
     mean: bool
 
 
-class Wanted(NamedTuple):
+class GradsNeeded(NamedTuple):
     """The gradients to compute, by dtype; None for those nobody asks for. dbias is fp32."""
 
     dx: torch.dtype | None
@@ -55,9 +64,9 @@ class Wanted(NamedTuple):
     def any(self) -> bool:
         return self.dx is not None or self.dw is not None or self.db
 
-    def but(self, other: "Wanted") -> "Wanted":
+    def but(self, other: "GradsNeeded") -> "GradsNeeded":
         """Those of them that `other` has not."""
-        return Wanted(None if other.dx else self.dx, None if other.dw else self.dw, self.db and not other.db)
+        return GradsNeeded(None if other.dx else self.dx, None if other.dw else self.dw, self.db and not other.db)
 
 
 class Grads(NamedTuple):
@@ -69,39 +78,20 @@ class Grads(NamedTuple):
         return Grads(*(mine if mine is not None else its for mine, its in zip(self, other, strict=True)))
 
 
-class Incoming(NamedTuple):
+class GradOutputs(NamedTuple):
     """What arrives in backward."""
 
     loss: Tensor | None  # 0-dim or (m,) fp32; None is 1
     lse: Tensor | None = None  # (m,) fp32; None is 0
 
 
-_ONES = Incoming(None)
-
-
-class Rows(NamedTuple):
-    """Small tensors, from forward until backward."""
-
-    num_live: Tensor  # (1,) int32
-    order: Tensor  # (m,) int32
-    cls: Tensor  # (m,) int32
-    top: Tensor  # (m,) int32: encoded
-    zt: Tensor  # (m,) fp32
-    row_sum: Tensor  # (m,) fp32
-    inv_divisor: Tensor  # (1,) fp32
-    tickets: Tensor  # (NUM_TICKETS,) int32: 0 but while a GEMM runs
-
-    @classmethod
-    def make(cls, m: int, vector: Callable[[int, torch.dtype], Tensor]) -> "Rows":
-        i, f = torch.int32, torch.float32
-        of_rows = vector(m, i), vector(m, i), vector(m, i), vector(m, f), vector(m, f)
-        return cls(vector(1, i), *of_rows, vector(1, f), vector(NUM_TICKETS, i))
+_ONES = GradOutputs(None)
 
 
 class Forward(NamedTuple):
     loss: Tensor  # (m,) fp32, divided for `mean`: the loss is their sum
     lse: Tensor  # (m,) fp32
-    rows: Rows
+    rows: RowState
     grads: Grads = Grads()
     xc: Tensor | None = None  # (m, h): `stored` keeps the live rows of x, and E
     e: Tensor | None = None  # (m, ld)
@@ -120,7 +110,7 @@ def statistics(k, call: Call, chunk_rows: int) -> Forward:
     return out
 
 
-def chunked(k, call: Call, chunk_rows: int, wanted: Wanted, lean: bool = False) -> Forward:
+def chunked(k, call: Call, chunk_rows: int, wanted: GradsNeeded, lean: bool = False) -> Forward:
     """loss, lse, and the gradients of the loss (the sum of the rows, divided for `mean`), chunk by chunk.
 
     dw is summed over chunks in fp32. A single chunk's E lies partly where dw comes to be. `lean`: no scratch for GEMMs.
@@ -149,7 +139,9 @@ def stored(k, call: Call) -> Forward:
     return out._replace(xc=chunk.xc, e=e.blocks[0].e)
 
 
-def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wanted, dw_out: Tensor | None) -> Grads:
+def stored_backward(
+    k, call: Call, kept: Forward, incoming: GradOutputs, wanted: GradsNeeded, dw_out: Tensor | None
+) -> Grads:
     """The gradients from E. dw_out: (v, h), to which dw is added instead of returned.
 
     Of what forward kept, E's element at each row's target is written: it depends on what arrives. Each backward writes
@@ -179,7 +171,7 @@ def stored_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wa
     return Grads(dx, dw, db)
 
 
-def recompute_forward(k, call: Call, wanted: Wanted) -> Forward:
+def recompute_forward(k, call: Call, wanted: GradsNeeded) -> Forward:
     """loss, lse, dx, and dw of the first classes, which `first_classes` must have found room for; no dbias.
 
     A chunk's E lies where dw comes to be: the first classes' for good, the others' until dx is made.
@@ -207,7 +199,7 @@ def recompute_forward(k, call: Call, wanted: Wanted) -> Forward:
 
 
 def recompute_backward(
-    k, call: Call, kept: Forward, incoming: Incoming, wanted: Wanted, dw_out: Tensor | None
+    k, call: Call, kept: Forward, incoming: GradOutputs, wanted: GradsNeeded, dw_out: Tensor | None
 ) -> Grads:
     """The gradients from x and the statistics of the rows, a block of classes at a time; dw_out as above.
 
@@ -269,7 +261,7 @@ def begin(k, call: Call) -> Forward:
     """Which rows are live; loss and lse still to be written."""
     m = call.x.shape[0]
     x = call.x
-    rows = Rows.make(m, lambda n, dtype: vector(x, n, dtype))
+    rows = RowState.make(m, lambda n, dtype: vector(x, n, dtype))
     loss, lse = vector(x, m, torch.float32), vector(x, m, torch.float32)
     k.compact(
         call.target, call.class_weight, call.num_items, call.ignore_index, call.w.shape[0], call.mean,
@@ -343,8 +335,8 @@ class Chunk:
 
 
 def run_rows(
-    k, call: Call, out: Forward, start: int, rows: int, grads: str, incoming: Incoming,
-    of: "Chunk | Rows | None" = None, *, part_sum=None, part_wsum=None, e: E | None = None,
+    k, call: Call, out: Forward, start: int, rows: int, grads: str, incoming: GradOutputs,
+    of: "Chunk | RowState | None" = None, *, part_sum=None, part_wsum=None, e: E | None = None,
     xc=None, xs=None, row_scale=None, coefs=None, places=None, inv_divisor: Tensor | None = None,
 ) -> None:  # fmt: skip
     of = of or out.rows
@@ -383,12 +375,12 @@ def run_rows(
     )
 
 
-def _common_factor(call: Call, rows: Rows, incoming: Incoming) -> tuple[Tensor | None, Tensor, Incoming]:
+def _common_factor(call: Call, rows: RowState, incoming: GradOutputs) -> tuple[Tensor | None, Tensor, GradOutputs]:
     """(what all rows' gradients have in common, what is left of the divisor, what is left of the incoming gradient).
 
     fp16 is too narrow for p - onehot divided by the number of rows: most of it would be subnormal. So what is common
-    to the rows is left to fp32 accumulators, and class weights are at most 1 until then. Rows with gradients of their
-    own have nothing in common: (None, ...).
+    to the rows is left to fp32 accumulators, and class weights are at most 1 until then. Rows with gradients
+    of their own have nothing in common: (None, ...).
     """
     if incoming.lse is not None or incoming.loss.dim():
         return None, rows.inv_divisor, incoming
@@ -398,7 +390,7 @@ def _common_factor(call: Call, rows: Rows, incoming: Incoming) -> tuple[Tensor |
 
 
 def _coefficients(
-    k, call: Call, kept: Forward, incoming: Incoming, xc: Tensor, inv_divisor: Tensor | None = None
+    k, call: Call, kept: Forward, incoming: GradOutputs, xc: Tensor, inv_divisor: Tensor | None = None
 ) -> Tensor:
     """coefs (m, 4); and x's live rows in xc, once more."""
     m = call.x.shape[0]
@@ -408,7 +400,7 @@ def _coefficients(
     return coefs
 
 
-def gather(k, call: Call, rows: Rows, start: int, xc: Tensor) -> None:
+def gather(k, call: Call, rows: RowState, start: int, xc: Tensor) -> None:
     """x's rows from place `start` on, in xc; the rest of what the kernel makes was made before."""
     n = xc.shape[0]
     cls, top, flags = (vector(call.x, count, torch.int32) for count in (n, n, _num_flags(n)))

@@ -9,14 +9,14 @@ from torch import Tensor
 from quackish import kernels, launch
 from quackish.configs.linear_cross_entropy import E_ITEMSIZE, SHARED_FROM, even_chunks, first_classes
 from quackish.errors import UnsupportedError
-from quackish.ops.linear_cross_entropy_autograd import Inputs, Plan
-from quackish.ops.linear_cross_entropy_kernels import LceKernels
+from quackish.ops.linear_cross_entropy.autograd import Inputs, KernelPlan
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 
 _MAX_PREPARED = 1024  # then some is rehearsed again
 _prepared: set[tuple] = set()
 
 
-def prepare(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None) -> None:
+def prepare(inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None) -> None:
     """Once for everything that kernels depend on. Of M that is whether one chunk has all rows, whether its E is large,
     and in few cases more: a kernel or two may be compiled where they are used."""
     m, (v, h), out, items = inputs.target.numel(), inputs.linear_weight.shape, grad_weight_out, inputs.num_items
@@ -47,14 +47,14 @@ def prepare(inputs: Inputs, plan: Plan, grad_weight_out: Tensor | None) -> None:
 
 
 def _is_aligned(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether each row starts on 16 bytes: of a copy, which Plan.call makes where it must, it does."""
+    """Whether each row starts on 16 bytes: of a copy, which KernelPlan.call makes where it must, it does."""
     if x.dtype != dtype or x.stride(-1) != 1:
         return True
     stride = x.stride(-2) if x.dim() > 1 else 0
     return (x.data_ptr() | stride * x.itemsize) % 16 == 0
 
 
-def _two_chunks(m: int, plan: Plan) -> tuple[int, Plan]:
+def _two_chunks(m: int, plan: KernelPlan) -> tuple[int, KernelPlan]:
     """Two chunks stand for several, as the second adds to what is there and so do all others: of as many rows, or of
     fewer where backward goes by chunks too, and fits its blocks of classes to their rows."""
     if m <= plan.chunk_rows:
@@ -64,7 +64,7 @@ def _two_chunks(m: int, plan: Plan) -> tuple[int, Plan]:
     return m, plan._replace(chunk_rows=max(plan.chunk_rows, even_chunks(m, -(-m // 2))))
 
 
-def _rehearse(k: LceKernels, inputs: Inputs, plan: Plan, needs: tuple[bool, ...], dw_out: Tensor | None) -> None:
+def _rehearse(k: LceKernels, inputs: Inputs, plan: KernelPlan, needs: tuple[bool, ...], dw_out: Tensor | None) -> None:
     """Forward and backward on tensors without memory. No gradient arrives at an lse that is returned: few use it so."""
     wanted = plan.wanted(inputs, needs, dw_out)
     call = plan.call(inputs)

@@ -4,18 +4,72 @@ The weight gradient takes the targets' elements out of E first, and adds their p
 few rows gets, in fp32.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_rows import MOST_ROWS_COUNTED
 from quackish.configs.linear_cross_entropy import E_ITEMSIZE, SHARED_FROM, shared_storage
-from quackish.ops.linear_cross_entropy_buffers import inside, matrix, padded, vector
+from quackish.ops import cuda
 
-if TYPE_CHECKING:
-    from quackish.ops.linear_cross_entropy_schedules import Rows
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if like.is_cuda:  # the current device, which is like's
+        return cuda.empty(shape, strides, dtype)
+    return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def vector(like: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    return empty(like, (n,), (1,), dtype)
+
+
+def matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return empty(like, (rows, columns), (columns, 1), dtype)
+
+
+def padded(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    if columns % 8:  # the last row's padding is memory too: it is read, 16 bytes at a time, not used
+        return padded(like, rows, -(-columns // 8) * 8, dtype)[:, :columns]
+    return empty(like, (rows, columns), padded_strides(columns), dtype)
+
+
+def inside(of: Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A matrix `offset` bytes into the storage that `of`, contiguous, has for itself."""
+    if of.dtype != dtype:
+        of = of.view(-1).view(dtype)
+    return of.as_strided((rows, columns), (columns, 1), offset // dtype.itemsize)
+
+
+def padded_strides(columns: int) -> tuple[int, int]:
+    """Of E: its rows start on 128 bytes."""
+    return -(-columns // 64) * 64, 1
+
+
+class RowState(NamedTuple):
+    """Small tensors, from forward until backward."""
+
+    num_live: Tensor  # (1,) int32
+    order: Tensor  # (m,) int32
+    cls: Tensor  # (m,) int32
+    top: Tensor  # (m,) int32: encoded
+    zt: Tensor  # (m,) fp32
+    row_sum: Tensor  # (m,) fp32
+    inv_divisor: Tensor  # (1,) fp32
+    tickets: Tensor  # (NUM_TICKETS,) int32: 0 but while a GEMM runs
+
+    @classmethod
+    def make(cls, m: int, vector: Callable[[int, torch.dtype], Tensor]) -> "RowState":
+        i, f = torch.int32, torch.float32
+        of_rows = vector(m, i), vector(m, i), vector(m, i), vector(m, f), vector(m, f)
+        return cls(vector(1, i), *of_rows, vector(1, f), vector(NUM_TICKETS, i))
+
+
+# exp_logits -----------------------------------------------------------------------------------------------------------
 
 
 class Block(NamedTuple):
@@ -52,11 +106,13 @@ class E:
         first = self.blocks[0]
         return first.e, self.blocks[1].e if len(self.blocks) > 1 else None, first.v1
 
-    def dx(self, k, w: Tensor, row_scale: Tensor, rows: "Rows", start: int, dx: Tensor, tickets: Tensor | None) -> None:
+    def dx(
+        self, k, w: Tensor, row_scale: Tensor, rows: RowState, start: int, dx: Tensor, tickets: Tensor | None
+    ) -> None:
         k.dx(*self.in_two(), w, row_scale, rows.order, rows.num_live, start, dx, False, tickets)
 
     def dw(
-        self, k, x: Tensor, xs: Tensor, cls: Tensor, row_scale: Tensor, rows: "Rows", start: int, dw: Tensor,
+        self, k, x: Tensor, xs: Tensor, cls: Tensor, row_scale: Tensor, rows: RowState, start: int, dw: Tensor,
         accumulate: bool, places: Tensor | None,
     ) -> None:  # fmt: skip
         """The last to look at the targets' elements: they are 0 afterwards. places: `new_places`, NO_PLACE."""
@@ -72,7 +128,7 @@ class E:
         if targets is not None:
             k.targets(x, *targets.of_rows, rows.num_live, start, 0, dw, rest)
 
-    def bias_sum(self, k, row_scale: Tensor, rows: "Rows", start: int, db: Tensor, accumulate: bool) -> None:
+    def bias_sum(self, k, row_scale: Tensor, rows: RowState, start: int, db: Tensor, accumulate: bool) -> None:
         for e, v0, v1 in self.blocks:
             k.bias_sum(e, row_scale, rows.num_live, start, db if len(self.blocks) == 1 else db[v0:v1], accumulate)
 
@@ -87,7 +143,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def taken_from(
-        cls, e: E, k, classes: Tensor, row_scale: Tensor, rows: "Rows", start: int, places: Tensor | None, dw: Tensor
+        cls, e: E, k, classes: Tensor, row_scale: Tensor, rows: RowState, start: int, places: Tensor | None, dw: Tensor
     ) -> "Targets":
         n = classes.shape[0]
         of_rows = tuple(vector(classes, n, dtype) for dtype in (torch.int32, torch.int32, torch.float32))
@@ -120,7 +176,7 @@ def _adds_in_gemm(out: Tensor) -> bool:
 
 
 def add_dw(
-    k, e: Tensor, xs: Tensor, rows: "Rows", out: Tensor, x: Tensor | None = None, targets: Targets | None = None,
+    k, e: Tensor, xs: Tensor, rows: RowState, out: Tensor, x: Tensor | None = None, targets: Targets | None = None,
     factor: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out += factor * e.T @ xs, and the targets' part where they are not in e."""

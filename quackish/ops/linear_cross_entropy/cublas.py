@@ -22,7 +22,7 @@ from quackish.configs.lce_cublas import (
 from quackish.configs.lce_rows import LceScatterProblem
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops.cuda import current_stream_of, dtype_name
-from quackish.ops.linear_cross_entropy_chunks import addmm, mm
+from quackish.ops.linear_cross_entropy.portable import addmm, mm
 
 
 class CublasGemms:

@@ -14,16 +14,16 @@ from quackish.configs.linear_cross_entropy import (
 )
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import gpu_of
-from quackish.ops import linear_cross_entropy_autograd as on_kernels
-from quackish.ops import linear_cross_entropy_portable as portable
-from quackish.ops.linear_cross_entropy_checks import (
+from quackish.ops.linear_cross_entropy import autograd as on_kernels
+from quackish.ops.linear_cross_entropy import portable
+from quackish.ops.linear_cross_entropy.checks import (
     check_buffer,
     check_options,
     check_shapes,
     compute_dtype_of,
     effective_softcap,
 )
-from quackish.ops.linear_cross_entropy_prepare import prepare
+from quackish.ops.linear_cross_entropy.warm_up import prepare
 from quackish.ops.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
 
 
@@ -153,7 +153,7 @@ def linear_cross_entropy(
         return (loss, lse) if return_lse else loss
     if grad_weight_out is not None and not is_compiling():
         check_buffer(grad_weight_out, input, linear_weight)
-    if isinstance(plan, on_kernels.Plan):
+    if isinstance(plan, on_kernels.KernelPlan):
         inputs = on_kernels.Inputs(input, linear_weight, linear_bias, target, weight, num_items)
         if new and eager and input.is_cuda:
             prepare(inputs, plan, grad_weight_out)
@@ -259,11 +259,12 @@ class LinearCrossEntropyLoss(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
+Plan = on_kernels.KernelPlan | portable.PortablePlan
 _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
-_plans: dict[tuple, "on_kernels.Plan | portable.Plan"] = {}
+_plans: dict[tuple, Plan] = {}
 
 
-def _find_plan(tensors: tuple, options: tuple) -> "tuple[tuple | None, on_kernels.Plan | portable.Plan | None]":
+def _find_plan(tensors: tuple, options: tuple) -> tuple[tuple | None, Plan | None]:
     """(what `_make_plan` looks at, the plan that was made for it); finding one proves the arguments valid."""
     input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items = tensors
     try:
@@ -289,7 +290,7 @@ def _find_plan(tensors: tuple, options: tuple) -> "tuple[tuple | None, on_kernel
 def _make_plan(
     input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items, reduction, ignore_index,
     label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend,
-) -> "on_kernels.Plan | portable.Plan":  # fmt: skip
+) -> Plan:  # fmt: skip
     """Which path runs, and how, by shapes, dtypes, device and options; after checking them."""
     check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_out)
     check_options(
@@ -311,13 +312,13 @@ def _make_plan(
             given_out, smoothing = grad_weight_out is not None, label_smoothing > 0
             problem = KernelProblem(v, h, dtype, reduction, return_lse, given_out, smoothing)
             how = kernel_config(problem, m, schedule, chunk_size)
-            return on_kernels.Plan(
+            return on_kernels.KernelPlan(
                 ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows, how.early_dx,
                 how.lean, compute_dtype,
             )  # fmt: skip
     problem = LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
     how = linear_cross_entropy_config(problem, m, schedule, chunk_size)
-    return portable.Plan(
+    return portable.PortablePlan(
         ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows, compute_dtype,
         reason if input.device.type == "cuda" else "",
     )  # fmt: skip

@@ -5,27 +5,26 @@ from torch import Tensor
 
 from quackish.configs.linear_cross_entropy import E_ITEMSIZE, OFFSET_MULTIPLE, even_chunks, round_up
 from quackish.configs.linear_cross_entropy_lean import LeanBlock, LeanProblem, lean_blocks
-from quackish.ops.linear_cross_entropy_buffers import inside, matrix, padded, padded_strides, vector
-from quackish.ops.linear_cross_entropy_e import Block, E
-from quackish.ops.linear_cross_entropy_schedules import (
+from quackish.ops.linear_cross_entropy.exp_logits import Block, E, inside, matrix, padded, padded_strides, vector
+from quackish.ops.linear_cross_entropy.schedules import (
     Call,
     Chunk,
     Forward,
+    GradOutputs,
     Grads,
-    Incoming,
-    Wanted,
+    GradsNeeded,
     begin,
     gather,
     run_rows,
 )
 
 
-def lean_problem(k, call: Call, wanted: Wanted, chunk_rows: int) -> LeanProblem:
+def lean_problem(k, call: Call, wanted: GradsNeeded, chunk_rows: int) -> LeanProblem:
     (m, h), v = call.x.shape, call.w.shape[0]
     return LeanProblem(m, v, h, wanted.dw.itemsize, even_chunks(m, chunk_rows), k.num_tiles(v))
 
 
-def lean_forward(k, call: Call, wanted: Wanted, problem: LeanProblem) -> Forward:
+def lean_forward(k, call: Call, wanted: GradsNeeded, problem: LeanProblem) -> Forward:
     """loss, lse and dx; what they take lies in as much memory as dw, which backward makes there, has.
 
     Where the problem has `forward_rows`.
@@ -49,8 +48,8 @@ def lean_forward(k, call: Call, wanted: Wanted, problem: LeanProblem) -> Forward
     return out._replace(grads=Grads(dx))
 
 
-def lean_backward(k, call: Call, kept: Forward, incoming: Incoming, wanted: Wanted, chunk_rows: int) -> Grads:
-    """dw, and db, with little memory: see configs/linear_cross_entropy_lean.py."""
+def lean_backward(k, call: Call, kept: Forward, incoming: GradOutputs, wanted: GradsNeeded, chunk_rows: int) -> Grads:
+    """dw, and db, with little memory: see configs/linear_cross_entropy/min_memory.py."""
     (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
     dw = matrix(call.x, v, h, wanted.dw)
     db = vector(call.x, v, torch.float32) if wanted.db else None

@@ -1,0 +1,17 @@
+"""Linear cross entropy for torch. `api.py` has what users call and picks a path: kernels or portable.
+
+api.py         the function and the module; which path a call takes
+checks.py      whether the arguments fit together
+autograd.py    kernels: torch.autograd.Function, and custom operators for torch.compile
+schedules.py   kernels: which launches, in which order, over which buffers
+exp_logits.py  kernels: the exponentials of a chunk's logits, and the GEMMs that read them
+min_memory.py  kernels: `recompute` with a chunk_size
+launches.py    kernels: tensors in, arguments of a kernel out
+cublas.py      the GEMMs by cuBLAS, where there is no GEMM kernel
+warm_up.py     compiles the kernels of a first call side by side
+portable.py    plain PyTorch, a chunk of logits at a time, on any device
+"""
+
+from quackish.ops.linear_cross_entropy.api import LinearCrossEntropyLoss, linear_cross_entropy, no_kernel_on
+
+__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy", "no_kernel_on"]
