@@ -86,7 +86,7 @@ MUTATIONS = (
     # linear cross entropy, around the GEMMs
     Mutation(
         "lce_rows_without_wait",
-        f"{KERNELS}/lce_rows.py",
+        f"{KERNELS}/linear_cross_entropy/rows.py",
         "after_previous()",
         "cute.arch.griddepcontrol_launch_dependents()",
         "tests/test_linear_cross_entropy_gpu.py",
@@ -94,7 +94,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lce_gather_without_wait",
-        f"{KERNELS}/lce_gather.py",
+        f"{KERNELS}/linear_cross_entropy/gather.py",
         "after_previous()",
         "cute.arch.griddepcontrol_launch_dependents()",
         "tests/test_lce_kernels.py",
@@ -102,7 +102,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lce_compact_divides_by_no_class",
-        f"{KERNELS}/lce_compact.py",
+        f"{KERNELS}/linear_cross_entropy/compact.py",
         "if counted > 0:",
         "if live > 0:",
         "tests/test_lce_kernels.py",
@@ -110,7 +110,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lce_sort_ties_reversed",
-        f"{KERNELS}/lce_sort.py",
+        f"{KERNELS}/linear_cross_entropy/sort.py",
         "(other == t and k < lane)",
         "(other == t and k > lane)",
         "tests/test_lce_kernels.py",
@@ -118,7 +118,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lce_sort_any_place_of_a_class",
-        f"{KERNELS}/lce_sort.py",
+        f"{KERNELS}/linear_cross_entropy/sort.py",
         "cute.arch.atomic_min(places + t, place)",
         "store_at(places, t, place)",
         "tests/test_lce_kernels.py",

@@ -25,7 +25,7 @@ from quackish.configs.lce_rows import (
 )
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.gpu import A100, B200, H100, H200, NAMED, Roofs, roofs_of
-from quackish.kernels import _HERE
+from quackish.kernels import TABLE
 from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
 from quackish.work import KERNELS, LAUNCH_US, Floor, Work, describe, floor, kernel_of, sizes_of, work
 
@@ -55,7 +55,7 @@ SAMPLES = [
 
 def test_every_kernel_is_described():
     classes = {}
-    for (name, _), where in _HERE.items():
+    for name, (where, _) in TABLE.items():
         classes.setdefault(name, set()).add(where.partition(":")[2])
     assert {name: set(kernel.class_names) for name, kernel in KERNELS.items()} == classes
     assert {name for name, _, _ in SAMPLES} == set(classes)
@@ -93,7 +93,7 @@ def method(cls, name):
     return next(node for node in of_class.body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
-@pytest.mark.parametrize("name, where", sorted({(name, where) for (name, _), where in _HERE.items()}))
+@pytest.mark.parametrize("name, where", sorted((name, where) for name, (where, _) in TABLE.items()))
 def test_arguments_are_the_kernels_own(name, where):
     cls = kernel_class(where)
     taken = [arg.arg for arg in method(cls, "__call__").args.args[1:]]
@@ -142,7 +142,7 @@ def own_ctas(cls, problem, config, sizes):
 
 @pytest.mark.parametrize("name, problem, sizes", SAMPLES)
 def test_ctas_are_the_kernels_own(name, problem, sizes):
-    cls = kernel_class(_HERE[name, "sm_90"])
+    cls = kernel_class(TABLE[name][0])
     config = choose(name, problem, H200).config
     assert KERNELS[name].ctas(problem, config, sizes) == own_ctas(cls, problem, config, sizes)
 

@@ -7,39 +7,25 @@ from typing import Any
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 
-_HERE = {
-    ("rms_norm_fwd", "sm_90"): "rms_norm_fwd:RmsNormFwd",
-    ("rms_norm_fwd", "sm_100"): "rms_norm_fwd:RmsNormFwd",
-    ("rms_norm_bwd", "sm_90"): "rms_norm_bwd:RmsNormBwd",
-    ("rms_norm_bwd", "sm_100"): "rms_norm_bwd:RmsNormBwd",
-    ("lce_gemm", "sm_90"): "gemm_sm90:GemmSm90",
-    ("lce_compact", "sm_90"): "lce_compact:LceCompact",
-    ("lce_compact", "sm_100"): "lce_compact:LceCompact",
-    ("lce_gather", "sm_90"): "lce_gather:LceGather",
-    ("lce_gather", "sm_100"): "lce_gather:LceGather",
-    ("lce_rows", "sm_90"): "lce_rows:LceRows",
-    ("lce_rows", "sm_100"): "lce_rows:LceRows",
-    ("lce_sort", "sm_90"): "lce_sort:LceSort",
-    ("lce_sort", "sm_100"): "lce_sort:LceSort",
-    ("lce_targets", "sm_90"): "lce_targets:LceTargets",
-    ("lce_targets", "sm_100"): "lce_targets:LceTargets",
-    ("lce_bias", "sm_90"): "lce_bias:LceBias",
-    ("lce_bias", "sm_100"): "lce_bias:LceBias",
-    ("lce_scatter", "sm_90"): "lce_scatter:LceScatter",
-    ("lce_scatter", "sm_100"): "lce_scatter:LceScatter",
-    ("lce_scale", "sm_90"): "lce_scale:LceScale",
-    ("lce_scale", "sm_100"): "lce_scale:LceScale",
-    # between cuBLAS's GEMMs, where there is no lce_gemm
-    ("lce_exp", "sm_90"): "lce_exp:LceExp",
-    ("lce_exp", "sm_100"): "lce_exp:LceExp",
-    ("lce_redo", "sm_90"): "lce_redo:LceRedo",
-    ("lce_redo", "sm_100"): "lce_redo:LceRedo",
-    ("lce_clear", "sm_90"): "lce_clear:LceClear",
-    ("lce_clear", "sm_100"): "lce_clear:LceClear",
+_BOTH = ("sm_90", "sm_100")
+TABLE = {  # kernel -> module and class, and the GPU families that it is for
+    "rms_norm_fwd": ("rms_norm_fwd:RmsNormFwd", _BOTH),
+    "rms_norm_bwd": ("rms_norm_bwd:RmsNormBwd", _BOTH),
+    "lce_gemm": ("gemm_sm90:GemmSm90", ("sm_90",)),
+    "lce_compact": ("linear_cross_entropy.compact:LceCompact", _BOTH),
+    "lce_gather": ("linear_cross_entropy.gather:LceGather", _BOTH),
+    "lce_rows": ("linear_cross_entropy.rows:LceRows", _BOTH),
+    "lce_sort": ("linear_cross_entropy.sort:LceSort", _BOTH),
+    "lce_targets": ("linear_cross_entropy.targets:LceTargets", _BOTH),
+    "lce_bias": ("linear_cross_entropy.bias:LceBias", _BOTH),
+    "lce_scatter": ("linear_cross_entropy.scatter:LceScatter", _BOTH),
+    "lce_scale": ("linear_cross_entropy.scale:LceScale", _BOTH),
+    # between cuBLAS's GEMMs, on GPUs without lce_gemm
+    "lce_exp": ("linear_cross_entropy.exp:LceExp", _BOTH),
+    "lce_redo": ("linear_cross_entropy.rescale:LceRedo", _BOTH),
+    "lce_clear": ("linear_cross_entropy.clear:LceClear", _BOTH),
 }
-
-
-FAMILIES = frozenset(family for _, family in _HERE)  # of the GPUs that there are kernels for
+FAMILIES = frozenset(_BOTH)  # of the GPUs that there are kernels for
 
 
 class KernelClass:
@@ -61,9 +47,9 @@ _class = functools.cache(KernelClass)
 
 def find(name: str, gpu: Gpu) -> KernelClass:
     """The class of kernel `name` for `gpu`. Raises UnsupportedError where there is none."""
-    where = _HERE.get((name, gpu.family))
-    if where is None:
-        supported = ", ".join(family for kernel, family in _HERE if kernel == name) or "no GPU"
+    where, families = TABLE.get(name, ("", ()))
+    if gpu.family not in families:
+        supported = ", ".join(families) or "no GPU"
         op = name.removesuffix("_fwd").removesuffix("_bwd")  # what the user called
         raise UnsupportedError(
             f"{op}: no kernel for {gpu.family} ({gpu.name}); supported: {supported}. "
