@@ -311,14 +311,16 @@ KERNELS = {
     ),
     "lce_gather": Kernel(
         ("LceGather",),
-        "x w bias target order num_live xc cls ref top flags dx loss lse x_stride softcap start rows v stream",
+        "x w bias target order num_live xc slot_target row_shift row_max_bits flags dx loss lse x_stride softcap "
+        "start rows v stream",
         ("rows", "v"),
         _lce_gather,
         _row_ctas,
     ),
     "lce_rows": Kernel(
         ("LceRows",),
-        "part_sum part_wsum zt top cls order num_live class_weight total_weight loss lse row_sum grad_loss inv_divisor "
+        "part_sum part_wsum target_logit row_max_bits slot_target order num_live class_weight total_weight loss lse "
+        "row_sum grad_loss inv_divisor "
         "grad_lse e e2 xc xs row_scale coefs places e_stride e2_stride v_split softcap z_loss label_smoothing v tiles "
         "start rows stream",
         ("v", "tiles", "rows"),
@@ -327,7 +329,8 @@ KERNELS = {
     ),
     "lce_sort": Kernel(
         ("LceSort",),
-        "cls order num_live row_scale e e2 sorted_cls sorted_row sorted_grad places index e_stride e2_stride v_split v "
+        "slot_target order num_live row_scale e e2 sorted_cls sorted_row sorted_grad places index e_stride "
+        "e2_stride v_split v "
         "start rows stream",
         ("rows",),
         _lce_sort,
@@ -355,7 +358,8 @@ KERNELS = {
     ),
     "lce_exp": Kernel(
         ("LceExp",),
-        "z e bias class_weight cls num_live ref top flags part_sum part_wsum zt coefs z_stride e_stride softcap v0 "
+        "z e bias class_weight slot_target num_live row_shift row_max_bits flags part_sum part_wsum target_logit "
+        "coefs z_stride e_stride softcap v0 "
         "tile0 tiles start rows n stream",
         ("rows", "n"),
         _lce_exp,
@@ -363,7 +367,7 @@ KERNELS = {
     ),
     "lce_redo": Kernel(
         ("LceRedo",),
-        "e part_sum top flags num_live e_stride tile0 tiles start rows n stream",
+        "e part_sum row_max_bits flags num_live e_stride tile0 tiles start rows n stream",
         ("rows", "n"),
         _lce_redo,
         _redo_ctas,

@@ -90,14 +90,17 @@ class EmulatedKernels:
 
     @launcher
     def gather(
-        self, x, w, bias, target, order, num_live, start, v, softcap, xc, cls, ref, top, flags, dx, loss, lse
+        self, x, w, bias, target, order, num_live, start, v, softcap, xc, slot_target, row_shift, row_max_bits,
+        flags, dx, loss, lse
     ):  # fmt: skip
         assert x.stride(-1) == 1
         assert w.is_contiguous()
         assert target.is_contiguous()
-        xc, cls, ref, top, flags, dx, loss, lse = map(writable, (xc, cls, ref, top, flags, dx, loss, lse))
+        xc, slot_target, row_shift, row_max_bits, flags, dx, loss, lse = map(
+            writable, (xc, slot_target, row_shift, row_max_bits, flags, dx, loss, lse)
+        )
         rows = xc.shape[0]
-        assert rows == cls.shape[0] == ref.shape[0] == top.shape[0]
+        assert rows == slot_target.shape[0] == row_shift.shape[0] == row_max_bits.shape[0]
         assert flags.shape == (1 + -(-rows // ROW_TILE),)
         live, padded = self._live(num_live, start, rows)
         flags.zero_()
@@ -114,11 +117,11 @@ class EmulatedKernels:
         if softcap is not None:
             z = softcap * torch.tanh(z / softcap)
         z = torch.where((z > -HUGE) & (z < HUGE), z, -HUGE)
-        cls.fill_(-1)
-        cls[:live] = torch.where(inside, t, -1).int()
-        ref.fill_(HUGE)
-        ref[:live] = z
-        top.copy_(encode(ref))
+        slot_target.fill_(-1)
+        slot_target[:live] = torch.where(inside, t, -1).int()
+        row_shift.fill_(HUGE)
+        row_shift[:live] = z
+        row_max_bits.copy_(encode(row_shift))
         if dx is not None:
             dx[ignored] = 0
         if loss is not None:
@@ -143,10 +146,13 @@ class EmulatedKernels:
         self._softmax(True, *args)
 
     def _softmax(
-        self, redo, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, e, e2, v_split, part_sum, part_wsum,
-        zt, top, flags,
+        self, redo, xc, w, bias, class_weight, row_shift, slot_target, num_live, start, softcap, e, e2, v_split,
+        part_sum, part_wsum,
+        target_logit, row_max_bits, flags,
     ):  # fmt: skip
-        e, e2, part_sum, part_wsum, zt, top, flags = map(writable, (e, e2, part_sum, part_wsum, zt, top, flags))
+        e, e2, part_sum, part_wsum, target_logit, row_max_bits, flags = map(
+            writable, (e, e2, part_sum, part_wsum, target_logit, row_max_bits, flags)
+        )
         _, padded = self._live(num_live, start, xc.shape[0])
         v = w.shape[0]
         a, d = self._logits(xc[:padded], w, bias, softcap)
@@ -154,7 +160,7 @@ class EmulatedKernels:
         if redo:
             i = i[flags[1 + i // ROW_TILE] != 0]
             a, d = a[i], d[i]
-        shift = decode(top)[i] if redo else ref[i]
+        shift = decode(row_max_bits)[i] if redo else row_shift[i]
         grown = torch.exp(a - shift[:, None])
         assert e2 is None or v_split % 64 == 0
         for part, first, last in ((e, 0, v if e2 is None else v_split), (e2, v_split, v)):
@@ -170,20 +176,21 @@ class EmulatedKernels:
                     w = class_weight[c : c + part.shape[1]]
                     part = torch.where((w == 0) & (part == -torch.inf), 0.0, part * w)
                 part_wsum[i, tile] = part.sum(1)
-        mine = cls[i] >= 0
-        zt[i[mine]] = a[mine].gather(1, cls[i][mine].long()[:, None])[:, 0]
+        mine = slot_target[i] >= 0
+        target_logit[i[mine]] = a[mine].gather(1, slot_target[i][mine].long()[:, None])[:, 0]
         if not redo:
             highest = torch.where(a.isnan(), -torch.inf, a).amax(1)
             above = highest > shift + HEADROOM
-            top[i[above]] = torch.maximum(top[i[above]], encode(highest[above]))
+            row_max_bits[i[above]] = torch.maximum(row_max_bits[i[above]], encode(highest[above]))
             flags[1 + i[above] // ROW_TILE] = 1
             if above.any():
                 flags[0] = 1
 
     @launcher
     def rows(
-        self, stats, grads, *, cls, order, num_live, start, v, top, lse, row_sum, inv_divisor, part_sum=None,
-        part_wsum=None, loss=None, zt=None, class_weight=None, total_weight=None, softcap=None, z_loss=0.0,
+        self, stats, grads, *, slot_target, order, num_live, start, v, row_max_bits, lse, row_sum, inv_divisor,
+        part_sum=None,
+        part_wsum=None, loss=None, target_logit=None, class_weight=None, total_weight=None, softcap=None, z_loss=0.0,
         label_smoothing=0.0, grad_loss=None, grad_lse=None, e=None, e2=None, v_split=0, xc=None, xs=None,
         row_scale=None, coefs=None, places=None,
     ):  # fmt: skip
@@ -192,8 +199,8 @@ class EmulatedKernels:
         )
         if places is not None:
             places.fill_(NO_PLACE)
-        live, padded = self._live(num_live, start, cls.shape[0])
-        r, t = order[start : start + live].long(), cls[:live].long()
+        live, padded = self._live(num_live, start, slot_target.shape[0])
+        r, t = order[start : start + live].long(), slot_target[:live].long()
         weight = torch.ones(live) if class_weight is None else class_weight[t.clamp(min=0)].float()
         weight = weight.masked_fill(t < 0, float("nan")) * (1 - label_smoothing)
         total = float(v) if class_weight is None or not label_smoothing else total_weight
@@ -201,8 +208,8 @@ class EmulatedKernels:
         if stats:
             row_sum[:live] = part_sum[:live].sum(1)
             log_total = row_sum[:live].log()
-            row_lse = decode(top)[:live] + log_total
-            nll = decode(top)[:live] - zt[:live] + log_total
+            row_lse = decode(row_max_bits)[:live] + log_total
+            nll = decode(row_max_bits)[:live] - target_logit[:live] + log_total
             row_loss = torch.where((weight == 0) & ~nll.isnan(), 0.0, weight * nll)
             if label_smoothing:
                 row_loss = row_loss + spread * (total * row_lse - part_wsum[:live].sum(1))
@@ -211,21 +218,28 @@ class EmulatedKernels:
             return
         row_lse = lse[r]
         g = inv_divisor if grad_loss is None else inv_divisor * (grad_loss if grad_loss.dim() == 0 else grad_loss[r])
-        ca, cb = g * (weight + spread * total + 2 * z_loss * row_lse), g * weight
+        coef_softmax, coef_target = g * (weight + spread * total + 2 * z_loss * row_lse), g * weight
         if not label_smoothing:
-            ca = g * (weight + 2 * z_loss * row_lse)
+            coef_softmax = g * (weight + 2 * z_loss * row_lse)
         if grad_lse is not None:
-            ca = ca + grad_lse[r]
+            coef_softmax = coef_softmax + grad_lse[r]
         if grads == "coefs":
-            coefs[:live] = torch.stack([decode(top)[:live], ca / row_sum[:live], cb, (g * spread).expand(live)], 1)
+            coefs[:live] = torch.stack(
+                [decode(row_max_bits)[:live], coef_softmax / row_sum[:live], coef_target, (g * spread).expand(live)], 1
+            )
             coefs[live:padded] = torch.tensor([HUGE, 0.0, 0.0, 0.0])
             return
-        smallest = SMALLEST_RATIO * cb.abs()
-        ca = torch.where(ca.abs() < smallest, torch.where(ca >= 0, smallest, -smallest), ca)
+        smallest = SMALLEST_RATIO * coef_target.abs()
+        coef_softmax = torch.where(
+            coef_softmax.abs() < smallest, torch.where(coef_softmax >= 0, smallest, -smallest), coef_softmax
+        )
         total = row_sum[:live]
-        row_scale[:live] = ca / total
-        a_t = zt[:live]
-        at_target = torch.exp(a_t - decode(top)[:live]) - torch.where(ca == 0, 0.0, cb / ca) * total
+        row_scale[:live] = coef_softmax / total
+        a_t = target_logit[:live]
+        at_target = (
+            torch.exp(a_t - decode(row_max_bits)[:live])
+            - torch.where(coef_softmax == 0, 0.0, coef_target / coef_softmax) * total
+        )
         if softcap is not None:
             at_target = at_target * (1 - (a_t / softcap).square())
         i = torch.arange(live)
@@ -234,7 +248,9 @@ class EmulatedKernels:
                 mine = (t >= first) & (t < last)
                 part[i[mine], t[mine] - first] = at_target[mine].to(part.dtype)
         rounded = at_target.bfloat16().float()  # what that took, the row's factor gives back
-        correction = torch.where((t >= 0) & (cb / ca != 0) & (rounded != 0), at_target / rounded, 1.0)
+        correction = torch.where(
+            (t >= 0) & (coef_target / coef_softmax != 0) & (rounded != 0), at_target / rounded, 1.0
+        )
         row_scale[:live] *= torch.where(correction.isnan(), 1.0, correction)
         row_scale[live:padded] = 0
         if xs is not None:
@@ -281,26 +297,27 @@ class EmulatedKernels:
             rest[places[listed].long()] = cut_off(acc[listed])
 
     @launcher
-    def dlogits(self, xc, w, bias, coefs, cls, num_live, start, class_weight, softcap, smoothing, v0, e):
+    def dlogits(self, xc, w, bias, coefs, slot_target, num_live, start, class_weight, softcap, smoothing, v0, e):
         e = writable(e)
         _, padded = self._live(num_live, start, xc.shape[0])
         a, d = self._logits(xc[:padded], w, bias, softcap)
-        ref, ca, cb, cs = coefs[:padded].T[:, :, None]
-        z = ca * torch.exp(a - ref)
+        row_shift, coef_softmax, coef_target, coef_smooth = coefs[:padded].T[:, :, None]
+        z = coef_softmax * torch.exp(a - row_shift)
         if smoothing:
-            z = z - cs * (1.0 if class_weight is None else class_weight[v0 : v0 + w.shape[0]])
+            z = z - coef_smooth * (1.0 if class_weight is None else class_weight[v0 : v0 + w.shape[0]])
         column = torch.arange(v0, v0 + w.shape[0])
-        z = z - torch.where(cls[:padded, None] == column, cb, 0.0)
+        z = z - torch.where(slot_target[:padded, None] == column, coef_target, 0.0)
         e[:padded] = (z * d).to(e.dtype)
 
     @launcher
     def sort(
-        self, cls, order, num_live, start, row_scale, e, e2, v_split, sorted_cls, sorted_row, sorted_grad, places=None,
+        self, slot_target, order, num_live, start, row_scale, e, e2, v_split, sorted_cls, sorted_row, sorted_grad,
+        places=None,
         index=None,
     ):  # fmt: skip
         e, e2, places, *outs = map(writable, (e, e2, places, sorted_cls, sorted_row, sorted_grad))
-        live, _ = self._live(num_live, start, cls.shape[0])
-        t, i = cls[:live].long(), torch.arange(live)
+        live, _ = self._live(num_live, start, slot_target.shape[0])
+        t, i = slot_target[:live].long(), torch.arange(live)
         grad = torch.zeros(live)
         for part, first, last in ((e, 0, e.shape[1]), (e2, v_split, None if e2 is None else v_split + e2.shape[1])):
             if part is not None:
@@ -308,7 +325,7 @@ class EmulatedKernels:
                 grad[mine] = row_scale[i[mine]] * part[i[mine], t[mine] - first].float()
                 part[i[mine], t[mine] - first] = 0
         place = t.argsort(stable=True) if index is None else index[:live]
-        for out, of_rows in zip(outs, (cls[:live], order[start : start + live], grad), strict=True):
+        for out, of_rows in zip(outs, (slot_target[:live], order[start : start + live], grad), strict=True):
             out[:live] = of_rows[place]
         if places is not None:
             listed = outs[0][:live].long()

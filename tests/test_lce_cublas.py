@@ -102,15 +102,15 @@ class Case:
         self.live = live = rows if live is None else live
         self.x = torch.randn(rows, h, generator=g).to(dtype)
         self.w = (torch.randn(v, h, generator=g) * 2 / h**0.5).to(dtype)
-        self.cls = torch.randint(0, v, (rows,), generator=g, dtype=torch.int32)
+        self.slot_target = torch.randint(0, v, (rows,), generator=g, dtype=torch.int32)
         self.order = torch.randperm(start + rows, generator=g).int()
         self.num_live = torch.tensor([start + live], dtype=torch.int32)
-        self.ref = (self.x.float() * self.w[self.cls.long()].float()).sum(1)
+        self.row_shift = (self.x.float() * self.w[self.slot_target.long()].float()).sum(1)
         self.e = torch.randn(rows, -(-v // 64) * 64, generator=g).to(dtype)[:, :v]
         self.row_scale = torch.rand(rows, generator=g) + 0.5
         self.bias = torch.randn(v, generator=g)
         self.weight = torch.rand(v, generator=g)
-        self.x[live:], self.ref[live:], self.row_scale[live:], self.cls[live:] = NAN, 2e38, NAN, -1
+        self.x[live:], self.row_shift[live:], self.row_scale[live:], self.slot_target[live:] = NAN, 2e38, NAN, -1
         self.e[live:] = 0
 
     def blank(self, *shape, dtype=FP32):
@@ -154,26 +154,28 @@ def call(gemms, names, args):
 
 def softmax_args(c, k, softcap=None, bias=None, stored=True, wsum=False, weighted=False, v_split=0):
     tiles, first = k.num_tiles(c.v), v_split or c.v
-    ref = c.ref if softcap is None else softcap * torch.tanh(c.ref / softcap)
-    ref[c.live :] = 2e38
+    row_shift = c.row_shift if softcap is None else softcap * torch.tanh(c.row_shift / softcap)
+    row_shift[c.live :] = 2e38
     return (
         c.x, c.w, None if bias is None else c.bias.to(bias), c.weight if weighted else None,
-        ref, c.cls, c.num_live, c.start, softcap,
+        row_shift, c.slot_target, c.num_live, c.start, softcap,
         c.blank(c.rows, -(-first // 64) * 64, dtype=BF16)[:, :first] if stored else None,
         c.blank(c.rows, -(-(c.v - first) // 64) * 64, dtype=BF16)[:, : c.v - first] if stored and v_split else None,
         v_split, c.blank(c.rows, tiles),
-        c.blank(c.rows, tiles) if wsum else None, c.blank(c.rows), encode(ref),
+        c.blank(c.rows, tiles) if wsum else None, c.blank(c.rows), encode(row_shift),
         torch.zeros(1 + -(-c.rows // 128), dtype=torch.int32),
     )  # fmt: skip
 
 
 def softmax(c, device, names=("logits", "redo"), **given):
-    """(E, row sums, weighted row sums, zt, top, flags), and the same as emulated."""
+    """(E, row sums, weighted row sums, target_logit, row_max_bits, flags), and the same as emulated."""
     found = []
     for k in (CublasGemms(device), EmulatedKernels()):
-        *_, e, _, _, part_sum, part_wsum, zt, top, flags = call(k, names, softmax_args(c, k, **given))
+        *_, e, _, _, part_sum, part_wsum, target_logit, row_max_bits, flags = call(
+            k, names, softmax_args(c, k, **given)
+        )
         sums = (None if t is None else t[: c.live].sum(1) for t in (part_sum, part_wsum))
-        found.append((e, *sums, zt[: c.live], top[: c.live], flags))
+        found.append((e, *sums, target_logit[: c.live], row_max_bits[: c.live], flags))
     return found
 
 
@@ -201,11 +203,11 @@ def test_softmax_into_two_buffers(options, device):
     far = torch.tensor([3, 130, 250])
     c.x[far] = c.x[far] * 60
     k = CublasGemms(device)
-    *_, whole, _, _, sums, wsums, zt, _, flags = call(k, ["logits", "redo"], softmax_args(c, k, **given))
+    *_, whole, _, _, sums, wsums, target_logit, _, flags = call(k, ["logits", "redo"], softmax_args(c, k, **given))
     *_, e, e2, _, sums2, wsums2, zt2, _, flags2 = call(k, ["logits", "redo"], softmax_args(c, k, v_split=512, **given))
     assert flags[0] == 1
     assert same_bits(flags, flags2)
-    for one, other in (sums, sums2), (wsums, wsums2), (zt, zt2):
+    for one, other in (sums, sums2), (wsums, wsums2), (target_logit, zt2):
         assert one is None or close(one[: c.live], other[: c.live], 1e-4)
     if whole is not None:
         assert close(torch.cat([e, e2], 1)[: c.live], whole[: c.live], 0.004)
@@ -218,15 +220,15 @@ def test_rows_far_above_their_reference_and_others_keep_their_bits(softcap, stor
     before, _ = softmax(c, device, softcap=softcap, stored=stored)
     far = torch.tensor([3, 130, 131, 399])
     c.x[far] = c.x[far] * 60
-    c.ref = (c.x.float() * c.w[c.cls.long()].float()).sum(1)
+    c.row_shift = (c.x.float() * c.w[c.slot_target.long()].float()).sum(1)
     got, want = softmax(c, device, softcap=softcap, stored=stored)
     assert same_bits(got[5], want[5])
     assert got[5][0] == 1
-    top, true_top = decode(got[4]), decode(want[4])
-    assert close(top, true_top, 1e-5)
+    row_max_bits, true_top = decode(got[4]), decode(want[4])
+    assert close(row_max_bits, true_top, 1e-5)
     a = c.x.double() @ c.w.double().T
     a = a if softcap is None else softcap * torch.tanh(a / softcap)
-    grown = torch.exp(a - top.double()[:, None])
+    grown = torch.exp(a - row_max_bits.double()[:, None])
     # a few units in the last place of logits of some thousands
     assert close(got[1], grown.sum(1), 1e-3)
     if stored:
@@ -250,7 +252,7 @@ def test_dlogits(shape, options, device):
     smoothing = options in ("smoothing", "weighted")
     weight = c.weight if options == "weighted" else None
     e = c.blank(c.rows, -(-c.v // 64) * 64, dtype=c.dtype)[:, : c.v]
-    args = c.x, c.w, bias, coefs, c.cls, c.num_live, c.start, weight, softcap, smoothing, 0, e
+    args = c.x, c.w, bias, coefs, c.slot_target, c.num_live, c.start, weight, softcap, smoothing, 0, e
     got, want = (call(k, ["dlogits"], args)[-1] for k in (CublasGemms(device), EmulatedKernels()))
     assert close(got[: c.live], want[: c.live], 0.005)
     assert (got[c.live :] == 0).all()

@@ -93,10 +93,10 @@ class Case:
         self.x = torch.randn(m, h, generator=make).to(dtype)
         self.x[self.live :] = 0  # as gather leaves it, up to the end of the tile
         self.w = (torch.randn(v, h, generator=make) * 2 / h**0.5).to(dtype)
-        self.cls = torch.randint(0, v, (m,), generator=make, dtype=torch.int32)
+        self.slot_target = torch.randint(0, v, (m,), generator=make, dtype=torch.int32)
         self.order = torch.randperm(m, generator=make).int()
         self.num_live = torch.tensor([self.live], dtype=torch.int32)
-        self.ref = (self.x.float() * self.w[self.cls.long()].float()).sum(1)
+        self.row_shift = (self.x.float() * self.w[self.slot_target.long()].float()).sum(1)
         self.e = torch.randn(m, -(-v // 64) * 64, generator=make).to(dtype)
         self.row_scale = torch.rand(m, generator=make) + 0.5
 
@@ -145,10 +145,10 @@ def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weight=Non
         e = padded_nan(c.m, v_split or c.v)
         e2 = padded_nan(c.m, c.v - v_split) if v_split else None
     part_sum, part_wsum = (torch.full((c.m, tiles), NAN) for _ in range(2))
-    ref = c.ref if softcap is None else softcap * torch.tanh(c.ref / softcap)
+    row_shift = c.row_shift if softcap is None else softcap * torch.tanh(c.row_shift / softcap)
     return (
-        c.x, c.w, bias, weight, ref, c.cls, c.num_live, 0, softcap, e, e2, v_split, part_sum,
-        part_wsum if wsum else None, torch.full((c.m,), NAN), encode(ref),
+        c.x, c.w, bias, weight, row_shift, c.slot_target, c.num_live, 0, softcap, e, e2, v_split, part_sum,
+        part_wsum if wsum else None, torch.full((c.m,), NAN), encode(row_shift),
         torch.zeros(1 + -(-c.m // 128), dtype=torch.int32),
     )  # fmt: skip
 
@@ -199,16 +199,16 @@ def test_rows_far_above_their_reference_are_done_again_and_others_keep_their_bit
     once, _ = both("logits", *softmax_args(c))
     far = torch.tensor([3, 130, 131, 399])
     c.x[far] = c.x[far] * 60
-    c.ref = (c.x.float() * c.w[c.cls.long()].float()).sum(1)
+    c.row_shift = (c.x.float() * c.w[c.slot_target.long()].float()).sum(1)
     got, truth = both("logits", *softmax_args(c))
     flagged = truth[FLAGS][1:].nonzero()[:, 0].tolist()
     assert 0 < len(flagged)
     assert same_bits(got[FLAGS], truth[FLAGS])
     # the GPU's maxima are of sums in another order
     again, _ = both("redo", *got)
-    ref = torch.where(got[TOP] >= 0, got[TOP], got[TOP] ^ 0x7FFFFFFF).view(FP32)
+    row_shift = torch.where(got[TOP] >= 0, got[TOP], got[TOP] ^ 0x7FFFFFFF).view(FP32)
     a = c.x.double() @ c.w.double().T
-    assert close(again[E], torch.exp(a - ref.double()[:, None]), 0.003 + 1e-4 * a.abs().max())
+    assert close(again[E], torch.exp(a - row_shift.double()[:, None]), 0.003 + 1e-4 * a.abs().max())
     assert (again[SUM][far].sum(1) < 1e27).all()
     near = torch.ones(400, dtype=torch.bool)
     near[far] = False
@@ -221,7 +221,7 @@ def test_rows_far_above_their_reference_are_done_again_and_others_keep_their_bit
 def test_one_row_is_done_again_wherever_it_is(row):
     c = Case(m=600, h=128)
     c.x[row] = c.x[row] * 60
-    c.ref = (c.x.float() * c.w[c.cls.long()].float()).sum(1)
+    c.row_shift = (c.x.float() * c.w[c.slot_target.long()].float()).sum(1)
     got, _ = both("redo", *both("logits", *softmax_args(c))[0])
     assert got[FLAGS].nonzero()[:, 0].tolist() == [0, 1 + row // 128]
     a = c.x[row].double() @ c.w.double().T
@@ -253,7 +253,7 @@ def test_dlogits(shape, options):
     weight = torch.rand(c.v, generator=make) if options == "weighted" else None
     smoothing = options in ("smoothing", "weighted")
     e = torch.full((c.m, -(-c.v // 64) * 64), NAN, dtype=c.dtype)[:, : c.v]
-    got, truth = both("dlogits", c.x, c.w, bias, coefs, c.cls, c.num_live, 0, weight, softcap, smoothing, 0, e)
+    got, truth = both("dlogits", c.x, c.w, bias, coefs, c.slot_target, c.num_live, 0, weight, softcap, smoothing, 0, e)
     padded = min(c.m, -(-c.live // 64) * 64)
     assert close(got[-1][: c.live], truth[-1][: c.live], 0.005)
     assert (got[-1][c.live : padded] == 0).all()
@@ -393,7 +393,7 @@ def test_statistics_have_the_same_bits_however_tiles_are_shared(shape):
 def test_dlogits_have_the_same_bits_however_tiles_are_shared(shape, h):
     c = Case(**shape, h=h)
     coefs = torch.rand(c.m, 4, generator=torch.Generator().manual_seed(7))
-    args = c.x, c.w, None, coefs, c.cls, c.num_live, 0, None, None, False, 0, padded_nan(c.m, c.v)
+    args = c.x, c.w, None, coefs, c.slot_target, c.num_live, 0, None, None, False, 0, padded_nan(c.m, c.v)
     got, truth = both("dlogits", *args)
     assert close(got[-1][: c.live], truth[-1][: c.live], 0.005)
     for forced in (TOGETHER, TOGETHER | dict(tile_n=256), TOGETHER | dict(tile_n=128)):

@@ -238,9 +238,9 @@ def gather(lce, x, w, target, order, num_live, start, rows, bias=None, softcap=N
     m, h = x.shape
     out = dict(
         xc=poisoned(rows, h, dtype=x.dtype),
-        cls=poisoned(rows, dtype=torch.int32),
-        ref=poisoned(rows),
-        top=poisoned(rows, dtype=torch.int32),
+        slot_target=poisoned(rows, dtype=torch.int32),
+        row_shift=poisoned(rows),
+        row_max_bits=poisoned(rows, dtype=torch.int32),
         flags=poisoned(1 + -(-rows // 128), dtype=torch.int32),
         dx=poisoned(m, h, dtype=dx_dtype) if dx_dtype else None,
         loss=poisoned(m) if rows_out else None,
@@ -265,21 +265,21 @@ def check_gather(lce, x, w, target, start=0, rows=None, bias=None, softcap=None,
     assert same_bits(out["xc"][:live], x[r[:live]])
     assert not out["xc"][live:padded].any()
     assert untouched(out["xc"][padded:])
-    assert torch.equal(out["cls"][:live], t.where(inside, -1).int())
-    assert (out["cls"][live:] == -1).all()
+    assert torch.equal(out["slot_target"][:live], t.where(inside, -1).int())
+    assert (out["slot_target"][live:] == -1).all()
     products = x[r[:live]].double() * w[index].double()
     z = products.sum(1)
     if bias is not None:
         z += bias[index].double()
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    ref = out["ref"][:live].double()
+    row_shift = out["row_shift"][:live].double()
     finite = z.isfinite()
     noise = 1e-6 * (products.abs().sum(1) + z.abs())
-    assert ((ref - z).abs() <= noise)[finite].all()
-    assert (ref[~finite] == torch.tensor(-HUGE)).all()
-    assert (out["ref"][live:] == torch.tensor(HUGE)).all()
-    assert torch.equal(out["top"], encode(out["ref"]))
+    assert ((row_shift - z).abs() <= noise)[finite].all()
+    assert (row_shift[~finite] == torch.tensor(-HUGE)).all()
+    assert (out["row_shift"][live:] == torch.tensor(HUGE)).all()
+    assert torch.equal(out["row_max_bits"], encode(out["row_shift"]))
     assert not out["flags"].any()
 
     here = torch.zeros(m, dtype=torch.bool, device="cuda")
@@ -341,7 +341,7 @@ def test_gather_odd_rows(lce):
     bias = random(300)
     bias[100:200] = -INF
     out = check_gather(lce, x, w, target, bias=bias, dx_dtype=BF16)
-    assert out["ref"].isfinite().all()
+    assert out["row_shift"].isfinite().all()
     check_gather(lce, x, w, target, bias=bias, softcap=10.0)
 
 
@@ -368,14 +368,32 @@ def test_gather_waits_for_compact(lce):
     for _ in range(3):  # the first time kernels are compiled
         order, tickets = poisoned(m, dtype=torch.int32), poisoned(NUM_TICKETS, dtype=torch.int32)
         num_live, inverse = poisoned(1, dtype=torch.int32), poisoned(1)
-        xc, cls, ref = poisoned(m, 8, dtype=BF16), poisoned(m, dtype=torch.int32), poisoned(m)
-        top, flags = poisoned(m, dtype=torch.int32), poisoned(1 + m // 128, dtype=torch.int32)
+        xc, slot_target, row_shift = poisoned(m, 8, dtype=BF16), poisoned(m, dtype=torch.int32), poisoned(m)
+        row_max_bits, flags = poisoned(m, dtype=torch.int32), poisoned(1 + m // 128, dtype=torch.int32)
         torch.cuda._sleep(5_000_000)  # both are queued before either runs
         lce.compact(target, None, None, -100, v, False, order, num_live, inverse, tickets)
-        lce.gather(x, w, None, target, order, num_live, 0, v, None, xc, cls, ref, top, flags, None, None, None)
-        assert torch.equal(cls[:live], target[rows[:live]].int())
+        lce.gather(
+            x,
+            w,
+            None,
+            target,
+            order,
+            num_live,
+            0,
+            v,
+            None,
+            xc,
+            slot_target,
+            row_shift,
+            row_max_bits,
+            flags,
+            None,
+            None,
+            None,
+        )
+        assert torch.equal(slot_target[:live], target[rows[:live]].int())
         assert same_bits(xc[:live], x[rows[:live]])
-        assert (cls[live:] == -1).all()
+        assert (slot_target[live:] == -1).all()
 
 
 # rows ---
@@ -403,12 +421,15 @@ class Chunk:
             return out
 
         at_target = here.gather(1, self.t[:, None])[:, 0]
-        top = at_target.where(at_target.isfinite(), -HUGE)
+        row_max_bits = at_target.where(at_target.isfinite(), -HUGE)
         highest = here.amax(1)
-        top = torch.where(highest > top + 60, highest, top)
-        self.zt, self.cls = whole(at_target.where(self.inside, NAN)), whole(t.where(self.inside, -1), torch.int32)
-        self.top = whole(encode(top), torch.int32)
-        ref_log2 = (top * torch.tensor(LOG2_E, device="cuda")).double()
+        row_max_bits = torch.where(highest > row_max_bits + 60, highest, row_max_bits)
+        self.target_logit, self.slot_target = (
+            whole(at_target.where(self.inside, NAN)),
+            whole(t.where(self.inside, -1), torch.int32),
+        )
+        self.row_max_bits = whole(encode(row_max_bits), torch.int32)
+        ref_log2 = (row_max_bits * torch.tensor(LOG2_E, device="cuda")).double()
         grown = torch.exp2(here.double() * float(torch.tensor(LOG2_E)) - ref_log2[:, None]).float()
         d = 1.0 if softcap is None else 1 - (here / softcap).square()
         self.e = whole((grown * d).to(BF16), BF16)
@@ -431,7 +452,8 @@ class Chunk:
         if stats:
             self.outputs()
         names = (
-            "cls order num_live start v lse part_sum part_wsum loss zt top row_sum class_weight total_weight softcap"
+            "slot_target order num_live start v lse part_sum part_wsum loss target_logit row_max_bits row_sum "
+            "class_weight total_weight softcap"
         )
         args = {name: getattr(self, name) for name in names.split()} | dict(inv_divisor=self.one) | more
         if not args.get("label_smoothing"):
@@ -443,7 +465,7 @@ class Chunk:
         lce.rows(stats, grads, **args)
 
     def truth(self, label_smoothing=0.0, z_loss=0.0, g=1.0, grad_lse=None):
-        """loss, lse, (ca, cb, cs) of the live rows, in fp64."""
+        """loss, lse, (coef_softmax, coef_target, coef_smooth) of the live rows, in fp64."""
         a, s = self.a[self.r].double(), label_smoothing
         weight = torch.ones(self.live, dtype=FP64, device="cuda")
         if self.class_weight is not None:
@@ -459,10 +481,14 @@ class Chunk:
             loss = loss + s / self.v * ((lse[:, None] - a) * all_weights).sum(1)
         loss = loss + z_loss * lse.square()
         g = g.double()[self.r] if isinstance(g, torch.Tensor) and g.dim() else float(g)
-        ca = g * (weight + s / self.v * all_weights.sum() + 2 * z_loss * lse)
+        coef_softmax = g * (weight + s / self.v * all_weights.sum() + 2 * z_loss * lse)
         if grad_lse is not None:
-            ca = ca + grad_lse.double()[self.r]
-        return loss, lse, (ca, g * weight, torch.as_tensor(g * s / self.v, device="cuda", dtype=FP64).expand(self.live))
+            coef_softmax = coef_softmax + grad_lse.double()[self.r]
+        return (
+            loss,
+            lse,
+            (coef_softmax, g * weight, torch.as_tensor(g * s / self.v, device="cuda", dtype=FP64).expand(self.live)),
+        )
 
     def check_stats(self, label_smoothing=0.0, z_loss=0.0, rtol=1e-6, atol=5e-6, inverse=1.0):
         loss, lse, _ = self.truth(label_smoothing, z_loss)
@@ -571,9 +597,14 @@ def test_coefs(lce, weighted, label_smoothing, kind, stats):
         grads = dict(inv_divisor=inverse, grad_loss=grad_loss, grad_lse=grad_lse)
         chunk.run(lce, stats, "coefs", **options, **grads)
         g = 0.25 if grad_loss is None else grad_loss * 0.25
-        _, lse, (ca, cb, cs) = chunk.truth(**options, g=g, grad_lse=grad_lse)
-        ref = decode(chunk.top[: chunk.live]).double()
-        close(chunk.coefs[: chunk.live], torch.stack([ref, ca * torch.exp(ref - lse), cb, cs], 1), 5e-6, 1e-6)
+        _, lse, (coef_softmax, coef_target, coef_smooth) = chunk.truth(**options, g=g, grad_lse=grad_lse)
+        row_shift = decode(chunk.row_max_bits[: chunk.live]).double()
+        close(
+            chunk.coefs[: chunk.live],
+            torch.stack([row_shift, coef_softmax * torch.exp(row_shift - lse), coef_target, coef_smooth], 1),
+            5e-6,
+            1e-6,
+        )
         after = chunk.coefs[chunk.live : chunk.padded]
         assert torch.equal(after, torch.tensor([HUGE, 0, 0, 0], device="cuda").expand_as(after))
         assert untouched(chunk.coefs[chunk.padded :])
@@ -584,8 +615,8 @@ def test_coefs(lce, weighted, label_smoothing, kind, stats):
 def test_coefs_of_large_logits_are_exact(lce, offset):
     chunk = Chunk(random(100, 1000, scale=4.0) + offset, targets(100, 1000))
     chunk.run(lce, True, "coefs", inv_divisor=torch.ones(1, device="cuda"))
-    ref, ca = chunk.coefs[:, :2].double().T[:, :, None]
-    close(ca * torch.exp(chunk.a.double() - ref), torch.softmax(chunk.a.double(), 1), 5e-6)
+    row_shift, coef_softmax = chunk.coefs[:, :2].double().T[:, :, None]
+    close(coef_softmax * torch.exp(chunk.a.double() - row_shift), torch.softmax(chunk.a.double(), 1), 5e-6)
 
 
 def check_scale(lce, chunk, xc, stats, *, z_loss=0.0, grad_loss=None, grad_lse=None, split=0, in_place=True):
@@ -612,26 +643,28 @@ def check_scale(lce, chunk, xc, stats, *, z_loss=0.0, grad_loss=None, grad_lse=N
     n, live = torch.arange(chunk.live, device="cuda"), chunk.live
 
     g = 0.25 if grad_loss is None else grad_loss * 0.25
-    _, lse, (ca, cb, _) = chunk.truth(z_loss=z_loss, g=g, grad_lse=grad_lse)
-    smallest = cb.abs() * 2**-20
-    ca = torch.where(ca.abs() < smallest, smallest.copysign(ca), ca)
+    _, lse, (coef_softmax, coef_target, _) = chunk.truth(z_loss=z_loss, g=g, grad_lse=grad_lse)
+    smallest = coef_target.abs() * 2**-20
+    coef_softmax = torch.where(coef_softmax.abs() < smallest, smallest.copysign(coef_softmax), coef_softmax)
     scale, total = chunk.row_scale[:live].double(), chunk.row_sum[:live].double()
-    noise = 1e-6 * (ca.abs() + 2 * cb.abs()) / total  # ca is a sum, of terms that may nearly cancel
-    rounding = 2**-8 * (ca / total).abs()
-    assert ((scale - ca / total).abs() <= rounding + noise)[chunk.inside & ca.isfinite()].all()
+    noise = (
+        1e-6 * (coef_softmax.abs() + 2 * coef_target.abs()) / total
+    )  # coef_softmax is a sum, of terms that may nearly cancel
+    rounding = 2**-8 * (coef_softmax / total).abs()
+    assert ((scale - coef_softmax / total).abs() <= rounding + noise)[chunk.inside & coef_softmax.isfinite()].all()
     a = chunk.a[chunk.r].double()
     p = torch.exp(a - lse[:, None])
-    want = ca[:, None] * p
-    want[n, chunk.t] -= cb
+    want = coef_softmax[:, None] * p
+    want[n, chunk.t] -= coef_target
     if chunk.softcap is not None:
         want *= 1 - (a / chunk.softcap).square()
     good = chunk.inside & want.isfinite().all(1)
     got = scale[:, None] * e[:live].double()
-    atol = 1e-6 * (ca.abs() + cb.abs())[:, None].expand_as(want)
+    atol = 1e-6 * (coef_softmax.abs() + coef_target.abs())[:, None].expand_as(want)
     assert ((got - want).abs() <= 2**-7 * want.abs() + atol)[good].all()
     at_target = (n, chunk.t)
     exact = (got - want).abs()[at_target] <= 1e-5 * want.abs()[at_target] + atol[at_target]
-    assert exact[good & (cb != 0)].all()
+    assert exact[good & (coef_target != 0)].all()
     assert scale[~chunk.inside].isnan().all()
     # nothing but the target's element of a live row is written
     same = torch.ones_like(e, dtype=torch.bool)
@@ -698,7 +731,7 @@ def test_rows_clear_the_places_of_all_classes(lce, v):
 
 @pytest.mark.gpu
 def test_gradients_that_nearly_cancel(lce):
-    """ca is 0, tiny or negative where cb is not; both 0."""
+    """coef_softmax is 0, tiny or negative where coef_target is not; both 0."""
     m, v = 130, 300
     chunk = Chunk(random(m, v, scale=4.0), targets(m, v))
     grad_loss = torch.ones(m, device="cuda")
@@ -794,8 +827,11 @@ def test_gradients_equal_the_reference(lce, ignored, weighted, z_loss, softcap):
     chunk.outputs()
     chunk.loss, chunk.lse = got["loss"], got["lse"]
     e, xs, more = chunk.e, got["xc"], dict(inv_divisor=inverse, grad_loss=grad_loss, grad_lse=grad_lse)
-    names = "part_sum zt top cls order num_live start v lse loss row_sum class_weight softcap row_scale".split()
-    args = {name: getattr(chunk, name) for name in names}
+    names = (
+        "part_sum target_logit row_max_bits slot_target order num_live start v lse loss row_sum class_weight softcap "
+        "row_scale"
+    )
+    args = {name: getattr(chunk, name) for name in names.split()}
     lce.rows(True, "scale", z_loss=z_loss, e=e, xc=xs, xs=xs, **args, **more)
     live = chunk.live
     close(chunk.loss.double().sum(), loss, 1e-5, 1e-6)
@@ -820,15 +856,15 @@ def sort_case(m, v, live, start=0, rows=None, split=0, seed=0):
     """(arguments of `sort`, what they hold before): `live` rows of all m, classes with many rows among them."""
     rows = m - start if rows is None else rows
     order = torch.randperm(m, device="cuda").int()
-    cls = (torch.rand(rows, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) ** 3 * v).int()
-    cls[rows // 3 :: 7] = -1
+    slot_target = (torch.rand(rows, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) ** 3 * v).int()
+    slot_target[rows // 3 :: 7] = -1
     e = random(rows, 8 * (v // 8 + 1), dtype=BF16, seed=seed)[:, :v]
     e2 = None
     if split:
         e, e2 = e[:, :split].clone(), e[:, split:].clone()
     num_live = torch.tensor([live], dtype=torch.int32, device="cuda")
     outs = poisoned(rows, dtype=torch.int32), poisoned(rows, dtype=torch.int32), poisoned(rows)
-    return cls, order, num_live, start, random(rows, seed=seed + 1), e, e2, split or v, *outs
+    return slot_target, order, num_live, start, random(rows, seed=seed + 1), e, e2, split or v, *outs
 
 
 @pytest.mark.gpu
@@ -841,16 +877,16 @@ def sort_case(m, v, live, start=0, rows=None, split=0, seed=0):
 )  # fmt: skip
 def test_sort(lce, m, live, start, rows, split, presorted):
     args = sort_case(m, 500, live, start, rows, split)
-    cls, order, _, _, scale, e, e2, _, *outs = args
+    slot_target, order, _, _, scale, e, e2, _, *outs = args
     whole = e.clone() if e2 is None else torch.cat([e, e2], 1)
     places = torch.full((500,), NO_PLACE, dtype=torch.int32, device="cuda")
-    index = order_by_class(cls, args[2], start) if presorted else None
+    index = order_by_class(slot_target, args[2], start) if presorted else None
     lce.sort(*args, places, index)
     n = max(0, min(live - start, rows))
-    i, t = torch.arange(n, device="cuda"), cls[:n].long()
+    i, t = torch.arange(n, device="cuda"), slot_target[:n].long()
     grad = torch.where(t < 0, 0.0, scale[:n] * whole[i, t.clamp(min=0)].float())
     place = t.argsort(stable=True)
-    wants = cls[:n], order[start : start + n], grad
+    wants = slot_target[:n], order[start : start + n], grad
     for out, want in zip(outs, wants, strict=True):
         assert same_bits(out[:n], want[place])
         assert untouched(out[n:])
@@ -918,17 +954,17 @@ def test_targets_of_a_class_with_many_rows(lce, count, h):
     """From MANY_ROWS on they are spread over a CTA's warps, 32 places of each at a time, to the last one."""
     others = 3  # rows of the class before, and of the one behind
     m = count + 2 * others
-    cls = torch.full((m,), 7, dtype=torch.int32, device="cuda")
-    cls[:others], cls[m - others :] = 6, 8
+    slot_target = torch.full((m,), 7, dtype=torch.int32, device="cuda")
+    slot_target[:others], slot_target[m - others :] = 6, 8
     grad, row = random(m, seed=1), torch.randperm(m, device="cuda").int()
     x, live = random(m, h, dtype=BF16), torch.tensor([m], dtype=torch.int32, device="cuda")
     dw = torch.zeros(10, h, device="cuda")
-    lce.targets(x, cls, row, grad, live, 0, 0, dw)
+    lce.targets(x, slot_target, row, grad, live, 0, 0, dw)
     for t in range(10):
-        mine = cls == t
+        mine = slot_target == t
         close(dw[t], grad[mine].double() @ x[row[mine].long()].double(), rtol=1e-4, atol=1e-3)
     again = torch.zeros(10, h, device="cuda")
-    lce.targets(x, cls, row, grad, live, 0, 0, again)
+    lce.targets(x, slot_target, row, grad, live, 0, 0, again)
     assert same_bits(again, dw)
 
     # to what a bf16 dw was before it was rounded
@@ -936,7 +972,7 @@ def test_targets_of_a_class_with_many_rows(lce, count, h):
     rest = torch.full((m, h), 12345, dtype=torch.int16, device="cuda")
     rest[[0, others, m - others]] = cut_off(before[6:9])
     rounded = before.to(BF16)
-    lce.targets(x, cls, row, grad, live, 0, 0, rounded, rest)
+    lce.targets(x, slot_target, row, grad, live, 0, 0, rounded, rest)
     want = before.double() + dw.double()
     close(rounded[6:9], want[6:9], rtol=2**-8, atol=1e-6)
     assert same_bits(rounded[[0, 5, 9]], before[[0, 5, 9]].to(BF16))

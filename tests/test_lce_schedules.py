@@ -701,14 +701,14 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
         loss.sum().backward()
         ran = "recompute" if not e_route or (schedule, reduction) == ("chunked", "none") else schedule
         times = {"chunked": chunks, "stored": 1, "recompute": 1}[ran]  # one block of classes
-        early_dx = ran == "recompute" and e_route and reduction == "mean"
+        dx_in_forward = ran == "recompute" and e_route and reduction == "mean"
         calls = kernels.calls
         assert calls["logits"] == calls["redo"] == (1 if ran == "stored" else chunks)
-        if early_dx and wants[1]:
+        if dx_in_forward and wants[1]:
             blocks = lean_blocks(LeanProblem(x.shape[0], *w.shape, 2, 128, -(-w.shape[0] // SOFTMAX_TILE_N)))
             times = sum(-(-x.shape[0] // block.part_rows) for block in blocks)
-        assert calls["dlogits"] == (times if ran == "recompute" and any(wants[early_dx:]) else 0)
-        dx_times = chunks if early_dx else times
+        assert calls["dlogits"] == (times if ran == "recompute" and any(wants[dx_in_forward:]) else 0)
+        dx_times = chunks if dx_in_forward else times
         assert [calls[n] for n in ("dx", "dw", "bias_sum")] == [
             n * want for n, want in zip((dx_times, times, times), wants, strict=True)
         ]
@@ -907,8 +907,8 @@ def test_opcheck(needs, schedule):
             t.requires_grad_(need)
         if schedule == "chunked" and reduction == "none":
             continue  # the rule makes it `recompute`
-        early_dx = (schedule, reduction) == ("recompute", "mean")
-        options = IGNORED, 0.0, 3.0, 1e-3, reduction, schedule, 128, early_dx, early_dx, torch.bfloat16, needs
+        dx_in_forward = (schedule, reduction) == ("recompute", "mean")
+        options = IGNORED, 0.0, 3.0, 1e-3, reduction, schedule, 128, dx_in_forward, dx_in_forward, torch.bfloat16, needs
         args = x, w, kw["linear_bias"], target, kw["weight"], torch.tensor(9.0, **HERE), None, *options
         # in the order of the fields: compile's own tests of gradients want more digits than bf16 has
         tests = "test_schema", "test_autograd_registration", "test_faketensor"
@@ -1014,13 +1014,13 @@ def test_when_recompute_makes_dx_in_forward():
         problem = KernelProblem(128_256, 4096, kw.pop("dtype", "bfloat16"), reduction, **kw)
         return kernel_config(problem, 10**6, "recompute", chunk_size)
 
-    assert [how(r).early_dx for r in ("mean", "sum", "none")] == [True, True, False]
+    assert [how(r).dx_in_forward for r in ("mean", "sum", "none")] == [True, True, False]
     for kw in (dict(dtype="float16"), dict(label_smoothing=True), dict(return_lse=True)):
-        assert not how(**kw).early_dx
+        assert not how(**kw).dx_in_forward
     assert how().chunk_rows == 4096  # E of as many bytes as the weight's gradient
     assert how(grad_weight_out=True).chunk_rows == 1024  # 256 MiB of E
     assert how(chunk_size=129).chunk_rows == 256
-    assert not kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1, "chunked").early_dx
+    assert not kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1, "chunked").dx_in_forward
 
 
 @pytest.mark.parametrize("v", [2, 256, 32_000, 128_256, 262_144, 10**9])

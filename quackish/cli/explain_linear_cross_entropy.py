@@ -58,7 +58,7 @@ def explain(args: argparse.Namespace, shape: list[int], gpu: Gpu | None) -> Expl
     )  # fmt: skip
     trace = dry_run.linear_cross_entropy(call, how, gpu)
     schedule = f"{how.schedule}: {schedule_reason(problem, m, schedule, how)}"
-    if how.early_dx:
+    if how.dx_in_forward:
         schedule += "; the input's gradient is made in forward"
         begun = [step.sizes["v1"] for step in trace.steps if (step.phase, step.kernel) == ("forward", "lce_targets")]
         if begun:
@@ -103,19 +103,19 @@ def _chunks(
 ) -> str:
     rows = [step.sizes["rows"] for step in trace.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
     sizes = " and ".join(map(str, dict.fromkeys(rows)))
-    if how.lean and rows[0] != min(sum(rows), even_chunks(sum(rows), how.chunk_rows)):
+    if how.min_memory and rows[0] != min(sum(rows), even_chunks(sum(rows), how.chunk_rows)):
         where = "as their exponentials lie where the weight's gradient comes to be"
         return f"{len(rows)} in forward, of {sizes} rows, {where}; memory beside it for {how.chunk_rows}, as asked for"
     if chunk_size:
         why = "which was asked for, in whole tiles"
     elif how.chunk_rows == ROW_MULTIPLE:
         why = "the fewest there are"
-    elif how.early_dx and compiled and not problem.grad_weight_out:
+    elif how.dx_in_forward and compiled and not problem.grad_weight_out:
         why = "of which exponentials take as much memory as the weight's gradient will"
-    elif how.early_dx and not problem.grad_weight_out:
+    elif how.dx_in_forward and not problem.grad_weight_out:
         why = "or fewer, as their exponentials lie where the weight's gradient comes to be"
     else:
-        limit = ROOMY_BYTES if how.early_dx else E_BYTES
+        limit = ROOMY_BYTES if how.dx_in_forward else E_BYTES
         why = f"which keeps their exponentials within {limit / 1e9:.2f} GB"
     return f"{len(rows)} in forward, of {sizes} rows; at most {how.chunk_rows}, {why}"
 

@@ -17,8 +17,9 @@ class GemmProblem:
     """D[m, n] = sum over k of A[m, k] * B[n, k], in fp32, and what becomes of it.
 
     `epilogue`:
-    - "softmax": A rows, B classes. E = exp(a - ref) * d for the logits a, its row sums a tile, the target's logit.
-    - "dlogits": A rows, B classes. The gradient of the logits, their statistics being known.
+    - "softmax": A is rows of the input, B classes. Of the logits a: exp_logits = exp(a - row_shift) * d, their sum per
+      row and tile, and the target's logit.
+    - "dlogits": A is rows of the input, B classes. The gradient of the logits, from statistics computed before.
     - "rows": row i of D, scaled, to row order[i] of the output.
     - "store": D as it is, or times a factor; or added to an fp32 output.
     `live`: which dimension ends at the number of live rows that the device counted: "m", or "k".
@@ -34,7 +35,7 @@ class GemmProblem:
     softcap: bool = False  # softmax, dlogits
     smoothing: bool = False  # softmax: row sums of class weight * logit too; dlogits: the smoothed target
     weighted: bool = False  # class weights, where there is smoothing
-    redo: bool = False  # softmax: only the tiles that a first launch flagged, with their rows' maxima for ref
+    redo: bool = False  # softmax: only the tiles that a first launch flagged, with their rows' maxima for row_shift
     accumulate: bool = False  # store: D is added to the output
     scaled: bool = False  # store: D is multiplied by a number that the device has
     rest: bool = False  # store, bf16: the bits that rounding cuts off rows that have a place are kept

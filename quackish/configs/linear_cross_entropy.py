@@ -34,8 +34,8 @@ class LinearCrossEntropyConfig:
     schedule: str
     chunk_rows: int
     # `recompute` on kernels:
-    early_dx: bool = False  # the input's gradient is made in forward, chunk by chunk
-    lean: bool = False  # ... and the weight's in backward, with memory for chunk_rows rows of x
+    dx_in_forward: bool = False  # the input's gradient is made in forward, chunk by chunk
+    min_memory: bool = False  # ... and the weight's in backward, with memory for chunk_rows rows of x
 
 
 def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
@@ -137,14 +137,14 @@ def kernel_config(
             schedule = "stored" if m * problem.v * E_ITEMSIZE <= KEPT_BYTES else "recompute"
     if not problem.has_e or (schedule == "chunked" and not problem.known_in_forward):
         schedule = "recompute"
-    early_dx = schedule == "recompute" and problem.known_in_forward and not problem.return_lse
-    lean = early_dx and chunk_size is not None
+    dx_in_forward = schedule == "recompute" and problem.known_in_forward and not problem.return_lse
+    min_memory = dx_in_forward and chunk_size is not None
     if chunk_size is None:
         chunk_size = min(whole_tiles(E_BYTES, problem.v), max(MANY_ROWS, whole_tiles(FEW_BYTES, problem.v + problem.h)))
-        if early_dx:
+        if dx_in_forward:
             there = ROOMY_BYTES if problem.grad_weight_out else E_ITEMSIZE * problem.v * problem.h
             chunk_size = min(chunk_size, whole_tiles(there, problem.v))
-    return LinearCrossEntropyConfig(schedule, round_up(chunk_size, ROW_MULTIPLE), early_dx, lean)
+    return LinearCrossEntropyConfig(schedule, round_up(chunk_size, ROW_MULTIPLE), dx_in_forward, min_memory)
 
 
 def whole_tiles(size: int, v: int) -> int:

@@ -123,33 +123,49 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
 
 def _logits(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
     x, w, bias, weight, softcap = _classifier(p, m, n, k, device)
-    cls = torch.randint(n, (m,), dtype=torch.int32, device=device)
-    ref = torch.zeros(m, device=device)
+    slot_target = torch.randint(n, (m,), dtype=torch.int32, device=device)
+    row_shift = torch.zeros(m, device=device)
     split = max(n // 512 * 256, 256) if p.split_n else n
     e = None if p.out_dtype is None else _padded(device, p.out_dtype, m, split)
     e2 = _padded(device, p.out_dtype, m, n - split) if p.split_n else None
     tiles = -(-n // SOFTMAX_TILE_N)
-    part_sum, zt = torch.empty(m, tiles, device=device), torch.empty(m, device=device)
+    part_sum, target_logit = torch.empty(m, tiles, device=device), torch.empty(m, device=device)
     part_wsum = torch.empty(m, tiles, device=device) if p.smoothing else None
-    top = torch.zeros(m, dtype=torch.int32, device=device)  # ref, as integers are ordered
+    row_max_bits = torch.zeros(m, dtype=torch.int32, device=device)  # row_shift, as integers are ordered
     flags = torch.zeros(1 + -(-m // ROW_TILE), dtype=torch.int32, device=device)
     num_live = _count(device, m)
 
     def launch(gemms):
         of_e = e, e2, split
-        gemms.logits(x, w, bias, weight, ref, cls, num_live, 0, softcap, *of_e, part_sum, part_wsum, zt, top, flags)
+        gemms.logits(
+            x,
+            w,
+            bias,
+            weight,
+            row_shift,
+            slot_target,
+            num_live,
+            0,
+            softcap,
+            *of_e,
+            part_sum,
+            part_wsum,
+            target_logit,
+            row_max_bits,
+            flags,
+        )
 
-    return launch, (e, e2, part_sum, part_wsum, zt)
+    return launch, (e, e2, part_sum, part_wsum, target_logit)
 
 
 def _dlogits(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
     x, w, bias, weight, softcap = _classifier(p, m, n, k, device)
-    cls = torch.randint(n, (m,), dtype=torch.int32, device=device)
+    slot_target = torch.randint(n, (m,), dtype=torch.int32, device=device)
     coefs = torch.rand(m, 4, device=device)
     e, num_live = _padded(device, p.out_dtype, m, n), _count(device, m)
 
     def launch(gemms):
-        gemms.dlogits(x, w, bias, coefs, cls, num_live, 0, weight, softcap, p.smoothing, 0, e)
+        gemms.dlogits(x, w, bias, coefs, slot_target, num_live, 0, weight, softcap, p.smoothing, 0, e)
 
     return launch, (e,)
 

@@ -11,9 +11,11 @@ from quackish.kernels.common.tile_store import column_of, row_of, thread_rows
 
 
 class Dlogits(Logits):
-    """(ca / sum * exp(a - ref) - cs * class weight - [target] * cb) * d: what reaches the logits, in full scale.
+    """The gradient of the logits a, for classes c of row i with target t:
 
-    coefs (rows, 4) holds ref, ca / sum, cb, cs of each row.
+        (coef_softmax / sum * exp(a - row_shift) - coef_smooth * class_weight[c] - (c == t) * coef_target) * d
+
+    coefs (rows, 4) holds row_shift, coef_softmax / sum, coef_target and coef_smooth of each row.
     """
 
     def fake_args(self):
@@ -26,7 +28,7 @@ class Dlogits(Logits):
 
     @cute.jit
     def prepare(self, kept, args, row0: Int32, col0: Int32, m, live, start, thread: Int32):
-        _, _, coefs, cls, _, v0 = args
+        _, _, coefs, slot_target, _, v0 = args
         rC, target = kept
         for r in cutlass.range_constexpr(2):
             i = row0 + thread_rows(thread) + 8 * r
@@ -34,7 +36,7 @@ class Dlogits(Logits):
             target[r] = Int32(-1)
             if i < m:
                 rC[None, r].store(vector_at(coefs, Int64(i) * 4, 4).load())
-                target[r] = (cls + i).load() - v0 - col0
+                target[r] = (slot_target + i).load() - v0 - col0
 
     @cute.jit
     def __call__(self, acc, kept, args, out, d, row0: Int32, col0: Int32, m, n, ldd, wg: Int32, thread: Int32):

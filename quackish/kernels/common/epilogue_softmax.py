@@ -1,4 +1,4 @@
-"""The logits GEMM's epilogue: exponentials of logits, their row sums a tile, and the targets' logits."""
+"""The epilogue of the logits GEMM: exponentials of the logits, their sum per row and tile, the targets' logits."""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,27 +9,27 @@ from quackish.kernels.common.logits import Logits, shared_column, tanh
 from quackish.kernels.common.rows import fake_pointer
 from quackish.kernels.common.tile_store import column_of, row_of, thread_rows
 
-# A row with a logit this far above its reference is flagged: exp(60) is far from overflow, in bf16 and in the sum of
+# A row with a logit this far above its shift is flagged: exp(60) is far from overflow, in bf16 and in the sum of
 # 2^20 of them.
 HEADROOM = 60.0
 
 
 class Softmax(Logits):
-    """E = exp(a - ref) * d for a tile of logits a, and each row's sum of exp(a - ref) over the tile's columns.
+    """exp_logits = exp(a - row_shift) * d for a tile of logits a, and each row's sum of exp(a - row_shift) in the tile.
 
-    Also the target's logit, where the tile has it. A row with a logit more than HEADROOM above ref raises its `top` to
-    it and flags its tile: a launch with `redo` then does flagged tiles again, with `top` for ref, which in rows that
-    are not flagged is ref itself. So E and the sums may overflow here without harm.
+    Also stores the target's logit if the tile contains it. A row with a logit more than HEADROOM above row_shift raises
+    its row_max_bits and flags its tile. A second launch with `redo` recomputes flagged tiles, shifted by row_max_bits,
+    which equals row_shift in rows that are not flagged. So exp_logits and sums may overflow here without harm.
     """
 
     def fake_args(self):
         p = self.problem
         weights = fake_pointer("float32" if p.weighted else None, aligned=False)
         wsum = fake_pointer("float32" if p.smoothing else None)
-        ref = fake_pointer(None if p.redo else "float32", aligned=False)
+        row_shift = fake_pointer(None if p.redo else "float32", aligned=False)
         ints = [fake_pointer("int32", aligned=False) for _ in range(3)]
         floats = [fake_pointer("float32", aligned=False) for _ in range(2)]
-        return (fake_pointer(p.bias_dtype, False), weights, ref, *ints, *floats, wsum, Float32(1), Int32(0))
+        return (fake_pointer(p.bias_dtype, False), weights, row_shift, *ints, *floats, wsum, Float32(1), Int32(0))
 
     @cute.jit
     def tiles_to_redo(self, args, total: Int32) -> Int32:
@@ -48,23 +48,23 @@ class Softmax(Logits):
 
     @cute.jit
     def prepare(self, kept, args, row0: Int32, col0: Int32, m, live, start, thread: Int32):
-        _, _, ref, cls, top, *_ = args
+        _, _, row_shift, slot_target, row_max_bits, *_ = args
         numbers, target = kept
         for r in cutlass.range_constexpr(2):
             i = row0 + thread_rows(thread) + 8 * r
             numbers[0, r], target[r] = Float32(0.0), Int32(-1)
             if i < m:
                 if const_expr(self.problem.redo):
-                    numbers[0, r] = decode((top + i).load()) * LOG2_E
+                    numbers[0, r] = decode((row_max_bits + i).load()) * LOG2_E
                 else:
-                    numbers[0, r] = (ref + i).load() * LOG2_E
-                target[r] = (cls + i).load() - col0
+                    numbers[0, r] = (row_shift + i).load() * LOG2_E
+                target[r] = (slot_target + i).load() - col0
 
     @cute.jit
     def __call__(self, acc, kept, args, out, d, row0: Int32, col0: Int32, m, n, ldd, wg: Int32, thread: Int32):
-        bias, weights, _, _, top, flags, part_sum, zt, part_wsum, softcap, num_tiles = args
+        bias, weights, _, _, row_max_bits, flags, part_sum, target_logit, part_wsum, softcap, num_tiles = args
         row, ref_log2, target = row0 + thread_rows(thread), kept[0][0, None], kept[1]
-        self.take_target(acc, target, bias, softcap, zt, row, col0, thread)
+        self.take_target(acc, target, bias, softcap, target_logit, row, col0, thread)
         highest, sums, wsums = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
         highest.fill(-Float32.inf)
         sums.fill(0.0)
@@ -89,9 +89,9 @@ class Softmax(Logits):
                 if const_expr(self.problem.smoothing):
                     (part_wsum + at).store(wtotal)
             if const_expr(not self.problem.redo):
-                # in log2 units, as NaN and inf in ref must not flag: a maximum is never above either
+                # in log2 units, as NaN and inf in row_shift must not flag: a maximum is never above either
                 if (i < m) & (highest[r] * LOG2_E > ref_log2[r] + HEADROOM * LOG2_E):
-                    cute.arch.atomic_max(top + i, encode(highest[r]))
+                    cute.arch.atomic_max(row_max_bits + i, encode(highest[r]))
                     (flags + (1 + i // 128)).store(Int32(1))
                     flags.store(Int32(1))
 
@@ -118,7 +118,7 @@ class Softmax(Logits):
 
     @cute.jit
     def take_target(
-        self, acc, target, bias, softcap: Float32, zt: cute.Pointer, row: Int32, col0: Int32, thread: Int32
+        self, acc, target, bias, softcap: Float32, target_logit: cute.Pointer, row: Int32, col0: Int32, thread: Int32
     ):
         """The logits of the rows' targets, where the tile has them. Once a tile: looked for in each piece, with the
         pieces' values, they cost 2 to 4 % of the GEMM with h 2048, and 1 % with 4096."""
@@ -133,7 +133,7 @@ class Softmax(Logits):
                     a = a + (bias + (col0 + target[r])).load().to(Float32)
                 if const_expr(self.problem.softcap):
                     a = tanh(a * (1.0 / softcap)) * softcap
-                (zt + (row + 8 * r)).store(a)
+                (target_logit + (row + 8 * r)).store(a)
 
     @cute.jit
     def add_weighted(self, acc, j: cutlass.Constexpr[int], weights, wsums, columns: Int32, thread: Int32):

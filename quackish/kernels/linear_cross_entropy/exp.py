@@ -1,13 +1,15 @@
-"""Linear cross entropy, after a GEMM that is not ours: fp32 products z in, exponentials or gradients of logits out.
+"""Linear cross entropy around cuBLAS: fp32 products z in, exponentials or gradients of the logits out.
 
-a = softcap * tanh((z + bias) / softcap), or z + bias, d = 1 - (a / softcap)^2, or 1. For the live rows i of a chunk:
-- "softmax": E = exp(a - ref) * d, a tile's sum (of TILE_N classes) of exp(a - ref), and that of class weight * a;
-  a at the target. A tile with a logit more than HEADROOM above ref[i] takes its highest one for ref instead, raises
-  top[i] to that and flags the row's 128 rows. What each tile took is written behind the sums, for LceRedo.
-- "dlogits": (ca / sum * exp(a - ref) - cs * class weight - [target] * cb) * d; coefs[i] holds ref, ca / sum, cb, cs.
-In rows that are not live E is 0: a GEMM without an eye for them runs over it next.
+With a = softcap * tanh((z + bias) / softcap), or z + bias, and d = 1 - (a / softcap)^2, or 1, for live chunk rows i:
+- "softmax": exp_logits = exp(a - row_shift) * d; the sum of exp(a - row_shift) over a tile of TILE_N classes, and of
+  class_weight * a; a at the target. A tile with a logit more than HEADROOM above row_shift[i] uses its own maximum as
+  its shift, raises row_max_bits[i] to it and flags the 128 rows around the row. Each tile's shift is stored after the
+  sums, for LceRedo.
+- "dlogits": (coef_softmax / sum * exp(a - row_shift) - coef_smooth * class_weight - onehot * coef_target) * d, where
+  coefs[i] holds row_shift, coef_softmax / sum, coef_target, coef_smooth.
+In rows that are not live the output is 0: cuBLAS also reads ignored rows.
 
-A warp has a tile of a row, so its sums depend on nothing else; a lane has eight neighbouring classes.
+One warp per row and tile, so a tile's sums depend on nothing else; eight neighboring classes per lane.
 """
 
 from typing import Optional
@@ -72,14 +74,14 @@ class LceExp:
         e: Optional[cute.Pointer],  # (rows, n)
         bias: Optional[cute.Pointer],  # (n,)
         class_weight: Optional[cute.Pointer],  # (n,)
-        cls: cute.Pointer,  # (rows,)
+        slot_target: cute.Pointer,  # (rows,)
         num_live: cute.Pointer,  # (1,)
-        ref: Optional[cute.Pointer],  # (rows,)
-        top: Optional[cute.Pointer],  # (rows,)
+        row_shift: Optional[cute.Pointer],  # (rows,)
+        row_max_bits: Optional[cute.Pointer],  # (rows,)
         flags: Optional[cute.Pointer],  # (1 + ceil(rows / 128),)
         part_sum: Optional[cute.Pointer],  # (rows, 2 * tiles): sums, references
         part_wsum: Optional[cute.Pointer],  # (rows, 2 * tiles): sums, zeros
-        zt: Optional[cute.Pointer],  # (rows,)
+        target_logit: Optional[cute.Pointer],  # (rows,)
         coefs: Optional[cute.Pointer],  # (rows, 4)
         z_stride: Int64,
         e_stride: Int64,
@@ -92,9 +94,23 @@ class LceExp:
         n: Int32,
         stream: CUstream,
     ):
-        of_softmax = ref, top, flags, part_sum, part_wsum, zt, tile0, tiles
+        of_softmax = row_shift, row_max_bits, flags, part_sum, part_wsum, target_logit, tile0, tiles
         self.kernel(
-            z, e, bias, class_weight, cls, num_live, of_softmax, coefs, z_stride, e_stride, softcap, v0, start, rows, n
+            z,
+            e,
+            bias,
+            class_weight,
+            slot_target,
+            num_live,
+            of_softmax,
+            coefs,
+            z_stride,
+            e_stride,
+            softcap,
+            v0,
+            start,
+            rows,
+            n,
         ).launch(
             grid=[cute.ceil_div(rows, self.num_warps), cute.ceil_div(n, TILE_N), 1],
             block=[self.config.threads, 1, 1],
@@ -108,7 +124,7 @@ class LceExp:
         e: Optional[cute.Pointer],
         bias: Optional[cute.Pointer],
         class_weight: Optional[cute.Pointer],
-        cls: cute.Pointer,
+        slot_target: cute.Pointer,
         num_live: cute.Pointer,
         of_softmax: tuple,
         coefs: Optional[cute.Pointer],
@@ -128,7 +144,7 @@ class LceExp:
             rOut.fill(0.0)
             if i < load_at(num_live, 0) - start:
                 rA = self.logits(z + Int64(i) * z_stride, bias, softcap, col, n)
-                target = load_at(cls, i) - v0
+                target = load_at(slot_target, i) - v0
                 if const_expr(self.problem.kind == "softmax"):
                     self.softmax(rA, rOut, class_weight, target, of_softmax, i, tile, col, n)
                 else:
@@ -156,7 +172,7 @@ class LceExp:
 
     @cute.jit
     def softmax(self, rA, rOut, class_weight, target: Int32, of_softmax, i: Int32, tile: Int32, col: Int32, n: Int32):
-        ref, top, flags, part_sum, part_wsum, zt, tile0, tiles = of_softmax
+        row_shift, row_max_bits, flags, part_sum, part_wsum, target_logit, tile0, tiles = of_softmax
         lane = cute.arch.lane_idx()
 
         # the tile's own reference, where the row's is too low; no NaN is ever the highest
@@ -165,11 +181,11 @@ class LceExp:
             if col + k < n:
                 highest = cute.arch.fmax(highest, rA[k])
         highest = cute.arch.warp_reduction(highest, cute.arch.fmax)
-        reference = load_at(ref, i)
+        reference = load_at(row_shift, i)
         if highest * LOG2_E > reference * LOG2_E + HEADROOM * LOG2_E:
             reference = highest
             if lane == 0:
-                cute.arch.atomic_max(top + i, encode(highest))
+                cute.arch.atomic_max(row_max_bits + i, encode(highest))
                 store_at(flags, 1 + i // ROW_TILE, Int32(1))
                 store_at(flags, 0, Int32(1))
 
@@ -187,7 +203,7 @@ class LceExp:
                     if not (w == 0.0 and rA[k] == -Float32.inf):  # a masked class that does not count adds nothing
                         weighted += w * rA[k]
                 if col + k == target:
-                    store_at(zt, i, rA[k])
+                    store_at(target_logit, i, rA[k])
         total = cute.arch.warp_reduction_sum(total)
         at = Int64(i) * (2 * tiles) + (tile0 + tile)
         if lane == 0:
@@ -203,17 +219,17 @@ class LceExp:
     def dlogits(self, rA, rOut, class_weight, target: Int32, coefs: cute.Pointer, i: Int32, col: Int32, n: Int32):
         rC = cute.make_rmem_tensor((4,), Float32)
         rC.store(vector_at(coefs, Int64(i) * 4, 4).load())
-        ref, scale, cb, cs = rC[0], rC[1], rC[2], rC[3]
+        row_shift, scale, coef_target, coef_smooth = rC[0], rC[1], rC[2], rC[3]
         for k in cutlass.range_constexpr(_VEC):
             if col + k < n:
-                value = scale * cute.math.exp2((rA[k] - ref) * LOG2_E, fastmath=True)
+                value = scale * cute.math.exp2((rA[k] - row_shift) * LOG2_E, fastmath=True)
                 if const_expr(self.problem.smoothing):
                     w = Float32(1.0)
                     if const_expr(class_weight is not None):
                         w = load_at(class_weight, col + k)
-                    value -= cs * w
+                    value -= coef_smooth * w
                 if col + k == target:
-                    value -= cb
+                    value -= coef_target
                 rOut[k] = value
 
     @cute.jit

@@ -1,12 +1,13 @@
-"""Linear cross entropy, before the logits of a chunk: its live rows, packed, and the reference value of each.
+"""Linear cross entropy, before the logits of a chunk: gathers its live rows and computes the shift of each.
 
 For chunk row i, p = start + i and r = order[p]:
-- live (p < num_live): xc[i] = x[r], cls[i] = target[r], -1 if that is no class, and
-  ref[i] = a = softcap * tanh(z / softcap), z = x[r] . w[target[r]] + bias[target[r]]: at most the row's maximum, as
-  class 0's is where the target is no class. A ref that is not finite becomes -HUGE. top[i] = encode(ref[i]).
-- ignored: loss[r] = lse[r] = 0, dx[r] = 0, cls[i] = -1, ref[i] = HUGE, so that its exp(a - ref) are exactly 0 for any
-  bias; and xc[i] = 0 up to the end of the last GEMM tile that has a live row.
-flags = 0. A warp has a row.
+- live (p < num_live): xc[i] = x[r]; slot_target[i] = target[r], or -1 if that is no class; row_shift[i] = the target's
+  logit, softcap * tanh(z / softcap) with z = x[r] . w[target[r]] + bias[target[r]], or class 0's if the target is no
+  class, so at most the row's maximum. A row_shift that is not finite becomes -HUGE. row_max_bits[i] =
+  encode(row_shift[i]).
+- ignored: loss[r] = lse[r] = 0, dx[r] = 0, slot_target[i] = -1 and row_shift[i] = HUGE, so that exp(a - row_shift) is
+  exactly 0 for any bias; xc[i] = 0 up to the end of the last GEMM tile with a live row.
+flags = 0. One warp per row.
 """
 
 from typing import Optional
@@ -74,9 +75,9 @@ class LceGather:
         order: cute.Pointer,  # (m,)
         num_live: cute.Pointer,  # (1,)
         xc: cute.Pointer,  # (rows, h)
-        cls: cute.Pointer,  # (rows,)
-        ref: cute.Pointer,  # (rows,)
-        top: cute.Pointer,  # (rows,)
+        slot_target: cute.Pointer,  # (rows,)
+        row_shift: cute.Pointer,  # (rows,)
+        row_max_bits: cute.Pointer,  # (rows,)
         flags: cute.Pointer,  # (1 + ceil(rows / 128),)
         dx: Optional[cute.Pointer],  # (m, h)
         loss: Optional[cute.Pointer],  # (m,)
@@ -88,7 +89,7 @@ class LceGather:
         v: Int32,
         stream: CUstream,
     ):
-        ins, outs = (x, w, bias, target, order), (xc, cls, ref, top, flags, dx, loss, lse)
+        ins, outs = (x, w, bias, target, order), (xc, slot_target, row_shift, row_max_bits, flags, dx, loss, lse)
         self.kernel(ins, num_live, outs, x_stride, softcap, start, rows, v).launch(
             grid=[cute.ceil_div(rows, self.num_warps), 1, 1],
             block=[self.config.threads, 1, 1],
@@ -112,7 +113,7 @@ class LceGather:
     ):
         after_previous()
         x, w, bias, target, order = ins
-        xc, cls, ref, top, flags, dx, loss, lse = outs
+        xc, slot_target, row_shift, row_max_bits, flags, dx, loss, lse = outs
         h = self.problem.h
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -139,18 +140,18 @@ class LceGather:
                 if not (z > -HUGE and z < HUGE):  # NaN, or a masked target
                     z = Float32(-HUGE)
                 if lane == 0:
-                    store_at(cls, i, t.to(Int32) if inside else Int32(-1))
-                    store_at(ref, i, z)
-                    store_at(top, i, encode(z))
+                    store_at(slot_target, i, t.to(Int32) if inside else Int32(-1))
+                    store_at(row_shift, i, z)
+                    store_at(row_max_bits, i, encode(z))
             else:
                 if i < rounded_up(live_here):
                     fill_row(xc + Int64(i) * h, h, lane, 0.0)
                 if const_expr(dx is not None):
                     fill_row(dx + Int64(r) * h, h, lane, 0.0)
                 if lane == 0:
-                    store_at(cls, i, Int32(-1))
-                    store_at(ref, i, Float32(HUGE))
-                    store_at(top, i, encode(Float32(HUGE)))
+                    store_at(slot_target, i, Int32(-1))
+                    store_at(row_shift, i, Float32(HUGE))
+                    store_at(row_max_bits, i, encode(Float32(HUGE)))
                     if const_expr(loss is not None):
                         store_at(loss, r, Float32(0.0))
                         store_at(lse, r, Float32(0.0))

@@ -1,8 +1,9 @@
-"""Linear cross entropy, after LceExp: all tiles of a row take the same reference, its highest.
+"""Linear cross entropy around cuBLAS, after LceExp: brings all tiles of a row to the same shift, the row's maximum.
 
-In rows that LceExp flagged (by 128) E and the sum of a tile are multiplied by exp(the tile's reference - decode(top)).
-Elsewhere these are the same, bit for bit, and no E is touched. The references behind the sums become 0, so that whoever
-adds up all of a row of part_sum has the row's sum. A warp has 32 tiles of a row.
+In rows that LceExp flagged (128 at a time) a tile's exp_logits and sum are multiplied by
+exp(the tile's shift - decode(row_max_bits)). In other rows these two are equal bit for bit, and exp_logits is not
+touched. The shifts stored after the sums become 0, so that summing all of a row of part_sum gives the row's sum.
+One warp per row and 32 tiles.
 """
 
 from typing import Optional
@@ -37,7 +38,7 @@ class LceRedo:
         self,
         e: Optional[cute.Pointer],  # (rows, n)
         part_sum: cute.Pointer,  # (rows, 2 * tiles): sums, references
-        top: cute.Pointer,  # (rows,)
+        row_max_bits: cute.Pointer,  # (rows,)
         flags: cute.Pointer,  # (1 + ceil(rows / 128),)
         num_live: cute.Pointer,  # (1,)
         e_stride: Int64,
@@ -48,7 +49,7 @@ class LceRedo:
         n: Int32,
         stream: CUstream,
     ):
-        self.kernel(e, part_sum, top, flags, num_live, e_stride, tile0, tiles, start, rows, n).launch(
+        self.kernel(e, part_sum, row_max_bits, flags, num_live, e_stride, tile0, tiles, start, rows, n).launch(
             grid=[cute.ceil_div(rows, self.num_warps), cute.ceil_div(n, 32 * TILE_N), 1],
             block=[self.config.threads, 1, 1],
             stream=stream,
@@ -59,7 +60,7 @@ class LceRedo:
         self,
         e: Optional[cute.Pointer],
         part_sum: cute.Pointer,
-        top: cute.Pointer,
+        row_max_bits: cute.Pointer,
         flags: cute.Pointer,
         num_live: cute.Pointer,
         e_stride: Int64,
@@ -77,7 +78,7 @@ class LceRedo:
             tile = part * 32 + lane
             at = Int64(i) * (2 * tiles) + (tile0 + tile)
             is_there = tile < cute.ceil_div(n, TILE_N)
-            reference = decode(load_at(top, i))
+            reference = decode(load_at(row_max_bits, i))
             mine = reference
             if is_there:
                 mine = load_at(part_sum, at + tiles)

@@ -1,19 +1,21 @@
-"""Linear cross entropy, between the logits of a chunk and its gradients: what each live row needs, by one warp.
+"""Linear cross entropy, between the logits of a chunk and its gradients: statistics and coefficients of each live row.
 
-For chunk row i, r = order[start + i], with a_t = zt[i], ref = decode(top[i]), w_t the target's class weight (1 without,
-NaN where the target is no class), s the label smoothing, W the sum of all class weights (V without):
-- stats: sum = row_sum[i] = sum of part_sum[i, :], a tile after the other, 32 apart, then over the lanes;
-  lse[r] = ref + ln(sum);
+For chunk row i and r = order[start + i], with a_t = target_logit[i], row_shift = decode(row_max_bits[i]), w_t the
+target's class weight (1 without class weights, NaN if the target is no class), s the label smoothing and W the sum of
+all class weights (V without):
+- stats: sum = row_sum[i] = sum of part_sum[i, :], first over tiles 32 apart, then over lanes;
+  lse[r] = row_shift + ln(sum);
   loss[r] = inv_divisor * ((1 - s) * w_t * (lse - a_t) + s / V * (W * lse - sum of part_wsum[i, :]) + z_loss * lse^2).
-- gradients: g = grad_loss * inv_divisor, ca = g * ((1 - s) * w_t + s / V * W + 2 * z_loss * lse) + grad_lse,
-  cb = g * (1 - s) * w_t.
-  "coefs": coefs[i] = (ref, ca / sum, cb, cs = g * s / V): ca * exp(a - lse) without lse's rounding.
-  "scale": with E[i, c] = exp(a_c - ref) * d_c the row's gradient is scale * (E - onehot * cb * sum / ca * d_t), so
-  E[i, t] is written anew, scale = row_scale[i] = ca / sum times what rounding took from E[i, t], and
-  xs[i] = xc[i] * scale where xs is given.
-- places, where given, are NO_PLACE: `lce_sort` is to write those of classes with rows.
-Behind the last live row, up to the end of its GEMM tile: xs = row_scale = 0, coefs = (HUGE, 0, 0, 0), so that the GEMM
-finds exp(a - ref) = 0.
+- gradients: g = grad_loss * inv_divisor, coef_target = g * (1 - s) * w_t, coef_smooth = g * s / V,
+  coef_softmax = g * ((1 - s) * w_t + s / V * W + 2 * z_loss * lse) + grad_lse.
+  "coefs": coefs[i] = (row_shift, coef_softmax / sum, coef_target, coef_smooth), so that the dlogits epilogue computes
+  coef_softmax * exp(a - lse) without the rounding of lse.
+  "scale": the gradient of the logits is row_scale[i] * exp_logits[i, :], where exp_logits[i, t] is overwritten with
+  (exp(a_t - row_shift) - coef_target * sum / coef_softmax) * d_t. row_scale[i] is coef_softmax / sum, times the
+  relative rounding error of that one element. xs[i] = xc[i] * row_scale[i] where xs is given.
+- places, where given, are set to NO_PLACE; `lce_sort` then writes those of classes with rows.
+After the last live row, up to the end of its GEMM tile: xs = row_scale = 0 and coefs = (HUGE, 0, 0, 0), so that the
+GEMM computes exp(a - row_shift) = 0.
 """
 
 from typing import Optional
@@ -39,7 +41,7 @@ from quackish.kernels.common.lce import (
 )
 from quackish.kernels.common.rows import fake_pointer, vector_at
 
-# |ca| is kept at 2^-20 * |cb| at least: E at the target, cb * sum / ca, stays within what bf16 can hold.
+# |coef_softmax| is at least 2^-20 * |coef_target|, so that coef_target * sum / coef_softmax fits bf16.
 SMALLEST_RATIO = 2.0**-20
 
 
@@ -100,9 +102,9 @@ class LceRows:
         self,
         part_sum: Optional[cute.Pointer],  # (rows, tiles)
         part_wsum: Optional[cute.Pointer],  # (rows, tiles): of class weight * a
-        zt: Optional[cute.Pointer],  # (rows,)
-        top: cute.Pointer,  # (rows,)
-        cls: cute.Pointer,  # (rows,)
+        target_logit: Optional[cute.Pointer],  # (rows,)
+        row_max_bits: cute.Pointer,  # (rows,)
+        slot_target: cute.Pointer,  # (rows,)
         order: cute.Pointer,  # (m,)
         num_live: cute.Pointer,  # (1,)
         class_weight: Optional[cute.Pointer],  # (v,)
@@ -132,11 +134,11 @@ class LceRows:
         rows: Int32,
         stream: CUstream,
     ):
-        stats = part_sum, part_wsum, zt, top, class_weight, total_weight, loss, lse, row_sum
+        stats = part_sum, part_wsum, target_logit, row_max_bits, class_weight, total_weight, loss, lse, row_sum
         grads = grad_loss, inv_divisor, grad_lse, e, e2, xc, xs, row_scale, coefs
         floats = softcap, z_loss, label_smoothing
         ints = e_stride, e2_stride, v_split, v, tiles
-        self.kernel(cls, order, num_live, stats, grads, places, floats, ints, start, rows).launch(
+        self.kernel(slot_target, order, num_live, stats, grads, places, floats, ints, start, rows).launch(
             grid=[cute.ceil_div(rows, self.num_warps), 1, 1],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=65_536 // (self.config.threads * 64),
@@ -148,7 +150,7 @@ class LceRows:
     @cute.kernel
     def kernel(
         self,
-        cls: cute.Pointer,
+        slot_target: cute.Pointer,
         order: cute.Pointer,
         num_live: cute.Pointer,
         stats: tuple,
@@ -173,7 +175,7 @@ class LceRows:
                 store_at(places, at, Int32(NO_PLACE))
         if i < rows:
             if i < live_here:
-                self.live_row(i, load_at(order, start + i), load_at(cls, i), lane, stats, grads, floats, ints)
+                self.live_row(i, load_at(order, start + i), load_at(slot_target, i), lane, stats, grads, floats, ints)
             elif i < rounded_up(live_here):
                 if const_expr(xs is not None):
                     fill_row(xs + Int64(i) * h, h, lane, 0.0)
@@ -187,7 +189,7 @@ class LceRows:
     @cute.jit
     def live_row(self, i: Int32, r: Int32, t: Int32, lane: Int32, stats, grads, floats, ints):
         p = self.problem
-        part_sum, part_wsum, zt, top, class_weight, total_weight, loss, lse, row_sum = stats
+        part_sum, part_wsum, target_logit, row_max_bits, class_weight, total_weight, loss, lse, row_sum = stats
         grad_loss, inv_divisor, grad_lse, e, e2, xc, xs, row_scale, coefs = grads
         softcap, z_loss, label_smoothing = floats
         e_stride, e2_stride, v_split, v, tiles = ints
@@ -204,12 +206,12 @@ class LceRows:
             if const_expr(total_weight is not None):
                 total_of_weights = load_at(total_weight, 0)
         spread = label_smoothing / v.to(Float32)
-        ref = decode(load_at(top, i))
-        ref_log2 = ref * LOG2_E
+        row_shift = decode(load_at(row_max_bits, i))
+        ref_log2 = row_shift * LOG2_E
         if const_expr(p.stats or self.scale):
             # As the logits GEMM has it, in log2 units and with ref_log2 rounded: what that does to E and its sums it
             # does to the target too, and a confident row, whose sum is little else, loses no digits.
-            a_t = load_at(zt, i)
+            a_t = load_at(target_logit, i)
             at_log2 = cute.math.fma(a_t, Float32(LOG2_E), -ref_log2)
 
         # stats
@@ -240,26 +242,30 @@ class LceRows:
                 g = g * load_at(grad_loss, 0)
             elif const_expr(p.grad_loss == "rows"):
                 g = g * load_at(grad_loss, r)
-            cb = g * weight
-            ca = weight + 2.0 * z_loss * row_lse
+            coef_target = g * weight
+            coef_softmax = weight + 2.0 * z_loss * row_lse
             if const_expr(self.smoothing):
-                ca = ca + spread * total_of_weights
-            ca = g * ca
+                coef_softmax = coef_softmax + spread * total_of_weights
+            coef_softmax = g * coef_softmax
             if const_expr(p.grad_lse):
-                ca = ca + load_at(grad_lse, r)
+                coef_softmax = coef_softmax + load_at(grad_lse, r)
         if const_expr(self.coefs):
-            # dlogits rounds a - ref, not ref_log2, and shares a sum with less: by up to 2^-11 where ref is 1e4
-            ca = ca * cute.math.exp2(cute.math.fma(ref, Float32(LOG2_E), -ref_log2), fastmath=True)
+            # dlogits rounds a - row_shift, the sum rounds ref_log2: a relative 2^-11 apart where row_shift is 1e4
+            coef_softmax = coef_softmax * cute.math.exp2(
+                cute.math.fma(row_shift, Float32(LOG2_E), -ref_log2), fastmath=True
+            )
             if lane == 0:
-                cs = g * spread if const_expr(self.smoothing) else Float32(0.0)
-                self.store_coefs(coefs, i, ref, ca / total, cb, cs)
+                coef_smooth = g * spread if const_expr(self.smoothing) else Float32(0.0)
+                self.store_coefs(coefs, i, row_shift, coef_softmax / total, coef_target, coef_smooth)
         if const_expr(self.scale):
-            smallest = Float32(SMALLEST_RATIO) * (cb if cb >= 0 else -cb)
-            if (ca if ca >= 0 else -ca) < smallest:
-                ca = smallest if ca >= 0 else -smallest
-            scale = ca / total
+            smallest = Float32(SMALLEST_RATIO) * (coef_target if coef_target >= 0 else -coef_target)
+            if (coef_softmax if coef_softmax >= 0 else -coef_softmax) < smallest:
+                coef_softmax = smallest if coef_softmax >= 0 else -smallest
+            scale = coef_softmax / total
             if t >= 0:
-                ratio = Float32(0.0) if ca == 0.0 else cb / ca  # exactly 1 where only the loss has a gradient
+                ratio = (
+                    Float32(0.0) if coef_softmax == 0.0 else coef_target / coef_softmax
+                )  # exactly 1 where only the loss has a gradient
                 at_target = cute.math.exp2(at_log2, fastmath=True) - ratio * total
                 if const_expr(p.softcap):
                     at_target = at_target * (Float32(1.0) - (a_t / softcap) * (a_t / softcap))
@@ -299,7 +305,15 @@ class LceRows:
         return cute.arch.warp_reduction_sum(total)
 
     @cute.jit
-    def store_coefs(self, coefs: cute.Pointer, i: Int32, ref: Float32, ca: Float32, cb: Float32, cs: Float32):
+    def store_coefs(
+        self,
+        coefs: cute.Pointer,
+        i: Int32,
+        row_shift: Float32,
+        coef_softmax: Float32,
+        coef_target: Float32,
+        coef_smooth: Float32,
+    ):
         row = cute.make_rmem_tensor((4,), Float32)
-        row[0], row[1], row[2], row[3] = ref, ca, cb, cs
+        row[0], row[1], row[2], row[3] = row_shift, coef_softmax, coef_target, coef_smooth
         vector_at(coefs, Int64(i) * 4, 4).store(row.load())

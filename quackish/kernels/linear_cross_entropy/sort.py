@@ -2,7 +2,7 @@
 
 The weight's gradient is a sum over rows of (row_scale * E) x, and its GEMM has row_scale * x rounded. Where a class is
 the target of a row, that rounding is most of the error: so these terms, x as it is, are added apart, by `lce_targets`.
-For chunk row i, live, with t = cls[i] and r = order[start + i], at its place by (t, i):
+For chunk row i, live, with t = slot_target[i] and r = order[start + i], at its place by (t, i):
   sorted_cls = t, sorted_row = r, sorted_grad = row_scale[i] * E[i, t], then E[i, t] = 0 (grad 0 without a class, or
   where it is none of the v that E has); and places[t], where given and NO_PLACE before, is the first place of class t.
 
@@ -55,7 +55,7 @@ class LceSort:
     @cute.jit
     def __call__(
         self,
-        cls: cute.Pointer,  # (rows,)
+        slot_target: cute.Pointer,  # (rows,)
         order: cute.Pointer,  # (m,)
         num_live: cute.Pointer,  # (1,)
         row_scale: cute.Pointer,  # (rows,)
@@ -77,7 +77,7 @@ class LceSort:
         of_e = e, e2, e_stride, e2_stride, v_split
         outs = sorted_cls, sorted_row, sorted_grad, places
         rows_a_cta = self.threads if const_expr(self.problem.presorted) else 32
-        self.kernel(cls, order, num_live, row_scale, of_e, outs, index, v, start, rows).launch(
+        self.kernel(slot_target, order, num_live, row_scale, of_e, outs, index, v, start, rows).launch(
             grid=[cute.ceil_div(rows, rows_a_cta), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
@@ -87,7 +87,7 @@ class LceSort:
     @cute.kernel
     def kernel(
         self,
-        cls: cute.Pointer,
+        slot_target: cute.Pointer,
         order: cute.Pointer,
         num_live: cute.Pointer,
         row_scale: cute.Pointer,
@@ -102,12 +102,12 @@ class LceSort:
         if const_expr(self.problem.presorted):
             after_previous()
             live = cutlass.min(load_at(num_live, 0) - start, rows)
-            i, t, place, is_first = self.given(cls, index, live)
+            i, t, place, is_first = self.given(slot_target, index, live)
         else:
             # Read and counted while the launch before this one, which writes nothing of it, is on its last tiles.
             cute.arch.fence_acq_rel_gpu()
             live = cutlass.min(load_at(num_live, 0) - start, rows)
-            i, t, place = self.counted(cls, live)
+            i, t, place = self.counted(slot_target, live)
             after_previous()
 
         if i < live:
@@ -124,7 +124,7 @@ class LceSort:
             store_at(sorted_grad, place, grad)
 
     @cute.jit
-    def given(self, cls: cute.Pointer, index: cute.Pointer, live: Int32):
+    def given(self, slot_target: cute.Pointer, index: cute.Pointer, live: Int32):
         """(row, its class, its place, whether the class begins there) of this thread; a row from `live` on for none."""
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -132,13 +132,13 @@ class LceSort:
         i, t, is_first = live, Int32(-1), Boolean(True)
         if place < live:
             i = load_at(index, place).to(Int32)
-            t = load_at(cls, i)
+            t = load_at(slot_target, i)
             if place > 0:
-                is_first = load_at(cls, load_at(index, place - 1).to(Int32)) != t
+                is_first = load_at(slot_target, load_at(index, place - 1).to(Int32)) != t
         return i, t, place, is_first
 
     @cute.jit
-    def counted(self, cls: cute.Pointer, live: Int32):
+    def counted(self, slot_target: cute.Pointer, live: Int32):
         """(row, its class, its place) of a lane of the first warp; the other warps have no row."""
         cta, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
@@ -150,10 +150,10 @@ class LceSort:
         t, place = Int32(-1), Int32(0)
         if first < live:
             if i < live:
-                t = load_at(cls, i)
+                t = load_at(slot_target, i)
             count = Int32(0)
             for begin in cutlass.range(0, live, self.tile, unroll=1):
-                self.load_tile(cls, begin, live, sCls)
+                self.load_tile(slot_target, begin, live, sCls)
                 cute.arch.sync_threads()
                 count += self.count_before(sCls, begin, first, t, warp)
                 cute.arch.sync_threads()
@@ -171,7 +171,7 @@ class LceSort:
         return i, t, place
 
     @cute.jit
-    def load_tile(self, cls: cute.Pointer, begin: Int32, live: Int32, sCls: cute.Tensor):
+    def load_tile(self, slot_target: cute.Pointer, begin: Int32, live: Int32, sCls: cute.Tensor):
         """Classes from `begin` on, behind the last live row the largest number there is."""
         tid, _, _ = cute.arch.thread_idx()
         for v in cutlass.range_constexpr(self.tile // (4 * self.threads)):
@@ -179,10 +179,10 @@ class LceSort:
             j = begin + at
             four = vector_at(sCls.iterator, at, 4)
             if j + 4 <= live:
-                four.store(vector_at(cls, j, 4).load())
+                four.store(vector_at(slot_target, j, 4).load())
             else:
                 for k in cutlass.range_constexpr(4):
-                    four[k] = load_at(cls, j + k) if j + k < live else Int32(0x7FFFFFFF)
+                    four[k] = load_at(slot_target, j + k) if j + k < live else Int32(0x7FFFFFFF)
 
     @cute.jit
     def count_before(self, sCls: cute.Tensor, begin: Int32, first: Int32, t: Int32, warp: Int32) -> Int32:

@@ -46,97 +46,53 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The cross entropy of `input @ linear_weight.T + linear_bias` with `target`, the logits never held whole.
+    """Cross entropy of `input @ linear_weight.T + linear_bias` with `target`; the full logits are never materialized.
 
     With z the logits, a = softcap * tanh(z / softcap) (a = z without), lse = logsumexp(a), w = weight (1 without) and
-    q = w * ((1 - label_smoothing) * onehot(target) + label_smoothing / V), a live row's loss is
+    q = w * ((1 - label_smoothing) * onehot(target) + label_smoothing / V), the loss of a live row is
 
         sum_j q_j * (lse - a_j) + z_loss * lse**2
 
-    and an ignored row's is 0. The arguments before `softcap` mean what they mean in
-    `F.linear_cross_entropy`.
+    and that of an ignored row is 0. The arguments before `softcap` have the names and meaning of
+    `F.linear_cross_entropy`. docs/linear_cross_entropy.md has memory, numerics and what is promised bitwise.
 
     Args:
         input: (..., H) bf16, fp16, fp32 or fp64, any strides.
-        linear_weight: (V, H), input's dtype unless autocast says otherwise, any strides.
-        target: (...) int32 or int64: a class or `ignore_index`. Class probabilities are not taken.
-        linear_bias: (V,) in input's dtype or fp32. It is added to the fp32 logits. -inf masks a class out.
-        weight: (V,) floating class weights; no gradient flows to them.
-        reduction: "mean", "sum" or "none". "mean" divides the sum of the rows by the sum of the live rows' class
-            weights, as F.cross_entropy does, or by `num_items`.
+        linear_weight: (V, H) in input's dtype unless autocast is on, any strides.
+        target: (...) int32 or int64: classes or `ignore_index`. Class probabilities are not supported.
+        linear_bias: (V,) in input's dtype or fp32, added to the fp32 logits. -inf masks a class out.
+        weight: (V,) floating class weights, without gradient.
+        reduction: "mean", "sum" or "none". "mean" divides by the sum of the live rows' class weights, or `num_items`.
         ignore_index: rows with this target have loss 0 and no gradient; None is -100.
         label_smoothing: in [0, 1], as in F.cross_entropy, class weights included.
-        softcap: positive, or None.
-        z_loss: not negative. Added once to each live row whatever its class weight, and divided by "mean" like the
-            rest of the row.
+        softcap: positive, or None. inf is None.
+        z_loss: finite, not negative; independent of the row's class weight, divided by "mean" like the other terms.
         num_items: int or 0-dim tensor (never read back to the host) that replaces the divisor of "mean".
         return_lse: return (loss, lse); lse is differentiable, and 0 without gradient in ignored rows.
-        grad_weight_out: (V, H) fp32 or linear_weight's dtype. Each backward adds linear_weight's gradient to it, once,
-            where linear_weight requires one, and autograd gets None instead.
-        schedule: what is kept between forward and backward.
-            "chunked": gradients are made in forward, chunk by chunk, and scaled in backward. Where a gradient arrives
-            at lse (compiled code always has one for an lse it returns) backward makes them anew. With reduction "none"
-            a row's gradient is not known in forward: this is "recompute" there.
-            "recompute": no logit is kept, and backward multiplies them again: up to 4 GEMMs for 3. On kernels the
-            input's gradient is made in forward where "chunked" could make it and no lse is returned; without bias
-            gradient and `chunk_size` so is a part of the weight's, in whose storage exponentials lie meanwhile:
-            H / (M + H) of the classes or so, of which backward needs no logits.
-            "stored": all logits are kept, or on kernels what gradients start from.
-            "auto": "chunked"; with reduction "none" or `return_lse`, "stored" while that is small (1.5 GiB; kernels:
-            2 GiB), "recompute" above. With `grad_weight_out` kernels do the same, because forward may not add to it.
-            Ask for "chunked" where lse is only looked at, in eager code.
-            On kernels fp16 and label smoothing are always "recompute".
-        chunk_size: rows a chunk. None: a multiple of 128 that keeps a chunk within 1.5 GiB (kernels: 4 GiB), from V and
-            dtype alone; on kernels at most H rows where "recompute" makes gradients in forward. Kernels round it up to
-            a multiple of 128; and such a "recompute", where the weight's gradient is returned, takes memory for so
-            many rows of input beside the gradients, and works in that of gradients to come. 128 is the leanest.
-        backend: "auto" runs kernels where there are some (Hopper, and Blackwell around cuBLAS's GEMMs; bf16 or fp16,
-            after autocast; H a multiple of 8) and otherwise the portable PyTorch path: silently on CPU, with one
-            warning per reason on a GPU. "cute" runs kernels or raises. "reference" runs the portable path.
+        grad_weight_out: (V, H) buffer, fp32 or in linear_weight's dtype. Each backward adds linear_weight's gradient to
+            it, and autograd gets None instead. Not for parameters that FSDP shards: use .grad there.
+        schedule: what is kept between forward and backward. "chunked" computes the gradients in forward, "stored" keeps
+            the exponentials of all logits, "recompute" keeps none and computes logits twice. "auto" is "chunked"; with
+            reduction "none", `return_lse` or (on kernels) `grad_weight_out` it is "stored" while that is small and
+            "recompute" above. On kernels fp16 and label smoothing always take "recompute".
+        chunk_size: rows per chunk; kernels round it up to a multiple of 128. None chooses from V, H and dtype alone.
+        backend: "auto" runs kernels where they exist (Hopper; Blackwell around cuBLAS's GEMMs; bf16 or fp16; H a
+            multiple of 8), else the portable PyTorch path: silently on CPU, with one warning per reason on a GPU.
+            "cute" runs kernels or raises. "reference" runs the portable path. torch.func transforms and forward-mode
+            AD run the reference, with full logits.
 
     Returns:
-        loss: fp32 (fp64 for fp64): 0-dim, or target's shape with reduction "none". With `return_lse`, also lse, in the
+        loss: fp32 (fp64 for fp64): 0-dim, or target's shape with reduction "none". With `return_lse` also lse, in the
         same dtype and target's shape.
 
-    Memory beyond inputs and gradients, on kernels: the live rows of a chunk (of all rows, with "stored"), and
-        "chunked": chunk * V * 2 bytes and the weight gradient in fp32, (V, H); where one chunk has all rows, just
-        M * V * 2 * M / (M + H) for a 16-bit weight, as the rest lies where its gradient comes to be (above 64 MiB).
-        "stored": M * V * 2, kept. "recompute": M * H * 2 and 96 MiB or M * 5632 (256 MiB where no weight gradient is
-        returned), or M * H * 4 and 32 MiB where the input's gradient is made in backward, or M * H * 4 and up to 69 MB
-        where forward begins a 16-bit weight gradient; with a chunk_size just chunk * H * 2.5 (or chunk * H * 2 and
-        128 KiB) + M * 44, but chunk * V * 2 where the weight's gradient has no room for a quarter of these rows' V
-        exponentials (H below chunk / 4 or so). Gradients that forward makes, or begins, are held from then on.
-        "chunked" and "stored" lend their GEMMs 17 to 69 MB, and M * H * 2 where one of them makes a 16-bit weight
-        gradient at once.
-        `grad_weight_out` in fp32 is added to in a GEMM, with no buffer ("chunked" has one). Around cuBLAS's GEMMs
-        256 MiB more, or M * 1024 where that is more. Where one chunk has all rows and 128 MiB are enough for all
-        that forward needs for a while, it takes that at once when a step repeats: 17 MB more, say.
-    On the portable path: chunk * V * (4 + 2) bytes for 16-bit inputs, 4 for fp32, 8 for fp64, with softcap 4 (8) more,
-    fp32 (M, H) and (V, H) sums, and M * V * 4 kept by "stored". Off CUDA 16-bit operands are multiplied as fp32, and
-    linear_weight is held once more in fp32.
-
-    Numbers: softmax on fp32 logits, p - 1 formed in fp32, weight gradient summed in fp32 over chunks in order. It is
-    rounded once, with the gradient that arrives already in it; but what kernels make in forward, before that. Under
-    autocast operands are rounded to its dtype as F.linear's are, and gradients go from fp32 to their parameter's dtype
-    at once. fp32 GEMMs follow torch's TF32 setting. On kernels a weight gradient that is made of exponentials has a
-    row's gradient at its target times that row of input added in fp32, neither of them rounded; all gradients are as
-    exact as torch's in bf16 on random data, and 8 times more so on confident rows. (Around cuBLAS's GEMMs a weight
-    gradient that is 16 bits wide has its rows of input rounded once more: up to 1.5 times torch's error on random data,
-    2.5 with few rows.) Kernels' tanh is within 2^-22: a softcap c leaves logits within about 2^-22 * c.
-
-    Bitwise: the loss is the same with and without grad and by every schedule, and so are the gradients of two backwards
-    over one graph; on the portable path and with cuBLAS as far as the library's GEMM repeats itself. A row's loss does
-    not depend on the other rows, nor on how many there are; there its logits do where the GEMM picks its kernel by the
-    chunk's rows, which with `chunk_size` None are the same for every M but in the last chunk. (Their sum is torch's.)
-
-    Edges: where every target is ignored (or M is 0) "mean" is 0 and all gradients are 0. NaN or Inf in an ignored row
-    of input reaches nothing. NaN in a live row makes its loss, its dinput and dlinear_weight NaN. A target that is
-    neither a class nor `ignore_index` raises IndexError on CPU; elsewhere nothing is synchronised: that row's loss and
-    dinput are NaN (so dlinear_weight is), and the other rows' dinput is as if that row were ignored.
+    Edge cases: if every target is ignored (or M is 0), "mean" is 0 and all gradients are 0. NaN or Inf in an ignored
+    row of input reaches nothing; NaN in a live row makes its loss, its dinput and dlinear_weight NaN. A target that is
+    neither a class nor `ignore_index` raises IndexError on CPU; on a GPU that row's loss and dinput are NaN, without a
+    synchronization, and the other rows' dinput is as if the row were ignored.
 
     Raises:
-        ValueError, TypeError: a shape, value, device or dtype that does not fit. IndexError: see above.
-        UnsupportedError: `backend="cute"` where no kernel covers the call.
+        ValueError, TypeError: the shape, value, device or dtype of an argument. IndexError: see above.
+        UnsupportedError: `backend="cute"` and no kernel covers the call; `grad_weight_out` under FSDP or torch.func.
         RuntimeError: backward with create_graph=True.
     """
     tensors = input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items
@@ -313,8 +269,8 @@ def _make_plan(
             problem = KernelProblem(v, h, dtype, reduction, return_lse, given_out, smoothing)
             how = kernel_config(problem, m, schedule, chunk_size)
             return on_kernels.KernelPlan(
-                ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows, how.early_dx,
-                how.lean, compute_dtype,
+                ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows,
+                how.dx_in_forward, how.min_memory, compute_dtype,
             )  # fmt: skip
     problem = LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
     how = linear_cross_entropy_config(problem, m, schedule, chunk_size)

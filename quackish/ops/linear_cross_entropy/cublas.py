@@ -48,10 +48,10 @@ class CublasGemms:
         return 2 * _ceil_div(v, TILE_N)
 
     def logits(
-        self, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, e, e2, v_split, part_sum, part_wsum, zt,
-        top, flags,
+        self, xc, w, bias, class_weight, row_shift, slot_target, num_live, start, softcap, e, e2, v_split, part_sum,
+        part_wsum, target_logit, row_max_bits, flags,
     ) -> None:  # fmt: skip
-        """A tile with a logit far above ref has it for its own reference, so that nothing overflows; `redo` follows."""
+        """A tile with a logit far above row_shift uses its own maximum, so that nothing overflows; `redo` follows."""
         rows, tiles = xc.shape[0], part_sum.shape[1] // 2
         kernel = self._exp("softmax", e, bias, softcap, part_wsum is not None, class_weight)
         for v0, v1, part in _parts(e, e2, v_split, w.shape[0]):
@@ -61,14 +61,14 @@ class CublasGemms:
                     None if part is None else part[:, c0:c1].data_ptr(),
                     None if bias is None else bias[v0 + c0 :].data_ptr(),
                     None if class_weight is None else class_weight[v0 + c0 :].data_ptr(),
-                    cls.data_ptr(),
+                    slot_target.data_ptr(),
                     num_live.data_ptr(),
-                    ref.data_ptr(),
-                    top.data_ptr(),
+                    row_shift.data_ptr(),
+                    row_max_bits.data_ptr(),
                     flags.data_ptr(),
                     part_sum.data_ptr(),
                     None if part_wsum is None else part_wsum.data_ptr(),
-                    zt.data_ptr(),
+                    target_logit.data_ptr(),
                     None,
                     z.stride(0),
                     0 if part is None else part.stride(0),
@@ -83,17 +83,17 @@ class CublasGemms:
                 )
 
     def redo(
-        self, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, e, e2, v_split, part_sum, part_wsum, zt,
-        top, flags,
+        self, xc, w, bias, class_weight, row_shift, slot_target, num_live, start, softcap, e, e2, v_split, part_sum,
+        part_wsum, target_logit, row_max_bits, flags,
     ) -> None:  # fmt: skip
-        """No GEMM: E and the sums of flagged rows are multiplied by what their tiles' references differ from top."""
+        """No GEMM: multiplies exp_logits and sums of flagged rows by exp(their tile's shift - decode(row_max_bits))."""
         kernel = self._find(("redo", e is None), "lce_redo", LceRedoProblem(e is not None))
         rows, tiles = xc.shape[0], part_sum.shape[1] // 2
         for v0, v1, part in _parts(e, e2, v_split, w.shape[0]):
             kernel(
                 None if part is None else part.data_ptr(),
                 part_sum.data_ptr(),
-                top.data_ptr(),
+                row_max_bits.data_ptr(),
                 flags.data_ptr(),
                 num_live.data_ptr(),
                 0 if part is None else part.stride(0),
@@ -105,7 +105,9 @@ class CublasGemms:
                 self.stream(),
             )
 
-    def dlogits(self, xc, w, bias, coefs, cls, num_live, start, class_weight, softcap, smoothing, v0, e) -> None:
+    def dlogits(
+        self, xc, w, bias, coefs, slot_target, num_live, start, class_weight, softcap, smoothing, v0, e
+    ) -> None:
         if not smoothing:
             class_weight = None
         kernel = self._exp("dlogits", e, bias, softcap, smoothing, class_weight)
@@ -115,7 +117,7 @@ class CublasGemms:
                 e[:, c0:c1].data_ptr(),
                 None if bias is None else bias[c0:c1].data_ptr(),
                 None if class_weight is None else class_weight[v0 + c0 :].data_ptr(),
-                cls.data_ptr(),
+                slot_target.data_ptr(),
                 num_live.data_ptr(),
                 *(None,) * 6,
                 coefs.data_ptr(),

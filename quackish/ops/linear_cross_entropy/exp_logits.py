@@ -1,7 +1,7 @@
-"""E, the exponentials exp(a - ref) of a chunk's logits: where they lie, and the GEMMs that make gradients of them.
+"""The exponentials exp(a - row_shift) of a chunk's logits: where they are stored, and the GEMMs that read them.
 
-The weight gradient takes the targets' elements out of E first, and adds their part, which is most of what a class with
-few rows gets, in fp32.
+The weight gradient removes the targets' elements from them first and adds these terms, which are most of the gradient
+of a class with few rows, in fp32.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,9 +55,9 @@ class RowState(NamedTuple):
 
     num_live: Tensor  # (1,) int32
     order: Tensor  # (m,) int32
-    cls: Tensor  # (m,) int32
-    top: Tensor  # (m,) int32: encoded
-    zt: Tensor  # (m,) fp32
+    slot_target: Tensor  # (m,) int32
+    row_max_bits: Tensor  # (m,) int32: encoded
+    target_logit: Tensor  # (m,) fp32
     row_sum: Tensor  # (m,) fp32
     inv_divisor: Tensor  # (1,) fp32
     tickets: Tensor  # (NUM_TICKETS,) int32: 0 but while a GEMM runs
@@ -112,13 +112,13 @@ class E:
         k.dx(*self.in_two(), w, row_scale, rows.order, rows.num_live, start, dx, False, tickets)
 
     def dw(
-        self, k, x: Tensor, xs: Tensor, cls: Tensor, row_scale: Tensor, rows: RowState, start: int, dw: Tensor,
+        self, k, x: Tensor, xs: Tensor, slot_target: Tensor, row_scale: Tensor, rows: RowState, start: int, dw: Tensor,
         accumulate: bool, places: Tensor | None,
     ) -> None:  # fmt: skip
         """The last to look at the targets' elements: they are 0 afterwards. places: `new_places`, NO_PLACE."""
         targets = rest = None
         if places is not None or dw.dtype == torch.float32:
-            targets = Targets.taken_from(self, k, cls, row_scale, rows, start, places, dw)
+            targets = Targets.taken_from(self, k, slot_target, row_scale, rows, start, places, dw)
             rest = targets.rest
         for e, v0, v1 in self.blocks:
             whole = len(self.blocks) == 1
@@ -137,13 +137,21 @@ class Targets(NamedTuple):
     """What a chunk's live rows have at their targets, by class: their part of the weight gradient is row_scale * E
     there times x, which is added in fp32, with x not rounded as xs is."""
 
-    of_rows: tuple[Tensor, Tensor, Tensor]  # (rows,) each: cls, int32; row of x, int32; row_scale * E, fp32
+    of_rows: tuple[Tensor, Tensor, Tensor]  # (rows,) each: slot_target, int32; row of x, int32; row_scale * E, fp32
     # With `places`: the bits that rounding cuts off the classes that have targets, until theirs are added.
     rest: Tensor | None = None  # (rows, h)
 
     @classmethod
     def taken_from(
-        cls, e: E, k, classes: Tensor, row_scale: Tensor, rows: RowState, start: int, places: Tensor | None, dw: Tensor
+        cls,
+        e: E,
+        k,
+        classes: Tensor,
+        row_scale: Tensor,
+        rows: RowState,
+        start: int,
+        places: Tensor | None,
+        dw: Tensor,
     ) -> "Targets":
         n = classes.shape[0]
         of_rows = tuple(vector(classes, n, dtype) for dtype in (torch.int32, torch.int32, torch.float32))

@@ -62,8 +62,8 @@ class GemmLaunches:
         w: Tensor,  # (v, h)
         bias: Tensor | None,  # (v,)
         class_weight: Tensor | None,  # (v,) fp32; with part_wsum
-        ref: Tensor,  # (rows,) fp32
-        cls: Tensor,  # (rows,) int32
+        row_shift: Tensor,  # (rows,) fp32
+        slot_target: Tensor,  # (rows,) int32
         num_live: Tensor,  # (1,) int32
         start: int,
         softcap: float | None,
@@ -72,26 +72,29 @@ class GemmLaunches:
         v_split: int,  # with e2; a multiple of 64
         part_sum: Tensor,  # (rows, num_tiles(v)) fp32
         part_wsum: Tensor | None,  # as part_sum; with label smoothing
-        zt: Tensor,  # (rows,) fp32
-        top: Tensor,  # (rows,) int32
+        target_logit: Tensor,  # (rows,) fp32
+        row_max_bits: Tensor,  # (rows,) int32
         flags: Tensor,  # (1 + ceil(rows / 128),) int32
     ) -> None:
-        """e = exp(a - ref) * d for the logits a, its row sums (without d) a tile, zt = a at the target.
+        """e = exp(a - row_shift) * d for the logits a; part_sum: its sums per row and tile, without d; target_logit.
 
-        Where a logit is far above ref, top is raised and the tile flagged; `redo` is to follow.
+        A logit far above row_shift raises row_max_bits and flags its tile; `redo` must follow.
         """
         self._softmax(
-            False, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, e, e2, v_split, part_sum, part_wsum,
-            zt, top, flags,
+            False, xc, w, bias, class_weight, row_shift, slot_target, num_live, start, softcap, e, e2, v_split,
+            part_sum, part_wsum, target_logit, row_max_bits, flags,
         )  # fmt: skip
 
     def redo(self, *args) -> None:
-        """As `logits`, with the same arguments: flagged tiles once more, with top for ref; without flags it leaves."""
+        """Recomputes the tiles that `logits` flagged, with the same arguments, shifted by row_max_bits.
+
+        It is always launched, and returns at once if no tile is flagged.
+        """
         self._softmax(True, *args)
 
     def _softmax(
-        self, redo, xc, w, bias, class_weight, ref, cls, num_live, start, softcap, e, e2, v_split, part_sum, part_wsum,
-        zt, top, flags,
+        self, redo, xc, w, bias, class_weight, row_shift, slot_target, num_live, start, softcap, e, e2, v_split,
+        part_sum, part_wsum, target_logit, row_max_bits, flags,
     ) -> None:  # fmt: skip
         (rows, h), n = xc.shape, w.shape[0]
         bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
@@ -112,12 +115,12 @@ class GemmLaunches:
         given = (
             address(bias),
             address(class_weight),
-            None if redo else ref.data_ptr(),
-            cls.data_ptr(),
-            top.data_ptr(),
+            None if redo else row_shift.data_ptr(),
+            slot_target.data_ptr(),
+            row_max_bits.data_ptr(),
             flags.data_ptr(),
             part_sum.data_ptr(),
-            zt.data_ptr(),
+            target_logit.data_ptr(),
             address(part_wsum),
             1.0 if softcap is None else softcap,
             part_sum.shape[1],
@@ -134,8 +137,8 @@ class GemmLaunches:
         xc: Tensor,  # (rows, h)
         w: Tensor,  # (n, h): classes v0 and up
         bias: Tensor | None,  # (n,)
-        coefs: Tensor,  # (rows, 4) fp32: ref, ca / sum, cb, cs
-        cls: Tensor,  # (rows,) int32
+        coefs: Tensor,  # (rows, 4) fp32: row_shift, coef_softmax / sum, coef_target, coef_smooth
+        slot_target: Tensor,  # (rows,) int32
         num_live: Tensor,  # (1,) int32
         start: int,
         class_weight: Tensor | None,  # (v,) fp32; used with smoothing
@@ -144,7 +147,7 @@ class GemmLaunches:
         v0: int,
         e: Tensor,  # (rows, n) as xc
     ) -> None:
-        """e = (ca / sum * exp(a - ref) - cs * class weight - onehot(target) * cb) * d for the logits a."""
+        """The gradient of the logits: see kernels/common/epilogue_dlogits.py."""
         (rows, h), n = xc.shape, w.shape[0]
         if not smoothing:
             class_weight = None
@@ -161,7 +164,7 @@ class GemmLaunches:
             weighted=weighted,
         )
         capped = 1.0 if softcap is None else softcap
-        given = address(bias), address(class_weight), coefs.data_ptr(), cls.data_ptr(), capped, v0
+        given = address(bias), address(class_weight), coefs.data_ptr(), slot_target.data_ptr(), capped, v0
         strides = xc.stride(0), 0, w.stride(0), e.stride(0)
         stream, ticket, _kept = self.stream_and_ticket()
         kernel(
@@ -381,18 +384,17 @@ class LceKernels:
         v: int,
         softcap: float | None,
         xc: Tensor,  # (rows, h) as x
-        cls: Tensor,  # (rows,) int32
-        ref: Tensor,  # (rows,) fp32
-        top: Tensor,  # (rows,) int32
+        slot_target: Tensor,  # (rows,) int32
+        row_shift: Tensor,  # (rows,) fp32
+        row_max_bits: Tensor,  # (rows,) int32
         flags: Tensor,  # (1 + ceil(rows / 128),) int32
         dx: Tensor | None,  # (m, h)
         loss: Tensor | None,  # (m,) fp32
         lse: Tensor | None,  # (m,) fp32; both or none
     ) -> None:
-        """Live rows: xc = x[order], cls = target or -1, ref = the target's logit (class 0's for cls -1), top = ref.
+        """Gathers the live rows of a chunk and computes their row_shift; zeros dx, loss and lse of its ignored rows.
 
-        Ignored rows of the chunk: dx, loss and lse 0, cls -1, ref so high that exp(a - ref) is 0; xc 0 up to the end of
-        the GEMM tile. flags 0.
+        kernels/linear_cross_entropy/gather.py has the details.
         """
         stride = x.stride(0)
         aligned = not (x.data_ptr() | stride * 2) & 15
@@ -413,9 +415,9 @@ class LceKernels:
             order.data_ptr(),
             num_live.data_ptr(),
             xc.data_ptr(),
-            cls.data_ptr(),
-            ref.data_ptr(),
-            top.data_ptr(),
+            slot_target.data_ptr(),
+            row_shift.data_ptr(),
+            row_max_bits.data_ptr(),
             flags.data_ptr(),
             None if dx is None else dx.data_ptr(),
             None if loss is None else loss.data_ptr(),
@@ -423,7 +425,7 @@ class LceKernels:
             stride,
             1.0 if softcap is None else softcap,
             start,
-            cls.shape[0],
+            slot_target.shape[0],
             v,
             self.stream(),
         )
@@ -433,12 +435,12 @@ class LceKernels:
         stats: bool,
         grads: str,  # "none", "scale" or "coefs"
         *,
-        cls: Tensor,  # (rows,)
+        slot_target: Tensor,  # (rows,)
         order: Tensor,  # (m,)
         num_live: Tensor,  # (1,)
         start: int,
         v: int,
-        top: Tensor,  # (rows,) int32
+        row_max_bits: Tensor,  # (rows,) int32
         lse: Tensor,  # (m,) fp32: written with stats, else read
         row_sum: Tensor,  # (rows,) fp32: as lse
         inv_divisor: Tensor,  # (1,) fp32
@@ -446,7 +448,7 @@ class LceKernels:
         part_sum: Tensor | None = None,  # (rows, tiles) fp32
         part_wsum: Tensor | None = None,  # (rows, tiles) fp32, with label_smoothing: sums of class weight * a
         loss: Tensor | None = None,  # (m,) fp32
-        zt: Tensor | None = None,  # (rows,) fp32; stats and "scale"
+        target_logit: Tensor | None = None,  # (rows,) fp32; stats and "scale"
         # options
         class_weight: Tensor | None = None,  # (v,) fp32, bf16 or fp16
         total_weight: Tensor | None = None,  # 0-dim fp32: its sum; with label_smoothing
@@ -467,19 +469,16 @@ class LceKernels:
         coefs: Tensor | None = None,  # (rows, 4) fp32
         places: Tensor | None = None,  # (v,) int32
     ) -> None:
-        """stats: loss[r], times inv_divisor; lse[r], row_sum[i]. "coefs": (ref, ca / row_sum, cb, cs) of each row, with
-        ref from top; dlogits is (ca / row_sum * exp(a - ref) - cs * class weight - onehot * cb) * d. "scale": E at the
-        target so that dlogits is row_scale * E; row_scale; xs = xc * row_scale. places, if given: NO_PLACE. What else
-        is given is not used.
+        """Statistics of the live rows (`stats`) and their gradients as `grads` says. Arguments not needed are not used.
 
-        Ignored rows up to the end of the GEMM tile: row_scale and xs 0; coefs (2e38, 0, 0, 0), so exp(a - ref) is 0.
+        kernels/linear_cross_entropy/rows.py has the formulas.
         """
         # What the kernel has no use for is left out, as it was compiled without it.
         scale, smoothing, loss_kind, tiles, h, strides = grads == "scale", label_smoothing != 0, "one", 0, 0, (0, 0)
         if not stats:
             part_sum = part_wsum = loss = None
             if not scale:
-                zt = None
+                target_logit = None
         else:
             tiles = part_sum.shape[1]
             if not smoothing:
@@ -524,9 +523,9 @@ class LceKernels:
         kernel(
             address(part_sum),
             address(part_wsum),
-            address(zt),
-            top.data_ptr(),
-            cls.data_ptr(),
+            address(target_logit),
+            row_max_bits.data_ptr(),
+            slot_target.data_ptr(),
             order.data_ptr(),
             num_live.data_ptr(),
             address(class_weight),
@@ -552,13 +551,13 @@ class LceKernels:
             v,
             tiles,
             start,
-            cls.shape[0],
+            slot_target.shape[0],
             self.stream(),
         )
 
     def sort(
         self,
-        cls: Tensor,  # (rows,) int32
+        slot_target: Tensor,  # (rows,) int32
         order: Tensor,  # (m,)
         num_live: Tensor,  # (1,)
         start: int,
@@ -575,7 +574,7 @@ class LceKernels:
         """Takes the target's element out of each live row of E, if it has that class, and lists the rows by class, then
         by position: sorted_grad = row_scale * that element (0 without), of row sorted_row of x; in E it is 0 from then.
 
-        places[t] = the first place of class t; other classes' are left alone. cls is not of the
+        places[t] = the first place of class t; other classes' are left alone. slot_target is not of the
         launch right before this one.
         """
         key = ("sort", e2 is not None, places is not None, index is not None)
@@ -583,7 +582,7 @@ class LceKernels:
         if kernel is None:
             kernel = self._find(key, "lce_sort", LceSortProblem(*key[1:]))
         kernel(
-            cls.data_ptr(),
+            slot_target.data_ptr(),
             order.data_ptr(),
             num_live.data_ptr(),
             row_scale.data_ptr(),
@@ -599,7 +598,7 @@ class LceKernels:
             v_split,
             e.shape[1] if e2 is None else v_split + e2.shape[1],
             start,
-            cls.shape[0],
+            slot_target.shape[0],
             self.stream(),
         )
 

@@ -66,8 +66,8 @@ def lean_backward(k, call: Call, kept: Forward, incoming: GradOutputs, wanted: G
             part = slice(start, start + here)
             gather(k, call, rows, start, xc[:here])
             k.dlogits(
-                xc[:here], w, bias, coefs[part], rows.cls[part], rows.num_live, start, None, call.softcap, False, v0,
-                e[:here],
+                xc[:here], w, bias, coefs[part], rows.slot_target[part], rows.num_live, start, None, call.softcap,
+                False, v0, e[:here],
             )  # fmt: skip
             k.dw(e[:here], xc[:here], rows.num_live, start, acc, start > 0)
             if db is not None:

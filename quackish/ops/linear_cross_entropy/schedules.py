@@ -1,11 +1,39 @@
 """The schedules of linear cross entropy on kernels: which launches, in which order, over which buffers.
 
-A chunk is a range of places in `order`, which has the live rows first; a "row" below is such a place. Where the
-gradients' dtypes and the options allow (`KernelProblem.has_e`), one GEMM writes E = exp(a - ref) of the logits a, and
-both gradients are a GEMM of E each, rows scaled by what the row's sum and the incoming gradient say. Else gradients
-are made in backward, from logits that are multiplied again.
+Formulas. For row r with logits a, target t and class weights w, all sums in fp32:
+    lse = logsumexp(a),    loss = w_t * (lse - a_t) + z_loss * lse^2    (label smoothing: see reference/)
+    dlogits = coef_softmax * exp(a - lse) - coef_target * onehot(t)
+    dx = dlogits @ w,    dw = dlogits.T @ x,    dbias = sum of dlogits over rows
 
-Nothing here looks at a value on the device, or knows autograd. `k` has the launchers of LceKernels.
+Exponentials. The logits GEMM stores exp_logits = exp(a - row_shift) in bf16 and their sums per row and tile. bf16 has
+fp32's exponent range, so any row_shift within some 60 of the row's maximum loses nothing; the target's logit is known
+before the GEMM and serves as row_shift. Then dlogits = row_scale * exp_logits, up to the element at the target, with
+one fp32 number row_scale per row: both gradients are plain GEMMs on exp_logits, and no pass over the logits is left.
+
+Flagged rows. A row with a logit far above its row_shift raises row_max_bits, its encoded maximum, and flags its tile.
+`redo`, always launched, recomputes flagged tiles and returns at once without them: no synchronization, graph-safe.
+
+Three products. `logits`; `dx` scales each row of its result; `dw` multiplies by xs, the rows of x scaled before. The
+targets' elements are removed from exp_logits before `dw`, and their terms, row_scale * exp_logits[t] * x, are added in
+fp32: rounding xs would otherwise be most of the error of dw.
+
+Rows. `compact` lists the live rows first in `order`. A chunk is a range of slots, indices into `order`; a "row" below
+is a slot. All sums end at the number of live rows, which only the device knows. Ignored rows: their loss, lse and dx
+are 0, and NaN in them reaches nothing, because they are never multiplied. Between the last live row and the end of
+its GEMM tile, buffers hold zeros; after that, anything.
+
+Schedules.
+    chunked    forward: per chunk of rows the logits, dx, and dw added to an fp32 sum. backward: scales these.
+    stored     forward: the logits of all rows, keeping exp_logits. backward: dx and dw from them.
+    recompute  forward: the logits; dx where only a scalar factor is unknown; dw of the first classes where there is
+               room. backward: logits again, by blocks of classes, and the gradients that are missing.
+Where exp_logits cannot be used (fp16, label smoothing: `KernelProblem.has_e`), `recompute` computes both gradients in
+backward from dlogits, which a GEMM with an epilogue of its own writes.
+
+Memory. exp_logits of a chunk with all rows, or of a block of classes, lie partly in the storage of dw, in front of
+which dw itself is written: see configs/linear_cross_entropy.py.
+
+Nothing here reads a value on the device or knows autograd. `k` is LceKernels, or an emulation of it.
 """
 
 from typing import NamedTuple
@@ -38,7 +66,7 @@ _ROWS_A_FLAG = 128
 
 
 class Call(NamedTuple):
-    """What is multiplied, and what changes the loss of a row."""
+    """The operands of the GEMMs, and the options of the loss."""
 
     x: Tensor  # (m, h) compute dtype, unit stride along h
     w: Tensor  # (v, h) compute dtype, contiguous
@@ -55,7 +83,7 @@ class Call(NamedTuple):
 
 
 class GradsNeeded(NamedTuple):
-    """The gradients to compute, by dtype; None for those nobody asks for. dbias is fp32."""
+    """The dtypes of the gradients to compute, None for those not needed; dbias is fp32."""
 
     dx: torch.dtype | None
     dw: torch.dtype | None
@@ -65,7 +93,7 @@ class GradsNeeded(NamedTuple):
         return self.dx is not None or self.dw is not None or self.db
 
     def but(self, other: "GradsNeeded") -> "GradsNeeded":
-        """Those of them that `other` has not."""
+        """Without those that `other` has."""
         return GradsNeeded(None if other.dx else self.dx, None if other.dw else self.dw, self.db and not other.db)
 
 
@@ -79,7 +107,7 @@ class Grads(NamedTuple):
 
 
 class GradOutputs(NamedTuple):
-    """What arrives in backward."""
+    """The incoming gradients of backward."""
 
     loss: Tensor | None  # 0-dim or (m,) fp32; None is 1
     lse: Tensor | None = None  # (m,) fp32; None is 0
@@ -95,7 +123,7 @@ class Forward(NamedTuple):
     grads: Grads = Grads()
     xc: Tensor | None = None  # (m, h): `stored` keeps the live rows of x, and E
     e: Tensor | None = None  # (m, ld)
-    dw: Tensor | None = None  # (v, h): `recompute` may have made the rows of the first `classes`, up to a factor
+    dw: Tensor | None = None  # (v, h): with `recompute` the first `classes` rows may be computed, up to a factor
     classes: int = 0
 
 
@@ -103,17 +131,18 @@ class Forward(NamedTuple):
 
 
 def statistics(k, call: Call, chunk_rows: int) -> Forward:
-    """loss and lse alone: without grad, and forward of `recompute`."""
+    """loss and lse only: the forward of a call without grad, and of `recompute`."""
     out = begin(k, call)
     for start in range(0, call.x.shape[0], chunk_rows):
         Chunk(k, call, out, start, chunk_rows).statistics()
     return out
 
 
-def chunked(k, call: Call, chunk_rows: int, wanted: GradsNeeded, lean: bool = False) -> Forward:
-    """loss, lse, and the gradients of the loss (the sum of the rows, divided for `mean`), chunk by chunk.
+def chunked(k, call: Call, chunk_rows: int, wanted: GradsNeeded, min_memory: bool = False) -> Forward:
+    """loss, lse and the gradients of the summed loss (divided for "mean"), chunk by chunk.
 
-    dw is summed over chunks in fp32. A single chunk's E lies partly where dw comes to be. `lean`: no scratch for GEMMs.
+    dw is summed over chunks in fp32. A single chunk has part of exp_logits in dw's storage. `min_memory`: GEMMs get no
+    scratch.
     """
     (m, h), v = call.x.shape, call.w.shape[0]
     single = m <= chunk_rows
@@ -123,15 +152,15 @@ def chunked(k, call: Call, chunk_rows: int, wanted: GradsNeeded, lean: bool = Fa
     db = vector(call.x, v, torch.float32) if wanted.db else None
     out = begin(k, call)
     for start in range(0, m, chunk_rows):
-        # not named: what a chunk allocates is gone before the next one allocates
-        Chunk(k, call, out, start, chunk_rows, dx).statistics_and_gradients(single, dx, dw, db, lean)
+        # not assigned to a name: a chunk's buffers are freed before the next chunk allocates
+        Chunk(k, call, out, start, chunk_rows, dx).statistics_and_gradients(single, dx, dw, db, min_memory)
     if dw is not None and dw.dtype != wanted.dw:
         dw = dw.to(wanted.dw)
     return out._replace(grads=Grads(dx, dw, db))
 
 
 def stored(k, call: Call) -> Forward:
-    """loss and lse, and what `stored_backward` starts from."""
+    """loss, lse, and exp_logits and the live rows of x for `stored_backward`."""
     out = begin(k, call)
     chunk = Chunk(k, call, out, 0, call.x.shape[0])
     e = E.alone(call.w, chunk.rows)
@@ -142,21 +171,20 @@ def stored(k, call: Call) -> Forward:
 def stored_backward(
     k, call: Call, kept: Forward, incoming: GradOutputs, wanted: GradsNeeded, dw_out: Tensor | None
 ) -> Grads:
-    """The gradients from E. dw_out: (v, h), to which dw is added instead of returned.
+    """The gradients from exp_logits. dw_out: (v, h) buffer that dw is added to instead of returned.
 
-    Of what forward kept, E's element at each row's target is written: it depends on what arrives. Each backward writes
-    it before it reads it, and nobody else looks.
+    Overwrites each row's element of kept.e at its target, which depends on the incoming gradients.
     """
     (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
     kept_e = kept.e
-    if kept_e.stride() != padded_strides(v):  # a saved-tensor hook, or compiled code, laid it out anew
+    if kept_e.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed its strides
         kept_e = padded(call.x, m, v, kept_e.dtype).copy_(kept_e)
     e = E([Block(kept_e, 0, v)])
     xc, xs = (kept.xc, matrix(kept.xc, *kept.xc.shape, kept.xc.dtype)) if wanted.dw else (None, None)
     row_scale = vector(call.x, m, torch.float32)
     places = new_places(k, call.x, v, wanted.dw) if dw_out is None else None
     run_rows(k, call, kept, 0, m, "scale", incoming, e=e, xc=xc, xs=xs, row_scale=row_scale, places=places)
-    dx = call.x.new_zeros((m, h), dtype=wanted.dx) if wanted.dx else None  # the rows that are not live stay 0
+    dx = call.x.new_zeros((m, h), dtype=wanted.dx) if wanted.dx else None  # ignored rows stay 0
     dw = matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
     db = vector(call.x, v, torch.float32) if wanted.db else None
     if dx is not None:
@@ -164,17 +192,17 @@ def stored_backward(
     if db is not None:
         e.bias_sum(k, row_scale, rows, 0, db, False)
     if dw is not None:
-        e.dw(k, call.x, xs, rows.cls, row_scale, rows, 0, dw, False, places)
+        e.dw(k, call.x, xs, rows.slot_target, row_scale, rows, 0, dw, False, places)
     elif wanted.dw:
-        targets = Targets.taken_from(e, k, rows.cls, row_scale, rows, 0, None, dw_out)
+        targets = Targets.taken_from(e, k, rows.slot_target, row_scale, rows, 0, None, dw_out)
         add_dw(k, kept_e, xs, rows, dw_out, call.x, targets)
     return Grads(dx, dw, db)
 
 
 def recompute_forward(k, call: Call, wanted: GradsNeeded) -> Forward:
-    """loss, lse, dx, and dw of the first classes, which `first_classes` must have found room for; no dbias.
+    """loss, lse, dx, and dw of the first classes, for which `first_classes` must have found room; no dbias.
 
-    A chunk's E lies where dw comes to be: the first classes' for good, the others' until dx is made.
+    exp_logits lie in dw's storage: those of the first classes for all rows, those of the other classes for one chunk.
     """
     (m, h), v = call.x.shape, call.w.shape[0]
     columns, offset, part_rows = first_classes(m, v, h, wanted.dw.itemsize)
@@ -189,23 +217,22 @@ def recompute_forward(k, call: Call, wanted: GradsNeeded) -> Forward:
         chunk = Chunk(k, call, out, start, others.shape[0], dx, xs[part], row_scale[part])
         chunk.statistics_and_scale(e, chunk.xc, None)
         e.dx(k, call.w, chunk.row_scale, out.rows, start, dx, None)
-        del chunk  # what it allocated is gone before the next one allocates
+        del chunk  # its buffers are freed before the next chunk allocates
     places = new_places(k, call.x, columns, wanted.dw)
     if places is not None:
         places.fill_(NO_PLACE)
     e = E([Block(first, 0, columns)])
-    e.dw(k, call.x, xs, out.rows.cls, row_scale, out.rows, 0, dw[:columns], False, places)
+    e.dw(k, call.x, xs, out.rows.slot_target, row_scale, out.rows, 0, dw[:columns], False, places)
     return out._replace(grads=Grads(dx), dw=dw, classes=columns)
 
 
 def recompute_backward(
     k, call: Call, kept: Forward, incoming: GradOutputs, wanted: GradsNeeded, dw_out: Tensor | None
 ) -> Grads:
-    """The gradients from x and the statistics of the rows, a block of classes at a time; dw_out as above.
+    """The gradients from x and the rows' statistics, one block of classes at a time; dw_out as in `stored_backward`.
 
-    Of kept.dw, where there is one, the rows of the first block are made, and scaled.
-    A block's dw is final, so nothing is summed over blocks but dx. Its dlogits lie where later blocks' dw comes to be,
-    while there is room: see `recompute_blocks`.
+    If kept.dw is given, its rows of the first block are final. A block's dw is final, and only dx is summed over
+    blocks. A block's dlogits lie in the storage of later blocks' dw while they fit: see `recompute_blocks`.
     """
     (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
     dtype = call.x.dtype
@@ -217,7 +244,7 @@ def recompute_backward(
     acc = matrix(call.x, m, h, torch.float32) if wanted.dx else None
     if dx is None:
         xc = matrix(call.x, m, h, dtype)
-    else:  # dx is not written before all blocks are done; until then its storage holds the live rows of x
+    else:  # dx is written after the last block; until then its storage holds the live rows of x
         xc = dx.view(-1).view(dtype)[: m * h].view(m, h)
     factor, inv_divisor = None, rows.inv_divisor
     if dtype == torch.float16:
@@ -233,7 +260,7 @@ def recompute_backward(
         w = call.w[v0:v1]
         bias = None if call.bias is None else call.bias[v0:v1]
         k.dlogits(
-            xc, w, bias, coefs, rows.cls, rows.num_live, 0, call.class_weight, call.softcap,
+            xc, w, bias, coefs, rows.slot_target, rows.num_live, 0, call.class_weight, call.softcap,
             call.label_smoothing > 0, v0, e,
         )  # fmt: skip
         if dw is not None:
@@ -258,7 +285,7 @@ def recompute_backward(
 
 
 def begin(k, call: Call) -> Forward:
-    """Which rows are live; loss and lse still to be written."""
+    """Finds the live rows; allocates loss and lse."""
     m = call.x.shape[0]
     x = call.x
     rows = RowState.make(m, lambda n, dtype: vector(x, n, dtype))
@@ -271,7 +298,7 @@ def begin(k, call: Call) -> Forward:
 
 
 class Chunk:
-    """Rows [start, start + chunk_rows) of those there are, gathered, and the scratch that is theirs alone."""
+    """Rows [start, start + chunk_rows), gathered, and the buffers of this chunk."""
 
     def __init__(
         self, k, call: Call, out: Forward, start: int, chunk_rows: int, dx: Tensor | None = None,
@@ -281,18 +308,20 @@ class Chunk:
         self.k, self.call, self.out, self.start = k, call, out, start
         self.rows = rows = min(chunk_rows, m - start)
         part = slice(start, start + rows)
-        of_rows = out.rows.cls, out.rows.top, out.rows.zt, out.rows.row_sum
-        self.cls, self.top, self.zt, self.row_sum = of_rows if rows == m else [t[part] for t in of_rows]
+        of_rows = out.rows.slot_target, out.rows.row_max_bits, out.rows.target_logit, out.rows.row_sum
+        self.slot_target, self.row_max_bits, self.target_logit, self.row_sum = (
+            of_rows if rows == m else [t[part] for t in of_rows]
+        )
         x, tiles = call.x, k.num_tiles(v)
         self.flags = vector(x, _num_flags(rows), torch.int32)
-        self.ref = vector(x, rows, torch.float32)
+        self.row_shift = vector(x, rows, torch.float32)
         self.row_scale = vector(x, rows, torch.float32) if row_scale is None else row_scale
         self.part_sum = matrix(x, rows, tiles, torch.float32) if part_sum is None else part_sum
         self.part_wsum = matrix(x, rows, tiles, torch.float32) if call.label_smoothing else None
         self.xc = matrix(x, rows, h, x.dtype) if xc is None else xc
         k.gather(
             call.x, call.w, call.bias, call.target, out.rows.order, out.rows.num_live, start, v, call.softcap,
-            self.xc, self.cls, self.ref, self.top, self.flags, dx, out.loss, out.lse,
+            self.xc, self.slot_target, self.row_shift, self.row_max_bits, self.flags, dx, out.loss, out.lse,
         )  # fmt: skip
 
     def statistics(self, e: E | None = None) -> None:
@@ -300,7 +329,7 @@ class Chunk:
         self._rows("none")
 
     def statistics_and_gradients(
-        self, single: bool, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, lean: bool
+        self, single: bool, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, min_memory: bool
     ) -> None:
         e = E.beside(dw, self.rows) if single and dw is not None else None
         e = e or E.alone(self.call.w, self.rows)
@@ -308,11 +337,11 @@ class Chunk:
         self.statistics_and_scale(e, None if dw is None else self.xc, places)
         rows, start = self.out.rows, self.start
         if dx is not None:
-            e.dx(self.k, self.call.w, self.row_scale, rows, start, dx, None if lean else rows.tickets)
+            e.dx(self.k, self.call.w, self.row_scale, rows, start, dx, None if min_memory else rows.tickets)
         if db is not None:
             e.bias_sum(self.k, self.row_scale, rows, start, db, start > 0)
         if dw is not None:  # last: it takes the targets out of E, and may overwrite it
-            e.dw(self.k, self.call.x, self.xc, self.cls, self.row_scale, rows, start, dw, start > 0, places)
+            e.dw(self.k, self.call.x, self.xc, self.slot_target, self.row_scale, rows, start, dw, start > 0, places)
 
     def statistics_and_scale(self, e: E, xc: Tensor | None, places: Tensor | None) -> None:
         """xc is scaled in place."""
@@ -326,9 +355,11 @@ class Chunk:
     def _logits(self, e: E) -> None:
         call = self.call
         args = (
-            self.xc, call.w, call.bias, call.class_weight if call.label_smoothing else None, self.ref, self.cls,
-            self.out.rows.num_live, self.start, call.softcap, *e.in_two(), self.part_sum, self.part_wsum, self.zt,
-            self.top, self.flags,
+            self.xc, call.w, call.bias, call.class_weight if call.label_smoothing else None, self.row_shift,
+            self.slot_target,
+            self.out.rows.num_live, self.start, call.softcap, *e.in_two(), self.part_sum, self.part_wsum,
+            self.target_logit,
+            self.row_max_bits, self.flags,
         )  # fmt: skip
         self.k.logits(*args)
         self.k.redo(*args)
@@ -346,9 +377,9 @@ def run_rows(
         grads,
         part_sum=part_sum,
         part_wsum=part_wsum,
-        zt=of.zt,
-        top=of.top,
-        cls=of.cls,
+        target_logit=of.target_logit,
+        row_max_bits=of.row_max_bits,
+        slot_target=of.slot_target,
         order=out.rows.order,
         num_live=out.rows.num_live,
         start=start,
@@ -376,11 +407,11 @@ def run_rows(
 
 
 def _common_factor(call: Call, rows: RowState, incoming: GradOutputs) -> tuple[Tensor | None, Tensor, GradOutputs]:
-    """(what all rows' gradients have in common, what is left of the divisor, what is left of the incoming gradient).
+    """(the factor common to all rows, the remaining inv_divisor, the remaining incoming gradients).
 
-    fp16 is too narrow for p - onehot divided by the number of rows: most of it would be subnormal. So what is common
-    to the rows is left to fp32 accumulators, and class weights are at most 1 until then. Rows with gradients
-    of their own have nothing in common: (None, ...).
+    In fp16, p - onehot divided by the number of rows would be mostly subnormal. So a factor common to all rows is
+    applied to the fp32 accumulators instead, and class weights are scaled to at most 1 until then. With a gradient per
+    row there is none: (None, ...).
     """
     if incoming.lse is not None or incoming.loss.dim():
         return None, rows.inv_divisor, incoming
@@ -403,11 +434,11 @@ def _coefficients(
 def gather(k, call: Call, rows: RowState, start: int, xc: Tensor) -> None:
     """x's rows from place `start` on, in xc; the rest of what the kernel makes was made before."""
     n = xc.shape[0]
-    cls, top, flags = (vector(call.x, count, torch.int32) for count in (n, n, _num_flags(n)))
-    ref = vector(call.x, n, torch.float32)
+    slot_target, row_max_bits, flags = (vector(call.x, count, torch.int32) for count in (n, n, _num_flags(n)))
+    row_shift = vector(call.x, n, torch.float32)
     k.gather(
         call.x, call.w, call.bias, call.target, rows.order, rows.num_live, start, call.w.shape[0], call.softcap,
-        xc, cls, ref, top, flags, None, None, None,
+        xc, slot_target, row_shift, row_max_bits, flags, None, None, None,
     )  # fmt: skip
 
 

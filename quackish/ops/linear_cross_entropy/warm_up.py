@@ -28,7 +28,7 @@ def prepare(inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None) ->
         tuple(None if t is None else t.dtype for t in (*inputs[:5], out)),
         None if out is None else out.stride(),
         None if items is None else isinstance(items, Tensor) and items.is_cuda,
-        plan.early_dx and first_classes(m, v, h, 2 if inputs[1].dtype == plan.compute_dtype else 4) is not None,
+        plan.dx_in_forward and first_classes(m, v, h, 2 if inputs[1].dtype == plan.compute_dtype else 4) is not None,
     )  # fmt: skip
     if key in _prepared:
         return
@@ -59,7 +59,7 @@ def _two_chunks(m: int, plan: KernelPlan) -> tuple[int, KernelPlan]:
     fewer where backward goes by chunks too, and fits its blocks of classes to their rows."""
     if m <= plan.chunk_rows:
         return m, plan
-    if plan.lean:
+    if plan.min_memory:
         return min(m, 2 * even_chunks(m, plan.chunk_rows)), plan
     return m, plan._replace(chunk_rows=max(plan.chunk_rows, even_chunks(m, -(-m // 2))))
 
