@@ -431,6 +431,9 @@ def main(argv: list[str] | None = None) -> int:
     parameters = sum(p.numel() for p in model.parameters())
     title = f"{parameters / 1e6:.1f} M parameters, vocabulary {size.vocab}, {size.batch} x {size.seq} tokens, {machine}"
     console.print(f"{title}; text: {args.data or 'the Python standard library'}, {len(args.tokens) / 1e6:.1f} M tokens")
+    if device.type == "cpu":
+        gpu = "a Hopper GPU runs its kernels, which take less time and memory than PyTorch"
+        console.print(f"A CPU runs quackish's portable path, in plain PyTorch; {gpu}.", soft_wrap=True)
 
     validation = Batches(args.validation, VALIDATION_BATCHES, size, VALIDATION_SEED, device)
     trained: list[Trained] = []

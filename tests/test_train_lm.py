@@ -55,6 +55,7 @@ def test_both_models_learn_the_same(tmp_path, token_bytes):
     for name in ("loss.png", "loss.svg"):
         assert (tmp_path / name).stat().st_size > 1000
     assert "validation loss" in done.stdout
+    assert any("CPU runs quackish's portable path" in line and "GPU" in line for line in done.stdout.splitlines())
     assert not done.stderr
 
 

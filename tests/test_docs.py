@@ -1,0 +1,213 @@
+"""README and docs: Python blocks run on the CPU, paths that are named exist, and the worked example works."""
+
+import importlib.util
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quackish import launch
+from quackish.errors import UnsupportedError
+from quackish.gpu import B200, H200
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS)
+MOST_WORDS = 1200  # of the README
+
+# A fenced Python block, and the HTML comment before it if there is one: "gpu" (not run here), or "from: FILE".
+BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+needs_compiler = pytest.mark.skipif(sys.platform != "linux", reason="the compiler is for Linux")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[tuple[str | None, str, int]]:
+    """(mark, code, line) of each Python block."""
+    text = text_of(page)
+    found = [(m["mark"], m["code"], text.count("\n", 0, m.start("code")) + 1) for m in BLOCK.finditer(text)]
+    assert len(found) == text.count("```python"), f"{page}: a Python block that is not fenced as expected"
+    return found
+
+
+def example(name: str) -> types.ModuleType:
+    """A file of docs/examples, imported once."""
+    module = sys.modules.get(f"docs_{name}")
+    if module is None:
+        spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / f"docs/examples/{name}.py")
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+def names() -> dict:
+    """What the README's snippets take for granted: a model's tensors, small."""
+    import quackish
+
+    m, h, v = 12, 64, 100
+    head = torch.nn.Linear(h, v, bias=False)
+    hidden = torch.randn(m, h, requires_grad=True)
+    target = torch.randint(v, (m,))
+    head.weight.main_grad = torch.zeros(v, h)
+    ids = torch.randint(v, (2, 6))
+    # a decoder as Transformers has it: its first result is the hidden states
+    model = types.SimpleNamespace(model=lambda ids: (torch.randn(*ids.shape, h),), lm_head=head)
+    return dict(
+        torch=torch, F=F, quackish=quackish, x=torch.randn(m, h), res=torch.randn(m, h), weight=torch.ones(h),
+        hidden=hidden, head=head, target=target, model=model, self=model, ids=ids,
+        modeling_llama=types.SimpleNamespace(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in text_of(page)])
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    """In order, in one namespace, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    if page == "docs/adding_a_kernel.md" and sys.platform != "linux":
+        pytest.skip("the compiler is for Linux")
+    space = names() if page == "README.md" else {}
+    for mark, code, line in blocks(page):
+        if mark == "gpu":
+            continue
+        if mark is not None and mark.startswith("from: "):
+            file = ROOT / "docs" / mark.removeprefix("from: ")
+            assert code.strip() in file.read_text(encoding="utf-8"), f"{page}:{line}: not as in {file}"
+            space.update(vars(example(file.stem)))
+            continue
+        # as many lines before as there are in the page: a traceback's line is the page's
+        exec(compile("\n" * (line - 1) + code, str(ROOT / page), "exec"), space)
+
+
+def test_few_blocks_need_a_gpu():
+    assert sum(mark == "gpu" for page in PAGES for mark, _, _ in blocks(page)) <= 3
+
+
+def test_one_line_for_each_framework():
+    """The second column of the README's table, run with stand-ins for the frameworks' objects."""
+    table = text_of("README.md").split("## Your framework, one line")[1].split("\n## ")[0]
+    lines = [re.match(r"\| .* \| `([^`|]*)` \|$", row) for row in table.splitlines()]
+    codes = [line[1] for line in lines if line and "quackish." in line[1]]
+    assert len(codes) >= 6
+    space = names()
+    for code in codes:
+        exec(compile(code, "README.md", "exec"), space)
+    assert space["head"].weight.main_grad.abs().sum() == 0  # only backward adds to it
+    space["loss_of_megatron"].backward()
+    assert space["head"].weight.main_grad.abs().sum() > 0
+    assert isinstance(space["modeling_llama"].LlamaRMSNorm(64, eps=1e-5), torch.nn.RMSNorm)
+
+
+def test_the_old_code_and_the_new_give_the_same():
+    old, new = (code for _, code, _ in blocks("README.md")[:2])
+    assert old.count("\n") == new.count("\n") == 3
+    results = []
+    for code in (old, new):
+        torch.manual_seed(0)
+        space = names()
+        exec(code, space)
+        results.append([space[name] for name in ("res", "y", "loss")])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_paths_exist(page):
+    text = text_of(page)
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    missing = [t for t in targets if "://" not in t and not (ROOT / page).parent.joinpath(t).exists()]
+    roots = "quackish|tests|docs|scripts|benchmarks"
+    named = re.findall(rf"`((?:{roots})/[\w./]*)`", text)
+    missing += [path for path in named if not (ROOT / path).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_functions_are_where_pages_say(page):
+    """`function` in [`path`](...), or `one` and `two` in it."""
+    text, wrong = text_of(page), []
+    for one, two, path in re.findall(r"`(\w+)`(?: and `(\w+)`)? in \[`([\w./]+\.py)`\]", text):
+        defined = re.findall(r"^(?:def|class) (\w+)", text_of(path), re.MULTILINE)
+        wrong += [f"{path}: {name}" for name in (one, two) if name and name not in defined]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_exist(page):
+    """Of links within a page and to other pages."""
+    wrong = []
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", text_of(page)):
+        if "://" not in target:
+            other = (ROOT / page).parent.joinpath(target) if target else ROOT / page
+            headings = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+            wrong += [] if anchor in anchors else [f"{target}#{anchor}"]
+    assert wrong == []
+
+
+def test_the_readme_is_short_and_has_the_commands():
+    text = text_of("README.md")
+    assert len(text.split()) <= MOST_WORDS
+    assert "\npip install git+https://github.com/quackish/quackish\n" in text
+    setup = "python3 -m venv .venv && . .venv/bin/activate && pip install -e"
+    assert f"```bash\n{setup} '.[bench]' && python scripts/train_lm.py\n```" in text
+    assert f"<!-- ci: test -->\n```bash\n{setup} '.[dev]' && scripts/check.sh\n```" in text  # as .ci/run looks for it
+
+
+def test_the_figure_of_buffers_is_what_its_script_draws(tmp_path):
+    space = {"__name__": "draw_buffers", "__file__": str(ROOT / "docs/draw_buffers.py")}
+    exec(text_of("docs/draw_buffers.py"), space)
+    drawn = text_of("docs/linear_cross_entropy_buffers.svg")
+    for panel in (space["chunked"](), space["stored"](), space["recompute"]()):
+        assert panel.title in drawn
+        assert all(b.label in drawn for b in panel.buffers)
+
+
+# The worked example -------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softmax_reference(dtype):
+    softmax = example("softmax")
+    x = (10 * torch.randn(5, 300, generator=torch.Generator().manual_seed(0))).to(dtype)
+    x[0, :3] = -torch.inf
+    x[1] += 1000.0
+    got, truth = softmax.softmax(x), torch.softmax(x.double(), -1)
+    assert got.dtype == dtype
+    assert (got.double() - truth).abs().max() <= 2 * (torch.softmax(x, -1).double() - truth).abs().max()
+    assert softmax.softmax(x[:0]).shape == (0, 300)
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.target)
+@pytest.mark.parametrize("n, dtype", [(2048, "bfloat16"), (1001, "float32")])
+def test_softmax_compiles(n, dtype, gpu):
+    softmax = example("softmax")
+    problem = softmax.SoftmaxProblem(n, dtype)
+    used = launch.resources(softmax.SoftmaxFwd, problem, softmax.softmax_config(problem, gpu), gpu.target)
+    assert used.stack_bytes == used.local_loads == used.local_stores == 0, used
+
+
+@needs_compiler
+def test_softmax_refuses_long_rows():
+    softmax = example("softmax")
+    with pytest.raises(UnsupportedError, match="2049 elements; at most 2048"):
+        softmax.softmax_config(softmax.SoftmaxProblem(2049, "float32"), H200)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m, n", [(1, 1), (7, 8), (130, 1000), (5, 1001), (64, 2048)])
+def test_softmax_on_a_gpu(m, n, dtype):
+    softmax = example("softmax")
+    x = (10 * torch.randn(m, n, device="cuda")).to(dtype)
+    got, truth = softmax.softmax(x), torch.softmax(x.double(), -1)
+    error = (got.double() - truth).abs().max()
+    assert error <= 2 * (torch.softmax(x, -1).double() - truth).abs().max() + 1e-7
+    assert torch.equal(got[m // 2], softmax.softmax(x[m // 2 :])[0])  # a row's bits do not depend on M
