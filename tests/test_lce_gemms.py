@@ -465,12 +465,11 @@ def test_dw_of_few_tiles_is_cut():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile_n", [64, 192])  # an odd number of pieces
-def test_dx_scattered_by_narrow_tiles(tile_n):
+def test_dx_scattered_by_narrow_tiles():
     c = Case(m=2000, h=1032, v=1000)
     args = c.e[:, : c.v], None, 0, c.w, c.row_scale, c.order, c.num_live, 0, torch.zeros(c.m, c.h, dtype=BF16), False
     got, _ = both("dx", *args)
-    with config(lce_dx=dict(tile_n=tile_n)):
+    with config(lce_dx=dict(tile_n=192)):  # an odd number of 64-column buffers
         other, _ = both("dx", *args)
     assert same_bits(got[8], other[8])
 
