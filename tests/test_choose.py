@@ -42,7 +42,6 @@ from quackish.configs.rms_norm import (
 from quackish.configs.rules import NAMES, RULES
 from quackish.gpu import B200, H100, H200
 from quackish.launch import compile
-from quackish.ops import rms_norm_plans as plans
 from quackish.ops.linear_cross_entropy_cublas import CublasGemms
 from quackish.ops.linear_cross_entropy_gemms import GemmLaunches
 from quackish.ops.linear_cross_entropy_kernels import LceKernels
@@ -433,16 +432,16 @@ def test_an_illegal_config_is_refused_before_anything_is_launched(launches):
 def test_what_is_chosen_while_a_block_ends_is_not_kept(launches, monkeypatch):
     """Another thread leaves its block after this call has chosen, before it has put its plan away."""
     x, w = tensors()
-    block, choosing = config(rms_norm_forward=dict(threads=64)), plans.choose
+    block, choosing = config(rms_norm_forward=dict(threads=64)), choose.choose
 
     def choose_then_leave(*args):
         found = choosing(*args)
-        monkeypatch.setattr(plans, "choose", choosing)
+        monkeypatch.setattr(choose, "choose", choosing)
         block.__exit__(None, None, None)
         return found
 
     block.__enter__()
-    monkeypatch.setattr(plans, "choose", choose_then_leave)
+    monkeypatch.setattr(choose, "choose", choose_then_leave)
     rms_norm(x, w)
     rms_norm(x, w)
     assert [made.threads == 64 for _, _, made in launches] == [True, False]
@@ -466,6 +465,8 @@ def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
     with config(lce_dw=dict(group=3), lce_scatter=dict(threads=96), lce_scale=dict(threads=64)):
         assert both() == [3, 96, 64]
     assert both() == usual
+    for cache in gemms._gemms, k._rows_kernels, k._scale_configs:  # blocks in every step must not fill the memory
+        assert {key[0] for key in cache} == {choose.epoch}
 
     cublas = CublasGemms(device, B200)
     clears = []

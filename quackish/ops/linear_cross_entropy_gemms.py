@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quackish import kernels, launch
-from quackish.configs.choose import choose, subscribe
+from quackish.configs import choose
 from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem, cuts_dw
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import workspace
@@ -24,12 +24,9 @@ class GemmLaunches:
     def __init__(self, device: torch.device, gpu: Gpu | None = None):
         self.device, self.gpu = device, gpu or gpu_of(device.index)
         self.stream = current_stream_of(device)
-        self.forget_choices()
-        subscribe(self)
-
-    def forget_choices(self) -> None:
         # a kernel, how many clusters it runs in, and its config
         self._gemms: dict[tuple, tuple[Callable[..., None], int, GemmConfig]] = {}
+        self._epoch = choose.epoch  # of the choices that these follow from
 
     def num_tiles(self, v: int) -> int:
         """How many partial sums a row of `part_sum` has."""
@@ -75,7 +72,8 @@ class GemmLaunches:
         (rows, h), n = xc.shape, w.shape[0]
         bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
         smoothing, split = part_wsum is not None, e2 is not None
-        key = ("softmax", redo, xc.dtype, e is None, bias_dtype, softcap is None, smoothing, weighted, split)
+        options = softcap is None, smoothing, weighted, split
+        key = (choose.epoch, "softmax", redo, xc.dtype, e is None, bias_dtype, *options)
         kernel, clusters, _ = self._gemms.get(key) or self._compile(
             key,
             epilogue="softmax",
@@ -128,7 +126,7 @@ class GemmLaunches:
         if not smoothing:
             class_weight = None
         bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
-        key = ("dlogits", xc.dtype, e.dtype, bias_dtype, softcap is None, smoothing, weighted)
+        key = (choose.epoch, "dlogits", xc.dtype, e.dtype, bias_dtype, softcap is None, smoothing, weighted)
         kernel, clusters, _ = self._gemms.get(key) or self._compile(
             key,
             epilogue="dlogits",
@@ -169,7 +167,7 @@ class GemmLaunches:
         """
         (n, h), rows = w.shape, e.shape[0]
         scattered = order is not None
-        key = ("dx", e.dtype, out.dtype, scattered, e2 is None, accumulate, tickets is None)
+        key = (choose.epoch, "dx", e.dtype, out.dtype, scattered, e2 is None, accumulate, tickets is None)
         kernel, clusters, config = self._gemms.get(key) or self._compile(
             key,
             epilogue="rows" if scattered else "store",
@@ -210,7 +208,7 @@ class GemmLaunches:
         (rows, h), n = xs.shape, e.shape[1]
         if tickets is not None and not cuts_dw(n, h, self.gpu.sm_count):
             tickets = None
-        key = ("dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None, factor is None)
+        key = (choose.epoch, "dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None, factor is None)
         kernel, clusters, config = self._gemms.get(key) or self._compile(
             key,
             epilogue="store",
@@ -244,11 +242,13 @@ class GemmLaunches:
         return stream, ticket, kept
 
     def _compile(self, key: tuple, **fields) -> tuple[Callable[..., None], int, GemmConfig]:
-        gemms, problem = self._gemms, GemmProblem(**fields)
-        config = choose("lce_gemm", problem, self.gpu).config
+        problem = GemmProblem(**fields)
+        if self._epoch != key[0]:
+            self._gemms, self._epoch = {}, key[0]
+        config = choose.choose("lce_gemm", problem, self.gpu).config
         kernel = launch.get(kernels.find("lce_gemm", self.gpu), problem, config, self.gpu.target)
         clusters = config.max_clusters(self.gpu.sm_count)
-        made = gemms[key] = kernel, clusters, config
+        made = self._gemms[key] = kernel, clusters, config
         return made
 
 
