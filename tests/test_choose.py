@@ -16,7 +16,7 @@ import torch
 import quackish
 from quackish import config, errors, gpu, kernels, launch, toolchain
 from quackish.configs import choose, table
-from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_objection, gemm_smem_bytes
+from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_smem_bytes, gemm_why_illegal
 from quackish.configs.lce_cublas import LceClearProblem
 from quackish.configs.lce_rows import (
     LceBiasProblem,
@@ -34,10 +34,10 @@ from quackish.configs.rms_norm import (
     RmsNormFwdConfig,
     RmsNormFwdProblem,
     rms_norm_bwd_config,
-    rms_norm_bwd_objection,
     rms_norm_bwd_smem_bytes,
+    rms_norm_bwd_why_illegal,
     rms_norm_fwd_config,
-    rms_norm_fwd_objection,
+    rms_norm_fwd_why_illegal,
 )
 from quackish.configs.rules import NAMES, RULES
 from quackish.gpu import B200, H100, H200
@@ -196,14 +196,14 @@ def test_the_analytical_choice_of_a_norm_is_legal(on):
             (BF16, FP32), (BF16, FP32), (None, BF16, FP32), (None, FP32), (None, FP32)
         ):
             p = RmsNormFwdProblem(n, x, y, w, b, r, aligned=aligned)
-            assert rms_norm_fwd_objection(p, rms_norm_fwd_config(p, on), on) is None, p
+            assert rms_norm_fwd_why_illegal(p, rms_norm_fwd_config(p, on), on) is None, p
         for x, dy, dres, dx, dw, db in itertools.product(
             (BF16, "float16", FP32), (BF16, FP32), (None, FP32), (None, BF16), (None, FP32), (None, FP32)
         ):
             if n > MAX_N_TWO_SUMS and dw and db:
                 continue
             p = RmsNormBwdProblem(n, x, dy, FP32, dres, dx, None, dw, db, aligned=aligned)
-            assert rms_norm_bwd_objection(p, rms_norm_bwd_config(p, on), on) is None, p
+            assert rms_norm_bwd_why_illegal(p, rms_norm_bwd_config(p, on), on) is None, p
 
 
 def test_the_analytical_choice_of_a_gemm_is_legal():
@@ -216,14 +216,14 @@ def test_the_analytical_choice_of_a_gemm_is_legal():
             GemmProblem("softmax", dtype, None, **options, redo=True),
             GemmProblem("dlogits", dtype, dtype, **options),
         ):
-            assert gemm_objection(problem, gemm_config(problem, H200), H200) is None, problem
+            assert gemm_why_illegal(problem, gemm_config(problem, H200), H200) is None, problem
     for out, split, accumulate in itertools.product((BF16, FP32), (False, True), (False, True)):
         for problem in (
             GemmProblem("rows", BF16, out, b_major="n", split_k=split),
             GemmProblem("store", BF16, FP32, b_major="n", accumulate=accumulate),
             dataclasses.replace(DW, out_dtype=out, accumulate=accumulate and out == FP32),
         ):
-            assert gemm_objection(problem, gemm_config(problem, H200), H200) is None, problem
+            assert gemm_why_illegal(problem, gemm_config(problem, H200), H200) is None, problem
 
 
 LONG = RmsNormBwdProblem(65_536, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
@@ -336,7 +336,7 @@ def test_legality_is_the_smaller_gpus_too():
     ids=str,
 )
 def test_shared_memory_of_a_norm_is_as_compiled(problem, made):
-    assert rms_norm_bwd_objection(problem, made, H200) is None
+    assert rms_norm_bwd_why_illegal(problem, made, H200) is None
     used = launch.resources(kernels.find("rms_norm_bwd", H200), problem, made, H200.target)
     assert used.smem_bytes == rms_norm_bwd_smem_bytes(problem, made)
 
@@ -357,7 +357,7 @@ def test_shared_memory_of_a_norm_is_as_compiled(problem, made):
     ids=str,
 )
 def test_shared_memory_and_registers_of_a_gemm_are_as_compiled(problem, made):
-    assert gemm_objection(problem, made, H200) is None
+    assert gemm_why_illegal(problem, made, H200) is None
     used = launch.resources(kernels.find("lce_gemm", H200), problem, made, H200.target)
     assert used.smem_bytes == gemm_smem_bytes(problem, made)
     assert used.registers == made.launch_registers
@@ -544,7 +544,7 @@ def test_the_shipped_table_is_whole_and_legal():
         problems = dict(rms_norm_fwd=RmsNormFwdProblem, rms_norm_bwd=RmsNormBwdProblem, lce_gemm=GemmProblem)
         problem = problems[row.kernel](**row.problem)
         on = gpu.NAMED[row.gpu.split()[0].lower()]
-        assert RULES[row.kernel].objection(problem, made, on) is None, row
+        assert RULES[row.kernel].why_illegal(problem, made, on) is None, row
 
 
 @pytest.mark.parametrize(

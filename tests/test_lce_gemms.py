@@ -13,8 +13,8 @@ from quackish.configs.gemm import (
     GemmProblem,
     cuts_dw,
     gemm_config,
-    gemm_objection,
     gemm_smem_bytes,
+    gemm_why_illegal,
     last_wave_pieces,
 )
 from quackish.gpu import H200
@@ -450,7 +450,7 @@ def test_tiles_are_done_again_by_the_same_code_whatever_is_forced():
     problem = GemmProblem("softmax", "bfloat16", "bfloat16", redo=True)
     made = gemm_config(problem, H200)
     forced = dataclasses.replace(made, pingpong=True)
-    assert gemm_objection(problem, forced, H200) is None
+    assert gemm_why_illegal(problem, forced, H200) is None
     kernel = kernels.find("lce_gemm", H200)
     assert kernel(problem, forced).config == kernel(problem, made).config == made
     assert gemm_smem_bytes(problem, forced) == gemm_smem_bytes(problem, made)

@@ -69,7 +69,7 @@ def test_candidates_are_legal_and_begin_with_the_analytical_choice(on):
         assert found == candidates(kernel, problem, on, most=40)
         assert found[:11] == candidates(kernel, problem, on, most=10)
         for one in found:
-            assert RULES[kernel].objection(problem, one, on) is None, (problem, one)
+            assert RULES[kernel].why_illegal(problem, one, on) is None, (problem, one)
 
 
 def test_candidates_vary_every_field_that_may_help():

@@ -51,11 +51,11 @@ def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     try:
         for layer in layers:
             config = dataclasses.replace(config, **layer) if isinstance(layer, dict) else layer
-        objection = rule.objection(problem, config, gpu)
+        reason = rule.why_illegal(problem, config, gpu)
     except ValueError as error:  # what a config says of itself
-        objection = str(error)
-    if objection is not None:
-        raise ValueError(f"quackish.config: {name}: {objection}\n  {config}\n  for {problem} on {gpu.name}")
+        reason = str(error)
+    if reason is not None:
+        raise ValueError(f"quackish.config: {name}: {reason}\n  {config}\n  for {problem} on {gpu.name}")
     return Choice(config, "forced", f"with quackish.config({name}=...)")
 
 
@@ -68,12 +68,12 @@ def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
             continue
         try:
             config = type(choice.config)(**row.config)
-            objection = RULES[kernel].objection(problem, config, gpu)
+            reason = RULES[kernel].why_illegal(problem, config, gpu)
         except (TypeError, ValueError) as error:
-            objection = str(error)
-        if objection is None:
+            reason = str(error)
+        if reason is None:
             return Choice(config, source, f"{row.measured}, in {rows.path}")
-        warn_once(f"A row of {rows.path} is not used: {objection}; in {row.config} for {problem}.", RuntimeWarning)
+        warn_once(f"A row of {rows.path} is not used: {reason}; in {row.config} for {problem}.", RuntimeWarning)
     return choice
 
 

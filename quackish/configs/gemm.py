@@ -222,7 +222,7 @@ def gemm_smem_bytes(problem: GemmProblem, config: GemmConfig) -> int:
     return stages + output + 4 * config.num_wgs * problem.cut_last + 1024
 
 
-def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | None:
+def gemm_why_illegal(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | None:
     """Why `config` cannot multiply for `problem`: the field, what it is, what it may be. None where it can."""
     p, c = problem, config
     legal = {

@@ -188,11 +188,11 @@ MAX_FWD_ELEMENTS = 64  # of a row, a thread: as many as the registers that the k
 REGISTERS_PER_SM = 65_536
 
 
-def rms_norm_fwd_objection(problem: RmsNormFwdProblem, config: RmsNormFwdConfig, gpu: Gpu) -> str | None:
+def rms_norm_fwd_why_illegal(problem: RmsNormFwdProblem, config: RmsNormFwdConfig, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem`: the field, what it is, what it may be. None where it can."""
-    objection = _shape_objection(problem, config)
-    if objection is not None:
-        return objection
+    reason = _shape_why_illegal(problem, config)
+    if reason is not None:
+        return reason
     elements = elements_per_thread(problem, config)
     if elements > MAX_FWD_ELEMENTS:
         return (
@@ -202,11 +202,11 @@ def rms_norm_fwd_objection(problem: RmsNormFwdProblem, config: RmsNormFwdConfig,
     return None
 
 
-def rms_norm_bwd_objection(problem: RmsNormBwdProblem, config: RmsNormBwdConfig, gpu: Gpu) -> str | None:
-    """As rms_norm_fwd_objection."""
-    objection = _shape_objection(problem, config)
-    if objection is not None:
-        return objection
+def rms_norm_bwd_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfig, gpu: Gpu) -> str | None:
+    """As rms_norm_fwd_why_illegal."""
+    reason = _shape_why_illegal(problem, config)
+    if reason is not None:
+        return reason
     c = config
     if c.ctas_per_sm not in range(1, 2048 // c.threads + 1):
         return f"ctas_per_sm is {c.ctas_per_sm} with threads {c.threads}; expected 1 to {2048 // c.threads}"
@@ -253,7 +253,7 @@ def rms_norm_bwd_smem_bytes(problem: RmsNormBwdProblem, config: RmsNormBwdConfig
     return -(-max(stages, sums, 16) // 16) * 16 + barriers + -(-slots // 8) * 8 + 16
 
 
-def _shape_objection(
+def _shape_why_illegal(
     problem: RmsNormFwdProblem | RmsNormBwdProblem, config: RmsNormFwdConfig | RmsNormBwdConfig
 ) -> str | None:
     """Who works on a row: what both directions share."""

@@ -36,7 +36,7 @@ def candidates(kernel: str, problem: Any, gpu: Gpu, most: int) -> list[Any]:
     legal = {
         config
         for config in around(problem, base, gpu)
-        if RULES[kernel].objection(problem, config, gpu) is None and promises(problem, config, base)
+        if RULES[kernel].why_illegal(problem, config, gpu) is None and promises(problem, config, base)
     }
     others = sorted(legal - {base}, key=lambda config: (_distance(config, base), repr(config)))
     return [base, *others[:most]]
