@@ -16,7 +16,7 @@ import torch
 import quackish
 from quackish import config, errors, gpu, kernels, launch, toolchain
 from quackish.configs import choose, table
-from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_objection, gemm_smem_bytes
+from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_smem_bytes, gemm_why_illegal
 from quackish.configs.lce_cublas import LceClearProblem
 from quackish.configs.lce_rows import (
     LceBiasProblem,
@@ -34,15 +34,14 @@ from quackish.configs.rms_norm import (
     RmsNormFwdConfig,
     RmsNormFwdProblem,
     rms_norm_bwd_config,
-    rms_norm_bwd_objection,
     rms_norm_bwd_smem_bytes,
+    rms_norm_bwd_why_illegal,
     rms_norm_fwd_config,
-    rms_norm_fwd_objection,
+    rms_norm_fwd_why_illegal,
 )
 from quackish.configs.rules import NAMES, RULES
 from quackish.gpu import B200, H100, H200
 from quackish.launch import compile
-from quackish.ops import rms_norm_plans as plans
 from quackish.ops.linear_cross_entropy.cublas import CublasGemms
 from quackish.ops.linear_cross_entropy.launches import GemmLaunches, LceKernels
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
@@ -196,14 +195,14 @@ def test_the_analytical_choice_of_a_norm_is_legal(on):
             (BF16, FP32), (BF16, FP32), (None, BF16, FP32), (None, FP32), (None, FP32)
         ):
             p = RmsNormFwdProblem(n, x, y, w, b, r, aligned=aligned)
-            assert rms_norm_fwd_objection(p, rms_norm_fwd_config(p, on), on) is None, p
+            assert rms_norm_fwd_why_illegal(p, rms_norm_fwd_config(p, on), on) is None, p
         for x, dy, dres, dx, dw, db in itertools.product(
             (BF16, "float16", FP32), (BF16, FP32), (None, FP32), (None, BF16), (None, FP32), (None, FP32)
         ):
             if n > MAX_N_TWO_SUMS and dw and db:
                 continue
             p = RmsNormBwdProblem(n, x, dy, FP32, dres, dx, None, dw, db, aligned=aligned)
-            assert rms_norm_bwd_objection(p, rms_norm_bwd_config(p, on), on) is None, p
+            assert rms_norm_bwd_why_illegal(p, rms_norm_bwd_config(p, on), on) is None, p
 
 
 def test_the_analytical_choice_of_a_gemm_is_legal():
@@ -216,14 +215,14 @@ def test_the_analytical_choice_of_a_gemm_is_legal():
             GemmProblem("softmax", dtype, None, **options, redo=True),
             GemmProblem("dlogits", dtype, dtype, **options),
         ):
-            assert gemm_objection(problem, gemm_config(problem, H200), H200) is None, problem
+            assert gemm_why_illegal(problem, gemm_config(problem, H200), H200) is None, problem
     for out, split, accumulate in itertools.product((BF16, FP32), (False, True), (False, True)):
         for problem in (
             GemmProblem("rows", BF16, out, b_major="n", split_k=split),
             GemmProblem("store", BF16, FP32, b_major="n", accumulate=accumulate),
             dataclasses.replace(DW, out_dtype=out, accumulate=accumulate and out == FP32),
         ):
-            assert gemm_objection(problem, gemm_config(problem, H200), H200) is None, problem
+            assert gemm_why_illegal(problem, gemm_config(problem, H200), H200) is None, problem
 
 
 LONG = RmsNormBwdProblem(65_536, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
@@ -260,16 +259,10 @@ ILLEGAL = [
         "rms_norm_bwd", BACKWARD, dict(threads=64, threads_per_row=32),
         "256 numbers a thread to keep in 255 registers; expected more threads a row, or fewer threads on an SM",
     ),
-    ("rms_norm_bwd", BACKWARD, dict(combine="tree"), 'combine is \'tree\'; expected "slices" or "turnstile"'),
-    ("rms_norm_bwd", BACKWARD, dict(cluster=2), "cluster is 2 with combine 'slices'"),
-    ("rms_norm_bwd", BACKWARD, dict(combine="turnstile", cluster=3), "cluster is 3; expected one of (1, 2, 4, 8, 16)"),
-    ("rms_norm_bwd", LONG, dict(combine="turnstile", cluster=2), "cluster is 2 with combine 'turnstile', split_n 8"),
     ("lce_gemm", DW, dict(tile_m=96), "tile_m is 96; expected one of 64, 128, 192, 256"),
-    ("lce_gemm", DW, dict(tile_n=96), "tile_n is 96; expected one of 64, 128, 192, 256"),
-    ("lce_gemm", DW, dict(tile_k=256), "tile_k is 256; expected one of 32, 64, 128"),
-    ("lce_gemm", DW, dict(cluster_m=3), "cluster_m is 3; expected one of 1, 2, 4, 8"),
-    ("lce_gemm", DW, dict(cluster_n=16), "cluster_n is 16; expected one of 1, 2, 4, 8"),
-    ("lce_gemm", DW, dict(cluster_m=4, cluster_n=4), "cluster_m is 4 with cluster_n 4; expected at most 8 CTAs"),
+    ("lce_gemm", DW, dict(tile_n=96), "tile_n is 96; expected one of 128, 192, 256"),
+    ("lce_gemm", DW, dict(cluster_m=3), "cluster_m is 3; expected one of 1, 2, 4"),
+    ("lce_gemm", DW, dict(cluster_n=16), "cluster_n is 16; expected one of 1, 2"),
     ("lce_gemm", DW, dict(num_stages=1), "num_stages is 1; expected at least 2"),
     ("lce_gemm", DW, dict(num_stages=5), "279560 bytes of shared memory; expected at most 232448 on H200"),
     ("lce_gemm", DW, dict(group=0), "group is 0; expected at least 1"),
@@ -277,7 +270,7 @@ ILLEGAL = [
     ("lce_gemm", DW, dict(pingpong=True), "pingpong is True; expected False"),
     (
         "lce_gemm", BY_TURNS, dict(tile_m=128, tile_n=256, num_stages=4),
-        "tile_n is 256 with tile_m 128, 256 sums a thread; expected 40 fewer than consumer_registers, 240",
+        "tile_n is 256 with tile_m 128, 256 sums per thread; expected at most 200, as a thread has 240 registers",
     ),
     ("lce_gemm", DW, dict(group_along="k"), "group_along is 'k'; expected one of 'm', 'n'"),
     ("lce_gemm", LOGITS, dict(tile_n=128), "tile_n is 128; expected 192, as a partial sum of the softmax"),
@@ -285,17 +278,10 @@ ILLEGAL = [
         "lce_gemm", LOGITS, dict(tile_m=64, cluster_m=1),
         "tile_m is 64 with cluster_m 1, 64 rows a cluster; expected a multiple of 128",
     ),
-    ("lce_gemm", DLOGITS, dict(tile_m=192, cluster_m=1, tile_n=128, consumer_registers=160), "multiple of 128"),
-    ("lce_gemm", DW, dict(producer_registers=20), "producer_registers is 20 with threads 384; expected"),
-    ("lce_gemm", DW, dict(producer_registers=176), "producer_registers is 176 with threads 384; expected"),
-    ("lce_gemm", DW, dict(consumer_registers=244), "consumer_registers is 244 with threads 384; expected"),
+    ("lce_gemm", DLOGITS, dict(tile_m=192, cluster_m=1, tile_n=128), "multiple of 128"),
     (
-        "lce_gemm", DW, dict(producer_registers=40),
-        "consumer_registers is 240 with producer_registers 40 and tile_m 128; expected at most 232, as the CTA has",
-    ),
-    (
-        "lce_gemm", DW, dict(tile_m=192, num_stages=2, consumer_registers=160),
-        "tile_n is 256 with tile_m 192, 128 sums a thread; expected 40 fewer than consumer_registers, 160",
+        "lce_gemm", DW, dict(tile_m=192, num_stages=2),
+        "tile_n is 256 with tile_m 192, 128 sums per thread; expected at most 120, as a thread has 160 registers",
     ),
     ("lce_compact", LceCompactProblem("int64"), dict(threads=512), "threads is 512; expected 1024"),
     ("lce_compact", LceCompactProblem("int64"), dict(each=0), "each is 0; expected 1 to 16"),
@@ -342,14 +328,14 @@ def test_legality_is_the_smaller_gpus_too():
         (BACKWARD, RmsNormBwdConfig(96, 96, 2, 2)),
         (LONG, RmsNormBwdConfig(512, 512, 3, 1, 8)),
         (dataclasses.replace(BACKWARD, n=1000, dbias_dtype=BF16), RmsNormBwdConfig(160, 32, 5, 1)),
-        (dataclasses.replace(BACKWARD, n=2048), RmsNormBwdConfig(256, 64, 3, 1, combine="turnstile", cluster=8)),
+        (dataclasses.replace(BACKWARD, n=2048), RmsNormBwdConfig(256, 64, 3, 1)),
         (dataclasses.replace(SHORT, dweight_dtype=None), RmsNormBwdConfig(32, 8, 2, 4)),
         (ODD, RmsNormBwdConfig(512, 512, 0, 1, 2)),
     ],
     ids=str,
 )
 def test_shared_memory_of_a_norm_is_as_compiled(problem, made):
-    assert rms_norm_bwd_objection(problem, made, H200) is None
+    assert rms_norm_bwd_why_illegal(problem, made, H200) is None
     used = launch.resources(kernels.find("rms_norm_bwd", H200), problem, made, H200.target)
     assert used.smem_bytes == rms_norm_bwd_smem_bytes(problem, made)
 
@@ -359,18 +345,18 @@ def test_shared_memory_of_a_norm_is_as_compiled(problem, made):
     [
         (LOGITS, GemmConfig(tile_n=192)),
         (LOGITS, GemmConfig(tile_n=192, num_stages=5, pingpong=True)),
-        (dataclasses.replace(LOGITS, out_dtype=None), GemmConfig(tile_m=64, tile_n=192, tile_k=32, num_stages=5)),
-        (DLOGITS, GemmConfig(tile_m=192, tile_n=192, num_stages=3, consumer_registers=160)),
-        (DX, GemmConfig(tile_m=64, tile_n=64, cluster_m=1, cluster_n=4, consumer_registers=248)),
-        (DW, GemmConfig(tile_m=256, tile_n=128, num_stages=3, consumer_registers=104)),
+        (dataclasses.replace(LOGITS, out_dtype=None), GemmConfig(tile_m=64, tile_n=192, num_stages=5)),
+        (DLOGITS, GemmConfig(tile_m=192, tile_n=192, num_stages=3)),
+        (DX, GemmConfig(tile_m=64, tile_n=128, cluster_m=1, cluster_n=2)),
+        (DW, GemmConfig(tile_m=256, tile_n=128, num_stages=3)),
         (BY_TURNS, GemmConfig(tile_m=192, tile_n=128, num_stages=5, pingpong=True)),
-        (BY_TURNS, GemmConfig(tile_m=256, tile_n=128, num_stages=3, consumer_registers=104)),
+        (BY_TURNS, GemmConfig(tile_m=256, tile_n=128, num_stages=3)),
         (dataclasses.replace(DX, cut_last=True, split_k=True), GemmConfig(tile_m=64, tile_n=128, cluster_n=2)),
     ],
     ids=str,
 )
 def test_shared_memory_and_registers_of_a_gemm_are_as_compiled(problem, made):
-    assert gemm_objection(problem, made, H200) is None
+    assert gemm_why_illegal(problem, made, H200) is None
     used = launch.resources(kernels.find("lce_gemm", H200), problem, made, H200.target)
     assert used.smem_bytes == gemm_smem_bytes(problem, made)
     assert used.registers == made.launch_registers
@@ -445,16 +431,16 @@ def test_an_illegal_config_is_refused_before_anything_is_launched(launches):
 def test_what_is_chosen_while_a_block_ends_is_not_kept(launches, monkeypatch):
     """Another thread leaves its block after this call has chosen, before it has put its plan away."""
     x, w = tensors()
-    block, choosing = config(rms_norm_forward=dict(threads=64)), plans.choose
+    block, choosing = config(rms_norm_forward=dict(threads=64)), choose.choose
 
     def choose_then_leave(*args):
         found = choosing(*args)
-        monkeypatch.setattr(plans, "choose", choosing)
+        monkeypatch.setattr(choose, "choose", choosing)
         block.__exit__(None, None, None)
         return found
 
     block.__enter__()
-    monkeypatch.setattr(plans, "choose", choose_then_leave)
+    monkeypatch.setattr(choose, "choose", choose_then_leave)
     rms_norm(x, w)
     rms_norm(x, w)
     assert [made.threads == 64 for _, _, made in launches] == [True, False]
@@ -478,6 +464,8 @@ def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
     with config(lce_dw=dict(group=3), lce_scatter=dict(threads=96), lce_scale=dict(threads=64)):
         assert both() == [3, 96, 64]
     assert both() == usual
+    for cache in gemms._gemms, k._rows_kernels, k._scale_configs:  # blocks in every step must not fill the memory
+        assert {key[0] for key in cache} == {choose.epoch}
 
     cublas = CublasGemms(device, B200)
     clears = []
@@ -555,7 +543,7 @@ def test_the_shipped_table_is_whole_and_legal():
         problems = dict(rms_norm_fwd=RmsNormFwdProblem, rms_norm_bwd=RmsNormBwdProblem, lce_gemm=GemmProblem)
         problem = problems[row.kernel](**row.problem)
         on = gpu.NAMED[row.gpu.split()[0].lower()]
-        assert RULES[row.kernel].objection(problem, made, on) is None, row
+        assert RULES[row.kernel].why_illegal(problem, made, on) is None, row
 
 
 @pytest.mark.parametrize(
@@ -579,7 +567,7 @@ def test_a_damaged_table_is_one_warning_and_the_analytical_choice(content, folde
 
 @pytest.mark.parametrize(
     "fields, text",
-    [(dict(num_stages=1), "num_stages is 1"), (dict(stages=1), "stages"), (dict(combine="x"), "combine")],
+    [(dict(num_stages=1), "num_stages is 1"), (dict(stages=1), "stages"), (dict(split_n="x"), "split_n")],
 )
 def test_an_illegal_row_is_one_warning_and_the_analytical_choice(fields, text, folder, made_here):
     put()

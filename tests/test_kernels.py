@@ -6,7 +6,6 @@ from quackish import kernels, launch
 from quackish.configs.rms_norm import (
     MAX_N,
     MAX_N_TWO_SUMS,
-    RmsNormBwdConfig,
     RmsNormBwdProblem,
     RmsNormFwdProblem,
     rms_norm_bwd_config,
@@ -72,14 +71,6 @@ def test_backward_compiles(problem, gpu):
     check("rms_norm_bwd", problem, config, gpu, config.ctas_per_sm)
 
 
-@pytest.mark.parametrize("cluster", [1, 2, 8])
-@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.target)
-def test_backward_with_a_turnstile_compiles(cluster, gpu):
-    problem = RmsNormBwdProblem(2048, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
-    config = RmsNormBwdConfig(256, 64, 3, 1, combine="turnstile", cluster=cluster)
-    check("rms_norm_bwd", problem, config, gpu, ctas_per_sm=1)
-
-
 def test_rows_beyond_the_longest_are_refused():
     with pytest.raises(UnsupportedError, match="262152 elements; at most 262144"):
         rms_norm_fwd_config(RmsNormFwdProblem(MAX_N + 8, BF16, BF16), H200)
@@ -95,13 +86,5 @@ def test_there_are_ctas_for_the_rows_and_no_more_than_fit(n, m, sm_count):
     problem = RmsNormBwdProblem(n, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
     config = rms_norm_bwd_config(problem, H200)
     num_ctas = config.num_ctas(m, sm_count)
-    assert num_ctas % max(config.split_n, config.cluster) == 0
+    assert num_ctas % config.split_n == 0
     assert 1 <= num_ctas <= sm_count * config.ctas_per_sm
-
-
-@pytest.mark.parametrize(
-    "fields", [dict(cluster=2), dict(combine="turnstile", cluster=2, split_n=2), dict(combine="x")]
-)
-def test_configs_that_would_add_up_wrongly_are_refused(fields):
-    with pytest.raises(ValueError, match="RmsNormBwdConfig: c"):
-        RmsNormBwdConfig(256, 256, 4, 1, **fields)

@@ -149,7 +149,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(plans, "gpu_for", lambda device: gpu.H200 if device.type == "cpu" else no_kernel(device))
     monkeypatch.setattr(plans.kernels, "find", lambda name, gpu: name)
     monkeypatch.setattr(plans.launch, "get", emulated.get)
-    monkeypatch.setattr(plans, "choose", lambda name, problem, gpu: Choice(EmulatedConfig(), "forced", ""))
+    monkeypatch.setattr(plans.choose, "choose", lambda name, problem, gpu: Choice(EmulatedConfig(), "forced", ""))
     monkeypatch.setattr(plans.workspace, "take", take)
     monkeypatch.setattr(plans.cuda, "current_device", lambda: None)
     monkeypatch.setattr(plans.cuda, "stream_of", lambda index: STREAM)

@@ -8,7 +8,6 @@ the same tables give the same configs, and so the same bits.
 import contextlib
 import dataclasses
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,9 +29,11 @@ class _Forced(NamedTuple):
     changes: dict[str, Any]  # name -> a config, or fields of one
 
 
+# Increases with every change of what is chosen. Caches of anything that follows from a choice have it in their keys
+# (15 ns), read before choosing: then no call finds what was chosen before the change.
+epoch = 0
 _forced: tuple[_Forced, ...] = ()  # outermost first
-_subscribers: weakref.WeakSet = weakref.WeakSet()
-_lock = threading.Lock()  # of both
+_lock = threading.Lock()  # held while either changes
 
 
 def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
@@ -50,11 +51,11 @@ def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     try:
         for layer in layers:
             config = dataclasses.replace(config, **layer) if isinstance(layer, dict) else layer
-        objection = rule.objection(problem, config, gpu)
+        reason = rule.why_illegal(problem, config, gpu)
     except ValueError as error:  # what a config says of itself
-        objection = str(error)
-    if objection is not None:
-        raise ValueError(f"quackish.config: {name}: {objection}\n  {config}\n  for {problem} on {gpu.name}")
+        reason = str(error)
+    if reason is not None:
+        raise ValueError(f"quackish.config: {name}: {reason}\n  {config}\n  for {problem} on {gpu.name}")
     return Choice(config, "forced", f"with quackish.config({name}=...)")
 
 
@@ -67,12 +68,12 @@ def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
             continue
         try:
             config = type(choice.config)(**row.config)
-            objection = RULES[kernel].objection(problem, config, gpu)
+            reason = RULES[kernel].why_illegal(problem, config, gpu)
         except (TypeError, ValueError) as error:
-            objection = str(error)
-        if objection is None:
+            reason = str(error)
+        if reason is None:
             return Choice(config, source, f"{row.measured}, in {rows.path}")
-        warn_once(f"A row of {rows.path} is not used: {objection}; in {row.config} for {problem}.", RuntimeWarning)
+        warn_once(f"A row of {rows.path} is not used: {reason}; in {row.config} for {problem}.", RuntimeWarning)
     return choice
 
 
@@ -118,10 +119,10 @@ def config(**forced: Any) -> Iterator[None]:
 
 
 def _change(forced) -> None:
-    global _forced
+    global _forced, epoch
     with _lock:
         _forced = forced()
-    forget()
+        epoch += 1  # last: who sees the new epoch sees the new configs
 
 
 def _check(name: str, changes: Any) -> None:
@@ -148,29 +149,12 @@ def _a(kind: type) -> str:
     return f"{'an' if kind is int else 'a'} {kind.__name__}"
 
 
-# What others keep of choices ------------------------------------------------------------------------------------------
-
-
-def subscribe(owner: Any) -> None:
-    """`owner.forget_choices()` is called after every change of what is chosen, as long as the owner, an object or a
-    module, lives.
-
-    It should put a new, empty dict in place of each that has something chosen in it. Who fills such a dict takes hold
-    of it before choosing: then a change in between, by another thread, leaves nothing old in the new one.
-    """
-    with _lock:
-        _subscribers.add(owner)
-
-
-def forget() -> None:
-    """Whatever was chosen is chosen anew at its next use; tables are not read again."""
-    with _lock:
-        owners = list(_subscribers)
-    for owner in owners:
-        owner.forget_choices()
+# Tables --------------------------------------------------------------------------------------------------------------
 
 
 def reload() -> None:
-    """Also reads the tables again: what a process does that wrote one, or that was given another folder."""
-    table.forget()
-    forget()
+    """Reads the tables again at their next use: for a process that wrote one, or was given another folder."""
+    global epoch
+    with _lock:
+        table.forget()
+        epoch += 1

@@ -9,6 +9,8 @@ from quackish.gpu import Gpu
 # `cut_last`: counters that are 0 before and after, one for each warp group of a tile that is cut: 4 a CTA at most.
 NUM_TICKETS = 1024
 
+TILE_K = 64  # 128 bytes, the span of a swizzle. Two stages of 128 took 50 % longer (H200).
+PRODUCER_REGISTERS = 24
 SOFTMAX_TILE_N = 192  # how many classes a partial sum of the softmax runs over
 
 
@@ -56,14 +58,11 @@ class GemmConfig:
 
     tile_m: int = 128
     tile_n: int = 256
-    tile_k: int = 64
     cluster_m: int = 2
     cluster_n: int = 1
     num_stages: int = 4
     group: int = 8
     group_along: str = "m"
-    producer_registers: int = 24
-    consumer_registers: int = 240
     pingpong: bool = False
 
     @property
@@ -89,9 +88,14 @@ class GemmConfig:
         return 128 * (1 + self.num_wgs)
 
     @property
+    def consumer_registers(self) -> int:
+        """Registers of a thread that multiplies: what the producer's leave of an SM's, at most 240."""
+        return {1: 240, 2: 240, 3: 160, 4: 112}[self.num_wgs]
+
+    @property
     def launch_registers(self) -> int:
         """A thread's, when it starts: what there is for each, but no more than the warps that multiply ask for."""
-        return min(_whole(65_536 // self.threads), self.consumer_registers)
+        return min(65_536 // self.threads // 8 * 8, self.consumer_registers)  # allocated in eights
 
     def max_clusters(self, sm_count: int) -> int:
         """Clusters that run at a time: one CTA fits an SM."""
@@ -104,7 +108,7 @@ class GemmConfig:
         """
         m_tile, n_tile = self.tile_m * self.cluster_m, self.tile_n * self.cluster_n
         tiles = -(-m // m_tile) * -(-n // n_tile)
-        pieces = max(clusters, last_wave_pieces(tiles, -(-k // self.tile_k), clusters))
+        pieces = max(clusters, last_wave_pieces(tiles, -(-k // TILE_K), clusters))
         return pieces, pieces * m_tile * n_tile
 
 
@@ -133,7 +137,7 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
         8192, 4096, 128256   11.86 (12.11)
     Exponentials take as long as products 256 deep, at MUFU's rate of 16 a cycle, and without pingpong all clusters
     write their tiles while none multiplies. What it loads more, for narrower tiles, costs dx more than it has to gain:
-    10 to 50 %, the last wave not cut. Two stages of tile_k 128 cost 50 % (together). Of logits by turns `group` 4 and
+    10 to 50 %, the last wave not cut. Of logits by turns `group` 4 and
     16, along m or n, and clusters of 1 x 2 are within 2 % of this, or up to 4 % slower; rows take 1 % less along n with
     H 2048. L2 eviction hints, first or last, for A, B and D gained nothing (together; logits, dx; 4096, 2048, 32000).
     A dw in fp32, added to or not, is no better together either; whole steps, of those by turns: 65536, 4096, 128256 by
@@ -214,20 +218,19 @@ STAGED_BYTES = 64 * 128  # a piece of the output: 128 bytes of each of a warp gr
 
 def gemm_smem_bytes(problem: GemmProblem, config: GemmConfig) -> int:
     """Shared memory of a CTA: stages of A and B, the output on its way, barriers and what aligning them takes."""
-    stages = config.num_stages * (config.tile_m + config.tile_n) * config.tile_k * 2
+    stages = config.num_stages * (config.tile_m + config.tile_n) * TILE_K * 2
     output = STAGED_BYTES * config.num_buffers * config.num_wgs if problem.out_dtype is not None else 0
     return stages + output + 4 * config.num_wgs * problem.cut_last + 1024
 
 
-def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | None:
+def gemm_why_illegal(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | None:
     """Why `config` cannot multiply for `problem`: the field, what it is, what it may be. None where it can."""
     p, c = problem, config
     legal = {
         "tile_m": (64, 128, 192, 256),
-        "tile_n": (64, 128, 192, 256),
-        "tile_k": (32, 64, 128),  # of rows a sum over them reads no more than ROW_TILE past the last live one
-        "cluster_m": (1, 2, 4, 8),
-        "cluster_n": (1, 2, 4, 8),
+        "tile_n": (128, 192, 256),
+        "cluster_m": (1, 2, 4),
+        "cluster_n": (1, 2),
         "group_along": ("m", "n"),
     }
     for field, values in legal.items():
@@ -238,8 +241,6 @@ def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | 
     for field, least in (("num_stages", 2), ("group", 1)):
         if getattr(c, field) < least:
             return f"{field} is {getattr(c, field)}; expected at least {least}"
-    if c.cluster_m * c.cluster_n > 8:
-        return f"cluster_m is {c.cluster_m} with cluster_n {c.cluster_n}; expected at most 8 CTAs a cluster"
 
     # what the kernels around it count on
     if p.epilogue == "softmax" and c.tile_n != SOFTMAX_TILE_N:
@@ -254,36 +255,17 @@ def gemm_objection(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | 
         )
 
     # registers
-    for field, least, most in (
-        ("producer_registers", 24, c.launch_registers),
-        ("consumer_registers", c.launch_registers, 248),
-    ):
-        registers = getattr(c, field)
-        if registers % 8 or not least <= registers <= most:
-            return f"{field} is {registers} with threads {c.threads}; expected a multiple of 8, {least} to {most}"
-    there = c.launch_registers * c.threads
-    if 128 * (c.producer_registers + c.num_wgs * c.consumer_registers) > there:
-        most = _whole((there // 128 - c.producer_registers) // c.num_wgs)
-        return (
-            f"consumer_registers is {c.consumer_registers} with producer_registers {c.producer_registers} and tile_m "
-            f"{c.tile_m}; expected at most {most}, as the CTA has {there} registers"
-        )
     sums = c.row_blocks * c.tile_n // 2
     if sums + LEAST_REGISTERS > c.consumer_registers:
         return (
-            f"tile_n is {c.tile_n} with tile_m {c.tile_m}, {sums} sums a thread; expected {LEAST_REGISTERS} fewer than "
-            f"consumer_registers, {c.consumer_registers}"
+            f"tile_n is {c.tile_n} with tile_m {c.tile_m}, {sums} sums per thread; expected at most "
+            f"{c.consumer_registers - LEAST_REGISTERS}, as a thread has {c.consumer_registers} registers"
         )
 
     needed = gemm_smem_bytes(p, c)
     if needed > gpu.smem_bytes:
         return (
-            f"num_stages is {c.num_stages} with tiles of {c.tile_m} x {c.tile_n} x {c.tile_k}, {needed} bytes of "
+            f"num_stages is {c.num_stages} with tiles of {c.tile_m} x {c.tile_n} x {TILE_K}, {needed} bytes of "
             f"shared memory; expected at most {gpu.smem_bytes} on {gpu.name}"
         )
     return None
-
-
-def _whole(registers: int) -> int:
-    """Registers are given out by eight."""
-    return registers // 8 * 8

@@ -154,13 +154,13 @@ def lce_bias_config(problem: LceBiasProblem) -> LceBiasConfig:
 # Legality: why a config cannot run a kernel, as the field, what it is and what it may be; None where it can -----------
 
 
-def threads_objection(problem: Any, config: Any, gpu: Gpu) -> str | None:
+def threads_why_illegal(problem: Any, config: Any, gpu: Gpu) -> str | None:
     if config.threads not in range(32, 1025, 32):
         return f"threads is {config.threads}; expected a multiple of 32, up to 1024"
     return None
 
 
-def compact_objection(problem: LceCompactProblem, config: LceCompactConfig, gpu: Gpu) -> str | None:
+def compact_why_illegal(problem: LceCompactProblem, config: LceCompactConfig, gpu: Gpu) -> str | None:
     if config.threads != 1024:
         return f"threads is {config.threads}; expected 1024, as a warp adds up the counts of 32"
     if config.each not in range(1, 17):
@@ -168,16 +168,16 @@ def compact_objection(problem: LceCompactProblem, config: LceCompactConfig, gpu:
     return None
 
 
-def rows_objection(problem: Any, config: LceRowsConfig | LceScaleConfig, gpu: Gpu) -> str | None:
+def rows_why_illegal(problem: Any, config: LceRowsConfig | LceScaleConfig, gpu: Gpu) -> str | None:
     if config.vectors not in (1, 2, 4, 8):
         return f"vectors is {config.vectors}; expected 1, 2, 4 or 8"
-    return threads_objection(problem, config, gpu)
+    return threads_why_illegal(problem, config, gpu)
 
 
-def sort_objection(problem: LceSortProblem, config: LceSortConfig, gpu: Gpu) -> str | None:
-    objection = threads_objection(problem, config, gpu)
-    if objection is not None:
-        return objection
+def sort_why_illegal(problem: LceSortProblem, config: LceSortConfig, gpu: Gpu) -> str | None:
+    reason = threads_why_illegal(problem, config, gpu)
+    if reason is not None:
+        return reason
     if config.tile < 1 or config.tile % (4 * config.threads):
         return f"tile is {config.tile}; expected a multiple of 4 * threads, {4 * config.threads}"
     smem_bytes = 4 * (config.tile + 32 * (config.threads // 32))
@@ -189,15 +189,15 @@ def sort_objection(problem: LceSortProblem, config: LceSortConfig, gpu: Gpu) -> 
     return None
 
 
-def targets_objection(problem: LceTargetsProblem, config: LceTargetsConfig, gpu: Gpu) -> str | None:
+def targets_why_illegal(problem: LceTargetsProblem, config: LceTargetsConfig, gpu: Gpu) -> str | None:
     if config.rows not in range(1, 9):
         return f"rows is {config.rows}; expected 1 to 8"
     if config.places not in range(1, 17):
         return f"places is {config.places}; expected 1 to 16"
-    return threads_objection(problem, config, gpu)
+    return threads_why_illegal(problem, config, gpu)
 
 
-def bias_objection(problem: LceBiasProblem, config: LceBiasConfig, gpu: Gpu) -> str | None:
+def bias_why_illegal(problem: LceBiasProblem, config: LceBiasConfig, gpu: Gpu) -> str | None:
     if config.lanes < 1 or config.threads % config.lanes:
         return f"lanes is {config.lanes}; expected a divisor of threads {config.threads}"
-    return threads_objection(problem, config, gpu)
+    return threads_why_illegal(problem, config, gpu)

@@ -104,51 +104,36 @@ class RmsNormFwdConfig:
 @dataclasses.dataclass(frozen=True)
 class RmsNormBwdConfig:
     """The sums over rows are formed in this order, which changes with the number of CTAs and so with M and the GPU:
-    a thread adds its rows, `num_ctas` tiles apart; a CTA its rows of a tile; then, by `combine`,
-    "slices": interleaved shares of the CTAs, each in order, then the shares as a tree; "turnstile": CTAs in order."""
+    a thread adds its rows, `num_ctas` tiles apart; a CTA its rows of a tile; then interleaved shares of the CTAs, each
+    in order, and the shares as a tree."""
 
     threads: int
     threads_per_row: int
     num_stages: int  # tiles of rows in shared memory; 0 reads rows from global memory, aligned or not
     ctas_per_sm: int
     split_n: int = 1  # CTAs, a cluster, that share a row
-    combine: str = "slices"  # how the sums over rows go over the CTAs: kernels/common/column_sum.py
-    cluster: int = 1  # CTAs that combine through distributed shared memory before the turnstile
-
-    def __post_init__(self):
-        if self.combine not in ("slices", "turnstile"):
-            raise ValueError(f'RmsNormBwdConfig: combine is {self.combine!r}; expected "slices" or "turnstile"')
-        if self.cluster > 1 and (self.combine != "turnstile" or self.split_n > 1):
-            raise ValueError(
-                f"RmsNormBwdConfig: cluster is {self.cluster} with combine {self.combine!r}, split_n {self.split_n}; "
-                'expected 1, as clusters combine only before a "turnstile" and where they do not share a row'
-            )
 
     def num_ctas(self, m: int, sm_count: int) -> int:
         """Persistent CTAs for m >= 1 rows: as many as are resident at once, or fewer if that is no slower."""
-        size = max(self.split_n, self.cluster)
-        clusters = sm_count * self.ctas_per_sm // size
-        if size > 2:
+        clusters = sm_count * self.ctas_per_sm // self.split_n
+        if self.split_n > 2:
             # A cluster lies within one GPC, and GPCs differ in size: an H200 with 132 SMs was seen to hold 30 clusters
             # of 4, 15 of 8 and 7 of 16, at one CTA an SM. One more than fits is refused, as the launch is cooperative,
             # or takes twice as long where only dx is asked for. Other GPUs were not looked at.
             clusters = clusters * 7 // 8
         clusters = max(clusters, 1)
-        workers_each = size // self.split_n
         tiles = -(-m // (self.threads // self.threads_per_row))
-        workers = -(-tiles // -(-tiles // (clusters * workers_each)))
-        return -(-workers // workers_each) * size
+        return -(-tiles // -(-tiles // clusters)) * self.split_n
 
     def scratch_floats(self, problem: RmsNormBwdProblem, num_ctas: int) -> int:
         """fp32 elements of scratch that the sums over CTAs need."""
         n_cta = columns_per_cta(problem.n, problem.vec, self.split_n)
-        columns = problem.num_sums * (-(-n_cta // 4) * 4)
-        return num_ctas * (-(-columns // (4 * self.cluster)) * 4)
+        return num_ctas * problem.num_sums * (-(-n_cta // 4) * 4)
 
     @property
     def num_tickets(self) -> int:
         """int32 counters that the sums over CTAs need."""
-        return max(2 * self.split_n, self.cluster)
+        return 2 * self.split_n
 
 
 def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfig:
@@ -203,11 +188,11 @@ MAX_FWD_ELEMENTS = 64  # of a row, a thread: as many as the registers that the k
 REGISTERS_PER_SM = 65_536
 
 
-def rms_norm_fwd_objection(problem: RmsNormFwdProblem, config: RmsNormFwdConfig, gpu: Gpu) -> str | None:
+def rms_norm_fwd_why_illegal(problem: RmsNormFwdProblem, config: RmsNormFwdConfig, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem`: the field, what it is, what it may be. None where it can."""
-    objection = _shape_objection(problem, config)
-    if objection is not None:
-        return objection
+    reason = _shape_why_illegal(problem, config)
+    if reason is not None:
+        return reason
     elements = elements_per_thread(problem, config)
     if elements > MAX_FWD_ELEMENTS:
         return (
@@ -217,16 +202,14 @@ def rms_norm_fwd_objection(problem: RmsNormFwdProblem, config: RmsNormFwdConfig,
     return None
 
 
-def rms_norm_bwd_objection(problem: RmsNormBwdProblem, config: RmsNormBwdConfig, gpu: Gpu) -> str | None:
-    """As rms_norm_fwd_objection."""
-    objection = _shape_objection(problem, config)
-    if objection is not None:
-        return objection
+def rms_norm_bwd_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfig, gpu: Gpu) -> str | None:
+    """As rms_norm_fwd_why_illegal."""
+    reason = _shape_why_illegal(problem, config)
+    if reason is not None:
+        return reason
     c = config
     if c.ctas_per_sm not in range(1, 2048 // c.threads + 1):
         return f"ctas_per_sm is {c.ctas_per_sm} with threads {c.threads}; expected 1 to {2048 // c.threads}"
-    if c.cluster not in CLUSTERS:
-        return f"cluster is {c.cluster}; expected one of {CLUSTERS}"
     if c.num_stages != 0 and c.num_stages < 2:
         return f"num_stages is {c.num_stages}; expected 0, or at least 2: one is filled while another is read"
     if c.num_stages and not problem.aligned:
@@ -264,15 +247,13 @@ def rms_norm_bwd_smem_bytes(problem: RmsNormBwdProblem, config: RmsNormBwdConfig
     stages = config.num_stages * tile_m * (problem.row_bytes // problem.n * n_cta)
     sums = 0
     if problem.num_sums:
-        columns = -(-problem.num_sums * -(-n_cta // 4) // config.cluster) * 4  # that a CTA is left with
-        extra = config.threads * 4 if config.combine == "slices" else columns
-        sums = 4 * (tile_m * columns * config.cluster + extra)
+        sums = 4 * (tile_m * problem.num_sums * -(-n_cta // 4) * 4 + config.threads * 4)
     barriers = -(-8 * max(config.num_stages, 1) // 16) * 16
     slots = 2 * 4 * (config.threads // 32) * config.split_n
     return -(-max(stages, sums, 16) // 16) * 16 + barriers + -(-slots // 8) * 8 + 16
 
 
-def _shape_objection(
+def _shape_why_illegal(
     problem: RmsNormFwdProblem | RmsNormBwdProblem, config: RmsNormFwdConfig | RmsNormBwdConfig
 ) -> str | None:
     """Who works on a row: what both directions share."""

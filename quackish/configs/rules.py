@@ -12,48 +12,48 @@ from quackish.gpu import Gpu
 class Rule:
     config: type
     analytical: Callable[[Any, Gpu], Any]  # (problem, gpu) -> config; UnsupportedError where there is none
-    objection: Callable[[Any, Any, Gpu], str | None]  # (problem, config, gpu) -> why not; None where it is legal
+    why_illegal: Callable[[Any, Any, Gpu], str | None]  # (problem, config, gpu) -> why not; None where it is legal
     where: str  # the analytical choice is written down
 
 
 _ROWS, _CUBLAS = "quackish/configs/lce_rows.py", "quackish/configs/lce_cublas.py"
 _WARPS = Rule(
-    lce_cublas.LceWarpsConfig, lambda p, gpu: lce_cublas.LceWarpsConfig(), lce_rows.threads_objection, _CUBLAS
+    lce_cublas.LceWarpsConfig, lambda p, gpu: lce_cublas.LceWarpsConfig(), lce_rows.threads_why_illegal, _CUBLAS
 )
 
 RULES = {
     "rms_norm_fwd": Rule(
         rms_norm.RmsNormFwdConfig,
         rms_norm.rms_norm_fwd_config,
-        rms_norm.rms_norm_fwd_objection,
+        rms_norm.rms_norm_fwd_why_illegal,
         "rms_norm_fwd_config, quackish/configs/rms_norm.py",
     ),
     "rms_norm_bwd": Rule(
         rms_norm.RmsNormBwdConfig,
         rms_norm.rms_norm_bwd_config,
-        rms_norm.rms_norm_bwd_objection,
+        rms_norm.rms_norm_bwd_why_illegal,
         "rms_norm_bwd_config, quackish/configs/rms_norm.py",
     ),
-    "lce_gemm": Rule(gemm.GemmConfig, gemm.gemm_config, gemm.gemm_objection, "gemm_config, quackish/configs/gemm.py"),
+    "lce_gemm": Rule(gemm.GemmConfig, gemm.gemm_config, gemm.gemm_why_illegal, "gemm_config, quackish/configs/gemm.py"),
     "lce_compact": Rule(
-        lce_rows.LceCompactConfig, lambda p, gpu: lce_rows.LceCompactConfig(), lce_rows.compact_objection, _ROWS
+        lce_rows.LceCompactConfig, lambda p, gpu: lce_rows.LceCompactConfig(), lce_rows.compact_why_illegal, _ROWS
     ),
     "lce_gather": Rule(
-        lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.lce_gather_config(p), lce_rows.rows_objection, _ROWS
+        lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.lce_gather_config(p), lce_rows.rows_why_illegal, _ROWS
     ),
-    "lce_rows": Rule(lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.LceRowsConfig(), lce_rows.rows_objection, _ROWS),
-    "lce_sort": Rule(lce_rows.LceSortConfig, lambda p, gpu: lce_rows.LceSortConfig(), lce_rows.sort_objection, _ROWS),
+    "lce_rows": Rule(lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.LceRowsConfig(), lce_rows.rows_why_illegal, _ROWS),
+    "lce_sort": Rule(lce_rows.LceSortConfig, lambda p, gpu: lce_rows.LceSortConfig(), lce_rows.sort_why_illegal, _ROWS),
     "lce_targets": Rule(
-        lce_rows.LceTargetsConfig, lambda p, gpu: lce_rows.LceTargetsConfig(), lce_rows.targets_objection, _ROWS
+        lce_rows.LceTargetsConfig, lambda p, gpu: lce_rows.LceTargetsConfig(), lce_rows.targets_why_illegal, _ROWS
     ),
     "lce_bias": Rule(
-        lce_rows.LceBiasConfig, lambda p, gpu: lce_rows.lce_bias_config(p), lce_rows.bias_objection, _ROWS
+        lce_rows.LceBiasConfig, lambda p, gpu: lce_rows.lce_bias_config(p), lce_rows.bias_why_illegal, _ROWS
     ),
     "lce_scatter": Rule(
-        lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.LceRowsConfig(), lce_rows.rows_objection, _ROWS
+        lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.LceRowsConfig(), lce_rows.rows_why_illegal, _ROWS
     ),
     "lce_scale": Rule(
-        lce_rows.LceScaleConfig, lambda p, gpu: lce_rows.LceScaleConfig(), lce_rows.rows_objection, _ROWS
+        lce_rows.LceScaleConfig, lambda p, gpu: lce_rows.LceScaleConfig(), lce_rows.rows_why_illegal, _ROWS
     ),
     "lce_exp": _WARPS,
     "lce_redo": _WARPS,

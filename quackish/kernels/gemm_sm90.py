@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from quackish.configs.gemm import GemmConfig, GemmProblem
+from quackish.configs.gemm import PRODUCER_REGISTERS, TILE_K, GemmConfig, GemmProblem
 from quackish.kernels.common.epilogues import make_epilogue
 from quackish.kernels.common.last_wave import LastWave
 from quackish.kernels.common.lce import after_previous, fake_count, load_at
@@ -41,7 +41,7 @@ class GemmSm90:
         self.dtype = DTYPES[problem.dtype]
         self.epilogue = make_epilogue(problem, config)
         self.last_wave = LastWave(config) if problem.cut_last else None
-        self.tile = (config.tile_m, config.tile_n, config.tile_k)
+        self.tile = (config.tile_m, config.tile_n, TILE_K)
         self.cluster = (config.cluster_m, config.cluster_n)
 
     def fake_args(self):
@@ -98,11 +98,11 @@ class GemmSm90:
             )  # fmt: skip
             mma.set(warpgroup.Field.ACCUMULATE, accumulate)
             tiled_mmas.append(mma)
-        a_atoms = [self.load_atom(mA, sA_layout, (c.tile_m, c.tile_k), c.cluster_n)]
+        a_atoms = [self.load_atom(mA, sA_layout, (c.tile_m, TILE_K), c.cluster_n)]
         if const_expr(p.split_k):
             mA2 = matrix(second, m, k - split, strides[1], p.a_major == "k")
-            a_atoms.append(self.load_atom(mA2, sA_layout, (c.tile_m, c.tile_k), c.cluster_n))
-        b_atom = self.load_atom(mB, sB_layout, (c.tile_n, c.tile_k), c.cluster_m)
+            a_atoms.append(self.load_atom(mA2, sA_layout, (c.tile_m, TILE_K), c.cluster_n))
+        b_atom = self.load_atom(mB, sB_layout, (c.tile_n, TILE_K), c.cluster_m)
         d_atoms = []
         if const_expr(self.epilogue.stages_output):
             d_atoms.append(self.epilogue.store_atom(matrix(d, m, split if p.split_n else n, strides[3], True)))
@@ -227,7 +227,7 @@ class GemmSm90:
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
 
         if wg == 0:
-            cute.arch.setmaxregister_decrease(c.producer_registers)
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
                 _, rank_m, rank_n, _ = cta_layout.get_flat_coord(rank)

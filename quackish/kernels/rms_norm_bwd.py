@@ -32,7 +32,6 @@ class RmsNormBwd:
         p = problem
         self.problem, self.config = problem, config
         self.rows = RowMap(p.n, p.vec, config.threads, config.threads_per_row, config.split_n)
-        self.cluster_size = max(config.split_n, config.cluster)
         self.row_sum = RowSum(self.rows)
         inputs = [DTYPES[d] for d in (p.x_dtype, p.dy_dtype, p.dres_dtype) if d]
         self.tiles = RowTiles(self.rows, inputs, config.num_stages, p.packed)
@@ -81,7 +80,7 @@ class RmsNormBwd:
         self.kernel(inputs, strides, weight, mRstd, dx, dresidual, sums, scratch, tickets, weight_offset).launch(
             grid=[num_ctas, 1, 1],
             block=[self.config.threads, 1, 1],
-            cluster=[self.cluster_size, 1, 1] if self.cluster_size > 1 else None,
+            cluster=[self.config.split_n, 1, 1] if self.config.split_n > 1 else None,
             cooperative=self.column_sum is not None,
             min_blocks_per_mp=self.config.ctas_per_sm,
             preferred_smem_carveout=100,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quackish.configs import choose
 from quackish.errors import UnsupportedError, warn_once
 from quackish.ops.modes import (
     as_plain,
@@ -275,7 +276,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, dy, dres=None):
         x, weight = ctx.saved_tensors
         forward, rstd = ctx.plan, ctx.rstd
-        needs = key = ctx.needs_input_grad  # as forward's arguments: x, weight, plan, and bias, residual where given
+        needs = ctx.needs_input_grad  # as forward's arguments: x, weight, plan, and bias, residual where given
         # Hooks on saved tensors, and assignments to .data, may leave other types, dtypes and strides than forward had.
         if (
             type(dy) is Tensor
@@ -293,10 +294,10 @@ class _RmsNorm(torch.autograd.Function):
                 )
             )
         ):
-            if dres is not None:
-                key = needs, True
+            key = choose.epoch, needs, dres is None
         else:
             key = (
+                choose.epoch,
                 needs,
                 type(dy),
                 type(dres),

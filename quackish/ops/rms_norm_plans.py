@@ -6,7 +6,6 @@ Where no kernel covers a call, its plan runs the reference.
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quackish import kernels, launch
-from quackish.configs.choose import choose, subscribe
+from quackish.configs import choose
 from quackish.configs.rms_norm import ITEMSIZE, MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import Gpu, gpu_of
@@ -28,20 +27,13 @@ _forward_plans: dict[tuple, "ForwardPlan"] = {}
 _backward_plans: dict[tuple, "BackwardPlan"] = {}
 
 
-def forget_choices() -> None:
-    global _forward_plans, _backward_plans
-    _forward_plans, _backward_plans = {}, {}
-
-
-subscribe(sys.modules[__name__])
-
-
 def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> "ForwardPlan | None":
     """The plan for these arguments, which are checked; None where a tensor subclass should see an operator."""
     try:
         if weight is not None and bias is None:
             # Written out: each call of _layout costs 60 ns, and each tuple within the tuple 30.
             key = (
+                choose.epoch,
                 x.shape,
                 x.is_contiguous() or x.stride(),
                 x.dtype,
@@ -62,7 +54,7 @@ def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backe
             )
         else:
             layouts = (None if t is None else _layout(t) for t in (x, weight, bias, residual))
-            key = (*layouts, eps, weight_offset, type(eps), type(weight_offset), out_dtype, backend)
+            key = (choose.epoch, *layouts, eps, weight_offset, type(eps), type(weight_offset), out_dtype, backend)
         plan = _forward_plans.get(key)
         if plan is not None:
             return plan
@@ -72,10 +64,9 @@ def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backe
     check_forward(*args)
     if key is None or not are_plain(args[:4]):
         return None
-    plans = _forward_plans  # taken before anything is chosen: see `subscribe`
-    if len(plans) >= _MAX_PLANS:
-        plans.clear()
-    plan = plans[key] = ForwardPlan(*args)
+    if len(_forward_plans) >= _MAX_PLANS:
+        _forward_plans.clear()
+    plan = _forward_plans[key] = ForwardPlan(*args)
     return plan
 
 
@@ -86,7 +77,8 @@ def backward_plan(
     tensors = (dy, x, weight, rstd, dres)
     options = (weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend)
     try:
-        key = (*(None if t is None else _layout(t) for t in tensors), *options, type(weight_offset))
+        layouts = (None if t is None else _layout(t) for t in tensors)
+        key = (choose.epoch, *layouts, *options, type(weight_offset))
         plan = _backward_plans.get(key)
     except (AttributeError, TypeError):
         check_backward(*tensors, *options)
@@ -95,10 +87,9 @@ def backward_plan(
         check_backward(*tensors, *options)
         if not are_plain(tensors):
             return None
-        plans = _backward_plans
-        if len(plans) >= _MAX_PLANS:
-            plans.clear()
-        plan = plans[key] = BackwardPlan(*tensors, *options)
+        if len(_backward_plans) >= _MAX_PLANS:
+            _backward_plans.clear()
+        plan = _backward_plans[key] = BackwardPlan(*tensors, *options)
     return plan
 
 
@@ -122,7 +113,6 @@ class ForwardPlan:
         self.x_dtype, self.out_dtype = x.dtype, out_dtype or x.dtype
         self.bias_dtype, self.residual_dtype = _dtype(bias), _dtype(residual)
         self.backward: dict[tuple, BackwardPlan] = {}  # autograd's own, shorter way to the plans of backward
-        subscribe(self)  # graphs keep plans that are forgotten here
 
         self.copied = which_to_copy(x, weight, bias, residual)
         (self.x_rows, self.residual_rows), aligned = lay_out((x, residual), (self.out_dtype, self.residual_dtype))
@@ -138,9 +128,6 @@ class ForwardPlan:
         )
         self.kernel = self.find(self.problem)
         self.kernel_unaligned = None if aligned else self.kernel
-
-    def forget_choices(self) -> None:
-        self.backward = {}
 
     def find(self, problem: RmsNormFwdProblem) -> "Kernel | None":
         return find_kernel("rms_norm_fwd", problem, self.m, self.device, self.backend)
@@ -369,7 +356,7 @@ def find_kernel(
                 'backend="auto" runs the portable path.'
             )
         kernel_class = kernels.find(name, gpu)
-        config = choose(name, problem, gpu).config
+        config = choose.choose(name, problem, gpu).config
         function = launch.get(kernel_class, problem, config, gpu.target)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("cutlass", "cuda", "tvm_ffi"):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quackish.configs.choose import analytical
-from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_smem_bytes
+from quackish.configs.gemm import TILE_K, GemmConfig, GemmProblem, gemm_smem_bytes
 from quackish.configs.rms_norm import (
     CLUSTERS,
     RmsNormBwdConfig,
@@ -36,7 +36,7 @@ def candidates(kernel: str, problem: Any, gpu: Gpu, most: int) -> list[Any]:
     legal = {
         config
         for config in around(problem, base, gpu)
-        if RULES[kernel].objection(problem, config, gpu) is None and promises(problem, config, base)
+        if RULES[kernel].why_illegal(problem, config, gpu) is None and promises(problem, config, base)
     }
     others = sorted(legal - {base}, key=lambda config: (_distance(config, base), repr(config)))
     return [base, *others[:most]]
@@ -108,20 +108,17 @@ def _fetched(problem: RmsNormBwdProblem, config: RmsNormBwdConfig) -> float:
 
 # GEMMs ---------------------------------------------------------------------------------------------------------------
 
-# Warp groups that multiply, and the registers that their threads can have.
-_CONSUMER_REGISTERS = {64: 240, 128: 240, 192: 160, 256: 112}
 _PINGPONG_TILES = ((128, 128), (128, 192), (192, 128))
 
 
 def _gemm_configs(problem: GemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[GemmConfig]:
-    tiles = itertools.product((64, 128, 192, 256), (128, 192, 256), (64, 128))
+    tiles = itertools.product((64, 128, 192, 256), (128, 192, 256))
     clusters = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
-    for (*tile_mn, tile_k), cluster, pingpong in itertools.product(tiles, clusters, (False, True)):
-        if pingpong and tuple(tile_mn) not in _PINGPONG_TILES:
+    for tile_mn, cluster, pingpong in itertools.product(tiles, clusters, (False, True)):
+        if pingpong and tile_mn not in _PINGPONG_TILES:
             continue
-        registers = 240 if pingpong else _CONSUMER_REGISTERS[tile_mn[0]]
-        tile = GemmConfig(*tile_mn, tile_k, *cluster, consumer_registers=registers, pingpong=pingpong)
-        stage = sum(tile_mn) * tile_k * 2
+        tile = GemmConfig(*tile_mn, *cluster, pingpong=pingpong)
+        stage = sum(tile_mn) * TILE_K * 2
         room = gpu.smem_bytes - gemm_smem_bytes(problem, dataclasses.replace(tile, num_stages=0))
         for group, along in itertools.product((4, 8, 16), ("m", "n")):
             yield dataclasses.replace(tile, num_stages=room // stage, group=group, group_along=along)

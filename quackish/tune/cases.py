@@ -74,19 +74,18 @@ def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.devi
 
 
 class _Gemms(GemmLaunches):
-    """Keeps the kernels that it has found, whatever is chosen later; asked for one problem alone."""
+    """Keeps the kernel that its first launch found, whatever is chosen later; for one problem alone."""
 
     def __init__(self, device: torch.device, problem: GemmProblem):
         super().__init__(device)
-        self.problem = problem
-
-    def forget_choices(self) -> None:
-        if not hasattr(self, "_gemms"):
-            super().forget_choices()
+        self.problem, self.found = problem, None
 
     def _compile(self, key: tuple, **fields):
         assert GemmProblem(**fields) == self.problem, (GemmProblem(**fields), self.problem)
-        return super()._compile(key, **fields)
+        if self.found is None:
+            self.found = super()._compile(key, **fields)
+        self._gemms[key] = self.found
+        return self.found
 
 
 def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Callable[[], Run]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quackish import kernels, launch
-from quackish.configs.choose import choose, subscribe
+from quackish.configs import choose
 from quackish.configs.lce_cublas import (
     TILE_N,
     LceClearProblem,
@@ -37,11 +37,8 @@ class CublasGemms:
     def __init__(self, device: torch.device, gpu: Gpu | None = None):
         self.device, self.gpu = device, gpu or gpu_of(device.index)
         self.stream = current_stream_of(device)
-        self.forget_choices()
-        subscribe(self)
-
-    def forget_choices(self) -> None:
         self._kernels: dict[tuple, Callable[..., None]] = {}
+        self._epoch = choose.epoch  # of the choices that these follow from
 
     def num_tiles(self, v: int) -> int:
         """Twice the tiles: behind the sums are what they refer to, and after `redo` zeros."""
@@ -175,11 +172,15 @@ class CublasGemms:
         return self._find((kind, out_dtype, bias_dtype, *options), "lce_exp", problem)
 
     def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
-        known = self._kernels
-        kernel = known.get(key)
+        epoch = choose.epoch
+        kernel = self._kernels.get((epoch, key))
         if kernel is None:
-            config = choose(name, problem, self.gpu).config
-            kernel = known[key] = launch.get(kernels.find(name, self.gpu), problem, config, self.gpu.target)
+            if self._epoch != epoch:
+                self._kernels, self._epoch = {}, epoch
+            config = choose.choose(name, problem, self.gpu).config
+            kernel = self._kernels[epoch, key] = launch.get(
+                kernels.find(name, self.gpu), problem, config, self.gpu.target
+            )
         return kernel
 
 

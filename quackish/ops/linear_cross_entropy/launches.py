@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quackish import kernels, launch
-from quackish.configs.choose import choose, subscribe
+from quackish.configs import choose
 from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem, cuts_dw
 from quackish.configs.lce_rows import (
     WIDE_BIAS,
@@ -45,12 +45,9 @@ class GemmLaunches:
     def __init__(self, device: torch.device, gpu: Gpu | None = None):
         self.device, self.gpu = device, gpu or gpu_of(device.index)
         self.stream = current_stream_of(device)
-        self.forget_choices()
-        subscribe(self)
-
-    def forget_choices(self) -> None:
         # a kernel, how many clusters it runs in, and its config
         self._gemms: dict[tuple, tuple[Callable[..., None], int, GemmConfig]] = {}
+        self._epoch = choose.epoch  # of the choices that these follow from
 
     def num_tiles(self, v: int) -> int:
         """How many partial sums a row of `part_sum` has."""
@@ -99,7 +96,8 @@ class GemmLaunches:
         (rows, h), n = xc.shape, w.shape[0]
         bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
         smoothing, split = part_wsum is not None, e2 is not None
-        key = ("softmax", redo, xc.dtype, e is None, bias_dtype, softcap is None, smoothing, weighted, split)
+        options = softcap is None, smoothing, weighted, split
+        key = (choose.epoch, "softmax", redo, xc.dtype, e is None, bias_dtype, *options)
         kernel, clusters, _ = self._gemms.get(key) or self._compile(
             key,
             epilogue="softmax",
@@ -152,7 +150,7 @@ class GemmLaunches:
         if not smoothing:
             class_weight = None
         bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
-        key = ("dlogits", xc.dtype, e.dtype, bias_dtype, softcap is None, smoothing, weighted)
+        key = (choose.epoch, "dlogits", xc.dtype, e.dtype, bias_dtype, softcap is None, smoothing, weighted)
         kernel, clusters, _ = self._gemms.get(key) or self._compile(
             key,
             epilogue="dlogits",
@@ -193,7 +191,7 @@ class GemmLaunches:
         """
         (n, h), rows = w.shape, e.shape[0]
         scattered = order is not None
-        key = ("dx", e.dtype, out.dtype, scattered, e2 is None, accumulate, tickets is None)
+        key = (choose.epoch, "dx", e.dtype, out.dtype, scattered, e2 is None, accumulate, tickets is None)
         kernel, clusters, config = self._gemms.get(key) or self._compile(
             key,
             epilogue="rows" if scattered else "store",
@@ -234,7 +232,7 @@ class GemmLaunches:
         (rows, h), n = xs.shape, e.shape[1]
         if tickets is not None and not cuts_dw(n, h, self.gpu.sm_count):
             tickets = None
-        key = ("dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None, factor is None)
+        key = (choose.epoch, "dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None, factor is None)
         kernel, clusters, config = self._gemms.get(key) or self._compile(
             key,
             epilogue="store",
@@ -268,11 +266,13 @@ class GemmLaunches:
         return stream, ticket, kept
 
     def _compile(self, key: tuple, **fields) -> tuple[Callable[..., None], int, GemmConfig]:
-        gemms, problem = self._gemms, GemmProblem(**fields)
-        config = choose("lce_gemm", problem, self.gpu).config
+        problem = GemmProblem(**fields)
+        if self._epoch != key[0]:
+            self._gemms, self._epoch = {}, key[0]
+        config = choose.choose("lce_gemm", problem, self.gpu).config
         kernel = launch.get(kernels.find("lce_gemm", self.gpu), problem, config, self.gpu.target)
         clusters = config.max_clusters(self.gpu.sm_count)
-        made = gemms[key] = kernel, clusters, config
+        made = self._gemms[key] = kernel, clusters, config
         return made
 
 
@@ -314,16 +314,15 @@ class LceKernels:
             gemms.logits, gemms.redo, gemms.dlogits, gemms.dx, gemms.dw,
         )  # fmt: skip
         self.stream = gemms.stream
-        self.forget_choices()
-        subscribe(self)
-
-    def forget_choices(self) -> None:
         self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
-        self._scale_configs: dict[torch.dtype, LceScaleConfig] = {}
+        self._scale_configs: dict[tuple, LceScaleConfig] = {}
+        self._epoch = choose.epoch  # of the choices that these follow from
 
     def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
-        known, config = self._rows_kernels, choose(name, problem, self.gpu).config
-        kernel = known[key] = launch.get(kernels.find(name, self.gpu), problem, config, self.gpu.target)
+        if self._epoch != key[0]:
+            self._rows_kernels, self._scale_configs, self._epoch = {}, {}, key[0]
+        config = choose.choose(name, problem, self.gpu).config
+        kernel = self._rows_kernels[key] = launch.get(kernels.find(name, self.gpu), problem, config, self.gpu.target)
         return kernel
 
     def compact(
@@ -352,7 +351,7 @@ class LceKernels:
             class_weight, items_at = None, num_items.data_ptr()
         elif num_items is not None:
             divisor, class_weight, items = "float", None, float(num_items)
-        key = ("compact", target.dtype, None if class_weight is None else class_weight.dtype, divisor)
+        key = (choose.epoch, "compact", target.dtype, None if class_weight is None else class_weight.dtype, divisor)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             problem = LceCompactProblem(dtype_name(target), dtype_name(class_weight), divisor)
@@ -401,7 +400,8 @@ class LceKernels:
         bias_dtype = None if bias is None else bias.dtype
         dx_dtype = None if dx is None else dx.dtype
         capped, rows_out = softcap is not None, loss is not None
-        key = ("gather", x.shape[1], x.dtype, target.dtype, bias_dtype, dx_dtype, capped, rows_out, aligned)
+        dtypes = x.dtype, target.dtype, bias_dtype, dx_dtype
+        key = (choose.epoch, "gather", x.shape[1], *dtypes, capped, rows_out, aligned)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             dtypes = dtype_name(x), dtype_name(target), dtype_name(bias), dtype_name(dx)
@@ -503,6 +503,7 @@ class LceKernels:
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
         key = (
+            choose.epoch,
             "rows",
             stats,
             grads,
@@ -518,7 +519,7 @@ class LceKernels:
         )
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            problem = LceRowsProblem(*key[1:4], dtype_name(xc), dtype_name(class_weight), *key[6:])
+            problem = LceRowsProblem(*key[2:5], dtype_name(xc), dtype_name(class_weight), *key[7:])
             kernel = self._find(key, "lce_rows", problem)
         kernel(
             address(part_sum),
@@ -577,10 +578,10 @@ class LceKernels:
         places[t] = the first place of class t; other classes' are left alone. slot_target is not of the
         launch right before this one.
         """
-        key = ("sort", e2 is not None, places is not None, index is not None)
+        key = (choose.epoch, "sort", e2 is not None, places is not None, index is not None)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            kernel = self._find(key, "lce_sort", LceSortProblem(*key[1:]))
+            kernel = self._find(key, "lce_sort", LceSortProblem(*key[2:]))
         kernel(
             slot_target.data_ptr(),
             order.data_ptr(),
@@ -619,7 +620,7 @@ class LceKernels:
         may write dw and rest, and none of the others."""
         (n, h), stride = dw.shape, x.stride(0)
         aligned = not (x.data_ptr() | stride * 2) & 15
-        key = ("targets", h, x.dtype, dw.dtype, aligned, rest is not None)
+        key = (choose.epoch, "targets", h, x.dtype, dw.dtype, aligned, rest is not None)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             problem = LceTargetsProblem(h, dtype_name(x), dtype_name(dw), aligned, rest is not None)
@@ -638,10 +639,10 @@ class LceKernels:
     ) -> None:
         """db = (or += with `accumulate`) the sum over the live rows i of the chunk of row_scale[i] * e[i, :n]."""
         n = db.shape[0]
-        key = ("bias", e.dtype, row_scale is not None, accumulate, n >= WIDE_BIAS)
+        key = (choose.epoch, "bias", e.dtype, row_scale is not None, accumulate, n >= WIDE_BIAS)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
-            problem = LceBiasProblem(dtype_name(e), *key[2:])
+            problem = LceBiasProblem(dtype_name(e), *key[3:])
             kernel = self._find(key, "lce_bias", problem)
         rows = e.shape[0]
         at = e.data_ptr(), address(row_scale), db.data_ptr(), num_live.data_ptr()
@@ -657,7 +658,7 @@ class LceKernels:
     ) -> None:
         """dx[order[start + i]] = acc[i] for the live rows of the chunk."""
         rows, h = acc.shape
-        key = ("scatter", h, dx.dtype)
+        key = (choose.epoch, "scatter", h, dx.dtype)
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             kernel = self._find(key, "lce_scatter", LceScatterProblem(h, dtype_name(dx)))
@@ -674,12 +675,12 @@ class LceKernels:
         n, n2 = out.numel(), 0 if out2 is None else out2.numel()
         if n + n2 == 0:
             return
-        key = ("scale", out.dtype)
-        kernel, config = self._rows_kernels.get(key), self._scale_configs.get(out.dtype)
+        key = (choose.epoch, "scale", out.dtype)
+        kernel, config = self._rows_kernels.get(key), self._scale_configs.get(key)
         if kernel is None or config is None:
-            configs, problem = self._scale_configs, LceScaleProblem(dtype_name(out))
-            config = configs[out.dtype] = choose("lce_scale", problem, self.gpu).config
+            problem = LceScaleProblem(dtype_name(out))
             kernel = self._find(key, "lce_scale", problem)
+            config = self._scale_configs[key] = choose.choose("lce_scale", problem, self.gpu).config
         num_ctas = config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
         second = out if out2 is None else out2
         kernel(out.data_ptr(), second.data_ptr(), factor.data_ptr(), n, n2, num_ctas, self.stream())
