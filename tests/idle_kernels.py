@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quackish import kernels, launch
 from quackish.gpu import H200
 from quackish.ops import rms_norm_plans as plans
 from quackish.ops.linear_cross_entropy import launches as gemms
@@ -24,8 +25,8 @@ def install(monkeypatch) -> list[Launch]:
 
     monkeypatch.setattr(plans, "gpu_for", lambda device: H200 if device.type == "cpu" else no_kernel(device))
     monkeypatch.setattr(gemms, "gpu_of", lambda index: H200)
-    monkeypatch.setattr(plans.kernels, "find", lambda name, gpu: name)
-    monkeypatch.setattr(plans.launch, "get", get)
+    monkeypatch.setattr(kernels, "find", lambda name, gpu: name)
+    monkeypatch.setattr(launch, "get", get)
     monkeypatch.setattr(plans.workspace, "take", lambda *args: (0, 0, None))
     monkeypatch.setattr(plans.cuda, "current_device", lambda: None)
     monkeypatch.setattr(plans.cuda, "stream_of", lambda index: 0)

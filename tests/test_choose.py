@@ -464,7 +464,7 @@ def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
     with config(lce_dw=dict(group=3), lce_scatter=dict(threads=96), lce_scale=dict(threads=64)):
         assert both() == [3, 96, 64]
     assert both() == usual
-    for cache in gemms._gemms, k._rows_kernels, k._scale_configs:  # blocks in every step must not fill the memory
+    for cache in gemms._gemms, k._rows_kernels, k._scale_kernels:  # blocks in every step must not fill the memory
         assert {key[0] for key in cache} == {choose.epoch}
 
     cublas = CublasGemms(device, B200)

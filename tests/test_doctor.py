@@ -10,10 +10,12 @@ from quackish import toolchain
 from quackish.__main__ import main
 from quackish.cli import doctor, examine, self_test
 from quackish.cli.examine import KERNELS, PORTABLE
+from quackish.configs.choose import choose
 from quackish.errors import UnsupportedError
 from quackish.gpu import A100, H200
 from quackish.launch import objects
 from quackish.ops import rms_norm_plans
+from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import api as linear_cross_entropy
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is no GPU, or another one")
@@ -161,7 +163,11 @@ def set_gpu(monkeypatch, gpu):
     for module in (examine, self_test, rms_norm_plans, linear_cross_entropy):
         monkeypatch.setattr(module, "gpu_of", lambda index: gpu)
     linear_cross_entropy._no_kernel_on.cache_clear()
-    monkeypatch.setattr(rms_norm_plans.launch, "get", lambda *request: toolchain.find())
+
+    def kernel_for(name, problem, on):
+        return Kernel(toolchain.find(), choose(name, problem, on).config)
+
+    monkeypatch.setattr(rms_norm_plans, "kernel_for", kernel_for)
 
 
 @pytest.fixture

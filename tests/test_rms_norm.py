@@ -18,12 +18,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from wrapper_tensor import Wrapper
 
 from quackish import errors, gpu
-from quackish.configs.choose import Choice
 from quackish.configs.rms_norm import MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops import rms_norm as ops
 from quackish.ops import rms_norm_plans as plans
 from quackish.ops import workspace
+from quackish.ops.kernel_for import Kernel
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
 from quackish.testing.errors import error, same_bits
@@ -56,9 +56,10 @@ class Emulated:
     def __init__(self):
         self.launches = []
 
-    def get(self, name, problem, config, target):
-        assert target == gpu.H200.target
-        return functools.partial({"rms_norm_fwd": self.forward, "rms_norm_bwd": self.backward}[name], problem)
+    def kernel_for(self, name, problem, on):
+        assert on == gpu.H200
+        kernel = {"rms_norm_fwd": self.forward, "rms_norm_bwd": self.backward}[name]
+        return Kernel(functools.partial(kernel, problem), EmulatedConfig())
 
     def forward(self, p, *args):
         x, weight, bias, residual, y, res, rstd, x_rows, residual_rows, eps, weight_offset, m, num_ctas, stream = args
@@ -147,9 +148,7 @@ def kernels(monkeypatch):
 
     no_kernel = plans.gpu_for
     monkeypatch.setattr(plans, "gpu_for", lambda device: gpu.H200 if device.type == "cpu" else no_kernel(device))
-    monkeypatch.setattr(plans.kernels, "find", lambda name, gpu: name)
-    monkeypatch.setattr(plans.launch, "get", emulated.get)
-    monkeypatch.setattr(plans.choose, "choose", lambda name, problem, gpu: Choice(EmulatedConfig(), "forced", ""))
+    monkeypatch.setattr(plans, "kernel_for", emulated.kernel_for)
     monkeypatch.setattr(plans.workspace, "take", take)
     monkeypatch.setattr(plans.cuda, "current_device", lambda: None)
     monkeypatch.setattr(plans.cuda, "stream_of", lambda index: STREAM)
@@ -570,15 +569,15 @@ def test_without_the_compiler(monkeypatch):
     monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
 
     def missing(name):
-        def find(kernel, gpu):
+        def find(kernel, problem, gpu):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
         return find
 
-    monkeypatch.setattr(plans.kernels, "find", missing("cutlass"))
+    monkeypatch.setattr(plans, "kernel_for", missing("cutlass"))
     with pytest.warns(PortablePathWarning, match=r"^rms_norm: nvidia-cutlass-dsl .*; pip install nvidia"):
         assert find(RmsNormFwdProblem(8, "float32", "float32")) is None
-    monkeypatch.setattr(plans.kernels, "find", missing("quackish.kernels.typo"))
+    monkeypatch.setattr(plans, "kernel_for", missing("quackish.kernels.typo"))
     with pytest.raises(ModuleNotFoundError):
         find(RmsNormFwdProblem(8, "float32", "float32"))
 

@@ -6,7 +6,7 @@ dispatch mode, which also keeps count of the memory that is held.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quackish import kernels
 from quackish.configs.choose import Choice, choose
-from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig
-from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
+from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
 from quackish.ops.linear_cross_entropy.autograd import Inputs, KernelPlan
-from quackish.ops.linear_cross_entropy.cublas import CublasGemms
-from quackish.ops.linear_cross_entropy.launches import GemmLaunches, LceKernels
+from quackish.ops.linear_cross_entropy.launches import LceKernels, gemms_of
 from quackish.work import SHORT, Work, sizes_of, work
 
 _META = torch.device("meta")
@@ -80,8 +77,7 @@ def linear_cross_entropy(call: LceCall, how: LinearCrossEntropyConfig, gpu: Gpu)
     As plain eager does it, or compiled code, once, every gradient being asked for. Not for several threads.
     """
     note = _Notes(gpu)
-    k = LceKernels(_META, _gemms(note))
-    k._find = note.find  # the one place where it gets kernels from
+    k = LceKernels(_META, gemms_of(_META, gpu, note.kernel_for))
     options = dict(ignore_index=-100, label_smoothing=call.label_smoothing, softcap=call.softcap, z_loss=call.z_loss)
     plan = KernelPlan(**options, reduction=call.reduction, compute_dtype=call.dtype, **dataclasses.asdict(how))
     with torch.device(_META):
@@ -165,36 +161,14 @@ class _Notes:
     def __init__(self, gpu: Gpu):
         self.gpu, self.phase, self.steps = gpu, "forward", []
 
-    def find(self, key: tuple, name: str, problem: Any) -> Callable[..., None]:
-        choice = choose(name, problem, self.gpu)
+    def kernel_for(self, name: str, problem: Any, gpu: Gpu) -> Kernel:
+        choice = choose(name, problem, gpu)
 
-        def kernel(*args) -> None:
+        def note(*args) -> None:
             sizes = sizes_of(name, args)
             self.steps.append(Step(self.phase, name, problem, choice, sizes, work(name, problem, sizes)))
 
-        return kernel
-
-
-def _gemms(note: _Notes) -> GemmLaunches | CublasGemms:
-    """As `gemms_of` picks them."""
-    try:
-        kernels.find("lce_gemm", note.gpu)
-    except UnsupportedError:
-        gemms = CublasGemms(_META, note.gpu)
-        gemms._find = note.find
-        return gemms
-    except ModuleNotFoundError:  # the compiler is not installed here
-        pass
-    gemms = GemmLaunches(_META, note.gpu)
-
-    def compile_(key: tuple, **fields) -> tuple[Callable[..., None], int, GemmConfig]:
-        problem = GemmProblem(**fields)
-        config = choose("lce_gemm", problem, note.gpu).config
-        clusters = config.max_clusters(note.gpu.sm_count)
-        return note.find(key, "lce_gemm", problem), clusters, config
-
-    gemms._compile = compile_
-    return gemms
+        return Kernel(note, choice.config)
 
 
 # PyTorch -------------------------------------------------------------------------------------------------------------

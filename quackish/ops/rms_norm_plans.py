@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quackish import kernels, launch
 from quackish.configs import choose
 from quackish.configs.rms_norm import ITEMSIZE, MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda, workspace
+from quackish.ops.kernel_for import kernel_for
 from quackish.ops.modes import are_plain, check_memory
 from quackish.ops.rms_norm_checks import check_backward, check_forward, names
 from quackish.reference import rms_norm as reference
@@ -355,9 +355,7 @@ def find_kernel(
                 f"rms_norm: no kernel for {m} rows of {problem.n}; at most {MAX_M} rows. "
                 'backend="auto" runs the portable path.'
             )
-        kernel_class = kernels.find(name, gpu)
-        config = choose.choose(name, problem, gpu).config
-        function = launch.get(kernel_class, problem, config, gpu.target)
+        function, config = kernel_for(name, problem, gpu)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("cutlass", "cuda", "tvm_ffi"):
             raise

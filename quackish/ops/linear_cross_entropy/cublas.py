@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from quackish import kernels, launch
 from quackish.configs import choose
 from quackish.configs.lce_cublas import (
     TILE_N,
@@ -22,6 +21,7 @@ from quackish.configs.lce_cublas import (
 from quackish.configs.lce_rows import LceScatterProblem
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops.cuda import current_stream_of, dtype_name
+from quackish.ops.kernel_for import KernelFor, kernel_for
 from quackish.ops.linear_cross_entropy.portable import addmm, mm
 
 
@@ -34,8 +34,8 @@ class CublasGemms:
 
     keeps_rest = False
 
-    def __init__(self, device: torch.device, gpu: Gpu | None = None):
-        self.device, self.gpu = device, gpu or gpu_of(device.index)
+    def __init__(self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for):
+        self.device, self.gpu, self.kernel_for = device, gpu or gpu_of(device.index), kernel_for
         self.stream = current_stream_of(device)
         self._kernels: dict[tuple, Callable[..., None]] = {}
         self._epoch = choose.epoch  # of the choices that these follow from
@@ -177,10 +177,7 @@ class CublasGemms:
         if kernel is None:
             if self._epoch != epoch:
                 self._kernels, self._epoch = {}, epoch
-            config = choose.choose(name, problem, self.gpu).config
-            kernel = self._kernels[epoch, key] = launch.get(
-                kernels.find(name, self.gpu), problem, config, self.gpu.target
-            )
+            kernel = self._kernels[epoch, key] = self.kernel_for(name, problem, self.gpu).launch
         return kernel
 
 

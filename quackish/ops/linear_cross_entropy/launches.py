@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quackish import kernels, launch
+from quackish import kernels
 from quackish.configs import choose
 from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem, cuts_dw
 from quackish.configs.lce_rows import (
@@ -19,7 +19,6 @@ from quackish.configs.lce_rows import (
     LceCompactProblem,
     LceGatherProblem,
     LceRowsProblem,
-    LceScaleConfig,
     LceScaleProblem,
     LceScatterProblem,
     LceSortProblem,
@@ -29,6 +28,7 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import workspace
 from quackish.ops.cuda import address, current_stream_of, dtype_name
+from quackish.ops.kernel_for import Kernel, KernelFor, kernel_for
 from quackish.ops.linear_cross_entropy.cublas import CublasGemms
 
 # GEMMs ----------------------------------------------------------------------------------------------------------------
@@ -42,8 +42,8 @@ class GemmLaunches:
 
     keeps_rest = True  # `dw` may keep what its rounding takes
 
-    def __init__(self, device: torch.device, gpu: Gpu | None = None):
-        self.device, self.gpu = device, gpu or gpu_of(device.index)
+    def __init__(self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for):
+        self.device, self.gpu, self.kernel_for = device, gpu or gpu_of(device.index), kernel_for
         self.stream = current_stream_of(device)
         # a kernel, how many clusters it runs in, and its config
         self._gemms: dict[tuple, tuple[Callable[..., None], int, GemmConfig]] = {}
@@ -269,8 +269,7 @@ class GemmLaunches:
         problem = GemmProblem(**fields)
         if self._epoch != key[0]:
             self._gemms, self._epoch = {}, key[0]
-        config = choose.choose("lce_gemm", problem, self.gpu).config
-        kernel = launch.get(kernels.find("lce_gemm", self.gpu), problem, config, self.gpu.target)
+        kernel, config = self.kernel_for("lce_gemm", problem, self.gpu)
         clusters = config.max_clusters(self.gpu.sm_count)
         made = self._gemms[key] = kernel, clusters, config
         return made
@@ -290,13 +289,16 @@ def _shared(
 # All kernels ----------------------------------------------------------------------------------------------------------
 
 
-def gemms_of(device: torch.device) -> GemmLaunches | CublasGemms:
-    """GEMMs of ours where the table of kernels has one for the GPU, else cuBLAS's."""
+def gemms_of(
+    device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for
+) -> GemmLaunches | CublasGemms:
+    """Our GEMM kernel if the table of kernels has one for the GPU, else cuBLAS."""
+    gpu = gpu or gpu_of(device.index)
     try:
-        kernels.find("lce_gemm", gpu_of(device.index))
+        kernels.find("lce_gemm", gpu)
     except UnsupportedError:
-        return CublasGemms(device)
-    return GemmLaunches(device)
+        return CublasGemms(device, gpu, kernel_for)
+    return GemmLaunches(device, gpu, kernel_for)
 
 
 class LceKernels:
@@ -308,22 +310,25 @@ class LceKernels:
 
     def __init__(self, device: torch.device, gemms: GemmLaunches | CublasGemms | None = None):
         gemms = gemms_of(device) if gemms is None else gemms
+        self.kernel_for = gemms.kernel_for
         self.device, self.gpu, self.num_tiles = device, gemms.gpu, gemms.num_tiles
         self.keeps_rest = gemms.keeps_rest
         self.logits, self.redo, self.dlogits, self.dx, self.dw = (
             gemms.logits, gemms.redo, gemms.dlogits, gemms.dx, gemms.dw,
         )  # fmt: skip
         self.stream = gemms.stream
-        self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # by what selects one, flat: cheap to look up
-        self._scale_configs: dict[tuple, LceScaleConfig] = {}
+        self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # keys are flat tuples: cheap to look up
+        self._scale_kernels: dict[tuple, Kernel] = {}
         self._epoch = choose.epoch  # of the choices that these follow from
 
     def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
-        if self._epoch != key[0]:
-            self._rows_kernels, self._scale_configs, self._epoch = {}, {}, key[0]
-        config = choose.choose(name, problem, self.gpu).config
-        kernel = self._rows_kernels[key] = launch.get(kernels.find(name, self.gpu), problem, config, self.gpu.target)
+        self._forget_old(key[0])
+        kernel = self._rows_kernels[key] = self.kernel_for(name, problem, self.gpu).launch
         return kernel
+
+    def _forget_old(self, epoch: int) -> None:
+        if self._epoch != epoch:
+            self._rows_kernels, self._scale_kernels, self._epoch = {}, {}, epoch
 
     def compact(
         self,
@@ -675,12 +680,13 @@ class LceKernels:
         n, n2 = out.numel(), 0 if out2 is None else out2.numel()
         if n + n2 == 0:
             return
-        key = (choose.epoch, "scale", out.dtype)
-        kernel, config = self._rows_kernels.get(key), self._scale_configs.get(key)
-        if kernel is None or config is None:
-            problem = LceScaleProblem(dtype_name(out))
-            kernel = self._find(key, "lce_scale", problem)
-            config = self._scale_configs[key] = choose.choose("lce_scale", problem, self.gpu).config
+        key = (choose.epoch, out.dtype)
+        kernel = self._scale_kernels.get(key)
+        if kernel is None:
+            self._forget_old(key[0])
+            kernel = self.kernel_for("lce_scale", LceScaleProblem(dtype_name(out)), self.gpu)
+            self._scale_kernels[key] = kernel
+        launch, config = kernel
         num_ctas = config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
         second = out if out2 is None else out2
-        kernel(out.data_ptr(), second.data_ptr(), factor.data_ptr(), n, n2, num_ctas, self.stream())
+        launch(out.data_ptr(), second.data_ptr(), factor.data_ptr(), n, n2, num_ctas, self.stream())
