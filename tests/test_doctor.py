@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quackish import toolchain
+from quackish import kernels, toolchain
 from quackish.__main__ import main
 from quackish.cli import doctor, examine, self_test
 from quackish.cli.examine import KERNELS, PORTABLE
@@ -165,6 +165,7 @@ def set_gpu(monkeypatch, gpu):
     linear_cross_entropy._no_kernel_on.cache_clear()
 
     def kernel_for(name, problem, on):
+        kernels.find(name, on)
         return Kernel(toolchain.find(), choose(name, problem, on).config)
 
     monkeypatch.setattr(rms_norm_plans, "kernel_for", kernel_for)
