@@ -241,7 +241,7 @@ ILLEGAL = [
     ),
     (
         "rms_norm_fwd", FORWARD, dict(threads_per_row=32),
-        "threads_per_row is 32 with split_n 1, 128 elements of a row a thread; expected more threads, so that it is at",
+        "threads_per_row is 32 with split_n 1, 128 elements of a row per thread; expected more threads, so that it is",
     ),
     ("rms_norm_bwd", SHORT, dict(threads=32, threads_per_row=32, split_n=16), "split_n is 16; expected fewer CTAs"),
     ("rms_norm_bwd", BACKWARD, dict(threads=0), "threads is 0; expected a multiple of 32"),
@@ -250,15 +250,15 @@ ILLEGAL = [
     ("rms_norm_bwd", ODD, dict(num_stages=2), "num_stages is 2; expected 0, as the rows do not start and end on 16"),
     (
         "rms_norm_bwd", BACKWARD, dict(num_stages=8),
-        "num_stages is 8 with threads 256, threads_per_row 128 and ctas_per_sm 1, 262288 bytes of shared memory a CTA; "
-        "expected at most 232448 on H200",
+        "num_stages is 8 with threads 256, threads_per_row 128 and ctas_per_sm 1, 262288 bytes of shared memory per "
+        "CTA; expected at most 232448 on H200",
     ),
     ("rms_norm_bwd", BACKWARD, dict(ctas_per_sm=3), "expected at most 76800 on H200"),
     ("rms_norm_bwd", BACKWARD, dict(ctas_per_sm=0), "ctas_per_sm is 0 with threads 256; expected 1 to 8"),
     ("rms_norm_bwd", BACKWARD, dict(ctas_per_sm=9), "ctas_per_sm is 9 with threads 256; expected 1 to 8"),
     (
         "rms_norm_bwd", BACKWARD, dict(threads=64, threads_per_row=32),
-        "256 numbers a thread to keep in 255 registers; expected more threads a row, or fewer threads on an SM",
+        "256 values per thread for 255 registers; expected more threads per row, or fewer threads per SM",
     ),
     ("lce_gemm", DW, dict(tile_m=96), "tile_m is 96; expected one of 64, 128, 192, 256"),
     ("lce_gemm", DW, dict(tile_n=96), "tile_n is 96; expected one of 128, 192, 256"),
