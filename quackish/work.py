@@ -228,7 +228,7 @@ def _gemm_tiles(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
 
 def _gemm_ctas(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
     resident = s["max_clusters"] * config.cluster_m * config.cluster_n
-    return resident if problem.cut_last else min(_gemm_tiles(problem, config, s), resident)
+    return resident if problem.split_k_tail else min(_gemm_tiles(problem, config, s), resident)
 
 
 def _exp_ctas(problem: LceExpProblem, config: LceWarpsConfig, s: Sizes) -> int:
@@ -296,7 +296,7 @@ KERNELS = {
     ),
     "lce_gemm": Kernel(
         ("GemmSm90",),
-        "a second b d epilogue_args last_wave_args ticket num_live (m n k split start) strides max_clusters stream",
+        "a second b d epilogue_args tail_args ticket num_live (m n k split start) strides max_clusters stream",
         ("m", "n", "k", "max_clusters"),
         _lce_gemm,
         _gemm_ctas,

@@ -54,8 +54,8 @@ BACKWARD = RmsNormBwdProblem(4096, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtyp
 LOGITS = GemmProblem("softmax", BF16, BF16)
 DLOGITS = GemmProblem("dlogits", BF16, BF16)
 DX = GemmProblem("rows", BF16, BF16, b_major="n")
-DW = GemmProblem("store", BF16, BF16, a_major="m", b_major="n", live="k", cut_last=True)
-BY_TURNS = dataclasses.replace(DW, cut_last=False)
+DW = GemmProblem("store", BF16, BF16, a_major="m", b_major="n", live="k", split_k_tail=True)
+DW_PINGPONG = dataclasses.replace(DW, split_k_tail=False)
 
 
 @pytest.fixture(autouse=True)
@@ -240,7 +240,7 @@ ILLEGAL = [
     ),
     (
         "rms_norm_fwd", FORWARD, dict(threads_per_row=32),
-        "threads_per_row is 32 with split_n 1, 128 elements of a row a thread; expected more threads, so that it is at",
+        "threads_per_row is 32 with split_n 1, 128 elements of a row per thread; expected more threads, so that it is",
     ),
     ("rms_norm_bwd", SHORT, dict(threads=32, threads_per_row=32, split_n=16), "split_n is 16; expected fewer CTAs"),
     ("rms_norm_bwd", BACKWARD, dict(threads=0), "threads is 0; expected a multiple of 32"),
@@ -249,15 +249,15 @@ ILLEGAL = [
     ("rms_norm_bwd", ODD, dict(num_stages=2), "num_stages is 2; expected 0, as the rows do not start and end on 16"),
     (
         "rms_norm_bwd", BACKWARD, dict(num_stages=8),
-        "num_stages is 8 with threads 256, threads_per_row 128 and ctas_per_sm 1, 262288 bytes of shared memory a CTA; "
-        "expected at most 232448 on H200",
+        "num_stages is 8 with threads 256, threads_per_row 128 and ctas_per_sm 1, 262288 bytes of shared memory per "
+        "CTA; expected at most 232448 on H200",
     ),
     ("rms_norm_bwd", BACKWARD, dict(ctas_per_sm=3), "expected at most 76800 on H200"),
     ("rms_norm_bwd", BACKWARD, dict(ctas_per_sm=0), "ctas_per_sm is 0 with threads 256; expected 1 to 8"),
     ("rms_norm_bwd", BACKWARD, dict(ctas_per_sm=9), "ctas_per_sm is 9 with threads 256; expected 1 to 8"),
     (
         "rms_norm_bwd", BACKWARD, dict(threads=64, threads_per_row=32),
-        "256 numbers a thread to keep in 255 registers; expected more threads a row, or fewer threads on an SM",
+        "256 values per thread for 255 registers; expected more threads per row, or fewer threads per SM",
     ),
     ("lce_gemm", DW, dict(tile_m=96), "tile_m is 96; expected one of 64, 128, 192, 256"),
     ("lce_gemm", DW, dict(tile_n=96), "tile_n is 96; expected one of 128, 192, 256"),
@@ -266,22 +266,22 @@ ILLEGAL = [
     ("lce_gemm", DW, dict(num_stages=1), "num_stages is 1; expected at least 2"),
     ("lce_gemm", DW, dict(num_stages=5), "279560 bytes of shared memory; expected at most 232448 on H200"),
     ("lce_gemm", DW, dict(group=0), "group is 0; expected at least 1"),
-    ("lce_gemm", DX, dict(pingpong=True), "pingpong is True; expected False: tiles are taken by turns where all are"),
+    ("lce_gemm", DX, dict(pingpong=True), "pingpong is True; expected False, as the problem splits tiles along k"),
     ("lce_gemm", DW, dict(pingpong=True), "pingpong is True; expected False"),
     (
-        "lce_gemm", BY_TURNS, dict(tile_m=128, tile_n=256, num_stages=4),
-        "tile_n is 256 with tile_m 128, 256 sums per thread; expected at most 200, as a thread has 240 registers",
+        "lce_gemm", DW_PINGPONG, dict(tile_m=128, tile_n=256, num_stages=4),
+        "tile_n is 256 with tile_m 128, 256 accumulator registers; expected at most 200, as a thread has 240 registers",
     ),
     ("lce_gemm", DW, dict(group_along="k"), "group_along is 'k'; expected one of 'm', 'n'"),
-    ("lce_gemm", LOGITS, dict(tile_n=128), "tile_n is 128; expected 192, as a partial sum of the softmax"),
+    ("lce_gemm", LOGITS, dict(tile_n=128), "tile_n is 128; expected 192, the number of classes per partial sum"),
     (
         "lce_gemm", LOGITS, dict(tile_m=64, cluster_m=1),
-        "tile_m is 64 with cluster_m 1, 64 rows a cluster; expected a multiple of 128",
+        "tile_m is 64 with cluster_m 1, 64 rows per cluster; expected a multiple of 128",
     ),
     ("lce_gemm", DLOGITS, dict(tile_m=192, cluster_m=1, tile_n=128), "multiple of 128"),
     (
         "lce_gemm", DW, dict(tile_m=192, num_stages=2),
-        "tile_n is 256 with tile_m 192, 128 sums per thread; expected at most 120, as a thread has 160 registers",
+        "tile_n is 256 with tile_m 192, 128 accumulator registers; expected at most 120, as a thread has 160 registers",
     ),
     ("lce_compact", LceCompactProblem("int64"), dict(threads=512), "threads is 512; expected 1024"),
     ("lce_compact", LceCompactProblem("int64"), dict(each=0), "each is 0; expected 1 to 16"),
@@ -349,9 +349,9 @@ def test_shared_memory_of_a_norm_is_as_compiled(problem, made):
         (DLOGITS, GemmConfig(tile_m=192, tile_n=192, num_stages=3)),
         (DX, GemmConfig(tile_m=64, tile_n=128, cluster_m=1, cluster_n=2)),
         (DW, GemmConfig(tile_m=256, tile_n=128, num_stages=3)),
-        (BY_TURNS, GemmConfig(tile_m=192, tile_n=128, num_stages=5, pingpong=True)),
-        (BY_TURNS, GemmConfig(tile_m=256, tile_n=128, num_stages=3)),
-        (dataclasses.replace(DX, cut_last=True, split_k=True), GemmConfig(tile_m=64, tile_n=128, cluster_n=2)),
+        (DW_PINGPONG, GemmConfig(tile_m=192, tile_n=128, num_stages=5, pingpong=True)),
+        (DW_PINGPONG, GemmConfig(tile_m=256, tile_n=128, num_stages=3)),
+        (dataclasses.replace(DX, split_k_tail=True, split_k=True), GemmConfig(tile_m=64, tile_n=128, cluster_n=2)),
     ],
     ids=str,
 )

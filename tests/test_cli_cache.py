@@ -107,7 +107,7 @@ BAD = {
     "a link": (link, "not a file but a link"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "not a file but a link, a folder"),
     "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "not a file but a link, a folder or a device"),
-    "no identity": (lambda path: path.write_bytes(packed(b'"nothing"')), "does not say what it is"),
+    "no identity": (lambda path: path.write_bytes(packed(b'"nothing"')), "its identity is incomplete"),
     "nested deeply": (lambda path: path.write_bytes(DEEP), "nested too deeply"),
 }
 
@@ -304,7 +304,7 @@ def test_import_refuses(capsys, monkeypatch, tmp_path, what):
     content = good.read_bytes()
     *evil, reason = EVIL[what]
     if what == "too large":
-        monkeypatch.setattr(upkeep, "_MOST_BYTES", 1000)
+        monkeypatch.setattr(upkeep, "_MAX_BYTES", 1000)
         content = b""
     archive(tmp_path / "k.tar", *[(good.name, content, FILE)] * bool(content), tuple(evil))
     new = move(monkeypatch, tmp_path)

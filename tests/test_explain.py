@@ -191,7 +191,7 @@ def test_without_cuobjdump_registers_are_left_out(capsys, monkeypatch):
     monkeypatch.setattr("quackish.launch.cubin.shutil.which", lambda *args, **kwargs: None)
     said = explain(capsys, "rms_norm", "64x64", "--gpu", "h200", "--json")
     (note,) = [note for note in said["notes"] if "left out" in note]
-    assert note.startswith("Registers and shared memory are left out: cuobjdump, which reads them ")
+    assert note.startswith("Registers and shared memory are left out: cuobjdump, which reads ")
     assert "launch." not in note  # a name of the code's
     assert all("registers" not in kernel for kernel in said["kernels"])
     assert all("waves" not in row for row in said["launches"])

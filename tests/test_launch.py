@@ -349,10 +349,10 @@ def test_processes_that_hang(monkeypatch, tmp_path):
     path = tmp_path / "worker.py"
     path.write_text("import time; time.sleep(60)")
     monkeypatch.setattr(parallel, "_WORKER", path)
-    monkeypatch.setattr(parallel, "_PATIENCE", 0.2)
+    monkeypatch.setattr(parallel, "_TIMEOUT", 0.2)
     outcomes = list(parallel.compile_all(requests(2, 3), jobs=2))
     assert {outcome.status for outcome in outcomes} == {"failed"}
-    assert all("no answer" in outcome.message for outcome in outcomes)
+    assert all("no outcome" in outcome.message for outcome in outcomes)
 
 
 def test_processes_that_cannot_be_started(monkeypatch):

@@ -11,11 +11,11 @@ from quackish.configs.gemm import (
     NUM_TICKETS,
     SOFTMAX_TILE_N,
     GemmProblem,
-    cuts_dw,
     gemm_config,
     gemm_smem_bytes,
     gemm_why_illegal,
-    last_wave_pieces,
+    num_tail_splits,
+    splits_dw_tail,
 )
 from quackish.gpu import H200
 from quackish.testing.device import poison_free_memory
@@ -33,20 +33,20 @@ def problems():
     for dtype, out in ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float16", "float32"):
         dw = dict(a_major="m", b_major="n", live="k")
         yield GemmProblem("store", dtype, out, **dw)
-        yield GemmProblem("store", dtype, out, **dw, cut_last=True)
-        yield GemmProblem("store", dtype, out, **dw, cut_last=True, scaled=True)
+        yield GemmProblem("store", dtype, out, **dw, split_k_tail=True)
+        yield GemmProblem("store", dtype, out, **dw, split_k_tail=True, scaled=True)
         if out == "bfloat16":
-            for cut_last in (False, True):
-                yield GemmProblem("store", dtype, out, **dw, cut_last=cut_last, rest=True)
+            for split_k_tail in (False, True):
+                yield GemmProblem("store", dtype, out, **dw, split_k_tail=split_k_tail, rest=True)
         if out == "float32":
             yield GemmProblem("store", dtype, out, **dw, accumulate=True)
-            yield GemmProblem("store", dtype, out, **dw, accumulate=True, cut_last=True, scaled=True)
-            yield GemmProblem("store", dtype, out, **dw, accumulate=True, cut_last=True)
+            yield GemmProblem("store", dtype, out, **dw, accumulate=True, split_k_tail=True, scaled=True)
+            yield GemmProblem("store", dtype, out, **dw, accumulate=True, split_k_tail=True)
             yield GemmProblem("store", dtype, out, b_major="n")
             yield GemmProblem("store", dtype, out, b_major="n", accumulate=True)
         for split in (False, True):
-            for cut_last in (False, True):
-                yield GemmProblem("rows", dtype, out, b_major="n", split_k=split, cut_last=cut_last)
+            for split_k_tail in (False, True):
+                yield GemmProblem("rows", dtype, out, b_major="n", split_k=split, split_k_tail=split_k_tail)
     for bias, softcap in itertools.product((None, "bfloat16", "float32"), (False, True)):
         for smoothing, weighted in (False, False), (True, False), (True, True):
             options = dict(bias_dtype=bias, softcap=softcap, smoothing=smoothing, weighted=weighted)
@@ -69,14 +69,14 @@ def test_compiles(problem):
 
 
 @pytest.mark.parametrize(
-    "tiles, k_tiles, pieces",
+    "tiles, k_tiles, splits",
     [(512, 2004, 250), (1024, 2004, 238), (64, 2004, 0), (66, 2004, 0), (16, 2004, 64), (676, 64, 64), (700, 64, 0)],
 )
-def test_last_waves_are_cut_where_clusters_would_idle(tiles, k_tiles, pieces):
-    got = last_wave_pieces(tiles, k_tiles, 66)
-    assert got == (pieces or tiles % 66)
+def test_tails_are_split_where_clusters_would_idle(tiles, k_tiles, splits):
+    got = num_tail_splits(tiles, k_tiles, 66)
+    assert got == (splits or tiles % 66)
     m, n, k = tiles * 256, 256, k_tiles * 64
-    room, floats = gemm_config(GemmProblem("rows", "bfloat16", "bfloat16"), H200).last_wave_room(m, n, k, 66)
+    room, floats = gemm_config(GemmProblem("rows", "bfloat16", "bfloat16"), H200).tail_room(m, n, k, 66)
     assert (room, floats) == (max(66, got), max(66, got) * 256 * 256)
 
 
@@ -344,7 +344,7 @@ def test_dw_cuts_off_what_rounding_takes_in_ties_and_at_the_ends():
         assert torch.allclose(with_cut_off(args[4], args[8]), want.expand(8, 16), rtol=2**-23, atol=0)
 
 
-TOGETHER = dict(pingpong=False, num_stages=4)  # both warp groups on a tile
+COOPERATIVE = dict(pingpong=False, num_stages=4)
 # Tiles for each cluster of two CTAs: none for some, one, two, three.
 FEW_AND_MANY = [  # v: a multiple of 8, as results come back without gaps and go into `redo`
     dict(m=500, v=392, live=60),
@@ -361,7 +361,7 @@ def test_logits_have_the_same_bits_however_tiles_are_shared(shape, h):
     c = Case(**shape, h=h)
     c.x[30] = c.x[30] * 60
     runs = []
-    for forced in ({}, TOGETHER, dict(group=3, group_along="n")):
+    for forced in ({}, COOPERATIVE, dict(group=3, group_along="n")):
         with config(lce_logits=forced):
             runs += [both("redo", *both("logits", *softmax_args(c, v_split=v_split))[0])[0] for v_split in (0, 256)]
     (whole, split), truth = runs[:2], both("redo", *both("logits", *softmax_args(c))[1])[1]
@@ -379,7 +379,7 @@ def test_logits_have_the_same_bits_however_tiles_are_shared(shape, h):
 def test_statistics_have_the_same_bits_however_tiles_are_shared(shape):
     c = Case(**shape, h=264)
     got, _ = both("logits", *softmax_args(c, stored=False))
-    with config(lce_logits=TOGETHER):
+    with config(lce_logits=COOPERATIVE):
         other, _ = both("logits", *softmax_args(c, stored=False))
     stored, _ = both("logits", *softmax_args(c))
     for at in (SUM, ZT):
@@ -396,7 +396,7 @@ def test_dlogits_have_the_same_bits_however_tiles_are_shared(shape, h):
     args = c.x, c.w, None, coefs, c.slot_target, c.num_live, 0, None, None, False, 0, padded_nan(c.m, c.v)
     got, truth = both("dlogits", *args)
     assert close(got[-1][: c.live], truth[-1][: c.live], 0.005)
-    for forced in (TOGETHER, TOGETHER | dict(tile_n=256), TOGETHER | dict(tile_n=128)):
+    for forced in (COOPERATIVE, COOPERATIVE | dict(tile_n=256), COOPERATIVE | dict(tile_n=128)):
         with config(lce_dlogits=forced):
             other, _ = both("dlogits", *args)
         assert same_bits(got[-1][: c.live], other[-1][: c.live])
@@ -416,7 +416,11 @@ def test_dw_has_the_same_bits_however_tiles_are_shared(v, places, m):
     args = c.e[:, : c.v], c.x, c.num_live, 0, torch.full((c.v, c.h), NAN, dtype=BF16), False, None, *given
     got, truth = both("dw", *args)
     assert close(got[4], truth[4], 0.004)
-    for tile in (TOGETHER | dict(tile_m=128, tile_n=256), dict(tile_m=128, tile_n=192), dict(tile_m=128, tile_n=128)):
+    for tile in (
+        COOPERATIVE | dict(tile_m=128, tile_n=256),
+        dict(tile_m=128, tile_n=192),
+        dict(tile_m=128, tile_n=128),
+    ):
         with config(lce_dw=tile):
             other, _ = both("dw", *args)
         assert same_bits(got[4], other[4])
@@ -430,23 +434,23 @@ def test_dw_in_fp32_has_the_same_bits_however_tiles_are_shared(accumulate):
     args = c.e[:, : c.v], c.x, c.num_live, 0, torch.randn(c.v, c.h), accumulate
     got, truth = both("dw", *args)
     assert close(got[4], truth[4], 1e-5)
-    with config(lce_dw=TOGETHER | dict(tile_m=128, tile_n=256)):
+    with config(lce_dw=COOPERATIVE | dict(tile_m=128, tile_n=256)):
         other, _ = both("dw", *args)
     assert same_bits(got[4], other[4])
 
 
 @pytest.mark.parametrize("problem", list(problems()), ids=str)
-def test_who_goes_by_turns(problem):
-    p, by_turns = problem, gemm_config(problem, H200).pingpong
+def test_which_problems_go_ping_pong(problem):
+    p, pingpong = problem, gemm_config(problem, H200).pingpong
     if p.epilogue in ("softmax", "dlogits"):
         out = p.epilogue == "dlogits" or p.out_dtype is not None
-        assert by_turns == (not p.redo and (not out or not (p.smoothing or (p.softcap and p.bias_dtype))))
+        assert pingpong == (not p.redo and (not out or not (p.smoothing or (p.softcap and p.bias_dtype))))
     else:
-        assert by_turns == (p.live == "k" and not p.cut_last)
+        assert pingpong == (p.live == "k" and not p.split_k_tail)
 
 
-def test_tiles_are_done_again_by_the_same_code_whatever_is_forced():
-    """`config(lce_logits=...)` holds for both launches of the logits, and the second one takes no turns."""
+def test_redo_runs_the_same_code_whatever_is_forced():
+    """`config(lce_logits=...)` holds for both launches of the logits; the second is always cooperative."""
     problem = GemmProblem("softmax", "bfloat16", "bfloat16", redo=True)
     made = gemm_config(problem, H200)
     forced = dataclasses.replace(made, pingpong=True)
@@ -456,12 +460,12 @@ def test_tiles_are_done_again_by_the_same_code_whatever_is_forced():
     assert gemm_smem_bytes(problem, forced) == gemm_smem_bytes(problem, made)
 
 
-def test_dw_of_few_tiles_is_cut():
-    assert not cuts_dw(128_256, 4096, 132)
-    assert not cuts_dw(10_496, 2048, 132)  # 448 tiles: 14 of 66 clusters idle in the last of seven waves
-    assert cuts_dw(1000, 512, 132)  # 12 tiles
-    assert cuts_dw(384 * 67, 128, 132)
-    assert not cuts_dw(384 * 66, 128, 132)
+def test_the_tail_of_dw_is_split_if_tiles_are_few():
+    assert not splits_dw_tail(128_256, 4096, 132)
+    assert not splits_dw_tail(10_496, 2048, 132)  # 448 tiles: 14 of 66 clusters idle in the tail
+    assert splits_dw_tail(1000, 512, 132)  # 12 tiles
+    assert splits_dw_tail(384 * 67, 128, 132)
+    assert not splits_dw_tail(384 * 66, 128, 132)
 
 
 @pytest.mark.gpu
@@ -494,8 +498,8 @@ def test_the_same_bits_on_every_run():
     assert same_bits(dws[0], dws[2])
 
 
-# Of 256 x 256 tiles on 66 clusters: few and deep, so that many share one; a wave and two more; nothing to share; cut in
-# several rounds.
+# 256 x 256 tiles on 66 clusters: few and deep, so that many clusters share one; a wave and a tail of two; no tail;
+# splits in several rounds.
 SHARED = [
     dict(m=300, h=264, v=20_000),
     dict(m=300, h=264, v=20_000, live=200, start=128),
@@ -505,18 +509,18 @@ SHARED = [
     dict(m=12_000, h=1024, v=4400, live=9000),
     dict(m=2300, h=1024, v=70_000),
     dict(m=6500, h=768, v=66_000, live=6400),
-    dict(m=8448, h=1024, v=24_000, live=7424),  # all rows leave no rest, and so room for 66 pieces; these want 250
+    dict(m=8448, h=1024, v=24_000, live=7424),  # no tail if all rows are live, so room for 66 splits; these want 250
 ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("shape", SHARED, ids=str)
-def test_clusters_share_the_tiles_of_the_last_wave(shape, split, monkeypatch):
-    from quackish.ops.linear_cross_entropy import launches as linear_cross_entropy_gemms
+def test_clusters_share_the_tiles_of_the_tail(shape, split, monkeypatch):
+    from quackish.ops.linear_cross_entropy import launches
     from quackish.ops.linear_cross_entropy.launches import LceKernels
 
-    monkeypatch.setattr(linear_cross_entropy_gemms, "cuts_dw", lambda *sizes: True)
+    monkeypatch.setattr(launches, "splits_dw_tail", lambda *sizes: True)
 
     shape = dict(shape)
     m, h, v, start = shape["m"], shape["h"], shape["v"], shape.get("start", 0)

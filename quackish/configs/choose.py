@@ -1,8 +1,8 @@
 """(kernel, problem, GPU) -> config, and why: the one place that decides how a kernel runs.
 
-First comes what `with quackish.config(...)` forces, then a row of the user's table (`python -m quackish tune` writes
-it), then a row of the table that is shipped, then the analytical choice. Nothing here is measured while a program runs:
-the same tables give the same configs, and so the same bits.
+In order of precedence: `with quackish.config(...)`, a row of the user's table (written by `python -m quackish tune`), a
+row of the shipped table, the analytical rule. Nothing is measured at run time: the same tables give the same configs,
+and so the same bits.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ class Choice(NamedTuple):
 
 
 class _Forced(NamedTuple):
-    """Compared by identity: two blocks may force the same."""
+    """What one `config` block forces. Compared by identity, as two blocks may force the same."""
 
     changes: dict[str, Any]  # name -> a config, or fields of one
 
 
-# Increases with every change of what is chosen. Caches of anything that follows from a choice have it in their keys
-# (15 ns), read before choosing: then no call finds what was chosen before the change.
+# Increases with every change of what `choose` returns. Whoever caches anything that follows from a choice puts it into
+# the key (15 ns), and reads it before choosing, so that no call finds what was chosen before a change.
 epoch = 0
 _forced: tuple[_Forced, ...] = ()  # outermost first
 _lock = threading.Lock()  # held while either changes
 
 
 def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
-    """The config that `problem` runs by on `gpu`; `kernel` is a name of kernels.find().
+    """The config for `problem` on `gpu`; `kernel` is a name of kernels.find().
 
-    Raises UnsupportedError where the kernel does not cover the problem, and ValueError where a forced config is illegal
-    for it: nothing has been compiled or launched then.
+    Raises UnsupportedError if the kernel does not cover the problem, and ValueError if a forced config is illegal for
+    it, before anything is compiled or launched.
     """
     choice = tabled(kernel, problem, gpu)
     name, rule = name_of(kernel, problem), RULES[kernel]
@@ -48,19 +48,16 @@ def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     if not layers:
         return choice
     config = choice.config
-    try:
-        for layer in layers:
-            config = dataclasses.replace(config, **layer) if isinstance(layer, dict) else layer
-        reason = rule.why_illegal(problem, config, gpu)
-    except ValueError as error:  # what a config says of itself
-        reason = str(error)
+    for layer in layers:
+        config = dataclasses.replace(config, **layer) if isinstance(layer, dict) else layer
+    reason = rule.why_illegal(problem, config, gpu)
     if reason is not None:
         raise ValueError(f"quackish.config: {name}: {reason}\n  {config}\n  for {problem} on {gpu.name}")
     return Choice(config, "forced", f"with quackish.config({name}=...)")
 
 
 def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
-    """What is chosen where nothing is forced."""
+    """What is chosen if nothing is forced."""
     choice = analytical(kernel, problem, gpu)
     for source, rows in (("user table", table.user()), ("shipped table", table.shipped())):
         row = rows.find(kernel, problem, gpu)
@@ -69,7 +66,7 @@ def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
         try:
             config = type(choice.config)(**row.config)
             reason = RULES[kernel].why_illegal(problem, config, gpu)
-        except (TypeError, ValueError) as error:
+        except TypeError as error:  # a row of other fields, or of other types
             reason = str(error)
         if reason is None:
             return Choice(config, source, f"{row.measured}, in {rows.path}")
@@ -78,7 +75,7 @@ def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
 
 
 def analytical(kernel: str, problem: Any, gpu: Gpu) -> Choice:
-    """What is chosen without a table."""
+    """What is chosen without tables."""
     rule = RULES[kernel]
     return Choice(rule.analytical(problem, gpu), "analytical", f"by the rule in {rule.where}")
 
@@ -88,24 +85,23 @@ def analytical(kernel: str, problem: Any, gpu: Gpu) -> Choice:
 
 @contextlib.contextmanager
 def config(**forced: Any) -> Iterator[None]:
-    """Kernels launched inside the block run by these configs.
+    """Forces configs for the kernels launched inside the block.
 
         with quackish.config(rms_norm_backward=dict(num_stages=4)):
             loss.backward()
 
-    Each name is a kernel: `rms_norm_forward`, `rms_norm_backward`; of linear cross entropy the GEMMs `lce_logits`,
-    `lce_dlogits`, `lce_dx` and `lce_dw`, and the kernels between them (`lce_gather`, `lce_rows`, ...). Its value is a
-    dict of fields, which replace those of the config that would have been chosen, or a whole config
-    (`quackish.configs`). Blocks nest; the inner one's fields go over the outer one's.
+    Names are kernels: `rms_norm_forward`, `rms_norm_backward`; in linear cross entropy the GEMMs `lce_logits`,
+    `lce_dlogits`, `lce_dx` and `lce_dw`, and the kernels around them (`lce_gather`, `lce_rows`, ...). A value is a dict
+    of fields to replace in the config that would have been chosen, or a whole config (`quackish.configs`). Blocks nest;
+    fields of inner blocks override those of outer ones.
 
-    ValueError for what is no kernel, no field or of another type, and at the call of an operation whose problem the
-    config is illegal for (it says which field, what it was and what is legal); nothing was launched then. Calls that
-    take the portable path are not affected.
+    Raises ValueError for an unknown kernel or field or a wrong type. If a config is illegal for a problem, the call of
+    the operation raises ValueError with the field, its value and what is legal, before anything is launched. Calls on
+    the portable path are not affected.
 
-    It holds for the whole process, as backward runs in threads of its own: not for two threads that want different
-    configs at a time. It goes around calls of compiled code (`torch.compile`), not inside it. A CUDA graph keeps the
-    configs that it was captured with. Entering and leaving forget what calls had looked up, so the first calls after
-    either take longer; otherwise it costs nothing.
+    A block applies to the whole process, because backward runs in its own threads; two threads cannot force different
+    configs at the same time. Put it around calls of compiled code (`torch.compile`), not inside. A CUDA graph keeps the
+    configs it was captured with. Calls look their kernels up anew after a block starts or ends; otherwise it is free.
     """
     global _forced
     for name, changes in forced.items():
@@ -122,7 +118,7 @@ def _change(forced) -> None:
     global _forced, epoch
     with _lock:
         _forced = forced()
-        epoch += 1  # last: who sees the new epoch sees the new configs
+        epoch += 1  # last, so that whoever reads the new epoch gets the new configs
 
 
 def _check(name: str, changes: Any) -> None:
@@ -153,7 +149,7 @@ def _a(kind: type) -> str:
 
 
 def reload() -> None:
-    """Reads the tables again at their next use: for a process that wrote one, or was given another folder."""
+    """Rereads the tables at their next use: for a process that wrote one, or whose config folder changed."""
     global epoch
     with _lock:
         table.forget()

@@ -1,7 +1,7 @@
-"""RMSNorm: what is asked (Problem) and how it is done (Config). M, the number of rows, is in none of them.
+"""RMSNorm: what is asked (Problem) and how it is done (Config). Both are independent of M, the number of rows.
 
-How many threads share a row decides the order in which its sum is formed, so it depends on the problem alone: the bits
-of a row are the same in any batch. Measured numbers: H200, bf16, M from 4096 to 65536 (`benchmarks/results`).
+The number of threads per row determines the summation order, so it depends on the problem alone, and a row has the same
+bits in any batch. Numbers in comments were measured on an H200, bf16, M 4096 to 65536 (`benchmarks/results`).
 """
 
 import dataclasses
@@ -9,11 +9,11 @@ import dataclasses
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 
-# Bytes an element, by dtype name as torch and the DSL both spell it.
+# Bytes per element, by dtype name as both torch and the DSL spell it.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_N = 262_144  # a cluster of 16 CTAs, 16,384 columns each
-MAX_M = 2**31 - 2**20  # kernels count rows in 32 bits, up to a few tiles past the last one
-MAX_N_TWO_SUMS = 131_072  # dweight and dbias both: more would not fit into a thread's registers
+MAX_M = 2**31 - 2**20  # kernels count rows in 32 bits, up to a few tiles past the last row
+MAX_N_TWO_SUMS = 131_072  # with both dweight and dbias: more would not fit a thread's registers
 
 
 def _itemsize(*row_dtypes: str | None) -> int:
@@ -21,19 +21,19 @@ def _itemsize(*row_dtypes: str | None) -> int:
 
 
 def columns_per_cta(n: int, vec: int, split_n: int) -> int:
-    """Columns of a row that each of split_n CTAs has, the last one perhaps fewer."""
-    unit = 8 if vec > 1 and split_n > 1 else 1  # parts start on 16 bytes in every dtype
+    """Columns per CTA of a row split over split_n CTAs; the last CTA may have fewer."""
+    unit = 8 if vec > 1 and split_n > 1 else 1  # each CTA's part starts on 16 bytes in every dtype
     return -(-n // (split_n * unit)) * unit
 
 
 def _vec(aligned: bool, itemsize: int) -> int:
-    """16 bytes of the widest dtype in a row; single elements where rows are not aligned."""
+    """16 bytes of the widest dtype of a row; single elements if rows are not aligned."""
     return 16 // itemsize if aligned else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class RmsNormFwdProblem:
-    """y = norm(res) * (weight_offset + weight) + bias, res = x + residual; dtypes by name, None where absent."""
+    """y = norm(res) * (weight_offset + weight) + bias, res = x + residual; dtypes by name, None if absent."""
 
     n: int
     x_dtype: str
@@ -50,21 +50,21 @@ class RmsNormFwdProblem:
 
     @property
     def vec(self) -> int:
-        """Elements of a row that a thread moves at once."""
+        """Elements per vector access."""
         return _vec(self.aligned, self.itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
 class RmsNormBwdProblem:
-    """The gradients that are asked for, by dtype name; None where one is not."""
+    """The requested gradients, by dtype name; None if not requested."""
 
     n: int
-    x_dtype: str  # what was normalised: x, or res where there was a residual
+    x_dtype: str  # of the normalized tensor: x, or res with a residual
     dy_dtype: str
     weight_dtype: str | None = None
-    dres_dtype: str | None = None  # gradient that arrives at res
+    dres_dtype: str | None = None  # of the incoming gradient of res
     dx_dtype: str | None = None
-    dresidual_dtype: str | None = None  # asked for only where its dtype is not dx's
+    dresidual_dtype: str | None = None  # only if it differs from dx's; else dx is also dresidual
     dweight_dtype: str | None = None
     dbias_dtype: str | None = None
     packed: bool = True
@@ -76,17 +76,17 @@ class RmsNormBwdProblem:
 
     @property
     def vec(self) -> int:
-        """Elements of a row that a thread moves at once."""
+        """Elements per vector access."""
         return _vec(self.aligned, self.itemsize)
 
     @property
     def num_sums(self) -> int:
-        """How many sums over rows are asked for."""
+        """How many sums over rows are requested."""
         return (self.dweight_dtype is not None) + (self.dbias_dtype is not None)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row that come in."""
+        """Bytes loaded per row."""
         return self.n * sum(ITEMSIZE[d] for d in (self.x_dtype, self.dy_dtype, self.dres_dtype) if d)
 
 
@@ -94,58 +94,60 @@ class RmsNormBwdProblem:
 class RmsNormFwdConfig:
     threads: int
     threads_per_row: int
-    split_n: int = 1  # CTAs, a cluster, that share a row
+    split_n: int = 1  # CTAs of a cluster that share a row
 
     def num_ctas(self, m: int, sm_count: int) -> int:
-        """One tile of rows a CTA, for m >= 1 rows."""
+        """One tile of rows per CTA, for m >= 1 rows."""
         return -(-m // (self.threads // self.threads_per_row)) * self.split_n
 
 
 @dataclasses.dataclass(frozen=True)
 class RmsNormBwdConfig:
-    """The sums over rows are formed in this order, which changes with the number of CTAs and so with M and the GPU:
-    a thread adds its rows, `num_ctas` tiles apart; a CTA its rows of a tile; then interleaved shares of the CTAs, each
-    in order, and the shares as a tree."""
+    """How the backward kernel runs, and with that the order of its sums over rows (dweight, dbias).
+
+    A thread adds its rows, `num_ctas` tiles apart; a CTA adds the rows of its tile; then groups of threads add
+    interleaved shares of the CTAs, and a tree adds the groups. The order depends on the number of CTAs, so on M and the
+    GPU.
+    """
 
     threads: int
     threads_per_row: int
-    num_stages: int  # tiles of rows in shared memory; 0 reads rows from global memory, aligned or not
+    num_stages: int  # tiles of rows in shared memory; 0: rows are read from global memory, aligned or not
     ctas_per_sm: int
-    split_n: int = 1  # CTAs, a cluster, that share a row
+    split_n: int = 1  # CTAs of a cluster that share a row
 
     def num_ctas(self, m: int, sm_count: int) -> int:
-        """Persistent CTAs for m >= 1 rows: as many as are resident at once, or fewer if that is no slower."""
+        """Persistent CTAs for m >= 1 rows: as many as are resident at once, or fewer for the same number of rounds."""
         clusters = sm_count * self.ctas_per_sm // self.split_n
         if self.split_n > 2:
-            # A cluster lies within one GPC, and GPCs differ in size: an H200 with 132 SMs was seen to hold 30 clusters
-            # of 4, 15 of 8 and 7 of 16, at one CTA an SM. One more than fits is refused, as the launch is cooperative,
-            # or takes twice as long where only dx is asked for. Other GPUs were not looked at.
+            # A cluster needs a single GPC, and GPCs differ in size: an H200 (132 SMs) held 30 clusters of 4, 15 of 8
+            # and 7 of 16 at one CTA per SM. One too many fails a cooperative launch, and doubles the time of another.
             clusters = clusters * 7 // 8
         clusters = max(clusters, 1)
         tiles = -(-m // (self.threads // self.threads_per_row))
         return -(-tiles // -(-tiles // clusters)) * self.split_n
 
     def scratch_floats(self, problem: RmsNormBwdProblem, num_ctas: int) -> int:
-        """fp32 elements of scratch that the sums over CTAs need."""
+        """fp32 elements of scratch for the sums over CTAs."""
         n_cta = columns_per_cta(problem.n, problem.vec, self.split_n)
         return num_ctas * problem.num_sums * (-(-n_cta // 4) * 4)
 
     @property
     def num_tickets(self) -> int:
-        """int32 counters that the sums over CTAs need."""
+        """int32 counters for the sums over CTAs."""
         return 2 * self.split_n
 
 
 def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfig:
     """Raises UnsupportedError for n > MAX_N."""
     p = problem
-    # A thread keeps its part of x, of the weight, and of the residual and the bias in registers. 16 bf16 elements a
-    # thread were fastest up to n = 4096, 32 from there, which only x and a weight no wider than x leave room for.
+    # A thread keeps its part of x, weight, residual and bias in registers. 16 bf16 elements per thread were fastest up
+    # to n = 4096, and 32 above, which fit only without residual and bias, and if the weight is no wider than x.
     narrow_weight = p.weight_dtype is None or ITEMSIZE[p.weight_dtype] <= p.itemsize
     wide = p.aligned and narrow_weight and p.residual_dtype is None and p.bias_dtype is None
     elements = 32 // p.itemsize * (2 if wide and p.n * p.itemsize > 8192 else 1)
     split_n = 1
-    if p.n > 512 * elements:  # 8192 bf16 columns a CTA: 135 us at 4096 x 32768 where 16,384 took 141
+    if p.n > 512 * elements:  # 8192 bf16 columns per CTA: 135 us at 4096 x 32768; 16,384: 141 us
         split_n = _split(p.n, (256 if wide else 512) * elements, MAX_N)
     n_cta = columns_per_cta(p.n, p.vec, split_n)
     most = 48 // p.itemsize if wide and elements * p.itemsize == 32 else elements
@@ -154,17 +156,16 @@ def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfi
 
 
 def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfig:
-    """Raises UnsupportedError for n > MAX_N, and where dweight and dbias are both asked for, for n > MAX_N_TWO_SUMS."""
-    # Up to 2 KB a row, two CTAs an SM and 16 bf16 elements a thread; then one CTA an SM and 32 elements, about 32 KB of
-    # rows a stage; from 10 KB one row a stage, with 16 elements again. The best of a sweep over threads, stages and
-    # CTAs at each n of 256, 512, 1024, 2048, 3072, 4096, 5120, 6144 and 8192. More rows in flight are not faster: at
-    # 65536 x 4096 with 128 threads a row, 3 stages took 377 us and 4 took 379.
+    """Raises UnsupportedError for n > MAX_N, and with both dweight and dbias for n > MAX_N_TWO_SUMS."""
+    # Rows up to 2 KB: two CTAs per SM, 16 bf16 elements per thread. Up to 10 KB: one CTA per SM, 32 elements, about
+    # 32 KB per stage. Above: one row per stage, 16 elements. This was best in a sweep over threads, stages and CTAs at
+    # n from 256 to 8192. More rows in flight gain nothing: 65536 x 4096 took 377 us with 3 stages, 379 with 4.
     p = problem
     row = p.n * p.itemsize
     split_n = 1 if row <= 16_384 else _split(p.n, 16_384 // p.itemsize, MAX_N_TWO_SUMS if p.num_sums == 2 else MAX_N)
     elements = (64 if 2048 < row <= 10_240 else 32) // p.itemsize
-    # Unpacking fp16 takes the pipe that multiplies, bf16's does not: more threads at work. At 8192 x 4096 in fp16 128
-    # threads a row and 2 rows a CTA took 58.8 us, 256 threads a row 58.2.
+    # Unpacking fp16, unlike bf16, uses the FMA pipe, so more threads help: 8192 x 4096 in fp16 took 58.8 us with 128
+    # threads per row, 58.2 with 256.
     halves = p.x_dtype == "float16" and 4096 < row <= 10_240
     if halves:
         elements //= 2
@@ -172,7 +173,7 @@ def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfi
     threads_per_row = _threads_per_row(columns_per_cta(p.n, p.vec, split_n), p.vec, elements, most, at_most=512)
     threads = threads_per_row if row > 10_240 else _threads(threads_per_row, 512 if halves else 256)
     ctas_per_sm, num_stages = (2, 4) if row <= 2048 else (1, 3) if row <= 10_240 else (1, 4) if split_n == 1 else (1, 6)
-    if p.num_sums == 2:  # a second set of sums takes the registers of a second CTA
+    if p.num_sums == 2:  # the second set of sums takes the registers of a second CTA
         ctas_per_sm = 1
     stage_bytes = p.row_bytes // split_n * (threads // threads_per_row)
     num_stages = min(num_stages, (gpu.smem_bytes_per_sm // ctas_per_sm - 8192) // stage_bytes)
@@ -184,12 +185,12 @@ def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfi
 # Legality ------------------------------------------------------------------------------------------------------------
 
 CLUSTERS = (1, 2, 4, 8, 16)
-MAX_FWD_ELEMENTS = 64  # of a row, a thread: as many as the registers that the kernel is compiled for
+MAX_FWD_ELEMENTS = 64  # of a row per thread: the number of registers that the kernel is compiled for
 REGISTERS_PER_SM = 65_536
 
 
 def rms_norm_fwd_why_illegal(problem: RmsNormFwdProblem, config: RmsNormFwdConfig, gpu: Gpu) -> str | None:
-    """Why `config` cannot run `problem`: the field, what it is, what it may be. None where it can."""
+    """Why `config` cannot run `problem`: the field, its value, what is legal. None if it is legal."""
     reason = _shape_why_illegal(problem, config)
     if reason is not None:
         return reason
@@ -197,13 +198,13 @@ def rms_norm_fwd_why_illegal(problem: RmsNormFwdProblem, config: RmsNormFwdConfi
     if elements > MAX_FWD_ELEMENTS:
         return (
             f"threads_per_row is {config.threads_per_row} with split_n {config.split_n}, {elements} elements of a row "
-            f"a thread; expected more threads, so that it is at most {MAX_FWD_ELEMENTS}"
+            f"per thread; expected more threads, so that it is at most {MAX_FWD_ELEMENTS}"
         )
     return None
 
 
 def rms_norm_bwd_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfig, gpu: Gpu) -> str | None:
-    """As rms_norm_fwd_why_illegal."""
+    """Same as rms_norm_fwd_why_illegal."""
     reason = _shape_why_illegal(problem, config)
     if reason is not None:
         return reason
@@ -211,23 +212,24 @@ def rms_norm_bwd_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfi
     if c.ctas_per_sm not in range(1, 2048 // c.threads + 1):
         return f"ctas_per_sm is {c.ctas_per_sm} with threads {c.threads}; expected 1 to {2048 // c.threads}"
     if c.num_stages != 0 and c.num_stages < 2:
-        return f"num_stages is {c.num_stages}; expected 0, or at least 2: one is filled while another is read"
+        return f"num_stages is {c.num_stages}; expected 0, or at least 2: one is loaded while another is read"
     if c.num_stages and not problem.aligned:
         return f"num_stages is {c.num_stages}; expected 0, as the rows do not start and end on 16 bytes"
-    room = min(gpu.smem_bytes, gpu.smem_bytes_per_sm // c.ctas_per_sm - 1024)  # the system takes 1 KB of each CTA
+    room = min(gpu.smem_bytes, gpu.smem_bytes_per_sm // c.ctas_per_sm - 1024)  # the system reserves 1 KB per CTA
     needed = rms_norm_bwd_smem_bytes(problem, c)
     if needed > room:
         return (
             f"num_stages is {c.num_stages} with threads {c.threads}, threads_per_row {c.threads_per_row} and "
-            f"ctas_per_sm {c.ctas_per_sm}, {needed} bytes of shared memory a CTA; expected at most {room} on {gpu.name}"
+            f"ctas_per_sm {c.ctas_per_sm}, {needed} bytes of shared memory per CTA; expected at most {room} on "
+            f"{gpu.name}"
         )
-    # What a thread keeps in registers: the weight and the sums. Beyond them not even these fit.
+    # A thread keeps at least the weight and the sums in registers.
     kept = (1 + problem.num_sums) * elements_per_thread(problem, c)
     registers = min(255, REGISTERS_PER_SM // (c.threads * c.ctas_per_sm))
     if kept > registers:
         return (
             f"threads_per_row is {c.threads_per_row} with threads {c.threads} and ctas_per_sm {c.ctas_per_sm}, {kept} "
-            f"numbers a thread to keep in {registers} registers; expected more threads a row, or fewer threads on an SM"
+            f"values per thread for {registers} registers; expected more threads per row, or fewer threads per SM"
         )
     return None
 
@@ -235,13 +237,13 @@ def rms_norm_bwd_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfi
 def elements_per_thread(
     problem: RmsNormFwdProblem | RmsNormBwdProblem, config: RmsNormFwdConfig | RmsNormBwdConfig
 ) -> int:
-    """Columns of a row that a thread has."""
+    """Columns of a row per thread."""
     n_cta = columns_per_cta(problem.n, problem.vec, config.split_n)
     return -(-n_cta // (config.threads_per_row * problem.vec)) * problem.vec
 
 
 def rms_norm_bwd_smem_bytes(problem: RmsNormBwdProblem, config: RmsNormBwdConfig) -> int:
-    """Shared memory of a CTA: stages, or in their place the sums over rows; barriers; and the sums of a row."""
+    """Shared memory per CTA: stages, whose memory the sums over rows reuse; barriers; and slots of RowSum."""
     n_cta = columns_per_cta(problem.n, problem.vec, config.split_n)
     tile_m = config.threads // config.threads_per_row
     stages = config.num_stages * tile_m * (problem.row_bytes // problem.n * n_cta)
@@ -256,7 +258,7 @@ def rms_norm_bwd_smem_bytes(problem: RmsNormBwdProblem, config: RmsNormBwdConfig
 def _shape_why_illegal(
     problem: RmsNormFwdProblem | RmsNormBwdProblem, config: RmsNormFwdConfig | RmsNormBwdConfig
 ) -> str | None:
-    """Who works on a row: what both directions share."""
+    """Checks of threads, threads_per_row and split_n, for both directions."""
     c, p = config, problem
     if c.threads not in range(32, 1025, 32):
         return f"threads is {c.threads}; expected a multiple of 32, up to 1024"
@@ -269,10 +271,10 @@ def _shape_why_illegal(
     if c.split_n > 1 and c.threads != c.threads_per_row:
         return (
             f"threads is {c.threads} with split_n {c.split_n}; expected threads_per_row {c.threads_per_row}, as CTAs "
-            "that share a row have one at a time"
+            "that share a row process one row at a time"
         )
     if (c.split_n - 1) * columns_per_cta(p.n, p.vec, c.split_n) >= p.n:
-        return f"split_n is {c.split_n}; expected fewer CTAs, as {p.n} columns leave some of them without any"
+        return f"split_n is {c.split_n}; expected fewer CTAs, as {p.n} columns are too few for each to have some"
     return None
 
 
@@ -280,7 +282,7 @@ def _shape_why_illegal(
 
 
 def _split(n: int, n_cta: int, max_n: int) -> int:
-    """The smallest cluster, a power of two up to 16, whose CTAs need take no more than about n_cta columns each."""
+    """The smallest cluster size, a power of two up to 16, with at most about n_cta columns per CTA."""
     if n > max_n:
         raise UnsupportedError(
             f'rms_norm: no kernel for rows of {n} elements; at most {max_n}. backend="auto" runs the portable path.'
@@ -292,8 +294,10 @@ def _split(n: int, n_cta: int, max_n: int) -> int:
 
 
 def _threads_per_row(n: int, vec: int, elements: int, most: int, at_most: int) -> int:
-    """8, 16 or whole warps up to at_most threads: so many that each has about `elements` of the row, none more than
-    `most` if that can be had, as more would spill, and few have none."""
+    """Threads per row: 8, 16 or whole warps, up to at_most, for about `elements` per thread and few idle threads.
+
+    If possible none has more than `most` elements, as more would spill.
+    """
     vectors, target = -(-n // vec), max(1, elements // vec)
 
     def cost(threads: int) -> float:
@@ -305,5 +309,5 @@ def _threads_per_row(n: int, vec: int, elements: int, most: int, at_most: int) -
 
 
 def _threads(threads_per_row: int, about: int) -> int:
-    """A whole number of rows, about so many threads."""
+    """Threads per CTA for a whole number of rows: the multiple of threads_per_row nearest to `about`."""
     return threads_per_row * max(1, round(about / threads_per_row))

@@ -1,9 +1,9 @@
-"""Hopper's GEMM: D[m, n] = sum over k of A[m, k] * B[n, k] by TMA and WGMMA, persistent and warp-specialised.
+"""Hopper GEMM, persistent and warp-specialized: D[m, n] = sum over k of A[m, k] * B[n, k], by TMA and WGMMA.
 
-One warp loads tiles of A and B, `num_stages` of them deep, multicast within the cluster; each consumer warp group
-multiplies 64 rows of the tile by all of its columns and hands its fp32 accumulator to an epilogue (`epilogues.py`).
-With `pingpong` two warp groups have a tile each, all rows of it, and multiply by turns.
-How many rows there are is read on the device: `num_live - start` of m, or of k.
+A producer warp loads tiles of A and B, `num_stages` deep, multicast within the cluster. Consumer warp groups multiply
+and pass their fp32 accumulator to an epilogue (`epilogues.py`). Cooperative: the warp groups share a tile, 64 rows
+each. Ping-pong: two warp groups have a tile each, and one runs its products during the other's epilogue.
+The number of live rows, `num_live - start` along m or k, is read on the device.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import PRODUCER_REGISTERS, TILE_K, GemmConfig, GemmProblem
 from quackish.kernels.common.epilogues import make_epilogue
-from quackish.kernels.common.last_wave import LastWave
 from quackish.kernels.common.lce import after_previous, fake_count, load_at
-from quackish.kernels.common.pace import begin_together, patience_for, tiles_to_meet_for
 from quackish.kernels.common.rows import DTYPES, fake_pointer
+from quackish.kernels.common.split_k_tail import Plan, SplitKTail
+from quackish.kernels.common.wave_sync import spin_limit, tiles_to_sync, wave_sync
 
 
 @cute.jit
 def matrix(base: cute.Pointer, rows: Int32, cols: Int32, ld: Int64, cols_contiguous: cutlass.Constexpr[bool]):
-    """(rows, cols) with the stride `ld` along the dimension that is not contiguous."""
+    """A (rows, cols) tensor with leading dimension `ld`, a multiple of 8."""
     if const_expr(cols_contiguous):
         return cute.make_tensor(base, cute.make_layout((rows, cols), stride=(cute.assume(ld, divby=8), 1)))
     return cute.make_tensor(base, cute.make_layout((rows, cols), stride=(1, cute.assume(ld, divby=8))))
@@ -40,7 +40,7 @@ class GemmSm90:
         self.problem, self.config = problem, config
         self.dtype = DTYPES[problem.dtype]
         self.epilogue = make_epilogue(problem, config)
-        self.last_wave = LastWave(config) if problem.cut_last else None
+        self.tail = SplitKTail(config) if problem.split_k_tail else None
         self.tile = (config.tile_m, config.tile_n, TILE_K)
         self.cluster = (config.cluster_m, config.cluster_n)
 
@@ -58,7 +58,7 @@ class GemmSm90:
             b,
             fake_pointer(p.out_dtype),
             self.epilogue.fake_args(),
-            self.last_wave.fake_args() if p.cut_last else None,
+            self.tail.fake_args() if p.split_k_tail else None,
             None if p.redo else fake_pointer("int32", aligned=False),
             num_live,
             sizes,
@@ -71,12 +71,12 @@ class GemmSm90:
     def __call__(
         self,
         a: cute.Pointer,  # (m, k)
-        second: Optional[cute.Pointer],  # A's columns, or D's, from `split` on
+        second: Optional[cute.Pointer],  # columns from `split` on: of A with split_k, of D with split_n
         b: cute.Pointer,  # (n, k)
         d: Optional[cute.Pointer],  # (m, n)
         epilogue_args: Optional[tuple],
-        last_wave_args: Optional[tuple],  # partial sums, tickets that are 0, how many pieces there is room for
-        ticket: Optional[cute.Pointer],  # (1,) where clusters meet: 0
+        tail_args: Optional[tuple],  # of SplitKTail
+        ticket: Optional[cute.Pointer],  # (1,) of wave_sync: 0 before and after
         num_live: cute.Pointer,  # (1,)
         sizes: tuple,  # m, n, k, split, start
         strides: tuple,  # of a, second, b, d
@@ -109,14 +109,14 @@ class GemmSm90:
             if const_expr(p.split_n):
                 d_atoms.append(self.epilogue.store_atom(matrix(second, m, n - split, strides[1], True)))
         tiles = cute.ceil_div(m, c.tile_m * c.cluster_m) * cute.ceil_div(n, c.tile_n * c.cluster_n)
-        clusters = max_clusters if p.cut_last else cutlass.min(tiles, max_clusters)
+        clusters = max_clusters if p.split_k_tail else cutlass.min(tiles, max_clusters)
         self.kernel(
             a_atoms,
             b_atom,
             d_atoms,
             d,
             epilogue_args,
-            last_wave_args,
+            tail_args,
             ticket,
             num_live,
             sizes,
@@ -134,7 +134,7 @@ class GemmSm90:
         )
 
     def load_atom(self, tensor, smem_layout, tile, num_multicast):
-        """(TMA atom, coordinates of the tensor) for one stage's tile, which `num_multicast` CTAs share."""
+        """(TMA atom, tensor of coordinates) that loads one stage's tile into `num_multicast` CTAs."""
         shared = num_multicast > 1
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
         stage = cute.slice_(smem_layout, (None, None, 0))
@@ -143,14 +143,14 @@ class GemmSm90:
 
     @cute.jit
     def cluster_tile(self, index: Int32, tiles_m: Int32, tiles_n: Int32):
-        """Where the index-th cluster tile lies: (m, n), in cluster tiles."""
+        """(m, n) of the index-th cluster tile, in cluster tiles."""
         along_m = const_expr(self.config.group_along == "m")
         inner, outer = (tiles_m, tiles_n) if along_m else (tiles_n, tiles_m)
         group = index // (self.config.group * outer)
         first = group * self.config.group
         width = cutlass.min(inner - first, self.config.group)
-        rest = index - first * outer
-        i, o = first + rest % width, rest // width
+        index -= first * outer
+        i, o = first + index % width, index // width
         return (i, o) if along_m else (o, i)
 
     @cute.kernel
@@ -161,12 +161,12 @@ class GemmSm90:
         d_atoms: list,
         d: Optional[cute.Pointer],
         epilogue_args: Optional[tuple],
-        last_wave_args: Optional[tuple],
+        tail_args: Optional[tuple],
         ticket: Optional[cute.Pointer],
         num_live: cute.Pointer,
         sizes: tuple,
         ldd: Int64,
-        tiled_mmas: list,  # the one that overwrites the accumulator, the one that adds to it
+        tiled_mmas: list,  # one overwrites the accumulator, one adds to it
         sA_layout: cute.ComposedLayout,
         sB_layout: cute.ComposedLayout,
     ):
@@ -184,11 +184,11 @@ class GemmSm90:
         sA = smem.allocate_tensor(self.dtype, sA_layout.outer, byte_alignment=1024, swizzle=sA_layout.inner)
         sB = smem.allocate_tensor(self.dtype, sB_layout.outer, byte_alignment=1024, swizzle=sB_layout.inner)
         staging = self.epilogue.allocate(smem)
-        sTicket = self.last_wave.allocate(smem) if const_expr(p.cut_last) else None
+        sTicket = self.tail.allocate(smem) if const_expr(p.split_k_tail) else None
         cta_layout = cute.make_layout((1, c.cluster_m, c.cluster_n, 1))
         stage_bytes = (tile_m + tile_n) * tile_k * self.dtype.width // 8
-        readers = 1 if c.pingpong else c.num_wgs  # warp groups, of a stage
-        arrivals = (c.cluster_m + c.cluster_n - 1) * 4 * readers  # a warp, and a CTA that loads into this one
+        readers = 1 if c.pingpong else c.num_wgs  # warp groups that read a stage
+        arrivals = (c.cluster_m + c.cluster_n - 1) * 4 * readers  # one per warp and CTA that shares a multicast
         loaded = pipeline.PipelineTmaAsync.create(
             num_stages=c.num_stages,
             tx_count=stage_bytes,
@@ -200,30 +200,30 @@ class GemmSm90:
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
 
         after_previous()
-        # how much there is to do
+        # problem size: live rows, tiles, steps along k
         live = cutlass.max(cutlass.min(load_at(num_live, 0) - start, m if const_expr(p.live == "m") else k), 0)
         live = cute.arch.make_warp_uniform(live)
         tiles_m = cute.ceil_div(live if const_expr(p.live == "m") else m, tile_m * c.cluster_m)
         tiles_n = cute.ceil_div(n, tile_n * c.cluster_n)
-        # never 0: a branch around the WGMMAs costs 50 registers. Of no rows, what lies behind
-        # the last one is multiplied: TMA delivers zeros.
+        # At least 1: a branch around the WGMMAs costs 50 registers. With no live rows, multiply an out-of-bounds tile:
+        # TMA fills zeros.
         k_tiles = cutlass.max(cute.ceil_div(live if const_expr(p.live == "k") else k, tile_k), 1)
-        behind = Int32(0)
+        out_of_bounds = Int32(0)
         if const_expr(p.live == "k"):
             if live == 0:
-                behind = cute.ceil_div(k, tile_k)
+                out_of_bounds = cute.ceil_div(k, tile_k)
         total = tiles_m * tiles_n
         if const_expr(p.redo):
             total = self.epilogue.tiles_to_redo(epilogue_args, total)
-        # this cluster's tiles, or items, the last of which may be pieces of tiles
-        plan = first, last, step = cluster, total, num_clusters
-        whole = total
-        if const_expr(p.cut_last):
-            plan = self.last_wave.plan(last_wave_args, total, k_tiles, cluster, num_clusters)
-            first, last, step = Int32(0), plan[0], Int32(1)
-            if plan[3] > 1:
-                whole = total - plan[2]
-        together = tiles_to_meet_for(whole, k_tiles, num_clusters)
+        # this cluster's items: tiles, the last of which may be splits of tiles
+        first, last, step = cluster, total, num_clusters
+        plan, whole = None, total
+        if const_expr(p.split_k_tail):
+            plan = self.tail.plan(tail_args, total, k_tiles, cluster, num_clusters)
+            first, last, step = Int32(0), plan.items, Int32(1)
+            if plan.splits > 1:
+                whole = total - plan.tail
+        synced = tiles_to_sync(whole, k_tiles, num_clusters)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
 
         if wg == 0:
@@ -238,25 +238,25 @@ class GemmSm90:
                 tBsB, tBgB = self.partition(b_atom, sB, (tile_n, tile_k), rank_m, c.cluster_m)
                 k_split = split // tile_k
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
-                patience = patience_for(together, k_tiles, num_clusters)
+                spins = spin_limit(synced, k_tiles, num_clusters)
                 for j in cutlass.range(first, last, step, unroll=1):
                     t, k_begin, k_end = self.item(j, plan, k_tiles, cluster, num_clusters)
                     tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
                     row, col = tm * c.cluster_m + cta_m, tn * c.cluster_n + cta_n
                     if const_expr(not p.redo):
-                        if rank == 0 and t < together:
-                            patience = begin_together(ticket, t, together, num_clusters, patience)
-                    if self.wanted(epilogue_args, tm, m):
+                        if rank == 0 and t < synced:
+                            spins = wave_sync(ticket, t, synced, num_clusters, spins)
+                    if self.is_selected(epilogue_args, tm, m):
                         for kt in cutlass.range(k_begin, k_end, unroll=1):
                             loaded.producer_acquire(state)
                             bar = loaded.producer_get_barrier(state)
                             if const_expr(not p.split_k):
-                                self.load(a_atoms[0], parts[0], row, kt + behind, state.index, bar, mask_a)
+                                self.load(a_atoms[0], parts[0], row, kt + out_of_bounds, state.index, bar, mask_a)
                             elif kt < k_split:
                                 self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a)
                             else:
                                 self.load(a_atoms[1], parts[1], row, kt - k_split, state.index, bar, mask_a)
-                            self.load(b_atom, (tBsB, tBgB), col, kt + behind, state.index, bar, mask_b)
+                            self.load(b_atom, (tBsB, tBgB), col, kt + out_of_bounds, state.index, bar, mask_b)
                             state.advance()
                 loaded.producer_tail(state)
         else:
@@ -282,14 +282,14 @@ class GemmSm90:
             for j in cutlass.range(own, last, own_step, unroll=1):
                 t, k_begin, k_end = self.item(j, plan, k_tiles, cluster, num_clusters)
                 tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
-                if self.wanted(epilogue_args, tm, m):
+                if self.is_selected(epilogue_args, tm, m):
                     row0 = (tm * c.cluster_m + cta_m) * tile_m + row_in_tile
                     col0 = (tn * c.cluster_n + cta_n) * tile_n
                     for b in cutlass.range_constexpr(c.row_blocks):
                         self.epilogue.prepare(kept[b], epilogue_args, row0 + 64 * b, col0, m, live, start, thread)
                     if const_expr(c.pingpong):
                         if j > first:
-                            cute.arch.barrier(barrier_id=self.turn_of(wg), number_of_threads=256)
+                            cute.arch.barrier(barrier_id=self.order_barrier(wg), number_of_threads=256)
                     loaded.consumer_wait(read)
                     self.multiply(overwrite, add, acc, rA, rB, read.index)
                     read.advance()
@@ -301,18 +301,18 @@ class GemmSm90:
                         loaded.consumer_release(released)
                         released.advance()
                     if const_expr(c.pingpong):
-                        if j + step < last:  # its products are behind these, though these are still on their way
-                            cute.arch.barrier_arrive(barrier_id=self.turn_of(3 - wg), number_of_threads=256)
+                        if j + step < last:  # the other warp group's products queue behind these
+                            cute.arch.barrier_arrive(barrier_id=self.order_barrier(3 - wg), number_of_threads=256)
                     warpgroup.wait_group(0)
                     loaded.consumer_release(released)
                     released.advance()
-                    if const_expr(c.pingpong):  # the other's tile
+                    if const_expr(c.pingpong):  # skip the stages of the other warp group's tile
                         read.advance(k_tiles)
                         released.advance(k_tiles)
                     complete = True
-                    if const_expr(p.cut_last):
+                    if const_expr(p.split_k_tail):
                         where = cluster, num_clusters, cta_n * c.cluster_m + cta_m, wg, thread
-                        complete = self.last_wave.is_complete(acc, last_wave_args, sTicket, j, plan, where)
+                        complete = self.tail.is_complete(acc, tail_args, sTicket, j, plan, where)
                     if complete:
                         for b in cutlass.range_constexpr(c.row_blocks):
                             row = row0 + 64 * b
@@ -320,25 +320,26 @@ class GemmSm90:
             self.epilogue.finish(thread)
 
     @cute.jit
-    def item(self, j: Int32, plan: tuple, k_tiles: Int32, cluster: Int32, num_clusters: Int32):
-        """(tile, first step along k, end of these steps)"""
-        if const_expr(self.problem.cut_last):
-            return self.last_wave.item(j, plan, k_tiles, cluster, num_clusters)
+    def item(self, j: Int32, plan: Optional[Plan], k_tiles: Int32, cluster: Int32, num_clusters: Int32):
+        """(tile, first step along k, end of its steps) of item j."""
+        if const_expr(self.problem.split_k_tail):
+            return self.tail.item(j, plan, k_tiles, cluster, num_clusters)
         return j, Int32(0), k_tiles
 
-    def turn_of(self, wg):
-        """The named barrier where a warp group waits for the other's products."""
+    def order_barrier(self, wg):
+        """Named barrier at which a ping-pong warp group waits until the other one has issued its products."""
         return wg + 3 * self.config.num_wgs
 
     @cute.jit
-    def wanted(self, epilogue_args, tm, m):
-        wanted = True
+    def is_selected(self, epilogue_args, tm, m):
+        """Whether to compute this tile: all but in a `redo` problem, which has flags."""
+        selected = True
         if const_expr(self.problem.redo):
-            wanted = self.epilogue.is_flagged(epilogue_args, tm, m)
-        return wanted
+            selected = self.epilogue.is_flagged(epilogue_args, tm, m)
+        return selected
 
     def multiply(self, first, others, acc, rA, rB, stage):
-        """acc (+)= A @ B of one stage, on its way when this returns; `first` says whether it overwrites acc."""
+        """Issues acc (+)= A @ B of one stage, asynchronously; `first`, the MMA of its first step, may overwrite acc."""
         warpgroup.fence()
         for kb in range(cute.size(rA, mode=[2])):
             cute.gemm(others if kb else first, acc, rA[None, None, kb, stage], rB[None, None, kb, stage], acc)

@@ -1,9 +1,9 @@
 """RMSNorm backward in one launch: dx = rstd * (g*dy - xhat * mean(xhat * g*dy)) + dres, g = weight_offset + weight,
 xhat = x * rstd, dweight = sum over rows of dy * xhat, dbias = sum over rows of dy.
 
-Persistent CTAs walk over tiles of rows. x, dy and dres come in by bulk copies, `num_stages` tiles deep, and are read
-twice from shared memory: for the row's sum, and for the result. dweight and dbias gather in fp32 registers; `ColumnSum`
-adds them over the CTAs at the end, in a fixed order.
+Persistent CTAs loop over tiles of rows. Bulk copies load x, dy and dres, `num_stages` tiles deep. x and dy are read
+twice from shared memory: for the row's mean, and for dx. dweight and dbias accumulate in fp32 registers; at the end
+`ColumnSum` adds them over the CTAs, in a fixed order.
 """
 
 from typing import Optional
@@ -36,7 +36,7 @@ class RmsNormBwd:
         inputs = [DTYPES[d] for d in (p.x_dtype, p.dy_dtype, p.dres_dtype) if d]
         self.tiles = RowTiles(self.rows, inputs, config.num_stages, p.packed)
         self.column_sum = ColumnSum(self.rows, config, p.num_sums) if p.num_sums else None
-        # The stages are done with when the column sums begin, so both live in the same place.
+        # The column sums begin after the last tile, so they reuse the memory of the stages.
         self.smem_bytes = max(self.tiles.smem_bytes, self.column_sum.smem_bytes if self.column_sum else 0, 16)
 
     def fake_args(self):
@@ -64,7 +64,7 @@ class RmsNormBwd:
         dweight: Optional[cute.Pointer],
         dbias: Optional[cute.Pointer],
         scratch: Optional[cute.Pointer],  # config.scratch_floats
-        tickets: Optional[cute.Pointer],  # config.num_tickets zeros; zeros again afterwards
+        tickets: Optional[cute.Pointer],  # config.num_tickets: 0 before and after
         x_strides,  # None, or (m1, s0, s1)
         dy_strides,
         dres_strides,
@@ -90,13 +90,13 @@ class RmsNormBwd:
     @cute.kernel
     def kernel(
         self,
-        inputs: list,  # x, dy, and dres where there is one
+        inputs: list,  # x, dy, and dres if given
         strides: list,
         weight: Optional[cute.Pointer],
         rstd: cute.Tensor,
         dx: Optional[cute.Pointer],
         dresidual: Optional[cute.Pointer],
-        sums: list,  # dweight, dbias: those that are asked for
+        sums: list,  # dweight, dbias: those requested
         scratch: Optional[cute.Pointer],
         tickets: Optional[cute.Pointer],
         weight_offset: Float32,
@@ -114,13 +114,13 @@ class RmsNormBwd:
         shared = smem.allocate(self.smem_bytes, byte_alignment=128)
         full = self.tiles.allocate_barriers(smem)
         slots, mbars = self.row_sum.allocate(smem)
-        if const_expr(rows.split_n > 1):  # the mbarriers are ready: in every CTA that a peer's sum can reach
+        if const_expr(rows.split_n > 1):  # all CTAs have initialized their mbarriers before a peer's sum arrives
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
 
-        # prologue: the first tiles on their way, then the weight
+        # prologue: start loading the first tiles, then the weight
         if tid == 0:
             for i in cutlass.range_constexpr(self.tiles.num_stages - 1):
                 self.tiles.fetch(inputs, strides, shared, full, i, worker + i * num_workers, m, rank)
@@ -134,12 +134,12 @@ class RmsNormBwd:
         dot = cute.make_rmem_tensor((rows.vec,), Float32)
 
         num_tiles = cute.ceil_div(m, rows.tile_m)
-        # worker < num_workers, so this is 0 for a worker past the last tile, and never less
+        # 0 for a worker past the last tile; never negative, as worker < num_workers
         my_tiles = (num_tiles - worker + num_workers - 1) // num_workers
         for i in cutlass.range(my_tiles, unroll=1):
             row = (worker + i * num_workers) * self.rows.tile_m + tile_row
-            source = cutlass.min(row, m - 1)  # past the last row: any row, its results are not used
-            rs = rstd[source]  # a tile ahead is slower, see RowTiles.wait
+            source = cutlass.min(row, m - 1)  # past the end: any row, as its results are not used
+            rs = rstd[source]  # prefetching it is slower, see RowTiles.wait
             self.tiles.wait(full, i)
             here = [self.tiles.row(inputs, strides, shared, j, i, source, tile_row, rank) for j in range(len(inputs))]
 
@@ -158,7 +158,7 @@ class RmsNormBwd:
             if const_expr(dx is None or not self.row_sum.meets):
                 cute.arch.sync_threads()
 
-            # all threads have met since the previous tile's last use: its stage is free
+            # All threads have synchronized since they last read the previous tile, so its stage is free.
             if tid == 0:
                 ahead = i + self.tiles.num_stages - 1
                 self.tiles.fetch(inputs, strides, shared, full, ahead, worker + ahead * num_workers, m, rank)
@@ -174,7 +174,7 @@ class RmsNormBwd:
 
     @cute.jit
     def gradients(self, here, rG, acc, dx, dresidual, v: cutlass.Constexpr[int], lane, out_start, rs, mean):
-        """One vector of a row: dx to global memory, dweight and dbias into registers."""
+        """One vector of a row: writes dx, accumulates dweight and dbias."""
         vec, at = self.rows.vec, self.rows.column(v, lane)
         dy = vector_at(here[1], at, vec).load().to(Float32)
         xhat = vector_at(here[0], at, vec).load().to(Float32) * rs

@@ -1,8 +1,7 @@
 """RMSNorm forward: res = x + residual, rstd = rsqrt(mean(res^2) + eps), y = res * rstd * (weight_offset + weight) + b.
 
-Each group of `threads_per_row` threads takes one row: it loads all of its part at once, so that enough bytes are in
-flight, keeps it in fp32 registers, sums the squares, and writes. Rows longer than a CTA can hold are split over a
-cluster.
+Each row is processed by `threads_per_row` threads. They load the whole row at once, to have enough bytes in flight,
+keep it in fp32 registers, sum the squares and write the result. Rows too long for one CTA are split over a cluster.
 """
 
 from typing import Optional
@@ -63,7 +62,7 @@ class RmsNormFwd:
             grid=[num_ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[self.config.split_n, 1, 1] if self.config.split_n > 1 else None,
-            # At most 64 registers, so that 1024 threads share an SM and enough loads are in flight.
+            # at most 64 registers per thread, so that an SM holds 1024 threads and has enough loads in flight
             min_blocks_per_mp=65_536 // (self.config.threads * 64),
             preferred_smem_carveout=10,
             stream=stream,
@@ -88,16 +87,16 @@ class RmsNormFwd:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         slots, mbars = self.row_sum.allocate(cutlass.memory.SmemAllocator())
-        if const_expr(rows.split_n > 1):  # every CTA's mbarriers are ready before a peer's sum arrives
+        if const_expr(rows.split_n > 1):  # all CTAs have initialized their mbarriers before a peer's sum arrives
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         rank, lane = cta % rows.split_n, tid % rows.threads_per_row
         columns, col0 = rows.columns_of(rank), rank * rows.n_cta
         row = (cta // rows.split_n) * rows.tile_m + tid // rows.threads_per_row
-        source = cutlass.min(row, rstd.shape[0] - 1)  # past the last row: that row once more, not stored
+        source = cutlass.min(row, rstd.shape[0] - 1)  # past the end: load the last row again, store nothing
         out_start = Int64(row) * n + col0
 
-        # load: x, with a residual res = x + residual as it will be kept, rounded; weight and bias on the way
+        # load x, weight and bias; with a residual, res = x + residual, rounded to the dtype that it is stored in
         rX = rows.load(x + (row_start(source, x_strides, n) + col0), lane, columns)
         if const_expr(residual is not None):
             rR = rows.load(residual + (row_start(source, residual_strides, n) + col0), lane, columns)
@@ -109,7 +108,7 @@ class RmsNormFwd:
         if const_expr(bias is not None):
             rB = rows.load(bias + col0, lane, columns)
 
-        # reduce: the sum of squares over the row
+        # reduce: sum of squares over the row
         squares = cute.make_rmem_tensor((rows.vec,), Float32)
         squares.fill(0.0)
         for v in cutlass.range_constexpr(rows.num_vecs):
@@ -118,7 +117,7 @@ class RmsNormFwd:
         mean = self.row_sum(partial, slots, mbars, Int32(0)) * Float32(1.0 / n)
         rs = cute.math.rsqrt(mean + eps)
 
-        # normalise and write
+        # normalize and write
         out = rX.load() * rs
         if const_expr(weight is not None):
             out = out * (rW.load() + weight_offset)

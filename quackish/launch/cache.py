@@ -1,10 +1,10 @@
-"""Compiled kernels on disk, in the user's cache folder or QUACKISH_CACHE_DIR; QUACKISH_CACHE=0 goes without.
+"""Compiled kernels on disk, in the user's cache folder or QUACKISH_CACHE_DIR; QUACKISH_CACHE=0 disables the cache.
 
-A cached object is code that will run, and a stale one gives wrong numbers. So: the folder and the file are this user's
-and nobody else may write them; the name is a hash of everything that the code depends on; the file repeats all of it,
-under a checksum. Whatever is wrong with a file or the folder costs a compilation and one warning, never an error.
+A cached object is code that will run, and a stale one gives wrong numbers. So the folder and its files must belong to
+the user, writable by nobody else. A file's name is a hash of everything the code depends on (its identity), and the
+file repeats the identity under a checksum. A bad file or folder costs a compilation and one warning, never an error.
 
-A file is three lines and the object: the format, the SHA-256 of the rest, the identity as JSON (`head -3` shows it).
+A file has three lines, followed by the object: the format, the SHA-256 of everything below, the identity as JSON.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ TEMPORARY = ".tmp"
 SUFFIX = ".kernel"
 _STARTED = time.time()
 _PACKAGE = Path(__file__).parents[1]
-OWN = "quackish.kernels."  # what the modules of our kernels start with
+OWN = "quackish.kernels."  # prefix of our kernels' modules
 
 
 def identity(kernel_class: type, problem: Any, config: Any, target: str, options: str) -> dict[str, str]:
-    """Everything that the object depends on: what was asked, and what it was made of and with."""
+    """Everything that the object depends on: the request, the sources and the toolchain."""
     return {
         "kernel": f"{kernel_class.__module__}.{kernel_class.__qualname__}",
         "problem": repr(problem),
@@ -43,7 +43,7 @@ def identity(kernel_class: type, problem: Any, config: Any, target: str, options
 
 
 def made_with(module: str, options: str) -> dict[str, str]:
-    """For all kernels whose class is in `module`."""
+    """The part of the identity that all kernels with a class in `module` share: sources and toolchain."""
     from quackish import __version__
 
     tools = toolchain.find()
@@ -60,7 +60,7 @@ def made_with(module: str, options: str) -> dict[str, str]:
 
 
 def load(kernel_class: type, identity: dict[str, str]) -> bytes | None:
-    """The object stored under `identity`, verified; None where there is none."""
+    """The verified object stored under `identity`; None if there is none."""
     folder = _folder(kernel_class)
     if folder is None:
         return None
@@ -75,20 +75,20 @@ def load(kernel_class: type, identity: dict[str, str]) -> bytes | None:
 
 
 def holds(kernel_class: type, identity: dict[str, str]) -> bool:
-    """Whether there is a file for `identity`, not yet verified."""
+    """Whether there is a file for `identity`; its content is not verified."""
     folder = _folder(kernel_class)
     return folder is not None and _path(folder, identity).exists()
 
 
 def is_usable(kernel_class: type) -> bool:
-    """Whether objects are kept; where not, there was a warning."""
+    """Whether the cache can be used; a folder that cannot be is a warning."""
     return _folder(kernel_class) is not None
 
 
 def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> str:
-    """Keeps `payload` for later processes. Of two that store at once, both succeed and the last one's file stays.
+    """Stores `payload` for later processes. If two processes store at once, both succeed and the later file stays.
 
-    Returns why it was not stored; "" where it was.
+    Returns why it was not stored, or "".
     """
     if is_off():
         return "QUACKISH_CACHE=0 turns the cache off"
@@ -102,9 +102,9 @@ def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> str:
 
 
 def read(path: Path) -> bytes:
-    """The content of a regular file that nobody else may write. Raises ValueError for any other, OSError.
+    """The content of a regular file that only this user may write. Raises ValueError for any other file, and OSError.
 
-    Never blocks: a FIFO in place of the file would otherwise wait for a writer.
+    Never blocks: opening a FIFO without O_NONBLOCK would wait for a writer.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
@@ -115,7 +115,7 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """All of it or nothing, for this user alone."""
+    """Writes atomically, readable by this user only."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=TEMPORARY)
     try:
         with open(descriptor, "wb") as file:
@@ -132,7 +132,7 @@ def _pack(payload: bytes, identity: dict[str, str]) -> bytes:
 
 
 def _unpack(data: bytes, identity: dict[str, str]) -> bytes:
-    """Raises ValueError unless `data` is what `_pack` made for this identity, to the last bit."""
+    """The payload. Raises ValueError unless `data` is exactly what `_pack` made for this identity."""
     stored, payload = unpack(data)
     if stored != identity:
         raise ValueError("made for another kernel, target or toolchain than its name says")
@@ -140,7 +140,7 @@ def _unpack(data: bytes, identity: dict[str, str]) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[dict[str, str], bytes]:
-    """(identity, payload). Raises ValueError unless `data` is what `_pack` made for some identity, to the last bit."""
+    """(identity, payload). Raises ValueError unless `data` is exactly what `_pack` made for some identity."""
     head_size = len(_FORMAT) + 64 + 1
     head, body = data[:head_size], data[head_size:]
     if head != _FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n":
@@ -153,7 +153,7 @@ def unpack(data: bytes) -> tuple[dict[str, str], bytes]:
 
 
 def name_of(identity: dict[str, str]) -> str:
-    """The name of its file."""
+    """File name for an identity."""
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return f"{identity['kernel'].rpartition('.')[2]}-{identity['target']}-{digest}{SUFFIX}"
 
@@ -170,7 +170,7 @@ def location() -> Path:
 
 
 def make_folder() -> Path:
-    """The cache folder. Raises OSError where it cannot be made, ValueError where somebody else may write it."""
+    """Creates the cache folder. Raises OSError if that fails, ValueError if another user may write to the folder."""
     folder = location()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_owner(os.stat(folder))
@@ -182,7 +182,7 @@ def is_off() -> bool:
 
 
 def _folder(kernel_class: type) -> Path | None:
-    """The cache folder; None where it must not be used. Asked anew each time: all of it is cheap beside a load."""
+    """The cache folder; None if it must not be used. Checked at each use, which is cheap compared with a load."""
     if is_off():
         return None
     try:
@@ -193,14 +193,14 @@ def _folder(kernel_class: type) -> Path | None:
 
 
 def _checked_folder(kernel_class: type) -> Path:
-    """Raises OSError or ValueError where it must not be used."""
+    """The cache folder. Raises OSError or ValueError if it must not be used."""
     folder = make_folder()
     _check_unedited(_elsewhere(kernel_class.__module__))
     return folder
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Raises ValueError where another user owns or may write it, and so could give us code to run."""
+    """Raises ValueError if another user owns the file or may write to it, and so could make us run code."""
     if status.st_uid != os.geteuid():
         raise ValueError(f"it belongs to user {status.st_uid}, not {os.geteuid()}")
     if status.st_mode & 0o022:
@@ -208,16 +208,18 @@ def check_owner(status: os.stat_result) -> None:
 
 
 def _check_unedited(class_file: Path | None) -> None:
-    """Raises ValueError where a source changed after this process may have imported it: what runs here is then not
-    what `_source_hash` reads, and would be stored under its name."""
+    """Raises ValueError if a source changed after this process started.
+
+    The process may have imported the old source, and would store its kernels under the hash of the new one.
+    """
     for path in _sources(class_file):
         if path.stat().st_mtime > _STARTED:
             raise ValueError(f"{path} changed after this process started")
 
 
 def _warn_memory_only(folder: Path, error: Exception) -> str:
-    """Returns the reason."""
-    reason = getattr(error, "strerror", None) or str(error)  # strerror: without the file's name, which may be random
+    """Warns once and returns the reason."""
+    reason = getattr(error, "strerror", None) or str(error)  # strerror has no file name, which may be random
     warn_once(
         f"Compiled kernels are kept in memory only, so each process compiles its own: cache folder {folder}: {reason}. "
         "QUACKISH_CACHE_DIR names another folder; QUACKISH_CACHE=0 turns the cache off.",
@@ -227,15 +229,15 @@ def _warn_memory_only(folder: Path, error: Exception) -> str:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Temporary files of processes that were killed while they wrote: older than any write takes."""
+    """Deletes temporary files of killed processes, recognized by their age."""
     for path in folder.glob("*" + TEMPORARY):
-        with contextlib.suppress(OSError):  # another process may be faster
+        with contextlib.suppress(OSError):  # another process may have deleted it
             if path.stat().st_mtime < time.time() - 3600:
                 path.unlink()
 
 
 def _elsewhere(module: str) -> Path | None:
-    """The file of a kernel class that is not one of ours, which are in `_sources` anyway. Nothing is imported."""
+    """The file of a kernel class outside quackish.kernels, else None. Imports nothing."""
     if module.startswith(OWN):
         return None
     loaded = sys.modules.get(module)
@@ -243,14 +245,14 @@ def _elsewhere(module: str) -> Path | None:
 
 
 def _sources(class_file: Path | None) -> list[Path]:
-    """What a kernel may be made of: all device code and configs, and the class's own file where it lies elsewhere."""
+    """Sources that a kernel may depend on: all kernels and configs, and the class's own file if outside of them."""
     inside = [path for layer in ("kernels", "configs") for path in _PACKAGE.joinpath(layer).rglob("*.py")]
     return sorted({*inside, class_file} - {None})
 
 
 @functools.cache
 def _source_hash(class_file: Path | None) -> str:
-    """Once a process: later edits are not what runs here."""
+    """Computed once per process, as later edits do not affect the imported code."""
     digest = hashlib.sha256()
     for path in _sources(class_file):
         name = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name

@@ -1,4 +1,4 @@
-"""Compiled kernels of this process: from memory, then disk, then the compiler."""
+"""Finds compiled kernels: in memory, on disk, or by compiling."""
 
 import contextlib
 import contextvars
@@ -23,8 +23,7 @@ class Request(NamedTuple):
 
 @dataclasses.dataclass
 class Counters:
-    """What this process, and those that compile for it, did so far. Of launches by two threads at the same instant, one
-    may go uncounted."""
+    """Counts of this process and its compiling processes. Concurrent launches by two threads may count as one."""
 
     compiles: int = 0
     disk_loads: int = 0
@@ -34,16 +33,16 @@ class Counters:
 counters = Counters()
 _ready: dict[Request, Callable[..., None]] = {}
 _observer: Callable[[Callable[..., None], tuple, type, Any, Any], None] | None = None
-lock = threading.Lock()  # to be held while compiling: the compiler is not thread-safe, and autograd has its own threads
+lock = threading.Lock()  # held while compiling: the compiler is not thread-safe, and autograd has its own threads
 
 
 def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[..., None]:
-    """The kernel for `problem` as `config` says, for GPU architecture `target` ("sm_90a"), ready to be called.
+    """The callable kernel for (problem, config) on GPU architecture `target` ("sm_90a").
 
-    It is called with torch tensors, ints (for pointers and streams too), floats and None, by position, for all that
-    `fake_args()` lists but an environment stream, and checks them itself: ValueError or TypeError naming the argument.
-    Its first call loads the cubin into the CUDA context, so it should not be the one that a CUDA graph captures.
-    Raises RuntimeError with problem and config in it where compilation fails.
+    Its arguments are those of `fake_args()` except an environment stream, by position: torch tensors, ints (also for
+    pointers and streams), floats and None. It checks them, and raises ValueError or TypeError naming the argument. The
+    first call loads the cubin into the CUDA context, so a CUDA graph should not capture it.
+    Raises RuntimeError with problem and config in the message if compilation fails.
     """
     request = Request(kernel_class, problem, config, target)
     recording = _recording.get()
@@ -52,7 +51,7 @@ def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[
     kernel = _ready.get(request)
     if kernel is None:
         with lock:
-            kernel = _ready.get(request)  # another thread may have been faster
+            kernel = _ready.get(request)  # another thread may have made it by now
             if kernel is None:
                 kernel = _ready[request] = _counted(_load(request), *request[:3])
     return kernel
@@ -64,17 +63,17 @@ def _load(request: Request) -> Callable[..., None]:
 
 class Obtained(NamedTuple):
     data: bytes
-    status: str  # "loaded" (it was on disk), "compiled" (and stored) or "not stored" (compiled, but not stored)
+    status: str  # "loaded" (from disk), "compiled" (and stored) or "not stored" (compiled only)
     message: str = ""  # why it was not stored
 
 
 def object_of(request: Request) -> bytes:
-    """From disk, or else compiled; with `lock` held."""
+    """The object from disk, else compiled. Call with `lock` held."""
     return obtain(request).data
 
 
 def obtain(request: Request) -> Obtained:
-    """`object_of`, and where it came from."""
+    """Same as `object_of`, with where it came from."""
     identity = identity_of(request)
     data = cache.load(request.kernel_class, identity)
     if data is not None:
@@ -91,20 +90,19 @@ def identity_of(request: Request) -> dict[str, str]:
 
 
 def is_at_hand(request: Request) -> bool:
-    """Whether it is in memory or on disk."""
+    """Whether the kernel is in memory or on disk."""
     return request in _ready or cache.holds(request.kernel_class, identity_of(request))
 
 
 def compile_kernel(kernel_class: type, problem: Any, config: Any, target: str, more_options: str = "") -> Any:
-    """What `cute.compile` returns; needs no GPU, and `lock` held. Not callable: see `objects`."""
+    """The result of `cute.compile`, which is not callable: see `objects`. Needs no GPU. Call with `lock` held."""
     import cutlass.cute as cute
 
-    # The target is always given: without it the compiler asks CUTE_DSL_ARCH, then the first GPU, then takes sm_100a.
+    # Without an explicit target the compiler uses CUTE_DSL_ARCH, the first GPU, or sm_100a.
     options = f"{OPTIONS} --gpu-arch {target} {more_options}"
     try:
         kernel = kernel_class(problem, config)
-        # The compiler would link the code into this process too where the GPU is a `target`, which takes longer than
-        # all else it does for a small kernel (126 ms with, 50 without), and it is linked in `objects` anyway.
+        # no_jit_engine: `objects` links the code anyway; linking it here too takes a small kernel from 50 to 126 ms.
         return cute.compile(kernel, *kernel.fake_args(), options=options, no_jit_engine=True)
     except Exception as error:
         raise RuntimeError(
@@ -126,8 +124,11 @@ def _counted(function: Callable[..., None], kernel_class: type, problem: Any, co
 
 
 def observe(observer: Callable[[Callable[..., None], tuple, type, Any, Any], None] | None) -> None:
-    """From now on `observer(function, args, kernel_class, problem, config)` is called for each launch, on the launch's
-    own thread, and has to call `function(*args)`, which launches; None ends that. There is one: the last one given."""
+    """Sets the observer of launches, replacing any other; None removes it.
+
+    Each launch calls `observer(function, args, kernel_class, problem, config)` on its own thread. The observer must
+    call `function(*args)`, which launches.
+    """
     global _observer
     _observer = observer
 
@@ -137,10 +138,10 @@ def observe(observer: Callable[[Callable[..., None], tuple, type, Any, Any], Non
 
 @dataclasses.dataclass
 class Recording:
-    """What code asked the launcher for, in order, while nothing was compiled, loaded or launched."""
+    """Requests and launches in order, recorded without compiling, loading or launching anything."""
 
-    requests: dict[Request, None] = dataclasses.field(default_factory=dict)  # a set that keeps its order
-    launches: list[tuple[Request, tuple]] = dataclasses.field(default_factory=list)  # with their arguments
+    requests: dict[Request, None] = dataclasses.field(default_factory=dict)  # an ordered set
+    launches: list[tuple[Request, tuple]] = dataclasses.field(default_factory=list)  # with arguments
 
     def kernel(self, request: Request) -> Callable[..., None]:
         self.requests[request] = None
@@ -152,9 +153,9 @@ _recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("r
 
 @contextlib.contextmanager
 def record() -> Iterator[Recording]:
-    """On this thread `get` returns functions that note their calls, and does nothing else.
+    """Makes `get`, on this thread, return functions that only record their calls.
 
-    Whoever keeps what `get` returned must forget it at the end.
+    Callers that cache what `get` returned must drop it at the end of the block.
     """
     recording = Recording()
     token = _recording.set(recording)

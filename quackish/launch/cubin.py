@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of an SM, read from its cubin."""
+"""Resource usage of a compiled kernel, read from its cubin."""
 
 import dataclasses
 import importlib.util
@@ -13,7 +13,7 @@ from typing import Any
 
 from quackish.launch.compile import compile_kernel, lock
 
-# ptxas reports 1 KB of static shared memory where a kernel uses any: the system's, outside of Gpu.smem_bytes.
+# ptxas adds 1 KB of system memory to static shared memory, if a kernel uses any; Gpu.smem_bytes excludes it.
 _SYSTEM_SMEM_BYTES = 1024
 _LAUNCH_CONFIG = "!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"  # cudaLaunchConfig_t
 _TOOLKIT = "/usr/local/cuda"
@@ -21,20 +21,20 @@ _TOOLKIT = "/usr/local/cuda"
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """Of a kernel class with several kernels: the largest of each, and the sum of the local loads and stores."""
+    """For a kernel class with several kernels: the maximum of each field, and the sum of local loads and stores."""
 
-    registers: int  # a thread; with setmaxregister, at launch
-    stack_bytes: int  # a thread: spilled registers, or arrays that are indexed at run time
+    registers: int  # per thread; with setmaxregister, at launch
+    stack_bytes: int  # per thread: spilled registers, or arrays indexed at run time
     local_loads: int  # instructions that read such memory
     local_stores: int
-    smem_bytes: int  # a CTA, static and dynamic: compare with Gpu.smem_bytes
-    threads: int | None  # a CTA; None where it is not fixed at compile time
+    smem_bytes: int  # per CTA, static and dynamic: compare with Gpu.smem_bytes
+    threads: int | None  # per CTA; None if not fixed at compile time
 
 
 def resources(kernel_class: type, problem: Any, config: Any, target: str) -> Resources:
-    """Compiles (no cache is asked, no GPU needed) and reads the result with cuobjdump, of the CUDA toolkit or Triton.
+    """Compiles, without cache or GPU, and reads the result with cuobjdump, from the CUDA toolkit or Triton.
 
-    Raises FileNotFoundError without a cuobjdump, RuntimeError where compilation fails.
+    Raises FileNotFoundError without cuobjdump, RuntimeError if compilation fails.
     """
     tool = _cuobjdump()
     with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
@@ -60,7 +60,7 @@ def resources(kernel_class: type, problem: Any, config: Any, target: str) -> Res
 
 
 def _dynamic_smem_bytes(module: str) -> int:
-    """The largest dynamic shared memory of a launch. The cubin does not hold it: the host code does, as a constant."""
+    """The largest dynamic shared memory of any launch. It is a constant in the host code, not in the cubin."""
     launch_config = re.escape(_LAUNCH_CONFIG)
     sizes = []
     for function in module.split("\n  llvm.func ")[1:]:
@@ -68,8 +68,8 @@ def _dynamic_smem_bytes(module: str) -> int:
         fields = re.findall(rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : .* {launch_config}\n", function)
         for field in fields:
             sizes += [constants.get(value) for value in re.findall(rf"llvm\.store (%\w+), {field} : i64", function)]
-    if not sizes or None in sizes:  # said aloud, or a change in the compiler would make everything take 0 bytes
-        raise RuntimeError("no constant size of shared memory for every launch in the host code of the kernel")
+    if not sizes or None in sizes:  # fail, or a change in the compiler would silently give 0 bytes
+        raise RuntimeError("a launch in the kernel's host code has no constant size of shared memory")
     return max(map(int, sizes))
 
 
@@ -82,7 +82,7 @@ def _cuobjdump() -> str:
     found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(map(str, candidates)))
     if found is None:
         raise FileNotFoundError(
-            "cuobjdump, which reads them from a compiled kernel, is not on PATH, in CUDA_HOME or in Triton's wheel. "
-            "Install either: `pip install triton`, or the CUDA toolkit."
+            "cuobjdump, which reads resource usage from a compiled kernel, is not on PATH, in CUDA_HOME or in Triton's "
+            "wheel. Install one: `pip install triton`, or the CUDA toolkit."
         )
     return found

@@ -1,9 +1,9 @@
-"""A compiled kernel as bytes, and bytes as a function that is called with torch tensors.
+"""Converts compiled kernels to bytes, and bytes to functions called with torch tensors.
 
-The bytes are a shared library: host code that checks the arguments and launches, for any CPU of this kind, and the
-cubin inside. The system loads it in 0.3 ms, with the compiler's runtime library beside it (6 ms, once a process); the
-compiler itself, 0.3 s to import, is not needed. Where there is no linker the bytes are the object file that the
-compiler wrote, and its own linker is imported to load them.
+The bytes are a shared library: the cubin, and host code, for any CPU of this architecture, that checks the arguments
+and launches. Loading takes 0.3 ms, plus 6 ms once per process for the compiler's runtime library; the compiler itself,
+0.3 s to import, is not needed. Without a linker the bytes are the compiler's object file, and loading them imports the
+compiler for its linker.
 """
 
 import ctypes
@@ -22,12 +22,12 @@ _SYMBOL = "kernel"
 _SHARED = 3  # ELF's e_type of a shared library
 _LINKERS = ("ld", "ld.lld", "mold")
 
-# What LLVM makes host code for. It would take the CPU at hand, AVX-512 and all, and an older one would die of SIGILL.
+# LLVM's target for host code. Its default is the CPU at hand, AVX-512 included, which is SIGILL on an older one.
 _BASELINE = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
 
 
 def export(compiled: Any) -> bytes:
-    """Of what `cute.compile` returned."""
+    """The result of `cute.compile` as bytes."""
     _for_any_cpu(compiled.ir_module)
     with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
         path = Path(folder, "kernel.o")
@@ -36,16 +36,16 @@ def export(compiled: Any) -> bytes:
 
 
 def load(data: bytes, name: str) -> Callable[..., None]:
-    """The function in `data`; debuggers and /proc/self/maps call its code `name`.
+    """The function in `data`; `name` is for debuggers and /proc/self/maps.
 
-    What was just compiled comes this way too: what the compiler returns may take keywords and defaults, what is loaded
-    never does, and there should be one calling convention to test.
+    Freshly compiled kernels are loaded from bytes too, so that there is one calling convention: the compiler's own
+    functions also take keywords and defaults.
     """
     if int.from_bytes(data[16:18], "little") == _SHARED:
         return _load_shared(data, name)
     import cutlass.cute as cute
 
-    # Verified bytes go through a folder that only this process's user can enter: nobody can swap them in between.
+    # Only this user can enter the folder, so nobody can swap the verified bytes.
     with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
         path = Path(folder, "kernel.o")
         path.write_bytes(data)
@@ -57,7 +57,7 @@ def linker() -> str | None:
 
 
 def _for_any_cpu(module: Any) -> None:
-    """Makes every function of host code one for the baseline of this machine's kind. The cubin stays what it is."""
+    """Sets the target of all host functions to this architecture's baseline. The cubin is unaffected."""
     from cutlass._mlir import ir
 
     cpu, features = _BASELINE[toolchain.find().cpu]
@@ -65,7 +65,7 @@ def _for_any_cpu(module: Any) -> None:
     def visit(op):
         if op.name == "llvm.func":
             op.attributes["target_cpu"] = ir.StringAttr.get(cpu)
-            # Not empty: that would be those of the CPU at hand.
+            # Empty would mean the features of the CPU at hand.
             op.attributes["target_features"] = ir.Attribute.parse(f'#llvm.target_features<["{features}"]>')
         return ir.WalkResult.ADVANCE
 
@@ -74,13 +74,14 @@ def _for_any_cpu(module: Any) -> None:
 
 
 def _linked(path: Path) -> Path:
-    """A shared library of the object at `path`, beside it; `path` itself where it cannot be linked."""
+    """Links the object at `path` into a shared library beside it; returns `path` itself if that fails."""
     program, out = linker(), path.with_suffix(".so")
     if program is None:
         return path
     import tvm_ffi
 
-    needed = [toolchain.find().runtime, tvm_ffi.libinfo.find_libtvm_ffi()]  # by their names alone: see _load_shared
+    # found by name at load time: see _load_shared
+    needed = [toolchain.find().runtime, tvm_ffi.libinfo.find_libtvm_ffi()]
     done = subprocess.run([program, "-shared", "-o", out, path, *needed], capture_output=True)
     return out if done.returncode == 0 else path
 
@@ -89,8 +90,8 @@ def _load_shared(data: bytes, name: str) -> Callable[..., None]:
     import tvm_ffi  # which loads its own library
 
     _load_runtime()
-    # In memory, because /tmp may be mounted noexec. The link is for its name: it has to end in .so, and the system
-    # takes a path that it has loaded before for the same library.
+    # In memory, because /tmp may be mounted noexec. The link gives it a name that ends in .so, and a new path: dlopen
+    # takes a known path for the same library.
     with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
         descriptor = os.memfd_create(name)
         try:
@@ -105,5 +106,5 @@ def _load_shared(data: bytes, name: str) -> Callable[..., None]:
 
 @functools.cache
 def _load_runtime() -> ctypes.CDLL:
-    """Before the libraries that need it, which look for its name among those that are loaded."""
+    """Loads the compiler's runtime library; kernels' libraries then find it by name."""
     return ctypes.CDLL(str(toolchain.find().runtime))

@@ -1,4 +1,4 @@
-"""Kernels compiled side by side, in processes of their own: the compiler uses one core, and is not thread-safe."""
+"""Compiles kernels in parallel, in separate processes: the compiler uses one core and is not thread-safe."""
 
 import contextlib
 import os
@@ -17,20 +17,20 @@ from quackish.launch.compile import Request, counters, is_at_hand
 
 _PACKAGE = Path(__file__).parents[1]
 _WORKER = Path(__file__).with_name("worker.py")
-_MOST = 16  # each takes 0.3 GB while it compiles
-_PATIENCE = 120.0  # seconds without an answer, of a second each; then whatever is stuck is given up
+_MAX_JOBS = 16  # each takes 0.3 GB while it compiles
+_TIMEOUT = 120.0  # seconds without any outcome, where a kernel takes about one
 
 
 class Outcome(NamedTuple):
     request: Request
-    status: str  # "failed", or as of `compile.Obtained`: "loaded", "compiled" or "not stored"
+    status: str  # "failed", or as in `compile.Obtained`: "loaded", "compiled" or "not stored"
     message: str  # why it failed, or was not stored
 
 
 def prepare(requests: Sequence[Request]) -> None:
-    """Puts on disk what is not there, where that takes several processes: `get` then loads it.
+    """Compiles what is not on disk, if several processes can share the work; `get` then loads it.
 
-    Nothing is raised: what fails here is compiled, and fails, where it is used.
+    Raises nothing: a kernel that fails here is compiled again, and fails, where it is used.
     """
     requests = [request for request in requests if not is_at_hand(request)]
     jobs = default_jobs(len(requests))
@@ -41,22 +41,22 @@ def prepare(requests: Sequence[Request]) -> None:
 
 
 def default_jobs(num_requests: int) -> int:
-    """How many processes: 0 and 1 mean none beside this one. QUACKISH_COMPILE_JOBS is the most there may be."""
+    """Number of processes, at most QUACKISH_COMPILE_JOBS; 0 and 1 mean no additional process."""
     most = os.environ.get("QUACKISH_COMPILE_JOBS", "")
     if not most.isdecimal():
-        # processes of one training run on this host (torchrun says how many) compile the same at the same time
+        # The LOCAL_WORLD_SIZE processes of a torchrun job compile the same kernels at the same time.
         processes = os.environ.get("LOCAL_WORLD_SIZE", "")
         most = len(os.sched_getaffinity(0)) // (max(1, int(processes)) if processes.isdecimal() else 1)
-    return min(num_requests, int(most), _MOST)
+    return min(num_requests, int(most), _MAX_JOBS)
 
 
 def _has_interpreter() -> bool:
-    """False inside of a program that has Python built in: sys.executable would be that program."""
+    """False in a program that embeds Python, where sys.executable is that program."""
     return "python" in Path(sys.executable or "").name
 
 
 def compile_all(requests: Sequence[Request], jobs: int) -> Iterator[Outcome]:
-    """An outcome for each, as they come, from at most `jobs` processes, which write to the cache folder."""
+    """Compiles in at most `jobs` processes, which write to the cache folder; yields outcomes as they finish."""
     waiting = dict.fromkeys(requests)
     todo: queue.SimpleQueue[Request] = queue.SimpleQueue()
     done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -69,31 +69,31 @@ def compile_all(requests: Sequence[Request], jobs: int) -> Iterator[Outcome]:
             thread = threading.Thread(target=_serve, args=(todo, done, workers), daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # the system has no more, or Python is about to end
+            except RuntimeError as error:  # the system's limit, or the interpreter is shutting down
                 if not threads:
-                    yield from (Outcome(request, "failed", f"no thread for it: {error}") for request in waiting)
+                    yield from (Outcome(request, "failed", f"cannot start a thread: {error}") for request in waiting)
                     return
                 break
             threads.append(thread)
         while waiting:
-            outcome = done.get(timeout=_PATIENCE)
+            outcome = done.get(timeout=_TIMEOUT)
             del waiting[outcome.request]
             yield outcome
     except queue.Empty:
         for request in waiting:
-            yield Outcome(request, "failed", f"no answer from a compiling process within {_PATIENCE:.0f} s")
+            yield Outcome(request, "failed", f"no outcome from a compiling process within {_TIMEOUT:.0f} s")
     finally:
-        with contextlib.suppress(queue.Empty):  # also where the caller stops early
+        with contextlib.suppress(queue.Empty):  # also if the caller stops early
             while True:
                 todo.get_nowait()
         for worker in list(workers):
-            worker.kill()  # its thread gets to know, and ends
+            worker.kill()  # which ends its thread
         for thread in threads:
             thread.join()
 
 
 def _serve(todo: queue.SimpleQueue, done: queue.SimpleQueue, workers: list["_Worker"]) -> None:
-    """A thread's work: a process that is fed until nothing is left to do, and another one where it dies."""
+    """Body of a thread: sends requests to a process until none is left; replaces the process if it dies."""
     worker = None
     while not todo.empty():
         with contextlib.suppress(queue.Empty):
@@ -116,7 +116,7 @@ class _Worker:
         from quackish import __version__
 
         self._errors = tempfile.TemporaryFile()
-        # -I: neither the folder of worker.py nor the environment decides what it imports; this process's path does.
+        # -I: it imports by this process's sys.path, not from worker.py's folder or by the environment.
         command = [sys.executable, "-I", str(_WORKER)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors)
@@ -135,10 +135,10 @@ class _Worker:
         self._process.kill()
 
     def end(self) -> str:
-        """The last of what it wrote to stderr."""
+        """Ends the process and returns the last of its stderr."""
         self._process.kill()
         self._process.wait()
-        with contextlib.suppress(OSError):  # where something is left to be written
+        with contextlib.suppress(OSError):  # a flush on close may fail
             self._process.stdin.close()
         with self._process.stdout, self._errors:
             self._errors.seek(0)

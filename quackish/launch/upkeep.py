@@ -1,4 +1,4 @@
-"""Looking after the cache folder: what is in it, whether it is sound and of use here; taking out and bringing in."""
+"""Maintenance of the cache folder: list, verify, remove, export and import kernels."""
 
 import io
 import lzma
@@ -18,7 +18,7 @@ from quackish.launch import cache
 from quackish.launch.compile import OPTIONS
 
 _NAME = re.compile(r"\w+-\w+-[0-9a-f]{64}" + re.escape(cache.SUFFIX))
-_MOST_BYTES = 64 << 20  # of a file; ours take 20 to 60 KB
+_MAX_BYTES = 64 << 20  # of a file; ours have 20 to 60 KB
 
 
 class Entry(NamedTuple):
@@ -27,12 +27,12 @@ class Entry(NamedTuple):
     path: Path
     bytes: int
     modified: float  # seconds since 1970
-    identity: dict[str, str]  # empty where it cannot be read
-    fault: str  # what is wrong with it; "" where it is sound
+    identity: dict[str, str]  # empty if unreadable
+    fault: str  # what is wrong with the file, or ""
 
 
 class Differs(NamedTuple):
-    """Why this process does not load a sound file: it is for something that is different here."""
+    """Why this process does not load a sound file: a field of the identity that differs."""
 
     what: str  # a field of the identity
     there: str
@@ -45,23 +45,23 @@ class Differs(NamedTuple):
 
 
 def printable(text: str) -> str:
-    """With escapes in place of what a terminal would obey: an identity is whatever its file says."""
+    """Escapes control characters, as the text of an identity comes from a file."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def entries() -> list[Entry]:
-    """All kernels of the cache folder, each verified; sorted by name. Other files are not ours."""
+    """All kernels in the cache folder, verified and sorted by name. Other files are ignored."""
     folder = cache.location()
     return sorted(map(_examine, folder.glob("*" + cache.SUFFIX))) if folder.is_dir() else []
 
 
 def leftovers() -> list[Path]:
-    """What writes that were cut off left behind; a write that goes on right now may be among them."""
+    """Temporary files of interrupted writes, and of writes in progress."""
     return sorted(cache.location().glob("*" + cache.TEMPORARY))
 
 
 def folder_fault() -> str:
-    """Why the cache folder cannot be used; "" where it can, or will be made."""
+    """Why the cache folder cannot be used; "" if it can, or can be created."""
     folder = cache.location()
     try:
         status = os.stat(folder)
@@ -77,7 +77,7 @@ def folder_fault() -> str:
 
 
 def differs(identity: dict[str, str]) -> Differs | None:
-    """The first thing by which it is not for this process's CPU, versions and sources; None where it is."""
+    """The first field that differs from this process's CPU, versions and sources; None if all are equal."""
     module = identity["kernel"].rpartition(".")[0]
     if not module.startswith(cache.OWN) and getattr(sys.modules.get(module), "__file__", None) is None:
         return Differs("kernel", identity["kernel"], "unknown")
@@ -92,19 +92,19 @@ def differs(identity: dict[str, str]) -> Differs | None:
 
 
 class Removed(NamedTuple):
-    count: int  # files; one that is gone already does not count
-    left: list[str]  # a sentence for each that cannot be deleted, as a folder
+    count: int  # files deleted by this call
+    left: list[str]  # a sentence per file that cannot be deleted
 
 
 def remove(chosen: Iterable[Entry | Path]) -> Removed:
-    """Deletes files, all that can be."""
+    """Deletes all files that can be deleted."""
     count, left = 0, []
     for each in chosen:
         path = each.path if isinstance(each, Entry) else each
         try:
             os.unlink(path)
             count += 1
-        except FileNotFoundError:  # another process was faster
+        except FileNotFoundError:  # deleted by another process
             pass
         except OSError as error:
             left.append(f"{path} is left: {error.strerror}")
@@ -112,9 +112,9 @@ def remove(chosen: Iterable[Entry | Path]) -> Removed:
 
 
 def pack(chosen: Sequence[Entry], archive: Path) -> None:
-    """Writes sound files into a tar, compressed where its name says so (.gz, .xz).
+    """Writes sound files into a tar archive, compressed according to its name (.gz, .xz).
 
-    Raises ValueError where one is not sound any more, OSError where the archive cannot be written.
+    Raises ValueError if a file is no longer sound, OSError if the archive cannot be written.
     """
     compression = {".gz": "w:gz", ".tgz": "w:gz", ".xz": "w:xz"}.get(archive.suffix, "w")
     data = io.BytesIO()
@@ -130,15 +130,15 @@ def pack(chosen: Sequence[Entry], archive: Path) -> None:
 
 class Unpacked(NamedTuple):
     added: list[Entry]
-    known: list[Entry]  # were here already, and stay as they are
+    known: list[Entry]  # already here, unchanged
 
 
 def unpack(archive: Path) -> Unpacked:
-    """Adds the kernels of a tar that `pack` wrote. These are code that will run: whoever made the archive is trusted.
+    """Adds the kernels of an archive that `pack` wrote. They are code that will run, so its author must be trusted.
 
-    Every member is verified before the first is written. Raises ValueError where one is anything but a kernel under its
-    own name (a path, a link, a folder, too large, damaged), OSError where the archive cannot be read or the cache
-    folder not be written; ValueError too where the cache folder is not this user's alone.
+    All members are verified before the first is written. Raises ValueError if a member is not a kernel under its own
+    name (but a path, a link, a folder, too large, damaged) or if other users may write to the cache folder; OSError if
+    the archive cannot be read or the cache folder not be written.
     """
     contents: dict[str, bytes] = {}
     try:
@@ -146,7 +146,7 @@ def unpack(archive: Path) -> Unpacked:
             for member in tar:
                 contents[member.name] = _content(tar, member)
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = str(error).partition("\n")[0].rstrip(":")  # the rest is a line for each compression that was tried
+        reason = str(error).partition("\n")[0].rstrip(":")  # further lines list the compressions tried
         raise ValueError(
             f"{archive}: not a tar archive, or a damaged one ({reason}); expected what `cache export` wrote"
         ) from None
@@ -162,11 +162,11 @@ def unpack(archive: Path) -> Unpacked:
 
 
 def check(content: bytes, name: str) -> dict[str, str]:
-    """The identity of a kernel's file. Raises ValueError unless it is sound and this is its name."""
+    """The identity of a kernel's file. Raises ValueError unless the file is sound and `name` is its name."""
     identity, _ = cache.unpack(content)
     strings = isinstance(identity, dict) and all(isinstance(text, str) for pair in identity.items() for text in pair)
     if not strings or not {"kernel", "problem", "config", "target"} <= identity.keys():
-        raise ValueError("it does not say what it is")
+        raise ValueError("its identity is incomplete")
     if cache.name_of(identity) != name or not _NAME.fullmatch(name):
         raise ValueError("made for another kernel, target or toolchain than its name says")
     return identity
@@ -177,8 +177,8 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
         raise ValueError(f"{member.name!r} is no name of a kernel")
     if not member.isreg():
         raise ValueError(f"{member.name} is not a file but a link, a folder or a device")
-    if member.size > _MOST_BYTES:
-        raise ValueError(f"{member.name} has {member.size} bytes; expected at most {_MOST_BYTES}")
+    if member.size > _MAX_BYTES:
+        raise ValueError(f"{member.name} has {member.size} bytes; expected at most {_MAX_BYTES}")
     content = tar.extractfile(member).read()
     try:
         check(content, member.name)

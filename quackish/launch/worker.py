@@ -1,7 +1,7 @@
-"""A process that compiles kernels for another one. It is run as a file, by parallel.py; nobody imports it.
+"""Main program of a compiling process, which parallel.py runs as a file. Never imported.
 
-Requests come pickled on stdin, and an answer to each goes to stdout. The launcher is imported without the rest of
-quackish: torch takes longer to import than a kernel to compile.
+Reads pickled requests from stdin and writes an answer to each to stdout. It imports the launcher without the rest of
+quackish, because importing torch takes longer than compiling a kernel.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import types
 
 def main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the compiler prints must not get between the answers
+    os.dup2(2, 1)  # the compiler's prints go to stderr, as stdout carries the answers
     sys.path[:], folder, version = pickle.load(requests)
     sys.modules["torch"] = None  # tvm_ffi would import it
     package = sys.modules["quackish"] = types.ModuleType("quackish")

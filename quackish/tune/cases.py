@@ -205,7 +205,7 @@ def _padded(device: torch.device, dtype: str, rows: int, columns: int) -> Tensor
 
 
 def _tickets(device: torch.device, p: GemmProblem) -> Tensor | None:
-    return torch.zeros(NUM_TICKETS, dtype=torch.int32, device=device) if p.cut_last else None
+    return torch.zeros(NUM_TICKETS, dtype=torch.int32, device=device) if p.split_k_tail else None
 
 
 def _count(device: torch.device, rows: int) -> Tensor:

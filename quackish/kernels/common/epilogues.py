@@ -1,7 +1,7 @@
-"""What becomes of a GEMM's fp32 accumulator: one class an epilogue, for a block of 64 rows of a consumer warp group.
+"""GEMM epilogues, one class each: they consume the fp32 accumulator of 64 rows of a consumer warp group.
 
-`prepare` starts the loads that a tile's rows need, before its products; the call is the epilogue itself.
-Those on logits are in `epilogue_softmax.py` and `epilogue_dlogits.py`.
+`prepare` issues the loads for a tile's rows before its products; `__call__` is the epilogue itself.
+The epilogues on logits are in `epilogue_softmax.py` and `epilogue_dlogits.py`.
 """
 
 import cutlass
@@ -21,7 +21,7 @@ def make_epilogue(problem, config):
 
 
 class Store:
-    """D as it is, rounded to the output's dtype; or added to an fp32 output, each element by one CTA."""
+    """Stores D, rounded to the output dtype, or adds it to an fp32 output, where one CTA adds to each element."""
 
     stages_output = True
 
@@ -45,7 +45,7 @@ class Store:
 
 
 class StoreScaled(Store):
-    """... times a factor, before it is rounded."""
+    """Store of D times a factor."""
 
     def fake_args(self):
         return (fake_pointer("float32", False),)
@@ -60,7 +60,7 @@ class StoreScaled(Store):
 
 
 class StoreAndRest(Store):
-    """... and of each row that has a place the bits that rounding to bf16 cuts off: rest[place]."""
+    """Store that also keeps the bf16 rounding residual of each row that has a place: rest[place]."""
 
     def fake_args(self):
         return fake_pointer("int32", False), fake_pointer("int16")
@@ -72,19 +72,19 @@ class StoreAndRest(Store):
     def prepare(self, kept, args, row0: Int32, col0, m, live, start, thread: Int32):
         for r in cutlass.range_constexpr(2):
             row = row0 + thread_rows(thread) + 8 * r
-            kept[r] = (args[0] + cutlass.min(row, m - 1)).load()  # looked at after the products, or they would wait
+            kept[r] = (args[0] + cutlass.min(row, m - 1)).load()  # used after the products
 
     @cute.jit
     def __call__(self, acc, kept, args, out, d, row0: Int32, col0: Int32, m: Int32, n: Int32, ldd, wg, thread: Int32):
         for j in cutlass.range_constexpr(self.output.num_pieces):
             self.output(acc, j, out, row0, col0, wg, thread)
         two = cute.make_rmem_tensor((2,), Int16)
-        columns = cute.arch.make_warp_uniform(n - col0)  # a multiple of 8; else ptxas has each store wait for all lanes
+        columns = cute.arch.make_warp_uniform(n - col0)  # a multiple of 8; uniform, or ptxas syncs each store
         for r in cutlass.range_constexpr(2):
             if kept[r] != NO_PLACE and row0 + thread_rows(thread) + 8 * r < m:
                 row = args[1] + (Int64(kept[r]) * n + col0)
                 for q in cutlass.range_constexpr(cute.size(acc) // 4):
-                    i = 4 * q + 2 * r  # a thread's values come in pairs of columns, row by row
+                    i = 4 * q + 2 * r  # values alternate between the two rows, in pairs of columns
                     two[0], two[1] = cut_off(acc[i]), cut_off(acc[i + 1])
                     if 8 * q < columns:
                         vector_at(row, column_of(i, thread), 2).store(two.load())
@@ -92,12 +92,10 @@ class StoreAndRest(Store):
 
 @cute.jit
 def cut_off(x: Float32) -> Int16:
-    """What is to be added to the bits of x, rounded to bf16, to make those of x: its lower half, but for a tie that is
-    rounded down, which 16 bits with a sign cannot hold and are one less.
+    """Rounding residual of bf16: bits of x minus bits of x rounded to bf16.
 
-    By integers: as a difference of floats it was converted one number at a time, 16 a cycle, and ptxas did that for
-    each tile. Keeping it took 4.4 % of the weight gradient's GEMM with 1024 rows so, and 2.6 % by integers (H200; two
-    runs, the GEMM alone again and again).
+    A tie rounded down has the residual 2**15, which int16 cannot hold; x is lowered by one unit then. In integer
+    arithmetic, as float differences took 4.4 % of the dw GEMM instead of 2.6 (1024 rows, H200).
     """
     bits = x.bitcast(Int32)
     if (bits & 0x1FFFF) == 0x8000:
@@ -106,7 +104,7 @@ def cut_off(x: Float32) -> Int16:
 
 
 class Rows:
-    """Row i < live, times its factor, to row order[start + i] of the output."""
+    """Stores row i < live, times its factor, to row order[start + i] of the output."""
 
     stages_output = False
 

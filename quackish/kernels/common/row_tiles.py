@@ -1,4 +1,4 @@
-"""Tiles of rows on their way from global to shared memory by bulk copies, several stages deep."""
+"""Loads tiles of rows from global to shared memory by bulk copies, several stages deep."""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,10 +9,10 @@ from quackish.kernels.common.rows import RowMap, row_start
 
 
 class RowTiles:
-    """`tile_m` rows of each of several tensors make a stage.
+    """A stage is a tile of `tile_m` rows of each of several tensors.
 
-    With no stages, rows are read where they are, in global memory: that is for rows that a bulk copy cannot take, as
-    they do not start or end on 16 bytes, and for rows so long that two stages do not fit.
+    With num_stages 0, rows are read from global memory directly: for rows that do not start and end on 16 bytes, which
+    bulk copies need, and for rows so long that two stages do not fit.
     """
 
     def __init__(self, rows: RowMap, dtypes: list, num_stages: int, packed: bool):
@@ -24,7 +24,7 @@ class RowTiles:
 
     @cute.jit
     def allocate_barriers(self, smem):
-        """One mbarrier a stage; the CTA has to meet once before the first wait."""
+        """One mbarrier per stage. The CTA must synchronize once before the first wait."""
         full = smem.allocate_array(Int64, max(self.num_stages, 1))
         if cute.arch.thread_idx()[0] == 0:
             for s in cutlass.range_constexpr(self.num_stages):
@@ -34,7 +34,7 @@ class RowTiles:
 
     @cute.jit
     def fetch(self, inputs, strides, shared, full, i: Int32, tile: Int32, m: Int32, rank: Int32):
-        """One thread orders this CTA's i-th tile; its stage must be free. Nothing happens past the last tile."""
+        """Starts loading this CTA's i-th tile; called by one thread, with a free stage. No-op past the last tile."""
         if const_expr(self.num_stages > 0):
             first = tile * self.rows.tile_m
             if first < m:
@@ -59,12 +59,10 @@ class RowTiles:
 
     @cute.jit
     def wait(self, full, i: Int32):
-        """Until this CTA's i-th tile is there."""
+        """Waits for this CTA's i-th tile."""
         if const_expr(self.num_stages > 0):
-            # A plain loop around try_wait. With `mbarrier_wait`, whose try_wait may suspend the thread for long, and
-            # rstd fetched a tile ahead, RMSNorm backward took 791 us instead of 740 at 65536 x 8192 and 391 instead of
-            # 379 at 65536 x 4096 (H200, bf16, 6 and 3 stages). At 8192 either change alone gave a fifth of that or
-            # less; at 4096 the load of rstd gave most of it. Why is not known.
+            # A plain loop around try_wait: with `mbarrier_wait` and rstd prefetched, RMSNorm backward took 791 us
+            # instead of 740 (65536 x 8192, bf16, H200). The cause is unknown.
             mbar, phase = full + i % self.num_stages, (i // self.num_stages) % 2
             done = cute.arch.mbarrier_try_wait(mbar, phase)
             while not done:
@@ -74,7 +72,7 @@ class RowTiles:
     def row(
         self, inputs, strides, shared, j: cutlass.Constexpr[int], i: Int32, row: Int32, tile_row: Int32, rank: Int32
     ):
-        """Where this CTA's part of a row of tensor j is, once its i-th tile is there."""
+        """Pointer to this CTA's part of a row of tensor j, in its i-th tile, which has been waited for."""
         if const_expr(self.num_stages > 0):
             itemsize = const_expr(self.dtypes[j].width // 8)
             stage = (i % self.num_stages) * self.stage_bytes + self.offsets[j]

@@ -1,4 +1,4 @@
-"""What the row kernels share: who works on which columns, where a row starts, the sum over a row."""
+"""Shared by the row kernels: which thread has which columns, row offsets, vector access, and the sum over a row."""
 
 import cutlass
 import cutlass.cute as cute
@@ -16,7 +16,7 @@ DTYPES = {
 
 
 def fake_pointer(dtype: str | None, aligned: bool = True):
-    """A compile-time stand-in for a device pointer, aligned to 16 bytes or to an element; None for an absent one."""
+    """A device pointer to compile for, aligned to 16 bytes or to one element; None if dtype is None."""
     if dtype is None:
         return None
     dtype = DTYPES[dtype]
@@ -30,7 +30,7 @@ def fake_row_strides(packed: bool):
 
 @cute.jit
 def row_start(row: Int32, strides, n: cutlass.Constexpr[int]) -> Int64:
-    """Offset of a row, in elements: row * n where packed (strides None), else two levels of strides (m1, s0, s1)."""
+    """Offset of a row in elements: row * n if packed (strides None), else by two levels of strides, (m1, s0, s1)."""
     start = Int64(row) * n
     if const_expr(strides is not None):
         outer = row // strides[0]
@@ -40,7 +40,7 @@ def row_start(row: Int32, strides, n: cutlass.Constexpr[int]) -> Int64:
 
 @cute.jit
 def vector_at(base: cute.Pointer, offset, vec: cutlass.Constexpr[int]) -> cute.Tensor:
-    """`vec` neighbouring elements from base + offset, declared as aligned as a vector access needs."""
+    """`vec` contiguous elements from base + offset, with the alignment declared that a vector access needs."""
     dtype = base.dtype
     align = min(16, vec * dtype.width // 8)
     ptr = cute.make_ptr(dtype, (base + offset).toint(), base.memspace, assumed_align=align)
@@ -49,7 +49,7 @@ def vector_at(base: cute.Pointer, offset, vec: cutlass.Constexpr[int]) -> cute.T
 
 @cute.jit
 def store_streaming(base: cute.Pointer, offset, values):
-    """Stores a vector that nobody reads soon: evicted first from the L2, where the vector is 16 bytes."""
+    """Stores a vector that is not read soon; one of 16 bytes is marked to be evicted first from the L2."""
     out = vector_at(base, offset, cute.size(values.shape))
     raw = cute.make_rmem_tensor(out.layout, base.dtype)
     raw.store(values)
@@ -64,9 +64,9 @@ def store_streaming(base: cute.Pointer, offset, values):
 
 
 class RowMap:
-    """Who works on what: a row belongs to `threads_per_row` threads of a CTA, or of each CTA of a cluster of `split_n`.
+    """Which thread has which columns: a row has `threads_per_row` threads in each of the `split_n` CTAs of a cluster.
 
-    Vector v < num_vecs of lane l is columns [(v * threads_per_row + l) * vec, + vec) of the CTA's `n_cta` columns.
+    Vector v < num_vecs of lane l covers columns [(v * threads_per_row + l) * vec, + vec) of the CTA's `n_cta` columns.
     """
 
     def __init__(self, n: int, vec: int, threads: int, threads_per_row: int, split_n: int):
@@ -78,7 +78,7 @@ class RowMap:
         self.warps_per_row = -(-threads_per_row // 32)
 
     def columns_of(self, rank):
-        """How many columns CTA `rank` of the cluster has: a Python int where all have the same."""
+        """Number of columns of CTA `rank` of the cluster; a Python int if all CTAs have the same number."""
         if self.n_cta * self.split_n == self.n:
             return self.n_cta
         return cutlass.max(cutlass.min(self.n - rank * self.n_cta, self.n_cta), 0)
@@ -87,7 +87,7 @@ class RowMap:
         return (v * self.threads_per_row + lane) * self.vec
 
     def live(self, v: int, lane, columns):
-        """Whether lane's vector v lies inside the row: True, known while tracing, for all but a ragged end."""
+        """Whether the lane's vector v is inside the row; the Python constant True except at a ragged end."""
         if isinstance(columns, int) and (v + 1) * self.threads_per_row * self.vec <= columns:
             return True
         return self.column(v, lane) < columns
@@ -98,7 +98,7 @@ class RowMap:
 
     @cute.jit
     def load(self, row: cute.Pointer, lane, columns) -> cute.Tensor:
-        """This thread's part of a row in global memory, as fp32; all loads are in flight before the first use."""
+        """Loads this thread's part of a row as fp32. All loads are issued before the first use."""
         raw, out = self.fragment(row.dtype), self.fragment()
         for v in cutlass.range_constexpr(self.num_vecs):
             if self.live(v, lane, columns) is not True:
@@ -116,19 +116,19 @@ class RowMap:
 
 
 class RowSum:
-    """The sum of one fp32 a thread over all threads of a row: the same bits in each, in an order that RowMap fixes.
+    """Sums one fp32 per thread over all threads of a row. RowMap fixes the order, and all threads get the same bits.
 
-    Two calls in a row use two buffers, so one barrier a call is enough.
+    Consecutive calls alternate between two buffers, so one barrier per call is enough.
     """
 
     def __init__(self, rows: RowMap):
         self.rows = rows
         self.num_slots = rows.num_warps * rows.split_n
-        self.meets = rows.warps_per_row > 1 or rows.split_n > 1  # whether a call is also a barrier of the CTA
+        self.meets = rows.warps_per_row > 1 or rows.split_n > 1  # whether a call synchronizes the CTA
 
     @cute.jit
     def allocate(self, smem):
-        """(slots, mbarriers) in shared memory; a cluster that shares rows has to meet once before the first call."""
+        """(slots, mbarriers) in shared memory. With split_n > 1 the cluster must synchronize before the first call."""
         slots = smem.allocate_tensor(Float32, cute.make_layout(2 * self.num_slots), byte_alignment=16)
         mbars = smem.allocate_array(Int64, 2)
         if const_expr(self.rows.split_n > 1):
@@ -140,7 +140,7 @@ class RowSum:
 
     @cute.jit
     def __call__(self, value: Float32, slots: cute.Tensor, mbars: cute.Pointer, step: Int32) -> Float32:
-        """step counts the calls. Every thread of the CTA meets here where a row takes more than one warp."""
+        """step: number of earlier calls. Synchronizes the CTA if a row has more than one warp."""
         rows = self.rows
         total = cute.arch.warp_reduction_sum(value, threads_in_group=min(rows.threads_per_row, 32))
         if const_expr(rows.split_n > 1):
@@ -159,7 +159,7 @@ class RowSum:
 
     @cute.jit
     def over_cluster(self, value: Float32, slots: cute.Tensor, mbars: cute.Pointer, step: Int32) -> Float32:
-        """Every warp sends its sum to every CTA of the cluster; each CTA adds them in the order of (CTA, warp)."""
+        """Each warp sends its sum to all CTAs of the cluster, and each CTA adds them in the order of (CTA, warp)."""
         num_warps, split_n = const_expr(self.rows.num_warps), const_expr(self.rows.split_n)
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         rank = cute.arch.block_idx_in_cluster()
@@ -177,7 +177,7 @@ class RowSum:
                 total += slots[buffer + i * 32 + lane]
             else:
                 total += slots[buffer + i * 32 + lane] if i * 32 + lane < self.num_slots else Float32(0.0)
-        # Nobody reads a buffer again before it has this warp's next sum, so a peer two steps ahead cannot exist;
-        # a warp of this CTA could still be reading, hence the barrier.
+        # A peer needs this warp's next sum to finish its next call, so it cannot overwrite this buffer yet. Warps of
+        # this CTA may still be reading, hence the barrier.
         cute.arch.sync_threads()
         return cute.arch.warp_reduction_sum(total)

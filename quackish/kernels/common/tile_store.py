@@ -1,7 +1,7 @@
-"""A GEMM's fp32 accumulator on its way to global memory: through shared memory, 128 bytes of each row at a time.
+"""Stores a GEMM's fp32 accumulator to global memory, through shared memory, 128 bytes of each row at a time.
 
-A thread's accumulator values lie in two rows of a block of 64 that its warp group has: value i = 2 * pair + c is in row
-pair % 2 of them, 8 rows apart, and its column is 8 * (i // 4) + c from the thread's first one on.
+The WGMMA accumulator layout: a thread has values in two rows, 8 apart, of its warp group's block of 64. Value
+i = 2 * pair + c is in row pair % 2, and in column 8 * (i // 4) + c counted from the thread's first column.
 """
 
 import cutlass
@@ -16,7 +16,7 @@ from quackish.kernels.common.rows import DTYPES, vector_at
 
 @cute.jit
 def thread_rows(thread: Int32) -> Int32:
-    """The first of the two rows, 8 apart, that a thread of a warp group has values of."""
+    """The first of the thread's two rows, which are 8 apart."""
     return thread // 32 * 16 + thread % 32 // 4
 
 
@@ -32,12 +32,12 @@ def row_of(i: int) -> int:
 
 
 class Staging:
-    """`piece_n` columns of 64 rows of each warp group in shared memory, `num_buffers` of them, swizzled."""
+    """Swizzled buffers in shared memory: per warp group `num_buffers` pieces of 64 rows x `piece_n` columns."""
 
     def __init__(self, dtype: str, config):
         self.dtype, self.num_wgs, self.tile_n = DTYPES[dtype], config.num_wgs, config.tile_n
         self.num_buffers = config.num_buffers
-        self.piece_n = 1024 // self.dtype.width  # 128 bytes: what a swizzle spans
+        self.piece_n = 1024 // self.dtype.width  # 128 bytes, the span of a swizzle
         self.num_pieces = config.tile_n // self.piece_n
 
     def layout(self):
@@ -49,11 +49,11 @@ class Staging:
         return smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
     def buffer(self, j, wg):
-        """Where piece j of a warp group goes."""
+        """Index of the buffer for piece j of a warp group."""
         return (wg - 1) * self.num_buffers + j % self.num_buffers
 
     def parts(self, acc, staging, thread):
-        """(copy, the thread's values of all pieces, where they go in each buffer, their shape in a piece)"""
+        """(tiled copy, the thread's values of all pieces, their destinations per buffer, their shape per piece)"""
         mma = sm90.make_trivial_tiled_mma(
             cutlass.BFloat16, cutlass.BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.K, Float32,
             (1, 1, 1), tiler_mn=(64, self.tile_n),
@@ -68,7 +68,7 @@ class Staging:
 
     @cute.jit
     def rounded(self, values, shape: cutlass.Constexpr, j: cutlass.Constexpr[int]):
-        """Piece j of a thread's values, in the output's dtype."""
+        """Piece j of a thread's values, rounded to the output dtype."""
         piece = cute.make_rmem_tensor(shape, self.dtype)
         for v in cutlass.range_constexpr(cute.size(piece)):
             piece[v] = values[j * cute.size(piece) + v].to(self.dtype)
@@ -76,9 +76,10 @@ class Staging:
 
 
 class TileStore(Staging):
-    """Stores tiles by TMA, or adds them to what is there.
+    """Stores tiles by TMA, or adds them to the output.
 
-    `out` is (`store_atom` of the output, or of its columns before and from `split` on; split; what `allocate` gave).
+    `out` is (TMA atoms, split, staging): one `store_atom`, or two for an output in two buffers, whose columns from
+    `split` on are in the second; and the result of `allocate`.
     """
 
     def __init__(self, dtype: str, config, accumulate: bool = False):
@@ -95,16 +96,16 @@ class TileStore(Staging):
 
     @cute.jit
     def __call__(self, acc, j: cutlass.Constexpr[int], out: tuple, row0: Int32, col0: Int32, wg: Int32, thread: Int32):
-        """Piece j of the accumulator, rounded to the output's dtype, to rows row0 and up of columns col0 and up.
+        """Rounds piece j of the accumulator and stores it; the tile starts at (row0, col0).
 
-        Called for all pieces in order. A piece's values should be worked out right before its call: the shared memory
-        of the piece before the last is being read meanwhile.
+        Call for all pieces in order, and compute a piece's values right before: that overlaps with the stores of the
+        previous pieces.
         """
         d_atoms, split, staging = out
         r2s, values, places, shape = self.parts(acc, staging, thread)
         piece = self.rounded(values, shape, j)
         buffer = self.buffer(j, wg)
-        is_free, is_full = wg, wg + self.num_wgs  # named barriers; nobody waits who need not
+        is_free, is_full = wg, wg + self.num_wgs  # named barriers
         stores = cute.arch.make_warp_uniform(thread // 32) == 0
         if stores:
             cute.arch.cp_async_bulk_wait_group(self.num_buffers - 1, read=True)
@@ -135,19 +136,19 @@ class TileStore(Staging):
 
     @cute.jit
     def finish(self, thread: Int32):
-        """Before the CTA ends: its shared memory has been read."""
+        """Waits until TMA has read the shared memory. Call before the CTA exits."""
         if cute.arch.make_warp_uniform(thread // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 class RowStore(Staging):
-    """Stores each row of a tile where it is told to, 16 bytes a thread, 128 bytes of a row at a time."""
+    """Stores each row of a tile to a row of the output given by index; 16 bytes per thread, 128 bytes per row."""
 
     @cute.jit
     def __call__(
         self, acc, d: cute.Pointer, staging, rows, col0: Int32, n: Int32, ldd: Int64, wg: Int32, thread: Int32
     ):
-        """`rows`: where rows thread // 8, 16 further, ... of the warp group's 64 go; negative for nowhere."""
+        """`rows`: output rows of rows thread // 8 + 16 * k, k < 4, of the warp group's 64; negative: do not store."""
         r2s, values, places, shape = self.parts(acc, staging, thread)
         vec = const_expr(128 // self.dtype.width)
         for j in cutlass.range_constexpr(self.num_pieces):
@@ -155,8 +156,7 @@ class RowStore(Staging):
             if const_expr(self.num_buffers == 1):
                 cute.arch.barrier(barrier_id=wg, number_of_threads=128)
             cute.copy(r2s, self.rounded(values, shape, j), places[None, None, None, buffer])
-            # Of two, one barrier a piece: who is here has read the piece before, so its buffer is free for the next
-            # but one.
+            # With two buffers one barrier per piece is enough: past it, all threads have read the previous piece.
             cute.arch.barrier(barrier_id=wg, number_of_threads=128)
             col = col0 + j * self.piece_n + thread % 8 * vec
             for k in cutlass.range_constexpr(4):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quackish import kernels
 from quackish.configs import choose
-from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem, cuts_dw
+from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem, splits_dw_tail
 from quackish.configs.lce_rows import (
     WIDE_BIAS,
     LceBiasProblem,
@@ -186,8 +186,8 @@ class GemmLaunches:
     ) -> None:
         """Row i of e @ w, times row_scale, to row order[start + i] of out; without order to row i, or added to it.
 
-        Without order, rows up to the end of a tile with live rows are written too. With tickets, a last wave that
-        would leave clusters idle is cut along the classes: 17 MB of sums are held meanwhile, or 69 of deep tiles.
+        Without order, rows up to the end of a tile with live rows are written too. With tickets, tiles of a
+        partly filled last wave are split along the classes, which takes 17 MB of scratch, or 69 MB for deep tiles.
         """
         (n, h), rows = w.shape, e.shape[0]
         scattered = order is not None
@@ -200,7 +200,7 @@ class GemmLaunches:
             b_major="n",
             split_k=e2 is not None,
             accumulate=accumulate,
-            cut_last=tickets is not None,
+            split_k_tail=tickets is not None,
         )
         shared, _scratch = _shared(tickets, config, rows, h, n, clusters)
         given = (row_scale.data_ptr(), order.data_ptr()) if scattered else None
@@ -230,7 +230,7 @@ class GemmLaunches:
         rest[places[i]]: the bits that rounding cut off row i, if it is listed.
         """
         (rows, h), n = xs.shape, e.shape[1]
-        if tickets is not None and not cuts_dw(n, h, self.gpu.sm_count):
+        if tickets is not None and not splits_dw_tail(n, h, self.gpu.sm_count):
             tickets = None
         key = (choose.epoch, "dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None, factor is None)
         kernel, clusters, config = self._gemms.get(key) or self._compile(
@@ -242,7 +242,7 @@ class GemmLaunches:
             b_major="n",
             live="k",
             accumulate=accumulate,
-            cut_last=tickets is not None,
+            split_k_tail=tickets is not None,
             scaled=factor is not None,
             rest=rest is not None,
         )
@@ -281,9 +281,9 @@ def _shared(
     """What clusters that share tiles are given, and what must be kept until the launch."""
     if tickets is None:
         return None, None
-    pieces, floats = config.last_wave_room(m, n, k, clusters)
+    splits, floats = config.tail_room(m, n, k, clusters)
     partials = tickets.new_empty(floats, dtype=torch.float32)
-    return (partials.data_ptr(), tickets.data_ptr(), pieces), partials
+    return (partials.data_ptr(), tickets.data_ptr(), splits), partials
 
 
 # All kernels ----------------------------------------------------------------------------------------------------------
