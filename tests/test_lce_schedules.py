@@ -26,6 +26,7 @@ from lce_cases import (
     truth,
     unit_roundoff,
 )
+from wrapper_tensor import Wrapper
 
 from quackish.configs.gemm import SOFTMAX_TILE_N
 from quackish.configs.linear_cross_entropy import (
@@ -803,6 +804,9 @@ def test_fp16_gradients_of_a_mean_over_many_rows_keep_their_digits(options, buff
     x, w, target, kw = case(m=3000, h=8, v=1000, dtype=torch.float16, **OPTIONS[options])
     if "weight" in kw:
         kw["weight"] = kw["weight"] * 1e6
+        if options == "weight":
+            target[target == 7] = 8
+            kw["weight"][7] = 1e30  # of a class that is no row's target: it must not matter
     loss = linear_cross_entropy(
         x, w, target, **kw, **CUTE,
         grad_weight_out=None if buffer is None else (out := torch.zeros(w.shape, dtype=buffer, **HERE)),
@@ -837,6 +841,26 @@ def test_no_gradient_flows_to_class_weights():
     weight = kw["weight"].requires_grad_()
     linear_cross_entropy(x, w, target, weight=weight, **CUTE).backward()
     assert weight.grad is None
+
+
+def test_memory_that_was_freed_reaches_no_kernel(kernels):
+    x, w, target, _ = case()
+    buffer = torch.zeros(w.shape, **HERE)
+    loss = linear_cross_entropy(x, w, target, grad_weight_out=buffer, schedule="stored", **CUTE)
+    buffer.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"grad_weight_out has shape .* but no memory"):
+        loss.backward()
+    with pytest.raises(ValueError, match=r"grad_weight_out has shape .* but no memory"):
+        linear_cross_entropy(x, w, target, grad_weight_out=buffer, **CUTE)
+    assert kernels.calls["dw"] == 0
+
+
+def test_a_gradient_without_memory_reaches_no_kernel(kernels):
+    x, w, target, _ = case()
+    loss = linear_cross_entropy(x, w, target, **CUTE)
+    with pytest.raises(TypeError, match="an argument is a Wrapper without memory"):
+        torch.autograd.grad(loss, x, Wrapper(torch.ones_like(loss)))
+    assert kernels.calls["scale"] == 0
 
 
 def test_torch_func_runs_no_kernel():

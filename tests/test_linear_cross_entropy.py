@@ -715,18 +715,22 @@ def test_a_buffer_that_is_the_weight_is_refused():
     linear_cross_entropy(x, first, target, grad_weight_out=second)  # one storage, apart
 
 
-def test_a_buffer_under_fsdp_is_refused(tmp_path):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_buffer_under_fsdp_is_refused(version, tmp_path):
     """FSDP reduces .grad alone: the buffer would get this rank's whole gradient."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         head = LinearCrossEntropyLoss(8, 11)
-        torch.distributed.fsdp.fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        if version == 1:
+            head = torch.distributed.fsdp.FullyShardedDataParallel(head, device_id=torch.device("cpu"))
+        else:
+            torch.distributed.fsdp.fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
         x, _, target, _ = make(dtype=torch.float32)
         with pytest.raises(UnsupportedError, match="linear_weight is a parameter that FSDP shards"):
             head(x, target, grad_weight_out=torch.zeros(11, 8))
         head(x, target).backward()
-        assert head.linear.weight.grad is not None
+        assert all(p.grad is not None for p in head.parameters())
     finally:
         torch.distributed.destroy_process_group()
 

@@ -35,8 +35,8 @@ def is_transformed() -> bool:
 
 
 def are_plain(tensors: Iterable[Any]) -> bool:
-    """Whether these are tensors, parameters or None. Subclasses see an operator instead, and decide what it does."""
-    return all(t is None or type(t) is Tensor or type(t) is nn.Parameter for t in tensors)
+    """Whether no subclass of a tensor is among these, which would see an operator instead and decide what it does."""
+    return all(type(t) is Tensor or type(t) is nn.Parameter or not isinstance(t, Tensor) for t in tensors)
 
 
 def as_plain(op: str, t: Tensor | None) -> Tensor | None:

@@ -20,7 +20,7 @@ from quackish.ops import cuda
 
 NUM_TICKETS = 32  # of each launch: 128 bytes, so that two launches are never in one line of the L2
 _RESERVE = 1024  # captured launches for which tickets are made at once: 128 KiB
-_MAX_STREAMS = 64  # with a workspace: then all are forgotten, as some of the streams may be gone
+_MAX_STREAMS = 128  # with a workspace: then the oldest is dropped, as its stream may be gone
 
 
 class _Workspace(NamedTuple):
@@ -59,7 +59,7 @@ def _take_for_stream(key: tuple[int, int], floats: int) -> _Workspace:
         space = _of_stream.get(key)
         if space is None or space.floats < floats:
             if len(_of_stream) >= _MAX_STREAMS:
-                _of_stream.clear()
+                del _of_stream[next(iter(_of_stream))]
             floats = 1 << (floats - 1).bit_length()  # powers of two: a stream keeps < 4 times its largest request
             # A workspace that is outgrown or forgotten goes back to its stream, where it is used after launches that
             # use it now, and to no other.

@@ -99,7 +99,7 @@ def linear_cross_entropy(
     options = (
         reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend,
     )  # fmt: skip
-    eager = is_plain() and are_plain(tensors[:-1])  # else operators run
+    eager = is_plain() and are_plain(tensors)  # else operators run
     key, plan = _find_plan(tensors, options) if eager else (None, None)
     new = plan is None
     if new:

@@ -256,6 +256,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("linear_cross_entropy: vmap over gradients (is_grads_batched=True) is not supported")
         if grad_loss is None and grad_lse is None:
             return (None,) * 7
+        grad_loss, grad_lse = (as_plain("linear_cross_entropy", grad) for grad in (grad_loss, grad_lse))
+        check_memory("linear_cross_entropy", grad_loss=grad_loss, grad_lse=grad_lse)
         plan, wanted, dw_out = ctx.plan, ctx.wanted, ctx.grad_weight_out
         if wanted.dw is None:
             dw_out = None
@@ -271,7 +273,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if wanted.any():
             *tensors, items, lse, xc, e = ctx.saved_tensors
             call = plan.call(Inputs(*tensors, ctx.num_items if items is None else items))
-            kept = Forward(None, lse.view(-1), ctx.rows, Grads(), xc, _scratch_of(e), *begun)
+            kept = Forward(None, lse.view(-1), _own(ctx.rows), Grads(), xc, _scratch_of(e), *begun)
             grads = grads.and_also(plan.backward(k, call, kept, incoming, wanted, dw_out))
         return *_as_inputs(grads, ctx.dtypes, ctx.shape), None, None, None, None
 
@@ -289,6 +291,11 @@ def _scratch_of(e: Tensor | None) -> Tensor | None:
     if e is None or not _is_graph_kept():
         return e
     return padded(e, *e.shape, e.dtype).copy_(e)
+
+
+def _own(rows: RowState) -> RowState:
+    """`rows`, with tickets of their own where another backward may run at the same time, as in `_scratch_of`."""
+    return rows._replace(tickets=torch.zeros_like(rows.tickets)) if _is_graph_kept() else rows
 
 
 _is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph
@@ -369,7 +376,7 @@ def _bwd_impl(grad_loss, grad_lse, lse, *args):
     inputs, grad_weight_out, plan, needs = _sorted(args)
     wanted = plan.wanted(inputs, needs, grad_weight_out)
     call = plan.call(inputs)
-    kept = Forward(None, lse.view(-1), rows, Grads(), xc, _scratch_of(e))
+    kept = Forward(None, lse.view(-1), _own(rows), Grads(), xc, _scratch_of(e))
     incoming = plan.incoming(grad_loss, grad_lse)
     return tuple(plan.backward(kernels_of(inputs.input.device), call, kept, incoming, wanted, None))
 

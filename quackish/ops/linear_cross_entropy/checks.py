@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quackish.configs.linear_cross_entropy import SCHEDULES
 from quackish.errors import UnsupportedError
-from quackish.ops.modes import are_plain, autocast_dtype
+from quackish.ops.modes import are_plain, autocast_dtype, check_memory
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FP32 = torch.finfo(torch.float32)
@@ -68,6 +68,8 @@ def check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_
 def check_buffer(grad_weight_out: Tensor, input: Tensor, linear_weight: Tensor) -> None:
     """What depends on which tensor it is, not on its shape: each call with a `grad_weight_out` looks."""
     who = "linear_cross_entropy:"
+    if are_plain((grad_weight_out,)):
+        check_memory("linear_cross_entropy", grad_weight_out=grad_weight_out)
     for name, tensor in (("linear_weight", linear_weight), ("input", input)):
         if _share_memory(grad_weight_out, tensor):
             raise ValueError(
@@ -100,14 +102,15 @@ def _is_fsdp_parameter(weight: Tensor) -> bool:
 
     FSDP has no public way to ask. Where its internals change this is False, and the call goes on.
     """
-    if getattr(weight, "_fsdp_flattened", False):
+    whole = weight if weight._base is None else weight._base  # in forward FSDP1's parameters are views of a flat one
+    if getattr(whole, "_fsdp_flattened", False):
         return True
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     for state in [ref() for ref in list(states.values())]:
         groups = getattr(state, "_fsdp_param_groups", None)  # one group before PyTorch 2.12
         groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
         for group in groups:
-            if any(getattr(p, "_unsharded_param", None) is weight for p in getattr(group, "fsdp_params", ())):
+            if any(getattr(p, "_unsharded_param", None) is whole for p in getattr(group, "fsdp_params", ())):
                 return True
     return False
 

@@ -14,6 +14,7 @@ from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_rows import MOST_ROWS_COUNTED
 from quackish.configs.linear_cross_entropy import E_ITEMSIZE, SHARED_FROM, shared_storage
 from quackish.ops import cuda
+from quackish.ops.modes import check_memory
 
 # Memory ---------------------------------------------------------------------------------------------------------------
 
@@ -188,6 +189,8 @@ def add_dw(
     factor: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out += factor * e.T @ xs, and the targets' part where they are not in e."""
+    if not out.is_meta:
+        check_memory("linear_cross_entropy", grad_weight_out=out)
     if _adds_in_gemm(out):
         k.dw(e, xs, rows.num_live, 0, out, True, rows.tickets, factor=factor)
         if targets is not None:

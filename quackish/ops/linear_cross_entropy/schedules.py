@@ -248,7 +248,7 @@ def recompute_backward(
         xc = dx.view(-1).view(dtype)[: m * h].view(m, h)
     factor, inv_divisor = None, rows.inv_divisor
     if dtype == torch.float16:
-        factor, inv_divisor, incoming = _common_factor(call, rows, incoming)
+        factor, inv_divisor, incoming = _common_factor(call, kept, incoming)
     coefs = _coefficients(k, call, kept, incoming, xc, inv_divisor)
     blocks = recompute_blocks(m, v, h, None if dw is None else dw.itemsize, scratch_columns(m, dw is None, acc is None))
     if kept.dw is not None:
@@ -406,18 +406,32 @@ def run_rows(
     )
 
 
-def _common_factor(call: Call, rows: RowState, incoming: GradOutputs) -> tuple[Tensor | None, Tensor, GradOutputs]:
+def _common_factor(call: Call, kept: Forward, incoming: GradOutputs) -> tuple[Tensor | None, Tensor, GradOutputs]:
     """(the factor common to all rows, the remaining inv_divisor, the remaining incoming gradients).
 
     In fp16, p - onehot divided by the number of rows would be mostly subnormal. So a factor common to all rows is
-    applied to the fp32 accumulators instead, and class weights are scaled to at most 1 until then. With a gradient per
-    row there is none: (None, ...).
+    applied to the fp32 accumulators instead, and so is the largest coefficient of a live row, so that the others are at
+    most 1. With a gradient per row there is no such factor: (None, ...).
     """
+    rows, weight = kept.rows, call.class_weight
     if incoming.lse is not None or incoming.loss.dim():
         return None, rows.inv_divisor, incoming
-    largest = rows.inv_divisor.new_ones(1) if call.class_weight is None else call.class_weight.abs().amax().view(1)
-    largest = largest.clamp_(min=torch.finfo(torch.float32).tiny)
+    largest = rows.inv_divisor.new_ones(())
+    if weight is not None:  # of the classes that are targets: another one's may be anything
+        target = rows.slot_target
+        weights = weight[target.clamp(min=0).long()].abs().masked_fill(target < 0, 0.0)
+        largest = _finite(weights).amax()
+        if call.label_smoothing:
+            spread = call.label_smoothing / call.w.shape[0]
+            largest = torch.maximum(largest, spread * _finite(weight.abs()).amax())
+    if call.z_loss:
+        largest = torch.maximum(largest, 2 * call.z_loss * _finite(kept.lse.abs()).amax())
+    largest = largest.clamp(min=torch.finfo(torch.float32).tiny).view(1)
     return rows.inv_divisor * incoming.loss * largest, largest.reciprocal(), _ONES
+
+
+def _finite(t: Tensor) -> Tensor:
+    return t.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _coefficients(
