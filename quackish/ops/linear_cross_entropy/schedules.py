@@ -419,7 +419,7 @@ def _common_factor(call: Call, kept: Forward, incoming: GradOutputs) -> tuple[Te
     largest = rows.inv_divisor.new_ones(())
     if weight is not None:  # of the classes that are targets: another one's may be anything
         target = rows.slot_target
-        weights = weight[target.clamp(min=0).long()].abs().masked_fill(target < 0, 0.0)
+        weights = weight[target.clamp(0, weight.shape[0] - 1).long()].abs().masked_fill(target < 0, 0.0)
         largest = _finite(weights).amax()
         if call.label_smoothing:
             spread = call.label_smoothing / call.w.shape[0]
