@@ -1,26 +1,26 @@
-"""What an RMSNorm costs the host: a chain of 64 norms, forward and backward, timed until all is enqueued.
+"""Host time of an RMSNorm: a chain of 64 norms, forward and backward, timed until all is enqueued.
 
     python -m benchmarks.host_overhead
 
 Shapes are small (M 128, N 1024, bf16), so that the GPU keeps up and the host is what is measured.
 """
 
-import argparse
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import BACKEND, console
+from quackish.bench.bars import verdict
 from quackish.bench.environment import ENVIRONMENT, device_name, environment
-from quackish.bench.files import CsvLog, markdown_table
 from quackish.bench.measured import reason
 from quackish.bench.providers_rms_norm import EPS
+from quackish.bench.report import markdown_table
+from quackish.bench.schema import CsvLog
 from quackish.testing import inputs
 from quackish.testing.timing import Times
 
@@ -32,10 +32,6 @@ LAUNCH_BAR_US = 6.0
 Norm = Callable[[Tensor, Tensor], Tensor]
 
 
-def _torch() -> Norm:
-    return lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
-
-
 def _quackish() -> Norm:
     from quackish.ops.rms_norm import rms_norm
 
@@ -43,7 +39,7 @@ def _quackish() -> Norm:
 
 
 def _bare() -> Norm:
-    """A torch.autograd.Function around prepared launches: nothing is checked, looked up or found out."""
+    """A torch.autograd.Function around prepared launches: no checks and no look-ups."""
     forward_launch, backward_launch, backward_args = _launches()
 
     class Bare(torch.autograd.Function):
@@ -66,8 +62,7 @@ def _bare() -> Norm:
 
 
 def _launches() -> tuple[Callable[..., None], Callable[..., None], Callable[..., tuple]]:
-    """The kernels of this chain, forward with everything but the tensors filled in, backward with a function that makes
-    its arguments of tensors; scratch and tickets are shared by all."""
+    """The chain's kernels: a forward that takes tensors, a backward, and a function from tensors to its arguments."""
     from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan
 
     x, weight = _inputs()[:2]
@@ -108,7 +103,7 @@ def _liger_triton() -> Norm:
 
 
 NORMS_OF: dict[str, Callable[[], Norm]] = {
-    "torch": _torch,
+    "torch": lambda: lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, EPS),
     "quackish": _quackish,
     "bare Function": _bare,
     "quack": _quack,
@@ -124,55 +119,48 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def chain(norm: Norm, x: Tensor, weights: Sequence[Tensor], dy: Tensor) -> tuple[float, float]:
-    """Microseconds a norm of one forward and of one backward through the chain, until all is enqueued."""
+    """Microseconds per norm of one forward and of one backward through the chain, until all is enqueued."""
     for t in (x, *weights):
         t.grad = None
+    y, seconds = x, []
+    for part in ("forward", "backward"):
+        _synchronize()
+        start = time.perf_counter()
+        if part == "forward":
+            for weight in weights:
+                y = norm(y, weight)
+        else:
+            y.backward(dy)
+        seconds.append(time.perf_counter() - start)
     _synchronize()
-    start = time.perf_counter()
-    y = x
-    for weight in weights:
-        y = norm(y, weight)
-    forward = time.perf_counter() - start
-    _synchronize()
-    start = time.perf_counter()
-    y.backward(dy)
-    backward = time.perf_counter() - start
-    _synchronize()
-    return 1e6 * forward / len(weights), 1e6 * backward / len(weights)
+    return tuple(1e6 * s / len(weights) for s in seconds)
 
 
-def chains(norms: Mapping[str, Norm], repeats: int) -> dict[str, dict[str, Times]]:
+def chains(norms: Mapping[str, Norm], repeats: int, count: int) -> dict[str, dict[str, Times]]:
     """For each norm the times of "forward", "backward" and "both"; the norms take turns."""
     x, weight, dy = _inputs()
     x.requires_grad_()
-    weights = [weight.clone().requires_grad_() for _ in range(NORMS)]
+    weights = [weight.clone().requires_grad_() for _ in range(count)]
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in norms}
     gc.collect()
     gc.disable()  # a collection in the middle of a chain would be its slowest part
     try:
         for i in range(repeats + 3):
             for name, norm in norms.items():
-                sample = chain(norm, x, weights, dy)
+                forward, backward = chain(norm, x, weights, dy)
                 if i >= 3:
-                    samples[name].append(sample)
+                    samples[name].append((forward, backward, forward + backward))
     finally:
         gc.enable()
-    return {
-        name: {
-            "forward": Times.of([f for f, _ in pairs]),
-            "backward": Times.of([b for _, b in pairs]),
-            "both": Times.of([f + b for f, b in pairs]),
-        }
-        for name, pairs in samples.items()
-    }
+    parts = ("forward", "backward", "both")
+    return {n: dict(zip(parts, map(Times.of, zip(*of, strict=True)), strict=True)) for n, of in samples.items()}
 
 
 def prepared_launch(repeats: int, calls: int = 64) -> Times:
-    """Microseconds that the call of the compiled backward kernel takes, with its 18 arguments at hand."""
+    """Microseconds of one call of the compiled backward kernel, with its 18 arguments at hand."""
     _, launch, arguments = _launches()
     x, weight, dy = _inputs()
-    tensors = (dy, x, weight, torch.ones(M, device=x.device), torch.empty_like(x), torch.empty_like(weight))
-    args = arguments(*tensors)
+    args = arguments(dy, x, weight, torch.ones(M, device=x.device), torch.empty_like(x), torch.empty_like(weight))
     samples = []
     for _ in range(repeats + 3):
         _synchronize()
@@ -191,62 +179,51 @@ def _synchronize() -> None:
 
 def main(argv: Sequence[str] | None = None) -> Path:
     """Returns the CSV file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_overhead", description=__doc__.split("\n")[0])
+    parser = harness.arguments("host_overhead", __doc__)
     parser.add_argument("--repeats", type=int, default=50, help="chains timed for each; default %(default)s")
-    parser.add_argument("--out", type=Path, help="folder of the results; default benchmarks/results/<GPU>")
-    parser.add_argument("--commit", help="recorded where there is no git to ask")
+    parser.add_argument("--norms", type=int, default=NORMS, help="norms in a chain; default %(default)s")
     args = parser.parse_args(argv)
-    device = harness.device_to_measure()
-    norms, rows = {}, []
+    device, norms, rows = harness.device_to_measure(), {}, []
     for name, make in NORMS_OF.items():
         try:
             norms[name] = make()
-            chains({name: norms[name]}, repeats=1)  # compiles
+            chains({name: norms[name]}, 1, args.norms)  # compiles
         except Exception as error:
             norms.pop(name, None)
             rows.append({"what": "both", "provider": name, "status": reason(error)})
             console.print(f"without {name}: {reason(error)}", markup=False)
-    results = chains(norms, args.repeats)
-    for name, times in results.items():
-        rows += [{"what": what, "provider": name, "status": "ok", **_columns(t)} for what, t in times.items()]
-    launch = prepared_launch(args.repeats) if "bare Function" in norms else None
-    if launch:
-        rows.append({"what": "prepared launch", "provider": "quackish", "status": "ok", **_columns(launch)})
+    results = chains(norms, args.repeats, args.norms)
+    times = {(what, name): t for name, of in results.items() for what, t in of.items()}
+    if "bare Function" in norms:
+        times["prepared launch", "quackish"] = prepared_launch(args.repeats)
+    for (what, name), t in times.items():
+        found = dict(median_us=t.median, p20_us=t.p20, p80_us=t.p80)
+        rows.append({"what": what, "provider": name, "status": "ok", **found})
     path = (args.out or harness.results_dir(device)) / "host_overhead.csv"
     CsvLog(path, FIELDS, environment(device, args.commit)).write(rows)
-    page = f"# Host time on {device_name(device)}\n\n{report(results, launch)}"
-    path.with_suffix(".md").write_text(page)
+    page = report(results, times.get(("prepared launch", "quackish")), args.norms)
+    path.with_suffix(".md").write_text(f"# Host time on {device_name(device)}\n\n{page}")
+    console.print(page, markup=False)
     return path
 
 
-def report(results: Mapping[str, Mapping[str, Times]], launch: Times | None) -> str:
-    """Prints a table and the verdicts, and returns them in Markdown."""
-    title = f"Host microseconds a norm, in a chain of {NORMS}, M {M}, N {N}"
-    header = ("provider", "forward", "backward", "both", "of torch")
+def report(results: Mapping[str, Mapping[str, Times]], launch: Times | None, norms: int) -> str:
+    """A table and the verdicts, in Markdown."""
     of_torch = {name: times["both"].median / results["torch"]["both"].median for name, times in results.items()}
+    parts = ("forward", "backward", "both")
     lines = [
-        (name, *(f"{times[what].median:.1f}" for what in header[1:4]), f"{of_torch[name]:.2f}")
+        (name, *(f"{times[what].median:.1f}" for what in parts), f"{of_torch[name]:.2f}")
         for name, times in results.items()
     ]
-    verdicts = []
-    if "quackish" in results:
-        kept = "PASS" if of_torch["quackish"] <= BAR else "FAIL"
-        verdicts.append(f"{kept}  forward + backward: {of_torch['quackish']:.4f} of torch's, bar {BAR}")
+    said = []
+    if ours := of_torch.get("quackish"):
+        said.append(verdict(ours <= BAR, f"forward + backward: {ours:.4f} of torch's, bar {BAR}"))
     if launch:
-        kept = "PASS" if launch.median <= LAUNCH_BAR_US else "FAIL"
         text = f"a prepared launch with 18 arguments: {launch.median:.3f} us, bar {LAUNCH_BAR_US}"
-        verdicts.append(f"{kept}  {text}")
-    table = Table(*header, box=None, pad_edge=False)
-    for line in lines:
-        table.add_row(*line)
-    console.print(title)
-    console.print(table)
-    console.print("\n".join(verdicts), markup=False)
-    return f"{title}\n\n{markdown_table(header, lines)}\n" + "".join(f"- {v}\n" for v in verdicts)
-
-
-def _columns(times: Times) -> dict[str, float]:
-    return {"median_us": times.median, "p20_us": times.p20, "p80_us": times.p80}
+        said.append(verdict(launch.median <= LAUNCH_BAR_US, text))
+    title = f"Host microseconds a norm, in a chain of {norms}, M {M}, N {N}"
+    table = markdown_table(("provider", *parts, "of torch"), lines)
+    return f"{title}\n\n{table}\n" + "".join(f"- {word}  {text}\n" for word, text in said)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from benchmarks import harness
 from benchmarks.harness import console
 from benchmarks.rms_norm import GRID, Cell
 from quackish.bench.environment import ENVIRONMENT, environment
-from quackish.bench.files import CsvLog
 from quackish.bench.measure_rms_norm import elementwise_roofs
+from quackish.bench.schema import CsvLog
 from quackish.gpu import Roofs
 from quackish.profiling import Launch, measured_roofs
 from quackish.testing.timing import CLEAR_BYTES

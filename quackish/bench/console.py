@@ -1,11 +1,13 @@
 """What is seen while something is measured: the console and the progress bar, by rich; plain lines in a file."""
 
+import contextlib
 import datetime
 import functools
 import importlib.util
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,9 +19,26 @@ EXTRA = {"rich": "rich", "pandas": "pandas", "matplotlib": "matplotlib", "yaml":
 EVERY_S = 5.0  # between plain lines
 
 
-def check_extra() -> None:
-    """Raises ImportError that says what is missing of the extra `bench`, and how to get it."""
-    missing = [name for module, name in EXTRA.items() if importlib.util.find_spec(module) is None]
+@contextlib.contextmanager
+def end_on_sigterm() -> Iterator[None]:
+    """In this block SIGTERM, which `timeout` sends, does what Ctrl-C does: results so far are written."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def check_extra(extra: Mapping[str, str] = EXTRA) -> None:
+    """Raises ImportError that says what of the extra `bench` is missing, and how to get it."""
+    missing = [name for module, name in extra.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ImportError(f"bench needs {', '.join(missing)}; pip install 'quackish[bench]' brings it")
 

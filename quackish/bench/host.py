@@ -1,4 +1,4 @@
-"""What work costs the host: how long it keeps the Python thread busy, until all is enqueued."""
+"""Host time: how long work keeps the Python thread busy until all of it is enqueued."""
 
 import gc
 import time
@@ -13,7 +13,7 @@ from quackish.testing.timing import Times
 def host_times(
     works: Mapping[str, Callable], device: torch.device, repeats: int = 25, calls: int = 8
 ) -> dict[str, Times]:
-    """Microseconds of a call until all is enqueued, the GPU never being waited for: of `calls` in a row, in turns.
+    """Microseconds per call until all is enqueued, without waiting for the GPU: `calls` in a row, in turns.
 
     Single calls from an idle start take longer: a step 471 us instead of 381, torch's 286 instead of 195 (one H200).
     About half is autograd's second thread: with torch.autograd.set_multithreading_enabled(False) a step took 197 us for
@@ -37,18 +37,24 @@ def host_times(
     return {name: Times.of(times) for name, times in samples.items()}
 
 
-def launch_times(work: Callable, device: torch.device, repeats: int = 25, calls: int = 8) -> Times | None:
-    """Microseconds that a launch of ours keeps the thread busy, of `calls` works in a row as above.
+def launch_times(
+    work: Callable,
+    device: torch.device,
+    repeats: int = 25,
+    calls: int = 8,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Times | None:
+    """Microseconds that the slowest of work's launches, by the median, keeps the thread busy; None without launches.
 
-    Of the slowest of work's launches, by their medians; None where there are none.
+    `calls` works run in a row, as above.
     """
     samples: dict[int, list[float]] = {}
     taken: list[float] = []
 
     def observer(function, args, kernel_class, problem, config) -> None:
-        start = time.perf_counter()
+        start = clock()
         function(*args)
-        taken.append(1e6 * (time.perf_counter() - start))
+        taken.append(1e6 * (clock() - start))
 
     launch.observe(observer)
     try:

@@ -157,9 +157,9 @@ HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-c
 
 @functools.cache
 def load(name: str, backend: str = "auto") -> Loss:
-    """The provider of that name; "quackish-chunked-2048" is a schedule of ours by chunks of so many rows.
+    """The provider of that name; "quackish-chunked-2048" is a schedule of ours with chunks of 2048 rows.
 
-    Ours come first in every case: importing QuACK patches the DSL's tensor classes, and in the first case, at least,
+    Ours come first in every cell: importing QuACK patches the DSL's tensor classes, and in the first cell, at least,
     ours compile before it.
     """
     if name in PEERS:

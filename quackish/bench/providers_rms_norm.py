@@ -135,5 +135,7 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
 
 
 def load(name: str, backend: str = "auto") -> Provider:
-    """The provider of that name; raises what importing it raises. `backend` is quackish's."""
+    """The provider of that name, "quackish[num_stages=4]" too; raises what importing it raises."""
+    if name.startswith(f"{OURS}["):
+        return with_config(name.removeprefix(f"{OURS}[").removesuffix("]"), backend)
     return _quackish(backend) if name == OURS else PROVIDERS[name]()
