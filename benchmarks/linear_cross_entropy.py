@@ -49,12 +49,9 @@ BARS = [
 SWEEP = [case(m, 4096, 128256, errors=False) for m in (1024, 2048, 4096, 8192, 16384, 32768, 65536)]
 SWEEP += [case(8192, 4096, v, errors=False) for v in (32000, 64000, 151936, 202048, 256000)]
 HOST = [case(128, 512, 1024, mode="host", providers=lce.HOST, errors=False)]
-TINY = [  # without a GPU
-    case(48, 64, 300, providers=("quackish*", "torch")),
-    case(48, 64, 300, providers=(OURS, "torch"), mode="loss"),
-    case(40, 64, 300, providers=(OURS, "torch"), ignored=0.8),
-    case(40, 64, 300, providers=(OURS, "torch"), data="confident"),
-]
+TINY = [case(48, 64, 300, providers=("quackish*", "torch"))]  # without a GPU
+TINY += [case(40, 64, 300, providers=(OURS, "torch"), **how) for how in ({"mode": "loss"}, {"ignored": 0.8})]
+TINY += [case(40, 64, 300, providers=(OURS, "torch"), data="confident")]
 
 
 def jobs_of(args: argparse.Namespace, device: torch.device, own: Sequence[str] = ()) -> list[Job]:
@@ -68,20 +65,13 @@ def jobs_of(args: argparse.Namespace, device: torch.device, own: Sequence[str] =
         if not jobs:
             shapes = ",".join(map(shape_name, args.only))
             raise ValueError(f"--only {shapes}: none of the shapes that are measured; --shapes measures any")
-    wrong = args.no_errors or args.mode == "host"
-    return [
-        dataclasses.replace(
-            job, providers=OP.matching(args.providers or job.providers, own), errors=job.errors and not wrong
-        )
-        for job in jobs
-    ]
+    jobs = [dataclasses.replace(job, errors=job.errors and not args.no_errors) for job in jobs]
+    return [dataclasses.replace(job, providers=OP.matching(args.providers or job.providers, own)) for job in jobs]
 
 
 def _shapes(text: str) -> list[tuple[int, ...]]:
-    shapes = list(map(parse_shape, text.split(",")))
-    if any(len(shape) != 3 for shape in shapes):
-        raise ValueError(text)
-    return shapes
+    m, h, v = zip(*map(parse_shape, text.split(",")), strict=True)  # ValueError unless all have three sizes
+    return list(zip(m, h, v, strict=True))
 
 
 def parser() -> argparse.ArgumentParser:
