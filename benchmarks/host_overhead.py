@@ -5,7 +5,6 @@
 Shapes are small (M 128, N 1024, bf16), so that the GPU keeps up and the host is what is measured.
 """
 
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from benchmarks import harness
 from benchmarks.harness import BACKEND, console
 from quackish.bench.bars import verdict
 from quackish.bench.environment import ENVIRONMENT, device_name, environment
+from quackish.bench.host import host_us, in_turns
 from quackish.bench.measured import reason
 from quackish.bench.providers_rms_norm import EPS
 from quackish.bench.report import markdown_table
@@ -25,6 +25,7 @@ from quackish.testing import inputs
 from quackish.testing.timing import Times
 
 NORMS, M, N = 64, 128, 1024
+PARTS = ("forward", "backward", "both")
 FIELDS = (*ENVIRONMENT, "what", "provider", "status", "median_us", "p20_us", "p80_us")
 BAR = 1.15  # forward + backward, times torch's own
 LAUNCH_BAR_US = 6.0
@@ -118,58 +119,39 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     return tuple(inputs.rows(s, torch.bfloat16, seed=i, device=device) for i, s in enumerate(shapes))
 
 
-def chain(norm: Norm, x: Tensor, weights: Sequence[Tensor], dy: Tensor) -> tuple[float, float]:
-    """Microseconds per norm of one forward and of one backward through the chain, until all is enqueued."""
+def chain(norm: Norm, x: Tensor, weights: Sequence[Tensor], dy: Tensor) -> tuple[float, float, float]:
+    """Microseconds per norm of forward, backward and both through the chain, until all is enqueued."""
     for t in (x, *weights):
         t.grad = None
-    y, seconds = x, []
-    for part in ("forward", "backward"):
-        _synchronize()
-        start = time.perf_counter()
-        if part == "forward":
-            for weight in weights:
-                y = norm(y, weight)
-        else:
-            y.backward(dy)
-        seconds.append(time.perf_counter() - start)
     _synchronize()
-    return tuple(1e6 * s / len(weights) for s in seconds)
+    start = time.perf_counter()
+    y = x
+    for weight in weights:
+        y = norm(y, weight)
+    forward = 1e6 * (time.perf_counter() - start) / len(weights)
+    _synchronize()
+    start = time.perf_counter()
+    y.backward(dy)
+    backward = 1e6 * (time.perf_counter() - start) / len(weights)
+    _synchronize()
+    return forward, backward, forward + backward
 
 
 def chains(norms: Mapping[str, Norm], repeats: int, count: int) -> dict[str, dict[str, Times]]:
-    """For each norm the times of "forward", "backward" and "both"; the norms take turns."""
+    """For each norm the times of PARTS; the norms take turns."""
     x, weight, dy = _inputs()
     x.requires_grad_()
     weights = [weight.clone().requires_grad_() for _ in range(count)]
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in norms}
-    gc.collect()
-    gc.disable()  # a collection in the middle of a chain would be its slowest part
-    try:
-        for i in range(repeats + 3):
-            for name, norm in norms.items():
-                forward, backward = chain(norm, x, weights, dy)
-                if i >= 3:
-                    samples[name].append((forward, backward, forward + backward))
-    finally:
-        gc.enable()
-    parts = ("forward", "backward", "both")
-    return {n: dict(zip(parts, map(Times.of, zip(*of, strict=True)), strict=True)) for n, of in samples.items()}
+    works = {name: lambda norm=norm: chain(norm, x, weights, dy) for name, norm in norms.items()}
+    return {name: dict(zip(PARTS, times, strict=True)) for name, times in in_turns(works, repeats, 3).items()}
 
 
-def prepared_launch(repeats: int, calls: int = 64) -> Times:
+def prepared_launch(repeats: int) -> Times:
     """Microseconds of one call of the compiled backward kernel, with its 18 arguments at hand."""
     _, launch, arguments = _launches()
     x, weight, dy = _inputs()
     args = arguments(dy, x, weight, torch.ones(M, device=x.device), torch.empty_like(x), torch.empty_like(weight))
-    samples = []
-    for _ in range(repeats + 3):
-        _synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            launch(*args)
-        samples.append(1e6 * (time.perf_counter() - start) / calls)
-    _synchronize()
-    return Times.of(samples[3:])
+    return in_turns({"launch": lambda: [host_us(lambda: launch(*args), x.device, calls=64)]}, repeats, 3)["launch"][0]
 
 
 def _synchronize() -> None:
@@ -210,9 +192,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
 def report(results: Mapping[str, Mapping[str, Times]], launch: Times | None, norms: int) -> str:
     """A table and the verdicts, in Markdown."""
     of_torch = {name: times["both"].median / results["torch"]["both"].median for name, times in results.items()}
-    parts = ("forward", "backward", "both")
     lines = [
-        (name, *(f"{times[what].median:.1f}" for what in parts), f"{of_torch[name]:.2f}")
+        (name, *(f"{times[what].median:.1f}" for what in PARTS), f"{of_torch[name]:.2f}")
         for name, times in results.items()
     ]
     said = []
@@ -222,7 +203,7 @@ def report(results: Mapping[str, Mapping[str, Times]], launch: Times | None, nor
         text = f"a prepared launch with 18 arguments: {launch.median:.3f} us, bar {LAUNCH_BAR_US}"
         said.append(verdict(launch.median <= LAUNCH_BAR_US, text))
     title = f"Host microseconds a norm, in a chain of {norms}, M {M}, N {N}"
-    table = markdown_table(("provider", *parts, "of torch"), lines)
+    table = markdown_table(("provider", *PARTS, "of torch"), lines)
     return f"{title}\n\n{table}\n" + "".join(f"- {word}  {text}\n" for word, text in said)
 
 
