@@ -51,7 +51,7 @@ def run(op: str, jobs_of: Callable, page: Page, columns: Sequence[str], args: ar
 
 
 def main(program) -> None:
-    """Runs a program; a request that makes no sense is one line on stderr."""
+    """Runs a program; an invalid request is one line on stderr."""
     try:
         program()
     except ValueError as error:

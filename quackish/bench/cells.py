@@ -1,4 +1,4 @@
-"""What is measured: a cell of a table, and who is measured in it."""
+"""What is measured: a cell of a table, and its providers."""
 
 import dataclasses
 import math

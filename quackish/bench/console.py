@@ -1,4 +1,4 @@
-"""What is seen while something is measured: the console and the progress bar, by rich; plain lines in a file."""
+"""The console and the progress bar, by rich; plain lines if output goes to a file."""
 
 import contextlib
 import datetime
@@ -45,7 +45,7 @@ def check_extra(extra: Mapping[str, str] = EXTRA) -> None:
 
 @functools.cache
 def console() -> "Console":
-    """The one console; as wide as the terminal, 120 columns where there is none."""
+    """The one console; as wide as the terminal, or 120 columns."""
     from rich.console import Console
 
     found = Console(highlight=False)
@@ -53,7 +53,7 @@ def console() -> "Console":
 
 
 class PlainLines:
-    """Prints `line()` every few seconds from `start` to `stop`, or in a `with` block. Does without rich."""
+    """Prints `line()` every few seconds from `start` to `stop`, or in a `with` block. Does not need rich."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class PlainLines:
         self._last, self._lock, self._ended = clock(), threading.Lock(), threading.Event()
 
     def tick(self) -> None:
-        """Prints the line where it is time to."""
+        """Prints the line if it is due."""
         if self._clock() - self._last >= EVERY_S:
             self.say(self._line())
 
@@ -142,10 +142,10 @@ def progress_class() -> type["Progress"]:
 
 
 def progress(count: bool = True) -> "Progress":
-    """A bar with the time that is left; `count` shows "3/10" of its steps too."""
+    """A bar with the remaining time; `count` also shows "3/10" of its steps."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
     columns = (TextColumn("{task.description}"), BarColumn(), *([MofNCompleteColumn()] if count else []))
-    # Steps differ by a factor of 100: what is left is judged by ten minutes, not by the last thirty seconds.
+    # Steps differ by a factor of 100: the speed is that of ten minutes, not of the last thirty seconds.
     return progress_class()(*columns, TimeElapsedColumn(), Remaining(), console=console(), speed_estimate_period=600)

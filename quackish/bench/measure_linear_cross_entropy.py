@@ -112,7 +112,7 @@ def _truth(data: Data, run: Run) -> Truth | None:
 
 
 def _first_calls(data: Data, grad: bool, names: Sequence[str], run: Run) -> tuple[Works, dict[str, Measured]]:
-    """The works to be timed, and what their first calls showed; failures are told."""
+    """The works to be timed, and what their first calls showed; failures are reported."""
     works: Works = {}
     results: dict[str, Measured] = {}
     for name in names:

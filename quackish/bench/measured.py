@@ -53,7 +53,7 @@ def _ignore(*what: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How cells are measured, and who is told."""
+    """How cells are measured, and what to call with the results."""
 
     device: torch.device
     load: Callable[[str], object]  # a provider by its name; an exception is that provider's failure

@@ -3,11 +3,12 @@
 Every provider has one color in all figures: COLORS.
 """
 
+import contextlib
 import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -388,26 +389,21 @@ def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
 # Shared ---------------------------------------------------------------------------------------------------------------
 
 
-class _figure:
+@contextlib.contextmanager
+def _figure(height: float, results: Results, title: str) -> Iterator[Any]:
     """A figure in STYLE with a title and the GPU's name."""
+    import matplotlib
 
-    def __init__(self, height: float, results: Results, title: str):
-        import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        self._pyplot, self._style = pyplot, pyplot.rc_context(STYLE)
-        self._style.__enter__()
-        self._fig = pyplot.figure(figsize=(WIDTH, height), layout="constrained")
-        self._fig.suptitle(f"{title}, {results.rows[-1]['gpu']}")
-
-    def __enter__(self) -> Any:
-        return self._fig
-
-    def __exit__(self, *error: object) -> None:
-        self._pyplot.close(self._fig)
-        self._style.__exit__(*error)
+    with pyplot.rc_context(STYLE):
+        fig = pyplot.figure(figsize=(WIDTH, height), layout="constrained")
+        fig.suptitle(f"{title}, {results.rows[-1]['gpu']}")
+        try:
+            yield fig
+        finally:
+            pyplot.close(fig)
 
 
 def _save(fig: Any, stem: Path) -> list[Path]:

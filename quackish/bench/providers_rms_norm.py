@@ -1,4 +1,4 @@
-"""Who computes RMSNorm: quackish and every installed peer, each at its best public entry, behind one pair of calls.
+"""Providers of RMSNorm: quackish and every peer, each at its best public entry point, behind one pair of calls.
 
 Every forward returns y and the rstd that a backward needs, every backward returns the whole dx and dweight, none
 writes its inputs. Peers are imported when they are asked for, and their kernels compile on the first call.

@@ -1,4 +1,4 @@
-"""Measures cells in child processes, so that a provider that takes its process along costs only its own numbers.
+"""Measures cells in child processes, so that a provider that crashes its process costs only its own numbers.
 
 The child reports a provider that raises or runs out of memory, and goes on. One that loses the CUDA context (an illegal
 address is permanent), aborts, exits or hangs ends the child: the supervisor knows what was in progress, records that

@@ -6,7 +6,7 @@
 
 Every cell (a shape, a dtype, a direction) is measured with all providers taking turns on a cold L2, beside what it
 cannot avoid (its memory traffic, its matrix products). A CSV, a page and figures go to the folder --out. A provider
-that raises, runs out of memory, or takes its process along is named and left out of that cell.
+that raises, runs out of memory or crashes its process is named and left out of that cell.
 """
 
 import argparse
@@ -58,13 +58,13 @@ def _measuring(parser: argparse.ArgumentParser, op: "Operation") -> None:
     result.add_argument("--out", type=Path, default=Path("out/bench"), help="folder; default %(default)s")
     resume = "keep the CSV, and measure only what it lacks for this commit, GPU and versions"
     result.add_argument("--resume", action="store_true", help=resume)
-    result.add_argument("--commit", help="recorded where there is no git to ask")
+    result.add_argument("--commit", help="recorded if there is no git to ask")
     timeout = "a provider is given up after so long without a sign of life; default %(default)s"
     result.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help=timeout)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 where nothing could be measured, or `compare` found regressions; 2 where the request makes no sense."""
+    """0; 1 if nothing could be measured or `compare` found regressions; 2 for an invalid request."""
     from quackish.bench.console import check_extra
 
     try:

@@ -1,7 +1,7 @@
-"""How long work takes: CUDA graphs replayed on a cold L2, in rounds that alternate between what is compared.
+"""How long work takes: CUDA graphs replayed on a cold L2, in rounds that alternate between the competitors.
 
-A card that throttles at its power limit slows down whatever runs last, so competitors take turns: A B C A B C. Where
-there is no GPU the same functions time plain calls with the host's clock; such numbers are good for tests only.
+A card that throttles at its power limit slows down whatever runs last, so competitors take turns: A B C A B C. Without
+a GPU the same functions time plain calls with the host's clock; such numbers are for tests only.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A call ready to be repeated: `run()` does it again, into the same `outputs` where it is a CUDA graph."""
+    """A call ready to be repeated: `run()` does it again, into the same `outputs` if it is a CUDA graph."""
 
     run: Callable[[], object]
     outputs: object
@@ -47,7 +47,7 @@ class Work:
 
 
 def prepare(fn: Callable[[], object], device: torch.device, warmup: int = 2) -> Work:
-    """Warms `fn` up and captures it as one CUDA graph; without a GPU, or where it cannot be captured, `fn` itself.
+    """Warms `fn` up and captures it as one CUDA graph; without a GPU, or if it cannot be captured, `fn` itself.
 
     `outputs` is what `fn` returned: for a graph the tensors that every replay writes, else those of the last warm-up.
     """
