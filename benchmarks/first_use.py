@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ SHAPES = {"rms_norm": "4096x4096", "linear_cross_entropy": "1024x2048x32000"}
 BARS = {"import quackish": 1.0, "cold": 5.0, "warm": 0.1}  # seconds
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, measured_by: Callable[..., dict[str, Any]] | None = None) -> int:
+    """Exit status. `measured_by` stands in for processes of their own."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_use", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="processes a row (5); cold ones at most 3")
     parser.add_argument("--measure", choices=("import", *SHAPES), help=argparse.SUPPRESS)  # in a process of its own
@@ -31,15 +33,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.measure:
         print(json.dumps(_import() if args.measure == "import" else _first_call(args.measure)))
         return 0
-    rows = [
-        _row("import quackish", "", [_in_a_process("import") for _ in range(args.repeats)], BARS["import quackish"])
-    ]
+    measure = measured_by or _in_a_process
+    rows = [_row("import quackish", "", [measure("import") for _ in range(args.repeats)], BARS["import quackish"])]
     for op in SHAPES:
         cold = []
         for _ in range(min(args.repeats, 3)):
             folder = tempfile.TemporaryDirectory(prefix="quackish-")
-            cold.append(_in_a_process(op, folder.name))
-        warm = [_in_a_process(op, folder.name) for _ in range(args.repeats)]
+            cold.append(measure(op, folder.name))
+        warm = [measure(op, folder.name) for _ in range(args.repeats)]
         rows += [_row(op, "cold", cold, BARS["cold"]), _row(op, "warm", warm, BARS["warm"])]
     from quackish.profiling import text_table
 

@@ -60,13 +60,14 @@ class PlainLines:
         line: Callable[[], str],
         show: Callable[[str], None] = lambda line: print(line, flush=True),
         clock: Callable[[], float] = time.monotonic,
+        every_s: float = EVERY_S,
     ):
-        self._line, self._show, self._clock = line, show, clock
+        self._line, self._show, self._clock, self._every_s = line, show, clock, every_s
         self._last, self._lock, self._ended = clock(), threading.Lock(), threading.Event()
 
     def tick(self) -> None:
         """Prints the line if it is due."""
-        if self._clock() - self._last >= EVERY_S:
+        if self._clock() - self._last >= self._every_s:
             self.say(self._line())
 
     def say(self, line: str) -> None:
@@ -85,7 +86,7 @@ class PlainLines:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(EVERY_S / 5):
+        while not self._ended.wait(self._every_s / 5):
             self.tick()
 
     def __enter__(self) -> "PlainLines":
