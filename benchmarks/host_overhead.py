@@ -1,39 +1,36 @@
-"""What an RMSNorm costs the host: a chain of 64 norms, forward and backward, timed until all is enqueued.
+"""Host time of an RMSNorm: a chain of 64 norms, forward and backward, timed until all is enqueued.
 
     python -m benchmarks.host_overhead
 
 Shapes are small (M 128, N 1024, bf16), so that the GPU keeps up and the host is what is measured.
 """
 
-import argparse
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import BACKEND, console
+from quackish.bench.bars import verdict
 from quackish.bench.environment import ENVIRONMENT, device_name, environment
-from quackish.bench.files import CsvLog, markdown_table
+from quackish.bench.host import host_us, in_turns
 from quackish.bench.measured import reason
 from quackish.bench.providers_rms_norm import EPS
+from quackish.bench.report import markdown_table
+from quackish.bench.schema import CsvLog
 from quackish.testing import inputs
 from quackish.testing.timing import Times
 
 NORMS, M, N = 64, 128, 1024
+PARTS = ("forward", "backward", "both")
 FIELDS = (*ENVIRONMENT, "what", "provider", "status", "median_us", "p20_us", "p80_us")
 BAR = 1.15  # forward + backward, times torch's own
 LAUNCH_BAR_US = 6.0
 
 Norm = Callable[[Tensor, Tensor], Tensor]
-
-
-def _torch() -> Norm:
-    return lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
 
 
 def _quackish() -> Norm:
@@ -43,7 +40,7 @@ def _quackish() -> Norm:
 
 
 def _bare() -> Norm:
-    """A torch.autograd.Function around prepared launches: nothing is checked, looked up or found out."""
+    """A torch.autograd.Function around prepared launches: no checks and no look-ups."""
     forward_launch, backward_launch, backward_args = _launches()
 
     class Bare(torch.autograd.Function):
@@ -66,8 +63,7 @@ def _bare() -> Norm:
 
 
 def _launches() -> tuple[Callable[..., None], Callable[..., None], Callable[..., tuple]]:
-    """The kernels of this chain, forward with everything but the tensors filled in, backward with a function that makes
-    its arguments of tensors; scratch and tickets are shared by all."""
+    """The chain's kernels: a forward that takes tensors, a backward, and a function from tensors to its arguments."""
     from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan
 
     x, weight = _inputs()[:2]
@@ -108,7 +104,7 @@ def _liger_triton() -> Norm:
 
 
 NORMS_OF: dict[str, Callable[[], Norm]] = {
-    "torch": _torch,
+    "torch": lambda: lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, EPS),
     "quackish": _quackish,
     "bare Function": _bare,
     "quack": _quack,
@@ -123,8 +119,8 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     return tuple(inputs.rows(s, torch.bfloat16, seed=i, device=device) for i, s in enumerate(shapes))
 
 
-def chain(norm: Norm, x: Tensor, weights: Sequence[Tensor], dy: Tensor) -> tuple[float, float]:
-    """Microseconds a norm of one forward and of one backward through the chain, until all is enqueued."""
+def chain(norm: Norm, x: Tensor, weights: Sequence[Tensor], dy: Tensor) -> tuple[float, float, float]:
+    """Microseconds per norm of forward, backward and both through the chain, until all is enqueued."""
     for t in (x, *weights):
         t.grad = None
     _synchronize()
@@ -132,56 +128,30 @@ def chain(norm: Norm, x: Tensor, weights: Sequence[Tensor], dy: Tensor) -> tuple
     y = x
     for weight in weights:
         y = norm(y, weight)
-    forward = time.perf_counter() - start
+    forward = 1e6 * (time.perf_counter() - start) / len(weights)
     _synchronize()
     start = time.perf_counter()
     y.backward(dy)
-    backward = time.perf_counter() - start
+    backward = 1e6 * (time.perf_counter() - start) / len(weights)
     _synchronize()
-    return 1e6 * forward / len(weights), 1e6 * backward / len(weights)
+    return forward, backward, forward + backward
 
 
-def chains(norms: Mapping[str, Norm], repeats: int) -> dict[str, dict[str, Times]]:
-    """For each norm the times of "forward", "backward" and "both"; the norms take turns."""
+def chains(norms: Mapping[str, Norm], repeats: int, count: int) -> dict[str, dict[str, Times]]:
+    """For each norm the times of PARTS; the norms take turns."""
     x, weight, dy = _inputs()
     x.requires_grad_()
-    weights = [weight.clone().requires_grad_() for _ in range(NORMS)]
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in norms}
-    gc.collect()
-    gc.disable()  # a collection in the middle of a chain would be its slowest part
-    try:
-        for i in range(repeats + 3):
-            for name, norm in norms.items():
-                sample = chain(norm, x, weights, dy)
-                if i >= 3:
-                    samples[name].append(sample)
-    finally:
-        gc.enable()
-    return {
-        name: {
-            "forward": Times.of([f for f, _ in pairs]),
-            "backward": Times.of([b for _, b in pairs]),
-            "both": Times.of([f + b for f, b in pairs]),
-        }
-        for name, pairs in samples.items()
-    }
+    weights = [weight.clone().requires_grad_() for _ in range(count)]
+    works = {name: lambda norm=norm: chain(norm, x, weights, dy) for name, norm in norms.items()}
+    return {name: dict(zip(PARTS, times, strict=True)) for name, times in in_turns(works, repeats, 3).items()}
 
 
-def prepared_launch(repeats: int, calls: int = 64) -> Times:
-    """Microseconds that the call of the compiled backward kernel takes, with its 18 arguments at hand."""
+def prepared_launch(repeats: int) -> Times:
+    """Microseconds of one call of the compiled backward kernel, with its 18 arguments at hand."""
     _, launch, arguments = _launches()
     x, weight, dy = _inputs()
-    tensors = (dy, x, weight, torch.ones(M, device=x.device), torch.empty_like(x), torch.empty_like(weight))
-    args = arguments(*tensors)
-    samples = []
-    for _ in range(repeats + 3):
-        _synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            launch(*args)
-        samples.append(1e6 * (time.perf_counter() - start) / calls)
-    _synchronize()
-    return Times.of(samples[3:])
+    args = arguments(dy, x, weight, torch.ones(M, device=x.device), torch.empty_like(x), torch.empty_like(weight))
+    return in_turns({"launch": lambda: [host_us(lambda: launch(*args), x.device, calls=64)]}, repeats, 3)["launch"][0]
 
 
 def _synchronize() -> None:
@@ -191,62 +161,50 @@ def _synchronize() -> None:
 
 def main(argv: Sequence[str] | None = None) -> Path:
     """Returns the CSV file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_overhead", description=__doc__.split("\n")[0])
+    parser = harness.arguments("host_overhead", __doc__)
     parser.add_argument("--repeats", type=int, default=50, help="chains timed for each; default %(default)s")
-    parser.add_argument("--out", type=Path, help="folder of the results; default benchmarks/results/<GPU>")
-    parser.add_argument("--commit", help="recorded where there is no git to ask")
+    parser.add_argument("--norms", type=int, default=NORMS, help="norms in a chain; default %(default)s")
     args = parser.parse_args(argv)
-    device = harness.device_to_measure()
-    norms, rows = {}, []
+    device, norms, rows = harness.device_to_measure(), {}, []
     for name, make in NORMS_OF.items():
         try:
             norms[name] = make()
-            chains({name: norms[name]}, repeats=1)  # compiles
+            chains({name: norms[name]}, 1, args.norms)  # compiles
         except Exception as error:
             norms.pop(name, None)
             rows.append({"what": "both", "provider": name, "status": reason(error)})
             console.print(f"without {name}: {reason(error)}", markup=False)
-    results = chains(norms, args.repeats)
-    for name, times in results.items():
-        rows += [{"what": what, "provider": name, "status": "ok", **_columns(t)} for what, t in times.items()]
-    launch = prepared_launch(args.repeats) if "bare Function" in norms else None
-    if launch:
-        rows.append({"what": "prepared launch", "provider": "quackish", "status": "ok", **_columns(launch)})
+    results = chains(norms, args.repeats, args.norms)
+    times = {(what, name): t for name, of in results.items() for what, t in of.items()}
+    if "bare Function" in norms:
+        times["prepared launch", "quackish"] = prepared_launch(args.repeats)
+    for (what, name), t in times.items():
+        found = dict(median_us=t.median, p20_us=t.p20, p80_us=t.p80)
+        rows.append({"what": what, "provider": name, "status": "ok", **found})
     path = (args.out or harness.results_dir(device)) / "host_overhead.csv"
     CsvLog(path, FIELDS, environment(device, args.commit)).write(rows)
-    page = f"# Host time on {device_name(device)}\n\n{report(results, launch)}"
-    path.with_suffix(".md").write_text(page)
+    page = report(results, times.get(("prepared launch", "quackish")), args.norms)
+    path.with_suffix(".md").write_text(f"# Host time on {device_name(device)}\n\n{page}")
+    console.print(page, markup=False)
     return path
 
 
-def report(results: Mapping[str, Mapping[str, Times]], launch: Times | None) -> str:
-    """Prints a table and the verdicts, and returns them in Markdown."""
-    title = f"Host microseconds a norm, in a chain of {NORMS}, M {M}, N {N}"
-    header = ("provider", "forward", "backward", "both", "of torch")
+def report(results: Mapping[str, Mapping[str, Times]], launch: Times | None, norms: int) -> str:
+    """A table and the verdicts, in Markdown."""
     of_torch = {name: times["both"].median / results["torch"]["both"].median for name, times in results.items()}
     lines = [
-        (name, *(f"{times[what].median:.1f}" for what in header[1:4]), f"{of_torch[name]:.2f}")
+        (name, *(f"{times[what].median:.1f}" for what in PARTS), f"{of_torch[name]:.2f}")
         for name, times in results.items()
     ]
-    verdicts = []
-    if "quackish" in results:
-        kept = "PASS" if of_torch["quackish"] <= BAR else "FAIL"
-        verdicts.append(f"{kept}  forward + backward: {of_torch['quackish']:.4f} of torch's, bar {BAR}")
+    said = []
+    if ours := of_torch.get("quackish"):
+        said.append(verdict(ours <= BAR, f"forward + backward: {ours:.4f} of torch's, bar {BAR}"))
     if launch:
-        kept = "PASS" if launch.median <= LAUNCH_BAR_US else "FAIL"
         text = f"a prepared launch with 18 arguments: {launch.median:.3f} us, bar {LAUNCH_BAR_US}"
-        verdicts.append(f"{kept}  {text}")
-    table = Table(*header, box=None, pad_edge=False)
-    for line in lines:
-        table.add_row(*line)
-    console.print(title)
-    console.print(table)
-    console.print("\n".join(verdicts), markup=False)
-    return f"{title}\n\n{markdown_table(header, lines)}\n" + "".join(f"- {v}\n" for v in verdicts)
-
-
-def _columns(times: Times) -> dict[str, float]:
-    return {"median_us": times.median, "p20_us": times.p20, "p80_us": times.p80}
+        said.append(verdict(launch.median <= LAUNCH_BAR_US, text))
+    title = f"Host microseconds a norm, in a chain of {norms}, M {M}, N {N}"
+    table = markdown_table(("provider", *PARTS, "of torch"), lines)
+    return f"{title}\n\n{table}\n" + "".join(f"- {word}  {text}\n" for word, text in said)
 
 
 if __name__ == "__main__":

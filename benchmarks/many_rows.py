@@ -6,16 +6,14 @@ Forward and backward, bf16, reduction "none". The bars are ratios to PyTorch eag
 the same run, with bf16 logits and with fp32 logits.
 """
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import quackish
-from benchmarks.harness import console, device_to_measure, results_dir
+from benchmarks.harness import arguments, console, device_to_measure, results_dir
 from quackish.bench.environment import environment
 from quackish.testing.timing import take_turns
 
@@ -52,10 +50,7 @@ def steps(m: int, device: torch.device) -> dict[str, Callable[[], None]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="folder of results (default: results/<GPU>)")
-    parser.add_argument("--commit", help="as git describe writes it, where there is no git to ask")
-    args = parser.parse_args()
+    args = arguments("many_rows", __doc__).parse_args()
     device = device_to_measure()
     rows = ROWS if device.type == "cuda" else (256, 1024)
     about = environment(device, args.commit)

@@ -7,7 +7,6 @@ size reaches in the same run; `pct_of_peak` is of the largest such speed, that o
 before each call, and the host is ahead of the GPU. Rows go to rms_norm_profile.csv.
 """
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +16,13 @@ import torch
 import quackish
 from benchmarks import harness
 from benchmarks.harness import console
-from benchmarks.rms_norm import GRID, Cell
+from benchmarks.rms_norm import GRID
 from quackish.bench.environment import ENVIRONMENT, environment
-from quackish.bench.files import CsvLog
 from quackish.bench.measure_rms_norm import elementwise_roofs
+from quackish.bench.schema import CsvLog
 from quackish.gpu import Roofs
 from quackish.profiling import Launch, measured_roofs
-from quackish.testing.timing import CLEAR_BYTES
+from quackish.testing.timing import CLEAR_BYTES, interleave
 from quackish.work import floor
 
 FIELDS = (
@@ -34,11 +33,12 @@ LARGE, BAR = 100e6, 85.0  # bytes; % of the roof
 TIMES = 10
 
 
-def launches(cell: Cell, device: torch.device) -> list[Launch]:
+def launches(cell: tuple[int, int, str], device: torch.device) -> list[Launch]:
     """Of TIMES calls, forward and backward."""
-    of_x = dict(dtype=cell.dtype, device=device)
-    x, dy = torch.randn(cell.m, cell.n, **of_x, requires_grad=True), torch.randn(cell.m, cell.n, **of_x)
-    weight = torch.randn(cell.n, **of_x, requires_grad=True)
+    m, n, dtype = cell
+    of_x = dict(dtype=getattr(torch, dtype), device=device)
+    x, dy = torch.randn(m, n, **of_x, requires_grad=True), torch.randn(m, n, **of_x)
+    weight = torch.randn(n, **of_x, requires_grad=True)
     cold = torch.empty(CLEAR_BYTES, dtype=torch.uint8, device=device)
     torch.autograd.grad(quackish.rms_norm(x, weight, backend="cute"), (x, weight), dy)
     torch.cuda._sleep(10_000_000)
@@ -51,24 +51,12 @@ def launches(cell: Cell, device: torch.device) -> list[Launch]:
     return p.launches
 
 
-def roofs_of_size(cell: Cell, device: torch.device) -> dict[str, float]:
+def roofs_of_size(cell: tuple[int, int, str], device: torch.device) -> dict[str, float]:
     """Microseconds of a mul by 1 and of an add of the cell's size, by the kernels that they are the roof of."""
-    a, b, out = (torch.randn(cell.m, cell.n, dtype=cell.dtype, device=device) for _ in range(3))
-    cold = torch.empty(CLEAR_BYTES, dtype=torch.uint8, device=device)
-    roofs = elementwise_roofs(a, b, out)
-    works = {"rms_norm_fwd": roofs["mul"], "rms_norm_bwd": roofs["add"]}
-    events = {kernel: [] for kernel in works}
-    torch.cuda._sleep(10_000_000)
-    for _ in range(TIMES):
-        for kernel, work in works.items():
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            cold.zero_()
-            pair[0].record()
-            work()
-            pair[1].record()
-            events[kernel].append(pair)
-    torch.cuda.synchronize()
-    return {kernel: 1e3 * statistics.median(a.elapsed_time(b) for a, b in pairs) for kernel, pairs in events.items()}
+    m, n, dtype = cell
+    a, b, out = (torch.randn(m, n, dtype=getattr(torch, dtype), device=device) for _ in range(3))
+    times = interleave(elementwise_roofs(a, b, out), device, rounds=1, block=TIMES)
+    return {"rms_norm_fwd": times["mul"].median, "rms_norm_bwd": times["add"].median}
 
 
 def rows_of(found: Sequence[Launch], peak: Roofs, roof_us: dict[str, float]) -> list[dict[str, object]]:
@@ -85,9 +73,7 @@ def rows_of(found: Sequence[Launch], peak: Roofs, roof_us: dict[str, float]) -> 
 
 def main(argv: Sequence[str] | None = None) -> Path:
     """Returns the CSV file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rms_norm_profile", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help="folder of the results; default benchmarks/results/<GPU>")
-    parser.add_argument("--commit", help="recorded where there is no git to ask")
+    parser = harness.arguments("rms_norm_profile", __doc__)
     args = parser.parse_args(argv)
     device = harness.device_to_measure()
     if device.type != "cuda":

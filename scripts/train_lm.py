@@ -6,8 +6,8 @@
 
 On a GPU the matrix products are in bf16 (autocast). A third model, PyTorch with its head and logits in fp32, shows
 which of the first two is closer to exact. All start from the same weights and see the same batches, a step of one after
-a step of the other. At the end (or after Ctrl-C) a table compares losses, step time and memory, and --out holds the
-figure, the curves and a summary.
+a step of the other. At the end (or after Ctrl-C or SIGTERM) a table compares losses, step time and memory, and --out
+holds the figure, the curves and a summary.
 """
 
 import argparse
@@ -37,7 +37,8 @@ try:
 
     import quackish
     from lm_model import HEAD_DIM, QUACKISH, TORCH, TORCH_FP32, LanguageModel, Ops
-    from quackish.bench.console import progress_class
+    from quackish.bench.console import end_on_sigterm, progress_class
+    from quackish.bench.plots import color_of
 except ImportError as error:
     sys.exit(f"train_lm.py: {error}. Install the project with what this script needs: pip install -e '.[bench]'")
 
@@ -46,7 +47,7 @@ VALIDATION_BATCHES = 8
 VALIDATION_SEED = 1  # the same windows for every seed of a run
 VARIANTS = (QUACKISH, TORCH, TORCH_FP32)
 EXACT = TORCH_FP32.name
-COLORS = {QUACKISH.name: "C3", TORCH.name: "C0", EXACT: "black"}
+COLORS = {QUACKISH.name: color_of("quackish"), TORCH.name: color_of("torch"), EXACT: "#a0a0a0"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Run:
 
 
 def train(runs: list[Run], batches: Batches, steps: int, console: Console, title: str) -> int:
-    """Trains all runs side by side; returns how many steps all of them have done, fewer after Ctrl-C."""
+    """Trains all runs side by side; returns how many steps all of them have done, fewer after Ctrl-C or SIGTERM."""
     columns = (
         TextColumn(title),
         BarColumn(),
@@ -201,7 +202,7 @@ def train(runs: list[Run], batches: Batches, steps: int, console: Console, title
     )
     every = max(1, steps // 100)  # showing the loss waits for the GPU
     done = 0
-    with progress_class()(*columns, console=console) as progress:
+    with end_on_sigterm(), progress_class()(*columns, console=console) as progress:
         task = progress.add_task("", total=steps, losses="")
         try:
             for i in range(steps):

@@ -10,7 +10,7 @@ for package in ("rich", "pandas", "matplotlib", "yaml"):
 from quackish.__main__ import main  # noqa: E402
 from quackish.bench import schema  # noqa: E402
 from quackish.bench.compare import compare  # noqa: E402
-from quackish.bench.files import CsvLog  # noqa: E402
+from quackish.bench.schema import CsvLog  # noqa: E402
 
 
 @pytest.fixture

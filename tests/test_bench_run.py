@@ -10,8 +10,10 @@ for package in ("rich", "pandas", "matplotlib", "yaml"):
 
 from quackish.__main__ import main  # noqa: E402
 from quackish.bench import console, runner, schema  # noqa: E402
-from quackish.bench.files import CsvLog, read_csv  # noqa: E402
+from quackish.bench.cells import Cell, Job  # noqa: E402
 from quackish.bench.measured import AGAIN, OURS, Measured  # noqa: E402
+from quackish.bench.operations import OPERATIONS  # noqa: E402
+from quackish.bench.schema import CsvLog, read_csv  # noqa: E402
 from quackish.testing.timing import Times  # noqa: E402
 
 BROKEN = str(Path(__file__).with_name("broken_providers.py"))
@@ -140,16 +142,16 @@ def test_a_worker_that_does_not_start_ends_the_run(tmp_path, capsys):
     assert "has no dict PROVIDERS" in capsys.readouterr().err
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
-    def stop(op, cell, rows):
-        if cell.shape[0] == 9:
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    def stop(op, job, rows):
+        if job.cell.shape[0] == 9:
             raise KeyboardInterrupt
         return "a line"
 
-    monkeypatch.setattr(runner, "_line", stop)
-    words = ["--shapes", "8x32,9x32,10x32", "--direction", "forward", "--providers", "quackish"]
+    jobs = [Job(Cell("rms_norm", (m, 32), "bfloat16", "forward"), ("quackish",)) for m in (8, 9, 10)]
+    settings = runner.Settings(OPERATIONS["rms_norm"], tmp_path / "rms_norm.csv", options={"rounds": 1})
     with pytest.raises(KeyboardInterrupt):
-        main(["bench", "rms_norm", "--quick", "--out", str(tmp_path), *words])
+        runner.run(settings, lambda own: jobs, line=stop)
     assert {row["shape"] for row in read_csv(tmp_path / "rms_norm.csv")} == {"8x32", "9x32"}
     assert (tmp_path / "rms_norm.md").exists()
 
@@ -157,57 +159,58 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
 # Resuming ------------------------------------------------------------------------------------------------------------
 
 
-class Recorder:
-    """Stands in for measuring: writes a row for each provider of each cell."""
+class FakeSupervisor:
+    """Stands in for measuring: a result for each provider of each cell."""
 
-    plan: runner.Plan
+    def __init__(self, origin: dict[str, str]):
+        self.origin, self.measured = origin, []
 
-    def __call__(self, settings, supervisor, plan, shapes, log) -> None:
-        self.plan = plan
-        for cell, names in plan.items():
-            for name in names:
-                found = Measured(times=Times(1.0, 1.0, 1.0))
-                log.write([schema.row_of(settings.op, cell, name, found, models="", rounds=settings.rounds)])
+    def start(self) -> dict:
+        return {"ready": self.origin, "own": ["good"]}
+
+    def measure(self, job, at, partial):
+        self.measured.append(job.cell.shape)
+        for name in job.providers:
+            partial(name, Measured())
+            if name == "stops":
+                raise KeyboardInterrupt
+            yield name, Measured(times=Times(1.0, 1.0, 1.0))
+
+    def close(self) -> None:
+        pass
 
 
-def test_resuming_measures_only_what_is_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "_measure", record := Recorder())
+def test_resuming_measures_only_what_is_missing(tmp_path, capsys):
     origin = {"gpu": "cpu", "source": "0123456789ab"} | dict.fromkeys((*schema.SAME, "date"), "x")
+    path = tmp_path / "rms_norm.csv"
 
-    class Ready:
-        """Stands in for the worker, which would say the same of itself."""
+    def todo(
+        rows: list[int], names: str = "quackish,torch", resume: bool = True, rounds: int = 3, **changed
+    ) -> list[int]:
+        supervisor = FakeSupervisor(origin | changed)
+        jobs = [Job(Cell("rms_norm", (m, 32), "bfloat16", "forward"), tuple(names.split(","))) for m in rows]
+        settings = runner.Settings(OPERATIONS["rms_norm"], path, resume=resume, keep=True, options={"rounds": rounds})
+        runner.run(settings, lambda own: jobs, supervisor)
+        return [m for m, _ in supervisor.measured]
 
-        def __init__(self, op, log, also, commit, timeout):
-            self.commit = commit
-
-        def start(self):
-            return {"ready": origin | {"commit": self.commit}, "own": ["good"]}
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(runner, "Supervisor", Ready)
-
-    def todo(shapes: str, *more: str) -> list[str]:
-        record.plan = {}
-        words = ["--providers", "quackish,torch", "--commit", "abc", "--direction", "forward", *more]
-        assert main(["bench", "rms_norm", "--quick", "--out", str(tmp_path), "--shapes", shapes, *words]) == 0
-        return [str(cell).split()[1] for cell in record.plan]
-
-    assert todo("8x32,9x32") == ["8x32", "9x32"]
-    assert todo("8x32,9x32,10x32", "--resume") == ["10x32"]
+    assert todo([8, 9], resume=False) == [8, 9]
+    assert todo([8, 9, 10]) == [10]
     assert "rms_norm.csv has 2 of 3 cells already." in capsys.readouterr().out.replace("\n", "")
-    assert todo("8x32", "--resume", "--providers", "torch") == []
-    # what the numbers hang on
-    assert todo("8x32", "--resume", "--providers", "torch,good") == ["8x32"]
-    assert todo("8x32", "--resume", "--rounds", "4") == ["8x32"]
-    assert todo("8x32", "--resume", "--commit", "abd") == ["8x32"]
-    origin["source"] = "ba9876543210"
-    assert todo("8x32", "--resume") == ["8x32"]
-    assert todo("8x32", "--resume") == []
-    # without --resume it begins again, and keeps the former file
-    before = (tmp_path / "rms_norm.csv").read_text()
-    assert todo("8x32") == ["8x32"]
+    assert todo([8], "torch") == []
+    # what the numbers depend on
+    assert todo([8], "torch,good") == [8]
+    assert todo([8], rounds=4) == [8]
+    assert todo([8], commit="abd") == [8]
+    assert todo([8], source="ba9876543210") == [8]
+    assert todo([8], source="ba9876543210") == []
+    # a row that was interrupted does not count
+    with pytest.raises(KeyboardInterrupt):
+        todo([11], "torch,stops")
+    assert read_csv(path)[-1]["status"] == "interrupted before it was timed"
+    assert todo([11], "torch,good") == [11]
+    # without resume it begins again, and keeps the former file
+    before = path.read_text()
+    assert todo([8], resume=False) == [8]
     assert (tmp_path / "rms_norm.previous.csv").read_text() == before
 
 
@@ -244,18 +247,20 @@ def test_what_makes_no_sense_is_refused(tmp_path, capsys, words, says):
     assert not (tmp_path / "rms_norm.csv").exists()
 
 
-def test_peers_that_are_not_installed_are_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("quackish.bench.operations.PACKAGES", {"quack": "no_such_package", "torch": "no_such_package"})
-    bench(tmp_path, "rms_norm", "--shapes", "8x32", "--direction", "forward", "--providers", "quackish,quack", "torch")
-    assert "without quack, torch: no_such_package is not installed" in capsys.readouterr().out
-    assert main(["bench", "rms_norm", "--shapes", "8x32", "--out", str(tmp_path), "--providers", "quack"]) == 2
-    assert "none of them is installed" in capsys.readouterr().err
+def test_peers_that_are_not_installed_are_named(capsys):
+    jobs = [
+        Job(Cell("rms_norm", (8, 32), "bfloat16", "forward"), names) for names in (("quackish", "quack"), ("quack",))
+    ]
+    packages = {"quack": "no_such_package"}
+    assert [job.providers for job in runner.installed(jobs, packages)] == [("quackish",)]
+    assert "without quack: no_such_package is not installed" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="none of them is installed"):
+        runner.installed(jobs[1:], packages)
 
 
-def test_the_extra_is_asked_for_by_name(monkeypatch, capsys):
-    monkeypatch.setattr(console, "EXTRA", {"no_such_package": "no-such-package"})
-    assert main(["bench", "rms_norm"]) == 2
-    assert "bench needs no-such-package; pip install 'quackish[bench]' brings it" in capsys.readouterr().err
+def test_the_extra_is_asked_for_by_name():
+    with pytest.raises(ImportError, match=r"bench needs no-such-package; pip install 'quackish\[bench\]' brings it"):
+        console.check_extra({"no_such_package": "no-such-package"})
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------

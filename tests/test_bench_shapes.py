@@ -1,11 +1,12 @@
 """What can be asked of `python -m quackish bench`: models, shapes, files, and the columns of its CSV."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from quackish.bench import schema, shapes
-from quackish.bench.cells import Cell, parse_shape, shape_name
+from quackish.bench.cells import Cell, Job, parse_shape, shape_name
 from quackish.bench.measured import AGAIN, Measured, is_ours
 from quackish.bench.models import MODELS, find
 from quackish.bench.operations import OPERATIONS
@@ -122,30 +123,31 @@ def test_a_row_has_the_columns_of_the_schema():
         deterministic=True,
         errors={"err_loss": 1e-6, "err_dx": 2e-3, "err_dw": 3e-3},
     )
-    assert Measured.from_dict(found.as_dict()) == found
-    row = schema.row_of(LCE, cell, "quackish", found, models="llama3-8b", rounds=10)
+    assert Measured.from_dict(dataclasses.asdict(found)) == found
+    job = Job(cell, ("quackish",), {"models": "llama3-8b"})
+    row = schema.row_of(job, "quackish", found, tuple(schema.COLUMNS), 10)
     assert schema.COLUMNS.keys() >= row.keys()
     assert (row["shape"], row["role"], row["status"], row["note"]) == ("8x32x90", "ours", "ok", "")
     assert (row["median_ms"], row["p20_ms"], row["p80_ms"], row["roof_ms"]) == (2.0, 1.9, 2.1, 1.0)
     assert (row["pct_of_roof"], row["peak_mb"], row["standing_mb"]) == (50.0, 3.0, 0.04)
     assert (row["err_dweight"], row["launches"]) == (3e-3, 9)
     assert schema.cell_of({key: str(value) for key, value in row.items()}) == cell
-    failed = schema.row_of(LCE, cell, "quack", Measured(status="RuntimeError: no"), models="", rounds=10)
+    failed = schema.row_of(job, "quack", Measured(status="RuntimeError: no"), tuple(schema.COLUMNS))
     assert (failed["role"], failed["status"], failed.get("median_ms")) == ("peer", "RuntimeError: no", None)
 
 
 @pytest.mark.parametrize("error, note", [(0.09, ""), (0.11, "wrong: err_y 0.11"), (float("nan"), "wrong: err_y nan")])
 def test_what_is_wrong_is_said_to_be(error, note):
     cell = Cell("rms_norm", (8, 32), "bfloat16", "forward")
-    row = schema.row_of(RMS, cell, "torch", Measured(errors={"err_y": error}), models="", rounds=10)
+    row = schema.row_of(Job(cell, ()), "torch", Measured(errors={"err_y": error}), ("note",))
     assert row["note"] == note
 
 
 def test_every_row_has_a_role():
     cell = Cell("linear_cross_entropy", (8, 32, 90), "bfloat16", "forward+backward")
-    roles = {name: schema.role_of(LCE, cell, name) for name in ("quackish", "quackish-stored", AGAIN, "quack", "mine")}
+    roles = {name: schema.role_of(cell, name) for name in ("quackish", "quackish-stored", AGAIN, "quack", "mine")}
     assert list(roles.values()) == ["ours", "ours", "again", "peer", "own"]
-    assert (schema.role_of(LCE, cell, "three-gemms"), schema.role_of(LCE, cell, "gemm-dx")) == ("roof", "part")
+    assert (schema.role_of(cell, "three-gemms"), schema.role_of(cell, "gemm-dx")) == ("roof", "part")
     assert not is_ours("quack")
 
 

@@ -1,219 +1,161 @@
-"""The benchmarks on tiny shapes: what they write, how they judge, and that nothing they meet ends a run early."""
+"""The programs of benchmarks/ on tiny shapes and made-up results: what they write, how they judge, what they draw."""
 
 import math
+import signal
+import subprocess
 import sys
-from collections import Counter
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("rich")
+for package in ("rich", "pandas", "matplotlib", "yaml"):
+    pytest.importorskip(package)
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
-from benchmarks import host_overhead, report_rms_norm, rms_norm  # noqa: E402
-from quackish.bench import measure_rms_norm, memory, providers_rms_norm  # noqa: E402
-from quackish.bench.files import read_csv  # noqa: E402
-from quackish.bench.providers_rms_norm import Provider  # noqa: E402
-from quackish.bench.truth_rms_norm import backward_errors, forward_errors, is_deterministic  # noqa: E402
-from quackish.testing.timing import Times, Work, interleave, prepare  # noqa: E402
+from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
+from benchmarks import host_overhead, linear_cross_entropy, rms_norm  # noqa: E402
+from quackish.bench import plots, providers_linear_cross_entropy, report, schema  # noqa: E402
+from quackish.bench.cells import Cell, Job  # noqa: E402
+from quackish.bench.measured import A_LAUNCH, AGAIN, NONE_IGNORED, Measured  # noqa: E402
+from quackish.bench.results import Results  # noqa: E402
+from quackish.bench.schema import read_csv  # noqa: E402
+from quackish.testing.timing import Times  # noqa: E402
 
-CPU = torch.device("cpu")
-TINY = ["--m", "4", "9", "--n", "32", "--rounds", "1", "--providers", "quackish"]
+NORM = ["--m", "4", "9", "--n", "32", "--rounds", "1"]
+LOSS = ["--shapes", "24x32x90", "--repeats", "2", "--backend", "auto"]
+SHAPE = "8192 x 4096 x 128256"
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Many threads on a busy machine make small work slow, by far."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def provide(monkeypatch):
-    """Puts one more provider beside the others."""
-
-    def put(provider: Provider) -> None:
-        monkeypatch.setitem(providers_rms_norm.PROVIDERS, provider.name, lambda: provider)
-
-    return put
-
-
-def quackish() -> Provider:
-    return providers_rms_norm.PROVIDERS["quackish"]()
-
-
-# Timing --------------------------------------------------------------------------------------------------------------
-
-
-def test_times_are_median_and_percentiles():
-    assert Times.of(list(map(float, range(11)))) == Times(median=5.0, p20=2.0, p80=8.0)
-    assert Times.of([7.0]) == Times(7.0, 7.0, 7.0)
-
-
-def test_competitors_take_turns():
-    order = []
-    times = interleave({name: lambda name=name: order.append(name) for name in "ABC"}, CPU, rounds=2, block=2)
-    assert "".join(order) == 3 * "AABBCC"  # the first round is thrown away
-    assert times.keys() == set("ABC")
-
-
-@pytest.mark.gpu
-def test_a_graph_is_captured_and_repeats_into_its_outputs():
-    device = torch.device("cuda", 0)
-    x = torch.ones(1000, device=device)
-    work = prepare(lambda: (x + 1,), device)
-    assert work.is_graph
-    x += 1
-    work.run()
-    assert work.outputs[0].eq(3).all()
-
-
-@pytest.mark.gpu
-def test_what_cannot_be_captured_is_launched_plainly():
-    def fn():
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("not while capturing")
-        return (torch.ones(3, device="cuda"),)
-
-    work = prepare(fn, torch.device("cuda", 0))
-    assert not work.is_graph
-    assert work.run()[0].eq(1).all()
-
-
-# Truth ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [1, 7, 1 << 20], ids=["row by row", "with a rest", "at once"])
-def test_errors_are_relative_to_fp64(monkeypatch, rows):
-    monkeypatch.setattr("quackish.bench.truth_rms_norm.CHUNK_ELEMENTS", 48 * rows)
-    x, dy, weight = torch.randn(23, 48), torch.randn(23, 48), torch.randn(48)
-    provider = quackish()
-    y, rstd = provider.forward(x, weight)
-    dx, dweight = provider.backward(dy, x, weight, rstd)
-    good, bad = (dx, dweight), (dx * 1.5, dweight * 0.5)
-    assert forward_errors(x, weight, 1e-6, {"good": (y, rstd)})["good"]["err_y"] < 1e-6
-    errors = backward_errors(dy, x, weight, 1e-6, {"good": good, "bad": bad})
-    assert max(errors["good"].values()) < 1e-6
-    assert errors["bad"] == pytest.approx({"err_dx": 0.5, "err_dweight": 0.5})
-    nan = torch.full_like(dx, math.nan)
-    assert math.isnan(backward_errors(dy, x, weight, 1e-6, {"nan": (nan, dweight)})["nan"]["err_dx"])
-
-
-def test_bytes_that_differ_are_noticed():
-    zeros = iter([0.0, 0.0, -0.0])  # equal as numbers
-
-    def work(values):
-        return Work(lambda: (torch.tensor([1.0, next(values)]),), None, is_graph=False)
-
-    assert not is_deterministic(work(zeros))
-    assert is_deterministic(work(iter([0.0] * 3)))
+def one_thread(monkeypatch):
+    """Many threads on a busy machine make small work very slow."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 # A run ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_writes_rows_page_and_figure(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path = rms_norm.main([*TINY, "--out", str(tmp_path), "--commit", "abc-dirty"])
+def test_norms_write_rows_page_and_figure(tmp_path, capsys):
+    names = ["quackish", "torch", "--configs", "num_stages=4"]
+    path = rms_norm.main([*NORM, "--providers", *names, "--out", str(tmp_path), "--commit", "abc-dirty"])
     rows = read_csv(path)
-    assert tuple(rows[0]) == rms_norm.FIELDS
-    assert [(r["op"], r["m"], r["provider"]) for r in rows] == [
-        (op, m, name)
+    assert tuple(rows[0]) == schema.NORM_COLUMNS
+    assert [(r["cells"], r["op"], r["m"], r["provider"]) for r in rows] == [
+        ("own", op, m, name)
         for m in ("4", "9")
-        for op, roof in (("fwd", "mul"), ("bwd", "add"))
-        for name in ("quackish", "quackish (again)", roof)
+        for op, more in (("fwd", ()), ("bwd", ("quackish[num_stages=4]",)))
+        for name in ("quackish", "torch", *more, AGAIN, {"fwd": "mul", "bwd": "add"}[op])
     ]
     for row in rows:
         assert (row["commit"], row["dirty"], row["status"]) == ("abc", "True", "ok")
         assert float(row["p20_us"]) <= float(row["median_us"]) <= float(row["p80_us"])
         assert float(row["pct_of_roof"]) == pytest.approx(100 * float(row["roof_us"]) / float(row["median_us"]), 1e-4)
-    assert all(
-        float(r["err_dx"]) < 0.01 and r["deterministic"] == "True" for r in rows if r["op"] == "bwd" and r["err_dx"]
-    )
+        assert (float(row["median_us"]) <= float(row["bar_us"])) == (row["within_bar"] == "True")
+    errors = [float(row["err_dx"]) for row in rows if row["err_dx"]]
+    assert len(errors) == 6
+    assert max(errors) < 0.01
     assert {p.suffix for p in tmp_path.iterdir()} == {".csv", ".md", ".png", ".svg"}
-    assert "| bfloat16 | 9 | 32 |" in path.with_suffix(".md").read_text()
+    page = path.with_suffix(".md").read_text()
+    assert "| bfloat16 | 9 | 32 |" in page
+    assert "commit abc and local changes" in page
     if not torch.cuda.is_available():
         assert "No GPU" in capsys.readouterr().out
 
 
-def test_providers_that_are_missing_or_crash_are_named_and_left_out(tmp_path, provide, monkeypatch, capsys):
-    def missing():
-        raise ImportError("no module of that name")
+def test_losses_write_rows_and_append_newer_ones(tmp_path):
+    def run(*more: str) -> list[dict[str, str]]:
+        return read_csv(linear_cross_entropy.main([*LOSS, "--out", str(tmp_path), *more]))
 
-    def crash(*tensors):
-        raise RuntimeError("it broke\nat length")
-
-    monkeypatch.setitem(providers_rms_norm.PROVIDERS, "missing", missing)
-    provide(Provider("half", quackish().forward, crash))
-    path = rms_norm.main([*TINY, "missing", "half", "--out", str(tmp_path)])
-    status = {(r["provider"], r["op"]): r["status"] for r in read_csv(path)}
-    assert status["half", "fwd"] == "ok"
-    assert status["half", "bwd"] == "RuntimeError: it broke"
-    assert status["quackish", "bwd"] == "ok"
-    assert "missing" not in {name for name, _ in status}
-    assert "without missing: ImportError: no module of that name" in capsys.readouterr().out
-    assert "half, bwd, N 32, bfloat16: RuntimeError: it broke" in path.with_suffix(".md").read_text()
-
-
-def test_a_run_that_is_cut_short_keeps_its_cells(tmp_path, provide):
-    def backward(dy, x, weight, rstd):
-        if x.shape[0] == 9:
-            raise KeyboardInterrupt
-        return quackish().backward(dy, x, weight, rstd)
-
-    provide(Provider("slow", None, backward))
-    with pytest.raises(KeyboardInterrupt):
-        rms_norm.main([*TINY, "slow", "--out", str(tmp_path)])
-    assert {row["m"] for row in read_csv(tmp_path / "rms_norm.csv")} == {"4"}
-    assert (tmp_path / "rms_norm.md").exists()
-
-
-def test_standing_memory_is_charged_to_the_library_that_holds_it(tmp_path, provide, monkeypatch):
-    """Also where the first call was made for another cell, and although graphs keep their outputs."""
-    at, kept = {"now": 0, "peak": 0}, []
-
-    def allocate(size):
-        at["now"] += size
-        at["peak"] = max(at["peak"], at["now"])
-
-    def backward(dy, x, weight, rstd):
-        if not kept:
-            kept.append(allocate(4000))
-        allocate(500)
-        allocate(-500)
-        return quackish().backward(dy, x, weight, rstd)
-
-    monkeypatch.setattr(memory, "_standing", Counter())
-    monkeypatch.setattr(memory, "_counts", lambda device: True)
-    monkeypatch.setattr(memory, "_allocated", lambda device: at["now"])
-    monkeypatch.setattr(memory, "_reset_peak", lambda device: at.update(peak=at["now"]))
-    monkeypatch.setattr(memory, "_peak", lambda device: at["peak"])
-    monkeypatch.setattr(measure_rms_norm, "prepare", lambda call, device: (allocate(70), prepare(call, device))[1])
-    provide(Provider("holds", None, backward))
-    rows = read_csv(rms_norm.main([*TINY, "holds", "--ops", "bwd", "--out", str(tmp_path)]))
-    found = [
-        (r["provider"], r["peak_mb"], r["standing_mb"]) for r in rows if r["peak_mb"] and "again" not in r["provider"]
+    first = run("--providers", "quackish-chunked-8,quackish,torch")
+    assert tuple(first[0]) == schema.LCE_COLUMNS
+    gemms = ["three-gemms", "gemm-logits", "gemm-dx", "gemm-dw"]
+    assert [row["provider"] for row in first] == ["quackish-chunked-8", "quackish", "torch", AGAIN, *gemms]
+    for row in first:
+        assert (row["mode"], row["status"]) == ("train", "ok")
+        assert float(row["of_roof"]) == pytest.approx(float(row["median_ms"]) / float(row["roof_ms"]), 1e-4)
+    assert max(float(row[error]) for row in first[:3] for error in ("err_loss", "err_dx", "err_dw")) < 0.01
+    both = run("--providers", "torch", "--append", "--mode", "loss", "--no-errors")
+    assert both[: len(first)] == first
+    assert [(row["mode"], row["provider"], row["err_loss"]) for row in both[len(first) :]] == [
+        ("loss", name, "") for name in ("torch", "gemm-logits")
     ]
-    assert found == [("quackish", "0.0", "0.0"), ("holds", "0.0045", "0.004")] * 2
+    assert "| **quackish-chunked-8** |" in (tmp_path / "linear_cross_entropy.md").read_text()
+    (tmp_path / "linear_cross_entropy.csv").write_text("m,n\n1,2\n")
+    with pytest.raises(ValueError, match="its columns are m, n; expected"):
+        run("--append")
 
 
-def test_a_config_is_forced_by_field():
-    assert providers_rms_norm.with_config("num_stages=4").name == "quackish[num_stages=4]"
-    with pytest.raises(ValueError, match="no field 'stages'"):
-        providers_rms_norm.with_config("stages=4")
-    x, weight = torch.randn(4, 32), torch.randn(32)
-    dx, dweight = providers_rms_norm.with_config("num_stages=4").backward(x, x, weight, torch.ones(4))
-    assert (dx.shape, dweight.shape) == (x.shape, weight.shape)
+def test_sigterm_in_a_cell_keeps_what_it_has(tmp_path):
+    """As `timeout` sends it, to the program alone."""
+    (tmp_path / "slow.py").write_text(f"""
+import pathlib, time, torch
+
+calls = []
+
+def slow(x, w, target):
+    calls.append(time.sleep(0.2))
+    if len(calls) == 4:
+        pathlib.Path({str(tmp_path / "told")!r}).touch()
+    return torch.nn.functional.cross_entropy(x @ w.T, target)
+
+PROVIDERS = dict(slow=slow)
+""")
+    words = ["--shapes", "24x32x90", "--also", str(tmp_path / "slow.py"), "--providers", "torch,slow"]
+    words += ["--repeats", "100000", "--seconds", "100000", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.linear_cross_entropy", *words]
+    program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "told"  # written by the fourth call: timing has begun
+    while not log.exists() and program.poll() is None:
+        time.sleep(0.1)
+    time.sleep(1)
+    program.send_signal(signal.SIGTERM)
+    assert program.wait(120) != 0
+    rows = {row["provider"]: row for row in read_csv(tmp_path / "linear_cross_entropy.csv")}
+    assert rows["torch"]["status"] == rows["slow"]["status"] == "interrupted"
+    assert float(rows["slow"]["median_ms"]) > 100
+    assert float(rows["torch"]["err_dx"]) < 0.02
+    assert "slow" in (tmp_path / "linear_cross_entropy.md").read_text()
 
 
-def test_host_overhead_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_overhead, "NORMS", 2)
-    monkeypatch.setattr(host_overhead, "M", 4)
-    path = host_overhead.main(["--repeats", "2", "--out", str(tmp_path)])
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--providers", "quakish"], "--providers quakish: no such provider"),
+        (["--only", "7x8x9"], "--only 7x8x9: none of the shapes that are measured"),
+    ],
+)
+def test_what_nobody_knows_is_refused(words, says):
+    with pytest.raises(ValueError, match=says):
+        linear_cross_entropy.main(words)
+
+
+def test_one_shape_of_the_bars_alone():
+    args = linear_cross_entropy.parser().parse_args(["--only", "8192x4096x128256,65536x4096x128256"])
+    jobs = linear_cross_entropy.jobs_of(args, torch.device("cuda"))
+    words = [f"{job.cell.direction} {job.cell.shape[0]} {job.cell.data} {job.cell.ignored:g}" for job in jobs]
+    assert words == [
+        "forward+backward 8192 normal 0",
+        "forward 8192 normal 0",
+        "forward+backward 8192 normal 0.8",
+        "forward+backward 8192 confident 0",
+        "forward+backward 65536 normal 0",
+    ]
+    assert "quack-base-2048" in jobs[-1].providers
+
+
+def test_every_peer_of_a_case_is_known_and_described():
+    for job in (*linear_cross_entropy.BARS, *linear_cross_entropy.SWEEP, *linear_cross_entropy.HOST):
+        assert set(job.providers) <= set(providers_linear_cross_entropy.PROVIDERS), str(job.cell)
+    described = providers_linear_cross_entropy.ABOUT
+    for name in providers_linear_cross_entropy.PEERS:
+        assert name in described or name.rpartition("-")[0] in described
+
+
+def test_host_overhead_runs(tmp_path):
+    path = host_overhead.main(["--repeats", "2", "--norms", "2", "--out", str(tmp_path)])
     rows = read_csv(path)
     assert tuple(rows[0]) == host_overhead.FIELDS
     measured = [(r["provider"], r["what"]) for r in rows if r["status"] == "ok"]
@@ -221,38 +163,43 @@ def test_host_overhead_runs(tmp_path, monkeypatch):
     assert "| quackish |" in path.with_suffix(".md").read_text()
 
 
-@pytest.mark.gpu
-def test_a_cell_on_the_gpu_is_timed_as_graphs(tmp_path):
-    path = rms_norm.main([*TINY, "torch", "--out", str(tmp_path)])
-    for row in read_csv(path):
-        assert row["status"] == "ok"
-        if "again" not in row["provider"] and row["provider"] not in ("mul", "add"):
-            assert row["deterministic"] == "True"
-            assert float(row["peak_mb"]) > 0
-            assert max(float(row[name] or 0) for name in ("err_y", "err_dx", "err_dweight")) < 0.01
+# The pages of recorded results ---------------------------------------------------------------------------------------
 
 
-# Verdicts ------------------------------------------------------------------------------------------------------------
+def test_recorded_results_are_read(tmp_path):
+    """Files of both programs: the rows in the columns that reports use."""
+    for name, columns in (("rms_norm", schema.NORM_COLUMNS), ("linear_cross_entropy", schema.LCE_COLUMNS)):
+        path = ROOT / "benchmarks" / "results" / "H200" / f"{name}.csv"
+        rows = schema.read_rows(path)
+        assert tuple(read_csv(path)[0]) == columns
+        for row in rows[:50]:
+            assert row["op"] == name
+            if row["median_ms"]:
+                share = 100 * float(row["roof_ms"]) / float(row["median_ms"]) if row["roof_ms"] else None
+                assert share is None or float(row["pct_of_roof"]) == pytest.approx(share, 1e-3)
 
 
-def results(times: dict[int, dict[str, float | None]], op: str = "bwd") -> report_rms_norm.Results:
-    """Results of the grid at N 256 from {m: {provider: us}}; the roof takes 100 us, so the bwd bar is 109, fwd 106."""
+# Verdicts on norms ---------------------------------------------------------------------------------------------------
+
+
+def norms(times: dict[int, dict[str, float | None]], direction: str = "backward") -> Results:
+    """The grid at N 256 from {m: {provider: us}}; the roof takes 100 us, so the bar is 109 (forward 106)."""
     rows = []
     for m, cell in times.items():
-        for name, us in {**cell, report_rms_norm.ROOFS[op]: 100.0}.items():
-            row = {"cells": "grid", "op": op, "dtype": "bfloat16", "m": m, "n": 256, "provider": name, "status": "ok"}
-            if us is not None:
-                row |= rms_norm._speed(op, rms_norm.Cell("grid", m, 256), Times(us, us, us), 100.0)
-            rows.append({key: str(value) for key, value in row.items()})
-    return report_rms_norm.Results(rows)
+        job = Job(Cell("rms_norm", (m, 256), "bfloat16", direction), (), {"cells": "grid"})
+        for name, us in {**cell, {"forward": "mul", "backward": "add"}[direction]: 100.0}.items():
+            found = Measured(times=Times(us, us, us), roof=Times(100.0, 100.0, 100.0)) if us else Measured("no")
+            row = dict.fromkeys(schema.NORM_COLUMNS, "") | schema.row_of(job, name, found, schema.NORM_COLUMNS)
+            rows.append(schema.canonical({key: str(value) for key, value in row.items()}))
+    return Results(rows)
 
 
-def words(result: report_rms_norm.Results) -> dict[str, str]:
-    return {text.split(": ")[1].split(";")[0]: f"{word} {text}" for word, text in report_rms_norm.verdicts(result)}
+def of_norms(results: Results) -> dict[str, str]:
+    return {text.split(": ")[1].split(";")[0]: f"{word} {text}" for word, text in rms_norm.verdicts(results)}
 
 
 def test_bars_are_judged_in_every_cell():
-    said = words(results({4096: {"quackish": 109.0, "quack": 150.0}, 8192: {"quackish": 109.1, "quack": 109.0}}))
+    said = of_norms(norms({4096: {"quackish": 109.0, "quack": 150.0}, 8192: {"quackish": 109.1, "quack": 109.0}}))
     bar = said["backward <= 1.05 t_add + 4 us"]
     assert bar.startswith("FAIL")
     assert "1 of 2 cells, worst 1.0009 (109.1 us for 109 us) at 8192 x 256" in bar
@@ -260,56 +207,210 @@ def test_bars_are_judged_in_every_cell():
     mean = math.sqrt(150 / 109 * 109 / 109.1)
     assert f"{mean:.3f}x" in said["backward over QuACK's in the geometric mean"]
 
-    said = words(results({4096: {"quackish": 109.0, "quack": 150.0}}))
+    said = of_norms(norms({4096: {"quackish": 109.0, "quack": 150.0}}))
     assert all(text.startswith("PASS") for text in said.values())
     assert len(said) == 3
 
 
 def test_a_bar_missed_by_a_hair_fails_and_both_numbers_are_said():
     """In the verdict and in the table, whose four digits would be the same."""
-    result = results({4096: {"quackish": 109.004}, 8192: {"quackish": 109.0}, 16384: {"quackish": 109.002}})
-    bar = words(result)["backward <= 1.05 t_add + 4 us"]
+    result = norms({4096: {"quackish": 109.004}, 8192: {"quackish": 109.0}, 16384: {"quackish": 109.002}})
+    bar = of_norms(result)["backward <= 1.05 t_add + 4 us"]
     assert bar.startswith("FAIL")
     assert "1 of 3 cells, worst 1.0000 (109.004 us for 109 us) at 4096 x 256 bfloat16" in bar
     assert bar.endswith("missed also in 1.0000 (109.002 us for 109 us) at 16384 x 256 bfloat16")
-    table = report_rms_norm._cells_table(result, "bwd", result.keys("grid", "bwd"))
+    table = report._norm_table(result, report.cells_of(result, "grid", "backward"), "quack")
     kept = {line.split(" | ")[1]: line.split(" | ")[4:9] for line in table.splitlines()[2:]}
     assert (kept["4096"][0].split()[0], *kept["4096"][3:]) == ("109.004", "109", "**no**")
     assert kept["8192"][4] == "yes"
 
 
-def test_the_roofs_are_elementwise_kernels_for_the_same_traffic():
-    """Not copy_, which for large tensors is a copy engine's and slower than any kernel."""
-    data = measure_rms_norm.Data.make(8, 32, torch.bfloat16, CPU)
-    for direction, op, expected in (("forward", "mul", data.x), ("backward", "add", data.x + data.dy)):
-        data.out.fill_(0)
-        ran = []
-
-        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None, ran=ran):
-                ran.append(str(func))
-                return func(*args, **(kwargs or {}))
-
-        with Watch():
-            measure_rms_norm._roof(direction, data)()
-        assert [name.split(".")[1] for name in ran] == [op]
-        assert torch.equal(data.out, expected)
-
-
 def test_forward_may_be_two_percent_slower_than_quack():
     def verdict(us):
-        return words(results({4096: {"quackish": us, "quack": 100.0}}, "fwd"))["forward at most 2 % over QuACK"][:4]
+        found = norms({4096: {"quackish": us, "quack": 100.0}}, "forward")
+        return of_norms(found)["forward at most 2 % over QuACK"][:4]
 
     assert (verdict(102.0), verdict(102.1)) == ("PASS", "FAIL")
 
 
 def test_a_cell_that_failed_is_lost_and_a_peer_that_failed_is_left_out():
-    said = words(results({4096: {"quackish": 50.0, "quack": 100.0}, 8192: {"quackish": None, "quack": 100.0}}))
-    assert "1 of 2 cells, worst inf (failed) at 8192" in said["backward <= 1.05 t_add + 4 us"]
-    said = words(results({4096: {"quackish": 50.0, "quack": 100.0}, 8192: {"quackish": 50.0, "quack": None}}))
+    said = of_norms(norms({4096: {"quackish": 50.0, "quack": 100.0}, 8192: {"quackish": None, "quack": 100.0}}))
+    for bar in ("backward <= 1.05 t_add + 4 us", "backward no slower than QuACK"):
+        assert "1 of 2 cells, worst inf (failed) at 8192" in said[bar]
+    said = of_norms(norms({4096: {"quackish": 50.0, "quack": 100.0}, 8192: {"quackish": 50.0, "quack": None}}))
     assert "1 of 1 cells" in said["backward no slower than QuACK"]
-
-
-def test_noise_is_what_two_measurements_differ_by():
-    text = report_rms_norm.noise(results({4096: {"quackish": 100.0, "quackish (again)": 103.0}}))
+    text = norms({4096: {"quackish": 100.0, "quackish (again)": 103.0}}).noise()
     assert "3.0% (median), 3.0% (most)" in text
+
+
+# Verdicts on losses --------------------------------------------------------------------------------------------------
+
+
+def made_up(cases: dict[tuple, dict[str, tuple]]) -> Results:
+    """Results from {(mode, m, h, v, data, ignored): {provider: (ms, GB, errors of dX and dW)}}; ms None has failed."""
+    rows = []
+    for (mode, m, h, v, data, ignored), providers in cases.items():
+        for name, (ms, gb, error) in providers.items():
+            row = dict.fromkeys(schema.LCE_COLUMNS, "")
+            row |= dict(gpu="H200", mode=mode, m=m, h=h, v=v, data=data, ignored=ignored, provider=name)
+            row |= dict(status="ok" if ms else "RuntimeError: no", median_ms=ms, p20_ms=ms, p80_ms=ms, peak_gb=gb)
+            row |= dict(err_dx=error, err_dw=error, of_roof=1.1 if ms else None)
+            rows.append(schema.canonical({key: "" if value is None else str(value) for key, value in row.items()}))
+    return Results(rows)
+
+
+def headline(**times) -> dict[tuple, dict[str, tuple]]:
+    """The headline shape; three GEMMs take 40 ms."""
+    providers = {name.replace("_", "-"): (*point, 0.01)[:3] for name, point in times.items()}
+    return {("train", *bars.HEADLINE.shape, "normal", 0.0): {"three-gemms": (40.0, None, None), **providers}}
+
+
+def words(results: Results) -> dict[str, str]:
+    """{what a verdict is about: PASS or FAIL and the text}"""
+    lines = bars.verdicts(results)
+    return {text.split(": ")[0] + ": " + text.split(": ")[1]: f"{word} {text}" for word, text in lines}
+
+
+def test_bars_of_the_headline_shape():
+    good = dict(quackish_stored=(40.0, 3.2), quackish_chunked=(40.8, 3.0), quackish_recompute=(54.4, 1.30))
+    said = words(made_up(headline(**good, quack=(41.0, 4.3), cce=(95.0, 1.12), torch=(43.0, 6.3))))
+    kept = {about for about, text in said.items() if text.startswith("PASS")}
+    assert {f"{SHAPE} {schedule}: time / 3 GEMMs" for schedule in bars.HEADLINE_BARS} <= kept
+    assert {f"{SHAPE} {schedule}: peak above inputs" for schedule in ("chunked", "recompute")} <= kept
+    # nothing of ours is as small as cce, which is slower than all of it
+    text = said[f"{SHAPE}: time against memory"]
+    assert text.startswith("FAIL")
+    assert text.endswith("2 of 3 peers' points dominated by one of ours; not cce (95 ms, 1.1200 GB)")
+    for schedule in bars.HEADLINE_BARS:
+        text = said[f"{SHAPE} {schedule}: faster than every peer that uses no more memory"]
+        assert text.startswith("PASS")
+        assert "cce 95.000 ms" in text
+        assert text.endswith("of 1")
+
+    bad = dict(quackish_stored=(40.1, 3.2), quackish_chunked=(40.9, 3.1), quackish_recompute=(54.5, 1.31))
+    said = words(made_up(headline(**bad, quack=(40.8, 3.1))))
+    for schedule in ("stored", "chunked", "recompute"):
+        assert said[f"{SHAPE} {schedule}: time / 3 GEMMs"].startswith("FAIL")
+    for schedule in ("chunked", "recompute"):
+        assert said[f"{SHAPE} {schedule}: peak above inputs"].startswith("FAIL")
+    assert said[f"{SHAPE} chunked: faster than every peer that uses no more memory"].startswith("FAIL")
+
+
+def test_no_peer_that_is_not_dominated_is_hidden():
+    """At the headline shape, on confident data and with 65536 rows: in the verdict and under the table."""
+    shapes = [(*cell.shape, cell.data) for cell in bars.AGAINST_MEMORY]
+    assert shapes == [
+        (8192, 4096, 128256, "normal"),
+        (8192, 4096, 128256, "confident"),
+        (65536, 4096, 128256, "normal"),
+    ]
+    ours = {"quackish": (300.0, 7.08, 0.01), "quackish-recompute": (400.0, 2.5, 0.01)}
+    peers = {"quack-base": (319.4, 4.74, 0.01), "liger": (310.0, 2.11, math.nan), "torch": (339.0, 50.4, 0.01)}
+    for shape in shapes:
+        result = made_up({("train", *shape, 0.0): {**ours, **peers}})
+        listed = "quack-base (319.4 ms, 4.7400 GB), liger (310 ms, 2.1100 GB, wrong results)"
+        (text,) = [f"{word} {text}" for word, text in bars.verdicts(result) if "time against memory" in text]
+        assert text.startswith("FAIL")
+        assert text.endswith(f"1 of 3 peers' points dominated by one of ours; not {listed}")
+        assert f"Not dominated by a point of quackish: {listed}." in report.markdown(result, bars.PAGE)
+        fast = made_up({("train", *shape, 0.0): {**peers, "quackish": (300.0, 2.11, 0.01)}})
+        assert "Every peer's point is dominated by one of quackish." in report.markdown(fast, bars.PAGE)
+    other = made_up({("train", 16384, 4096, 128256, "normal", 0.8): {**ours, **peers}})
+    assert f"Not dominated by a point of quackish: {listed}." in report.markdown(other, bars.PAGE)
+
+
+def test_a_schedule_that_failed_has_failed_and_a_peer_that_failed_is_left_out():
+    said = words(made_up(headline(quackish_stored=(None, None), quack=(None, None))))
+    assert said[f"{SHAPE} stored: time / 3 GEMMs"].startswith("FAIL")
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("ms, quack, word", [(40.8, 41.0, "PASS"), (40.9, 41.0, "FAIL"), (40.8, 40.8, "FAIL")])
+def test_other_shapes_are_judged_by_auto(ms, quack, word):
+    shape = ("train", *bars.SHAPES[0].shape, "normal", 0.0)
+    providers = {"three-gemms": (40.0, 0, 0), "quackish": (ms, 1, 0.01), "quack": (quack, 1, 0.01)}
+    found = {text.split(" ")[0] for text in words(made_up({shape: providers})).values()}
+    assert (found == {"PASS"}) == (word == "PASS")
+
+
+def test_loss_only_ignored_rows_errors_and_host():
+    m, h, v = bars.HEADLINE.shape
+
+    def judge(loss, ignored, error, confident, host, launch):
+        def pair(ours, torch):
+            return {"quackish": (1.0, 1, ours), "torch": (1.0, 1, torch)}
+
+        return words(
+            made_up(
+                {
+                    ("loss", m, h, v, "normal", 0.0): {"gemm-logits": (10.0, 0, None), "quackish": (loss, 0, None)},
+                    ("train", m, h, v, "normal", 0.8): {"quackish": (ignored, 1, None), NONE_IGNORED: (1, 1, 0)},
+                    ("train", m, h, v, "normal", 0.0): pair(error, 0.01),
+                    ("train", m, h, v, "confident", 0.0): pair(confident, 0.01),
+                    ("host", 128, 512, 1024, "normal", 0.0): {
+                        "quackish": (host, 0, None),
+                        A_LAUNCH: (launch, 0, None),
+                    },
+                }
+            )
+        ).values()
+
+    good = judge(10.3, 0.35, 0.01, 0.005, 0.150, 0.015)
+    bad = judge(10.4, 0.36, 0.011, 0.0051, 0.151, 0.0151)
+    assert (len(good), {text[:4] for text in good if "dominated" not in text}) == (len(bad), {"PASS"})
+    assert {text[:4] for text in bad if "dominated" not in text} == {"FAIL"}
+    assert len(good) == 10
+    assert "FAIL" in " ".join(judge(10, 0.3, math.nan, 0.001, 0.1, 0.01))
+
+
+def test_a_peer_that_failed_is_listed_and_described():
+    case = {("train", *bars.HEADLINE.shape, "normal", 0.0): {"quack": (None, None, None)}}
+    page = report.markdown(made_up(case), bars.PAGE)
+    assert "- quack: RuntimeError: no (forward+backward 8192x4096x128256 bfloat16)" in page
+    assert "- quack: QuACK's default: chunks of 4096 rows, with" in page
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_drawn(tmp_path):
+    cases = headline(quackish_chunked=(40.8, 3.0), quack=(41.0, 4.3), cce=(95.0, 1.12))
+    cases[("train", *bars.HEADLINE.shape, "confident", 0.0)] = cases[("train", *bars.HEADLINE.shape, "normal", 0.0)]
+    for m, v in ((1024, 128256), (65536, 128256), (8192, 32000)):
+        cases[("train", m, 4096, v, "normal", 0.0)] = {"quackish": (m / 200, 2.0, None), "cce": (m / 80, 1.2, None)}
+    drawn = bars.PAGE.figures(made_up(cases), tmp_path / "lce.csv")
+    kinds = ("", "_m65536", "_confident", "_sweep")
+    expected = {f"lce{kind}.{s}" for kind in kinds for s in ("svg", "png")}
+    assert {p.name for p in drawn} == {p.name for p in tmp_path.iterdir()} == expected
+
+
+def test_a_provider_has_one_color():
+    known = {*providers_linear_cross_entropy.PEERS, *rms_norm.PROVIDERS, "quackish"}
+    colors = {name: plots.color_of(name) for name in known if name in plots.COLORS and name != "liger-triton"}
+    assert len(set(colors.values())) == len(colors)
+    assert plots.color_of("quack-base-2048") == plots.color_of("quack-base") != plots.color_of("quack")
+    assert plots.color_of("quackish[num_stages=4]") == plots.color_of("quackish")
+    assert plots.color_of("mine") in plots.OTHERS
+
+
+def test_labels_cover_neither_points_nor_labels(tmp_path):
+    """What finds no free spot has none."""
+    many = {f"quack_base_{i}": (40 + 0.01 * i, 3.0 + 0.01 * i) for i in range(40)}
+    results = made_up(
+        headline(quackish=(39.0, 2.5), torch=(80.0, 6.0), **{k.replace("-", "_"): v for k, v in many.items()})
+    )
+    from matplotlib import pyplot
+
+    with plots._figure(5, results, "made up") as fig:
+        ax = fig.subplots()
+        points, line = plots._cloud(ax, results, bars.HEADLINE)
+        fig.canvas.draw()
+        plots._label(ax, points, line)
+        fig.canvas.draw()
+        boxes = [text.get_window_extent() for text in ax.texts]
+        assert {"quackish", "torch"} <= {text.get_text() for text in ax.texts}
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+        assert all(ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 for box in boxes)
+        at = {name: ax.transData.transform(point) for name, point in points.items()}
+        assert not any(box.contains(*spot) for box in boxes for spot in at.values())
+    assert pyplot.get_fignums() == []

@@ -27,10 +27,9 @@ def test_lines_come_every_few_seconds():
     assert said[3:] == ["something else"]
 
 
-def test_lines_come_while_the_caller_is_busy(monkeypatch):
-    monkeypatch.setattr(console, "EVERY_S", 1e-3)
+def test_lines_come_while_the_caller_is_busy():
     shown = threading.Event()
-    with console.PlainLines(lambda: "a line", lambda line: shown.set()):
+    with console.PlainLines(lambda: "a line", lambda line: shown.set(), every_s=1e-3):
         assert shown.wait(60)
 
 

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import first_use
 
 
-def rows(monkeypatch, capsys, seconds, **more):
+def rows(capsys, seconds, **more):
     """Exit status and lines, where each process reports `seconds[measure, whether its cache was filled before]`."""
     asked = []
 
@@ -14,8 +14,7 @@ def rows(monkeypatch, capsys, seconds, **more):
         filled = (measure, cache) in asked[:-1] and asked.count((measure, cache)) > 1
         return dict(seconds=seconds[measure, filled], said="something", **more)
 
-    monkeypatch.setattr(first_use, "_in_a_process", in_a_process)
-    status = first_use.main(["--repeats", "3"])
+    status = first_use.main(["--repeats", "3"], in_a_process)
     return status, capsys.readouterr().out.splitlines()[2:], asked
 
 
@@ -23,8 +22,8 @@ FAST = {("import", False): 0.1, ("import", True): 0.1}
 FAST |= {(op, filled): 0.05 for op in ("rms_norm", "linear_cross_entropy") for filled in (False, True)}
 
 
-def test_all_bars_kept(monkeypatch, capsys):
-    status, lines, asked = rows(monkeypatch, capsys, FAST)
+def test_all_bars_kept(capsys):
+    status, lines, asked = rows(capsys, FAST)
     assert status == 0
     assert [line.split()[:2] for line in lines[1:]] == [
         [op, cache] for op in ("rms_norm", "linear_cross_entropy") for cache in ("cold", "warm")
@@ -37,16 +36,16 @@ def test_all_bars_kept(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("missed", [("import", True), ("rms_norm", True), ("linear_cross_entropy", False)])
-def test_a_bar_missed(monkeypatch, capsys, missed):
+def test_a_bar_missed(capsys, missed):
     slow = {measure: 9.0 for measure in FAST if measure[0] == missed[0]}
-    status, lines, _ = rows(monkeypatch, capsys, FAST | slow)
+    status, lines, _ = rows(capsys, FAST | slow)
     assert status == 1
     for line in lines:
         assert ("FAIL" in line) == (missed[0] in line)
 
 
-def test_an_import_that_initialises_cuda(monkeypatch, capsys):
-    status, lines, _ = rows(monkeypatch, capsys, FAST, cuda_initialized=True)
+def test_an_import_that_initialises_cuda(capsys):
+    status, lines, _ = rows(capsys, FAST, cuda_initialized=True)
     assert status == 1
     assert "FAIL" in lines[0]
 

@@ -96,12 +96,13 @@ train_lm.VARIANTS = (ours, dataclasses.replace(theirs, head_loss=rounded), exact
     assert "seed 3: loss at step 1" in done.stdout
 
 
-def test_ctrl_c_still_reports(tmp_path):
-    before = """
+@pytest.mark.parametrize("stop", ["raise KeyboardInterrupt", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"])
+def test_a_run_that_is_stopped_still_reports(tmp_path, stop):
+    before = f"""
 step = train_lm.Run.step
 def interrupted(run, i, *batch):
     if i == 5 and run.name == "PyTorch":
-        raise KeyboardInterrupt
+        {stop}
     step(run, i, *batch)
 train_lm.Run.step = interrupted
 """

@@ -1,16 +1,16 @@
-"""Measures operations beside other libraries: `python -m quackish bench`, and what the programs in benchmarks/ are of.
+"""Measures operations beside other libraries: `python -m quackish bench` and the programs in benchmarks/.
 
-    operations, cells   what can be measured, and one shape, dtype and direction of it
-    models, shapes      sizes of public models, and what the user asks for
-    providers_*         who computes an operation: quackish, and every peer at its public entries
-    truth_*             data, how far results are from fp64, and whether they repeat
-    measured, measure_*, memory, host   one cell: who fails and why, time, memory, errors, in the same turns as the roof
-    worker, supervisor  the process that measures; who starts it, and knows whose fault it was when it dies
-    runner              a whole run: plan, progress, rows as they come, resuming
-    environment, schema, files   the columns of its CSV, and the file
-    results, report, panels, plots, figures    what people read of it
-    compare             two CSVs
-    console             what is seen meanwhile
+    operations, cells   what can be measured; one shape, dtype and direction of it
+    models, shapes      sizes of public models; what the user asks for
+    providers_*         quackish and every peer, at their public entry points
+    truth_*             input data, errors against fp64, and whether results repeat
+    measured, measure_*, memory, host   one cell: time, memory and errors of each provider, beside the roof
+    worker, supervisor  the process that measures, and the one that starts it and attributes its death
+    runner              a whole run: progress, rows, resuming
+    environment, results   the columns of a results file, and its rows by cell
+    report, bars, plots what people read: page, verdicts, figures
+    compare             two results files
+    console             console and progress bar
 
 Packages of the extra `bench` are imported inside functions.
 """

@@ -1,29 +1,43 @@
-"""What is measured: a cell of a table."""
+"""What is measured: a cell of a table, and its providers."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One operation at one shape, in one direction: all its providers take turns."""
+    """One operation at one shape, in one direction, on one kind of data; all its providers take turns."""
 
     op: str
     shape: tuple[int, ...]  # of the operation's dimensions, the rows (tokens) first
     dtype: str  # "bfloat16"
     direction: str
+    data: str = "normal"
+    ignored: float = 0.0  # share of the rows
 
     def __str__(self) -> str:
-        return f"{self.direction} {shape_name(self.shape)} {self.dtype}"
+        words = [self.direction, shape_name(self.shape), self.dtype]
+        words += [] if self.data == "normal" else [self.data]
+        return " ".join(words + ([f"{self.ignored:.0%} ignored"] if self.ignored else []))
 
 
-def shape_name(shape: tuple[int, ...]) -> str:
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A cell to measure."""
+
+    cell: Cell
+    providers: tuple[str, ...]
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)  # constant columns of its rows
+    errors: bool = True  # whether results are compared with fp64
+
+
+def shape_name(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """(8192, 4096) of "8192x4096"; ValueError where it is none."""
+    """(8192, 4096) from "8192x4096"; ValueError for anything else."""
     shape = tuple(int(size) for size in text.strip().split("x"))
     if min(shape) < 1:
         raise ValueError(text)
@@ -31,9 +45,9 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def too_large(shape: Sequence[int]) -> str:
-    """What was expected of a shape whose tensors no GPU holds; "" where they may fit.
+    """What is expected of a shape whose tensors no GPU holds; "" for one that may fit.
 
-    Kernels count in 32 bits, and PyTorch fails with an internal error where a tensor's bytes overflow 64 bits.
+    Kernels count in 32 bits, and PyTorch fails with an internal error when a tensor's bytes overflow 64 bits.
     """
     if max(shape) < 2**31 and math.prod(sorted(shape)[-2:]) < 2**60:
         return ""

@@ -1,4 +1,4 @@
-"""Two results files: how rows that both have changed, and which of them is a regression."""
+"""Two results files: how the rows that both have differ, and which of them are regressions."""
 
 import dataclasses
 import fnmatch
@@ -22,7 +22,7 @@ class Comparison:
     both: "pd.DataFrame"  # columns of the two as <name>_a and <name>_b, with ratio, roof_ratio and verdict
     only_before: list[str]
     only_after: list[str]
-    changes: list[str]  # of what they were measured on
+    changes: list[str]  # of the environment
     fail: float
 
     @property
@@ -35,7 +35,7 @@ class Comparison:
 def compare(before: Path, after: Path, fail: float, providers: Sequence[str] = ("*",)) -> Comparison:
     """Joins on (op, shape, dtype, direction, provider); `fail` 0.03 allows 3 %.
 
-    ValueError where a file is none of `bench`, or where the two have nothing in common.
+    ValueError if a file is not `bench`'s, or if the two have no row in common.
     """
     a, b = _load(before), _load(after)
     joined = a.merge(b, on=list(schema.KEY), how="outer", indicator=True, suffixes=("_a", "_b"))
@@ -59,7 +59,7 @@ def compare(before: Path, after: Path, fail: float, providers: Sequence[str] = (
 
 
 def _load(path: Path) -> "pd.DataFrame":
-    """The rows, the last of each; numbers as numbers, NaN where there is none."""
+    """The last row of each; numbers as numbers, NaN for none."""
     import pandas as pd
 
     try:

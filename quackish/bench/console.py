@@ -1,11 +1,13 @@
-"""What is seen while something is measured: the console and the progress bar, by rich; plain lines in a file."""
+"""The console and the progress bar, by rich; plain lines if output goes to a file."""
 
+import contextlib
 import datetime
 import functools
 import importlib.util
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,16 +19,33 @@ EXTRA = {"rich": "rich", "pandas": "pandas", "matplotlib": "matplotlib", "yaml":
 EVERY_S = 5.0  # between plain lines
 
 
-def check_extra() -> None:
-    """Raises ImportError that says what is missing of the extra `bench`, and how to get it."""
-    missing = [name for module, name in EXTRA.items() if importlib.util.find_spec(module) is None]
+@contextlib.contextmanager
+def end_on_sigterm() -> Iterator[None]:
+    """In this block SIGTERM, which `timeout` sends, does what Ctrl-C does: results so far are written."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def check_extra(extra: Mapping[str, str] = EXTRA) -> None:
+    """Raises ImportError that says what of the extra `bench` is missing, and how to get it."""
+    missing = [name for module, name in extra.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ImportError(f"bench needs {', '.join(missing)}; pip install 'quackish[bench]' brings it")
 
 
 @functools.cache
 def console() -> "Console":
-    """The one console; as wide as the terminal, 120 columns where there is none."""
+    """The one console; as wide as the terminal, or 120 columns."""
     from rich.console import Console
 
     found = Console(highlight=False)
@@ -34,20 +53,21 @@ def console() -> "Console":
 
 
 class PlainLines:
-    """Prints `line()` every few seconds from `start` to `stop`, or in a `with` block. Does without rich."""
+    """Prints `line()` every few seconds from `start` to `stop`, or in a `with` block. Does not need rich."""
 
     def __init__(
         self,
         line: Callable[[], str],
         show: Callable[[str], None] = lambda line: print(line, flush=True),
         clock: Callable[[], float] = time.monotonic,
+        every_s: float = EVERY_S,
     ):
-        self._line, self._show, self._clock = line, show, clock
+        self._line, self._show, self._clock, self._every_s = line, show, clock, every_s
         self._last, self._lock, self._ended = clock(), threading.Lock(), threading.Event()
 
     def tick(self) -> None:
-        """Prints the line where it is time to."""
-        if self._clock() - self._last >= EVERY_S:
+        """Prints the line if it is due."""
+        if self._clock() - self._last >= self._every_s:
             self.say(self._line())
 
     def say(self, line: str) -> None:
@@ -66,7 +86,7 @@ class PlainLines:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(EVERY_S / 5):
+        while not self._ended.wait(self._every_s / 5):
             self.tick()
 
     def __enter__(self) -> "PlainLines":
@@ -123,10 +143,10 @@ def progress_class() -> type["Progress"]:
 
 
 def progress(count: bool = True) -> "Progress":
-    """A bar with the time that is left; `count` shows "3/10" of its steps too."""
+    """A bar with the remaining time; `count` also shows "3/10" of its steps."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
     columns = (TextColumn("{task.description}"), BarColumn(), *([MofNCompleteColumn()] if count else []))
-    # Steps differ by a factor of 100: what is left is judged by ten minutes, not by the last thirty seconds.
+    # Steps differ by a factor of 100: the speed is that of ten minutes, not of the last thirty seconds.
     return progress_class()(*columns, TimeElapsedColumn(), Remaining(), console=console(), speed_estimate_period=600)

@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def device_to_measure() -> torch.device:
-    """The current GPU; where there is none the CPU."""
+    """The current GPU, or the CPU if there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -29,7 +29,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """The values of ENVIRONMENT. `commit`, as `git describe` writes it, stands in where there is no git to ask."""
+    """The values of ENVIRONMENT. `commit`, as `git describe` writes it, is used if there is no git to ask."""
     commit = commit or _commit()
     values = (
         datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -48,7 +48,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
 
 
 def version(distribution: str) -> str:
-    """The installed version of a distribution, "" where it is not installed."""
+    """The installed version of a distribution, "" if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def version(distribution: str) -> str:
 
 @functools.cache
 def source() -> str:
-    """Twelve digits of a hash of the package's files: tells apart what has the same commit, or none."""
+    """Twelve digits of a hash of the package's files: distinguishes local changes to one commit."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         content = path.read_bytes()
@@ -66,7 +66,7 @@ def source() -> str:
 
 
 def _commit() -> str:
-    """ "" where the package is no part of a git checkout: one in site-packages may lie in somebody else's."""
+    """ "" if the package is not in its own git checkout: site-packages may lie in another one."""
     if not _output("git", "-C", str(_PACKAGE), "ls-files", "__init__.py"):
         return ""
     return _output("git", "-C", str(_PACKAGE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")

@@ -1,8 +1,8 @@
-"""What work costs the host: how long it keeps the Python thread busy, until all is enqueued."""
+"""Host time: how long work keeps the Python thread busy until all of it is enqueued."""
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -10,45 +10,64 @@ from quackish import launch
 from quackish.testing.timing import Times
 
 
-def host_times(
-    works: Mapping[str, Callable], device: torch.device, repeats: int = 25, calls: int = 8
-) -> dict[str, Times]:
-    """Microseconds of a call until all is enqueued, the GPU never being waited for: of `calls` in a row, in turns.
+def in_turns(
+    works: Mapping[str, Callable[[], Sequence[float]]], repeats: int, warm_up: int = 5
+) -> dict[str, list[Times]]:
+    """The Times of each number that a work returns, over `repeats` turns, without garbage collection."""
+    samples: dict[str, list[Sequence[float]]] = {name: [] for name in works}
+    gc.collect()
+    gc.disable()  # a collection in the middle would be the slowest part
+    try:
+        for i in range(repeats + warm_up):
+            for name, work in works.items():
+                found = work()
+                if i >= warm_up:
+                    samples[name].append(found)
+    finally:
+        gc.enable()
+    return {name: list(map(Times.of, zip(*found, strict=True))) for name, found in samples.items()}
+
+
+def host_us(work: Callable, device: torch.device, calls: int = 8) -> float:
+    """Microseconds per call until all is enqueued; the GPU is waited for afterwards."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    us = 1e6 * (time.perf_counter() - start) / calls
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return us
+
+
+def host_times(works: Mapping[str, Callable], device: torch.device, repeats: int = 25) -> dict[str, Times]:
+    """Microseconds per call until all is enqueued, without waiting for the GPU: 8 calls in a row, in turns.
 
     Single calls from an idle start take longer: a step 471 us instead of 381, torch's 286 instead of 195 (one H200).
     About half is autograd's second thread: with torch.autograd.set_multithreading_enabled(False) a step took 197 us for
     346, torch's 152 for 335, an empty autograd.Function 60 for 131 (in one run beside another).
     """
-    samples: dict[str, list[float]] = {name: [] for name in works}
-    gc.collect()
-    gc.disable()  # a collection in the middle would be the slowest part
-    try:
-        for i in range(repeats + 5):
-            for name, work in works.items():
-                start = time.perf_counter()
-                for _ in range(calls):
-                    work()
-                if i >= 5:
-                    samples[name].append(1e6 * (time.perf_counter() - start) / calls)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-    finally:
-        gc.enable()
-    return {name: Times.of(times) for name, times in samples.items()}
+    samplers = {name: lambda work=work: [host_us(work, device)] for name, work in works.items()}
+    return {name: times for name, (times,) in in_turns(samplers, repeats).items()}
 
 
-def launch_times(work: Callable, device: torch.device, repeats: int = 25, calls: int = 8) -> Times | None:
-    """Microseconds that a launch of ours keeps the thread busy, of `calls` works in a row as above.
+def launch_times(
+    work: Callable,
+    device: torch.device,
+    repeats: int = 25,
+    calls: int = 8,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Times | None:
+    """Microseconds that the slowest of work's launches, by the median, keeps the thread busy; None without launches.
 
-    Of the slowest of work's launches, by their medians; None where there are none.
+    `calls` works run in a row, as above.
     """
     samples: dict[int, list[float]] = {}
     taken: list[float] = []
 
     def observer(function, args, kernel_class, problem, config) -> None:
-        start = time.perf_counter()
+        start = clock()
         function(*args)
-        taken.append(1e6 * (time.perf_counter() - start))
+        taken.append(1e6 * (clock() - start))
 
     launch.observe(observer)
     try:

@@ -1,7 +1,8 @@
-"""One case of linear cross entropy: every provider tried alone, then all of them timed in turns beside bare GEMMs.
+"""One cell of linear cross entropy: every provider called once, then all of them timed in turns beside bare GEMMs.
 
-A sample is one plain call, of the loss alone without grad or of forward and `backward()`. The roof is cuBLAS on the
-same data: the logits GEMM for the loss, the three of a step for both.
+A sample is one plain call, of the loss alone without grad or of forward and `backward()`. A provider's first sample
+also gives its peak memory and its errors. The roof is cuBLAS on the same data: the logits GEMM for the loss, the three
+of a step for forward and backward. Direction "host" is the host time of a forward and backward.
 """
 
 import dataclasses
@@ -13,42 +14,44 @@ import torch
 from torch import Tensor
 
 from quackish import launch
-from quackish.bench.cells import Cell
-from quackish.bench.measured import AGAIN, OURS, Measured, Run, is_ours
+from quackish.bench.cells import Job
+from quackish.bench.host import host_times, launch_times
+from quackish.bench.measured import A_LAUNCH, AGAIN, NONE_IGNORED, OURS, Measured, Run, is_ours, library
 from quackish.bench.memory import Account, warm_up_cublas
 from quackish.bench.providers_linear_cross_entropy import Loss
 from quackish.bench.truth_linear_cross_entropy import Data, Truth, dlogits_of, is_deterministic
-from quackish.testing.timing import take_turns
+from quackish.testing.timing import Times, take_turns
 
 THREE_GEMMS, GEMMS = "three-gemms", ("gemm-logits", "gemm-dx", "gemm-dw")
-NONE_IGNORED = f"{OURS} (none ignored)"  # where rows are ignored it stands for the roof
 ROOFS = {"forward": GEMMS[0], "forward+backward": THREE_GEMMS}
 
 Works = dict[str, Callable[[], Tensor]]
 
 
-def measure_cell(cell: Cell, names: Sequence[str], run: Run) -> None:
+def measure_cell(job: Job, run: Run) -> None:
+    cell = job.cell
     run.at("inputs")
-    data = Data.make(*cell.shape, "normal", 0.0, run.device, getattr(torch, cell.dtype))
-    measure(cell.direction, data, names, run)
+    data = Data.make(*cell.shape, cell.data, cell.ignored, run.device, getattr(torch, cell.dtype))
+    if cell.direction == "host":
+        _measure_host(data, job.providers, run)
+    else:
+        measure(cell.direction, data, job.providers, run if job.errors else dataclasses.replace(run, errors=False))
 
 
-def measure(
-    direction: str, data: Data, names: Sequence[str], run: Run, *, errors: bool = True, seconds: float = 0.4
-) -> None:
-    """Tells `run` of each of `names`, of ours a second time, and of the GEMMs; of failures at once, of all else last.
-
-    `seconds` is how much one provider is given where it already has five samples.
-    """
+def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
+    """Tells `run` about each of `names`, ours a second time, and the GEMMs: failures at once, results at the end."""
     grad, all_live = direction == "forward+backward", torch.equal(data.target, data.all_targets)
-    works, results = try_out(data, grad, names, run, errors=errors)
+    warm_up_cublas(run.device)
+    truth = _truth(data, run) if run.errors else None
+    works, results = _first_calls(data, grad, names, run)
+    warm = {name: _WarmCall(name, data, truth, run) for name in works}
 
     def fail(name: str, error: Exception) -> None:
         works.pop(name, None)
         run.fail(name, error)
 
     if OURS in works:  # twice: how far apart are two measurements of the same thing?
-        works[AGAIN], results[AGAIN] = works[OURS], Measured(note=results[OURS].note)
+        works[AGAIN] = works[OURS]
         if not all_live:
             works[NONE_IGNORED] = _step(run.load(OURS), data, grad, data.all_targets)
     roof = ROOFS[direction] if all_live else NONE_IGNORED
@@ -59,36 +62,65 @@ def measure(
         except torch.cuda.OutOfMemoryError as error:
             fail(roof, error)
 
+    def before(name: str) -> None:
+        data.clear_grads()
+        if name in warm:
+            warm[name].start()
+
+    def after(name: str, value: object, times: Mapping[str, Times]) -> None:
+        if name in warm:
+            results[name] = dataclasses.replace(results[name], **warm.pop(name).found(value))
+        run.partial(name, timed(name, times))
+
+    def timed(name: str, times: Mapping[str, Times]) -> Measured:
+        note = results[OURS].note if name == AGAIN else ""
+        found = results.get(name) or Measured(note=note)
+        return dataclasses.replace(found, times=times[name], roof=times.get(roof))
+
     run.at("timing")
-    times = take_turns(works, run.device, run.rounds, seconds, on_error=fail)
+    times = take_turns(works, run.device, run.rounds, run.seconds, on_error=fail, before=before, after=after)
     for name in works:
-        found = dict(times=times[name], roof=times.get(roof))
-        run.tell(name, dataclasses.replace(results.get(name, Measured()), **found))
+        run.tell(name, timed(name, times))
     works.clear()
     _release(data, run)
     if run.device.type == "cuda":
-        torch.cuda.empty_cache()  # the next case asks for other sizes
+        torch.cuda.empty_cache()  # the next cell needs other sizes
 
 
-def try_out(
-    data: Data, grad: bool, names: Sequence[str], run: Run, *, errors: bool = True
-) -> tuple[Works, dict[str, Measured]]:
-    """What is measured, and what is known of it but its time, for those that work; the others are told as failed."""
+def _measure_host(data: Data, names: Sequence[str], run: Run) -> None:
     warm_up_cublas(run.device)
+    works, results = _first_calls(data, True, names, run)
+    run.at("timing")
+    for name, work in works.items():
+        data.clear_grads()
+        warm = _WarmCall(name, data, None, run)
+        warm.start()
+        results[name] = dataclasses.replace(results[name], **warm.found(work()))
+    for name, times in host_times(works, run.device).items():
+        run.tell(name, dataclasses.replace(results[name], times=times))
+    if OURS in works and run.device.type == "cuda" and (times := launch_times(works[OURS], run.device)):
+        run.tell(A_LAUNCH, Measured(times=times))
+
+
+def _truth(data: Data, run: Run) -> Truth | None:
     run.at("truth")
-    truth = None
     try:
-        truth = Truth(data) if errors else None
+        return Truth(data)
     except torch.cuda.OutOfMemoryError as error:
         run.fail("truth", error)
+        return None
+
+
+def _first_calls(data: Data, grad: bool, names: Sequence[str], run: Run) -> tuple[Works, dict[str, Measured]]:
+    """The works to be timed, and what their first calls showed; failures are reported."""
     works: Works = {}
     results: dict[str, Measured] = {}
     for name in names:
         run.at(name)
-        account = Account(name, run.device)
+        account = Account(library(name), run.device, run.memory)
         try:
             works[name] = _step(run.load(name), data, grad)
-            results[name] = _try_out(name, works[name], data, truth, run, account)
+            results[name] = _first_call(works[name], data, run)
         except Exception as error:  # a peer that is broken here must not stop the others
             works.pop(name, None)
             run.fail(name, error)
@@ -96,69 +128,70 @@ def try_out(
         standing = account.close()
         if name in works:
             results[name] = dataclasses.replace(results[name], standing_bytes=standing)
+            run.partial(name, results[name])
     return works, results
 
 
 def _step(loss: Loss, data: Data, grad: bool, target: Tensor | None = None) -> Callable[[], Tensor]:
-    """The work that is measured; the gradients end in `data`."""
+    """The work that is measured; the gradients end up in `data`."""
     target = data.target if target is None else target
 
-    def train():
+    def train() -> Tensor:
         data.clear_grads()
         value = loss(data.x, data.w, target)
         value.backward()
         return value.detach()
 
-    def loss_only():
+    def loss_only() -> Tensor:
         with torch.no_grad():
             return loss(data.x.detach(), data.w.detach(), target)
 
     return train if grad else loss_only
 
 
-def _try_out(
-    name: str, work: Callable[[], Tensor], data: Data, truth: Truth | None, run: Run, account: Account
-) -> Measured:
-    """A first call, which compiles; of a second one errors and peak memory."""
-    seconds, compiles = [], launch.counters.compiles
-    for _ in range(2):
-        data.clear_grads()
-        account.start()
-        launches, start = launch.counters.launches, time.perf_counter()
-        value = work()
-        run.synchronize()
-        seconds.append(time.perf_counter() - start)
-    launches = launch.counters.launches - launches
-    peak = account.peak()
-    errors = {} if truth is None else truth.errors(value, data.x.grad, data.w.grad)
-    return Measured(
-        note="portable path" if run.device.type == "cuda" and is_ours(name) and not launches else "",
-        peak_bytes=peak,
-        first_s=seconds[0],
-        compiles=launch.counters.compiles - compiles,
-        launches=launches,
-        deterministic=_is_deterministic(work, data, run.repeats) if run.repeats else None,
-        errors=errors,
-    )
+def _first_call(work: Callable[[], Tensor], data: Data, run: Run) -> Measured:
+    """The first call compiles; then, where this is asked for, calls whose bytes are compared."""
+    compiles, start = launch.counters.compiles, time.perf_counter()
+    work()
+    run.synchronize()
+    first_s, compiles = time.perf_counter() - start, launch.counters.compiles - compiles
+    same = None
+    if run.repeats:
+        try:
+            same = is_deterministic(work, data, run.repeats)
+        except torch.cuda.OutOfMemoryError:  # no room for the copies to compare with
+            same = None
+    return Measured(first_s=first_s, compiles=compiles, deterministic=same)
 
 
-def _is_deterministic(work: Callable[[], Tensor], data: Data, runs: int) -> bool | None:
-    """None where the copies to compare with have no room."""
-    try:
-        return is_deterministic(work, data, runs)
-    except torch.cuda.OutOfMemoryError:
-        return None
+class _WarmCall:
+    """What a provider's second call shows besides its time."""
+
+    def __init__(self, name: str, data: Data, truth: Truth | None, run: Run):
+        self._name, self._data, self._truth, self._run = name, data, truth, run
+
+    def start(self) -> None:
+        self._account = Account(library(self._name), self._run.device, self._run.memory)
+        self._launches = launch.counters.launches
+
+    def found(self, value: Tensor) -> dict[str, object]:
+        peak, launches = self._account.peak(), launch.counters.launches - self._launches
+        errors = self._truth.errors(value, self._data.x.grad, self._data.w.grad) if self._truth else {}
+        portable = self._run.device.type == "cuda" and is_ours(self._name) and not launches
+        note = "portable path" if portable else ""
+        return dict(peak_bytes=peak, launches=launches, errors=errors, note=note)
 
 
 def _release(data: Data, run: Run) -> None:
-    """What a failed call may still hold is let go; the allocator keeps its blocks for the next one."""
+    """Frees what a failed call may still hold; the allocator keeps its blocks for the next one."""
     data.clear_grads()
     gc.collect()
-    run.synchronize()  # raises where the CUDA context is lost: nothing more is measured here
+    gc.freeze()  # else each collection goes over the objects of every library again: 0.2 s and more
+    run.synchronize()  # raises if the CUDA context is lost: nothing more can be measured here
 
 
 def _gemms(data: Data, grad: bool) -> Mapping[str, Callable[[], object]]:
-    """The bare GEMMs on the same data, by torch.mm; each alone, and the three in a row."""
+    """The bare GEMMs on the same data, by torch.mm: each alone, and the three in a row."""
     x, w = data.x.detach(), data.w.detach()
     if not grad:
         logits = x.new_empty(x.shape[0], w.shape[0])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quackish import launch
-from quackish.bench.cells import Cell
-from quackish.bench.measured import AGAIN, OURS, Measured, Run, is_ours
+from quackish.bench.cells import Job
+from quackish.bench.measured import AGAIN, OURS, Measured, Run, is_ours, library
 from quackish.bench.memory import Account, warm_up_cublas
 from quackish.bench.providers_rms_norm import EPS, Provider
 from quackish.bench.truth_rms_norm import backward_errors, forward_errors, is_deterministic, rstd_of
@@ -38,21 +38,21 @@ class Data:
         return cls(x, dy, weight, rstd_of(x, EPS), torch.empty_like(x))
 
 
-def measure_cell(cell: Cell, names: Sequence[str], run: Run) -> None:
-    m, n = cell.shape
+def measure_cell(job: Job, run: Run) -> None:
+    cell = job.cell
     run.at("inputs")
-    measure(cell.direction, Data.make(m, n, getattr(torch, cell.dtype), run.device), names, run)
+    measure(cell.direction, Data.make(*cell.shape, getattr(torch, cell.dtype), run.device), job.providers, run)
 
 
 def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
-    """Tells `run` of each of `names`, of ours a second time, and of the roof; of failures at once, of all else last."""
+    """Tells `run` about each of `names`, ours a second time, and the roof: failures at once, results at the end."""
     works: dict[str, Work] = {}
     results: dict[str, Measured] = {}
     expected = {"forward": (data.x,), "backward": (data.x, data.weight)}[direction]  # outputs are like these
     warm_up_cublas(run.device)
     for name in names:
         run.at(name)
-        account = Account(name, run.device)
+        account = Account(library(name), run.device, run.memory)
         try:
             call = _call(run.load(name), direction, data)
             works[name], results[name] = _try_out(name, call, expected, run, account)

@@ -1,7 +1,7 @@
-"""Peak memory as a user sees it: the most in a whole warm call, above what was allocated before the library's first.
+"""Peak memory as a user sees it: the peak of a warm call above what was allocated before the library's first call.
 
-All providers share a process, so what a library keeps between calls (tickets, workspaces) is allocated while all others
-are measured too. Each library's standing memory is charged to every one of its providers, and to no other.
+All providers share a process, so what a library keeps between calls (tickets, workspaces) is allocated while the other
+providers are measured too. Each library's standing memory is charged to all of its own providers and to no other.
 """
 
 from collections import Counter
@@ -9,42 +9,61 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from quackish.bench.measured import is_ours
 
-_standing: Counter[str] = Counter()  # library -> bytes that it keeps allocated, of all its calls in this process
+class Memory:
+    """CUDA's allocator, and how many bytes each library keeps allocated."""
+
+    def __init__(self) -> None:
+        self.standing: Counter[str] = Counter()
+
+    def counts(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def allocated(self, device: torch.device) -> int:
+        return torch.cuda.memory_allocated(device)
+
+    def reset_peak(self, device: torch.device) -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def peak(self, device: torch.device) -> int:
+        return torch.cuda.max_memory_allocated(device)
+
+
+MEMORY = Memory()  # of this process
 
 
 class Account:
-    """What one provider allocates; opened before it is loaded, closed when its results are released.
+    """What one provider allocates, from its creation on. Without a GPU all numbers are None."""
 
-    Without a GPU nothing is counted: all numbers are None.
-    """
-
-    def __init__(self, name: str, device: torch.device):
-        self._library = "quackish" if is_ours(name) else name.partition("-")[0]
-        self._device = device
-        self._without = _allocated(device) - _standing[self._library]  # what would be allocated without the library
+    def __init__(self, library: str, device: torch.device, memory: Memory = MEMORY):
+        self._library, self._device, self._memory = library, device, memory
+        self._counts = memory.counts(device)
+        if self._counts:
+            self._without = memory.allocated(device) - memory.standing[library]  # without the library
+            memory.reset_peak(device)
 
     def start(self) -> None:
         """Before the warm call whose peak is wanted."""
-        _reset_peak(self._device)
+        if self._counts:
+            self._memory.reset_peak(self._device)
 
     def peak(self) -> int | None:
-        """The most since `start`, standing memory included."""
-        return _peak(self._device) - self._without if _counts(self._device) else None
+        """The peak since `start`, standing memory included."""
+        return self._memory.peak(self._device) - self._without if self._counts else None
 
     def close(self) -> int | None:
-        """The library's standing memory: what it still holds, from this provider's calls and from earlier ones."""
-        if not _counts(self._device):
+        """The library's standing memory: what it still holds, from all its calls so far."""
+        if not self._counts:
             return None
-        _standing[self._library] = max(0, _allocated(self._device) - self._without)
-        return _standing[self._library]
+        found = max(0, self._memory.allocated(self._device) - self._without)
+        self._memory.standing[self._library] = found
+        return found
 
 
 def warm_up_cublas(device: torch.device) -> None:
-    """Lets PyTorch allocate its cuBLAS workspaces (32 MiB on Hopper): one for this thread, one for autograd's.
+    """Makes PyTorch allocate its cuBLAS workspaces (32 MiB on Hopper): for this thread and for autograd's.
 
-    A training step has both, whoever computes its loss. Here the first provider to use cuBLAS on a thread would pay.
+    A training step has both, whoever computes its loss. Otherwise the first provider to use cuBLAS would pay for them.
     """
     if device.type == "cuda":
         _UseCublas.apply(torch.zeros(64, 64, dtype=torch.bfloat16, device=device, requires_grad=True)).sum().backward()
@@ -64,23 +83,3 @@ class _UseCublas(torch.autograd.Function):
 def _use_cublas(a: Tensor) -> Tensor:
     a = a.contiguous()
     return torch.addmm(a[0], torch.mm(a, a), a)  # addmm with a vector is cuBLASLt's
-
-
-# The allocator, in functions that tests replace
-
-
-def _counts(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if _counts(device) else 0
-
-
-def _reset_peak(device: torch.device) -> None:
-    if _counts(device):
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device)

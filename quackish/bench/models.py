@@ -1,4 +1,4 @@
-"""Shapes of public models: hidden size H, vocabulary V, and the rows that their norms are of.
+"""Shapes of public models: hidden size H, vocabulary V, and the rows that their norms see.
 
 From each model's config.json on Hugging Face, which `source` names; `padded` vocabularies as the weights have them.
 """
@@ -55,13 +55,7 @@ MODELS = {
         Model("gemma3-12b", "google/gemma-3-12b-it", 3840, 262208, _qk(256, 16, 8)),
         Model("gemma3-27b", "google/gemma-3-27b-it", 5376, 262208, _qk(128, 32, 16)),
         # Latent attention: norms of q_lora_rank and kv_lora_rank.
-        Model(
-            "deepseek-v3",
-            "deepseek-ai/DeepSeek-V3",
-            7168,
-            129280,
-            {"q_a_norm": (1536, 1), "kv_a_norm": (512, 1)},
-        ),
+        Model("deepseek-v3", "deepseek-ai/DeepSeek-V3", 7168, 129280, {"q_a_norm": (1536, 1), "kv_a_norm": (512, 1)}),
     )
 }
 

@@ -1,18 +1,21 @@
 """What can be measured: an operation's dimensions, directions, roofs and providers."""
 
 import dataclasses
+import fnmatch
 import importlib.util
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quackish.bench import measure_linear_cross_entropy, measure_rms_norm
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench import providers_rms_norm as rms
 from quackish.bench.cells import Cell
+from quackish.bench.measured import library
 from quackish.bench.models import Model
+from quackish.errors import did_you_mean
 
-# The package that a provider needs, by the first word of its name.
-PACKAGES = {"quack": "quack", "liger": "liger_kernel", "cce": "cut_cross_entropy"}
+PACKAGES = {"quack": "quack", "liger": "liger_kernel", "cce": "cut_cross_entropy"}  # by library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,17 +29,30 @@ class Operation:
     small: tuple[int, ...]  # no size is larger without a GPU
     unit: str  # of times people read
     providers: tuple[str, ...]
-    main: dict[str, tuple[str, ...]]  # by direction: the providers where none are asked for
-    load: Callable[[str], Any]
-    measure: Callable[..., None]  # (cell, names, run)
+    variants: str  # a regular expression of further providers
+    main: dict[str, tuple[str, ...]]  # by direction: the default providers
+    load: Callable[[str, str], Any]  # (provider, quackish's backend)
+    measure: Callable[..., None]  # (job, run)
     model_shapes: Callable[[Model, int], dict[tuple[int, ...], str]]  # (model, tokens) -> {shape: what it is}
 
     def seconds(self, cell: Cell) -> float:
-        """What one provider may take in a cell, for the time that is shown as left; a guess."""
-        m, *rest = cell.shape
-        if len(rest) == 2:  # 30 calls of three GEMMs at 500 TFLOP/s
-            return 1 + 30 * 6 * m * rest[0] * rest[1] / 5e14
-        return 0.5 + 130 * 6 * m * rest[0] / 3e12
+        """A guess at what one provider takes in a cell, for the remaining time that is shown."""
+        m, *sizes = cell.shape
+        if len(sizes) == 2:  # 30 calls of three GEMMs at 500 TFLOP/s
+            return 1 + 30 * 6 * m * sizes[0] * sizes[1] / 5e14
+        return 0.5 + 130 * 6 * m * sizes[0] / 3e12
+
+    def matching(self, patterns: Sequence[str], own: Sequence[str] = ()) -> tuple[str, ...]:
+        """The providers that any pattern matches, variants first; ValueError for a pattern that matches none."""
+        everyone = [*self.providers, *own]
+        variants = [name for name in patterns if name not in everyone and re.fullmatch(self.variants, name)]
+        patterns = [pattern for pattern in patterns if pattern not in variants]
+        for pattern in patterns:
+            if not fnmatch.filter(everyone, pattern):
+                known, hint = ", ".join(everyone), did_you_mean(pattern, everyone)
+                raise ValueError(f"--providers {pattern}: no such provider; there are {known}{hint}")
+        found = [name for name in everyone if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        return (*variants, *found)
 
 
 OPERATIONS = {
@@ -52,6 +68,7 @@ OPERATIONS = {
             small=(64, 1024),
             unit="us",
             providers=tuple(rms.PROVIDERS),
+            variants=r"quackish\[.+\]",
             main=dict.fromkeys(measure_rms_norm.ROOFS, tuple(rms.PROVIDERS)),
             load=rms.load,
             measure=measure_rms_norm.measure_cell,
@@ -68,6 +85,7 @@ OPERATIONS = {
             small=(48, 64, 512),
             unit="ms",
             providers=lce.PROVIDERS,
+            variants=r"quackish-(chunked|recompute)-[1-9]\d*",
             main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
             load=lce.load,
             measure=measure_linear_cross_entropy.measure_cell,
@@ -77,7 +95,7 @@ OPERATIONS = {
 }
 
 
-def missing_package(provider: str) -> str | None:
-    """The package that a provider needs where it is not installed, found out without importing it."""
-    package = PACKAGES.get(provider.partition("-")[0])
+def missing_package(provider: str, packages: Mapping[str, str] = PACKAGES) -> str | None:
+    """The package that a provider needs if it is not installed, found out without importing it."""
+    package = packages.get(library(provider))
     return package if package and importlib.util.find_spec(package) is None else None

@@ -1,4 +1,4 @@
-"""Who computes the linear cross entropy: quackish by each schedule, and every installed peer at its public entries.
+"""Providers of linear cross entropy: quackish with each schedule, and every peer at its public entry points.
 
 Every function takes x (m, h), w (v, h) and target (m,) and returns the mean over the rows that are not ignored, for
 `backward()`. Modules are imported on first use and kernels compile in the first call.
@@ -81,7 +81,7 @@ def _torch_chunked() -> Loss:
 
 
 def _bare_function() -> Loss:
-    """What autograd takes of the host: saves its inputs, allocates gradients, computes nothing."""
+    """Autograd's host time: saves its inputs, allocates gradients, computes nothing."""
 
     class Bare(torch.autograd.Function):
         @staticmethod
@@ -157,9 +157,9 @@ HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-c
 
 @functools.cache
 def load(name: str, backend: str = "auto") -> Loss:
-    """The provider of that name; "quackish-chunked-2048" is a schedule of ours by chunks of so many rows.
+    """The provider of that name; "quackish-chunked-2048" is a schedule of ours with chunks of 2048 rows.
 
-    Ours come first in every case: importing QuACK patches the DSL's tensor classes, and in the first case, at least,
+    Ours come first in every cell: importing QuACK patches the DSL's tensor classes, and in the first cell, at least,
     ours compile before it.
     """
     if name in PEERS:

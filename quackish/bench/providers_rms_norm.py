@@ -1,4 +1,4 @@
-"""Who computes RMSNorm: quackish and every installed peer, each at its best public entry, behind one pair of calls.
+"""Providers of RMSNorm: quackish and every peer, each at its best public entry point, behind one pair of calls.
 
 Every forward returns y and the rstd that a backward needs, every backward returns the whole dx and dweight, none
 writes its inputs. Peers are imported when they are asked for, and their kernels compile on the first call.
@@ -135,5 +135,7 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
 
 
 def load(name: str, backend: str = "auto") -> Provider:
-    """The provider of that name; raises what importing it raises. `backend` is quackish's."""
+    """The provider of that name, "quackish[num_stages=4]" too; raises what importing it raises."""
+    if name.startswith(f"{OURS}["):
+        return with_config(name.removeprefix(f"{OURS}[").removesuffix("]"), backend)
     return _quackish(backend) if name == OURS else PROVIDERS[name]()

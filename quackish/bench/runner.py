@@ -1,151 +1,153 @@
-"""A whole run: which cells, by whom, what is already known, progress, and the rows in the CSV as they come."""
+"""A whole run: what is already known, progress, and the rows in the CSV as they come."""
 
 import contextlib
 import dataclasses
-import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from quackish.bench import report, schema
-from quackish.bench.cells import Cell, shape_name
-from quackish.bench.console import NO_GPU, console, progress
-from quackish.bench.files import CsvLog, read_csv
-from quackish.bench.measured import AGAIN, Measured, is_ours
-from quackish.bench.operations import Operation, missing_package
-from quackish.bench.shapes import Shapes, small
+from quackish.bench.cells import Cell, Job
+from quackish.bench.console import console, end_on_sigterm, progress
+from quackish.bench.measured import AGAIN, Measured
+from quackish.bench.operations import PACKAGES, Operation, missing_package
+from quackish.bench.schema import CsvLog, Row
 from quackish.bench.supervisor import Supervisor
-from quackish.errors import did_you_mean
 
-Plan = dict[Cell, list[str]]  # who is measured in each cell
+INTERRUPTED = "interrupted"
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     op: Operation
-    shapes: Shapes
-    dtypes: tuple[str, ...] = ("bfloat16",)
-    directions: tuple[str, ...] = ()  # of op.directions' values
-    providers: tuple[str, ...] = ()  # patterns; the main ones where there are none
+    path: Path  # the CSV
+    page: report.Page = report.BENCH
+    columns: Sequence[str] = tuple(schema.COLUMNS)
     also: Path | None = None  # a file with providers of the user's
-    rounds: int = 10
-    out: Path = Path("out/bench")  # a folder
-    resume: bool = False
+    append: bool = False  # keep the rows in the CSV
+    resume: bool = False  # and do not measure again what they have
+    keep: bool = False  # else keep a former CSV as .previous.csv
     commit: str | None = None
     timeout: float = 600.0
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of Run, and quackish's backend
 
 
-def run(settings: Settings) -> Path:
-    """Measures, writes the CSV, the page and the figures, and returns the CSV's path.
+def run(
+    settings: Settings,
+    jobs_of: Callable[[Sequence[str]], Sequence[Job]],
+    supervisor: Supervisor | None = None,
+    line: Callable[[Operation, Job, Sequence[tuple[str, Measured]]], str] | None = None,
+) -> Path:
+    """Measures the jobs for the names of the user's providers; writes the CSV, the page and the figures beside it.
 
-    ValueError for patterns that match no provider, and for a CSV of other columns to be resumed.
+    Whatever ends the run, SIGTERM too, what was measured is kept and reported. Returns the CSV's path; ValueError for a
+    CSV that cannot be appended to, or if no provider is installed.
     """
-    op, gpu = settings.op, torch.cuda.is_available()
-    shapes = settings.shapes
-    if not gpu:
-        console().print(NO_GPU)
-        shapes = small(op, shapes)
-        if shapes != settings.shapes:
-            console().print(f"Shapes are cut to {', '.join(map(shape_name, shapes))}.")
-    cells = [Cell(op.name, s, dtype, d) for dtype in settings.dtypes for s in shapes for d in settings.directions]
+    path, op = settings.path, settings.op
     with contextlib.ExitStack() as stack:
-        path = settings.out / f"{op.name}.csv"
+        stack.enter_context(end_on_sigterm())
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".log").write_bytes(b"")
-        supervisor = Supervisor(op.name, path.with_suffix(".log"), settings.also, settings.commit, settings.timeout)
+        log_path = path.with_suffix(".log")
+        log_path.write_bytes(b"")
+        stack.callback(lambda: log_path.stat().st_size or log_path.unlink())
+        supervisor = supervisor or Supervisor(
+            *(op.name, log_path, settings.also, settings.commit, settings.timeout, settings.options)
+        )
         stack.callback(supervisor.close)
         ready = supervisor.start()
-        names = _providers(settings, ready["own"], gpu)
-        known = read_csv(path) if settings.resume and path.exists() else []
-        log = _open(path, ready["ready"], settings, known)
-        stack.callback(report.report, op, path)  # what was measured is reported, whatever ended the run
-        plan = {cell: names[cell.direction] for cell in cells}
-        todo = {cell: of for cell, of in plan.items() if not _is_known(cell, of, known, ready["ready"], settings)}
-        if len(todo) < len(plan):
-            console().print(f"{path} has {len(plan) - len(todo)} of {len(plan)} cells already.", soft_wrap=True)
+        jobs = installed(jobs_of(ready["own"]))
+        append = settings.append or settings.resume
+        known = schema.read_csv(path) if settings.resume and path.exists() else []
+        log = _open(settings, append, ready["ready"], known)
+        stack.callback(report.report, path, settings.page)
+        todo = [job for job in jobs if not _is_known(job, known, ready["ready"], settings)]
+        if len(todo) < len(jobs):
+            console().print(f"{path} has {len(jobs) - len(todo)} of {len(jobs)} cells already.", soft_wrap=True)
         if todo:
-            _measure(settings, supervisor, todo, shapes, log)
+            _measure(settings, supervisor, todo, log, line or _line)
     return path
 
 
-def _measure(settings: Settings, supervisor: Supervisor, plan: Plan, shapes: Shapes, log: CsvLog) -> None:
+def _measure(settings: Settings, supervisor: Supervisor, jobs: Sequence[Job], log: CsvLog, line: Callable) -> None:
     op, said, done = settings.op, set(), 0.0
     with progress(count=False) as bar:
-        total = sum(op.seconds(cell) * (1 + len(names)) for cell, names in plan.items())
+        total = sum(op.seconds(job.cell) * (1 + len(job.providers)) for job in jobs)
         task = bar.add_task(op.title, total=total)
-        for i, (cell, names) in enumerate(plan.items(), 1):
-            rows, steps = [], [*names, "timing"]
+        for i, job in enumerate(jobs, 1):
+            rows: list[tuple[str, Measured]] = []
+            unfinished: dict[str, Measured] = {}
+            seconds, steps = op.seconds(job.cell), [*job.providers, "timing"]
 
-            def at(step: str, i=i, cell=cell, steps=steps, done=done) -> None:
-                bar.update(task, description=f"{i}/{len(plan)} {cell}: {step}")
+            def at(step: str, i=i, job=job, steps=steps, done=done, seconds=seconds) -> None:
+                bar.update(task, description=f"{i}/{len(jobs)} {job.cell}: {step}")
                 if step in steps:
-                    bar.update(task, completed=done + op.seconds(cell) * steps.index(step))
+                    bar.update(task, completed=done + seconds * steps.index(step))
 
-            for name, found in supervisor.measure(cell, names, settings.rounds, at):
-                row = schema.row_of(op, cell, name, found, models=shapes[cell.shape], rounds=settings.rounds)
-                log.write([row])
+            def write(name: str, found: Measured, job=job, rows=rows) -> None:
+                log.write([schema.row_of(job, name, found, log.columns, settings.options.get("rounds", 0))])
                 rows.append((name, found))
                 failure = f"{name}: {found.status}"
                 if found.status != "ok" and failure not in said:
                     said.add(failure)
                     console().print(failure, style="yellow", markup=False, soft_wrap=True)
-            console().print(_line(op, cell, rows), markup=False, soft_wrap=True)
-            done += op.seconds(cell) * len(steps)
+
+            try:
+                for name, found in supervisor.measure(job, at, unfinished.__setitem__):
+                    unfinished.pop(name, None)
+                    write(name, found)
+            except BaseException:
+                for name, found in unfinished.items():
+                    status = "ok" if found.times else f"{INTERRUPTED} before it was timed"
+                    note = ", ".join(filter(None, (found.note, INTERRUPTED if found.times else "")))
+                    write(name, dataclasses.replace(found, status=status, note=note))
+                raise
+            console().print(line(op, job, rows), markup=False, soft_wrap=True)
+            done += seconds * len(steps)
             bar.update(task, completed=done)
 
 
-def _line(op: Operation, cell: Cell, rows: Sequence[tuple[str, Measured]]) -> str:
-    """One cell in a line, the fastest first."""
-    scale = {"us": 1, "ms": 1e-3}[op.unit]
-    times = {name: found.times.median * scale for name, found in rows if found.times and name != AGAIN}
-    shown = (f"{name} {times[name]:.4g}" for name in sorted(times, key=times.__getitem__))
-    return f"{cell} | {op.unit}: {', '.join(shown) or 'nothing measured'}"
+def _line(op: Operation, job: Job, rows: Sequence[tuple[str, Measured]]) -> str:
+    """One cell in a line, the fastest first: time, time over the roof's, peak."""
+    unit = "us" if job.cell.direction == "host" else op.unit
+    timed = sorted(((n, f) for n, f in rows if f.times and n != AGAIN), key=lambda row: row[1].times.median)
+
+    def shown(name: str, found: Measured) -> str:
+        ratio = f" = {found.times.median / found.roof.median:.3f}" if found.roof else ""
+        peak = f" {found.peak_bytes / 1e9:.2f} GB" if found.peak_bytes and unit == "ms" else ""
+        return f"{name} {found.times.median * {'us': 1, 'ms': 1e-3}[unit]:.4g}{ratio}{peak}"
+
+    return f"{job.cell} | {unit}: {', '.join(shown(*row) for row in timed) or 'nothing measured'}"
 
 
-def _open(path: Path, origin: dict[str, str], settings: Settings, known: Sequence[dict[str, str]]) -> CsvLog:
-    """A former result that is not resumed is kept, as .previous.csv."""
-    if path.exists() and not settings.resume:
+def _open(settings: Settings, append: bool, origin: Row, known: Sequence[Row]) -> CsvLog:
+    path = settings.path
+    if path.exists() and settings.keep and not append:
         former = path.replace(path.with_suffix(".previous.csv"))
         console().print(f"The former result is now {former}.", markup=False, soft_wrap=True)
-    log = CsvLog(path, tuple(schema.COLUMNS), origin, append=settings.resume)
+    log = CsvLog(path, settings.columns, origin, append)
     if others := {row["gpu"] for row in known} - {origin["gpu"]}:
         raise ValueError(f"--resume: {path} is of {', '.join(others)}, this is {origin['gpu']}; give another --out")
     return log
 
 
-def _providers(settings: Settings, own: Sequence[str], gpu: bool) -> dict[str, list[str]]:
-    """By direction those that are asked for and installed, ours first; what is missing is told."""
-    op = settings.op
-    everyone = [*op.providers, *own]
-    for pattern in settings.providers:
-        if not fnmatch.filter(everyone, pattern):
-            suggestion = did_you_mean(pattern, everyone)
-            raise ValueError(f"--providers {pattern}: no such provider; there are {', '.join(everyone)}{suggestion}")
-
-    def asked(name: str, direction: str) -> bool:
-        if settings.providers:
-            return any(fnmatch.fnmatchcase(name, pattern) for pattern in settings.providers)
-        return name in own or (name in op.main[direction] and (gpu or is_ours(name) or name == "torch"))
-
-    names = {d: [name for name in everyone if asked(name, d)] for d in settings.directions}
-    missing = {name: missing_package(name) for of in names.values() for name in of}
+def installed(jobs: Sequence[Job], packages: Mapping[str, str] = PACKAGES) -> list[Job]:
+    """The jobs without the providers whose package is missing, which are named."""
+    missing = {name: missing_package(name, packages) for job in jobs for name in job.providers}
     for package in sorted({package for package in missing.values() if package}):
         these = ", ".join(name for name in missing if missing[name] == package)
         console().print(f"without {these}: {package} is not installed", markup=False, soft_wrap=True)
     if all(missing.values()):
-        raise ValueError(f"--providers {' '.join(settings.providers)}: none of them is installed")
-    return {d: [name for name in of if not missing[name]] for d, of in names.items()}
+        raise ValueError(f"--providers {' '.join(missing)}: none of them is installed")
+    left = [dataclasses.replace(j, providers=tuple(n for n in j.providers if not missing[n])) for j in jobs]
+    return [job for job in left if job.providers]
 
 
-def _is_known(
-    cell: Cell, names: Sequence[str], known: Sequence[dict[str, str]], origin: dict[str, str], settings: Settings
-) -> bool:
+def _is_known(job: Job, known: Sequence[Row], origin: Row, settings: Settings) -> bool:
     """Whether the file has a row of each provider for this cell, measured in the same circumstances."""
-    here = {**origin, "rounds": str(settings.rounds)}
-    found = {
-        row["provider"]
-        for row in known
-        if schema.cell_of(row) == cell and all(row[name] == here[name] for name in schema.SAME)
-    }
-    return found.issuperset(names)
+    here = {**origin, "rounds": str(settings.options.get("rounds", 0))}
+
+    def counts(row: Row, cell: Cell) -> bool:
+        whole = INTERRUPTED not in row["status"] + row.get("note", "")
+        return whole and schema.cell_of(row) == cell and all(row[name] == here[name] for name in schema.SAME)
+
+    return bool(known) and {r["provider"] for r in known if counts(r, job.cell)}.issuperset(job.providers)

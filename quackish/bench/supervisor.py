@@ -1,8 +1,8 @@
-"""Measures cells in child processes, so that a provider that takes its process along costs only its own numbers.
+"""Measures cells in child processes, so that a provider that crashes its process costs only its own numbers.
 
-A provider that raises, or runs out of memory, is told by the child, which goes on. One that loses the CUDA context (an
-illegal address stays for good), aborts, exits or hangs ends the child: the supervisor knows what was in progress,
-records that provider as failed, and has a new child measure the cell without it.
+The child reports a provider that raises or runs out of memory, and goes on. One that loses the CUDA context (an illegal
+address is permanent), aborts, exits or hangs ends the child: the supervisor knows what was in progress, records that
+provider as failed, and a new child measures the cell without it.
 """
 
 import collections
@@ -14,16 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from quackish.bench.cells import Cell
+from quackish.bench.cells import Job
 from quackish.bench.measured import Measured
 
-START_S = 300.0  # what a worker may take to import torch and find the GPU
-DEATHS = 2  # after so many a provider is not tried again: each costs a new process, or a timeout
-# Steps that run every provider: whose fault it is when one of these dies shows when each runs alone.
+START_S = 300.0  # for a worker to import torch and find the GPU
+DEATHS = 2  # after this many a provider is not tried again: each costs a new process, or a timeout
+# Steps that run every provider: if one of these dies, each provider is measured alone to find the culprit.
 SHARED = ("errors", "timing")
 Row = tuple[str, Measured]
 
@@ -42,10 +42,14 @@ class Worker:
         self._timeout = timeout
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.ready = self._next(START_S)
+        try:
+            self.ready = self._next(START_S)
+        except BaseException:  # interrupted while it starts
+            self.close()
+            raise
 
     def measure(self, job: dict) -> Iterator[dict]:
-        """The events of one cell, "done" left out; raises WorkerDied."""
+        """The events of one cell before "done"; raises WorkerDied."""
         try:
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
@@ -64,7 +68,7 @@ class Worker:
             self._lines.put(line)
 
     def _next(self, timeout: float) -> dict:
-        """The next event. Not the pipe's end but the process's tells a death: others may have inherited the pipe."""
+        """The next event. The process's end tells a death, not the pipe's: other processes may have inherited it."""
         deadline = time.monotonic() + timeout
         while True:
             dead = self._process.poll() is not None
@@ -91,25 +95,27 @@ class Worker:
 
 @dataclasses.dataclass
 class Supervisor:
-    """A worker at a time, started where one is needed."""
+    """One worker at a time, started when it is needed."""
 
     op: str
     log: Path
     also: Path | None = None
     commit: str | None = None
     timeout: float = 600.0
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of Run, and "backend"
+    make: Callable[..., Worker] = Worker
     deaths: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by provider
     _worker: Worker | None = None
 
     def start(self) -> dict:
-        """What the worker says of itself: {"ready": environment, "own": names}. RuntimeError where none starts."""
+        """What the worker says of itself: {"ready": environment, "own": names}. RuntimeError if it does not start."""
         if self._worker is None:
             command = [sys.executable, "-m", "quackish.bench.worker", self.op]
             command += ["--also", str(self.also)] if self.also else []
             command += ["--commit", self.commit] if self.commit else []
             with self.log.open("ab") as log:
                 try:
-                    self._worker = Worker(command, log, self.timeout)
+                    self._worker = self.make(command, log, self.timeout)
                 except WorkerDied as death:
                     raise RuntimeError(f"the process that measures does not start: {death}; see {self.log}") from None
         return self._worker.ready
@@ -119,32 +125,40 @@ class Supervisor:
             self._worker.close()
             self._worker = None
 
-    def measure(self, cell: Cell, names: Sequence[str], rounds: int, at: Callable[[str], None]) -> Iterator[Row]:
-        """What is found out of each provider, of the roof and whatever else has a row. `at` hears of each step."""
-        given_up = [name for name in names if self.deaths[name] >= DEATHS]
+    def measure(
+        self, job: Job, at: Callable[[str], None], partial: Callable[[str, Measured], None] = lambda name, found: None
+    ) -> Iterator[Row]:
+        """The results of each provider, of the roof and of whatever else has a row.
+
+        `at` is told each step, `partial` what is known so far of a provider.
+        """
+        given_up = [name for name in job.providers if self.deaths[name] >= DEATHS]
         yield from ((name, Measured(status=f"given up: {DEATHS} processes died of it")) for name in given_up)
-        jobs = collections.deque([[name for name in names if name not in given_up]])
+        jobs = collections.deque([[name for name in job.providers if name not in given_up]])
         while jobs:
-            if not (job := jobs.popleft()):
+            if not (names := jobs.popleft()):
                 continue
             step, told, failed = "start", set(), None
             try:
                 self.start()
-                message = dict(shape=cell.shape, dtype=cell.dtype, direction=cell.direction)
-                for event in self._worker.measure({**message, "providers": job, "rounds": rounds}):
+                message = dataclasses.asdict(dataclasses.replace(job, providers=tuple(names)))
+                for event in self._worker.measure({"job": message, "options": dict(self.options)}):
                     failed = None
                     if "at" in event:
                         step = event["at"]
                         at(step)
                         continue
                     name, found = event["provider"], Measured.from_dict(event["measured"])
+                    if event.get("partial"):
+                        partial(name, found)
+                        continue
                     told.add(name)
                     failed = name if found.status != "ok" else None
                     yield name, found
             except WorkerDied as death:
                 self.close()
-                left = [name for name in job if name not in told]
-                culprit = failed if failed in job else step if step in left else None
+                left = [name for name in names if name not in told]
+                culprit = failed if failed in names else step if step in left else None
                 if step in SHARED and len(left) == 1:
                     culprit = culprit or left[0]
                 if culprit:
@@ -155,5 +169,5 @@ class Supervisor:
                     jobs.append(left)
                 elif step in SHARED:
                     jobs.extend([name] for name in left)
-                else:  # not of a provider: inputs without room, a roof that fails
+                else:  # no provider's fault: inputs that do not fit, a roof that fails
                     yield from ((name, Measured(status=f"{step}: {death}")) for name in left)

@@ -68,8 +68,8 @@ def _make_confident(x: Tensor, w: Tensor, target: Tensor) -> None:
         x[at] = (rows + (missing / towards.square().sum(1))[:, None] * towards).to(x.dtype)
 
 
-def chunks(m: int, width: int) -> Iterator[slice]:
-    rows = max(1, CHUNK_ELEMENTS // width)
+def chunks(m: int, width: int, elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:
+    rows = max(1, elements // width)
     return (slice(start, min(start + rows, m)) for start in range(0, m, rows))
 
 
@@ -90,13 +90,13 @@ def _minus_onehot(p: Tensor, index: Tensor) -> None:
 
 
 class Truth:
-    """What a loss and its gradients are compared with."""
+    """What a loss and its gradients are compared with: dX of `rows` rows, dW of `classes` classes."""
 
-    def __init__(self, data: Data):
+    def __init__(self, data: Data, rows: int = ROWS, classes: int = CLASSES, elements: int = CHUNK_ELEMENTS):
         x, w, target = data.x.detach(), data.w.detach().double(), data.target
         (m, _), v = x.shape, w.shape[0]
-        self.rows = _spread(m, ROWS, x.device)
-        self.classes = _spread(v, CLASSES, x.device)
+        self.rows = _spread(m, rows, x.device)
+        self.classes = _spread(v, classes, x.device)
         live = target != IGNORED
         scale = live.double() / live.sum().clamp(min=1)  # (m,) of each row's loss in the mean
         index = target.clamp(min=0)
@@ -104,7 +104,7 @@ class Truth:
         # the loss, and each row's lse
         lse = torch.empty(m, dtype=torch.float64, device=x.device)
         loss = torch.zeros((), dtype=torch.float64, device=x.device)
-        for at in chunks(m, v):
+        for at in chunks(m, v, elements):
             z = x[at].double() @ w.T
             lse[at] = torch.logsumexp(z, 1)
             loss += ((lse[at] - z.gather(1, index[at, None]).squeeze(1)) * scale[at]).sum()
@@ -113,7 +113,7 @@ class Truth:
 
         # dX of some rows
         self.dx = torch.empty(len(self.rows), x.shape[1], dtype=torch.float64, device=x.device)
-        for at in chunks(len(self.rows), v):
+        for at in chunks(len(self.rows), v, elements):
             rows = self.rows[at]
             p = (x[rows].double() @ w.T).sub_(lse[rows, None]).exp_()
             _minus_onehot(p, index[rows])
@@ -123,7 +123,7 @@ class Truth:
         # dW of some classes
         w = w[self.classes]
         self.dw = torch.zeros_like(w)
-        for at in chunks(m, max(len(self.classes), x.shape[1])):
+        for at in chunks(m, max(len(self.classes), x.shape[1]), elements):
             rows = x[at].double()
             p = (rows @ w.T).sub_(lse[at, None]).exp_()
             p -= (index[at, None] == self.classes).double()

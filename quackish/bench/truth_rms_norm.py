@@ -20,22 +20,29 @@ def rstd_of(x: Tensor, eps: float) -> Tensor:
     return torch.cat([rms_norm_rstd(x[at], eps, torch.float64).float() for at in _chunks(x)])
 
 
-def forward_errors(x: Tensor, weight: Tensor, eps: float, outputs: Mapping[str, tuple]) -> dict[str, dict[str, float]]:
+def forward_errors(
+    x: Tensor, weight: Tensor, eps: float, outputs: Mapping[str, tuple], elements: int = CHUNK_ELEMENTS
+) -> dict[str, dict[str, float]]:
     """‖y - truth‖ / ‖truth‖ of each provider's (y, ...)."""
     norm = _NormWise(outputs)
-    for at in _chunks(x):
+    for at in _chunks(x, elements):
         y, _, _ = rms_norm_fwd(x[at].double(), weight.double(), None, None, eps)
         norm.add(y, {name: out[0][at] for name, out in outputs.items()})
     return {name: {"err_y": error} for name, error in norm.errors().items()}
 
 
 def backward_errors(
-    dy: Tensor, x: Tensor, weight: Tensor, eps: float, outputs: Mapping[str, tuple]
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    outputs: Mapping[str, tuple],
+    elements: int = CHUNK_ELEMENTS,
 ) -> dict[str, dict[str, float]]:
     """The same for each provider's (dx, dweight)."""
     dx_norm, dw_norm = _NormWise(outputs), _NormWise(outputs)
     total = torch.zeros_like(weight, dtype=torch.float64)
-    for at in _chunks(x):
+    for at in _chunks(x, elements):
         rstd = rms_norm_rstd(x[at], eps, torch.float64)
         dx, _, dweight, _ = rms_norm_bwd(dy[at], x[at], weight, rstd, None, 0.0, torch.float64, None, torch.float64)
         dx_norm.add(dx, {name: out[0][at] for name, out in outputs.items()})
@@ -75,6 +82,6 @@ class _NormWise:
         return {name: float((diff / self._truth).sqrt()) for name, diff in self._diff.items()}
 
 
-def _chunks(x: Tensor) -> Iterator[slice]:
-    rows = max(1, CHUNK_ELEMENTS // x.shape[1])
+def _chunks(x: Tensor, elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:
+    rows = max(1, elements // x.shape[1])
     return (slice(start, start + rows) for start in range(0, x.shape[0], rows))

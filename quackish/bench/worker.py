@@ -1,17 +1,18 @@
-"""The process that measures: cells come in on stdin, what happens goes out on stdout, a JSON object a line.
+"""The process that measures: cells come in on stdin, events go out on stdout, one JSON object per line.
 
     python -m quackish.bench.worker rms_norm [--also FILE] [--commit C]
 
-It says what it is about to do before it does it, so that the supervisor knows what was in progress when it dies:
+It announces each step, so that the supervisor knows what was in progress when it dies:
 
     {"ready": {columns of the environment}, "own": [names of providers in FILE]}
-    {"at": "quack"}, {"provider": "quack", "measured": {...}}, ...      for each cell
+    {"at": "quack"}, {"provider": "quack", "measured": {...}}, ...      for each cell; "partial": so far
     {"done": true} or {"broken": "why"}                                 at the cell's end
 
 After "broken" the process ends: the CUDA context may be lost. Whatever providers print goes to stderr.
 """
 
 import argparse
+import dataclasses
 import faulthandler
 import importlib.util
 import json
@@ -22,13 +23,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from quackish.bench import schema
-from quackish.bench.cells import Cell
+from quackish.bench.cells import Cell, Job
 from quackish.bench.environment import device_to_measure
 from quackish.bench.measured import Run, reason
 from quackish.bench.operations import OPERATIONS
 from quackish.bench.providers_rms_norm import Provider
-
-REPEATS = 10  # runs whose bytes are compared
 
 
 def main() -> None:
@@ -49,23 +48,30 @@ def main() -> None:
         own = _from_file(args.also) if args.also else {}
         say(ready=schema.origin(device, args.commit), own=list(own))
         for line in commands:
-            job = json.loads(line)
+            message = json.loads(line)
+            options = dict(message["options"])
+            backend = options.pop("backend", "auto")
             run = Run(
                 device=device,
-                load=lambda name: _own(op.name, name, own[name]) if name in own else op.load(name),
-                tell=lambda name, found: say(provider=name, measured=found.as_dict()),
+                load=lambda name: _own(op.name, name, own[name]) if name in own else op.load(name, backend),  # noqa: B023
+                tell=lambda name, found: say(provider=name, measured=dataclasses.asdict(found)),
+                partial=lambda name, found: say(provider=name, measured=dataclasses.asdict(found), partial=True),
                 at=lambda step: say(at=step),
-                rounds=job["rounds"],
-                repeats=REPEATS,
+                **options,
             )
-            cell = Cell(op.name, tuple(job["shape"]), job["dtype"], job["direction"])
-            op.measure(cell, job["providers"], run)
+            op.measure(_job(message["job"]), run)
             say(done=True)
     except Exception as error:
         say(broken=reason(error))
         sys.excepthook(*sys.exc_info())  # to stderr, whole
         sys.stderr.flush()
         os._exit(1)  # an ordinary exit waits for a GPU that may never answer
+
+
+def _job(message: dict) -> Job:
+    cell = message["cell"]
+    cell = Cell(**{**cell, "shape": tuple(cell["shape"])})
+    return Job(**{**message, "cell": cell, "providers": tuple(message["providers"])})
 
 
 def _take_stdio() -> tuple[TextIO, TextIO]:

@@ -6,11 +6,13 @@
 
 Every cell (a shape, a dtype, a direction) is measured with all providers taking turns on a cold L2, beside what it
 cannot avoid (its memory traffic, its matrix products). A CSV, a page and figures go to the folder --out. A provider
-that raises, runs out of memory, or takes its process along is named and left out of that cell.
+that raises, runs out of memory or crashes its process is named and left out of that cell.
 """
 
 import argparse
+import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,13 +58,13 @@ def _measuring(parser: argparse.ArgumentParser, op: "Operation") -> None:
     result.add_argument("--out", type=Path, default=Path("out/bench"), help="folder; default %(default)s")
     resume = "keep the CSV, and measure only what it lacks for this commit, GPU and versions"
     result.add_argument("--resume", action="store_true", help=resume)
-    result.add_argument("--commit", help="recorded where there is no git to ask")
+    result.add_argument("--commit", help="recorded if there is no git to ask")
     timeout = "a provider is given up after so long without a sign of life; default %(default)s"
     result.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help=timeout)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 where nothing could be measured, or `compare` found regressions; 2 where the request makes no sense."""
+    """0; 1 if nothing could be measured or `compare` found regressions; 2 for an invalid request."""
     from quackish.bench.console import check_extra
 
     try:
@@ -78,34 +80,45 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
+    import torch
+
     from quackish.bench import runner, schema, shapes
-    from quackish.bench.files import read_csv
+    from quackish.bench.cells import Cell, Job, shape_name
+    from quackish.bench.console import NO_GPU, console
+    from quackish.bench.measured import is_ours
     from quackish.bench.operations import OPERATIONS
 
-    op = OPERATIONS[args.what]
+    op, gpu = OPERATIONS[args.what], torch.cuda.is_available()
     if args.tokens and args.shapes and not args.model:
         raise ValueError("--tokens is for --model; --shapes has its own rows")
     if args.rounds is not None and args.rounds < 1:
         raise ValueError(f"--rounds is {args.rounds}; expected 1 or more")
     models = args.model or ([] if args.shapes else ["llama3-8b"])
     tokens = args.tokens or ((8192,) if args.quick else (4096, 8192, 16384))
+    wanted = shapes.wanted(op, models, tokens, args.shapes)
+    patterns = [name for names in args.providers for name in names]
     words = ("forward", "backward") if args.direction == "both" else (args.direction,)
-    path = runner.run(
-        runner.Settings(
-            op=op,
-            shapes=shapes.wanted(op, models, tokens, args.shapes),
-            dtypes=args.dtype,
-            directions=tuple(op.directions[word] for word in words),
-            providers=tuple(name for names in args.providers for name in names),
-            also=args.also,
-            rounds=args.rounds or (3 if args.quick else 10),
-            out=args.out,
-            resume=args.resume,
-            commit=args.commit,
-            timeout=args.timeout,
-        )
-    )
-    return 0 if any(row["median_ms"] and row["role"] in schema.COMPETING for row in read_csv(path)) else 1
+    if not gpu:
+        console().print(NO_GPU)
+        cut = shapes.small(op, wanted)
+        if cut != wanted:
+            console().print(f"Shapes are cut to {', '.join(map(shape_name, cut))}.")
+        wanted = cut
+
+    def jobs_of(own: Sequence[str]) -> list[Job]:
+        jobs = []
+        for dtype, (shape, name), word in itertools.product(args.dtype, wanted.items(), words):
+            cell = Cell(op.name, shape, dtype, op.directions[word])
+            default = [n for n in op.main[cell.direction] if gpu or is_ours(n) or n == "torch"]
+            providers = op.matching(patterns, own) if patterns else (*default, *own)
+            jobs.append(Job(cell, providers, {"models": name}))
+        return jobs
+
+    options = dict(rounds=args.rounds or (3 if args.quick else 10), repeats=10)
+    path = args.out / f"{op.name}.csv"
+    kept = dict(also=args.also, resume=args.resume, keep=True, commit=args.commit, timeout=args.timeout)
+    runner.run(runner.Settings(op, path, options=options, **kept), jobs_of)
+    return 0 if any(row["median_ms"] and row["role"] in schema.COMPETING for row in schema.read_csv(path)) else 1
 
 
 def _sizes(text: str) -> tuple[int, ...]:

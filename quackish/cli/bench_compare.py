@@ -1,7 +1,7 @@
 """Compares two CSVs of `bench`, row by row: a table of ratios, and what became slower.
 
 A regression is slower by more than --fail and by more than the noise: its p20 is above the former p80. A row that had a
-time and now fails is one too. Exit status 1 where there is any.
+time and now fails is one too. Exit status 1 if there is any.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""How long work takes: CUDA graphs replayed on a cold L2, in rounds that alternate between what is compared.
+"""How long work takes: CUDA graphs replayed on a cold L2, in rounds that alternate between the competitors.
 
-A card that throttles at its power limit slows down whatever runs last, so competitors take turns: A B C A B C. Where
-there is no GPU the same functions time plain calls with the host's clock; such numbers are good for tests only.
+A card that throttles at its power limit slows down whatever runs last, so competitors take turns: A B C A B C. Without
+a GPU the same functions time plain calls with the host's clock; such numbers are for tests only.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A call ready to be repeated: `run()` does it again, into the same `outputs` where it is a CUDA graph."""
+    """A call ready to be repeated: `run()` does it again, into the same `outputs` if it is a CUDA graph."""
 
     run: Callable[[], object]
     outputs: object
@@ -47,7 +47,7 @@ class Work:
 
 
 def prepare(fn: Callable[[], object], device: torch.device, warmup: int = 2) -> Work:
-    """Warms `fn` up and captures it as one CUDA graph; without a GPU, or where it cannot be captured, `fn` itself.
+    """Warms `fn` up and captures it as one CUDA graph; without a GPU, or if it cannot be captured, `fn` itself.
 
     `outputs` is what `fn` returned: for a graph the tensors that every replay writes, else those of the last warm-up.
     """
@@ -103,7 +103,7 @@ def _cuda_round(works: Mapping[str, Callable[[], object]], device: torch.device,
 
 
 def _cpu_round(works: Mapping[str, Callable[[], object]], device: torch.device, block: int) -> dict[str, list[float]]:
-    return {name: [_cpu_sample(run, device)[1] for _ in range(block)] for name, run in works.items()}
+    return {name: [_cpu_sample(run)[0][1] for _ in range(block)] for name, run in works.items()}
 
 
 def take_turns(
@@ -113,35 +113,50 @@ def take_turns(
     seconds: float = 0.5,
     least: int = 5,
     on_error: Callable[[str, Exception], None] | None = None,
+    before: Callable[[str], None] = lambda name: None,
+    after: Callable[[str, object, Mapping[str, Times]], None] = lambda name, result, times: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
-    """Times long works, which allocate and may fail, as plain calls: one sample of each a turn, in random order, which
-    is another one in each run. On a GPU GEMMs run for LOAD_MS before each sample.
+    """Times long works, which allocate and may fail, as plain calls: one sample of each per turn, in random order.
 
-    A work is done after `repeats` samples, or after `seconds` of them where it has `least` good ones: slow ones are not
-    waited for. Good is a sample in which the caching allocator did not go to the driver; others count where there is
-    none. A work that raises is left out, and `on_error` is told.
+    The order differs from run to run. On a GPU, GEMMs run for LOAD_MS before each sample. `before` is called right
+    before a sample's clock starts, `after` with what the work returned and all times so far; neither is timed.
+
+    A work is done after `repeats` samples, or after `seconds` of them if `least` are good, so slow works get fewer. A
+    sample is good if the caching allocator did not go to the driver; bad ones count only if no sample is good. A work
+    that raises is left out, and `on_error` is told.
     """
     samples: dict[str, list[tuple[bool, float]]] = {name: [] for name in works}
     failed: set[str] = set()
     shuffle = random.Random().shuffle
-    once = functools.partial(_cuda_sample, load=_load(device)) if device.type == "cuda" else _cpu_sample
+    load = _load(device) if device.type == "cuda" else None
 
     def wants_more(name: str) -> bool:
         good, spent = sum(clean for clean, _ in samples[name]), sum(us for _, us in samples[name]) / 1e6
         return name not in failed and len(samples[name]) < repeats and (good < least or spent < seconds)
 
+    def times() -> dict[str, Times]:
+        us = {name: [us for clean, us in of if clean] or [us for _, us in of] for name, of in samples.items()}
+        return {name: Times.of(of) for name, of in us.items() if of and name not in failed}
+
     while turn := [name for name in works if wants_more(name)]:
         shuffle(turn)  # what ran before decides how warm the card is
         for name in turn:
+            begin = functools.partial(before, name)
             try:
-                samples[name].append(once(works[name], device))
+                if load:
+                    sample, result = _cuda_sample(works[name], device, load, begin)
+                else:
+                    sample, result = _cpu_sample(works[name], clock, begin)
+                samples[name].append(sample)
+                after(name, result, times())
+                del result
             except Exception as error:
                 if on_error is None:
                     raise
                 failed.add(name)
                 on_error(name, error)
-    times = {name: [us for clean, us in pairs if clean] or [us for _, us in pairs] for name, pairs in samples.items()}
-    return {name: Times.of(us) for name, us in times.items() if us and name not in failed}
+    return times()
 
 
 def _load(device: torch.device) -> Callable[[], None]:
@@ -164,19 +179,22 @@ def _load(device: torch.device) -> Callable[[], None]:
     return lambda: multiply(times)
 
 
-def _cuda_sample(run: Callable[[], object], device: torch.device, load: Callable[[], None]) -> tuple[bool, float]:
-    """Whether the allocator had what was asked for, and microseconds."""
+def _cuda_sample(
+    run: Callable[[], object], device: torch.device, load: Callable[[], None], before: Callable[[], None]
+) -> tuple[tuple[bool, float], object]:
+    """Whether the allocator stayed away from the driver, and microseconds; then what `run` returned."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
-    before = _driver_allocations(device)
-    load()  # the host gets ahead meanwhile, as it is in a training step: what is timed is the GPU, and who synchronises
+    load()  # the host gets ahead meanwhile, as in a training step: GPU time and synchronization are what is timed
     for _ in range(2):  # a cold L2
         cold.zero_()
+    before()
+    allocations = _driver_allocations(device)
     start.record()
-    run()
+    result = run()
     end.record()
     torch.cuda.synchronize(device)
-    return _driver_allocations(device) == before, 1e3 * start.elapsed_time(end)
+    return (_driver_allocations(device) == allocations, 1e3 * start.elapsed_time(end)), result
 
 
 def _driver_allocations(device: torch.device) -> tuple[int, int]:
@@ -184,7 +202,10 @@ def _driver_allocations(device: torch.device) -> tuple[int, int]:
     return stats.get("num_device_alloc", 0), stats.get("num_device_free", 0)
 
 
-def _cpu_sample(run: Callable[[], object], device: torch.device) -> tuple[bool, float]:
-    start = time.perf_counter()
-    run()
-    return True, 1e6 * (time.perf_counter() - start)
+def _cpu_sample(
+    run: Callable[[], object], clock: Callable[[], float] = time.perf_counter, before: Callable[[], None] = lambda: None
+) -> tuple[tuple[bool, float], object]:
+    before()
+    start = clock()
+    result = run()
+    return (True, 1e6 * (clock() - start)), result
