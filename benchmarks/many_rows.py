@@ -1,6 +1,6 @@
 """Linear cross entropy of many rows with few classes, beside PyTorch: the cost must grow linearly with the rows.
 
-    python -m benchmarks.many_rows        writes results/<GPU>/many_rows.md; 10 s on an H100
+    python -m benchmarks.many_rows        writes results/<GPU>/many_rows.md
 
 Forward and backward, bf16, reduction "none". The bars are ratios to PyTorch eager, F.cross_entropy(F.linear(x, w)), in
 the same run, with bf16 logits and with fp32 logits.

@@ -30,7 +30,7 @@ class _Forced(NamedTuple):
 
 
 # Increases with every change of what `choose` returns. Whoever caches anything that follows from a choice puts it into
-# the key (15 ns), and reads it before choosing, so that no call finds what was chosen before a change.
+# the key, and reads it before choosing, so that no call finds what was chosen before a change.
 epoch = 0
 _forced: tuple[_Forced, ...] = ()  # outermost first
 _lock = threading.Lock()  # held while either changes

@@ -68,15 +68,15 @@ def linear_cross_entropy_config(
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 
-# Bytes that E, the exponentials that both gradients start from, may take in flight: 16,640 rows of a 128k vocabulary.
-# One chunk has its gradients from one GEMM each; more add to fp32 sums, which costs 1 to 3 % of the weight gradient's
-# GEMM from 8192 rows a chunk up, 15 % at 2048 (H200, bf16, H 4096, V 128256), and those sums' memory.
+# Bytes of exp_logits per chunk: 16,640 rows with V 128256. A single chunk computes each gradient with one GEMM. Several
+# chunks add dW to fp32 sums, which costs 1 to 3 % of dW's GEMM from 8192 rows per chunk up, 15 % at 2048 (H200, bf16,
+# H 4096, V 128256), and the memory of these sums.
 E_BYTES = 1 << 32
-# ... and rows of a chunk, unless E and the gathered rows of x stay within FEW_BYTES: GEMMs of so many rows lose nothing
-# to a chunk's ends, and more rows cost memory. (Not measured.)
-MANY_ROWS = 1 << 15
+# Rows per chunk, unless exp_logits and the gathered rows of x fit in FEW_BYTES: more rows cost memory, and GEMMs of so
+# many rows are long already. Not measured.
+MOST_CHUNK_ROWS = 1 << 15
 FEW_BYTES = 1 << 30
-# ... and bytes that "auto" keeps until backward.
+# Bytes of exp_logits that "auto" keeps until backward.
 KEPT_BYTES = 1 << 31
 E_ITEMSIZE = 2
 # Dlogits that "recompute" holds in memory of their own: so many bytes, but MIN_BLOCK classes at least. More where the
@@ -104,32 +104,31 @@ class KernelProblem:
 
     @property
     def has_e(self) -> bool:
-        """Whether dlogits are E times one factor a row, but at the target. A smoothed target changes every class, and
-        exp(a - ref) needs fp32's range, which bf16 has and fp16 has not."""
+        """Whether dlogits are exp_logits times one factor per row, except at the target. Not with label smoothing,
+        which changes every class, nor in fp16, which lacks the range of exp(a - row_shift)."""
         return self.dtype == "bfloat16" and not self.label_smoothing
 
     @property
     def known_in_forward(self) -> bool:
-        """Whether gradients can be made in forward, up to one factor."""
+        """Whether forward can compute gradients up to a scalar factor."""
         return self.has_e and self.reduction != "none"
 
 
 def kernel_config(
     problem: KernelProblem, m: int, schedule: str = "auto", chunk_size: int | None = None
 ) -> LinearCrossEntropyConfig:
-    """The kernels' schedule and the rows of a chunk. Free memory is never looked at.
+    """The kernels' schedule and rows per chunk, from shapes and options; free memory does not matter.
 
-    - rows: as many as keep E within E_BYTES, at most MANY_ROWS or what FEW_BYTES hold, in whole tiles of 128, whatever
-      M is. A `chunk_size` is rounded up. Where that makes several chunks, `even_chunks` has the last word.
-    - `recompute` makes the input's gradient in forward where it can: from E, a chunk at a time, in one GEMM without
-      sums to keep. Backward multiplies the logits again, for the weight's alone, which takes E's place. So a chunk has
-      H rows; or fewer, where forward makes the weight's gradient of some classes as well (`first_classes`). Where that
-      gradient is added to the user's buffer, as many as keep E within ROOMY_BYTES. With `chunk_size` backward holds no
-      more rows of x in memory of their own: see configs/linear_cross_entropy/min_memory.py.
-    - "auto" is `chunked`, unless the weight gradient is better made in backward: where rows may get gradients of their
-      own (reduction "none", or an lse that is returned), or where it is added to the user's buffer, which forward may
-      not touch. Then `stored` where E of all rows stays within KEPT_BYTES, else `recompute`.
-    - `chunked` with reduction "none" is `recompute`; and so is everything that has no E.
+    - Rows per chunk: a multiple of 128, independent of M, such that exp_logits fit in E_BYTES; at most MOST_CHUNK_ROWS,
+      or as many as FEW_BYTES hold. A `chunk_size` is rounded up. `even_chunks` then makes the chunks of a call equal.
+    - "auto" is `chunked`, except when gradients are known only in backward (reduction "none", a returned lse) or dW is
+      added to the user's buffer, which forward must not write. Then it is `stored` if exp_logits of all rows fit in
+      KEPT_BYTES, else `recompute`.
+    - `chunked` with reduction "none", and every problem without exp_logits, is `recompute`.
+    - `recompute` computes dX in forward where it can, chunk by chunk, with exp_logits in memory that dW takes later. So
+      a chunk has at most H rows, or fewer if forward also computes dW of some classes (`first_classes`). If dW is added
+      to the user's buffer, exp_logits fit in ROOMY_BYTES instead. With a `chunk_size`, backward gathers no more rows of
+      x than that at a time: see linear_cross_entropy_lean.py.
     """
     if schedule == "auto":
         schedule = "chunked"
@@ -140,7 +139,8 @@ def kernel_config(
     dx_in_forward = schedule == "recompute" and problem.known_in_forward and not problem.return_lse
     min_memory = dx_in_forward and chunk_size is not None
     if chunk_size is None:
-        chunk_size = min(whole_tiles(E_BYTES, problem.v), max(MANY_ROWS, whole_tiles(FEW_BYTES, problem.v + problem.h)))
+        most = max(MOST_CHUNK_ROWS, whole_tiles(FEW_BYTES, problem.v + problem.h))
+        chunk_size = min(whole_tiles(E_BYTES, problem.v), most)
         if dx_in_forward:
             there = ROOMY_BYTES if problem.grad_weight_out else E_ITEMSIZE * problem.v * problem.h
             chunk_size = min(chunk_size, whole_tiles(there, problem.v))

@@ -1,4 +1,4 @@
-"""Who besides autograd wants to see what is computed: torch.compile, tracing, modes, torch.func, tensor subclasses."""
+"""Whether a call may launch kernels directly: not under torch.compile, modes or torch.func, nor with subclasses."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,12 +15,12 @@ forward_ad = torch.autograd.forward_ad
 
 
 def is_plain() -> bool:
-    """Whether nobody but autograd has to know what is computed, so that kernels may be launched past the dispatcher.
+    """Whether only autograd records this call, so that kernels may be launched without going through the dispatcher.
 
     `rms_norm` has the same list written out.
     """
     return not (
-        is_compiling()  # first: the others are not for torch.compile to look into
+        is_compiling()  # first: torch.compile cannot trace the others
         or num_dispatch_modes()
         or has_function_modes()
         or functorch_level() is not None
@@ -35,7 +35,7 @@ def is_transformed() -> bool:
 
 
 def are_plain(tensors: Iterable[Any]) -> bool:
-    """Whether no subclass of a tensor is among these, which would see an operator instead and decide what it does."""
+    """Whether none of these is a tensor subclass. Subclasses get the custom operators and decide what these do."""
     return all(type(t) is Tensor or type(t) is nn.Parameter or not isinstance(t, Tensor) for t in tensors)
 
 

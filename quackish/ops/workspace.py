@@ -1,11 +1,10 @@
-"""What launches need to sum over CTAs, or to meet: fp32 scratch, and zeroed int32 counters ("tickets").
+"""Memory that launches need to sum over CTAs or to synchronize them: fp32 scratch, and int32 counters ("tickets").
 
-A kernel finds its tickets zero and leaves them zero; scratch holds anything. Two launches that run at once must share
-neither. Launches on one stream follow each other, so each stream has its own of both, from its own memory: no lock, no
-event, no memset and no allocation per launch (one took 1.2 us of backward's host time). A launch inside a CUDA graph
-capture gets tickets that nobody else ever gets, because a graph may be replayed on any stream, beside anything; its
-scratch comes from the graph's own memory, like all else that a graph touches. A launch that fails has counted nothing,
-and a kernel that dies takes the CUDA context with it, so nothing can be left counted.
+A kernel finds its tickets zero and leaves them zero; scratch holds anything. Two launches that run at the same time
+must share neither. Launches on one stream run in order, so each stream has one block of both, allocated on that stream:
+no lock, event, memset or allocation per launch. A launch inside a CUDA graph capture gets tickets that no other launch
+ever gets, because the graph may be replayed on any stream at any time; its scratch is the graph's own memory. A launch
+that fails has counted nothing, and a kernel that dies takes the CUDA context with it, so no ticket stays nonzero.
 """
 
 import threading
@@ -19,8 +18,8 @@ from torch import Tensor
 from quackish.ops import cuda
 
 NUM_TICKETS = 32  # of each launch: 128 bytes, so that two launches are never in one line of the L2
-_RESERVE = 1024  # captured launches for which tickets are made at once: 128 KiB
-_MAX_STREAMS = 128  # with a workspace: then the oldest is dropped, as its stream may be gone
+_RESERVE = 1024  # captured launches that tickets are allocated for in advance: 128 KiB
+_MAX_STREAMS = 128  # streams with a workspace; one more drops the oldest, whose stream may no longer exist
 
 
 class _Workspace(NamedTuple):
@@ -47,7 +46,7 @@ def take(device_index: int, stream: int, scratch_floats: int) -> tuple[int, int,
 
 
 def all_tickets() -> list[Tensor]:
-    """0, all of them, unless a launch is running: for tests."""
+    """All tickets, for tests: they are 0 unless a launch is running."""
     return [space.memory[:NUM_TICKETS] for space in _of_stream.values()] + _kept_tickets
 
 
@@ -61,8 +60,7 @@ def _take_for_stream(key: tuple[int, int], floats: int) -> _Workspace:
             if len(_of_stream) >= _MAX_STREAMS:
                 del _of_stream[next(iter(_of_stream))]
             floats = 1 << (floats - 1).bit_length()  # powers of two: a stream keeps < 4 times its largest request
-            # A workspace that is outgrown or forgotten goes back to its stream, where it is used after launches that
-            # use it now, and to no other.
+            # The allocator reuses a dropped workspace on its own stream only, so after the launches that use it now.
             space = _of_stream[key] = _Workspace(_new_memory(device_index, NUM_TICKETS + floats), floats)
     return space
 

@@ -66,7 +66,7 @@ def check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_
 
 
 def check_buffer(grad_weight_out: Tensor, input: Tensor, linear_weight: Tensor) -> None:
-    """What depends on which tensor it is, not on its shape: each call with a `grad_weight_out` looks."""
+    """Checks of the tensors themselves, which no plan can cover: every call with a `grad_weight_out` runs them."""
     who = "linear_cross_entropy:"
     if are_plain((grad_weight_out,)):
         check_memory("linear_cross_entropy", grad_weight_out=grad_weight_out)
@@ -100,7 +100,7 @@ def _extent(t: Tensor) -> tuple[int, int]:
 def _is_fsdp_parameter(weight: Tensor) -> bool:
     """Whether it belongs to a module under `fully_shard`, or under FullyShardedDataParallel.
 
-    FSDP has no public way to ask. Where its internals change this is False, and the call goes on.
+    Uses FSDP's internals, because it has no public API for this. If they change, the answer is False.
     """
     whole = weight if weight._base is None else weight._base  # in forward FSDP1's parameters are views of a flat one
     if getattr(whole, "_fsdp_flattened", False):

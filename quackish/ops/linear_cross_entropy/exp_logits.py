@@ -170,10 +170,10 @@ def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
 
 
 def new_places(k, like: Tensor, v: int, dw: torch.dtype | None) -> Tensor | None:
-    """Where dw is 16 bits wide: a number a class, which is its row of what rounding cuts off, or NO_PLACE.
+    """(v,) int32 for a 16-bit dw: the row of the rounding residual that belongs to a class, or NO_PLACE.
 
-    None where the GEMM cannot keep that. Then targets stay in E: to add them to what is rounded costs more exactness
-    than to round x.
+    None if the GEMM cannot keep the residual. Then the targets' elements stay in exp_logits: adding their terms to a
+    rounded dw would be less exact than rounding xs.
     """
     return vector(like, v, torch.int32) if k.keeps_rest and dw not in (None, torch.float32) else None
 
