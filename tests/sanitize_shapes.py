@@ -57,11 +57,8 @@ LINEAR_CROSS_ENTROPY = {
     "lce stored and lse": (129, 136, 257, BF16, dict(schedule="stored"), dict(reduction="none", lse=True)),
     "lce recompute": (300, 64, 700, BF16, dict(schedule="recompute"), dict(bias=True, reduction="none")),
     "lce recompute in blocks": (3000, 64, 9001, BF16, dict(schedule="recompute", chunk_size=1024), {}),
-    "lce recompute lean, E beside the gradient": (
-        300, 64, 1003, BF16, dict(schedule="recompute", chunk_size=128), dict(bias=True, alone=True),
-    ),
-    "lce recompute lean": (
-        300, 256, 4004, BF16, dict(schedule="recompute", chunk_size=128), dict(alone=True),
+    "lce recompute with a chunk size": (
+        300, 256, 4004, BF16, dict(schedule="recompute", chunk_size=128), dict(bias=True, alone=True),
     ),
     "lce classes with many rows": (300, 520, 20, BF16, dict(schedule="chunked"), {}),
     "lce rows that PyTorch sorts": (300, 520, 20, BF16, dict(schedule="chunked"), {}),

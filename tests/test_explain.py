@@ -339,8 +339,6 @@ def test_of_pytorch_only_launches_are_listed(schedule, gpu):
         (8192, 4096, 128_256, "chunked", 2.676),
         (8192, 4096, 128_256, "stored", 3.421),
         (8192, 4096, 128_256, "recompute", 1.286),
-        (8192, 4096, 128_256, "recompute-4096", 1.1604),
-        (8192, 4096, 128_256, "recompute-128", 1.1193),
         (8192, 2048, 151_936, "chunked", 2.744),
         (65_536, 4096, 128_256, "chunked", 7.072),
     ],
@@ -372,10 +370,7 @@ def test_linear_cross_entropy_text(capsys, resources):
 @pytest.mark.parametrize(
     "shape, chunks",
     [
-        (
-            "8192x4096x128256",
-            "3 in forward, of 2816 and 2560 rows, as their exponentials lie where the weight's",
-        ),
+        ("8192x4096x128256", "8 in forward, of 1024 rows; at most 1024, which was asked for"),
         ("8192x256x128256", "8 in forward, of 1024 rows; at most 1024, which was asked for"),
     ],
 )

@@ -28,22 +28,11 @@ from lce_cases import (
 )
 from wrapper_tensor import Wrapper
 
-from quackish.configs.gemm import SOFTMAX_TILE_N
 from quackish.configs.linear_cross_entropy import (
-    COLUMN_MULTIPLE,
-    E_BYTES,
-    FEW_BYTES,
-    KEPT_BYTES,
-    Block,
-    KernelProblem,
-    even_chunks,
     first_classes,
-    kernel_config,
     recompute_blocks,
-    scratch_columns,
     shared_storage,
 )
-from quackish.configs.linear_cross_entropy_lean import LeanProblem, lean_blocks
 from quackish.errors import UnsupportedError
 from quackish.ops import cuda
 from quackish.ops.linear_cross_entropy import api as public
@@ -237,17 +226,6 @@ def test_targets_on_either_side_of_the_first_classes(where, dw_dtype, kernels, n
         assert norm_error(dw[split - 1], want_dw[split - 1]) <= 0.5 * unit_roundoff(torch.bfloat16)
 
 
-def test_room_for_the_first_classes():
-    assert first_classes(8192, 128_256, 4096, 2) == (42_240, 358_612_992, 2048)
-    assert first_classes(65_536, 128_256, 4096, 2) is None  # chunks of 256 rows
-    assert first_classes(300, 700, 8, 2) is None  # one block of dlogits
-    assert first_classes(4096, 32_000, 2048, 2) is None  # chunks of half a wave of tiles
-    for m, v, h, itemsize in ((8192, 128_256, 4096, 2), (1000, 128_257, 4096, 4), (16_384, 128_256, 4096, 2)):
-        columns, offset, part_rows = first_classes(m, v, h, itemsize)
-        assert columns * h * itemsize <= offset <= v * h * itemsize - m * columns * 2
-        assert part_rows * (v - columns) * 2 <= offset
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mean", [2.0, 8.0])
 @pytest.mark.parametrize("v", [16, 1000])
@@ -271,34 +249,21 @@ def test_gradients_whose_parts_cancel(v, mean, schedule):
     assert norm_error(dw, true[1]) <= 1.02 * norm_error(theirs, true[1])
 
 
-@pytest.fixture
-def least_scratch(monkeypatch):
-    monkeypatch.setattr("quackish.configs.linear_cross_entropy_lean.LEAST_SCRATCH", 0)
-    lean_blocks.cache_clear()
-    yield
-    lean_blocks.cache_clear()
-
-
 @pytest.mark.parametrize("dw_dtype", [torch.bfloat16, FP32])
 @pytest.mark.parametrize("name", ["plain", "bias", "softcap"])
 @pytest.mark.parametrize("ignored", [False, True])
-def test_recomputed_in_little_memory(ignored, name, dw_dtype, kernels, least_scratch):
-    m, h, v, part = 300, 256, 4004, 128
+def test_recompute_with_a_chunk_size(ignored, name, dw_dtype, kernels, monkeypatch):
+    """The weight gradient is summed over chunks, some classes at a time."""
+    monkeypatch.setattr(schedules, "DW_BLOCK", 1504)
+    m, h, v, chunk = 300, 256, 4004, 128
     x, w, target, kw = case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
-    target[: 270 if ignored else 0] = IGNORED  # of three parts, one with live rows
-    blocks = lean_blocks(LeanProblem(m, v, h, dw_dtype.itemsize, part, -(-v // SOFTMAX_TILE_N)))
-    parts = sum(-(-m // block.part_rows) for block in blocks)
-    # all rows at once, in parts in dw's storage, rows of x in the scratch, all in the scratch
-    rows, at = {block.part_rows for block in blocks}, {(b.e_at is None, b.x_at is None) for b in blocks}
-    assert {m, part} <= rows
-    assert {(False, False), (True, True)} <= at
-    assert dw_dtype == FP32 or (False, True) in at
+    target[: 270 if ignored else 0] = IGNORED  # of three chunks, one with live rows
     inputs = parameters(x, w, kw)
     with torch.autocast(HERE["device"].type, dtype=torch.bfloat16, enabled=dw_dtype == FP32):
-        loss = linear_cross_entropy(x, w, target, schedule="recompute", chunk_size=part, **kw, **CUTE)
+        loss = linear_cross_entropy(x, w, target, schedule="recompute", chunk_size=chunk, **kw, **CUTE)
         first = torch.autograd.grad(loss, inputs, retain_graph=True)
-        assert kernels.calls["dlogits"] == kernels.calls["dw"] == parts
-        assert kernels.calls["dx"] == kernels.calls["logits"] == (3 if dw_dtype != FP32 else 1)
+        assert kernels.calls["dlogits"] == kernels.calls["dw"] == 9
+        assert kernels.calls["dx"] == kernels.calls["logits"] == 3
         again = torch.autograd.grad(loss, inputs)
     rounded = [t.detach().bfloat16() for t in (x, w)]
     for got, other, want in zip(first, again, truth(*rounded, target, kw)[2], strict=True):
@@ -706,8 +671,7 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
         calls = kernels.calls
         assert calls["logits"] == calls["redo"] == (1 if ran == "stored" else chunks)
         if dx_in_forward and wants[1]:
-            blocks = lean_blocks(LeanProblem(x.shape[0], *w.shape, 2, 128, -(-w.shape[0] // SOFTMAX_TILE_N)))
-            times = sum(-(-x.shape[0] // block.part_rows) for block in blocks)
+            times = chunks
         assert calls["dlogits"] == (times if ran == "recompute" and any(wants[dx_in_forward:]) else 0)
         dx_times = chunks if dx_in_forward else times
         assert [calls[n] for n in ("dx", "dw", "bias_sum")] == [
@@ -1012,170 +976,3 @@ def test_compiled_num_items_is_any_number():
     for n in range(3, 9):
         torch.testing.assert_close(compiled(n), linear_cross_entropy(x, w, target, num_items=n, **CUTE))
     assert frames.frame_count <= 2
-
-
-# --- config ---
-
-
-def test_schedule_rule():
-    def schedule(m, reduction="mean", dtype="bfloat16", asked="auto", **kw):
-        return kernel_config(KernelProblem(128_256, 4096, dtype, reduction, **kw), m, asked).schedule
-
-    limit = KEPT_BYTES // (2 * 128_256)
-    assert {schedule(m, r) for m in (1, 10**6) for r in ("mean", "sum")} == {"chunked"}
-    for kw in (dict(reduction="none"), dict(return_lse=True), dict(grad_weight_out=True)):
-        assert [schedule(m, **kw) for m in (limit, limit + 1)] == ["stored", "recompute"]
-    for asked in ("auto", *SCHEDULES):
-        assert (
-            schedule(1, dtype="float16", asked=asked) == schedule(1, label_smoothing=True, asked=asked) == "recompute"
-        )
-    assert [schedule(10**6, asked=s) for s in SCHEDULES] == SCHEDULES
-    assert schedule(1, "none", asked="chunked") == "recompute"
-
-
-def test_when_recompute_makes_dx_in_forward():
-    def how(reduction="mean", chunk_size=None, **kw):
-        problem = KernelProblem(128_256, 4096, kw.pop("dtype", "bfloat16"), reduction, **kw)
-        return kernel_config(problem, 10**6, "recompute", chunk_size)
-
-    assert [how(r).dx_in_forward for r in ("mean", "sum", "none")] == [True, True, False]
-    for kw in (dict(dtype="float16"), dict(label_smoothing=True), dict(return_lse=True)):
-        assert not how(**kw).dx_in_forward
-    assert how().chunk_rows == 4096  # E of as many bytes as the weight's gradient
-    assert how(grad_weight_out=True).chunk_rows == 1024  # 256 MiB of E
-    assert how(chunk_size=129).chunk_rows == 256
-    assert not kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1, "chunked").dx_in_forward
-
-
-@pytest.mark.parametrize("v", [2, 256, 32_000, 128_256, 262_144, 10**9])
-def test_chunks_whatever_m(v):
-    problem = KernelProblem(v, 4096, "bfloat16", "mean")
-    (rows,) = {kernel_config(problem, m).chunk_rows for m in (1, 4096, 10**6)}
-    assert rows % 128 == 0
-    bounds = (v, E_BYTES), (v + 4096, FEW_BYTES)
-    fits, is_few = (rows * n * 2 <= size for n, size in bounds)
-    one_more_fits, more_are_few = ((rows + 128) * n * 2 <= size for n, size in bounds)
-    assert rows == 128 or (fits and (rows <= 32_768 or is_few))
-    assert not (one_more_fits and (rows < 32_768 or more_are_few))
-    assert [kernel_config(problem, 1, chunk_size=n).chunk_rows for n in (1, 128, 129)] == [128, 128, 256]
-    assert kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1).chunk_rows == 16_640
-    assert [even_chunks(m, 512) for m in (1, 512, 513, 1025, 1536, 1537)] == [128, 512, 384, 384, 512, 512]
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("v", [1, 255, 256, 700, 1000, 5003])
-@pytest.mark.parametrize("h", [8, 64, 136, 1024])
-@pytest.mark.parametrize("rows", [1, 5, 128, 300, 1000])
-def test_nothing_alive_is_overwritten_in_shared_storage(rows, h, v, itemsize):
-    plan = shared_storage(rows, v, h, itemsize)
-    size, c = v * h * itemsize, plan.columns if plan else 0
-    # as many columns as fit: one tile more does not
-    more = c + COLUMN_MULTIPLE
-    assert more * (rows * 2 + h * itemsize) > size - 1024 or more > v
-    if plan is None:
-        return
-    assert c % COLUMN_MULTIPLE == 0
-    assert 0 < c <= v
-    owner = torch.zeros(size, dtype=torch.int8)  # 1: E, alive
-    e = slice(plan.offset, plan.offset + rows * c * 2)
-    assert plan.offset % 1024 == 0
-    assert e.stop <= size
-    owner[e] = 1
-    assert not owner[: c * h * itemsize].any()  # the first GEMM writes here, and reads all of E that lies here
-    owner[e] = 0
-    assert not owner[c * h * itemsize :].any()  # the second one
-
-
-@pytest.mark.parametrize("itemsize", [2, 4, None])
-@pytest.mark.parametrize("v", [1, 255, 256, 257, 700, 1000, 5003, 20_011])
-@pytest.mark.parametrize("h", [8, 64, 136, 1024])
-@pytest.mark.parametrize("m", [1, 5, 128, 300, 1000, 4096])
-def test_nothing_alive_is_overwritten_by_recomputed_blocks(m, h, v, itemsize):
-    for scratch in (256, 768, scratch_columns(m, False, False)):
-        blocks = recompute_blocks(m, v, h, itemsize, scratch)
-        assert [b.v0 for b in blocks] + [v] == [0] + [b.v1 for b in blocks]
-        assert all(b.v0 < b.v1 for b in blocks)
-        assert all(b.v0 % COLUMN_MULTIPLE == 0 for b in blocks)
-        row = h * (itemsize or 0)
-        for v0, v1, offset in blocks:
-            if offset is None:
-                assert v1 - v0 <= scratch
-                continue
-            assert itemsize
-            assert offset % 1024 == 0
-            assert (v1 - v0) % COLUMN_MULTIPLE == 0
-            assert v1 * row <= offset  # behind what is done and what this block writes
-            assert offset + (v1 - v0) * m * 2 <= v * row
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("v", [1, 8, 255, 700, 5003, 20_011, 128_256])
-@pytest.mark.parametrize("h", [8, 136, 1024, 4096])
-@pytest.mark.parametrize("m", [1, 128, 130, 300, 4096, 20_000])
-@pytest.mark.parametrize("chunk_rows", [128, 1024])
-def test_nothing_alive_is_overwritten_by_lean_blocks(chunk_rows, m, h, v, itemsize):
-    problem = LeanProblem(m, v, h, itemsize, even_chunks(m, chunk_rows), -(-v // SOFTMAX_TILE_N))
-    blocks, row = lean_blocks(problem), h * itemsize
-    assert [b.v0 for b in blocks] + [v] == [0] + [b.v1 for b in blocks]
-    for v0, v1, part_rows, e_at, x_at in blocks:
-        n = v1 - v0
-        assert n > 0
-        assert v0 % 8 == 0
-        assert part_rows == m or part_rows % 128 == 0
-        sums = n * h * 4 if part_rows < m and itemsize == 2 else 0
-        if x_at is None:
-            assert part_rows <= problem.scratch_rows
-        else:
-            assert e_at + n * part_rows * 2 <= x_at <= v * row - part_rows * h * 2
-            assert x_at % 1024 == 0
-        if e_at is None:
-            assert x_at is None
-            assert n <= problem.scratch_columns
-        else:
-            assert v0 * row + max(n * row, sums) <= e_at <= v * row - n * part_rows * 2
-            assert n % 8 == e_at % 1024 == 0
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("h", [8, 64, 256, 1024, 4096])
-@pytest.mark.parametrize("v", [5003, 32_000, 256_000])
-@pytest.mark.parametrize("m, chunk_rows", [(8192, 128), (8192, 1024), (8192, 4096), (60_000, 4352)])
-def test_lean_blocks_are_few(m, chunk_rows, v, h, itemsize):
-    problem = LeanProblem(m, v, h, itemsize, even_chunks(m, chunk_rows), -(-v // SOFTMAX_TILE_N))
-    parts = sum(-(-m // block.part_rows) for block in lean_blocks(problem))
-    assert parts <= 40 + 20 * -(-m // chunk_rows)
-
-
-def test_lean_chunks_and_their_scratch():
-    def of(v, h, chunk_rows, m=8192):
-        return LeanProblem(m, v, h, 2, chunk_rows, -(-v // SOFTMAX_TILE_N))
-
-    problem = of(128_256, 4096, 128)
-    assert (len(lean_blocks(problem)), sum(-(-8192 // block.part_rows) for block in lean_blocks(problem))) == (28, 701)
-    assert sum(block.v1 - block.v0 for block in lean_blocks(problem) if block.part_rows == 8192) > 100_000
-    assert problem.scratch_columns == 8  # 131 kB of sums
-    assert of(10, 4096, 4096).scratch_columns == 16  # no more than there are classes
-    assert of(128_256, 4096, 4096).scratch_columns == 336  # 8 MB, a quarter of the rows of x
-    # E lies where the weight's gradient will: three chunks, where 3840 rows would fit
-    assert problem.forward_rows == of(128_256, 4096, 8192).forward_rows == 2816
-    assert of(128_256, 2048, 4096).forward_rows == 1664  # less than half a wave of tiles, but more than a quarter
-    assert of(4000, 256, 128).forward_rows == 128
-    assert of(4000, 256, 128, m=100).forward_rows == 100
-    # E of 1024 rows has memory of its own, which backward takes too
-    assert of(4000, 256, 1024).forward_rows == 0
-    assert 1000 < of(4000, 256, 1024).scratch_columns <= 4000
-
-
-def test_recomputed_blocks_are_few():
-    blocks = recompute_blocks(8192, 128_256, 4096, 2, scratch_columns(8192, False, False))
-    assert [(b.v1 - b.v0) // 256 for b in blocks] == [165, 111, 74, 49, 33, 20, 16, 11, 11, 11]
-    assert sum(b.offset is None for b in blocks) == 2
-    assert recompute_blocks(300, 700, 8, 2, scratch_columns(300, False, False)) == (Block(0, 700, None),)
-    assert len(recompute_blocks(8192, 128_256, 4096, None, scratch_columns(8192, True, False))) <= 9
-    assert len(recompute_blocks(1024, 128_256, 4096, 2, scratch_columns(1024, False, False))) == 3
-
-
-def test_columns_of_scratch():
-    assert [scratch_columns(m, False, False) for m in (1024, 8192, 10**6)] == [16_384, 2816, 2816]
-    assert [scratch_columns(m, False, True) for m in (1024, 8192, 10**6)] == [49_152, 6144, 2816]
-    assert [scratch_columns(m, True, False) for m in (1024, 8192, 10**6)] == [131_072, 16_384, 2816]

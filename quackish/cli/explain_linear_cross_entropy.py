@@ -17,7 +17,6 @@ from quackish.configs.linear_cross_entropy import (
     LinearCrossEntropyConfig,
     LinearCrossEntropyProblem,
     bytes_per_logit,
-    even_chunks,
     kernel_config,
     linear_cross_entropy_config,
 )
@@ -103,9 +102,6 @@ def _chunks(
 ) -> str:
     rows = [step.sizes["rows"] for step in trace.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
     sizes = " and ".join(map(str, dict.fromkeys(rows)))
-    if how.min_memory and rows[0] != min(sum(rows), even_chunks(sum(rows), how.chunk_rows)):
-        where = "as their exponentials lie where the weight's gradient comes to be"
-        return f"{len(rows)} in forward, of {sizes} rows, {where}; memory beside it for {how.chunk_rows}, as asked for"
     if chunk_size:
         why = "which was asked for, in whole tiles"
     elif how.chunk_rows == ROW_MULTIPLE:

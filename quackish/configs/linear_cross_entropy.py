@@ -35,7 +35,7 @@ class LinearCrossEntropyConfig:
     chunk_rows: int
     # `recompute` on kernels:
     dx_in_forward: bool = False  # the input's gradient is made in forward, chunk by chunk
-    min_memory: bool = False  # ... and the weight's in backward, with memory for chunk_rows rows of x
+    dw_in_chunks: bool = False  # ... and the weight's in backward, also chunk by chunk where there are several
 
 
 def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
@@ -86,6 +86,9 @@ BLOCK_BYTES = 1 << 25
 ALONE_BYTES = 3 << 25
 ROOMY_BYTES = 1 << 28
 MIN_BLOCK = 2816
+# Classes per block of a dW that is summed over chunks: 17 MB of fp32 sums at H 4096, and a wave of tiles per GEMM with
+# chunks of 4096 rows.
+DW_BLOCK = 1024
 COLUMN_MULTIPLE = 256  # of a block's columns, and of those where E is split: pieces of a GEMM's tile are 64 wide
 OFFSET_MULTIPLE = 1024  # bytes: where a buffer may start in another one's storage
 
@@ -127,8 +130,8 @@ def kernel_config(
     - `chunked` with reduction "none", and every problem without exp_logits, is `recompute`.
     - `recompute` computes dX in forward where it can, chunk by chunk, with exp_logits in memory that dW takes later. So
       a chunk has at most H rows, or fewer if forward also computes dW of some classes (`first_classes`). If dW is added
-      to the user's buffer, exp_logits fit in ROOMY_BYTES instead. With a `chunk_size`, backward gathers no more rows of
-      x than that at a time: see linear_cross_entropy_lean.py.
+      to the user's buffer, exp_logits fit in ROOMY_BYTES instead. With a `chunk_size`, backward computes dW from
+      as many rows at a time, DW_BLOCK classes at a time, in fp32 sums.
     """
     if schedule == "auto":
         schedule = "chunked"
@@ -137,14 +140,14 @@ def kernel_config(
     if not problem.has_e or (schedule == "chunked" and not problem.known_in_forward):
         schedule = "recompute"
     dx_in_forward = schedule == "recompute" and problem.known_in_forward and not problem.return_lse
-    min_memory = dx_in_forward and chunk_size is not None
+    dw_in_chunks = dx_in_forward and chunk_size is not None
     if chunk_size is None:
         most = max(MOST_CHUNK_ROWS, whole_tiles(FEW_BYTES, problem.v + problem.h))
         chunk_size = min(whole_tiles(E_BYTES, problem.v), most)
         if dx_in_forward:
             there = ROOMY_BYTES if problem.grad_weight_out else E_ITEMSIZE * problem.v * problem.h
             chunk_size = min(chunk_size, whole_tiles(there, problem.v))
-    return LinearCrossEntropyConfig(schedule, round_up(chunk_size, ROW_MULTIPLE), dx_in_forward, min_memory)
+    return LinearCrossEntropyConfig(schedule, round_up(chunk_size, ROW_MULTIPLE), dx_in_forward, dw_in_chunks)
 
 
 def whole_tiles(size: int, v: int) -> int:

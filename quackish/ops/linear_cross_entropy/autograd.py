@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quackish.configs.linear_cross_entropy import ROOMY_BYTES, first_classes, whole_tiles
 from quackish.ops import cuda
-from quackish.ops.linear_cross_entropy import min_memory, schedules
+from quackish.ops.linear_cross_entropy import schedules
 from quackish.ops.linear_cross_entropy.exp_logits import padded, padded_strides
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.schedules import Call, Forward, GradOutputs, Grads, GradsNeeded, RowState
@@ -51,7 +51,7 @@ class KernelPlan(NamedTuple):
     schedule: str  # one that the kernels have for the rest
     chunk_rows: int
     dx_in_forward: bool  # with `recompute`: dx is made in forward
-    min_memory: bool  # ... and dw with memory for chunk_rows rows of x
+    dw_in_chunks: bool  # ... and dw in backward, chunk by chunk if there are several
     compute_dtype: torch.dtype
 
     def call(self, inputs: Inputs) -> Call:
@@ -115,15 +115,11 @@ class KernelPlan(NamedTuple):
             made = self.made_in_forward(wanted)
             if own_dw and may_begin and self.begins_dw(k, call, wanted):
                 return schedules.recompute_forward(k, call, wanted)
-            if self.min_memory and own_dw and wanted.dx and wanted.dw:
-                problem = min_memory.lean_problem(k, call, wanted, self.chunk_rows)
-                if problem.forward_rows:
-                    return min_memory.lean_forward(k, call, wanted, problem)
         if not made.any():
             return schedules.statistics(k, call, self.chunk_rows)
         if self.schedule == "stored":
             return schedules.stored(k, call)
-        return schedules.chunked(k, call, self.rows_in_forward(call, wanted), made, self.min_memory)
+        return schedules.chunked(k, call, self.rows_in_forward(call, wanted), made, self.sums_dw(call))
 
     def made_in_forward(self, wanted: GradsNeeded) -> GradsNeeded:
         """The gradients that are ready before backward, up to a factor."""
@@ -133,13 +129,16 @@ class KernelPlan(NamedTuple):
 
     def begins_dw(self, k, call: Call, wanted: GradsNeeded) -> bool:
         both = wanted.dx is not None and wanted.dw is not None
-        if not (both and self.dx_in_forward and k.keeps_rest) or self.min_memory or wanted.db:
+        if not (both and self.dx_in_forward and k.keeps_rest) or self.sums_dw(call) or wanted.db:
             return False
         return first_classes(call.x.shape[0], *call.w.shape, wanted.dw.itemsize) is not None
 
+    def sums_dw(self, call: Call) -> bool:
+        return self.dw_in_chunks and call.x.shape[0] > self.chunk_rows
+
     def rows_in_forward(self, call: Call, wanted: GradsNeeded) -> int:
         """The rows of a chunk. With `recompute` its E is as large as dw; of a frozen weight there is none to come."""
-        if not self.dx_in_forward or self.min_memory or wanted.dw:
+        if not self.dx_in_forward or self.dw_in_chunks or wanted.dw:
             return self.chunk_rows
         return min(self.chunk_rows, whole_tiles(ROOMY_BYTES, call.w.shape[0]))
 
@@ -172,8 +171,8 @@ class KernelPlan(NamedTuple):
                 kept = kept._replace(dw=made.dw, classes=made.classes)
                 grads = scaled(k, made, incoming.loss, dw_out)
             wanted = wanted.but(early)
-        if self.min_memory and wanted.dx is None and wanted.dw and dw_out is None:
-            rest = min_memory.lean_backward(k, call, kept, incoming, wanted, self.chunk_rows)
+        if self.sums_dw(call) and wanted.dx is None and wanted.dw and dw_out is None:
+            rest = schedules.recompute_dw_in_chunks(k, call, kept, incoming, wanted, self.chunk_rows)
         elif wanted.any():
             rest = schedules.recompute_backward(k, call, kept, incoming, wanted, dw_out)
         else:
@@ -325,7 +324,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _INPUTS = "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? num_items"
 _PLAN = (
     "int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, str schedule, "
-    "SymInt chunk_rows, bool dx_in_forward, bool min_memory, ScalarType compute_dtype"
+    "SymInt chunk_rows, bool dx_in_forward, bool dw_in_chunks, ScalarType compute_dtype"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
 _ROWS = ", ".join(f"Tensor {name}" for name in RowState._fields)

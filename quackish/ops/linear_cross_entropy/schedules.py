@@ -43,6 +43,7 @@ from torch import Tensor
 
 from quackish.configs.lce_rows import NO_PLACE
 from quackish.configs.linear_cross_entropy import (
+    DW_BLOCK,
     even_chunks,
     first_classes,
     recompute_blocks,
@@ -138,11 +139,11 @@ def statistics(k, call: Call, chunk_rows: int) -> Forward:
     return out
 
 
-def chunked(k, call: Call, chunk_rows: int, wanted: GradsNeeded, min_memory: bool = False) -> Forward:
+def chunked(k, call: Call, chunk_rows: int, wanted: GradsNeeded, dw_in_chunks: bool = False) -> Forward:
     """loss, lse and the gradients of the summed loss (divided for "mean"), chunk by chunk.
 
-    dw is summed over chunks in fp32. A single chunk has part of exp_logits in dw's storage. `min_memory`: GEMMs get no
-    scratch.
+    dw is summed over chunks in fp32. A single chunk has part of exp_logits in dw's storage. `dw_in_chunks`: memory
+    is scarce, so GEMMs get no scratch.
     """
     (m, h), v = call.x.shape, call.w.shape[0]
     single = m <= chunk_rows
@@ -153,7 +154,7 @@ def chunked(k, call: Call, chunk_rows: int, wanted: GradsNeeded, min_memory: boo
     out = begin(k, call)
     for start in range(0, m, chunk_rows):
         # not assigned to a name: a chunk's buffers are freed before the next chunk allocates
-        Chunk(k, call, out, start, chunk_rows, dx).statistics_and_gradients(single, dx, dw, db, min_memory)
+        Chunk(k, call, out, start, chunk_rows, dx).statistics_and_gradients(single, dx, dw, db, dw_in_chunks)
     if dw is not None and dw.dtype != wanted.dw:
         dw = dw.to(wanted.dw)
     return out._replace(grads=Grads(dx, dw, db))
@@ -281,6 +282,40 @@ def recompute_backward(
     return Grads(dx, dw, db)
 
 
+def recompute_dw_in_chunks(
+    k, call: Call, kept: Forward, incoming: GradOutputs, wanted: GradsNeeded, chunk_rows: int
+) -> Grads:
+    """dw and dbias, by blocks of classes and chunks of rows; a block's dw is summed in fp32 and rounded once."""
+    (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
+    dtype, chunk_rows = call.x.dtype, even_chunks(m, chunk_rows)
+    dw = matrix(call.x, v, h, wanted.dw)
+    db = vector(call.x, v, torch.float32) if wanted.db else None
+    coefs = matrix(call.x, m, 4, torch.float32)
+    run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
+    block = min(DW_BLOCK, v)
+    xc, dlogits = matrix(call.x, chunk_rows, h, dtype), padded(call.x, chunk_rows, block, dtype)
+    sums = matrix(call.x, block, h, torch.float32) if wanted.dw != torch.float32 else None
+    for v0 in range(0, v, block):
+        v1 = min(v0 + block, v)
+        w, bias = call.w[v0:v1], None if call.bias is None else call.bias[v0:v1]
+        acc = dw[v0:v1] if sums is None else sums[: v1 - v0]
+        for start in range(0, m, chunk_rows):
+            n = min(chunk_rows, m - start)
+            part = slice(start, start + n)
+            e = dlogits[:n, : v1 - v0]
+            gather(k, call, rows, start, xc[:n])
+            k.dlogits(
+                xc[:n], w, bias, coefs[part], rows.slot_target[part], rows.num_live, start, None, call.softcap, False,
+                v0, e,
+            )  # fmt: skip
+            k.dw(e, xc[:n], rows.num_live, start, acc, start > 0)
+            if db is not None:
+                k.bias_sum(e, None, rows.num_live, start, db[v0:v1], start > 0)
+        if sums is not None:
+            dw[v0:v1] = acc
+    return Grads(None, dw, db)
+
+
 # Their parts ---------------------------------------------------------------------------------------------------------
 
 
@@ -329,7 +364,7 @@ class Chunk:
         self._rows("none")
 
     def statistics_and_gradients(
-        self, single: bool, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, min_memory: bool
+        self, single: bool, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, dw_in_chunks: bool
     ) -> None:
         e = E.beside(dw, self.rows) if single and dw is not None else None
         e = e or E.alone(self.call.w, self.rows)
@@ -337,7 +372,7 @@ class Chunk:
         self.statistics_and_scale(e, None if dw is None else self.xc, places)
         rows, start = self.out.rows, self.start
         if dx is not None:
-            e.dx(self.k, self.call.w, self.row_scale, rows, start, dx, None if min_memory else rows.tickets)
+            e.dx(self.k, self.call.w, self.row_scale, rows, start, dx, None if dw_in_chunks else rows.tickets)
         if db is not None:
             e.bias_sum(self.k, self.row_scale, rows, start, db, start > 0)
         if dw is not None:  # last: it takes the targets out of E, and may overwrite it

@@ -59,7 +59,7 @@ def _two_chunks(m: int, plan: KernelPlan) -> tuple[int, KernelPlan]:
     fewer where backward goes by chunks too, and fits its blocks of classes to their rows."""
     if m <= plan.chunk_rows:
         return m, plan
-    if plan.min_memory:
+    if plan.dw_in_chunks:
         return min(m, 2 * even_chunks(m, plan.chunk_rows)), plan
     return m, plan._replace(chunk_rows=max(plan.chunk_rows, even_chunks(m, -(-m // 2))))
 

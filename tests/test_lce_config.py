@@ -1,0 +1,128 @@
+"""Linear cross entropy's rules: which schedule, how many rows per chunk, and where buffers share storage."""
+
+import itertools
+
+from lce_cases import SCHEDULES
+
+from quackish.configs.linear_cross_entropy import (
+    COLUMN_MULTIPLE,
+    E_BYTES,
+    FEW_BYTES,
+    KEPT_BYTES,
+    Block,
+    KernelProblem,
+    even_chunks,
+    first_classes,
+    kernel_config,
+    recompute_blocks,
+    scratch_columns,
+    shared_storage,
+)
+
+
+def test_schedule_rule():
+    def schedule(m, reduction="mean", dtype="bfloat16", asked="auto", **kw):
+        return kernel_config(KernelProblem(128_256, 4096, dtype, reduction, **kw), m, asked).schedule
+
+    limit = KEPT_BYTES // (2 * 128_256)
+    assert {schedule(m, r) for m in (1, 10**6) for r in ("mean", "sum")} == {"chunked"}
+    for kw in (dict(reduction="none"), dict(return_lse=True), dict(grad_weight_out=True)):
+        assert [schedule(m, **kw) for m in (limit, limit + 1)] == ["stored", "recompute"]
+    for asked in ("auto", *SCHEDULES):
+        assert (
+            schedule(1, dtype="float16", asked=asked) == schedule(1, label_smoothing=True, asked=asked) == "recompute"
+        )
+    assert [schedule(10**6, asked=s) for s in SCHEDULES] == SCHEDULES
+    assert schedule(1, "none", asked="chunked") == "recompute"
+
+
+def test_when_recompute_makes_dx_in_forward():
+    def how(reduction="mean", chunk_size=None, **kw):
+        problem = KernelProblem(128_256, 4096, kw.pop("dtype", "bfloat16"), reduction, **kw)
+        return kernel_config(problem, 10**6, "recompute", chunk_size)
+
+    assert [how(r).dx_in_forward for r in ("mean", "sum", "none")] == [True, True, False]
+    for kw in (dict(dtype="float16"), dict(label_smoothing=True), dict(return_lse=True)):
+        assert not how(**kw).dx_in_forward
+    assert how().chunk_rows == 4096  # E of as many bytes as the weight's gradient
+    assert how(grad_weight_out=True).chunk_rows == 1024  # 256 MiB of E
+    assert how(chunk_size=129).chunk_rows == 256
+    assert not kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1, "chunked").dx_in_forward
+
+
+def test_chunks_whatever_m():
+    for v in (2, 256, 32_000, 128_256, 262_144, 10**9):
+        problem = KernelProblem(v, 4096, "bfloat16", "mean")
+        (rows,) = {kernel_config(problem, m).chunk_rows for m in (1, 4096, 10**6)}
+        assert rows % 128 == 0
+        bounds = (v, E_BYTES), (v + 4096, FEW_BYTES)
+        fits, is_few = (rows * n * 2 <= size for n, size in bounds)
+        one_more_fits, more_are_few = ((rows + 128) * n * 2 <= size for n, size in bounds)
+        assert rows == 128 or (fits and (rows <= 32_768 or is_few))
+        assert not (one_more_fits and (rows < 32_768 or more_are_few))
+        assert [kernel_config(problem, 1, chunk_size=n).chunk_rows for n in (1, 128, 129)] == [128, 128, 256]
+    assert kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1).chunk_rows == 16_640
+    assert [even_chunks(m, 512) for m in (1, 512, 513, 1025, 1536, 1537)] == [128, 512, 384, 384, 512, 512]
+
+
+def test_room_for_the_first_classes():
+    assert first_classes(8192, 128_256, 4096, 2) == (42_240, 358_612_992, 2048)
+    assert first_classes(65_536, 128_256, 4096, 2) is None  # chunks of 256 rows
+    assert first_classes(300, 700, 8, 2) is None  # one block of dlogits
+    assert first_classes(4096, 32_000, 2048, 2) is None  # chunks of half a wave of tiles
+    for m, v, h, itemsize in ((8192, 128_256, 4096, 2), (1000, 128_257, 4096, 4), (16_384, 128_256, 4096, 2)):
+        columns, offset, part_rows = first_classes(m, v, h, itemsize)
+        assert columns * h * itemsize <= offset <= v * h * itemsize - m * columns * 2
+        assert part_rows * (v - columns) * 2 <= offset
+
+
+def test_nothing_alive_is_overwritten_in_shared_storage():
+    for rows, h, v, itemsize in itertools.product((1, 5, 128, 300, 1000), (8, 136, 1024), (1, 256, 700, 5003), (2, 4)):
+        plan = shared_storage(rows, v, h, itemsize)
+        size, c = v * h * itemsize, plan.columns if plan else 0
+        # as many columns as fit: one tile more does not
+        more = c + COLUMN_MULTIPLE
+        assert more * (rows * 2 + h * itemsize) > size - 1024 or more > v
+        if plan is None:
+            continue
+        assert c % COLUMN_MULTIPLE == 0
+        assert 0 < c <= v
+        assert plan.offset % 1024 == 0
+        assert plan.offset + rows * c * 2 <= size
+        # The first GEMM writes `columns` classes and reads exp_logits from `offset` on; the second writes over them.
+        assert c * h * itemsize <= plan.offset
+
+
+def test_nothing_alive_is_overwritten_by_recomputed_blocks():
+    shapes = itertools.product((1, 128, 300, 4096), (8, 136, 1024), (1, 256, 257, 5003, 20_011), (2, 4, None))
+    for m, h, v, itemsize in shapes:
+        for scratch in (256, 768, scratch_columns(m, False, False)):
+            blocks = recompute_blocks(m, v, h, itemsize, scratch)
+            assert [b.v0 for b in blocks] + [v] == [0] + [b.v1 for b in blocks]
+            assert all(b.v0 < b.v1 for b in blocks)
+            assert all(b.v0 % COLUMN_MULTIPLE == 0 for b in blocks)
+            row = h * (itemsize or 0)
+            for v0, v1, offset in blocks:
+                if offset is None:
+                    assert v1 - v0 <= scratch
+                    continue
+                assert itemsize
+                assert offset % 1024 == 0
+                assert (v1 - v0) % COLUMN_MULTIPLE == 0
+                assert v1 * row <= offset  # after the rows of dw that are final and those that this block writes
+                assert offset + (v1 - v0) * m * 2 <= v * row
+
+
+def test_recomputed_blocks_are_few():
+    blocks = recompute_blocks(8192, 128_256, 4096, 2, scratch_columns(8192, False, False))
+    assert [(b.v1 - b.v0) // 256 for b in blocks] == [165, 111, 74, 49, 33, 20, 16, 11, 11, 11]
+    assert sum(b.offset is None for b in blocks) == 2
+    assert recompute_blocks(300, 700, 8, 2, scratch_columns(300, False, False)) == (Block(0, 700, None),)
+    assert len(recompute_blocks(8192, 128_256, 4096, None, scratch_columns(8192, True, False))) <= 9
+    assert len(recompute_blocks(1024, 128_256, 4096, 2, scratch_columns(1024, False, False))) == 3
+
+
+def test_columns_of_scratch():
+    assert [scratch_columns(m, False, False) for m in (1024, 8192, 10**6)] == [16_384, 2816, 2816]
+    assert [scratch_columns(m, False, True) for m in (1024, 8192, 10**6)] == [49_152, 6144, 2816]
+    assert [scratch_columns(m, True, False) for m in (1024, 8192, 10**6)] == [131_072, 16_384, 2816]
