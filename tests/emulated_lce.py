@@ -15,7 +15,7 @@ HUGE = 2e38
 HEADROOM = 60.0
 ROW_TILE = 128
 SMALLEST_RATIO = 2.0**-20
-NO_PLACE = 2**31 - 1
+NO_SLOT = 2**31 - 1
 
 
 def encode(x):
@@ -198,7 +198,7 @@ class EmulatedKernels:
             writable, (loss, lse, row_sum, e, e2, xs, row_scale, coefs, places)
         )
         if places is not None:
-            places.fill_(NO_PLACE)
+            places.fill_(NO_SLOT)
         live, padded = self._live(num_live, start, slot_target.shape[0])
         r, t = order[start : start + live].long(), slot_target[:live].long()
         weight = torch.ones(live) if class_weight is None else class_weight[t.clamp(min=0)].float()
@@ -293,7 +293,7 @@ class EmulatedKernels:
             out.copy_(acc)
         if rest is not None:
             assert places.shape[0] == out.shape[0]
-            listed = places != NO_PLACE
+            listed = places != NO_SLOT
             rest[places[listed].long()] = cut_off(acc[listed])
 
     @launcher

@@ -296,7 +296,7 @@ ILLEGAL = [
         "lce_sort", LceSortProblem(False), dict(tile=57_344),
         "tile is 57344 with threads 1024, 233472 bytes of shared memory; expected at most 232448 on H200",
     ),
-    ("lce_targets", LceTargetsProblem(64, BF16, BF16), dict(places=17), "places is 17; expected 1 to 16"),
+    ("lce_targets", LceTargetsProblem(64, BF16, BF16), dict(slots=17), "slots is 17; expected 1 to 16"),
     ("lce_bias", LceBiasProblem(BF16, True, False), dict(lanes=7), "lanes is 7; expected a divisor of threads 512"),
 ]  # fmt: skip
 

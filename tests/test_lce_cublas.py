@@ -12,7 +12,7 @@ from lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make, norm_error, paramete
 
 from quackish import kernels, launch
 from quackish.configs import lce_cublas
-from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRedoProblem, LceWarpsConfig
+from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRescaleProblem, LceWarpsConfig
 from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
 from quackish.gpu import B200, H200
 from quackish.ops import cuda
@@ -44,7 +44,7 @@ def problems():
     yield "lce_exp", LceExpProblem("softmax", None, "float16"), LceWarpsConfig()
     yield "lce_exp", LceExpProblem("dlogits", "float16", "float16", smoothing=True), LceWarpsConfig()
     for stored in (True, False):
-        yield "lce_redo", LceRedoProblem(stored), LceWarpsConfig()
+        yield "lce_rescale", LceRescaleProblem(stored), LceWarpsConfig()
     for h, dtype in (8, "bfloat16"), (1000, "float16"), (4096, "bfloat16"):
         yield "lce_clear", LceClearProblem(h, dtype), LceWarpsConfig()
         yield "lce_scatter", LceScatterProblem(h, dtype, row_scale=True), LceRowsConfig()

@@ -20,7 +20,7 @@ from quackish.configs.gemm import (
 from quackish.gpu import H200
 from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import error, same_bits
-from tests.emulated_lce import NO_PLACE, EmulatedKernels, decode, encode, with_cut_off
+from tests.emulated_lce import NO_SLOT, EmulatedKernels, decode, encode, with_cut_off
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN = float("nan")
@@ -318,7 +318,7 @@ def test_dw_times_a_factor_of_the_device(out, accumulate):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dw_keeps_what_rounding_takes(shape):
     c = Case(**shape)
-    places = torch.full((c.v,), NO_PLACE, dtype=torch.int32)
+    places = torch.full((c.v,), NO_SLOT, dtype=torch.int32)
     places[::3] = torch.randperm(len(places[::3])).int()
     dw, rest = torch.full((c.v, c.h), NAN, dtype=BF16), torch.full((len(places[::3]) + 1, c.h), 77, dtype=torch.int16)
     got, truth = both("dw", c.e[:, : c.v], c.x, c.num_live, 0, dw, False, None, places, rest)
@@ -411,7 +411,7 @@ def test_dw_has_the_same_bits_however_tiles_are_shared(v, places, m):
     given = ()
     if places:
         at = torch.arange(v, dtype=torch.int32)
-        at, rest = torch.where(at % 50 == 0, at // 50, NO_PLACE), torch.zeros(-(-v // 50), c.h, dtype=torch.int16)
+        at, rest = torch.where(at % 50 == 0, at // 50, NO_SLOT), torch.zeros(-(-v // 50), c.h, dtype=torch.int16)
         given = at, rest
     args = c.e[:, : c.v], c.x, c.num_live, 0, torch.full((c.v, c.h), NAN, dtype=BF16), False, None, *given
     got, truth = both("dw", *args)

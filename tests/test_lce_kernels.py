@@ -8,7 +8,7 @@ import torch
 from quackish import kernels, launch
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_rows import (
-    NO_PLACE,
+    NO_SLOT,
     WIDE_BIAS,
     LceBiasConfig,
     LceBiasProblem,
@@ -66,8 +66,8 @@ def problems():
     for stats, h in itertools.product((True, False), (0, 8, 1000, 4096, 16_384)):
         of_x = dict(h=h, dtype="bfloat16" if h else None)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x), LceRowsConfig(), 4
-        options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True, e_split=True)
-        options |= dict(places=stats)
+        options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True)
+        options |= dict(exp_logits_split=True, first_slot_of_class=stats)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
     for how in itertools.product((False, True), repeat=3):
         yield "lce_sort", LceSortProblem(*how), LceSortConfig(), 2
@@ -725,7 +725,7 @@ def test_scale_of_rows_without_x(lce):
 def test_rows_clear_the_places_of_all_classes(lce, v):
     chunk, places = Chunk(random(40, v), targets(40, v, 0.3)), poisoned(v + 5, dtype=torch.int32)
     chunk.run(lce, True, "scale", e=chunk.e.clone(), inv_divisor=torch.ones(1, device="cuda"), places=places[:v])
-    assert (places[:v] == NO_PLACE).all()
+    assert (places[:v] == NO_SLOT).all()
     assert untouched(places[v:])
 
 
@@ -879,7 +879,7 @@ def test_sort(lce, m, live, start, rows, split, presorted):
     args = sort_case(m, 500, live, start, rows, split)
     slot_target, order, _, _, scale, e, e2, _, *outs = args
     whole = e.clone() if e2 is None else torch.cat([e, e2], 1)
-    places = torch.full((500,), NO_PLACE, dtype=torch.int32, device="cuda")
+    places = torch.full((500,), NO_SLOT, dtype=torch.int32, device="cuda")
     index = order_by_class(slot_target, args[2], start) if presorted else None
     lce.sort(*args, places, index)
     n = max(0, min(live - start, rows))
@@ -891,7 +891,7 @@ def test_sort(lce, m, live, start, rows, split, presorted):
         assert same_bits(out[:n], want[place])
         assert untouched(out[n:])
     there = torch.zeros(500, dtype=torch.bool, device="cuda").index_fill_(0, t[t >= 0], True)
-    assert torch.equal(places != NO_PLACE, there)
+    assert torch.equal(places != NO_SLOT, there)
     assert torch.equal(places[there].long(), torch.searchsorted(outs[0][:n], there.nonzero()[:, 0].int()))
     whole[i[t >= 0], t[t >= 0]] = 0
     assert same_bits(e if e2 is None else torch.cat([e, e2], 1), whole)
@@ -930,11 +930,11 @@ def test_targets(lce, m, live, start, h, dw_dtype):
 def test_targets_add_what_rounding_took(lce, h):
     m, v = 700, 300
     args = sort_case(m, v, 650)
-    places = torch.full((v,), NO_PLACE, dtype=torch.int32, device="cuda")
+    places = torch.full((v,), NO_SLOT, dtype=torch.int32, device="cuda")
     lce.sort(*args, places)
     *_, sorted_cls, sorted_row, sorted_grad = args
     x, before = random(m, h, dtype=BF16), random(v, h, seed=9)
-    there = places != NO_PLACE
+    there = places != NO_SLOT
     rest = torch.full((m, h), 12345, dtype=torch.int16, device="cuda")
     rest[places[there].long()] = cut_off(before[there])
     dw = before.to(BF16)

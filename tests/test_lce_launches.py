@@ -24,6 +24,8 @@ from quackish.ops.linear_cross_entropy.launches import GemmLaunches, LceKernels
 def check(given, taken, where):
     """`taken` is from fake_args(): pointers and numbers are given as numbers, tensors as tensors."""
     if isinstance(taken, (tuple, list)):
+        if hasattr(taken, "_fields"):
+            assert type(given) is type(taken), where
         assert len(given) == len(taken), where
         for i, (one, other) in enumerate(zip(given, taken, strict=True)):
             check(one, other, f"{where}, argument {i}")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quackish.configs.choose import config
 from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmProblem
-from quackish.configs.lce_rows import NO_PLACE, ROW_TILE
+from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.configs.rules import name_of
 from quackish.ops.linear_cross_entropy.launches import GemmLaunches
@@ -100,7 +100,7 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
         factor = torch.full((1,), 0.5, device=device) if p.scaled else None
         if p.rest:  # of every 16th row
             places = torch.arange(m, dtype=torch.int32, device=device)
-            places = torch.where(places % 16 == 0, places // 16, NO_PLACE)
+            places = torch.where(places % 16 == 0, places // 16, NO_SLOT)
             rest = torch.zeros(-(-m // 16), n, dtype=torch.int16, device=device)
 
         def launch(gemms):

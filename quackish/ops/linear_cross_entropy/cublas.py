@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from quackish.configs import choose
+from quackish.configs.lce_args import ClearArgs, ExpArgs, RescaleArgs, ScatterArgs
 from quackish.configs.lce_cublas import (
     TILE_N,
     LceClearProblem,
     LceExpProblem,
-    LceRedoProblem,
+    LceRescaleProblem,
     logit_columns,
     product_rows,
 )
@@ -53,7 +54,7 @@ class CublasGemms:
         kernel = self._exp("softmax", e, bias, softcap, part_wsum is not None, class_weight)
         for v0, v1, part in _parts(e, e2, v_split, w.shape[0]):
             for c0, c1, z in _products(xc, w[v0:v1]):
-                kernel(
+                args = ExpArgs(
                     z.data_ptr(),
                     None if part is None else part[:, c0:c1].data_ptr(),
                     None if bias is None else bias[v0 + c0 :].data_ptr(),
@@ -66,28 +67,28 @@ class CublasGemms:
                     part_sum.data_ptr(),
                     None if part_wsum is None else part_wsum.data_ptr(),
                     target_logit.data_ptr(),
+                    (v0 + c0) // TILE_N,
+                    tiles,
                     None,
                     z.stride(0),
                     0 if part is None else part.stride(0),
                     1.0 if softcap is None else softcap,
                     v0 + c0,
-                    (v0 + c0) // TILE_N,
-                    tiles,
                     start,
                     rows,
                     c1 - c0,
-                    self.stream(),
                 )
+                kernel(args, self.stream())
 
     def redo(
         self, xc, w, bias, class_weight, row_shift, slot_target, num_live, start, softcap, e, e2, v_split, part_sum,
         part_wsum, target_logit, row_max_bits, flags,
     ) -> None:  # fmt: skip
         """No GEMM: multiplies exp_logits and sums of flagged rows by exp(their tile's shift - decode(row_max_bits))."""
-        kernel = self._find(("redo", e is None), "lce_redo", LceRedoProblem(e is not None))
+        kernel = self._find(("rescale", e is None), "lce_rescale", LceRescaleProblem(e is not None))
         rows, tiles = xc.shape[0], part_sum.shape[1] // 2
         for v0, v1, part in _parts(e, e2, v_split, w.shape[0]):
-            kernel(
+            args = RescaleArgs(
                 None if part is None else part.data_ptr(),
                 part_sum.data_ptr(),
                 row_max_bits.data_ptr(),
@@ -99,8 +100,8 @@ class CublasGemms:
                 start,
                 rows,
                 v1 - v0,
-                self.stream(),
             )
+            kernel(args, self.stream())
 
     def dlogits(
         self, xc, w, bias, coefs, slot_target, num_live, start, class_weight, softcap, smoothing, v0, e
@@ -109,26 +110,26 @@ class CublasGemms:
             class_weight = None
         kernel = self._exp("dlogits", e, bias, softcap, smoothing, class_weight)
         for c0, c1, z in _products(xc, w):
-            kernel(
+            args = ExpArgs(
                 z.data_ptr(),
                 e[:, c0:c1].data_ptr(),
                 None if bias is None else bias[c0:c1].data_ptr(),
                 None if class_weight is None else class_weight[v0 + c0 :].data_ptr(),
                 slot_target.data_ptr(),
                 num_live.data_ptr(),
-                *(None,) * 6,
+                *(None,) * 6,  # row_shift to target_logit
+                0,
+                0,
                 coefs.data_ptr(),
                 z.stride(0),
                 e.stride(0),
                 1.0 if softcap is None else softcap,
                 v0 + c0,
-                0,
-                0,
                 start,
                 xc.shape[0],
                 c1 - c0,
-                self.stream(),
             )
+            kernel(args, self.stream())
 
     def dx(self, e, e2, v_split, w, row_scale, order, num_live, start, out, accumulate, tickets=None) -> None:
         """Without order, all rows are written."""
@@ -143,11 +144,8 @@ class CublasGemms:
             r1 = min(r0 + step, rows)
             acc = products[: r1 - r0]
             _times_w(e[r0:r1], None if e2 is None else e2[r0:r1], v_split, w, acc, False)
-            scale = row_scale[r0:r1]
-            kernel(
-                acc.data_ptr(), scale.data_ptr(), order.data_ptr(), out.data_ptr(), num_live.data_ptr(), start + r0,
-                r1 - r0, self.stream(),
-            )  # fmt: skip
+            at = acc.data_ptr(), row_scale[r0:r1].data_ptr(), order.data_ptr(), out.data_ptr(), num_live.data_ptr()
+            kernel(ScatterArgs(*at, start + r0, r1 - r0), self.stream())
 
     def dw(self, e, xs, num_live, start, out, accumulate, tickets=None, places=None, rest=None, factor=None) -> None:
         """A 16-bit out is rounded by cuBLAS, which may round on the way where it splits the sum over rows.
@@ -156,7 +154,8 @@ class CublasGemms:
         """
         rows, h = xs.shape
         kernel = self._find(("clear", h, xs.dtype), "lce_clear", LceClearProblem(h, dtype_name(xs)))
-        kernel(xs.data_ptr(), num_live.data_ptr(), start, rows, self.stream())  # 0 * NaN would reach every class
+        # 0 * NaN would reach every class
+        kernel(ClearArgs(xs.data_ptr(), num_live.data_ptr(), start, rows), self.stream())
         if factor is None:
             (addmm if accumulate else mm)(e.t(), xs, out)
         else:  # which cuBLAS takes from the host alone

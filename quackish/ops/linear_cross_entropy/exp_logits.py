@@ -116,7 +116,7 @@ class E:
         self, k, x: Tensor, xs: Tensor, slot_target: Tensor, row_scale: Tensor, rows: RowState, start: int, dw: Tensor,
         accumulate: bool, places: Tensor | None,
     ) -> None:  # fmt: skip
-        """The last to look at the targets' elements: they are 0 afterwards. places: `new_places`, NO_PLACE."""
+        """The last to look at the targets' elements: they are 0 afterwards. places: `new_places`, NO_SLOT."""
         targets = rest = None
         if places is not None or dw.dtype == torch.float32:
             targets = Targets.taken_from(self, k, slot_target, row_scale, rows, start, places, dw)
@@ -170,7 +170,7 @@ def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
 
 
 def new_places(k, like: Tensor, v: int, dw: torch.dtype | None) -> Tensor | None:
-    """(v,) int32 for a 16-bit dw: the row of the rounding residual that belongs to a class, or NO_PLACE.
+    """(v,) int32 for a 16-bit dw: the row of the rounding residual that belongs to a class, or NO_SLOT.
 
     None if the GEMM cannot keep the residual. Then the targets' elements stay in exp_logits: adding their terms to a
     rounded dw would be less exact than rounding xs.

@@ -13,6 +13,16 @@ from torch import Tensor
 from quackish import kernels
 from quackish.configs import choose
 from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem, splits_dw_tail
+from quackish.configs.lce_args import (
+    BiasArgs,
+    CompactArgs,
+    GatherArgs,
+    RowsArgs,
+    ScaleArgs,
+    ScatterArgs,
+    SortArgs,
+    TargetsArgs,
+)
 from quackish.configs.lce_rows import (
     WIDE_BIAS,
     LceBiasProblem,
@@ -221,7 +231,7 @@ class GemmLaunches:
         out: Tensor,  # (n, h) contiguous; fp32 to accumulate
         accumulate: bool,
         tickets: Tensor | None = None,  # as in `dx`, along the rows; used where there are few tiles
-        places: Tensor | None = None,  # (n,) int32; NO_PLACE for none
+        places: Tensor | None = None,  # (n,) int32; NO_SLOT for none
         rest: Tensor | None = None,  # (any, h) int16; both or none, for a bf16 out that is not added to
         factor: Tensor | None = None,  # (1,) fp32; None is 1; not with rest
     ) -> None:
@@ -361,7 +371,7 @@ class LceKernels:
         if kernel is None:
             problem = LceCompactProblem(dtype_name(target), dtype_name(class_weight), divisor)
             kernel = self._find(key, "lce_compact", problem)
-        kernel(
+        args = CompactArgs(
             target.data_ptr(),
             None if class_weight is None else class_weight.data_ptr(),
             items_at,
@@ -373,8 +383,8 @@ class LceKernels:
             ignore_index,
             v,
             target.shape[0],
-            self.stream(),
         )
+        kernel(args, self.stream())
 
     def gather(
         self,
@@ -412,7 +422,7 @@ class LceKernels:
             dtypes = dtype_name(x), dtype_name(target), dtype_name(bias), dtype_name(dx)
             problem = LceGatherProblem(x.shape[1], *dtypes, capped, rows_out, aligned)
             kernel = self._find(key, "lce_gather", problem)
-        kernel(
+        args = GatherArgs(
             x.data_ptr(),
             w.data_ptr(),
             None if bias is None else bias.data_ptr(),
@@ -432,8 +442,8 @@ class LceKernels:
             start,
             slot_target.shape[0],
             v,
-            self.stream(),
         )
+        kernel(args, self.stream())
 
     def rows(
         self,
@@ -526,14 +536,14 @@ class LceKernels:
         if kernel is None:
             problem = LceRowsProblem(*key[2:5], dtype_name(xc), dtype_name(class_weight), *key[7:])
             kernel = self._find(key, "lce_rows", problem)
-        kernel(
+        args = RowsArgs(
+            slot_target.data_ptr(),
+            order.data_ptr(),
+            num_live.data_ptr(),
             address(part_sum),
             address(part_wsum),
             address(target_logit),
             row_max_bits.data_ptr(),
-            slot_target.data_ptr(),
-            order.data_ptr(),
-            num_live.data_ptr(),
             address(class_weight),
             address(total_weight),
             address(loss),
@@ -549,17 +559,17 @@ class LceKernels:
             address(row_scale),
             address(coefs),
             address(places),
-            *strides,
-            v_split,
             1.0 if softcap is None else softcap,
             z_loss,
             label_smoothing,
+            *strides,
+            v_split,
             v,
             tiles,
             start,
             slot_target.shape[0],
-            self.stream(),
         )
+        kernel(args, self.stream())
 
     def sort(
         self,
@@ -574,7 +584,7 @@ class LceKernels:
         sorted_cls: Tensor,  # (rows,) int32
         sorted_row: Tensor,  # (rows,) int32
         sorted_grad: Tensor,  # (rows,) fp32
-        places: Tensor | None = None,  # (v,) int32: NO_PLACE
+        places: Tensor | None = None,  # (v,) int32: NO_SLOT
         index: Tensor | None = None,  # (rows,) int64: `order_by_class`, where there are more than MOST_ROWS_COUNTED
     ) -> None:
         """Takes the target's element out of each live row of E, if it has that class, and lists the rows by class, then
@@ -587,26 +597,26 @@ class LceKernels:
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             kernel = self._find(key, "lce_sort", LceSortProblem(*key[2:]))
-        kernel(
+        args = SortArgs(
             slot_target.data_ptr(),
             order.data_ptr(),
             num_live.data_ptr(),
             row_scale.data_ptr(),
             e.data_ptr(),
             address(e2),
+            e.stride(0),
+            0 if e2 is None else e2.stride(0),
+            v_split,
             sorted_cls.data_ptr(),
             sorted_row.data_ptr(),
             sorted_grad.data_ptr(),
             address(places),
             address(index),
-            e.stride(0),
-            0 if e2 is None else e2.stride(0),
-            v_split,
             e.shape[1] if e2 is None else v_split + e2.shape[1],
             start,
             slot_target.shape[0],
-            self.stream(),
         )
+        kernel(args, self.stream())
 
     def targets(
         self,
@@ -630,8 +640,11 @@ class LceKernels:
         if kernel is None:
             problem = LceTargetsProblem(h, dtype_name(x), dtype_name(dw), aligned, rest is not None)
             kernel = self._find(key, "lce_targets", problem)
-        at = x.data_ptr(), sorted_cls.data_ptr(), sorted_row.data_ptr(), sorted_grad.data_ptr(), num_live.data_ptr()
-        kernel(*at, dw.data_ptr(), address(rest), stride, v0, v0 + n, start, sorted_cls.shape[0], self.stream())
+        args = TargetsArgs(
+            x.data_ptr(), sorted_cls.data_ptr(), sorted_row.data_ptr(), sorted_grad.data_ptr(), num_live.data_ptr(),
+            dw.data_ptr(), address(rest), stride, v0, v0 + n, start, sorted_cls.shape[0],
+        )  # fmt: skip
+        kernel(args, self.stream())
 
     def bias_sum(
         self,
@@ -649,9 +662,10 @@ class LceKernels:
         if kernel is None:
             problem = LceBiasProblem(dtype_name(e), *key[3:])
             kernel = self._find(key, "lce_bias", problem)
-        rows = e.shape[0]
-        at = e.data_ptr(), address(row_scale), db.data_ptr(), num_live.data_ptr()
-        kernel(*at, e.stride(0), start, rows, n, self.stream())
+        args = BiasArgs(
+            e.data_ptr(), address(row_scale), db.data_ptr(), num_live.data_ptr(), e.stride(0), start, e.shape[0], n
+        )
+        kernel(args, self.stream())
 
     def scatter(
         self,
@@ -667,8 +681,8 @@ class LceKernels:
         kernel = self._rows_kernels.get(key)
         if kernel is None:
             kernel = self._find(key, "lce_scatter", LceScatterProblem(h, dtype_name(dx)))
-        at = acc.data_ptr(), None, order.data_ptr(), dx.data_ptr(), num_live.data_ptr()
-        kernel(*at, start, rows, self.stream())
+        args = ScatterArgs(acc.data_ptr(), None, order.data_ptr(), dx.data_ptr(), num_live.data_ptr(), start, rows)
+        kernel(args, self.stream())
 
     def scale(
         self,
@@ -689,4 +703,5 @@ class LceKernels:
         launch, config = kernel
         num_ctas = config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
         second = out if out2 is None else out2
-        launch(out.data_ptr(), second.data_ptr(), factor.data_ptr(), n, n2, num_ctas, self.stream())
+        args = ScaleArgs(out.data_ptr(), second.data_ptr(), factor.data_ptr(), n, n2, num_ctas)
+        launch(args, self.stream())

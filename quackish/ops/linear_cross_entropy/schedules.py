@@ -41,7 +41,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs.lce_rows import NO_PLACE
+from quackish.configs.lce_rows import NO_SLOT
 from quackish.configs.linear_cross_entropy import (
     even_chunks,
     first_classes,
@@ -220,7 +220,7 @@ def recompute_forward(k, call: Call, wanted: GradsNeeded) -> Forward:
         del chunk  # its buffers are freed before the next chunk allocates
     places = new_places(k, call.x, columns, wanted.dw)
     if places is not None:
-        places.fill_(NO_PLACE)
+        places.fill_(NO_SLOT)
     e = E([Block(first, 0, columns)])
     e.dw(k, call.x, xs, out.rows.slot_target, row_scale, out.rows, 0, dw[:columns], False, places)
     return out._replace(grads=Grads(dx), dw=dw, classes=columns)
