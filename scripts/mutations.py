@@ -117,10 +117,10 @@ MUTATIONS = (
         "test_sort",
     ),
     Mutation(
-        "lce_sort_any_place_of_a_class",
+        "lce_sort_any_slot_of_a_class",
         f"{KERNELS}/linear_cross_entropy/sort.py",
-        "cute.arch.atomic_min(places + t, place)",
-        "store_at(places, t, place)",
+        "cute.arch.atomic_min(a.first_slot_of_class + t, slot)",
+        "store_at(a.first_slot_of_class, t, slot)",
         "tests/test_lce_kernels.py",
         "test_sort",
     ),
