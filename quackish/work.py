@@ -1,11 +1,13 @@
 """What a launch has to move and multiply at least, and how many CTAs it has: plain arithmetic on problem and sizes.
 
-Sizes are what a kernel is told at run time: rows, classes, tiles. `KERNELS` says which arguments of a call hold them.
+Sizes are what a kernel is told at run time: rows, classes, tiles. `KERNELS` says which arguments of a call are sizes.
 Bytes are those of device memory that no kernel can do without: each input once, each output once; scratch that stays in
 the L2 is not in them. Rows count as live, all of them: only the device knows how many are ignored.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from quackish.configs.lce_cublas import (
     TILE_N,
     LceClearProblem,
     LceExpProblem,
-    LceRedoProblem,
+    LceRescaleProblem,
     LceWarpsConfig,
 )
 from quackish.configs.lce_rows import (
@@ -107,10 +109,11 @@ def _lce_gemm(p: GemmProblem, s: Sizes) -> Work:
     if p.epilogue in ("softmax", "dlogits"):
         read += n * _bytes(p.bias_dtype) + n * 4 * p.weighted
     if p.epilogue == "softmax":
-        read += m * (4 + 4)  # ref, cls
-        written += m * _ceil_div(n, SOFTMAX_TILE_N) * 4 * (1 + p.smoothing) + m * 4  # a row's sums a tile; zt
+        read += m * (4 + 4)  # row_shift, slot_target
+        # a row's sum per tile; target_logit
+        written += m * _ceil_div(n, SOFTMAX_TILE_N) * 4 * (1 + p.smoothing) + m * 4
     elif p.epilogue == "dlogits":
-        read += m * (16 + 4)  # coefs, cls
+        read += m * (16 + 4)  # coefs, slot_target
     elif p.epilogue == "rows":
         read += m * (4 + 4)  # factor, place
     elif p.accumulate:
@@ -132,17 +135,18 @@ def _lce_gather(p: LceGatherProblem, s: Sizes) -> Work:
     read = (
         (rows + targets) * p.h * _bytes(p.dtype) + rows * (4 + _bytes(p.target_dtype)) + targets * _bytes(p.bias_dtype)
     )
-    written = rows * (p.h * _bytes(p.dtype) + 3 * 4) + 4 * (1 + _ceil_div(rows, ROW_TILE))  # xc; cls, ref, top; flags
+    # live_x; slot_target, row_shift, row_max_bits; flags
+    written = rows * (p.h * _bytes(p.dtype) + 3 * 4) + 4 * (1 + _ceil_div(rows, ROW_TILE))
     return Work(read, written, 2 * rows * p.h)
 
 
 def _lce_rows(p: LceRowsProblem, s: Sizes) -> Work:
     rows, tiles = s["rows"], s["tiles"]
-    read = rows * 3 * 4 + min(rows, s["v"]) * _bytes(p.class_weight_dtype)  # top, cls, order
+    read = rows * 3 * 4 + min(rows, s["v"]) * _bytes(p.class_weight_dtype)  # row_max_bits, slot_target, order
     written = flops = 0
     if p.stats:
         sums = 1 + p.label_smoothing
-        read += rows * (tiles * 4 * sums + 4)  # zt
+        read += rows * (tiles * 4 * sums + 4)  # target_logit
         written += rows * 3 * 4  # loss, lse, row_sum
         flops += rows * tiles * sums
     else:
@@ -150,8 +154,9 @@ def _lce_rows(p: LceRowsProblem, s: Sizes) -> Work:
     if p.grads != "none":
         read += rows * 4 * ((p.grad_loss == "rows") + p.grad_lse)
     if p.grads == "scale":
-        read += rows * (p.h * _bytes(p.dtype) + 4 * (not p.stats))  # xc; zt
-        written += rows * (p.h * _bytes(p.dtype) + 2 + 4) + 4 * s["v"] * p.places  # xs; E at the target; row_scale
+        read += rows * (p.h * _bytes(p.dtype) + 4 * (not p.stats))  # live_x; target_logit
+        # scaled_x; exp_logits at the target; row_scale; first_slot_of_class
+        written += rows * (p.h * _bytes(p.dtype) + 2 + 4) + 4 * s["v"] * p.first_slot_of_class
         flops += rows * p.h
     elif p.grads == "coefs":
         written += rows * 16
@@ -160,14 +165,14 @@ def _lce_rows(p: LceRowsProblem, s: Sizes) -> Work:
 
 def _lce_sort(p: LceSortProblem, s: Sizes) -> Work:
     rows = s["rows"]
-    read = rows * (4 + 4 + 4 + 2 + 8 * p.presorted)  # cls, order, row_scale; E at the target; index
+    read = rows * (4 + 4 + 4 + 2 + 8 * p.presorted)  # slot_target, order, row_scale; exp_logits at the target; index
     note = "" if p.presorted else "compares each row's class with all others', from the L2"
     return Work(read, rows * (3 * 4 + 2), rows, note)
 
 
 def _lce_targets(p: LceTargetsProblem, s: Sizes) -> Work:
     rows, classes = s["rows"], min(s["rows"], s["v1"] - s["v0"])  # at most so many rows of dw
-    read = rows * (p.h * _bytes(p.dtype) + 3 * 4) + classes * p.h * (_bytes(p.dw_dtype) + 2 * p.rest)
+    read = rows * (p.h * _bytes(p.dtype) + 3 * 4) + classes * p.h * (_bytes(p.dw_dtype) + 2 * p.rounding_residual)
     return Work(read, classes * p.h * _bytes(p.dw_dtype), 2 * rows * p.h, "fewer bytes where rows share a target")
 
 
@@ -189,20 +194,20 @@ def _lce_scale(p: LceScaleProblem, s: Sizes) -> Work:
 
 def _lce_exp(p: LceExpProblem, s: Sizes) -> Work:
     rows, n = s["rows"], s["n"]
-    read = rows * (n * 4 + 4) + n * (_bytes(p.bias_dtype) + 4 * p.weighted)  # cls
+    read = rows * (n * 4 + 4) + n * (_bytes(p.bias_dtype) + 4 * p.weighted)  # slot_target
     written = rows * n * _bytes(p.out_dtype)
     if p.kind == "softmax":
-        read += rows * 4  # ref
-        written += rows * (2 * _ceil_div(n, TILE_N) * 4 * (1 + p.smoothing) + 4)  # sums and references; zt
+        read += rows * 4  # row_shift
+        written += rows * (2 * _ceil_div(n, TILE_N) * 4 * (1 + p.smoothing) + 4)  # sums and shifts; target_logit
     else:
         read += rows * 16  # coefs
     return Work(read, written, 3 * rows * n)
 
 
-def _lce_redo(p: LceRedoProblem, s: Sizes) -> Work:
+def _lce_rescale(p: LceRescaleProblem, s: Sizes) -> Work:
     rows, tiles = s["rows"], _ceil_div(s["n"], TILE_N)
     read = rows * (tiles * 4 + 4) + 4 * _ceil_div(rows, ROW_TILE)
-    return Work(read, rows * tiles * 4, 0, "where rows were flagged it reads and writes their E too")
+    return Work(read, rows * tiles * 4, 0, "reads and writes exp_logits of flagged rows too")
 
 
 def _lce_clear(p: LceClearProblem, s: Sizes) -> Work:
@@ -217,7 +222,7 @@ def _given_ctas(problem: Any, config: Any, s: Sizes) -> int:
 
 
 def _row_ctas(problem: Any, config: Any, s: Sizes) -> int:
-    """A warp has a row."""
+    """One warp per row."""
     return _ceil_div(s["rows"], config.threads // 32)
 
 
@@ -235,12 +240,12 @@ def _exp_ctas(problem: LceExpProblem, config: LceWarpsConfig, s: Sizes) -> int:
     return _row_ctas(problem, config, s) * _ceil_div(s["n"], TILE_N)
 
 
-def _redo_ctas(problem: LceRedoProblem, config: LceWarpsConfig, s: Sizes) -> int:
+def _rescale_ctas(problem: LceRescaleProblem, config: LceWarpsConfig, s: Sizes) -> int:
     return _row_ctas(problem, config, s) * _ceil_div(s["n"], 32 * TILE_N)
 
 
 def _targets_ctas(problem: LceTargetsProblem, config: LceTargetsConfig, s: Sizes) -> int:
-    return _ceil_div(s["rows"], config.threads // 32 * config.places) * _ceil_div(problem.h, 256)
+    return _ceil_div(s["rows"], config.threads // 32 * config.slots) * _ceil_div(problem.h, 256)
 
 
 def _norm_tiles(problem: RmsNormBwdProblem, config: Any, s: Sizes) -> int:
@@ -252,130 +257,44 @@ def _norm_tiles(problem: RmsNormBwdProblem, config: Any, s: Sizes) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel as its callers see it. `arguments`: names of what a call gives, in order, the stream last; a tuple in
-    parentheses. `sizes`: those of them that hold sizes."""
+    """A kernel as its callers see it. `sizes`: which arguments of a call are sizes, as fields of its NamedTuple, or
+    where the call has no such tuple, with their positions: (argument,), or (argument, element) in a tuple."""
 
     class_names: tuple[str, ...]
-    arguments: str
-    sizes: tuple[str, ...]
+    sizes: tuple[str, ...] | Mapping[str, tuple[int, ...]]
     work: Callable[[Any, Sizes], Work]
     ctas: Callable[[Any, Any, Sizes], int]
-    tiles: Callable[[Any, Any, Sizes], int] | None = None  # where CTAs are persistent: what they walk over
-
-    def places(self) -> dict[str, tuple[int, ...]]:
-        """Where in a call's arguments each size is."""
-        found, at = {}, ()
-        for word in self.arguments.replace("(", " ( ").replace(")", " ) ").split():
-            if word == "(":
-                at = (*at[:-1], at[-1] + 1, -1) if at else (0, -1)
-            elif word == ")":
-                at = at[:-1]
-            else:
-                at = (*at[:-1], at[-1] + 1) if at else (0,)
-                if word in self.sizes:
-                    found[word] = at
-        return found
+    tiles: Callable[[Any, Any, Sizes], int] | None = None  # what persistent CTAs iterate over
 
 
 KERNELS = {
-    "rms_norm_fwd": Kernel(
-        ("RmsNormFwd",),
-        "x weight bias residual y res rstd x_strides residual_strides eps weight_offset m num_ctas stream",
-        ("m", "num_ctas"),
-        _rms_norm_fwd,
-        _given_ctas,
-    ),
-    "rms_norm_bwd": Kernel(
-        ("RmsNormBwd",),
-        "x weight dy dres rstd dx dresidual dweight dbias scratch tickets x_strides dy_strides dres_strides "
-        "weight_offset m num_ctas stream",
-        ("m", "num_ctas"),
-        _rms_norm_bwd,
-        _given_ctas,
-        _norm_tiles,
-    ),
+    "rms_norm_fwd": Kernel(("RmsNormFwd",), {"m": (-3,), "num_ctas": (-2,)}, _rms_norm_fwd, _given_ctas),
+    "rms_norm_bwd": Kernel(("RmsNormBwd",), {"m": (-3,), "num_ctas": (-2,)}, _rms_norm_bwd, _given_ctas, _norm_tiles),
     "lce_gemm": Kernel(
         ("GemmSm90",),
-        "a second b d epilogue_args tail_args ticket num_live (m n k split start) strides max_clusters stream",
-        ("m", "n", "k", "max_clusters"),
+        {"m": (-4, 0), "n": (-4, 1), "k": (-4, 2), "max_clusters": (-2,)},
         _lce_gemm,
         _gemm_ctas,
         _gemm_tiles,
     ),
-    "lce_compact": Kernel(
-        ("LceCompact",),
-        "target class_weight num_items_at order inv_divisor tickets num_live num_items ignore_index v m stream",
-        ("v", "m"),
-        _lce_compact,
-        lambda problem, config, s: 1,
-    ),
-    "lce_gather": Kernel(
-        ("LceGather",),
-        "x w bias target order num_live xc slot_target row_shift row_max_bits flags dx loss lse x_stride softcap "
-        "start rows v stream",
-        ("rows", "v"),
-        _lce_gather,
-        _row_ctas,
-    ),
-    "lce_rows": Kernel(
-        ("LceRows",),
-        "part_sum part_wsum target_logit row_max_bits slot_target order num_live class_weight total_weight loss lse "
-        "row_sum grad_loss inv_divisor "
-        "grad_lse e e2 xc xs row_scale coefs places e_stride e2_stride v_split softcap z_loss label_smoothing v tiles "
-        "start rows stream",
-        ("v", "tiles", "rows"),
-        _lce_rows,
-        _row_ctas,
-    ),
+    "lce_compact": Kernel(("LceCompact",), ("v", "m"), _lce_compact, lambda problem, config, s: 1),
+    "lce_gather": Kernel(("LceGather",), ("rows", "v"), _lce_gather, _row_ctas),
+    "lce_rows": Kernel(("LceRows",), ("v", "tiles", "rows"), _lce_rows, _row_ctas),
     "lce_sort": Kernel(
         ("LceSort",),
-        "slot_target order num_live row_scale e e2 sorted_cls sorted_row sorted_grad places index e_stride "
-        "e2_stride v_split v "
-        "start rows stream",
         ("rows",),
         _lce_sort,
         lambda problem, config, s: _ceil_div(s["rows"], config.threads if problem.presorted else 32),
     ),
-    "lce_targets": Kernel(
-        ("LceTargets",),
-        "x sorted_cls sorted_row sorted_grad num_live dw rest x_stride v0 v1 start rows stream",
-        ("v0", "v1", "rows"),
-        _lce_targets,
-        _targets_ctas,
-    ),
-    "lce_bias": Kernel(
-        ("LceBias",),
-        "e row_scale db num_live e_stride start rows n stream",
-        ("rows", "n"),
-        _lce_bias,
-        lambda problem, config, s: config.num_ctas(s["n"]),
-    ),
-    "lce_scatter": Kernel(
-        ("LceScatter",), "acc row_scale order dx num_live start rows stream", ("rows",), _lce_scatter, _row_ctas
-    ),
-    "lce_scale": Kernel(
-        ("LceScale",), "out out2 factor n n2 num_ctas stream", ("n", "n2", "num_ctas"), _lce_scale, _given_ctas
-    ),
-    "lce_exp": Kernel(
-        ("LceExp",),
-        "z e bias class_weight slot_target num_live row_shift row_max_bits flags part_sum part_wsum target_logit "
-        "coefs z_stride e_stride softcap v0 "
-        "tile0 tiles start rows n stream",
-        ("rows", "n"),
-        _lce_exp,
-        _exp_ctas,
-    ),
-    "lce_redo": Kernel(
-        ("LceRedo",),
-        "e part_sum row_max_bits flags num_live e_stride tile0 tiles start rows n stream",
-        ("rows", "n"),
-        _lce_redo,
-        _redo_ctas,
-    ),
-    "lce_clear": Kernel(("LceClear",), "out num_live start rows stream", ("rows",), _lce_clear, _row_ctas),
+    "lce_targets": Kernel(("LceTargets",), ("v0", "v1", "rows"), _lce_targets, _targets_ctas),
+    "lce_bias": Kernel(("LceBias",), ("rows", "n"), _lce_bias, lambda problem, config, s: config.num_ctas(s["n"])),
+    "lce_scatter": Kernel(("LceScatter",), ("rows",), _lce_scatter, _row_ctas),
+    "lce_scale": Kernel(("LceScale",), ("n", "n2", "num_ctas"), _lce_scale, _given_ctas),
+    "lce_exp": Kernel(("LceExp",), ("rows", "n"), _lce_exp, _exp_ctas),
+    "lce_rescale": Kernel(("LceRescale",), ("rows", "n"), _lce_rescale, _rescale_ctas),
+    "lce_clear": Kernel(("LceClear",), ("rows",), _lce_clear, _row_ctas),
 }
 _NAMES = {cls: name for name, kernel in KERNELS.items() for cls in kernel.class_names}
-_PLACES = {name: tuple(kernel.places().items()) for name, kernel in KERNELS.items()}
 
 
 def kernel_of(class_name: str) -> str | None:
@@ -385,13 +304,10 @@ def kernel_of(class_name: str) -> str | None:
 
 def sizes_of(kernel: str, args: Sequence[Any]) -> dict[str, int]:
     """The sizes among the arguments of a call."""
-    found = {}
-    for name, place in _PLACES[kernel]:
-        value = args
-        for i in place:
-            value = value[i]
-        found[name] = value
-    return found
+    sizes = KERNELS[kernel].sizes
+    if isinstance(sizes, tuple):
+        return {name: getattr(args[0], name) for name in sizes}
+    return {name: functools.reduce(operator.getitem, path, args) for name, path in sizes.items()}
 
 
 def work(kernel: str, problem: Any, sizes: Sizes) -> Work:

@@ -117,10 +117,10 @@ MUTATIONS = (
         "test_sort",
     ),
     Mutation(
-        "lce_sort_any_place_of_a_class",
+        "lce_sort_any_slot_of_a_class",
         f"{KERNELS}/linear_cross_entropy/sort.py",
-        "cute.arch.atomic_min(places + t, place)",
-        "store_at(places, t, place)",
+        "cute.arch.atomic_min(a.first_slot_of_class + t, slot)",
+        "store_at(a.first_slot_of_class, t, slot)",
         "tests/test_lce_kernels.py",
         "test_sort",
     ),
@@ -169,7 +169,7 @@ MUTATIONS = (
     Mutation(
         "saved_exponentials_of_a_retained_graph_written",
         f"{OPS}/linear_cross_entropy/autograd.py",
-        "if e is None or not _is_graph_kept():",
+        "if saved is None or not _is_graph_kept():",
         "if True:",
         "tests/test_lce_schedules.py",
         "writes_no_saved_tensor and stored",
@@ -184,7 +184,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients_of_two_dtypes_scaled_as_one",
-        f"{OPS}/linear_cross_entropy/autograd.py",
+        f"{OPS}/linear_cross_entropy/schedules.py",
         "if there and there[0].dtype == grad.dtype else None",
         "if there else None",
         "tests/test_lce_schedules.py",
@@ -203,7 +203,7 @@ MUTATIONS = (
         f"{OPS}/cuda.py",
         "(lambda: stream_of(device.index))",
         "(lambda: 0)",
-        "tests/test_lce_launches.py",
+        "tests/test_lce_cublas.py",
         "launches_are_on_the_current_stream",
     ),
 )

@@ -20,14 +20,24 @@ def _no_table_of_the_users(tmp_path_factory):
 
 
 @pytest.fixture
-def narrow(monkeypatch):
-    """Blocks of recompute's backward, and chunks of its forward, that are small enough for small shapes."""
+def limits(monkeypatch):
+    """Sets constants of linear cross entropy's layouts: `limits(SHARED_FROM=0)`."""
     from quackish.configs import linear_cross_entropy as configs
-    from quackish.ops.linear_cross_entropy import schedules
 
-    for module in (configs, schedules):
-        monkeypatch.setattr(module, "scratch_columns", lambda *how: 256)
-    monkeypatch.setattr(configs, "LEAST_PART", 128 * 512)
-    configs.first_classes.cache_clear()
-    yield
-    configs.first_classes.cache_clear()
+    caches = configs.layout, configs.first_classes
+
+    def set_constants(**constants):
+        for name, value in constants.items():
+            monkeypatch.setattr(configs, name, value)
+        for cache in caches:
+            cache.cache_clear()
+
+    yield set_constants
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def narrow(limits):
+    """Blocks of recompute's backward, and chunks of its forward, that are small enough for small shapes."""
+    limits(scratch_columns=lambda *how: 256, LEAST_PART=128 * 512)

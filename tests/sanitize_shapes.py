@@ -14,9 +14,8 @@ from quackish.configs import linear_cross_entropy as configs
 from quackish.configs.lce_rows import MOST_ROWS_COUNTED
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
 from quackish.ops.linear_cross_entropy import exp_logits as of_e
-from quackish.ops.linear_cross_entropy import linear_cross_entropy, schedules
-from quackish.ops.linear_cross_entropy.cublas import CublasGemms
-from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy import linear_cross_entropy
+from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
 from quackish.testing.errors import error
@@ -77,6 +76,12 @@ LINEAR_CROSS_ENTROPY = {
 }  # fmt: skip
 
 
+def set_constants(constants: dict) -> None:
+    vars(configs).update(constants)
+    for cache in configs.layout, configs.first_classes:
+        cache.cache_clear()
+
+
 def check_linear_cross_entropy(name: str) -> bool:
     m, h, v, dtype, how, options = LINEAR_CROSS_ENTROPY[name]
     lse, live, buffer = options.get("lse", False), options.get("live", True), options.get("buffer", False)
@@ -93,15 +98,16 @@ def check_linear_cross_entropy(name: str) -> bool:
         grad_lse = torch.linspace(-1, 1, m, device=device) if lse else None
         return x, w, target, kw, grad_lse
 
-    kernels_of, of_e.SHARED_FROM = on_kernels.kernels_of, 0  # memory is shared as with large E
+    constants = dict(SHARED_FROM=0)  # memory is shared as with large exp_logits
+    kernels_of = on_kernels.kernels_of
     of_e.MOST_ROWS_COUNTED = 100 if "PyTorch sorts" in name else MOST_ROWS_COUNTED
-    scratch_columns, least_part = configs.scratch_columns, configs.LEAST_PART
     if "cublas" in name:
-        on_kernels.kernels_of = lambda device: LceKernels(device, CublasGemms(device))
+        on_kernels.kernels_of = lambda device: CublasKernels(device)
     if narrow:  # blocks and chunks that are small enough, as conftest.py's `narrow` makes them
-        configs.scratch_columns = schedules.scratch_columns = lambda *how: 256
-        configs.LEAST_PART = 1
-        assert configs.first_classes(m, v, h, dtype.itemsize) is not None
+        constants |= dict(scratch_columns=lambda *how: 256, LEAST_PART=1)
+    before = {name: getattr(configs, name) for name in constants}
+    set_constants(constants)
+    assert not narrow or configs.first_classes(m, v, h, dtype.itemsize) is not None
     x, w, target, kw, grad_lse = made(GPU)
     if alone:
         dw = torch.zeros(w.shape, device=GPU) if buffer else None
@@ -112,8 +118,7 @@ def check_linear_cross_entropy(name: str) -> bool:
         loss, _, grads = run(x, w, target, kw, grad_lse=grad_lse, backend="cute", **how)
         got = [loss, *grads]
     on_kernels.kernels_of = kernels_of
-    configs.scratch_columns = schedules.scratch_columns = scratch_columns
-    configs.LEAST_PART = least_part
+    set_constants(before)
 
     x, w, target, kw, grad_lse = made("cpu")
     loss, _, grads = truth(x, w, target, kw, grad_lse=grad_lse)

@@ -17,7 +17,6 @@ import quackish
 from quackish import config, errors, gpu, kernels, launch, toolchain
 from quackish.configs import choose, table
 from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_smem_bytes, gemm_why_illegal
-from quackish.configs.lce_cublas import LceClearProblem
 from quackish.configs.lce_rows import (
     LceBiasProblem,
     LceCompactProblem,
@@ -42,8 +41,7 @@ from quackish.configs.rms_norm import (
 from quackish.configs.rules import NAMES, RULES
 from quackish.gpu import B200, H100, H200
 from quackish.launch import compile
-from quackish.ops.linear_cross_entropy.cublas import CublasGemms
-from quackish.ops.linear_cross_entropy.launches import GemmLaunches, LceKernels
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.testing.errors import error, same_bits
 from tests import idle_kernels
@@ -296,7 +294,7 @@ ILLEGAL = [
         "lce_sort", LceSortProblem(False), dict(tile=57_344),
         "tile is 57344 with threads 1024, 233472 bytes of shared memory; expected at most 232448 on H200",
     ),
-    ("lce_targets", LceTargetsProblem(64, BF16, BF16), dict(places=17), "places is 17; expected 1 to 16"),
+    ("lce_targets", LceTargetsProblem(64, BF16, BF16), dict(slots=17), "slots is 17; expected 1 to 16"),
     ("lce_bias", LceBiasProblem(BF16, True, False), dict(lanes=7), "lanes is 7; expected a divisor of threads 512"),
 ]  # fmt: skip
 
@@ -448,15 +446,14 @@ def test_what_is_chosen_while_a_block_ends_is_not_kept(launches, monkeypatch):
 
 def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
     device = torch.device("cpu")
-    gemms = GemmLaunches(device, H200)
-    k = LceKernels(device, gemms)
+    k = LceKernels(device, H200)
     e, xs, live = torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(1)
     out, acc, order = torch.zeros(64, 64), torch.zeros(128, 64), torch.zeros(128, dtype=torch.int32)
 
     def both():
         launches.clear()
         k.dw(e, xs, live, 0, out, False)
-        k.scatter(acc, order, live, 0, out)
+        k.scatter(acc, None, order, live, 0, out)
         k.scale(out, live)
         return [made.threads if not isinstance(made, GemmConfig) else made.group for _, _, made in launches]
 
@@ -464,16 +461,7 @@ def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
     with config(lce_dw=dict(group=3), lce_scatter=dict(threads=96), lce_scale=dict(threads=64)):
         assert both() == [3, 96, 64]
     assert both() == usual
-    for cache in gemms._gemms, k._rows_kernels, k._scale_kernels:  # blocks in every step must not fill the memory
-        assert {key[0] for key in cache} == {choose.epoch}
-
-    cublas = CublasGemms(device, B200)
-    clears = []
-    for forced in (dict(), dict(lce_clear=dict(threads=96)), dict()):
-        with config(**forced):
-            cublas._find(("clear",), "lce_clear", LceClearProblem(64, BF16))()
-            clears.append(launches[-1].config.threads)
-    assert clears == [256, 96, 256]
+    assert len(k._kernels) == 3  # blocks in every step must not fill the memory
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

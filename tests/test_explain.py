@@ -21,8 +21,6 @@ from quackish.ops import rms_norm_plans
 from quackish.ops.linear_cross_entropy import api as public
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
 from quackish.ops.linear_cross_entropy import cublas
-from quackish.ops.linear_cross_entropy import launches as gemms
-from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.work import kernel_of, sizes_of, work
 
 BF16 = "bfloat16"
@@ -261,8 +259,7 @@ def launched(request, monkeypatch):
         monkeypatch.setattr(cublas, name, lambda a, b, out: None)
     monkeypatch.setattr(public, "no_kernel_on", lambda device: "")
     monkeypatch.setattr(public, "_plans", {})
-    of_gpu = (gemms.GemmLaunches if request.param is H200 else cublas.CublasGemms)(torch.device("cpu"), request.param)
-    k = LceKernels(torch.device("cpu"), of_gpu)
+    k = on_kernels.kernels_on(torch.device("cpu"), request.param)
     monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
     return request.param, seen
 

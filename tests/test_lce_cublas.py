@@ -7,26 +7,25 @@ import itertools
 
 import pytest
 import torch
-from emulated_lce import EmulatedKernels, decode, encode
+from emulated_kernels import CPU, addmm, decode, encode, kernel_for, lce_kernels, mm
 from lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make, norm_error, parameters, run, truth, unit_roundoff
 
 from quackish import kernels, launch
 from quackish.configs import lce_cublas
-from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRedoProblem, LceWarpsConfig
+from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRescaleProblem, LceWarpsConfig
 from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
 from quackish.gpu import B200, H200
 from quackish.ops import cuda
 from quackish.ops.linear_cross_entropy import api as public
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
-from quackish.ops.linear_cross_entropy import cublas, launches, linear_cross_entropy
-from quackish.ops.linear_cross_entropy import exp_logits as of_e
-from quackish.ops.linear_cross_entropy.cublas import CublasGemms
-from quackish.ops.linear_cross_entropy.launches import GemmLaunches, LceKernels
+from quackish.ops.linear_cross_entropy import cublas, linear_cross_entropy
+from quackish.ops.linear_cross_entropy.cublas import CublasKernels
+from quackish.ops.linear_cross_entropy.launches import LceKernels, LogitsArgs
 from quackish.testing.errors import error, same_bits
-from tests import emulated_launches
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
+LOGITS = "logits", "recompute_flagged"
 
 
 # Compiled -----------------------------------------------------------------------------------------------------------
@@ -44,7 +43,7 @@ def problems():
     yield "lce_exp", LceExpProblem("softmax", None, "float16"), LceWarpsConfig()
     yield "lce_exp", LceExpProblem("dlogits", "float16", "float16", smoothing=True), LceWarpsConfig()
     for stored in (True, False):
-        yield "lce_redo", LceRedoProblem(stored), LceWarpsConfig()
+        yield "lce_rescale", LceRescaleProblem(stored), LceWarpsConfig()
     for h, dtype in (8, "bfloat16"), (1000, "float16"), (4096, "bfloat16"):
         yield "lce_clear", LceClearProblem(h, dtype), LceWarpsConfig()
         yield "lce_scatter", LceScatterProblem(h, dtype, row_scale=True), LceRowsConfig()
@@ -59,14 +58,20 @@ def test_compiles(name, problem, config, gpu):
     assert 4 * config.threads * used.registers <= 65_536, used
 
 
-@pytest.mark.parametrize("gpu, chosen", [(H200, GemmLaunches), (B200, CublasGemms)], ids=["H200", "B200"])
+@pytest.mark.parametrize("gpu, chosen", [(H200, LceKernels), (B200, CublasKernels)], ids=["H200", "B200"])
 def test_which_gemms(gpu, chosen, monkeypatch):
-    for module in (public, launches, cublas):
-        monkeypatch.setattr(module, "gpu_of", lambda index: gpu)
-    monkeypatch.setattr("quackish.ops.linear_cross_entropy.launches.gpu_of", lambda index: gpu)
+    monkeypatch.setattr(public, "gpu_of", lambda index: gpu)
     device = torch.device("cuda", 0)
     assert public._no_kernel_on.__wrapped__(device) == ""
-    assert isinstance(launches.gemms_of(device), chosen)
+    assert type(on_kernels.kernels_on(device, gpu)) is chosen
+
+
+@pytest.mark.parametrize("kind", [LceKernels, CublasKernels])
+def test_launches_are_on_the_current_stream_of_their_device(kind, monkeypatch):
+    k = kind(torch.device("cuda", 3), H200)
+    for current in (7, 8):
+        monkeypatch.setattr(cuda, "stream_of", lambda index, current=current: 1000 * index + current)
+        assert k.stream() == 3000 + current
 
 
 # Launchers against the emulation of ours ----------------------------------------------------------------------------
@@ -82,11 +87,9 @@ def device(request, monkeypatch):
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     if request.param == "emulated":
-        monkeypatch.setattr(launch, "get", emulated_launches.get)
-        monkeypatch.setattr(cublas, "gpu_of", lambda index: B200)
-        monkeypatch.setattr(cublas, "mm", emulated_launches.mm)
-        monkeypatch.setattr(cublas, "addmm", emulated_launches.addmm)
-        yield torch.device("cpu")
+        monkeypatch.setattr(cublas, "mm", mm)
+        monkeypatch.setattr(cublas, "addmm", addmm)
+        yield CPU
     else:
         monkeypatch.setattr(cuda, "empty", cuda._empty)  # the shorter way is not PyTorch's to fill
         yield torch.device("cuda", torch.cuda.current_device())
@@ -143,12 +146,15 @@ def moved(t, device):
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
 
 
-def call(gemms, names, args):
+def with_cublas(device):
+    return CublasKernels(device, B200, kernel_for) if device.type == "cpu" else CublasKernels(device)
+
+
+def call(k, names, args):
     """The arguments after launches by these names."""
-    device = gemms.device if isinstance(gemms, CublasGemms) else "cpu"
-    args = [moved(a, device) for a in args]
+    args = [moved(a, k.device) for a in args]
     for name in names:
-        getattr(gemms, name)(*args)
+        getattr(k, name)(*([LogitsArgs(*args)] if name in LOGITS else args))
     return [moved(a, "cpu") for a in args]
 
 
@@ -158,7 +164,7 @@ def softmax_args(c, k, softcap=None, bias=None, stored=True, wsum=False, weighte
     row_shift[c.live :] = 2e38
     return (
         c.x, c.w, None if bias is None else c.bias.to(bias), c.weight if weighted else None,
-        row_shift, c.slot_target, c.num_live, c.start, softcap,
+        row_shift, c.slot_target, c.num_live, c.start, softcap or 0.0,
         c.blank(c.rows, -(-first // 64) * 64, dtype=BF16)[:, :first] if stored else None,
         c.blank(c.rows, -(-(c.v - first) // 64) * 64, dtype=BF16)[:, : c.v - first] if stored and v_split else None,
         v_split, c.blank(c.rows, tiles),
@@ -167,10 +173,10 @@ def softmax_args(c, k, softcap=None, bias=None, stored=True, wsum=False, weighte
     )  # fmt: skip
 
 
-def softmax(c, device, names=("logits", "redo"), **given):
+def softmax(c, device, names=LOGITS, **given):
     """(E, row sums, weighted row sums, target_logit, row_max_bits, flags), and the same as emulated."""
     found = []
-    for k in (CublasGemms(device), EmulatedKernels()):
+    for k in (with_cublas(device), lce_kernels()):
         *_, e, _, _, part_sum, part_wsum, target_logit, row_max_bits, flags = call(
             k, names, softmax_args(c, k, **given)
         )
@@ -202,9 +208,13 @@ def test_softmax_into_two_buffers(options, device):
     c, given = Case(v=1500), SOFTMAX[options]
     far = torch.tensor([3, 130, 250])
     c.x[far] = c.x[far] * 60
-    k = CublasGemms(device)
-    *_, whole, _, _, sums, wsums, target_logit, _, flags = call(k, ["logits", "redo"], softmax_args(c, k, **given))
-    *_, e, e2, _, sums2, wsums2, zt2, _, flags2 = call(k, ["logits", "redo"], softmax_args(c, k, v_split=512, **given))
+    k = with_cublas(device)
+    *_, whole, _, _, sums, wsums, target_logit, _, flags = call(
+        k, ["logits", "recompute_flagged"], softmax_args(c, k, **given)
+    )
+    *_, e, e2, _, sums2, wsums2, zt2, _, flags2 = call(
+        k, ["logits", "recompute_flagged"], softmax_args(c, k, v_split=512, **given)
+    )
     assert flags[0] == 1
     assert same_bits(flags, flags2)
     for one, other in (sums, sums2), (wsums, wsums2), (target_logit, zt2):
@@ -247,13 +257,13 @@ def test_dlogits(shape, options, device):
     coefs = torch.rand(c.rows, 4, generator=torch.Generator().manual_seed(7))
     coefs[: c.live, 0] = torch.logsumexp(c.x[: c.live].float() @ c.w.float().T, 1)
     coefs[c.live :] = NAN
-    softcap = 3.0 if options == "softcap" else None
+    softcap = 3.0 if options == "softcap" else 0.0
     bias = c.bias.to(BF16) if options == "bias" else None
     smoothing = options in ("smoothing", "weighted")
     weight = c.weight if options == "weighted" else None
     e = c.blank(c.rows, -(-c.v // 64) * 64, dtype=c.dtype)[:, : c.v]
     args = c.x, c.w, bias, coefs, c.slot_target, c.num_live, c.start, weight, softcap, smoothing, 0, e
-    got, want = (call(k, ["dlogits"], args)[-1] for k in (CublasGemms(device), EmulatedKernels()))
+    got, want = (call(k, ["dlogits"], args)[-1] for k in (with_cublas(device), lce_kernels()))
     assert close(got[: c.live], want[: c.live], 0.005)
     assert (got[c.live :] == 0).all()
 
@@ -267,7 +277,7 @@ def test_dx_to_the_rows_of_order(shape, out, device):
             e, e2 = (c.e, None) if v_split == 0 else (c.e[:, :v_split].contiguous(), c.e[:, v_split:])
             dx = c.blank(c.start + c.rows, c.h, dtype=out)
             args = e, e2, v_split, c.w, c.row_scale, c.order, c.num_live, c.start, dx, False
-            got, want = (call(k, ["dx"], args)[8] for k in (CublasGemms(device), EmulatedKernels()))
+            got, want = (call(k, ["dx"], args)[8] for k in (with_cublas(device), lce_kernels()))
             rows = c.order[c.start : c.start + c.live].long()
             assert close(got[rows], want[rows], 0.004 if out == BF16 else 1e-5)
             others = torch.ones(len(dx), dtype=torch.bool)
@@ -280,7 +290,7 @@ def test_dx_in_fp32_rows_of_the_chunk(accumulate, device):
     c = Case(live=257, start=100)
     out = torch.randn(c.rows, c.h) if accumulate else c.blank(c.rows, c.h)
     args = c.e, None, 0, c.w, None, None, c.num_live, c.start, out, accumulate
-    got, want = (call(k, ["dx"], args)[8] for k in (CublasGemms(device), EmulatedKernels()))
+    got, want = (call(k, ["dx"], args)[8] for k in (with_cublas(device), lce_kernels()))
     assert close(got[: c.live], want[: c.live], 1e-5)
 
 
@@ -291,8 +301,8 @@ def test_dw(shape, out, accumulate, device):
     dw = torch.randn(c.v, c.h) if accumulate else c.blank(c.v, c.h, dtype=out)
     x = c.x.clone()
     x[c.live : -(-c.live // 128) * 128] = 0
-    got = call(CublasGemms(device), ["dw"], (c.e, c.x, c.num_live, c.start, dw, accumulate))[4]
-    want = call(EmulatedKernels(), ["dw"], (c.e, x, c.num_live, c.start, dw, accumulate))[4]
+    got = call(with_cublas(device), ["dw"], (c.e, c.x, c.num_live, c.start, dw, accumulate))[4]
+    want = call(lce_kernels(), ["dw"], (c.e, x, c.num_live, c.start, dw, accumulate))[4]
     assert close(got, want, 1e-5 if out == FP32 else 0.008)
 
 
@@ -300,20 +310,13 @@ def test_dw(shape, out, accumulate, device):
 
 
 @pytest.fixture
-def on_cublas(device, monkeypatch):
+def on_cublas(device, monkeypatch, limits):
     """linear_cross_entropy runs with cuBLAS's GEMMs, on this device."""
-    gemms = CublasGemms(device)
-    if device.type == "cpu":
-        k = EmulatedKernels()
-        k.keeps_rest = gemms.keeps_rest
-        for name in ("num_tiles", "logits", "redo", "dlogits", "dx", "dw"):
-            setattr(k, name, getattr(gemms, name))
-    else:
-        k = LceKernels(device, gemms)
+    k = with_cublas(device)
     monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
     monkeypatch.setattr(public, "no_kernel_on", lambda device: "")
     monkeypatch.setattr(public, "_plans", {})
-    monkeypatch.setattr(of_e, "SHARED_FROM", 0)  # E in two blocks
+    limits(SHARED_FROM=0)  # exp_logits in two blocks
     return device
 
 

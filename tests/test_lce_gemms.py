@@ -18,12 +18,14 @@ from quackish.configs.gemm import (
     splits_dw_tail,
 )
 from quackish.gpu import H200
+from quackish.ops.linear_cross_entropy.launches import LceKernels, LogitsArgs
 from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import error, same_bits
-from tests.emulated_lce import NO_PLACE, EmulatedKernels, decode, encode, with_cut_off
+from tests.emulated_kernels import NO_SLOT, decode, encode, lce_kernels, with_cut_off
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN = float("nan")
+LOGITS = "logits", "recompute_flagged"
 
 
 # Compiled -----------------------------------------------------------------------------------------------------------
@@ -106,10 +108,9 @@ def both(name, *args):
     one another must not be given."""
     emulated = [_copy(a, "cpu") if isinstance(a, torch.Tensor) else a for a in args]
     on_gpu = [_copy(a, "cuda") if isinstance(a, torch.Tensor) else a for a in args]
-    getattr(EmulatedKernels(), name)(*emulated)
-    from quackish.ops.linear_cross_entropy.launches import LceKernels
-
-    getattr(LceKernels(torch.device("cuda", torch.cuda.current_device())), name)(*on_gpu)
+    gpu = LceKernels(torch.device("cuda", torch.cuda.current_device()))
+    for k, given in (lce_kernels(), emulated), (gpu, on_gpu):
+        getattr(k, name)(*([LogitsArgs(*given)] if name in LOGITS else given))
     torch.cuda.synchronize()
     return [a.cpu() if isinstance(a, torch.Tensor) else a for a in on_gpu], emulated
 
@@ -147,7 +148,7 @@ def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weight=Non
     part_sum, part_wsum = (torch.full((c.m, tiles), NAN) for _ in range(2))
     row_shift = c.row_shift if softcap is None else softcap * torch.tanh(c.row_shift / softcap)
     return (
-        c.x, c.w, bias, weight, row_shift, c.slot_target, c.num_live, 0, softcap, e, e2, v_split, part_sum,
+        c.x, c.w, bias, weight, row_shift, c.slot_target, c.num_live, 0, softcap or 0.0, e, e2, v_split, part_sum,
         part_wsum if wsum else None, torch.full((c.m,), NAN), encode(row_shift),
         torch.zeros(1 + -(-c.m // 128), dtype=torch.int32),
     )  # fmt: skip
@@ -185,8 +186,8 @@ def test_softmax_into_two_buffers(v_split):
     c = Case(v=1504)
     far = torch.tensor([3, 130, 299])
     c.x[far] = c.x[far] * 60
-    whole, _ = both("redo", *both("logits", *softmax_args(c))[0])
-    split, _ = both("redo", *both("logits", *softmax_args(c, v_split=v_split))[0])
+    whole, _ = both("recompute_flagged", *both("logits", *softmax_args(c))[0])
+    split, _ = both("recompute_flagged", *both("logits", *softmax_args(c, v_split=v_split))[0])
     assert whole[FLAGS].sum() > 0
     assert same_bits(whole[E], torch.cat([split[E], split[E2]], 1))
     for at in (SUM, ZT, TOP, FLAGS):
@@ -205,7 +206,7 @@ def test_rows_far_above_their_reference_are_done_again_and_others_keep_their_bit
     assert 0 < len(flagged)
     assert same_bits(got[FLAGS], truth[FLAGS])
     # the GPU's maxima are of sums in another order
-    again, _ = both("redo", *got)
+    again, _ = both("recompute_flagged", *got)
     row_shift = torch.where(got[TOP] >= 0, got[TOP], got[TOP] ^ 0x7FFFFFFF).view(FP32)
     a = c.x.double() @ c.w.double().T
     assert close(again[E], torch.exp(a - row_shift.double()[:, None]), 0.003 + 1e-4 * a.abs().max())
@@ -222,7 +223,7 @@ def test_one_row_is_done_again_wherever_it_is(row):
     c = Case(m=600, h=128)
     c.x[row] = c.x[row] * 60
     c.row_shift = (c.x.float() * c.w[c.slot_target.long()].float()).sum(1)
-    got, _ = both("redo", *both("logits", *softmax_args(c))[0])
+    got, _ = both("recompute_flagged", *both("logits", *softmax_args(c))[0])
     assert got[FLAGS].nonzero()[:, 0].tolist() == [0, 1 + row // 128]
     a = c.x[row].double() @ c.w.double().T
     torch.testing.assert_close(
@@ -233,7 +234,7 @@ def test_one_row_is_done_again_wherever_it_is(row):
 @pytest.mark.gpu
 def test_redo_leaves_all_alone_without_flags():
     c = Case()
-    got, _ = both("redo", *softmax_args(c))
+    got, _ = both("recompute_flagged", *softmax_args(c))
     assert got[E].isnan().all()
     assert got[SUM].isnan().all()
 
@@ -248,7 +249,7 @@ def test_dlogits(shape, options):
     coefs[:, 0] = torch.logsumexp(c.x.float() @ c.w.float().T, 1)
     coefs[c.live :] = 0
     coefs[c.live :, 0] = 2e38
-    softcap = 3.0 if options == "softcap" else None
+    softcap = 3.0 if options == "softcap" else 0.0
     bias = torch.randn(c.v, generator=make).to(BF16) if options == "bias" else None
     weight = torch.rand(c.v, generator=make) if options == "weighted" else None
     smoothing = options in ("smoothing", "weighted")
@@ -318,7 +319,7 @@ def test_dw_times_a_factor_of_the_device(out, accumulate):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dw_keeps_what_rounding_takes(shape):
     c = Case(**shape)
-    places = torch.full((c.v,), NO_PLACE, dtype=torch.int32)
+    places = torch.full((c.v,), NO_SLOT, dtype=torch.int32)
     places[::3] = torch.randperm(len(places[::3])).int()
     dw, rest = torch.full((c.v, c.h), NAN, dtype=BF16), torch.full((len(places[::3]) + 1, c.h), 77, dtype=torch.int16)
     got, truth = both("dw", c.e[:, : c.v], c.x, c.num_live, 0, dw, False, None, places, rest)
@@ -363,8 +364,11 @@ def test_logits_have_the_same_bits_however_tiles_are_shared(shape, h):
     runs = []
     for forced in ({}, COOPERATIVE, dict(group=3, group_along="n")):
         with config(lce_logits=forced):
-            runs += [both("redo", *both("logits", *softmax_args(c, v_split=v_split))[0])[0] for v_split in (0, 256)]
-    (whole, split), truth = runs[:2], both("redo", *both("logits", *softmax_args(c))[1])[1]
+            runs += [
+                both("recompute_flagged", *both("logits", *softmax_args(c, v_split=v_split))[0])[0]
+                for v_split in (0, 256)
+            ]
+    (whole, split), truth = runs[:2], both("recompute_flagged", *both("logits", *softmax_args(c))[1])[1]
     assert whole[FLAGS].sum() > 0
     others = torch.arange(c.live) != 30  # of which one number is most of the norm
     assert close(whole[E][: c.live][others], truth[E][: c.live][others], 0.005)
@@ -393,7 +397,7 @@ def test_statistics_have_the_same_bits_however_tiles_are_shared(shape):
 def test_dlogits_have_the_same_bits_however_tiles_are_shared(shape, h):
     c = Case(**shape, h=h)
     coefs = torch.rand(c.m, 4, generator=torch.Generator().manual_seed(7))
-    args = c.x, c.w, None, coefs, c.slot_target, c.num_live, 0, None, None, False, 0, padded_nan(c.m, c.v)
+    args = c.x, c.w, None, coefs, c.slot_target, c.num_live, 0, None, 0.0, False, 0, padded_nan(c.m, c.v)
     got, truth = both("dlogits", *args)
     assert close(got[-1][: c.live], truth[-1][: c.live], 0.005)
     for forced in (COOPERATIVE, COOPERATIVE | dict(tile_n=256), COOPERATIVE | dict(tile_n=128)):
@@ -411,7 +415,7 @@ def test_dw_has_the_same_bits_however_tiles_are_shared(v, places, m):
     given = ()
     if places:
         at = torch.arange(v, dtype=torch.int32)
-        at, rest = torch.where(at % 50 == 0, at // 50, NO_PLACE), torch.zeros(-(-v // 50), c.h, dtype=torch.int16)
+        at, rest = torch.where(at % 50 == 0, at // 50, NO_SLOT), torch.zeros(-(-v // 50), c.h, dtype=torch.int16)
         given = at, rest
     args = c.e[:, : c.v], c.x, c.num_live, 0, torch.full((c.v, c.h), NAN, dtype=BF16), False, None, *given
     got, truth = both("dw", *args)
@@ -518,7 +522,6 @@ SHARED = [
 @pytest.mark.parametrize("shape", SHARED, ids=str)
 def test_clusters_share_the_tiles_of_the_tail(shape, split, monkeypatch):
     from quackish.ops.linear_cross_entropy import launches
-    from quackish.ops.linear_cross_entropy.launches import LceKernels
 
     monkeypatch.setattr(launches, "splits_dw_tail", lambda *sizes: True)
 

@@ -1,14 +1,16 @@
 """Linear cross entropy's kernels around its GEMMs: compiled on any host; on a GPU against their formulas in fp64."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from quackish import kernels, launch
 from quackish.configs.gemm import NUM_TICKETS
+from quackish.configs.lce_args import GatherArgs, RowsArgs, SortArgs, TargetsArgs
 from quackish.configs.lce_rows import (
-    NO_PLACE,
+    NO_SLOT,
     WIDE_BIAS,
     LceBiasConfig,
     LceBiasProblem,
@@ -32,7 +34,7 @@ from quackish.ops.linear_cross_entropy.exp_logits import order_by_class
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.reference import linear_cross_entropy as reference
 from quackish.testing.errors import error, same_bits
-from tests.emulated_lce import cut_off
+from tests.emulated_kernels import cut_off
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 HUGE = 2e38
@@ -66,8 +68,8 @@ def problems():
     for stats, h in itertools.product((True, False), (0, 8, 1000, 4096, 16_384)):
         of_x = dict(h=h, dtype="bfloat16" if h else None)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x), LceRowsConfig(), 4
-        options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True, e_split=True)
-        options |= dict(places=stats)
+        options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True)
+        options |= dict(exp_logits_split=True, first_slot_of_class=stats)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
     for how in itertools.product((False, True), repeat=3):
         yield "lce_sort", LceSortProblem(*how), LceSortConfig(), 2
@@ -170,7 +172,8 @@ def close(got, want, rtol=1e-6, atol=0.0):
 def compact(lce, target, class_weight=None, num_items=None, ignore_index=-100, v=100, mean=True):
     order, num_live, inverse = poisoned(target.shape[0], dtype=torch.int32), poisoned(1, dtype=torch.int32), poisoned(1)
     tickets = poisoned(NUM_TICKETS, dtype=torch.int32)
-    lce.compact(target, class_weight, num_items, ignore_index, v, mean, order, num_live, inverse, tickets)
+    state = SimpleNamespace(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
+    lce.compact(target, class_weight, num_items, ignore_index, v, mean, state)
     return order, num_live, inverse, tickets
 
 
@@ -237,7 +240,7 @@ def test_compact_gives_the_same_bits(lce):
 def gather(lce, x, w, target, order, num_live, start, rows, bias=None, softcap=None, dx_dtype=None, rows_out=True):
     m, h = x.shape
     out = dict(
-        xc=poisoned(rows, h, dtype=x.dtype),
+        live_x=poisoned(rows, h, dtype=x.dtype),
         slot_target=poisoned(rows, dtype=torch.int32),
         row_shift=poisoned(rows),
         row_max_bits=poisoned(rows, dtype=torch.int32),
@@ -246,7 +249,8 @@ def gather(lce, x, w, target, order, num_live, start, rows, bias=None, softcap=N
         loss=poisoned(m) if rows_out else None,
         lse=poisoned(m) if rows_out else None,
     )
-    lce.gather(x, w, bias, target, order, num_live, start, w.shape[0], softcap, *out.values())
+    of_call = x.stride(0), softcap or 0.0, start, rows, w.shape[0]
+    lce.gather(GatherArgs(x, w, bias, target, order, num_live, *out.values(), *of_call))
     return out
 
 
@@ -262,9 +266,9 @@ def check_gather(lce, x, w, target, start=0, rows=None, bias=None, softcap=None,
     inside = (t >= 0) & (t < v)
     index = t.where(inside, 0)
 
-    assert same_bits(out["xc"][:live], x[r[:live]])
-    assert not out["xc"][live:padded].any()
-    assert untouched(out["xc"][padded:])
+    assert same_bits(out["live_x"][:live], x[r[:live]])
+    assert not out["live_x"][live:padded].any()
+    assert untouched(out["live_x"][padded:])
     assert torch.equal(out["slot_target"][:live], t.where(inside, -1).int())
     assert (out["slot_target"][live:] == -1).all()
     products = x[r[:live]].double() * w[index].double()
@@ -368,35 +372,40 @@ def test_gather_waits_for_compact(lce):
     for _ in range(3):  # the first time kernels are compiled
         order, tickets = poisoned(m, dtype=torch.int32), poisoned(NUM_TICKETS, dtype=torch.int32)
         num_live, inverse = poisoned(1, dtype=torch.int32), poisoned(1)
-        xc, slot_target, row_shift = poisoned(m, 8, dtype=BF16), poisoned(m, dtype=torch.int32), poisoned(m)
+        live_x, slot_target, row_shift = poisoned(m, 8, dtype=BF16), poisoned(m, dtype=torch.int32), poisoned(m)
         row_max_bits, flags = poisoned(m, dtype=torch.int32), poisoned(1 + m // 128, dtype=torch.int32)
         torch.cuda._sleep(5_000_000)  # both are queued before either runs
-        lce.compact(target, None, None, -100, v, False, order, num_live, inverse, tickets)
-        lce.gather(
-            x,
-            w,
-            None,
-            target,
-            order,
-            num_live,
-            0,
-            v,
-            None,
-            xc,
-            slot_target,
-            row_shift,
-            row_max_bits,
-            flags,
-            None,
-            None,
-            None,
-        )
+        state = SimpleNamespace(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
+        out = live_x, slot_target, row_shift, row_max_bits, flags, None, None, None
+        lce.compact(target, None, None, -100, v, False, state)
+        lce.gather(GatherArgs(x, w, None, target, order, num_live, *out, x.stride(0), 0.0, 0, m, v))
         assert torch.equal(slot_target[:live], target[rows[:live]].int())
-        assert same_bits(xc[:live], x[rows[:live]])
+        assert same_bits(live_x[:live], x[rows[:live]])
         assert (slot_target[live:] == -1).all()
 
 
 # rows ---
+
+
+def launch_rows(
+    lce, stats, grads, *, slot_target, order, num_live, start, v, row_max_bits, lse, row_sum, inv_divisor,
+    part_sum=None, part_wsum=None, loss=None, target_logit=None, class_weight=None, total_weight=None, softcap=None,
+    z_loss=0.0, label_smoothing=0.0, grad_loss=None, grad_lse=None, e=None, e2=None, v_split=0, live_x=None,
+    scaled_x=None, row_scale=None, coefs=None, places=None,
+):  # fmt: skip
+    """Gives the kernel what it takes for these statistics and gradients, and leaves out what it does not."""
+    scale = grads == "scale"
+    if not stats:
+        part_sum = part_wsum = loss = None
+    strides = (e.stride(0), 0 if e2 is None else e2.stride(0)) if scale else (0, 0)
+    lce.rows(
+        RowsArgs(
+            slot_target, order, num_live, part_sum, part_wsum, target_logit if stats or scale else None, row_max_bits,
+            class_weight, total_weight, loss, lse, row_sum, grad_loss, inv_divisor, grad_lse, e, e2, live_x, scaled_x,
+            row_scale if scale else None, coefs, places, softcap or 0.0, z_loss, label_smoothing, *strides, v_split, v,
+            part_sum.shape[1] if stats else 0, start, slot_target.shape[0],
+        )
+    )  # fmt: skip
 
 
 class Chunk:
@@ -462,7 +471,7 @@ class Chunk:
             args |= dict(row_scale=self.row_scale)
         if grads == "coefs":
             args |= dict(coefs=self.coefs)
-        lce.rows(stats, grads, **args)
+        launch_rows(lce, stats, grads, **args)
 
     def truth(self, label_smoothing=0.0, z_loss=0.0, g=1.0, grad_lse=None):
         """loss, lse, (coef_softmax, coef_target, coef_smooth) of the live rows, in fp64."""
@@ -619,21 +628,21 @@ def test_coefs_of_large_logits_are_exact(lce, offset):
     close(coef_softmax * torch.exp(chunk.a.double() - row_shift), torch.softmax(chunk.a.double(), 1), 5e-6)
 
 
-def check_scale(lce, chunk, xc, stats, *, z_loss=0.0, grad_loss=None, grad_lse=None, split=0, in_place=True):
+def check_scale(lce, chunk, live_x, stats, *, z_loss=0.0, grad_loss=None, grad_lse=None, split=0, in_place=True):
     """Against the definition: row_scale * E is the gradient of the logits, bf16's rounding of E aside; at the target
     that is taken back by row_scale."""
     inverse = torch.full((1,), 0.25, device="cuda")
     chunk.outputs()
     if not stats:
         chunk.run(lce, True, "none", z_loss=z_loss)
-    before = xc.clone()
-    xs = xc if in_place else torch.full_like(xc, NAN)
+    before = live_x.clone()
+    scaled_x = live_x if in_place else torch.full_like(live_x, NAN)
     e, e2 = chunk.e.clone(), None
     if split:
         e2, e = e[:, split:].clone(), e[:, :split].clone()
     grads = dict(inv_divisor=inverse, grad_loss=grad_loss, grad_lse=grad_lse)
     run = (lambda *a, **k: chunk.run(lce, *a, **k)) if stats else None
-    args = dict(z_loss=z_loss, e=e, e2=e2, v_split=split, xc=xc, xs=xs, **grads)
+    args = dict(z_loss=z_loss, e=e, e2=e2, v_split=split, live_x=live_x, scaled_x=scaled_x, **grads)
     if run is not None:
         run(True, "scale", **args)
         chunk.check_stats(z_loss=z_loss, inverse=0.25)
@@ -671,15 +680,17 @@ def check_scale(lce, chunk, xc, stats, *, z_loss=0.0, grad_loss=None, grad_lse=N
     same[n[chunk.inside], chunk.t[chunk.inside]] = False
     assert torch.equal(e[same].view(torch.int16), chunk.e[same].view(torch.int16))
     # x
-    close(xs[:live], (before[:live].float() * chunk.row_scale[:live, None]).to(xs.dtype), 0.0)  # NaN has many bits
-    assert not xs[live : chunk.padded].any()
+    close(
+        scaled_x[:live], (before[:live].float() * chunk.row_scale[:live, None]).to(scaled_x.dtype), 0.0
+    )  # NaN has many bits
+    assert not scaled_x[live : chunk.padded].any()
     assert not chunk.row_scale[live : chunk.padded].any()
     assert untouched(chunk.row_scale[chunk.padded :])
     assert same_bits(
-        xs[chunk.padded :], before[chunk.padded :] if in_place else torch.full_like(xs, NAN)[chunk.padded :]
+        scaled_x[chunk.padded :], before[chunk.padded :] if in_place else torch.full_like(scaled_x, NAN)[chunk.padded :]
     )
     if not in_place:
-        assert same_bits(xc, before)
+        assert same_bits(live_x, before)
 
 
 @pytest.mark.gpu
@@ -701,8 +712,8 @@ def test_scale_of_rows(lce, split, weighted, softcap, kind, stats):
     for start, rows in ((0, 500), (128, 100), (256, 244), (450, 50)):
         chunk = Chunk(a, target, start=start, rows=rows, softcap=softcap, class_weight=weight)
         grads = dict(grad_loss=incoming(kind, m), grad_lse=random(m, seed=8) if kind != "one" else None)
-        xc = random(rows, h, dtype=BF16)
-        check_scale(lce, chunk, xc, stats, z_loss=1e-3, split=split, in_place=stats, **grads)
+        live_x = random(rows, h, dtype=BF16)
+        check_scale(lce, chunk, live_x, stats, z_loss=1e-3, split=split, in_place=stats, **grads)
 
 
 @pytest.mark.gpu
@@ -725,7 +736,7 @@ def test_scale_of_rows_without_x(lce):
 def test_rows_clear_the_places_of_all_classes(lce, v):
     chunk, places = Chunk(random(40, v), targets(40, v, 0.3)), poisoned(v + 5, dtype=torch.int32)
     chunk.run(lce, True, "scale", e=chunk.e.clone(), inv_divisor=torch.ones(1, device="cuda"), places=places[:v])
-    assert (places[:v] == NO_PLACE).all()
+    assert (places[:v] == NO_SLOT).all()
     assert untouched(places[v:])
 
 
@@ -742,23 +753,6 @@ def test_gradients_that_nearly_cancel(lce):
 
 
 @pytest.mark.gpu
-def test_grad_loss_that_is_expanded(lce):
-    chunk = Chunk(random(50, 300), targets(50, 300))
-    results = []
-    for grad_loss in (torch.tensor(0.5, device="cuda"), torch.tensor(0.5, device="cuda").expand(50)):
-        chunk.run(
-            lce,
-            True,
-            "coefs",
-            inv_divisor=torch.ones(1, device="cuda"),
-            grad_loss=grad_loss,
-            grad_lse=grad_loss.expand(50),
-        )
-        results.append(chunk.coefs)
-    assert same_bits(*results)
-
-
-@pytest.mark.gpu
 def test_nan_and_masked_targets_reach_the_gradients(lce):
     m, v = 40, 300
     a, target = random(m, v, scale=3.0), targets(m, v)
@@ -766,16 +760,16 @@ def test_nan_and_masked_targets_reach_the_gradients(lce):
     a[4, target[4]] = -INF
     target[6] = -1
     chunk = Chunk(a, target)
-    xc = random(m, 64, dtype=BF16)
+    live_x = random(m, 64, dtype=BF16)
     e = chunk.e.clone()
-    chunk.run(lce, True, "scale", e=e, xc=xc, xs=xc, inv_divisor=torch.ones(1, device="cuda"))
+    chunk.run(lce, True, "scale", e=e, live_x=live_x, scaled_x=live_x, inv_divisor=torch.ones(1, device="cuda"))
     for row in (3, 6):
         assert chunk.loss[row].isnan()
         assert chunk.row_scale[row].isnan()
-        assert xc[row].isnan().all()
+        assert live_x[row].isnan().all()
     close(chunk.row_scale[4].double() * e[4, target[4]].double(), torch.tensor(-1.0, device="cuda"), 2**-8)
     others = [i for i in range(m) if i not in (3, 6)]
-    assert xc[others].isfinite().all()
+    assert live_x[others].isfinite().all()
 
 
 @pytest.mark.gpu
@@ -826,19 +820,19 @@ def test_gradients_equal_the_reference(lce, ignored, weighted, z_loss, softcap):
     chunk = Chunk(a, target, softcap=softcap, class_weight=class_weight)
     chunk.outputs()
     chunk.loss, chunk.lse = got["loss"], got["lse"]
-    e, xs, more = chunk.e, got["xc"], dict(inv_divisor=inverse, grad_loss=grad_loss, grad_lse=grad_lse)
+    e, scaled_x, more = chunk.e, got["live_x"], dict(inv_divisor=inverse, grad_loss=grad_loss, grad_lse=grad_lse)
     names = (
         "part_sum target_logit row_max_bits slot_target order num_live start v lse loss row_sum class_weight softcap "
         "row_scale"
     )
     args = {name: getattr(chunk, name) for name in names.split()}
-    lce.rows(True, "scale", z_loss=z_loss, e=e, xc=xs, xs=xs, **args, **more)
+    launch_rows(lce, True, "scale", z_loss=z_loss, e=e, live_x=scaled_x, scaled_x=scaled_x, **args, **more)
     live = chunk.live
     close(chunk.loss.double().sum(), loss, 1e-5, 1e-6)
     close(chunk.lse, lse, 1e-5, 1e-5)
     acc = (chunk.row_scale[:, None].double() * (e.double() @ w.double())).float()
-    lce.scatter(acc, order, num_live, 0, got["dx"])
-    got_dw = e[:live].double().T @ xs[:live].double()
+    lce.scatter(acc, None, order, num_live, 0, got["dx"])
+    got_dw = e[:live].double().T @ scaled_x[:live].double()
     got_db = poisoned(v)
     lce.bias_sum(e, chunk.row_scale, num_live, 0, got_db, False)
     if live == 0:
@@ -867,6 +861,21 @@ def sort_case(m, v, live, start=0, rows=None, split=0, seed=0):
     return slot_target, order, num_live, start, random(rows, seed=seed + 1), e, e2, split or v, *outs
 
 
+def launch_sort(lce, args, places=None, index=None):
+    slot_target, order, num_live, start, row_scale, e, e2, v_split, *outs = args
+    v = e.shape[1] if e2 is None else v_split + e2.shape[1]
+    strides = e.stride(0), 0 if e2 is None else e2.stride(0)
+    of_call = v, start, slot_target.shape[0]
+    lce.sort(
+        SortArgs(slot_target, order, num_live, row_scale, e, e2, *strides, v_split, *outs, places, index, *of_call)
+    )
+
+
+def launch_targets(lce, x, sorted_target, sorted_row, sorted_grad, num_live, start, v0, dw, residual=None):
+    of_call = x.stride(0), v0, v0 + dw.shape[0], start, sorted_target.shape[0]
+    lce.targets(TargetsArgs(x, sorted_target, sorted_row, sorted_grad, num_live, dw, residual, *of_call))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("presorted", [False, True])
 @pytest.mark.parametrize("split", [0, 136])
@@ -879,9 +888,9 @@ def test_sort(lce, m, live, start, rows, split, presorted):
     args = sort_case(m, 500, live, start, rows, split)
     slot_target, order, _, _, scale, e, e2, _, *outs = args
     whole = e.clone() if e2 is None else torch.cat([e, e2], 1)
-    places = torch.full((500,), NO_PLACE, dtype=torch.int32, device="cuda")
+    places = torch.full((500,), NO_SLOT, dtype=torch.int32, device="cuda")
     index = order_by_class(slot_target, args[2], start) if presorted else None
-    lce.sort(*args, places, index)
+    launch_sort(lce, args, places, index)
     n = max(0, min(live - start, rows))
     i, t = torch.arange(n, device="cuda"), slot_target[:n].long()
     grad = torch.where(t < 0, 0.0, scale[:n] * whole[i, t.clamp(min=0)].float())
@@ -891,7 +900,7 @@ def test_sort(lce, m, live, start, rows, split, presorted):
         assert same_bits(out[:n], want[place])
         assert untouched(out[n:])
     there = torch.zeros(500, dtype=torch.bool, device="cuda").index_fill_(0, t[t >= 0], True)
-    assert torch.equal(places != NO_PLACE, there)
+    assert torch.equal(places != NO_SLOT, there)
     assert torch.equal(places[there].long(), torch.searchsorted(outs[0][:n], there.nonzero()[:, 0].int()))
     whole[i[t >= 0], t[t >= 0]] = 0
     assert same_bits(e if e2 is None else torch.cat([e, e2], 1), whole)
@@ -906,11 +915,11 @@ def test_targets(lce, m, live, start, h, dw_dtype):
     for v0, n, step in ((0, v, 0), (64, 100, 0), (0, v, 3)):  # a step: rows of x that are not aligned
         x = random(m, h + step, dtype=BF16, seed=h)[:, :h]
         args = sort_case(m, v, live, start)
-        lce.sort(*args)
+        launch_sort(lce, args)
         *_, sorted_cls, sorted_row, sorted_grad = args
         before = random(n, h, dtype=dw_dtype, seed=9)
         dw = before.clone()
-        lce.targets(x, sorted_cls, sorted_row, sorted_grad, args[2], start, v0, dw)
+        launch_targets(lce, x, sorted_cls, sorted_row, sorted_grad, args[2], start, v0, dw)
         mine = ((sorted_cls >= v0) & (sorted_cls < v0 + n)).nonzero()[:, 0]
         classes = sorted_cls[mine].long() - v0
         terms = sorted_grad[mine, None].double() * x[sorted_row[mine].long()].double()
@@ -921,7 +930,7 @@ def test_targets(lce, m, live, start, h, dw_dtype):
         others = torch.ones(n, dtype=torch.bool, device="cuda").index_fill_(0, classes, False)
         assert same_bits(dw[others], before[others])
         again = before.clone()
-        lce.targets(x, sorted_cls, sorted_row, sorted_grad, args[2], start, v0, again)
+        launch_targets(lce, x, sorted_cls, sorted_row, sorted_grad, args[2], start, v0, again)
         assert same_bits(again, dw)
 
 
@@ -930,15 +939,15 @@ def test_targets(lce, m, live, start, h, dw_dtype):
 def test_targets_add_what_rounding_took(lce, h):
     m, v = 700, 300
     args = sort_case(m, v, 650)
-    places = torch.full((v,), NO_PLACE, dtype=torch.int32, device="cuda")
-    lce.sort(*args, places)
+    places = torch.full((v,), NO_SLOT, dtype=torch.int32, device="cuda")
+    launch_sort(lce, args, places)
     *_, sorted_cls, sorted_row, sorted_grad = args
     x, before = random(m, h, dtype=BF16), random(v, h, seed=9)
-    there = places != NO_PLACE
+    there = places != NO_SLOT
     rest = torch.full((m, h), 12345, dtype=torch.int16, device="cuda")
     rest[places[there].long()] = cut_off(before[there])
     dw = before.to(BF16)
-    lce.targets(x, sorted_cls, sorted_row, sorted_grad, args[2], 0, 0, dw, rest)
+    launch_targets(lce, x, sorted_cls, sorted_row, sorted_grad, args[2], 0, 0, dw, rest)
     mine = (sorted_cls >= 0).nonzero()[:, 0]
     classes = sorted_cls[mine].long()
     want = before.double().index_add(0, classes, sorted_grad[mine, None].double() * x[sorted_row[mine].long()].double())
@@ -959,12 +968,12 @@ def test_targets_of_a_class_with_many_rows(lce, count, h):
     grad, row = random(m, seed=1), torch.randperm(m, device="cuda").int()
     x, live = random(m, h, dtype=BF16), torch.tensor([m], dtype=torch.int32, device="cuda")
     dw = torch.zeros(10, h, device="cuda")
-    lce.targets(x, slot_target, row, grad, live, 0, 0, dw)
+    launch_targets(lce, x, slot_target, row, grad, live, 0, 0, dw)
     for t in range(10):
         mine = slot_target == t
         close(dw[t], grad[mine].double() @ x[row[mine].long()].double(), rtol=1e-4, atol=1e-3)
     again = torch.zeros(10, h, device="cuda")
-    lce.targets(x, slot_target, row, grad, live, 0, 0, again)
+    launch_targets(lce, x, slot_target, row, grad, live, 0, 0, again)
     assert same_bits(again, dw)
 
     # to what a bf16 dw was before it was rounded
@@ -972,7 +981,7 @@ def test_targets_of_a_class_with_many_rows(lce, count, h):
     rest = torch.full((m, h), 12345, dtype=torch.int16, device="cuda")
     rest[[0, others, m - others]] = cut_off(before[6:9])
     rounded = before.to(BF16)
-    lce.targets(x, slot_target, row, grad, live, 0, 0, rounded, rest)
+    launch_targets(lce, x, slot_target, row, grad, live, 0, 0, rounded, rest)
     want = before.double() + dw.double()
     close(rounded[6:9], want[6:9], rtol=2**-8, atol=1e-6)
     assert same_bits(rounded[[0, 5, 9]], before[[0, 5, 9]].to(BF16))
@@ -1023,7 +1032,7 @@ def test_scatter(lce, h, dtype):
     order, num_live = order_of(targets(m, 10, 0.4))
     for start, rows in ((0, 300), (0, 1), (64, 128), (250, 50)):
         acc, dx = random(rows, h), poisoned(m, h, dtype=dtype)
-        lce.scatter(acc, order, num_live, start, dx)
+        lce.scatter(acc, None, order, num_live, start, dx)
         live = min(max(int(num_live) - start, 0), rows)
         want = poisoned(m, h, dtype=dtype)
         want[order[start : start + live].long()] = acc[:live].to(dtype)

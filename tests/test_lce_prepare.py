@@ -13,8 +13,7 @@ from quackish.configs.lce_rows import LceSortProblem
 from quackish.gpu import B200, H200
 from quackish.ops.linear_cross_entropy import api as public
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
-from quackish.ops.linear_cross_entropy import cublas, launches, linear_cross_entropy
-from quackish.ops.linear_cross_entropy import launches as gemms
+from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy import warm_up as preparing
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 
@@ -27,8 +26,7 @@ def on(monkeypatch):
     asked = []
 
     def set_up(gpu):
-        for module in (gemms, cublas, launches):
-            monkeypatch.setattr(module, "gpu_of", lambda index: gpu)
+        monkeypatch.setattr(on_kernels, "gpu_of", lambda index: gpu)
         monkeypatch.setattr(public, "no_kernel_on", lambda device: "")
         monkeypatch.setattr(public, "_plans", {})
         monkeypatch.setattr(preparing, "_prepared", set())
@@ -62,7 +60,7 @@ def test_rehearsal_asks_for_what_a_call_asks_for(dtype, name, reduction, on, mon
                 for given in ({}, {"grad_weight_out": torch.zeros(w.shape)}) if not frozen else ({},):
                     preparing._prepared.clear()  # two schedules may come to the same
                     prepare(x, w, target, kw, **how, **given)
-                    k = LceKernels(CPU)
+                    k = on_kernels.kernels_on(CPU)
                     monkeypatch.setattr(on_kernels, "kernels_of", lambda device, k=k: k)
                     with launch.record() as recording:
                         loss = linear_cross_entropy(x, w, target, **kw, **how, **given)
@@ -77,7 +75,7 @@ def test_of_the_loss_alone(on, monkeypatch):
     x, w, target, kw = make(300, 64, 700, torch.bfloat16)
     with torch.no_grad():
         prepare(x, w, target, kw)
-        k = LceKernels(CPU)
+        k = on_kernels.kernels_on(CPU)
         monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
         with launch.record() as recording:
             linear_cross_entropy(x, w, target)
@@ -99,7 +97,7 @@ def test_once_for_all_m(on):
 
 def called(x, w, target, kw, monkeypatch, **how):
     """What a call asks for, forward and backward."""
-    k = LceKernels(CPU)
+    k = on_kernels.kernels_on(CPU)
     monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
     with launch.record() as recording:
         loss = linear_cross_entropy(x, w, target, **kw, **how)
@@ -150,10 +148,9 @@ def test_one_chunk_and_several(on, monkeypatch):
     assert len(asked) == 2
 
 
-def test_e_in_one_buffer_and_in_two(on, monkeypatch):
+def test_e_in_one_buffer_and_in_two(on, monkeypatch, limits):
     asked = on(H200)
-    monkeypatch.setattr(preparing, "SHARED_FROM", 1 << 20)
-    monkeypatch.setattr("quackish.ops.linear_cross_entropy.exp_logits.SHARED_FROM", 1 << 20)
+    limits(SHARED_FROM=1 << 20)
     for m in (100, 600, 700):
         x, w, target, kw = make(m, 512, 1400, torch.bfloat16)
         prepare(x, w, target, kw)

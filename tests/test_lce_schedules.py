@@ -4,7 +4,6 @@ Each test runs twice: without a GPU over emulated launchers, and on a Hopper GPU
 has written holds NaN.
 """
 
-import collections
 import contextlib
 import functools
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from emulated_lce import EmulatedKernels
+from emulated_kernels import Counted, lce_kernels
 from lce_cases import (
     IGNORED,
     OPTIONS,
@@ -38,7 +37,7 @@ from quackish.ops import cuda
 from quackish.ops.linear_cross_entropy import api as public
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
 from quackish.ops.linear_cross_entropy import exp_logits as of_e
-from quackish.ops.linear_cross_entropy import linear_cross_entropy, schedules
+from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.testing.errors import same_bits
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -52,24 +51,6 @@ def _has_kernels(device):
     return ""
 
 
-class Counted:
-    """LceKernels, counting as EmulatedKernels does."""
-
-    def __init__(self, kernels):
-        self.kernels, self.calls = kernels, collections.Counter()
-
-    def __getattr__(self, name):
-        launcher = getattr(self.kernels, name)
-        if name in ("num_tiles", "keeps_rest"):
-            return launcher
-
-        def counted(*args, **kwargs):
-            self.calls[name] += 1
-            return launcher(*args, **kwargs)
-
-        return counted
-
-
 @pytest.fixture(autouse=True, params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernels(request, monkeypatch):
     """What launches, with `calls`; and tensors are made on its device."""
@@ -80,7 +61,7 @@ def kernels(request, monkeypatch):
         k = Counted(on_kernels.kernels_of(device))
         monkeypatch.setattr(cuda, "empty", cuda._empty)  # the shorter way is not PyTorch's to fill
     else:
-        device, k = torch.device("cpu"), EmulatedKernels()
+        device, k = torch.device("cpu"), Counted(lce_kernels())
         monkeypatch.setattr(public, "no_kernel_on", _has_kernels)
     monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
     monkeypatch.setattr(public, "_plans", {})
@@ -141,8 +122,8 @@ def test_every_option(name, reduction, dtype):
 
 @pytest.mark.parametrize("name", ["plain", "bias", "all"])
 @pytest.mark.parametrize("m, h, v, columns", [(40, 64, 1000, 512), (40, 64, 256, None), (40, 128, 513, 256)])
-def test_e_in_the_storage_of_the_weight_gradient(m, h, v, columns, name, kernels, monkeypatch):
-    monkeypatch.setattr(of_e, "SHARED_FROM", 0)
+def test_e_in_the_storage_of_the_weight_gradient(m, h, v, columns, name, kernels, limits):
+    limits(SHARED_FROM=0)
     x, w, target, kw = case(m, h, v, **OPTIONS[name])
     plan = shared_storage(m, v, h, 2)
     assert (plan.columns if plan else None) == columns
@@ -154,8 +135,8 @@ def test_e_in_the_storage_of_the_weight_gradient(m, h, v, columns, name, kernels
 @pytest.mark.parametrize("dtype, dw_dtype", [(torch.bfloat16,) * 2, (torch.float16,) * 2, (torch.bfloat16, FP32)])
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("ignored", [False, True])
-def test_dlogits_in_the_storage_of_the_weight_gradient(ignored, name, dtype, dw_dtype, kernels, monkeypatch):
-    monkeypatch.setattr(schedules, "scratch_columns", lambda *how: 256)
+def test_dlogits_in_the_storage_of_the_weight_gradient(ignored, name, dtype, dw_dtype, kernels, limits):
+    limits(scratch_columns=lambda *how: 256)
     m, h, v = 200, 64, 2500
     x, w, target, kw = case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
     if ignored:
@@ -252,9 +233,9 @@ def test_gradients_whose_parts_cancel(v, mean, schedule):
 @pytest.mark.parametrize("dw_dtype", [torch.bfloat16, FP32])
 @pytest.mark.parametrize("name", ["plain", "bias", "softcap"])
 @pytest.mark.parametrize("ignored", [False, True])
-def test_recompute_with_a_chunk_size(ignored, name, dw_dtype, kernels, monkeypatch):
+def test_recompute_with_a_chunk_size(ignored, name, dw_dtype, kernels, limits):
     """The weight gradient is summed over chunks, some classes at a time."""
-    monkeypatch.setattr(schedules, "DW_BLOCK", 1504)
+    limits(DW_BLOCK=1504)
     m, h, v, chunk = 300, 256, 4004, 128
     x, w, target, kw = case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
     target[: 270 if ignored else 0] = IGNORED  # of three chunks, one with live rows
@@ -401,12 +382,12 @@ def test_hard_rows(reduction, schedule, softcap, dtype):
     check(x, w, target, dict(reduction=reduction, softcap=softcap), schedule=schedule)
 
 
-def test_e_in_two_buffers_is_done_again_in_both(kernels, monkeypatch):
-    monkeypatch.setattr(of_e, "SHARED_FROM", 0)
+def test_e_in_two_buffers_is_done_again_in_both(kernels, limits):
+    limits(SHARED_FROM=0)
     x, w, target = hard_rows(torch.bfloat16)
     x, target = x[:16].detach().requires_grad_(), target[:16]  # few rows: E lies in the weight gradient as well
     check(x, w, target, dict(reduction="sum"), schedule="chunked")
-    assert kernels.calls["logits"] == kernels.calls["redo"] == 1
+    assert kernels.calls["logits"] == kernels.calls["recompute_flagged"] == 1
     assert kernels.calls["dw"] == 2
 
 
@@ -662,14 +643,17 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
         loss = linear_cross_entropy(x, w, target, schedule=schedule, chunk_size=128, **kw, **CUTE)
         assert loss.requires_grad == any(wants)
         if not any(wants):
-            assert kernels.calls == {"compact": 1, **dict.fromkeys(("gather", "logits", "redo", "rows"), chunks)}
+            assert kernels.calls == {
+                "compact": 1,
+                **dict.fromkeys(("gather", "logits", "recompute_flagged", "rows"), chunks),
+            }
             continue
         loss.sum().backward()
         ran = "recompute" if not e_route or (schedule, reduction) == ("chunked", "none") else schedule
         times = {"chunked": chunks, "stored": 1, "recompute": 1}[ran]  # one block of classes
         dx_in_forward = ran == "recompute" and e_route and reduction == "mean"
         calls = kernels.calls
-        assert calls["logits"] == calls["redo"] == (1 if ran == "stored" else chunks)
+        assert calls["logits"] == calls["recompute_flagged"] == (1 if ran == "stored" else chunks)
         if dx_in_forward and wants[1]:
             times = chunks
         assert calls["dlogits"] == (times if ran == "recompute" and any(wants[dx_in_forward:]) else 0)
@@ -896,7 +880,7 @@ def test_opcheck(needs, schedule):
         if schedule == "chunked" and reduction == "none":
             continue  # the rule makes it `recompute`
         dx_in_forward = (schedule, reduction) == ("recompute", "mean")
-        options = IGNORED, 0.0, 3.0, 1e-3, reduction, schedule, 128, dx_in_forward, dx_in_forward, torch.bfloat16, needs
+        options = IGNORED, 0.0, 3.0, 1e-3, reduction, torch.bfloat16, schedule, 128, dx_in_forward, dx_in_forward, needs
         args = x, w, kw["linear_bias"], target, kw["weight"], torch.tensor(9.0, **HERE), None, *options
         # in the order of the fields: compile's own tests of gradients want more digits than bf16 has
         tests = "test_schema", "test_autograd_registration", "test_faketensor"

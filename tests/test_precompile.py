@@ -18,9 +18,7 @@ from quackish.launch.parallel import Outcome
 from quackish.ops import cuda, rms_norm_plans, workspace
 from quackish.ops.linear_cross_entropy import api as lce
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
-from quackish.ops.linear_cross_entropy import cublas, launches, linear_cross_entropy
-from quackish.ops.linear_cross_entropy import launches as gemms
-from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy import cublas, linear_cross_entropy
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -45,8 +43,7 @@ def compiled(monkeypatch, tmp_path):
 def on(request, monkeypatch):
     """RMSNorm takes tensors without memory, and linear cross entropy a CPU's, for tensors of this GPU."""
     gpu = request.param
-    for module in (gemms, cublas, launches):
-        monkeypatch.setattr(module, "gpu_of", lambda index: gpu)
+    monkeypatch.setattr(on_kernels, "gpu_of", lambda index: gpu)
     monkeypatch.setattr(lce, "no_kernel_on", lambda device: "")
     monkeypatch.setattr(lce, "_plans", {})
     monkeypatch.setattr(rms_norm_plans, "_forward_plans", {})
@@ -60,7 +57,7 @@ def on(request, monkeypatch):
     )
     for name in ("mm", "addmm"):
         monkeypatch.setattr(cublas, name, lambda a, b, out: None)
-    k = LceKernels(CPU)
+    k = on_kernels.kernels_on(CPU)
     monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
     return gpu
 

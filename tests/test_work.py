@@ -10,9 +10,10 @@ import types
 import pytest
 import torch
 
+from quackish.configs import lce_args
 from quackish.configs.choose import choose
 from quackish.configs.gemm import GemmProblem
-from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRedoProblem
+from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRescaleProblem
 from quackish.configs.lce_rows import (
     LceBiasProblem,
     LceCompactProblem,
@@ -48,7 +49,7 @@ SAMPLES = [
     ("lce_scatter", LceScatterProblem(64, BF16), dict(rows=1000)),
     ("lce_scale", LceScaleProblem(BF16), dict(n=7000, n2=0, num_ctas=5)),
     ("lce_exp", LceExpProblem("softmax", BF16), dict(rows=1000, n=700)),
-    ("lce_redo", LceRedoProblem(True), dict(rows=1000, n=9000)),
+    ("lce_rescale", LceRescaleProblem(True), dict(rows=1000, n=9000)),
     ("lce_clear", LceClearProblem(64, BF16), dict(rows=1000)),
 ]
 
@@ -66,20 +67,6 @@ def test_every_kernel_is_described():
 # Arguments -----------------------------------------------------------------------------------------------------------
 
 
-def described(name):
-    """The arguments of a kernel: names, a tuple's names in a tuple."""
-    found, inner = [], None
-    for word in KERNELS[name].arguments.replace("(", " ( ").replace(")", " ) ").split():
-        if word == "(":
-            inner = []
-        elif word == ")":
-            found.append(tuple(inner))
-            inner = None
-        else:
-            (found if inner is None else inner).append(word)
-    return found
-
-
 def kernel_class(where):
     module, _, cls = where.partition(":")
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
@@ -93,32 +80,43 @@ def method(cls, name):
     return next(node for node in of_class.body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
-@pytest.mark.parametrize("name, where", sorted((name, where) for name, (where, _) in TABLE.items()))
-def test_arguments_are_the_kernels_own(name, where):
-    cls = kernel_class(where)
-    taken = [arg.arg for arg in method(cls, "__call__").args.args[1:]]
-    assert taken[-1] == "stream"
-    for mine, theirs in zip(described(name), taken, strict=True):
-        if isinstance(mine, tuple):  # as the class takes the tuple apart
-            unpacked = [
-                tuple(target.id for target in node.targets[0].elts)
+def given(cls, value):
+    """Arguments of a call by name; a NamedTuple of row kernels and the GEMM's sizes hold `value` of their fields."""
+    call = {}
+    for arg in method(cls, "__call__").args.args[1:]:
+        fields = getattr(lce_args, getattr(arg.annotation, "id", ""), None)
+        if fields is not None:
+            call[arg.arg] = fields(*map(value, fields._fields))
+        elif arg.arg == "sizes":  # as the class unpacks them
+            (names,) = (
+                node.targets[0].elts
                 for node in ast.walk(method(cls, "kernel"))
-                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == theirs
-            ]
-            assert unpacked == [mine]
+                if isinstance(node, ast.Assign) and getattr(node.value, "id", "") == "sizes"
+            )
+            call[arg.arg] = tuple(value(name.id) for name in names)
         else:
-            assert mine == theirs
-    for sample, problem, _ in SAMPLES:
-        if sample == name:
-            config = choose(name, problem, H200).config
-            assert len(cls(problem, config).fake_args()) == len(taken)
+            call[arg.arg] = value(arg.arg)
+    return call
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_sizes_come_from_their_places(name):
-    found = sizes_of(name, described(name))  # each argument is its own name
+def test_sizes_are_where_the_kernel_has_them(name):
+    call = given(kernel_class(TABLE[name][0]), lambda field: field)
+    assert list(call)[-1] == "stream"
+    found = sizes_of(name, list(call.values()))
     assert found == {size: size for size in KERNELS[name].sizes}
     assert all(set(sizes) == set(found) for sample, _, sizes in SAMPLES if sample == name)
+
+
+@pytest.mark.parametrize("name, problem, _", SAMPLES)
+def test_fake_args_are_what_the_kernel_takes(name, problem, _):
+    cls = kernel_class(TABLE[name][0])
+    fake = cls(problem, choose(name, problem, H200).config).fake_args()
+    call = given(cls, lambda field: field)
+    assert len(fake) == len(call)
+    if "a" in call and call["a"] != "a":  # a row kernel
+        assert type(fake[0]) is type(call["a"]) is type(problem.args)
+        assert [arg is None for arg in fake[0]] == [spec is None for spec in problem.args]
 
 
 # CTAs ----------------------------------------------------------------------------------------------------------------
@@ -128,8 +126,7 @@ def own_ctas(cls, problem, config, sizes):
     """What the class's `.launch(grid=...)` says, with its names given values."""
     call, ints = method(cls, "__call__"), types.SimpleNamespace(ceil_div=lambda n, d: -(-n // d), min=min, max=max)
     names = {**vars(inspect.getmodule(cls)), "cute": ints, "cutlass": ints, "self": cls(problem, config)}
-    for mine, theirs in zip(described(kernel_of(cls.__name__)), [a.arg for a in call.args.args[1:]], strict=True):
-        names[theirs] = tuple(sizes.get(n, 0) for n in mine) if isinstance(mine, tuple) else sizes.get(mine, 0)
+    names |= given(cls, lambda field: sizes.get(field, 0))
     for node in call.body:
         grids = [k.value for c in ast.walk(node) if isinstance(c, ast.Call) for k in c.keywords if k.arg == "grid"]
         if grids:
@@ -236,7 +233,7 @@ def test_row_kernels_move_what_their_arguments_say():
         ("lce_scatter", LceScatterProblem(h, BF16, row_scale=True), (acc, row, row), (x,)),
         ("lce_exp", LceExpProblem("softmax", BF16), (z, row, row), (e, part, part, row)),
         ("lce_exp", LceExpProblem("dlogits", BF16), (z, row, coefs), (e,)),
-        ("lce_redo", LceRedoProblem(True), (part, row, flags[1:]), (part,)),
+        ("lce_rescale", LceRescaleProblem(True), (part, row, flags[1:]), (part,)),
     ]
     sizes = dict(m=rows, rows=rows, n=v, v=v, v0=0, v1=v, tiles=tiles)
     for name, problem, read, written in cases:

@@ -20,8 +20,9 @@ from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig
 from quackish.gpu import Gpu
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
-from quackish.ops.linear_cross_entropy.autograd import Inputs, KernelPlan
-from quackish.ops.linear_cross_entropy.launches import LceKernels, gemms_of
+from quackish.ops.linear_cross_entropy import schedules
+from quackish.ops.linear_cross_entropy.autograd import Inputs, kernels_on
+from quackish.ops.linear_cross_entropy.schedules import KernelPlan
 from quackish.work import SHORT, Work, sizes_of, work
 
 _META = torch.device("meta")
@@ -77,7 +78,7 @@ def linear_cross_entropy(call: LceCall, how: LinearCrossEntropyConfig, gpu: Gpu)
     As plain eager does it, or compiled code, once, every gradient being asked for. Not for several threads.
     """
     note = _Notes(gpu)
-    k = LceKernels(_META, gemms_of(_META, gpu, note.kernel_for))
+    k = kernels_on(_META, gpu, note.kernel_for)
     options = dict(ignore_index=-100, label_smoothing=call.label_smoothing, softcap=call.softcap, z_loss=call.z_loss)
     plan = KernelPlan(**options, reduction=call.reduction, compute_dtype=call.dtype, **dataclasses.asdict(how))
     with torch.device(_META):
@@ -88,7 +89,7 @@ def linear_cross_entropy(call: LceCall, how: LinearCrossEntropyConfig, gpu: Gpu)
 
 
 @contextlib.contextmanager
-def _kernels(k: LceKernels) -> Iterator[None]:
+def _kernels(k) -> Iterator[None]:
     """The operation finds `k`, whatever the device, and its operators run what they do on one with kernels."""
     stand_ins = dict(
         kernels_of=lambda device: k, _fwd_op=on_kernels._fwd_impl, _bwd_op=on_kernels._bwd_impl,
@@ -117,14 +118,12 @@ def _tensors(c: LceCall) -> tuple[Inputs, Tensor | None, list[Tensor]]:
     return inputs, dw_out, arriving + [torch.empty(c.m, dtype=fp32)] * c.return_lse
 
 
-def _run(
-    plan: on_kernels.KernelPlan, inputs: Inputs, dw_out, arriving: list[Tensor], c: LceCall, note: "_Notes"
-) -> None:
+def _run(plan: KernelPlan, inputs: Inputs, dw_out, arriving: list[Tensor], c: LceCall, note: "_Notes") -> None:
     """As `on_kernels.run` in plain eager, which a dispatch mode is not, or compiled, and autograd."""
     if not c.grad:
         with torch.no_grad():
-            out = plan.forward(on_kernels.kernels_of(_META), plan.call(inputs), on_kernels._NONE, False)
-            plan.loss(out, inputs.target)
+            k, call = on_kernels.kernels_of(_META), on_kernels.operands(inputs, plan)
+            on_kernels.loss_of(schedules.forward(k, call, plan, on_kernels._NONE, False), plan, inputs.target)
         return
     if c.compiled:
         context, args = _Context(), (*inputs, dw_out, *plan, [t is not None for t in inputs[:3]])

@@ -1,30 +1,52 @@
-"""Linear cross entropy with cuBLAS's GEMMs: what is asked of the kernels around them, and what is in flight between.
+"""Linear cross entropy with cuBLAS's GEMMs: problems and configs of the kernels around them, and sizes of products.
 
 None of it has been measured, nor run on a Blackwell GPU, which it is for.
 """
 
 import dataclasses
 
-TILE_N = 256  # how many classes a partial sum of the softmax runs over
+from quackish.configs.lce_args import F32, I32, ClearArgs, ExpArgs, Ptr, RescaleArgs, optional
+
+TILE_N = 256  # classes per partial sum of the softmax
 # fp32 products of a GEMM that a kernel has yet to read: logits, or rows of the input gradient.
 PRODUCT_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
 class LceExpProblem:
-    """`kind`: "softmax", E and what goes with it; or "dlogits", the gradient of the logits. As in GemmProblem."""
+    """`kind`: "softmax", exp_logits and the row statistics; or "dlogits", the gradient of the logits."""
 
     kind: str
     out_dtype: str | None = None  # None: nothing is stored but statistics
     bias_dtype: str | None = None
     softcap: bool = False
     smoothing: bool = False
-    weighted: bool = False  # class weights, where there is smoothing
+    weighted: bool = False  # class weights, with smoothing
+
+    @property
+    def args(self) -> ExpArgs:
+        softmax = self.kind == "softmax"
+        ints, floats = (I32, F32) if softmax else (None, None)
+        return ExpArgs(
+            z=Ptr("float32", aligned=True), out=optional(self.out_dtype, aligned=True), bias=optional(self.bias_dtype),
+            class_weight=F32 if self.weighted else None, slot_target=I32, num_live=I32, row_shift=floats,
+            row_max_bits=ints, flags=ints, part_sum=floats, part_wsum=floats if self.smoothing else None,
+            target_logit=floats, tile0="int32", tiles="int32", coefs=None if softmax else Ptr("float32", aligned=True),
+            z_stride="int64", out_stride="int64", softcap="float32", v0="int32", start="int32", rows="int32", n="int32",
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class LceRedoProblem:
-    stored: bool  # whether there is an E
+class LceRescaleProblem:
+    stored: bool  # whether exp_logits is kept
+
+    @property
+    def args(self) -> RescaleArgs:
+        return RescaleArgs(
+            exp_logits=Ptr("bfloat16", aligned=True) if self.stored else None, part_sum=F32, row_max_bits=I32,
+            flags=I32, num_live=I32, exp_logits_stride="int64", tile0="int32", tiles="int32", start="int32",
+            rows="int32", n="int32",
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,19 +54,23 @@ class LceClearProblem:
     h: int  # a multiple of 8
     dtype: str
 
+    @property
+    def args(self) -> ClearArgs:
+        return ClearArgs(out=Ptr(self.dtype, aligned=True), num_live=I32, start="int32", rows="int32")
+
 
 @dataclasses.dataclass(frozen=True)
 class LceWarpsConfig:
-    """A warp a row, or a row's tile."""
+    """One warp per row, or per tile of a row."""
 
     threads: int = 256
 
 
 def logit_columns(rows: int) -> int:
-    """How many classes' logits are in flight: whole tiles, one at least."""
+    """How many classes' logits are in memory at a time: whole tiles, at least one."""
     return max(PRODUCT_BYTES // (4 * rows * TILE_N), 1) * TILE_N
 
 
 def product_rows(h: int) -> int:
-    """How many rows of the input gradient are in flight."""
+    """How many rows of the input gradient are in memory at a time."""
     return max(PRODUCT_BYTES // (4 * h), 1)

@@ -1,18 +1,33 @@
 """Linear cross entropy's kernels around its GEMMs: what is asked (Problem) and how it is done (Config).
 
-Numbers of rows, classes and tiles are in none of them: kernels get these at run time.
+Numbers of rows, classes and tiles are in neither: kernels get these at run time, with their other `args`.
 """
 
 import dataclasses
 from typing import Any
 
+from quackish.configs.lce_args import (
+    BF16,
+    F32,
+    I32,
+    BiasArgs,
+    CompactArgs,
+    GatherArgs,
+    Ptr,
+    RowsArgs,
+    ScaleArgs,
+    ScatterArgs,
+    SortArgs,
+    TargetsArgs,
+    optional,
+)
 from quackish.gpu import Gpu
 
 WIDE_BIAS = 32_768  # columns, and more
 ROW_TILE = 128  # rows of a GEMM tile: up to the end of the last one with live rows, buffers hold zeros, not garbage
-NO_PLACE = (1 << 31) - 1  # in place of a class's first place: no row has it
+NO_SLOT = (1 << 31) - 1  # in first_slot_of_class: no row has the class
 MOST_ROWS_COUNTED = 1 << 14  # of a chunk that `lce_sort` sorts itself, in a time that grows with their square
-MANY_ROWS = 8  # of a class, and more: all warps of a CTA of `lce_targets` sum them
+MANY_ROWS = 8  # of a class, or more: all warps of a CTA of `lce_targets` sum them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +36,19 @@ class LceCompactProblem:
     class_weight_dtype: str | None = None
     divisor: str = "one"  # "one", "weights" (sum of the class weights of rows), "float" or "tensor" (num_items)
 
+    @property
+    def args(self) -> CompactArgs:
+        return CompactArgs(
+            target=Ptr(self.target_dtype), class_weight=optional(self.class_weight_dtype),
+            num_items_at=F32 if self.divisor == "tensor" else None, order=I32, inv_divisor=F32, tickets=I32,
+            num_live=I32, num_items="float32", ignore_index="int64", v="int32", m="int32",
+        )  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class LceGatherProblem:
     h: int  # a multiple of 8
-    dtype: str  # of x, w and xc
+    dtype: str  # of x, w and live_x
     target_dtype: str
     bias_dtype: str | None = None
     dx_dtype: str | None = None
@@ -33,31 +56,70 @@ class LceGatherProblem:
     rows_out: bool = True  # loss and lse of ignored rows are written
     x_aligned: bool = True  # every row of x starts on 16 bytes
 
+    @property
+    def args(self) -> GatherArgs:
+        rows_out = F32 if self.rows_out else None
+        return GatherArgs(
+            x=Ptr(self.dtype, self.x_aligned), w=Ptr(self.dtype, aligned=True), bias=optional(self.bias_dtype),
+            target=Ptr(self.target_dtype), order=I32, num_live=I32, live_x=Ptr(self.dtype, aligned=True),
+            slot_target=I32, row_shift=F32, row_max_bits=I32, flags=I32, dx=optional(self.dx_dtype, aligned=True),
+            loss=rows_out, lse=rows_out, x_stride="int64", softcap="float32", start="int32", rows="int32", v="int32",
+        )  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class LceRowsProblem:
     stats: bool  # loss, lse and the sum of exponentials
-    grads: str = "none"  # "none", "scale" (of rows of E and xc) or "coefs" (four numbers)
-    h: int = 0  # a multiple of 8, where rows of xc are scaled
-    dtype: str | None = None  # of xc and xs
+    grads: str = "none"  # "none", "scale" (of rows of exp_logits and live_x) or "coefs" (four numbers)
+    h: int = 0  # a multiple of 8, where rows of live_x are scaled
+    dtype: str | None = None  # of live_x and scaled_x
     class_weight_dtype: str | None = None
     label_smoothing: bool = False
     softcap: bool = False  # matters to "scale" alone
     grad_loss: str = "one"  # "one", "scalar" or "rows"
     grad_lse: bool = False
-    e_split: bool = False  # E lies in two buffers
-    places: bool = False  # a number a class is set to NO_PLACE, for `sort`
+    exp_logits_split: bool = False  # exp_logits is in two buffers
+    first_slot_of_class: bool = False  # set to NO_SLOT, for `sort`
 
     def __post_init__(self):
         if self.grads == "scale" and self.label_smoothing:
             raise ValueError('LceRowsProblem: grads is "scale" with label_smoothing; expected "coefs"')
 
+    @property
+    def args(self) -> RowsArgs:
+        scale, coefs, smoothing = self.grads == "scale", self.grads == "coefs", self.label_smoothing
+        grads, x = scale or coefs, optional(self.dtype, aligned=True)
+        return RowsArgs(
+            slot_target=I32, order=I32, num_live=I32, part_sum=F32 if self.stats else None,
+            part_wsum=F32 if self.stats and smoothing else None, target_logit=F32 if self.stats or scale else None,
+            row_max_bits=I32, class_weight=optional(self.class_weight_dtype),
+            total_weight=F32 if smoothing and self.class_weight_dtype is not None else None,
+            loss=F32 if self.stats else None, lse=F32, row_sum=F32,
+            grad_loss=F32 if grads and self.grad_loss != "one" else None, inv_divisor=F32,
+            grad_lse=F32 if grads and self.grad_lse else None, exp_logits=BF16 if scale else None,
+            exp_logits2=BF16 if scale and self.exp_logits_split else None, live_x=x, scaled_x=x,
+            row_scale=F32 if scale else None, coefs=Ptr("float32", aligned=True) if coefs else None,
+            first_slot_of_class=I32 if self.first_slot_of_class else None, softcap="float32", z_loss="float32",
+            label_smoothing="float32", exp_logits_stride="int64", exp_logits2_stride="int64", v_split="int32",
+            v="int32", tiles="int32", start="int32", rows="int32",
+        )  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class LceSortProblem:
-    e_split: bool  # E lies in two buffers
-    places: bool = False  # where each class's first row is, is listed
+    exp_logits_split: bool  # exp_logits is in two buffers
+    first_slot_of_class: bool = False  # written
     presorted: bool = False  # the order is given
+
+    @property
+    def args(self) -> SortArgs:
+        return SortArgs(
+            slot_target=Ptr("int32", aligned=True), order=I32, num_live=I32, row_scale=F32, exp_logits=BF16,
+            exp_logits2=BF16 if self.exp_logits_split else None, exp_logits_stride="int64",
+            exp_logits2_stride="int64", v_split="int32", sorted_target=I32, sorted_row=I32, sorted_grad=F32,
+            first_slot_of_class=I32 if self.first_slot_of_class else None,
+            index=Ptr("int64") if self.presorted else None, v="int32", start="int32", rows="int32",
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +128,31 @@ class LceTargetsProblem:
     dtype: str  # of x
     dw_dtype: str
     x_aligned: bool = True  # every row of x starts on 16 bytes
-    rest: bool = False  # dw in bf16: the bits that rounding cut off count as well
+    rounding_residual: bool = False  # of a bf16 dw: the fp32 bits that rounding dropped count too
+
+    @property
+    def args(self) -> TargetsArgs:
+        return TargetsArgs(
+            x=Ptr(self.dtype, self.x_aligned), sorted_target=I32, sorted_row=I32, sorted_grad=F32, num_live=I32,
+            dw=Ptr(self.dw_dtype, aligned=True),
+            rounding_residual=Ptr("int16", aligned=True) if self.rounding_residual else None,
+            x_stride="int64", v0="int32", v1="int32", start="int32", rows="int32",
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class LceBiasProblem:
-    dtype: str  # of E
+    dtype: str  # of exp_logits
     row_scale: bool
     accumulate: bool
     wide: bool = False  # WIDE_BIAS columns, or more
+
+    @property
+    def args(self) -> BiasArgs:
+        return BiasArgs(
+            exp_logits=Ptr(self.dtype, aligned=True), row_scale=F32 if self.row_scale else None, db=F32, num_live=I32,
+            exp_logits_stride="int64", start="int32", rows="int32", n="int32",
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +161,22 @@ class LceScatterProblem:
     dx_dtype: str
     row_scale: bool = False
 
+    @property
+    def args(self) -> ScatterArgs:
+        return ScatterArgs(
+            acc=Ptr("float32", aligned=True), row_scale=F32 if self.row_scale else None, order=I32,
+            dx=Ptr(self.dx_dtype, aligned=True), num_live=I32, start="int32", rows="int32",
+        )  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class LceScaleProblem:
     dtype: str
+
+    @property
+    def args(self) -> ScaleArgs:
+        out = Ptr(self.dtype, aligned=True)
+        return ScaleArgs(out=out, out2=out, factor=F32, n="int64", n2="int64", num_ctas="int32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +187,7 @@ class LceCompactConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LceRowsConfig:
-    """A warp a row, so the order of a row's sums depends on its length alone."""
+    """One warp per row, so the order of a row's sums depends on its length alone."""
 
     threads: int = 256
     vectors: int = 4  # 16-byte vectors of a thread in flight, of each tensor
@@ -116,7 +206,7 @@ class LceSortConfig:
 class LceTargetsConfig:
     threads: int = 256
     rows: int = 4  # in flight
-    places: int = 2  # of a warp
+    slots: int = 2  # per warp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +282,8 @@ def sort_why_illegal(problem: LceSortProblem, config: LceSortConfig, gpu: Gpu) -
 def targets_why_illegal(problem: LceTargetsProblem, config: LceTargetsConfig, gpu: Gpu) -> str | None:
     if config.rows not in range(1, 9):
         return f"rows is {config.rows}; expected 1 to 8"
-    if config.places not in range(1, 17):
-        return f"places is {config.places}; expected 1 to 16"
+    if config.slots not in range(1, 17):
+        return f"slots is {config.slots}; expected 1 to 16"
     return threads_why_illegal(problem, config, gpu)
 
 

@@ -289,5 +289,48 @@ def shared_storage(rows: int, v: int, h: int, itemsize: int) -> SharedStorage | 
     return None
 
 
+class Layout(NamedTuple):
+    """The rows and classes that a call works on at a time, and which buffers share the storage of dW (v, h)."""
+
+    chunk_rows: int  # of forward's chunks, all about as large
+    columns: int = 0  # exp_logits of the first `columns` classes lie in dW's storage, from byte `offset` on;
+    offset: int = 0  # with `recompute` these classes' dW is computed in forward
+    blocks: tuple[Block, ...] = ()  # of classes, in backward of `recompute`
+    dw_block: int = 0  # backward of `recompute` sums dW over forward's chunks, so many classes at a time; 0: no sums
+
+
+@functools.lru_cache(maxsize=4096)
+def layout(
+    schedule: str, chunk_rows: int, dx_in_forward: bool, dw_in_chunks: bool, m: int, v: int, h: int, dx: bool,
+    dw: int | None, own_dw: bool, begins_dw: bool,
+) -> Layout:  # fmt: skip
+    """How the kernels run a call. The first four arguments are a LinearCrossEntropyConfig.
+
+    dx: whether the input has a gradient. dw: the itemsize of the weight's, None without one. own_dw: it has storage of
+    its own, as it is not added to the user's buffer. begins_dw: `recompute` may compute dW of the first classes in
+    forward.
+    """
+    if schedule == "chunked":
+        plan = None
+        if dw and m <= chunk_rows and m * v * E_ITEMSIZE > SHARED_FROM:
+            plan = shared_storage(m, v, h, dw)
+        return Layout(even_chunks(m, chunk_rows), *((plan.columns, plan.offset) if plan else (0, 0)))
+    if schedule == "stored":
+        return Layout(even_chunks(m, chunk_rows))
+    if dw_in_chunks and own_dw and dw and m > chunk_rows:
+        return Layout(even_chunks(m, chunk_rows), dw_block=min(DW_BLOCK, v))
+    dx_in_backward = dx and not dx_in_forward
+    blocks = recompute_blocks(
+        m, v, h, dw if own_dw else None, scratch_columns(m, not (dw and own_dw), not dx_in_backward)
+    )
+    if begins_dw:
+        first = first_classes(m, v, h, dw)
+        if first is not None:
+            return Layout(even_chunks(m, first.part_rows), first.columns, first.offset, blocks[1:])
+    if dx_in_forward and not dw and not dw_in_chunks:  # no dW whose storage exp_logits could take
+        chunk_rows = min(chunk_rows, whole_tiles(ROOMY_BYTES, v))
+    return Layout(even_chunks(m, chunk_rows), blocks=blocks)
+
+
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple

@@ -56,7 +56,7 @@ RULES = {
         lce_rows.LceScaleConfig, lambda p, gpu: lce_rows.LceScaleConfig(), lce_rows.rows_why_illegal, _ROWS
     ),
     "lce_exp": _WARPS,
-    "lce_redo": _WARPS,
+    "lce_rescale": _WARPS,
     "lce_clear": _WARPS,
 }
 

@@ -22,7 +22,7 @@ TABLE = {  # kernel -> module and class, and the GPU families that it is for
     "lce_scale": ("linear_cross_entropy.scale:LceScale", _BOTH),
     # between cuBLAS's GEMMs, on GPUs without lce_gemm
     "lce_exp": ("linear_cross_entropy.exp:LceExp", _BOTH),
-    "lce_redo": ("linear_cross_entropy.rescale:LceRedo", _BOTH),
+    "lce_rescale": ("linear_cross_entropy.rescale:LceRescale", _BOTH),
     "lce_clear": ("linear_cross_entropy.clear:LceClear", _BOTH),
 }
 FAMILIES = frozenset(_BOTH)  # of the GPUs that there are kernels for

@@ -19,7 +19,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import PRODUCER_REGISTERS, TILE_K, GemmConfig, GemmProblem
 from quackish.kernels.common.epilogues import make_epilogue
-from quackish.kernels.common.lce import after_previous, fake_count, load_at
+from quackish.kernels.common.lce import after_previous, load_at
 from quackish.kernels.common.rows import DTYPES, fake_pointer
 from quackish.kernels.common.split_k_tail import Plan, SplitKTail
 from quackish.kernels.common.wave_sync import spin_limit, tiles_to_sync, wave_sync
@@ -48,7 +48,7 @@ class GemmSm90:
         p = self.problem
         a, b = fake_pointer(p.dtype), fake_pointer(p.dtype)
         second = fake_pointer(p.dtype if p.split_k else p.out_dtype if p.split_n else None)
-        num_live = fake_count()
+        num_live = fake_pointer("int32", aligned=False)
         sizes = (Int32(1), Int32(1), Int32(1), Int32(1), Int32(1))
         strides = (Int64(1), Int64(1), Int64(1), Int64(1))
         stream = cute.runtime.make_fake_stream()

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from quackish.configs.choose import config
 from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmProblem
-from quackish.configs.lce_rows import NO_PLACE, ROW_TILE
+from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.configs.rules import name_of
-from quackish.ops.linear_cross_entropy.launches import GemmLaunches
+from quackish.ops.kernel_for import Kernel
+from quackish.ops.linear_cross_entropy.launches import LceKernels, LogitsArgs
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan
 
 Run = Callable[[], tuple[Tensor | None, ...]]  # launches once; returns the results
@@ -73,18 +74,18 @@ def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.devi
 # GEMMs ---------------------------------------------------------------------------------------------------------------
 
 
-class _Gemms(GemmLaunches):
+class _Gemms(LceKernels):
     """Keeps the kernel that its first launch found, whatever is chosen later; for one problem alone."""
 
     def __init__(self, device: torch.device, problem: GemmProblem):
         super().__init__(device)
         self.problem, self.found = problem, None
 
-    def _compile(self, key: tuple, **fields):
-        assert GemmProblem(**fields) == self.problem, (GemmProblem(**fields), self.problem)
+    def _add(self, key: tuple, name: str, problem: GemmProblem) -> Kernel:
+        assert problem == self.problem, (problem, self.problem)
         if self.found is None:
-            self.found = super()._compile(key, **fields)
-        self._gemms[key] = self.found
+            self.found = super()._add(key, name, problem)
+        self._kernels[key] = self.found
         return self.found
 
 
@@ -100,7 +101,7 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
         factor = torch.full((1,), 0.5, device=device) if p.scaled else None
         if p.rest:  # of every 16th row
             places = torch.arange(m, dtype=torch.int32, device=device)
-            places = torch.where(places % 16 == 0, places // 16, NO_PLACE)
+            places = torch.where(places % 16 == 0, places // 16, NO_SLOT)
             rest = torch.zeros(-(-m // 16), n, dtype=torch.int16, device=device)
 
         def launch(gemms):
@@ -134,25 +135,13 @@ def _logits(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
     flags = torch.zeros(1 + -(-m // ROW_TILE), dtype=torch.int32, device=device)
     num_live = _count(device, m)
 
+    args = LogitsArgs(
+        x, w, bias, weight, row_shift, slot_target, num_live, 0, softcap, e, e2, split, part_sum, part_wsum,
+        target_logit, row_max_bits, flags,
+    )  # fmt: skip
+
     def launch(gemms):
-        of_e = e, e2, split
-        gemms.logits(
-            x,
-            w,
-            bias,
-            weight,
-            row_shift,
-            slot_target,
-            num_live,
-            0,
-            softcap,
-            *of_e,
-            part_sum,
-            part_wsum,
-            target_logit,
-            row_max_bits,
-            flags,
-        )
+        gemms.logits(args)
 
     return launch, (e, e2, part_sum, part_wsum, target_logit)
 
@@ -173,7 +162,7 @@ def _classifier(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
     """x (m, k), w (n, k), bias, class weights, softcap: logits around 1."""
     x, w = _normal(device, p.dtype, m, k), _normal(device, p.dtype, n, k).mul_(k**-0.5)
     weight = torch.rand(n, device=device) if p.weighted else None
-    return x, w, _normal(device, p.bias_dtype, n), weight, 30.0 if p.softcap else None
+    return x, w, _normal(device, p.bias_dtype, n), weight, 30.0 if p.softcap else 0.0
 
 
 def _dx(p: GemmProblem, m: int, n: int, k: int, device: torch.device):

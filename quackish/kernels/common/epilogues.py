@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32, Int64
 
-from quackish.configs.lce_rows import NO_PLACE
+from quackish.configs.lce_rows import NO_SLOT
 from quackish.kernels.common.epilogue_dlogits import Dlogits
 from quackish.kernels.common.epilogue_softmax import Softmax
 from quackish.kernels.common.rows import fake_pointer, vector_at
@@ -81,7 +81,7 @@ class StoreAndRest(Store):
         two = cute.make_rmem_tensor((2,), Int16)
         columns = cute.arch.make_warp_uniform(n - col0)  # a multiple of 8; uniform, or ptxas syncs each store
         for r in cutlass.range_constexpr(2):
-            if kept[r] != NO_PLACE and row0 + thread_rows(thread) + 8 * r < m:
+            if kept[r] != NO_SLOT and row0 + thread_rows(thread) + 8 * r < m:
                 row = args[1] + (Int64(kept[r]) * n + col0)
                 for q in cutlass.range_constexpr(cute.size(acc) // 4):
                     i = 4 * q + 2 * r  # values alternate between the two rows, in pairs of columns

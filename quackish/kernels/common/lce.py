@@ -1,11 +1,12 @@
-"""What linear cross entropy's row kernels share: single elements by pointer, and the order of floats as integers."""
+"""Shared by linear cross entropy's row kernels: fake arguments, access by pointer, and floats as ordered integers."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
+from quackish.configs.lce_args import Ptr
 from quackish.configs.lce_rows import ROW_TILE
-from quackish.kernels.common.rows import fake_pointer, vector_at
+from quackish.kernels.common.rows import DTYPES, fake_pointer, vector_at
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -14,24 +15,23 @@ LN_2 = 0.6931471805599453
 HUGE = 2e38
 
 
-def fake_target(dtype: str):
-    dtype = Int64 if dtype == "int64" else Int32
-    return cute.runtime.make_ptr(dtype, dtype.width // 8, AddressSpace.gmem, assumed_align=dtype.width // 8)
+def fake_args(problem):
+    """(arguments, stream) to compile a row kernel for: `problem.args` with a pointer or a number for each spec."""
 
+    def fake(spec: Ptr | str | None):
+        return fake_pointer(spec.dtype, spec.aligned) if isinstance(spec, Ptr) else spec and DTYPES[spec](1)
 
-def fake_count():
-    """num_live, (1,) int32."""
-    return fake_pointer("int32", aligned=False)
+    return problem.args._make(map(fake, problem.args)), cute.runtime.make_fake_stream()
 
 
 @cute.jit
 def after_previous():
-    """Waits for the launch before this one, and lets the next one come to SMs that have room: its CTAs wait here too.
+    """Waits for the previous launch, and lets CTAs of the next one start on SMs with room: they wait here too.
 
-    Every CTA calls this, on every path. So when a CTA starts, the launches before the previous one are done: that one
-    waited for them before it let this one come (as all here do; PyTorch's kernels start after them and let no one
-    come). What they wrote may be read before this call, after a fence, which empties the L1. But nothing may be
-    written: memory that is new to this launch may be the previous one's until it ends.
+    Every CTA calls this, on every path. So all launches before the previous one are done when a CTA starts: the
+    previous one waited for them before it let this one start. (PyTorch's kernels start no launch early.) What they
+    wrote may be read before this call, after a fence, which empties the L1. Nothing may be written before this call:
+    memory that is new to this launch may be the previous launch's until that ends.
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
@@ -44,7 +44,7 @@ def load_at(base: cute.Pointer, at):
 
 @cute.jit
 def load_eight(base: cute.Pointer, at, aligned: cutlass.Constexpr[bool]):
-    """Eight elements, one by one where they need not start on 16 bytes."""
+    """Eight elements, loaded one by one unless they start on 16 bytes."""
     if const_expr(aligned):
         return vector_at(base, at, 8).load()
     raw = cute.make_rmem_tensor((8,), base.dtype)
@@ -60,7 +60,7 @@ def store_at(base: cute.Pointer, at, value):
 
 @cute.jit
 def encode(x: Float32) -> Int32:
-    """An int32 in the order of floats, so that an integer maximum is theirs."""
+    """An int32 in the order of floats, so that an integer maximum is the floats' maximum."""
     bits = x.bitcast(Int32)
     return bits if bits >= 0 else bits ^ 0x7FFFFFFF
 

@@ -12,6 +12,7 @@ DTYPES = {
     "float32": Float32,
     "int16": cutlass.Int16,
     "int32": Int32,
+    "int64": Int64,
 }
 
 

@@ -1,19 +1,18 @@
-"""Linear cross entropy: dbias[c] = sum over the live rows i of a chunk of row_scale[i] * E[i, c], in fp32.
+"""Linear cross entropy: dbias[c] = sum over the live rows i of a chunk of row_scale[i] * exp_logits[i, c].
 
-A CTA has `lanes * 8` columns and all rows. A thread adds eight columns of every (threads / lanes)-th row, in order;
-then the threads of a column are added, in order: no atomic, and the same bits on every run.
+In fp32, without atomics and in a fixed order: a CTA has `lanes * 8` columns of all rows. A thread sums eight columns of
+every (threads / lanes)-th row; then the sums of a column's threads are added.
 """
-
-from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int64, const_expr
 
+from quackish.configs.lce_args import BiasArgs
 from quackish.configs.lce_rows import LceBiasConfig, LceBiasProblem
-from quackish.kernels.common.lce import after_previous, fake_count, load_at
-from quackish.kernels.common.rows import fake_pointer, vector_at
+from quackish.kernels.common.lce import after_previous, fake_args, load_at
+from quackish.kernels.common.rows import vector_at
 
 
 class LceBias:
@@ -23,27 +22,12 @@ class LceBias:
         self.groups = config.threads // config.lanes
 
     def fake_args(self):
-        p = self.problem
-        row_scale = fake_pointer("float32" if p.row_scale else None, aligned=False)
-        pointers = fake_pointer(p.dtype), row_scale, fake_pointer("float32", aligned=False)
-        stream = cute.runtime.make_fake_stream()
-        return (*pointers, fake_count(), Int64(8), Int32(0), Int32(1), Int32(1), stream)
+        return fake_args(self.problem)
 
     @cute.jit
-    def __call__(
-        self,
-        e: cute.Pointer,  # (rows, n)
-        row_scale: Optional[cute.Pointer],  # (rows,)
-        db: cute.Pointer,  # (n,)
-        num_live: cute.Pointer,  # (1,)
-        e_stride: Int64,  # a multiple of 8
-        start: Int32,
-        rows: Int32,
-        n: Int32,
-        stream: CUstream,
-    ):
-        self.kernel(e, row_scale, db, num_live, e_stride, start, rows, n).launch(
-            grid=[cute.ceil_div(n, self.columns), 1, 1],
+    def __call__(self, a: BiasArgs, stream: CUstream):
+        self.kernel(a).launch(
+            grid=[cute.ceil_div(a.n, self.columns), 1, 1],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=65_536 // (self.config.threads * 64),
             preferred_smem_carveout=50,
@@ -52,17 +36,7 @@ class LceBias:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        e: cute.Pointer,
-        row_scale: Optional[cute.Pointer],
-        db: cute.Pointer,
-        num_live: cute.Pointer,
-        e_stride: Int64,
-        start: Int32,
-        rows: Int32,
-        n: Int32,
-    ):
+    def kernel(self, a: BiasArgs):
         after_previous()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -70,33 +44,34 @@ class LceBias:
         sSums = smem.allocate_tensor(Float32, cute.make_layout(self.groups * self.columns), byte_alignment=16)
         lane, group = tid % self.config.lanes, tid // self.config.lanes
         col = cta * self.columns + lane * 8
-        live = cutlass.min(load_at(num_live, 0) - start, rows)
+        live = cutlass.min(load_at(a.num_live, 0) - a.start, a.rows)
 
-        # this thread's rows, a batch in flight
+        # this thread's rows, a batch of loads in flight
         batch, groups = const_expr(4), self.groups
-        raw = cute.make_rmem_tensor((8, batch), e.dtype)
+        raw = cute.make_rmem_tensor((8, batch), a.exp_logits.dtype)
         rScale = cute.make_rmem_tensor((batch,), Float32)
         rScale.fill(1.0)
         acc = cute.make_rmem_tensor((8,), Float32)
         acc.fill(0.0)
-        if col < n:
+        if col < a.n:
             for i in cutlass.range(group, live, groups * batch, unroll=1):
                 for b in cutlass.range_constexpr(batch):
                     if i + b * groups < live:
-                        raw[None, b].store(vector_at(e, Int64(i + b * groups) * e_stride + col, 8).load())
-                        if const_expr(row_scale is not None):
-                            rScale[b] = load_at(row_scale, i + b * groups)
+                        at = Int64(i + b * groups) * a.exp_logits_stride + col
+                        raw[None, b].store(vector_at(a.exp_logits, at, 8).load())
+                        if const_expr(a.row_scale is not None):
+                            rScale[b] = load_at(a.row_scale, i + b * groups)
                 for b in cutlass.range_constexpr(batch):
                     if i + b * groups < live:
                         acc.store(acc.load() + raw[None, b].load().to(Float32) * rScale[b])
 
-        # over the threads of a column
+        # the sums of a column's threads
         vector_at(sSums.iterator, tid * 8, 8).store(acc.load())
         cute.arch.sync_threads()
         for j in cutlass.range(tid, self.columns, self.config.threads, unroll=1):
             total = Float32(0.0)
             for k in cutlass.range(groups, unroll=8):
                 total += sSums[k * self.columns + j]
-            if cta * self.columns + j < n:
-                out = cute.make_tensor(db + (cta * self.columns + j), cute.make_layout(1))
+            if cta * self.columns + j < a.n:
+                out = cute.make_tensor(a.db + (cta * self.columns + j), cute.make_layout(1))
                 out[0] = out[0] + total if const_expr(self.problem.accumulate) else total

@@ -1,38 +1,28 @@
-"""out *= factor, of two tensors, in place; nothing is read or written where the factor, on the device, is 1."""
+"""out *= factor for two tensors, in place; if the factor, in device memory, is 1, they are not read or written."""
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
+from quackish.configs.lce_args import ScaleArgs
 from quackish.configs.lce_rows import LceScaleConfig, LceScaleProblem
-from quackish.kernels.common.lce import after_previous, load_at, store_at, store_scaled
-from quackish.kernels.common.rows import DTYPES, fake_pointer, vector_at
+from quackish.kernels.common.lce import after_previous, fake_args, load_at, store_at, store_scaled
+from quackish.kernels.common.rows import DTYPES, vector_at
 
 
 class LceScale:
     def __init__(self, problem: LceScaleProblem, config: LceScaleConfig):
-        self.dtype, self.config = problem.dtype, config
+        self.problem, self.config = problem, config
         self.vec = 128 // DTYPES[problem.dtype].width
 
     def fake_args(self):
-        out, factor = fake_pointer(self.dtype), fake_pointer("float32", aligned=False)
-        stream = cute.runtime.make_fake_stream()
-        return (out, out, factor, Int64(1), Int64(1), Int32(1), stream)
+        return fake_args(self.problem)
 
     @cute.jit
-    def __call__(
-        self,
-        out: cute.Pointer,  # (n,)
-        out2: cute.Pointer,  # (n2,)
-        factor: cute.Pointer,  # (1,)
-        n: Int64,
-        n2: Int64,
-        num_ctas: Int32,
-        stream: CUstream,
-    ):
-        self.kernel(out, out2, factor, n, n2).launch(
-            grid=[num_ctas, 1, 1],
+    def __call__(self, a: ScaleArgs, stream: CUstream):
+        self.kernel(a).launch(
+            grid=[a.num_ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=65_536 // (self.config.threads * 64),
             preferred_smem_carveout=10,
@@ -41,15 +31,15 @@ class LceScale:
         )
 
     @cute.kernel
-    def kernel(self, out: cute.Pointer, out2: cute.Pointer, factor: cute.Pointer, n: Int64, n2: Int64):
+    def kernel(self, a: ScaleArgs):
         after_previous()
-        f = load_at(factor, 0)
-        if f != 1.0:
-            self.scale(out, n, f)
-            self.scale(out2, n2, f)
+        factor = load_at(a.factor, 0)
+        if factor != 1.0:
+            self.scale(a.out, a.n, factor)
+            self.scale(a.out2, a.n2, factor)
 
     @cute.jit
-    def scale(self, out: cute.Pointer, n: Int64, f: Float32):
+    def scale(self, out: cute.Pointer, n: Int64, factor: Float32):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
@@ -64,9 +54,9 @@ class LceScale:
                     raw[None, b].store(vector_at(out, (v + b * threads) * vec, vec).load())
             for b in cutlass.range_constexpr(batch):
                 if v + b * threads < num_vectors:
-                    store_scaled(raw[None, b], out, (v + b * threads) * vec, f)
+                    store_scaled(raw[None, b], out, (v + b * threads) * vec, factor)
         # the last few elements
         last = num_vectors * vec + tid
         if cta == 0:
             if last < n:
-                store_at(out, last, load_at(out, last).to(Float32) * f)
+                store_at(out, last, load_at(out, last).to(Float32) * factor)

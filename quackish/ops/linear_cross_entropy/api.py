@@ -269,8 +269,8 @@ def _make_plan(
             problem = KernelProblem(v, h, dtype, reduction, return_lse, given_out, smoothing)
             how = kernel_config(problem, m, schedule, chunk_size)
             return on_kernels.KernelPlan(
-                ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows,
-                how.dx_in_forward, how.dw_in_chunks, compute_dtype,
+                ignore_index, label_smoothing, softcap, z_loss, reduction, compute_dtype, how.schedule, how.chunk_rows,
+                how.dx_in_forward, how.dw_in_chunks,
             )  # fmt: skip
     problem = LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
     how = linear_cross_entropy_config(problem, m, schedule, chunk_size)

@@ -1,199 +1,143 @@
-"""Linear cross entropy's GEMMs by cuBLAS, with CuTe DSL kernels behind them: for GPUs that have no GEMM of ours.
+"""Linear cross entropy's GEMMs by cuBLAS, with CuTe DSL kernels after them: for GPUs that have no GEMM of ours.
 
-The logits come as fp32 products, some columns of all rows at a time (`logit_columns`), and a kernel turns them into E
-or gradients. A chunk's rows are all multiplied: how many of them the device counts as live, the host does not know.
+The logits come as fp32 products, some classes of all rows at a time (`logit_columns`), and a kernel turns them into
+exp_logits or dlogits. All rows of a chunk are multiplied: the number of live rows is known on the device only.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from quackish.configs import choose
+from quackish.configs.lce_args import ClearArgs, ExpArgs, RescaleArgs
 from quackish.configs.lce_cublas import (
     TILE_N,
     LceClearProblem,
     LceExpProblem,
-    LceRedoProblem,
+    LceRescaleProblem,
     logit_columns,
     product_rows,
 )
-from quackish.configs.lce_rows import LceScatterProblem
-from quackish.gpu import Gpu, gpu_of
-from quackish.ops.cuda import current_stream_of, dtype_name
-from quackish.ops.kernel_for import KernelFor, kernel_for
+from quackish.ops.cuda import dtype_name
+from quackish.ops.kernel_for import Kernel
+from quackish.ops.linear_cross_entropy.launches import LogitsArgs, RowKernels, addresses
 from quackish.ops.linear_cross_entropy.portable import addmm, mm
 
 
-class CublasGemms:
-    """The methods of GemmLaunches, where each argument is explained; what differs is said here.
+class CublasKernels(RowKernels):
+    """The methods of LceKernels, where each argument is explained; differences are stated here.
 
-    Behind the live rows memory may hold anything, as there; these rows of E are written, zeros, and `dw` clears those
-    of xs.
+    After the live rows memory may hold anything, as there; these rows of exp_logits are written, zeros, and `dw` clears
+    those of scaled_x.
     """
 
-    keeps_rest = False
-
-    def __init__(self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for):
-        self.device, self.gpu, self.kernel_for = device, gpu or gpu_of(device.index), kernel_for
-        self.stream = current_stream_of(device)
-        self._kernels: dict[tuple, Callable[..., None]] = {}
-        self._epoch = choose.epoch  # of the choices that these follow from
+    keeps_residual = False
 
     def num_tiles(self, v: int) -> int:
-        """Twice the tiles: behind the sums are what they refer to, and after `redo` zeros."""
+        """Twice the tiles: the sums are followed by their shifts, and after `recompute_flagged` by zeros."""
         return 2 * _ceil_div(v, TILE_N)
 
-    def logits(
-        self, xc, w, bias, class_weight, row_shift, slot_target, num_live, start, softcap, e, e2, v_split, part_sum,
-        part_wsum, target_logit, row_max_bits, flags,
-    ) -> None:  # fmt: skip
-        """A tile with a logit far above row_shift uses its own maximum, so that nothing overflows; `redo` follows."""
-        rows, tiles = xc.shape[0], part_sum.shape[1] // 2
-        kernel = self._exp("softmax", e, bias, softcap, part_wsum is not None, class_weight)
-        for v0, v1, part in _parts(e, e2, v_split, w.shape[0]):
-            for c0, c1, z in _products(xc, w[v0:v1]):
-                kernel(
-                    z.data_ptr(),
-                    None if part is None else part[:, c0:c1].data_ptr(),
-                    None if bias is None else bias[v0 + c0 :].data_ptr(),
-                    None if class_weight is None else class_weight[v0 + c0 :].data_ptr(),
-                    slot_target.data_ptr(),
-                    num_live.data_ptr(),
-                    row_shift.data_ptr(),
-                    row_max_bits.data_ptr(),
-                    flags.data_ptr(),
-                    part_sum.data_ptr(),
-                    None if part_wsum is None else part_wsum.data_ptr(),
-                    target_logit.data_ptr(),
-                    None,
-                    z.stride(0),
-                    0 if part is None else part.stride(0),
-                    1.0 if softcap is None else softcap,
-                    v0 + c0,
-                    (v0 + c0) // TILE_N,
-                    tiles,
-                    start,
-                    rows,
-                    c1 - c0,
-                    self.stream(),
-                )
+    def logits(self, a: LogitsArgs) -> None:
+        """A tile with a logit far above row_shift uses its own maximum, so that nothing overflows."""
+        rows, tiles = a.live_x.shape[0], a.part_sum.shape[1] // 2
+        kernel = self._exp("softmax", a.exp_logits, a.bias, a.softcap, a.part_wsum is not None, a.class_weight)
+        for v0, v1, part in _parts(a):
+            for c0, c1, z in _products(a.live_x, a.w[v0:v1]):
+                first = v0 + c0
+                args = ExpArgs(
+                    z, _from(part, c0, 1), _from(a.bias, first), _from(a.class_weight, first), a.slot_target,
+                    a.num_live, a.row_shift, a.row_max_bits, a.flags, a.part_sum, a.part_wsum, a.target_logit,
+                    first // TILE_N, tiles, None, z.stride(0), 0 if part is None else part.stride(0), a.softcap, first,
+                    a.start, rows, c1 - c0,
+                )  # fmt: skip
+                kernel.launch(addresses(args), self.stream())
 
-    def redo(
-        self, xc, w, bias, class_weight, row_shift, slot_target, num_live, start, softcap, e, e2, v_split, part_sum,
-        part_wsum, target_logit, row_max_bits, flags,
-    ) -> None:  # fmt: skip
+    def recompute_flagged(self, a: LogitsArgs) -> None:
         """No GEMM: multiplies exp_logits and sums of flagged rows by exp(their tile's shift - decode(row_max_bits))."""
-        kernel = self._find(("redo", e is None), "lce_redo", LceRedoProblem(e is not None))
-        rows, tiles = xc.shape[0], part_sum.shape[1] // 2
-        for v0, v1, part in _parts(e, e2, v_split, w.shape[0]):
-            kernel(
-                None if part is None else part.data_ptr(),
-                part_sum.data_ptr(),
-                row_max_bits.data_ptr(),
-                flags.data_ptr(),
-                num_live.data_ptr(),
-                0 if part is None else part.stride(0),
-                v0 // TILE_N,
-                tiles,
-                start,
-                rows,
-                v1 - v0,
-                self.stream(),
-            )
+        stored = a.exp_logits is not None
+        key = "rescale", stored
+        kernel = self._find(key) or self._add(key, "lce_rescale", LceRescaleProblem(stored))
+        rows, tiles = a.live_x.shape[0], a.part_sum.shape[1] // 2
+        for v0, v1, part in _parts(a):
+            args = RescaleArgs(
+                part, a.part_sum, a.row_max_bits, a.flags, a.num_live, part.stride(0) if stored else 0, v0 // TILE_N,
+                tiles, a.start, rows, v1 - v0,
+            )  # fmt: skip
+            kernel.launch(addresses(args), self.stream())
 
     def dlogits(
-        self, xc, w, bias, coefs, slot_target, num_live, start, class_weight, softcap, smoothing, v0, e
+        self, live_x, w, bias, coefs, slot_target, num_live, start, class_weight, softcap, smoothing, v0, out
     ) -> None:
-        if not smoothing:
-            class_weight = None
-        kernel = self._exp("dlogits", e, bias, softcap, smoothing, class_weight)
-        for c0, c1, z in _products(xc, w):
-            kernel(
-                z.data_ptr(),
-                e[:, c0:c1].data_ptr(),
-                None if bias is None else bias[c0:c1].data_ptr(),
-                None if class_weight is None else class_weight[v0 + c0 :].data_ptr(),
-                slot_target.data_ptr(),
-                num_live.data_ptr(),
-                *(None,) * 6,
-                coefs.data_ptr(),
-                z.stride(0),
-                e.stride(0),
-                1.0 if softcap is None else softcap,
-                v0 + c0,
-                0,
-                0,
-                start,
-                xc.shape[0],
+        kernel = self._exp("dlogits", out, bias, softcap, smoothing, class_weight)
+        for c0, c1, z in _products(live_x, w):
+            args = ExpArgs(
+                z, _from(out, c0, 1), _from(bias, c0), _from(class_weight, v0 + c0), slot_target, num_live,
+                *(None,) * 6, 0, 0, coefs, z.stride(0), out.stride(0), softcap, v0 + c0, start, live_x.shape[0],
                 c1 - c0,
-                self.stream(),
-            )
+            )  # fmt: skip
+            kernel.launch(addresses(args), self.stream())
 
     def dx(self, e, e2, v_split, w, row_scale, order, num_live, start, out, accumulate, tickets=None) -> None:
         """Without order, all rows are written."""
         if order is None:
             return _times_w(e, e2, v_split, w, out, accumulate)
         rows, h = e.shape[0], w.shape[1]
-        problem = LceScatterProblem(h, dtype_name(out), row_scale=True)
-        kernel = self._find(("scatter", h, out.dtype), "lce_scatter", problem)
         step = min(product_rows(h), rows)
         products = e.new_empty((step, h), dtype=torch.float32)
         for r0 in range(0, rows, step):
             r1 = min(r0 + step, rows)
             acc = products[: r1 - r0]
             _times_w(e[r0:r1], None if e2 is None else e2[r0:r1], v_split, w, acc, False)
-            scale = row_scale[r0:r1]
-            kernel(
-                acc.data_ptr(), scale.data_ptr(), order.data_ptr(), out.data_ptr(), num_live.data_ptr(), start + r0,
-                r1 - r0, self.stream(),
-            )  # fmt: skip
+            self.scatter(acc, row_scale[r0:r1], order, num_live, start + r0, out)
 
-    def dw(self, e, xs, num_live, start, out, accumulate, tickets=None, places=None, rest=None, factor=None) -> None:
-        """A 16-bit out is rounded by cuBLAS, which may round on the way where it splits the sum over rows.
+    def dw(
+        self, e, scaled_x, num_live, start, out, accumulate, tickets=None, first_slots=None, residual=None, factor=None
+    ) -> None:
+        """A 16-bit out is rounded by cuBLAS, which may also round partial sums if it splits the sum over rows.
 
-        `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is asked, as by any GEMM of PyTorch's.
+        `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` governs that, as for any GEMM of PyTorch's.
         """
-        rows, h = xs.shape
-        kernel = self._find(("clear", h, xs.dtype), "lce_clear", LceClearProblem(h, dtype_name(xs)))
-        kernel(xs.data_ptr(), num_live.data_ptr(), start, rows, self.stream())  # 0 * NaN would reach every class
+        rows, h = scaled_x.shape
+        key = "clear", h, scaled_x.dtype
+        kernel = self._find(key) or self._add(key, "lce_clear", LceClearProblem(h, dtype_name(scaled_x)))
+        # cuBLAS also reads ignored rows, and 0 * NaN would reach every class
+        kernel.launch(addresses(ClearArgs(scaled_x, num_live, start, rows)), self.stream())
         if factor is None:
-            (addmm if accumulate else mm)(e.t(), xs, out)
-        else:  # which cuBLAS takes from the host alone
-            product = xs.new_empty(out.shape, dtype=torch.float32)
-            mm(e.t(), xs, product)
+            (addmm if accumulate else mm)(e.t(), scaled_x, out)
+        else:  # cuBLAS takes factors from the host only
+            product = scaled_x.new_empty(out.shape, dtype=torch.float32)
+            mm(e.t(), scaled_x, product)
             product.mul_(factor)
             out.add_(product) if accumulate else out.copy_(product)
 
-    def _exp(self, kind, e, bias, softcap, smoothing, class_weight) -> Callable[..., None]:
-        out_dtype, bias_dtype = None if e is None else e.dtype, None if bias is None else bias.dtype
-        options = softcap is not None, smoothing, class_weight is not None
-        problem = LceExpProblem(kind, dtype_name(e), dtype_name(bias), *options)
-        return self._find((kind, out_dtype, bias_dtype, *options), "lce_exp", problem)
-
-    def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
-        epoch = choose.epoch
-        kernel = self._kernels.get((epoch, key))
-        if kernel is None:
-            if self._epoch != epoch:
-                self._kernels, self._epoch = {}, epoch
-            kernel = self._kernels[epoch, key] = self.kernel_for(name, problem, self.gpu).launch
-        return kernel
+    def _exp(self, kind, out, bias, softcap, smoothing, class_weight) -> Kernel:
+        options = softcap > 0, smoothing, class_weight is not None
+        key = kind, None if out is None else out.dtype, None if bias is None else bias.dtype, *options
+        return self._find(key) or self._add(
+            key, "lce_exp", LceExpProblem(kind, dtype_name(out), dtype_name(bias), *options)
+        )
 
 
-def _parts(e: Tensor | None, e2: Tensor | None, v_split: int, v: int) -> list[tuple[int, int, Tensor | None]]:
-    """(first class, end of the classes, their columns of E)"""
-    return [(0, v, e)] if e2 is None else [(0, v_split, e), (v_split, v, e2)]
+def _parts(a: LogitsArgs) -> list[tuple[int, int, Tensor | None]]:
+    """(first class, end of the classes, their columns of exp_logits)"""
+    v = a.w.shape[0]
+    if a.exp_logits2 is None:
+        return [(0, v, a.exp_logits)]
+    return [(0, a.v_split, a.exp_logits), (a.v_split, v, a.exp_logits2)]
 
 
-def _products(xc: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """xc @ w.T in fp32, classes [c0, c1) of w at a time, in rows of whole tiles; each is overwritten by the next."""
-    rows, n = xc.shape[0], w.shape[0]
+def _from(t: Tensor | None, first: int, dim: int = 0) -> Tensor | None:
+    return None if t is None else t.narrow(dim, first, t.shape[dim] - first)
+
+
+def _products(live_x: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """live_x @ w.T in fp32, classes [c0, c1) of w at a time, in rows of whole tiles; each overwrites the last one."""
+    rows, n = live_x.shape[0], w.shape[0]
     step = min(logit_columns(rows), _ceil_div(n, TILE_N) * TILE_N)
-    z = xc.new_empty((rows, step), dtype=torch.float32)
+    z = live_x.new_empty((rows, step), dtype=torch.float32)
     for c0 in range(0, n, step):
         c1 = min(c0 + step, n)
-        mm(xc, w[c0:c1].t(), z[:, : c1 - c0])
+        mm(live_x, w[c0:c1].t(), z[:, : c1 - c0])
         yield c0, c1, z
 
 

@@ -1,18 +1,28 @@
 """Launches of linear cross entropy's kernels: torch tensors in, work on the current stream of their device.
 
-A chunk is a range [start, start + rows) of compact positions: places in `order`, live rows first. Its own buffers are
-counted from 0: chunk row i is position start + i. Only what a GEMM may read behind the last live row is written there,
-so buffers may come from torch.empty.
+A chunk is a range [start, start + rows) of slots, indices into `order`, which lists live rows first. Buffers of a chunk
+are counted from 0: their row i is slot start + i. They may come from torch.empty: what a GEMM may read after the last
+live row is written. Tensors are contiguous unless stated, and start on 16 bytes where they have h or v columns; h is a
+multiple of 8. None of this is checked here.
 """
 
-from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from quackish import kernels
 from quackish.configs import choose
 from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem, splits_dw_tail
+from quackish.configs.lce_args import (
+    BiasArgs,
+    CompactArgs,
+    GatherArgs,
+    RowsArgs,
+    ScaleArgs,
+    ScatterArgs,
+    SortArgs,
+    TargetsArgs,
+)
 from quackish.configs.lce_rows import (
     WIDE_BIAS,
     LceBiasProblem,
@@ -24,155 +34,298 @@ from quackish.configs.lce_rows import (
     LceSortProblem,
     LceTargetsProblem,
 )
-from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import workspace
 from quackish.ops.cuda import address, current_stream_of, dtype_name
 from quackish.ops.kernel_for import Kernel, KernelFor, kernel_for
-from quackish.ops.linear_cross_entropy.cublas import CublasGemms
+from quackish.ops.linear_cross_entropy.exp_logits import RowState
 
-# GEMMs ----------------------------------------------------------------------------------------------------------------
+Args = TypeVar("Args", bound=tuple)  # a NamedTuple
 
 
-class GemmLaunches:
-    """Operands are bf16 or fp16 with unit stride along their columns, rows a multiple of 8 elements apart.
+class LogitsArgs(NamedTuple):
+    """What `logits` and `recompute_flagged` take."""
 
-    All sums run over the live rows alone, chunk rows [0, num_live - start), which the device counts.
+    live_x: Tensor  # (rows, h)
+    w: Tensor  # (v, h)
+    bias: Tensor | None  # (v,)
+    class_weight: Tensor | None  # (v,) fp32; with part_wsum
+    row_shift: Tensor  # (rows,) fp32
+    slot_target: Tensor  # (rows,) int32
+    num_live: Tensor  # (1,) int32
+    start: int
+    softcap: float  # 0: none
+    exp_logits: Tensor | None  # (rows, v_split) bf16, or (rows, v) without exp_logits2; None: not stored
+    exp_logits2: Tensor | None  # (rows, v - v_split)
+    v_split: int  # with exp_logits2, a multiple of 64
+    part_sum: Tensor  # (rows, num_tiles(v)) fp32
+    part_wsum: Tensor | None  # as part_sum; with label smoothing
+    target_logit: Tensor  # (rows,) fp32
+    row_max_bits: Tensor  # (rows,) int32
+    flags: Tensor  # (1 + ceil(rows / 128),) int32
+
+
+class RowKernels:
+    """The kernels around the GEMMs, of one device. A kernel is compiled, or loaded, by its first call.
+
+    Their arguments are those of the kernels (configs/lce_args.py) with tensors in place of addresses, and `softcap` 0
+    for none. What a kernel does is described where it is.
     """
-
-    keeps_rest = True  # `dw` may keep what its rounding takes
 
     def __init__(self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for):
         self.device, self.gpu, self.kernel_for = device, gpu or gpu_of(device.index), kernel_for
         self.stream = current_stream_of(device)
-        # a kernel, how many clusters it runs in, and its config
-        self._gemms: dict[tuple, tuple[Callable[..., None], int, GemmConfig]] = {}
-        self._epoch = choose.epoch  # of the choices that these follow from
+        self._kernels: dict[tuple, Kernel] = {}  # keys are flat tuples: cheap to look up
+        self._epoch = choose.epoch  # of the choices that `_kernels` follow from
+
+    def _find(self, key: tuple) -> Kernel | None:
+        if self._epoch != choose.epoch:
+            self._kernels, self._epoch = {}, choose.epoch
+        return self._kernels.get(key)
+
+    def _add(self, key: tuple, name: str, problem: Any) -> Kernel:
+        kernel = self._kernels[key] = self.kernel_for(name, problem, self.gpu)
+        return kernel
+
+    def compact(
+        self,
+        target: Tensor,  # (m,) int32 or int64
+        class_weight: Tensor | None,  # (v,) fp32, bf16 or fp16
+        num_items: float | Tensor | None,
+        ignore_index: int,
+        v: int,
+        mean: bool,
+        state: RowState,  # order, num_live, inv_divisor and tickets are written
+    ) -> None:
+        """Lists the live rows (target != ignore_index) first in `order`, either part ascending, and counts them.
+
+        inv_divisor: with `mean` 1 / num_items, or without that 1 / (sum of the class weights of live rows whose target
+        is a class); 1 if no row has a class, and without `mean`.
+        """
+        divisor, items, items_at = "weights" if mean else "one", 1.0, None
+        if mean and isinstance(num_items, Tensor) and num_items.is_cuda:
+            divisor, items_at = "tensor", num_items.to(torch.float32)
+        elif mean and num_items is not None:
+            divisor, items = "float", float(num_items)
+        if divisor != "weights":
+            class_weight = None
+        key = "compact", target.dtype, _dtype(class_weight), divisor
+        kernel = self._find(key) or self._add(
+            key, "lce_compact", LceCompactProblem(dtype_name(target), dtype_name(class_weight), divisor)
+        )
+        args = CompactArgs(
+            target, class_weight, items_at, state.order, state.inv_divisor, state.tickets, state.num_live, items,
+            ignore_index, v, target.shape[0],
+        )  # fmt: skip
+        kernel.launch(addresses(args), self.stream())
+
+    def gather(self, a: GatherArgs) -> None:
+        h, aligned = a.x.shape[1], _is_aligned(a.x)
+        key = (
+            "gather", h, a.x.dtype, a.target.dtype, _dtype(a.bias), _dtype(a.dx), a.softcap > 0, a.loss is None, aligned
+        )  # fmt: skip
+        kernel = self._find(key)
+        if kernel is None:
+            dtypes = map(dtype_name, (a.x, a.target, a.bias, a.dx))
+            problem = LceGatherProblem(h, *dtypes, a.softcap > 0, a.loss is not None, aligned)
+            kernel = self._add(key, "lce_gather", problem)
+        kernel.launch(addresses(a), self.stream())
+
+    def rows(self, a: RowsArgs) -> None:
+        """With part_sum the statistics, and the gradients in coefs, or in exp_logits, scaled_x and row_scale."""
+        scale, grad_loss = a.exp_logits is not None, a.grad_loss
+        h, dtype = (0, None) if a.live_x is None else (a.live_x.shape[1], a.live_x.dtype)
+        key = (
+            "rows",
+            a.part_sum is not None,
+            "scale" if scale else "none" if a.coefs is None else "coefs",
+            h,
+            dtype,
+            _dtype(a.class_weight),
+            a.label_smoothing > 0,
+            scale and a.softcap > 0,
+            "one" if grad_loss is None else "rows" if grad_loss.dim() else "scalar",
+            a.grad_lse is not None,
+            a.exp_logits2 is not None,
+            a.first_slot_of_class is not None,
+        )
+        kernel = self._find(key)
+        if kernel is None:
+            problem = LceRowsProblem(*key[1:4], dtype_name(a.live_x), dtype_name(a.class_weight), *key[6:])
+            kernel = self._add(key, "lce_rows", problem)
+        kernel.launch(addresses(a), self.stream())
+
+    def sort(self, a: SortArgs) -> None:
+        """Not to be launched right after the launch that writes slot_target."""
+        key = "sort", a.exp_logits2 is not None, a.first_slot_of_class is not None, a.index is not None
+        kernel = self._find(key) or self._add(key, "lce_sort", LceSortProblem(*key[1:]))
+        kernel.launch(addresses(a), self.stream())
+
+    def targets(self, a: TargetsArgs) -> None:
+        """The launch right before this one may write dw and rounding_residual, but no other argument."""
+        h, aligned, residual = a.x.shape[1], _is_aligned(a.x), a.rounding_residual is not None
+        key = "targets", h, a.x.dtype, a.dw.dtype, aligned, residual
+        kernel = self._find(key) or self._add(
+            key, "lce_targets", LceTargetsProblem(h, dtype_name(a.x), dtype_name(a.dw), aligned, residual)
+        )
+        kernel.launch(addresses(a), self.stream())
+
+    def bias_sum(
+        self,
+        e: Tensor,  # (rows, >= n) bf16 or fp16: exp_logits or dlogits, row stride a multiple of 8
+        row_scale: Tensor | None,  # (rows,) fp32; None is 1
+        num_live: Tensor,  # (1,) int32
+        start: int,
+        db: Tensor,  # (n,) fp32
+        accumulate: bool,
+    ) -> None:
+        """db = (or += with `accumulate`) the sum over the live rows i of the chunk of row_scale[i] * e[i, :n]."""
+        n = db.shape[0]
+        key = "bias", e.dtype, row_scale is not None, accumulate, n >= WIDE_BIAS
+        kernel = self._find(key) or self._add(key, "lce_bias", LceBiasProblem(dtype_name(e), *key[2:]))
+        args = BiasArgs(e, row_scale, db, num_live, e.stride(0), start, e.shape[0], n)
+        kernel.launch(addresses(args), self.stream())
+
+    def scatter(
+        self,
+        acc: Tensor,  # (rows, h) fp32
+        row_scale: Tensor | None,  # (rows,) fp32; None is 1
+        order: Tensor,  # (m,) int32
+        num_live: Tensor,  # (1,) int32
+        start: int,
+        dx: Tensor,  # (m, h) bf16, fp16 or fp32
+    ) -> None:
+        """dx[order[start + i]] = row_scale[i] * acc[i] for the live rows of the chunk."""
+        rows, h = acc.shape
+        key = "scatter", h, dx.dtype, row_scale is not None
+        kernel = self._find(key) or self._add(key, "lce_scatter", LceScatterProblem(h, dtype_name(dx), key[3]))
+        args = ScatterArgs(acc, row_scale, order, dx, num_live, start, rows)
+        kernel.launch(addresses(args), self.stream())
+
+    def scale(
+        self,
+        out: Tensor,  # bf16, fp16 or fp32, any shape
+        factor: Tensor,  # (1,) fp32
+        out2: Tensor | None = None,  # as out
+    ) -> None:
+        """out *= factor, and out2, in place; leaves at once if the factor is 1."""
+        n, n2 = out.numel(), 0 if out2 is None else out2.numel()
+        if n + n2 == 0:
+            return
+        key = "scale", out.dtype
+        kernel = self._find(key) or self._add(key, "lce_scale", LceScaleProblem(dtype_name(out)))
+        num_ctas = kernel.config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
+        args = ScaleArgs(out, out if out2 is None else out2, factor, n, n2, num_ctas)
+        kernel.launch(addresses(args), self.stream())
+
+
+def addresses(args: Args) -> Args:
+    """With the addresses of tensors in their place."""
+    return tuple.__new__(type(args), [a.data_ptr() if isinstance(a, Tensor) else a for a in args])
+
+
+def _dtype(t: Tensor | None) -> torch.dtype | None:
+    return None if t is None else t.dtype
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether each row starts on 16 bytes."""
+    return not (x.data_ptr() | x.stride(0) * 2) & 15
+
+
+class LceKernels(RowKernels):
+    """All kernels of a Hopper GPU.
+
+    The GEMMs' operands are bf16 or fp16 with unit stride along their columns, rows a multiple of 8 elements apart. All
+    sums run over live rows only, chunk rows [0, num_live - start), which the device counts.
+    """
+
+    keeps_residual = True  # `dw` can keep what its rounding drops
 
     def num_tiles(self, v: int) -> int:
         """How many partial sums a row of `part_sum` has."""
         return -(-v // SOFTMAX_TILE_N)
 
-    def logits(
-        self,
-        xc: Tensor,  # (rows, h)
-        w: Tensor,  # (v, h)
-        bias: Tensor | None,  # (v,)
-        class_weight: Tensor | None,  # (v,) fp32; with part_wsum
-        row_shift: Tensor,  # (rows,) fp32
-        slot_target: Tensor,  # (rows,) int32
-        num_live: Tensor,  # (1,) int32
-        start: int,
-        softcap: float | None,
-        e: Tensor | None,  # (rows, v_split) bf16, or (rows, v) without e2
-        e2: Tensor | None,  # (rows, v - v_split)
-        v_split: int,  # with e2; a multiple of 64
-        part_sum: Tensor,  # (rows, num_tiles(v)) fp32
-        part_wsum: Tensor | None,  # as part_sum; with label smoothing
-        target_logit: Tensor,  # (rows,) fp32
-        row_max_bits: Tensor,  # (rows,) int32
-        flags: Tensor,  # (1 + ceil(rows / 128),) int32
-    ) -> None:
-        """e = exp(a - row_shift) * d for the logits a; part_sum: its sums per row and tile, without d; target_logit.
+    def logits(self, a: LogitsArgs) -> None:
+        """exp_logits = exp(logits - row_shift) * d; their sums without d per row and tile; the targets' logits.
 
-        A logit far above row_shift raises row_max_bits and flags its tile; `redo` must follow.
+        A logit far above row_shift raises row_max_bits and flags its tile; `recompute_flagged` must follow.
         """
-        self._softmax(
-            False, xc, w, bias, class_weight, row_shift, slot_target, num_live, start, softcap, e, e2, v_split,
-            part_sum, part_wsum, target_logit, row_max_bits, flags,
-        )  # fmt: skip
+        self._softmax(a, recompute=False)
 
-    def redo(self, *args) -> None:
-        """Recomputes the tiles that `logits` flagged, with the same arguments, shifted by row_max_bits.
+    def recompute_flagged(self, a: LogitsArgs) -> None:
+        """Recomputes the tiles that `logits` flagged, shifted by row_max_bits. Returns at once if there are none."""
+        self._softmax(a, recompute=True)
 
-        It is always launched, and returns at once if no tile is flagged.
-        """
-        self._softmax(True, *args)
-
-    def _softmax(
-        self, redo, xc, w, bias, class_weight, row_shift, slot_target, num_live, start, softcap, e, e2, v_split,
-        part_sum, part_wsum, target_logit, row_max_bits, flags,
-    ) -> None:  # fmt: skip
-        (rows, h), n = xc.shape, w.shape[0]
-        bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
-        smoothing, split = part_wsum is not None, e2 is not None
-        options = softcap is None, smoothing, weighted, split
-        key = (choose.epoch, "softmax", redo, xc.dtype, e is None, bias_dtype, *options)
-        kernel, clusters, _ = self._gemms.get(key) or self._compile(
-            key,
-            epilogue="softmax",
-            dtype=dtype_name(xc),
-            out_dtype=dtype_name(e),
-            bias_dtype=dtype_name(bias),
-            softcap=softcap is not None,
-            smoothing=smoothing,
-            weighted=weighted,
-            redo=redo,
-            split_n=split,
-        )
+    def _softmax(self, a: LogitsArgs, recompute: bool) -> None:
+        (rows, h), n, split = a.live_x.shape, a.w.shape[0], a.exp_logits2 is not None
+        options = a.softcap > 0, a.part_wsum is not None, a.class_weight is not None, recompute, split
+        key = ("softmax", a.live_x.dtype, a.exp_logits is None, _dtype(a.bias), *options)
+        kernel = self._find(key)
+        if kernel is None:
+            softcap, smoothing, weighted, redo, split_n = options
+            kernel = self._add_gemm(
+                key, epilogue="softmax", dtype=dtype_name(a.live_x), out_dtype=dtype_name(a.exp_logits),
+                bias_dtype=dtype_name(a.bias), softcap=softcap, smoothing=smoothing, weighted=weighted, redo=redo,
+                split_n=split_n,
+            )  # fmt: skip
         given = (
-            address(bias),
-            address(class_weight),
-            None if redo else row_shift.data_ptr(),
-            slot_target.data_ptr(),
-            row_max_bits.data_ptr(),
-            flags.data_ptr(),
-            part_sum.data_ptr(),
-            target_logit.data_ptr(),
-            address(part_wsum),
-            1.0 if softcap is None else softcap,
-            part_sum.shape[1],
+            address(a.bias),
+            address(a.class_weight),
+            None if recompute else a.row_shift.data_ptr(),
+            a.slot_target.data_ptr(),
+            a.row_max_bits.data_ptr(),
+            a.flags.data_ptr(),
+            a.part_sum.data_ptr(),
+            a.target_logit.data_ptr(),
+            address(a.part_wsum),
+            a.softcap,
+            a.part_sum.shape[1],
         )
-        strides = xc.stride(0), e2.stride(0) if split else 0, w.stride(0), 0 if e is None else e.stride(0)
-        stream, ticket, _kept = (self.stream(), None, None) if redo else self.stream_and_ticket()
-        kernel(
-            xc.data_ptr(), address(e2), w.data_ptr(), address(e), given, None, ticket, num_live.data_ptr(),
-            (rows, n, h, v_split if split else 0, start), strides, clusters, stream,
+        out, out2 = a.exp_logits, a.exp_logits2
+        strides = a.live_x.stride(0), out2.stride(0) if split else 0, a.w.stride(0), 0 if out is None else out.stride(0)
+        sizes = rows, n, h, a.v_split if split else 0, a.start
+        stream, ticket, _kept = (self.stream(), None, None) if recompute else self._stream_and_ticket()
+        kernel.launch(
+            a.live_x.data_ptr(), address(out2), a.w.data_ptr(), address(out), given, None, ticket,
+            a.num_live.data_ptr(), sizes, strides, self._clusters(kernel), stream,
         )  # fmt: skip
 
     def dlogits(
         self,
-        xc: Tensor,  # (rows, h)
+        live_x: Tensor,  # (rows, h)
         w: Tensor,  # (n, h): classes v0 and up
         bias: Tensor | None,  # (n,)
         coefs: Tensor,  # (rows, 4) fp32: row_shift, coef_softmax / sum, coef_target, coef_smooth
         slot_target: Tensor,  # (rows,) int32
         num_live: Tensor,  # (1,) int32
         start: int,
-        class_weight: Tensor | None,  # (v,) fp32; used with smoothing
-        softcap: float | None,
+        class_weight: Tensor | None,  # (v,) fp32; with smoothing
+        softcap: float,  # 0: none
         smoothing: bool,
         v0: int,
-        e: Tensor,  # (rows, n) as xc
+        out: Tensor,  # (rows, n) as live_x
     ) -> None:
         """The gradient of the logits: see kernels/common/epilogue_dlogits.py."""
-        (rows, h), n = xc.shape, w.shape[0]
-        if not smoothing:
-            class_weight = None
-        bias_dtype, weighted = None if bias is None else bias.dtype, class_weight is not None
-        key = (choose.epoch, "dlogits", xc.dtype, e.dtype, bias_dtype, softcap is None, smoothing, weighted)
-        kernel, clusters, _ = self._gemms.get(key) or self._compile(
-            key,
-            epilogue="dlogits",
-            dtype=dtype_name(xc),
-            out_dtype=dtype_name(e),
-            bias_dtype=dtype_name(bias),
-            softcap=softcap is not None,
-            smoothing=smoothing,
-            weighted=weighted,
-        )
-        capped = 1.0 if softcap is None else softcap
-        given = address(bias), address(class_weight), coefs.data_ptr(), slot_target.data_ptr(), capped, v0
-        strides = xc.stride(0), 0, w.stride(0), e.stride(0)
-        stream, ticket, _kept = self.stream_and_ticket()
-        kernel(
-            xc.data_ptr(), None, w.data_ptr(), e.data_ptr(), given, None, ticket, num_live.data_ptr(),
-            (rows, n, h, 0, start), strides, clusters, stream,
+        (rows, h), n = live_x.shape, w.shape[0]
+        key = (
+            "dlogits", live_x.dtype, out.dtype, _dtype(bias), softcap > 0, smoothing, class_weight is not None
+        )  # fmt: skip
+        kernel = self._find(key) or self._add_gemm(
+            key, epilogue="dlogits", dtype=dtype_name(live_x), out_dtype=dtype_name(out), bias_dtype=dtype_name(bias),
+            softcap=softcap > 0, smoothing=smoothing, weighted=class_weight is not None,
+        )  # fmt: skip
+        given = address(bias), address(class_weight), coefs.data_ptr(), slot_target.data_ptr(), softcap, v0
+        strides = live_x.stride(0), 0, w.stride(0), out.stride(0)
+        stream, ticket, _kept = self._stream_and_ticket()
+        kernel.launch(
+            live_x.data_ptr(), None, w.data_ptr(), out.data_ptr(), given, None, ticket, num_live.data_ptr(),
+            (rows, n, h, 0, start), strides, self._clusters(kernel), stream,
         )  # fmt: skip
 
     def dx(
         self,
-        e: Tensor,  # (rows, v_split), or (rows, n) without e2
+        e: Tensor,  # (rows, v_split), or (rows, n) without e2: exp_logits or dlogits
         e2: Tensor | None,  # (rows, n - v_split)
         v_split: int,  # with e2; a multiple of the GEMM's step along k
         w: Tensor,  # (n, h)
@@ -191,73 +344,67 @@ class GemmLaunches:
         """
         (n, h), rows = w.shape, e.shape[0]
         scattered = order is not None
-        key = (choose.epoch, "dx", e.dtype, out.dtype, scattered, e2 is None, accumulate, tickets is None)
-        kernel, clusters, config = self._gemms.get(key) or self._compile(
-            key,
-            epilogue="rows" if scattered else "store",
-            dtype=dtype_name(e),
-            out_dtype=dtype_name(out),
-            b_major="n",
-            split_k=e2 is not None,
-            accumulate=accumulate,
-            split_k_tail=tickets is not None,
-        )
-        shared, _scratch = _shared(tickets, config, rows, h, n, clusters)
+        key = "dx", e.dtype, out.dtype, scattered, e2 is None, accumulate, tickets is None
+        kernel = self._find(key) or self._add_gemm(
+            key, epilogue="rows" if scattered else "store", dtype=dtype_name(e), out_dtype=dtype_name(out), b_major="n",
+            split_k=e2 is not None, accumulate=accumulate, split_k_tail=tickets is not None,
+        )  # fmt: skip
+        clusters = self._clusters(kernel)
+        tail, _scratch = _tail(tickets, kernel.config, rows, h, n, clusters)
         given = (row_scale.data_ptr(), order.data_ptr()) if scattered else None
         sizes = rows, h, n, 0 if e2 is None else v_split, start
         strides = e.stride(0), 0 if e2 is None else e2.stride(0), w.stride(0), out.stride(0)
-        stream, ticket, _kept = self.stream_and_ticket()
-        kernel(
-            e.data_ptr(), address(e2), w.data_ptr(), out.data_ptr(), given, shared, ticket, num_live.data_ptr(), sizes,
+        stream, ticket, _kept = self._stream_and_ticket()
+        kernel.launch(
+            e.data_ptr(), address(e2), w.data_ptr(), out.data_ptr(), given, tail, ticket, num_live.data_ptr(), sizes,
             strides, clusters, stream,
         )  # fmt: skip
 
     def dw(
         self,
-        e: Tensor,  # (rows, n)
-        xs: Tensor,  # (rows, h)
+        e: Tensor,  # (rows, n): exp_logits or dlogits
+        scaled_x: Tensor,  # (rows, h)
         num_live: Tensor,  # (1,) int32
         start: int,
         out: Tensor,  # (n, h) contiguous; fp32 to accumulate
         accumulate: bool,
         tickets: Tensor | None = None,  # as in `dx`, along the rows; used where there are few tiles
-        places: Tensor | None = None,  # (n,) int32; NO_PLACE for none
-        rest: Tensor | None = None,  # (any, h) int16; both or none, for a bf16 out that is not added to
-        factor: Tensor | None = None,  # (1,) fp32; None is 1; not with rest
+        first_slots: Tensor | None = None,  # (n,) int32; NO_SLOT for none
+        residual: Tensor | None = None,  # (any, h) int16; both or none, for a bf16 out that is not added to
+        factor: Tensor | None = None,  # (1,) fp32; None is 1; not with residual
     ) -> None:
-        """out = (or += with `accumulate`) factor * e.T @ xs.
+        """out = (or += with `accumulate`) factor * e.T @ scaled_x.
 
-        rest[places[i]]: the bits that rounding cut off row i, if it is listed.
+        residual[first_slots[i]]: the bits that rounding drops from row i, if it has a slot.
         """
-        (rows, h), n = xs.shape, e.shape[1]
+        (rows, h), n = scaled_x.shape, e.shape[1]
         if tickets is not None and not splits_dw_tail(n, h, self.gpu.sm_count):
             tickets = None
-        key = (choose.epoch, "dw", e.dtype, out.dtype, accumulate, tickets is None, rest is None, factor is None)
-        kernel, clusters, config = self._gemms.get(key) or self._compile(
-            key,
-            epilogue="store",
-            dtype=dtype_name(e),
-            out_dtype=dtype_name(out),
-            a_major="m",
-            b_major="n",
-            live="k",
-            accumulate=accumulate,
-            split_k_tail=tickets is not None,
-            scaled=factor is not None,
-            rest=rest is not None,
-        )
-        shared, _scratch = _shared(tickets, config, n, h, rows, clusters)
+        key = "dw", e.dtype, out.dtype, accumulate, tickets is None, residual is None, factor is None
+        kernel = self._find(key) or self._add_gemm(
+            key, epilogue="store", dtype=dtype_name(e), out_dtype=dtype_name(out), a_major="m", b_major="n", live="k",
+            accumulate=accumulate, split_k_tail=tickets is not None, scaled=factor is not None,
+            rest=residual is not None,
+        )  # fmt: skip
+        clusters = self._clusters(kernel)
+        tail, _scratch = _tail(tickets, kernel.config, n, h, rows, clusters)
         given = None if factor is None else (factor.data_ptr(),)
-        if rest is not None:
-            given = places.data_ptr(), rest.data_ptr()
-        sizes, strides = (n, h, rows, 0, start), (e.stride(0), 0, xs.stride(0), out.stride(0))
-        stream, ticket, _kept = self.stream_and_ticket()
-        kernel(
-            e.data_ptr(), None, xs.data_ptr(), out.data_ptr(), given, shared, ticket, num_live.data_ptr(), sizes,
+        if residual is not None:
+            given = first_slots.data_ptr(), residual.data_ptr()
+        sizes, strides = (n, h, rows, 0, start), (e.stride(0), 0, scaled_x.stride(0), out.stride(0))
+        stream, ticket, _kept = self._stream_and_ticket()
+        kernel.launch(
+            e.data_ptr(), None, scaled_x.data_ptr(), out.data_ptr(), given, tail, ticket, num_live.data_ptr(), sizes,
             strides, clusters, stream,
         )  # fmt: skip
 
-    def stream_and_ticket(self) -> tuple[int, int, tuple | None]:
+    def _add_gemm(self, key: tuple, **fields: Any) -> Kernel:
+        return self._add(key, "lce_gemm", GemmProblem(**fields))
+
+    def _clusters(self, kernel: Kernel) -> int:
+        return kernel.config.max_clusters(self.gpu.sm_count)
+
+    def _stream_and_ticket(self) -> tuple[int, int, Any]:
         """The current stream, where the clusters of a launch on it meet, and what must be kept until then."""
         stream = self.stream()
         if self.device.type != "cuda":
@@ -265,428 +412,13 @@ class GemmLaunches:
         ticket, _, kept = workspace.take(self.device.index, stream, 0)
         return stream, ticket, kept
 
-    def _compile(self, key: tuple, **fields) -> tuple[Callable[..., None], int, GemmConfig]:
-        problem = GemmProblem(**fields)
-        if self._epoch != key[0]:
-            self._gemms, self._epoch = {}, key[0]
-        kernel, config = self.kernel_for("lce_gemm", problem, self.gpu)
-        clusters = config.max_clusters(self.gpu.sm_count)
-        made = self._gemms[key] = kernel, clusters, config
-        return made
 
-
-def _shared(
+def _tail(
     tickets: Tensor | None, config: GemmConfig, m: int, n: int, k: int, clusters: int
 ) -> tuple[tuple[int, int, int] | None, Tensor | None]:
-    """What clusters that share tiles are given, and what must be kept until the launch."""
+    """What the clusters that share tiles are given, and what must be kept until the launch."""
     if tickets is None:
         return None, None
     splits, floats = config.tail_room(m, n, k, clusters)
     partials = tickets.new_empty(floats, dtype=torch.float32)
     return (partials.data_ptr(), tickets.data_ptr(), splits), partials
-
-
-# All kernels ----------------------------------------------------------------------------------------------------------
-
-
-def gemms_of(
-    device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for
-) -> GemmLaunches | CublasGemms:
-    """Our GEMM kernel if the table of kernels has one for the GPU, else cuBLAS."""
-    gpu = gpu or gpu_of(device.index)
-    try:
-        kernels.find("lce_gemm", gpu)
-    except UnsupportedError:
-        return CublasGemms(device, gpu, kernel_for)
-    return GemmLaunches(device, gpu, kernel_for)
-
-
-class LceKernels:
-    """All kernels of one device; a kernel is compiled, or loaded, by its first call.
-
-    Tensors are contiguous where nothing else is said, and start on 16 bytes where they have h or v columns; h is a
-    multiple of 8. Nothing of this is checked here, and nothing is synchronised.
-    """
-
-    def __init__(self, device: torch.device, gemms: GemmLaunches | CublasGemms | None = None):
-        gemms = gemms_of(device) if gemms is None else gemms
-        self.kernel_for = gemms.kernel_for
-        self.device, self.gpu, self.num_tiles = device, gemms.gpu, gemms.num_tiles
-        self.keeps_rest = gemms.keeps_rest
-        self.logits, self.redo, self.dlogits, self.dx, self.dw = (
-            gemms.logits, gemms.redo, gemms.dlogits, gemms.dx, gemms.dw,
-        )  # fmt: skip
-        self.stream = gemms.stream
-        self._rows_kernels: dict[tuple, Callable[..., None]] = {}  # keys are flat tuples: cheap to look up
-        self._scale_kernels: dict[tuple, Kernel] = {}
-        self._epoch = choose.epoch  # of the choices that these follow from
-
-    def _find(self, key: tuple, name: str, problem) -> Callable[..., None]:
-        self._forget_old(key[0])
-        kernel = self._rows_kernels[key] = self.kernel_for(name, problem, self.gpu).launch
-        return kernel
-
-    def _forget_old(self, epoch: int) -> None:
-        if self._epoch != epoch:
-            self._rows_kernels, self._scale_kernels, self._epoch = {}, {}, epoch
-
-    def compact(
-        self,
-        target: Tensor,  # (m,) int32 or int64
-        class_weight: Tensor | None,  # (v,) fp32, bf16 or fp16
-        num_items: float | Tensor | None,
-        ignore_index: int,
-        v: int,
-        mean: bool,
-        order: Tensor,  # (m,) int32
-        num_live: Tensor,  # (1,) int32
-        inv_divisor: Tensor,  # (1,) fp32
-        tickets: Tensor,  # (NUM_TICKETS,) int32
-    ) -> None:
-        """order: numbers of the live rows (target != ignore_index) ascending, then of the others; num_live: how many.
-
-        inv_divisor: with `mean` 1 / num_items, or without that 1 / (sum of the class weights of live rows whose target
-        is a class); 1 where no row has a class, and without `mean`. tickets: 0.
-        """
-        divisor, items, items_at = ("weights" if mean else "one"), 1.0, None
-        if not mean or divisor == "one":
-            class_weight = None
-        elif isinstance(num_items, Tensor) and num_items.is_cuda:
-            divisor, num_items = "tensor", num_items.to(torch.float32)
-            class_weight, items_at = None, num_items.data_ptr()
-        elif num_items is not None:
-            divisor, class_weight, items = "float", None, float(num_items)
-        key = (choose.epoch, "compact", target.dtype, None if class_weight is None else class_weight.dtype, divisor)
-        kernel = self._rows_kernels.get(key)
-        if kernel is None:
-            problem = LceCompactProblem(dtype_name(target), dtype_name(class_weight), divisor)
-            kernel = self._find(key, "lce_compact", problem)
-        kernel(
-            target.data_ptr(),
-            None if class_weight is None else class_weight.data_ptr(),
-            items_at,
-            order.data_ptr(),
-            inv_divisor.data_ptr(),
-            tickets.data_ptr(),
-            num_live.data_ptr(),
-            items,
-            ignore_index,
-            v,
-            target.shape[0],
-            self.stream(),
-        )
-
-    def gather(
-        self,
-        x: Tensor,  # (m, h) bf16 or fp16; stride 1 along h, any other
-        w: Tensor,  # (v, h) as x
-        bias: Tensor | None,  # (v,) fp32, bf16 or fp16
-        target: Tensor,  # (m,)
-        order: Tensor,  # (m,)
-        num_live: Tensor,  # (1,)
-        start: int,
-        v: int,
-        softcap: float | None,
-        xc: Tensor,  # (rows, h) as x
-        slot_target: Tensor,  # (rows,) int32
-        row_shift: Tensor,  # (rows,) fp32
-        row_max_bits: Tensor,  # (rows,) int32
-        flags: Tensor,  # (1 + ceil(rows / 128),) int32
-        dx: Tensor | None,  # (m, h)
-        loss: Tensor | None,  # (m,) fp32
-        lse: Tensor | None,  # (m,) fp32; both or none
-    ) -> None:
-        """Gathers the live rows of a chunk and computes their row_shift; zeros dx, loss and lse of its ignored rows.
-
-        kernels/linear_cross_entropy/gather.py has the details.
-        """
-        stride = x.stride(0)
-        aligned = not (x.data_ptr() | stride * 2) & 15
-        bias_dtype = None if bias is None else bias.dtype
-        dx_dtype = None if dx is None else dx.dtype
-        capped, rows_out = softcap is not None, loss is not None
-        dtypes = x.dtype, target.dtype, bias_dtype, dx_dtype
-        key = (choose.epoch, "gather", x.shape[1], *dtypes, capped, rows_out, aligned)
-        kernel = self._rows_kernels.get(key)
-        if kernel is None:
-            dtypes = dtype_name(x), dtype_name(target), dtype_name(bias), dtype_name(dx)
-            problem = LceGatherProblem(x.shape[1], *dtypes, capped, rows_out, aligned)
-            kernel = self._find(key, "lce_gather", problem)
-        kernel(
-            x.data_ptr(),
-            w.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            target.data_ptr(),
-            order.data_ptr(),
-            num_live.data_ptr(),
-            xc.data_ptr(),
-            slot_target.data_ptr(),
-            row_shift.data_ptr(),
-            row_max_bits.data_ptr(),
-            flags.data_ptr(),
-            None if dx is None else dx.data_ptr(),
-            None if loss is None else loss.data_ptr(),
-            None if lse is None else lse.data_ptr(),
-            stride,
-            1.0 if softcap is None else softcap,
-            start,
-            slot_target.shape[0],
-            v,
-            self.stream(),
-        )
-
-    def rows(
-        self,
-        stats: bool,
-        grads: str,  # "none", "scale" or "coefs"
-        *,
-        slot_target: Tensor,  # (rows,)
-        order: Tensor,  # (m,)
-        num_live: Tensor,  # (1,)
-        start: int,
-        v: int,
-        row_max_bits: Tensor,  # (rows,) int32
-        lse: Tensor,  # (m,) fp32: written with stats, else read
-        row_sum: Tensor,  # (rows,) fp32: as lse
-        inv_divisor: Tensor,  # (1,) fp32
-        # stats, with part_sum
-        part_sum: Tensor | None = None,  # (rows, tiles) fp32
-        part_wsum: Tensor | None = None,  # (rows, tiles) fp32, with label_smoothing: sums of class weight * a
-        loss: Tensor | None = None,  # (m,) fp32
-        target_logit: Tensor | None = None,  # (rows,) fp32; stats and "scale"
-        # options
-        class_weight: Tensor | None = None,  # (v,) fp32, bf16 or fp16
-        total_weight: Tensor | None = None,  # 0-dim fp32: its sum; with label_smoothing
-        softcap: float | None = None,
-        z_loss: float = 0.0,
-        label_smoothing: float = 0.0,
-        # "scale" and "coefs"
-        grad_loss: Tensor | None = None,  # fp32, 0-dim or (m,) of any stride; None is 1
-        grad_lse: Tensor | None = None,  # (m,) fp32 of any stride; None is 0
-        # "scale"
-        e: Tensor | None = None,  # (rows, >= v_split) bf16, stride 1 along columns
-        e2: Tensor | None = None,  # as e: columns from v_split on
-        v_split: int = 0,  # with e2
-        xc: Tensor | None = None,  # (rows, h) bf16 or fp16
-        xs: Tensor | None = None,  # as xc, and may be xc; both or none
-        row_scale: Tensor | None = None,  # (rows,) fp32
-        # "coefs"
-        coefs: Tensor | None = None,  # (rows, 4) fp32
-        places: Tensor | None = None,  # (v,) int32
-    ) -> None:
-        """Statistics of the live rows (`stats`) and their gradients as `grads` says. Arguments not needed are not used.
-
-        kernels/linear_cross_entropy/rows.py has the formulas.
-        """
-        # What the kernel has no use for is left out, as it was compiled without it.
-        scale, smoothing, loss_kind, tiles, h, strides = grads == "scale", label_smoothing != 0, "one", 0, 0, (0, 0)
-        if not stats:
-            part_sum = part_wsum = loss = None
-            if not scale:
-                target_logit = None
-        else:
-            tiles = part_sum.shape[1]
-            if not smoothing:
-                part_wsum = None
-        if not smoothing or class_weight is None:
-            total_weight = None
-        if grads == "none":
-            grad_loss = grad_lse = None
-        if grads != "coefs":
-            coefs = None
-        if scale:
-            strides = e.stride(0), 0 if e2 is None else e2.stride(0)
-            if xc is not None:
-                h = xc.shape[1]
-        else:
-            e = e2 = xc = xs = row_scale = None
-        if grad_loss is not None:
-            if grad_loss.dim() == 0 or grad_loss.stride(0) == 0:
-                loss_kind = "scalar"
-            else:
-                loss_kind, grad_loss = "rows", grad_loss.contiguous()
-        if grad_lse is not None:
-            grad_lse = grad_lse.contiguous()
-        key = (
-            choose.epoch,
-            "rows",
-            stats,
-            grads,
-            h,
-            None if xc is None else xc.dtype,
-            None if class_weight is None else class_weight.dtype,
-            smoothing,
-            scale and softcap is not None,
-            loss_kind,
-            grad_lse is not None,
-            e2 is not None,
-            places is not None,
-        )
-        kernel = self._rows_kernels.get(key)
-        if kernel is None:
-            problem = LceRowsProblem(*key[2:5], dtype_name(xc), dtype_name(class_weight), *key[7:])
-            kernel = self._find(key, "lce_rows", problem)
-        kernel(
-            address(part_sum),
-            address(part_wsum),
-            address(target_logit),
-            row_max_bits.data_ptr(),
-            slot_target.data_ptr(),
-            order.data_ptr(),
-            num_live.data_ptr(),
-            address(class_weight),
-            address(total_weight),
-            address(loss),
-            lse.data_ptr(),
-            row_sum.data_ptr(),
-            address(grad_loss),
-            inv_divisor.data_ptr(),
-            address(grad_lse),
-            address(e),
-            address(e2),
-            address(xc),
-            address(xs),
-            address(row_scale),
-            address(coefs),
-            address(places),
-            *strides,
-            v_split,
-            1.0 if softcap is None else softcap,
-            z_loss,
-            label_smoothing,
-            v,
-            tiles,
-            start,
-            slot_target.shape[0],
-            self.stream(),
-        )
-
-    def sort(
-        self,
-        slot_target: Tensor,  # (rows,) int32
-        order: Tensor,  # (m,)
-        num_live: Tensor,  # (1,)
-        start: int,
-        row_scale: Tensor,  # (rows,) fp32
-        e: Tensor,  # as in `rows`
-        e2: Tensor | None,
-        v_split: int,
-        sorted_cls: Tensor,  # (rows,) int32
-        sorted_row: Tensor,  # (rows,) int32
-        sorted_grad: Tensor,  # (rows,) fp32
-        places: Tensor | None = None,  # (v,) int32: NO_PLACE
-        index: Tensor | None = None,  # (rows,) int64: `order_by_class`, where there are more than MOST_ROWS_COUNTED
-    ) -> None:
-        """Takes the target's element out of each live row of E, if it has that class, and lists the rows by class, then
-        by position: sorted_grad = row_scale * that element (0 without), of row sorted_row of x; in E it is 0 from then.
-
-        places[t] = the first place of class t; other classes' are left alone. slot_target is not of the
-        launch right before this one.
-        """
-        key = (choose.epoch, "sort", e2 is not None, places is not None, index is not None)
-        kernel = self._rows_kernels.get(key)
-        if kernel is None:
-            kernel = self._find(key, "lce_sort", LceSortProblem(*key[2:]))
-        kernel(
-            slot_target.data_ptr(),
-            order.data_ptr(),
-            num_live.data_ptr(),
-            row_scale.data_ptr(),
-            e.data_ptr(),
-            address(e2),
-            sorted_cls.data_ptr(),
-            sorted_row.data_ptr(),
-            sorted_grad.data_ptr(),
-            address(places),
-            address(index),
-            e.stride(0),
-            0 if e2 is None else e2.stride(0),
-            v_split,
-            e.shape[1] if e2 is None else v_split + e2.shape[1],
-            start,
-            slot_target.shape[0],
-            self.stream(),
-        )
-
-    def targets(
-        self,
-        x: Tensor,  # (m, h) as in `gather`
-        sorted_cls: Tensor,
-        sorted_row: Tensor,
-        sorted_grad: Tensor,
-        num_live: Tensor,  # (1,)
-        start: int,
-        v0: int,
-        dw: Tensor,  # (n, h): classes v0 and up; contiguous; bf16, fp16 or fp32
-        rest: Tensor | None = None,  # (rows, h) int16, as `dw` leaves it; for a bf16 dw
-    ) -> None:
-        """dw[t - v0] += the sum of sorted_grad * x[sorted_row] over the rows with sorted_cls t, in a set order; after
-        it was given back what its rounding cut off, rest at the first of these places. The launch right before this one
-        may write dw and rest, and none of the others."""
-        (n, h), stride = dw.shape, x.stride(0)
-        aligned = not (x.data_ptr() | stride * 2) & 15
-        key = (choose.epoch, "targets", h, x.dtype, dw.dtype, aligned, rest is not None)
-        kernel = self._rows_kernels.get(key)
-        if kernel is None:
-            problem = LceTargetsProblem(h, dtype_name(x), dtype_name(dw), aligned, rest is not None)
-            kernel = self._find(key, "lce_targets", problem)
-        at = x.data_ptr(), sorted_cls.data_ptr(), sorted_row.data_ptr(), sorted_grad.data_ptr(), num_live.data_ptr()
-        kernel(*at, dw.data_ptr(), address(rest), stride, v0, v0 + n, start, sorted_cls.shape[0], self.stream())
-
-    def bias_sum(
-        self,
-        e: Tensor,  # (rows, >= n) bf16 or fp16; stride 1 along columns, the other and rows a multiple of 8
-        row_scale: Tensor | None,  # (rows,) fp32; None is 1
-        num_live: Tensor,  # (1,)
-        start: int,
-        db: Tensor,  # (n,) fp32
-        accumulate: bool,
-    ) -> None:
-        """db = (or += with `accumulate`) the sum over the live rows i of the chunk of row_scale[i] * e[i, :n]."""
-        n = db.shape[0]
-        key = (choose.epoch, "bias", e.dtype, row_scale is not None, accumulate, n >= WIDE_BIAS)
-        kernel = self._rows_kernels.get(key)
-        if kernel is None:
-            problem = LceBiasProblem(dtype_name(e), *key[3:])
-            kernel = self._find(key, "lce_bias", problem)
-        rows = e.shape[0]
-        at = e.data_ptr(), address(row_scale), db.data_ptr(), num_live.data_ptr()
-        kernel(*at, e.stride(0), start, rows, n, self.stream())
-
-    def scatter(
-        self,
-        acc: Tensor,  # (rows, h) fp32
-        order: Tensor,  # (m,)
-        num_live: Tensor,  # (1,)
-        start: int,
-        dx: Tensor,  # (m, h) bf16, fp16 or fp32
-    ) -> None:
-        """dx[order[start + i]] = acc[i] for the live rows of the chunk."""
-        rows, h = acc.shape
-        key = (choose.epoch, "scatter", h, dx.dtype)
-        kernel = self._rows_kernels.get(key)
-        if kernel is None:
-            kernel = self._find(key, "lce_scatter", LceScatterProblem(h, dtype_name(dx)))
-        at = acc.data_ptr(), None, order.data_ptr(), dx.data_ptr(), num_live.data_ptr()
-        kernel(*at, start, rows, self.stream())
-
-    def scale(
-        self,
-        out: Tensor,  # bf16, fp16 or fp32, any shape
-        factor: Tensor,  # (1,) fp32
-        out2: Tensor | None = None,  # as out
-    ) -> None:
-        """out *= factor, and out2, in place; leaves at once where the factor is 1."""
-        n, n2 = out.numel(), 0 if out2 is None else out2.numel()
-        if n + n2 == 0:
-            return
-        key = (choose.epoch, out.dtype)
-        kernel = self._scale_kernels.get(key)
-        if kernel is None:
-            self._forget_old(key[0])
-            kernel = self.kernel_for("lce_scale", LceScaleProblem(dtype_name(out)), self.gpu)
-            self._scale_kernels[key] = kernel
-        launch, config = kernel
-        num_ctas = config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
-        second = out if out2 is None else out2
-        launch(out.data_ptr(), second.data_ptr(), factor.data_ptr(), n, n2, num_ctas, self.stream())

@@ -11,11 +11,12 @@ before the GEMM and serves as row_shift. Then dlogits = row_scale * exp_logits, 
 one fp32 number row_scale per row: both gradients are plain GEMMs on exp_logits, and no pass over the logits is left.
 
 Flagged rows. A row with a logit far above its row_shift raises row_max_bits, its encoded maximum, and flags its tile.
-`redo`, always launched, recomputes flagged tiles and returns at once without them: no synchronization, graph-safe.
+`recompute_flagged`, always launched, recomputes flagged tiles and returns at once without them: no synchronization,
+graph-safe.
 
-Three products. `logits`; `dx` scales each row of its result; `dw` multiplies by xs, the rows of x scaled before. The
-targets' elements are removed from exp_logits before `dw`, and their terms, row_scale * exp_logits[t] * x, are added in
-fp32: rounding xs would otherwise be most of the error of dw.
+Three products. `logits`; `dx` scales each row of its result; `dw` multiplies by scaled_x, the rows of x scaled before.
+The targets' elements are removed from exp_logits before `dw`, and their terms, row_scale * exp_logits[t] * x, are added
+in fp32: rounding scaled_x would otherwise be most of the error of dw.
 
 Rows. `compact` lists the live rows first in `order`. A chunk is a range of slots, indices into `order`; a "row" below
 is a slot. All sums end at the number of live rows, which only the device knows. Ignored rows: their loss, lse and dx
@@ -25,15 +26,15 @@ its GEMM tile, buffers hold zeros; after that, anything.
 Schedules.
     chunked    forward: per chunk of rows the logits, dx, and dw added to an fp32 sum. backward: scales these.
     stored     forward: the logits of all rows, keeping exp_logits. backward: dx and dw from them.
-    recompute  forward: the logits; dx where only a scalar factor is unknown; dw of the first classes where there is
-               room. backward: logits again, by blocks of classes, and the gradients that are missing.
-Where exp_logits cannot be used (fp16, label smoothing: `KernelProblem.has_e`), `recompute` computes both gradients in
-backward from dlogits, which a GEMM with an epilogue of its own writes.
+    recompute  forward: the logits; dx if only a scalar factor is unknown; dw of the first classes if there is room.
+               backward: logits again, by blocks of classes, and the gradients that are missing.
+Without exp_logits (fp16, label smoothing: `KernelProblem.has_e`), `recompute` computes both gradients in backward from
+dlogits, which a GEMM with an epilogue of its own writes.
 
 Memory. exp_logits of a chunk with all rows, or of a block of classes, lie partly in the storage of dw, in front of
-which dw itself is written: see configs/linear_cross_entropy.py.
+which dw itself is written: see `Layout` in configs/linear_cross_entropy.py.
 
-Nothing here reads a value on the device or knows autograd. `k` is LceKernels, or an emulation of it.
+Nothing here reads a value on the device or knows autograd. `k` is LceKernels or CublasKernels.
 """
 
 from typing import NamedTuple
@@ -41,29 +42,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs.lce_rows import NO_PLACE
-from quackish.configs.linear_cross_entropy import (
-    DW_BLOCK,
-    even_chunks,
-    first_classes,
-    recompute_blocks,
-    scratch_columns,
-)
+from quackish.configs.lce_args import GatherArgs, RowsArgs
+from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
+from quackish.configs.linear_cross_entropy import Layout, layout
 from quackish.ops.linear_cross_entropy.exp_logits import (
-    Block,
-    E,
+    F32,
+    I32,
+    Chunk,
+    ExpBlock,
+    ExpLogits,
     RowState,
-    Targets,
     add_dw,
     inside,
     matrix,
-    new_places,
+    new_first_slots,
     padded,
     padded_strides,
     vector,
 )
+from quackish.ops.linear_cross_entropy.launches import LogitsArgs
 
-_ROWS_A_FLAG = 128
+
+class KernelPlan(NamedTuple):
+    """Options of a call that are not tensors. The last four are from `kernel_config`."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+    reduction: str
+    compute_dtype: torch.dtype
+    schedule: str
+    chunk_rows: int
+    dx_in_forward: bool
+    dw_in_chunks: bool
 
 
 class Call(NamedTuple):
@@ -74,11 +86,11 @@ class Call(NamedTuple):
     target: Tensor  # (m,) contiguous
     bias: Tensor | None  # (v,) contiguous, compute dtype or fp32
     class_weight: Tensor | None  # (v,) contiguous, fp32
-    total_weight: Tensor | None  # 0-dim: its sum, where label smoothing asks for it
+    total_weight: Tensor | None  # 0-dim: its sum; with label smoothing
     num_items: float | Tensor | None  # 0-dim
     ignore_index: int
     label_smoothing: float
-    softcap: float | None
+    softcap: float  # 0: none
     z_loss: float
     mean: bool
 
@@ -110,386 +122,429 @@ class Grads(NamedTuple):
 class GradOutputs(NamedTuple):
     """The incoming gradients of backward."""
 
-    loss: Tensor | None  # 0-dim or (m,) fp32; None is 1
-    lse: Tensor | None = None  # (m,) fp32; None is 0
+    loss: Tensor | None  # 0-dim, or (m,) contiguous; fp32; None is 1
+    lse: Tensor | None = None  # (m,) contiguous fp32; None is 0
 
 
 _ONES = GradOutputs(None)
 
 
 class Forward(NamedTuple):
-    loss: Tensor  # (m,) fp32, divided for `mean`: the loss is their sum
-    lse: Tensor  # (m,) fp32
-    rows: RowState
+    """What forward computes. Backward needs all but the loss; its gradients are those of a loss gradient of 1."""
+
+    loss: Tensor | None  # (m,) fp32, divided for `mean`: the loss is their sum
+    state: RowState
     grads: Grads = Grads()
-    xc: Tensor | None = None  # (m, h): `stored` keeps the live rows of x, and E
-    e: Tensor | None = None  # (m, ld)
-    dw: Tensor | None = None  # (v, h): with `recompute` the first `classes` rows may be computed, up to a factor
+    live_x: Tensor | None = None  # (m, h): `stored` keeps the live rows of x, and exp_logits
+    exp_logits: Tensor | None = None  # (m, v), row stride padded
+    dw: Tensor | None = None  # (v, h): with `recompute` the first `classes` rows may be computed
     classes: int = 0
 
 
-# Schedules -----------------------------------------------------------------------------------------------------------
+# Which schedule -------------------------------------------------------------------------------------------------------
 
 
-def statistics(k, call: Call, chunk_rows: int) -> Forward:
+def forward(k, call: Call, plan: KernelPlan, needed: GradsNeeded, own_dw: bool, may_begin: bool = True) -> Forward:
+    """own_dw: backward returns a dw. may_begin: with `recompute` dw of some classes may be computed already, in storage
+    that backward is then to be given."""
+    lay = forward_layout(plan, call.x, call.w, needed, own_dw, may_begin and k.keeps_residual)
+    if plan.schedule == "stored" and needed.any():
+        return stored(k, call)
+    if plan.schedule == "recompute" and lay.columns:
+        return recompute_forward(k, call, lay, needed)
+    now = made_in_forward(plan, needed)
+    return chunked(k, call, lay, now, not plan.dw_in_chunks) if now.any() else statistics(k, call, lay)
+
+
+def made_in_forward(plan: KernelPlan, needed: GradsNeeded) -> GradsNeeded:
+    """The gradients that are ready before backward, up to a scalar factor."""
+    if plan.schedule == "chunked":
+        return needed
+    return GradsNeeded(needed.dx if plan.dx_in_forward else None, None, False)
+
+
+def backward(
+    k, call: Call, plan: KernelPlan, kept: Forward, incoming: GradOutputs, needed: GradsNeeded,
+    dw_out: Tensor | None,
+) -> Grads:  # fmt: skip
+    """The gradients for `incoming`, from what forward kept; dw is added to dw_out if there is one."""
+    if plan.schedule == "stored":
+        return stored_backward(k, call, kept, incoming, needed, dw_out)
+    grads = Grads()
+    if incoming.lse is None:
+        early = made_in_forward(plan, needed)
+        if early.any():  # they were handed out before: compute them again
+            made = forward(k, call, plan, needed, dw_out is None)
+            kept = kept._replace(dw=made.dw, classes=made.classes)
+            grads = scale_grads(k, made, incoming.loss, dw_out)
+        needed = needed.but(early)
+    if not needed.any():
+        return grads
+    plan = plan._replace(schedule="recompute")  # for `chunked` too, if lse has a gradient
+    lay = _layout(plan, call.x, call.w, needed, dw_out is None, kept.dw is not None)
+    if lay.dw_block:
+        return grads.and_also(recompute_dw_in_chunks(k, call, lay, kept, incoming, needed))
+    return grads.and_also(recompute_backward(k, call, lay, kept, incoming, needed, dw_out))
+
+
+def forward_layout(
+    plan: KernelPlan, x: Tensor, w: Tensor, needed: GradsNeeded, own_dw: bool, may_begin: bool
+) -> Layout:
+    both = needed.dx is not None and needed.dw is not None
+    begins_dw = may_begin and own_dw and plan.dx_in_forward and both and not needed.db
+    return _layout(plan, x, w, needed, own_dw, begins_dw)
+
+
+def _layout(plan: KernelPlan, x: Tensor, w: Tensor, needed: GradsNeeded, own_dw: bool, begins_dw: bool) -> Layout:
+    (m, h), dw = x.shape, needed.dw
+    return layout(
+        *plan[-4:], m, w.shape[0], h, needed.dx is not None, None if dw is None else dw.itemsize, own_dw, begins_dw
+    )
+
+
+def scale_grads(k, made: Forward, factor: Tensor, dw_out: Tensor | None) -> Grads:
+    """Scales the gradients that forward made by the loss's gradient, in place. Adds dw to dw_out if there is one."""
+    factor, grads = factor.view(1), made.grads
+    there = [grad for grad in grads if grad is not None]
+    if made.dw is not None:
+        there.append(made.dw[: made.classes])
+    while there:
+        grad, *there = there
+        second = there.pop(0) if there and there[0].dtype == grad.dtype else None
+        k.scale(grad, factor, second)
+    if dw_out is not None and grads.dw is not None:
+        dw_out.add_(grads.dw)
+        return grads._replace(dw=None)
+    return grads
+
+
+# Schedules ------------------------------------------------------------------------------------------------------------
+
+
+def statistics(k, call: Call, lay: Layout) -> Forward:
     """loss and lse only: the forward of a call without grad, and of `recompute`."""
     out = begin(k, call)
-    for start in range(0, call.x.shape[0], chunk_rows):
-        Chunk(k, call, out, start, chunk_rows).statistics()
+    for start in range(0, call.x.shape[0], lay.chunk_rows):
+        _statistics_of_chunk(k, call, out, start, lay.chunk_rows)
     return out
 
 
-def chunked(k, call: Call, chunk_rows: int, wanted: GradsNeeded, dw_in_chunks: bool = False) -> Forward:
+def _statistics_of_chunk(k, call: Call, out: Forward, start: int, rows: int) -> None:
+    # A function, as others below: a chunk's buffers are freed before the next chunk allocates.
+    chunk = new_chunk(call, out.state, start, rows)
+    sums = gather_and_multiply(k, call, out, chunk, ExpLogits(ExpBlock(None, 0, call.w.shape[0])))
+    run_rows(k, call, out.state, chunk, sums=sums, loss=out.loss)
+
+
+def chunked(k, call: Call, lay: Layout, needed: GradsNeeded, split_tail: bool = True) -> Forward:
     """loss, lse and the gradients of the summed loss (divided for "mean"), chunk by chunk.
 
-    dw is summed over chunks in fp32. A single chunk has part of exp_logits in dw's storage. `dw_in_chunks`: memory
-    is scarce, so GEMMs get no scratch.
+    dw is summed over chunks in fp32. A single chunk has part of exp_logits in dw's storage. split_tail: GEMMs may take
+    scratch.
     """
     (m, h), v = call.x.shape, call.w.shape[0]
-    single = m <= chunk_rows
-    chunk_rows = even_chunks(m, chunk_rows)
-    dx = matrix(call.x, m, h, wanted.dx) if wanted.dx else None
-    dw = matrix(call.x, v, h, wanted.dw if single else torch.float32) if wanted.dw else None
-    db = vector(call.x, v, torch.float32) if wanted.db else None
+    dw_dtype = needed.dw if m <= lay.chunk_rows else F32
+    grads = Grads(
+        matrix(call.x, m, h, needed.dx) if needed.dx else None,
+        matrix(call.x, v, h, dw_dtype) if needed.dw else None,
+        vector(call.x, v, F32) if needed.db else None,
+    )
     out = begin(k, call)
-    for start in range(0, m, chunk_rows):
-        # not assigned to a name: a chunk's buffers are freed before the next chunk allocates
-        Chunk(k, call, out, start, chunk_rows, dx).statistics_and_gradients(single, dx, dw, db, dw_in_chunks)
-    if dw is not None and dw.dtype != wanted.dw:
-        dw = dw.to(wanted.dw)
-    return out._replace(grads=Grads(dx, dw, db))
+    for start in range(0, m, lay.chunk_rows):
+        _gradients_of_chunk(k, call, lay, out, start, grads, split_tail)
+    if needed.dw and dw_dtype != needed.dw:
+        grads = grads._replace(dw=grads.dw.to(needed.dw))
+    return out._replace(grads=grads)
+
+
+def _gradients_of_chunk(k, call: Call, lay: Layout, out: Forward, start: int, grads: Grads, split_tail: bool) -> None:
+    state, (dx, dw, db) = out.state, grads
+    chunk = new_chunk(call, state, start, lay.chunk_rows, scaled=True)
+    if lay.columns:
+        exp_logits = ExpLogits.beside(dw, chunk.rows, lay.columns, lay.offset)
+    else:
+        exp_logits = ExpLogits.alone(call.w, chunk.rows)
+    sums = gather_and_multiply(k, call, out, chunk, exp_logits, dx)
+    slots = None if dw is None else new_first_slots(k, dw, dw.shape[0], dw.dtype)
+    scaled_x = None if dw is None else chunk.live_x  # in place
+    run_rows(k, call, state, chunk, sums=sums, loss=out.loss, exp_logits=exp_logits, scaled_x=scaled_x, slots=slots)
+    if dx is not None:
+        exp_logits.dx(k, call.w, chunk.row_scale, state, start, dx, state.tickets if split_tail else None)
+    if db is not None:
+        exp_logits.bias_sum(k, chunk.row_scale, state, start, db, start > 0)
+    if dw is not None:
+        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, start > 0, slots)
 
 
 def stored(k, call: Call) -> Forward:
     """loss, lse, and exp_logits and the live rows of x for `stored_backward`."""
     out = begin(k, call)
-    chunk = Chunk(k, call, out, 0, call.x.shape[0])
-    e = E.alone(call.w, chunk.rows)
-    chunk.statistics(e)
-    return out._replace(xc=chunk.xc, e=e.blocks[0].e)
+    chunk = new_chunk(call, out.state, 0, call.x.shape[0])
+    exp_logits = ExpLogits.alone(call.w, chunk.rows)
+    sums = gather_and_multiply(k, call, out, chunk, exp_logits)
+    run_rows(k, call, out.state, chunk, sums=sums, loss=out.loss)
+    return out._replace(live_x=chunk.live_x, exp_logits=exp_logits.first)
 
 
 def stored_backward(
-    k, call: Call, kept: Forward, incoming: GradOutputs, wanted: GradsNeeded, dw_out: Tensor | None
+    k, call: Call, kept: Forward, incoming: GradOutputs, needed: GradsNeeded, dw_out: Tensor | None
 ) -> Grads:
     """The gradients from exp_logits. dw_out: (v, h) buffer that dw is added to instead of returned.
 
-    Overwrites each row's element of kept.e at its target, which depends on the incoming gradients.
+    Overwrites each row's element of kept.exp_logits at its target, which depends on the incoming gradients.
     """
-    (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
-    kept_e = kept.e
-    if kept_e.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed its strides
-        kept_e = padded(call.x, m, v, kept_e.dtype).copy_(kept_e)
-    e = E([Block(kept_e, 0, v)])
-    xc, xs = (kept.xc, matrix(kept.xc, *kept.xc.shape, kept.xc.dtype)) if wanted.dw else (None, None)
-    row_scale = vector(call.x, m, torch.float32)
-    places = new_places(k, call.x, v, wanted.dw) if dw_out is None else None
-    run_rows(k, call, kept, 0, m, "scale", incoming, e=e, xc=xc, xs=xs, row_scale=row_scale, places=places)
-    dx = call.x.new_zeros((m, h), dtype=wanted.dx) if wanted.dx else None  # ignored rows stay 0
-    dw = matrix(call.x, v, h, wanted.dw) if wanted.dw and dw_out is None else None
-    db = vector(call.x, v, torch.float32) if wanted.db else None
+    (m, h), v, state, stored = call.x.shape, call.w.shape[0], kept.state, kept.exp_logits
+    if stored.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed its strides
+        stored = padded(call.x, m, v, stored.dtype).copy_(stored)
+    exp_logits = ExpLogits(ExpBlock(stored, 0, v))
+    chunk = Chunk.of(state, 0, m, kept.live_x if needed.dw else None, vector(call.x, m, F32))
+    scaled_x = matrix(kept.live_x, m, h, kept.live_x.dtype) if needed.dw else None
+    slots = new_first_slots(k, call.x, v, needed.dw) if dw_out is None else None
+    run_rows(k, call, state, chunk, incoming=incoming, exp_logits=exp_logits, scaled_x=scaled_x, slots=slots)
+    dx = call.x.new_zeros((m, h), dtype=needed.dx) if needed.dx else None  # ignored rows stay 0
+    dw = matrix(call.x, v, h, needed.dw) if needed.dw and dw_out is None else None
+    db = vector(call.x, v, F32) if needed.db else None
     if dx is not None:
-        e.dx(k, call.w, row_scale, rows, 0, dx, rows.tickets)
+        exp_logits.dx(k, call.w, chunk.row_scale, state, 0, dx, state.tickets)
     if db is not None:
-        e.bias_sum(k, row_scale, rows, 0, db, False)
+        exp_logits.bias_sum(k, chunk.row_scale, state, 0, db, False)
     if dw is not None:
-        e.dw(k, call.x, xs, rows.slot_target, row_scale, rows, 0, dw, False, places)
-    elif wanted.dw:
-        targets = Targets.taken_from(e, k, rows.slot_target, row_scale, rows, 0, None, dw_out)
-        add_dw(k, kept_e, xs, rows, dw_out, call.x, targets)
+        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, False, slots)
+    elif needed.dw:
+        add_dw(k, stored, scaled_x, state, dw_out, call.x, exp_logits.take_targets(k, chunk, state))
     return Grads(dx, dw, db)
 
 
-def recompute_forward(k, call: Call, wanted: GradsNeeded) -> Forward:
-    """loss, lse, dx, and dw of the first classes, for which `first_classes` must have found room; no dbias.
+def recompute_forward(k, call: Call, lay: Layout, needed: GradsNeeded) -> Forward:
+    """loss, lse, dx, and dw of the first lay.columns classes; no dbias.
 
     exp_logits lie in dw's storage: those of the first classes for all rows, those of the other classes for one chunk.
     """
-    (m, h), v = call.x.shape, call.w.shape[0]
-    columns, offset, part_rows = first_classes(m, v, h, wanted.dw.itemsize)
-    dx, dw = matrix(call.x, m, h, wanted.dx), matrix(call.x, v, h, wanted.dw)
-    xs, row_scale = matrix(call.x, m, h, call.x.dtype), vector(call.x, m, torch.float32)
-    first = inside(dw, offset, m, columns, call.x.dtype)
-    others = inside(dw, 0, even_chunks(m, part_rows), padded_strides(v - columns)[0], call.x.dtype)[:, : v - columns]
+    (m, h), v, dtype = call.x.shape, call.w.shape[0], call.x.dtype
+    dx, dw = matrix(call.x, m, h, needed.dx), matrix(call.x, v, h, needed.dw)
+    scaled_x, row_scale = matrix(call.x, m, h, dtype), vector(call.x, m, F32)
+    first = inside(dw, lay.offset, m, lay.columns, dtype)
+    n = v - lay.columns
+    others = inside(dw, 0, lay.chunk_rows, padded_strides(n)[0], dtype)[:, :n]
     out = begin(k, call)
-    for start in range(0, m, others.shape[0]):
-        part = slice(start, min(start + others.shape[0], m))
-        e = E([Block(first[part], 0, columns), Block(others[: part.stop - start], columns, v)])
-        chunk = Chunk(k, call, out, start, others.shape[0], dx, xs[part], row_scale[part])
-        chunk.statistics_and_scale(e, chunk.xc, None)
-        e.dx(k, call.w, chunk.row_scale, out.rows, start, dx, None)
-        del chunk  # its buffers are freed before the next chunk allocates
-    places = new_places(k, call.x, columns, wanted.dw)
-    if places is not None:
-        places.fill_(NO_PLACE)
-    e = E([Block(first, 0, columns)])
-    e.dw(k, call.x, xs, out.rows.slot_target, row_scale, out.rows, 0, dw[:columns], False, places)
-    return out._replace(grads=Grads(dx), dw=dw, classes=columns)
+    for start in range(0, m, lay.chunk_rows):
+        part = slice(start, min(start + lay.chunk_rows, m))
+        chunk = Chunk.of(out.state, start, part.stop - start, scaled_x[part], row_scale[part])
+        blocks = ExpBlock(first[part], 0, lay.columns), ExpBlock(others[: chunk.rows], lay.columns, v)
+        exp_logits = ExpLogits(*blocks)
+        sums = gather_and_multiply(k, call, out, chunk, exp_logits, dx)
+        run_rows(k, call, out.state, chunk, sums=sums, loss=out.loss, exp_logits=exp_logits, scaled_x=chunk.live_x)
+        exp_logits.dx(k, call.w, chunk.row_scale, out.state, start, dx, None)
+        del sums  # freed before the next chunk allocates
+    slots = new_first_slots(k, call.x, lay.columns, needed.dw)
+    if slots is not None:
+        slots.fill_(NO_SLOT)
+    rows = Chunk.of(out.state, 0, m, scaled_x, row_scale)
+    ExpLogits(ExpBlock(first, 0, lay.columns)).dw(k, call.x, scaled_x, rows, out.state, dw[: lay.columns], False, slots)
+    return out._replace(grads=Grads(dx), dw=dw, classes=lay.columns)
 
 
 def recompute_backward(
-    k, call: Call, kept: Forward, incoming: GradOutputs, wanted: GradsNeeded, dw_out: Tensor | None
+    k, call: Call, lay: Layout, kept: Forward, incoming: GradOutputs, needed: GradsNeeded, dw_out: Tensor | None
 ) -> Grads:
     """The gradients from x and the rows' statistics, one block of classes at a time; dw_out as in `stored_backward`.
 
-    If kept.dw is given, its rows of the first block are final. A block's dw is final, and only dx is summed over
+    If kept.dw is given, its first kept.classes rows are final. A block's dw is final, and only dx is summed over
     blocks. A block's dlogits lie in the storage of later blocks' dw while they fit: see `recompute_blocks`.
     """
-    (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
-    dtype = call.x.dtype
-    dx = matrix(call.x, m, h, wanted.dx) if wanted.dx else None
+    (m, h), v, state, dtype = call.x.shape, call.w.shape[0], kept.state, call.x.dtype
+    dx = matrix(call.x, m, h, needed.dx) if needed.dx else None
     dw = kept.dw
-    if dw is None and wanted.dw and dw_out is None:
-        dw = matrix(call.x, v, h, wanted.dw)
-    db = vector(call.x, v, torch.float32) if wanted.db else None
-    acc = matrix(call.x, m, h, torch.float32) if wanted.dx else None
+    if dw is None and needed.dw and dw_out is None:
+        dw = matrix(call.x, v, h, needed.dw)
+    db = vector(call.x, v, F32) if needed.db else None
+    acc = matrix(call.x, m, h, F32) if needed.dx else None
     if dx is None:
-        xc = matrix(call.x, m, h, dtype)
+        live_x = matrix(call.x, m, h, dtype)
     else:  # dx is written after the last block; until then its storage holds the live rows of x
-        xc = dx.view(-1).view(dtype)[: m * h].view(m, h)
-    factor, inv_divisor = None, rows.inv_divisor
+        live_x = dx.view(-1).view(dtype)[: m * h].view(m, h)
+    factor = None
     if dtype == torch.float16:
-        factor, inv_divisor, incoming = _common_factor(call, kept, incoming)
-    coefs = _coefficients(k, call, kept, incoming, xc, inv_divisor)
-    blocks = recompute_blocks(m, v, h, None if dw is None else dw.itemsize, scratch_columns(m, dw is None, acc is None))
-    if kept.dw is not None:
-        blocks = blocks[1:]
-    scratch = padded(call.x, m, max(v1 - v0 for v0, v1, offset in blocks if offset is None), dtype)
-    for v0, v1, offset in blocks:
-        n = v1 - v0
-        e = scratch[:, :n] if offset is None else inside(dw, offset, m, n, dtype)
-        w = call.w[v0:v1]
-        bias = None if call.bias is None else call.bias[v0:v1]
-        k.dlogits(
-            xc, w, bias, coefs, rows.slot_target, rows.num_live, 0, call.class_weight, call.softcap,
-            call.label_smoothing > 0, v0, e,
-        )  # fmt: skip
+        factor, state, incoming = _common_factor(call, state, incoming)
+    gather_again(k, call, state, 0, live_x)
+    coefs = matrix(call.x, m, 4, F32)
+    run_rows(k, call, state, Chunk.of(state, 0, m, None, None), incoming=incoming, coefs=coefs)
+    scratch = padded(call.x, m, max(v1 - v0 for v0, v1, offset in lay.blocks if offset is None), dtype)
+    for v0, v1, offset in lay.blocks:
+        n, w = v1 - v0, call.w[v0:v1]
+        out = scratch[:, :n] if offset is None else inside(dw, offset, m, n, dtype)
+        _dlogits(k, call, state, 0, live_x, coefs, v0, v1, out)
         if dw is not None:
-            k.dw(e, xc, rows.num_live, 0, dw[v0:v1], False, rows.tickets, factor=factor)
-        elif wanted.dw:
-            add_dw(k, e, xc, rows, dw_out[v0:v1], factor=factor)
+            k.dw(out, live_x, state.num_live, 0, dw[v0:v1], False, state.tickets, factor=factor)
+        elif needed.dw:
+            add_dw(k, out, live_x, state, dw_out[v0:v1], factor=factor)
         if db is not None:
-            k.bias_sum(e, None, rows.num_live, 0, db[v0:v1], False)
+            k.bias_sum(out, None, state.num_live, 0, db[v0:v1], False)
         if acc is not None:
-            k.dx(e, None, 0, w, None, None, rows.num_live, 0, acc, v0 > 0)
+            k.dx(out, None, 0, w, None, None, state.num_live, 0, acc, v0 > 0)
     if factor is not None:
         for grad in (acc, db):
             if grad is not None:
                 k.scale(grad, factor)
     if dx is not None:
         dx.zero_()
-        k.scatter(acc, rows.order, rows.num_live, 0, dx)
+        k.scatter(acc, None, state.order, state.num_live, 0, dx)
     return Grads(dx, dw, db)
 
 
 def recompute_dw_in_chunks(
-    k, call: Call, kept: Forward, incoming: GradOutputs, wanted: GradsNeeded, chunk_rows: int
+    k, call: Call, lay: Layout, kept: Forward, incoming: GradOutputs, needed: GradsNeeded
 ) -> Grads:
     """dw and dbias, by blocks of classes and chunks of rows; a block's dw is summed in fp32 and rounded once."""
-    (m, h), v, rows = call.x.shape, call.w.shape[0], kept.rows
-    dtype, chunk_rows = call.x.dtype, even_chunks(m, chunk_rows)
-    dw = matrix(call.x, v, h, wanted.dw)
-    db = vector(call.x, v, torch.float32) if wanted.db else None
-    coefs = matrix(call.x, m, 4, torch.float32)
-    run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs)
-    block = min(DW_BLOCK, v)
-    xc, dlogits = matrix(call.x, chunk_rows, h, dtype), padded(call.x, chunk_rows, block, dtype)
-    sums = matrix(call.x, block, h, torch.float32) if wanted.dw != torch.float32 else None
+    (m, h), v, state, rows = call.x.shape, call.w.shape[0], kept.state, lay.chunk_rows
+    dw = matrix(call.x, v, h, needed.dw)
+    db = vector(call.x, v, F32) if needed.db else None
+    coefs = matrix(call.x, m, 4, F32)
+    run_rows(k, call, state, Chunk.of(state, 0, m, None, None), incoming=incoming, coefs=coefs)
+    block = lay.dw_block
+    live_x, dlogits = matrix(call.x, rows, h, call.x.dtype), padded(call.x, rows, block, call.x.dtype)
+    sums = matrix(call.x, block, h, F32) if needed.dw != F32 else None
     for v0 in range(0, v, block):
         v1 = min(v0 + block, v)
-        w, bias = call.w[v0:v1], None if call.bias is None else call.bias[v0:v1]
         acc = dw[v0:v1] if sums is None else sums[: v1 - v0]
-        for start in range(0, m, chunk_rows):
-            n = min(chunk_rows, m - start)
-            part = slice(start, start + n)
-            e = dlogits[:n, : v1 - v0]
-            gather(k, call, rows, start, xc[:n])
-            k.dlogits(
-                xc[:n], w, bias, coefs[part], rows.slot_target[part], rows.num_live, start, None, call.softcap, False,
-                v0, e,
-            )  # fmt: skip
-            k.dw(e, xc[:n], rows.num_live, start, acc, start > 0)
+        for start in range(0, m, rows):
+            n = min(rows, m - start)
+            x, out = live_x[:n], dlogits[:n, : v1 - v0]
+            gather_again(k, call, state, start, x)
+            _dlogits(k, call, state, start, x, coefs, v0, v1, out)
+            k.dw(out, x, state.num_live, start, acc, start > 0)
             if db is not None:
-                k.bias_sum(e, None, rows.num_live, start, db[v0:v1], start > 0)
+                k.bias_sum(out, None, state.num_live, start, db[v0:v1], start > 0)
         if sums is not None:
             dw[v0:v1] = acc
     return Grads(None, dw, db)
 
 
-# Their parts ---------------------------------------------------------------------------------------------------------
+# Their parts ----------------------------------------------------------------------------------------------------------
 
 
 def begin(k, call: Call) -> Forward:
-    """Finds the live rows; allocates loss and lse."""
-    m = call.x.shape[0]
-    x = call.x
-    rows = RowState.make(m, lambda n, dtype: vector(x, n, dtype))
-    loss, lse = vector(x, m, torch.float32), vector(x, m, torch.float32)
-    k.compact(
-        call.target, call.class_weight, call.num_items, call.ignore_index, call.w.shape[0], call.mean,
-        rows.order, rows.num_live, rows.inv_divisor, rows.tickets,
-    )  # fmt: skip
-    return Forward(loss, lse, rows)
+    """Finds the live rows; allocates the results."""
+    x, m = call.x, call.x.shape[0]
+    state = RowState.make(m, lambda n, dtype: vector(x, n, dtype))
+    k.compact(call.target, call.class_weight, call.num_items, call.ignore_index, call.w.shape[0], call.mean, state)
+    return Forward(vector(x, m, F32), state)
 
 
-class Chunk:
-    """Rows [start, start + chunk_rows), gathered, and the buffers of this chunk."""
+def new_chunk(call: Call, state: RowState, start: int, chunk_rows: int, scaled: bool = False) -> Chunk:
+    """`scaled`: with memory for row_scale."""
+    (m, h), x = call.x.shape, call.x
+    rows = min(chunk_rows, m - start)
+    return Chunk.of(state, start, rows, matrix(x, rows, h, x.dtype), vector(x, rows, F32) if scaled else None)
 
-    def __init__(
-        self, k, call: Call, out: Forward, start: int, chunk_rows: int, dx: Tensor | None = None,
-        xc: Tensor | None = None, row_scale: Tensor | None = None, part_sum: Tensor | None = None,
-    ):  # fmt: skip
-        (m, h), v = call.x.shape, call.w.shape[0]
-        self.k, self.call, self.out, self.start = k, call, out, start
-        self.rows = rows = min(chunk_rows, m - start)
-        part = slice(start, start + rows)
-        of_rows = out.rows.slot_target, out.rows.row_max_bits, out.rows.target_logit, out.rows.row_sum
-        self.slot_target, self.row_max_bits, self.target_logit, self.row_sum = (
-            of_rows if rows == m else [t[part] for t in of_rows]
+
+class Sums(NamedTuple):
+    """Sums over the classes of a tile of the logits GEMM, per row and tile."""
+
+    exp: Tensor  # (rows, tiles) fp32: of exp(logit - row_shift)
+    weighted: Tensor | None  # as exp: of class weight * logit; with label smoothing
+
+
+def gather_and_multiply(
+    k, call: Call, out: Forward, chunk: Chunk, exp_logits: ExpLogits, dx: Tensor | None = None
+) -> Sums:
+    """Fills the chunk and exp_logits. Zeros loss, lse and dx of the chunk's ignored rows."""
+    x, rows, v, state = call.x, chunk.rows, call.w.shape[0], out.state
+    row_shift, flags = vector(x, rows, F32), vector(x, _num_flags(rows), I32)
+    k.gather(
+        GatherArgs(
+            x, call.w, call.bias, call.target, state.order, state.num_live, chunk.live_x, chunk.slot_target, row_shift,
+            chunk.row_max_bits, flags, dx, out.loss, state.lse, x.stride(0), call.softcap, chunk.start, rows, v,
         )
-        x, tiles = call.x, k.num_tiles(v)
-        self.flags = vector(x, _num_flags(rows), torch.int32)
-        self.row_shift = vector(x, rows, torch.float32)
-        self.row_scale = vector(x, rows, torch.float32) if row_scale is None else row_scale
-        self.part_sum = matrix(x, rows, tiles, torch.float32) if part_sum is None else part_sum
-        self.part_wsum = matrix(x, rows, tiles, torch.float32) if call.label_smoothing else None
-        self.xc = matrix(x, rows, h, x.dtype) if xc is None else xc
-        k.gather(
-            call.x, call.w, call.bias, call.target, out.rows.order, out.rows.num_live, start, v, call.softcap,
-            self.xc, self.slot_target, self.row_shift, self.row_max_bits, self.flags, dx, out.loss, out.lse,
-        )  # fmt: skip
+    )  # fmt: skip
+    tiles, smoothing = k.num_tiles(v), call.label_smoothing > 0
+    sums = Sums(matrix(x, rows, tiles, F32), matrix(x, rows, tiles, F32) if smoothing else None)
+    args = LogitsArgs(
+        chunk.live_x, call.w, call.bias, call.class_weight if smoothing else None, row_shift, chunk.slot_target,
+        state.num_live, chunk.start, call.softcap, exp_logits.first, exp_logits.second, exp_logits.split, *sums,
+        chunk.target_logit, chunk.row_max_bits, flags,
+    )  # fmt: skip
+    k.logits(args)
+    k.recompute_flagged(args)
+    return sums
 
-    def statistics(self, e: E | None = None) -> None:
-        self._logits(e or E([Block(None, 0, self.call.w.shape[0])]))
-        self._rows("none")
 
-    def statistics_and_gradients(
-        self, single: bool, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, dw_in_chunks: bool
-    ) -> None:
-        e = E.beside(dw, self.rows) if single and dw is not None else None
-        e = e or E.alone(self.call.w, self.rows)
-        places = None if dw is None else new_places(self.k, dw, dw.shape[0], dw.dtype)
-        self.statistics_and_scale(e, None if dw is None else self.xc, places)
-        rows, start = self.out.rows, self.start
-        if dx is not None:
-            e.dx(self.k, self.call.w, self.row_scale, rows, start, dx, None if dw_in_chunks else rows.tickets)
-        if db is not None:
-            e.bias_sum(self.k, self.row_scale, rows, start, db, start > 0)
-        if dw is not None:  # last: it takes the targets out of E, and may overwrite it
-            e.dw(self.k, self.call.x, self.xc, self.slot_target, self.row_scale, rows, start, dw, start > 0, places)
-
-    def statistics_and_scale(self, e: E, xc: Tensor | None, places: Tensor | None) -> None:
-        """xc is scaled in place."""
-        self._logits(e)
-        self._rows("scale", e=e, xc=xc, xs=xc, row_scale=self.row_scale, places=places)
-
-    def _rows(self, grads: str, **given) -> None:
-        stats = dict(part_sum=self.part_sum, part_wsum=self.part_wsum)
-        run_rows(self.k, self.call, self.out, self.start, self.rows, grads, _ONES, self, **stats, **given)
-
-    def _logits(self, e: E) -> None:
-        call = self.call
-        args = (
-            self.xc, call.w, call.bias, call.class_weight if call.label_smoothing else None, self.row_shift,
-            self.slot_target,
-            self.out.rows.num_live, self.start, call.softcap, *e.in_two(), self.part_sum, self.part_wsum,
-            self.target_logit,
-            self.row_max_bits, self.flags,
-        )  # fmt: skip
-        self.k.logits(*args)
-        self.k.redo(*args)
+def gather_again(k, call: Call, state: RowState, start: int, live_x: Tensor) -> None:
+    """The rows of x of slots `start` and up, in live_x. What else the kernel writes is known already, and dropped."""
+    rows, x = live_x.shape[0], call.x
+    ints, shifts = (vector(x, n, I32) for n in (rows, rows, _num_flags(rows))), vector(x, rows, F32)
+    slot_target, row_max_bits, flags = ints
+    k.gather(
+        GatherArgs(
+            x, call.w, call.bias, call.target, state.order, state.num_live, live_x, slot_target, shifts, row_max_bits,
+            flags, None, None, None, x.stride(0), call.softcap, start, rows, call.w.shape[0],
+        )
+    )  # fmt: skip
 
 
 def run_rows(
-    k, call: Call, out: Forward, start: int, rows: int, grads: str, incoming: GradOutputs,
-    of: "Chunk | RowState | None" = None, *, part_sum=None, part_wsum=None, e: E | None = None,
-    xc=None, xs=None, row_scale=None, coefs=None, places=None, inv_divisor: Tensor | None = None,
+    k, call: Call, state: RowState, chunk: Chunk, *, sums: Sums | None = None, loss: Tensor | None = None,
+    incoming: GradOutputs = _ONES, exp_logits: ExpLogits | None = None, scaled_x: Tensor | None = None,
+    slots: Tensor | None = None, coefs: Tensor | None = None,
 ) -> None:  # fmt: skip
-    of = of or out.rows
-    first, second, v_split = (None, None, 0) if e is None else e.in_two()
+    """With `sums` the statistics of rows, into loss, lse and row_sum. The coefficients of their gradients: into coefs,
+    or with exp_logits into row_scale and the elements at the targets, and then scaled_x is row_scale * live_x."""
+    scale = exp_logits is not None
+    first, second, split, strides = None, None, 0, (0, 0)
+    if scale:
+        first, second, split, strides = exp_logits.first, exp_logits.second, exp_logits.split, exp_logits.strides
     k.rows(
-        part_sum is not None,
-        grads,
-        part_sum=part_sum,
-        part_wsum=part_wsum,
-        target_logit=of.target_logit,
-        row_max_bits=of.row_max_bits,
-        slot_target=of.slot_target,
-        order=out.rows.order,
-        num_live=out.rows.num_live,
-        start=start,
-        class_weight=call.class_weight,
-        total_weight=call.total_weight,
-        v=call.w.shape[0],
-        softcap=call.softcap,
-        z_loss=call.z_loss,
-        label_smoothing=call.label_smoothing,
-        loss=out.loss,
-        lse=out.lse,
-        row_sum=of.row_sum,
-        grad_loss=incoming.loss,
-        inv_divisor=out.rows.inv_divisor if inv_divisor is None else inv_divisor,
-        grad_lse=incoming.lse,
-        e=first,
-        e2=second,
-        v_split=v_split,
-        xc=xc,
-        xs=xs,
-        row_scale=row_scale,
-        coefs=coefs,
-        places=places,
-    )
+        RowsArgs(
+            chunk.slot_target, state.order, state.num_live, *(sums or (None, None)),
+            chunk.target_logit if sums or scale else None, chunk.row_max_bits, call.class_weight,
+            call.total_weight, loss, state.lse, chunk.row_sum, incoming.loss,
+            state.inv_divisor, incoming.lse, first, second, chunk.live_x if scaled_x is not None else None, scaled_x,
+            chunk.row_scale if scale else None, coefs, slots, call.softcap, call.z_loss, call.label_smoothing, *strides,
+            split, call.w.shape[0], sums.exp.shape[1] if sums else 0, chunk.start, chunk.rows,
+        )
+    )  # fmt: skip
 
 
-def _common_factor(call: Call, kept: Forward, incoming: GradOutputs) -> tuple[Tensor | None, Tensor, GradOutputs]:
-    """(the factor common to all rows, the remaining inv_divisor, the remaining incoming gradients).
+def _dlogits(
+    k, call: Call, state: RowState, start: int, live_x: Tensor, coefs: Tensor, v0: int, v1: int, out: Tensor
+) -> None:
+    """The gradient of the logits of classes [v0, v1), for the slots of live_x, from `start` on."""
+    slots = slice(start, start + live_x.shape[0])
+    smoothing = call.label_smoothing > 0
+    k.dlogits(
+        live_x, call.w[v0:v1], None if call.bias is None else call.bias[v0:v1], coefs[slots], state.slot_target[slots],
+        state.num_live, start, call.class_weight if smoothing else None, call.softcap, smoothing, v0, out,
+    )  # fmt: skip
+
+
+def _common_factor(call: Call, state: RowState, incoming: GradOutputs) -> tuple[Tensor | None, RowState, GradOutputs]:
+    """(the factor common to all rows, the state with the remaining inv_divisor, the remaining incoming gradients).
 
     In fp16, p - onehot divided by the number of rows would be mostly subnormal. So a factor common to all rows is
     applied to the fp32 accumulators instead, and so is the largest coefficient of a live row, so that the others are at
     most 1. With a gradient per row there is no such factor: (None, ...).
     """
-    rows, weight = kept.rows, call.class_weight
+    weight = call.class_weight
     if incoming.lse is not None or incoming.loss.dim():
-        return None, rows.inv_divisor, incoming
-    largest = rows.inv_divisor.new_ones(())
-    if weight is not None:  # of the classes that are targets: another one's may be anything
-        target = rows.slot_target
+        return None, state, incoming
+    largest = state.inv_divisor.new_ones(())
+    if weight is not None:  # of the classes that are targets: the weight of another class may be anything
+        target = state.slot_target
         weights = weight[target.clamp(0, weight.shape[0] - 1).long()].abs().masked_fill(target < 0, 0.0)
         largest = _finite(weights).amax()
         if call.label_smoothing:
             spread = call.label_smoothing / call.w.shape[0]
             largest = torch.maximum(largest, spread * _finite(weight.abs()).amax())
     if call.z_loss:
-        largest = torch.maximum(largest, 2 * call.z_loss * _finite(kept.lse.abs()).amax())
-    largest = largest.clamp(min=torch.finfo(torch.float32).tiny).view(1)
-    return rows.inv_divisor * incoming.loss * largest, largest.reciprocal(), _ONES
+        largest = torch.maximum(largest, 2 * call.z_loss * _finite(state.lse.abs()).amax())
+    largest = largest.clamp(min=torch.finfo(F32).tiny).view(1)
+    factor = state.inv_divisor * incoming.loss * largest
+    return factor, state._replace(inv_divisor=largest.reciprocal()), _ONES
 
 
 def _finite(t: Tensor) -> Tensor:
     return t.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _coefficients(
-    k, call: Call, kept: Forward, incoming: GradOutputs, xc: Tensor, inv_divisor: Tensor | None = None
-) -> Tensor:
-    """coefs (m, 4); and x's live rows in xc, once more."""
-    m = call.x.shape[0]
-    coefs = matrix(call.x, m, 4, torch.float32)
-    gather(k, call, kept.rows, 0, xc)
-    run_rows(k, call, kept, 0, m, "coefs", incoming, coefs=coefs, inv_divisor=inv_divisor)
-    return coefs
-
-
-def gather(k, call: Call, rows: RowState, start: int, xc: Tensor) -> None:
-    """x's rows from place `start` on, in xc; the rest of what the kernel makes was made before."""
-    n = xc.shape[0]
-    slot_target, row_max_bits, flags = (vector(call.x, count, torch.int32) for count in (n, n, _num_flags(n)))
-    row_shift = vector(call.x, n, torch.float32)
-    k.gather(
-        call.x, call.w, call.bias, call.target, rows.order, rows.num_live, start, call.w.shape[0], call.softcap,
-        xc, slot_target, row_shift, row_max_bits, flags, None, None, None,
-    )  # fmt: skip
-
-
 def _num_flags(rows: int) -> int:
-    return 1 + -(-rows // _ROWS_A_FLAG)
+    return 1 + -(-rows // ROW_TILE)

@@ -6,39 +6,39 @@ One by one, as each is launched, would take 5 s.
 import torch
 from torch import Tensor
 
-from quackish import kernels, launch
-from quackish.configs.linear_cross_entropy import E_ITEMSIZE, SHARED_FROM, even_chunks, first_classes
-from quackish.errors import UnsupportedError
-from quackish.ops.linear_cross_entropy.autograd import Inputs, KernelPlan
-from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish import launch
+from quackish.configs.linear_cross_entropy import even_chunks
+from quackish.ops.linear_cross_entropy import schedules
+from quackish.ops.linear_cross_entropy.autograd import Inputs, grad_outputs, grads_needed, kernels_on, operands
+from quackish.ops.linear_cross_entropy.cublas import CublasKernels
+from quackish.ops.linear_cross_entropy.schedules import KernelPlan
 
 _MAX_PREPARED = 1024  # then some is rehearsed again
 _prepared: set[tuple] = set()
 
 
 def prepare(inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None) -> None:
-    """Once for everything that kernels depend on. Of M that is whether one chunk has all rows, whether its E is large,
-    and in few cases more: a kernel or two may be compiled where they are used."""
+    """Once for everything that kernels depend on; a kernel or two that depend on M may be compiled when used."""
     m, (v, h), out, items = inputs.target.numel(), inputs.linear_weight.shape, grad_weight_out, inputs.num_items
     aligned = _is_aligned(inputs.input, plan.compute_dtype)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:3])
+    needed = grads_needed(inputs, plan, needs, out)
+    blank = _blank_inputs(inputs, m, aligned)
+    lay = schedules.forward_layout(plan, blank.input, blank.linear_weight, needed, out is None, True)
     key = (
         plan._replace(ignore_index=0, label_smoothing=plan.label_smoothing > 0, softcap=plan.softcap is None, z_loss=0),
-        inputs.input.device, v, h, needs, m > plan.chunk_rows, m * v * E_ITEMSIZE > SHARED_FROM, aligned,
+        inputs.input.device, v, h, needs, m > lay.chunk_rows, lay.columns > 0, lay.dw_block > 0, aligned,
         tuple(None if t is None else t.dtype for t in (*inputs[:5], out)),
         None if out is None else out.stride(),
         None if items is None else isinstance(items, Tensor) and items.is_cuda,
-        plan.dx_in_forward and first_classes(m, v, h, 2 if inputs[1].dtype == plan.compute_dtype else 4) is not None,
     )  # fmt: skip
     if key in _prepared:
         return
     if len(_prepared) >= _MAX_PREPARED:
         _prepared.clear()
     _prepared.add(key)
-    k = LceKernels(inputs.input.device)  # one that is forgotten afterwards
-    try:
-        kernels.find("lce_gemm", k.gpu)
-    except UnsupportedError:  # around cuBLAS's GEMMs kernels are small: all of them take 2 s
+    k = kernels_on(inputs.input.device)  # dropped afterwards
+    if isinstance(k, CublasKernels):  # its kernels are small: all of them compile in 2 s
         return
     m, plan = _two_chunks(m, plan)
     with launch.record() as recording, torch.no_grad():
@@ -64,17 +64,14 @@ def _two_chunks(m: int, plan: KernelPlan) -> tuple[int, KernelPlan]:
     return m, plan._replace(chunk_rows=max(plan.chunk_rows, even_chunks(m, -(-m // 2))))
 
 
-def _rehearse(k: LceKernels, inputs: Inputs, plan: KernelPlan, needs: tuple[bool, ...], dw_out: Tensor | None) -> None:
+def _rehearse(k, inputs: Inputs, plan: KernelPlan, needs: tuple[bool, ...], dw_out: Tensor | None) -> None:
     """Forward and backward on tensors without memory. No gradient arrives at an lse that is returned: few use it so."""
-    wanted = plan.wanted(inputs, needs, dw_out)
-    call = plan.call(inputs)
-    out = plan.forward(k, call, wanted, dw_out is None)
-    if wanted.any():
-        arrives = torch.empty(
-            inputs.target.shape if plan.reduction == "none" else (), dtype=torch.float32, device="meta"
-        )
-        kept = out._replace(grads=type(out.grads)())
-        plan.backward(k, call, kept, plan.incoming(arrives, None), wanted, dw_out)
+    needed, call = grads_needed(inputs, plan, needs, dw_out), operands(inputs, plan)
+    out = schedules.forward(k, call, plan, needed, dw_out is None)
+    if needed.any():
+        grad = torch.empty(inputs.target.shape if plan.reduction == "none" else (), dtype=torch.float32, device="meta")
+        kept = out._replace(grads=schedules.Grads())
+        schedules.backward(k, call, plan, kept, grad_outputs(plan, grad, None), needed, dw_out)
 
 
 def _blank_inputs(inputs: Inputs, m: int, aligned: bool) -> Inputs:

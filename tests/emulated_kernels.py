@@ -1,0 +1,570 @@
+"""Linear cross entropy's kernels in plain PyTorch, called as the compiled ones are: with addresses of CPU memory.
+
+They round where the kernels round, and write nothing that the kernels do not write, so that memory which no kernel
+writes stays as it was allocated: NaN in the tests. `lce_kernels(gpu)` has the methods that the schedules call.
+"""
+
+import collections
+import ctypes
+import dataclasses
+import functools
+import math
+
+import torch
+
+from quackish.configs.choose import choose
+from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, gemm_config
+from quackish.configs.lce_cublas import TILE_N
+from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
+from quackish.gpu import H200
+from quackish.ops.kernel_for import Kernel
+from quackish.ops.linear_cross_entropy.autograd import kernels_on
+
+I16, I32, I64, BF16, FP32 = torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32
+HUGE, HEADROOM, SMALLEST_RATIO = 2e38, 60.0, 2.0**-20
+CPU = torch.device("cpu")
+SMALL = dataclasses.replace(H200, sm_count=4)  # little scratch for GEMMs
+
+
+def lce_kernels(gpu=SMALL):
+    """LceKernels or CublasKernels for CPU tensors."""
+    return kernels_on(CPU, gpu, kernel_for)
+
+
+class Counted:
+    """Kernels of any kind; `calls` counts their launches by method."""
+
+    def __init__(self, kernels):
+        self.kernels, self.calls = kernels, collections.Counter()
+
+    def __getattr__(self, name):
+        method = getattr(self.kernels, name)
+        if name in ("num_tiles", "keeps_residual"):
+            return method
+
+        def counted(*args, **kwargs):
+            self.calls[name] += 1
+            return method(*args, **kwargs)
+
+        return counted
+
+
+def kernel_for(name, problem, gpu):
+    """In place of quackish.ops.kernel_for.kernel_for. Which arguments are absent is checked against the problem."""
+    kernel = KERNELS[name](problem)
+
+    def launch(*args):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            if name == "lce_gemm":
+                check_gemm(args[:-1], gemm_args(problem), problem)
+                return kernel(*args)
+            given, _ = args
+            assert [a is None for a in given] == [a is None for a in problem.args], (problem, given)
+            assert type(given) is tuple or type(given) is type(problem.args)
+            return kernel(type(problem.args)(*given))
+
+    return Kernel(launch, choose(name, problem, gpu).config)
+
+
+def memory(address, dtype, shape, strides=None):
+    """The tensor at an address; None for None."""
+    if address is None:
+        return None
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    strides = strides or [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    count = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    bytes_there = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(bytes_there, dtype=dtype).as_strided(shape, strides)
+
+
+def dtype_of(name):
+    return None if name is None else getattr(torch, name)
+
+
+def live_rows(num_live, start, rows):
+    """Live rows of a chunk, and the rows up to the end of their last tile."""
+    live = max(0, min(int(memory(num_live, I32, (1,))) - start, rows))
+    return live, min(rows, -(-live // ROW_TILE) * ROW_TILE)
+
+
+def encode(x):
+    bits = x.contiguous().view(I32)
+    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+def decode(code):
+    return torch.where(code >= 0, code, code ^ 0x7FFFFFFF).view(FP32)
+
+
+def cut_off(x):
+    """What to add to the bits of x, rounded to bf16, to get those of x or one less, in 16 bits."""
+    off = x.view(I32) - (x.bfloat16().view(I16).int() << 16)
+    return off.clamp(max=0x7FFF).to(I16)
+
+
+def with_cut_off(rounded, residual):
+    return ((rounded.view(I16).int() << 16) + residual.int()).view(FP32)
+
+
+def weighted(a, weight):
+    return torch.where((weight == 0) & (a == -torch.inf), 0.0, a * weight)
+
+
+def capped(p, a, softcap):
+    """The logits and the softcap's derivative."""
+    if not p.softcap:
+        return a, torch.ones_like(a)
+    a = softcap * torch.tanh(a / softcap)
+    return a, 1 - (a / softcap).square()
+
+
+# Around the GEMMs -----------------------------------------------------------------------------------------------------
+
+
+def compact(p):
+    def kernel(a):
+        target = memory(a.target, dtype_of(p.target_dtype), (a.m,)).long()
+        live = target != a.ignore_index
+        memory(a.order, I32, (a.m,)).copy_(torch.cat([live.nonzero()[:, 0], (~live).nonzero()[:, 0]]))
+        memory(a.num_live, I32, (1,))[0] = live.sum()
+        memory(a.tickets, I32, (NUM_TICKETS,)).zero_()
+        counted = live & (target >= 0) & (target < a.v)
+        divisor = torch.tensor(1.0)
+        if counted.any():
+            if p.divisor == "tensor":
+                divisor = memory(a.num_items_at, FP32, (1,))[0]
+            elif p.divisor == "float":
+                divisor = torch.tensor(a.num_items)
+            elif a.class_weight is not None:
+                divisor = memory(a.class_weight, dtype_of(p.class_weight_dtype), (a.v,))[target[counted]].float().sum()
+            elif p.divisor == "weights":
+                divisor = counted.sum()
+        memory(a.inv_divisor, FP32, (1,))[0] = 1.0 / divisor
+
+    return kernel
+
+
+def gather(p):
+    def kernel(a):
+        live, padded = live_rows(a.num_live, a.start, a.rows)
+        r = memory(a.order, I32, (a.start + a.rows,))[a.start :].long()
+        m = int(r.max()) + 1
+        dtype = dtype_of(p.dtype)
+        x, w = memory(a.x, dtype, (m, p.h), (a.x_stride, 1)), memory(a.w, dtype, (a.v, p.h))
+        live_x = memory(a.live_x, dtype, (a.rows, p.h))
+        live_x[:live], live_x[live:padded] = x[r[:live]], 0
+        t = memory(a.target, dtype_of(p.target_dtype), (m,))[r[:live]].long()
+        inside = (t >= 0) & (t < a.v)
+        index = t.masked_fill(~inside, 0)
+        z = (x[r[:live]].float() * w[index].float()).sum(1)
+        if a.bias is not None:
+            z = z + memory(a.bias, dtype_of(p.bias_dtype), (a.v,))[index].float()
+        z, _ = capped(p, z, a.softcap)
+        row_shift = memory(a.row_shift, FP32, (a.rows,))
+        row_shift.fill_(HUGE)
+        row_shift[:live] = torch.where((z > -HUGE) & (z < HUGE), z, -HUGE)
+        memory(a.row_max_bits, I32, (a.rows,)).copy_(encode(row_shift))
+        slot_target = memory(a.slot_target, I32, (a.rows,))
+        slot_target.fill_(-1)
+        slot_target[:live] = torch.where(inside, t, -1).int()
+        memory(a.flags, I32, (1 + -(-a.rows // ROW_TILE),)).zero_()
+        if a.dx is not None:
+            memory(a.dx, dtype_of(p.dx_dtype), (m, p.h))[r[live:]] = 0
+        for out in (a.loss, a.lse):
+            if out is not None:
+                memory(out, FP32, (m,))[r[live:]] = 0
+
+    return kernel
+
+
+def rows(p):
+    def kernel(a):
+        live, padded = live_rows(a.num_live, a.start, a.rows)
+        if a.first_slot_of_class is not None:
+            memory(a.first_slot_of_class, I32, (a.v,)).fill_(NO_SLOT)
+        r = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live].long()
+        m = int(r.max()) + 1 if live else 0
+        lse, loss, grad_lse = (memory(t, FP32, (m,)) for t in (a.lse, a.loss, a.grad_lse))
+        row_sum, target_logit, row_scale = (
+            memory(t, FP32, (a.rows,)) for t in (a.row_sum, a.target_logit, a.row_scale)
+        )
+        row_max = decode(memory(a.row_max_bits, I32, (a.rows,))[:live])
+        t = memory(a.slot_target, I32, (a.rows,))[:live].long()
+        weight = torch.ones(live)
+        if a.class_weight is not None:
+            weight = memory(a.class_weight, dtype_of(p.class_weight_dtype), (a.v,))[t.clamp(min=0)].float()
+        weight = weight.masked_fill(t < 0, float("nan")) * (1 - a.label_smoothing)
+        total = float(a.v) if a.total_weight is None else memory(a.total_weight, FP32, (1,))
+        spread = a.label_smoothing / a.v
+        inv_divisor = memory(a.inv_divisor, FP32, (1,))
+        if p.stats:
+            row_sum[:live] = memory(a.part_sum, FP32, (a.rows, a.tiles))[:live].sum(1)
+            log_total = row_sum[:live].log()
+            row_lse = row_max + log_total
+            nll = row_max - target_logit[:live] + log_total
+            row_loss = torch.where((weight == 0) & ~nll.isnan(), 0.0, weight * nll)
+            if p.label_smoothing:
+                sums = memory(a.part_wsum, FP32, (a.rows, a.tiles))[:live].sum(1)
+                row_loss = row_loss + spread * (total * row_lse - sums)
+            loss[r], lse[r] = inv_divisor * (row_loss + a.z_loss * row_lse.square()), row_lse
+        if p.grads == "none":
+            return
+        row_lse, g = lse[r], inv_divisor
+        if p.grad_loss == "scalar":
+            g = g * memory(a.grad_loss, FP32, (1,))
+        elif p.grad_loss == "rows":
+            g = g * memory(a.grad_loss, FP32, (m,))[r]
+        coef_target = g * weight
+        coef_softmax = g * (weight + (spread * total if p.label_smoothing else 0) + 2 * a.z_loss * row_lse)
+        if grad_lse is not None:
+            coef_softmax = coef_softmax + grad_lse[r]
+        if p.grads == "coefs":
+            coefs = memory(a.coefs, FP32, (a.rows, 4))
+            each = row_max, coef_softmax / row_sum[:live], coef_target, (g * spread).expand(live)
+            coefs[:live], coefs[live:padded] = torch.stack(each, 1), torch.tensor([HUGE, 0.0, 0.0, 0.0])
+            return
+        smallest = SMALLEST_RATIO * coef_target.abs()
+        smallest = torch.where(coef_softmax >= 0, smallest, -smallest)
+        coef_softmax = torch.where(coef_softmax.abs() < smallest.abs(), smallest, coef_softmax)
+        total, a_t = row_sum[:live], target_logit[:live]
+        ratio = torch.where(coef_softmax == 0, 0.0, coef_target / coef_softmax)
+        at_target = torch.exp(a_t - row_max) - ratio * total
+        if p.softcap:
+            at_target = at_target * (1 - (a_t / a.softcap).square())
+        write_targets(a, p, t, at_target)
+        rounded = at_target.bfloat16().float()  # the row's factor makes up for the rounding
+        correction = torch.where((t >= 0) & (ratio != 0) & (rounded != 0), at_target / rounded, 1.0)
+        row_scale[:live] = coef_softmax / total * torch.where(correction.isnan(), 1.0, correction)
+        row_scale[live:padded] = 0
+        if a.scaled_x is not None:
+            live_x, scaled_x = (memory(t, dtype_of(p.dtype), (a.rows, p.h)) for t in (a.live_x, a.scaled_x))
+            scaled_x[:live] = (live_x[:live].float() * row_scale[:live, None]).to(scaled_x.dtype)
+            scaled_x[live:padded] = 0
+
+    return kernel
+
+
+def parts_of_exp_logits(a, p):
+    """(tensor, first class, end) of each buffer."""
+    split = a.v_split if p.exp_logits_split else a.v
+    yield memory(a.exp_logits, BF16, (a.rows, split), (a.exp_logits_stride, 1)), 0, split
+    if p.exp_logits_split:
+        yield memory(a.exp_logits2, BF16, (a.rows, a.v - split), (a.exp_logits2_stride, 1)), split, a.v
+
+
+def write_targets(a, p, t, values):
+    i = torch.arange(len(t))
+    for part, first, last in parts_of_exp_logits(a, p):
+        mine = (t >= first) & (t < last)
+        part[i[mine], t[mine] - first] = values[mine].to(BF16)
+
+
+def sort(p):
+    def kernel(a):
+        live, _ = live_rows(a.num_live, a.start, a.rows)
+        slot_target = memory(a.slot_target, I32, (a.rows,))[:live]
+        t, i, grad = slot_target.long(), torch.arange(live), torch.zeros(live)
+        row_scale = memory(a.row_scale, FP32, (a.rows,))
+        for part, first, last in parts_of_exp_logits(a, p):
+            mine = (t >= first) & (t < last)
+            grad[mine] = row_scale[i[mine]] * part[i[mine], t[mine] - first].float()
+            part[i[mine], t[mine] - first] = 0
+        index = memory(a.index, I64, (a.rows,))
+        place = t.argsort(stable=True) if index is None else index[:live]
+        order = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live]
+        memory(a.sorted_target, I32, (a.rows,))[:live] = slot_target[place]
+        memory(a.sorted_row, I32, (a.rows,))[:live] = order[place]
+        memory(a.sorted_grad, FP32, (a.rows,))[:live] = grad[place]
+        if a.first_slot_of_class is not None:
+            first_slot, listed = memory(a.first_slot_of_class, I32, (a.v,)), t[place]
+            there = ((listed >= 0) & (listed < a.v)).nonzero()[:, 0]
+            first_slot.scatter_reduce_(0, listed[there], there.int(), "amin")
+
+    return kernel
+
+
+def targets(p):
+    def kernel(a):
+        live, _ = live_rows(a.num_live, a.start, a.rows)
+        sorted_target, sorted_row = (memory(t, I32, (a.rows,))[:live].long() for t in (a.sorted_target, a.sorted_row))
+        dw = memory(a.dw, dtype_of(p.dw_dtype), (a.v1 - a.v0, p.h))
+        mine = ((sorted_target >= a.v0) & (sorted_target < a.v1)).nonzero()[:, 0]
+        if not len(mine):
+            return
+        r = sorted_row[mine]
+        x = memory(a.x, dtype_of(p.dtype), (int(r.max()) + 1, p.h), (a.x_stride, 1))
+        rows = memory(a.sorted_grad, FP32, (a.rows,))[mine, None] * x[r].float()
+        sums = torch.zeros(dw.shape).index_add_(0, sorted_target[mine] - a.v0, rows)
+        touched = sorted_target[mine].unique() - a.v0
+        before = dw[touched].float()
+        if a.rounding_residual is not None:
+            first = torch.searchsorted(sorted_target, touched + a.v0)
+            before = with_cut_off(dw[touched], memory(a.rounding_residual, I16, (a.rows, p.h))[first])
+        dw[touched] = (before + sums[touched]).to(dw.dtype)
+
+    return kernel
+
+
+def bias(p):
+    def kernel(a):
+        live, _ = live_rows(a.num_live, a.start, a.rows)
+        total = memory(a.exp_logits, dtype_of(p.dtype), (a.rows, a.n), (a.exp_logits_stride, 1))[:live].float()
+        if a.row_scale is not None:
+            total = total * memory(a.row_scale, FP32, (a.rows,))[:live, None]
+        db = memory(a.db, FP32, (a.n,))
+        db.copy_(db + total.sum(0) if p.accumulate else total.sum(0))
+
+    return kernel
+
+
+def scatter(p):
+    def kernel(a):
+        live, _ = live_rows(a.num_live, a.start, a.rows)
+        acc = memory(a.acc, FP32, (a.rows, p.h))[:live]
+        if a.row_scale is not None:
+            acc = acc * memory(a.row_scale, FP32, (a.rows,))[:live, None]
+        r = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live].long()
+        if live:
+            memory(a.dx, dtype_of(p.dx_dtype), (int(r.max()) + 1, p.h))[r] = acc.to(dtype_of(p.dx_dtype))
+
+    return kernel
+
+
+def scale(p):
+    def kernel(a):
+        factor = memory(a.factor, FP32, (1,))
+        for address, n in ((a.out, a.n), (a.out2, a.n2)):
+            out = memory(address, dtype_of(p.dtype), (n,))
+            if factor != 1:
+                out.copy_(out.float() * factor)
+
+    return kernel
+
+
+# GEMM -----------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def gemm_args(p):
+    from quackish.kernels.gemm_sm90 import GemmSm90
+
+    return GemmSm90(p, gemm_config(p, H200)).fake_args()[:-1]  # without the stream
+
+
+def check_gemm(given, taken, where):
+    """Whether as many arguments are given as the kernel takes, and None for the same ones."""
+    assert isinstance(given, tuple) == isinstance(taken, tuple), where
+    if isinstance(given, tuple):
+        assert len(given) == len(taken), where
+        for one, other in zip(given, taken, strict=True):
+            check_gemm(one, other, where)
+    else:
+        assert (given is None) == (taken is None), where
+
+
+def gemm(p):
+    dtype, out_dtype = dtype_of(p.dtype), dtype_of(p.out_dtype)
+
+    def kernel(a, second, b, d, given, tail, ticket, num_live, sizes, strides, clusters, stream):
+        m, n, k, split, start = sizes
+        assert (given is None) == (p.epilogue == "store" and not p.scaled and not p.rest)
+        assert (tail is not None) == p.split_k_tail
+        assert tail is None or not memory(tail[1], I32, (NUM_TICKETS,)).any()
+        assert split % 64 == 0
+        live, padded = live_rows(num_live, start, m if p.live == "m" else k)
+        if p.live == "k":  # the last step along the rows goes past the live ones: what is there counts
+            steps = min(padded, -(-live // 64) * 64)
+            A = memory(a, dtype, (steps, m), (strides[0], 1)).T
+            B = memory(b, dtype, (steps, n), (strides[2], 1)).T
+            padded = m
+        else:
+            A = memory(a, dtype, (padded, split if p.split_k else k), (strides[0], 1))
+            if p.split_k:
+                A = torch.cat([A, memory(second, dtype, (padded, k - split), (strides[1], 1))], 1)
+            B = (
+                memory(b, dtype, (n, k), (strides[2], 1))
+                if p.b_major == "k"
+                else memory(b, dtype, (k, n), (strides[2], 1)).T
+            )
+        acc = A.float() @ B.float().T
+        D = [memory(d, out_dtype, (m, split if p.split_n else n), (strides[3], 1)), None]
+        if p.split_n:
+            D[1] = memory(second, out_dtype, (m, n - split), (strides[1], 1))
+        EPILOGUES[p.epilogue](p, acc, given, D, live, start, m, n)
+
+    return kernel
+
+
+def with_bias(p, acc, bias, softcap, n):
+    if bias is not None:
+        acc = acc + memory(bias, dtype_of(p.bias_dtype), (n,)).float()
+    return capped(p, acc, softcap)
+
+
+def softmax_epilogue(p, acc, given, D, live, start, m, n):
+    bias, class_weight, row_shift, slot_target, row_max_bits, flags, part_sum, target_logit, part_wsum, cap, tiles = (
+        given
+    )
+    flags = memory(flags, I32, (1 + -(-m // ROW_TILE),))
+    row_max_bits, slot_target = memory(row_max_bits, I32, (m,)), memory(slot_target, I32, (m,)).long()
+    target_logit = memory(target_logit, FP32, (m,))
+    part_sum, part_wsum = (memory(t, FP32, (m, tiles)) for t in (part_sum, part_wsum))
+    assert tiles == -(-n // SOFTMAX_TILE_N)
+    i = torch.arange(len(acc))
+    if p.redo:
+        i = i[flags[1 + i // ROW_TILE] != 0]
+        shift = decode(row_max_bits[i])
+    else:
+        shift = memory(row_shift, FP32, (m,))[i]
+    a, d = with_bias(p, acc[i], bias, cap, n)
+    grown, first = torch.exp(a - shift[:, None]), 0
+    for part in D:
+        if part is not None:
+            assert part.stride(0) % 8 == 0
+            part[i] = (grown * d)[:, first : first + part.shape[1]].to(part.dtype)
+            first = part.shape[1]
+    for tile, c in enumerate(range(0, n, SOFTMAX_TILE_N)):
+        columns = slice(c, min(c + SOFTMAX_TILE_N, n))
+        part_sum[i, tile] = grown[:, columns].sum(1)
+        if part_wsum is not None:
+            part = a[:, columns]
+            if class_weight is not None:
+                part = weighted(part, memory(class_weight, FP32, (n,))[columns])
+            part_wsum[i, tile] = part.sum(1)
+    mine = slot_target[i] >= 0
+    target_logit[i[mine]] = a[mine].gather(1, slot_target[i][mine][:, None])[:, 0]
+    if not p.redo:
+        highest = torch.where(a.isnan(), -torch.inf, a).amax(1)
+        above = highest > shift + HEADROOM
+        row_max_bits[i[above]] = torch.maximum(row_max_bits[i[above]], encode(highest[above]))
+        flags[1 + i[above] // ROW_TILE] = 1
+        flags[0] |= int(above.any())
+
+
+def dlogits_epilogue(p, acc, given, D, live, start, m, n):
+    bias, class_weight, coefs, slot_target, softcap, v0 = given
+    a, d = with_bias(p, acc, bias, softcap, n)
+    row_shift, coef_softmax, coef_target, coef_smooth = memory(coefs, FP32, (m, 4))[: len(a)].T[:, :, None]
+    z = coef_softmax * torch.exp(a - row_shift)
+    if p.smoothing:
+        z = z - coef_smooth * (1.0 if class_weight is None else memory(class_weight, FP32, (v0 + n,))[v0:])
+    slot_target = memory(slot_target, I32, (m,))[: len(a), None]
+    z = z - torch.where(slot_target == torch.arange(v0, v0 + n), coef_target, 0.0)
+    D[0][: len(a)] = (z * d).to(D[0].dtype)
+
+
+def rows_epilogue(p, acc, given, D, live, start, m, n):
+    row_scale, order = memory(given[0], FP32, (m,)), memory(given[1], I32, (start + m,))
+    r = order[start : start + live].long()
+    if live:
+        out = memory(D[0].data_ptr(), D[0].dtype, (int(r.max()) + 1, n), (D[0].stride(0), 1))
+        out[r] = (acc[:live] * row_scale[:live, None]).to(out.dtype)
+
+
+def store_epilogue(p, acc, given, D, live, start, m, n):
+    out = D[0]
+    if p.live == "m":
+        acc, out = acc[:live], out[:live]
+    if p.scaled:
+        acc = acc * memory(given[0], FP32, (1,))
+    out.copy_(out + acc if p.accumulate else acc)
+    if p.rest:
+        first_slots = memory(given[0], I32, (m,))
+        listed = (first_slots != NO_SLOT).nonzero()[:, 0]
+        if len(listed):
+            slots = first_slots[listed].long()
+            memory(given[1], I16, (int(slots.max()) + 1, n))[slots] = cut_off(acc[listed])
+
+
+EPILOGUES = dict(softmax=softmax_epilogue, dlogits=dlogits_epilogue, rows=rows_epilogue, store=store_epilogue)
+
+
+# Between cuBLAS's GEMMs -----------------------------------------------------------------------------------------------
+
+
+def exp(p):
+    def kernel(a):
+        assert a.z_stride % TILE_N == 0
+        rows, n = a.rows, a.n
+        live, _ = live_rows(a.num_live, a.start, rows)
+        z = memory(a.z, FP32, (rows, n), (a.z_stride, 1))[:live].clone()
+        z, d = with_bias(p, z, a.bias, a.softcap, n)
+        weight = torch.ones(n) if a.class_weight is None else memory(a.class_weight, FP32, (n,))
+        target = memory(a.slot_target, I32, (rows,))[:live, None].long() - a.v0
+        out = torch.zeros(rows, n)
+        if p.kind == "softmax":
+            row_shift, target_logit = (memory(t, FP32, (rows,)) for t in (a.row_shift, a.target_logit))
+            row_max_bits, flags = (
+                memory(a.row_max_bits, I32, (rows,)),
+                memory(a.flags, I32, (1 + -(-rows // ROW_TILE),)),
+            )
+            part_sum, part_wsum = (memory(t, FP32, (rows, 2 * a.tiles)) for t in (a.part_sum, a.part_wsum))
+            for c in range(0, n, TILE_N):
+                part, tile = z[:, c : c + TILE_N], a.tile0 + c // TILE_N
+                highest = torch.where(part.isnan(), -torch.inf, part).amax(1)
+                above = highest > row_shift[:live] + HEADROOM
+                shift = torch.where(above, highest, row_shift[:live])
+                out[:live, c : c + TILE_N] = torch.exp(part - shift[:, None])
+                part_sum[:live, tile] = out[:live, c : c + TILE_N].sum(1)
+                part_sum[:live, a.tiles + tile] = shift
+                if part_wsum is not None:
+                    part_wsum[:live, tile] = weighted(part, weight[c : c + TILE_N]).sum(1)
+                    part_wsum[:live, a.tiles + tile] = 0
+                i = above.nonzero()[:, 0]
+                row_max_bits[i] = torch.maximum(row_max_bits[i], encode(highest[i]))
+                flags[1 + i // ROW_TILE] = 1
+                flags[0] |= int(len(i) > 0)
+            i = ((target >= 0) & (target < n)).nonzero()[:, 0]
+            target_logit[i] = z[i, target[i, 0]]
+        else:
+            row_shift, coef, coef_target, coef_smooth = memory(a.coefs, FP32, (rows, 4))[:live].T[:, :, None]
+            value = coef * torch.exp(z - row_shift)
+            if p.smoothing:
+                value = value - coef_smooth * weight
+            out[:live] = value - torch.where(target == torch.arange(n), coef_target, 0.0)
+        out[:live] *= d
+        if a.out is not None:
+            memory(a.out, dtype_of(p.out_dtype), (rows, n), (a.out_stride, 1)).copy_(out)
+
+    return kernel
+
+
+def rescale(p):
+    def kernel(a):
+        live, _ = live_rows(a.num_live, a.start, a.rows)
+        there = slice(a.tile0, a.tile0 + -(-a.n // TILE_N))
+        sums = memory(a.part_sum, FP32, (a.rows, 2 * a.tiles))[:live]
+        shifts = sums[:, a.tiles :][:, there]
+        flagged = memory(a.flags, I32, (1 + -(-a.rows // ROW_TILE),))[1 + torch.arange(live) // ROW_TILE] != 0
+        row_max = decode(memory(a.row_max_bits, I32, (a.rows,))[:live, None])
+        factor = torch.where(flagged[:, None] & (shifts != row_max), torch.exp(shifts - row_max), 1.0)
+        shifts.zero_()
+        sums[:, there] *= factor
+        if p.stored:
+            out = memory(a.exp_logits, BF16, (a.rows, a.n), (a.exp_logits_stride, 1))[:live]
+            out.copy_(out.float() * factor.repeat_interleave(TILE_N, 1)[:, : a.n])
+
+    return kernel
+
+
+def clear(p):
+    def kernel(a):
+        live = int(memory(a.num_live, I32, (1,)))
+        memory(a.out, dtype_of(p.dtype), (a.rows, p.h))[max(0, live - a.start) :] = 0
+
+    return kernel
+
+
+def mm(a, b, out):
+    out.copy_(a.float() @ b.float())
+
+
+def addmm(a, b, out):
+    out.add_(a.float() @ b.float())
+
+
+KERNELS = dict(
+    lce_gemm=gemm, lce_compact=compact, lce_gather=gather, lce_rows=rows, lce_sort=sort, lce_targets=targets,
+    lce_bias=bias, lce_scatter=scatter, lce_scale=scale, lce_exp=exp, lce_rescale=rescale, lce_clear=clear,
+)  # fmt: skip
