@@ -36,37 +36,19 @@ class PortablePlan(NamedTuple):
 
 
 def run(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    num_items: int | Tensor | None,
-    grad_weight_out: Tensor | None,
-    plan: PortablePlan,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
+    num_items: int | Tensor | None, grad_weight_out: Tensor | None, plan: PortablePlan,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(loss, lse) of checked arguments."""
     x = input.reshape(-1, input.shape[-1])
     flat_target = target.reshape(-1)
     grad = torch.is_grad_enabled()
-    loss, lse = _forward_op(
-        x,
-        linear_weight,
-        flat_target,
-        linear_bias,
-        weight,
-        grad_weight_out,
-        plan.ignore_index,
-        plan.label_smoothing,
-        plan.softcap,
-        plan.z_loss,
-        "none" if plan.reduction == "none" else "sum",
-        plan.schedule,
-        plan.chunk_rows,
-        plan.compute_dtype,
-        [grad and t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)],
-        plan.reason,
-    )[:2]
+    needs = [grad and t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
+    loss, lse, *_ = _forward_op(
+        x, linear_weight, flat_target, linear_bias, weight, grad_weight_out, plan.ignore_index, plan.label_smoothing,
+        plan.softcap, plan.z_loss, "none" if plan.reduction == "none" else "sum", plan.schedule, plan.chunk_rows,
+        plan.compute_dtype, needs, plan.reason,
+    )  # fmt: skip
     if plan.reduction == "mean":
         rows = rows_of(flat_target, linear_weight.shape[0], weight, plan.ignore_index, loss.dtype)
         loss = loss / mean_divisor(rows, num_items).detach()
@@ -76,32 +58,20 @@ def run(
 
 
 def run_reference(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    num_items: int | Tensor | None,
-    plan: NamedTuple,  # of either path
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
+    num_items: int | Tensor | None, plan: NamedTuple,  # of either path
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(loss, lse) of checked arguments, by operations that torch.func and forward-mode AD know: all logits are held."""
     x, flat_target = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     if input.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(target):
         check_targets(flat_target, linear_weight.shape[0], plan.ignore_index)
     with torch.autocast(input.device.type, enabled=False):
         loss, lse = linear_cross_entropy_forward(
-            x.to(plan.compute_dtype),
-            linear_weight.to(plan.compute_dtype),
-            flat_target,
-            linear_bias=linear_bias,
-            weight=None if weight is None else weight.detach(),
-            reduction=plan.reduction,
-            ignore_index=plan.ignore_index,
-            label_smoothing=plan.label_smoothing,
-            softcap=plan.softcap,
-            z_loss=plan.z_loss,
-            num_items=num_items,
-        )
+            x.to(plan.compute_dtype), linear_weight.to(plan.compute_dtype), flat_target, linear_bias=linear_bias,
+            weight=None if weight is None else weight.detach(), reduction=plan.reduction,
+            ignore_index=plan.ignore_index, label_smoothing=plan.label_smoothing, softcap=plan.softcap,
+            z_loss=plan.z_loss, num_items=num_items,
+        )  # fmt: skip
     return loss.reshape(target.shape) if plan.reduction == "none" else loss, lse.reshape(target.shape)
 
 
@@ -151,23 +121,9 @@ def _gradients_in_forward(schedule: str, reduction: str) -> bool:
 
 @_forward_op.register_fake
 def _(
-    x,
-    w,
-    target,
-    bias,
-    class_weight,
-    grad_weight_out,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    reduction,
-    schedule,
-    chunk_rows,
-    compute_dtype,
-    needs,
-    reason,
-):
+    x, w, target, bias, class_weight, grad_weight_out, ignore_index, label_smoothing, softcap, z_loss, reduction,
+    schedule, chunk_rows, compute_dtype, needs, reason,
+):  # fmt: skip
     (m, h), v, dtype = x.shape, w.shape[0], accumulate_dtype(compute_dtype)
     now = needs if _gradients_in_forward(schedule, reduction) else [False] * 3
     return (
@@ -207,22 +163,9 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(
-    grad_rows,
-    grad_lse,
-    x,
-    w,
-    target,
-    bias,
-    class_weight,
-    logits,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    chunk_rows,
-    compute_dtype,
-    needs,
-):
+    grad_rows, grad_lse, x, w, target, bias, class_weight, logits, ignore_index, label_smoothing, softcap, z_loss,
+    chunk_rows, compute_dtype, needs,
+):  # fmt: skip
     dtype = accumulate_dtype(compute_dtype)
     return (
         x.new_empty(x.shape if needs[0] else 0, dtype=dtype),
@@ -239,18 +182,9 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(x, w, target, bias, class_weight, *output[2:])
     # not saved: another graph's backward may add to it first, which is no error here
     ctx.grad_weight_out = grad_weight_out
-    (
-        ctx.ignore_index,
-        ctx.label_smoothing,
-        ctx.softcap,
-        ctx.z_loss,
-        ctx.reduction,
-        ctx.schedule,
-        ctx.chunk_rows,
-        ctx.compute_dtype,
-        ctx.needs,
-        _,
-    ) = rest
+    ctx.options, (ctx.reduction, ctx.schedule), ctx.chunk_rows, ctx.compute_dtype, ctx.needs, _ = (
+        rest[:4], rest[4:6], *rest[6:]
+    )  # fmt: skip
     ctx.set_materialize_grads(False)
 
 
@@ -276,22 +210,9 @@ def _backward(ctx, grad_loss, grad_lse, *_):
         else:
             grad_rows = torch.zeros_like(grad_lse) if grad_loss is None else grad_loss.expand(target.shape)
         dx, dw, db = _backward_op(
-            grad_rows,
-            grad_lse,
-            x,
-            w,
-            target,
-            bias,
-            class_weight,
-            logits if ctx.schedule == "stored" else None,
-            ctx.ignore_index,
-            ctx.label_smoothing,
-            ctx.softcap,
-            ctx.z_loss,
-            ctx.chunk_rows,
-            ctx.compute_dtype,
-            ctx.needs,
-        )
+            grad_rows, grad_lse, x, w, target, bias, class_weight, logits if ctx.schedule == "stored" else None,
+            *ctx.options, ctx.chunk_rows, ctx.compute_dtype, ctx.needs,
+        )  # fmt: skip
     need_dx, need_dw, need_db = ctx.needs
     if need_dw and ctx.grad_weight_out is not None:
         if factor is None:
@@ -299,14 +220,10 @@ def _backward(ctx, grad_loss, grad_lse, *_):
         else:
             ctx.grad_weight_out.addcmul_(dw, factor)
         need_dw = False
-    return (
-        _scaled(dx, factor, x.dtype) if need_dx else None,
-        _scaled(dw, factor, w.dtype) if need_dw else None,
-        None,
-        _scaled(db, factor, bias.dtype) if need_db else None,
-        None,
-        *nothing,
-    )
+    dx = _scaled(dx, factor, x.dtype) if need_dx else None
+    dw = _scaled(dw, factor, w.dtype) if need_dw else None
+    db = _scaled(db, factor, bias.dtype) if need_db else None
+    return dx, dw, None, db, None, *nothing
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
