@@ -11,6 +11,8 @@ import argparse
 import dataclasses
 import json
 
+import torch
+
 from quackish.bench.cells import too_large
 from quackish.cli import explain_linear_cross_entropy as lce
 from quackish.cli import explain_rms_norm as rms_norm
@@ -65,7 +67,8 @@ def add_gpu(parser: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Of the operations' calls."""
-    parser.add_argument("--dtype", type=one_of(_DTYPES), default="bfloat16", help=f"{', '.join(_DTYPES)} (bf16)")
+    of = f"of input and weight: {', '.join(_DTYPES)} (bf16)"
+    parser.add_argument("--dtype", type=one_of(_DTYPES), default="bfloat16", help=of)
     parser.add_argument("--bias", action="store_true", help="with a bias")
     for title, options in (("rms_norm", _NORM_OPTIONS), ("linear_cross_entropy", _LCE_OPTIONS)):
         group = parser.add_argument_group(title)
@@ -104,8 +107,6 @@ def _shape(args: argparse.Namespace) -> list[int]:
 
 def which_gpu(given: str | None) -> tuple[Gpu | None, str]:
     """The GPU, None for a CPU; and why this one, where nobody named it."""
-    import torch
-
     if given not in (None, "this"):
         return NAMED.get(given), ""
     if torch.cuda.is_available():
