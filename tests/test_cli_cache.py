@@ -170,7 +170,8 @@ def test_clear_asks_first(capsys, folder, monkeypatch):
 
 def test_clear_what_is_chosen(capsys, folder):
     month = 30 * 86400
-    old, other, stale = store(2), store(3, "sm_100a"), store(4, cpu="aarch64")
+    old, other, stale, damaged = store(2), store(3, "sm_100a"), store(4, cpu="aarch64"), store(5)
+    damage(damaged)  # nobody knows its target
     bystander = folder / "notes.txt"
     bystander.write_text("not ours")
     os.utime(old, (time.time() - month - 60,) * 2)
@@ -179,7 +180,7 @@ def test_clear_what_is_chosen(capsys, folder):
     assert not old.exists()
     assert run(capsys, "clear", "--yes", "--stale", "--target", "sm_100a") == (0, "nothing to delete\n")
     run(capsys, "clear", "--yes", "--stale")
-    assert (other.exists(), stale.exists()) == (True, False)
+    assert (other.exists(), stale.exists(), damaged.exists()) == (True, False, True)
     run(capsys, "clear", "--yes")
     assert list(folder.iterdir()) == [bystander]
     with pytest.raises(SystemExit):
