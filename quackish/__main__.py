@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from quackish import __version__
-from quackish.cli.parser import Parser
+from quackish.cli.parser import Parser, Refused
 
 # A line each, here rather than in the commands' files: `--help` imports none of them.
 COMMANDS = {
@@ -38,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except Refused as refused:
+        print(f"{args.command}: {refused}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

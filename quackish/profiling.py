@@ -1,9 +1,9 @@
-"""`with quackish.profile() as p:` records every launch of quackish's kernels in the block; `print(p)` says what it saw.
+"""`with quackish.profile() as p:` records every launch of quackish's kernels in the block; `print(p)` shows them.
 
-A launch lies between two CUDA events on its own stream, from whatever thread it comes; nothing is synchronised before
-results are read. Where the GPU waits for the host, as with short kernels in eager code, the time between the events has
-the host's work for the launch in it: some microseconds. A launch that is captured into a CUDA graph is listed, without
-a time; replays are not seen, nor is what PyTorch runs itself (cuBLAS's GEMMs, memsets, the portable path).
+A launch is timed between two CUDA events on its own stream, whichever thread it comes from; nothing synchronizes before
+results are read. Where the GPU waits for the host, as with short kernels in eager code, the time includes the host's
+work for the launch, some microseconds. Launches captured into a CUDA graph are listed without times. Replays are not
+seen, nor is what PyTorch runs itself (cuBLAS's GEMMs, memsets, the portable path).
 """
 
 import csv
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import cuda
 
 from quackish import launch
 from quackish.gpu import Roofs, gpu_of, roofs_of
@@ -27,50 +28,69 @@ COLUMNS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Launch:
+    """Holds no tensor, so a profile keeps no memory."""
+
     kernel: str  # as in the table of kernels; the class's name for one that is not described in quackish/work.py
     problem: Any
     config: Any
     sizes: Mapping[str, int]  # what the kernel was told at run time: rows, classes
-    work: Work | None  # None for a kernel that is not described
-    device: int | None  # None without CUDA
-    stream: int | None
-    ms: float | None  # None: captured into a CUDA graph
+    device: int | None = None  # None without CUDA
+    stream: int | None = None
+    ms: float | None = None  # None: captured into a CUDA graph
+    _events: tuple[cuda.Event, cuda.Event] | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def work(self) -> Work | None:
+        """None for a kernel that is not described."""
+        return work(self.kernel, self.problem, self.sizes) if self.kernel in KERNELS else None
+
+    def _read(self) -> "Launch":
+        events, self._events = self._events, None
+        if events is not None:
+            start, end = events
+            end.synchronize()
+            self.ms = start.elapsed_time(end)
+        return self
 
 
 def profile() -> "Profile":
     """A context manager that records launches: `with quackish.profile() as p: ...; print(p)`.
 
-    All launches of the process between enter and exit, of all threads (autograd's too), streams and devices. Profiles
-    may be nested, and entered again: they go on. Results are what they are without it, bit for bit.
+    It records all launches of the process between enter and exit, from all threads (autograd's too), on all streams and
+    devices. Profiles may be nested, and entered again to continue. Results are bitwise the same without it.
     """
     return Profile()
 
 
 class Profile:
-    """What `profile()` gives. Reading results waits for the launches that were recorded.
+    """What `profile()` returns. Reading results waits for the recorded launches.
 
-    `roofs`: what achieved speeds are compared with, for every device. None, the default: measured on each device when
-    first asked for, once a process, which takes 0.1 s and 0.8 GB; where these do not fit, or without CUDA, the roofs of
-    quackish/gpu.py. Assign a `quackish.gpu.Roofs` to have others.
+    `roofs`: what achieved speeds are compared with, for every device. None, the default, measures each device when it
+    is first needed, once per process, which takes 0.1 s and 0.8 GB; without room for that, or without CUDA, the roofs
+    of quackish/gpu.py count. Assign a `quackish.gpu.Roofs` to use others.
     """
 
     def __init__(self) -> None:
         self.roofs: Roofs | None = None
-        self._records: list[_Record] = []
+        self._launches: list[Launch] = []
 
     def __enter__(self) -> "Profile":
-        _activate(self)
+        _set_active(lambda active: (*active, self))
         return self
 
     def __exit__(self, *error: object) -> None:
-        _deactivate(self)
+        def without_last(active: tuple[Profile, ...]) -> tuple[Profile, ...]:
+            last = len(active) - 1 - active[::-1].index(self)
+            return active[:last] + active[last + 1 :]
+
+        _set_active(without_last)
 
     @property
     def launches(self) -> list[Launch]:
-        """In the order in which they came from the host."""
-        return [record.read() for record in list(self._records)]
+        """In the order in which the host launched them."""
+        return [launch._read() for launch in list(self._launches)]
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each kernel, problem, config, sizes and device, keys as in COLUMNS, the longest total first.
@@ -82,35 +102,24 @@ class Profile:
         for each in self.launches:
             key = each.kernel, each.problem, each.config, tuple(each.sizes.items()), each.device
             groups.setdefault(key, []).append(each)
-        rows = [self._row(group) for group in groups.values()]
-        return sorted(rows, key=lambda row: -row["total_ms"])
+        return sorted((self._row(group) for group in groups.values()), key=lambda row: -row["total_ms"])
 
     def _row(self, group: Sequence[Launch]) -> dict[str, Any]:
         first, times = group[0], [each.ms for each in group if each.ms is not None]
         row: dict[str, Any] = dict.fromkeys(COLUMNS)
-        row |= {
-            "kernel": first.kernel,
-            "problem": describe(first.problem, first.sizes),
-            "config": first.config,
-            "device": first.device,
-            "calls": len(group),
-            "untimed": len(group) - len(times),
-            "total_ms": sum(times),
-        }
-        if times:
-            row["mean_us"] = 1e3 * sum(times) / len(times)
-        if first.work is None:
-            return row
-        row |= {"bytes": first.work.bytes, "flops": first.work.flops}
-        if times:
-            row["gb_per_s"] = 1e-3 * first.work.bytes / row["mean_us"]
-            row["tflop_per_s"] = 1e-6 * first.work.flops / row["mean_us"]
-        roofs = self._roofs_of(first.device)
-        if roofs is not None:
-            least = floor(first.work, roofs)
-            row |= {"floor_us": least.us, "bound": least.bound}
+        row |= dict(kernel=first.kernel, problem=describe(first.problem, first.sizes), config=first.config)
+        row |= dict(device=first.device, calls=len(group), untimed=len(group) - len(times), total_ms=sum(times))
+        us = row["mean_us"] = 1e3 * sum(times) / len(times) if times else None
+        done, roofs = first.work, self._roofs_of(first.device)
+        if done is not None:
+            row |= dict(bytes=done.bytes, flops=done.flops)
+            if times:
+                row |= dict(gb_per_s=1e-3 * done.bytes / us, tflop_per_s=1e-6 * done.flops / us)
+        if done is not None and roofs is not None:
+            least = floor(done, roofs)
+            row |= dict(floor_us=least.us, bound=least.bound)
             if times and least.bound != "launch":
-                row["pct_of_roof"] = 100 * least.us / row["mean_us"]
+                row["pct_of_roof"] = 100 * least.us / us
         return row
 
     def _roofs_of(self, device: int | None) -> Roofs | None:
@@ -119,38 +128,28 @@ class Profile:
         return None if device is None else measured_roofs(device)
 
     def table(self) -> str:
-        """`rows()` as text, with what they are compared with and what is not among them below."""
+        """`rows()` as text, followed by the roofs and what is not recorded."""
         rows = self.rows()
         if not rows:
             return (
                 "quackish.profile: no launch of a quackish kernel was seen. The portable path, which runs where no "
                 "kernel does, has none; `python -m quackish explain` says what runs where."
             )
-        header = ["kernel", "problem", "calls", "total ms", "mean us", "GB/s", "TFLOP/s", "% roof", "bound"]
-        cells = [
-            [
-                row["kernel"],
-                row["problem"],
-                str(row["calls"]),
-                _number(row["total_ms"] if row["untimed"] < row["calls"] else None, ".3f"),
-                _number(row["mean_us"], ".1f"),
-                _number(row["gb_per_s"], ".0f"),
-                _number(row["tflop_per_s"] if row["bound"] == "tensor cores" else None, ".0f"),
-                _number(row["pct_of_roof"], ".0f"),
-                row["bound"] or "",
-            ]
-            for row in rows
-        ]
         calls, untimed = sum(row["calls"] for row in rows), sum(row["untimed"] for row in rows)
-        total = sum(row["total_ms"] for row in rows)
-        lines = [
-            f"{calls} launches of quackish's kernels, {total:.3f} ms",
-            "",
-            text_table(header, cells, "llrrrrrrl"),
-            "",
+        lines = [f"{calls} launches of quackish's kernels, {sum(row['total_ms'] for row in rows):.3f} ms", ""]
+        for row in rows:
+            row["total_ms"] = row["total_ms"] if row["untimed"] < row["calls"] else None
+            row["tflop_per_s"] = row["tflop_per_s"] if row["bound"] == "tensor cores" else None
+        columns = [
+            *(("kernel", "kernel", ""), ("problem", "problem", ""), ("calls", "calls", "d")),
+            *(("total ms", "total_ms", ".3f"), ("mean us", "mean_us", ".1f"), ("GB/s", "gb_per_s", ".0f")),
+            *(("TFLOP/s", "tflop_per_s", ".0f"), ("% roof", "pct_of_roof", ".0f"), ("bound", "bound", "")),
         ]
+        lines += [table_of(rows, columns), ""]
         for device in sorted({row["device"] for row in rows if row["device"] is not None}):
-            lines.append(_roofs_line(device, self._roofs_of(device)))
+            name, roofs = gpu_of(device).name, self._roofs_of(device)
+            source = roofs and " ".join(filter(None, (roofs.source, roofs.note)))
+            lines.append(f"Roofs of {name}, {source}: {speeds(roofs)}." if roofs else f"Roofs of {name}: not known.")
         if untimed:
             lines.append(f"{untimed} were captured into CUDA graphs and have no times.")
         lines.append(
@@ -170,75 +169,40 @@ class Profile:
 
 # Recording -----------------------------------------------------------------------------------------------------------
 
-
-@dataclasses.dataclass
-class _Record:
-    """A launch, and its events until they are read. No tensor: what is recorded keeps no memory."""
-
-    kernel: str
-    problem: Any
-    config: Any
-    sizes: Mapping[str, int]
-    device: int | None = None
-    stream: int | None = None
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-    ms: float | None = None
-
-    def read(self) -> Launch:
-        if self.ms is None and self.events is not None:
-            start, end = self.events
-            end.synchronize()
-            self.ms = start.elapsed_time(end)
-            self.events = None
-        done = work(self.kernel, self.problem, self.sizes) if self.kernel in KERNELS else None
-        return Launch(self.kernel, self.problem, self.config, self.sizes, done, self.device, self.stream, self.ms)
-
-
 _active: tuple[Profile, ...] = ()
 _lock = threading.Lock()
 
 
-def _activate(profile: Profile) -> None:
+def _set_active(change: Callable[[tuple[Profile, ...]], tuple[Profile, ...]]) -> None:
     global _active
     with _lock:
-        _active = (*_active, profile)
-        launch.observe(_observed)
-
-
-def _deactivate(profile: Profile) -> None:
-    global _active
-    with _lock:
-        last = len(_active) - 1 - _active[::-1].index(profile)
-        _active = _active[:last] + _active[last + 1 :]
-        if not _active:
-            launch.observe(None)
+        _active = change(_active)
+        launch.observe(_observed if _active else None)
 
 
 def _observed(
     function: Callable[..., None], args: tuple[Any, ...], kernel_class: type, problem: Any, config: Any
 ) -> None:
     kernel = kernel_of(kernel_class.__name__)
-    if kernel is None:
-        record = _Record(kernel_class.__name__, problem, config, {})
-    else:
-        record = _Record(kernel, problem, config, sizes_of(kernel, args))
-    if torch.cuda.is_initialized():  # else it is no launch on a GPU: a stand-in in a test
-        record.device = torch.cuda.current_device()
-        stream = torch.cuda.current_stream()
+    sizes = {} if kernel is None else sizes_of(kernel, args)
+    record = Launch(kernel or kernel_class.__name__, problem, config, sizes)
+    if cuda.is_initialized():  # else it is no launch on a GPU: a stand-in in a test
+        record.device = cuda.current_device()
+        stream = cuda.current_stream()
         if kernel is not None and args[-1] != stream.cuda_stream:
-            stream = torch.cuda.ExternalStream(args[-1]) if args[-1] else torch.cuda.default_stream()
+            stream = cuda.ExternalStream(args[-1]) if args[-1] else cuda.default_stream()
         record.stream = stream.cuda_stream
-        if not torch.cuda.is_current_stream_capturing():
-            record.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    if record.events is None:
+        if not cuda.is_current_stream_capturing():
+            record._events = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    if record._events is None:
         function(*args)
     else:
-        start, end = record.events
+        start, end = record._events
         start.record(stream)
         function(*args)
         end.record(stream)
     for profile in _active:
-        profile._records.append(record)
+        profile._launches.append(record)
 
 
 # Roofs ---------------------------------------------------------------------------------------------------------------
@@ -251,7 +215,7 @@ def measured_roofs(device: int) -> Roofs | None:
     Where 0.8 GB are not free: the roofs of quackish/gpu.py, or None.
     """
     n = 8192
-    with torch.cuda.device(device), torch.no_grad():
+    with cuda.device(device), torch.no_grad():
         try:
             a, b, c = (torch.randn(2 * n, n, dtype=torch.bfloat16, device="cuda") for _ in range(3))
             copy = _fastest(lambda: torch.neg(a, out=c))  # a kernel; copy_ would be the copy engine's
@@ -264,7 +228,7 @@ def measured_roofs(device: int) -> Roofs | None:
 
 def _fastest(run: Callable[[], object], times: int = 10) -> float:
     """Seconds."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    events = [cuda.Event(enable_timing=True) for _ in range(times + 1)]
     for _ in range(3):
         run()
     events[0].record()
@@ -275,12 +239,9 @@ def _fastest(run: Callable[[], object], times: int = 10) -> float:
     return 1e-3 * min(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
-def _roofs_line(device: int, roofs: Roofs | None) -> str:
-    name = gpu_of(device).name
-    if roofs is None:
-        return f"Roofs of {name}: not known."
-    speeds = f"copy {roofs.copy / 1e12:.2f} TB/s, add {roofs.add / 1e12:.2f} TB/s, GEMM {roofs.gemm / 1e12:.0f} TFLOP/s"
-    return f"Roofs of {name}, {' '.join(filter(None, (roofs.source, roofs.note)))}: {speeds}."
+def speeds(roofs: Roofs) -> str:
+    copy, add, gemm = roofs.copy / 1e12, roofs.add / 1e12, roofs.gemm / 1e12
+    return f"copy {copy:.2f} TB/s, add {add:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s"
 
 
 # Text ----------------------------------------------------------------------------------------------------------------
@@ -299,5 +260,13 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str)
     )
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def table_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str, str | Callable]]) -> str:
+    """Columns are (header, key, format or function); format "" is for text. Missing values and None are left blank."""
+
+    def cell(value: Any, form: str | Callable) -> str:
+        if value is None:
+            return ""
+        return form(value) if callable(form) else format(value, form)
+
+    cells = [[cell(row.get(key), form) for _, key, form in columns] for row in rows]
+    return text_table([header for header, _, _ in columns], cells, "".join("r" if c[2] else "l" for c in columns))

@@ -1,6 +1,7 @@
 """What all commands of `python -m quackish` have in common: suggestions for mistyped names."""
 
 import pytest
+import torch
 
 from quackish.__main__ import main
 from quackish.bench.models import find
@@ -32,6 +33,17 @@ def test_a_mistyped_name_gets_a_suggestion(words, meant, capsys):
     last = capsys.readouterr().err.splitlines()[-1]
     assert "expected one of " in last
     assert last.partition("; did you mean ")[2].rstrip("?").split(" or ")[0] == meant
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize(
+    "words", ["tune rms_norm_forward 8x8", "precompile rms_norm 8x8", "explain rms_norm 8x8 --gpu this"]
+)
+def test_without_a_gpu_one_sentence_says_so(words, capsys):
+    assert main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(words.split()[0])
+    assert "there is no GPU here" in line
 
 
 def test_a_mistyped_model_gets_a_suggestion():

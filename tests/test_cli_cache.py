@@ -3,11 +3,8 @@
 import io
 import json
 import os
-import subprocess
-import sys
 import tarfile
 import time
-from pathlib import Path
 
 import pytest
 
@@ -80,8 +77,8 @@ def test_ls_of_nothing(capsys, folder):
 def test_a_problem_in_short():
     told = "P(n=4096, x_dtype='bfloat16', dx_dtype='float64', bias_dtype=None, packed=True, aligned=False, kind='a')"
     assert short(told) == "n=4096 x=bf16 dx=fp64 packed kind=a"
-    assert short("P(x=object())") == "P(x=object())"
-    assert short("not Python") == "not Python"
+    for told in ("P(x=object())", "-" * 100_000 + "1", "P(**{})", "P(x={[]: 1})", "P(x=[1])", "(" * 5000, "not Python"):
+        assert short(told) == told  # not ours: printed as it is
 
 
 def damage(path):
@@ -93,18 +90,10 @@ def rename(path):
     path.rename(path.with_name("HostToy-sm_90a-" + "0" * 64 + ".kernel"))
 
 
-def link(path):
-    elsewhere = path.parent.parent / "elsewhere"
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere)
-
-
 BAD = {
     "damaged": (damage, "damaged"),
-    "empty": (lambda path: path.write_bytes(b""), "damaged"),
     "renamed": (rename, "than its name says"),
     "writable by others": (lambda path: path.chmod(0o622), "others may write"),
-    "a link": (link, "not a file but a link"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "not a file but a link, a folder"),
     "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "not a file but a link, a folder or a device"),
     "no identity": (lambda path: path.write_bytes(packed(b'"nothing"')), "its identity is incomplete"),
@@ -132,19 +121,16 @@ def test_verify(capsys, folder, how):
 
 
 @pytest.mark.parametrize("words", [("verify", "--delete"), ("clear", "--yes")])
-def test_deleting_goes_on_past_a_folder(capsys, folder, words):
+def test_deleting_goes_on_past_a_folder(capsys, words):
     paths = sorted(store(factor) for factor in (2, 3, 4))
-    for path in paths[:2]:
-        damage(path)
+    damage(paths[1])
     paths[0].unlink()
     paths[0].mkdir()  # the first that is met
     status, out = run(capsys, *words)
     assert status == 1
     assert f"{paths[0]} is left: Is a directory" in out
     assert "deleted " in out
-    assert not paths[1].exists()
-    assert paths[2].exists() == (words[0] == "verify")
-    assert paths[0].is_dir()
+    assert [path.exists() for path in paths] == [True, False, words[0] == "verify"]
 
 
 def test_terminal_escapes_are_printed_escaped(capsys, monkeypatch, folder, tmp_path):
@@ -163,20 +149,11 @@ def test_terminal_escapes_are_printed_escaped(capsys, monkeypatch, folder, tmp_p
         assert all(c.isprintable() or c == "\n" for c in out), out
 
 
-def test_a_problem_that_is_not_ours_is_printed_as_it_is():
-    for told in ("-" * 100_000 + "1", "P(**{})", "P(x={[]: 1})", "P(x=[1])", "(" * 5000):
-        assert short(told) == told
-
-
-def test_verify_looks_at_the_folder_too(capsys, folder, monkeypatch):
+def test_verify_looks_at_the_folder_too(capsys, folder):
     store()
     folder.chmod(0o777)
     status, out = run(capsys, "verify")
     assert (status, "others may write" in out) == (1, True)
-    folder.chmod(0o700)
-    monkeypatch.setattr("quackish.launch.cache.os.geteuid", lambda: os.getuid() + 1)
-    status, out = run(capsys, "verify")
-    assert (status, "belongs to user" in out) == (1, True)
 
 
 def test_clear_asks_first(capsys, folder, monkeypatch):
@@ -193,7 +170,8 @@ def test_clear_asks_first(capsys, folder, monkeypatch):
 
 def test_clear_what_is_chosen(capsys, folder):
     month = 30 * 86400
-    old, other, stale = store(2), store(3, "sm_100a"), store(4, cpu="aarch64")
+    old, other, stale, damaged = store(2), store(3, "sm_100a"), store(4, cpu="aarch64"), store(5)
+    damage(damaged)  # nobody knows its target
     bystander = folder / "notes.txt"
     bystander.write_text("not ours")
     os.utime(old, (time.time() - month - 60,) * 2)
@@ -202,7 +180,7 @@ def test_clear_what_is_chosen(capsys, folder):
     assert not old.exists()
     assert run(capsys, "clear", "--yes", "--stale", "--target", "sm_100a") == (0, "nothing to delete\n")
     run(capsys, "clear", "--yes", "--stale")
-    assert (other.exists(), stale.exists()) == (True, False)
+    assert (other.exists(), stale.exists(), damaged.exists()) == (True, False, True)
     run(capsys, "clear", "--yes")
     assert list(folder.iterdir()) == [bystander]
     with pytest.raises(SystemExit):
@@ -217,36 +195,28 @@ def move(monkeypatch, tmp_path):
     return tmp_path / "another"
 
 
-@pytest.mark.parametrize("name", ["k.tar", "k.tar.gz", "k.tar.xz"])
-def test_there_and_back(capsys, monkeypatch, tmp_path, name):
+def test_there_and_back(capsys, monkeypatch, tmp_path):
     assert use(3) == "compiled"
-    store(4, "sm_100a")
-    status, out = run(capsys, "export", tmp_path / name)
-    assert (status, "wrote 2 kernels" in out) == (0, True)
+    store(4, cpu="aarch64")
+    store(5, **{"nvidia-cutlass-dsl": "4.7.0"})
+    for name in ("k.tar", "k.tar.gz", "k.tar.xz"):
+        status, out = run(capsys, "export", tmp_path / name)
+        assert (status, "wrote 3 kernels" in out) == (0, True)
+    assert len({(tmp_path / name).read_bytes()[:2] for name in ("k.tar", "k.tar.gz", "k.tar.xz")}) == 3
     new = move(monkeypatch, tmp_path)
-    status, out = run(capsys, "import", tmp_path / name)
+    status, out = run(capsys, "import", tmp_path / "k.tar.xz")
     assert status == 0
-    assert "added 2 kernels" in out
+    assert "added 3 kernels" in out
     assert "code that will run" in out
-    assert "2 of use here" in out
-    assert new.stat().st_mode & 0o777 == 0o700
-    assert {file.stat().st_mode & 0o777 for file in new.iterdir()} == {0o600}
-    assert use(3) == "loaded"
-    status, out = run(capsys, "import", tmp_path / name)
-    assert "added 0 kernels" in out
-    assert "2 kernels were here already" in out
-
-
-def test_import_says_what_is_of_no_use(capsys, monkeypatch, tmp_path):
-    store(2)
-    store(3, cpu="aarch64")
-    store(4, **{"nvidia-cutlass-dsl": "4.7.0"})
-    run(capsys, "export", tmp_path / "k.tar")
-    move(monkeypatch, tmp_path)
-    _, out = run(capsys, "import", tmp_path / "k.tar")
     assert "1 of use here" in out
     assert "1 of no use here: cpu aarch64, here " in out
     assert "1 of no use here: nvidia-cutlass-dsl 4.7.0, here " in out
+    assert new.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in new.iterdir()} == {0o600}
+    assert use(3) == "loaded"
+    status, out = run(capsys, "import", tmp_path / "k.tar.gz")
+    assert "added 0 kernels" in out
+    assert "3 kernels were here already" in out
 
 
 def test_import_keeps_what_is_here(capsys, monkeypatch, tmp_path):
@@ -279,19 +249,15 @@ def archive(path, *members):
         for name, content, kind in members:
             member = tarfile.TarInfo(name)
             member.type, member.size = kind, len(content)
-            member.linkname = "/etc/passwd" if kind in (tarfile.SYMTYPE, tarfile.LNKTYPE) else ""
+            member.linkname = "/etc/passwd" * (kind == tarfile.SYMTYPE)
             tar.addfile(member, io.BytesIO(content))
 
 
 FILE, NAME = tarfile.REGTYPE, "Evil-sm_90a-" + "0" * 64 + ".kernel"
 EVIL = {
     "a path": (f"../{NAME}", b"", FILE, "no name of a kernel"),
-    "an absolute path": (f"/tmp/{NAME}", b"", FILE, "no name of a kernel"),
-    "another file": ("authorized_keys", b"", FILE, "no name of a kernel"),
     "a symbolic link": (NAME, b"", tarfile.SYMTYPE, "not a file but a link"),
-    "a hard link": (NAME, b"", tarfile.LNKTYPE, "not a file but a link"),
     "a folder": (NAME, b"", tarfile.DIRTYPE, "not a file but a link, a folder"),
-    "a device": (NAME, b"", tarfile.CHRTYPE, "not a file but a link, a folder or a device"),
     "damaged": (NAME, b"quackish kernel 1\n" + b"0" * 64 + b"\n{}\n", FILE, "damaged"),
     "nested deeply": (NAME, DEEP, FILE, f"{NAME}: its identity is nested too deeply"),
     "too large": (NAME, b"0" * 2000, FILE, "expected at most 1000"),
@@ -345,13 +311,3 @@ def test_import_into_a_folder_that_others_may_write(capsys, monkeypatch, tmp_pat
     status, out = run(capsys, "import", tmp_path / "k.tar")
     assert (status, "others may write" in out) == (2, True)
     assert list(new.iterdir()) == []
-
-
-def test_without_torch_being_used():
-    """As a user starts it, on an empty folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", "quackish", "cache", "ls"],
-        capture_output=True, text=True, cwd=Path(__file__).parents[1],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "0 kernels" in done.stdout

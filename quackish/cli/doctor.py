@@ -9,73 +9,97 @@ kernels are compiled for the first time.
 """
 
 import argparse
+import glob
 import json
+import os
+import platform
+import re
+import sys
+import time
 import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from quackish.cli import examine, self_test
-from quackish.cli.examine import Problem
+import torch
+from torch import Tensor
+
+from quackish import __version__, kernels, linear_cross_entropy, rms_norm, toolchain
+from quackish.bench.environment import PEERS, version
+from quackish.configs import table
+from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
+from quackish.errors import UnsupportedError
+from quackish.gpu import gpu_of
+from quackish.launch import cache, objects, upkeep
+from quackish.ops.linear_cross_entropy.api import no_kernel_on
+from quackish.ops.rms_norm_plans import find_kernel
+from quackish.testing import inputs
+from quackish.testing.errors import error, same_bits
+
+# At least, and less than: as in pyproject.toml.
+SUPPORTED = {
+    "torch": ("2.8", None),
+    "nvidia-cutlass-dsl": ("4.8.1", "4.9"),
+    "apache-tvm-ffi": ("0.1.15", "0.2"),
+}
+_MATTERS = re.compile(
+    "QUACKISH_|CUTE_DSL_|CUDA_|NVIDIA_VISIBLE_DEVICES$|TORCH_|PYTORCH_|TRITON_|LOCAL_WORLD_SIZE$|LD_LIBRARY_PATH$"
+    "|LD_PRELOAD$|XDG_(CACHE|CONFIG)_HOME$|TMPDIR$"
+)
+_DRIVER = Path("/proc/driver/nvidia")
+KERNELS, CUBLAS, PORTABLE = "CuTe DSL kernels", "cuBLAS's GEMMs between CuTe DSL kernels", "portable path"
+# Norm-wise, of bf16 results: 1 to 4 times its unit roundoff. The loss is fp32.
+_BOUNDS = {"y": 0.004, "dx": 0.008, "dweight": 0.008, "loss": 1e-4}
+_REPORT = "Please report it, with the output of `python -m quackish doctor --json`."
+
+
+class Report(dict):
+    """What each section found, by names, and what is worth knowing or wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(notes=[], problems=[])
+
+    def problem(self, what: str, to_do: str) -> None:
+        """`to_do` is a sentence."""
+        self["problems"].append({"what": what, "to_do": to_do})
+
+    def note(self, text: str) -> None:
+        self["notes"].append(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the same as JSON, to put into a bug report")
-    parser.add_argument("--no-self-test", action="store_true", help="leave out the self-test, and the compiler's")
+    parser.add_argument("--no-self-test", action="store_true", help="leave out the self-test")
 
 
 def run(args: argparse.Namespace) -> int:
-    report = examine_all(self_testing=not args.no_self_test)
+    report = examine(SECTIONS if args.no_self_test else SECTIONS | SELF_TEST)
     print(json.dumps(report, indent=1) if args.json else text(report))
     return 1 if report["problems"] else 0
 
 
-def examine_all(self_testing: bool = True) -> dict[str, Any]:
-    """Every part by name, as JSON has it. A part that raises is a problem, and the others are there."""
-    problems: list[Problem] = []
-    notes: list[str] = []
-    parts = {
-        "versions": lambda: examine.versions(problems),
-        "gpus": lambda: examine.gpus(problems, notes),
-        "toolchain": lambda: examine.compiler(problems, notes),
-        "paths": lambda: examine.paths(problems),
-        "cache": lambda: examine.cache_health(problems, notes),
-        "tuned": lambda: examine.tuned(problems),
-        "environment": examine.environment,
-    }
-    if self_testing:
-        parts["compiles"] = lambda: self_test.compiler(problems)
-        parts["self_test"] = lambda: self_test.operations(problems)
-    report: dict[str, Any] = {}
-    for name, part in parts.items():
+def examine(sections: Mapping[str, Callable[[Report], Any]]) -> Report:
+    """A section that raises is a problem, and the others are there."""
+    report = Report()
+    for name, section in sections.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what they say is in the report
-                report[name] = part()
+                report[name] = section(report)
         except Exception as error:  # whatever is broken here is what this command is for
-            problems.append(Problem(f"{name}: {type(error).__name__}: {error}", "The message says what to look at."))
+            report.problem(f"{name}: {type(error).__name__}: {error}", "The message says what to look at.")
             report[name] = None
-    report["notes"] = notes
-    report["problems"] = [problem._asdict() for problem in problems]
     return report
 
 
-def text(report: dict[str, Any]) -> str:
+def text(report: Report) -> str:
     lines = []
-    for title, part, show in (
-        ("Versions", report["versions"], _pairs),
-        ("GPUs", report["gpus"], _gpus),
-        ("Compiler", report["toolchain"], _pairs),
-        ("Which path runs", report["paths"], _paths),
-        ("Cache", report["cache"], _pairs),
-        ("Tuned configs", report["tuned"], _pairs),
-        ("Environment", report["environment"], _pairs),
-        ("Compiling", report.get("compiles"), _pairs),
-        ("Self-test", report.get("self_test"), _tests),
-    ):
-        if part:
-            lines += [title, *(f"  {line}" for line in show(part)), ""]
-    for note in report["notes"]:
-        lines += [f"Note: {note}"]
-    lines += [""] if report["notes"] else []
+    for title, section in report.items():
+        if section and title not in ("notes", "problems"):
+            width = max(map(len, section))
+            found = [f"  {name:{width}}  {value}" for name, value in section.items() if value not in (None, "")]
+            lines += [title.capitalize(), *found, ""]
+    lines += [f"Note: {note}" for note in report["notes"]] + [""] * bool(report["notes"])
     problems = report["problems"]
     lines += [f"{len(problems)} problem{'s' if len(problems) > 1 else ''}:"] if problems else ["No problem found."]
     for i, problem in enumerate(problems, 1):
@@ -83,29 +107,304 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _pairs(part: dict[str, Any]) -> list[str]:
-    width = max(map(len, part))
-    return [f"{name:{width}}  {value}" for name, value in part.items() if value not in (None, "")]
+# Sections ------------------------------------------------------------------------------------------------------------
 
 
-def _gpus(part: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"{gpu['device']}: {gpu['name']}, compute capability {gpu['capability']} ({gpu['target']}), {gpu['sms']} SMs, "
-        f"{gpu['memory_bytes'] / 1e9:.1f} GB"
-        for gpu in part
+def devices() -> list[torch.device]:
+    """The GPUs, and the CPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [*(torch.device("cuda", i) for i in range(count)), torch.device("cpu")]
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels should run there, if all is well."""
+    return device.type == "cuda" and not torch.version.hip and gpu_of(device.index).family in kernels.FAMILIES
+
+
+def expects_kernels() -> bool:
+    return any(map(has_kernels, devices()))
+
+
+def versions(report: Report) -> dict[str, str]:
+    built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    found = {
+        "quackish": f"{__version__}, {Path(__file__).parents[1]}",
+        "Python": f"{platform.python_version()}, {sys.executable}",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "torch": f"{torch.__version__}, {built_for}",
+        "driver": _driver(),
+        **{name: version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", *PEERS)},
+    }
+    check_versions(report, {**found, "torch": torch.__version__}, expects_kernels())
+    return found
+
+
+def check_versions(report: Report, installed: Mapping[str, str], with_kernels: bool) -> None:
+    for name, (least, below) in SUPPORTED.items():
+        if not installed[name] or not (name == "torch" or with_kernels):
+            continue
+        found = _numbers(installed[name])
+        if found < _numbers(least) or (below and found >= _numbers(below)):
+            wanted = f"{name}>={least}" + f",<{below}" * bool(below)
+            report.problem(
+                f"{name} {installed[name]} is not one that quackish works with", f"`pip install '{wanted}'`."
+            )
+
+
+def gpus(report: Report) -> dict[str, str]:
+    if not torch.cuda.is_available():
+        why_no_gpu(report, toolchain.driver_cuda(), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.version.cuda)
+    rows = {}
+    for device in devices()[:-1]:
+        p, target = torch.cuda.get_device_properties(device), gpu_of(device.index).target
+        size = f"{p.multi_processor_count} SMs, {p.total_memory / 1e9:.1f} GB"
+        rows[str(device)] = f"{p.name}, compute capability {p.major}.{p.minor} ({target}), {size}"
+    return rows
+
+
+def why_no_gpu(
+    report: Report, driver: tuple[int, int] | None, hidden: str | None, built_for: str | None, folder: Path = _DRIVER
+) -> None:
+    """A problem where torch should see a GPU, else a note. `hidden`: CUDA_VISIBLE_DEVICES; `built_for`: its CUDA."""
+    loaded, present = (folder / "version").exists(), bool(glob.glob(str(folder / "gpus" / "*")))
+    portable = "the portable path runs on the CPU."
+    if torch.version.hip or (driver is None and not loaded):
+        report.note(f"no NVIDIA driver is here: {portable}")
+    elif hidden is not None and not hidden.replace("-1", "").strip(" ,"):
+        report.note(f"CUDA_VISIBLE_DEVICES={hidden!r} hides the GPUs: {portable}")
+    elif built_for is None:
+        what = f"torch {torch.__version__} is built without CUDA, but there is an NVIDIA driver"
+        report.problem(what, "Install a build with CUDA: https://pytorch.org/get-started/locally says how.")
+    elif driver is None:
+        what = "the NVIDIA driver is loaded, but its library libcuda.so.1 is not found"
+        to_do = "In a container: start it with its GPUs (docker run --gpus all). Else install the driver again."
+        report.problem(what, to_do)
+    elif driver[0] < _numbers(built_for)[0]:
+        what = f"the driver has CUDA {driver[0]}.{driver[1]}, too old for torch, built for {built_for}"
+        report.problem(what, f"Install a newer driver, or a build of torch for CUDA {driver[0]}.")
+    elif present or not loaded:
+        try:
+            torch.cuda.init()
+            why = "no device"
+        except (RuntimeError, AssertionError) as error:
+            why = str(error).partition("\n")[0]
+        what = f"there is an NVIDIA driver, but torch cannot use it: {why}"
+        report.problem(what, "See whether `nvidia-smi` works; after an update of the driver a restart may be due.")
+    else:
+        report.note(f"there is an NVIDIA driver, but no GPU: {portable}")
+
+
+def compiler(
+    report: Report, find: Callable[[], toolchain.Toolchain] = toolchain.find, expected: bool | None = None
+) -> dict[str, str]:
+    """The compiler and its runtime. What is missing is a problem only where a GPU could run kernels: `expected`."""
+
+    def missing(what: str, to_do: str) -> None:
+        if expects_kernels() if expected is None else expected:
+            report.problem(what, to_do)
+        else:
+            report.note(f"{what}. No GPU here would run kernels; `precompile` would need it: {to_do}")
+
+    try:
+        tools = find()
+    except ModuleNotFoundError as error:
+        wanted = "' '".join(f"{name}>={least},<{below}" for name, (least, below) in SUPPORTED.items() if below)
+        missing(f"the compiler is not installed ({error})", f"`pip install '{wanted}'`.")
+        return {}
+    except UnsupportedError as error:
+        missing(*str(error).split(". ", 1))
+        return {}
+    if not tools.runtime.is_file():
+        what = f"the compiler's runtime library is not where it should be, {tools.runtime}"
+        missing(what, f"`pip install --force-reinstall nvidia-cutlass-dsl-libs-{tools.flavour}=={tools.dsl}`.")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__") and not version("torch-c-dlpack-ext"):
+        report.note(
+            "tvm_ffi builds an extension for this torch when it is first imported, which takes up to a minute. "
+            "`pip install torch-c-dlpack-ext` brings it built."
+        )
+    linker = objects.linker()
+    if linker is None:
+        report.note(
+            "no linker (ld, ld.lld or mold) is on PATH: kernels that are compiled here load through the compiler, "
+            "which takes each process 0.5 s at its first call. `apt-get install binutils` brings one."
+        )
+    built_for = f"CUDA {tools.flavour.removeprefix('cu')}"
+    found = {"nvidia-cutlass-dsl": tools.dsl, "built for": built_for, "apache-tvm-ffi": tools.ffi}
+    return found | {"runtime": str(tools.runtime), "linker": linker or "none"}
+
+
+def cache_health(report: Report) -> dict[str, Any]:
+    folder, fault, found = cache.location(), upkeep.folder_fault(), upkeep.entries()
+    bad = [entry for entry in found if entry.fault]
+    stale = [entry for entry in found if not entry.fault and upkeep.differs(entry.identity)]
+    if cache.is_off():
+        report.note("QUACKISH_CACHE=0 turns the cache off: each process compiles its own kernels.")
+    if fault:
+        to_do = "Make it a folder that belongs to you and that only you may write to, or name another: "
+        report.problem(f"the cache folder {folder} cannot be used: {fault}", f"{to_do}QUACKISH_CACHE_DIR.")
+    if bad:
+        what = f"{len(bad)} of {len(found)} files in {folder} cannot be used, the first because: {bad[0].fault}"
+        report.problem(what, "`python -m quackish cache verify --delete` deletes them; they are compiled again.")
+    if stale:
+        what = f"{len(stale)} of {len(found)} kernels on disk are for other versions, sources or CPUs; "
+        report.note(f"{what}`python -m quackish cache clear --stale` deletes them.")
+    size = f"{sum(entry.bytes for entry in found) / 1e6:.2f} MB"
+    there = f"{folder}" if folder.is_dir() else f"{folder} (not there yet)"
+    return {"folder": there, "writable": "no" if fault else "yes", "kernels": f"{len(found)}, {size}"}
+
+
+def tuned(report: Report) -> dict[str, Any]:
+    """The user's table of configs."""
+    path = table.user_path()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        rows = table.read(path)
+    for warning in said:
+        report.problem(str(warning.message).split(". `")[0], "`python -m quackish tune --clear` removes it.")
+    return {"table": str(path), "rows": len(rows.rows), "in use": sum(map(rows.counts, rows.rows))} if rows.rows else {}
+
+
+def environment(report: Report) -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if _MATTERS.match(name)}
+
+
+def _driver(folder: Path = _DRIVER) -> str:
+    """The driver's version and the CUDA that it supports."""
+    cuda, file = toolchain.driver_cuda(), folder / "version"
+    number = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", file.read_text().split("\n")[0] if file.exists() else "")
+    return ", ".join(([number[0]] if number else []) + ([f"CUDA {cuda[0]}.{cuda[1]}"] if cuda else []))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 11) of "2.11.0a0+git": what comes before anything but numbers."""
+    return tuple(map(int, re.match(r"\d+(\.\d+)*", version)[0].split(".")))
+
+
+# The operations ------------------------------------------------------------------------------------------------------
+
+
+def rms_norm_path(device: torch.device) -> tuple[str, str]:
+    """The path, and why where it is the portable one. Asks for kernels, which loads or compiles them."""
+    b = "bfloat16"
+    forward = RmsNormFwdProblem(1024, b, b, b, None, None)
+    backward = RmsNormBwdProblem(1024, b, b, b, None, b, None, b, None)
+    try:
+        for name, problem in (("rms_norm_fwd", forward), ("rms_norm_bwd", backward)):
+            find_kernel(name, problem, 1, device, "cute")
+    except UnsupportedError as error:
+        return PORTABLE, str(error)
+    return KERNELS, ""
+
+
+def linear_cross_entropy_path(device: torch.device) -> tuple[str, str]:
+    why = no_kernel_on(device)
+    if why:
+        return PORTABLE, why
+    try:
+        kernels.find("lce_gemm", gpu_of(device.index))
+    except UnsupportedError as error:
+        return CUBLAS, str(error).split(". ")[0]
+    return KERNELS, ""
+
+
+def _rms_norm_args(device: torch.device) -> tuple[Tensor, ...]:
+    bf16 = dict(dtype=torch.bfloat16, device=device)
+    x, dy = inputs.rows((257, 1024), **bf16), inputs.rows((257, 1024), seed=2, **bf16)
+    return x.requires_grad_(), inputs.weights(1024, **bf16).requires_grad_(), dy
+
+
+def _rms_norm(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    y = rms_norm(x, weight, eps=1e-6)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+    return {"y": y.detach(), "dx": dx, "dweight": dweight}
+
+
+def _lce_args(device: torch.device) -> tuple[Tensor, ...]:
+    bf16 = dict(dtype=torch.bfloat16, device=device)
+    x, weight = inputs.rows((200, 256), **bf16), inputs.rows((1000, 256), seed=1, **bf16) / 16
+    target = torch.arange(200, device=device) * 7 % 1000
+    target[::9] = -100
+    return x.requires_grad_(), weight.requires_grad_(), target
+
+
+def _lce(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, Tensor]:
+    loss = linear_cross_entropy(x, weight, target)
+    dx, dweight = torch.autograd.grad(loss, (x, weight))
+    return {"loss": loss.detach(), "dx": dx, "dweight": dweight}
+
+
+# Arguments on a device, the call on them, and the path on a device.
+OPERATIONS = {
+    "rms_norm": (_rms_norm_args, _rms_norm, rms_norm_path),
+    "linear_cross_entropy": (_lce_args, _lce, linear_cross_entropy_path),
+}
+
+
+def paths(report: Report, operations=OPERATIONS, expects=has_kernels) -> dict[str, str]:
+    """Which path bf16 calls take on each device; why, in the operations' own words, where it is the portable one."""
+    rows = {}
+    for device in devices():
+        for op, (*_, find) in operations.items():
+            path, why = find(device)
+            rows[f"{op} on {device}"] = path + f" ({why})" * bool(why)
+            if path == PORTABLE and expects(device) and toolchain.versions() is not None:  # else `compiler` tells
+                report.problem(f"{op} takes the portable path on {device}, where kernels should run", why)
+    return rows
+
+
+def self_test(report: Report, operations=OPERATIONS) -> dict[str, str]:
+    """Each operation on one device of each kind; on the CPU only where there is nothing else."""
+    gpus = {torch.cuda.get_device_name(device): device for device in reversed(devices()[:-1])}
+    rows = {}
+    for device in list(reversed(gpus.values())) or devices():
+        for op, (make, call, path) in operations.items():
+            on = path(device)[0]
+            try:
+                found, fault = _test(call, make(device), device, on)
+            except Exception as failure:
+                found, fault = "", f"does not run: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+            rows[f"{op} on {device}"] = "; ".join(filter(None, (f"{on}: {'WRONG' if fault else 'ok'}", found)))
+            if fault:
+                report.problem(f"{op} on {device} ({on}) {fault}", _REPORT)
+    return rows
+
+
+def _test(call: Callable, args: tuple, device: torch.device, path: str) -> tuple[str, str]:
+    """What was found; what is wrong, or ""."""
+    (first, first_ms), (again, again_ms) = _timed(call, args, device), _timed(call, args, device)
+    exact = [t.detach().cpu() for t in args]
+    truth = call(*(t.double().requires_grad_() if t.is_floating_point() else t for t in exact))  # the formula itself
+    errors = {name: error(first[name].cpu().double(), truth[name]).norm for name in first}
+    same = all(same_bits(first[name], again[name]) for name in first)
+    wrong = [
+        f"{name} is off by {off:.1e}, at most {_BOUNDS[name]:.0e} expected"
+        for name, off in errors.items()
+        if not off <= _BOUNDS[name]
     ]
+    fault = f"gives wrong results: {', '.join(wrong)}" if wrong else ""
+    if not wrong and not same and path != PORTABLE:  # which is as reproducible as the library's GEMMs are
+        fault = "gives other bits in a second run"
+    bits = "the same bits twice" if same else "other bits in a second run"
+    told = ", ".join(f"{name} {off:.1e}" for name, off in errors.items())
+    return f"errors {told}; {bits}; {first_ms:.0f} ms, then {again_ms:.1f}", fault
 
 
-def _paths(part: list[dict[str, str]]) -> list[str]:
-    return [f"{row['op']} on {row['device']}: {row['path']}" + f" ({row['why']})" * bool(row["why"]) for row in part]
+def _timed(call: Callable, args: tuple, device: torch.device) -> tuple[dict[str, Tensor], float]:
+    started = time.perf_counter()
+    results = call(*args)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return results, 1e3 * (time.perf_counter() - started)
 
 
-def _tests(part: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    for row in part:
-        errors = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
-        bits = {True: "the same bits twice", False: "other bits in a second run", None: ""}[row["same_bits"]]
-        times = f"{row['first_ms']:.0f} ms, then {row['again_ms']:.1f}" if row["again_ms"] else ""
-        said = "; ".join(filter(None, (errors and f"errors {errors}", bits, times, row["failure"])))
-        lines.append(f"{row['op']} on {row['device']}, {row['path']}: {'ok' if row['ok'] else 'WRONG'}; {said}")
-    return lines
+# Titles of the sections, and what finds out what they hold.
+SECTIONS = {
+    "versions": versions,
+    "gpus": gpus,
+    "compiler": compiler,
+    "paths": paths,
+    "cache": cache_health,
+    "tuned configs": tuned,
+    "environment": environment,
+}
+SELF_TEST = {"self-test": self_test}

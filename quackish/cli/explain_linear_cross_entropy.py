@@ -6,7 +6,8 @@ import torch
 
 from quackish import kernels
 from quackish.cli import dry_run
-from quackish.cli.explained import Explained, Refused
+from quackish.cli.explained import Explained
+from quackish.cli.parser import Refused
 from quackish.configs.linear_cross_entropy import (
     E_BYTES,
     E_ITEMSIZE,

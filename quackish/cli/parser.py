@@ -1,9 +1,16 @@
-"""The parser of `python -m quackish` and of its commands: argparse's, with a suggestion for a mistyped name."""
+"""What the commands of `python -m quackish` share: argparse with suggestions for mistyped names."""
 
 import argparse
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from quackish.errors import did_you_mean
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """An invalid request: `python -m quackish` prints the sentence, which says what was expected, and exits with 2."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -12,6 +19,33 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """argparse calls this for every argument that has `choices`, as commands do."""
         if action.choices is not None and value not in action.choices:
-            known = [str(choice) for choice in action.choices]
-            expected = f"{value!r} is unknown; expected one of {', '.join(known)}"
-            raise argparse.ArgumentError(action, expected + did_you_mean(str(value), known))
+            raise argparse.ArgumentError(action, unknown(str(value), map(str, action.choices)))
+
+    def error(self, message: str) -> NoReturn:
+        """In one line, as Refused: the usage, which `--help` has, would hide it."""
+        self.exit(2, f"{self.prog.removeprefix('python -m quackish ')}: {message}\n")
+
+
+def unknown(given: str, known: Iterable[str]) -> str:
+    known = list(known)
+    return f"{given!r} is unknown; expected one of {', '.join(known)}{did_you_mean(given, known)}"
+
+
+def one_of(known: Mapping[str, T]) -> Callable[[str], T]:
+    """An argument's `type`: a name in `known`, in any case, gives its value; a value of `known` gives itself."""
+
+    def parse(text: str) -> T:
+        if text in known.values():
+            return text
+        if text.lower() not in known:
+            raise argparse.ArgumentTypeError(unknown(text, known))
+        return known[text.lower()]
+
+    return parse
+
+
+def positive(text: str) -> int:
+    """An argument's `type`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a positive number")
+    return int(text)

@@ -12,54 +12,53 @@ a shape and its options, as in `linear_cross_entropy 8192x4096x128256 --schedule
 """
 
 import argparse
-import copy
+import itertools
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import torch
 
 from quackish import kernels, launch, toolchain
 from quackish.bench.console import PlainLines
 from quackish.cli import explain
-from quackish.cli.cache import short
-from quackish.cli.explained import Explained, Refused
-from quackish.errors import UnsupportedError, did_you_mean
-from quackish.gpu import NAMED, gpu_of
+from quackish.cli.explained import Explained
+from quackish.cli.parser import Parser, Refused, one_of, positive
+from quackish.errors import UnsupportedError
+from quackish.gpu import NAMED
 from quackish.launch import cache, parallel, upkeep
 from quackish.launch.parallel import Outcome
+from quackish.work import describe
 
 GPUS = [name for name, gpu in NAMED.items() if gpu.family in kernels.FAMILIES]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", metavar="OP", nargs="?", help=", ".join(explain.OPERATIONS))
+    operations = explain.OPERATIONS
+    parser.add_argument("op", metavar="OP", nargs="?", choices=operations, help=", ".join(operations))
     parser.add_argument("shapes", metavar="SHAPE", nargs="*", help="MxN; of linear_cross_entropy MxHxV")
+    of = f"one or more, with commas: {', '.join(GPUS)}; or this, the default where there is one"
+    parser.add_argument("--gpu", type=_gpus, default=["this"], help=of)
     parser.add_argument(
-        "--gpu", help=f"one or more, with commas: {', '.join(GPUS)}; or this, the default where there is one"
+        "--jobs", type=positive, metavar="N", help="so many processes; default one per core, at most 16"
     )
-    parser.add_argument("--jobs", type=_jobs, metavar="N", help="compile in so many processes; one a core, 16 at most")
     parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="a file with a line for each shape")
     explain.add_options(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    try:
-        _check_here()
-        calls = list(_calls(args))
-        if not calls:
-            raise Refused(f"{args.file} has no shape; expected lines such as: rms_norm 16384x4096 --residual")
-        requests, without = _requests(calls)
-    except (Refused, OSError) as error:
-        print(f"precompile: {error}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace, find: Callable = toolchain.find, compile_all: Callable = parallel.compile_all) -> int:
+    _check_here(find)
+    requests, without = _requests(args)
     for reason in without:
         print(f"nothing to compile: {reason}")
-    started, count = time.perf_counter(), dict.fromkeys(("compiled", "loaded", "failed", "not stored"), 0)
+    started, count, folder = time.perf_counter(), Counter(), cache.location()
     reasons: dict[str, None] = {}  # why kernels were not stored
     jobs = min(args.jobs or max(1, parallel.default_jobs(len(requests))), len(requests))
     try:
-        for outcome in _with_progress(parallel.compile_all(requests, jobs), len(requests)):
+        for outcome in _with_progress(compile_all(requests, jobs), len(requests)):
             count[outcome.status] += 1
             if outcome.status == "failed":
                 print(f"{_name(outcome)} failed: {outcome.message}", file=sys.stderr)
@@ -69,129 +68,95 @@ def run(args: argparse.Namespace) -> int:
         print("precompile: interrupted; what is stored so far is kept", file=sys.stderr)
         return 130
     stored, lost = count["compiled"], count["not stored"]
+    where = f"{stored} stored in {folder}" if lost else f"they are in {folder}"
     print(
         f"{len(requests)} kernels: {stored + lost} compiled, {count['loaded']} were there, {count['failed']} failed; "
-        f"{time.perf_counter() - started:.1f} s in {jobs} processes"
-        + (f"; {stored} stored in {cache.location()}" if lost else f"; they are in {cache.location()}")
+        f"{time.perf_counter() - started:.1f} s in {jobs} processes; {where}"
     )
     if lost:
-        why = "; ".join(reasons)
-        print(
-            f"precompile: compiled {stored + lost}, stored {stored} in {cache.location()}: {why}. "
-            "QUACKISH_CACHE_DIR names another folder.",
-            file=sys.stderr,
-        )
+        told = f"precompile: compiled {stored + lost}, stored {stored} in {folder}: {'; '.join(reasons)}. "
+        print(told + "QUACKISH_CACHE_DIR names another folder.", file=sys.stderr)
     return 1 if count["failed"] or lost or without else 0
 
 
-def _check_here() -> None:
+def _check_here(find: Callable) -> None:
     """Raises Refused where nothing can be compiled or kept."""
     if cache.is_off():
         raise Refused("QUACKISH_CACHE=0 turns the cache off; there is nothing to fill")
-    fault = upkeep.folder_fault()
-    if fault:
+    if fault := upkeep.folder_fault():
         raise Refused(f"the cache folder {cache.location()} cannot be used: {fault}")
     try:
-        toolchain.find()
-    except ModuleNotFoundError as error:
-        raise Refused(f"the compiler is not installed ({error}); `pip install nvidia-cutlass-dsl`") from None
-    except UnsupportedError as error:
-        raise Refused(str(error)) from None
+        find()
+    except (ModuleNotFoundError, UnsupportedError) as error:
+        raise Refused(f"the compiler cannot be used ({error}); `pip install nvidia-cutlass-dsl`") from None
 
 
 # What is to be compiled ----------------------------------------------------------------------------------------------
 
 
-def _calls(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Arguments of `explain`, one shape and one GPU each."""
-    gpus = _gpus(args.gpu)
+def _requests(args: argparse.Namespace) -> tuple[list[launch.Request], list[str]]:
+    """The kernels of all calls, each once; and for calls that have none, why."""
     if (args.op is None) == (args.file is None) or (args.op and not args.shapes):
         raise Refused("expected OP and at least one SHAPE, or --from FILE")
-    for call in _lines(args.file) if args.file else _from_command_line(args):
-        for gpu in gpus:
-            one = copy.copy(call)
-            one.gpu = gpu
-            yield one
-
-
-def _gpus(given: str | None) -> list[str]:
-    import torch
-
-    known = ", ".join(GPUS)
-    names = ["this"] if given is None else [name.strip().lower() for name in given.split(",")]
-    for name in names:
-        if name == "this" and not torch.cuda.is_available():
-            raise Refused(f"there is no GPU here; say which to compile for: --gpu, of {known}")
-        gpu = gpu_of(torch.cuda.current_device()) if name == "this" else NAMED.get(name)
-        if name != "this" and gpu is None and name != "cpu":
-            suggestion = did_you_mean(name, GPUS)
-            raise Refused(f"--gpu is {name!r}; expected one of {known}, this{suggestion}")
+    if "this" in args.gpu and not torch.cuda.is_available():
+        raise Refused(f"there is no GPU here; say which to compile for: --gpu, of {', '.join(GPUS)}")
+    for gpu, _ in map(explain.which_gpu, args.gpu):
         if gpu is None or gpu.family not in kernels.FAMILIES:
             where = "a CPU" if gpu is None else f"{gpu.name} ({gpu.family})"
-            raise Refused(f"there is nothing to compile for {where}, where the portable path runs; --gpu takes {known}")
-    return names
+            takes = f"--gpu takes {', '.join(GPUS)}"
+            raise Refused(f"there is nothing to compile for {where}, where the portable path runs; {takes}")
+    calls = _lines(args.file) if args.file else [("", dict(vars(args), shape=shape)) for shape in args.shapes]
+    requests: dict[launch.Request, None] = {}
+    without = []
+    for (where, call), gpu in itertools.product(calls, args.gpu):
+        for more in ({}, {"no_grad": True})[: 2 if call["op"] == "linear_cross_entropy" else 1]:
+            try:
+                explained = explain.explain(argparse.Namespace(**call | dict(gpu=gpu) | more))
+            except Refused as refused:
+                raise Refused(f"{where}{refused}") from None
+            if explained.portable is not None:
+                what = f"{explained.op} {explained.shape} {explained.dtype} on {explained.gpu.name}"
+                without.append(f"{where}{what}: {explained.portable}")
+                break
+            requests |= dict.fromkeys(_of_trace(explained))
+    if not requests and not without:
+        raise Refused(f"{args.file} has no shape; expected lines such as: rms_norm 16384x4096 --residual")
+    return list(requests), without
 
 
-def _from_command_line(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    for shape in args.shapes:
-        one = copy.copy(args)
-        one.shape, one.where = shape, ""
-        yield one
-
-
-class _LineParser(argparse.ArgumentParser):
+class _LineParser(Parser):
     def error(self, message):
         raise Refused(message)
 
 
-def _lines(file: Path) -> Iterator[argparse.Namespace]:
+def _lines(file: Path) -> Iterator[tuple[str, dict]]:
+    """Where each line is, and its arguments."""
     parser = _LineParser(add_help=False)
-    parser.add_argument("op")
-    parser.add_argument("shape")
+    parser.add_argument("op", choices=explain.OPERATIONS, metavar="OP")
+    parser.add_argument("shape", metavar="SHAPE")
     explain.add_options(parser)
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise Refused(f"{file}, line {line}: not UTF-8; expected a text file") from None
+    except OSError as error:
+        raise Refused(str(error)) from None
     for number, line in enumerate(lines, 1):
         where = f"{file}, line {number}: "
         try:
             words = shlex.split(line, comments=True)
-            call = parser.parse_args(words) if words else None
+            if words:
+                yield where, vars(parser.parse_args(words))
         except (Refused, ValueError) as error:  # ValueError: a quotation without its end
             raise Refused(f"{where}{error}") from None
-        if call is not None:
-            call.where = where
-            yield call
-
-
-def _requests(calls: Iterable[argparse.Namespace]) -> tuple[list[launch.Request], list[str]]:
-    """The kernels of all calls, each once; and for calls that have none, why."""
-    requests: dict[launch.Request, None] = {}
-    without = []
-    for call in calls:
-        try:
-            explained = explain.explain(copy.copy(call))
-        except Refused as refused:
-            raise Refused(f"{call.where}{refused}") from None
-        if explained.portable is not None:
-            what = f"{explained.op} {explained.shape} {explained.dtype} on {explained.gpu.name}"
-            without.append(f"{call.where}{what}: {explained.portable}")
-            continue
-        requests |= dict.fromkeys(_of_trace(explained))
-        if call.op == "linear_cross_entropy" and not call.no_grad:
-            call.no_grad = True
-            requests |= dict.fromkeys(_of_trace(explain.explain(call)))
-    return list(requests), without
 
 
 def requests_of(op: str, shape: str, gpu: str) -> list[launch.Request]:
     """The kernels of one call, forward and backward, with the options' defaults; in the order of their first launch."""
     parser = argparse.ArgumentParser()
     explain.add_arguments(parser)
-    explained = explain.explain(parser.parse_args([op, shape, "--gpu", gpu]))
-    return list(dict.fromkeys(_of_trace(explained)))
+    return list(dict.fromkeys(_of_trace(explain.explain(parser.parse_args([op, shape, "--gpu", gpu])))))
 
 
 def _of_trace(explained: Explained) -> Iterator[launch.Request]:
@@ -201,26 +166,16 @@ def _of_trace(explained: Explained) -> Iterator[launch.Request]:
             yield launch.Request(kernels.find(step.kernel, gpu), step.problem, step.choice.config, gpu.target)
 
 
-def _jobs(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a positive number")
-    return int(text)
+def _gpus(text: str) -> list[str]:
+    known = one_of({name: name for name in (*GPUS, "this", *NAMED, "cpu")})
+    return [known(name.strip()) for name in text.split(",")]
 
 
 # Progress ------------------------------------------------------------------------------------------------------------
 
 
 def _with_progress(outcomes: Iterator[Outcome], total: int) -> Iterator[Outcome]:
-    """A bar where there is a terminal and rich; else a line each, and some while none is done."""
-    try:
-        from rich.progress import track
-    except ModuleNotFoundError:
-        track = None
-    if track is not None and sys.stderr.isatty():
-        from rich.console import Console
-
-        yield from track(outcomes, "compiling", total, console=Console(stderr=True), transient=True)
-        return
+    """A line each, and some while none is done."""
     number, started = 0, time.monotonic()
     with PlainLines(lambda: f"[{number}/{total}] compiling, {time.monotonic() - started:.0f} s") as lines:
         for number, outcome in enumerate(outcomes, 1):
@@ -230,4 +185,4 @@ def _with_progress(outcomes: Iterator[Outcome], total: int) -> Iterator[Outcome]
 
 def _name(outcome: Outcome) -> str:
     request = outcome.request
-    return f"{request.kernel_class.__name__} {request.target} {short(repr(request.problem))}"
+    return f"{request.kernel_class.__name__} {request.target} {describe(request.problem, {})}"

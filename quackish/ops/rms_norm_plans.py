@@ -321,6 +321,17 @@ class Kernel:
     num_tickets: int = 0
 
 
+def check_problem(problem: Any, m: int) -> None:
+    """Raises UnsupportedError for a problem that no GPU's kernels cover."""
+    end = 'backend="auto" runs the portable path.'
+    for field, dtype in vars(problem).items():
+        if field.endswith("_dtype") and dtype is not None and dtype not in ITEMSIZE:
+            supported, name = ", ".join(ITEMSIZE), field.removesuffix("_dtype")
+            raise UnsupportedError(f"rms_norm: no kernel for {name} in {dtype}; supported: {supported}. {end}")
+    if m > MAX_M:
+        raise UnsupportedError(f"rms_norm: no kernel for {m} rows of {problem.n}; at most {MAX_M} rows. {end}")
+
+
 def find_kernel(
     name: str,
     problem: Any,
@@ -337,22 +348,10 @@ def find_kernel(
         return None
     try:
         gpu = gpu_for(device)
-        for field in dataclasses.fields(problem):
-            dtype = getattr(problem, field.name)
-            if field.name.endswith("_dtype") and dtype is not None and dtype not in ITEMSIZE:
-                supported = ", ".join(ITEMSIZE)
-                raise UnsupportedError(
-                    f"rms_norm: no kernel for {field.name.removesuffix('_dtype')} in {dtype}; supported: {supported}. "
-                    'backend="auto" runs the portable path.'
-                )
+        check_problem(problem, m)
         if rstd_dtype != torch.float32:  # fp64, where an input of forward was
             raise UnsupportedError(
                 f"rms_norm: no kernel for rstd in {names([rstd_dtype])}; supported: float32. "
-                'backend="auto" runs the portable path.'
-            )
-        if m > MAX_M:
-            raise UnsupportedError(
-                f"rms_norm: no kernel for {m} rows of {problem.n}; at most {MAX_M} rows. "
                 'backend="auto" runs the portable path.'
             )
         function, config = kernel_for(name, problem, gpu)

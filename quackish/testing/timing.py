@@ -81,15 +81,15 @@ def interleave(
     One more round comes first and is thrown away: it brings the clocks up.
     """
     samples: dict[str, list[float]] = {name: [] for name in works}
-    once = _cuda_round if device.type == "cuda" else _cpu_round
     for i in range(1 + rounds):
-        for name, times in once(works, device, block).items():
-            if i > 0:
-                samples[name] += times
+        for name, times in _round(works, device, block).items():
+            samples[name] += times if i > 0 else []
     return {name: Times.of(times) for name, times in samples.items()}
 
 
-def _cuda_round(works: Mapping[str, Callable[[], object]], device: torch.device, block: int) -> dict[str, list[float]]:
+def _round(works: Mapping[str, Callable[[], object]], device: torch.device, block: int) -> dict[str, list[float]]:
+    if device.type != "cuda":
+        return {name: [_cpu_sample(run)[0][1] for _ in range(block)] for name, run in works.items()}
     cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
     events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "se"] for _ in range(block)] for name in works}
     for name, run in works.items():
@@ -100,10 +100,6 @@ def _cuda_round(works: Mapping[str, Callable[[], object]], device: torch.device,
             end.record()
     torch.cuda.synchronize(device)
     return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
-
-
-def _cpu_round(works: Mapping[str, Callable[[], object]], device: torch.device, block: int) -> dict[str, list[float]]:
-    return {name: [_cpu_sample(run)[0][1] for _ in range(block)] for name, run in works.items()}
 
 
 def take_turns(
@@ -144,10 +140,9 @@ def take_turns(
         for name in turn:
             begin = functools.partial(before, name)
             try:
-                if load:
-                    sample, result = _cuda_sample(works[name], device, load, begin)
-                else:
-                    sample, result = _cpu_sample(works[name], clock, begin)
+                sample, result = (
+                    _cuda_sample(works[name], device, load, begin) if load else _cpu_sample(works[name], clock, begin)
+                )
                 samples[name].append(sample)
                 after(name, result, times())
                 del result

@@ -1,8 +1,8 @@
 """Which configs are worth compiling: the legal ones around the analytical choice. Plain Python, no GPU.
 
-What is certain to be further from the floor than the analytical choice is left out. Memory answers after a while, so
-bandwidth is bounded by the bytes that an SM has in flight: a norm with less than half of the analytical choice's cannot
-come near it. A GEMM is bounded by what its tiles load for each product.
+What is certain to be further from the floor than the analytical choice is left out. Memory has a latency, so bandwidth
+is bounded by the bytes that an SM has in flight: a norm with less than half of the analytical choice's cannot come near
+it. A GEMM is bounded by what its tiles load for each product.
 """
 
 import dataclasses
@@ -25,18 +25,16 @@ from quackish.configs.rms_norm import (
 from quackish.configs.rules import RULES
 from quackish.gpu import Gpu
 
-_LEAST_IN_FLIGHT = 0.5  # of what the analytical choice has, on an SM
-_MOST_LOADED = 1.5  # of what the analytical choice loads for each product
-
 
 def candidates(kernel: str, problem: Any, gpu: Gpu, most: int) -> list[Any]:
     """The analytical choice, then at most `most` others, the most similar ones first."""
     base = analytical(kernel, problem, gpu).config
-    around, promises = _SPACES[kernel]
+    around, merit, share = SPACES[kernel]
+    least = share * merit(problem, base)
     legal = {
         config
         for config in around(problem, base, gpu)
-        if RULES[kernel].why_illegal(problem, config, gpu) is None and promises(problem, config, base)
+        if RULES[kernel].why_illegal(problem, config, gpu) is None and merit(problem, config) >= least
     }
     others = sorted(legal - {base}, key=lambda config: (_distance(config, base), repr(config)))
     return [base, *others[:most]]
@@ -87,17 +85,9 @@ def _backward_configs(problem: RmsNormBwdProblem, base: RmsNormBwdConfig, gpu: G
             yield RmsNormBwdConfig(threads, per_row, num_stages, ctas, split_n)
 
 
-def _forward_promises(problem: RmsNormFwdProblem, config: RmsNormFwdConfig, base: RmsNormFwdConfig) -> bool:
-    return _in_flight(problem, config) >= _LEAST_IN_FLIGHT * _in_flight(problem, base)
-
-
 def _in_flight(problem: RmsNormFwdProblem, config: RmsNormFwdConfig) -> int:
     """Elements of x on an SM: a thread loads all that it has at once, and 64 registers of each leave 1024 threads."""
     return 1024 // config.threads * config.threads * elements_per_thread(problem, config)
-
-
-def _backward_promises(problem: RmsNormBwdProblem, config: RmsNormBwdConfig, base: RmsNormBwdConfig) -> bool:
-    return _fetched(problem, config) >= _LEAST_IN_FLIGHT * _fetched(problem, base)
 
 
 def _fetched(problem: RmsNormBwdProblem, config: RmsNormBwdConfig) -> float:
@@ -124,17 +114,14 @@ def _gemm_configs(problem: GemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[
             yield dataclasses.replace(tile, num_stages=room // stage, group=group, group_along=along)
 
 
-def _gemm_promises(problem: GemmProblem, config: GemmConfig, base: GemmConfig) -> bool:
-    return _loaded(config) <= _MOST_LOADED * _loaded(base)
+def _products(problem: GemmProblem, c: GemmConfig) -> float:
+    """For each element that a CTA loads: A's are shared along the cluster's n, B's along its m."""
+    return c.tile_m * c.tile_n / (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m)
 
 
-def _loaded(c: GemmConfig) -> float:
-    """Elements that a CTA loads for each product: A's are shared along the cluster's n, B's along its m."""
-    return (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) / (c.tile_m * c.tile_n)
-
-
-_SPACES = {
-    "rms_norm_fwd": (_forward_configs, _forward_promises),
-    "rms_norm_bwd": (_backward_configs, _backward_promises),
-    "lce_gemm": (_gemm_configs, _gemm_promises),
+# The configs around the analytical choice; a merit; the least share of the analytical choice's that is worth a try.
+SPACES = {
+    "rms_norm_fwd": (_forward_configs, _in_flight, 0.5),
+    "rms_norm_bwd": (_backward_configs, _fetched, 0.5),
+    "lce_gemm": (_gemm_configs, _products, 1 / 1.5),
 }

@@ -167,16 +167,12 @@ def _classifier(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
 
 def _dx(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
     split = max(k // 512 * 256, 256) if p.split_k else k
-    e, e2 = _exponentials(device, p.dtype, m, split), None
-    if p.split_k:
-        e2 = _exponentials(device, p.dtype, m, k - split)
+    e = _exponentials(device, p.dtype, m, split)
+    e2 = _exponentials(device, p.dtype, m, k - split) if p.split_k else None
     w, out = _normal(device, p.dtype, k, n), torch.zeros(m, n, dtype=_dtype(p.out_dtype), device=device)
-    scale = order = None
-    tickets = _tickets(device, p)
-    if p.epilogue == "rows":
-        scale = torch.rand(m, device=device) / k
-        order = torch.randperm(m, device=device).int()
-    num_live = _count(device, m)
+    scale = torch.rand(m, device=device) / k if p.epilogue == "rows" else None
+    order = torch.randperm(m, device=device).int() if p.epilogue == "rows" else None
+    tickets, num_live = _tickets(device, p), _count(device, m)
 
     def launch(gemms):
         gemms.dx(e, e2, split if p.split_k else 0, w, scale, order, num_live, 0, out, p.accumulate, tickets)

@@ -1,19 +1,26 @@
 """Which of several configs is the fastest, beyond the noise.
 
 Candidates take turns in rounds, over all shapes of the problem; fewer of them have more rounds. The last rounds are for
-the verdict alone: the analytical choice runs twice in them, as its own rival, and how far these two come out apart is
-the noise.
+the verdict alone: the analytical choice runs twice in them, and the difference between its two times is the noise.
 """
 
+import concurrent.futures
 import dataclasses
+import functools
 import math
+import multiprocessing
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quackish import kernels, launch
+from quackish.gpu import Gpu
+from quackish.launch import Resources
+from quackish.launch.compile import Request, lock, object_of
 from quackish.testing.errors import error, same_bits
 from quackish.testing.timing import Times, interleave
 from quackish.tune.cases import Build, Run
@@ -22,15 +29,9 @@ from quackish.tune.cases import Build, Run
 HEATS = ((1, 5, 16), (3, 10, 3))
 ROUNDS, BLOCK = 8, 10
 LEAST_GAIN = 1.01  # less is not worth a row
-AT_THE_FLOOR = 1.01  # times the floor: nothing is left to gain
 
+Prepare = Callable[[], Build]  # makes the data of a shape
 Timer = Callable[[Mapping[str, Run], torch.device, int, int], dict[str, Times]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    prepare: Callable[[], Build]  # makes the data
-    floor_us: float | None = None  # where memory is what bounds it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,134 +52,86 @@ def num_steps(num_shapes: int) -> int:
 
 def search(
     configs: Sequence[Any],
-    shapes: Sequence[Shape],
+    shapes: Sequence[Prepare],
     device: torch.device,
     timer: Timer = interleave,
     advance: Callable[[str], None] = lambda phase: None,
 ) -> Outcome:
     """`configs` begins with the analytical choice. Raises what that one raises where it does not run."""
-    analytical, rivals = configs[0], list(configs[1:])
-    us = []
-    for shape in shapes:
-        us.append(_medians(shape, {"": analytical}, device, timer, 1)[""])
-        advance("the analytical choice")
-    if all(shape.floor_us and time <= AT_THE_FLOOR * shape.floor_us for shape, time in zip(shapes, us, strict=True)):
-        return Outcome(analytical, us, us, why="it is within 1 % of what memory allows")
 
+    def times(
+        prepare: Prepare, tried: Sequence[Any], phase: str, rounds: int, block: int, turns: int
+    ) -> list[list[float]]:
+        """A config, then a turn: microseconds. Data lives no longer than this: two shapes' may not fit together."""
+        build = prepare()
+        runs = {str(i): build(config) for i, config in enumerate(tried)}
+        found: list[list[float]] = [[] for _ in tried]
+        for _ in range(turns):
+            medians = timer(runs, device, rounds, block)
+            for name, us in medians.items():
+                found[int(name)].append(us.median)
+            advance(phase)
+        return found
+
+    analytical, rivals = configs[0], list(configs[1:])
     dropped: dict[Any, str] = {}
-    compared = shapes[0]  # whose results are
+    for shape in shapes:
+        rivals = _sound(shape, analytical, rivals, dropped)
+        advance("comparing results")
     for rounds, block, keep in HEATS:
         slowness = dict.fromkeys(rivals, 0.0)
         for shape in shapes:
-            for rival, ratio in _heat(shape, analytical, rivals, device, timer, rounds, block, compared, dropped):
-                slowness[rival] += math.log(ratio)
-            rivals = [rival for rival in rivals if rival not in dropped]
-            advance(f"{len(rivals)} candidates")
-        rivals, compared = sorted(rivals, key=slowness.__getitem__)[:keep], None
-    if not rivals:
-        found = Outcome(analytical, us, us, why="no other config is worth timing")
-    else:
-        found = _verdict(analytical, rivals, shapes, device, timer, advance)
-    return dataclasses.replace(found, dropped=tuple(dropped.items()))
+            found = times(shape, [analytical, *rivals], f"{len(rivals)} candidates", rounds, block, 1)
+            for rival, turns in zip(rivals, found[1:], strict=True):
+                slowness[rival] += math.log(turns[0] / found[0][0])
+        rivals = sorted(rivals, key=slowness.__getitem__)[:keep]
+    last = [analytical, analytical, *rivals]  # timed turn by turn: a ratio's sides are at the same clocks
+    found = [times(shape, last, f"the last {len(rivals)}", 1, BLOCK, ROUNDS) for shape in shapes]
+    return dataclasses.replace(verdict(last, list(zip(*found, strict=True))), dropped=tuple(dropped.items()))
 
 
-# Data lives as long as one call of these: two shapes' may not fit beside each other.
-
-
-def _medians(shape: Shape, configs: Mapping[str, Any], device, timer: Timer, rounds: int) -> dict[str, float]:
-    build = shape.prepare()
-    runs = {name: build(config) for name, config in configs.items()}
-    return {name: times.median for name, times in timer(runs, device, rounds, BLOCK).items()}
-
-
-def _heat(
-    shape: Shape, analytical: Any, rivals: Sequence[Any], device: torch.device, timer: Timer, rounds: int, block: int,
-    compared: Shape | None, dropped: dict[Any, str],
-) -> list[tuple[Any, float]]:  # fmt: skip
-    """(rival, its time / the analytical choice's). Those that do not run, or have another result where this shape is
-    the one to compare, are put into `dropped`."""
-    build = shape.prepare()
-    runs = {"analytical": build(analytical)}
-    expected = None
-    if shape is compared:
-        expected = [None if t is None else t.clone() for t in _fresh(runs["analytical"])]
-    for i, rival in enumerate(rivals):
+def _sound(prepare: Prepare, analytical: Any, rivals: Sequence[Any], dropped: dict[Any, str]) -> list[Any]:
+    """The rivals that run and have the analytical choice's results; why not is put into `dropped`."""
+    build = prepare()
+    expected = [None if t is None else t.clone() for t in fresh(build(analytical))]
+    for rival in rivals:
         try:
-            run = build(rival)
-            difference = None if expected is None else differs(_fresh(run), expected)
+            difference = differs(fresh(build(rival)), expected)
         except RuntimeError as refused:
             difference = f"does not run: {refused}"
-        if difference is None:
-            runs[str(i)] = run
-        else:
+        if difference:
             dropped[rival] = difference
-    times = timer(runs, device, rounds, block)
-    base = times.pop("analytical").median
-    return [(rivals[int(name)], of.median / base) for name, of in times.items()]
+    return [rival for rival in rivals if rival not in dropped]
 
 
-def _verdict(
-    analytical: Any, rivals: Sequence[Any], shapes: Sequence[Shape], device: torch.device, timer: Timer,
-    advance: Callable[[str], None],
-) -> Outcome:  # fmt: skip
-    """Round by round, so that what changes slowly, as clocks do, is in both sides of a ratio."""
-    configs = {"analytical": analytical, "again": analytical} | {str(i): rival for i, rival in enumerate(rivals)}
-    us: dict[str, list[list[float]]] = {name: [] for name in configs}  # shape -> round -> median
-    for shape in shapes:
-        for name, rounds in _rounds(shape, configs, device, timer, lambda: advance(f"the last {len(rivals)}")).items():
-            us[name].append(rounds)
-    medians = {name: [statistics.median(rounds) for rounds in of_shapes] for name, of_shapes in us.items()}
-    noise = _quantile([abs(math.log(ratio)) for ratio in _ratios(us["analytical"], us["again"])], 0.8)
-    noise = math.expm1(noise)
-    stays = Outcome(analytical, medians["analytical"], medians["analytical"], noise=noise, why="no other is faster")
+def verdict(configs: Sequence[Any], us: Sequence[Sequence[Sequence[float]]]) -> Outcome:
+    """The best of `configs`, the first two being the analytical choice. `us`: a config, a shape, a turn."""
+    medians = [[statistics.median(turns) for turns in shapes] for shapes in us]
 
-    good, gain_of_best = stays, 1.0
-    for i, rival in enumerate(rivals):
-        gains = _ratios(us["analytical"], us[str(i)])
-        gain = statistics.median(gains)
-        if gain <= gain_of_best:
+    def gains(i: int) -> list[float]:
+        """A turn: times as fast as the analytical choice, the geometric mean of the shapes."""
+        ratios = [[a / b for a, b in zip(*pair, strict=True)] for pair in zip(us[0], us[i], strict=True)]
+        return [statistics.geometric_mean(turn) for turn in zip(*ratios, strict=True)]
+
+    noise = math.expm1(_quantile([abs(math.log(gain)) for gain in gains(1)], 0.8))
+    best = stays = Outcome(configs[0], medians[0], medians[0], noise=noise, why="no other is faster")
+    for i in range(2, len(configs)):
+        gain = statistics.median(gains(i))
+        if gain <= best.gain:
             continue
-        doubt = _doubt(gains, noise, medians[str(i)], medians["analytical"])
-        if not doubt:
-            good, gain_of_best = Outcome(rival, medians[str(i)], medians["analytical"], gain, noise), gain
-        elif good.config is analytical:
-            good = dataclasses.replace(stays, why=f"the best other is {_percent(gain - 1)} faster, {doubt}")
-    return good
-
-
-def _rounds(
-    shape: Shape, configs: Mapping[str, Any], device, timer: Timer, advance: Callable[[], None]
-) -> dict[str, list[float]]:
-    """The medians of each round."""
-    build = shape.prepare()
-    runs = {name: build(config) for name, config in configs.items()}
-    rounds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, times in timer(runs, device, 1, BLOCK).items():
-            rounds[name].append(times.median)
-        advance()
-    return rounds
-
-
-def _doubt(gains: Sequence[float], noise: float, us: Sequence[float], analytical_us: Sequence[float]) -> str:
-    """Why a rival with these gains, a round, is not kept; "" where it is."""
-    slower = max(mine / its for mine, its in zip(us, analytical_us, strict=True)) - 1
-    if _quantile(gains, 0.2) - 1 <= noise:
-        return f"within the noise of {_percent(noise)}"
-    if statistics.median(gains) < LEAST_GAIN:
-        return "which is not worth a row"
-    if slower > LEAST_GAIN - 1:
-        return f"but {_percent(slower)} slower at one of the shapes"
-    return ""
-
-
-def _ratios(first: list[list[float]], second: list[list[float]]) -> list[float]:
-    """A round: first / second, the geometric mean of the shapes."""
-
-    def ratio(r: int) -> float:
-        return statistics.geometric_mean(f[r] / s[r] for f, s in zip(first, second, strict=True))
-
-    return [ratio(r) for r in range(len(first[0]))]
+        slower = max(mine / its for mine, its in zip(medians[i], medians[0], strict=True)) - 1
+        if _quantile(gains(i), 0.2) - 1 <= noise:
+            doubt = f"within the noise of {_percent(noise)}"
+        elif gain < LEAST_GAIN:
+            doubt = "which is not worth a row"
+        elif slower > LEAST_GAIN - 1:
+            doubt = f"but {_percent(slower)} slower at one of the shapes"
+        else:
+            best = Outcome(configs[i], medians[i], medians[0], gain, noise)
+            continue
+        if best.why:
+            best = dataclasses.replace(stays, why=f"the best other is {_percent(gain - 1)} faster, {doubt}")
+    return best
 
 
 def _quantile(values: Sequence[float], q: float) -> float:
@@ -192,7 +145,7 @@ def _percent(share: float) -> str:
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def _fresh(run: Run) -> tuple[Tensor | None, ...]:
+def fresh(run: Run) -> tuple[Tensor | None, ...]:
     """The results of one launch, whatever was added up before it."""
     for t in run():
         if t is not None:
@@ -216,3 +169,36 @@ def differs(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> 
             if not found.within(norm, worst):
                 return f"result {i} is another one: {found}, expected at most {norm:.2g} and {worst:.2g}"
     return None
+
+
+# Resources -----------------------------------------------------------------------------------------------------------
+
+_MOST_PROCESSES = 16
+
+
+def examine(wanted: Sequence[tuple[str, Any, Any]], gpu: Gpu, compiling: bool) -> Iterator[Resources | str]:
+    """For each (kernel, problem, config) its resources, or why it does not compile: a second each, on all cores.
+
+    `compiling`: those that do not spill are also compiled for launching. Raises FileNotFoundError without a cuobjdump.
+    """
+    processes = min(len(wanted), len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    context = multiprocessing.get_context("spawn")  # a fork would share what CUDA and the compiler have started
+    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+        yield from pool.map(functools.partial(examine_one, gpu=gpu, compiling=compiling), wanted)
+
+
+def examine_one(one: tuple[str, Any, Any], gpu: Gpu, compiling: bool) -> Resources | str:
+    kernel, problem, config = one
+    kernel_class = kernels.find(kernel, gpu)
+    try:
+        used = launch.resources(kernel_class, problem, config, gpu.target)
+        if compiling and not spills(used):
+            with lock:
+                object_of(Request(kernel_class, problem, config, gpu.target))
+    except RuntimeError as error:
+        return str(error)
+    return used
+
+
+def spills(used: Resources) -> bool:
+    return used.stack_bytes > 0 or used.local_loads > 0 or used.local_stores > 0
