@@ -15,11 +15,11 @@ import torch
 
 import quackish
 from benchmarks import harness
-from benchmarks.harness import console
 from benchmarks.rms_norm import GRID
+from quackish.bench.console import console
 from quackish.bench.environment import ENVIRONMENT, environment
 from quackish.bench.measure_rms_norm import elementwise_roofs
-from quackish.bench.schema import CsvLog
+from quackish.bench.results import CsvLog
 from quackish.gpu import Roofs
 from quackish.profiling import Launch, measured_roofs
 from quackish.testing.timing import CLEAR_BYTES, interleave
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         kept = [row for row in large if row["pct_of_roof"] >= BAR]
         worst = min(large, key=lambda row: row["pct_of_roof"])
         of_peak = sum(row["pct_of_peak"] >= BAR for row in large)
-        console.print(
+        console().print(
             f"{'PASS' if len(kept) == len(large) else 'FAIL'}  {kernel}: {len(kept)} of {len(large)} cells of more "
             f"than 100 MB reach {BAR:.0f} % of the roof of their size, worst {worst['pct_of_roof']:.2f} at "
             f"{worst['m']} x {worst['n']}; {of_peak} reach {BAR:.0f} % of the peak",

@@ -8,9 +8,8 @@ for package in ("rich", "pandas", "matplotlib", "yaml"):
     pytest.importorskip(package)
 
 from quackish.__main__ import main  # noqa: E402
-from quackish.bench import schema  # noqa: E402
 from quackish.bench.compare import compare  # noqa: E402
-from quackish.bench.schema import CsvLog  # noqa: E402
+from quackish.bench.results import COLUMNS, CsvLog, read_rows  # noqa: E402
 
 
 @pytest.fixture
@@ -19,8 +18,8 @@ def write(tmp_path):
 
     def put(name: str, rows: dict[tuple[str, str], tuple | str], **columns: str) -> Path:
         path = tmp_path / name
-        base = dict.fromkeys(schema.COLUMNS, "") | {"schema": "2", "op": "rms_norm", "dtype": "bfloat16"}
-        log = CsvLog(path, tuple(schema.COLUMNS), base | {"direction": "forward", "gpu": "H200"} | columns)
+        base = dict.fromkeys(COLUMNS, "") | {"schema": "2", "op": "rms_norm", "dtype": "bfloat16"}
+        log = CsvLog(path, COLUMNS, base | {"direction": "forward", "gpu": "H200"} | columns)
         for (shape, provider), found in rows.items():
             role = {"quackish": "ours", "mul": "roof", "quackish (again)": "again"}.get(provider, "peer")
             row = {"shape": shape, "provider": provider, "role": role, "status": "ok"}
@@ -63,23 +62,20 @@ def test_failing_now_is_a_regression_and_having_failed_is_none(write):
     assert compare(a, b, 0.03).regressions == ["rms_norm forward 1x4 bfloat16 quackish: took 1 ms, now it broke"]
 
 
-def test_the_roof_and_the_noise_are_not_judged(write):
+def test_neither_roof_nor_noise_is_judged_and_of_rows_for_the_same_the_last_counts(write):
     rows = {("1x4", name): (1.0, 1.0, 1.0) for name in ("quackish", "mul", "quackish (again)")}
     a, b = write("a.csv", rows), write("b.csv", dict.fromkeys(rows, (2.0, 2.0, 2.0)))
-    assert verdicts(a, b) == {
-        ("1x4", "quackish"): "slower",
-        ("1x4", "mul"): "",
-        ("1x4", "quackish (again)"): "",
-    }
+    assert list(verdicts(a, b).values()) == ["", "slower", ""]
+    CsvLog(a, COLUMNS, {}, append=True).write([read_rows(b)[0]])
+    assert list(verdicts(a, b).values()) == ["", "", ""]
 
 
-def test_of_rows_for_the_same_the_last_counts(write):
-    a = write("a.csv", {("1x4", "quackish"): (1.0, 1.0, 1.0)})
-    log = CsvLog(a, tuple(schema.COLUMNS), {"schema": "2"}, append=True)
-    again = {"op": "rms_norm", "shape": "1x4", "dtype": "bfloat16", "direction": "forward", "provider": "quackish"}
-    log.write([again | {"role": "ours", "status": "ok", "median_ms": 4.0, "p20_ms": 4.0, "p80_ms": 4.0}])
-    b = write("b.csv", {("1x4", "quackish"): (2.0, 2.0, 2.0)})
-    assert verdicts(a, b) == {("1x4", "quackish"): "faster"}
+def test_files_of_the_programs_are_compared_too():
+    """Also those that were recorded with other columns."""
+    path = Path(__file__).parents[1] / "benchmarks/results/H200/linear_cross_entropy.csv"
+    both = compare(path, path, 0.03).both
+    assert {"confident"} < set(both.data)
+    assert len(both) > 80
 
 
 def test_the_command_prints_and_ends_with_one(write, capsys):
@@ -113,8 +109,8 @@ def test_files_that_are_none_of_ours_are_told(write, tmp_path, capsys):
     far = write("far.csv", {("1x4", "quackish"): (1, 1, 1)}, op="linear_cross_entropy")
     for path, says in {
         tmp_path / "absent.csv": "no such file",
-        other: "not a CSV of `quackish bench`: has no column schema",
-        empty: "is empty",
+        other: "not a results file of quackish: its columns are m, n",
+        empty: "its columns are none",
         newer: "its schema is 3, this is 2",
         far: "have no row in common",
     }.items():

@@ -16,10 +16,14 @@ class Cell:
     data: str = "normal"
     ignored: float = 0.0  # share of the rows
 
+    @property
+    def kind(self) -> str:
+        """Of special data " confident" or " 80% ignored"; otherwise empty."""
+        ignored = f"{self.ignored:.0%} ignored" if self.ignored else ""
+        return "".join(f" {word}" for word in (self.data if self.data != "normal" else "", ignored) if word)
+
     def __str__(self) -> str:
-        words = [self.direction, shape_name(self.shape), self.dtype]
-        words += [] if self.data == "normal" else [self.data]
-        return " ".join(words + ([f"{self.ignored:.0%} ignored"] if self.ignored else []))
+        return f"{self.direction} {shape_name(self.shape)} {self.dtype}{self.kind}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +33,6 @@ class Job:
     cell: Cell
     providers: tuple[str, ...]
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)  # constant columns of its rows
-    errors: bool = True  # whether results are compared with fp64
 
 
 def shape_name(shape: Sequence[int]) -> str:

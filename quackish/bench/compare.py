@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quackish.bench import schema
 from quackish.bench.cells import parse_shape
+from quackish.bench.report import console_table
+from quackish.bench.results import COMPETING, KEY, cell_of, read_rows
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
-    from rich.table import Table
 
 ENVIRONMENT = ("gpu", "driver", "torch", "cuda", "dsl", "tvm_ffi", "peers", "quackish", "commit", "rounds")
+STYLES = {"slower": "red", "fails": "red", "faster": "green", "works": "green", "noise": "dim"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    both: "pd.DataFrame"  # columns of the two as <name>_a and <name>_b, with ratio, roof_ratio and verdict
+    both: "pd.DataFrame"  # columns of the two as <name>_a and <name>_b, with ratio, memory and verdict
     only_before: list[str]
     only_after: list[str]
     changes: list[str]  # of the environment
@@ -33,12 +34,9 @@ class Comparison:
 
 
 def compare(before: Path, after: Path, fail: float, providers: Sequence[str] = ("*",)) -> Comparison:
-    """Joins on (op, shape, dtype, direction, provider); `fail` 0.03 allows 3 %.
-
-    ValueError if a file is not `bench`'s, or if the two have no row in common.
-    """
+    """Joins on KEY; `fail` 0.03 allows 3 %. ValueError for a file of others, or if the two have no row in common."""
     a, b = _load(before), _load(after)
-    joined = a.merge(b, on=list(schema.KEY), how="outer", indicator=True, suffixes=("_a", "_b"))
+    joined = a.merge(b, on=list(KEY), how="outer", indicator=True, suffixes=("_a", "_b"))
     joined = joined.sort_values("shape", key=lambda shapes: shapes.map(parse_shape), kind="stable")
     joined = joined.sort_values(["op", "direction", "dtype"], kind="stable")
     wanted = joined.provider.map(lambda name: any(fnmatch.fnmatchcase(name, p) for p in providers))
@@ -49,37 +47,27 @@ def compare(before: Path, after: Path, fail: float, providers: Sequence[str] = (
     both["ratio"] = both.median_ms_b / both.median_ms_a
     both["memory"] = both.peak_mb_b / both.peak_mb_a
     both["verdict"] = [_verdict(row, fail) for row in both.itertuples()]
-    return Comparison(
-        both=both,
-        only_before=[_name(row) for row in joined[joined._merge == "left_only"].itertuples()],
-        only_after=[_name(row) for row in joined[joined._merge == "right_only"].itertuples()],
-        changes=_changes(a, b),
-        fail=fail,
-    )
+    only = ([_name(row) for row in joined[joined._merge == f"{side}_only"].itertuples()] for side in ("left", "right"))
+    values = ((name, *(", ".join(dict.fromkeys(table[name])) for table in (a, b))) for name in ENVIRONMENT)
+    changes = [f"{name}: {old or '-'} -> {new or '-'}" for name, old, new in values if old != new]
+    return Comparison(both, *only, changes, fail)
 
 
 def _load(path: Path) -> "pd.DataFrame":
     """The last row of each; numbers as numbers, NaN for none."""
     import pandas as pd
 
-    try:
-        table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except pd.errors.EmptyDataError:
-        raise ValueError(f"{path}: is empty") from None
-    if absent := [name for name in schema.COLUMNS if name not in table.columns]:
-        raise ValueError(f"{path}: not a CSV of `quackish bench`: has no column {', '.join(absent)}")
-    if others := set(table.schema) - {str(schema.SCHEMA)}:
-        raise ValueError(f"{path}: its schema is {', '.join(sorted(others))}, this is {schema.SCHEMA}")
+    if not (rows := read_rows(path)):
+        raise ValueError(f"{path}: has no rows")
+    table = pd.DataFrame([{"data": "normal", "ignored": "0.0"} | row for row in rows])
     for name in ("median_ms", "p20_ms", "p80_ms", "peak_mb"):
         table[name] = pd.to_numeric(table[name])
-    return table.drop_duplicates(list(schema.KEY), keep="last")
+    return table.drop_duplicates(list(KEY), keep="last")
 
 
 def _verdict(row, fail: float) -> str:
     """slower or faster: beyond `fail` and beyond the noise, which is the range from p20 to p80."""
-    if row.role_b not in schema.COMPETING:
+    if row.role_b not in COMPETING:
         return ""
     if row.status_b != "ok":
         return "fails" if row.status_a == "ok" else "failed before"
@@ -92,13 +80,8 @@ def _verdict(row, fail: float) -> str:
     return ""
 
 
-def _changes(a: "pd.DataFrame", b: "pd.DataFrame") -> list[str]:
-    values = ((name, *(", ".join(dict.fromkeys(t[name])) for t in (a, b))) for name in ENVIRONMENT)
-    return [f"{name}: {old or '-'} -> {new or '-'}" for name, old, new in values if old != new]
-
-
 def _name(row) -> str:
-    return f"{row.op} {row.direction} {row.shape} {row.dtype} {row.provider}"
+    return f"{row.op} {cell_of(row._asdict())} {row.provider}"
 
 
 def _sentence(row) -> str:
@@ -114,9 +97,15 @@ def show(found: Comparison, console: "Console") -> None:
     """Prints the table, what only one file has, how the roofs moved, and the regressions."""
     for change in found.changes:
         console.print(change, markup=False, soft_wrap=True)
+    header = ("shape", "provider", ">before", ">after", ">ratio", ">memory ratio", "")
     for (op, direction, dtype), rows in found.both.groupby(["op", "direction", "dtype"], sort=False):
-        console.print(f"\n{op}, {direction}, {dtype}, ms", markup=False)
-        console.print(_table(rows))
+        lines, styles = [], []
+        for row in rows.itertuples():
+            numbers = (f"{row.median_ms_a:.4g}", f"{row.median_ms_b:.4g}", f"{row.ratio:.3f}", f"{row.memory:.3f}")
+            shown = ("-" if text == "nan" else text for text in numbers)
+            lines.append((row.shape + cell_of(row._asdict()).kind, row.provider, *shown, row.verdict))
+            styles.append(STYLES.get(row.verdict, "" if row.role_b in COMPETING else "dim"))
+        console_table(f"{op}, {direction}, {dtype}, ms", header, lines, styles)
     for title, names in (("only before", found.only_before), ("only after", found.only_after)):
         if names:
             console.print(f"{title}: {'; '.join(names)}", markup=False, soft_wrap=True)
@@ -129,18 +118,3 @@ def show(found: Comparison, console: "Console") -> None:
         console.print(f"REGRESSION  {sentence}", style="red", markup=False, soft_wrap=True)
     beyond = f"slower by more than {100 * found.fail:g} % and beyond the noise"
     console.print(f"{len(regressions)} of {len(found.both)} rows {beyond}, or failing now")
-
-
-def _table(rows: "pd.DataFrame") -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("shape", "provider", "before", "after", "ratio", "memory ratio", ""):
-        table.add_column(name, justify="right" if name in ("before", "after", "ratio", "memory ratio") else "left")
-    styles = {"slower": "red", "fails": "red", "faster": "green", "works": "green", "noise": "dim"}
-    for row in rows.itertuples():
-        numbers = (row.median_ms_a, row.median_ms_b, row.ratio, row.memory)
-        shown = (("-" if n != n else f"{n:{f}}") for n, f in zip(numbers, (".4g", ".4g", ".3f", ".3f"), strict=True))
-        style = styles.get(row.verdict) or ("dim" if row.role_b not in schema.COMPETING else None)
-        table.add_row(row.shape, row.provider, *shown, row.verdict, style=style)
-    return table

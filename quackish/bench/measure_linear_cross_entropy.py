@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from quackish import launch
-from quackish.bench.cells import Job
+from quackish.bench.cells import Cell
 from quackish.bench.host import host_times, launch_times
-from quackish.bench.measured import A_LAUNCH, AGAIN, NONE_IGNORED, OURS, Measured, Run, is_ours, library
-from quackish.bench.memory import Account, warm_up_cublas
+from quackish.bench.measured import A_LAUNCH, AGAIN, NONE_IGNORED, OURS, Account, Measured, Run, is_ours, warm_up_cublas
 from quackish.bench.providers_linear_cross_entropy import Loss
-from quackish.bench.truth_linear_cross_entropy import Data, Truth, dlogits_of, is_deterministic
+from quackish.bench.truth import same_every_time
+from quackish.bench.truth_linear_cross_entropy import Data, Truth, dlogits_of
 from quackish.testing.timing import Times, take_turns
 
 THREE_GEMMS, GEMMS = "three-gemms", ("gemm-logits", "gemm-dx", "gemm-dw")
@@ -28,21 +28,16 @@ ROOFS = {"forward": GEMMS[0], "forward+backward": THREE_GEMMS}
 Works = dict[str, Callable[[], Tensor]]
 
 
-def measure_cell(job: Job, run: Run) -> None:
-    cell = job.cell
+def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
+    """Tells `run` about each of `names`, ours a second time, and the GEMMs: failures at once, results at the end."""
     run.at("inputs")
     data = Data.make(*cell.shape, cell.data, cell.ignored, run.device, getattr(torch, cell.dtype))
-    if cell.direction == "host":
-        _measure_host(data, job.providers, run)
-    else:
-        measure(cell.direction, data, job.providers, run if job.errors else dataclasses.replace(run, errors=False))
-
-
-def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
-    """Tells `run` about each of `names`, ours a second time, and the GEMMs: failures at once, results at the end."""
-    grad, all_live = direction == "forward+backward", torch.equal(data.target, data.all_targets)
     warm_up_cublas(run.device)
-    truth = _truth(data, run) if run.errors else None
+    if cell.direction == "host":
+        _measure_host(data, names, run)
+        return
+    grad, all_live = cell.direction == "forward+backward", torch.equal(data.target, data.all_targets)
+    truth = _truth(data, run)
     works, results = _first_calls(data, grad, names, run)
     warm = {name: _WarmCall(name, data, truth, run) for name in works}
 
@@ -54,7 +49,7 @@ def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
         works[AGAIN] = works[OURS]
         if not all_live:
             works[NONE_IGNORED] = _step(run.load(OURS), data, grad, data.all_targets)
-    roof = ROOFS[direction] if all_live else NONE_IGNORED
+    roof = ROOFS[cell.direction] if all_live else NONE_IGNORED
     if all_live:
         run.at("roof")
         try:
@@ -88,7 +83,6 @@ def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
 
 
 def _measure_host(data: Data, names: Sequence[str], run: Run) -> None:
-    warm_up_cublas(run.device)
     works, results = _first_calls(data, True, names, run)
     run.at("timing")
     for name, work in works.items():
@@ -117,7 +111,7 @@ def _first_calls(data: Data, grad: bool, names: Sequence[str], run: Run) -> tupl
     results: dict[str, Measured] = {}
     for name in names:
         run.at(name)
-        account = Account(library(name), run.device, run.memory)
+        account = Account(name, run.memory)
         try:
             works[name] = _step(run.load(name), data, grad)
             results[name] = _first_call(works[name], data, run)
@@ -158,7 +152,7 @@ def _first_call(work: Callable[[], Tensor], data: Data, run: Run) -> Measured:
     same = None
     if run.repeats:
         try:
-            same = is_deterministic(work, data, run.repeats)
+            same = same_every_time(lambda: (work(), data.x.grad, data.w.grad), run.repeats)
         except torch.cuda.OutOfMemoryError:  # no room for the copies to compare with
             same = None
     return Measured(first_s=first_s, compiles=compiles, deterministic=same)
@@ -171,15 +165,14 @@ class _WarmCall:
         self._name, self._data, self._truth, self._run = name, data, truth, run
 
     def start(self) -> None:
-        self._account = Account(library(self._name), self._run.device, self._run.memory)
+        self._account = Account(self._name, self._run.memory)
         self._launches = launch.counters.launches
 
     def found(self, value: Tensor) -> dict[str, object]:
         peak, launches = self._account.peak(), launch.counters.launches - self._launches
         errors = self._truth.errors(value, self._data.x.grad, self._data.w.grad) if self._truth else {}
         portable = self._run.device.type == "cuda" and is_ours(self._name) and not launches
-        note = "portable path" if portable else ""
-        return dict(peak_bytes=peak, launches=launches, errors=errors, note=note)
+        return dict(peak_bytes=peak, launches=launches, errors=errors, note="portable path" if portable else "")
 
 
 def _release(data: Data, run: Run) -> None:

@@ -135,22 +135,18 @@ ABOUT = {
     "torch-chunked": "F.linear_cross_entropy, from torch 2.13 on",
 }
 CHUNKED = tuple(f"{OURS}-chunked-{rows}" for rows in (1024, 2048, 4096, 8192))
-LEAN = tuple(f"{OURS}-recompute-{rows}" for rows in (4096, 128))  # memory for so many rows
-LEAN_LONG = f"{OURS}-recompute-16384"
+RECOMPUTE = f"{OURS}-recompute-1024"  # memory for the logits of 1024 rows
 BARE = "bare-function"  # of a host's time, no peer
-PROVIDERS = (*SCHEDULES, *CHUNKED, LEAN_LONG, *LEAN, *PEERS, BARE)
+PROVIDERS = (*SCHEDULES, *CHUNKED, RECOMPUTE, *PEERS, BARE)
 # Beside the headline shape, where all are measured but what autotunes for minutes.
 MAIN = (
     *(OURS, f"{OURS}-chunked", f"{OURS}-recompute", "quack", "quack-base", "quack-logits", "liger-cute-sm90", "liger"),
     *("cce", "torch", "torch-compile"),
 )
-# With 65536 rows: every size of chunks. "quackish" is "quackish-chunked" there, and "quackish-stored" needs 18 GB.
-LONG = (OURS, *CHUNKED, f"{OURS}-recompute", LEAN_LONG, *LEAN, *(name for name in PEERS if name != "quack-base-tuned"))
-ALL = tuple(  # chunks of 8192 rows are the whole there
-    name
-    for name in PROVIDERS
-    if name not in ("quack-base-tuned", BARE, LEAN_LONG, f"{OURS}-chunked-8192", "quack-base-16384")
-)
+# With 65536 rows "quackish" is "quackish-chunked", and "quackish-stored" needs 18 GB. With 8192, chunks of 8192 are the
+# whole.
+LONG = tuple(n for n in PROVIDERS if n not in ("quack-base-tuned", BARE, f"{OURS}-stored", f"{OURS}-chunked"))
+ALL = tuple(n for n in PROVIDERS if n in (*SCHEDULES, *LONG) and n not in (f"{OURS}-chunked-8192", "quack-base-16384"))
 LOSS = (OURS, "quack", "quack-base", "cce", "torch")  # without grad schedules are the same
 HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-cute-sm90", "liger", "torch", BARE)
 

@@ -1,18 +1,17 @@
 """Who is blamed when a worker dies: every provider gets one verdict, whatever the others do."""
 
-import dataclasses
 import itertools
 
 import pytest
 
 from quackish.bench.cells import Cell, Job
 from quackish.bench.measured import Measured
-from quackish.bench.supervisor import Supervisor, WorkerDied
+from quackish.bench.processes import Supervisor, WorkerDied
 from quackish.testing.timing import Times
 
 CELL = Cell("rms_norm", (8, 32), "bfloat16", "backward")
-OK = dataclasses.asdict(Measured(times=Times(1.0, 1.0, 1.0)))
-FAILED = dataclasses.asdict(Measured(status="it broke"))
+OK = Measured(times=Times(1.0, 1.0, 1.0))
+FAILED = Measured(status="it broke")
 
 
 class FakeWorker:
@@ -20,33 +19,33 @@ class FakeWorker:
 
     def __init__(self, dies_at: str | None = None):
         self.dies_at = dies_at
-        self.ready = {"ready": {}, "own": []}
+        self.ready = {}, []
 
-    def measure(self, message):
-        works, names = [], message["job"]["providers"]
+    def measure(self, cell, names, options):
+        works = []
         for step in ("inputs", *names, "errors", "roof", "timing"):
-            yield {"at": step}
+            yield "at", step
             if step == self.dies_at:
                 raise WorkerDied("died")
             word = step.partition("-")[0]
             if word in ("raises", "sticky"):
-                yield {"provider": step, "measured": FAILED}
+                yield "tell", step, FAILED
             elif step in names and word != "dies":
                 works.append(step)
-                yield {"provider": step, "measured": OK, "partial": True}
+                yield "partial", step, OK
             if word in ("dies", "sticky"):
                 raise WorkerDied("died")
             for name in list(works):
                 if name.startswith(f"{step}_raises"):  # as take_turns tells it: at once
                     works.remove(name)
-                    yield {"provider": name, "measured": FAILED}
+                    yield "tell", name, FAILED
                 elif name.startswith(f"{step}_sticky"):
-                    yield {"provider": name, "measured": FAILED}
+                    yield "tell", name, FAILED
                     raise WorkerDied("died")
                 elif name.startswith(f"{step}_dies"):
                     raise WorkerDied("died")
         for name in (*works, "add"):
-            yield {"provider": name, "measured": OK}
+            yield "tell", name, OK
 
     def close(self):
         pass
@@ -57,7 +56,7 @@ def supervise(tmp_path):
     """Makes a supervisor of fake workers; `started` counts the processes."""
 
     def make(dies_at: str | None = None) -> Supervisor:
-        def start(command, log, timeout):
+        def start(*arguments, timeout):
             make.started += 1
             return FakeWorker(dies_at)
 
@@ -117,7 +116,7 @@ def test_what_no_provider_did_is_said_of_all(supervise, step):
 
 
 def test_a_worker_that_never_starts_is_an_error(tmp_path):
-    def refuse(*args):
+    def refuse(*arguments, timeout):
         raise WorkerDied("no torch")
 
     with pytest.raises(RuntimeError, match=r"does not start: no torch; see .*log"):
