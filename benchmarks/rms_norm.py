@@ -33,10 +33,10 @@ BARS = {  # at most so many times the bar or QuACK's time
 }
 
 
-def bar_ms(results: Results, cell: Cell) -> float | None:
+def bar_ms(results: Results, cell: Cell) -> float:
     """1.05 times the roof, plus microseconds for what the roof does not have to do."""
     roof = results.ms(cell, results.roof(cell))
-    return roof and 1.05 * roof + {"forward": 0.001, "backward": 0.004}[cell.direction]
+    return 1.05 * roof + {"forward": 0.001, "backward": 0.004}[cell.direction] if roof else 0.0
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -55,25 +55,20 @@ def verdicts(results: Results) -> list[Verdict]:
     return lines
 
 
-def gb_per_s(results: Results, cell: Cell) -> str:
-    """With the least traffic: each input read once, each output written once."""
+def least_bytes(cell: Cell) -> int:
+    """Each input read once, each output written once."""
     (m, n), itemsize = cell.shape, {"float32": 4}.get(cell.dtype, 2)
     matrices, vectors = {"forward": (2, 1), "backward": (3, 2)}[cell.direction]  # x, y, weight; x, dy, dx and dweight
-    ms = results.ms(cell, OURS)
-    return f"{((matrices * m + vectors) * n * itemsize + 4 * m) / ms / 1e6:.4g}" if ms else ""
+    return (matrices * m + vectors) * n * itemsize + 4 * m
 
 
 def sections(results: Results) -> list[str]:
     """For each direction and dtype a line per cell: ours, its bar, every peer."""
-
-    def kept(cell: Cell) -> str:
-        ours, bar = results.ms(cell, OURS), bar_ms(results, cell)
-        return "" if not (ours and bar) else "yes" if round(ours / bar, 9) <= 1 else "**no**"
-
+    ours, bar = (lambda cell: 1e3 * (results.ms(cell, OURS) or math.inf)), (lambda cell: 1e3 * bar_ms(results, cell))
     extras = {
-        "GB/s": lambda cell: gb_per_s(results, cell),
-        "bar": lambda cell: f"{1e3 * (bar_ms(results, cell) or 0):.6g}",
-        "kept": kept,
+        "GB/s": lambda cell: f"{least_bytes(cell) / ours(cell) / 1e3:.4g}",
+        "bar": lambda cell: f"{bar(cell):.6g}",
+        "kept": lambda cell: "yes" if round(ours(cell) - bar(cell), 6) <= 0 else "**no**",
         f"{RIVAL} / ours": lambda cell: f"{results.ratio(cell, RIVAL, OURS) or 0:.2f}",
     }
     groups = {f"{TITLES[d]}, {dtype}": cells for (d, dtype), cells in results.groups().items()}

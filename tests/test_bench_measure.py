@@ -237,7 +237,7 @@ def test_ignored_rows_are_timed_beside_none_ignored():
 
 
 def test_host_time():
-    providers = {name: name for name in ("quackish", "bare-function")}
+    providers = {name: name for name in ("quackish", "torch")}
     told = measure("linear_cross_entropy", (8, 32, 90), "host", providers)
     assert [name for name, found in told.items() if found.times] == list(providers)
     assert A_LAUNCH not in told  # nothing is launched on a CPU

@@ -36,11 +36,11 @@ class FakeWorker:
             if word in ("dies", "sticky"):
                 raise WorkerDied("died")
             for name in list(works):
-                if name.startswith(f"{step}_raises"):  # as take_turns tells it: at once
+                if name.startswith((f"{step}_raises", f"{step}_sticky")):  # as Run.fail tells it
                     works.remove(name)
+                    yield "at", name
                     yield "tell", name, FAILED
-                elif name.startswith(f"{step}_sticky"):
-                    yield "tell", name, FAILED
+                if name.startswith(f"{step}_sticky"):
                     raise WorkerDied("died")
                 elif name.startswith(f"{step}_dies"):
                     raise WorkerDied("died")

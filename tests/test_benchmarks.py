@@ -117,7 +117,7 @@ def test_every_peer_of_a_case_is_known_and_described():
 
 
 def test_host_overhead_runs(tmp_path):
-    path = host_overhead.main(["--repeats", "2", "--norms", "2", "--out", str(tmp_path)])
+    path = host_overhead.main(["--out", str(tmp_path)], repeats=2, norms=2)
     text = path.read_text()
     assert text.startswith(",".join(host_overhead.FIELDS))
     assert all(f"{what},quackish,ok," in text for what in ("forward", "backward", "both"))

@@ -65,11 +65,8 @@ def version(distribution: str) -> str:
 @functools.cache
 def source() -> str:
     """Twelve digits of a hash of the package's files: distinguishes local changes to one commit."""
-    digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(_PACKAGE).as_posix()} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:12]
+    files = ((path.relative_to(_PACKAGE).as_posix(), path.read_text("utf-8")) for path in _PACKAGE.rglob("*.py"))
+    return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:12]
 
 
 def _commit() -> str:

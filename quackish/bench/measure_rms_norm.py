@@ -5,15 +5,13 @@ same memory traffic: `torch.mul(a, 1.0, out=c)` for forward, `torch.add(a, b, ou
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from quackish import launch
 from quackish.bench.cells import Cell
-from quackish.bench.measured import AGAIN, OURS, Account, Measured, Run, is_ours, warm_up_cublas
+from quackish.bench.measured import AGAIN, OURS, Account, Measured, Run, first_call, warm_up_cublas
 from quackish.bench.providers_rms_norm import Provider
 from quackish.bench.truth import same_every_time
 from quackish.bench.truth_rms_norm import Data, errors
@@ -77,11 +75,7 @@ def _try_out(
     name: str, call: Callable[[], tuple], expected: Sequence[Tensor], run: Run, account: Account
 ) -> tuple[Work, Measured]:
     """A first call, which compiles; peak memory of a second one; then the graph, whose outputs stay allocated."""
-    compiles, start = launch.counters.compiles, time.perf_counter()
-    outputs = call()
-    run.synchronize()
-    first_s = time.perf_counter() - start
-    compiles, launches = launch.counters.compiles - compiles, launch.counters.launches
+    outputs, found = first_call(name, call, run)
     for got, like in zip(outputs, expected, strict=False):
         if got.shape != like.shape:
             raise ValueError(f"returned {tuple(got.shape)} where {tuple(like.shape)} was expected")
@@ -89,19 +83,14 @@ def _try_out(
     account.start()
     call()
     run.synchronize()
-    peak, standing = account.peak(), account.close()
-    launches = launch.counters.launches - launches
+    memory = dict(peak_bytes=account.peak(), standing_bytes=account.close())
 
     work = prepare(call, run.device)
-    notes = []
-    if run.device.type == "cuda":
-        notes += [] if work.is_graph else ["plain launches"]
-        notes += ["portable path"] if is_ours(name) and not launches else []
+    plain = run.device.type == "cuda" and not work.is_graph
+    note = ", ".join(filter(None, ("plain launches" if plain else "", found.note)))
     same = same_every_time(lambda: _poisoned(work), run.repeats) if run.repeats else None
     run.synchronize()
-    memory = dict(peak_bytes=peak, standing_bytes=standing)
-    counts = dict(compiles=compiles, launches=launches)
-    return work, Measured(note=", ".join(notes), first_s=first_s, deterministic=same, **memory, **counts)
+    return work, dataclasses.replace(found, note=note, deterministic=same, **memory)
 
 
 def _poisoned(work: Work) -> Sequence[Tensor]:

@@ -1,12 +1,14 @@
 """What is known about one provider in one cell, and what a cell is measured with."""
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from quackish import launch
 from quackish.testing.timing import Times
 
 OURS = "quackish"
@@ -109,12 +111,24 @@ class Run:
 
     def fail(self, name: str, error: Exception) -> None:
         """Tells that a provider failed. Raises if the CUDA context is lost: nothing can be measured then."""
+        self.at(name)
         self.tell(name, Measured(status=reason(error)))
         self.synchronize()
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def first_call(name: str, call: Callable[[], object], run: Run) -> tuple[object, Measured]:
+    """What the call returned, and what it showed: seconds, compiled kernels and launches."""
+    counters = launch.counters
+    compiles, launches, start = counters.compiles, counters.launches, time.perf_counter()
+    result = call()
+    run.synchronize()
+    first_s, launches = time.perf_counter() - start, counters.launches - launches
+    note = "portable path" if run.device.type == "cuda" and is_ours(name) and not launches else ""
+    return result, Measured(note=note, first_s=first_s, compiles=counters.compiles - compiles, launches=launches)
 
 
 def reason(error: BaseException) -> str:

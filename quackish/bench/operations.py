@@ -2,19 +2,14 @@
 
 import dataclasses
 import fnmatch
-import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quackish.bench import measure_linear_cross_entropy, measure_rms_norm
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench import providers_rms_norm as rms
-from quackish.bench.cells import Cell
-from quackish.bench.measured import library
 from quackish.errors import did_you_mean
-
-PACKAGES = {"quack": "quack", "liger": "liger_kernel", "cce": "cut_cross_entropy"}  # by library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +27,6 @@ class Operation:
     measure: Callable[..., None]  # (cell, providers, run)
     variants: str = "(?!)"  # a regular expression of further providers
     parts: tuple[str, ...] = ()  # what else has rows
-
-    def seconds(self, cell: Cell) -> float:
-        """A guess at what one provider takes in a cell, for the remaining time that is shown."""
-        m, *sizes = cell.shape
-        if len(sizes) == 2:  # 30 calls of three GEMMs at 500 TFLOP/s
-            return 1 + 30 * 6 * m * sizes[0] * sizes[1] / 5e14
-        return 0.5 + 130 * 6 * m * sizes[0] / 3e12
 
     def matching(self, patterns: Sequence[str], own: Sequence[str] = ()) -> tuple[str, ...]:
         """The providers that any pattern matches, variants first; ValueError for a pattern that matches none."""
@@ -83,9 +71,3 @@ LINEAR_CROSS_ENTROPY = Operation(
     parts=(*measure_linear_cross_entropy.GEMMS, "truth"),
 )
 OPERATIONS = {op.name: op for op in (RMS_NORM, LINEAR_CROSS_ENTROPY)}
-
-
-def missing_package(provider: str, packages: Mapping[str, str] = PACKAGES) -> str | None:
-    """The package that a provider needs if it is not installed, found out without importing it."""
-    package = packages.get(library(provider))
-    return package if package and importlib.util.find_spec(package) is None else None

@@ -193,15 +193,14 @@ class Supervisor:
         """
         given_up = [name for name in job.providers if self.deaths[name] >= DEATHS]
         yield from ((name, Measured(status=f"given up: {DEATHS} processes died of it")) for name in given_up)
-        todo = collections.deque([[name for name in job.providers if name not in given_up]])
+        todo = [[name for name in job.providers if name not in given_up]]
         while todo:
-            if not (names := todo.popleft()):
+            if not (names := todo.pop(0)):
                 continue
-            step, told, failed = "start", set(), None
+            step, told = "start", set()
             try:
                 self.start()
                 for kind, name, *found in self._worker.measure(job.cell, tuple(names), self.options):
-                    failed = None
                     if kind == "at":
                         step = name
                         at(step)
@@ -209,21 +208,18 @@ class Supervisor:
                         partial(name, *found)
                     else:
                         told.add(name)
-                        failed = name if found[0].status != "ok" else None
                         yield name, *found
             except WorkerDied as death:
                 self.close()
                 left = [name for name in names if name not in told]
-                culprit = failed if failed in names else step if step in left else None
-                if step in SHARED and len(left) == 1:
-                    culprit = culprit or left[0]
-                if culprit:
+                if step in names or (step in SHARED and len(left) == 1):
+                    culprit = step if step in names else left[0]
                     self.deaths[culprit] += 1
                     if culprit in left:
                         yield culprit, Measured(status=str(death))
                         left.remove(culprit)
                     todo.append(left)
                 elif step in SHARED:
-                    todo.extend([name] for name in left)
+                    todo += [[name] for name in left]
                 else:  # no provider's fault: inputs that do not fit, a roof that fails
                     yield from ((name, Measured(status=f"{step}: {death}")) for name in left)
