@@ -50,52 +50,38 @@ def measure(
 # Timing --------------------------------------------------------------------------------------------------------------
 
 
-def test_times_are_median_and_percentiles():
-    assert Times.of(list(map(float, range(11)))) == Times(median=5.0, p20=2.0, p80=8.0)
-    assert Times.of([7.0]) == Times(7.0, 7.0, 7.0)
-
-
 def test_competitors_take_turns():
     order = []
     times = interleave({name: lambda name=name: order.append(name) for name in "ABC"}, CPU, rounds=2, block=2)
     assert "".join(order) == 3 * "AABBCC"  # the first round is thrown away
     assert times.keys() == set("ABC")
+    assert Times.of(list(map(float, range(11)))) == Times(median=5.0, p20=2.0, p80=8.0)
 
 
-def test_slow_works_get_fewer_turns_and_times_so_far_are_told():
-    now, calls, told = [0.0], {"a": 0, "slow": 0}, []
+def test_slow_works_get_fewer_turns_and_those_that_fail_none():
+    now, calls, told = [0.0], {"a": 0, "slow": 0, "bad": 0}, []
 
     def work(name, seconds):
         def call():
             now[0] += seconds
             calls[name] += 1
-            return name
+            return 1 / seconds
 
         return call
 
     def after(name, result, times):
-        assert result == name
         told.append(set(times))
         now[0] += 100  # not timed
 
-    works = {"a": work("a", 0.01), "slow": work("slow", 1.0)}
-    times = take_turns(works, CPU, repeats=10, seconds=0.5, least=3, after=after, clock=lambda: now[0])
-    assert calls == {"a": 10, "slow": 3}
+    works = {"a": work("a", 0.01), "slow": work("slow", 1.0), "bad": work("bad", 0)}
+    how = dict(repeats=10, seconds=0.5, least=3, after=after, clock=lambda: now[0])
+    times = take_turns(works, CPU, on_error=lambda name, error: told.append({name, type(error)}), **how)
+    assert calls == {"a": 10, "slow": 3, "bad": 1}
     assert times["slow"].median == pytest.approx(1e6)
-    assert len(told[0]) == 1
-    assert told[-1] == {"a", "slow"}
-
-
-def test_a_work_that_fails_is_told_and_left_out():
-    told = []
-
-    def fail():
-        raise RuntimeError("no")
-
-    times = take_turns({"good": int, "bad": fail}, CPU, 3, on_error=lambda name, error: told.append((name, str(error))))
-    assert (list(times), told) == (["good"], [("bad", "no")])
-    with pytest.raises(RuntimeError, match="no"):
-        take_turns({"bad": fail}, CPU)
+    assert {"bad", ZeroDivisionError} in told
+    assert told[-1] == times.keys() == {"a", "slow"}
+    with pytest.raises(ZeroDivisionError):
+        take_turns({"bad": works["bad"]}, CPU)
 
 
 def test_a_launch_is_the_slowest_of_a_step():
@@ -143,7 +129,7 @@ def test_a_graph_repeats_into_its_outputs_and_what_cannot_be_captured_is_launche
 # Data and truth ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("elements", [1, 48 * 7, 1 << 20], ids=["row by row", "with a tail", "at once"])
+@pytest.mark.parametrize("elements", [48 * 7, 1 << 20], ids=["with a tail", "at once"])
 def test_norms_errors_are_relative_to_fp64(elements):
     data, provider = truth_rms_norm.Data.make(23, 48, torch.float32, CPU), load("quackish")
     y, rstd = provider.forward(data.x, data.weight)
@@ -156,7 +142,7 @@ def test_norms_errors_are_relative_to_fp64(elements):
     assert math.isnan(errors["nan"]["err_dx"])
 
 
-@pytest.mark.parametrize("elements", [1, 500, 1 << 20], ids=["row by row", "with a tail", "at once"])
+@pytest.mark.parametrize("elements", [500, 1 << 20], ids=["with a tail", "at once"])
 @pytest.mark.parametrize("ignored", [0.0, 0.5])
 def test_losses_errors_are_relative_to_fp64(elements, ignored):
     data = Data.make(23, 16, 50, "normal", ignored, CPU, torch.bfloat16)
@@ -176,13 +162,12 @@ def test_losses_errors_are_relative_to_fp64(elements, ignored):
 
 
 def test_confident_rows_are_as_confident_as_they_say_and_ignored_rows_a_share_of_all():
-    data = Data.make(300, 512, 4000, "confident", 0.0, CPU, torch.bfloat16)
+    data = Data.make(300, 512, 4000, "confident", 0.8, CPU, torch.bfloat16)
     logits = data.x.detach().float() @ data.w.detach().float().T
-    p = torch.softmax(logits, 1).gather(1, data.target[:, None]).squeeze(1)
+    p = torch.softmax(logits, 1).gather(1, data.all_targets[:, None]).squeeze(1)
     for i, wanted in enumerate(CONFIDENCE):
         assert float(1 - p[i::3].median()) == pytest.approx(1 - wanted, rel=0.5)
-    data = Data.make(50, 8, 20, "normal", 0.8, CPU, torch.bfloat16)
-    assert [int((t == IGNORED).sum()) for t in (data.target, data.all_targets)] == [40, 0]
+    assert [int((t == IGNORED).sum()) for t in (data.target, data.all_targets)] == [240, 0]
 
 
 def test_bytes_that_differ_are_noticed():
@@ -230,17 +215,13 @@ def test_a_cell_of_linear_cross_entropy_has_times_errors_and_the_gemms():
     assert loss["quackish"].errors.keys() == {"err_loss"}
 
 
-def test_ignored_rows_are_timed_beside_none_ignored():
+def test_a_cell_beside_ignored_rows_and_one_of_host_time():
     told = measure("linear_cross_entropy", (24, 32, 90), "forward+backward", {"quackish": "quackish"}, ignored=0.8)
     assert told.keys() == {"quackish", AGAIN, NONE_IGNORED}
     assert told["quackish"].roof == told[NONE_IGNORED].times
-
-
-def test_host_time():
-    providers = {name: name for name in ("quackish", "torch")}
-    told = measure("linear_cross_entropy", (8, 32, 90), "host", providers)
-    assert [name for name, found in told.items() if found.times] == list(providers)
-    assert A_LAUNCH not in told  # nothing is launched on a CPU
+    host = measure("linear_cross_entropy", (8, 32, 90), "host", {name: name for name in ("quackish", "torch")})
+    assert [name for name, found in host.items() if found.times] == ["quackish", "torch"]
+    assert A_LAUNCH not in host  # nothing is launched on a CPU
 
 
 def test_providers_that_fail_early_or_late_are_told_and_the_cell_goes_on():
@@ -344,11 +325,10 @@ def test_standing_memory_of_a_norm():
         memory.allocate(-500)
         return load("quackish").backward(dy, x, weight, rstd)
 
+    providers = {"quackish": "quackish", "holds": Provider("holds", None, backward)}
     for m in (4, 9):
-        providers = {"quackish": "quackish", "holds": Provider("holds", None, backward)}
         told = measure("rms_norm", (m, 32), "backward", providers, memory=memory, rounds=1)
-        found = {name: (f.peak_bytes, f.standing_bytes) for name, f in told.items() if f.peak_bytes is not None}
-        assert found == {"quackish": (0, 0), "holds": (4500, 4000)}
+        assert (told["holds"].peak_bytes, told["holds"].standing_bytes, told["quackish"].peak_bytes) == (4500, 4000, 0)
 
 
 @pytest.mark.gpu

@@ -63,8 +63,4 @@ def test_a_file_gets_plain_lines_and_a_terminal_a_bar():
     assert output(is_terminal=False, transient=True).splitlines() == [first]
     assert "\x1b[" in output(is_terminal=True)
     assert "━" in output(is_terminal=True)
-
-
-def test_the_commands_bars_are_these():
-    pytest.importorskip("rich")
     assert isinstance(console.progress(), console.progress_class())
