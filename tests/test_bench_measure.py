@@ -7,7 +7,6 @@ import torch
 
 from quackish.bench import host, truth_rms_norm
 from quackish.bench.cells import Cell
-from quackish.bench.measure_rms_norm import elementwise_roofs
 from quackish.bench.measured import A_LAUNCH, AGAIN, NONE_IGNORED, Measured, Memory, Run
 from quackish.bench.operations import LINEAR_CROSS_ENTROPY, OPERATIONS
 from quackish.bench.providers_linear_cross_entropy import IGNORED
@@ -34,7 +33,7 @@ def measure(
     op: str, shape: tuple[int, ...], direction: str, providers: dict[str, object], **options
 ) -> dict[str, Measured]:
     """What is told about each provider; those that are strings are loaded by that name."""
-    told: dict[str, Measured] = {}
+    told: dict[str, Measured] = options.pop("told", {})
     cell = Cell(op, shape, "bfloat16", direction, ignored=options.pop("ignored", 0.0))
 
     def provider(name: str) -> object:
@@ -183,22 +182,6 @@ def test_bytes_that_differ_are_noticed():
     assert not same_every_time(lambda: (next(parts),), 2)
 
 
-def test_the_roofs_are_elementwise_kernels_for_the_same_traffic():
-    """Not copy_, which for large tensors is a copy engine's and slower than any kernel."""
-    ran = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            ran.append(str(func).split(".")[1])
-            return func(*args, **(kwargs or {}))
-
-    roofs = elementwise_roofs(torch.ones(8), torch.ones(8), torch.empty(8))
-    with Watch():
-        for roof in roofs.values():
-            roof()
-    assert ran == ["mul", "add"]
-
-
 # A cell --------------------------------------------------------------------------------------------------------------
 
 
@@ -224,8 +207,9 @@ def test_a_cell_beside_ignored_rows_and_one_of_host_time():
     assert A_LAUNCH not in host  # nothing is launched on a CPU
 
 
-def test_providers_that_fail_early_or_late_are_told_and_the_cell_goes_on():
-    calls = []
+def test_providers_that_fail_early_or_late_are_told_and_an_interrupted_cell_has_told_what_it_knew():
+    """After the first calls: their seconds. After a turn: times, errors and the roof."""
+    partial, calls, told = {}, [], {}
 
     def late(x, w, target):
         calls.append(1)
@@ -233,33 +217,20 @@ def test_providers_that_fail_early_or_late_are_told_and_the_cell_goes_on():
             raise torch.cuda.OutOfMemoryError("no memory\nat length")
         return LCE.load("torch", "auto")(x, w, target)
 
-    providers = {"missing": ImportError("no module of that name"), "late": late, "torch": "torch"}
-    told = measure("linear_cross_entropy", (24, 32, 90), "forward+backward", providers)
-    assert told.pop("missing").status == "ImportError: no module of that name"
-    assert told.pop("late").status == "OutOfMemoryError: no memory"
-    assert {found.status for found in told.values()} == {"ok"}
-    assert "torch" in told
-
-
-def test_an_interrupted_cell_has_told_what_it_knew():
-    """After the first calls: their seconds. After a turn: times, errors and the roof."""
-    partial = {}
-
     def stop(x, w, target):
-        if "three-gemms" in partial and "torch" in partial and partial["torch"].times:
+        if "three-gemms" in partial and "torch" in partial and partial["torch"].times and "late" in told:
             raise KeyboardInterrupt
         return LCE.load("torch", "auto")(x, w, target)
 
+    providers = {"missing": ImportError("no module of that name"), "late": late, "torch": "torch", "stop": stop}
+    how = dict(partial=partial.__setitem__, rounds=1000, seconds=1e9, told=told)
     with pytest.raises(KeyboardInterrupt):
-        measure(
-            *("linear_cross_entropy", (24, 32, 90), "forward+backward", {"torch": "torch", "stop": stop}),
-            partial=partial.__setitem__,
-            rounds=1000,
-            seconds=1e9,
-        )
+        measure("linear_cross_entropy", (24, 32, 90), "forward+backward", providers, **how)
+    assert told["missing"].status == "ImportError: no module of that name"
+    assert told["late"].status == "OutOfMemoryError: no memory"
+    assert told.keys() == {"missing", "late"}
     assert partial["torch"].times
     assert partial["torch"].errors["err_dx"] < 0.02
-    assert partial["torch"].first_s > 0
     assert partial["stop"].first_s > 0
 
 

@@ -35,6 +35,7 @@ COLORS = {
     "torch-chunked": "#b0b0b0",
 }
 OTHERS = ("#8c564b", "#e377c2", "#17becf", "#5c4bb5")  # the user's own
+WIDTH = 8.0  # inches
 ROOF = dict(color="0.5", linestyle="--", linewidth=1)
 STYLE = {"font.size": 8, "axes.titlesize": 8, "figure.titlesize": 9, "legend.fontsize": 8, "legend.frameon": False}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "quackish"}
@@ -175,10 +176,10 @@ def against_memory(results: Results, cells: Sequence[Cell], path: Path) -> list[
     with _figure(5.6 if len(cells) == 1 else 4.6, results, results.op.title) as fig:
         axes = fig.subplots(1, len(cells), squeeze=False)[0]
         drawn = [_cloud(ax, results, cell) for ax, cell in zip(axes, cells, strict=True)]
-        made = _save(fig, path)  # the layout decides where points are
+        _save(fig, path)  # the layout decides where points are
         for ax, points in zip(axes, drawn, strict=True):
             _label(ax, points)
-        return _save(fig, path) or made
+        return _save(fig, path)
 
 
 def _cloud(ax: Any, results: Results, cell: Cell) -> dict[str, tuple[float, float]]:
@@ -248,7 +249,7 @@ def _figure(height: float, results: Results, title: str) -> Iterator[Any]:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(8.0, height), layout="constrained")
+        fig = Figure(figsize=(WIDTH, height), layout="constrained")
         fig.suptitle(f"{title}, {results.rows[-1]['gpu']}")
         yield fig
 
@@ -257,7 +258,8 @@ def _save(fig: Any, stem: Path) -> list[Path]:
     """`stem`.svg and .png, with one legend below all axes."""
     if not fig.legends:
         handles = {text: h for ax in fig.axes for h, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-        fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+        columns = min(5, int(72 * WIDTH / (30 + 4.6 * max(map(len, handles)))))  # of typographic points
+        fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
     paths = [stem.with_name(f"{stem.name}{suffix}") for suffix in (".svg", ".png")]
     for path in paths:
         fig.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
