@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for package in ("rich", "pandas", "matplotlib", "yaml"):
+for package in ("rich", "matplotlib", "yaml"):
     pytest.importorskip(package)
 
 from quackish.__main__ import main  # noqa: E402

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for package in ("rich", "pandas", "matplotlib", "yaml"):
+for package in ("rich", "matplotlib", "yaml"):
     pytest.importorskip(package)
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package

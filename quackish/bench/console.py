@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 NO_GPU = "No GPU: the portable path runs on the CPU, small. This tries the benchmark itself; it measures nothing."
-EXTRA = {"rich": "rich", "pandas": "pandas", "matplotlib": "matplotlib", "yaml": "pyyaml"}
+EXTRA = {"rich": "rich", "matplotlib": "matplotlib", "yaml": "pyyaml"}
 EVERY_S = 5.0  # between plain lines
 
 

@@ -26,7 +26,6 @@ COLUMNS = (  # benchmarks/README.md says what they mean
     *("first_s", "compiles", "launches", "deterministic", *ERRORS),
 )
 PROGRAM_COLUMNS = (*COLUMNS, "data", "ignored")
-KEY = ("op", "shape", "dtype", "direction", "data", "ignored", "provider")  # what a row is about
 # Rows that agree in these were measured in the same circumstances: --resume does not measure them again.
 SAME = tuple(name for name in (*ENVIRONMENT, "schema", "quackish", "source", "rounds") if name != "date")
 COMPETING = ("ours", "peer", "own")  # roles that are compared
