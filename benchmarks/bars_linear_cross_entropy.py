@@ -5,9 +5,8 @@ import math
 
 from quackish.bench import plots, report
 from quackish.bench.bars import Verdict, at_most, dominated, faster, faster_than_peers, verdict
-from quackish.bench.cells import Cell
+from quackish.bench.cells import A_LAUNCH, NONE_IGNORED, OURS, Cell, is_ours
 from quackish.bench.measure_linear_cross_entropy import GEMMS, THREE_GEMMS
-from quackish.bench.measured import A_LAUNCH, NONE_IGNORED, OURS, is_ours
 from quackish.bench.providers_linear_cross_entropy import ABOUT
 from quackish.bench.results import Results
 from quackish.testing.timing import LOAD_MS

@@ -15,8 +15,7 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.bars_linear_cross_entropy import PAGE
 from quackish.bench import providers_linear_cross_entropy as lce
-from quackish.bench.cells import Cell, Job, parse_shape, shape_name
-from quackish.bench.measured import OURS, is_ours
+from quackish.bench.cells import OURS, Cell, Job, is_ours, parse_shape, shape_name
 from quackish.bench.operations import LINEAR_CROSS_ENTROPY as OP
 from quackish.bench.processes import Supervisor
 from quackish.bench.providers_linear_cross_entropy import ALL, LONG, MAIN, RECOMPUTE

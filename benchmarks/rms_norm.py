@@ -11,8 +11,7 @@ from pathlib import Path
 from benchmarks import harness
 from quackish.bench import plots, report
 from quackish.bench.bars import Verdict, every, verdict
-from quackish.bench.cells import Cell, Job
-from quackish.bench.measured import OURS
+from quackish.bench.cells import OURS, Cell, Job
 from quackish.bench.operations import RMS_NORM
 from quackish.bench.processes import Supervisor
 from quackish.bench.results import Results

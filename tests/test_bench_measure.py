@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quackish.bench import host, truth_rms_norm
-from quackish.bench.cells import Cell
-from quackish.bench.measured import A_LAUNCH, AGAIN, NONE_IGNORED, Measured, Memory, Run
+from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell
+from quackish.bench.measured import Measured, Memory, Run
 from quackish.bench.operations import LINEAR_CROSS_ENTROPY, OPERATIONS
 from quackish.bench.providers_linear_cross_entropy import IGNORED
 from quackish.bench.providers_rms_norm import Provider, load

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from quackish.bench import shapes
-from quackish.bench.cells import Cell, Job
-from quackish.bench.measured import A_LAUNCH, AGAIN, Measured
+from quackish.bench.cells import A_LAUNCH, AGAIN, Cell, Job
+from quackish.bench.measured import Measured
 from quackish.bench.models import find
 from quackish.bench.operations import LINEAR_CROSS_ENTROPY, RMS_NORM
 from quackish.bench.results import COLUMNS, cell_of, role_of, row_of

@@ -16,9 +16,9 @@ from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
 from benchmarks import host_overhead, linear_cross_entropy, rms_norm  # noqa: E402
 from benchmarks.report import page_of  # noqa: E402
 from quackish.bench import plots, processes, providers_linear_cross_entropy, report  # noqa: E402
-from quackish.bench.cells import Cell, Job  # noqa: E402
+from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
 from quackish.bench.environment import origin  # noqa: E402
-from quackish.bench.measured import A_LAUNCH, AGAIN, NONE_IGNORED, Measured  # noqa: E402
+from quackish.bench.measured import Measured  # noqa: E402
 from quackish.bench.operations import OPERATIONS, RMS_NORM  # noqa: E402
 from quackish.bench.results import PROGRAM_COLUMNS, Results, read_rows, row_of  # noqa: E402
 from quackish.testing.timing import Times  # noqa: E402

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from quackish.bench.cells import Cell
-from quackish.bench.measured import OURS, is_ours
+from quackish.bench.cells import OURS, Cell, is_ours
 from quackish.bench.results import Results
 
 Verdict = tuple[str, str]  # PASS or FAIL, and what was found

@@ -12,19 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quackish.bench.cells import Cell
+from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, OURS, Cell
 from quackish.bench.host import host_times, launch_times
-from quackish.bench.measured import (
-    A_LAUNCH,
-    AGAIN,
-    NONE_IGNORED,
-    OURS,
-    Account,
-    Measured,
-    Run,
-    first_call,
-    warm_up_cublas,
-)
+from quackish.bench.measured import Account, Measured, Run, first_call, warm_up_cublas
 from quackish.bench.providers_linear_cross_entropy import Loss
 from quackish.bench.truth import same_every_time
 from quackish.bench.truth_linear_cross_entropy import Data, Truth, dlogits_of

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quackish.bench.cells import Cell
-from quackish.bench.measured import AGAIN, OURS, Account, Measured, Run, first_call, warm_up_cublas
+from quackish.bench.cells import AGAIN, OURS, Cell
+from quackish.bench.measured import Account, Measured, Run, first_call, warm_up_cublas
 from quackish.bench.providers_rms_norm import Provider
 from quackish.bench.truth import same_every_time
 from quackish.bench.truth_rms_norm import Data, errors

@@ -9,22 +9,8 @@ import torch
 from torch import Tensor
 
 from quackish import launch
+from quackish.bench.cells import is_ours, library
 from quackish.testing.timing import Times
-
-OURS = "quackish"
-A_LAUNCH = f"{OURS} (a launch)"  # host time of the slowest launch in a call
-AGAIN = f"{OURS} (again)"  # ours a second time, in the same turns: the noise
-NONE_IGNORED = f"{OURS} (none ignored)"  # the roof of a cell with ignored rows
-
-
-def is_ours(name: str) -> bool:
-    """Also true for "quackish-chunked" and "quackish (again)"."""
-    return name == OURS or name.startswith((f"{OURS}-", f"{OURS} "))
-
-
-def library(name: str) -> str:
-    """The library that a provider belongs to: "liger" for "liger-cute"."""
-    return OURS if is_ours(name) else name.partition("-")[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quackish.bench.cells import Cell
-from quackish.bench.measured import is_ours
+from quackish.bench.cells import Cell, is_ours
 from quackish.bench.results import Results
 
 # Warm colors are ours; each library has one hue.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quackish.bench.measured import OURS
+from quackish.bench.cells import OURS
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from quackish.bench import plots
 from quackish.bench.bars import Verdict
-from quackish.bench.cells import Cell, shape_name
+from quackish.bench.cells import NONE_IGNORED, Cell, is_ours, shape_name
 from quackish.bench.console import console
-from quackish.bench.measured import NONE_IGNORED, is_ours
 from quackish.bench.results import Results, Row, read_rows
 
 Extras = Mapping[str, Callable[[Cell], str]]  # further columns of a summary

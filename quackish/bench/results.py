@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from quackish.bench.cells import Cell, Job, parse_shape, shape_name
+from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, OURS, Cell, Job, is_ours, parse_shape, shape_name
 from quackish.bench.environment import ENVIRONMENT, SCHEMA
-from quackish.bench.measured import A_LAUNCH, AGAIN, NONE_IGNORED, OURS, Measured, is_ours
+from quackish.bench.measured import Measured
 from quackish.bench.operations import OPERATIONS
 
 Row = dict[str, str]

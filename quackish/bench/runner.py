@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from quackish.bench import report
-from quackish.bench.cells import Job
+from quackish.bench.cells import AGAIN, Job
 from quackish.bench.console import console, end_on_sigterm, progress
-from quackish.bench.measured import AGAIN, Measured
+from quackish.bench.measured import Measured
 from quackish.bench.operations import Operation
 from quackish.bench.processes import Supervisor
 from quackish.bench.results import COLUMNS, SAME, CsvLog, Row, cell_of, read_rows, row_of

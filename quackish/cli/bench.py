@@ -83,9 +83,8 @@ def _measure(args: argparse.Namespace) -> int:
     import torch
 
     from quackish.bench import runner, shapes
-    from quackish.bench.cells import Cell, Job, shape_name
+    from quackish.bench.cells import Cell, Job, is_ours, shape_name
     from quackish.bench.console import NO_GPU, console
-    from quackish.bench.measured import is_ours
     from quackish.bench.operations import OPERATIONS
     from quackish.bench.results import COMPETING, read_rows
 
