@@ -5,9 +5,8 @@ import math
 
 from quackish.bench import plots, report
 from quackish.bench.bars import Verdict, at_most, dominated, faster, faster_than_peers, verdict
-from quackish.bench.cells import Cell
-from quackish.bench.measure_linear_cross_entropy import GEMMS, NONE_IGNORED, THREE_GEMMS
-from quackish.bench.measured import A_LAUNCH, OURS, is_ours
+from quackish.bench.cells import A_LAUNCH, NONE_IGNORED, OURS, Cell, is_ours
+from quackish.bench.measure_linear_cross_entropy import GEMMS, THREE_GEMMS
 from quackish.bench.providers_linear_cross_entropy import ABOUT
 from quackish.bench.results import Results
 from quackish.testing.timing import LOAD_MS
@@ -24,9 +23,9 @@ AGAINST_MEMORY = (HEADLINE, train(HEADLINE.shape, data="confident"), SHAPES[-1])
 LOSS_BAR = 1.03  # of one logits GEMM
 IGNORED_BAR = 0.35  # of the time with no row ignored, at 80 % ignored
 ERROR_BARS = {"normal": 1.0, "confident": 0.5}  # of torch's error
-HOST_BAR_US, LAUNCH_BAR_US = 150, 15  # of a call; of a launch, once its arguments are there
-TITLES = {"forward+backward": "Forward + backward", "forward": "Loss only, no grad"}
-TITLES |= {"host": "Host time, forward + backward"}
+HOST_BARS = (("torch", "PyTorch eager's", 1.4), ("quack", "QuACK's", 0.5))  # host time over theirs, in the same run
+LAUNCH_BAR_US = 15  # of a launch, once its arguments are there
+TITLES = {"forward+backward": "Forward + backward", "forward": "Loss only, no grad", "host": "Host time, fwd + bwd"}
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -55,10 +54,10 @@ def verdicts(results: Results) -> list[Verdict]:
     for data, bar in ERROR_BARS.items():
         lines += _errors(results, [c for c in cells if c.direction == "forward+backward" and c.data == data], data, bar)
     for cell in (cell for cell in cells if cell.direction == "host"):
-        whole, one = f"{_name(cell)}: host, forward + backward", f"{_name(cell)}: host, the slowest launch"
-        for name, bar, text in ((OURS, HOST_BAR_US, whole), (A_LAUNCH, LAUNCH_BAR_US, one)):
-            ms = results.ms(cell, name)
-            lines += at_most(ms and 1e3 * ms, bar, text, " us")
+        for name, whose, bar in HOST_BARS:
+            lines += at_most(ratio(cell, OURS, name), bar, f"{_name(cell)}: host, forward + backward / {whose}")
+        ms = results.ms(cell, A_LAUNCH)
+        lines += at_most(ms and 1e3 * ms, LAUNCH_BAR_US, f"{_name(cell)}: host, the slowest launch", " us")
     return lines
 
 
@@ -92,7 +91,7 @@ PAGE = report.Page(
     "listed under each table.",
     sections=lambda results: report.of_heads(results, TITLES),
     figures=lambda results, path: plots.for_heads(
-        results, path, HEADLINE.shape, {"m65536": SHAPES[-1], "confident": AGAINST_MEMORY[1]}
+        results, path, HEADLINE, {"m65536": SHAPES[-1], "confident": AGAINST_MEMORY[1]}
     ),
     verdicts=verdicts,
     about=ABOUT,

@@ -9,24 +9,23 @@ from pathlib import Path
 import torch
 
 from quackish.bench import environment, runner
-from quackish.bench.console import NO_GPU
-from quackish.bench.console import console as _console
-from quackish.bench.operations import OPERATIONS
+from quackish.bench.cells import Job
+from quackish.bench.console import NO_GPU, console
+from quackish.bench.operations import Operation
+from quackish.bench.processes import Supervisor
 from quackish.bench.report import Page
+from quackish.bench.results import PROGRAM_COLUMNS
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parent / "results"
 # On a GPU a shape that no kernel covers fails and is named, instead of running the portable path.
 BACKEND = "cute" if torch.cuda.is_available() else "auto"
-
-console = _console()
 
 
 def device_to_measure() -> torch.device:
     """The GPU; without one the CPU, and a line that says so."""
     device = environment.device_to_measure()
     if device.type == "cpu":
-        console.print(NO_GPU)
+        console().print(NO_GPU)
     return device
 
 
@@ -43,14 +42,18 @@ def arguments(name: str, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run(op: str, jobs_of: Callable, page: Page, columns: Sequence[str], args: argparse.Namespace, **options) -> Path:
-    """Measures the jobs for the names of the user's providers; `options` are quackish.bench.measured.Run's."""
-    path = (args.out or results_dir(environment.device_to_measure())) / f"{op}.csv"
-    more = dict(append=getattr(args, "append", False), also=getattr(args, "also", None), commit=args.commit)
-    return runner.run(runner.Settings(OPERATIONS[op], path, page, columns, options=options, **more), jobs_of)
+def run(
+    op: Operation, jobs: Sequence[Job], page: Page, args: argparse.Namespace, by: Supervisor | None, **options
+) -> Path:
+    """Measures the jobs; returns the CSV file. `options` are quackish.bench.measured.Run's."""
+    path = (args.out or results_dir(environment.device_to_measure())) / f"{op.name}.csv"
+    options = {"backend": BACKEND, **options}
+    append = getattr(args, "append", False)
+    settings = runner.Settings(op, path, page, PROGRAM_COLUMNS, append=append, commit=args.commit, options=options)
+    return runner.run(settings, lambda own: jobs, by)
 
 
-def main(program) -> None:
+def main(program: Callable[[], object]) -> None:
     """Runs a program; an invalid request is one line on stderr."""
     try:
         program()

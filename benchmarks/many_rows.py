@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quackish
-from benchmarks.harness import arguments, console, device_to_measure, results_dir
+from benchmarks.harness import arguments, device_to_measure, results_dir
+from quackish.bench.console import console
 from quackish.bench.environment import environment
 from quackish.testing.timing import take_turns
 
@@ -66,7 +67,7 @@ def main() -> None:
             ratios = " | ".join(f"{time / ms[eager]:.2f}" for eager in EAGER)
             lines.append(f"| {m} | {name} | {time:.3f} | {ratios} | {BARS.get(name, '')} |")
     text = "\n".join(lines) + "\n"
-    console.print(text)
+    console().print(text)
     out = args.out or results_dir(device)
     out.mkdir(parents=True, exist_ok=True)
     (out / "many_rows.md").write_text(text, encoding="utf-8")

@@ -2,118 +2,95 @@
 
 python -m benchmarks.rms_norm             # every cell that a bar is about, and some large N
 python -m benchmarks.rms_norm --quick     # five cells
-python -m benchmarks.rms_norm --m 4096 --n 1024 2048 --ops bwd --configs num_stages=4 threads=256,num_stages=6
 """
 
-import argparse
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from benchmarks import harness
-from quackish.bench import plots, report, schema
+from quackish.bench import plots, report
 from quackish.bench.bars import Verdict, every, verdict
-from quackish.bench.cells import Cell, Job
-from quackish.bench.measured import OURS
-from quackish.bench.providers_rms_norm import PROVIDERS, with_config
+from quackish.bench.cells import OURS, Cell, Job
+from quackish.bench.operations import RMS_NORM
+from quackish.bench.processes import Supervisor
 from quackish.bench.results import Results
 
 ROWS = (4096, 8192, 16384, 32768, 65536)
 BF16 = "bfloat16"
 GRID = [(m, n, BF16) for n in (256, 512, 1024, 2048, 3072, 4096, 8192) for m in ROWS]
-CELLS = {
-    "grid": GRID,
-    "dtypes": [(m, 4096, dtype) for dtype in ("float16", "float32") for m in ROWS],
-    "large_n": [(m, n, BF16) for n in (16384, 65536) for m in (1024, 4096, 16384)],
-}
+CELLS = GRID + [(m, 4096, dtype) for dtype in ("float16", "float32") for m in ROWS]
+CELLS += [(m, n, BF16) for n in (16384, 65536) for m in (1024, 4096, 16384)]
+MOST_N = 8192  # longer rows have no bars
 QUICK = [(m, n, BF16) for m, n in ((4096, 256), (16384, 1024), (4096, 4096), (65536, 4096), (16384, 8192))]
-SETS = {"grid": "bf16 grid", "dtypes": "fp16 and fp32 at N 4096", "large_n": "large N", "quick": "quick"}
-SETS |= {"own": "own cells"}
-TITLES = {"backward": "Backward: dx and dweight, whole", "forward": "Forward: y and rstd"}
-RIVAL, SPEEDUP = "quack", 1.25  # QuACK's backward over ours, in the geometric mean
-BARS = (  # at most so many times the bar or QuACK's time
-    ("backward <= 1.05 t_add + 4 us; time / bar", 1.0, "bar"),
-    ("forward <= 1.05 t_mul + 1 us; time / bar", 1.0, "bar"),
-    ("backward no slower than QuACK; time / QuACK's", 1.0, "QuACK's"),
-    ("forward at most 2 % over QuACK; time / QuACK's", 1.02, "QuACK's"),
-)
+TINY = [(64, n, BF16) for n in (256, 1000)]  # without a GPU
+TITLES = {"forward": "Forward: y and rstd", "backward": "Backward: dx and dweight, whole"}
+RIVAL, SPEEDUP = "quack", 1.25  # QuACK's backward over ours, in the geometric mean, bf16
+BARS = {  # at most so many times the bar or QuACK's time
+    "forward": (("<= 1.05 t_mul + 1 us; time / bar", 1.0, "bar"), ("at most 2 % over QuACK", 1.02, "QuACK's")),
+    "backward": (("<= 1.05 t_add + 4 us; time / bar", 1.0, "bar"), ("no slower than QuACK", 1.0, "QuACK's")),
+}
+
+
+def bar_ms(results: Results, cell: Cell) -> float:
+    """1.05 times the roof, plus microseconds for what the roof does not have to do."""
+    roof = results.ms(cell, results.roof(cell))
+    return 1.05 * roof + {"forward": 0.001, "backward": 0.004}[cell.direction] if roof else 0.0
 
 
 def verdicts(results: Results) -> list[Verdict]:
     """For every bar that something was measured for: how many cells keep it, and the worst cell."""
-    if not any(row["provider"] == OURS for row in results.rows):
-        return []
-
-    def bar(cell: Cell) -> float | None:
-        roof = results.ms(cell, results.roof(cell))
-        return results.value(cell, OURS, "bar_us") or (roof and schema.bar_us(cell.direction, 1e3 * roof))
-
-    def rival(cell: Cell) -> float | None:
-        return results.value(cell, RIVAL, "median_us")
-
+    times = {"bar": lambda cell: bar_ms(results, cell), "QuACK's": lambda cell: results.ms(cell, RIVAL)}
     lines = []
-    for name, title in SETS.items():
-        cells = {direction: report.cells_of(results, name, direction) for direction in TITLES}
-        for text, limit, time_of in () if name == "large_n" else BARS:
-            time_of = {"bar": bar, "QuACK's": rival}[time_of]
-            lines += every(results, cells[text.split()[0]], limit, f"{title}: {text}", time_of)
-        both = [c for c in cells["backward"] if results.ms(c, RIVAL) and results.ms(c, OURS)]
-        if both and name not in ("dtypes", "large_n"):
+    for (direction, dtype), cells in results.groups().items():
+        cells = [cell for cell in cells if cell.shape[1] <= MOST_N and OURS in results.cells[cell]]
+        for text, limit, ms_of in BARS[direction]:
+            lines += every(results, cells, limit, f"{dtype}: {direction} {text}", times[ms_of])
+        both = [cell for cell in cells if results.ms(cell, RIVAL) and results.ms(cell, OURS)]
+        if both and direction == "backward" and dtype == BF16:
             mean = math.exp(sum(math.log(results.ratio(cell, RIVAL, OURS)) for cell in both) / len(both))
-            text = f"{title}: backward over QuACK's in the geometric mean: {mean:.3f}x, bar {SPEEDUP}x"
+            text = f"{dtype}: backward over QuACK's in the geometric mean: {mean:.3f}x, bar {SPEEDUP}x"
             lines.append(verdict(mean >= SPEEDUP, text))
     return lines
 
 
+def least_bytes(cell: Cell) -> int:
+    """Each input read once, each output written once."""
+    (m, n), itemsize = cell.shape, {"float32": 4}.get(cell.dtype, 2)
+    matrices, vectors = {"forward": (2, 1), "backward": (3, 2)}[cell.direction]  # x, y, weight; x, dy, dx and dweight
+    return (matrices * m + vectors) * n * itemsize + 4 * m
+
+
+def sections(results: Results) -> list[str]:
+    """For each direction and dtype a line per cell: ours, its bar, every peer."""
+    ours, bar = (lambda cell: 1e3 * (results.ms(cell, OURS) or math.inf)), (lambda cell: 1e3 * bar_ms(results, cell))
+    extras = {
+        "GB/s": lambda cell: f"{least_bytes(cell) / ours(cell) / 1e3:.4g}",
+        "bar": lambda cell: f"{bar(cell):.6g}",
+        "kept": lambda cell: "yes" if round(ours(cell) - bar(cell), 6) <= 0 else "**no**",
+        f"{RIVAL} / ours": lambda cell: f"{results.ratio(cell, RIVAL, OURS) or 0:.2f}",
+    }
+    groups = {f"{TITLES[d]}, {dtype}": cells for (d, dtype), cells in results.groups().items()}
+    return report.of_cells(results, groups, 6, extras)
+
+
 PAGE = report.Page(
-    preface="Medians in us (p20-p80 for quackish) of CUDA graph replays, the L2 cleared before each, all providers "
-    "taking turns. `err` is the norm-wise error of the worst output against fp64, for quackish and the best peer; "
-    "`same` says whether the bytes repeated.",
-    sections=lambda results: report.of_norms(results, SETS, TITLES, RIVAL),
-    figures=plots.for_norms,
+    preface="Medians in us of CUDA graph replays, the L2 cleared before each, all providers taking turns; beside them "
+    "is the share of the roof in the same turns. Errors are norm-wise against fp64; `same` says if bytes repeated.",
+    sections=sections,
+    figures=lambda results, path: plots.for_norms(results, path, MOST_N),
     verdicts=verdicts,
 )
 
 
-def jobs_of(args: argparse.Namespace, device: torch.device) -> list[Job]:
-    """The cells to measure, forward and backward; forced configs are the backward's alone."""
-    cells = {"quick": QUICK} if args.quick else CELLS
-    if args.m or args.n:
-        cells = {"own": [(m, n, args.dtype) for n, m in itertools.product(args.n or [4096], args.m or ROWS)]}
-    elif device.type == "cpu":
-        cells = {"own": [(64, n, BF16) for n in (256, 1000)]}
-    configs = tuple(with_config(changes).name for changes in args.configs)
-    return [
-        Job(
-            Cell("rms_norm", (m, n), dtype, schema.OPS[op]),
-            (*args.providers, *(configs if op == "bwd" else ())),
-            {"cells": name},
-        )
-        for name, sizes in cells.items()
-        for m, n, dtype in sizes
-        for op in args.ops
-    ]
-
-
-def main(argv: Sequence[str] | None = None) -> Path:
+def main(argv: Sequence[str] | None = None, by: Supervisor | None = None) -> Path:
     """Returns the CSV file."""
     parser = harness.arguments("rms_norm", __doc__)
     parser.add_argument("--quick", action="store_true", help="five cells instead of all")
-    parser.add_argument("--m", type=int, nargs="+", help="own cells: numbers of rows")
-    parser.add_argument("--n", type=int, nargs="+", help="own cells: row lengths")
-    parser.add_argument("--dtype", choices=(BF16, "float16", "float32"), default=BF16, help="own cells: %(default)s")
-    parser.add_argument("--ops", nargs="+", choices=schema.OPS, default=tuple(schema.OPS))
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    configs = "also time quackish's backward with these fields of RmsNormBwdConfig replaced"
-    parser.add_argument("--configs", nargs="+", default=[], metavar="FIELD=VALUE[,...]", help=configs)
-    parser.add_argument("--rounds", type=int, default=10, help="turns of ten calls each; default %(default)s")
     args = parser.parse_args(argv)
-    jobs = jobs_of(args, harness.device_to_measure())
-    options = dict(rounds=args.rounds, repeats=3, backend=harness.BACKEND)
-    return harness.run("rms_norm", lambda own: jobs, PAGE, schema.NORM_COLUMNS, args, **options)
+    cells = TINY if harness.device_to_measure().type == "cpu" else QUICK if args.quick else CELLS
+    jobs = [Job(Cell("rms_norm", (m, n), t, d), RMS_NORM.providers) for m, n, t in cells for d in TITLES]
+    return harness.run(RMS_NORM, jobs, PAGE, args, by, repeats=3)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ import torch
 
 import quackish
 from benchmarks import harness
-from benchmarks.harness import console
 from benchmarks.rms_norm import GRID
+from quackish.bench.console import console
 from quackish.bench.environment import ENVIRONMENT, environment
 from quackish.bench.measure_rms_norm import elementwise_roofs
-from quackish.bench.schema import CsvLog
+from quackish.bench.results import CsvLog
 from quackish.gpu import Roofs
 from quackish.profiling import Launch, measured_roofs
 from quackish.testing.timing import CLEAR_BYTES, interleave
@@ -78,23 +78,18 @@ def main(argv: Sequence[str] | None = None) -> Path:
     device = harness.device_to_measure()
     if device.type != "cuda":
         parser.error("a GPU is needed: there are no launches to see without one")
-    peak = measured_roofs(torch.cuda.current_device())
-    log = CsvLog(
-        (args.out or harness.results_dir(device)) / "rms_norm_profile.csv", FIELDS, environment(device, args.commit)
-    )
+    peak, path = measured_roofs(torch.cuda.current_device()), args.out or harness.results_dir(device)
+    log = CsvLog(path / "rms_norm_profile.csv", FIELDS, environment(device, args.commit))
     rows = [row for cell in GRID for row in rows_of(launches(cell, device), peak, roofs_of_size(cell, device))]
     log.write(rows)
     for kernel in ("rms_norm_fwd", "rms_norm_bwd"):
         large = [row for row in rows if row["kernel"] == kernel and row["bytes"] > LARGE]
-        kept = [row for row in large if row["pct_of_roof"] >= BAR]
-        worst = min(large, key=lambda row: row["pct_of_roof"])
+        kept = sum(row["pct_of_roof"] >= BAR for row in large)
         of_peak = sum(row["pct_of_peak"] >= BAR for row in large)
-        console.print(
-            f"{'PASS' if len(kept) == len(large) else 'FAIL'}  {kernel}: {len(kept)} of {len(large)} cells of more "
-            f"than 100 MB reach {BAR:.0f} % of the roof of their size, worst {worst['pct_of_roof']:.2f} at "
-            f"{worst['m']} x {worst['n']}; {of_peak} reach {BAR:.0f} % of the peak",
-            markup=False,
-        )
+        worst = min(large, key=lambda row: row["pct_of_roof"])
+        text = f"{kept} of {len(large)} cells of more than 100 MB reach {BAR:.0f} % of the roof of their size, worst "
+        text += f"{worst['pct_of_roof']:.2f} at {worst['m']} x {worst['n']}; {of_peak} reach {BAR:.0f} % of the peak"
+        console().print(f"{'PASS' if kept == len(large) else 'FAIL'}  {kernel}: {text}", markup=False)
     return log.path
 
 

@@ -5,22 +5,19 @@ import math
 import pytest
 import torch
 
-from quackish.bench import host, measure_linear_cross_entropy, measure_rms_norm
-from quackish.bench.cells import Cell, Job
-from quackish.bench.measure_linear_cross_entropy import NONE_IGNORED
-from quackish.bench.measured import A_LAUNCH, AGAIN, Measured, Run
-from quackish.bench.memory import Memory
-from quackish.bench.operations import OPERATIONS
+from quackish.bench import host, truth_rms_norm
+from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell
+from quackish.bench.measured import Measured, Memory, Run
+from quackish.bench.operations import LINEAR_CROSS_ENTROPY, OPERATIONS
 from quackish.bench.providers_linear_cross_entropy import IGNORED
-from quackish.bench.providers_rms_norm import Provider, load, with_config
-from quackish.bench.truth_linear_cross_entropy import CONFIDENCE, Data, Truth, dlogits_of, is_deterministic
-from quackish.bench.truth_rms_norm import backward_errors, forward_errors
-from quackish.bench.truth_rms_norm import is_deterministic as norm_is_deterministic
+from quackish.bench.providers_rms_norm import Provider, load
+from quackish.bench.truth import same_every_time
+from quackish.bench.truth_linear_cross_entropy import CONFIDENCE, Data, Truth, dlogits_of
 from quackish.launch import compile as compiling
-from quackish.testing.timing import Times, Work, interleave, prepare, take_turns
+from quackish.testing.timing import Times, interleave, prepare, take_turns
 
 CPU = torch.device("cpu")
-LCE = OPERATIONS["linear_cross_entropy"]
+LCE = LINEAR_CROSS_ENTROPY
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +33,8 @@ def measure(
     op: str, shape: tuple[int, ...], direction: str, providers: dict[str, object], **options
 ) -> dict[str, Measured]:
     """What is told about each provider; those that are strings are loaded by that name."""
-    told: dict[str, Measured] = {}
-    cell = {name: options.pop(name) for name in ("data", "ignored") if name in options}
-    job = Job(Cell(op, shape, "bfloat16", direction, **cell), tuple(providers), errors=options.pop("errors", True))
+    told: dict[str, Measured] = options.pop("told", {})
+    cell = Cell(op, shape, "bfloat16", direction, ignored=options.pop("ignored", 0.0))
 
     def provider(name: str) -> object:
         found = providers.get(name, name)
@@ -46,17 +42,11 @@ def measure(
             raise found
         return OPERATIONS[op].load(found, "auto") if isinstance(found, str) else found
 
-    run = Run(CPU, provider, lambda name, found: told.__setitem__(name, found), **{"rounds": 2, **options})
-    OPERATIONS[op].measure(job, run)
+    OPERATIONS[op].measure(cell, tuple(providers), Run(CPU, provider, told.__setitem__, **{"rounds": 2, **options}))
     return told
 
 
 # Timing --------------------------------------------------------------------------------------------------------------
-
-
-def test_times_are_median_and_percentiles():
-    assert Times.of(list(map(float, range(11)))) == Times(median=5.0, p20=2.0, p80=8.0)
-    assert Times.of([7.0]) == Times(7.0, 7.0, 7.0)
 
 
 def test_competitors_take_turns():
@@ -64,42 +54,33 @@ def test_competitors_take_turns():
     times = interleave({name: lambda name=name: order.append(name) for name in "ABC"}, CPU, rounds=2, block=2)
     assert "".join(order) == 3 * "AABBCC"  # the first round is thrown away
     assert times.keys() == set("ABC")
+    assert Times.of(list(map(float, range(11)))) == Times(median=5.0, p20=2.0, p80=8.0)
 
 
-def test_slow_works_get_fewer_turns_and_times_so_far_are_told():
-    now, calls, told = [0.0], {"a": 0, "slow": 0}, []
+def test_slow_works_get_fewer_turns_and_those_that_fail_none():
+    now, calls, told = [0.0], {"a": 0, "slow": 0, "bad": 0}, []
 
     def work(name, seconds):
         def call():
             now[0] += seconds
             calls[name] += 1
-            return name
+            return 1 / seconds
 
         return call
 
     def after(name, result, times):
-        assert result == name
         told.append(set(times))
         now[0] += 100  # not timed
 
-    works = {"a": work("a", 0.01), "slow": work("slow", 1.0)}
-    times = take_turns(works, CPU, repeats=10, seconds=0.5, least=3, after=after, clock=lambda: now[0])
-    assert calls == {"a": 10, "slow": 3}
+    works = {"a": work("a", 0.01), "slow": work("slow", 1.0), "bad": work("bad", 0)}
+    how = dict(repeats=10, seconds=0.5, least=3, after=after, clock=lambda: now[0])
+    times = take_turns(works, CPU, on_error=lambda name, error: told.append({name, type(error)}), **how)
+    assert calls == {"a": 10, "slow": 3, "bad": 1}
     assert times["slow"].median == pytest.approx(1e6)
-    assert len(told[0]) == 1
-    assert told[-1] == {"a", "slow"}
-
-
-def test_a_work_that_fails_is_told_and_left_out():
-    told = []
-
-    def fail():
-        raise RuntimeError("no")
-
-    times = take_turns({"good": int, "bad": fail}, CPU, 3, on_error=lambda name, error: told.append((name, str(error))))
-    assert (list(times), told) == (["good"], [("bad", "no")])
-    with pytest.raises(RuntimeError, match="no"):
-        take_turns({"bad": fail}, CPU)
+    assert {"bad", ZeroDivisionError} in told
+    assert told[-1] == times.keys() == {"a", "slow"}
+    with pytest.raises(ZeroDivisionError):
+        take_turns({"bad": works["bad"]}, CPU)
 
 
 def test_a_launch_is_the_slowest_of_a_step():
@@ -125,7 +106,7 @@ def test_a_launch_is_the_slowest_of_a_step():
 
 
 @pytest.mark.gpu
-def test_a_graph_is_captured_and_repeats_into_its_outputs():
+def test_a_graph_repeats_into_its_outputs_and_what_cannot_be_captured_is_launched_plainly():
     device = torch.device("cuda", 0)
     x = torch.ones(1000, device=device)
     work = prepare(lambda: (x + 1,), device)
@@ -134,15 +115,12 @@ def test_a_graph_is_captured_and_repeats_into_its_outputs():
     work.run()
     assert work.outputs[0].eq(3).all()
 
-
-@pytest.mark.gpu
-def test_what_cannot_be_captured_is_launched_plainly():
-    def fn():
+    def refuses():
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("not while capturing")
         return (torch.ones(3, device="cuda"),)
 
-    work = prepare(fn, torch.device("cuda", 0))
+    work = prepare(refuses, device)
     assert not work.is_graph
     assert work.run()[0].eq(1).all()
 
@@ -150,31 +128,30 @@ def test_what_cannot_be_captured_is_launched_plainly():
 # Data and truth ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("elements", [1, 48 * 7, 1 << 20], ids=["row by row", "with a tail", "at once"])
+@pytest.mark.parametrize("elements", [48 * 7, 1 << 20], ids=["with a tail", "at once"])
 def test_norms_errors_are_relative_to_fp64(elements):
-    x, dy, weight = torch.randn(23, 48), torch.randn(23, 48), torch.randn(48)
-    provider = load("quackish")
-    y, rstd = provider.forward(x, weight)
-    dx, dweight = provider.backward(dy, x, weight, rstd)
-    assert forward_errors(x, weight, 1e-6, {"good": (y, rstd)}, elements)["good"]["err_y"] < 1e-6
+    data, provider = truth_rms_norm.Data.make(23, 48, torch.float32, CPU), load("quackish")
+    y, rstd = provider.forward(data.x, data.weight)
+    dx, dweight = provider.backward(data.dy, data.x, data.weight, rstd)
+    assert truth_rms_norm.errors("forward", data, {"good": (y, rstd)}, elements)["good"]["err_y"] < 1e-6
     outputs = {"good": (dx, dweight), "bad": (dx * 1.5, dweight * 0.5), "nan": (dx * math.nan, dweight)}
-    errors = backward_errors(dy, x, weight, 1e-6, outputs, elements)
+    errors = truth_rms_norm.errors("backward", data, outputs, elements)
     assert max(errors["good"].values()) < 1e-6
     assert errors["bad"] == pytest.approx({"err_dx": 0.5, "err_dweight": 0.5})
     assert math.isnan(errors["nan"]["err_dx"])
 
 
-@pytest.mark.parametrize("elements", [1, 500, 1 << 20], ids=["row by row", "with a tail", "at once"])
+@pytest.mark.parametrize("elements", [500, 1 << 20], ids=["with a tail", "at once"])
 @pytest.mark.parametrize("ignored", [0.0, 0.5])
 def test_losses_errors_are_relative_to_fp64(elements, ignored):
-    data = Data.make(23, 16, 50, "normal", ignored, CPU)
+    data = Data.make(23, 16, 50, "normal", ignored, CPU, torch.bfloat16)
     truth = Truth(data, rows=5, classes=7, elements=elements)
     x, w = (t.detach().double().requires_grad_() for t in (data.x, data.w))
     loss = torch.nn.functional.cross_entropy(x @ w.T, data.target)
     loss.backward()
     assert max(truth.errors(loss, x.grad, w.grad).values()) < 1e-12
     wrong = truth.errors(loss * 2, x.grad * 1.5, w.grad * 0.5)
-    assert wrong == pytest.approx({"err_loss": 1.0, "err_dx": 0.5, "err_dw": 0.5})
+    assert wrong == pytest.approx({"err_loss": 1.0, "err_dx": 0.5, "err_dweight": 0.5})
     assert math.isnan(truth.errors(loss, x.grad * math.nan, w.grad)["err_dx"])
     # the dlogits of the bare GEMMs are those of the same loss
     dlogits = dlogits_of(data)
@@ -184,49 +161,25 @@ def test_losses_errors_are_relative_to_fp64(elements, ignored):
 
 
 def test_confident_rows_are_as_confident_as_they_say_and_ignored_rows_a_share_of_all():
-    data = Data.make(300, 512, 4000, "confident", 0.0, CPU)
+    data = Data.make(300, 512, 4000, "confident", 0.8, CPU, torch.bfloat16)
     logits = data.x.detach().float() @ data.w.detach().float().T
-    p = torch.softmax(logits, 1).gather(1, data.target[:, None]).squeeze(1)
+    p = torch.softmax(logits, 1).gather(1, data.all_targets[:, None]).squeeze(1)
     for i, wanted in enumerate(CONFIDENCE):
         assert float(1 - p[i::3].median()) == pytest.approx(1 - wanted, rel=0.5)
-    data = Data.make(50, 8, 20, "normal", 0.8, CPU)
-    assert [int((t == IGNORED).sum()) for t in (data.target, data.all_targets)] == [40, 0]
+    assert [int((t == IGNORED).sum()) for t in (data.target, data.all_targets)] == [240, 0]
 
 
-@pytest.mark.parametrize("what", ["loss", "x", "w"])
-def test_bytes_that_differ_are_noticed(what):
-    data = Data.make(4, 8, 20, "normal", 0.0, CPU)
-    calls = []
+def test_bytes_that_differ_are_noticed():
+    """Equal as numbers, in a buffer that the work hands out each time, or missing."""
+    zeros, buffer = iter([0.0, 0.0, -0.0]), torch.zeros(2)
 
     def work():
-        calls.append(1)
-        late = torch.tensor(-0.0 if len(calls) == 3 else 0.0)  # equal as numbers
-        data.x.grad, data.w.grad = torch.zeros_like(data.x), torch.zeros_like(data.w)
-        if what != "loss":
-            getattr(data, what).grad[0, 0] = late
-        return late if what == "loss" else torch.tensor(1.0)
+        return buffer.fill_(next(zeros)), None
 
-    assert is_deterministic(work, data, 2)
-    calls.clear()
-    assert not is_deterministic(work, data, 3)
-    zeros = iter([0.0, 0.0, -0.0])
-    assert not norm_is_deterministic(Work(lambda: (torch.tensor([1.0, next(zeros)]),), None, is_graph=False))
-
-
-def test_the_roofs_are_elementwise_kernels_for_the_same_traffic():
-    """Not copy_, which for large tensors is a copy engine's and slower than any kernel."""
-    data, ran = measure_rms_norm.Data.make(8, 32, torch.bfloat16, CPU), []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            ran.append(str(func).split(".")[1])
-            return func(*args, **(kwargs or {}))
-
-    for direction, expected in (("forward", data.x), ("backward", data.x + data.dy)):
-        with Watch():
-            measure_rms_norm._roof(direction, data)()
-        assert torch.equal(data.out, expected)
-    assert ran == ["mul", "add"]
+    assert not same_every_time(work, 3)
+    assert same_every_time(lambda: (torch.ones(2), None), 3)
+    parts = iter([torch.ones(1), None])
+    assert not same_every_time(lambda: (next(parts),), 2)
 
 
 # A cell --------------------------------------------------------------------------------------------------------------
@@ -238,28 +191,25 @@ def test_a_cell_of_linear_cross_entropy_has_times_errors_and_the_gemms():
     assert list(told) == ["quackish-chunked-8", "torch", "three-gemms", "gemm-logits", "gemm-dx", "gemm-dw"]
     for name in ("quackish-chunked-8", "torch"):
         assert max(told[name].errors.values()) < 0.01
-        assert told[name].errors.keys() == {"err_loss", "err_dx", "err_dw"}
+        assert told[name].errors.keys() == {"err_loss", "err_dx", "err_dweight"}
     assert all(found.roof == told["three-gemms"].times for found in told.values())
-    quiet = measure("linear_cross_entropy", (24, 32, 90), "forward", {"quackish": "quackish"}, errors=False)
-    assert list(quiet) == ["quackish", AGAIN, "gemm-logits"]
-    assert not quiet["quackish"].errors
+    loss = measure("linear_cross_entropy", (24, 32, 90), "forward", {"quackish": "quackish"})
+    assert list(loss) == ["quackish", AGAIN, "gemm-logits"]
+    assert loss["quackish"].errors.keys() == {"err_loss"}
 
 
-def test_ignored_rows_are_timed_beside_none_ignored():
+def test_a_cell_beside_ignored_rows_and_one_of_host_time():
     told = measure("linear_cross_entropy", (24, 32, 90), "forward+backward", {"quackish": "quackish"}, ignored=0.8)
     assert told.keys() == {"quackish", AGAIN, NONE_IGNORED}
     assert told["quackish"].roof == told[NONE_IGNORED].times
+    host = measure("linear_cross_entropy", (8, 32, 90), "host", {name: name for name in ("quackish", "torch")})
+    assert [name for name, found in host.items() if found.times] == ["quackish", "torch"]
+    assert A_LAUNCH not in host  # nothing is launched on a CPU
 
 
-def test_host_time():
-    providers = {name: name for name in ("quackish", "bare-function")}
-    told = measure("linear_cross_entropy", (8, 32, 90), "host", providers)
-    assert [name for name, found in told.items() if found.times] == list(providers)
-    assert A_LAUNCH not in told  # nothing is launched on a CPU
-
-
-def test_providers_that_fail_early_or_late_are_told_and_the_cell_goes_on():
-    calls = []
+def test_providers_that_fail_early_or_late_are_told_and_an_interrupted_cell_has_told_what_it_knew():
+    """After the first calls: their seconds. After a turn: times, errors and the roof."""
+    partial, calls, told = {}, [], {}
 
     def late(x, w, target):
         calls.append(1)
@@ -267,33 +217,20 @@ def test_providers_that_fail_early_or_late_are_told_and_the_cell_goes_on():
             raise torch.cuda.OutOfMemoryError("no memory\nat length")
         return LCE.load("torch", "auto")(x, w, target)
 
-    providers = {"missing": ImportError("no module of that name"), "late": late, "torch": "torch"}
-    told = measure("linear_cross_entropy", (24, 32, 90), "forward+backward", providers)
-    assert told.pop("missing").status == "ImportError: no module of that name"
-    assert told.pop("late").status == "OutOfMemoryError: no memory"
-    assert {found.status for found in told.values()} == {"ok"}
-    assert "torch" in told
-
-
-def test_an_interrupted_cell_has_told_what_it_knew():
-    """After the first calls: their seconds. After a turn: times, errors and the roof."""
-    partial = {}
-
     def stop(x, w, target):
-        if "three-gemms" in partial and "torch" in partial and partial["torch"].times:
+        if "three-gemms" in partial and "torch" in partial and partial["torch"].times and "late" in told:
             raise KeyboardInterrupt
         return LCE.load("torch", "auto")(x, w, target)
 
+    providers = {"missing": ImportError("no module of that name"), "late": late, "torch": "torch", "stop": stop}
+    how = dict(partial=partial.__setitem__, rounds=1000, seconds=1e9, told=told)
     with pytest.raises(KeyboardInterrupt):
-        measure(
-            *("linear_cross_entropy", (24, 32, 90), "forward+backward", {"torch": "torch", "stop": stop}),
-            partial=partial.__setitem__,
-            rounds=1000,
-            seconds=1e9,
-        )
+        measure("linear_cross_entropy", (24, 32, 90), "forward+backward", providers, **how)
+    assert told["missing"].status == "ImportError: no module of that name"
+    assert told["late"].status == "OutOfMemoryError: no memory"
+    assert told.keys() == {"missing", "late"}
     assert partial["torch"].times
     assert partial["torch"].errors["err_dx"] < 0.02
-    assert partial["torch"].first_s > 0
     assert partial["stop"].first_s > 0
 
 
@@ -306,16 +243,17 @@ class Counted(Memory):
         self.now += size
         self.most = max(self.most, self.now)
 
-    def counts(self, device) -> bool:
-        return True
+    def __init__(self):
+        super().__init__(CPU)
+        self.counts = True
 
-    def allocated(self, device) -> int:
+    def allocated(self) -> int:
         return self.now
 
-    def reset_peak(self, device) -> None:
+    def reset_peak(self) -> None:
         self.most = self.now
 
-    def peak(self, device) -> int:
+    def peak(self) -> int:
         return self.most
 
 
@@ -358,29 +296,20 @@ def test_standing_memory_of_a_norm():
         memory.allocate(-500)
         return load("quackish").backward(dy, x, weight, rstd)
 
+    providers = {"quackish": "quackish", "holds": Provider("holds", None, backward)}
     for m in (4, 9):
-        providers = {"quackish": "quackish", "holds": Provider("holds", None, backward)}
         told = measure("rms_norm", (m, 32), "backward", providers, memory=memory, rounds=1)
-        found = {name: (f.peak_bytes, f.standing_bytes) for name, f in told.items() if f.peak_bytes is not None}
-        assert found == {"quackish": (0, 0), "holds": (4500, 4000)}
-
-
-def test_a_config_is_forced_by_field():
-    told = measure("rms_norm", (4, 32), "backward", {"quackish[num_stages=4]": "quackish[num_stages=4]"}, rounds=1)
-    assert told["quackish[num_stages=4]"].status == "ok"
-    with pytest.raises(ValueError, match="no field 'stages'"):
-        with_config("stages=4")
+        assert (told["holds"].peak_bytes, told["holds"].standing_bytes, told["quackish"].peak_bytes) == (4500, 4000, 0)
 
 
 @pytest.mark.gpu
 def test_the_peak_is_the_same_whoever_was_measured_before():
     device = torch.device("cuda", 0)
-    found = []
+    memory, found = Memory(device), []
     for providers in (("quackish-chunked", "torch"), ("quackish-chunked",), ("quackish-chunked", "quackish-recompute")):
         told = {}
-        job = Job(Cell(LCE.name, (512, 512, 4096), "bfloat16", "forward+backward"), providers, errors=False)
-        run = Run(device, lambda name: LCE.load(name, "auto"), told.__setitem__, rounds=1)
-        measure_linear_cross_entropy.measure_cell(job, run)
+        run = Run(device, lambda name: LCE.load(name, "auto"), told.__setitem__, rounds=1, memory=memory)
+        LCE.measure(Cell(LCE.name, (512, 512, 4096), "bfloat16", "forward+backward"), providers, run)
         found.append({name: told[name].peak_bytes for name in providers})
     assert found[0]["quackish-chunked"] == found[1]["quackish-chunked"] == found[2]["quackish-chunked"]
     gradients = 2 * (512 + 4096) * 512

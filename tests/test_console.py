@@ -36,11 +36,11 @@ def test_lines_come_while_the_caller_is_busy():
 def output(is_terminal: bool, transient: bool = False) -> str:
     """What a bar writes that is at 3 of 12 after a minute, and at the end after two."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     clock, file = Clock(), io.StringIO()
     made = Console(file=file, force_terminal=is_terminal, width=40)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     options = dict(get_time=clock, transient=transient, auto_refresh=False, speed_estimate_period=600)
     with console.progress_class()(*columns, console=made, **options) as bar:
         task = bar.add_task("RMSNorm", total=12)
@@ -55,28 +55,12 @@ def output(is_terminal: bool, transient: bool = False) -> str:
     return file.getvalue()
 
 
-def test_a_file_gets_plain_lines():
+def test_a_file_gets_plain_lines_and_a_terminal_a_bar():
     pytest.importorskip("rich")
     first, last = output(is_terminal=False).splitlines()
-    assert first.startswith("[3] backward 8192x4096 of bfloat16   3/12  25%  0:01:00 elapsed  0:04:30 left")
-    assert last.startswith("[3] backward 8192x4096 of bfloat16  12/12  100%  0:02:00 elapsed")
+    assert first.split() == "[3] backward 8192x4096 of bfloat16 3/12 0:04:30".split()
+    assert last.split()[-2:] == ["12/12", "0:00:00"]
     assert output(is_terminal=False, transient=True).splitlines() == [first]
-
-
-def test_a_terminal_gets_a_bar():
-    pytest.importorskip("rich")
     assert "\x1b[" in output(is_terminal=True)
-    assert "elapsed" not in output(is_terminal=True)
-
-
-def test_the_commands_bars_are_these(monkeypatch):
-    pytest.importorskip("rich")
-    from quackish.cli import tune
-
+    assert "━" in output(is_terminal=True)
     assert isinstance(console.progress(), console.progress_class())
-    made = []
-    monkeypatch.setattr(console.progress_class(), "start", lambda bar: made.append(bar))
-    monkeypatch.setattr(console.progress_class(), "stop", lambda bar: made.append(bar))
-    with tune._progress("timing", 3) as advance:
-        advance()
-    assert len(made) == 2

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from quackish.bench.cells import Cell
-from quackish.bench.measured import OURS, is_ours
+from quackish.bench.cells import OURS, Cell, is_ours
 from quackish.bench.results import Results
 
 Verdict = tuple[str, str]  # PASS or FAIL, and what was found
@@ -16,7 +15,7 @@ def verdict(kept: bool, text: str) -> Verdict:
 
 def at_most(value: float | None, bar: float, text: str, unit: str = "") -> list[Verdict]:
     """Nothing if there is no value."""
-    return [] if value is None else [verdict(value <= bar, f"{text}: {value:.4f}{unit}, bar {bar:g}{unit}")]
+    return [] if value is None else [verdict(round(value, 9) <= bar, f"{text}: {value:.4f}{unit}, bar {bar:g}{unit}")]
 
 
 def faster(ours: float, peers: Mapping[str, float], text: str) -> list[Verdict]:
@@ -45,21 +44,20 @@ def dominated(results: Results, cell: Cell, text: str) -> list[Verdict]:
 
 
 def every(
-    results: Results, cells: Sequence[Cell], limit: float, text: str, time_of: Callable[[Cell], float | None]
+    results: Results, cells: Sequence[Cell], limit: float, text: str, ms_of: Callable[[Cell], float | None]
 ) -> list[Verdict]:
-    """Whether our time is at most `limit` times `time_of` (microseconds) in every cell that has one."""
-    others = {cell: time for cell in cells if (time := time_of(cell))}
+    """Whether our time is at most `limit` times `ms_of` in every cell that has one."""
+    others = {cell: ms for cell in cells if (ms := ms_of(cell))}
     if not others:
         return []
 
     def ratio(cell: Cell) -> float:  # a cell that we failed to run is lost, not left out
-        return (results.value(cell, OURS, "median_us") or math.inf) / others[cell]
+        return round((results.ms(cell, OURS) or math.inf) / others[cell], 9)
 
     def both(cell: Cell) -> str:  # with all digits of the file, as the last one may decide
-        ours = results.value(cell, OURS, "median_us")
-        times = f"{ours:.6g} us for {others[cell]:.6g} us" if ours else "failed"
-        m, n = cell.shape
-        return f"{ratio(cell):.4f} ({times}) at {m} x {n} {cell.dtype}"
+        ours = results.ms(cell, OURS)
+        times = f"{1e3 * ours:.6g} us for {1e3 * others[cell]:.6g} us" if ours else "failed"
+        return f"{ratio(cell):.4f} ({times}) at {' x '.join(map(str, cell.shape))} {cell.dtype}"
 
     missed = sorted((cell for cell in others if ratio(cell) > limit), key=ratio, reverse=True)
     found = f"{len(others) - len(missed)} of {len(others)} cells, worst {both(max(others, key=ratio))}"

@@ -4,6 +4,21 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+OURS = "quackish"
+A_LAUNCH = f"{OURS} (a launch)"  # host time of the slowest launch in a call
+AGAIN = f"{OURS} (again)"  # ours a second time, in the same turns: the noise
+NONE_IGNORED = f"{OURS} (none ignored)"  # the roof of a cell with ignored rows
+
+
+def is_ours(name: str) -> bool:
+    """Also true for "quackish-chunked" and "quackish (again)"."""
+    return name == OURS or name.startswith((f"{OURS}-", f"{OURS} "))
+
+
+def library(name: str) -> str:
+    """The library that a provider belongs to: "liger" for "liger-cute"."""
+    return OURS if is_ours(name) else name.partition("-")[0]
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -16,10 +31,14 @@ class Cell:
     data: str = "normal"
     ignored: float = 0.0  # share of the rows
 
+    @property
+    def kind(self) -> str:
+        """Of special data " confident" or " 80% ignored"; otherwise empty."""
+        ignored = f"{self.ignored:.0%} ignored" if self.ignored else ""
+        return "".join(f" {word}" for word in (self.data if self.data != "normal" else "", ignored) if word)
+
     def __str__(self) -> str:
-        words = [self.direction, shape_name(self.shape), self.dtype]
-        words += [] if self.data == "normal" else [self.data]
-        return " ".join(words + ([f"{self.ignored:.0%} ignored"] if self.ignored else []))
+        return f"{self.direction} {shape_name(self.shape)} {self.dtype}{self.kind}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +48,6 @@ class Job:
     cell: Cell
     providers: tuple[str, ...]
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)  # constant columns of its rows
-    errors: bool = True  # whether results are compared with fp64
 
 
 def shape_name(shape: Sequence[int]) -> str:

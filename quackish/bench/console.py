@@ -1,7 +1,6 @@
 """The console and the progress bar, by rich; plain lines if output goes to a file."""
 
 import contextlib
-import datetime
 import functools
 import importlib.util
 import signal
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 NO_GPU = "No GPU: the portable path runs on the CPU, small. This tries the benchmark itself; it measures nothing."
-EXTRA = {"rich": "rich", "pandas": "pandas", "matplotlib": "matplotlib", "yaml": "pyyaml"}
+EXTRA = {"rich": "rich", "matplotlib": "matplotlib", "yaml": "pyyaml"}
 EVERY_S = 5.0  # between plain lines
 
 
@@ -53,12 +52,12 @@ def console() -> "Console":
 
 
 class PlainLines:
-    """Prints `line()` every few seconds from `start` to `stop`, or in a `with` block. Does not need rich."""
+    """Shows `line()` every few seconds from `start` to `stop`, or in a `with` block. Does not need rich."""
 
     def __init__(
         self,
-        line: Callable[[], str],
-        show: Callable[[str], None] = lambda line: print(line, flush=True),
+        line: Callable[[], object],
+        show: Callable[[object], None] = lambda line: print(line, flush=True),
         clock: Callable[[], float] = time.monotonic,
         every_s: float = EVERY_S,
     ):
@@ -66,12 +65,12 @@ class PlainLines:
         self._last, self._lock, self._ended = clock(), threading.Lock(), threading.Event()
 
     def tick(self) -> None:
-        """Prints the line if it is due."""
+        """Shows the line if it is due."""
         if self._clock() - self._last >= self._every_s:
             self.say(self._line())
 
-    def say(self, line: str) -> None:
-        """Prints `line` now; the next one is due a few seconds later."""
+    def say(self, line: object) -> None:
+        """Shows `line` now; the next one is due a few seconds later."""
         with self._lock:
             self._last = self._clock()
             self._show(line)
@@ -100,53 +99,37 @@ class PlainLines:
 @functools.cache
 def progress_class() -> type["Progress"]:
     """rich's Progress, which prints plain lines where output is a file or a pipe. rich is imported only here."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress
 
     class PlainProgress(Progress):
-        def __init__(self, *columns, console: Console, **options):
-            super().__init__(*columns, console=console, **options)
+        def __init__(self, *columns, **options):
+            super().__init__(*columns, **options)
             self.lines = None
-            if not (console.is_interactive or console.is_jupyter):
-                self.lines = PlainLines(self._line, self._show, self.get_time)
+            if not (self.console.is_interactive or self.console.is_jupyter):
+                self.columns = tuple(column for column in self.columns if not isinstance(column, BarColumn))
+                self.lines = PlainLines(self.get_renderable, self._show, self.get_time)
 
         def start(self) -> None:
-            if self.lines is None:
-                super().start()
-            else:
-                self.lines.start()
+            (self.lines or super()).start()
 
         def stop(self) -> None:
-            if self.lines is None:
-                super().stop()
-                return
-            self.lines.stop()
-            if not self.live.transient and self.tasks:
-                self._show(self._line())
+            (self.lines or super()).stop()
+            if self.lines and not self.live.transient:
+                self._show(self.get_renderable())
 
-        def _line(self) -> str:
-            """The columns' words, how much is done, and the time that it took and may take."""
-            lines = []
-            for task in self.tasks:
-                words = [c.render(task).plain for c in self.columns if isinstance(c, (TextColumn, MofNCompleteColumn))]
-                words += [f"{task.percentage:.0f}%"] * (not any("%" in word for word in words))
-                for seconds, what in ((task.elapsed, "elapsed"), (task.time_remaining, "left")):
-                    if seconds is not None:
-                        words.append(f"{datetime.timedelta(seconds=int(seconds))} {what}")
-                lines.append("  ".join(filter(str.strip, words)))
-            return "\n".join(lines)
-
-        def _show(self, line: str) -> None:
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        def _show(self, line: object) -> None:
+            for parts in self.console.render_lines(line, self.console.options.update(width=200), pad=False):
+                text = "".join(part.text for part in parts).rstrip()
+                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     return PlainProgress
 
 
-def progress(count: bool = True) -> "Progress":
-    """A bar with the remaining time; `count` also shows "3/10" of its steps."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as Remaining
+def progress() -> "Progress":
+    """A bar with the elapsed and the remaining time."""
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), *([MofNCompleteColumn()] if count else []))
     # Steps differ by a factor of 100: the speed is that of ten minutes, not of the last thirty seconds.
-    return progress_class()(*columns, TimeElapsedColumn(), Remaining(), console=console(), speed_estimate_period=600)
+    text, left = TextColumn("{task.description}"), TextColumn("left")
+    columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("elapsed"))
+    return progress_class()(*columns, TimeRemainingColumn(), left, console=console(), speed_estimate_period=600)

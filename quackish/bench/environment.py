@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+from quackish import __version__
+
+SCHEMA = 2  # raise it when a column of a results file gets another meaning
 # Columns that say where a row comes from; every results file has them.
 ENVIRONMENT = ("date", "commit", "dirty", "gpu", "driver", "python", "torch", "cuda", "dsl", "tvm_ffi", "peers")
 PEERS = ("quack-kernels", "liger-kernel", "cut-cross-entropy", "triton")
@@ -31,20 +34,24 @@ def device_name(device: torch.device) -> str:
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
     """The values of ENVIRONMENT. `commit`, as `git describe` writes it, is used if there is no git to ask."""
     commit = commit or _commit()
-    values = (
-        datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        commit.removesuffix("-dirty"),
-        str(commit.endswith("-dirty")),
-        device_name(device),
-        _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-        platform.python_version(),
-        torch.__version__,
-        torch.version.cuda or "",
-        version("nvidia-cutlass-dsl"),
-        version("apache-tvm-ffi"),
-        " ".join(f"{name}={version(name)}" for name in PEERS if version(name)),
+    return dict(
+        date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        commit=commit.removesuffix("-dirty"),
+        dirty=str(commit.endswith("-dirty")),
+        gpu=device_name(device),
+        driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda or "",
+        dsl=version("nvidia-cutlass-dsl"),
+        tvm_ffi=version("apache-tvm-ffi"),
+        peers=" ".join(f"{name}={version(name)}" for name in PEERS if version(name)),
     )
-    return dict(zip(ENVIRONMENT, values, strict=True))
+
+
+def origin(device: torch.device, commit: str | None = None) -> dict[str, str]:
+    """The columns that all rows of a run share."""
+    return {"schema": str(SCHEMA), **environment(device, commit), "quackish": __version__, "source": source()}
 
 
 def version(distribution: str) -> str:
@@ -58,11 +65,8 @@ def version(distribution: str) -> str:
 @functools.cache
 def source() -> str:
     """Twelve digits of a hash of the package's files: distinguishes local changes to one commit."""
-    digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(_PACKAGE).as_posix()} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:12]
+    files = ((path.relative_to(_PACKAGE).as_posix(), path.read_text("utf-8")) for path in _PACKAGE.rglob("*.py"))
+    return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:12]
 
 
 def _commit() -> str:

@@ -28,25 +28,25 @@ def in_turns(
     return {name: list(map(Times.of, zip(*found, strict=True))) for name, found in samples.items()}
 
 
-def host_us(work: Callable, device: torch.device, calls: int = 8) -> float:
-    """Microseconds per call until all is enqueued; the GPU is waited for afterwards."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        work()
-    us = 1e6 * (time.perf_counter() - start) / calls
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return us
-
-
-def host_times(works: Mapping[str, Callable], device: torch.device, repeats: int = 25) -> dict[str, Times]:
+def host_times(
+    works: Mapping[str, Callable], device: torch.device, repeats: int = 25, calls: int = 8
+) -> dict[str, Times]:
     """Microseconds per call until all is enqueued, without waiting for the GPU: 8 calls in a row, in turns.
 
     Single calls from an idle start take longer: a step 471 us instead of 381, torch's 286 instead of 195 (one H200).
     About half is autograd's second thread: with torch.autograd.set_multithreading_enabled(False) a step took 197 us for
     346, torch's 152 for 335, an empty autograd.Function 60 for 131 (in one run beside another).
     """
-    samplers = {name: lambda work=work: [host_us(work, device)] for name, work in works.items()}
+
+    def sample(work: Callable) -> list[float]:
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        us = 1e6 * (time.perf_counter() - start) / calls
+        _synchronize(device)
+        return [us]
+
+    samplers = {name: lambda work=work: sample(work) for name, work in works.items()}
     return {name: times for name, (times,) in in_turns(samplers, repeats).items()}
 
 
@@ -61,7 +61,6 @@ def launch_times(
 
     `calls` works run in a row, as above.
     """
-    samples: dict[int, list[float]] = {}
     taken: list[float] = []
 
     def observer(function, args, kernel_class, problem, config) -> None:
@@ -69,16 +68,21 @@ def launch_times(
         function(*args)
         taken.append(1e6 * (clock() - start))
 
+    samples: dict[int, list[float]] = {}
     launch.observe(observer)
     try:
         for i in range(repeats + 5):
             taken.clear()
             for _ in range(calls):
                 work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            _synchronize(device)
             for at, us in enumerate(taken if i >= 5 else ()):
                 samples.setdefault(at % (len(taken) // calls), []).append(us)
     finally:
         launch.observe(None)
     return max(map(Times.of, samples.values()), key=lambda times: times.median, default=None)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

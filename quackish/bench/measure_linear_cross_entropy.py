@@ -7,19 +7,17 @@ of a step for forward and backward. Direction "host" is the host time of a forwa
 
 import dataclasses
 import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from quackish import launch
-from quackish.bench.cells import Job
+from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, OURS, Cell
 from quackish.bench.host import host_times, launch_times
-from quackish.bench.measured import A_LAUNCH, AGAIN, NONE_IGNORED, OURS, Measured, Run, is_ours, library
-from quackish.bench.memory import Account, warm_up_cublas
+from quackish.bench.measured import Account, Measured, Run, first_call, warm_up_cublas
 from quackish.bench.providers_linear_cross_entropy import Loss
-from quackish.bench.truth_linear_cross_entropy import Data, Truth, dlogits_of, is_deterministic
+from quackish.bench.truth import same_every_time
+from quackish.bench.truth_linear_cross_entropy import Data, Truth, dlogits_of
 from quackish.testing.timing import Times, take_turns
 
 THREE_GEMMS, GEMMS = "three-gemms", ("gemm-logits", "gemm-dx", "gemm-dw")
@@ -28,23 +26,23 @@ ROOFS = {"forward": GEMMS[0], "forward+backward": THREE_GEMMS}
 Works = dict[str, Callable[[], Tensor]]
 
 
-def measure_cell(job: Job, run: Run) -> None:
-    cell = job.cell
+def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
+    """Tells `run` about each of `names`, ours a second time, and the GEMMs: failures at once, results at the end."""
     run.at("inputs")
     data = Data.make(*cell.shape, cell.data, cell.ignored, run.device, getattr(torch, cell.dtype))
-    if cell.direction == "host":
-        _measure_host(data, job.providers, run)
-    else:
-        measure(cell.direction, data, job.providers, run if job.errors else dataclasses.replace(run, errors=False))
-
-
-def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
-    """Tells `run` about each of `names`, ours a second time, and the GEMMs: failures at once, results at the end."""
-    grad, all_live = direction == "forward+backward", torch.equal(data.target, data.all_targets)
     warm_up_cublas(run.device)
-    truth = _truth(data, run) if run.errors else None
+    if cell.direction == "host":
+        _measure_host(data, names, run)
+        return
+    grad, all_live = cell.direction == "forward+backward", torch.equal(data.target, data.all_targets)
+    run.at("truth")
+    try:
+        truth = Truth(data)
+    except torch.cuda.OutOfMemoryError as error:
+        truth = None
+        run.fail("truth", error)
     works, results = _first_calls(data, grad, names, run)
-    warm = {name: _WarmCall(name, data, truth, run) for name in works}
+    accounts = dict.fromkeys(works)  # of the second calls, which show more than their time
 
     def fail(name: str, error: Exception) -> None:
         works.pop(name, None)
@@ -54,7 +52,7 @@ def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
         works[AGAIN] = works[OURS]
         if not all_live:
             works[NONE_IGNORED] = _step(run.load(OURS), data, grad, data.all_targets)
-    roof = ROOFS[direction] if all_live else NONE_IGNORED
+    roof = ROOFS[cell.direction] if all_live else NONE_IGNORED
     if all_live:
         run.at("roof")
         try:
@@ -64,12 +62,14 @@ def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
 
     def before(name: str) -> None:
         data.clear_grads()
-        if name in warm:
-            warm[name].start()
+        if name in accounts:
+            accounts[name] = Account(name, run.memory)
 
-    def after(name: str, value: object, times: Mapping[str, Times]) -> None:
-        if name in warm:
-            results[name] = dataclasses.replace(results[name], **warm.pop(name).found(value))
+    def after(name: str, value: Tensor, times: Mapping[str, Times]) -> None:
+        if name in accounts:
+            peak = accounts.pop(name).peak()
+            errors = truth.errors(value, data.x.grad, data.w.grad) if truth else {}
+            results[name] = dataclasses.replace(results[name], peak_bytes=peak, errors=errors)
         run.partial(name, timed(name, times))
 
     def timed(name: str, times: Mapping[str, Times]) -> Measured:
@@ -88,27 +88,12 @@ def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
 
 
 def _measure_host(data: Data, names: Sequence[str], run: Run) -> None:
-    warm_up_cublas(run.device)
     works, results = _first_calls(data, True, names, run)
     run.at("timing")
-    for name, work in works.items():
-        data.clear_grads()
-        warm = _WarmCall(name, data, None, run)
-        warm.start()
-        results[name] = dataclasses.replace(results[name], **warm.found(work()))
     for name, times in host_times(works, run.device).items():
         run.tell(name, dataclasses.replace(results[name], times=times))
     if OURS in works and run.device.type == "cuda" and (times := launch_times(works[OURS], run.device)):
         run.tell(A_LAUNCH, Measured(times=times))
-
-
-def _truth(data: Data, run: Run) -> Truth | None:
-    run.at("truth")
-    try:
-        return Truth(data)
-    except torch.cuda.OutOfMemoryError as error:
-        run.fail("truth", error)
-        return None
 
 
 def _first_calls(data: Data, grad: bool, names: Sequence[str], run: Run) -> tuple[Works, dict[str, Measured]]:
@@ -117,10 +102,13 @@ def _first_calls(data: Data, grad: bool, names: Sequence[str], run: Run) -> tupl
     results: dict[str, Measured] = {}
     for name in names:
         run.at(name)
-        account = Account(library(name), run.device, run.memory)
+        account = Account(name, run.memory)
         try:
             works[name] = _step(run.load(name), data, grad)
-            results[name] = _first_call(works[name], data, run)
+            results[name] = first_call(name, works[name], run)[1]
+            if run.repeats:
+                same = _same_bytes(works[name], data, run.repeats)
+                results[name] = dataclasses.replace(results[name], deterministic=same)
         except Exception as error:  # a peer that is broken here must not stop the others
             works.pop(name, None)
             run.fail(name, error)
@@ -149,37 +137,11 @@ def _step(loss: Loss, data: Data, grad: bool, target: Tensor | None = None) -> C
     return train if grad else loss_only
 
 
-def _first_call(work: Callable[[], Tensor], data: Data, run: Run) -> Measured:
-    """The first call compiles; then, where this is asked for, calls whose bytes are compared."""
-    compiles, start = launch.counters.compiles, time.perf_counter()
-    work()
-    run.synchronize()
-    first_s, compiles = time.perf_counter() - start, launch.counters.compiles - compiles
-    same = None
-    if run.repeats:
-        try:
-            same = is_deterministic(work, data, run.repeats)
-        except torch.cuda.OutOfMemoryError:  # no room for the copies to compare with
-            same = None
-    return Measured(first_s=first_s, compiles=compiles, deterministic=same)
-
-
-class _WarmCall:
-    """What a provider's second call shows besides its time."""
-
-    def __init__(self, name: str, data: Data, truth: Truth | None, run: Run):
-        self._name, self._data, self._truth, self._run = name, data, truth, run
-
-    def start(self) -> None:
-        self._account = Account(library(self._name), self._run.device, self._run.memory)
-        self._launches = launch.counters.launches
-
-    def found(self, value: Tensor) -> dict[str, object]:
-        peak, launches = self._account.peak(), launch.counters.launches - self._launches
-        errors = self._truth.errors(value, self._data.x.grad, self._data.w.grad) if self._truth else {}
-        portable = self._run.device.type == "cuda" and is_ours(self._name) and not launches
-        note = "portable path" if portable else ""
-        return dict(peak_bytes=peak, launches=launches, errors=errors, note=note)
+def _same_bytes(work: Callable[[], Tensor], data: Data, runs: int) -> bool | None:
+    try:
+        return same_every_time(lambda: (work(), data.x.grad, data.w.grad), runs)
+    except torch.cuda.OutOfMemoryError:  # no room for the copies to compare with
+        return None
 
 
 def _release(data: Data, run: Run) -> None:

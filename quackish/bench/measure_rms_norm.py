@@ -5,56 +5,34 @@ same memory traffic: `torch.mul(a, 1.0, out=c)` for forward, `torch.add(a, b, ou
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from quackish import launch
-from quackish.bench.cells import Job
-from quackish.bench.measured import AGAIN, OURS, Measured, Run, is_ours, library
-from quackish.bench.memory import Account, warm_up_cublas
-from quackish.bench.providers_rms_norm import EPS, Provider
-from quackish.bench.truth_rms_norm import backward_errors, forward_errors, is_deterministic, rstd_of
-from quackish.testing import inputs
+from quackish.bench.cells import AGAIN, OURS, Cell
+from quackish.bench.measured import Account, Measured, Run, first_call, warm_up_cublas
+from quackish.bench.providers_rms_norm import Provider
+from quackish.bench.truth import same_every_time
+from quackish.bench.truth_rms_norm import Data, errors
 from quackish.testing.timing import Work, interleave, prepare
 
 ROOFS = {"forward": "mul", "backward": "add"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    x: Tensor  # (m, n)
-    dy: Tensor  # (m, n)
-    weight: Tensor  # (n,)
-    rstd: Tensor  # (m,) fp32
-    out: Tensor  # (m, n), which the roofs write
-
-    @classmethod
-    def make(cls, m: int, n: int, dtype: torch.dtype, device: torch.device) -> "Data":
-        shapes = ((m, n), (m, n), (n,))
-        x, dy, weight = (inputs.rows(s, dtype, seed=i, device=device) for i, s in enumerate(shapes))
-        return cls(x, dy, weight, rstd_of(x, EPS), torch.empty_like(x))
-
-
-def measure_cell(job: Job, run: Run) -> None:
-    cell = job.cell
-    run.at("inputs")
-    measure(cell.direction, Data.make(*cell.shape, getattr(torch, cell.dtype), run.device), job.providers, run)
-
-
-def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
+def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     """Tells `run` about each of `names`, ours a second time, and the roof: failures at once, results at the end."""
+    run.at("inputs")
+    data = Data.make(*cell.shape, getattr(torch, cell.dtype), run.device)
     works: dict[str, Work] = {}
     results: dict[str, Measured] = {}
-    expected = {"forward": (data.x,), "backward": (data.x, data.weight)}[direction]  # outputs are like these
+    expected = {"forward": (data.x,), "backward": (data.x, data.weight)}[cell.direction]  # outputs are like these
     warm_up_cublas(run.device)
     for name in names:
         run.at(name)
-        account = Account(library(name), run.device, run.memory)
+        account = Account(name, run.memory)
         try:
-            call = _call(run.load(name), direction, data)
+            call = _call(run.load(name), cell.direction, data)
             works[name], results[name] = _try_out(name, call, expected, run, account)
         except Exception as error:  # a peer that is broken here must not stop the others
             works.pop(name, None)
@@ -63,17 +41,18 @@ def measure(direction: str, data: Data, names: Sequence[str], run: Run) -> None:
             account.close()
 
     run.at("errors")
-    errors = _errors(direction, data, works)
+    found_errors = errors(cell.direction, data, {name: work.outputs for name, work in works.items()})
 
     run.at("timing")
     runs = {name: work.run for name, work in works.items()}
     if OURS in works:  # twice: how far apart are two measurements of the same thing?
         runs[AGAIN], results[AGAIN] = works[OURS].run, Measured(note=results[OURS].note)
-    roof = ROOFS[direction]
-    runs[roof], results[roof] = prepare(_roof(direction, data), run.device).run, Measured()
+    roof = ROOFS[cell.direction]
+    roofs = elementwise_roofs(data.x, data.dy, data.out)
+    runs[roof], results[roof] = prepare(roofs[roof], run.device).run, Measured()
     times = interleave(runs, run.device, run.rounds)
     for name in runs:
-        found = dict(times=times[name], roof=times[roof], errors=errors.get(name, {}))
+        found = dict(times=times[name], roof=times[roof], errors=found_errors.get(name, {}))
         run.tell(name, dataclasses.replace(results[name], **found))
 
 
@@ -92,20 +71,11 @@ def _call(provider: Provider, direction: str, data: Data) -> Callable[[], tuple]
     return lambda: provider.backward(data.dy, data.x, data.weight, data.rstd)
 
 
-def _roof(direction: str, data: Data) -> Callable[[], object]:
-    works = elementwise_roofs(data.x, data.dy, data.out)
-    return works[ROOFS[direction]]
-
-
 def _try_out(
     name: str, call: Callable[[], tuple], expected: Sequence[Tensor], run: Run, account: Account
 ) -> tuple[Work, Measured]:
     """A first call, which compiles; peak memory of a second one; then the graph, whose outputs stay allocated."""
-    compiles, start = launch.counters.compiles, time.perf_counter()
-    outputs = call()
-    run.synchronize()
-    first_s = time.perf_counter() - start
-    compiles, launches = launch.counters.compiles - compiles, launch.counters.launches
+    outputs, found = first_call(name, call, run)
     for got, like in zip(outputs, expected, strict=False):
         if got.shape != like.shape:
             raise ValueError(f"returned {tuple(got.shape)} where {tuple(like.shape)} was expected")
@@ -113,23 +83,21 @@ def _try_out(
     account.start()
     call()
     run.synchronize()
-    peak, standing = account.peak(), account.close()
-    launches = launch.counters.launches - launches
+    memory = dict(peak_bytes=account.peak(), standing_bytes=account.close())
 
     work = prepare(call, run.device)
-    notes = []
-    if run.device.type == "cuda":
-        notes += [] if work.is_graph else ["plain launches"]
-        notes += ["portable path"] if is_ours(name) and not launches else []
-    same = is_deterministic(work, run.repeats) if run.repeats else None
+    plain = run.device.type == "cuda" and not work.is_graph
+    note = ", ".join(filter(None, ("plain launches" if plain else "", found.note)))
+    same = same_every_time(lambda: _poisoned(work), run.repeats) if run.repeats else None
     run.synchronize()
-    memory = dict(peak_bytes=peak, standing_bytes=standing)
-    counts = dict(compiles=compiles, launches=launches)
-    return work, Measured(note=", ".join(notes), first_s=first_s, deterministic=same, **memory, **counts)
+    return work, dataclasses.replace(found, note=note, deterministic=same, **memory)
 
 
-def _errors(direction: str, data: Data, works: dict[str, Work]) -> dict[str, dict[str, float]]:
-    outputs = {name: work.outputs for name, work in works.items()}
-    if direction == "forward":
-        return forward_errors(data.x, data.weight, EPS, outputs)
-    return backward_errors(data.dy, data.x, data.weight, EPS, outputs)
+def _poisoned(work: Work) -> Sequence[Tensor]:
+    """The outputs of a run; those of a graph held NaN before."""
+    if not work.is_graph:
+        return work.run()
+    for t in work.outputs:
+        t.fill_(float("nan"))
+    work.run()
+    return work.outputs

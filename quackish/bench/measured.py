@@ -1,27 +1,16 @@
-"""What is known about one provider in one cell, and how a cell is measured."""
+"""What is known about one provider in one cell, and what a cell is measured with."""
 
 import dataclasses
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
-from quackish.bench.memory import MEMORY, Memory
+from quackish import launch
+from quackish.bench.cells import is_ours, library
 from quackish.testing.timing import Times
-
-OURS = "quackish"
-A_LAUNCH = f"{OURS} (a launch)"  # host time of the slowest launch in a call
-AGAIN = f"{OURS} (again)"  # ours a second time, in the same turns: the noise
-NONE_IGNORED = f"{OURS} (none ignored)"  # the roof of a cell with ignored rows
-
-
-def is_ours(name: str) -> bool:
-    """Also true for "quackish-chunked", "quackish[num_stages=4]" and "quackish (again)"."""
-    return name == OURS or name.startswith((f"{OURS}-", f"{OURS}[", f"{OURS} "))
-
-
-def library(name: str) -> str:
-    """The library that a provider belongs to: "liger" for "liger-cute"."""
-    return OURS if is_ours(name) else name.partition("-")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,34 +29,75 @@ class Measured:
     deterministic: bool | None = None
     errors: Mapping[str, float] = dataclasses.field(default_factory=dict)  # "err_dx": relative to fp64
 
-    @classmethod
-    def from_dict(cls, values: Mapping) -> "Measured":
-        """The inverse of `dataclasses.asdict`, also through JSON."""
-        times = {name: Times(**values[name]) for name in ("times", "roof") if values[name] is not None}
-        return cls(**{**values, **times})
+
+class Memory:
+    """CUDA's allocator, and how many bytes each library keeps allocated between calls.
+
+    All providers share a process, so what a library keeps (tickets, workspaces) is allocated while the other providers
+    are measured too. It is charged to all providers of that library and to no other.
+    """
+
+    def __init__(self, device: torch.device):
+        self.standing: Counter[str] = Counter()
+        self.device, self.counts = device, device.type == "cuda"
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
 
 
-def _ignore(*what: object) -> None:
-    pass
+class Account:
+    """What one provider allocates, from its creation on. Without a GPU all numbers are None."""
+
+    def __init__(self, provider: str, memory: Memory):
+        self._library, self._memory = library(provider), memory
+        if memory.counts:
+            self._without = memory.allocated() - memory.standing[self._library]  # without the library
+        self.start()
+
+    def start(self) -> None:
+        """Before the warm call whose peak is wanted."""
+        if self._memory.counts:
+            self._memory.reset_peak()
+
+    def peak(self) -> int | None:
+        """The peak since `start`, standing memory included."""
+        return self._memory.peak() - self._without if self._memory.counts else None
+
+    def close(self) -> int | None:
+        """The library's standing memory: what it still holds, from all its calls so far."""
+        if not self._memory.counts:
+            return None
+        found = max(0, self._memory.allocated() - self._without)
+        self._memory.standing[self._library] = found
+        return found
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Run:
     """How cells are measured, and what to call with the results."""
 
     device: torch.device
     load: Callable[[str], object]  # a provider by its name; an exception is that provider's failure
     tell: Callable[[str, Measured], None]  # each provider's result, as soon as it is known
-    partial: Callable[[str, Measured], None] = _ignore  # what is known so far, in case the run is interrupted
-    at: Callable[[str], None] = _ignore  # what comes next, before it starts: a provider's name or a step
+    partial: Callable[[str, Measured], None] = lambda name, found: None  # what is known if the run is interrupted
+    at: Callable[[str], None] = lambda step: None  # what comes next, before it starts: a provider's name or a step
     rounds: int = 10
     repeats: int = 0  # runs whose bytes are compared; with 0 none are
     seconds: float = 0.4  # of samples for one provider of linear_cross_entropy that already has five
-    errors: bool = True  # compare with fp64
-    memory: Memory = MEMORY
+    memory: Memory | None = None
+
+    def __post_init__(self) -> None:
+        self.memory = self.memory or Memory(self.device)
 
     def fail(self, name: str, error: Exception) -> None:
         """Tells that a provider failed. Raises if the CUDA context is lost: nothing can be measured then."""
+        self.at(name)
         self.tell(name, Measured(status=reason(error)))
         self.synchronize()
 
@@ -76,6 +106,42 @@ class Run:
             torch.cuda.synchronize(self.device)
 
 
+def first_call(name: str, call: Callable[[], object], run: Run) -> tuple[object, Measured]:
+    """What the call returned, and what it showed: seconds, compiled kernels and launches."""
+    counters = launch.counters
+    compiles, launches, start = counters.compiles, counters.launches, time.perf_counter()
+    result = call()
+    run.synchronize()
+    first_s, launches = time.perf_counter() - start, counters.launches - launches
+    note = "portable path" if run.device.type == "cuda" and is_ours(name) and not launches else ""
+    return result, Measured(note=note, first_s=first_s, compiles=counters.compiles - compiles, launches=launches)
+
+
 def reason(error: BaseException) -> str:
     """An exception as the cell of a table."""
     return f"{type(error).__name__}: {error}".split("\n")[0][:200].strip()
+
+
+def warm_up_cublas(device: torch.device) -> None:
+    """Makes PyTorch allocate its cuBLAS workspaces (32 MiB on Hopper): for this thread and for autograd's.
+
+    A training step has both, whoever computes its loss. Otherwise the first provider to use cuBLAS would pay for them.
+    """
+    if device.type == "cuda":
+        _UseCublas.apply(torch.zeros(64, 64, dtype=torch.bfloat16, device=device, requires_grad=True)).sum().backward()
+        torch.cuda.synchronize(device)
+
+
+class _UseCublas(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a: Tensor) -> Tensor:
+        return _use_cublas(a)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return _use_cublas(grad)
+
+
+def _use_cublas(a: Tensor) -> Tensor:
+    a = a.contiguous()
+    return torch.addmm(a[0], torch.mm(a, a), a)  # addmm with a vector is cuBLASLt's

@@ -3,32 +3,26 @@
 From each model's config.json on Hugging Face, which `source` names; `padded` vocabularies as the weights have them.
 """
 
-import dataclasses
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from quackish.errors import did_you_mean
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     name: str
     source: str  # on huggingface.co
     hidden: int  # hidden_size
     vocab: int  # vocab_size
-    # Norms over something else than the hidden size: {what: (N, rows for each token)}
-    norms: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    norms: Mapping[str, tuple[int, int]] = {}  # of another size: {what: (N, rows for each token)}
 
-    def norm_shapes(self, tokens: int) -> dict[tuple[int, ...], str]:
-        """{(m, n): which norm of the model}"""
-        shapes = {(tokens, self.hidden): self.name}
-        for what, (n, rows) in self.norms.items():
-            shapes.setdefault((tokens * rows, n), f"{self.name} {what}")
-        return shapes
-
-    def head_shapes(self, tokens: int) -> dict[tuple[int, ...], str]:
-        """{(m, h, v): the model}"""
-        return {(tokens, self.hidden, self.vocab): self.name}
+    def shapes(self, tokens: int, dims: int) -> dict[tuple[int, ...], str]:
+        """The norms (m, n) for two dimensions, the head (m, h, v) for three: {shape: what it is}."""
+        if dims == 3:
+            return {(tokens, self.hidden, self.vocab): self.name}
+        shapes = {(tokens * rows, n): f"{self.name} {what}" for what, (n, rows) in self.norms.items()}
+        return {(tokens, self.hidden): self.name} | shapes
 
 
 def _qk(head_dim: int, heads: int, kv_heads: int) -> dict[str, tuple[int, int]]:

@@ -2,20 +2,14 @@
 
 import dataclasses
 import fnmatch
-import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quackish.bench import measure_linear_cross_entropy, measure_rms_norm
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench import providers_rms_norm as rms
-from quackish.bench.cells import Cell
-from quackish.bench.measured import library
-from quackish.bench.models import Model
 from quackish.errors import did_you_mean
-
-PACKAGES = {"quack": "quack", "liger": "liger_kernel", "cce": "cut_cross_entropy"}  # by library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,22 +19,14 @@ class Operation:
     dims: tuple[str, ...]
     directions: dict[str, str]  # by the words of --direction
     roofs: dict[str, str]  # by direction
-    parts: tuple[str, ...]  # what else has rows
     small: tuple[int, ...]  # no size is larger without a GPU
     unit: str  # of times people read
     providers: tuple[str, ...]
-    variants: str  # a regular expression of further providers
     main: dict[str, tuple[str, ...]]  # by direction: the default providers
     load: Callable[[str, str], Any]  # (provider, quackish's backend)
-    measure: Callable[..., None]  # (job, run)
-    model_shapes: Callable[[Model, int], dict[tuple[int, ...], str]]  # (model, tokens) -> {shape: what it is}
-
-    def seconds(self, cell: Cell) -> float:
-        """A guess at what one provider takes in a cell, for the remaining time that is shown."""
-        m, *sizes = cell.shape
-        if len(sizes) == 2:  # 30 calls of three GEMMs at 500 TFLOP/s
-            return 1 + 30 * 6 * m * sizes[0] * sizes[1] / 5e14
-        return 0.5 + 130 * 6 * m * sizes[0] / 3e12
+    measure: Callable[..., None]  # (cell, providers, run)
+    variants: str = "(?!)"  # a regular expression of further providers
+    parts: tuple[str, ...] = ()  # what else has rows
 
     def matching(self, patterns: Sequence[str], own: Sequence[str] = ()) -> tuple[str, ...]:
         """The providers that any pattern matches, variants first; ValueError for a pattern that matches none."""
@@ -55,47 +41,33 @@ class Operation:
         return (*variants, *found)
 
 
-OPERATIONS = {
-    op.name: op
-    for op in (
-        Operation(
-            name="rms_norm",
-            title="RMSNorm",
-            dims=("m", "n"),
-            directions={"forward": "forward", "backward": "backward"},
-            roofs=measure_rms_norm.ROOFS,
-            parts=(),
-            small=(64, 1024),
-            unit="us",
-            providers=tuple(rms.PROVIDERS),
-            variants=r"quackish\[.+\]",
-            main=dict.fromkeys(measure_rms_norm.ROOFS, tuple(rms.PROVIDERS)),
-            load=rms.load,
-            measure=measure_rms_norm.measure_cell,
-            model_shapes=Model.norm_shapes,
-        ),
-        Operation(
-            name="linear_cross_entropy",
-            title="Linear cross entropy",
-            dims=("m", "h", "v"),
-            # Gradients may be computed in forward: a backward alone has no time.
-            directions={"forward": "forward", "backward": "forward+backward"},
-            roofs=measure_linear_cross_entropy.ROOFS,
-            parts=(*measure_linear_cross_entropy.GEMMS, "truth"),
-            small=(48, 64, 512),
-            unit="ms",
-            providers=lce.PROVIDERS,
-            variants=r"quackish-(chunked|recompute)-[1-9]\d*",
-            main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
-            load=lce.load,
-            measure=measure_linear_cross_entropy.measure_cell,
-            model_shapes=Model.head_shapes,
-        ),
-    )
-}
-
-
-def missing_package(provider: str, packages: Mapping[str, str] = PACKAGES) -> str | None:
-    """The package that a provider needs if it is not installed, found out without importing it."""
-    package = packages.get(library(provider))
-    return package if package and importlib.util.find_spec(package) is None else None
+RMS_NORM = Operation(
+    name="rms_norm",
+    title="RMSNorm",
+    dims=("m", "n"),
+    directions={"forward": "forward", "backward": "backward"},
+    roofs=measure_rms_norm.ROOFS,
+    small=(64, 1024),
+    unit="us",
+    providers=tuple(rms.PROVIDERS),
+    main=dict.fromkeys(measure_rms_norm.ROOFS, tuple(rms.PROVIDERS)),
+    load=rms.load,
+    measure=measure_rms_norm.measure,
+)
+LINEAR_CROSS_ENTROPY = Operation(
+    name="linear_cross_entropy",
+    title="Linear cross entropy",
+    dims=("m", "h", "v"),
+    # Gradients may be computed in forward: a backward alone has no time.
+    directions={"forward": "forward", "backward": "forward+backward"},
+    roofs=measure_linear_cross_entropy.ROOFS,
+    small=(48, 64, 512),
+    unit="ms",
+    providers=lce.PROVIDERS,
+    main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
+    load=lce.load,
+    measure=measure_linear_cross_entropy.measure,
+    variants=r"quackish-(chunked|recompute)-[1-9]\d*",
+    parts=(*measure_linear_cross_entropy.GEMMS, "truth"),
+)
+OPERATIONS = {op.name: op for op in (RMS_NORM, LINEAR_CROSS_ENTROPY)}

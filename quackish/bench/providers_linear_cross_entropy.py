@@ -11,17 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quackish.bench.measured import OURS
+from quackish.bench.cells import OURS
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 IGNORED = -100
-
-
-def _quackish(schedule: str, chunk_size: int | None, backend: str) -> Loss:
-    from quackish import linear_cross_entropy
-
-    return functools.partial(linear_cross_entropy, schedule=schedule, chunk_size=chunk_size, backend=backend)
 
 
 def _quack(chunk_size: int = 4096, **options) -> Loss:
@@ -80,32 +74,13 @@ def _torch_chunked() -> Loss:
     return lambda x, w, target: F.linear_cross_entropy(x, w, target, options=options)
 
 
-def _bare_function() -> Loss:
-    """Autograd's host time: saves its inputs, allocates gradients, computes nothing."""
-
-    class Bare(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w, target):
-            ctx.save_for_backward(x, w, target)
-            return x.new_empty((), dtype=torch.float32)
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, w, _ = ctx.saved_tensors
-            return torch.empty_like(x), torch.empty_like(w), None
-
-    return Bare.apply
-
-
 SCHEDULES = {OURS: "auto"} | {f"{OURS}-{schedule}": schedule for schedule in ("stored", "chunked", "recompute")}
+_quack_base = functools.partial(_quack, use_scaled_exp=False, tuned=False)
 PEERS: dict[str, Callable[[], Loss]] = {
     "quack": _quack,
     **{f"quack-{rows}": functools.partial(_quack, rows) for rows in (2048, 8192)},
-    "quack-base": functools.partial(_quack, use_scaled_exp=False, tuned=False),
-    **{
-        f"quack-base-{rows}": functools.partial(_quack, rows, use_scaled_exp=False, tuned=False)
-        for rows in (1024, 2048, 8192, 16384)
-    },
+    "quack-base": _quack_base,
+    **{f"quack-base-{rows}": functools.partial(_quack_base, rows) for rows in (1024, 2048, 8192, 16384)},
     "quack-base-tuned": functools.partial(_quack, use_scaled_exp=False, tuned=True),
     "quack-logits": _quack_logits,
     "liger-cute-sm90": _liger_cute_sm90,
@@ -135,24 +110,19 @@ ABOUT = {
     "torch-chunked": "F.linear_cross_entropy, from torch 2.13 on",
 }
 CHUNKED = tuple(f"{OURS}-chunked-{rows}" for rows in (1024, 2048, 4096, 8192))
-LEAN = tuple(f"{OURS}-recompute-{rows}" for rows in (4096, 128))  # memory for so many rows
-LEAN_LONG = f"{OURS}-recompute-16384"
-BARE = "bare-function"  # of a host's time, no peer
-PROVIDERS = (*SCHEDULES, *CHUNKED, LEAN_LONG, *LEAN, *PEERS, BARE)
+RECOMPUTE = f"{OURS}-recompute-1024"  # memory for the logits of 1024 rows
+PROVIDERS = (*SCHEDULES, *CHUNKED, RECOMPUTE, *PEERS)
 # Beside the headline shape, where all are measured but what autotunes for minutes.
 MAIN = (
     *(OURS, f"{OURS}-chunked", f"{OURS}-recompute", "quack", "quack-base", "quack-logits", "liger-cute-sm90", "liger"),
     *("cce", "torch", "torch-compile"),
 )
-# With 65536 rows: every size of chunks. "quackish" is "quackish-chunked" there, and "quackish-stored" needs 18 GB.
-LONG = (OURS, *CHUNKED, f"{OURS}-recompute", LEAN_LONG, *LEAN, *(name for name in PEERS if name != "quack-base-tuned"))
-ALL = tuple(  # chunks of 8192 rows are the whole there
-    name
-    for name in PROVIDERS
-    if name not in ("quack-base-tuned", BARE, LEAN_LONG, f"{OURS}-chunked-8192", "quack-base-16384")
-)
+# With 65536 rows "quackish" is "quackish-chunked", and "quackish-stored" needs 18 GB. With 8192, chunks of 8192 are the
+# whole.
+LONG = tuple(n for n in PROVIDERS if n not in ("quack-base-tuned", f"{OURS}-stored", f"{OURS}-chunked"))
+ALL = tuple(n for n in PROVIDERS if n in (*SCHEDULES, *LONG) and n not in (f"{OURS}-chunked-8192", "quack-base-16384"))
 LOSS = (OURS, "quack", "quack-base", "cce", "torch")  # without grad schedules are the same
-HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-cute-sm90", "liger", "torch", BARE)
+HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-cute-sm90", "liger", "torch")
 
 
 @functools.cache
@@ -164,9 +134,8 @@ def load(name: str, backend: str = "auto") -> Loss:
     """
     if name in PEERS:
         return PEERS[name]()
-    if name == BARE:
-        return _bare_function()
-    head, _, rows = name.rpartition("-")
-    if rows.isdigit():
-        return _quackish(SCHEDULES[head], int(rows), backend)
-    return _quackish(SCHEDULES[name], None, backend)
+    from quackish import linear_cross_entropy
+
+    head, _, rows = name.rpartition("-") if name[-1].isdigit() else (name, "", "")
+    how = dict(schedule=SCHEDULES[head], chunk_size=int(rows) if rows else None, backend=backend)
+    return functools.partial(linear_cross_entropy, **how)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quackish.bench.measured import OURS
+from quackish.bench.cells import OURS
 
 EPS = 1e-6
 
@@ -33,34 +33,6 @@ def _quackish(backend: str = "auto") -> Provider:
         return rms_norm_backward(dy, x, weight, rstd, backend=backend)[:2]
 
     return Provider(OURS, forward, backward)
-
-
-def with_config(changes: str, backend: str = "auto") -> Provider:
-    """quackish's backward with fields of the config that its heuristics choose replaced: "num_stages=4,threads=256"."""
-    from quackish.configs.choose import config
-    from quackish.configs.rms_norm import RmsNormBwdConfig
-    from quackish.ops.rms_norm import rms_norm_backward
-
-    values = _parse(changes, RmsNormBwdConfig)
-
-    def backward(dy, x, weight, rstd):
-        with config(rms_norm_backward=values):
-            return rms_norm_backward(dy, x, weight, rstd, backend=backend)[:2]
-
-    return Provider(f"quackish[{changes}]", None, backward)
-
-
-def _parse(changes: str, config_class: type) -> dict[str, object]:
-    """{"num_stages": 4} of "num_stages=4": values are ints, True, False, or strings."""
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    values = {}
-    for change in changes.split(","):
-        name, _, value = change.partition("=")
-        if name not in fields:
-            raise ValueError(f"{changes}: {config_class.__name__} has no field {name!r}; it has {', '.join(fields)}")
-        words = {"True": True, "False": False}
-        values[name] = words[value] if value in words else int(value) if value.lstrip("-").isdigit() else value
-    return values
 
 
 def _quack() -> Provider:
@@ -135,7 +107,5 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
 
 
 def load(name: str, backend: str = "auto") -> Provider:
-    """The provider of that name, "quackish[num_stages=4]" too; raises what importing it raises."""
-    if name.startswith(f"{OURS}["):
-        return with_config(name.removeprefix(f"{OURS}[").removesuffix("]"), backend)
+    """The provider of that name; raises what importing it raises."""
     return _quackish(backend) if name == OURS else PROVIDERS[name]()

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quackish.bench import report, schema
-from quackish.bench.cells import Cell, Job
+from quackish.bench import report
+from quackish.bench.cells import AGAIN, Job
 from quackish.bench.console import console, end_on_sigterm, progress
-from quackish.bench.measured import AGAIN, Measured
-from quackish.bench.operations import PACKAGES, Operation, missing_package
-from quackish.bench.schema import CsvLog, Row
-from quackish.bench.supervisor import Supervisor
+from quackish.bench.measured import Measured
+from quackish.bench.operations import Operation
+from quackish.bench.processes import Supervisor
+from quackish.bench.results import COLUMNS, SAME, CsvLog, Row, cell_of, read_rows, row_of
 
 INTERRUPTED = "interrupted"
 
@@ -22,70 +22,78 @@ class Settings:
     op: Operation
     path: Path  # the CSV
     page: report.Page = report.BENCH
-    columns: Sequence[str] = tuple(schema.COLUMNS)
-    also: Path | None = None  # a file with providers of the user's
+    columns: Sequence[str] = COLUMNS
     append: bool = False  # keep the rows in the CSV
     resume: bool = False  # and do not measure again what they have
     keep: bool = False  # else keep a former CSV as .previous.csv
+    also: Path | None = None  # a file with providers of the user's
     commit: str | None = None
     timeout: float = 600.0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of Run, and quackish's backend
 
 
 def run(
-    settings: Settings,
-    jobs_of: Callable[[Sequence[str]], Sequence[Job]],
-    supervisor: Supervisor | None = None,
-    line: Callable[[Operation, Job, Sequence[tuple[str, Measured]]], str] | None = None,
+    settings: Settings, jobs_of: Callable[[Sequence[str]], Sequence[Job]], supervisor: Supervisor | None = None
 ) -> Path:
     """Measures the jobs for the names of the user's providers; writes the CSV, the page and the figures beside it.
 
     Whatever ends the run, SIGTERM too, what was measured is kept and reported. Returns the CSV's path; ValueError for a
-    CSV that cannot be appended to, or if no provider is installed.
+    CSV that cannot be appended to.
     """
-    path, op = settings.path, settings.op
+    path = settings.path
     with contextlib.ExitStack() as stack:
         stack.enter_context(end_on_sigterm())
+        known = read_rows(path) if settings.resume and path.exists() else []
+        if settings.also is None:
+            jobs_of(())  # refuses at once what nobody knows
         path.parent.mkdir(parents=True, exist_ok=True)
-        log_path = path.with_suffix(".log")
-        log_path.write_bytes(b"")
-        stack.callback(lambda: log_path.stat().st_size or log_path.unlink())
-        supervisor = supervisor or Supervisor(
-            *(op.name, log_path, settings.also, settings.commit, settings.timeout, settings.options)
-        )
+        log = path.with_suffix(".log")
+        log.write_bytes(b"")
+        stack.callback(lambda: log.stat().st_size or log.unlink())
+        how = (settings.also, settings.commit, settings.timeout, settings.options)
+        supervisor = supervisor or Supervisor(settings.op.name, log, *how)
         stack.callback(supervisor.close)
-        ready = supervisor.start()
-        jobs = installed(jobs_of(ready["own"]))
-        append = settings.append or settings.resume
-        known = schema.read_csv(path) if settings.resume and path.exists() else []
-        log = _open(settings, append, ready["ready"], known)
+        origin, own = supervisor.start()
+        jobs = jobs_of(own)
+        if others := {row["gpu"] for row in known} - {origin["gpu"]}:
+            raise ValueError(f"--resume: {path} is of {', '.join(others)}, this is {origin['gpu']}; give another --out")
+        if path.exists() and settings.keep and not (settings.append or settings.resume):
+            former = path.replace(path.with_suffix(".previous.csv"))
+            console().print(f"The former result is now {former}.", markup=False, soft_wrap=True)
+        rows = CsvLog(path, settings.columns, origin, settings.append or settings.resume)
         stack.callback(report.report, path, settings.page)
-        todo = [job for job in jobs if not _is_known(job, known, ready["ready"], settings)]
+        here = origin | {"rounds": str(settings.options.get("rounds", 0))}
+        todo = [job for job in jobs if not _is_known(job, known, here)]
         if len(todo) < len(jobs):
             console().print(f"{path} has {len(jobs) - len(todo)} of {len(jobs)} cells already.", soft_wrap=True)
-        if todo:
-            _measure(settings, supervisor, todo, log, line or _line)
+        _measure(settings, supervisor, todo, rows)
     return path
 
 
-def _measure(settings: Settings, supervisor: Supervisor, jobs: Sequence[Job], log: CsvLog, line: Callable) -> None:
-    op, said, done = settings.op, set(), 0.0
-    with progress(count=False) as bar:
-        total = sum(op.seconds(job.cell) * (1 + len(job.providers)) for job in jobs)
-        task = bar.add_task(op.title, total=total)
-        for i, job in enumerate(jobs, 1):
-            rows: list[tuple[str, Measured]] = []
-            unfinished: dict[str, Measured] = {}
-            seconds, steps = op.seconds(job.cell), [*job.providers, "timing"]
+def _is_known(job: Job, known: Sequence[Row], here: Row) -> bool:
+    """Whether the file has a row of each provider for this cell, measured in the same circumstances."""
 
-            def at(step: str, i=i, job=job, steps=steps, done=done, seconds=seconds) -> None:
-                bar.update(task, description=f"{i}/{len(jobs)} {job.cell}: {step}")
-                if step in steps:
-                    bar.update(task, completed=done + seconds * steps.index(step))
+    def counts(row: Row) -> bool:
+        whole = INTERRUPTED not in row["status"] + row["note"]
+        return whole and cell_of(row) == job.cell and all(row[name] == here[name] for name in SAME)
+
+    return bool(known) and {row["provider"] for row in known if counts(row)}.issuperset(job.providers)
+
+
+def _measure(settings: Settings, supervisor: Supervisor, jobs: Sequence[Job], log: CsvLog) -> None:
+    said: set[str] = set()
+    with progress() as bar:
+        task = bar.add_task(settings.op.title, total=len(jobs))
+        for i, job in enumerate(jobs):
+            rows: dict[str, Measured] = {}
+            unfinished: dict[str, Measured] = {}
+
+            def at(step: str, i=i, cell=job.cell) -> None:
+                bar.update(task, completed=i, description=f"[{i + 1}/{len(jobs)}] {cell}: {step}")
 
             def write(name: str, found: Measured, job=job, rows=rows) -> None:
-                log.write([schema.row_of(job, name, found, log.columns, settings.options.get("rounds", 0))])
-                rows.append((name, found))
+                log.write([row_of(job, name, found, settings.options.get("rounds", 0))])
+                rows[name] = found
                 failure = f"{name}: {found.status}"
                 if found.status != "ok" and failure not in said:
                     said.add(failure)
@@ -101,15 +109,14 @@ def _measure(settings: Settings, supervisor: Supervisor, jobs: Sequence[Job], lo
                     note = ", ".join(filter(None, (found.note, INTERRUPTED if found.times else "")))
                     write(name, dataclasses.replace(found, status=status, note=note))
                 raise
-            console().print(line(op, job, rows), markup=False, soft_wrap=True)
-            done += seconds * len(steps)
-            bar.update(task, completed=done)
+            console().print(_line(settings.op, job, rows), markup=False, soft_wrap=True)
+        bar.update(task, completed=len(jobs))
 
 
-def _line(op: Operation, job: Job, rows: Sequence[tuple[str, Measured]]) -> str:
+def _line(op: Operation, job: Job, rows: Mapping[str, Measured]) -> str:
     """One cell in a line, the fastest first: time, time over the roof's, peak."""
     unit = "us" if job.cell.direction == "host" else op.unit
-    timed = sorted(((n, f) for n, f in rows if f.times and n != AGAIN), key=lambda row: row[1].times.median)
+    timed = sorted(((n, f) for n, f in rows.items() if f.times and n != AGAIN), key=lambda row: row[1].times.median)
 
     def shown(name: str, found: Measured) -> str:
         ratio = f" = {found.times.median / found.roof.median:.3f}" if found.roof else ""
@@ -117,37 +124,3 @@ def _line(op: Operation, job: Job, rows: Sequence[tuple[str, Measured]]) -> str:
         return f"{name} {found.times.median * {'us': 1, 'ms': 1e-3}[unit]:.4g}{ratio}{peak}"
 
     return f"{job.cell} | {unit}: {', '.join(shown(*row) for row in timed) or 'nothing measured'}"
-
-
-def _open(settings: Settings, append: bool, origin: Row, known: Sequence[Row]) -> CsvLog:
-    path = settings.path
-    if path.exists() and settings.keep and not append:
-        former = path.replace(path.with_suffix(".previous.csv"))
-        console().print(f"The former result is now {former}.", markup=False, soft_wrap=True)
-    log = CsvLog(path, settings.columns, origin, append)
-    if others := {row["gpu"] for row in known} - {origin["gpu"]}:
-        raise ValueError(f"--resume: {path} is of {', '.join(others)}, this is {origin['gpu']}; give another --out")
-    return log
-
-
-def installed(jobs: Sequence[Job], packages: Mapping[str, str] = PACKAGES) -> list[Job]:
-    """The jobs without the providers whose package is missing, which are named."""
-    missing = {name: missing_package(name, packages) for job in jobs for name in job.providers}
-    for package in sorted({package for package in missing.values() if package}):
-        these = ", ".join(name for name in missing if missing[name] == package)
-        console().print(f"without {these}: {package} is not installed", markup=False, soft_wrap=True)
-    if all(missing.values()):
-        raise ValueError(f"--providers {' '.join(missing)}: none of them is installed")
-    left = [dataclasses.replace(j, providers=tuple(n for n in j.providers if not missing[n])) for j in jobs]
-    return [job for job in left if job.providers]
-
-
-def _is_known(job: Job, known: Sequence[Row], origin: Row, settings: Settings) -> bool:
-    """Whether the file has a row of each provider for this cell, measured in the same circumstances."""
-    here = {**origin, "rounds": str(settings.options.get("rounds", 0))}
-
-    def counts(row: Row, cell: Cell) -> bool:
-        whole = INTERRUPTED not in row["status"] + row.get("note", "")
-        return whole and schema.cell_of(row) == cell and all(row[name] == here[name] for name in schema.SAME)
-
-    return bool(known) and {r["provider"] for r in known if counts(r, job.cell)}.issuperset(job.providers)

@@ -16,7 +16,7 @@ def wanted(op: Operation, patterns: Sequence[str], tokens: Sequence[int], own: S
     names: dict[tuple[int, ...], list[str]] = {}
     for model in models.find(patterns):
         for count in tokens:
-            for shape, name in op.model_shapes(model, count).items():
+            for shape, name in model.shapes(count, len(op.dims)).items():
                 if expected := too_large(shape):
                     raise ValueError(f"--tokens {count}: {name} is {shape_name(shape)}; expected {expected}")
                 names.setdefault(shape, []).append(name)
@@ -32,65 +32,42 @@ def small(op: Operation, shapes: Iterable[tuple[int, ...]]) -> Shapes:
 
 
 def _own(op: Operation, text: str) -> list[tuple[int, ...]]:
-    suffix = Path(text).suffix.lower()
-    if suffix in (".yaml", ".yml"):
-        return _from_yaml(op, Path(text))
-    if suffix == ".csv":
-        return _from_csv(op, Path(text))
-    return [_shape(op, part, "--shapes") for part in text.split(",")]
-
-
-def _from_yaml(op: Operation, path: Path) -> list[tuple[int, ...]]:
-    """A list of "8192x4096" or {m: 8192, n: 4096}; or a mapping in which the operation's name has such a list."""
+    """Shapes as words, or a file: a YAML list (or one under the operation's name), or a CSV with op.dims as columns."""
+    path, where = Path(text), f"--shapes {text}"
+    if path.suffix.lower() not in (".yaml", ".yml", ".csv"):
+        return [_shape(op, part, "--shapes") for part in text.split(",")]
     import yaml
 
     try:
-        content = yaml.safe_load(_text(path))
-    except yaml.YAMLError as error:
-        raise ValueError(f"--shapes {path}: not YAML: {error}") from error
-    if isinstance(content, Mapping):
-        if op.name not in content:
-            raise ValueError(f"--shapes {path}: has no {op.name}; it has {', '.join(map(str, content)) or 'nothing'}")
-        content = content[op.name]
-    if not isinstance(content, list) or not content:
-        raise ValueError(f"--shapes {path}: expected a list of shapes such as {_example(op)}, got {content!r}")
-    return [_shape(op, entry, f"--shapes {path}: entry {i}") for i, entry in enumerate(content, 1)]
-
-
-def _from_csv(op: Operation, path: Path) -> list[tuple[int, ...]]:
-    """A column for each dimension, under its name; other columns are left alone."""
-    reader = csv.DictReader(_text(path).splitlines(), skipinitialspace=True)
-    columns = [name.strip() for name in reader.fieldnames or []]
-    if absent := [dim for dim in op.dims if dim not in columns]:
-        raise ValueError(
-            f"--shapes {path}: has no column {', '.join(absent)}; it has {', '.join(columns) or 'none'}, "
-            f"expected {', '.join(op.dims)}"
-        )
-    reader.fieldnames = columns
-    return [_shape(op, row, f"--shapes {path}:{reader.line_num}") for row in reader]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"--shapes {path}: {error.strerror}") from error
+        content = path.read_text(encoding="utf-8-sig")
+        if path.suffix.lower() == ".csv":
+            entries = list(csv.DictReader(content.splitlines(), skipinitialspace=True))
+        else:
+            entries = yaml.safe_load(content)
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    if isinstance(entries, Mapping):
+        entries = entries.get(op.name)
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{where}: expected a list of shapes of {op.name}, {_example(op)}; got {content[:200]!r}")
+    return [_shape(op, entry, f"{where}: entry {i}") for i, entry in enumerate(entries, 1)]
 
 
 def _shape(op: Operation, entry: str | Mapping, where: str) -> tuple[int, ...]:
+    expected = _example(op)
     try:
-        if isinstance(entry, Mapping):
-            shape = parse_shape(shape_name(tuple(int(entry[dim]) for dim in op.dims)))
-        else:
-            shape = parse_shape(entry)
-        expected = too_large(shape) if len(shape) == len(op.dims) else _example(op)
+        text = shape_name([int(entry[dim]) for dim in op.dims]) if isinstance(entry, Mapping) else entry
+        shape = parse_shape(text)
+        if len(shape) == len(op.dims):
+            expected = too_large(shape)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        expected = _example(op)
+        pass
     if expected:
         raise ValueError(f"{where}: {entry!r} is no shape of {op.name}; expected {expected}")
     return shape
 
 
 def _example(op: Operation) -> str:
+    """ "MxN such as 8192x4096"."""
     sizes = {"m": 8192, "n": 4096, "h": 4096, "v": 128256}
-    return f"{'x'.join(map(str.upper, op.dims))} such as {shape_name(tuple(sizes[dim] for dim in op.dims))}"
+    return f"{'x'.join(map(str.upper, op.dims))} such as {shape_name([sizes[dim] for dim in op.dims])}"

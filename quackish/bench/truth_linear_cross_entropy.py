@@ -6,14 +6,13 @@ both spread evenly. Chunks of rows keep it within a few GB at any shape.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from quackish.bench.providers_linear_cross_entropy import IGNORED
+from quackish.bench.truth import chunks
 from quackish.testing import inputs
-from quackish.testing.errors import same_bits
 
 CHUNK_ELEMENTS = 1 << 27
 ROWS, CLASSES = 512, 4096  # of dX and dW that are compared
@@ -30,14 +29,7 @@ class Data:
 
     @classmethod
     def make(
-        cls,
-        m: int,
-        h: int,
-        v: int,
-        kind: str,
-        ignored: float,
-        device: torch.device,
-        dtype: torch.dtype = torch.bfloat16,
+        cls, m: int, h: int, v: int, kind: str, ignored: float, device: torch.device, dtype: torch.dtype
     ) -> "Data":
         """Normal: logits of deviation SPREAD. `ignored` is the share of rows, at random, with target -100."""
         x = inputs.rows((m, h), dtype, seed=0, device=device)
@@ -59,7 +51,7 @@ class Data:
 def _make_confident(x: Tensor, w: Tensor, target: Tensor) -> None:
     """Moves each row along its target's weights until the target's probability is about CONFIDENCE."""
     v = w.shape[0]
-    for at in chunks(x.shape[0], x.shape[1]):
+    for at in chunks(*x.shape, CHUNK_ELEMENTS):
         rows, towards = x[at].float(), w[target[at]].float()
         p = torch.tensor(CONFIDENCE, device=x.device)[torch.arange(at.start, at.start + len(rows), device=x.device) % 3]
         # log of the others' sum, for normal logits, and the odds on top
@@ -68,17 +60,12 @@ def _make_confident(x: Tensor, w: Tensor, target: Tensor) -> None:
         x[at] = (rows + (missing / towards.square().sum(1))[:, None] * towards).to(x.dtype)
 
 
-def chunks(m: int, width: int, elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:
-    rows = max(1, elements // width)
-    return (slice(start, min(start + rows, m)) for start in range(0, m, rows))
-
-
 def dlogits_of(data: Data) -> Tensor:
     """(m, v) in x's dtype: (softmax - onehot) / live rows, what the two GEMMs of backward multiply."""
     x, w, target = data.x.detach(), data.w.detach(), data.target
     live = target != IGNORED
     out = x.new_empty(x.shape[0], w.shape[0])
-    for at in chunks(*out.shape):
+    for at in chunks(*out.shape, CHUNK_ELEMENTS):
         p = torch.softmax((x[at] @ w.T).float(), 1)
         _minus_onehot(p, target[at].clamp(min=0))
         out[at] = p.mul_((live[at] / live.sum())[:, None])
@@ -135,20 +122,8 @@ class Truth:
         if dx is not None:
             errors["err_dx"] = float((dx[self.rows].double() - self.dx).norm() / self.dx.norm())
         if dw is not None:
-            errors["err_dw"] = float((dw[self.classes].double() - self.dw).norm() / self.dw.norm())
+            errors["err_dweight"] = float((dw[self.classes].double() - self.dw).norm() / self.dw.norm())
         return errors
-
-
-def is_deterministic(work: Callable[[], Tensor], data: Data, runs: int) -> bool:
-    """Whether `runs` runs give the same bytes of the loss and of the gradients that they leave in `data`."""
-    first = None
-    for _ in range(runs):
-        now = (work(), data.x.grad, data.w.grad)
-        if first is None:  # copies: a provider may hand out the same memory again
-            first = [None if t is None else t.clone() for t in now]
-        elif not all(map(same_bits, first, now)):
-            return False
-    return True
 
 
 def _spread(n: int, count: int, device: torch.device) -> Tensor:

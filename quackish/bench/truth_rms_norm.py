@@ -1,87 +1,61 @@
-"""How far outputs of RMSNorm are from fp64, norm-wise, and whether they repeat byte for byte.
+"""The inputs of a cell of RMSNorm, and how far outputs are from fp64, norm-wise.
 
-The truth is computed from the rounded inputs, in chunks of rows: fp64 of a large cell is never held whole.
+The truth is computed from the rounded inputs, in chunks of rows.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from quackish.bench.providers_rms_norm import EPS
+from quackish.bench.truth import chunks
 from quackish.reference.rms_norm import rms_norm_bwd, rms_norm_fwd, rms_norm_rstd
-from quackish.testing.errors import same_bits
-from quackish.testing.timing import Work
+from quackish.testing import inputs
 
 CHUNK_ELEMENTS = 1 << 25
 
 
-def rstd_of(x: Tensor, eps: float) -> Tensor:
-    """(m,) fp32."""
-    return torch.cat([rms_norm_rstd(x[at], eps, torch.float64).float() for at in _chunks(x)])
+@dataclasses.dataclass(frozen=True)
+class Data:
+    x: Tensor  # (m, n)
+    dy: Tensor  # (m, n)
+    weight: Tensor  # (n,)
+    rstd: Tensor  # (m,) fp32
+    out: Tensor  # (m, n), which the roofs write
+
+    @classmethod
+    def make(cls, m: int, n: int, dtype: torch.dtype, device: torch.device) -> "Data":
+        shapes = ((m, n), (m, n), (n,))
+        x, dy, weight = (inputs.rows(s, dtype, seed=i, device=device) for i, s in enumerate(shapes))
+        rstd = [rms_norm_rstd(x[at], EPS, torch.float64).float() for at in chunks(m, n, CHUNK_ELEMENTS)]
+        return cls(x, dy, weight, torch.cat(rstd), torch.empty_like(x))
 
 
-def forward_errors(
-    x: Tensor, weight: Tensor, eps: float, outputs: Mapping[str, tuple], elements: int = CHUNK_ELEMENTS
+def errors(
+    direction: str, data: Data, outputs: Mapping[str, tuple], elements: int = CHUNK_ELEMENTS
 ) -> dict[str, dict[str, float]]:
-    """‖y - truth‖ / ‖truth‖ of each provider's (y, ...)."""
-    norm = _NormWise(outputs)
-    for at in _chunks(x, elements):
-        y, _, _ = rms_norm_fwd(x[at].double(), weight.double(), None, None, eps)
-        norm.add(y, {name: out[0][at] for name, out in outputs.items()})
-    return {name: {"err_y": error} for name, error in norm.errors().items()}
+    """‖got - truth‖ / ‖truth‖ of each provider's (y, ...) or (dx, dweight)."""
+    squares: dict[tuple[str, str], Tensor | float] = defaultdict(float)  # stay where the tensors are, read once
+    columns = {"forward": ["err_y"], "backward": ["err_dx", "err_dweight"]}[direction]
 
-
-def backward_errors(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    outputs: Mapping[str, tuple],
-    elements: int = CHUNK_ELEMENTS,
-) -> dict[str, dict[str, float]]:
-    """The same for each provider's (dx, dweight)."""
-    dx_norm, dw_norm = _NormWise(outputs), _NormWise(outputs)
-    total = torch.zeros_like(weight, dtype=torch.float64)
-    for at in _chunks(x, elements):
-        rstd = rms_norm_rstd(x[at], eps, torch.float64)
-        dx, _, dweight, _ = rms_norm_bwd(dy[at], x[at], weight, rstd, None, 0.0, torch.float64, None, torch.float64)
-        dx_norm.add(dx, {name: out[0][at] for name, out in outputs.items()})
-        total += dweight
-    dw_norm.add(total, {name: out[1] for name, out in outputs.items()})
-    dx_errors, dw_errors = dx_norm.errors(), dw_norm.errors()
-    return {name: {"err_dx": dx_errors[name], "err_dweight": dw_errors[name]} for name in outputs}
-
-
-def is_deterministic(work: Work, runs: int = 3) -> bool:
-    """Whether `runs` runs give the same bytes; the outputs of a graph are poisoned with NaN before each."""
-    first = None
-    for _ in range(runs):
-        if work.is_graph:
-            for t in work.outputs:
-                t.fill_(float("nan"))
-        outputs = work.run()
-        now = [t.clone() for t in (work.outputs if work.is_graph else outputs)]
-        if first is not None and not all(map(same_bits, first, now)):
-            return False
-        first = first or now
-    return True
-
-
-class _NormWise:
-    """‖got - truth‖ / ‖truth‖ for several names over chunks; summed where the tensors are, read once."""
-
-    def __init__(self, names: Iterable[str]):
-        self._truth, self._diff = 0.0, dict.fromkeys(names, 0.0)
-
-    def add(self, truth: Tensor, got: Mapping[str, Tensor]) -> None:
-        self._truth += truth.square().sum()
+    def add(column: str, truth: Tensor, got: Mapping[str, Tensor]) -> None:
+        squares[column, ""] += truth.square().sum()
         for name, t in got.items():
-            self._diff[name] += (t.double() - truth).square().sum()
+            squares[column, name] += (t.double() - truth).square().sum()
 
-    def errors(self) -> dict[str, float]:
-        return {name: float((diff / self._truth).sqrt()) for name, diff in self._diff.items()}
-
-
-def _chunks(x: Tensor, elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:
-    rows = max(1, elements // x.shape[1])
-    return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
+    dweight = torch.zeros_like(data.weight, dtype=torch.float64)
+    for at in chunks(*data.x.shape, elements):
+        x = data.x[at]
+        if direction == "forward":
+            truth = rms_norm_fwd(x.double(), data.weight.double(), None, None, EPS)[0]
+        else:
+            rstd, fp64 = rms_norm_rstd(x, EPS, torch.float64), torch.float64
+            truth, _, part, _ = rms_norm_bwd(data.dy[at], x, data.weight, rstd, None, 0.0, fp64, None, fp64)
+            dweight += part
+        add(columns[0], truth, {name: out[0][at] for name, out in outputs.items()})
+    if direction == "backward":
+        add("err_dweight", dweight, {name: out[1] for name, out in outputs.items()})
+    return {name: {c: float((squares[c, name] / squares[c, ""]).sqrt()) for c in columns} for name in outputs}

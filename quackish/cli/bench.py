@@ -82,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> int:
     import torch
 
-    from quackish.bench import runner, schema, shapes
-    from quackish.bench.cells import Cell, Job, shape_name
+    from quackish.bench import runner, shapes
+    from quackish.bench.cells import Cell, Job, is_ours, shape_name
     from quackish.bench.console import NO_GPU, console
-    from quackish.bench.measured import is_ours
     from quackish.bench.operations import OPERATIONS
+    from quackish.bench.results import COMPETING, read_rows
 
     op, gpu = OPERATIONS[args.what], torch.cuda.is_available()
     if args.tokens and args.shapes and not args.model:
@@ -118,7 +118,7 @@ def _measure(args: argparse.Namespace) -> int:
     path = args.out / f"{op.name}.csv"
     kept = dict(also=args.also, resume=args.resume, keep=True, commit=args.commit, timeout=args.timeout)
     runner.run(runner.Settings(op, path, options=options, **kept), jobs_of)
-    return 0 if any(row["median_ms"] and row["role"] in schema.COMPETING for row in schema.read_csv(path)) else 1
+    return 0 if any(row["median_ms"] and row["role"] in COMPETING for row in read_rows(path)) else 1
 
 
 def _sizes(text: str) -> tuple[int, ...]:
