@@ -44,17 +44,14 @@ class Table:
     """The rows of one file; `find` is for those that count."""
 
     def __init__(self, path: Path, rows: list[Row], any_toolchain: bool):
-        self.path, self.rows = path, rows
-        self._any_toolchain = any_toolchain
+        self.path, self.rows, self._any_toolchain = path, rows, any_toolchain
         self._of_key = {row.key: row for row in rows if self.counts(row)}
 
     def counts(self, row: Row) -> bool:
         return self._any_toolchain or row.toolchain == toolchain.versions()
 
     def find(self, kernel: str, problem: Any, gpu: Gpu) -> Row | None:
-        if not self._of_key:
-            return None
-        return self._of_key.get(make_row(kernel, problem, gpu).key)
+        return self._of_key.get(make_row(kernel, problem, gpu).key) if self._of_key else None
 
 
 def make_row(kernel: str, problem: Any, gpu: Gpu, config: Any = None, measured: str = "") -> Row:
@@ -142,8 +139,7 @@ def add(path: Path, row: Row) -> None:
 def remove(path: Path, row: Row) -> bool:
     """Takes the row out that is for the same as `row`; whether there was one. Raises OSError."""
     others = _others(path, row)
-    found = len(others) < len(read(path).rows)
-    if found:
+    if found := len(others) < len(read(path).rows):
         write(path, others)
     return found
 

@@ -73,17 +73,13 @@ def rms_norm(
 
     Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel.
     """
-    # is_plain(), written out: as a call it costs 90 ns
-    if (
-        is_compiling()
-        or num_dispatch_modes()
-        or has_function_modes()
-        or functorch_level() is not None
-        or forward_ad._current_level >= 0
-        or jit_trace() is not None
-    ):
-        return _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
-    plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+    if (  # is_plain(), written out: as a call it costs 90 ns
+        is_compiling() or num_dispatch_modes() or has_function_modes() or functorch_level() is not None
+        or forward_ad._current_level >= 0 or jit_trace() is not None
+    ):  # fmt: skip
+        plan = None
+    else:
+        plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
     if plan is None:
         return _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
     if _is_grad_enabled() and (
@@ -279,37 +275,22 @@ class _RmsNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad  # as forward's arguments: x, weight, plan, and bias, residual where given
         # Hooks on saved tensors, and assignments to .data, may leave other types, dtypes and strides than forward had.
         if (
-            type(dy) is Tensor
-            and dy.is_contiguous()
+            type(dy) is Tensor and dy.is_contiguous()
             and (dres is None or (type(dres) is Tensor and dres.is_contiguous()))
-            and type(x) is forward.res_type
-            and x.dtype is forward.res_dtype
-            and x.is_contiguous()
-            and (
-                weight is None
-                or (
-                    type(weight) is forward.weight_type
-                    and weight.dtype is forward.weight_dtype
-                    and weight.is_contiguous()
-                )
-            )
-        ):
+            and type(x) is forward.res_type and x.dtype is forward.res_dtype and x.is_contiguous()
+            and (weight is None or (
+                type(weight) is forward.weight_type and weight.dtype is forward.weight_dtype and weight.is_contiguous()
+            ))
+        ):  # fmt: skip
             key = choose.epoch, needs, dres is None
         else:
             key = (
-                choose.epoch,
-                needs,
-                type(dy),
-                type(dres),
-                type(x),
-                type(weight),
-                x.dtype,
+                choose.epoch, needs, type(dy), type(dres), type(x), type(weight), x.dtype,
                 None if weight is None else weight.dtype,
                 None if dy is None else dy.is_contiguous() or dy.stride(),
                 None if dres is None else dres.is_contiguous() or dres.stride(),
-                x.is_contiguous() or x.stride(),
-                weight is None or weight.is_contiguous(),
-            )
+                x.is_contiguous() or x.stride(), weight is None or weight.is_contiguous(),
+            )  # fmt: skip
         plans = forward.backward
         plan = plans.get(key)
         if (
