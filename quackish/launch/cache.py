@@ -101,6 +101,11 @@ def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> str:
     return ""
 
 
+def reason_of(error: Exception) -> str:
+    """Without the name of a file, which may be random."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def read(path: Path) -> bytes:
     """The content of a regular file that only this user may write. Raises ValueError for any other file, and OSError.
 
@@ -200,7 +205,7 @@ def check_owner(status: os.stat_result) -> None:
 
 def _warn_memory_only(error: Exception) -> str:
     """Warns once and returns the reason."""
-    reason = getattr(error, "strerror", None) or str(error)  # strerror has no file name, which may be random
+    reason = reason_of(error)
     warn_once(
         f"Compiled kernels are kept in memory only, so each process compiles its own: cache folder {location()}: "
         f"{reason}. QUACKISH_CACHE_DIR names another folder; QUACKISH_CACHE=0 turns the cache off.",

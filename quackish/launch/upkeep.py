@@ -72,7 +72,7 @@ def folder_fault() -> str:
         parent = next(parent for parent in folder.absolute().parents if parent.exists())
         return "" if os.access(parent, os.W_OK | os.X_OK) else f"it is not there, and {parent} cannot be written to"
     except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
+        return cache.reason_of(error)
     return "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "it cannot be written to"
 
 
@@ -140,25 +140,23 @@ def unpack(archive: Path) -> Unpacked:
     name (but a path, a link, a folder, too large, damaged) or if other users may write to the cache folder; OSError if
     the archive cannot be read or the cache folder not be written.
     """
-    contents: dict[str, bytes] = {}
     try:
         with tarfile.open(archive, "r:*") as tar:
-            for member in tar:
-                contents[member.name] = _content(tar, member)
+            contents = {member.name: _content(tar, member) for member in tar}
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = str(error).partition("\n")[0].rstrip(":")  # further lines list the compressions tried
         raise ValueError(
             f"{archive}: not a tar archive, or a damaged one ({reason}); expected what `cache export` wrote"
         ) from None
-    folder = cache.make_folder()
-    added, known = [], []
+    folder, found = cache.make_folder(), Unpacked([], [])
     for name, content in contents.items():
         path = folder / name
-        is_known = path.exists() and not _examine(path).fault
-        if not is_known:
+        if path.exists() and not (entry := _examine(path)).fault:
+            found.known.append(entry)
+        else:
             cache.write(path, content)
-        (known if is_known else added).append(_examine(path))
-    return Unpacked(added, known)
+            found.added.append(_examine(path))
+    return found
 
 
 def check(content: bytes, name: str) -> dict[str, str]:
@@ -168,7 +166,7 @@ def check(content: bytes, name: str) -> dict[str, str]:
     if not strings or not {"kernel", "problem", "config", "target"} <= identity.keys():
         raise ValueError("its identity is incomplete")
     if cache.name_of(identity) != name or not _NAME.fullmatch(name):
-        raise ValueError("made for another kernel, target or toolchain than its name says")
+        raise ValueError(cache.OTHER_NAME)
     return identity
 
 
@@ -196,5 +194,5 @@ def _examine(path: Path) -> Entry:
             raise ValueError("not a file but a link, a folder or a device")
         identity = check(cache.read(path), path.name)
     except (OSError, ValueError) as error:
-        fault = getattr(error, "strerror", None) or str(error)
+        fault = cache.reason_of(error)
     return Entry(path, size, modified, identity, fault)

@@ -179,8 +179,8 @@ def rms_norm_backward(
     )
     args = (dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
     plan = backward_plan(*args) if is_plain() else None
-    first, second, dw, db = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
-    return RmsNormGrads(first if dx else None, dw, db, _dresidual(dresidual, first, second))
+    grads = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
+    return RmsNormGrads(*_as_asked(dx, dresidual, *grads))
 
 
 # Module ---------------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class _RmsNorm(torch.autograd.Function):
                 plans[key] = plan
         else:
             dx, dresidual, dweight, dbias = plan.run(dy, x, weight, rstd, dres)
-            if len(needs) > 3 and needs[4]:
+            if len(needs) > 3 and needs[4]:  # _as_asked, written out
                 dx, dresidual = dx if needs[0] else None, dx if dresidual is None else dresidual
         if len(needs) == 3:
             return dx, dweight, None
@@ -328,21 +328,20 @@ def _gradients(needs, dy, x, weight, rstd, dres, eps, weight_offset, x_dtype, bi
     needs: whether x, weight, bias and residual need gradients, and anything after that.
     """
     dx_dtypes = _dx_dtypes(needs[0], needs[3], x_dtype, x.dtype)
+    plan = None
     if dy is None:  # y went unused
-        plan = dweight = dbias = None
-        dx, dresidual = (dres.to(dtype) if dtype and dres is not None else None for dtype in dx_dtypes)
+        grads = *(dres.to(dtype) if dtype and dres is not None else None for dtype in dx_dtypes), None, None
     else:
         dtypes = (*dx_dtypes, weight.dtype if needs[1] else None, bias_dtype if needs[2] else None)
         if torch.is_grad_enabled() or _is_batched(dy, dres):
             # create_graph=True, for which autograd has to see how rstd depends on x; or vmap over gradients
-            plan, rstd = None, reference.rms_norm_rstd(x, eps, rstd.dtype)
+            rstd = reference.rms_norm_rstd(x, eps, rstd.dtype)
             grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, weight_offset, *dtypes)
         else:
             args = (dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
             plan = backward_plan(*args) if is_plain() else None
             grads = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
-        dx, dresidual, dweight, dbias = grads
-    return plan, dx if needs[0] else None, dweight, dbias, _dresidual(needs[3], dx, dresidual)
+    return plan, *_as_asked(needs[0], needs[3], *grads)
 
 
 def _dx_dtypes(dx: bool, dresidual: bool, x_dtype: torch.dtype, res_dtype: torch.dtype) -> tuple:
@@ -352,9 +351,9 @@ def _dx_dtypes(dx: bool, dresidual: bool, x_dtype: torch.dtype, res_dtype: torch
     return x_dtype, (res_dtype if dresidual and res_dtype != x_dtype else None)
 
 
-def _dresidual(wanted: bool, first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """dresidual out of what was computed for `_dx_dtypes`."""
-    return None if not wanted else first if second is None else second
+def _as_asked(dx: bool, dresidual: bool, first, second, dweight, dbias) -> tuple[Tensor | None, ...]:
+    """(dx, dweight, dbias, dresidual) out of what was computed for `_dx_dtypes`."""
+    return first if dx else None, dweight, dbias, None if not dresidual else first if second is None else second
 
 
 # Whatever is not plain eager ----------------------------------------------------------------------------------------
