@@ -4,10 +4,12 @@ kernels that read and write memory where the compiled ones do but compute in PyT
 import contextlib
 import copy
 import ctypes
+import dataclasses
 import functools
 import itertools
 import warnings
 
+import idle_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from wrapper_tensor import Wrapper
 
 from quackish import errors, gpu
+from quackish.configs import choose
 from quackish.configs.rms_norm import MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops import rms_norm as ops
@@ -54,12 +57,17 @@ class Emulated:
     """Launches, as (problem, arguments), and how they are done."""
 
     def __init__(self):
-        self.launches = []
+        self.launches, self.tickets, self.scratch = [], torch.zeros(3, dtype=torch.int32), []
 
     def kernel_for(self, name, problem, on):
         assert on == gpu.H200
         kernel = {"rms_norm_fwd": self.forward, "rms_norm_bwd": self.backward}[name]
         return Kernel(functools.partial(kernel, problem), EmulatedConfig())
+
+    def take(self, index, stream, scratch_floats):
+        assert stream == STREAM
+        self.scratch.append(torch.empty(scratch_floats))
+        return self.tickets.data_ptr(), self.scratch[-1].data_ptr(), None
 
     def forward(self, p, *args):
         x, weight, bias, residual, y, res, rstd, x_rows, residual_rows, eps, weight_offset, m, num_ctas, stream = args
@@ -139,22 +147,7 @@ def write(p, address, dtype, value):
 def kernels(monkeypatch):
     """CPU tensors go to emulated kernels, as CUDA tensors go to compiled ones."""
     emulated = Emulated()
-    zeros, scratch = torch.zeros(3, dtype=torch.int32), []
-
-    def take(index, stream, scratch_floats):
-        assert stream == STREAM
-        scratch.append(torch.empty(scratch_floats))
-        return zeros.data_ptr(), scratch[-1].data_ptr(), None
-
-    no_kernel = plans.gpu_for
-    monkeypatch.setattr(plans, "gpu_for", lambda device: gpu.H200 if device.type == "cpu" else no_kernel(device))
-    monkeypatch.setattr(plans, "kernel_for", emulated.kernel_for)
-    monkeypatch.setattr(plans.workspace, "take", take)
-    monkeypatch.setattr(plans.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(plans.cuda, "stream_of", lambda index: STREAM)
-    monkeypatch.setattr(plans.cuda, "empty", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(plans, "_forward_plans", {})
-    monkeypatch.setattr(plans, "_backward_plans", {})
+    emulated.cuda = idle_kernels.on_h200(monkeypatch, emulated.kernel_for, emulated.take, STREAM)
     return emulated
 
 
@@ -299,13 +292,6 @@ def test_no_rows(path, residual):
     assert not path or not path.launches
 
 
-def test_one_dimension(path):
-    x, w = leaf(rows((8,))), leaf(weights(8))
-    got = step(rms_norm, (x, w), torch.ones(8))
-    want = step(rms_norm, (leaf(x.view(1, 8)), w), torch.ones(1, 8))
-    assert_same(got, [want[0].view(8), want[1].view(8), want[2]])
-
-
 @pytest.mark.parametrize("dtype", [*FLOATS, FP64])
 def test_the_default_eps_is_that_of_torch(path, dtype):
     x, w = rows((4, 8), dtype) * 1e-4, weights(8, dtype)  # squares as small as fp32's epsilon
@@ -324,13 +310,6 @@ def test_what_was_accepted_before_decides_nothing(path):
         rms_norm(x, None, eps=1.0)
         with pytest.raises(TypeError, match="eps is a bool"):
             rms_norm(x, None, eps=True)
-
-
-def test_meta_tensors_give_meta_tensors():
-    x, w = torch.empty(3, 8, device="meta", requires_grad=True), torch.empty(8, device="meta", requires_grad=True)
-    y = rms_norm(x, w)
-    y.sum().backward()
-    assert (y.shape, y.device.type, x.grad.shape, w.grad.shape) == ((3, 8), "meta", (3, 8), (8,))
 
 
 def test_tensors_without_memory_reach_no_kernel(kernels):
@@ -531,55 +510,55 @@ def test_errors_name_the_argument(call, kind, text):
         assert text in str(caught.value)
 
 
-A100 = gpu.Gpu("A100", "sm_80", "sm_80", sm_count=108, smem_bytes=166912, smem_bytes_per_sm=167936)
-
-
 def find(problem, backend="auto", device="cuda:0", m=5, **options):
     name = "rms_norm_fwd" if isinstance(problem, RmsNormFwdProblem) else "rms_norm_bwd"
     return plans.find_kernel(name, problem, m, torch.device(device), backend, **options)
 
 
+FP32_PROBLEM = RmsNormFwdProblem(8, "float32", "float32")
+
+
 def test_without_a_kernel_there_is_one_warning_or_an_error(monkeypatch):
-    monkeypatch.setattr(errors, "_warned", set())
-    monkeypatch.setattr(plans, "gpu_of", lambda index: A100)
-    problem = RmsNormFwdProblem(8, "float32", "float32")
-    with pytest.warns(PortablePathWarning, match=r"^rms_norm: no kernel for sm_80 \(A100\); supported: sm_90"):
-        assert find(problem) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert find(RmsNormBwdProblem(8, "float32", "float32")) is None  # one reason, whatever the direction
-    monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
-    with pytest.warns(PortablePathWarning, match="^rms_norm: no kernel for weight in float64; supported: bfloat16"):
-        assert find(RmsNormFwdProblem(8, "float32", "float32", "float64")) is None
-    with pytest.warns(PortablePathWarning, match="^rms_norm: no kernel for rstd in float64; supported: float32"):
-        assert find(problem, rstd_dtype=FP64) is None
-    with pytest.warns(PortablePathWarning, match="^rms_norm: no kernel for 2146435073 rows of 8; at most 2146435072"):
-        assert find(problem, m=MAX_M + 1) is None
+    errors._warned.clear()
+    monkeypatch.setattr(plans, "gpu_of", [gpu.H200, gpu.A100].__getitem__)
+    for call, text in (
+        (lambda: find(FP32_PROBLEM, device="cuda:1"), r"no kernel for sm_80 \(A100\); supported: sm_90"),
+        (
+            lambda: find(dataclasses.replace(FP32_PROBLEM, weight_dtype="float64")),
+            "no kernel for weight in float64; supp",
+        ),
+        (lambda: find(FP32_PROBLEM, rstd_dtype=FP64), "no kernel for rstd in float64; supported: float32"),
+        (lambda: find(FP32_PROBLEM, m=MAX_M + 1), "no kernel for 2146435073 rows of 8; at most 2146435072"),
+    ):
+        with pytest.warns(PortablePathWarning, match=f"^rms_norm: {text}"):
+            assert call() is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert call() is None  # warned before
     with pytest.raises(UnsupportedError, match="rows of 8"):
-        find(problem, backend="cute", m=MAX_M + 1)
+        find(FP32_PROBLEM, backend="cute", m=MAX_M + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert find(problem, m=MAX_M + 1) is None  # warned before
-        assert find(problem, m=MAX_M + 2, backend="reference") is None
-        assert find(problem, device="cpu") is None
+        one_reason = RmsNormBwdProblem(8, "float32", "float32")  # whatever the direction
+        assert find(one_reason, device="cuda:1") is None
+        assert find(FP32_PROBLEM, m=MAX_M + 2, backend="reference") is None
+        assert find(FP32_PROBLEM, device="cpu") is None
 
 
 def test_without_the_compiler(monkeypatch):
-    monkeypatch.setattr(errors, "_warned", set())
+    errors._warned.clear()
+
+    def kernel_for(kernel, problem, gpu):
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
     monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
-
-    def missing(name):
-        def find(kernel, problem, gpu):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-        return find
-
-    monkeypatch.setattr(plans, "kernel_for", missing("cutlass"))
+    monkeypatch.setattr(plans, "kernel_for", kernel_for)
+    missing = "cutlass"
     with pytest.warns(PortablePathWarning, match=r"^rms_norm: nvidia-cutlass-dsl .*; pip install nvidia"):
-        assert find(RmsNormFwdProblem(8, "float32", "float32")) is None
-    monkeypatch.setattr(plans, "kernel_for", missing("quackish.kernels.typo"))
+        assert find(FP32_PROBLEM) is None
+    missing = "quackish.kernels.typo"
     with pytest.raises(ModuleNotFoundError):
-        find(RmsNormFwdProblem(8, "float32", "float32"))
+        find(FP32_PROBLEM)
 
 
 # Layouts: what is read in place, what is copied, which kernel runs --------------------------------------------------
@@ -635,32 +614,26 @@ IN_PLACE = ("packed", *STRIDED, "off by one element")
 
 
 @pytest.mark.parametrize("name", list(layouts()))
-def test_layouts_of_x(kernels, name):
-    x, w, dy = layouts()[name], weights(8), rows((2, 5, 4, 8), seed=13)
-    want = step(lambda x, w: rms_norm(x, w, backend="reference"), (leaf(x.contiguous()), leaf(w)), dy)
-    got = step(rms_norm, (x.detach().requires_grad_(), leaf(w)), dy)
-    assert_same(got, want)
-    assert got[0].is_contiguous()
-    (forward, f), (backward, b) = kernels.launches
-    assert (f[0] == x.data_ptr()) == (name in IN_PLACE)
-    assert (b[0] == x.data_ptr()) == (name in IN_PLACE)
+def test_layouts(kernels, name):
+    """Of x; then of a residual and of both gradients that arrive."""
+    t, other, w = layouts()[name], rows((2, 5, 4, 8), seed=13), weights(8)
+
+    def compare(call, inputs, dy):
+        want = step(lambda *a: call(*a, backend="reference"), [leaf(u.contiguous()) for u in inputs], dy)
+        got = step(call, [u.detach().requires_grad_() for u in inputs], dy)
+        assert_same(got, want)
+        assert all(out.is_contiguous() for out in got)
+        return kernels.launches[-2:]
+
+    (forward, f), (backward, b) = compare(rms_norm, (t, w), other)
+    assert (f[0] == t.data_ptr()) == (b[0] == t.data_ptr()) == (name in IN_PLACE)
     assert forward.packed == backward.packed == (name not in STRIDED)
     assert forward.aligned == backward.aligned == (name != "off by one element")
 
-
-@pytest.mark.parametrize("name", list(layouts()))
-def test_layouts_of_dy_and_of_residuals(kernels, name):
-    t, w, x = layouts()[name], weights(8), rows((2, 5, 4, 8), seed=13)
-
-    def call(x, w, r):
+    def with_residual(x, w, r, backend="auto"):
         return rms_norm(x, w, residual=r, backend=backend)
 
-    backend = "reference"
-    want = step(call, [leaf(u.contiguous()) for u in (x, w, t)], (t.contiguous(), t.contiguous()))
-    backend = "auto"
-    got = step(call, [x.requires_grad_(), w.requires_grad_(), t.detach().requires_grad_()], (t, t))
-    assert_same(got, want)
-    (_, f), (_, b) = kernels.launches
+    (_, f), (_, b) = compare(with_residual, (other, w, t), (t, t))
     assert (f[3] == t.data_ptr()) == (b[2] == t.data_ptr()) == (b[3] == t.data_ptr()) == (name in IN_PLACE)
 
 
@@ -740,31 +713,30 @@ def test_fp64_rstd_is_not_for_kernels(kernels):
     assert not kernels.launches
 
 
-def test_plans_are_made_once_and_forgotten_in_bulk(kernels, monkeypatch):
-    monkeypatch.setattr(plans, "_MAX_PLANS", 4)
-    w = weights(8)
+def test_plans_are_made_once_and_forgotten_in_bulk(kernels):
+    row, w = rows((1, 8)), weights(8)
     for m in (1, 2, 3, 1, 2, 3):
-        rms_norm(rows((m, 8)), w)
+        rms_norm(row.expand(m, 8), w)
     assert len(plans._forward_plans) == 3
-    for m in range(1, 20):
-        rms_norm(rows((m, 8)), w)
-    assert len(plans._forward_plans) <= 4
-    assert len({problem for problem, _ in kernels.launches}) == 1  # the number of rows is in no problem
+    for m in range(1, plans._MAX_PLANS + 5):
+        rms_norm(row.expand(m, 8), w)
+    assert len(plans._forward_plans) == 4
+    assert len({problem for problem, _ in kernels.launches}) == 2  # the number of rows is in no problem
 
 
-def test_plain_eager_does_not_go_through_operators(kernels, monkeypatch):
-    for name in ("_op_fwd", "_op_bwd"):
-        monkeypatch.setattr(ops, name, None)
+def test_the_plan_of_a_graph_is_found_without_the_operators(kernels):
     x, w = leaf(rows((4, 8))), torch.nn.Parameter(weights(8))
-    for _ in range(2):
-        rms_norm(x, w).sum().backward()
+    with torch.profiler.profile() as profile:
+        for _ in range(2):
+            rms_norm(x, w).sum().backward()
+    assert len(kernels.launches) == 4
+    assert not [event.name for event in profile.events() if "quackish" in event.name]
 
 
 @pytest.mark.parametrize("mode", ["function", "module", "operator", "no_grad", "backward", "compiled"])
 def test_a_warning_points_at_the_users_line(monkeypatch, mode):
-    monkeypatch.setattr(errors, "_warned", set())
-    monkeypatch.setattr(plans, "_forward_plans", {})
-    monkeypatch.setattr(plans, "_backward_plans", {})
+    errors._warned.clear()
+    choose.reload()
     wanted = "rms_norm_bwd" if mode == "backward" else "rms_norm_fwd"
     monkeypatch.setattr(plans, "find_kernel", lambda name, *args: plans.warn_once("why") if name == wanted else None)
     call = dict(module=RMSNorm(8), compiled=torch.compile(lambda x: rms_norm(x, None), backend="aot_eager"))
@@ -782,7 +754,7 @@ def test_a_warning_points_at_the_users_line(monkeypatch, mode):
 def test_launches_and_memory_are_on_the_tensors_device(kernels, monkeypatch):
     inputs, dy = case()
     want = step(with_residual, inputs, dy)
-    here, current = inputs[0].device.index, ["another"]
+    here, current, allocate = inputs[0].device.index, ["another"], kernels.cuda.empty
 
     @contextlib.contextmanager
     def device(index):
@@ -790,18 +762,16 @@ def test_launches_and_memory_are_on_the_tensors_device(kernels, monkeypatch):
         yield
         current[0] = kept
 
-    def empty(*args, make=plans.cuda.empty):
+    def empty(*args):
         assert current[0] == here
-        return make(*args)
+        return allocate(*args)
 
-    monkeypatch.setattr(plans.cuda, "current_device", lambda: current[0])
-    monkeypatch.setattr(plans.cuda, "empty", empty)
+    kernels.cuda.current_device, kernels.cuda.empty = lambda: current[0], empty
     monkeypatch.setattr(torch.cuda, "device", device)
-    count = len(kernels.launches)
     for _ in range(2):
         assert_same(step(with_residual, inputs, dy), want)
         assert current == ["another"]
-    assert len(kernels.launches) == count + 4
+    assert len(kernels.launches) == 2 + 4
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 1, 3)])
@@ -833,14 +803,23 @@ def device(monkeypatch):
             workspace._kept_tickets.append(zeros)
             return iter(range(zeros.data_ptr(), zeros.data_ptr() + zeros.nbytes, 128))
 
+    def on_cpu(make):
+        return lambda *args, device=None, **options: make(*args, **options)
+
     d = Device()
-    for name, value in dict(_of_stream={}, _reserves={}, _kept_tickets=[], _RESERVE=4, _MAX_STREAMS=8).items():
-        monkeypatch.setattr(workspace, name, value)
-    monkeypatch.setattr(workspace.cuda, "is_capturing", lambda: d.capturing)
-    monkeypatch.setattr(workspace, "_new_reserve", d.new_reserve)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: None)
-    for make in (torch.zeros, torch.empty):
-        monkeypatch.setattr(torch, make.__name__, lambda *a, make=make, device=None, **k: make(*a, **k))
+    for owner, name, value in (
+        (workspace, "_of_stream", {}),
+        (workspace, "_reserves", {}),
+        (workspace, "_kept_tickets", []),
+        (workspace, "_RESERVE", 4),
+        (workspace, "_MAX_STREAMS", 8),
+        (workspace, "_new_reserve", d.new_reserve),
+        (workspace.cuda, "is_capturing", lambda: d.capturing),
+        (torch.cuda, "current_stream", lambda index: None),
+        (torch, "zeros", on_cpu(torch.zeros)),
+        (torch, "empty", on_cpu(torch.empty)),
+    ):
+        monkeypatch.setattr(owner, name, value)
     return d
 
 
@@ -1095,7 +1074,7 @@ def test_dispatch_modes_see_operators(path):
     assert "quackish.rms_norm_fwd.default" in called.functions
 
 
-def test_subclasses_and_fake_tensors(path):
+def test_subclasses_fake_and_meta_tensors(path):
     class Marked(torch.Tensor):
         pass
 
@@ -1114,8 +1093,10 @@ def test_subclasses_and_fake_tensors(path):
     for fake, dtype in ((y, BF16), (res, FP32), (outside, BF16)):
         assert isinstance(fake, torch._subclasses.FakeTensor)
         assert (fake.shape, fake.dtype) == ((6, 8), dtype)
-    meta = rms_norm(torch.empty(3, 8, device="meta"), torch.empty(8, device="meta"))
-    assert (meta.shape, meta.device.type) == ((3, 8), "meta")
+    x, w = torch.empty(3, 8, device="meta", requires_grad=True), torch.empty(8, device="meta", requires_grad=True)
+    y = rms_norm(x, w)
+    y.sum().backward()
+    assert (y.shape, y.device.type, x.grad.shape, w.grad.shape) == ((3, 8), "meta", (3, 8), (8,))
 
 
 def test_jit_trace_records_the_operator(path):
