@@ -23,12 +23,15 @@ class Layer:
 # "kernels" stands for quackish.kernels, whose find() is for everybody, and not for the modules in it.
 LAYERS = {
     "errors": Layer(),
+    "files": Layer(),
     "gpu": Layer(quackish="errors", lazy="torch"),
     "toolchain": Layer(quackish="errors"),
-    "configs": Layer(quackish="errors gpu toolchain", lazy="platformdirs"),
+    "configs": Layer(quackish="errors files gpu toolchain", lazy="platformdirs"),
     "reference": Layer(outside="torch"),
     "kernels": Layer(quackish="errors gpu configs", outside="cutlass cuda"),
-    "launch": Layer(quackish="errors gpu toolchain configs", outside="torch platformdirs", lazy="cutlass cuda tvm_ffi"),
+    "launch": Layer(
+        quackish="errors files gpu toolchain configs", outside="torch platformdirs", lazy="cutlass cuda tvm_ffi"
+    ),
     "ops": Layer(quackish="errors gpu toolchain configs reference launch kernels", outside="torch"),
     "testing": Layer(
         quackish="errors gpu configs reference launch kernels ops", outside="torch", lazy="cutlass tvm_ffi triton"

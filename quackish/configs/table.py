@@ -13,11 +13,10 @@ import dataclasses
 import functools
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from quackish import toolchain
+from quackish import files, toolchain
 from quackish.errors import warn_once
 from quackish.gpu import Gpu
 
@@ -118,17 +117,10 @@ def _rows(content: Any) -> list[Row]:
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    """Whole or not at all: to a file beside it, then renamed. Raises OSError."""
+    """Whole or not at all. Raises OSError."""
     content = json.dumps({"format": _FORMAT, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{_NAME}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    files.write(path, content.encode())
 
 
 def add(path: Path, row: Row) -> None:

@@ -15,16 +15,14 @@ import json
 import os
 import stat
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from quackish import toolchain
+from quackish import files, toolchain
 from quackish.errors import warn_once
 
 _FORMAT = b"quackish kernel 1\n"
-TEMPORARY = ".tmp"
 SUFFIX = ".kernel"
 _STARTED = time.time()
 _PACKAGE = Path(__file__).parents[1]
@@ -95,7 +93,7 @@ def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> str:
         folder = _checked_folder(kernel_class)
         _remove_leftovers(folder)
         body = json.dumps(identity).encode() + b"\n" + payload
-        write(folder / name_of(identity), _head(body) + body)
+        files.write(folder / name_of(identity), _head(body) + body)
     except (OSError, ValueError) as error:
         return _warn_memory_only(error)
     return ""
@@ -117,18 +115,6 @@ def read(path: Path) -> bytes:
             raise ValueError("it is not a regular file")
         check_owner(status)
         return file.read()
-
-
-def write(path: Path, data: bytes) -> None:
-    """Writes atomically, readable by this user only."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=TEMPORARY)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _head(body: bytes) -> bytes:
@@ -216,7 +202,7 @@ def _warn_memory_only(error: Exception) -> str:
 
 def _remove_leftovers(folder: Path) -> None:
     """Deletes temporary files of killed processes, recognized by their age."""
-    for path in folder.glob("*" + TEMPORARY):
+    for path in folder.glob("*" + files.TEMPORARY):
         with contextlib.suppress(OSError):  # another process may have deleted it
             if path.stat().st_mtime < time.time() - 3600:
                 path.unlink()

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from quackish import files
 from quackish.errors import UnsupportedError
 from quackish.launch import cache
 from quackish.launch.compile import OPTIONS
@@ -57,7 +58,7 @@ def entries() -> list[Entry]:
 
 def leftovers() -> list[Path]:
     """Temporary files of interrupted writes, and of writes in progress."""
-    return sorted(cache.location().glob("*" + cache.TEMPORARY))
+    return sorted(cache.location().glob("*" + files.TEMPORARY))
 
 
 def folder_fault() -> str:
@@ -125,7 +126,7 @@ def pack(chosen: Sequence[Entry], archive: Path) -> None:
             member = tarfile.TarInfo(entry.path.name)
             member.size, member.mode, member.mtime = len(content), 0o600, int(entry.modified)
             tar.addfile(member, io.BytesIO(content))
-    cache.write(archive, data.getvalue())
+    files.write(archive, data.getvalue())
 
 
 class Unpacked(NamedTuple):
@@ -154,7 +155,7 @@ def unpack(archive: Path) -> Unpacked:
         if path.exists() and not (entry := _examine(path)).fault:
             found.known.append(entry)
         else:
-            cache.write(path, content)
+            files.write(path, content)
             found.added.append(_examine(path))
     return found
 
