@@ -166,6 +166,7 @@ def anywhere(request):
         yield request.getfixturevalue("kernels") if request.param == "kernels" else None
         return
     on["device"] = "cuda"
+    errors._warned.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", PortablePathWarning)
         yield Emulated()  # without launches
