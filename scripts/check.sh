@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The whole local ritual: lint, format, then every test. Arguments go to pytest: scripts/check.sh -k rms_norm
+# The whole local ritual: lint, format, then the tests. Arguments go to pytest: scripts/check.sh -k rms_norm
+# --exhaustive also runs the tests that compile or try every variant, as CI does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(command -v python || command -v python3)

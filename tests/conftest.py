@@ -1,7 +1,11 @@
-"""For all tests: what is marked `gpu` is skipped, with the reason, where there is no GPU."""
+"""For all tests: those marked `gpu` are skipped without a GPU, those marked `exhaustive` without --exhaustive."""
 
 import pytest
 import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="also run tests that compile or try every variant")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -9,12 +13,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # Skipping here, not by a marker, makes the summary one line for all of them.
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    if item.get_closest_marker("exhaustive") and not item.config.getoption("exhaustive"):
+        pytest.skip("exhaustive: scripts/check.sh --exhaustive and .ci/run run it")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_table_of_the_users(tmp_path_factory):
-    """Configs are those of the package, whatever was tuned on this machine."""
+    """Configs are those of the package, whatever was tuned on this machine; sources may be edited while tests run."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quackish.launch.cache._STARTED", float("inf"))
         patch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path_factory.mktemp("configs")))
         yield
 

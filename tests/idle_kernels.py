@@ -1,12 +1,17 @@
-"""Kernels that do nothing: which ones are launched, for what and how, on any host."""
+"""Stand-ins for an H200 and its kernels, on any host: which kernels are launched, for what and how."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from quackish import kernels, launch
+from quackish.configs import choose
 from quackish.gpu import H200
+from quackish.ops import cuda, workspace
 from quackish.ops import rms_norm_plans as plans
+from quackish.ops.kernel_for import Kernel, KernelFor
 from quackish.ops.linear_cross_entropy import launches as gemms
 
 
@@ -16,21 +21,37 @@ class Launch(NamedTuple):
     config: Any
 
 
+def on_h200(monkeypatch, kernel_for: KernelFor, take: Callable, stream: int = 0) -> SimpleNamespace:
+    """RMSNorm of CPU tensors runs kernels of `kernel_for`, as an H200's would; returns what stands in for ops.cuda."""
+    monkeypatch.setattr(workspace, "take", take)
+    no_kernel = plans.gpu_for
+    allocate = torch._C._dynamo.guards._empty_strided_cpu
+    driver = dict(current_device=lambda: None, stream_of=lambda index: stream, empty=allocate)
+    stands_in = SimpleNamespace(**{**vars(cuda), **driver})
+    for name, value in dict(
+        gpu_for=lambda device: H200 if device.type == "cpu" else no_kernel(device),
+        kernel_for=kernel_for,
+        cuda=stands_in,
+        _forward_plans={},
+        _backward_plans={},
+    ).items():
+        monkeypatch.setattr(plans, name, value)
+    return stands_in
+
+
 def install(monkeypatch) -> list[Launch]:
-    """CPU tensors go to them, as on an H200; returns the launches, in order."""
-    launches, no_kernel = [], plans.gpu_for
+    """Kernels that do nothing, for both operations; returns the launches, in order."""
+    launches = []
 
     def get(kernel, problem, config, target):
         return lambda *args: launches.append(Launch(kernel, problem, config))
 
-    monkeypatch.setattr(plans, "gpu_for", lambda device: H200 if device.type == "cpu" else no_kernel(device))
+    def kernel_for(name, problem, gpu):
+        config = choose.choose(name, problem, gpu).config
+        return Kernel(get(name, problem, config, gpu.target), config)
+
+    on_h200(monkeypatch, kernel_for, lambda *args: (0, 0, None))
     monkeypatch.setattr(gemms, "gpu_of", lambda index: H200)
     monkeypatch.setattr(kernels, "find", lambda name, gpu: name)
     monkeypatch.setattr(launch, "get", get)
-    monkeypatch.setattr(plans.workspace, "take", lambda *args: (0, 0, None))
-    monkeypatch.setattr(plans.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(plans.cuda, "stream_of", lambda index: 0)
-    monkeypatch.setattr(plans.cuda, "empty", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(plans, "_forward_plans", {})
-    monkeypatch.setattr(plans, "_backward_plans", {})
     return launches

@@ -18,15 +18,13 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from toy_kernels import HostConfig, HostProblem, HostToy, Toy, ToyConfig, ToyProblem
 
-from quackish import launch, toolchain
+import quackish
+from quackish import errors, launch, toolchain
 from quackish.launch import cache, parallel
 from quackish.launch import compile as compiling
 
 TESTS = Path(__file__).parent
 MEMORY_ONLY = "kept in memory only"
-
-
-hash_sources = cache._source_hash.__wrapped__
 
 
 def ignore_edits(setattr=setattr):
@@ -38,9 +36,7 @@ def ignore_edits(setattr=setattr):
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     """As in a new process, with an empty cache folder."""
-    monkeypatch.setattr(compiling, "_ready", {})
-    monkeypatch.setattr("quackish.errors._warned", set())
-    ignore_edits(monkeypatch.setattr)
+    errors._warned.clear()
     monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("QUACKISH_CACHE", raising=False)
     return tmp_path / "cache"
@@ -65,59 +61,60 @@ def silently(function, *args):
         return function(*args)
 
 
-def test_second_process_loads():
+def test_second_process_loads_what_only_the_user_may_read(folder):
     assert silently(use) == "compiled"
     assert silently(use) == "loaded"
-    assert silently(use, 3) == "compiled"
-
-
-def test_only_the_user_may_read(folder):
-    use()
     (file,) = folder.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert file.stat().st_mode & 0o777 == 0o600
-
-
-def test_head_tells_what_a_file_is(folder):
-    use()
-    (file,) = folder.iterdir()
     told = json.loads(file.read_bytes().split(b"\n")[2])
-    assert told["kernel"] == "toy_kernels.HostToy"
+    assert (told["kernel"], told["target"]) == ("toy_kernels.HostToy", "sm_90a")
     assert told["problem"] == "HostProblem(factor=2)"
-    assert told["target"] == "sm_90a"
+    assert silently(use, 3) == "compiled"
 
 
 # Damage
 
-FLIPS = {"format": 3, "checksum": 30, "identity": 150, "object": -2000, "last byte": -1}
+
+def flipped(data, i):
+    return data[:i] + bytes([data[i] ^ 1]) + data[i:][1:]
+
+
+def packed(identity: bytes, payload: bytes = b"code") -> bytes:
+    """A file with a valid checksum."""
+    body = identity + b"\n" + payload
+    return b"quackish kernel 1\n" + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+DEEP = packed(b"[" * 200_000 + b"]" * 200_000)
 DAMAGE = {
-    **{
-        f"flipped {name}": lambda data, i=i: data[:i] + bytes([data[i] ^ 1]) + data[i:][1:] for name, i in FLIPS.items()
-    },
+    "format": lambda data: flipped(data, 3),
+    "checksum": lambda data: flipped(data, 30),
+    "identity": lambda data: flipped(data, 150),
+    "last byte": lambda data: flipped(data, -1),
     "truncated object": lambda data: data[:-100],
-    "truncated identity": lambda data: data[:120],
     "truncated checksum": lambda data: data[:40],
     "longer": lambda data: data + b"\0",
     "empty": lambda data: b"",
-    "zeros": lambda data: bytes(len(data)),
+    "nested too deeply": lambda data: DEEP,
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_damaged_file_is_compiled_again(folder, damage):
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_file_is_compiled_again(folder, name):
     use()
     (file,) = folder.iterdir()
     good = file.read_bytes()
-    file.write_bytes(damage(good))
-    assert file.read_bytes() != good
-    with pytest.warns(RuntimeWarning, match=r"is not used \(damaged\)") as warned:
+    file.write_bytes(DAMAGE[name](good))
+    why = name if name.startswith("nested") else "damaged"
+    with pytest.warns(RuntimeWarning, match=rf"is not used \(.*{why}\)") as warned:
         assert use() == "compiled"
     assert len(warned) == 1
     assert file.read_bytes() == good
     assert silently(use) == "loaded"
 
 
-def test_unreadable_file_is_compiled_again(folder):
+def test_a_folder_in_place_of_a_file_is_compiled_again(folder):
     use()
     (file,) = folder.iterdir()
     file.unlink()
@@ -153,25 +150,6 @@ def within_a_minute():
         signal.signal(signal.SIGALRM, before)
 
 
-def packed(identity: bytes, payload: bytes = b"code") -> bytes:
-    """A file with a valid checksum."""
-    body = identity + b"\n" + payload
-    return b"quackish kernel 1\n" + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
-
-
-DEEP = packed(b"[" * 200_000 + b"]" * 200_000)
-
-
-def test_a_deeply_nested_identity_is_compiled_again(folder):
-    use()
-    (file,) = folder.iterdir()
-    file.write_bytes(DEEP)
-    with pytest.warns(RuntimeWarning, match="is not used .*nested too deeply") as warned:
-        assert use() == "compiled"
-    assert len(warned) == 1
-    assert silently(use) == "loaded"
-
-
 def test_object_for_another_target_is_refused(folder):
     def get(target):
         compiling._ready.clear()
@@ -202,15 +180,15 @@ def check_memory_only(match):
     assert match in str(warned[0].message)
 
 
-def test_folder_that_cannot_be_made(folder):
-    folder.write_text("a file where the folder should be")
-    check_memory_only("File exists")
-
-
-def test_folder_below_a_file(folder, monkeypatch):
-    folder.write_text("a file where a folder above should be")
-    monkeypatch.setenv("QUACKISH_CACHE_DIR", str(folder / "below"))
-    check_memory_only("Not a directory")
+@pytest.mark.parametrize("below, why", [("", "File exists"), ("below", "Not a directory")])
+def test_folder_that_cannot_be_made(folder, monkeypatch, below, why):
+    folder.write_text("a file where the folder, or one above, should be")
+    monkeypatch.setenv("QUACKISH_CACHE_DIR", str(folder / below))
+    check_memory_only(why)
+    request = compiling.Request(HostToy, HostProblem(), HostConfig(), "sm_90a")
+    assert compiling.obtain(request)[1:] == ("not stored", why)
+    (outcome,) = parallel.compile_all([request], jobs=1)
+    assert outcome[1:] == ("not stored", why)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -219,28 +197,12 @@ def test_read_only_folder(folder):
     check_memory_only("Permission denied")
 
 
-def test_folder_that_cannot_be_written(folder, monkeypatch):
-    def full(**kwargs):
-        raise OSError(28, "No space left on device", str(folder / f"tmp{time.time_ns()}"))  # a new name each time
-
-    monkeypatch.setattr("quackish.launch.cache.tempfile.mkstemp", full)
-    check_memory_only("No space left on device")
-    request = compiling.Request(HostToy, HostProblem(), HostConfig(), "sm_90a")
-    assert compiling.obtain(request)[1:] == ("not stored", "No space left on device")
-
-
-def test_a_worker_says_what_it_could_not_store(folder):
-    folder.write_text("a file where the folder should be")
-    (outcome,) = parallel.compile_all([compiling.Request(HostToy, HostProblem(), HostConfig(), "sm_90a")], jobs=1)
-    assert outcome[1:] == ("not stored", "File exists")
-
-
 def test_write_that_fails_leaves_nothing(folder, monkeypatch):
-    def fail(*args):
-        raise OSError(5, "Input/output error")
+    def fail(temporary, path):
+        raise OSError(28, "No space left on device", temporary)  # a new name each time
 
-    monkeypatch.setattr("quackish.launch.cache.os.replace", fail)
-    check_memory_only("Input/output error")
+    monkeypatch.setattr(os, "replace", fail)
+    check_memory_only("No space left on device")
     assert list(folder.iterdir()) == []
 
 
@@ -254,7 +216,7 @@ def test_folder_that_others_may_write(folder, mode):
 
 def test_folder_of_another_user(folder, monkeypatch):
     use()
-    monkeypatch.setattr("quackish.launch.cache.os.geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     check_memory_only("belongs to user")
 
 
@@ -269,14 +231,13 @@ def test_file_that_others_may_write(folder):
 
 def test_cache_turned_off(folder, monkeypatch):
     monkeypatch.setenv("QUACKISH_CACHE", "0")
-    assert silently(use) == "compiled"
-    assert silently(use) == "compiled"
+    assert [silently(use), silently(use)] == ["compiled", "compiled"]
     assert not folder.exists()
 
 
 def test_default_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("QUACKISH_CACHE_DIR")
-    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path / "home" / name))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     use()
     assert len(list((tmp_path / "home" / "quackish").iterdir())) == 1
 
@@ -285,31 +246,27 @@ def test_default_folder(monkeypatch, tmp_path):
 
 
 def start(code, folder):
-    code = "from test_cache import ignore_edits, use\nignore_edits()\n" + code
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     env = dict(os.environ, PYTHONPATH=path, QUACKISH_CACHE_DIR=str(folder))
-    return subprocess.Popen(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", code], env=env, stderr=subprocess.PIPE
-    )
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_two_processes_at_once(folder):
     code = """
 import time
 from pathlib import Path
+from test_cache import use
 Path({me!r}).touch()
-for _ in range(30_000):  # 30 s
-    if Path({other!r}).exists():
-        break
+while not Path({other!r}).exists():
     time.sleep(0.001)
 for factor in (2, 3, 4):
     use(factor)
 """
     a, b = str(folder.parent / "a"), str(folder.parent / "b")
-    both = [start(code.format(me=a, other=b), folder), start(code.format(me=b, other=a), folder)]
-    for process in both:
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors.decode()
+    for process in [start(code.format(me=a, other=b), folder), start(code.format(me=b, other=a), folder)]:
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
     assert len(list(folder.iterdir())) == 3
     assert silently(lambda: [use(2), use(3), use(4)]) == ["loaded"] * 3
 
@@ -317,6 +274,7 @@ for factor in (2, 3, 4):
 def test_kill_in_the_middle_of_a_write(folder):
     code = """
 import os, signal
+from test_cache import use
 os.replace = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 use()
 """
@@ -342,9 +300,13 @@ def identity(problem=HostProblem(), config=HostConfig(), target="sm_90a", option
     return cache.identity(kernel_class, problem, config, target, options)
 
 
-def other_tools(patch, **fields):
-    other = toolchain.find()._replace(**fields)
-    patch.setattr(toolchain, "find", lambda: other)
+def changed(owner, name, value):
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def other_tools(**fields):
+    tools = toolchain.find()._replace(**fields)
+    return changed(toolchain, "find", lambda: tools)
 
 
 INGREDIENTS = {
@@ -354,12 +316,12 @@ INGREDIENTS = {
     "target": lambda patch: identity(target="sm_90"),
     "options": lambda patch: identity(options="-O2"),
     "environment": lambda patch: patch.setenv("CUTE_DSL_LINEINFO", "1"),
-    "sources": lambda patch: patch.setattr(cache, "_source_hash", lambda file: "0"),
-    "quackish": lambda patch: patch.setattr("quackish.__version__", "0.0.0"),
-    "nvidia-cutlass-dsl": lambda patch: other_tools(patch, dsl="0.0.0"),
-    "apache-tvm-ffi": lambda patch: other_tools(patch, ffi="0.0.0"),
-    "cuda": lambda patch: other_tools(patch, flavour="cu12"),
-    "cpu": lambda patch: other_tools(patch, cpu="another"),
+    "sources": changed(cache, "_source_hash", lambda file: "0"),
+    "quackish": changed(quackish, "__version__", "0.0.0"),
+    "nvidia-cutlass-dsl": other_tools(dsl="0.0.0"),
+    "apache-tvm-ffi": other_tools(ffi="0.0.0"),
+    "cuda": other_tools(flavour="cu12"),
+    "cpu": other_tools(cpu="another"),
 }
 
 
@@ -380,31 +342,26 @@ def test_every_ingredient_is_tested():
     assert set(identity()) == set(INGREDIENTS)
 
 
-def test_source_hash(monkeypatch, tmp_path):
+def test_every_source_is_in_the_hash(monkeypatch, tmp_path):
+    hash_sources, elsewhere = cache._source_hash.__wrapped__, tmp_path / "elsewhere.py"
     monkeypatch.setattr(cache, "_PACKAGE", tmp_path)
     for folder in ("kernels/common", "configs", "ops"):
         tmp_path.joinpath(folder).mkdir(parents=True)
-    kernel = tmp_path / "kernels/a.py"
-    elsewhere = tmp_path / "elsewhere.py"
 
     def write(path, text):
         tmp_path.joinpath(path).write_text(text)
-        return hash_sources(kernel)
+        return hash_sources(elsewhere)
 
-    elsewhere.write_text("1")
-    seen = [write("kernels/a.py", "1"), write("kernels/a.py", "2"), write("configs/a.py", "1")]
-    seen += [write("kernels/common/b.py", ""), write("kernels/common/b.py", "2")]
+    changes = ("elsewhere.py", "1"), ("elsewhere.py", "2"), ("kernels/a.py", "1"), ("kernels/a.py", "2")
+    changes += ("configs/a.py", "1"), ("kernels/common/b.py", ""), ("kernels/common/b.py", "2")
+    seen = [write(*change) for change in changes]
     tmp_path.joinpath("kernels/common/b.py").rename(tmp_path / "kernels/b.py")
-    seen.append(hash_sources(kernel))
-    seen.append(hash_sources(elsewhere))
-    elsewhere.write_text("2")
     seen.append(hash_sources(elsewhere))
     assert len(set(seen)) == len(seen)
-    before = hash_sources(kernel)
-    assert write("ops/a.py", "1") == before  # the torch layer is not in what is compiled
-    assert write("kernels/notes.txt", "1") == before
-    kernel.touch()
-    assert hash_sources(kernel) == before  # contents count, not times
+    assert write("ops/a.py", "1") == seen[-1]  # the torch layer is not in what is compiled
+    assert write("kernels/notes.txt", "1") == seen[-1]
+    elsewhere.touch()
+    assert hash_sources(elsewhere) == seen[-1]  # contents count, not times
 
 
 def test_sources_edited_since_the_start_are_not_cached(folder, monkeypatch):

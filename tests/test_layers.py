@@ -23,12 +23,15 @@ class Layer:
 # "kernels" stands for quackish.kernels, whose find() is for everybody, and not for the modules in it.
 LAYERS = {
     "errors": Layer(),
+    "files": Layer(),
     "gpu": Layer(quackish="errors", lazy="torch"),
     "toolchain": Layer(quackish="errors"),
-    "configs": Layer(quackish="errors gpu toolchain", lazy="platformdirs"),
+    "configs": Layer(quackish="errors files gpu toolchain", lazy="platformdirs"),
     "reference": Layer(outside="torch"),
     "kernels": Layer(quackish="errors gpu configs", outside="cutlass cuda"),
-    "launch": Layer(quackish="errors gpu toolchain configs", outside="torch platformdirs", lazy="cutlass cuda tvm_ffi"),
+    "launch": Layer(
+        quackish="errors files gpu toolchain configs", outside="torch platformdirs", lazy="cutlass cuda tvm_ffi"
+    ),
     "ops": Layer(quackish="errors gpu toolchain configs reference launch kernels", outside="torch"),
     "testing": Layer(
         quackish="errors gpu configs reference launch kernels ops", outside="torch", lazy="cutlass tvm_ffi triton"
@@ -110,10 +113,14 @@ def test_imports_follow_the_layers(path):
 
 def test_import_starts_neither_cuda_nor_the_compiler():
     code = """
+import importlib.util
 import sys
 import torch
 before = set(sys.modules)
 import quackish
+from quackish import toolchain
+if importlib.util.find_spec("cutlass"):
+    toolchain.find()
 loaded = {name for name in set(sys.modules) - before if name.partition(".")[0] in {"cutlass", "cuda", "tvm_ffi"}}
 assert not loaded, f"import quackish loaded {sorted(loaded)}"
 assert not torch.cuda.is_initialized(), "import quackish initialised CUDA"

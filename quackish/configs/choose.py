@@ -23,16 +23,10 @@ class Choice(NamedTuple):
     reason: str  # a sentence
 
 
-class _Forced(NamedTuple):
-    """What one `config` block forces. Compared by identity, as two blocks may force the same."""
-
-    changes: dict[str, Any]  # name -> a config, or fields of one
-
-
 # Increases with every change of what `choose` returns. Whoever caches anything that follows from a choice puts it into
 # the key, and reads it before choosing, so that no call finds what was chosen before a change.
 epoch = 0
-_forced: tuple[_Forced, ...] = ()  # outermost first
+_forced: tuple[dict[str, Any], ...] = ()  # of each block, outermost first: name -> a config, or fields of one
 _lock = threading.Lock()  # held while either changes
 
 
@@ -44,14 +38,13 @@ def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     """
     choice = tabled(kernel, problem, gpu)
     name, rule = name_of(kernel, problem), RULES[kernel]
-    layers = [forced.changes[name] for forced in _forced if name in forced.changes]
+    layers = [forced[name] for forced in _forced if name in forced]
     if not layers:
         return choice
     config = choice.config
     for layer in layers:
         config = dataclasses.replace(config, **layer) if isinstance(layer, dict) else layer
-    reason = rule.why_illegal(problem, config, gpu)
-    if reason is not None:
+    if reason := rule.why_illegal(problem, config, gpu):
         raise ValueError(f"quackish.config: {name}: {reason}\n  {config}\n  for {problem} on {gpu.name}")
     return Choice(config, "forced", f"with quackish.config({name}=...)")
 
@@ -106,18 +99,20 @@ def config(**forced: Any) -> Iterator[None]:
     global _forced
     for name, changes in forced.items():
         _check(name, changes)
-    mine = _Forced(forced)
-    _change(lambda: _forced + (mine,))
+    with _changing():
+        _forced += (forced,)
     try:
         yield
     finally:
-        _change(lambda: tuple(one for one in _forced if one is not mine))
+        with _changing():
+            _forced = tuple(one for one in _forced if one is not forced)  # by identity: two blocks may force the same
 
 
-def _change(forced) -> None:
-    global _forced, epoch
+@contextlib.contextmanager
+def _changing() -> Iterator[None]:
+    global epoch
     with _lock:
-        _forced = forced()
+        yield
         epoch += 1  # last, so that whoever reads the new epoch gets the new configs
 
 
@@ -150,7 +145,5 @@ def _a(kind: type) -> str:
 
 def reload() -> None:
     """Rereads the tables at their next use: for a process that wrote one, or whose config folder changed."""
-    global epoch
-    with _lock:
+    with _changing():
         table.forget()
-        epoch += 1

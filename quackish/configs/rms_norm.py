@@ -16,23 +16,28 @@ MAX_M = 2**31 - 2**20  # kernels count rows in 32 bits, up to a few tiles past t
 MAX_N_TWO_SUMS = 131_072  # with both dweight and dbias: more would not fit a thread's registers
 
 
-def _itemsize(*row_dtypes: str | None) -> int:
-    return max(ITEMSIZE[d] for d in row_dtypes if d)
-
-
 def columns_per_cta(n: int, vec: int, split_n: int) -> int:
     """Columns per CTA of a row split over split_n CTAs; the last CTA may have fewer."""
     unit = 8 if vec > 1 and split_n > 1 else 1  # each CTA's part starts on 16 bytes in every dtype
     return -(-n // (split_n * unit)) * unit
 
 
-def _vec(aligned: bool, itemsize: int) -> int:
-    """16 bytes of the widest dtype of a row; single elements if rows are not aligned."""
-    return 16 // itemsize if aligned else 1
+class _Rows:
+    """A problem's rows. Subclasses have `aligned`, and `_row_dtypes`: of all tensors of rows."""
+
+    @property
+    def itemsize(self) -> int:
+        """Of the widest dtype of a row."""
+        return max(ITEMSIZE[dtype] for dtype in self._row_dtypes if dtype)
+
+    @property
+    def vec(self) -> int:
+        """Elements per vector access: 16 bytes of the widest dtype; 1 if rows are not aligned."""
+        return 16 // self.itemsize if self.aligned else 1
 
 
 @dataclasses.dataclass(frozen=True)
-class RmsNormFwdProblem:
+class RmsNormFwdProblem(_Rows):
     """y = norm(res) * (weight_offset + weight) + bias, res = x + residual; dtypes by name, None if absent."""
 
     n: int
@@ -45,17 +50,12 @@ class RmsNormFwdProblem:
     aligned: bool = True  # every row of every tensor starts and ends on a 16-byte boundary
 
     @property
-    def itemsize(self) -> int:
-        return _itemsize(self.x_dtype, self.residual_dtype, self.y_dtype)
-
-    @property
-    def vec(self) -> int:
-        """Elements per vector access."""
-        return _vec(self.aligned, self.itemsize)
+    def _row_dtypes(self) -> tuple[str | None, ...]:
+        return self.x_dtype, self.residual_dtype, self.y_dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class RmsNormBwdProblem:
+class RmsNormBwdProblem(_Rows):
     """The requested gradients, by dtype name; None if not requested."""
 
     n: int
@@ -71,13 +71,8 @@ class RmsNormBwdProblem:
     aligned: bool = True
 
     @property
-    def itemsize(self) -> int:
-        return _itemsize(self.x_dtype, self.dy_dtype, self.dres_dtype, self.dx_dtype, self.dresidual_dtype)
-
-    @property
-    def vec(self) -> int:
-        """Elements per vector access."""
-        return _vec(self.aligned, self.itemsize)
+    def _row_dtypes(self) -> tuple[str | None, ...]:
+        return self.x_dtype, self.dy_dtype, self.dres_dtype, self.dx_dtype, self.dresidual_dtype
 
     @property
     def num_sums(self) -> int:
@@ -187,12 +182,12 @@ def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfi
 CLUSTERS = (1, 2, 4, 8, 16)
 MAX_FWD_ELEMENTS = 64  # of a row per thread: the number of registers that the kernel is compiled for
 REGISTERS_PER_SM = 65_536
+Problem, Config = RmsNormFwdProblem | RmsNormBwdProblem, RmsNormFwdConfig | RmsNormBwdConfig
 
 
 def rms_norm_fwd_why_illegal(problem: RmsNormFwdProblem, config: RmsNormFwdConfig, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem`: the field, its value, what is legal. None if it is legal."""
-    reason = _shape_why_illegal(problem, config)
-    if reason is not None:
+    if reason := _shape_why_illegal(problem, config):
         return reason
     elements = elements_per_thread(problem, config)
     if elements > MAX_FWD_ELEMENTS:
@@ -205,8 +200,7 @@ def rms_norm_fwd_why_illegal(problem: RmsNormFwdProblem, config: RmsNormFwdConfi
 
 def rms_norm_bwd_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfig, gpu: Gpu) -> str | None:
     """Same as rms_norm_fwd_why_illegal."""
-    reason = _shape_why_illegal(problem, config)
-    if reason is not None:
+    if reason := _shape_why_illegal(problem, config):
         return reason
     c = config
     if c.ctas_per_sm not in range(1, 2048 // c.threads + 1):
@@ -234,9 +228,7 @@ def rms_norm_bwd_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfi
     return None
 
 
-def elements_per_thread(
-    problem: RmsNormFwdProblem | RmsNormBwdProblem, config: RmsNormFwdConfig | RmsNormBwdConfig
-) -> int:
+def elements_per_thread(problem: Problem, config: Config) -> int:
     """Columns of a row per thread."""
     n_cta = columns_per_cta(problem.n, problem.vec, config.split_n)
     return -(-n_cta // (config.threads_per_row * problem.vec)) * problem.vec
@@ -255,9 +247,7 @@ def rms_norm_bwd_smem_bytes(problem: RmsNormBwdProblem, config: RmsNormBwdConfig
     return -(-max(stages, sums, 16) // 16) * 16 + barriers + -(-slots // 8) * 8 + 16
 
 
-def _shape_why_illegal(
-    problem: RmsNormFwdProblem | RmsNormBwdProblem, config: RmsNormFwdConfig | RmsNormBwdConfig
-) -> str | None:
+def _shape_why_illegal(problem: Problem, config: Config) -> str | None:
     """Checks of threads, threads_per_row and split_n, for both directions."""
     c, p = config, problem
     if c.threads not in range(32, 1025, 32):

@@ -16,10 +16,13 @@ class Rule:
     where: str  # the analytical choice is written down
 
 
-_ROWS, _CUBLAS = "quackish/configs/lce_rows.py", "quackish/configs/lce_cublas.py"
-_WARPS = Rule(
-    lce_cublas.LceWarpsConfig, lambda p, gpu: lce_cublas.LceWarpsConfig(), lce_rows.threads_why_illegal, _CUBLAS
-)
+def _lce_rows(config: type, why_illegal: Callable, analytical: Callable | None = None) -> Rule:
+    """By default the analytical choice is the config's own defaults."""
+    return Rule(config, analytical or (lambda p, gpu: config()), why_illegal, "quackish/configs/lce_rows.py")
+
+
+_WARPS = lce_cublas.LceWarpsConfig
+_CUBLAS = Rule(_WARPS, lambda p, gpu: _WARPS(), lce_rows.threads_why_illegal, "quackish/configs/lce_cublas.py")
 
 RULES = {
     "rms_norm_fwd": Rule(
@@ -35,29 +38,19 @@ RULES = {
         "rms_norm_bwd_config, quackish/configs/rms_norm.py",
     ),
     "lce_gemm": Rule(gemm.GemmConfig, gemm.gemm_config, gemm.gemm_why_illegal, "gemm_config, quackish/configs/gemm.py"),
-    "lce_compact": Rule(
-        lce_rows.LceCompactConfig, lambda p, gpu: lce_rows.LceCompactConfig(), lce_rows.compact_why_illegal, _ROWS
+    "lce_compact": _lce_rows(lce_rows.LceCompactConfig, lce_rows.compact_why_illegal),
+    "lce_gather": _lce_rows(
+        lce_rows.LceRowsConfig, lce_rows.rows_why_illegal, lambda p, gpu: lce_rows.lce_gather_config(p)
     ),
-    "lce_gather": Rule(
-        lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.lce_gather_config(p), lce_rows.rows_why_illegal, _ROWS
+    "lce_rows": _lce_rows(lce_rows.LceRowsConfig, lce_rows.rows_why_illegal),
+    "lce_sort": _lce_rows(lce_rows.LceSortConfig, lce_rows.sort_why_illegal),
+    "lce_targets": _lce_rows(lce_rows.LceTargetsConfig, lce_rows.targets_why_illegal),
+    "lce_bias": _lce_rows(
+        lce_rows.LceBiasConfig, lce_rows.bias_why_illegal, lambda p, gpu: lce_rows.lce_bias_config(p)
     ),
-    "lce_rows": Rule(lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.LceRowsConfig(), lce_rows.rows_why_illegal, _ROWS),
-    "lce_sort": Rule(lce_rows.LceSortConfig, lambda p, gpu: lce_rows.LceSortConfig(), lce_rows.sort_why_illegal, _ROWS),
-    "lce_targets": Rule(
-        lce_rows.LceTargetsConfig, lambda p, gpu: lce_rows.LceTargetsConfig(), lce_rows.targets_why_illegal, _ROWS
-    ),
-    "lce_bias": Rule(
-        lce_rows.LceBiasConfig, lambda p, gpu: lce_rows.lce_bias_config(p), lce_rows.bias_why_illegal, _ROWS
-    ),
-    "lce_scatter": Rule(
-        lce_rows.LceRowsConfig, lambda p, gpu: lce_rows.LceRowsConfig(), lce_rows.rows_why_illegal, _ROWS
-    ),
-    "lce_scale": Rule(
-        lce_rows.LceScaleConfig, lambda p, gpu: lce_rows.LceScaleConfig(), lce_rows.rows_why_illegal, _ROWS
-    ),
-    "lce_exp": _WARPS,
-    "lce_rescale": _WARPS,
-    "lce_clear": _WARPS,
+    "lce_scatter": _lce_rows(lce_rows.LceRowsConfig, lce_rows.rows_why_illegal),
+    "lce_scale": _lce_rows(lce_rows.LceScaleConfig, lce_rows.rows_why_illegal),
+    **dict.fromkeys(("lce_exp", "lce_rescale", "lce_clear"), _CUBLAS),
 }
 
 _GEMMS = {"softmax": "lce_logits", "dlogits": "lce_dlogits", "rows": "lce_dx", "store": "lce_dx"}

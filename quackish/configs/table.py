@@ -13,11 +13,10 @@ import dataclasses
 import functools
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from quackish import toolchain
+from quackish import files, toolchain
 from quackish.errors import warn_once
 from quackish.gpu import Gpu
 
@@ -44,17 +43,14 @@ class Table:
     """The rows of one file; `find` is for those that count."""
 
     def __init__(self, path: Path, rows: list[Row], any_toolchain: bool):
-        self.path, self.rows = path, rows
-        self._any_toolchain = any_toolchain
+        self.path, self.rows, self._any_toolchain = path, rows, any_toolchain
         self._of_key = {row.key: row for row in rows if self.counts(row)}
 
     def counts(self, row: Row) -> bool:
         return self._any_toolchain or row.toolchain == toolchain.versions()
 
     def find(self, kernel: str, problem: Any, gpu: Gpu) -> Row | None:
-        if not self._of_key:
-            return None
-        return self._of_key.get(make_row(kernel, problem, gpu).key)
+        return self._of_key.get(make_row(kernel, problem, gpu).key) if self._of_key else None
 
 
 def make_row(kernel: str, problem: Any, gpu: Gpu, config: Any = None, measured: str = "") -> Row:
@@ -121,17 +117,10 @@ def _rows(content: Any) -> list[Row]:
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    """Whole or not at all: to a file beside it, then renamed. Raises OSError."""
+    """Whole or not at all. Raises OSError."""
     content = json.dumps({"format": _FORMAT, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{_NAME}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    files.write(path, content.encode())
 
 
 def add(path: Path, row: Row) -> None:
@@ -142,8 +131,7 @@ def add(path: Path, row: Row) -> None:
 def remove(path: Path, row: Row) -> bool:
     """Takes the row out that is for the same as `row`; whether there was one. Raises OSError."""
     others = _others(path, row)
-    found = len(others) < len(read(path).rows)
-    if found:
+    if found := len(others) < len(read(path).rows):
         write(path, others)
     return found
 

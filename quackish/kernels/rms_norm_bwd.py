@@ -88,19 +88,8 @@ class RmsNormBwd:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        inputs: list,  # x, dy, and dres if given
-        strides: list,
-        weight: Optional[cute.Pointer],
-        rstd: cute.Tensor,
-        dx: Optional[cute.Pointer],
-        dresidual: Optional[cute.Pointer],
-        sums: list,  # dweight, dbias: those requested
-        scratch: Optional[cute.Pointer],
-        tickets: Optional[cute.Pointer],
-        weight_offset: Float32,
-    ):
+    def kernel(self, inputs, strides, weight, rstd, dx, dresidual, sums, scratch, tickets, weight_offset):
+        """inputs: x, dy, and dres if given. sums: dweight, dbias, those requested."""
         rows, n, m = self.rows, self.rows.n, rstd.shape[0]
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -149,9 +138,8 @@ class RmsNormBwd:
                 dot.fill(0.0)
                 for v in cutlass.range_constexpr(self.rows.num_vecs):
                     if self.rows.live(v, lane, columns):
-                        at = self.rows.column(v, lane)
-                        rX = vector_at(here[0], at, self.rows.vec).load().to(Float32)
-                        rDY = vector_at(here[1], at, self.rows.vec).load().to(Float32)
+                        at, vec = self.rows.column(v, lane), self.rows.vec
+                        rX, rDY = (vector_at(row, at, vec).load().to(Float32) for row in here[:2])
                         dot.store(dot.load() + rX * (rDY * rG[None, v].load()))
                 part = dot.load().reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
                 mean = self.row_sum(part, slots, mbars, i) * rs * Float32(1.0 / n)

@@ -12,13 +12,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.rms_norm import RmsNormFwdConfig, RmsNormFwdProblem
-from quackish.kernels.common.rows import (
-    RowMap,
-    RowSum,
-    fake_pointer,
-    fake_row_strides,
-    row_start,
-)
+from quackish.kernels.common.rows import RowMap, RowSum, fake_pointer, fake_row_strides, row_start
 
 
 class RmsNormFwd:
@@ -29,10 +23,8 @@ class RmsNormFwd:
 
     def fake_args(self):
         p = self.problem
-        pointers = [
-            fake_pointer(d, p.aligned)
-            for d in (p.x_dtype, p.weight_dtype, p.bias_dtype, p.residual_dtype, p.y_dtype, p.residual_dtype)
-        ]
+        dtypes = (p.x_dtype, p.weight_dtype, p.bias_dtype, p.residual_dtype, p.y_dtype, p.residual_dtype)
+        pointers = [fake_pointer(dtype, p.aligned) for dtype in dtypes]
         rstd = fake_pointer("float32", aligned=False)
         strides = fake_row_strides(p.packed)
         residual_strides = strides if p.residual_dtype else None
@@ -69,20 +61,7 @@ class RmsNormFwd:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Pointer,
-        weight: Optional[cute.Pointer],
-        bias: Optional[cute.Pointer],
-        residual: Optional[cute.Pointer],
-        y: cute.Pointer,
-        res: Optional[cute.Pointer],
-        rstd: cute.Tensor,
-        x_strides,
-        residual_strides,
-        eps: Float32,
-        weight_offset: Float32,
-    ):
+    def kernel(self, x, weight, bias, residual, y, res, rstd, x_strides, residual_strides, eps, weight_offset):
         rows, n = self.rows, self.rows.n
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -126,6 +105,5 @@ class RmsNormFwd:
         rX.store(out)
         if row < rstd.shape[0]:
             self.rows.store(rX, y + out_start, lane, columns)
-            if lane == 0:
-                if rank == 0:
-                    rstd[row] = rs
+            if lane == 0 and rank == 0:
+                rstd[row] = rs

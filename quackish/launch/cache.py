@@ -15,20 +15,19 @@ import json
 import os
 import stat
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from quackish import toolchain
+from quackish import files, toolchain
 from quackish.errors import warn_once
 
 _FORMAT = b"quackish kernel 1\n"
-TEMPORARY = ".tmp"
 SUFFIX = ".kernel"
 _STARTED = time.time()
 _PACKAGE = Path(__file__).parents[1]
 OWN = "quackish.kernels."  # prefix of our kernels' modules
+OTHER_NAME = "made for another kernel, target or toolchain than its name says"
 
 
 def identity(kernel_class: type, problem: Any, config: Any, target: str, options: str) -> dict[str, str]:
@@ -61,12 +60,15 @@ def made_with(module: str, options: str) -> dict[str, str]:
 
 def load(kernel_class: type, identity: dict[str, str]) -> bytes | None:
     """The verified object stored under `identity`; None if there is none."""
-    folder = _folder(kernel_class)
+    folder = folder_for(kernel_class)
     if folder is None:
         return None
-    path = _path(folder, identity)
+    path = folder / name_of(identity)
     try:
-        return _unpack(read(path), identity)
+        stored, payload = unpack(read(path))
+        if stored != identity:
+            raise ValueError(OTHER_NAME)
+        return payload
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -76,13 +78,8 @@ def load(kernel_class: type, identity: dict[str, str]) -> bytes | None:
 
 def holds(kernel_class: type, identity: dict[str, str]) -> bool:
     """Whether there is a file for `identity`; its content is not verified."""
-    folder = _folder(kernel_class)
-    return folder is not None and _path(folder, identity).exists()
-
-
-def is_usable(kernel_class: type) -> bool:
-    """Whether the cache can be used; a folder that cannot be is a warning."""
-    return _folder(kernel_class) is not None
+    folder = folder_for(kernel_class)
+    return folder is not None and (folder / name_of(identity)).exists()
 
 
 def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> str:
@@ -95,10 +92,16 @@ def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> str:
     try:
         folder = _checked_folder(kernel_class)
         _remove_leftovers(folder)
-        write(_path(folder, identity), _pack(payload, identity))
+        body = json.dumps(identity).encode() + b"\n" + payload
+        files.write(folder / name_of(identity), _head(body) + body)
     except (OSError, ValueError) as error:
-        return _warn_memory_only(location(), error)
+        return _warn_memory_only(error)
     return ""
+
+
+def reason_of(error: Exception) -> str:
+    """Without the name of a file, which may be random."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def read(path: Path) -> bytes:
@@ -114,36 +117,14 @@ def read(path: Path) -> bytes:
         return file.read()
 
 
-def write(path: Path, data: bytes) -> None:
-    """Writes atomically, readable by this user only."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=TEMPORARY)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _pack(payload: bytes, identity: dict[str, str]) -> bytes:
-    body = json.dumps(identity).encode() + b"\n" + payload
-    return _FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
-
-
-def _unpack(data: bytes, identity: dict[str, str]) -> bytes:
-    """The payload. Raises ValueError unless `data` is exactly what `_pack` made for this identity."""
-    stored, payload = unpack(data)
-    if stored != identity:
-        raise ValueError("made for another kernel, target or toolchain than its name says")
-    return payload
+def _head(body: bytes) -> bytes:
+    return _FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n"
 
 
 def unpack(data: bytes) -> tuple[dict[str, str], bytes]:
-    """(identity, payload). Raises ValueError unless `data` is exactly what `_pack` made for some identity."""
-    head_size = len(_FORMAT) + 64 + 1
-    head, body = data[:head_size], data[head_size:]
-    if head != _FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n":
+    """(identity, payload). Raises ValueError unless `data` is exactly what `store` writes for some identity."""
+    body = data[len(_head(b"")) :]
+    if data != _head(body) + body:
         raise ValueError("damaged")
     stored, _, payload = body.partition(b"\n")
     try:
@@ -156,10 +137,6 @@ def name_of(identity: dict[str, str]) -> str:
     """File name for an identity."""
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return f"{identity['kernel'].rpartition('.')[2]}-{identity['target']}-{digest}{SUFFIX}"
-
-
-def _path(folder: Path, identity: dict[str, str]) -> Path:
-    return folder / name_of(identity)
 
 
 def location() -> Path:
@@ -181,21 +158,26 @@ def is_off() -> bool:
     return os.environ.get("QUACKISH_CACHE") == "0"
 
 
-def _folder(kernel_class: type) -> Path | None:
-    """The cache folder; None if it must not be used. Checked at each use, which is cheap compared with a load."""
+def folder_for(kernel_class: type) -> Path | None:
+    """The cache folder; None, with a warning, if it must not be used. Checked at each use, which is cheap."""
     if is_off():
         return None
     try:
         return _checked_folder(kernel_class)
     except (OSError, ValueError) as error:
-        _warn_memory_only(location(), error)
+        _warn_memory_only(error)
         return None
 
 
 def _checked_folder(kernel_class: type) -> Path:
-    """The cache folder. Raises OSError or ValueError if it must not be used."""
+    """The cache folder. Raises OSError or ValueError if it must not be used, or if a source of the kernel was edited.
+
+    This process may have imported the old source, and would store its kernels under the hash of the new one.
+    """
     folder = make_folder()
-    _check_unedited(_elsewhere(kernel_class.__module__))
+    for path in _sources(_elsewhere(kernel_class.__module__)):
+        if path.stat().st_mtime > _STARTED:
+            raise ValueError(f"{path} changed after this process started")
     return folder
 
 
@@ -207,22 +189,12 @@ def check_owner(status: os.stat_result) -> None:
         raise ValueError(f"others may write to it (mode {status.st_mode & 0o777:o}; `chmod go-w` makes it safe)")
 
 
-def _check_unedited(class_file: Path | None) -> None:
-    """Raises ValueError if a source changed after this process started.
-
-    The process may have imported the old source, and would store its kernels under the hash of the new one.
-    """
-    for path in _sources(class_file):
-        if path.stat().st_mtime > _STARTED:
-            raise ValueError(f"{path} changed after this process started")
-
-
-def _warn_memory_only(folder: Path, error: Exception) -> str:
+def _warn_memory_only(error: Exception) -> str:
     """Warns once and returns the reason."""
-    reason = getattr(error, "strerror", None) or str(error)  # strerror has no file name, which may be random
+    reason = reason_of(error)
     warn_once(
-        f"Compiled kernels are kept in memory only, so each process compiles its own: cache folder {folder}: {reason}. "
-        "QUACKISH_CACHE_DIR names another folder; QUACKISH_CACHE=0 turns the cache off.",
+        f"Compiled kernels are kept in memory only, so each process compiles its own: cache folder {location()}: "
+        f"{reason}. QUACKISH_CACHE_DIR names another folder; QUACKISH_CACHE=0 turns the cache off.",
         RuntimeWarning,
     )
     return reason
@@ -230,7 +202,7 @@ def _warn_memory_only(folder: Path, error: Exception) -> str:
 
 def _remove_leftovers(folder: Path) -> None:
     """Deletes temporary files of killed processes, recognized by their age."""
-    for path in folder.glob("*" + TEMPORARY):
+    for path in folder.glob("*" + files.TEMPORARY):
         with contextlib.suppress(OSError):  # another process may have deleted it
             if path.stat().st_mtime < time.time() - 3600:
                 path.unlink()

@@ -32,7 +32,8 @@ class Counters:
 
 counters = Counters()
 _ready: dict[Request, Callable[..., None]] = {}
-_observer: Callable[[Callable[..., None], tuple, type, Any, Any], None] | None = None
+Observer = Callable[[Callable[..., None], tuple, type, Any, Any], None]
+_observer: Observer | None = None
 lock = threading.Lock()  # held while compiling: the compiler is not thread-safe, and autograd has its own threads
 
 
@@ -45,20 +46,16 @@ def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[
     Raises RuntimeError with problem and config in the message if compilation fails.
     """
     request = Request(kernel_class, problem, config, target)
-    recording = _recording.get()
-    if recording is not None:
+    if (recording := _recording.get()) is not None:
         return recording.kernel(request)
     kernel = _ready.get(request)
     if kernel is None:
         with lock:
             kernel = _ready.get(request)  # another thread may have made it by now
             if kernel is None:
-                kernel = _ready[request] = _counted(_load(request), *request[:3])
+                function = objects.load(object_of(request), f"{kernel_class.__name__}-{target}")
+                kernel = _ready[request] = _counted(function, *request[:3])
     return kernel
-
-
-def _load(request: Request) -> Callable[..., None]:
-    return objects.load(object_of(request), f"{request.kernel_class.__name__}-{request.target}")
 
 
 class Obtained(NamedTuple):
@@ -75,8 +72,7 @@ def object_of(request: Request) -> bytes:
 def obtain(request: Request) -> Obtained:
     """Same as `object_of`, with where it came from."""
     identity = identity_of(request)
-    data = cache.load(request.kernel_class, identity)
-    if data is not None:
+    if (data := cache.load(request.kernel_class, identity)) is not None:
         counters.disk_loads += 1
         return Obtained(data, "loaded")
     data = objects.export(compile_kernel(*request))
@@ -123,7 +119,7 @@ def _counted(function: Callable[..., None], kernel_class: type, problem: Any, co
     return call
 
 
-def observe(observer: Callable[[Callable[..., None], tuple, type, Any, Any], None] | None) -> None:
+def observe(observer: Observer | None) -> None:
     """Sets the observer of launches, replacing any other; None removes it.
 
     Each launch calls `observer(function, args, kernel_class, problem, config)` on its own thread. The observer must

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from quackish import files
 from quackish.errors import UnsupportedError
 from quackish.launch import cache
 from quackish.launch.compile import OPTIONS
@@ -57,7 +58,7 @@ def entries() -> list[Entry]:
 
 def leftovers() -> list[Path]:
     """Temporary files of interrupted writes, and of writes in progress."""
-    return sorted(cache.location().glob("*" + cache.TEMPORARY))
+    return sorted(cache.location().glob("*" + files.TEMPORARY))
 
 
 def folder_fault() -> str:
@@ -72,7 +73,7 @@ def folder_fault() -> str:
         parent = next(parent for parent in folder.absolute().parents if parent.exists())
         return "" if os.access(parent, os.W_OK | os.X_OK) else f"it is not there, and {parent} cannot be written to"
     except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
+        return cache.reason_of(error)
     return "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "it cannot be written to"
 
 
@@ -125,7 +126,7 @@ def pack(chosen: Sequence[Entry], archive: Path) -> None:
             member = tarfile.TarInfo(entry.path.name)
             member.size, member.mode, member.mtime = len(content), 0o600, int(entry.modified)
             tar.addfile(member, io.BytesIO(content))
-    cache.write(archive, data.getvalue())
+    files.write(archive, data.getvalue())
 
 
 class Unpacked(NamedTuple):
@@ -140,25 +141,23 @@ def unpack(archive: Path) -> Unpacked:
     name (but a path, a link, a folder, too large, damaged) or if other users may write to the cache folder; OSError if
     the archive cannot be read or the cache folder not be written.
     """
-    contents: dict[str, bytes] = {}
     try:
         with tarfile.open(archive, "r:*") as tar:
-            for member in tar:
-                contents[member.name] = _content(tar, member)
+            contents = {member.name: _content(tar, member) for member in tar}
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = str(error).partition("\n")[0].rstrip(":")  # further lines list the compressions tried
         raise ValueError(
             f"{archive}: not a tar archive, or a damaged one ({reason}); expected what `cache export` wrote"
         ) from None
-    folder = cache.make_folder()
-    added, known = [], []
+    folder, found = cache.make_folder(), Unpacked([], [])
     for name, content in contents.items():
         path = folder / name
-        is_known = path.exists() and not _examine(path).fault
-        if not is_known:
-            cache.write(path, content)
-        (known if is_known else added).append(_examine(path))
-    return Unpacked(added, known)
+        if path.exists() and not (entry := _examine(path)).fault:
+            found.known.append(entry)
+        else:
+            files.write(path, content)
+            found.added.append(_examine(path))
+    return found
 
 
 def check(content: bytes, name: str) -> dict[str, str]:
@@ -168,7 +167,7 @@ def check(content: bytes, name: str) -> dict[str, str]:
     if not strings or not {"kernel", "problem", "config", "target"} <= identity.keys():
         raise ValueError("its identity is incomplete")
     if cache.name_of(identity) != name or not _NAME.fullmatch(name):
-        raise ValueError("made for another kernel, target or toolchain than its name says")
+        raise ValueError(cache.OTHER_NAME)
     return identity
 
 
@@ -196,5 +195,5 @@ def _examine(path: Path) -> Entry:
             raise ValueError("not a file but a link, a folder or a device")
         identity = check(cache.read(path), path.name)
     except (OSError, ValueError) as error:
-        fault = getattr(error, "strerror", None) or str(error)
+        fault = cache.reason_of(error)
     return Entry(path, size, modified, identity, fault)

@@ -73,17 +73,13 @@ def rms_norm(
 
     Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel.
     """
-    # is_plain(), written out: as a call it costs 90 ns
-    if (
-        is_compiling()
-        or num_dispatch_modes()
-        or has_function_modes()
-        or functorch_level() is not None
-        or forward_ad._current_level >= 0
-        or jit_trace() is not None
-    ):
-        return _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
-    plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+    if (  # is_plain(), written out: as a call it costs 90 ns
+        is_compiling() or num_dispatch_modes() or has_function_modes() or functorch_level() is not None
+        or forward_ad._current_level >= 0 or jit_trace() is not None
+    ):  # fmt: skip
+        plan = None
+    else:
+        plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
     if plan is None:
         return _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
     if _is_grad_enabled() and (
@@ -183,8 +179,8 @@ def rms_norm_backward(
     )
     args = (dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
     plan = backward_plan(*args) if is_plain() else None
-    first, second, dw, db = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
-    return RmsNormGrads(first if dx else None, dw, db, _dresidual(dresidual, first, second))
+    grads = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
+    return RmsNormGrads(*_as_asked(dx, dresidual, *grads))
 
 
 # Module ---------------------------------------------------------------------------------------------------------------
@@ -279,37 +275,22 @@ class _RmsNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad  # as forward's arguments: x, weight, plan, and bias, residual where given
         # Hooks on saved tensors, and assignments to .data, may leave other types, dtypes and strides than forward had.
         if (
-            type(dy) is Tensor
-            and dy.is_contiguous()
+            type(dy) is Tensor and dy.is_contiguous()
             and (dres is None or (type(dres) is Tensor and dres.is_contiguous()))
-            and type(x) is forward.res_type
-            and x.dtype is forward.res_dtype
-            and x.is_contiguous()
-            and (
-                weight is None
-                or (
-                    type(weight) is forward.weight_type
-                    and weight.dtype is forward.weight_dtype
-                    and weight.is_contiguous()
-                )
-            )
-        ):
+            and type(x) is forward.res_type and x.dtype is forward.res_dtype and x.is_contiguous()
+            and (weight is None or (
+                type(weight) is forward.weight_type and weight.dtype is forward.weight_dtype and weight.is_contiguous()
+            ))
+        ):  # fmt: skip
             key = choose.epoch, needs, dres is None
         else:
             key = (
-                choose.epoch,
-                needs,
-                type(dy),
-                type(dres),
-                type(x),
-                type(weight),
-                x.dtype,
+                choose.epoch, needs, type(dy), type(dres), type(x), type(weight), x.dtype,
                 None if weight is None else weight.dtype,
                 None if dy is None else dy.is_contiguous() or dy.stride(),
                 None if dres is None else dres.is_contiguous() or dres.stride(),
-                x.is_contiguous() or x.stride(),
-                weight is None or weight.is_contiguous(),
-            )
+                x.is_contiguous() or x.stride(), weight is None or weight.is_contiguous(),
+            )  # fmt: skip
         plans = forward.backward
         plan = plans.get(key)
         if (
@@ -327,7 +308,7 @@ class _RmsNorm(torch.autograd.Function):
                 plans[key] = plan
         else:
             dx, dresidual, dweight, dbias = plan.run(dy, x, weight, rstd, dres)
-            if len(needs) > 3 and needs[4]:
+            if len(needs) > 3 and needs[4]:  # _as_asked, written out
                 dx, dresidual = dx if needs[0] else None, dx if dresidual is None else dresidual
         if len(needs) == 3:
             return dx, dweight, None
@@ -347,21 +328,20 @@ def _gradients(needs, dy, x, weight, rstd, dres, eps, weight_offset, x_dtype, bi
     needs: whether x, weight, bias and residual need gradients, and anything after that.
     """
     dx_dtypes = _dx_dtypes(needs[0], needs[3], x_dtype, x.dtype)
+    plan = None
     if dy is None:  # y went unused
-        plan = dweight = dbias = None
-        dx, dresidual = (dres.to(dtype) if dtype and dres is not None else None for dtype in dx_dtypes)
+        grads = *(dres.to(dtype) if dtype and dres is not None else None for dtype in dx_dtypes), None, None
     else:
         dtypes = (*dx_dtypes, weight.dtype if needs[1] else None, bias_dtype if needs[2] else None)
         if torch.is_grad_enabled() or _is_batched(dy, dres):
             # create_graph=True, for which autograd has to see how rstd depends on x; or vmap over gradients
-            plan, rstd = None, reference.rms_norm_rstd(x, eps, rstd.dtype)
+            rstd = reference.rms_norm_rstd(x, eps, rstd.dtype)
             grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, weight_offset, *dtypes)
         else:
             args = (dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
             plan = backward_plan(*args) if is_plain() else None
             grads = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
-        dx, dresidual, dweight, dbias = grads
-    return plan, dx if needs[0] else None, dweight, dbias, _dresidual(needs[3], dx, dresidual)
+    return plan, *_as_asked(needs[0], needs[3], *grads)
 
 
 def _dx_dtypes(dx: bool, dresidual: bool, x_dtype: torch.dtype, res_dtype: torch.dtype) -> tuple:
@@ -371,9 +351,9 @@ def _dx_dtypes(dx: bool, dresidual: bool, x_dtype: torch.dtype, res_dtype: torch
     return x_dtype, (res_dtype if dresidual and res_dtype != x_dtype else None)
 
 
-def _dresidual(wanted: bool, first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """dresidual out of what was computed for `_dx_dtypes`."""
-    return None if not wanted else first if second is None else second
+def _as_asked(dx: bool, dresidual: bool, first, second, dweight, dbias) -> tuple[Tensor | None, ...]:
+    """(dx, dweight, dbias, dresidual) out of what was computed for `_dx_dtypes`."""
+    return first if dx else None, dweight, dbias, None if not dresidual else first if second is None else second
 
 
 # Whatever is not plain eager ----------------------------------------------------------------------------------------

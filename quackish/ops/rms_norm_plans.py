@@ -25,6 +25,7 @@ from quackish.reference import rms_norm as reference
 _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
 _forward_plans: dict[tuple, "ForwardPlan"] = {}
 _backward_plans: dict[tuple, "BackwardPlan"] = {}
+_GRADIENTS = ("dx", "dresidual", "dweight", "dbias")  # of BackwardPlan
 
 
 def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> "ForwardPlan | None":
@@ -33,25 +34,12 @@ def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backe
         if weight is not None and bias is None:
             # Written out: each call of _layout costs 60 ns, and each tuple within the tuple 30.
             key = (
-                choose.epoch,
-                x.shape,
-                x.is_contiguous() or x.stride(),
-                x.dtype,
-                x.device,
-                type(x),
-                weight.shape,
-                weight.is_contiguous(),
-                weight.dtype,
-                weight.device,
-                type(weight),
+                choose.epoch, x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, type(x),
+                weight.shape, weight.is_contiguous(), weight.dtype, weight.device, type(weight),
                 residual if residual is None else _layout(residual),
-                eps,
-                weight_offset,
-                type(eps),  # 1, 1.0 and True are equal
-                type(weight_offset),
-                out_dtype,
-                backend,
-            )
+                eps, weight_offset, type(eps), type(weight_offset),  # 1, 1.0 and True are equal
+                out_dtype, backend,
+            )  # fmt: skip
         else:
             layouts = (None if t is None else _layout(t) for t in (x, weight, bias, residual))
             key = (choose.epoch, *layouts, eps, weight_offset, type(eps), type(weight_offset), out_dtype, backend)
@@ -60,14 +48,9 @@ def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backe
             return plan
     except (AttributeError, TypeError):  # not a tensor, or not hashable as symbolic shapes
         key = None
-    args = (x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
-    check_forward(*args)
-    if key is None or not are_plain(args[:4]):
-        return None
-    if len(_forward_plans) >= _MAX_PLANS:
-        _forward_plans.clear()
-    plan = _forward_plans[key] = ForwardPlan(*args)
-    return plan
+    tensors, options = (x, weight, bias, residual), (eps, weight_offset, out_dtype, backend)
+    check_forward(*tensors, *options)
+    return _keep(_forward_plans, key, ForwardPlan, tensors, options)
 
 
 def backward_plan(
@@ -80,16 +63,21 @@ def backward_plan(
         layouts = (None if t is None else _layout(t) for t in tensors)
         key = (choose.epoch, *layouts, *options, type(weight_offset))
         plan = _backward_plans.get(key)
+        if plan is not None:
+            return plan
     except (AttributeError, TypeError):
-        check_backward(*tensors, *options)
+        key = None
+    check_backward(*tensors, *options)
+    return _keep(_backward_plans, key, BackwardPlan, tensors, options)
+
+
+def _keep(plans: dict, key: tuple | None, make: type, tensors: tuple, options: tuple) -> "Plan | None":
+    """A new plan for checked arguments."""
+    if key is None or not are_plain(tensors):
         return None
-    if plan is None:
-        check_backward(*tensors, *options)
-        if not are_plain(tensors):
-            return None
-        if len(_backward_plans) >= _MAX_PLANS:
-            _backward_plans.clear()
-        plan = _backward_plans[key] = BackwardPlan(*tensors, *options)
+    if len(plans) >= _MAX_PLANS:
+        plans.clear()
+    plan = plans[key] = make(*tensors, *options)
     return plan
 
 
@@ -100,37 +88,50 @@ def _layout(t: Tensor) -> tuple:
 # Plans --------------------------------------------------------------------------------------------------------------
 
 
-class ForwardPlan:
+class Plan:
+    """The kernel for a problem on m rows: `kernel` where the pointers are on 16 bytes, else `unaligned()`.
+
+    None in place of a kernel: the portable path is to run.
+    """
+
+    def __init__(self, name: str, problem: Any, x: Tensor, m: int, backend: str, rstd_dtype=torch.float32):
+        self.shape, self.strides = tuple(x.shape), _packed_strides(x.shape)  # of results like x
+        self.m, self.device_index, self.backend, self.problem = m, x.device.index, backend, problem
+        self._name, self._call = name, (m, x.device, backend, rstd_dtype)
+        self.kernel = find_kernel(name, problem, *self._call)
+        self._unaligned = None if problem.aligned else self.kernel
+
+    def unaligned(self) -> "Kernel | None":
+        if self._unaligned is None:
+            problem = dataclasses.replace(self.problem, aligned=False)
+            self._unaligned = find_kernel(self._name, problem, *self._call)
+        return self._unaligned
+
+
+class ForwardPlan(Plan):
     def __init__(self, x, weight, bias, residual, eps, weight_offset, out_dtype, backend):
-        self.shape, self.strides = tuple(x.shape), _packed_strides(x.shape)  # of y and res
-        self.m = x.numel() // x.shape[-1]
-        self.device, self.device_index, self.backend = x.device, x.device.index, backend
         # what backward has saved: res, which is x itself without a residual; weight
         self.res_type, self.res_dtype = (type(x), x.dtype) if residual is None else (Tensor, residual.dtype)
         self.weight_type, self.weight_dtype = type(weight), _dtype(weight)
-        self.eps = float(resolve_eps(x, eps))
-        self.weight_offset = float(weight_offset)
-        self.x_dtype, self.out_dtype = x.dtype, out_dtype or x.dtype
-        self.bias_dtype, self.residual_dtype = _dtype(bias), _dtype(residual)
+        self.x_dtype, self.bias_dtype, self.residual_dtype = x.dtype, _dtype(bias), _dtype(residual)
+        self.eps, self.weight_offset = float(resolve_eps(x, eps)), float(weight_offset)
+        self.out_dtype = out_dtype or x.dtype
         self.backward: dict[tuple, BackwardPlan] = {}  # autograd's own, shorter way to the plans of backward
 
         self.copied = which_to_copy(x, weight, bias, residual)
-        (self.x_rows, self.residual_rows), aligned = lay_out((x, residual), (self.out_dtype, self.residual_dtype))
-        self.problem = RmsNormFwdProblem(
+        rows, aligned = lay_out((x, residual), (self.out_dtype, self.residual_dtype))
+        problem = RmsNormFwdProblem(
             n=x.shape[-1],
-            x_dtype=_name(x.dtype),
-            y_dtype=_name(self.out_dtype),
-            weight_dtype=_name(_dtype(weight)),
-            bias_dtype=_name(self.bias_dtype),
-            residual_dtype=_name(self.residual_dtype),
-            packed=self.x_rows is None,
+            x_dtype=cuda.dtype_name(x),
+            y_dtype=names([self.out_dtype]),
+            weight_dtype=cuda.dtype_name(weight),
+            bias_dtype=cuda.dtype_name(bias),
+            residual_dtype=cuda.dtype_name(residual),
+            packed=rows[0] is None,
             aligned=aligned,
         )
-        self.kernel = self.find(self.problem)
-        self.kernel_unaligned = None if aligned else self.kernel
-
-    def find(self, problem: RmsNormFwdProblem) -> "Kernel | None":
-        return find_kernel("rms_norm_fwd", problem, self.m, self.device, self.backend)
+        super().__init__("rms_norm_fwd", problem, x, x.numel() // problem.n, backend)
+        self.arguments = (*rows, self.eps, self.weight_offset, self.m)
 
     def run(self, x, weight, bias, residual) -> tuple[Tensor, Tensor | None, Tensor]:
         """(y, res, rstd); res is None without a residual."""
@@ -156,33 +157,19 @@ class ForwardPlan:
         if 0 in (x_at, weight_at, bias_at, residual_at):
             check_memory("rms_norm", x=x, weight=weight, bias=bias, residual=residual)
         if pointers & 15:
-            if self.kernel_unaligned is None:
-                self.kernel_unaligned = self.find(dataclasses.replace(self.problem, aligned=False))
-            kernel = self.kernel_unaligned
+            kernel = self.unaligned()
             if kernel is None:
                 return self.run_portable(x, weight, bias, residual)
         y = cuda.empty(self.shape, self.strides, self.out_dtype)
         if residual is not None:
             res = cuda.empty(self.shape, self.strides, self.residual_dtype)
             res_at = res.data_ptr()
-        m = self.m
-        rstd = cuda.empty((m,), (1,), torch.float32)
-        kernel.launch(
-            x_at,
-            weight_at,
-            bias_at,
-            residual_at,
-            y.data_ptr(),
-            res_at,
-            rstd.data_ptr(),
-            self.x_rows,
-            self.residual_rows,
-            self.eps,
-            self.weight_offset,
-            m,
-            kernel.num_ctas,
-            cuda.stream_of(self.device_index),
-        )
+        rstd = cuda.empty((self.m,), (1,), torch.float32)
+        x_rows, residual_rows, eps, weight_offset, m = self.arguments
+        kernel.launch(  # written out: a starred argument costs 0.1 us
+            x_at, weight_at, bias_at, residual_at, y.data_ptr(), res_at, rstd.data_ptr(), x_rows, residual_rows,
+            eps, weight_offset, m, kernel.num_ctas, cuda.stream_of(self.device_index),
+        )  # fmt: skip
         return y, res, rstd
 
     def run_portable(self, x, weight, bias, residual) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -190,43 +177,30 @@ class ForwardPlan:
         return y.contiguous(), None if res is None else res.contiguous(), rstd
 
 
-class BackwardPlan:
+class BackwardPlan(Plan):
     def __init__(
         self, dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend
     ):
-        self.shape, self.strides, self.n = tuple(x.shape), _packed_strides(x.shape), x.shape[-1]  # of dx and dresidual
-        self.device, self.device_index = x.device, x.device.index
-        self.weight_offset = float(weight_offset)
-        self.dx_dtype, self.dresidual_dtype = dx_dtype, dresidual_dtype
-        self.dweight_dtype, self.dbias_dtype = dweight_dtype, dbias_dtype
+        self.n, self.weight_offset = x.shape[-1], float(weight_offset)
         self.dtypes = (dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype)
-        self.backend, self.rstd_dtype = backend, rstd.dtype
-        self.m = x.numel() // self.n if any(self.dtypes) else 0  # without a gradient to compute: nothing to launch
+        m = x.numel() // self.n if any(self.dtypes) else 0  # without a gradient to compute: nothing to launch
         if dx_dtype is None:
             dres = None
-
         self.has_dres = dres is not None
         self.copied = which_to_copy(dy, x, weight, dres)
         rows, aligned = lay_out((x, dy, dres), (dx_dtype, dresidual_dtype))
-        self.x_rows, self.dy_rows, self.dres_rows = rows
-        self.problem = RmsNormBwdProblem(
+        problem = RmsNormBwdProblem(
             n=self.n,
-            x_dtype=_name(x.dtype),
-            dy_dtype=_name(dy.dtype),
-            weight_dtype=_name(_dtype(weight)),
-            dres_dtype=_name(_dtype(dres)),
-            dx_dtype=_name(dx_dtype),
-            dresidual_dtype=_name(dresidual_dtype),
-            dweight_dtype=_name(dweight_dtype),
-            dbias_dtype=_name(dbias_dtype),
-            packed=self.x_rows is None,
+            x_dtype=cuda.dtype_name(x),
+            dy_dtype=cuda.dtype_name(dy),
+            weight_dtype=cuda.dtype_name(weight),
+            dres_dtype=cuda.dtype_name(dres),
+            **{f"{name}_dtype": names([d]) for name, d in zip(_GRADIENTS, self.dtypes, strict=True) if d is not None},
+            packed=rows[0] is None,
             aligned=aligned,
         )
-        self.kernel = self.find(self.problem)
-        self.kernel_unaligned = None if aligned else self.kernel
-
-    def find(self, problem: RmsNormBwdProblem) -> "Kernel | None":
-        return find_kernel("rms_norm_bwd", problem, self.m, self.device, self.backend, self.rstd_dtype)
+        super().__init__("rms_norm_bwd", problem, x, m, backend, rstd.dtype)
+        self.arguments = (*rows, self.weight_offset, m)
 
     def run(self, dy, x, weight, rstd, dres) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """(dx, dresidual, dweight, dbias), None where no dtype was given."""
@@ -250,25 +224,24 @@ class BackwardPlan:
         if 0 in (x_at, dy_at, weight_at, dres_at):
             check_memory("rms_norm_backward", x=x, dy=dy, weight=weight, dres=dres)
         if pointers & 15:
-            if self.kernel_unaligned is None:
-                self.kernel_unaligned = self.find(dataclasses.replace(self.problem, aligned=False))
-            kernel = self.kernel_unaligned
+            kernel = self.unaligned()
             if kernel is None:
                 return self.run_portable(dy, x, weight, rstd, dres)
 
         # outputs: those asked for
         dx = dx_at = dresidual = dresidual_at = dweight = dweight_at = dbias = dbias_at = None
-        if self.dx_dtype is not None:
-            dx = cuda.empty(self.shape, self.strides, self.dx_dtype)
+        dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype = self.dtypes
+        if dx_dtype is not None:
+            dx = cuda.empty(self.shape, self.strides, dx_dtype)
             dx_at = dx.data_ptr()
-        if self.dresidual_dtype is not None:
-            dresidual = cuda.empty(self.shape, self.strides, self.dresidual_dtype)
+        if dresidual_dtype is not None:
+            dresidual = cuda.empty(self.shape, self.strides, dresidual_dtype)
             dresidual_at = dresidual.data_ptr()
-        if self.dweight_dtype is not None:
-            dweight = cuda.empty((self.n,), (1,), self.dweight_dtype)
+        if dweight_dtype is not None:
+            dweight = cuda.empty((self.n,), (1,), dweight_dtype)
             dweight_at = dweight.data_ptr()
-        if self.dbias_dtype is not None:
-            dbias = cuda.empty((self.n,), (1,), self.dbias_dtype)
+        if dbias_dtype is not None:
+            dbias = cuda.empty((self.n,), (1,), dbias_dtype)
             dbias_at = dbias.data_ptr()
 
         # what the sums over CTAs need
@@ -276,39 +249,17 @@ class BackwardPlan:
         scratch_at = tickets_at = kept = None
         if kernel.num_tickets:
             tickets_at, scratch_at, kept = workspace.take(self.device_index, stream, kernel.scratch_floats)
+        x_rows, dy_rows, dres_rows, weight_offset, m = self.arguments
         kernel.launch(
-            x_at,
-            weight_at,
-            dy_at,
-            dres_at,
-            rstd.data_ptr(),
-            dx_at,
-            dresidual_at,
-            dweight_at,
-            dbias_at,
-            scratch_at,
-            tickets_at,
-            self.x_rows,
-            self.dy_rows,
-            self.dres_rows,
-            self.weight_offset,
-            self.m,
-            kernel.num_ctas,
-            stream,
-        )
+            x_at, weight_at, dy_at, dres_at, rstd.data_ptr(), dx_at, dresidual_at, dweight_at, dbias_at,
+            scratch_at, tickets_at, x_rows, dy_rows, dres_rows, weight_offset, m, kernel.num_ctas, stream,
+        )  # fmt: skip
         del kept  # lived until the launch
         return dx, dresidual, dweight, dbias
 
     def run_portable(self, dy, x, weight, rstd, dres) -> tuple[Tensor | None, ...]:
-        dx, dresidual, dweight, dbias = reference.rms_norm_bwd(
-            dy, x, weight, rstd, dres, self.weight_offset, *self.dtypes
-        )
-        return (
-            None if dx is None else dx.contiguous(),
-            None if dresidual is None else dresidual.contiguous(),
-            dweight,
-            dbias,
-        )
+        grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, self.weight_offset, *self.dtypes)
+        return tuple(None if grad is None else grad.contiguous() for grad in grads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,24 +272,8 @@ class Kernel:
     num_tickets: int = 0
 
 
-def check_problem(problem: Any, m: int) -> None:
-    """Raises UnsupportedError for a problem that no GPU's kernels cover."""
-    end = 'backend="auto" runs the portable path.'
-    for field, dtype in vars(problem).items():
-        if field.endswith("_dtype") and dtype is not None and dtype not in ITEMSIZE:
-            supported, name = ", ".join(ITEMSIZE), field.removesuffix("_dtype")
-            raise UnsupportedError(f"rms_norm: no kernel for {name} in {dtype}; supported: {supported}. {end}")
-    if m > MAX_M:
-        raise UnsupportedError(f"rms_norm: no kernel for {m} rows of {problem.n}; at most {MAX_M} rows. {end}")
-
-
 def find_kernel(
-    name: str,
-    problem: Any,
-    m: int,
-    device: torch.device,
-    backend: str,
-    rstd_dtype: torch.dtype = torch.float32,
+    name: str, problem: Any, m: int, device: torch.device, backend: str, rstd_dtype: torch.dtype = torch.float32
 ) -> Kernel | None:
     """The kernel for `problem` on m rows; None where the portable path is to run, with one warning per reason on a GPU.
 
@@ -349,42 +284,47 @@ def find_kernel(
     try:
         gpu = gpu_for(device)
         check_problem(problem, m)
-        if rstd_dtype != torch.float32:  # fp64, where an input of forward was
-            raise UnsupportedError(
-                f"rms_norm: no kernel for rstd in {names([rstd_dtype])}; supported: float32. "
-                'backend="auto" runs the portable path.'
-            )
+        if rstd_dtype != torch.float32:  # fp64 if an input of forward was
+            raise _no_kernel(f"rstd in {names([rstd_dtype])}; supported: float32")
         function, config = kernel_for(name, problem, gpu)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("cutlass", "cuda", "tvm_ffi"):
-            raise
-        reason = UnsupportedError(
-            f"rms_norm: nvidia-cutlass-dsl is not installed ({error}); pip install nvidia-cutlass-dsl, or "
-            'backend="auto" runs the portable path'
-        )
-        return _without(reason, device, backend)
-    except UnsupportedError as error:
-        return _without(error, device, backend)
+    except (UnsupportedError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError):
+            if (error.name or "").partition(".")[0] not in ("cutlass", "cuda", "tvm_ffi"):
+                raise
+            error = UnsupportedError(
+                f"rms_norm: nvidia-cutlass-dsl is not installed ({error}); pip install nvidia-cutlass-dsl, or "
+                'backend="auto" runs the portable path'
+            )
+        if backend == "cute":
+            raise error from None
+        if device.type == "cuda":  # elsewhere nobody expected a kernel
+            warn_once(str(error))
+        return None
     num_ctas = config.num_ctas(m, gpu.sm_count)
-    if not getattr(problem, "dweight_dtype", None) and not getattr(problem, "dbias_dtype", None):
+    if not getattr(problem, "num_sums", 0):
         return Kernel(function, num_ctas)
     assert config.num_tickets <= workspace.NUM_TICKETS, config
     return Kernel(function, num_ctas, config.scratch_floats(problem, num_ctas), config.num_tickets)
 
 
-def _without(error: UnsupportedError, device: torch.device, backend: str) -> None:
-    if backend == "cute":
-        raise error
-    if device.type == "cuda":  # elsewhere nobody expected a kernel
-        warn_once(str(error))
-
-
 def gpu_for(device: torch.device) -> Gpu:
     # ROCm's devices are "cuda" too, and their major.minor look like NVIDIA's
     if device.type != "cuda" or torch.version.hip:
-        kind = "AMD GPUs" if device.type == "cuda" else f"{device.type} tensors"
-        raise UnsupportedError(f'rms_norm: no kernel for {kind}. backend="auto" runs the portable path.')
+        raise _no_kernel("AMD GPUs" if device.type == "cuda" else f"{device.type} tensors")
     return gpu_of(device.index)
+
+
+def check_problem(problem: Any, m: int) -> None:
+    """Raises UnsupportedError for a problem that no GPU's kernels cover."""
+    for field, dtype in vars(problem).items():
+        if field.endswith("_dtype") and dtype is not None and dtype not in ITEMSIZE:
+            raise _no_kernel(f"{field.removesuffix('_dtype')} in {dtype}; supported: {', '.join(ITEMSIZE)}")
+    if m > MAX_M:
+        raise _no_kernel(f"{m} rows of {problem.n}; at most {MAX_M} rows")
+
+
+def _no_kernel(reason: str) -> UnsupportedError:
+    return UnsupportedError(f'rms_norm: no kernel for {reason}. backend="auto" runs the portable path.')
 
 
 # Where rows are -----------------------------------------------------------------------------------------------------
@@ -415,7 +355,7 @@ def fold_rows(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, in
 def lay_out(inputs: Sequence[Tensor | None], outputs: Sequence[torch.dtype | None]) -> tuple[list, bool]:
     """Where the rows of each input are, None for all if all are packed; and whether every row of inputs and of
     (packed) outputs starts and ends on a 16-byte boundary when the pointers do."""
-    n = next(t.shape[-1] for t in inputs if t is not None)
+    n = inputs[0].shape[-1]
     packed = (1, n, 0)
     rows = [None if t is None else fold_rows(t.shape, t.stride()) or packed for t in inputs]
     steps = [step * t.itemsize for t, row in zip(inputs, rows, strict=True) if row for step in (n, *row[1:])]
@@ -446,7 +386,3 @@ def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _dtype(t: Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -69,16 +69,12 @@ def _take_for_graph(device_index: int, floats: int) -> tuple[int, int, tuple]:
     device = torch.device("cuda", device_index)
     scratch, zeros = torch.empty(floats, dtype=torch.float32, device=device), None
     with _lock:
-        tickets = _next_tickets(device_index)
+        tickets = next(_reserves.get(device_index, iter(())), None)
     if tickets is None:
         # Zeros from the graph's own pool cost a memset a replay.
         zeros = torch.zeros(NUM_TICKETS, dtype=torch.int32, device=device)
         tickets = zeros.data_ptr()
     return tickets, scratch.data_ptr(), (zeros, scratch)
-
-
-def _next_tickets(device_index: int) -> int | None:
-    return next(_reserves.get(device_index, iter(())), None)
 
 
 def _new_reserve(device_index: int) -> Iterator[int]:
