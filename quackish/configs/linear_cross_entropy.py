@@ -79,9 +79,9 @@ FEW_BYTES = 1 << 30
 # Bytes of exp_logits that "auto" keeps until backward.
 KEPT_BYTES = 1 << 31
 E_ITEMSIZE = 2
-# Dlogits that "recompute" holds in memory of their own: so many bytes, but MIN_BLOCK classes at least. More where the
-# input gradient's fp32 sums are not beside them, and where no weight gradient is allocated. Either way M 8192, H 4096,
-# V 128256 stays within 1.30 GB, gradients included.
+# Bytes of dlogits that "recompute" holds in memory of their own, but at least MIN_BLOCK classes: ALONE_BYTES if dX's fp32
+# sums are not in memory too, ROOMY_BYTES if no dW is allocated. In all cases M 8192, H 4096, V 128256 stays within
+# 1.30 GB, gradients included.
 BLOCK_BYTES = 1 << 25
 ALONE_BYTES = 3 << 25
 ROOMY_BYTES = 1 << 28
@@ -89,7 +89,7 @@ MIN_BLOCK = 2816
 # Classes per block of a dW that is summed over chunks: 17 MB of fp32 sums at H 4096, and a wave of tiles per GEMM with
 # chunks of 4096 rows.
 DW_BLOCK = 1024
-COLUMN_MULTIPLE = 256  # of a block's columns, and of those where E is split: pieces of a GEMM's tile are 64 wide
+COLUMN_MULTIPLE = 256  # of a block's classes, and of those where exp_logits are split
 OFFSET_MULTIPLE = 1024  # bytes: where a buffer may start in another one's storage
 
 
@@ -151,7 +151,7 @@ def kernel_config(
 
 
 def whole_tiles(size: int, v: int) -> int:
-    """Rows of E in so many bytes, in whole tiles; one at least."""
+    """How many rows of exp_logits fit in `size` bytes, in whole tiles; at least one tile."""
     return max(size // (E_ITEMSIZE * v) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
 
 
@@ -176,14 +176,15 @@ class Block(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def recompute_blocks(m: int, v: int, h: int, itemsize: int | None, scratch: int) -> tuple[Block, ...]:
-    """All classes, ascending, in few blocks: each makes one pass over the input gradient's fp32 sums.
+    """All classes, ascending, in few blocks: each block reads and writes the input gradient's fp32 sums once.
 
-    `itemsize` of the weight gradient, (v, h); None where its storage is not ours. Of that storage a block leaves alone
-    what earlier ones wrote, writes its own classes' rows, and has its dlogits at the end of what follows: n of R left
-    fit where n * h * itemsize + m * n * 2 bytes do, a third of R where m is 2 h and the gradient is 16 bits wide. So
-    blocks shrink, until `scratch` classes (a multiple of 256) are as many.
+    itemsize: of dW (v, h); None if its storage is the user's. A block's rows of dW follow those of earlier blocks, and
+    its dlogits lie at the end of the storage that is left. Of R classes left, n fit if n * h * itemsize + m * n * 2
+    bytes do: a third of R if m = 2 h and dW has 16 bits. So blocks shrink until they have `scratch` classes (a multiple
+    of 256), whose dlogits have memory of their own.
 
-    Of the widths that fit, down to half of the widest, the one that costs least a class. It is a whole number of tiles.
+    A block has the width that costs least per class, among those that fit and are at least half of the widest, in whole
+    tiles.
     """
     blocks, v0 = [], 0
     while v - v0 > scratch:
@@ -197,10 +198,10 @@ def recompute_blocks(m: int, v: int, h: int, itemsize: int | None, scratch: int)
 
 
 class FirstClasses(NamedTuple):
-    """What of the weight gradient `recompute` makes in forward: that of classes [0, columns).
+    """The classes [0, columns) whose dW `recompute` computes in forward: the first of `recompute_blocks`.
 
-    It is the first of `recompute_blocks`, with E of all rows in place of dlogits, `offset` bytes into the gradient's
-    storage. In front of it there is room for the other columns of E of `part_rows` rows: the rows of a chunk.
+    Their exp_logits, of all rows, lie `offset` bytes into dW's storage. In front of them there is room for the other
+    classes' exp_logits of `part_rows` rows, the rows of a chunk.
     """
 
     columns: int
@@ -215,7 +216,7 @@ LEAST_PART = 1 << 22
 
 @functools.lru_cache(maxsize=1024)
 def first_classes(m: int, v: int, h: int, itemsize: int) -> FirstClasses | None:
-    """None where there is no room for chunks of LEAST_PART, or for no block of E.
+    """None if there is no room for chunks of LEAST_PART, or for any block of exp_logits.
 
     A third of all classes where m is 2 h and the gradient is 16 bits wide, which saves backward a third of its logits.
     """
@@ -254,29 +255,29 @@ def _block_cost(m: int, h: int, tiles: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SharedStorage:
-    """E[:, :columns] of a chunk of all rows, `offset` bytes into the storage of the weight gradient, to its end.
+    """exp_logits[:, :columns] of a chunk of all rows lie `offset` bytes into dW's storage, up to its end.
 
-    The gradient of classes [0, columns) is written first, before `offset`; then that of the other classes, over this
-    part of E, which nobody reads any more. So they are two GEMMs, and the input gradient comes before both.
+    dW of the classes [0, columns) is written first, before `offset`; then that of the other classes, over these
+    exp_logits, which are not read any more. So dW takes two GEMMs, and dX is computed before both.
     """
 
     columns: int
     offset: int
 
 
-# E of a chunk of all rows lies partly in the weight gradient's storage where it has more bytes than this: below, a
-# launch less counts for more than the memory. (With E of 262 MB in one place a step took 0.5 % less, for 87 MB
-# more: H200, M 4096, H 2048, V 32000. Smaller ones are not measured.)
+# exp_logits of a chunk of all rows share dW's storage if they have more bytes than this; below, one launch less is
+# worth more than the memory. (With 262 MB of exp_logits in one place a step took 0.5 % less, for 87 MB more: H200,
+# M 4096, H 2048, V 32000. Smaller ones are not measured.)
 SHARED_FROM = 1 << 26
 
 
 @functools.lru_cache(maxsize=1024)
 def shared_storage(rows: int, v: int, h: int, itemsize: int) -> SharedStorage | None:
-    """How much of E (rows, v) fits into the weight gradient's (v, h) storage; None where not one tile of columns does.
+    """How many columns of exp_logits (rows, v) fit into the storage of dW (v, h); None if less than a tile of columns.
 
-    A column takes rows * 2 bytes as E, and h * itemsize as the gradient in front of it: v * h * itemsize / (the sum of
-    both) columns fit, a third of all where rows are 2 h and the gradient is bf16. At M 8192, H 4096, V 128256 that
-    leaves 1.40 GB of 2.10 outside.
+    A column takes rows * 2 bytes, and the row of dW in front of it h * itemsize: v * h * itemsize / (the sum of both)
+    columns fit, a third of all if rows = 2 h and dW is bf16. At M 8192, H 4096, V 128256 that leaves 1.40 GB of 2.10
+    outside.
     """
     size = v * h * itemsize
     columns = size // (rows * E_ITEMSIZE + h * itemsize)
