@@ -6,8 +6,6 @@ the L2 is not in them. Rows count as live, all of them: only the device knows ho
 """
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,8 +100,8 @@ def _rms_norm_bwd(p: RmsNormBwdProblem, s: Sizes) -> Work:
 
 def _lce_gemm(p: GemmProblem, s: Sizes) -> Work:
     m, n, k = s["m"], s["n"], s["k"]
-    if p.redo:
-        return Work(4, 0, 0, "leaves at once where no row was flagged")
+    if p.recompute_flagged:
+        return Work(4, 0, 0, "returns at once if no row was flagged")
     read = (m * k + n * k) * _bytes(p.dtype)
     written = m * n * _bytes(p.out_dtype)
     if p.epilogue in ("softmax", "dlogits"):
@@ -115,10 +113,10 @@ def _lce_gemm(p: GemmProblem, s: Sizes) -> Work:
     elif p.epilogue == "dlogits":
         read += m * (16 + 4)  # coefs, slot_target
     elif p.epilogue == "rows":
-        read += m * (4 + 4)  # factor, place
+        read += m * (4 + 4)  # row_scale, order
     elif p.accumulate:
         read += written
-    elif p.rest:  # places; at most so many rows of rest
+    elif p.rounding_residual:  # first_slot_of_class; at most so many rows of the residual
         read += m * 4
         written += min(m, k) * n * 2
     return Work(read, written, 2 * m * n * k)
@@ -257,26 +255,20 @@ def _norm_tiles(problem: RmsNormBwdProblem, config: Any, s: Sizes) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel as its callers see it. `sizes`: which arguments of a call are sizes, as fields of its NamedTuple, or
-    where the call has no such tuple, with their positions: (argument,), or (argument, element) in a tuple."""
+    """A kernel as its callers see it. `sizes`: which arguments of a call are sizes, as fields of its NamedTuple, or by
+    position if the call has no such tuple."""
 
     class_names: tuple[str, ...]
-    sizes: tuple[str, ...] | Mapping[str, tuple[int, ...]]
+    sizes: tuple[str, ...] | Mapping[str, int]
     work: Callable[[Any, Sizes], Work]
     ctas: Callable[[Any, Any, Sizes], int]
     tiles: Callable[[Any, Any, Sizes], int] | None = None  # what persistent CTAs iterate over
 
 
 KERNELS = {
-    "rms_norm_fwd": Kernel(("RmsNormFwd",), {"m": (-3,), "num_ctas": (-2,)}, _rms_norm_fwd, _given_ctas),
-    "rms_norm_bwd": Kernel(("RmsNormBwd",), {"m": (-3,), "num_ctas": (-2,)}, _rms_norm_bwd, _given_ctas, _norm_tiles),
-    "lce_gemm": Kernel(
-        ("GemmSm90",),
-        {"m": (-4, 0), "n": (-4, 1), "k": (-4, 2), "max_clusters": (-2,)},
-        _lce_gemm,
-        _gemm_ctas,
-        _gemm_tiles,
-    ),
+    "rms_norm_fwd": Kernel(("RmsNormFwd",), {"m": -3, "num_ctas": -2}, _rms_norm_fwd, _given_ctas),
+    "rms_norm_bwd": Kernel(("RmsNormBwd",), {"m": -3, "num_ctas": -2}, _rms_norm_bwd, _given_ctas, _norm_tiles),
+    "lce_gemm": Kernel(("GemmSm90",), ("m", "n", "k", "max_clusters"), _lce_gemm, _gemm_ctas, _gemm_tiles),
     "lce_compact": Kernel(("LceCompact",), ("v", "m"), _lce_compact, lambda problem, config, s: 1),
     "lce_gather": Kernel(("LceGather",), ("rows", "v"), _lce_gather, _row_ctas),
     "lce_rows": Kernel(("LceRows",), ("v", "tiles", "rows"), _lce_rows, _row_ctas),
@@ -307,7 +299,7 @@ def sizes_of(kernel: str, args: Sequence[Any]) -> dict[str, int]:
     sizes = KERNELS[kernel].sizes
     if isinstance(sizes, tuple):
         return {name: getattr(args[0], name) for name in sizes}
-    return {name: functools.reduce(operator.getitem, path, args) for name, path in sizes.items()}
+    return {name: args[at] for name, at in sizes.items()}
 
 
 def work(kernel: str, problem: Any, sizes: Sizes) -> Work:

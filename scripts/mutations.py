@@ -46,7 +46,7 @@ MUTATIONS = (
     Mutation(  # first, so that other mutations run during its timeout
         "gemm_stage_never_released",
         f"{KERNELS}/gemm_sm90.py",
-        "has been read\n                        loaded.consumer_release(released)\n",
+        "has been read\n                    loaded.consumer_release(released)\n",
         "has been read\n",
         "tests/test_lce_gemms.py",
         "dx_to_the_rows_of_order and bfloat16 and 640",
@@ -77,7 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rounding_tie_to_the_other_side",
-        f"{KERNELS}/common/epilogues.py",
+        f"{KERNELS}/common/epilogue_store.py",
         "if (bits & 0x1FFFF) == 0x8000:",
         "if (bits & 0x1FFFF) == 0x18000:",
         "tests/test_lce_gemms.py",

@@ -7,13 +7,12 @@ writes stays as it was allocated: NaN in the tests. `lce_kernels(gpu)` has the m
 import collections
 import ctypes
 import dataclasses
-import functools
 import math
 
 import torch
 
 from quackish.configs.choose import choose
-from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, gemm_config
+from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N
 from quackish.configs.lce_cublas import TILE_N
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.gpu import H200
@@ -55,15 +54,20 @@ def kernel_for(name, problem, gpu):
 
     def launch(*args):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            if name == "lce_gemm":
-                check_gemm(args[:-1], gemm_args(problem), problem)
-                return kernel(*args)
             given, _ = args
-            assert [a is None for a in given] == [a is None for a in problem.args], (problem, given)
-            assert type(given) is tuple or type(given) is type(problem.args)
-            return kernel(type(problem.args)(*given))
+            return kernel(checked(given, problem.args, problem))
 
     return Kernel(launch, choose(name, problem, gpu).config)
+
+
+def checked(given, taken, where):
+    """The NamedTuple `taken` with the arguments given. The same ones must be None."""
+    if not isinstance(taken, tuple):
+        assert (given is None) == (taken is None), (where, given, taken)
+        return given
+    assert type(given) in (tuple, type(taken)), (where, given, taken)
+    assert len(given) == len(taken), (where, given, taken)
+    return taken._make(checked(one, other, where) for one, other in zip(given, taken, strict=True))
 
 
 def memory(address, dtype, shape, strides=None):
@@ -345,53 +349,32 @@ def scale(p):
 # GEMM -----------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def gemm_args(p):
-    from quackish.kernels.gemm_sm90 import GemmSm90
-
-    return GemmSm90(p, gemm_config(p, H200)).fake_args()[:-1]  # without the stream
-
-
-def check_gemm(given, taken, where):
-    """Whether as many arguments are given as the kernel takes, and None for the same ones."""
-    assert isinstance(given, tuple) == isinstance(taken, tuple), where
-    if isinstance(given, tuple):
-        assert len(given) == len(taken), where
-        for one, other in zip(given, taken, strict=True):
-            check_gemm(one, other, where)
-    else:
-        assert (given is None) == (taken is None), where
-
-
 def gemm(p):
     dtype, out_dtype = dtype_of(p.dtype), dtype_of(p.out_dtype)
 
-    def kernel(a, second, b, d, given, tail, ticket, num_live, sizes, strides, clusters, stream):
-        m, n, k, split, start = sizes
-        assert (given is None) == (p.epilogue == "store" and not p.scaled and not p.rest)
-        assert (tail is not None) == p.split_k_tail
-        assert tail is None or not memory(tail[1], I32, (NUM_TICKETS,)).any()
+    def kernel(a):
+        m, n, k, split = a.m, a.n, a.k, a.split
+        assert a.tail is None or not memory(a.tail.tickets, I32, (NUM_TICKETS,)).any()
         assert split % 64 == 0
-        live, padded = live_rows(num_live, start, m if p.live == "m" else k)
+        live, padded = live_rows(a.num_live, a.start, m if p.live == "m" else k)
         if p.live == "k":  # the last step along the rows goes past the live ones: what is there counts
             steps = min(padded, -(-live // 64) * 64)
-            A = memory(a, dtype, (steps, m), (strides[0], 1)).T
-            B = memory(b, dtype, (steps, n), (strides[2], 1)).T
+            A = memory(a.a, dtype, (steps, m), (a.a_stride, 1)).T
+            B = memory(a.b, dtype, (steps, n), (a.b_stride, 1)).T
             padded = m
         else:
-            A = memory(a, dtype, (padded, split if p.split_k else k), (strides[0], 1))
-            if p.split_k:
-                A = torch.cat([A, memory(second, dtype, (padded, k - split), (strides[1], 1))], 1)
-            B = (
-                memory(b, dtype, (n, k), (strides[2], 1))
-                if p.b_major == "k"
-                else memory(b, dtype, (k, n), (strides[2], 1)).T
-            )
+            A = memory(a.a, dtype, (padded, split if p.a_in_two else k), (a.a_stride, 1))
+            if p.a_in_two:
+                A = torch.cat([A, memory(a.second, dtype, (padded, k - split), (a.second_stride, 1))], 1)
+            if p.b_major == "k":
+                B = memory(a.b, dtype, (n, k), (a.b_stride, 1))
+            else:
+                B = memory(a.b, dtype, (k, n), (a.b_stride, 1)).T
         acc = A.float() @ B.float().T
-        D = [memory(d, out_dtype, (m, split if p.split_n else n), (strides[3], 1)), None]
-        if p.split_n:
-            D[1] = memory(second, out_dtype, (m, n - split), (strides[1], 1))
-        EPILOGUES[p.epilogue](p, acc, given, D, live, start, m, n)
+        D = [memory(a.d, out_dtype, (m, split if p.d_in_two else n), (a.d_stride, 1)), None]
+        if p.d_in_two:
+            D[1] = memory(a.second, out_dtype, (m, n - split), (a.second_stride, 1))
+        EPILOGUES[p.epilogue](p, acc, a.epilogue, D, live, a.start, m, n)
 
     return kernel
 
@@ -402,23 +385,20 @@ def with_bias(p, acc, bias, softcap, n):
     return capped(p, acc, softcap)
 
 
-def softmax_epilogue(p, acc, given, D, live, start, m, n):
-    bias, class_weight, row_shift, slot_target, row_max_bits, flags, part_sum, target_logit, part_wsum, cap, tiles = (
-        given
-    )
-    flags = memory(flags, I32, (1 + -(-m // ROW_TILE),))
-    row_max_bits, slot_target = memory(row_max_bits, I32, (m,)), memory(slot_target, I32, (m,)).long()
-    target_logit = memory(target_logit, FP32, (m,))
-    part_sum, part_wsum = (memory(t, FP32, (m, tiles)) for t in (part_sum, part_wsum))
-    assert tiles == -(-n // SOFTMAX_TILE_N)
+def softmax_epilogue(p, acc, a, D, live, start, m, n):
+    flags = memory(a.flags, I32, (1 + -(-m // ROW_TILE),))
+    row_max_bits, slot_target = memory(a.row_max_bits, I32, (m,)), memory(a.slot_target, I32, (m,)).long()
+    target_logit = memory(a.target_logit, FP32, (m,))
+    part_sum, part_wsum = (memory(t, FP32, (m, a.tiles)) for t in (a.part_sum, a.part_wsum))
+    assert a.tiles == -(-n // SOFTMAX_TILE_N)
     i = torch.arange(len(acc))
-    if p.redo:
+    if p.recompute_flagged:
         i = i[flags[1 + i // ROW_TILE] != 0]
         shift = decode(row_max_bits[i])
     else:
-        shift = memory(row_shift, FP32, (m,))[i]
-    a, d = with_bias(p, acc[i], bias, cap, n)
-    grown, first = torch.exp(a - shift[:, None]), 0
+        shift = memory(a.row_shift, FP32, (m,))[i]
+    z, d = with_bias(p, acc[i], a.bias, a.softcap, n)
+    grown, first = torch.exp(z - shift[:, None]), 0
     for part in D:
         if part is not None:
             assert part.stride(0) % 8 == 0
@@ -428,53 +408,53 @@ def softmax_epilogue(p, acc, given, D, live, start, m, n):
         columns = slice(c, min(c + SOFTMAX_TILE_N, n))
         part_sum[i, tile] = grown[:, columns].sum(1)
         if part_wsum is not None:
-            part = a[:, columns]
-            if class_weight is not None:
-                part = weighted(part, memory(class_weight, FP32, (n,))[columns])
+            part = z[:, columns]
+            if a.class_weight is not None:
+                part = weighted(part, memory(a.class_weight, FP32, (n,))[columns])
             part_wsum[i, tile] = part.sum(1)
     mine = slot_target[i] >= 0
-    target_logit[i[mine]] = a[mine].gather(1, slot_target[i][mine][:, None])[:, 0]
-    if not p.redo:
-        highest = torch.where(a.isnan(), -torch.inf, a).amax(1)
+    target_logit[i[mine]] = z[mine].gather(1, slot_target[i][mine][:, None])[:, 0]
+    if not p.recompute_flagged:
+        highest = torch.where(z.isnan(), -torch.inf, z).amax(1)
         above = highest > shift + HEADROOM
         row_max_bits[i[above]] = torch.maximum(row_max_bits[i[above]], encode(highest[above]))
         flags[1 + i[above] // ROW_TILE] = 1
         flags[0] |= int(above.any())
 
 
-def dlogits_epilogue(p, acc, given, D, live, start, m, n):
-    bias, class_weight, coefs, slot_target, softcap, v0 = given
-    a, d = with_bias(p, acc, bias, softcap, n)
-    row_shift, coef_softmax, coef_target, coef_smooth = memory(coefs, FP32, (m, 4))[: len(a)].T[:, :, None]
-    z = coef_softmax * torch.exp(a - row_shift)
+def dlogits_epilogue(p, acc, a, D, live, start, m, n):
+    z, d = with_bias(p, acc, a.bias, a.softcap, n)
+    row_shift, coef_softmax, coef_target, coef_smooth = memory(a.coefs, FP32, (m, 4))[: len(z)].T[:, :, None]
+    value = coef_softmax * torch.exp(z - row_shift)
     if p.smoothing:
-        z = z - coef_smooth * (1.0 if class_weight is None else memory(class_weight, FP32, (v0 + n,))[v0:])
-    slot_target = memory(slot_target, I32, (m,))[: len(a), None]
-    z = z - torch.where(slot_target == torch.arange(v0, v0 + n), coef_target, 0.0)
-    D[0][: len(a)] = (z * d).to(D[0].dtype)
+        weight = 1.0 if a.class_weight is None else memory(a.class_weight, FP32, (a.v0 + n,))[a.v0 :]
+        value = value - coef_smooth * weight
+    slot_target = memory(a.slot_target, I32, (m,))[: len(z), None]
+    value = value - torch.where(slot_target == torch.arange(a.v0, a.v0 + n), coef_target, 0.0)
+    D[0][: len(z)] = (value * d).to(D[0].dtype)
 
 
-def rows_epilogue(p, acc, given, D, live, start, m, n):
-    row_scale, order = memory(given[0], FP32, (m,)), memory(given[1], I32, (start + m,))
+def rows_epilogue(p, acc, a, D, live, start, m, n):
+    row_scale, order = memory(a.row_scale, FP32, (m,)), memory(a.order, I32, (start + m,))
     r = order[start : start + live].long()
     if live:
         out = memory(D[0].data_ptr(), D[0].dtype, (int(r.max()) + 1, n), (D[0].stride(0), 1))
         out[r] = (acc[:live] * row_scale[:live, None]).to(out.dtype)
 
 
-def store_epilogue(p, acc, given, D, live, start, m, n):
+def store_epilogue(p, acc, a, D, live, start, m, n):
     out = D[0]
     if p.live == "m":
         acc, out = acc[:live], out[:live]
     if p.scaled:
-        acc = acc * memory(given[0], FP32, (1,))
+        acc = acc * memory(a.factor, FP32, (1,))
     out.copy_(out + acc if p.accumulate else acc)
-    if p.rest:
-        first_slots = memory(given[0], I32, (m,))
+    if p.rounding_residual:
+        first_slots = memory(a.first_slot_of_class, I32, (m,))
         listed = (first_slots != NO_SLOT).nonzero()[:, 0]
         if len(listed):
             slots = first_slots[listed].long()
-            memory(given[1], I16, (int(slots.max()) + 1, n))[slots] = cut_off(acc[listed])
+            memory(a.rounding_residual, I16, (int(slots.max()) + 1, n))[slots] = cut_off(acc[listed])
 
 
 EPILOGUES = dict(softmax=softmax_epilogue, dlogits=dlogits_epilogue, rows=rows_epilogue, store=store_epilogue)

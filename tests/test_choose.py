@@ -208,13 +208,13 @@ def test_the_analytical_choice_of_a_gemm_is_legal():
         options = dict(bias_dtype=bias, softcap=softcap, smoothing=smoothing, weighted=smoothing)
         for problem in (
             GemmProblem("softmax", dtype, None if smoothing else BF16, **options),
-            GemmProblem("softmax", dtype, None, **options, redo=True),
+            GemmProblem("softmax", dtype, None, **options, recompute_flagged=True),
             GemmProblem("dlogits", dtype, dtype, **options),
         ):
             assert gemm_why_illegal(problem, gemm_config(problem, H200), H200) is None, problem
     for out, split, accumulate in itertools.product((BF16, FP32), (False, True), (False, True)):
         for problem in (
-            GemmProblem("rows", BF16, out, b_major="n", split_k=split),
+            GemmProblem("rows", BF16, out, b_major="n", a_in_two=split),
             GemmProblem("store", BF16, FP32, b_major="n", accumulate=accumulate),
             dataclasses.replace(DW, out_dtype=out, accumulate=accumulate and out == FP32),
         ):
@@ -352,7 +352,7 @@ def test_shared_memory_of_a_norm_is_as_compiled(problem, made):
         (DX, GemmConfig(tile_m=64, tile_n=128, cluster_m=1, cluster_n=2)),
         (DW, GemmConfig(tile_m=256, tile_n=128, num_stages=3)),
         (DW_PINGPONG, GemmConfig(tile_m=256, tile_n=128, num_stages=3)),
-        (dataclasses.replace(DX, split_k_tail=True, split_k=True), GemmConfig(tile_m=64, tile_n=128, cluster_n=2)),
+        (dataclasses.replace(DX, split_k_tail=True, a_in_two=True), GemmConfig(tile_m=64, tile_n=128, cluster_n=2)),
     ),
     ids=str,
 )

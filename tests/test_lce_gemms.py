@@ -40,7 +40,7 @@ def problems():
         yield GemmProblem("store", dtype, out, **dw, split_k_tail=True, scaled=True)
         if out == "bfloat16":
             for split_k_tail in (False, True):
-                yield GemmProblem("store", dtype, out, **dw, split_k_tail=split_k_tail, rest=True)
+                yield GemmProblem("store", dtype, out, **dw, split_k_tail=split_k_tail, rounding_residual=True)
         if out == "float32":
             yield GemmProblem("store", dtype, out, **dw, accumulate=True)
             yield GemmProblem("store", dtype, out, **dw, accumulate=True, split_k_tail=True, scaled=True)
@@ -49,16 +49,18 @@ def problems():
             yield GemmProblem("store", dtype, out, b_major="n", accumulate=True)
         for split in (False, True):
             for split_k_tail in (False, True):
-                yield GemmProblem("rows", dtype, out, b_major="n", split_k=split, split_k_tail=split_k_tail)
+                yield GemmProblem("rows", dtype, out, b_major="n", a_in_two=split, split_k_tail=split_k_tail)
     for bias, softcap in itertools.product((None, "bfloat16", "float32"), (False, True)):
         for smoothing, weighted in (False, False), (True, False), (True, True):
             options = dict(bias_dtype=bias, softcap=softcap, smoothing=smoothing, weighted=weighted)
             yield GemmProblem("dlogits", "bfloat16", "bfloat16", **options)
-            for redo in (False, True):
-                yield GemmProblem("softmax", "bfloat16", None, **options, redo=redo)
+            for recompute in (False, True):
+                yield GemmProblem("softmax", "bfloat16", None, **options, recompute_flagged=recompute)
                 if not smoothing:
                     for split in (False, True):
-                        yield GemmProblem("softmax", "bfloat16", "bfloat16", **options, redo=redo, split_n=split)
+                        yield GemmProblem(
+                            "softmax", "bfloat16", "bfloat16", **options, recompute_flagged=recompute, d_in_two=split
+                        )
     yield GemmProblem("softmax", "float16", None, bias_dtype="float16")
     yield GemmProblem("dlogits", "float16", "float16", bias_dtype="float16")
 
@@ -233,7 +235,7 @@ def test_one_row_is_done_again_wherever_it_is(row):
 
 
 @pytest.mark.gpu
-def test_redo_leaves_all_alone_without_flags():
+def test_recompute_flagged_leaves_all_alone_without_flags():
     c = Case()
     got, _ = both("recompute_flagged", *softmax_args(c))
     assert got[E].isnan().all()
@@ -348,7 +350,7 @@ def test_dw_cuts_off_what_rounding_takes_in_ties_and_at_the_ends():
 
 COOPERATIVE = dict(pingpong=False, num_stages=4)
 # Tiles for each cluster of two CTAs: none for some, one, two, three.
-FEW_AND_MANY = [  # v: a multiple of 8, as results come back without gaps and go into `redo`
+FEW_AND_MANY = [  # v: a multiple of 8, as results come back without gaps and are recomputed
     dict(m=500, v=392, live=60),
     dict(m=1000, v=2056),
     dict(m=1500, v=4104, live=1290),
@@ -449,14 +451,14 @@ def test_which_problems_go_ping_pong(problem):
     p, pingpong = problem, gemm_config(problem, H200).pingpong
     if p.epilogue in ("softmax", "dlogits"):
         out = p.epilogue == "dlogits" or p.out_dtype is not None
-        assert pingpong == (not p.redo and (not out or not (p.smoothing or (p.softcap and p.bias_dtype))))
+        assert pingpong == (not p.recompute_flagged and (not out or not (p.smoothing or (p.softcap and p.bias_dtype))))
     else:
         assert pingpong == (p.live == "k" and not p.split_k_tail)
 
 
-def test_redo_runs_the_same_code_whatever_is_forced():
+def test_recompute_flagged_runs_the_same_code_whatever_is_forced():
     """`config(lce_logits=...)` holds for both launches of the logits; the second is always cooperative."""
-    problem = GemmProblem("softmax", "bfloat16", "bfloat16", redo=True)
+    problem = GemmProblem("softmax", "bfloat16", "bfloat16", recompute_flagged=True)
     made = gemm_config(problem, H200)
     forced = dataclasses.replace(made, pingpong=True)
     assert gemm_why_illegal(problem, forced, H200) is None

@@ -11,6 +11,7 @@ import torch
 import quackish
 from quackish import launch, profiling
 from quackish.configs.gemm import GemmConfig, GemmProblem
+from quackish.configs.lce_args import GemmArgs
 from quackish.configs.linear_cross_entropy import KernelProblem, kernel_config
 from quackish.configs.rms_norm import RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.gpu import H200, Roofs, gpu_of
@@ -36,7 +37,8 @@ def norm(m=16_384, stream=0, function=lambda *args: None):
 
 def gemm(m=8192, n=128_256, k=4096, stream=0, function=lambda *args: None):
     kernel = stand_in("GemmSm90", GEMM, GemmConfig(), function)
-    kernel(*(None,) * 8, (m, n, k, 0, 0), None, 66, stream)
+    args = GemmArgs(**dict.fromkeys(GemmArgs._fields) | dict(m=m, n=n, k=k, max_clusters=66))
+    kernel(args, stream)
 
 
 def seen(p):

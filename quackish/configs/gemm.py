@@ -1,12 +1,25 @@
-"""The GEMMs of linear cross entropy: what is asked (Problem) and how it is done (Config)."""
+"""The GEMMs of linear cross entropy: what to compute (Problem) and how (Config)."""
 
 import dataclasses
 import functools
 
+from quackish.configs.lce_args import (
+    F32,
+    I32,
+    DlogitsArgs,
+    GemmArgs,
+    Ptr,
+    ResidualArgs,
+    RowsOutArgs,
+    ScaledArgs,
+    SoftmaxArgs,
+    TailArgs,
+    optional,
+)
 from quackish.configs.lce_rows import ROW_TILE
 from quackish.gpu import Gpu
 
-# `split_k_tail`: counters that are 0 before and after, one per warp group of a split tile, so at most 4 per CTA.
+# Counters of `split_k_tail`: one per warp group of a split tile, so at most 4 per CTA.
 NUM_TICKETS = 1024
 
 TILE_K = 64  # 128 bytes, the span of a swizzle. Two stages of 128 took 50 % longer (H200).
@@ -19,17 +32,17 @@ class GemmProblem:
     """D[m, n] = sum over k of A[m, k] * B[n, k] in fp32, followed by an epilogue.
 
     `epilogue`:
-    - "softmax": A is rows of the input, B classes. Of the logits a: exp_logits = exp(a - row_shift) * d, their sum per
-      row and tile, and the target's logit.
-    - "dlogits": A is rows of the input, B classes. The gradient of the logits, whose statistics are known.
-    - "rows": row i of D, scaled, goes to row order[i] of the output.
-    - "store": D as it is, times a factor, or added to an fp32 output.
+    - "softmax": A is rows of the input, B classes, D logits. Stores exp_logits, sums of exp(logit - row_shift) per row
+      and tile, and the targets' logits.
+    - "dlogits": A is rows of the input, B classes, D logits. Stores the gradient of the logits, from known statistics.
+    - "rows": stores row i of D, times row_scale[i], to row order[start + i] of the output.
+    - "store": stores D, or D times a factor, or adds it to an fp32 output.
     `live`: the dimension, "m" or "k", that ends at the number of live rows, which the kernel reads from memory.
     """
 
     epilogue: str
     dtype: str  # of A and B: "bfloat16" or "float16"
-    out_dtype: str | None  # None: only statistics are stored
+    out_dtype: str | None  # None: softmax stores statistics only
     a_major: str = "k"  # "m" or "k": A's contiguous dimension
     b_major: str = "k"  # "n" or "k"
     live: str = "m"
@@ -37,13 +50,44 @@ class GemmProblem:
     softcap: bool = False  # softmax, dlogits
     smoothing: bool = False  # softmax: row sums of class weight * logit too; dlogits: the smoothed target
     weighted: bool = False  # class weights; with smoothing
-    redo: bool = False  # softmax: only tiles that a first launch flagged, shifted by their rows' maxima
+    recompute_flagged: bool = False  # softmax: only tiles that a first launch flagged, shifted by their rows' maxima
     accumulate: bool = False  # store: D is added to the output
     scaled: bool = False  # store: D is multiplied by a number in device memory
-    rest: bool = False  # store, bf16: keeps the rounding residual of the rows that have a place
-    split_k: bool = False  # A is in two buffers: its first columns, and the remaining ones
-    split_n: bool = False  # softmax: D is
+    rounding_residual: bool = False  # store, bf16: keeps the rounding residual of rows that have a slot
+    a_in_two: bool = False  # A is in two buffers: its first columns, and the remaining ones
+    d_in_two: bool = False  # softmax: D is in two buffers
     split_k_tail: bool = False  # rows, store: split-K for tiles of a partly filled last wave
+
+    @property
+    def args(self) -> GemmArgs:
+        operand, out = Ptr(self.dtype, aligned=True), optional(self.out_dtype, aligned=True)
+        return GemmArgs(
+            a=operand, second=operand if self.a_in_two else out if self.d_in_two else None, b=operand, d=out,
+            epilogue=self._epilogue_args(),
+            tail=TailArgs(Ptr("float32", aligned=True), I32, "int32") if self.split_k_tail else None,
+            ticket=None if self.recompute_flagged else I32, num_live=I32, m="int32", n="int32", k="int32",
+            split="int32", start="int32", a_stride="int64", second_stride="int64", b_stride="int64", d_stride="int64",
+            max_clusters="int32",
+        )  # fmt: skip
+
+    def _epilogue_args(self) -> tuple | None:
+        bias, class_weight = optional(self.bias_dtype), F32 if self.weighted else None
+        if self.epilogue == "softmax":
+            return SoftmaxArgs(
+                bias=bias, class_weight=class_weight, row_shift=None if self.recompute_flagged else F32,
+                slot_target=I32, row_max_bits=I32, flags=I32, part_sum=F32, target_logit=F32,
+                part_wsum=F32 if self.smoothing else None, softcap="float32", tiles="int32",
+            )  # fmt: skip
+        if self.epilogue == "dlogits":
+            return DlogitsArgs(
+                bias=bias, class_weight=class_weight, coefs=Ptr("float32", aligned=True), slot_target=I32,
+                softcap="float32", v0="int32",
+            )  # fmt: skip
+        if self.epilogue == "rows":
+            return RowsOutArgs(row_scale=F32, order=I32)
+        if self.rounding_residual:
+            return ResidualArgs(first_slot_of_class=I32, rounding_residual=Ptr("int16", aligned=True))
+        return ScaledArgs(factor=F32) if self.scaled else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +95,11 @@ class GemmConfig:
     """Tiles of tile_m x tile_n, TILE_K deep, computed by consumer warp groups; one producer warp group loads.
 
     Cooperative: each consumer warp group has 64 rows of the tile. `pingpong`: two consumer warp groups have a tile
-    each; one runs its products while the other runs its epilogue. (A `redo` problem ignores `pingpong`, as its tiles
-    are found one by one.)
+    each; one runs its products while the other runs its epilogue. (A `recompute_flagged` problem ignores `pingpong`,
+    which cannot skip tiles.)
 
     Clusters of cluster_m x cluster_n CTAs multicast what they load. Tiles are walked in groups of `group` clusters
-    along `group_along` ("m" or "n"), each through the whole other dimension, so that what a group rereads is in the L2.
+    along `group_along` ("m" or "n"), each through the whole other dimension, so that a group rereads from the L2.
     """
 
     tile_m: int = 128
@@ -81,8 +125,8 @@ class GemmConfig:
     def num_buffers(self) -> int:
         """Output buffers per warp group, of 64 columns or fewer.
 
-        One with ping-pong, whose stores overlap with the other warp group's products: the memory is worth more as a
-        stage. One also where a tile has an odd number of them, as the next tile would start with the buffer in use.
+        One with ping-pong, whose stores overlap with the other warp group's products: the memory is better spent on a
+        stage. One also if a tile has an odd number of pieces, as the next tile would start with the buffer in use.
         """
         return 1 if self.pingpong or self.tile_n % 128 else 2
 
@@ -92,7 +136,7 @@ class GemmConfig:
 
     @property
     def consumer_registers(self) -> int:
-        """Per thread of a consumer warp group: what the producer leaves of the SM's, at most 240."""
+        """Per thread of a consumer warp group: the SM's registers without the producer's, at most 240."""
         return {1: 240, 2: 240, 3: 160, 4: 112}[self.num_wgs]
 
     @property
@@ -105,7 +149,7 @@ class GemmConfig:
         return sm_count // (self.cluster_m * self.cluster_n)
 
     def tail_room(self, m: int, n: int, k: int, clusters: int) -> tuple[int, int]:
-        """Splits that `split_k_tail` has scratch for, at least one per cluster, and how many floats that is.
+        """Splits that `split_k_tail` has scratch for, at least one per cluster, and the size of that in floats.
 
         m or k counts all rows as live; with fewer live rows the kernel makes no more splits than fit.
         """
@@ -122,7 +166,7 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     # Logits: exponentials take as long as products 256 deep, and ping-pong overlaps them. dx: the narrower tiles of
     # ping-pong load 10 to 50 % more than it gains. Groups of 4 or 16 and clusters of 1 x 2 are up to 4 % slower.
     if problem.epilogue in ("softmax", "dlogits"):
-        pingpong = _has_registers(problem) and not problem.redo
+        pingpong = _has_registers(problem) and not problem.recompute_flagged
         return GemmConfig(tile_n=SOFTMAX_TILE_N, num_stages=5, pingpong=pingpong)
     if problem.live == "k" and not problem.split_k_tail:
         return DW_PINGPONG
@@ -217,7 +261,7 @@ def gemm_why_illegal(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str 
         if getattr(c, field) < least:
             return f"{field} is {getattr(c, field)}; expected at least {least}"
 
-    # what other kernels rely on
+    # assumptions of other kernels
     if p.epilogue == "softmax" and c.tile_n != SOFTMAX_TILE_N:
         return (
             f"tile_n is {c.tile_n}; expected {SOFTMAX_TILE_N}, the number of classes per partial sum of the softmax, "

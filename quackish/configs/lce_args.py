@@ -1,4 +1,4 @@
-"""The arguments of linear cross entropy's row kernels: one NamedTuple per kernel, the same for host and device code.
+"""The arguments of linear cross entropy's kernels: one NamedTuple per kernel, the same for host and device code.
 
 A problem's `args` is the NamedTuple of its kernel filled with what each argument is: a `Ptr`, the type of a number, or
 None where it is absent. A launch fills it with addresses and numbers by position: `**keywords` take 5 us longer.
@@ -160,6 +160,75 @@ class ScaleArgs(NamedTuple):
     n: Any  # int64
     n2: Any  # int64
     num_ctas: Any  # int32
+
+
+class GemmArgs(NamedTuple):
+    """D[m, n] = sum over k of A[m, k] * B[n, k]. Here and for its epilogues m, n and k are the sizes of this product.
+
+    Strides are leading dimensions, multiples of 8.
+    """
+
+    a: Any  # (m, split or k) bf16 or fp16
+    second: Any  # the columns from `split` on: of A with a_in_two, of D with d_in_two
+    b: Any  # (n, k) as a
+    d: Any  # (m, split or n) bf16, fp16 or fp32, written or added to; absent without out_dtype
+    epilogue: Any  # SoftmaxArgs, DlogitsArgs, RowsOutArgs, ScaledArgs, ResidualArgs; absent for a plain store
+    tail: Any  # TailArgs; with split_k_tail
+    ticket: Any  # (1,) int32 of wave_sync, 0 before and after; absent with recompute_flagged
+    num_live: Any  # (1,) int32
+    m: Any  # int32
+    n: Any  # int32
+    k: Any  # int32
+    split: Any  # int32, a multiple of 64; used with a_in_two or d_in_two
+    start: Any  # int32
+    a_stride: Any  # int64
+    second_stride: Any  # int64
+    b_stride: Any  # int64
+    d_stride: Any  # int64
+    max_clusters: Any  # int32: clusters that are resident at once
+
+
+class SoftmaxArgs(NamedTuple):
+    bias: Any  # (n,) fp32, bf16 or fp16; absent without bias
+    class_weight: Any  # (n,) fp32; with class weights and label smoothing
+    row_shift: Any  # (m,) fp32; absent with recompute_flagged
+    slot_target: Any  # (m,) int32
+    row_max_bits: Any  # (m,) int32, raised; only read with recompute_flagged
+    flags: Any  # (1 + ceil(m / 128),) int32, set; only read with recompute_flagged
+    part_sum: Any  # (m, tiles) fp32, written
+    target_logit: Any  # (m,) fp32, written
+    part_wsum: Any  # (m, tiles) fp32, written; with label smoothing
+    softcap: Any  # fp32
+    tiles: Any  # int32
+
+
+class DlogitsArgs(NamedTuple):
+    bias: Any  # (n,) fp32, bf16 or fp16; absent without bias
+    class_weight: Any  # (v0 + n,) fp32; with class weights and label smoothing
+    coefs: Any  # (m, 4) fp32
+    slot_target: Any  # (m,) int32
+    softcap: Any  # fp32
+    v0: Any  # int32: the class of the first column
+
+
+class RowsOutArgs(NamedTuple):
+    row_scale: Any  # (m,) fp32
+    order: Any  # (start + m,) int32
+
+
+class ScaledArgs(NamedTuple):
+    factor: Any  # (1,) fp32
+
+
+class ResidualArgs(NamedTuple):
+    first_slot_of_class: Any  # (m,) int32, NO_SLOT for classes without a slot
+    rounding_residual: Any  # (slots, n) int16, written: row first_slot_of_class[i] for row i of D
+
+
+class TailArgs(NamedTuple):
+    partials: Any  # (GemmConfig.tail_room,) fp32, written: partial sums
+    tickets: Any  # (NUM_TICKETS,) int32, 0 before and after
+    max_splits: Any  # int32: how many splits `partials` has room for
 
 
 class ExpArgs(NamedTuple):

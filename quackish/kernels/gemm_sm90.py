@@ -7,7 +7,7 @@ The number of live rows, `num_live - start` along m or k, is read on the device.
 """
 
 import dataclasses
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import cutlass
 import cutlass.cute as cute
@@ -18,11 +18,38 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import PRODUCER_REGISTERS, TILE_K, GemmConfig, GemmProblem
-from quackish.kernels.common.epilogues import make_epilogue
-from quackish.kernels.common.lce import after_previous, load_at
-from quackish.kernels.common.rows import DTYPES, fake_pointer
+from quackish.configs.lce_args import GemmArgs
+from quackish.kernels.common.epilogue_dlogits import Dlogits
+from quackish.kernels.common.epilogue_rows import RowsOut
+from quackish.kernels.common.epilogue_softmax import Softmax
+from quackish.kernels.common.epilogue_store import Store, StoreScaled, StoreWithResidual
+from quackish.kernels.common.epilogues import Epilogue
+from quackish.kernels.common.lce import after_previous, fake_args, load_at
+from quackish.kernels.common.rows import DTYPES
 from quackish.kernels.common.split_k_tail import Plan, SplitKTail
+from quackish.kernels.common.tile_store import Block, Output, block_below
 from quackish.kernels.common.wave_sync import spin_limit, tiles_to_sync, wave_sync
+
+
+def make_epilogue(problem: GemmProblem, config: GemmConfig) -> Epilogue:
+    store = StoreWithResidual if problem.rounding_residual else StoreScaled if problem.scaled else Store
+    return {"softmax": Softmax, "dlogits": Dlogits, "rows": RowsOut, "store": store}[problem.epilogue](problem, config)
+
+
+class Items(NamedTuple):
+    """A cluster's items: first, first + step, ... below last. Each is a tile or, with split-K, a split of one."""
+
+    cta_m: Int32  # the CTA in the cluster
+    cta_n: Int32
+    first: Int32
+    last: Int32
+    step: Int32
+    plan: Optional[Plan]  # with split-K
+    tiles_m: Int32  # cluster tiles of D
+    tiles_n: Int32
+    k_tiles: Int32  # steps along k of a tile
+    cluster: Int32
+    num_clusters: Int32
 
 
 @cute.jit
@@ -35,7 +62,7 @@ def matrix(base: cute.Pointer, rows: Int32, cols: Int32, ld: Int64, cols_contigu
 
 class GemmSm90:
     def __init__(self, problem: GemmProblem, config: GemmConfig):
-        if problem.redo:
+        if problem.recompute_flagged:
             config = dataclasses.replace(config, pingpong=False)
         self.problem, self.config = problem, config
         self.dtype = DTYPES[problem.dtype]
@@ -45,48 +72,14 @@ class GemmSm90:
         self.cluster = (config.cluster_m, config.cluster_n)
 
     def fake_args(self):
-        p = self.problem
-        a, b = fake_pointer(p.dtype), fake_pointer(p.dtype)
-        second = fake_pointer(p.dtype if p.split_k else p.out_dtype if p.split_n else None)
-        num_live = fake_pointer("int32", aligned=False)
-        sizes = (Int32(1), Int32(1), Int32(1), Int32(1), Int32(1))
-        strides = (Int64(1), Int64(1), Int64(1), Int64(1))
-        stream = cute.runtime.make_fake_stream()
-        return (
-            a,
-            second,
-            b,
-            fake_pointer(p.out_dtype),
-            self.epilogue.fake_args(),
-            self.tail.fake_args() if p.split_k_tail else None,
-            None if p.redo else fake_pointer("int32", aligned=False),
-            num_live,
-            sizes,
-            strides,
-            Int32(1),
-            stream,
-        )
+        return fake_args(self.problem)
 
     @cute.jit
-    def __call__(
-        self,
-        a: cute.Pointer,  # (m, k)
-        second: Optional[cute.Pointer],  # columns from `split` on: of A with split_k, of D with split_n
-        b: cute.Pointer,  # (n, k)
-        d: Optional[cute.Pointer],  # (m, n)
-        epilogue_args: Optional[tuple],
-        tail_args: Optional[tuple],  # of SplitKTail
-        ticket: Optional[cute.Pointer],  # (1,) of wave_sync: 0 before and after
-        num_live: cute.Pointer,  # (1,)
-        sizes: tuple,  # m, n, k, split, start
-        strides: tuple,  # of a, second, b, d
-        max_clusters: Int32,
-        stream: CUstream,
-    ):
+    def __call__(self, args: GemmArgs, stream: CUstream):
         p, c = self.problem, self.config
-        m, n, k, split, _ = sizes
-        mA = matrix(a, m, split if p.split_k else k, strides[0], p.a_major == "k")
-        mB = matrix(b, n, k, strides[2], p.b_major == "k")
+        m, n, k, split = args.m, args.n, args.k, args.split
+        mA = matrix(args.a, m, split if p.a_in_two else k, args.a_stride, p.a_major == "k")
+        mB = matrix(args.b, n, k, args.b_stride, p.b_major == "k")
         la, lb = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
         sA_layout = sm90.make_smem_layout_a(la, self.tile, self.dtype, c.num_stages)
         sB_layout = sm90.make_smem_layout_b(lb, self.tile, self.dtype, c.num_stages)
@@ -99,32 +92,24 @@ class GemmSm90:
             mma.set(warpgroup.Field.ACCUMULATE, accumulate)
             tiled_mmas.append(mma)
         a_atoms = [self.load_atom(mA, sA_layout, (c.tile_m, TILE_K), c.cluster_n)]
-        if const_expr(p.split_k):
-            mA2 = matrix(second, m, k - split, strides[1], p.a_major == "k")
+        if const_expr(p.a_in_two):
+            mA2 = matrix(args.second, m, k - split, args.second_stride, p.a_major == "k")
             a_atoms.append(self.load_atom(mA2, sA_layout, (c.tile_m, TILE_K), c.cluster_n))
         b_atom = self.load_atom(mB, sB_layout, (c.tile_n, TILE_K), c.cluster_m)
         d_atoms = []
-        if const_expr(self.epilogue.stages_output):
-            d_atoms.append(self.epilogue.store_atom(matrix(d, m, split if p.split_n else n, strides[3], True)))
-            if const_expr(p.split_n):
-                d_atoms.append(self.epilogue.store_atom(matrix(second, m, n - split, strides[1], True)))
+        if const_expr(self.epilogue.stores_by_tma):
+            mD = matrix(args.d, m, split if p.d_in_two else n, args.d_stride, True)
+            d_atoms.append(self.epilogue.store_atom(mD))
+            if const_expr(p.d_in_two):
+                mD2 = matrix(args.second, m, n - split, args.second_stride, True)
+                d_atoms.append(self.epilogue.store_atom(mD2))
         tiles = cute.ceil_div(m, c.tile_m * c.cluster_m) * cute.ceil_div(n, c.tile_n * c.cluster_n)
-        clusters = max_clusters if p.split_k_tail else cutlass.min(tiles, max_clusters)
-        self.kernel(
-            a_atoms,
-            b_atom,
-            d_atoms,
-            d,
-            epilogue_args,
-            tail_args,
-            ticket,
-            num_live,
-            sizes,
-            strides[3],
-            tiled_mmas,
-            sA_layout,
-            sB_layout,
-        ).launch(
+        clusters = args.max_clusters if p.split_k_tail else cutlass.min(tiles, args.max_clusters)
+        # the atoms hold the operands
+        args = args._replace(
+            a=None, second=None, b=None, a_stride=None, second_stride=None, b_stride=None, max_clusters=None
+        )
+        self.kernel(a_atoms, b_atom, d_atoms, args, tiled_mmas, sA_layout, sB_layout).launch(
             grid=[c.cluster_m, c.cluster_n, clusters],
             block=[c.threads, 1, 1],
             cluster=[c.cluster_m, c.cluster_n, 1],
@@ -159,20 +144,13 @@ class GemmSm90:
         a_atoms: list,
         b_atom: tuple,
         d_atoms: list,
-        d: Optional[cute.Pointer],
-        epilogue_args: Optional[tuple],
-        tail_args: Optional[tuple],
-        ticket: Optional[cute.Pointer],
-        num_live: cute.Pointer,
-        sizes: tuple,
-        ldd: Int64,
+        args: GemmArgs,  # without the operands
         tiled_mmas: list,  # one overwrites the accumulator, one adds to it
         sA_layout: cute.ComposedLayout,
         sB_layout: cute.ComposedLayout,
     ):
         p, c = self.problem, self.config
         tile_m, tile_n, tile_k = self.tile
-        m, n, k, split, start = sizes
         tid, _, _ = cute.arch.thread_idx()
         cta_m, cta_n, cluster = cute.arch.block_idx()
         _, _, num_clusters = cute.arch.grid_dim()
@@ -185,14 +163,12 @@ class GemmSm90:
         sB = smem.allocate_tensor(self.dtype, sB_layout.outer, byte_alignment=1024, swizzle=sB_layout.inner)
         staging = self.epilogue.allocate(smem)
         sTicket = self.tail.allocate(smem) if const_expr(p.split_k_tail) else None
-        cta_layout = cute.make_layout((1, c.cluster_m, c.cluster_n, 1))
-        stage_bytes = (tile_m + tile_n) * tile_k * self.dtype.width // 8
         readers = 1 if c.pingpong else c.num_wgs  # warp groups that read a stage
         arrivals = (c.cluster_m + c.cluster_n - 1) * 4 * readers  # one per warp and CTA that shares a multicast
         loaded = pipeline.PipelineTmaAsync.create(
             num_stages=c.num_stages,
-            tx_count=stage_bytes,
-            cta_layout_vmnk=cta_layout,
+            tx_count=(tile_m + tile_n) * tile_k * self.dtype.width // 8,
+            cta_layout_vmnk=self.cta_layout(),
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals),
             defer_sync=True,
@@ -201,7 +177,9 @@ class GemmSm90:
 
         after_previous()
         # problem size: live rows, tiles, steps along k
-        live = cutlass.max(cutlass.min(load_at(num_live, 0) - start, m if const_expr(p.live == "m") else k), 0)
+        m, n, k = args.m, args.n, args.k
+        live = load_at(args.num_live, 0) - args.start
+        live = cutlass.max(cutlass.min(live, m if const_expr(p.live == "m") else k), 0)
         live = cute.arch.make_warp_uniform(live)
         tiles_m = cute.ceil_div(live if const_expr(p.live == "m") else m, tile_m * c.cluster_m)
         tiles_n = cute.ceil_div(n, tile_n * c.cluster_n)
@@ -212,131 +190,147 @@ class GemmSm90:
         if const_expr(p.live == "k"):
             if live == 0:
                 out_of_bounds = cute.ceil_div(k, tile_k)
-        total = tiles_m * tiles_n
-        if const_expr(p.redo):
-            total = self.epilogue.tiles_to_redo(epilogue_args, total)
+        total = self.epilogue.num_tiles(args.epilogue, tiles_m * tiles_n)
         # this cluster's items: tiles, the last of which may be splits of tiles
         first, last, step = cluster, total, num_clusters
         plan, whole = None, total
         if const_expr(p.split_k_tail):
-            plan = self.tail.plan(tail_args, total, k_tiles, cluster, num_clusters)
+            plan = self.tail.plan(args.tail, total, k_tiles, cluster, num_clusters)
             first, last, step = Int32(0), plan.items, Int32(1)
             if plan.splits > 1:
                 whole = total - plan.tail
+        items = Items(cta_m, cta_n, first, last, step, plan, tiles_m, tiles_n, k_tiles, cluster, num_clusters)
         synced = tiles_to_sync(whole, k_tiles, num_clusters)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
 
         if wg == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-                _, rank_m, rank_n, _ = cta_layout.get_flat_coord(rank)
-                at = (0, rank_m, rank_n, 0)
-                mask_a = cpasync.create_tma_multicast_mask(cta_layout, at, 2) if const_expr(c.cluster_n > 1) else None
-                mask_b = cpasync.create_tma_multicast_mask(cta_layout, at, 1) if const_expr(c.cluster_m > 1) else None
-                parts = [self.partition(atom, sA, (tile_m, tile_k), rank_n, c.cluster_n) for atom in a_atoms]
-                tBsB, tBgB = self.partition(b_atom, sB, (tile_n, tile_k), rank_m, c.cluster_m)
-                k_split = split // tile_k
-                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
-                spins = spin_limit(synced, k_tiles, num_clusters)
-                for j in cutlass.range(first, last, step, unroll=1):
-                    t, k_begin, k_end = self.item(j, plan, k_tiles, cluster, num_clusters)
-                    tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
-                    row, col = tm * c.cluster_m + cta_m, tn * c.cluster_n + cta_n
-                    if const_expr(not p.redo):
-                        if rank == 0 and t < synced:
-                            spins = wave_sync(ticket, t, synced, num_clusters, spins)
-                    if self.is_selected(epilogue_args, tm, m):
-                        for kt in cutlass.range(k_begin, k_end, unroll=1):
-                            loaded.producer_acquire(state)
-                            bar = loaded.producer_get_barrier(state)
-                            if const_expr(not p.split_k):
-                                self.load(a_atoms[0], parts[0], row, kt + out_of_bounds, state.index, bar, mask_a)
-                            elif kt < k_split:
-                                self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a)
-                            else:
-                                self.load(a_atoms[1], parts[1], row, kt - k_split, state.index, bar, mask_a)
-                            self.load(b_atom, (tBsB, tBgB), col, kt + out_of_bounds, state.index, bar, mask_b)
-                            state.advance()
-                loaded.producer_tail(state)
+                self.produce(a_atoms, b_atom, sA, sB, loaded, args, items, synced, out_of_bounds)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
-            thread = tid % 128
-            overwrite, add = tiled_mmas
-            mma = add.get_slice(0 if c.pingpong else cute.make_layout(c.num_wgs, stride=128)(wg - 1))
-            rA = add.make_fragment_A(mma.partition_A(sA))
-            rB = add.make_fragment_B(mma.partition_B(sB))
-            acc = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, tile_n)), Float32)
-            block = cute.make_layout(mma.partition_shape_C((tile_m // c.row_blocks, tile_n)))
-            blocks = [cute.make_tensor(acc.iterator + b * cute.size(block), block) for b in range(c.row_blocks)]
-            kept = [self.epilogue.begin() for _ in blocks]
-            out = d_atoms, split, staging
-            read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-            released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-            own, own_step, row_in_tile = first, step, (wg - 1) * 64
-            if const_expr(c.pingpong):
-                own, own_step, row_in_tile = first + (wg - 1) * step, 2 * step, Int32(0)
-                if wg == 2:
-                    read.advance(k_tiles)
-                    released.advance(k_tiles)
-            for j in cutlass.range(own, last, own_step, unroll=1):
-                t, k_begin, k_end = self.item(j, plan, k_tiles, cluster, num_clusters)
-                tm, tn = self.cluster_tile(t, tiles_m, tiles_n)
-                if self.is_selected(epilogue_args, tm, m):
-                    row0 = (tm * c.cluster_m + cta_m) * tile_m + row_in_tile
-                    col0 = (tn * c.cluster_n + cta_n) * tile_n
-                    for b in cutlass.range_constexpr(c.row_blocks):
-                        self.epilogue.prepare(kept[b], epilogue_args, row0 + 64 * b, col0, m, live, start, thread)
-                    if const_expr(c.pingpong):
-                        if j > first:
-                            cute.arch.barrier(barrier_id=self.order_barrier(wg), number_of_threads=256)
-                    loaded.consumer_wait(read)
-                    self.multiply(overwrite, add, acc, rA, rB, read.index)
-                    read.advance()
-                    for kt in cutlass.range(k_begin + 1, k_end, unroll=1):
-                        loaded.consumer_wait(read)
-                        self.multiply(add, add, acc, rA, rB, read.index)
-                        read.advance()
-                        warpgroup.wait_group(1)  # the stage before this one has been read
-                        loaded.consumer_release(released)
-                        released.advance()
-                    if const_expr(c.pingpong):
-                        if j + step < last:  # the other warp group's products queue behind these
-                            cute.arch.barrier_arrive(barrier_id=self.order_barrier(3 - wg), number_of_threads=256)
-                    warpgroup.wait_group(0)
-                    loaded.consumer_release(released)
-                    released.advance()
-                    if const_expr(c.pingpong):  # skip the stages of the other warp group's tile
-                        read.advance(k_tiles)
-                        released.advance(k_tiles)
-                    complete = True
-                    if const_expr(p.split_k_tail):
-                        where = cluster, num_clusters, cta_n * c.cluster_m + cta_m, wg, thread
-                        complete = self.tail.is_complete(acc, tail_args, sTicket, j, plan, where)
-                    if complete:
-                        for b in cutlass.range_constexpr(c.row_blocks):
-                            row = row0 + 64 * b
-                            self.epilogue(blocks[b], kept[b], epilogue_args, out, d, row, col0, m, n, ldd, wg, thread)
-            self.epilogue.finish(thread)
+            out = Output(d_atoms, args.split, staging, args.d, args.d_stride)
+            self.consume(tiled_mmas, sA, sB, loaded, args, items, out, sTicket, live, wg, tid % 128)
 
     @cute.jit
-    def item(self, j: Int32, plan: Optional[Plan], k_tiles: Int32, cluster: Int32, num_clusters: Int32):
+    def produce(
+        self, a_atoms, b_atom, sA, sB, loaded, args: GemmArgs, items: Items, synced: Int32, out_of_bounds: Int32
+    ):
+        """The producer warp: loads the stages of every item."""
+        p, c = self.problem, self.config
+        tile_m, tile_n, tile_k = self.tile
+        cta_layout = self.cta_layout()
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        _, rank_m, rank_n, _ = cta_layout.get_flat_coord(rank)
+        at = (0, rank_m, rank_n, 0)
+        mask_a = cpasync.create_tma_multicast_mask(cta_layout, at, 2) if const_expr(c.cluster_n > 1) else None
+        mask_b = cpasync.create_tma_multicast_mask(cta_layout, at, 1) if const_expr(c.cluster_m > 1) else None
+        parts = [self.partition(atom, sA, (tile_m, tile_k), rank_n, c.cluster_n) for atom in a_atoms]
+        b_part = self.partition(b_atom, sB, (tile_n, tile_k), rank_m, c.cluster_m)
+        k_split = args.split // tile_k
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+        spins = spin_limit(synced, items.k_tiles, items.num_clusters)
+        for j in cutlass.range(items.first, items.last, items.step, unroll=1):
+            t, k_begin, k_end = self.item(j, items)
+            tm, tn = self.cluster_tile(t, items.tiles_m, items.tiles_n)
+            row, col = tm * c.cluster_m + items.cta_m, tn * c.cluster_n + items.cta_n
+            if const_expr(args.ticket is not None):
+                if rank == 0 and t < synced:
+                    spins = wave_sync(args.ticket, t, synced, items.num_clusters, spins)
+            if self.epilogue.is_selected(args.epilogue, tm, args.m):
+                for kt in cutlass.range(k_begin, k_end, unroll=1):
+                    loaded.producer_acquire(state)
+                    bar = loaded.producer_get_barrier(state)
+                    if const_expr(not p.a_in_two):
+                        self.load(a_atoms[0], parts[0], row, kt + out_of_bounds, state.index, bar, mask_a)
+                    elif kt < k_split:
+                        self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a)
+                    else:
+                        self.load(a_atoms[1], parts[1], row, kt - k_split, state.index, bar, mask_a)
+                    self.load(b_atom, b_part, col, kt + out_of_bounds, state.index, bar, mask_b)
+                    state.advance()
+        loaded.producer_tail(state)
+
+    @cute.jit
+    def consume(
+        self, tiled_mmas, sA, sB, loaded, args: GemmArgs, items: Items, out: Output, sTicket, live: Int32, wg: Int32,
+        thread: Int32
+    ):  # fmt: skip
+        """A consumer warp group: multiplies the stages of its items, and passes the sums to the epilogue."""
+        p, c = self.problem, self.config
+        tile_m, tile_n, _ = self.tile
+        first, last, step, k_tiles = items.first, items.last, items.step, items.k_tiles
+        overwrite, add = tiled_mmas
+        mma = add.get_slice(0 if c.pingpong else cute.make_layout(c.num_wgs, stride=128)(wg - 1))
+        rA = add.make_fragment_A(mma.partition_A(sA))
+        rB = add.make_fragment_B(mma.partition_B(sB))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, tile_n)), Float32)
+        layout = cute.make_layout(mma.partition_shape_C((tile_m // c.row_blocks, tile_n)))
+        accs = [cute.make_tensor(acc.iterator + b * cute.size(layout), layout) for b in range(c.row_blocks)]
+        kept = [self.epilogue.begin() for _ in accs]
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        own, own_step, row_in_tile = first, step, (wg - 1) * 64
+        if const_expr(c.pingpong):
+            own, own_step, row_in_tile = first + (wg - 1) * step, 2 * step, Int32(0)
+            if wg == 2:
+                read.advance(k_tiles)
+                released.advance(k_tiles)
+        for j in cutlass.range(own, last, own_step, unroll=1):
+            t, k_begin, k_end = self.item(j, items)
+            tm, tn = self.cluster_tile(t, items.tiles_m, items.tiles_n)
+            if self.epilogue.is_selected(args.epilogue, tm, args.m):
+                row0 = (tm * c.cluster_m + items.cta_m) * tile_m + row_in_tile
+                col0 = (tn * c.cluster_n + items.cta_n) * tile_n
+                block = Block(row0, col0, args.m, args.n, live, args.start, wg, thread)
+                for b in cutlass.range_constexpr(c.row_blocks):
+                    self.epilogue.prepare(kept[b], args.epilogue, block_below(block, b))
+                if const_expr(c.pingpong):
+                    if j > first:
+                        cute.arch.barrier(barrier_id=self.order_barrier(wg), number_of_threads=256)
+                loaded.consumer_wait(read)
+                self.multiply(overwrite, add, acc, rA, rB, read.index)
+                read.advance()
+                for kt in cutlass.range(k_begin + 1, k_end, unroll=1):
+                    loaded.consumer_wait(read)
+                    self.multiply(add, add, acc, rA, rB, read.index)
+                    read.advance()
+                    warpgroup.wait_group(1)  # the stage before this one has been read
+                    loaded.consumer_release(released)
+                    released.advance()
+                if const_expr(c.pingpong):
+                    if j + step < last:  # the other warp group's products queue behind these
+                        cute.arch.barrier_arrive(barrier_id=self.order_barrier(3 - wg), number_of_threads=256)
+                warpgroup.wait_group(0)
+                loaded.consumer_release(released)
+                released.advance()
+                if const_expr(c.pingpong):  # skip the stages of the other warp group's tile
+                    read.advance(k_tiles)
+                    released.advance(k_tiles)
+                complete = True
+                if const_expr(p.split_k_tail):
+                    cta = items.cta_n * c.cluster_m + items.cta_m
+                    complete = self.tail.is_complete(
+                        acc, args.tail, sTicket, j, items.plan, items.cluster, items.num_clusters, cta, wg, thread
+                    )
+                if complete:
+                    for b in cutlass.range_constexpr(c.row_blocks):
+                        self.epilogue(accs[b], kept[b], args.epilogue, out, block_below(block, b))
+        self.epilogue.finish(thread)
+
+    def cta_layout(self):
+        return cute.make_layout((1, self.config.cluster_m, self.config.cluster_n, 1))
+
+    @cute.jit
+    def item(self, j: Int32, items: Items):
         """(tile, first step along k, end of its steps) of item j."""
         if const_expr(self.problem.split_k_tail):
-            return self.tail.item(j, plan, k_tiles, cluster, num_clusters)
-        return j, Int32(0), k_tiles
+            return self.tail.item(j, items.plan, items.k_tiles, items.cluster, items.num_clusters)
+        return j, Int32(0), items.k_tiles
 
     def order_barrier(self, wg):
         """Named barrier at which a ping-pong warp group waits until the other one has issued its products."""
         return wg + 3 * self.config.num_wgs
-
-    @cute.jit
-    def is_selected(self, epilogue_args, tm, m):
-        """Whether to compute this tile: all but in a `redo` problem, which has flags."""
-        selected = True
-        if const_expr(self.problem.redo):
-            selected = self.epilogue.is_flagged(epilogue_args, tm, m)
-        return selected
 
     def multiply(self, first, others, acc, rA, rB, stage):
         """Issues acc (+)= A @ B of one stage, asynchronously; `first`, the MMA of its first step, may overwrite acc."""

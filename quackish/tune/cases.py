@@ -90,22 +90,22 @@ class _Gemms(LceKernels):
 
 
 def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Callable[[], Run]:
-    """Rows are all live. What is added to starts as zeros, and grows."""
+    """All rows are live. Outputs start as zeros, and accumulate from run to run."""
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
     if p.epilogue in ("softmax", "dlogits"):
         launch, outputs = (_logits if p.epilogue == "softmax" else _dlogits)(p, m, n, k, device)
     elif p.live == "k":
         e, xs = _exponentials(device, p.dtype, k, m), _normal(device, p.dtype, k, n)
         out, num_live = torch.zeros(m, n, dtype=_dtype(p.out_dtype), device=device), _count(device, k)
-        outputs, tickets, places, rest = (out,), _tickets(device, p), None, None
+        outputs, tickets, slots, residual = (out,), _tickets(device, p), None, None
         factor = torch.full((1,), 0.5, device=device) if p.scaled else None
-        if p.rest:  # of every 16th row
-            places = torch.arange(m, dtype=torch.int32, device=device)
-            places = torch.where(places % 16 == 0, places // 16, NO_SLOT)
-            rest = torch.zeros(-(-m // 16), n, dtype=torch.int16, device=device)
+        if p.rounding_residual:  # of every 16th row
+            slots = torch.arange(m, dtype=torch.int32, device=device)
+            slots = torch.where(slots % 16 == 0, slots // 16, NO_SLOT)
+            residual = torch.zeros(-(-m // 16), n, dtype=torch.int16, device=device)
 
         def launch(gemms):
-            gemms.dw(e, xs, num_live, 0, out, p.accumulate, tickets, places, rest, factor)
+            gemms.dw(e, xs, num_live, 0, out, p.accumulate, tickets, slots, residual, factor)
     else:
         launch, outputs = _dx(p, m, n, k, device)
 
@@ -125,13 +125,13 @@ def _logits(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
     x, w, bias, weight, softcap = _classifier(p, m, n, k, device)
     slot_target = torch.randint(n, (m,), dtype=torch.int32, device=device)
     row_shift = torch.zeros(m, device=device)
-    split = max(n // 512 * 256, 256) if p.split_n else n
+    split = max(n // 512 * 256, 256) if p.d_in_two else n
     e = None if p.out_dtype is None else _padded(device, p.out_dtype, m, split)
-    e2 = _padded(device, p.out_dtype, m, n - split) if p.split_n else None
+    e2 = _padded(device, p.out_dtype, m, n - split) if p.d_in_two else None
     tiles = -(-n // SOFTMAX_TILE_N)
     part_sum, target_logit = torch.empty(m, tiles, device=device), torch.empty(m, device=device)
     part_wsum = torch.empty(m, tiles, device=device) if p.smoothing else None
-    row_max_bits = torch.zeros(m, dtype=torch.int32, device=device)  # row_shift, as integers are ordered
+    row_max_bits = torch.zeros(m, dtype=torch.int32, device=device)  # row_shift, encoded
     flags = torch.zeros(1 + -(-m // ROW_TILE), dtype=torch.int32, device=device)
     num_live = _count(device, m)
 
@@ -166,16 +166,16 @@ def _classifier(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
 
 
 def _dx(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
-    split = max(k // 512 * 256, 256) if p.split_k else k
+    split = max(k // 512 * 256, 256) if p.a_in_two else k
     e = _exponentials(device, p.dtype, m, split)
-    e2 = _exponentials(device, p.dtype, m, k - split) if p.split_k else None
+    e2 = _exponentials(device, p.dtype, m, k - split) if p.a_in_two else None
     w, out = _normal(device, p.dtype, k, n), torch.zeros(m, n, dtype=_dtype(p.out_dtype), device=device)
     scale = torch.rand(m, device=device) / k if p.epilogue == "rows" else None
     order = torch.randperm(m, device=device).int() if p.epilogue == "rows" else None
     tickets, num_live = _tickets(device, p), _count(device, m)
 
     def launch(gemms):
-        gemms.dx(e, e2, split if p.split_k else 0, w, scale, order, num_live, 0, out, p.accumulate, tickets)
+        gemms.dx(e, e2, split if p.a_in_two else 0, w, scale, order, num_live, 0, out, p.accumulate, tickets)
 
     return launch, (out,)
 
@@ -185,7 +185,7 @@ def _exponentials(device: torch.device, dtype: str, rows: int, columns: int) -> 
 
 
 def _padded(device: torch.device, dtype: str, rows: int, columns: int) -> Tensor:
-    """Rows start on 128 bytes, as those of E do."""
+    """Rows start on 128 bytes, as those of exp_logits do."""
     return torch.zeros(rows, -(-columns // 64) * 64, dtype=_dtype(dtype), device=device)[:, :columns]
 
 

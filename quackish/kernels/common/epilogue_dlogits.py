@@ -1,13 +1,14 @@
-"""The epilogue of the logits GEMM that backward repeats: the gradients of the logits."""
+"""The epilogue of the logits GEMM in a backward pass that recomputes the logits: their gradient."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from quackish.configs.lce_args import DlogitsArgs
 from quackish.kernels.common.lce import LOG2_E
 from quackish.kernels.common.logits import Logits, shared_column
-from quackish.kernels.common.rows import fake_pointer, vector_at
-from quackish.kernels.common.tile_store import column_of, row_of, thread_rows
+from quackish.kernels.common.rows import vector_at
+from quackish.kernels.common.tile_store import Block, Output, column_of, row_of, thread_rows
 
 
 class Dlogits(Logits):
@@ -18,36 +19,27 @@ class Dlogits(Logits):
     coefs (rows, 4) holds row_shift, coef_softmax / sum, coef_target and coef_smooth of each row.
     """
 
-    def fake_args(self):
-        p = self.problem
-        weights = fake_pointer("float32" if p.weighted else None, aligned=False)
-        return (
-            fake_pointer(p.bias_dtype, False), weights, fake_pointer("float32"), fake_pointer("int32", aligned=False),
-            Float32(1), Int32(0),
-        )  # fmt: skip
-
     @cute.jit
-    def prepare(self, kept, args, row0: Int32, col0: Int32, m, live, start, thread: Int32):
-        _, _, coefs, slot_target, _, v0 = args
+    def prepare(self, kept, args: DlogitsArgs, block: Block):
         rC, target = kept
         for r in cutlass.range_constexpr(2):
-            i = row0 + thread_rows(thread) + 8 * r
+            i = block.row0 + thread_rows(block.thread) + 8 * r
             rC[None, r].fill(0.0)
             target[r] = Int32(-1)
-            if i < m:
-                rC[None, r].store(vector_at(coefs, Int64(i) * 4, 4).load())
-                target[r] = (slot_target + i).load() - v0 - col0
+            if i < block.m:
+                rC[None, r].store(vector_at(args.coefs, Int64(i) * 4, 4).load())
+                target[r] = (args.slot_target + i).load() - args.v0 - block.col0
 
     @cute.jit
-    def __call__(self, acc, kept, args, out, d, row0: Int32, col0: Int32, m, n, ldd, wg: Int32, thread: Int32):
-        bias, weights, _, _, softcap, v0 = args
+    def __call__(self, acc, kept, args: DlogitsArgs, out: Output, block: Block):
+        col0, n, thread = block.col0, block.n, block.thread
         rC, target = kept
         for j in cutlass.range_constexpr(self.num_pieces):
-            self.logits(acc, j, self.columns(bias, j, col0, n, thread), softcap, col0, n, thread)
-            its_weights = self.columns(weights, j, v0 + col0, v0 + n, thread)
+            self.logits(acc, j, self.columns(args.bias, j, col0, n, thread), args.softcap, block)
+            weights = self.columns(args.class_weight, j, args.v0 + col0, args.v0 + n, thread)
             for v in self.values(j):
-                self.value(acc, v, rC, target, its_weights, 1.0 / softcap, thread)
-            self.output(acc, j, out, row0, col0, wg, thread)
+                self.value(acc, v, rC, target, weights, 1.0 / args.softcap, thread)
+            self.output(acc, j, out, block)
 
     @cute.jit
     def value(self, acc, v: cutlass.Constexpr[int], rC, target, weights, inverse: Float32, thread: Int32):

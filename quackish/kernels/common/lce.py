@@ -1,4 +1,4 @@
-"""Shared by linear cross entropy's row kernels: fake arguments, access by pointer, and floats as ordered integers."""
+"""Shared by linear cross entropy's kernels: fake arguments, access by pointer, and floats as ordered integers."""
 
 import cutlass
 import cutlass.cute as cute
@@ -16,12 +16,14 @@ HUGE = 2e38
 
 
 def fake_args(problem):
-    """(arguments, stream) to compile a row kernel for: `problem.args` with a pointer or a number for each spec."""
+    """(arguments, stream) to compile a kernel for: `problem.args` with a pointer or a number for each spec."""
 
-    def fake(spec: Ptr | str | None):
+    def fake(spec: tuple | Ptr | str | None):
+        if isinstance(spec, tuple):  # a NamedTuple
+            return spec._make(map(fake, spec))
         return fake_pointer(spec.dtype, spec.aligned) if isinstance(spec, Ptr) else spec and DTYPES[spec](1)
 
-    return problem.args._make(map(fake, problem.args)), cute.runtime.make_fake_stream()
+    return fake(problem.args), cute.runtime.make_fake_stream()
 
 
 @cute.jit

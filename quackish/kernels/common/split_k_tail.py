@@ -2,12 +2,11 @@
 
 All tail tiles are divided into the same number of splits along k. Either there is a cluster for each split, or there
 are a few more splits in several rounds (50 tail tiles on 66 clusters leave 16 idle; 5 splits each take 4 rounds of a
-fifth of a tile). Each warp group writes its split's sums to scratch. The last one to arrive at a tile adds them up in
-the order of k, so nobody waits, and the bits depend only on the sizes and on how many rows are live.
+fifth of a tile). Each warp group writes its split's sums to scratch. The last one to arrive at a tile adds them in the
+order of k. So no warp group waits for another, and the bits depend only on the sizes and the number of live rows.
 
-All tiles are split at the same positions and the first splits come first, so clusters find one another's loads in the
-L2. Stream-K, where every split starts at another k, was slower: dX at 4096 x 2048 x 32000 took 780 us, 655 unsplit
-(H200).
+All tiles are split at the same positions and the first splits come first, so clusters hit in the L2 what others loaded.
+Stream-K, where every split starts at another k, was slower: dX at 4096 x 2048 x 32000 took 780 us, 655 unsplit (H200).
 """
 
 from typing import NamedTuple
@@ -18,7 +17,8 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.experimental import primitives as prims
 
 from quackish.configs.gemm import MAX_SPLITS, MIN_GAIN, MIN_STEPS, steps_of_splits
-from quackish.kernels.common.rows import fake_pointer, vector_at
+from quackish.configs.lce_args import TailArgs
+from quackish.kernels.common.rows import vector_at
 
 
 class Plan(NamedTuple):
@@ -31,20 +31,15 @@ class Plan(NamedTuple):
 
 
 class SplitKTail:
-    """`args`: partial sums, tickets that are 0, and how many splits of tiles there is scratch for."""
-
     def __init__(self, config):
         self.num_wgs, self.ctas = config.num_wgs, config.cluster_m * config.cluster_n
         self.values = config.tile_n // 2  # per thread: 64 rows of a tile in a warp group's registers
-
-    def fake_args(self):
-        return fake_pointer("float32"), fake_pointer("int32", aligned=False), Int32(1)
 
     def allocate(self, smem):
         return smem.allocate_tensor(Int32, cute.make_layout(self.num_wgs), byte_alignment=16)
 
     @cute.jit
-    def plan(self, args: tuple, total: Int32, k_tiles: Int32, cluster: Int32, clusters: Int32) -> Plan:
+    def plan(self, args: TailArgs, total: Int32, k_tiles: Int32, cluster: Int32, clusters: Int32) -> Plan:
         waves, tail = total // clusters, total % clusters
         splits, steps = Int32(1), k_tiles
         if tail > 0:
@@ -53,7 +48,7 @@ class SplitKTail:
             if k_tiles >= MIN_STEPS * n and steps_of_splits(n, tail, k_tiles, clusters) < steps:
                 splits, steps = n, steps_of_splits(n, tail, k_tiles, clusters)
             for n in cutlass.range_constexpr(2, MAX_SPLITS + 1):
-                if n * tail <= args[2] and steps_of_splits(n, tail, k_tiles, clusters) + MIN_GAIN <= steps:
+                if n * tail <= args.max_splits and steps_of_splits(n, tail, k_tiles, clusters) + MIN_GAIN <= steps:
                     splits, steps = Int32(n), steps_of_splits(n, tail, k_tiles, clusters)
         items = waves + (tail * splits - cluster + clusters - 1) // clusters
         return Plan(items, waves if splits > 1 else items, tail, splits)
@@ -75,26 +70,28 @@ class SplitKTail:
         return split * (k_tiles // splits) + split * (k_tiles % splits) // splits
 
     @cute.jit
-    def is_complete(self, acc, args: tuple, sTicket: cute.Tensor, j: Int32, plan: Plan, where: tuple) -> Boolean:
-        """Whether acc holds the sums of a whole tile. The last split to arrive at a tile adds up all of them."""
-        cluster, clusters, cta, wg, thread = where
-        partials, tickets, _ = args
+    def is_complete(
+        self, acc, args: TailArgs, sTicket: cute.Tensor, j: Int32, plan: Plan, cluster: Int32, clusters: Int32,
+        cta: Int32, wg: Int32, thread: Int32
+    ) -> Boolean:  # fmt: skip
+        """Whether acc holds the sums of a whole tile. The last split to arrive at a tile adds the sums of all."""
         complete = Boolean(True)
         if j >= plan.first_split:
             q = (j - plan.first_split) * clusters + cluster
-            self.store_partial(acc, partials, q, cta, wg, thread)
+            self.store_partial(acc, args.partials, q, cta, wg, thread)
             cute.arch.fence_acq_rel_gpu()
             self.barrier(wg)
             tile = q % plan.tail
             if thread == 0:
-                sTicket[wg - 1] = self.arrive(tickets + ((tile * self.ctas + cta) * self.num_wgs + wg - 1), plan.splits)
+                ticket = args.tickets + ((tile * self.ctas + cta) * self.num_wgs + wg - 1)
+                sTicket[wg - 1] = self.arrive(ticket, plan.splits)
             self.barrier(wg)
             complete = sTicket[wg - 1] == plan.splits - 1
             if complete:
                 cute.arch.fence_acq_rel_gpu()
                 acc.fill(0.0)
                 for split in cutlass.range(plan.splits, unroll=1):
-                    self.add_partial(acc, partials, tile + split * plan.tail, cta, wg, thread)
+                    self.add_partial(acc, args.partials, tile + split * plan.tail, cta, wg, thread)
         return complete
 
     @cute.jit

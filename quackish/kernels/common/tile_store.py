@@ -4,6 +4,8 @@ The WGMMA accumulator layout: a thread has values in two rows, 8 apart, of its w
 i = 2 * pair + c is in row pair % 2, and in column 8 * (i // 4) + c counted from the thread's first column.
 """
 
+from typing import NamedTuple, Optional
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -29,6 +31,34 @@ def column_of(i: cutlass.Constexpr[int], thread: Int32) -> Int32:
 def row_of(i: int) -> int:
     """Which of a thread's two rows value i is in."""
     return i // 2 % 2
+
+
+class Block(NamedTuple):
+    """64 rows of a tile, of which one consumer warp group has the accumulator, and a thread of that warp group."""
+
+    row0: Int32  # of D
+    col0: Int32
+    m: Int32  # of D, as n
+    n: Int32
+    live: Int32  # rows along m or k
+    start: Int32
+    wg: Int32  # from 1
+    thread: Int32  # of the warp group
+
+
+def block_below(block: Block, b: int) -> Block:
+    """The b-th block below this one, in the same tile."""
+    return block._replace(row0=block.row0 + 64 * b)
+
+
+class Output(NamedTuple):
+    """Where D goes."""
+
+    d_atoms: list  # with stores_by_tma: `store_atom` of D, or of its two buffers
+    split: Int32  # the first column in the second buffer
+    staging: Optional[cute.Tensor]  # the result of `allocate`
+    d: Optional[cute.Pointer]
+    ldd: Int64
 
 
 class Staging:
@@ -76,11 +106,7 @@ class Staging:
 
 
 class TileStore(Staging):
-    """Stores tiles by TMA, or adds them to the output.
-
-    `out` is (TMA atoms, split, staging): one `store_atom`, or two for an output in two buffers, whose columns from
-    `split` on are in the second; and the result of `allocate`.
-    """
+    """Stores tiles by TMA, or adds them to the output, which may be in two buffers."""
 
     def __init__(self, dtype: str, config, accumulate: bool = False):
         super().__init__(dtype, config)
@@ -95,14 +121,14 @@ class TileStore(Staging):
         return atom, coordinates
 
     @cute.jit
-    def __call__(self, acc, j: cutlass.Constexpr[int], out: tuple, row0: Int32, col0: Int32, wg: Int32, thread: Int32):
-        """Rounds piece j of the accumulator and stores it; the tile starts at (row0, col0).
+    def __call__(self, acc, j: cutlass.Constexpr[int], out: Output, block: Block):
+        """Rounds piece j of the accumulator and stores it.
 
         Call for all pieces in order, and compute a piece's values right before: that overlaps with the stores of the
         previous pieces.
         """
-        d_atoms, split, staging = out
-        r2s, values, places, shape = self.parts(acc, staging, thread)
+        row0, wg, thread = block.row0, block.wg, block.thread
+        r2s, values, destinations, shape = self.parts(acc, out.staging, thread)
         piece = self.rounded(values, shape, j)
         buffer = self.buffer(j, wg)
         is_free, is_full = wg, wg + self.num_wgs  # named barriers
@@ -112,17 +138,17 @@ class TileStore(Staging):
             cute.arch.barrier_arrive(barrier_id=is_free, number_of_threads=128)
         else:
             cute.arch.barrier(barrier_id=is_free, number_of_threads=128)
-        cute.copy(r2s, piece, places[None, None, None, buffer])
+        cute.copy(r2s, piece, destinations[None, None, None, buffer])
         cute.arch.fence_view_async_shared()
         if stores:
             cute.arch.barrier(barrier_id=is_full, number_of_threads=128)
-            at = col0 // self.piece_n + j
-            if const_expr(len(d_atoms) == 1):
-                self.copy_out(d_atoms[0], staging, buffer, row0, at)
-            elif at < split // self.piece_n:
-                self.copy_out(d_atoms[0], staging, buffer, row0, at)
+            at = block.col0 // self.piece_n + j
+            if const_expr(len(out.d_atoms) == 1):
+                self.copy_out(out.d_atoms[0], out.staging, buffer, row0, at)
+            elif at < out.split // self.piece_n:
+                self.copy_out(out.d_atoms[0], out.staging, buffer, row0, at)
             else:
-                self.copy_out(d_atoms[1], staging, buffer, row0, at - split // self.piece_n)
+                self.copy_out(out.d_atoms[1], out.staging, buffer, row0, at - out.split // self.piece_n)
             cute.arch.cp_async_bulk_commit_group()
         else:
             cute.arch.barrier_arrive(barrier_id=is_full, number_of_threads=128)
@@ -145,24 +171,23 @@ class RowStore(Staging):
     """Stores each row of a tile to a row of the output given by index; 16 bytes per thread, 128 bytes per row."""
 
     @cute.jit
-    def __call__(
-        self, acc, d: cute.Pointer, staging, rows, col0: Int32, n: Int32, ldd: Int64, wg: Int32, thread: Int32
-    ):
-        """`rows`: output rows of rows thread // 8 + 16 * k, k < 4, of the warp group's 64; negative: do not store."""
-        r2s, values, places, shape = self.parts(acc, staging, thread)
+    def __call__(self, acc, out: Output, rows, block: Block):
+        """`rows`: output rows of rows thread // 8 + 16 * k, k < 4, of the block's 64; negative: do not store."""
+        staging, wg, thread = out.staging, block.wg, block.thread
+        r2s, values, destinations, shape = self.parts(acc, staging, thread)
         vec = const_expr(128 // self.dtype.width)
         for j in cutlass.range_constexpr(self.num_pieces):
             buffer = self.buffer(j, wg)
             if const_expr(self.num_buffers == 1):
                 cute.arch.barrier(barrier_id=wg, number_of_threads=128)
-            cute.copy(r2s, self.rounded(values, shape, j), places[None, None, None, buffer])
+            cute.copy(r2s, self.rounded(values, shape, j), destinations[None, None, None, buffer])
             # With two buffers one barrier per piece is enough: past it, all threads have read the previous piece.
             cute.arch.barrier(barrier_id=wg, number_of_threads=128)
-            col = col0 + j * self.piece_n + thread % 8 * vec
+            col = block.col0 + j * self.piece_n + thread % 8 * vec
             for k in cutlass.range_constexpr(4):
-                if (rows[k] >= 0) & (col < n):
+                if (rows[k] >= 0) & (col < block.n):
                     source = cute.local_tile(staging[None, None, buffer], (1, vec), (thread // 8 + 16 * k, thread % 8))
-                    vector_at(d, Int64(rows[k]) * ldd + col, vec).store(source.load().reshape((vec,)))
+                    vector_at(out.d, Int64(rows[k]) * out.ldd + col, vec).store(source.load().reshape((vec,)))
 
     @cute.jit
     def finish(self, thread: Int32):

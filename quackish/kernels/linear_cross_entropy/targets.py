@@ -5,8 +5,8 @@ the rows of each class that begins there, ascending, if they are fewer than MANY
 divided among all warps of the CTA, every num_warps-th row to one, and the warps' sums are added in order.
 
 The sum is in fp32, and dw is read and rounded once. A bf16 dw was rounded before; rounding_residual[s] has the bits
-that this dropped (`StoreAndRest`). Without them, the sum of two large terms that nearly cancel would keep the error of
-one: 6 times torch's error, for a model whose outputs are its targets' averages.
+that this dropped (`StoreWithResidual`). Without them, the sum of two large terms that nearly cancel would keep the
+error of one: 6 times torch's error, for a model whose outputs are its targets' averages.
 """
 
 import cutlass
