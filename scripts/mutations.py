@@ -185,8 +185,8 @@ MUTATIONS = (
     Mutation(
         "gradients_of_two_dtypes_scaled_as_one",
         f"{OPS}/linear_cross_entropy/schedules.py",
-        "if there and there[0].dtype == grad.dtype else None",
-        "if there else None",
+        "pair = tensors and tensors[0].dtype == first.dtype",
+        "pair = tensors",
         "tests/test_lce_schedules.py",
         "only_the_gradients_asked_for and mean and chunked and bias",
     ),

@@ -42,6 +42,7 @@ from quackish.configs.rules import NAMES, RULES
 from quackish.gpu import B200, H100, H200
 from quackish.launch import compile
 from quackish.ops import rms_norm_plans
+from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.testing.errors import error, same_bits
@@ -456,7 +457,26 @@ def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
     with config(lce_dw=dict(group=3), lce_scatter=dict(threads=96), lce_scale=dict(threads=64)):
         assert both() == [3, 96, 64]
     assert both() == usual
-    assert len(k._kernels) == 3  # blocks in every step must not fill the memory
+    assert len(k._kernels[1]) == 3  # blocks in every step must not fill the memory
+
+
+def test_a_kernel_chosen_before_the_choices_change_serves_no_later_call():
+    launched, block = [], config(lce_scale=dict(threads=64))
+
+    def kernel_for(name, problem, gpu):
+        made = choose.choose(name, problem, gpu).config
+        if not launched:  # now another thread changes the choices, and launches
+            launched.append(None)
+            block.__enter__()
+            k.scale(torch.ones(8), torch.ones(1))
+        return Kernel(lambda *args: launched.append(made.threads), made)
+
+    k = LceKernels(torch.device("cpu"), H200, kernel_for)
+    for _ in range(2):
+        k.scale(torch.ones(8), torch.ones(1))
+    block.__exit__(None, None, None)
+    k.scale(torch.ones(8), torch.ones(1))
+    assert launched[1:] == [64, 256, 64, 256]
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ def test_layouts_of_the_headline_shape():
     assert of("recompute", chunk=4096) == (4096, 0, 0, (), 1024)
     assert of("recompute", chunk=8192).dw_block == of("recompute", chunk=4096, own_dw=False).dw_block == 0
     assert of("recompute", dw=None).chunk_rows == 1024  # 256 MiB of exp_logits
+    assert of("recompute", dx=False, dw=None).chunk_rows == 4096  # none are stored
 
 
 def test_nothing_alive_is_overwritten_in_shared_storage():

@@ -6,6 +6,8 @@ has written holds NaN.
 
 import contextlib
 import functools
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -846,6 +848,21 @@ def test_backwards_of_a_retained_graph_from_several_threads(schedule, reduction)
             runs = threads.map(functools.partial(torch.autograd.grad, loss, [x, w], retain_graph=True), given)
             for got, expected in zip(runs, want, strict=True):
                 assert all(map(same_bits, got, expected))
+
+
+def test_a_result_that_is_dropped_frees_what_its_node_keeps():
+    """Without the garbage collector: no reference cycle through an output."""
+    gc.collect()
+    gc.disable()
+    try:
+        for schedule in SCHEDULES:
+            x, w, target, _ = case()
+            outputs = linear_cross_entropy(x, w, target, schedule=schedule, return_lse=True, **CUTE)
+            node = weakref.ref(outputs[0].grad_fn)
+            del outputs
+            assert node() is None
+    finally:
+        gc.enable()
 
 
 def test_double_backward_and_batched_gradients_say_no():

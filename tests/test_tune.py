@@ -268,7 +268,7 @@ def test_a_problem_is_tuned_once_over_its_shapes():
     ]
     _, found = plan(LCE + "chunked")
     assert [name_of(kernel, problem) for kernel, problem, _ in found] == ["lce_logits", "lce_dx", "lce_dw"]
-    assert not any(problem.redo for _, problem, _ in found)
+    assert not any(problem.recompute_flagged for _, problem, _ in found)
 
 
 # The command ---------------------------------------------------------------------------------------------------------

@@ -108,8 +108,7 @@ def _launches(args: argparse.Namespace, shape: str) -> list[tuple[str, Any, dict
     found = [
         (step.kernel, step.problem, {name: n for name, n in step.sizes.items() if name[:4] not in ("num_", "max_")})
         for step in explained.trace.steps
-        if step.kernel in SPACES
-        and not getattr(step.problem, "recompute_flagged", False)  # it nearly always returns at once
+        if step.kernel in SPACES and not getattr(step.problem, "recompute_flagged", False)  # returns at once
     ]
     if not found:
         raise Refused(f"there is nothing to tune: {args.op} has no GEMM of quackish's on {explained.gpu.name}")

@@ -50,8 +50,8 @@ def linear_cross_entropy_config(
 ) -> LinearCrossEntropyConfig:
     """The schedule and the rows of a chunk. Free memory is never looked at: the bits depend on the chunk.
 
-    - rows: as many as keep the logits in flight within CHUNK_BYTES, down to a multiple of 128 and at least 128. M has
-      no say, so that a row's logits come out of a GEMM of the same shape whatever the batch (the last chunk apart).
+    - rows: as many as keep the logits in flight within CHUNK_BYTES, down to a multiple of 128 and at least 128.
+      Independent of M, so that a row's logits come from a GEMM of the same shape for any batch, the last chunk apart.
     - schedule "auto": `chunked`, unless rows may get gradients of their own, known in backward only (reduction "none",
       or an lse that is returned): then `stored` where the kept logits also stay within CHUNK_BYTES, else `recompute`.
     """
@@ -79,9 +79,9 @@ FEW_BYTES = 1 << 30
 # Bytes of exp_logits that "auto" keeps until backward.
 KEPT_BYTES = 1 << 31
 E_ITEMSIZE = 2
-# Bytes of dlogits that "recompute" holds in memory of their own, but at least MIN_BLOCK classes: ALONE_BYTES if dX's fp32
-# sums are not in memory too, ROOMY_BYTES if no dW is allocated. In all cases M 8192, H 4096, V 128256 stays within
-# 1.30 GB, gradients included.
+# Bytes of dlogits that "recompute" holds in memory of their own, but at least MIN_BLOCK classes: ALONE_BYTES if dX's
+# fp32 sums are not in memory too, ROOMY_BYTES if no dW is allocated. In all cases M 8192, H 4096, V 128256 stays
+# within 1.30 GB, gradients included.
 BLOCK_BYTES = 1 << 25
 ALONE_BYTES = 3 << 25
 ROOMY_BYTES = 1 << 28
@@ -128,10 +128,10 @@ def kernel_config(
       added to the user's buffer, which forward must not write. Then it is `stored` if exp_logits of all rows fit in
       KEPT_BYTES, else `recompute`.
     - `chunked` with reduction "none", and every problem without exp_logits, is `recompute`.
-    - `recompute` computes dX in forward where it can, chunk by chunk, with exp_logits in memory that dW takes later. So
-      a chunk has at most H rows, or fewer if forward also computes dW of some classes (`first_classes`). If dW is added
-      to the user's buffer, exp_logits fit in ROOMY_BYTES instead. With a `chunk_size`, backward computes dW from
-      as many rows at a time, DW_BLOCK classes at a time, in fp32 sums.
+    - `recompute` computes dX in forward if it can, chunk by chunk, with exp_logits in memory that dW takes later. So by
+      default a chunk has at most H rows, or fewer if forward also computes dW of some classes (`first_classes`). If dW
+      is added to the user's buffer, exp_logits fit in ROOMY_BYTES instead. With a `chunk_size` below M, backward
+      computes dW from as many rows at a time, DW_BLOCK classes at a time, in fp32 sums.
     """
     if schedule == "auto":
         schedule = "chunked"
@@ -294,8 +294,10 @@ class Layout(NamedTuple):
     """The rows and classes that a call works on at a time, and which buffers share the storage of dW (v, h)."""
 
     chunk_rows: int  # of forward's chunks, all about as large
-    columns: int = 0  # exp_logits of the first `columns` classes lie in dW's storage, from byte `offset` on;
-    offset: int = 0  # with `recompute` these classes' dW is computed in forward
+    # Of the classes [0, columns) exp_logits lie in dW's storage, from byte `offset` on: in `chunked`, those of the only
+    # chunk; in `recompute`, those of all rows, and forward computes these classes' dW.
+    columns: int = 0
+    offset: int = 0
     blocks: tuple[Block, ...] = ()  # of classes, in backward of `recompute`
     dw_block: int = 0  # backward of `recompute` sums dW over forward's chunks, so many classes at a time; 0: no sums
 
@@ -328,7 +330,7 @@ def layout(
         first = first_classes(m, v, h, dw)
         if first is not None:
             return Layout(even_chunks(m, first.part_rows), first.columns, first.offset, blocks[1:])
-    if dx_in_forward and not dw and not dw_in_chunks:  # no dW whose storage exp_logits could take
+    if dx and dx_in_forward and not dw and not dw_in_chunks:  # no dW whose storage exp_logits could take
         chunk_rows = min(chunk_rows, whole_tiles(ROOMY_BYTES, v))
     return Layout(even_chunks(m, chunk_rows), blocks=blocks)
 

@@ -85,7 +85,7 @@ class _Gemms(LceKernels):
         assert problem == self.problem, (problem, self.problem)
         if self.found is None:
             self.found = super()._add(key, name, problem)
-        self._kernels[key] = self.found
+        self._kernels[1][key] = self.found
         return self.found
 
 

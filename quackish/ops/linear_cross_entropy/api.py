@@ -322,7 +322,7 @@ def _no_kernel_on(device: torch.device) -> str:
         kind = "AMD GPUs" if device.type == "cuda" else device.type
         return f"linear_cross_entropy: no kernel for {kind}. {end}"
     try:
-        kernels.find("lce_rows", gpu_of(device.index))  # between GEMMs of ours, or cuBLAS's: see gemms_of
+        kernels.find("lce_rows", gpu_of(device.index))  # with our GEMM or cuBLAS's: see kernels_on
     except UnsupportedError as error:
         return str(error).replace("lce_rows", "linear_cross_entropy")  # what the user called
     try:

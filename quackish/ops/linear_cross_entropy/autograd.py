@@ -2,7 +2,7 @@
 
 In plain eager a torch.autograd.Function runs the schedules. `chunked` has its gradients ready before backward knows
 what arrives; backward hands these buffers out once, scaled in place, and makes them anew when it is asked again.
-Whatever wants to see operators gets those at the end of this file: they run by the same schedules, and hand out copies.
+torch.compile and dispatch modes use the custom operators at the end of this file: the same schedules, with copies.
 """
 
 import functools
@@ -165,14 +165,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needed = grads_needed(inputs, plan, ctx.needs_input_grad[:3], grad_weight_out)
         k, call = kernels_of(input.device), operands(inputs, plan)
         out = schedules.forward(k, call, plan, needed, grad_weight_out is None)
-        loss, lse, state = loss_of(out, plan, target), _shaped(out.state.lse, target.shape), out.state
+        loss, state = loss_of(out, plan, target), out.state
         if return_lse:  # users may write to theirs
-            state = state._replace(lse=state.lse.clone())
+            lse, state = _shaped(state.lse, target.shape), state._replace(lse=state.lse.clone())
         items = num_items if isinstance(num_items, Tensor) else None
         ctx.save_for_backward(*inputs[:5], items, out.live_x, out.exp_logits)
         # What only backward sees is kept, not saved. grad_weight_out is neither a part of the graph nor saved: another
         # graph's backward may add to it first, which is no error here.
-        ctx.made = out._replace(loss=None, live_x=None, exp_logits=None)
+        # state is not in it: its lse may be an output, and an output kept by its own node is a reference cycle.
+        ctx.made = out._replace(loss=None, state=None, live_x=None, exp_logits=None)
         ctx.plan, ctx.needed, ctx.state = plan, needed, state
         ctx.num_items, ctx.grad_weight_out = None if items is not None else num_items, grad_weight_out
         ctx.shape, ctx.dtypes = input.shape, _dtypes(inputs)
@@ -209,7 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *_as_inputs(grads, ctx.dtypes, ctx.shape), None, None, None, None
 
 
-# As in rms_norm: past Python frames of torch that have nothing to do here.
+# As in rms_norm: skips Python wrappers of torch that do nothing here.
 _apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
 _LinearCrossEntropy._backward_cls.apply = _LinearCrossEntropy.backward
 
@@ -289,13 +290,13 @@ def _run_ops(inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None) -
     return loss, lse
 
 
-def _sorted(args) -> tuple[Inputs, Tensor | None, KernelPlan, list[bool]]:
+def _parse(args) -> tuple[Inputs, Tensor | None, KernelPlan, list[bool]]:
     first = len(Inputs._fields)
     return Inputs(*args[:first]), args[first], KernelPlan(*args[first + 1 : -1]), args[-1]
 
 
 def _fwd_impl(*args):
-    inputs, grad_weight_out, plan, needs = _sorted(args)
+    inputs, grad_weight_out, plan, needs = _parse(args)
     needed = grads_needed(inputs, plan, needs, grad_weight_out)
     k, call = kernels_of(inputs.input.device), operands(inputs, plan)
     out = schedules.forward(k, call, plan, needed, grad_weight_out is None, may_begin=False)
@@ -313,7 +314,7 @@ def _fwd_impl(*args):
 def _bwd_impl(grad_loss, grad_lse, lse, *args):
     state = RowState(lse.view(-1), *args[: _NUM_STATE - 1])
     live_x, exp_logits, *args = args[_NUM_STATE - 1 :]
-    inputs, grad_weight_out, plan, needs = _sorted(args)
+    inputs, grad_weight_out, plan, needs = _parse(args)
     needed = grads_needed(inputs, plan, needs, grad_weight_out)
     kept = Forward(None, _own(state), Grads(), live_x, _scratch_of(exp_logits))
     k, call, incoming = kernels_of(inputs.input.device), operands(inputs, plan), grad_outputs(plan, grad_loss, grad_lse)
@@ -337,7 +338,7 @@ def _fake_grads(inputs: Inputs, needed: GradsNeeded) -> tuple[Tensor | None, ...
 
 
 def _fwd_fake(*args):
-    inputs, grad_weight_out, plan, needs = _sorted(args)
+    inputs, grad_weight_out, plan, needs = _parse(args)
     x, target, (v, h) = inputs.input, inputs.target, inputs.linear_weight.shape
     m = x.numel() // h
     needed = grads_needed(inputs, plan, needs, grad_weight_out)
@@ -353,7 +354,7 @@ def _fwd_fake(*args):
 
 
 def _bwd_fake(grad_loss, grad_lse, *args):
-    inputs, grad_weight_out, plan, needs = _sorted(args[_NUM_STATE + 2 :])
+    inputs, grad_weight_out, plan, needs = _parse(args[_NUM_STATE + 2 :])
     return _fake_grads(inputs, grads_needed(inputs, plan, needs, grad_weight_out))
 
 

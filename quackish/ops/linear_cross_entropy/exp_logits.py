@@ -139,23 +139,23 @@ class ExpLogits:
 
     def dw(
         self, k, x: Tensor, scaled_x: Tensor, chunk: Chunk, state: RowState, dw: Tensor, accumulate: bool,
-        first_slots: Tensor | None,
+        first_slot_of_class: Tensor | None,
     ) -> None:  # fmt: skip
-        """Consumes exp_logits: zeroes its target entries. Call last. first_slots: `new_first_slots`, cleared."""
+        """Consumes exp_logits: zeroes its target entries. Call last. first_slot_of_class holds NO_SLOT."""
         targets = residual = None
-        if first_slots is not None or dw.dtype == F32:
-            targets = self.take_targets(k, chunk, state, first_slots)
-            if first_slots is not None:
+        if first_slot_of_class is not None or dw.dtype == F32:
+            targets = self.take_targets(k, chunk, state, first_slot_of_class)
+            if first_slot_of_class is not None:
                 residual = matrix(dw, chunk.rows, dw.shape[1], torch.int16)
         for data, v0, v1 in self.blocks:
             whole = len(self.blocks) == 1
-            slots = first_slots if whole or first_slots is None else first_slots[v0:v1]
+            listed = first_slot_of_class if whole or first_slot_of_class is None else first_slot_of_class[v0:v1]
             part = dw if whole else dw[v0:v1]
-            k.dw(data, scaled_x, state.num_live, chunk.start, part, accumulate, state.tickets, slots, residual)
+            k.dw(data, scaled_x, state.num_live, chunk.start, part, accumulate, state.tickets, listed, residual)
         if targets is not None:
             add_targets(k, x, targets, state, chunk.start, dw, 0, residual)
 
-    def take_targets(self, k, chunk: Chunk, state: RowState, first_slots: Tensor | None = None) -> "Targets":
+    def take_targets(self, k, chunk: Chunk, state: RowState, first_slot_of_class: Tensor | None = None) -> "Targets":
         """Moves the elements at the targets out of exp_logits, where they become 0."""
         n = chunk.rows
         made = Targets(*(vector(chunk.slot_target, n, dtype) for dtype in (I32, I32, F32)))
@@ -163,7 +163,7 @@ class ExpLogits:
         k.sort(
             SortArgs(
                 chunk.slot_target, state.order, state.num_live, chunk.row_scale, self.first, self.second,
-                *self.strides, self.split, *made, first_slots, index, self.blocks[-1].v1, chunk.start, n,
+                *self.strides, self.split, *made, first_slot_of_class, index, self.blocks[-1].v1, chunk.start, n,
             )
         )  # fmt: skip
         return made
@@ -181,8 +181,8 @@ def add_targets(
     k, x: Tensor, targets: Targets, state: RowState, start: int, dw: Tensor, v0: int, residual: Tensor | None = None
 ) -> None:
     """dw (n, h) of classes v0 and up += the targets' part, before which `residual` is added to the rounded dw."""
-    slots, v1 = targets.target.shape[0], v0 + dw.shape[0]
-    k.targets(TargetsArgs(x, *targets, state.num_live, dw, residual, x.stride(0), v0, v1, start, slots))
+    rows, v1 = targets.target.shape[0], v0 + dw.shape[0]
+    k.targets(TargetsArgs(x, *targets, state.num_live, dw, residual, x.stride(0), v0, v1, start, rows))
 
 
 def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
@@ -192,7 +192,7 @@ def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
     return classes.masked_fill(slots >= num_live, torch.iinfo(I32).max).sort(stable=True).indices
 
 
-def new_first_slots(k, like: Tensor, v: int, dw: torch.dtype | None) -> Tensor | None:
+def new_first_slot_of_class(k, like: Tensor, v: int, dw: torch.dtype | None) -> Tensor | None:
     """(v,) int32 for the first slot of each class, where the rounding residual of a 16-bit dw is kept until the
     targets' terms are added.
 

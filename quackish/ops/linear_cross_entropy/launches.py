@@ -76,22 +76,25 @@ class RowKernels:
     """The kernels around the GEMMs, of one device. A kernel is compiled, or loaded, by its first call.
 
     Their arguments are those of the kernels (configs/lce_args.py) with tensors in place of addresses, and `softcap` 0
-    for none. What a kernel does is described where it is.
+    for none. See each kernel's module for what it does.
     """
 
     def __init__(self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for):
         self.device, self.gpu, self.kernel_for = device, gpu or gpu_of(device.index), kernel_for
         self.stream = current_stream_of(device)
-        self._kernels: dict[tuple, Kernel] = {}  # keys are flat tuples: cheap to look up
-        self._epoch = choose.epoch  # of the choices that `_kernels` follow from
+        # the epoch of the choices, and the kernels chosen in it; keys are flat tuples: cheap to look up
+        self._kernels: tuple[int, dict[tuple, Kernel]] = choose.epoch, {}
 
     def _find(self, key: tuple) -> Kernel | None:
-        if self._epoch != choose.epoch:
-            self._kernels, self._epoch = {}, choose.epoch
-        return self._kernels.get(key)
+        epoch, kernels = self._kernels
+        if epoch != choose.epoch:
+            self._kernels = choose.epoch, {}
+            return None
+        return kernels.get(key)
 
     def _add(self, key: tuple, name: str, problem: Any) -> Kernel:
-        kernel = self._kernels[key] = self.kernel_for(name, problem, self.gpu)
+        _, kernels = self._kernels  # read before choosing: a change of epoch meanwhile drops them
+        kernel = kernels[key] = self.kernel_for(name, problem, self.gpu)
         return kernel
 
     def compact(
@@ -104,7 +107,7 @@ class RowKernels:
         mean: bool,
         state: RowState,  # order, num_live, inv_divisor and tickets are written
     ) -> None:
-        """Lists the live rows (target != ignore_index) first in `order`, either part ascending, and counts them.
+        """Lists the live rows (target != ignore_index) first in `order`, each part ascending, and counts them.
 
         inv_divisor: with `mean` 1 / num_items, or without that 1 / (sum of the class weights of live rows whose target
         is a class); 1 if no row has a class, and without `mean`.

@@ -55,7 +55,7 @@ from quackish.ops.linear_cross_entropy.exp_logits import (
     add_dw,
     inside,
     matrix,
-    new_first_slots,
+    new_first_slot_of_class,
     padded,
     padded_strides,
     vector,
@@ -147,13 +147,14 @@ class Forward(NamedTuple):
 def forward(k, call: Call, plan: KernelPlan, needed: GradsNeeded, own_dw: bool, may_begin: bool = True) -> Forward:
     """own_dw: backward returns a dw. may_begin: with `recompute` dw of some classes may be computed already, in storage
     that backward is then to be given."""
-    lay = forward_layout(plan, call.x, call.w, needed, own_dw, may_begin and k.keeps_residual)
     if plan.schedule == "stored" and needed.any():
         return stored(k, call)
+    (m, h), v = call.x.shape, call.w.shape[0]
+    lay = forward_layout(plan, m, v, h, needed, own_dw, may_begin and k.keeps_residual)
     if plan.schedule == "recompute" and lay.columns:
         return recompute_forward(k, call, lay, needed)
-    now = made_in_forward(plan, needed)
-    return chunked(k, call, lay, now, not plan.dw_in_chunks) if now.any() else statistics(k, call, lay)
+    early = made_in_forward(plan, needed)
+    return chunked(k, call, lay, early, not plan.dw_in_chunks) if early.any() else statistics(k, call, lay)
 
 
 def made_in_forward(plan: KernelPlan, needed: GradsNeeded) -> GradsNeeded:
@@ -181,37 +182,36 @@ def backward(
     if not needed.any():
         return grads
     plan = plan._replace(schedule="recompute")  # for `chunked` too, if lse has a gradient
-    lay = _layout(plan, call.x, call.w, needed, dw_out is None, kept.dw is not None)
+    (m, h), v = call.x.shape, call.w.shape[0]
+    lay = _layout(plan, m, v, h, needed, dw_out is None, kept.dw is not None)
     if lay.dw_block:
         return grads.and_also(recompute_dw_in_chunks(k, call, lay, kept, incoming, needed))
     return grads.and_also(recompute_backward(k, call, lay, kept, incoming, needed, dw_out))
 
 
 def forward_layout(
-    plan: KernelPlan, x: Tensor, w: Tensor, needed: GradsNeeded, own_dw: bool, may_begin: bool
+    plan: KernelPlan, m: int, v: int, h: int, needed: GradsNeeded, own_dw: bool, may_begin: bool
 ) -> Layout:
     both = needed.dx is not None and needed.dw is not None
     begins_dw = may_begin and own_dw and plan.dx_in_forward and both and not needed.db
-    return _layout(plan, x, w, needed, own_dw, begins_dw)
+    return _layout(plan, m, v, h, needed, own_dw, begins_dw)
 
 
-def _layout(plan: KernelPlan, x: Tensor, w: Tensor, needed: GradsNeeded, own_dw: bool, begins_dw: bool) -> Layout:
-    (m, h), dw = x.shape, needed.dw
-    return layout(
-        *plan[-4:], m, w.shape[0], h, needed.dx is not None, None if dw is None else dw.itemsize, own_dw, begins_dw
-    )
+def _layout(plan: KernelPlan, m: int, v: int, h: int, needed: GradsNeeded, own_dw: bool, begins_dw: bool) -> Layout:
+    how = plan.schedule, plan.chunk_rows, plan.dx_in_forward, plan.dw_in_chunks
+    dw = None if needed.dw is None else needed.dw.itemsize
+    return layout(*how, m, v, h, needed.dx is not None, dw, own_dw, begins_dw)
 
 
 def scale_grads(k, made: Forward, factor: Tensor, dw_out: Tensor | None) -> Grads:
     """Scales the gradients that forward made by the loss's gradient, in place. Adds dw to dw_out if there is one."""
     factor, grads = factor.view(1), made.grads
-    there = [grad for grad in grads if grad is not None]
-    if made.dw is not None:
-        there.append(made.dw[: made.classes])
-    while there:
-        grad, *there = there
-        second = there.pop(0) if there and there[0].dtype == grad.dtype else None
-        k.scale(grad, factor, second)
+    begun = None if made.dw is None else made.dw[: made.classes]
+    tensors = [t for t in (*grads, begun) if t is not None]
+    while tensors:  # a launch scales two tensors of one dtype
+        first = tensors.pop(0)
+        pair = tensors and tensors[0].dtype == first.dtype
+        k.scale(first, factor, tensors.pop(0) if pair else None)
     if dw_out is not None and grads.dw is not None:
         dw_out.add_(grads.dw)
         return grads._replace(dw=None)
@@ -265,15 +265,25 @@ def _gradients_of_chunk(k, call: Call, lay: Layout, out: Forward, start: int, gr
     else:
         exp_logits = ExpLogits.alone(call.w, chunk.rows)
     sums = gather_and_multiply(k, call, out, chunk, exp_logits, dx)
-    slots = None if dw is None else new_first_slots(k, dw, dw.shape[0], dw.dtype)
+    first_slot_of_class = None if dw is None else new_first_slot_of_class(k, dw, dw.shape[0], dw.dtype)
     scaled_x = None if dw is None else chunk.live_x  # in place
-    run_rows(k, call, state, chunk, sums=sums, loss=out.loss, exp_logits=exp_logits, scaled_x=scaled_x, slots=slots)
+    run_rows(
+        k,
+        call,
+        state,
+        chunk,
+        sums=sums,
+        loss=out.loss,
+        exp_logits=exp_logits,
+        scaled_x=scaled_x,
+        first_slot_of_class=first_slot_of_class,
+    )
     if dx is not None:
         exp_logits.dx(k, call.w, chunk.row_scale, state, start, dx, state.tickets if split_tail else None)
     if db is not None:
         exp_logits.bias_sum(k, chunk.row_scale, state, start, db, start > 0)
     if dw is not None:
-        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, start > 0, slots)
+        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, start > 0, first_slot_of_class)
 
 
 def stored(k, call: Call) -> Forward:
@@ -293,14 +303,23 @@ def stored_backward(
 
     Overwrites each row's element of kept.exp_logits at its target, which depends on the incoming gradients.
     """
-    (m, h), v, state, stored = call.x.shape, call.w.shape[0], kept.state, kept.exp_logits
-    if stored.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed its strides
-        stored = padded(call.x, m, v, stored.dtype).copy_(stored)
-    exp_logits = ExpLogits(ExpBlock(stored, 0, v))
+    (m, h), v, state, saved = call.x.shape, call.w.shape[0], kept.state, kept.exp_logits
+    if saved.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed its strides
+        saved = padded(call.x, m, v, saved.dtype).copy_(saved)
+    exp_logits = ExpLogits(ExpBlock(saved, 0, v))
     chunk = Chunk.of(state, 0, m, kept.live_x if needed.dw else None, vector(call.x, m, F32))
     scaled_x = matrix(kept.live_x, m, h, kept.live_x.dtype) if needed.dw else None
-    slots = new_first_slots(k, call.x, v, needed.dw) if dw_out is None else None
-    run_rows(k, call, state, chunk, incoming=incoming, exp_logits=exp_logits, scaled_x=scaled_x, slots=slots)
+    first_slot_of_class = new_first_slot_of_class(k, call.x, v, needed.dw) if dw_out is None else None
+    run_rows(
+        k,
+        call,
+        state,
+        chunk,
+        incoming=incoming,
+        exp_logits=exp_logits,
+        scaled_x=scaled_x,
+        first_slot_of_class=first_slot_of_class,
+    )
     dx = call.x.new_zeros((m, h), dtype=needed.dx) if needed.dx else None  # ignored rows stay 0
     dw = matrix(call.x, v, h, needed.dw) if needed.dw and dw_out is None else None
     db = vector(call.x, v, F32) if needed.db else None
@@ -309,9 +328,9 @@ def stored_backward(
     if db is not None:
         exp_logits.bias_sum(k, chunk.row_scale, state, 0, db, False)
     if dw is not None:
-        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, False, slots)
+        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, False, first_slot_of_class)
     elif needed.dw:
-        add_dw(k, stored, scaled_x, state, dw_out, call.x, exp_logits.take_targets(k, chunk, state))
+        add_dw(k, saved, scaled_x, state, dw_out, call.x, exp_logits.take_targets(k, chunk, state))
     return Grads(dx, dw, db)
 
 
@@ -336,11 +355,13 @@ def recompute_forward(k, call: Call, lay: Layout, needed: GradsNeeded) -> Forwar
         run_rows(k, call, out.state, chunk, sums=sums, loss=out.loss, exp_logits=exp_logits, scaled_x=chunk.live_x)
         exp_logits.dx(k, call.w, chunk.row_scale, out.state, start, dx, None)
         del sums  # freed before the next chunk allocates
-    slots = new_first_slots(k, call.x, lay.columns, needed.dw)
-    if slots is not None:
-        slots.fill_(NO_SLOT)
+    first_slot_of_class = new_first_slot_of_class(k, call.x, lay.columns, needed.dw)
+    if first_slot_of_class is not None:
+        first_slot_of_class.fill_(NO_SLOT)
     rows = Chunk.of(out.state, 0, m, scaled_x, row_scale)
-    ExpLogits(ExpBlock(first, 0, lay.columns)).dw(k, call.x, scaled_x, rows, out.state, dw[: lay.columns], False, slots)
+    ExpLogits(ExpBlock(first, 0, lay.columns)).dw(
+        k, call.x, scaled_x, rows, out.state, dw[: lay.columns], False, first_slot_of_class
+    )
     return out._replace(grads=Grads(dx), dw=dw, classes=lay.columns)
 
 
@@ -403,10 +424,10 @@ def recompute_dw_in_chunks(
     run_rows(k, call, state, Chunk.of(state, 0, m, None, None), incoming=incoming, coefs=coefs)
     block = lay.dw_block
     live_x, dlogits = matrix(call.x, rows, h, call.x.dtype), padded(call.x, rows, block, call.x.dtype)
-    sums = matrix(call.x, block, h, F32) if needed.dw != F32 else None
+    dw_sums = matrix(call.x, block, h, F32) if needed.dw != F32 else None
     for v0 in range(0, v, block):
         v1 = min(v0 + block, v)
-        acc = dw[v0:v1] if sums is None else sums[: v1 - v0]
+        acc = dw[v0:v1] if dw_sums is None else dw_sums[: v1 - v0]
         for start in range(0, m, rows):
             n = min(rows, m - start)
             x, out = live_x[:n], dlogits[:n, : v1 - v0]
@@ -415,7 +436,7 @@ def recompute_dw_in_chunks(
             k.dw(out, x, state.num_live, start, acc, start > 0)
             if db is not None:
                 k.bias_sum(out, None, state.num_live, start, db[v0:v1], start > 0)
-        if sums is not None:
+        if dw_sums is not None:
             dw[v0:v1] = acc
     return Grads(None, dw, db)
 
@@ -470,14 +491,14 @@ def gather_and_multiply(
 
 
 def gather_again(k, call: Call, state: RowState, start: int, live_x: Tensor) -> None:
-    """The rows of x of slots `start` and up, in live_x. What else the kernel writes is known already, and dropped."""
+    """The rows of x of slots `start` and up, in live_x. The kernel's other outputs, known from forward, are dropped."""
     rows, x = live_x.shape[0], call.x
-    ints, shifts = (vector(x, n, I32) for n in (rows, rows, _num_flags(rows))), vector(x, rows, F32)
-    slot_target, row_max_bits, flags = ints
+    slot_target, row_max_bits = vector(x, rows, I32), vector(x, rows, I32)
+    row_shift, flags = vector(x, rows, F32), vector(x, _num_flags(rows), I32)
     k.gather(
         GatherArgs(
-            x, call.w, call.bias, call.target, state.order, state.num_live, live_x, slot_target, shifts, row_max_bits,
-            flags, None, None, None, x.stride(0), call.softcap, start, rows, call.w.shape[0],
+            x, call.w, call.bias, call.target, state.order, state.num_live, live_x, slot_target, row_shift,
+            row_max_bits, flags, None, None, None, x.stride(0), call.softcap, start, rows, call.w.shape[0],
         )
     )  # fmt: skip
 
@@ -485,10 +506,14 @@ def gather_again(k, call: Call, state: RowState, start: int, live_x: Tensor) -> 
 def run_rows(
     k, call: Call, state: RowState, chunk: Chunk, *, sums: Sums | None = None, loss: Tensor | None = None,
     incoming: GradOutputs = _ONES, exp_logits: ExpLogits | None = None, scaled_x: Tensor | None = None,
-    slots: Tensor | None = None, coefs: Tensor | None = None,
+    first_slot_of_class: Tensor | None = None, coefs: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """With `sums` the statistics of rows, into loss, lse and row_sum. The coefficients of their gradients: into coefs,
-    or with exp_logits into row_scale and the elements at the targets, and then scaled_x is row_scale * live_x."""
+    """Runs `lce_rows` for what is given:
+
+    sums: the statistics of the rows, into loss, lse and row_sum.
+    exp_logits: row_scale, the elements at the targets, and scaled_x = row_scale * live_x.
+    coefs: the coefficients of dlogits.
+    """
     scale = exp_logits is not None
     first, second, split, strides = None, None, 0, (0, 0)
     if scale:
@@ -496,11 +521,11 @@ def run_rows(
     k.rows(
         RowsArgs(
             chunk.slot_target, state.order, state.num_live, *(sums or (None, None)),
-            chunk.target_logit if sums or scale else None, chunk.row_max_bits, call.class_weight,
-            call.total_weight, loss, state.lse, chunk.row_sum, incoming.loss,
-            state.inv_divisor, incoming.lse, first, second, chunk.live_x if scaled_x is not None else None, scaled_x,
-            chunk.row_scale if scale else None, coefs, slots, call.softcap, call.z_loss, call.label_smoothing, *strides,
-            split, call.w.shape[0], sums.exp.shape[1] if sums else 0, chunk.start, chunk.rows,
+            chunk.target_logit if sums or scale else None, chunk.row_max_bits, call.class_weight, call.total_weight,
+            loss, state.lse, chunk.row_sum, incoming.loss, state.inv_divisor, incoming.lse, first, second,
+            None if scaled_x is None else chunk.live_x, scaled_x, chunk.row_scale if scale else None, coefs,
+            first_slot_of_class, call.softcap, call.z_loss, call.label_smoothing, *strides, split, call.w.shape[0],
+            sums.exp.shape[1] if sums else 0, chunk.start, chunk.rows,
         )
     )  # fmt: skip
 

@@ -23,8 +23,7 @@ def prepare(inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None) ->
     aligned = _is_aligned(inputs.input, plan.compute_dtype)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:3])
     needed = grads_needed(inputs, plan, needs, out)
-    blank = _blank_inputs(inputs, m, aligned)
-    lay = schedules.forward_layout(plan, blank.input, blank.linear_weight, needed, out is None, True)
+    lay = schedules.forward_layout(plan, m, v, h, needed, out is None, True)
     key = (
         plan._replace(ignore_index=0, label_smoothing=plan.label_smoothing > 0, softcap=plan.softcap is None, z_loss=0),
         inputs.input.device, v, h, needs, m > lay.chunk_rows, lay.columns > 0, lay.dw_block > 0, aligned,
@@ -47,7 +46,7 @@ def prepare(inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None) ->
 
 
 def _is_aligned(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether each row starts on 16 bytes: of a copy, which KernelPlan.call makes where it must, it does."""
+    """Whether each row starts on 16 bytes: of a copy, which `operands` makes where it must, it does."""
     if x.dtype != dtype or x.stride(-1) != 1:
         return True
     stride = x.stride(-2) if x.dim() > 1 else 0
@@ -55,8 +54,10 @@ def _is_aligned(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _two_chunks(m: int, plan: KernelPlan) -> tuple[int, KernelPlan]:
-    """Two chunks stand for several, as the second adds to what is there and so do all others: of as many rows, or of
-    fewer where backward goes by chunks too, and fits its blocks of classes to their rows."""
+    """Two chunks stand for several: the second and all later ones add to what is there.
+
+    They have all rows, unless backward runs in chunks too: its kernels depend on the rows of a chunk.
+    """
     if m <= plan.chunk_rows:
         return m, plan
     if plan.dw_in_chunks:
