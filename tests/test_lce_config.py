@@ -88,7 +88,7 @@ def test_layouts_of_the_headline_shape():
     assert of("chunked", dw=None).columns == 0
     assert of("recompute", begins_dw=True)[:3] == (2048, 42_240, 358_612_992)
     assert of("recompute", begins_dw=True).blocks == of("recompute").blocks[1:]
-    assert of("recompute", chunk=4096) == (4096, 0, 0, (), 1024)
+    assert of("recompute", chunk=4096) == (4096, 0, 0, (), 768)
     assert of("recompute", chunk=8192).dw_block == of("recompute", chunk=4096, own_dw=False).dw_block == 0
     assert of("recompute", dw=None).chunk_rows == 1024  # 256 MiB of exp_logits
     assert of("recompute", dx=False, dw=None).chunk_rows == 4096  # none are stored
