@@ -26,6 +26,24 @@ def _no_table_of_the_users(tmp_path_factory):
         yield
 
 
+@torch.compiler.assume_constant_result
+def _no_reason(device):
+    return ""
+
+
+@pytest.fixture
+def run_on(monkeypatch):
+    """Makes linear_cross_entropy run with these kernels on any device: `run_on(lambda device: k)`."""
+    from quackish.ops.linear_cross_entropy import api, autograd
+
+    def set_kernels(kernels_of):
+        monkeypatch.setattr(autograd, "kernels_of", kernels_of)
+        monkeypatch.setattr(api, "no_kernel_on", _no_reason)
+        monkeypatch.setattr(api, "_plans", {})
+
+    return set_kernels
+
+
 @pytest.fixture
 def limits(monkeypatch):
     """Sets constants of linear cross entropy's layouts: `limits(SHARED_FROM=0)`."""

@@ -214,7 +214,7 @@ def test_refusals_say_what_was_expected(words, expected, capsys):
 
 
 @pytest.fixture(params=[H200, B200], ids=lambda gpu: gpu.name)
-def launched(request, monkeypatch):
+def launched(request, monkeypatch, run_on):
     """(the GPU, what the operation launches on it: kernel, problem, config, sizes). Nothing is computed."""
     gpu, seen = request.param, []
 
@@ -225,9 +225,7 @@ def launched(request, monkeypatch):
     for name in ("mm", "addmm"):
         monkeypatch.setattr(cublas, name, lambda a, b, out: None)
     k = on_kernels.kernels_on(CPU, gpu, kernel_for)
-    monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
-    monkeypatch.setattr(public, "no_kernel_on", lambda device: "")
-    monkeypatch.setattr(public, "_plans", {})
+    run_on(lambda device: k)
     return gpu, seen
 
 

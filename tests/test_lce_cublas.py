@@ -311,12 +311,10 @@ def test_dw(shape, out, accumulate, device):
 
 
 @pytest.fixture
-def on_cublas(device, monkeypatch, limits):
+def on_cublas(device, run_on, limits):
     """linear_cross_entropy runs with cuBLAS's GEMMs, on this device."""
     k = with_cublas(device)
-    monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
-    monkeypatch.setattr(public, "no_kernel_on", lambda device: "")
-    monkeypatch.setattr(public, "_plans", {})
+    run_on(lambda device: k)
     limits(SHARED_FROM=0)  # exp_logits in two blocks
     return device
 

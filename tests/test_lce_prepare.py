@@ -21,14 +21,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def on(monkeypatch):
+def on(monkeypatch, run_on):
     """A GPU for CPU tensors, and what the operation asked `launch.prepare` for."""
     asked = []
 
     def set_up(gpu):
+        run_on(lambda device: on_kernels.kernels_on(device, gpu))  # new ones: each looks its kernels up again
         monkeypatch.setattr(on_kernels, "gpu_of", lambda index: gpu)
-        monkeypatch.setattr(public, "no_kernel_on", lambda device: "")
-        monkeypatch.setattr(public, "_plans", {})
         monkeypatch.setattr(preparing, "_prepared", set())
         monkeypatch.setattr(preparing.launch, "prepare", asked.append)
         return asked
@@ -49,7 +48,7 @@ def prepare(x, w, target, kw, grad_weight_out=None, **how):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rehearsal_asks_for_what_a_call_asks_for(dtype, name, reduction, on, monkeypatch):
+def test_rehearsal_asks_for_what_a_call_asks_for(dtype, name, reduction, on):
     asked = on(H200)
     for schedule in SCHEDULES:
         for m, h, v, chunk_size in ((300, 8, 700, 128), (40, 64, 1000, None)):
@@ -60,8 +59,6 @@ def test_rehearsal_asks_for_what_a_call_asks_for(dtype, name, reduction, on, mon
                 for given in ({}, {"grad_weight_out": torch.zeros(w.shape)}) if not frozen else ({},):
                     preparing._prepared.clear()  # two schedules may come to the same
                     prepare(x, w, target, kw, **how, **given)
-                    k = on_kernels.kernels_on(CPU)
-                    monkeypatch.setattr(on_kernels, "kernels_of", lambda device, k=k: k)
                     with launch.record() as recording:
                         loss = linear_cross_entropy(x, w, target, **kw, **how, **given)
                         loss.backward(torch.rand(loss.shape))
@@ -70,13 +67,11 @@ def test_rehearsal_asks_for_what_a_call_asks_for(dtype, name, reduction, on, mon
                     asked.clear()
 
 
-def test_of_the_loss_alone(on, monkeypatch):
+def test_of_the_loss_alone(on):
     asked = on(H200)
     x, w, target, kw = make(300, 64, 700, torch.bfloat16)
     with torch.no_grad():
         prepare(x, w, target, kw)
-        k = on_kernels.kernels_on(CPU)
-        monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
         with launch.record() as recording:
             linear_cross_entropy(x, w, target)
     assert set(asked[-1]) == set(recording.requests)
@@ -95,32 +90,30 @@ def test_once_for_all_m(on):
     assert len(asked) == 4
 
 
-def called(x, w, target, kw, monkeypatch, **how):
+def called(x, w, target, kw, **how):
     """What a call asks for, forward and backward."""
-    k = on_kernels.kernels_on(CPU)
-    monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
     with launch.record() as recording:
         loss = linear_cross_entropy(x, w, target, **kw, **how)
         loss.backward(torch.rand(loss.shape))
     return set(recording.requests)
 
 
-def test_of_a_weight_gradient_that_forward_begins(on, monkeypatch, narrow):
+def test_of_a_weight_gradient_that_forward_begins(on, narrow):
     asked = on(H200)
     x, w, target, kw = make(600, 512, 4000, torch.bfloat16)
     prepare(x, w, target, kw, schedule="recompute")
-    launched = called(x, w, target, kw, monkeypatch, schedule="recompute")
+    launched = called(x, w, target, kw, schedule="recompute")
     assert any(isinstance(request.problem, LceSortProblem) for request in launched)
     assert set(asked[-1]) == launched
 
 
-def test_once_for_all_batches_and_lengths(on, monkeypatch):
+def test_once_for_all_batches_and_lengths(on):
     asked = on(H200)
     for batch, length in ((2, 100), (2, 101), (3, 50), (1, 7)):
         x, w, target, kw = make(batch * length, 64, 700, torch.bfloat16)
         prepare(x.detach().view(batch, length, 64).requires_grad_(), w, target.view(batch, length), kw)
     assert len(asked) == 1
-    assert set(asked[0]) == called(x, w, target, kw, monkeypatch)
+    assert set(asked[0]) == called(x, w, target, kw)
     prepare(x.detach()[0].requires_grad_(), w, target[0], kw)  # no batch at all
     assert len(asked) == 1
 
@@ -139,28 +132,28 @@ def test_once_for_all_numbers(on):
     assert len(asked) == 3
 
 
-def test_one_chunk_and_several(on, monkeypatch):
+def test_one_chunk_and_several(on):
     asked = on(H200)
     for m in (100, 128, 129, 1000):
         x, w, target, kw = make(m, 64, 700, torch.bfloat16, bias=True)
         prepare(x, w, target, kw, chunk_size=128)
-        assert set(asked[-1]) == called(x, w, target, kw, monkeypatch, chunk_size=128)
+        assert set(asked[-1]) == called(x, w, target, kw, chunk_size=128)
     assert len(asked) == 2
 
 
-def test_e_in_one_buffer_and_in_two(on, monkeypatch, limits):
+def test_e_in_one_buffer_and_in_two(on, limits):
     asked = on(H200)
     limits(SHARED_FROM=1 << 20)
     for m in (100, 600, 700):
         x, w, target, kw = make(m, 512, 1400, torch.bfloat16)
         prepare(x, w, target, kw)
-        assert set(asked[-1]) == called(x, w, target, kw, monkeypatch)
+        assert set(asked[-1]) == called(x, w, target, kw)
     assert len(asked) == 2
     assert set(asked[0]) != set(asked[1])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rows_that_start_anywhere(schedule, on, monkeypatch):
+def test_rows_that_start_anywhere(schedule, on):
     asked = on(H200)
     x, w, target, kw = make(100, 72, 700, torch.bfloat16)
     w = w.detach()[:, :64].requires_grad_()
@@ -172,7 +165,7 @@ def test_rows_that_start_anywhere(schedule, on, monkeypatch):
         prepare(given, w, target[:99].view(given.shape[:-1]), kw, schedule=schedule)
         assert len(asked) == n
     for given, requests in ((far_apart, asked[0]), (odd, asked[1]), (shifted, asked[1]), (transposed, asked[0])):
-        assert set(requests) == called(given, w, target[:99], kw, monkeypatch, schedule=schedule)
+        assert set(requests) == called(given, w, target[:99], kw, schedule=schedule)
 
 
 @pytest.fixture
@@ -205,13 +198,13 @@ def test_two_chunks_stand_for_many(schedule, dtype, on, rehearsals):
 @pytest.mark.parametrize(
     "m, v, dtype", [(3000, 6000, torch.float16), (600, 33_000, torch.bfloat16), (600, 33_000, torch.float16)], ids=str
 )
-def test_blocks_of_classes_are_those_of_all_rows(m, v, dtype, on, monkeypatch):
+def test_blocks_of_classes_are_those_of_all_rows(m, v, dtype, on):
     """How many there are, and how wide, depends on the rows."""
     asked = on(H200)
     x, w, target, kw = make(m, 8, v, dtype, bias=True)
     how = dict(schedule="recompute", chunk_size=128)
     prepare(x, w, target, kw, **how)
-    assert set(asked[-1]) == called(x, w, target, kw, monkeypatch, **how)
+    assert set(asked[-1]) == called(x, w, target, kw, **how)
 
 
 def test_what_is_remembered_has_an_end(on, monkeypatch):
@@ -268,9 +261,10 @@ def test_rehearsal_imports_nothing(on):
 import sys
 import pytest
 sys.path.insert(0, "tests")
+import conftest
 import test_lce_prepare as t
 patch = pytest.MonkeyPatch()
-t.on.__wrapped__(patch)(t.H200)
+t.on.__wrapped__(patch, conftest.run_on.__wrapped__(patch))(t.H200)
 before = set(sys.modules)
 for schedule in t.SCHEDULES:
     x, w, target, kw = t.make(300, 64, 700, t.torch.bfloat16)

@@ -48,13 +48,8 @@ CUTE = dict(backend="cute")
 HERE = {}  # the device of the running test
 
 
-@torch.compiler.assume_constant_result
-def _has_kernels(device):
-    return ""
-
-
 @pytest.fixture(autouse=True, params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def kernels(request, monkeypatch):
+def kernels(request, monkeypatch, run_on):
     """What launches, with `calls`; and tensors are made on its device."""
     if request.param == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -64,9 +59,7 @@ def kernels(request, monkeypatch):
         monkeypatch.setattr(cuda, "empty", cuda._empty)  # the shorter way is not PyTorch's to fill
     else:
         device, k = torch.device("cpu"), Counted(lce_kernels())
-        monkeypatch.setattr(public, "no_kernel_on", _has_kernels)
-    monkeypatch.setattr(on_kernels, "kernels_of", lambda device: k)
-    monkeypatch.setattr(public, "_plans", {})
+    run_on(lambda device: k)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty hands out NaN
     torch.manual_seed(0)
