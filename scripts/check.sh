@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole local ritual: lint, format, then the tests. Arguments go to pytest: scripts/check.sh -k rms_norm
+# Every check to run before a pull request: lint, format, then the tests. Arguments go to pytest: scripts/check.sh -k rms_norm
 # --exhaustive also runs the tests that compile or try every variant, as CI does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,6 +10,7 @@ python=$(command -v python || command -v python3)
 run() { # exit code 5 is "no tests chosen", as -k may do
     "$python" -m pytest -q "$@" || [ $? -eq 5 ]
 }
-# Tests with a GPU, one after the other; those without: a process a core, each with one thread.
+# Tests with a GPU one after the other; those without in one process per core, each with one thread. worksteal: the slow
+# tests are in a few files, which one process would get.
 run -m gpu "$@"
-OMP_NUM_THREADS=1 run -m "not gpu" -n auto "$@"
+OMP_NUM_THREADS=1 run -m "not gpu" -n auto --dist worksteal "$@"
