@@ -30,10 +30,10 @@ def fake_args(problem):
 def after_previous():
     """Waits for the previous launch, and lets CTAs of the next one start on SMs with room: they wait here too.
 
-    Every CTA calls this, on every path. So all launches before the previous one are done when a CTA starts: the
-    previous one waited for them before it let this one start. (PyTorch's kernels start no launch early.) What they
-    wrote may be read before this call, after a fence, which empties the L1. Nothing may be written before this call:
-    memory that is new to this launch may be the previous launch's until that ends.
+    Every CTA calls this, on every path. When a CTA starts, all launches before the previous one are done, because the
+    previous launch waited for them here. (PyTorch's kernels start no launch early.) Their results may be read before
+    this call, after a fence, which empties the L1. Nothing may be written before this call: the previous launch may
+    still use memory that this launch was given.
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
