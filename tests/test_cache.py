@@ -296,8 +296,8 @@ use()
 # What the key holds
 
 
-def identity(problem=HostProblem(), config=HostConfig(), target="sm_90a", options="-O3", kernel_class=HostToy):  # noqa: B008
-    return cache.identity(kernel_class, problem, config, target, options)
+def identity(problem=HostProblem(), config=HostConfig(), target="sm_90a", kernel_class=HostToy):  # noqa: B008
+    return cache.identity(kernel_class, problem, config, target)
 
 
 def changed(owner, name, value):
@@ -314,7 +314,7 @@ INGREDIENTS = {
     "problem": lambda patch: identity(problem=HostProblem(factor=3)),
     "config": lambda patch: identity(config=HostConfig(unroll=2)),
     "target": lambda patch: identity(target="sm_90"),
-    "options": lambda patch: identity(options="-O2"),
+    "options": changed(cache, "OPTIONS", "-O2"),
     "environment": lambda patch: patch.setenv("CUTE_DSL_LINEINFO", "1"),
     "sources": changed(cache, "_source_hash", lambda file: "0"),
     "quackish": changed(quackish, "__version__", "0.0.0"),

@@ -32,7 +32,7 @@ def folder(monkeypatch, tmp_path):
 
 def store(factor=2, target="sm_90a", **changes):
     """A file of the cache, of a kernel that nobody compiled."""
-    identity = cache.identity(HostToy, HostProblem(factor), HostConfig(), target, compiling.OPTIONS) | changes
+    identity = cache.identity(HostToy, HostProblem(factor), HostConfig(), target) | changes
     cache.store(HostToy, identity, b"object " * 100)
     return cache.location() / cache.name_of(identity)
 

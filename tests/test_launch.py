@@ -273,8 +273,7 @@ ANSWERS_ONCE = """
 import os, pathlib, pickle, sys, time
 with open(pathlib.Path(__file__).with_name("processes"), "a") as file:
     print(os.getpid(), file=file)
-sys.path[:], *_ = pickle.load(sys.stdin.buffer)
-pickle.load(sys.stdin.buffer)
+os.read(0, 1)
 pickle.dump(("compiled", ""), sys.stdout.buffer)
 sys.stdout.flush()
 time.sleep(60)
@@ -296,7 +295,7 @@ def test_processes_that_die(tmp_path, program, said):
     worker.write_text(program)
     outcomes = list(parallel.compile_all(requests(2, 3, 4), jobs=2, worker=worker))
     assert statuses(outcomes, 2, 3, 4) == ["failed"] * 3
-    assert all(f"the compiling process ended (EOFError('Ran out of input')): {said}" in o.message for o in outcomes)
+    assert all(re.search(rf"no answer .* \(\w+Error\(.*\)\): {said}", o.message) for o in outcomes)
 
 
 def test_processes_that_hang(tmp_path):
@@ -304,13 +303,13 @@ def test_processes_that_hang(tmp_path):
     worker.write_text("import time; time.sleep(60)")
     outcomes = list(parallel.compile_all(requests(2, 3, 4), jobs=2, worker=worker, timeout=0.2))
     assert statuses(outcomes, 2, 3, 4) == ["failed"] * 3
-    assert all("no outcome" in outcome.message for outcome in outcomes)
+    assert all("none within 0 s" in outcome.message for outcome in outcomes)
 
 
 def test_processes_end_with_their_user(tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(ANSWERS_ONCE)
-    outcomes = parallel.compile_all(requests(2, 3, 4), jobs=2, worker=worker)
+    outcomes = parallel.compile_all(requests(2, 3, 4), jobs=2, worker=worker, timeout=0.5)
     assert next(outcomes).status == "compiled"
     outcomes.close()
     for process in (tmp_path / "processes").read_text().split():

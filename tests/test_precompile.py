@@ -192,7 +192,7 @@ def test_kernels_that_cannot_be_stored_are_not_said_to_be_there(capsys, folder):
     """A real compilation; a folder has the name that the kernel's file would get."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     (request,) = precompile.requests_of("rms_norm_forward", "64x256", "h200")
-    name = cache.name_of(compiling.identity_of(request))
+    name = cache.name_of(cache.identity(*request))
     folder.mkdir(mode=0o700)
     (folder / name).mkdir()
     assert main(["precompile", "rms_norm_forward", "64x256", "--gpu", "h200"]) == 1

@@ -78,14 +78,14 @@ def _verify(args: argparse.Namespace) -> int:
     bad = [entry for entry in found if entry.fault]
     for line in [f"{cache.location()}: {folder}"] * bool(folder) + [f"{entry.path}: {entry.fault}" for entry in bad]:
         print(printable(line))
-    left = _delete(bad, "them") if args.delete else bool(bad)
+    left = _delete([entry.path for entry in bad], "them") if args.delete else bool(bad)
     print(f"{_count(found)} in {cache.location()}: {len(found) - len(bad)} sound, {len(bad)} bad")
     return 1 if folder or left else 0
 
 
 def _clear(args: argparse.Namespace) -> int:
     sound, bad = _chosen(args)
-    chosen: list[Entry | Path] = sorted(sound + bad * (args.target is None and not args.stale))
+    chosen = sorted(entry.path for entry in sound + bad * (args.target is None and not args.stale))
     if args.target is None and args.older_than is None and not args.stale:
         chosen += upkeep.leftovers()
     if not chosen:
@@ -101,7 +101,7 @@ def _clear(args: argparse.Namespace) -> int:
     return 1 if _delete(chosen, what) else 0
 
 
-def _delete(chosen: Sequence[Entry | Path], what: str) -> bool:
+def _delete(chosen: Sequence[Path], what: str) -> bool:
     """Whether something could not be deleted."""
     count, left = upkeep.remove(chosen)
     for line in left:
@@ -131,7 +131,7 @@ def _import(args: argparse.Namespace) -> int:
     print(f"added {_count(added)} from {args.file} to {cache.location()}; they are code that will run")
     if known:
         print(f"{_count(known)} were here already and stay")
-    reasons = Counter(e.fault or str(upkeep.differs(e.identity) or "") for e in [*added, *known])
+    reasons = Counter(e.fault or upkeep.differs(e.identity) for e in [*added, *known])
     for reason, count in sorted(reasons.items()):
         print(f"  {count} of no use here: {reason}" if reason else f"  {count} of use here")
     return 0

@@ -22,6 +22,7 @@ from typing import Any
 from quackish import files, toolchain
 from quackish.errors import warn_once
 
+OPTIONS = "--enable-tvm-ffi --opt-level 3"  # of the compiler
 _FORMAT = b"quackish kernel 1\n"
 SUFFIX = ".kernel"
 _STARTED = time.time()
@@ -30,24 +31,24 @@ OWN = "quackish.kernels."  # prefix of our kernels' modules
 OTHER_NAME = "made for another kernel, target or toolchain than its name says"
 
 
-def identity(kernel_class: type, problem: Any, config: Any, target: str, options: str) -> dict[str, str]:
+def identity(kernel_class: type, problem: Any, config: Any, target: str) -> dict[str, str]:
     """Everything that the object depends on: the request, the sources and the toolchain."""
     return {
         "kernel": f"{kernel_class.__module__}.{kernel_class.__qualname__}",
         "problem": repr(problem),
         "config": repr(config),
         "target": target,
-        **made_with(kernel_class.__module__, options),
+        **made_with(kernel_class.__module__),
     }
 
 
-def made_with(module: str, options: str) -> dict[str, str]:
+def made_with(module: str) -> dict[str, str]:
     """The part of the identity that all kernels with a class in `module` share: sources and toolchain."""
     from quackish import __version__
 
     tools = toolchain.find()
     return {
-        "options": options,
+        "options": OPTIONS,
         "environment": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("CUTE_DSL_")),
         "sources": _source_hash(_elsewhere(module)),
         "quackish": __version__,

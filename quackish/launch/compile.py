@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from quackish.launch import cache, objects
 
-OPTIONS = "--enable-tvm-ffi --opt-level 3"
-
 
 class Request(NamedTuple):
     """The arguments of `get`."""
@@ -53,7 +51,7 @@ def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[
         with lock:
             kernel = _ready.get(request)  # another thread may have made it by now
             if kernel is None:
-                function = objects.load(object_of(request), f"{kernel_class.__name__}-{target}")
+                function = objects.load(obtain(request).data, f"{kernel_class.__name__}-{target}")
                 kernel = _ready[request] = _counted(function, *request[:3])
     return kernel
 
@@ -64,14 +62,9 @@ class Obtained(NamedTuple):
     message: str = ""  # why it was not stored
 
 
-def object_of(request: Request) -> bytes:
-    """The object from disk, else compiled. Call with `lock` held."""
-    return obtain(request).data
-
-
 def obtain(request: Request) -> Obtained:
-    """Same as `object_of`, with where it came from."""
-    identity = identity_of(request)
+    """The object from disk, else compiled. Call with `lock` held."""
+    identity = cache.identity(*request)
     if (data := cache.load(request.kernel_class, identity)) is not None:
         counters.disk_loads += 1
         return Obtained(data, "loaded")
@@ -81,13 +74,9 @@ def obtain(request: Request) -> Obtained:
     return Obtained(data, "not stored" if why else "compiled", why)
 
 
-def identity_of(request: Request) -> dict[str, str]:
-    return cache.identity(*request, OPTIONS)
-
-
 def is_at_hand(request: Request) -> bool:
     """Whether the kernel is in memory or on disk."""
-    return request in _ready or cache.holds(request.kernel_class, identity_of(request))
+    return request in _ready or cache.holds(request.kernel_class, cache.identity(*request))
 
 
 def compile_kernel(kernel_class: type, problem: Any, config: Any, target: str, more_options: str = "") -> Any:
@@ -95,7 +84,7 @@ def compile_kernel(kernel_class: type, problem: Any, config: Any, target: str, m
     import cutlass.cute as cute
 
     # Without an explicit target the compiler uses CUTE_DSL_ARCH, the first GPU, or sm_100a.
-    options = f"{OPTIONS} --gpu-arch {target} {more_options}"
+    options = f"{cache.OPTIONS} --gpu-arch {target} {more_options}"
     try:
         kernel = kernel_class(problem, config)
         # no_jit_engine: `objects` links the code anyway; linking it here too takes a small kernel from 50 to 126 ms.

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from quackish import files
 from quackish.errors import UnsupportedError
 from quackish.launch import cache
-from quackish.launch.compile import OPTIONS
 
 _NAME = re.compile(r"\w+-\w+-[0-9a-f]{64}" + re.escape(cache.SUFFIX))
 _MAX_BYTES = 64 << 20  # of a file; ours have 20 to 60 KB
@@ -30,19 +29,6 @@ class Entry(NamedTuple):
     modified: float  # seconds since 1970
     identity: dict[str, str]  # empty if unreadable
     fault: str  # what is wrong with the file, or ""
-
-
-class Differs(NamedTuple):
-    """Why this process does not load a sound file: a field of the identity that differs."""
-
-    what: str  # a field of the identity
-    there: str
-    here: str
-
-    def __str__(self) -> str:
-        if self.what in ("sources", "options", "environment"):  # long, or a hash
-            return f"other {self.what}"
-        return f"{self.what} {printable(self.there)}, here {self.here}"
 
 
 def printable(text: str) -> str:
@@ -77,31 +63,27 @@ def folder_fault() -> str:
     return "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "it cannot be written to"
 
 
-def differs(identity: dict[str, str]) -> Differs | None:
-    """The first field that differs from this process's CPU, versions and sources; None if all are equal."""
+def differs(identity: dict[str, str]) -> str:
+    """Why this process does not load a sound file: its first field that has another value here. "" if there is none."""
     module = identity["kernel"].rpartition(".")[0]
     if not module.startswith(cache.OWN) and getattr(sys.modules.get(module), "__file__", None) is None:
-        return Differs("kernel", identity["kernel"], "unknown")
+        return f"kernel {printable(identity['kernel'])}, here unknown"
     try:
-        here = cache.made_with(module, OPTIONS)
+        here = cache.made_with(module)
     except (ModuleNotFoundError, UnsupportedError) as error:
-        return Differs("nvidia-cutlass-dsl", identity.get("nvidia-cutlass-dsl", ""), f"none ({error})")
-    for field in ("cpu", "cuda", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quackish", "sources", *here):
-        if identity.get(field) != here[field]:
-            return Differs(field, identity.get(field, "unknown"), here[field])
-    return None
+        return f"nvidia-cutlass-dsl {printable(identity.get('nvidia-cutlass-dsl', ''))}, here none ({error})"
+    for field in ("cpu", "cuda", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quackish", *here):
+        there = identity.get(field, "unknown")
+        if there != here[field]:
+            is_long = field in ("sources", "options", "environment")
+            return f"other {field}" if is_long else f"{field} {printable(there)}, here {here[field]}"
+    return ""
 
 
-class Removed(NamedTuple):
-    count: int  # files deleted by this call
-    left: list[str]  # a sentence per file that cannot be deleted
-
-
-def remove(chosen: Iterable[Entry | Path]) -> Removed:
-    """Deletes all files that can be deleted."""
+def remove(paths: Iterable[Path]) -> tuple[int, list[str]]:
+    """Deletes the files; returns how many, and a sentence for each that cannot be deleted."""
     count, left = 0, []
-    for each in chosen:
-        path = each.path if isinstance(each, Entry) else each
+    for path in paths:
         try:
             os.unlink(path)
             count += 1
@@ -109,7 +91,7 @@ def remove(chosen: Iterable[Entry | Path]) -> Removed:
             pass
         except OSError as error:
             left.append(f"{path} is left: {error.strerror}")
-    return Removed(count, left)
+    return count, left
 
 
 def pack(chosen: Sequence[Entry], archive: Path) -> None:
@@ -129,17 +111,13 @@ def pack(chosen: Sequence[Entry], archive: Path) -> None:
     files.write(archive, data.getvalue())
 
 
-class Unpacked(NamedTuple):
-    added: list[Entry]
-    known: list[Entry]  # already here, unchanged
-
-
-def unpack(archive: Path) -> Unpacked:
+def unpack(archive: Path) -> tuple[list[Entry], list[Entry]]:
     """Adds the kernels of an archive that `pack` wrote. They are code that will run, so its author must be trusted.
 
-    All members are verified before the first is written. Raises ValueError if a member is not a kernel under its own
-    name (but a path, a link, a folder, too large, damaged) or if other users may write to the cache folder; OSError if
-    the archive cannot be read or the cache folder not be written.
+    Returns the kernels that were added, and those that are here already and stay. All members are verified before the
+    first is written. Raises ValueError if a member is not a kernel under its own name (but a path, a link, a folder,
+    too large, damaged) or if other users may write to the cache folder; OSError if the archive cannot be read or the
+    cache folder not be written.
     """
     try:
         with tarfile.open(archive, "r:*") as tar:
@@ -149,15 +127,15 @@ def unpack(archive: Path) -> Unpacked:
         raise ValueError(
             f"{archive}: not a tar archive, or a damaged one ({reason}); expected what `cache export` wrote"
         ) from None
-    folder, found = cache.make_folder(), Unpacked([], [])
+    folder, added, known = cache.make_folder(), [], []
     for name, content in contents.items():
         path = folder / name
         if path.exists() and not (entry := _examine(path)).fault:
-            found.known.append(entry)
+            known.append(entry)
         else:
             files.write(path, content)
-            found.added.append(_examine(path))
-    return found
+            added.append(_examine(path))
+    return added, known
 
 
 def check(content: bytes, name: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ Reads pickled requests from stdin and writes an answer to each to stdout. It imp
 quackish, because importing torch takes longer than compiling a kernel.
 """
 
-import importlib
+import json
 import os
 import pickle
 import sys
@@ -14,20 +14,19 @@ import types
 def main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the compiler's prints go to stderr, as stdout carries the answers
-    sys.path[:], folder, version = pickle.load(requests)
+    sys.path[:], folder, version = json.loads(sys.argv[1])
     sys.modules["torch"] = None  # tvm_ffi would import it
     package = sys.modules["quackish"] = types.ModuleType("quackish")
     package.__path__, package.__version__ = [folder], version
-    from quackish.launch.compile import Request, obtain
+    from quackish.launch.compile import obtain
 
     while True:
         try:
-            module, name, problem, config, target = pickle.load(requests)
+            request = pickle.load(requests)
         except EOFError:
             return
         try:
-            kernel_class = getattr(importlib.import_module(module), name)
-            answer = tuple(obtain(Request(kernel_class, problem, config, target))[1:])
+            answer = tuple(obtain(request)[1:])
         except Exception as error:
             answer = "failed", str(error) or repr(error)
         pickle.dump(answer, answers)

@@ -20,7 +20,7 @@ from torch import Tensor
 from quackish import kernels, launch
 from quackish.gpu import Gpu
 from quackish.launch import Resources
-from quackish.launch.compile import Request, lock, object_of
+from quackish.launch.compile import Request, lock, obtain
 from quackish.testing.errors import error, same_bits
 from quackish.testing.timing import Times, interleave
 from quackish.tune.cases import Build, Run
@@ -194,7 +194,7 @@ def examine_one(one: tuple[str, Any, Any], gpu: Gpu, compiling: bool) -> Resourc
         used = launch.resources(kernel_class, problem, config, gpu.target)
         if compiling and not spills(used):
             with lock:
-                object_of(Request(kernel_class, problem, config, gpu.target))
+                obtain(Request(kernel_class, problem, config, gpu.target))
     except RuntimeError as error:
         return str(error)
     return used
