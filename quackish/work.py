@@ -2,34 +2,16 @@
 
 Sizes are what a kernel is told at run time: rows, classes, tiles. `KERNELS` says which arguments of a call are sizes.
 Bytes are those of device memory that no kernel can do without: each input once, each output once; scratch that stays in
-the L2 is not in them. Rows count as live, all of them: only the device knows how many are ignored.
+the L2 is not in them, nor, beside a matrix in linear cross entropy, a few numbers per row or class. All rows count as
+live: only the device knows how many are ignored.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem
-from quackish.configs.lce_cublas import (
-    TILE_N,
-    LceClearProblem,
-    LceExpProblem,
-    LceRescaleProblem,
-    LceWarpsConfig,
-)
-from quackish.configs.lce_rows import (
-    ROW_TILE,
-    LceBiasProblem,
-    LceCompactProblem,
-    LceGatherProblem,
-    LceRowsProblem,
-    LceScaleProblem,
-    LceScatterProblem,
-    LceSortProblem,
-    LceTargetsConfig,
-    LceTargetsProblem,
-)
-from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
+from quackish import kernels
+from quackish.configs import gemm, lce_cublas, lce_rows, rms_norm
 from quackish.gpu import Roofs
 
 LAUNCH_US = 2.0  # about what an empty kernel takes from start to end; not measured per GPU
@@ -49,11 +31,6 @@ class Work:
     @property
     def bytes(self) -> int:
         return self.bytes_read + self.bytes_written
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.bytes_read + other.bytes_read, self.bytes_written + other.bytes_written, self.flops + other.flops
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +55,7 @@ def floor(work: Work, roofs: Roofs) -> Floor:
 # Per kernel ----------------------------------------------------------------------------------------------------------
 
 
-def _rms_norm_fwd(p: RmsNormFwdProblem, s: Sizes) -> Work:
+def _rms_norm_fwd(p: rms_norm.RmsNormFwdProblem, s: Sizes) -> Work:
     elements = s["m"] * p.n
     read = elements * _bytes(p.x_dtype, p.residual_dtype) + p.n * _bytes(p.weight_dtype, p.bias_dtype)
     written = elements * _bytes(p.y_dtype, p.residual_dtype) + s["m"] * 4  # rstd
@@ -86,7 +63,7 @@ def _rms_norm_fwd(p: RmsNormFwdProblem, s: Sizes) -> Work:
     return Work(read, written, elements * each)
 
 
-def _rms_norm_bwd(p: RmsNormBwdProblem, s: Sizes) -> Work:
+def _rms_norm_bwd(p: rms_norm.RmsNormBwdProblem, s: Sizes) -> Work:
     elements = s["m"] * p.n
     read = elements * _bytes(p.x_dtype, p.dy_dtype, p.dres_dtype) + p.n * _bytes(p.weight_dtype) + s["m"] * 4
     written = elements * _bytes(p.dx_dtype, p.dresidual_dtype) + p.n * _bytes(p.dweight_dtype, p.dbias_dtype)
@@ -98,117 +75,80 @@ def _rms_norm_bwd(p: RmsNormBwdProblem, s: Sizes) -> Work:
     return Work(read, written, elements * each)
 
 
-def _lce_gemm(p: GemmProblem, s: Sizes) -> Work:
+def _lce_gemm(p: gemm.GemmProblem, s: Sizes) -> Work:
     m, n, k = s["m"], s["n"], s["k"]
     if p.recompute_flagged:
         return Work(4, 0, 0, "returns at once if no row was flagged")
     read = (m * k + n * k) * _bytes(p.dtype)
     written = m * n * _bytes(p.out_dtype)
-    if p.epilogue in ("softmax", "dlogits"):
-        read += n * _bytes(p.bias_dtype) + n * 4 * p.weighted
-    if p.epilogue == "softmax":
-        read += m * (4 + 4)  # row_shift, slot_target
-        # a row's sum per tile; target_logit
-        written += m * _ceil_div(n, SOFTMAX_TILE_N) * 4 * (1 + p.smoothing) + m * 4
-    elif p.epilogue == "dlogits":
-        read += m * (16 + 4)  # coefs, slot_target
-    elif p.epilogue == "rows":
-        read += m * (4 + 4)  # row_scale, order
-    elif p.accumulate:
+    if p.accumulate:
         read += written
-    elif p.rounding_residual:  # first_slot_of_class; at most so many rows of the residual
-        read += m * 4
-        written += min(m, k) * n * 2
+    if p.epilogue == "softmax":
+        written += m * _ceil_div(n, gemm.SOFTMAX_TILE_N) * 4 * (1 + p.smoothing)  # sums of each row and tile
+    if p.rounding_residual:
+        written += min(m, k) * n * 2  # at most so many rows
     return Work(read, written, 2 * m * n * k)
 
 
-def _lce_compact(p: LceCompactProblem, s: Sizes) -> Work:
-    m = s["m"]
-    read = m * _bytes(p.target_dtype) + min(m, s["v"]) * _bytes(p.class_weight_dtype) + 4 * (p.divisor == "tensor")
-    return Work(read, m * 4 + 8, m, "one CTA: the targets are read from the L2 a second time")
+def _lce_compact(p: lce_rows.LceCompactProblem, s: Sizes) -> Work:
+    note = "one CTA: the targets are read from the L2 a second time"
+    return Work(s["m"] * _bytes(p.target_dtype), s["m"] * 4, s["m"], note)
 
 
-def _lce_gather(p: LceGatherProblem, s: Sizes) -> Work:
+def _lce_gather(p: lce_rows.LceGatherProblem, s: Sizes) -> Work:
     rows, targets = s["rows"], min(s["rows"], s["v"])  # at most so many rows of w
-    read = (
-        (rows + targets) * p.h * _bytes(p.dtype) + rows * (4 + _bytes(p.target_dtype)) + targets * _bytes(p.bias_dtype)
-    )
-    # live_x; slot_target, row_shift, row_max_bits; flags
-    written = rows * (p.h * _bytes(p.dtype) + 3 * 4) + 4 * (1 + _ceil_div(rows, ROW_TILE))
-    return Work(read, written, 2 * rows * p.h)
+    row_bytes = p.h * _bytes(p.dtype)
+    return Work((rows + targets) * row_bytes, rows * row_bytes, 2 * rows * p.h)
 
 
-def _lce_rows(p: LceRowsProblem, s: Sizes) -> Work:
-    rows, tiles = s["rows"], s["tiles"]
-    read = rows * 3 * 4 + min(rows, s["v"]) * _bytes(p.class_weight_dtype)  # row_max_bits, slot_target, order
-    written = flops = 0
-    if p.stats:
-        sums = 1 + p.label_smoothing
-        read += rows * (tiles * 4 * sums + 4)  # target_logit
-        written += rows * 3 * 4  # loss, lse, row_sum
-        flops += rows * tiles * sums
-    else:
-        read += rows * 2 * 4  # lse, row_sum
-    if p.grads != "none":
-        read += rows * 4 * ((p.grad_loss == "rows") + p.grad_lse)
-    if p.grads == "scale":
-        read += rows * (p.h * _bytes(p.dtype) + 4 * (not p.stats))  # live_x; target_logit
-        # scaled_x; exp_logits at the target; row_scale; first_slot_of_class
-        written += rows * (p.h * _bytes(p.dtype) + 2 + 4) + 4 * s["v"] * p.first_slot_of_class
-        flops += rows * p.h
-    elif p.grads == "coefs":
-        written += rows * 16
-    return Work(read, written, flops)
+def _lce_rows(p: lce_rows.LceRowsProblem, s: Sizes) -> Work:
+    rows, row_bytes = s["rows"], p.h * _bytes(p.dtype)  # h is 0 if no rows are scaled
+    sums = rows * s["tiles"] * (1 + p.label_smoothing) if p.stats else 0
+    written = rows * (row_bytes + 3 * 4 * p.stats + 16 * (p.grads == "coefs"))  # with stats: loss, lse, row_sum
+    return Work(4 * sums + rows * row_bytes, written, sums + rows * p.h)
 
 
-def _lce_sort(p: LceSortProblem, s: Sizes) -> Work:
-    rows = s["rows"]
-    read = rows * (4 + 4 + 4 + 2 + 8 * p.presorted)  # slot_target, order, row_scale; exp_logits at the target; index
+def _lce_sort(p: lce_rows.LceSortProblem, s: Sizes) -> Work:
     note = "" if p.presorted else "compares each row's class with all others', from the L2"
-    return Work(read, rows * (3 * 4 + 2), rows, note)
+    return Work(s["rows"] * 14, s["rows"] * 14, s["rows"], note)  # class, row, scale, exp_logits at the target
 
 
-def _lce_targets(p: LceTargetsProblem, s: Sizes) -> Work:
+def _lce_targets(p: lce_rows.LceTargetsProblem, s: Sizes) -> Work:
     rows, classes = s["rows"], min(s["rows"], s["v1"] - s["v0"])  # at most so many rows of dw
-    read = rows * (p.h * _bytes(p.dtype) + 3 * 4) + classes * p.h * (_bytes(p.dw_dtype) + 2 * p.rounding_residual)
-    return Work(read, classes * p.h * _bytes(p.dw_dtype), 2 * rows * p.h, "fewer bytes where rows share a target")
+    read = p.h * (rows * _bytes(p.dtype) + classes * (_bytes(p.dw_dtype) + 2 * p.rounding_residual))
+    return Work(read, p.h * classes * _bytes(p.dw_dtype), 2 * rows * p.h, "fewer bytes where rows share a target")
 
 
-def _lce_bias(p: LceBiasProblem, s: Sizes) -> Work:
+def _lce_bias(p: lce_rows.LceBiasProblem, s: Sizes) -> Work:
     rows, n = s["rows"], s["n"]
-    read = rows * (n * _bytes(p.dtype) + 4 * p.row_scale) + n * 4 * p.accumulate
-    return Work(read, n * 4, rows * n * (1 + p.row_scale))
+    return Work(n * (rows * _bytes(p.dtype) + 4 * p.accumulate), n * 4, rows * n * (1 + p.row_scale))
 
 
-def _lce_scatter(p: LceScatterProblem, s: Sizes) -> Work:
-    rows = s["rows"]
-    read = rows * (p.h * 4 + 4 + 4 * p.row_scale)
-    return Work(read, rows * p.h * _bytes(p.dx_dtype), rows * p.h * p.row_scale)
+def _lce_scatter(p: lce_rows.LceScatterProblem, s: Sizes) -> Work:
+    elements = s["rows"] * p.h
+    return Work(elements * 4, elements * _bytes(p.dx_dtype), elements * p.row_scale)
 
 
-def _lce_scale(p: LceScaleProblem, s: Sizes) -> Work:
+def _lce_scale(p: lce_rows.LceScaleProblem, s: Sizes) -> Work:
     return Work(4, 0, 0, "leaves at once where the gradient that arrives is 1; else it reads and writes all of it")
 
 
-def _lce_exp(p: LceExpProblem, s: Sizes) -> Work:
+def _lce_exp(p: lce_cublas.LceExpProblem, s: Sizes) -> Work:
     rows, n = s["rows"], s["n"]
-    read = rows * (n * 4 + 4) + n * (_bytes(p.bias_dtype) + 4 * p.weighted)  # slot_target
     written = rows * n * _bytes(p.out_dtype)
     if p.kind == "softmax":
-        read += rows * 4  # row_shift
-        written += rows * (2 * _ceil_div(n, TILE_N) * 4 * (1 + p.smoothing) + 4)  # sums and shifts; target_logit
-    else:
-        read += rows * 16  # coefs
-    return Work(read, written, 3 * rows * n)
+        written += (
+            rows * 2 * _ceil_div(n, lce_cublas.TILE_N) * 4 * (1 + p.smoothing)
+        )  # sums and shifts of each row and tile
+    return Work(rows * n * 4, written, 3 * rows * n)
 
 
-def _lce_rescale(p: LceRescaleProblem, s: Sizes) -> Work:
-    rows, tiles = s["rows"], _ceil_div(s["n"], TILE_N)
-    read = rows * (tiles * 4 + 4) + 4 * _ceil_div(rows, ROW_TILE)
-    return Work(read, rows * tiles * 4, 0, "reads and writes exp_logits of flagged rows too")
+def _lce_rescale(p: lce_cublas.LceRescaleProblem, s: Sizes) -> Work:
+    sums = s["rows"] * _ceil_div(s["n"], lce_cublas.TILE_N) * 4
+    return Work(sums, sums, 0, "reads and writes exp_logits of flagged rows too")
 
 
-def _lce_clear(p: LceClearProblem, s: Sizes) -> Work:
+def _lce_clear(p: lce_cublas.LceClearProblem, s: Sizes) -> Work:
     return Work(4, 0, 0, "writes the rows that are ignored, if any")
 
 
@@ -224,29 +164,29 @@ def _row_ctas(problem: Any, config: Any, s: Sizes) -> int:
     return _ceil_div(s["rows"], config.threads // 32)
 
 
-def _gemm_tiles(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
+def _gemm_tiles(problem: gemm.GemmProblem, config: gemm.GemmConfig, s: Sizes) -> int:
     clusters = _ceil_div(s["m"], config.tile_m * config.cluster_m) * _ceil_div(s["n"], config.tile_n * config.cluster_n)
     return clusters * config.cluster_m * config.cluster_n
 
 
-def _gemm_ctas(problem: GemmProblem, config: GemmConfig, s: Sizes) -> int:
+def _gemm_ctas(problem: gemm.GemmProblem, config: gemm.GemmConfig, s: Sizes) -> int:
     resident = s["max_clusters"] * config.cluster_m * config.cluster_n
     return resident if problem.split_k_tail else min(_gemm_tiles(problem, config, s), resident)
 
 
-def _exp_ctas(problem: LceExpProblem, config: LceWarpsConfig, s: Sizes) -> int:
-    return _row_ctas(problem, config, s) * _ceil_div(s["n"], TILE_N)
+def _exp_ctas(problem: lce_cublas.LceExpProblem, config: lce_cublas.LceWarpsConfig, s: Sizes) -> int:
+    return _row_ctas(problem, config, s) * _ceil_div(s["n"], lce_cublas.TILE_N)
 
 
-def _rescale_ctas(problem: LceRescaleProblem, config: LceWarpsConfig, s: Sizes) -> int:
-    return _row_ctas(problem, config, s) * _ceil_div(s["n"], 32 * TILE_N)
+def _rescale_ctas(problem: lce_cublas.LceRescaleProblem, config: lce_cublas.LceWarpsConfig, s: Sizes) -> int:
+    return _row_ctas(problem, config, s) * _ceil_div(s["n"], 32 * lce_cublas.TILE_N)
 
 
-def _targets_ctas(problem: LceTargetsProblem, config: LceTargetsConfig, s: Sizes) -> int:
+def _targets_ctas(problem: lce_rows.LceTargetsProblem, config: lce_rows.LceTargetsConfig, s: Sizes) -> int:
     return _ceil_div(s["rows"], config.threads // 32 * config.slots) * _ceil_div(problem.h, 256)
 
 
-def _norm_tiles(problem: RmsNormBwdProblem, config: Any, s: Sizes) -> int:
+def _norm_tiles(problem: rms_norm.RmsNormBwdProblem, config: Any, s: Sizes) -> int:
     return _ceil_div(s["m"], config.threads // config.threads_per_row) * config.split_n
 
 
@@ -258,7 +198,6 @@ class Kernel:
     """A kernel as its callers see it. `sizes`: which arguments of a call are sizes, as fields of its NamedTuple, or by
     position if the call has no such tuple."""
 
-    class_names: tuple[str, ...]
     sizes: tuple[str, ...] | Mapping[str, int]
     work: Callable[[Any, Sizes], Work]
     ctas: Callable[[Any, Any, Sizes], int]
@@ -266,27 +205,26 @@ class Kernel:
 
 
 KERNELS = {
-    "rms_norm_fwd": Kernel(("RmsNormFwd",), {"m": -3, "num_ctas": -2}, _rms_norm_fwd, _given_ctas),
-    "rms_norm_bwd": Kernel(("RmsNormBwd",), {"m": -3, "num_ctas": -2}, _rms_norm_bwd, _given_ctas, _norm_tiles),
-    "lce_gemm": Kernel(("GemmSm90",), ("m", "n", "k", "max_clusters"), _lce_gemm, _gemm_ctas, _gemm_tiles),
-    "lce_compact": Kernel(("LceCompact",), ("v", "m"), _lce_compact, lambda problem, config, s: 1),
-    "lce_gather": Kernel(("LceGather",), ("rows", "v"), _lce_gather, _row_ctas),
-    "lce_rows": Kernel(("LceRows",), ("v", "tiles", "rows"), _lce_rows, _row_ctas),
+    "rms_norm_fwd": Kernel({"m": -3, "num_ctas": -2}, _rms_norm_fwd, _given_ctas),
+    "rms_norm_bwd": Kernel({"m": -3, "num_ctas": -2}, _rms_norm_bwd, _given_ctas, _norm_tiles),
+    "lce_gemm": Kernel(("m", "n", "k", "max_clusters"), _lce_gemm, _gemm_ctas, _gemm_tiles),
+    "lce_compact": Kernel(("v", "m"), _lce_compact, lambda problem, config, s: 1),
+    "lce_gather": Kernel(("rows", "v"), _lce_gather, _row_ctas),
+    "lce_rows": Kernel(("v", "tiles", "rows"), _lce_rows, _row_ctas),
     "lce_sort": Kernel(
-        ("LceSort",),
         ("rows",),
         _lce_sort,
         lambda problem, config, s: _ceil_div(s["rows"], config.threads if problem.presorted else 32),
     ),
-    "lce_targets": Kernel(("LceTargets",), ("v0", "v1", "rows"), _lce_targets, _targets_ctas),
-    "lce_bias": Kernel(("LceBias",), ("rows", "n"), _lce_bias, lambda problem, config, s: config.num_ctas(s["n"])),
-    "lce_scatter": Kernel(("LceScatter",), ("rows",), _lce_scatter, _row_ctas),
-    "lce_scale": Kernel(("LceScale",), ("n", "n2", "num_ctas"), _lce_scale, _given_ctas),
-    "lce_exp": Kernel(("LceExp",), ("rows", "n"), _lce_exp, _exp_ctas),
-    "lce_rescale": Kernel(("LceRescale",), ("rows", "n"), _lce_rescale, _rescale_ctas),
-    "lce_clear": Kernel(("LceClear",), ("rows",), _lce_clear, _row_ctas),
+    "lce_targets": Kernel(("v0", "v1", "rows"), _lce_targets, _targets_ctas),
+    "lce_bias": Kernel(("rows", "n"), _lce_bias, lambda problem, config, s: config.num_ctas(s["n"])),
+    "lce_scatter": Kernel(("rows",), _lce_scatter, _row_ctas),
+    "lce_scale": Kernel(("n", "n2", "num_ctas"), _lce_scale, _given_ctas),
+    "lce_exp": Kernel(("rows", "n"), _lce_exp, _exp_ctas),
+    "lce_rescale": Kernel(("rows", "n"), _lce_rescale, _rescale_ctas),
+    "lce_clear": Kernel(("rows",), _lce_clear, _row_ctas),
 }
-_NAMES = {cls: name for name, kernel in KERNELS.items() for cls in kernel.class_names}
+_NAMES = {where.rpartition(":")[2]: name for name, (where, _) in kernels.TABLE.items()}  # by class
 
 
 def kernel_of(class_name: str) -> str | None:

@@ -36,8 +36,8 @@ LAYERS = {
     "testing": Layer(
         quackish="errors gpu configs reference launch kernels ops", outside="torch", lazy="cutlass tvm_ffi triton"
     ),
-    "work": Layer(quackish="errors gpu configs"),
-    "profiling": Layer(quackish="errors gpu configs launch work", outside="torch"),
+    "work": Layer(quackish="errors gpu configs kernels"),
+    "profiling": Layer(quackish="errors gpu configs kernels launch work", outside="torch"),
     "tune": Layer(quackish="errors gpu configs launch kernels ops testing", outside="torch"),
     "bench": Layer(
         quackish="errors gpu configs reference launch kernels ops testing work profiling",

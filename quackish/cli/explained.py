@@ -82,7 +82,7 @@ def _launches(steps: list[Step], own: list, used: dict, gpu: Gpu, roofs: Roofs |
 def _kernel(name: str, problem: Any, choice: Any, used: Resources | None, gpu: Gpu) -> dict[str, Any]:
     row = {
         "kernel": name,
-        "class": KERNELS[name].class_names[0],
+        "class": kernels.find(name, gpu).__name__,
         "problem": describe(problem, {}),
         "config": vars(choice.config),
     }
