@@ -22,9 +22,9 @@ from quackish import launch
 from quackish.gpu import Roofs, gpu_of, roofs_of
 from quackish.work import KERNELS, Work, describe, floor, kernel_of, sizes_of, work
 
-COLUMNS = (
-    *("kernel", "problem", "config", "device", "calls", "untimed", "total_ms", "mean_us", "bytes", "flops"),
-    *("gb_per_s", "tflop_per_s", "floor_us", "pct_of_roof", "bound"),
+COLUMNS = tuple(
+    "kernel problem config device calls untimed total_ms mean_us bytes flops "
+    "gb_per_s tflop_per_s floor_us pct_of_roof bound".split()
 )
 
 
@@ -55,17 +55,12 @@ class Launch:
         return self
 
 
-def profile() -> "Profile":
+class profile:
     """A context manager that records launches: `with quackish.profile() as p: ...; print(p)`.
 
     It records all launches of the process between enter and exit, from all threads (autograd's too), on all streams and
-    devices. Profiles may be nested, and entered again to continue. Results are bitwise the same without it.
-    """
-    return Profile()
-
-
-class Profile:
-    """What `profile()` returns. Reading results waits for the recorded launches.
+    devices. Profiles may be nested, and entered again to continue. Results are bitwise the same without it. Reading
+    results waits for the recorded launches.
 
     `roofs`: what achieved speeds are compared with, for every device. None, the default, measures each device when it
     is first needed, once per process, which takes 0.1 s and 0.8 GB; without room for that, or without CUDA, the roofs
@@ -76,16 +71,16 @@ class Profile:
         self.roofs: Roofs | None = None
         self._launches: list[Launch] = []
 
-    def __enter__(self) -> "Profile":
-        _set_active(lambda active: (*active, self))
+    def __enter__(self) -> "profile":
+        with _lock:
+            _active.append(self)
+            launch.observe(_observed)
         return self
 
     def __exit__(self, *error: object) -> None:
-        def without_last(active: tuple[Profile, ...]) -> tuple[Profile, ...]:
-            last = len(active) - 1 - active[::-1].index(self)
-            return active[:last] + active[last + 1 :]
-
-        _set_active(without_last)
+        with _lock:
+            _active.remove(self)
+            launch.observe(_observed if _active else None)
 
     @property
     def launches(self) -> list[Launch]:
@@ -111,11 +106,12 @@ class Profile:
         row |= dict(device=first.device, calls=len(group), untimed=len(group) - len(times), total_ms=sum(times))
         us = row["mean_us"] = 1e3 * sum(times) / len(times) if times else None
         done, roofs = first.work, self._roofs_of(first.device)
-        if done is not None:
-            row |= dict(bytes=done.bytes, flops=done.flops)
-            if times:
-                row |= dict(gb_per_s=1e-3 * done.bytes / us, tflop_per_s=1e-6 * done.flops / us)
-        if done is not None and roofs is not None:
+        if done is None:
+            return row
+        row |= dict(bytes=done.bytes, flops=done.flops)
+        if times:
+            row |= dict(gb_per_s=1e-3 * done.bytes / us, tflop_per_s=1e-6 * done.flops / us)
+        if roofs is not None:
             least = floor(done, roofs)
             row |= dict(floor_us=least.us, bound=least.bound)
             if times and least.bound != "launch":
@@ -127,7 +123,7 @@ class Profile:
             return self.roofs
         return None if device is None else measured_roofs(device)
 
-    def table(self) -> str:
+    def __str__(self) -> str:
         """`rows()` as text, followed by the roofs and what is not recorded."""
         rows = self.rows()
         if not rows:
@@ -157,8 +153,6 @@ class Profile:
         )
         return "\n".join(lines)
 
-    __str__ = table
-
     def to_csv(self, path: str | os.PathLike) -> None:
         """`rows()`, with COLUMNS as the header."""
         with open(path, "w", newline="", encoding="utf-8") as file:
@@ -169,20 +163,11 @@ class Profile:
 
 # Recording -----------------------------------------------------------------------------------------------------------
 
-_active: tuple[Profile, ...] = ()
+_active: list[profile] = []
 _lock = threading.Lock()
 
 
-def _set_active(change: Callable[[tuple[Profile, ...]], tuple[Profile, ...]]) -> None:
-    global _active
-    with _lock:
-        _active = change(_active)
-        launch.observe(_observed if _active else None)
-
-
-def _observed(
-    function: Callable[..., None], args: tuple[Any, ...], kernel_class: type, problem: Any, config: Any
-) -> None:
+def _observed(function: Callable[..., None], args: tuple, kernel_class: type, problem: Any, config: Any) -> None:
     kernel = kernel_of(kernel_class.__name__)
     sizes = {} if kernel is None else sizes_of(kernel, args)
     record = Launch(kernel or kernel_class.__name__, problem, config, sizes)
@@ -201,8 +186,8 @@ def _observed(
         start.record(stream)
         function(*args)
         end.record(stream)
-    for profile in _active:
-        profile._launches.append(record)
+    for each in list(_active):
+        each._launches.append(record)
 
 
 # Roofs ---------------------------------------------------------------------------------------------------------------

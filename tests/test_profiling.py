@@ -100,7 +100,7 @@ def test_a_kernel_that_is_not_described_is_recorded_without_work():
     assert (only.kernel, only.sizes, only.work) == ("Toy", {}, None)
     p.roofs = ROOFS
     assert p.rows()[0]["gb_per_s"] is None
-    assert "Toy" in p.table()
+    assert "Toy" in str(p)
 
 
 class Cuda:
@@ -260,7 +260,7 @@ def check_times(p):
     assert all(each.ms is not None and each.ms > 0 for each in p.launches)
     shares = [row["pct_of_roof"] for row in p.rows() if row["pct_of_roof"] is not None]
     assert shares
-    assert max(shares) <= 130, p.table()
+    assert max(shares) <= 130, str(p)
 
 
 @pytest.mark.gpu
