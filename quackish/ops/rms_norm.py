@@ -274,25 +274,16 @@ class _RmsNorm(torch.autograd.Function):
         forward, rstd = ctx.plan, ctx.rstd
         needs = ctx.needs_input_grad  # as forward's arguments: x, weight, plan, and bias, residual where given
         # Hooks on saved tensors, and assignments to .data, may leave other types, dtypes and strides than forward had.
-        if (
+        usual = (
             type(dy) is Tensor and dy.is_contiguous()
             and (dres is None or (type(dres) is Tensor and dres.is_contiguous()))
             and type(x) is forward.res_type and x.dtype is forward.res_dtype and x.is_contiguous()
             and (weight is None or (
                 type(weight) is forward.weight_type and weight.dtype is forward.weight_dtype and weight.is_contiguous()
             ))
-        ):  # fmt: skip
-            key = choose.epoch, needs, dres is None
-        else:
-            key = (
-                choose.epoch, needs, type(dy), type(dres), type(x), type(weight), x.dtype,
-                None if weight is None else weight.dtype,
-                None if dy is None else dy.is_contiguous() or dy.stride(),
-                None if dres is None else dres.is_contiguous() or dres.stride(),
-                x.is_contiguous() or x.stride(), weight is None or weight.is_contiguous(),
-            )  # fmt: skip
-        plans = forward.backward
-        plan = plans.get(key)
+        )  # fmt: skip
+        key = choose.epoch, needs, dres is None
+        plan = forward.backward.get(key) if usual else None
         if (
             plan is None
             or _is_grad_enabled()
@@ -304,8 +295,8 @@ class _RmsNorm(torch.autograd.Function):
             options = (forward.eps, forward.weight_offset, forward.x_dtype, forward.bias_dtype, forward.backend)
             four = (*needs[:2], *(needs[3:] or (False, False)))
             plan, dx, dweight, dbias, dresidual = _gradients(four, dy, x, weight, rstd, dres, *options)
-            if plan is not None:
-                plans[key] = plan
+            if usual and plan is not None:
+                forward.backward[key] = plan
         else:
             dx, dresidual, dweight, dbias = plan.run(dy, x, weight, rstd, dres)
             if len(needs) > 3 and needs[4]:  # _as_asked, written out

@@ -5,7 +5,6 @@ Where no kernel covers a call, its plan runs the reference.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,7 +94,7 @@ class Plan:
     """
 
     def __init__(self, name: str, problem: Any, x: Tensor, m: int, backend: str, rstd_dtype=torch.float32):
-        self.shape, self.strides = tuple(x.shape), _packed_strides(x.shape)  # of results like x
+        self.shape, self.strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()  # of results like x
         self.m, self.device_index, self.backend, self.problem = m, x.device.index, backend, problem
         self._name, self._call = name, (m, x.device, backend, rstd_dtype)
         self.kernel = find_kernel(name, problem, *self._call)
@@ -378,10 +377,6 @@ def copied(flags: tuple[bool, ...], *tensors: Tensor | None) -> list[Tensor | No
 def resolve_eps(x: Tensor, eps: float | None) -> float:
     """eps, or what F.rms_norm takes for None: the epsilon of the dtype that it computes in, not of x's."""
     return eps if eps is not None else torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-
-
-def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _dtype(t: Tensor | None) -> torch.dtype | None:
