@@ -325,22 +325,7 @@ def test_processes_that_cannot_be_started(monkeypatch):
     assert launch.counters.compiles == 1
 
 
-# Recording
-
-
-def test_recording():
-    here = host_toy(2)
-    with launch.record() as recording:
-        first, second = host_toy(2), host_toy(3)
-        second(1, None)
-        first("x")
-        second(2, 0.5)
-        seen_by_a_thread = in_threads([lambda: host_toy(2)])
-    assert list(recording.requests) == requests(2, 3)
-    assert recording.launches == [(*requests(3), (1, None)), (*requests(2), ("x",)), (*requests(3), (2, 0.5))]
-    assert seen_by_a_thread == [here]  # another thread goes on as ever
-    assert host_toy(2) is here
-    assert launch.counters.compiles == 1
+# Resources
 
 
 @pytest.mark.parametrize(

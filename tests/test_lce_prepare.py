@@ -1,6 +1,6 @@
 """Linear cross entropy's rehearsal, which says what a first call has to compile: it asks for what the call asks for."""
 
-import contextlib
+import functools
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from quackish import launch
 from quackish.configs.lce_rows import LceSortProblem
 from quackish.gpu import B200, H200
+from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import api as public
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
@@ -20,13 +21,28 @@ from quackish.ops.linear_cross_entropy.launches import LceKernels
 CPU = torch.device("cpu")
 
 
+class Recorder:
+    """Kernels that do nothing, and what is asked for and launched."""
+
+    def __init__(self):
+        self.requests, self.launches = set(), []
+
+    def kernel_for(self, name, problem, gpu):
+        request = request_for(name, problem, gpu)
+        self.requests.add(request)
+        return Kernel(lambda *args: self.launches.append(name), request.config)
+
+
+RECORDERS = []  # of calls that are under way
+
+
 @pytest.fixture
 def on(monkeypatch, run_on):
     """A GPU for CPU tensors, and what the operation asked `launch.prepare` for."""
     asked = []
 
     def set_up(gpu):
-        run_on(lambda device: on_kernels.kernels_on(device, gpu))  # new ones: each looks its kernels up again
+        run_on(lambda device: on_kernels.kernels_on(device, gpu, RECORDERS[-1].kernel_for))
         monkeypatch.setattr(on_kernels, "gpu_of", lambda index: gpu)
         monkeypatch.setattr(preparing, "_prepared", set())
         monkeypatch.setattr(preparing.launch, "prepare", asked.append)
@@ -45,6 +61,17 @@ def prepare(x, w, target, kw, grad_weight_out=None, **how):
     preparing.prepare(on_kernels.Inputs(x, w, bias, target, weight, items), plan, grad_weight_out)
 
 
+def called(x, w, target, kw, **how):
+    """What a call asks for, forward and backward."""
+    RECORDERS.append(Recorder())
+    loss = linear_cross_entropy(x, w, target, **kw, **how)
+    if loss.requires_grad:
+        loss.backward(torch.rand(loss.shape))
+    recorder = RECORDERS.pop()
+    assert len(recorder.launches) >= 4
+    return recorder.requests
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -59,11 +86,7 @@ def test_rehearsal_asks_for_what_a_call_asks_for(dtype, name, reduction, on):
                 for given in ({}, {"grad_weight_out": torch.zeros(w.shape)}) if not frozen else ({},):
                     preparing._prepared.clear()  # two schedules may come to the same
                     prepare(x, w, target, kw, **how, **given)
-                    with launch.record() as recording:
-                        loss = linear_cross_entropy(x, w, target, **kw, **how, **given)
-                        loss.backward(torch.rand(loss.shape))
-                    assert len(recording.launches) >= 5
-                    assert set(asked[-1]) == set(recording.requests)
+                    assert set(asked[-1]) == called(x, w, target, kw, **how, **given)
                     asked.clear()
 
 
@@ -72,9 +95,7 @@ def test_of_the_loss_alone(on):
     x, w, target, kw = make(300, 64, 700, torch.bfloat16)
     with torch.no_grad():
         prepare(x, w, target, kw)
-        with launch.record() as recording:
-            linear_cross_entropy(x, w, target)
-    assert set(asked[-1]) == set(recording.requests)
+        assert set(asked[-1]) == called(x, w, target, kw)
 
 
 def test_once_for_all_m(on):
@@ -88,14 +109,6 @@ def test_once_for_all_m(on):
     prepare(x, w, target.int(), kw)
     prepare(x.half(), w.half(), target, kw)
     assert len(asked) == 4
-
-
-def called(x, w, target, kw, **how):
-    """What a call asks for, forward and backward."""
-    with launch.record() as recording:
-        loss = linear_cross_entropy(x, w, target, **kw, **how)
-        loss.backward(torch.rand(loss.shape))
-    return set(recording.requests)
 
 
 def test_of_a_weight_gradient_that_forward_begins(on, narrow):
@@ -168,31 +181,20 @@ def test_rows_that_start_anywhere(schedule, on):
         assert set(requests) == called(given, w, target[:99], kw, schedule=schedule)
 
 
-@pytest.fixture
-def rehearsals(monkeypatch):
-    """What each rehearsal recorded."""
-    recordings, record = [], launch.record
-
-    @contextlib.contextmanager
-    def noted():
-        with record() as recording:
-            recordings.append(recording)
-            yield recording
-
-    monkeypatch.setattr(preparing.launch, "record", noted)
-    return recordings
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_chunks_stand_for_many(schedule, dtype, on, rehearsals):
+def test_two_chunks_stand_for_many(schedule, dtype, on, monkeypatch):
     on(H200)
+    launches = []
     for m in (256, 128 * 40):
         preparing._prepared.clear()
+        k = Recorder()
+        kernels_on = functools.partial(on_kernels.kernels_on, CPU, None, k.kernel_for)
+        monkeypatch.setattr(preparing, "kernels_on", lambda *device, kernel_for, made=kernels_on: made())
         x, w, target, kw = make(m, 8, 700, dtype, bias=True)
         prepare(x, w, target, kw, schedule=schedule, chunk_size=128)
-    few, many = rehearsals
-    assert len(few.launches) == len(many.launches)
+        launches.append(len(k.launches))
+    assert launches[0] == launches[1] > 0
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,17 @@ device. With `make_fake_stream(use_tvm_ffi_env_stream=True)` calls pass no strea
 stream on the device of the tensor arguments, of which there must be at least one.
 """
 
-from quackish.launch.compile import Counters, Recording, Request, counters, get, observe, record
+from quackish.launch.compile import Counters, Request, counters, get, observe
 from quackish.launch.cubin import Resources, resources
 from quackish.launch.parallel import prepare
 
 __all__ = [
     "Counters",
-    "Recording",
     "Request",
     "Resources",
     "counters",
     "get",
     "observe",
     "prepare",
-    "record",
     "resources",
 ]

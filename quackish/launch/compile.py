@@ -1,10 +1,8 @@
 """Finds compiled kernels: in memory, on disk, or by compiling."""
 
-import contextlib
-import contextvars
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from quackish.launch import cache, objects
@@ -44,8 +42,6 @@ def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[
     Raises RuntimeError with problem and config in the message if compilation fails.
     """
     request = Request(kernel_class, problem, config, target)
-    if (recording := _recording.get()) is not None:
-        return recording.kernel(request)
     kernel = _ready.get(request)
     if kernel is None:
         with lock:
@@ -116,35 +112,3 @@ def observe(observer: Observer | None) -> None:
     """
     global _observer
     _observer = observer
-
-
-# Planning ------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Recording:
-    """Requests and launches in order, recorded without compiling, loading or launching anything."""
-
-    requests: dict[Request, None] = dataclasses.field(default_factory=dict)  # an ordered set
-    launches: list[tuple[Request, tuple]] = dataclasses.field(default_factory=list)  # with arguments
-
-    def kernel(self, request: Request) -> Callable[..., None]:
-        self.requests[request] = None
-        return lambda *args: self.launches.append((request, args))
-
-
-_recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("recording", default=None)
-
-
-@contextlib.contextmanager
-def record() -> Iterator[Recording]:
-    """Makes `get`, on this thread, return functions that only record their calls.
-
-    Callers that cache what `get` returned must drop it at the end of the block.
-    """
-    recording = Recording()
-    token = _recording.set(recording)
-    try:
-        yield recording
-    finally:
-        _recording.reset(token)

@@ -13,14 +13,15 @@ class Kernel(NamedTuple):
     config: Any
 
 
-def kernel_for(name: str, problem: Any, gpu: Gpu) -> Kernel:
-    """Chooses the config of kernel `name` for `problem`, and compiles or loads the kernel.
+def request_for(name: str, problem: Any, gpu: Gpu) -> launch.Request:
+    """What `kernel_for` compiles or loads. Raises UnsupportedError if the table of kernels has none for the GPU."""
+    return launch.Request(kernels.find(name, gpu), problem, choose.choose(name, problem, gpu).config, gpu.target)
 
-    Raises UnsupportedError if the table of kernels has none for the GPU.
-    """
-    kernel_class = kernels.find(name, gpu)
-    config = choose.choose(name, problem, gpu).config
-    return Kernel(launch.get(kernel_class, problem, config, gpu.target), config)
+
+def kernel_for(name: str, problem: Any, gpu: Gpu) -> Kernel:
+    """Chooses the config of kernel `name` for `problem`, and compiles or loads the kernel. Raises as `request_for`."""
+    request = request_for(name, problem, gpu)
+    return Kernel(launch.get(*request), request.config)
 
 
 KernelFor = Callable[[str, Any, Gpu], Kernel]
