@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -285,11 +284,7 @@ use()
     leftover.write_bytes(leftover.read_bytes()[:1000])  # as if killed a little earlier
     assert silently(use) == "compiled"
     assert silently(use) == "loaded"
-    assert leftover.exists()  # its process might still be writing
-    hour_ago = time.time() - 3601
-    os.utime(leftover, (hour_ago, hour_ago))
-    assert silently(use, 3) == "compiled"
-    assert not leftover.exists()
+    assert leftover.exists()  # its process might still be writing: `cache clear` deletes it
     assert len(list(folder.iterdir())) == 2
 
 

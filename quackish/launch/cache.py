@@ -7,7 +7,6 @@ file repeats the identity under a checksum. A bad file or folder costs a compila
 A file has three lines, followed by the object: the format, the SHA-256 of everything below, the identity as JSON.
 """
 
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -92,7 +91,6 @@ def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> str:
         return "QUACKISH_CACHE=0 turns the cache off"
     try:
         folder = _checked_folder(kernel_class)
-        _remove_leftovers(folder)
         body = json.dumps(identity).encode() + b"\n" + payload
         files.write(folder / name_of(identity), _head(body) + body)
     except (OSError, ValueError) as error:
@@ -199,14 +197,6 @@ def _warn_memory_only(error: Exception) -> str:
         RuntimeWarning,
     )
     return reason
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Deletes temporary files of killed processes, recognized by their age."""
-    for path in folder.glob("*" + files.TEMPORARY):
-        with contextlib.suppress(OSError):  # another process may have deleted it
-            if path.stat().st_mtime < time.time() - 3600:
-                path.unlink()
 
 
 def _elsewhere(module: str) -> Path | None:
