@@ -255,6 +255,21 @@ def test_jobs(monkeypatch):
     assert parallel.default_jobs(9) == 5
 
 
+@pytest.fixture
+def ended(monkeypatch):
+    """Whether processes were started, and all of them have ended."""
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **how: started.append(popen(*args, **how)) or started[-1])
+    return lambda: started and all(process.returncode is not None for process in started)
+
+
+def test_no_process_is_left_by_who_stops_early(ended):
+    outcomes = parallel.compile_all(requests(2, 3, 4), jobs=2)
+    next(outcomes)
+    outcomes.close()
+    assert ended()
+
+
 def test_what_fails_side_by_side_is_told(monkeypatch):
     broken = launch.Request(BrokenToy, HostProblem(), HostConfig(), "sm_90a")
     outcomes = {o.request: o for o in parallel.compile_all([broken, *requests(2)], jobs=1)}
@@ -268,17 +283,6 @@ def test_what_fails_side_by_side_is_told(monkeypatch):
 
 # Programs in place of worker.py
 
-DIES = "import sys; sys.exit('lost its head')"
-ANSWERS_ONCE = """
-import os, pathlib, pickle, sys, time
-with open(pathlib.Path(__file__).with_name("processes"), "a") as file:
-    print(os.getpid(), file=file)
-os.read(0, 1)
-pickle.dump(("compiled", ""), sys.stdout.buffer)
-sys.stdout.flush()
-time.sleep(60)
-"""
-
 
 def statuses(outcomes, *factors):
     outcomes = list(outcomes)
@@ -288,7 +292,8 @@ def statuses(outcomes, *factors):
 
 
 @pytest.mark.parametrize(
-    "program, said", [(DIES, "lost its head"), ("import os; os.kill(os.getpid(), 9)", ""), ("", "")]
+    "program, said",
+    [("import sys; sys.exit('lost its head')", "lost its head"), ("import os; os.kill(os.getpid(), 9)", "")],
 )
 def test_processes_that_die(tmp_path, program, said):
     worker = tmp_path / "worker.py"
@@ -298,23 +303,13 @@ def test_processes_that_die(tmp_path, program, said):
     assert all(re.search(rf"no answer .* \(\w+Error\(.*\)\): {said}", o.message) for o in outcomes)
 
 
-def test_processes_that_hang(tmp_path):
+def test_processes_that_hang_are_ended(tmp_path, ended):
     worker = tmp_path / "worker.py"
     worker.write_text("import time; time.sleep(60)")
     outcomes = list(parallel.compile_all(requests(2, 3, 4), jobs=2, worker=worker, timeout=0.2))
     assert statuses(outcomes, 2, 3, 4) == ["failed"] * 3
     assert all("none within 0 s" in outcome.message for outcome in outcomes)
-
-
-def test_processes_end_with_their_user(tmp_path):
-    worker = tmp_path / "worker.py"
-    worker.write_text(ANSWERS_ONCE)
-    outcomes = parallel.compile_all(requests(2, 3, 4), jobs=2, worker=worker, timeout=0.5)
-    assert next(outcomes).status == "compiled"
-    outcomes.close()
-    for process in (tmp_path / "processes").read_text().split():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(process), 0)
+    assert ended()
 
 
 def test_processes_that_cannot_be_started(monkeypatch):

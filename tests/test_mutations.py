@@ -142,11 +142,6 @@ def test_list_and_mistakes(root, capsys):
     printed = capsys.readouterr().out
     assert "killed (quackish/toy.py)\n    '2 * x' -> '3 * x'\n    tests/test_toy.py -k 'double'" in printed
     assert "other" not in printed
-    for argv, message in (
-        (["--only", "nothing"], "--only nothing: expected names of mutations; --list shows them"),
-        (["--jobs", "0"], "--jobs 0: expected at least 1"),
-        (["--timeout", "0"], "--timeout 0.0: expected more than 0"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            mutations.main(argv, [toy("killed", "double")], root)
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        mutations.main(["--only", "nothing"], [toy("killed", "double")], root)
+    assert "--only nothing: expected names of mutations; --list shows them" in capsys.readouterr().err
