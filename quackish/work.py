@@ -1,4 +1,4 @@
-"""What a launch has to move and multiply at least, and how many CTAs it has: plain arithmetic on problem and sizes.
+"""What a launch has to move and multiply at least: plain arithmetic on problem and sizes.
 
 Sizes are what a kernel is told at run time: rows, classes, tiles. `KERNELS` says which arguments of a call are sizes.
 Bytes are those of device memory that no kernel can do without: each input once, each output once; scratch that stays in
@@ -8,7 +8,7 @@ live: only the device knows how many are ignored.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from quackish import kernels
 from quackish.configs import gemm, lce_cublas, lce_rows, rms_norm
@@ -152,77 +152,32 @@ def _lce_clear(p: lce_cublas.LceClearProblem, s: Sizes) -> Work:
     return Work(4, 0, 0, "writes the rows that are ignored, if any")
 
 
-# How many CTAs, and how many tiles they have between them ------------------------------------------------------------
-
-
-def _given_ctas(problem: Any, config: Any, s: Sizes) -> int:
-    return s["num_ctas"]
-
-
-def _row_ctas(problem: Any, config: Any, s: Sizes) -> int:
-    """One warp per row."""
-    return _ceil_div(s["rows"], config.threads // 32)
-
-
-def _gemm_tiles(problem: gemm.GemmProblem, config: gemm.GemmConfig, s: Sizes) -> int:
-    clusters = _ceil_div(s["m"], config.tile_m * config.cluster_m) * _ceil_div(s["n"], config.tile_n * config.cluster_n)
-    return clusters * config.cluster_m * config.cluster_n
-
-
-def _gemm_ctas(problem: gemm.GemmProblem, config: gemm.GemmConfig, s: Sizes) -> int:
-    resident = s["max_clusters"] * config.cluster_m * config.cluster_n
-    return resident if problem.split_k_tail else min(_gemm_tiles(problem, config, s), resident)
-
-
-def _exp_ctas(problem: lce_cublas.LceExpProblem, config: lce_cublas.LceWarpsConfig, s: Sizes) -> int:
-    return _row_ctas(problem, config, s) * _ceil_div(s["n"], lce_cublas.TILE_N)
-
-
-def _rescale_ctas(problem: lce_cublas.LceRescaleProblem, config: lce_cublas.LceWarpsConfig, s: Sizes) -> int:
-    return _row_ctas(problem, config, s) * _ceil_div(s["n"], 32 * lce_cublas.TILE_N)
-
-
-def _targets_ctas(problem: lce_rows.LceTargetsProblem, config: lce_rows.LceTargetsConfig, s: Sizes) -> int:
-    return _ceil_div(s["rows"], config.threads // 32 * config.slots) * _ceil_div(problem.h, 256)
-
-
-def _norm_tiles(problem: rms_norm.RmsNormBwdProblem, config: Any, s: Sizes) -> int:
-    return _ceil_div(s["m"], config.threads // config.threads_per_row) * config.split_n
-
-
 # The table -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A kernel as its callers see it. `sizes`: which arguments of a call are sizes, as fields of its NamedTuple, or by
     position if the call has no such tuple."""
 
     sizes: tuple[str, ...] | Mapping[str, int]
     work: Callable[[Any, Sizes], Work]
-    ctas: Callable[[Any, Any, Sizes], int]
-    tiles: Callable[[Any, Any, Sizes], int] | None = None  # what persistent CTAs iterate over
 
 
 KERNELS = {
-    "rms_norm_fwd": Kernel({"m": -3, "num_ctas": -2}, _rms_norm_fwd, _given_ctas),
-    "rms_norm_bwd": Kernel({"m": -3, "num_ctas": -2}, _rms_norm_bwd, _given_ctas, _norm_tiles),
-    "lce_gemm": Kernel(("m", "n", "k", "max_clusters"), _lce_gemm, _gemm_ctas, _gemm_tiles),
-    "lce_compact": Kernel(("v", "m"), _lce_compact, lambda problem, config, s: 1),
-    "lce_gather": Kernel(("rows", "v"), _lce_gather, _row_ctas),
-    "lce_rows": Kernel(("v", "tiles", "rows"), _lce_rows, _row_ctas),
-    "lce_sort": Kernel(
-        ("rows",),
-        _lce_sort,
-        lambda problem, config, s: _ceil_div(s["rows"], config.threads if problem.presorted else 32),
-    ),
-    "lce_targets": Kernel(("v0", "v1", "rows"), _lce_targets, _targets_ctas),
-    "lce_bias": Kernel(("rows", "n"), _lce_bias, lambda problem, config, s: config.num_ctas(s["n"])),
-    "lce_scatter": Kernel(("rows",), _lce_scatter, _row_ctas),
-    "lce_scale": Kernel(("n", "n2", "num_ctas"), _lce_scale, _given_ctas),
-    "lce_exp": Kernel(("rows", "n"), _lce_exp, _exp_ctas),
-    "lce_rescale": Kernel(("rows", "n"), _lce_rescale, _rescale_ctas),
-    "lce_clear": Kernel(("rows",), _lce_clear, _row_ctas),
+    "rms_norm_fwd": Kernel({"m": -3}, _rms_norm_fwd),
+    "rms_norm_bwd": Kernel({"m": -3}, _rms_norm_bwd),
+    "lce_gemm": Kernel(("m", "n", "k"), _lce_gemm),
+    "lce_compact": Kernel(("v", "m"), _lce_compact),
+    "lce_gather": Kernel(("rows", "v"), _lce_gather),
+    "lce_rows": Kernel(("v", "tiles", "rows"), _lce_rows),
+    "lce_sort": Kernel(("rows",), _lce_sort),
+    "lce_targets": Kernel(("v0", "v1", "rows"), _lce_targets),
+    "lce_bias": Kernel(("rows", "n"), _lce_bias),
+    "lce_scatter": Kernel(("rows",), _lce_scatter),
+    "lce_scale": Kernel(("n", "n2"), _lce_scale),
+    "lce_exp": Kernel(("rows", "n"), _lce_exp),
+    "lce_rescale": Kernel(("rows", "n"), _lce_rescale),
+    "lce_clear": Kernel(("rows",), _lce_clear),
 }
 _NAMES = {where.rpartition(":")[2]: name for name, (where, _) in kernels.TABLE.items()}  # by class
 
@@ -245,8 +200,8 @@ def work(kernel: str, problem: Any, sizes: Sizes) -> Work:
 
 
 def describe(problem: Any, sizes: Sizes) -> str:
-    """Sizes and problem in a line: "m=16384 n=4096 x=bf16 y=bf16"; fields at their defaults and grids are left out."""
-    words = [f"{name}={value}" for name, value in sizes.items() if name not in ("num_ctas", "max_clusters")]
+    """Sizes and problem in a line: "m=16384 n=4096 x=bf16 y=bf16"; fields at their defaults are left out."""
+    words = [f"{name}={value}" for name, value in sizes.items()]
     for field in dataclasses.fields(problem) if dataclasses.is_dataclass(problem) else ():
         name, value = field.name.removesuffix("_dtype"), getattr(problem, field.name)
         if value != field.default and value is not None:

@@ -60,11 +60,9 @@ def test_rms_norm_backward_on_b200():
     assert (kernel["registers"], kernel["stack_bytes"], kernel["local_loads"], kernel["local_stores"]) == (40, 8, 3, 2)
     assert (kernel["ctas_per_sm"], kernel["limited_by"]) == (3, "shared memory")  # 58,000 + 1024 of 233,472
     (row,) = said["launches"]
-    done = work("rms_norm_bwd", problem, {"m": 16_384, "num_ctas": row["ctas"]})
+    done = work("rms_norm_bwd", problem, {"m": 16_384})
     assert (row["bytes_read"], row["bytes_written"], row["flops"]) == (done.bytes_read, done.bytes_written, done.flops)
     assert row["floor_us"] == pytest.approx(done.bytes / 8e12 * 1e6)
-    assert row["ctas"] == choice.config.num_ctas(16_384, 148)
-    assert row["waves"] == pytest.approx(row["ctas"] / (3 * 148))
     assert said["roofs"]["source"] == "data sheet"
     assert said["path"] == "kernels"
 
@@ -77,7 +75,6 @@ def test_text_has_what_json_has(capsys):
     assert shown.startswith("rms_norm 4096x8192 bfloat16 on H200 (sm_90a, 132 SMs)\nPath: quackish's kernels\n")
     for row in said["launches"]:
         assert f"{row['floor_us']:.1f}" in shown
-        assert str(row["ctas"]) in shown
     for kernel in said["kernels"]:
         assert f"{kernel['kernel']}, class {kernel['class']}: {kernel['problem']}" in shown
         assert " ".join(f"{name}={value}" for name, value in kernel["config"].items()) in shown

@@ -56,9 +56,9 @@ def test_launches_inside_are_recorded_and_others_are_not():
     norm(4)
     assert seen(p) == [("rms_norm_fwd", 2), ("lce_gemm", 3)]
     first = p.launches[0]
-    assert (first.problem, first.config, first.sizes) == (NORM, NORM_CONFIG, {"m": 2, "num_ctas": 128})
+    assert (first.problem, first.config, first.sizes) == (NORM, NORM_CONFIG, {"m": 2})
     assert first.work == work("rms_norm_fwd", NORM, first.sizes)
-    assert p.launches[1].sizes == {"m": 3, "n": 128_256, "k": 4096, "max_clusters": 66}
+    assert p.launches[1].sizes == {"m": 3, "n": 128_256, "k": 4096}
     with p:  # entered again, it goes on
         norm(5)
     assert seen(p)[2:] == [("rms_norm_fwd", 5)]
@@ -181,7 +181,7 @@ def test_speeds_are_work_over_time(cuda, tmp_path):
         gemm(function=cuda.launch)
     p.roofs = ROOFS
     row = p.rows()[0]
-    done = work("rms_norm_fwd", NORM, {"m": 16_384, "num_ctas": 128})
+    done = work("rms_norm_fwd", NORM, {"m": 16_384})
     assert (row["kernel"], row["calls"], row["total_ms"], row["mean_us"]) == ("rms_norm_fwd", 3, 6.0, 2000)
     assert row["gb_per_s"] == pytest.approx(done.bytes / 2e-3 / 1e9)
     assert row["floor_us"] == pytest.approx(done.bytes / 4e12 * 1e6)

@@ -32,12 +32,11 @@ def explain(args: argparse.Namespace, shape: list[int], gpu: Gpu | None) -> Expl
             plan[f"Path of {phase}"] = f"the portable path, in plain PyTorch: {reasons[name]}"
             continue
         choice = choose(name, problem, gpu)
-        sizes = {"m": m, "num_ctas": choice.config.num_ctas(m, gpu.sm_count)}
-        done = work(name, problem, sizes)
-        steps.append(Step(phase, name, problem, choice, sizes, done))
+        done = work(name, problem, {"m": m})
+        steps.append(Step(phase, name, problem, choice, {"m": m}, done))
         buffers.append(Buffer(f"results of {phase}", done.bytes_written))
         if name == "rms_norm_bwd" and problem.num_sums:
-            floats = choice.config.scratch_floats(problem, sizes["num_ctas"])
+            floats = choice.config.scratch_floats(problem, choice.config.num_ctas(m, gpu.sm_count))
             buffers.append(Buffer("scratch of the sums over CTAs, kept for the stream", 4 * floats))
     trace = Trace(steps, sum(buffer.bytes for buffer in buffers), buffers)
     return Explained(**about, portable=None, plan=plan, trace=trace)

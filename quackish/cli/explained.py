@@ -10,7 +10,7 @@ from quackish.cli.dry_run import Step, Trace
 from quackish.gpu import Gpu, Roofs, roofs_of
 from quackish.launch import Resources
 from quackish.profiling import speeds, table_of, text_table
-from quackish.work import KERNELS, describe, floor
+from quackish.work import describe, floor
 
 # Of an SM, as the CUDA C++ Programming Guide gives them for compute capabilities 9.0 and 10.0.
 _REGISTERS, _THREADS, _CTAS = 65_536, 2048, 32
@@ -46,7 +46,7 @@ def report(e: Explained, compiling: bool, resources: Callable[..., Resources] = 
     own = list(dict.fromkeys((s.kernel, s.problem, s.choice) for s in e.trace.steps if s.choice is not None))
     used = _resources(own, e.gpu, content["notes"], resources) if compiling else {}
     content["roofs"] = roofs and dataclasses.asdict(roofs)
-    content["launches"] = _launches(e.trace.steps, own, used, e.gpu, roofs)
+    content["launches"] = _launches(e.trace.steps, own, roofs)
     content["kernels"] = [_kernel(*key, used.get(key), e.gpu) for key in own]
     buffers = [buffer._asdict() for buffer in e.trace.buffers]
     content["memory"] = {"peak_bytes": e.trace.peak_bytes, "buffers": buffers}
@@ -54,7 +54,7 @@ def report(e: Explained, compiling: bool, resources: Callable[..., Resources] = 
     return content
 
 
-def _launches(steps: list[Step], own: list, used: dict, gpu: Gpu, roofs: Roofs | None) -> list[dict]:
+def _launches(steps: list[Step], own: list, roofs: Roofs | None) -> list[dict]:
     """Equal ones are one, with a count, where the first was."""
     rows: dict[tuple, dict] = {}
     for step in steps:
@@ -65,13 +65,7 @@ def _launches(steps: list[Step], own: list, used: dict, gpu: Gpu, roofs: Roofs |
         row = rows[key] = {"phase": step.phase, "kernel": step.kernel, "kernel_index": None, "calls": 1}
         row["sizes"] = step.problem if step.choice is None else describe(None, step.sizes)
         if step.choice is not None:
-            mine, described = key[1:4], KERNELS[step.kernel]
-            given = step.problem, step.choice.config, step.sizes
-            ctas = described.ctas(*given)
-            tiles = described.tiles(*given) / ctas if described.tiles else None
-            row |= {"kernel_index": own.index(mine) + 1, "ctas": ctas, "tiles_per_cta": tiles}
-            if mine in used:
-                row["waves"] = ctas / (gpu.sm_count * _ctas_per_sm(used[mine], step.choice.config, gpu)[0])
+            row["kernel_index"] = own.index(key[1:4]) + 1
         row |= {"bytes_read": step.work.bytes_read, "bytes_written": step.work.bytes_written, "flops": step.work.flops}
         if roofs is not None:
             least = floor(step.work, roofs)
@@ -145,7 +139,6 @@ def text(c: dict[str, Any]) -> str:
 def _launches_text(launches: list[dict]) -> str:
     columns = [
         *(("phase", "phase", ""), ("kernel", "kernel", ""), ("sizes", "sizes", ""), ("calls", "calls", "d")),
-        *(("CTAs", "ctas", "d"), ("tiles/CTA", "tiles_per_cta", ".1f"), ("waves", "waves", ".2f")),
         *(("read", "bytes_read", _bytes), ("written", "bytes_written", _bytes), ("FLOPs", "flops", _unit)),
         *(("floor us", "floor_us", ".1f"), ("bound", "bound", "")),
     ]
