@@ -292,9 +292,8 @@ class _RmsNorm(torch.autograd.Function):
             or _is_legacy_batched(dy)
             or (dres is not None and _is_legacy_batched(dres))
         ):
-            options = (forward.eps, forward.weight_offset, forward.x_dtype, forward.bias_dtype, forward.backend)
             four = (*needs[:2], *(needs[3:] or (False, False)))
-            plan, dx, dweight, dbias, dresidual = _gradients(four, dy, x, weight, rstd, dres, *options)
+            plan, dx, dweight, dbias, dresidual = _gradients(four, dy, x, weight, rstd, dres, forward)
             if usual and plan is not None:
                 forward.backward[key] = plan
         else:
@@ -313,23 +312,24 @@ _apply = super(torch.autograd.Function, _RmsNorm).apply
 _RmsNorm._backward_cls.apply = _RmsNorm.backward
 
 
-def _gradients(needs, dy, x, weight, rstd, dres, eps, weight_offset, x_dtype, bias_dtype, backend) -> tuple:
+def _gradients(needs, dy, x, weight, rstd, dres, forward) -> tuple:
     """Backward for every case: (the plan it ran by or None, dx, dweight, dbias, dresidual).
 
     needs: whether x, weight, bias and residual need gradients, and anything after that.
+    forward: a ForwardPlan, or an operator's context with its options.
     """
-    dx_dtypes = _dx_dtypes(needs[0], needs[3], x_dtype, x.dtype)
+    dx_dtypes = _dx_dtypes(needs[0], needs[3], forward.x_dtype, x.dtype)
     plan = None
     if dy is None:  # y went unused
         grads = *(dres.to(dtype) if dtype and dres is not None else None for dtype in dx_dtypes), None, None
     else:
-        dtypes = (*dx_dtypes, weight.dtype if needs[1] else None, bias_dtype if needs[2] else None)
+        dtypes = (*dx_dtypes, weight.dtype if needs[1] else None, forward.bias_dtype if needs[2] else None)
         if torch.is_grad_enabled() or _is_batched(dy, dres):
             # create_graph=True, for which autograd has to see how rstd depends on x; or vmap over gradients
-            rstd = reference.rms_norm_rstd(x, eps, rstd.dtype)
-            grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, weight_offset, *dtypes)
+            rstd = reference.rms_norm_rstd(x, forward.eps, rstd.dtype)
+            grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, forward.weight_offset, *dtypes)
         else:
-            args = (dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
+            args = (dy, x, weight, rstd, dres, forward.weight_offset, *dtypes, forward.backend)
             plan = backward_plan(*args) if is_plain() else None
             grads = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
     return plan, *_as_asked(needs[0], needs[3], *grads)
@@ -434,9 +434,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _op_backward(ctx, dy, dres, _):
-    needs, (x, weight) = ctx.needs_input_grad, ctx.saved_tensors
-    options = (ctx.eps, ctx.weight_offset, ctx.x_dtype, ctx.bias_dtype, ctx.backend)
-    _, *grads = _gradients(needs, dy, x, weight, ctx.rstd, dres, *options)
+    x, weight = ctx.saved_tensors
+    _, *grads = _gradients(ctx.needs_input_grad, dy, x, weight, ctx.rstd, dres, ctx)
     return *grads, None, None, None, None
 
 

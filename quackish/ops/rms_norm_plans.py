@@ -117,7 +117,7 @@ class ForwardPlan(Plan):
         self.out_dtype = out_dtype or x.dtype
         self.backward: dict[tuple, BackwardPlan] = {}  # autograd's own, shorter way to the plans of backward
 
-        self.copied = which_to_copy(x, weight, bias, residual)
+        self.copies = any(t is not None and not fold_rows(t.shape, t.stride()) for t in (x, weight, bias, residual))
         rows, aligned = lay_out((x, residual), (self.out_dtype, self.residual_dtype))
         problem = RmsNormFwdProblem(
             n=x.shape[-1],
@@ -140,8 +140,8 @@ class ForwardPlan(Plan):
         if cuda.current_device() != self.device_index:  # where memory comes from and the launch goes
             with torch.cuda.device(self.device_index):
                 return self.run(x, weight, bias, residual)
-        if self.copied:
-            x, weight, bias, residual = copied(self.copied, x, weight, bias, residual)
+        if self.copies:
+            x, weight, bias, residual = where_readable(x, weight, bias, residual)
         x_at = pointers = x.data_ptr()
         weight_at = bias_at = residual_at = res = res_at = None
         if weight is not None:
@@ -186,7 +186,7 @@ class BackwardPlan(Plan):
         if dx_dtype is None:
             dres = None
         self.has_dres = dres is not None
-        self.copied = which_to_copy(dy, x, weight, dres)
+        self.copies = any(t is not None and not fold_rows(t.shape, t.stride()) for t in (dy, x, weight, dres))
         rows, aligned = lay_out((x, dy, dres), (dx_dtype, dresidual_dtype))
         problem = RmsNormBwdProblem(
             n=self.n,
@@ -209,8 +209,8 @@ class BackwardPlan(Plan):
         if cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
                 return self.run(dy, x, weight, rstd, dres)
-        if self.copied:
-            dy, x, weight, dres = copied(self.copied, dy, x, weight, dres)
+        if self.copies:
+            dy, x, weight, dres = where_readable(dy, x, weight, dres)
         x_at, dy_at = x.data_ptr(), dy.data_ptr()
         pointers = x_at | dy_at
         weight_at = dres_at = None
@@ -364,14 +364,9 @@ def lay_out(inputs: Sequence[Tensor | None], outputs: Sequence[torch.dtype | Non
     return rows, all(step % 16 == 0 for step in steps)
 
 
-def which_to_copy(*tensors: Tensor | None) -> tuple[bool, ...] | None:
-    """Which tensors a kernel cannot read where they are; None for none of them."""
-    flags = tuple(t is not None and fold_rows(t.shape, t.stride()) is None for t in tensors)
-    return flags if any(flags) else None
-
-
-def copied(flags: tuple[bool, ...], *tensors: Tensor | None) -> list[Tensor | None]:
-    return [t.contiguous() if flag else t for flag, t in zip(flags, tensors, strict=True)]
+def where_readable(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors, those that a kernel cannot read where they are as copies."""
+    return [t if t is None or fold_rows(t.shape, t.stride()) else t.contiguous() for t in tensors]
 
 
 def resolve_eps(x: Tensor, eps: float | None) -> float:
