@@ -116,38 +116,26 @@ def test_the_old_code_and_the_new_give_the_same():
         torch.testing.assert_close(ours, theirs)
 
 
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_links_and_paths_exist(page):
-    text = text_of(page)
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
-    missing = [t for t in targets if "://" not in t and not (ROOT / page).parent.joinpath(t).exists()]
-    roots = "quackish|tests|docs|scripts|benchmarks"
-    named = re.findall(rf"`((?:{roots})/[\w./]*)`", text)
+def test_what_pages_name_exists(page):
+    """Links and their anchors, `paths`, and `function` or `one` and `two` in [`path`](...)."""
+    text, here = text_of(page), ROOT / page
+    missing = []
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
+        file = here.parent / target if target else here
+        if "://" not in target and not (file.exists() and (not anchor or anchor in anchors(file))):
+            missing.append(f"{target}#{anchor}")
+    named = re.findall(r"`((?:quackish|tests|docs|scripts|benchmarks)/[\w./]*)`", text)
     missing += [path for path in named if not (ROOT / path).exists()]
-    assert missing == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_functions_are_where_pages_say(page):
-    """`function` in [`path`](...), or `one` and `two` in it."""
-    text, wrong = text_of(page), []
     for one, two, path in re.findall(r"`(\w+)`(?: and `(\w+)`)? in \[`([\w./]+\.py)`\]", text):
         defined = re.findall(r"^(?:def|class) (\w+)", text_of(path), re.MULTILINE)
-        wrong += [f"{path}: {name}" for name in (one, two) if name and name not in defined]
-    assert wrong == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_anchors_exist(page):
-    """Of links within a page and to other pages."""
-    wrong = []
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", text_of(page)):
-        if "://" not in target:
-            other = (ROOT / page).parent.joinpath(target) if target else ROOT / page
-            headings = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
-            anchors = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
-            wrong += [] if anchor in anchors else [f"{target}#{anchor}"]
-    assert wrong == []
+        missing += [f"{path}: {name}" for name in (one, two) if name and name not in defined]
+    assert missing == []
 
 
 def test_the_readme_is_short_and_has_the_commands():
