@@ -18,8 +18,6 @@ class ToyProblem:
 @dataclasses.dataclass(frozen=True)
 class ToyConfig:
     threads: int = 128
-    cluster: int = 1
-    cooperative: bool = False
     local_array: bool = False  # indexed at run time, so it lives in local memory, as spilled registers do
 
 
@@ -45,14 +43,9 @@ class Toy:
         alpha: Float32,
         stream: CUstream,
     ):
-        threads, cluster = self.config.threads, self.config.cluster
-        self.kernel(mX, mB, mO, alpha).launch(
-            grid=[cute.round_up(cute.ceil_div(mX.shape[0], threads), cluster), 1, 1],
-            block=[32, threads // 32, 1],
-            cluster=[cluster, 1, 1] if cluster > 1 else None,
-            cooperative=self.config.cooperative,
-            stream=stream,
-        )
+        threads = self.config.threads
+        grid, block = [cute.ceil_div(mX.shape[0], threads), 1, 1], [32, threads // 32, 1]
+        self.kernel(mX, mB, mO, alpha).launch(grid=grid, block=block, stream=stream)
 
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mB: Optional[cute.Tensor], mO: cute.Tensor, alpha: Float32):  # noqa: UP045
@@ -62,9 +55,6 @@ class Toy:
         sX = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(threads), 16)
         sX[tid] = mX[i].to(Float32) * alpha if i < mX.shape[0] else Float32(0)
         cute.arch.sync_threads()
-        if const_expr(self.config.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
         v = sX[threads - 1 - tid]
         if const_expr(self.config.local_array):
             r = cute.make_rmem_tensor((32,), Float32)
