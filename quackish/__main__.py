@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if module is not None:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
         return args.run(args)
     except Refused as refused:
-        print(f"{args.command}: {refused}", file=sys.stderr)
+        print(f"{chosen or parser.prog}: {refused}", file=sys.stderr)
         return 2
 
 
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141  # as of a program that the signal ended
     sys.exit(status)

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import tarfile
-import time
 
 import pytest
 
@@ -77,7 +76,7 @@ def test_ls_of_nothing(capsys, folder):
 def test_a_problem_in_short():
     told = "P(n=4096, x_dtype='bfloat16', dx_dtype='float64', bias_dtype=None, packed=True, aligned=False, kind='a')"
     assert short(told) == "n=4096 x=bf16 dx=fp64 packed kind=a"
-    for told in ("P(x=object())", "-" * 100_000 + "1", "P(**{})", "P(x={[]: 1})", "P(x=[1])", "(" * 5000, "not Python"):
+    for told in ("a" * 1_000_000, "P(**{})", "(" * 5000, "not Python"):
         assert short(told) == told  # not ours: printed as it is
 
 
@@ -169,22 +168,15 @@ def test_clear_asks_first(capsys, folder, monkeypatch):
 
 
 def test_clear_what_is_chosen(capsys, folder):
-    month = 30 * 86400
-    old, other, stale, damaged = store(2), store(3, "sm_100a"), store(4, cpu="aarch64"), store(5)
+    here, stale, damaged = store(3, "sm_100a"), store(4, cpu="aarch64"), store(5)
     damage(damaged)  # nobody knows its target
     bystander = folder / "notes.txt"
     bystander.write_text("not ours")
-    os.utime(old, (time.time() - month - 60,) * 2)
-    os.utime(other, (time.time() - month + 60,) * 2)
-    assert run(capsys, "clear", "--yes", "--older-than", "30d")[0] == 0
-    assert not old.exists()
     assert run(capsys, "clear", "--yes", "--stale", "--target", "sm_100a") == (0, "nothing to delete\n")
     run(capsys, "clear", "--yes", "--stale")
-    assert (other.exists(), stale.exists(), damaged.exists()) == (True, False, True)
+    assert (here.exists(), stale.exists(), damaged.exists()) == (True, False, True)
     run(capsys, "clear", "--yes")
     assert list(folder.iterdir()) == [bystander]
-    with pytest.raises(SystemExit):
-        run(capsys, "clear", "--older-than", "30 days")
 
 
 # export, import

@@ -1,5 +1,6 @@
 """`python -m quackish doctor`: what it says on machines that are not well, and on those that are."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,7 +11,11 @@ from quackish import toolchain
 from quackish.__main__ import main
 from quackish.cli import doctor
 from quackish.cli.doctor import KERNELS, PORTABLE, Report
+from quackish.configs import table
+from quackish.configs.gemm import GemmConfig, GemmProblem
+from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem
 from quackish.errors import UnsupportedError
+from quackish.gpu import H200
 from quackish.launch import objects
 
 
@@ -40,34 +45,42 @@ def the_problem(section, *args, **given):
 def test_all_is_well(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for part in ("Versions", "torch", "Paths", "Cache", "Self-test", "ok; errors y", "No problem found."):
+    for part in (
+        "Versions",
+        "torch",
+        "Operations",
+        "ok; errors y",
+        "the same bits twice",
+        "Cache",
+        "No problem found.",
+    ):
         assert part in out
     assert "WRONG" not in out
-    assert main(["doctor", "--json", "--no-self-test"]) == 0
+    assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["versions"]["torch"].startswith(torch.__version__)
-    assert {name.partition(" ")[0] for name in report["paths"]} == {"rms_norm", "linear_cross_entropy"}
+    assert {name.partition(" ")[0] for name in report["operations"]} == {"rms_norm", "linear_cross_entropy"}
     assert report["problems"] == []
-    assert "self-test" not in report
 
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    report = doctor.examine(doctor.SECTIONS | doctor.SELF_TEST)
+    report = doctor.examine(doctor.SECTIONS)
     assert report["problems"] == []
     assert report["gpus"]["cuda:0"].startswith(torch.cuda.get_device_name(0))
-    assert all(": ok; " in row and "the same bits twice" in row for row in report["self-test"].values())
-    if torch.cuda.get_device_capability(0) == (9, 0):
-        assert {path for name, path in report["paths"].items() if name.endswith("cuda:0")} == {KERNELS}
+    rows = {name: row for name, row in report["operations"].items() if not name.endswith("cpu")}
+    assert all(": ok; " in row and "the same bits twice" in row for row in rows.values())
+    if torch.cuda.get_device_capability(0) in ((9, 0), (10, 0)):
+        assert all(row.startswith(KERNELS) for row in rows.values())
 
 
 def test_a_section_that_raises_hides_no_other():
     def fail(report):
         raise UnsupportedError("not this time")
 
-    report = doctor.examine({"paths": fail, "environment": doctor.environment})
-    assert [problem["what"] for problem in report["problems"]] == ["paths: UnsupportedError: not this time"]
-    assert report["paths"] is None
+    report = doctor.examine({"gpus": fail, "environment": doctor.environment})
+    assert [problem["what"] for problem in report["problems"]] == ["gpus: UnsupportedError: not this time"]
+    assert report["gpus"] is None
     assert report["environment"]
     assert doctor.text(report).endswith("The message says what to look at.")
 
@@ -121,7 +134,7 @@ def test_versions_that_do_not_fit():
 # The compiler
 
 
-def test_a_compiler_that_is_missing_or_does_not_fit(tmp_path):
+def test_a_compiler_that_is_missing_or_does_not_fit():
     def missing():
         raise ModuleNotFoundError("No module named 'cutlass'")
 
@@ -136,24 +149,11 @@ def test_a_compiler_that_is_missing_or_does_not_fit(tmp_path):
     assert "no compiler here that fits" in said
     assert "This driver has CUDA 11.8: install a newer one" in said
 
-    half = toolchain.Toolchain("4.8.1", "0.1.15", "cu13", "x86_64", tmp_path / "lib.so")
-    said = the_problem(doctor.compiler, lambda: half, expected=True)
-    assert f"runtime library is not where it should be, {tmp_path / 'lib.so'}" in said
-    assert "pip install --force-reinstall nvidia-cutlass-dsl-libs-cu13==4.8.1" in said
-
 
 def test_no_linker(monkeypatch):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     monkeypatch.setattr(objects, "_LINKERS", ())
     assert any("no linker" in note for note in found(doctor.compiler)[1])
-
-
-def test_an_operation_that_takes_the_portable_path():
-    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    operations = {"rms_norm": (None, None, lambda device: (PORTABLE, "rms_norm: no reason."))}
-    assert found(doctor.paths, operations, expects=lambda device: False) == ([], [])
-    said = the_problem(doctor.paths, operations, expects=lambda device: device.type == "cpu")
-    assert said == "rms_norm takes the portable path on cpu, where kernels should run. rms_norm: no reason."
 
 
 # Cache and tables
@@ -190,53 +190,85 @@ def test_kernels_of_other_versions(monkeypatch):
     assert "1 of 2 kernels on disk" in note
 
 
-def test_a_damaged_table_of_configs(machine):
-    (machine / "config").mkdir()
-    (machine / "config" / "tuned.json").write_text("{")
+def test_the_table_of_configs(machine):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    assert doctor.tuned(Report()) == {}
+    backward = RmsNormBwdProblem(4096, *["bfloat16"] * 3, dx_dtype="bfloat16")
+    for kernel, problem, made in (
+        ("rms_norm_bwd", backward, RmsNormBwdConfig(512, 256, 3, 1)),
+        ("lce_gemm", GemmProblem("rows", "bfloat16", "bfloat16", b_major="n"), GemmConfig(group=4)),
+    ):
+        table.put(table.make_row(kernel, problem, H200, made, "measured today"))
+    content = json.loads(table.path().read_text())
+    content["rows"][1]["toolchain"]["cuda"] = "cu11"
+    table.path().write_text(json.dumps(content))
+    where, norm, gemm = doctor.tuned(Report()).items()
+    assert where == ("table", str(table.path()))
+    assert norm[0].startswith("rms_norm_backward on H200, n=4096 x_dtype=bfloat16 ")
+    assert norm[1] == "threads=512 threads_per_row=256 num_stages=3 ctas_per_sm=1 split_n=1; measured today"
+    assert gemm[0].startswith("lce_dx on H200, ")
+    assert "; measured today; not used here: made with quackish=" in gemm[1]
+    table.path().write_text("{")
     said = the_problem(doctor.tuned)
     assert "The table of tuned configs" in said
-    assert "tune --clear" in said
+    assert said.endswith("Delete it, or tune again.")
 
 
-# Self-test
+# The operations
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(doctor, "devices", lambda: [torch.device("cpu")])
 
 
 def operation(op, change, path=PORTABLE):
-    """The operations of the self-test: one, its results changed by their names."""
-    make, call, _ = doctor.OPERATIONS[op]
+    """The operations: one, its results changed by their names; on a CPU as kernels would, or by the portable path."""
+    make, call = doctor.OPERATIONS[op]
 
     def changed(*args):
-        results = call(*args)
-        if args[0].dtype != torch.float64:  # the truth
+        *args, backend = args
+        if backend == "cute" and path == PORTABLE:
+            raise UnsupportedError(f"{op}: no reason.")
+        results = call(*args, "reference")
+        if backend != "reference":  # the truth
             change(results)
         return results
 
-    return {op: (make, changed, lambda device: (path, ""))}
+    return {op: (make, changed)}
+
+
+def test_an_operation_that_takes_the_portable_path(on_cpu):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    one = operation("rms_norm", lambda results: None)
+    assert found(doctor.operations, one, expects=lambda device: False) == ([], [])
+    said = the_problem(doctor.operations, one, expects=lambda device: device.type == "cpu")
+    assert said == "rms_norm takes the portable path on cpu, where kernels should run. rms_norm: no reason."
 
 
 @pytest.mark.parametrize("op, name", [("rms_norm", "dweight"), ("rms_norm", "y"), ("linear_cross_entropy", "loss")])
-def test_wrong_results(op, name):
-    said = the_problem(doctor.self_test, operation(op, lambda results: results[name].mul_(1.02)))
+def test_wrong_results(op, name, on_cpu):
+    said = the_problem(doctor.operations, operation(op, lambda results: results[name].mul_(1.02)))
     assert said.startswith(f"{op} on ")
     assert f"gives wrong results: {name} is off by 2" in said
 
 
-def test_nan_is_wrong():
-    said = the_problem(doctor.self_test, operation("rms_norm", lambda results: results["dx"][0].fill_(torch.nan)))
+def test_nan_is_wrong(on_cpu):
+    said = the_problem(doctor.operations, operation("rms_norm", lambda results: results["dx"][0].fill_(torch.nan)))
     assert "dx is off by inf" in said
 
 
 @pytest.mark.parametrize("path", [KERNELS, PORTABLE])
-def test_other_bits_in_a_second_run(path):
-    drift = iter((0.0, 1e-6))
-    change = operation("linear_cross_entropy", lambda results: results["loss"].add_(next(drift)), path)
-    problems, _ = found(doctor.self_test, change)
+def test_other_bits_in_a_second_run(path, on_cpu):
+    drift = itertools.count()
+    change = operation("linear_cross_entropy", lambda results: results["loss"].add_(1e-6 * next(drift)), path)
+    problems, _ = found(doctor.operations, change)
     assert ["other bits in a second run" in problem for problem in problems] == [True] * (path == KERNELS)  # promised
 
 
-def test_an_operation_that_raises():
+def test_an_operation_that_raises(on_cpu):
     def fail(results):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
 
-    said = the_problem(doctor.self_test, operation("rms_norm", fail))
+    said = the_problem(doctor.operations, operation("rms_norm", fail))
     assert "does not run: RuntimeError: CUDA error: an illegal memory access was encountered. Please" in said

@@ -12,7 +12,6 @@ import quackish
 from quackish import launch, profiling
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.configs.lce_args import GemmArgs
-from quackish.configs.linear_cross_entropy import KernelProblem, kernel_config
 from quackish.configs.rms_norm import RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.gpu import H200, Roofs, gpu_of
 from quackish.launch import compile as compiling
@@ -277,7 +276,8 @@ def test_rms_norm_is_seen_and_not_changed():
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["chunked", "stored", "recompute"])
 def test_linear_cross_entropy_launches_what_a_dry_run_says(schedule):
-    from quackish.cli import dry_run
+    from quackish.cli import operations
+    from quackish.cli.parser import Parser
 
     m, h, v = 2048, 1024, 32_000
     plain = loss_step(schedule)
@@ -286,8 +286,10 @@ def test_linear_cross_entropy_launches_what_a_dry_run_says(schedule):
     assert all_same(plain, profiled)
     check_times(p)
     gpu = gpu_of(torch.cuda.current_device())
-    how = kernel_config(KernelProblem(v=v, h=h, dtype="bfloat16", reduction="mean"), m, schedule)
-    expected = dry_run.linear_cross_entropy(dry_run.LceCall(m, h, v, torch.bfloat16), how, gpu).steps
+    parser = Parser()
+    operations.add_arguments(parser)
+    call = parser.parse_args(["linear_cross_entropy", f"{m}x{h}x{v}", "--schedule", schedule])
+    expected = operations.run_dry(call, gpu).steps
     assert [(each.kernel, each.problem, each.config, each.sizes) for each in p.launches] == [
         (step.kernel, step.problem, step.choice.config, step.sizes) for step in expected if step.choice is not None
     ]

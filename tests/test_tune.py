@@ -1,6 +1,5 @@
 """`python -m quackish tune`: candidates, the search by fake times, and what the command says, writes and removes."""
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -12,15 +11,14 @@ import sys
 import pytest
 import torch
 
-from quackish import config, kernels, launch
-from quackish.__main__ import main
+from quackish import config, launch
 from quackish.cli import tune as command
-from quackish.cli.parser import Refused
+from quackish.cli.parser import Parser, Refused
 from quackish.configs import choose, table
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem, RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.configs.rules import RULES, name_of
-from quackish.gpu import B200, H200
+from quackish.gpu import A100, B200, H200, gpu_of
 from quackish.launch import Resources
 from quackish.testing.timing import Times
 from quackish.tune import cases, search
@@ -93,23 +91,19 @@ def test_candidates_vary_every_field_that_may_help_and_leave_out_what_cannot():
     assert not [one for one in found if (one.tile_m, one.tile_n, one.cluster_m) == (64, 128, 1)]
 
 
-# What they take ------------------------------------------------------------------------------------------------------
+# Spills --------------------------------------------------------------------------------------------------------------
 
 
-def test_resources_are_those_of_the_compiled_kernels(monkeypatch, tmp_path):
+def test_candidates_that_compile_without_spills(monkeypatch, tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "cache"))
-    one = "rms_norm_bwd", dataclasses.replace(BACKWARD, n=256), RmsNormBwdConfig(64, 16, 2, 2)
-    truth = launch.resources(kernels.find("rms_norm_bwd", H200), *one[1:], H200.target)
-    assert list(search.examine([one], H200, compiling=True)) == [truth]  # in a process of its own
+    problem, fine = dataclasses.replace(BACKWARD, n=256), RmsNormBwdConfig(64, 16, 2, 2)
+    assert list(search.examine("rms_norm_bwd", problem, [fine], H200)) == [True]  # in a process of its own
     assert len(list((tmp_path / "cache").glob("RmsNormBwd-sm_90a-*.kernel"))) == 1  # where this process finds it
-
-
-def test_what_does_not_compile_says_why():
-    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    broken = GemmConfig(tile_m=192, num_stages=2)  # more sums than registers
-    why = search.examine_one(("lce_gemm", DX, broken), H200, compiling=True)
-    assert "GemmSm90 does not compile for sm_90a" in why
+    assert search.fits("lce_gemm", DX, GemmConfig(tile_m=192, num_stages=2), H200) is False  # more sums than registers
+    spills = Resources(255, 16, 1, 1, 4096, 256)
+    monkeypatch.setattr(launch, "resources", lambda *args: spills)
+    assert search.fits("rms_norm_bwd", problem, fine, H200) is False
 
 
 # The search, by fake times -------------------------------------------------------------------------------------------
@@ -221,32 +215,31 @@ def test_rounding_is_no_difference_and_anything_else_is():
 # Launches ------------------------------------------------------------------------------------------------------------
 
 
-def plan(words):
-    parser = argparse.ArgumentParser()
+def plan(words, gpu=H200):
+    parser = Parser()
     command.add_arguments(parser)
-    return command.plan(parser.parse_args(words.split()))
+    return command.plan(parser.parse_args(words.split()), gpu)
 
 
-LCE = "linear_cross_entropy 300x64x1000 --gpu h200 --schedule "
+LCE = "linear_cross_entropy 300x64x1000 --schedule "
 CASES = [
-    "rms_norm_forward 30x512 --gpu h200 --residual fp32 --bias",
-    "rms_norm_backward 30x512 --gpu h200 --residual fp32 --bias",
-    "rms_norm_backward 30x511 --gpu h200 --weight-dtype fp32",
+    "rms_norm_forward 30x512 --residual fp32 --bias",
+    "rms_norm_backward 30x512 --residual fp32 --bias",
+    "rms_norm_backward 30x511 --weight-dtype fp32",
     LCE + "chunked",
     LCE + "stored --bias --softcap 30",
     LCE + "recompute --label-smoothing 0.1 --class-weight --dtype fp16",
-    "linear_cross_entropy 2000x4096x30000 --gpu h200",  # exp_logits in two buffers
+    "linear_cross_entropy 2000x4096x30000",  # exp_logits in two buffers
 ]
 
 
 @pytest.mark.parametrize("words", CASES)
 def test_a_case_launches_the_problem_by_the_config_it_is_given(words, monkeypatch):
-    gpu, found = plan(words)
     launches = idle_kernels.install(monkeypatch)
-    for kernel, problem, sizes in found:
+    for kernel, problem, sizes in plan(words):
         small = {name: min(size, 700) for name, size in sizes[0].items()}
-        build = cases.prepare(kernel, problem, small, CPU)
-        tried = candidates(kernel, problem, gpu, most=2)
+        build = cases.prepare(kernel, problem, small, CPU, H200)
+        tried = candidates(kernel, problem, H200, most=2)
         runs = [build(one) for one in tried]
         assert [one.config for one in launches] == tried  # once each, before anything is timed
         launches.clear()
@@ -260,13 +253,12 @@ def test_a_case_launches_the_problem_by_the_config_it_is_given(words, monkeypatc
 
 
 def test_a_problem_is_tuned_once_over_its_shapes():
-    gpu, found = plan("rms_norm_backward 4096x1024,128x1024 4096x1024 512x2048 --dry-run --gpu b200")
-    assert gpu is B200
+    found = plan("rms_norm_backward 4096x1024,128x1024 4096x1024 512x2048", B200)
     assert [(problem.n, sizes) for _, problem, sizes in found] == [
         (1024, [dict(m=128), dict(m=4096)]),
         (2048, [dict(m=512)]),
     ]
-    _, found = plan(LCE + "chunked")
+    found = plan(LCE + "chunked")
     assert [name_of(kernel, problem) for kernel, problem, _ in found] == ["lce_logits", "lce_dx", "lce_dw"]
     assert not any(problem.recompute_flagged for _, problem, _ in found)
 
@@ -275,62 +267,32 @@ def test_a_problem_is_tuned_once_over_its_shapes():
 
 
 @pytest.mark.parametrize(
-    "words, text",
+    "words, gpu, text",
     [
-        ("", "OP is missing; expected one of rms_norm_forward, rms_norm_backward, linear_cross_entropy"),
-        ("rms_norm_forward", "SHAPES is missing; expected some, as in 4096x4096,16384x4096"),
-        ("rms_norm_forward 4096", "SHAPE is '4096'; expected MxN"),
-        ("linear_cross_entropy 4096x4096", "expected MxHxV"),
-        ("rms_norm_forward 8x8 --gpu cpu", "there is nothing to tune: rms_norm: no kernel for cpu"),
-        ("rms_norm_forward 8x999999 --gpu h200", "there is nothing to tune: rms_norm: no kernel"),
-        ("rms_norm_forward 8x8 --softcap 3", "--softcap is an option of linear_cross_entropy"),
-        (
-            "linear_cross_entropy 64x64x64 --gpu b200",
-            "there is nothing to tune: linear_cross_entropy has no GEMM of quackish's on B200",
-        ),
+        ("rms_norm_forward", H200, "the following arguments are required: SHAPE"),
+        ("rms_norm_forward 4096", H200, "SHAPE is '4096'; expected MxN"),
+        ("rms_norm_forward 99999999999999999999x8", H200, "expected sizes below"),
+        ("linear_cross_entropy 4096x4096", H200, "expected MxHxV"),
+        ("rms_norm_forward 8x8", A100, "there is nothing to tune: rms_norm: no kernel for sm_80"),
+        ("rms_norm_forward 8x999999", H200, "there is nothing to tune: rms_norm: no kernel"),
+        ("rms_norm_forward 8x8 --softcap 3", H200, "--softcap is an option of linear_cross_entropy"),
+        ("linear_cross_entropy 64x64x64", B200, "linear_cross_entropy has no GEMM of quackish's on B200"),
     ],
 )
-def test_what_it_cannot_do_is_one_sentence(words, text, capsys):
-    assert main(["tune", *words.split(), "--dry-run"]) == 2
-    out, err = capsys.readouterr()
-    assert err.startswith("tune: ")
-    assert text in err
-    assert out == ""
+def test_what_it_cannot_do_is_one_sentence(words, gpu, text):
+    with pytest.raises(Refused, match=re.escape(text)):
+        plan(words, gpu)
 
 
-def fake_examine(wanted, gpu, compiling):
-    fine, spilled = Resources(100, 0, 0, 0, 4096, 256), Resources(255, 16, 1, 1, 4096, 256)
-    for i, _ in enumerate(wanted):
-        yield {1: spilled, 2: "RmsNormFwd does not compile for sm_90a: no\nmore"}.get(i, fine)
-
-
-def no_cuobjdump(*args):
-    raise FileNotFoundError("cuobjdump is not there")
-    yield
-
-
-def test_a_dry_run_lists_candidates_and_what_they_take(folder, capsys):
-    pytest.importorskip("rich")
-    gpu, found = plan("rms_norm_forward 128x4096,4096x4096 --gpu h200")
-    assert command.dry_run(found, gpu, 3, fake_examine) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "rms_norm_forward: n=4096 x=bf16 y=bf16 weight=bf16, on H200"
-    assert lines[1] == "at m=128; m=4096"
-    assert lines[4].split() == ["0", "threads=256", "threads_per_row=256", "split_n=1", "100", "4096"]
-    assert lines[5].endswith("255      4096  left out: 16 bytes of registers spill")
-    assert lines[6].endswith("does not compile: RmsNormFwd does not compile for sm_90a: no")
-    assert not list(folder.iterdir())
-    assert command.dry_run(found, gpu, 3, no_cuobjdump) == 0
-    out, err = capsys.readouterr()
-    assert "threads_per_row=320" in out
-    assert "registers are not looked at: cuobjdump is not there" in err
+def fake_examine(kernel, problem, configs, gpu):
+    return iter([False, False] + [True] * (len(configs) - 2))
 
 
 def better(configs):
     return search.Outcome(configs[-1], [9.0], [10.0], gain=1.111, noise=0.01)
 
 
-def tune(outcome=better, shapes="4096x4096"):
+def tune(outcome=better, shapes="4096x4096", examine=fake_examine):
     """(exit status, what was searched), as on an H200; `outcome(configs)` is what the search finds."""
     pytest.importorskip("rich")
     searched = []
@@ -340,8 +302,7 @@ def tune(outcome=better, shapes="4096x4096"):
         advance("timing")
         return outcome(configs)
 
-    gpu, found = plan(f"rms_norm_forward {shapes} --gpu h200")
-    return command.tune(found, gpu, 4, CPU, fake_examine, search_for), searched
+    return command.tune(plan(f"rms_norm_forward {shapes}"), H200, 4, CPU, examine, search_for), searched
 
 
 def test_what_gains_is_written_and_used(folder, capsys):
@@ -361,7 +322,7 @@ def test_what_gains_is_written_and_used(folder, capsys):
     assert set(row["toolchain"]) == {"quackish", "nvidia-cutlass-dsl", "cuda"}
 
     # the next time, what is in the table is a candidate too, however far away
-    table.add(table.user_path(), table.make_row("rms_norm_fwd", FORWARD, H200, RmsNormFwdConfig(1024, 512), "x"))
+    table.put(table.make_row("rms_norm_fwd", FORWARD, H200, RmsNormFwdConfig(1024, 512), "x"))
     choose.reload()
     assert tune()[1][0][-1] == RmsNormFwdConfig(1024, 512)
 
@@ -394,7 +355,7 @@ def test_a_problem_that_fails_does_not_end_the_others(capsys):
     out, err = capsys.readouterr()
     assert "failed: OutOfMemoryError: CUDA out of memory" in err
     assert "Written to" in out
-    assert [row.problem["n"] for row in table.user().rows] == [2048]
+    assert [row.problem["n"] for row in table.rows()] == [2048]
 
 
 def test_a_table_that_cannot_be_written_is_one_sentence(folder, monkeypatch):
@@ -407,30 +368,13 @@ def test_a_table_that_cannot_be_written_is_one_sentence(folder, monkeypatch):
         tune()
 
 
-def test_the_table_is_listed_and_cleared(folder, capsys):
-    def said(option):
-        assert main(["tune", option]) == 0
-        return capsys.readouterr().out
+def test_without_a_cuobjdump_one_sentence_says_so():
+    def examine(*args):
+        raise FileNotFoundError("cuobjdump is not there")
+        yield
 
-    assert f"{folder / 'tuned.json'} (yours): 0 rows" in said("--list")
-    assert "There is no table at" in said("--clear")
-    for kernel, problem, made in (
-        ("rms_norm_bwd", BACKWARD, RmsNormBwdConfig(512, 256, 3, 1)), ("lce_gemm", DX, GemmConfig(group=4)),
-    ):  # fmt: skip
-        table.add(table.user_path(), table.make_row(kernel, problem, H200, made, "measured today"))
-    content = json.loads((folder / "tuned.json").read_text())
-    content["rows"][1]["toolchain"]["cuda"] = "cu11"
-    (folder / "tuned.json").write_text(json.dumps(content))
-    choose.reload()
-    out = said("--list")
-    assert "(yours): 2 rows" in out
-    assert "rms_norm_backward on H200 (sm_90a): n=4096 x_dtype=bfloat16" in out
-    assert "threads=512 threads_per_row=256 num_stages=3" in out
-    assert "    measured today.\n" in out
-    assert "lce_dx on H200" in out
-    assert "measured today. Not used here: made with " in out
-    assert "is removed; the analytical choices are used from now on" in said("--clear")
-    assert not (folder / "tuned.json").exists()
+    with pytest.raises(Refused, match="cuobjdump is not there"):
+        tune(examine=examine)
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------
@@ -442,9 +386,9 @@ def test_candidates_run_and_have_the_same_results(words):
     if torch.cuda.get_device_capability()[0] != 9 and "linear" in words:
         pytest.skip("needs a GEMM of ours, which are for Hopper")
     device = torch.device("cuda", torch.cuda.current_device())
-    gpu, found = plan(words)
-    for kernel, problem, sizes in found:
-        build = cases.prepare(kernel, problem, sizes[0], device)
+    gpu = gpu_of(device.index)
+    for kernel, problem, sizes in plan(words, gpu):
+        build = cases.prepare(kernel, problem, sizes[0], device, gpu)
         first, *others = candidates(kernel, problem, gpu, most=2)
         expected = [None if t is None else t.clone() for t in search.fresh(build(first))]
         assert all(t is None or t.isfinite().all() for t in expected)
@@ -471,10 +415,8 @@ def test_a_second_process_uses_what_was_tuned(folder):
     assert done.returncode == 0, done.stderr
     assert "candidates" in done.stdout
     assert "Written to" in done.stdout or "The analytical choice stays" in done.stdout
-    from quackish.gpu import gpu_of
-
     here = gpu_of(torch.cuda.current_device())
     problem = RmsNormFwdProblem(1024, BF16, BF16, BF16)
-    table.add(table.user_path(), table.make_row("rms_norm_fwd", problem, here, RmsNormFwdConfig(512, 64), "by hand"))
+    table.put(table.make_row("rms_norm_fwd", problem, here, RmsNormFwdConfig(512, 64), "by hand"))
     done = subprocess.run([sys.executable, "-c", USED], capture_output=True, text=True)
     assert done.stdout == "[512]\n", done.stderr

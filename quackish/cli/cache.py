@@ -2,7 +2,7 @@
 
     python -m quackish cache ls
     python -m quackish cache verify --delete
-    python -m quackish cache clear --stale --older-than 30d
+    python -m quackish cache clear --stale
     python -m quackish cache export kernels.tar --target sm_90a
     python -m quackish cache import kernels.tar
 
@@ -11,7 +11,7 @@ that it was made with; it is loaded on any CPU of that kind (x86_64: all of them
 """
 
 import argparse
-import ast
+import re
 import sys
 import time
 from collections import Counter
@@ -24,7 +24,6 @@ from quackish.launch.upkeep import Entry, printable
 from quackish.profiling import text_table
 from quackish.work import SHORT
 
-_AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _VERIFY = "`python -m quackish cache verify` says why"
 
 
@@ -36,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         found.set_defaults(do=do)
         if filters:
             found.add_argument("--target", metavar="SM", help="only those for this architecture: sm_90a")
-            older = f"only those written before: 30d; {', '.join(_AGES)}"
-            found.add_argument("--older-than", type=_seconds, metavar="AGE", help=older)
             stale = "only those of no use here: other versions, another CPU"
             found.add_argument("--stale", action="store_true", help=stale)
         return found
@@ -65,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
 def _ls(args: argparse.Namespace) -> int:
     found, bad = _chosen(args)
     if found:
-        header = ["kernel", "target", "made with", "size", "age", "of use here", "problem", "config"]
-        print(text_table(header, [_row(entry) for entry in found], "lllrrlll") + "\n")
+        header = ["kernel", "target", "made with", "size", "date", "of use here", "problem", "config"]
+        print(text_table(header, [_row(entry) for entry in found], "lllrllll") + "\n")
     print(f"{_count(found)}, {_size(found)}, in {cache.location()}" + (" (QUACKISH_CACHE=0: off)" * cache.is_off()))
     if bad:
         print(f"{_count(bad)} not sound: {_VERIFY}")
@@ -86,7 +83,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _clear(args: argparse.Namespace) -> int:
     sound, bad = _chosen(args)
     chosen = sorted(entry.path for entry in sound + bad * (args.target is None and not args.stale))
-    if args.target is None and args.older_than is None and not args.stale:
+    if args.target is None and not args.stale:
         chosen += upkeep.leftovers()
     if not chosen:
         print("nothing to delete")
@@ -141,20 +138,18 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> tuple[list[Entry], list[Entry]]:
-    """The sound files that the filters let through, and the damaged ones, of which only the age is known."""
-    latest = float("inf") if args.older_than is None else time.time() - args.older_than
-    found = [entry for entry in upkeep.entries() if entry.modified < latest]
+    """The sound files that the filters let through, and the damaged ones, of which nothing is known."""
+    found = upkeep.entries()
     sound = [entry for entry in found if not entry.fault and args.target in (None, entry.identity["target"])]
     stale = [entry for entry in sound if upkeep.differs(entry.identity)] if args.stale else sound
     return stale, [entry for entry in found if entry.fault]
 
 
 def _row(entry: Entry) -> list[str]:
-    identity, reason, age = entry.identity, upkeep.differs(entry.identity), time.time() - entry.modified
-    unit = max((unit for unit in _AGES if age >= 2 * _AGES[unit]), key=_AGES.__getitem__, default="s")
+    identity, reason = entry.identity, upkeep.differs(entry.identity)
     cells = [
         *(identity["kernel"].rpartition(".")[2], identity["target"], _made_with(entry), f"{entry.bytes / 1e3:.0f} kB"),
-        *(f"{age / _AGES[unit]:.0f} {unit}", f"no: {reason}" if reason else "yes"),
+        *(time.strftime("%Y-%m-%d", time.localtime(entry.modified)), f"no: {reason}" if reason else "yes"),
         *(short(identity["problem"]), short(identity["config"])),
     ]
     return [printable(cell) for cell in cells]
@@ -167,14 +162,11 @@ def _made_with(entry: Entry) -> str:
 def short(text: str) -> str:
     """A dataclass's repr in few words: "n=4096 x=bf16 packed"; what is None or False is left out."""
     words = []
-    try:
-        for field in ast.parse(text, mode="eval").body.keywords:
-            name, value = field.arg.removesuffix("_dtype"), ast.literal_eval(field.value)
-            if value is not None and value is not False:
-                words.append(name if value is True else f"{name}={SHORT.get(value, value)}")
-    except (SyntaxError, AttributeError, ValueError, TypeError, RecursionError, MemoryError):
-        return text
-    return " ".join(words)
+    for name, string, other in re.findall(r"\b(\w+)=(?:'([^']*)'|([^,()]+))", text):
+        if other not in ("None", "False"):
+            value = string or other
+            words.append(name if other == "True" else f"{name.removesuffix('_dtype')}={SHORT.get(value, value)}")
+    return " ".join(words) or text
 
 
 def _count(chosen: Sequence) -> str:
@@ -183,10 +175,3 @@ def _count(chosen: Sequence) -> str:
 
 def _size(chosen: list[Entry]) -> str:
     return f"{sum(entry.bytes for entry in chosen) / 1e6:.2f} MB"
-
-
-def _seconds(text: str) -> int:
-    number, unit = text[:-1], text[-1:]
-    if not number.isdecimal() or unit not in _AGES:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a number and one of {', '.join(_AGES)}, as in 30d")
-    return int(number) * _AGES[unit]

@@ -1,21 +1,23 @@
-"""What runs here and why, and whether it works: versions, GPUs, the path of each operation, the cache, a self-test.
+"""What runs here and why, and whether it works: versions, GPUs, each operation's path and results, the cache.
 
     python -m quackish doctor
     python -m quackish doctor --json
 
-Ends with 1 where something is wrong, and says what to do about it. The self-test compares each operation, forward and
-backward, with the formula in fp64, and its bits with those of a second run; it takes a second, and some more where
-kernels are compiled for the first time.
+Ends with 1 where something is wrong, and says what to do about it. Each operation is compared, forward and backward,
+with its formula in fp64, and its bits with those of a second run; it takes a second, and some more where kernels are
+compiled for the first time.
 """
 
 import argparse
 import glob
+import itertools
 import json
 import os
 import platform
 import re
 import sys
 import time
+import types
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,12 +29,10 @@ from torch import Tensor
 from quackish import __version__, kernels, linear_cross_entropy, rms_norm, toolchain
 from quackish.bench.environment import PEERS, version
 from quackish.configs import table
-from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
+from quackish.configs.rules import RULES, name_of
 from quackish.errors import UnsupportedError
 from quackish.gpu import gpu_of
 from quackish.launch import cache, objects, upkeep
-from quackish.ops.linear_cross_entropy.api import no_kernel_on
-from quackish.ops.rms_norm_plans import find_kernel
 from quackish.testing import inputs
 from quackish.testing.errors import error, same_bits
 
@@ -47,10 +47,6 @@ _MATTERS = re.compile(
     "|LD_PRELOAD$|XDG_(CACHE|CONFIG)_HOME$|TMPDIR$"
 )
 _DRIVER = Path("/proc/driver/nvidia")
-KERNELS, CUBLAS, PORTABLE = "CuTe DSL kernels", "cuBLAS's GEMMs between CuTe DSL kernels", "portable path"
-# Norm-wise, of bf16 results: 1 to 4 times its unit roundoff. The loss is fp32.
-_BOUNDS = {"y": 0.004, "dx": 0.008, "dweight": 0.008, "loss": 1e-4}
-_REPORT = "Please report it, with the output of `python -m quackish doctor --json`."
 
 
 class Report(dict):
@@ -69,11 +65,10 @@ class Report(dict):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the same as JSON, to put into a bug report")
-    parser.add_argument("--no-self-test", action="store_true", help="leave out the self-test")
 
 
 def run(args: argparse.Namespace) -> int:
-    report = examine(SECTIONS if args.no_self_test else SECTIONS | SELF_TEST)
+    report = examine(SECTIONS)
     print(json.dumps(report, indent=1) if args.json else text(report))
     return 1 if report["problems"] else 0
 
@@ -107,7 +102,7 @@ def text(report: Report) -> str:
     return "\n".join(lines)
 
 
-# Sections ------------------------------------------------------------------------------------------------------------
+# Versions and GPUs ---------------------------------------------------------------------------------------------------
 
 
 def devices() -> list[torch.device]:
@@ -182,90 +177,14 @@ def why_no_gpu(
     elif driver[0] < _numbers(built_for)[0]:
         what = f"the driver has CUDA {driver[0]}.{driver[1]}, too old for torch, built for {built_for}"
         report.problem(what, f"Install a newer driver, or a build of torch for CUDA {driver[0]}.")
-    elif present or not loaded:
+    elif loaded and not present:
+        report.note(f"there is an NVIDIA driver, but no GPU: {portable}")
+    else:
         try:
             torch.cuda.init()
-            why = "no device"
         except (RuntimeError, AssertionError) as error:
-            why = str(error).partition("\n")[0]
-        what = f"there is an NVIDIA driver, but torch cannot use it: {why}"
-        report.problem(what, "See whether `nvidia-smi` works; after an update of the driver a restart may be due.")
-    else:
-        report.note(f"there is an NVIDIA driver, but no GPU: {portable}")
-
-
-def compiler(
-    report: Report, find: Callable[[], toolchain.Toolchain] = toolchain.find, expected: bool | None = None
-) -> dict[str, str]:
-    """The compiler and its runtime. What is missing is a problem only where a GPU could run kernels: `expected`."""
-
-    def missing(what: str, to_do: str) -> None:
-        if expects_kernels() if expected is None else expected:
-            report.problem(what, to_do)
-        else:
-            report.note(f"{what}. No GPU here would run kernels; `precompile` would need it: {to_do}")
-
-    try:
-        tools = find()
-    except ModuleNotFoundError as error:
-        wanted = "' '".join(f"{name}>={least},<{below}" for name, (least, below) in SUPPORTED.items() if below)
-        missing(f"the compiler is not installed ({error})", f"`pip install '{wanted}'`.")
-        return {}
-    except UnsupportedError as error:
-        missing(*str(error).split(". ", 1))
-        return {}
-    if not tools.runtime.is_file():
-        what = f"the compiler's runtime library is not where it should be, {tools.runtime}"
-        missing(what, f"`pip install --force-reinstall nvidia-cutlass-dsl-libs-{tools.flavour}=={tools.dsl}`.")
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__") and not version("torch-c-dlpack-ext"):
-        report.note(
-            "tvm_ffi builds an extension for this torch when it is first imported, which takes up to a minute. "
-            "`pip install torch-c-dlpack-ext` brings it built."
-        )
-    linker = objects.linker()
-    if linker is None:
-        report.note(
-            "no linker (ld, ld.lld or mold) is on PATH: kernels that are compiled here load through the compiler, "
-            "which takes each process 0.5 s at its first call. `apt-get install binutils` brings one."
-        )
-    built_for = f"CUDA {tools.flavour.removeprefix('cu')}"
-    found = {"nvidia-cutlass-dsl": tools.dsl, "built for": built_for, "apache-tvm-ffi": tools.ffi}
-    return found | {"runtime": str(tools.runtime), "linker": linker or "none"}
-
-
-def cache_health(report: Report) -> dict[str, Any]:
-    folder, fault, found = cache.location(), upkeep.folder_fault(), upkeep.entries()
-    bad = [entry for entry in found if entry.fault]
-    stale = [entry for entry in found if not entry.fault and upkeep.differs(entry.identity)]
-    if cache.is_off():
-        report.note("QUACKISH_CACHE=0 turns the cache off: each process compiles its own kernels.")
-    if fault:
-        to_do = "Make it a folder that belongs to you and that only you may write to, or name another: "
-        report.problem(f"the cache folder {folder} cannot be used: {fault}", f"{to_do}QUACKISH_CACHE_DIR.")
-    if bad:
-        what = f"{len(bad)} of {len(found)} files in {folder} cannot be used, the first because: {bad[0].fault}"
-        report.problem(what, "`python -m quackish cache verify --delete` deletes them; they are compiled again.")
-    if stale:
-        what = f"{len(stale)} of {len(found)} kernels on disk are for other versions, sources or CPUs; "
-        report.note(f"{what}`python -m quackish cache clear --stale` deletes them.")
-    size = f"{sum(entry.bytes for entry in found) / 1e6:.2f} MB"
-    there = f"{folder}" if folder.is_dir() else f"{folder} (not there yet)"
-    return {"folder": there, "writable": "no" if fault else "yes", "kernels": f"{len(found)}, {size}"}
-
-
-def tuned(report: Report) -> dict[str, Any]:
-    """The user's table of configs."""
-    path = table.user_path()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        rows = table.read(path)
-    for warning in said:
-        report.problem(str(warning.message).split(". `")[0], "`python -m quackish tune --clear` removes it.")
-    return {"table": str(path), "rows": len(rows.rows), "in use": sum(map(rows.counts, rows.rows))} if rows.rows else {}
-
-
-def environment(report: Report) -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items()) if _MATTERS.match(name)}
+            what = f"there is an NVIDIA driver, but torch cannot use it: {str(error).partition(chr(10))[0]}"
+            report.problem(what, "See whether `nvidia-smi` works; after an update of the driver a restart may be due.")
 
 
 def _driver(folder: Path = _DRIVER) -> str:
@@ -280,31 +199,84 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.match(r"\d+(\.\d+)*", version)[0].split(".")))
 
 
+# The compiler, the cache and the environment -------------------------------------------------------------------------
+
+
+def compiler(
+    report: Report, find: Callable[[], toolchain.Toolchain] = toolchain.find, expected: bool | None = None
+) -> dict[str, str]:
+    """What is missing is a problem only where a GPU could run kernels: `expected`."""
+    try:
+        tools = find()
+    except (ModuleNotFoundError, UnsupportedError) as error:
+        what, _, to_do = str(error).partition(". ")
+        if isinstance(error, ModuleNotFoundError):
+            wanted = "' '".join(f"{name}>={least},<{below}" for name, (least, below) in SUPPORTED.items() if below)
+            what, to_do = f"the compiler is not installed ({error})", f"`pip install '{wanted}'`."
+        if expects_kernels() if expected is None else expected:
+            report.problem(what, to_do)
+        else:
+            report.note(f"{what}. No GPU here would run kernels; `precompile` would need it: {to_do}")
+        return {}
+    linker = objects.linker()
+    if linker is None:
+        report.note(
+            "no linker (ld, ld.lld or mold) is on PATH: kernels that are compiled here load through the compiler, "
+            "which takes each process 0.5 s at its first call. `apt-get install binutils` brings one."
+        )
+    built_for = f"CUDA {tools.flavour.removeprefix('cu')}"
+    return {"built for": built_for, "runtime": str(tools.runtime), "linker": linker or "none"}
+
+
+def cache_health(report: Report) -> dict[str, str]:
+    folder, fault, found = cache.location(), upkeep.folder_fault(), upkeep.entries()
+    bad = [entry for entry in found if entry.fault]
+    stale = [entry for entry in found if not entry.fault and upkeep.differs(entry.identity)]
+    if cache.is_off():
+        report.note("QUACKISH_CACHE=0 turns the cache off: each process compiles its own kernels.")
+    if fault:
+        to_do = "Make it a folder that belongs to you and that only you may write to, or name another: "
+        report.problem(f"the cache folder {folder} cannot be used: {fault}", f"{to_do}QUACKISH_CACHE_DIR.")
+    if bad:
+        what = f"{len(bad)} of {len(found)} files in {folder} cannot be used, the first because: {bad[0].fault}"
+        report.problem(what, "`python -m quackish cache verify --delete` deletes them; they are compiled again.")
+    if stale:
+        what = f"{len(stale)} of {len(found)} kernels on disk are for other versions, sources or CPUs; "
+        report.note(f"{what}`python -m quackish cache clear --stale` deletes them.")
+    there = f"{folder}" if folder.is_dir() else f"{folder} (not there yet)"
+    return {"folder": there, "kernels": f"{len(found)}, {sum(entry.bytes for entry in found) / 1e6:.2f} MB"}
+
+
+def tuned(report: Report) -> dict[str, str]:
+    """The user's table of configs."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        rows = table.read()
+    for warning in said:
+        what, _, to_do = str(warning.message).rpartition(". ")
+        report.problem(what, to_do)
+    found = {"table": str(table.path())} if rows else {}
+    for row in rows:
+        name = name_of(row.kernel, types.SimpleNamespace(**row.problem)) if row.kernel in RULES else row.kernel
+        unused = "" if row.counts() else f"; not used here: made with {_words(row.toolchain)}"
+        found[f"{name} on {row.gpu}, {_words(row.problem)}"] = f"{_words(row.config)}; {row.measured}{unused}"
+    return found
+
+
+def _words(fields: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items() if value is not None and value is not False)
+
+
+def environment(report: Report) -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if _MATTERS.match(name)}
+
+
 # The operations ------------------------------------------------------------------------------------------------------
 
-
-def rms_norm_path(device: torch.device) -> tuple[str, str]:
-    """The path, and why where it is the portable one. Asks for kernels, which loads or compiles them."""
-    b = "bfloat16"
-    forward = RmsNormFwdProblem(1024, b, b, b, None, None)
-    backward = RmsNormBwdProblem(1024, b, b, b, None, b, None, b, None)
-    try:
-        for name, problem in (("rms_norm_fwd", forward), ("rms_norm_bwd", backward)):
-            find_kernel(name, problem, 1, device, "cute")
-    except UnsupportedError as error:
-        return PORTABLE, str(error)
-    return KERNELS, ""
-
-
-def linear_cross_entropy_path(device: torch.device) -> tuple[str, str]:
-    why = no_kernel_on(device)
-    if why:
-        return PORTABLE, why
-    try:
-        kernels.find("lce_gemm", gpu_of(device.index))
-    except UnsupportedError as error:
-        return CUBLAS, str(error).split(". ")[0]
-    return KERNELS, ""
+KERNELS, PORTABLE = "kernels", "portable path"
+# Norm-wise, of bf16 results: 1 to 4 times its unit roundoff. The loss is fp32.
+_BOUNDS = {"y": 0.004, "dx": 0.008, "dweight": 0.008, "loss": 1e-4}
+_REPORT = "Please report it, with the output of `python -m quackish doctor --json`."
 
 
 def _rms_norm_args(device: torch.device) -> tuple[Tensor, ...]:
@@ -313,8 +285,8 @@ def _rms_norm_args(device: torch.device) -> tuple[Tensor, ...]:
     return x.requires_grad_(), inputs.weights(1024, **bf16).requires_grad_(), dy
 
 
-def _rms_norm(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    y = rms_norm(x, weight, eps=1e-6)
+def _rms_norm(x: Tensor, weight: Tensor, dy: Tensor, backend: str) -> dict[str, Tensor]:
+    y = rms_norm(x, weight, eps=1e-6, backend=backend)
     dx, dweight = torch.autograd.grad(y, (x, weight), dy)
     return {"y": y.detach(), "dx": dx, "dweight": dweight}
 
@@ -327,53 +299,59 @@ def _lce_args(device: torch.device) -> tuple[Tensor, ...]:
     return x.requires_grad_(), weight.requires_grad_(), target
 
 
-def _lce(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, Tensor]:
-    loss = linear_cross_entropy(x, weight, target)
+def _lce(x: Tensor, weight: Tensor, target: Tensor, backend: str) -> dict[str, Tensor]:
+    loss = linear_cross_entropy(x, weight, target, backend=backend)
     dx, dweight = torch.autograd.grad(loss, (x, weight))
     return {"loss": loss.detach(), "dx": dx, "dweight": dweight}
 
 
-# Arguments on a device, the call on them, and the path on a device.
-OPERATIONS = {
-    "rms_norm": (_rms_norm_args, _rms_norm, rms_norm_path),
-    "linear_cross_entropy": (_lce_args, _lce, linear_cross_entropy_path),
-}
+# Arguments on a device, and the call on them by a backend.
+OPERATIONS = {"rms_norm": (_rms_norm_args, _rms_norm), "linear_cross_entropy": (_lce_args, _lce)}
 
 
-def paths(report: Report, operations=OPERATIONS, expects=has_kernels) -> dict[str, str]:
-    """Which path bf16 calls take on each device; why, in the operations' own words, where it is the portable one."""
+def operations(report: Report, operations=OPERATIONS, expects=has_kernels) -> dict[str, str]:
+    """Each operation on each device: its path, why where it is the portable one, and whether its results are right."""
     rows = {}
-    for device in devices():
-        for op, (*_, find) in operations.items():
-            path, why = find(device)
-            rows[f"{op} on {device}"] = path + f" ({why})" * bool(why)
-            if path == PORTABLE and expects(device) and toolchain.versions() is not None:  # else `compiler` tells
-                report.problem(f"{op} takes the portable path on {device}, where kernels should run", why)
-    return rows
-
-
-def self_test(report: Report, operations=OPERATIONS) -> dict[str, str]:
-    """Each operation on one device of each kind; on the CPU only where there is nothing else."""
-    gpus = {torch.cuda.get_device_name(device): device for device in reversed(devices()[:-1])}
-    rows = {}
-    for device in list(reversed(gpus.values())) or devices():
-        for op, (make, call, path) in operations.items():
-            on = path(device)[0]
+    for device, (op, (make, call)) in itertools.product(devices(), operations.items()):
+        args, path, why = make(device), KERNELS, ""
+        try:
             try:
-                found, fault = _test(call, make(device), device, on)
-            except Exception as failure:
-                found, fault = "", f"does not run: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
-            rows[f"{op} on {device}"] = "; ".join(filter(None, (f"{on}: {'WRONG' if fault else 'ok'}", found)))
-            if fault:
-                report.problem(f"{op} on {device} ({on}) {fault}", _REPORT)
+                runs = _run_twice(call, args, device, "cute")
+            except UnsupportedError as unsupported:
+                path, why = PORTABLE, str(unsupported)
+                runs = _run_twice(call, args, device, "auto")
+            found, fault = _judge(call, args, runs, path)
+        except Exception as failure:
+            found, fault = "", f"does not run: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+        verdict = f"{path}: {'WRONG' if fault else 'ok'}"
+        rows[f"{op} on {device}"] = "; ".join(filter(None, (verdict, found, why)))
+        if fault:
+            report.problem(f"{op} on {device} ({path}) {fault}", _REPORT)
+        if why and expects(device) and toolchain.versions() is not None:  # else `compiler` tells
+            report.problem(f"{op} takes the portable path on {device}, where kernels should run", why)
     return rows
 
 
-def _test(call: Callable, args: tuple, device: torch.device, path: str) -> tuple[str, str]:
+Run = tuple[dict[str, Tensor], float]  # results, milliseconds
+
+
+def _run_twice(call: Callable, args: tuple, device: torch.device, backend: str) -> list[Run]:
+    runs = []
+    for _ in range(2):
+        started = time.perf_counter()
+        results = call(*args, backend)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        runs.append((results, 1e3 * (time.perf_counter() - started)))
+    return runs
+
+
+def _judge(call: Callable, args: tuple, runs: list[Run], path: str) -> tuple[str, str]:
     """What was found; what is wrong, or ""."""
-    (first, first_ms), (again, again_ms) = _timed(call, args, device), _timed(call, args, device)
+    (first, first_ms), (again, again_ms) = runs
     exact = [t.detach().cpu() for t in args]
-    truth = call(*(t.double().requires_grad_() if t.is_floating_point() else t for t in exact))  # the formula itself
+    exact = [t.double().requires_grad_() if t.is_floating_point() else t for t in exact]
+    truth = call(*exact, "reference")
     errors = {name: error(first[name].cpu().double(), truth[name]).norm for name in first}
     same = all(same_bits(first[name], again[name]) for name in first)
     wrong = [
@@ -382,19 +360,11 @@ def _test(call: Callable, args: tuple, device: torch.device, path: str) -> tuple
         if not off <= _BOUNDS[name]
     ]
     fault = f"gives wrong results: {', '.join(wrong)}" if wrong else ""
-    if not wrong and not same and path != PORTABLE:  # which is as reproducible as the library's GEMMs are
+    if not wrong and not same and path == KERNELS:  # the portable path is as reproducible as the library's GEMMs are
         fault = "gives other bits in a second run"
     bits = "the same bits twice" if same else "other bits in a second run"
     told = ", ".join(f"{name} {off:.1e}" for name, off in errors.items())
     return f"errors {told}; {bits}; {first_ms:.0f} ms, then {again_ms:.1f}", fault
-
-
-def _timed(call: Callable, args: tuple, device: torch.device) -> tuple[dict[str, Tensor], float]:
-    started = time.perf_counter()
-    results = call(*args)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return results, 1e3 * (time.perf_counter() - started)
 
 
 # Titles of the sections, and what finds out what they hold.
@@ -402,9 +372,8 @@ SECTIONS = {
     "versions": versions,
     "gpus": gpus,
     "compiler": compiler,
-    "paths": paths,
+    "operations": operations,
     "cache": cache_health,
     "tuned configs": tuned,
     "environment": environment,
 }
-SELF_TEST = {"self-test": self_test}

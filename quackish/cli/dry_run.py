@@ -1,11 +1,12 @@
-"""What linear cross entropy launches and allocates: its own code, run on tensors without memory. Needs no GPU.
+"""What a call launches and holds: the operation's own code, run on tensors without memory. Needs no GPU.
 
-Kernels are stand-ins that record their calls. A dispatch mode records what PyTorch itself launches, such as cuBLAS's
-GEMMs, and counts the memory that is held.
+Linear cross entropy runs as it is. Its kernels are stand-ins that record their calls; a dispatch mode records what
+PyTorch itself launches, such as cuBLAS's GEMMs, and counts the memory that is held. RMSNorm has one launch each way,
+which its plans know.
 """
 
+import argparse
 import dataclasses
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,13 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from quackish.cli.parser import Refused
 from quackish.configs.choose import Choice, choose
-from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig
+from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy import autograd as on_kernels
-from quackish.ops.linear_cross_entropy.autograd import Inputs, kernels_on
-from quackish.ops.linear_cross_entropy.schedules import KernelPlan
+from quackish.ops.linear_cross_entropy import api, autograd
+from quackish.ops.rms_norm import _dx_dtypes
+from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, check_problem
 from quackish.work import SHORT, Work, sizes_of, work
 
 _META = torch.device("meta")
@@ -44,89 +46,138 @@ class Buffer(NamedTuple):
 
 
 @dataclasses.dataclass
-class Trace:
-    steps: list[Step]
-    peak_bytes: int  # at most held at a time, beside the inputs; results included
-    buffers: list[Buffer]  # what was held then, the largest first
+class DryRun:
+    """What forward and backward of a call do, every gradient being asked for."""
+
+    portable: str | None = None  # why the portable path runs; None where kernels do
+    plan: dict[str, str] = dataclasses.field(default_factory=dict)  # what was decided, and why
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    peak_bytes: int = 0  # at most held at a time, beside the inputs; results included
+    buffers: list[Buffer] = dataclasses.field(default_factory=list)  # what is held then, the largest first
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True)
-class LceCall:
-    """A call of linear_cross_entropy, as far as launches and memory depend on it."""
+# RMSNorm -------------------------------------------------------------------------------------------------------------
 
-    m: int
-    h: int
-    v: int
-    dtype: torch.dtype
-    reduction: str = "mean"
-    bias: bool = False
-    class_weight: bool = False
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    z_loss: float = 0.0
-    return_lse: bool = False  # and a gradient arrives at it
-    grad_weight_out: bool = False  # a buffer in fp32
-    grad: bool = True
-    compiled: bool = False  # by operators, as code that torch.compile made
+_PHASES = {"rms_norm_fwd": "forward", "rms_norm_bwd": "backward"}
 
 
-def linear_cross_entropy(call: LceCall, how: LinearCrossEntropyConfig, gpu: Gpu) -> Trace:
-    """Forward, and with `grad` backward, of `call` by the schedule `how` on `gpu`, which has kernels for it.
+def rms_norm(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryRun:
+    m, n = shape
+    found, reasons = DryRun(), {}
+    for name, problem in _norm_problems(args, m, n).items():
+        phase = _PHASES[name]
+        if args.op not in ("rms_norm", f"rms_norm_{phase}"):
+            continue
+        try:
+            check_problem(problem, m)
+            choice = choose(name, problem, gpu)
+        except UnsupportedError as error:
+            reasons[phase] = str(error)
+            continue
+        done = work(name, problem, {"m": m})
+        found.steps.append(Step(phase, name, problem, choice, {"m": m}, done))
+        found.buffers.append(Buffer(f"results of {phase}", done.bytes_written))
+        if getattr(problem, "num_sums", 0):
+            floats = choice.config.scratch_floats(problem, choice.config.num_ctas(m, gpu.sm_count))
+            found.buffers.append(Buffer("scratch of the sums over CTAs, kept for the stream", 4 * floats))
+    found.peak_bytes = sum(buffer.bytes for buffer in found.buffers)
+    if not found.steps:
+        return DryRun(portable=next(iter(reasons.values())))
+    found.plan |= {f"Path of {phase}": f"the portable path, in plain PyTorch: {why}" for phase, why in reasons.items()}
+    return found
 
-    As plain eager runs it once, or compiled code, with every gradient asked for. Not thread-safe.
-    """
-    recorder = _Recorder(gpu)
-    k = kernels_on(_META, gpu, recorder.kernel_for)
-    options = dict(ignore_index=-100, label_smoothing=call.label_smoothing, softcap=call.softcap, z_loss=call.z_loss)
-    plan = KernelPlan(**options, reduction=call.reduction, compute_dtype=call.dtype, **dataclasses.asdict(how))
+
+def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
+    """What forward and backward ask the kernels for; their plans know."""
+    dtype = getattr(torch, args.dtype)
+
+    def of(name: str | None) -> torch.dtype | None:
+        if name in (None, "same"):
+            return dtype
+        return None if name == "none" else getattr(torch, name)
+
+    def tensor(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
+        return None if dtype is None else torch.empty(shape, dtype=dtype, device=_META)
+
+    weight_dtype, out_dtype = of(args.weight_dtype), of(args.out_dtype)
+    residual_dtype = None if args.residual is None else of(args.residual)
+    bias_dtype = (weight_dtype or dtype) if args.bias else None
+    x, residual = tensor(dtype, m, n), tensor(residual_dtype, m, n)
+    weight, bias = tensor(weight_dtype, n), tensor(bias_dtype, n)
+    forward = ForwardPlan(x, weight, bias, residual, 1e-6, 0.0, out_dtype, "auto")
+    res = x if residual is None else residual
+    dx_dtypes = _dx_dtypes(True, residual is not None, dtype, res.dtype)
+    dy, dres, rstd = tensor(out_dtype, m, n), tensor(residual_dtype, m, n), tensor(torch.float32, m)
+    backward = BackwardPlan(dy, res, weight, rstd, dres, 0.0, *dx_dtypes, weight_dtype, bias_dtype, "auto")
+    return {"rms_norm_fwd": forward.problem, "rms_norm_bwd": backward.problem}
+
+
+# Linear cross entropy ------------------------------------------------------------------------------------------------
+
+
+def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryRun:
+    """In plain eager. Not thread-safe."""
+    m, h, v = shape
+    dtype, reduction, grad = getattr(torch, args.dtype), args.reduction or "mean", not args.no_grad
     with torch.device(_META):
-        inputs, dw_out, arriving = _tensors(call)
-    given = [t for t in (*inputs, dw_out, *arriving) if t is not None]
-    recorder.given = {t.untyped_storage()._cdata for t in given}
-    stand_ins = dict(  # the operation finds `k`, and its operators run what they run where there are kernels
-        kernels_of=lambda device: k, _fwd_op=on_kernels._fwd_impl, _bwd_op=on_kernels._bwd_impl,
-        _scaled_op=on_kernels._scaled_impl,
-    )  # fmt: skip
-    with mock.patch.multiple(on_kernels, **stand_ins), recorder:
-        _run(plan, inputs, dw_out, arriving, call, recorder)
-    return Trace(recorder.steps, recorder.peak, recorder.at_peak)
-
-
-def _tensors(c: LceCall) -> tuple[Inputs, Tensor | None, list[Tensor]]:
-    """The inputs, the buffer for the weight's gradient, and the gradients that arrive."""
-    fp32 = torch.float32
-    inputs = Inputs(
-        torch.empty(c.m, c.h, dtype=c.dtype, requires_grad=c.grad),
-        torch.empty(c.v, c.h, dtype=c.dtype, requires_grad=c.grad),
-        torch.empty(c.v, dtype=c.dtype, requires_grad=c.grad) if c.bias else None,
-        torch.empty(c.m, dtype=torch.int64),
-        torch.empty(c.v, dtype=fp32) if c.class_weight else None,
-        None,
-    )
-    dw_out = torch.empty(c.v, c.h, dtype=fp32) if c.grad_weight_out else None
-    arriving = [torch.empty(c.m if c.reduction == "none" else (), dtype=fp32)]
-    return inputs, dw_out, arriving + [torch.empty(c.m, dtype=fp32)] * c.return_lse
-
-
-def _run(plan: KernelPlan, inputs: Inputs, dw_out, arriving: list[Tensor], c: LceCall, recorder: "_Recorder") -> None:
-    """Plain eager, or compiled code, and autograd."""
-    if not (c.grad and c.compiled):
-        loss, lse = on_kernels.run(inputs, plan, dw_out, c.return_lse, eager=True)
+        x, w = (torch.empty(rows, h, dtype=dtype, requires_grad=grad) for rows in (m, v))
+        bias = torch.empty(v, dtype=dtype, requires_grad=grad) if args.bias else None
+        target = torch.empty(m, dtype=torch.int64)
+        class_weight = torch.empty(v) if args.class_weight else None
+        dw_out = torch.empty(v, h) if args.grad_weight_out else None
+        arriving = [torch.empty(m if reduction == "none" else ()), *[torch.empty(m)] * bool(args.return_lse)]
+    recorder = _Recorder(gpu, [x, w, bias, target, class_weight, dw_out, *arriving])
+    plans = {}
+    k = autograd.kernels_on(_META, gpu, recorder.kernel_for)
+    plain = mock.patch.multiple(api, no_kernel_on=lambda device: "", is_plain=lambda: True, _plans=plans)
+    with plain, mock.patch.multiple(autograd, kernels_of=lambda device: k), recorder:
+        try:
+            outputs = api.linear_cross_entropy(
+                x, w, target, linear_bias=bias, weight=class_weight, reduction=reduction,
+                label_smoothing=args.label_smoothing or 0.0, softcap=args.softcap, z_loss=args.z_loss or 0.0,
+                return_lse=bool(args.return_lse), grad_weight_out=dw_out, schedule=args.schedule or "auto",
+                chunk_size=args.chunk_size, backend="cute",
+            )  # fmt: skip
+        except ValueError as error:
+            raise Refused(str(error).removeprefix("linear_cross_entropy: ")) from None
         recorder.phase = "backward"
-        if c.grad:
-            outputs, wanted = (loss, lse) if c.return_lse else (loss,), [t for t in inputs[:3] if t is not None]
+        if grad:
+            wanted = [t for t in (x, w, bias) if t is not None]
             torch.autograd.grad(outputs, wanted, arriving, allow_unused=dw_out is not None)
-        return
-    context = SimpleNamespace(mark_non_differentiable=lambda *tensors: None, set_materialize_grads=lambda value: None)
-    context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
-    args = (*inputs, dw_out, *plan, [t is not None for t in inputs[:3]])
-    with torch.no_grad():
-        on_kernels._setup_context(context, args, on_kernels._fwd_op(*args))
-        recorder.phase = "backward"
-        on_kernels._op_backward(context, *(arriving if c.return_lse else (arriving[0], None)))
+    (plan,) = plans.values()
+    chunks = [step.sizes["rows"] for step in recorder.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
+    sizes = " and ".join(map(str, dict.fromkeys(chunks)))
+    told = {
+        "Schedule": _schedule(plan, args) if grad else "none, as nothing needs a gradient",
+        "Chunks": f"{len(chunks)} in forward, of {sizes} rows; at most {plan.chunk_rows}",
+    }
+    notes = ["Work counts every row as live: ignored rows are left out on the GPU, which alone knows their number."]
+    if any(step.kernel == "torch.mm" for step in recorder.steps):
+        notes.append("torch.mm and torch.addmm are cuBLAS's GEMMs: quackish has none for this GPU.")
+    return DryRun(None, told, recorder.steps, recorder.peak, recorder.at_peak, notes)
 
 
-# What is launched and held -------------------------------------------------------------------------------------------
+def _schedule(plan: autograd.KernelPlan, args: argparse.Namespace) -> str:
+    """The schedule, and why."""
+    late = {
+        "fp16": args.dtype == "float16",
+        "label smoothing": args.label_smoothing,
+        'reduction "none"': args.reduction == "none",
+        "a returned lse": args.return_lse,
+        "grad_weight_out": args.grad_weight_out,
+    }
+    because = " and ".join(words for words, holds in late.items() if holds)
+    if args.schedule in (None, "auto"):
+        text = f"{plan.schedule}, by the rule in kernel_config, quackish/configs/linear_cross_entropy.py"
+    else:
+        text = f"{plan.schedule}, {'as' if plan.schedule == args.schedule else f'though {args.schedule} was'} asked for"
+    if because and plan.schedule != "chunked":
+        text += f"; gradients are left to backward because of {because}"
+    return text + "; the input's gradient is computed in forward" * plan.dx_in_forward
+
+
+# Recording -----------------------------------------------------------------------------------------------------------
 
 _OVERWRITES = ("zero_", "fill_", "copy_")  # they do not read the tensor that they are methods of
 
@@ -134,10 +185,10 @@ _OVERWRITES = ("zero_", "fill_", "copy_")  # they do not read the tensor that th
 class _Recorder(TorchDispatchMode):
     """The launches of kernels and of PyTorch, and the largest sum of bytes held at a time, beside what is `given`."""
 
-    def __init__(self, gpu: Gpu):
+    def __init__(self, gpu: Gpu, given: list[Tensor | None]):
         super().__init__()
         self.gpu, self.phase, self.steps = gpu, "forward", []
-        self.given: set[int] = set()
+        self.given = {t.untyped_storage()._cdata for t in given if t is not None}
         self.held: dict[int, tuple[StorageWeakRef, Buffer]] = {}
         self.peak, self.at_peak = 0, []
 

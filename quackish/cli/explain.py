@@ -8,109 +8,175 @@ each, --no-compile goes without); that takes cuobjdump, of Triton's wheel or the
 """
 
 import argparse
-import dataclasses
-import json
+import sys
+from collections.abc import Callable
+from typing import Any
 
-import torch
+from quackish import kernels, launch
+from quackish.bench.console import PlainLines
+from quackish.cli.dry_run import DryRun, Step
+from quackish.cli.operations import add_arguments as add_call
+from quackish.cli.operations import run_dry, which_gpu
+from quackish.cli.parser import one_of
+from quackish.configs.choose import Choice
+from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
+from quackish.launch import Resources
+from quackish.profiling import speeds, table_of, text_table
+from quackish.work import describe, floor
 
-from quackish.bench.cells import too_large
-from quackish.cli import explain_linear_cross_entropy as lce
-from quackish.cli import explain_rms_norm as rms_norm
-from quackish.cli.explained import Explained, report, text
-from quackish.cli.parser import Refused, one_of
-from quackish.configs.linear_cross_entropy import SCHEDULES
-from quackish.gpu import H200, NAMED, Gpu, gpu_of
+# Of an SM, as the CUDA C++ Programming Guide gives them for compute capabilities 9.0 and 10.0.
+_REGISTERS, _THREADS, _CTAS = 65_536, 2048, 32
+_SYSTEM_SMEM_BYTES = 1024  # of each CTA
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_NORMS = ("rms_norm", "rms_norm_forward", "rms_norm_backward")
-OPERATIONS = (*_NORMS, "linear_cross_entropy")
-_SET = dict(action="store_true", default=None)
-# Options that only some operations have.
-_NORM_OPTIONS = {
-    "--residual": dict(
-        nargs="?", const="same", type=one_of({**_DTYPES, "same": "same"}), help="with a residual, of --dtype"
-    ),
-    "--weight-dtype": dict(
-        type=one_of({**_DTYPES, "none": "none"}), help="another dtype than --dtype; none: without a weight"
-    ),
-    "--out-dtype": dict(type=one_of(_DTYPES), help="of y"),
-}
-_LCE_OPTIONS = {
-    "--schedule": dict(help=f"auto, {', '.join(SCHEDULES)}"),
-    "--chunk-size": dict(type=int, metavar="ROWS"),
-    "--reduction": dict(help="mean, sum, none"),
-    "--class-weight": dict(**_SET, help="with class weights"),
-    "--label-smoothing": dict(type=float, metavar="S"),
-    "--softcap": dict(type=float, metavar="C"),
-    "--z-loss": dict(type=float, metavar="C"),
-    "--return-lse": dict(**_SET, help="and a gradient arrives at it"),
-    "--grad-weight-out": dict(**_SET, help="the weight's gradient is added to a buffer"),
-    "--no-grad": dict(**_SET, help="the loss alone"),
-    "--compiled": dict(**_SET, help="as code that torch.compile made runs it"),
-}
+_Own = list[tuple[str, Any, Choice]]  # kernels of ours, with problem and choice
+_Used = dict[tuple[str, Any, Choice], Resources]  # of all of them, or empty
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", metavar="OP", choices=OPERATIONS, help=", ".join(OPERATIONS))
-    parser.add_argument("shape", metavar="SHAPE", help="rows x columns, MxN; of linear_cross_entropy MxHxV")
-    add_gpu(parser)
-    parser.add_argument("--no-compile", action="store_true", help="leave out what takes compiling: registers and so on")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
-    add_options(parser)
-
-
-def add_gpu(parser: argparse.ArgumentParser) -> None:
+    add_call(parser)
     names = {name: name for name in (*NAMED, "cpu", "this")}
     of = f"{', '.join(NAMED)}, cpu, or this, the default where there is one; else h200"
     parser.add_argument("--gpu", type=one_of(names), help=of)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Of the operations' calls."""
-    of = f"of input and weight: {', '.join(_DTYPES)} (bf16)"
-    parser.add_argument("--dtype", type=one_of(_DTYPES), default="bfloat16", help=of)
-    parser.add_argument("--bias", action="store_true", help="with a bias")
-    for title, options in (("rms_norm", _NORM_OPTIONS), ("linear_cross_entropy", _LCE_OPTIONS)):
-        group = parser.add_argument_group(title)
-        for name, how in options.items():
-            metavar = {} if "action" in how else {"metavar": "DTYPE" if options is _NORM_OPTIONS else None}
-            group.add_argument(name, **{**metavar, **how})
+    parser.add_argument("--no-compile", action="store_true", help="leave out what takes compiling: registers and so on")
 
 
 def run(args: argparse.Namespace) -> int:
-    content = report(explain(args), compiling=not args.no_compile)
-    print(json.dumps(content, indent=1) if args.json else text(content))
+    print(text(args, None if args.no_compile else launch.resources))
     return 0
 
 
-def explain(args: argparse.Namespace) -> Explained:
-    """Raises Refused where an argument is not what was expected."""
-    is_norm = args.op in _NORMS
-    for name in _LCE_OPTIONS if is_norm else _NORM_OPTIONS:
-        if getattr(args, name[2:].replace("-", "_")) is not None:
-            raise Refused(f"{name} is an option of {OPERATIONS[-1] if is_norm else 'rms_norm'}, not of {args.op}")
+def text(args: argparse.Namespace, resources: Callable[..., Resources] | None) -> str:
+    """`resources` compiles a kernel; None leaves out what that takes."""
     gpu, why = which_gpu(args.gpu)
-    explained = (rms_norm if is_norm else lce).explain(args, _shape(args), gpu)
-    return dataclasses.replace(explained, plan={"GPU": why, **explained.plan} if why else explained.plan)
+    found = run_dry(args, gpu)
+    where = f"{gpu.name} ({gpu.target}, {gpu.sm_count} SMs)" if gpu else "a CPU"
+    head = [f"{args.op} {args.shape} {args.dtype} on {where}", *[f"GPU: {why}"] * bool(why)]
+    if found.portable is not None:
+        return "\n".join([*head, "Path: the portable path, in plain PyTorch", f"Why: {found.portable}"])
+    head += ["Path: quackish's kernels", *(f"{name}: {words}" for name, words in found.plan.items())]
+    roofs, notes = roofs_of(gpu), list(found.notes)
+    if gpu.family == "sm_100":
+        notes.append("These kernels are compiled for Blackwell; none of them has been run there.")
+    own = list(dict.fromkeys((s.kernel, s.problem, s.choice) for s in found.steps if s.choice is not None))
+    used = _resources(own, gpu, notes, resources) if resources else {}
+    notes += dict.fromkeys(f"{s.kernel}: {s.work.note}." for s in found.steps if s.work.note)
+    parts = [_launches(found.steps, own, roofs), _kernels(own, gpu)]
+    if used:
+        parts.append(_taken(used, gpu))
+    return "\n\n".join(["\n".join(head), *parts, _memory(found), "\n".join([_roofs(roofs, gpu), *notes])])
 
 
-def _shape(args: argparse.Namespace) -> list[int]:
-    form, example = ("MxN", "16384x4096") if args.op in _NORMS else ("MxHxV", "8192x4096x128256")
-    words = args.shape.lower().replace("×", "x").split("x")
-    if len(words) != len(form.split("x")) or not all(w.isdecimal() and len(w) < 99 and int(w) > 0 for w in words):
-        raise Refused(f"SHAPE is {args.shape!r}; expected {form}, positive numbers, as in {example}")
-    shape = list(map(int, words))
-    if expected := too_large(shape):
-        raise Refused(f"SHAPE is {args.shape!r}; expected {expected}")
-    return shape
+def _resources(own: _Own, gpu: Gpu, notes: list[str], resources: Callable[..., Resources]) -> _Used:
+    """Empty, with a note, if they cannot be read."""
+    used: _Used = {}
+    try:
+        with PlainLines(lambda: f"compiling kernel {len(used) + 1} of {len(own)} ...", _show):
+            for key in own:
+                name, problem, choice = key
+                used[key] = resources(kernels.find(name, gpu), problem, choice.config, gpu.target)
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        why = "nvidia-cutlass-dsl, the compiler, is not installed." if isinstance(error, ImportError) else error
+        notes.append(f"Registers and shared memory are left out: {why}")
+        return {}
+    return used
 
 
-def which_gpu(given: str | None) -> tuple[Gpu | None, str]:
-    """The GPU, None for a CPU; and why this one, where nobody named it."""
-    if given not in (None, "this"):
-        return NAMED.get(given), ""
-    if torch.cuda.is_available():
-        return gpu_of(torch.cuda.current_device()), "the current one here"
-    if given == "this":
-        raise Refused("--gpu is this, but there is no GPU here; expected " + ", ".join([*NAMED, "cpu"]))
-    return H200, "there is none here, so as on an H200; --gpu names another"
+def _show(line: object) -> None:
+    print(line, file=sys.stderr)
+
+
+# Sections ------------------------------------------------------------------------------------------------------------
+
+
+def _launches(steps: list[Step], own: _Own, roofs: Roofs | None) -> str:
+    """A table; equal launches are one row, where the first was."""
+    equal: dict[tuple, list[Step]] = {}
+    for step in steps:
+        equal.setdefault((step.phase, step.kernel, step.problem, step.choice, *step.sizes.items()), []).append(step)
+    rows, total = [], {"kernel": "all", "calls": len(steps)}
+    for step, *others in equal.values():
+        row = _launch(step, own, roofs) | {"calls": 1 + len(others)}
+        for key in {"read", "written", "flops", "us"} & row.keys():
+            total[key] = total.get(key, 0) + row["calls"] * row[key]
+        rows.append(row)
+    columns = [
+        *(("phase", "phase", ""), ("kernel", "kernel", ""), ("sizes", "sizes", ""), ("calls", "calls", "d")),
+        *(("read", "read", _bytes), ("written", "written", _bytes), ("FLOPs", "flops", _unit)),
+    ]
+    if roofs is not None:
+        columns += [("floor us", "us", ".1f"), ("bound", "bound", "")]
+    return table_of(rows + [total] * (len(steps) > 1), columns)
+
+
+def _launch(step: Step, own: _Own, roofs: Roofs | None) -> dict[str, Any]:
+    done = step.work
+    row = {"phase": step.phase, "kernel": step.kernel}
+    row |= {"read": done.bytes_read, "written": done.bytes_written, "flops": done.flops}
+    if roofs is not None:
+        row |= vars(floor(done, roofs))
+    if step.choice is None:
+        return row | {"sizes": step.problem}
+    number = own.index((step.kernel, step.problem, step.choice)) + 1
+    return row | {"kernel": f"[{number}] {step.kernel}", "sizes": describe(None, step.sizes)}
+
+
+def _kernels(own: _Own, gpu: Gpu) -> str:
+    lines, why = [], {}
+    for i, (name, problem, choice) in enumerate(own, 1):
+        config = " ".join(f"{name}={value}" for name, value in vars(choice.config).items())
+        lines += [f"[{i}] {name}, class {kernels.find(name, gpu).__name__}: {describe(problem, {})}", f"    {config}"]
+        why.setdefault(f"{choice.source}: {choice.reason}", []).append(f"[{i}]")
+    return "\n".join(lines + [f"{' '.join(which)} {reason}" for reason, which in why.items()])
+
+
+def _taken(used: _Used, gpu: Gpu) -> str:
+    rows = []
+    for i, ((name, _, choice), taken) in enumerate(used.items(), 1):
+        count, limit = _ctas_per_sm(taken, choice.config, gpu)
+        row = {"kernel": f"[{i}] {name}", "ctas_per_sm": count, "limit": limit}
+        rows.append(vars(taken) | row | {"threads": taken.threads or choice.config.threads})
+    columns = [
+        *(("kernel", "kernel", ""), ("registers", "registers", "d"), ("stack B", "stack_bytes", "d")),
+        *(("local loads", "local_loads", "d"), ("stores", "local_stores", "d"), ("shared B", "smem_bytes", "d")),
+        *(("threads", "threads", "d"), ("CTAs/SM", "ctas_per_sm", "d"), ("limited by", "limit", "")),
+    ]
+    return table_of(rows, columns)
+
+
+def _ctas_per_sm(used: Resources, config: Any, gpu: Gpu) -> tuple[int, str]:
+    """How many CTAs of a kernel an SM holds at a time, and what it runs out of first."""
+    threads = used.threads or config.threads
+    warp_registers = -(-used.registers * 32 // 256) * 256  # allocated in units of 256 per warp
+    fit = {
+        "registers": _REGISTERS // (warp_registers * -(-threads // 32)),
+        "shared memory": gpu.smem_bytes_per_sm // (used.smem_bytes + _SYSTEM_SMEM_BYTES),
+        "threads": _THREADS // threads,
+        "CTAs": _CTAS,
+    }
+    limit = min(fit, key=fit.__getitem__)
+    return fit[limit], limit
+
+
+def _memory(found: DryRun) -> str:
+    large = [buffer for buffer in found.buffers if buffer.bytes * 100 >= found.peak_bytes]
+    rows = [[_bytes(buffer.bytes), buffer.text] for buffer in large]
+    if small := found.peak_bytes - sum(buffer.bytes for buffer in large):
+        rows.append([_bytes(small), "smaller ones"])
+    return text_table([_bytes(found.peak_bytes), "memory beside the inputs, at its peak"], rows, "rl")
+
+
+def _roofs(roofs: Roofs | None, gpu: Gpu) -> str:
+    if roofs is None:
+        return f"No roofs are known for {gpu.name}, so there are no floors."
+    return f"Floors are for {speeds(roofs)} ({roofs.source}). {roofs.note}".rstrip()
+
+
+def _bytes(value: float) -> str:
+    return _unit(value, "B")
+
+
+def _unit(value: float, unit: str = "") -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.{2 if value < 10 * size else 1}f} {prefix}{unit}"
+    return f"{value:.0f} {unit}".rstrip()

@@ -22,8 +22,8 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, unknown(str(value), map(str, action.choices)))
 
     def error(self, message: str) -> NoReturn:
-        """In one line, as Refused: the usage, which `--help` has, would hide it."""
-        self.exit(2, f"{self.prog.removeprefix('python -m quackish ')}: {message}\n")
+        """Without the usage, which would hide the sentence; `--help` has it."""
+        raise Refused(message)
 
 
 def unknown(given: str, known: Iterable[str]) -> str:

@@ -24,29 +24,25 @@ import torch
 
 from quackish import kernels, launch, toolchain
 from quackish.bench.console import PlainLines
-from quackish.cli import explain
-from quackish.cli.explained import Explained
+from quackish.cli import operations
+from quackish.cli.dry_run import DryRun
 from quackish.cli.parser import Parser, Refused, one_of, positive
 from quackish.errors import UnsupportedError
-from quackish.gpu import NAMED
+from quackish.gpu import NAMED, Gpu
 from quackish.launch import cache, parallel, upkeep
 from quackish.launch.parallel import Outcome
 from quackish.work import describe
 
-GPUS = [name for name, gpu in NAMED.items() if gpu.family in kernels.FAMILIES]
+_GPUS = [name for name, gpu in NAMED.items() if gpu.family in kernels.FAMILIES]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    operations = explain.OPERATIONS
-    parser.add_argument("op", metavar="OP", nargs="?", choices=operations, help=", ".join(operations))
-    parser.add_argument("shapes", metavar="SHAPE", nargs="*", help="MxN; of linear_cross_entropy MxHxV")
-    of = f"one or more, with commas: {', '.join(GPUS)}; or this, the default where there is one"
+    operations.add_arguments(parser, "*")
+    of = f"one or more, with commas: {', '.join(_GPUS)}; or this, the default where there is one"
     parser.add_argument("--gpu", type=_gpus, default=["this"], help=of)
-    parser.add_argument(
-        "--jobs", type=positive, metavar="N", help="so many processes; default one per core, at most 16"
-    )
+    jobs = "so many processes; default one per core, at most 16"
+    parser.add_argument("--jobs", type=positive, metavar="N", help=jobs)
     parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="a file with a line for each shape")
-    explain.add_options(parser)
 
 
 def run(args: argparse.Namespace, find: Callable = toolchain.find, compile_all: Callable = parallel.compile_all) -> int:
@@ -99,42 +95,30 @@ def _requests(args: argparse.Namespace) -> tuple[list[launch.Request], list[str]
     if (args.op is None) == (args.file is None) or (args.op and not args.shapes):
         raise Refused("expected OP and at least one SHAPE, or --from FILE")
     if "this" in args.gpu and not torch.cuda.is_available():
-        raise Refused(f"there is no GPU here; say which to compile for: --gpu, of {', '.join(GPUS)}")
-    for gpu, _ in map(explain.which_gpu, args.gpu):
-        if gpu is None or gpu.family not in kernels.FAMILIES:
-            where = "a CPU" if gpu is None else f"{gpu.name} ({gpu.family})"
-            takes = f"--gpu takes {', '.join(GPUS)}"
-            raise Refused(f"there is nothing to compile for {where}, where the portable path runs; {takes}")
-    calls = _lines(args.file) if args.file else [("", dict(vars(args), shape=shape)) for shape in args.shapes]
+        raise Refused(f"there is no GPU here; say which to compile for: --gpu, of {', '.join(_GPUS)}")
+    gpus = [operations.which_gpu(name)[0] for name in args.gpu]
+    calls = _lines(args.file) if args.file else [("", {**vars(args), "shape": shape}) for shape in args.shapes]
     requests: dict[launch.Request, None] = {}
     without = []
-    for (where, call), gpu in itertools.product(calls, args.gpu):
-        for more in ({}, {"no_grad": True})[: 2 if call["op"] == "linear_cross_entropy" else 1]:
+    for (where, call), gpu in itertools.product(calls, gpus):
+        for also in ({}, operations.OPERATIONS[call["op"]].also):
             try:
-                explained = explain.explain(argparse.Namespace(**call | dict(gpu=gpu) | more))
+                found = operations.run_dry(argparse.Namespace(**{**call, **also}), gpu)
             except Refused as refused:
                 raise Refused(f"{where}{refused}") from None
-            if explained.portable is not None:
-                what = f"{explained.op} {explained.shape} {explained.dtype} on {explained.gpu.name}"
-                without.append(f"{where}{what}: {explained.portable}")
+            if found.portable is not None:
+                without.append(f"{where}{call['op']} {call['shape']} {call['dtype']} on {gpu.name}: {found.portable}")
                 break
-            requests |= dict.fromkeys(_of_trace(explained))
+            requests |= dict.fromkeys(_launched(found, gpu))
     if not requests and not without:
         raise Refused(f"{args.file} has no shape; expected lines such as: rms_norm 16384x4096 --residual")
     return list(requests), without
 
 
-class _LineParser(Parser):
-    def error(self, message):
-        raise Refused(message)
-
-
 def _lines(file: Path) -> Iterator[tuple[str, dict]]:
     """Where each line is, and its arguments."""
-    parser = _LineParser(add_help=False)
-    parser.add_argument("op", choices=explain.OPERATIONS, metavar="OP")
-    parser.add_argument("shape", metavar="SHAPE")
-    explain.add_options(parser)
+    parser = Parser(add_help=False)
+    operations.add_arguments(parser)
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -154,20 +138,20 @@ def _lines(file: Path) -> Iterator[tuple[str, dict]]:
 
 def requests_of(op: str, shape: str, gpu: str) -> list[launch.Request]:
     """The kernels of one call, forward and backward, with the options' defaults; in the order of their first launch."""
-    parser = argparse.ArgumentParser()
-    explain.add_arguments(parser)
-    return list(dict.fromkeys(_of_trace(explain.explain(parser.parse_args([op, shape, "--gpu", gpu])))))
+    parser = Parser()
+    operations.add_arguments(parser)
+    on = NAMED[gpu]
+    return list(dict.fromkeys(_launched(operations.run_dry(parser.parse_args([op, shape]), on), on)))
 
 
-def _of_trace(explained: Explained) -> Iterator[launch.Request]:
-    gpu = explained.gpu
-    for step in explained.trace.steps:
+def _launched(found: DryRun, gpu: Gpu) -> Iterator[launch.Request]:
+    for step in found.steps:
         if step.choice is not None:  # else it is a kernel of PyTorch's
             yield launch.Request(kernels.find(step.kernel, gpu), step.problem, step.choice.config, gpu.target)
 
 
 def _gpus(text: str) -> list[str]:
-    known = one_of({name: name for name in (*GPUS, "this", *NAMED, "cpu")})
+    known = one_of({name: name for name in (*_GPUS, "this")})
     return [known(name.strip()) for name in text.split(",")]
 
 

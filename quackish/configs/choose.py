@@ -1,8 +1,7 @@
 """(kernel, problem, GPU) -> config, and why: the one place that decides how a kernel runs.
 
-In order of precedence: `with quackish.config(...)`, a row of the user's table (written by `python -m quackish tune`), a
-row of the shipped table, the analytical rule. Nothing is measured at run time: the same tables give the same configs,
-and so the same bits.
+In order of precedence: `with quackish.config(...)`, a row of the user's table (written by `python -m quackish tune`),
+the analytical rule. Nothing is measured at run time: the same table gives the same configs, and so the same bits.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from quackish.gpu import Gpu
 
 class Choice(NamedTuple):
     config: Any
-    source: str  # "forced", "user table", "shipped table" or "analytical"
+    source: str  # "forced", "user table" or "analytical"
     reason: str  # a sentence
 
 
@@ -51,24 +50,22 @@ def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
 
 def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     """What is chosen if nothing is forced."""
-    choice = analytical(kernel, problem, gpu)
-    for source, rows in (("user table", table.user()), ("shipped table", table.shipped())):
-        row = rows.find(kernel, problem, gpu)
-        if row is None:
-            continue
-        try:
-            config = type(choice.config)(**row.config)
-            reason = RULES[kernel].why_illegal(problem, config, gpu)
-        except TypeError as error:  # a row of other fields, or of other types
-            reason = str(error)
-        if reason is None:
-            return Choice(config, source, f"{row.measured}, in {rows.path}")
-        warn_once(f"A row of {rows.path} is not used: {reason}; in {row.config} for {problem}.", RuntimeWarning)
+    choice, row = analytical(kernel, problem, gpu), table.find(kernel, problem, gpu)
+    if row is None:
+        return choice
+    try:
+        config = type(choice.config)(**row.config)
+        reason = RULES[kernel].why_illegal(problem, config, gpu)
+    except TypeError as error:  # a row of other fields, or of other types
+        reason = str(error)
+    if reason is None:
+        return Choice(config, "user table", f"{row.measured}, in {table.path()}")
+    warn_once(f"A row of {table.path()} is not used: {reason}; in {row.config} for {problem}.", RuntimeWarning)
     return choice
 
 
 def analytical(kernel: str, problem: Any, gpu: Gpu) -> Choice:
-    """What is chosen without tables."""
+    """What is chosen without a table."""
     rule = RULES[kernel]
     return Choice(rule.analytical(problem, gpu), "analytical", f"by the rule in {rule.where}")
 
@@ -140,10 +137,7 @@ def _a(kind: type) -> str:
     return f"{'an' if kind is int else 'a'} {kind.__name__}"
 
 
-# Tables --------------------------------------------------------------------------------------------------------------
-
-
 def reload() -> None:
-    """Rereads the tables at their next use: for a process that wrote one, or whose config folder changed."""
+    """Rereads the table at its next use: for a process that wrote it, or whose config folder changed."""
     with _changing():
-        table.forget()
+        table.rows.cache_clear()

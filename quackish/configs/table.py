@@ -1,12 +1,9 @@
-"""Tables of measured rows: for this problem, on this GPU, this config was faster than the analytical choice.
+"""The user's table of measured rows: for this problem, on this GPU, this config was faster than the analytical choice.
 
-The user's is `tuned.json` in the user's config folder or in QUACKISH_CONFIG_DIR; `python -m quackish tune` writes it.
-The shipped one lies beside this file under the same name, so a row for everybody is made by
-`QUACKISH_CONFIG_DIR=quackish/configs python -m quackish tune ...`.
-
-A row counts for the GPU (name and target) that it was measured on. Of the user's table, only rows count that the same
-quackish, DSL and CUDA made; of the shipped one all do. How many rows (M) a call has is in no row, nor whether these lie
-packed: a row of a norm's result has the same bits in any batch and from anywhere.
+It is `tuned.json` in the user's config folder or in QUACKISH_CONFIG_DIR; `python -m quackish tune` writes it. A row
+counts for the GPU (name and target) that it was measured on, with the same quackish, DSL and CUDA. How many rows (M) a
+call has is in no row, nor whether these lie packed: a row of a norm's result has the same bits in any batch and from
+anywhere.
 """
 
 import dataclasses
@@ -21,7 +18,6 @@ from quackish.errors import warn_once
 from quackish.gpu import Gpu
 
 _FORMAT = 1
-_NAME = "tuned.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,103 +34,83 @@ class Row:
     def key(self) -> str:
         return json.dumps([self.kernel, self.gpu, self.target, self.problem], sort_keys=True)
 
-
-class Table:
-    """The rows of one file; `find` is for those that count."""
-
-    def __init__(self, path: Path, rows: list[Row], any_toolchain: bool):
-        self.path, self.rows, self._any_toolchain = path, rows, any_toolchain
-        self._of_key = {row.key: row for row in rows if self.counts(row)}
-
-    def counts(self, row: Row) -> bool:
-        return self._any_toolchain or row.toolchain == toolchain.versions()
-
-    def find(self, kernel: str, problem: Any, gpu: Gpu) -> Row | None:
-        return self._of_key.get(make_row(kernel, problem, gpu).key) if self._of_key else None
+    def counts(self) -> bool:
+        """Whether this toolchain made it."""
+        return self.toolchain == toolchain.versions()
 
 
-def make_row(kernel: str, problem: Any, gpu: Gpu, config: Any = None, measured: str = "") -> Row:
-    if getattr(problem, "packed", True) is False:
-        problem = dataclasses.replace(problem, packed=True)
-    fields = {} if config is None else dataclasses.asdict(config)
-    made_with = {} if config is None else toolchain.versions()
-    return Row(kernel, gpu.name, gpu.target, made_with, dataclasses.asdict(problem), fields, measured)
+def make_row(kernel: str, problem: Any, gpu: Gpu, config: Any, measured: str) -> Row:
+    made_with, fields = toolchain.versions(), dataclasses.asdict(config)
+    return Row(kernel, gpu.name, gpu.target, made_with, _fields(problem), fields, measured)
 
 
-# Files ---------------------------------------------------------------------------------------------------------------
+def find(kernel: str, problem: Any, gpu: Gpu) -> Row | None:
+    """The row that counts for `problem` on `gpu`."""
+    if not rows():
+        return None
+    key = Row(kernel, gpu.name, gpu.target, {}, _fields(problem), {}, "").key
+    return next((row for row in rows() if row.key == key and row.counts()), None)
 
 
-def user_path() -> Path:
+def _fields(problem: Any) -> dict[str, Any]:
+    fields = dataclasses.asdict(problem)
+    return fields | {"packed": True} if "packed" in fields else fields
+
+
+# The file ------------------------------------------------------------------------------------------------------------
+
+
+def path() -> Path:
     import platformdirs
 
-    return Path(os.environ.get("QUACKISH_CONFIG_DIR") or platformdirs.user_config_dir("quackish")) / _NAME
+    return Path(os.environ.get("QUACKISH_CONFIG_DIR") or platformdirs.user_config_dir("quackish")) / "tuned.json"
 
 
 @functools.cache
-def user() -> Table:
-    """Read once a process; see `forget`."""
-    return read(user_path(), any_toolchain=False)
+def rows() -> list[Row]:
+    """Read once a process, until `rows.cache_clear()`."""
+    return read()
 
 
-@functools.cache
-def shipped() -> Table:
-    return read(Path(__file__).with_name(_NAME), any_toolchain=True)
-
-
-def forget() -> None:
-    """Both are read again when they are next asked for."""
-    user.cache_clear()
-    shipped.cache_clear()
-
-
-def read(path: Path, any_toolchain: bool = False) -> Table:
-    """No rows where there is no file, and where it is damaged, with one warning."""
-    rows = []
+def read() -> list[Row]:
+    """Empty where there is no file, and where it is damaged, with one warning."""
     try:
-        rows = _rows(json.loads(path.read_text(encoding="utf-8")))
+        return _rows(json.loads(path().read_text(encoding="utf-8")))
     except FileNotFoundError:
-        pass
+        return []
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         warn_once(
-            f"The table of tuned configs {path} is not used, analytical choices are ({reason}). "
-            "`python -m quackish tune --clear` removes it.",
+            f"The table of tuned configs {path()} is not used, analytical choices are ({reason}). "
+            "Delete it, or tune again.",
             RuntimeWarning,
         )
-    return Table(path, rows, any_toolchain)
+        return []
 
 
 def _rows(content: Any) -> list[Row]:
     if not isinstance(content, dict) or content["format"] != _FORMAT:
         raise ValueError(f"its format is not {_FORMAT}")
-    rows = [Row(**row) for row in content["rows"]]
-    for row in rows:
+    found = [Row(**row) for row in content["rows"]]
+    for row in found:
         for field in dataclasses.fields(Row):
             value = getattr(row, field.name)
             if not isinstance(value, str if field.type is str else dict):
                 raise ValueError(f"{field.name} of a row is {value!r}")
-    return rows
-
-
-def write(path: Path, rows: list[Row]) -> None:
-    """Whole or not at all. Raises OSError."""
-    content = json.dumps({"format": _FORMAT, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, content.encode())
-
-
-def add(path: Path, row: Row) -> None:
-    """Puts `row` into the file, in place of one for the same problem, GPU and toolchain. Raises OSError."""
-    write(path, _others(path, row) + [row])
-
-
-def remove(path: Path, row: Row) -> bool:
-    """Takes the row out that is for the same as `row`; whether there was one. Raises OSError."""
-    others = _others(path, row)
-    if found := len(others) < len(read(path).rows):
-        write(path, others)
     return found
 
 
-def _others(path: Path, row: Row) -> list[Row]:
-    return [other for other in read(path).rows if (other.key, other.toolchain) != (row.key, row.toolchain)]
+def put(row: Row, keep: bool = True) -> bool:
+    """Replaces the row for the same problem, GPU and toolchain, or with keep=False removes it; whether there was one.
+
+    The file is written whole or not at all. Raises OSError.
+    """
+    before = read()
+    after = [other for other in before if (other.key, other.toolchain) != (row.key, row.toolchain)]
+    found = len(after) < len(before)
+    if keep or found:
+        after += [row] * keep
+        content = json.dumps({"format": _FORMAT, "rows": [dataclasses.asdict(row) for row in after]}, indent=1) + "\n"
+        path().parent.mkdir(parents=True, exist_ok=True)
+        files.write(path(), content.encode())
+    return found

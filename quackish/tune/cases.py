@@ -8,25 +8,28 @@ from torch import Tensor
 
 from quackish.configs.choose import config
 from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmProblem
+from quackish.configs.lce_args import GemmArgs, TailArgs
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.configs.rules import name_of
-from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy.launches import LceKernels, LogitsArgs
+from quackish.gpu import Gpu
+from quackish.ops.cuda import current_stream_of
+from quackish.ops.kernel_for import kernel_for
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan
 
 Run = Callable[[], tuple[Tensor | None, ...]]  # launches once; returns the results
 Build = Callable[[Any], Run]  # of a config; it compiles, or loads, and launches once
 
 
-def prepare(kernel: str, problem: Any, sizes: Mapping[str, int], device: torch.device) -> Build:
+def prepare(kernel: str, problem: Any, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Build:
     """Data for `problem` at `sizes`, as quackish.work has them, on `device`; what is built shares it."""
-    make = {"rms_norm_fwd": _forward, "rms_norm_bwd": _backward, "lce_gemm": _gemm}[kernel](problem, sizes, device)
+    case = {"rms_norm_fwd": _forward, "rms_norm_bwd": _backward, "lce_gemm": _gemm}[kernel]
+    make = case(problem, sizes, device, gpu)
     name = name_of(kernel, problem)
 
     def build(chosen: Any) -> Run:
         with config(**{name: chosen}):
-            run = make()
+            run = make()  # it keeps the kernel that it finds
             run()
         return run
 
@@ -41,10 +44,10 @@ def _normal(device: torch.device, dtype: str | None, *shape: int) -> Tensor | No
     return None if dtype is None else torch.randn(shape, dtype=_dtype(dtype), device=device)
 
 
-# RMSNorm: a plan keeps the kernel that it found ----------------------------------------------------------------------
+# RMSNorm -------------------------------------------------------------------------------------------------------------
 
 
-def _forward(p: RmsNormFwdProblem, sizes: Mapping[str, int], device: torch.device) -> Callable[[], Run]:
+def _forward(p: RmsNormFwdProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
     shape = sizes["m"], p.n
     x, residual = _normal(device, p.x_dtype, *shape), _normal(device, p.residual_dtype, *shape)
     weight, bias = _normal(device, p.weight_dtype, p.n), _normal(device, p.bias_dtype, p.n)
@@ -57,7 +60,7 @@ def _forward(p: RmsNormFwdProblem, sizes: Mapping[str, int], device: torch.devic
     return make
 
 
-def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.device) -> Callable[[], Run]:
+def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
     shape = sizes["m"], p.n
     x, dy, dres = (_normal(device, dtype, *shape) for dtype in (p.x_dtype, p.dy_dtype, p.dres_dtype))
     weight, rstd = _normal(device, p.weight_dtype, p.n), x.float().square().mean(-1).rsqrt()
@@ -74,124 +77,93 @@ def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.devi
 # GEMMs ---------------------------------------------------------------------------------------------------------------
 
 
-class _Gemms(LceKernels):
-    """Keeps the kernel that its first launch found, whatever is chosen later; for one problem alone."""
-
-    def __init__(self, device: torch.device, problem: GemmProblem):
-        super().__init__(device)
-        self.problem, self.found = problem, None
-
-    def _add(self, key: tuple, name: str, problem: GemmProblem) -> Kernel:
-        assert problem == self.problem, (problem, self.problem)
-        if self.found is None:
-            self.found = super()._add(key, name, problem)
-        self._kernels[1][key] = self.found
-        return self.found
-
-
-def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Callable[[], Run]:
+def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
     """All rows are live. Outputs start as zeros, and accumulate from run to run."""
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
-    if p.epilogue in ("softmax", "dlogits"):
-        launch, outputs = (_logits if p.epilogue == "softmax" else _dlogits)(p, m, n, k, device)
-    elif p.live == "k":
-        e, xs = _exponentials(device, p.dtype, k, m), _normal(device, p.dtype, k, n)
-        out, num_live = torch.zeros(m, n, dtype=_dtype(p.out_dtype), device=device), _count(device, k)
-        outputs, tickets, slots, residual = (out,), _tickets(device, p), None, None
-        factor = torch.full((1,), 0.5, device=device) if p.scaled else None
-        if p.rounding_residual:  # of every 16th row
-            slots = torch.arange(m, dtype=torch.int32, device=device)
-            slots = torch.where(slots % 16 == 0, slots // 16, NO_SLOT)
-            residual = torch.zeros(-(-m // 16), n, dtype=torch.int16, device=device)
 
-        def launch(gemms):
-            gemms.dw(e, xs, num_live, 0, out, p.accumulate, tickets, slots, residual, factor)
-    else:
-        launch, outputs = _dx(p, m, n, k, device)
+    def padded(dtype: str | None, rows: int, columns: int) -> Tensor | None:
+        """Rows start on 128 bytes, as those of exp_logits do."""
+        if dtype is None:
+            return None
+        return torch.zeros(rows, -(-columns // 64) * 64, dtype=_dtype(dtype), device=device)[:, :columns]
+
+    split, second = 0, None
+    if p.epilogue in ("softmax", "dlogits"):  # logits around 1
+        a, b = _normal(device, p.dtype, m, k), _normal(device, p.dtype, n, k).mul_(k**-0.5)
+        if p.d_in_two:
+            split = max(n // 512 * 256, 256)
+            second = padded(p.out_dtype, m, n - split)
+        d = padded(p.out_dtype, m, split or n)
+    else:  # exponentials
+        if p.a_in_two:
+            split = max(k // 512 * 256, 256)
+            second = padded(p.dtype, m, k - split).uniform_()
+        a = padded(p.dtype, *((m, split or k) if p.a_major == "k" else (k, m))).uniform_()
+        b, d = _normal(device, p.dtype, k, n), torch.zeros(m, n, dtype=_dtype(p.out_dtype), device=device)
+    epilogue = _epilogue(p, m, n, k, device)
+    written = [d, second if p.d_in_two else None]
+    written += [getattr(epilogue, name, None) for name in ("part_sum", "part_wsum", "target_logit")]
+    counters = torch.zeros(NUM_TICKETS + 1, dtype=torch.int32, device=device)
+    num_live = torch.tensor([k if p.live == "k" else m], dtype=torch.int32, device=device)
+    stream = current_stream_of(device)
 
     def make() -> Run:
-        gemms = _Gemms(device, p)
+        kernel = kernel_for("lce_gemm", p, gpu)
+        clusters = kernel.config.max_clusters(gpu.sm_count)
+        splits, floats = kernel.config.tail_room(m, n, k, clusters)
 
         def run() -> tuple[Tensor | None, ...]:
-            launch(gemms)
-            return outputs
+            tail = None
+            if p.split_k_tail:
+                tail = TailArgs(torch.empty(floats, device=device), counters[1:], splits)
+            args = GemmArgs(
+                a, second, b, d, epilogue, tail, counters[:1], num_live, m, n, k, split, 0, a.stride(0),
+                0 if second is None else second.stride(0), b.stride(0), 0 if d is None else d.stride(0), clusters,
+            )  # fmt: skip
+            kernel.launch(_addresses(args), stream())
+            return tuple(written)
 
         return run
 
     return make
 
 
-def _logits(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
-    x, w, bias, weight, softcap = _classifier(p, m, n, k, device)
-    slot_target = torch.randint(n, (m,), dtype=torch.int32, device=device)
-    row_shift = torch.zeros(m, device=device)
-    split = max(n // 512 * 256, 256) if p.d_in_two else n
-    e = None if p.out_dtype is None else _padded(device, p.out_dtype, m, split)
-    e2 = _padded(device, p.out_dtype, m, n - split) if p.d_in_two else None
+def _epilogue(p: GemmProblem, m: int, n: int, k: int, device: torch.device) -> tuple | None:
+    """What the problem's epilogue takes, by the names in quackish/configs/lce_args.py."""
     tiles = -(-n // SOFTMAX_TILE_N)
-    part_sum, target_logit = torch.empty(m, tiles, device=device), torch.empty(m, device=device)
-    part_wsum = torch.empty(m, tiles, device=device) if p.smoothing else None
-    row_max_bits = torch.zeros(m, dtype=torch.int32, device=device)  # row_shift, encoded
-    flags = torch.zeros(1 + -(-m // ROW_TILE), dtype=torch.int32, device=device)
-    num_live = _count(device, m)
-
-    args = LogitsArgs(
-        x, w, bias, weight, row_shift, slot_target, num_live, 0, softcap, e, e2, split, part_sum, part_wsum,
-        target_logit, row_max_bits, flags,
-    )  # fmt: skip
-
-    def launch(gemms):
-        gemms.logits(args)
-
-    return launch, (e, e2, part_sum, part_wsum, target_logit)
-
-
-def _dlogits(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
-    x, w, bias, weight, softcap = _classifier(p, m, n, k, device)
-    slot_target = torch.randint(n, (m,), dtype=torch.int32, device=device)
-    coefs = torch.rand(m, 4, device=device)
-    e, num_live = _padded(device, p.out_dtype, m, n), _count(device, m)
-
-    def launch(gemms):
-        gemms.dlogits(x, w, bias, coefs, slot_target, num_live, 0, weight, softcap, p.smoothing, 0, e)
-
-    return launch, (e,)
+    slots = torch.arange(m, dtype=torch.int32, device=device)
+    of_name = {
+        "bias": lambda: _normal(device, p.bias_dtype, n),
+        "class_weight": lambda: torch.rand(n, device=device),
+        "row_shift": lambda: torch.zeros(m, device=device),
+        "slot_target": lambda: torch.randint(n, (m,), dtype=torch.int32, device=device),
+        "row_max_bits": lambda: torch.zeros(m, dtype=torch.int32, device=device),  # row_shift, encoded
+        "flags": lambda: torch.zeros(1 + -(-m // ROW_TILE), dtype=torch.int32, device=device),
+        "part_sum": lambda: torch.empty(m, tiles, device=device),
+        "part_wsum": lambda: torch.empty(m, tiles, device=device),
+        "target_logit": lambda: torch.empty(m, device=device),
+        "softcap": lambda: 30.0 if p.softcap else 0.0,
+        "tiles": lambda: tiles,
+        "coefs": lambda: torch.rand(m, 4, device=device),
+        "v0": lambda: 0,
+        "row_scale": lambda: torch.rand(m, device=device) / k,
+        "order": lambda: torch.randperm(m, device=device).int(),
+        "factor": lambda: torch.full((1,), 0.5, device=device),
+        "first_slot_of_class": lambda: torch.where(slots % 16 == 0, slots // 16, NO_SLOT),  # of every 16th row
+        "rounding_residual": lambda: torch.zeros(-(-m // 16), n, dtype=torch.int16, device=device),
+    }
+    spec = p.args.epilogue
+    if spec is None:
+        return None
+    return spec._make(None if what is None else of_name[name]() for name, what in spec._asdict().items())
 
 
-def _classifier(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
-    """x (m, k), w (n, k), bias, class weights, softcap: logits around 1."""
-    x, w = _normal(device, p.dtype, m, k), _normal(device, p.dtype, n, k).mul_(k**-0.5)
-    weight = torch.rand(n, device=device) if p.weighted else None
-    return x, w, _normal(device, p.bias_dtype, n), weight, 30.0 if p.softcap else 0.0
+def _addresses(args: tuple) -> tuple:
+    """A NamedTuple with the addresses of tensors in their place."""
 
+    def value(arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return arg.data_ptr()
+        return _addresses(arg) if isinstance(arg, tuple) else arg
 
-def _dx(p: GemmProblem, m: int, n: int, k: int, device: torch.device):
-    split = max(k // 512 * 256, 256) if p.a_in_two else k
-    e = _exponentials(device, p.dtype, m, split)
-    e2 = _exponentials(device, p.dtype, m, k - split) if p.a_in_two else None
-    w, out = _normal(device, p.dtype, k, n), torch.zeros(m, n, dtype=_dtype(p.out_dtype), device=device)
-    scale = torch.rand(m, device=device) / k if p.epilogue == "rows" else None
-    order = torch.randperm(m, device=device).int() if p.epilogue == "rows" else None
-    tickets, num_live = _tickets(device, p), _count(device, m)
-
-    def launch(gemms):
-        gemms.dx(e, e2, split if p.a_in_two else 0, w, scale, order, num_live, 0, out, p.accumulate, tickets)
-
-    return launch, (out,)
-
-
-def _exponentials(device: torch.device, dtype: str, rows: int, columns: int) -> Tensor:
-    return _padded(device, dtype, rows, columns).uniform_()
-
-
-def _padded(device: torch.device, dtype: str, rows: int, columns: int) -> Tensor:
-    """Rows start on 128 bytes, as those of exp_logits do."""
-    return torch.zeros(rows, -(-columns // 64) * 64, dtype=_dtype(dtype), device=device)[:, :columns]
-
-
-def _tickets(device: torch.device, p: GemmProblem) -> Tensor | None:
-    return torch.zeros(NUM_TICKETS, dtype=torch.int32, device=device) if p.split_k_tail else None
-
-
-def _count(device: torch.device, rows: int) -> Tensor:
-    return torch.tensor([rows], dtype=torch.int32, device=device)
+    return args._make(map(value, args))

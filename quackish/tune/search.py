@@ -19,7 +19,6 @@ from torch import Tensor
 
 from quackish import kernels, launch
 from quackish.gpu import Gpu
-from quackish.launch import Resources
 from quackish.launch.compile import Request, lock, obtain
 from quackish.testing.errors import error, same_bits
 from quackish.testing.timing import Times, interleave
@@ -171,34 +170,30 @@ def differs(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> 
     return None
 
 
-# Resources -----------------------------------------------------------------------------------------------------------
+# Spills --------------------------------------------------------------------------------------------------------------
 
 _MOST_PROCESSES = 16
 
 
-def examine(wanted: Sequence[tuple[str, Any, Any]], gpu: Gpu, compiling: bool) -> Iterator[Resources | str]:
-    """For each (kernel, problem, config) its resources, or why it does not compile: a second each, on all cores.
+def examine(kernel: str, problem: Any, configs: Sequence[Any], gpu: Gpu) -> Iterator[bool]:
+    """For each config whether it compiles without spilling registers: a second each, on all cores.
 
-    `compiling`: those that do not spill are also compiled for launching. Raises FileNotFoundError without a cuobjdump.
+    Those are also compiled for launching. Raises FileNotFoundError without a cuobjdump.
     """
-    processes = min(len(wanted), len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    processes = max(1, min(len(configs), len(os.sched_getaffinity(0)), _MOST_PROCESSES))
     context = multiprocessing.get_context("spawn")  # a fork would share what CUDA and the compiler have started
     with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
-        yield from pool.map(functools.partial(examine_one, gpu=gpu, compiling=compiling), wanted)
+        yield from pool.map(functools.partial(fits, kernel, problem, gpu=gpu), configs)
 
 
-def examine_one(one: tuple[str, Any, Any], gpu: Gpu, compiling: bool) -> Resources | str:
-    kernel, problem, config = one
-    kernel_class = kernels.find(kernel, gpu)
+def fits(kernel: str, problem: Any, config: Any, gpu: Gpu) -> bool:
+    request = Request(kernels.find(kernel, gpu), problem, config, gpu.target)
     try:
-        used = launch.resources(kernel_class, problem, config, gpu.target)
-        if compiling and not spills(used):
-            with lock:
-                obtain(Request(kernel_class, problem, config, gpu.target))
-    except RuntimeError as error:
-        return str(error)
-    return used
-
-
-def spills(used: Resources) -> bool:
-    return used.stack_bytes > 0 or used.local_loads > 0 or used.local_stores > 0
+        used = launch.resources(*request)
+        if used.stack_bytes or used.local_loads or used.local_stores:
+            return False
+        with lock:
+            obtain(request)
+    except RuntimeError:  # it does not compile
+        return False
+    return True
