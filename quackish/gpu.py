@@ -16,21 +16,27 @@ class Gpu:
     smem_bytes_per_sm: int
 
 
-# As the CUDA C++ Programming Guide gives them for compute capabilities 9.0 and 10.0; the SMs are NVIDIA's data sheets'.
+# Shared memory: the CUDA C++ Programming Guide, compute capabilities 9.0, 10.0 and 10.3. SMs: NVIDIA's data sheets;
+# B300 is assumed to have as many as B200.
 _SMEM = dict(smem_bytes=232_448, smem_bytes_per_sm=233_472)
-H100 = Gpu("H100", "sm_90", "sm_90a", sm_count=132, **_SMEM)
+H100 = Gpu("H100", "sm_90", "sm_90a", sm_count=132, **_SMEM)  # SXM
+H100_PCIE = Gpu("H100 PCIe", "sm_90", "sm_90a", sm_count=114, **_SMEM)
+H100_NVL = Gpu("H100 NVL", "sm_90", "sm_90a", sm_count=132, **_SMEM)
+GH200 = Gpu("GH200", "sm_90", "sm_90a", sm_count=132, **_SMEM)
 H200 = Gpu("H200", "sm_90", "sm_90a", sm_count=132, **_SMEM)
 B200 = Gpu("B200", "sm_100", "sm_100a", sm_count=148, **_SMEM)
+B300 = Gpu("B300", "sm_103", "sm_103a", sm_count=148, **_SMEM)
 
 # What runs the portable path: here for `explain`, which says so. Their numbers are from the same two sources.
 A100 = Gpu("A100", "sm_80", "sm_80", sm_count=108, smem_bytes=166_912, smem_bytes_per_sm=167_936)
 A10 = Gpu("A10", "sm_86", "sm_86", sm_count=72, smem_bytes=101_376, smem_bytes_per_sm=102_400)
 L40S = Gpu("L40S", "sm_89", "sm_89", sm_count=142, smem_bytes=101_376, smem_bytes_per_sm=102_400)
 
-NAMED = {gpu.name.lower(): gpu for gpu in (H100, H200, B200, A100, A10, L40S)}
+_KNOWN = (H100, H100_PCIE, H100_NVL, GH200, H200, B200, B300, A100, A10, L40S)
+NAMED = {gpu.name.lower().replace(" ", "-"): gpu for gpu in _KNOWN}
 
 # Families whose own instructions need the architecture-specific target; all others get the plain one.
-_TARGETS = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
+_TARGETS = {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,8 @@
 import pytest
 
 from quackish import kernels, launch
+from quackish.cli import operations
+from quackish.cli.parser import Parser
 from quackish.configs.rms_norm import (
     MAX_N,
     MAX_N_TWO_SUMS,
@@ -12,7 +14,7 @@ from quackish.configs.rms_norm import (
     rms_norm_fwd_config,
 )
 from quackish.errors import UnsupportedError
-from quackish.gpu import B200, H200
+from quackish.gpu import B200, B300, H200
 
 BF16, FP32 = "bfloat16", "float32"
 # Both sides of the thresholds in configs/rms_norm.py, and rows that divide badly.
@@ -69,6 +71,25 @@ def test_forward_compiles(problem, gpu):
 def test_backward_compiles(problem, gpu):
     config = rms_norm_bwd_config(problem, gpu)
     check("rms_norm_bwd", problem, config, gpu, config.ctas_per_sm)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "rms_norm 8192x4096 --residual --bias",
+        "linear_cross_entropy 4096x2048x32000 --bias",
+        "linear_cross_entropy 4096x2048x32000 --dtype fp16 --reduction none --softcap 30",
+    ],
+)
+def test_compiles_for_b300(call):
+    """One of each kernel, from the same sources as for B200."""
+    parser = Parser()
+    operations.add_arguments(parser)
+    steps = operations.run_dry(parser.parse_args(call.split()), B300).steps
+    found = {(step.kernel, step.problem, step.choice.config) for step in steps if step.choice is not None}
+    assert len(found) >= 2
+    for name, problem, config in found:
+        check(name, problem, config, B300, ctas_per_sm=1)
 
 
 def test_rows_beyond_the_longest_are_refused():

@@ -86,12 +86,12 @@ def test_where_no_kernel_runs(capsys, tmp_path):
 
 def test_gpus_without_kernels_are_refused(capsys):
     for name in ("A10", "cpu"):
-        with pytest.raises(Refused, match=f"'{name}' is unknown; expected one of h100, h200, b200, this$"):
+        with pytest.raises(Refused, match=f"'{name}' is unknown; expected one of h100, .*, b200, b300, this$"):
             run(f"rms_norm 64x256 --gpu h200,{name}")
     with pytest.raises(SystemExit):
         main(["precompile", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    assert "h100, h200, b200; or this" in out
+    assert "h100, h100-pcie, h100-nvl, gh200, h200, b200, b300; or this" in out
     assert "a100" not in out
 
 

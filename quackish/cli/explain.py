@@ -55,7 +55,7 @@ def text(args: argparse.Namespace, resources: Callable[..., Resources] | None) -
         return "\n".join([*head, "Path: the portable path, in plain PyTorch", f"Why: {found.portable}"])
     head += ["Path: quackish's kernels", *(f"{name}: {words}" for name, words in found.plan.items())]
     roofs, notes = roofs_of(gpu), list(found.notes)
-    if gpu.family == "sm_100":
+    if gpu.family != "sm_90":
         notes.append("These kernels are compiled for Blackwell; none of them has been run there.")
     own = list(dict.fromkeys((s.kernel, s.problem, s.choice) for s in found.steps if s.choice is not None))
     used = _resources(own, gpu, notes, resources) if resources else {}

@@ -7,25 +7,25 @@ from typing import Any
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 
-_BOTH = ("sm_90", "sm_100")
+_ALL = ("sm_90", "sm_100", "sm_103")
 TABLE = {  # kernel -> module and class, and the GPU families that it is for
-    "rms_norm_fwd": ("rms_norm_fwd:RmsNormFwd", _BOTH),
-    "rms_norm_bwd": ("rms_norm_bwd:RmsNormBwd", _BOTH),
+    "rms_norm_fwd": ("rms_norm_fwd:RmsNormFwd", _ALL),
+    "rms_norm_bwd": ("rms_norm_bwd:RmsNormBwd", _ALL),
     "lce_gemm": ("gemm_sm90:GemmSm90", ("sm_90",)),
-    "lce_compact": ("linear_cross_entropy.compact:LceCompact", _BOTH),
-    "lce_gather": ("linear_cross_entropy.gather:LceGather", _BOTH),
-    "lce_rows": ("linear_cross_entropy.rows:LceRows", _BOTH),
-    "lce_sort": ("linear_cross_entropy.sort:LceSort", _BOTH),
-    "lce_targets": ("linear_cross_entropy.targets:LceTargets", _BOTH),
-    "lce_bias": ("linear_cross_entropy.bias:LceBias", _BOTH),
-    "lce_scatter": ("linear_cross_entropy.scatter:LceScatter", _BOTH),
-    "lce_scale": ("linear_cross_entropy.scale:LceScale", _BOTH),
+    "lce_compact": ("linear_cross_entropy.compact:LceCompact", _ALL),
+    "lce_gather": ("linear_cross_entropy.gather:LceGather", _ALL),
+    "lce_rows": ("linear_cross_entropy.rows:LceRows", _ALL),
+    "lce_sort": ("linear_cross_entropy.sort:LceSort", _ALL),
+    "lce_targets": ("linear_cross_entropy.targets:LceTargets", _ALL),
+    "lce_bias": ("linear_cross_entropy.bias:LceBias", _ALL),
+    "lce_scatter": ("linear_cross_entropy.scatter:LceScatter", _ALL),
+    "lce_scale": ("linear_cross_entropy.scale:LceScale", _ALL),
     # between cuBLAS's GEMMs, on GPUs without lce_gemm
-    "lce_exp": ("linear_cross_entropy.exp:LceExp", _BOTH),
-    "lce_rescale": ("linear_cross_entropy.rescale:LceRescale", _BOTH),
-    "lce_clear": ("linear_cross_entropy.clear:LceClear", _BOTH),
+    "lce_exp": ("linear_cross_entropy.exp:LceExp", _ALL),
+    "lce_rescale": ("linear_cross_entropy.rescale:LceRescale", _ALL),
+    "lce_clear": ("linear_cross_entropy.clear:LceClear", _ALL),
 }
-FAMILIES = frozenset(_BOTH)  # of the GPUs that there are kernels for
+FAMILIES = frozenset(_ALL)  # of the GPUs that there are kernels for
 
 
 class KernelClass:
