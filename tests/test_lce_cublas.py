@@ -20,13 +20,14 @@ from quackish.ops.linear_cross_entropy import api as public
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
 from quackish.ops.linear_cross_entropy import cublas, linear_cross_entropy
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import LceKernels, LogitsArgs
+from quackish.ops.linear_cross_entropy.launches import DlogitsCall, LceKernels, LogitsCall
 from quackish.testing.errors import error, same_bits
 from tests.variants import some
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
 LOGITS = "logits", "recompute_flagged"
+CALLS = {**dict.fromkeys(LOGITS, LogitsCall), "dlogits": DlogitsCall}
 
 
 # Compiled -----------------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def call(k, names, args):
     """The arguments after launches by these names."""
     args = [moved(a, k.device) for a in args]
     for name in names:
-        getattr(k, name)(*([LogitsArgs(*args)] if name in LOGITS else args))
+        getattr(k, name)(*([CALLS[name](*args)] if name in CALLS else args))
     return [moved(a, "cpu") for a in args]
 
 

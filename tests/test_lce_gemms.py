@@ -18,7 +18,7 @@ from quackish.configs.gemm import (
     splits_dw_tail,
 )
 from quackish.gpu import H200
-from quackish.ops.linear_cross_entropy.launches import LceKernels, LogitsArgs
+from quackish.ops.linear_cross_entropy.launches import DlogitsCall, LceKernels, LogitsCall
 from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import error, same_bits
 from tests.emulated_kernels import NO_SLOT, decode, encode, lce_kernels, with_cut_off
@@ -27,6 +27,7 @@ from tests.variants import some
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN = float("nan")
 LOGITS = "logits", "recompute_flagged"
+CALLS = {**dict.fromkeys(LOGITS, LogitsCall), "dlogits": DlogitsCall}
 
 
 # Compiled -----------------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def both(name, *args):
     on_gpu = [_copy(a, "cuda") if isinstance(a, torch.Tensor) else a for a in args]
     gpu = LceKernels(torch.device("cuda", torch.cuda.current_device()))
     for k, given in (lce_kernels(), emulated), (gpu, on_gpu):
-        getattr(k, name)(*([LogitsArgs(*given)] if name in LOGITS else given))
+        getattr(k, name)(*([CALLS[name](*given)] if name in CALLS else given))
     torch.cuda.synchronize()
     return [a.cpu() if isinstance(a, torch.Tensor) else a for a in on_gpu], emulated
 

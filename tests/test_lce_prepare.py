@@ -16,6 +16,7 @@ from quackish.ops.linear_cross_entropy import api as public
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy import warm_up as preparing
+from quackish.ops.linear_cross_entropy.checks import Inputs, Options
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 
 CPU = torch.device("cpu")
@@ -57,8 +58,8 @@ def prepare(x, w, target, kw, grad_weight_out=None, **how):
         schedule="auto", chunk_size=None, backend="auto", num_items=None,
     ) | {name: value for name, value in {**kw, **how}.items() if name not in ("linear_bias", "weight")}  # fmt: skip
     items, bias, weight = options.pop("num_items"), kw.get("linear_bias"), kw.get("weight")
-    plan = public._make_plan(x, w, target, bias, weight, grad_weight_out, items, **options)
-    preparing.prepare(on_kernels.Inputs(x, w, bias, target, weight, items), plan, grad_weight_out)
+    inputs = Inputs(x, w, bias, target, weight, items, grad_weight_out)
+    preparing.prepare(inputs, public.make_plan(inputs, Options(**options), public.no_kernel_on))
 
 
 def called(x, w, target, kw, **how):

@@ -35,7 +35,7 @@ from quackish.configs.linear_cross_entropy import (
 )
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
-from quackish.ops.linear_cross_entropy.portable import _backward_op, _forward_op
+from quackish.ops.linear_cross_entropy.portable import _loop_op
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -577,13 +577,15 @@ def test_opcheck(needs, schedule, device):
         bias, weight = kw["linear_bias"], kw["weight"]
         for t, need in zip((x, w, bias), needs, strict=True):
             t.requires_grad_(need)
-        options = (IGNORED, 0.1, 3.0, 1e-3)
-        args = (x, w, target, bias, weight, None, *options, reduction, schedule, 5, torch.float32, needs, "")
-        torch.library.opcheck(_forward_op, args)
-        tensors = (x.detach(), w.detach(), target, bias.detach(), weight)
-        logits = torch.randn(13, 11, device=device) if schedule == "stored" else None
+        options = IGNORED, 0.1, 3.0, 1e-3, 5, torch.float32
+        now, keep = needs if schedule == "chunked" else [False] * 3, schedule == "stored"
+        nothing = [None] * 4
+        args = x, w, target, bias, weight, *nothing, *options, now, keep, reduction == "sum", ""
+        torch.library.opcheck(_loop_op, args)
+        tensors = (x.detach(), w.detach(), target, bias.detach(), weight, None)
+        logits = torch.randn(13, 11, device=device) if keep else None
         grad = torch.rand(13, device=device)
-        torch.library.opcheck(_backward_op, (grad, grad, *tensors, logits, *options, 5, torch.float32, needs))
+        torch.library.opcheck(_loop_op, (*tensors, grad, grad, logits, *options, needs, False, False, ""))
 
 
 @pytest.mark.parametrize("device", DEVICES)

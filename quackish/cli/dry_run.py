@@ -8,7 +8,6 @@ which its plans know.
 import argparse
 import dataclasses
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import api, autograd
+from quackish.ops.linear_cross_entropy.checks import Inputs, Options
 from quackish.ops.rms_norm import _dx_dtypes
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, check_problem
 from quackish.work import SHORT, Work, sizes_of, work
@@ -127,25 +127,23 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
         class_weight = torch.empty(v) if args.class_weight else None
         dw_out = torch.empty(v, h) if args.grad_weight_out else None
         arriving = [torch.empty(m if reduction == "none" else ()), *[torch.empty(m)] * bool(args.return_lse)]
-    recorder = _Recorder(gpu, [x, w, bias, target, class_weight, dw_out, *arriving])
-    plans = {}
-    k = autograd.kernels_on(_META, gpu, recorder.kernel_for)
-    plain = mock.patch.multiple(api, no_kernel_on=lambda device: "", is_plain=lambda: True, _plans=plans)
-    with plain, mock.patch.multiple(autograd, kernels_of=lambda device: k), recorder:
-        try:
-            outputs = api.linear_cross_entropy(
-                x, w, target, linear_bias=bias, weight=class_weight, reduction=reduction,
-                label_smoothing=args.label_smoothing or 0.0, softcap=args.softcap, z_loss=args.z_loss or 0.0,
-                return_lse=bool(args.return_lse), grad_weight_out=dw_out, schedule=args.schedule or "auto",
-                chunk_size=args.chunk_size, backend="cute",
-            )  # fmt: skip
-        except ValueError as error:
-            raise Refused(str(error).removeprefix("linear_cross_entropy: ")) from None
+    inputs = Inputs(x, w, bias, target, class_weight, None, dw_out)
+    options = Options(
+        reduction, -100, args.label_smoothing or 0.0, args.softcap, args.z_loss or 0.0, bool(args.return_lse),
+        args.schedule or "auto", args.chunk_size, "cute",
+    )  # fmt: skip
+    try:
+        plan = api.make_plan(inputs, options, no_kernel_on=lambda device: "")
+    except ValueError as error:
+        raise Refused(str(error).removeprefix("linear_cross_entropy: ")) from None
+    recorder = _Recorder(gpu, [*inputs, *arriving])
+    with recorder:
+        k = autograd.kernels_on(_META, gpu, recorder.kernel_for)
+        loss, lse = autograd.run(inputs, plan, options.return_lse, eager=True, k=k)
         recorder.phase = "backward"
         if grad:
-            wanted = [t for t in (x, w, bias) if t is not None]
+            outputs, wanted = [loss, lse][: len(arriving)], [t for t in (x, w, bias) if t is not None]
             torch.autograd.grad(outputs, wanted, arriving, allow_unused=dw_out is not None)
-    (plan,) = plans.values()
     chunks = [step.sizes["rows"] for step in recorder.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
     sizes = " and ".join(map(str, dict.fromkeys(chunks)))
     told = {

@@ -63,11 +63,8 @@ class GemmProblem:
         operand, out = Ptr(self.dtype, aligned=True), optional(self.out_dtype, aligned=True)
         return GemmArgs(
             a=operand, second=operand if self.a_in_two else out if self.d_in_two else None, b=operand, d=out,
-            epilogue=self._epilogue_args(),
-            tail=TailArgs(Ptr("float32", aligned=True), I32, "int32") if self.split_k_tail else None,
-            ticket=None if self.recompute_flagged else I32, num_live=I32, m="int32", n="int32", k="int32",
-            split="int32", start="int32", a_stride="int64", second_stride="int64", b_stride="int64", d_stride="int64",
-            max_clusters="int32",
+            epilogue=self._epilogue_args(), tail=TailArgs() if self.split_k_tail else None,
+            ticket=None if self.recompute_flagged else I32,
         )  # fmt: skip
 
     def _epilogue_args(self) -> tuple | None:
@@ -75,19 +72,15 @@ class GemmProblem:
         if self.epilogue == "softmax":
             return SoftmaxArgs(
                 bias=bias, class_weight=class_weight, row_shift=None if self.recompute_flagged else F32,
-                slot_target=I32, row_max_bits=I32, flags=I32, part_sum=F32, target_logit=F32,
-                part_wsum=F32 if self.smoothing else None, softcap="float32", tiles="int32",
+                part_wsum=F32 if self.smoothing else None,
             )  # fmt: skip
         if self.epilogue == "dlogits":
-            return DlogitsArgs(
-                bias=bias, class_weight=class_weight, coefs=Ptr("float32", aligned=True), slot_target=I32,
-                softcap="float32", v0="int32",
-            )  # fmt: skip
+            return DlogitsArgs(bias=bias, class_weight=class_weight)
         if self.epilogue == "rows":
-            return RowsOutArgs(row_scale=F32, order=I32)
+            return RowsOutArgs()
         if self.rounding_residual:
-            return ResidualArgs(first_slot_of_class=I32, rounding_residual=Ptr("int16", aligned=True))
-        return ScaledArgs(factor=F32) if self.scaled else None
+            return ResidualArgs()
+        return ScaledArgs() if self.scaled else None
 
 
 @dataclasses.dataclass(frozen=True)

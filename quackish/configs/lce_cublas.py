@@ -5,7 +5,7 @@ None of it has been measured, nor run on a Blackwell GPU, which it is for.
 
 import dataclasses
 
-from quackish.configs.lce_args import F32, I32, ClearArgs, ExpArgs, Ptr, RescaleArgs, optional
+from quackish.configs.lce_args import ALIGNED_F32, F32, I32, ClearArgs, ExpArgs, Ptr, RescaleArgs, optional
 
 TILE_N = 256  # classes per partial sum of the softmax
 # fp32 products of a GEMM that a kernel has yet to read: logits, or rows of the input gradient.
@@ -28,11 +28,10 @@ class LceExpProblem:
         softmax = self.kind == "softmax"
         ints, floats = (I32, F32) if softmax else (None, None)
         return ExpArgs(
-            z=Ptr("float32", aligned=True), out=optional(self.out_dtype, aligned=True), bias=optional(self.bias_dtype),
-            class_weight=F32 if self.weighted else None, slot_target=I32, num_live=I32, row_shift=floats,
-            row_max_bits=ints, flags=ints, part_sum=floats, part_wsum=floats if self.smoothing else None,
-            target_logit=floats, tile0="int32", tiles="int32", coefs=None if softmax else Ptr("float32", aligned=True),
-            z_stride="int64", out_stride="int64", softcap="float32", v0="int32", start="int32", rows="int32", n="int32",
+            out=optional(self.out_dtype, aligned=True), bias=optional(self.bias_dtype),
+            class_weight=F32 if self.weighted else None, row_shift=floats, row_max_bits=ints, flags=ints,
+            part_sum=floats, part_wsum=floats if self.smoothing else None, target_logit=floats,
+            coefs=None if softmax else ALIGNED_F32,
         )  # fmt: skip
 
 
@@ -42,11 +41,7 @@ class LceRescaleProblem:
 
     @property
     def args(self) -> RescaleArgs:
-        return RescaleArgs(
-            exp_logits=Ptr("bfloat16", aligned=True) if self.stored else None, part_sum=F32, row_max_bits=I32,
-            flags=I32, num_live=I32, exp_logits_stride="int64", tile0="int32", tiles="int32", start="int32",
-            rows="int32", n="int32",
-        )  # fmt: skip
+        return RescaleArgs(exp_logits=Ptr("bfloat16", aligned=True) if self.stored else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +51,7 @@ class LceClearProblem:
 
     @property
     def args(self) -> ClearArgs:
-        return ClearArgs(out=Ptr(self.dtype, aligned=True), num_live=I32, start="int32", rows="int32")
+        return ClearArgs(out=Ptr(self.dtype, aligned=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,12 @@ Numbers of rows, classes and tiles are in neither: kernels get these at run time
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from quackish.configs.lce_args import (
+    ALIGNED_F32,
+    ALIGNED_I16,
     BF16,
     F32,
     I32,
@@ -40,8 +43,7 @@ class LceCompactProblem:
     def args(self) -> CompactArgs:
         return CompactArgs(
             target=Ptr(self.target_dtype), class_weight=optional(self.class_weight_dtype),
-            num_items_at=F32 if self.divisor == "tensor" else None, order=I32, inv_divisor=F32, tickets=I32,
-            num_live=I32, num_items="float32", ignore_index="int64", v="int32", m="int32",
+            num_items_at=F32 if self.divisor == "tensor" else None,
         )  # fmt: skip
 
 
@@ -61,9 +63,8 @@ class LceGatherProblem:
         rows_out = F32 if self.rows_out else None
         return GatherArgs(
             x=Ptr(self.dtype, self.x_aligned), w=Ptr(self.dtype, aligned=True), bias=optional(self.bias_dtype),
-            target=Ptr(self.target_dtype), order=I32, num_live=I32, live_x=Ptr(self.dtype, aligned=True),
-            slot_target=I32, row_shift=F32, row_max_bits=I32, flags=I32, dx=optional(self.dx_dtype, aligned=True),
-            loss=rows_out, lse=rows_out, x_stride="int64", softcap="float32", start="int32", rows="int32", v="int32",
+            target=Ptr(self.target_dtype), live_x=Ptr(self.dtype, aligned=True),
+            dx=optional(self.dx_dtype, aligned=True), loss=rows_out, lse=rows_out,
         )  # fmt: skip
 
 
@@ -90,18 +91,14 @@ class LceRowsProblem:
         scale, coefs, smoothing = self.grads == "scale", self.grads == "coefs", self.label_smoothing
         grads, x = scale or coefs, optional(self.dtype, aligned=True)
         return RowsArgs(
-            slot_target=I32, order=I32, num_live=I32, part_sum=F32 if self.stats else None,
-            part_wsum=F32 if self.stats and smoothing else None, target_logit=F32 if self.stats or scale else None,
-            row_max_bits=I32, class_weight=optional(self.class_weight_dtype),
+            part_sum=F32 if self.stats else None, part_wsum=F32 if self.stats and smoothing else None,
+            target_logit=F32 if self.stats or scale else None, class_weight=optional(self.class_weight_dtype),
             total_weight=F32 if smoothing and self.class_weight_dtype is not None else None,
-            loss=F32 if self.stats else None, lse=F32, row_sum=F32,
-            grad_loss=F32 if grads and self.grad_loss != "one" else None, inv_divisor=F32,
+            loss=F32 if self.stats else None, grad_loss=F32 if grads and self.grad_loss != "one" else None,
             grad_lse=F32 if grads and self.grad_lse else None, exp_logits=BF16 if scale else None,
             exp_logits2=BF16 if scale and self.exp_logits_split else None, live_x=x, scaled_x=x,
-            row_scale=F32 if scale else None, coefs=Ptr("float32", aligned=True) if coefs else None,
-            first_slot_of_class=I32 if self.first_slot_of_class else None, softcap="float32", z_loss="float32",
-            label_smoothing="float32", exp_logits_stride="int64", exp_logits2_stride="int64", v_split="int32",
-            v="int32", tiles="int32", start="int32", rows="int32",
+            row_scale=F32 if scale else None, coefs=ALIGNED_F32 if coefs else None,
+            first_slot_of_class=I32 if self.first_slot_of_class else None,
         )  # fmt: skip
 
 
@@ -114,11 +111,9 @@ class LceSortProblem:
     @property
     def args(self) -> SortArgs:
         return SortArgs(
-            slot_target=Ptr("int32", aligned=True), order=I32, num_live=I32, row_scale=F32, exp_logits=BF16,
-            exp_logits2=BF16 if self.exp_logits_split else None, exp_logits_stride="int64",
-            exp_logits2_stride="int64", v_split="int32", sorted_target=I32, sorted_row=I32, sorted_grad=F32,
+            exp_logits2=BF16 if self.exp_logits_split else None,
             first_slot_of_class=I32 if self.first_slot_of_class else None,
-            index=Ptr("int64") if self.presorted else None, v="int32", start="int32", rows="int32",
+            index=Ptr("int64") if self.presorted else None,
         )  # fmt: skip
 
 
@@ -133,10 +128,8 @@ class LceTargetsProblem:
     @property
     def args(self) -> TargetsArgs:
         return TargetsArgs(
-            x=Ptr(self.dtype, self.x_aligned), sorted_target=I32, sorted_row=I32, sorted_grad=F32, num_live=I32,
-            dw=Ptr(self.dw_dtype, aligned=True),
-            rounding_residual=Ptr("int16", aligned=True) if self.rounding_residual else None,
-            x_stride="int64", v0="int32", v1="int32", start="int32", rows="int32",
+            x=Ptr(self.dtype, self.x_aligned), dw=Ptr(self.dw_dtype, aligned=True),
+            rounding_residual=ALIGNED_I16 if self.rounding_residual else None,
         )  # fmt: skip
 
 
@@ -149,10 +142,7 @@ class LceBiasProblem:
 
     @property
     def args(self) -> BiasArgs:
-        return BiasArgs(
-            exp_logits=Ptr(self.dtype, aligned=True), row_scale=F32 if self.row_scale else None, db=F32, num_live=I32,
-            exp_logits_stride="int64", start="int32", rows="int32", n="int32",
-        )  # fmt: skip
+        return BiasArgs(exp_logits=Ptr(self.dtype, aligned=True), row_scale=F32 if self.row_scale else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,10 +153,7 @@ class LceScatterProblem:
 
     @property
     def args(self) -> ScatterArgs:
-        return ScatterArgs(
-            acc=Ptr("float32", aligned=True), row_scale=F32 if self.row_scale else None, order=I32,
-            dx=Ptr(self.dx_dtype, aligned=True), num_live=I32, start="int32", rows="int32",
-        )  # fmt: skip
+        return ScatterArgs(row_scale=F32 if self.row_scale else None, dx=Ptr(self.dx_dtype, aligned=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +163,7 @@ class LceScaleProblem:
     @property
     def args(self) -> ScaleArgs:
         out = Ptr(self.dtype, aligned=True)
-        return ScaleArgs(out=out, out2=out, factor=F32, n="int64", n2="int64", num_ctas="int32")
+        return ScaleArgs(out=out, out2=out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,24 +231,31 @@ def lce_bias_config(problem: LceBiasProblem) -> LceBiasConfig:
 # Legality: why a config cannot run a kernel, as the field, what it is and what it may be; None where it can -----------
 
 
-def threads_why_illegal(problem: Any, config: Any, gpu: Gpu) -> str | None:
-    if config.threads not in range(32, 1025, 32):
-        return f"threads is {config.threads}; expected a multiple of 32, up to 1024"
+_THREADS = range(32, 1025, 32), "a multiple of 32, up to 1024"
+
+
+def _why(config: Any, **legal: tuple[Sequence[int], str]) -> str | None:
+    for field, (values, expected) in legal.items():
+        if getattr(config, field) not in values:
+            return f"{field} is {getattr(config, field)}; expected {expected}"
     return None
+
+
+def threads_why_illegal(problem: Any, config: Any, gpu: Gpu) -> str | None:
+    return _why(config, threads=_THREADS)
 
 
 def compact_why_illegal(problem: LceCompactProblem, config: LceCompactConfig, gpu: Gpu) -> str | None:
-    if config.threads != 1024:
-        return f"threads is {config.threads}; expected 1024, as a warp adds up the counts of 32"
-    if config.each not in range(1, 17):
-        return f"each is {config.each}; expected 1 to 16"
-    return None
+    threads = (1024,), "1024, as a warp adds up the counts of 32"
+    return _why(config, threads=threads, each=(range(1, 17), "1 to 16"))
 
 
 def rows_why_illegal(problem: Any, config: LceRowsConfig | LceScaleConfig, gpu: Gpu) -> str | None:
-    if config.vectors not in (1, 2, 4, 8):
-        return f"vectors is {config.vectors}; expected 1, 2, 4 or 8"
-    return threads_why_illegal(problem, config, gpu)
+    return _why(config, vectors=((1, 2, 4, 8), "1, 2, 4 or 8"), threads=_THREADS)
+
+
+def targets_why_illegal(problem: LceTargetsProblem, config: LceTargetsConfig, gpu: Gpu) -> str | None:
+    return _why(config, rows=(range(1, 9), "1 to 8"), slots=(range(1, 17), "1 to 16"), threads=_THREADS)
 
 
 def sort_why_illegal(problem: LceSortProblem, config: LceSortConfig, gpu: Gpu) -> str | None:
@@ -277,14 +271,6 @@ def sort_why_illegal(problem: LceSortProblem, config: LceSortConfig, gpu: Gpu) -
             f"most {gpu.smem_bytes} on {gpu.name}"
         )
     return None
-
-
-def targets_why_illegal(problem: LceTargetsProblem, config: LceTargetsConfig, gpu: Gpu) -> str | None:
-    if config.rows not in range(1, 9):
-        return f"rows is {config.rows}; expected 1 to 8"
-    if config.slots not in range(1, 17):
-        return f"slots is {config.slots}; expected 1 to 16"
-    return threads_why_illegal(problem, config, gpu)
 
 
 def bias_why_illegal(problem: LceBiasProblem, config: LceBiasConfig, gpu: Gpu) -> str | None:

@@ -17,10 +17,6 @@ def current_stream_of(device: torch.device) -> Callable[[], int]:
     return (lambda: stream_of(device.index)) if device.type == "cuda" else int
 
 
-def address(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
-
-
 def dtype_name(t: Tensor | None) -> str | None:
     """Its dtype as configs have it: "bfloat16"."""
     return None if t is None else str(t.dtype).removeprefix("torch.")

@@ -1,6 +1,7 @@
 """Linear cross entropy for torch: the function and the module, and which path a call takes."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from quackish.gpu import gpu_of
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
 from quackish.ops.linear_cross_entropy import portable
 from quackish.ops.linear_cross_entropy.checks import (
+    Inputs,
+    Options,
     check_buffer,
     check_options,
     check_shapes,
@@ -95,27 +98,26 @@ def linear_cross_entropy(
         UnsupportedError: `backend="cute"` and no kernel covers the call; `grad_weight_out` under FSDP or torch.func.
         RuntimeError: backward with create_graph=True.
     """
-    tensors = input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items
-    options = (
-        reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend,
-    )  # fmt: skip
-    eager = is_plain() and are_plain(tensors)  # else operators run
-    key, plan = _find_plan(tensors, options) if eager else (None, None)
+    inputs = Inputs(input, linear_weight, linear_bias, target, weight, num_items, grad_weight_out)
+    options = Options(
+        reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend
+    )
+    eager = is_plain() and are_plain(inputs)  # else operators run
+    key, plan = _find_plan(inputs, options) if eager else (None, None)
     new = plan is None
     if new:
-        plan = _make_plan(*tensors, *options)
-    if is_transformed():
-        loss, lse = _run_transformed(*tensors, plan, backend)
+        plan = make_plan(inputs, options, no_kernel_on)
+    if not eager and is_transformed():
+        loss, lse = _run_transformed(inputs, plan, backend)
         return (loss, lse) if return_lse else loss
     if grad_weight_out is not None and not is_compiling():
-        check_buffer(grad_weight_out, input, linear_weight)
+        check_buffer(inputs)
     if isinstance(plan, on_kernels.KernelPlan):
-        inputs = on_kernels.Inputs(input, linear_weight, linear_bias, target, weight, num_items)
         if new and eager and input.is_cuda:
-            prepare(inputs, plan, grad_weight_out)
-        loss, lse = on_kernels.run(inputs, plan, grad_weight_out, return_lse, eager)
+            prepare(inputs, plan)
+        loss, lse = on_kernels.run(inputs, plan, return_lse, eager)
     else:
-        loss, lse = portable.run(input, linear_weight, target, linear_bias, weight, num_items, grad_weight_out, plan)
+        loss, lse = portable.run(inputs, plan)
     if new and key is not None:  # not before it has run: what raises is checked again
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
@@ -166,20 +168,14 @@ class LinearCrossEntropyLoss(nn.Module):
             raise ValueError(
                 f"LinearCrossEntropyLoss: weight has shape {tuple(weight.shape)}, expected ({num_classes},)"
             )
-        check_options(
-            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
-            z_loss=z_loss, schedule=schedule, chunk_size=chunk_size, backend=backend,
-        )  # fmt: skip
+        options = Options(
+            reduction, ignore_index, label_smoothing, softcap, z_loss, False, schedule, chunk_size, backend
+        )
+        check_options(options)
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)
-        self.reduction = reduction
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.softcap = softcap
-        self.z_loss = z_loss
-        self.schedule = schedule
-        self.chunk_size = chunk_size
-        self.backend = backend
+        for name in _MODULE_OPTIONS:
+            setattr(self, name, getattr(options, name))
 
     def forward(
         self,
@@ -192,37 +188,24 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """input (..., in_features), target (...): what `linear_cross_entropy` returns."""
         return linear_cross_entropy(
-            input,
-            self.linear.weight,
-            target,
-            linear_bias=self.linear.bias,
-            weight=self.weight,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            softcap=self.softcap,
-            z_loss=self.z_loss,
-            num_items=num_items,
-            return_lse=return_lse,
-            grad_weight_out=grad_weight_out,
-            schedule=self.schedule,
-            chunk_size=self.chunk_size,
-            backend=self.backend,
-        )
+            input, self.linear.weight, target, linear_bias=self.linear.bias, weight=self.weight, num_items=num_items,
+            return_lse=return_lse, grad_weight_out=grad_weight_out,
+            **{name: getattr(self, name) for name in _MODULE_OPTIONS},
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
-        names = "reduction ignore_index label_smoothing softcap z_loss schedule chunk_size backend".split()
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in _MODULE_OPTIONS)
 
 
+_MODULE_OPTIONS = [name for name in Options._fields if name != "return_lse"]
 Plan = on_kernels.KernelPlan | portable.PortablePlan
 _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
 _plans: dict[tuple, Plan] = {}
 
 
-def _find_plan(tensors: tuple, options: tuple) -> tuple[tuple | None, Plan | None]:
-    """(what `_make_plan` looks at, the plan that was made for it); finding one proves the arguments valid."""
-    input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items = tensors
+def _find_plan(inputs: Inputs, options: Options) -> tuple[tuple | None, Plan | None]:
+    """(what `make_plan` looks at, the plan that was made for it); finding one proves the arguments valid."""
+    input, linear_weight, linear_bias, target, weight, num_items, grad_weight_out = inputs
     try:
         key = (
             *options,
@@ -243,62 +226,47 @@ def _find_plan(tensors: tuple, options: tuple) -> tuple[tuple | None, Plan | Non
         return None, None
 
 
-def _make_plan(
-    input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items, reduction, ignore_index,
-    label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend,
-) -> Plan:  # fmt: skip
+def make_plan(inputs: Inputs, options: Options, no_kernel_on: Callable[[torch.device], str]) -> Plan:
     """Which path runs, and how, by shapes, dtypes, device and options; after checking them."""
-    check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_out)
-    check_options(
-        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss,
-        num_items=num_items, return_lse=return_lse, schedule=schedule, chunk_size=chunk_size, backend=backend,
-        device=input.device,
-    )  # fmt: skip
+    check_shapes(inputs)
+    check_options(options, inputs.num_items, inputs.input.device)
+    reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend = options
+    device, (v, h), m = inputs.input.device, inputs.linear_weight.shape, inputs.target.numel()
     softcap = effective_softcap(softcap)
-    compute_dtype = compute_dtype_of(input, linear_weight, linear_bias)
+    compute_dtype = compute_dtype_of(inputs)
+    dtype = str(compute_dtype).removeprefix("torch.")
     ignore_index = -100 if ignore_index is None else ignore_index
-    v, h = linear_weight.shape
-    m, dtype = target.numel(), str(compute_dtype).removeprefix("torch.")
+    common = ignore_index, label_smoothing, softcap, z_loss, reduction, compute_dtype
     reason = ""
     if m > 0 and backend != "reference":  # of no rows, either path makes the same nothing
-        reason = _why_portable(input.device, compute_dtype, h)
+        reason = no_kernel_on(device) or _not_covered(compute_dtype, h)
         if reason and backend == "cute":
             raise UnsupportedError(reason)
         if not reason:
-            given_out, smoothing = grad_weight_out is not None, label_smoothing > 0
+            given_out, smoothing = inputs.grad_weight_out is not None, label_smoothing > 0
             problem = KernelProblem(v, h, dtype, reduction, return_lse, given_out, smoothing)
             how = kernel_config(problem, m, schedule, chunk_size)
-            return on_kernels.KernelPlan(
-                ignore_index, label_smoothing, softcap, z_loss, reduction, compute_dtype, how.schedule, how.chunk_rows,
-                how.dx_in_forward, how.dw_in_chunks,
-            )  # fmt: skip
+            return on_kernels.KernelPlan(*common, how.schedule, how.chunk_rows, how.dx_in_forward, how.dw_in_chunks)
     problem = LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
     how = linear_cross_entropy_config(problem, m, schedule, chunk_size)
-    return portable.PortablePlan(
-        ignore_index, label_smoothing, softcap, z_loss, reduction, how.schedule, how.chunk_rows, compute_dtype,
-        reason if input.device.type == "cuda" else "",
-    )  # fmt: skip
+    return portable.PortablePlan(*common, how.schedule, how.chunk_rows, reason if device.type == "cuda" else "")
 
 
-def _run_transformed(
-    input, linear_weight, target, linear_bias, weight, grad_weight_out, num_items, plan, backend
-) -> tuple[Tensor, Tensor]:
+def _run_transformed(inputs: Inputs, plan: Plan, backend: str) -> tuple[Tensor, Tensor]:
     """Under torch.func and forward-mode AD: the reference, whose operations all have their derivatives."""
     reason = "linear_cross_entropy: torch.func transforms and forward-mode AD run the reference, with all logits"
     if backend == "cute":
         raise UnsupportedError(f'{reason}; expected none of them with backend="cute"')
-    if grad_weight_out is not None:
+    if inputs.grad_weight_out is not None:
         raise UnsupportedError(f"{reason}; expected no grad_weight_out, which only backward() adds to")
-    if input.device.type == "cuda" and backend == "auto":
+    if inputs.input.device.type == "cuda" and backend == "auto":
         warn_once(reason)
-    return portable.run_reference(input, linear_weight, target, linear_bias, weight, num_items, plan)
+    return portable.run_reference(inputs, plan)
 
 
-def _why_portable(device: torch.device, compute_dtype: torch.dtype, h: int) -> str:
+def _not_covered(compute_dtype: torch.dtype, h: int) -> str:
     """Why no kernel covers these; "" where one does."""
-    reason = no_kernel_on(device)
-    if reason:
-        return reason
+    reason = ""
     if compute_dtype not in (torch.bfloat16, torch.float16):
         reason = f"{compute_dtype}; supported: torch.bfloat16, torch.float16"
     elif h % 8:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from quackish import kernels
+from quackish.configs.gemm import NUM_TICKETS
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda
 from quackish.ops.kernel_for import KernelFor, kernel_for
 from quackish.ops.linear_cross_entropy import schedules
+from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.exp_logits import RowState, padded, padded_strides
 from quackish.ops.linear_cross_entropy.launches import LceKernels
@@ -53,27 +55,14 @@ def kernels_on(
 kernels_of = functools.cache(kernels_on)
 
 
-class Inputs(NamedTuple):
-    """The user's tensors, as they came."""
-
-    input: Tensor  # (..., h)
-    linear_weight: Tensor  # (v, h)
-    linear_bias: Tensor | None  # (v,)
-    target: Tensor  # (...)
-    weight: Tensor | None  # (v,)
-    num_items: int | Tensor | None
-
-
 def operands(inputs: Inputs, plan: KernelPlan) -> Call:
     """The user's tensors in the dtypes, strides and alignment that the kernels take."""
-    x, w, bias, target, class_weight, num_items = inputs
-    dtype = plan.compute_dtype
-    check_memory(
-        "linear_cross_entropy", input=x, linear_weight=w, linear_bias=bias, target=target, weight=class_weight,
-        num_items=num_items if isinstance(num_items, Tensor) else None,
-    )  # fmt: skip
+    x, w, bias, target, class_weight, num_items, _ = inputs
+    dtype, (v, h) = plan.compute_dtype, w.shape
+    given = {name: t for name, t in zip(Inputs._fields[:6], inputs, strict=False) if isinstance(t, Tensor)}
+    check_memory("linear_cross_entropy", **given)
     if x.dim() != 2:
-        x = x.reshape(-1, w.shape[1])
+        x = x.reshape(-1, h)
     if x.dtype != dtype:
         x = x.to(dtype)
     if x.stride(1) != 1:
@@ -82,7 +71,7 @@ def operands(inputs: Inputs, plan: KernelPlan) -> Call:
         w = w.to(dtype)
     if not w.is_contiguous():
         w = w.contiguous()
-    if w.stride(0) != w.shape[1]:  # a single class is contiguous with any stride
+    if w.stride(0) != h:  # a single class is contiguous with any stride
         w = w.clone(memory_format=torch.contiguous_format).view(-1).view(w.shape)
     if w.data_ptr() % 16:
         w = w.clone()
@@ -96,14 +85,15 @@ def operands(inputs: Inputs, plan: KernelPlan) -> Call:
     if target.dim() != 1 or not target.is_contiguous():
         target = target.reshape(-1).contiguous()
     return Call(
-        x, w, target, bias, class_weight, total_weight, num_items, plan.ignore_index, plan.label_smoothing,
-        plan.softcap or 0.0, plan.z_loss, plan.reduction == "mean",
+        x.shape[0], h, v, x, w, target, bias, class_weight, total_weight, num_items, plan.ignore_index,
+        plan.label_smoothing, plan.softcap or 0.0, plan.z_loss, plan.reduction == "mean",
     )  # fmt: skip
 
 
-def grads_needed(inputs: Inputs, plan: KernelPlan, needs: Sequence[bool], dw_out: Tensor | None) -> GradsNeeded:
+def grads_needed(inputs: Inputs, plan: KernelPlan, needs: Sequence[bool]) -> GradsNeeded:
     """Gradients are computed in their own dtypes if a GEMM can, else in fp32."""
     x, w, dtype, fp32 = inputs.input.dtype, inputs.linear_weight.dtype, plan.compute_dtype, torch.float32
+    dw_out = inputs.grad_weight_out
     if dw_out is not None and dw_out.dtype in (dtype, fp32):
         w = dw_out.dtype
     dx, dw = x if x == dtype else fp32, w if w == dtype else fp32
@@ -126,26 +116,24 @@ def grad_outputs(plan: KernelPlan, grad_loss: Tensor | None, grad_lse: Tensor | 
     return GradOutputs(grad_loss, grad_lse)
 
 
-def run(
-    inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None, return_lse: bool, eager: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(loss, lse) of checked arguments; `eager`: nobody but autograd has to see what is computed."""
+def run(inputs: Inputs, plan: KernelPlan, return_lse: bool, eager: bool, k=None) -> tuple[Tensor, Tensor | None]:
+    """(loss, lse) of checked arguments; `eager`: nobody but autograd has to see what is computed.
+
+    k: other kernels than the device's, in eager only.
+    """
     if not eager:
-        return _run_ops(inputs, plan, grad_weight_out)
-    device = inputs.input.device
+        return _run_ops(inputs, plan)
+    x, w, bias = inputs[:3]
+    device = x.device
     if device.type == "cuda" and cuda.current_device() != device.index:  # where memory comes from, and launches go
         with torch.cuda.device(device):
-            return run(inputs, plan, grad_weight_out, return_lse, eager)
-    needs = torch.is_grad_enabled() and (
-        inputs.input.requires_grad
-        or inputs.linear_weight.requires_grad
-        or (inputs.linear_bias is not None and inputs.linear_bias.requires_grad)
-    )
-    if needs:
-        out = _apply(*inputs[:3], inputs, grad_weight_out, plan, return_lse)
+            return run(inputs, plan, return_lse, eager, k)
+    k = k or kernels_of(device)
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)):
+        out = _apply(x, w, bias, inputs, plan, return_lse, k)
         return out if return_lse else (out, None)
     with torch.no_grad():
-        out = schedules.forward(kernels_of(device), operands(inputs, plan), plan, _NONE, False)
+        out = schedules.forward(k, operands(inputs, plan), plan, _NONE, False)
         return loss_of(out, plan, inputs.target), _shaped(out.state.lse, inputs.target.shape)
 
 
@@ -157,26 +145,35 @@ def _shaped(t: Tensor, shape: torch.Size) -> Tensor:
 # Autograd in plain eager ---------------------------------------------------------------------------------------------
 
 
+class _Saved(NamedTuple):
+    """What only backward sees, and save_for_backward need not."""
+
+    k: LceKernels | CublasKernels
+    plan: KernelPlan
+    needed: GradsNeeded
+    state: RowState
+    num_items: int | None
+    # Not saved: another graph's backward may add to it first, which is no error here.
+    grad_weight_out: Tensor | None
+    shape: torch.Size
+    dtypes: tuple[torch.dtype | None, ...]
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, inputs, grad_weight_out, plan, return_lse):
+    def forward(ctx, input, linear_weight, linear_bias, inputs, plan, return_lse, k):
         # autograd has to see the first three; each argument costs it time
-        target, num_items = inputs.target, inputs.num_items
-        needed = grads_needed(inputs, plan, ctx.needs_input_grad[:3], grad_weight_out)
-        k, call = kernels_of(input.device), operands(inputs, plan)
-        out = schedules.forward(k, call, plan, needed, grad_weight_out is None)
-        loss, state = loss_of(out, plan, target), out.state
+        *tensors, items, dw_out = inputs
+        needed = grads_needed(inputs, plan, ctx.needs_input_grad)
+        out = schedules.forward(k, operands(inputs, plan), plan, needed, dw_out is None)
+        loss, state = loss_of(out, plan, inputs.target), out.state
         if return_lse:  # users may write to theirs
-            lse, state = _shaped(state.lse, target.shape), state._replace(lse=state.lse.clone())
-        items = num_items if isinstance(num_items, Tensor) else None
-        ctx.save_for_backward(*inputs[:5], items, out.live_x, out.exp_logits)
-        # What only backward sees is kept, not saved. grad_weight_out is neither a part of the graph nor saved: another
-        # graph's backward may add to it first, which is no error here.
-        # state is not in it: its lse may be an output, and an output kept by its own node is a reference cycle.
-        ctx.made = out._replace(loss=None, state=None, live_x=None, exp_logits=None)
-        ctx.plan, ctx.needed, ctx.state = plan, needed, state
-        ctx.num_items, ctx.grad_weight_out = None if items is not None else num_items, grad_weight_out
-        ctx.shape, ctx.dtypes = input.shape, _dtypes(inputs)
+            lse, state = _shaped(state.lse, inputs.target.shape), state._replace(lse=state.lse.clone())
+        number, items = (None, items) if isinstance(items, Tensor) else (items, None)
+        ctx.save_for_backward(*tensors, items, out.live_x, out.exp_logits)
+        # Without state: its lse may be an output, and an output kept by its own node is a reference cycle.
+        ctx.made = Forward(None, None, out.grads, None, None, out.dw, out.classes)
+        ctx.saved = _Saved(k, plan, needed, state, number, dw_out, input.shape, _dtypes(inputs))
         ctx.set_materialize_grads(False)
         return (loss, lse) if return_lse else loss
 
@@ -188,14 +185,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("linear_cross_entropy: vmap over gradients (is_grads_batched=True) is not supported")
         if grad_loss is None and grad_lse is None:
             return (None,) * 7
-        grad_loss, grad_lse = (as_plain("linear_cross_entropy", grad) for grad in (grad_loss, grad_lse))
+        grad_loss, grad_lse = as_plain("linear_cross_entropy", grad_loss), as_plain("linear_cross_entropy", grad_lse)
         check_memory("linear_cross_entropy", grad_loss=grad_loss, grad_lse=grad_lse)
-        plan, needed, dw_out = ctx.plan, ctx.needed, ctx.grad_weight_out
+        k, plan, needed, state, number, dw_out, shape, dtypes = ctx.saved
         if needed.dw is None:
             dw_out = None
         made = ctx.__dict__.pop("made", _NOTHING)  # handed out once, to the thread that asks first
         incoming = grad_outputs(plan, grad_loss, grad_lse)
-        k = kernels_of((grad_lse if grad_loss is None else grad_loss).device)
         grads = Grads()
         if grad_lse is None and any(grad is not None for grad in made.grads):
             grads = scale_grads(k, made, incoming.loss, dw_out)
@@ -204,10 +200,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         del made  # its memory is free for what follows
         if needed.any():
             *tensors, items, live_x, exp_logits = ctx.saved_tensors
-            call = operands(Inputs(*tensors, ctx.num_items if items is None else items), plan)
-            kept = Forward(None, _own(ctx.state), Grads(), live_x, _scratch_of(exp_logits), *begun)
+            call = operands(Inputs(*tensors, number if items is None else items, None), plan)
+            kept = Forward(None, _own(state), Grads(), live_x, _scratch_of(exp_logits), *begun)
             grads = grads.and_also(schedules.backward(k, call, plan, kept, incoming, needed, dw_out))
-        return *_as_inputs(grads, ctx.dtypes, ctx.shape), None, None, None, None
+        return *_as_inputs(grads, dtypes, shape), None, None, None, None
 
 
 # As in rms_norm: skips Python wrappers of torch that do nothing here.
@@ -227,7 +223,11 @@ def _scratch_of(saved: Tensor | None) -> Tensor | None:
 
 def _own(state: RowState) -> RowState:
     """With tickets of its own if another backward may run at the same time, as in `_scratch_of`."""
-    return state._replace(tickets=torch.zeros_like(state.tickets)) if _is_graph_kept() else state
+    if not _is_graph_kept():
+        return state
+    memory = state.memory.clone()
+    memory[:NUM_TICKETS] = 0
+    return RowState.of(state.lse, memory)
 
 
 _is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph
@@ -254,23 +254,21 @@ def _as_inputs(grads: Grads, dtypes: tuple, shape: torch.Size) -> tuple[Tensor |
 
 _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_INPUTS = "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? num_items"
-_PLAN = (
-    "int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, ScalarType compute_dtype, "
-    "str schedule, SymInt chunk_rows, bool dx_in_forward, bool dw_in_chunks"
+_CALL = (  # Inputs, KernelPlan, and which of input, linear_weight and linear_bias require grad
+    "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? num_items, "
+    "Tensor? grad_weight_out, int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, "
+    "ScalarType compute_dtype, str schedule, SymInt chunk_rows, bool dx_in_forward, bool dw_in_chunks, bool[] needs"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
-_STATE = ", ".join(f"Tensor {name}" for name in RowState._fields)  # lse first, in target's shape
-_NUM_STATE = len(RowState._fields)
+_STATE = "Tensor lse, Tensor row_state"  # lse in target's shape, RowState.memory
 _lib.define(
-    f"linear_cross_entropy_kernels_fwd({_INPUTS}, Tensor? grad_weight_out, {_PLAN}, bool[] needs) "
-    f"-> (Tensor loss, {_STATE}, {_GRADS}, Tensor live_x, Tensor exp_logits)",
+    f"linear_cross_entropy_kernels_fwd({_CALL}) -> (Tensor loss, {_STATE}, {_GRADS}, Tensor live_x, Tensor exp_logits)",
     tags=_TAGS,
 )
 # Backward overwrites `exp_logits` unless it is read again, see `_scratch_of`; no other operator ever reads it.
 _lib.define(
     f"linear_cross_entropy_kernels_bwd(Tensor? grad_loss, Tensor? grad_lse, {_STATE}, Tensor? live_x, "
-    f"Tensor? exp_logits, {_INPUTS}, Tensor? grad_weight_out, {_PLAN}, bool[] needs) -> ({_GRADS})",
+    f"Tensor? exp_logits, {_CALL}) -> ({_GRADS})",
     tags=_TAGS,
 )
 _lib.define("linear_cross_entropy_kernels_scaled(Tensor grad, Tensor factor) -> Tensor", tags=_TAGS)
@@ -279,51 +277,39 @@ _bwd_op = torch.ops.quackish.linear_cross_entropy_kernels_bwd.default
 _scaled_op = torch.ops.quackish.linear_cross_entropy_kernels_scaled.default
 
 
-def _run_ops(inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    *tensors, num_items = inputs
-    if num_items is not None and not isinstance(num_items, Tensor):
-        # a tensor, so that compiled code takes any number
-        num_items = torch.full((), num_items, dtype=torch.float32, device=inputs.input.device)
-    grad = torch.is_grad_enabled()
+def _run_ops(inputs: Inputs, plan: KernelPlan) -> tuple[Tensor, Tensor]:
+    items, grad = inputs.num_items, torch.is_grad_enabled()
+    if items is not None and not isinstance(items, Tensor):  # a tensor, so that compiled code takes any number
+        inputs = inputs._replace(num_items=torch.full((), items, dtype=torch.float32, device=inputs.input.device))
     needs = [grad and t is not None and t.requires_grad for t in inputs[:3]]
-    loss, lse, *_ = _fwd_op(*tensors, num_items, grad_weight_out, *plan, needs)
+    loss, lse, *_ = _fwd_op(*inputs, *plan, needs)
     return loss, lse
 
 
-def _parse(args) -> tuple[Inputs, Tensor | None, KernelPlan, list[bool]]:
-    first = len(Inputs._fields)
-    return Inputs(*args[:first]), args[first], KernelPlan(*args[first + 1 : -1]), args[-1]
+def _parse(args) -> tuple[Inputs, KernelPlan, GradsNeeded]:
+    """The arguments that both operators have, and which gradients those with `needs` are."""
+    inputs, plan = Inputs(*args[:7]), KernelPlan(*args[7:-1])
+    return inputs, plan, grads_needed(inputs, plan, args[-1])
 
 
 def _fwd_impl(*args):
-    inputs, grad_weight_out, plan, needs = _parse(args)
-    needed = grads_needed(inputs, plan, needs, grad_weight_out)
-    k, call = kernels_of(inputs.input.device), operands(inputs, plan)
-    out = schedules.forward(k, call, plan, needed, grad_weight_out is None, may_begin=False)
-    lse, *state = out.state
-    return (
-        loss_of(out, plan, inputs.target),
-        lse.view(inputs.target.shape),
-        *state,
-        *out.grads,
-        out.live_x,
-        out.exp_logits,
-    )
+    inputs, plan, needed = _parse(args)
+    k, call, own_dw = kernels_of(inputs.input.device), operands(inputs, plan), inputs.grad_weight_out is None
+    out = schedules.forward(k, call, plan, needed, own_dw, may_begin=False)
+    loss, lse = loss_of(out, plan, inputs.target), out.state.lse.view(inputs.target.shape)
+    return loss, lse, out.state.memory, *out.grads, out.live_x, out.exp_logits
 
 
-def _bwd_impl(grad_loss, grad_lse, lse, *args):
-    state = RowState(lse.view(-1), *args[: _NUM_STATE - 1])
-    live_x, exp_logits, *args = args[_NUM_STATE - 1 :]
-    inputs, grad_weight_out, plan, needs = _parse(args)
-    needed = grads_needed(inputs, plan, needs, grad_weight_out)
-    kept = Forward(None, _own(state), Grads(), live_x, _scratch_of(exp_logits))
+def _bwd_impl(grad_loss, grad_lse, lse, row_state, live_x, exp_logits, *args):
+    inputs, plan, needed = _parse(args)
+    kept = Forward(None, _own(RowState.of(lse.view(-1), row_state)), Grads(), live_x, _scratch_of(exp_logits))
     k, call, incoming = kernels_of(inputs.input.device), operands(inputs, plan), grad_outputs(plan, grad_loss, grad_lse)
     return tuple(schedules.backward(k, call, plan, kept, incoming, needed, None))
 
 
 def _scaled_impl(grad, factor):
     grad = grad.clone()
-    kernels_of(grad.device).scale(grad, factor.view(1))
+    kernels_of(grad.device).scale(grad, factor)
     return grad
 
 
@@ -338,10 +324,9 @@ def _fake_grads(inputs: Inputs, needed: GradsNeeded) -> tuple[Tensor | None, ...
 
 
 def _fwd_fake(*args):
-    inputs, grad_weight_out, plan, needs = _parse(args)
+    inputs, plan, needed = _parse(args)
     x, target, (v, h) = inputs.input, inputs.target, inputs.linear_weight.shape
     m = x.numel() // h
-    needed = grads_needed(inputs, plan, needs, grad_weight_out)
     grads, live_x, exp_logits = (None, None, None), None, None
     if plan.schedule != "stored":
         grads = _fake_grads(inputs, made_in_forward(plan, needed))
@@ -349,13 +334,13 @@ def _fwd_fake(*args):
         live_x = x.new_empty((m, h), dtype=plan.compute_dtype)
         exp_logits = x.new_empty_strided((m, v), padded_strides(v), dtype=plan.compute_dtype)
     loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=torch.float32)
-    lse, *state = RowState.make(m, lambda n, dtype: x.new_empty(n, dtype=dtype))
-    return loss, lse.view(target.shape), *state, *grads, live_x, exp_logits
+    row_state = x.new_empty(RowState.size(m), dtype=torch.int32)
+    return loss, loss.new_empty(target.shape), row_state, *grads, live_x, exp_logits
 
 
-def _bwd_fake(grad_loss, grad_lse, *args):
-    inputs, grad_weight_out, plan, needs = _parse(args[_NUM_STATE + 2 :])
-    return _fake_grads(inputs, grads_needed(inputs, plan, needs, grad_weight_out))
+def _bwd_fake(grad_loss, grad_lse, lse, row_state, live_x, exp_logits, *args):
+    inputs, _, needed = _parse(args)
+    return _fake_grads(inputs, needed)
 
 
 def _on_its_device(impl):
@@ -383,10 +368,11 @@ for _op, _impl, _fake in (
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.grad_weight_out, ctx.args = inputs[6], inputs[7:]
+    *tensors, ctx.grad_weight_out = inputs[:7]
+    ctx.args = inputs[7:]
     _, *kept = output
     ctx.mark_non_differentiable(*(t for t in kept[1:] if t is not None))
-    ctx.save_for_backward(*inputs[:6], *kept)
+    ctx.save_for_backward(*tensors, *kept)
     ctx.set_materialize_grads(False)
 
 
@@ -395,16 +381,16 @@ def _op_backward(ctx, grad_loss, grad_lse, *_):
         raise RuntimeError(_NO_SECOND_DERIVATIVES)
     if grad_loss is None and grad_lse is None:
         return (None,) * 18
-    saved = ctx.saved_tensors
-    given, state, (dx, dw, db, live_x, exp_logits) = saved[:6], saved[6:-5], saved[-5:]
-    inputs, plan, needs = Inputs(*given), KernelPlan(*ctx.args[:-1]), ctx.args[-1]
+    *given, lse, row_state, dx, dw, db, live_x, exp_logits = ctx.saved_tensors
+    needs = ctx.args[-1]
     dw_out = ctx.grad_weight_out if needs[1] else None
+    inputs = Inputs(*given, dw_out)
     ready = [None if grad_lse is not None else g for g in (dx, dw, db)]
     grads = Grads(*(None if g is None else _scaled_op(g, grad_loss) for g in ready))
     missing = [need and g is None for need, g in zip(needs, ready, strict=True)]
     if any(missing):
-        more = _bwd_op(grad_loss, grad_lse, *state, live_x, exp_logits, *given, dw_out, *plan, missing)
-        grads = grads.and_also(Grads(*more))
+        kept = lse, row_state, live_x, exp_logits
+        grads = grads.and_also(Grads(*_bwd_op(grad_loss, grad_lse, *kept, *inputs, *ctx.args[:-1], missing)))
     if dw_out is not None:
         dw_out.add_(grads.dw)
         grads = grads._replace(dw=None)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,62 +15,81 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FP32 = torch.finfo(torch.float32)
 
 
+class Inputs(NamedTuple):
+    """The user's tensors, as they came."""
+
+    input: Tensor  # (..., h)
+    linear_weight: Tensor  # (v, h)
+    linear_bias: Tensor | None  # (v,)
+    target: Tensor  # (...)
+    weight: Tensor | None  # (v,)
+    num_items: int | Tensor | None
+    grad_weight_out: Tensor | None  # (v, h)
+
+
+class Options(NamedTuple):
+    """The user's options, as they came."""
+
+    reduction: str = "mean"
+    ignore_index: int | None = -100
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    z_loss: float = 0.0
+    return_lse: bool = False
+    schedule: str = "auto"
+    chunk_size: int | None = None
+    backend: str = "auto"
+
+
 def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
-def check_shapes(input, linear_weight, target, linear_bias, weight, grad_weight_out) -> None:
+def check_shapes(inputs: Inputs) -> None:
     who = "linear_cross_entropy:"
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{who} {name} is a {type(tensor).__name__}, expected a torch.Tensor")
-    for name, tensor in (("linear_bias", linear_bias), ("weight", weight), ("grad_weight_out", grad_weight_out)):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(f"{who} {name} is a {type(tensor).__name__}, expected a torch.Tensor or None")
-    if linear_weight.dim() != 2 or 0 in linear_weight.shape:
-        raise ValueError(f"{who} linear_weight has shape {_shape(linear_weight)}, expected (V, H), neither of them 0")
-    v, h = linear_weight.shape
-    if input.dim() < 1 or input.shape[-1] != h:
-        raise ValueError(f"{who} input has shape {_shape(input)}, expected (..., {h}) as linear_weight has {h} columns")
+    tensors = inputs._asdict()
+    del tensors["num_items"]
+    for name, tensor in tensors.items():
+        needed = name in ("input", "linear_weight", "target")
+        if not isinstance(tensor, Tensor) and (needed or tensor is not None):
+            expected = "a torch.Tensor" if needed else "a torch.Tensor or None"
+            raise TypeError(f"{who} {name} is a {type(tensor).__name__}, expected {expected}")
+    x, w, target, out = inputs.input, inputs.linear_weight, inputs.target, inputs.grad_weight_out
+    if w.dim() != 2 or 0 in w.shape:
+        raise ValueError(f"{who} linear_weight has shape {_shape(w)}, expected (V, H), neither of them 0")
+    v, h = w.shape
+    if x.dim() < 1 or x.shape[-1] != h:
+        raise ValueError(f"{who} input has shape {_shape(x)}, expected (..., {h}) as linear_weight has {h} columns")
     if target.is_floating_point():
         raise TypeError(f"{who} target is {target.dtype}, expected class indices, int32 or int64, not probabilities")
     if target.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{who} target is {target.dtype}, expected int32 or int64")
-    if target.shape != input.shape[:-1]:
-        expected = tuple(input.shape[:-1])
+    if target.shape != x.shape[:-1]:
+        expected = tuple(x.shape[:-1])
         raise ValueError(f"{who} target has shape {_shape(target)}, expected {expected}: input's without its last")
-    for name, tensor, shape in (
-        ("linear_bias", linear_bias, (v,)),
-        ("weight", weight, (v,)),
-        ("grad_weight_out", grad_weight_out, (v, h)),
-    ):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{who} {name} has shape {_shape(tensor)}, expected {shape}")
-    for name, tensor in (
-        ("linear_weight", linear_weight),
-        ("target", target),
-        ("linear_bias", linear_bias),
-        ("weight", weight),
-        ("grad_weight_out", grad_weight_out),
-    ):
-        if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"{who} {name} is on {tensor.device}, expected {input.device}, where input is")
-    if weight is not None and not weight.is_floating_point():
-        raise TypeError(f"{who} weight is {weight.dtype}, expected a floating dtype")
-    if grad_weight_out is not None:
-        if grad_weight_out.dtype not in (torch.float32, linear_weight.dtype):
-            expected = f"torch.float32 or linear_weight's {linear_weight.dtype}"
-            raise TypeError(f"{who} grad_weight_out is {grad_weight_out.dtype}, expected {expected}")
-        if grad_weight_out.requires_grad:
+    for name, shape in (("linear_bias", (v,)), ("weight", (v,)), ("grad_weight_out", (v, h))):
+        if tensors[name] is not None and tuple(tensors[name].shape) != shape:
+            raise ValueError(f"{who} {name} has shape {_shape(tensors[name])}, expected {shape}")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{who} {name} is on {tensor.device}, expected {x.device}, where input is")
+    if inputs.weight is not None and not inputs.weight.is_floating_point():
+        raise TypeError(f"{who} weight is {inputs.weight.dtype}, expected a floating dtype")
+    if out is not None:
+        if out.dtype not in (torch.float32, w.dtype):
+            raise TypeError(
+                f"{who} grad_weight_out is {out.dtype}, expected torch.float32 or linear_weight's {w.dtype}"
+            )
+        if out.requires_grad:
             raise ValueError(f"{who} grad_weight_out requires grad, expected a plain buffer; detach it")
 
 
-def check_buffer(grad_weight_out: Tensor, input: Tensor, linear_weight: Tensor) -> None:
+def check_buffer(inputs: Inputs) -> None:
     """Checks of the tensors themselves, which no plan can cover: every call with a `grad_weight_out` runs them."""
-    who = "linear_cross_entropy:"
+    who, grad_weight_out, linear_weight = "linear_cross_entropy:", inputs.grad_weight_out, inputs.linear_weight
     if are_plain((grad_weight_out,)):
         check_memory("linear_cross_entropy", grad_weight_out=grad_weight_out)
-    for name, tensor in (("linear_weight", linear_weight), ("input", input)):
+    for name, tensor in (("linear_weight", linear_weight), ("input", inputs.input)):
         if _share_memory(grad_weight_out, tensor):
             raise ValueError(
                 f"{who} grad_weight_out shares memory with {name}, expected a buffer of its own: "
@@ -115,28 +134,17 @@ def _is_fsdp_parameter(weight: Tensor) -> bool:
     return False
 
 
-def check_options(
-    *,
-    reduction="mean",
-    ignore_index=None,
-    label_smoothing=0.0,
-    softcap=None,
-    z_loss=0.0,
-    num_items=None,
-    return_lse=False,
-    schedule="auto",
-    chunk_size=None,
-    backend="auto",
-    device=None,
-) -> None:
+def check_options(options: Options, num_items: Any = None, device: torch.device | None = None) -> None:
     who = "linear_cross_entropy:"
-    for name, value, allowed in (
-        ("reduction", reduction, ("none", "mean", "sum")),
-        ("schedule", schedule, ("auto", *SCHEDULES)),
-        ("backend", backend, ("auto", "cute", "reference")),
+    for name, allowed in (
+        ("reduction", ("none", "mean", "sum")),
+        ("schedule", ("auto", *SCHEDULES)),
+        ("backend", ("auto", "cute", "reference")),
     ):
+        value = getattr(options, name)
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"{who} {name} is {value!r}, expected one of {', '.join(allowed)}")
+    reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, _, chunk_size, _ = options
     if ignore_index is not None:
         _check_type("ignore_index", ignore_index, int, "an int or None")
         if not -(2**63) <= ignore_index < 2**63:
@@ -184,15 +192,14 @@ def effective_softcap(softcap: float | None) -> float | None:
     return None if softcap is None or softcap > _FP32.max else float(softcap)
 
 
-def compute_dtype_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> torch.dtype:
+def compute_dtype_of(inputs: Inputs) -> torch.dtype:
     """The dtype operands are rounded to: input's, or autocast's, which leaves fp64 alone as F.linear does."""
-    who = "linear_cross_entropy:"
-    named = (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias))
-    for name, tensor in named:
+    who, (input, linear_weight, linear_bias) = "linear_cross_entropy:", inputs[:3]
+    for name, tensor in zip(Inputs._fields, inputs[:3], strict=False):
         if tensor is not None and tensor.dtype not in _DTYPES:
             raise TypeError(f"{who} {name} is {tensor.dtype}, expected bfloat16, float16, float32 or float64")
     autocast = autocast_dtype(input.device.type)
-    if autocast is not None and all(t is None or t.dtype != torch.float64 for _, t in named):
+    if autocast is not None and all(t is None or t.dtype != torch.float64 for t in inputs[:3]):
         return autocast
     if linear_weight.dtype != input.dtype:
         raise TypeError(f"{who} linear_weight is {linear_weight.dtype}, expected {input.dtype}, as input is")

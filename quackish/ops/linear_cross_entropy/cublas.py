@@ -18,9 +18,9 @@ from quackish.configs.lce_cublas import (
     logit_columns,
     product_rows,
 )
-from quackish.ops.cuda import dtype_name
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy.launches import LogitsArgs, RowKernels, addresses
+from quackish.ops.linear_cross_entropy.exp_logits import Vector
+from quackish.ops.linear_cross_entropy.launches import DlogitsCall, LogitsCall, RowKernels, addresses
 from quackish.ops.linear_cross_entropy.portable import addmm, mm
 
 
@@ -37,11 +37,11 @@ class CublasKernels(RowKernels):
         """Twice the tiles: the sums are followed by their shifts, and after `recompute_flagged` by zeros."""
         return 2 * _ceil_div(v, TILE_N)
 
-    def logits(self, a: LogitsArgs) -> None:
+    def logits(self, a: LogitsCall) -> None:
         """A tile with a logit far above row_shift uses its own maximum, so that nothing overflows."""
         rows, tiles = a.live_x.shape[0], a.part_sum.shape[1] // 2
         kernel = self._exp("softmax", a.exp_logits, a.bias, a.softcap, a.part_wsum is not None, a.class_weight)
-        for v0, v1, part in _parts(a):
+        for part, v0, v1 in a.blocks:
             for c0, c1, z in _products(a.live_x, a.w[v0:v1]):
                 first = v0 + c0
                 args = ExpArgs(
@@ -52,28 +52,25 @@ class CublasKernels(RowKernels):
                 )  # fmt: skip
                 kernel.launch(addresses(args), self.stream())
 
-    def recompute_flagged(self, a: LogitsArgs) -> None:
+    def recompute_flagged(self, a: LogitsCall) -> None:
         """No GEMM: multiplies exp_logits and sums of flagged rows by exp(their tile's shift - decode(row_max_bits))."""
         stored = a.exp_logits is not None
-        key = "rescale", stored
-        kernel = self._find(key) or self._add(key, "lce_rescale", LceRescaleProblem(stored))
+        kernel = self._kernel("lce_rescale", LceRescaleProblem, stored)
         rows, tiles = a.live_x.shape[0], a.part_sum.shape[1] // 2
-        for v0, v1, part in _parts(a):
+        for part, v0, v1 in a.blocks:
             args = RescaleArgs(
                 part, a.part_sum, a.row_max_bits, a.flags, a.num_live, part.stride(0) if stored else 0, v0 // TILE_N,
                 tiles, a.start, rows, v1 - v0,
             )  # fmt: skip
             kernel.launch(addresses(args), self.stream())
 
-    def dlogits(
-        self, live_x, w, bias, coefs, slot_target, num_live, start, class_weight, softcap, smoothing, v0, out
-    ) -> None:
-        kernel = self._exp("dlogits", out, bias, softcap, smoothing, class_weight)
-        for c0, c1, z in _products(live_x, w):
+    def dlogits(self, a: DlogitsCall) -> None:
+        kernel = self._exp("dlogits", a.out, a.bias, a.softcap, a.smoothing, a.class_weight)
+        for c0, c1, z in _products(a.live_x, a.w):
             args = ExpArgs(
-                z, _from(out, c0, 1), _from(bias, c0), _from(class_weight, v0 + c0), slot_target, num_live,
-                *(None,) * 6, 0, 0, coefs, z.stride(0), out.stride(0), softcap, v0 + c0, start, live_x.shape[0],
-                c1 - c0,
+                z, _from(a.out, c0, 1), _from(a.bias, c0), _from(a.class_weight, a.v0 + c0), a.slot_target, a.num_live,
+                *(None,) * 6, 0, 0, a.coefs, z.stride(0), a.out.stride(0), a.softcap, a.v0 + c0, a.start,
+                a.live_x.shape[0], c1 - c0,
             )  # fmt: skip
             kernel.launch(addresses(args), self.stream())
 
@@ -88,7 +85,7 @@ class CublasKernels(RowKernels):
             r1 = min(r0 + step, rows)
             acc = products[: r1 - r0]
             _times_w(e[r0:r1], None if e2 is None else e2[r0:r1], v_split, w, acc, False)
-            self.scatter(acc, row_scale[r0:r1], order, num_live, start + r0, out)
+            self.scatter(acc, _rows_from(row_scale, r0), order, num_live, start + r0, out)
 
     def dw(
         self, e, scaled_x, num_live, start, out, accumulate, tickets=None, first_slots=None, residual=None, factor=None
@@ -98,8 +95,7 @@ class CublasKernels(RowKernels):
         `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` governs that, as for any GEMM of PyTorch's.
         """
         rows, h = scaled_x.shape
-        key = "clear", h, scaled_x.dtype
-        kernel = self._find(key) or self._add(key, "lce_clear", LceClearProblem(h, dtype_name(scaled_x)))
+        kernel = self._kernel("lce_clear", LceClearProblem, h, scaled_x.dtype)
         # cuBLAS also reads ignored rows, and 0 * NaN would reach every class
         kernel.launch(addresses(ClearArgs(scaled_x, num_live, start, rows)), self.stream())
         if factor is None:
@@ -111,23 +107,16 @@ class CublasKernels(RowKernels):
             out.add_(product) if accumulate else out.copy_(product)
 
     def _exp(self, kind, out, bias, softcap, smoothing, class_weight) -> Kernel:
-        options = softcap > 0, smoothing, class_weight is not None
-        key = kind, None if out is None else out.dtype, None if bias is None else bias.dtype, *options
-        return self._find(key) or self._add(
-            key, "lce_exp", LceExpProblem(kind, dtype_name(out), dtype_name(bias), *options)
-        )
-
-
-def _parts(a: LogitsArgs) -> list[tuple[int, int, Tensor | None]]:
-    """(first class, end of the classes, their columns of exp_logits)"""
-    v = a.w.shape[0]
-    if a.exp_logits2 is None:
-        return [(0, v, a.exp_logits)]
-    return [(0, a.v_split, a.exp_logits), (a.v_split, v, a.exp_logits2)]
+        dtypes = [None if t is None else t.dtype for t in (out, bias)]
+        return self._kernel("lce_exp", LceExpProblem, kind, *dtypes, softcap > 0, smoothing, class_weight is not None)
 
 
 def _from(t: Tensor | None, first: int, dim: int = 0) -> Tensor | None:
     return None if t is None else t.narrow(dim, first, t.shape[dim] - first)
+
+
+def _rows_from(v: Vector, first: int) -> Vector:
+    return v[first:] if isinstance(v, Tensor) else v + 4 * first
 
 
 def _products(live_x: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:

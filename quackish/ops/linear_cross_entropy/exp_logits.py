@@ -4,7 +4,6 @@ The weight gradient removes the targets' elements from exp_logits first, and add
 gradient of a class with few rows, in fp32.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,13 +11,15 @@ from torch import Tensor
 
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_args import SortArgs, TargetsArgs
-from quackish.configs.lce_rows import MOST_ROWS_COUNTED
+from quackish.configs.lce_rows import MOST_ROWS_COUNTED, ROW_TILE
 from quackish.ops import cuda
 from quackish.ops.modes import check_memory
 
 I32, F32 = torch.int32, torch.float32
 
 # Memory ---------------------------------------------------------------------------------------------------------------
+
+Vector = Tensor | int  # a number per row, or one number: 4 bytes each, contiguous; or its address
 
 
 def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -54,135 +55,161 @@ def inside(of: Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype)
 
 
 class RowState(NamedTuple):
-    """What forward finds out about rows and backward needs."""
+    """What forward finds out about rows and backward needs: lse, and addresses in one allocation, `memory`."""
 
-    lse: Tensor  # (m,) fp32
-    num_live: Tensor  # (1,) int32
-    order: Tensor  # (m,) int32: the row of each slot, live rows first
-    slot_target: Tensor  # (m,) int32
-    row_max_bits: Tensor  # (m,) int32
-    target_logit: Tensor  # (m,) fp32
-    row_sum: Tensor  # (m,) fp32
-    inv_divisor: Tensor  # (1,) fp32
-    tickets: Tensor  # (NUM_TICKETS,) int32: 0 unless a GEMM runs
+    lse: Tensor  # (m,) fp32; apart, since users may get it
+    memory: Tensor  # (RowState.size(m),) int32
+    tickets: int  # (NUM_TICKETS,) int32: 0 unless a GEMM runs
+    num_live: int  # (1,) int32
+    inv_divisor: Vector  # (1,) fp32
+    order: int  # (m,) int32: the row of each slot, live rows first
+    slot_target: int  # (m,) int32
+    row_max_bits: int  # (m,) int32
+    target_logit: int  # (m,) fp32
+    row_sum: int  # (m,) fp32
+
+    @staticmethod
+    def size(m: int) -> int:
+        return NUM_TICKETS + 4 + 5 * -(-m // 4) * 4
 
     @classmethod
-    def make(cls, m: int, vector: Callable[[int, torch.dtype], Tensor]) -> "RowState":
-        of_rows = vector(m, I32), vector(m, I32), vector(m, I32), vector(m, F32), vector(m, F32)
-        return cls(vector(m, F32), vector(1, I32), *of_rows, vector(1, F32), vector(NUM_TICKETS, I32))
+    def of(cls, lse: Tensor, memory: Tensor) -> "RowState":
+        tickets, step = memory.data_ptr(), -(-lse.shape[0] // 4) * 16  # each vector starts on 16 bytes
+        num_live = tickets + 4 * NUM_TICKETS
+        order = num_live + 16
+        slot_target = order + step
+        row_max_bits = slot_target + step
+        target_logit = row_max_bits + step
+        return cls(
+            lse, memory, tickets, num_live, num_live + 4, order, slot_target, row_max_bits, target_logit,
+            target_logit + step,
+        )  # fmt: skip
+
+    def tensor(self, address: int, n: int, dtype: torch.dtype = I32) -> Tensor:
+        first = (address - self.tickets) // 4
+        return self.memory[first : first + n].view(dtype)
 
 
 class Chunk(NamedTuple):
-    """Slots [start, start + rows): parts of RowState's tensors, and buffers of their own."""
+    """Slots [start, start + rows): addresses of parts of RowState's vectors, and of vectors in `memory`."""
 
     start: int
     rows: int
-    slot_target: Tensor  # (rows,)
-    row_max_bits: Tensor  # (rows,)
-    target_logit: Tensor  # (rows,)
-    row_sum: Tensor  # (rows,)
-    live_x: Tensor | None = None  # (rows, h): their rows of x
-    row_scale: Tensor | None = None  # (rows,) fp32
+    live_x: Tensor | None  # (rows, h): their rows of x
+    slot_target: int
+    row_max_bits: int
+    target_logit: int
+    row_sum: int
+    memory: Tensor
+    row_shift: int  # (rows,) fp32
+    row_scale: int  # (rows,) fp32
+    # What live rows have at their targets, by class. Their part of dw is sorted_grad * x[sorted_row].
+    sorted_target: int  # (rows,) int32
+    sorted_row: int  # (rows,) int32
+    sorted_grad: int  # (rows,) fp32: row_scale * exp_logits at the target
+    flags: int  # (1 + ceil(rows / ROW_TILE),) int32
 
     @classmethod
-    def of(cls, state: RowState, start: int, rows: int, live_x: Tensor | None, row_scale: Tensor | None) -> "Chunk":
-        of_rows = state.slot_target, state.row_max_bits, state.target_logit, state.row_sum
-        if rows != state.order.shape[0]:
-            of_rows = [t[start : start + rows] for t in of_rows]
-        return cls(start, rows, *of_rows, live_x, row_scale)
+    def of(cls, state: RowState, start: int, rows: int, live_x: Tensor | None = None) -> "Chunk":
+        padded_rows, at = -(-rows // 4) * 4, 4 * start
+        memory = vector(state.lse, 5 * padded_rows + 1 + -(-rows // ROW_TILE), I32)
+        own, step = memory.data_ptr(), 4 * padded_rows
+        return cls(
+            start, rows, live_x, state.slot_target + at, state.row_max_bits + at, state.target_logit + at,
+            state.row_sum + at, memory, own, own + step, own + 2 * step, own + 3 * step, own + 4 * step, own + 5 * step,
+        )  # fmt: skip
 
 
 # exp_logits -----------------------------------------------------------------------------------------------------------
 
 
-class ExpBlock(NamedTuple):
-    data: Tensor | None  # (rows, v1 - v0) bf16; None: not stored
-    v0: int
-    v1: int
+class ExpLogits(NamedTuple):
+    """exp_logits of a chunk: those of the classes from `split` on are in `second`, if there is one."""
 
-
-class ExpLogits:
-    """exp_logits of a chunk, in one or two blocks of classes."""
-
-    def __init__(self, *blocks: ExpBlock):
-        self.blocks = blocks
-        first = blocks[0]
-        self.first, self.second = first.data, blocks[1].data if len(blocks) > 1 else None
-        self.split = first.v1  # the first class of `second`
+    first: Tensor | None  # (rows, split) bf16; None: not stored
+    split: int
+    second: Tensor | None = None  # (rows, v - split) bf16
+    v: int = 0  # with second
 
     @classmethod
     def alone(cls, w: Tensor, rows: int) -> "ExpLogits":
         v = w.shape[0]
-        return cls(ExpBlock(padded(w, rows, v, w.dtype), 0, v))
+        return cls(padded(w, rows, v, w.dtype), v)
 
     @classmethod
     def beside(cls, dw: Tensor, rows: int, columns: int, offset: int) -> "ExpLogits":
         """The first `columns` classes in dw's storage."""
         v, dtype = dw.shape[0], torch.bfloat16
         first, second = inside(dw, offset, rows, columns, dtype), padded(dw, rows, v - columns, dtype)
-        return cls(ExpBlock(first, 0, columns), ExpBlock(second, columns, v))
+        return cls(first, columns, second, v)
+
+    @property
+    def blocks(self) -> list[tuple[Tensor, int, int]]:
+        """(exp_logits, first class, end of the classes)"""
+        first = self.first, 0, self.split
+        return [first] if self.second is None else [first, (self.second, self.split, self.v)]
 
     @property
     def strides(self) -> tuple[int, int]:
-        return self.first.stride(0), 0 if self.second is None else self.second.stride(0)
+        first, second = self.first, self.second
+        return 0 if first is None else first.stride(0), 0 if second is None else second.stride(0)
 
-    def dx(
-        self, k, w: Tensor, row_scale: Tensor, state: RowState, start: int, dx: Tensor, tickets: Tensor | None
-    ) -> None:
+    def dx(self, k, w: Tensor, chunk: Chunk, state: RowState, dx: Tensor, tickets: Vector | None) -> None:
         two = self.first, self.second, self.split
-        k.dx(*two, w, row_scale, state.order, state.num_live, start, dx, False, tickets)
+        k.dx(*two, w, chunk.row_scale, state.order, state.num_live, chunk.start, dx, False, tickets)
 
-    def bias_sum(self, k, row_scale: Tensor, state: RowState, start: int, db: Tensor, accumulate: bool) -> None:
+    def bias_sum(self, k, chunk: Chunk, state: RowState, db: Tensor) -> None:
+        """Writes db, or adds to it after the first chunk."""
         for data, v0, v1 in self.blocks:
-            part = db if len(self.blocks) == 1 else db[v0:v1]
-            k.bias_sum(data, row_scale, state.num_live, start, part, accumulate)
+            k.bias_sum(data, chunk.row_scale, state.num_live, chunk.start, db[v0:v1], chunk.start > 0)
 
     def dw(
-        self, k, x: Tensor, scaled_x: Tensor, chunk: Chunk, state: RowState, dw: Tensor, accumulate: bool,
+        self, k, x: Tensor, scaled_x: Tensor, chunk: Chunk, state: RowState, dw: Tensor,
         first_slot_of_class: Tensor | None,
     ) -> None:  # fmt: skip
-        """Consumes exp_logits: zeroes its target entries. Call last. first_slot_of_class holds NO_SLOT."""
-        targets = residual = None
-        if first_slot_of_class is not None or dw.dtype == F32:
-            targets = self.take_targets(k, chunk, state, first_slot_of_class)
+        """Writes dw, or adds to it after the first chunk. Consumes exp_logits: zeroes its target entries. Call last.
+
+        first_slot_of_class holds NO_SLOT.
+        """
+        residual = None
+        targets_apart = first_slot_of_class is not None or dw.dtype == F32
+        if targets_apart:
+            self.take_targets(k, chunk, state, first_slot_of_class)
             if first_slot_of_class is not None:
                 residual = matrix(dw, chunk.rows, dw.shape[1], torch.int16)
         for data, v0, v1 in self.blocks:
-            whole = len(self.blocks) == 1
-            listed = first_slot_of_class if whole or first_slot_of_class is None else first_slot_of_class[v0:v1]
-            part = dw if whole else dw[v0:v1]
-            k.dw(data, scaled_x, state.num_live, chunk.start, part, accumulate, state.tickets, listed, residual)
-        if targets is not None:
-            add_targets(k, x, targets, state, chunk.start, dw, 0, residual)
+            part, slots = dw, first_slot_of_class
+            if self.second is not None:
+                part, slots = dw[v0:v1], None if slots is None else slots[v0:v1]
+            k.dw(data, scaled_x, state.num_live, chunk.start, part, chunk.start > 0, state.tickets, slots, residual)
+        if targets_apart:
+            add_targets(k, x, chunk, state, dw, 0, residual)
 
-    def take_targets(self, k, chunk: Chunk, state: RowState, first_slot_of_class: Tensor | None = None) -> "Targets":
-        """Moves the elements at the targets out of exp_logits, where they become 0."""
-        n = chunk.rows
-        made = Targets(*(vector(chunk.slot_target, n, dtype) for dtype in (I32, I32, F32)))
-        index = order_by_class(chunk.slot_target, state.num_live, chunk.start) if n > MOST_ROWS_COUNTED else None
+    def take_targets(self, k, chunk: Chunk, state: RowState, first_slot_of_class: Tensor | None = None) -> None:
+        """Moves the elements at the targets out of exp_logits, where they become 0, to chunk.sorted_grad."""
+        n, index = chunk.rows, None
+        if n > MOST_ROWS_COUNTED:
+            classes, num_live = state.tensor(chunk.slot_target, n), state.tensor(state.num_live, 1)
+            index = order_by_class(classes, num_live, chunk.start)
         k.sort(
             SortArgs(
                 chunk.slot_target, state.order, state.num_live, chunk.row_scale, self.first, self.second,
-                *self.strides, self.split, *made, first_slot_of_class, index, self.blocks[-1].v1, chunk.start, n,
+                *self.strides, self.split, chunk.sorted_target, chunk.sorted_row, chunk.sorted_grad,
+                first_slot_of_class, index, self.v or self.split, chunk.start, n,
             )
         )  # fmt: skip
-        return made
-
-
-class Targets(NamedTuple):
-    """What a chunk's live rows have at their targets, sorted by class. Their part of dw is grad * x[row]."""
-
-    target: Tensor  # (rows,) int32
-    row: Tensor  # (rows,) int32
-    grad: Tensor  # (rows,) fp32: row_scale * exp_logits at the target
 
 
 def add_targets(
-    k, x: Tensor, targets: Targets, state: RowState, start: int, dw: Tensor, v0: int, residual: Tensor | None = None
+    k, x: Tensor, chunk: Chunk, state: RowState, dw: Tensor, v0: int, residual: Tensor | None = None
 ) -> None:
     """dw (n, h) of classes v0 and up += the targets' part, before which `residual` is added to the rounded dw."""
-    rows, v1 = targets.target.shape[0], v0 + dw.shape[0]
-    k.targets(TargetsArgs(x, *targets, state.num_live, dw, residual, x.stride(0), v0, v1, start, rows))
+    k.targets(
+        TargetsArgs(
+            x, chunk.sorted_target, chunk.sorted_row, chunk.sorted_grad, state.num_live, dw, residual, x.stride(0), v0,
+            v0 + dw.shape[0], chunk.start, chunk.rows,
+        )
+    )  # fmt: skip
 
 
 def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
@@ -204,7 +231,7 @@ def new_first_slot_of_class(k, like: Tensor, v: int, dw: torch.dtype | None) -> 
 
 def add_dw(
     k, dlogits: Tensor, scaled_x: Tensor, state: RowState, out: Tensor, x: Tensor | None = None,
-    targets: Targets | None = None, factor: Tensor | None = None,
+    targets: Chunk | None = None, factor: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out += factor * dlogits.T @ scaled_x, and the targets' part if it is not in dlogits. `out` is the user's."""
     if not out.is_meta:
@@ -213,7 +240,7 @@ def add_dw(
     if out.dtype == F32 and dense and out.data_ptr() % 16 == 0:  # the GEMM can add to it, by TMA
         k.dw(dlogits, scaled_x, state.num_live, 0, out, True, state.tickets, factor=factor)
         if targets is not None:
-            add_targets(k, x, targets, state, 0, out, 0)
+            add_targets(k, x, targets, state, out, 0)
         torch.autograd.graph.increment_version(out)
         return
     for v0 in range(0, out.shape[0], 4096):  # bounds the memory of dw
@@ -221,5 +248,5 @@ def add_dw(
         dw = matrix(scaled_x, *part.shape, F32)
         k.dw(dlogits[:, v0 : v0 + 4096], scaled_x, state.num_live, 0, dw, False, state.tickets, factor=factor)
         if targets is not None:
-            add_targets(k, x, targets, state, 0, dw, v0)
+            add_targets(k, x, targets, state, dw, v0)
         part.add_(dw)

@@ -3,16 +3,17 @@
 A chunk is a range [start, start + rows) of slots, indices into `order`, which lists live rows first. Buffers of a chunk
 are counted from 0: their row i is slot start + i. They may come from torch.empty: what a GEMM may read after the last
 live row is written. Tensors are contiguous unless stated, and start on 16 bytes where they have h or v columns; h is a
-multiple of 8. None of this is checked here.
+multiple of 8. Vectors of rows, and single numbers, may be addresses instead (`Vector`). None of this is checked here.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from quackish.configs import choose
-from quackish.configs.gemm import SOFTMAX_TILE_N, GemmConfig, GemmProblem, splits_dw_tail
+from quackish.configs.gemm import SOFTMAX_TILE_N, GemmProblem, splits_dw_tail
 from quackish.configs.lce_args import (
     BiasArgs,
     CompactArgs,
@@ -43,23 +44,23 @@ from quackish.configs.lce_rows import (
 )
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import workspace
-from quackish.ops.cuda import address, current_stream_of, dtype_name
+from quackish.ops.cuda import current_stream_of
 from quackish.ops.kernel_for import Kernel, KernelFor, kernel_for
-from quackish.ops.linear_cross_entropy.exp_logits import RowState
+from quackish.ops.linear_cross_entropy.exp_logits import RowState, Vector, vector
 
 Args = TypeVar("Args", bound=tuple)  # a NamedTuple
 
 
-class LogitsArgs(NamedTuple):
+class LogitsCall(NamedTuple):
     """What `logits` and `recompute_flagged` take."""
 
     live_x: Tensor  # (rows, h)
     w: Tensor  # (v, h)
     bias: Tensor | None  # (v,)
     class_weight: Tensor | None  # (v,) fp32; with part_wsum
-    row_shift: Tensor  # (rows,) fp32
-    slot_target: Tensor  # (rows,) int32
-    num_live: Tensor  # (1,) int32
+    row_shift: Vector  # (rows,) fp32
+    slot_target: Vector  # (rows,) int32
+    num_live: Vector  # (1,) int32
     start: int
     softcap: float  # 0: none
     exp_logits: Tensor | None  # (rows, v_split) bf16, or (rows, v) without exp_logits2; None: not stored
@@ -67,9 +68,34 @@ class LogitsArgs(NamedTuple):
     v_split: int  # with exp_logits2, a multiple of 64
     part_sum: Tensor  # (rows, num_tiles(v)) fp32
     part_wsum: Tensor | None  # as part_sum; with label smoothing
-    target_logit: Tensor  # (rows,) fp32
-    row_max_bits: Tensor  # (rows,) int32
-    flags: Tensor  # (1 + ceil(rows / 128),) int32
+    target_logit: Vector  # (rows,) fp32
+    row_max_bits: Vector  # (rows,) int32
+    flags: Vector  # (1 + ceil(rows / 128),) int32
+
+    @property
+    def blocks(self) -> list[tuple[Tensor | None, int, int]]:
+        """(exp_logits, first class, end of the classes)"""
+        split, v = self.v_split, self.w.shape[0]
+        if self.exp_logits2 is None:
+            return [(self.exp_logits, 0, v)]
+        return [(self.exp_logits, 0, split), (self.exp_logits2, split, v)]
+
+
+class DlogitsCall(NamedTuple):
+    """What `dlogits` takes."""
+
+    live_x: Tensor  # (rows, h)
+    w: Tensor  # (n, h): classes v0 and up
+    bias: Tensor | None  # (n,)
+    coefs: Tensor  # (rows, 4) fp32: row_shift, coef_softmax / sum, coef_target, coef_smooth
+    slot_target: Vector  # (rows,) int32
+    num_live: Vector  # (1,) int32
+    start: int
+    class_weight: Tensor | None  # (v,) fp32; with smoothing
+    softcap: float  # 0: none
+    smoothing: bool
+    v0: int
+    out: Tensor  # (rows, n) as live_x
 
 
 class RowKernels:
@@ -82,19 +108,19 @@ class RowKernels:
     def __init__(self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for):
         self.device, self.gpu, self.kernel_for = device, gpu or gpu_of(device.index), kernel_for
         self.stream = current_stream_of(device)
-        # the epoch of the choices, and the kernels chosen in it; keys are flat tuples: cheap to look up
+        # the epoch of the choices, and the kernels chosen in it
         self._kernels: tuple[int, dict[tuple, Kernel]] = choose.epoch, {}
 
-    def _find(self, key: tuple) -> Kernel | None:
+    def _kernel(self, name: str, problem: Callable[..., Any], *fields: Any) -> Kernel:
+        """The kernel `name` for `problem(*fields)`; dtypes are torch's, their names go into the problem."""
         epoch, kernels = self._kernels
         if epoch != choose.epoch:
-            self._kernels = choose.epoch, {}
-            return None
-        return kernels.get(key)
-
-    def _add(self, key: tuple, name: str, problem: Any) -> Kernel:
-        _, kernels = self._kernels  # read before choosing: a change of epoch meanwhile drops them
-        kernel = kernels[key] = self.kernel_for(name, problem, self.gpu)
+            _, kernels = self._kernels = choose.epoch, {}
+        key = problem, *fields
+        kernel = kernels.get(key)
+        if kernel is None:  # if the epoch changes while one is chosen, these kernels are dropped
+            made = problem(*(str(f).removeprefix("torch.") if isinstance(f, torch.dtype) else f for f in fields))
+            kernel = kernels[key] = self.kernel_for(name, made, self.gpu)
         return kernel
 
     def compact(
@@ -119,10 +145,7 @@ class RowKernels:
             divisor, items = "float", float(num_items)
         if divisor != "weights":
             class_weight = None
-        key = "compact", target.dtype, _dtype(class_weight), divisor
-        kernel = self._find(key) or self._add(
-            key, "lce_compact", LceCompactProblem(dtype_name(target), dtype_name(class_weight), divisor)
-        )
+        kernel = self._kernel("lce_compact", LceCompactProblem, target.dtype, _dtype(class_weight), divisor)
         args = CompactArgs(
             target, class_weight, items_at, state.order, state.inv_divisor, state.tickets, state.num_live, items,
             ignore_index, v, target.shape[0],
@@ -130,100 +153,77 @@ class RowKernels:
         kernel.launch(addresses(args), self.stream())
 
     def gather(self, a: GatherArgs) -> None:
-        h, aligned = a.x.shape[1], _is_aligned(a.x)
-        key = (
-            "gather", h, a.x.dtype, a.target.dtype, _dtype(a.bias), _dtype(a.dx), a.softcap > 0, a.loss is None, aligned
+        x = a.x
+        kernel = self._kernel(
+            "lce_gather", LceGatherProblem, x.shape[1], x.dtype, a.target.dtype, _dtype(a.bias), _dtype(a.dx),
+            a.softcap > 0, a.loss is not None, _is_aligned(x),
         )  # fmt: skip
-        kernel = self._find(key)
-        if kernel is None:
-            dtypes = map(dtype_name, (a.x, a.target, a.bias, a.dx))
-            problem = LceGatherProblem(h, *dtypes, a.softcap > 0, a.loss is not None, aligned)
-            kernel = self._add(key, "lce_gather", problem)
         kernel.launch(addresses(a), self.stream())
 
     def rows(self, a: RowsArgs) -> None:
         """With part_sum the statistics, and the gradients in coefs, or in exp_logits, scaled_x and row_scale."""
         scale, grad_loss = a.exp_logits is not None, a.grad_loss
         h, dtype = (0, None) if a.live_x is None else (a.live_x.shape[1], a.live_x.dtype)
-        key = (
-            "rows",
-            a.part_sum is not None,
-            "scale" if scale else "none" if a.coefs is None else "coefs",
-            h,
-            dtype,
-            _dtype(a.class_weight),
-            a.label_smoothing > 0,
-            scale and a.softcap > 0,
-            "one" if grad_loss is None else "rows" if grad_loss.dim() else "scalar",
-            a.grad_lse is not None,
-            a.exp_logits2 is not None,
-            a.first_slot_of_class is not None,
-        )
-        kernel = self._find(key)
-        if kernel is None:
-            problem = LceRowsProblem(*key[1:4], dtype_name(a.live_x), dtype_name(a.class_weight), *key[6:])
-            kernel = self._add(key, "lce_rows", problem)
+        kernel = self._kernel(
+            "lce_rows", LceRowsProblem, a.part_sum is not None,
+            "scale" if scale else "none" if a.coefs is None else "coefs", h, dtype, _dtype(a.class_weight),
+            a.label_smoothing > 0, scale and a.softcap > 0,
+            "one" if grad_loss is None else "rows" if grad_loss.dim() else "scalar", a.grad_lse is not None,
+            a.exp_logits2 is not None, a.first_slot_of_class is not None,
+        )  # fmt: skip
         kernel.launch(addresses(a), self.stream())
 
     def sort(self, a: SortArgs) -> None:
         """Not to be launched right after the launch that writes slot_target."""
-        key = "sort", a.exp_logits2 is not None, a.first_slot_of_class is not None, a.index is not None
-        kernel = self._find(key) or self._add(key, "lce_sort", LceSortProblem(*key[1:]))
-        kernel.launch(addresses(a), self.stream())
+        options = a.exp_logits2 is not None, a.first_slot_of_class is not None, a.index is not None
+        self._kernel("lce_sort", LceSortProblem, *options).launch(addresses(a), self.stream())
 
     def targets(self, a: TargetsArgs) -> None:
         """The launch right before this one may write dw and rounding_residual, but no other argument."""
-        h, aligned, residual = a.x.shape[1], _is_aligned(a.x), a.rounding_residual is not None
-        key = "targets", h, a.x.dtype, a.dw.dtype, aligned, residual
-        kernel = self._find(key) or self._add(
-            key, "lce_targets", LceTargetsProblem(h, dtype_name(a.x), dtype_name(a.dw), aligned, residual)
-        )
-        kernel.launch(addresses(a), self.stream())
+        fields = a.x.shape[1], a.x.dtype, a.dw.dtype, _is_aligned(a.x), a.rounding_residual is not None
+        self._kernel("lce_targets", LceTargetsProblem, *fields).launch(addresses(a), self.stream())
 
     def bias_sum(
         self,
         e: Tensor,  # (rows, >= n) bf16 or fp16: exp_logits or dlogits, row stride a multiple of 8
-        row_scale: Tensor | None,  # (rows,) fp32; None is 1
-        num_live: Tensor,  # (1,) int32
+        row_scale: Vector | None,  # (rows,) fp32; None is 1
+        num_live: Vector,  # (1,) int32
         start: int,
         db: Tensor,  # (n,) fp32
         accumulate: bool,
     ) -> None:
         """db = (or += with `accumulate`) the sum over the live rows i of the chunk of row_scale[i] * e[i, :n]."""
         n = db.shape[0]
-        key = "bias", e.dtype, row_scale is not None, accumulate, n >= WIDE_BIAS
-        kernel = self._find(key) or self._add(key, "lce_bias", LceBiasProblem(dtype_name(e), *key[2:]))
+        kernel = self._kernel("lce_bias", LceBiasProblem, e.dtype, row_scale is not None, accumulate, n >= WIDE_BIAS)
         args = BiasArgs(e, row_scale, db, num_live, e.stride(0), start, e.shape[0], n)
         kernel.launch(addresses(args), self.stream())
 
     def scatter(
         self,
         acc: Tensor,  # (rows, h) fp32
-        row_scale: Tensor | None,  # (rows,) fp32; None is 1
-        order: Tensor,  # (m,) int32
-        num_live: Tensor,  # (1,) int32
+        row_scale: Vector | None,  # (rows,) fp32; None is 1
+        order: Vector,  # (m,) int32
+        num_live: Vector,  # (1,) int32
         start: int,
         dx: Tensor,  # (m, h) bf16, fp16 or fp32
     ) -> None:
         """dx[order[start + i]] = row_scale[i] * acc[i] for the live rows of the chunk."""
         rows, h = acc.shape
-        key = "scatter", h, dx.dtype, row_scale is not None
-        kernel = self._find(key) or self._add(key, "lce_scatter", LceScatterProblem(h, dtype_name(dx), key[3]))
+        kernel = self._kernel("lce_scatter", LceScatterProblem, h, dx.dtype, row_scale is not None)
         args = ScatterArgs(acc, row_scale, order, dx, num_live, start, rows)
         kernel.launch(addresses(args), self.stream())
 
     def scale(
         self,
         out: Tensor,  # bf16, fp16 or fp32, any shape
-        factor: Tensor,  # (1,) fp32
+        factor: Tensor,  # one fp32 number
         out2: Tensor | None = None,  # as out
     ) -> None:
         """out *= factor, and out2, in place; leaves at once if the factor is 1."""
         n, n2 = out.numel(), 0 if out2 is None else out2.numel()
         if n + n2 == 0:
             return
-        key = "scale", out.dtype
-        kernel = self._find(key) or self._add(key, "lce_scale", LceScaleProblem(dtype_name(out)))
+        kernel = self._kernel("lce_scale", LceScaleProblem, out.dtype)
         num_ctas = kernel.config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
         args = ScaleArgs(out, out if out2 is None else out2, factor, n, n2, num_ctas)
         kernel.launch(addresses(args), self.stream())
@@ -231,11 +231,12 @@ class RowKernels:
 
 # make(GemmArgs, (a, ...)) is GemmArgs(a, ...), which takes 0.2 us longer.
 make = tuple.__new__
+_NUMBERS = {int, float, type(None)}  # isinstance alone takes 76 ns for one, and a launch has some 20
 
 
 def addresses(args: Args) -> Args:
     """With the addresses of tensors in their place."""
-    return make(type(args), [a.data_ptr() if isinstance(a, Tensor) else a for a in args])
+    return make(type(args), [a if type(a) in _NUMBERS or not isinstance(a, Tensor) else a.data_ptr() for a in args])
 
 
 def _dtype(t: Tensor | None) -> torch.dtype | None:
@@ -260,77 +261,41 @@ class LceKernels(RowKernels):
         """How many partial sums a row of `part_sum` has."""
         return -(-v // SOFTMAX_TILE_N)
 
-    def logits(self, a: LogitsArgs) -> None:
+    def logits(self, a: LogitsCall) -> None:
         """exp_logits = exp(logits - row_shift) * d; their sums without d per row and tile; the targets' logits.
 
         A logit far above row_shift raises row_max_bits and flags its tile; `recompute_flagged` must follow.
         """
         self._softmax(a, recompute=False)
 
-    def recompute_flagged(self, a: LogitsArgs) -> None:
+    def recompute_flagged(self, a: LogitsCall) -> None:
         """Recomputes the tiles that `logits` flagged, shifted by row_max_bits. Returns at once if there are none."""
         self._softmax(a, recompute=True)
 
-    def _softmax(self, a: LogitsArgs, recompute: bool) -> None:
-        (rows, h), n, split = a.live_x.shape, a.w.shape[0], a.exp_logits2 is not None
-        options = a.softcap > 0, a.part_wsum is not None, a.class_weight is not None, recompute, split
-        key = ("softmax", a.live_x.dtype, a.exp_logits is None, _dtype(a.bias), *options)
-        kernel = self._find(key)
-        if kernel is None:
-            softcap, smoothing, weighted, _, _ = options
-            kernel = self._add_gemm(
-                key, epilogue="softmax", dtype=dtype_name(a.live_x), out_dtype=dtype_name(a.exp_logits),
-                bias_dtype=dtype_name(a.bias), softcap=softcap, smoothing=smoothing, weighted=weighted,
-                recompute_flagged=recompute, d_in_two=split,
-            )  # fmt: skip
+    def _softmax(self, a: LogitsCall, recompute: bool) -> None:
+        out, out2, class_weight = a.exp_logits, a.exp_logits2, a.class_weight
+        kernel = self._kernel(
+            "lce_gemm", _softmax_problem, a.live_x.dtype, _dtype(out), _dtype(a.bias), a.softcap > 0,
+            a.part_wsum is not None, class_weight is not None, recompute, out2 is not None,
+        )  # fmt: skip
         epilogue = make(SoftmaxArgs, (
-            address(a.bias), address(a.class_weight), None if recompute else a.row_shift.data_ptr(),
-            a.slot_target.data_ptr(), a.row_max_bits.data_ptr(), a.flags.data_ptr(), a.part_sum.data_ptr(),
-            a.target_logit.data_ptr(), address(a.part_wsum), a.softcap, a.part_sum.shape[1],
+            a.bias, class_weight, None if recompute else a.row_shift, a.slot_target, a.row_max_bits, a.flags,
+            a.part_sum, a.target_logit, a.part_wsum, a.softcap, a.part_sum.shape[1],
         ))  # fmt: skip
-        out, out2 = a.exp_logits, a.exp_logits2
-        stream, ticket, _kept = (self.stream(), None, None) if recompute else self._stream_and_ticket()
-        args = make(GemmArgs, (
-            a.live_x.data_ptr(), address(out2), a.w.data_ptr(), address(out), epilogue, None, ticket,
-            a.num_live.data_ptr(), rows, n, h, a.v_split if split else 0, a.start, a.live_x.stride(0),
-            out2.stride(0) if split else 0, a.w.stride(0), 0 if out is None else out.stride(0), self._clusters(kernel),
-        ))  # fmt: skip
-        kernel.launch(args, stream)
+        self._multiply(
+            kernel, (a.live_x, a.w, out), epilogue, (a.live_x.shape[0], *a.w.shape), a.num_live, a.start, out2,
+            a.v_split, wave_sync=not recompute,
+        )  # fmt: skip
 
-    def dlogits(
-        self,
-        live_x: Tensor,  # (rows, h)
-        w: Tensor,  # (n, h): classes v0 and up
-        bias: Tensor | None,  # (n,)
-        coefs: Tensor,  # (rows, 4) fp32: row_shift, coef_softmax / sum, coef_target, coef_smooth
-        slot_target: Tensor,  # (rows,) int32
-        num_live: Tensor,  # (1,) int32
-        start: int,
-        class_weight: Tensor | None,  # (v,) fp32; with smoothing
-        softcap: float,  # 0: none
-        smoothing: bool,
-        v0: int,
-        out: Tensor,  # (rows, n) as live_x
-    ) -> None:
+    def dlogits(self, a: DlogitsCall) -> None:
         """The gradient of the logits: see kernels/common/epilogue_dlogits.py."""
-        (rows, h), n = live_x.shape, w.shape[0]
-        key = (
-            "dlogits", live_x.dtype, out.dtype, _dtype(bias), softcap > 0, smoothing, class_weight is not None
+        kernel = self._kernel(
+            "lce_gemm", _dlogits_problem, a.live_x.dtype, a.out.dtype, _dtype(a.bias), a.softcap > 0, a.smoothing,
+            a.class_weight is not None,
         )  # fmt: skip
-        kernel = self._find(key) or self._add_gemm(
-            key, epilogue="dlogits", dtype=dtype_name(live_x), out_dtype=dtype_name(out), bias_dtype=dtype_name(bias),
-            softcap=softcap > 0, smoothing=smoothing, weighted=class_weight is not None,
-        )  # fmt: skip
-        epilogue = make(
-            DlogitsArgs,
-            (address(bias), address(class_weight), coefs.data_ptr(), slot_target.data_ptr(), softcap, v0),
-        )
-        stream, ticket, _kept = self._stream_and_ticket()
-        args = make(GemmArgs, (
-            live_x.data_ptr(), None, w.data_ptr(), out.data_ptr(), epilogue, None, ticket, num_live.data_ptr(), rows, n,
-            h, 0, start, live_x.stride(0), 0, w.stride(0), out.stride(0), self._clusters(kernel),
-        ))  # fmt: skip
-        kernel.launch(args, stream)
+        epilogue = make(DlogitsArgs, (a.bias, a.class_weight, a.coefs, a.slot_target, a.softcap, a.v0))
+        sizes = a.live_x.shape[0], *a.w.shape
+        self._multiply(kernel, (a.live_x, a.w, a.out), epilogue, sizes, a.num_live, a.start)
 
     def dx(
         self,
@@ -338,46 +303,36 @@ class LceKernels(RowKernels):
         e2: Tensor | None,  # (rows, n - v_split)
         v_split: int,  # with e2; a multiple of the GEMM's step along k
         w: Tensor,  # (n, h)
-        row_scale: Tensor | None,  # (rows,) fp32; with order
-        order: Tensor | None,  # (m,) int32
-        num_live: Tensor,  # (1,) int32
+        row_scale: Vector | None,  # (rows,) fp32; with order
+        order: Vector | None,  # (m,) int32
+        num_live: Vector,  # (1,) int32
         start: int,
         out: Tensor,  # (m, h) with order, else (rows, h) fp32; contiguous
         accumulate: bool,  # without order
-        tickets: Tensor | None = None,  # (NUM_TICKETS,) int32, 0 before and after; with order
+        tickets: Vector | None = None,  # (NUM_TICKETS,) int32, 0 before and after; with order
     ) -> None:
         """Row i of e @ w, times row_scale, to row order[start + i] of out; without order to row i, or added to it.
 
         Without order, rows up to the end of a tile with live rows are written too. With tickets, tiles of a
         partly filled last wave are split along the classes, which takes 17 MB of scratch, or 69 MB for deep tiles.
         """
-        (n, h), rows = w.shape, e.shape[0]
         scattered = order is not None
-        key = "dx", e.dtype, out.dtype, scattered, e2 is None, accumulate, tickets is None
-        kernel = self._find(key) or self._add_gemm(
-            key, epilogue="rows" if scattered else "store", dtype=dtype_name(e), out_dtype=dtype_name(out), b_major="n",
-            a_in_two=e2 is not None, accumulate=accumulate, split_k_tail=tickets is not None,
-        )  # fmt: skip
-        clusters = self._clusters(kernel)
-        tail, _scratch = _tail(tickets, kernel.config, rows, h, n, clusters)
-        epilogue = make(RowsOutArgs, (row_scale.data_ptr(), order.data_ptr())) if scattered else None
-        split, stride2 = (0, 0) if e2 is None else (v_split, e2.stride(0))
-        stream, ticket, _kept = self._stream_and_ticket()
-        args = make(GemmArgs, (
-            e.data_ptr(), address(e2), w.data_ptr(), out.data_ptr(), epilogue, tail, ticket, num_live.data_ptr(), rows,
-            h, n, split, start, e.stride(0), stride2, w.stride(0), out.stride(0), clusters,
-        ))  # fmt: skip
-        kernel.launch(args, stream)
+        kernel = self._kernel(
+            "lce_gemm", _dx_problem, e.dtype, out.dtype, scattered, e2 is not None, accumulate, tickets is not None
+        )
+        epilogue = make(RowsOutArgs, (row_scale, order)) if scattered else None
+        (n, h), rows = w.shape, e.shape[0]
+        self._multiply(kernel, (e, w, out), epilogue, (rows, h, n), num_live, start, e2, v_split, tickets)
 
     def dw(
         self,
         e: Tensor,  # (rows, n): exp_logits or dlogits
         scaled_x: Tensor,  # (rows, h)
-        num_live: Tensor,  # (1,) int32
+        num_live: Vector,  # (1,) int32
         start: int,
         out: Tensor,  # (n, h) contiguous; fp32 to accumulate
         accumulate: bool,
-        tickets: Tensor | None = None,  # as in `dx`, along the rows; used where there are few tiles
+        tickets: Vector | None = None,  # as in `dx`, along the rows; used where there are few tiles
         first_slots: Tensor | None = None,  # (n,) int32; NO_SLOT for none
         residual: Tensor | None = None,  # (any, h) int16; both or none, for a bf16 out that is not added to
         factor: Tensor | None = None,  # (1,) fp32; None is 1; not with residual
@@ -389,45 +344,74 @@ class LceKernels(RowKernels):
         (rows, h), n = scaled_x.shape, e.shape[1]
         if tickets is not None and not splits_dw_tail(n, h, self.gpu.sm_count):
             tickets = None
-        key = "dw", e.dtype, out.dtype, accumulate, tickets is None, residual is None, factor is None
-        kernel = self._find(key) or self._add_gemm(
-            key, epilogue="store", dtype=dtype_name(e), out_dtype=dtype_name(out), a_major="m", b_major="n", live="k",
-            accumulate=accumulate, split_k_tail=tickets is not None, scaled=factor is not None,
-            rounding_residual=residual is not None,
+        kernel = self._kernel(
+            "lce_gemm", _dw_problem, e.dtype, out.dtype, accumulate, tickets is not None, factor is not None,
+            residual is not None,
         )  # fmt: skip
-        clusters = self._clusters(kernel)
-        tail, _scratch = _tail(tickets, kernel.config, n, h, rows, clusters)
-        epilogue = None if factor is None else make(ScaledArgs, (factor.data_ptr(),))
+        epilogue = None if factor is None else make(ScaledArgs, (factor,))
         if residual is not None:
-            epilogue = make(ResidualArgs, (first_slots.data_ptr(), residual.data_ptr()))
-        stream, ticket, _kept = self._stream_and_ticket()
+            epilogue = make(ResidualArgs, (first_slots, residual))
+        self._multiply(kernel, (e, scaled_x, out), epilogue, (n, h, rows), num_live, start, tickets=tickets)
+
+    def _multiply(
+        self,
+        kernel: Kernel,
+        operands: tuple[Tensor, Tensor, Tensor | None],  # A, B, D
+        epilogue: tuple | None,
+        sizes: tuple[int, int, int],  # m, n, k
+        num_live: Vector,
+        start: int,
+        second: Tensor | None = None,
+        split: int = 0,  # with second
+        tickets: Vector | None = None,
+        wave_sync: bool = True,
+    ) -> None:
+        """Launches a GEMM: see GemmArgs."""
+        (a, b, d), (m, n, k), config, stream = operands, sizes, kernel.config, self.stream()
+        clusters = config.max_clusters(self.gpu.sm_count)
+        tail = ticket = None
+        if tickets is not None:
+            splits, floats = config.tail_room(m, n, k, clusters)
+            partials = vector(a, floats, torch.float32)
+            tail = addresses(make(TailArgs, (partials, tickets, splits)))
+        if wave_sync:
+            ticket, _, _kept = workspace.take(self.device.index, stream, 0) if self.device.type == "cuda" else (0, 0, 0)
+        if epilogue is not None:
+            epilogue = addresses(epilogue)
+        # t.stride()[0] is t.stride(0), which takes twice as long
         args = make(GemmArgs, (
-            e.data_ptr(), None, scaled_x.data_ptr(), out.data_ptr(), epilogue, tail, ticket, num_live.data_ptr(), n, h,
-            rows, 0, start, e.stride(0), 0, scaled_x.stride(0), out.stride(0), clusters,
+            a, second, b, d, epilogue, tail, ticket, num_live, m, n, k, 0 if second is None else split, start,
+            a.stride()[0], 0 if second is None else second.stride()[0], b.stride()[0],
+            0 if d is None else d.stride()[0], clusters,
         ))  # fmt: skip
-        kernel.launch(args, stream)
-
-    def _add_gemm(self, key: tuple, **fields: Any) -> Kernel:
-        return self._add(key, "lce_gemm", GemmProblem(**fields))
-
-    def _clusters(self, kernel: Kernel) -> int:
-        return kernel.config.max_clusters(self.gpu.sm_count)
-
-    def _stream_and_ticket(self) -> tuple[int, int, Any]:
-        """The current stream, the ticket of a launch on it, and an object to keep alive until the launch."""
-        stream = self.stream()
-        if self.device.type != "cuda":
-            return stream, 0, None
-        ticket, _, kept = workspace.take(self.device.index, stream, 0)
-        return stream, ticket, kept
+        kernel.launch(addresses(args), stream)
 
 
-def _tail(
-    tickets: Tensor | None, config: GemmConfig, m: int, n: int, k: int, clusters: int
-) -> tuple[TailArgs | None, Tensor | None]:
-    """The arguments of split-K, and the scratch, to keep alive until the launch."""
-    if tickets is None:
-        return None, None
-    splits, floats = config.tail_room(m, n, k, clusters)
-    partials = tickets.new_empty(floats, dtype=torch.float32)
-    return make(TailArgs, (partials.data_ptr(), tickets.data_ptr(), splits)), partials
+# The problems of the GEMMs, by the fields that differ from launch to launch.
+
+
+def _softmax_problem(dtype, out_dtype, bias_dtype, softcap, smoothing, weighted, recompute_flagged, d_in_two):
+    return GemmProblem(
+        "softmax", dtype, out_dtype, bias_dtype=bias_dtype, softcap=softcap, smoothing=smoothing, weighted=weighted,
+        recompute_flagged=recompute_flagged, d_in_two=d_in_two,
+    )  # fmt: skip
+
+
+def _dlogits_problem(dtype, out_dtype, bias_dtype, softcap, smoothing, weighted):
+    return GemmProblem(
+        "dlogits", dtype, out_dtype, bias_dtype=bias_dtype, softcap=softcap, smoothing=smoothing, weighted=weighted
+    )
+
+
+def _dx_problem(dtype, out_dtype, scattered, a_in_two, accumulate, split_k_tail):
+    return GemmProblem(
+        "rows" if scattered else "store", dtype, out_dtype, b_major="n", a_in_two=a_in_two, accumulate=accumulate,
+        split_k_tail=split_k_tail,
+    )  # fmt: skip
+
+
+def _dw_problem(dtype, out_dtype, accumulate, split_k_tail, scaled, rounding_residual):
+    return GemmProblem(
+        "store", dtype, out_dtype, a_major="m", b_major="n", live="k", accumulate=accumulate, split_k_tail=split_k_tail,
+        scaled=scaled, rounding_residual=rounding_residual,
+    )  # fmt: skip

@@ -43,13 +43,12 @@ import torch
 from torch import Tensor
 
 from quackish.configs.lce_args import GatherArgs, RowsArgs
-from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
+from quackish.configs.lce_rows import NO_SLOT
 from quackish.configs.linear_cross_entropy import Layout, layout
 from quackish.ops.linear_cross_entropy.exp_logits import (
     F32,
     I32,
     Chunk,
-    ExpBlock,
     ExpLogits,
     RowState,
     add_dw,
@@ -60,7 +59,7 @@ from quackish.ops.linear_cross_entropy.exp_logits import (
     padded_strides,
     vector,
 )
-from quackish.ops.linear_cross_entropy.launches import LogitsArgs
+from quackish.ops.linear_cross_entropy.launches import DlogitsCall, LogitsCall
 
 
 class KernelPlan(NamedTuple):
@@ -81,6 +80,9 @@ class KernelPlan(NamedTuple):
 class Call(NamedTuple):
     """The operands of the GEMMs, and the options of the loss."""
 
+    m: int
+    h: int
+    v: int
     x: Tensor  # (m, h) compute dtype, unit stride along h
     w: Tensor  # (v, h) compute dtype, contiguous
     target: Tensor  # (m,) contiguous
@@ -127,6 +129,7 @@ class GradOutputs(NamedTuple):
 
 
 _ONES = GradOutputs(None)
+_NO_EXP_LOGITS = ExpLogits(None, 0)
 
 
 class Forward(NamedTuple):
@@ -149,8 +152,7 @@ def forward(k, call: Call, plan: KernelPlan, needed: GradsNeeded, own_dw: bool, 
     that backward is then to be given."""
     if plan.schedule == "stored" and needed.any():
         return stored(k, call)
-    (m, h), v = call.x.shape, call.w.shape[0]
-    lay = forward_layout(plan, m, v, h, needed, own_dw, may_begin and k.keeps_residual)
+    lay = forward_layout(plan, call.m, call.v, call.h, needed, own_dw, may_begin and k.keeps_residual)
     if plan.schedule == "recompute" and lay.columns:
         return recompute_forward(k, call, lay, needed)
     early = made_in_forward(plan, needed)
@@ -182,8 +184,7 @@ def backward(
     if not needed.any():
         return grads
     plan = plan._replace(schedule="recompute")  # for `chunked` too, if lse has a gradient
-    (m, h), v = call.x.shape, call.w.shape[0]
-    lay = _layout(plan, m, v, h, needed, dw_out is None, kept.dw is not None)
+    lay = _layout(plan, call.m, call.v, call.h, needed, dw_out is None, kept.dw is not None)
     if lay.dw_block:
         return grads.and_also(recompute_dw_in_chunks(k, call, lay, kept, incoming, needed))
     return grads.and_also(recompute_backward(k, call, lay, kept, incoming, needed, dw_out))
@@ -205,7 +206,7 @@ def _layout(plan: KernelPlan, m: int, v: int, h: int, needed: GradsNeeded, own_d
 
 def scale_grads(k, made: Forward, factor: Tensor, dw_out: Tensor | None) -> Grads:
     """Scales the gradients that forward made by the loss's gradient, in place. Adds dw to dw_out if there is one."""
-    factor, grads = factor.view(1), made.grads
+    grads = made.grads
     begun = None if made.dw is None else made.dw[: made.classes]
     tensors = [t for t in (*grads, begun) if t is not None]
     while tensors:  # a launch scales two tensors of one dtype
@@ -224,7 +225,7 @@ def scale_grads(k, made: Forward, factor: Tensor, dw_out: Tensor | None) -> Grad
 def statistics(k, call: Call, lay: Layout) -> Forward:
     """loss and lse only: the forward of a call without grad, and of `recompute`."""
     out = begin(k, call)
-    for start in range(0, call.x.shape[0], lay.chunk_rows):
+    for start in range(0, call.m, lay.chunk_rows):
         _statistics_of_chunk(k, call, out, start, lay.chunk_rows)
     return out
 
@@ -232,7 +233,7 @@ def statistics(k, call: Call, lay: Layout) -> Forward:
 def _statistics_of_chunk(k, call: Call, out: Forward, start: int, rows: int) -> None:
     # A function, as others below: a chunk's buffers are freed before the next chunk allocates.
     chunk = new_chunk(call, out.state, start, rows)
-    sums = gather_and_multiply(k, call, out, chunk, ExpLogits(ExpBlock(None, 0, call.w.shape[0])))
+    sums = gather_and_multiply(k, call, out, chunk, ExpLogits(None, call.v))
     run_rows(k, call, out.state, chunk, sums=sums, loss=out.loss)
 
 
@@ -242,54 +243,46 @@ def chunked(k, call: Call, lay: Layout, needed: GradsNeeded, split_tail: bool = 
     dw is summed over chunks in fp32. A single chunk has part of exp_logits in dw's storage. split_tail: GEMMs may take
     scratch.
     """
-    (m, h), v = call.x.shape, call.w.shape[0]
-    dw_dtype = needed.dw if m <= lay.chunk_rows else F32
-    grads = Grads(
-        matrix(call.x, m, h, needed.dx) if needed.dx else None,
-        matrix(call.x, v, h, dw_dtype) if needed.dw else None,
-        vector(call.x, v, F32) if needed.db else None,
-    )
+    m = call.m
+    dw_dtype = F32 if needed.dw and m > lay.chunk_rows else needed.dw
+    grads = new_grads(call, GradsNeeded(needed.dx, dw_dtype, needed.db))
     out = begin(k, call)
     for start in range(0, m, lay.chunk_rows):
         _gradients_of_chunk(k, call, lay, out, start, grads, split_tail)
-    if needed.dw and dw_dtype != needed.dw:
+    if dw_dtype != needed.dw:
         grads = grads._replace(dw=grads.dw.to(needed.dw))
-    return out._replace(grads=grads)
+    return Forward(out.loss, out.state, grads)
 
 
 def _gradients_of_chunk(k, call: Call, lay: Layout, out: Forward, start: int, grads: Grads, split_tail: bool) -> None:
     state, (dx, dw, db) = out.state, grads
-    chunk = new_chunk(call, state, start, lay.chunk_rows, scaled=True)
+    chunk = new_chunk(call, state, start, lay.chunk_rows)
     if lay.columns:
         exp_logits = ExpLogits.beside(dw, chunk.rows, lay.columns, lay.offset)
     else:
         exp_logits = ExpLogits.alone(call.w, chunk.rows)
     sums = gather_and_multiply(k, call, out, chunk, exp_logits, dx)
-    first_slot_of_class = None if dw is None else new_first_slot_of_class(k, dw, dw.shape[0], dw.dtype)
-    scaled_x = None if dw is None else chunk.live_x  # in place
-    run_rows(
-        k,
-        call,
-        state,
-        chunk,
-        sums=sums,
-        loss=out.loss,
-        exp_logits=exp_logits,
-        scaled_x=scaled_x,
-        first_slot_of_class=first_slot_of_class,
-    )
-    if dx is not None:
-        exp_logits.dx(k, call.w, chunk.row_scale, state, start, dx, state.tickets if split_tail else None)
-    if db is not None:
-        exp_logits.bias_sum(k, chunk.row_scale, state, start, db, start > 0)
+    scaled_x = first_slot_of_class = None
     if dw is not None:
-        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, start > 0, first_slot_of_class)
+        scaled_x = chunk.live_x  # in place
+        first_slot_of_class = new_first_slot_of_class(k, dw, dw.shape[0], dw.dtype)
+    run_rows(
+        k, call, state, chunk, sums=sums, loss=out.loss, exp_logits=exp_logits, scaled_x=scaled_x,
+        first_slot_of_class=first_slot_of_class,
+    )  # fmt: skip
+    del sums
+    if dx is not None:
+        exp_logits.dx(k, call.w, chunk, state, dx, state.tickets if split_tail else None)
+    if db is not None:
+        exp_logits.bias_sum(k, chunk, state, db)
+    if dw is not None:
+        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, first_slot_of_class)
 
 
 def stored(k, call: Call) -> Forward:
     """loss, lse, and exp_logits and the live rows of x for `stored_backward`."""
     out = begin(k, call)
-    chunk = new_chunk(call, out.state, 0, call.x.shape[0])
+    chunk = new_chunk(call, out.state, 0, call.m)
     exp_logits = ExpLogits.alone(call.w, chunk.rows)
     sums = gather_and_multiply(k, call, out, chunk, exp_logits)
     run_rows(k, call, out.state, chunk, sums=sums, loss=out.loss)
@@ -303,35 +296,29 @@ def stored_backward(
 
     Overwrites each row's element of kept.exp_logits at its target, which depends on the incoming gradients.
     """
-    (m, h), v, state, saved = call.x.shape, call.w.shape[0], kept.state, kept.exp_logits
+    m, v, state, saved = call.m, call.v, kept.state, kept.exp_logits
     if saved.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed its strides
         saved = padded(call.x, m, v, saved.dtype).copy_(saved)
-    exp_logits = ExpLogits(ExpBlock(saved, 0, v))
-    chunk = Chunk.of(state, 0, m, kept.live_x if needed.dw else None, vector(call.x, m, F32))
-    scaled_x = matrix(kept.live_x, m, h, kept.live_x.dtype) if needed.dw else None
+    exp_logits = ExpLogits(saved, v)
+    chunk = Chunk.of(state, 0, m, kept.live_x if needed.dw else None)
+    scaled_x = matrix(kept.live_x, m, call.h, kept.live_x.dtype) if needed.dw else None
     first_slot_of_class = new_first_slot_of_class(k, call.x, v, needed.dw) if dw_out is None else None
     run_rows(
-        k,
-        call,
-        state,
-        chunk,
-        incoming=incoming,
-        exp_logits=exp_logits,
-        scaled_x=scaled_x,
+        k, call, state, chunk, incoming=incoming, exp_logits=exp_logits, scaled_x=scaled_x,
         first_slot_of_class=first_slot_of_class,
-    )
-    dx = call.x.new_zeros((m, h), dtype=needed.dx) if needed.dx else None  # ignored rows stay 0
-    dw = matrix(call.x, v, h, needed.dw) if needed.dw and dw_out is None else None
-    db = vector(call.x, v, F32) if needed.db else None
+    )  # fmt: skip
+    dx, dw, db = grads = new_grads(call, needed, dw_out is None)
     if dx is not None:
-        exp_logits.dx(k, call.w, chunk.row_scale, state, 0, dx, state.tickets)
+        dx.zero_()  # ignored rows stay 0
+        exp_logits.dx(k, call.w, chunk, state, dx, state.tickets)
     if db is not None:
-        exp_logits.bias_sum(k, chunk.row_scale, state, 0, db, False)
+        exp_logits.bias_sum(k, chunk, state, db)
     if dw is not None:
-        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, False, first_slot_of_class)
+        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, first_slot_of_class)
     elif needed.dw:
-        add_dw(k, saved, scaled_x, state, dw_out, call.x, exp_logits.take_targets(k, chunk, state))
-    return Grads(dx, dw, db)
+        exp_logits.take_targets(k, chunk, state)
+        add_dw(k, saved, scaled_x, state, dw_out, call.x, chunk)
+    return grads
 
 
 def recompute_forward(k, call: Call, lay: Layout, needed: GradsNeeded) -> Forward:
@@ -339,29 +326,28 @@ def recompute_forward(k, call: Call, lay: Layout, needed: GradsNeeded) -> Forwar
 
     exp_logits lie in dw's storage: those of the first classes for all rows, those of the other classes for one chunk.
     """
-    (m, h), v, dtype = call.x.shape, call.w.shape[0], call.x.dtype
-    dx, dw = matrix(call.x, m, h, needed.dx), matrix(call.x, v, h, needed.dw)
-    scaled_x, row_scale = matrix(call.x, m, h, dtype), vector(call.x, m, F32)
+    m, h, v, dtype = call.m, call.h, call.v, call.x.dtype
+    dx, dw, _ = new_grads(call, needed)
+    scaled_x = matrix(call.x, m, h, dtype)
     first = inside(dw, lay.offset, m, lay.columns, dtype)
     n = v - lay.columns
     others = inside(dw, 0, lay.chunk_rows, padded_strides(n)[0], dtype)[:, :n]
     out = begin(k, call)
+    all_rows = Chunk.of(out.state, 0, m, scaled_x)
     for start in range(0, m, lay.chunk_rows):
         part = slice(start, min(start + lay.chunk_rows, m))
-        chunk = Chunk.of(out.state, start, part.stop - start, scaled_x[part], row_scale[part])
-        blocks = ExpBlock(first[part], 0, lay.columns), ExpBlock(others[: chunk.rows], lay.columns, v)
-        exp_logits = ExpLogits(*blocks)
+        chunk = Chunk.of(out.state, start, part.stop - start, scaled_x[part])
+        chunk = chunk._replace(row_scale=all_rows.row_scale + F32.itemsize * start)
+        exp_logits = ExpLogits(first[part], lay.columns, others[: chunk.rows], v)
         sums = gather_and_multiply(k, call, out, chunk, exp_logits, dx)
         run_rows(k, call, out.state, chunk, sums=sums, loss=out.loss, exp_logits=exp_logits, scaled_x=chunk.live_x)
-        exp_logits.dx(k, call.w, chunk.row_scale, out.state, start, dx, None)
+        exp_logits.dx(k, call.w, chunk, out.state, dx, None)
         del sums  # freed before the next chunk allocates
     first_slot_of_class = new_first_slot_of_class(k, call.x, lay.columns, needed.dw)
     if first_slot_of_class is not None:
         first_slot_of_class.fill_(NO_SLOT)
-    rows = Chunk.of(out.state, 0, m, scaled_x, row_scale)
-    ExpLogits(ExpBlock(first, 0, lay.columns)).dw(
-        k, call.x, scaled_x, rows, out.state, dw[: lay.columns], False, first_slot_of_class
-    )
+    exp_logits = ExpLogits(first, lay.columns)
+    exp_logits.dw(k, call.x, scaled_x, all_rows, out.state, dw[: lay.columns], first_slot_of_class)
     return out._replace(grads=Grads(dx), dw=dw, classes=lay.columns)
 
 
@@ -373,12 +359,10 @@ def recompute_backward(
     If kept.dw is given, its first kept.classes rows are final. A block's dw is final, and only dx is summed over
     blocks. A block's dlogits lie in the storage of later blocks' dw while they fit: see `recompute_blocks`.
     """
-    (m, h), v, state, dtype = call.x.shape, call.w.shape[0], kept.state, call.x.dtype
-    dx = matrix(call.x, m, h, needed.dx) if needed.dx else None
-    dw = kept.dw
-    if dw is None and needed.dw and dw_out is None:
-        dw = matrix(call.x, v, h, needed.dw)
-    db = vector(call.x, v, F32) if needed.db else None
+    m, h, state, dtype = call.m, call.h, kept.state, call.x.dtype
+    dx, dw, db = new_grads(call, needed, dw_out is None and kept.dw is None)
+    if kept.dw is not None:
+        dw = kept.dw
     acc = matrix(call.x, m, h, F32) if needed.dx else None
     if dx is None:
         live_x = matrix(call.x, m, h, dtype)
@@ -388,12 +372,10 @@ def recompute_backward(
     if dtype == torch.float16:
         factor, state, incoming = _common_factor(call, state, incoming)
     gather_again(k, call, state, 0, live_x)
-    coefs = matrix(call.x, m, 4, F32)
-    run_rows(k, call, state, Chunk.of(state, 0, m, None, None), incoming=incoming, coefs=coefs)
+    coefs = coefficients(k, call, state, incoming)
     scratch = padded(call.x, m, max(v1 - v0 for v0, v1, offset in lay.blocks if offset is None), dtype)
     for v0, v1, offset in lay.blocks:
-        n, w = v1 - v0, call.w[v0:v1]
-        out = scratch[:, :n] if offset is None else inside(dw, offset, m, n, dtype)
+        out = scratch[:, : v1 - v0] if offset is None else inside(dw, offset, m, v1 - v0, dtype)
         _dlogits(k, call, state, 0, live_x, coefs, v0, v1, out)
         if dw is not None:
             k.dw(out, live_x, state.num_live, 0, dw[v0:v1], False, state.tickets, factor=factor)
@@ -402,7 +384,7 @@ def recompute_backward(
         if db is not None:
             k.bias_sum(out, None, state.num_live, 0, db[v0:v1], False)
         if acc is not None:
-            k.dx(out, None, 0, w, None, None, state.num_live, 0, acc, v0 > 0)
+            k.dx(out, None, 0, call.w[v0:v1], None, None, state.num_live, 0, acc, v0 > 0)
     if factor is not None:
         for grad in (acc, db):
             if grad is not None:
@@ -417,11 +399,9 @@ def recompute_dw_in_chunks(
     k, call: Call, lay: Layout, kept: Forward, incoming: GradOutputs, needed: GradsNeeded
 ) -> Grads:
     """dw and dbias, by blocks of classes and chunks of rows; a block's dw is summed in fp32 and rounded once."""
-    (m, h), v, state, rows = call.x.shape, call.w.shape[0], kept.state, lay.chunk_rows
-    dw = matrix(call.x, v, h, needed.dw)
-    db = vector(call.x, v, F32) if needed.db else None
-    coefs = matrix(call.x, m, 4, F32)
-    run_rows(k, call, state, Chunk.of(state, 0, m, None, None), incoming=incoming, coefs=coefs)
+    m, h, v, state, rows = call.m, call.h, call.v, kept.state, lay.chunk_rows
+    _, dw, db = grads = new_grads(call, needed._replace(dx=None))
+    coefs = coefficients(k, call, state, incoming)
     block = lay.dw_block
     live_x, dlogits = matrix(call.x, rows, h, call.x.dtype), padded(call.x, rows, block, call.x.dtype)
     dw_sums = matrix(call.x, block, h, F32) if needed.dw != F32 else None
@@ -438,25 +418,33 @@ def recompute_dw_in_chunks(
                 k.bias_sum(out, None, state.num_live, start, db[v0:v1], start > 0)
         if dw_sums is not None:
             dw[v0:v1] = acc
-    return Grads(None, dw, db)
+    return grads
 
 
 # Their parts ----------------------------------------------------------------------------------------------------------
 
 
+def new_grads(call: Call, needed: GradsNeeded, own_dw: bool = True) -> Grads:
+    """Memory for the gradients, and for dw with `own_dw`."""
+    m, h, v, x = call.m, call.h, call.v, call.x
+    return Grads(
+        matrix(x, m, h, needed.dx) if needed.dx else None,
+        matrix(x, v, h, needed.dw) if needed.dw and own_dw else None,
+        vector(x, v, F32) if needed.db else None,
+    )
+
+
 def begin(k, call: Call) -> Forward:
     """Finds the live rows; allocates the results."""
-    x, m = call.x, call.x.shape[0]
-    state = RowState.make(m, lambda n, dtype: vector(x, n, dtype))
-    k.compact(call.target, call.class_weight, call.num_items, call.ignore_index, call.w.shape[0], call.mean, state)
+    x, m = call.x, call.m
+    state = RowState.of(vector(x, m, F32), vector(x, RowState.size(m), I32))
+    k.compact(call.target, call.class_weight, call.num_items, call.ignore_index, call.v, call.mean, state)
     return Forward(vector(x, m, F32), state)
 
 
-def new_chunk(call: Call, state: RowState, start: int, chunk_rows: int, scaled: bool = False) -> Chunk:
-    """`scaled`: with memory for row_scale."""
-    (m, h), x = call.x.shape, call.x
-    rows = min(chunk_rows, m - start)
-    return Chunk.of(state, start, rows, matrix(x, rows, h, x.dtype), vector(x, rows, F32) if scaled else None)
+def new_chunk(call: Call, state: RowState, start: int, chunk_rows: int) -> Chunk:
+    rows = min(chunk_rows, call.m - start)
+    return Chunk.of(state, start, rows, matrix(call.x, rows, call.h, call.x.dtype))
 
 
 class Sums(NamedTuple):
@@ -470,20 +458,14 @@ def gather_and_multiply(
     k, call: Call, out: Forward, chunk: Chunk, exp_logits: ExpLogits, dx: Tensor | None = None
 ) -> Sums:
     """Fills the chunk and exp_logits. Zeros loss, lse and dx of the chunk's ignored rows."""
-    x, rows, v, state = call.x, chunk.rows, call.w.shape[0], out.state
-    row_shift, flags = vector(x, rows, F32), vector(x, _num_flags(rows), I32)
-    k.gather(
-        GatherArgs(
-            x, call.w, call.bias, call.target, state.order, state.num_live, chunk.live_x, chunk.slot_target, row_shift,
-            chunk.row_max_bits, flags, dx, out.loss, state.lse, x.stride(0), call.softcap, chunk.start, rows, v,
-        )
-    )  # fmt: skip
-    tiles, smoothing = k.num_tiles(v), call.label_smoothing > 0
-    sums = Sums(matrix(x, rows, tiles, F32), matrix(x, rows, tiles, F32) if smoothing else None)
-    args = LogitsArgs(
-        chunk.live_x, call.w, call.bias, call.class_weight if smoothing else None, row_shift, chunk.slot_target,
+    rows, state = chunk.rows, out.state
+    _gather(k, call, state, chunk, dx, out.loss, state.lse)
+    tiles, smoothing = k.num_tiles(call.v), call.label_smoothing > 0
+    sums = Sums(matrix(call.x, rows, tiles, F32), matrix(call.x, rows, tiles, F32) if smoothing else None)
+    args = LogitsCall(
+        chunk.live_x, call.w, call.bias, call.class_weight if smoothing else None, chunk.row_shift, chunk.slot_target,
         state.num_live, chunk.start, call.softcap, exp_logits.first, exp_logits.second, exp_logits.split, *sums,
-        chunk.target_logit, chunk.row_max_bits, flags,
+        chunk.target_logit, chunk.row_max_bits, chunk.flags,
     )  # fmt: skip
     k.logits(args)
     k.recompute_flagged(args)
@@ -492,20 +474,26 @@ def gather_and_multiply(
 
 def gather_again(k, call: Call, state: RowState, start: int, live_x: Tensor) -> None:
     """The rows of x of slots `start` and up, in live_x. The kernel's other outputs, known from forward, are dropped."""
-    rows, x = live_x.shape[0], call.x
-    slot_target, row_max_bits = vector(x, rows, I32), vector(x, rows, I32)
-    row_shift, flags = vector(x, rows, F32), vector(x, _num_flags(rows), I32)
+    chunk = Chunk.of(state, start, live_x.shape[0], live_x)
+    _gather(k, call, state, chunk._replace(slot_target=chunk.sorted_target, row_max_bits=chunk.sorted_row))
+
+
+def _gather(
+    k, call: Call, state: RowState, chunk: Chunk, dx: Tensor | None = None, loss: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> None:  # fmt: skip
     k.gather(
         GatherArgs(
-            x, call.w, call.bias, call.target, state.order, state.num_live, live_x, slot_target, row_shift,
-            row_max_bits, flags, None, None, None, x.stride(0), call.softcap, start, rows, call.w.shape[0],
+            call.x, call.w, call.bias, call.target, state.order, state.num_live, chunk.live_x, chunk.slot_target,
+            chunk.row_shift, chunk.row_max_bits, chunk.flags, dx, loss, lse, call.x.stride(0), call.softcap,
+            chunk.start, chunk.rows, call.v,
         )
     )  # fmt: skip
 
 
 def run_rows(
     k, call: Call, state: RowState, chunk: Chunk, *, sums: Sums | None = None, loss: Tensor | None = None,
-    incoming: GradOutputs = _ONES, exp_logits: ExpLogits | None = None, scaled_x: Tensor | None = None,
+    incoming: GradOutputs = _ONES, exp_logits: ExpLogits = _NO_EXP_LOGITS, scaled_x: Tensor | None = None,
     first_slot_of_class: Tensor | None = None, coefs: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Runs `lce_rows` for what is given:
@@ -514,31 +502,38 @@ def run_rows(
     exp_logits: row_scale, the elements at the targets, and scaled_x = row_scale * live_x.
     coefs: the coefficients of dlogits.
     """
-    scale = exp_logits is not None
-    first, second, split, strides = None, None, 0, (0, 0)
-    if scale:
-        first, second, split, strides = exp_logits.first, exp_logits.second, exp_logits.split, exp_logits.strides
+    scale = exp_logits.first is not None
     k.rows(
         RowsArgs(
             chunk.slot_target, state.order, state.num_live, *(sums or (None, None)),
             chunk.target_logit if sums or scale else None, chunk.row_max_bits, call.class_weight, call.total_weight,
-            loss, state.lse, chunk.row_sum, incoming.loss, state.inv_divisor, incoming.lse, first, second,
-            None if scaled_x is None else chunk.live_x, scaled_x, chunk.row_scale if scale else None, coefs,
-            first_slot_of_class, call.softcap, call.z_loss, call.label_smoothing, *strides, split, call.w.shape[0],
-            sums.exp.shape[1] if sums else 0, chunk.start, chunk.rows,
+            loss, state.lse, chunk.row_sum, incoming.loss, state.inv_divisor, incoming.lse, exp_logits.first,
+            exp_logits.second, None if scaled_x is None else chunk.live_x, scaled_x,
+            chunk.row_scale if scale else None, coefs, first_slot_of_class, call.softcap, call.z_loss,
+            call.label_smoothing, *exp_logits.strides, exp_logits.split, call.v, sums.exp.shape[1] if sums else 0,
+            chunk.start, chunk.rows,
         )
     )  # fmt: skip
+
+
+def coefficients(k, call: Call, state: RowState, incoming: GradOutputs) -> Tensor:
+    """(m, 4) fp32: those of dlogits, for all rows."""
+    coefs = matrix(call.x, call.m, 4, F32)
+    run_rows(k, call, state, Chunk.of(state, 0, call.m), incoming=incoming, coefs=coefs)
+    return coefs
 
 
 def _dlogits(
     k, call: Call, state: RowState, start: int, live_x: Tensor, coefs: Tensor, v0: int, v1: int, out: Tensor
 ) -> None:
     """The gradient of the logits of classes [v0, v1), for the slots of live_x, from `start` on."""
-    slots = slice(start, start + live_x.shape[0])
     smoothing = call.label_smoothing > 0
     k.dlogits(
-        live_x, call.w[v0:v1], None if call.bias is None else call.bias[v0:v1], coefs[slots], state.slot_target[slots],
-        state.num_live, start, call.class_weight if smoothing else None, call.softcap, smoothing, v0, out,
+        DlogitsCall(
+            live_x, call.w[v0:v1], None if call.bias is None else call.bias[v0:v1], coefs[start:],
+            state.slot_target + I32.itemsize * start, state.num_live, start, call.class_weight if smoothing else None,
+            call.softcap, smoothing, v0, out,
+        )
     )  # fmt: skip
 
 
@@ -552,24 +547,20 @@ def _common_factor(call: Call, state: RowState, incoming: GradOutputs) -> tuple[
     weight = call.class_weight
     if incoming.lse is not None or incoming.loss.dim():
         return None, state, incoming
-    largest = state.inv_divisor.new_ones(())
+    largest = incoming.loss.new_ones(())
     if weight is not None:  # of the classes that are targets: the weight of another class may be anything
-        target = state.slot_target
+        target = state.tensor(state.slot_target, call.m)
         weights = weight[target.clamp(0, weight.shape[0] - 1).long()].abs().masked_fill(target < 0, 0.0)
         largest = _finite(weights).amax()
         if call.label_smoothing:
-            spread = call.label_smoothing / call.w.shape[0]
+            spread = call.label_smoothing / call.v
             largest = torch.maximum(largest, spread * _finite(weight.abs()).amax())
     if call.z_loss:
         largest = torch.maximum(largest, 2 * call.z_loss * _finite(state.lse.abs()).amax())
     largest = largest.clamp(min=torch.finfo(F32).tiny).view(1)
-    factor = state.inv_divisor * incoming.loss * largest
+    factor = state.tensor(state.inv_divisor, 1, F32) * incoming.loss * largest
     return factor, state._replace(inv_divisor=largest.reciprocal()), _ONES
 
 
 def _finite(t: Tensor) -> Tensor:
     return t.nan_to_num(0.0, 0.0, 0.0)
-
-
-def _num_flags(rows: int) -> int:
-    return 1 + -(-rows // ROW_TILE)

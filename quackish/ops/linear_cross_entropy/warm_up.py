@@ -13,7 +13,8 @@ from quackish.configs.linear_cross_entropy import even_chunks
 from quackish.gpu import Gpu
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import schedules
-from quackish.ops.linear_cross_entropy.autograd import Inputs, grad_outputs, grads_needed, kernels_on, operands
+from quackish.ops.linear_cross_entropy.autograd import grad_outputs, grads_needed, kernels_on, operands
+from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.schedules import KernelPlan
 
@@ -21,12 +22,12 @@ _MAX_PREPARED = 1024  # then some is rehearsed again
 _prepared: set[tuple] = set()
 
 
-def prepare(inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None) -> None:
+def prepare(inputs: Inputs, plan: KernelPlan) -> None:
     """Once for everything that kernels depend on; a kernel or two that depend on M may be compiled when used."""
-    m, (v, h), out, items = inputs.target.numel(), inputs.linear_weight.shape, grad_weight_out, inputs.num_items
+    m, (v, h), out, items = inputs.target.numel(), inputs.linear_weight.shape, inputs.grad_weight_out, inputs.num_items
     aligned = _is_aligned(inputs.input, plan.compute_dtype)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:3])
-    needed = grads_needed(inputs, plan, needs, out)
+    needed = grads_needed(inputs, plan, needs)
     lay = schedules.forward_layout(plan, m, v, h, needed, out is None, True)
     key = (
         plan._replace(ignore_index=0, label_smoothing=plan.label_smoothing > 0, softcap=plan.softcap is None, z_loss=0),
@@ -52,7 +53,7 @@ def prepare(inputs: Inputs, plan: KernelPlan, grad_weight_out: Tensor | None) ->
         return
     m, plan = _two_chunks(m, plan)
     with torch.no_grad():
-        _rehearse(k, _blank_inputs(inputs, m, aligned), plan, needs, _blank(out))
+        _rehearse(k, _blank_inputs(inputs, m, aligned), plan, needs)
     launch.prepare(list(requests))
 
 
@@ -76,9 +77,9 @@ def _two_chunks(m: int, plan: KernelPlan) -> tuple[int, KernelPlan]:
     return m, plan._replace(chunk_rows=max(plan.chunk_rows, even_chunks(m, -(-m // 2))))
 
 
-def _rehearse(k, inputs: Inputs, plan: KernelPlan, needs: tuple[bool, ...], dw_out: Tensor | None) -> None:
+def _rehearse(k, inputs: Inputs, plan: KernelPlan, needs: tuple[bool, ...]) -> None:
     """Forward and backward on tensors without memory. No gradient arrives at an lse that is returned: few use it so."""
-    needed, call = grads_needed(inputs, plan, needs, dw_out), operands(inputs, plan)
+    needed, call, dw_out = grads_needed(inputs, plan, needs), operands(inputs, plan), inputs.grad_weight_out
     out = schedules.forward(k, call, plan, needed, dw_out is None)
     if needed.any():
         grad = torch.empty(inputs.target.shape if plan.reduction == "none" else (), dtype=torch.float32, device="meta")
@@ -87,11 +88,11 @@ def _rehearse(k, inputs: Inputs, plan: KernelPlan, needs: tuple[bool, ...], dw_o
 
 
 def _blank_inputs(inputs: Inputs, m: int, aligned: bool) -> Inputs:
-    x, w, bias, target, weight, num_items = inputs  # num_items stays: whether it is on the GPU matters
+    x, w, bias, target, weight, num_items, dw_out = inputs  # num_items stays: whether it is on the GPU matters
     h = w.shape[1]
     blank_x = torch.empty_strided((m, h), (h if aligned else h + 1, 1), dtype=x.dtype, device="meta")
     blank_target = torch.empty_strided((m,), (1,), dtype=target.dtype, device="meta")
-    return Inputs(blank_x, _blank(w), _blank(bias), blank_target, _blank(weight), num_items)
+    return Inputs(blank_x, _blank(w), _blank(bias), blank_target, _blank(weight), num_items, _blank(dw_out))
 
 
 def _blank(t: Tensor | None) -> Tensor | None:
