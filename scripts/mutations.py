@@ -49,7 +49,7 @@ MUTATIONS = (
         "has been read\n                    loaded.consumer_release(released)\n",
         "has been read\n",
         "tests/test_lce_gemms.py",
-        "dx_to_the_rows_of_order and bfloat16 and 640",
+        "dx_to_the_rows_of_order and bfloat16 and 640 and kernels",
     ),
     Mutation(
         "split_k_tail_wrong_item",
@@ -179,8 +179,8 @@ MUTATIONS = (
         f"{OPS}/linear_cross_entropy/autograd.py",
         'ctx.__dict__.pop("made", _NOTHING)',
         'ctx.__dict__.get("made", _NOTHING)',
-        "tests/test_lce_schedules.py",
-        "two_backwards_give_the_same_bits and bias and chunked and mean and False",
+        "tests/test_linear_cross_entropy.py",
+        "two_backwards_give_the_same_bits and bias and chunked and mean and False and kernels",
     ),
     Mutation(
         "gradients_of_two_dtypes_scaled_as_one",
@@ -203,7 +203,7 @@ MUTATIONS = (
         f"{OPS}/cuda.py",
         "(lambda: stream_of(device.index))",
         "(lambda: 0)",
-        "tests/test_lce_cublas.py",
+        "tests/test_lce_gemms.py",
         "launches_are_on_the_current_stream",
     ),
 )

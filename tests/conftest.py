@@ -45,6 +45,58 @@ def run_on(monkeypatch):
 
 
 @pytest.fixture
+def poisoned(monkeypatch):
+    """Memory that nobody has written holds NaN."""
+    from quackish.ops import cuda
+
+    monkeypatch.setattr(cuda, "empty", cuda._empty)  # the shorter way is not PyTorch's to fill
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def path(request, monkeypatch, run_on, limits, poisoned):
+    """Makes linear_cross_entropy run by one of lce_cases.PATHS. Kernels on a CPU are emulated."""
+    import emulated_kernels as emulated
+    from lce_cases import Path
+
+    from quackish.configs import lce_cublas
+    from quackish.gpu import B200
+    from quackish.ops.linear_cross_entropy import autograd, cublas, no_kernel_on
+
+    torch.manual_seed(0)
+    kind, device = request.param.split("-")
+    if kind == "portable":
+        return Path(torch.device(device))
+    if device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        if reason := no_kernel_on(device):
+            pytest.skip(reason)
+        k = autograd.kernels_of(device) if kind == "kernels" else cublas.CublasKernels(device)
+    else:
+        k = emulated.lce_kernels() if kind == "kernels" else emulated.lce_kernels(B200)
+    if kind == "cublas":  # exp_logits in two blocks, and products in several
+        limits(SHARED_FROM=0)
+        monkeypatch.setattr(lce_cublas, "PRODUCT_BYTES", 1 << 19)
+        if device == "cpu":
+            monkeypatch.setattr(cublas, "mm", emulated.mm)
+            monkeypatch.setattr(cublas, "addmm", emulated.addmm)
+    k = emulated.Counted(k)
+    run_on(lambda device: k)
+    if kind == "cublas":
+        return Path(k.device, k, close=1e-4, is_cublas=True)
+    return Path(k.device, k, close=2e-6 if device == "cpu" else 1e-5)
+
+
+@pytest.fixture
+def few_rows_counted(monkeypatch):
+    """PyTorch sorts rows by class from 101 on; else it does so from tens of thousands."""
+    monkeypatch.setattr("quackish.ops.linear_cross_entropy.exp_logits.MOST_ROWS_COUNTED", 100)
+
+
+@pytest.fixture
 def limits(monkeypatch):
     """Sets constants of linear cross entropy's layouts: `limits(SHARED_FROM=0)`."""
     from quackish.configs import linear_cross_entropy as configs

@@ -38,7 +38,7 @@ class Counted:
 
     def __getattr__(self, name):
         method = getattr(self.kernels, name)
-        if name in ("num_tiles", "keeps_residual"):
+        if name == "num_tiles" or not callable(method):
             return method
 
         def counted(*args, **kwargs):

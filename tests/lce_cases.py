@@ -1,5 +1,6 @@
-"""Inputs, truth and error measures that the tests of linear cross entropy share."""
+"""Inputs, truth, error measures and paths that the tests of linear cross entropy share."""
 
+import pytest
 import torch
 
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
@@ -62,9 +63,86 @@ def truth(x, w, target, kw, grad=None, grad_lse=None):
     return loss, lse, grads[: 3 if "linear_bias" in kw else 2]
 
 
+def hard_rows(dtype, device):
+    """linear_weight is the identity, so input holds the logits."""
+    v = h = 640
+    rows, target = torch.randn(200, h, device=device), torch.randint(0, v, (200,), device=device)
+    rows[3, -1] = 30.0  # late maximum
+    rows[5, 7] = 500.0  # far above the rest, not the target
+    rows[140, 300] = 9e3  # in the other tile of rows
+    rows[6, target[6]] = -500.0  # and the target far below
+    rows[7] = torch.where(torch.arange(h, device=device) % 2 == 0, 1e4, -1e4)
+    rows[8] += 1e4  # a large mean
+    rows[9] = -1e4
+    rows[10, target[10]] = 500.0
+    return rows.to(dtype).requires_grad_(), torch.eye(v, h, dtype=dtype, device=device).requires_grad_(), target
+
+
 def norm_error(got, want):
     return ((got.double() - want).norm() / want.norm().clamp(min=1e-30)).item()
 
 
 def unit_roundoff(dtype):
     return torch.finfo(dtype).eps / 2
+
+
+# Paths: what linear_cross_entropy may run ----------------------------------------------------------------------------
+
+PATHS = [
+    pytest.param(f"{kind}-{device}", marks=pytest.mark.gpu if device == "cuda" else ())
+    for kind in ("portable", "kernels", "cublas")
+    for device in ("cpu", "cuda")
+]
+# The fixture `path` of conftest.py sets one up, and gives it to the test.
+on_every_path, on_portable_and_kernels, on_kernels, on_cublas = (
+    pytest.mark.parametrize("path", paths, indirect=True) for paths in (PATHS, PATHS[:4], PATHS[2:4], PATHS[4:])
+)
+
+
+class Path:
+    """Portable: exact in fp64, on small inputs. With kernels: in 16 bits, on some tiles and chunks."""
+
+    def __init__(self, device, kernels=None, close=1e-11, is_cublas=False):
+        self.device, self.kernels, self.close, self.is_cublas = device, kernels, close, is_cublas
+        self.here, portable = dict(device=device), kernels is None
+        self.how = dict(backend="reference" if portable else "cute")
+        self.calls = None if portable else kernels.calls  # launches, by method
+        self.dtypes = [torch.float64] if portable else [torch.bfloat16, torch.float16]
+        self.m, self.v, self.chunk_size = (13, 11, 5) if portable else (300, 700, 128)
+
+    def case(self, m=None, h=8, v=None, dtype=None, **options):
+        """As make(), class weights in fp32, logits of a few units."""
+        m, v = self.m if m is None else m, v or self.v
+        x, w, target, kw = make(m, h, v, dtype or self.dtypes[0], self.device, **options)
+        w = (w.detach() * h**-0.5).requires_grad_()
+        return x, w, target, {k: t.float() if k == "weight" else t for k, t in kw.items()}
+
+    def call(self, x, w, target, **options):
+        return linear_cross_entropy(x, w, target, **self.how | options)
+
+    def run(self, *args, **options):
+        return run(*args, **self.how | options)
+
+    def check(self, x, w, target, kw, grad=None, grad_lse=None, **how):
+        """Against truth: fp32's roundings in loss and lse, and the kernels' tanh; in gradients a few of the dtype's."""
+        loss, lse, grads = self.run(x, w, target, kw, grad, grad_lse, **how)
+        true_loss, true_lse, true_grads = truth(x, w, target, kw, grad, grad_lse)
+        assert loss.dtype == lse.dtype == torch.promote_types(x.dtype, torch.float32)
+        exact = x.dtype == torch.float64
+        close = self.close if exact or self.kernels else 2e-6
+        if self.device.type == "cuda" and not exact:
+            close += 2**-20 * (kw.get("softcap") or 0.0)
+        torch.testing.assert_close((loss.double(), lse.double()), (true_loss, true_lse), rtol=close, atol=close)
+        ways = [grads]
+        if self.kernels and how.get("schedule") == "recompute" and grad_lse is None:
+            alone = self.call(x, w, target, **kw, **how)  # another way where no lse is returned
+            wanted = [t for t in parameters(x, w, kw) if t.requires_grad]
+            ways.append(torch.autograd.grad(alone, wanted, torch.ones_like(alone) if grad is None else grad))
+        for grads in ways:
+            for got, want, of in zip(grads, true_grads, parameters(x, w, kw), strict=True):
+                assert (got.dtype, got.shape) == (of.dtype, of.shape)
+                if want.norm() == 0:
+                    assert (got == 0).all()
+                else:
+                    bound = {torch.float64: 1e-12, torch.float32: 1e-5}.get(x.dtype, 4 * unit_roundoff(x.dtype))
+                    assert norm_error(got, want) <= bound

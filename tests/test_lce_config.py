@@ -2,19 +2,24 @@
 
 import itertools
 
+import pytest
 from lce_cases import SCHEDULES
 
 from quackish.configs.linear_cross_entropy import (
+    CHUNK_BYTES,
     COLUMN_MULTIPLE,
     E_BYTES,
     FEW_BYTES,
     KEPT_BYTES,
     Block,
     KernelProblem,
+    LinearCrossEntropyProblem,
+    bytes_per_logit,
     even_chunks,
     first_classes,
     kernel_config,
     layout,
+    linear_cross_entropy_config,
     recompute_blocks,
     scratch_columns,
     shared_storage,
@@ -144,3 +149,32 @@ def test_columns_of_scratch():
     assert [scratch_columns(m, False, False) for m in (1024, 8192, 10**6)] == [16_384, 2816, 2816]
     assert [scratch_columns(m, False, True) for m in (1024, 8192, 10**6)] == [49_152, 6144, 2816]
     assert [scratch_columns(m, True, False) for m in (1024, 8192, 10**6)] == [131_072, 16_384, 2816]
+
+
+# The portable path ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("v", [2, 256, 32_000, 128_256, 262_144])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_portable_chunks_fit_the_budget_whatever_m(v, dtype, softcap):
+    problem = LinearCrossEntropyProblem(v, dtype, "mean", softcap)
+    (rows,) = {linear_cross_entropy_config(problem, m).chunk_rows for m in (0, 1, 4096, 10**6)}
+    assert rows % 128 == 0
+    per_row = bytes_per_logit(problem) * v
+    assert rows * per_row <= CHUNK_BYTES < (rows + 128) * per_row
+
+
+def test_portable_schedule_rule():
+    def schedule(reduction, m, return_lse=False, **kw):
+        problem = LinearCrossEntropyProblem(128_256, "bfloat16", reduction, return_lse=return_lse)
+        return linear_cross_entropy_config(problem, m, **kw).schedule
+
+    limit = CHUNK_BYTES // (4 * 128_256)
+    assert [schedule("none", m) for m in (limit, limit + 1)] == ["stored", "recompute"]
+    assert [schedule("mean", m, return_lse=True) for m in (limit, limit + 1)] == ["stored", "recompute"]
+    assert {schedule(r, m) for r in ("mean", "sum") for m in (1, 10**6)} == {"chunked"}
+    assert [schedule("none", 10**6, schedule=s) for s in SCHEDULES] == SCHEDULES
+    huge = LinearCrossEntropyProblem(10**8, "float64", "mean")
+    assert linear_cross_entropy_config(huge, 1).chunk_rows == 128
+    assert linear_cross_entropy_config(huge, 1, chunk_size=3).chunk_rows == 3

@@ -1,10 +1,12 @@
-"""Linear cross entropy's GEMMs: compiled for Hopper on any host; on a GPU each launcher against the emulation."""
+"""Linear cross entropy's GEMMs, ours and those around cuBLAS: compiled on any host; launched, against the emulation of
+ours."""
 
 import dataclasses
 import itertools
 
 import pytest
 import torch
+from lce_cases import PATHS
 
 from quackish import config, kernels, launch
 from quackish.configs.gemm import (
@@ -17,7 +19,10 @@ from quackish.configs.gemm import (
     num_tail_splits,
     splits_dw_tail,
 )
-from quackish.gpu import H200
+from quackish.gpu import B200, H200
+from quackish.ops import cuda
+from quackish.ops.linear_cross_entropy.autograd import kernels_on
+from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.launches import DlogitsCall, LceKernels, LogitsCall
 from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import error, same_bits
@@ -86,42 +91,75 @@ def test_tails_are_split_where_clusters_would_idle(tiles, k_tiles, splits):
     assert (room, floats) == (max(66, got), max(66, got) * 256 * 256)
 
 
-# Against the emulation, on a GPU ------------------------------------------------------------------------------------
+# Which kernels, and on which stream ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu, chosen", [(H200, LceKernels), (B200, CublasKernels)], ids=["H200", "B200"])
+def test_which_gemms(gpu, chosen):
+    assert type(kernels_on(torch.device("cuda", 0), gpu)) is chosen
+
+
+@pytest.mark.parametrize("kind", [LceKernels, CublasKernels])
+def test_launches_are_on_the_current_stream_of_their_device(kind, monkeypatch):
+    k = kind(torch.device("cuda", 3), H200)
+    for current in (7, 8):
+        monkeypatch.setattr(cuda, "stream_of", lambda index, current=current: 1000 * index + current)
+        assert k.stream() == 3000 + current
+
+
+# Against the emulation of ours ---------------------------------------------------------------------------------------
 
 
 class Case:
-    """The same buffers twice: for a kernel on the GPU, and for the emulation on the CPU."""
+    """Rows [start, start + rows) of those there are, `live` of them live; NaN after the last tile with live rows."""
 
-    def __init__(self, m=300, h=264, v=1000, live=None, dtype=BF16, seed=0):
+    def __init__(self, rows=300, h=264, v=1000, live=None, start=0, dtype=BF16, seed=0):
         make = torch.Generator().manual_seed(seed)
-        self.m, self.h, self.v, self.dtype = m, h, v, dtype
-        self.live = m if live is None else live
-        self.x = torch.randn(m, h, generator=make).to(dtype)
-        self.x[self.live :] = 0  # as gather leaves it, up to the end of the tile
+        self.rows, self.h, self.v, self.start, self.dtype = rows, h, v, start, dtype
+        self.live = live = rows if live is None else live
+        padded = -(-live // 128) * 128
+        self.x = torch.randn(rows, h, generator=make).to(dtype)
         self.w = (torch.randn(v, h, generator=make) * 2 / h**0.5).to(dtype)
-        self.slot_target = torch.randint(0, v, (m,), generator=make, dtype=torch.int32)
-        self.order = torch.randperm(m, generator=make).int()
-        self.num_live = torch.tensor([self.live], dtype=torch.int32)
+        self.slot_target = torch.randint(0, v, (rows,), generator=make, dtype=torch.int32)
+        self.order = torch.randperm(start + rows, generator=make).int()
+        self.num_live = torch.tensor([start + live], dtype=torch.int32)
+        self.update_shift()
+        self.e = torch.randn(rows, -(-v // 64) * 64, generator=make).to(dtype)[:, :v]
+        self.row_scale = torch.rand(rows, generator=make) + 0.5
+        self.bias = torch.randn(v, generator=make)
+        self.weight = torch.rand(v, generator=make)
+        self.x[live:], self.x[padded:], self.slot_target[live:] = 0, NAN, -1
+        self.row_scale[live:], self.row_scale[padded:] = 0, NAN
+
+    def update_shift(self):
         self.row_shift = (self.x.float() * self.w[self.slot_target.long()].float()).sum(1)
-        self.e = torch.randn(m, -(-v // 64) * 64, generator=make).to(dtype)
-        self.row_scale = torch.rand(m, generator=make) + 0.5
+        self.row_shift[self.live :] = 2e38
+
+    def grow(self, rows, factor=60):
+        """Logits far above row_shift, which are flagged."""
+        self.x[rows] = self.x[rows] * factor
 
 
-def both(name, *args):
-    """The arguments after the launch of `name` on the GPU, and after the emulation of it; arguments that are views of
-    one another must not be given."""
-    emulated = [_copy(a, "cpu") if isinstance(a, torch.Tensor) else a for a in args]
-    on_gpu = [_copy(a, "cuda") if isinstance(a, torch.Tensor) else a for a in args]
-    gpu = LceKernels(torch.device("cuda", torch.cuda.current_device()))
-    for k, given in (lce_kernels(), emulated), (gpu, on_gpu):
-        getattr(k, name)(*([CALLS[name](*given)] if name in CALLS else given))
-    torch.cuda.synchronize()
-    return [a.cpu() if isinstance(a, torch.Tensor) else a for a in on_gpu], emulated
+def launch_all(k, names, args):
+    """The arguments after launches of these names; arguments that are views of one another must not be given."""
+    args = [_copy(a, k.device) if isinstance(a, torch.Tensor) else a for a in args]
+    for name in names:
+        getattr(k, name)(*([CALLS[name](*args)] if name in CALLS else args))
+    return [_copy(a, "cpu") if isinstance(a, torch.Tensor) else a for a in args]
 
 
 def _copy(t, device):
     """With the same strides: a matrix may be columns of a larger one."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
+
+
+def ours():
+    return LceKernels(torch.device("cuda", torch.cuda.current_device()))
+
+
+def both(name, *args, k=None):
+    """The arguments after the launch of `name` by k, our kernels on the GPU if None, and after the emulation of it."""
+    return [launch_all(kernels, [name], args) for kernels in (k or ours(), lce_kernels())]
 
 
 def close(got, truth, eps):
@@ -131,103 +169,186 @@ def close(got, truth, eps):
 
 SHAPES = [
     dict(),
-    dict(m=1, v=2, h=8),
-    dict(m=129, v=257, h=72),
-    dict(m=640, v=2056, h=512, live=500),
-    dict(m=256, live=0),
-    dict(m=1500, v=5003, h=96, live=1025),
+    dict(rows=1, v=2, h=8),
+    dict(rows=129, v=257, h=72, live=100, start=64),
+    dict(rows=640, v=2056, h=512, live=500),
+    dict(rows=256, live=0, start=128),
+    dict(rows=1500, v=5003, h=96, live=1025),
 ]
+on_launchers = pytest.mark.parametrize("path", PATHS[3:], indirect=True)  # not the emulation of ours
+SOFTMAX = {
+    "plain": {},
+    "softcap": dict(softcap=3.0),
+    "bias": dict(bias=BF16),
+    "fp32 bias": dict(bias=FP32, softcap=2.0),
+    "statistics": dict(stored=False),
+    "smoothing": dict(stored=False, wsum=True, bias=FP32),
+    "weighted": dict(stored=False, wsum=True, weighted=True),
+}
 
 
-def padded_nan(rows, columns):
-    return torch.full((rows, -(-columns // 64) * 64), NAN, dtype=BF16)[:, :columns]
+def padded_nan(rows, columns, dtype=BF16):
+    return torch.full((rows, -(-columns // 64) * 64), NAN, dtype=dtype)[:, :columns]
 
 
-def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weight=None, v_split=0):
-    tiles = -(-c.v // SOFTMAX_TILE_N)
+def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weighted=False, v_split=0, k=None):
+    tiles = k.num_tiles(c.v) if k else -(-c.v // SOFTMAX_TILE_N)
     e = e2 = None
     if stored:
-        e = padded_nan(c.m, v_split or c.v)
-        e2 = padded_nan(c.m, c.v - v_split) if v_split else None
-    part_sum, part_wsum = (torch.full((c.m, tiles), NAN) for _ in range(2))
+        e = padded_nan(c.rows, v_split or c.v)
+        e2 = padded_nan(c.rows, c.v - v_split) if v_split else None
+    part_sum, part_wsum = (torch.full((c.rows, tiles), NAN) for _ in range(2))
     row_shift = c.row_shift if softcap is None else softcap * torch.tanh(c.row_shift / softcap)
+    row_shift[c.live :] = 2e38
     return (
-        c.x, c.w, bias, weight, row_shift, c.slot_target, c.num_live, 0, softcap or 0.0, e, e2, v_split, part_sum,
-        part_wsum if wsum else None, torch.full((c.m,), NAN), encode(row_shift),
-        torch.zeros(1 + -(-c.m // 128), dtype=torch.int32),
+        c.x, c.w, None if bias is None else c.bias.to(bias), c.weight if weighted else None, row_shift, c.slot_target,
+        c.num_live, c.start, softcap or 0.0, e, e2, v_split, part_sum, part_wsum if wsum else None,
+        torch.full((c.rows,), NAN), encode(row_shift), torch.zeros(1 + -(-c.rows // 128), dtype=torch.int32),
     )  # fmt: skip
 
 
 E, E2, SUM, WSUM, ZT, TOP, FLAGS = 9, 10, 12, 13, 14, 15, 16  # of these arguments
 
 
-@pytest.mark.gpu
+def softmax(c, k=None, names=LOGITS, **given):
+    k = k or ours()
+    return launch_all(k, names, softmax_args(c, k=k, **given))
+
+
+@on_launchers
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", ["plain", "softcap", "bias", "fp32 bias", "statistics", "smoothing", "weighted"])
-def test_softmax(shape, options):
+@pytest.mark.parametrize("options", SOFTMAX)
+def test_softmax(shape, options, path):
     c = Case(**shape)
-    bias = torch.randn(c.v, generator=torch.Generator().manual_seed(5))
-    given = {
-        "plain": {},
-        "softcap": dict(softcap=3.0),
-        "bias": dict(bias=bias.to(BF16)),
-        "fp32 bias": dict(bias=bias, softcap=2.0),
-        "statistics": dict(stored=False),
-        "smoothing": dict(stored=False, wsum=True, bias=bias),
-        "weighted": dict(stored=False, wsum=True, weight=torch.rand(c.v)),
-    }[options]
-    got, truth = both("logits", *softmax_args(c, **given))
-    rows = c.live
-    for at, eps in (E, 0.003), (SUM, 1e-5), (WSUM, 1e-4), (ZT, 1e-5):
-        if truth[at] is not None:
-            assert close(got[at][:rows], truth[at][:rows], eps), at
+    got, truth = (softmax(c, k, **SOFTMAX[options]) for k in (path.kernels, lce_kernels()))
+    live = slice(c.live)
+    for at, eps in (SUM, 2e-5), (WSUM, 2e-4):
+        assert got[at] is None or close(got[at][live].sum(1), truth[at][live].sum(1), eps)
+    assert close(got[ZT][live], truth[ZT][live], 2e-5)
+    assert got[E] is None or close(got[E][live], truth[E][live], 0.004)
+    assert same_bits(got[TOP][live], truth[TOP][live])
     assert got[FLAGS].sum() == 0
+    if got[E] is not None and path.is_cublas:
+        assert (got[E][c.live :] == 0).all()
 
 
-@pytest.mark.gpu
+@on_launchers
 @pytest.mark.parametrize("v_split", [192, 256, 1280])
-def test_softmax_into_two_buffers(v_split):
+def test_softmax_into_two_buffers(v_split, path):
+    if path.is_cublas and v_split % 256:
+        return  # its sums of a tile are of one buffer
     c = Case(v=1504)
-    far = torch.tensor([3, 130, 299])
-    c.x[far] = c.x[far] * 60
-    whole, _ = both("recompute_flagged", *both("logits", *softmax_args(c))[0])
-    split, _ = both("recompute_flagged", *both("logits", *softmax_args(c, v_split=v_split))[0])
+    c.grow([3, 130, 299])
+    whole, split = (softmax(c, path.kernels, v_split=n) for n in (0, v_split))
     assert whole[FLAGS].sum() > 0
-    assert same_bits(whole[E], torch.cat([split[E], split[E2]], 1))
-    for at in (SUM, ZT, TOP, FLAGS):
-        assert same_bits(whole[at], split[at])
+    assert same_bits(whole[FLAGS], split[FLAGS])
+    found = [(whole[at], split[at]) for at in (SUM, ZT, TOP)] + [(whole[E], torch.cat([split[E], split[E2]], 1))]
+    for one, other in found:
+        # cuBLAS may sum in another order where there are other columns
+        assert close(one, other, 0.004) if path.is_cublas else same_bits(one, other)
 
 
-@pytest.mark.gpu
-def test_rows_far_above_their_reference_are_done_again_and_others_keep_their_bits():
-    c = Case(m=400, v=3000, h=128)
-    once, _ = both("logits", *softmax_args(c))
+@on_launchers
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("softcap", [None, 500.0])
+def test_rows_far_above_their_reference_are_done_again_and_others_keep_their_bits(softcap, stored, path):
+    c = Case(rows=400, v=3000, h=128)
+    given = dict(softcap=softcap, stored=stored)
+    once = softmax(c, path.kernels, **given)
     far = torch.tensor([3, 130, 131, 399])
-    c.x[far] = c.x[far] * 60
-    c.row_shift = (c.x.float() * c.w[c.slot_target.long()].float()).sum(1)
-    got, truth = both("logits", *softmax_args(c))
-    flagged = truth[FLAGS][1:].nonzero()[:, 0].tolist()
-    assert 0 < len(flagged)
+    c.grow(far)
+    c.update_shift()
+    got, truth = (softmax(c, k, **given) for k in (path.kernels, lce_kernels()))
+    assert got[FLAGS][0] == 1
     assert same_bits(got[FLAGS], truth[FLAGS])
-    # the GPU's maxima are of sums in another order
-    again, _ = both("recompute_flagged", *got)
-    row_shift = torch.where(got[TOP] >= 0, got[TOP], got[TOP] ^ 0x7FFFFFFF).view(FP32)
+    row_shift = decode(got[TOP])  # the GPU's maxima are of sums in another order
+    assert close(row_shift, decode(truth[TOP]), 1e-5)
     a = c.x.double() @ c.w.double().T
-    assert close(again[E], torch.exp(a - row_shift.double()[:, None]), 0.003 + 1e-4 * a.abs().max())
-    assert (again[SUM][far].sum(1) < 1e27).all()
+    a = a if softcap is None else softcap * torch.tanh(a / softcap)
+    grown, d = torch.exp(a - row_shift.double()[:, None]), 1.0 if softcap is None else 1 - (a / softcap).square()
+    eps = 1e-4 * a.abs().max()  # a few units in the last place of such logits
+    assert close(got[SUM].sum(1), grown.sum(1), 1e-3 if path.is_cublas else eps)
+    assert not stored or close(got[E], grown * d, 0.004 + eps)
     near = torch.ones(400, dtype=torch.bool)
     near[far] = False
-    for at in (E, SUM, ZT):
-        assert same_bits(again[at][near], once[at][near])
+    for at in (E, SUM, ZT, TOP):
+        assert got[at] is None or same_bits(got[at][near], once[at][near])
+
+
+@on_launchers
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("options", ["plain", "fp16", "softcap", "bias", "smoothing", "weighted"])
+def test_dlogits(shape, options, path):
+    c = Case(**shape, dtype=FP16 if options == "fp16" else BF16)
+    coefs = torch.rand(c.rows, 4, generator=torch.Generator().manual_seed(7))
+    coefs[: c.live, 0] = torch.logsumexp(c.x[: c.live].float() @ c.w.float().T, 1)
+    coefs[c.live :] = torch.tensor([2e38, 0, 0, 0])
+    softcap = 3.0 if options == "softcap" else 0.0
+    bias = c.bias.to(BF16) if options == "bias" else None
+    weight = c.weight if options == "weighted" else None
+    smoothing, out = options in ("smoothing", "weighted"), padded_nan(c.rows, c.v, c.dtype)
+    args = c.x, c.w, bias, coefs, c.slot_target, c.num_live, c.start, weight, softcap, smoothing, 0, out
+    got, truth = (args[-1] for args in both("dlogits", *args, k=path.kernels))
+    assert close(got[: c.live], truth[: c.live], 0.005)
+    padded = c.rows if path.is_cublas else min(c.rows, -(-c.live // 64) * 64)
+    assert (got[c.live : padded] == 0).all()
+
+
+@on_launchers
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("out", [BF16, FP32], ids=str)
+def test_dx_to_the_rows_of_order(shape, out, path):
+    c = Case(**shape)
+    if path.is_cublas:
+        c.e[c.live :] = 0
+    dx = torch.full((c.start + c.rows, c.h), NAN, dtype=out)
+    for v_split in (n for n in (0, 64, 448) if n < c.v):
+        e, e2 = (c.e[:, :v_split].contiguous(), c.e[:, v_split:]) if v_split else (c.e, None)
+        args = e, e2, v_split, c.w, c.row_scale, c.order, c.num_live, c.start, dx, False
+        got, truth = (args[8] for args in both("dx", *args, k=path.kernels))
+        rows = c.order[c.start : c.start + c.live].long()
+        assert close(got[rows], truth[rows], 0.004 if out == BF16 else 1e-5)
+        assert got[torch.ones(len(dx), dtype=torch.bool).index_fill_(0, rows, False)].isnan().all()
+
+
+@on_launchers
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("start", [0, 100])
+def test_dx_in_fp32_rows_of_the_chunk(accumulate, start, path):
+    c = Case(rows=600, live=256, start=start)
+    out = torch.randn(c.rows, c.h) if accumulate else torch.full((c.rows, c.h), NAN)
+    got, truth = both("dx", c.e, None, 0, c.w, None, None, c.num_live, start, out, accumulate, k=path.kernels)
+    assert close(got[8][: c.live], truth[8][: c.live], 1e-5)
+    assert path.is_cublas or same_bits(got[8][c.live :], out[c.live :])
+
+
+@on_launchers
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("out, accumulate", [(BF16, False), (FP16, False), (FP32, False), (FP32, True)], ids=str)
+@pytest.mark.parametrize("factor", [None, 2.0**-12])
+def test_dw(shape, out, accumulate, factor, path):
+    if factor and out == BF16:
+        return  # no config of ours has one there
+    c = Case(**shape, dtype=FP16 if out == FP16 or factor else BF16)
+    if path.is_cublas:
+        c.e[c.live :] = 0
+    dw = torch.randn(c.v, c.h) if accumulate else torch.full((c.v, c.h), NAN, dtype=out)
+    factor = None if factor is None else torch.tensor([factor])
+    args = c.e, c.x, c.num_live, c.start, dw, accumulate, None, None, None, factor
+    got, truth = (args[4] for args in both("dw", *args, k=path.kernels))
+    assert close(got, truth, 1e-5 if out == FP32 else 0.008 if path.is_cublas else 0.004)
+
+
+# Only ours -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", [5, 130, 300, 399, 599])  # of all 128 rows that have a flag, the only one
 def test_one_row_is_done_again_wherever_it_is(row):
-    c = Case(m=600, h=128)
-    c.x[row] = c.x[row] * 60
-    c.row_shift = (c.x.float() * c.w[c.slot_target.long()].float()).sum(1)
-    got, _ = both("recompute_flagged", *both("logits", *softmax_args(c))[0])
+    c = Case(rows=600, h=128)
+    c.grow(row)
+    c.update_shift()
+    got = softmax(c)
     assert got[FLAGS].nonzero()[:, 0].tolist() == [0, 1 + row // 128]
     a = c.x[row].double() @ c.w.double().T
     torch.testing.assert_close(
@@ -238,85 +359,9 @@ def test_one_row_is_done_again_wherever_it_is(row):
 @pytest.mark.gpu
 def test_recompute_flagged_leaves_all_alone_without_flags():
     c = Case()
-    got, _ = both("recompute_flagged", *softmax_args(c))
+    got = softmax(c, names=["recompute_flagged"])
     assert got[E].isnan().all()
     assert got[SUM].isnan().all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", ["plain", "fp16", "softcap", "bias", "smoothing", "weighted"])
-def test_dlogits(shape, options):
-    c = Case(**shape, dtype=FP16 if options == "fp16" else BF16)
-    make = torch.Generator().manual_seed(7)
-    coefs = torch.rand(c.m, 4, generator=make)
-    coefs[:, 0] = torch.logsumexp(c.x.float() @ c.w.float().T, 1)
-    coefs[c.live :] = 0
-    coefs[c.live :, 0] = 2e38
-    softcap = 3.0 if options == "softcap" else 0.0
-    bias = torch.randn(c.v, generator=make).to(BF16) if options == "bias" else None
-    weight = torch.rand(c.v, generator=make) if options == "weighted" else None
-    smoothing = options in ("smoothing", "weighted")
-    e = torch.full((c.m, -(-c.v // 64) * 64), NAN, dtype=c.dtype)[:, : c.v]
-    got, truth = both("dlogits", c.x, c.w, bias, coefs, c.slot_target, c.num_live, 0, weight, softcap, smoothing, 0, e)
-    padded = min(c.m, -(-c.live // 64) * 64)
-    assert close(got[-1][: c.live], truth[-1][: c.live], 0.005)
-    assert (got[-1][c.live : padded] == 0).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("out", [BF16, FP32], ids=str)
-def test_dx_to_the_rows_of_order(shape, out):
-    c = Case(**shape)
-    dx = torch.full((c.m, c.h), NAN, dtype=out)
-    got, truth = both("dx", c.e[:, : c.v], None, 0, c.w, c.row_scale, c.order, c.num_live, 0, dx, False)
-    rows = c.order[: c.live].long()
-    assert close(got[8][rows], truth[8][rows], 0.004 if out == BF16 else 1e-5)
-    assert got[8][c.order[c.live :].long()].isnan().all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("v_split", [64, 448])
-def test_dx_of_e_in_two_buffers(v_split):
-    c = Case(v=1003)
-    dx = torch.full((c.m, c.h), NAN, dtype=BF16)
-    e, e2 = c.e[:, :v_split].contiguous(), c.e[:, v_split : c.v]
-    got, truth = both("dx", e, e2, v_split, c.w, c.row_scale, c.order, c.num_live, 0, dx, False)
-    assert close(got[8], truth[8], 0.004)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("start", [0, 100])
-def test_dx_in_fp32_rows_of_the_chunk(accumulate, start):
-    c = Case(m=600, live=256)
-    out = torch.randn(c.m, c.h) if accumulate else torch.full((c.m, c.h), NAN)
-    got, truth = both("dx", c.e[:, : c.v], None, 0, c.w, None, None, c.num_live, start, out, accumulate)
-    rows = c.live - start
-    assert close(got[8][:rows], truth[8][:rows], 1e-5)
-    assert same_bits(got[8][256:], out[256:])  # rows of the last tile that has live ones are nobody's
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("out,accumulate", [(BF16, False), (FP16, False), (FP32, False), (FP32, True)], ids=str)
-def test_dw(shape, out, accumulate):
-    c = Case(**shape, dtype=FP16 if out == FP16 else BF16)
-    dw = torch.randn(c.v, c.h) if accumulate else torch.full((c.v, c.h), NAN, dtype=out)
-    got, truth = both("dw", c.e[:, : c.v], c.x, c.num_live, 0, dw, accumulate)
-    assert close(got[4], truth[4], 1e-5 if out == FP32 else 0.004)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("out,accumulate", [(FP16, False), (FP32, True)], ids=str)
-def test_dw_times_a_factor_of_the_device(out, accumulate):
-    c = Case(**SHAPES[0], dtype=FP16)
-    dw = torch.randn(c.v, c.h) if accumulate else torch.full((c.v, c.h), NAN, dtype=out)
-    factor = torch.tensor([2.0**-12])
-    args = "dw", c.e[:, : c.v], c.x, c.num_live, 0, dw, accumulate, None, None, None, factor
-    got, truth = both(*args)
-    assert close(got[4], truth[4], 1e-5 if out == FP32 else 0.004)
 
 
 @pytest.mark.gpu
@@ -326,8 +371,8 @@ def test_dw_keeps_what_rounding_takes(shape):
     places = torch.full((c.v,), NO_SLOT, dtype=torch.int32)
     places[::3] = torch.randperm(len(places[::3])).int()
     dw, rest = torch.full((c.v, c.h), NAN, dtype=BF16), torch.full((len(places[::3]) + 1, c.h), 77, dtype=torch.int16)
-    got, truth = both("dw", c.e[:, : c.v], c.x, c.num_live, 0, dw, False, None, places, rest)
-    exact = c.e[: c.live, : c.v].double().T @ c.x[: c.live].double()
+    got, truth = both("dw", c.e, c.x, c.num_live, c.start, dw, False, None, places, rest)
+    exact = c.e[: c.live].double().T @ c.x[: c.live].double()
     for args in got, truth:
         rounded, kept = args[4], args[8]
         assert close(with_cut_off(rounded[::3], kept[places[::3].long()]).double(), exact[::3], 2e-5)
@@ -352,10 +397,10 @@ def test_dw_cuts_off_what_rounding_takes_in_ties_and_at_the_ends():
 COOPERATIVE = dict(pingpong=False, num_stages=4)
 # Tiles for each cluster of two CTAs: none for some, one, two, three.
 FEW_AND_MANY = [  # v: a multiple of 8, as results come back without gaps and are recomputed
-    dict(m=500, v=392, live=60),
-    dict(m=1000, v=2056),
-    dict(m=1500, v=4104, live=1290),
-    dict(m=2048, v=4120),
+    dict(rows=500, v=392, live=60),
+    dict(rows=1000, v=2056),
+    dict(rows=1500, v=4104, live=1290),
+    dict(rows=2048, v=4120),
 ]
 
 
@@ -368,11 +413,8 @@ def test_logits_have_the_same_bits_however_tiles_are_shared(shape, h):
     runs = []
     for forced in ({}, COOPERATIVE, dict(group=3, group_along="n")):
         with config(lce_logits=forced):
-            runs += [
-                both("recompute_flagged", *both("logits", *softmax_args(c, v_split=v_split))[0])[0]
-                for v_split in (0, 256)
-            ]
-    (whole, split), truth = runs[:2], both("recompute_flagged", *both("logits", *softmax_args(c))[1])[1]
+            runs += [softmax(c, v_split=v_split) for v_split in (0, 256)]
+    (whole, split), truth = runs[:2], softmax(c, lce_kernels())
     assert whole[FLAGS].sum() > 0
     others = torch.arange(c.live) != 30  # of which one number is most of the norm
     assert close(whole[E][: c.live][others], truth[E][: c.live][others], 0.005)
@@ -380,19 +422,11 @@ def test_logits_have_the_same_bits_however_tiles_are_shared(shape, h):
     for one, other in zip((whole, split) * 2, runs[2:], strict=True):
         for at in (E, SUM, ZT):
             assert same_bits(one[at][: c.live], other[at][: c.live])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", FEW_AND_MANY, ids=str)
-def test_statistics_have_the_same_bits_however_tiles_are_shared(shape):
-    c = Case(**shape, h=264)
-    got, _ = both("logits", *softmax_args(c, stored=False))
-    with config(lce_logits=COOPERATIVE):
-        other, _ = both("logits", *softmax_args(c, stored=False))
-    stored, _ = both("logits", *softmax_args(c))
-    for at in (SUM, ZT):
-        assert same_bits(got[at][: c.live], other[at][: c.live])
-        assert same_bits(got[at][: c.live], stored[at][: c.live])
+    for forced in ({}, COOPERATIVE):  # statistics alone
+        with config(lce_logits=forced):
+            other = softmax(c, stored=False)
+        for at in (SUM, ZT):  # of tiles that are not flagged
+            assert same_bits(whole[at][128 : c.live], other[at][128 : c.live])
 
 
 @pytest.mark.gpu
@@ -400,13 +434,13 @@ def test_statistics_have_the_same_bits_however_tiles_are_shared(shape):
 @pytest.mark.parametrize("shape", FEW_AND_MANY, ids=str)
 def test_dlogits_have_the_same_bits_however_tiles_are_shared(shape, h):
     c = Case(**shape, h=h)
-    coefs = torch.rand(c.m, 4, generator=torch.Generator().manual_seed(7))
-    args = c.x, c.w, None, coefs, c.slot_target, c.num_live, 0, None, 0.0, False, 0, padded_nan(c.m, c.v)
+    coefs = torch.rand(c.rows, 4, generator=torch.Generator().manual_seed(7))
+    args = c.x, c.w, None, coefs, c.slot_target, c.num_live, 0, None, 0.0, False, 0, padded_nan(c.rows, c.v)
     got, truth = both("dlogits", *args)
     assert close(got[-1][: c.live], truth[-1][: c.live], 0.005)
     for forced in (COOPERATIVE, COOPERATIVE | dict(tile_n=256), COOPERATIVE | dict(tile_n=128)):
         with config(lce_dlogits=forced):
-            other, _ = both("dlogits", *args)
+            other = launch_all(ours(), ["dlogits"], args)
         assert same_bits(got[-1][: c.live], other[-1][: c.live])
 
 
@@ -415,46 +449,27 @@ def test_dlogits_have_the_same_bits_however_tiles_are_shared(shape, h):
 @pytest.mark.parametrize("places", [False, True])
 @pytest.mark.parametrize("v", [700, 10_000, 20_000])  # a tile for ten clusters, two for most, four for most
 def test_dw_has_the_same_bits_however_tiles_are_shared(v, places, m):
-    c = Case(m=m, h=520, v=v)
+    c = Case(rows=m, h=520, v=v)
     given = ()
     if places:
         at = torch.arange(v, dtype=torch.int32)
         at, rest = torch.where(at % 50 == 0, at // 50, NO_SLOT), torch.zeros(-(-v // 50), c.h, dtype=torch.int16)
         given = at, rest
-    args = c.e[:, : c.v], c.x, c.num_live, 0, torch.full((c.v, c.h), NAN, dtype=BF16), False, None, *given
+    args = c.e, c.x, c.num_live, 0, torch.full((c.v, c.h), NAN, dtype=BF16), False, None, *given
     got, truth = both("dw", *args)
     assert close(got[4], truth[4], 0.004)
-    for tile in (
-        COOPERATIVE | dict(tile_m=128, tile_n=256),
-        dict(tile_m=128, tile_n=192),
-        dict(tile_m=128, tile_n=128),
-    ):
+    wide = COOPERATIVE | dict(tile_m=128, tile_n=256)
+    for tile in (wide, dict(tile_m=128, tile_n=192), dict(tile_m=128, tile_n=128)):
         with config(lce_dw=tile):
-            other, _ = both("dw", *args)
+            other = launch_all(ours(), ["dw"], args)
         assert same_bits(got[4], other[4])
         assert not places or same_bits(got[8], other[8])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_dw_in_fp32_has_the_same_bits_however_tiles_are_shared(accumulate):
-    c = Case(m=300, h=520, v=10_000)
-    args = c.e[:, : c.v], c.x, c.num_live, 0, torch.randn(c.v, c.h), accumulate
-    got, truth = both("dw", *args)
-    assert close(got[4], truth[4], 1e-5)
-    with config(lce_dw=COOPERATIVE | dict(tile_m=128, tile_n=256)):
-        other, _ = both("dw", *args)
-    assert same_bits(got[4], other[4])
-
-
-@pytest.mark.parametrize("problem", list(problems()), ids=str)
-def test_which_problems_go_ping_pong(problem):
-    p, pingpong = problem, gemm_config(problem, H200).pingpong
-    if p.epilogue in ("softmax", "dlogits"):
-        out = p.epilogue == "dlogits" or p.out_dtype is not None
-        assert pingpong == (not p.recompute_flagged and (not out or not (p.smoothing or (p.softcap and p.bias_dtype))))
-    else:
-        assert pingpong == (p.live == "k" and not p.split_k_tail)
+    if not places:  # summed in fp32
+        for accumulate in (False, True):
+            args = c.e, c.x, c.num_live, 0, torch.randn(c.v, c.h), accumulate
+            got = launch_all(ours(), ["dw"], args)
+            with config(lce_dw=wide):
+                assert same_bits(got[4], launch_all(ours(), ["dw"], args)[4])
 
 
 def test_recompute_flagged_runs_the_same_code_whatever_is_forced():
@@ -478,46 +493,25 @@ def test_the_tail_of_dw_is_split_if_tiles_are_few():
 
 @pytest.mark.gpu
 def test_dx_scattered_by_narrow_tiles():
-    c = Case(m=2000, h=1032, v=1000)
-    args = c.e[:, : c.v], None, 0, c.w, c.row_scale, c.order, c.num_live, 0, torch.zeros(c.m, c.h, dtype=BF16), False
-    got, _ = both("dx", *args)
+    c = Case(rows=2000, h=1032, v=1000)
+    args = c.e, None, 0, c.w, c.row_scale, c.order, c.num_live, 0, torch.zeros(c.rows, c.h, dtype=BF16), False
+    got = launch_all(ours(), ["dx"], args)
     with config(lce_dx=dict(tile_n=192)):  # an odd number of 64-column buffers
-        other, _ = both("dx", *args)
-    assert same_bits(got[8], other[8])
-
-
-@pytest.mark.gpu
-def test_dw_reads_nothing_past_the_live_rows_tile():
-    c = Case(m=640, live=130)
-    c.e[192:], c.x[192:] = NAN, NAN
-    c.e[130:192] = 1.0
-    got, truth = both("dw", c.e[:, : c.v], c.x, c.num_live, 0, torch.full((c.v, c.h), NAN), False)
-    assert close(got[4], truth[4], 1e-5)
-
-
-@pytest.mark.gpu
-def test_the_same_bits_on_every_run():
-    c = Case(m=1500, v=5003, h=512, live=1100)
-    runs = [both("logits", *softmax_args(c))[0] for _ in range(3)]
-    dws = [both("dw", c.e[:, : c.v], c.x, c.num_live, 0, torch.zeros(c.v, c.h), True)[0][4] for _ in range(3)]
-    for other in runs[1:]:
-        assert all(same_bits(runs[0][at][:1100], other[at][:1100]) for at in (E, SUM, ZT))
-    assert same_bits(dws[0], dws[1])
-    assert same_bits(dws[0], dws[2])
+        assert same_bits(got[8], launch_all(ours(), ["dx"], args)[8])
 
 
 # 256 x 256 tiles on 66 clusters: few and deep, so that many clusters share one; a wave and a tail of two; no tail;
 # splits in several rounds.
 SHARED = [
-    dict(m=300, h=264, v=20_000),
-    dict(m=300, h=264, v=20_000, live=200, start=128),
-    dict(m=4400, h=1024, v=20_000, live=4300),
-    dict(m=640, h=512, v=6400, live=0),
-    dict(m=20_000, h=264, v=300),
-    dict(m=12_000, h=1024, v=4400, live=9000),
-    dict(m=2300, h=1024, v=70_000),
-    dict(m=6500, h=768, v=66_000, live=6400),
-    dict(m=8448, h=1024, v=24_000, live=7424),  # no tail if all rows are live, so room for 66 splits; these want 250
+    dict(rows=300, h=264, v=20_000),
+    dict(rows=300, h=264, v=20_000, live=200, start=128),
+    dict(rows=4400, h=1024, v=20_000, live=4300),
+    dict(rows=640, h=512, v=6400, live=0),
+    dict(rows=20_000, h=264, v=300),
+    dict(rows=12_000, h=1024, v=4400, live=9000),
+    dict(rows=2300, h=1024, v=70_000),
+    dict(rows=6500, h=768, v=66_000, live=6400),
+    dict(rows=8448, h=1024, v=24_000, live=7424),  # no tail if all rows are live, so room for 66 splits; these want 250
 ]
 
 
