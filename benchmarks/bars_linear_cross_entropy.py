@@ -4,10 +4,9 @@ import functools
 import math
 
 from quackish.bench import plots, report
-from quackish.bench.bars import Verdict, at_most, dominated, faster, faster_than_peers, verdict
-from quackish.bench.cells import A_LAUNCH, NONE_IGNORED, OURS, Cell, is_ours
-from quackish.bench.measure_linear_cross_entropy import GEMMS, THREE_GEMMS
+from quackish.bench.cells import A_LAUNCH, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell, is_ours
 from quackish.bench.providers_linear_cross_entropy import ABOUT
+from quackish.bench.report import Verdict, at_most, dominated, faster, verdict
 from quackish.bench.results import Results
 from quackish.testing.timing import LOAD_MS
 
@@ -25,7 +24,6 @@ IGNORED_BAR = 0.35  # of the time with no row ignored, at 80 % ignored
 ERROR_BARS = {"normal": 1.0, "confident": 0.5}  # of torch's error
 HOST_BARS = (("torch", "PyTorch eager's", 1.4), ("quack", "QuACK's", 0.5))  # host time over theirs, in the same run
 LAUNCH_BAR_US = 15  # of a launch, once its arguments are there
-TITLES = {"forward+backward": "Forward + backward", "forward": "Loss only, no grad", "host": "Host time, fwd + bwd"}
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -37,18 +35,19 @@ def verdicts(results: Results) -> list[Verdict]:
         if gb and (mb := results.value(HEADLINE, name, "peak_mb")):
             lines += at_most(mb / 1e3, gb, f"{text}: peak above inputs", " GB")
         if mine := points.get(name):
-            rivals = {peer: ms for peer, (ms, size) in results.peers(HEADLINE).items() if size <= mine[1]}
-            lines += faster(mine[0], rivals, f"{text}: faster than every peer that uses no more memory")
+            rivals = [peer for peer, (_, size) in results.peers(HEADLINE).items() if size <= mine[1]]
+            lines += faster(results, HEADLINE, name, rivals, f"{text}: faster than every peer that uses no more memory")
     for cell in (*SHAPES, SMALL):
         if cell in SHAPES:
             lines += at_most(ratio(cell, OURS, THREE_GEMMS), SHAPES_BAR, f"{_name(cell)}: time / 3 GEMMs")
-        lines += faster_than_peers(results, cell, f"{_name(cell)}: faster than every peer")
+        peers = [name for name in results.providers([cell]) if not is_ours(name)]
+        lines += faster(results, cell, OURS, peers, f"{_name(cell)}: faster than every peer")
     for cell in AGAINST_MEMORY:
         data = "" if cell.data == "normal" else f", {cell.data} data"
         lines += dominated(results, cell, f"{_name(cell)}{data}: time against memory")
     for cell in (cell for cell in cells if cell.direction == "forward"):
         lines += at_most(ratio(cell, OURS, GEMMS[0]), LOSS_BAR, f"{_name(cell)} loss only: time / logits GEMM")
-    for cell in (cell for cell in cells if cell.direction in TITLES and cell.ignored >= 0.8):
+    for cell in (cell for cell in cells if cell.ignored >= 0.8):
         text = f"{_name(cell)}, {cell.ignored:.0%} ignored: time / none ignored"
         lines += at_most(ratio(cell, OURS, NONE_IGNORED), IGNORED_BAR, text)
     for data, bar in ERROR_BARS.items():
@@ -88,10 +87,10 @@ PAGE = report.Page(
     "the same turns. Memory is the peak of a warm call above what was allocated before the library's first call, "
     "including gradients and what the library keeps between calls (standing). Errors are norm-wise against fp64. A "
     "peer's point is dominated if a point of quackish's is no slower and no larger; those that are not dominated are "
-    "listed under each table.",
-    sections=lambda results: report.of_heads(results, TITLES),
-    figures=lambda results, path: plots.for_heads(
-        results, path, HEADLINE, {"m65536": SHAPES[-1], "confident": AGAINST_MEMORY[1]}
+    "listed under each table. `steady` is the time of a step in bursts of steps back to back, all providers and the "
+    "three GEMMs rotating without pauses; beside it is its ratio to the three GEMMs in the same rotation.",
+    figures=functools.partial(
+        plots.for_heads, named=dict(zip(("", "_confident", "_m65536"), AGAINST_MEMORY, strict=True))
     ),
     verdicts=verdicts,
     about=ABOUT,

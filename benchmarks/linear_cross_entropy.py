@@ -2,8 +2,8 @@
 
 python -m benchmarks.linear_cross_entropy                    # every shape that a bar is about
 python -m benchmarks.linear_cross_entropy --only 65536x4096x128256 --append   # one of these again
-python -m benchmarks.linear_cross_entropy --sweep --out FOLDER   # over M and over V; a run of its own
 python -m benchmarks.linear_cross_entropy --host --append    # host time of a call
+python -m benchmarks.linear_cross_entropy --steady --append  # whole steps back to back, as a training loop runs them
 python -m benchmarks.linear_cross_entropy --shapes 8192x4096x128256 --providers "quackish*,quack" --repeats 5
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.bars_linear_cross_entropy import PAGE
+from benchmarks.bars_linear_cross_entropy import PAGE, train
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench.cells import OURS, Cell, Job, is_ours, parse_shape, shape_name
 from quackish.bench.operations import LINEAR_CROSS_ENTROPY as OP
@@ -40,8 +40,6 @@ BARS = [
     case(16384, 4096, 128256),
     case(65536, 4096, 128256, providers=LONG),
 ]
-SWEEP = [case(m, 4096, 128256) for m in (1024, 2048, 4096, 8192, 16384, 32768, 65536)]
-SWEEP += [case(8192, 4096, v) for v in (32000, 64000, 151936, 202048, 256000)]
 HOST = [case(128, 512, 1024, direction="host", providers=lce.HOST)]
 TINY = [case(48, 64, 300, providers=("quackish*", "torch"))]  # without a GPU
 TINY += [case(40, 64, 300, providers=(OURS, "torch"), **how) for how in ({"direction": "forward"}, {"ignored": 0.8})]
@@ -50,7 +48,7 @@ TINY += [case(40, 64, 300, providers=(OURS, "torch"), data="confident")]
 
 def jobs_of(args: argparse.Namespace, on_cpu: bool) -> list[Job]:
     """What to measure; ValueError for providers that nobody knows and for --only that leaves nothing."""
-    jobs = HOST if args.host else TINY if on_cpu else SWEEP if args.sweep else BARS
+    jobs = HOST if args.host else TINY if on_cpu else BARS
     if args.shapes:
         jobs = [case(*shape, providers=ALL) for shape in args.shapes]
     if args.only:
@@ -58,6 +56,9 @@ def jobs_of(args: argparse.Namespace, on_cpu: bool) -> list[Job]:
         if not jobs:
             shapes = ",".join(map(shape_name, args.only))
             raise ValueError(f"--only {shapes}: none of the shapes that are measured; --shapes measures any")
+    if args.steady:  # the plain steps among them
+        steps = [job for job in jobs if job.cell == train(job.cell.shape)]
+        jobs = [dataclasses.replace(job, cell=dataclasses.replace(job.cell, direction="steady")) for job in steps]
     return [dataclasses.replace(job, providers=OP.matching(args.providers or job.providers)) for job in jobs]
 
 
@@ -70,15 +71,15 @@ def parser() -> argparse.ArgumentParser:
     parser = harness.arguments("linear_cross_entropy", __doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--shapes", type=_shapes, metavar="MxHxV[,...]", help="own shapes instead of the bars'")
-    what.add_argument("--sweep", action="store_true", help="over M and over V instead")
     what.add_argument("--host", action="store_true", help="host time of a call instead")
-    only = "of the bars' or the sweep's shapes these alone, with the providers they have there"
+    steady = "bursts of whole steps, back to back; providers rotate without pauses"
+    parser.add_argument("--steady", action="store_true", help=steady)
+    only = "of the bars' shapes these alone, with the providers they have there"
     parser.add_argument("--only", type=_shapes, metavar="MxHxV[,...]", help=only)
     names = f"names or patterns, of {', '.join(lce.PROVIDERS)}, or quackish-chunked-ROWS; default: what a case has"
     parser.add_argument("--providers", type=lambda text: text.split(","), metavar="NAME[,...]", help=names)
-    parser.add_argument("--repeats", type=int, default=10, help="samples of each at most; default %(default)s")
-    seconds = "after 5 samples, no more than fit in this for each; default %(default)s"
-    parser.add_argument("--seconds", type=float, default=0.8, help=seconds)
+    repeats = "samples of each at most, and 5 or what fits in 0.8 s of slow ones; default %(default)s"
+    parser.add_argument("--repeats", type=int, default=10, help=repeats)
     parser.add_argument("--append", action="store_true", help="keep the rows that the file has; newer ones count")
     return parser
 
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None, by: Supervisor | None = None) -> Pat
     """Returns the CSV file."""
     args = parser().parse_args(argv)
     jobs = jobs_of(args, harness.device_to_measure().type == "cpu")
-    return harness.run(OP, jobs, PAGE, args, by, rounds=args.repeats, seconds=args.seconds)
+    return harness.run(jobs, PAGE, args, by, rounds=args.repeats, seconds=0.8)
 
 
 if __name__ == "__main__":

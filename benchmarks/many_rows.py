@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quackish
-from benchmarks.harness import arguments, device_to_measure, results_dir
-from quackish.bench.console import console
+from benchmarks import harness
 from quackish.bench.environment import environment
+from quackish.bench.report import markdown_table
 from quackish.testing.timing import take_turns
 
 V, H = 256, 512
@@ -51,26 +51,20 @@ def steps(m: int, device: torch.device) -> dict[str, Callable[[], None]]:
 
 
 def main() -> None:
-    args = arguments("many_rows", __doc__).parse_args()
-    device = device_to_measure()
-    rows = ROWS if device.type == "cuda" else (256, 1024)
-    about = environment(device, args.commit)
-    lines = [f"# Many rows, {V} classes, H {H}: ms of a forward and backward", ""]
-    lines += [f"{about['gpu']}, commit `{about['commit']}`, driver {about['driver']}, torch {about['torch']}.", ""]
-    lines += ["| rows | step | ms | x bf16 logits | x fp32 logits | bar |", "|---|---|---|---|---|---|"]
-    for m in rows:
+    args = harness.arguments("many_rows", __doc__).parse_args()
+    device = harness.device_to_measure()
+    about, lines = environment(device, args.commit), []
+    for m in ROWS if device.type == "cuda" else (256, 1024):
         runs = steps(m, device)
         for run in list(runs.values()) * 2:
             run()
         ms = {name: times.median / 1e3 for name, times in take_turns(runs, device).items()}
         for name, time in ms.items():
-            ratios = " | ".join(f"{time / ms[eager]:.2f}" for eager in EAGER)
-            lines.append(f"| {m} | {name} | {time:.3f} | {ratios} | {BARS.get(name, '')} |")
-    text = "\n".join(lines) + "\n"
-    console().print(text)
-    out = args.out or results_dir(device)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "many_rows.md").write_text(text, encoding="utf-8")
+            lines.append((m, name, f"{time:.3f}", *(f"{time / ms[eager]:.2f}" for eager in EAGER), BARS.get(name, "")))
+    page = f"# Many rows, {V} classes, H {H}: ms of a forward and backward\n\n"
+    page += f"{about['gpu']}, commit `{about['commit']}`, driver {about['driver']}, torch {about['torch']}.\n\n"
+    page += markdown_table(("rows", "step", "ms", "x bf16 logits", "x fp32 logits", "bar"), lines)
+    harness.write_page(page, args.out / "many_rows.md")
 
 
 if __name__ == "__main__":

@@ -4,16 +4,17 @@ python -m benchmarks.rms_norm             # every cell that a bar is about, and 
 python -m benchmarks.rms_norm --quick     # five cells
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness
 from quackish.bench import plots, report
-from quackish.bench.bars import Verdict, every, verdict
 from quackish.bench.cells import OURS, Cell, Job
-from quackish.bench.operations import RMS_NORM
 from quackish.bench.processes import Supervisor
+from quackish.bench.providers_rms_norm import PROVIDERS
+from quackish.bench.report import Verdict, every, verdict
 from quackish.bench.results import Results
 
 ROWS = (4096, 8192, 16384, 32768, 65536)
@@ -24,7 +25,6 @@ CELLS += [(m, n, BF16) for n in (16384, 65536) for m in (1024, 4096, 16384)]
 MOST_N = 8192  # longer rows have no bars
 QUICK = [(m, n, BF16) for m, n in ((4096, 256), (16384, 1024), (4096, 4096), (65536, 4096), (16384, 8192))]
 TINY = [(64, n, BF16) for n in (256, 1000)]  # without a GPU
-TITLES = {"forward": "Forward: y and rstd", "backward": "Backward: dx and dweight, whole"}
 RIVAL, SPEEDUP = "quack", 1.25  # QuACK's backward over ours, in the geometric mean, bf16
 BARS = {  # at most so many times the bar or QuACK's time
     "forward": (("<= 1.05 t_mul + 1 us; time / bar", 1.0, "bar"), ("at most 2 % over QuACK", 1.02, "QuACK's")),
@@ -54,31 +54,11 @@ def verdicts(results: Results) -> list[Verdict]:
     return lines
 
 
-def least_bytes(cell: Cell) -> int:
-    """Each input read once, each output written once."""
-    (m, n), itemsize = cell.shape, {"float32": 4}.get(cell.dtype, 2)
-    matrices, vectors = {"forward": (2, 1), "backward": (3, 2)}[cell.direction]  # x, y, weight; x, dy, dx and dweight
-    return (matrices * m + vectors) * n * itemsize + 4 * m
-
-
-def sections(results: Results) -> list[str]:
-    """For each direction and dtype a line per cell: ours, its bar, every peer."""
-    ours, bar = (lambda cell: 1e3 * (results.ms(cell, OURS) or math.inf)), (lambda cell: 1e3 * bar_ms(results, cell))
-    extras = {
-        "GB/s": lambda cell: f"{least_bytes(cell) / ours(cell) / 1e3:.4g}",
-        "bar": lambda cell: f"{bar(cell):.6g}",
-        "kept": lambda cell: "yes" if round(ours(cell) - bar(cell), 6) <= 0 else "**no**",
-        f"{RIVAL} / ours": lambda cell: f"{results.ratio(cell, RIVAL, OURS) or 0:.2f}",
-    }
-    groups = {f"{TITLES[d]}, {dtype}": cells for (d, dtype), cells in results.groups().items()}
-    return report.of_cells(results, groups, 6, extras)
-
-
 PAGE = report.Page(
-    preface="Medians in us of CUDA graph replays, the L2 cleared before each, all providers taking turns; beside them "
-    "is the share of the roof in the same turns. Errors are norm-wise against fp64; `same` says if bytes repeated.",
-    sections=sections,
-    figures=lambda results, path: plots.for_norms(results, path, MOST_N),
+    preface="Forward gives y and rstd, backward the whole dx and dweight. Medians in us of CUDA graph replays, the L2 "
+    "cleared before each, all providers taking turns; beside them is the share of the roof in the same turns. Errors "
+    "are norm-wise against fp64.",
+    figures=functools.partial(plots.for_norms, most_n=MOST_N),
     verdicts=verdicts,
 )
 
@@ -89,8 +69,8 @@ def main(argv: Sequence[str] | None = None, by: Supervisor | None = None) -> Pat
     parser.add_argument("--quick", action="store_true", help="five cells instead of all")
     args = parser.parse_args(argv)
     cells = TINY if harness.device_to_measure().type == "cpu" else QUICK if args.quick else CELLS
-    jobs = [Job(Cell("rms_norm", (m, n), t, d), RMS_NORM.providers) for m, n, t in cells for d in TITLES]
-    return harness.run(RMS_NORM, jobs, PAGE, args, by, repeats=3)
+    jobs = [Job(Cell("rms_norm", (m, n), t, d), tuple(PROVIDERS)) for m, n, t in cells for d in BARS]
+    return harness.run(jobs, PAGE, args, by, repeats=3)
 
 
 if __name__ == "__main__":

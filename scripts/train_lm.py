@@ -32,12 +32,11 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.table import Table
 
     import quackish
     from lm_model import HEAD_DIM, QUACKISH, TORCH, TORCH_FP32, LanguageModel, Ops
-    from quackish.bench.console import end_on_sigterm, progress_class
+    from quackish.bench.console import end_on_sigterm, progress
     from quackish.bench.plots import color_of
 except ImportError as error:
     sys.exit(f"train_lm.py: {error}. Install the project with what this script needs: pip install -e '.[bench]'")
@@ -193,29 +192,21 @@ class Run:
 
 def train(runs: list[Run], batches: Batches, steps: int, console: Console, title: str) -> int:
     """Trains all runs side by side; returns how many steps all of them have done, fewer after Ctrl-C or SIGTERM."""
-    columns = (
-        TextColumn(title),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[losses]}"),
-    )
     every = max(1, steps // 100)  # showing the loss waits for the GPU
-    done = 0
-    with end_on_sigterm(), progress_class()(*columns, console=console) as progress:
-        task = progress.add_task("", total=steps, losses="")
+    done, text = 0, title
+    with end_on_sigterm(), progress(steps) as show:
         try:
             for i in range(steps):
                 batch = batches[i]
                 for run in runs:
                     run.step(i, *batch)
                 done = i + 1
-                progress.update(task, completed=done)
                 if done % every == 0:
                     losses = "  ".join(f"{run.name} {run.losses[i].item():.4f}" for run in runs)
-                    progress.update(task, losses=f"loss: {losses}")
+                    text = f"{title}, loss: {losses}"
+                show(done, text)
         except KeyboardInterrupt:
-            progress.console.print(f"Stopped after {done} of {steps} steps.")
+            console.print(f"Stopped after {done} of {steps} steps.")
     return done
 
 

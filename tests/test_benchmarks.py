@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-for package in ("rich", "matplotlib", "yaml"):
+for package in ("rich", "matplotlib"):
     pytest.importorskip(package)
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
 from benchmarks import host_overhead, linear_cross_entropy, rms_norm  # noqa: E402
-from benchmarks.report import page_of  # noqa: E402
-from quackish.bench import plots, processes, providers_linear_cross_entropy, report  # noqa: E402
+from benchmarks.report import PAGES  # noqa: E402
+from quackish.bench import plots, processes, providers_linear_cross_entropy, providers_rms_norm, report  # noqa: E402
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
-from quackish.bench.environment import origin  # noqa: E402
-from quackish.bench.measured import Measured  # noqa: E402
-from quackish.bench.operations import OPERATIONS, RMS_NORM  # noqa: E402
-from quackish.bench.results import PROGRAM_COLUMNS, Results, read_rows, row_of  # noqa: E402
+from quackish.bench.environment import environment  # noqa: E402
+from quackish.bench.measure import Measured  # noqa: E402
+from quackish.bench.measure_rms_norm import ROOFS  # noqa: E402
+from quackish.bench.results import COLUMNS, Results, read_rows, row_of  # noqa: E402
 from quackish.testing.timing import Times  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -31,12 +31,12 @@ class Here:
     """Measures in this process, on the CPU."""
 
     def start(self):
-        return origin(CPU, "abc-dirty"), []
+        return environment(CPU, "abc-dirty")
 
-    def measure(self, job, at, partial):
+    def measure(self, job, at):
         events = []
-        op, names = OPERATIONS[job.cell.op], [name for name in job.providers if name in ("quackish", "torch")]
-        processes.measure(op, job.cell, names, events.append, {}, device=CPU, rounds=2)
+        names = [name for name in job.providers if name in ("quackish", "torch")]
+        processes.measure(job.cell, names, events.append, device=CPU, rounds=2)
         yield from (found for kind, *found in events if kind == "tell")
 
     def close(self) -> None:
@@ -49,40 +49,45 @@ class Here:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
 def test_norms_write_rows_page_and_figure(tmp_path):
     path = rms_norm.main(["--out", str(tmp_path)], Here())
-    rows = read_rows(path)
-    assert tuple(rows[0]) == PROGRAM_COLUMNS
-    assert [(r["shape"], r["direction"], r["provider"]) for r in rows] == [
+    assert [(r["shape"], r["direction"], r["provider"]) for r in read_rows(path)] == [
         (shape, direction, name)
         for shape in ("64x256", "64x1000")
         for direction, roof in (("forward", "mul"), ("backward", "add"))
-        for name in ("quackish", "torch", AGAIN, roof)
+        for name in ("quackish", "torch", roof, AGAIN)
     ]
     assert {p.name for p in tmp_path.iterdir()} == {f"rms_norm.{kind}" for kind in ("csv", "md", "png", "svg")}
     page = path.with_suffix(".md").read_text()
-    for text in (
-        "| 64 x 256 |",
-        "commit abc and local changes",
-        "| GB/s | bar | kept |",
-        "backward <= 1.05 t_add + 4 us",
-    ):
+    for text in ("| 64 x 256 |", "commit abc-dirty", "backward <= 1.05 t_add + 4 us"):
         assert text in page
 
 
-def test_losses_write_rows_and_append_newer_ones_to_any_results_file(tmp_path):
+def test_losses_write_rows_and_append_steady_ones_that_are_shown_beside(tmp_path):
     path = tmp_path / "linear_cross_entropy.csv"
-    recorded = ROOT / "benchmarks/results/H200/linear_cross_entropy.csv"  # of other columns
-    path.write_text("".join(recorded.read_text().splitlines(keepends=True)[:3]))
     words = ["--shapes", "24x32x90", "--repeats", "2", "--out", str(tmp_path), "--providers", "quackish,torch"]
-    assert linear_cross_entropy.main([*words, "--append"], Here()) == path
+    assert linear_cross_entropy.main(words, Here()) == path
+    names = {"quackish", "torch", AGAIN, "three-gemms", "gemm-logits", "gemm-dx", "gemm-dw"}
+    assert {row["provider"] for row in read_rows(path)} == names
+    assert "steady" not in path.with_suffix(".md").read_text().partition("## Forward+backward")[2]
+    linear_cross_entropy.main([*words, "--steady", "--append"], Here())
     rows = read_rows(path)
-    assert tuple(rows[0]) == PROGRAM_COLUMNS
-    gemms = ["three-gemms", "gemm-logits", "gemm-dx", "gemm-dw"]
-    assert [row["provider"] for row in rows[2:]] == ["quackish", "torch", AGAIN, *gemms]
-    assert [row["shape"] for row in rows[:3]] == ["8192x4096x128256", "8192x4096x128256", "24x32x90"]
-    assert "| **quackish** |" in path.with_suffix(".md").read_text()
+    steady = {row["provider"]: row for row in rows if row["direction"] == "steady"}
+    assert len(rows) == len(names) + len(steady)
+    assert steady.keys() == {"quackish", "torch", AGAIN, "three-gemms"}
+    ratio = float(steady["torch"]["median_ms"]) / float(steady["three-gemms"]["median_ms"])
+    page = path.with_suffix(".md").read_text()
+    assert page.count("\n## ") == 2  # one table, and the peers
+    (header,) = (line for line in page.splitlines() if line.startswith("| provider |"))
+    (line,) = (line for line in page.splitlines() if line.startswith("| torch |"))
+    shown = dict(zip(header.split(" | "), line.split(" | "), strict=True))
+    assert float(shown["steady ms"]) == pytest.approx(float(steady["torch"]["median_ms"]), rel=1e-3)
+    assert float(shown["steady / 3 GEMMs"]) == pytest.approx(ratio, abs=2e-3)
+
+
+def test_a_file_of_others_is_not_appended_to(tmp_path):
+    path = tmp_path / "linear_cross_entropy.csv"
     path.write_text("m,n\n1,2\n")
-    with pytest.raises(ValueError, match="not a results file of quackish: its columns are m, n"):
-        linear_cross_entropy.main([*words, "--append"], Here())
+    with pytest.raises(ValueError, match="not a results file of quackish: it has no column date"):
+        linear_cross_entropy.main(["--out", str(tmp_path), "--append"], Here())
     assert path.read_text() == "m,n\n1,2\n"
 
 
@@ -93,17 +98,20 @@ def test_what_nobody_knows_is_refused():
         linear_cross_entropy.main(["--only", "7x8x9"], Here())
 
 
-def test_one_shape_of_the_bars_alone():
-    args = linear_cross_entropy.parser().parse_args(["--only", "8192x4096x128256,65536x4096x128256"])
-    jobs = linear_cross_entropy.jobs_of(args, on_cpu=False)
-    words = [f"{job.cell.direction} {job.cell.shape[0]}{job.cell.kind}" for job in jobs]
+def jobs(*words: str) -> list[str]:
+    args = linear_cross_entropy.parser().parse_args(words)
+    found = linear_cross_entropy.jobs_of(args, on_cpu=False)
+    return [f"{job.cell.direction} {job.cell.shape[0]}{job.cell.kind}" for job in found]
+
+
+def test_one_shape_of_the_bars_alone_and_steady():
     expected = [f"{TRAIN} 8192", "forward 8192", f"{TRAIN} 8192 80% ignored", f"{TRAIN} 8192 confident"]
-    assert words == [*expected, f"{TRAIN} 65536"]
-    assert "quack-base-2048" in jobs[-1].providers
+    assert jobs("--only", "8192x4096x128256,65536x4096x128256") == [*expected, f"{TRAIN} 65536"]
+    assert jobs("--steady") == [f"steady {m}" for m in (8192, 4096, 8192, 1024, 16384, 65536)]
 
 
 def test_every_peer_of_a_case_is_known_and_described():
-    for job in (*linear_cross_entropy.BARS, *linear_cross_entropy.SWEEP, *linear_cross_entropy.HOST):
+    for job in (*linear_cross_entropy.BARS, *linear_cross_entropy.HOST):
         assert len(set(job.providers)) == len(job.providers)
         assert set(job.providers) <= set(providers_linear_cross_entropy.PROVIDERS), str(job.cell)
     described = providers_linear_cross_entropy.ABOUT
@@ -112,28 +120,16 @@ def test_every_peer_of_a_case_is_known_and_described():
 
 
 def test_host_overhead_runs(tmp_path):
-    path = host_overhead.main(["--out", str(tmp_path)], repeats=2, norms=2)
-    text = path.read_text()
-    assert text.startswith(",".join(host_overhead.FIELDS))
-    assert all(f"{what},quackish,ok," in text for what in ("forward", "backward", "both"))
-    assert "| quackish |" in path.with_suffix(".md").read_text()
+    page = host_overhead.main(["--out", str(tmp_path)], repeats=2, norms=2).read_text()
+    assert "| quackish |" in page
+    assert "forward + backward / torch's" in page
 
 
-# The pages of recorded results ---------------------------------------------------------------------------------------
-
-
-def test_recorded_results_make_the_pages_beside_them():
-    """Files with the columns that programs had before they shared those of `bench`, with providers that are gone."""
-    for name in ("rms_norm", "linear_cross_entropy", "sweep/linear_cross_entropy"):
-        path = ROOT / "benchmarks" / "results" / "H200" / f"{name}.csv"
-        rows = read_rows(path)
-        page = report.markdown(Results(rows), page_of(rows[0]))
-        assert page == path.with_suffix(".md").read_text(encoding="utf-8")
-        assert "rms_norm" in name or "| **quackish-recompute-128** |" in page
-        for row in rows[:50]:
-            if row["roof_ms"]:
-                share = 100 * float(row["roof_ms"]) / float(row["median_ms"])
-                assert float(row["pct_of_roof"]) == pytest.approx(share, 1e-3)
+@pytest.mark.parametrize("name", ["rms_norm", "linear_cross_entropy", "sweep/linear_cross_entropy"])
+def test_recorded_results_make_the_pages_beside_them(name):
+    path = ROOT / "benchmarks" / "results" / "H200" / f"{name}.csv"
+    page = report.markdown(Results(read_rows(path)), PAGES[path.stem])
+    assert page == path.with_suffix(".md").read_text(encoding="utf-8")
 
 
 # Verdicts ------------------------------------------------------------------------------------------------------------
@@ -141,7 +137,7 @@ def test_recorded_results_make_the_pages_beside_them():
 
 def results_of(cells: dict[Cell, dict[str, Measured]]) -> Results:
     rows = (row_of(Job(cell, ()), name, found) for cell, of in cells.items() for name, found in of.items())
-    empty = dict.fromkeys(PROGRAM_COLUMNS, "") | {"gpu": "H200"}
+    empty = dict.fromkeys(COLUMNS, "") | {"gpu": "H200"}
     return Results([empty | {key: str(value) for key, value in row.items()} for row in rows])
 
 
@@ -149,7 +145,7 @@ def norms(times: dict[int, dict[str, float | None]], direction: str = "backward"
     """The grid at N 256 from {m: {provider: us}}; the roof takes 100 us, so the bar is 109 (forward 106)."""
     cells, roof = {}, Times(100.0, 100.0, 100.0)
     for m, providers in times.items():
-        providers = {**providers, RMS_NORM.roofs[direction]: 100.0}.items()
+        providers = {**providers, ROOFS[direction]: 100.0}.items()
         found = {name: Measured(times=Times(*[us] * 3), roof=roof) if us else Measured("no") for name, us in providers}
         cells[Cell("rms_norm", (m, 256), "bfloat16", direction)] = found
     return results_of(cells)
@@ -184,16 +180,13 @@ def test_bars_of_norms_are_judged_in_every_cell():
 
 
 def test_a_bar_missed_by_a_hair_fails_and_both_numbers_are_said():
-    """In the verdict and in the table, whose four digits would be the same."""
+    """In the verdict, whose four digits would be the same."""
     result = norms({4096: {"quackish": 109.004}, 8192: {"quackish": 109.0}, 16384: {"quackish": 109.002}})
     bar = of_norms(result)["backward <= 1.05 t_add + 4 us"]
     assert bar.startswith("FAIL")
     assert "1 of 3 cells, worst 1.0000 (109.004 us for 109 us) at 4096 x 256 bfloat16" in bar
     assert bar.endswith("missed also in 1.0000 (109.002 us for 109 us) at 16384 x 256 bfloat16")
-    page = report.markdown(result, rms_norm.PAGE)
-    lines = {line.split(" | ")[0]: line.split(" | ") for line in page.splitlines() if line.startswith("| ")}
-    assert (lines["| 4096 x 256"][2], *lines["| 4096 x 256"][4:6]) == ("**109.004** (92 %)", "109", "**no**")
-    assert lines["| 8192 x 256"][5] == "yes"
+    assert "| 4096 x 256 | 100 | **109.004** (92 %) |" in report.markdown(result, rms_norm.PAGE)
 
 
 def made_up(cases: dict[tuple, dict[str, tuple]]) -> Results:
@@ -294,7 +287,7 @@ def test_a_peer_that_failed_is_listed_and_described():
     case = {(TRAIN, *bars.HEADLINE.shape, "normal", 0.0): {"quack": (None, None, None)}}
     page = report.markdown(made_up(case), bars.PAGE)
     assert "- quack: RuntimeError: no (forward+backward 8192x4096x128256 bfloat16)" in page
-    assert "- quack: QuACK's default: chunks of 4096 rows, with" in page
+    assert "- quack: QuACK's default: chunks of 4096 rows, its" in page
 
 
 # Figures -------------------------------------------------------------------------------------------------------------
@@ -303,16 +296,14 @@ def test_a_peer_that_failed_is_listed_and_described():
 def test_figures_are_drawn(tmp_path):
     cases = headline(quackish_chunked=(40.8, 3.0), quack=(41.0, 4.3), cce=(95.0, 1.12))
     cases |= {(*case[:4], "confident", 0.0): providers for case, providers in cases.items()}
-    for m, v in ((1024, 128256), (65536, 128256), (8192, 32000)):
-        cases[(TRAIN, m, 4096, v, "normal", 0.0)] = {"quackish": (m / 200, 2.0, None), "cce": (m / 80, 1.2, None)}
+    cases[(TRAIN, 65536, 4096, 128256, "normal", 0.0)] = {"quackish": (300.0, 2.0, None), "cce": (800.0, 1.2, None)}
     drawn = bars.PAGE.figures(made_up(cases), tmp_path / "lce.csv")
-    kinds = ("", "_m65536", "_confident", "_sweep")
-    expected = {f"lce{kind}.{s}" for kind in kinds for s in ("svg", "png")}
+    expected = {f"lce{kind}.{s}" for kind in ("", "_m65536", "_confident") for s in ("svg", "png")}
     assert {p.name for p in drawn} == {p.name for p in tmp_path.iterdir()} == expected
 
 
 def test_a_provider_has_one_color():
-    known = {*providers_linear_cross_entropy.PEERS, *RMS_NORM.providers, "quackish"}
+    known = {*providers_linear_cross_entropy.PEERS, *providers_rms_norm.PROVIDERS}
     colors = {name: plots.color_of(name) for name in known if name in plots.COLORS and name != "liger-triton"}
     assert len(set(colors.values())) == len(colors)
     assert plots.color_of("quack-base-2048") == plots.color_of("quack-base") != plots.color_of("quack")

@@ -1,9 +1,13 @@
-"""What all commands of `python -m quackish` have in common: suggestions for mistyped names."""
+"""What all commands of `python -m quackish` have in common: suggestions for mistyped names, progress."""
+
+import io
+import itertools
 
 import pytest
 import torch
 
 from quackish.__main__ import main
+from quackish.bench import console
 from quackish.bench.models import find
 from quackish.errors import did_you_mean
 
@@ -50,3 +54,13 @@ def test_a_mistyped_model_gets_a_suggestion():
 def test_nothing_is_suggested_where_nothing_is_close():
     assert did_you_mean("xyz", ["bench", "cache"]) == ""
     assert did_you_mean("", ["bench"]) == ""
+
+
+def test_progress_in_a_file_is_a_plain_line_every_few_seconds(monkeypatch):
+    stream = io.StringIO()
+    now = itertools.count(step=2.0)
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
+    with console.progress(4, stream) as show:
+        for done in range(5):
+            show(done, f"step {done}")
+    assert stream.getvalue() == "step 2: 2 of 4 done, 6 s\n"

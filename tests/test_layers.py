@@ -42,12 +42,12 @@ LAYERS = {
     "bench": Layer(
         quackish="errors gpu configs reference launch kernels ops testing work profiling",
         outside="torch",
-        lazy="rich matplotlib yaml cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy",
+        lazy="rich matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy",
     ),
     "cli": Layer(
         quackish="errors gpu configs reference launch kernels ops testing work profiling bench tune toolchain",
         outside="torch platformdirs",
-        lazy="rich matplotlib yaml cutlass tvm_ffi triton",
+        lazy="rich matplotlib cutlass tvm_ffi triton",
     ),
     "__init__": Layer(quackish="errors ops configs profiling"),
     "__main__": Layer(quackish="cli"),

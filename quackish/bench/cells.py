@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 OURS = "quackish"
 A_LAUNCH = f"{OURS} (a launch)"  # host time of the slowest launch in a call
 AGAIN = f"{OURS} (again)"  # ours a second time, in the same turns: the noise
 NONE_IGNORED = f"{OURS} (none ignored)"  # the roof of a cell with ignored rows
+GEMMS, THREE_GEMMS = ("gemm-logits", "gemm-dx", "gemm-dw"), "three-gemms"
+# Rows of a results file that are no provider's.
+NOT_PROVIDERS = (A_LAUNCH, AGAIN, NONE_IGNORED, "mul", "add", THREE_GEMMS, *GEMMS, "truth")
 
 
 def is_ours(name: str) -> bool:
@@ -47,7 +50,7 @@ class Job:
 
     cell: Cell
     providers: tuple[str, ...]
-    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)  # constant columns of its rows
+    models: str = ""  # names of the models that have this shape
 
 
 def shape_name(shape: Sequence[int]) -> str:

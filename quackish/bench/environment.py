@@ -1,8 +1,6 @@
 """What something was measured on: the GPU, the code and the versions."""
 
 import datetime
-import functools
-import hashlib
 import importlib.metadata
 import platform
 import subprocess
@@ -12,9 +10,8 @@ import torch
 
 from quackish import __version__
 
-SCHEMA = 2  # raise it when a column of a results file gets another meaning
-# Columns that say where a row comes from; every results file has them.
-ENVIRONMENT = ("date", "commit", "dirty", "gpu", "driver", "python", "torch", "cuda", "dsl", "tvm_ffi", "peers")
+# Columns that say where a row comes from.
+ENVIRONMENT = ("date", "commit", "gpu", "driver", "python", "torch", "cuda", "dsl", "tvm_ffi", "peers", "quackish")
 PEERS = ("quack-kernels", "liger-kernel", "cut-cross-entropy", "triton")
 
 _PACKAGE = Path(__file__).parents[1]
@@ -32,12 +29,10 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """The values of ENVIRONMENT. `commit`, as `git describe` writes it, is used if there is no git to ask."""
-    commit = commit or _commit()
+    """The values of ENVIRONMENT. `commit`, as `git describe --dirty` writes it, is for where there is no git to ask."""
     return dict(
         date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        commit=commit.removesuffix("-dirty"),
-        dirty=str(commit.endswith("-dirty")),
+        commit=commit or _commit(),
         gpu=device_name(device),
         driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
         python=platform.python_version(),
@@ -46,12 +41,8 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
         dsl=version("nvidia-cutlass-dsl"),
         tvm_ffi=version("apache-tvm-ffi"),
         peers=" ".join(f"{name}={version(name)}" for name in PEERS if version(name)),
+        quackish=__version__,
     )
-
-
-def origin(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """The columns that all rows of a run share."""
-    return {"schema": str(SCHEMA), **environment(device, commit), "quackish": __version__, "source": source()}
 
 
 def version(distribution: str) -> str:
@@ -60,13 +51,6 @@ def version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-@functools.cache
-def source() -> str:
-    """Twelve digits of a hash of the package's files: distinguishes local changes to one commit."""
-    files = ((path.relative_to(_PACKAGE).as_posix(), path.read_text("utf-8")) for path in _PACKAGE.rglob("*.py"))
-    return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:12]
 
 
 def _commit() -> str:

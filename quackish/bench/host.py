@@ -2,52 +2,38 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
 from quackish import launch
-from quackish.testing.timing import Times
+from quackish.testing.timing import Times, synchronize
 
-
-def in_turns(
-    works: Mapping[str, Callable[[], Sequence[float]]], repeats: int, warm_up: int = 5
-) -> dict[str, list[Times]]:
-    """The Times of each number that a work returns, over `repeats` turns, without garbage collection."""
-    samples: dict[str, list[Sequence[float]]] = {name: [] for name in works}
-    gc.collect()
-    gc.disable()  # a collection in the middle would be the slowest part
-    try:
-        for i in range(repeats + warm_up):
-            for name, work in works.items():
-                found = work()
-                if i >= warm_up:
-                    samples[name].append(found)
-    finally:
-        gc.enable()
-    return {name: list(map(Times.of, zip(*found, strict=True))) for name, found in samples.items()}
+WARM_UP = 5
 
 
 def host_times(
     works: Mapping[str, Callable], device: torch.device, repeats: int = 25, calls: int = 8
 ) -> dict[str, Times]:
-    """Microseconds per call until all is enqueued, without waiting for the GPU: 8 calls in a row, in turns.
+    """Microseconds per call until all is enqueued, without waiting for the GPU: `calls` in a row, in turns.
 
-    Single calls from an idle start take longer: a step 471 us instead of 381, torch's 286 instead of 195 (one H200).
-    About half is autograd's second thread: with torch.autograd.set_multithreading_enabled(False) a step took 197 us for
-    346, torch's 152 for 335, an empty autograd.Function 60 for 131 (in one run beside another).
+    A single call from an idle start takes longer, a step 471 us instead of 381 (H200).
     """
-
-    def sample(work: Callable) -> list[float]:
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        us = 1e6 * (time.perf_counter() - start) / calls
-        _synchronize(device)
-        return [us]
-
-    samplers = {name: lambda work=work: sample(work) for name, work in works.items()}
-    return {name: times for name, (times,) in in_turns(samplers, repeats).items()}
+    samples: dict[str, list[float]] = {name: [] for name in works}
+    gc.collect()
+    gc.disable()  # a collection in the middle would be the slowest part
+    try:
+        for i in range(WARM_UP + repeats):
+            for name, work in works.items():
+                start = time.perf_counter()
+                for _ in range(calls):
+                    work()
+                us = 1e6 * (time.perf_counter() - start) / calls
+                synchronize(device)
+                samples[name] += [us] if i >= WARM_UP else []
+    finally:
+        gc.enable()
+    return {name: Times.of(us) for name, us in samples.items()}
 
 
 def launch_times(
@@ -71,18 +57,13 @@ def launch_times(
     samples: dict[int, list[float]] = {}
     launch.observe(observer)
     try:
-        for i in range(repeats + 5):
+        for i in range(WARM_UP + repeats):
             taken.clear()
             for _ in range(calls):
                 work()
-            _synchronize(device)
-            for at, us in enumerate(taken if i >= 5 else ()):
+            synchronize(device)
+            for at, us in enumerate(taken if i >= WARM_UP else ()):
                 samples.setdefault(at % (len(taken) // calls), []).append(us)
     finally:
         launch.observe(None)
     return max(map(Times.of, samples.values()), key=lambda times: times.median, default=None)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

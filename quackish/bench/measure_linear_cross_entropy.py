@@ -1,123 +1,206 @@
-"""One cell of linear cross entropy: every provider called once, then all of them timed in turns beside bare GEMMs.
+"""One cell of linear cross entropy: every provider called twice, then all of them timed in turns beside bare GEMMs.
 
-A sample is one plain call, of the loss alone without grad or of forward and `backward()`. A provider's first sample
-also gives its peak memory and its errors. The roof is cuBLAS on the same data: the logits GEMM for the loss, the three
-of a step for forward and backward. Direction "host" is the host time of a forward and backward.
+A sample is one plain call, of the loss alone without grad or of forward and `backward()`. The roof is cuBLAS on the
+same data: the logits GEMM for the loss, the three of a step for forward and backward. Direction "steady" is bursts of
+forward and backward without pauses, "host" the host time of one.
+
+The truth is fp64 from the rounded inputs: the loss and every row's lse whole, dX on some rows and dW on some classes,
+both spread evenly. Chunks of rows keep it within a few GB at any shape.
 """
 
 import dataclasses
-import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, OURS, Cell
+from quackish.bench.cells import A_LAUNCH, AGAIN, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell
 from quackish.bench.host import host_times, launch_times
-from quackish.bench.measured import Account, Measured, Run, first_call, warm_up_cublas
-from quackish.bench.providers_linear_cross_entropy import Loss
-from quackish.bench.truth import same_every_time
-from quackish.bench.truth_linear_cross_entropy import Data, Truth, dlogits_of
-from quackish.testing.timing import Times, take_turns
+from quackish.bench.measure import Measured, Run, chunks, first_calls, warm_up_cublas
+from quackish.bench.providers_linear_cross_entropy import IGNORED, Loss
+from quackish.testing import inputs
+from quackish.testing.timing import Times, bursts, take_turns
 
-THREE_GEMMS, GEMMS = "three-gemms", ("gemm-logits", "gemm-dx", "gemm-dw")
-ROOFS = {"forward": GEMMS[0], "forward+backward": THREE_GEMMS}
+ROOFS = {"forward": GEMMS[0], "forward+backward": THREE_GEMMS, "steady": THREE_GEMMS}
+BURST_S = 0.3
+CHUNK_ELEMENTS = 1 << 27
+ROWS, CLASSES = 512, 4096  # of dX and dW that are compared
+SPREAD = 1.5  # standard deviation of the logits
+CONFIDENCE = (0.9, 0.99, 0.999)  # of the target, in turn, with data "confident"
 
-Works = dict[str, Callable[[], Tensor]]
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    x: Tensor  # (m, h), a leaf that requires grad
+    w: Tensor  # (v, h), likewise
+    target: Tensor  # (m,) int64
+    all_targets: Tensor  # the same with no row ignored
+
+    @classmethod
+    def make(
+        cls, m: int, h: int, v: int, kind: str, ignored: float, device: torch.device, dtype: torch.dtype
+    ) -> "Data":
+        """Normal: logits of deviation SPREAD. `ignored` is the share of rows, at random, with target -100."""
+        x = inputs.rows((m, h), dtype, seed=0, device=device)
+        w = inputs.rows((v, h), dtype, seed=1, device=device).mul_(SPREAD / math.sqrt(h))
+        generator = torch.Generator(device).manual_seed(2)
+        all_targets = torch.randint(v, (m,), generator=generator, device=device)
+        if kind == "confident":
+            _make_confident(x, w, all_targets)
+        elif kind != "normal":
+            raise ValueError(f"data is {kind!r}; expected normal or confident")
+        target = all_targets.clone()
+        target[torch.randperm(m, generator=generator, device=device)[: round(ignored * m)]] = IGNORED
+        return cls(x.requires_grad_(), w.requires_grad_(), target, all_targets)
+
+    def clear_grads(self) -> None:
+        self.x.grad = self.w.grad = None
+
+
+def _make_confident(x: Tensor, w: Tensor, target: Tensor) -> None:
+    """Moves each row along its target's weights until the target's probability is about CONFIDENCE."""
+    v = w.shape[0]
+    for at in chunks(*x.shape, CHUNK_ELEMENTS):
+        rows, towards = x[at].float(), w[target[at]].float()
+        p = torch.tensor(CONFIDENCE, device=x.device)[torch.arange(at.start, at.start + len(rows), device=x.device) % 3]
+        # log of the others' sum, for normal logits, and the odds on top
+        wanted = math.log(v) + SPREAD**2 / 2 + torch.logit(p)
+        missing = wanted - (rows * towards).sum(1)
+        x[at] = (rows + (missing / towards.square().sum(1))[:, None] * towards).to(x.dtype)
+
+
+def dlogits_of(data: Data) -> Tensor:
+    """(m, v) in x's dtype: (softmax - onehot) / live rows, what the two GEMMs of backward multiply."""
+    x, w, target = data.x.detach(), data.w.detach(), data.target
+    live = target != IGNORED
+    out = x.new_empty(x.shape[0], w.shape[0])
+    for at in chunks(*out.shape, CHUNK_ELEMENTS):
+        p = torch.softmax((x[at] @ w.T).float(), 1)
+        _minus_onehot(p, target[at].clamp(min=0))
+        out[at] = p.mul_((live[at] / live.sum())[:, None])
+    return out
+
+
+def _minus_onehot(p: Tensor, index: Tensor) -> None:
+    p.scatter_add_(1, index[:, None], p.new_full((len(p), 1), -1.0))
+
+
+class Truth:
+    """What a loss and its gradients are compared with: dX of `rows` rows, dW of `classes` classes."""
+
+    def __init__(self, data: Data, rows: int = ROWS, classes: int = CLASSES, elements: int = CHUNK_ELEMENTS):
+        x, w, target = data.x.detach(), data.w.detach().double(), data.target
+        (m, _), v = x.shape, w.shape[0]
+        self.rows = _spread(m, rows, x.device)
+        self.classes = _spread(v, classes, x.device)
+        live = target != IGNORED
+        scale = live.double() / live.sum().clamp(min=1)  # (m,) of each row's loss in the mean
+        index = target.clamp(min=0)
+
+        # the loss, and each row's lse
+        lse = torch.empty(m, dtype=torch.float64, device=x.device)
+        loss = torch.zeros((), dtype=torch.float64, device=x.device)
+        for at in chunks(m, v, elements):
+            z = x[at].double() @ w.T
+            lse[at] = torch.logsumexp(z, 1)
+            loss += ((lse[at] - z.gather(1, index[at, None]).squeeze(1)) * scale[at]).sum()
+            del z
+        self.loss = loss
+
+        # dX of some rows
+        self.dx = torch.empty(len(self.rows), x.shape[1], dtype=torch.float64, device=x.device)
+        for at in chunks(len(self.rows), v, elements):
+            rows = self.rows[at]
+            p = (x[rows].double() @ w.T).sub_(lse[rows, None]).exp_()
+            _minus_onehot(p, index[rows])
+            self.dx[at] = p.mul_(scale[rows, None]) @ w
+            del p
+
+        # dW of some classes
+        w = w[self.classes]
+        self.dw = torch.zeros_like(w)
+        for at in chunks(m, max(len(self.classes), x.shape[1]), elements):
+            rows = x[at].double()
+            p = (rows @ w.T).sub_(lse[at, None]).exp_()
+            p -= (index[at, None] == self.classes).double()
+            self.dw += p.mul_(scale[at, None]).T @ rows
+
+    def errors(self, loss: Tensor, dx: Tensor | None, dw: Tensor | None) -> dict[str, float]:
+        """The loss's relative error, and |got - truth| / |truth| of the gradients."""
+        errors = {"err_loss": float((loss.detach().double() - self.loss).abs() / self.loss.abs())}
+        if dx is not None:
+            errors["err_dx"] = float((dx[self.rows].double() - self.dx).norm() / self.dx.norm())
+        if dw is not None:
+            errors["err_dweight"] = float((dw[self.classes].double() - self.dw).norm() / self.dw.norm())
+        return errors
+
+
+def _spread(n: int, count: int, device: torch.device) -> Tensor:
+    """At most `count` indices below `n`, evenly spread."""
+    return torch.arange(min(n, count), device=device) * n // min(n, count)
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
 
 
 def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
-    """Tells `run` about each of `names`, ours a second time, and the GEMMs: failures at once, results at the end."""
+    """Tells `run` about each of `names`, ours a second time, and the GEMMs."""
     run.at("inputs")
     data = Data.make(*cell.shape, cell.data, cell.ignored, run.device, getattr(torch, cell.dtype))
     warm_up_cublas(run.device)
+    grad, truth = cell.direction != "forward", None
+    if cell.direction != "host":
+        run.at("truth")
+        try:
+            truth = Truth(data)
+        except torch.cuda.OutOfMemoryError as error:
+            run.fail("truth", error)
+
+    def errors_of(value: Tensor) -> Mapping[str, float]:
+        return truth.errors(value, data.x.grad, data.w.grad) if truth else {}
+
+    works, results = first_calls(names, run, lambda loss: _step(loss, data, grad), errors_of, data.clear_grads)
     if cell.direction == "host":
-        _measure_host(data, names, run)
+        _measure_host(works, results, run)
         return
-    grad, all_live = cell.direction == "forward+backward", torch.equal(data.target, data.all_targets)
-    run.at("truth")
-    try:
-        truth = Truth(data)
-    except torch.cuda.OutOfMemoryError as error:
-        truth = None
-        run.fail("truth", error)
-    works, results = _first_calls(data, grad, names, run)
-    accounts = dict.fromkeys(works)  # of the second calls, which show more than their time
-
-    def fail(name: str, error: Exception) -> None:
-        works.pop(name, None)
-        run.fail(name, error)
-
     if OURS in works:  # twice: how far apart are two measurements of the same thing?
-        works[AGAIN] = works[OURS]
-        if not all_live:
+        works[AGAIN], results[AGAIN] = works[OURS], Measured(note=results[OURS].note)
+        if cell.ignored:
             works[NONE_IGNORED] = _step(run.load(OURS), data, grad, data.all_targets)
-    roof = ROOFS[cell.direction] if all_live else NONE_IGNORED
-    if all_live:
+    roof = NONE_IGNORED if cell.ignored else ROOFS[cell.direction]
+    if not cell.ignored:
         run.at("roof")
         try:
-            works |= _gemms(data, grad)
+            works |= _gemms(data, cell.direction)
         except torch.cuda.OutOfMemoryError as error:
-            fail(roof, error)
+            run.fail(roof, error)
 
-    def before(name: str) -> None:
-        data.clear_grads()
-        if name in accounts:
-            accounts[name] = Account(name, run.memory)
-
-    def after(name: str, value: Tensor, times: Mapping[str, Times]) -> None:
-        if name in accounts:
-            peak = accounts.pop(name).peak()
-            errors = truth.errors(value, data.x.grad, data.w.grad) if truth else {}
-            results[name] = dataclasses.replace(results[name], peak_bytes=peak, errors=errors)
-        run.partial(name, timed(name, times))
-
-    def timed(name: str, times: Mapping[str, Times]) -> Measured:
-        note = results[OURS].note if name == AGAIN else ""
-        found = results.get(name) or Measured(note=note)
-        return dataclasses.replace(found, times=times[name], roof=times.get(roof))
+    def tell(name: str, times: Mapping[str, Times]) -> None:
+        found = results.get(name) or Measured()
+        run.tell(name, dataclasses.replace(found, times=times[name], roof=times.get(roof)))
 
     run.at("timing")
-    times = take_turns(works, run.device, run.rounds, run.seconds, on_error=fail, before=before, after=after)
-    for name in works:
-        run.tell(name, timed(name, times))
+    if cell.direction == "steady":
+        seconds = BURST_S if run.device.type == "cuda" else 0.0
+        times = bursts(works, run.device, seconds=seconds, on_error=run.fail)
+    else:
+        times = take_turns(works, run.device, run.rounds, run.seconds, on_error=run.fail, after=tell)
+    for name in times:
+        tell(name, times)
     works.clear()
-    _release(data, run)
+    data.clear_grads()
+    run.release()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()  # the next cell needs other sizes
 
 
-def _measure_host(data: Data, names: Sequence[str], run: Run) -> None:
-    works, results = _first_calls(data, True, names, run)
+def _measure_host(works: Mapping[str, Callable], results: Mapping[str, Measured], run: Run) -> None:
     run.at("timing")
     for name, times in host_times(works, run.device).items():
         run.tell(name, dataclasses.replace(results[name], times=times))
     if OURS in works and run.device.type == "cuda" and (times := launch_times(works[OURS], run.device)):
         run.tell(A_LAUNCH, Measured(times=times))
-
-
-def _first_calls(data: Data, grad: bool, names: Sequence[str], run: Run) -> tuple[Works, dict[str, Measured]]:
-    """The works to be timed, and what their first calls showed; failures are reported."""
-    works: Works = {}
-    results: dict[str, Measured] = {}
-    for name in names:
-        run.at(name)
-        account = Account(name, run.memory)
-        try:
-            works[name] = _step(run.load(name), data, grad)
-            results[name] = first_call(name, works[name], run)[1]
-            if run.repeats:
-                same = _same_bytes(works[name], data, run.repeats)
-                results[name] = dataclasses.replace(results[name], deterministic=same)
-        except Exception as error:  # a peer that is broken here must not stop the others
-            works.pop(name, None)
-            run.fail(name, error)
-        _release(data, run)
-        standing = account.close()
-        if name in works:
-            results[name] = dataclasses.replace(results[name], standing_bytes=standing)
-            run.partial(name, results[name])
-    return works, results
 
 
 def _step(loss: Loss, data: Data, grad: bool, target: Tensor | None = None) -> Callable[[], Tensor]:
@@ -137,25 +220,10 @@ def _step(loss: Loss, data: Data, grad: bool, target: Tensor | None = None) -> C
     return train if grad else loss_only
 
 
-def _same_bytes(work: Callable[[], Tensor], data: Data, runs: int) -> bool | None:
-    try:
-        return same_every_time(lambda: (work(), data.x.grad, data.w.grad), runs)
-    except torch.cuda.OutOfMemoryError:  # no room for the copies to compare with
-        return None
-
-
-def _release(data: Data, run: Run) -> None:
-    """Frees what a failed call may still hold; the allocator keeps its blocks for the next one."""
-    data.clear_grads()
-    gc.collect()
-    gc.freeze()  # else each collection goes over the objects of every library again: 0.2 s and more
-    run.synchronize()  # raises if the CUDA context is lost: nothing more can be measured here
-
-
-def _gemms(data: Data, grad: bool) -> Mapping[str, Callable[[], object]]:
-    """The bare GEMMs on the same data, by torch.mm: each alone, and the three in a row."""
+def _gemms(data: Data, direction: str) -> dict[str, Callable[[], object]]:
+    """The bare GEMMs on the same data, by torch.mm: each alone, and the three in a row, which is all of "steady"."""
     x, w = data.x.detach(), data.w.detach()
-    if not grad:
+    if direction == "forward":
         logits = x.new_empty(x.shape[0], w.shape[0])
         return {GEMMS[0]: lambda: torch.mm(x, w.T, out=logits)}
     dlogits = dlogits_of(data)
@@ -166,4 +234,4 @@ def _gemms(data: Data, grad: bool) -> Mapping[str, Callable[[], object]]:
         GEMMS[2]: lambda: torch.mm(dlogits.T, x, out=dw),
     }
     calls = tuple(gemms.values())
-    return {THREE_GEMMS: lambda: [gemm() for gemm in calls], **gemms}
+    return {THREE_GEMMS: lambda: [gemm() for gemm in calls], **(gemms if direction != "steady" else {})}

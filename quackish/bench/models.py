@@ -1,12 +1,14 @@
-"""Shapes of public models: hidden size H, vocabulary V, and the rows that their norms see.
+"""What the user asks for as shapes: public models by name, or "8192x4096,...".
 
-From each model's config.json on Hugging Face, which `source` names; `padded` vocabularies as the weights have them.
+A model has hidden size H, vocabulary V, and the rows that its norms see, from its config.json on Hugging Face (source).
 """
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from quackish.bench.cells import parse_shape, shape_name, too_large
+from quackish.bench.operations import Operation
 from quackish.errors import did_you_mean
 
 
@@ -62,3 +64,32 @@ def find(patterns: Iterable[str]) -> list[Model]:
             suggestion = did_you_mean(pattern, MODELS)
             raise ValueError(f"--model {pattern}: no such model; there are {', '.join(MODELS)}{suggestion}")
     return [model for name, model in MODELS.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+
+
+def wanted(
+    op: Operation, patterns: Sequence[str], tokens: Sequence[int], own: Sequence[str]
+) -> dict[tuple[int, ...], str]:
+    """The models' shapes for each number of tokens, then the user's: {shape: its models' names, "" for the user's}."""
+    names: dict[tuple[int, ...], list[str]] = {}
+    for model in find(patterns):
+        for count in tokens:
+            for shape, name in model.shapes(count, len(op.dims)).items():
+                if expected := too_large(shape):
+                    raise ValueError(f"--tokens {count}: {name} is {shape_name(shape)}; expected {expected}")
+                names.setdefault(shape, []).append(name)
+    for text in own:
+        names.setdefault(_shape(op, text), [])
+    return {shape: ", ".join(dict.fromkeys(of)) for shape, of in names.items()}
+
+
+def _shape(op: Operation, text: str) -> tuple[int, ...]:
+    expected = "x".join(map(str.upper, op.dims)) + f" such as {op.example}"
+    try:
+        shape = parse_shape(text)
+        if len(shape) == len(op.dims):
+            expected = too_large(shape)
+    except ValueError:
+        pass
+    if expected:
+        raise ValueError(f"--shapes {text!r} is no shape of {op.name}; expected {expected}")
+    return shape

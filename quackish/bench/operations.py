@@ -21,24 +21,27 @@ class Operation:
     roofs: dict[str, str]  # by direction
     small: tuple[int, ...]  # no size is larger without a GPU
     unit: str  # of times people read
+    example: str  # of a shape
     providers: tuple[str, ...]
     main: dict[str, tuple[str, ...]]  # by direction: the default providers
     load: Callable[[str, str], Any]  # (provider, quackish's backend)
     measure: Callable[..., None]  # (cell, providers, run)
     variants: str = "(?!)"  # a regular expression of further providers
-    parts: tuple[str, ...] = ()  # what else has rows
 
-    def matching(self, patterns: Sequence[str], own: Sequence[str] = ()) -> tuple[str, ...]:
-        """The providers that any pattern matches, variants first; ValueError for a pattern that matches none."""
-        everyone = [*self.providers, *own]
-        variants = [name for name in patterns if name not in everyone and re.fullmatch(self.variants, name)]
-        patterns = [pattern for pattern in patterns if pattern not in variants]
+    def matching(self, patterns: Sequence[str]) -> tuple[str, ...]:
+        """The providers that any pattern matches: variants first, the user's (module:attribute) last.
+
+        ValueError for a pattern that matches none.
+        """
+        own = [name for name in patterns if ":" in name]
+        variants = [n for n in patterns if n not in (*self.providers, *own) and re.fullmatch(self.variants, n)]
+        patterns = [pattern for pattern in patterns if pattern not in (*variants, *own)]
         for pattern in patterns:
-            if not fnmatch.filter(everyone, pattern):
-                known, hint = ", ".join(everyone), did_you_mean(pattern, everyone)
+            if not fnmatch.filter(self.providers, pattern):
+                known, hint = ", ".join(self.providers), did_you_mean(pattern, self.providers)
                 raise ValueError(f"--providers {pattern}: no such provider; there are {known}{hint}")
-        found = [name for name in everyone if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-        return (*variants, *found)
+        found = [name for name in self.providers if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        return (*variants, *found, *own)
 
 
 RMS_NORM = Operation(
@@ -49,6 +52,7 @@ RMS_NORM = Operation(
     roofs=measure_rms_norm.ROOFS,
     small=(64, 1024),
     unit="us",
+    example="8192x4096",
     providers=tuple(rms.PROVIDERS),
     main=dict.fromkeys(measure_rms_norm.ROOFS, tuple(rms.PROVIDERS)),
     load=rms.load,
@@ -63,11 +67,11 @@ LINEAR_CROSS_ENTROPY = Operation(
     roofs=measure_linear_cross_entropy.ROOFS,
     small=(48, 64, 512),
     unit="ms",
+    example="8192x4096x128256",
     providers=lce.PROVIDERS,
     main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
     load=lce.load,
     measure=measure_linear_cross_entropy.measure,
     variants=r"quackish-(chunked|recompute)-[1-9]\d*",
-    parts=(*measure_linear_cross_entropy.GEMMS, "truth"),
 )
 OPERATIONS = {op.name: op for op in (RMS_NORM, LINEAR_CROSS_ENTROPY)}

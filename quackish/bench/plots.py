@@ -1,4 +1,4 @@
-"""The figures: values over cells, and time against memory. All are 8 inches wide, 800 pixels on screen.
+"""The figures: share of the roof over cells, and time against memory. All are 8 inches wide, 800 pixels on screen.
 
 Every provider has one color in all figures: COLORS.
 """
@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from quackish.bench.cells import Cell, is_ours
 from quackish.bench.results import Results
@@ -38,14 +38,6 @@ WIDTH = 8.0  # inches
 ROOF = dict(color="0.5", linestyle="--", linewidth=1)
 STYLE = {"font.size": 8, "axes.titlesize": 8, "figure.titlesize": 9, "legend.fontsize": 8, "legend.frameon": False}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "quackish"}
-UNITS = {"us": "microseconds", "ms": "milliseconds"}
-
-
-class Panel(NamedTuple):
-    title: str
-    cells: Sequence[Cell]  # those that differ only in `axis` are joined by a line
-    what: str  # "time", "roof" (share of it), "ratio" (time over it) or "memory"
-    axis: int = 0  # the rows
 
 
 def color_of(name: str) -> str:
@@ -71,122 +63,80 @@ def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def for_bench(results: Results, path: Path) -> list[Path]:
-    """`path`'s name with _time, _roof and _memory: each as .svg and .png."""
-    made, groups = [], results.groups()
-    for what in ("time", "roof"):
-        panels = [Panel(f"{direction}, {dtype}", cells, what) for (direction, dtype), cells in groups.items()]
-        made += over_cells(results, panels, path.with_name(f"{path.stem}_{what}"), results.op.title)
-    largest = []  # of each direction
-    for cells in groups.values():
-        measured = [cell for cell in cells if len(results.points(cell)) > 1]
-        largest += sorted(measured, key=lambda cell: -math.prod(cell.shape))[:1]
-    return made + against_memory(results, largest, path.with_name(f"{path.stem}_memory"))
+    """`path`'s name with _roof, and with _memory for the largest cell of three dimensions: each as .svg and .png."""
+    groups = results.groups()
+    panels = {f"{direction}, {dtype}": cells for (direction, dtype), cells in groups.items()}
+    made = over_cells(results, panels, path.with_name(f"{path.stem}_roof"), results.op.title)
+    clouds = [cell for cell in results.cells if len(cell.shape) == 3 and len(results.points(cell)) > 1]
+    largest = max(clouds, key=lambda cell: (cell.direction == "forward+backward", math.prod(cell.shape)), default=None)
+    return made + (against_memory(results, largest, path.with_name(f"{path.stem}_memory")) if largest else [])
 
 
 def for_norms(results: Results, path: Path, most_n: int) -> list[Path]:
     """The share of the roof, for bf16 rows of at most `most_n`."""
-    groups = {d: cells for (d, dtype), cells in results.groups().items() if dtype == "bfloat16"}
-    panels = [Panel(d, [cell for cell in cells if cell.shape[1] <= most_n], "roof") for d, cells in groups.items()]
+    groups = {direction: cells for (direction, dtype), cells in results.groups().items() if dtype == "bfloat16"}
+    panels = {direction: [cell for cell in cells if cell.shape[1] <= most_n] for direction, cells in groups.items()}
     return over_cells(results, panels, path.with_suffix(""), "RMSNorm, bf16")
 
 
-def for_heads(results: Results, path: Path, headline: Cell, others: Mapping[str, Cell]) -> list[Path]:
-    """Time against memory at the headline cell, else at the largest one, and at `others`; a sweep over M and over V."""
-    cells = [c for cells in results.groups().values() for c in cells if c.direction == headline.direction]
-    clouds = [cell for cell in cells if not cell.ignored and len(results.points(cell)) > 1]
-    first = max(clouds, key=lambda cell: (cell == headline, math.prod(cell.shape)), default=None)
-    made = against_memory(results, [first] if first else [], path.with_suffix(""))
-    for name, cell in others.items():
-        if cell in clouds and cell != first:
-            made += against_memory(results, [cell], path.with_name(f"{path.stem}_{name}"))
-    lines = {axis: [c for c in cells if _without(c, axis) == _without(headline, axis)] for axis in (0, 2)}
-    if min(map(len, lines.values())) < 2:
-        return made
-    panels = [Panel("", line, what, axis) for what in ("ratio", "memory") for axis, line in lines.items()]
-    return made + over_cells(results, panels, path.with_name(f"{path.stem}_sweep"), "Linear cross entropy, bf16", 2)
+def for_heads(results: Results, path: Path, named: Mapping[str, Cell]) -> list[Path]:
+    """Time against memory at each of the cells that was measured, by what `path`'s name ends with."""
+    measured = {suffix: cell for suffix, cell in named.items() if len(results.points(cell)) > 1}
+    files = (against_memory(results, cell, path.with_name(path.stem + suffix)) for suffix, cell in measured.items())
+    return list(itertools.chain(*files))
 
 
-def _without(cell: Cell, axis: int) -> tuple:
-    return (*cell.shape[:axis], *cell.shape[axis + 1 :], cell.kind)
+# Share of the roof over cells -----------------------------------------------------------------------------------------
 
 
-# Values over cells ----------------------------------------------------------------------------------------------------
-
-
-def over_cells(results: Results, panels: Sequence[Panel], path: Path, title: str, columns: int = 1) -> list[Path]:
-    """A line per provider; `columns` panels side by side."""
-    names = results.providers(cell for panel in panels for cell in panel.cells)
+def over_cells(results: Results, panels: Mapping[str, Sequence[Cell]], path: Path, title: str) -> list[Path]:
+    """A panel for each title and its cells, one above the other, with a line per provider."""
+    names = results.providers(cell for cells in panels.values() for cell in cells)
     if not names:
         return []
-    rows = math.ceil(len(panels) / columns)
-    with _figure(0.9 + 2.7 * rows, results, title) as fig:
-        for ax, panel in zip(fig.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
-            _panel(ax, results, panel, styles(names))
+    with _figure(0.9 + 2.7 * len(panels), results, title) as fig:
+        for ax, (panel, cells) in zip(fig.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
+            _panel(ax, results, panel, cells, styles(names))
         return _save(fig, path)
 
 
-def _panel(ax: Any, results: Results, panel: Panel, looks: dict[str, dict]) -> None:
-    cells, what, axis = panel.cells, panel.what, panel.axis
-    scale, unit = results.scale(cells[0])
-    column, factor, label = {
-        "time": ("median_ms", scale, f"{UNITS[unit]} (log)"),
-        "roof": ("pct_of_roof", 1.0, "% of the roof"),
-        "ratio": ("pct_of_roof", 1.0, "time / three bare GEMMs (log)"),
-        "memory": ("peak_mb", 1e-3, "peak memory above inputs, GB (log)"),
-    }[what]
-    if what == "time":
-        looks = looks | {results.roof(cells[0]): ROOF}
-    segments = [list(of) for _, of in itertools.groupby(cells, lambda cell: _without(cell, axis))]
+def _panel(ax: Any, results: Results, title: str, cells: Sequence[Cell], looks: dict[str, dict]) -> None:
+    """Cells that differ in nothing but the rows are joined by a line."""
+    segments = [list(of) for _, of in itertools.groupby(cells, lambda cell: (cell.shape[1:], cell.kind))]
     at = {cell: i + gap for i, (gap, cell) in enumerate((gap, c) for gap, of in enumerate(segments) for c in of)}
     for segment, (name, look) in itertools.product(segments, looks.items()):
-        values = [(at[c], results.value(c, name, column)) for c in segment if not results.is_wrong(c, name)]
-        points = [(x, 100 / value if what == "ratio" else factor * value) for x, value in values if value]
+        values = [(at[c], results.value(c, name, "pct_of_roof")) for c in segment if not results.is_wrong(c, name)]
+        points = [(x, value) for x, value in values if value]
         ax.plot([x for x, _ in points], [y for _, y in points], label=name, **look)
-    if what == "roof":
-        ax.set_ylim(0, max(105, ax.get_ylim()[1]))
-    else:
-        _log_axis(ax, "y")
-    if what in ("roof", "ratio"):
-        ax.axhline(100 if what == "roof" else 1, **ROOF)
-    ticks = {at[cell]: _size(cell.shape[axis], axis) for cell in cells}
+    ax.set_ylim(0, max(105, ax.get_ylim()[1]))
+    ax.axhline(100, **ROOF)
+    ticks = {at[cell]: f"{m / 1024:.3g}k" if (m := cell.shape[0]) >= 1024 else str(m) for cell in cells}
     for segment in segments if len(segments) > 1 else ():  # below its first cell: what a line has in common
         common = [f"{dim.upper()} {n}" for dim, n in zip(results.op.dims, segment[0].shape, strict=True)]
-        ticks[at[segment[0]]] += "\n".join(["\n", *common[:axis], *common[axis + 1 :]])
+        ticks[at[segment[0]]] += "\n".join(["\n", *common[1:]])
     ax.set_xticks(list(ticks), list(ticks.values()), fontsize=5.5 if len(ticks) > 20 else 7)
-    ax.set_xlabel(results.op.dims[axis].upper())
-    ax.set_ylabel(label)
-    ax.set_title(panel.title, loc="left")
+    ax.set_xlabel("M")
+    ax.set_ylabel("% of the roof")
+    ax.set_title(title, loc="left")
     ax.grid(alpha=0.25, linewidth=0.5)
-
-
-def _size(n: int, axis: int) -> str:
-    """ "8k"; k is 1000 for vocabularies, which are no powers of two."""
-    k = 1000 if axis == 2 else 1024
-    return f"{n / k:.3g}k" if n >= k else str(n)
 
 
 # Time against memory --------------------------------------------------------------------------------------------------
 
 
-def against_memory(results: Results, cells: Sequence[Cell], path: Path) -> list[Path]:
-    """A panel for each cell with a point per provider; below and left is better, above our line is dominated."""
-    if not cells:
-        return []
-    with _figure(5.6 if len(cells) == 1 else 4.6, results, results.op.title) as fig:
-        axes = fig.subplots(1, len(cells), squeeze=False)[0]
-        drawn = [_cloud(ax, results, cell) for ax, cell in zip(axes, cells, strict=True)]
+def against_memory(results: Results, cell: Cell, path: Path) -> list[Path]:
+    """A point per provider; below and left is better, above our line is dominated."""
+    with _figure(5.6, results, results.op.title) as fig:
+        ax = fig.subplots()
+        points = _cloud(ax, results, cell)
         _save(fig, path)  # the layout decides where points are
-        for ax, points in zip(axes, drawn, strict=True):
-            _label(ax, points)
+        _label(ax, points)
         return _save(fig, path)
 
 
 def _cloud(ax: Any, results: Results, cell: Cell) -> dict[str, tuple[float, float]]:
     """The points that were drawn, by name."""
-    scale, unit = results.scale(cell)
-    found = results.points(cell)
-    memory, gb = ("GB", 1.0) if max(gb for _, gb in found.values()) >= 1 else ("MB", 1e3)
-    points = {name: (gb * size, scale * ms) for name, (ms, size) in found.items()}
+    points = {name: (gb, ms) for name, (ms, gb) in results.points(cell).items()}
     for name, point in points.items():
         shape = dict(marker="D", s=40) if is_ours(name) else dict(marker="o", s=28)
         wrong = results.is_wrong(cell, name)
@@ -202,12 +152,12 @@ def _cloud(ax: Any, results: Results, cell: Cell) -> dict[str, tuple[float, floa
         xs, ys = [ours[0][0], *(x for x, _ in ours), ax.get_xlim()[1]], [ax.get_ylim()[1], *best, best[-1]]
         ax.step(xs, ys, where="post", color=COLORS["quackish"], linewidth=1, alpha=0.4, **kept)
     if roof := results.ms(cell, results.roof(cell)):
-        ax.axhline(scale * roof, **ROOF, label="three bare GEMMs" if len(cell.shape) == 3 else "roof")
+        ax.axhline(roof, **ROOF, label="three bare GEMMs" if cell.direction == "forward+backward" else "roof")
     if cell.direction == "forward+backward":
         m, h, v = cell.shape
-        ax.axvline(gb * 2e-9 * (v + m) * h, color="0.6", linestyle=":", linewidth=1, label="the gradients alone")
-    ax.set_xlabel(f"peak memory above inputs, {memory} (log)")
-    ax.set_ylabel(f"{UNITS[unit]} (log)")
+        ax.axvline(2e-9 * (v + m) * h, color="0.6", linestyle=":", linewidth=1, label="the gradients alone")
+    ax.set_xlabel("peak memory above inputs, GB (log)")
+    ax.set_ylabel("milliseconds (log)")
     sizes = (f"{dim.upper()} {n}" for dim, n in zip(results.op.dims, cell.shape, strict=True))
     ax.set_title(", ".join([cell.direction, *sizes, cell.dtype]) + cell.kind, loc="left")
     ax.grid(alpha=0.25, linewidth=0.5)

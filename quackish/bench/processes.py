@@ -4,15 +4,14 @@ The child reports a provider that raises or runs out of memory, and goes on. One
 address is permanent), aborts, exits or hangs ends the child: the supervisor knows what was in progress, records that
 provider as failed, and a new child measures the cell without it. Events of a child, the first word naming the kind:
 
-    ("ready", columns of the environment, names of the user's providers)
-    ("at", step), ("partial", provider, Measured), ("tell", provider, Measured), ...     of each cell
+    ("ready", columns of the environment)
+    ("at", step), ("tell", provider, Measured), ...     of each cell; the last about a provider counts
     ("done",) or ("broken", why)        at the cell's end; after "broken" the child ends: the CUDA context may be lost
 """
 
 import collections
 import dataclasses
 import faulthandler
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -23,21 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from quackish.bench.cells import Cell, Job
-from quackish.bench.environment import device_to_measure, origin
-from quackish.bench.measured import Measured, Memory, Run, reason
-from quackish.bench.operations import OPERATIONS, Operation
-from quackish.bench.providers_rms_norm import Provider
+from quackish.bench.environment import device_to_measure, environment
+from quackish.bench.measure import Measured, Memory, Run, reason
+from quackish.bench.operations import OPERATIONS
 
 START_S = 300.0  # for a worker to import torch and find the GPU
 DEATHS = 2  # after this many a provider is not tried again: each costs a new process, or a timeout
-# Steps that run every provider: if one of these dies, each provider is measured alone to find the culprit.
-SHARED = ("errors", "timing")
+SHARED = "timing"  # the step that runs every provider: after a death each is measured alone to find the culprit
 
 
 # The child ------------------------------------------------------------------------------------------------------------
 
 
-def serve(events: Connection, name: str, also: Path | None, commit: str | None, log: Path) -> None:
+def serve(events: Connection, commit: str | None, log: Path) -> None:
     """Measures the cells that come in until the other end is closed. What providers print goes to `log`."""
     if hasattr(os, "setsid"):  # a session of its own: Ctrl-C reaches the parent alone, which ends the child
         os.setsid()
@@ -46,12 +43,12 @@ def serve(events: Connection, name: str, also: Path | None, commit: str | None, 
             os.dup2(file.fileno(), output)
     faulthandler.enable()
     try:
-        op, device, own = OPERATIONS[name], device_to_measure(), functions_of(also)
+        device = device_to_measure()
         memory = Memory(device)
-        events.send(("ready", origin(device, commit), list(own)))
+        events.send(("ready", environment(device, commit)))
         while True:
             cell, providers, options = events.recv()
-            measure(op, cell, providers, events.send, own, memory=memory, device=device, **options)
+            measure(cell, providers, events.send, memory=memory, device=device, **options)
     except (EOFError, BrokenPipeError):  # the parent is gone
         return
     except Exception as error:
@@ -62,40 +59,17 @@ def serve(events: Connection, name: str, also: Path | None, commit: str | None, 
 
 
 def measure(
-    op: Operation,
-    cell: Cell,
-    providers: Sequence[str],
-    say: Callable[[tuple], None],
-    own: Mapping[str, Any],
-    backend: str = "auto",
-    **options: Any,
+    cell: Cell, providers: Sequence[str], say: Callable[[tuple], None], backend: str = "auto", **options: Any
 ) -> None:
     """One cell, as events. `options` are Run's."""
+    op = OPERATIONS[cell.op]
 
-    def load(name: str) -> object:
-        if name not in own:
-            return op.load(name, backend)
-        return Provider(name, *own[name]) if op.name == "rms_norm" else own[name]
+    def tell(name: str, found: Measured) -> None:
+        say(("tell", name, found))
 
-    told = {kind: lambda *what, kind=kind: say((kind, *what)) for kind in ("tell", "partial", "at")}
-    op.measure(cell, providers, Run(load=load, **told, **options))
+    run = Run(load=lambda name: op.load(name, backend), tell=tell, at=lambda step: say(("at", step)), **options)
+    op.measure(cell, providers, run)
     say(("done",))
-
-
-def functions_of(path: Path | None) -> dict[str, Any]:
-    """PROVIDERS of the user's Python file: for rms_norm pairs (forward, backward), else functions."""
-    if path is None:
-        return {}
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"--also {path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    providers = getattr(module, "PROVIDERS", None)
-    if not isinstance(providers, dict):
-        raise ValueError(f"--also {path}: has no dict PROVIDERS of names and functions")
-    return providers
 
 
 # The parent -----------------------------------------------------------------------------------------------------------
@@ -115,7 +89,7 @@ class Worker:
         self._process.start()
         other.close()
         try:
-            self.ready = self._next(START_S)[1:]
+            _, self.environment = self._next(START_S)
         except BaseException:  # interrupted while it starts
             self.close()
             raise
@@ -160,9 +134,7 @@ class Worker:
 class Supervisor:
     """One worker at a time, started when it is needed."""
 
-    op: str
     log: Path
-    also: Path | None = None
     commit: str | None = None
     timeout: float = 600.0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of Run, and "backend"
@@ -170,26 +142,24 @@ class Supervisor:
     deaths: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by provider
     _worker: Worker | None = None
 
-    def start(self) -> tuple[dict[str, str], list[str]]:
-        """The worker's environment, and the user's providers. RuntimeError if it does not start."""
+    def start(self) -> dict[str, str]:
+        """The worker's environment. RuntimeError if it does not start."""
         if self._worker is None:
             try:
-                self._worker = self.make(self.op, self.also, self.commit, self.log, timeout=self.timeout)
+                self._worker = self.make(self.commit, self.log, timeout=self.timeout)
             except WorkerDied as death:
                 raise RuntimeError(f"the process that measures does not start: {death}; see {self.log}") from None
-        return self._worker.ready
+        return self._worker.environment
 
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
 
-    def measure(
-        self, job: Job, at: Callable[[str], None], partial: Callable[[str, Measured], None] = lambda name, found: None
-    ) -> Iterator[tuple[str, Measured]]:
-        """The results of each provider, of the roof and of whatever else has a row.
+    def measure(self, job: Job, at: Callable[[str], None]) -> Iterator[tuple[str, Measured]]:
+        """What is known so far of each provider, of the roof and of its parts; the last about each counts.
 
-        `at` is told each step, `partial` what is known so far of a provider.
+        `at` is told each step.
         """
         given_up = [name for name in job.providers if self.deaths[name] >= DEATHS]
         yield from ((name, Measured(status=f"given up: {DEATHS} processes died of it")) for name in given_up)
@@ -197,29 +167,29 @@ class Supervisor:
         while todo:
             if not (names := todo.pop(0)):
                 continue
-            step, told = "start", set()
+            step, failed = "start", set()
             try:
                 self.start()
                 for kind, name, *found in self._worker.measure(job.cell, tuple(names), self.options):
                     if kind == "at":
                         step = name
                         at(step)
-                    elif kind == "partial":
-                        partial(name, *found)
-                    else:
-                        told.add(name)
-                        yield name, *found
+                        continue
+                    (known,) = found
+                    if known.status != "ok":
+                        failed.add(name)
+                    yield name, known
             except WorkerDied as death:
                 self.close()
-                left = [name for name in names if name not in told]
-                if step in names or (step in SHARED and len(left) == 1):
-                    culprit = step if step in names else left[0]
+                left = [name for name in names if name not in failed]
+                if step == SHARED and len(left) != 1:
+                    todo += [[name] for name in left]
+                elif step == SHARED or step in names:
+                    culprit = left[0] if step == SHARED else step
                     self.deaths[culprit] += 1
                     if culprit in left:
                         yield culprit, Measured(status=str(death))
                         left.remove(culprit)
                     todo.append(left)
-                elif step in SHARED:
-                    todo += [[name] for name in left]
                 else:  # no provider's fault: inputs that do not fit, a roof that fails
                     yield from ((name, Measured(status=f"{step}: {death}")) for name in left)

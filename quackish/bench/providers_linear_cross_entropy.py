@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quackish.bench.cells import OURS
+from quackish.bench.measure import imported
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -30,7 +31,7 @@ def _quack_logits() -> Loss:
     return lambda x, w, target: linear_cross_entropy_func(x, w, None, target, inplace_backward=True)
 
 
-def _liger(impl: str, accum_dtype: torch.dtype | None = None) -> Loss:
+def _liger(impl: str = "nvidia-triton", accum_dtype: torch.dtype | None = None) -> Loss:
     from liger_kernel.functional import fused_linear_cross_entropy
 
     return lambda x, w, target: fused_linear_cross_entropy(x, w, target, accum_dtype=accum_dtype, impl=impl)[0]
@@ -76,50 +77,41 @@ def _torch_chunked() -> Loss:
 
 SCHEDULES = {OURS: "auto"} | {f"{OURS}-{schedule}": schedule for schedule in ("stored", "chunked", "recompute")}
 _quack_base = functools.partial(_quack, use_scaled_exp=False, tuned=False)
-PEERS: dict[str, Callable[[], Loss]] = {
-    "quack": _quack,
-    **{f"quack-{rows}": functools.partial(_quack, rows) for rows in (2048, 8192)},
-    "quack-base": _quack_base,
-    **{f"quack-base-{rows}": functools.partial(_quack_base, rows) for rows in (1024, 2048, 8192, 16384)},
-    "quack-base-tuned": functools.partial(_quack, use_scaled_exp=False, tuned=True),
-    "quack-logits": _quack_logits,
-    "liger-cute-sm90": _liger_cute_sm90,
-    "liger-cute": functools.partial(_liger, "nvidia-cutedsl"),
-    "liger": functools.partial(_liger, "nvidia-triton"),
-    "liger-fp32": functools.partial(_liger, "nvidia-triton", torch.float32),
-    "liger-fp32-large": _liger_large_chunks,
-    "cce": _cce,
-    "torch": _torch,
-    "torch-compile": _torch_compile,
-    "torch-chunked": _torch_chunked,
+# What loads a peer, and what its name says; a number at a name's end is another size of chunks, in rows.
+PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
+    "quack": (
+        _quack,
+        "QuACK's default: chunks of 4096 rows, its scaled-exp kernels (Hopper, bf16, V a multiple of 128)",
+    ),
+    **{f"quack-{rows}": (functools.partial(_quack, rows), "") for rows in (2048, 8192)},
+    "quack-base": (_quack_base, "QuACK without scaled-exp kernels: cuBLAS, a row kernel, its own GEMM for dW"),
+    **{f"quack-base-{rows}": (functools.partial(_quack_base, rows), "") for rows in (1024, 2048, 8192, 16384)},
+    "quack-logits": (
+        _quack_logits,
+        "QuACK's F.linear and cross entropy of all logits at once; backward overwrites them",
+    ),
+    "liger-cute-sm90": (_liger_cute_sm90, "Liger's Hopper kernels, which hold all logits"),
+    "liger-cute": (functools.partial(_liger, "nvidia-cutedsl"), "liger with its CuTe row kernel"),
+    "liger": (_liger, "Liger's default: chunks around cuBLAS with its Triton row kernel; dW accumulates in bf16"),
+    "liger-fp32": (functools.partial(_liger, accum_dtype=torch.float32), "liger with dW accumulated in fp32"),
+    "liger-fp32-large": (_liger_large_chunks, "liger-cute with dW accumulated in fp32 and chunks 8 times as large"),
+    "cce": (_cce, "Apple's cut-cross-entropy; skips what is close to zero in the gradients"),
+    "torch": (_torch, "F.cross_entropy(F.linear(x, w), target), eager"),
+    "torch-compile": (_torch_compile, "the same under torch.compile"),
+    "torch-chunked": (_torch_chunked, "F.linear_cross_entropy, from torch 2.13 on"),
 }
-# What a name says of a peer, for the page; a number at a name's end is another size of chunks, in rows.
-ABOUT = {
-    "quack": "QuACK's default: chunks of 4096 rows, with its scaled-exp kernels (Hopper, bf16, V a multiple of 128)",
-    "quack-base": "QuACK without scaled-exp kernels: cuBLAS, a row kernel and its own GEMM for dW; chunks of 4096 rows",
-    "quack-base-tuned": "quack-base with its GEMM autotuned, which takes minutes",
-    "quack-logits": "QuACK's F.linear and cross entropy of all logits at once; backward overwrites them",
-    "liger-cute-sm90": "Liger's Hopper kernels, which hold all logits",
-    "liger-cute": "Liger's chunk loop around cuBLAS with its CuTe row kernel; dW accumulates in bf16",
-    "liger": "Liger's chunk loop around cuBLAS with its Triton row kernel, its default; dW accumulates in bf16",
-    "liger-fp32": "liger with dW accumulated in fp32",
-    "liger-fp32-large": "liger-cute with dW accumulated in fp32 and chunks 8 times as large",
-    "cce": "Apple's cut-cross-entropy; skips what is close to zero in the gradients",
-    "torch": "F.cross_entropy(F.linear(x, w), target), eager",
-    "torch-compile": "the same under torch.compile",
-    "torch-chunked": "F.linear_cross_entropy, from torch 2.13 on",
-}
+ABOUT = {name: about for name, (_, about) in PEERS.items() if about}
 CHUNKED = tuple(f"{OURS}-chunked-{rows}" for rows in (1024, 2048, 4096, 8192))
 RECOMPUTE = f"{OURS}-recompute-1024"  # memory for the logits of 1024 rows
 PROVIDERS = (*SCHEDULES, *CHUNKED, RECOMPUTE, *PEERS)
-# Beside the headline shape, where all are measured but what autotunes for minutes.
+# Beside the headline shape, where all are measured.
 MAIN = (
     *(OURS, f"{OURS}-chunked", f"{OURS}-recompute", "quack", "quack-base", "quack-logits", "liger-cute-sm90", "liger"),
     *("cce", "torch", "torch-compile"),
 )
 # With 65536 rows "quackish" is "quackish-chunked", and "quackish-stored" needs 18 GB. With 8192, chunks of 8192 are the
 # whole.
-LONG = tuple(n for n in PROVIDERS if n not in ("quack-base-tuned", f"{OURS}-stored", f"{OURS}-chunked"))
+LONG = tuple(n for n in PROVIDERS if n not in (f"{OURS}-stored", f"{OURS}-chunked"))
 ALL = tuple(n for n in PROVIDERS if n in (*SCHEDULES, *LONG) and n not in (f"{OURS}-chunked-8192", "quack-base-16384"))
 LOSS = (OURS, "quack", "quack-base", "cce", "torch")  # without grad schedules are the same
 HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-cute-sm90", "liger", "torch")
@@ -127,13 +119,17 @@ HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-c
 
 @functools.cache
 def load(name: str, backend: str = "auto") -> Loss:
-    """The provider of that name; "quackish-chunked-2048" is a schedule of ours with chunks of 2048 rows.
+    """The provider of that name, or the user's "module:attribute".
+
+    "quackish-chunked-2048" is a schedule of ours with chunks of 2048 rows.
 
     Ours come first in every cell: importing QuACK patches the DSL's tensor classes, and in the first cell, at least,
     ours compile before it.
     """
     if name in PEERS:
-        return PEERS[name]()
+        return PEERS[name][0]()
+    if ":" in name:
+        return imported(name)
     from quackish import linear_cross_entropy
 
     head, _, rows = name.rpartition("-") if name[-1].isdigit() else (name, "", "")

@@ -4,20 +4,19 @@ Every forward returns y and the rstd that a backward needs, every backward retur
 writes its inputs. Peers are imported when they are asked for, and their kernels compile on the first call.
 """
 
-import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quackish.bench.cells import OURS
+from quackish.bench.measure import imported
 
 EPS = 1e-6
 
 
-@dataclasses.dataclass(frozen=True)
-class Provider:
-    name: str
+class Provider(NamedTuple):
     forward: Callable[..., tuple[Tensor, Tensor]] | None  # (x, weight) -> (y, rstd)
     backward: Callable[..., tuple[Tensor, Tensor]]  # (dy, x, weight, rstd) -> (dx, dweight)
 
@@ -32,7 +31,7 @@ def _quackish(backend: str = "auto") -> Provider:
     def backward(dy, x, weight, rstd):
         return rms_norm_backward(dy, x, weight, rstd, backend=backend)[:2]
 
-    return Provider(OURS, forward, backward)
+    return Provider(forward, backward)
 
 
 def _quack() -> Provider:
@@ -46,7 +45,7 @@ def _quack() -> Provider:
     def backward(dy, x, weight, rstd):
         return rmsnorm_bwd(x, weight, dy, rstd)[:2]
 
-    return Provider("quack", forward, backward)
+    return Provider(forward, backward)
 
 
 def _liger_cute() -> Provider:
@@ -62,7 +61,7 @@ def _liger_cute() -> Provider:
         dx, dweight = _rms_norm_cutedsl_backward(dy, x, weight, rstd, False, CASTING_MODE_LLAMA)
         return dx, dweight.to(weight.dtype)
 
-    return Provider("liger-cute", forward, backward)
+    return Provider(forward, backward)
 
 
 def _liger_triton() -> Provider:
@@ -79,7 +78,7 @@ def _liger_triton() -> Provider:
         settings = calculate_settings(x.shape[-1])
         return rms_norm_backward(dy, x, weight, rstd, 0.0, CASTING_MODE_LLAMA, *settings, False, None)
 
-    return Provider("liger-triton", forward, backward)
+    return Provider(forward, backward)
 
 
 def _torch() -> Provider:
@@ -93,7 +92,7 @@ def _torch() -> Provider:
             return torch.autograd.grad(torch.nn.functional.rms_norm(leaves[0], (n,), leaves[1], EPS), leaves, dy)
         return torch.ops.aten._fused_rms_norm_backward(dy, x, [n], rstd.view(-1, 1), weight, [True, True])
 
-    return Provider("torch", forward, backward)
+    return Provider(forward, backward)
 
 
 # quackish comes first: importing QuACK patches the DSL's tensor classes, which must not reach what quackish compiles.
@@ -107,5 +106,7 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
 
 
 def load(name: str, backend: str = "auto") -> Provider:
-    """The provider of that name; raises what importing it raises."""
+    """The provider of that name, or the user's pair "module:attribute"; raises what importing it raises."""
+    if ":" in name:
+        return Provider(*imported(name))
     return _quackish(backend) if name == OURS else PROVIDERS[name]()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quackish import kernels, launch
-from quackish.bench.console import PlainLines
+from quackish.bench.console import progress
 from quackish.cli.dry_run import DryRun, Step
 from quackish.cli.operations import add_arguments as add_call
 from quackish.cli.operations import run_dry, which_gpu
@@ -70,8 +70,9 @@ def _resources(own: _Own, gpu: Gpu, notes: list[str], resources: Callable[..., R
     """Empty, with a note, if they cannot be read."""
     used: _Used = {}
     try:
-        with PlainLines(lambda: f"compiling kernel {len(used) + 1} of {len(own)} ...", _show):
+        with progress(len(own), sys.stderr) as show:
             for key in own:
+                show(len(used), "compiling kernels")
                 name, problem, choice = key
                 used[key] = resources(kernels.find(name, gpu), problem, choice.config, gpu.target)
     except (FileNotFoundError, ModuleNotFoundError) as error:
@@ -79,10 +80,6 @@ def _resources(own: _Own, gpu: Gpu, notes: list[str], resources: Callable[..., R
         notes.append(f"Registers and shared memory are left out: {why}")
         return {}
     return used
-
-
-def _show(line: object) -> None:
-    print(line, file=sys.stderr)
 
 
 # Sections ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 from quackish import kernels, launch, toolchain
-from quackish.bench.console import PlainLines
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun
 from quackish.cli.parser import Parser, Refused, one_of, positive
@@ -159,12 +158,10 @@ def _gpus(text: str) -> list[str]:
 
 
 def _with_progress(outcomes: Iterator[Outcome], total: int) -> Iterator[Outcome]:
-    """A line each, and some while none is done."""
-    number, started = 0, time.monotonic()
-    with PlainLines(lambda: f"[{number}/{total}] compiling, {time.monotonic() - started:.0f} s") as lines:
-        for number, outcome in enumerate(outcomes, 1):
-            lines.say(f"[{number}/{total}] {outcome.status:8} {_name(outcome)}")
-            yield outcome
+    """A line each."""
+    for number, outcome in enumerate(outcomes, 1):
+        print(f"[{number}/{total}] {outcome.status:8} {_name(outcome)}", flush=True)
+        yield outcome
 
 
 def _name(outcome: Outcome) -> str:

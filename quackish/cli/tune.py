@@ -17,6 +17,7 @@ results, in the same way for every call.
 import argparse
 import contextlib
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -126,14 +127,10 @@ def _without_spills(one: Problem, configs: Sequence[Any], gpu: Gpu, examine: Cal
 
 @contextlib.contextmanager
 def _progress(words: str, total: int) -> Iterator[Callable[..., None]]:
-    """A bar; what it yields takes a step, and may be given other words."""
-    try:
-        bar = progress()
-    except ImportError as error:
-        raise Refused(f"the progress bar needs rich ({error}); pip install 'quackish[bench]' brings it") from error
-    with bar:
-        task = bar.add_task(words, total=total)
-        yield lambda now=words: bar.update(task, advance=1, description=now)
+    """Yields advance(), a step further; it may be given other words."""
+    done = itertools.count(1)
+    with progress(total) as show:
+        yield lambda now=words: show(next(done), now)
 
 
 def _keep(one: Problem, outcome: search.Outcome, gpu: Gpu) -> None:

@@ -5,7 +5,6 @@ a GPU the same functions time plain calls with the host's clock; such numbers ar
 """
 
 import dataclasses
-import functools
 import math
 import random
 import statistics
@@ -37,38 +36,39 @@ class Times:
         return cls(statistics.median(samples), cuts[0], cuts[3])
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A call ready to be repeated: `run()` does it again, into the same `outputs` if it is a CUDA graph."""
+    """A call ready to be repeated."""
 
     run: Callable[[], object]
-    outputs: object
     is_graph: bool
 
 
 def prepare(fn: Callable[[], object], device: torch.device, warmup: int = 2) -> Work:
-    """Warms `fn` up and captures it as one CUDA graph; without a GPU, or if it cannot be captured, `fn` itself.
-
-    `outputs` is what `fn` returned: for a graph the tensors that every replay writes, else those of the last warm-up.
-    """
+    """Warms `fn` up and captures it as one CUDA graph; without a GPU, or if it cannot be captured, `fn` itself."""
     if device.type != "cuda":
-        return Work(fn, [fn() for _ in range(warmup)][-1], is_graph=False)
+        return Work(fn, is_graph=False)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(warmup):
-            outputs = fn()
+            fn()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):
-            captured = fn()
+            fn()
     except Exception:
         torch.cuda.synchronize(device)  # a broken context raises here; a mere refusal of capture does not
-        return Work(fn, outputs, is_graph=False)
+        return Work(fn, is_graph=False)
     graph.replay()
     torch.cuda.synchronize(device)
-    return Work(graph.replay, captured, is_graph=True)
+    return Work(graph.replay, is_graph=True)
 
 
 def interleave(
@@ -89,7 +89,7 @@ def interleave(
 
 def _round(works: Mapping[str, Callable[[], object]], device: torch.device, block: int) -> dict[str, list[float]]:
     if device.type != "cuda":
-        return {name: [_cpu_sample(run)[0][1] for _ in range(block)] for name, run in works.items()}
+        return {name: [_cpu_us(run) for _ in range(block)] for name, run in works.items()}
     cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
     events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "se"] for _ in range(block)] for name in works}
     for name, run in works.items():
@@ -109,49 +109,98 @@ def take_turns(
     seconds: float = 0.5,
     least: int = 5,
     on_error: Callable[[str, Exception], None] | None = None,
-    before: Callable[[str], None] = lambda name: None,
-    after: Callable[[str, object, Mapping[str, Times]], None] = lambda name, result, times: None,
+    after: Callable[[str, Mapping[str, Times]], None] = lambda name, times: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
     """Times long works, which allocate and may fail, as plain calls: one sample of each per turn, in random order.
 
-    The order differs from run to run. On a GPU, GEMMs run for LOAD_MS before each sample. `before` is called right
-    before a sample's clock starts, `after` with what the work returned and all times so far; neither is timed.
+    The order differs from run to run. On a GPU, GEMMs run for LOAD_MS before each sample. `after` each sample all times
+    so far are told.
 
     A work is done after `repeats` samples, or after `seconds` of them if `least` are good, so slow works get fewer. A
     sample is good if the caching allocator did not go to the driver; bad ones count only if no sample is good. A work
     that raises is left out, and `on_error` is told.
     """
     samples: dict[str, list[tuple[bool, float]]] = {name: [] for name in works}
-    failed: set[str] = set()
     shuffle = random.Random().shuffle
     load = _load(device) if device.type == "cuda" else None
 
     def wants_more(name: str) -> bool:
         good, spent = sum(clean for clean, _ in samples[name]), sum(us for _, us in samples[name]) / 1e6
-        return name not in failed and len(samples[name]) < repeats and (good < least or spent < seconds)
+        return len(samples[name]) < repeats and (good < least or spent < seconds)
 
-    def times() -> dict[str, Times]:
-        us = {name: [us for clean, us in of if clean] or [us for _, us in of] for name, of in samples.items()}
-        return {name: Times.of(of) for name, of in us.items() if of and name not in failed}
-
-    while turn := [name for name in works if wants_more(name)]:
+    while turn := [name for name in samples if wants_more(name)]:
         shuffle(turn)  # what ran before decides how warm the card is
         for name in turn:
-            begin = functools.partial(before, name)
             try:
-                sample, result = (
-                    _cuda_sample(works[name], device, load, begin) if load else _cpu_sample(works[name], clock, begin)
-                )
-                samples[name].append(sample)
-                after(name, result, times())
-                del result
+                work = works[name]
+                samples[name].append(_cuda_sample(work, device, load) if load else (True, _cpu_us(work, clock)))
+                after(name, _times_of(samples))
             except Exception as error:
                 if on_error is None:
                     raise
-                failed.add(name)
+                del samples[name]
                 on_error(name, error)
-    return times()
+    return _times_of(samples)
+
+
+def bursts(
+    works: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    count: int = 8,
+    seconds: float = 0.3,
+    on_error: Callable[[str, Exception], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Times]:
+    """Times works as a training loop runs them: bursts of calls back to back, `count` bursts of each in random order.
+
+    A sample is a burst of about `seconds`, timed as a whole and divided by its calls. Bursts follow each other without
+    synchronization: the card is never idle, and its clocks are those of steady work. Three rounds come first and are
+    thrown away: two of two calls each, which tell how many make a burst, and one of bursts. What is a good sample, and
+    what happens to a work that raises, is as in `take_turns`.
+    """
+    taken: dict[str, list[tuple]] = {name: [] for name in works}  # (start, end) of each burst
+    calls, order = dict.fromkeys(works, 2), random.Random()
+
+    def mark() -> tuple:
+        if device.type != "cuda":
+            return clock(), None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event, _driver_allocations(device)
+
+    def us_between(start: tuple, end: tuple) -> float:
+        if device.type != "cuda":
+            return 1e6 * (end[0] - start[0])
+        end[0].synchronize()
+        return 1e3 * start[0].elapsed_time(end[0])
+
+    for i in range(3 + count):
+        if i == 2:
+            calls = {name: max(1, round(2e6 * seconds / us_between(*of[1]))) for name, of in taken.items()}
+        for name in order.sample(list(taken), len(taken)):
+            try:
+                start = mark()
+                for _ in range(calls[name]):
+                    works[name]()
+                taken[name].append((start, mark()))
+            except Exception as error:
+                if on_error is None:
+                    raise
+                del taken[name]
+                on_error(name, error)
+    return _times_of(
+        {
+            name: [(start[1] == end[1], us_between(start, end) / calls[name]) for start, end in of[3:]]
+            for name, of in taken.items()
+        }
+    )
+
+
+def _times_of(samples: Mapping[str, Sequence[tuple[bool, float]]]) -> dict[str, Times]:
+    """Of good samples, or of bad ones where none is good."""
+    us = {name: [us for clean, us in of if clean] or [us for _, us in of] for name, of in samples.items()}
+    return {name: Times.of(of) for name, of in us.items() if of}
 
 
 def _load(device: torch.device) -> Callable[[], None]:
@@ -174,22 +223,19 @@ def _load(device: torch.device) -> Callable[[], None]:
     return lambda: multiply(times)
 
 
-def _cuda_sample(
-    run: Callable[[], object], device: torch.device, load: Callable[[], None], before: Callable[[], None]
-) -> tuple[tuple[bool, float], object]:
-    """Whether the allocator stayed away from the driver, and microseconds; then what `run` returned."""
+def _cuda_sample(run: Callable[[], object], device: torch.device, load: Callable[[], None]) -> tuple[bool, float]:
+    """Whether the allocator stayed away from the driver, and microseconds."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
     load()  # the host gets ahead meanwhile, as in a training step: GPU time and synchronization are what is timed
     for _ in range(2):  # a cold L2
         cold.zero_()
-    before()
     allocations = _driver_allocations(device)
     start.record()
-    result = run()
+    run()
     end.record()
     torch.cuda.synchronize(device)
-    return (_driver_allocations(device) == allocations, 1e3 * start.elapsed_time(end)), result
+    return _driver_allocations(device) == allocations, 1e3 * start.elapsed_time(end)
 
 
 def _driver_allocations(device: torch.device) -> tuple[int, int]:
@@ -197,10 +243,7 @@ def _driver_allocations(device: torch.device) -> tuple[int, int]:
     return stats.get("num_device_alloc", 0), stats.get("num_device_free", 0)
 
 
-def _cpu_sample(
-    run: Callable[[], object], clock: Callable[[], float] = time.perf_counter, before: Callable[[], None] = lambda: None
-) -> tuple[tuple[bool, float], object]:
-    before()
+def _cpu_us(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     start = clock()
-    result = run()
-    return (True, 1e6 * (clock() - start)), result
+    run()
+    return 1e6 * (clock() - start)
