@@ -37,10 +37,10 @@ def arguments(name: str, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, by: Supervisor | None, **options) -> Path:
+def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, by: Callable[..., Supervisor], **options) -> Path:
     """Measures the jobs; returns the CSV file. `options` are quackish.bench.measure.Run's."""
     path, append = args.out / f"{jobs[0].cell.op}.csv", getattr(args, "append", False)
-    return runner.run(jobs, path, page, append, args.commit, supervisor=by, backend=BACKEND, **options)
+    return runner.run(jobs, path, page, append, args.commit, supervised_by=by, backend=BACKEND, **options)
 
 
 def write_page(page: str, path: Path) -> None:

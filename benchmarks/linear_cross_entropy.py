@@ -9,7 +9,7 @@ python -m benchmarks.linear_cross_entropy --shapes 8192x4096x128256 --providers 
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import harness
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, by: Supervisor | None = None) -> Path:
+def main(argv: Sequence[str] | None = None, by: Callable[..., Supervisor] = Supervisor) -> Path:
     """Returns the CSV file."""
     args = parser().parse_args(argv)
     jobs = jobs_of(args, harness.device_to_measure().type == "cpu")

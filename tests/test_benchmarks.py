@@ -28,7 +28,10 @@ SHAPE, TRAIN = "8192 x 4096 x 128256", "forward+backward"
 
 
 class Here:
-    """Measures in this process, on the CPU."""
+    """Measures in this process, on the CPU, with the options that a worker would get."""
+
+    def __init__(self, log, commit, timeout, options):
+        self.options = options | {"backend": "auto", "rounds": 2}
 
     def start(self):
         return environment(CPU, "abc-dirty")
@@ -36,7 +39,7 @@ class Here:
     def measure(self, job, at):
         events = []
         names = [name for name in job.providers if name in ("quackish", "torch")]
-        processes.measure(job.cell, names, events.append, device=CPU, rounds=2)
+        processes.measure(job.cell, names, events.append, device=CPU, **self.options)
         yield from (found for kind, *found in events if kind == "tell")
 
     def close(self) -> None:
@@ -48,7 +51,7 @@ class Here:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
 def test_norms_write_rows_page_and_figure(tmp_path):
-    path = rms_norm.main(["--out", str(tmp_path)], Here())
+    path = rms_norm.main(["--out", str(tmp_path)], Here)
     assert [(r["shape"], r["direction"], r["provider"]) for r in read_rows(path)] == [
         (shape, direction, name)
         for shape in ("64x256", "64x1000")
@@ -64,11 +67,11 @@ def test_norms_write_rows_page_and_figure(tmp_path):
 def test_losses_write_rows_and_append_steady_ones_that_are_shown_beside(tmp_path):
     path = tmp_path / "linear_cross_entropy.csv"
     words = ["--shapes", "24x32x90", "--repeats", "2", "--out", str(tmp_path), "--providers", "quackish,torch"]
-    assert linear_cross_entropy.main(words, Here()) == path
+    assert linear_cross_entropy.main(words, Here) == path
     names = {"quackish", "torch", AGAIN, "three-gemms", "gemm-logits", "gemm-dx", "gemm-dw"}
     assert {row["provider"] for row in read_rows(path)} == names
     assert "steady" not in path.with_suffix(".md").read_text().partition("## Forward+backward")[2]
-    linear_cross_entropy.main([*words, "--steady", "--append"], Here())
+    linear_cross_entropy.main([*words, "--steady", "--append"], Here)
     rows = read_rows(path)
     steady = {row["provider"]: row for row in rows if row["direction"] == "steady"}
     assert len(rows) == len(names) + len(steady)
@@ -87,15 +90,15 @@ def test_a_file_of_others_is_not_appended_to(tmp_path):
     path = tmp_path / "linear_cross_entropy.csv"
     path.write_text("m,n\n1,2\n")
     with pytest.raises(ValueError, match="not a results file of quackish: it has no column date"):
-        linear_cross_entropy.main(["--out", str(tmp_path), "--append"], Here())
+        linear_cross_entropy.main(["--out", str(tmp_path), "--append"], Here)
     assert path.read_text() == "m,n\n1,2\n"
 
 
 def test_what_nobody_knows_is_refused():
     with pytest.raises(ValueError, match="--providers quakish: no such provider"):
-        linear_cross_entropy.main(["--providers", "quakish"], Here())
+        linear_cross_entropy.main(["--providers", "quakish"], Here)
     with pytest.raises(ValueError, match="--only 7x8x9: none of the shapes that are measured"):
-        linear_cross_entropy.main(["--only", "7x8x9"], Here())
+        linear_cross_entropy.main(["--only", "7x8x9"], Here)
 
 
 def jobs(*words: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def run(
     append: bool = False,
     commit: str | None = None,
     timeout: float = 600.0,
-    supervisor: Supervisor | None = None,
+    supervised_by: Callable[..., Supervisor] = Supervisor,
     **options: Any,
 ) -> Path:
     """Measures jobs of one operation; writes the CSV `path`, and the page and the figures beside it. Returns `path`.
@@ -37,7 +37,7 @@ def run(
         stack.enter_context(end_on_sigterm())
         log.write_bytes(b"")
         stack.callback(lambda: log.stat().st_size or log.unlink())
-        supervisor = supervisor or Supervisor(log, commit, timeout, options)
+        supervisor = supervised_by(log, commit, timeout, options)
         stack.callback(supervisor.close)
         rows = CsvLog(path, supervisor.start(), append)
         stack.callback(report.report, path, page)
