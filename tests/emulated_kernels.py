@@ -13,6 +13,7 @@ import torch
 
 from quackish.configs.choose import choose
 from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N
+from quackish.configs.lce_args import Ptr
 from quackish.configs.lce_cublas import TILE_N
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.gpu import H200
@@ -49,7 +50,7 @@ class Counted:
 
 
 def kernel_for(name, problem, gpu):
-    """In place of quackish.ops.kernel_for.kernel_for. Which arguments are absent is checked against the problem."""
+    """In place of quackish.ops.kernel_for.kernel_for. Which arguments are absent, and alignment, are checked."""
     kernel = KERNELS[name](problem)
 
     def launch(*args):
@@ -61,9 +62,10 @@ def kernel_for(name, problem, gpu):
 
 
 def checked(given, taken, where):
-    """The NamedTuple `taken` with the arguments given. The same ones must be None."""
+    """The NamedTuple `taken` with the arguments given. The same ones must be None, and addresses aligned as it says."""
     if not isinstance(taken, tuple):
         assert (given is None) == (taken is None), (where, given, taken)
+        assert not (isinstance(taken, Ptr) and taken.aligned and given % 16), (where, given, taken)
         return given
     assert type(given) in (tuple, type(taken)), (where, given, taken)
     assert len(given) == len(taken), (where, given, taken)

@@ -30,6 +30,7 @@ from lce_cases import (
 )
 from wrapper_tensor import Wrapper
 
+from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import first_classes, recompute_blocks, shared_storage
 from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy import autograd
@@ -399,6 +400,18 @@ def test_backwards_of_a_retained_graph_from_several_threads(schedule, reduction,
             runs = threads.map(functools.partial(torch.autograd.grad, loss, [x, w], retain_graph=True), given)
             for got, expected in zip(runs, want, strict=True):
                 assert all(map(same_bits, got, expected))
+
+
+@pytest.mark.parametrize("schedule", ["stored", "recompute"])
+def test_a_backward_beside_another_counts_with_tickets_of_its_own(schedule, path):
+    x, w, target, _ = path.case()
+    loss = path.call(x, w, target, schedule=schedule)
+    want = torch.autograd.grad(loss, [x, w], retain_graph=True)
+    state = loss.grad_fn.saved.state
+    tickets = state.tensor(state.tickets, NUM_TICKETS).fill_(1)  # as in the middle of another backward
+    got = torch.autograd.grad(loss, [x, w], retain_graph=True)
+    assert all(map(same_bits, got, want))
+    assert (tickets == 1).all()
 
 
 def test_a_result_that_is_dropped_frees_what_its_node_keeps(path):
