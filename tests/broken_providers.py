@@ -29,11 +29,6 @@ def raises(*tensors):
 
 
 @pair
-def memory(*tensors):
-    raise torch.cuda.OutOfMemoryError("no memory")
-
-
-@pair
 def aborts(*tensors):
     os.abort()
 

@@ -477,10 +477,8 @@ def exp(p):
         out = torch.zeros(rows, n)
         if p.kind == "softmax":
             row_shift, target_logit = (memory(t, FP32, (rows,)) for t in (a.row_shift, a.target_logit))
-            row_max_bits, flags = (
-                memory(a.row_max_bits, I32, (rows,)),
-                memory(a.flags, I32, (1 + -(-rows // ROW_TILE),)),
-            )
+            row_max_bits = memory(a.row_max_bits, I32, (rows,))
+            flags = memory(a.flags, I32, (1 + -(-rows // ROW_TILE),))
             part_sum, part_wsum = (memory(t, FP32, (rows, 2 * a.tiles)) for t in (a.part_sum, a.part_wsum))
             for c in range(0, n, TILE_N):
                 part, tile = z[:, c : c + TILE_N], a.tile0 + c // TILE_N

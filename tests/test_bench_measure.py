@@ -11,7 +11,7 @@ from quackish.bench.measure import Measured, Memory, Run
 from quackish.bench.measure_linear_cross_entropy import CONFIDENCE, Data, Truth, dlogits_of
 from quackish.bench.operations import LINEAR_CROSS_ENTROPY, OPERATIONS
 from quackish.bench.providers_linear_cross_entropy import IGNORED
-from quackish.bench.providers_rms_norm import Provider, load
+from quackish.bench.providers_rms_norm import load
 from quackish.launch import compile as compiling
 from quackish.testing.timing import Times, bursts, interleave, prepare, take_turns
 
@@ -295,22 +295,6 @@ def test_standing_memory_is_charged_to_each_provider_of_the_library_that_holds_i
         told = measure("linear_cross_entropy", (24, 32, v), "forward+backward", providers, memory=memory)
         found = {name: (f.peak_bytes, f.standing_bytes) for name, f in told.items() if f.peak_bytes is not None}
         assert found == {"one": (50, 40), "one-more": (43, 40), "two": (102, 100), "three": (5, 0)}
-
-
-def test_standing_memory_of_a_norm():
-    memory, kept = Counted(), []
-
-    def backward(dy, x, weight, rstd):
-        if not kept:
-            kept.append(memory.allocate(4000))
-        memory.allocate(500)
-        memory.allocate(-500)
-        return load("quackish").backward(dy, x, weight, rstd)
-
-    providers = {"quackish": "quackish", "holds": Provider(None, backward)}
-    for m in (4, 9):
-        told = measure("rms_norm", (m, 32), "backward", providers, memory=memory, rounds=1)
-        assert (told["holds"].peak_bytes, told["holds"].standing_bytes, told["quackish"].peak_bytes) == (4500, 4000, 0)
 
 
 @pytest.mark.gpu

@@ -30,8 +30,6 @@ def test_models_have_norms_and_heads_and_a_shape_of_several_is_measured_once():
 
 def test_patterns_name_models():
     assert [model.name for model in find(["gemma3-1*", "llama3-8b"])] == ["llama3-8b", "gemma3-1b", "gemma3-12b"]
-    with pytest.raises(ValueError, match="--model gpt5: no such model; there are llama3-8b"):
-        find(["llama3-8b", "gpt5"])
     with pytest.raises(ValueError, match=r"--tokens 9999999999: llama3-8b is 9999999999x4096; expected sizes below"):
         wanted(RMS_NORM, ["llama3-8b"], [9999999999], [])
 
@@ -47,8 +45,6 @@ def test_what_is_no_shape_is_told(shape):
 def test_providers_are_matched_by_patterns():
     names = LINEAR_CROSS_ENTROPY.matching(["mine:loss", "torch*", "quackish", "quackish-chunked-777"])
     assert names == ("quackish-chunked-777", "quackish", "torch", "torch-compile", "torch-chunked", "mine:loss")
-    with pytest.raises(ValueError, match="--providers quakish: no such provider; there are quackish, "):
-        RMS_NORM.matching(["quakish"])
 
 
 def test_a_row_has_the_columns_that_the_readme_explains():

@@ -94,25 +94,6 @@ def test_a_file_of_others_is_not_appended_to(tmp_path):
     assert path.read_text() == "m,n\n1,2\n"
 
 
-def test_what_nobody_knows_is_refused():
-    with pytest.raises(ValueError, match="--providers quakish: no such provider"):
-        linear_cross_entropy.main(["--providers", "quakish"], Here)
-    with pytest.raises(ValueError, match="--only 7x8x9: none of the shapes that are measured"):
-        linear_cross_entropy.main(["--only", "7x8x9"], Here)
-
-
-def jobs(*words: str) -> list[str]:
-    args = linear_cross_entropy.parser().parse_args(words)
-    found = linear_cross_entropy.jobs_of(args, on_cpu=False)
-    return [f"{job.cell.direction} {job.cell.shape[0]}{job.cell.kind}" for job in found]
-
-
-def test_one_shape_of_the_bars_alone_and_steady():
-    expected = [f"{TRAIN} 8192", "forward 8192", f"{TRAIN} 8192 80% ignored", f"{TRAIN} 8192 confident"]
-    assert jobs("--only", "8192x4096x128256,65536x4096x128256") == [*expected, f"{TRAIN} 65536"]
-    assert jobs("--steady") == [f"steady {m}" for m in (8192, 4096, 8192, 1024, 16384, 65536)]
-
-
 def test_every_peer_of_a_case_is_known_and_described():
     for job in (*linear_cross_entropy.BARS, *linear_cross_entropy.HOST):
         assert len(set(job.providers)) == len(job.providers)

@@ -112,15 +112,6 @@ def test_damaged_file_is_compiled_again(folder, name):
     assert silently(use) == "loaded"
 
 
-def test_a_folder_in_place_of_a_file_is_compiled_again(folder):
-    use()
-    (file,) = folder.iterdir()
-    file.unlink()
-    file.mkdir()
-    with pytest.warns(RuntimeWarning, match="is not used"), pytest.warns(RuntimeWarning, match=MEMORY_ONLY):
-        assert use() == "compiled"
-
-
 def test_a_fifo_does_not_block(folder):
     use()
     (file,) = folder.iterdir()
@@ -187,12 +178,6 @@ def test_folder_that_cannot_be_made(folder, monkeypatch, below, why):
     assert compiling.obtain(request)[1:] == ("not stored", why)
     (outcome,) = parallel.compile_all([request], jobs=1)
     assert outcome[1:] == ("not stored", why)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_read_only_folder(folder):
-    folder.mkdir(mode=0o500)
-    check_memory_only("Permission denied")
 
 
 def test_write_that_fails_leaves_nothing(folder, monkeypatch):

@@ -16,7 +16,6 @@ from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem
 from quackish.errors import UnsupportedError
 from quackish.gpu import H200
-from quackish.launch import objects
 
 
 @pytest.fixture(autouse=True)
@@ -45,15 +44,7 @@ def the_problem(section, *args, **given):
 def test_all_is_well(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for part in (
-        "Versions",
-        "torch",
-        "Operations",
-        "ok; errors y",
-        "the same bits twice",
-        "Cache",
-        "No problem found.",
-    ):
+    for part in ("Versions", "Operations", "ok; errors y", "the same bits twice", "Cache", "No problem found."):
         assert part in out
     assert "WRONG" not in out
     assert main(["doctor", "--json"]) == 0
@@ -150,12 +141,6 @@ def test_a_compiler_that_is_missing_or_does_not_fit():
     assert "This driver has CUDA 11.8: install a newer one" in said
 
 
-def test_no_linker(monkeypatch):
-    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    monkeypatch.setattr(objects, "_LINKERS", ())
-    assert any("no linker" in note for note in found(doctor.compiler)[1])
-
-
 # Cache and tables
 
 
@@ -178,11 +163,10 @@ def test_a_cache_that_cannot_be_used(machine, monkeypatch):
     assert "QUACKISH_CACHE=0 turns the cache off" in found(doctor.cache_health)[1][0]
 
 
-def test_kernels_of_other_versions(monkeypatch):
+def test_kernels_of_other_versions():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     from test_cli_cache import store
 
-    monkeypatch.setattr("quackish.launch.cache._STARTED", float("inf"))
     store(2, cpu="another")
     store(3)
     problems, (note,) = found(doctor.cache_health)
@@ -246,16 +230,14 @@ def test_an_operation_that_takes_the_portable_path(on_cpu):
     assert said == "rms_norm takes the portable path on cpu, where kernels should run. rms_norm: no reason."
 
 
-@pytest.mark.parametrize("op, name", [("rms_norm", "dweight"), ("rms_norm", "y"), ("linear_cross_entropy", "loss")])
-def test_wrong_results(op, name, on_cpu):
-    said = the_problem(doctor.operations, operation(op, lambda results: results[name].mul_(1.02)))
+@pytest.mark.parametrize(
+    "op, name, factor, off",
+    [("rms_norm", "dweight", 1.02, 2), ("rms_norm", "dx", torch.nan, "inf"), ("linear_cross_entropy", "loss", 1.02, 2)],
+)
+def test_wrong_results(op, name, factor, off, on_cpu):
+    said = the_problem(doctor.operations, operation(op, lambda results: results[name].mul_(factor)))
     assert said.startswith(f"{op} on ")
-    assert f"gives wrong results: {name} is off by 2" in said
-
-
-def test_nan_is_wrong(on_cpu):
-    said = the_problem(doctor.operations, operation("rms_norm", lambda results: results["dx"][0].fill_(torch.nan)))
-    assert "dx is off by inf" in said
+    assert f"gives wrong results: {name} is off by {off}" in said
 
 
 @pytest.mark.parametrize("path", [KERNELS, PORTABLE])

@@ -50,12 +50,6 @@ def test_an_import_that_initialises_cuda(capsys):
     assert "FAIL" in lines[0]
 
 
-def test_import_in_a_process():
-    measured = first_use._in_a_process("import")
-    assert measured["cuda_initialized"] is False
-    assert measured["seconds"] > 0
-
-
 def test_first_call_in_a_process(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     cold = first_use._in_a_process("rms_norm", str(tmp_path / "cache"))

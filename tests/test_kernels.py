@@ -2,9 +2,9 @@
 
 import pytest
 
-from quackish import kernels, launch
 from quackish.cli import operations
 from quackish.cli.parser import Parser
+from quackish.configs.choose import analytical
 from quackish.configs.rms_norm import (
     MAX_N,
     MAX_N_TWO_SUMS,
@@ -14,7 +14,8 @@ from quackish.configs.rms_norm import (
     rms_norm_fwd_config,
 )
 from quackish.errors import UnsupportedError
-from quackish.gpu import B200, B300, H200
+from quackish.gpu import B300, H200
+from tests.variants import check_compiles, on_gpus, some
 
 BF16, FP32 = "bfloat16", "float32"
 # Both sides of the thresholds in configs/rms_norm.py, and rows that divide badly.
@@ -52,25 +53,17 @@ def backward_problems():
         yield RmsNormBwdProblem(n, FP32, FP32, weight_dtype=FP32, dx_dtype=FP32, dweight_dtype=FP32)
 
 
-def check(name, problem, config, gpu, ctas_per_sm):
-    used = launch.resources(kernels.find(name, gpu), problem, config, gpu.target)
-    assert used.stack_bytes == used.local_loads == used.local_stores == 0, (used, config)
-    assert used.smem_bytes <= gpu.smem_bytes, (used, config)
-    assert ctas_per_sm * (used.smem_bytes + 1024) <= gpu.smem_bytes_per_sm, (used, config)
-    assert ctas_per_sm * config.threads * used.registers <= 65_536, (used, config)
+def problems():
+    yield from (("rms_norm_fwd", problem) for problem in forward_problems())
+    yield from (("rms_norm_bwd", problem) for problem in backward_problems())
 
 
-@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.target)
-@pytest.mark.parametrize("problem", list(forward_problems()), ids=str)
-def test_forward_compiles(problem, gpu):
-    check("rms_norm_fwd", problem, rms_norm_fwd_config(problem, gpu), gpu, ctas_per_sm=1)
-
-
-@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.target)
-@pytest.mark.parametrize("problem", list(backward_problems()), ids=str)
-def test_backward_compiles(problem, gpu):
-    config = rms_norm_bwd_config(problem, gpu)
-    check("rms_norm_bwd", problem, config, gpu, config.ctas_per_sm)
+@pytest.mark.parametrize(
+    "name, problem, gpu", list(some(on_gpus(problems()), 5)), ids=lambda of: getattr(of, "target", str(of))
+)
+def test_compiles(name, problem, gpu):
+    config = analytical(name, problem, gpu).config
+    check_compiles(name, problem, config, gpu, getattr(config, "ctas_per_sm", 1))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +71,10 @@ def test_backward_compiles(problem, gpu):
     [
         "rms_norm 8192x4096 --residual --bias",
         "linear_cross_entropy 4096x2048x32000 --bias",
-        "linear_cross_entropy 4096x2048x32000 --dtype fp16 --reduction none --softcap 30",
+        pytest.param(
+            "linear_cross_entropy 4096x2048x32000 --dtype fp16 --reduction none --softcap 30",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_compiles_for_b300(call):
@@ -89,7 +85,7 @@ def test_compiles_for_b300(call):
     found = {(step.kernel, step.problem, step.choice.config) for step in steps if step.choice is not None}
     assert len(found) >= 2
     for name, problem, config in found:
-        check(name, problem, config, B300, ctas_per_sm=1)
+        check_compiles(name, problem, config, B300)
 
 
 def test_rows_beyond_the_longest_are_refused():

@@ -145,12 +145,6 @@ def test_recomputed_blocks_are_few():
     assert len(recompute_blocks(1024, 128_256, 4096, 2, scratch_columns(1024, False, False))) == 3
 
 
-def test_columns_of_scratch():
-    assert [scratch_columns(m, False, False) for m in (1024, 8192, 10**6)] == [16_384, 2816, 2816]
-    assert [scratch_columns(m, False, True) for m in (1024, 8192, 10**6)] == [49_152, 6144, 2816]
-    assert [scratch_columns(m, True, False) for m in (1024, 8192, 10**6)] == [131_072, 16_384, 2816]
-
-
 # The portable path ---------------------------------------------------------------------------------------------------
 
 

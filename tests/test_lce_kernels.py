@@ -6,14 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quackish import kernels, launch
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_args import GatherArgs, RowsArgs, SortArgs, TargetsArgs
 from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRescaleProblem, LceWarpsConfig
 from quackish.configs.lce_rows import (
     NO_SLOT,
     WIDE_BIAS,
-    LceBiasConfig,
     LceBiasProblem,
     LceCompactConfig,
     LceCompactProblem,
@@ -30,13 +28,12 @@ from quackish.configs.lce_rows import (
     lce_bias_config,
     lce_gather_config,
 )
-from quackish.gpu import B200, H200
 from quackish.ops.linear_cross_entropy.exp_logits import order_by_class
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.reference import linear_cross_entropy as reference
-from quackish.testing.errors import error, same_bits
+from quackish.testing.errors import same_bits
 from tests.emulated_kernels import HUGE, cut_off, decode, encode
-from tests.variants import some
+from tests.variants import check_compiles, on_gpus, some
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -53,7 +50,7 @@ def problems():
         yield "lce_compact", LceCompactProblem(target, weight, "weights"), LceCompactConfig(), 1
     for divisor in ("one", "float", "tensor"):
         yield "lce_compact", LceCompactProblem("int64", None, divisor), LceCompactConfig(), 1
-    for h in (8, 264, 1000, 1024, 4096, 4104, 16_384):
+    for h in (8, 264, 1000, 4096, 16_384):
         yield "lce_gather", LceGatherProblem(h, "bfloat16", "int64"), LceRowsConfig(), 4
         everything = LceGatherProblem(h, "float16", "int32", "float32", "float32", True, True, x_aligned=False)
         yield "lce_gather", everything, lce_gather_config(everything), 4
@@ -74,9 +71,7 @@ def problems():
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
     for how in itertools.product((False, True), repeat=3):
         yield "lce_sort", LceSortProblem(*how), LceSortConfig(), 2
-    for h, dtype, aligned in itertools.product(
-        (8, 264, 1000, 2048, 4096, 16_384), ("bfloat16", "float32"), (True, False)
-    ):
+    for h, dtype, aligned in itertools.product((8, 1000, 4096, 16_384), ("bfloat16", "float32"), (True, False)):
         for rest in (False, True) if dtype == "bfloat16" else (False,):
             problem = LceTargetsProblem(h, "bfloat16", dtype, aligned, rest)
             yield "lce_targets", problem, LceTargetsConfig(), 3
@@ -108,26 +103,18 @@ def problems():
     yield "lce_scatter", LceScatterProblem(4096, "float32", row_scale=True), LceRowsConfig(), 4
 
 
-@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.target)
-@pytest.mark.parametrize("name, problem, config, ctas_per_sm", list(some(problems(), 12)), ids=str)
+@pytest.mark.parametrize(
+    "name, problem, config, ctas_per_sm, gpu",
+    list(some(on_gpus(problems()), 13)),
+    ids=lambda of: getattr(of, "target", str(of)),
+)
 def test_compiles(name, problem, config, ctas_per_sm, gpu):
-    used = launch.resources(kernels.find(name, gpu), problem, config, gpu.target)
-    assert used.stack_bytes == used.local_loads == used.local_stores == 0, used
-    assert ctas_per_sm * (used.smem_bytes + 1024) <= gpu.smem_bytes_per_sm, used
-    assert ctas_per_sm * config.threads * used.registers <= 65_536, used
+    check_compiles(name, problem, config, gpu, ctas_per_sm)
 
 
 def test_scaled_rows_know_no_label_smoothing():
     with pytest.raises(ValueError, match='expected "coefs"'):
         LceRowsProblem(True, "scale", label_smoothing=True)
-
-
-@pytest.mark.parametrize("n", [1, 8, 1000, 32_767, 32_768, 128_256])
-def test_bias_slices_cover_the_columns(n):
-    config = lce_bias_config(LceBiasProblem("bfloat16", True, False, wide=n >= WIDE_BIAS))
-    assert (config.num_ctas(n) - 1) * config.lanes * 8 < n <= config.num_ctas(n) * config.lanes * 8
-    assert config.threads % config.lanes == 0
-    assert isinstance(config, LceBiasConfig)
 
 
 # On a GPU -----------------------------------------------------------------------------------------------------------
@@ -472,17 +459,6 @@ def test_stats(lce, m, v):
         chunk.check_stats()
 
 
-@pytest.mark.gpu
-def test_a_confident_row_keeps_its_digits(lce):
-    a = random(100, 1000) + 50
-    target = targets(100, 1000)
-    margin = torch.linspace(5, 20, 100, device="cuda")
-    a.scatter_(1, target[:, None], (a.amax(1) + margin)[:, None])
-    chunk = Chunk(a, target)
-    chunk.run(lce, True, "none")
-    chunk.check_stats(rtol=1e-5, atol=3e-7)
-
-
 def incoming(kind, m):
     return {"one": None, "scalar": torch.tensor(0.37, device="cuda"), "rows": random(m, seed=7)}[kind]
 
@@ -516,15 +492,6 @@ def test_coefs(lce, weighted, label_smoothing, kind, stats):
         after = chunk.coefs[chunk.live : chunk.padded]
         assert torch.equal(after, torch.tensor([HUGE, 0, 0, 0], device="cuda").expand_as(after))
         assert untouched(chunk.coefs[chunk.padded :])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("offset", [0.0, 100.0, 1e4, -3e4])
-def test_coefs_of_large_logits_are_exact(lce, offset):
-    chunk = Chunk(random(100, 1000, scale=4.0) + offset, targets(100, 1000))
-    chunk.run(lce, True, "coefs")
-    row_shift, coef_softmax = chunk.coefs[:, :2].double().T[:, :, None]
-    close(coef_softmax * torch.exp(chunk.a.double() - row_shift), torch.softmax(chunk.a.double(), 1), 5e-6)
 
 
 def check_scale(lce, chunk, live_x, stats, *, z_loss=0.0, grad_loss=None, grad_lse=None, split=0, in_place=True):
@@ -725,28 +692,6 @@ def test_targets(lce, m, live, start, h, dw_dtype):
         again = before.clone()
         launch_targets(lce, x, sorted_cls, sorted_row, sorted_grad, args[2], start, v0, again)
         assert same_bits(again, dw)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("h", [8, 1000, 4104])
-def test_targets_add_what_rounding_took(lce, h):
-    m, v = 700, 300
-    args = sort_case(m, v, 650)
-    places = torch.full((v,), NO_SLOT, dtype=torch.int32, device="cuda")
-    launch_sort(lce, args, places)
-    *_, sorted_cls, sorted_row, sorted_grad = args
-    x, before = random(m, h, dtype=BF16), random(v, h, seed=9)
-    there = places != NO_SLOT
-    rest = torch.full((m, h), 12345, dtype=torch.int16, device="cuda")
-    rest[places[there].long()] = cut_off(before[there])
-    dw = before.to(BF16)
-    launch_targets(lce, x, sorted_cls, sorted_row, sorted_grad, args[2], 0, 0, dw, rest)
-    mine = (sorted_cls >= 0).nonzero()[:, 0]
-    classes = sorted_cls[mine].long()
-    want = before.double().index_add(0, classes, sorted_grad[mine, None].double() * x[sorted_row[mine].long()].double())
-    assert error(dw, want).norm <= 0.002
-    assert error(dw[there], want[there]).norm <= 1.01 * error(want[there].to(BF16), want[there]).norm
-    assert same_bits(dw[~there], before[~there].to(BF16))
 
 
 @pytest.mark.gpu

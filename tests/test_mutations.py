@@ -45,17 +45,9 @@ def test_a_mutation_that_does_not_fit_says_so(tmp_path):
 TOY = """
 def double(x):
     return 2 * x
-
-
-def is_stuck():
-    return False
 """
 TESTS = """
-import os
-import time
-
-import pytest
-from quackish.toy import double, is_stuck
+from quackish.toy import double
 
 
 def test_first():
@@ -66,82 +58,42 @@ def test_double():
     assert double(3) == 6
 
 
-def test_stuck():
-    while is_stuck():
-        time.sleep(0.01)
-
-
-def test_crash():
-    if double(1) != 2:
-        os.abort()
-
-
 def test_fails_anyway():
     assert double(3) == 7
-
-
-@pytest.mark.skip(reason="needs a GPU")
-def test_skipped():
-    pass
 """
 
 
-def toy(name, select, old="2 * x", new="3 * x"):
-    return mutations.Mutation(name, "quackish/toy.py", old, new, "tests/test_toy.py", select)
+def toy(name, select):
+    return mutations.Mutation(name, "quackish/toy.py", "2 * x", "3 * x", "tests/test_toy.py", select)
 
 
 @pytest.fixture
 def root(tmp_path):
-    for folder in ("quackish", "tests"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "quackish" / "__init__.py").touch()
-    (tmp_path / "quackish" / "toy.py").write_text(TOY)
-    (tmp_path / "tests" / "test_toy.py").write_text(TESTS)
+    for path, text in {"quackish/__init__.py": "", "quackish/toy.py": TOY, "tests/test_toy.py": TESTS}.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
     return tmp_path
 
 
 def test_what_kills_and_what_does_not(root, capsys):
     listed = [
-        toy("hangs", "stuck", "return False", "return True"),
         toy("killed", "first or double"),
         toy("survives", "first"),
-        toy("crashes", "crash"),
-        toy("wrong_syntax", "double", new="2 *"),
-        toy("needs_gpu", "skipped"),
         toy("fails_anyway", "fails_anyway"),
         toy("no_tests", "nowhere"),
     ]
     out = root / "out" / "table.md"
-    argv = ["--jobs", "2", "--timeout", "10", "--out", str(out)]
-    assert mutations.main(argv, listed, root) == 1
-    expected = {
-        "hangs": "timeout after 10 s",
-        "killed": "test_toy.py::test_double",
-        "survives": "SURVIVED",
-        "crashes": "crash with signal 6",
-        "wrong_syntax": "not run: pytest tests/test_toy.py -k 'double' ended with exit code 2",
-        "needs_gpu": "not run: needs a GPU",
-        "fails_anyway": "not run: without the mutation: test_toy.py::test_fails_anyway",
-        "no_tests": "not run: pytest tests/test_toy.py -k 'nowhere' ended with exit code 5",
-    }
-    printed = capsys.readouterr().out
-    assert "3 of 8 killed" in printed
-    lines = out.read_text().splitlines()
-    assert lines[0] == "| mutation | file | killed by |"
-    for line, (name, verdict) in zip(lines[2:], expected.items(), strict=True):
-        assert line.startswith(f"| `{name}` | `quackish/toy.py` | {verdict}")
-        assert re.search(rf"^{name} +quackish/toy\.py +{re.escape(verdict)}", printed, re.MULTILINE)
+    assert mutations.main(["--jobs", "2", "--out", str(out)], listed, root) == 1
+    assert "1 of 4 killed" in capsys.readouterr().out
+    for line, verdict in zip(
+        out.read_text().splitlines()[2:],
+        (
+            "test_toy.py::test_double",
+            "SURVIVED",
+            "not run: without the mutation: test_toy.py::test_fails_anyway",
+            "not run: pytest tests/test_toy.py -k 'nowhere' ended with exit code 5",
+        ),
+        strict=True,
+    ):
+        assert f"| `quackish/toy.py` | {verdict}" in line
     assert (root / "quackish" / "toy.py").read_text() == TOY
-
-    assert mutations.main(["--only", "killed", "crashes"], listed, root) == 0
-    assert "2 of 2 killed" in capsys.readouterr().out
-
-
-def test_list_and_mistakes(root, capsys):
-    assert mutations.main(["--list", "--only", "killed"], [toy("killed", "double"), toy("other", "first")], root) == 0
-    printed = capsys.readouterr().out
-    assert "killed (quackish/toy.py)\n    '2 * x' -> '3 * x'\n    tests/test_toy.py -k 'double'" in printed
-    assert "other" not in printed
-    with pytest.raises(SystemExit, match="2"):
-        mutations.main(["--only", "nothing"], [toy("killed", "double")], root)
-    assert "--only nothing: expected names of mutations; --list shows them" in capsys.readouterr().err

@@ -15,7 +15,6 @@ from quackish import toolchain
 from quackish.__main__ import main
 from quackish.cli import precompile
 from quackish.cli.parser import Parser, Refused
-from quackish.gpu import A100
 from quackish.launch import cache
 from quackish.launch import compile as compiling
 from quackish.launch.parallel import Outcome
@@ -95,14 +94,6 @@ def test_gpus_without_kernels_are_refused(capsys):
     assert "a100" not in out
 
 
-def test_where_this_gpu_has_no_kernels(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(precompile.operations, "which_gpu", lambda given: (A100, ""))
-    assert run("rms_norm 64x256") == (1, [])
-    out = capsys.readouterr().out
-    assert "nothing to compile: rms_norm 64x256 bfloat16 on A100: rms_norm: no kernel for sm_80" in out
-
-
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -156,7 +147,7 @@ def test_where_nothing_can_be_compiled_or_kept(folder, monkeypatch):
         run("rms_norm 64x256 --gpu h200")
 
 
-def test_what_goes_wrong_is_told(folder, capsys):
+def test_what_goes_wrong_is_told(capsys):
     def failing(requests, jobs):
         assert jobs == 2
         return (Outcome(request, "failed", "for a reason") for request in requests)
@@ -166,16 +157,6 @@ def test_what_goes_wrong_is_told(folder, capsys):
     assert "RmsNormFwd sm_90a n=256 x=bf16" in printed.err
     assert "failed: for a reason" in printed.err
     assert "0 compiled, 0 were there, 2 failed" in printed.out
-
-    def not_storing(requests, jobs):
-        yield Outcome(requests[0], "compiled", "")
-        yield Outcome(requests[1], "not stored", "No space left on device")
-
-    assert run("rms_norm 64x256 --gpu h200", not_storing)[0] == 1
-    printed = capsys.readouterr()
-    assert "2 kernels: 2 compiled, 0 were there, 0 failed" in printed.out
-    assert f"1 stored in {folder}\n" in printed.out
-    assert f"compiled 2, stored 1 in {folder}: No space left on device. " in printed.err
 
     def interrupted(requests, jobs):
         yield Outcome(requests[0], "compiled", "")
@@ -198,9 +179,8 @@ def test_kernels_that_cannot_be_stored_are_not_said_to_be_there(capsys, folder):
     assert "they are in" not in printed.out
 
 
-def test_on_disk_afterwards(capsys, monkeypatch):
+def test_on_disk_afterwards(capsys):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    monkeypatch.setattr(cache, "_STARTED", float("inf"))  # sources may be edited while tests run
     (request,) = precompile.requests_of("rms_norm_forward", "64x256", "h200")
     for first, last in (("compiled RmsNormFwd", "1 compiled, 0 were"), ("loaded   RmsNormFwd", "0 compiled, 1 were")):
         assert main(["precompile", "rms_norm_forward", "1000x256", "--gpu", "h200"]) == 0

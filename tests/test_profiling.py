@@ -92,16 +92,6 @@ def test_arguments_reach_the_kernel_and_its_error_the_caller():
     assert launch.counters.launches == counted + 1
 
 
-def test_a_kernel_that_is_not_described_is_recorded_without_work():
-    with quackish.profile() as p:
-        stand_in("Toy", NORM, None)(1, 2, 3)
-    (only,) = p.launches
-    assert (only.kernel, only.sizes, only.work) == ("Toy", {}, None)
-    p.roofs = ROOFS
-    assert p.rows()[0]["gb_per_s"] is None
-    assert "Toy" in str(p)
-
-
 class Cuda:
     """As much of torch.cuda as recording asks for, on a clock that each launch moves by 2 ms."""
 

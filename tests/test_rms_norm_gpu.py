@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from rms_norm_cases import LAYOUTS, assert_same
 
-from quackish import errors
 from quackish.configs import choose
-from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops import rms_norm_plans as plans
 from quackish.ops import workspace
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
@@ -120,12 +119,6 @@ def pytorch(case):
     return [y, *torch.autograd.grad(y, c.inputs, c.dy)]
 
 
-def assert_same(a, b):
-    assert len(a) == len(b)
-    for i, (one, other) in enumerate(zip(a, b, strict=True)):
-        assert same_bits(one, other), f"result {i}"
-
-
 # Numbers ------------------------------------------------------------------------------------------------------------
 
 NS = (1, 2, 3, 8, 100, 256, 257, 1000, 1024, 2048, 4096, 4097, 8192, 16384, 16392, 32768, 65536, 262144)
@@ -213,25 +206,10 @@ def test_more_than_2_to_the_31_elements(m, n):
 # Layouts ------------------------------------------------------------------------------------------------------------
 
 
-def of(*shape, seed=5):
-    return rows(shape, BF16, seed=seed, device="cuda")
-
-
-LAYOUTS = {
-    "slice of qkv": lambda n: of(2, 33, 3, 4, n)[:, :, 1],
-    "columns of a matrix": lambda n: of(264, 3 * n)[:, n : 2 * n].unflatten(0, (2, 33, 4)),
-    "expanded rows": lambda n: of(1, 1, 4, n).expand(2, 33, 4, n),
-    "unaligned": lambda n: of(264 * n + 1)[1:].view(2, 33, 4, n),
-    "three levels": lambda n: of(2, 4, 33, n).transpose(1, 2),
-    "columns first": lambda n: of(2, 33, n, 4).transpose(2, 3),
-    "expanded columns": lambda n: of(2, 33, 4, 1).expand(2, 33, 4, n),
-}
-
-
 @pytest.mark.parametrize("n", [128, 99])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, n):
-    t = LAYOUTS[name](n)
+    t = LAYOUTS[name](lambda *shape: rows(shape, BF16, seed=5, device="cuda"), 33, n)
     other = rows(t.shape, BF16, seed=3, device="cuda")
     w = weights(n, device="cuda").requires_grad_()
     for x, residual, dy in ((t, None, other), (other, None, t), (other, t, t), (t, t, other)):
@@ -356,23 +334,8 @@ def test_graphs_beside_each_other_and_beside_eager():
 
 
 @pytest.mark.parametrize("m, n", [(64, 1024), (2048, 4096)])
-def test_two_streams_at_once(m, n):
+def test_two_threads_and_streams_at_once(m, n):
     cases = [make_case(m, n, bias=FP32, seed=seed) for seed in (0, 50)]
-    want = [step(case) for case in cases]
-    streams = [torch.cuda.Stream() for _ in cases]
-    torch.cuda.synchronize()
-    got = []
-    for _ in range(30):
-        for case, stream in zip(cases, streams, strict=True):
-            with torch.cuda.stream(stream):
-                got.append(step(case))
-    torch.cuda.synchronize()
-    for i, results in enumerate(got):
-        assert_same(results, want[i % 2])
-
-
-def test_two_threads_at_once():
-    cases = [make_case(256, 1024, bias=FP32, seed=seed) for seed in (0, 50)]
     want = [step(case) for case in cases]
     torch.cuda.synchronize()
 
@@ -475,14 +438,3 @@ def test_compiled_into_cuda_graphs():
         y = compiled(case.x, case.weight, case.bias, backend="cute", **case.options)
         grads = torch.autograd.grad(y, case.inputs, case.dy)
         assert_same([t.clone() for t in (y, *grads)], want)
-
-
-def test_fp64_runs_the_portable_path_and_says_so():
-    errors._warned.clear()
-    choose.reload()
-    x = rows((5, 64), FP64, device="cuda")
-    with pytest.warns(PortablePathWarning, match="no kernel for x in float64"):
-        y = rms_norm(x, None)
-    torch.testing.assert_close(y, F.rms_norm(x, (64,)), rtol=1e-13, atol=1e-13)
-    with pytest.raises(UnsupportedError, match="no kernel for x in float64"):
-        rms_norm(x, None, backend="cute")

@@ -60,9 +60,3 @@ def test_runtime_library_of_the_compilers_own_variable(monkeypatch, anew):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     monkeypatch.setenv("CUTE_DSL_LIBS", "/opt/other.so:/opt/lib/libcute_dsl_runtime.so")
     assert toolchain.find().runtime == Path("/opt/lib/libcute_dsl_runtime.so")
-
-
-def test_unpacked_without_metadata(monkeypatch, anew):
-    cutlass = pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    monkeypatch.setattr("importlib.metadata.distributions", lambda **chosen: [])
-    assert toolchain.find().dsl == cutlass.__version__

@@ -57,12 +57,9 @@ def test_both_models_learn_the_same(tmp_path, token_bytes):
     assert "validation loss" in done.stdout
     assert any("CPU runs quackish's portable path" in line and "GPU" in line for line in done.stdout.splitlines())
     assert not done.stderr
-
-
-def test_the_same_seed_gives_the_same_numbers(tmp_path):
-    for name in ("a", "b"):
-        train_lm(*TINY, "--out", tmp_path / name)
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    if token_bytes == 1:  # the same seed gives the same numbers
+        train_lm(*TINY, "--out", tmp_path / "again")
+        assert losses(tmp_path / "again") == [ours, theirs, exact]
 
 
 def test_each_seed_is_trained_and_compared_with_fp32_logits(tmp_path):
@@ -96,28 +93,23 @@ train_lm.VARIANTS = (ours, dataclasses.replace(theirs, head_loss=rounded), exact
     assert "seed 3: loss at step 1" in done.stdout
 
 
-@pytest.mark.parametrize("stop", ["raise KeyboardInterrupt", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"])
-def test_a_run_that_is_stopped_still_reports(tmp_path, stop):
-    before = f"""
+def test_a_run_on_a_text_of_ones_own_that_is_stopped_still_reports(tmp_path):
+    before = """
+import os, signal
 step = train_lm.Run.step
 def interrupted(run, i, *batch):
     if i == 5 and run.name == "PyTorch":
-        {stop}
+        os.kill(os.getpid(), signal.SIGTERM)
     step(run, i, *batch)
 train_lm.Run.step = interrupted
 """
-    done = train_lm(*TINY, "--out", tmp_path, before=before)
+    (tmp_path / "poem.txt").write_text("The rain in Spain stays mainly in the plain. " * 500)
+    done = train_lm(*TINY, "--data", tmp_path / "poem.txt", "--out", tmp_path, before=before)
     assert done.returncode == 130, done.stderr
     assert "Stopped after 5 of 12 steps" in done.stdout
     assert {len(curve) for curve in losses(tmp_path)} == {5}
     assert (tmp_path / "loss.svg").is_file()
-
-
-def test_a_text_of_ones_own(tmp_path):
-    (tmp_path / "poem.txt").write_text("The rain in Spain stays mainly in the plain. " * 500)
-    done = train_lm(*TINY, "--data", tmp_path / "poem.txt", "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["data"].endswith("poem.txt")
+    assert json.loads((tmp_path / "summary.json").read_text())["data"].endswith("poem.txt")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from quackish.configs.lce_rows import (
     LceTargetsProblem,
 )
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
-from quackish.gpu import A100, B200, H100, H200, NAMED, Roofs, roofs_of
+from quackish.gpu import H200, Roofs
 from quackish.kernels import TABLE
 from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
 from quackish.work import KERNELS, LAUNCH_US, Floor, Work, describe, floor, kernel_of, sizes_of, work
@@ -164,13 +164,7 @@ def test_gemms_multiply_and_move_what_matrices_say():
 def test_row_kernels_move_what_their_matrices_say():
     rows, h, v, tiles = 512, 64, 1000, 4
     x, w, e = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, h), (v, h), (rows, v)))
-    row, acc, z, part, classes = (
-        torch.empty(rows),
-        torch.empty(rows, h),
-        e.float(),
-        torch.empty(rows, tiles),
-        torch.empty(v),
-    )
+    row, acc, part, classes = (torch.empty(shape) for shape in ((rows,), (rows, h), (rows, tiles), (v,)))
     cases = [
         ("lce_compact", LceCompactProblem("int32"), (row,), (row,)),
         ("lce_gather", LceGatherProblem(h, BF16, "int64"), (x, w[:rows]), (x,)),
@@ -180,8 +174,8 @@ def test_row_kernels_move_what_their_matrices_say():
         ("lce_targets", LceTargetsProblem(h, BF16, BF16), (x, w[:rows]), (w[:rows],)),
         ("lce_bias", LceBiasProblem(BF16, False, True), (e, classes), (classes,)),
         ("lce_scatter", LceScatterProblem(h, BF16, row_scale=True), (acc,), (x,)),
-        ("lce_exp", LceExpProblem("softmax", BF16), (z,), (e, part, part)),
-        ("lce_exp", LceExpProblem("dlogits", BF16), (z,), (e,)),
+        ("lce_exp", LceExpProblem("softmax", BF16), (e.float(),), (e, part, part)),
+        ("lce_exp", LceExpProblem("dlogits", BF16), (e.float(),), (e,)),
         ("lce_rescale", LceRescaleProblem(True), (part,), (part,)),
     ]
     sizes = dict(m=rows, rows=rows, n=v, v=v, v0=0, v1=v, tiles=tiles)
@@ -196,27 +190,6 @@ def test_floor_is_the_lowest_roof():
     assert floor(Work(2 * 10**9, 10**9, 0), roofs).us == pytest.approx(1500)  # two reads to a write
     assert floor(Work(10**9, 10**9, 10**12), roofs) == Floor(10_000, "tensor cores")
     assert floor(Work(1000, 1000, 1000), roofs) == Floor(LAUNCH_US, "launch")
-
-
-def test_measured_times_are_not_below_the_floor():
-    # an H200, median us of the bf16 grid and of a logits GEMM, benchmarks/results/H200
-    norm = dict(m=65_536)
-    forward, backward = RmsNormFwdProblem(8192, BF16, BF16, BF16), RmsNormBwdProblem(8192, BF16, BF16, BF16, None, BF16)
-    gemm, sizes = GemmProblem("softmax", BF16, BF16), dict(m=8192, n=128_256, k=4096)
-    for name, problem, at, us in (
-        ("rms_norm_fwd", forward, norm, 521.4),
-        ("rms_norm_bwd", backward, norm, 752.3),
-        ("lce_gemm", gemm, sizes, 12_830),
-    ):
-        least = floor(work(name, problem, at), roofs_of(H200)).us
-        assert 0.9 < least / us <= 1.0, (name, least)
-
-
-def test_roofs_say_where_they_are_from():
-    assert roofs_of(H200).source == "measured"
-    assert {roofs_of(gpu).source for gpu in (H100, B200)} == {"data sheet"}
-    assert roofs_of(A100) is None
-    assert all(NAMED[gpu.name.lower()] is gpu for gpu in (H100, H200, B200, A100))
 
 
 def test_describe_leaves_out_defaults():

@@ -1,6 +1,9 @@
-"""Which of many cases the tests always run."""
+"""Which of many cases the tests always run, and what all compiled kernels keep."""
 
 import pytest
+
+from quackish import kernels, launch
+from quackish.gpu import B200, H200
 
 
 def some(cases, every):
@@ -8,3 +11,19 @@ def some(cases, every):
     for i, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
         yield pytest.param(*values, marks=() if i % every == 0 else pytest.mark.exhaustive)
+
+
+def on_gpus(cases):
+    """(*case, GPU): all cases on Hopper; every sixth on Blackwell, where sources and configs are the same."""
+    for i, case in enumerate(cases):
+        for gpu in (H200, B200) if i % 6 == 0 else (H200,):
+            yield *case, gpu
+
+
+def check_compiles(name, problem, config, gpu, ctas_per_sm=1):
+    """No spilled register, and as many CTAs fit on an SM."""
+    used = launch.resources(kernels.find(name, gpu), problem, config, gpu.target)
+    assert used.stack_bytes == used.local_loads == used.local_stores == 0, (used, config)
+    assert used.smem_bytes <= gpu.smem_bytes, (used, config)
+    assert ctas_per_sm * (used.smem_bytes + 1024) <= gpu.smem_bytes_per_sm, (used, config)
+    assert ctas_per_sm * config.threads * used.registers <= 65_536, (used, config)
