@@ -6,16 +6,11 @@ work for the launch, some microseconds. Launches captured into a CUDA graph are 
 seen, nor is what PyTorch runs itself (cuBLAS's GEMMs, memsets, the portable path).
 """
 
-import csv
 import dataclasses
-import functools
-import itertools
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import cuda
 
 from quackish import launch
@@ -62,9 +57,8 @@ class profile:
     devices. Profiles may be nested, and entered again to continue. Results are bitwise the same without it. Reading
     results waits for the recorded launches.
 
-    `roofs`: what achieved speeds are compared with, for every device. None, the default, measures each device when it
-    is first needed, once per process, which takes 0.1 s and 0.8 GB; without room for that, or without CUDA, the roofs
-    of quackish/gpu.py count. Assign a `quackish.gpu.Roofs` to use others.
+    `roofs`: what achieved speeds are compared with, on every device. None, the default, looks them up by the GPU's name
+    in quackish/gpu.py. Assign a `quackish.gpu.Roofs` to use others, or for a GPU that is not in that table.
     """
 
     def __init__(self) -> None:
@@ -121,7 +115,7 @@ class profile:
     def _roofs_of(self, device: int | None) -> Roofs | None:
         if self.roofs is not None:
             return self.roofs
-        return None if device is None else measured_roofs(device)
+        return None if device is None else roofs_of(gpu_of(device))
 
     def __str__(self) -> str:
         """`rows()` as text, followed by the roofs and what is not recorded."""
@@ -153,13 +147,6 @@ class profile:
         )
         return "\n".join(lines)
 
-    def to_csv(self, path: str | os.PathLike) -> None:
-        """`rows()`, with COLUMNS as the header."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(self.rows())
-
 
 # Recording -----------------------------------------------------------------------------------------------------------
 
@@ -190,46 +177,12 @@ def _observed(function: Callable[..., None], args: tuple, kernel_class: type, pr
         each._launches.append(record)
 
 
-# Roofs ---------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def measured_roofs(device: int) -> Roofs | None:
-    """Measured on the device, each the fastest of several: a copy of 256 MB, `torch.add` on such, a bf16 GEMM of 8192.
-
-    Where 0.8 GB are not free: the roofs of quackish/gpu.py, or None.
-    """
-    n = 8192
-    with cuda.device(device), torch.no_grad():
-        try:
-            a, b, c = (torch.randn(2 * n, n, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-            copy = _fastest(lambda: torch.neg(a, out=c))  # a kernel; copy_ would be the copy engine's
-            add = _fastest(lambda: torch.add(a, b, out=c))
-            gemm = _fastest(lambda: torch.mm(a[:n], b[:n], out=c[:n]))
-        except torch.OutOfMemoryError:
-            return roofs_of(gpu_of(device))
-    return Roofs(2 * a.nbytes / copy, 3 * a.nbytes / add, 2 * n**3 / gemm, "measured", "by this process")
-
-
-def _fastest(run: Callable[[], object], times: int = 10) -> float:
-    """Seconds."""
-    events = [cuda.Event(enable_timing=True) for _ in range(times + 1)]
-    for _ in range(3):
-        run()
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    events[-1].synchronize()
-    return 1e-3 * min(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+# Text ----------------------------------------------------------------------------------------------------------------
 
 
 def speeds(roofs: Roofs) -> str:
     copy, add, gemm = roofs.copy / 1e12, roofs.add / 1e12, roofs.gemm / 1e12
     return f"copy {copy:.2f} TB/s, add {add:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s"
-
-
-# Text ----------------------------------------------------------------------------------------------------------------
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:

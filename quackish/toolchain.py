@@ -92,6 +92,6 @@ def _folder(module: str) -> Path:
 
 
 def _version(distribution: str, site: Path, module: str) -> str:
-    """Of what lies in `site`, whatever else is on sys.path; of what was unpacked there without its metadata too."""
+    """The version installed in the folder `site`, also without metadata; other folders of sys.path do not count."""
     found = next(iter(importlib.metadata.distributions(name=distribution, path=[str(site)])), None)
     return importlib.import_module(module).__version__ if found is None else found.version

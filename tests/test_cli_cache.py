@@ -106,7 +106,7 @@ def test_verify(capsys, folder, how):
         assert run(capsys, "verify")[0] == 0
 
 
-@pytest.mark.parametrize("words", [("verify", "--delete"), ("clear", "--yes")])
+@pytest.mark.parametrize("words", [("verify", "--delete"), ("clear",)])
 def test_deleting_goes_on_past_a_folder(capsys, words):
     paths = sorted(store(factor) for factor in (2, 3, 4))
     damage(paths[1])
@@ -135,27 +135,15 @@ def test_terminal_escapes_are_printed_escaped(capsys, monkeypatch, folder, tmp_p
         assert all(c.isprintable() or c == "\n" for c in out), out
 
 
-def test_clear_asks_first(capsys, folder, monkeypatch):
-    store()
-    status, out = run(capsys, "clear")  # pytest's stdin is no terminal
-    assert (status, "--yes" in out) == (2, True)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    for answer, left in (("", 1), ("n", 1), ("y", 0)):
-        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
-        run(capsys, "clear")
-        assert len(list(folder.iterdir())) == left
-    assert run(capsys, "clear", "--yes") == (0, "nothing to delete\n")
-
-
 def test_clear_what_is_chosen(capsys, folder):
     here, stale, damaged = store(3, "sm_100a"), store(4, cpu="aarch64"), store(5)
     damage(damaged)  # nobody knows its target
     bystander = folder / "notes.txt"
     bystander.write_text("not ours")
-    assert run(capsys, "clear", "--yes", "--stale", "--target", "sm_100a") == (0, "nothing to delete\n")
-    run(capsys, "clear", "--yes", "--stale")
+    assert run(capsys, "clear", "--stale", "--target", "sm_100a") == (0, "nothing to delete\n")
+    run(capsys, "clear", "--stale")
     assert (here.exists(), stale.exists(), damaged.exists()) == (True, False, True)
-    run(capsys, "clear", "--yes")
+    run(capsys, "clear")
     assert list(folder.iterdir()) == [bystander]
 
 

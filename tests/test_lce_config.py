@@ -102,7 +102,7 @@ def test_layouts_of_the_headline_shape():
 def test_nothing_alive_is_overwritten_in_shared_storage():
     for rows, h, v, itemsize in itertools.product((1, 5, 128, 300, 1000), (8, 136, 1024), (1, 256, 700, 5003), (2, 4)):
         plan = shared_storage(rows, v, h, itemsize)
-        size, c = v * h * itemsize, plan.columns if plan else 0
+        size, c = v * h * itemsize, plan.v1 if plan else 0
         # as many columns as fit: one tile more does not
         more = c + COLUMN_MULTIPLE
         assert more * (rows * 2 + h * itemsize) > size - 1024 or more > v

@@ -49,7 +49,7 @@ def test_e_in_the_storage_of_the_weight_gradient(m, h, v, columns, name, limits,
     limits(SHARED_FROM=0)
     x, w, target, kw = path.case(m, h, v, **OPTIONS[name])
     plan = shared_storage(m, v, h, 2)
-    assert (plan.columns if plan else None) == columns
+    assert (plan.v1 if plan else None) == columns
     path.check(x, w, target, kw, schedule="chunked")
     if name != "all":
         assert path.calls["dw"] == (1 if columns is None else 2)

@@ -1,6 +1,5 @@
 """quackish.profile(): what it records, from where, and when not; on a GPU, beside what a dry run says."""
 
-import csv
 import gc
 import threading
 import types
@@ -163,7 +162,7 @@ def test_a_captured_launch_has_no_time(cuda):
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def test_speeds_are_work_over_time(cuda, tmp_path):
+def test_speeds_are_work_over_time(cuda):
     with quackish.profile() as p:
         for _ in range(3):
             norm(function=cuda.launch)
@@ -176,12 +175,7 @@ def test_speeds_are_work_over_time(cuda, tmp_path):
     assert row["floor_us"] == pytest.approx(done.bytes / 4e12 * 1e6)
     assert row["pct_of_roof"] == pytest.approx(100 * done.bytes / 4e12 / 2e-3)
     assert row["bound"] == "memory"
-    p.to_csv(tmp_path / "p.csv")
-    with open(tmp_path / "p.csv", newline="") as file:
-        read = list(csv.DictReader(file))
-    assert tuple(read[0]) == profiling.COLUMNS
-    assert [each["kernel"] for each in read] == ["rms_norm_fwd", "lce_gemm"]
-    assert float(read[0]["gb_per_s"]) == row["gb_per_s"]
+    assert tuple(row) == profiling.COLUMNS
 
 
 def test_gemms_are_compared_with_the_gemm_and_short_launches_with_nothing(cuda):
@@ -320,16 +314,6 @@ def test_capture_goes_on_and_replays_are_not_seen():
     assert captured.ms is None
     assert plain.ms > 0
     assert "1 were captured into CUDA graphs" in str(p)
-
-
-@pytest.mark.gpu
-def test_measured_roofs_are_of_this_card():
-    roofs = profiling.measured_roofs(torch.cuda.current_device())
-    assert roofs.source == "measured"
-    assert 1e11 < roofs.copy < 2e13
-    assert 0.8 < roofs.add / roofs.copy < 1.5
-    assert 1e13 < roofs.gemm < 1e16
-    assert profiling.measured_roofs(torch.cuda.current_device()) is roofs
 
 
 @pytest.mark.gpu

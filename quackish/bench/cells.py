@@ -1,10 +1,10 @@
 """What is measured: a cell of a table, and its providers."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 OURS = "quackish"
+MOST = 1 << 29  # of a size: PyTorch fails with an internal error if a tensor's bytes overflow 64 bits
 A_LAUNCH = f"{OURS} (a launch)"  # host time of the slowest launch in a call
 AGAIN = f"{OURS} (again)"  # ours a second time, in the same turns: the noise
 NONE_IGNORED = f"{OURS} (none ignored)"  # the roof of a cell with ignored rows
@@ -58,18 +58,8 @@ def shape_name(shape: Sequence[int]) -> str:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """(8192, 4096) from "8192x4096"; ValueError for anything else."""
+    """(8192, 4096) from "8192x4096"; ValueError for anything else, and for sizes above MOST."""
     shape = tuple(int(size) for size in text.strip().split("x"))
-    if min(shape) < 1:
+    if not all(1 <= size <= MOST for size in shape):
         raise ValueError(text)
     return shape
-
-
-def too_large(shape: Sequence[int]) -> str:
-    """What is expected of a shape whose tensors no GPU holds; "" for one that may fit.
-
-    Kernels count in 32 bits, and PyTorch fails with an internal error when a tensor's bytes overflow 64 bits.
-    """
-    if max(shape) < 2**31 and math.prod(sorted(shape)[-2:]) < 2**60:
-        return ""
-    return "sizes below 2**31 and tensors of less than 2**60 elements"

@@ -1,4 +1,4 @@
-"""What a command line program says and hears: progress, no GPU, no extra `bench`, SIGTERM."""
+"""What the command line programs share: progress, SIGTERM, and words about a missing GPU or extra."""
 
 import contextlib
 import importlib.util
@@ -6,12 +6,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 NO_GPU = "No GPU: the portable path runs on the CPU, small. This tries the benchmark itself; it measures nothing."
-EXTRA = {"rich": "rich", "matplotlib": "matplotlib"}
-EVERY_S = 5.0  # between plain lines
+EVERY_S = 5.0  # between plain lines of progress
 
 
 @contextlib.contextmanager
@@ -57,8 +56,7 @@ def end_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
-def check_extra(extra: Mapping[str, str] = EXTRA) -> None:
-    """Raises ImportError that says what of the extra `bench` is missing, and how to get it."""
-    missing = [name for module, name in extra.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ImportError(f"bench needs {', '.join(missing)}; pip install 'quackish[bench]' brings it")
+def check_extra() -> None:
+    """Raises ImportError that says how to get the extra `bench` if it is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("bench needs matplotlib; pip install 'quackish[bench]' brings it")

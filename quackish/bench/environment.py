@@ -34,7 +34,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
         date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         commit=commit or _commit(),
         gpu=device_name(device),
-        driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
+        driver=driver_version(),
         python=platform.python_version(),
         torch=torch.__version__,
         cuda=torch.version.cuda or "",
@@ -43,6 +43,10 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
         peers=" ".join(f"{name}={version(name)}" for name in PEERS if version(name)),
         quackish=__version__,
     )
+
+
+def driver_version() -> str:
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
 
 
 def version(distribution: str) -> str:

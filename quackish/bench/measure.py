@@ -83,7 +83,7 @@ class Run:
         self.memory = self.memory or Memory(self.device)
 
     def fail(self, name: str, error: Exception) -> None:
-        """Tells that a provider failed. Raises if the CUDA context is lost: nothing can be measured then."""
+        """Reports a provider's failure. Raises if the CUDA context is lost, as nothing can be measured then."""
         self.at(name)
         self.tell(name, Measured(status=reason(error)))
         synchronize(self.device)
@@ -102,7 +102,7 @@ def first_calls(
     errors_of: Callable[[Any], Mapping[str, float]],
     clear: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Callable], dict[str, Measured]]:
-    """Each provider's call, and what it showed before it is timed; those that fail are told and left out.
+    """Each provider's call, and what is known before it is timed; failures are reported to `run` and left out.
 
     The first call compiles. The second one is warm, as in training: it gives the peak memory and the errors. `clear`
     frees what calls leave behind, as gradients.
@@ -126,7 +126,7 @@ def first_calls(
             note = "portable path" if run.device.type == "cuda" and is_ours(name) and not launches else ""
             results[name] = Measured(note=note, peak_bytes=peak, launches=launches, errors=errors)
             calls[name] = call
-        except Exception as error:  # a peer that is broken here must not stop the others
+        except Exception as error:  # a broken peer must not end the run
             run.fail(name, error)
         result = None
         clear()
@@ -158,7 +158,8 @@ def chunks(m: int, width: int, elements: int) -> Iterator[slice]:
 def warm_up_cublas(device: torch.device) -> None:
     """Makes PyTorch allocate its cuBLAS workspaces (32 MiB on Hopper): for this thread and for autograd's.
 
-    A training step has both, whoever computes its loss. Otherwise the first provider to use cuBLAS would pay for them.
+    A training step has both, whichever library computes its loss. Otherwise the first provider to use cuBLAS would pay
+    for them.
     """
     if device.type != "cuda":
         return

@@ -1,4 +1,4 @@
-"""What the user asks for as shapes: public models by name, or "8192x4096,...".
+"""Shapes to measure: of public models by name, or the user's own, such as "8192x4096".
 
 A model has hidden size H, vocabulary V, and the rows that its norms see, from its config.json on Hugging Face (source).
 """
@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from quackish.bench.cells import parse_shape, shape_name, too_large
+from quackish.bench.cells import MOST, parse_shape
 from quackish.bench.operations import Operation
 from quackish.errors import did_you_mean
 
@@ -74,8 +74,6 @@ def wanted(
     for model in find(patterns):
         for count in tokens:
             for shape, name in model.shapes(count, len(op.dims)).items():
-                if expected := too_large(shape):
-                    raise ValueError(f"--tokens {count}: {name} is {shape_name(shape)}; expected {expected}")
                 names.setdefault(shape, []).append(name)
     for text in own:
         names.setdefault(_shape(op, text), [])
@@ -83,13 +81,13 @@ def wanted(
 
 
 def _shape(op: Operation, text: str) -> tuple[int, ...]:
-    expected = "x".join(map(str.upper, op.dims)) + f" such as {op.example}"
     try:
         shape = parse_shape(text)
-        if len(shape) == len(op.dims):
-            expected = too_large(shape)
     except ValueError:
-        pass
-    if expected:
-        raise ValueError(f"--shapes {text!r} is no shape of {op.name}; expected {expected}")
+        shape = ()
+    if len(shape) != len(op.dims):
+        dims = "x".join(map(str.upper, op.dims))
+        raise ValueError(
+            f"--shapes {text!r} is no shape of {op.name}; expected {dims} such as {op.example}, sizes of at most {MOST}"
+        )
     return shape

@@ -77,7 +77,7 @@ def _torch_chunked() -> Loss:
 
 SCHEDULES = {OURS: "auto"} | {f"{OURS}-{schedule}": schedule for schedule in ("stored", "chunked", "recompute")}
 _quack_base = functools.partial(_quack, use_scaled_exp=False, tuned=False)
-# What loads a peer, and what its name says; a number at a name's end is another size of chunks, in rows.
+# How a peer is loaded, and its description. A number at the end of a name is another chunk size, in rows.
 PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
     "quack": (
         _quack,

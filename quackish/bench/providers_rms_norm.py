@@ -1,7 +1,7 @@
 """Providers of RMSNorm: quackish and every peer, each at its best public entry point, behind one pair of calls.
 
 Every forward returns y and the rstd that a backward needs, every backward returns the whole dx and dweight, none
-writes its inputs. Peers are imported when they are asked for, and their kernels compile on the first call.
+writes its inputs. Peers are imported on first use, and their kernels compile on the first call.
 """
 
 from collections.abc import Callable

@@ -78,7 +78,7 @@ class CsvLog:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a results file; ValueError that says what is wrong with the file."""
+    """The rows of a results file. Raises ValueError for any other file."""
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)

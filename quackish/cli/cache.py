@@ -42,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command(_ls, "ls", "a table of the kernels, and whether they are of use here", filters=True)
     verify = command(_verify, "verify", "check each file: checksum, name, owner, mode; ends with 1 if one is bad")
     verify.add_argument("--delete", action="store_true", help="delete the bad ones")
-    clear = command(_clear, "clear", "delete kernels", filters=True)
-    clear.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    command(_clear, "clear", "delete kernels; they are compiled again where they are needed", filters=True)
     export = command(_export, "export", "write kernels into a tar file, for another machine", filters=True)
     export.add_argument("file", type=Path, metavar="FILE", help="kernels.tar; .tar.gz and .tar.xz are compressed")
     trust = "Adds the kernels of a tar file that `cache export` wrote; those that are here already stay. They are code "
@@ -88,14 +87,7 @@ def _clear(args: argparse.Namespace) -> int:
     if not chosen:
         print("nothing to delete")
         return 0
-    what = f"{_count(chosen)} in {cache.location()}"
-    if not args.yes:
-        if not sys.stdin.isatty():
-            raise ValueError(f"would delete {what}; say --yes, as nobody can be asked here")
-        if input(f"Delete {what}? [y/N] ").strip().lower() not in ("y", "yes"):
-            print("nothing was deleted")
-            return 1
-    return 1 if _delete(chosen, what) else 0
+    return 1 if _delete(chosen, f"{_count(chosen)} in {cache.location()}") else 0
 
 
 def _delete(chosen: Sequence[Path], what: str) -> bool:

@@ -4,20 +4,17 @@
     python -m quackish doctor --json
 
 Ends with 1 where something is wrong, and says what to do about it. Each operation is compared, forward and backward,
-with its formula in fp64, and its bits with those of a second run; it takes a second, and some more where kernels are
+with its formula in fp64, and its bits with those of a second run. This takes a second, and longer where kernels are
 compiled for the first time.
 """
 
 import argparse
-import glob
 import itertools
 import json
 import os
 import platform
 import re
 import sys
-import time
-import types
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,9 +24,8 @@ import torch
 from torch import Tensor
 
 from quackish import __version__, kernels, linear_cross_entropy, rms_norm, toolchain
-from quackish.bench.environment import PEERS, version
+from quackish.bench.environment import PEERS, driver_version, version
 from quackish.configs import table
-from quackish.configs.rules import RULES, name_of
 from quackish.errors import UnsupportedError
 from quackish.gpu import gpu_of
 from quackish.launch import cache, objects, upkeep
@@ -46,11 +42,10 @@ _MATTERS = re.compile(
     "QUACKISH_|CUTE_DSL_|CUDA_|NVIDIA_VISIBLE_DEVICES$|TORCH_|PYTORCH_|TRITON_|LOCAL_WORLD_SIZE$|LD_LIBRARY_PATH$"
     "|LD_PRELOAD$|XDG_(CACHE|CONFIG)_HOME$|TMPDIR$"
 )
-_DRIVER = Path("/proc/driver/nvidia")
 
 
 class Report(dict):
-    """What each section found, by names, and what is worth knowing or wrong."""
+    """What each section found, by name; `notes`, and `problems`, each with what to do about it."""
 
     def __init__(self) -> None:
         super().__init__(notes=[], problems=[])
@@ -74,14 +69,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(sections: Mapping[str, Callable[[Report], Any]]) -> Report:
-    """A section that raises is a problem, and the others are there."""
+    """Runs all sections. One that raises is a problem and hides no other."""
     report = Report()
     for name, section in sections.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what they say is in the report
                 report[name] = section(report)
-        except Exception as error:  # whatever is broken here is what this command is for
+        except Exception as error:  # to find what is broken is what this command is for
             report.problem(f"{name}: {type(error).__name__}: {error}", "The message says what to look at.")
             report[name] = None
     return report
@@ -122,12 +117,13 @@ def expects_kernels() -> bool:
 
 def versions(report: Report) -> dict[str, str]:
     built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    cuda = toolchain.driver_cuda()
     found = {
         "quackish": f"{__version__}, {Path(__file__).parents[1]}",
         "Python": f"{platform.python_version()}, {sys.executable}",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "torch": f"{torch.__version__}, {built_for}",
-        "driver": _driver(),
+        "driver": f"{driver_version()}, CUDA {cuda[0]}.{cuda[1]}" if cuda else "",
         **{name: version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", *PEERS)},
     }
     check_versions(report, {**found, "torch": torch.__version__}, expects_kernels())
@@ -148,7 +144,7 @@ def check_versions(report: Report, installed: Mapping[str, str], with_kernels: b
 
 def gpus(report: Report) -> dict[str, str]:
     if not torch.cuda.is_available():
-        why_no_gpu(report, toolchain.driver_cuda(), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.version.cuda)
+        why_no_gpu(report, toolchain.driver_cuda(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     rows = {}
     for device in devices()[:-1]:
         p, target = torch.cuda.get_device_properties(device), gpu_of(device.index).target
@@ -158,40 +154,30 @@ def gpus(report: Report) -> dict[str, str]:
 
 
 def why_no_gpu(
-    report: Report, driver: tuple[int, int] | None, hidden: str | None, built_for: str | None, folder: Path = _DRIVER
+    report: Report, driver: tuple[int, int] | None, hidden: str | None, init: Callable[[], None] = torch.cuda.init
 ) -> None:
-    """A problem where torch should see a GPU, else a note. `hidden`: CUDA_VISIBLE_DEVICES; `built_for`: its CUDA."""
-    loaded, present = (folder / "version").exists(), bool(glob.glob(str(folder / "gpus" / "*")))
+    """A problem, in torch's words, if there is a driver that torch cannot use; else a note.
+
+    hidden: CUDA_VISIBLE_DEVICES.
+    """
     portable = "the portable path runs on the CPU."
-    if torch.version.hip or (driver is None and not loaded):
-        report.note(f"no NVIDIA driver is here: {portable}")
+    if torch.version.hip or driver is None:
+        report.note(f"no NVIDIA driver is here (a container gets it by `docker run --gpus all`): {portable}")
     elif hidden is not None and not hidden.replace("-1", "").strip(" ,"):
         report.note(f"CUDA_VISIBLE_DEVICES={hidden!r} hides the GPUs: {portable}")
-    elif built_for is None:
-        what = f"torch {torch.__version__} is built without CUDA, but there is an NVIDIA driver"
-        report.problem(what, "Install a build with CUDA: https://pytorch.org/get-started/locally says how.")
-    elif driver is None:
-        what = "the NVIDIA driver is loaded, but its library libcuda.so.1 is not found"
-        to_do = "In a container: start it with its GPUs (docker run --gpus all). Else install the driver again."
-        report.problem(what, to_do)
-    elif driver[0] < _numbers(built_for)[0]:
-        what = f"the driver has CUDA {driver[0]}.{driver[1]}, too old for torch, built for {built_for}"
-        report.problem(what, f"Install a newer driver, or a build of torch for CUDA {driver[0]}.")
-    elif loaded and not present:
-        report.note(f"there is an NVIDIA driver, but no GPU: {portable}")
     else:
         try:
-            torch.cuda.init()
+            init()
         except (RuntimeError, AssertionError) as error:
-            what = f"there is an NVIDIA driver, but torch cannot use it: {str(error).partition(chr(10))[0]}"
-            report.problem(what, "See whether `nvidia-smi` works; after an update of the driver a restart may be due.")
+            what = f"there is an NVIDIA driver, but torch cannot use it: {_first_line(error)}"
+            to_do = (
+                "See whether `nvidia-smi` lists a GPU, and whether torch is built for a CUDA that the driver supports: "
+            )
+            report.problem(what, f"{to_do}https://pytorch.org/get-started/locally.")
 
 
-def _driver(folder: Path = _DRIVER) -> str:
-    """The driver's version and the CUDA that it supports."""
-    cuda, file = toolchain.driver_cuda(), folder / "version"
-    number = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", file.read_text().split("\n")[0] if file.exists() else "")
-    return ", ".join(([number[0]] if number else []) + ([f"CUDA {cuda[0]}.{cuda[1]}"] if cuda else []))
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -255,16 +241,8 @@ def tuned(report: Report) -> dict[str, str]:
     for warning in said:
         what, _, to_do = str(warning.message).rpartition(". ")
         report.problem(what, to_do)
-    found = {"table": str(table.path())} if rows else {}
-    for row in rows:
-        name = name_of(row.kernel, types.SimpleNamespace(**row.problem)) if row.kernel in RULES else row.kernel
-        unused = "" if row.counts() else f"; not used here: made with {_words(row.toolchain)}"
-        found[f"{name} on {row.gpu}, {_words(row.problem)}"] = f"{_words(row.config)}; {row.measured}{unused}"
-    return found
-
-
-def _words(fields: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in fields.items() if value is not None and value is not False)
+    counts = sum(row.counts() for row in rows)
+    return {"table": str(table.path()), "rows": f"{len(rows)}, {counts} of them for these versions"} if rows else {}
 
 
 def environment(report: Report) -> dict[str, str]:
@@ -273,6 +251,7 @@ def environment(report: Report) -> dict[str, str]:
 
 # The operations ------------------------------------------------------------------------------------------------------
 
+Results = dict[str, Tensor]  # by the names in _BOUNDS
 KERNELS, PORTABLE = "kernels", "portable path"
 # Norm-wise, of bf16 results: 1 to 4 times its unit roundoff. The loss is fp32.
 _BOUNDS = {"y": 0.004, "dx": 0.008, "dweight": 0.008, "loss": 1e-4}
@@ -285,7 +264,7 @@ def _rms_norm_args(device: torch.device) -> tuple[Tensor, ...]:
     return x.requires_grad_(), inputs.weights(1024, **bf16).requires_grad_(), dy
 
 
-def _rms_norm(x: Tensor, weight: Tensor, dy: Tensor, backend: str) -> dict[str, Tensor]:
+def _rms_norm(x: Tensor, weight: Tensor, dy: Tensor, backend: str) -> Results:
     y = rms_norm(x, weight, eps=1e-6, backend=backend)
     dx, dweight = torch.autograd.grad(y, (x, weight), dy)
     return {"y": y.detach(), "dx": dx, "dweight": dweight}
@@ -299,7 +278,7 @@ def _lce_args(device: torch.device) -> tuple[Tensor, ...]:
     return x.requires_grad_(), weight.requires_grad_(), target
 
 
-def _lce(x: Tensor, weight: Tensor, target: Tensor, backend: str) -> dict[str, Tensor]:
+def _lce(x: Tensor, weight: Tensor, target: Tensor, backend: str) -> Results:
     loss = linear_cross_entropy(x, weight, target, backend=backend)
     dx, dweight = torch.autograd.grad(loss, (x, weight))
     return {"loss": loss.detach(), "dx": dx, "dweight": dweight}
@@ -316,13 +295,13 @@ def operations(report: Report, operations=OPERATIONS, expects=has_kernels) -> di
         args, path, why = make(device), KERNELS, ""
         try:
             try:
-                runs = _run_twice(call, args, device, "cute")
+                runs = [call(*args, "cute") for _ in range(2)]
             except UnsupportedError as unsupported:
                 path, why = PORTABLE, str(unsupported)
-                runs = _run_twice(call, args, device, "auto")
-            found, fault = _judge(call, args, runs, path)
+                runs = [call(*args, "auto") for _ in range(2)]
+            found, fault = _judge(call, args, *runs, path)
         except Exception as failure:
-            found, fault = "", f"does not run: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+            found, fault = "", f"does not run: {type(failure).__name__}: {_first_line(failure)}"
         verdict = f"{path}: {'WRONG' if fault else 'ok'}"
         rows[f"{op} on {device}"] = "; ".join(filter(None, (verdict, found, why)))
         if fault:
@@ -332,23 +311,8 @@ def operations(report: Report, operations=OPERATIONS, expects=has_kernels) -> di
     return rows
 
 
-Run = tuple[dict[str, Tensor], float]  # results, milliseconds
-
-
-def _run_twice(call: Callable, args: tuple, device: torch.device, backend: str) -> list[Run]:
-    runs = []
-    for _ in range(2):
-        started = time.perf_counter()
-        results = call(*args, backend)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        runs.append((results, 1e3 * (time.perf_counter() - started)))
-    return runs
-
-
-def _judge(call: Callable, args: tuple, runs: list[Run], path: str) -> tuple[str, str]:
+def _judge(call: Callable, args: tuple, first: Results, again: Results, path: str) -> tuple[str, str]:
     """What was found; what is wrong, or ""."""
-    (first, first_ms), (again, again_ms) = runs
     exact = [t.detach().cpu() for t in args]
     exact = [t.double().requires_grad_() if t.is_floating_point() else t for t in exact]
     truth = call(*exact, "reference")
@@ -363,8 +327,7 @@ def _judge(call: Callable, args: tuple, runs: list[Run], path: str) -> tuple[str
     if not wrong and not same and path == KERNELS:  # the portable path is as reproducible as the library's GEMMs are
         fault = "gives other bits in a second run"
     bits = "the same bits twice" if same else "other bits in a second run"
-    told = ", ".join(f"{name} {off:.1e}" for name, off in errors.items())
-    return f"errors {told}; {bits}; {first_ms:.0f} ms, then {again_ms:.1f}", fault
+    return f"errors {', '.join(f'{name} {off:.1e}' for name, off in errors.items())}; {bits}", fault
 
 
 # Titles of the sections, and what finds out what they hold.

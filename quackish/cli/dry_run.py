@@ -1,8 +1,8 @@
 """What a call launches and holds: the operation's own code, run on tensors without memory. Needs no GPU.
 
 Linear cross entropy runs as it is. Its kernels are stand-ins that record their calls; a dispatch mode records what
-PyTorch itself launches, such as cuBLAS's GEMMs, and counts the memory that is held. RMSNorm has one launch each way,
-which its plans know.
+PyTorch itself launches, such as cuBLAS's GEMMs, and counts the memory that is held. RMSNorm has one launch per
+direction, described by its plans.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Buffer(NamedTuple):
 
 @dataclasses.dataclass
 class DryRun:
-    """What forward and backward of a call do, every gradient being asked for."""
+    """What forward and backward of a call do, with all gradients."""
 
     portable: str | None = None  # why the portable path runs; None where kernels do
     plan: dict[str, str] = dataclasses.field(default_factory=dict)  # what was decided, and why
@@ -89,7 +89,7 @@ def rms_norm(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryR
 
 
 def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
-    """What forward and backward ask the kernels for; their plans know."""
+    """The problems of forward and backward, from their plans."""
     dtype = getattr(torch, args.dtype)
 
     def of(name: str | None) -> torch.dtype | None:
@@ -169,7 +169,7 @@ def _schedule(plan: autograd.KernelPlan, args: argparse.Namespace) -> str:
     if args.schedule in (None, "auto"):
         text = f"{plan.schedule}, by the rule in kernel_config, quackish/configs/linear_cross_entropy.py"
     else:
-        text = f"{plan.schedule}, {'as' if plan.schedule == args.schedule else f'though {args.schedule} was'} asked for"
+        text = plan.schedule + (", as given" if plan.schedule == args.schedule else f" in place of {args.schedule}")
     if because and plan.schedule != "chunked":
         text += f"; gradients are left to backward because of {because}"
     return text + "; the input's gradient is computed in forward" * plan.dx_in_forward
@@ -203,7 +203,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.empty_strided.default:
             kwargs = {**kwargs, "device": _META}
-        # a GEMM's result has its place already, and no value is asked for
+        # a GEMM's result exists already, and nothing reads its values
         result = kwargs["out"] if "out" in kwargs else func(*args, **kwargs)
         name = func.overloadpacket.__name__
         returns = [returned.alias_info for returned in func._schema.returns]

@@ -1,4 +1,4 @@
-"""Which kernels and configs a shape gets and why, what they move and multiply, and what they take at least.
+"""Which kernels and configs a shape gets and why, their bytes and FLOPs, and the least time these take.
 
     python -m quackish explain rms_norm_backward 16384x4096 --gpu b200
     python -m quackish explain linear_cross_entropy 8192x4096x128256 --schedule recompute

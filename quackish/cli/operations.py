@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quackish import kernels
-from quackish.bench.cells import parse_shape, too_large
+from quackish.bench.cells import MOST, parse_shape
 from quackish.cli import dry_run
 from quackish.cli.dry_run import DryRun
 from quackish.cli.parser import Refused, one_of
@@ -113,9 +113,7 @@ def _shape(text: str, op: Operation) -> tuple[int, ...]:
     except ValueError:
         shape = ()
     if len(shape) != len(op.shape.split("x")):
-        raise Refused(f"SHAPE is {text!r}; expected {op.shape}, positive numbers, as in {op.example}")
-    if expected := too_large(shape):
-        raise Refused(f"SHAPE is {text!r}; expected {expected}")
+        raise Refused(f"SHAPE is {text!r}; expected {op.shape}, numbers from 1 to {MOST}, as in {op.example}")
     return shape
 
 
@@ -123,7 +121,7 @@ def _shape(text: str, op: Operation) -> tuple[int, ...]:
 
 
 def which_gpu(given: str | None) -> tuple[Gpu | None, str]:
-    """The GPU, None for a CPU; and why this one, if nobody named it."""
+    """The GPU, None for a CPU; and why this one, if none was named."""
     if given not in (None, "this"):
         return NAMED.get(given), ""
     if torch.cuda.is_available():

@@ -46,6 +46,6 @@ def one_of(known: Mapping[str, T]) -> Callable[[str], T]:
 
 def positive(text: str) -> int:
     """An argument's `type`."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a positive number")
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a positive number of at most nine digits")
     return int(text)

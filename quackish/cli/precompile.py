@@ -53,7 +53,8 @@ def run(args: argparse.Namespace, find: Callable = toolchain.find, compile_all: 
     reasons: dict[str, None] = {}  # why kernels were not stored
     jobs = min(args.jobs or max(1, parallel.default_jobs(len(requests))), len(requests))
     try:
-        for outcome in _with_progress(compile_all(requests, jobs), len(requests)):
+        for number, outcome in enumerate(compile_all(requests, jobs), 1):
+            print(f"[{number}/{len(requests)}] {outcome.status:8} {_name(outcome)}", flush=True)
             count[outcome.status] += 1
             if outcome.status == "failed":
                 print(f"{_name(outcome)} failed: {outcome.message}", file=sys.stderr)
@@ -152,16 +153,6 @@ def _launched(found: DryRun, gpu: Gpu) -> Iterator[launch.Request]:
 def _gpus(text: str) -> list[str]:
     known = one_of({name: name for name in (*_GPUS, "this")})
     return [known(name.strip()) for name in text.split(",")]
-
-
-# Progress ------------------------------------------------------------------------------------------------------------
-
-
-def _with_progress(outcomes: Iterator[Outcome], total: int) -> Iterator[Outcome]:
-    """A line each."""
-    for number, outcome in enumerate(outcomes, 1):
-        print(f"[{number}/{total}] {outcome.status:8} {_name(outcome)}", flush=True)
-        yield outcome
 
 
 def _name(outcome: Outcome) -> str:

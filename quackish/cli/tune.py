@@ -3,15 +3,14 @@
     python -m quackish tune rms_norm_backward 4096x4096,16384x4096
     python -m quackish tune linear_cross_entropy 8192x4096x128256
 
-A config is per problem (N, dtypes, what is asked for), never per number of rows: give the rows that you have, and the
-config that is best over all of them is kept, if what it gains is beyond the noise. Legal configs around the analytical
-choice are compiled, those that spill registers are left out, and the others take turns on random data; each result is
-compared with the analytical choice's.
+A config is per problem (N, dtypes, which results), independent of the number of rows: give the shapes that you have,
+and the config that is fastest over all of them is kept, if the gain is beyond the noise. Legal configs around the
+analytical choice are compiled in parallel; those that do not spill registers take turns on random data, and each
+result is compared with the analytical choice's.
 
-From then on every process on this GPU, with the same versions of quackish, DSL and CUDA, uses the table:
-QUACKISH_CONFIG_DIR/tuned.json, or tuned.json in the user's config folder. `python -m quackish doctor` shows its rows;
-delete the file to remove them. Nothing is tuned while a program runs. A norm's config may change the last bits of its
-results, in the same way for every call.
+From then on every process on this GPU, with the same versions of quackish, DSL and CUDA, uses the table: tuned.json in
+QUACKISH_CONFIG_DIR or in the user's config folder; delete the file to remove its rows. Nothing is tuned while a program
+runs. A norm's config may change the last bits of its results, in the same way for every call.
 """
 
 import argparse

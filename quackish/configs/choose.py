@@ -22,8 +22,8 @@ class Choice(NamedTuple):
     reason: str  # a sentence
 
 
-# Increases with every change of what `choose` returns. Whoever caches anything that follows from a choice puts it into
-# the key, and reads it before choosing, so that no call finds what was chosen before a change.
+# Increases with every change of what `choose` returns. It is part of the key of every cache of things that depend on a
+# choice, and is read before choosing, so that no call finds what was chosen before a change.
 epoch = 0
 _forced: tuple[dict[str, Any], ...] = ()  # of each block, outermost first: name -> a config, or fields of one
 _lock = threading.Lock()  # held while either changes
@@ -49,7 +49,7 @@ def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
 
 
 def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
-    """What is chosen if nothing is forced."""
+    """The choice if nothing is forced."""
     choice, row = analytical(kernel, problem, gpu), table.find(kernel, problem, gpu)
     if row is None:
         return choice
@@ -65,7 +65,7 @@ def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
 
 
 def analytical(kernel: str, problem: Any, gpu: Gpu) -> Choice:
-    """What is chosen without a table."""
+    """The choice without a table."""
     rule = RULES[kernel]
     return Choice(rule.analytical(problem, gpu), "analytical", f"by the rule in {rule.where}")
 
@@ -110,7 +110,7 @@ def _changing() -> Iterator[None]:
     global epoch
     with _lock:
         yield
-        epoch += 1  # last, so that whoever reads the new epoch gets the new configs
+        epoch += 1  # last, so that a reader of the new epoch gets the new configs
 
 
 def _check(name: str, changes: Any) -> None:

@@ -1,9 +1,10 @@
-"""Linear cross entropy's kernels around its GEMMs: what is asked (Problem) and how it is done (Config).
+"""Linear cross entropy's kernels around its GEMMs: what to compute (Problem) and how (Config).
 
 Numbers of rows, classes and tiles are in neither: kernels get these at run time, with their other `args`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -228,34 +229,26 @@ def lce_bias_config(problem: LceBiasProblem) -> LceBiasConfig:
     return LceBiasConfig(lanes=32 if problem.wide else 8)
 
 
-# Legality: why a config cannot run a kernel, as the field, what it is and what it may be; None where it can -----------
+# Legality: why a config cannot run a kernel (the field, its value, what is legal); None if it can ---------------------
 
 
 _THREADS = range(32, 1025, 32), "a multiple of 32, up to 1024"
 
 
-def _why(config: Any, **legal: tuple[Sequence[int], str]) -> str | None:
+def _why(problem: Any, config: Any, gpu: Gpu, **legal: tuple[Sequence[int], str]) -> str | None:
     for field, (values, expected) in legal.items():
         if getattr(config, field) not in values:
             return f"{field} is {getattr(config, field)}; expected {expected}"
     return None
 
 
-def threads_why_illegal(problem: Any, config: Any, gpu: Gpu) -> str | None:
-    return _why(config, threads=_THREADS)
-
-
-def compact_why_illegal(problem: LceCompactProblem, config: LceCompactConfig, gpu: Gpu) -> str | None:
-    threads = (1024,), "1024, as a warp adds up the counts of 32"
-    return _why(config, threads=threads, each=(range(1, 17), "1 to 16"))
-
-
-def rows_why_illegal(problem: Any, config: LceRowsConfig | LceScaleConfig, gpu: Gpu) -> str | None:
-    return _why(config, vectors=((1, 2, 4, 8), "1, 2, 4 or 8"), threads=_THREADS)
-
-
-def targets_why_illegal(problem: LceTargetsProblem, config: LceTargetsConfig, gpu: Gpu) -> str | None:
-    return _why(config, rows=(range(1, 9), "1 to 8"), slots=(range(1, 17), "1 to 16"), threads=_THREADS)
+_UP_TO_16 = range(1, 17), "1 to 16"
+threads_why_illegal = functools.partial(_why, threads=_THREADS)
+compact_why_illegal = functools.partial(
+    _why, threads=((1024,), "1024, as a warp adds up the counts of 32"), each=_UP_TO_16
+)
+rows_why_illegal = functools.partial(_why, vectors=((1, 2, 4, 8), "1, 2, 4 or 8"), threads=_THREADS)
+targets_why_illegal = functools.partial(_why, rows=(range(1, 9), "1 to 8"), slots=_UP_TO_16, threads=_THREADS)
 
 
 def sort_why_illegal(problem: LceSortProblem, config: LceSortConfig, gpu: Gpu) -> str | None:

@@ -1,6 +1,6 @@
-"""Linear cross entropy: what is asked (Problem) and how it is done (Config), by a written rule on shapes alone.
+"""Linear cross entropy: what to compute (Problem) and how (Config), by a written rule on shapes alone.
 
-The portable path and the kernels have a rule each: they hold different things.
+The portable path and the kernels have a rule each, as they keep different buffers.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ ROW_MULTIPLE = 128  # a chunk's rows are a multiple of a GEMM tile
 
 @dataclasses.dataclass(frozen=True)
 class LinearCrossEntropyProblem:
-    """What the rule looks at. M is not in it: `linear_cross_entropy_config` takes it beside."""
+    """What the portable path's rule depends on, except M, which `linear_cross_entropy_config` also takes."""
 
     v: int
     x_dtype: str  # "bfloat16", ...: what the logits GEMM multiplies
@@ -28,14 +28,14 @@ class LinearCrossEntropyProblem:
 
 @dataclasses.dataclass(frozen=True)
 class LinearCrossEntropyConfig:
-    """`stored`: backward starts from the kept logits. `chunked`: gradients are made in forward, chunk by chunk.
-    `recompute`: no logit is kept, backward multiplies them again."""
+    """`stored`: backward starts from the kept logits. `chunked`: forward computes the gradients, chunk by chunk.
+    `recompute`: no logits are kept; backward computes them again."""
 
     schedule: str
     chunk_rows: int
     # `recompute` on kernels:
-    dx_in_forward: bool = False  # the input's gradient is made in forward, chunk by chunk
-    dw_in_chunks: bool = False  # ... and the weight's in backward, also chunk by chunk where there are several
+    dx_in_forward: bool = False  # forward computes the input's gradient, chunk by chunk
+    dw_in_chunks: bool = False  # ... and backward the weight's, chunk by chunk if there are several
 
 
 def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
@@ -48,7 +48,7 @@ def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
 def linear_cross_entropy_config(
     problem: LinearCrossEntropyProblem, m: int, schedule: str = "auto", chunk_size: int | None = None
 ) -> LinearCrossEntropyConfig:
-    """The schedule and the rows of a chunk. Free memory is never looked at: the bits depend on the chunk.
+    """The schedule and the rows of a chunk, independent of free memory, because the bits depend on the chunk.
 
     - rows: as many as keep the logits in flight within CHUNK_BYTES, down to a multiple of 128 and at least 128.
       Independent of M, so that a row's logits come from a GEMM of the same shape for any batch, the last chunk apart.
@@ -95,7 +95,7 @@ OFFSET_MULTIPLE = 1024  # bytes: where a buffer may start in another one's stora
 
 @dataclasses.dataclass(frozen=True)
 class KernelProblem:
-    """What the kernels' rule looks at; M comes beside it."""
+    """What the kernels' rule depends on, except M, which `kernel_config` also takes."""
 
     v: int
     h: int
@@ -167,11 +167,11 @@ def scratch_columns(m: int, roomy: bool, alone: bool) -> int:
 
 
 class Block(NamedTuple):
-    """Classes [v0, v1) of `recompute`'s backward, and where their dlogits (m, v1 - v0) lie."""
+    """Classes [v0, v1), and where their exp_logits or dlogits of all m rows lie, without gaps."""
 
     v0: int
     v1: int
-    offset: int | None  # bytes into the weight gradient's storage, rows without gaps; None: in the scratch
+    offset: int | None  # bytes into dW's storage; None: in the scratch
 
 
 @functools.lru_cache(maxsize=1024)
@@ -228,7 +228,10 @@ def first_classes(m: int, v: int, h: int, itemsize: int) -> FirstClasses | None:
 
 
 def _tail_tiles(m: int, v: int, v0: int, row: int) -> int:
-    """How many tiles of classes have their dlogits behind their own `row` bytes each."""
+    """How many tiles of classes from v0 on fit with m rows of exp_logits behind their own rows of dW, of `row` bytes.
+
+    A class takes 2 * m bytes, and `row` in front of them.
+    """
     tiles = (v - v0) * row // (row + m * E_ITEMSIZE) // COLUMN_MULTIPLE
     v1 = v0 + tiles * COLUMN_MULTIPLE
     return tiles if _tail_offset(m, v, v0, v1, row) >= v1 * row else tiles - 1
@@ -253,41 +256,23 @@ def _block_cost(m: int, h: int, tiles: int) -> int:
     return sum(n * depth for n, depth in zip(waves, depths, strict=True)) + m * h // SUMS_A_STEP
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedStorage:
-    """exp_logits[:, :columns] of a chunk of all rows lie `offset` bytes into dW's storage, up to its end.
-
-    dW of the classes [0, columns) is written first, before `offset`; then that of the other classes, over these
-    exp_logits, which are not read any more. So dW takes two GEMMs, and dX is computed before both.
-    """
-
-    columns: int
-    offset: int
-
-
 # exp_logits of a chunk of all rows share dW's storage if they have more bytes than this; below, one launch less is
 # worth more than the memory. At M 4096, H 2048, V 32000 (262 MB) sharing saves 87 MB and costs 0.5 % of a step (H200).
 # Smaller exp_logits are not measured.
 SHARED_FROM = 1 << 26
 
 
-@functools.lru_cache(maxsize=1024)
-def shared_storage(rows: int, v: int, h: int, itemsize: int) -> SharedStorage | None:
-    """How many columns of exp_logits (rows, v) fit into the storage of dW (v, h); None if less than a tile of columns.
+def shared_storage(m: int, v: int, h: int, itemsize: int) -> Block | None:
+    """The classes [0, v1) whose exp_logits fit into the storage of dW (v, h), up to its end; None for less than a tile.
 
-    A column takes rows * 2 bytes, and the row of dW in front of it h * itemsize: v * h * itemsize / (the sum of both)
-    columns fit, a third of all if rows = 2 h and dW is bf16. At M 8192, H 4096, V 128256 that leaves 1.40 GB of 2.10
+    dW of these classes is written first, in front of their exp_logits; then that of the other classes, over these
+    exp_logits, which are not read any more. So dW takes two GEMMs, and dX is computed before both.
+
+    A third of all classes fits if m = 2 h and dW is bf16. At M 8192, H 4096, V 128256 that leaves 1.40 GB of 2.10
     outside.
     """
-    size = v * h * itemsize
-    columns = size // (rows * E_ITEMSIZE + h * itemsize)
-    while columns >= COLUMN_MULTIPLE:
-        columns = columns // COLUMN_MULTIPLE * COLUMN_MULTIPLE
-        offset = (size - rows * columns * E_ITEMSIZE) // OFFSET_MULTIPLE * OFFSET_MULTIPLE
-        if offset >= columns * h * itemsize:
-            return SharedStorage(columns, offset)
-        columns -= 1
-    return None
+    columns = _tail_tiles(m, v, 0, h * itemsize) * COLUMN_MULTIPLE
+    return Block(0, columns, _tail_offset(m, v, 0, columns, h * itemsize)) if columns else None
 
 
 class Layout(NamedTuple):
@@ -314,10 +299,10 @@ def layout(
     forward.
     """
     if schedule == "chunked":
-        plan = None
+        shared = None
         if dw and m <= chunk_rows and m * v * E_ITEMSIZE > SHARED_FROM:
-            plan = shared_storage(m, v, h, dw)
-        return Layout(even_chunks(m, chunk_rows), *((plan.columns, plan.offset) if plan else (0, 0)))
+            shared = shared_storage(m, v, h, dw)
+        return Layout(even_chunks(m, chunk_rows), *(shared[1:] if shared else (0, 0)))
     if schedule == "stored":
         return Layout(even_chunks(m, chunk_rows))
     if dw_in_chunks and own_dw and dw and m > chunk_rows:

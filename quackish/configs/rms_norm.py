@@ -1,4 +1,4 @@
-"""RMSNorm: what is asked (Problem) and how it is done (Config). Both are independent of M, the number of rows.
+"""RMSNorm: what to compute (Problem) and how (Config). Both are independent of M, the number of rows.
 
 The number of threads per row determines the summation order, so it depends on the problem alone, and a row has the same
 bits in any batch. Numbers in comments were measured on an H200, bf16, M 4096 to 65536 (`benchmarks/results`).

@@ -1,9 +1,9 @@
 """The user's table of measured rows: for this problem, on this GPU, this config was faster than the analytical choice.
 
 It is `tuned.json` in the user's config folder or in QUACKISH_CONFIG_DIR; `python -m quackish tune` writes it. A row
-counts for the GPU (name and target) that it was measured on, with the same quackish, DSL and CUDA. How many rows (M) a
-call has is in no row, nor whether these lie packed: a row of a norm's result has the same bits in any batch and from
-anywhere.
+counts for the GPU (name and target) that it was measured on, with the same quackish, DSL and CUDA. It is independent
+of the number of rows (M), and of whether they are packed: a row of a norm's result has the same bits in any batch and
+layout.
 """
 
 import dataclasses
@@ -73,9 +73,12 @@ def rows() -> list[Row]:
 
 
 def read() -> list[Row]:
-    """Empty where there is no file, and where it is damaged, with one warning."""
+    """Empty without a file, and with one warning if it is damaged."""
     try:
-        return _rows(json.loads(path().read_text(encoding="utf-8")))
+        content = json.loads(path().read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is not {_FORMAT}")
+        return [Row(**row) for row in content["rows"]]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -86,18 +89,6 @@ def read() -> list[Row]:
             RuntimeWarning,
         )
         return []
-
-
-def _rows(content: Any) -> list[Row]:
-    if not isinstance(content, dict) or content["format"] != _FORMAT:
-        raise ValueError(f"its format is not {_FORMAT}")
-    found = [Row(**row) for row in content["rows"]]
-    for row in found:
-        for field in dataclasses.fields(Row):
-            value = getattr(row, field.name)
-            if not isinstance(value, str if field.type is str else dict):
-                raise ValueError(f"{field.name} of a row is {value!r}")
-    return found
 
 
 def put(row: Row, keep: bool = True) -> bool:

@@ -15,10 +15,7 @@ forward_ad = torch.autograd.forward_ad
 
 
 def is_plain() -> bool:
-    """Whether only autograd records this call, so that kernels may be launched without going through the dispatcher.
-
-    `rms_norm` has the same list written out.
-    """
+    """Whether only autograd records this call, so that kernels may be launched without the dispatcher."""
     return not (
         is_compiling()  # first: torch.compile cannot trace the others
         or num_dispatch_modes()

@@ -1,8 +1,7 @@
 """RMSNorm for torch: functions, module, autograd and custom operators.
 
-In plain eager a call is the look-up of its plan, the allocations and the launch, by way of a torch.autograd.Function
-where a gradient is needed. What wants to see operators (torch.compile, dispatch modes, tensor subclasses) gets those of
-`torch.ops.quackish`, which run by the same plans.
+In plain eager a call looks up its plan, allocates and launches, in a torch.autograd.Function if a gradient is needed.
+torch.compile, dispatch modes and tensor subclasses use the operators of `torch.ops.quackish`, which run the same plans.
 """
 
 import math
@@ -15,13 +14,9 @@ from quackish.configs import choose
 from quackish.errors import UnsupportedError, warn_once
 from quackish.ops.modes import (
     as_plain,
-    forward_ad,
     functorch_level,
-    has_function_modes,
-    is_compiling,
     is_plain,
     is_transformed,
-    jit_trace,
     num_dispatch_modes,
 )
 from quackish.ops.rms_norm_checks import check_backward, check_forward, dims
@@ -73,13 +68,7 @@ def rms_norm(
 
     Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel.
     """
-    if (  # is_plain(), written out: as a call it costs 90 ns
-        is_compiling() or num_dispatch_modes() or has_function_modes() or functorch_level() is not None
-        or forward_ad._current_level >= 0 or jit_trace() is not None
-    ):  # fmt: skip
-        plan = None
-    else:
-        plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+    plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) if is_plain() else None
     if plan is None:
         return _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
     if _is_grad_enabled() and (
@@ -88,9 +77,7 @@ def rms_norm(
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
     ):
-        if bias is None and residual is None:
-            return _apply(x, weight, plan)  # each argument more costs 0.1 us
-        return _apply(x, weight, plan, bias, residual)
+        return _apply(x, weight, bias, residual, plan)
     y, res, _ = plan.run(x, weight, bias, residual)
     return y if residual is None else (y, res)
 
@@ -163,8 +150,7 @@ def rms_norm_backward(
         x, rstd: `res` and `rstd` of `rms_norm_forward`: x is what was normalised, x + residual where there was one.
         weight, weight_offset: as in forward.
         dres: (..., n), the gradient that arrived at res, or None.
-        dx, dweight, dbias, dresidual: which ones to compute. What is not asked for, and dweight where weight is None,
-            comes back as None.
+        dx, dweight, dbias, dresidual: which ones to compute. The others are None, as is dweight where weight is None.
         dx_dtype: None is x's. With a residual, give the dtype that forward's x had. dresidual has x's dtype here.
         dbias_dtype: None is weight's, or x's without a weight.
         backend: as in `rms_norm`.
@@ -256,7 +242,7 @@ class RMSNorm(nn.RMSNorm):
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, plan, bias=None, residual=None):
+    def forward(ctx, x, weight, bias, residual, plan):
         y, res, rstd = plan.run(x, weight, bias, residual)
         # Nobody else sees rstd, so it is kept rather than saved, which would take 0.35 us more. It lives as long as the
         # graph, 4 bytes a row, and hooks on saved tensors do not see it.
@@ -272,7 +258,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, dy, dres=None):
         x, weight = ctx.saved_tensors
         forward, rstd = ctx.plan, ctx.rstd
-        needs = ctx.needs_input_grad  # as forward's arguments: x, weight, plan, and bias, residual where given
+        needs = ctx.needs_input_grad[:4]
         # Hooks on saved tensors, and assignments to .data, may leave other types, dtypes and strides than forward had.
         usual = (
             type(dy) is Tensor and dy.is_contiguous()
@@ -284,25 +270,13 @@ class _RmsNorm(torch.autograd.Function):
         )  # fmt: skip
         key = choose.epoch, needs, dres is None
         plan = forward.backward.get(key) if usual else None
-        if (
-            plan is None
-            or _is_grad_enabled()
-            or num_dispatch_modes()
-            or functorch_level() is not None  # _is_batched(), written out
-            or _is_legacy_batched(dy)
-            or (dres is not None and _is_legacy_batched(dres))
-        ):
-            four = (*needs[:2], *(needs[3:] or (False, False)))
-            plan, dx, dweight, dbias, dresidual = _gradients(four, dy, x, weight, rstd, dres, forward)
+        if plan is None or _is_grad_enabled() or num_dispatch_modes() or _is_batched(dy, dres):
+            plan, *grads = _gradients(needs, dy, x, weight, rstd, dres, forward)
             if usual and plan is not None:
                 forward.backward[key] = plan
         else:
-            dx, dresidual, dweight, dbias = plan.run(dy, x, weight, rstd, dres)
-            if len(needs) > 3 and needs[4]:  # _as_asked, written out
-                dx, dresidual = dx if needs[0] else None, dx if dresidual is None else dresidual
-        if len(needs) == 3:
-            return dx, dweight, None
-        return dx, dweight, None, dbias, dresidual
+            grads = _as_asked(needs[0], needs[3], *plan.run(dy, x, weight, rstd, dres))
+        return *grads, None
 
 
 # Two shortcuts past Python frames of torch that have nothing to do here, 1.3 and 0.4 us of 14 for both directions (on a
@@ -347,7 +321,7 @@ def _as_asked(dx: bool, dresidual: bool, first, second, dweight, dbias) -> tuple
     return first if dx else None, dweight, dbias, None if not dresidual else first if second is None else second
 
 
-# Whatever is not plain eager ----------------------------------------------------------------------------------------
+# Everything but plain eager ----------------------------------------------------------------------------------------
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -359,7 +333,7 @@ def _is_batched(dy: Tensor, dres: Tensor | None) -> bool:
 
 
 def _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> Tensor | tuple[Tensor, Tensor]:
-    """`rms_norm` for whoever wants to see an operator, and for torch.func and forward-mode AD."""
+    """`rms_norm` by its operator, or by the reference under torch.func and forward-mode AD."""
     if is_transformed():
         check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
         reason = "rms_norm: torch.func transforms and forward-mode AD run the portable path"

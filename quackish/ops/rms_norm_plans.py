@@ -30,18 +30,9 @@ _GRADIENTS = ("dx", "dresidual", "dweight", "dbias")  # of BackwardPlan
 def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> "ForwardPlan | None":
     """The plan for these arguments, which are checked; None where a tensor subclass should see an operator."""
     try:
-        if weight is not None and bias is None:
-            # Written out: each call of _layout costs 60 ns, and each tuple within the tuple 30.
-            key = (
-                choose.epoch, x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, type(x),
-                weight.shape, weight.is_contiguous(), weight.dtype, weight.device, type(weight),
-                residual if residual is None else _layout(residual),
-                eps, weight_offset, type(eps), type(weight_offset),  # 1, 1.0 and True are equal
-                out_dtype, backend,
-            )  # fmt: skip
-        else:
-            layouts = (None if t is None else _layout(t) for t in (x, weight, bias, residual))
-            key = (choose.epoch, *layouts, eps, weight_offset, type(eps), type(weight_offset), out_dtype, backend)
+        layouts = (None if t is None else _layout(t) for t in (x, weight, bias, residual))
+        types = type(eps), type(weight_offset)  # 1, 1.0 and True are equal
+        key = (choose.epoch, *layouts, eps, weight_offset, *types, out_dtype, backend)
         plan = _forward_plans.get(key)
         if plan is not None:
             return plan
@@ -55,7 +46,7 @@ def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backe
 def backward_plan(
     dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend
 ) -> "BackwardPlan | None":
-    """As forward_plan; the gradients asked for are those whose dtype is given."""
+    """As forward_plan; computes the gradients whose dtype is given."""
     tensors = (dy, x, weight, rstd, dres)
     options = (weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend)
     try:
@@ -227,7 +218,7 @@ class BackwardPlan(Plan):
             if kernel is None:
                 return self.run_portable(dy, x, weight, rstd, dres)
 
-        # outputs: those asked for
+        # the requested outputs
         dx = dx_at = dresidual = dresidual_at = dweight = dweight_at = dbias = dbias_at = None
         dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype = self.dtypes
         if dx_dtype is not None:

@@ -58,7 +58,7 @@ def rms_norm_bwd(
     dweight_dtype: torch.dtype | None = None,
     dbias_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dresidual, dweight, dbias) in the dtypes asked for; None where the dtype is None.
+    """(dx, dresidual, dweight, dbias), each in its dtype; None where that is None.
 
     g = dy * (weight_offset + weight); dx = dresidual = rstd * (g - xhat * mean(xhat * g)) + dres;
     dweight = sum over rows of dy * xhat; dbias = sum over rows of dy.

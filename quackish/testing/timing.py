@@ -1,6 +1,6 @@
-"""How long work takes: CUDA graphs replayed on a cold L2, in rounds that alternate between the competitors.
+"""How long work takes: CUDA graphs replayed on a cold L2, in rounds that alternate between works.
 
-A card that throttles at its power limit slows down whatever runs last, so competitors take turns: A B C A B C. Without
+A card that throttles at its power limit slows down the work that runs last, so works take turns: A B C A B C. Without
 a GPU the same functions time plain calls with the host's clock; such numbers are for tests only.
 """
 
@@ -15,8 +15,8 @@ import torch
 
 CLEAR_BYTES = 256 << 20  # what triton.testing.do_bench clears: several times any L2 so far
 # How long GEMMs on random data run before each sample of long work, as a model's do before its loss: then the card is
-# at its power limit whoever had the turn before. Without that, samples of the same three GEMMs were up to 9 % off their
-# median on both sides; with it 2 % below, and a few 4 to 20 % above, which a median bears (H200, 37 ms).
+# at its power limit, whichever work ran before. Without that, samples of the same three GEMMs were up to 9 % off their
+# median on both sides; with it 2 % below, and a few 4 to 20 % above, which do not move a median (H200, 37 ms).
 LOAD_MS = 80.0
 
 
@@ -102,24 +102,28 @@ def _round(works: Mapping[str, Callable[[], object]], device: torch.device, bloc
     return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
 
+def _raise(name: str, error: Exception) -> None:
+    raise error
+
+
 def take_turns(
     works: Mapping[str, Callable[[], object]],
     device: torch.device,
     repeats: int = 10,
     seconds: float = 0.5,
     least: int = 5,
-    on_error: Callable[[str, Exception], None] | None = None,
+    on_error: Callable[[str, Exception], None] = _raise,
     after: Callable[[str, Mapping[str, Times]], None] = lambda name, times: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
     """Times long works, which allocate and may fail, as plain calls: one sample of each per turn, in random order.
 
-    The order differs from run to run. On a GPU, GEMMs run for LOAD_MS before each sample. `after` each sample all times
-    so far are told.
+    The order differs from run to run. On a GPU, GEMMs run for LOAD_MS before each sample. `after` is called after each
+    sample with all times so far.
 
     A work is done after `repeats` samples, or after `seconds` of them if `least` are good, so slow works get fewer. A
-    sample is good if the caching allocator did not go to the driver; bad ones count only if no sample is good. A work
-    that raises is left out, and `on_error` is told.
+    sample is good if the caching allocator did not call the driver; bad ones count only if no sample is good. A work
+    that raises is left out, and `on_error` is called with its name and exception.
     """
     samples: dict[str, list[tuple[bool, float]]] = {name: [] for name in works}
     shuffle = random.Random().shuffle
@@ -137,8 +141,6 @@ def take_turns(
                 samples[name].append(_cuda_sample(work, device, load) if load else (True, _cpu_us(work, clock)))
                 after(name, _times_of(samples))
             except Exception as error:
-                if on_error is None:
-                    raise
                 del samples[name]
                 on_error(name, error)
     return _times_of(samples)
@@ -149,15 +151,15 @@ def bursts(
     device: torch.device,
     count: int = 8,
     seconds: float = 0.3,
-    on_error: Callable[[str, Exception], None] | None = None,
+    on_error: Callable[[str, Exception], None] = _raise,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
     """Times works as a training loop runs them: bursts of calls back to back, `count` bursts of each in random order.
 
     A sample is a burst of about `seconds`, timed as a whole and divided by its calls. Bursts follow each other without
     synchronization: the card is never idle, and its clocks are those of steady work. Three rounds come first and are
-    thrown away: two of two calls each, which tell how many make a burst, and one of bursts. What is a good sample, and
-    what happens to a work that raises, is as in `take_turns`.
+    thrown away: two of two calls each, which tell how many make a burst, and one of bursts. Good samples and works that
+    raise are as in `take_turns`.
     """
     taken: dict[str, list[tuple]] = {name: [] for name in works}  # (start, end) of each burst
     calls, order = dict.fromkeys(works, 2), random.Random()
@@ -185,8 +187,6 @@ def bursts(
                     works[name]()
                 taken[name].append((start, mark()))
             except Exception as error:
-                if on_error is None:
-                    raise
                 del taken[name]
                 on_error(name, error)
     return _times_of(

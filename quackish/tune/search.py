@@ -145,7 +145,7 @@ def _percent(share: float) -> str:
 
 
 def fresh(run: Run) -> tuple[Tensor | None, ...]:
-    """The results of one launch, whatever was added up before it."""
+    """The results of one launch, from outputs that are zero."""
     for t in run():
         if t is not None:
             t.zero_()
