@@ -32,7 +32,7 @@ def lce_kernels(gpu=SMALL):
 
 
 class Counted:
-    """Kernels of any kind; `calls` counts their launches by method."""
+    """Kernels of any kind; `calls` counts their launches by method, or by the arguments of `launch`."""
 
     def __init__(self, kernels):
         self.kernels, self.calls = kernels, collections.Counter()
@@ -43,7 +43,7 @@ class Counted:
             return method
 
         def counted(*args, **kwargs):
-            self.calls[name] += 1
+            self.calls[type(args[0]).__name__ if name == "launch" else name] += 1
             return method(*args, **kwargs)
 
         return counted

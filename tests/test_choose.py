@@ -13,6 +13,7 @@ import quackish
 from quackish import config, errors, kernels, launch, toolchain
 from quackish.configs import choose, table
 from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_smem_bytes, gemm_why_illegal
+from quackish.configs.lce_args import ScatterArgs
 from quackish.configs.lce_rows import (
     LceBiasProblem,
     LceCompactProblem,
@@ -396,7 +397,7 @@ def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
     def both():
         launches.clear()
         k.dw(e, xs, live, 0, out, False)
-        k.scatter(acc, None, order, live, 0, out)
+        k.launch(ScatterArgs(acc, None, order, out, live, 0, 128))
         k.scale(out, live)
         return [made.threads if not isinstance(made, GemmConfig) else made.group for _, _, made in launches]
 

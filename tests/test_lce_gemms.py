@@ -18,11 +18,12 @@ from quackish.configs.gemm import (
     num_tail_splits,
     splits_dw_tail,
 )
+from quackish.configs.lce_args import DlogitsArgs, ResidualArgs, RowsOutArgs, ScaledArgs, SoftmaxArgs
 from quackish.gpu import B200, H200
 from quackish.ops import cuda
 from quackish.ops.linear_cross_entropy.autograd import kernels_on
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import DlogitsCall, LceKernels, LogitsCall
+from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels
 from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import error, same_bits
 from tests.emulated_kernels import NO_SLOT, decode, encode, lce_kernels, with_cut_off
@@ -31,7 +32,6 @@ from tests.variants import check_compiles, some
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN = float("nan")
 LOGITS = "logits", "recompute_flagged"
-CALLS = {**dict.fromkeys(LOGITS, LogitsCall), "dlogits": DlogitsCall}
 
 
 # Compiled -----------------------------------------------------------------------------------------------------------
@@ -136,11 +136,38 @@ class Case:
         self.x[rows] = self.x[rows] * factor
 
 
+def _softmax(x, w, bias, class_weight, shift, target, num_live, start, softcap, e, e2, split, sums, wsums, *of_rows):
+    target_logit, row_max_bits, flags = of_rows
+    epilogue = SoftmaxArgs(
+        bias, class_weight, shift, target, row_max_bits, flags, sums, target_logit, wsums, softcap, sums.shape[1]
+    )
+    return x, w, ExpLogits(e, split, e2), epilogue, num_live, start
+
+
+def _dlogits(x, w, bias, coefs, target, num_live, start, class_weight, softcap, smoothing, v0, out):
+    return x, w, out, DlogitsArgs(bias, class_weight, coefs, target, softcap, v0), smoothing, num_live, start
+
+
+def _dx(e, e2, split, w, row_scale, order, num_live, start, out, accumulate):
+    epilogue = None if order is None else RowsOutArgs(row_scale, order)
+    return ExpLogits(e, split, e2), w, num_live, start, out, accumulate, None, epilogue
+
+
+def _dw(e, x, num_live, start, out, accumulate, tickets=None, slots=None, residual=None, factor=None):
+    epilogue = None if factor is None else ScaledArgs(factor)
+    if slots is not None:
+        epilogue = ResidualArgs(slots, residual)
+    return e, x, num_live, start, out, accumulate, tickets, epilogue
+
+
+ARGUMENTS = dict(logits=_softmax, recompute_flagged=_softmax, dlogits=_dlogits, dx=_dx, dw=_dw)
+
+
 def launch_all(k, names, args):
     """The arguments after launches of these names; arguments that are views of one another must not be given."""
     args = [_copy(a, k.device) if isinstance(a, torch.Tensor) else a for a in args]
     for name in names:
-        getattr(k, name)(*([CALLS[name](*args)] if name in CALLS else args))
+        getattr(k, name)(*ARGUMENTS[name](*args))
     return [_copy(a, "cpu") if isinstance(a, torch.Tensor) else a for a in args]
 
 
@@ -537,8 +564,8 @@ def test_clusters_share_the_tiles_of_the_tail(shape, split, monkeypatch):
         poison_free_memory()
         dx = torch.full((m + start, h), NAN, dtype=BF16, device="cuda")
         dw, total = torch.full((v, h), NAN, dtype=BF16, device="cuda"), torch.ones(v, h, device="cuda")
-        first, second = (e[:, :128].contiguous(), e[:, 128:]) if split else (e, None)
-        k.dx(first, second, 128, w, scale, order, num_live, start, dx, False, tickets)
+        exp_logits = ExpLogits(e[:, :128].contiguous(), 128, e[:, 128:]) if split else ExpLogits(e)
+        k.dx(exp_logits, w, num_live, start, dx, False, tickets, RowsOutArgs(scale, order))
         k.dw(e, x, num_live, start, dw, False, tickets)
         k.dw(e, x, num_live, start, total, True, tickets)
         assert not tickets.any()

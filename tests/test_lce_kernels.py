@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quackish.configs.gemm import NUM_TICKETS
-from quackish.configs.lce_args import GatherArgs, RowsArgs, SortArgs, TargetsArgs
+from quackish.configs.lce_args import BiasArgs, GatherArgs, RowsArgs, ScatterArgs, SortArgs, TargetsArgs
 from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRescaleProblem, LceWarpsConfig
 from quackish.configs.lce_rows import (
     NO_SLOT,
@@ -28,8 +28,8 @@ from quackish.configs.lce_rows import (
     lce_bias_config,
     lce_gather_config,
 )
-from quackish.ops.linear_cross_entropy.exp_logits import order_by_class
 from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy.schedules import order_by_class
 from quackish.reference import linear_cross_entropy as reference
 from quackish.testing.errors import same_bits
 from tests.emulated_kernels import HUGE, cut_off, decode, encode
@@ -233,7 +233,7 @@ def gather(lce, x, w, target, order, num_live, start, rows, bias=None, softcap=N
         lse=poisoned(m) if rows_out else None,
     )
     of_call = x.stride(0), softcap or 0.0, start, rows, w.shape[0]
-    lce.gather(GatherArgs(x, w, bias, target, order, num_live, *out.values(), *of_call))
+    lce.launch(GatherArgs(x, w, bias, target, order, num_live, *out.values(), *of_call))
     return out
 
 
@@ -333,7 +333,7 @@ def test_gather_waits_for_compact(lce):
         state = SimpleNamespace(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
         out = live_x, slot_target, row_shift, row_max_bits, flags, None, None, None
         lce.compact(target, None, None, -100, v, False, state)
-        lce.gather(GatherArgs(x, w, None, target, order, num_live, *out, x.stride(0), 0.0, 0, m, v))
+        lce.launch(GatherArgs(x, w, None, target, order, num_live, *out, x.stride(0), 0.0, 0, m, v))
         assert torch.equal(slot_target[:live], target[rows[:live]].int())
         assert same_bits(live_x[:live], x[rows[:live]])
         assert (slot_target[live:] == -1).all()
@@ -412,7 +412,7 @@ class Chunk:
             args |= dict(exp_logits2_stride=0 if e2 is None else e2.stride(0))
         if grads == "coefs":
             args |= dict(coefs=self.coefs)
-        lce.rows(RowsArgs(**args | given))
+        lce.launch(RowsArgs(**args | given))
 
     def truth(self, label_smoothing=0.0, z_loss=0.0, g=1.0, grad_lse=None):
         """loss, lse, (coef_softmax, coef_target, coef_smooth) of the live rows, in fp64."""
@@ -626,14 +626,14 @@ def launch_sort(lce, args, places=None, index=None):
     v = e.shape[1] if e2 is None else v_split + e2.shape[1]
     strides = e.stride(0), 0 if e2 is None else e2.stride(0)
     of_call = v, start, slot_target.shape[0]
-    lce.sort(
+    lce.launch(
         SortArgs(slot_target, order, num_live, row_scale, e, e2, *strides, v_split, *outs, places, index, *of_call)
     )
 
 
 def launch_targets(lce, x, sorted_target, sorted_row, sorted_grad, num_live, start, v0, dw, residual=None):
     of_call = x.stride(0), v0, v0 + dw.shape[0], start, sorted_target.shape[0]
-    lce.targets(TargetsArgs(x, sorted_target, sorted_row, sorted_grad, num_live, dw, residual, *of_call))
+    lce.launch(TargetsArgs(x, sorted_target, sorted_row, sorted_grad, num_live, dw, residual, *of_call))
 
 
 @pytest.mark.gpu
@@ -739,7 +739,7 @@ def test_bias_sum(lce, rows, live, n):
         num_live = torch.tensor([live + 17], dtype=torch.int32, device="cuda")
         db = random(n, seed=2) if accumulate else poisoned(n)
         before = db.double()
-        lce.bias_sum(e[:, :n], row_scale if scaled else None, num_live, 17, db, accumulate)
+        lce.launch(BiasArgs(e, row_scale if scaled else None, db, num_live, ld, 17, rows, n), accumulate)
         terms = e[:live, :n].double()
         if scaled:
             terms = terms * row_scale[:live, None].double()
@@ -756,7 +756,7 @@ def test_bias_sum_beyond_2_to_the_31_elements_and_its_bits(lce):
     results = []
     for _ in range(5):
         db = poisoned(136)
-        lce.bias_sum(e[:, 64:200], None, num_live, 0, db, False)
+        lce.launch(BiasArgs(e[:, 64:200], None, db, num_live, ld, 0, rows, 136), False)
         results.append(db)
     close(results[0], e[:, 64:200].double().sum(0), 1e-5, 1e-3)
     assert all(same_bits(db, results[0]) for db in results)
@@ -770,7 +770,7 @@ def test_scatter(lce, h, dtype):
     order, num_live = order_of(targets(m, 10, 0.4))
     for start, rows in ((0, 300), (0, 1), (64, 128), (250, 50)):
         acc, dx = random(rows, h), poisoned(m, h, dtype=dtype)
-        lce.scatter(acc, None, order, num_live, start, dx)
+        lce.launch(ScatterArgs(acc, None, order, dx, num_live, start, rows))
         live = min(max(int(num_live) - start, 0), rows)
         want = poisoned(m, h, dtype=dtype)
         want[order[start : start + live].long()] = acc[:live].to(dtype)

@@ -34,6 +34,7 @@ from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import first_classes, recompute_blocks, shared_storage
 from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy import autograd
+from quackish.ops.linear_cross_entropy.launches import RowState
 from quackish.testing.errors import same_bits
 
 pytestmark = on_kernels
@@ -120,7 +121,7 @@ def test_targets_on_either_side_of_the_first_classes(where, dw_dtype, narrow, pa
     target[live] = first + target[live] % (last - first)
     with torch.autocast(path.device.type, dtype=BF16, enabled=dw_dtype == FP32):
         loss = path.call(x, w, target, schedule="recompute")
-        assert path.calls["dw"] == path.calls["sort"] == 1
+        assert path.calls["dw"] == path.calls["SortArgs"] == 1
         dx, dw = torch.autograd.grad(loss, [x, w])
     want_dx, want_dw = truth(*[t.detach().bfloat16() for t in (x, w)], target, {})[2]
     assert norm_error(dx, want_dx) <= 4 * unit_roundoff(BF16)
@@ -255,7 +256,7 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
         loss = path.call(x, w, target, schedule=schedule, chunk_size=128, **kw)
         assert loss.requires_grad == any(wants)
         if not any(wants):
-            each_chunk = dict.fromkeys(("gather", "logits", "recompute_flagged", "rows"), chunks)
+            each_chunk = dict.fromkeys(("GatherArgs", "logits", "recompute_flagged", "RowsArgs"), chunks)
             assert path.calls == {"compact": 1, **each_chunk}
             continue
         loss.sum().backward()
@@ -268,9 +269,9 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
             times = chunks
         assert calls["dlogits"] == (times if ran == "recompute" and any(wants[dx_in_forward:]) else 0)
         dx_times = chunks if dx_in_forward else times
-        for kernel, n, want in zip(("dx", "dw", "bias_sum"), (dx_times, times, times), wants, strict=True):
+        for kernel, n, want in zip(("dx", "dw", "BiasArgs"), (dx_times, times, times), wants, strict=True):
             assert calls[kernel] == n * want
-        assert calls["sort"] == calls["targets"] == (0 if ran == "recompute" else times * wants[1])
+        assert calls["SortArgs"] == calls["TargetsArgs"] == (0 if ran == "recompute" else times * wants[1])
         grads = [t.grad for t in tensors]
         assert [g is not None for g in grads] == list(wants)
         all_wanted = all_wanted or grads
@@ -293,9 +294,9 @@ def test_grad_weight_out_is_added_to_in_the_gemm(path):
     buffer = torch.zeros(w.shape, **path.here)
     seen = []
     dw = path.kernels.dw
-    path.kernels.dw = lambda e, xs, num_live, start, out, add, *more, factor=None: (
+    path.kernels.dw = lambda e, xs, num_live, start, out, add, *more: (
         seen.append((out.data_ptr(), add)),
-        dw(e, xs, num_live, start, out, add, *more, factor=factor),
+        dw(e, xs, num_live, start, out, add, *more),
     )
     for schedule in ("auto", "recompute"):
         path.call(x, w, target, grad_weight_out=buffer, schedule=schedule).backward()
@@ -316,9 +317,9 @@ def test_rows_that_pytorch_sorts_give_the_same_bits(schedule, ignored, request, 
 
     want = step()
     request.getfixturevalue("few_rows_counted")
-    sorts = path.calls["sort"]
+    sorts = path.calls["SortArgs"]
     assert all(map(same_bits, step(), want))
-    assert path.calls["sort"] > sorts
+    assert path.calls["SortArgs"] > sorts
 
 
 @pytest.mark.parametrize("buffer", [None, FP16, FP32], ids=str)
@@ -407,7 +408,7 @@ def test_a_backward_beside_another_counts_with_tickets_of_its_own(schedule, path
     x, w, target, _ = path.case()
     loss = path.call(x, w, target, schedule=schedule)
     want = torch.autograd.grad(loss, [x, w], retain_graph=True)
-    state = loss.grad_fn.saved.state
+    (state,) = [kept for kept in loss.grad_fn.kept if isinstance(kept, RowState)]
     tickets = state.tensor(state.tickets, NUM_TICKETS).fill_(1)  # as in the middle of another backward
     got = torch.autograd.grad(loss, [x, w], retain_graph=True)
     assert all(map(same_bits, got, want))

@@ -4,8 +4,7 @@ api.py         the function and the module; which path a call takes
 checks.py      whether the arguments fit together
 autograd.py    kernels: torch.autograd.Function, and custom operators for torch.compile
 schedules.py   kernels: which launches, in which order, over which buffers
-exp_logits.py  kernels: buffers, above all those of exp_logits, and the GEMMs that read them
-launches.py    kernels: tensors in, arguments of a kernel out
+launches.py    kernels: buffers, and tensors in, arguments of a kernel out
 cublas.py      the GEMMs by cuBLAS, where there is no GEMM kernel
 warm_up.py     compiles the kernels of a first call side by side
 portable.py    plain PyTorch, a chunk of logits at a time, on any device

@@ -51,13 +51,9 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of `input @ linear_weight.T + linear_bias` with `target`; the full logits are never materialized.
 
-    With z the logits, a = softcap * tanh(z / softcap) (a = z without), lse = logsumexp(a), w = weight (1 without) and
-    q = w * ((1 - label_smoothing) * onehot(target) + label_smoothing / V), the loss of a live row is
-
-        sum_j q_j * (lse - a_j) + z_loss * lse**2
-
-    and that of an ignored row is 0. The arguments before `softcap` have the names and meaning of
-    `F.linear_cross_entropy`. docs/linear_cross_entropy.md has memory, numerics and what is promised bitwise.
+    The arguments before `softcap` have the names and meaning of `F.linear_cross_entropy`. With a the logits after
+    softcap, a = softcap * tanh(z / softcap), a live row's loss is F.cross_entropy's plus z_loss * logsumexp(a)**2, and
+    an ignored row's is 0. docs/linear_cross_entropy.md has the formulas, schedules, memory, numerics and edge cases.
 
     Args:
         input: (..., H) bf16, fp16, fp32 or fp64, any strides.
@@ -74,27 +70,20 @@ def linear_cross_entropy(
         return_lse: return (loss, lse); lse is differentiable, and 0 without gradient in ignored rows.
         grad_weight_out: (V, H) buffer, fp32 or in linear_weight's dtype. Each backward adds linear_weight's gradient to
             it, and autograd gets None instead. Not for parameters that FSDP shards: use .grad there.
-        schedule: what is kept between forward and backward. "chunked" computes the gradients in forward, "stored" keeps
-            the exponentials of all logits, "recompute" keeps none and computes logits twice. "auto" is "chunked"; with
-            reduction "none", `return_lse` or (on kernels) `grad_weight_out` it is "stored" while that is small and
-            "recompute" above. On kernels fp16 and label smoothing always take "recompute".
+        schedule: what is kept between forward and backward: "chunked" (the gradients), "stored" (the exponentials of
+            all logits), "recompute" (nothing), or "auto", which chooses by shapes and options.
         chunk_size: rows per chunk; kernels round it up to a multiple of 128. None chooses from V, H and dtype alone.
-        backend: "auto" runs kernels where they exist (Hopper; Blackwell around cuBLAS's GEMMs; bf16 or fp16; H a
-            multiple of 8), else the portable PyTorch path: silently on CPU, with one warning per reason on a GPU.
-            "cute" runs kernels or raises. "reference" runs the portable path. torch.func transforms and forward-mode
-            AD run the reference, with full logits.
+        backend: "auto" runs kernels where they exist (Hopper, Blackwell; bf16 or fp16; H a multiple of 8), else the
+            portable PyTorch path: silently on CPU, with one warning per reason on a GPU. "cute" runs kernels or raises.
+            "reference" runs the portable path. torch.func transforms and forward-mode AD run it with full logits.
 
     Returns:
         loss: fp32 (fp64 for fp64): 0-dim, or target's shape with reduction "none". With `return_lse` also lse, in the
         same dtype and target's shape.
 
-    Edge cases: if every target is ignored (or M is 0), "mean" is 0 and all gradients are 0. NaN or Inf in an ignored
-    row of input reaches nothing; NaN in a live row makes its loss, its dinput and dlinear_weight NaN. A target that is
-    neither a class nor `ignore_index` raises IndexError on CPU; on a GPU that row's loss and dinput are NaN, without a
-    synchronization, and the other rows' dinput is as if the row were ignored.
-
     Raises:
-        ValueError, TypeError: the shape, value, device or dtype of an argument. IndexError: see above.
+        ValueError, TypeError: the shape, value, device or dtype of an argument.
+        IndexError: on CPU, a target that is neither a class nor `ignore_index`. On a GPU that row's loss is NaN.
         UnsupportedError: `backend="cute"` and no kernel covers the call; `grad_weight_out` under FSDP or torch.func.
         RuntimeError: backward with create_graph=True.
     """
@@ -205,21 +194,16 @@ _plans: dict[tuple, Plan] = {}
 
 def _find_plan(inputs: Inputs, options: Options) -> tuple[tuple | None, Plan | None]:
     """(what `make_plan` looks at, the plan that was made for it); finding one proves the arguments valid."""
-    input, linear_weight, linear_bias, target, weight, num_items, grad_weight_out = inputs
+    *tensors, items, out = inputs
     try:
         key = (
             *options,
             *map(type, options),  # 1, 1.0 and True are equal
-            input.shape, input.dtype, input.device,
-            linear_weight.shape, linear_weight.dtype, linear_weight.device,
-            target.shape, target.dtype, target.device,
-            None if linear_bias is None else (linear_bias.shape, linear_bias.dtype, linear_bias.device),
-            None if weight is None else (weight.shape, weight.dtype, weight.device),
-            None if grad_weight_out is None else
-            (grad_weight_out.shape, grad_weight_out.dtype, grad_weight_out.device, grad_weight_out.requires_grad),
-            num_items is None or ((num_items.shape, num_items.device, num_items.requires_grad)
-                                  if isinstance(num_items, Tensor) else (type(num_items), num_items >= 0)),
-            autocast_dtype(input.device.type),
+            *[None if t is None else (t.shape, t.dtype, t.device) for t in (*tensors, out)],
+            out is None or out.requires_grad,
+            items is None or ((items.shape, items.device, items.requires_grad) if isinstance(items, Tensor) else
+                              (type(items), items >= 0)),
+            autocast_dtype(tensors[0].device.type),
         )  # fmt: skip
         return key, _plans.get(key)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: an error will say so
@@ -266,12 +250,13 @@ def _run_transformed(inputs: Inputs, plan: Plan, backend: str) -> tuple[Tensor, 
 
 def _not_covered(compute_dtype: torch.dtype, h: int) -> str:
     """Why no kernel covers these; "" where one does."""
-    reason = ""
     if compute_dtype not in (torch.bfloat16, torch.float16):
-        reason = f"{compute_dtype}; supported: torch.bfloat16, torch.float16"
-    elif h % 8:
-        reason = f"linear_weight with {h} columns; supported: multiples of 8"
-    return f'linear_cross_entropy: no kernel for {reason}. backend="auto" runs the portable path.' if reason else ""
+        return _no_kernel_for(f"{compute_dtype}; supported: torch.bfloat16, torch.float16")
+    return _no_kernel_for(f"linear_weight with {h} columns; supported: multiples of 8") if h % 8 else ""
+
+
+def _no_kernel_for(reason: str) -> str:
+    return f'linear_cross_entropy: no kernel for {reason}. backend="auto" runs the portable path.'
 
 
 def no_kernel_on(device: torch.device) -> str:
@@ -288,7 +273,7 @@ def _no_kernel_on(device: torch.device) -> str:
     end = 'backend="auto" runs the portable path.'
     if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
         kind = "AMD GPUs" if device.type == "cuda" else device.type
-        return f"linear_cross_entropy: no kernel for {kind}. {end}"
+        return _no_kernel_for(kind)
     try:
         kernels.find("lce_rows", gpu_of(device.index))  # with our GEMM or cuBLAS's: see kernels_on
     except UnsupportedError as error:

@@ -7,7 +7,6 @@ torch.compile and dispatch modes use the custom operators at the end of this fil
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +20,10 @@ from quackish.ops.kernel_for import KernelFor, kernel_for
 from quackish.ops.linear_cross_entropy import schedules
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.exp_logits import RowState, padded, padded_strides
-from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy.launches import LceKernels, RowState, padded, padded_strides
 from quackish.ops.linear_cross_entropy.schedules import (
     Call,
     Forward,
-    GradOutputs,
     Grads,
     GradsNeeded,
     KernelPlan,
@@ -37,7 +34,7 @@ from quackish.ops.modes import as_plain, check_memory
 
 _NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
 _NONE = GradsNeeded(None, None, False)
-_NOTHING = Forward(None, None)
+_NOTHING = Forward(None)
 
 
 def kernels_on(
@@ -55,12 +52,17 @@ def kernels_on(
 kernels_of = functools.cache(kernels_on)
 
 
-def operands(inputs: Inputs, plan: KernelPlan) -> Call:
-    """The user's tensors in the dtypes, strides and alignment that the kernels take."""
-    x, w, bias, target, class_weight, num_items, _ = inputs
+def call_of(
+    inputs: Inputs, plan: KernelPlan, k, state: RowState | None = None, grad_loss: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+) -> Call:  # fmt: skip
+    """With the user's tensors in the dtypes, strides and alignment that the kernels `k` take."""
+    x, w, bias, target, class_weight, num_items, dw_out = inputs
     dtype, (v, h) = plan.compute_dtype, w.shape
-    given = {name: t for name, t in zip(Inputs._fields[:6], inputs, strict=False) if isinstance(t, Tensor)}
-    check_memory("linear_cross_entropy", **given)
+    check_memory(
+        "linear_cross_entropy", input=x, linear_weight=w, linear_bias=bias, target=target, weight=class_weight,
+        num_items=num_items if isinstance(num_items, Tensor) else None,
+    )  # fmt: skip
     if x.dim() != 2:
         x = x.reshape(-1, h)
     if x.dtype != dtype:
@@ -85,8 +87,8 @@ def operands(inputs: Inputs, plan: KernelPlan) -> Call:
     if target.dim() != 1 or not target.is_contiguous():
         target = target.reshape(-1).contiguous()
     return Call(
-        x.shape[0], h, v, x, w, target, bias, class_weight, total_weight, num_items, plan.ignore_index,
-        plan.label_smoothing, plan.softcap or 0.0, plan.z_loss, plan.reduction == "mean",
+        k, plan, state or RowState.new(x), x.shape[0], h, v, x, w, target, bias, class_weight, total_weight, num_items,
+        plan.softcap or 0.0, dw_out, grad_loss, grad_lse,
     )  # fmt: skip
 
 
@@ -104,8 +106,8 @@ def loss_of(out: Forward, plan: KernelPlan, target: Tensor) -> Tensor:
     return _shaped(out.loss, target.shape) if plan.reduction == "none" else out.loss.sum()
 
 
-def grad_outputs(plan: KernelPlan, grad_loss: Tensor | None, grad_lse: Tensor | None) -> GradOutputs:
-    """At least one is given."""
+def incoming(plan: KernelPlan, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Call.grad_loss and Call.grad_lse from what arrives in backward: at least one."""
     if grad_lse is not None:
         grad_lse = grad_lse.reshape(-1).contiguous()
     if grad_loss is None:
@@ -113,7 +115,7 @@ def grad_outputs(plan: KernelPlan, grad_loss: Tensor | None, grad_lse: Tensor | 
     elif plan.reduction == "none":
         grad_loss = grad_loss.reshape(-1)
         grad_loss = grad_loss[0] if grad_loss.stride(0) == 0 else grad_loss.contiguous()
-    return GradOutputs(grad_loss, grad_lse)
+    return grad_loss, grad_lse
 
 
 def run(inputs: Inputs, plan: KernelPlan, return_lse: bool, eager: bool, k=None) -> tuple[Tensor, Tensor | None]:
@@ -133,8 +135,9 @@ def run(inputs: Inputs, plan: KernelPlan, return_lse: bool, eager: bool, k=None)
         out = _apply(x, w, bias, inputs, plan, return_lse, k)
         return out if return_lse else (out, None)
     with torch.no_grad():
-        out = schedules.forward(k, operands(inputs, plan), plan, _NONE, False)
-        return loss_of(out, plan, inputs.target), _shaped(out.state.lse, inputs.target.shape)
+        call = call_of(inputs, plan, k)
+        out = schedules.forward(call, _NONE)
+        return loss_of(out, plan, inputs.target), _shaped(call.state.lse, inputs.target.shape)
 
 
 def _shaped(t: Tensor, shape: torch.Size) -> Tensor:
@@ -145,35 +148,22 @@ def _shaped(t: Tensor, shape: torch.Size) -> Tensor:
 # Autograd in plain eager ---------------------------------------------------------------------------------------------
 
 
-class _Saved(NamedTuple):
-    """What only backward sees, and save_for_backward need not."""
-
-    k: LceKernels | CublasKernels
-    plan: KernelPlan
-    needed: GradsNeeded
-    state: RowState
-    num_items: int | None
-    # Not saved: another graph's backward may add to it first, which is no error here.
-    grad_weight_out: Tensor | None
-    shape: torch.Size
-    dtypes: tuple[torch.dtype | None, ...]
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, linear_weight, linear_bias, inputs, plan, return_lse, k):
         # autograd has to see the first three; each argument costs it time
         *tensors, items, dw_out = inputs
         needed = grads_needed(inputs, plan, ctx.needs_input_grad)
-        out = schedules.forward(k, operands(inputs, plan), plan, needed, dw_out is None)
-        loss, state = loss_of(out, plan, inputs.target), out.state
+        call = call_of(inputs, plan, k)
+        out, state = schedules.forward(call, needed), call.state
+        loss = loss_of(out, plan, inputs.target)
         if return_lse:  # users may write to theirs
             lse, state = _shaped(state.lse, inputs.target.shape), state._replace(lse=state.lse.clone())
         number, items = (None, items) if isinstance(items, Tensor) else (items, None)
         ctx.save_for_backward(*tensors, items, out.live_x, out.exp_logits)
-        # Without state: its lse may be an output, and an output kept by its own node is a reference cycle.
-        ctx.made = Forward(None, None, out.grads, None, None, out.dw, out.classes)
-        ctx.saved = _Saved(k, plan, needed, state, number, dw_out, input.shape, _dtypes(inputs))
+        ctx.made = Forward(None, out.grads, dw=out.dw, classes=out.classes)
+        # dw_out is not saved: another graph's backward may add to it first, which is no error here.
+        ctx.kept = k, plan, needed, state, number, dw_out, input.shape, _dtypes(inputs)
         ctx.set_materialize_grads(False)
         return (loss, lse) if return_lse else loss
 
@@ -187,22 +177,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return (None,) * 7
         grad_loss, grad_lse = as_plain("linear_cross_entropy", grad_loss), as_plain("linear_cross_entropy", grad_lse)
         check_memory("linear_cross_entropy", grad_loss=grad_loss, grad_lse=grad_lse)
-        k, plan, needed, state, number, dw_out, shape, dtypes = ctx.saved
-        if needed.dw is None:
-            dw_out = None
-        made = ctx.__dict__.pop("made", _NOTHING)  # handed out once, to the thread that asks first
-        incoming = grad_outputs(plan, grad_loss, grad_lse)
+        k, plan, needed, state, number, dw_out, shape, dtypes = ctx.kept
+        grad_loss, grad_lse = incoming(plan, grad_loss, grad_lse)
+        kept = ctx.__dict__.pop("made", _NOTHING)  # handed out once, to the thread that asks first
         grads = Grads()
-        if grad_lse is None and any(grad is not None for grad in made.grads):
-            grads = scale_grads(k, made, incoming.loss, dw_out)
+        if grad_lse is None and any(grad is not None for grad in kept.grads):
+            grads = scale_grads(k, kept, grad_loss, dw_out)
             needed = needed.but(made_in_forward(plan, needed))
-        begun = made.dw, made.classes
-        del made  # its memory is free for what follows
         if needed.any():
             *tensors, items, live_x, exp_logits = ctx.saved_tensors
-            call = operands(Inputs(*tensors, number if items is None else items, None), plan)
-            kept = Forward(None, _own(state), Grads(), live_x, _scratch_of(exp_logits), *begun)
-            grads = grads.and_also(schedules.backward(k, call, plan, kept, incoming, needed, dw_out))
+            inputs = Inputs(*tensors, number if items is None else items, dw_out)
+            # without gradients: those not used make room for what follows
+            kept = Forward(None, Grads(), live_x, _scratch_of(exp_logits), kept.dw, kept.classes)
+            call = call_of(inputs, plan, k, _own(state), grad_loss, grad_lse)
+            grads = grads.and_also(schedules.backward(call, kept, needed))
         return *_as_inputs(grads, dtypes, shape), None, None, None, None
 
 
@@ -294,17 +282,17 @@ def _parse(args) -> tuple[Inputs, KernelPlan, GradsNeeded]:
 
 def _fwd_impl(*args):
     inputs, plan, needed = _parse(args)
-    k, call, own_dw = kernels_of(inputs.input.device), operands(inputs, plan), inputs.grad_weight_out is None
-    out = schedules.forward(k, call, plan, needed, own_dw, may_begin=False)
-    loss, lse = loss_of(out, plan, inputs.target), out.state.lse.view(inputs.target.shape)
-    return loss, lse, out.state.memory, *out.grads, out.live_x, out.exp_logits
+    call = call_of(inputs, plan, kernels_of(inputs.input.device))
+    out, state = schedules.forward(call, needed, may_begin=False), call.state
+    loss, lse = loss_of(out, plan, inputs.target), state.lse.view(inputs.target.shape)
+    return loss, lse, state.memory, *out.grads, out.live_x, out.exp_logits
 
 
 def _bwd_impl(grad_loss, grad_lse, lse, row_state, live_x, exp_logits, *args):
     inputs, plan, needed = _parse(args)
-    kept = Forward(None, _own(RowState.of(lse.view(-1), row_state)), Grads(), live_x, _scratch_of(exp_logits))
-    k, call, incoming = kernels_of(inputs.input.device), operands(inputs, plan), grad_outputs(plan, grad_loss, grad_lse)
-    return tuple(schedules.backward(k, call, plan, kept, incoming, needed, None))
+    k, state = kernels_of(inputs.input.device), _own(RowState.of(lse.view(-1), row_state))
+    call = call_of(inputs._replace(grad_weight_out=None), plan, k, state, *incoming(plan, grad_loss, grad_lse))
+    return tuple(schedules.backward(call, Forward(None, Grads(), live_x, _scratch_of(exp_logits)), needed))
 
 
 def _scaled_impl(grad, factor):
@@ -326,15 +314,13 @@ def _fake_grads(inputs: Inputs, needed: GradsNeeded) -> tuple[Tensor | None, ...
 def _fwd_fake(*args):
     inputs, plan, needed = _parse(args)
     x, target, (v, h) = inputs.input, inputs.target, inputs.linear_weight.shape
-    m = x.numel() // h
-    grads, live_x, exp_logits = (None, None, None), None, None
-    if plan.schedule != "stored":
-        grads = _fake_grads(inputs, made_in_forward(plan, needed))
-    elif needed.any():
+    m, live_x, exp_logits = x.numel() // h, None, None
+    if plan.schedule == "stored" and needed.any():
         live_x = x.new_empty((m, h), dtype=plan.compute_dtype)
         exp_logits = x.new_empty_strided((m, v), padded_strides(v), dtype=plan.compute_dtype)
     loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=torch.float32)
     row_state = x.new_empty(RowState.size(m), dtype=torch.int32)
+    grads = _fake_grads(inputs, made_in_forward(plan, needed))
     return loss, loss.new_empty(target.shape), row_state, *grads, live_x, exp_logits
 
 

@@ -134,6 +134,16 @@ def _is_fsdp_parameter(weight: Tensor) -> bool:
     return False
 
 
+_OPTIONS = (  # option, type and what that is called, which values are legal and what these are called
+    ("ignore_index", int, "an int or None", lambda i: -(2**63) <= i < 2**63, "a 64-bit integer"),
+    ("label_smoothing", (int, float), "a float", lambda e: 0.0 <= e <= 1.0, "0 <= label_smoothing <= 1"),
+    ("softcap", (int, float), "a float or None", lambda c: c >= _FP32.tiny, "None or a positive number"),
+    ("z_loss", (int, float), "a float", lambda z: 0.0 <= z < math.inf, "a finite number that is not negative"),
+    ("return_lse", bool, "True or False", lambda b: True, ""),
+    ("chunk_size", int, "an int or None", lambda n: n >= 1, "None or at least 1 row"),
+)
+
+
 def check_options(options: Options, num_items: Any = None, device: torch.device | None = None) -> None:
     who = "linear_cross_entropy:"
     for name, allowed in (
@@ -144,30 +154,17 @@ def check_options(options: Options, num_items: Any = None, device: torch.device 
         value = getattr(options, name)
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"{who} {name} is {value!r}, expected one of {', '.join(allowed)}")
-    reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, _, chunk_size, _ = options
-    if ignore_index is not None:
-        _check_type("ignore_index", ignore_index, int, "an int or None")
-        if not -(2**63) <= ignore_index < 2**63:
-            raise ValueError(f"{who} ignore_index is {ignore_index}, expected a 64-bit integer")
-    _check_type("label_smoothing", label_smoothing, (int, float), "a float")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{who} label_smoothing is {label_smoothing}, expected 0 <= label_smoothing <= 1")
-    if softcap is not None:
-        _check_type("softcap", softcap, (int, float), "a float or None")
-        if not softcap >= _FP32.tiny:
-            raise ValueError(f"{who} softcap is {softcap}, expected None or a positive number")
-    _check_type("z_loss", z_loss, (int, float), "a float")
-    if not 0.0 <= z_loss < math.inf:
-        raise ValueError(f"{who} z_loss is {z_loss}, expected a finite number that is not negative")
-    _check_type("return_lse", return_lse, bool, "True or False")
-    if chunk_size is not None:
-        _check_type("chunk_size", chunk_size, int, "an int or None")
-        if chunk_size < 1:
-            raise ValueError(f"{who} chunk_size is {chunk_size!r}, expected None or at least 1 row")
+    for name, kinds, expected, is_legal, legal in _OPTIONS:
+        value = getattr(options, name)
+        if value is not None or not expected.endswith("None"):
+            _check_type(name, value, kinds, expected)
+            if not is_legal(value):
+                raise ValueError(f"{who} {name} is {value}, expected {legal}")
     if num_items is None:
         return
-    if reduction != "mean":
-        raise ValueError(f'{who} num_items replaces the divisor of reduction "mean", but reduction is "{reduction}"')
+    if options.reduction != "mean":
+        is_not = f'but reduction is "{options.reduction}"'
+        raise ValueError(f'{who} num_items replaces the divisor of reduction "mean", {is_not}')
     if isinstance(num_items, Tensor):
         if num_items.dim() != 0:
             raise ValueError(f"{who} num_items has shape {_shape(num_items)}, expected a 0-dim tensor or an int")

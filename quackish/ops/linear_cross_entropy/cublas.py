@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quackish.configs.lce_args import ClearArgs, ExpArgs, RescaleArgs
+from quackish.configs.lce_args import ClearArgs, ExpArgs, RescaleArgs, ScatterArgs
 from quackish.configs.lce_cublas import (
     TILE_N,
     LceClearProblem,
@@ -19,8 +19,7 @@ from quackish.configs.lce_cublas import (
     product_rows,
 )
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy.exp_logits import Vector
-from quackish.ops.linear_cross_entropy.launches import DlogitsCall, LogitsCall, RowKernels, addresses
+from quackish.ops.linear_cross_entropy.launches import ExpLogits, RowKernels, Vector, addresses
 from quackish.ops.linear_cross_entropy.portable import addmm, mm
 
 
@@ -37,59 +36,60 @@ class CublasKernels(RowKernels):
         """Twice the tiles: the sums are followed by their shifts, and after `recompute_flagged` by zeros."""
         return 2 * _ceil_div(v, TILE_N)
 
-    def logits(self, a: LogitsCall) -> None:
+    def logits(self, live_x, w, out, epilogue, num_live, start) -> None:
         """A tile with a logit far above row_shift uses its own maximum, so that nothing overflows."""
-        rows, tiles = a.live_x.shape[0], a.part_sum.shape[1] // 2
-        kernel = self._exp("softmax", a.exp_logits, a.bias, a.softcap, a.part_wsum is not None, a.class_weight)
-        for part, v0, v1 in a.blocks:
-            for c0, c1, z in _products(a.live_x, a.w[v0:v1]):
+        a, rows = epilogue, live_x.shape[0]
+        kernel = self._exp("softmax", out.first, a.bias, a.softcap, a.part_wsum is not None, a.class_weight)
+        for part, v0, v1 in out.blocks(w.shape[0]):
+            for c0, c1, z in _products(live_x, w[v0:v1]):
                 first = v0 + c0
                 args = ExpArgs(
-                    z, _from(part, c0, 1), _from(a.bias, first), _from(a.class_weight, first), a.slot_target,
-                    a.num_live, a.row_shift, a.row_max_bits, a.flags, a.part_sum, a.part_wsum, a.target_logit,
-                    first // TILE_N, tiles, None, z.stride(0), 0 if part is None else part.stride(0), a.softcap, first,
-                    a.start, rows, c1 - c0,
+                    z, _from(part, c0, 1), _from(a.bias, first), _from(a.class_weight, first), a.slot_target, num_live,
+                    a.row_shift, a.row_max_bits, a.flags, a.part_sum, a.part_wsum, a.target_logit, first // TILE_N,
+                    a.tiles // 2, None, z.stride(0), 0 if part is None else part.stride(0), a.softcap, first, start,
+                    rows, c1 - c0,
                 )  # fmt: skip
                 kernel.launch(addresses(args), self.stream())
 
-    def recompute_flagged(self, a: LogitsCall) -> None:
+    def recompute_flagged(self, live_x, w, out, epilogue, num_live, start) -> None:
         """No GEMM: multiplies exp_logits and sums of flagged rows by exp(their tile's shift - decode(row_max_bits))."""
-        stored = a.exp_logits is not None
+        a, stored = epilogue, out.first is not None
         kernel = self._kernel("lce_rescale", LceRescaleProblem, stored)
-        rows, tiles = a.live_x.shape[0], a.part_sum.shape[1] // 2
-        for part, v0, v1 in a.blocks:
+        for part, v0, v1 in out.blocks(w.shape[0]):
             args = RescaleArgs(
-                part, a.part_sum, a.row_max_bits, a.flags, a.num_live, part.stride(0) if stored else 0, v0 // TILE_N,
-                tiles, a.start, rows, v1 - v0,
+                part, a.part_sum, a.row_max_bits, a.flags, num_live, part.stride(0) if stored else 0, v0 // TILE_N,
+                a.tiles // 2, start, live_x.shape[0], v1 - v0,
             )  # fmt: skip
             kernel.launch(addresses(args), self.stream())
 
-    def dlogits(self, a: DlogitsCall) -> None:
-        kernel = self._exp("dlogits", a.out, a.bias, a.softcap, a.smoothing, a.class_weight)
-        for c0, c1, z in _products(a.live_x, a.w):
+    def dlogits(self, live_x, w, out, epilogue, smoothing, num_live, start) -> None:
+        a = epilogue
+        kernel = self._exp("dlogits", out, a.bias, a.softcap, smoothing, a.class_weight)
+        for c0, c1, z in _products(live_x, w):
+            first = a.v0 + c0
             args = ExpArgs(
-                z, _from(a.out, c0, 1), _from(a.bias, c0), _from(a.class_weight, a.v0 + c0), a.slot_target, a.num_live,
-                *(None,) * 6, 0, 0, a.coefs, z.stride(0), a.out.stride(0), a.softcap, a.v0 + c0, a.start,
-                a.live_x.shape[0], c1 - c0,
+                z, _from(out, c0, 1), _from(a.bias, c0), _from(a.class_weight, first), a.slot_target, num_live,
+                *(None,) * 6, 0, 0, a.coefs, z.stride(0), out.stride(0), a.softcap, first, start, live_x.shape[0],
+                c1 - c0,
             )  # fmt: skip
             kernel.launch(addresses(args), self.stream())
 
-    def dx(self, e, e2, v_split, w, row_scale, order, num_live, start, out, accumulate, tickets=None) -> None:
-        """Without order, all rows are written."""
-        if order is None:
-            return _times_w(e, e2, v_split, w, out, accumulate)
-        rows, h = e.shape[0], w.shape[1]
+    def dx(self, e, w, num_live, start, out, accumulate=False, tickets=None, epilogue=None) -> None:
+        """Without epilogue, all rows are written."""
+        if epilogue is None:
+            return _times_w(e, w, out, accumulate)
+        rows, h = e.first.shape[0], w.shape[1]
         step = min(product_rows(h), rows)
-        products = e.new_empty((step, h), dtype=torch.float32)
+        products = e.first.new_empty((step, h), dtype=torch.float32)
         for r0 in range(0, rows, step):
             r1 = min(r0 + step, rows)
             acc = products[: r1 - r0]
-            _times_w(e[r0:r1], None if e2 is None else e2[r0:r1], v_split, w, acc, False)
-            self.scatter(acc, _rows_from(row_scale, r0), order, num_live, start + r0, out)
+            part = ExpLogits(e.first[r0:r1], e.split, None if e.second is None else e.second[r0:r1])
+            _times_w(part, w, acc, False)
+            scale = _rows_from(epilogue.row_scale, r0)
+            self.launch(ScatterArgs(acc, scale, epilogue.order, out, num_live, start + r0, r1 - r0))
 
-    def dw(
-        self, e, scaled_x, num_live, start, out, accumulate, tickets=None, first_slots=None, residual=None, factor=None
-    ) -> None:
+    def dw(self, e, scaled_x, num_live, start, out, accumulate, tickets=None, epilogue=None) -> None:
         """A 16-bit out is rounded by cuBLAS, which may also round partial sums if it splits the sum over rows.
 
         `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` governs that, as for any GEMM of PyTorch's.
@@ -98,12 +98,12 @@ class CublasKernels(RowKernels):
         kernel = self._kernel("lce_clear", LceClearProblem, h, scaled_x.dtype)
         # cuBLAS also reads ignored rows, and 0 * NaN would reach every class
         kernel.launch(addresses(ClearArgs(scaled_x, num_live, start, rows)), self.stream())
-        if factor is None:
+        if epilogue is None:
             (addmm if accumulate else mm)(e.t(), scaled_x, out)
         else:  # cuBLAS takes factors from the host only
             product = scaled_x.new_empty(out.shape, dtype=torch.float32)
             mm(e.t(), scaled_x, product)
-            product.mul_(factor)
+            product.mul_(epilogue.factor)
             out.add_(product) if accumulate else out.copy_(product)
 
     def _exp(self, kind, out, bias, softcap, smoothing, class_weight) -> Kernel:
@@ -130,13 +130,10 @@ def _products(live_x: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         yield c0, c1, z
 
 
-def _times_w(e: Tensor, e2: Tensor | None, v_split: int, w: Tensor, out: Tensor, accumulate: bool) -> None:
-    """out = (or += with `accumulate`) e @ w, fp32; the columns from v_split on are e2."""
-    if e2 is None:
-        (addmm if accumulate else mm)(e, w, out)
-    else:
-        (addmm if accumulate else mm)(e, w[:v_split], out)
-        addmm(e2, w[v_split:], out)
+def _times_w(e: ExpLogits, w: Tensor, out: Tensor, accumulate: bool) -> None:
+    """out = (or += with `accumulate`) e @ w, fp32."""
+    for part, v0, v1 in e.blocks(w.shape[0]):
+        (addmm if accumulate or v0 else mm)(part, w[v0:v1], out)
 
 
 def _ceil_div(n: int, d: int) -> int:

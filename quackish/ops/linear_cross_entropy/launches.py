@@ -12,90 +12,151 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from quackish.configs import choose
-from quackish.configs.gemm import SOFTMAX_TILE_N, GemmProblem, splits_dw_tail
-from quackish.configs.lce_args import (
-    BiasArgs,
-    CompactArgs,
-    DlogitsArgs,
-    GatherArgs,
-    GemmArgs,
-    ResidualArgs,
-    RowsArgs,
-    RowsOutArgs,
-    ScaleArgs,
-    ScaledArgs,
-    ScatterArgs,
-    SoftmaxArgs,
-    SortArgs,
-    TailArgs,
-    TargetsArgs,
-)
-from quackish.configs.lce_rows import (
-    WIDE_BIAS,
-    LceBiasProblem,
-    LceCompactProblem,
-    LceGatherProblem,
-    LceRowsProblem,
-    LceScaleProblem,
-    LceScatterProblem,
-    LceSortProblem,
-    LceTargetsProblem,
-)
+from quackish.configs import choose, lce_args, lce_rows
+from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmProblem, splits_dw_tail
 from quackish.gpu import Gpu, gpu_of
-from quackish.ops import workspace
-from quackish.ops.cuda import current_stream_of
+from quackish.ops import cuda, workspace
 from quackish.ops.kernel_for import Kernel, KernelFor, kernel_for
-from quackish.ops.linear_cross_entropy.exp_logits import RowState, Vector, vector
 
 Args = TypeVar("Args", bound=tuple)  # a NamedTuple
 
 
-class LogitsCall(NamedTuple):
-    """What `logits` and `recompute_flagged` take."""
+# Memory ---------------------------------------------------------------------------------------------------------------
 
-    live_x: Tensor  # (rows, h)
-    w: Tensor  # (v, h)
-    bias: Tensor | None  # (v,)
-    class_weight: Tensor | None  # (v,) fp32; with part_wsum
-    row_shift: Vector  # (rows,) fp32
-    slot_target: Vector  # (rows,) int32
-    num_live: Vector  # (1,) int32
-    start: int
-    softcap: float  # 0: none
-    exp_logits: Tensor | None  # (rows, v_split) bf16, or (rows, v) without exp_logits2; None: not stored
-    exp_logits2: Tensor | None  # (rows, v - v_split)
-    v_split: int  # with exp_logits2, a multiple of 64
-    part_sum: Tensor  # (rows, num_tiles(v)) fp32
-    part_wsum: Tensor | None  # as part_sum; with label smoothing
-    target_logit: Vector  # (rows,) fp32
-    row_max_bits: Vector  # (rows,) int32
-    flags: Vector  # (1 + ceil(rows / 128),) int32
+I32, F32 = torch.int32, torch.float32
+Vector = Tensor | int  # a number per row, or one number: 4 bytes each, contiguous; or its address
+
+
+def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if like.is_cuda:  # the current device, which is like's
+        return cuda.empty(shape, strides, dtype)
+    return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def vector(like: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    return empty(like, (n,), (1,), dtype)
+
+
+def matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return empty(like, (rows, columns), (columns, 1), dtype)
+
+
+def padded(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A matrix whose rows start on 128 bytes."""
+    if columns % 8:  # the last row's padding must exist: it is read, 16 bytes at a time, but not used
+        return padded(like, rows, -(-columns // 8) * 8, dtype)[:, :columns]
+    return empty(like, (rows, columns), padded_strides(columns), dtype)
+
+
+def padded_strides(columns: int) -> tuple[int, int]:
+    return -(-columns // 64) * 64, 1
+
+
+def inside(of: Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A matrix `offset` bytes into the storage of `of`, which is contiguous and has a storage of its own."""
+    if of.dtype != dtype:
+        of = of.view(-1).view(dtype)
+    return of.as_strided((rows, columns), (columns, 1), offset // dtype.itemsize)
+
+
+class ExpLogits(NamedTuple):
+    """exp_logits of a chunk, or their gradients: one matrix, or two that share its columns."""
+
+    first: Tensor | None  # (rows, split) bf16, or (rows, v) without second; None: not stored
+    split: int = 0
+    second: Tensor | None = None  # (rows, v - split)
+
+    def blocks(self, v: int) -> list[tuple[Tensor | None, int, int]]:
+        """(matrix, first class, end of the classes)"""
+        if self.second is None:
+            return [(self.first, 0, v)]
+        return [(self.first, 0, self.split), (self.second, self.split, v)]
 
     @property
-    def blocks(self) -> list[tuple[Tensor | None, int, int]]:
-        """(exp_logits, first class, end of the classes)"""
-        split, v = self.v_split, self.w.shape[0]
-        if self.exp_logits2 is None:
-            return [(self.exp_logits, 0, v)]
-        return [(self.exp_logits, 0, split), (self.exp_logits2, split, v)]
+    def strides(self) -> tuple[int, int]:
+        first, second = self.first, self.second
+        return 0 if first is None else first.stride(0), 0 if second is None else second.stride(0)
 
 
-class DlogitsCall(NamedTuple):
-    """What `dlogits` takes."""
+NOT_STORED = ExpLogits(None)
 
-    live_x: Tensor  # (rows, h)
-    w: Tensor  # (n, h): classes v0 and up
-    bias: Tensor | None  # (n,)
-    coefs: Tensor  # (rows, 4) fp32: row_shift, coef_softmax / sum, coef_target, coef_smooth
-    slot_target: Vector  # (rows,) int32
-    num_live: Vector  # (1,) int32
+
+class RowState(NamedTuple):
+    """What forward finds out about rows and backward needs: lse, and addresses in one allocation, `memory`."""
+
+    lse: Tensor  # (m,) fp32; apart, since users may get it
+    memory: Tensor  # (RowState.size(m),) int32
+    tickets: int  # (NUM_TICKETS,) int32: 0 unless a GEMM runs
+    num_live: int  # (1,) int32
+    inv_divisor: Vector  # (1,) fp32
+    order: int  # (m,) int32: the row of each slot, live rows first
+    slot_target: int  # (m,) int32
+    row_max_bits: int  # (m,) int32
+    target_logit: int  # (m,) fp32
+    row_sum: int  # (m,) fp32
+
+    @staticmethod
+    def size(m: int) -> int:
+        return NUM_TICKETS + 4 + 5 * -(-m // 4) * 4
+
+    @classmethod
+    def new(cls, like: Tensor) -> "RowState":
+        """For the rows of `like`; `compact` and the forward of a schedule fill it."""
+        m = like.shape[0]
+        return cls.of(vector(like, m, F32), vector(like, cls.size(m), I32))
+
+    @classmethod
+    def of(cls, lse: Tensor, memory: Tensor) -> "RowState":
+        tickets, step = memory.data_ptr(), -(-lse.shape[0] // 4) * 16  # each vector starts on 16 bytes
+        num_live = tickets + 4 * NUM_TICKETS
+        order = num_live + 16
+        slot_target = order + step
+        row_max_bits = slot_target + step
+        target_logit = row_max_bits + step
+        return cls(
+            lse, memory, tickets, num_live, num_live + 4, order, slot_target, row_max_bits, target_logit,
+            target_logit + step,
+        )  # fmt: skip
+
+    def tensor(self, address: int, n: int, dtype: torch.dtype = I32) -> Tensor:
+        first = (address - self.tickets) // 4
+        return self.memory[first : first + n].view(dtype)
+
+
+class Chunk(NamedTuple):
+    """Slots [start, start + rows): addresses of parts of RowState's vectors, and of vectors in `memory`."""
+
     start: int
-    class_weight: Tensor | None  # (v,) fp32; with smoothing
-    softcap: float  # 0: none
-    smoothing: bool
-    v0: int
-    out: Tensor  # (rows, n) as live_x
+    rows: int
+    live_x: Tensor | None  # (rows, h): their rows of x
+    exp_logits: ExpLogits
+    slot_target: int
+    row_max_bits: int
+    target_logit: int
+    row_sum: int
+    memory: Tensor
+    row_shift: int  # (rows,) fp32
+    row_scale: int  # (rows,) fp32
+    # What live rows have at their targets, by class. Their part of dw is sorted_grad * x[sorted_row].
+    sorted_target: int  # (rows,) int32
+    sorted_row: int  # (rows,) int32
+    sorted_grad: int  # (rows,) fp32: row_scale * exp_logits at the target
+    flags: int  # (1 + ceil(rows / lce_rows.ROW_TILE),) int32
+
+    @classmethod
+    def of(
+        cls, state: RowState, start: int, rows: int, live_x: Tensor | None = None, exp_logits: ExpLogits = NOT_STORED
+    ) -> "Chunk":
+        padded_rows, at = -(-rows // 4) * 4, 4 * start
+        memory = vector(state.lse, 5 * padded_rows + 1 + -(-rows // lce_rows.ROW_TILE), I32)
+        own, step = memory.data_ptr(), 4 * padded_rows
+        return cls(
+            start, rows, live_x, exp_logits, state.slot_target + at, state.row_max_bits + at, state.target_logit + at,
+            state.row_sum + at, memory, own, own + step, own + 2 * step, own + 3 * step, own + 4 * step, own + 5 * step,
+        )  # fmt: skip
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
 
 
 class RowKernels:
@@ -107,7 +168,7 @@ class RowKernels:
 
     def __init__(self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for):
         self.device, self.gpu, self.kernel_for = device, gpu or gpu_of(device.index), kernel_for
-        self.stream = current_stream_of(device)
+        self.stream = cuda.current_stream_of(device)
         # the epoch of the choices, and the kernels chosen in it
         self._kernels: tuple[int, dict[tuple, Kernel]] = choose.epoch, {}
 
@@ -123,17 +184,17 @@ class RowKernels:
             kernel = kernels[key] = self.kernel_for(name, made, self.gpu)
         return kernel
 
+    def launch(self, args: Args, *options: Any) -> None:
+        """Launches the kernel around the GEMMs that `args` are of, see `_ROW_KERNELS`."""
+        name, problem, fields = _ROW_KERNELS[type(args)]
+        kernel = self._kernel(name, problem, *fields(args, *options))
+        kernel.launch(addresses(args), self.stream())
+
     def compact(
-        self,
-        target: Tensor,  # (m,) int32 or int64
-        class_weight: Tensor | None,  # (v,) fp32, bf16 or fp16
-        num_items: float | Tensor | None,
-        ignore_index: int,
-        v: int,
-        mean: bool,
-        state: RowState,  # order, num_live, inv_divisor and tickets are written
-    ) -> None:
-        """Lists the live rows (target != ignore_index) first in `order`, each part ascending, and counts them.
+        self, target: Tensor, class_weight: Tensor | None, num_items: float | Tensor | None, ignore_index: int, v: int,
+        mean: bool, state: RowState,
+    ) -> None:  # fmt: skip
+        """Lists the live rows (target != ignore_index) first in state.order, each part ascending, and counts them.
 
         inv_divisor: with `mean` 1 / num_items, or without that 1 / (sum of the class weights of live rows whose target
         is a class); 1 if no row has a class, and without `mean`.
@@ -145,98 +206,21 @@ class RowKernels:
             divisor, items = "float", float(num_items)
         if divisor != "weights":
             class_weight = None
-        kernel = self._kernel("lce_compact", LceCompactProblem, target.dtype, _dtype(class_weight), divisor)
-        args = CompactArgs(
+        args = lce_args.CompactArgs(
             target, class_weight, items_at, state.order, state.inv_divisor, state.tickets, state.num_live, items,
             ignore_index, v, target.shape[0],
         )  # fmt: skip
-        kernel.launch(addresses(args), self.stream())
+        self.launch(args, divisor)
 
-    def gather(self, a: GatherArgs) -> None:
-        x = a.x
-        kernel = self._kernel(
-            "lce_gather", LceGatherProblem, x.shape[1], x.dtype, a.target.dtype, _dtype(a.bias), _dtype(a.dx),
-            a.softcap > 0, a.loss is not None, _is_aligned(x),
-        )  # fmt: skip
-        kernel.launch(addresses(a), self.stream())
-
-    def rows(self, a: RowsArgs) -> None:
-        """With part_sum the statistics, and the gradients in coefs, or in exp_logits, scaled_x and row_scale."""
-        scale, grad_loss = a.exp_logits is not None, a.grad_loss
-        h, dtype = (0, None) if a.live_x is None else (a.live_x.shape[1], a.live_x.dtype)
-        kernel = self._kernel(
-            "lce_rows", LceRowsProblem, a.part_sum is not None,
-            "scale" if scale else "none" if a.coefs is None else "coefs", h, dtype, _dtype(a.class_weight),
-            a.label_smoothing > 0, scale and a.softcap > 0,
-            "one" if grad_loss is None else "rows" if grad_loss.dim() else "scalar", a.grad_lse is not None,
-            a.exp_logits2 is not None, a.first_slot_of_class is not None,
-        )  # fmt: skip
-        kernel.launch(addresses(a), self.stream())
-
-    def sort(self, a: SortArgs) -> None:
-        """Not to be launched right after the launch that writes slot_target."""
-        options = a.exp_logits2 is not None, a.first_slot_of_class is not None, a.index is not None
-        self._kernel("lce_sort", LceSortProblem, *options).launch(addresses(a), self.stream())
-
-    def targets(self, a: TargetsArgs) -> None:
-        """The launch right before this one may write dw and rounding_residual, but no other argument."""
-        fields = a.x.shape[1], a.x.dtype, a.dw.dtype, _is_aligned(a.x), a.rounding_residual is not None
-        self._kernel("lce_targets", LceTargetsProblem, *fields).launch(addresses(a), self.stream())
-
-    def bias_sum(
-        self,
-        e: Tensor,  # (rows, >= n) bf16 or fp16: exp_logits or dlogits, row stride a multiple of 8
-        row_scale: Vector | None,  # (rows,) fp32; None is 1
-        num_live: Vector,  # (1,) int32
-        start: int,
-        db: Tensor,  # (n,) fp32
-        accumulate: bool,
-    ) -> None:
-        """db = (or += with `accumulate`) the sum over the live rows i of the chunk of row_scale[i] * e[i, :n]."""
-        n = db.shape[0]
-        kernel = self._kernel("lce_bias", LceBiasProblem, e.dtype, row_scale is not None, accumulate, n >= WIDE_BIAS)
-        args = BiasArgs(e, row_scale, db, num_live, e.stride(0), start, e.shape[0], n)
-        kernel.launch(addresses(args), self.stream())
-
-    def scatter(
-        self,
-        acc: Tensor,  # (rows, h) fp32
-        row_scale: Vector | None,  # (rows,) fp32; None is 1
-        order: Vector,  # (m,) int32
-        num_live: Vector,  # (1,) int32
-        start: int,
-        dx: Tensor,  # (m, h) bf16, fp16 or fp32
-    ) -> None:
-        """dx[order[start + i]] = row_scale[i] * acc[i] for the live rows of the chunk."""
-        rows, h = acc.shape
-        kernel = self._kernel("lce_scatter", LceScatterProblem, h, dx.dtype, row_scale is not None)
-        args = ScatterArgs(acc, row_scale, order, dx, num_live, start, rows)
-        kernel.launch(addresses(args), self.stream())
-
-    def scale(
-        self,
-        out: Tensor,  # bf16, fp16 or fp32, any shape
-        factor: Tensor,  # one fp32 number
-        out2: Tensor | None = None,  # as out
-    ) -> None:
-        """out *= factor, and out2, in place; leaves at once if the factor is 1."""
+    def scale(self, out: Tensor, factor: Tensor, out2: Tensor | None = None) -> None:
+        """out *= factor (one fp32 number), and out2 of out's dtype, in place; leaves at once if the factor is 1."""
         n, n2 = out.numel(), 0 if out2 is None else out2.numel()
         if n + n2 == 0:
             return
-        kernel = self._kernel("lce_scale", LceScaleProblem, out.dtype)
+        kernel = self._kernel("lce_scale", lce_rows.LceScaleProblem, out.dtype)
         num_ctas = kernel.config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
-        args = ScaleArgs(out, out if out2 is None else out2, factor, n, n2, num_ctas)
+        args = lce_args.ScaleArgs(out, out if out2 is None else out2, factor, n, n2, num_ctas)
         kernel.launch(addresses(args), self.stream())
-
-
-# make(GemmArgs, (a, ...)) is GemmArgs(a, ...), which takes 0.2 us longer.
-make = tuple.__new__
-_NUMBERS = {int, float, type(None)}  # isinstance alone takes 76 ns for one, and a launch has some 20
-
-
-def addresses(args: Args) -> Args:
-    """With the addresses of tensors in their place."""
-    return make(type(args), [a if type(a) in _NUMBERS or not isinstance(a, Tensor) else a.data_ptr() for a in args])
 
 
 def _dtype(t: Tensor | None) -> torch.dtype | None:
@@ -248,11 +232,70 @@ def _is_aligned(x: Tensor) -> bool:
     return not (x.data_ptr() | x.stride(0) * 2) & 15
 
 
+def _gather_fields(a: lce_args.GatherArgs) -> tuple:
+    x = a.x
+    dtypes = x.dtype, a.target.dtype, _dtype(a.bias), _dtype(a.dx)
+    return x.shape[1], *dtypes, a.softcap > 0, a.loss is not None, _is_aligned(x)
+
+
+def _rows_fields(a: lce_args.RowsArgs) -> tuple:
+    scale, grad_loss, live_x = a.exp_logits is not None, a.grad_loss, a.live_x
+    return (
+        a.part_sum is not None, "scale" if scale else "none" if a.coefs is None else "coefs",
+        0 if live_x is None else live_x.shape[1], _dtype(live_x), _dtype(a.class_weight), a.label_smoothing > 0,
+        scale and a.softcap > 0, "one" if grad_loss is None else "rows" if grad_loss.dim() else "scalar",
+        a.grad_lse is not None, a.exp_logits2 is not None, a.first_slot_of_class is not None,
+    )  # fmt: skip
+
+
+def _sort_fields(a: lce_args.SortArgs) -> tuple:
+    return a.exp_logits2 is not None, a.first_slot_of_class is not None, a.index is not None
+
+
+def _targets_fields(a: lce_args.TargetsArgs) -> tuple:
+    return a.x.shape[1], a.x.dtype, a.dw.dtype, _is_aligned(a.x), a.rounding_residual is not None
+
+
+# The name of the kernel with these arguments, its problem, and the problem's fields by the arguments and options.
+_ROW_KERNELS: dict[type, tuple[str, type, Callable[..., tuple]]] = {
+    lce_args.CompactArgs: (
+        "lce_compact", lce_rows.LceCompactProblem, lambda a, divisor: (a.target.dtype, _dtype(a.class_weight), divisor),
+    ),
+    lce_args.GatherArgs: ("lce_gather", lce_rows.LceGatherProblem, _gather_fields),
+    lce_args.RowsArgs: ("lce_rows", lce_rows.LceRowsProblem, _rows_fields),
+    # `lce_sort` is not to be launched right after the launch that writes slot_target.
+    lce_args.SortArgs: ("lce_sort", lce_rows.LceSortProblem, _sort_fields),
+    # The launch right before `lce_targets` may write dw and rounding_residual, but no other argument.
+    lce_args.TargetsArgs: ("lce_targets", lce_rows.LceTargetsProblem, _targets_fields),
+    lce_args.BiasArgs: (
+        "lce_bias", lce_rows.LceBiasProblem,
+        lambda a, accumulate: (a.exp_logits.dtype, a.row_scale is not None, accumulate, a.n >= lce_rows.WIDE_BIAS),
+    ),
+    lce_args.ScatterArgs: (
+        "lce_scatter", lce_rows.LceScatterProblem, lambda a: (a.acc.shape[1], a.dx.dtype, a.row_scale is not None),
+    ),
+}  # fmt: skip
+
+
+# make(GemmArgs, (a, ...)) is GemmArgs(a, ...), which takes 0.2 us longer; `_replace` takes 0.8.
+make = tuple.__new__
+# isinstance alone takes 76 ns for one of these, and a launch has some 20
+_NO_TENSORS = {
+    int, float, type(None), lce_args.TailArgs, lce_args.SoftmaxArgs, lce_args.RowsOutArgs, lce_args.ResidualArgs,
+}  # fmt: skip
+
+
+def addresses(args: Args) -> Args:
+    """With the addresses of tensors in their place."""
+    return make(type(args), [a if type(a) in _NO_TENSORS or not isinstance(a, Tensor) else a.data_ptr() for a in args])
+
+
 class LceKernels(RowKernels):
     """All kernels of a Hopper GPU.
 
     The GEMMs' operands are bf16 or fp16 with unit stride along their columns, rows a multiple of 8 elements apart. All
-    sums run over live rows only, chunk rows [0, num_live - start), which the device counts.
+    sums run over live rows only, chunk rows [0, num_live - start), which the device counts. Epilogues are those of
+    configs/lce_args.py, with tensors in place of addresses.
     """
 
     keeps_residual = True  # `dw` can keep what its rounding drops
@@ -261,96 +304,88 @@ class LceKernels(RowKernels):
         """How many partial sums a row of `part_sum` has."""
         return -(-v // SOFTMAX_TILE_N)
 
-    def logits(self, a: LogitsCall) -> None:
+    def logits(
+        self, live_x: Tensor, w: Tensor, out: ExpLogits, epilogue: lce_args.SoftmaxArgs, num_live: Vector, start: int
+    ) -> None:
         """exp_logits = exp(logits - row_shift) * d; their sums without d per row and tile; the targets' logits.
 
-        A logit far above row_shift raises row_max_bits and flags its tile; `recompute_flagged` must follow.
+        live_x (rows, h), w (v, h). A logit far above row_shift raises row_max_bits and flags its tile;
+        `recompute_flagged` must follow.
         """
-        self._softmax(a, recompute=False)
+        self._softmax(live_x, w, out, epilogue, num_live, start, recompute=False)
 
-    def recompute_flagged(self, a: LogitsCall) -> None:
+    def recompute_flagged(
+        self, live_x: Tensor, w: Tensor, out: ExpLogits, epilogue: lce_args.SoftmaxArgs, num_live: Vector, start: int
+    ) -> None:
         """Recomputes the tiles that `logits` flagged, shifted by row_max_bits. Returns at once if there are none."""
-        self._softmax(a, recompute=True)
+        epilogue = make(lce_args.SoftmaxArgs, (*epilogue[:2], None, *epilogue[3:]))  # without row_shift
+        self._softmax(live_x, w, out, epilogue, num_live, start, recompute=True)
 
-    def _softmax(self, a: LogitsCall, recompute: bool) -> None:
-        out, out2, class_weight = a.exp_logits, a.exp_logits2, a.class_weight
+    def _softmax(self, live_x, w, out, epilogue, num_live, start, recompute) -> None:
         kernel = self._kernel(
-            "lce_gemm", _softmax_problem, a.live_x.dtype, _dtype(out), _dtype(a.bias), a.softcap > 0,
-            a.part_wsum is not None, class_weight is not None, recompute, out2 is not None,
+            "lce_gemm", _gemm_problem, "softmax", live_x.dtype, _dtype(out.first), _dtype(epilogue.bias),
+            epilogue.softcap > 0, epilogue.part_wsum is not None, epilogue.class_weight is not None, recompute,
+            out.second is not None,
         )  # fmt: skip
-        epilogue = make(SoftmaxArgs, (
-            a.bias, class_weight, None if recompute else a.row_shift, a.slot_target, a.row_max_bits, a.flags,
-            a.part_sum, a.target_logit, a.part_wsum, a.softcap, a.part_sum.shape[1],
-        ))  # fmt: skip
+        sizes = live_x.shape[0], *w.shape
         self._multiply(
-            kernel, (a.live_x, a.w, out), epilogue, (a.live_x.shape[0], *a.w.shape), a.num_live, a.start, out2,
-            a.v_split, wave_sync=not recompute,
+            kernel, (live_x, w, out.first), epilogue, sizes, num_live, start, out.second, out.split,
+            wave_sync=not recompute,
         )  # fmt: skip
 
-    def dlogits(self, a: DlogitsCall) -> None:
-        """The gradient of the logits: see kernels/common/epilogue_dlogits.py."""
+    def dlogits(
+        self, live_x: Tensor, w: Tensor, out: Tensor, epilogue: lce_args.DlogitsArgs, smoothing: bool, num_live: Vector,
+        start: int,
+    ) -> None:  # fmt: skip
+        """out (rows, n) = the gradient of the logits of the n classes of w: kernels/common/epilogue_dlogits.py."""
         kernel = self._kernel(
-            "lce_gemm", _dlogits_problem, a.live_x.dtype, a.out.dtype, _dtype(a.bias), a.softcap > 0, a.smoothing,
-            a.class_weight is not None,
+            "lce_gemm", _gemm_problem, "dlogits", live_x.dtype, out.dtype, _dtype(epilogue.bias), epilogue.softcap > 0,
+            smoothing, epilogue.class_weight is not None,
         )  # fmt: skip
-        epilogue = make(DlogitsArgs, (a.bias, a.class_weight, a.coefs, a.slot_target, a.softcap, a.v0))
-        sizes = a.live_x.shape[0], *a.w.shape
-        self._multiply(kernel, (a.live_x, a.w, a.out), epilogue, sizes, a.num_live, a.start)
+        self._multiply(kernel, (live_x, w, out), epilogue, (live_x.shape[0], *w.shape), num_live, start)
 
     def dx(
         self,
-        e: Tensor,  # (rows, v_split), or (rows, n) without e2: exp_logits or dlogits
-        e2: Tensor | None,  # (rows, n - v_split)
-        v_split: int,  # with e2; a multiple of the GEMM's step along k
+        e: ExpLogits,  # (rows, n); split at a multiple of the GEMM's step along k
         w: Tensor,  # (n, h)
-        row_scale: Vector | None,  # (rows,) fp32; with order
-        order: Vector | None,  # (m,) int32
-        num_live: Vector,  # (1,) int32
+        num_live: Vector,
         start: int,
-        out: Tensor,  # (m, h) with order, else (rows, h) fp32; contiguous
-        accumulate: bool,  # without order
-        tickets: Vector | None = None,  # (NUM_TICKETS,) int32, 0 before and after; with order
+        out: Tensor,  # contiguous: (rows, h) fp32, or (m, h) with an epilogue
+        accumulate: bool = False,  # without epilogue
+        tickets: Vector | None = None,  # (NUM_TICKETS,) int32, 0 before and after; with an epilogue
+        epilogue: lce_args.RowsOutArgs | None = None,
     ) -> None:
-        """Row i of e @ w, times row_scale, to row order[start + i] of out; without order to row i, or added to it.
+        """out = (or += with `accumulate`) e @ w; with an epilogue row i, scaled, goes to row order[start + i] of out.
 
-        Without order, rows up to the end of a tile with live rows are written too. With tickets, tiles of a
-        partly filled last wave are split along the classes, which takes 17 MB of scratch, or 69 MB for deep tiles.
+        Without it, rows up to the end of a tile with live rows are written too. With tickets, tiles of a partly filled
+        last wave are split along the classes, which takes 17 MB of scratch, or 69 MB for deep tiles.
         """
-        scattered = order is not None
         kernel = self._kernel(
-            "lce_gemm", _dx_problem, e.dtype, out.dtype, scattered, e2 is not None, accumulate, tickets is not None
-        )
-        epilogue = make(RowsOutArgs, (row_scale, order)) if scattered else None
-        (n, h), rows = w.shape, e.shape[0]
-        self._multiply(kernel, (e, w, out), epilogue, (rows, h, n), num_live, start, e2, v_split, tickets)
+            "lce_gemm", _gemm_problem, "store" if epilogue is None else "rows", e.first.dtype, out.dtype,
+            e.second is not None, accumulate, tickets is not None,
+        )  # fmt: skip
+        (n, h), rows = w.shape, e.first.shape[0]
+        self._multiply(kernel, (e.first, w, out), epilogue, (rows, h, n), num_live, start, e.second, e.split, tickets)
 
     def dw(
         self,
         e: Tensor,  # (rows, n): exp_logits or dlogits
         scaled_x: Tensor,  # (rows, h)
-        num_live: Vector,  # (1,) int32
+        num_live: Vector,
         start: int,
-        out: Tensor,  # (n, h) contiguous; fp32 to accumulate
+        out: Tensor,  # (n, h) contiguous; fp32 to accumulate, bf16 with ResidualArgs, which do not accumulate
         accumulate: bool,
         tickets: Vector | None = None,  # as in `dx`, along the rows; used where there are few tiles
-        first_slots: Tensor | None = None,  # (n,) int32; NO_SLOT for none
-        residual: Tensor | None = None,  # (any, h) int16; both or none, for a bf16 out that is not added to
-        factor: Tensor | None = None,  # (1,) fp32; None is 1; not with residual
+        epilogue: lce_args.ScaledArgs | lce_args.ResidualArgs | None = None,
     ) -> None:
-        """out = (or += with `accumulate`) factor * e.T @ scaled_x.
-
-        residual[first_slots[i]]: the bits that rounding drops from row i, if it has a slot.
-        """
+        """out = (or += with `accumulate`) e.T @ scaled_x, times a factor, or with the residual of its rounding kept."""
         (rows, h), n = scaled_x.shape, e.shape[1]
         if tickets is not None and not splits_dw_tail(n, h, self.gpu.sm_count):
             tickets = None
+        scaled, residual = type(epilogue) is lce_args.ScaledArgs, type(epilogue) is lce_args.ResidualArgs
         kernel = self._kernel(
-            "lce_gemm", _dw_problem, e.dtype, out.dtype, accumulate, tickets is not None, factor is not None,
-            residual is not None,
-        )  # fmt: skip
-        epilogue = None if factor is None else make(ScaledArgs, (factor,))
-        if residual is not None:
-            epilogue = make(ResidualArgs, (first_slots, residual))
+            "lce_gemm", _gemm_problem, "dw", e.dtype, out.dtype, accumulate, tickets is not None, scaled, residual
+        )
         self._multiply(kernel, (e, scaled_x, out), epilogue, (n, h, rows), num_live, start, tickets=tickets)
 
     def _multiply(
@@ -373,13 +408,13 @@ class LceKernels(RowKernels):
         if tickets is not None:
             splits, floats = config.tail_room(m, n, k, clusters)
             partials = vector(a, floats, torch.float32)
-            tail = addresses(make(TailArgs, (partials, tickets, splits)))
+            tail = addresses(make(lce_args.TailArgs, (partials, tickets, splits)))
         if wave_sync:
             ticket, _, _kept = workspace.take(self.device.index, stream, 0) if self.device.type == "cuda" else (0, 0, 0)
         if epilogue is not None:
             epilogue = addresses(epilogue)
         # t.stride()[0] is t.stride(0), which takes twice as long
-        args = make(GemmArgs, (
+        args = make(lce_args.GemmArgs, (
             a, second, b, d, epilogue, tail, ticket, num_live, m, n, k, 0 if second is None else split, start,
             a.stride()[0], 0 if second is None else second.stride()[0], b.stride()[0],
             0 if d is None else d.stride()[0], clusters,
@@ -387,31 +422,20 @@ class LceKernels(RowKernels):
         kernel.launch(addresses(args), stream)
 
 
-# The problems of the GEMMs, by the fields that differ from launch to launch.
+# The problems of the GEMMs: what each has always, and the fields that differ from launch to launch.
+_GEMMS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "softmax": ({}, ("bias_dtype", "softcap", "smoothing", "weighted", "recompute_flagged", "d_in_two")),
+    "dlogits": ({}, ("bias_dtype", "softcap", "smoothing", "weighted")),
+    "rows": (dict(b_major="n"), ("a_in_two", "accumulate", "split_k_tail")),
+    "store": (dict(b_major="n"), ("a_in_two", "accumulate", "split_k_tail")),
+    "dw": (
+        dict(epilogue="store", a_major="m", b_major="n", live="k"),
+        ("accumulate", "split_k_tail", "scaled", "rounding_residual"),
+    ),
+}
 
 
-def _softmax_problem(dtype, out_dtype, bias_dtype, softcap, smoothing, weighted, recompute_flagged, d_in_two):
-    return GemmProblem(
-        "softmax", dtype, out_dtype, bias_dtype=bias_dtype, softcap=softcap, smoothing=smoothing, weighted=weighted,
-        recompute_flagged=recompute_flagged, d_in_two=d_in_two,
-    )  # fmt: skip
-
-
-def _dlogits_problem(dtype, out_dtype, bias_dtype, softcap, smoothing, weighted):
-    return GemmProblem(
-        "dlogits", dtype, out_dtype, bias_dtype=bias_dtype, softcap=softcap, smoothing=smoothing, weighted=weighted
-    )
-
-
-def _dx_problem(dtype, out_dtype, scattered, a_in_two, accumulate, split_k_tail):
-    return GemmProblem(
-        "rows" if scattered else "store", dtype, out_dtype, b_major="n", a_in_two=a_in_two, accumulate=accumulate,
-        split_k_tail=split_k_tail,
-    )  # fmt: skip
-
-
-def _dw_problem(dtype, out_dtype, accumulate, split_k_tail, scaled, rounding_residual):
-    return GemmProblem(
-        "store", dtype, out_dtype, a_major="m", b_major="n", live="k", accumulate=accumulate, split_k_tail=split_k_tail,
-        scaled=scaled, rounding_residual=rounding_residual,
-    )  # fmt: skip
+def _gemm_problem(name: str, dtype: str, out_dtype: str | None, *fields: Any) -> GemmProblem:
+    always, names = _GEMMS[name]
+    differing = dict(zip(names, fields, strict=True))
+    return GemmProblem(**{"epilogue": name, "dtype": dtype, "out_dtype": out_dtype, **always, **differing})

@@ -12,7 +12,6 @@ from quackish.errors import warn_once
 from quackish.ops.linear_cross_entropy.checks import Inputs, check_targets
 from quackish.reference.linear_cross_entropy import (
     RowOptions,
-    Rows,
     accumulate_dtype,
     chunk_of_rows,
     linear_cross_entropy_forward,
@@ -106,29 +105,66 @@ def _loop_op(
     Forward's gradients are those of the plain sum, in fp32: fp16 gradients of a mean would underflow before a loss
     scale arrives in backward.
     """
+    v = w.shape[0]
     if x.device.type == "cpu":
-        check_targets(target, w.shape[0], ignore_index)
+        check_targets(target, v, ignore_index)
     if reason:
         warn_once(reason)
-    options = RowOptions(label_smoothing, softcap, z_loss)
-    loop = ChunkLoop(x, w, target, bias, class_weight, ignore_index, options, chunk_rows, compute_dtype, needs)
-    kept = loop.loss.new_empty((x.shape[0], w.shape[0]) if keep_logits else 0)
-    loop.run(grad_rows, grad_lse, kept if keep_logits else None, logits)
-    return loop.loss.sum() if summed else loop.loss, loop.lse, loop.dx, loop.dw, loop.db, kept
+    options, dtype = RowOptions(label_smoothing, softcap, z_loss), accumulate_dtype(compute_dtype)
+    # GEMM operands are 16-bit only where torch's GEMM delivers fp32 from them, which is CUDA's.
+    gemm_dtype = compute_dtype if x.device.type == "cuda" and torch.version.hip is None else dtype
+    w = w.to(compute_dtype).to(gemm_dtype)
+    w = w if 1 in w.stride() else w.contiguous()  # else each chunk's GEMM would make its own copy
+    bias, class_weight = (None if t is None else t.to(dtype) for t in (bias, class_weight))
+    rows = rows_of(target, v, class_weight, ignore_index, dtype)
+    loss, lse, dx, dw, db, kept = _outputs(x, w, dtype, needs, keep_logits)
+    dw.zero_()
+    db.zero_()
+
+    def run(part: slice) -> None:
+        # A function: what a chunk allocates is gone before the next one allocates.
+        # An ignored row of x is zeroed, or its NaN would reach dw as 0 * NaN.
+        chunk_x = x[part].masked_fill(~rows.live[part, None], 0.0).to(compute_dtype).to(gemm_dtype)
+        if logits is not None:
+            z = logits[part].clone()
+        else:
+            z = loss.new_empty((chunk_x.shape[0], v))
+            mm(chunk_x, w.t(), out=z)
+            if bias is not None:
+                z.add_(bias)
+        if keep_logits:
+            kept[part] = z
+        grads = (None if t is None else t[part] for t in (grad_rows, grad_lse))
+        loss[part], lse[part], dlogits = chunk_of_rows(z, rows[part], class_weight, options, any(needs), *grads)
+        if needs[2]:
+            db.add_(dlogits.sum(0))
+        if needs[0] or needs[1]:
+            dlogits = dlogits.to(gemm_dtype)
+        if needs[0]:
+            mm(dlogits, w, out=dx[part])
+        if needs[1]:
+            addmm(dlogits.t(), chunk_x, out=dw)
+
+    # Operators run with the caller's autocast on; it would round the fp32 operands here.
+    with torch.autocast(x.device.type, enabled=False):
+        for start in range(0, x.shape[0], chunk_rows):
+            run(slice(start, start + chunk_rows))
+    return loss.sum() if summed else loss, lse, dx, dw, db, kept
+
+
+def _outputs(x: Tensor, w: Tensor, dtype: torch.dtype, needs: list[bool], keep_logits: bool) -> tuple[Tensor, ...]:
+    """Memory for the losses of the rows, lse, dx, dw, db and the kept logits."""
+    (m, h), v = x.shape, w.shape[0]
+    wanted = True, True, *needs, keep_logits
+    shapes = (m,), (m,), (m, h), (v, h), (v,), (m, v)
+    return tuple(x.new_empty(s if want else 0, dtype=dtype) for s, want in zip(shapes, wanted, strict=True))
 
 
 @_loop_op.register_fake
 def _(x, w, target, *args):
     *_, compute_dtype, needs, keep_logits, summed, _ = args
-    (m, h), v, dtype = x.shape, w.shape[0], accumulate_dtype(compute_dtype)
-    return (
-        x.new_empty(() if summed else (m,), dtype=dtype),
-        x.new_empty(m, dtype=dtype),
-        x.new_empty((m, h) if needs[0] else 0, dtype=dtype),
-        x.new_empty((v, h) if needs[1] else 0, dtype=dtype),
-        x.new_empty(v if needs[2] else 0, dtype=dtype),
-        x.new_empty((m, v) if keep_logits else 0, dtype=dtype),
-    )
+    loss, *others = _outputs(x, w, accumulate_dtype(compute_dtype), needs, keep_logits)
+    return loss.new_empty(()) if summed else loss, *others
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -179,13 +215,7 @@ def _backward(ctx, grad_loss, grad_lse, *_):
 _loop_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-# The loop over chunks -------------------------------------------------------------------------------------------------
-
-
-def _gemm_dtype(compute_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What GEMM operands are given as: 16-bit only where torch's GEMM delivers fp32 from them, which is CUDA's."""
-    widening = device.type == "cuda" and torch.version.hip is None
-    return compute_dtype if widening else accumulate_dtype(compute_dtype)
+# GEMMs ----------------------------------------------------------------------------------------------------------------
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -199,61 +229,3 @@ def addmm(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.addmm(out, a, b, out=out)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-
-
-class ChunkLoop:
-    """One pass over the rows: everything that is the same for each chunk, and the results it fills."""
-
-    def __init__(self, x, w, target, bias, class_weight, ignore_index, options, chunk_rows, compute_dtype, needs):
-        dtype = accumulate_dtype(compute_dtype)
-        self.x, self.bias, self.options = x, None if bias is None else bias.to(dtype), options
-        self.compute_dtype, self.gemm_dtype = compute_dtype, _gemm_dtype(compute_dtype, x.device)
-        w = w.to(compute_dtype).to(self.gemm_dtype)
-        self.w = w if 1 in w.stride() else w.contiguous()  # else each chunk's GEMM would make its own copy
-        self.class_weight = None if class_weight is None else class_weight.to(dtype)
-        self.rows: Rows = rows_of(target, w.shape[0], self.class_weight, ignore_index, dtype)
-        m, v, h = x.shape[0], *w.shape
-        self.chunk_rows, self.needs = chunk_rows, needs
-        self.loss = x.new_empty(m, dtype=dtype)
-        self.lse = x.new_empty(m, dtype=dtype)
-        self.dx = x.new_empty((m, h) if needs[0] else 0, dtype=dtype)
-        self.dw = x.new_zeros((v, h) if needs[1] else 0, dtype=dtype)
-        self.db = x.new_zeros(v if needs[2] else 0, dtype=dtype)
-
-    def run(self, grad_rows=None, grad_lse=None, keep_logits_in=None, logits=None) -> None:
-        """Gradients where `needs` asks: for a gradient of 1 a row, or `grad_rows` and `grad_lse` (m,).
-
-        `keep_logits_in` (m, v) is filled with the logits; `logits` (m, v) are such ones, used and not written.
-        """
-        # Operators run with the caller's autocast on; it would round the fp32 operands here.
-        with torch.autocast(self.x.device.type, enabled=False):
-            for start in range(0, self.x.shape[0], self.chunk_rows):
-                part = slice(start, start + self.chunk_rows)
-                given = (grad_rows, grad_lse, keep_logits_in, logits)
-                self._chunk(part, *(None if t is None else t[part] for t in given))
-
-    def _chunk(self, part, grad_rows, grad_lse, keep_logits_in, logits) -> None:
-        # A function of its own: what a chunk allocates is gone before the next one allocates.
-        rows = self.rows[part]
-        # an ignored row of x is zeroed, or its NaN would reach dw as 0 * NaN
-        x = self.x[part].masked_fill(~rows.live[:, None], 0.0).to(self.compute_dtype).to(self.gemm_dtype)
-        if logits is not None:
-            z = logits.clone()
-        else:
-            z = self.loss.new_empty((x.shape[0], self.w.shape[0]))
-            mm(x, self.w.t(), out=z)
-            if self.bias is not None:
-                z.add_(self.bias)
-        if keep_logits_in is not None:
-            keep_logits_in.copy_(z)
-        self.loss[part], self.lse[part], dlogits = chunk_of_rows(
-            z, rows, self.class_weight, self.options, any(self.needs), grad_rows, grad_lse
-        )
-        if self.needs[2]:
-            self.db.add_(dlogits.sum(0))
-        if self.needs[0] or self.needs[1]:
-            dlogits = dlogits.to(self.gemm_dtype)
-        if self.needs[0]:
-            mm(dlogits, self.w, out=self.dx[part])
-        if self.needs[1]:
-            addmm(dlogits.t(), x, out=self.dw)

@@ -34,32 +34,34 @@ dlogits, which a GEMM with an epilogue of its own writes.
 Memory. exp_logits of a chunk with all rows, or of a block of classes, lie partly in the storage of dw, in front of
 which dw itself is written: see `Layout` in configs/linear_cross_entropy.py.
 
-Nothing here reads a value on the device or knows autograd. `k` is LceKernels or CublasKernels.
+Nothing here reads a value on the device or knows autograd.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quackish.configs.lce_args import GatherArgs, RowsArgs
-from quackish.configs.lce_rows import NO_SLOT
+from quackish.configs import lce_args
+from quackish.configs.lce_rows import MOST_ROWS_COUNTED, NO_SLOT
 from quackish.configs.linear_cross_entropy import Layout, layout
-from quackish.ops.linear_cross_entropy.exp_logits import (
+from quackish.ops.linear_cross_entropy.launches import (
     F32,
     I32,
+    NOT_STORED,
     Chunk,
     ExpLogits,
+    RowKernels,
     RowState,
-    add_dw,
+    Vector,
     inside,
     matrix,
-    new_first_slot_of_class,
     padded,
     padded_strides,
     vector,
 )
-from quackish.ops.linear_cross_entropy.launches import DlogitsCall, LogitsCall
+from quackish.ops.modes import check_memory
 
 
 class KernelPlan(NamedTuple):
@@ -78,8 +80,11 @@ class KernelPlan(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The operands of the GEMMs, and the options of the loss."""
+    """What is the same for all launches of a forward or a backward."""
 
+    k: RowKernels  # LceKernels or CublasKernels
+    plan: KernelPlan
+    state: RowState  # filled by forward, read by backward
     m: int
     h: int
     v: int
@@ -90,11 +95,11 @@ class Call(NamedTuple):
     class_weight: Tensor | None  # (v,) contiguous, fp32
     total_weight: Tensor | None  # 0-dim: its sum; with label smoothing
     num_items: float | Tensor | None  # 0-dim
-    ignore_index: int
-    label_smoothing: float
     softcap: float  # 0: none
-    z_loss: float
-    mean: bool
+    dw_out: Tensor | None  # (v, h): dw is added to it instead of returned
+    # What arrives in backward; None in forward, whose gradients are those of a loss gradient of 1.
+    grad_loss: Tensor | None = None  # 0-dim, or (m,) contiguous; fp32; None is 1
+    grad_lse: Tensor | None = None  # (m,) contiguous fp32; None is 0
 
 
 class GradsNeeded(NamedTuple):
@@ -121,22 +126,10 @@ class Grads(NamedTuple):
         return Grads(*(mine if mine is not None else its for mine, its in zip(self, other, strict=True)))
 
 
-class GradOutputs(NamedTuple):
-    """The incoming gradients of backward."""
-
-    loss: Tensor | None  # 0-dim, or (m,) contiguous; fp32; None is 1
-    lse: Tensor | None = None  # (m,) contiguous fp32; None is 0
-
-
-_ONES = GradOutputs(None)
-_NO_EXP_LOGITS = ExpLogits(None, 0)
-
-
 class Forward(NamedTuple):
-    """What forward computes. Backward needs all but the loss; its gradients are those of a loss gradient of 1."""
+    """What forward computes, beside the state of the rows. Backward needs all but the loss."""
 
     loss: Tensor | None  # (m,) fp32, divided for `mean`: the loss is their sum
-    state: RowState
     grads: Grads = Grads()
     live_x: Tensor | None = None  # (m, h): `stored` keeps the live rows of x, and exp_logits
     exp_logits: Tensor | None = None  # (m, v), row stride padded
@@ -147,16 +140,17 @@ class Forward(NamedTuple):
 # Which schedule -------------------------------------------------------------------------------------------------------
 
 
-def forward(k, call: Call, plan: KernelPlan, needed: GradsNeeded, own_dw: bool, may_begin: bool = True) -> Forward:
-    """own_dw: backward returns a dw. may_begin: with `recompute` dw of some classes may be computed already, in storage
-    that backward is then to be given."""
+def forward(call: Call, needed: GradsNeeded, may_begin: bool = True) -> Forward:
+    """may_begin: with `recompute` dw of some classes may be computed, in storage that backward is to be given."""
+    plan = call.plan
     if plan.schedule == "stored" and needed.any():
-        return stored(k, call)
-    lay = forward_layout(plan, call.m, call.v, call.h, needed, own_dw, may_begin and k.keeps_residual)
+        return stored(call)
+    own_dw, may_begin = call.dw_out is None, may_begin and call.k.keeps_residual
+    lay = forward_layout(plan, call.m, call.v, call.h, needed, own_dw, may_begin)
     if plan.schedule == "recompute" and lay.columns:
-        return recompute_forward(k, call, lay, needed)
+        return recompute_forward(call, lay, needed)
     early = made_in_forward(plan, needed)
-    return chunked(k, call, lay, early, not plan.dw_in_chunks) if early.any() else statistics(k, call, lay)
+    return chunked(call, lay, early) if early.any() else statistics(call, lay)
 
 
 def made_in_forward(plan: KernelPlan, needed: GradsNeeded) -> GradsNeeded:
@@ -166,28 +160,25 @@ def made_in_forward(plan: KernelPlan, needed: GradsNeeded) -> GradsNeeded:
     return GradsNeeded(needed.dx if plan.dx_in_forward else None, None, False)
 
 
-def backward(
-    k, call: Call, plan: KernelPlan, kept: Forward, incoming: GradOutputs, needed: GradsNeeded,
-    dw_out: Tensor | None,
-) -> Grads:  # fmt: skip
-    """The gradients for `incoming`, from what forward kept; dw is added to dw_out if there is one."""
+def backward(call: Call, kept: Forward, needed: GradsNeeded) -> Grads:
+    """The gradients from what forward kept."""
+    plan, own_dw, grads = call.plan, call.dw_out is None, Grads()
     if plan.schedule == "stored":
-        return stored_backward(k, call, kept, incoming, needed, dw_out)
-    grads = Grads()
-    if incoming.lse is None:
+        return stored_backward(call, kept, needed)
+    if call.grad_lse is None:
         early = made_in_forward(plan, needed)
         if early.any():  # they were handed out before: compute them again
-            made = forward(k, call, plan, needed, dw_out is None)
+            made = forward(call._replace(state=RowState.new(call.x), grad_loss=None), needed)
             kept = kept._replace(dw=made.dw, classes=made.classes)
-            grads = scale_grads(k, made, incoming.loss, dw_out)
+            grads = scale_grads(call.k, made, call.grad_loss, call.dw_out)
         needed = needed.but(early)
     if not needed.any():
         return grads
     plan = plan._replace(schedule="recompute")  # for `chunked` too, if lse has a gradient
-    lay = _layout(plan, call.m, call.v, call.h, needed, dw_out is None, kept.dw is not None)
+    lay = _layout(plan, call.m, call.v, call.h, needed, own_dw, kept.dw is not None)
     if lay.dw_block:
-        return grads.and_also(recompute_dw_in_chunks(k, call, lay, kept, incoming, needed))
-    return grads.and_also(recompute_backward(k, call, lay, kept, incoming, needed, dw_out))
+        return grads.and_also(recompute_dw_in_chunks(call, lay, needed))
+    return grads.and_also(recompute_backward(call, lay, kept, needed))
 
 
 def forward_layout(
@@ -204,7 +195,7 @@ def _layout(plan: KernelPlan, m: int, v: int, h: int, needed: GradsNeeded, own_d
     return layout(*how, m, v, h, needed.dx is not None, dw, own_dw, begins_dw)
 
 
-def scale_grads(k, made: Forward, factor: Tensor, dw_out: Tensor | None) -> Grads:
+def scale_grads(k: RowKernels, made: Forward, factor: Tensor, dw_out: Tensor | None) -> Grads:
     """Scales the gradients that forward made by the loss's gradient, in place. Adds dw to dw_out if there is one."""
     grads = made.grads
     begun = None if made.dw is None else made.dw[: made.classes]
@@ -222,145 +213,123 @@ def scale_grads(k, made: Forward, factor: Tensor, dw_out: Tensor | None) -> Grad
 # Schedules ------------------------------------------------------------------------------------------------------------
 
 
-def statistics(k, call: Call, lay: Layout) -> Forward:
+def statistics(call: Call, lay: Layout) -> Forward:
     """loss and lse only: the forward of a call without grad, and of `recompute`."""
-    out = begin(k, call)
-    for start in range(0, call.m, lay.chunk_rows):
-        _statistics_of_chunk(k, call, out, start, lay.chunk_rows)
-    return out
+    loss = begin(call)
+    for start, rows in chunks(call.m, lay.chunk_rows):
+        _statistics_of_chunk(call, start, rows, loss)
+    return Forward(loss)
 
 
-def _statistics_of_chunk(k, call: Call, out: Forward, start: int, rows: int) -> None:
+def _statistics_of_chunk(call: Call, start: int, rows: int, loss: Tensor) -> None:
     # A function, as others below: a chunk's buffers are freed before the next chunk allocates.
-    chunk = new_chunk(call, out.state, start, rows)
-    sums = gather_and_multiply(k, call, out, chunk, ExpLogits(None, call.v))
-    run_rows(k, call, out.state, chunk, sums=sums, loss=out.loss)
+    chunk = new_chunk(call, start, rows)
+    sums = gather_and_multiply(call, chunk, loss)
+    run_rows(call, chunk, sums=sums, loss=loss)
 
 
-def chunked(k, call: Call, lay: Layout, needed: GradsNeeded, split_tail: bool = True) -> Forward:
+def chunked(call: Call, lay: Layout, needed: GradsNeeded) -> Forward:
     """loss, lse and the gradients of the summed loss (divided for "mean"), chunk by chunk.
 
-    dw is summed over chunks in fp32. A single chunk has part of exp_logits in dw's storage. split_tail: GEMMs may take
-    scratch.
+    dw is summed over chunks in fp32. A single chunk has part of exp_logits in dw's storage.
     """
-    m = call.m
-    dw_dtype = F32 if needed.dw and m > lay.chunk_rows else needed.dw
+    dw_dtype = F32 if needed.dw and call.m > lay.chunk_rows else needed.dw
     grads = new_grads(call, GradsNeeded(needed.dx, dw_dtype, needed.db))
-    out = begin(k, call)
-    for start in range(0, m, lay.chunk_rows):
-        _gradients_of_chunk(k, call, lay, out, start, grads, split_tail)
+    loss = begin(call)
+    for start, rows in chunks(call.m, lay.chunk_rows):
+        _gradients_of_chunk(call, lay, start, rows, loss, grads)
     if dw_dtype != needed.dw:
         grads = grads._replace(dw=grads.dw.to(needed.dw))
-    return Forward(out.loss, out.state, grads)
+    return Forward(loss, grads)
 
 
-def _gradients_of_chunk(k, call: Call, lay: Layout, out: Forward, start: int, grads: Grads, split_tail: bool) -> None:
-    state, (dx, dw, db) = out.state, grads
-    chunk = new_chunk(call, state, start, lay.chunk_rows)
+def _gradients_of_chunk(call: Call, lay: Layout, start: int, rows: int, loss: Tensor, grads: Grads) -> None:
+    dw, v, dtype = grads.dw, call.v, call.x.dtype
     if lay.columns:
-        exp_logits = ExpLogits.beside(dw, chunk.rows, lay.columns, lay.offset)
+        first = inside(dw, lay.offset, rows, lay.columns, dtype)
+        exp_logits = ExpLogits(first, lay.columns, padded(dw, rows, v - lay.columns, dtype))
     else:
-        exp_logits = ExpLogits.alone(call.w, chunk.rows)
-    sums = gather_and_multiply(k, call, out, chunk, exp_logits, dx)
-    scaled_x = first_slot_of_class = None
-    if dw is not None:
-        scaled_x = chunk.live_x  # in place
-        first_slot_of_class = new_first_slot_of_class(k, dw, dw.shape[0], dw.dtype)
-    run_rows(
-        k, call, state, chunk, sums=sums, loss=out.loss, exp_logits=exp_logits, scaled_x=scaled_x,
-        first_slot_of_class=first_slot_of_class,
-    )  # fmt: skip
+        exp_logits = ExpLogits(padded(call.w, rows, v, dtype), v)
+    chunk = new_chunk(call, start, rows, exp_logits)
+    sums = gather_and_multiply(call, chunk, loss, grads.dx)
+    scaled_x = None if dw is None else chunk.live_x  # in place
+    first_slots = new_first_slots(call, v, None if dw is None else dw.dtype)
+    run_rows(call, chunk, sums=sums, loss=loss, scale=True, scaled_x=scaled_x, first_slots=first_slots)
     del sums
-    if dx is not None:
-        exp_logits.dx(k, call.w, chunk, state, dx, state.tickets if split_tail else None)
-    if db is not None:
-        exp_logits.bias_sum(k, chunk, state, db)
-    if dw is not None:
-        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, first_slot_of_class)
+    tickets = None if call.plan.dw_in_chunks else call.state.tickets  # dx's GEMM may take scratch
+    multiply_gradients(call, chunk, grads, scaled_x, first_slots, tickets)
 
 
-def stored(k, call: Call) -> Forward:
+def stored(call: Call) -> Forward:
     """loss, lse, and exp_logits and the live rows of x for `stored_backward`."""
-    out = begin(k, call)
-    chunk = new_chunk(call, out.state, 0, call.m)
-    exp_logits = ExpLogits.alone(call.w, chunk.rows)
-    sums = gather_and_multiply(k, call, out, chunk, exp_logits)
-    run_rows(k, call, out.state, chunk, sums=sums, loss=out.loss)
-    return out._replace(live_x=chunk.live_x, exp_logits=exp_logits.first)
+    loss = begin(call)
+    exp_logits = padded(call.w, call.m, call.v, call.w.dtype)
+    chunk = new_chunk(call, 0, call.m, ExpLogits(exp_logits, call.v))
+    sums = gather_and_multiply(call, chunk, loss)
+    run_rows(call, chunk, sums=sums, loss=loss)
+    return Forward(loss, live_x=chunk.live_x, exp_logits=exp_logits)
 
 
-def stored_backward(
-    k, call: Call, kept: Forward, incoming: GradOutputs, needed: GradsNeeded, dw_out: Tensor | None
-) -> Grads:
-    """The gradients from exp_logits. dw_out: (v, h) buffer that dw is added to instead of returned.
+def stored_backward(call: Call, kept: Forward, needed: GradsNeeded) -> Grads:
+    """The gradients from exp_logits.
 
     Overwrites each row's element of kept.exp_logits at its target, which depends on the incoming gradients.
     """
-    m, v, state, saved = call.m, call.v, kept.state, kept.exp_logits
+    m, v, saved, scaled_x, first_slots = call.m, call.v, kept.exp_logits, None, None
     if saved.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed its strides
         saved = padded(call.x, m, v, saved.dtype).copy_(saved)
-    exp_logits = ExpLogits(saved, v)
-    chunk = Chunk.of(state, 0, m, kept.live_x if needed.dw else None)
-    scaled_x = matrix(kept.live_x, m, call.h, kept.live_x.dtype) if needed.dw else None
-    first_slot_of_class = new_first_slot_of_class(k, call.x, v, needed.dw) if dw_out is None else None
-    run_rows(
-        k, call, state, chunk, incoming=incoming, exp_logits=exp_logits, scaled_x=scaled_x,
-        first_slot_of_class=first_slot_of_class,
-    )  # fmt: skip
-    dx, dw, db = grads = new_grads(call, needed, dw_out is None)
-    if dx is not None:
-        dx.zero_()  # ignored rows stay 0
-        exp_logits.dx(k, call.w, chunk, state, dx, state.tickets)
-    if db is not None:
-        exp_logits.bias_sum(k, chunk, state, db)
-    if dw is not None:
-        exp_logits.dw(k, call.x, scaled_x, chunk, state, dw, first_slot_of_class)
-    elif needed.dw:
-        exp_logits.take_targets(k, chunk, state)
-        add_dw(k, saved, scaled_x, state, dw_out, call.x, chunk)
+    chunk = Chunk.of(call.state, 0, m, kept.live_x if needed.dw else None, ExpLogits(saved, v))
+    if needed.dw:
+        scaled_x = matrix(call.x, m, call.h, kept.live_x.dtype)
+        first_slots = new_first_slots(call, v, needed.dw) if call.dw_out is None else None
+    run_rows(call, chunk, scale=True, scaled_x=scaled_x, first_slots=first_slots)
+    grads = new_grads(call, needed, call.dw_out is None)
+    if grads.dx is not None:
+        grads.dx.zero_()  # ignored rows stay 0
+    multiply_gradients(call, chunk, grads, scaled_x, first_slots, call.state.tickets)
+    if needed.dw and call.dw_out is not None:
+        take_targets(call, chunk, v)
+        add_dw(call, saved, scaled_x, call.dw_out, chunk)
     return grads
 
 
-def recompute_forward(k, call: Call, lay: Layout, needed: GradsNeeded) -> Forward:
+def recompute_forward(call: Call, lay: Layout, needed: GradsNeeded) -> Forward:
     """loss, lse, dx, and dw of the first lay.columns classes; no dbias.
 
     exp_logits lie in dw's storage: those of the first classes for all rows, those of the other classes for one chunk.
     """
-    m, h, v, dtype = call.m, call.h, call.v, call.x.dtype
+    m, h, v, dtype, state = call.m, call.h, call.v, call.x.dtype, call.state
     dx, dw, _ = new_grads(call, needed)
     scaled_x = matrix(call.x, m, h, dtype)
     first = inside(dw, lay.offset, m, lay.columns, dtype)
     n = v - lay.columns
     others = inside(dw, 0, lay.chunk_rows, padded_strides(n)[0], dtype)[:, :n]
-    out = begin(k, call)
-    all_rows = Chunk.of(out.state, 0, m, scaled_x)
-    for start in range(0, m, lay.chunk_rows):
-        part = slice(start, min(start + lay.chunk_rows, m))
-        chunk = Chunk.of(out.state, start, part.stop - start, scaled_x[part])
+    loss = begin(call)
+    all_rows = Chunk.of(state, 0, m, scaled_x, ExpLogits(first, lay.columns))
+    for start, rows in chunks(m, lay.chunk_rows):
+        part = slice(start, start + rows)
+        exp_logits = ExpLogits(first[part], lay.columns, others[:rows])
+        chunk = Chunk.of(state, start, rows, scaled_x[part], exp_logits)
         chunk = chunk._replace(row_scale=all_rows.row_scale + F32.itemsize * start)
-        exp_logits = ExpLogits(first[part], lay.columns, others[: chunk.rows], v)
-        sums = gather_and_multiply(k, call, out, chunk, exp_logits, dx)
-        run_rows(k, call, out.state, chunk, sums=sums, loss=out.loss, exp_logits=exp_logits, scaled_x=chunk.live_x)
-        exp_logits.dx(k, call.w, chunk, out.state, dx, None)
+        sums = gather_and_multiply(call, chunk, loss, dx)
+        run_rows(call, chunk, sums=sums, loss=loss, scale=True, scaled_x=chunk.live_x)
+        multiply_gradients(call, chunk, Grads(dx))
         del sums  # freed before the next chunk allocates
-    first_slot_of_class = new_first_slot_of_class(k, call.x, lay.columns, needed.dw)
-    if first_slot_of_class is not None:
-        first_slot_of_class.fill_(NO_SLOT)
-    exp_logits = ExpLogits(first, lay.columns)
-    exp_logits.dw(k, call.x, scaled_x, all_rows, out.state, dw[: lay.columns], first_slot_of_class)
-    return out._replace(grads=Grads(dx), dw=dw, classes=lay.columns)
+    first_slots = new_first_slots(call, lay.columns, needed.dw)
+    if first_slots is not None:
+        first_slots.fill_(NO_SLOT)
+    multiply_gradients(call, all_rows, Grads(None, dw[: lay.columns]), scaled_x, first_slots, state.tickets)
+    return Forward(loss, Grads(dx), dw=dw, classes=lay.columns)
 
 
-def recompute_backward(
-    k, call: Call, lay: Layout, kept: Forward, incoming: GradOutputs, needed: GradsNeeded, dw_out: Tensor | None
-) -> Grads:
-    """The gradients from x and the rows' statistics, one block of classes at a time; dw_out as in `stored_backward`.
+def recompute_backward(call: Call, lay: Layout, kept: Forward, needed: GradsNeeded) -> Grads:
+    """The gradients from x and the rows' statistics, one block of classes at a time.
 
     If kept.dw is given, its first kept.classes rows are final. A block's dw is final, and only dx is summed over
     blocks. A block's dlogits lie in the storage of later blocks' dw while they fit: see `recompute_blocks`.
     """
-    m, h, state, dtype = call.m, call.h, kept.state, call.x.dtype
-    dx, dw, db = new_grads(call, needed, dw_out is None and kept.dw is None)
+    k, m, h, dtype = call.k, call.m, call.h, call.x.dtype
+    dx, dw, db = new_grads(call, needed, call.dw_out is None and kept.dw is None)
     if kept.dw is not None:
         dw = kept.dw
     acc = matrix(call.x, m, h, F32) if needed.dx else None
@@ -370,58 +339,66 @@ def recompute_backward(
         live_x = dx.view(-1).view(dtype)[: m * h].view(m, h)
     factor = None
     if dtype == torch.float16:
-        factor, state, incoming = _common_factor(call, state, incoming)
-    gather_again(k, call, state, 0, live_x)
-    coefs = coefficients(k, call, state, incoming)
+        factor, call = _common_factor(call)
+    state = call.state
+    gather_again(call, 0, live_x)
+    coefs = coefficients(call)
     scratch = padded(call.x, m, max(v1 - v0 for v0, v1, offset in lay.blocks if offset is None), dtype)
     for v0, v1, offset in lay.blocks:
         out = scratch[:, : v1 - v0] if offset is None else inside(dw, offset, m, v1 - v0, dtype)
-        _dlogits(k, call, state, 0, live_x, coefs, v0, v1, out)
+        _dlogits(call, 0, live_x, coefs, v0, v1, out)
         if dw is not None:
-            k.dw(out, live_x, state.num_live, 0, dw[v0:v1], False, state.tickets, factor=factor)
+            epilogue = None if factor is None else lce_args.ScaledArgs(factor)
+            k.dw(out, live_x, state.num_live, 0, dw[v0:v1], False, state.tickets, epilogue)
         elif needed.dw:
-            add_dw(k, out, live_x, state, dw_out[v0:v1], factor=factor)
+            add_dw(call, out, live_x, call.dw_out[v0:v1], factor=factor)
         if db is not None:
-            k.bias_sum(out, None, state.num_live, 0, db[v0:v1], False)
+            add_bias(call, out, None, 0, db[v0:v1])
         if acc is not None:
-            k.dx(out, None, 0, call.w[v0:v1], None, None, state.num_live, 0, acc, v0 > 0)
+            k.dx(ExpLogits(out), call.w[v0:v1], state.num_live, 0, acc, v0 > 0)
     if factor is not None:
         for grad in (acc, db):
             if grad is not None:
                 k.scale(grad, factor)
     if dx is not None:
         dx.zero_()
-        k.scatter(acc, None, state.order, state.num_live, 0, dx)
+        k.launch(lce_args.ScatterArgs(acc, None, state.order, dx, state.num_live, 0, m))
     return Grads(dx, dw, db)
 
 
-def recompute_dw_in_chunks(
-    k, call: Call, lay: Layout, kept: Forward, incoming: GradOutputs, needed: GradsNeeded
-) -> Grads:
+def recompute_dw_in_chunks(call: Call, lay: Layout, needed: GradsNeeded) -> Grads:
     """dw and dbias, by blocks of classes and chunks of rows; a block's dw is summed in fp32 and rounded once."""
-    m, h, v, state, rows = call.m, call.h, call.v, kept.state, lay.chunk_rows
+    h, v, dtype, num_live, rows = call.h, call.v, call.x.dtype, call.state.num_live, lay.chunk_rows
     _, dw, db = grads = new_grads(call, needed._replace(dx=None))
-    coefs = coefficients(k, call, state, incoming)
+    coefs = coefficients(call)
     block = lay.dw_block
-    live_x, dlogits = matrix(call.x, rows, h, call.x.dtype), padded(call.x, rows, block, call.x.dtype)
+    live_x, dlogits = matrix(call.x, rows, h, dtype), padded(call.x, rows, block, dtype)
     dw_sums = matrix(call.x, block, h, F32) if needed.dw != F32 else None
-    for v0 in range(0, v, block):
-        v1 = min(v0 + block, v)
-        acc = dw[v0:v1] if dw_sums is None else dw_sums[: v1 - v0]
-        for start in range(0, m, rows):
-            n = min(rows, m - start)
-            x, out = live_x[:n], dlogits[:n, : v1 - v0]
-            gather_again(k, call, state, start, x)
-            _dlogits(k, call, state, start, x, coefs, v0, v1, out)
-            k.dw(out, x, state.num_live, start, acc, start > 0)
+    for v0, n in chunks(v, block):
+        v1 = v0 + n
+        acc = dw[v0:v1] if dw_sums is None else dw_sums[:n]
+        for start, size in chunks(call.m, rows):
+            x, out = live_x[:size], dlogits[:size, :n]
+            gather_again(call, start, x)
+            _dlogits(call, start, x, coefs, v0, v1, out)
+            call.k.dw(out, x, num_live, start, acc, start > 0)
             if db is not None:
-                k.bias_sum(out, None, state.num_live, start, db[v0:v1], start > 0)
+                add_bias(call, out, None, start, db[v0:v1])
         if dw_sums is not None:
             dw[v0:v1] = acc
     return grads
 
 
-# Their parts ----------------------------------------------------------------------------------------------------------
+# Their parts: before the gradients ------------------------------------------------------------------------------------
+
+
+def begin(call: Call) -> Tensor:
+    """Finds the live rows; (m,) fp32 for their losses."""
+    plan = call.plan
+    call.k.compact(
+        call.target, call.class_weight, call.num_items, plan.ignore_index, call.v, plan.reduction == "mean", call.state
+    )
+    return vector(call.x, call.m, F32)
 
 
 def new_grads(call: Call, needed: GradsNeeded, own_dw: bool = True) -> Grads:
@@ -434,132 +411,229 @@ def new_grads(call: Call, needed: GradsNeeded, own_dw: bool = True) -> Grads:
     )
 
 
-def begin(k, call: Call) -> Forward:
-    """Finds the live rows; allocates the results."""
-    x, m = call.x, call.m
-    state = RowState.of(vector(x, m, F32), vector(x, RowState.size(m), I32))
-    k.compact(call.target, call.class_weight, call.num_items, call.ignore_index, call.v, call.mean, state)
-    return Forward(vector(x, m, F32), state)
+def chunks(n: int, size: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of each chunk of n."""
+    return ((start, min(size, n - start)) for start in range(0, n, size))
 
 
-def new_chunk(call: Call, state: RowState, start: int, chunk_rows: int) -> Chunk:
-    rows = min(chunk_rows, call.m - start)
-    return Chunk.of(state, start, rows, matrix(call.x, rows, call.h, call.x.dtype))
+def new_chunk(call: Call, start: int, rows: int, exp_logits: ExpLogits = NOT_STORED) -> Chunk:
+    return Chunk.of(call.state, start, rows, matrix(call.x, rows, call.h, call.x.dtype), exp_logits)
 
 
-class Sums(NamedTuple):
-    """Sums over the classes of a tile of the logits GEMM, per row and tile."""
-
-    exp: Tensor  # (rows, tiles) fp32: of exp(logit - row_shift)
-    weighted: Tensor | None  # as exp: of class weight * logit; with label smoothing
+Sums = tuple[Tensor, Tensor | None]  # (rows, tiles) fp32, over a tile's classes: exponentials; class weight * logit
 
 
-def gather_and_multiply(
-    k, call: Call, out: Forward, chunk: Chunk, exp_logits: ExpLogits, dx: Tensor | None = None
-) -> Sums:
-    """Fills the chunk and exp_logits. Zeros loss, lse and dx of the chunk's ignored rows."""
-    rows, state = chunk.rows, out.state
-    _gather(k, call, state, chunk, dx, out.loss, state.lse)
-    tiles, smoothing = k.num_tiles(call.v), call.label_smoothing > 0
-    sums = Sums(matrix(call.x, rows, tiles, F32), matrix(call.x, rows, tiles, F32) if smoothing else None)
-    args = LogitsCall(
-        chunk.live_x, call.w, call.bias, call.class_weight if smoothing else None, chunk.row_shift, chunk.slot_target,
-        state.num_live, chunk.start, call.softcap, exp_logits.first, exp_logits.second, exp_logits.split, *sums,
-        chunk.target_logit, chunk.row_max_bits, chunk.flags,
+def gather_and_multiply(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None = None) -> Sums:
+    """Fills chunk.live_x and exp_logits. Zeros loss, lse and dx of the chunk's ignored rows."""
+    k, state, smoothing, tiles = call.k, call.state, call.plan.label_smoothing > 0, call.k.num_tiles(call.v)
+    _gather(call, chunk, dx, loss, state.lse)
+    part_sum = matrix(call.x, chunk.rows, tiles, F32)
+    part_wsum = matrix(call.x, chunk.rows, tiles, F32) if smoothing else None
+    epilogue = lce_args.SoftmaxArgs(
+        call.bias, call.class_weight if smoothing else None, chunk.row_shift, chunk.slot_target, chunk.row_max_bits,
+        chunk.flags, part_sum, chunk.target_logit, part_wsum, call.softcap, tiles,
     )  # fmt: skip
-    k.logits(args)
-    k.recompute_flagged(args)
-    return sums
+    args = chunk.live_x, call.w, chunk.exp_logits, epilogue, state.num_live, chunk.start
+    k.logits(*args)
+    k.recompute_flagged(*args)
+    return part_sum, part_wsum
 
 
-def gather_again(k, call: Call, state: RowState, start: int, live_x: Tensor) -> None:
+def gather_again(call: Call, start: int, live_x: Tensor) -> None:
     """The rows of x of slots `start` and up, in live_x. The kernel's other outputs, known from forward, are dropped."""
-    chunk = Chunk.of(state, start, live_x.shape[0], live_x)
-    _gather(k, call, state, chunk._replace(slot_target=chunk.sorted_target, row_max_bits=chunk.sorted_row))
+    chunk = Chunk.of(call.state, start, live_x.shape[0], live_x)
+    _gather(call, chunk._replace(slot_target=chunk.sorted_target, row_max_bits=chunk.sorted_row))
 
 
-def _gather(
-    k, call: Call, state: RowState, chunk: Chunk, dx: Tensor | None = None, loss: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> None:  # fmt: skip
-    k.gather(
-        GatherArgs(
-            call.x, call.w, call.bias, call.target, state.order, state.num_live, chunk.live_x, chunk.slot_target,
-            chunk.row_shift, chunk.row_max_bits, chunk.flags, dx, loss, lse, call.x.stride(0), call.softcap,
-            chunk.start, chunk.rows, call.v,
-        )
+def _gather(call: Call, chunk: Chunk, dx=None, loss=None, lse=None) -> None:
+    args = lce_args.GatherArgs(
+        call.x, call.w, call.bias, call.target, call.state.order, call.state.num_live, chunk.live_x, chunk.slot_target,
+        chunk.row_shift, chunk.row_max_bits, chunk.flags, dx, loss, lse, call.x.stride(0), call.softcap, chunk.start,
+        chunk.rows, call.v,
     )  # fmt: skip
+    call.k.launch(args)
 
 
 def run_rows(
-    k, call: Call, state: RowState, chunk: Chunk, *, sums: Sums | None = None, loss: Tensor | None = None,
-    incoming: GradOutputs = _ONES, exp_logits: ExpLogits = _NO_EXP_LOGITS, scaled_x: Tensor | None = None,
-    first_slot_of_class: Tensor | None = None, coefs: Tensor | None = None,
+    call: Call, chunk: Chunk, *, sums: Sums | None = None, loss: Tensor | None = None, scale: bool = False,
+    scaled_x: Tensor | None = None, first_slots: Tensor | None = None, coefs: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Runs `lce_rows` for what is given:
 
     sums: the statistics of the rows, into loss, lse and row_sum.
-    exp_logits: row_scale, the elements at the targets, and scaled_x = row_scale * live_x.
+    scale: row_scale, the elements of exp_logits at the targets, and scaled_x = row_scale * live_x.
     coefs: the coefficients of dlogits.
     """
-    scale = exp_logits.first is not None
-    k.rows(
-        RowsArgs(
-            chunk.slot_target, state.order, state.num_live, *(sums or (None, None)),
-            chunk.target_logit if sums or scale else None, chunk.row_max_bits, call.class_weight, call.total_weight,
-            loss, state.lse, chunk.row_sum, incoming.loss, state.inv_divisor, incoming.lse, exp_logits.first,
-            exp_logits.second, None if scaled_x is None else chunk.live_x, scaled_x,
-            chunk.row_scale if scale else None, coefs, first_slot_of_class, call.softcap, call.z_loss,
-            call.label_smoothing, *exp_logits.strides, exp_logits.split, call.v, sums.exp.shape[1] if sums else 0,
-            chunk.start, chunk.rows,
-        )
+    plan, state = call.plan, call.state
+    exp_logits = chunk.exp_logits if scale else NOT_STORED
+    args = lce_args.RowsArgs(
+        chunk.slot_target, state.order, state.num_live, *(sums or (None, None)),
+        chunk.target_logit if sums or scale else None, chunk.row_max_bits, call.class_weight, call.total_weight, loss,
+        state.lse, chunk.row_sum, call.grad_loss, state.inv_divisor, call.grad_lse, exp_logits.first, exp_logits.second,
+        None if scaled_x is None else chunk.live_x, scaled_x, chunk.row_scale if scale else None, coefs, first_slots,
+        call.softcap, plan.z_loss, plan.label_smoothing, *exp_logits.strides, exp_logits.split, call.v,
+        sums[0].shape[1] if sums else 0, chunk.start, chunk.rows,
     )  # fmt: skip
+    call.k.launch(args)
 
 
-def coefficients(k, call: Call, state: RowState, incoming: GradOutputs) -> Tensor:
+def coefficients(call: Call) -> Tensor:
     """(m, 4) fp32: those of dlogits, for all rows."""
     coefs = matrix(call.x, call.m, 4, F32)
-    run_rows(k, call, state, Chunk.of(state, 0, call.m), incoming=incoming, coefs=coefs)
+    run_rows(call, Chunk.of(call.state, 0, call.m), coefs=coefs)
     return coefs
 
 
-def _dlogits(
-    k, call: Call, state: RowState, start: int, live_x: Tensor, coefs: Tensor, v0: int, v1: int, out: Tensor
-) -> None:
+def _dlogits(call: Call, start: int, live_x: Tensor, coefs: Tensor, v0: int, v1: int, out: Tensor) -> None:
     """The gradient of the logits of classes [v0, v1), for the slots of live_x, from `start` on."""
-    smoothing = call.label_smoothing > 0
-    k.dlogits(
-        DlogitsCall(
-            live_x, call.w[v0:v1], None if call.bias is None else call.bias[v0:v1], coefs[start:],
-            state.slot_target + I32.itemsize * start, state.num_live, start, call.class_weight if smoothing else None,
-            call.softcap, smoothing, v0, out,
-        )
+    state, smoothing = call.state, call.plan.label_smoothing > 0
+    epilogue = lce_args.DlogitsArgs(
+        None if call.bias is None else call.bias[v0:v1], call.class_weight if smoothing else None, coefs[start:],
+        state.slot_target + I32.itemsize * start, call.softcap, v0,
     )  # fmt: skip
+    call.k.dlogits(live_x, call.w[v0:v1], out, epilogue, smoothing, state.num_live, start)
 
 
-def _common_factor(call: Call, state: RowState, incoming: GradOutputs) -> tuple[Tensor | None, RowState, GradOutputs]:
-    """(the factor common to all rows, the state with the remaining inv_divisor, the remaining incoming gradients).
+# Their parts: gradients from exp_logits -------------------------------------------------------------------------------
+
+
+def multiply_gradients(
+    call: Call, chunk: Chunk, grads: Grads, scaled_x: Tensor | None = None, first_slots: Tensor | None = None,
+    tickets: Vector | None = None,
+) -> None:  # fmt: skip
+    """Writes `grads`, or adds dw and db to them after the first chunk. dw consumes exp_logits, so it comes last.
+
+    tickets: as in LceKernels.dx. first_slots: `new_first_slots`, which hold NO_SLOT.
+    """
+    k, state, exp_logits = call.k, call.state, chunk.exp_logits
+    dx, dw, db = grads
+    if dx is not None:
+        epilogue = lce_args.RowsOutArgs(chunk.row_scale, state.order)
+        k.dx(exp_logits, call.w, state.num_live, chunk.start, dx, False, tickets, epilogue)
+    if db is not None:
+        for part, v0, v1 in exp_logits.blocks(call.v):
+            add_bias(call, part, chunk.row_scale, chunk.start, of_classes(db, v0, v1))
+    if dw is not None:
+        _multiply_dw(call, chunk, scaled_x, dw, first_slots)
+
+
+def of_classes(t: Tensor, v0: int, v1: int) -> Tensor:
+    """t[v0:v1]; a slice takes a microsecond."""
+    return t if v1 - v0 == t.shape[0] else t[v0:v1]
+
+
+def add_bias(call: Call, part: Tensor, row_scale: Vector | None, start: int, db: Tensor) -> None:
+    """db = (or += after the first chunk) the sum of row_scale * part over live rows."""
+    args = lce_args.BiasArgs(
+        part, row_scale, db, call.state.num_live, part.stride(0), start, part.shape[0], db.shape[0]
+    )
+    call.k.launch(args, start > 0)
+
+
+def _multiply_dw(call: Call, chunk: Chunk, scaled_x: Tensor, dw: Tensor, first_slots: Tensor | None) -> None:
+    """dw of the first classes. The targets' terms, most of the gradient of a class with few rows, are added in fp32."""
+    (v, h), state, residual, epilogue = dw.shape, call.state, None, None
+    targets_apart = first_slots is not None or dw.dtype == F32
+    if targets_apart:
+        take_targets(call, chunk, v, first_slots)
+    if first_slots is not None:
+        residual = matrix(dw, chunk.rows, h, torch.int16)
+    for part, v0, v1 in chunk.exp_logits.blocks(v):
+        if residual is not None:
+            epilogue = lce_args.ResidualArgs(of_classes(first_slots, v0, v1), residual)
+        out = of_classes(dw, v0, v1)
+        call.k.dw(part, scaled_x, state.num_live, chunk.start, out, chunk.start > 0, state.tickets, epilogue)
+    if targets_apart:
+        add_targets(call, chunk, dw, 0, residual)
+
+
+def new_first_slots(call: Call, v: int, dw: torch.dtype | None) -> Tensor | None:
+    """(v,) int32 for the first slot of each class, where the rounding residual of a 16-bit dw is kept until the
+    targets' terms are added.
+
+    None if the GEMM cannot keep the residual. Then the targets' elements stay in exp_logits: adding their terms to a
+    rounded dw would be less exact than rounding scaled_x.
+    """
+    return vector(call.x, v, I32) if call.k.keeps_residual and dw not in (None, F32) else None
+
+
+def take_targets(call: Call, chunk: Chunk, v: int, first_slots: Tensor | None = None) -> None:
+    """Moves the elements at the targets out of exp_logits, where they become 0, to chunk.sorted_grad."""
+    n, state, exp_logits, index = chunk.rows, call.state, chunk.exp_logits, None
+    if n > MOST_ROWS_COUNTED:
+        classes, num_live = state.tensor(chunk.slot_target, n), state.tensor(state.num_live, 1)
+        index = order_by_class(classes, num_live, chunk.start)
+    args = lce_args.SortArgs(
+        chunk.slot_target, state.order, state.num_live, chunk.row_scale, exp_logits.first, exp_logits.second,
+        *exp_logits.strides, exp_logits.split, chunk.sorted_target, chunk.sorted_row, chunk.sorted_grad, first_slots,
+        index, v, chunk.start, n,
+    )  # fmt: skip
+    call.k.launch(args)
+
+
+def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
+    """Slots of a chunk by class, those that are not live last: (rows,) int64, by PyTorch's stable radix sort."""
+    n = classes.shape[0]
+    slots = torch.arange(start, start + n, dtype=I32, device=classes.device)
+    return classes.masked_fill(slots >= num_live, torch.iinfo(I32).max).sort(stable=True).indices
+
+
+def add_targets(call: Call, chunk: Chunk, dw: Tensor, v0: int, residual: Tensor | None = None) -> None:
+    """dw (n, h) of classes v0 and up += the targets' part, before which `residual` is added to the rounded dw."""
+    args = lce_args.TargetsArgs(
+        call.x, chunk.sorted_target, chunk.sorted_row, chunk.sorted_grad, call.state.num_live, dw, residual,
+        call.x.stride(0), v0, v0 + dw.shape[0], chunk.start, chunk.rows,
+    )  # fmt: skip
+    call.k.launch(args)
+
+
+def add_dw(
+    call: Call, dlogits: Tensor, scaled_x: Tensor, out: Tensor, targets: Chunk | None = None,
+    factor: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out += factor * dlogits.T @ scaled_x, and the targets' part if it is not in dlogits. `out` is the user's."""
+    if not out.is_meta:
+        check_memory("linear_cross_entropy", grad_weight_out=out)
+    k, num_live, tickets = call.k, call.state.num_live, call.state.tickets
+    epilogue = None if factor is None else lce_args.ScaledArgs(factor)
+    dense = out.is_contiguous() and out.stride(0) == out.shape[1]  # a single row is contiguous with any stride
+    if out.dtype == F32 and dense and out.data_ptr() % 16 == 0:  # the GEMM can add to it, by TMA
+        k.dw(dlogits, scaled_x, num_live, 0, out, True, tickets, epilogue)
+        if targets is not None:
+            add_targets(call, targets, out, 0)
+        torch.autograd.graph.increment_version(out)
+        return
+    for v0, n in chunks(out.shape[0], 4096):  # bounds the memory of dw
+        dw = matrix(scaled_x, n, out.shape[1], F32)
+        k.dw(dlogits[:, v0 : v0 + n], scaled_x, num_live, 0, dw, False, tickets, epilogue)
+        if targets is not None:
+            add_targets(call, targets, dw, v0)
+        out[v0 : v0 + n].add_(dw)
+
+
+def _common_factor(call: Call) -> tuple[Tensor | None, Call]:
+    """(the factor common to all rows, the call with the remaining inv_divisor and no other factor).
 
     In fp16, p - onehot divided by the number of rows would be mostly subnormal. So a factor common to all rows is
     applied to the fp32 accumulators instead, and so is the largest coefficient of a live row, so that the others are at
-    most 1. With a gradient per row there is no such factor: (None, ...).
+    most 1. With a gradient per row there is no such factor: (None, call).
     """
-    weight = call.class_weight
-    if incoming.lse is not None or incoming.loss.dim():
-        return None, state, incoming
-    largest = incoming.loss.new_ones(())
+    plan, state, weight = call.plan, call.state, call.class_weight
+    if call.grad_lse is not None or call.grad_loss.dim():
+        return None, call
+    largest = call.grad_loss.new_ones(())
     if weight is not None:  # of the classes that are targets: the weight of another class may be anything
         target = state.tensor(state.slot_target, call.m)
         weights = weight[target.clamp(0, weight.shape[0] - 1).long()].abs().masked_fill(target < 0, 0.0)
         largest = _finite(weights).amax()
-        if call.label_smoothing:
-            spread = call.label_smoothing / call.v
+        if plan.label_smoothing:
+            spread = plan.label_smoothing / call.v
             largest = torch.maximum(largest, spread * _finite(weight.abs()).amax())
-    if call.z_loss:
-        largest = torch.maximum(largest, 2 * call.z_loss * _finite(state.lse.abs()).amax())
+    if plan.z_loss:
+        largest = torch.maximum(largest, 2 * plan.z_loss * _finite(state.lse.abs()).amax())
     largest = largest.clamp(min=torch.finfo(F32).tiny).view(1)
-    factor = state.tensor(state.inv_divisor, 1, F32) * incoming.loss * largest
-    return factor, state._replace(inv_divisor=largest.reciprocal()), _ONES
+    factor = state.tensor(state.inv_divisor, 1, F32) * call.grad_loss * largest
+    return factor, call._replace(state=state._replace(inv_divisor=largest.reciprocal()), grad_loss=None)
 
 
 def _finite(t: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from quackish.configs.linear_cross_entropy import even_chunks
 from quackish.gpu import Gpu
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import schedules
-from quackish.ops.linear_cross_entropy.autograd import grad_outputs, grads_needed, kernels_on, operands
+from quackish.ops.linear_cross_entropy.autograd import call_of, grads_needed, incoming, kernels_on
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.schedules import KernelPlan
@@ -58,7 +58,7 @@ def prepare(inputs: Inputs, plan: KernelPlan) -> None:
 
 
 def _is_aligned(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether each row starts on 16 bytes: of a copy, which `operands` makes where it must, it does."""
+    """Whether each row starts on 16 bytes: of a copy, which `call_of` makes where it must, it does."""
     if x.dtype != dtype or x.stride(-1) != 1:
         return True
     stride = x.stride(-2) if x.dim() > 1 else 0
@@ -79,12 +79,12 @@ def _two_chunks(m: int, plan: KernelPlan) -> tuple[int, KernelPlan]:
 
 def _rehearse(k, inputs: Inputs, plan: KernelPlan, needs: tuple[bool, ...]) -> None:
     """Forward and backward on tensors without memory. No gradient arrives at an lse that is returned: few use it so."""
-    needed, call, dw_out = grads_needed(inputs, plan, needs), operands(inputs, plan), inputs.grad_weight_out
-    out = schedules.forward(k, call, plan, needed, dw_out is None)
+    call, needed = call_of(inputs, plan, k), grads_needed(inputs, plan, needs)
+    kept = schedules.forward(call, needed)._replace(grads=schedules.Grads())
     if needed.any():
         grad = torch.empty(inputs.target.shape if plan.reduction == "none" else (), dtype=torch.float32, device="meta")
-        kept = out._replace(grads=schedules.Grads())
-        schedules.backward(k, call, plan, kept, grad_outputs(plan, grad, None), needed, dw_out)
+        call = call_of(inputs, plan, k, call.state, *incoming(plan, grad, None))
+        schedules.backward(call, kept, needed)
 
 
 def _blank_inputs(inputs: Inputs, m: int, aligned: bool) -> Inputs:
