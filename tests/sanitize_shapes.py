@@ -13,8 +13,7 @@ from lce_cases import make, norm_error, parameters, run, truth, unit_roundoff
 from quackish.configs import linear_cross_entropy as configs
 from quackish.configs.lce_rows import MOST_ROWS_COUNTED
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
-from quackish.ops.linear_cross_entropy import exp_logits as of_e
-from quackish.ops.linear_cross_entropy import linear_cross_entropy
+from quackish.ops.linear_cross_entropy import linear_cross_entropy, schedules
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
@@ -100,7 +99,7 @@ def check_linear_cross_entropy(name: str) -> bool:
 
     constants = dict(SHARED_FROM=0)  # memory is shared as with large exp_logits
     kernels_of = on_kernels.kernels_of
-    of_e.MOST_ROWS_COUNTED = 100 if "PyTorch sorts" in name else MOST_ROWS_COUNTED
+    schedules.MOST_ROWS_COUNTED = 100 if "PyTorch sorts" in name else MOST_ROWS_COUNTED
     if "cublas" in name:
         on_kernels.kernels_of = lambda device: CublasKernels(device)
     if narrow:  # blocks and chunks that are small enough, as conftest.py's `narrow` makes them

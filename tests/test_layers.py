@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +128,18 @@ assert not torch.cuda.is_initialized(), "import quackish initialised CUDA"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
+
+
+PROGRAMS = sorted(path for name in ("tests", "scripts", "benchmarks") for path in PACKAGE.parent.glob(f"{name}/*.py"))
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
+def test_what_programs_import_from_the_package_exists(path):
+    """Some run on a GPU only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "quackish":
+            module = importlib.import_module(node.module)
+            for name in (alias.name for alias in node.names):
+                assert hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}"), (
+                    f"{node.module}: {name}"
+                )

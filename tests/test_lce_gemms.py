@@ -546,8 +546,7 @@ def test_clusters_share_the_tiles_of_the_tail(shape, split, monkeypatch):
 
     monkeypatch.setattr(launches, "splits_dw_tail", lambda *sizes: True)
 
-    shape = dict(shape)
-    m, h, v, start = shape["m"], shape["h"], shape["v"], shape.get("start", 0)
+    m, h, v, start = shape["rows"], shape["h"], shape["v"], shape.get("start", 0)
     live = shape.get("live", m)
     make = torch.Generator("cuda").manual_seed(0)
     e = torch.randn(m, -(-v // 64) * 64, generator=make, device="cuda", dtype=BF16)[:, :v]
