@@ -4,18 +4,21 @@ import itertools
 import json
 from pathlib import Path
 
+import emulated_kernels
 import pytest
 import torch
 
-from quackish import toolchain
+from quackish import kernels, toolchain
 from quackish.__main__ import main
-from quackish.cli import doctor
+from quackish.cli import check, doctor
 from quackish.cli.doctor import KERNELS, PORTABLE, Report
 from quackish.configs import table
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem
 from quackish.errors import UnsupportedError
-from quackish.gpu import H200
+from quackish.gpu import B200, H200
+from quackish.ops.kernel_for import Kernel, request_for
+from quackish.ops.linear_cross_entropy import autograd, cublas
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +66,44 @@ def test_on_a_gpu():
     assert all(": ok; " in row and "the same bits twice" in row for row in rows.values())
     if torch.cuda.get_device_capability(0) in ((9, 0), (10, 0)):
         assert all(row.startswith(KERNELS) for row in rows.values())
+
+
+@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
+def test_check_runs_every_kernel_of_linear_cross_entropy(gpu, run_on, monkeypatch):
+    launched = set()
+    for name in ("mm", "addmm"):  # PyTorch has no CPU version of those with an out_dtype
+        monkeypatch.setattr(cublas, name, getattr(emulated_kernels, name))
+
+    def kernel_for(name, problem, gpu):
+        launched.add(name)
+        return Kernel(lambda *args: None, request_for(name, problem, gpu).config)
+
+    k = autograd.kernels_on(torch.device("cpu"), gpu, kernel_for)
+    run_on(lambda device: k)
+    for name, (make, call) in check.SELF_TESTS.items():
+        if name.startswith("linear_cross_entropy"):
+            call(*make(torch.device("cpu")), "cute")
+    others = {"lce_exp", "lce_rescale", "lce_clear"} if gpu is H200 else {"lce_gemm"}  # around cuBLAS's GEMMs, and ours
+    assert launched == {name for name in kernels.TABLE if name.startswith("lce")} - others
+
+
+def test_check_writes_a_file_to_attach(tmp_path, capsys):
+    assert main(["doctor", "--check", str(tmp_path / "check.json")]) == 0
+    assert "written to" in capsys.readouterr().err
+    report = json.loads((tmp_path / "check.json").read_text())
+    on_cpu = [row for name, row in report["operations"].items() if name.endswith(" on cpu")]
+    assert len(on_cpu) == len(check.SELF_TESTS)
+    assert all(": ok; errors" in row for row in on_cpu)
+    assert report["problems"] == []
+
+
+@pytest.mark.gpu
+def test_check_on_a_gpu():
+    report = doctor.examine(doctor.CHECKS)
+    assert report["problems"] == []
+    if torch.cuda.get_device_capability(0)[0] in (9, 10):
+        assert {row.partition(":")[0] for name, row in report["operations"].items() if "cuda" in name} == {KERNELS}
+        assert all("GB/s" in row for row in report["speed"].values())
 
 
 def test_a_section_that_raises_hides_no_other():
