@@ -58,7 +58,7 @@ class profile:
     results waits for the recorded launches.
 
     `roofs`: what achieved speeds are compared with, on every device. None, the default, looks them up by the GPU's name
-    in quackish/gpu.py. Assign a `quackish.gpu.Roofs` to use others, or for a GPU that is not in that table.
+    in quackish/gpu.py, where they were measured. Assign a `quackish.gpu.Roofs` to use others, or for another GPU.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,8 @@ class profile:
     def _roofs_of(self, device: int | None) -> Roofs | None:
         if self.roofs is not None:
             return self.roofs
-        return None if device is None else roofs_of(gpu_of(device))
+        known = None if device is None else roofs_of(gpu_of(device))
+        return known if known is not None and known.source == "measured" else None
 
     def __str__(self) -> str:
         """`rows()` as text, followed by the roofs and what is not recorded."""

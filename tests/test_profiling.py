@@ -12,7 +12,7 @@ from quackish import launch, profiling
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.configs.lce_args import GemmArgs
 from quackish.configs.rms_norm import RmsNormFwdConfig, RmsNormFwdProblem
-from quackish.gpu import H200, Roofs, gpu_of
+from quackish.gpu import B200, H200, Roofs, gpu_of
 from quackish.launch import compile as compiling
 from quackish.testing.errors import same_bits
 from quackish.work import work
@@ -202,6 +202,16 @@ def test_print_shows_a_row_a_kernel_and_problem(cuda, monkeypatch):
     assert "m=16384 n=4096 x=bf16 y=bf16 weight=bf16" in text
     assert "Roofs of H200, data sheet: copy 4.00 TB/s, add 4.00 TB/s, GEMM 800 TFLOP/s." in text
     assert "Not seen: replays of CUDA graphs" in text
+
+
+def test_without_measured_roofs_speeds_have_no_share(cuda, monkeypatch):
+    monkeypatch.setattr(profiling, "gpu_of", lambda device: B200)
+    with quackish.profile() as p:
+        norm(function=cuda.launch)
+    (row,) = p.rows()
+    assert row["gb_per_s"] > 0
+    assert row["pct_of_roof"] is None
+    assert "Roofs of B200: not known." in str(p)
 
 
 def test_print_without_launches_says_why():
