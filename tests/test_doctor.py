@@ -97,6 +97,15 @@ def test_check_writes_a_file_to_attach(tmp_path, capsys):
     assert report["problems"] == []
 
 
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "CHECKS", {})
+    monkeypatch.setattr(doctor, "SECTIONS", {"environment": doctor.environment})
+    assert main(["doctor", "--check", str(tmp_path / "missing" / "check.json")]) == 2
+    out, err = capsys.readouterr()
+    assert "No problem found." in out
+    assert err.startswith("doctor: the report above cannot be written: ")
+
+
 @pytest.mark.gpu
 def test_check_on_a_gpu():
     report = doctor.examine(doctor.CHECKS)

@@ -28,6 +28,7 @@ from torch import Tensor
 from quackish import __version__, kernels, linear_cross_entropy, rms_norm, toolchain
 from quackish.bench.environment import PEERS, driver_version, version
 from quackish.cli import check
+from quackish.cli.parser import Refused
 from quackish.configs import table
 from quackish.errors import UnsupportedError
 from quackish.gpu import gpu_of
@@ -74,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
     report = examine(SECTIONS | CHECKS if args.check else SECTIONS)
     print(json.dumps(report, indent=1) if args.json else text(report))
     if args.check:
-        args.check.write_text(json.dumps(report, indent=1) + "\n")
+        try:
+            args.check.write_text(json.dumps(report, indent=1) + "\n")
+        except OSError as error:
+            raise Refused(f"the report above cannot be written: {error}") from None
         print(f"written to {args.check}", file=sys.stderr)
     return 1 if report["problems"] else 0
 
@@ -134,7 +138,7 @@ def versions(report: Report) -> dict[str, str]:
         "Python": f"{platform.python_version()}, {sys.executable}",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "torch": f"{torch.__version__}, {built_for}",
-        "driver": f"{driver_version()}, CUDA {cuda[0]}.{cuda[1]}" if cuda else "",
+        "driver": f"{driver_version() or 'version not known'}, CUDA {cuda[0]}.{cuda[1]}" if cuda else "",
         **{name: version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", *PEERS)},
     }
     check_versions(report, {**found, "torch": torch.__version__}, expects_kernels())
