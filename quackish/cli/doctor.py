@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quackish import __version__, kernels, linear_cross_entropy, rms_norm, toolchain
+from quackish import __version__, kernels, toolchain
 from quackish.bench.environment import PEERS, driver_version, version
 from quackish.cli import check
 from quackish.cli.parser import Refused
@@ -33,7 +33,6 @@ from quackish.configs import table
 from quackish.errors import UnsupportedError
 from quackish.gpu import gpu_of
 from quackish.launch import cache, objects, upkeep
-from quackish.testing import inputs
 from quackish.testing.errors import error, same_bits
 
 # At least, and less than: as in pyproject.toml.
@@ -64,11 +63,11 @@ class Report(dict):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the same as JSON, to put into a bug report")
-    more = (
-        "also test every kernel, time the large ones (two minutes), and write it all to FILE, to attach to an issue; "
-    )
+    check_help = "also test every kernel and time the large ones; writes it all to FILE, to attach to an issue; "
     default = Path("quackish-check.json")
-    parser.add_argument("--check", nargs="?", type=Path, const=default, metavar="FILE", help=f"{more}default {default}")
+    parser.add_argument(
+        "--check", nargs="?", type=Path, const=default, metavar="FILE", help=f"{check_help}default {default}"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -273,34 +272,8 @@ _BOUNDS = {"y": 0.004, "loss": 1e-4, "lse": 1e-4} | dict.fromkeys(("dx", "dweigh
 _REPORT = "Please report it, with the output of `python -m quackish doctor --json`."
 
 
-def _rms_norm_args(device: torch.device) -> tuple[Tensor, ...]:
-    bf16 = dict(dtype=torch.bfloat16, device=device)
-    x, dy = inputs.rows((257, 1024), **bf16), inputs.rows((257, 1024), seed=2, **bf16)
-    return x.requires_grad_(), inputs.weights(1024, **bf16).requires_grad_(), dy
-
-
-def _rms_norm(x: Tensor, weight: Tensor, dy: Tensor, backend: str) -> Results:
-    y = rms_norm(x, weight, eps=1e-6, backend=backend)
-    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
-    return {"y": y.detach(), "dx": dx, "dweight": dweight}
-
-
-def _lce_args(device: torch.device) -> tuple[Tensor, ...]:
-    bf16 = dict(dtype=torch.bfloat16, device=device)
-    x, weight = inputs.rows((200, 256), **bf16), inputs.rows((1000, 256), seed=1, **bf16) / 16
-    target = torch.arange(200, device=device) * 7 % 1000
-    target[::9] = -100
-    return x.requires_grad_(), weight.requires_grad_(), target
-
-
-def _lce(x: Tensor, weight: Tensor, target: Tensor, backend: str) -> Results:
-    loss = linear_cross_entropy(x, weight, target, backend=backend)
-    dx, dweight = torch.autograd.grad(loss, (x, weight))
-    return {"loss": loss.detach(), "dx": dx, "dweight": dweight}
-
-
 # Arguments on a device, and the call on them by a backend.
-OPERATIONS = {"rms_norm": (_rms_norm_args, _rms_norm), "linear_cross_entropy": (_lce_args, _lce)}
+OPERATIONS = {op: check.SELF_TESTS[op] for op in ("rms_norm", "linear_cross_entropy")}
 
 
 def operations(report: Report, operations=OPERATIONS, expects=has_kernels) -> dict[str, str]:
