@@ -154,10 +154,16 @@ class GemmConfig:
 
 def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     """Independent of the shape: a row's partial sums, and so its loss, must not depend on M."""
-    # H200, bf16, M 8192, H 4096, V 128256, in ms (cuBLAS's plain GEMM): logits 12.27 ping-pong, 12.47 cooperative
-    # (12.43); dw 12.16, 12.21 (12.59), and at M 1024 1.50, 1.65 (1.73); dx 11.86 cooperative (12.11).
+    # bf16, M 8192, H 4096, V 128256, in ms (cuBLAS's plain GEMM):
+    #                    H100            H200
+    # logits ping-pong   11.88 (12.37)   12.43 (12.81)
+    # dx cooperative     12.01 (11.96)   12.46 (12.25)
+    # dw ping-pong       11.73 (12.65)   12.22 (12.69)
+    #    groups of 8     12.92           12.52
+    #    cooperative     12.44           12.68
     # Logits: exponentials take as long as products 256 deep, and ping-pong overlaps them. dx: the narrower tiles of
-    # ping-pong load 10 to 50 % more than it gains. Groups of 4 or 16 and clusters of 1 x 2 are up to 4 % slower.
+    # ping-pong load 10 to 50 % more than it gains. Groups are 2048 rows or columns wide: dw takes up to 5 % longer in
+    # groups of 4096 columns, and with 16,384 rows 44 % in groups of 1024 (H100).
     if problem.epilogue in ("softmax", "dlogits"):
         pingpong = _has_registers(problem) and not problem.recompute_flagged
         return GemmConfig(tile_n=SOFTMAX_TILE_N, num_stages=5, pingpong=pingpong)
@@ -166,7 +172,7 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     return GemmConfig(group_along="n")
 
 
-DW_PINGPONG = GemmConfig(tile_m=192, tile_n=128, num_stages=5, group_along="n", pingpong=True)
+DW_PINGPONG = GemmConfig(tile_m=192, tile_n=128, num_stages=5, group=16, group_along="n", pingpong=True)
 MAX_IDLE = 0.06  # of the clusters' time: what dw gains by ping-pong
 
 
