@@ -85,7 +85,8 @@ class profile:
         """A row for each kernel, problem, config, sizes and device, keys as in COLUMNS, the longest total first.
 
         bytes and flops are of one call, with all rows live; speeds are of the mean time. bound says which roof is the
-        lowest: "memory", "tensor cores", or "launch", which has no pct_of_roof. None where a number is not known.
+        lowest: "memory", "tensor cores", or "launch", which has no pct_of_roof. None where a number is
+        not known, or depends on the data.
         """
         groups: dict[tuple, list[Launch]] = {}
         for each in self.launches:
@@ -100,7 +101,7 @@ class profile:
         row |= dict(device=first.device, calls=len(group), untimed=len(group) - len(times), total_ms=sum(times))
         us = row["mean_us"] = 1e3 * sum(times) / len(times) if times else None
         done, roofs = first.work, self._roofs_of(first.device)
-        if done is None:
+        if done is None or done.depends_on_data:
             return row
         row |= dict(bytes=done.bytes, flops=done.flops)
         if times:

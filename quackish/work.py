@@ -27,6 +27,7 @@ class Work:
     bytes_written: int
     flops: int
     note: str = ""  # what the device alone knows, and what it changes
+    depends_on_data: bool = False  # all of it does: these are the bytes of a launch that leaves at once
 
     @property
     def bytes(self) -> int:
@@ -50,6 +51,11 @@ def floor(work: Work, roofs: Roofs) -> Floor:
     }
     bound = max(bounds, key=bounds.__getitem__)
     return Floor(bounds[bound], bound)
+
+
+def _leaves_at_once(note: str) -> Work:
+    """Of a launch that reads a flag, and does nothing unless it is set."""
+    return Work(4, 0, 0, note, depends_on_data=True)
 
 
 # Per kernel ----------------------------------------------------------------------------------------------------------
@@ -78,7 +84,7 @@ def _rms_norm_bwd(p: rms_norm.RmsNormBwdProblem, s: Sizes) -> Work:
 def _lce_gemm(p: gemm.GemmProblem, s: Sizes) -> Work:
     m, n, k = s["m"], s["n"], s["k"]
     if p.recompute_flagged:
-        return Work(4, 0, 0, "returns at once if no row was flagged")
+        return _leaves_at_once("returns at once if no row was flagged")
     read = (m * k + n * k) * _bytes(p.dtype)
     written = m * n * _bytes(p.out_dtype)
     if p.accumulate:
@@ -130,7 +136,7 @@ def _lce_scatter(p: lce_rows.LceScatterProblem, s: Sizes) -> Work:
 
 
 def _lce_scale(p: lce_rows.LceScaleProblem, s: Sizes) -> Work:
-    return Work(4, 0, 0, "leaves at once where the gradient that arrives is 1; else it reads and writes all of it")
+    return _leaves_at_once("leaves at once where the gradient that arrives is 1; else it reads and writes all of it")
 
 
 def _lce_exp(p: lce_cublas.LceExpProblem, s: Sizes) -> Work:
@@ -149,7 +155,7 @@ def _lce_rescale(p: lce_cublas.LceRescaleProblem, s: Sizes) -> Work:
 
 
 def _lce_clear(p: lce_cublas.LceClearProblem, s: Sizes) -> Work:
-    return Work(4, 0, 0, "writes the rows that are ignored, if any")
+    return _leaves_at_once("writes the rows that are ignored, if any")
 
 
 # The table -----------------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def test_on_a_gpu():
     report = doctor.examine(doctor.SECTIONS)
     assert report["problems"] == []
     assert report["gpus"]["cuda:0"].startswith(torch.cuda.get_device_name(0))
-    rows = {name: row for name, row in report["operations"].items() if not name.endswith("cpu")}
+    rows = report["operations"]
+    assert not any(name.endswith("cpu") for name in rows)
     assert all(": ok; " in row and "the same bits twice" in row for row in rows.values())
     if torch.cuda.get_device_capability(0) in ((9, 0), (10, 0)):
         assert all(row.startswith(KERNELS) for row in rows.values())
@@ -80,9 +81,9 @@ def test_check_runs_every_kernel_of_linear_cross_entropy(gpu, run_on, monkeypatc
 
     k = autograd.kernels_on(torch.device("cpu"), gpu, kernel_for)
     run_on(lambda device: k)
-    for name, (make, call) in check.SELF_TESTS.items():
+    for name, case in check.SELF_TESTS.items():
         if name.startswith("linear_cross_entropy"):
-            call(*make(torch.device("cpu")), "cute")
+            case.call(case.make(torch.device("cpu")), "cute")
     others = {"lce_exp", "lce_rescale", "lce_clear"} if gpu is H200 else {"lce_gemm"}  # around cuBLAS's GEMMs, and ours
     assert launched == {name for name in kernels.TABLE if name.startswith("lce")} - others
 
@@ -91,9 +92,9 @@ def test_check_writes_a_file_to_attach(tmp_path, capsys):
     assert main(["doctor", "--check", str(tmp_path / "check.json")]) == 0
     assert "written to" in capsys.readouterr().err
     report = json.loads((tmp_path / "check.json").read_text())
-    on_cpu = [row for name, row in report["operations"].items() if name.endswith(" on cpu")]
-    assert len(on_cpu) == len(check.SELF_TESTS)
-    assert all(": ok; errors" in row for row in on_cpu)
+    rows = report["operations"]
+    assert len(rows) == len(check.SELF_TESTS)
+    assert all(": ok; errors" in row for row in rows.values())
     assert report["problems"] == []
 
 
@@ -111,8 +112,8 @@ def test_check_on_a_gpu():
     report = doctor.examine(doctor.CHECKS)
     assert report["problems"] == []
     if torch.cuda.get_device_capability(0)[0] in (9, 10):
-        assert {row.partition(":")[0] for name, row in report["operations"].items() if "cuda" in name} == {KERNELS}
-        assert all("GB/s" in row for row in report["speed"].values())
+        assert {row.partition(":")[0] for row in report["operations"].values()} == {KERNELS}
+        assert all("us" in row and "0 GB/s, 0.0" not in row for row in report["speed"].values())
 
 
 def test_a_section_that_raises_hides_no_other():
@@ -129,19 +130,24 @@ def test_a_section_that_raises_hides_no_other():
 # GPUs and versions
 
 
-def test_a_driver_that_torch_cannot_use():
-    def why(driver, hidden=None, said="The NVIDIA driver on your system is too old\nand more"):
+def test_a_driver_that_torch_cannot_use_and_one_without_a_gpu(monkeypatch):
+    def why(driver, said="The NVIDIA driver on your system is too old\nand more"):
         def init():
             raise RuntimeError(said)
 
-        return found(doctor.why_no_gpu, driver, hidden, init)
+        return found(doctor.why_no_gpu, driver, init)
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     problems, (note,) = why(None)
     assert problems == []
     assert note.startswith("no NVIDIA driver is here")
     assert note.endswith("the portable path runs on the CPU.")
-    for value in ("", "-1"):
-        assert f"CUDA_VISIBLE_DEVICES={value!r} hides the GPUs" in why((13, 0), value)[1][0]
+    nothing = "there is an NVIDIA driver but no GPU"
+    assert why((13, 0), "No CUDA GPUs are available") == ([], [f"{nothing}: the portable path runs on the CPU."])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    problems, (note,) = why((13, 0), "No CUDA GPUs are available")
+    assert problems == []
+    assert note.startswith(f"{nothing} among CUDA_VISIBLE_DEVICES='-1': ")
     (problem,), notes = why((12, 8))
     assert problem.startswith(
         "there is an NVIDIA driver, but torch cannot use it: The NVIDIA driver on your system is too"
@@ -245,19 +251,25 @@ def on_cpu(monkeypatch):
 
 
 def operation(op, change, path=PORTABLE):
-    """The operations: one, its results changed by their names; on a CPU as kernels would, or by the portable path."""
-    make, call = doctor.OPERATIONS[op]
+    """The cases: one, its results changed by their names; on a CPU as kernels would, or by the portable path."""
+    case = doctor.OPERATIONS[op]
 
-    def changed(*args):
-        *args, backend = args
+    def changed(given, backend):
         if backend == "cute" and path == PORTABLE:
             raise UnsupportedError(f"{op}: no reason.")
-        results = call(*args, "reference")
+        results = case.call(given, "reference")
         if backend != "reference":  # the truth
             change(results)
         return results
 
-    return {op: (make, changed)}
+    return {op: case._replace(call=changed)}
+
+
+def test_self_tests_run_on_the_gpus_alone_where_there_are_any(monkeypatch):
+    assert [device.type for device in doctor.devices()] == ["cpu"] or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert list(map(str, doctor.devices())) == ["cuda:0", "cuda:1"]
 
 
 def test_an_operation_that_takes_the_portable_path(on_cpu):

@@ -187,6 +187,7 @@ def test_on_disk_afterwards(capsys):
         out = capsys.readouterr().out
         assert first in out
         assert last in out
+        assert " s in 1 process; " in out
         assert compiling.is_at_hand(request)  # for any M
 
 

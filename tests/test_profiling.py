@@ -9,8 +9,10 @@ import torch
 
 import quackish
 from quackish import launch, profiling
+from quackish.cli import check
 from quackish.configs.gemm import GemmConfig, GemmProblem
-from quackish.configs.lce_args import GemmArgs
+from quackish.configs.lce_args import GemmArgs, ScaleArgs
+from quackish.configs.lce_rows import LceScaleProblem
 from quackish.configs.rms_norm import RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.gpu import B200, H200, Roofs, gpu_of
 from quackish.launch import compile as compiling
@@ -188,6 +190,17 @@ def test_gemms_are_compared_with_the_gemm_and_short_launches_with_nothing(cuda):
     assert row["pct_of_roof"] == pytest.approx(100 * 2 * 8192**3 / 8e14 / 2e-3)
     assert row["bound"] == "tensor cores"
     assert (short["bound"], short["pct_of_roof"]) == ("launch", None)
+
+
+def test_a_launch_whose_work_depends_on_data_has_a_time_and_no_speed(cuda):
+    kernel = stand_in("LceScale", LceScaleProblem("bfloat16"), None, cuda.launch)
+    with quackish.profile() as p:
+        kernel(ScaleArgs(n=8_388_608, n2=65_536_000), 0)
+    p.roofs = ROOFS
+    (row,) = p.rows()
+    speeds = "bytes", "flops", "gb_per_s", "tflop_per_s", "floor_us", "pct_of_roof", "bound"
+    assert (row["mean_us"], *(row[name] for name in speeds)) == (2000.0, *[None] * 7)
+    assert check.speed_of(row) == "2000.0 us"
 
 
 def test_print_shows_a_row_a_kernel_and_problem(cuda, monkeypatch):

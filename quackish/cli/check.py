@@ -1,7 +1,7 @@
-"""What `doctor --check` adds: every kernel of a GPU against the formulas in fp64, and how fast the large ones are."""
+"""Self-tests of `doctor` and `doctor --check`: calls that launch every kernel, and how fast the large ones are."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,57 +10,64 @@ from quackish import linear_cross_entropy, profile, rms_norm
 from quackish.testing import inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-Case = tuple[Callable[[torch.device], tuple[Tensor, ...]], Callable[..., dict[str, Tensor]]]
+Tensors = dict[str, Tensor]  # arguments or results, by name
+
+
+class Case(NamedTuple):
+    """A call, forward and backward."""
+
+    make: Callable[[torch.device], Tensors]
+    call: Callable[[Tensors, str], Tensors]  # by a backend
 
 
 def _norm(m: int, n: int, dtype: torch.dtype = BF16, *also: str) -> Case:
     """`also`: residual, bias."""
 
-    def make(device: torch.device) -> tuple[Tensor, ...]:
+    def make(device: torch.device) -> Tensors:
         how = dict(dtype=dtype, device=device)
-        x, weight, dy = inputs.rows((m, n), **how), inputs.weights(n, **how), inputs.rows((m, n), seed=2, **how)
         given = {"residual": inputs.rows((m, n), seed=3, **how), "bias": inputs.weights(n, seed=4, **how)}
-        return dy, *(t.requires_grad_() for t in (x, weight, *(given[name] for name in also)))
+        x, weight, dy = inputs.rows((m, n), **how), inputs.weights(n, **how), inputs.rows((m, n), seed=2, **how)
+        return {"dy": dy, "x": x, "weight": weight} | {name: given[name] for name in also}
 
-    def call(dy: Tensor, x: Tensor, weight: Tensor, *more: Any) -> dict[str, Tensor]:
-        *given, backend = more
-        out = rms_norm(x, weight, eps=1e-6, backend=backend, **dict(zip(also, given, strict=True)))
-        y = out[0] if "residual" in also else out
-        grads = torch.autograd.grad(y, (x, weight, *given), dy)
-        return {"y": y.detach()} | dict(zip(("dx", "dweight", *(f"d{name}" for name in also)), grads, strict=True))
+    def call(given: Tensors, backend: str) -> Tensors:
+        leaves = {name: t.detach().requires_grad_() for name, t in given.items() if name != "dy"}
+        out = rms_norm(**leaves, eps=1e-6, backend=backend)
+        y = out[0] if "residual" in leaves else out
+        return {"y": y.detach()} | _grads(y, leaves, given["dy"])
 
-    return make, call
+    return Case(make, call)
 
 
 def _cross_entropy(m: int, h: int, v: int, dtype: torch.dtype = BF16, *also: str, **options: Any) -> Case:
-    """`also`: linear_bias, weight; buffer, for grad_weight_out. Every ninth row is ignored."""
+    """`also`: linear_bias, weight, grad_weight_out. Every ninth row is ignored."""
 
-    def make(device: torch.device) -> tuple[Tensor, ...]:
+    def make(device: torch.device) -> Tensors:
         how = dict(dtype=dtype, device=device)
         x, w = inputs.rows((m, h), **how), inputs.rows((v, h), seed=1, **how) / h**0.5
         target = torch.arange(m, device=device) * 7 % v
         target[::9] = -100
-        bias = inputs.rows((v,), seed=3, **how).requires_grad_()
-        given = {"linear_bias": bias, "weight": inputs.weights(v, device=device)}
-        return target, x.requires_grad_(), w.requires_grad_(), *(given[name] for name in also if name in given)
+        bias, class_weight = inputs.rows((v,), seed=3, **how), inputs.weights(v, device=device)
+        buffer = torch.zeros(v, h, device=device)
+        given = {"linear_bias": bias, "weight": class_weight, "grad_weight_out": buffer}
+        return {"input": x, "linear_weight": w, "target": target} | {name: given[name] for name in also}
 
-    def call(target: Tensor, x: Tensor, w: Tensor, *more: Any) -> dict[str, Tensor]:
-        *given, backend = more
-        named = dict(zip((name for name in also if name != "buffer"), given, strict=True))
-        dw = torch.zeros_like(w, dtype=torch.promote_types(w.dtype, FP32)) if "buffer" in also else None
-        out = linear_cross_entropy(x, w, target, grad_weight_out=dw, backend=backend, **named, **options)
+    def call(given: Tensors, backend: str) -> Tensors:
+        wanted = ("input", "linear_weight", "linear_bias")
+        leaves = {name: given[name].detach().requires_grad_() for name in wanted if name in given}
+        buffers = {name: given[name].clone() for name in ("grad_weight_out",) if name in given}
+        out = linear_cross_entropy(**{**given, **leaves, **buffers}, backend=backend, **options)
         results = dict(zip(("loss", "lse"), out if isinstance(out, tuple) else (out,), strict=False))
         # another gradient for each row
         total = sum((t * torch.linspace(0.5, 1.5, t.numel(), device=t.device)).sum() for t in results.values())
-        wanted = {"dx": x, "dweight": w}
-        if "linear_bias" in named:
-            wanted["dbias"] = named["linear_bias"]
-        grads = dict(zip(wanted, torch.autograd.grad(total, list(wanted.values()), allow_unused=True), strict=True))
-        if dw is not None:
-            grads["dweight"] = dw
-        return {name: t.detach() for name, t in (results | grads).items()}
+        grads = _grads(total, leaves)
+        return {name: t.detach() for name, t in (results | grads | buffers).items() if t is not None}
 
-    return make, call
+    return Case(make, call)
+
+
+def _grads(y: Tensor, leaves: Tensors, dy: Tensor | None = None) -> Tensors:
+    grads = torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)
+    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
 SELF_TESTS: dict[str, Case] = {
@@ -81,7 +88,7 @@ SELF_TESTS: dict[str, Case] = {
     "linear_cross_entropy, recompute": _cross_entropy(2000, 256, 9001, schedule="recompute"),
     "linear_cross_entropy, recompute in chunks": _cross_entropy(2000, 256, 9001, schedule="recompute", chunk_size=512),
     "linear_cross_entropy, a row each": _cross_entropy(2000, 256, 9001, schedule="recompute", reduction="none"),
-    "linear_cross_entropy, a buffer": _cross_entropy(300, 256, 1003, BF16, "buffer"),
+    "linear_cross_entropy, a buffer": _cross_entropy(300, 256, 1003, BF16, "grad_weight_out"),
     "linear_cross_entropy, smoothing": _cross_entropy(300, 256, 1003, BF16, "weight", label_smoothing=0.1),
     "linear_cross_entropy, fp16": _cross_entropy(300, 256, 1003, FP16, "linear_bias"),
     "linear_cross_entropy, many rows of few classes": _cross_entropy(20_000, 64, 100),
@@ -96,14 +103,18 @@ def speeds(devices: list[torch.device]) -> dict[str, str]:
     """Each launch of the timed calls, the mean of ten, on these GPUs."""
     rows = {}
     for device in devices:
-        for name, (make, call) in TIMED.items():
-            args = make(device)
+        for name, case in TIMED.items():
+            given = case.make(device)
             for _ in range(3):
-                call(*args, "cute")
+                case.call(given, "cute")
             with profile() as p:
                 for _ in range(10):
-                    call(*args, "cute")
-            for row in p.rows():
-                speed = f"{row['mean_us']:.1f} us, {row['gb_per_s']:.0f} GB/s, {row['tflop_per_s']:.1f} TFLOP/s"
-                rows[f"{name} on {device}, {row['kernel']} {row['problem']}"] = speed
+                    case.call(given, "cute")
+            rows |= {f"{name} on {device}, {row['kernel']} {row['problem']}": speed_of(row) for row in p.rows()}
     return rows
+
+
+def speed_of(row: dict[str, Any]) -> str:
+    """Of a row of a profile: its time, and what is known of its speed."""
+    units = {"mean_us": "{:.1f} us", "gb_per_s": "{:.0f} GB/s", "tflop_per_s": "{:.1f} TFLOP/s"}
+    return ", ".join(form.format(row[name]) for name, form in units.items() if row[name] is not None)

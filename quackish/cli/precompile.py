@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, find: Callable = toolchain.find, compile_all: 
     where = f"{stored} stored in {folder}" if lost else f"they are in {folder}"
     print(
         f"{len(requests)} kernels: {stored + lost} compiled, {count['loaded']} were there, {count['failed']} failed; "
-        f"{time.perf_counter() - started:.1f} s in {jobs} processes; {where}"
+        f"{time.perf_counter() - started:.1f} s in {jobs} process{'' if jobs == 1 else 'es'}; {where}"
     )
     if lost:
         told = f"precompile: compiled {stored + lost}, stored {stored} in {folder}: {'; '.join(reasons)}. "
