@@ -1,31 +1,34 @@
-"""Who is blamed when a worker dies: every provider gets one verdict, whatever the others do."""
+"""Who is blamed when a process dies: every provider gets one verdict, whatever the others do."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from quackish.bench.cells import Cell, Job
-from quackish.bench.measure import Measured
-from quackish.bench.processes import Supervisor, WorkerDied
-from quackish.testing.timing import Times
+from quackish.bench.processes import Died, Supervisor
 
 CELL = Cell("rms_norm", (8, 32), "bfloat16", "backward")
-OK = Measured(times=Times(1.0, 1.0, 1.0))
-FAILED = Measured(status="it broke")
+OK, FAILED = {"status": "ok"}, {"status": "it broke"}
 
 
-class FakeWorker:
-    """What a worker says, by the words that providers' names begin with; `dies_at` is a step that is no provider's."""
+class Scripted(Supervisor):
+    """Children do what the first words of providers' names say; `dies_at` is a step that is no provider's."""
 
     def __init__(self, dies_at: str | None = None):
-        self.dies_at, self.environment = dies_at, {}
+        super().__init__(Path("log"))
+        self.dies_at, self.started, self.running = dies_at, 0, False
 
-    def measure(self, cell, names, options):
-        works = []
+    def close(self):
+        self.running = False
+
+    def events_of(self, cell, names):
+        self.started += not self.running
+        self.running, works = True, []
         for step in ("inputs", *names, "roof", "timing"):
             yield "at", step
             if step == self.dies_at:
-                raise WorkerDied("died")
+                raise Died("died")
             word = step.partition("-")[0]
             if word in ("raises", "sticky"):
                 yield "tell", step, FAILED
@@ -33,34 +36,16 @@ class FakeWorker:
                 works.append(step)
                 yield "tell", step, OK
             if word in ("dies", "sticky"):
-                raise WorkerDied("died")
+                raise Died("died")
             for name in list(works):
                 if name.startswith((f"{step}_raises", f"{step}_sticky")):  # as Run.fail tells it
                     works.remove(name)
                     yield "at", name
                     yield "tell", name, FAILED
                 if name.startswith((f"{step}_sticky", f"{step}_dies")):
-                    raise WorkerDied("died")
+                    raise Died("died")
         for name in (*works, "add"):
             yield "tell", name, OK
-
-    def close(self):
-        pass
-
-
-@pytest.fixture
-def supervise(tmp_path):
-    """Makes a supervisor of fake workers; `started` counts the processes."""
-
-    def make(dies_at: str | None = None) -> Supervisor:
-        def start(*arguments, timeout):
-            make.started += 1
-            return FakeWorker(dies_at)
-
-        make.started = 0
-        return Supervisor(tmp_path / "log", make=start)
-
-    return make
 
 
 def measure(supervisor: Supervisor, names: list[str]) -> dict[str, str]:
@@ -68,7 +53,7 @@ def measure(supervisor: Supervisor, names: list[str]) -> dict[str, str]:
     said: dict[str, str] = {}
     for name, found in supervisor.measure(Job(CELL, tuple(names)), at=lambda step: None):
         assert said.get(name, "ok") == "ok"
-        said[name] = found.status
+        said[name] = found["status"]
     return said
 
 
@@ -83,35 +68,32 @@ WAYS = {
 }
 
 
-def test_everyone_gets_the_verdict_that_is_theirs(supervise):
+def test_everyone_gets_the_verdict_that_is_theirs():
     for ways in itertools.product(WAYS, repeat=3):
         names = [f"{way}-{i}" for i, way in enumerate(ways)]
-        said = measure(supervise(), names)
+        said = measure(Scripted(), names)
         said.pop("add", None)
         assert said == {name: WAYS[way] for name, way in zip(names, ways, strict=True)}
 
 
-def test_who_ended_two_processes_is_given_up(supervise):
-    one = supervise()
+def test_who_ended_two_processes_is_given_up():
+    one = Scripted()
     names = ["dies-0", "sticky-1", "timing_dies-2", "raises-3", "good-4"]
     for _ in range(2):
         assert measure(one, names)["dies-0"] == "died"
-    before, said = supervise.started, measure(one, names)
+    before, said = one.started, measure(one, names)
     assert {said[name] for name in names[:3]} == {"given up: 2 processes died of it"}
     assert (said["raises-3"], said["good-4"]) == ("it broke", "ok")
-    assert supervise.started <= before + 1
+    assert one.started <= before + 1
 
 
 @pytest.mark.parametrize("step", ["inputs", "roof"])
-def test_what_no_provider_did_is_said_of_all(supervise, step):
-    said = measure(supervise(dies_at=step), ["good-0", "raises-1", "good-2"])
+def test_what_no_provider_did_is_said_of_all(step):
+    said = measure(Scripted(dies_at=step), ["good-0", "raises-1", "good-2"])
     assert said["good-0"] == said["good-2"] == f"{step}: died"
     assert said["raises-1"] == ("it broke" if step == "roof" else "inputs: died")
 
 
-def test_a_worker_that_never_starts_is_an_error(tmp_path):
-    def refuse(*arguments, timeout):
-        raise WorkerDied("no torch")
-
-    with pytest.raises(RuntimeError, match=r"does not start: no torch; see .*log"):
-        measure(Supervisor(tmp_path / "log", make=refuse), ["good"])
+def test_a_process_that_never_starts_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match=r"does not start: the process ended with status 1; see .*log"):
+        Supervisor(tmp_path / "no such folder" / "log").start()

@@ -18,7 +18,7 @@ from benchmarks.report import PAGES  # noqa: E402
 from quackish.bench import plots, processes, providers_linear_cross_entropy, providers_rms_norm, report  # noqa: E402
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
 from quackish.bench.environment import environment  # noqa: E402
-from quackish.bench.measure import Measured  # noqa: E402
+from quackish.bench.measure import Found, timed  # noqa: E402
 from quackish.bench.measure_rms_norm import ROOFS  # noqa: E402
 from quackish.bench.results import COLUMNS, Results, read_rows, row_of  # noqa: E402
 from quackish.testing.timing import Times  # noqa: E402
@@ -119,10 +119,10 @@ def test_recorded_results_make_the_pages_beside_them(name):
 # Verdicts ------------------------------------------------------------------------------------------------------------
 
 
-def results_of(cells: dict[Cell, dict[str, Measured]]) -> Results:
+def results_of(cells: dict[Cell, dict[str, Found]]) -> Results:
     rows = (row_of(Job(cell, ()), name, found) for cell, of in cells.items() for name, found in of.items())
     empty = dict.fromkeys(COLUMNS, "") | {"gpu": "H200"}
-    return Results([empty | {key: str(value) for key, value in row.items()} for row in rows])
+    return Results([empty | {key: str(value) for key, value in row.items() if value is not None} for row in rows])
 
 
 def norms(times: dict[int, dict[str, float | None]], direction: str = "backward") -> Results:
@@ -130,7 +130,9 @@ def norms(times: dict[int, dict[str, float | None]], direction: str = "backward"
     cells, roof = {}, Times(100.0, 100.0, 100.0)
     for m, providers in times.items():
         providers = {**providers, ROOFS[direction]: 100.0}.items()
-        found = {name: Measured(times=Times(*[us] * 3), roof=roof) if us else Measured("no") for name, us in providers}
+        found = {
+            name: {"status": "ok"} | timed(Times(*[us] * 3), roof) if us else {"status": "no"} for name, us in providers
+        }
         cells[Cell("rms_norm", (m, 256), "bfloat16", direction)] = found
     return results_of(cells)
 
@@ -176,10 +178,10 @@ def test_a_bar_missed_by_a_hair_fails_and_both_numbers_are_said():
 def made_up(cases: dict[tuple, dict[str, tuple]]) -> Results:
     """Results from {(direction, m, h, v, data, ignored): {provider: (ms, GB, errors of dX and dW)}}; None failed."""
 
-    def measured(ms: float | None, gb: float | None, error: float | None) -> Measured:
-        errors = {} if error is None else {"err_dx": error, "err_dweight": error}
+    def measured(ms: float | None, gb: float | None, error: float | None) -> Found:
         times = Times(*[1e3 * ms] * 3) if ms else None
-        return Measured("ok" if ms else "RuntimeError: no", "", times, times, gb and 1e9 * gb, errors=errors)
+        found = {"status": "ok" if ms else "RuntimeError: no", "peak_mb": gb and 1e3 * gb}
+        return found | {"err_dx": error, "err_dweight": error} | timed(times, times)
 
     cells = {}
     for (direction, m, h, v, *kind), providers in cases.items():

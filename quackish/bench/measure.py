@@ -14,23 +14,25 @@ from quackish import launch
 from quackish.bench.cells import is_ours, library
 from quackish.testing.timing import Times, synchronize
 
+ERRORS = ("err_y", "err_loss", "err_dx", "err_dweight")
+WRONG = 0.1  # a larger error is not rounding: bf16's is 0.02 at its worst here
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """What was found out about one provider in one cell; None means unknown."""
+# What was found out about one provider in one cell, by the columns of a results file; "status" is always there.
+Found = dict[str, Any]
 
-    status: str = "ok"  # or why there is no time
-    note: str = ""  # "plain launches": it could not be captured as a CUDA graph; "portable path"
-    times: Times | None = None
-    roof: Times | None = None  # in the same turns
-    peak_bytes: int | None = None  # in a warm call, above what was allocated before the library's first call
-    standing_bytes: int | None = None  # the part of it that the library keeps between calls
-    launches: int = 0  # by quackish's launcher, in one call
-    errors: Mapping[str, float] = dataclasses.field(default_factory=dict)  # "err_dx": relative to fp64
+
+def timed(times: Times | None, roof: Times | None = None) -> Found:
+    """The columns of times in microseconds; `roof` was measured in the same turns."""
+    if times is None:
+        return {}
+    found = {"median_ms": times.median / 1e3, "p20_ms": times.p20 / 1e3, "p80_ms": times.p80 / 1e3}
+    if roof is not None:
+        found |= {"roof_ms": roof.median / 1e3, "pct_of_roof": 100 * roof.median / times.median}
+    return found
 
 
 class Memory:
-    """What a provider allocates above what would be allocated without its library; None without a GPU.
+    """What a provider allocates above what would be allocated without its library, in MB; None without a GPU.
 
     All providers share a process, so what a library keeps (tickets, workspaces) is allocated while the other providers
     are measured too. It is charged to all providers of that library and to no other.
@@ -47,15 +49,15 @@ class Memory:
         self.reset_peak()
         return self.allocated() - self.standing[library(provider)]
 
-    def peak_above(self, start: int | None) -> int | None:
-        return None if start is None else self.peak() - start
+    def peak_above(self, start: int | None) -> float | None:
+        return None if start is None else (self.peak() - start) / 1e6
 
-    def settle(self, provider: str, start: int | None) -> int | None:
+    def settle(self, provider: str, start: int | None) -> float | None:
         """Charges what is still allocated to the provider's library: from now on that is what it keeps."""
         if start is None:
             return None
         found = self.standing[library(provider)] = max(0, self.allocated() - start)
-        return found
+        return found / 1e6
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -73,7 +75,7 @@ class Run:
 
     device: torch.device
     load: Callable[[str], object]  # a provider by its name; an exception is that provider's failure
-    tell: Callable[[str, Measured], None]  # what is known so far: the last about a name counts
+    tell: Callable[[str, Found], None]  # what is known so far: the last about a name counts
     at: Callable[[str], None] = lambda step: None  # what comes next, before it starts: a provider's name or a step
     rounds: int = 10
     seconds: float = 0.4  # of samples for one provider of linear_cross_entropy that already has five
@@ -85,7 +87,7 @@ class Run:
     def fail(self, name: str, error: Exception) -> None:
         """Reports a provider's failure. Raises if the CUDA context is lost, as nothing can be measured then."""
         self.at(name)
-        self.tell(name, Measured(status=reason(error)))
+        self.tell(name, {"status": reason(error)})
         synchronize(self.device)
 
     def release(self) -> None:
@@ -101,14 +103,14 @@ def first_calls(
     call_of: Callable[[Any], Callable[[], Any]],
     errors_of: Callable[[Any], Mapping[str, float]],
     clear: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, Callable], dict[str, Measured]]:
+) -> tuple[dict[str, Callable], dict[str, Found]]:
     """Each provider's call, and what is known before it is timed; failures are reported to `run` and left out.
 
     The first call compiles. The second one is warm, as in training: it gives the peak memory and the errors. `clear`
     frees what calls leave behind, as gradients.
     """
     calls: dict[str, Callable] = {}
-    results: dict[str, Measured] = {}
+    results: dict[str, Found] = {}
     for name in names:
         run.at(name)
         start = run.memory.start(name)
@@ -123,9 +125,11 @@ def first_calls(
             synchronize(run.device)
             peak = run.memory.peak_above(start)
             errors = errors_of(result)
-            note = "portable path" if run.device.type == "cuda" and is_ours(name) and not launches else ""
-            results[name] = Measured(note=note, peak_bytes=peak, launches=launches, errors=errors)
-            calls[name] = call
+            notes = ["portable path"] * (run.device.type == "cuda" and is_ours(name) and not launches)
+            if wrong := [f"{of} {error:.3g}" for of, error in errors.items() if not error <= WRONG]:  # NaN too
+                notes.append(f"wrong: {' '.join(wrong)}")
+            found = {"status": "ok", "note": ", ".join(notes), "launches": launches or None, "peak_mb": peak}
+            calls[name], results[name] = call, found | errors
         except Exception as error:  # a broken peer must not end the run
             run.fail(name, error)
         result = None
@@ -133,7 +137,7 @@ def first_calls(
         run.release()
         standing = run.memory.settle(name, start)
         if name in calls:
-            results[name] = dataclasses.replace(results[name], standing_bytes=standing)
+            results[name]["standing_mb"] = standing
             run.tell(name, results[name])
     return calls, results
 

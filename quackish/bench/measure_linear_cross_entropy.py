@@ -4,8 +4,8 @@ A sample is one plain call, of the loss alone without grad or of forward and `ba
 same data: the logits GEMM for the loss, the three of a step for forward and backward. Direction "steady" is bursts of
 forward and backward without pauses, "host" the host time of one.
 
-The truth is fp64 from the rounded inputs: the loss and every row's lse whole, dX on some rows and dW on some classes,
-both spread evenly. Chunks of rows keep it within a few GB at any shape.
+The truth is the reference in fp64 on the rounded inputs: of the gradients some rows of dX and some classes of dW, both
+spread evenly, are kept.
 """
 
 import dataclasses
@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from quackish import linear_cross_entropy
 from quackish.bench.cells import A_LAUNCH, AGAIN, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell
 from quackish.bench.host import host_times, launch_times
-from quackish.bench.measure import Measured, Run, chunks, first_calls, warm_up_cublas
+from quackish.bench.measure import Found, Run, chunks, first_calls, timed, warm_up_cublas
 from quackish.bench.providers_linear_cross_entropy import IGNORED, Loss
 from quackish.testing import inputs
 from quackish.testing.timing import Times, bursts, take_turns
@@ -77,61 +78,28 @@ def dlogits_of(data: Data) -> Tensor:
     out = x.new_empty(x.shape[0], w.shape[0])
     for at in chunks(*out.shape, CHUNK_ELEMENTS):
         p = torch.softmax((x[at] @ w.T).float(), 1)
-        _minus_onehot(p, target[at].clamp(min=0))
+        p.scatter_add_(1, target[at, None].clamp(min=0), p.new_full((len(p), 1), -1.0))
         out[at] = p.mul_((live[at] / live.sum())[:, None])
     return out
-
-
-def _minus_onehot(p: Tensor, index: Tensor) -> None:
-    p.scatter_add_(1, index[:, None], p.new_full((len(p), 1), -1.0))
 
 
 class Truth:
     """What a loss and its gradients are compared with: dX of `rows` rows, dW of `classes` classes."""
 
-    def __init__(self, data: Data, rows: int = ROWS, classes: int = CLASSES, elements: int = CHUNK_ELEMENTS):
-        x, w, target = data.x.detach(), data.w.detach().double(), data.target
-        (m, _), v = x.shape, w.shape[0]
-        self.rows = _spread(m, rows, x.device)
-        self.classes = _spread(v, classes, x.device)
-        live = target != IGNORED
-        scale = live.double() / live.sum().clamp(min=1)  # (m,) of each row's loss in the mean
-        index = target.clamp(min=0)
-
-        # the loss, and each row's lse
-        lse = torch.empty(m, dtype=torch.float64, device=x.device)
-        loss = torch.zeros((), dtype=torch.float64, device=x.device)
-        for at in chunks(m, v, elements):
-            z = x[at].double() @ w.T
-            lse[at] = torch.logsumexp(z, 1)
-            loss += ((lse[at] - z.gather(1, index[at, None]).squeeze(1)) * scale[at]).sum()
-            del z
-        self.loss = loss
-
-        # dX of some rows
-        self.dx = torch.empty(len(self.rows), x.shape[1], dtype=torch.float64, device=x.device)
-        for at in chunks(len(self.rows), v, elements):
-            rows = self.rows[at]
-            p = (x[rows].double() @ w.T).sub_(lse[rows, None]).exp_()
-            _minus_onehot(p, index[rows])
-            self.dx[at] = p.mul_(scale[rows, None]) @ w
-            del p
-
-        # dW of some classes
-        w = w[self.classes]
-        self.dw = torch.zeros_like(w)
-        for at in chunks(m, max(len(self.classes), x.shape[1]), elements):
-            rows = x[at].double()
-            p = (rows @ w.T).sub_(lse[at, None]).exp_()
-            p -= (index[at, None] == self.classes).double()
-            self.dw += p.mul_(scale[at, None]).T @ rows
+    def __init__(self, data: Data, grad: bool = True, rows: int = ROWS, classes: int = CLASSES):
+        x, w = (t.detach().double().requires_grad_(grad) for t in (data.x, data.w))
+        loss = linear_cross_entropy(x, w, data.target, schedule="chunked", backend="reference")
+        self.loss, self.dx, self.dw = loss.detach(), None, None
+        if grad:
+            loss.backward()
+            self.rows, self.classes = _spread(len(x), rows, x.device), _spread(len(w), classes, w.device)
+            self.dx, self.dw = x.grad[self.rows], w.grad[self.classes]
 
     def errors(self, loss: Tensor, dx: Tensor | None, dw: Tensor | None) -> dict[str, float]:
         """The loss's relative error, and |got - truth| / |truth| of the gradients."""
         errors = {"err_loss": float((loss.detach().double() - self.loss).abs() / self.loss.abs())}
-        if dx is not None:
+        if self.dx is not None:
             errors["err_dx"] = float((dx[self.rows].double() - self.dx).norm() / self.dx.norm())
-        if dw is not None:
             errors["err_dweight"] = float((dw[self.classes].double() - self.dw).norm() / self.dw.norm())
         return errors
 
@@ -153,7 +121,7 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     if cell.direction != "host":
         run.at("truth")
         try:
-            truth = Truth(data)
+            truth = Truth(data, grad)
         except torch.cuda.OutOfMemoryError as error:
             run.fail("truth", error)
 
@@ -165,7 +133,7 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
         _measure_host(works, results, run)
         return
     if OURS in works:  # twice: how far apart are two measurements of the same thing?
-        works[AGAIN], results[AGAIN] = works[OURS], Measured(note=results[OURS].note)
+        works[AGAIN], results[AGAIN] = works[OURS], {"status": "ok", "note": results[OURS]["note"]}
         if cell.ignored:
             works[NONE_IGNORED] = _step(run.load(OURS), data, grad, data.all_targets)
     roof = NONE_IGNORED if cell.ignored else ROOFS[cell.direction]
@@ -177,8 +145,7 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
             run.fail(roof, error)
 
     def tell(name: str, times: Mapping[str, Times]) -> None:
-        found = results.get(name) or Measured()
-        run.tell(name, dataclasses.replace(found, times=times[name], roof=times.get(roof)))
+        run.tell(name, results.get(name, {"status": "ok"}) | timed(times[name], times.get(roof)))
 
     run.at("timing")
     if cell.direction == "steady":
@@ -195,12 +162,12 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
         torch.cuda.empty_cache()  # the next cell needs other sizes
 
 
-def _measure_host(works: Mapping[str, Callable], results: Mapping[str, Measured], run: Run) -> None:
+def _measure_host(works: Mapping[str, Callable], results: Mapping[str, Found], run: Run) -> None:
     run.at("timing")
     for name, times in host_times(works, run.device).items():
-        run.tell(name, dataclasses.replace(results[name], times=times))
+        run.tell(name, results[name] | timed(times))
     if OURS in works and run.device.type == "cuda" and (times := launch_times(works[OURS], run.device)):
-        run.tell(A_LAUNCH, Measured(times=times))
+        run.tell(A_LAUNCH, {"status": "ok"} | timed(times))
 
 
 def _step(loss: Loss, data: Data, grad: bool, target: Tensor | None = None) -> Callable[[], Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quackish.bench.cells import AGAIN, OURS, Cell
-from quackish.bench.measure import Measured, Run, chunks, first_calls, warm_up_cublas
+from quackish.bench.measure import Run, chunks, first_calls, timed, warm_up_cublas
 from quackish.bench.providers_rms_norm import EPS, Provider
 from quackish.reference.rms_norm import rms_norm_bwd, rms_norm_fwd, rms_norm_rstd
 from quackish.testing import inputs
@@ -67,10 +67,10 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     run.at("timing")
     times = interleave({name: work.run for name, work in works.items()}, run.device, run.rounds)
     for name, work in works.items():
-        found = results.get(name) or Measured()
+        found = results.get(name) or {"status": "ok", "note": ""}
         plain = "plain launches" if run.device.type == "cuda" and not work.is_graph else ""
-        note = ", ".join(filter(None, (plain, found.note)))
-        run.tell(name, dataclasses.replace(found, note=note, times=times[name], roof=times.get(roof)))
+        note = ", ".join(filter(None, (plain, found["note"])))
+        run.tell(name, found | {"note": note} | timed(times[name], times.get(roof)))
 
 
 def errors(direction: str, data: Data, outputs: Sequence[Tensor], elements: int = CHUNK_ELEMENTS) -> dict[str, float]:

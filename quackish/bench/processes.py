@@ -5,11 +5,12 @@ address is permanent), aborts, exits or hangs ends the child: the supervisor kno
 provider as failed, and a new child measures the cell without it. Events of a child, the first word naming the kind:
 
     ("ready", columns of the environment)
-    ("at", step), ("tell", provider, Measured), ...     of each cell; the last about a provider counts
+    ("at", step), ("tell", provider, Found), ...        of each cell; the last about a provider counts
     ("done",) or ("broken", why)        at the cell's end; after "broken" the child ends: the CUDA context may be lost
 """
 
 import collections
+import contextlib
 import dataclasses
 import faulthandler
 import multiprocessing
@@ -23,10 +24,10 @@ from typing import Any
 
 from quackish.bench.cells import Cell, Job
 from quackish.bench.environment import device_to_measure, environment
-from quackish.bench.measure import Measured, Memory, Run, reason
+from quackish.bench.measure import Found, Memory, Run, reason
 from quackish.bench.operations import OPERATIONS
 
-START_S = 300.0  # for a worker to import torch and find the GPU
+START_S = 300.0  # for a child to import torch and find the GPU
 DEATHS = 2  # after this many a provider is not tried again: each costs a new process, or a timeout
 SHARED = "timing"  # the step that runs every provider: after a death each is measured alone to find the culprit
 
@@ -64,7 +65,7 @@ def measure(
     """One cell, as events. `options` are Run's."""
     op = OPERATIONS[cell.op]
 
-    def tell(name: str, found: Measured) -> None:
+    def tell(name: str, found: Found) -> None:
         say(("tell", name, found))
 
     run = Run(load=lambda name: op.load(name, backend), tell=tell, at=lambda step: say(("at", step)), **options)
@@ -75,121 +76,101 @@ def measure(
 # The parent -----------------------------------------------------------------------------------------------------------
 
 
-class WorkerDied(Exception):
+class Died(Exception):
     """The child ended before the cell did; the message says how."""
-
-
-class Worker:
-    """One child process, which gets `arguments` of `serve`."""
-
-    def __init__(self, *arguments: object, timeout: float):
-        context = multiprocessing.get_context("spawn")
-        self._events, other = context.Pipe()
-        self._process, self._timeout = context.Process(target=serve, args=(other, *arguments)), timeout
-        self._process.start()
-        other.close()
-        try:
-            _, self.environment = self._next(START_S)
-        except BaseException:  # interrupted while it starts
-            self.close()
-            raise
-
-    def measure(self, cell: Cell, providers: Sequence[str], options: Mapping[str, Any]) -> Iterator[tuple]:
-        """The events of one cell before "done"; raises WorkerDied."""
-        try:
-            self._events.send((cell, providers, dict(options)))
-        except OSError as error:
-            raise WorkerDied(self._end()) from error
-        while (event := self._next(self._timeout))[0] != "done":
-            yield event
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._events.close()
-
-    def _next(self, timeout: float) -> tuple:
-        """The next event. The process's end tells a death too: other processes may have inherited the pipe."""
-        if not wait([self._events, self._process.sentinel], timeout):
-            raise WorkerDied(f"no sign of life for {timeout:.0f} s; killed")
-        try:
-            event = self._events.recv() if self._events.poll() else None
-        except (EOFError, OSError):
-            event = None
-        if event is None:
-            raise WorkerDied(self._end())
-        if event[0] == "broken":
-            raise WorkerDied(event[1])
-        return event
-
-    def _end(self) -> str:
-        self._process.join()
-        status = self._process.exitcode
-        if status < 0:
-            return f"the process was killed by {signal.Signals(-status).name}"
-        return f"the process ended with status {status}"
 
 
 @dataclasses.dataclass
 class Supervisor:
-    """One worker at a time, started when it is needed."""
+    """Measures jobs in one child at a time, which is started when it is needed."""
 
     log: Path
     commit: str | None = None
     timeout: float = 600.0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of Run, and "backend"
-    make: Callable[..., Worker] = Worker
     deaths: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by provider
-    _worker: Worker | None = None
+    _process: Any = None
+    _events: Connection | None = None
+    _environment: dict[str, str] | None = None
 
     def start(self) -> dict[str, str]:
-        """The worker's environment. RuntimeError if it does not start."""
-        if self._worker is None:
+        """The child's environment. RuntimeError if it does not start."""
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")
+            self._events, other = context.Pipe()
+            self._process = context.Process(target=serve, args=(other, self.commit, self.log))
+            self._process.start()
+            other.close()
             try:
-                self._worker = self.make(self.commit, self.log, timeout=self.timeout)
-            except WorkerDied as death:
+                _, self._environment = self._next(START_S)
+            except Died as death:
                 raise RuntimeError(f"the process that measures does not start: {death}; see {self.log}") from None
-        return self._worker.environment
+        return self._environment
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._events.close()
+            self._process = None
 
-    def measure(self, job: Job, at: Callable[[str], None]) -> Iterator[tuple[str, Measured]]:
+    def measure(self, job: Job, at: Callable[[str], None]) -> Iterator[tuple[str, Found]]:
         """What is known so far of each provider, of the roof and of its parts; the last about each counts.
 
         `at` is told each step.
         """
         given_up = [name for name in job.providers if self.deaths[name] >= DEATHS]
-        yield from ((name, Measured(status=f"given up: {DEATHS} processes died of it")) for name in given_up)
-        todo = [[name for name in job.providers if name not in given_up]]
-        while todo:
-            if not (names := todo.pop(0)):
+        yield from ((name, {"status": f"given up: {DEATHS} processes died of it"}) for name in given_up)
+        groups = [[name for name in job.providers if name not in given_up]]
+        while groups:
+            if not (names := groups.pop(0)):
                 continue
             step, failed = "start", set()
             try:
-                self.start()
-                for kind, name, *found in self._worker.measure(job.cell, tuple(names), self.options):
+                for kind, name, *found in self.events_of(job.cell, names):
                     if kind == "at":
                         step = name
                         at(step)
                         continue
                     (known,) = found
-                    if known.status != "ok":
+                    if known["status"] != "ok":
                         failed.add(name)
                     yield name, known
-            except WorkerDied as death:
+            except Died as death:
                 self.close()
                 left = [name for name in names if name not in failed]
-                if step == SHARED and len(left) != 1:
-                    todo += [[name] for name in left]
-                elif step == SHARED or step in names:
-                    culprit = left[0] if step == SHARED else step
+                suspects = left if step == SHARED else [step]
+                if len(suspects) != 1:
+                    groups += [[name] for name in left]
+                elif (culprit := suspects[0]) in names:
                     self.deaths[culprit] += 1
                     if culprit in left:
-                        yield culprit, Measured(status=str(death))
-                        left.remove(culprit)
-                    todo.append(left)
+                        yield culprit, {"status": str(death)}
+                    groups.append([name for name in left if name != culprit])
                 else:  # no provider's fault: inputs that do not fit, a roof that fails
-                    yield from ((name, Measured(status=f"{step}: {death}")) for name in left)
+                    yield from ((name, {"status": f"{step}: {death}"}) for name in left)
+
+    def events_of(self, cell: Cell, names: Sequence[str]) -> Iterator[tuple]:
+        """The events of one cell before "done"; raises Died."""
+        self.start()
+        with contextlib.suppress(OSError):  # of a child that has ended, which the next event tells
+            self._events.send((cell, tuple(names), dict(self.options)))
+        while (event := self._next(self.timeout))[0] != "done":
+            yield event
+
+    def _next(self, timeout: float) -> tuple:
+        """The next event. The process's end tells a death too: other processes may have inherited the pipe."""
+        if not wait([self._events, self._process.sentinel], timeout):
+            raise Died(f"no sign of life for {timeout:.0f} s; killed")
+        try:
+            event = self._events.recv() if self._events.poll() else None
+        except (EOFError, OSError):
+            event = None
+        if event is None:
+            self._process.join()
+            status = self._process.exitcode
+            killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            raise Died(f"the process {killed}")
+        if event[0] == "broken":
+            raise Died(event[1])
+        return event

@@ -9,39 +9,24 @@ from pathlib import Path
 
 from quackish.bench.cells import AGAIN, NOT_PROVIDERS, OURS, Cell, Job, is_ours, parse_shape, shape_name
 from quackish.bench.environment import ENVIRONMENT
-from quackish.bench.measure import Measured
+from quackish.bench.measure import ERRORS, WRONG, Found
 from quackish.bench.operations import OPERATIONS
 
 Row = dict[str, str]
 Point = tuple[float, float]  # milliseconds, GB
 
-ERRORS = ("err_y", "err_loss", "err_dx", "err_dweight")
 COLUMNS = (  # benchmarks/README.md says what they mean
     *ENVIRONMENT,
     *("op", "shape", "dtype", "direction", "data", "ignored", "models", "provider", "status", "note"),
     *("median_ms", "p20_ms", "p80_ms", "roof_ms", "pct_of_roof", "peak_mb", "standing_mb"),
     *("launches", *ERRORS),
 )
-WRONG = 0.1  # a larger error is not rounding: bf16's is 0.02 at its worst here
 
 
-def row_of(job: Job, name: str, found: Measured) -> dict[str, object]:
+def row_of(job: Job, name: str, found: Found) -> dict[str, object]:
     """The columns that are not of the environment, for one provider in one cell."""
-    cell, wrong = job.cell, [f"{k} {v:.3g}" for k, v in found.errors.items() if not v <= WRONG]  # NaN too
-    row: dict[str, object] = {
-        **dict(op=cell.op, shape=shape_name(cell.shape), dtype=cell.dtype, direction=cell.direction),
-        **dict(data=cell.data, ignored=cell.ignored, models=job.models, provider=name, status=found.status),
-        "note": ", ".join(filter(None, (found.note, f"wrong: {' '.join(wrong)}" if wrong else ""))),
-        "launches": found.launches or None,
-        "peak_mb": None if found.peak_bytes is None else found.peak_bytes / 1e6,
-        "standing_mb": None if found.standing_bytes is None else found.standing_bytes / 1e6,
-        **found.errors,
-    }
-    if times := found.times:
-        row |= {"median_ms": times.median / 1e3, "p20_ms": times.p20 / 1e3, "p80_ms": times.p80 / 1e3}
-        if found.roof:
-            row |= {"roof_ms": found.roof.median / 1e3, "pct_of_roof": 100 * found.roof.median / times.median}
-    return {name: "" if value is None else value for name, value in row.items()}
+    cell = vars(job.cell) | {"shape": shape_name(job.cell.shape)}
+    return {**cell, "models": job.models, "provider": name, **found}
 
 
 def cell_of(row: Row) -> Cell:

@@ -1,7 +1,6 @@
 """A whole run: progress, and the rows in the CSV as cells are measured."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from quackish.bench import report
 from quackish.bench.cells import AGAIN, Job
 from quackish.bench.console import end_on_sigterm, progress
-from quackish.bench.measure import Measured
+from quackish.bench.measure import Found
 from quackish.bench.processes import Supervisor
 from quackish.bench.results import CsvLog, row_of, scale_of
 
@@ -52,7 +51,7 @@ def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> None:
             def at(step: str, i=i, cell=job.cell) -> None:
                 show(i, f"{cell}: {step}")
 
-            found: dict[str, Measured] = {}
+            found: dict[str, Found] = {}
             try:
                 for name, known in supervisor.measure(job, at):
                     found[name] = known
@@ -63,25 +62,26 @@ def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> None:
                 log.write(row_of(job, name, known) for name, known in found.items())
             print(_line(job, found), flush=True)
             for name, known in found.items():
-                if known.status != "ok":
-                    print(f"  {name}: {known.status}")
+                if known["status"] != "ok":
+                    print(f"  {name}: {known['status']}")
 
 
-def _interrupted(known: Measured) -> Measured:
-    if known.status != "ok":
+def _interrupted(known: Found) -> Found:
+    if known["status"] != "ok":
         return known
-    if not known.times:
-        return dataclasses.replace(known, status=f"{INTERRUPTED} before it was timed")
-    return dataclasses.replace(known, note=", ".join(filter(None, (known.note, INTERRUPTED))))
+    if "median_ms" not in known:
+        return known | {"status": f"{INTERRUPTED} before it was timed"}
+    return known | {"note": ", ".join(filter(None, (known.get("note"), INTERRUPTED)))}
 
 
-def _line(job: Job, found: Mapping[str, Measured]) -> str:
+def _line(job: Job, found: Mapping[str, Found]) -> str:
     """One cell in a line, the fastest first: time, and time over the roof's."""
     scale, unit = scale_of(job.cell)
-    timed = sorted(((n, f) for n, f in found.items() if f.times and n != AGAIN), key=lambda row: row[1].times.median)
+    timed = {name: known for name, known in found.items() if "median_ms" in known and name != AGAIN}
 
-    def shown(name: str, known: Measured) -> str:
-        ratio = f" = {known.times.median / known.roof.median:.3f}" if known.roof else ""
-        return f"{name} {scale * known.times.median / 1e3:.4g}{ratio}"
+    def shown(name: str) -> str:
+        ms, roof = timed[name]["median_ms"], timed[name].get("roof_ms")
+        return f"{name} {scale * ms:.4g}" + (f" = {ms / roof:.3f}" if roof else "")
 
-    return f"{job.cell} | {unit}: {', '.join(shown(*row) for row in timed) or 'nothing measured'}"
+    fastest_first = sorted(timed, key=lambda name: timed[name]["median_ms"])
+    return f"{job.cell} | {unit}: {', '.join(map(shown, fastest_first)) or 'nothing measured'}"
