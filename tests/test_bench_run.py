@@ -135,7 +135,7 @@ def test_sigterm_in_a_cell_keeps_what_it_has(tmp_path):
 
 def test_what_makes_no_sense_is_refused(tmp_path, capsys):
     for words, says in {
-        "--shapes 8x32x64": "is no shape of rms_norm",
+        "--shapes 8x32x64": "--shapes is '8x32x64'; expected MxN",
         "--model gpt5": "no such model; there are llama3-8b",
         "--providers quakish": "--providers quakish: no such provider; there are quackish, quack",
         "--shapes 8x32 --tokens 4": "--tokens is for --model",

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from device import poison_free_memory
 from lce_cases import PATHS
 
 from quackish import config, kernels
@@ -24,7 +25,6 @@ from quackish.ops import cuda
 from quackish.ops.linear_cross_entropy.autograd import kernels_on
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels
-from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import error, same_bits
 from tests.emulated_kernels import NO_SLOT, decode, encode, lce_kernels, with_cut_off
 from tests.variants import check_compiles, some

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from device import other_work
 from lce_cases import (
     IGNORED,
     OPTIONS,
@@ -37,7 +38,6 @@ from quackish import errors
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from quackish.ops.linear_cross_entropy.portable import _loop_op
-from quackish.testing.device import other_work
 from quackish.testing.errors import same_bits
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

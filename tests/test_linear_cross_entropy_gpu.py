@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from device import other_work, poison_free_memory
 from lce_cases import IGNORED, SCHEDULES, norm_error, truth
 
 from quackish.configs.gemm import SOFTMAX_TILE_N
@@ -15,7 +16,6 @@ from quackish.configs.lce_rows import MOST_ROWS_COUNTED
 from quackish.configs.linear_cross_entropy import first_classes
 from quackish.ops import workspace
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
-from quackish.testing.device import other_work, poison_free_memory
 from quackish.testing.errors import same_bits
 
 pytestmark = pytest.mark.gpu

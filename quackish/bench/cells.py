@@ -57,9 +57,10 @@ def shape_name(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
-    """(8192, 4096) from "8192x4096"; ValueError for anything else, and for sizes above MOST."""
-    shape = tuple(int(size) for size in text.strip().split("x"))
-    if not all(1 <= size <= MOST for size in shape):
-        raise ValueError(text)
-    return shape
+def parse_shape(text: str, form: str = "") -> tuple[int, ...]:
+    """(8192, 4096) from "8192x4096"; ValueError unless it is as `form`, "MxN", and no size is above MOST."""
+    sizes = text.strip().lower().replace("×", "x").split("x")
+    known = all(size.isdecimal() and len(size) < 10 and 1 <= int(size) <= MOST for size in sizes)
+    if not known or (form and len(sizes) != len(form.split("x"))):
+        raise ValueError(f"{text!r}; expected {form or 'sizes such as 8x16'}, numbers from 1 to {MOST}")
+    return tuple(map(int, sizes))

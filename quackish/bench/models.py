@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from quackish.bench.cells import MOST, parse_shape
+from quackish.bench.cells import parse_shape
 from quackish.bench.operations import Operation
 from quackish.errors import did_you_mean
 
@@ -76,18 +76,8 @@ def wanted(
             for shape, name in model.shapes(count, len(op.dims)).items():
                 names.setdefault(shape, []).append(name)
     for text in own:
-        names.setdefault(_shape(op, text), [])
+        try:
+            names.setdefault(parse_shape(text, op.form), [])
+        except ValueError as error:
+            raise ValueError(f"--shapes is {error}") from None
     return {shape: ", ".join(dict.fromkeys(of)) for shape, of in names.items()}
-
-
-def _shape(op: Operation, text: str) -> tuple[int, ...]:
-    try:
-        shape = parse_shape(text)
-    except ValueError:
-        shape = ()
-    if len(shape) != len(op.dims):
-        dims = "x".join(map(str.upper, op.dims))
-        raise ValueError(
-            f"--shapes {text!r} is no shape of {op.name}; expected {dims} such as {op.example}, sizes of at most {MOST}"
-        )
-    return shape

@@ -16,7 +16,7 @@ from quackish.errors import did_you_mean
 class Operation:
     name: str
     title: str
-    dims: tuple[str, ...]
+    dims: tuple[str, ...]  # ("M", "N")
     directions: dict[str, str]  # by the words of --direction
     roofs: dict[str, str]  # by direction
     small: tuple[int, ...]  # no size is larger without a GPU
@@ -27,6 +27,11 @@ class Operation:
     load: Callable[[str, str], Any]  # (provider, quackish's backend)
     measure: Callable[..., None]  # (cell, providers, run)
     variants: str = "(?!)"  # a regular expression of further providers
+
+    @property
+    def form(self) -> str:
+        """Of a shape: "MxN"."""
+        return "x".join(self.dims)
 
     def matching(self, patterns: Sequence[str]) -> tuple[str, ...]:
         """The providers that any pattern matches: variants first, the user's (module:attribute) last.
@@ -47,7 +52,7 @@ class Operation:
 RMS_NORM = Operation(
     name="rms_norm",
     title="RMSNorm",
-    dims=("m", "n"),
+    dims=("M", "N"),
     directions={"forward": "forward", "backward": "backward"},
     roofs=measure_rms_norm.ROOFS,
     small=(64, 1024),
@@ -61,7 +66,7 @@ RMS_NORM = Operation(
 LINEAR_CROSS_ENTROPY = Operation(
     name="linear_cross_entropy",
     title="Linear cross entropy",
-    dims=("m", "h", "v"),
+    dims=("M", "H", "V"),
     # Gradients may be computed in forward: a backward alone has no time.
     directions={"forward": "forward", "backward": "forward+backward"},
     roofs=measure_linear_cross_entropy.ROOFS,

@@ -112,7 +112,7 @@ def _panel(ax: Any, results: Results, title: str, cells: Sequence[Cell], looks: 
     ax.axhline(100, **ROOF)
     ticks = {at[cell]: f"{m / 1024:.3g}k" if (m := cell.shape[0]) >= 1024 else str(m) for cell in cells}
     for segment in segments if len(segments) > 1 else ():  # below its first cell: what a line has in common
-        common = [f"{dim.upper()} {n}" for dim, n in zip(results.op.dims, segment[0].shape, strict=True)]
+        common = [f"{dim} {n}" for dim, n in zip(results.op.dims, segment[0].shape, strict=True)]
         ticks[at[segment[0]]] += "\n".join(["\n", *common[1:]])
     ax.set_xticks(list(ticks), list(ticks.values()), fontsize=5.5 if len(ticks) > 20 else 7)
     ax.set_xlabel("M")
@@ -158,7 +158,7 @@ def _cloud(ax: Any, results: Results, cell: Cell) -> dict[str, tuple[float, floa
         ax.axvline(2e-9 * (v + m) * h, color="0.6", linestyle=":", linewidth=1, label="the gradients alone")
     ax.set_xlabel("peak memory above inputs, GB (log)")
     ax.set_ylabel("milliseconds (log)")
-    sizes = (f"{dim.upper()} {n}" for dim, n in zip(results.op.dims, cell.shape, strict=True))
+    sizes = (f"{dim} {n}" for dim, n in zip(results.op.dims, cell.shape, strict=True))
     ax.set_title(", ".join([cell.direction, *sizes, cell.dtype]) + cell.kind, loc="left")
     ax.grid(alpha=0.25, linewidth=0.5)
     return points

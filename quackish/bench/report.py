@@ -183,7 +183,7 @@ def _summary(results: Results, cells: Sequence[Cell]) -> str:
         share = "wrong" if results.is_wrong(cell, name) else f"{percent:.0f} %" if percent and name != roof else ""
         return f"{text} ({share})" if share else text
 
-    table = {" x ".join(map(str.upper, results.op.dims)): [" x ".join(map(str, cell.shape)) for cell in cells]}
+    table = {" x ".join(results.op.dims): [" x ".join(map(str, cell.shape)) for cell in cells]}
     for name in (roof, *names):
         table[f"**{name}**" if is_ours(name) else name] = [shown(cell, name) for cell in cells]
     if any(models := [results.models(cell) for cell in cells]):

@@ -48,7 +48,7 @@ def _measuring(parser: argparse.ArgumentParser, op: "Operation") -> None:
     parser.add_argument("--model", nargs="+", default=[], metavar="NAME", help=models)
     tokens = "for the models; default 4096,8192,16384, with --quick 8192"
     parser.add_argument("--tokens", type=_list_of(positive), metavar="M[,...]", help=tokens)
-    own = f"{'x'.join(map(str.upper, op.dims))} such as {op.example}"
+    own = f"{op.form} such as {op.example}"
     parser.add_argument("--shapes", type=_list_of(str), nargs="+", default=[], metavar="SHAPE[,...]", help=own)
     directions = "default both; of linear_cross_entropy the loss without grad, and forward and backward together"
     parser.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help=directions)

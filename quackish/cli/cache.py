@@ -3,7 +3,7 @@
     python -m quackish cache ls
     python -m quackish cache verify --delete
     python -m quackish cache clear --stale
-    python -m quackish cache export kernels.tar --target sm_90a
+    python -m quackish cache export kernels.tar
     python -m quackish cache import kernels.tar
 
 The folder is the user's cache folder, or QUACKISH_CACHE_DIR. A file is of use to the versions, sources and kind of CPU
@@ -30,25 +30,22 @@ _VERIFY = "`python -m quackish cache verify` says why"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
 
-    def command(do, name: str, help: str, filters: bool = False, description: str | None = None):
+    def command(do, name: str, help: str, description: str | None = None) -> argparse.ArgumentParser:
         found = commands.add_parser(name, help=help, description=description)
         found.set_defaults(do=do)
-        if filters:
-            found.add_argument("--target", metavar="SM", help="only those for this architecture: sm_90a")
-            stale = "only those of no use here: other versions, another CPU"
-            found.add_argument("--stale", action="store_true", help=stale)
         return found
 
-    command(_ls, "ls", "a table of the kernels, and whether they are of use here", filters=True)
+    command(_ls, "ls", "a table of the kernels, and whether they are of use here")
     verify = command(_verify, "verify", "check each file: checksum, name, owner, mode; ends with 1 if one is bad")
     verify.add_argument("--delete", action="store_true", help="delete the bad ones")
-    command(_clear, "clear", "delete kernels; they are compiled again where they are needed", filters=True)
-    export = command(_export, "export", "write kernels into a tar file, for another machine", filters=True)
+    clear = command(_clear, "clear", "delete kernels; they are compiled again where they are needed")
+    clear.add_argument("--stale", action="store_true", help="only those of no use here: other versions, another CPU")
+    export = command(_export, "export", "write the kernels into a tar file, for another machine")
     export.add_argument("file", type=Path, metavar="FILE", help="kernels.tar; .tar.gz and .tar.xz are compressed")
     trust = "Adds the kernels of a tar file that `cache export` wrote; those that are here already stay. They are code "
     trust += "that will run: import only what somebody made whom you trust. Checksums show damage, not origin."
     what = "add the kernels of such a file: code that will run, so only from whom you trust"
-    command(_import, "import", what, description=trust).add_argument("file", type=Path, metavar="FILE")
+    command(_import, "import", what, trust).add_argument("file", type=Path, metavar="FILE")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    found, bad = _chosen(args)
+    found, bad = _sound_and_bad()
     if found:
         header = ["kernel", "target", "made with", "size", "date", "of use here", "problem", "config"]
         print(text_table(header, [_row(entry) for entry in found], "lllrllll") + "\n")
@@ -80,10 +77,11 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _clear(args: argparse.Namespace) -> int:
-    sound, bad = _chosen(args)
-    chosen = sorted(entry.path for entry in sound + bad * (args.target is None and not args.stale))
-    if args.target is None and not args.stale:
-        chosen += upkeep.leftovers()
+    sound, bad = _sound_and_bad()
+    if args.stale:
+        chosen = [entry.path for entry in sound if upkeep.differs(entry.identity)]
+    else:
+        chosen = sorted(entry.path for entry in sound + bad) + upkeep.leftovers()
     if not chosen:
         print("nothing to delete")
         return 0
@@ -100,7 +98,7 @@ def _delete(chosen: Sequence[Path], what: str) -> bool:
 
 
 def _export(args: argparse.Namespace) -> int:
-    chosen, bad = _chosen(args)
+    chosen, bad = _sound_and_bad()
     if bad:
         print(f"left out {_count(bad)}, not sound: {_VERIFY}", file=sys.stderr)
     if not chosen:
@@ -126,15 +124,12 @@ def _import(args: argparse.Namespace) -> int:
     return 0
 
 
-# What is chosen, and how it is shown ---------------------------------------------------------------------------------
+# How kernels are shown -----------------------------------------------------------------------------------------------
 
 
-def _chosen(args: argparse.Namespace) -> tuple[list[Entry], list[Entry]]:
-    """The sound files that the filters let through, and the damaged ones, of which nothing is known."""
+def _sound_and_bad() -> tuple[list[Entry], list[Entry]]:
     found = upkeep.entries()
-    sound = [entry for entry in found if not entry.fault and args.target in (None, entry.identity["target"])]
-    stale = [entry for entry in sound if upkeep.differs(entry.identity)] if args.stale else sound
-    return stale, [entry for entry in found if entry.fault]
+    return [entry for entry in found if not entry.fault], [entry for entry in found if entry.fault]
 
 
 def _row(entry: Entry) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quackish import kernels
-from quackish.bench.cells import MOST, parse_shape
+from quackish.bench.cells import parse_shape
 from quackish.cli import dry_run
 from quackish.cli.dry_run import DryRun
 from quackish.cli.parser import Refused, one_of
@@ -26,7 +26,6 @@ class Operation(NamedTuple):
     dry_run: Callable[[argparse.Namespace, tuple[int, ...], Gpu], DryRun]  # (options, shape, GPU)
     kernel: str  # where the table of kernels lacks it, the portable path runs
     shape: str
-    example: str
     also: dict[str, Any]  # options of a second call, whose kernels `precompile` adds
     options: dict[str, dict[str, Any]]  # that other operations do not have, as argparse takes them
 
@@ -35,7 +34,6 @@ _NORM = Operation(
     dry_run=dry_run.rms_norm,
     kernel="rms_norm_fwd",
     shape="MxN",
-    example="16384x4096",
     also={},
     options={
         "--residual": dict(
@@ -53,7 +51,6 @@ _LINEAR_CROSS_ENTROPY = Operation(
     dry_run=dry_run.linear_cross_entropy,
     kernel="lce_rows",
     shape="MxHxV",
-    example="8192x4096x128256",
     also={"no_grad": True},  # the loss alone
     options={
         "--schedule": dict(help=f"auto, {', '.join(SCHEDULES)}"),
@@ -97,7 +94,10 @@ def run_dry(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
         for name in what.options if what.options is not op.options else ():
             if getattr(args, name[2:].replace("-", "_")) is not None:
                 raise Refused(f"{name} is an option of {other}, not of {args.op}")
-    shape = _shape(args.shape, op)
+    try:
+        shape = parse_shape(args.shape, op.shape)
+    except ValueError as error:
+        raise Refused(f"SHAPE is {error}") from None
     if gpu is None:
         return DryRun(portable=f'{args.op}: no kernel for cpu. backend="auto" runs the portable path.')
     try:
@@ -105,16 +105,6 @@ def run_dry(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
         return op.dry_run(args, shape, gpu)
     except UnsupportedError as error:
         return DryRun(portable=str(error).replace(op.kernel, args.op))
-
-
-def _shape(text: str, op: Operation) -> tuple[int, ...]:
-    try:
-        shape = parse_shape(text.lower().replace("×", "x"))
-    except ValueError:
-        shape = ()
-    if len(shape) != len(op.shape.split("x")):
-        raise Refused(f"SHAPE is {text!r}; expected {op.shape}, numbers from 1 to {MOST}, as in {op.example}")
-    return shape
 
 
 # GPUs ----------------------------------------------------------------------------------------------------------------
