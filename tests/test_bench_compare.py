@@ -6,7 +6,7 @@ import pytest
 
 from quackish.__main__ import main
 from quackish.bench.cells import shape_name
-from quackish.bench.compare import compare
+from quackish.bench.compare import compare, regressions
 from quackish.bench.results import COLUMNS, CsvLog, read_rows
 
 FAST = (1.0, 0.99, 1.01)
@@ -29,7 +29,7 @@ def write(tmp_path):
 
 
 def verdicts(a: Path, b: Path, fail: float = 0.03) -> dict[tuple[str, str], str]:
-    return {(shape_name(pair.cell.shape), pair.provider): pair.verdict for pair in compare(a, b, fail).both}
+    return {(shape_name(pair.cell.shape), pair.provider): pair.verdict for pair in compare(a, b, fail)[1]}
 
 
 def test_slower_is_beyond_the_bar_and_beyond_the_noise(write):
@@ -53,7 +53,7 @@ def test_failing_now_is_a_regression_and_having_failed_is_none(write):
     a = write("a.csv", {("1x4", "quackish"): FAST, ("2x4", "quackish"): "no", ("3x4", "quackish"): "no"})
     b = write("b.csv", {("1x4", "quackish"): "it broke", ("2x4", "quackish"): FAST, ("3x4", "quackish"): "no"})
     assert list(verdicts(a, b).values()) == ["fails", "works", "failed before"]
-    assert [pair.cell.shape for pair in compare(a, b, 0.03).regressions] == [(1, 4)]
+    assert [pair.cell.shape for pair in regressions(compare(a, b, 0.03)[1])] == [(1, 4)]
 
 
 def test_neither_roof_nor_noise_is_judged_and_of_rows_for_the_same_the_last_counts(write):

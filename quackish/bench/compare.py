@@ -14,38 +14,44 @@ class Pair(NamedTuple):
 
     cell: Cell
     provider: str
-    a: Row  # before
-    b: Row
+    before: Row
+    after: Row
     verdict: str
 
-    def ratio(self, column: str = "median_ms") -> float | None:
-        return float(self.b[column]) / float(self.a[column]) if self.a[column] and self.b[column] else None
+    def ratio(self, column: str) -> str:
+        a, b = self.before[column], self.after[column]
+        return f"{float(b) / float(a):.3f}" if a and b else "-"
 
 
-class Comparison(NamedTuple):
-    both: list[Pair]
-    only: list[str]  # in one of them
-    changes: list[str]  # of the environment
-
-    @property
-    def regressions(self) -> list[Pair]:
-        return [pair for pair in self.both if pair.verdict in ("slower", "fails")]
-
-
-def compare(before: Path, after: Path, fail: float) -> Comparison:
-    """Joins the last rows of each cell and provider; `fail` 0.03 allows 3 %.
+def compare(before: Path, after: Path, fail: float) -> tuple[str, list[Pair]]:
+    """A text, and the pairs that it shows: the last rows of each cell and provider; `fail` 0.03 allows 3 %.
 
     ValueError for files that are no results or have no row in common.
     """
     a, b = ({(cell_of(row), row["provider"]): row for row in read_rows(path)} for path in (before, after))
     keys = sorted({**a, **b}, key=lambda key: (key[0].op, key[0].direction, key[0].dtype, key[0].shape, key[0].kind))
-    both = [Pair(*key, a[key], b[key], _verdict(a[key], b[key], fail)) for key in keys if key in a and key in b]
-    if not both:
+    pairs = [Pair(*key, a[key], b[key], _verdict(a[key], b[key], fail)) for key in keys if key in a and key in b]
+    if not pairs:
         raise ValueError(f"{before} and {after} have no row in common")
-    only = [f"{key[0]} {key[1]} ({'before' if key in a else 'after'})" for key in keys if key not in a or key not in b]
     values = [(name, *(", ".join({row[name]: 0 for row in of.values()}) for of in (a, b))) for name in ENVIRONMENT]
-    changes = [f"{name}: {old or '-'} -> {new or '-'}" for name, old, new in values if old != new and name != "date"]
-    return Comparison(both, only, changes)
+    parts = [f"{name}: {old or '-'} -> {new or '-'}" for name, old, new in values if old != new and name != "date"]
+    header = ("cell", "provider", "ms before", "after", "ratio", "memory ratio", "")
+    parts.append(text_table(header, list(map(_line, pairs)), "llrrrrl"))
+    only = [f"{key[0]} {key[1]} ({'before' if key in a else 'after'})" for key in keys if key not in a or key not in b]
+    parts += [f"in one file only: {'; '.join(only)}"] if only else []
+    beyond = f"slower by more than {100 * fail:g} % and beyond the noise"
+    parts.append(f"{len(regressions(pairs))} of {len(pairs)} rows {beyond}, or failing now")
+    return "\n".join(parts), pairs
+
+
+def regressions(pairs: list[Pair]) -> list[Pair]:
+    return [pair for pair in pairs if pair.verdict in ("slower", "fails")]
+
+
+def _line(pair: Pair) -> tuple[str, ...]:
+    times = (f"{float(row['median_ms']):.4g}" if row["median_ms"] else "-" for row in (pair.before, pair.after))
+    why = f"{pair.verdict}: {pair.after['status']}" if pair.verdict == "fails" else pair.verdict
+    return str(pair.cell), pair.provider, *times, pair.ratio("median_ms"), pair.ratio("peak_mb"), why
 
 
 def _verdict(a: Row, b: Row, fail: float) -> str:
@@ -62,18 +68,3 @@ def _verdict(a: Row, b: Row, fail: float) -> str:
     if ratio < 1 / (1 + fail):
         return "faster" if float(b["p80_ms"]) < float(a["p20_ms"]) else "noise"
     return ""
-
-
-def text(found: Comparison, fail: float) -> str:
-    """The environment's changes, the table, what only one file has, and the regressions."""
-    lines = []
-    for pair in found.both:
-        times = (f"{float(row['median_ms']):.4g}" if row["median_ms"] else "-" for row in (pair.a, pair.b))
-        ratios = (f"{ratio:.3f}" if ratio else "-" for ratio in (pair.ratio(), pair.ratio("peak_mb")))
-        why = f"{pair.verdict}: {pair.b['status']}" if pair.verdict == "fails" else pair.verdict
-        lines.append((str(pair.cell), pair.provider, *times, *ratios, why))
-    header = ("cell", "provider", "ms before", "after", "ratio", "memory ratio", "")
-    parts = [*found.changes, text_table(header, lines, "llrrrrl")]
-    parts += [f"in one file only: {'; '.join(found.only)}"] if found.only else []
-    beyond = f"slower by more than {100 * fail:g} % and beyond the noise"
-    return "\n".join([*parts, f"{len(found.regressions)} of {len(found.both)} rows {beyond}, or failing now"])

@@ -52,13 +52,11 @@ class Report(dict):
 
     def __init__(self) -> None:
         super().__init__(notes=[], problems=[])
+        self.note = self["notes"].append
 
     def problem(self, what: str, to_do: str) -> None:
         """`to_do` is a sentence."""
         self["problems"].append({"what": what, "to_do": to_do})
-
-    def note(self, text: str) -> None:
-        self["notes"].append(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,10 +123,6 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and gpu_of(device.index).family in kernels.FAMILIES
 
 
-def expects_kernels() -> bool:
-    return any(map(has_kernels, devices()))
-
-
 def versions(report: Report) -> dict[str, str]:
     built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     cuda = toolchain.driver_cuda()
@@ -140,7 +134,7 @@ def versions(report: Report) -> dict[str, str]:
         "driver": f"{driver_version() or 'version not known'}, CUDA {cuda[0]}.{cuda[1]}" if cuda else "",
         **{name: version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", *PEERS)},
     }
-    check_versions(report, {**found, "torch": torch.__version__}, expects_kernels())
+    check_versions(report, {**found, "torch": torch.__version__}, any(map(has_kernels, devices())))
     return found
 
 
@@ -210,7 +204,7 @@ def compiler(
         if isinstance(error, ModuleNotFoundError):
             wanted = "' '".join(f"{name}>={least},<{below}" for name, (least, below) in SUPPORTED.items() if below)
             what, to_do = f"the compiler is not installed ({error})", f"`pip install '{wanted}'`."
-        if expects_kernels() if expected is None else expected:
+        if any(map(has_kernels, devices())) if expected is None else expected:
             report.problem(what, to_do)
         else:
             report.note(f"{what}. No GPU here would run kernels; `precompile` would need it: {to_do}")

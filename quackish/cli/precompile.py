@@ -49,20 +49,18 @@ def run(args: argparse.Namespace, find: Callable = toolchain.find, compile_all: 
     requests, without = _requests(args)
     for reason in without:
         print(f"nothing to compile: {reason}")
-    started, count, folder = time.perf_counter(), Counter(), cache.location()
-    reasons: dict[str, None] = {}  # why kernels were not stored
+    started, done = time.perf_counter(), []
     jobs = min(args.jobs or max(1, parallel.default_jobs(len(requests))), len(requests))
     try:
-        for number, outcome in enumerate(compile_all(requests, jobs), 1):
-            print(f"[{number}/{len(requests)}] {outcome.status:8} {_name(outcome)}", flush=True)
-            count[outcome.status] += 1
+        for outcome in compile_all(requests, jobs):
+            done.append(outcome)
+            print(f"[{len(done)}/{len(requests)}] {outcome.status:8} {_name(outcome)}", flush=True)
             if outcome.status == "failed":
                 print(f"{_name(outcome)} failed: {outcome.message}", file=sys.stderr)
-            elif outcome.status == "not stored":
-                reasons[outcome.message] = None
     except KeyboardInterrupt:
         print("precompile: interrupted; what is stored so far is kept", file=sys.stderr)
         return 130
+    count, folder = Counter(outcome.status for outcome in done), cache.location()
     stored, lost = count["compiled"], count["not stored"]
     where = f"{stored} stored in {folder}" if lost else f"they are in {folder}"
     print(
@@ -70,7 +68,8 @@ def run(args: argparse.Namespace, find: Callable = toolchain.find, compile_all: 
         f"{time.perf_counter() - started:.1f} s in {jobs} process{'' if jobs == 1 else 'es'}; {where}"
     )
     if lost:
-        told = f"precompile: compiled {stored + lost}, stored {stored} in {folder}: {'; '.join(reasons)}. "
+        reasons = "; ".join({outcome.message: None for outcome in done if outcome.status == "not stored"})
+        told = f"precompile: compiled {stored + lost}, stored {stored} in {folder}: {reasons}. "
         print(told + "QUACKISH_CACHE_DIR names another folder.", file=sys.stderr)
     return 1 if count["failed"] or lost or without else 0
 
