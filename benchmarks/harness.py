@@ -12,7 +12,7 @@ from quackish.bench import environment, runner
 from quackish.bench.cells import Job
 from quackish.bench.console import NO_GPU
 from quackish.bench.processes import Supervisor
-from quackish.bench.report import Page
+from quackish.bench.report import Page, report
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # On a GPU a shape that no kernel covers fails and is named, instead of running the portable path.
@@ -27,20 +27,26 @@ def device_to_measure() -> torch.device:
     return device
 
 
-def arguments(name: str, doc: str) -> argparse.ArgumentParser:
-    """The options that all programs have."""
+def arguments(name: str, doc: str, csv: bool = True) -> argparse.ArgumentParser:
+    """The options that all programs have, and those of programs that write a CSV."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.split("\n")[0])
     # Results are kept per GPU model.
     gpu = re.sub(r"[^\w.-]+", "-", environment.device_name(environment.device_to_measure()))
     parser.add_argument("--out", type=Path, default=RESULTS / gpu, help="folder of the results; default %(default)s")
     parser.add_argument("--commit", help="recorded if there is no git to ask")
+    if csv:
+        parser.add_argument("--append", action="store_true", help="keep the rows that the file has; newer ones count")
+        parser.add_argument("--report", action="store_true", help="the page and the figures of the file, once more")
     return parser
 
 
 def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, by: Callable[..., Supervisor], **options) -> Path:
     """Measures the jobs; returns the CSV file. `options` are quackish.bench.measure.Run's."""
-    path, append = args.out / f"{jobs[0].cell.op}.csv", getattr(args, "append", False)
-    return runner.run(jobs, path, page, append, args.commit, supervised_by=by, backend=BACKEND, **options)
+    path = args.out / f"{jobs[0].cell.op}.csv"
+    if args.report:
+        report(path, page)
+        return path
+    return runner.run(jobs, path, page, args.append, args.commit, supervised_by=by, backend=BACKEND, **options)
 
 
 def write_page(page: str, path: Path) -> None:

@@ -58,7 +58,7 @@ def chain(name: str, device: torch.device, count: int) -> Callable[[], None]:
 
 def main(argv: Sequence[str] | None = None, repeats: int = 50, norms: int = 64) -> Path:
     """Returns the page."""
-    args = harness.arguments("host_overhead", __doc__).parse_args(argv)
+    args = harness.arguments("host_overhead", __doc__, csv=False).parse_args(argv)
     device, chains = harness.device_to_measure(), {}
     for name in NORMS:
         try:

@@ -80,7 +80,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--providers", type=lambda text: text.split(","), metavar="NAME[,...]", help=names)
     repeats = "samples of each at most, and 5 or what fits in 0.8 s of slow ones; default %(default)s"
     parser.add_argument("--repeats", type=int, default=10, help=repeats)
-    parser.add_argument("--append", action="store_true", help="keep the rows that the file has; newer ones count")
     return parser
 
 

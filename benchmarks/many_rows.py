@@ -51,7 +51,7 @@ def steps(m: int, device: torch.device) -> dict[str, Callable[[], None]]:
 
 
 def main() -> None:
-    args = harness.arguments("many_rows", __doc__).parse_args()
+    args = harness.arguments("many_rows", __doc__, csv=False).parse_args()
     device = harness.device_to_measure()
     about, lines = environment(device, args.commit), []
     for m in ROWS if device.type == "cuda" else (256, 1024):

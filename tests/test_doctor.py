@@ -13,8 +13,6 @@ from quackish.__main__ import main
 from quackish.cli import check, doctor
 from quackish.cli.doctor import KERNELS, PORTABLE, Report
 from quackish.configs import table
-from quackish.configs.gemm import GemmConfig, GemmProblem
-from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
 from quackish.ops.kernel_for import Kernel, request_for
@@ -223,23 +221,11 @@ def test_kernels_of_other_versions():
     assert "1 of 2 kernels on disk" in note
 
 
-def test_the_table_of_configs(machine):
-    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    assert doctor.tuned(Report()) == {}
-    backward = RmsNormBwdProblem(4096, *["bfloat16"] * 3, dx_dtype="bfloat16")
-    for kernel, problem, made in (
-        ("rms_norm_bwd", backward, RmsNormBwdConfig(512, 256, 3, 1)),
-        ("lce_gemm", GemmProblem("rows", "bfloat16", "bfloat16", b_major="n"), GemmConfig(group=4)),
-    ):
-        table.put(table.make_row(kernel, problem, H200, made, "measured today"))
-    content = json.loads(table.path().read_text())
-    content["rows"][1]["toolchain"]["cuda"] = "cu11"
-    table.path().write_text(json.dumps(content))
-    assert doctor.tuned(Report()) == {"table": str(table.path()), "rows": "2, 1 of them for these versions"}
-    table.path().write_text("{")
-    said = the_problem(doctor.tuned)
-    assert "The table of tuned configs" in said
-    assert said.endswith("Delete it, or tune again.")
+def test_the_table_of_configs_is_named():
+    assert "table of tuned configs" not in doctor.environment(Report())
+    table.path().parent.mkdir()
+    table.path().write_text("{}")
+    assert doctor.environment(Report())["table of tuned configs"] == str(table.path())
 
 
 # The operations

@@ -238,20 +238,9 @@ def cache_health(report: Report) -> dict[str, str]:
     return {"folder": there, "kernels": f"{len(found)}, {sum(entry.bytes for entry in found) / 1e6:.2f} MB"}
 
 
-def tuned(report: Report) -> dict[str, str]:
-    """The user's table of configs."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        rows = table.read()
-    for warning in said:
-        what, _, to_do = str(warning.message).rpartition(". ")
-        report.problem(what, to_do)
-    counts = sum(row.counts() for row in rows)
-    return {"table": str(table.path()), "rows": f"{len(rows)}, {counts} of them for these versions"} if rows else {}
-
-
 def environment(report: Report) -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items()) if _MATTERS.match(name)}
+    tuned = {"table of tuned configs": str(table.path())} if table.path().exists() else {}
+    return tuned | {name: value for name, value in sorted(os.environ.items()) if _MATTERS.match(name)}
 
 
 # The operations ------------------------------------------------------------------------------------------------------
@@ -315,7 +304,6 @@ SECTIONS = {
     "compiler": compiler,
     "operations": operations,
     "cache": cache_health,
-    "tuned configs": tuned,
     "environment": environment,
 }
 # In their place with --check, and beside them.
