@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
@@ -46,9 +45,6 @@ def end_on_sigterm() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt("SIGTERM")
 
-    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
-        yield
-        return
     former = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield

@@ -18,7 +18,7 @@ from torch import Tensor
 from quackish import linear_cross_entropy
 from quackish.bench.cells import A_LAUNCH, AGAIN, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell
 from quackish.bench.host import host_times, launch_times
-from quackish.bench.measure import Found, Run, chunks, first_calls, timed, warm_up_cublas
+from quackish.bench.measure import Run, chunks, first_calls, timed, warm_up_cublas
 from quackish.bench.providers_linear_cross_entropy import IGNORED, Loss
 from quackish.testing import inputs
 from quackish.testing.timing import Times, bursts, take_turns
@@ -49,8 +49,6 @@ class Data:
         all_targets = torch.randint(v, (m,), generator=generator, device=device)
         if kind == "confident":
             _make_confident(x, w, all_targets)
-        elif kind != "normal":
-            raise ValueError(f"data is {kind!r}; expected normal or confident")
         target = all_targets.clone()
         target[torch.randperm(m, generator=generator, device=device)[: round(ignored * m)]] = IGNORED
         return cls(x.requires_grad_(), w.requires_grad_(), target, all_targets)
@@ -130,7 +128,11 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
 
     works, results = first_calls(names, run, lambda loss: _step(loss, data, grad), errors_of, data.clear_grads)
     if cell.direction == "host":
-        _measure_host(works, results, run)
+        run.at("timing")
+        for name, times in host_times(works, run.device).items():
+            run.tell(name, results[name] | timed(times))
+        if OURS in works and run.device.type == "cuda" and (times := launch_times(works[OURS], run.device)):
+            run.tell(A_LAUNCH, {"status": "ok"} | timed(times))
         return
     if OURS in works:  # twice: how far apart are two measurements of the same thing?
         works[AGAIN], results[AGAIN] = works[OURS], {"status": "ok", "note": results[OURS]["note"]}
@@ -160,14 +162,6 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     run.release()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()  # the next cell needs other sizes
-
-
-def _measure_host(works: Mapping[str, Callable], results: Mapping[str, Found], run: Run) -> None:
-    run.at("timing")
-    for name, times in host_times(works, run.device).items():
-        run.tell(name, results[name] | timed(times))
-    if OURS in works and run.device.type == "cuda" and (times := launch_times(works[OURS], run.device)):
-        run.tell(A_LAUNCH, {"status": "ok"} | timed(times))
 
 
 def _step(loss: Loss, data: Data, grad: bool, target: Tensor | None = None) -> Callable[[], Tensor]:

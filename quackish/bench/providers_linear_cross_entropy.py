@@ -46,18 +46,6 @@ def _liger_large_chunks() -> Loss:
     return lambda x, w, target: LigerFusedLinearCrossEntropyFunction.apply(x, w, target, *options, *kernels)[0]
 
 
-def _liger_cute_sm90() -> Loss:
-    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
-
-    return liger_fused_linear_cross_entropy_sm90
-
-
-def _cce() -> Loss:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return linear_cross_entropy
-
-
 def _torch() -> Loss:
     return lambda x, w, target: F.cross_entropy(F.linear(x, w), target)
 
@@ -69,13 +57,13 @@ def _torch_compile() -> Loss:
 
 
 def _torch_chunked() -> Loss:
-    if not hasattr(F, "linear_cross_entropy"):
-        raise ImportError(f"torch {torch.__version__} has no F.linear_cross_entropy")
     options = torch.nn.LinearCrossEntropyOptions()
     return lambda x, w, target: F.linear_cross_entropy(x, w, target, options=options)
 
 
 SCHEDULES = {OURS: "auto"} | {f"{OURS}-{schedule}": schedule for schedule in ("stored", "chunked", "recompute")}
+_LIGER_SM90 = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90:liger_fused_linear_cross_entropy_sm90"
+_cce = functools.partial(imported, "cut_cross_entropy:linear_cross_entropy")
 _quack_base = functools.partial(_quack, use_scaled_exp=False, tuned=False)
 # How a peer is loaded, and its description. A number at the end of a name is another chunk size, in rows.
 PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
@@ -90,7 +78,7 @@ PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
         _quack_logits,
         "QuACK's F.linear and cross entropy of all logits at once; backward overwrites them",
     ),
-    "liger-cute-sm90": (_liger_cute_sm90, "Liger's Hopper kernels, which hold all logits"),
+    "liger-cute-sm90": (functools.partial(imported, _LIGER_SM90), "Liger's Hopper kernels, which hold all logits"),
     "liger-cute": (functools.partial(_liger, "nvidia-cutedsl"), "liger with its CuTe row kernel"),
     "liger": (_liger, "Liger's default: chunks around cuBLAS with its Triton row kernel; dW accumulates in bf16"),
     "liger-fp32": (functools.partial(_liger, accum_dtype=torch.float32), "liger with dW accumulated in fp32"),
@@ -119,9 +107,7 @@ HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-c
 
 @functools.cache
 def load(name: str, backend: str = "auto") -> Loss:
-    """The provider of that name, or the user's "module:attribute".
-
-    "quackish-chunked-2048" is a schedule of ours with chunks of 2048 rows.
+    """The provider of that name, or the user's "module:attribute"; "quackish-chunked-2048" has chunks of 2048 rows.
 
     Ours come first in every cell: importing QuACK patches the DSL's tensor classes, and in the first cell, at least,
     ours compile before it.

@@ -214,10 +214,8 @@ def _details(results: Results, cells: Sequence[Cell]) -> str:
     ]
     table = {"shape": [row["shape"] for row in rows]} if len(cells) > 1 else {}
     table["provider"] = [f"**{row['provider']}**" if is_ours(row["provider"]) else row["provider"] for row in rows]
-    table[unit] = [_number(row, "median_ms", ".4g", scale) for row in rows]
-    table["p20-p80"] = [
-        f"{_number(row, 'p20_ms', '.4g', scale)}-{_number(row, 'p80_ms', '.4g', scale)}" for row in rows
-    ]
+    median, p20, p80 = ([_number(row, f"{of}_ms", ".4g", scale) for row in rows] for of in ("median", "p20", "p80"))
+    table |= {unit: median, "p20-p80": list(map("-".join, zip(p20, p80, strict=True)))}
     if steady := results.steady(cells[0]):
         bursts = [results.cells[steady].get(row["provider"], {}) for row in rows]
         table["steady ms"] = [_number(row, "median_ms", ".4g") for row in bursts]

@@ -92,10 +92,14 @@ def _launches(steps: list[Step], own: _Own, roofs: Roofs | None) -> str:
         equal.setdefault((step.phase, step.kernel, step.problem, step.choice, *step.sizes.items()), []).append(step)
     rows, total = [], {"kernel": "all", "calls": len(steps)}
     for step, *others in equal.values():
-        row = _launch(step, own, roofs) | {"calls": 1 + len(others)}
-        for key in {"read", "written", "flops", "us"} & row.keys():
-            total[key] = total.get(key, 0) + row["calls"] * row[key]
-        rows.append(row)
+        amounts = {"read": step.work.bytes_read, "written": step.work.bytes_written, "flops": step.work.flops}
+        least = {} if roofs is None else vars(floor(step.work, roofs))
+        number = "" if step.choice is None else f"[{own.index((step.kernel, step.problem, step.choice)) + 1}] "
+        sizes = step.problem if step.choice is None else describe(None, step.sizes)
+        row = {"phase": step.phase, "kernel": number + step.kernel, "sizes": sizes, "calls": 1 + len(others)}
+        rows.append(row | amounts | least)
+        for key in {"read", "written", "flops", "us"} & rows[-1].keys():
+            total[key] = total.get(key, 0) + row["calls"] * rows[-1][key]
     columns = [
         *(("phase", "phase", ""), ("kernel", "kernel", ""), ("sizes", "sizes", ""), ("calls", "calls", "d")),
         *(("read", "read", _bytes), ("written", "written", _bytes), ("FLOPs", "flops", _unit)),
@@ -103,18 +107,6 @@ def _launches(steps: list[Step], own: _Own, roofs: Roofs | None) -> str:
     if roofs is not None:
         columns += [("floor us", "us", ".1f"), ("bound", "bound", "")]
     return table_of(rows + [total] * (len(steps) > 1), columns)
-
-
-def _launch(step: Step, own: _Own, roofs: Roofs | None) -> dict[str, Any]:
-    done = step.work
-    row = {"phase": step.phase, "kernel": step.kernel}
-    row |= {"read": done.bytes_read, "written": done.bytes_written, "flops": done.flops}
-    if roofs is not None:
-        row |= vars(floor(done, roofs))
-    if step.choice is None:
-        return row | {"sizes": step.problem}
-    number = own.index((step.kernel, step.problem, step.choice)) + 1
-    return row | {"kernel": f"[{number}] {step.kernel}", "sizes": describe(None, step.sizes)}
 
 
 def _kernels(own: _Own, gpu: Gpu) -> str:
