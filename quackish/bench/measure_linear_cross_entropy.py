@@ -122,6 +122,8 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
             truth = Truth(data, grad)
         except torch.cuda.OutOfMemoryError as error:
             run.fail("truth", error)
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()  # of fp64 copies, several GB
 
     def errors_of(value: Tensor) -> Mapping[str, float]:
         return truth.errors(value, data.x.grad, data.w.grad) if truth else {}
