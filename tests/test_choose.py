@@ -474,13 +474,15 @@ def test_rows_of_another_gpu_or_toolchain_do_not_count(made_here):
 
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "{}", '{"format": 2, "rows": []}', '{"format": 1}', '{"format": 1, "rows": [1]}',
-                '{"format": 1, "rows": [{"kernel": "rms_norm_bwd"}]}', "\0\0", "half", "a folder"],
+                '{"format": 1, "rows": [{"kernel": "rms_norm_bwd"}]}', "\0\0", "half", "deep", "a folder"],
 )  # fmt: skip
 def test_a_damaged_table_is_one_warning_and_the_analytical_choice(content, folder, made_here):
     if content == "half":
         put()
         whole = (folder / "tuned.json").read_text()
         content = whole[: len(whole) // 2]
+    if content == "deep":
+        content = "[" * 100_000
     if content == "a folder":
         (folder / "tuned.json").mkdir()
     else:

@@ -81,7 +81,7 @@ def read() -> list[Row]:
         return [Row(**row) for row in content["rows"]]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         warn_once(
             f"The table of tuned configs {path()} is not used, analytical choices are ({reason}). "
