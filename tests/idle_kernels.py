@@ -32,8 +32,7 @@ def on_h200(monkeypatch, kernel_for: KernelFor, take: Callable, stream: int = 0)
         gpu_for=lambda device: H200 if device.type == "cpu" else no_kernel(device),
         kernel_for=kernel_for,
         cuda=stands_in,
-        _forward_plans={},
-        _backward_plans={},
+        _plans={},
     ).items():
         monkeypatch.setattr(plans, name, value)
     return stands_in

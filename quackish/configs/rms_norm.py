@@ -25,6 +25,8 @@ def columns_per_cta(n: int, vec: int, split_n: int) -> int:
 class _Rows:
     """A problem's rows. Subclasses have `aligned`, and `_row_dtypes`: of all tensors of rows."""
 
+    num_sums = 0  # over rows
+
     @property
     def itemsize(self) -> int:
         """Of the widest dtype of a row."""
@@ -76,7 +78,7 @@ class RmsNormBwdProblem(_Rows):
 
     @property
     def num_sums(self) -> int:
-        """How many sums over rows are requested."""
+        """How many gradients that are sums over rows are requested."""
         return (self.dweight_dtype is not None) + (self.dbias_dtype is not None)
 
     @property
@@ -126,11 +128,6 @@ class RmsNormBwdConfig:
         """fp32 elements of scratch for the sums over CTAs."""
         n_cta = columns_per_cta(problem.n, problem.vec, self.split_n)
         return num_ctas * problem.num_sums * (-(-n_cta // 4) * 4)
-
-    @property
-    def num_tickets(self) -> int:
-        """int32 counters for the sums over CTAs."""
-        return 2 * self.split_n
 
 
 def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfig:

@@ -64,7 +64,7 @@ class RmsNormBwd:
         dweight: Optional[cute.Pointer],
         dbias: Optional[cute.Pointer],
         scratch: Optional[cute.Pointer],  # config.scratch_floats
-        tickets: Optional[cute.Pointer],  # config.num_tickets: 0 before and after
+        tickets: Optional[cute.Pointer],  # 2 * config.split_n: 0 before and after
         x_strides,  # None, or (m1, s0, s1)
         dy_strides,
         dres_strides,

@@ -20,7 +20,7 @@ from quackish.ops.modes import (
     num_dispatch_modes,
 )
 from quackish.ops.rms_norm_checks import check_backward, check_forward, dims
-from quackish.ops.rms_norm_plans import backward_plan, forward_plan, resolve_eps
+from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, plan_for, resolve_eps
 from quackish.reference import rms_norm as reference
 
 # Functions -----------------------------------------------------------------------------------------------------------
@@ -68,7 +68,8 @@ def rms_norm(
 
     Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel.
     """
-    plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) if is_plain() else None
+    tensors, options = (x, weight, bias, residual), (eps, weight_offset, out_dtype, backend)
+    plan = plan_for(ForwardPlan, tensors, options) if is_plain() else None
     if plan is None:
         return _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
     if _is_grad_enabled() and (
@@ -114,7 +115,8 @@ def rms_norm_forward(
 
     Arguments, promises and errors are those of `rms_norm`.
     """
-    plan = forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) if is_plain() else None
+    tensors, options = (x, weight, bias, residual), (eps, weight_offset, out_dtype, backend)
+    plan = plan_for(ForwardPlan, tensors, options) if is_plain() else None
     if plan is None:
         y, res, rstd = _op_fwd(x, weight, bias, residual, resolve_eps(x, eps), weight_offset, out_dtype, backend)
     else:
@@ -163,9 +165,9 @@ def rms_norm_backward(
         weight.dtype if dweight and weight is not None else None,
         (dbias_dtype or (x if weight is None else weight).dtype) if dbias else None,
     )
-    args = (dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
-    plan = backward_plan(*args) if is_plain() else None
-    grads = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
+    tensors, options = (dy, x, weight, rstd, dres), (weight_offset, *dtypes, backend)
+    plan = plan_for(BackwardPlan, tensors, options) if is_plain() else None
+    grads = _op_bwd(*tensors, *options) if plan is None else plan.run(*tensors)
     return RmsNormGrads(*_as_asked(dx, dresidual, *grads))
 
 
@@ -303,9 +305,9 @@ def _gradients(needs, dy, x, weight, rstd, dres, forward) -> tuple:
             rstd = reference.rms_norm_rstd(x, forward.eps, rstd.dtype)
             grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, forward.weight_offset, *dtypes)
         else:
-            args = (dy, x, weight, rstd, dres, forward.weight_offset, *dtypes, forward.backend)
-            plan = backward_plan(*args) if is_plain() else None
-            grads = _op_bwd(*args) if plan is None else plan.run(dy, x, weight, rstd, dres)
+            tensors, options = (dy, x, weight, rstd, dres), (forward.weight_offset, *dtypes, forward.backend)
+            plan = plan_for(BackwardPlan, tensors, options) if is_plain() else None
+            grads = _op_bwd(*tensors, *options) if plan is None else plan.run(*tensors)
     return plan, *_as_asked(needs[0], needs[3], *grads)
 
 
@@ -367,13 +369,13 @@ _op_bwd = torch.ops.quackish.rms_norm_bwd.default
 
 
 def _fwd_impl(x, weight, bias, residual, *options):
-    tensors = [as_plain("rms_norm", t) for t in (x, weight, bias, residual)]
-    return forward_plan(*tensors, *options).run(*tensors)
+    tensors = tuple(as_plain("rms_norm", t) for t in (x, weight, bias, residual))
+    return plan_for(ForwardPlan, tensors, options).run(*tensors)
 
 
 def _bwd_impl(dy, x, weight, rstd, dres, *options):
-    tensors = [as_plain("rms_norm", t) for t in (dy, x, weight, rstd, dres)]
-    return backward_plan(*tensors, *options).run(*tensors)
+    tensors = tuple(as_plain("rms_norm", t) for t in (dy, x, weight, rstd, dres))
+    return plan_for(BackwardPlan, tensors, options).run(*tensors)
 
 
 _lib.impl("rms_norm_fwd", _fwd_impl, "CompositeExplicitAutograd")

@@ -6,7 +6,7 @@ Where no kernel covers a call, its plan runs the reference.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,57 +22,29 @@ from quackish.ops.rms_norm_checks import check_backward, check_forward, names
 from quackish.reference import rms_norm as reference
 
 _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
-_forward_plans: dict[tuple, "ForwardPlan"] = {}
-_backward_plans: dict[tuple, "BackwardPlan"] = {}
+_plans: dict[tuple, "Plan"] = {}
 _GRADIENTS = ("dx", "dresidual", "dweight", "dbias")  # of BackwardPlan
 
 
-def forward_plan(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> "ForwardPlan | None":
-    """The plan for these arguments, which are checked; None where a tensor subclass should see an operator."""
+def plan_for(kind: "type[Plan]", tensors: tuple, options: tuple) -> "Plan | None":
+    """The plan for the arguments of `kind`, which are checked; None where a tensor subclass should see an operator."""
     try:
-        layouts = (None if t is None else _layout(t) for t in (x, weight, bias, residual))
-        types = type(eps), type(weight_offset)  # 1, 1.0 and True are equal
-        key = (choose.epoch, *layouts, eps, weight_offset, *types, out_dtype, backend)
-        plan = _forward_plans.get(key)
+        key = [choose.epoch, kind, *options, *map(type, options)]  # types, as 1, 1.0 and True are equal
+        for t in tensors:
+            key += (None,) if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, type(t))
+        key = tuple(key)
+        plan = _plans.get(key)
         if plan is not None:
             return plan
     except (AttributeError, TypeError):  # not a tensor, or not hashable as symbolic shapes
         key = None
-    tensors, options = (x, weight, bias, residual), (eps, weight_offset, out_dtype, backend)
-    check_forward(*tensors, *options)
-    return _keep(_forward_plans, key, ForwardPlan, tensors, options)
-
-
-def backward_plan(
-    dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend
-) -> "BackwardPlan | None":
-    """As forward_plan; computes the gradients whose dtype is given."""
-    tensors = (dy, x, weight, rstd, dres)
-    options = (weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend)
-    try:
-        layouts = (None if t is None else _layout(t) for t in tensors)
-        key = (choose.epoch, *layouts, *options, type(weight_offset))
-        plan = _backward_plans.get(key)
-        if plan is not None:
-            return plan
-    except (AttributeError, TypeError):
-        key = None
-    check_backward(*tensors, *options)
-    return _keep(_backward_plans, key, BackwardPlan, tensors, options)
-
-
-def _keep(plans: dict, key: tuple | None, make: type, tensors: tuple, options: tuple) -> "Plan | None":
-    """A new plan for checked arguments."""
+    kind.check(*tensors, *options)
     if key is None or not are_plain(tensors):
         return None
-    if len(plans) >= _MAX_PLANS:
-        plans.clear()
-    plan = plans[key] = make(*tensors, *options)
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    plan = _plans[key] = kind(*tensors, *options)
     return plan
-
-
-def _layout(t: Tensor) -> tuple:
-    return t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, type(t)
 
 
 # Plans --------------------------------------------------------------------------------------------------------------
@@ -99,6 +71,8 @@ class Plan:
 
 
 class ForwardPlan(Plan):
+    check = staticmethod(check_forward)
+
     def __init__(self, x, weight, bias, residual, eps, weight_offset, out_dtype, backend):
         # what backward has saved: res, which is x itself without a residual; weight
         self.res_type, self.res_dtype = (type(x), x.dtype) if residual is None else (Tensor, residual.dtype)
@@ -168,6 +142,8 @@ class ForwardPlan(Plan):
 
 
 class BackwardPlan(Plan):
+    check = staticmethod(check_backward)
+
     def __init__(
         self, dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend
     ):
@@ -237,7 +213,7 @@ class BackwardPlan(Plan):
         # what the sums over CTAs need
         stream = cuda.stream_of(self.device_index)
         scratch_at = tickets_at = kept = None
-        if kernel.num_tickets:
+        if kernel.scratch_floats:
             tickets_at, scratch_at, kept = workspace.take(self.device_index, stream, kernel.scratch_floats)
         x_rows, dy_rows, dres_rows, weight_offset, m = self.arguments
         kernel.launch(
@@ -252,14 +228,12 @@ class BackwardPlan(Plan):
         return tuple(None if grad is None else grad.contiguous() for grad in grads)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A compiled kernel, and what its config says about a number of rows."""
 
     launch: Callable[..., None]
     num_ctas: int
-    scratch_floats: int = 0
-    num_tickets: int = 0
+    scratch_floats: int
 
 
 def find_kernel(
@@ -291,10 +265,7 @@ def find_kernel(
             warn_once(str(error))
         return None
     num_ctas = config.num_ctas(m, gpu.sm_count)
-    if not getattr(problem, "num_sums", 0):
-        return Kernel(function, num_ctas)
-    assert config.num_tickets <= workspace.NUM_TICKETS, config
-    return Kernel(function, num_ctas, config.scratch_floats(problem, num_ctas), config.num_tickets)
+    return Kernel(function, num_ctas, config.scratch_floats(problem, num_ctas) if problem.num_sums else 0)
 
 
 def gpu_for(device: torch.device) -> Gpu:
