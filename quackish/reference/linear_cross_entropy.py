@@ -63,25 +63,6 @@ def mean_divisor(rows: Rows, num_items: int | Tensor | None = None) -> Tensor:
     return divisor.masked_fill(~counted.any(), 1.0)
 
 
-def _whole_logits(input, linear_weight, rows, linear_bias, weight, label_smoothing, softcap):
-    """x (m, h) with ignored rows zeroed, a / softcap (None without), log p and lse, and q; all (m, v) but x and lse."""
-    dtype = accumulate_dtype(input.dtype)
-    v = linear_weight.shape[0]
-    x = input.to(dtype).masked_fill(~rows.live[:, None], 0.0)
-    logits = x @ linear_weight.to(dtype).T
-    if linear_bias is not None:
-        logits = logits + linear_bias.to(dtype)
-    tanh = None
-    if softcap is not None:
-        tanh = torch.tanh(logits / softcap)
-        logits = softcap * tanh
-    q = (1.0 - label_smoothing) * F.one_hot(rows.index, v).to(dtype) + label_smoothing / v
-    if weight is not None:
-        q = q * weight.to(dtype)
-    q = q.masked_fill(rows.weight.isnan()[:, None], float("nan"))
-    return x, tanh, torch.log_softmax(logits, -1), torch.logsumexp(logits, -1), q
-
-
 def linear_cross_entropy_forward(
     input: Tensor,
     linear_weight: Tensor,
@@ -98,10 +79,20 @@ def linear_cross_entropy_forward(
 ) -> tuple[Tensor, Tensor]:
     """(loss, lse) of input (m, h), linear_weight (v, h), target (m,), from whole logits, in fp32 (fp64 for fp64).
 
-    An ignored row has loss 0 and lse 0; a row whose target is no class has loss NaN.
+    An ignored row has loss 0 and lse 0; a row whose target is no class has loss NaN. Its gradients are autograd's.
     """
-    rows = rows_of(target, linear_weight.shape[0], weight, ignore_index, accumulate_dtype(input.dtype))
-    _, _, logp, lse, q = _whole_logits(input, linear_weight, rows, linear_bias, weight, label_smoothing, softcap)
+    dtype, v = accumulate_dtype(input.dtype), linear_weight.shape[0]
+    rows = rows_of(target, v, weight, ignore_index, dtype)
+    logits = input.to(dtype).masked_fill(~rows.live[:, None], 0.0) @ linear_weight.to(dtype).T
+    if linear_bias is not None:
+        logits = logits + linear_bias.to(dtype)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    q = (1.0 - label_smoothing) * F.one_hot(rows.index, v).to(dtype) + label_smoothing / v
+    if weight is not None:
+        q = q * weight.to(dtype)
+    q = q.masked_fill(rows.weight.isnan()[:, None], float("nan"))
+    logp, lse = torch.log_softmax(logits, -1), torch.logsumexp(logits, -1)
     # a logit of -inf (a masked class) has logp -inf and must not meet its q of 0
     loss = -(q * logp).masked_fill(q == 0, 0.0).sum(-1) + z_loss * lse.square()
     loss = loss.masked_fill(~rows.live, 0.0)
@@ -109,37 +100,6 @@ def linear_cross_entropy_forward(
     if reduction == "none":
         return loss, lse
     return loss.sum() / mean_divisor(rows, num_items) if reduction == "mean" else loss.sum(), lse
-
-
-def linear_cross_entropy_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    num_items: int | Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dinput (m, h), dlinear_weight (v, h), dlinear_bias (v,)) in fp32 (fp64 for fp64); grad_lse None is 0."""
-    rows = rows_of(target, linear_weight.shape[0], weight, ignore_index, accumulate_dtype(input.dtype))
-    x, tanh, logp, lse, q = _whole_logits(input, linear_weight, rows, linear_bias, weight, label_smoothing, softcap)
-    g = grad_loss / mean_divisor(rows, num_items) if reduction == "mean" else grad_loss
-    g = g.expand(target.shape)[:, None]
-    p = logp.exp()
-    dlogits = g * ((q.sum(-1, keepdim=True) + 2.0 * z_loss * lse[:, None]) * p - q)
-    if grad_lse is not None:
-        dlogits = dlogits + grad_lse[:, None] * p
-    if tanh is not None:
-        dlogits = dlogits * (1.0 - tanh.square())
-    dlogits = dlogits.masked_fill(~rows.live[:, None], 0.0)
-    return dlogits @ linear_weight.to(x.dtype), dlogits.T @ x, dlogits.sum(0)
 
 
 @dataclasses.dataclass(frozen=True)
