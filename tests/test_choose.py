@@ -12,16 +12,9 @@ import torch
 import quackish
 from quackish import config, errors, kernels, launch, toolchain
 from quackish.configs import choose, table
+from quackish.configs.choose import FIXED, NAMES, RULES
 from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_smem_bytes, gemm_why_illegal
 from quackish.configs.lce_args import ScatterArgs
-from quackish.configs.lce_rows import (
-    LceBiasProblem,
-    LceCompactProblem,
-    LceGatherProblem,
-    LceScatterProblem,
-    LceSortProblem,
-    LceTargetsProblem,
-)
 from quackish.configs.rms_norm import (
     MAX_N,
     MAX_N_TWO_SUMS,
@@ -35,7 +28,6 @@ from quackish.configs.rms_norm import (
     rms_norm_fwd_config,
     rms_norm_fwd_why_illegal,
 )
-from quackish.configs.rules import NAMES, RULES
 from quackish.gpu import B200, H100, H200
 from quackish.launch import compile
 from quackish.ops import rms_norm_plans
@@ -126,6 +118,7 @@ def test_blocks_of_two_threads_end_in_any_order():
     "forced, text",
     [
         (dict(rms_norm=dict(threads=32)), "no kernel 'rms_norm'; expected one of rms_norm_forward, rms_norm_backward"),
+        (dict(lce_rows=dict(threads=32)), "no kernel 'lce_rows'; expected one of"),
         (dict(rms_norm_backward=dict(stages=4)), "rms_norm_backward has no field 'stages'; expected one of threads"),
         (dict(rms_norm_backward=dict(threads="8")), "threads is '8', a str; expected an int"),
         (dict(rms_norm_backward=dict(threads=True)), "threads is True, a bool; expected an int"),
@@ -151,8 +144,9 @@ def test_a_gemm_has_a_name_for_each_product():
         assert chosen("lce_gemm", GemmProblem("store", BF16, FP32, b_major="n", accumulate=True)).config.group == 4
 
 
-def test_every_kernel_has_a_rule_and_a_name():
-    assert set(kernels.TABLE) == set(RULES) == set(NAMES.values())
+def test_every_kernel_has_a_rule_or_one_config():
+    assert set(kernels.TABLE) == {*RULES, *FIXED}
+    assert set(RULES) == set(NAMES.values())
 
 
 # Legal or not --------------------------------------------------------------------------------------------------------
@@ -260,17 +254,6 @@ ILLEGAL = [
         "lce_gemm", DW, dict(tile_m=192, num_stages=2),
         "tile_n is 256 with tile_m 192, 128 accumulator registers; expected at most 120, as a thread has 160 registers",
     ),
-    ("lce_compact", LceCompactProblem("int64"), dict(threads=512), "threads is 512; expected 1024"),
-    ("lce_compact", LceCompactProblem("int64"), dict(each=0), "each is 0; expected 1 to 16"),
-    ("lce_gather", LceGatherProblem(64, BF16, "int64"), dict(vectors=3), "vectors is 3; expected 1, 2, 4 or 8"),
-    ("lce_scatter", LceScatterProblem(64, BF16), dict(threads=48), "threads is 48; expected a multiple of 32"),
-    ("lce_sort", LceSortProblem(False), dict(tile=2048), "tile is 2048; expected a multiple of 4 * threads, 4096"),
-    (
-        "lce_sort", LceSortProblem(False), dict(tile=57_344),
-        "tile is 57344 with threads 1024, 233472 bytes of shared memory; expected at most 232448 on H200",
-    ),
-    ("lce_targets", LceTargetsProblem(64, BF16, BF16), dict(slots=17), "slots is 17; expected 1 to 16"),
-    ("lce_bias", LceBiasProblem(BF16, True, False), dict(lanes=7), "lanes is 7; expected a divisor of threads 512"),
 ]  # fmt: skip
 
 
@@ -402,29 +385,33 @@ def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
         return [made.threads if not isinstance(made, GemmConfig) else made.group for _, _, made in launches]
 
     usual = both()
-    with config(lce_dw=dict(group=3), lce_scatter=dict(threads=96), lce_scale=dict(threads=64)):
-        assert both() == [3, 96, 64]
+    with config(lce_dw=dict(group=3)):
+        assert both() == [3, *usual[1:]]
     assert both() == usual
     assert len(k._kernels[1]) == 3  # blocks in every step must not fill the memory
 
 
 def test_a_kernel_chosen_before_the_choices_change_serves_no_later_call():
-    launched, block = [], config(lce_scale=dict(threads=64))
+    launched, block = [], config(lce_dw=dict(group=3))
+    e, live = torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(1)
+
+    def step():
+        k.dw(e, e, live, 0, torch.zeros(64, 64), False)
 
     def kernel_for(name, problem, gpu):
         made = choose.choose(name, problem, gpu).config
         if not launched:  # now another thread changes the choices, and launches
             launched.append(None)
             block.__enter__()
-            k.scale(torch.ones(8), torch.ones(1))
-        return Kernel(lambda *args: launched.append(made.threads), made)
+            step()
+        return Kernel(lambda *args: launched.append(made.group), made)
 
     k = LceKernels(torch.device("cpu"), H200, kernel_for)
     for _ in range(2):
-        k.scale(torch.ones(8), torch.ones(1))
+        step()
     block.__exit__(None, None, None)
-    k.scale(torch.ones(8), torch.ones(1))
-    assert launched[1:] == [64, 256, 64, 256]
+    step()
+    assert launched[1:] == [3, 8, 3, 8]
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

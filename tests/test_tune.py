@@ -15,9 +15,9 @@ from quackish import config, launch
 from quackish.cli import tune as command
 from quackish.cli.parser import Parser, Refused
 from quackish.configs import choose, table
+from quackish.configs.choose import RULES, name_of
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem, RmsNormFwdConfig, RmsNormFwdProblem
-from quackish.configs.rules import RULES, name_of
 from quackish.gpu import A100, B200, H200, gpu_of
 from quackish.launch import Resources
 from quackish.testing.timing import Times

@@ -29,7 +29,7 @@ from quackish.bench.console import progress
 from quackish.cli import operations
 from quackish.cli.parser import Refused, positive
 from quackish.configs import choose, table
-from quackish.configs.rules import name_of
+from quackish.configs.choose import name_of
 from quackish.gpu import Gpu, gpu_of
 from quackish.profiling import text_table
 from quackish.tune import cases, search

@@ -7,13 +7,55 @@ the analytical rule. Nothing is measured at run time: the same table gives the s
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from quackish.configs import table
-from quackish.configs.rules import NAMES, RULES, name_of
+from quackish.configs import gemm, lce_cublas, lce_rows, rms_norm, table
 from quackish.errors import warn_once
 from quackish.gpu import Gpu
+
+
+class Rule(NamedTuple):
+    config: type
+    analytical: Callable[[Any, Gpu], Any]  # (problem, gpu) -> config. Raises UnsupportedError where there is none.
+    why_illegal: Callable[[Any, Any, Gpu], str | None]  # (problem, config, gpu) -> why not; None where it is legal
+
+
+# By the names of kernels.find().
+RULES = {
+    "rms_norm_fwd": Rule(rms_norm.RmsNormFwdConfig, rms_norm.rms_norm_fwd_config, rms_norm.rms_norm_fwd_why_illegal),
+    "rms_norm_bwd": Rule(rms_norm.RmsNormBwdConfig, rms_norm.rms_norm_bwd_config, rms_norm.rms_norm_bwd_why_illegal),
+    "lce_gemm": Rule(gemm.GemmConfig, gemm.gemm_config, gemm.gemm_why_illegal),
+}
+# Kernels with one config per problem: there is nothing to tune or to force.
+FIXED: dict[str, Callable[[Any], Any]] = {
+    "lce_compact": lambda problem: lce_rows.LceCompactConfig(),
+    "lce_gather": lce_rows.lce_gather_config,
+    "lce_rows": lambda problem: lce_rows.LceRowsConfig(),
+    "lce_sort": lambda problem: lce_rows.LceSortConfig(),
+    "lce_targets": lambda problem: lce_rows.LceTargetsConfig(),
+    "lce_bias": lce_rows.lce_bias_config,
+    "lce_scatter": lambda problem: lce_rows.LceRowsConfig(),
+    "lce_scale": lambda problem: lce_rows.LceScaleConfig(),
+    "lce_exp": lambda problem: lce_cublas.LceWarpsConfig(),
+    "lce_rescale": lambda problem: lce_cublas.LceWarpsConfig(),
+    "lce_clear": lambda problem: lce_cublas.LceWarpsConfig(),
+}
+
+# What users call the kernels with a rule. One kernel computes four products.
+NAMES = {
+    "rms_norm_forward": "rms_norm_fwd",
+    "rms_norm_backward": "rms_norm_bwd",
+    **dict.fromkeys(("lce_logits", "lce_dlogits", "lce_dx", "lce_dw"), "lce_gemm"),
+}
+_GEMMS = {"softmax": "lce_logits", "dlogits": "lce_dlogits", "rows": "lce_dx", "store": "lce_dx"}
+
+
+def name_of(kernel: str, problem: Any) -> str:
+    """What users call the kernel of a problem, in `quackish.config` and `tune`."""
+    if kernel == "lce_gemm":
+        return "lce_dw" if problem.live == "k" else _GEMMS[problem.epilogue]
+    return kernel.replace("_fwd", "_forward").replace("_bwd", "_backward")
 
 
 class Choice(NamedTuple):
@@ -35,22 +77,22 @@ def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     Raises UnsupportedError if the kernel does not cover the problem, and ValueError if a forced config is illegal for
     it, before anything is compiled or launched.
     """
-    choice = tabled(kernel, problem, gpu)
-    name, rule = name_of(kernel, problem), RULES[kernel]
+    choice, name = tabled(kernel, problem, gpu), name_of(kernel, problem)
     layers = [forced[name] for forced in _forced if name in forced]
     if not layers:
         return choice
     config = choice.config
     for layer in layers:
         config = dataclasses.replace(config, **layer) if isinstance(layer, dict) else layer
-    if reason := rule.why_illegal(problem, config, gpu):
+    if reason := RULES[kernel].why_illegal(problem, config, gpu):
         raise ValueError(f"quackish.config: {name}: {reason}\n  {config}\n  for {problem} on {gpu.name}")
     return Choice(config, "forced", f"with quackish.config({name}=...)")
 
 
 def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     """The choice if nothing is forced."""
-    choice, row = analytical(kernel, problem, gpu), table.find(kernel, problem, gpu)
+    choice = analytical(kernel, problem, gpu)
+    row = table.find(kernel, problem, gpu) if kernel in RULES else None
     if row is None:
         return choice
     try:
@@ -66,8 +108,8 @@ def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
 
 def analytical(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     """The choice without a table."""
-    rule = RULES[kernel]
-    return Choice(rule.analytical(problem, gpu), "analytical", f"by the rule in {rule.where}")
+    made = RULES[kernel].analytical(problem, gpu) if kernel in RULES else FIXED[kernel](problem)
+    return Choice(made, "analytical", f"by the rule in {type(made).__module__.replace('.', '/')}.py")
 
 
 # Forcing -------------------------------------------------------------------------------------------------------------
@@ -80,10 +122,9 @@ def config(**forced: Any) -> Iterator[None]:
         with quackish.config(rms_norm_backward=dict(num_stages=4)):
             loss.backward()
 
-    Names are kernels: `rms_norm_forward`, `rms_norm_backward`; in linear cross entropy the GEMMs `lce_logits`,
-    `lce_dlogits`, `lce_dx` and `lce_dw`, and the kernels around them (`lce_gather`, `lce_rows`, ...). A value is a dict
-    of fields to replace in the config that would have been chosen, or a whole config (`quackish.configs`). Blocks nest;
-    fields of inner blocks override those of outer ones.
+    Names are kernels: `rms_norm_forward`, `rms_norm_backward`, and linear cross entropy's GEMMs `lce_logits`,
+    `lce_dlogits`, `lce_dx` and `lce_dw`. A value is a dict of fields to replace in the config that would have been
+    chosen, or a whole config (`quackish.configs`). Blocks nest; fields of inner blocks override those of outer ones.
 
     Raises ValueError for an unknown kernel or field or a wrong type. If a config is illegal for a problem, the call of
     the operation raises ValueError with the field, its value and what is legal, before anything is launched. Calls on

@@ -4,9 +4,6 @@ Numbers of rows, classes and tiles are in neither: kernels get these at run time
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence
-from typing import Any
 
 from quackish.configs.lce_args import (
     ALIGNED_F32,
@@ -25,7 +22,6 @@ from quackish.configs.lce_args import (
     TargetsArgs,
     optional,
 )
-from quackish.gpu import Gpu
 
 WIDE_BIAS = 32_768  # columns, and more
 ROW_TILE = 128  # rows of a GEMM tile: up to the end of the last one with live rows, buffers hold zeros, not garbage
@@ -227,46 +223,3 @@ def lce_gather_config(problem: LceGatherProblem) -> LceRowsConfig:
 def lce_bias_config(problem: LceBiasProblem) -> LceBiasConfig:
     """The more columns, the wider the slice of a CTA, while every SM has some. Not measured."""
     return LceBiasConfig(lanes=32 if problem.wide else 8)
-
-
-# Legality: why a config cannot run a kernel (the field, its value, what is legal); None if it can ---------------------
-
-
-_THREADS = range(32, 1025, 32), "a multiple of 32, up to 1024"
-
-
-def _why(problem: Any, config: Any, gpu: Gpu, **legal: tuple[Sequence[int], str]) -> str | None:
-    for field, (values, expected) in legal.items():
-        if getattr(config, field) not in values:
-            return f"{field} is {getattr(config, field)}; expected {expected}"
-    return None
-
-
-_UP_TO_16 = range(1, 17), "1 to 16"
-threads_why_illegal = functools.partial(_why, threads=_THREADS)
-compact_why_illegal = functools.partial(
-    _why, threads=((1024,), "1024, as a warp adds up the counts of 32"), each=_UP_TO_16
-)
-rows_why_illegal = functools.partial(_why, vectors=((1, 2, 4, 8), "1, 2, 4 or 8"), threads=_THREADS)
-targets_why_illegal = functools.partial(_why, rows=(range(1, 9), "1 to 8"), slots=_UP_TO_16, threads=_THREADS)
-
-
-def sort_why_illegal(problem: LceSortProblem, config: LceSortConfig, gpu: Gpu) -> str | None:
-    reason = threads_why_illegal(problem, config, gpu)
-    if reason is not None:
-        return reason
-    if config.tile < 1 or config.tile % (4 * config.threads):
-        return f"tile is {config.tile}; expected a multiple of 4 * threads, {4 * config.threads}"
-    smem_bytes = 4 * (config.tile + 32 * (config.threads // 32))
-    if smem_bytes > gpu.smem_bytes:
-        return (
-            f"tile is {config.tile} with threads {config.threads}, {smem_bytes} bytes of shared memory; expected at "
-            f"most {gpu.smem_bytes} on {gpu.name}"
-        )
-    return None
-
-
-def bias_why_illegal(problem: LceBiasProblem, config: LceBiasConfig, gpu: Gpu) -> str | None:
-    if config.lanes < 1 or config.threads % config.lanes:
-        return f"lanes is {config.lanes}; expected a divisor of threads {config.threads}"
-    return threads_why_illegal(problem, config, gpu)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from quackish.configs.choose import analytical
+from quackish.configs.choose import RULES, analytical
 from quackish.configs.gemm import TILE_K, GemmConfig, GemmProblem, gemm_smem_bytes
 from quackish.configs.rms_norm import (
     CLUSTERS,
@@ -22,7 +22,6 @@ from quackish.configs.rms_norm import (
     columns_per_cta,
     elements_per_thread,
 )
-from quackish.configs.rules import RULES
 from quackish.gpu import Gpu
 
 

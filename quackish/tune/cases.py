@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quackish.configs.choose import config
+from quackish.configs.choose import config, name_of
 from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmProblem
 from quackish.configs.lce_args import GemmArgs, TailArgs
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
-from quackish.configs.rules import name_of
 from quackish.gpu import Gpu
 from quackish.ops.cuda import current_stream_of
 from quackish.ops.kernel_for import kernel_for
