@@ -28,7 +28,7 @@ class Toolchain(NamedTuple):
 
 @functools.cache
 def find() -> Toolchain:
-    """Raises ModuleNotFoundError where a part is not installed, UnsupportedError where the driver is too old for it."""
+    """Raises UnsupportedError where a part is not installed, and where the driver is too old."""
     compiler, ffi = _folder("cutlass"), _folder("tvm_ffi")
     root = next((parent for parent in compiler.parents if parent.name == "nvidia_cutlass_dsl"), compiler)
     flavour = choose_flavour(flavours(compiler), driver_cuda())
@@ -48,7 +48,7 @@ def versions() -> dict[str, str] | None:
 
     try:
         tools = find()
-    except (ModuleNotFoundError, UnsupportedError):
+    except UnsupportedError:
         return None
     return {"quackish": __version__, "nvidia-cutlass-dsl": tools.dsl, "cuda": tools.flavour}
 
@@ -87,7 +87,10 @@ def driver_cuda() -> tuple[int, int] | None:
 def _folder(module: str) -> Path:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+        raise UnsupportedError(
+            f"nvidia-cutlass-dsl, the compiler, is not installed (no module named {module!r}). "
+            "`pip install nvidia-cutlass-dsl` brings it."
+        )
     return Path(spec.origin).parent
 
 

@@ -174,13 +174,13 @@ def test_versions_that_do_not_fit():
 
 def test_a_compiler_that_is_missing_or_does_not_fit():
     def missing():
-        raise ModuleNotFoundError("No module named 'cutlass'")
+        return toolchain._folder("not_installed")
 
     said = the_problem(doctor.compiler, missing, expected=True)
-    assert "the compiler is not installed (No module named 'cutlass'). `pip install 'nvidia-cutlass-dsl>=4.8.1" in said
+    assert "the compiler, is not installed (no module named 'not_installed'). `pip install nvidia-cutlass-dsl`" in said
     problems, (note,) = found(doctor.compiler, missing, expected=False)
     assert problems == []
-    assert "the compiler is not installed" in note
+    assert "the compiler, is not installed" in note
     assert "No GPU here would run kernels" in note
 
     said = the_problem(doctor.compiler, lambda: toolchain.choose_flavour([12, 13], (11, 8)), expected=True)

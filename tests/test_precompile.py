@@ -132,9 +132,9 @@ def test_a_file_with_a_mistake(line, said, tmp_path):
 
 def test_where_nothing_can_be_compiled_or_kept(folder, monkeypatch):
     def find():
-        raise ModuleNotFoundError("No module named 'cutlass'")
+        return toolchain._folder("not_installed")
 
-    with pytest.raises(Refused, match=r"the compiler cannot be used \(No module named 'cutlass'\)"):
+    with pytest.raises(Refused, match=r"the compiler cannot be used: .* \(no module named 'not_installed'\)"):
         run("rms_norm 64x256 --gpu h200", find=find)
     with pytest.raises(Refused, match="no compiler here that fits"):
         run("rms_norm 64x256 --gpu h200", find=lambda: toolchain.choose_flavour([13], (11, 8)))

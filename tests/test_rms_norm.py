@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from wrapper_tensor import Wrapper
 
-from quackish import errors, gpu
+from quackish import errors, gpu, toolchain
 from quackish.configs import choose
 from quackish.configs.rms_norm import MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import PortablePathWarning, UnsupportedError
@@ -524,16 +524,14 @@ def test_without_the_compiler(monkeypatch):
     errors._warned.clear()
 
     def kernel_for(kernel, problem, gpu):
-        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+        return toolchain._folder("not_installed")
 
     monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
     monkeypatch.setattr(plans, "kernel_for", kernel_for)
-    missing = "cutlass"
-    with pytest.warns(PortablePathWarning, match=r"^rms_norm: nvidia-cutlass-dsl .*; pip install nvidia"):
+    with pytest.warns(PortablePathWarning, match=r"^nvidia-cutlass-dsl, .*`pip install nvidia-cutlass-dsl` brings it"):
         assert find(FP32_PROBLEM) is None
-    missing = "quackish.kernels.typo"
-    with pytest.raises(ModuleNotFoundError):
-        find(FP32_PROBLEM)
+    with pytest.raises(UnsupportedError, match="no module named 'not_installed'"):
+        find(FP32_PROBLEM, backend="cute")
 
 
 # Layouts: what is read in place, what is copied, which kernel runs --------------------------------------------------

@@ -50,9 +50,8 @@ def test_a_part_is_missing(monkeypatch, anew, missing):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     find_spec = toolchain.importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else find_spec(name))
-    with pytest.raises(ModuleNotFoundError) as caught:
+    with pytest.raises(UnsupportedError, match=f"is not installed .no module named {missing!r}"):
         toolchain.find()
-    assert caught.value.name == missing
     assert toolchain.versions() is None
 
 

@@ -199,11 +199,8 @@ def compiler(
     """What is missing is a problem only where a GPU could run kernels: `expected`."""
     try:
         tools = find()
-    except (ModuleNotFoundError, UnsupportedError) as error:
+    except UnsupportedError as error:
         what, _, to_do = str(error).partition(". ")
-        if isinstance(error, ModuleNotFoundError):
-            wanted = "' '".join(f"{name}>={least},<{below}" for name, (least, below) in SUPPORTED.items() if below)
-            what, to_do = f"the compiler is not installed ({error})", f"`pip install '{wanted}'`."
         if any(map(has_kernels, devices())) if expected is None else expected:
             report.problem(what, to_do)
         else:

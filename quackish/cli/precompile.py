@@ -82,8 +82,8 @@ def _check_here(find: Callable) -> None:
         raise Refused(f"the cache folder {cache.location()} cannot be used: {fault}")
     try:
         find()
-    except (ModuleNotFoundError, UnsupportedError) as error:
-        raise Refused(f"the compiler cannot be used ({error}); `pip install nvidia-cutlass-dsl`") from None
+    except UnsupportedError as error:
+        raise Refused(f"the compiler cannot be used: {error}") from None
 
 
 # What is to be compiled ----------------------------------------------------------------------------------------------

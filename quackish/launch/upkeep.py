@@ -70,7 +70,7 @@ def differs(identity: dict[str, str]) -> str:
         return f"kernel {printable(identity['kernel'])}, here unknown"
     try:
         here = cache.made_with(module)
-    except (ModuleNotFoundError, UnsupportedError) as error:
+    except UnsupportedError as error:
         return f"nvidia-cutlass-dsl {printable(identity.get('nvidia-cutlass-dsl', ''))}, here none ({error})"
     for field in ("cpu", "cuda", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quackish", *here):
         there = identity.get(field, "unknown")

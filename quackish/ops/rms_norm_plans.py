@@ -257,16 +257,9 @@ def find_kernel(
         if rstd_dtype != torch.float32:  # fp64 if an input of forward was
             raise _no_kernel(f"rstd in {names([rstd_dtype])}; supported: float32")
         function, config = kernel_for(name, problem, gpu)
-    except (UnsupportedError, ModuleNotFoundError) as error:
-        if isinstance(error, ModuleNotFoundError):
-            if (error.name or "").partition(".")[0] not in ("cutlass", "cuda", "tvm_ffi"):
-                raise
-            error = UnsupportedError(
-                f"rms_norm: nvidia-cutlass-dsl is not installed ({error}); pip install nvidia-cutlass-dsl, or "
-                'backend="auto" runs the portable path'
-            )
+    except UnsupportedError as error:
         if backend == "cute":
-            raise error from None
+            raise
         if device.type == "cuda":  # elsewhere nobody expected a kernel
             warn_once(str(error))
         return None

@@ -270,7 +270,6 @@ no_kernel_on._dynamo_marked_constant = True
 
 @functools.cache
 def _no_kernel_on(device: torch.device) -> str:
-    end = 'backend="auto" runs the portable path.'
     if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
         kind = "AMD GPUs" if device.type == "cuda" else device.type
         return _no_kernel_for(kind)
@@ -281,8 +280,5 @@ def _no_kernel_on(device: torch.device) -> str:
     try:
         toolchain.find()
     except UnsupportedError as error:
-        return f"linear_cross_entropy: {error} {end}"
-    except ModuleNotFoundError as error:
-        install = "pip install nvidia-cutlass-dsl"
-        return f"linear_cross_entropy: nvidia-cutlass-dsl is not installed ({error}); {install}, or {end}"
+        return f'linear_cross_entropy: {error} backend="auto" runs the portable path.'
     return ""
