@@ -11,13 +11,4 @@ from quackish.launch.compile import Counters, Request, counters, get, observe
 from quackish.launch.cubin import Resources, resources
 from quackish.launch.parallel import prepare
 
-__all__ = [
-    "Counters",
-    "Request",
-    "Resources",
-    "counters",
-    "get",
-    "observe",
-    "prepare",
-    "resources",
-]
+__all__ = ["Counters", "Request", "Resources", "counters", "get", "observe", "prepare", "resources"]

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 from quackish.configs import choose
 from quackish.errors import UnsupportedError, warn_once
-from quackish.ops.modes import (
-    as_plain,
-    functorch_level,
-    is_plain,
-    is_transformed,
-    num_dispatch_modes,
-)
+from quackish.ops.modes import as_plain, functorch_level, is_plain, is_transformed, num_dispatch_modes
 from quackish.ops.rms_norm_checks import check_backward, check_forward, dims
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, plan_for, resolve_eps
 from quackish.reference import rms_norm as reference
@@ -37,15 +31,12 @@ def rms_norm(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Root mean square normalisation over the last dimension, of x or of x + residual.
+    """Root mean square normalization over the last dimension, of x or of x + residual: see docs/rms_norm.md.
 
         res = x + residual,   y = res / sqrt(mean(res^2) + eps) * (weight_offset + weight) + bias
 
-    Sums and everything else between loads and stores are fp32 (fp64 where any input is fp64, on the portable path).
-
     Args:
-        x: (..., n) bf16, fp16, fp32 or fp64. Where the last dimension has stride 1 and the others fold to two levels of
-            strides, as in a slice of a packed qkv buffer, it is read in place; other layouts are copied first.
+        x: (..., n) bf16, fp16, fp32 or fp64, of any strides; most layouts are read in place.
         weight: (n,) any of these dtypes, or None for no scale.
         bias: (n,) any of these dtypes, or None.
         eps: None takes torch.finfo(torch.float32).eps (float64's for fp64 x), as F.rms_norm does.
@@ -54,17 +45,13 @@ def rms_norm(
         out_dtype: y's dtype; None is x's. Autocast changes nothing here.
         backend: "auto" runs a kernel where there is one, and otherwise the portable PyTorch path: silently on CPU, with
             one warning per reason on a GPU. "cute" runs a kernel or raises. "reference" runs the portable path.
-            torch.func transforms and forward-mode AD always run the portable path; so do, with any backend, backward
-            with create_graph=True or is_grads_batched=True.
 
     Returns:
         y: x's shape, contiguous; with a residual (y, res). All arguments that require it get gradients, in their own
-        dtypes; only those are computed. Second derivatives go through the portable path.
+        dtypes. Second derivatives, torch.func and forward-mode AD go through the portable path.
 
-    Promises of the kernels: the same bits on every run for one GPU model, shape, dtype and version; a row of y or of
-    x's gradient does not depend on the number of rows; y has the same bits with and without grad. weight's and bias's
-    gradients are fp32 sums over rows, in an order that depends on shape, dtypes and GPU model alone, rounded once.
-    On every path no input is written, and nothing synchronises with the host.
+    Kernels are deterministic, and a row of y or of x's gradient does not depend on the number of rows. No input is
+    written, and nothing synchronizes with the host.
 
     Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel.
     """
@@ -85,7 +72,7 @@ def rms_norm(
 
 class RmsNormOutput(NamedTuple):
     y: Tensor  # x's shape
-    res: Tensor  # what was normalised: x + residual, or x itself where there was no residual
+    res: Tensor  # what was normalized: x + residual, or x itself where there was no residual
     rstd: Tensor  # (x.numel() // n,) fp32: 1 / sqrt(mean(res^2) + eps) of each row; fp64 where any input is
 
 
@@ -108,10 +95,7 @@ def rms_norm_forward(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> RmsNormOutput:
-    """`rms_norm` without autograd, for people who write their own: (y, res, rstd), all that backward needs.
-
-        y, res, rstd = rms_norm_forward(x, weight)
-        dx, dweight, _, _ = rms_norm_backward(dy, res, weight, rstd)
+    """`rms_norm` without autograd, for people who write their own: (y, res, rstd), all that `rms_norm_backward` needs.
 
     Arguments, promises and errors are those of `rms_norm`.
     """
@@ -149,16 +133,14 @@ def rms_norm_backward(
 
     Args:
         dy: (..., n), the gradient of y.
-        x, rstd: `res` and `rstd` of `rms_norm_forward`: x is what was normalised, x + residual where there was one.
-        weight, weight_offset: as in forward.
+        x, rstd: `res` and `rstd` of `rms_norm_forward`: x is what was normalized, x + residual where there was one.
+        weight, weight_offset, backend: as in forward.
         dres: (..., n), the gradient that arrived at res, or None.
         dx, dweight, dbias, dresidual: which ones to compute. The others are None, as is dweight where weight is None.
         dx_dtype: None is x's. With a residual, give the dtype that forward's x had. dresidual has x's dtype here.
         dbias_dtype: None is weight's, or x's without a weight.
-        backend: as in `rms_norm`.
 
-    Returns RmsNormGrads(dx, dweight, dbias, dresidual). dx and dresidual are one tensor where their dtypes are equal.
-    Promises and errors are those of `rms_norm`.
+    dx and dresidual are one tensor where their dtypes are equal. Promises and errors are those of `rms_norm`.
     """
     dtypes = (
         *_dx_dtypes(dx, dresidual, dx_dtype or x.dtype, x.dtype),
@@ -178,13 +160,12 @@ class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` on `rms_norm`: its arguments and its state dict, and a few arguments more.
 
     Args:
-        normalized_shape: n, or the shape of the last dimensions, which are normalised together.
-        eps: as in `rms_norm`.
+        normalized_shape: n, or the shape of the last dimensions, which are normalized together.
         elementwise_affine: whether there is a weight.
         device, dtype: the parameters'.
         bias: whether there is a bias as well, zero at first.
         weight_offset: as in `rms_norm`; the weight starts at 1 - weight_offset.
-        out_dtype, backend: as in `rms_norm`.
+        eps, out_dtype, backend: as in `rms_norm`.
     """
 
     def __init__(

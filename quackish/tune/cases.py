@@ -14,7 +14,7 @@ from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.gpu import Gpu
 from quackish.ops.cuda import current_stream_of
 from quackish.ops.kernel_for import kernel_for
-from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan
+from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, Plan
 
 Run = Callable[[], tuple[Tensor | None, ...]]  # launches once; returns the results
 Build = Callable[[Any], Run]  # of a config; it compiles, or loads, and launches once
@@ -51,12 +51,7 @@ def _forward(p: RmsNormFwdProblem, sizes: Mapping[str, int], device: torch.devic
     x, residual = _normal(device, p.x_dtype, *shape), _normal(device, p.residual_dtype, *shape)
     weight, bias = _normal(device, p.weight_dtype, p.n), _normal(device, p.bias_dtype, p.n)
 
-    def make() -> Run:
-        plan = ForwardPlan(x, weight, bias, residual, 1e-6, 0.0, _dtype(p.y_dtype), "cute")
-        assert plan.problem == p, (plan.problem, p)
-        return lambda: plan.run(x, weight, bias, residual)
-
-    return make
+    return _norm(ForwardPlan, p, (x, weight, bias, residual), (1e-6, 0.0, _dtype(p.y_dtype)))
 
 
 def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
@@ -65,10 +60,14 @@ def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.devi
     weight, rstd = _normal(device, p.weight_dtype, p.n), x.float().square().mean(-1).rsqrt()
     asked = [_dtype(dtype) for dtype in (p.dx_dtype, p.dresidual_dtype, p.dweight_dtype, p.dbias_dtype)]
 
+    return _norm(BackwardPlan, p, (dy, x, weight, rstd, dres), (0.0, *asked))
+
+
+def _norm(kind: type[Plan], problem: Any, tensors: tuple, options: tuple) -> Callable[[], Run]:
     def make() -> Run:
-        plan = BackwardPlan(dy, x, weight, rstd, dres, 0.0, *asked, "cute")
-        assert plan.problem == p, (plan.problem, p)
-        return lambda: plan.run(dy, x, weight, rstd, dres)
+        plan = kind(*tensors, *options, "cute")
+        assert plan.problem == problem, (plan.problem, problem)
+        return lambda: plan.run(*tensors)
 
     return make
 
