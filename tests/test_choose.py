@@ -14,7 +14,6 @@ from quackish import config, errors, kernels, launch, toolchain
 from quackish.configs import choose, table
 from quackish.configs.choose import FIXED, NAMES, RULES
 from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_smem_bytes, gemm_why_illegal
-from quackish.configs.lce_args import ScatterArgs
 from quackish.configs.rms_norm import (
     MAX_N,
     MAX_N_TWO_SUMS,
@@ -32,7 +31,7 @@ from quackish.gpu import B200, H100, H200
 from quackish.launch import compile
 from quackish.ops import rms_norm_plans
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy.launches import LceKernels, RowState
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.testing.errors import error, same_bits
 from tests import idle_kernels
@@ -374,14 +373,14 @@ def test_what_is_chosen_while_a_block_ends_is_not_kept(launches, monkeypatch):
 def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
     device = torch.device("cpu")
     k = LceKernels(device, H200)
-    e, xs, live = torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(1)
-    out, acc, order = torch.zeros(64, 64), torch.zeros(128, 64), torch.zeros(128, dtype=torch.int32)
+    e = xs = torch.zeros(128, 64, dtype=torch.bfloat16)
+    state, out, factor = RowState.new(xs), torch.zeros(64, 64), torch.ones(1)
 
     def both():
         launches.clear()
-        k.dw(e, xs, live, 0, out, False)
-        k.launch(ScatterArgs(acc, None, order, out, live, 0, 128))
-        k.scale(out, live)
+        k.dw(e, xs, state, 0, out, False)
+        k.launch((), "lce_scatter", 64, torch.float32)
+        k.scale(out, factor)
         return [made.threads if not isinstance(made, GemmConfig) else made.group for _, _, made in launches]
 
     usual = both()

@@ -2,6 +2,7 @@
 ours."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,19 +20,18 @@ from quackish.configs.gemm import (
     num_tail_splits,
     splits_dw_tail,
 )
-from quackish.configs.lce_args import DlogitsArgs, ResidualArgs, RowsOutArgs, ScaledArgs, SoftmaxArgs
+from quackish.configs.lce_args import DlogitsArgs, ResidualArgs, RowsOutArgs, SoftmaxArgs
 from quackish.gpu import B200, H200
 from quackish.ops import cuda
 from quackish.ops.linear_cross_entropy.autograd import kernels_on
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels
+from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels, address, dtype_of
 from quackish.testing.errors import error, same_bits
 from tests.emulated_kernels import NO_SLOT, decode, encode, lce_kernels, with_cut_off
 from tests.variants import check_compiles, some
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN = float("nan")
-LOGITS = "logits", "recompute_flagged"
 
 
 # Compiled -----------------------------------------------------------------------------------------------------------
@@ -138,36 +138,42 @@ class Case:
 
 def _softmax(x, w, bias, class_weight, shift, target, num_live, start, softcap, e, e2, split, sums, wsums, *of_rows):
     target_logit, row_max_bits, flags = of_rows
-    epilogue = SoftmaxArgs(
-        bias, class_weight, shift, target, row_max_bits, flags, sums, target_logit, wsums, softcap, sums.shape[1]
-    )
-    return x, w, ExpLogits(e, split, e2), epilogue, num_live, start
+    vectors = bias, class_weight, shift, target, row_max_bits, flags, sums, target_logit, wsums
+    epilogue = SoftmaxArgs(*map(address, vectors), softcap, sums.shape[1])
+    return x, w, ExpLogits(e, split, e2), epilogue, dtype_of(bias), state_of(num_live), start
 
 
 def _dlogits(x, w, bias, coefs, target, num_live, start, class_weight, softcap, smoothing, v0, out):
-    return x, w, out, DlogitsArgs(bias, class_weight, coefs, target, softcap, v0), smoothing, num_live, start
+    epilogue = DlogitsArgs(*map(address, (bias, class_weight, coefs, target)), softcap, v0)
+    return x, w, out, epilogue, dtype_of(bias), smoothing, state_of(num_live), start
 
 
 def _dx(e, e2, split, w, row_scale, order, num_live, start, out, accumulate):
-    epilogue = None if order is None else RowsOutArgs(row_scale, order)
-    return ExpLogits(e, split, e2), w, num_live, start, out, accumulate, None, epilogue
+    epilogue = None if order is None else RowsOutArgs(row_scale.data_ptr(), order.data_ptr())
+    return ExpLogits(e, split, e2), w, state_of(num_live), start, out, accumulate, False, epilogue
 
 
-def _dw(e, x, num_live, start, out, accumulate, tickets=None, slots=None, residual=None, factor=None):
-    epilogue = None if factor is None else ScaledArgs(factor)
-    if slots is not None:
-        epilogue = ResidualArgs(slots, residual)
-    return e, x, num_live, start, out, accumulate, tickets, epilogue
+def _dw(e, x, num_live, start, out, accumulate, slots=None, residual=None, factor=None):
+    kept = None if slots is None else ResidualArgs(slots.data_ptr(), residual.data_ptr())
+    return e, x, state_of(num_live), start, out, accumulate, False, factor, kept
 
 
-ARGUMENTS = dict(logits=_softmax, recompute_flagged=_softmax, dlogits=_dlogits, dx=_dx, dw=_dw)
+ARGUMENTS = dict(logits=_softmax, dlogits=_dlogits, dx=_dx, dw=_dw)
+
+
+def state_of(num_live):
+    """What GEMMs take of a RowState; `memory` are the tickets."""
+    tickets = torch.zeros(NUM_TICKETS, dtype=torch.int32, device=num_live.device)
+    return SimpleNamespace(num_live=num_live.data_ptr(), tickets=tickets.data_ptr(), memory=tickets)
 
 
 def launch_all(k, names, args):
     """The arguments after launches of these names; arguments that are views of one another must not be given."""
     args = [_copy(a, k.device) if isinstance(a, torch.Tensor) else a for a in args]
     for name in names:
-        getattr(k, name)(*ARGUMENTS[name](*args))
+        given = ARGUMENTS[name](*args)
+        getattr(k, name)(*given)
+        assert not any(a.memory.any() for a in given if isinstance(a, SimpleNamespace))
     return [_copy(a, "cpu") if isinstance(a, torch.Tensor) else a for a in args]
 
 
@@ -233,9 +239,9 @@ def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weighted=F
 E, E2, SUM, WSUM, ZT, TOP, FLAGS = 9, 10, 12, 13, 14, 15, 16  # of these arguments
 
 
-def softmax(c, k=None, names=LOGITS, **given):
+def softmax(c, k=None, **given):
     k = k or ours()
-    return launch_all(k, names, softmax_args(c, k=k, **given))
+    return launch_all(k, ["logits"], softmax_args(c, k=k, **given))
 
 
 @on_launchers
@@ -357,7 +363,7 @@ def test_dw(shape, out, accumulate, factor, path):
         c.e[c.live :] = 0
     dw = torch.randn(c.v, c.h) if accumulate else torch.full((c.v, c.h), NAN, dtype=out)
     factor = None if factor is None else torch.tensor([factor])
-    args = c.e, c.x, c.num_live, c.start, dw, accumulate, None, None, None, factor
+    args = c.e, c.x, c.num_live, c.start, dw, accumulate, None, None, factor
     got, truth = (args[4] for args in both("dw", *args, k=path.kernels))
     assert close(got, truth, 1e-5 if out == FP32 else 0.008 if path.is_cublas else 0.004)
 
@@ -382,7 +388,10 @@ def test_one_row_is_done_again_wherever_it_is(row):
 @pytest.mark.gpu
 def test_recompute_flagged_leaves_all_alone_without_flags():
     c = Case()
-    got = softmax(c, names=["recompute_flagged"])
+    k = ours()
+    multiply = k._multiply
+    k._multiply = lambda *args, wave_sync: None if wave_sync else multiply(*args, wave_sync=False)
+    got = softmax(c, k)
     assert got[E].isnan().all()
     assert got[SUM].isnan().all()
 
@@ -394,10 +403,10 @@ def test_dw_keeps_what_rounding_takes(shape):
     places = torch.full((c.v,), NO_SLOT, dtype=torch.int32)
     places[::3] = torch.randperm(len(places[::3])).int()
     dw, rest = torch.full((c.v, c.h), NAN, dtype=BF16), torch.full((len(places[::3]) + 1, c.h), 77, dtype=torch.int16)
-    got, truth = both("dw", c.e, c.x, c.num_live, c.start, dw, False, None, places, rest)
+    got, truth = both("dw", c.e, c.x, c.num_live, c.start, dw, False, places, rest)
     exact = c.e[: c.live].double().T @ c.x[: c.live].double()
     for args in got, truth:
-        rounded, kept = args[4], args[8]
+        rounded, kept = args[4], args[7]
         assert close(with_cut_off(rounded[::3], kept[places[::3].long()]).double(), exact[::3], 2e-5)
         assert close(rounded, exact, 0.004)
         assert (kept[-1] == 77).all()
@@ -412,9 +421,9 @@ def test_dw_cuts_off_what_rounding_takes_in_ties_and_at_the_ends():
     dw, rest = torch.zeros(8, 16, dtype=BF16), torch.zeros(8, 16, dtype=torch.int16)
     num_live = torch.tensor([2], dtype=torch.int32)
     want = x.float().sum(0)
-    for args in both("dw", e, x, num_live, 0, dw, False, None, places, rest):
+    for args in both("dw", e, x, num_live, 0, dw, False, places, rest):
         assert same_bits(args[4][0], want.to(BF16))
-        assert torch.allclose(with_cut_off(args[4], args[8]), want.expand(8, 16), rtol=2**-23, atol=0)
+        assert torch.allclose(with_cut_off(args[4], args[7]), want.expand(8, 16), rtol=2**-23, atol=0)
 
 
 COOPERATIVE = dict(pingpong=False, num_stages=4)
@@ -478,7 +487,7 @@ def test_dw_has_the_same_bits_however_tiles_are_shared(v, places, m):
         at = torch.arange(v, dtype=torch.int32)
         at, rest = torch.where(at % 50 == 0, at // 50, NO_SLOT), torch.zeros(-(-v // 50), c.h, dtype=torch.int16)
         given = at, rest
-    args = c.e, c.x, c.num_live, 0, torch.full((c.v, c.h), NAN, dtype=BF16), False, None, *given
+    args = c.e, c.x, c.num_live, 0, torch.full((c.v, c.h), NAN, dtype=BF16), False, *given
     got, truth = both("dw", *args)
     assert close(got[4], truth[4], 0.004)
     wide = COOPERATIVE | dict(tile_m=128, tile_n=256)
@@ -486,7 +495,7 @@ def test_dw_has_the_same_bits_however_tiles_are_shared(v, places, m):
         with config(lce_dw=tile):
             other = launch_all(ours(), ["dw"], args)
         assert same_bits(got[4], other[4])
-        assert not places or same_bits(got[8], other[8])
+        assert not places or same_bits(got[7], other[7])
     if not places:  # summed in fp32
         for accumulate in (False, True):
             args = c.e, c.x, c.num_live, 0, torch.randn(c.v, c.h), accumulate
@@ -556,7 +565,7 @@ def test_clusters_share_the_tiles_of_the_tail(shape, split, monkeypatch):
     scale = torch.rand(m, generator=make, device="cuda")
     order = torch.randperm(m + start, generator=make, device="cuda").int()
     num_live = torch.tensor([live + start], dtype=torch.int32, device="cuda")
-    tickets = torch.zeros(NUM_TICKETS, dtype=torch.int32, device="cuda")
+    state = state_of(num_live)
     k = LceKernels(torch.device("cuda", torch.cuda.current_device()))
 
     def run():
@@ -564,10 +573,10 @@ def test_clusters_share_the_tiles_of_the_tail(shape, split, monkeypatch):
         dx = torch.full((m + start, h), NAN, dtype=BF16, device="cuda")
         dw, total = torch.full((v, h), NAN, dtype=BF16, device="cuda"), torch.ones(v, h, device="cuda")
         exp_logits = ExpLogits(e[:, :128].contiguous(), 128, e[:, 128:]) if split else ExpLogits(e)
-        k.dx(exp_logits, w, num_live, start, dx, False, tickets, RowsOutArgs(scale, order))
-        k.dw(e, x, num_live, start, dw, False, tickets)
-        k.dw(e, x, num_live, start, total, True, tickets)
-        assert not tickets.any()
+        k.dx(exp_logits, w, state, start, dx, False, True, RowsOutArgs(scale.data_ptr(), order.data_ptr()))
+        k.dw(e, x, state, start, dw, False, True)
+        k.dw(e, x, state, start, total, True, True)
+        assert not state.memory.any()
         return dx, dw, total
 
     dx, dw, total = run()

@@ -28,7 +28,7 @@ from quackish.configs.lce_rows import (
     lce_bias_config,
     lce_gather_config,
 )
-from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy.launches import LceKernels, dtype_of
 from quackish.ops.linear_cross_entropy.schedules import order_by_class
 from quackish.reference import linear_cross_entropy as reference
 from quackish.testing.errors import same_bits
@@ -161,10 +161,18 @@ def close(got, want, rtol=1e-6, atol=0.0):
 # compact ---
 
 
+def launch(lce, args, name, *fields):
+    lce.launch(type(args)(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]), name, *fields)
+
+
+def state_of(**tensors):
+    return SimpleNamespace(**{name: t.data_ptr() for name, t in tensors.items()})
+
+
 def compact(lce, target, class_weight=None, num_items=None, ignore_index=-100, v=100, mean=True):
     order, num_live, inverse = poisoned(target.shape[0], dtype=torch.int32), poisoned(1, dtype=torch.int32), poisoned(1)
     tickets = poisoned(NUM_TICKETS, dtype=torch.int32)
-    state = SimpleNamespace(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
+    state = state_of(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
     lce.compact(target, class_weight, num_items, ignore_index, v, mean, state)
     return order, num_live, inverse, tickets
 
@@ -233,7 +241,9 @@ def gather(lce, x, w, target, order, num_live, start, rows, bias=None, softcap=N
         lse=poisoned(m) if rows_out else None,
     )
     of_call = x.stride(0), softcap or 0.0, start, rows, w.shape[0]
-    lce.launch(GatherArgs(x, w, bias, target, order, num_live, *out.values(), *of_call))
+    aligned = (x.data_ptr() | x.stride(0) * 2) % 16 == 0
+    problem = h, x.dtype, target.dtype, dtype_of(bias), dx_dtype, of_call[1] > 0, rows_out, aligned
+    launch(lce, GatherArgs(x, w, bias, target, order, num_live, *out.values(), *of_call), "lce_gather", *problem)
     return out
 
 
@@ -330,10 +340,11 @@ def test_gather_waits_for_compact(lce):
         live_x, slot_target, row_shift = poisoned(m, 8, dtype=BF16), poisoned(m, dtype=torch.int32), poisoned(m)
         row_max_bits, flags = poisoned(m, dtype=torch.int32), poisoned(1 + m // 128, dtype=torch.int32)
         torch.cuda._sleep(5_000_000)  # both are queued before either runs
-        state = SimpleNamespace(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
+        state = state_of(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
         out = live_x, slot_target, row_shift, row_max_bits, flags, None, None, None
         lce.compact(target, None, None, -100, v, False, state)
-        lce.launch(GatherArgs(x, w, None, target, order, num_live, *out, x.stride(0), 0.0, 0, m, v))
+        args = GatherArgs(x, w, None, target, order, num_live, *out, x.stride(0), 0.0, 0, m, v)
+        launch(lce, args, "lce_gather", 8, BF16, target.dtype, None, None, False, False, True)
         assert torch.equal(slot_target[:live], target[rows[:live]].int())
         assert same_bits(live_x[:live], x[rows[:live]])
         assert (slot_target[live:] == -1).all()
@@ -412,7 +423,14 @@ class Chunk:
             args |= dict(exp_logits2_stride=0 if e2 is None else e2.stride(0))
         if grads == "coefs":
             args |= dict(coefs=self.coefs)
-        lce.launch(RowsArgs(**args | given))
+        args = RowsArgs(**args | given)
+        launch(
+            lce, args, "lce_rows", stats, grads, 0 if args.live_x is None else args.live_x.shape[1],
+            dtype_of(args.live_x), dtype_of(args.class_weight), label_smoothing > 0,
+            grads == "scale" and args.softcap > 0,
+            "one" if args.grad_loss is None else "rows" if args.grad_loss.dim() else "scalar",
+            args.grad_lse is not None, args.exp_logits2 is not None, places is not None,
+        )  # fmt: skip
 
     def truth(self, label_smoothing=0.0, z_loss=0.0, g=1.0, grad_lse=None):
         """loss, lse, (coef_softmax, coef_target, coef_smooth) of the live rows, in fp64."""
@@ -626,14 +644,15 @@ def launch_sort(lce, args, places=None, index=None):
     v = e.shape[1] if e2 is None else v_split + e2.shape[1]
     strides = e.stride(0), 0 if e2 is None else e2.stride(0)
     of_call = v, start, slot_target.shape[0]
-    lce.launch(
-        SortArgs(slot_target, order, num_live, row_scale, e, e2, *strides, v_split, *outs, places, index, *of_call)
-    )
+    args = SortArgs(slot_target, order, num_live, row_scale, e, e2, *strides, v_split, *outs, places, index, *of_call)
+    launch(lce, args, "lce_sort", e2 is not None, places is not None, index is not None)
 
 
 def launch_targets(lce, x, sorted_target, sorted_row, sorted_grad, num_live, start, v0, dw, residual=None):
     of_call = x.stride(0), v0, v0 + dw.shape[0], start, sorted_target.shape[0]
-    lce.launch(TargetsArgs(x, sorted_target, sorted_row, sorted_grad, num_live, dw, residual, *of_call))
+    args = TargetsArgs(x, sorted_target, sorted_row, sorted_grad, num_live, dw, residual, *of_call)
+    aligned = (x.data_ptr() | x.stride(0) * 2) % 16 == 0
+    launch(lce, args, "lce_targets", x.shape[1], x.dtype, dw.dtype, aligned, residual is not None)
 
 
 @pytest.mark.gpu
@@ -739,7 +758,8 @@ def test_bias_sum(lce, rows, live, n):
         num_live = torch.tensor([live + 17], dtype=torch.int32, device="cuda")
         db = random(n, seed=2) if accumulate else poisoned(n)
         before = db.double()
-        lce.launch(BiasArgs(e, row_scale if scaled else None, db, num_live, ld, 17, rows, n), accumulate)
+        args = BiasArgs(e, row_scale if scaled else None, db, num_live, ld, 17, rows, n)
+        launch(lce, args, "lce_bias", dtype, scaled, accumulate, n >= WIDE_BIAS)
         terms = e[:live, :n].double()
         if scaled:
             terms = terms * row_scale[:live, None].double()
@@ -756,7 +776,8 @@ def test_bias_sum_beyond_2_to_the_31_elements_and_its_bits(lce):
     results = []
     for _ in range(5):
         db = poisoned(136)
-        lce.launch(BiasArgs(e[:, 64:200], None, db, num_live, ld, 0, rows, 136), False)
+        args = BiasArgs(e[:, 64:200], None, db, num_live, ld, 0, rows, 136)
+        launch(lce, args, "lce_bias", BF16, False, False, False)
         results.append(db)
     close(results[0], e[:, 64:200].double().sum(0), 1e-5, 1e-3)
     assert all(same_bits(db, results[0]) for db in results)
@@ -770,7 +791,7 @@ def test_scatter(lce, h, dtype):
     order, num_live = order_of(targets(m, 10, 0.4))
     for start, rows in ((0, 300), (0, 1), (64, 128), (250, 50)):
         acc, dx = random(rows, h), poisoned(m, h, dtype=dtype)
-        lce.launch(ScatterArgs(acc, None, order, dx, num_live, start, rows))
+        launch(lce, ScatterArgs(acc, None, order, dx, num_live, start, rows), "lce_scatter", h, dtype)
         live = min(max(int(num_live) - start, 0), rows)
         want = poisoned(m, h, dtype=dtype)
         want[order[start : start + live].long()] = acc[:live].to(dtype)

@@ -190,7 +190,7 @@ def test_e_in_two_buffers_is_done_again_in_both(limits, path):
     x, w, target = hard_rows(BF16, path.device)
     x, target = x[:16].detach().requires_grad_(), target[:16]  # few rows: E lies in the weight gradient as well
     path.check(x, w, target, dict(reduction="sum"), schedule="chunked")
-    assert path.calls["logits"] == path.calls["recompute_flagged"] == 1
+    assert path.calls["logits"] == 1
     assert path.calls["dw"] == 2
 
 
@@ -256,7 +256,7 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
         loss = path.call(x, w, target, schedule=schedule, chunk_size=128, **kw)
         assert loss.requires_grad == any(wants)
         if not any(wants):
-            each_chunk = dict.fromkeys(("GatherArgs", "logits", "recompute_flagged", "RowsArgs"), chunks)
+            each_chunk = dict.fromkeys(("GatherArgs", "logits", "RowsArgs"), chunks)
             assert path.calls == {"compact": 1, **each_chunk}
             continue
         loss.sum().backward()
@@ -264,7 +264,7 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
         times = {"chunked": chunks, "stored": 1, "recompute": 1}[ran]  # one block of classes
         dx_in_forward = ran == "recompute" and e_route and reduction == "mean"
         calls = path.calls
-        assert calls["logits"] == calls["recompute_flagged"] == (1 if ran == "stored" else chunks)
+        assert calls["logits"] == (1 if ran == "stored" else chunks)
         if dx_in_forward and wants[1]:
             times = chunks
         assert calls["dlogits"] == (times if ran == "recompute" and any(wants[dx_in_forward:]) else 0)
@@ -294,9 +294,9 @@ def test_grad_weight_out_is_added_to_in_the_gemm(path):
     buffer = torch.zeros(w.shape, **path.here)
     seen = []
     dw = path.kernels.dw
-    path.kernels.dw = lambda e, xs, num_live, start, out, add, *more: (
+    path.kernels.dw = lambda e, xs, state, start, out, add, *more: (
         seen.append((out.data_ptr(), add)),
-        dw(e, xs, num_live, start, out, add, *more),
+        dw(e, xs, state, start, out, add, *more),
     )
     for schedule in ("auto", "recompute"):
         path.call(x, w, target, grad_weight_out=buffer, schedule=schedule).backward()

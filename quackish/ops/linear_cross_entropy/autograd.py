@@ -106,6 +106,12 @@ def loss_of(out: Forward, plan: KernelPlan, target: Tensor) -> Tensor:
     return _shaped(out.loss, target.shape) if plan.reduction == "none" else out.loss.sum()
 
 
+def lse_of(call: Call, target: Tensor) -> Tensor:
+    """A copy: users may write to theirs."""
+    state = call.state
+    return _shaped(state.tensor(state.lse, call.m, torch.float32).clone(), target.shape)
+
+
 def incoming(plan: KernelPlan, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Call.grad_loss and Call.grad_lse from what arrives in backward: at least one."""
     if grad_lse is not None:
@@ -137,7 +143,7 @@ def run(inputs: Inputs, plan: KernelPlan, return_lse: bool, eager: bool, k=None)
     with torch.no_grad():
         call = call_of(inputs, plan, k)
         out = schedules.forward(call, _NONE)
-        return loss_of(out, plan, inputs.target), _shaped(call.state.lse, inputs.target.shape)
+        return loss_of(out, plan, inputs.target), lse_of(call, inputs.target) if return_lse else None
 
 
 def _shaped(t: Tensor, shape: torch.Size) -> Tensor:
@@ -157,15 +163,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         call = call_of(inputs, plan, k)
         out, state = schedules.forward(call, needed), call.state
         loss = loss_of(out, plan, inputs.target)
-        if return_lse:  # users may write to theirs
-            lse, state = _shaped(state.lse, inputs.target.shape), state._replace(lse=state.lse.clone())
         number, items = (None, items) if isinstance(items, Tensor) else (items, None)
         ctx.save_for_backward(*tensors, items, out.live_x, out.exp_logits)
         ctx.made = Forward(None, out.grads, dw=out.dw, classes=out.classes)
         # dw_out is not saved: another graph's backward may add to it first, which is no error here.
         ctx.kept = k, plan, needed, state, number, dw_out, input.shape, _dtypes(inputs)
         ctx.set_materialize_grads(False)
-        return (loss, lse) if return_lse else loss
+        return (loss, lse_of(call, inputs.target)) if return_lse else loss
 
     @staticmethod
     def backward(ctx, grad_loss, grad_lse=None):
@@ -189,7 +193,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             inputs = Inputs(*tensors, number if items is None else items, dw_out)
             # without gradients: those not used make room for what follows
             kept = Forward(None, Grads(), live_x, _scratch_of(exp_logits), kept.dw, kept.classes)
-            call = call_of(inputs, plan, k, _own(state), grad_loss, grad_lse)
+            call = call_of(inputs, plan, k, _own(state, inputs.target.numel()), grad_loss, grad_lse)
             grads = grads.and_also(schedules.backward(call, kept, needed))
         return *_as_inputs(grads, dtypes, shape), None, None, None, None
 
@@ -209,13 +213,13 @@ def _scratch_of(saved: Tensor | None) -> Tensor | None:
     return padded(saved, *saved.shape, saved.dtype).copy_(saved)
 
 
-def _own(state: RowState) -> RowState:
+def _own(state: RowState, m: int) -> RowState:
     """With tickets of its own if another backward may run at the same time, as in `_scratch_of`."""
     if not _is_graph_kept():
         return state
     memory = state.memory.clone()
     memory[:NUM_TICKETS] = 0
-    return RowState.of(state.lse, memory)
+    return RowState.of(memory, m)
 
 
 _is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph
@@ -248,14 +252,14 @@ _CALL = (  # Inputs, KernelPlan, and which of input, linear_weight and linear_bi
     "ScalarType compute_dtype, str schedule, SymInt chunk_rows, bool dx_in_forward, bool dw_in_chunks, bool[] needs"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
-_STATE = "Tensor lse, Tensor row_state"  # lse in target's shape, RowState.memory
 _lib.define(
-    f"linear_cross_entropy_kernels_fwd({_CALL}) -> (Tensor loss, {_STATE}, {_GRADS}, Tensor live_x, Tensor exp_logits)",
+    f"linear_cross_entropy_kernels_fwd({_CALL}) -> (Tensor loss, Tensor lse, Tensor row_state, {_GRADS}, "
+    "Tensor live_x, Tensor exp_logits)",
     tags=_TAGS,
 )
 # Backward overwrites `exp_logits` unless it is read again, see `_scratch_of`; no other operator ever reads it.
 _lib.define(
-    f"linear_cross_entropy_kernels_bwd(Tensor? grad_loss, Tensor? grad_lse, {_STATE}, Tensor? live_x, "
+    f"linear_cross_entropy_kernels_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor row_state, Tensor? live_x, "
     f"Tensor? exp_logits, {_CALL}) -> ({_GRADS})",
     tags=_TAGS,
 )
@@ -284,13 +288,14 @@ def _fwd_impl(*args):
     inputs, plan, needed = _parse(args)
     call = call_of(inputs, plan, kernels_of(inputs.input.device))
     out, state = schedules.forward(call, needed, may_begin=False), call.state
-    loss, lse = loss_of(out, plan, inputs.target), state.lse.view(inputs.target.shape)
+    loss, lse = loss_of(out, plan, inputs.target), lse_of(call, inputs.target)
     return loss, lse, state.memory, *out.grads, out.live_x, out.exp_logits
 
 
-def _bwd_impl(grad_loss, grad_lse, lse, row_state, live_x, exp_logits, *args):
+def _bwd_impl(grad_loss, grad_lse, row_state, live_x, exp_logits, *args):
     inputs, plan, needed = _parse(args)
-    k, state = kernels_of(inputs.input.device), _own(RowState.of(lse.view(-1), row_state))
+    m = inputs.target.numel()
+    k, state = kernels_of(inputs.input.device), _own(RowState.of(row_state, m), m)
     call = call_of(inputs._replace(grad_weight_out=None), plan, k, state, *incoming(plan, grad_loss, grad_lse))
     return tuple(schedules.backward(call, Forward(None, Grads(), live_x, _scratch_of(exp_logits)), needed))
 
@@ -324,7 +329,7 @@ def _fwd_fake(*args):
     return loss, loss.new_empty(target.shape), row_state, *grads, live_x, exp_logits
 
 
-def _bwd_fake(grad_loss, grad_lse, lse, row_state, live_x, exp_logits, *args):
+def _bwd_fake(grad_loss, grad_lse, row_state, live_x, exp_logits, *args):
     inputs, _, needed = _parse(args)
     return _fake_grads(inputs, needed)
 
@@ -356,8 +361,8 @@ for _op, _impl, _fake in (
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.grad_weight_out = inputs[:7]
     ctx.args = inputs[7:]
-    _, *kept = output
-    ctx.mark_non_differentiable(*(t for t in kept[1:] if t is not None))
+    kept = output[2:]
+    ctx.mark_non_differentiable(*(t for t in kept if t is not None))
     ctx.save_for_backward(*tensors, *kept)
     ctx.set_materialize_grads(False)
 
@@ -367,7 +372,7 @@ def _op_backward(ctx, grad_loss, grad_lse, *_):
         raise RuntimeError(_NO_SECOND_DERIVATIVES)
     if grad_loss is None and grad_lse is None:
         return (None,) * 18
-    *given, lse, row_state, dx, dw, db, live_x, exp_logits = ctx.saved_tensors
+    *given, row_state, dx, dw, db, live_x, exp_logits = ctx.saved_tensors
     needs = ctx.args[-1]
     dw_out = ctx.grad_weight_out if needs[1] else None
     inputs = Inputs(*given, dw_out)
@@ -375,7 +380,7 @@ def _op_backward(ctx, grad_loss, grad_lse, *_):
     grads = Grads(*(None if g is None else _scaled_op(g, grad_loss) for g in ready))
     missing = [need and g is None for need, g in zip(needs, ready, strict=True)]
     if any(missing):
-        kept = lse, row_state, live_x, exp_logits
+        kept = row_state, live_x, exp_logits
         grads = grads.and_also(Grads(*_bwd_op(grad_loss, grad_lse, *kept, *inputs, *ctx.args[:-1], missing)))
     if dw_out is not None:
         dw_out.add_(grads.dw)

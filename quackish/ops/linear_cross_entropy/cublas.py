@@ -12,14 +12,10 @@ from torch import Tensor
 from quackish.configs.lce_args import ClearArgs, ExpArgs, RescaleArgs, ScatterArgs
 from quackish.configs.lce_cublas import (
     TILE_N,
-    LceClearProblem,
-    LceExpProblem,
-    LceRescaleProblem,
     logit_columns,
     product_rows,
 )
-from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy.launches import ExpLogits, RowKernels, Vector, addresses
+from quackish.ops.linear_cross_entropy.launches import ExpLogits, RowKernels, address, dtype_of
 from quackish.ops.linear_cross_entropy.portable import addmm, mm
 
 
@@ -33,48 +29,48 @@ class CublasKernels(RowKernels):
     keeps_residual = False
 
     def num_tiles(self, v: int) -> int:
-        """Twice the tiles: the sums are followed by their shifts, and after `recompute_flagged` by zeros."""
+        """Twice the tiles: the sums are followed by their shifts, and in the end by zeros."""
         return 2 * _ceil_div(v, TILE_N)
 
-    def logits(self, live_x, w, out, epilogue, num_live, start) -> None:
-        """A tile with a logit far above row_shift uses its own maximum, so that nothing overflows."""
-        a, rows = epilogue, live_x.shape[0]
-        kernel = self._exp("softmax", out.first, a.bias, a.softcap, a.part_wsum is not None, a.class_weight)
-        for part, v0, v1 in out.blocks(w.shape[0]):
+    def logits(self, live_x, w, out, epilogue, bias, state, start) -> None:
+        """A tile with a logit far above row_shift uses its own maximum, so that nothing overflows.
+
+        No GEMM for flagged rows: another kernel multiplies their exp_logits and sums by
+        exp(their tile's shift - decode(row_max_bits)).
+        """
+        a, rows, tiles = epilogue, live_x.shape[0], epilogue.tiles // 2
+        weighted, blocks = a.class_weight is not None, out.blocks(w.shape[0])
+        problem = "softmax", dtype_of(out.first), bias, a.softcap > 0, a.part_wsum is not None, weighted
+        for block, v0, v1 in blocks:
             for c0, c1, z in _products(live_x, w[v0:v1]):
                 first = v0 + c0
                 args = ExpArgs(
-                    z, _from(part, c0, 1), _from(a.bias, first), _from(a.class_weight, first), a.slot_target, num_live,
-                    a.row_shift, a.row_max_bits, a.flags, a.part_sum, a.part_wsum, a.target_logit, first // TILE_N,
-                    a.tiles // 2, None, z.stride(0), 0 if part is None else part.stride(0), a.softcap, first, start,
-                    rows, c1 - c0,
+                    z.data_ptr(), _from(address(block), c0, live_x.dtype), _from(a.bias, first, bias),
+                    _from(a.class_weight, first), a.slot_target, state.num_live, a.row_shift, a.row_max_bits, a.flags,
+                    a.part_sum, a.part_wsum, a.target_logit, first // TILE_N, tiles, None, z.stride(0),
+                    0 if block is None else block.stride(0), a.softcap, first, start, rows, c1 - c0,
                 )  # fmt: skip
-                kernel.launch(addresses(args), self.stream())
-
-    def recompute_flagged(self, live_x, w, out, epilogue, num_live, start) -> None:
-        """No GEMM: multiplies exp_logits and sums of flagged rows by exp(their tile's shift - decode(row_max_bits))."""
-        a, stored = epilogue, out.first is not None
-        kernel = self._kernel("lce_rescale", LceRescaleProblem, stored)
-        for part, v0, v1 in out.blocks(w.shape[0]):
+                self.launch(args, "lce_exp", *problem)
+        for block, v0, v1 in blocks:
             args = RescaleArgs(
-                part, a.part_sum, a.row_max_bits, a.flags, num_live, part.stride(0) if stored else 0, v0 // TILE_N,
-                a.tiles // 2, start, live_x.shape[0], v1 - v0,
+                address(block), a.part_sum, a.row_max_bits, a.flags, state.num_live,
+                0 if block is None else block.stride(0), v0 // TILE_N, tiles, start, rows, v1 - v0,
             )  # fmt: skip
-            kernel.launch(addresses(args), self.stream())
+            self.launch(args, "lce_rescale", block is not None)
 
-    def dlogits(self, live_x, w, out, epilogue, smoothing, num_live, start) -> None:
+    def dlogits(self, live_x, w, out, epilogue, bias, smoothing, state, start) -> None:
         a = epilogue
-        kernel = self._exp("dlogits", out, a.bias, a.softcap, smoothing, a.class_weight)
+        problem = "dlogits", out.dtype, bias, a.softcap > 0, smoothing, a.class_weight is not None
         for c0, c1, z in _products(live_x, w):
             first = a.v0 + c0
             args = ExpArgs(
-                z, _from(out, c0, 1), _from(a.bias, c0), _from(a.class_weight, first), a.slot_target, num_live,
-                *(None,) * 6, 0, 0, a.coefs, z.stride(0), out.stride(0), a.softcap, first, start, live_x.shape[0],
-                c1 - c0,
+                z.data_ptr(), _from(out.data_ptr(), c0, out.dtype), _from(a.bias, c0, bias),
+                _from(a.class_weight, first), a.slot_target, state.num_live, *(None,) * 6, 0, 0, a.coefs, z.stride(0),
+                out.stride(0), a.softcap, first, start, live_x.shape[0], c1 - c0,
             )  # fmt: skip
-            kernel.launch(addresses(args), self.stream())
+            self.launch(args, "lce_exp", *problem)
 
-    def dx(self, e, w, num_live, start, out, accumulate=False, tickets=None, epilogue=None) -> None:
+    def dx(self, e, w, state, start, out, accumulate=False, split_tail=False, epilogue=None) -> None:
         """Without epilogue, all rows are written."""
         if epilogue is None:
             return _times_w(e, w, out, accumulate)
@@ -86,37 +82,32 @@ class CublasKernels(RowKernels):
             acc = products[: r1 - r0]
             part = ExpLogits(e.first[r0:r1], e.split, None if e.second is None else e.second[r0:r1])
             _times_w(part, w, acc, False)
-            scale = _rows_from(epilogue.row_scale, r0)
-            self.launch(ScatterArgs(acc, scale, epilogue.order, out, num_live, start + r0, r1 - r0))
+            args = ScatterArgs(
+                acc.data_ptr(), _from(epilogue.row_scale, r0), epilogue.order, out.data_ptr(), state.num_live,
+                start + r0, r1 - r0,
+            )  # fmt: skip
+            self.launch(args, "lce_scatter", h, out.dtype, True)
 
-    def dw(self, e, scaled_x, num_live, start, out, accumulate, tickets=None, epilogue=None) -> None:
+    def dw(self, e, scaled_x, state, start, out, accumulate, split_tail=False, factor=None, residual=None) -> None:
         """A 16-bit out is rounded by cuBLAS, which may also round partial sums if it splits the sum over rows.
 
         `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` governs that, as for any GEMM of PyTorch's.
         """
         rows, h = scaled_x.shape
-        kernel = self._kernel("lce_clear", LceClearProblem, h, scaled_x.dtype)
         # cuBLAS also reads ignored rows, and 0 * NaN would reach every class
-        kernel.launch(addresses(ClearArgs(scaled_x, num_live, start, rows)), self.stream())
-        if epilogue is None:
+        self.launch(ClearArgs(scaled_x.data_ptr(), state.num_live, start, rows), "lce_clear", h, scaled_x.dtype)
+        if factor is None:
             (addmm if accumulate else mm)(e.t(), scaled_x, out)
         else:  # cuBLAS takes factors from the host only
             product = scaled_x.new_empty(out.shape, dtype=torch.float32)
             mm(e.t(), scaled_x, product)
-            product.mul_(epilogue.factor)
+            product.mul_(factor)
             out.add_(product) if accumulate else out.copy_(product)
 
-    def _exp(self, kind, out, bias, softcap, smoothing, class_weight) -> Kernel:
-        dtypes = [None if t is None else t.dtype for t in (out, bias)]
-        return self._kernel("lce_exp", LceExpProblem, kind, *dtypes, softcap > 0, smoothing, class_weight is not None)
 
-
-def _from(t: Tensor | None, first: int, dim: int = 0) -> Tensor | None:
-    return None if t is None else t.narrow(dim, first, t.shape[dim] - first)
-
-
-def _rows_from(v: Vector, first: int) -> Vector:
-    return v[first:] if isinstance(v, Tensor) else v + 4 * first
+def _from(address: int | None, first: int, dtype: torch.dtype | None = torch.float32) -> int | None:
+    """The address of element `first`."""
+    return None if address is None else address + first * dtype.itemsize
 
 
 def _products(live_x: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:

@@ -43,22 +43,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs import lce_args
-from quackish.configs.lce_rows import MOST_ROWS_COUNTED, NO_SLOT
+from quackish.configs.lce_args import (
+    BiasArgs,
+    DlogitsArgs,
+    GatherArgs,
+    ResidualArgs,
+    RowsArgs,
+    RowsOutArgs,
+    ScatterArgs,
+    SoftmaxArgs,
+    SortArgs,
+    TargetsArgs,
+)
+from quackish.configs.lce_rows import MOST_ROWS_COUNTED, NO_SLOT, WIDE_BIAS
 from quackish.configs.linear_cross_entropy import Layout, layout
 from quackish.ops.linear_cross_entropy.launches import (
     F32,
     I32,
     NOT_STORED,
-    Chunk,
     ExpLogits,
     RowKernels,
     RowState,
-    Vector,
+    address,
+    dtype_of,
     inside,
     matrix,
     padded,
     padded_strides,
+    part,
     vector,
 )
 from quackish.ops.modes import check_memory
@@ -100,6 +112,15 @@ class Call(NamedTuple):
     # What arrives in backward; None in forward, whose gradients are those of a loss gradient of 1.
     grad_loss: Tensor | None = None  # 0-dim, or (m,) contiguous; fp32; None is 1
     grad_lse: Tensor | None = None  # (m,) contiguous fp32; None is 0
+
+
+class Chunk(NamedTuple):
+    """Slots [start, start + rows)."""
+
+    start: int
+    rows: int
+    live_x: Tensor | None  # (rows, h): their rows of x
+    exp_logits: ExpLogits
 
 
 class GradsNeeded(NamedTuple):
@@ -216,16 +237,10 @@ def scale_grads(k: RowKernels, made: Forward, factor: Tensor, dw_out: Tensor | N
 def statistics(call: Call, lay: Layout) -> Forward:
     """loss and lse only: the forward of a call without grad, and of `recompute`."""
     loss = begin(call)
-    for start, rows in chunks(call.m, lay.chunk_rows):
-        _statistics_of_chunk(call, start, rows, loss)
+    live_x = new_live_x(call, lay.chunk_rows)
+    for chunk in chunks(call, lay, live_x):
+        run_rows(call, chunk, sums=gather_and_multiply(call, chunk, loss), loss=loss)
     return Forward(loss)
-
-
-def _statistics_of_chunk(call: Call, start: int, rows: int, loss: Tensor) -> None:
-    # A function, as others below: a chunk's buffers are freed before the next chunk allocates.
-    chunk = new_chunk(call, start, rows)
-    sums = gather_and_multiply(call, chunk, loss)
-    run_rows(call, chunk, sums=sums, loss=loss)
 
 
 def chunked(call: Call, lay: Layout, needed: GradsNeeded) -> Forward:
@@ -234,39 +249,36 @@ def chunked(call: Call, lay: Layout, needed: GradsNeeded) -> Forward:
     dw is summed over chunks in fp32. A single chunk has part of exp_logits in dw's storage.
     """
     dw_dtype = F32 if needed.dw and call.m > lay.chunk_rows else needed.dw
-    grads = new_grads(call, GradsNeeded(needed.dx, dw_dtype, needed.db))
-    loss = begin(call)
-    for start, rows in chunks(call.m, lay.chunk_rows):
-        _gradients_of_chunk(call, lay, start, rows, loss, grads)
-    if dw_dtype != needed.dw:
-        grads = grads._replace(dw=grads.dw.to(needed.dw))
-    return Forward(loss, grads)
-
-
-def _gradients_of_chunk(call: Call, lay: Layout, start: int, rows: int, loss: Tensor, grads: Grads) -> None:
-    dw, v, dtype = grads.dw, call.v, call.x.dtype
+    grads = dx, dw, _ = new_grads(call, GradsNeeded(needed.dx, dw_dtype, needed.db))
+    rows, v, dtype = min(lay.chunk_rows, call.m), call.v, call.x.dtype
     if lay.columns:
         first = inside(dw, lay.offset, rows, lay.columns, dtype)
         exp_logits = ExpLogits(first, lay.columns, padded(dw, rows, v - lay.columns, dtype))
     else:
         exp_logits = ExpLogits(padded(call.w, rows, v, dtype), v)
-    chunk = new_chunk(call, start, rows, exp_logits)
-    sums = gather_and_multiply(call, chunk, loss, grads.dx)
-    scaled_x = None if dw is None else chunk.live_x  # in place
-    first_slots = new_first_slots(call, v, None if dw is None else dw.dtype)
-    run_rows(call, chunk, sums=sums, loss=loss, scale=True, scaled_x=scaled_x, first_slots=first_slots)
-    del sums
-    tickets = None if call.plan.dw_in_chunks else call.state.tickets  # dx's GEMM may take scratch
-    multiply_gradients(call, chunk, grads, scaled_x, first_slots, tickets)
+    live_x, first_slots = new_live_x(call, rows), new_first_slots(call, v, dw_dtype)
+    split_tail = not call.plan.dw_in_chunks  # dx's GEMM may take scratch
+    loss = begin(call)
+    for chunk in chunks(call, lay, live_x, exp_logits):
+        scaled_x = None if dw is None else chunk.live_x  # in place
+        # No name for the sums: they make room for the scratch of the gradients.
+        run_rows(
+            call, chunk, sums=gather_and_multiply(call, chunk, loss, dx), loss=loss, scale=True, scaled_x=scaled_x,
+            first_slots=first_slots,
+        )  # fmt: skip
+        multiply_gradients(call, chunk, grads, scaled_x, first_slots, split_tail)
+    if dw_dtype != needed.dw:
+        del live_x, exp_logits, chunk, scaled_x  # makes room for the rounded dw
+        grads = grads._replace(dw=dw.to(needed.dw))
+    return Forward(loss, grads)
 
 
 def stored(call: Call) -> Forward:
     """loss, lse, and exp_logits and the live rows of x for `stored_backward`."""
     loss = begin(call)
     exp_logits = padded(call.w, call.m, call.v, call.w.dtype)
-    chunk = new_chunk(call, 0, call.m, ExpLogits(exp_logits, call.v))
-    sums = gather_and_multiply(call, chunk, loss)
-    run_rows(call, chunk, sums=sums, loss=loss)
+    chunk = Chunk(0, call.m, new_live_x(call, call.m), ExpLogits(exp_logits, call.v))
+    run_rows(call, chunk, sums=gather_and_multiply(call, chunk, loss), loss=loss)
     return Forward(loss, live_x=chunk.live_x, exp_logits=exp_logits)
 
 
@@ -278,15 +290,15 @@ def stored_backward(call: Call, kept: Forward, needed: GradsNeeded) -> Grads:
     m, v, saved, scaled_x, first_slots = call.m, call.v, kept.exp_logits, None, None
     if saved.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed its strides
         saved = padded(call.x, m, v, saved.dtype).copy_(saved)
-    chunk = Chunk.of(call.state, 0, m, kept.live_x if needed.dw else None, ExpLogits(saved, v))
+    chunk = Chunk(0, m, kept.live_x, ExpLogits(saved, v))
     if needed.dw:
-        scaled_x = matrix(call.x, m, call.h, kept.live_x.dtype)
+        scaled_x = new_live_x(call, m)
         first_slots = new_first_slots(call, v, needed.dw) if call.dw_out is None else None
     run_rows(call, chunk, scale=True, scaled_x=scaled_x, first_slots=first_slots)
     grads = new_grads(call, needed, call.dw_out is None)
     if grads.dx is not None:
         grads.dx.zero_()  # ignored rows stay 0
-    multiply_gradients(call, chunk, grads, scaled_x, first_slots, call.state.tickets)
+    multiply_gradients(call, chunk, grads, scaled_x, first_slots, split_tail=True)
     if needed.dw and call.dw_out is not None:
         take_targets(call, chunk, v)
         add_dw(call, saved, scaled_x, call.dw_out, chunk)
@@ -298,27 +310,25 @@ def recompute_forward(call: Call, lay: Layout, needed: GradsNeeded) -> Forward:
 
     exp_logits lie in dw's storage: those of the first classes for all rows, those of the other classes for one chunk.
     """
-    m, h, v, dtype, state = call.m, call.h, call.v, call.x.dtype, call.state
+    m, v, dtype = call.m, call.v, call.x.dtype
     dx, dw, _ = new_grads(call, needed)
-    scaled_x = matrix(call.x, m, h, dtype)
+    scaled_x = new_live_x(call, m)
     first = inside(dw, lay.offset, m, lay.columns, dtype)
     n = v - lay.columns
     others = inside(dw, 0, lay.chunk_rows, padded_strides(n)[0], dtype)[:, :n]
     loss = begin(call)
-    all_rows = Chunk.of(state, 0, m, scaled_x, ExpLogits(first, lay.columns))
-    for start, rows in chunks(m, lay.chunk_rows):
-        part = slice(start, start + rows)
-        exp_logits = ExpLogits(first[part], lay.columns, others[:rows])
-        chunk = Chunk.of(state, start, rows, scaled_x[part], exp_logits)
-        chunk = chunk._replace(row_scale=all_rows.row_scale + F32.itemsize * start)
+    for start, rows in ranges(m, lay.chunk_rows):
+        exp_logits = ExpLogits(part(first, start, start + rows), lay.columns, part(others, 0, rows))
+        chunk = Chunk(start, rows, part(scaled_x, start, start + rows), exp_logits)
         sums = gather_and_multiply(call, chunk, loss, dx)
         run_rows(call, chunk, sums=sums, loss=loss, scale=True, scaled_x=chunk.live_x)
+        del sums
         multiply_gradients(call, chunk, Grads(dx))
-        del sums  # freed before the next chunk allocates
     first_slots = new_first_slots(call, lay.columns, needed.dw)
     if first_slots is not None:
         first_slots.fill_(NO_SLOT)
-    multiply_gradients(call, all_rows, Grads(None, dw[: lay.columns]), scaled_x, first_slots, state.tickets)
+    all_rows = Chunk(0, m, scaled_x, ExpLogits(first, lay.columns))
+    multiply_gradients(call, all_rows, Grads(None, dw[: lay.columns]), scaled_x, first_slots)
     return Forward(loss, Grads(dx), dw=dw, classes=lay.columns)
 
 
@@ -334,7 +344,7 @@ def recompute_backward(call: Call, lay: Layout, kept: Forward, needed: GradsNeed
         dw = kept.dw
     acc = matrix(call.x, m, h, F32) if needed.dx else None
     if dx is None:
-        live_x = matrix(call.x, m, h, dtype)
+        live_x = new_live_x(call, m)
     else:  # dx is written after the last block; until then its storage holds the live rows of x
         live_x = dx.view(-1).view(dtype)[: m * h].view(m, h)
     factor = None
@@ -346,42 +356,42 @@ def recompute_backward(call: Call, lay: Layout, kept: Forward, needed: GradsNeed
     scratch = padded(call.x, m, max(v1 - v0 for v0, v1, offset in lay.blocks if offset is None), dtype)
     for v0, v1, offset in lay.blocks:
         out = scratch[:, : v1 - v0] if offset is None else inside(dw, offset, m, v1 - v0, dtype)
-        _dlogits(call, 0, live_x, coefs, v0, v1, out)
+        write_dlogits(call, 0, live_x, coefs, v0, v1, out)
         if dw is not None:
-            epilogue = None if factor is None else lce_args.ScaledArgs(factor)
-            k.dw(out, live_x, state.num_live, 0, dw[v0:v1], False, state.tickets, epilogue)
+            k.dw(out, live_x, state, 0, dw[v0:v1], False, True, factor)
         elif needed.dw:
             add_dw(call, out, live_x, call.dw_out[v0:v1], factor=factor)
         if db is not None:
             add_bias(call, out, None, 0, db[v0:v1])
         if acc is not None:
-            k.dx(ExpLogits(out), call.w[v0:v1], state.num_live, 0, acc, v0 > 0)
+            k.dx(ExpLogits(out), call.w[v0:v1], state, 0, acc, v0 > 0)
     if factor is not None:
         for grad in (acc, db):
             if grad is not None:
                 k.scale(grad, factor)
     if dx is not None:
         dx.zero_()
-        k.launch(lce_args.ScatterArgs(acc, None, state.order, dx, state.num_live, 0, m))
+        args = ScatterArgs(acc.data_ptr(), None, state.order, dx.data_ptr(), state.num_live, 0, m)
+        k.launch(args, "lce_scatter", h, dx.dtype)
     return Grads(dx, dw, db)
 
 
 def recompute_dw_in_chunks(call: Call, lay: Layout, needed: GradsNeeded) -> Grads:
     """dw and dbias, by blocks of classes and chunks of rows; a block's dw is summed in fp32 and rounded once."""
-    h, v, dtype, num_live, rows = call.h, call.v, call.x.dtype, call.state.num_live, lay.chunk_rows
+    h, v, dtype, rows = call.h, call.v, call.x.dtype, lay.chunk_rows
     _, dw, db = grads = new_grads(call, needed._replace(dx=None))
     coefs = coefficients(call)
     block = lay.dw_block
-    live_x, dlogits = matrix(call.x, rows, h, dtype), padded(call.x, rows, block, dtype)
+    live_x, dlogits = new_live_x(call, rows), padded(call.x, rows, block, dtype)
     dw_sums = matrix(call.x, block, h, F32) if needed.dw != F32 else None
-    for v0, n in chunks(v, block):
+    for v0, n in ranges(v, block):
         v1 = v0 + n
         acc = dw[v0:v1] if dw_sums is None else dw_sums[:n]
-        for start, size in chunks(call.m, rows):
+        for start, size in ranges(call.m, rows):
             x, out = live_x[:size], dlogits[:size, :n]
             gather_again(call, start, x)
-            _dlogits(call, start, x, coefs, v0, v1, out)
-            call.k.dw(out, x, num_live, start, acc, start > 0)
+            write_dlogits(call, start, x, coefs, v0, v1, out)
+            call.k.dw(out, x, call.state, start, acc, start > 0)
             if db is not None:
                 add_bias(call, out, None, start, db[v0:v1])
         if dw_sums is not None:
@@ -411,13 +421,19 @@ def new_grads(call: Call, needed: GradsNeeded, own_dw: bool = True) -> Grads:
     )
 
 
-def chunks(n: int, size: int) -> Iterator[tuple[int, int]]:
-    """(start, size) of each chunk of n."""
+def new_live_x(call: Call, rows: int) -> Tensor:
+    return matrix(call.x, min(rows, call.m), call.h, call.x.dtype)
+
+
+def ranges(n: int, size: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of each part of n, all but the last of the same size."""
     return ((start, min(size, n - start)) for start in range(0, n, size))
 
 
-def new_chunk(call: Call, start: int, rows: int, exp_logits: ExpLogits = NOT_STORED) -> Chunk:
-    return Chunk.of(call.state, start, rows, matrix(call.x, rows, call.h, call.x.dtype), exp_logits)
+def chunks(call: Call, lay: Layout, live_x: Tensor, exp_logits: ExpLogits = NOT_STORED) -> Iterator[Chunk]:
+    """All chunks, one after another in the same buffers."""
+    for start, rows in ranges(call.m, lay.chunk_rows):
+        yield Chunk(start, rows, part(live_x, 0, rows), exp_logits.rows(rows))
 
 
 Sums = tuple[Tensor, Tensor | None]  # (rows, tiles) fp32, over a tile's classes: exponentials; class weight * logit
@@ -425,37 +441,43 @@ Sums = tuple[Tensor, Tensor | None]  # (rows, tiles) fp32, over a tile's classes
 
 def gather_and_multiply(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None = None) -> Sums:
     """Fills chunk.live_x and exp_logits. Zeros loss, lse and dx of the chunk's ignored rows."""
-    k, state, smoothing, tiles = call.k, call.state, call.plan.label_smoothing > 0, call.k.num_tiles(call.v)
-    _gather(call, chunk, dx, loss, state.lse)
+    k, state, smoothing, at = call.k, call.state, call.plan.label_smoothing > 0, 4 * chunk.start
+    _gather(call, chunk.start, chunk.live_x, state.slot_target, state.row_max_bits, dx, loss)
+    tiles = k.num_tiles(call.v)
     part_sum = matrix(call.x, chunk.rows, tiles, F32)
     part_wsum = matrix(call.x, chunk.rows, tiles, F32) if smoothing else None
-    epilogue = lce_args.SoftmaxArgs(
-        call.bias, call.class_weight if smoothing else None, chunk.row_shift, chunk.slot_target, chunk.row_max_bits,
-        chunk.flags, part_sum, chunk.target_logit, part_wsum, call.softcap, tiles,
+    epilogue = SoftmaxArgs(
+        address(call.bias), address(call.class_weight) if smoothing else None, state.row_shift + at,
+        state.slot_target + at, state.row_max_bits + at, state.flags, part_sum.data_ptr(), state.target_logit + at,
+        address(part_wsum), call.softcap, tiles,
     )  # fmt: skip
-    args = chunk.live_x, call.w, chunk.exp_logits, epilogue, state.num_live, chunk.start
-    k.logits(*args)
-    k.recompute_flagged(*args)
+    k.logits(chunk.live_x, call.w, chunk.exp_logits, epilogue, dtype_of(call.bias), state, chunk.start)
     return part_sum, part_wsum
 
 
 def gather_again(call: Call, start: int, live_x: Tensor) -> None:
     """The rows of x of slots `start` and up, in live_x. The kernel's other outputs, known from forward, are dropped."""
-    chunk = Chunk.of(call.state, start, live_x.shape[0], live_x)
-    _gather(call, chunk._replace(slot_target=chunk.sorted_target, row_max_bits=chunk.sorted_row))
+    _gather(call, start, live_x, call.state.sorted_target, call.state.sorted_row)
 
 
-def _gather(call: Call, chunk: Chunk, dx=None, loss=None, lse=None) -> None:
-    args = lce_args.GatherArgs(
-        call.x, call.w, call.bias, call.target, call.state.order, call.state.num_live, chunk.live_x, chunk.slot_target,
-        chunk.row_shift, chunk.row_max_bits, chunk.flags, dx, loss, lse, call.x.stride(0), call.softcap, chunk.start,
-        chunk.rows, call.v,
+def _gather(
+    call: Call, start: int, live_x: Tensor, slot_target: int, row_max_bits: int, dx: Tensor | None = None,
+    loss: Tensor | None = None,
+) -> None:  # fmt: skip
+    x, state, at, stride = call.x, call.state, 4 * start, call.x.stride(0)
+    x_at = x.data_ptr()
+    args = GatherArgs(
+        x_at, call.w.data_ptr(), address(call.bias), call.target.data_ptr(), state.order, state.num_live,
+        live_x.data_ptr(), slot_target + at, state.row_shift + at, row_max_bits + at, state.flags, address(dx),
+        address(loss), None if loss is None else state.lse, stride, call.softcap, start, live_x.shape[0], call.v,
     )  # fmt: skip
-    call.k.launch(args)
+    aligned = not (x_at | stride * 2) & 15  # each row starts on 16 bytes
+    dtypes = x.dtype, call.target.dtype, dtype_of(call.bias), dtype_of(dx)
+    call.k.launch(args, "lce_gather", call.h, *dtypes, call.softcap > 0, loss is not None, aligned)
 
 
 def run_rows(
-    call: Call, chunk: Chunk, *, sums: Sums | None = None, loss: Tensor | None = None, scale: bool = False,
+    call: Call, chunk: Chunk, *, sums: Sums = (None, None), loss: Tensor | None = None, scale: bool = False,
     scaled_x: Tensor | None = None, first_slots: Tensor | None = None, coefs: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Runs `lce_rows` for what is given:
@@ -464,34 +486,42 @@ def run_rows(
     scale: row_scale, the elements of exp_logits at the targets, and scaled_x = row_scale * live_x.
     coefs: the coefficients of dlogits.
     """
-    plan, state = call.plan, call.state
-    exp_logits = chunk.exp_logits if scale else NOT_STORED
-    args = lce_args.RowsArgs(
-        chunk.slot_target, state.order, state.num_live, *(sums or (None, None)),
-        chunk.target_logit if sums or scale else None, chunk.row_max_bits, call.class_weight, call.total_weight, loss,
-        state.lse, chunk.row_sum, call.grad_loss, state.inv_divisor, call.grad_lse, exp_logits.first, exp_logits.second,
-        None if scaled_x is None else chunk.live_x, scaled_x, chunk.row_scale if scale else None, coefs, first_slots,
-        call.softcap, plan.z_loss, plan.label_smoothing, *exp_logits.strides, exp_logits.split, call.v,
-        sums[0].shape[1] if sums else 0, chunk.start, chunk.rows,
+    plan, state, at, (part_sum, part_wsum), grad_loss = call.plan, call.state, 4 * chunk.start, sums, call.grad_loss
+    stats, exp_logits = part_sum is not None, chunk.exp_logits if scale else NOT_STORED
+    args = RowsArgs(
+        state.slot_target + at, state.order, state.num_live, address(part_sum), address(part_wsum),
+        state.target_logit + at if stats or scale else None, state.row_max_bits + at, address(call.class_weight),
+        address(call.total_weight), address(loss), state.lse, state.row_sum + at, address(grad_loss), state.inv_divisor,
+        address(call.grad_lse), address(exp_logits.first), address(exp_logits.second),
+        None if scaled_x is None else chunk.live_x.data_ptr(), address(scaled_x),
+        state.row_scale + at if scale else None, address(coefs), address(first_slots), call.softcap, plan.z_loss,
+        plan.label_smoothing, *exp_logits.strides, exp_logits.split, call.v, part_sum.shape[1] if stats else 0,
+        chunk.start, chunk.rows,
     )  # fmt: skip
-    call.k.launch(args)
+    call.k.launch(
+        args, "lce_rows", stats, "scale" if scale else "none" if coefs is None else "coefs",
+        0 if scaled_x is None else call.h, dtype_of(scaled_x), dtype_of(call.class_weight), plan.label_smoothing > 0,
+        scale and call.softcap > 0, "one" if grad_loss is None else "rows" if grad_loss.dim() else "scalar",
+        call.grad_lse is not None, exp_logits.second is not None, first_slots is not None,
+    )  # fmt: skip
 
 
 def coefficients(call: Call) -> Tensor:
     """(m, 4) fp32: those of dlogits, for all rows."""
     coefs = matrix(call.x, call.m, 4, F32)
-    run_rows(call, Chunk.of(call.state, 0, call.m), coefs=coefs)
+    run_rows(call, Chunk(0, call.m, None, NOT_STORED), coefs=coefs)
     return coefs
 
 
-def _dlogits(call: Call, start: int, live_x: Tensor, coefs: Tensor, v0: int, v1: int, out: Tensor) -> None:
+def write_dlogits(call: Call, start: int, live_x: Tensor, coefs: Tensor, v0: int, v1: int, out: Tensor) -> None:
     """The gradient of the logits of classes [v0, v1), for the slots of live_x, from `start` on."""
-    state, smoothing = call.state, call.plan.label_smoothing > 0
-    epilogue = lce_args.DlogitsArgs(
-        None if call.bias is None else call.bias[v0:v1], call.class_weight if smoothing else None, coefs[start:],
-        state.slot_target + I32.itemsize * start, call.softcap, v0,
+    state, smoothing, bias = call.state, call.plan.label_smoothing > 0, call.bias
+    epilogue = DlogitsArgs(
+        None if bias is None else bias.data_ptr() + bias.itemsize * v0,
+        address(call.class_weight) if smoothing else None, coefs.data_ptr() + 16 * start, state.slot_target + 4 * start,
+        call.softcap, v0,
     )  # fmt: skip
-    call.k.dlogits(live_x, call.w[v0:v1], out, epilogue, smoothing, state.num_live, start)
+    call.k.dlogits(live_x, call.w[v0:v1], out, epilogue, dtype_of(bias), smoothing, state, start)
 
 
 # Their parts: gradients from exp_logits -------------------------------------------------------------------------------
@@ -499,50 +529,46 @@ def _dlogits(call: Call, start: int, live_x: Tensor, coefs: Tensor, v0: int, v1:
 
 def multiply_gradients(
     call: Call, chunk: Chunk, grads: Grads, scaled_x: Tensor | None = None, first_slots: Tensor | None = None,
-    tickets: Vector | None = None,
+    split_tail: bool = False,
 ) -> None:  # fmt: skip
     """Writes `grads`, or adds dw and db to them after the first chunk. dw consumes exp_logits, so it comes last.
 
-    tickets: as in LceKernels.dx. first_slots: `new_first_slots`, which hold NO_SLOT.
+    split_tail: as in LceKernels.dx. first_slots: `new_first_slots`, which hold NO_SLOT.
     """
-    k, state, exp_logits = call.k, call.state, chunk.exp_logits
-    dx, dw, db = grads
+    state, exp_logits, (dx, dw, db) = call.state, chunk.exp_logits, grads
+    row_scale = state.row_scale + 4 * chunk.start
     if dx is not None:
-        epilogue = lce_args.RowsOutArgs(chunk.row_scale, state.order)
-        k.dx(exp_logits, call.w, state.num_live, chunk.start, dx, False, tickets, epilogue)
+        epilogue = RowsOutArgs(row_scale, state.order)
+        call.k.dx(exp_logits, call.w, state, chunk.start, dx, False, split_tail, epilogue)
     if db is not None:
-        for part, v0, v1 in exp_logits.blocks(call.v):
-            add_bias(call, part, chunk.row_scale, chunk.start, of_classes(db, v0, v1))
+        for block, v0, v1 in exp_logits.blocks(call.v):
+            add_bias(call, block, row_scale, chunk.start, part(db, v0, v1))
     if dw is not None:
         _multiply_dw(call, chunk, scaled_x, dw, first_slots)
 
 
-def of_classes(t: Tensor, v0: int, v1: int) -> Tensor:
-    """t[v0:v1]; a slice takes a microsecond."""
-    return t if v1 - v0 == t.shape[0] else t[v0:v1]
-
-
-def add_bias(call: Call, part: Tensor, row_scale: Vector | None, start: int, db: Tensor) -> None:
-    """db = (or += after the first chunk) the sum of row_scale * part over live rows."""
-    args = lce_args.BiasArgs(
-        part, row_scale, db, call.state.num_live, part.stride(0), start, part.shape[0], db.shape[0]
+def add_bias(call: Call, block: Tensor, row_scale: int | None, start: int, db: Tensor) -> None:
+    """db = (or += after the first chunk) the sum of row_scale * block over live rows."""
+    n = db.shape[0]
+    args = BiasArgs(
+        block.data_ptr(), row_scale, db.data_ptr(), call.state.num_live, block.stride(0), start, block.shape[0], n
     )
-    call.k.launch(args, start > 0)
+    call.k.launch(args, "lce_bias", block.dtype, row_scale is not None, start > 0, n >= WIDE_BIAS)
 
 
 def _multiply_dw(call: Call, chunk: Chunk, scaled_x: Tensor, dw: Tensor, first_slots: Tensor | None) -> None:
     """dw of the first classes. The targets' terms, most of the gradient of a class with few rows, are added in fp32."""
-    (v, h), state, residual, epilogue = dw.shape, call.state, None, None
+    (v, h), state, kept, residual = dw.shape, call.state, None, None
     targets_apart = first_slots is not None or dw.dtype == F32
     if targets_apart:
         take_targets(call, chunk, v, first_slots)
     if first_slots is not None:
         residual = matrix(dw, chunk.rows, h, torch.int16)
-    for part, v0, v1 in chunk.exp_logits.blocks(v):
+    for block, v0, v1 in chunk.exp_logits.blocks(v):
         if residual is not None:
-            epilogue = lce_args.ResidualArgs(of_classes(first_slots, v0, v1), residual)
-        out = of_classes(dw, v0, v1)
-        call.k.dw(part, scaled_x, state.num_live, chunk.start, out, chunk.start > 0, state.tickets, epilogue)
+            kept = ResidualArgs(first_slots.data_ptr() + 4 * v0, residual.data_ptr())
+        out = part(dw, v0, v1)
+        call.k.dw(block, scaled_x, state, chunk.start, out, chunk.start > 0, True, residual=kept)
     if targets_apart:
         add_targets(call, chunk, dw, 0, residual)
 
@@ -558,17 +584,20 @@ def new_first_slots(call: Call, v: int, dw: torch.dtype | None) -> Tensor | None
 
 
 def take_targets(call: Call, chunk: Chunk, v: int, first_slots: Tensor | None = None) -> None:
-    """Moves the elements at the targets out of exp_logits, where they become 0, to chunk.sorted_grad."""
-    n, state, exp_logits, index = chunk.rows, call.state, chunk.exp_logits, None
+    """Moves the elements at the targets out of exp_logits, where they become 0, to state.sorted_grad.
+
+    Not to be launched right after the launch that writes slot_target.
+    """
+    n, state, exp_logits, at, index = chunk.rows, call.state, chunk.exp_logits, 4 * chunk.start, None
     if n > MOST_ROWS_COUNTED:
-        classes, num_live = state.tensor(chunk.slot_target, n), state.tensor(state.num_live, 1)
+        classes, num_live = state.tensor(state.slot_target + at, n), state.tensor(state.num_live, 1)
         index = order_by_class(classes, num_live, chunk.start)
-    args = lce_args.SortArgs(
-        chunk.slot_target, state.order, state.num_live, chunk.row_scale, exp_logits.first, exp_logits.second,
-        *exp_logits.strides, exp_logits.split, chunk.sorted_target, chunk.sorted_row, chunk.sorted_grad, first_slots,
-        index, v, chunk.start, n,
+    args = SortArgs(
+        state.slot_target + at, state.order, state.num_live, state.row_scale + at, exp_logits.first.data_ptr(),
+        address(exp_logits.second), *exp_logits.strides, exp_logits.split, state.sorted_target + at,
+        state.sorted_row + at, state.sorted_grad + at, address(first_slots), address(index), v, chunk.start, n,
     )  # fmt: skip
-    call.k.launch(args)
+    call.k.launch(args, "lce_sort", exp_logits.second is not None, first_slots is not None, index is not None)
 
 
 def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
@@ -579,12 +608,18 @@ def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
 
 
 def add_targets(call: Call, chunk: Chunk, dw: Tensor, v0: int, residual: Tensor | None = None) -> None:
-    """dw (n, h) of classes v0 and up += the targets' part, before which `residual` is added to the rounded dw."""
-    args = lce_args.TargetsArgs(
-        call.x, chunk.sorted_target, chunk.sorted_row, chunk.sorted_grad, call.state.num_live, dw, residual,
-        call.x.stride(0), v0, v0 + dw.shape[0], chunk.start, chunk.rows,
+    """dw (n, h) of classes v0 and up += the targets' part, before which `residual` is added to the rounded dw.
+
+    The launch right before may write dw and the residual, but no other argument.
+    """
+    x, state, at, stride = call.x, call.state, 4 * chunk.start, call.x.stride(0)
+    x_at = x.data_ptr()
+    args = TargetsArgs(
+        x_at, state.sorted_target + at, state.sorted_row + at, state.sorted_grad + at, state.num_live, dw.data_ptr(),
+        address(residual), stride, v0, v0 + dw.shape[0], chunk.start, chunk.rows,
     )  # fmt: skip
-    call.k.launch(args)
+    aligned = not (x_at | stride * 2) & 15
+    call.k.launch(args, "lce_targets", call.h, x.dtype, dw.dtype, aligned, residual is not None)
 
 
 def add_dw(
@@ -594,25 +629,24 @@ def add_dw(
     """out += factor * dlogits.T @ scaled_x, and the targets' part if it is not in dlogits. `out` is the user's."""
     if not out.is_meta:
         check_memory("linear_cross_entropy", grad_weight_out=out)
-    k, num_live, tickets = call.k, call.state.num_live, call.state.tickets
-    epilogue = None if factor is None else lce_args.ScaledArgs(factor)
+    k, state = call.k, call.state
     dense = out.is_contiguous() and out.stride(0) == out.shape[1]  # a single row is contiguous with any stride
     if out.dtype == F32 and dense and out.data_ptr() % 16 == 0:  # the GEMM can add to it, by TMA
-        k.dw(dlogits, scaled_x, num_live, 0, out, True, tickets, epilogue)
+        k.dw(dlogits, scaled_x, state, 0, out, True, True, factor)
         if targets is not None:
             add_targets(call, targets, out, 0)
         torch.autograd.graph.increment_version(out)
         return
-    for v0, n in chunks(out.shape[0], 4096):  # bounds the memory of dw
+    for v0, n in ranges(out.shape[0], 4096):  # bounds the memory of dw
         dw = matrix(scaled_x, n, out.shape[1], F32)
-        k.dw(dlogits[:, v0 : v0 + n], scaled_x, num_live, 0, dw, False, tickets, epilogue)
+        k.dw(dlogits[:, v0 : v0 + n], scaled_x, state, 0, dw, False, True, factor)
         if targets is not None:
             add_targets(call, targets, dw, v0)
         out[v0 : v0 + n].add_(dw)
 
 
 def _common_factor(call: Call) -> tuple[Tensor | None, Call]:
-    """(the factor common to all rows, the call with the remaining inv_divisor and no other factor).
+    """(the factor common to all rows, the call without it: its inv_divisor is that of the largest coefficient).
 
     In fp16, p - onehot divided by the number of rows would be mostly subnormal. So a factor common to all rows is
     applied to the fp32 accumulators instead, and so is the largest coefficient of a live row, so that the others are at
@@ -630,10 +664,13 @@ def _common_factor(call: Call) -> tuple[Tensor | None, Call]:
             spread = plan.label_smoothing / call.v
             largest = torch.maximum(largest, spread * _finite(weight.abs()).amax())
     if plan.z_loss:
-        largest = torch.maximum(largest, 2 * plan.z_loss * _finite(state.lse.abs()).amax())
+        lse = state.tensor(state.lse, call.m, F32)
+        largest = torch.maximum(largest, 2 * plan.z_loss * _finite(lse.abs()).amax())
     largest = largest.clamp(min=torch.finfo(F32).tiny).view(1)
-    factor = state.tensor(state.inv_divisor, 1, F32) * call.grad_loss * largest
-    return factor, call._replace(state=state._replace(inv_divisor=largest.reciprocal()), grad_loss=None)
+    inv_divisor = state.tensor(state.inv_divisor, 1, F32)
+    factor = inv_divisor * call.grad_loss * largest
+    torch.reciprocal(largest, out=inv_divisor)
+    return factor, call._replace(grad_loss=None)
 
 
 def _finite(t: Tensor) -> Tensor:
