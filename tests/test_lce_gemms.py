@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from device import poison_free_memory
 from lce_cases import PATHS
 
 from quackish import config, kernels
@@ -27,6 +26,7 @@ from quackish.ops.linear_cross_entropy.autograd import kernels_on
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels, address, dtype_of
 from quackish.testing.errors import error, same_bits
+from tests.device import poison_free_memory
 from tests.emulated_kernels import NO_SLOT, decode, encode, lce_kernels, with_cut_off
 from tests.variants import check_compiles, some
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from device import other_work
 from lce_cases import (
     IGNORED,
     OPTIONS,
@@ -39,6 +38,7 @@ from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from quackish.ops.linear_cross_entropy.portable import _loop_op
 from quackish.testing.errors import same_bits
+from tests.device import other_work
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

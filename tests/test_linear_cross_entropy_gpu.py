@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from device import other_work, poison_free_memory
 from lce_cases import IGNORED, SCHEDULES, norm_error, truth
 
 from quackish.configs.gemm import SOFTMAX_TILE_N
@@ -17,6 +16,7 @@ from quackish.configs.linear_cross_entropy import first_classes
 from quackish.ops import workspace
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
 from quackish.testing.errors import same_bits
+from tests.device import other_work, poison_free_memory
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from device import other_work, poison_free_memory
 from rms_norm_cases import LAYOUTS, assert_same
 
 from quackish.configs import choose
@@ -20,6 +19,7 @@ from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
 from quackish.testing.errors import Error, error, same_bits
 from quackish.testing.inputs import KINDS, rows, weights
+from tests.device import other_work, poison_free_memory
 
 pytestmark = pytest.mark.gpu
 
