@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from lce_cases import IGNORED, SCHEDULES, norm_error, truth
 
-from quackish.configs.gemm import SOFTMAX_TILE_N
+from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N
 from quackish.configs.lce_rows import MOST_ROWS_COUNTED
 from quackish.configs.linear_cross_entropy import first_classes
-from quackish.ops import workspace
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
+from quackish.ops.linear_cross_entropy.launches import RowState
 from quackish.testing.errors import same_bits
 from tests.device import other_work, poison_free_memory
 
@@ -174,20 +174,20 @@ def test_fp16_gradients_are_as_exact_as_pytorchs(reduction):
 
 
 @in_every_way
-def test_cuda_graph_of_forward_and_backward_with_new_data(schedule, chunk_size, request):
+def test_cuda_graph_of_forward_and_backward_with_new_data(schedule, chunk_size, request, states):
     if chunk_size is None:
         request.getfixturevalue("few_rows_counted")
     # two waves and more of tiles: their clusters meet
-    check_replays(*make(1100, 1024, 8000), schedule=schedule, chunk_size=chunk_size)
+    check_replays(states, *make(1100, 1024, 8000), schedule=schedule, chunk_size=chunk_size)
 
 
-def test_cuda_graph_of_a_weight_gradient_that_forward_begins(narrow):
+def test_cuda_graph_of_a_weight_gradient_that_forward_begins(narrow, states):
     x, w, target = make(1100, 1024, 8000)  # two chunks of 96 tiles
     assert_forward_begins_dw(x, w, target)
-    check_replays(x, w, target, schedule="recompute", grad=torch.tensor(0.37, device="cuda"))
+    check_replays(states, x, w, target, schedule="recompute", grad=torch.tensor(0.37, device="cuda"))
 
 
-def check_replays(x, w, target, **kw):
+def check_replays(states, x, w, target, **kw):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -205,10 +205,10 @@ def check_replays(x, w, target, **kw):
         graph.replay()
         replayed = [t.clone() for t in static]
         assert_same_bits(replayed, step(x, w, target, **kw))
-    assert_nothing_is_left_counted()
+    assert_nothing_is_left_counted(states)
 
 
-def test_two_streams_at_once():
+def test_two_streams_at_once(states):
     given = [make(1100, 1024, 8000, seed=seed) for seed in (0, 1)]
     want = [step(*inputs) for inputs in given]
     streams = [torch.cuda.Stream() for _ in given]
@@ -221,7 +221,7 @@ def test_two_streams_at_once():
         torch.cuda.synchronize()
         for one, other in zip(got, want, strict=True):
             assert_same_bits(one, other)
-    assert_nothing_is_left_counted()
+    assert_nothing_is_left_counted(states)
 
 
 def test_rows_wait_for_tiles_that_are_done_again():
@@ -236,10 +236,18 @@ def test_rows_wait_for_tiles_that_are_done_again():
             assert norm_error(loss, want) <= 1e-4
 
 
-def assert_nothing_is_left_counted():
+@pytest.fixture
+def states(monkeypatch):
+    """The row states of all calls from here on."""
+    made, new = [], RowState.new
+    monkeypatch.setattr(RowState, "new", lambda like: made.append(new(like)) or made[-1])
+    return made
+
+
+def assert_nothing_is_left_counted(states):
     torch.cuda.synchronize()
-    assert workspace._of_stream
-    assert not any(tickets.any() for tickets in workspace.all_tickets())
+    assert states
+    assert not any(state.memory[:NUM_TICKETS].any() for state in states)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
