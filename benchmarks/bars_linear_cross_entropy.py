@@ -19,6 +19,7 @@ SHAPES_BAR = 1.02
 SMALL = train((1024, 4096, 128256))
 # Every provider is measured at several settings here.
 AGAINST_MEMORY = (HEADLINE, train(HEADLINE.shape, data="confident"), SHAPES[-1])
+FP32 = [train(HEADLINE.shape, dtype=dtype) for dtype in ("float32", "tf32")]  # on the portable path
 LOSS_BAR = 1.03  # of one logits GEMM
 IGNORED_BAR = 0.35  # of the time with no row ignored, at 80 % ignored
 ERROR_BARS = {"normal": 1.0, "confident": 0.5}  # of torch's error
@@ -42,6 +43,10 @@ def verdicts(results: Results) -> list[Verdict]:
             lines += at_most(ratio(cell, OURS, THREE_GEMMS), SHAPES_BAR, f"{_name(cell)}: time / 3 GEMMs")
         peers = [name for name in results.providers([cell]) if not is_ours(name)]
         lines += faster(results, cell, OURS, peers, f"{_name(cell)}: faster than every peer")
+    for cell in FP32:
+        lines += at_most(ratio(cell, OURS, "liger"), 1.0, f"{_name(cell)}, {cell.dtype}: time / Liger's")
+        mine, theirs = (results.value(cell, name, "peak_mb") for name in (OURS, "liger"))
+        lines += at_most(mine and theirs and mine / theirs, 1.0, f"{_name(cell)}, {cell.dtype}: memory / Liger's")
     for cell in AGAINST_MEMORY:
         data = "" if cell.data == "normal" else f", {cell.data} data"
         lines += dominated(results, cell, f"{_name(cell)}{data}: time against memory")
@@ -51,7 +56,8 @@ def verdicts(results: Results) -> list[Verdict]:
         text = f"{_name(cell)}, {cell.ignored:.0%} ignored: time / none ignored"
         lines += at_most(ratio(cell, OURS, NONE_IGNORED), IGNORED_BAR, text)
     for data, bar in ERROR_BARS.items():
-        lines += _errors(results, [c for c in cells if c.direction == "forward+backward" and c.data == data], data, bar)
+        of_data = [c for c in cells if (c.dtype, c.direction, c.data) == ("bfloat16", "forward+backward", data)]
+        lines += _errors(results, of_data, data, bar)
     for cell in (cell for cell in cells if cell.direction == "host"):
         for name, whose, bar in HOST_BARS:
             lines += at_most(ratio(cell, OURS, name), bar, f"{_name(cell)}: host, forward + backward / {whose}")
@@ -82,13 +88,14 @@ def _errors(results: Results, cells: list[Cell], data: str, bar: float) -> list[
 
 
 PAGE = report.Page(
-    preface="bf16; medians of plain calls, all providers taking turns in random order, each call after "
-    f"{LOAD_MS:.0f} ms of GEMMs on random data, as in a training step. `3 GEMMs` is three torch.mm on the same data in "
-    "the same turns. Memory is the peak of a warm call above what was allocated before the library's first call, "
-    "including gradients and what the library keeps between calls (standing). Errors are norm-wise against fp64. A "
-    "peer's point is dominated if a point of quackish's is no slower and no larger; those that are not dominated are "
-    "listed under each table. `steady` is the time of a step in bursts of steps back to back, all providers and the "
-    "three GEMMs rotating without pauses; beside it is its ratio to the three GEMMs in the same rotation.",
+    preface="bf16 unless stated (tf32: fp32 tensors, matmuls in TF32); medians of plain calls, all providers taking "
+    f"turns in random order, each call after {LOAD_MS:.0f} ms of GEMMs on random data, as in a training step. "
+    "`3 GEMMs` is three torch.mm on the same data in the same turns. Memory is the peak of a warm call above "
+    "what was allocated before the library's first call, including gradients and what the library keeps "
+    "between calls (standing). Errors are norm-wise against fp64. A peer's point is dominated if a point of "
+    "quackish's is no slower and no larger; those that are not dominated are listed under each table. "
+    "`steady` is the time of a step in bursts of steps back to back, all providers and the three GEMMs "
+    "rotating without pauses; beside it is its ratio to the three GEMMs in the same rotation.",
     figures=functools.partial(
         plots.for_heads, named=dict(zip(("", "_confident", "_m65536"), AGAINST_MEMORY, strict=True))
     ),

@@ -15,8 +15,6 @@ from quackish.bench.processes import Supervisor
 from quackish.bench.report import Page, report
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# On a GPU a shape that no kernel covers fails and is named, instead of running the portable path.
-BACKEND = "cute" if torch.cuda.is_available() else "auto"
 
 
 def device_to_measure() -> torch.device:
@@ -46,7 +44,7 @@ def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, by: Callable[
     if args.report:
         report(path, page)
         return path
-    return runner.run(jobs, path, page, args.append, args.commit, supervised_by=by, backend=BACKEND, **options)
+    return runner.run(jobs, path, page, args.append, args.commit, supervised_by=by, **options)
 
 
 def write_page(page: str, path: Path) -> None:

@@ -35,7 +35,7 @@ def norm_of(name: str) -> Callable[[Tensor, Tensor], Tensor]:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     return {
         "torch": lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, EPS),
-        "quackish": lambda x, weight: quackish.rms_norm(x, weight, eps=EPS, backend=harness.BACKEND),
+        "quackish": lambda x, weight: quackish.rms_norm(x, weight, eps=EPS),
         "quack": lambda x, weight: rmsnorm(x, weight, eps=EPS),
         "liger-cute": lambda x, weight: rms_norm(x, weight, EPS, impl="nvidia-cutedsl"),
         "liger-triton": lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False),

@@ -23,12 +23,15 @@ from quackish.bench.providers_linear_cross_entropy import ALL, LONG, MAIN, RECOM
 USUAL = (*MAIN, f"{OURS}-chunked-4096", RECOMPUTE)
 
 
-def case(*shape: int, direction="forward+backward", data="normal", ignored=0.0, providers=USUAL) -> Job:
-    return Job(Cell(OP.name, shape, "bfloat16", direction, data, ignored), providers)
+def case(
+    *shape: int, dtype="bfloat16", direction="forward+backward", data="normal", ignored=0.0, providers=USUAL
+) -> Job:
+    return Job(Cell(OP.name, shape, dtype, direction, data, ignored), providers)
 
 
 CONFIDENT = (*(name for name in ALL if is_ours(name)), "quack", "quack-2048", "quack-base", "liger", "cce", "torch")
 IGNORED = (OURS, f"{OURS}-recompute", RECOMPUTE, "quack", "liger-cute-sm90", "cce", "torch")
+FP32 = (OURS, "liger", "torch", "torch-compile")
 BARS = [
     case(8192, 4096, 128256, providers=ALL),
     case(8192, 4096, 128256, providers=lce.LOSS, direction="forward"),
@@ -39,11 +42,12 @@ BARS = [
     case(1024, 4096, 128256),
     case(16384, 4096, 128256),
     case(65536, 4096, 128256, providers=LONG),
+    *(case(8192, 4096, 128256, dtype=dtype, providers=FP32) for dtype in ("float32", "tf32")),
 ]
 HOST = [case(128, 512, 1024, direction="host", providers=lce.HOST)]
 TINY = [case(48, 64, 300, providers=("quackish*", "torch"))]  # without a GPU
 TINY += [case(40, 64, 300, providers=(OURS, "torch"), **how) for how in ({"direction": "forward"}, {"ignored": 0.8})]
-TINY += [case(40, 64, 300, providers=(OURS, "torch"), data="confident")]
+TINY += [case(40, 64, 300, providers=(OURS, "torch"), **how) for how in ({"data": "confident"}, {"dtype": "tf32"})]
 
 
 def jobs_of(args: argparse.Namespace, on_cpu: bool) -> list[Job]:

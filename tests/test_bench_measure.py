@@ -39,7 +39,7 @@ def measure(
         found = providers.get(name, name)
         if isinstance(found, Exception):
             raise found
-        return OPERATIONS[op].load(found, "auto") if isinstance(found, str) else found
+        return OPERATIONS[op].load(found) if isinstance(found, str) else found
 
     OPERATIONS[op].measure(cell, tuple(providers), Run(CPU, provider, told.__setitem__, **{"rounds": 2, **options}))
     return told
@@ -232,12 +232,12 @@ def test_providers_that_fail_early_or_late_are_told_and_an_interrupted_cell_has_
         calls.append(1)
         if len(calls) > 2:
             raise torch.cuda.OutOfMemoryError("no memory\nat length")
-        return LCE.load("torch", "auto")(x, w, target)
+        return LCE.load("torch")(x, w, target)
 
     def stop(x, w, target):
         if "roof_ms" in told["torch"] and told["late"]["status"] != "ok":
             raise KeyboardInterrupt
-        return LCE.load("torch", "auto")(x, w, target)
+        return LCE.load("torch")(x, w, target)
 
     providers = {"missing": ImportError("no module of that name"), "late": late, "torch": "torch", "stop": stop}
     with pytest.raises(KeyboardInterrupt):
@@ -296,7 +296,7 @@ def test_standing_memory_is_charged_to_each_provider_of_the_library_that_holds_i
             memory.allocate(-needs)
             if fails:
                 raise RuntimeError("no")
-            return LCE.load("torch", "auto")(x, w, target)
+            return LCE.load("torch")(x, w, target)
 
         return call
 
@@ -319,7 +319,7 @@ def test_the_peak_is_the_same_whoever_was_measured_before():
     memory, found = Memory(device), []
     for providers in (("quackish-chunked", "torch"), ("quackish-chunked",), ("torch", "quackish-chunked")):
         told = {}
-        run = Run(device, lambda name: LCE.load(name, "auto"), told.__setitem__, rounds=1, memory=memory)
+        run = Run(device, LCE.load, told.__setitem__, rounds=1, memory=memory)
         LCE.measure(Cell(LCE.name, (512, 512, 4096), "bfloat16", "forward+backward"), providers, run)
         found.append({name: 1e6 * told[name]["peak_mb"] for name in providers})
     assert found[0]["quackish-chunked"] == found[1]["quackish-chunked"] == found[2]["quackish-chunked"]

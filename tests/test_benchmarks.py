@@ -30,7 +30,7 @@ class Here:
     """Measures in this process, on the CPU, with the options that a worker would get."""
 
     def __init__(self, log, commit, timeout, options):
-        self.options = options | {"backend": "auto", "rounds": 2}
+        self.options = options | {"rounds": 2}
 
     def start(self):
         return environment(CPU, "abc-dirty")

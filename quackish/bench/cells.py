@@ -29,7 +29,7 @@ class Cell:
 
     op: str
     shape: tuple[int, ...]  # of the operation's dimensions, the rows (tokens) first
-    dtype: str  # "bfloat16"
+    dtype: str  # "bfloat16"; "tf32" is float32 with matmuls in TF32, for linear_cross_entropy
     direction: str
     data: str = "normal"
     ignored: float = 0.0  # share of the rows

@@ -113,7 +113,9 @@ def _spread(n: int, count: int, device: torch.device) -> Tensor:
 def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     """Tells `run` about each of `names`, ours a second time, and the GEMMs."""
     run.at("inputs")
-    data = Data.make(*cell.shape, cell.data, cell.ignored, run.device, getattr(torch, cell.dtype))
+    torch.backends.cuda.matmul.allow_tf32 = cell.dtype == "tf32"
+    dtype = getattr(torch, cell.dtype.replace("tf32", "float32"))
+    data = Data.make(*cell.shape, cell.data, cell.ignored, run.device, dtype)
     warm_up_cublas(run.device)
     grad, truth = cell.direction != "forward", None
     if cell.direction != "host":

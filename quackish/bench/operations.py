@@ -24,7 +24,7 @@ class Operation:
     example: str  # of a shape
     providers: tuple[str, ...]
     main: dict[str, tuple[str, ...]]  # by direction: the default providers
-    load: Callable[[str, str], Any]  # (provider, quackish's backend)
+    load: Callable[[str], Any]  # a provider by its name
     measure: Callable[..., None]  # (cell, providers, run)
     variants: str = "(?!)"  # a regular expression of further providers
 

@@ -59,16 +59,14 @@ def serve(events: Connection, commit: str | None, log: Path) -> None:
         os._exit(1)  # an ordinary exit waits for a GPU that may never answer
 
 
-def measure(
-    cell: Cell, providers: Sequence[str], say: Callable[[tuple], None], backend: str = "auto", **options: Any
-) -> None:
+def measure(cell: Cell, providers: Sequence[str], say: Callable[[tuple], None], **options: Any) -> None:
     """One cell, as events. `options` are Run's."""
     op = OPERATIONS[cell.op]
 
     def tell(name: str, found: Found) -> None:
         say(("tell", name, found))
 
-    run = Run(load=lambda name: op.load(name, backend), tell=tell, at=lambda step: say(("at", step)), **options)
+    run = Run(load=op.load, tell=tell, at=lambda step: say(("at", step)), **options)
     op.measure(cell, providers, run)
     say(("done",))
 
@@ -87,7 +85,7 @@ class Supervisor:
     log: Path
     commit: str | None = None
     timeout: float = 600.0
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of Run, and "backend"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of Run
     deaths: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by provider
     _process: Any = None
     _events: Connection | None = None

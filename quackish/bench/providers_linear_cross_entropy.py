@@ -106,7 +106,7 @@ HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-c
 
 
 @functools.cache
-def load(name: str, backend: str = "auto") -> Loss:
+def load(name: str) -> Loss:
     """The provider of that name, or the user's "module:attribute"; "quackish-chunked-2048" has chunks of 2048 rows.
 
     Ours come first in every cell: importing QuACK patches the DSL's tensor classes, and in the first cell, at least,
@@ -119,5 +119,5 @@ def load(name: str, backend: str = "auto") -> Loss:
     from quackish import linear_cross_entropy
 
     head, _, rows = name.rpartition("-") if name[-1].isdigit() else (name, "", "")
-    how = dict(schedule=SCHEDULES[head], chunk_size=int(rows) if rows else None, backend=backend)
+    how = dict(schedule=SCHEDULES[head], chunk_size=int(rows) if rows else None)
     return functools.partial(linear_cross_entropy, **how)

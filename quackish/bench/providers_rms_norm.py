@@ -21,15 +21,15 @@ class Provider(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor]]  # (dy, x, weight, rstd) -> (dx, dweight)
 
 
-def _quackish(backend: str = "auto") -> Provider:
+def _quackish() -> Provider:
     from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
 
     def forward(x, weight):
-        y, _, rstd = rms_norm_forward(x, weight, eps=EPS, backend=backend)
+        y, _, rstd = rms_norm_forward(x, weight, eps=EPS)
         return y, rstd
 
     def backward(dy, x, weight, rstd):
-        return rms_norm_backward(dy, x, weight, rstd, backend=backend)[:2]
+        return rms_norm_backward(dy, x, weight, rstd)[:2]
 
     return Provider(forward, backward)
 
@@ -105,8 +105,8 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
 }
 
 
-def load(name: str, backend: str = "auto") -> Provider:
+def load(name: str) -> Provider:
     """The provider of that name, or the user's pair "module:attribute"; raises what importing it raises."""
     if ":" in name:
         return Provider(*imported(name))
-    return _quackish(backend) if name == OURS else PROVIDERS[name]()
+    return PROVIDERS[name]()

@@ -28,7 +28,7 @@ def run(
     """Measures jobs of one operation; writes the CSV `path`, and the page and the figures beside it. Returns `path`.
 
     Whatever ends the run, SIGTERM too, what was measured is kept and reported. `append` keeps the rows in the CSV;
-    ValueError for one that cannot be appended to. `options` are Run's, and quackish's backend.
+    ValueError for one that cannot be appended to. `options` are Run's.
     """
     log = path.with_suffix(".log")
     path.parent.mkdir(parents=True, exist_ok=True)
