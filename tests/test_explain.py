@@ -13,7 +13,7 @@ from quackish.cli import operations
 from quackish.cli.parser import Parser
 from quackish.configs.choose import choose
 from quackish.configs.rms_norm import RmsNormBwdProblem
-from quackish.gpu import B200, H200, gpu_of
+from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200, gpu_of
 from quackish.launch import Resources
 from quackish.ops import rms_norm_plans
 from quackish.ops.kernel_for import Kernel
@@ -21,6 +21,7 @@ from quackish.ops.linear_cross_entropy import autograd, cublas
 from quackish.work import sizes_of, work
 
 BF16, CPU = "bfloat16", torch.device("cpu")
+HEADLINE = "linear_cross_entropy 8192x4096x128256"
 
 
 def parse(words):
@@ -230,6 +231,16 @@ def test_a_dry_run_launches_what_the_operation_does(name, reduction, launched):
                 steps = dry(f"linear_cross_entropy {words}", gpu).steps
                 mine = [(s.kernel, s.problem, s.choice.config, s.sizes) for s in steps if s.choice is not None]
                 assert mine == seen, words
+
+
+@pytest.mark.parametrize("call", ["rms_norm 16384x4096", *(f"{HEADLINE} --schedule {s}" for s in SCHEDULES)])
+def test_hopper_cards_run_the_same_kernels_by_the_same_configs(call):
+    """What is left to a card is its number of SMs, and with it of CTAs: the docs promise bits accordingly."""
+    h200, *others = (
+        [(s.kernel, s.problem, s.choice and s.choice.config, s.sizes) for s in dry(call, gpu).steps]
+        for gpu in (H200, H100, H100_NVL, GH200, H100_PCIE)
+    )
+    assert all(steps == h200 for steps in others)
 
 
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
