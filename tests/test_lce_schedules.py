@@ -10,6 +10,7 @@ import gc
 import itertools
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -413,6 +414,16 @@ def test_a_backward_beside_another_counts_with_tickets_of_its_own(schedule, path
     got = torch.autograd.grad(loss, [x, w], retain_graph=True)
     assert all(map(same_bits, got, want))
     assert (tickets == 1).all()
+
+
+@pytest.mark.parametrize("schedule, dtype", [("stored", BF16), ("recompute", FP16)])
+def test_a_backward_that_runs_out_of_memory_may_be_run_again(schedule, dtype, path, monkeypatch):
+    x, w, target, kw = path.case(dtype=dtype, class_weight=True)
+    loss, other = (path.call(x, w, target, schedule=schedule, **kw) for _ in range(2))
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(path.kernels.kernels, "dx", Mock(side_effect=torch.OutOfMemoryError))
+        torch.autograd.grad(loss, [x, w])
+    assert all(map(same_bits, torch.autograd.grad(loss, [x, w]), torch.autograd.grad(other, [x, w])))
 
 
 def test_a_result_that_is_dropped_frees_what_its_node_keeps(path):

@@ -646,7 +646,7 @@ def add_dw(
 
 
 def _common_factor(call: Call) -> tuple[Tensor | None, Call]:
-    """(the factor common to all rows, the call without it: its inv_divisor is that of the largest coefficient).
+    """(the factor common to all rows, the call without it: its inv_divisor lies behind the factor, and goes with it).
 
     In fp16, p - onehot divided by the number of rows would be mostly subnormal. So a factor common to all rows is
     applied to the fp32 accumulators instead, and so is the largest coefficient of a live row, so that the others are at
@@ -667,10 +667,10 @@ def _common_factor(call: Call) -> tuple[Tensor | None, Call]:
         lse = state.tensor(state.lse, call.m, F32)
         largest = torch.maximum(largest, 2 * plan.z_loss * _finite(lse.abs()).amax())
     largest = largest.clamp(min=torch.finfo(F32).tiny).view(1)
-    inv_divisor = state.tensor(state.inv_divisor, 1, F32)
-    factor = inv_divisor * call.grad_loss * largest
-    torch.reciprocal(largest, out=inv_divisor)
-    return factor, call._replace(grad_loss=None)
+    factor = state.tensor(state.inv_divisor, 1, F32) * call.grad_loss * largest
+    # not in the state's place: a backward that fails, for lack of memory, may be run again
+    both = torch.cat((factor, largest.reciprocal()))
+    return both[:1], call._replace(state=state._replace(inv_divisor=both.data_ptr() + 4), grad_loss=None)
 
 
 def _finite(t: Tensor) -> Tensor:
