@@ -85,8 +85,8 @@ class profile:
         """A row for each kernel, problem, config, sizes and device, keys as in COLUMNS, the longest total first.
 
         bytes and flops are of one call, with all rows live; speeds are of the mean time. bound says which roof is the
-        lowest: "memory", "tensor cores", or "launch", which has no pct_of_roof. None where a number is
-        not known, or depends on the data.
+        lowest: "memory", "tensor cores", or "launch", which has no pct_of_roof. None where a number is not known, or
+        depends on the data.
         """
         groups: dict[tuple, list[Launch]] = {}
         for each in self.launches:

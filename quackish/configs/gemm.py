@@ -19,7 +19,7 @@ from quackish.configs.lce_args import (
 from quackish.configs.lce_rows import ROW_TILE
 from quackish.gpu import Gpu
 
-# Counters of `split_k_tail`: one per warp group of a split tile, so at most 4 per CTA.
+# Counters of `split_k_tail`, one per warp group of a split tile, so at most 4 per CTA; the last one is of `wave_sync`.
 NUM_TICKETS = 1024
 
 TILE_K = 64  # 128 bytes, the span of a swizzle. Two stages of 128 took 50 % longer (H200).

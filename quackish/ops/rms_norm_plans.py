@@ -258,10 +258,13 @@ def find_kernel(
             raise _no_kernel(f"rstd in {names([rstd_dtype])}; supported: float32")
         function, config = kernel_for(name, problem, gpu)
     except UnsupportedError as error:
+        why = str(error)
+        if not why.startswith("rms_norm"):  # of the compiler
+            why = f'rms_norm: {why} backend="auto" runs the portable path.'
         if backend == "cute":
-            raise
+            raise UnsupportedError(why) from None
         if device.type == "cuda":  # elsewhere nobody expected a kernel
-            warn_once(str(error))
+            warn_once(why)
         return None
     num_ctas = config.num_ctas(m, gpu.sm_count)
     return Kernel(function, num_ctas, config.scratch_floats(problem, num_ctas) if problem.num_sums else 0)

@@ -1,4 +1,4 @@
-"""Memory that launches need to sum over CTAs or to synchronize them: fp32 scratch, and int32 counters ("tickets").
+"""Memory that launches of RMSNorm's backward need to sum over CTAs: fp32 scratch, and int32 counters ("tickets").
 
 A kernel finds its tickets zero and leaves them zero; scratch holds anything. Two launches that run at the same time
 must share neither. Launches on one stream run in order, so each stream has one block of both, allocated on that stream:

@@ -214,7 +214,7 @@ def _scratch_of(saved: Tensor | None) -> Tensor | None:
 
 
 def _own(state: RowState, m: int) -> RowState:
-    """With tickets of its own if another backward may run at the same time, as in `_scratch_of`."""
+    """A state that backward may write to: a copy, its tickets 0, where `_scratch_of` makes one."""
     if not _is_graph_kept():
         return state
     memory = state.memory.clone()

@@ -110,7 +110,7 @@ class RowState(NamedTuple):
     """Vectors of all m rows: their addresses in one allocation, `memory`. Forward fills it, backward reads it."""
 
     memory: Tensor  # (RowState.size(m),) int32
-    tickets: int  # (NUM_TICKETS,) int32: 0 unless a GEMM runs, which splits its tail with all but the last
+    tickets: int  # (NUM_TICKETS,) int32, 0 unless a GEMM runs: of its split_k_tail, and the last one of its wave_sync
     num_live: int  # (1,) int32
     inv_divisor: int  # (1,) fp32
     order: int  # (m,) int32: the row of each slot, live rows first
