@@ -667,9 +667,9 @@ def _common_factor(call: Call) -> tuple[Tensor | None, Call]:
         lse = state.tensor(state.lse, call.m, F32)
         largest = torch.maximum(largest, 2 * plan.z_loss * _finite(lse.abs()).amax())
     largest = largest.clamp(min=torch.finfo(F32).tiny).view(1)
-    factor = state.tensor(state.inv_divisor, 1, F32) * call.grad_loss * largest
-    # not in the state's place: a backward that fails, for lack of memory, may be run again
-    both = torch.cat((factor, largest.reciprocal()))
+    both = vector(call.x, 2, F32)  # not in the state: a backward that runs out of memory may be run again
+    torch.mul(state.tensor(state.inv_divisor, 1, F32) * call.grad_loss, largest, out=both[:1])
+    torch.reciprocal(largest, out=both[1:])
     return both[:1], call._replace(state=state._replace(inv_divisor=both.data_ptr() + 4), grad_loss=None)
 
 
