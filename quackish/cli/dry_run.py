@@ -22,6 +22,7 @@ from quackish.gpu import Gpu
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import api, autograd
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
+from quackish.ops.linear_cross_entropy.schedules import Plan
 from quackish.ops.rms_norm import _dx_dtypes
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, check_problem
 from quackish.work import SHORT, Work, sizes_of, work
@@ -156,7 +157,7 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
     return DryRun(None, told, recorder.steps, recorder.peak, recorder.at_peak, notes)
 
 
-def _schedule(plan: autograd.KernelPlan, args: argparse.Namespace) -> str:
+def _schedule(plan: Plan, args: argparse.Namespace) -> str:
     """The schedule, and why."""
     late = {
         "fp16": args.dtype == "float16",

@@ -2,7 +2,7 @@
 
 api.py         the function and the module; which path a call takes
 checks.py      whether the arguments fit together
-autograd.py    kernels: torch.autograd.Function, and custom operators for torch.compile
+autograd.py    torch.autograd.Function for kernels in eager; custom operators for the rest, the portable path included
 schedules.py   kernels: which launches, in which order, over which buffers
 launches.py    kernels: buffers, and tensors in, arguments of a kernel out
 cublas.py      the GEMMs by cuBLAS, where there is no GEMM kernel

@@ -1,6 +1,5 @@
 """Linear cross entropy for torch: the function and the module, and which path a call takes."""
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -15,17 +14,17 @@ from quackish.configs.linear_cross_entropy import (
 )
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import gpu_of
-from quackish.ops.linear_cross_entropy import autograd as on_kernels
-from quackish.ops.linear_cross_entropy import portable
+from quackish.ops.linear_cross_entropy import autograd, portable
 from quackish.ops.linear_cross_entropy.checks import (
+    FP32,
     Inputs,
     Options,
     check_buffer,
     check_options,
-    check_shapes,
+    check_tensors,
     compute_dtype_of,
-    effective_softcap,
 )
+from quackish.ops.linear_cross_entropy.schedules import Plan
 from quackish.ops.linear_cross_entropy.warm_up import prepare
 from quackish.ops.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
 
@@ -92,25 +91,13 @@ def linear_cross_entropy(
         reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend
     )
     eager = is_plain() and are_plain(inputs)  # else operators run
-    key, plan = _find_plan(inputs, options) if eager else (None, None)
-    new = plan is None
-    if new:
-        plan = make_plan(inputs, options, no_kernel_on)
+    plan = _plan_for(inputs, options) if eager else make_plan(inputs, options, no_kernel_on)
     if not eager and is_transformed():
         loss, lse = _run_transformed(inputs, plan, backend)
-        return (loss, lse) if return_lse else loss
-    if grad_weight_out is not None and not is_compiling():
-        check_buffer(inputs)
-    if isinstance(plan, on_kernels.KernelPlan):
-        if new and eager and input.is_cuda:
-            prepare(inputs, plan)
-        loss, lse = on_kernels.run(inputs, plan, return_lse, eager)
     else:
-        loss, lse = portable.run(inputs, plan)
-    if new and key is not None:  # not before it has run: what raises is checked again
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        if grad_weight_out is not None and not is_compiling():
+            check_buffer(inputs)
+        loss, lse = autograd.run(inputs, plan, return_lse, eager)
     return (loss, lse) if return_lse else loss
 
 
@@ -187,13 +174,12 @@ class LinearCrossEntropyLoss(nn.Module):
 
 
 _MODULE_OPTIONS = [name for name in Options._fields if name != "return_lse"]
-Plan = on_kernels.KernelPlan | portable.PortablePlan
 _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
 _plans: dict[tuple, Plan] = {}
 
 
-def _find_plan(inputs: Inputs, options: Options) -> tuple[tuple | None, Plan | None]:
-    """(what `make_plan` looks at, the plan that was made for it); finding one proves the arguments valid."""
+def _plan_for(inputs: Inputs, options: Options) -> Plan:
+    """The plan that was made for arguments like these, which proves them valid; or a new one."""
     *tensors, items, out = inputs
     try:
         key = (
@@ -205,35 +191,44 @@ def _find_plan(inputs: Inputs, options: Options) -> tuple[tuple | None, Plan | N
                               (type(items), items >= 0)),
             autocast_dtype(tensors[0].device.type),
         )  # fmt: skip
-        return key, _plans.get(key)
+        plan = _plans.get(key)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: an error will say so
-        return None, None
+        key, plan = None, None
+    if plan is None:
+        plan = make_plan(inputs, options, no_kernel_on)
+        if inputs.input.is_cuda and plan.why_portable is None:
+            prepare(inputs, plan)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
 
 
 def make_plan(inputs: Inputs, options: Options, no_kernel_on: Callable[[torch.device], str]) -> Plan:
     """Which path runs, and how, by shapes, dtypes, device and options; after checking them."""
-    check_shapes(inputs)
+    check_tensors(inputs)
     check_options(options, inputs.num_items, inputs.input.device)
     reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend = options
     device, (v, h), m = inputs.input.device, inputs.linear_weight.shape, inputs.target.numel()
-    softcap = effective_softcap(softcap)
+    softcap = None if softcap is None or softcap > FP32.max else float(softcap)  # fp32's infinity caps nothing
     compute_dtype = compute_dtype_of(inputs)
-    dtype = str(compute_dtype).removeprefix("torch.")
-    ignore_index = -100 if ignore_index is None else ignore_index
-    common = ignore_index, label_smoothing, softcap, z_loss, reduction, compute_dtype
-    reason = ""
+    dtype, why_portable = str(compute_dtype).removeprefix("torch."), ""
     if m > 0 and backend != "reference":  # of no rows, either path makes the same nothing
-        reason = no_kernel_on(device) or _not_covered(compute_dtype, h)
-        if reason and backend == "cute":
-            raise UnsupportedError(reason)
-        if not reason:
-            given_out, smoothing = inputs.grad_weight_out is not None, label_smoothing > 0
-            problem = KernelProblem(v, h, dtype, reduction, return_lse, given_out, smoothing)
-            how = kernel_config(problem, m, schedule, chunk_size)
-            return on_kernels.KernelPlan(*common, how.schedule, how.chunk_rows, how.dx_in_forward, how.dw_in_chunks)
-    problem = LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
-    how = linear_cross_entropy_config(problem, m, schedule, chunk_size)
-    return portable.PortablePlan(*common, how.schedule, how.chunk_rows, reason if device.type == "cuda" else "")
+        why_portable = no_kernel_on(device) or _not_covered(compute_dtype, h) or None
+    if why_portable and backend == "cute":
+        raise UnsupportedError(why_portable)
+    if why_portable is None:
+        given_out, smoothing = inputs.grad_weight_out is not None, label_smoothing > 0
+        problem = KernelProblem(v, h, dtype, reduction, return_lse, given_out, smoothing)
+        how = kernel_config(problem, m, schedule, chunk_size)
+    else:
+        why_portable = why_portable if device.type == "cuda" else ""
+        problem = LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
+        how = linear_cross_entropy_config(problem, m, schedule, chunk_size)
+    return Plan(
+        -100 if ignore_index is None else ignore_index, label_smoothing, softcap, z_loss, reduction, compute_dtype,
+        how.schedule, how.chunk_rows, how.dx_in_forward, how.dw_in_chunks, why_portable,
+    )  # fmt: skip
 
 
 def _run_transformed(inputs: Inputs, plan: Plan, backend: str) -> tuple[Tensor, Tensor]:
@@ -261,18 +256,8 @@ def _no_kernel_for(reason: str) -> str:
 
 def no_kernel_on(device: torch.device) -> str:
     """Why no kernel runs on `device`; "" where they do."""
-    return _no_kernel_on(device)  # torch.compile warns of caches that it sees
-
-
-# What torch.compiler.assume_constant_result does, which would import the compiler first, Triton included.
-no_kernel_on._dynamo_marked_constant = True
-
-
-@functools.cache
-def _no_kernel_on(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
-        kind = "AMD GPUs" if device.type == "cuda" else device.type
-        return _no_kernel_for(kind)
+        return _no_kernel_for("AMD GPUs" if device.type == "cuda" else device.type)
     try:
         kernels.find("lce_rows", gpu_of(device.index))  # with our GEMM or cuBLAS's: see kernels_on
     except UnsupportedError as error:
@@ -282,3 +267,7 @@ def _no_kernel_on(device: torch.device) -> str:
     except UnsupportedError as error:
         return f'linear_cross_entropy: {error} backend="auto" runs the portable path.'
     return ""
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler first, Triton included.
+no_kernel_on._dynamo_marked_constant = True

@@ -1,8 +1,9 @@
-"""Linear cross entropy on kernels, for autograd and torch.compile.
+"""Linear cross entropy for autograd and torch.compile.
 
-In plain eager a torch.autograd.Function runs the schedules. `chunked` has its gradients ready before backward knows
-what arrives; backward hands these buffers out once, scaled in place, and makes them anew when it is asked again.
-torch.compile and dispatch modes use the custom operators at the end of this file: the same schedules, with copies.
+In plain eager a torch.autograd.Function runs the kernels' schedules. `chunked` has its gradients ready before backward
+knows what arrives; backward hands these buffers out once, scaled in place, and makes them anew when it is asked again.
+torch.compile, dispatch modes and the portable path use the custom operators at the end of this file: the same
+schedules, with copies.
 """
 
 import functools
@@ -17,7 +18,7 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda
 from quackish.ops.kernel_for import KernelFor, kernel_for
-from quackish.ops.linear_cross_entropy import schedules
+from quackish.ops.linear_cross_entropy import portable, schedules
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.launches import LceKernels, RowState, padded, padded_strides
@@ -26,14 +27,14 @@ from quackish.ops.linear_cross_entropy.schedules import (
     Forward,
     Grads,
     GradsNeeded,
-    KernelPlan,
+    Plan,
     made_in_forward,
     scale_grads,
 )
 from quackish.ops.modes import as_plain, check_memory
+from quackish.reference.linear_cross_entropy import accumulate_dtype
 
 _NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
-_NONE = GradsNeeded(None, None, False)
 _NOTHING = Forward(None)
 
 
@@ -53,7 +54,7 @@ kernels_of = functools.cache(kernels_on)
 
 
 def call_of(
-    inputs: Inputs, plan: KernelPlan, k, state: RowState | None = None, grad_loss: Tensor | None = None,
+    inputs: Inputs, plan: Plan, k, state: RowState | None = None, grad_loss: Tensor | None = None,
     grad_lse: Tensor | None = None,
 ) -> Call:  # fmt: skip
     """With the user's tensors in the dtypes, strides and alignment that the kernels `k` take."""
@@ -69,14 +70,9 @@ def call_of(
         x = x.to(dtype)
     if x.stride(1) != 1:
         x = x.contiguous()
-    if w.dtype != dtype:
-        w = w.to(dtype)
-    if not w.is_contiguous():
-        w = w.contiguous()
-    if w.stride(0) != h:  # a single class is contiguous with any stride
-        w = w.clone(memory_format=torch.contiguous_format).view(-1).view(w.shape)
-    if w.data_ptr() % 16:
-        w = w.clone()
+    # a single class is contiguous with any stride
+    if w.dtype != dtype or not w.is_contiguous() or w.stride(0) != h or w.data_ptr() % 16:
+        w = w.new_empty(w.shape, dtype=dtype).copy_(w)
     if bias is not None:
         bias = (bias if bias.dtype in (dtype, torch.float32) else bias.to(torch.float32)).contiguous()
     total_weight = None
@@ -92,27 +88,30 @@ def call_of(
     )  # fmt: skip
 
 
-def grads_needed(inputs: Inputs, plan: KernelPlan, needs: Sequence[bool]) -> GradsNeeded:
-    """Gradients are computed in their own dtypes if a GEMM can, else in fp32."""
-    x, w, dtype, fp32 = inputs.input.dtype, inputs.linear_weight.dtype, plan.compute_dtype, torch.float32
+def grads_needed(inputs: Inputs, plan: Plan, needs: Sequence[bool]) -> GradsNeeded:
+    """Gradients are computed in their own dtypes if a GEMM of ours can, else in fp32 (fp64 for fp64)."""
+    dx, dw, fp32 = inputs.input.dtype, inputs.linear_weight.dtype, accumulate_dtype(plan.compute_dtype)
+    direct = (plan.compute_dtype,) if plan.why_portable is None else ()
     dw_out = inputs.grad_weight_out
-    if dw_out is not None and dw_out.dtype in (dtype, fp32):
-        w = dw_out.dtype
-    dx, dw = x if x == dtype else fp32, w if w == dtype else fp32
+    if dw_out is not None and dw_out.dtype in (*direct, fp32):
+        dw = dw_out.dtype
+    dx, dw = dx if dx in direct else fp32, dw if dw in direct else fp32
     return GradsNeeded(dx if needs[0] else None, dw if needs[1] else None, needs[2])
 
 
-def loss_of(out: Forward, plan: KernelPlan, target: Tensor) -> Tensor:
-    return _shaped(out.loss, target.shape) if plan.reduction == "none" else out.loss.sum()
+def _forward(
+    inputs: Inputs, plan: Plan, k, needed: GradsNeeded, return_lse: bool, may_begin: bool = True
+) -> tuple[Tensor, Tensor | None, RowState, Forward]:
+    """(loss, lse if asked for, the rows' state, what backward needs)."""
+    call = call_of(inputs, plan, k)
+    out, state, shape = schedules.forward(call, needed, may_begin), call.state, inputs.target.shape
+    loss, lse = _shaped(out.loss, shape) if plan.reduction == "none" else out.loss.sum(), None
+    if return_lse:  # a copy: users may write to theirs
+        lse = _shaped(state.tensor(state.lse, call.m, torch.float32).clone(), shape)
+    return loss, lse, state, out
 
 
-def lse_of(call: Call, target: Tensor) -> Tensor:
-    """A copy: users may write to theirs."""
-    state = call.state
-    return _shaped(state.tensor(state.lse, call.m, torch.float32).clone(), target.shape)
-
-
-def incoming(plan: KernelPlan, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def incoming(plan: Plan, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Call.grad_loss and Call.grad_lse from what arrives in backward: at least one."""
     if grad_lse is not None:
         grad_lse = grad_lse.reshape(-1).contiguous()
@@ -124,12 +123,12 @@ def incoming(plan: KernelPlan, grad_loss: Tensor | None, grad_lse: Tensor | None
     return grad_loss, grad_lse
 
 
-def run(inputs: Inputs, plan: KernelPlan, return_lse: bool, eager: bool, k=None) -> tuple[Tensor, Tensor | None]:
+def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, k=None) -> tuple[Tensor, Tensor | None]:
     """(loss, lse) of checked arguments; `eager`: nobody but autograd has to see what is computed.
 
     k: other kernels than the device's, in eager only.
     """
-    if not eager:
+    if not eager or plan.why_portable is not None:
         return _run_ops(inputs, plan)
     x, w, bias = inputs[:3]
     device = x.device
@@ -141,9 +140,7 @@ def run(inputs: Inputs, plan: KernelPlan, return_lse: bool, eager: bool, k=None)
         out = _apply(x, w, bias, inputs, plan, return_lse, k)
         return out if return_lse else (out, None)
     with torch.no_grad():
-        call = call_of(inputs, plan, k)
-        out = schedules.forward(call, _NONE)
-        return loss_of(out, plan, inputs.target), lse_of(call, inputs.target) if return_lse else None
+        return _forward(inputs, plan, k, GradsNeeded(None, None, False), return_lse)[:2]
 
 
 def _shaped(t: Tensor, shape: torch.Size) -> Tensor:
@@ -160,16 +157,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # autograd has to see the first three; each argument costs it time
         *tensors, items, dw_out = inputs
         needed = grads_needed(inputs, plan, ctx.needs_input_grad)
-        call = call_of(inputs, plan, k)
-        out, state = schedules.forward(call, needed), call.state
-        loss = loss_of(out, plan, inputs.target)
+        loss, lse, state, out = _forward(inputs, plan, k, needed, return_lse)
         number, items = (None, items) if isinstance(items, Tensor) else (items, None)
         ctx.save_for_backward(*tensors, items, out.live_x, out.exp_logits)
         ctx.made = Forward(None, out.grads, dw=out.dw, classes=out.classes)
         # dw_out is not saved: another graph's backward may add to it first, which is no error here.
-        ctx.kept = k, plan, needed, state, number, dw_out, input.shape, _dtypes(inputs)
+        ctx.kept = k, plan, needed, state, number, dw_out, input.shape
         ctx.set_materialize_grads(False)
-        return (loss, lse_of(call, inputs.target)) if return_lse else loss
+        return (loss, lse) if return_lse else loss
 
     @staticmethod
     def backward(ctx, grad_loss, grad_lse=None):
@@ -181,7 +176,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return (None,) * 7
         grad_loss, grad_lse = as_plain("linear_cross_entropy", grad_loss), as_plain("linear_cross_entropy", grad_lse)
         check_memory("linear_cross_entropy", grad_loss=grad_loss, grad_lse=grad_lse)
-        k, plan, needed, state, number, dw_out, shape, dtypes = ctx.kept
+        k, plan, needed, state, number, dw_out, shape = ctx.kept
         grad_loss, grad_lse = incoming(plan, grad_loss, grad_lse)
         kept = ctx.__dict__.pop("made", _NOTHING)  # handed out once, to the thread that asks first
         grads = Grads()
@@ -195,7 +190,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             kept = Forward(None, Grads(), live_x, _scratch_of(exp_logits), kept.dw, kept.classes)
             call = call_of(inputs, plan, k, _own(state, inputs.target.numel()), grad_loss, grad_lse)
             grads = grads.and_also(schedules.backward(call, kept, needed))
-        return *_as_inputs(grads, dtypes, shape), None, None, None, None
+        return *_in_shape(grads, shape), None, None, None, None
 
 
 # As in rms_norm: skips Python wrappers of torch that do nothing here.
@@ -231,107 +226,102 @@ def _is_batched(grad: Tensor | None) -> bool:
     )
 
 
-def _dtypes(inputs: Inputs) -> tuple[torch.dtype | None, ...]:
-    bias = inputs.linear_bias
-    return inputs.input.dtype, inputs.linear_weight.dtype, None if bias is None else bias.dtype
-
-
-def _as_inputs(grads: Grads, dtypes: tuple, shape: torch.Size) -> tuple[Tensor | None, ...]:
-    """In the inputs' dtypes and shapes, which most of them have already."""
-    dx, dw, db = [g if g is None or g.dtype == dtype else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
-    return dx if dx is None or dx.shape == shape else dx.view(shape), dw, db
+def _in_shape(grads: Grads, shape: torch.Size) -> Grads:
+    """With dx in input's shape. Autograd itself rounds gradients to the dtypes of what they are gradients of."""
+    return grads if grads.dx is None or grads.dx.shape == shape else grads._replace(dx=grads.dx.view(shape))
 
 
 # Operators: functional, absent results None -------------------------------------------------------------------------
 
 _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_CALL = (  # Inputs, KernelPlan, and which of input, linear_weight and linear_bias require grad
+_CALL = (  # Inputs, Plan, and which of input, linear_weight and linear_bias require grad
     "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? num_items, "
     "Tensor? grad_weight_out, int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, "
-    "ScalarType compute_dtype, str schedule, SymInt chunk_rows, bool dx_in_forward, bool dw_in_chunks, bool[] needs"
+    "ScalarType compute_dtype, str schedule, SymInt chunk_rows, bool dx_in_forward, bool dw_in_chunks, "
+    "str? why_portable, bool[] needs"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
+# state: RowState.memory, or the divisor of "mean" on the portable path, where exp_logits are logits, in fp32 or fp64.
 _lib.define(
-    f"linear_cross_entropy_kernels_fwd({_CALL}) -> (Tensor loss, Tensor lse, Tensor row_state, {_GRADS}, "
-    "Tensor live_x, Tensor exp_logits)",
+    f"linear_cross_entropy_fwd({_CALL}) -> (Tensor loss, Tensor lse, Tensor state, Tensor live_x, Tensor exp_logits, "
+    f"{_GRADS})",
     tags=_TAGS,
 )
 # Backward overwrites `exp_logits` unless it is read again, see `_scratch_of`; no other operator ever reads it.
 _lib.define(
-    f"linear_cross_entropy_kernels_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor row_state, Tensor? live_x, "
-    f"Tensor? exp_logits, {_CALL}) -> ({_GRADS})",
+    "linear_cross_entropy_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor? state, Tensor? live_x, Tensor? exp_logits, "
+    f"{_CALL}) -> ({_GRADS})",
     tags=_TAGS,
 )
-_lib.define("linear_cross_entropy_kernels_scaled(Tensor grad, Tensor factor) -> Tensor", tags=_TAGS)
-_fwd_op = torch.ops.quackish.linear_cross_entropy_kernels_fwd.default
-_bwd_op = torch.ops.quackish.linear_cross_entropy_kernels_bwd.default
-_scaled_op = torch.ops.quackish.linear_cross_entropy_kernels_scaled.default
+_fwd_op = torch.ops.quackish.linear_cross_entropy_fwd.default
+_bwd_op = torch.ops.quackish.linear_cross_entropy_bwd.default
 
 
-def _run_ops(inputs: Inputs, plan: KernelPlan) -> tuple[Tensor, Tensor]:
+def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
     items, grad = inputs.num_items, torch.is_grad_enabled()
     if items is not None and not isinstance(items, Tensor):  # a tensor, so that compiled code takes any number
-        inputs = inputs._replace(num_items=torch.full((), items, dtype=torch.float32, device=inputs.input.device))
+        dtype = accumulate_dtype(plan.compute_dtype)
+        inputs = inputs._replace(num_items=torch.full((), items, dtype=dtype, device=inputs.input.device))
     needs = [grad and t is not None and t.requires_grad for t in inputs[:3]]
     loss, lse, *_ = _fwd_op(*inputs, *plan, needs)
     return loss, lse
 
 
-def _parse(args) -> tuple[Inputs, KernelPlan, GradsNeeded]:
+def _parse(args) -> tuple[Inputs, Plan, GradsNeeded]:
     """The arguments that both operators have, and which gradients those with `needs` are."""
-    inputs, plan = Inputs(*args[:7]), KernelPlan(*args[7:-1])
+    inputs, plan = Inputs(*args[:7]), Plan(*args[7:-1])
     return inputs, plan, grads_needed(inputs, plan, args[-1])
 
 
 def _fwd_impl(*args):
     inputs, plan, needed = _parse(args)
-    call = call_of(inputs, plan, kernels_of(inputs.input.device))
-    out, state = schedules.forward(call, needed, may_begin=False), call.state
-    loss, lse = loss_of(out, plan, inputs.target), lse_of(call, inputs.target)
-    return loss, lse, state.memory, *out.grads, out.live_x, out.exp_logits
+    shape = inputs.target.shape
+    if plan.why_portable is not None:
+        loss, lse, divisor, grads, logits = portable.forward(inputs, plan, needed)
+        return _shaped(loss, shape) if loss.dim() else loss, _shaped(lse, shape), divisor, None, logits, *grads
+    k = kernels_of(inputs.input.device)
+    loss, lse, state, out = _forward(inputs, plan, k, needed, return_lse=True, may_begin=False)
+    return loss, lse, state.memory, out.live_x, out.exp_logits, *out.grads
 
 
-def _bwd_impl(grad_loss, grad_lse, row_state, live_x, exp_logits, *args):
+def _bwd_impl(grad_loss, grad_lse, state, live_x, exp_logits, *args):
     inputs, plan, needed = _parse(args)
+    if plan.why_portable is not None:
+        return tuple(portable.backward(inputs, plan, needed, grad_loss, grad_lse, state, exp_logits))
     m = inputs.target.numel()
-    k, state = kernels_of(inputs.input.device), _own(RowState.of(row_state, m), m)
+    k, state = kernels_of(inputs.input.device), _own(RowState.of(state, m), m)
     call = call_of(inputs._replace(grad_weight_out=None), plan, k, state, *incoming(plan, grad_loss, grad_lse))
     return tuple(schedules.backward(call, Forward(None, Grads(), live_x, _scratch_of(exp_logits)), needed))
 
 
-def _scaled_impl(grad, factor):
-    grad = grad.clone()
-    kernels_of(grad.device).scale(grad, factor)
-    return grad
-
-
-def _fake_grads(inputs: Inputs, needed: GradsNeeded) -> tuple[Tensor | None, ...]:
-    x, w = inputs.input, inputs.linear_weight
-    h = w.shape[1]
-    return (
-        x.new_empty((x.numel() // h, h), dtype=needed.dx) if needed.dx else None,
-        w.new_empty(w.shape, dtype=needed.dw) if needed.dw else None,
-        w.new_empty(w.shape[0], dtype=torch.float32) if needed.db else None,
-    )
+def _fake_grads(inputs: Inputs, plan: Plan, needed: GradsNeeded) -> tuple[Tensor | None, ...]:
+    x, (v, h) = inputs.input, inputs.linear_weight.shape
+    dtypes = needed.dx, needed.dw, accumulate_dtype(plan.compute_dtype) if needed.db else None
+    shapes = (x.numel() // h, h), (v, h), (v,)
+    return tuple(x.new_empty(s, dtype=d) if d else None for s, d in zip(shapes, dtypes, strict=True))
 
 
 def _fwd_fake(*args):
     inputs, plan, needed = _parse(args)
     x, target, (v, h) = inputs.input, inputs.target, inputs.linear_weight.shape
-    m, live_x, exp_logits = x.numel() // h, None, None
-    if plan.schedule == "stored" and needed.any():
-        live_x = x.new_empty((m, h), dtype=plan.compute_dtype)
-        exp_logits = x.new_empty_strided((m, v), padded_strides(v), dtype=plan.compute_dtype)
-    loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=torch.float32)
-    row_state = x.new_empty(RowState.size(m), dtype=torch.int32)
-    grads = _fake_grads(inputs, made_in_forward(plan, needed))
-    return loss, loss.new_empty(target.shape), row_state, *grads, live_x, exp_logits
+    m, dtype, state, live_x, exp_logits = x.numel() // h, accumulate_dtype(plan.compute_dtype), None, None, None
+    keeps = plan.schedule == "stored" and needed.any()
+    if plan.why_portable is None:
+        state = x.new_empty(RowState.size(m), dtype=torch.int32)
+        if keeps:
+            live_x = x.new_empty((m, h), dtype=plan.compute_dtype)
+            exp_logits = x.new_empty_strided((m, v), padded_strides(v), dtype=plan.compute_dtype)
+    else:
+        state = x.new_empty((), dtype=dtype) if plan.reduction == "mean" else None
+        exp_logits = x.new_empty((m, v), dtype=dtype) if keeps else None
+    loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=dtype)
+    grads = _fake_grads(inputs, plan, made_in_forward(plan, needed))
+    return loss, loss.new_empty(target.shape), state, live_x, exp_logits, *grads
 
 
-def _bwd_fake(grad_loss, grad_lse, row_state, live_x, exp_logits, *args):
-    inputs, _, needed = _parse(args)
-    return _fake_grads(inputs, needed)
+def _bwd_fake(grad_loss, grad_lse, state, live_x, exp_logits, *args):
+    return _fake_grads(*_parse(args))
 
 
 def _on_its_device(impl):
@@ -340,22 +330,15 @@ def _on_its_device(impl):
     @functools.wraps(impl)
     def on_device(*args):
         args = [as_plain("linear_cross_entropy", a) if isinstance(a, Tensor) else a for a in args]
-        device = next(t for t in args if isinstance(t, Tensor) and t.dim() > 0).device
-        if device.type != "cuda":
-            return impl(*args)
-        with torch.cuda.device(device):
+        with torch.cuda.device_of(next(t for t in args if isinstance(t, Tensor) and t.dim() > 0)):
             return impl(*args)
 
     return on_device
 
 
-for _op, _impl, _fake in (
-    ("fwd", _fwd_impl, _fwd_fake),
-    ("bwd", _bwd_impl, _bwd_fake),
-    ("scaled", _scaled_impl, lambda grad, factor: torch.empty_like(grad)),
-):
-    _lib.impl(f"linear_cross_entropy_kernels_{_op}", _on_its_device(_impl), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quackish::linear_cross_entropy_kernels_{_op}", _fake, lib=_lib)
+for _op, _impl, _fake in (("fwd", _fwd_impl, _fwd_fake), ("bwd", _bwd_impl, _bwd_fake)):
+    _lib.impl(f"linear_cross_entropy_{_op}", _on_its_device(_impl), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quackish::linear_cross_entropy_{_op}", _fake, lib=_lib)
 
 
 def _setup_context(ctx, inputs, output):
@@ -367,27 +350,40 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+def _product(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))  # one pass, no second buffer in fp32
+
+
 def _op_backward(ctx, grad_loss, grad_lse, *_):
     if torch.is_grad_enabled():
         raise RuntimeError(_NO_SECOND_DERIVATIVES)
     if grad_loss is None and grad_lse is None:
-        return (None,) * 18
-    *given, row_state, dx, dw, db, live_x, exp_logits = ctx.saved_tensors
-    needs = ctx.args[-1]
-    dw_out = ctx.grad_weight_out if needs[1] else None
-    inputs = Inputs(*given, dw_out)
-    ready = [None if grad_lse is not None else g for g in (dx, dw, db)]
-    grads = Grads(*(None if g is None else _scaled_op(g, grad_loss) for g in ready))
-    missing = [need and g is None for need, g in zip(needs, ready, strict=True)]
+        return (None,) * (7 + len(ctx.args))
+    *given, state, live_x, exp_logits, dx, dw, db = ctx.saved_tensors
+    *options, needs = ctx.args
+    plan, dw_out = Plan(*options), ctx.grad_weight_out if needs[1] else None
+    inputs, grads = Inputs(*given, dw_out), Grads()
+    made = Grads(dx, dw, db) if grad_lse is None else grads
+    missing = [need and g is None for need, g in zip(needs, made, strict=True)]
+    if any(g is not None for g in made):
+        is_sum = plan.why_portable is not None and plan.reduction == "mean"
+        # Not 0-dim: such a factor of 16-bit gradients would be rounded to their dtype.
+        factor = (grad_loss / state if is_sum else grad_loss).view(1)
+        if dw_out is not None and made.dw is not None:
+            dw_out.addcmul_(made.dw, factor)
+            made = made._replace(dw=None)
+        pairs = zip(made, inputs[:3], strict=True)
+        grads = Grads(*(None if g is None else _product(g, factor, of.dtype) for g, of in pairs))
     if any(missing):
-        kept = row_state, live_x, exp_logits
-        grads = grads.and_also(Grads(*_bwd_op(grad_loss, grad_lse, *kept, *inputs, *ctx.args[:-1], missing)))
-    if dw_out is not None:
-        dw_out.add_(grads.dw)
-        grads = grads._replace(dw=None)
-    return *_as_inputs(grads, _dtypes(inputs), inputs.input.shape), *(None,) * 15
+        kept = state, live_x, exp_logits
+        late = Grads(*_bwd_op(grad_loss, grad_lse, *kept, *inputs, *options, missing))
+        if dw_out is not None and late.dw is not None:
+            dw_out.add_(late.dw)
+            late = late._replace(dw=None)
+        grads = grads.and_also(late)
+    return *_in_shape(grads, inputs.input.shape), *(None,) * (4 + len(ctx.args))
 
 
 torch.library.register_autograd(
-    "quackish::linear_cross_entropy_kernels_fwd", _op_backward, setup_context=_setup_context, lib=_lib
+    "quackish::linear_cross_entropy_fwd", _op_backward, setup_context=_setup_context, lib=_lib
 )

@@ -12,7 +12,7 @@ from quackish.errors import UnsupportedError
 from quackish.ops.modes import are_plain, autocast_dtype, check_memory
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_FP32 = torch.finfo(torch.float32)
+FP32 = torch.finfo(torch.float32)
 
 
 class Inputs(NamedTuple):
@@ -41,47 +41,41 @@ class Options(NamedTuple):
     backend: str = "auto"
 
 
-def _shape(tensor: Tensor) -> str:
-    return str(tuple(tensor.shape))
-
-
-def check_shapes(inputs: Inputs) -> None:
+def check_tensors(inputs: Inputs) -> None:
     who = "linear_cross_entropy:"
     tensors = inputs._asdict()
     del tensors["num_items"]
     for name, tensor in tensors.items():
         needed = name in ("input", "linear_weight", "target")
-        if not isinstance(tensor, Tensor) and (needed or tensor is not None):
+        if tensor is None and not needed:
+            continue
+        if not isinstance(tensor, Tensor):
             expected = "a torch.Tensor" if needed else "a torch.Tensor or None"
             raise TypeError(f"{who} {name} is a {type(tensor).__name__}, expected {expected}")
-    x, w, target, out = inputs.input, inputs.linear_weight, inputs.target, inputs.grad_weight_out
+        if tensor.device != inputs.input.device:
+            raise ValueError(f"{who} {name} is on {tensor.device}, expected {inputs.input.device}, where input is")
+    x, w, out = inputs.input, inputs.linear_weight, inputs.grad_weight_out
     if w.dim() != 2 or 0 in w.shape:
-        raise ValueError(f"{who} linear_weight has shape {_shape(w)}, expected (V, H), neither of them 0")
+        raise ValueError(f"{who} linear_weight has shape {tuple(w.shape)}, expected (V, H), neither of them 0")
     v, h = w.shape
     if x.dim() < 1 or x.shape[-1] != h:
-        raise ValueError(f"{who} input has shape {_shape(x)}, expected (..., {h}) as linear_weight has {h} columns")
-    if target.is_floating_point():
-        raise TypeError(f"{who} target is {target.dtype}, expected class indices, int32 or int64, not probabilities")
-    if target.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{who} target is {target.dtype}, expected int32 or int64")
-    if target.shape != x.shape[:-1]:
-        expected = tuple(x.shape[:-1])
-        raise ValueError(f"{who} target has shape {_shape(target)}, expected {expected}: input's without its last")
-    for name, shape in (("linear_bias", (v,)), ("weight", (v,)), ("grad_weight_out", (v, h))):
-        if tensors[name] is not None and tuple(tensors[name].shape) != shape:
-            raise ValueError(f"{who} {name} has shape {_shape(tensors[name])}, expected {shape}")
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{who} {name} is on {tensor.device}, expected {x.device}, where input is")
-    if inputs.weight is not None and not inputs.weight.is_floating_point():
-        raise TypeError(f"{who} weight is {inputs.weight.dtype}, expected a floating dtype")
-    if out is not None:
-        if out.dtype not in (torch.float32, w.dtype):
-            raise TypeError(
-                f"{who} grad_weight_out is {out.dtype}, expected torch.float32 or linear_weight's {w.dtype}"
-            )
-        if out.requires_grad:
-            raise ValueError(f"{who} grad_weight_out requires grad, expected a plain buffer; detach it")
+        raise ValueError(f"{who} input has shape {tuple(x.shape)}, expected (..., {h}), linear_weight's columns")
+    floats = _DTYPES, "bfloat16, float16, float32 or float64"
+    for name, shape, (dtypes, expected) in (
+        ("input", x.shape, floats),
+        ("linear_weight", w.shape, floats),
+        ("linear_bias", (v,), floats),
+        ("target", x.shape[:-1], ((torch.int32, torch.int64), "class indices, int32 or int64")),
+        ("weight", (v,), floats),
+        ("grad_weight_out", (v, h), ((torch.float32, w.dtype), f"torch.float32 or linear_weight's {w.dtype}")),
+    ):
+        tensor = tensors[name]
+        if tensor is not None and tensor.dtype not in dtypes:
+            raise TypeError(f"{who} {name} is {tensor.dtype}, expected {expected}")
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{who} {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+    if out is not None and out.requires_grad:
+        raise ValueError(f"{who} grad_weight_out requires grad, expected a plain buffer; detach it")
 
 
 def check_buffer(inputs: Inputs) -> None:
@@ -105,7 +99,7 @@ def check_buffer(inputs: Inputs) -> None:
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether the first to the last bytes of two tensors overlap."""
-    if not are_plain((a, b)) or not a.numel() or not b.numel() or a.device != b.device or a.is_meta:
+    if not are_plain((a, b)) or not a.numel() or not b.numel() or a.is_meta:
         return False
     (a0, a1), (b0, b1) = map(_extent, (a, b))
     return a0 < b1 and b0 < a1
@@ -135,66 +129,45 @@ def _is_fsdp_parameter(weight: Tensor) -> bool:
 
 
 _OPTIONS = (  # option, type and what that is called, which values are legal and what these are called
+    ("reduction", str, "a str", lambda s: s in ("none", "mean", "sum"), "one of none, mean, sum"),
+    ("schedule", str, "a str", lambda s: s in ("auto", *SCHEDULES), f"one of auto, {', '.join(SCHEDULES)}"),
+    ("backend", str, "a str", lambda s: s in ("auto", "cute", "reference"), "one of auto, cute, reference"),
     ("ignore_index", int, "an int or None", lambda i: -(2**63) <= i < 2**63, "a 64-bit integer"),
     ("label_smoothing", (int, float), "a float", lambda e: 0.0 <= e <= 1.0, "0 <= label_smoothing <= 1"),
-    ("softcap", (int, float), "a float or None", lambda c: c >= _FP32.tiny, "None or a positive number"),
+    ("softcap", (int, float), "a float or None", lambda c: c >= FP32.tiny, "None or a positive number"),
     ("z_loss", (int, float), "a float", lambda z: 0.0 <= z < math.inf, "a finite number that is not negative"),
     ("return_lse", bool, "True or False", lambda b: True, ""),
     ("chunk_size", int, "an int or None", lambda n: n >= 1, "None or at least 1 row"),
+    ("num_items", int, "an int or a 0-dim tensor or None", lambda n: n >= 0, "at least 0"),
 )
 
 
 def check_options(options: Options, num_items: Any = None, device: torch.device | None = None) -> None:
     who = "linear_cross_entropy:"
-    for name, allowed in (
-        ("reduction", ("none", "mean", "sum")),
-        ("schedule", ("auto", *SCHEDULES)),
-        ("backend", ("auto", "cute", "reference")),
-    ):
-        value = getattr(options, name)
-        if not isinstance(value, str) or value not in allowed:
-            raise ValueError(f"{who} {name} is {value!r}, expected one of {', '.join(allowed)}")
+    values = {**options._asdict(), "num_items": None if isinstance(num_items, Tensor) else num_items}
     for name, kinds, expected, is_legal, legal in _OPTIONS:
-        value = getattr(options, name)
-        if value is not None or not expected.endswith("None"):
-            _check_type(name, value, kinds, expected)
-            if not is_legal(value):
-                raise ValueError(f"{who} {name} is {value}, expected {legal}")
-    if num_items is None:
-        return
-    if options.reduction != "mean":
+        value = values[name]
+        if value is None and expected.endswith("None"):
+            continue
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):  # True is an int to Python
+            raise TypeError(f"{who} {name} is {value!r}, a {type(value).__name__}; expected {expected}")
+        if not is_legal(value):
+            raise ValueError(f"{who} {name} is {value!r}, expected {legal}")
+    if num_items is not None and options.reduction != "mean":
         is_not = f'but reduction is "{options.reduction}"'
         raise ValueError(f'{who} num_items replaces the divisor of reduction "mean", {is_not}')
     if isinstance(num_items, Tensor):
         if num_items.dim() != 0:
-            raise ValueError(f"{who} num_items has shape {_shape(num_items)}, expected a 0-dim tensor or an int")
+            raise ValueError(f"{who} num_items has shape {tuple(num_items.shape)}, expected a 0-dim tensor or an int")
         if num_items.device.type != "cpu" and num_items.device != device:
             raise ValueError(f"{who} num_items is on {num_items.device}, expected {device} (input's) or cpu")
         if num_items.requires_grad:
             raise ValueError(f"{who} num_items requires grad, but no gradient flows to it; expected num_items.detach()")
-        return
-    _check_type("num_items", num_items, int, "an int or a 0-dim tensor")
-    if num_items < 0:
-        raise ValueError(f"{who} num_items is {num_items}, expected at least 0")
-
-
-def _check_type(name: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> None:
-    """True is an int to Python, and no number here."""
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-        raise TypeError(f"linear_cross_entropy: {name} is {value!r}, a {type(value).__name__}; expected {expected}")
-
-
-def effective_softcap(softcap: float | None) -> float | None:
-    """None for one that fp32 takes for infinity: it caps nothing."""
-    return None if softcap is None or softcap > _FP32.max else float(softcap)
 
 
 def compute_dtype_of(inputs: Inputs) -> torch.dtype:
     """The dtype operands are rounded to: input's, or autocast's, which leaves fp64 alone as F.linear does."""
     who, (input, linear_weight, linear_bias) = "linear_cross_entropy:", inputs[:3]
-    for name, tensor in zip(Inputs._fields, inputs[:3], strict=False):
-        if tensor is not None and tensor.dtype not in _DTYPES:
-            raise TypeError(f"{who} {name} is {tensor.dtype}, expected bfloat16, float16, float32 or float64")
     autocast = autocast_dtype(input.device.type)
     if autocast is not None and all(t is None or t.dtype != torch.float64 for t in inputs[:3]):
         return autocast

@@ -76,8 +76,8 @@ from quackish.ops.linear_cross_entropy.launches import (
 from quackish.ops.modes import check_memory
 
 
-class KernelPlan(NamedTuple):
-    """Options of a call that are not tensors. The last four are from `kernel_config`."""
+class Plan(NamedTuple):
+    """Options of a call that are not tensors; schedule to dw_in_chunks are a LinearCrossEntropyConfig."""
 
     ignore_index: int
     label_smoothing: float
@@ -89,13 +89,14 @@ class KernelPlan(NamedTuple):
     chunk_rows: int
     dx_in_forward: bool
     dw_in_chunks: bool
+    why_portable: str | None  # None: kernels run; else the portable path, and what it warns of once ("": nothing)
 
 
 class Call(NamedTuple):
     """What is the same for all launches of a forward or a backward."""
 
     k: RowKernels  # LceKernels or CublasKernels
-    plan: KernelPlan
+    plan: Plan
     state: RowState  # filled by forward, read by backward
     m: int
     h: int
@@ -174,9 +175,9 @@ def forward(call: Call, needed: GradsNeeded, may_begin: bool = True) -> Forward:
     return chunked(call, lay, early) if early.any() else statistics(call, lay)
 
 
-def made_in_forward(plan: KernelPlan, needed: GradsNeeded) -> GradsNeeded:
+def made_in_forward(plan: Plan, needed: GradsNeeded) -> GradsNeeded:
     """The gradients that are ready before backward, up to a scalar factor."""
-    if plan.schedule == "chunked":
+    if plan.schedule == "chunked" and plan.reduction != "none":
         return needed
     return GradsNeeded(needed.dx if plan.dx_in_forward else None, None, False)
 
@@ -202,15 +203,13 @@ def backward(call: Call, kept: Forward, needed: GradsNeeded) -> Grads:
     return grads.and_also(recompute_backward(call, lay, kept, needed))
 
 
-def forward_layout(
-    plan: KernelPlan, m: int, v: int, h: int, needed: GradsNeeded, own_dw: bool, may_begin: bool
-) -> Layout:
+def forward_layout(plan: Plan, m: int, v: int, h: int, needed: GradsNeeded, own_dw: bool, may_begin: bool) -> Layout:
     both = needed.dx is not None and needed.dw is not None
     begins_dw = may_begin and own_dw and plan.dx_in_forward and both and not needed.db
     return _layout(plan, m, v, h, needed, own_dw, begins_dw)
 
 
-def _layout(plan: KernelPlan, m: int, v: int, h: int, needed: GradsNeeded, own_dw: bool, begins_dw: bool) -> Layout:
+def _layout(plan: Plan, m: int, v: int, h: int, needed: GradsNeeded, own_dw: bool, begins_dw: bool) -> Layout:
     how = plan.schedule, plan.chunk_rows, plan.dx_in_forward, plan.dw_in_chunks
     dw = None if needed.dw is None else needed.dw.itemsize
     return layout(*how, m, v, h, needed.dx is not None, dw, own_dw, begins_dw)
