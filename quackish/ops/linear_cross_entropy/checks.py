@@ -65,7 +65,7 @@ def check_tensors(inputs: Inputs) -> None:
         ("input", x.shape, floats),
         ("linear_weight", w.shape, floats),
         ("linear_bias", (v,), floats),
-        ("target", x.shape[:-1], ((torch.int32, torch.int64), "class indices, int32 or int64")),
+        ("target", x.shape[:-1], ((torch.int32, torch.int64), "class indices, int32 or int64, not probabilities")),
         ("weight", (v,), floats),
         ("grad_weight_out", (v, h), ((torch.float32, w.dtype), f"torch.float32 or linear_weight's {w.dtype}")),
     ):
@@ -73,7 +73,8 @@ def check_tensors(inputs: Inputs) -> None:
         if tensor is not None and tensor.dtype not in dtypes:
             raise TypeError(f"{who} {name} is {tensor.dtype}, expected {expected}")
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{who} {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+            beside = f"beside input {tuple(x.shape)} and linear_weight {(v, h)}"
+            raise ValueError(f"{who} {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} {beside}")
     if out is not None and out.requires_grad:
         raise ValueError(f"{who} grad_weight_out requires grad, expected a plain buffer; detach it")
 
@@ -128,10 +129,16 @@ def _is_fsdp_parameter(weight: Tensor) -> bool:
     return False
 
 
+_WORDS = {
+    "reduction": ("none", "mean", "sum"),
+    "schedule": ("auto", *SCHEDULES),
+    "backend": ("auto", "cute", "reference"),
+}
 _OPTIONS = (  # option, type and what that is called, which values are legal and what these are called
-    ("reduction", str, "a str", lambda s: s in ("none", "mean", "sum"), "one of none, mean, sum"),
-    ("schedule", str, "a str", lambda s: s in ("auto", *SCHEDULES), f"one of auto, {', '.join(SCHEDULES)}"),
-    ("backend", str, "a str", lambda s: s in ("auto", "cute", "reference"), "one of auto, cute, reference"),
+    *(
+        (name, str, f"one of {', '.join(of)}", of.__contains__, f"one of {', '.join(of)}")
+        for name, of in _WORDS.items()
+    ),
     ("ignore_index", int, "an int or None", lambda i: -(2**63) <= i < 2**63, "a 64-bit integer"),
     ("label_smoothing", (int, float), "a float", lambda e: 0.0 <= e <= 1.0, "0 <= label_smoothing <= 1"),
     ("softcap", (int, float), "a float or None", lambda c: c >= FP32.tiny, "None or a positive number"),

@@ -11,7 +11,7 @@ before the GEMM and serves as row_shift. Then dlogits = row_scale * exp_logits, 
 one fp32 number row_scale per row: both gradients are plain GEMMs on exp_logits, and no pass over the logits is left.
 
 Flagged rows. A row with a logit far above its row_shift raises row_max_bits, its encoded maximum, and flags its tile.
-`recompute_flagged`, always launched, recomputes flagged tiles and returns at once without them: no synchronization,
+A second launch of the logits GEMM recomputes flagged tiles, and returns at once without them: no synchronization,
 graph-safe.
 
 Three products. `logits`; `dx` scales each row of its result; `dw` multiplies by scaled_x, the rows of x scaled before.
@@ -645,7 +645,7 @@ def add_dw(
 
 
 def _common_factor(call: Call) -> tuple[Tensor | None, Call]:
-    """(the factor common to all rows, the call without it: its inv_divisor lies behind the factor, and goes with it).
+    """(the factor common to all rows, the call without it). The call's inv_divisor lives as long as the factor.
 
     In fp16, p - onehot divided by the number of rows would be mostly subnormal. So a factor common to all rows is
     applied to the fp32 accumulators instead, and so is the largest coefficient of a live row, so that the others are at
