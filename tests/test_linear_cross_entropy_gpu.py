@@ -247,7 +247,7 @@ def states(monkeypatch):
 def assert_nothing_is_left_counted(states):
     torch.cuda.synchronize()
     assert states
-    assert not any(state.memory[:NUM_TICKETS].any() for state in states)
+    assert not any(state.memory[:NUM_TICKETS].any() for state in states if state.memory.is_cuda)  # meta: dry runs
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -136,7 +136,7 @@ _WORDS = {
 }
 _OPTIONS = (  # option, type and what that is called, which values are legal and what these are called
     *(
-        (name, str, f"one of {', '.join(of)}", of.__contains__, f"one of {', '.join(of)}")
+        (name, str, f"one of {', '.join(of)}", lambda word, of=of: word in of, f"one of {', '.join(of)}")
         for name, of in _WORDS.items()
     ),
     ("ignore_index", int, "an int or None", lambda i: -(2**63) <= i < 2**63, "a 64-bit integer"),
