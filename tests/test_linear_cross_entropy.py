@@ -475,6 +475,17 @@ def test_two_backwards_give_the_same_bits_and_write_nothing(name, with_lse, sche
         assert_same([t.detach() for t in theirs], before)
 
 
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_backward_scales_fp32_gradients_in_place_unless_they_are_read_again(retain_graph):
+    x, w, target, _ = make(40, 16, 300, FP32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss = linear_cross_entropy(x, w, target)
+    grads = torch.autograd.grad(loss, [x, w], torch.tensor(0.5), retain_graph=retain_graph)
+    addresses = [t.data_ptr() for t in saved]
+    assert [g.data_ptr() in addresses for g in grads] == [not retain_graph] * 2
+
+
 @on_portable_and_kernels
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", ["bias", "all"])

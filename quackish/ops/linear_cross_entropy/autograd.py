@@ -351,7 +351,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _product(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))  # one pass, no second buffer in fp32
+    """grad * factor in one pass; in place where the dtype is grad's and nobody reads grad again."""
+    in_place = grad.dtype == dtype and not _is_graph_kept()
+    return torch.mul(grad, factor, out=grad if in_place else torch.empty_like(grad, dtype=dtype))
 
 
 def _op_backward(ctx, grad_loss, grad_lse, *_):
