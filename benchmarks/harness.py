@@ -55,8 +55,10 @@ def write_page(page: str, path: Path) -> None:
 
 
 def main(program: Callable[[], object]) -> None:
-    """Runs a program; an invalid request is one line on stderr."""
+    """Runs a program; an invalid request or an interruption is one line on stderr."""
     try:
         program()
     except ValueError as error:
         sys.exit(str(error))
+    except KeyboardInterrupt as interrupt:  # Ctrl-C or SIGTERM; what was measured is written
+        sys.exit(f"Interrupted {interrupt}")
