@@ -125,6 +125,10 @@ def capped(p, a, softcap):
     return a, 1 - (a / softcap).square()
 
 
+def logit_scale_of(a):
+    return 1.0 if a.logit_scale is None else memory(a.logit_scale, FP32, (1,))
+
+
 # Around the GEMMs -----------------------------------------------------------------------------------------------------
 
 
@@ -203,20 +207,20 @@ def rows(p):
         weight = weight.masked_fill(t < 0, float("nan")) * (1 - a.label_smoothing)
         total = float(a.v) if a.total_weight is None else memory(a.total_weight, FP32, (1,))
         spread = a.label_smoothing / a.v
-        inv_divisor = memory(a.inv_divisor, FP32, (1,))
+        inv_divisor, logit_scale = memory(a.inv_divisor, FP32, (1,)), logit_scale_of(a)
         if p.stats:
             row_sum[:live] = memory(a.part_sum, FP32, (a.rows, a.tiles))[:live].sum(1)
             log_total = row_sum[:live].log()
-            row_lse = row_max + log_total
-            nll = row_max - target_logit[:live] + log_total
+            row_lse = logit_scale * row_max + log_total
+            nll = logit_scale * (row_max - target_logit[:live]) + log_total
             row_loss = torch.where((weight == 0) & ~nll.isnan(), 0.0, weight * nll)
             if p.label_smoothing:
                 sums = memory(a.part_wsum, FP32, (a.rows, a.tiles))[:live].sum(1)
-                row_loss = row_loss + spread * (total * row_lse - sums)
+                row_loss = row_loss + spread * (total * row_lse - logit_scale * sums)
             loss[r], lse[r] = inv_divisor * (row_loss + a.z_loss * row_lse.square()), row_lse
         if p.grads == "none":
             return
-        row_lse, g = lse[r], inv_divisor
+        row_lse, g = lse[r], inv_divisor * logit_scale
         if p.grad_loss == "scalar":
             g = g * memory(a.grad_loss, FP32, (1,))
         elif p.grad_loss == "rows":
@@ -224,7 +228,7 @@ def rows(p):
         coef_target = g * weight
         coef_softmax = g * (weight + (spread * total if p.label_smoothing else 0) + 2 * a.z_loss * row_lse)
         if grad_lse is not None:
-            coef_softmax = coef_softmax + grad_lse[r]
+            coef_softmax = coef_softmax + logit_scale * grad_lse[r]
         if p.grads == "coefs":
             coefs = memory(a.coefs, FP32, (a.rows, 4))
             each = row_max, coef_softmax / row_sum[:live], coef_target, (g * spread).expand(live)
@@ -235,7 +239,7 @@ def rows(p):
         coef_softmax = torch.where(coef_softmax.abs() < smallest.abs(), smallest, coef_softmax)
         total, a_t = row_sum[:live], target_logit[:live]
         ratio = torch.where(coef_softmax == 0, 0.0, coef_target / coef_softmax)
-        at_target = torch.exp(a_t - row_max) - ratio * total
+        at_target = torch.exp(logit_scale * (a_t - row_max)) - ratio * total
         if p.softcap:
             at_target = at_target * (1 - (a_t / a.softcap).square())
         write_targets(a, p, t, at_target)
@@ -400,7 +404,8 @@ def softmax_epilogue(p, acc, a, D, live, start, m, n):
     else:
         shift = memory(a.row_shift, FP32, (m,))[i]
     z, d = with_bias(p, acc[i], a.bias, a.softcap, n)
-    grown, first = torch.exp(z - shift[:, None]), 0
+    logit_scale = logit_scale_of(a)
+    grown, first = torch.exp(logit_scale * (z - shift[:, None])), 0
     for part in D:
         if part is not None:
             assert part.stride(0) % 8 == 0
@@ -418,7 +423,7 @@ def softmax_epilogue(p, acc, a, D, live, start, m, n):
     target_logit[i[mine]] = z[mine].gather(1, slot_target[i][mine][:, None])[:, 0]
     if not p.recompute_flagged:
         highest = torch.where(z.isnan(), -torch.inf, z).amax(1)
-        above = highest > shift + HEADROOM
+        above = logit_scale * highest > logit_scale * shift + HEADROOM
         row_max_bits[i[above]] = torch.maximum(row_max_bits[i[above]], encode(highest[above]))
         flags[1 + i[above] // ROW_TILE] = 1
         flags[0] |= int(above.any())
@@ -427,7 +432,7 @@ def softmax_epilogue(p, acc, a, D, live, start, m, n):
 def dlogits_epilogue(p, acc, a, D, live, start, m, n):
     z, d = with_bias(p, acc, a.bias, a.softcap, n)
     row_shift, coef_softmax, coef_target, coef_smooth = memory(a.coefs, FP32, (m, 4))[: len(z)].T[:, :, None]
-    value = coef_softmax * torch.exp(z - row_shift)
+    value = coef_softmax * torch.exp(logit_scale_of(a) * (z - row_shift))
     if p.smoothing:
         weight = 1.0 if a.class_weight is None else memory(a.class_weight, FP32, (a.v0 + n,))[a.v0 :]
         value = value - coef_smooth * weight
@@ -468,7 +473,7 @@ EPILOGUES = dict(softmax=softmax_epilogue, dlogits=dlogits_epilogue, rows=rows_e
 def exp(p):
     def kernel(a):
         assert a.z_stride % TILE_N == 0
-        rows, n = a.rows, a.n
+        rows, n, logit_scale = a.rows, a.n, logit_scale_of(a)
         live, _ = live_rows(a.num_live, a.start, rows)
         z = memory(a.z, FP32, (rows, n), (a.z_stride, 1))[:live].clone()
         z, d = with_bias(p, z, a.bias, a.softcap, n)
@@ -483,9 +488,9 @@ def exp(p):
             for c in range(0, n, TILE_N):
                 part, tile = z[:, c : c + TILE_N], a.tile0 + c // TILE_N
                 highest = torch.where(part.isnan(), -torch.inf, part).amax(1)
-                above = highest > row_shift[:live] + HEADROOM
+                above = logit_scale * highest > logit_scale * row_shift[:live] + HEADROOM
                 shift = torch.where(above, highest, row_shift[:live])
-                out[:live, c : c + TILE_N] = torch.exp(part - shift[:, None])
+                out[:live, c : c + TILE_N] = torch.exp(logit_scale * (part - shift[:, None]))
                 part_sum[:live, tile] = out[:live, c : c + TILE_N].sum(1)
                 part_sum[:live, a.tiles + tile] = shift
                 if part_wsum is not None:
@@ -499,7 +504,7 @@ def exp(p):
             target_logit[i] = z[i, target[i, 0]]
         else:
             row_shift, coef, coef_target, coef_smooth = memory(a.coefs, FP32, (rows, 4))[:live].T[:, :, None]
-            value = coef * torch.exp(z - row_shift)
+            value = coef * torch.exp(logit_scale * (z - row_shift))
             if p.smoothing:
                 value = value - coef_smooth * weight
             out[:live] = value - torch.where(target == torch.arange(n), coef_target, 0.0)
@@ -518,7 +523,8 @@ def rescale(p):
         shifts = sums[:, a.tiles :][:, there]
         flagged = memory(a.flags, I32, (1 + -(-a.rows // ROW_TILE),))[1 + torch.arange(live) // ROW_TILE] != 0
         row_max = decode(memory(a.row_max_bits, I32, (a.rows,))[:live, None])
-        factor = torch.where(flagged[:, None] & (shifts != row_max), torch.exp(shifts - row_max), 1.0)
+        rescaled = torch.exp(logit_scale_of(a) * (shifts - row_max))
+        factor = torch.where(flagged[:, None] & (shifts != row_max), rescaled, 1.0)
         shifts.zero_()
         sums[:, there] *= factor
         if p.stored:

@@ -2,6 +2,7 @@
 ours."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -55,9 +56,11 @@ def problems():
         for split in (False, True):
             for split_k_tail in (False, True):
                 yield GemmProblem("rows", dtype, out, b_major="n", a_in_two=split, split_k_tail=split_k_tail)
-    for bias, softcap in (None, False), (None, True), ("bfloat16", False), ("float32", False), ("float32", True):
+    logits = (None, False), (None, True), ("bfloat16", False), ("float32", False), ("float32", True)
+    for logit_scale, (bias, softcap) in itertools.product((False, True), logits):
         for smoothing, weighted in (False, False), (True, False), (True, True):
             options = dict(bias_dtype=bias, softcap=softcap, smoothing=smoothing, weighted=weighted)
+            options["logit_scale"] = logit_scale
             yield GemmProblem("dlogits", "bfloat16", "bfloat16", **options)
             for recompute in (False, True):
                 yield GemmProblem("softmax", "bfloat16", None, **options, recompute_flagged=recompute)

@@ -61,13 +61,13 @@ def problems():
             for weight, loss in (None, "one"), ("float32", "scalar"), ("bfloat16", "rows"):
                 options = dict(class_weight_dtype=weight, label_smoothing=smoothing)
                 if grads != "none":
-                    options |= dict(grad_loss=loss, grad_lse=loss != "one")
+                    options |= dict(grad_loss=loss, grad_lse=loss != "one", logit_scale=loss != "one")
                 yield "lce_rows", LceRowsProblem(stats, grads, **options), LceRowsConfig(), 4
     for stats, h in itertools.product((True, False), (0, 8, 1000, 4096, 16_384)):
         of_x = dict(h=h, dtype="bfloat16" if h else None)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x), LceRowsConfig(), 4
         options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True)
-        options |= dict(exp_logits_split=True, first_slot_of_class=stats)
+        options |= dict(exp_logits_split=True, first_slot_of_class=stats, logit_scale=True)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
     for how in itertools.product((False, True), repeat=3):
         yield "lce_sort", LceSortProblem(*how), LceSortConfig(), 2
@@ -85,7 +85,7 @@ def problems():
         for h in (8, 1000, 4096):
             yield "lce_scatter", LceScatterProblem(h, dtype), LceRowsConfig(), 4
     # around cuBLAS's GEMMs
-    everything = dict(bias_dtype="float32", softcap=True, smoothing=True, weighted=True)
+    everything = dict(bias_dtype="float32", softcap=True, smoothing=True, weighted=True, logit_scale=True)
     for out in ("bfloat16", None):
         yield "lce_exp", LceExpProblem("softmax", out), LceWarpsConfig(), 4
         yield "lce_exp", LceExpProblem("softmax", out, **everything), LceWarpsConfig(), 4
@@ -96,7 +96,7 @@ def problems():
     yield "lce_exp", LceExpProblem("softmax", None, "float16"), LceWarpsConfig(), 4
     yield "lce_exp", LceExpProblem("dlogits", "float16", "float16", smoothing=True), LceWarpsConfig(), 4
     for stored in (True, False):
-        yield "lce_rescale", LceRescaleProblem(stored), LceWarpsConfig(), 4
+        yield "lce_rescale", LceRescaleProblem(stored, logit_scale=stored), LceWarpsConfig(), 4
     for h, dtype in (8, "bfloat16"), (1000, "float16"), (4096, "bfloat16"):
         yield "lce_clear", LceClearProblem(h, dtype), LceWarpsConfig(), 4
         yield "lce_scatter", LceScatterProblem(h, dtype, row_scale=True), LceRowsConfig(), 4

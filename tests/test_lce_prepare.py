@@ -62,10 +62,10 @@ def asked(on):
 def prepare(x, w, target, kw, grad_weight_out=None, **how):
     options = dict(
         reduction="mean", ignore_index=-100, label_smoothing=0.0, softcap=None, z_loss=0.0, return_lse=False,
-        schedule="auto", chunk_size=None, backend="auto", num_items=None,
+        schedule="auto", chunk_size=None, backend="auto", logit_scale=None, num_items=None,
     ) | {name: value for name, value in {**kw, **how}.items() if name not in ("linear_bias", "weight")}  # fmt: skip
-    items, bias, weight = options.pop("num_items"), kw.get("linear_bias"), kw.get("weight")
-    inputs = Inputs(x, w, bias, target, weight, items, grad_weight_out)
+    scale, items = options.pop("logit_scale"), options.pop("num_items")
+    inputs = Inputs(x, w, kw.get("linear_bias"), target, kw.get("weight"), scale, items, grad_weight_out)
     preparing.prepare(inputs, public.make_plan(inputs, Options(**options), public.no_kernel_on))
 
 
@@ -136,6 +136,7 @@ def test_one_rehearsal_serves_all_calls_of_the_same_kernels(asked):
             for z, cap, i in ((0.0, 20.0, -100), (1e-4, 30.0, -1))
         ],
         [(rows(100), dict(num_items=items)) for items in (80, 90, torch.tensor(80))],
+        [(rows(100), dict(logit_scale=scale)) for scale in (0.5, 2, torch.tensor(0.5))],
         # one chunk, and several
         [(rows(m), dict(chunk_size=128)) for m in (100, 128)],
         [(rows(m), dict(chunk_size=128)) for m in (129, 300)],

@@ -463,7 +463,8 @@ def test_opcheck(needs, schedule, path):
             continue  # the rule makes it `recompute`
         dx_in_forward = (schedule, reduction) == ("recompute", "mean")
         options = IGNORED, 0.0, 3.0, 1e-3, reduction, BF16, schedule, 128, dx_in_forward, dx_in_forward, None, needs
-        args = x, w, kw["linear_bias"], target, kw["weight"], torch.tensor(9.0, **path.here), None, *options
+        scale, items = torch.tensor(0.7, **path.here), torch.tensor(9.0, **path.here)
+        args = x, w, kw["linear_bias"], target, kw["weight"], scale, items, None, *options
         # in the order of the fields: compile's own tests of gradients want more digits than bf16 has
         tests = "test_schema", "test_autograd_registration", "test_faketensor"
         torch.library.opcheck(autograd._fwd_op, args, test_utils=tests)
@@ -484,11 +485,12 @@ def test_who_wants_to_see_operators_gets_the_same_bits(name, reduction, schedule
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_compiled_num_items_is_any_number(path):
+@pytest.mark.parametrize("name, numbers", [("num_items", range(3, 9)), ("logit_scale", [0.5, 0.7, 1.5, 2.0, 3.0])])
+def test_a_compiled_number_is_any_number(name, numbers, path):
     torch._dynamo.reset()
     frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     x, w, target, _ = path.case()
-    compiled = torch.compile(lambda n: path.call(x, w, target, num_items=n), fullgraph=True, backend=frames)
-    for n in range(3, 9):
-        torch.testing.assert_close(compiled(n), path.call(x, w, target, num_items=n))
+    compiled = torch.compile(lambda n: path.call(x, w, target, **{name: n}), fullgraph=True, backend=frames)
+    for n in numbers:
+        torch.testing.assert_close(compiled(n), path.call(x, w, target, **{name: n}))
     assert frames.frame_count <= 2

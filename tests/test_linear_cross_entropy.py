@@ -48,10 +48,13 @@ def assert_same(got, want):
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-def composed(x, w, target, linear_bias=None, softcap=None, z_loss=0.0, reduction="mean", return_lse=False, **kw):
-    """What a user writes without quackish: F.cross_entropy of F.linear, softcap and z_loss around it."""
+def composed(
+    x, w, target, linear_bias=None, softcap=None, logit_scale=None, z_loss=0.0, reduction="mean", return_lse=False, **kw
+):
+    """What a user writes without quackish: F.cross_entropy of F.linear, softcap, logit_scale and z_loss around it."""
     logits = F.linear(x, w, linear_bias)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits if logit_scale is None else logits * logit_scale
     loss = F.cross_entropy(logits, target, reduction=reduction, **kw)
     lse = torch.logsumexp(logits, -1)
     live = target != IGNORED
@@ -140,13 +143,13 @@ def test_confident_rows_keep_their_gradient(p, path):
 
 
 @on_every_path
-@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("options", [{}, dict(softcap=30.0), dict(logit_scale=2.0)], ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_hard_rows(reduction, schedule, softcap, path):
+def test_hard_rows(reduction, schedule, options, path):
     for dtype in [BF16, FP16] if path.kernels else [FP32, BF16, FP16]:
         x, w, target = hard_rows(dtype, path.device)
-        path.check(x, w, target, dict(reduction=reduction, softcap=softcap), schedule=schedule)
+        path.check(x, w, target, dict(reduction=reduction, **options), schedule=schedule)
 
 
 @on_portable_and_kernels
@@ -180,13 +183,13 @@ def test_a_masked_target_is_an_infinite_loss_with_finite_gradients(schedule, pat
     assert all(g.isfinite().all() for g in grads)
 
 
-@on_portable_and_kernels
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_masked_class_that_does_not_count_costs_nothing(smoothing, path):
-    x, w, target, kw = path.case(bias=True, class_weight=True, label_smoothing=smoothing)
+@on_every_path
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1), dict(logit_scale=2.0)], ids=str)
+def test_masked_classes_that_do_not_count_cost_nothing(options, path):
+    x, w, target, kw = path.case(bias=True, class_weight=True, **options)
     with torch.no_grad():
-        kw["linear_bias"][10] = float("-inf")
-        kw["weight"][10] = 0
+        kw["linear_bias"][10:600] = float("-inf")  # on kernels all classes of a tile
+        kw["weight"][10:600] = 0
     target[:3] = 10
     loss, _, grads = path.run(x, w, target, kw)
     want, _, _ = truth(x, w, target, kw)
@@ -329,6 +332,20 @@ def test_mean_over_classes_of_weight_zero_is_nan_as_in_pytorch(path):
 def test_num_items_replaces_the_divisor(schedule, num_items, path):
     x, w, target, kw = path.case(**OPTIONS["weight"], z_loss=0.01)
     path.check(x, w, target, {**kw, "num_items": num_items}, schedule=schedule)
+
+
+@on_every_path
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("with_grad_lse", [False, True])
+def test_logit_scale_may_be_a_tensor(with_grad_lse, schedule, path):
+    for dtype in path.dtypes:
+        x, w, target, kw = path.case(dtype=dtype)
+        grad_lse = torch.ones(target.shape, dtype=torch.promote_types(dtype, FP32), **path.here)
+        given = dict(grad_lse=grad_lse if with_grad_lse else None, schedule=schedule)
+        want = path.run(x, w, target, kw, **given, logit_scale=0.375)
+        for scale in torch.tensor(0.375, dtype=BF16), torch.tensor(0.375, **path.here):
+            assert_same(path.run(x, w, target, kw, **given, logit_scale=scale), want)
+            path.check(x, w, target, {**kw, "logit_scale": scale}, **given)
 
 
 @on_portable_and_kernels
@@ -597,8 +614,9 @@ def test_opcheck(needs, schedule, device):
         x, w, target, kw = make(dtype=FP32, device=device, bias=True, class_weight=True)
         for t, need in zip(parameters(x, w, kw), needs, strict=True):
             t.requires_grad_(need)
-        args = x, w, kw["linear_bias"], target, kw["weight"], None, None, IGNORED, 0.1, 3.0, 1e-3, reduction, FP32
-        args = *args, schedule, 5, False, False, "", needs
+        scale = torch.tensor(0.7, device=device)
+        args = x, w, kw["linear_bias"], target, kw["weight"], scale, None, None, IGNORED, 0.1, 3.0, 1e-3, reduction
+        args = *args, FP32, schedule, 5, False, False, "", needs
         torch.library.opcheck(_fwd_op, args)
         with torch.no_grad():
             loss, lse, *kept = _fwd_op(*args)[:5]
@@ -699,6 +717,21 @@ def wrong(**change):
         ({"softcap": math.nan}, ValueError, "softcap is nan, expected None or a positive number"),
         ({"softcap": 1e-50}, ValueError, "softcap is 1e-50, expected None or a positive number"),
         ({"softcap": True}, TypeError, "softcap is True, a bool; expected a float or None"),
+        ({"logit_scale": 0.0}, ValueError, "logit_scale is 0.0, expected None or a positive finite number"),
+        ({"logit_scale": math.inf}, ValueError, "logit_scale is inf, expected None or a positive finite number"),
+        ({"logit_scale": "1"}, TypeError, "logit_scale is '1', a str; expected a float or a 0-dim tensor or None"),
+        (
+            {"logit_scale": torch.ones(1)},
+            ValueError,
+            r"logit_scale has shape \(1,\), expected a 0-dim tensor or a number",
+        ),
+        ({"logit_scale": torch.tensor(2)}, TypeError, "logit_scale is torch.int64, expected bfloat16"),
+        ({"logit_scale": torch.tensor(1.0, requires_grad=True)}, ValueError, "logit_scale requires grad, but no"),
+        (
+            {"logit_scale": torch.ones((), device="meta")},
+            ValueError,
+            r"logit_scale is on meta, expected cpu \(input's\)",
+        ),
         ({"z_loss": -1.0}, ValueError, "z_loss is -1.0, expected a finite number that is not negative"),
         ({"z_loss": math.inf}, ValueError, "z_loss is inf, expected a finite number that is not negative"),
         ({"z_loss": "1"}, TypeError, "z_loss is '1', a str; expected a float"),
@@ -762,6 +795,7 @@ def test_a_buffer_under_fsdp_is_refused(version, tmp_path):
         (dict(chunk_size=True), dict(chunk_size=1)),
         (dict(num_items=True), dict(num_items=1)),
         (dict(z_loss=False), dict(z_loss=0)),
+        (dict(logit_scale=True), dict(logit_scale=1)),
     ],
     ids=str,
 )
@@ -898,11 +932,14 @@ def test_module_takes_pytorchs_arguments_and_state():
 def test_module_keeps_its_options():
     x, _, target, _ = make(dtype=torch.float32)
     args = dict(softcap=2.0, z_loss=0.1, label_smoothing=0.2, schedule="recompute", chunk_size=4, reduction="mean")
+    args["logit_scale"] = 0.5
     head = LinearCrossEntropyLoss(8, 11, **args, ignore_index=0)
     assert list(head.state_dict()) == ["linear.weight"]
     want = linear_cross_entropy(x, head.linear.weight, target.clamp(min=0), ignore_index=0, num_items=9, **args)
     assert torch.equal(head(x, target.clamp(min=0), num_items=9), want)
     assert "softcap=2.0" in repr(head)
+    head.logit_scale = torch.tensor(0.5)
+    assert torch.equal(head(x, target.clamp(min=0), num_items=9), want)
 
 
 @pytest.mark.parametrize(
@@ -912,6 +949,7 @@ def test_module_keeps_its_options():
         (dict(options=object()), UnsupportedError, "options are torch's own chunking, expected None"),
         (dict(weight=torch.ones(3)), ValueError, r"weight has shape \(3,\), expected \(11,\)"),
         (dict(label_smoothing=2.0), ValueError, "label_smoothing is 2.0"),
+        (dict(logit_scale=-1.0), ValueError, "logit_scale is -1.0"),
     ],
 )
 def test_module_errors(args, error, message):
@@ -947,6 +985,8 @@ def cuda_step(path, schedule, reduction, num_items=None, name="all"):
     x, w, target, kw = path.case(300, 64, 1000, BF16 if path.kernels else FP32, **OPTIONS[name], reduction=reduction)
     buffer = torch.zeros(w.shape, **path.here)
     how = dict(grad_weight_out=buffer, schedule=schedule, chunk_size=128, num_items=num_items)
+    if isinstance(num_items, torch.Tensor):
+        kw["logit_scale"] = num_items / 10  # on the same device
 
     def step():
         loss, lse = path.call(x, w, target, return_lse=True, **how, **kw)

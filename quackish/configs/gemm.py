@@ -57,6 +57,7 @@ class GemmProblem:
     a_in_two: bool = False  # A is in two buffers: its first columns, and the remaining ones
     d_in_two: bool = False  # softmax: D is in two buffers
     split_k_tail: bool = False  # rows, store: split-K for tiles of a partly filled last wave
+    logit_scale: bool = False  # softmax, dlogits
 
     @property
     def args(self) -> GemmArgs:
@@ -69,13 +70,14 @@ class GemmProblem:
 
     def _epilogue_args(self) -> tuple | None:
         bias, class_weight = optional(self.bias_dtype), F32 if self.weighted else None
+        logit_scale = F32 if self.logit_scale else None
         if self.epilogue == "softmax":
             return SoftmaxArgs(
                 bias=bias, class_weight=class_weight, row_shift=None if self.recompute_flagged else F32,
-                part_wsum=F32 if self.smoothing else None,
+                part_wsum=F32 if self.smoothing else None, logit_scale=logit_scale,
             )  # fmt: skip
         if self.epilogue == "dlogits":
-            return DlogitsArgs(bias=bias, class_weight=class_weight)
+            return DlogitsArgs(bias=bias, class_weight=class_weight, logit_scale=logit_scale)
         if self.epilogue == "rows":
             return RowsOutArgs()
         if self.rounding_residual:
@@ -189,7 +191,7 @@ def _has_registers(problem: GemmProblem) -> bool:
     """Whether the epilogue fits beside the accumulator of a ping-pong warp group; else 8 to 256 bytes spill."""
     if problem.smoothing and problem.out_dtype:
         return False
-    return not (problem.softcap and problem.bias_dtype and problem.out_dtype)
+    return not ((problem.softcap or problem.logit_scale) and problem.bias_dtype and problem.out_dtype)
 
 
 # Split-K in the tail -------------------------------------------------------------------------------------------------

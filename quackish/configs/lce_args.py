@@ -97,6 +97,7 @@ class RowsArgs(NamedTuple):
     tiles: Any = "int32"
     start: Any = "int32"
     rows: Any = "int32"
+    logit_scale: Any = None  # 0-dim fp32; as in all kernels, absent for 1
 
 
 class SortArgs(NamedTuple):
@@ -202,6 +203,7 @@ class SoftmaxArgs(NamedTuple):
     part_wsum: Any = None  # (m, tiles) fp32, written; with label smoothing
     softcap: Any = "float32"
     tiles: Any = "int32"
+    logit_scale: Any = None  # 0-dim fp32
 
 
 class DlogitsArgs(NamedTuple):
@@ -211,6 +213,7 @@ class DlogitsArgs(NamedTuple):
     slot_target: Any = I32  # (m,)
     softcap: Any = "float32"
     v0: Any = "int32"  # the class of the first column
+    logit_scale: Any = None  # 0-dim fp32
 
 
 class RowsOutArgs(NamedTuple):
@@ -256,6 +259,7 @@ class ExpArgs(NamedTuple):
     start: Any = "int32"
     rows: Any = "int32"
     n: Any = "int32"
+    logit_scale: Any = None  # 0-dim fp32
 
 
 class RescaleArgs(NamedTuple):
@@ -270,6 +274,7 @@ class RescaleArgs(NamedTuple):
     start: Any = "int32"
     rows: Any = "int32"
     n: Any = "int32"
+    logit_scale: Any = None  # 0-dim fp32
 
 
 class ClearArgs(NamedTuple):

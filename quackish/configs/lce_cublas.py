@@ -22,6 +22,7 @@ class LceExpProblem:
     softcap: bool = False
     smoothing: bool = False
     weighted: bool = False  # class weights, with smoothing
+    logit_scale: bool = False
 
     @property
     def args(self) -> ExpArgs:
@@ -31,17 +32,21 @@ class LceExpProblem:
             out=optional(self.out_dtype, aligned=True), bias=optional(self.bias_dtype),
             class_weight=F32 if self.weighted else None, row_shift=floats, row_max_bits=ints, flags=ints,
             part_sum=floats, part_wsum=floats if self.smoothing else None, target_logit=floats,
-            coefs=None if softmax else ALIGNED_F32,
+            coefs=None if softmax else ALIGNED_F32, logit_scale=F32 if self.logit_scale else None,
         )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class LceRescaleProblem:
     stored: bool  # whether exp_logits is kept
+    logit_scale: bool = False
 
     @property
     def args(self) -> RescaleArgs:
-        return RescaleArgs(exp_logits=Ptr("bfloat16", aligned=True) if self.stored else None)
+        return RescaleArgs(
+            exp_logits=Ptr("bfloat16", aligned=True) if self.stored else None,
+            logit_scale=F32 if self.logit_scale else None,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

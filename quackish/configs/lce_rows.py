@@ -78,6 +78,7 @@ class LceRowsProblem:
     grad_lse: bool = False
     exp_logits_split: bool = False  # exp_logits is in two buffers
     first_slot_of_class: bool = False  # set to NO_SLOT, for `sort`
+    logit_scale: bool = False
 
     def __post_init__(self):
         if self.grads == "scale" and self.label_smoothing:
@@ -96,6 +97,7 @@ class LceRowsProblem:
             exp_logits2=BF16 if scale and self.exp_logits_split else None, live_x=x, scaled_x=x,
             row_scale=F32 if scale else None, coefs=ALIGNED_F32 if coefs else None,
             first_slot_of_class=I32 if self.first_slot_of_class else None,
+            logit_scale=F32 if self.logit_scale else None,
         )  # fmt: skip
 
 

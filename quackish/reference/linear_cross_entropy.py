@@ -1,11 +1,12 @@
 """Linear cross entropy in plain PyTorch: the spec on whole logits, and the maths of one chunk of them.
 
-With z = input @ linear_weight.T + linear_bias, a = softcap * tanh(z / softcap), lse = logsumexp(a), t the target,
-w the class weights (1 where none are given), e = label_smoothing and q = w * ((1 - e) * onehot(t) + e / V):
+With z = input @ linear_weight.T + linear_bias, c = softcap * tanh(z / softcap), a = logit_scale * c,
+lse = logsumexp(a), t the target, w the class weights (1 where none are given), e = label_smoothing and
+q = w * ((1 - e) * onehot(t) + e / V):
 
     loss   = sum_j q_j * (lse - a_j) + z_loss * lse**2   for each live row, 0 for an ignored one
     da     = g * ((sum(q) + 2 * z_loss * lse) * p - q) + g_lse * p,   p = exp(a - lse)
-    dz     = da * (1 - (a / softcap)**2)
+    dz     = logit_scale * da * (1 - (c / softcap)**2)
     dinput = dz @ linear_weight,   dlinear_weight = dz.T @ input,   dlinear_bias = sum of dz over rows
 
 `mean` divides the sum of the rows, z_loss included, by `mean_divisor`. z_loss regularises the logits, not a class, so
@@ -74,6 +75,7 @@ def linear_cross_entropy_forward(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
+    logit_scale: float | Tensor | None = None,
     z_loss: float = 0.0,
     num_items: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -88,6 +90,8 @@ def linear_cross_entropy_forward(
         logits = logits + linear_bias.to(dtype)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if logit_scale is not None:
+        logits = logits * logit_scale
     q = (1.0 - label_smoothing) * F.one_hot(rows.index, v).to(dtype) + label_smoothing / v
     if weight is not None:
         q = q * weight.to(dtype)
@@ -109,6 +113,7 @@ class RowOptions:
     label_smoothing: float
     softcap: float | None
     z_loss: float
+    logit_scale: Tensor | None = None  # 0-dim, in logits' dtype
 
 
 def chunk_of_rows(
@@ -125,12 +130,14 @@ def chunk_of_rows(
     Every sum runs along a row, so nothing here depends on which rows share a chunk. Ignored rows must come with finite
     logits: the chunk loop zeroes their rows of the input.
     """
-    v, smoothing, softcap = logits.shape[1], options.label_smoothing, options.softcap
+    v, smoothing, softcap, logit_scale = logits.shape[1], options.label_smoothing, options.softcap, options.logit_scale
     if softcap is None:
         tanh, shifted = None, logits
     else:
         tanh = logits.div_(softcap).tanh_()
         shifted = tanh * softcap
+    if logit_scale is not None:
+        shifted.mul_(logit_scale)
 
     # loss: from a - max and its exponentials, never from a - lse, whose rounding grows with |lse|
     top = shifted.amax(1, keepdim=True)
@@ -168,6 +175,8 @@ def chunk_of_rows(
         scale, hit, spread = scale * grad_rows, hit * grad_rows, spread * grad_rows
     if grad_lse is not None:
         scale = scale + grad_lse
+    if logit_scale is not None:
+        scale, hit, spread = scale * logit_scale, hit * logit_scale, spread * logit_scale
     scale, hit, spread = (c.masked_fill(ignored, 0.0) for c in (scale, hit, spread))
     dlogits = e.mul_((scale / total)[:, None])
     if smoothing:

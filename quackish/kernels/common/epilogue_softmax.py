@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import SoftmaxArgs
-from quackish.kernels.common.lce import LOG2_E, decode, encode
+from quackish.kernels.common.lce import LOG2_E, decode, encode, log2_scale, shift_in_log2
 from quackish.kernels.common.logits import Logits, shared_column, tanh
 from quackish.kernels.common.tile_store import Block, Output, column_of, row_of, thread_rows
 
@@ -16,6 +16,8 @@ HEADROOM = 60.0
 
 class Softmax(Logits):
     """exp_logits = exp(a - row_shift) * d for a tile of logits a, and each row's sum of exp(a - row_shift) in the tile.
+
+    With a logit_scale these are exp(logit_scale * (a - row_shift)).
 
     Also stores the target's logit if the tile contains it. A row with a logit more than HEADROOM above row_shift raises
     its row_max_bits and flags its tile. A second launch, with `recompute_flagged`, recomputes flagged tiles, shifted by
@@ -43,20 +45,22 @@ class Softmax(Logits):
     @cute.jit
     def prepare(self, kept, args: SoftmaxArgs, block: Block):
         numbers, target = kept
+        scale_log2 = log2_scale(args.logit_scale)
         for r in cutlass.range_constexpr(2):
             i = block.row0 + thread_rows(block.thread) + 8 * r
             numbers[0, r], target[r] = Float32(0.0), Int32(-1)
             if i < block.m:
                 if const_expr(self.problem.recompute_flagged):
-                    numbers[0, r] = decode((args.row_max_bits + i).load()) * LOG2_E
+                    numbers[0, r] = shift_in_log2(decode((args.row_max_bits + i).load()), scale_log2)
                 else:
-                    numbers[0, r] = (args.row_shift + i).load() * LOG2_E
+                    numbers[0, r] = shift_in_log2((args.row_shift + i).load(), scale_log2)
                 target[r] = (args.slot_target + i).load() - block.col0
 
     @cute.jit
     def __call__(self, acc, kept, args: SoftmaxArgs, out: Output, block: Block):
         col0, m, n, thread = block.col0, block.m, block.n, block.thread
         row, shift_log2, target = block.row0 + thread_rows(thread), kept[0][0, None], kept[1]
+        scale_log2 = log2_scale(args.logit_scale)
         self.store_target_logits(acc, target, args, row, col0, thread)
         highest, sums, wsums = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
         highest.fill(-Float32.inf)
@@ -67,13 +71,13 @@ class Softmax(Logits):
         biases = [self.columns(args.bias, j, col0, n, thread) for j in range(self.num_pieces if stored else 0)]
         for j in cutlass.range_constexpr(self.num_pieces):
             if const_expr(stored):
-                self.piece(acc, j, biases[j], args, shift_log2, highest, sums, wsums, block)
+                self.piece(acc, j, biases[j], args, scale_log2, shift_log2, highest, sums, wsums, block)
                 self.output(acc, j, out, block)
             else:
                 # True for j = 0. Without this branch ptxas works on all pieces at once, and 200 bytes spill.
                 if col0 + 2 * self.values(j)[0] < n:
                     bias = self.columns(args.bias, j, col0, n, thread)
-                    self.piece(acc, j, bias, args, shift_log2, highest, sums, wsums, block)
+                    self.piece(acc, j, bias, args, scale_log2, shift_log2, highest, sums, wsums, block)
         for r in cutlass.range_constexpr(2):
             i = row + 8 * r
             at = Int64(i) * args.tiles + col0 // self.config.tile_n
@@ -84,15 +88,16 @@ class Softmax(Logits):
                     (args.part_wsum + at).store(wtotal)
             if const_expr(not self.problem.recompute_flagged):
                 # in log2 units: comparisons with NaN or inf in row_shift must be false
-                if (i < m) & (highest[r] * LOG2_E > shift_log2[r] + HEADROOM * LOG2_E):
+                if (i < m) & (highest[r] * scale_log2 > shift_log2[r] + HEADROOM * LOG2_E):
                     cute.arch.atomic_max(args.row_max_bits + i, encode(highest[r]))
                     (args.flags + (1 + i // 128)).store(Int32(1))
                     args.flags.store(Int32(1))
 
     @cute.jit
     def piece(
-        self, acc, j: cutlass.Constexpr[int], bias, args: SoftmaxArgs, shift_log2, highest, sums, wsums, block: Block
-    ):
+        self, acc, j: cutlass.Constexpr[int], bias, args: SoftmaxArgs, scale_log2, shift_log2, highest, sums, wsums,
+        block: Block,
+    ):  # fmt: skip
         """In place: piece j of the accumulator becomes exp_logits. Updates the maxima and sums of the thread's rows."""
         weights = self.columns(args.class_weight, j, block.col0, block.n, block.thread)
         self.logits(acc, j, bias, args.softcap, block)
@@ -103,7 +108,7 @@ class Softmax(Logits):
             a = acc[v]
             if const_expr(not self.problem.recompute_flagged):
                 highest[row_of(v)] = cute.arch.fmax(highest[row_of(v)], a)
-            e = cute.math.exp2(a * LOG2_E - shift_log2[row_of(v)], fastmath=True)
+            e = cute.math.exp2(a * scale_log2 - shift_log2[row_of(v)], fastmath=True)
             sums[row_of(v)] = sums[row_of(v)] + e
             if const_expr(self.problem.softcap):
                 e = e * (1.0 - (a * inverse) * (a * inverse))

@@ -15,6 +15,21 @@ LN_2 = 0.6931471805599453
 HUGE = 2e38
 
 
+def log2_scale(logit_scale):
+    """What a logit is multiplied by in log2 units.
+
+    Kernels keep logits as they are before logit_scale: row_shift and target_logit too. Only exponents are scaled.
+    """
+    return LOG2_E if logit_scale is None else load_at(logit_scale, 0) * LOG2_E
+
+
+def shift_in_log2(row_shift, scale_log2):
+    """row_shift times what `log2_scale` returned."""
+    if isinstance(scale_log2, float):
+        return row_shift * scale_log2
+    return cute.arch.fmax(row_shift * scale_log2, Float32(-HUGE))  # -inf would give inf - inf
+
+
 def fake_args(problem):
     """(arguments, stream) to compile a kernel for: `problem.args` with a pointer or a number for each spec."""
 

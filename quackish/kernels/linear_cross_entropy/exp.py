@@ -7,6 +7,7 @@ With a = softcap * tanh((z + bias) / softcap), or z + bias, and d = 1 - (a / sof
   after the sums, for LceRescale.
 - "dlogits": out = (coef_softmax / sum * exp(a - row_shift) - coef_smooth * class_weight - onehot * coef_target) * d,
   where coefs[i] holds row_shift, coef_softmax / sum, coef_target, coef_smooth.
+With a logit_scale all exponentials are exp(logit_scale * (a - row_shift)), and the coefficients include it.
 In rows that are not live out = 0: cuBLAS also reads ignored rows.
 
 One warp per row and tile, so a tile's sums depend on nothing else; eight neighboring classes per lane.
@@ -20,7 +21,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quackish.configs.lce_args import ExpArgs
 from quackish.configs.lce_cublas import TILE_N, LceExpProblem, LceWarpsConfig
 from quackish.configs.lce_rows import ROW_TILE
-from quackish.kernels.common.lce import LOG2_E, encode, fake_args, load_at, store_at
+from quackish.kernels.common.lce import LOG2_E, encode, fake_args, load_at, log2_scale, shift_in_log2, store_at
 from quackish.kernels.common.rows import vector_at
 
 # Far from overflow: exp(60) in bf16, and sums of 2^20 of them in fp32.
@@ -90,8 +91,8 @@ class LceExp:
             if col + k < a.n:
                 highest = cute.arch.fmax(highest, rA[k])
         highest = cute.arch.warp_reduction(highest, cute.arch.fmax)
-        shift = load_at(a.row_shift, i)
-        if highest * LOG2_E > shift * LOG2_E + HEADROOM * LOG2_E:
+        shift, scale_log2 = load_at(a.row_shift, i), log2_scale(a.logit_scale)
+        if highest * scale_log2 > shift * scale_log2 + HEADROOM * LOG2_E:
             shift = highest
             if lane == 0:
                 cute.arch.atomic_max(a.row_max_bits + i, encode(highest))
@@ -99,11 +100,11 @@ class LceExp:
                 store_at(a.flags, 0, Int32(1))
 
         # exponentials and sums
-        shift_log2 = shift * LOG2_E
+        shift_log2 = shift_in_log2(shift, scale_log2)
         total, weighted = Float32(0.0), Float32(0.0)
         for k in cutlass.range_constexpr(_VEC):
             if col + k < a.n:
-                rOut[k] = cute.math.exp2(cute.math.fma(rA[k], Float32(LOG2_E), -shift_log2), fastmath=True)
+                rOut[k] = cute.math.exp2(cute.math.fma(rA[k], Float32(scale_log2), -shift_log2), fastmath=True)
                 total += rOut[k]
                 if const_expr(self.problem.smoothing):
                     w = Float32(1.0)
@@ -129,9 +130,10 @@ class LceExp:
         rC = cute.make_rmem_tensor((4,), Float32)
         rC.store(vector_at(a.coefs, Int64(i) * 4, 4).load())
         row_shift, scale, coef_target, coef_smooth = rC[0], rC[1], rC[2], rC[3]
+        scale_log2 = log2_scale(a.logit_scale)
         for k in cutlass.range_constexpr(_VEC):
             if col + k < a.n:
-                value = scale * cute.math.exp2((rA[k] - row_shift) * LOG2_E, fastmath=True)
+                value = scale * cute.math.exp2((rA[k] - row_shift) * scale_log2, fastmath=True)
                 if const_expr(self.problem.smoothing):
                     w = Float32(1.0)
                     if const_expr(a.class_weight is not None):

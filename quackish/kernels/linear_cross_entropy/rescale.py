@@ -1,8 +1,9 @@
 """Linear cross entropy around cuBLAS, after LceExp: brings all tiles of a row to the same shift, the row's maximum.
 
 In rows that LceExp flagged (128 at a time) a tile's exp_logits and sum are multiplied by
-exp(the tile's shift - decode(row_max_bits)). In other rows these two are equal bit for bit, and exp_logits is not
-touched. The shifts stored after the sums become 0, so that summing all of a row of part_sum gives the row's sum.
+exp(the tile's shift - decode(row_max_bits)), with a logit_scale by the exponential of that times this difference. In
+other rows these two are equal bit for bit, and exp_logits is not touched. The shifts stored after the sums become 0, so
+that summing all of a row of part_sum gives the row's sum.
 One warp per row and 32 tiles.
 """
 
@@ -14,7 +15,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quackish.configs.lce_args import RescaleArgs
 from quackish.configs.lce_cublas import TILE_N, LceRescaleProblem, LceWarpsConfig
 from quackish.configs.lce_rows import ROW_TILE
-from quackish.kernels.common.lce import LOG2_E, decode, fake_args, load_at, store_at
+from quackish.kernels.common.lce import decode, fake_args, load_at, log2_scale, store_at
 from quackish.kernels.common.rows import vector_at
 
 _VEC = TILE_N // 32
@@ -54,7 +55,7 @@ class LceRescale:
             if load_at(a.flags, 1 + i // ROW_TILE) != 0:
                 factor = Float32(1.0)
                 if shift != row_max:
-                    factor = cute.math.exp2((shift - row_max) * LOG2_E, fastmath=True)
+                    factor = cute.math.exp2((shift - row_max) * log2_scale(a.logit_scale), fastmath=True)
                     store_at(a.part_sum, at, load_at(a.part_sum, at) * factor)
 
                 # exponentials: one tile at a time, eight classes per lane

@@ -13,6 +13,8 @@ all class weights (V without):
   "scale": the gradient of the logits is row_scale[i] * exp_logits[i, :], where exp_logits[i, t] is overwritten with
   (exp(a_t - row_shift) - coef_target * sum / coef_softmax) * d_t. row_scale[i] is coef_softmax / sum, times the
   relative rounding error of that one element. scaled_x[i] = live_x[i] * row_scale[i] where scaled_x is given.
+- With a logit_scale, row_shift, a_t and part_wsum are of logits before it; lse and loss are of scaled logits. Exponents
+  and part_wsum are multiplied by it, and so are g and grad_lse, as the gradients are of the logits before it.
 - first_slot_of_class = NO_SLOT if given; `lce_sort` then writes the classes with rows.
 After the last live row, up to the end of its GEMM tile: scaled_x = row_scale = 0 and coefs = (HUGE, 0, 0, 0), so that
 the GEMM computes exp(a - row_shift) = 0.
@@ -28,14 +30,15 @@ from quackish.configs.lce_rows import NO_SLOT, LceRowsConfig, LceRowsProblem
 from quackish.kernels.common.lce import (
     HUGE,
     LN_2,
-    LOG2_E,
     after_previous,
     convert_row,
     decode,
     fake_args,
     fill_row,
     load_at,
+    log2_scale,
     rounded_up,
+    shift_in_log2,
     store_at,
 )
 from quackish.kernels.common.rows import vector_at
@@ -96,12 +99,13 @@ class LceRows:
         """Chunk row i: row r of the call, with target t."""
         weights = self.weights(a, t)
         row_shift = decode(load_at(a.row_max_bits, i))
-        shift_log2 = row_shift * LOG2_E
+        scale_log2 = log2_scale(a.logit_scale)
+        shift_log2 = shift_in_log2(row_shift, scale_log2)
         if const_expr(self.problem.stats or self.scale):
             # In log2 units and with shift_log2 rounded, as in the logits GEMM: exp_logits, its sums and the target's
             # term have the same error, and a confident row, whose sum is little but that term, loses no digits.
             target_logit = load_at(a.target_logit, i)
-            target_log2 = cute.math.fma(target_logit, Float32(LOG2_E), -shift_log2)
+            target_log2 = cute.math.fma(target_logit, Float32(scale_log2), -shift_log2)
         if const_expr(self.problem.stats):
             row_lse, row_sum = self.statistics(a, i, r, lane, weights, shift_log2, target_log2)
         else:
@@ -110,7 +114,7 @@ class LceRows:
             g, coef_softmax, coef_target = self.coefficients(a, r, weights, row_lse)
         if const_expr(self.coefs):
             # The dlogits GEMM rounds a - row_shift, the sum rounds shift_log2: a relative 2^-11 apart at 1e4.
-            correction = cute.math.fma(row_shift, Float32(LOG2_E), -shift_log2)
+            correction = cute.math.fma(row_shift, Float32(scale_log2), -shift_log2)
             coef_softmax = coef_softmax * cute.math.exp2(correction, fastmath=True)
             if lane == 0:
                 coef_smooth = g * weights[1] if const_expr(self.smoothing) else Float32(0.0)
@@ -147,6 +151,8 @@ class LceRows:
                 row_loss = Float32(0.0)
         if const_expr(self.smoothing):
             weighted = self.total(a.part_wsum + Int64(i) * a.tiles, a.tiles, lane)
+            if const_expr(a.logit_scale is not None):
+                weighted = weighted * load_at(a.logit_scale, 0)
             row_loss += smooth_weight * (total_weight * row_lse - weighted)
         row_loss += a.z_loss * row_lse * row_lse
         if lane == 0:
@@ -164,13 +170,18 @@ class LceRows:
             g = g * load_at(a.grad_loss, 0)
         elif const_expr(self.problem.grad_loss == "rows"):
             g = g * load_at(a.grad_loss, r)
+        if const_expr(a.logit_scale is not None):
+            g = g * load_at(a.logit_scale, 0)
         coef_target = g * weight
         coef_softmax = weight + 2.0 * a.z_loss * row_lse
         if const_expr(self.smoothing):
             coef_softmax = coef_softmax + smooth_weight * total_weight
         coef_softmax = g * coef_softmax
         if const_expr(self.problem.grad_lse):
-            coef_softmax = coef_softmax + load_at(a.grad_lse, r)
+            grad_lse = load_at(a.grad_lse, r)
+            if const_expr(a.logit_scale is not None):
+                grad_lse = grad_lse * load_at(a.logit_scale, 0)
+            coef_softmax = coef_softmax + grad_lse
         return g, coef_softmax, coef_target
 
     @cute.jit

@@ -40,6 +40,7 @@ def linear_cross_entropy(
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
+    logit_scale: float | Tensor | None = None,
     z_loss: float = 0.0,
     num_items: int | Tensor | None = None,
     return_lse: bool = False,
@@ -50,8 +51,8 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of `input @ linear_weight.T + linear_bias` with `target`; the full logits are never materialized.
 
-    The arguments before `softcap` have the names and meaning of `F.linear_cross_entropy`. With a the logits after
-    softcap, a = softcap * tanh(z / softcap), a live row's loss is F.cross_entropy's plus z_loss * logsumexp(a)**2, and
+    The arguments before `softcap` have the names and meaning of `F.linear_cross_entropy`. With the logits
+    a = logit_scale * softcap * tanh(z / softcap), a live row's loss is F.cross_entropy's plus z_loss * logsumexp(a)**2,
     an ignored row's is 0. docs/linear_cross_entropy.md has the formulas, schedules, memory, numerics and edge cases.
 
     Args:
@@ -64,6 +65,8 @@ def linear_cross_entropy(
         ignore_index: rows with this target have loss 0 and no gradient; None is -100.
         label_smoothing: in [0, 1], as in F.cross_entropy, class weights included.
         softcap: positive, or None. inf is None.
+        logit_scale: positive number or 0-dim floating tensor (never read back to the host), without gradient: the
+            inverse of a temperature. None is 1.
         z_loss: finite, not negative; independent of the row's class weight, divided by "mean" like the other terms.
         num_items: int or 0-dim tensor (never read back to the host) that replaces the divisor of "mean".
         return_lse: return (loss, lse); lse is differentiable, and 0 without gradient in ignored rows.
@@ -86,7 +89,7 @@ def linear_cross_entropy(
         UnsupportedError: `backend="cute"` and no kernel covers the call; `grad_weight_out` under FSDP or torch.func.
         RuntimeError: backward with create_graph=True.
     """
-    inputs = Inputs(input, linear_weight, linear_bias, target, weight, num_items, grad_weight_out)
+    inputs = Inputs(input, linear_weight, linear_bias, target, weight, logit_scale, num_items, grad_weight_out)
     options = Options(
         reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend
     )
@@ -124,6 +127,7 @@ class LinearCrossEntropyLoss(nn.Module):
         label_smoothing: float = 0.0,
         options: None = None,
         softcap: float | None = None,
+        logit_scale: float | Tensor | None = None,
         z_loss: float = 0.0,
         schedule: str = "auto",
         chunk_size: int | None = None,
@@ -147,7 +151,8 @@ class LinearCrossEntropyLoss(nn.Module):
         options = Options(
             reduction, ignore_index, label_smoothing, softcap, z_loss, False, schedule, chunk_size, backend
         )
-        check_options(options)
+        check_options(options, logit_scale, device=getattr(logit_scale, "device", None))
+        self.logit_scale = logit_scale
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)
         for name in _MODULE_OPTIONS:
@@ -164,13 +169,13 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """input (..., in_features), target (...): what `linear_cross_entropy` returns."""
         return linear_cross_entropy(
-            input, self.linear.weight, target, linear_bias=self.linear.bias, weight=self.weight, num_items=num_items,
-            return_lse=return_lse, grad_weight_out=grad_weight_out,
+            input, self.linear.weight, target, linear_bias=self.linear.bias, weight=self.weight,
+            logit_scale=self.logit_scale, num_items=num_items, return_lse=return_lse, grad_weight_out=grad_weight_out,
             **{name: getattr(self, name) for name in _MODULE_OPTIONS},
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in _MODULE_OPTIONS)
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*_MODULE_OPTIONS, "logit_scale"))
 
 
 _MODULE_OPTIONS = [name for name in Options._fields if name != "return_lse"]
@@ -180,15 +185,15 @@ _plans: dict[tuple, Plan] = {}
 
 def _plan_for(inputs: Inputs, options: Options) -> Plan:
     """The plan that was made for arguments like these, which proves them valid; or a new one."""
-    *tensors, items, out = inputs
+    *tensors, scale, items, out = inputs
     try:
         key = (
             *options,
             *map(type, options),  # 1, 1.0 and True are equal
             *[None if t is None else (t.shape, t.dtype, t.device) for t in (*tensors, out)],
             out is None or out.requires_grad,
-            items is None or ((items.shape, items.device, items.requires_grad) if isinstance(items, Tensor) else
-                              (type(items), items >= 0)),
+            _kind_of(scale),
+            _kind_of(items),
             autocast_dtype(tensors[0].device.type),
         )  # fmt: skip
         plan = _plans.get(key)
@@ -204,10 +209,19 @@ def _plan_for(inputs: Inputs, options: Options) -> Plan:
     return plan
 
 
+def _kind_of(number: float | Tensor | None) -> tuple | None:
+    """What decides whether a number is valid, without its value."""
+    if number is None:
+        return None
+    if isinstance(number, Tensor):
+        return number.shape, number.dtype, number.device, number.requires_grad
+    return type(number), number >= 0, FP32.tiny <= number <= FP32.max
+
+
 def make_plan(inputs: Inputs, options: Options, no_kernel_on: Callable[[torch.device], str]) -> Plan:
     """Which path runs, and how, by shapes, dtypes, device and options; after checking them."""
     check_tensors(inputs)
-    check_options(options, inputs.num_items, inputs.input.device)
+    check_options(options, inputs.logit_scale, inputs.num_items, inputs.input.device)
     reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend = options
     device, (v, h), m = inputs.input.device, inputs.linear_weight.shape, inputs.target.numel()
     softcap = None if softcap is None or softcap > FP32.max else float(softcap)  # fp32's infinity caps nothing

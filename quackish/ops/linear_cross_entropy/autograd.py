@@ -58,11 +58,11 @@ def call_of(
     grad_lse: Tensor | None = None,
 ) -> Call:  # fmt: skip
     """With the user's tensors in the dtypes, strides and alignment that the kernels `k` take."""
-    x, w, bias, target, class_weight, num_items, dw_out = inputs
+    x, w, bias, target, class_weight, logit_scale, num_items, dw_out = inputs
     dtype, (v, h) = plan.compute_dtype, w.shape
     check_memory(
         "linear_cross_entropy", input=x, linear_weight=w, linear_bias=bias, target=target, weight=class_weight,
-        num_items=num_items if isinstance(num_items, Tensor) else None,
+        logit_scale=logit_scale, num_items=num_items if isinstance(num_items, Tensor) else None,
     )  # fmt: skip
     if x.dim() != 2:
         x = x.reshape(-1, h)
@@ -84,7 +84,7 @@ def call_of(
         target = target.reshape(-1).contiguous()
     return Call(
         k, plan, state or RowState.new(x), x.shape[0], h, v, x, w, target, bias, class_weight, total_weight, num_items,
-        plan.softcap or 0.0, dw_out, grad_loss, grad_lse,
+        plan.softcap or 0.0, logit_scale, dw_out, grad_loss, grad_lse,
     )  # fmt: skip
 
 
@@ -128,6 +128,8 @@ def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, k=None) -> tu
 
     k: other kernels than the device's, in eager only.
     """
+    if inputs.logit_scale is not None:
+        inputs = inputs._replace(logit_scale=_scale_of(inputs, plan))
     if not eager or plan.why_portable is not None:
         return _run_ops(inputs, plan)
     x, w, bias = inputs[:3]
@@ -141,6 +143,15 @@ def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, k=None) -> tu
         return out if return_lse else (out, None)
     with torch.no_grad():
         return _forward(inputs, plan, k, GradsNeeded(None, None, False), return_lse)[:2]
+
+
+def _scale_of(inputs: Inputs, plan: Plan) -> Tensor:
+    """logit_scale on input's device, in the dtype of the logits."""
+    scale, device, dtype = inputs.logit_scale, inputs.input.device, accumulate_dtype(plan.compute_dtype)
+    if isinstance(scale, Tensor) and scale.device == device:
+        return scale.to(dtype)
+    # A product: a copy of a CPU tensor would synchronize, and with torch.full compiled code would be of one number.
+    return (torch.ones((), dtype=dtype, device=device) * scale).to(dtype)
 
 
 def _shaped(t: Tensor, shape: torch.Size) -> Tensor:
@@ -236,10 +247,10 @@ def _in_shape(grads: Grads, shape: torch.Size) -> Grads:
 _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _CALL = (  # Inputs, Plan, and which of input, linear_weight and linear_bias require grad
-    "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? num_items, "
-    "Tensor? grad_weight_out, int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, "
-    "ScalarType compute_dtype, str schedule, SymInt chunk_rows, bool dx_in_forward, bool dw_in_chunks, "
-    "str? why_portable, bool[] needs"
+    "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? logit_scale, "
+    "Tensor? num_items, Tensor? grad_weight_out, int ignore_index, float label_smoothing, float? softcap, "
+    "float z_loss, str reduction, ScalarType compute_dtype, str schedule, SymInt chunk_rows, bool dx_in_forward, "
+    "bool dw_in_chunks, str? why_portable, bool[] needs"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
 # state: RowState.memory, or the divisor of "mean" on the portable path, where exp_logits are logits, in fp32 or fp64.
@@ -270,7 +281,7 @@ def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def _parse(args) -> tuple[Inputs, Plan, GradsNeeded]:
     """The arguments that both operators have, and which gradients those with `needs` are."""
-    inputs, plan = Inputs(*args[:7]), Plan(*args[7:-1])
+    inputs, plan = Inputs(*args[:8]), Plan(*args[8:-1])
     return inputs, plan, grads_needed(inputs, plan, args[-1])
 
 
@@ -342,8 +353,8 @@ for _op, _impl, _fake in (("fwd", _fwd_impl, _fwd_fake), ("bwd", _bwd_impl, _bwd
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.grad_weight_out = inputs[:7]
-    ctx.args = inputs[7:]
+    *tensors, ctx.grad_weight_out = inputs[:8]
+    ctx.args = inputs[8:]
     kept = output[2:]
     ctx.mark_non_differentiable(*(t for t in kept if t is not None))
     ctx.save_for_backward(*tensors, *kept)
@@ -360,7 +371,7 @@ def _op_backward(ctx, grad_loss, grad_lse, *_):
     if torch.is_grad_enabled():
         raise RuntimeError(_NO_SECOND_DERIVATIVES)
     if grad_loss is None and grad_lse is None:
-        return (None,) * (7 + len(ctx.args))
+        return (None,) * (8 + len(ctx.args))
     *given, state, live_x, exp_logits, dx, dw, db = ctx.saved_tensors
     *options, needs = ctx.args
     plan, dw_out = Plan(*options), ctx.grad_weight_out if needs[1] else None
@@ -383,7 +394,7 @@ def _op_backward(ctx, grad_loss, grad_lse, *_):
             dw_out.add_(late.dw)
             late = late._replace(dw=None)
         grads = grads.and_also(late)
-    return *_in_shape(grads, inputs.input.shape), *(None,) * (4 + len(ctx.args))
+    return *_in_shape(grads, inputs.input.shape), *(None,) * (5 + len(ctx.args))
 
 
 torch.library.register_autograd(

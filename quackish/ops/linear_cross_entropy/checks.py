@@ -23,6 +23,7 @@ class Inputs(NamedTuple):
     linear_bias: Tensor | None  # (v,)
     target: Tensor  # (...)
     weight: Tensor | None  # (v,)
+    logit_scale: float | Tensor | None
     num_items: int | Tensor | None
     grad_weight_out: Tensor | None  # (v, h)
 
@@ -44,7 +45,7 @@ class Options(NamedTuple):
 def check_tensors(inputs: Inputs) -> None:
     who = "linear_cross_entropy:"
     tensors = inputs._asdict()
-    del tensors["num_items"]
+    del tensors["logit_scale"], tensors["num_items"]  # see check_options
     for name, tensor in tensors.items():
         needed = name in ("input", "linear_weight", "target")
         if tensor is None and not needed:
@@ -146,12 +147,24 @@ _OPTIONS = (  # option, type and what that is called, which values are legal and
     ("return_lse", bool, "True or False", lambda b: True, ""),
     ("chunk_size", int, "an int or None", lambda n: n >= 1, "None or at least 1 row"),
     ("num_items", int, "an int or a 0-dim tensor or None", lambda n: n >= 0, "at least 0"),
+    (
+        "logit_scale",
+        (int, float),
+        "a float or a 0-dim tensor or None",
+        lambda s: FP32.tiny <= s <= FP32.max,
+        "None or a positive finite number",
+    ),
 )
 
 
-def check_options(options: Options, num_items: Any = None, device: torch.device | None = None) -> None:
+def check_options(
+    options: Options, logit_scale: Any = None, num_items: Any = None, device: torch.device | None = None
+) -> None:
+    """device: input's, where tensors may be."""
     who = "linear_cross_entropy:"
-    values = {**options._asdict(), "num_items": None if isinstance(num_items, Tensor) else num_items}
+    numbers = {"logit_scale": logit_scale, "num_items": num_items}
+    tensors = {name: t for name, t in numbers.items() if isinstance(t, Tensor)}
+    values = {**options._asdict(), **numbers, **dict.fromkeys(tensors)}
     for name, kinds, expected, is_legal, legal in _OPTIONS:
         value = values[name]
         if value is None and expected.endswith("None"):
@@ -163,13 +176,15 @@ def check_options(options: Options, num_items: Any = None, device: torch.device 
     if num_items is not None and options.reduction != "mean":
         is_not = f'but reduction is "{options.reduction}"'
         raise ValueError(f'{who} num_items replaces the divisor of reduction "mean", {is_not}')
-    if isinstance(num_items, Tensor):
-        if num_items.dim() != 0:
-            raise ValueError(f"{who} num_items has shape {tuple(num_items.shape)}, expected a 0-dim tensor or an int")
-        if num_items.device.type != "cpu" and num_items.device != device:
-            raise ValueError(f"{who} num_items is on {num_items.device}, expected {device} (input's) or cpu")
-        if num_items.requires_grad:
-            raise ValueError(f"{who} num_items requires grad, but no gradient flows to it; expected num_items.detach()")
+    for name, t in tensors.items():
+        if t.dim() != 0:
+            raise ValueError(f"{who} {name} has shape {tuple(t.shape)}, expected a 0-dim tensor or a number")
+        if t.device.type != "cpu" and t.device != device:
+            raise ValueError(f"{who} {name} is on {t.device}, expected {device} (input's) or cpu")
+        if t.requires_grad:
+            raise ValueError(f"{who} {name} requires grad, but no gradient flows to it; expected {name}.detach()")
+    if isinstance(logit_scale, Tensor) and logit_scale.dtype not in _DTYPES:
+        raise TypeError(f"{who} logit_scale is {logit_scale.dtype}, expected bfloat16, float16, float32 or float64")
 
 
 def compute_dtype_of(inputs: Inputs) -> torch.dtype:

@@ -241,6 +241,7 @@ class LceKernels(RowKernels):
             kernel = self.kernel(
                 "lce_gemm", "softmax", live_x.dtype, dtype_of(out.first), bias, epilogue.softcap > 0,
                 epilogue.part_wsum is not None, epilogue.class_weight is not None, recompute, out.second is not None,
+                epilogue.logit_scale is not None,
             )  # fmt: skip
             if recompute:
                 epilogue = epilogue._replace(row_shift=None)
@@ -254,7 +255,7 @@ class LceKernels(RowKernels):
         """out (rows, n) = the gradient of the logits of the n classes of w: kernels/common/epilogue_dlogits.py."""
         kernel = self.kernel(
             "lce_gemm", "dlogits", live_x.dtype, out.dtype, bias, epilogue.softcap > 0, smoothing,
-            epilogue.class_weight is not None,
+            epilogue.class_weight is not None, epilogue.logit_scale is not None,
         )  # fmt: skip
         self._multiply(kernel, (live_x, w, out), epilogue, (live_x.shape[0], *w.shape), state, start)
 
@@ -331,8 +332,8 @@ class LceKernels(RowKernels):
 
 # The problems of the GEMMs: what each has always, and the fields that differ from launch to launch.
 _GEMMS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "softmax": ({}, ("bias_dtype", "softcap", "smoothing", "weighted", "recompute_flagged", "d_in_two")),
-    "dlogits": ({}, ("bias_dtype", "softcap", "smoothing", "weighted")),
+    "softmax": ({}, ("bias_dtype", "softcap", "smoothing", "weighted", "recompute_flagged", "d_in_two", "logit_scale")),
+    "dlogits": ({}, ("bias_dtype", "softcap", "smoothing", "weighted", "logit_scale")),
     "rows": (dict(b_major="n"), ("a_in_two", "accumulate", "split_k_tail")),
     "store": (dict(b_major="n"), ("a_in_two", "accumulate", "split_k_tail")),
     "dw": (

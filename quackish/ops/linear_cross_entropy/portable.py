@@ -71,9 +71,9 @@ def _loop(
     keep: Tensor | None = None,  # (m, v), to be filled
 ) -> tuple[Tensor, Tensor, Grads]:
     """The rows' loss and lse, and the gradients of the loss's plain sum."""
-    x, w, bias, _, weight, *_ = inputs
+    x, w, bias, _, weight, logit_scale, *_ = inputs
     m, (v, h), dtype = rows.live.numel(), w.shape, accumulate_dtype(plan.compute_dtype)
-    options = RowOptions(plan.label_smoothing, plan.softcap, plan.z_loss)
+    options = RowOptions(plan.label_smoothing, plan.softcap, plan.z_loss, logit_scale)
     # GEMM operands are 16-bit only where torch's GEMM delivers fp32 from them, which is CUDA's.
     gemm_dtype = plan.compute_dtype if x.device.type == "cuda" and torch.version.hip is None else dtype
     x, w = x.reshape(-1, h), w.to(plan.compute_dtype).to(gemm_dtype)
@@ -119,7 +119,7 @@ def _loop(
 
 def run_reference(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
     """(loss, lse) of checked arguments, by operations that torch.func and forward-mode AD know: all logits are held."""
-    x, w, bias, target, weight, num_items, _ = inputs
+    x, w, bias, target, weight, logit_scale, num_items, _ = inputs
     flat_target = target.reshape(-1)
     if x.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(target):
         check_targets(flat_target, w.shape[0], plan.ignore_index)
@@ -128,7 +128,7 @@ def run_reference(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
             x.reshape(-1, x.shape[-1]).to(plan.compute_dtype), w.to(plan.compute_dtype), flat_target, linear_bias=bias,
             weight=None if weight is None else weight.detach(), reduction=plan.reduction,
             ignore_index=plan.ignore_index, label_smoothing=plan.label_smoothing, softcap=plan.softcap,
-            z_loss=plan.z_loss, num_items=num_items,
+            logit_scale=logit_scale, z_loss=plan.z_loss, num_items=num_items,
         )  # fmt: skip
     return loss.reshape(target.shape) if plan.reduction == "none" else loss, lse.reshape(target.shape)
 

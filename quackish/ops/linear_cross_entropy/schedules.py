@@ -10,6 +10,9 @@ fp32's exponent range, so any row_shift within some 60 of the row's maximum lose
 before the GEMM and serves as row_shift. Then dlogits = row_scale * exp_logits, up to the element at the target, with
 one fp32 number row_scale per row: both gradients are plain GEMMs on exp_logits, and no pass over the logits is left.
 
+logit_scale s. Kernels keep a, row_shift and target_logit as they are before it, and scale exponents:
+exp(s * (a - row_shift)). lse and loss are of s * a. The factors of the gradients, row_scale and coef_*, include s.
+
 Flagged rows. A row with a logit far above its row_shift raises row_max_bits, its encoded maximum, and flags its tile.
 A second launch of the logits GEMM recomputes flagged tiles, and returns at once without them: no synchronization,
 graph-safe.
@@ -109,6 +112,7 @@ class Call(NamedTuple):
     total_weight: Tensor | None  # 0-dim: its sum; with label smoothing
     num_items: float | Tensor | None  # 0-dim
     softcap: float  # 0: none
+    logit_scale: Tensor | None  # 0-dim fp32
     dw_out: Tensor | None  # (v, h): dw is added to it instead of returned
     # What arrives in backward; None in forward, whose gradients are those of a loss gradient of 1.
     grad_loss: Tensor | None = None  # 0-dim, or (m,) contiguous; fp32; None is 1
@@ -448,7 +452,7 @@ def gather_and_multiply(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | Non
     epilogue = SoftmaxArgs(
         address(call.bias), address(call.class_weight) if smoothing else None, state.row_shift + at,
         state.slot_target + at, state.row_max_bits + at, state.flags, part_sum.data_ptr(), state.target_logit + at,
-        address(part_wsum), call.softcap, tiles,
+        address(part_wsum), call.softcap, tiles, address(call.logit_scale),
     )  # fmt: skip
     k.logits(chunk.live_x, call.w, chunk.exp_logits, epilogue, dtype_of(call.bias), state, chunk.start)
     return part_sum, part_wsum
@@ -495,13 +499,13 @@ def run_rows(
         None if scaled_x is None else chunk.live_x.data_ptr(), address(scaled_x),
         state.row_scale + at if scale else None, address(coefs), address(first_slots), call.softcap, plan.z_loss,
         plan.label_smoothing, *exp_logits.strides, exp_logits.split, call.v, part_sum.shape[1] if stats else 0,
-        chunk.start, chunk.rows,
+        chunk.start, chunk.rows, address(call.logit_scale),
     )  # fmt: skip
     call.k.launch(
         args, "lce_rows", stats, "scale" if scale else "none" if coefs is None else "coefs",
         0 if scaled_x is None else call.h, dtype_of(scaled_x), dtype_of(call.class_weight), plan.label_smoothing > 0,
         scale and call.softcap > 0, "one" if grad_loss is None else "rows" if grad_loss.dim() else "scalar",
-        call.grad_lse is not None, exp_logits.second is not None, first_slots is not None,
+        call.grad_lse is not None, exp_logits.second is not None, first_slots is not None, call.logit_scale is not None,
     )  # fmt: skip
 
 
@@ -518,7 +522,7 @@ def write_dlogits(call: Call, start: int, live_x: Tensor, coefs: Tensor, v0: int
     epilogue = DlogitsArgs(
         None if bias is None else bias.data_ptr() + bias.itemsize * v0,
         address(call.class_weight) if smoothing else None, coefs.data_ptr() + 16 * start, state.slot_target + 4 * start,
-        call.softcap, v0,
+        call.softcap, v0, address(call.logit_scale),
     )  # fmt: skip
     call.k.dlogits(live_x, call.w[v0:v1], out, epilogue, dtype_of(bias), smoothing, state, start)
 
@@ -665,6 +669,8 @@ def _common_factor(call: Call) -> tuple[Tensor | None, Call]:
     if plan.z_loss:
         lse = state.tensor(state.lse, call.m, F32)
         largest = torch.maximum(largest, 2 * plan.z_loss * _finite(lse.abs()).amax())
+    if call.logit_scale is not None:
+        largest = largest * call.logit_scale
     largest = largest.clamp(min=torch.finfo(F32).tiny).view(1)
     both = vector(call.x, 2, F32)  # not in the state: a backward that runs out of memory may be run again
     torch.mul(state.tensor(state.inv_divisor, 1, F32) * call.grad_loss, largest, out=both[:1])

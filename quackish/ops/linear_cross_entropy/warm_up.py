@@ -22,7 +22,7 @@ _prepared: set[tuple] = set()
 
 def prepare(inputs: Inputs, plan: Plan) -> None:
     """Once for everything that kernels depend on; a kernel or two that depend on M may be compiled when used."""
-    x, w, bias, target, weight, items, out = inputs
+    x, w, bias, target, weight, scale, items, out = inputs
     m, (v, h), aligned = target.numel(), w.shape, _is_aligned(x, plan.compute_dtype)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, w, bias))
     needed = grads_needed(inputs, plan, needs)
@@ -32,7 +32,7 @@ def prepare(inputs: Inputs, plan: Plan) -> None:
         x.device, v, h, needs, m > lay.chunk_rows, lay.columns > 0, lay.dw_block > 0, aligned,
         tuple(None if t is None else t.dtype for t in (x, w, bias, target, weight, out)),
         None if out is None else out.stride(),
-        None if items is None else isinstance(items, Tensor) and items.is_cuda,
+        scale is None, None if items is None else isinstance(items, Tensor) and items.is_cuda,
     )  # fmt: skip
     if key in _prepared:
         return
@@ -49,8 +49,10 @@ def prepare(inputs: Inputs, plan: Plan) -> None:
         return
     blank_x = _blank((m, h), (h if aligned else h + 1, 1), x.dtype)
     w, bias, weight, out = (None if t is None else _blank(t.shape, t.stride(), t.dtype) for t in (w, bias, weight, out))
+    scale = None if scale is None else _blank((), (), torch.float32)
     with torch.no_grad():  # num_items stays: whether it is on the GPU matters
-        _rehearse(k, Inputs(blank_x, w, bias, _blank((m,), (1,), target.dtype), weight, items, out), plan, needed)
+        target = _blank((m,), (1,), target.dtype)
+        _rehearse(k, Inputs(blank_x, w, bias, target, weight, scale, items, out), plan, needed)
     launch.prepare(list(requests))
 
 
