@@ -324,12 +324,14 @@ def test_rows_that_pytorch_sorts_give_the_same_bits(schedule, ignored, request, 
 
 
 @pytest.mark.parametrize("buffer", [None, FP16, FP32], ids=str)
-@pytest.mark.parametrize("options", ["plain", "weight", "all"])
+@pytest.mark.parametrize("options", ["plain", "weight", "scaled", "all"])
 def test_fp16_gradients_of_a_mean_over_many_rows_keep_their_digits(options, buffer, path):
     """Divided by so many rows, p - onehot would be subnormal."""
     x, w, target, kw = path.case(m=3000, h=8, v=1000, dtype=FP16, **OPTIONS[options])
     if "weight" in kw:
         kw["weight"] = kw["weight"] * 1e6
+        if options == "scaled":
+            kw |= dict(logit_scale=1e5, softcap=None, z_loss=0.0)  # such dlogits would be infinite
         if options == "weight":
             target[target == 7] = 8
             kw["weight"][7] = 1e30  # of a class that is no row's target: it must not matter

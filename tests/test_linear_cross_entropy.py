@@ -35,7 +35,7 @@ from wrapper_tensor import Wrapper
 
 from quackish import errors
 from quackish.errors import PortablePathWarning, UnsupportedError
-from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, api, linear_cross_entropy
 from quackish.ops.linear_cross_entropy.autograd import _bwd_op, _fwd_op
 from quackish.testing.errors import same_bits
 from tests.device import other_work
@@ -804,6 +804,14 @@ def test_a_refused_argument_decides_nothing_for_one_that_equals_it(first, second
         with pytest.raises(TypeError):
             wrong(**first)
         wrong(**second)
+
+
+@pytest.mark.parametrize("name, numbers", [("num_items", (3, 4)), ("logit_scale", (0.5, 0.7))])
+def test_a_plan_is_for_all_numbers(name, numbers):
+    wrong(**{name: numbers[0]})
+    plans = dict(api._plans)
+    wrong(**{name: numbers[1]})
+    assert api._plans == plans
 
 
 @pytest.mark.parametrize("softcap", [math.inf, 1e300])
