@@ -126,9 +126,10 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
         bias = torch.empty(v, dtype=dtype, requires_grad=grad) if args.bias else None
         target = torch.empty(m, dtype=torch.int64)
         class_weight = torch.empty(v) if args.class_weight else None
+        logit_scale = None if args.logit_scale is None else torch.empty(())
         dw_out = torch.empty(v, h) if args.grad_weight_out else None
         arriving = [torch.empty(m if reduction == "none" else ()), *[torch.empty(m)] * bool(args.return_lse)]
-    inputs = Inputs(x, w, bias, target, class_weight, None, None, dw_out)
+    inputs = Inputs(x, w, bias, target, class_weight, logit_scale, None, dw_out)
     options = Options(
         reduction, -100, args.label_smoothing or 0.0, args.softcap, args.z_loss or 0.0, bool(args.return_lse),
         args.schedule or "auto", args.chunk_size, "cute",

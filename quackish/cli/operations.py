@@ -59,6 +59,7 @@ _LINEAR_CROSS_ENTROPY = Operation(
         "--class-weight": dict(**_SET, help="with class weights"),
         "--label-smoothing": dict(type=float, metavar="S"),
         "--softcap": dict(type=float, metavar="C"),
+        "--logit-scale": dict(type=float, metavar="S"),
         "--z-loss": dict(type=float, metavar="C"),
         "--return-lse": dict(**_SET, help="and a gradient arrives at it"),
         "--grad-weight-out": dict(**_SET, help="the weight's gradient is added to a buffer"),
