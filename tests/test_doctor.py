@@ -159,7 +159,7 @@ def test_versions_that_do_not_fit():
     fine = {"torch": "2.11.0a0+git", "nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15.post2"}
     assert found(doctor.check_versions, fine, True) == ([], [])
     old = the_problem(doctor.check_versions, fine | {"torch": "2.7.1+cu126"}, False)
-    assert old == "torch 2.7.1+cu126 is not one that quackish works with. `pip install 'torch>=2.8'`."
+    assert old == "torch 2.7.1+cu126 is not one that quackish works with. `pip install 'torch>=2.9'`."
     for dsl in ("4.7.0", "4.9.0", "5.0"):
         other = fine | {"nvidia-cutlass-dsl": dsl}
         assert "`pip install 'nvidia-cutlass-dsl>=4.8.1,<4.9'`." in the_problem(doctor.check_versions, other, True)

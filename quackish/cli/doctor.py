@@ -37,7 +37,7 @@ from quackish.testing.errors import error, same_bits
 
 # At least, and less than: as in pyproject.toml.
 SUPPORTED = {
-    "torch": ("2.8", None),
+    "torch": ("2.9", None),
     "nvidia-cutlass-dsl": ("4.8.1", "4.9"),
     "apache-tvm-ffi": ("0.1.15", "0.2"),
 }
