@@ -1,0 +1,5 @@
+"""For tests: asserts, inputs, error measures and timing. Only the asserts are meant for other projects."""
+
+from quackish.testing.asserts import assert_close_to_fp64, assert_deterministic
+
+__all__ = ["assert_close_to_fp64", "assert_deterministic"]

@@ -1,4 +1,4 @@
-"""What GPU tests do to the device around a call: poisoned memory, other work."""
+"""What tests do to a device around a call: poisoned memory, other work."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,23 +7,29 @@ import torch
 
 
 def poison_free_memory(device: torch.device | str = "cuda", nbytes: int = 64 << 20) -> None:
-    """Leaves NaN (0xFF in every byte) in what the caching allocator hands out next, up to about `nbytes`.
+    """Leaves NaN (0xFF in every byte) in what the allocator hands out next, up to about `nbytes`.
 
-    Large and small requests come from different pools, so both are filled.
+    Large and small requests come from different pools of CUDA's caching allocator, so both are filled.
     """
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    is_cuda = torch.device(device).type == "cuda"
+    if is_cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
     sizes = [512] * 2048 + [64 << 10] * 64 + [1 << 20] * 16 + [nbytes // 4] * 4
     filled = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]
-    torch.cuda.synchronize(device)
+    if is_cuda:
+        torch.cuda.synchronize(device)
     del filled
 
 
 @contextlib.contextmanager
 def other_work(device: torch.device | str = "cuda", launches: int = 200) -> Iterator[None]:
-    """Keeps another stream of the device busy with matrix products while the block runs, or for most of it."""
+    """Keeps another stream of a GPU busy with matrix products while the block runs, or for most of it."""
+    if torch.device(device).type != "cuda":
+        yield
+        return
     stream = torch.cuda.Stream(device)
-    a = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16)
+    a = torch.ones(2048, 2048, device=device, dtype=torch.bfloat16)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(launches):

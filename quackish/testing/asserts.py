@@ -1,0 +1,136 @@
+"""Asserts for tests of any function of tensors: the same bits on every run, and results close to fp64."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from quackish.testing.device import other_work, poison_free_memory
+from quackish.testing.errors import bits, error, same_bits
+
+
+def assert_deterministic(function: Callable[..., Any], *inputs: Any, runs: int = 20) -> None:
+    """Asserts that all outputs of `function(*inputs)` and all gradients have the same bytes in each of `runs` runs.
+
+    Between runs free memory is filled with NaN, so that results do not repeat by chance. On a GPU another stream is
+    busy meanwhile.
+
+    Args:
+        function: returns a tensor, or tuples, lists and dicts of tensors.
+        inputs: each tensor that requires grad gets a gradient. What arrives at an output is random, or 1 where it has
+            no dimensions.
+    """
+    first, incoming = _results(function, inputs)
+    device = next((t.device for t in first.values() if t is not None), "cpu")
+    nbytes = max(64 << 20, 4 * sum(t.nbytes for t in first.values() if t is not None))
+    for run in range(2, runs + 1):
+        poison_free_memory(device, nbytes)
+        with other_work(device, launches=100):
+            again, _ = _results(function, inputs, incoming)
+        _assert_same_names("assert_deterministic", again, f"run {run}", first, "run 1")
+        for name, t in first.items():
+            if not same_bits(again[name], t):
+                raise AssertionError(
+                    f"assert_deterministic: {name} {_difference(again[name], t)} in run {run} of {runs}"
+                )
+
+
+def assert_close_to_fp64(
+    function: Callable[..., Any], reference: Callable[..., Any], *inputs: Any, slack: float = 1.0
+) -> None:
+    """Asserts that all outputs of `function(*inputs)` and all gradients are close to those of `reference` in fp64.
+
+    `reference` is called with fp64 copies of the inputs, as they are after rounding to their dtypes. An error is
+    relative, norm-wise over a tensor and at the worst element: |got - truth| / (|truth| + rms of truth's row).
+
+        dtype        norm-wise                          worst element
+        fp32, fp64   8 * eps                            32 * eps
+        bf16, fp16   0.6 * eps + 8 * eps of fp32        eps + 32 * eps of fp32
+
+    So 16-bit results are bounded by one rounding, at the end, of what was computed in fp32. Other dtypes must be equal.
+
+    Args:
+        function, reference: return tensors, or tuples, lists and dicts of tensors, both in the same order.
+        inputs: each tensor that requires grad gets a gradient, as in `assert_deterministic`.
+        slack: multiplies the bounds, where intermediate results are rounded too, say.
+    """
+    who = "assert_close_to_fp64"
+    got, incoming = _results(function, inputs)
+    truth, _ = _results(reference, [_in_fp64(t) for t in inputs], incoming)
+    _assert_same_names(who, got, "function", truth, "reference")
+    for name, want in truth.items():
+        t = got[name]
+        if t is None or want is None:
+            if t is not want:
+                raise AssertionError(f"{who}: {name} is None of {'function' if t is None else 'reference'} alone")
+        elif t.shape != want.shape:
+            raise AssertionError(f"{who}: {name} is {tuple(t.shape)}, expected reference's {tuple(want.shape)}")
+        elif not t.is_floating_point():
+            if not torch.equal(t, want):
+                raise AssertionError(f"{who}: {name} {_difference(t, want)}")
+        else:
+            found, (norm, worst) = error(t, want.double()), _bounds(t.dtype, slack)
+            if not found.within(norm, worst):
+                raise AssertionError(
+                    f"{who}: {name}, {_describe(t)}, has error {found.norm:.2e} norm-wise and {found.worst:.2e} at the "
+                    f"worst element; expected at most {norm:.2e} and {worst:.2e}"
+                )
+
+
+def _results(
+    function: Callable[..., Any], inputs: Sequence[Any], incoming: dict[int, Tensor] | None = None
+) -> tuple[dict[str, Tensor | None], dict[int, Tensor]]:
+    """(outputs and gradients by name, the gradients that arrived, by the number of the output).
+
+    incoming: gradients to use again, at outputs of the same shape.
+    """
+    outputs = [leaf for leaf in tree_leaves(function(*inputs)) if isinstance(leaf, Tensor)]
+    results = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
+    ends = {i: t for i, t in enumerate(outputs) if t.requires_grad}
+    wanted = {i: t for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.requires_grad}
+    arriving = {i: _incoming(t, i, (incoming or {}).get(i)) for i, t in ends.items()}
+    if ends and wanted:
+        grads = torch.autograd.grad(
+            list(ends.values()), list(wanted.values()), list(arriving.values()), allow_unused=True
+        )
+        results |= {f"gradient of input {i}": grad for i, grad in zip(wanted, grads, strict=True)}
+    return results, arriving
+
+
+def _incoming(output: Tensor, seed: int, given: Tensor | None) -> Tensor:
+    if given is not None and given.shape == output.shape:
+        return given.to(output.dtype)
+    if output.dim() == 0:
+        return torch.ones_like(output)
+    generator = torch.Generator(output.device).manual_seed(seed)
+    return torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+
+
+def _in_fp64(t: Any) -> Any:
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        return t
+    return t.detach().double().clone().requires_grad_(t.requires_grad)
+
+
+def _bounds(dtype: torch.dtype, slack: float) -> tuple[float, float]:
+    eps, computed = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    rounded = 0.0 if eps == computed else eps
+    return slack * (0.6 * rounded + 8 * computed), slack * (rounded + 32 * computed)
+
+
+def _assert_same_names(who: str, one: dict, of_one: str, other: dict, of_other: str) -> None:
+    if one.keys() != other.keys():
+        raise AssertionError(f"{who}: {of_one} gives {', '.join(one)}; expected {', '.join(other)}, as {of_other}")
+
+
+def _difference(got: Tensor | None, want: Tensor | None) -> str:
+    if got is None or want is None or (got.dtype, got.shape) != (want.dtype, want.shape):
+        return f"is {_describe(got)} instead of {_describe(want)}"
+    differs = (bits(got) != bits(want)).view(-1, want.itemsize).any(1)
+    return f"differs in {int(differs.sum())} of {want.numel()} elements"
+
+
+def _describe(t: Tensor | None) -> str:
+    return "None" if t is None else f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
