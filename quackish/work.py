@@ -63,7 +63,7 @@ def _leaves_at_once(note: str) -> Work:
 
 def _rms_norm_fwd(p: rms_norm.RmsNormFwdProblem, s: Sizes) -> Work:
     elements = s["m"] * p.n
-    read = elements * _bytes(p.x_dtype, p.residual_dtype) + p.n * _bytes(p.weight_dtype, p.bias_dtype)
+    read = elements * _bytes(p.x_dtype, p.residual_dtype) + p.heads * p.n * _bytes(p.weight_dtype, p.bias_dtype)
     written = elements * _bytes(p.y_dtype, p.residual_dtype) + s["m"] * 4  # rstd
     each = 3 + sum(d is not None for d in (p.weight_dtype, p.bias_dtype, p.residual_dtype))  # square, add, times rstd
     return Work(read, written, elements * each)
@@ -71,8 +71,9 @@ def _rms_norm_fwd(p: rms_norm.RmsNormFwdProblem, s: Sizes) -> Work:
 
 def _rms_norm_bwd(p: rms_norm.RmsNormBwdProblem, s: Sizes) -> Work:
     elements = s["m"] * p.n
-    read = elements * _bytes(p.x_dtype, p.dy_dtype, p.dres_dtype) + p.n * _bytes(p.weight_dtype) + s["m"] * 4
-    written = elements * _bytes(p.dx_dtype, p.dresidual_dtype) + p.n * _bytes(p.dweight_dtype, p.dbias_dtype)
+    parameter = p.heads * p.n
+    read = elements * _bytes(p.x_dtype, p.dy_dtype, p.dres_dtype) + parameter * _bytes(p.weight_dtype) + s["m"] * 4
+    written = elements * _bytes(p.dx_dtype, p.dresidual_dtype) + parameter * _bytes(p.dweight_dtype, p.dbias_dtype)
     each = 1  # xhat
     if p.dx_dtype is not None:
         # the row's sum of xhat * dy * weight; then (dy * weight - xhat * mean) * rstd + dres

@@ -144,8 +144,8 @@ MUTATIONS = (
     Mutation(
         "column_sum_leaves_out_the_last_slice",
         f"{KERNELS}/common/column_sum.py",
-        "cutlass.range(member, -(-self.width // (4 * lanes)), num_members, unroll=1)",
-        "cutlass.range(member, self.width // (4 * lanes), num_members, unroll=1)",
+        "const_expr(-(-self.width // (4 * lanes)))",
+        "const_expr(self.width // (4 * lanes))",
         "tests/test_rms_norm_gpu.py",
         "test_numbers and 257",
     ),

@@ -5,6 +5,7 @@
 Inputs and truth are made on the CPU, so that hardly any kernels run but quackish's own.
 """
 
+import math
 import sys
 
 import torch
@@ -23,7 +24,7 @@ from quackish.testing.inputs import rows, weights
 GPU = "cuda"
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-# name: m, n, dtypes of x, weight, bias and residual
+# name: m, n, dtypes of x, weight, bias and residual, and heads where there is a weight for each
 SHAPES = {
     "one element": (1, 1, FP32, FP32, None, None),
     "odd": (5, 3, BF16, BF16, FP32, None),
@@ -38,6 +39,7 @@ SHAPES = {
     "widest in one launch": (6, 16384, BF16, BF16, None, None),
     "split over a cluster": (3, 65536, BF16, FP32, FP32, None),
     "no weight": (40, 768, BF16, None, None, BF16),
+    "a weight per head": (3000, 128, BF16, FP32, BF16, BF16, 12),
 }
 
 # name: m, h, v, dtype, how (schedule and chunk_size), options. Every fifth row is ignored, and one has logits in the
@@ -134,11 +136,12 @@ def check_linear_cross_entropy(name: str) -> bool:
 
 def check_rms_norm(name: str) -> bool:
     """Forward and backward of one shape."""
-    m, n, x_dtype, w_dtype, b_dtype, r_dtype = SHAPES[name]
-    x, dy = rows((m, n), x_dtype), rows((m, n), x_dtype, seed=1)
-    w = weights(n, w_dtype, seed=2) if w_dtype else None
-    b = rows((n,), b_dtype, seed=3) if b_dtype else None
-    r, dres = (rows((m, n), r_dtype, seed=seed) if r_dtype else None for seed in (4, 5))
+    m, n, x_dtype, w_dtype, b_dtype, r_dtype, *heads = SHAPES[name]
+    shape, parameter = (m // math.prod(heads), *heads, n), (*heads, n)
+    x, dy = rows(shape, x_dtype), rows(shape, x_dtype, seed=1)
+    w = weights(math.prod(parameter), w_dtype, seed=2).view(parameter) if w_dtype else None
+    b = rows(parameter, b_dtype, seed=3) if b_dtype else None
+    r, dres = (rows(shape, r_dtype, seed=seed) if r_dtype else None for seed in (4, 5))
     gpu = [None if t is None else t.cuda() for t in (x, w, b, r, dy, dres)]
 
     y, res, rstd = rms_norm_forward(*gpu[:3], residual=gpu[3], backend="cute")

@@ -73,7 +73,7 @@ def test_rms_norm_backward_on_b200():
 
 @pytest.mark.parametrize("dtype, n", [("bf16", 4096), ("fp16", 100), ("fp32", 8200)])
 @pytest.mark.parametrize(
-    "words", ["", "--residual", "--residual fp32 --bias", "--weight-dtype none", "--out-dtype fp32"]
+    "words", ["", "--residual", "--residual fp32 --bias", "--weight-dtype none", "--out-dtype fp32", "--bias --heads 4"]
 )
 def test_rms_norm_problems_are_those_that_ops_ask_for(words, dtype, n, monkeypatch):
     asked = []
@@ -87,10 +87,11 @@ def test_rms_norm_problems_are_those_that_ops_ask_for(words, dtype, n, monkeypat
     def tensor(*shape, dtype=torch_dtype):
         return torch.randn(shape).to(dtype).requires_grad_()
 
-    x, weight = tensor(16, n), None if "none" in words else tensor(n)
-    bias = tensor(n) if "--bias" in words else None
+    parameter = (4, n) if "--heads" in words else (n,)
+    x, weight = tensor(4, 4, n), None if "none" in words else tensor(*parameter)
+    bias = tensor(*parameter) if "--bias" in words else None
     residual = (
-        tensor(16, n, dtype=torch.float32 if "fp32 --bias" in words else torch_dtype) if "--res" in words else None
+        tensor(4, 4, n, dtype=torch.float32 if "fp32 --bias" in words else torch_dtype) if "--res" in words else None
     )
     out_dtype = torch.float32 if "--out-dtype" in words else None
     with quackish.config():  # in which no plan made before it is used
@@ -175,6 +176,7 @@ def test_without_tools_the_rest_is_said(error, note):
             "--weight-dtype: 'x' is unknown; expected one of bf16, fp16, fp32, fp64, none",
         ),
         ("rms_norm 4x4 --gpu v100", "--gpu: 'v100' is unknown; expected one of h100"),
+        ("rms_norm 4x4 --heads 3", "--heads is 3, expected a divisor of 4 rows"),
         ("rms_norm 4x4 --schedule stored", "--schedule is an option of linear_cross_entropy, not of rms_norm"),
         ("linear_cross_entropy 4x8x9 --residual", "--residual is an option of rms_norm, not of linear_cross_entropy"),
         ("linear_cross_entropy 4x8x9 --schedule x", "schedule is 'x', expected one of auto"),

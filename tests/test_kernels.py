@@ -34,6 +34,8 @@ def forward_problems():
     for n in (160, 4096, 8200):
         yield RmsNormFwdProblem(n, FP32, FP32, FP32, FP32, FP32)
     yield RmsNormFwdProblem(4096, "float16", FP32)
+    for n, heads in ((128, 32), (16_384, 3)):
+        yield RmsNormFwdProblem(n, BF16, BF16, FP32, FP32, heads=heads)
 
 
 def backward_problems():
@@ -49,6 +51,10 @@ def backward_problems():
         yield RmsNormBwdProblem(n, BF16, BF16, **plain, aligned=False)
     yield RmsNormBwdProblem(4096, BF16, BF16, weight_dtype=BF16, dx_dtype=BF16)
     yield RmsNormBwdProblem(4096, BF16, BF16, weight_dtype=BF16, dweight_dtype=BF16)
+    for n, heads in ((128, 32), (136, 33), (8192, 66), (16_392, 3)):
+        yield RmsNormBwdProblem(n, BF16, BF16, **plain, heads=heads)
+        yield RmsNormBwdProblem(n, FP32, BF16, **everything, dbias_dtype=FP32, packed=False, heads=heads)
+    yield RmsNormBwdProblem(257, BF16, BF16, **plain, aligned=False, heads=7)
     for n in (512, 520, 4096):
         yield RmsNormBwdProblem(n, FP32, FP32, weight_dtype=FP32, dx_dtype=FP32, dweight_dtype=FP32)
 
@@ -94,6 +100,27 @@ def test_rows_beyond_the_longest_are_refused():
     with pytest.raises(UnsupportedError, match="at most 131072"):
         problem = RmsNormBwdProblem(MAX_N, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16, dbias_dtype=BF16)
         rms_norm_bwd_config(problem, H200)
+
+
+def test_more_heads_than_resident_rows_are_refused():
+    with pytest.raises(UnsupportedError, match=r"133 heads of 8192 columns, which take 133 resident .* at most 132 on"):
+        rms_norm_bwd_config(RmsNormBwdProblem(8192, BF16, BF16, BF16, dx_dtype=BF16, heads=133), H200)
+    rms_norm_bwd_config(RmsNormBwdProblem(8192, BF16, BF16, BF16, dx_dtype=BF16, heads=132), H200)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 7, 24, 32, 331])
+@pytest.mark.parametrize("n", [64, 128, 4096, 16_384])
+@pytest.mark.parametrize("tokens", [1, 5, 4096])
+def test_a_thread_has_rows_of_one_head(tokens, n, heads):
+    problem = RmsNormBwdProblem(n, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16, heads=heads)
+    try:
+        config = rms_norm_bwd_config(problem, H200)
+    except UnsupportedError:
+        assert heads == 331
+        return
+    num_ctas, tile_m = config.num_ctas(tokens * heads, H200.sm_count, heads), config.threads // config.threads_per_row
+    assert num_ctas <= config.max_clusters(H200.sm_count) * config.split_n
+    assert num_ctas // config.split_n * tile_m % heads == 0
 
 
 @pytest.mark.parametrize("m", [1, 2, 131, 132, 133, 4096, 65_536])

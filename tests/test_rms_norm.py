@@ -47,7 +47,7 @@ STREAM = 1234  # the handle of the current stream
 
 
 class EmulatedConfig:
-    def num_ctas(self, m, sm_count):
+    def num_ctas(self, m, sm_count, heads):
         assert sm_count == gpu.H200.sm_count
         return min(m, 7)
 
@@ -119,23 +119,23 @@ def memory(address, dtype, size):
 
 
 def read_rows(p, address, dtype, m, layout):
-    """(m, n), from where the arguments say; None where the problem says absent."""
+    """(m / heads, heads, n), from where the arguments say; None where the problem says absent."""
     assert (address is None) == (dtype is None)
     assert (layout is None) == (p.packed or dtype is None)
     if dtype is None:
         return None
     dtype = getattr(torch, dtype)
     m1, s0, s1 = layout or (1, p.n, 0)
-    r = torch.arange(m)
+    r = torch.arange(m).view(-1, p.heads)
     start = (r // m1) * s0 + (r % m1) * s1
     assert not p.aligned or (address % 16 == 0 and not (start * dtype.itemsize % 16).any())
-    return memory(address, dtype, int(start.max()) + p.n)[start[:, None] + torch.arange(p.n)]
+    return memory(address, dtype, int(start.max()) + p.n)[start[..., None] + torch.arange(p.n)]
 
 
 def read_parameter(p, address, dtype):
     assert (address is None) == (dtype is None)
     assert not (p.aligned and address and address % 16)
-    return None if dtype is None else memory(address, getattr(torch, dtype), p.n)
+    return None if dtype is None else memory(address, getattr(torch, dtype), p.heads * p.n).view(p.heads, p.n)
 
 
 def write(p, address, dtype, value):
@@ -284,6 +284,43 @@ def test_only_what_is_asked_for(path, wanted, used):
         dx = both.get((wanted[0], wanted[3]), ("bfloat16", None) if wanted[3] else (None, None))
         assert (problem.dx_dtype, problem.dresidual_dtype) == dx
         assert problem.dres_dtype == ("bfloat16" if used == "both" and (wanted[0] or wanted[3]) else None)
+
+
+@pytest.mark.parametrize("make", [torch.clone, lambda t: torch.cat([t, t], 1)[:, : t.shape[1]]], ids=["", "strided"])
+def test_a_weight_per_head(anywhere, make):
+    """Of a slice of qkv, (2, 5, 4, 16)."""
+    qkv, r, dy = rows((2, 5, 3, 4, 16)), rows((2, 5, 4, 16), BF16, seed=1), rows((2, 5, 4, 16), seed=2)
+    w, b = make(rows((4, 16), seed=3)), make(rows((4, 16), BF16, seed=4))
+    x, w, b, r = inputs = [t.detach().requires_grad_() for t in (qkv[:, :, 1], w, b, r)]
+
+    def call(x, w, b, r):
+        return rms_norm(x, w, b, residual=r, eps=1e-6, weight_offset=0.5, backend="cute" if anywhere else "auto")
+
+    def reference(x, w, b, r):
+        res = rounded(x + r, BF16)
+        return F.rms_norm(res, (16,), None, 1e-6) * (w + 0.5) + b, res
+
+    assert_close_to_fp64(call, reference, *inputs)
+    got = step(call, inputs, (dy, dy.to(BF16)))
+    for h in range(4):  # y, res, dx and dresidual have the bits of a norm of the head alone
+        alone = [t.detach().requires_grad_() for t in (x[..., h, :], w[h], b[h], r[..., h, :])]
+        want = step(call, alone, (dy[..., h, :], dy[..., h, :].to(BF16)))
+        assert_same([t[..., h, :].contiguous() for t in (*got[:3], got[5])], (*want[:3], want[5]))
+        torch.testing.assert_close((got[3][h], got[4][h]), (want[3], want[4]))
+
+
+def test_functions_of_a_weight_per_head(path):
+    x, w, dy = rows((3, 4, 8)), weights(32).view(4, 8), rows((3, 4, 8), seed=2)
+    y, _, rstd = rms_norm_forward(x, w)
+    assert rstd.shape == (12,)
+    got = rms_norm_backward(dy, x, w, rstd, dbias=True)
+    want = step(lambda x, w, b: rms_norm(x, w, b), (leaf(x), leaf(w), leaf(torch.zeros(4, 8))), dy)
+    assert_same([y, got.dx, got.dweight, got.dbias], want)
+    single = step(rms_norm, (leaf(x[:, :1]), leaf(w[:1])), dy[:, :1])
+    assert_same(
+        [t.view(-1, 8) for t in single], [t.view(-1, 8) for t in step(rms_norm, (leaf(x[:, 0]), leaf(w[0])), dy[:, 0])]
+    )
+    assert [problem.heads for problem, _ in path.launches] == [4] * 4 + [1] * 4 if path else True
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -447,7 +484,17 @@ X, W = torch.ones(4, 8), torch.ones(8)
 ERRORS = [
     (lambda: rms_norm(X, torch.ones(5)), ValueError, "rms_norm: weight has 5 elements but x has 8 columns"),
     (lambda: rms_norm(X, W, torch.ones(9)), ValueError, "rms_norm: bias has 9 elements but x has 8 columns"),
-    (lambda: rms_norm(X, torch.ones(1, 8)), ValueError, "rms_norm: weight is (1, 8); expected one dimension"),
+    (
+        lambda: rms_norm(X, torch.ones(1, 8)), ValueError,
+        "rms_norm: weight is (1, 8) but x is (4, 8); expected (8,), or x's last two dimensions for one of each head",
+    ),
+    (lambda: rms_norm(X, torch.ones(1, 4, 8)), ValueError, "rms_norm: weight is (1, 4, 8) but x is (4, 8); expected"),
+    (
+        lambda: rms_norm(X, W, X), ValueError,
+        "rms_norm: bias is (4, 8) but weight is (8,); expected weight's shape, (8,) without one",
+    ),
+    (lambda: rms_norm(X, X, W), ValueError, "rms_norm: bias is (8,) but weight is (4, 8); expected weight's shape"),
+    (lambda: rms_norm(X, None, X), ValueError, "rms_norm: bias is (4, 8) but weight is None; expected weight's"),
     (lambda: rms_norm(torch.tensor(1.0), W), ValueError, "rms_norm: x is (); expected (..., n) with n >= 1"),
     (lambda: rms_norm(X[:, :0], None), ValueError, "rms_norm: x is (4, 0); expected"),
     (lambda: rms_norm(X, W, residual=X[:2]), ValueError, "residual is (2, 8) but x is (4, 8); expected equal"),

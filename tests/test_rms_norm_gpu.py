@@ -17,7 +17,7 @@ from quackish.ops import rms_norm_plans as plans
 from quackish.ops import workspace
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
-from quackish.testing import assert_deterministic
+from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import Error, error, same_bits
 from quackish.testing.inputs import KINDS, rows, weights
@@ -202,6 +202,25 @@ def test_more_than_2_to_the_31_elements(m, n):
         assert error(y[part], y_true).within(0.6 * eps, 1.1 * eps), i
         assert error(dx[part], dx_true).within(0.6 * eps, 1.1 * eps), i
     assert error(dw, dw_true).within(16 * EPS32, 64 * EPS32)
+
+
+@pytest.mark.parametrize("m, heads, n", [(1000, 32, 128), (3, 7, 257), (40, 33, 64), (5, 66, 8192), (300, 3, 16_384)])
+def test_a_weight_per_head(m, heads, n):
+    x, r = (rows((m, heads, n), dtype, seed=seed, device="cuda") for seed, dtype in enumerate((BF16, FP32)))
+    w, b = (weights(heads * n, dtype, seed=2, device="cuda").view(heads, n) for dtype in (BF16, FP32))
+    inputs = x, w, b, r = [t.requires_grad_() for t in (x, w, b, r)]
+
+    def norm(x, w, b, r):
+        return rms_norm(x, w, b, residual=r, eps=1e-6, backend="cute")
+
+    def true_norm(x, w, b, r):
+        return F.rms_norm(x + r, (n,), None, 1e-6) * w + b, x + r
+
+    assert_close_to_fp64(norm, true_norm, *inputs)
+    assert_deterministic(norm, *inputs, runs=5)
+    for h in (0, heads - 1):
+        alone = norm(x[:, h], w[h], b[h], r[:, h])
+        assert_same([t[:, h].contiguous() for t in norm(*inputs)], alone)
 
 
 # Layouts ------------------------------------------------------------------------------------------------------------

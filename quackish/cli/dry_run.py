@@ -80,7 +80,7 @@ def rms_norm(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryR
         found.steps.append(Step(phase, name, problem, choice, {"m": m}, done))
         found.buffers.append(Buffer(f"results of {phase}", done.bytes_written))
         if getattr(problem, "num_sums", 0):
-            floats = choice.config.scratch_floats(problem, choice.config.num_ctas(m, gpu.sm_count))
+            floats = choice.config.scratch_floats(problem, choice.config.num_ctas(m, gpu.sm_count, problem.heads))
             found.buffers.append(Buffer("scratch of the sums over CTAs, kept for the stream", 4 * floats))
     found.peak_bytes = sum(buffer.bytes for buffer in found.buffers)
     if not found.steps:
@@ -105,7 +105,11 @@ def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
     residual_dtype = None if args.residual is None else of(args.residual)
     bias_dtype = (weight_dtype or dtype) if args.bias else None
     x, residual = tensor(dtype, m, n), tensor(residual_dtype, m, n)
-    weight, bias = tensor(weight_dtype, n), tensor(bias_dtype, n)
+    heads = 1 if args.heads is None or weight_dtype is None else args.heads
+    if heads < 1 or m % heads:
+        raise Refused(f"--heads is {heads}, expected a divisor of {m} rows")
+    parameter = (n,) if heads == 1 else (heads, n)
+    weight, bias = tensor(weight_dtype, *parameter), tensor(bias_dtype, *parameter)
     forward = ForwardPlan(x, weight, bias, residual, 1e-6, 0.0, out_dtype, "auto")
     res = x if residual is None else residual
     dx_dtypes = _dx_dtypes(True, residual is not None, dtype, res.dtype)

@@ -45,6 +45,7 @@ _NORM = Operation(
             help="another dtype than --dtype; none: without a weight",
         ),
         "--out-dtype": dict(type=one_of(_DTYPES), metavar="DTYPE", help="of y"),
+        "--heads": dict(type=int, metavar="H", help="a weight for each head: row r has weight r modulo H"),
     },
 )  # fmt: skip
 _LINEAR_CROSS_ENTROPY = Operation(

@@ -5,6 +5,7 @@ bits in any batch. Numbers in comments were measured on an H200, bf16, M 4096 to
 """
 
 import dataclasses
+import math
 
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
@@ -50,6 +51,7 @@ class RmsNormFwdProblem(_Rows):
     residual_dtype: str | None = None
     packed: bool = True  # row r of x and residual starts at r * n; else at (r // m1) * s0 + (r % m1) * s1
     aligned: bool = True  # every row of every tensor starts and ends on a 16-byte boundary
+    heads: int = 1  # rows of weight and bias: row r of x has row r % heads
 
     @property
     def _row_dtypes(self) -> tuple[str | None, ...]:
@@ -71,6 +73,7 @@ class RmsNormBwdProblem(_Rows):
     dbias_dtype: str | None = None
     packed: bool = True
     aligned: bool = True
+    heads: int = 1  # rows of weight, dweight and dbias
 
     @property
     def _row_dtypes(self) -> tuple[str | None, ...]:
@@ -93,7 +96,7 @@ class RmsNormFwdConfig:
     threads_per_row: int
     split_n: int = 1  # CTAs of a cluster that share a row
 
-    def num_ctas(self, m: int, sm_count: int) -> int:
+    def num_ctas(self, m: int, sm_count: int, heads: int = 1) -> int:
         """One tile of rows per CTA, for m >= 1 rows."""
         return -(-m // (self.threads // self.threads_per_row)) * self.split_n
 
@@ -104,7 +107,7 @@ class RmsNormBwdConfig:
 
     A thread adds its rows, `num_ctas` tiles apart; a CTA adds the rows of its tile; then groups of threads add
     interleaved shares of the CTAs, and a tree adds the groups. The order depends on the number of CTAs, so on M and the
-    GPU.
+    GPU. With a weight per head the rows of a tile have different heads, so the groups add all threads' sums instead.
     """
 
     threads: int
@@ -113,21 +116,30 @@ class RmsNormBwdConfig:
     ctas_per_sm: int
     split_n: int = 1  # CTAs of a cluster that share a row
 
-    def num_ctas(self, m: int, sm_count: int) -> int:
-        """Persistent CTAs for m >= 1 rows: as many as are resident at once, or fewer for the same number of rounds."""
+    def max_clusters(self, sm_count: int) -> int:
+        """Clusters that are resident at once."""
         clusters = sm_count * self.ctas_per_sm // self.split_n
         if self.split_n > 2:
             # A cluster needs a single GPC, and GPCs differ in size: an H200 (132 SMs) held 30 clusters of 4, 15 of 8
             # and 7 of 16 at one CTA per SM. One too many fails a cooperative launch, and doubles the time of another.
             clusters = clusters * 7 // 8
-        clusters = max(clusters, 1)
-        tiles = -(-m // (self.threads // self.threads_per_row))
-        return -(-tiles // -(-tiles // clusters)) * self.split_n
+        return max(clusters, 1)
+
+    def clusters_of_heads(self, heads: int) -> int:
+        """Their tiles together hold a multiple of `heads` rows: with a multiple of so many, a thread has one head."""
+        return heads // math.gcd(heads, self.threads // self.threads_per_row)
+
+    def num_ctas(self, m: int, sm_count: int, heads: int = 1) -> int:
+        """Persistent CTAs for m >= 1 rows: as many as are resident at once, or fewer for the same number of rounds."""
+        unit, tiles = self.clusters_of_heads(heads), -(-m // (self.threads // self.threads_per_row))
+        rounds = -(-tiles // (self.max_clusters(sm_count) // unit * unit))
+        return -(-tiles // (rounds * unit)) * unit * self.split_n
 
     def scratch_floats(self, problem: RmsNormBwdProblem, num_ctas: int) -> int:
         """fp32 elements of scratch for the sums over CTAs."""
         n_cta = columns_per_cta(problem.n, problem.vec, self.split_n)
-        return num_ctas * problem.num_sums * (-(-n_cta // 4) * 4)
+        parts = num_ctas * (1 if problem.heads == 1 else self.threads // self.threads_per_row)
+        return parts * problem.num_sums * (-(-n_cta // 4) * 4)
 
 
 def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfig:
@@ -148,7 +160,8 @@ def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfi
 
 
 def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfig:
-    """Raises UnsupportedError for n > MAX_N, and with both dweight and dbias for n > MAX_N_TWO_SUMS."""
+    """Raises UnsupportedError for n > MAX_N, with both dweight and dbias for n > MAX_N_TWO_SUMS, and for too many heads
+    for the resident CTAs."""
     # Rows up to 2 KB: two CTAs per SM, 16 bf16 elements per thread. Up to 10 KB: one CTA per SM, 32 elements, about
     # 32 KB per stage. Above: one row per stage, 16 elements. This was best in a sweep over threads, stages and CTAs at
     # n from 256 to 8192. More rows in flight gain nothing: 65536 x 4096 took 377 us with 3 stages, 379 with 4.
@@ -171,7 +184,10 @@ def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfi
     num_stages = min(num_stages, (gpu.smem_bytes_per_sm // ctas_per_sm - 8192) // stage_bytes)
     if not p.aligned or num_stages < 2:
         num_stages = 0
-    return RmsNormBwdConfig(threads, threads_per_row, num_stages, ctas_per_sm, split_n)
+    config = RmsNormBwdConfig(threads, threads_per_row, num_stages, ctas_per_sm, split_n)
+    if reason := _heads_why_illegal(p, config, gpu):
+        raise UnsupportedError(f'rms_norm: no kernel for {reason}. backend="auto" runs the portable path.')
+    return config
 
 
 # Legality ------------------------------------------------------------------------------------------------------------
@@ -197,7 +213,7 @@ def rms_norm_fwd_why_illegal(problem: RmsNormFwdProblem, config: RmsNormFwdConfi
 
 def rms_norm_bwd_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfig, gpu: Gpu) -> str | None:
     """Same as rms_norm_fwd_why_illegal."""
-    if reason := _shape_why_illegal(problem, config):
+    if reason := _shape_why_illegal(problem, config) or _heads_why_illegal(problem, config, gpu):
         return reason
     c = config
     if c.ctas_per_sm not in range(1, 2048 // c.threads + 1):
@@ -242,6 +258,16 @@ def rms_norm_bwd_smem_bytes(problem: RmsNormBwdProblem, config: RmsNormBwdConfig
     barriers = -(-8 * max(config.num_stages, 1) // 16) * 16
     slots = 2 * 4 * (config.threads // 32) * config.split_n
     return -(-max(stages, sums, 16) // 16) * 16 + barriers + -(-slots // 8) * 8 + 16
+
+
+def _heads_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfig, gpu: Gpu) -> str | None:
+    unit, clusters = config.clusters_of_heads(problem.heads), config.max_clusters(gpu.sm_count)
+    if unit <= clusters:
+        return None
+    return (
+        f"{problem.heads} heads of {problem.n} columns, which take {unit} resident clusters of {config.split_n} CTAs; "
+        f"at most {clusters} on {gpu.name}"
+    )
 
 
 def _shape_why_illegal(problem: Problem, config: Config) -> str | None:

@@ -35,7 +35,7 @@ class RmsNormBwd:
         self.row_sum = RowSum(self.rows)
         inputs = [DTYPES[d] for d in (p.x_dtype, p.dy_dtype, p.dres_dtype) if d]
         self.tiles = RowTiles(self.rows, inputs, config.num_stages, p.packed)
-        self.column_sum = ColumnSum(self.rows, config, p.num_sums) if p.num_sums else None
+        self.column_sum = ColumnSum(self.rows, config, p.num_sums, p.heads) if p.num_sums else None
         # The column sums begin after the last tile, so they reuse the memory of the stages.
         self.smem_bytes = max(self.tiles.smem_bytes, self.column_sum.smem_bytes if self.column_sum else 0, 16)
 
@@ -115,8 +115,11 @@ class RmsNormBwd:
                 self.tiles.fetch(inputs, strides, shared, full, i, worker + i * num_workers, m, rank)
         rG = rows.fragment()
         rG.fill(1.0)
+        of_head = col0
+        if const_expr(self.problem.heads > 1):  # the same for all rows of a thread: see RmsNormBwdConfig.num_ctas
+            of_head = Int64((worker * rows.tile_m + tile_row) % self.problem.heads) * n + col0
         if const_expr(weight is not None):
-            rG.store(rows.load(weight + col0, lane, columns).load() + weight_offset)
+            rG.store(rows.load(weight + of_head, lane, columns).load() + weight_offset)
         acc = [rows.fragment() for _ in sums]
         for a in acc:
             a.fill(0.0)

@@ -82,10 +82,13 @@ class RmsNormFwd:
             rX.store((rX.load() + rR.load()).to(residual.dtype).to(Float32))
             if row < rstd.shape[0]:
                 self.rows.store(rX, res + out_start, lane, columns)
+        of_head = col0
+        if const_expr(self.problem.heads > 1):
+            of_head = Int64(source % self.problem.heads) * n + col0
         if const_expr(weight is not None):
-            rW = rows.load(weight + col0, lane, columns)
+            rW = rows.load(weight + of_head, lane, columns)
         if const_expr(bias is not None):
-            rB = rows.load(bias + col0, lane, columns)
+            rB = rows.load(bias + of_head, lane, columns)
 
         # reduce: sum of squares over the row
         squares = cute.make_rmem_tensor((rows.vec,), Float32)

@@ -37,8 +37,8 @@ def rms_norm(
 
     Args:
         x: (..., n) bf16, fp16, fp32 or fp64, of any strides; most layouts are read in place.
-        weight: (n,) any of these dtypes, or None for no scale.
-        bias: (n,) any of these dtypes, or None.
+        weight: (n,) any of these dtypes, or None for no scale. (heads, n) for x of (..., heads, n): one of each head.
+        bias: weight's shape ((n,) without a weight), any of these dtypes, or None.
         eps: None takes torch.finfo(torch.float32).eps (float64's for fp64 x), as F.rms_norm does.
         weight_offset: added to weight: 1.0 where a checkpoint stores weight - 1, as Gemma's do.
         residual: x's shape, any of these dtypes. `res` keeps its dtype, and y is the norm of res as it is kept.
@@ -376,7 +376,8 @@ def _(x, weight, bias, residual, eps, weight_offset, out_dtype, backend):
 def _(dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend):
     dtypes = (dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype)
     check_backward(dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
-    shapes = (x.shape, x.shape, x.shape[-1:], x.shape[-1:])
+    parameter = x.shape[-1:] if weight is None else weight.shape
+    shapes = (x.shape, x.shape, parameter, parameter)
     return tuple(x.new_empty(s, dtype=d) if d is not None else None for s, d in zip(shapes, dtypes, strict=True))
 
 

@@ -11,7 +11,7 @@ _BACKENDS = ("auto", "cute", "reference")
 
 def check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> None:
     _check_tensors("rms_norm", x=x, weight=weight, bias=bias, residual=residual)
-    _check_row_shapes("rms_norm", x, weight, bias)
+    _check_parameters("rms_norm", x, weight, bias)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"rms_norm: residual is {dims(residual)} but x is {dims(x)}; expected equal shapes")
     if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
@@ -26,7 +26,7 @@ def check_backward(
 ) -> None:
     who = "rms_norm_backward"
     _check_tensors(who, x=x, dy=dy, weight=weight, rstd=rstd, dres=dres)
-    _check_row_shapes(who, x, weight)
+    _check_parameters(who, x, weight)
     for name, t in (("dy", dy), ("dres", dres)):
         if t is not None and t.shape != x.shape:
             raise ValueError(f"{who}: {name} is {dims(t)} but x is {dims(x)}; expected equal shapes")
@@ -57,16 +57,24 @@ def _check_tensors(who: str, x: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{who}: {name} is on {t.device} but x is on {x.device}; expected one device")
 
 
-def _check_row_shapes(who: str, x: Tensor, *parameters: Tensor | None) -> None:
+def _check_parameters(who: str, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> None:
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{who}: x is {dims(x)}; expected (..., n) with n >= 1")
-    for name, t in zip(("weight", "bias"), parameters, strict=False):
+    for name, t in (("weight", weight), ("bias", bias)):
         if t is None:
             continue
-        if t.dim() != 1:
-            raise ValueError(f"{who}: {name} is {dims(t)}; expected one dimension, of x's last: ({x.shape[-1]},)")
-        if t.shape[0] != x.shape[-1]:
+        if t.dim() == 1 and t.shape[0] != x.shape[-1]:
             raise ValueError(f"{who}: {name} has {t.shape[0]} elements but x has {x.shape[-1]} columns")
+        if t.dim() != 1 and (t.dim() != 2 or t.shape != x.shape[-2:]):
+            raise ValueError(
+                f"{who}: {name} is {dims(t)} but x is {dims(x)}; expected ({x.shape[-1]},), or x's last two dimensions "
+                "for one of each head"
+            )
+    if bias is not None and bias.dim() != (1 if weight is None else weight.dim()):
+        beside = "None" if weight is None else dims(weight)
+        raise ValueError(
+            f"{who}: bias is {dims(bias)} but weight is {beside}; expected weight's shape, ({x.shape[-1]},) without one"
+        )
 
 
 def _check_options(who: str, weight: Tensor | None, weight_offset: float, backend: str) -> None:

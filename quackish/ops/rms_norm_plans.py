@@ -85,7 +85,7 @@ class ForwardPlan(Plan):
         self.out_dtype = out_dtype or x.dtype
         self.backward: dict[tuple, BackwardPlan] = {}  # autograd's own, shorter way to the plans of backward
 
-        self.copies = any(t is not None and not fold_rows(t.shape, t.stride()) for t in (x, weight, bias, residual))
+        self.copies = not are_readable((x, residual), (weight, bias))
         rows, aligned = lay_out((x, residual), (self.out_dtype, self.residual_dtype))
         problem = RmsNormFwdProblem(
             n=x.shape[-1],
@@ -96,6 +96,7 @@ class ForwardPlan(Plan):
             residual_dtype=cuda.dtype_name(residual),
             packed=rows[0] is None,
             aligned=aligned,
+            heads=num_heads(weight),
         )
         super().__init__("rms_norm_fwd", problem, x, x.numel() // problem.n, backend)
         self.arguments = (*rows, self.eps, self.weight_offset, self.m)
@@ -109,7 +110,7 @@ class ForwardPlan(Plan):
             with torch.cuda.device(self.device_index):
                 return self.run(x, weight, bias, residual)
         if self.copies:
-            x, weight, bias, residual = where_readable(x, weight, bias, residual)
+            x, residual, weight, bias = where_readable((x, residual), (weight, bias))
         x_at = pointers = x.data_ptr()
         weight_at = bias_at = residual_at = res = res_at = None
         if weight is not None:
@@ -157,7 +158,9 @@ class BackwardPlan(Plan):
         if dx_dtype is None:
             dres = None
         self.has_dres = dres is not None
-        self.copies = any(t is not None and not fold_rows(t.shape, t.stride()) for t in (dy, x, weight, dres))
+        self.copies = not are_readable((dy, x, dres), (weight,))
+        parameter = (self.n,) if weight is None else tuple(weight.shape)
+        self.parameter = parameter, (self.n, 1)[-len(parameter) :]  # shape and strides of dweight and dbias
         rows, aligned = lay_out((x, dy, dres), (dx_dtype, dresidual_dtype))
         problem = RmsNormBwdProblem(
             n=self.n,
@@ -168,6 +171,7 @@ class BackwardPlan(Plan):
             **{f"{name}_dtype": names([d]) for name, d in zip(_GRADIENTS, self.dtypes, strict=True) if d is not None},
             packed=rows[0] is None,
             aligned=aligned,
+            heads=num_heads(weight),
         )
         super().__init__("rms_norm_bwd", problem, x, m, backend, rstd.dtype)
         self.arguments = (*rows, self.weight_offset, m)
@@ -181,7 +185,7 @@ class BackwardPlan(Plan):
             with torch.cuda.device(self.device_index):
                 return self.run(dy, x, weight, rstd, dres)
         if self.copies:
-            dy, x, weight, dres = where_readable(dy, x, weight, dres)
+            dy, x, dres, weight = where_readable((dy, x, dres), (weight,))
         x_at, dy_at = x.data_ptr(), dy.data_ptr()
         pointers = x_at | dy_at
         weight_at = dres_at = None
@@ -210,10 +214,10 @@ class BackwardPlan(Plan):
             dresidual = cuda.empty(self.shape, self.strides, dresidual_dtype)
             dresidual_at = dresidual.data_ptr()
         if dweight_dtype is not None:
-            dweight = cuda.empty((self.n,), (1,), dweight_dtype)
+            dweight = cuda.empty(*self.parameter, dweight_dtype)
             dweight_at = dweight.data_ptr()
         if dbias_dtype is not None:
-            dbias = cuda.empty((self.n,), (1,), dbias_dtype)
+            dbias = cuda.empty(*self.parameter, dbias_dtype)
             dbias_at = dbias.data_ptr()
 
         # what the sums over CTAs need
@@ -266,7 +270,7 @@ def find_kernel(
         if device.type == "cuda":  # elsewhere nobody expected a kernel
             warn_once(why)
         return None
-    num_ctas = config.num_ctas(m, gpu.sm_count)
+    num_ctas = config.num_ctas(m, gpu.sm_count, problem.heads)
     return Kernel(function, num_ctas, config.scratch_floats(problem, num_ctas) if problem.num_sums else 0)
 
 
@@ -328,9 +332,22 @@ def lay_out(inputs: Sequence[Tensor | None], outputs: Sequence[torch.dtype | Non
     return rows, all(step % 16 == 0 for step in steps)
 
 
-def where_readable(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors, those that a kernel cannot read where they are as copies."""
-    return [t if t is None or fold_rows(t.shape, t.stride()) else t.contiguous() for t in tensors]
+def are_readable(rows: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> bool:
+    """Whether a kernel can read them all where they are."""
+    return all(t is None or fold_rows(t.shape, t.stride()) for t in rows) and all(
+        t is None or t.is_contiguous() for t in parameters
+    )
+
+
+def where_readable(rows: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """All of them, those that a kernel cannot read where they are as copies."""
+    return [t if are_readable((t,), ()) else t.contiguous() for t in rows] + [
+        t if t is None else t.contiguous() for t in parameters
+    ]
+
+
+def num_heads(weight: Tensor | None) -> int:
+    return 1 if weight is None or weight.dim() == 1 else weight.shape[0]
 
 
 def resolve_eps(x: Tensor, eps: float | None) -> float:

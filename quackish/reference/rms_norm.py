@@ -5,6 +5,8 @@
     xhat = res * rstd
     y    = xhat * (weight_offset + weight) + bias
 
+weight and bias are (n,), or (heads, n) for x of (..., heads, n).
+
 Everything between loads and stores is fp32, or fp64 where any input is fp64. All of it is differentiable, so autograd
 through `rms_norm_bwd` gives second derivatives.
 """
@@ -25,8 +27,8 @@ def rms_norm_rstd(res: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 
 def rms_norm_fwd(
     x: Tensor,  # (..., n)
-    weight: Tensor | None,  # (n,)
-    bias: Tensor | None,  # (n,)
+    weight: Tensor | None,  # (n,) or (heads, n)
+    bias: Tensor | None,  # weight's shape; (n,) without a weight
     residual: Tensor | None,  # x.shape
     eps: float,
     weight_offset: float = 0.0,
@@ -49,7 +51,7 @@ def rms_norm_fwd(
 def rms_norm_bwd(
     dy: Tensor,  # (..., n)
     x: Tensor,  # (..., n): what was normalised, so res where there was a residual
-    weight: Tensor | None,  # (n,)
+    weight: Tensor | None,  # (n,) or (heads, n)
     rstd: Tensor,  # (m,)
     dres: Tensor | None,  # (..., n): the gradient that arrives at res
     weight_offset: float = 0.0,
@@ -75,8 +77,9 @@ def rms_norm_bwd(
             d = d + dres.to(dtype)
         dx = d.to(dx_dtype) if dx_dtype else None
         dresidual = d.to(dresidual_dtype) if dresidual_dtype else None
+    shape = x.shape[-1:] if weight is None else weight.shape
     if dweight_dtype:
-        dweight = (dy * xhat).reshape(-1, x.shape[-1]).sum(0).to(dweight_dtype)
+        dweight = (dy * xhat).reshape(-1, *shape).sum(0).to(dweight_dtype)
     if dbias_dtype:
-        dbias = dy.reshape(-1, x.shape[-1]).sum(0).to(dbias_dtype)
+        dbias = dy.reshape(-1, *shape).sum(0).to(dbias_dtype)
     return dx, dresidual, dweight, dbias
