@@ -64,7 +64,7 @@ def _leaves_at_once(note: str) -> Work:
 def _rms_norm_fwd(p: rms_norm.RmsNormFwdProblem, s: Sizes) -> Work:
     elements = s["m"] * p.n
     read = elements * _bytes(p.x_dtype, p.residual_dtype) + p.heads * p.n * _bytes(p.weight_dtype, p.bias_dtype)
-    written = elements * _bytes(p.y_dtype, p.residual_dtype) + s["m"] * 4  # rstd
+    written = elements * _bytes(p.y_dtype, p.res_dtype or p.residual_dtype) + s["m"] * 4  # rstd
     each = 3 + sum(d is not None for d in (p.weight_dtype, p.bias_dtype, p.residual_dtype))  # square, add, times rstd
     return Work(read, written, elements * each)
 

@@ -128,7 +128,7 @@ MUTATIONS = (
     Mutation(
         "rms_norm_of_a_sum_not_rounded",
         f"{KERNELS}/rms_norm_fwd.py",
-        "(rX.load() + rR.load()).to(residual.dtype).to(Float32)",
+        "(rX.load() + rR.load()).to(res.dtype).to(Float32)",
         "rX.load() + rR.load()",
         "tests/test_rms_norm_gpu.py",
         "norm_of_res_as_it_is_kept",

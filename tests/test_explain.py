@@ -73,7 +73,15 @@ def test_rms_norm_backward_on_b200():
 
 @pytest.mark.parametrize("dtype, n", [("bf16", 4096), ("fp16", 100), ("fp32", 8200)])
 @pytest.mark.parametrize(
-    "words", ["", "--residual", "--residual fp32 --bias", "--weight-dtype none", "--out-dtype fp32", "--bias --heads 4"]
+    "words",
+    [
+        "",
+        "--residual --residual-dtype fp16",
+        "--residual fp32 --bias",
+        "--weight-dtype none",
+        "--out-dtype fp32",
+        "--bias --heads 4",
+    ],
 )
 def test_rms_norm_problems_are_those_that_ops_ask_for(words, dtype, n, monkeypatch):
     asked = []
@@ -94,8 +102,11 @@ def test_rms_norm_problems_are_those_that_ops_ask_for(words, dtype, n, monkeypat
         tensor(4, 4, n, dtype=torch.float32 if "fp32 --bias" in words else torch_dtype) if "--res" in words else None
     )
     out_dtype = torch.float32 if "--out-dtype" in words else None
+    residual_dtype = torch.float16 if "--residual-dtype" in words else None
     with quackish.config():  # in which no plan made before it is used
-        outputs = quackish.rms_norm(x, weight, bias, residual=residual, out_dtype=out_dtype)
+        outputs = quackish.rms_norm(
+            x, weight, bias, residual=residual, residual_dtype=residual_dtype, out_dtype=out_dtype
+        )
         outputs = outputs if residual is not None else (outputs,)
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
     expected = asked[:]
@@ -176,6 +187,7 @@ def test_without_tools_the_rest_is_said(error, note):
             "--weight-dtype: 'x' is unknown; expected one of bf16, fp16, fp32, fp64, none",
         ),
         ("rms_norm 4x4 --gpu v100", "--gpu: 'v100' is unknown; expected one of h100"),
+        ("rms_norm 4x4 --residual-dtype fp32", "--residual-dtype is given without --residual"),
         ("rms_norm 4x4 --heads 3", "--heads is 3, expected a divisor of 4 rows"),
         ("rms_norm 4x4 --schedule stored", "--schedule is an option of linear_cross_entropy, not of rms_norm"),
         ("linear_cross_entropy 4x8x9 --residual", "--residual is an option of rms_norm, not of linear_cross_entropy"),

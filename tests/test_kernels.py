@@ -34,6 +34,7 @@ def forward_problems():
     for n in (160, 4096, 8200):
         yield RmsNormFwdProblem(n, FP32, FP32, FP32, FP32, FP32)
     yield RmsNormFwdProblem(4096, "float16", FP32)
+    yield RmsNormFwdProblem(4096, BF16, BF16, BF16, None, BF16, res_dtype=FP32)
     for n, heads in ((128, 32), (16_384, 3)):
         yield RmsNormFwdProblem(n, BF16, BF16, FP32, FP32, heads=heads)
 

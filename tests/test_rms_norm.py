@@ -76,6 +76,7 @@ class Emulated:
         self.launches.append((p, args))
         assert stream == STREAM
         assert num_ctas == min(m, 7)
+        res_dtype = p.res_dtype or p.residual_dtype
         out_y, out_res, out_rstd = reference.rms_norm_fwd(
             read_rows(p, x, p.x_dtype, m, x_rows),
             read_parameter(p, weight, p.weight_dtype),
@@ -83,10 +84,11 @@ class Emulated:
             read_rows(p, residual, p.residual_dtype, m, residual_rows),
             eps,
             weight_offset,
+            None if res_dtype is None else getattr(torch, res_dtype),
             getattr(torch, p.y_dtype),
         )
         write(p, y, p.y_dtype, out_y)
-        write(p, res, p.residual_dtype, out_res)
+        write(p, res, res_dtype, out_res)
         write(p, rstd, "float32", out_rstd)
 
     def backward(self, p, *args):
@@ -237,20 +239,24 @@ def test_gradcheck(weight, bias, residual, offset):
 @pytest.mark.parametrize(
     "x_dtype, w_dtype, r_dtype, out_dtype", list(itertools.product(FLOATS, FLOATS, FLOATS, (None, FP32)))
 )
-def test_every_mix_of_dtypes(path, x_dtype, w_dtype, r_dtype, out_dtype):
+@pytest.mark.parametrize("residual_dtype", [None, BF16, FP32])
+def test_every_mix_of_dtypes(path, residual_dtype, x_dtype, w_dtype, r_dtype, out_dtype):
     x, r = leaf(rows((3, 7, 16), x_dtype)), leaf(rows((3, 7, 16), r_dtype, seed=1))
     w, b = leaf(weights(16, w_dtype)), leaf(rows((16,), w_dtype, seed=2))
 
     def call(x, w, b, r):
-        return rms_norm(x, w, b, residual=r, eps=1e-6, weight_offset=0.5, out_dtype=out_dtype)
+        dtypes = dict(residual_dtype=residual_dtype, out_dtype=out_dtype)
+        return rms_norm(x, w, b, residual=r, eps=1e-6, weight_offset=0.5, **dtypes)
+
+    res_dtype = residual_dtype or r_dtype
 
     def reference(x, w, b, r):
-        res = rounded(x + r, r_dtype)
+        res = rounded(x + r, res_dtype)
         return F.rms_norm(res, (16,), w + 0.5, 1e-6) + b, res
 
     y, res = call(x, w, b, r)
-    assert (y.dtype, res.dtype) == (out_dtype or x_dtype, r_dtype)
-    assert same_bits(res, (x.float() + r.float()).to(r_dtype))
+    assert (y.dtype, res.dtype) == (out_dtype or x_dtype, res_dtype)
+    assert same_bits(res, (x.float() + r.float()).to(res_dtype))
     assert_close_to_fp64(call, reference, x, w, b, r)
 
 
@@ -414,16 +420,18 @@ def test_second_derivatives(anywhere):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_functional_forward_and_backward(anywhere):
+@pytest.mark.parametrize("residual_dtype", [None, BF16])
+def test_functional_forward_and_backward(anywhere, residual_dtype):
     x, w, b = rows((2, 3, 8), BF16), weights(8), rows((8,), BF16, seed=1)
     r, dy, dres = rows((2, 3, 8), seed=2), rows((2, 3, 8), BF16, seed=3), rows((2, 3, 8), seed=4)
     inputs = [leaf(t) for t in (x, w, b, r)]
-    want = step(lambda x, w, b, r: rms_norm(x, w, b, residual=r, weight_offset=1.0), inputs, (dy, dres))
-    y, res, rstd = rms_norm_forward(*inputs[:3], residual=inputs[3], weight_offset=1.0)
+    dres, how = dres.to(residual_dtype or FP32), dict(weight_offset=1.0, residual_dtype=residual_dtype)
+    want = step(lambda x, w, b, r: rms_norm(x, w, b, residual=r, **how), inputs, (dy, dres))
+    y, res, rstd = rms_norm_forward(*inputs[:3], residual=inputs[3], **how)
     assert not y.requires_grad
     assert (rstd.shape, rstd.dtype) == ((6,), FP32)
-    options = dict(weight_offset=1.0, dres=dres, dbias=True, dresidual=True, dx_dtype=BF16, dbias_dtype=BF16)
-    grads = rms_norm_backward(dy, res, w, rstd, **options)
+    options = dict(weight_offset=1.0, dres=dres, dbias=True, dresidual=True)
+    grads = rms_norm_backward(dy, res, w, rstd, **options, dx_dtype=BF16, dresidual_dtype=FP32, dbias_dtype=BF16)
     assert_same([y, res, grads.dx, grads.dweight, grads.dbias, grads.dresidual], want)
 
     out = rms_norm_forward(x, None)
@@ -456,15 +464,17 @@ def test_module_is_a_drop_in(path, shape, affine, dtype):
 
 
 def test_module_options():
-    m = RMSNorm(8, 1e-5, True, "cpu", BF16, bias=True, weight_offset=1.0, out_dtype=FP32, backend="reference")
+    dtypes = dict(residual_dtype=FP16, out_dtype=FP32)
+    m = RMSNorm(8, 1e-5, True, "cpu", BF16, bias=True, weight_offset=1.0, **dtypes, backend="reference")
     assert {k: (v.dtype, v.unique().tolist()) for k, v in m.state_dict().items()} == {
         "weight": (BF16, [0.0]),
         "bias": (BF16, [0.0]),
     }
-    assert repr(m).endswith("weight_offset=1.0, out_dtype=torch.float32, backend=reference, bias=True)")
+    shown = "weight_offset=1.0, residual_dtype=torch.float16, out_dtype=torch.float32, backend=reference, bias=True)"
+    assert repr(m).endswith(shown)
     x = rows((3, 8), BF16)
     y = m(x)
-    assert y.dtype == FP32
+    assert [y.dtype, *(t.dtype for t in m(x, x))] == [FP32, FP32, FP16]
     torch.testing.assert_close(y, F.rms_norm(x.float(), (8,), None, 1e-5))
     torch.nn.init.ones_(m.weight)
     m.reset_parameters()
@@ -509,6 +519,9 @@ ERRORS = [
     (lambda: rms_norm(X, W, weight_offset=None), TypeError, "rms_norm: weight_offset is a NoneType"),
     (lambda: rms_norm(X, None, weight_offset=1.0), ValueError, "weight_offset is 1.0 but weight is None"),
     (lambda: rms_norm(X, W, out_dtype=torch.int8), TypeError, "rms_norm: out_dtype is torch.int8; expected None"),
+    (lambda: rms_norm(X, W, residual_dtype=FP32), ValueError, "residual_dtype is torch.float32 but residual is"),
+    (lambda: rms_norm(X, W, residual=X, residual_dtype=torch.int8), TypeError, "residual_dtype is torch.int8;"),
+    (lambda: rms_norm_backward(X, X, W, W[:4], dresidual=True, dresidual_dtype=int), TypeError, "dresidual_dtype is"),
     (lambda: rms_norm(X, W, backend="cuda"), ValueError, "rms_norm: backend is 'cuda'; expected one of 'auto'"),
     (lambda: rms_norm(X, W, backend="cute"), UnsupportedError, "rms_norm: no kernel for cpu tensors"),
     (lambda: rms_norm_backward(X[:3], X, W, X[:, 0]), ValueError, "backward: dy is (3, 8) but x is (4, 8)"),
@@ -869,12 +882,12 @@ def with_residual(x, w, b, r):
     return rms_norm(x, w, b, residual=r, weight_offset=1.0)
 
 
-@pytest.mark.parametrize("residual, out_dtype", [(None, None), (BF16, None), (FP32, FP32)])
-def test_opcheck(anywhere, residual, out_dtype):
+@pytest.mark.parametrize("residual, res_dtype, out_dtype", [(None,) * 3, (BF16, FP32, None), (FP32, None, FP32)])
+def test_opcheck(anywhere, residual, res_dtype, out_dtype):
     (x, w, b, r), (dy, _) = case()
     r = None if residual is None else r.detach().to(residual).requires_grad_()
-    torch.library.opcheck(ops._op_fwd, (x, w, b, r, 1e-6, 1.0, out_dtype, "auto"))
-    torch.library.opcheck(ops._op_fwd, (x, None, None, r, 1e-6, 0.0, out_dtype, "auto"))
+    torch.library.opcheck(ops._op_fwd, (x, w, b, r, 1e-6, 1.0, res_dtype, out_dtype, "auto"))
+    torch.library.opcheck(ops._op_fwd, (x, None, None, r, 1e-6, 0.0, res_dtype, out_dtype, "auto"))
     x, w, rstd, dy = x.detach(), w.detach(), torch.ones(6, device=x.device), dy.to(out_dtype or BF16)
     dres, second = None if r is None else r.detach(), FP32 if residual == FP32 else None
     torch.library.opcheck(ops._op_bwd, (dy, x, w, rstd, dres, 1.0, BF16, second, FP32, FP32, "auto"))
@@ -902,7 +915,7 @@ def test_compiled_equals_eager_for_any_number_of_rows(path):
 def test_compiled_module_and_functions(anywhere):
     torch.compiler.reset()
     (x, w, _, r), (dy, dres) = case()
-    module = RMSNorm((2, 4), bias=True, device=x.device)
+    module = RMSNorm((2, 4), bias=True, device=x.device, residual_dtype=FP16)
 
     def call(x, r):
         y, res = module(x.view(6, 2, 4), r.view(6, 2, 4))

@@ -51,19 +51,20 @@ class Case:
 
 
 def make_case(
-    m, n, x=BF16, weight=FP32, bias=None, residual=None, out_dtype=None, weight_offset=0.0, kind="normal", seed=0
-):
+    m, n, x=BF16, weight=FP32, bias=None, residual=None, out_dtype=None, weight_offset=0.0, kind="normal", seed=0,
+    residual_dtype=None,
+):  # fmt: skip
     def leaf(t):
         return t.cuda().requires_grad_()
 
-    options = dict(out_dtype=out_dtype, weight_offset=weight_offset, eps=1e-6)
+    options = dict(residual_dtype=residual_dtype, out_dtype=out_dtype, weight_offset=weight_offset, eps=1e-6)
     return Case(
         leaf(rows((m, n), x, kind=kind, seed=seed, device="cuda")),
         leaf(weights(n, weight, seed=seed + 1)) if weight else None,
         leaf(rows((n,), bias, seed=seed + 2)) if bias else None,
         leaf(rows((m, n), residual, seed=seed + 3, device="cuda")) if residual else None,
         rows((m, n), out_dtype or x, seed=seed + 4, device="cuda"),
-        rows((m, n), residual, seed=seed + 5, device="cuda") if residual else None,
+        rows((m, n), residual_dtype or residual, seed=seed + 5, device="cuda") if residual else None,
         options,
     )
 
@@ -170,6 +171,14 @@ OPTIONS = list(itertools.product((None, BF16), (None, BF16), (None, BF16, FP32))
 )
 def test_options(n, weight, bias, residual):
     case = make_case(333, n, BF16, weight, bias, residual)
+    assert_close(case, step(case))
+
+
+@pytest.mark.parametrize("residual, residual_dtype", [(BF16, FP32), (FP32, BF16)])
+@pytest.mark.parametrize("n", [257, 4096, 16_384])
+def test_residual_dtype(n, residual, residual_dtype):
+    case = make_case(333, n, BF16, BF16, None, residual, residual_dtype=residual_dtype)
+    poison_free_memory()
     assert_close(case, step(case))
 
 

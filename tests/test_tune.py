@@ -223,7 +223,7 @@ def plan(words, gpu=H200):
 
 LCE = "linear_cross_entropy 300x64x1000 --schedule "
 CASES = [
-    "rms_norm_forward 30x512 --residual fp32 --bias",
+    "rms_norm_forward 30x512 --residual --residual-dtype fp32 --bias",
     "rms_norm_backward 30x512 --residual fp32 --bias",
     "rms_norm_backward 30x511 --weight-dtype fp32 --heads 3",
     LCE + "chunked",

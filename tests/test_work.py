@@ -119,17 +119,18 @@ def name_of(t):
     return None if t is None else str(t.dtype).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("residual_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rms_norm_moves_its_tensors_once(dtype, with_bias, with_residual):
+def test_rms_norm_moves_its_tensors_once(dtype, with_bias, residual_dtype):
     m, n = 5, 24
     x, weight = torch.randn(m, n, dtype=dtype), torch.randn(n)
     bias = torch.randn(n, dtype=dtype) if with_bias else None
+    with_residual = residual_dtype is not None
     residual = torch.randn(m, n, dtype=torch.float32) if with_residual else None
-    y, res, rstd = rms_norm_forward(x, weight, bias, residual=residual)
-    names = map(name_of, (x, y, weight, bias, residual))
-    done = work("rms_norm_fwd", RmsNormFwdProblem(n, *names), dict(m=m))
+    y, res, rstd = rms_norm_forward(x, weight, bias, residual=residual, residual_dtype=residual_dtype)
+    names, res_dtype = map(name_of, (x, y, weight, bias, residual)), name_of(res) if with_residual else None
+    done = work("rms_norm_fwd", RmsNormFwdProblem(n, *names, res_dtype=res_dtype), dict(m=m))
     assert done.bytes_read == nbytes(x, weight, bias, residual)
     assert done.bytes_written == nbytes(y, res if with_residual else None, rstd)
 

@@ -110,10 +110,13 @@ def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
         raise Refused(f"--heads is {heads}, expected a divisor of {m} rows")
     parameter = (n,) if heads == 1 else (heads, n)
     weight, bias = tensor(weight_dtype, *parameter), tensor(bias_dtype, *parameter)
-    forward = ForwardPlan(x, weight, bias, residual, 1e-6, 0.0, out_dtype, "auto")
-    res = x if residual is None else residual
-    dx_dtypes = _dx_dtypes(True, residual is not None, dtype, res.dtype)
-    dy, dres, rstd = tensor(out_dtype, m, n), tensor(residual_dtype, m, n), tensor(torch.float32, m)
+    res_dtype = residual_dtype if args.residual_dtype is None else of(args.residual_dtype)
+    if residual is None and res_dtype is not None:
+        raise Refused("--residual-dtype is given without --residual; expected both")
+    forward = ForwardPlan(x, weight, bias, residual, 1e-6, 0.0, res_dtype, out_dtype, "auto")
+    res, dres = (x, None) if residual is None else (tensor(res_dtype, m, n), tensor(res_dtype, m, n))
+    dx_dtypes = _dx_dtypes(True, residual is not None, dtype, residual_dtype)
+    dy, rstd = tensor(out_dtype, m, n), tensor(torch.float32, m)
     backward = BackwardPlan(dy, res, weight, rstd, dres, 0.0, *dx_dtypes, weight_dtype, bias_dtype, "auto")
     return {"rms_norm_fwd": forward.problem, "rms_norm_bwd": backward.problem}
 

@@ -40,6 +40,7 @@ _NORM = Operation(
             nargs="?", const="same", type=one_of({**_DTYPES, "same": "same"}), metavar="DTYPE",
             help="with a residual, of --dtype",
         ),
+        "--residual-dtype": dict(type=one_of(_DTYPES), metavar="DTYPE", help="of the sum of input and residual"),
         "--weight-dtype": dict(
             type=one_of({**_DTYPES, "none": "none"}), metavar="DTYPE",
             help="another dtype than --dtype; none: without a weight",

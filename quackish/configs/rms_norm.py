@@ -52,10 +52,11 @@ class RmsNormFwdProblem(_Rows):
     packed: bool = True  # row r of x and residual starts at r * n; else at (r // m1) * s0 + (r % m1) * s1
     aligned: bool = True  # every row of every tensor starts and ends on a 16-byte boundary
     heads: int = 1  # rows of weight and bias: row r of x has row r % heads
+    res_dtype: str | None = None  # only if it differs from residual's
 
     @property
     def _row_dtypes(self) -> tuple[str | None, ...]:
-        return self.x_dtype, self.residual_dtype, self.y_dtype
+        return self.x_dtype, self.residual_dtype, self.res_dtype, self.y_dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,8 @@ class RmsNormFwd:
 
     def fake_args(self):
         p = self.problem
-        dtypes = (p.x_dtype, p.weight_dtype, p.bias_dtype, p.residual_dtype, p.y_dtype, p.residual_dtype)
+        res_dtype = p.res_dtype or p.residual_dtype
+        dtypes = (p.x_dtype, p.weight_dtype, p.bias_dtype, p.residual_dtype, p.y_dtype, res_dtype)
         pointers = [fake_pointer(dtype, p.aligned) for dtype in dtypes]
         rstd = fake_pointer("float32", aligned=False)
         strides = fake_row_strides(p.packed)
@@ -79,7 +80,7 @@ class RmsNormFwd:
         rX = rows.load(x + (row_start(source, x_strides, n) + col0), lane, columns)
         if const_expr(residual is not None):
             rR = rows.load(residual + (row_start(source, residual_strides, n) + col0), lane, columns)
-            rX.store((rX.load() + rR.load()).to(residual.dtype).to(Float32))
+            rX.store((rX.load() + rR.load()).to(res.dtype).to(Float32))
             if row < rstd.shape[0]:
                 self.rows.store(rX, res + out_start, lane, columns)
         of_head = col0

@@ -28,6 +28,7 @@ def rms_norm(
     eps: float | None = None,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -41,7 +42,8 @@ def rms_norm(
         bias: weight's shape ((n,) without a weight), any of these dtypes, or None.
         eps: None takes torch.finfo(torch.float32).eps (float64's for fp64 x), as F.rms_norm does.
         weight_offset: added to weight: 1.0 where a checkpoint stores weight - 1, as Gemma's do.
-        residual: x's shape, any of these dtypes. `res` keeps its dtype, and y is the norm of res as it is kept.
+        residual: x's shape, any of these dtypes.
+        residual_dtype: of `res`, None being residual's. y is the norm of res as it is stored.
         out_dtype: y's dtype; None is x's. Autocast changes nothing here.
         backend: "auto" runs a kernel where there is one, and otherwise the portable PyTorch path: silently on CPU, with
             one warning per reason on a GPU. "cute" runs a kernel or raises. "reference" runs the portable path.
@@ -55,10 +57,10 @@ def rms_norm(
 
     Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel.
     """
-    tensors, options = (x, weight, bias, residual), (eps, weight_offset, out_dtype, backend)
+    tensors, options = (x, weight, bias, residual), (eps, weight_offset, residual_dtype, out_dtype, backend)
     plan = plan_for(ForwardPlan, tensors, options) if is_plain() else None
     if plan is None:
-        return _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+        return _rms_norm_op(*tensors, *options)
     if _is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
@@ -92,6 +94,7 @@ def rms_norm_forward(
     eps: float | None = None,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> RmsNormOutput:
@@ -99,10 +102,10 @@ def rms_norm_forward(
 
     Arguments, promises and errors are those of `rms_norm`.
     """
-    tensors, options = (x, weight, bias, residual), (eps, weight_offset, out_dtype, backend)
+    tensors, options = (x, weight, bias, residual), (eps, weight_offset, residual_dtype, out_dtype, backend)
     plan = plan_for(ForwardPlan, tensors, options) if is_plain() else None
     if plan is None:
-        y, res, rstd = _op_fwd(x, weight, bias, residual, resolve_eps(x, eps), weight_offset, out_dtype, backend)
+        y, res, rstd = _op_fwd(*tensors, resolve_eps(x, eps), *options[1:])
     else:
         y, res, rstd = plan.run(x, weight, bias, residual)
     return RmsNormOutput(y, x if residual is None else res, rstd)
@@ -122,6 +125,7 @@ def rms_norm_backward(
     dbias: bool = False,
     dresidual: bool = False,
     dx_dtype: torch.dtype | None = None,
+    dresidual_dtype: torch.dtype | None = None,
     dbias_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> RmsNormGrads:
@@ -137,13 +141,13 @@ def rms_norm_backward(
         weight, weight_offset, backend: as in forward.
         dres: (..., n), the gradient that arrived at res, or None.
         dx, dweight, dbias, dresidual: which ones to compute. The others are None, as is dweight where weight is None.
-        dx_dtype: None is x's. With a residual, give the dtype that forward's x had. dresidual has x's dtype here.
+        dx_dtype, dresidual_dtype: None is x's. With a residual, give the dtypes that forward's x and residual had.
         dbias_dtype: None is weight's, or x's without a weight.
 
     dx and dresidual are one tensor where their dtypes are equal. Promises and errors are those of `rms_norm`.
     """
     dtypes = (
-        *_dx_dtypes(dx, dresidual, dx_dtype or x.dtype, x.dtype),
+        *_dx_dtypes(dx, dresidual, dx_dtype or x.dtype, dresidual_dtype or x.dtype),
         weight.dtype if dweight and weight is not None else None,
         (dbias_dtype or (x if weight is None else weight).dtype) if dbias else None,
     )
@@ -166,6 +170,7 @@ class RMSNorm(nn.RMSNorm):
         bias: whether there is a bias as well, zero at first.
         weight_offset: as in `rms_norm`; the weight starts at 1 - weight_offset.
         eps, out_dtype, backend: as in `rms_norm`.
+        residual_dtype: as in `rms_norm`, for calls with a residual.
     """
 
     def __init__(
@@ -178,6 +183,7 @@ class RMSNorm(nn.RMSNorm):
         *,
         bias: bool = False,
         weight_offset: float = 0.0,
+        residual_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
         backend: str = "auto",
     ) -> None:
@@ -188,7 +194,7 @@ class RMSNorm(nn.RMSNorm):
             )
         self.weight_offset = weight_offset  # reset_parameters, which the next line calls, needs it
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        self.out_dtype, self.backend = out_dtype, backend
+        self.residual_dtype, self.out_dtype, self.backend = residual_dtype, out_dtype, backend
         self.register_parameter(
             "bias", nn.Parameter(torch.zeros(self.normalized_shape, device=device, dtype=dtype)) if bias else None
         )
@@ -205,6 +211,8 @@ class RMSNorm(nn.RMSNorm):
         if x.shape[-ndim:] != self.normalized_shape:
             raise ValueError(f"RMSNorm: x is {dims(x)}; expected (..., {', '.join(map(str, self.normalized_shape))})")
         options = dict(eps=self.eps, weight_offset=self.weight_offset, out_dtype=self.out_dtype, backend=self.backend)
+        if residual is not None:
+            options["residual_dtype"] = self.residual_dtype
         if ndim == 1:
             return rms_norm(x, weight, bias, residual=residual, **options)
         # Several dimensions are one for the kernel: views, unless x's strides do not allow it.
@@ -214,7 +222,8 @@ class RMSNorm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
-        for name, default in (("weight_offset", 0.0), ("out_dtype", None), ("backend", "auto")):
+        defaults = dict(weight_offset=0.0, residual_dtype=None, out_dtype=None, backend="auto")
+        for name, default in defaults.items():
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)}"
         return text + ", bias=True" if self.bias is not None else text
@@ -275,7 +284,7 @@ def _gradients(needs, dy, x, weight, rstd, dres, forward) -> tuple:
     needs: whether x, weight, bias and residual need gradients, and anything after that.
     forward: a ForwardPlan, or an operator's context with its options.
     """
-    dx_dtypes = _dx_dtypes(needs[0], needs[3], forward.x_dtype, x.dtype)
+    dx_dtypes = _dx_dtypes(needs[0], needs[3], forward.x_dtype, forward.residual_dtype)
     plan = None
     if dy is None:  # y went unused
         grads = *(dres.to(dtype) if dtype and dres is not None else None for dtype in dx_dtypes), None, None
@@ -292,11 +301,11 @@ def _gradients(needs, dy, x, weight, rstd, dres, forward) -> tuple:
     return plan, *_as_asked(needs[0], needs[3], *grads)
 
 
-def _dx_dtypes(dx: bool, dresidual: bool, x_dtype: torch.dtype, res_dtype: torch.dtype) -> tuple:
+def _dx_dtypes(dx: bool, dresidual: bool, x_dtype: torch.dtype, residual_dtype: torch.dtype | None) -> tuple:
     """The dtypes to compute x's gradient in: one tensor for dx and dresidual, in the first, unless they differ."""
     if not dx:
-        return (res_dtype if dresidual else None), None
-    return x_dtype, (res_dtype if dresidual and res_dtype != x_dtype else None)
+        return (residual_dtype if dresidual else None), None
+    return x_dtype, (residual_dtype if dresidual and residual_dtype != x_dtype else None)
 
 
 def _as_asked(dx: bool, dresidual: bool, first, second, dweight, dbias) -> tuple[Tensor | None, ...]:
@@ -315,18 +324,19 @@ def _is_batched(dy: Tensor, dres: Tensor | None) -> bool:
     return functorch_level() is not None or _is_legacy_batched(dy) or (dres is not None and _is_legacy_batched(dres))
 
 
-def _rms_norm_op(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> Tensor | tuple[Tensor, Tensor]:
+def _rms_norm_op(x, weight, bias, residual, eps, *options) -> Tensor | tuple[Tensor, Tensor]:
     """`rms_norm` by its operator, or by the reference under torch.func and forward-mode AD."""
     if is_transformed():
-        check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+        check_forward(x, weight, bias, residual, eps, *options)
+        backend = options[-1]
         reason = "rms_norm: torch.func transforms and forward-mode AD run the portable path"
         if backend == "cute":
             raise UnsupportedError(f'{reason} only; expected none of them with backend="cute"')
         if x.device.type == "cuda" and backend == "auto":
             warn_once(reason)
-        y, res, _ = reference.rms_norm_fwd(x, weight, bias, residual, resolve_eps(x, eps), weight_offset, out_dtype)
+        y, res, _ = reference.rms_norm_fwd(x, weight, bias, residual, resolve_eps(x, eps), *options[:-1])
     else:
-        y, res, _ = _op_fwd(x, weight, bias, residual, resolve_eps(x, eps), weight_offset, out_dtype, backend)
+        y, res, _ = _op_fwd(x, weight, bias, residual, resolve_eps(x, eps), *options)
     return y if residual is None else (y, res)
 
 
@@ -336,7 +346,7 @@ _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _lib.define(
     "rms_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, float weight_offset, "
-    "ScalarType? out_dtype, str backend) -> (Tensor y, Tensor res, Tensor rstd)",
+    "ScalarType? residual_dtype, ScalarType? out_dtype, str backend) -> (Tensor y, Tensor res, Tensor rstd)",
     tags=_TAGS,
 )
 _lib.define(
@@ -364,10 +374,10 @@ _lib.impl("rms_norm_bwd", _bwd_impl, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("quackish::rms_norm_fwd", lib=_lib)
-def _(x, weight, bias, residual, eps, weight_offset, out_dtype, backend):
-    check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, backend)
+def _(x, weight, bias, residual, eps, weight_offset, residual_dtype, out_dtype, backend):
+    check_forward(x, weight, bias, residual, eps, weight_offset, residual_dtype, out_dtype, backend)
     y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
-    res = None if residual is None else residual.new_empty(x.shape)
+    res = None if residual is None else residual.new_empty(x.shape, dtype=residual_dtype or residual.dtype)
     rstd_dtype = reference.accumulate_dtype(x, weight, bias, residual)
     return y, res, x.new_empty(math.prod(x.shape[:-1]), dtype=rstd_dtype)
 
@@ -382,9 +392,9 @@ def _(dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweig
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, bias, residual, ctx.eps, ctx.weight_offset, _, ctx.backend = inputs
+    x, weight, bias, residual, ctx.eps, ctx.weight_offset, *_, ctx.backend = inputs
     _, res, rstd = output
-    ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+    ctx.x_dtype, ctx.bias_dtype, ctx.residual_dtype = (None if t is None else t.dtype for t in (x, bias, residual))
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rstd)
     ctx.rstd = rstd  # as _RmsNorm does: a checkpoint may run the one first and the other when it recomputes
@@ -394,7 +404,7 @@ def _setup_context(ctx, inputs, output):
 def _op_backward(ctx, dy, dres, _):
     x, weight = ctx.saved_tensors
     _, *grads = _gradients(ctx.needs_input_grad, dy, x, weight, ctx.rstd, dres, ctx)
-    return *grads, None, None, None, None
+    return *grads, None, None, None, None, None
 
 
 torch.library.register_autograd("quackish::rms_norm_fwd", _op_backward, setup_context=_setup_context, lib=_lib)

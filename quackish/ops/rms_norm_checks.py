@@ -9,7 +9,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _BACKENDS = ("auto", "cute", "reference")
 
 
-def check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, backend) -> None:
+def check_forward(x, weight, bias, residual, eps, weight_offset, residual_dtype, out_dtype, backend) -> None:
     _check_tensors("rms_norm", x=x, weight=weight, bias=bias, residual=residual)
     _check_parameters("rms_norm", x, weight, bias)
     if residual is not None and residual.shape != x.shape:
@@ -17,8 +17,11 @@ def check_forward(x, weight, bias, residual, eps, weight_offset, out_dtype, back
     if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
         raise TypeError(f"rms_norm: eps is a {type(eps).__name__}; expected a float or None")
     _check_options("rms_norm", weight, weight_offset, backend)
-    if out_dtype is not None and out_dtype not in _DTYPES:
-        raise TypeError(f"rms_norm: out_dtype is {out_dtype}; expected None or one of {names(_DTYPES)}")
+    _check_dtypes("rms_norm", residual_dtype=residual_dtype, out_dtype=out_dtype)
+    if residual_dtype is not None and residual is None:
+        raise ValueError(
+            f"rms_norm: residual_dtype is {residual_dtype} but residual is None; expected None without one"
+        )
 
 
 def check_backward(
@@ -40,7 +43,11 @@ def check_backward(
     _check_options(who, weight, weight_offset, backend)
     if dresidual_dtype is not None and dx_dtype is None:  # kernels write a second dx only beside the first
         raise ValueError(f"{who}: dresidual_dtype without dx_dtype; give the one dtype as dx_dtype")
-    for name, dtype in (("dx_dtype", dx_dtype), ("dbias_dtype", dbias_dtype)):
+    _check_dtypes(who, dx_dtype=dx_dtype, dresidual_dtype=dresidual_dtype, dbias_dtype=dbias_dtype)
+
+
+def _check_dtypes(who: str, **dtypes: torch.dtype | None) -> None:
+    for name, dtype in dtypes.items():
         if dtype is not None and dtype not in _DTYPES:
             raise TypeError(f"{who}: {name} is {dtype}; expected None or one of {names(_DTYPES)}")
 

@@ -76,9 +76,10 @@ class Plan:
 class ForwardPlan(Plan):
     check = staticmethod(check_forward)
 
-    def __init__(self, x, weight, bias, residual, eps, weight_offset, out_dtype, backend):
+    def __init__(self, x, weight, bias, residual, eps, weight_offset, residual_dtype, out_dtype, backend):
+        res_dtype = None if residual is None else residual_dtype or residual.dtype
         # what backward has saved: res, which is x itself without a residual; weight
-        self.res_type, self.res_dtype = (type(x), x.dtype) if residual is None else (Tensor, residual.dtype)
+        self.res_type, self.res_dtype = (type(x), x.dtype) if residual is None else (Tensor, res_dtype)
         self.weight_type, self.weight_dtype = type(weight), _dtype(weight)
         self.x_dtype, self.bias_dtype, self.residual_dtype = x.dtype, _dtype(bias), _dtype(residual)
         self.eps, self.weight_offset = float(resolve_eps(x, eps)), float(weight_offset)
@@ -86,7 +87,7 @@ class ForwardPlan(Plan):
         self.backward: dict[tuple, BackwardPlan] = {}  # autograd's own, shorter way to the plans of backward
 
         self.copies = not are_readable((x, residual), (weight, bias))
-        rows, aligned = lay_out((x, residual), (self.out_dtype, self.residual_dtype))
+        rows, aligned = lay_out((x, residual), (self.out_dtype, res_dtype))
         problem = RmsNormFwdProblem(
             n=x.shape[-1],
             x_dtype=cuda.dtype_name(x),
@@ -97,6 +98,7 @@ class ForwardPlan(Plan):
             packed=rows[0] is None,
             aligned=aligned,
             heads=num_heads(weight),
+            res_dtype=None if res_dtype == self.residual_dtype else names([res_dtype]),
         )
         super().__init__("rms_norm_fwd", problem, x, x.numel() // problem.n, backend)
         self.arguments = (*rows, self.eps, self.weight_offset, self.m)
@@ -131,7 +133,7 @@ class ForwardPlan(Plan):
         launch, num_ctas, _ = kernel
         y = cuda.empty(self.shape, self.strides, self.out_dtype)
         if residual is not None:
-            res = cuda.empty(self.shape, self.strides, self.residual_dtype)
+            res = cuda.empty(self.shape, self.strides, self.res_dtype)
             res_at = res.data_ptr()
         rstd = cuda.empty((self.m,), (1,), torch.float32)
         x_rows, residual_rows, eps, weight_offset, m = self.arguments
@@ -142,7 +144,8 @@ class ForwardPlan(Plan):
         return y, res, rstd
 
     def run_portable(self, x, weight, bias, residual) -> tuple[Tensor, Tensor | None, Tensor]:
-        y, res, rstd = reference.rms_norm_fwd(x, weight, bias, residual, self.eps, self.weight_offset, self.out_dtype)
+        options = self.eps, self.weight_offset, self.res_dtype, self.out_dtype
+        y, res, rstd = reference.rms_norm_fwd(x, weight, bias, residual, *options)
         return y.contiguous(), None if res is None else res.contiguous(), rstd
 
 

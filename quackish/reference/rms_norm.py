@@ -1,6 +1,6 @@
 """RMSNorm in plain PyTorch, forward and backward written out: the spec, and what the portable path runs.
 
-    res  = x + residual                         (x itself without a residual), rounded to residual's dtype
+    res  = x + residual                         (x itself without a residual), rounded to residual_dtype
     rstd = 1 / sqrt(mean(res^2) + eps)          over the last dimension
     xhat = res * rstd
     y    = xhat * (weight_offset + weight) + bias
@@ -32,12 +32,13 @@ def rms_norm_fwd(
     residual: Tensor | None,  # x.shape
     eps: float,
     weight_offset: float = 0.0,
+    residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(y, res, rstd): y in out_dtype or x's dtype, res None without a residual, rstd (m,)."""
+    """(y, res, rstd): y in out_dtype or x's dtype, res in residual_dtype or residual's, None without one, rstd (m,)."""
     dtype = accumulate_dtype(x, weight, bias, residual)
     # y is the norm of res as it is kept, not of the sum before rounding: backward only has the former.
-    res = None if residual is None else (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
+    res = None if residual is None else (x.to(dtype) + residual.to(dtype)).to(residual_dtype or residual.dtype)
     normed = x if res is None else res
     rstd = rms_norm_rstd(normed, eps, dtype)
     y = normed.to(dtype) * rstd.view(x.shape[:-1]).unsqueeze(-1)

@@ -51,7 +51,7 @@ def _forward(p: RmsNormFwdProblem, sizes: Mapping[str, int], device: torch.devic
     x, residual = _normal(device, p.x_dtype, *shape), _normal(device, p.residual_dtype, *shape)
     weight, bias = (_normal(device, dtype, *_parameter(p)) for dtype in (p.weight_dtype, p.bias_dtype))
 
-    return _norm(ForwardPlan, p, (x, weight, bias, residual), (1e-6, 0.0, _dtype(p.y_dtype)))
+    return _norm(ForwardPlan, p, (x, weight, bias, residual), (1e-6, 0.0, _dtype(p.res_dtype), _dtype(p.y_dtype)))
 
 
 def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
