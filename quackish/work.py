@@ -74,6 +74,8 @@ def _rms_norm_bwd(p: rms_norm.RmsNormBwdProblem, s: Sizes) -> Work:
     parameter = p.heads * p.n
     read = elements * _bytes(p.x_dtype, p.dy_dtype, p.dres_dtype) + parameter * _bytes(p.weight_dtype) + s["m"] * 4
     written = elements * _bytes(p.dx_dtype, p.dresidual_dtype) + parameter * _bytes(p.dweight_dtype, p.dbias_dtype)
+    if p.add_dweight:
+        read += parameter * _bytes(p.dweight_dtype)
     each = 1  # xhat
     if p.dx_dtype is not None:
         # the row's sum of xhat * dy * weight; then (dy * weight - xhat * mean) * rstd + dres

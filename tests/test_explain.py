@@ -81,6 +81,7 @@ def test_rms_norm_backward_on_b200():
         "--weight-dtype none",
         "--out-dtype fp32",
         "--bias --heads 4",
+        "--dweight-out",
     ],
 )
 def test_rms_norm_problems_are_those_that_ops_ask_for(words, dtype, n, monkeypatch):
@@ -103,10 +104,10 @@ def test_rms_norm_problems_are_those_that_ops_ask_for(words, dtype, n, monkeypat
     )
     out_dtype = torch.float32 if "--out-dtype" in words else None
     residual_dtype = torch.float16 if "--residual-dtype" in words else None
+    dweight_out = torch.zeros(n) if "--dweight-out" in words else None
+    options = dict(residual_dtype=residual_dtype, out_dtype=out_dtype, dweight_out=dweight_out)
     with quackish.config():  # in which no plan made before it is used
-        outputs = quackish.rms_norm(
-            x, weight, bias, residual=residual, residual_dtype=residual_dtype, out_dtype=out_dtype
-        )
+        outputs = quackish.rms_norm(x, weight, bias, residual=residual, **options)
         outputs = outputs if residual is not None else (outputs,)
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
     expected = asked[:]
@@ -188,6 +189,7 @@ def test_without_tools_the_rest_is_said(error, note):
         ),
         ("rms_norm 4x4 --gpu v100", "--gpu: 'v100' is unknown; expected one of h100"),
         ("rms_norm 4x4 --residual-dtype fp32", "--residual-dtype is given without --residual"),
+        ("rms_norm 4x4 --dweight-out --weight-dtype none", "--dweight-out is given, but --weight-dtype is none"),
         ("rms_norm 4x4 --heads 3", "--heads is 3, expected a divisor of 4 rows"),
         ("rms_norm 4x4 --schedule stored", "--schedule is an option of linear_cross_entropy, not of rms_norm"),
         ("linear_cross_entropy 4x8x9 --residual", "--residual is an option of rms_norm, not of linear_cross_entropy"),

@@ -56,6 +56,9 @@ def backward_problems():
         yield RmsNormBwdProblem(n, BF16, BF16, **plain, heads=heads)
         yield RmsNormBwdProblem(n, FP32, BF16, **everything, dbias_dtype=FP32, packed=False, heads=heads)
     yield RmsNormBwdProblem(257, BF16, BF16, **plain, aligned=False, heads=7)
+    adds = dict(dweight_dtype=FP32, add_dweight=True)
+    yield RmsNormBwdProblem(4096, BF16, BF16, **plain | adds)
+    yield RmsNormBwdProblem(128, BF16, BF16, **plain | adds, dbias_dtype=FP32, heads=32)
     for n in (512, 520, 4096):
         yield RmsNormBwdProblem(n, FP32, FP32, weight_dtype=FP32, dx_dtype=FP32, dweight_dtype=FP32)
 

@@ -102,7 +102,7 @@ class Emulated:
         else:
             assert scratch is None
             assert ticket is None
-        dtypes = (p.dx_dtype, p.dresidual_dtype, p.dweight_dtype, p.dbias_dtype)
+        dtypes = (p.dx_dtype, p.dresidual_dtype, "float32" if p.add_dweight else p.dweight_dtype, p.dbias_dtype)
         out = reference.rms_norm_bwd(
             read_rows(p, dy, p.dy_dtype, m, dy_rows),
             read_rows(p, x, p.x_dtype, m, x_rows),
@@ -112,6 +112,10 @@ class Emulated:
             weight_offset,
             *(getattr(torch, dtype) if dtype else None for dtype in dtypes),
         )
+        if p.add_dweight:
+            there = memory(dweight, getattr(torch, p.dweight_dtype), p.heads * p.n)
+            there.copy_(there.float() + out[2].view(-1))
+            out, dweight, dtypes = (*out[:2], None, out[3]), None, (*dtypes[:2], None, dtypes[3])
         for pointer, dtype, value in zip((dx, dresidual, dweight, dbias), dtypes, out, strict=True):
             write(p, pointer, dtype, value)
 
@@ -322,11 +326,109 @@ def test_functions_of_a_weight_per_head(path):
     got = rms_norm_backward(dy, x, w, rstd, dbias=True)
     want = step(lambda x, w, b: rms_norm(x, w, b), (leaf(x), leaf(w), leaf(torch.zeros(4, 8))), dy)
     assert_same([y, got.dx, got.dweight, got.dbias], want)
-    single = step(rms_norm, (leaf(x[:, :1]), leaf(w[:1])), dy[:, :1])
-    assert_same(
-        [t.view(-1, 8) for t in single], [t.view(-1, 8) for t in step(rms_norm, (leaf(x[:, 0]), leaf(w[0])), dy[:, 0])]
-    )
-    assert [problem.heads for problem, _ in path.launches] == [4] * 4 + [1] * 4 if path else True
+    single = step(rms_norm, (leaf(x[:, :1]), leaf(w[:1])), dy[:, :1])  # (1, 8) is a weight for one head
+    plain = step(rms_norm, (leaf(x[:, 0]), leaf(w[0])), dy[:, 0])
+    assert_same([t.view(-1, 8) for t in single], [t.view(-1, 8) for t in plain])
+    if path:
+        assert [problem.heads for problem, _ in path.launches] == [4] * 4 + [1] * 4
+
+
+def buffer_case(shape, buffer):
+    """x and a weight of `shape` that require grad, a gradient of y, and a buffer of ones."""
+    x, w, dy = leaf(rows((5, 4, 16), BF16)), leaf(rows(shape, BF16, seed=1)), rows((5, 4, 16), BF16, seed=2)
+    if buffer == "strided":
+        return x, w, dy, torch.ones(*shape, 2, **on)[..., 1]
+    return x, w, dy, torch.ones(shape, dtype=buffer, **on)
+
+
+@pytest.mark.parametrize("shape", [(16,), (4, 16)], ids=str)
+@pytest.mark.parametrize("buffer", [FP32, BF16, "strided"], ids=str)
+def test_dweight_out(anywhere, buffer, shape):
+    x, w, dy, out = buffer_case(shape, buffer)
+    wd = w.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(F.rms_norm(x.double(), (16,), None, 1e-6) * wd, wd, dy.double())
+    call = functools.partial(rms_norm, eps=1e-6, backend="cute" if anywhere else "auto")
+    y, dx, _ = step(call, (x, w), dy)
+
+    def twice(call, out):  # micro-batches over one buffer, and a retained graph
+        graphs = [call(x, w, dweight_out=out) for _ in range(2)]
+        assert (out == 1).all()  # forward adds nothing
+        x.grad = None
+        graphs[0].backward(dy, retain_graph=True)
+        assert_same((graphs[0].detach(), x.grad), (y.detach(), dx))
+        graphs[0].backward(dy)
+        graphs[1].backward(dy)
+        assert w.grad is None
+
+    results = [out, *(buffer_case(shape, buffer)[3] for _ in range(2))]
+    twice(call, results[0])
+    with Functions():  # by the operators
+        twice(call, results[1])
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for _ in range(3):  # AOTAutograd saves the buffer, so one graph after the other
+        compiled(x, w, dweight_out=results[2]).backward(dy)
+    assert w.grad is None
+    eps = torch.finfo(out.dtype).eps
+    assert error(out, 1 + 3 * want).within(2 * eps, 16 * eps)
+    assert_same(results[1:], [out] * 2)
+    if anywhere and anywhere.launches:
+        added = [problem.add_dweight for problem, _ in anywhere.launches if isinstance(problem, RmsNormBwdProblem)]
+        assert added == [False, *[buffer != "strided"] * 6, *[False] * 3]  # compiled code's operators are functional
+
+
+def test_dweight_out_of_calls_that_add_nothing_or_more(path):
+    x, w, dy, out = buffer_case((16,), FP32)
+    rms_norm(x, w.detach(), dweight_out=out).backward(dy)
+    rms_norm(x, w, residual=x, dweight_out=out)[1].backward(dy)
+    rms_norm(x[:0], w, dweight_out=out).sum().backward()
+    with torch.no_grad():
+        rms_norm(x, w, dweight_out=out)
+    assert (out == 1).all()
+    want = torch.ones_like(out)
+    rms_norm(x, w, dweight_out=want).backward(dy)
+    (dx,) = torch.autograd.grad(rms_norm(x, w, dweight_out=out), x, dy, create_graph=True)
+    assert dx.requires_grad
+    assert not out.requires_grad
+    torch.testing.assert_close(out, want)
+    m = RMSNorm((2, 8))
+    buffer = torch.ones(2, 8)
+    m(x.detach().float().view(-1, 2, 8), dweight_out=buffer).backward(dy.float().view(-1, 2, 8))
+    torch.testing.assert_close(buffer.view(-1), want, rtol=1e-2, atol=1e-2)
+    assert m.weight.grad is None
+
+
+def test_autograd_notices_that_dweight_out_was_written(anywhere):
+    x, w, dy, out = buffer_case((16,), FP32)
+    y = rms_norm(x, w, dweight_out=out)
+    product = (torch.ones((), requires_grad=True, **on) * out).sum()  # keeps the buffer for its backward
+    y.backward(dy)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, lambda: Functions()], ids=["eager", "operators"])
+def test_buffers_that_are_refused(path, mode):
+    x, w, dy, out = buffer_case((16,), FP32)
+    flat = torch.zeros(32)
+    with mode():
+        with pytest.raises(
+            ValueError, match="rms_norm: dweight_out shares memory with weight, expected a buffer of its"
+        ):
+            rms_norm(x, w, dweight_out=w.detach())
+        with pytest.raises(ValueError, match="rms_norm: dweight_out shares memory with x"):
+            rms_norm(flat.view(2, 16), w, dweight_out=flat[16:])
+        rms_norm(flat[:16].view(1, 16), w, dweight_out=flat[16:])  # one storage, apart
+        with pytest.raises(ValueError, match="rms_norm: dweight_out requires grad"):
+            rms_norm(x, w, dweight_out=out.clone().requires_grad_())
+        y = rms_norm(x, w, dweight_out=out)
+        out.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=r"rms_norm: dweight_out has shape .* but no memory"):
+            rms_norm(x, w, dweight_out=out)
+        with pytest.raises(ValueError, match=r"rms_norm_backward: dweight_out has shape .* but no memory"):
+            y.backward(dy)
+    with pytest.raises(UnsupportedError, match="expected no dweight_out, which only backward"):
+        torch.func.grad(lambda x: rms_norm(x, w, dweight_out=torch.zeros(16)).sum())(x)
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -522,6 +624,11 @@ ERRORS = [
     (lambda: rms_norm(X, W, residual_dtype=FP32), ValueError, "residual_dtype is torch.float32 but residual is"),
     (lambda: rms_norm(X, W, residual=X, residual_dtype=torch.int8), TypeError, "residual_dtype is torch.int8;"),
     (lambda: rms_norm_backward(X, X, W, W[:4], dresidual=True, dresidual_dtype=int), TypeError, "dresidual_dtype is"),
+    (lambda: rms_norm(X, W, dweight_out=X), ValueError, "dweight_out is (4, 8) but weight is (8,); expected"),
+    (lambda: rms_norm(X, None, dweight_out=W), ValueError, "dweight_out is (8,) but weight is None; expected"),
+    (lambda: rms_norm(X, W, dweight_out=W.half()), TypeError, "dweight_out is float16; expected float32 or weight's"),
+    (lambda: rms_norm(X, W, dweight_out=W.to("meta")), ValueError, "rms_norm: dweight_out is on meta but x is on cpu"),
+    (lambda: rms_norm(X, W, dweight_out=1.0), TypeError, "rms_norm: dweight_out is a float; expected a torch.Tensor"),
     (lambda: rms_norm(X, W, backend="cuda"), ValueError, "rms_norm: backend is 'cuda'; expected one of 'auto'"),
     (lambda: rms_norm(X, W, backend="cute"), UnsupportedError, "rms_norm: no kernel for cpu tensors"),
     (lambda: rms_norm_backward(X[:3], X, W, X[:, 0]), ValueError, "backward: dy is (3, 8) but x is (4, 8)"),
@@ -886,8 +993,8 @@ def with_residual(x, w, b, r):
 def test_opcheck(anywhere, residual, res_dtype, out_dtype):
     (x, w, b, r), (dy, _) = case()
     r = None if residual is None else r.detach().to(residual).requires_grad_()
-    torch.library.opcheck(ops._op_fwd, (x, w, b, r, 1e-6, 1.0, res_dtype, out_dtype, "auto"))
-    torch.library.opcheck(ops._op_fwd, (x, None, None, r, 1e-6, 0.0, res_dtype, out_dtype, "auto"))
+    torch.library.opcheck(ops._op_fwd, (x, w, b, r, None, 1e-6, 1.0, res_dtype, out_dtype, "auto"))
+    torch.library.opcheck(ops._op_fwd, (x, None, None, r, None, 1e-6, 0.0, res_dtype, out_dtype, "auto"))
     x, w, rstd, dy = x.detach(), w.detach(), torch.ones(6, device=x.device), dy.to(out_dtype or BF16)
     dres, second = None if r is None else r.detach(), FP32 if residual == FP32 else None
     torch.library.opcheck(ops._op_bwd, (dy, x, w, rstd, dres, 1.0, BF16, second, FP32, FP32, "auto"))

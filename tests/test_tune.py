@@ -225,7 +225,7 @@ LCE = "linear_cross_entropy 300x64x1000 --schedule "
 CASES = [
     "rms_norm_forward 30x512 --residual --residual-dtype fp32 --bias",
     "rms_norm_backward 30x512 --residual fp32 --bias",
-    "rms_norm_backward 30x511 --weight-dtype fp32 --heads 3",
+    "rms_norm_backward 30x511 --weight-dtype fp32 --heads 3 --dweight-out",
     LCE + "chunked",
     LCE + "stored --bias --softcap 30",
     LCE + "recompute --label-smoothing 0.1 --class-weight --dtype fp16",

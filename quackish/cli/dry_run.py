@@ -113,11 +113,14 @@ def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
     res_dtype = residual_dtype if args.residual_dtype is None else of(args.residual_dtype)
     if residual is None and res_dtype is not None:
         raise Refused("--residual-dtype is given without --residual; expected both")
-    forward = ForwardPlan(x, weight, bias, residual, 1e-6, 0.0, res_dtype, out_dtype, "auto")
+    forward = ForwardPlan(x, weight, bias, residual, None, 1e-6, 0.0, res_dtype, out_dtype, "auto")
     res, dres = (x, None) if residual is None else (tensor(res_dtype, m, n), tensor(res_dtype, m, n))
     dx_dtypes = _dx_dtypes(True, residual is not None, dtype, residual_dtype)
     dy, rstd = tensor(out_dtype, m, n), tensor(torch.float32, m)
-    backward = BackwardPlan(dy, res, weight, rstd, dres, 0.0, *dx_dtypes, weight_dtype, bias_dtype, "auto")
+    if args.dweight_out and weight is None:
+        raise Refused("--dweight-out is given, but --weight-dtype is none: there is no weight")
+    dweight_out = torch.empty_like(weight, dtype=torch.float32) if args.dweight_out else None
+    backward = BackwardPlan(dy, res, weight, rstd, dres, dweight_out, 0.0, *dx_dtypes, weight_dtype, bias_dtype, "auto")
     return {"rms_norm_fwd": forward.problem, "rms_norm_bwd": backward.problem}
 
 

@@ -47,6 +47,7 @@ _NORM = Operation(
         ),
         "--out-dtype": dict(type=one_of(_DTYPES), metavar="DTYPE", help="of y"),
         "--heads": dict(type=int, metavar="H", help="a weight for each head: row r has weight r modulo H"),
+        "--dweight-out": dict(**_SET, help="the weight's gradient is added to a buffer"),
     },
 )  # fmt: skip
 _LINEAR_CROSS_ENTROPY = Operation(

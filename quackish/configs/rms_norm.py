@@ -75,6 +75,7 @@ class RmsNormBwdProblem(_Rows):
     packed: bool = True
     aligned: bool = True
     heads: int = 1  # rows of weight, dweight and dbias
+    add_dweight: bool = False  # to what is there
 
     @property
     def _row_dtypes(self) -> tuple[str | None, ...]:

@@ -35,7 +35,7 @@ class RmsNormBwd:
         self.row_sum = RowSum(self.rows)
         inputs = [DTYPES[d] for d in (p.x_dtype, p.dy_dtype, p.dres_dtype) if d]
         self.tiles = RowTiles(self.rows, inputs, config.num_stages, p.packed)
-        self.column_sum = ColumnSum(self.rows, config, p.num_sums, p.heads) if p.num_sums else None
+        self.column_sum = ColumnSum(self.rows, config, p.num_sums, p.heads, p.add_dweight) if p.num_sums else None
         # The column sums begin after the last tile, so they reuse the memory of the stages.
         self.smem_bytes = max(self.tiles.smem_bytes, self.column_sum.smem_bytes if self.column_sum else 0, 16)
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from quackish.configs import choose
 from quackish.errors import UnsupportedError, warn_once
+from quackish.ops.buffers import check_buffer
 from quackish.ops.modes import as_plain, functorch_level, is_plain, is_transformed, num_dispatch_modes
 from quackish.ops.rms_norm_checks import check_backward, check_forward, dims
-from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, plan_for, resolve_eps
+from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, add_to, plan_for, resolve_eps
 from quackish.reference import rms_norm as reference
 
 # Functions -----------------------------------------------------------------------------------------------------------
@@ -30,6 +31,7 @@ def rms_norm(
     residual: Tensor | None = None,
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    dweight_out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Root mean square normalization over the last dimension, of x or of x + residual: see docs/rms_norm.md.
@@ -45,6 +47,8 @@ def rms_norm(
         residual: x's shape, any of these dtypes.
         residual_dtype: of `res`, None being residual's. y is the norm of res as it is stored.
         out_dtype: y's dtype; None is x's. Autocast changes nothing here.
+        dweight_out: buffer of weight's shape, fp32 or in weight's dtype. Each backward adds weight's gradient to it,
+            and autograd gets None instead. Not for parameters that FSDP shards: use .grad there.
         backend: "auto" runs a kernel where there is one, and otherwise the portable PyTorch path: silently on CPU, with
             one warning per reason on a GPU. "cute" runs a kernel or raises. "reference" runs the portable path.
 
@@ -53,21 +57,27 @@ def rms_norm(
         dtypes. Second derivatives, torch.func and forward-mode AD go through the portable path.
 
     Kernels are deterministic, and a row of y or of x's gradient does not depend on the number of rows. No input is
-    written, and nothing synchronizes with the host.
+    written (`dweight_out` apart), and nothing synchronizes with the host.
 
-    Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel.
+    Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel, and for
+    `dweight_out` under FSDP or torch.func.
     """
-    tensors, options = (x, weight, bias, residual), (eps, weight_offset, residual_dtype, out_dtype, backend)
+    tensors, options = (
+        (x, weight, bias, residual, dweight_out),
+        (eps, weight_offset, residual_dtype, out_dtype, backend),
+    )
     plan = plan_for(ForwardPlan, tensors, options) if is_plain() else None
     if plan is None:
         return _rms_norm_op(*tensors, *options)
+    if dweight_out is not None:
+        check_buffer("rms_norm", dweight_out=dweight_out, weight=weight, x=x)
     if _is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
     ):
-        return _apply(x, weight, bias, residual, plan)
+        return _apply(x, weight, bias, residual, plan, dweight_out)
     y, res, _ = plan.run(x, weight, bias, residual)
     return y if residual is None else (y, res)
 
@@ -102,7 +112,7 @@ def rms_norm_forward(
 
     Arguments, promises and errors are those of `rms_norm`.
     """
-    tensors, options = (x, weight, bias, residual), (eps, weight_offset, residual_dtype, out_dtype, backend)
+    tensors, options = (x, weight, bias, residual, None), (eps, weight_offset, residual_dtype, out_dtype, backend)
     plan = plan_for(ForwardPlan, tensors, options) if is_plain() else None
     if plan is None:
         y, res, rstd = _op_fwd(*tensors, resolve_eps(x, eps), *options[1:])
@@ -152,7 +162,7 @@ def rms_norm_backward(
         (dbias_dtype or (x if weight is None else weight).dtype) if dbias else None,
     )
     tensors, options = (dy, x, weight, rstd, dres), (weight_offset, *dtypes, backend)
-    plan = plan_for(BackwardPlan, tensors, options) if is_plain() else None
+    plan = plan_for(BackwardPlan, (*tensors, None), options) if is_plain() else None
     grads = _op_bwd(*tensors, *options) if plan is None else plan.run(*tensors)
     return RmsNormGrads(*_as_asked(dx, dresidual, *grads))
 
@@ -205,8 +215,10 @@ class RMSNorm(nn.RMSNorm):
         if getattr(self, "bias", None) is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """x, residual: (..., *normalized_shape). Returns y, or (y, res) with a residual."""
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, dweight_out: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x, residual: (..., *normalized_shape). dweight_out: as in `rms_norm`. Returns y, or (y, res)."""
         weight, bias, ndim = self.weight, self.bias, len(self.normalized_shape)
         if x.shape[-ndim:] != self.normalized_shape:
             raise ValueError(f"RMSNorm: x is {dims(x)}; expected (..., {', '.join(map(str, self.normalized_shape))})")
@@ -214,10 +226,12 @@ class RMSNorm(nn.RMSNorm):
         if residual is not None:
             options["residual_dtype"] = self.residual_dtype
         if ndim == 1:
-            return rms_norm(x, weight, bias, residual=residual, **options)
+            return rms_norm(x, weight, bias, residual=residual, dweight_out=dweight_out, **options)
         # Several dimensions are one for the kernel: views, unless x's strides do not allow it.
         flat = [None if t is None else t.flatten(-ndim) for t in (x, weight, bias, residual)]
-        out = rms_norm(*flat[:3], residual=flat[3], **options)
+        if dweight_out is not None:
+            dweight_out = dweight_out.view(-1)
+        out = rms_norm(*flat[:3], residual=flat[3], dweight_out=dweight_out, **options)
         return out.view(x.shape) if residual is None else tuple(t.view(x.shape) for t in out)
 
     def extra_repr(self) -> str:
@@ -234,11 +248,12 @@ class RMSNorm(nn.RMSNorm):
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, plan):
+    def forward(ctx, x, weight, bias, residual, plan, dweight_out):
         y, res, rstd = plan.run(x, weight, bias, residual)
         # Nobody else sees rstd, so it is kept rather than saved, which would take 0.35 us more. It lives as long as the
         # graph, 4 bytes a row, and hooks on saved tensors do not see it.
         ctx.plan, ctx.rstd = plan, rstd
+        ctx.dweight_out = dweight_out  # not saved: another graph's backward may add to it first, which is no error
         if residual is None:
             ctx.save_for_backward(x, weight)
             return y
@@ -251,6 +266,7 @@ class _RmsNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         forward, rstd = ctx.plan, ctx.rstd
         needs = ctx.needs_input_grad[:4]
+        dweight_out = ctx.dweight_out if needs[1] else None
         # Hooks on saved tensors, and assignments to .data, may leave other types, dtypes and strides than forward had.
         usual = (
             type(dy) is Tensor and dy.is_contiguous()
@@ -263,12 +279,12 @@ class _RmsNorm(torch.autograd.Function):
         key = choose.epoch, needs, dres is None
         plan = forward.backward.get(key) if usual else None
         if plan is None or _is_grad_enabled() or num_dispatch_modes() or _is_batched(dy, dres):
-            plan, *grads = _gradients(needs, dy, x, weight, rstd, dres, forward)
+            plan, *grads = _gradients(needs, dy, x, weight, rstd, dres, dweight_out, forward)
             if usual and plan is not None:
                 forward.backward[key] = plan
         else:
-            grads = _as_asked(needs[0], needs[3], *plan.run(dy, x, weight, rstd, dres))
-        return *grads, None
+            grads = _as_asked(needs[0], needs[3], *plan.run(dy, x, weight, rstd, dres, dweight_out))
+        return *grads, None, None
 
 
 # Two shortcuts past Python frames of torch that have nothing to do here, 1.3 and 0.4 us of 14 for both directions (on a
@@ -278,10 +294,11 @@ _apply = super(torch.autograd.Function, _RmsNorm).apply
 _RmsNorm._backward_cls.apply = _RmsNorm.backward
 
 
-def _gradients(needs, dy, x, weight, rstd, dres, forward) -> tuple:
+def _gradients(needs, dy, x, weight, rstd, dres, dweight_out, forward) -> tuple:
     """Backward for every case: (the plan it ran by or None, dx, dweight, dbias, dresidual).
 
     needs: whether x, weight, bias and residual need gradients, and anything after that.
+    dweight_out: what dweight is added to, so that None is returned for it. None if weight needs no gradient.
     forward: a ForwardPlan, or an operator's context with its options.
     """
     dx_dtypes = _dx_dtypes(needs[0], needs[3], forward.x_dtype, forward.residual_dtype)
@@ -289,15 +306,17 @@ def _gradients(needs, dy, x, weight, rstd, dres, forward) -> tuple:
     if dy is None:  # y went unused
         grads = *(dres.to(dtype) if dtype and dres is not None else None for dtype in dx_dtypes), None, None
     else:
-        dtypes = (*dx_dtypes, weight.dtype if needs[1] else None, forward.bias_dtype if needs[2] else None)
+        dweight_dtype = None if not needs[1] else weight.dtype if dweight_out is None else rstd.dtype
+        dtypes = (*dx_dtypes, dweight_dtype, forward.bias_dtype if needs[2] else None)
         if torch.is_grad_enabled() or _is_batched(dy, dres):
             # create_graph=True, for which autograd has to see how rstd depends on x; or vmap over gradients
             rstd = reference.rms_norm_rstd(x, forward.eps, rstd.dtype)
             grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, forward.weight_offset, *dtypes)
         else:
             tensors, options = (dy, x, weight, rstd, dres), (forward.weight_offset, *dtypes, forward.backend)
-            plan = plan_for(BackwardPlan, tensors, options) if is_plain() else None
-            grads = _op_bwd(*tensors, *options) if plan is None else plan.run(*tensors)
+            plan = plan_for(BackwardPlan, (*tensors, dweight_out), options) if is_plain() else None
+            grads = _op_bwd(*tensors, *options) if plan is None else plan.run(*tensors, dweight_out)
+        grads = *grads[:2], add_to(dweight_out, grads[2]), grads[3]
     return plan, *_as_asked(needs[0], needs[3], *grads)
 
 
@@ -324,19 +343,21 @@ def _is_batched(dy: Tensor, dres: Tensor | None) -> bool:
     return functorch_level() is not None or _is_legacy_batched(dy) or (dres is not None and _is_legacy_batched(dres))
 
 
-def _rms_norm_op(x, weight, bias, residual, eps, *options) -> Tensor | tuple[Tensor, Tensor]:
+def _rms_norm_op(x, weight, bias, residual, dweight_out, eps, *options) -> Tensor | tuple[Tensor, Tensor]:
     """`rms_norm` by its operator, or by the reference under torch.func and forward-mode AD."""
     if is_transformed():
-        check_forward(x, weight, bias, residual, eps, *options)
+        check_forward(x, weight, bias, residual, dweight_out, eps, *options)
         backend = options[-1]
         reason = "rms_norm: torch.func transforms and forward-mode AD run the portable path"
         if backend == "cute":
             raise UnsupportedError(f'{reason} only; expected none of them with backend="cute"')
+        if dweight_out is not None:
+            raise UnsupportedError(f"{reason}; expected no dweight_out, which only backward() adds to")
         if x.device.type == "cuda" and backend == "auto":
             warn_once(reason)
         y, res, _ = reference.rms_norm_fwd(x, weight, bias, residual, resolve_eps(x, eps), *options[:-1])
     else:
-        y, res, _ = _op_fwd(x, weight, bias, residual, resolve_eps(x, eps), *options)
+        y, res, _ = _op_fwd(x, weight, bias, residual, dweight_out, resolve_eps(x, eps), *options)
     return y if residual is None else (y, res)
 
 
@@ -345,8 +366,9 @@ def _rms_norm_op(x, weight, bias, residual, eps, *options) -> Tensor | tuple[Ten
 _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _lib.define(
-    "rms_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, float weight_offset, "
-    "ScalarType? residual_dtype, ScalarType? out_dtype, str backend) -> (Tensor y, Tensor res, Tensor rstd)",
+    "rms_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? dweight_out, float eps, "
+    "float weight_offset, ScalarType? residual_dtype, ScalarType? out_dtype, str backend) "
+    "-> (Tensor y, Tensor res, Tensor rstd)",
     tags=_TAGS,
 )
 _lib.define(
@@ -359,14 +381,17 @@ _op_fwd = torch.ops.quackish.rms_norm_fwd.default
 _op_bwd = torch.ops.quackish.rms_norm_bwd.default
 
 
-def _fwd_impl(x, weight, bias, residual, *options):
-    tensors = tuple(as_plain("rms_norm", t) for t in (x, weight, bias, residual))
-    return plan_for(ForwardPlan, tensors, options).run(*tensors)
+def _fwd_impl(x, weight, bias, residual, dweight_out, *options):
+    tensors = tuple(as_plain("rms_norm", t) for t in (x, weight, bias, residual, dweight_out))
+    plan = plan_for(ForwardPlan, tensors, options)
+    if dweight_out is not None:
+        check_buffer("rms_norm", dweight_out=dweight_out, weight=weight, x=x)
+    return plan.run(*tensors[:4])
 
 
 def _bwd_impl(dy, x, weight, rstd, dres, *options):
     tensors = tuple(as_plain("rms_norm", t) for t in (dy, x, weight, rstd, dres))
-    return plan_for(BackwardPlan, tensors, options).run(*tensors)
+    return plan_for(BackwardPlan, (*tensors, None), options).run(*tensors)
 
 
 _lib.impl("rms_norm_fwd", _fwd_impl, "CompositeExplicitAutograd")
@@ -374,8 +399,8 @@ _lib.impl("rms_norm_bwd", _bwd_impl, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("quackish::rms_norm_fwd", lib=_lib)
-def _(x, weight, bias, residual, eps, weight_offset, residual_dtype, out_dtype, backend):
-    check_forward(x, weight, bias, residual, eps, weight_offset, residual_dtype, out_dtype, backend)
+def _(x, weight, bias, residual, dweight_out, eps, weight_offset, residual_dtype, out_dtype, backend):
+    check_forward(x, weight, bias, residual, dweight_out, eps, weight_offset, residual_dtype, out_dtype, backend)
     y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
     res = None if residual is None else residual.new_empty(x.shape, dtype=residual_dtype or residual.dtype)
     rstd_dtype = reference.accumulate_dtype(x, weight, bias, residual)
@@ -385,14 +410,14 @@ def _(x, weight, bias, residual, eps, weight_offset, residual_dtype, out_dtype, 
 @torch.library.register_fake("quackish::rms_norm_bwd", lib=_lib)
 def _(dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend):
     dtypes = (dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype)
-    check_backward(dy, x, weight, rstd, dres, weight_offset, *dtypes, backend)
+    check_backward(dy, x, weight, rstd, dres, None, weight_offset, *dtypes, backend)
     parameter = x.shape[-1:] if weight is None else weight.shape
     shapes = (x.shape, x.shape, parameter, parameter)
     return tuple(x.new_empty(s, dtype=d) if d is not None else None for s, d in zip(shapes, dtypes, strict=True))
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, bias, residual, ctx.eps, ctx.weight_offset, *_, ctx.backend = inputs
+    x, weight, bias, residual, ctx.dweight_out, ctx.eps, ctx.weight_offset, *_, ctx.backend = inputs
     _, res, rstd = output
     ctx.x_dtype, ctx.bias_dtype, ctx.residual_dtype = (None if t is None else t.dtype for t in (x, bias, residual))
     ctx.set_materialize_grads(False)
@@ -403,8 +428,10 @@ def _setup_context(ctx, inputs, output):
 
 def _op_backward(ctx, dy, dres, _):
     x, weight = ctx.saved_tensors
-    _, *grads = _gradients(ctx.needs_input_grad, dy, x, weight, ctx.rstd, dres, ctx)
-    return *grads, None, None, None, None, None
+    needs = ctx.needs_input_grad
+    dweight_out = ctx.dweight_out if needs[1] else None
+    _, *grads = _gradients(needs, dy, x, weight, ctx.rstd, dres, dweight_out, ctx)
+    return *grads, *(None,) * 6
 
 
 torch.library.register_autograd("quackish::rms_norm_fwd", _op_backward, setup_context=_setup_context, lib=_lib)

@@ -9,11 +9,23 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _BACKENDS = ("auto", "cute", "reference")
 
 
-def check_forward(x, weight, bias, residual, eps, weight_offset, residual_dtype, out_dtype, backend) -> None:
-    _check_tensors("rms_norm", x=x, weight=weight, bias=bias, residual=residual)
+def check_forward(
+    x, weight, bias, residual, dweight_out,
+    eps, weight_offset, residual_dtype, out_dtype, backend,
+) -> None:  # fmt: skip
+    _check_tensors("rms_norm", x=x, weight=weight, bias=bias, residual=residual, dweight_out=dweight_out)
     _check_parameters("rms_norm", x, weight, bias)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"rms_norm: residual is {dims(residual)} but x is {dims(x)}; expected equal shapes")
+    if dweight_out is not None:
+        if weight is None or dweight_out.shape != weight.shape:
+            beside = "None" if weight is None else dims(weight)
+            raise ValueError(
+                f"rms_norm: dweight_out is {dims(dweight_out)} but weight is {beside}; expected equal shapes"
+            )
+        if dweight_out.dtype not in (torch.float32, weight.dtype):
+            have, other = names([dweight_out.dtype]), names([weight.dtype])
+            raise TypeError(f"rms_norm: dweight_out is {have}; expected float32 or weight's {other}")
     if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
         raise TypeError(f"rms_norm: eps is a {type(eps).__name__}; expected a float or None")
     _check_options("rms_norm", weight, weight_offset, backend)
@@ -25,8 +37,9 @@ def check_forward(x, weight, bias, residual, eps, weight_offset, residual_dtype,
 
 
 def check_backward(
-    dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend
-) -> None:
+    dy, x, weight, rstd, dres, dweight_out,
+    weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend,
+) -> None:  # fmt: skip
     who = "rms_norm_backward"
     _check_tensors(who, x=x, dy=dy, weight=weight, rstd=rstd, dres=dres)
     _check_parameters(who, x, weight)

@@ -76,7 +76,7 @@ class Plan:
 class ForwardPlan(Plan):
     check = staticmethod(check_forward)
 
-    def __init__(self, x, weight, bias, residual, eps, weight_offset, residual_dtype, out_dtype, backend):
+    def __init__(self, x, weight, bias, residual, dweight_out, eps, weight_offset, residual_dtype, out_dtype, backend):
         res_dtype = None if residual is None else residual_dtype or residual.dtype
         # what backward has saved: res, which is x itself without a residual; weight
         self.res_type, self.res_dtype = (type(x), x.dtype) if residual is None else (Tensor, res_dtype)
@@ -153,8 +153,12 @@ class BackwardPlan(Plan):
     check = staticmethod(check_backward)
 
     def __init__(
-        self, dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend
-    ):
+        self, dy, x, weight, rstd, dres, dweight_out,
+        weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend,
+    ):  # fmt: skip
+        self.adds = dweight_out is not None and dweight_out.is_contiguous()  # the kernel adds dweight to it
+        if self.adds:
+            dweight_dtype = dweight_out.dtype
         self.n, self.weight_offset = x.shape[-1], float(weight_offset)
         self.dtypes = (dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype)
         m = x.numel() // self.n if any(self.dtypes) else 0  # without a gradient to compute: nothing to launch
@@ -175,40 +179,44 @@ class BackwardPlan(Plan):
             packed=rows[0] is None,
             aligned=aligned,
             heads=num_heads(weight),
+            add_dweight=self.adds,
         )
         super().__init__("rms_norm_bwd", problem, x, m, backend, rstd.dtype)
         self.arguments = (*rows, self.weight_offset, m)
 
-    def run(self, dy, x, weight, rstd, dres) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """(dx, dresidual, dweight, dbias), None where no dtype was given."""
+    def run(self, dy, x, weight, rstd, dres, dweight_out=None) -> tuple[Tensor | None, ...]:
+        """(dx, dresidual, dweight, dbias), None where no dtype was given; dweight too if it is added to dweight_out."""
         kernel = self.kernel
         if kernel is None:
-            return self.run_portable(dy, x, weight, rstd, dres)
+            return self.run_portable(dy, x, weight, rstd, dres, dweight_out)
         if cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
-                return self.run(dy, x, weight, rstd, dres)
+                return self.run(dy, x, weight, rstd, dres, dweight_out)
         if self.copies:
             dy, x, dres, weight = where_readable((dy, x, dres), (weight,))
         x_at, dy_at = x.data_ptr(), dy.data_ptr()
         pointers = x_at | dy_at
-        weight_at = dres_at = None
+        weight_at = dres_at = dweight_at = None
         if weight is not None:
             weight_at = weight.data_ptr()
             pointers |= weight_at
         if self.has_dres:
             dres_at = dres.data_ptr()
             pointers |= dres_at
-        if 0 in (x_at, dy_at, weight_at, dres_at):
-            check_memory("rms_norm_backward", x=x, dy=dy, weight=weight, dres=dres)
+        if self.adds:
+            dweight_at = dweight_out.data_ptr()
+            pointers |= dweight_at
+        if 0 in (x_at, dy_at, weight_at, dres_at, dweight_at):
+            check_memory("rms_norm_backward", x=x, dy=dy, weight=weight, dres=dres, dweight_out=dweight_out)
         if pointers & 15:
             kernel = self.unaligned()
             if kernel is None:
-                return self.run_portable(dy, x, weight, rstd, dres)
+                return self.run_portable(dy, x, weight, rstd, dres, dweight_out)
 
         launch, num_ctas, scratch_floats = kernel
 
         # the requested outputs
-        dx = dx_at = dresidual = dresidual_at = dweight = dweight_at = dbias = dbias_at = None
+        dx = dx_at = dresidual = dresidual_at = dweight = dbias = dbias_at = None
         dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype = self.dtypes
         if dx_dtype is not None:
             dx = cuda.empty(self.shape, self.strides, dx_dtype)
@@ -216,7 +224,7 @@ class BackwardPlan(Plan):
         if dresidual_dtype is not None:
             dresidual = cuda.empty(self.shape, self.strides, dresidual_dtype)
             dresidual_at = dresidual.data_ptr()
-        if dweight_dtype is not None:
+        if dweight_dtype is not None and not self.adds:
             dweight = cuda.empty(*self.parameter, dweight_dtype)
             dweight_at = dweight.data_ptr()
         if dbias_dtype is not None:
@@ -234,11 +242,30 @@ class BackwardPlan(Plan):
             scratch_at, tickets_at, x_rows, dy_rows, dres_rows, weight_offset, m, num_ctas, stream,
         )  # fmt: skip
         del kept  # lived until the launch
+        if self.adds:
+            torch.autograd.graph.increment_version(dweight_out)
+        elif dweight_out is not None:
+            dweight = add_to(dweight_out, dweight)
         return dx, dresidual, dweight, dbias
 
-    def run_portable(self, dy, x, weight, rstd, dres) -> tuple[Tensor | None, ...]:
-        grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, self.weight_offset, *self.dtypes)
-        return tuple(None if grad is None else grad.contiguous() for grad in grads)
+    def run_portable(self, dy, x, weight, rstd, dres, dweight_out=None) -> tuple[Tensor | None, ...]:
+        dtypes = list(self.dtypes)
+        if self.adds:
+            dtypes[2] = rstd.dtype
+        grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, self.weight_offset, *dtypes)
+        dx, dresidual, dweight, dbias = (None if grad is None else grad.contiguous() for grad in grads)
+        return dx, dresidual, add_to(dweight_out, dweight), dbias
+
+
+def add_to(dweight_out: Tensor | None, dweight: Tensor | None) -> Tensor | None:
+    """Adds dweight to the buffer and returns None; without a buffer dweight itself."""
+    if dweight_out is None or dweight is None:
+        return dweight
+    if are_plain((dweight_out,)):
+        check_memory("rms_norm_backward", dweight_out=dweight_out)
+    with torch.no_grad():
+        dweight_out.add_(dweight)
+    return None
 
 
 class Kernel(NamedTuple):

@@ -50,17 +50,19 @@ def _forward(p: RmsNormFwdProblem, sizes: Mapping[str, int], device: torch.devic
     shape = sizes["m"], p.n
     x, residual = _normal(device, p.x_dtype, *shape), _normal(device, p.residual_dtype, *shape)
     weight, bias = (_normal(device, dtype, *_parameter(p)) for dtype in (p.weight_dtype, p.bias_dtype))
+    options = None, 1e-6, 0.0, _dtype(p.res_dtype), _dtype(p.y_dtype)
 
-    return _norm(ForwardPlan, p, (x, weight, bias, residual), (1e-6, 0.0, _dtype(p.res_dtype), _dtype(p.y_dtype)))
+    return _norm(ForwardPlan, p, (x, weight, bias, residual), options)
 
 
 def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
     shape = sizes["m"], p.n
     x, dy, dres = (_normal(device, dtype, *shape) for dtype in (p.x_dtype, p.dy_dtype, p.dres_dtype))
     weight, rstd = _normal(device, p.weight_dtype, *_parameter(p)), x.float().square().mean(-1).rsqrt()
+    dweight_out = _normal(device, p.dweight_dtype, *_parameter(p)) if p.add_dweight else None
     asked = [_dtype(dtype) for dtype in (p.dx_dtype, p.dresidual_dtype, p.dweight_dtype, p.dbias_dtype)]
 
-    return _norm(BackwardPlan, p, (dy, x, weight, rstd, dres), (0.0, *asked))
+    return _norm(BackwardPlan, p, (dy, x, weight, rstd, dres, dweight_out), (0.0, *asked))
 
 
 def _parameter(p: RmsNormFwdProblem | RmsNormBwdProblem) -> tuple[int, ...]:

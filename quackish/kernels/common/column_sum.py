@@ -22,8 +22,9 @@ from quackish.kernels.common.rows import RowMap, vector_at
 class ColumnSum:
     """Sums over rows of several RowMap fragments, side by side in scratch, each padded to a multiple of 4 columns."""
 
-    def __init__(self, rows: RowMap, config, num_sums: int, heads: int):
+    def __init__(self, rows: RowMap, config, num_sums: int, heads: int, add_first: bool):
         self.rows, self.num_sums, self.heads = rows, num_sums, heads
+        self.add_first = add_first  # the first output has values, which its sum is added to
         self.n_pad = -(-rows.n_cta // 4) * 4
         self.width = num_sums * self.n_pad
         # A final slice is `lanes` threads wide, 4 columns each: at least a 32-byte sector, and not many more slices
@@ -151,7 +152,10 @@ class ColumnSum:
                 if column >= 0:
                     if column < columns:
                         out = cute.make_tensor(outputs[p] + (start + column), cute.make_layout(1))
-                        out[0] = total[k].to(outputs[p].dtype)
+                        value = total[k]
+                        if const_expr(p == 0 and self.add_first):
+                            value = value + out[0].to(Float32)
+                        out[0] = value.to(outputs[p].dtype)
 
 
 @cute.jit

@@ -1,15 +1,14 @@
 """Whether the arguments of linear cross entropy fit together; ValueError or TypeError if not."""
 
 import math
-import sys
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quackish.configs.linear_cross_entropy import SCHEDULES
-from quackish.errors import UnsupportedError
-from quackish.ops.modes import are_plain, autocast_dtype, check_memory
+from quackish.ops import buffers
+from quackish.ops.modes import autocast_dtype
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP32 = torch.finfo(torch.float32)
@@ -82,52 +81,10 @@ def check_tensors(inputs: Inputs) -> None:
 
 def check_buffer(inputs: Inputs) -> None:
     """Checks of the tensors themselves, which no plan can cover: every call with a `grad_weight_out` runs them."""
-    who, grad_weight_out, linear_weight = "linear_cross_entropy:", inputs.grad_weight_out, inputs.linear_weight
-    if are_plain((grad_weight_out,)):
-        check_memory("linear_cross_entropy", grad_weight_out=grad_weight_out)
-    for name, tensor in (("linear_weight", linear_weight), ("input", inputs.input)):
-        if _share_memory(grad_weight_out, tensor):
-            raise ValueError(
-                f"{who} grad_weight_out shares memory with {name}, expected a buffer of its own: "
-                "torch.zeros_like(linear_weight), say"
-            )
-    if linear_weight.requires_grad and _is_fsdp_parameter(linear_weight):
-        raise UnsupportedError(
-            f"{who} grad_weight_out is given but linear_weight is a parameter that FSDP shards: the buffer would get "
-            "the gradient of this rank alone, and nothing would be reduced. Leave grad_weight_out out: FSDP adds .grad "
-            "up itself, in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
-        )
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the first to the last bytes of two tensors overlap."""
-    if not are_plain((a, b)) or not a.numel() or not b.numel() or a.is_meta:
-        return False
-    (a0, a1), (b0, b1) = map(_extent, (a, b))
-    return a0 < b1 and b0 < a1
-
-
-def _extent(t: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
-
-
-def _is_fsdp_parameter(weight: Tensor) -> bool:
-    """Whether it belongs to a module under `fully_shard`, or under FullyShardedDataParallel.
-
-    Uses FSDP's internals, because it has no public API for this. If they change, the answer is False.
-    """
-    whole = weight if weight._base is None else weight._base  # in forward FSDP1's parameters are views of a flat one
-    if getattr(whole, "_fsdp_flattened", False):
-        return True
-    states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
-    for state in [ref() for ref in list(states.values())]:
-        groups = getattr(state, "_fsdp_param_groups", None)  # one group before PyTorch 2.12
-        groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
-        for group in groups:
-            if any(getattr(p, "_unsharded_param", None) is whole for p in getattr(group, "fsdp_params", ())):
-                return True
-    return False
+    buffers.check_buffer(
+        "linear_cross_entropy",
+        grad_weight_out=inputs.grad_weight_out, linear_weight=inputs.linear_weight, input=inputs.input,
+    )  # fmt: skip
 
 
 _WORDS = {
