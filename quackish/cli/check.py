@@ -20,18 +20,19 @@ class Case(NamedTuple):
     call: Callable[[Tensors, str], Tensors]  # by a backend
 
 
-def _norm(m: int, n: int, dtype: torch.dtype = BF16, *also: str) -> Case:
+def _norm(m: int, n: int, dtype: torch.dtype = BF16, *also: str, heads: int = 1, **options: Any) -> Case:
     """`also`: residual, bias."""
 
     def make(device: torch.device) -> Tensors:
-        how = dict(dtype=dtype, device=device)
-        given = {"residual": inputs.rows((m, n), seed=3, **how), "bias": inputs.weights(n, seed=4, **how)}
-        x, weight, dy = inputs.rows((m, n), **how), inputs.weights(n, **how), inputs.rows((m, n), seed=2, **how)
+        how, shape = dict(dtype=dtype, device=device), (m // heads, heads, n)
+        weight, bias = (inputs.weights(heads * n, seed=seed, **how).view(heads, n) for seed in (1, 4))
+        given = {"residual": inputs.rows(shape, seed=3, **how), "bias": bias}
+        x, dy = inputs.rows(shape, **how), inputs.rows(shape, seed=2, **how)
         return {"dy": dy, "x": x, "weight": weight} | {name: given[name] for name in also}
 
     def call(given: Tensors, backend: str) -> Tensors:
         leaves = {name: t.detach().requires_grad_() for name, t in given.items() if name != "dy"}
-        out = rms_norm(**leaves, eps=1e-6, backend=backend)
+        out = rms_norm(**leaves, eps=1e-6, backend=backend, **options)
         y = out[0] if "residual" in leaves else out
         return {"y": y.detach()} | _grads(y, leaves, given["dy"])
 
@@ -77,6 +78,7 @@ SELF_TESTS: dict[str, Case] = {
     "rms_norm, residual and bias": _norm(300, 4096, BF16, "residual", "bias"),
     "rms_norm, fp16, wide": _norm(20, 16_384, FP16),
     "rms_norm, split over a cluster": _norm(5, 65_536),
+    "rms_norm, a weight per head": _norm(3000, 128, BF16, "residual", heads=12, residual_dtype=FP32),
     "linear_cross_entropy": _cross_entropy(200, 256, 1000),
     "linear_cross_entropy, chunks": _cross_entropy(
         300, 256, 1003, BF16, "linear_bias", schedule="chunked", chunk_size=128, softcap=30.0, z_loss=1e-3
