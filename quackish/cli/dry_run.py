@@ -11,23 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from quackish.cli.parser import Refused
 from quackish.configs.choose import Choice, choose
+from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, even_chunks, expected_time
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy import api, autograd
+from quackish.ops.linear_cross_entropy import api, memory
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
 from quackish.ops.linear_cross_entropy.schedules import Plan
 from quackish.ops.rms_norm import _dx_dtypes
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, check_problem
 from quackish.work import SHORT, Work, sizes_of, work
-
-_META = torch.device("meta")
 
 
 class Step(NamedTuple):
@@ -99,7 +95,7 @@ def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
         return None if name == "none" else getattr(torch, name)
 
     def tensor(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
-        return None if dtype is None else torch.empty(shape, dtype=dtype, device=_META)
+        return None if dtype is None else torch.empty(shape, dtype=dtype, device=memory.META)
 
     weight_dtype, out_dtype = of(args.weight_dtype), of(args.out_dtype)
     residual_dtype = None if args.residual is None else of(args.residual)
@@ -127,35 +123,37 @@ def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
 # Linear cross entropy ------------------------------------------------------------------------------------------------
 
 
+class Point(NamedTuple):
+    """What the least `memory_limit` of so many bytes, or a larger one, chooses."""
+
+    how: LinearCrossEntropyConfig
+    bytes: int
+    rows: int | None  # of a chunk; None if the schedule has no choice
+    time: float  # expected, relative to the three GEMMs
+
+
+def frontier(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> list[Point]:
+    """The fastest first."""
+    (m, h, _), (_, request), points = shape, _linear_cross_entropy(args, shape), []
+    for how, needs in memory.frontier(request, args.schedule or "auto", args.chunk_size, gpu):
+        has_chunks = args.no_grad or how.schedule == "chunked" or how.dw_in_chunks
+        rows = even_chunks(m, how.chunk_rows) if has_chunks else None
+        points.append(Point(how, needs, rows, expected_time(how, m, h)))
+    return points
+
+
 def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryRun:
     """In plain eager. Not thread-safe."""
-    m, h, v = shape
-    dtype, reduction, grad = getattr(torch, args.dtype), args.reduction or "mean", not args.no_grad
-    with torch.device(_META):
-        x, w = (torch.empty(rows, h, dtype=dtype, requires_grad=grad) for rows in (m, v))
-        bias = torch.empty(v, dtype=dtype, requires_grad=grad) if args.bias else None
-        target = torch.empty(m, dtype=torch.int64)
-        class_weight = torch.empty(v) if args.class_weight else None
-        logit_scale = None if args.logit_scale is None else torch.empty(())
-        dw_out = torch.empty(v, h) if args.grad_weight_out else None
-        arriving = [torch.empty(m if reduction == "none" else ()), *[torch.empty(m)] * bool(args.return_lse)]
-    inputs = Inputs(x, w, bias, target, class_weight, logit_scale, None, dw_out)
-    options = Options(
-        reduction, -100, args.label_smoothing or 0.0, args.softcap, args.z_loss or 0.0, bool(args.return_lse),
-        args.schedule or "auto", args.chunk_size, "cute",
-    )  # fmt: skip
-    try:
-        plan = api.make_plan(inputs, options, no_kernel_on=lambda device: "")
-    except ValueError as error:
-        raise Refused(str(error).removeprefix("linear_cross_entropy: ")) from None
-    recorder = _Recorder(gpu, [*inputs, *arriving])
-    with recorder:
-        k = autograd.kernels_on(_META, gpu, recorder.kernel_for)
-        loss, lse = autograd.run(inputs, plan, options.return_lse, eager=True, k=k)
-        recorder.phase = "backward"
-        if grad:
-            outputs, wanted = [loss, lse][: len(arriving)], [t for t in (x, w, bias) if t is not None]
-            torch.autograd.grad(outputs, wanted, arriving, allow_unused=dw_out is not None)
+    grad, (plan, request) = not args.no_grad, _linear_cross_entropy(args, shape)
+    chosen = plan.schedule, plan.chunk_rows, plan.dx_in_forward, plan.dw_in_chunks
+    if args.memory_limit is not None:
+        try:
+            chosen = memory.within(args.memory_limit, request, args.schedule or "auto", args.chunk_size, gpu)
+        except ValueError as error:
+            raise _refused(error) from None
+    how = LinearCrossEntropyConfig(*chosen)
+    recorder = _Recorder(request._replace(device=memory.META), how, gpu).run()  # bytes as asked for
+    plan = recorder.plan
     chunks = [step.sizes["rows"] for step in recorder.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
     sizes = " and ".join(map(str, dict.fromkeys(chunks)))
     told = {
@@ -165,7 +163,40 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
     notes = ["Work counts every row as live: ignored rows are left out on the GPU, which alone knows their number."]
     if any(step.kernel == "torch.mm" for step in recorder.steps):
         notes.append("torch.mm and torch.addmm are cuBLAS's GEMMs: quackish has none for this GPU.")
-    return DryRun(None, told, recorder.steps, recorder.peak, recorder.at_peak, notes)
+    held = sorted((Buffer(_shape(held), held.bytes) for held in recorder.at_peak), key=lambda buffer: -buffer.bytes)
+    return DryRun(None, told, recorder.steps, recorder.peak, held, notes)
+
+
+def _linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...]) -> tuple[Plan, memory.Request]:
+    """The plan without a memory limit, and the call."""
+    m, h, v = shape
+    dtype, grad = getattr(torch, args.dtype), not args.no_grad
+    with torch.device(memory.META):
+        x, w = (torch.empty(rows, h, dtype=dtype, requires_grad=grad) for rows in (m, v))
+        bias = torch.empty(v, dtype=dtype, requires_grad=grad) if args.bias else None
+        target = torch.empty(m, dtype=torch.int64)
+        class_weight = torch.empty(v) if args.class_weight else None
+        logit_scale = None if args.logit_scale is None else torch.empty(())
+        dw_out = torch.empty(v, h) if args.grad_weight_out else None
+    inputs = Inputs(x, w, bias, target, class_weight, logit_scale, None, dw_out)
+    options = Options(
+        args.reduction or "mean", -100, args.label_smoothing or 0.0, args.softcap, args.z_loss or 0.0,
+        bool(args.return_lse), args.schedule or "auto", args.chunk_size, args.memory_limit, "cute",
+    )  # fmt: skip
+    try:
+        plan = api.make_plan(inputs, options, no_kernel_on=lambda device: "")
+    except ValueError as error:
+        raise _refused(error) from None
+    fixed = plan[: Plan._fields.index("schedule")]
+    device = torch.device("cuda")
+    has_scale = logit_scale is not None
+    return plan, memory.Request(
+        memory.described(inputs), fixed, None, options.return_lse, has_scale, device, eager=True
+    )
+
+
+def _refused(error: ValueError) -> Refused:
+    return Refused(str(error).removeprefix("linear_cross_entropy: "))
 
 
 def _schedule(plan: Plan, args: argparse.Namespace) -> str:
@@ -178,7 +209,9 @@ def _schedule(plan: Plan, args: argparse.Namespace) -> str:
         "grad_weight_out": args.grad_weight_out,
     }
     because = " and ".join(words for words, holds in late.items() if holds)
-    if args.schedule in (None, "auto"):
+    if args.memory_limit is not None:
+        text = f"{plan.schedule}, the fastest within the memory limit"
+    elif args.schedule in (None, "auto"):
         text = f"{plan.schedule}, by the rule in kernel_config, quackish/configs/linear_cross_entropy.py"
     else:
         text = plan.schedule + (", as given" if plan.schedule == args.schedule else f" in place of {args.schedule}")
@@ -192,15 +225,12 @@ def _schedule(plan: Plan, args: argparse.Namespace) -> str:
 _OVERWRITES = ("zero_", "fill_", "copy_")  # they do not read the tensor that they are methods of
 
 
-class _Recorder(TorchDispatchMode):
-    """The launches of kernels and of PyTorch, and the largest sum of bytes held at a time, beside what is `given`."""
+class _Recorder(memory.Rehearsal):
+    """The launches of kernels and of PyTorch."""
 
-    def __init__(self, gpu: Gpu, given: list[Tensor | None]):
-        super().__init__()
-        self.gpu, self.phase, self.steps = gpu, "forward", []
-        self.given = {t.untyped_storage()._cdata for t in given if t is not None}
-        self.held: dict[int, tuple[StorageWeakRef, Buffer]] = {}
-        self.peak, self.at_peak = 0, []
+    def __init__(self, request: memory.Request, how: LinearCrossEntropyConfig, gpu: Gpu):
+        self.steps: list[Step] = []
+        super().__init__(request, how, gpu)
 
     def kernel_for(self, name: str, problem: Any, gpu: Gpu) -> Kernel:
         choice = choose(name, problem, gpu)
@@ -211,22 +241,13 @@ class _Recorder(TorchDispatchMode):
 
         return Kernel(launch, choice.config)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.ops.aten.empty_strided.default:
-            kwargs = {**kwargs, "device": _META}
-        # a GEMM's result exists already, and nothing reads its values
-        result = kwargs["out"] if "out" in kwargs else func(*args, **kwargs)
+    def called(self, func, args, result) -> None:
         name = func.overloadpacket.__name__
         returns = [returned.alias_info for returned in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in returns)
-        written = _tensors_in(result)
-        if not is_view and "empty" not in name:
-            self.launched(name, _tensors_in(args), written)
-        self.hold(written)
-        return result
-
-    def launched(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
+        if is_view or "empty" in name:
+            return
+        read, written = memory.tensors_in(args), memory.tensors_in(result)
         if name in _OVERWRITES or name.startswith("new_"):
             read = read[1:]
         if name in ("mm", "addmm"):
@@ -239,26 +260,11 @@ class _Recorder(TorchDispatchMode):
         done = Work(sum(t.nbytes for t in read), sum(t.nbytes for t in written), flops)
         self.steps.append(Step(self.phase, f"torch.{name}", text, None, {}, done))
 
-    def hold(self, results: list[Tensor]) -> None:
-        for t in results:
-            storage = t.untyped_storage()
-            if storage._cdata not in self.given and storage._cdata not in self.held:
-                self.held[storage._cdata] = StorageWeakRef(storage), Buffer(_shape(t), storage.nbytes())
-        self.held = {at: pair for at, pair in self.held.items() if not pair[0].expired()}
-        total = sum(buffer.bytes for _, buffer in self.held.values())
-        if total > self.peak:
-            self.peak = total
-            self.at_peak = sorted((buffer for _, buffer in self.held.values()), key=lambda buffer: -buffer.bytes)
 
-
-def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _dtype(t: Tensor) -> str:
+def _dtype(t: Tensor | memory.Held) -> str:
     name = str(t.dtype).removeprefix("torch.")
     return SHORT.get(name, name)
 
 
-def _shape(t: Tensor) -> str:
+def _shape(t: Tensor | memory.Held) -> str:
     return f"{'x'.join(map(str, t.shape)) or 'scalar'} {_dtype(t)}"

@@ -13,7 +13,7 @@ from quackish import kernels
 from quackish.bench.cells import parse_shape
 from quackish.cli import dry_run
 from quackish.cli.dry_run import DryRun
-from quackish.cli.parser import Refused, one_of
+from quackish.cli.parser import Refused, one_of, size
 from quackish.configs.linear_cross_entropy import SCHEDULES
 from quackish.errors import UnsupportedError
 from quackish.gpu import H200, NAMED, Gpu, gpu_of
@@ -58,6 +58,7 @@ _LINEAR_CROSS_ENTROPY = Operation(
     options={
         "--schedule": dict(help=f"auto, {', '.join(SCHEDULES)}"),
         "--chunk-size": dict(type=int, metavar="ROWS"),
+        "--memory-limit": dict(type=size, metavar="BYTES", help="beside inputs and gradients, such as 500MB or 1.5GB"),
         "--reduction": dict(help="mean, sum, none"),
         "--class-weight": dict(**_SET, help="with class weights"),
         "--label-smoothing": dict(type=float, metavar="S"),
@@ -109,6 +110,11 @@ def run_dry(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
         return op.dry_run(args, shape, gpu)
     except UnsupportedError as error:
         return DryRun(portable=str(error).replace(op.kernel, args.op))
+
+
+def frontier(args: argparse.Namespace, gpu: Gpu) -> list[dry_run.Point]:
+    """Of a call of linear cross entropy that `run_dry` took."""
+    return dry_run.frontier(args, parse_shape(args.shape, OPERATIONS[args.op].shape), gpu)
 
 
 # GPUs ----------------------------------------------------------------------------------------------------------------

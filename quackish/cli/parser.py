@@ -1,6 +1,7 @@
 """What the commands of `python -m quackish` share: argparse with suggestions for mistyped names."""
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -49,3 +50,11 @@ def positive(text: str) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a positive number of at most nine digits")
     return int(text)
+
+
+def size(text: str) -> int:
+    """An argument's `type`: bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of bytes, such as 500MB or 1.5GB")
+    return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))

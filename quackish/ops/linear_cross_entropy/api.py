@@ -1,20 +1,17 @@
 """Linear cross entropy for torch: the function and the module, and which path a call takes."""
 
+import operator
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from quackish import kernels, toolchain
-from quackish.configs.linear_cross_entropy import (
-    KernelProblem,
-    LinearCrossEntropyProblem,
-    kernel_config,
-    linear_cross_entropy_config,
-)
+from quackish.configs import choose
+from quackish.configs.linear_cross_entropy import config_of
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import gpu_of
-from quackish.ops.linear_cross_entropy import autograd, portable
+from quackish.ops.linear_cross_entropy import autograd, memory, portable
 from quackish.ops.linear_cross_entropy.checks import (
     FP32,
     Inputs,
@@ -47,6 +44,7 @@ def linear_cross_entropy(
     grad_weight_out: Tensor | None = None,
     schedule: str = "auto",
     chunk_size: int | None = None,
+    memory_limit: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of `input @ linear_weight.T + linear_bias` with `target`; the full logits are never materialized.
@@ -75,6 +73,9 @@ def linear_cross_entropy(
         schedule: what is kept between forward and backward: "chunked" (the gradients), "stored" (the exponentials of
             all logits), "recompute" (nothing), or "auto", which chooses by shapes and options.
         chunk_size: rows per chunk; kernels round it up to a multiple of 128. None chooses from V, H and dtype alone.
+        memory_limit: bytes that a forward and its backward may take beside inputs and the gradients returned. Of the
+            `schedule` ("auto") and `chunk_size` (None) that fit, the fastest run; if none fits, ValueError says how
+            many bytes would do. Independent of free memory.
         backend: "auto" runs kernels where they exist (Hopper, Blackwell; bf16 or fp16; H a multiple of 8), else the
             portable PyTorch path: silently on CPU, with one warning per reason on a GPU. "cute" runs kernels or raises.
             "reference" runs the portable path. torch.func transforms and forward-mode AD run it with full logits.
@@ -91,12 +92,13 @@ def linear_cross_entropy(
     """
     inputs = Inputs(input, linear_weight, linear_bias, target, weight, logit_scale, num_items, grad_weight_out)
     options = Options(
-        reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend
-    )
+        reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, memory_limit,
+        backend,
+    )  # fmt: skip
     eager = is_plain() and are_plain(inputs)  # else operators run
     plan = _plan_for(inputs, options) if eager else make_plan(inputs, options, no_kernel_on)
     if not eager and is_transformed():
-        loss, lse = _run_transformed(inputs, plan, backend)
+        loss, lse = _run_transformed(inputs, plan, options)
     else:
         if grad_weight_out is not None and not is_compiling():
             check_buffer(inputs)
@@ -131,6 +133,7 @@ class LinearCrossEntropyLoss(nn.Module):
         z_loss: float = 0.0,
         schedule: str = "auto",
         chunk_size: int | None = None,
+        memory_limit: int | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -149,8 +152,9 @@ class LinearCrossEntropyLoss(nn.Module):
                 f"LinearCrossEntropyLoss: weight has shape {tuple(weight.shape)}, expected ({num_classes},)"
             )
         options = Options(
-            reduction, ignore_index, label_smoothing, softcap, z_loss, False, schedule, chunk_size, backend
-        )
+            reduction, ignore_index, label_smoothing, softcap, z_loss, False, schedule, chunk_size, memory_limit,
+            backend,
+        )  # fmt: skip
         check_options(options, logit_scale, device=getattr(logit_scale, "device", None))
         self.logit_scale = logit_scale
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
@@ -195,12 +199,13 @@ def _plan_for(inputs: Inputs, options: Options) -> Plan:
             _kind_of(scale),
             _kind_of(items),
             autocast_dtype(tensors[0].device.type),
+            options.memory_limit is None or (memory.described(inputs), choose.epoch),
         )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: an error will say so
         key, plan = None, None
     if plan is None:
-        plan = make_plan(inputs, options, no_kernel_on)
+        plan = make_plan(inputs, options, no_kernel_on, eager=True)
         if inputs.input.is_cuda and plan.why_portable is None:
             prepare(inputs, plan)
         if len(_plans) >= _MAX_PLANS:
@@ -218,41 +223,57 @@ def _kind_of(number: float | Tensor | None) -> tuple | None:
     return type(number), number >= 0, FP32.tiny <= number <= FP32.max
 
 
-def make_plan(inputs: Inputs, options: Options, no_kernel_on: Callable[[torch.device], str]) -> Plan:
+def make_plan(
+    inputs: Inputs, options: Options, no_kernel_on: Callable[[torch.device], str], eager: bool = False
+) -> Plan:
     """Which path runs, and how, by shapes, dtypes, device and options; after checking them."""
     check_tensors(inputs)
     check_options(options, inputs.logit_scale, inputs.num_items, inputs.input.device)
-    reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, backend = options
+    reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, *last = options
+    memory_limit, backend = last
     device, (v, h), m = inputs.input.device, inputs.linear_weight.shape, inputs.target.numel()
     softcap = None if softcap is None or softcap > FP32.max else float(softcap)  # fp32's infinity caps nothing
     compute_dtype = compute_dtype_of(inputs)
-    dtype, why_portable = str(compute_dtype).removeprefix("torch."), ""
+    why_portable = ""
     if m > 0 and backend != "reference":  # of no rows, either path makes the same nothing
         why_portable = no_kernel_on(device) or _not_covered(compute_dtype, h) or None
     if why_portable and backend == "cute":
         raise UnsupportedError(why_portable)
-    if why_portable is None:
-        given_out, smoothing = inputs.grad_weight_out is not None, label_smoothing > 0
-        problem = KernelProblem(v, h, dtype, reduction, return_lse, given_out, smoothing)
-        how = kernel_config(problem, m, schedule, chunk_size)
+    if why_portable is not None and device.type != "cuda":
+        why_portable = ""
+    ignore_index = -100 if ignore_index is None else ignore_index
+    fixed = ignore_index, label_smoothing, softcap, z_loss, reduction, compute_dtype
+    if memory_limit is None or device.type == "meta":
+        given_out, on_kernels = inputs.grad_weight_out is not None, why_portable is None
+        problem = memory.problem_of(fixed, v, h, return_lse, given_out, on_kernels)
+        how = config_of(problem, m, schedule, chunk_size)
+        chosen = how.schedule, how.chunk_rows, how.dx_in_forward, how.dw_in_chunks
     else:
-        why_portable = why_portable if device.type == "cuda" else ""
-        problem = LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
-        how = linear_cross_entropy_config(problem, m, schedule, chunk_size)
-    return Plan(
-        -100 if ignore_index is None else ignore_index, label_smoothing, softcap, z_loss, reduction, compute_dtype,
-        how.schedule, how.chunk_rows, how.dx_in_forward, how.dw_in_chunks, why_portable,
-    )  # fmt: skip
+        # numbers on which memory does not depend are left out: torch.compile may have made them symbols
+        on = (
+            0,
+            float(label_smoothing > 0),
+            None if softcap is None else 1.0,
+            float(z_loss > 0),
+            reduction,
+            compute_dtype,
+        )
+        request = memory.described(inputs), on, why_portable, return_lse, inputs.logit_scale is not None, device, eager
+        limit, rows = (None if n is None else operator.index(n) for n in (memory_limit, chunk_size))
+        chosen = memory.within(limit, request, schedule, rows)
+    return Plan(*fixed, *chosen, why_portable)
 
 
-def _run_transformed(inputs: Inputs, plan: Plan, backend: str) -> tuple[Tensor, Tensor]:
+def _run_transformed(inputs: Inputs, plan: Plan, options: Options) -> tuple[Tensor, Tensor]:
     """Under torch.func and forward-mode AD: the reference, whose operations all have their derivatives."""
     reason = "linear_cross_entropy: torch.func transforms and forward-mode AD run the reference, with all logits"
-    if backend == "cute":
+    if options.backend == "cute":
         raise UnsupportedError(f'{reason}; expected none of them with backend="cute"')
     if inputs.grad_weight_out is not None:
         raise UnsupportedError(f"{reason}; expected no grad_weight_out, which only backward() adds to")
-    if inputs.input.device.type == "cuda" and backend == "auto":
+    if options.memory_limit is not None:
+        raise UnsupportedError(f"{reason}; expected no memory_limit")
+    if inputs.input.device.type == "cuda" and options.backend == "auto":
         warn_once(reason)
     return portable.run_reference(inputs, plan)
 

@@ -285,23 +285,24 @@ def _parse(args) -> tuple[Inputs, Plan, GradsNeeded]:
     return inputs, plan, grads_needed(inputs, plan, args[-1])
 
 
-def _fwd_impl(*args):
+def _fwd_impl(*args, k=None, device=None):
+    """Rehearsals pass kernels, or for the portable path the device whose calls they rehearse."""
     inputs, plan, needed = _parse(args)
     shape = inputs.target.shape
     if plan.why_portable is not None:
-        loss, lse, divisor, grads, logits = portable.forward(inputs, plan, needed)
+        loss, lse, divisor, grads, logits = portable.forward(inputs, plan, needed, device)
         return _shaped(loss, shape) if loss.dim() else loss, _shaped(lse, shape), divisor, None, logits, *grads
-    k = kernels_of(inputs.input.device)
+    k = k or kernels_of(inputs.input.device)
     loss, lse, state, out = _forward(inputs, plan, k, needed, return_lse=True, may_begin=False)
     return loss, lse, state.memory, out.live_x, out.exp_logits, *out.grads
 
 
-def _bwd_impl(grad_loss, grad_lse, state, live_x, exp_logits, *args):
+def _bwd_impl(grad_loss, grad_lse, state, live_x, exp_logits, *args, k=None, device=None):
     inputs, plan, needed = _parse(args)
     if plan.why_portable is not None:
-        return tuple(portable.backward(inputs, plan, needed, grad_loss, grad_lse, state, exp_logits))
+        return tuple(portable.backward(inputs, plan, needed, grad_loss, grad_lse, state, exp_logits, device))
     m = inputs.target.numel()
-    k, state = kernels_of(inputs.input.device), _own(RowState.of(state, m), m)
+    k, state = k or kernels_of(inputs.input.device), _own(RowState.of(state, m), m)
     call = call_of(inputs._replace(grad_weight_out=None), plan, k, state, *incoming(plan, grad_loss, grad_lse))
     return tuple(schedules.backward(call, Forward(None, Grads(), live_x, _scratch_of(exp_logits)), needed))
 
@@ -347,6 +348,7 @@ def _on_its_device(impl):
     return on_device
 
 
+IMPLEMENTATIONS = {_fwd_op: _fwd_impl, _bwd_op: _bwd_impl}
 for _op, _impl, _fake in (("fwd", _fwd_impl, _fwd_fake), ("bwd", _bwd_impl, _bwd_fake)):
     _lib.impl(f"linear_cross_entropy_{_op}", _on_its_device(_impl), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quackish::linear_cross_entropy_{_op}", _fake, lib=_lib)

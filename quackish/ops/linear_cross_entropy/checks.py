@@ -38,6 +38,7 @@ class Options(NamedTuple):
     return_lse: bool = False
     schedule: str = "auto"
     chunk_size: int | None = None
+    memory_limit: int | None = None
     backend: str = "auto"
 
 
@@ -103,6 +104,7 @@ _OPTIONS = (  # option, type and what that is called, which values are legal and
     ("z_loss", (int, float), "a float", lambda z: 0.0 <= z < math.inf, "a finite number that is not negative"),
     ("return_lse", bool, "True or False", lambda b: True, ""),
     ("chunk_size", int, "an int or None", lambda n: n >= 1, "None or at least 1 row"),
+    ("memory_limit", int, "an int or None", lambda n: n >= 0, "None or a number of bytes, at least 0"),
     ("num_items", int, "an int or a 0-dim tensor or None", lambda n: n >= 0, "at least 0"),
     (
         "logit_scale",

@@ -17,11 +17,11 @@ from quackish.reference.linear_cross_entropy import (
 )
 
 
-def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded) -> tuple:
+def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, device: torch.device | None = None) -> tuple:
     """loss () or (m,), lse (m,), the divisor of "mean", the gradients that forward can compute, and kept logits (m, v).
 
     The gradients are those of the plain sum, in fp32 (fp64 for fp64): fp16 gradients of a mean would underflow before
-    a loss scale arrives in backward.
+    a loss scale arrives in backward. device: the one whose call is rehearsed on meta tensors.
     """
     x, target, weight, v = inputs.input, inputs.target.reshape(-1), inputs.weight, inputs.linear_weight.shape[0]
     if x.device.type == "cpu":
@@ -32,7 +32,7 @@ def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded) -> tuple:
     rows, divisor = rows_of(target, v, weight, plan.ignore_index, dtype), None
     keeps = plan.schedule == "stored" and needed.any()
     logits = x.new_empty((target.numel(), v), dtype=dtype) if keeps else None
-    loss, lse, grads = _loop(inputs, plan, made_in_forward(plan, needed), rows, keep=logits)
+    loss, lse, grads = _loop(inputs, plan, made_in_forward(plan, needed), rows, keep=logits, device=device)
     if plan.reduction != "none":
         loss = loss.sum()
     if plan.reduction == "mean":
@@ -43,7 +43,7 @@ def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded) -> tuple:
 
 def backward(
     inputs: Inputs, plan: Plan, needed: GradsNeeded, grad_loss: Tensor | None, grad_lse: Tensor | None,
-    divisor: Tensor | None, logits: Tensor | None,
+    divisor: Tensor | None, logits: Tensor | None, device: torch.device | None = None,
 ) -> Grads:  # fmt: skip
     """The gradients, from what arrives and what `forward` kept; dw is returned, not added to grad_weight_out."""
     target, dtype, arriving = inputs.target.reshape(-1), accumulate_dtype(plan.compute_dtype), (None, None)
@@ -54,7 +54,7 @@ def backward(
         grad_loss = grad_lse.new_zeros(()) if grad_loss is None else grad_loss
         arriving = grad_loss.reshape(-1).expand(target.shape), None if grad_lse is None else grad_lse.reshape(-1)
     rows = rows_of(target, inputs.linear_weight.shape[0], inputs.weight, plan.ignore_index, dtype)
-    _, _, grads = _loop(inputs, plan, needed, rows, arriving, logits)
+    _, _, grads = _loop(inputs, plan, needed, rows, arriving, logits, device=device)
     for grad in grads:
         if is_common and grad is not None:
             grad.mul_(grad_loss)
@@ -69,13 +69,15 @@ def _loop(
     arriving: tuple[Tensor | None, Tensor | None] = (None, None),  # (m,) gradients of each row's loss, None is 1; lse
     logits: Tensor | None = None,  # (m, v), where they were kept
     keep: Tensor | None = None,  # (m, v), to be filled
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor, Grads]:
     """The rows' loss and lse, and the gradients of the loss's plain sum."""
     x, w, bias, _, weight, logit_scale, *_ = inputs
     m, (v, h), dtype = rows.live.numel(), w.shape, accumulate_dtype(plan.compute_dtype)
     options = RowOptions(plan.label_smoothing, plan.softcap, plan.z_loss, logit_scale)
     # GEMM operands are 16-bit only where torch's GEMM delivers fp32 from them, which is CUDA's.
-    gemm_dtype = plan.compute_dtype if x.device.type == "cuda" and torch.version.hip is None else dtype
+    kind = (device or x.device).type
+    gemm_dtype = plan.compute_dtype if kind == "cuda" and torch.version.hip is None else dtype
     x, w = x.reshape(-1, h), w.to(plan.compute_dtype).to(gemm_dtype)
     w = w if 1 in w.stride() else w.contiguous()  # else each chunk's GEMM would make its own copy
     bias, weight = (None if t is None else t.to(dtype) for t in (bias, weight))
@@ -111,7 +113,7 @@ def _loop(
             addmm(dlogits.t(), chunk_x, out=dw)
 
     # Operators run with the caller's autocast on; it would round the fp32 operands here.
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(kind, enabled=False):
         for start in range(0, m, plan.chunk_rows):
             run(slice(start, start + plan.chunk_rows))
     return loss, lse, grads

@@ -1,0 +1,229 @@
+"""Linear cross entropy's `memory_limit`: what a rehearsal says is what a run takes, and the fastest that fits runs."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from lce_cases import (
+    OPTIONS,
+    REDUCTIONS,
+    SCHEDULES,
+    make,
+    norm_error,
+    on_kernels,
+    on_portable_and_kernels,
+    truth,
+    unit_roundoff,
+)
+from torch.utils.checkpoint import checkpoint
+
+from quackish.configs.linear_cross_entropy import KernelProblem, LinearCrossEntropyConfig, by_speed
+from quackish.errors import UnsupportedError
+from quackish.gpu import H200
+from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, memory
+from quackish.ops.linear_cross_entropy.api import make_plan, no_kernel_on
+from quackish.ops.linear_cross_entropy.checks import Inputs, Options
+from quackish.testing.errors import same_bits
+
+BF16, FP32, CUDA = torch.bfloat16, torch.float32, torch.device("cuda")
+
+
+def least(call):
+    """The least limit that `call(memory_limit)` takes."""
+    with pytest.raises(ValueError, match="memory_limit is 0 bytes, expected at least") as error:
+        call(0)
+    return int(re.search(r"at least (\d+)", str(error.value))[1])
+
+
+def test_the_order_of_candidates():
+    def order(schedule="auto", chunk_size=None, m=8192, reduction="mean", **kw):
+        found = by_speed(KernelProblem(128_256, 4096, "bfloat16", reduction, **kw), m, 4096, schedule, chunk_size)
+        return [(how.schedule, how.chunk_rows) for how in found]
+
+    known, late, out = order(), order(reduction="none"), order(grad_weight_out=True)
+    assert known[0][0] == "chunked"
+    assert known.index(("chunked", 2048)) < known.index(("recompute", 4096)) < known.index(("chunked", 768))
+    assert [name for name, _ in known if name == "stored"] == []
+    assert [name for name, _ in (late[0], late[-1])] == ["stored", "recompute"]
+    assert {name for name, _ in late} == {"stored", "recompute"}
+    assert list(dict.fromkeys(name for name, _ in out)) == ["stored", "chunked", "recompute"]
+    assert order(chunk_size=1000) == [("chunked", 1024), ("recompute", 1024)]
+    assert {name for name, _ in order("stored")} == {"stored"}
+    assert all(rows >= 256 for _, rows in known)
+
+
+# Rehearsals ----------------------------------------------------------------------------------------------------------
+
+
+def taken(step):
+    """The peak of the bytes that a step on the CPU allocates, what it returns included."""
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    del kept
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def request_of(x, w, target, kw, eager=True, backend="auto", device=None):
+    options = Options(**{name: value for name, value in kw.items() if name in Options._fields}, backend=backend)
+    inputs = Inputs(x, w, kw.get("linear_bias"), target, kw.get("weight"), None, kw.get("grad_weight_out"))
+    plan = make_plan(inputs, options, no_kernel_on)
+    how = LinearCrossEntropyConfig(*plan[6:10])
+    on = memory.described(inputs), plan[:6], plan.why_portable, options.return_lse, device or x.device, eager
+    return memory.Request(*on), how
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_a_rehearsal_of_the_portable_path_takes_what_a_run_takes(name, reduction, dtype):
+    for schedule, how in itertools.product(SCHEDULES, ("both", "input", "buffer", "none")):
+        x, w, target, kw = make(500, 64, 1200, dtype, reduction=reduction, **OPTIONS[name])
+        kw |= dict(schedule=schedule, chunk_size=128)
+        w.requires_grad_(how in ("both", "buffer"))
+        x.requires_grad_(how != "none")
+        bias = [t.requires_grad_(how == "both") for t in (kw.get("linear_bias"),) if t is not None]
+        if how == "buffer":
+            kw["grad_weight_out"] = torch.zeros(w.shape)
+        wanted = [t for t in (x, w, *bias) if t.requires_grad]
+        grad = torch.ones(500 if reduction == "none" else ())
+
+        def step(x=x, w=w, target=target, kw=kw, wanted=wanted, grad=grad):
+            loss = linear_cross_entropy(x, w, target, **kw)
+            return loss, torch.autograd.grad(loss, wanted, grad, allow_unused=True) if wanted else None
+
+        found = memory.Rehearsal(*request_of(x, w, target, kw)).run()
+        assert found.peak == pytest.approx(taken(step), rel=0.01), (schedule, how)
+
+
+def test_blocks_of_the_allocator_are_larger_than_what_is_asked_for():
+    x, w, target, kw = make(1000, 64, 5000, BF16)
+    request, how = request_of(x, w, target, kw)
+    rows, weight, sizes = request.tensors[0], request.tensors[1], []
+    for device in (torch.device("cpu"), CUDA):
+        on = request._replace(why_portable=None, device=device, tensors=(rows, weight, *request.tensors[2:]))
+        found = memory.Rehearsal(on, how, H200).run()
+        sizes.append(sorted(held.bytes for held in found.at_peak))
+    for asked, block in zip(*sizes, strict=True):
+        assert block == -(-asked // 512) * 512 + (asked > 1 << 20) * (1 << 20)
+
+
+# Calls ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _few_candidates(limits, request):
+    if "path" in request.fixturenames:
+        limits(SPLITS=(1, 2, 8))
+
+
+def limits_of(call, most, n=5):
+    """n limits from the least that `call` takes to `most`, which has to be more."""
+    first = least(call)
+    assert first < most
+    return [int(first * (most / first) ** (i / (n - 1))) for i in range(n)]
+
+
+def case_of(path, **options):
+    """A call whose gradients are large beside its chunks, so that limits matter."""
+    return path.case(1100, 64, 1003, dtype=BF16 if path.kernels else FP32, **options)
+
+
+@on_portable_and_kernels
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_results_within_any_limit(reduction, path):
+    x, w, target, kw = case_of(path, bias=True, reduction=reduction)
+    grad = torch.linspace(0.5, 1.5, 1100, **path.here) if reduction == "none" else None
+    want_loss, want_lse, wants = truth(x, w, target, kw, grad)
+    for limit in limits_of(lambda n: path.run(x, w, target, kw, grad, memory_limit=n), 1 << 27):
+        loss, lse, grads = path.run(x, w, target, kw, grad, memory_limit=limit)
+        torch.testing.assert_close((loss.double(), lse.double()), (want_loss, want_lse), rtol=1e-5, atol=1e-5)
+        for got, want in zip(grads, wants, strict=True):
+            assert norm_error(got, want) <= 4 * unit_roundoff(x.dtype) + 1e-6
+
+
+@on_portable_and_kernels
+def test_the_least_limit_is_enough_and_a_byte_less_is_not(path):
+    x, w, target, kw = case_of(path)
+    for how in ({}, dict(schedule="stored"), dict(schedule="chunked", chunk_size=256), dict(reduction="none")):
+
+        def call(limit, how=how):
+            return path.call(x, w, target, memory_limit=limit, **kw, **how)
+
+        needed = least(call)
+        call(needed)
+        with pytest.raises(ValueError, match=f'at least {needed}: what schedule="'):
+            call(needed - 1)
+    with torch.no_grad():
+        assert least(call) < needed
+        call(least(call))
+
+
+@on_kernels
+def test_a_plan_serves_only_the_strides_and_gradients_it_was_made_for(path):
+    x, w, target, _ = case_of(path)
+    columns = torch.cat([x.detach(), x.detach()], 1)[:, ::2].requires_grad_()  # kernels copy it
+    calls = [(x, w.detach()), (x, w), (columns, w)]
+    needed = [least(lambda n, call=call: path.call(*call, target, memory_limit=n)) for call in calls]
+    assert needed == sorted(set(needed))
+    for call, limit in zip(calls, needed, strict=True):
+        path.call(*call, target, memory_limit=limit)
+    for call, limit in zip(calls[1:], needed, strict=False):
+        with pytest.raises(ValueError, match="memory_limit"):
+            path.call(*call, target, memory_limit=limit)
+
+
+@on_portable_and_kernels
+def test_a_rehearsal_is_not_seen(path):
+    """Neither by hooks of saved tensors, nor by checkpointing, autocast or no_grad; nor does it see them."""
+    x, w, target, _ = case_of(path)
+    packed, counts = [], []
+    for limit in (10**9, 10**9 + 1):
+        for _ in range(2):  # the second time the plan is known
+            packed.clear()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+                path.call(x, w, target, memory_limit=limit)
+            counts.append(len(packed))
+    assert len(set(counts)) == 1
+    want = torch.autograd.grad(path.call(x, w, target, memory_limit=10**9), [x, w])
+    loss = checkpoint(lambda: path.call(x, w, target, memory_limit=10**9 + 2), use_reentrant=False)
+    assert all(map(same_bits, torch.autograd.grad(loss, [x, w]), want))
+    assert least(lambda n: path.call(x, w, target, memory_limit=n)) > 0
+    with torch.inference_mode():
+        path.call(x, w, target, memory_limit=10**9)
+
+
+@on_portable_and_kernels
+def test_compiled_code_keeps_a_limit(path):
+    """A graph for each M, as what runs depends on it."""
+    torch._dynamo.reset()
+    _, w, _, _ = case_of(path)
+
+    def step(x, target, limit):
+        return linear_cross_entropy(x * 2, w, target, memory_limit=limit, **path.how)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for m in (1100, 900):
+        x, _, target, _ = path.case(m, 64, 1003, dtype=w.dtype)
+        for limit in (1 << 28, 1 << 23):
+            results = []
+            for f in (step, compiled):
+                loss = f(x, target, limit)
+                results.append([loss.detach(), *torch.autograd.grad(loss, [x, w])])
+            for got, want in zip(*results, strict=True):
+                assert norm_error(got, want.double()) <= 2 * unit_roundoff(w.dtype)
+        with pytest.raises(Exception, match="memory_limit is 5 bytes, expected at least"):
+            compiled(x, target, 5)
+
+
+def test_the_module_and_torch_func():
+    head = LinearCrossEntropyLoss(64, 1003, memory_limit=5)
+    x, target = torch.randn(300, 64), torch.randint(1003, (300,))
+    with pytest.raises(ValueError, match="memory_limit is 5 bytes"):
+        head(x, target)
+    head.memory_limit = 10**9
+    assert head(x, target).isfinite()
+    with pytest.raises(UnsupportedError, match="expected no memory_limit"):
+        torch.func.grad(lambda x: head(x, target))(x)
