@@ -304,7 +304,7 @@ def test_labels_cover_neither_points_nor_labels():
     """What finds no free spot has none."""
     many = {f"quack_base_{i}": (40 + 0.01 * i, 3.0 + 0.01 * i) for i in range(40)}
     results = made_up(headline(quackish=(39.0, 2.5), torch=(80.0, 6.0), **many))
-    with plots._figure(5, results, "made up") as fig:
+    with plots._figure(5, "made up", "GPU") as fig:
         ax = fig.subplots()
         points = plots._cloud(ax, results, bars.HEADLINE)
         fig.canvas.draw()

@@ -94,7 +94,7 @@ def over_cells(results: Results, panels: Mapping[str, Sequence[Cell]], path: Pat
     names = results.providers(cell for cells in panels.values() for cell in cells)
     if not names:
         return []
-    with _figure(0.9 + 2.7 * len(panels), results, title) as fig:
+    with _figure(0.9 + 2.7 * len(panels), title, results.rows[-1]["gpu"]) as fig:
         for ax, (panel, cells) in zip(fig.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
             _panel(ax, results, panel, cells, styles(names))
         return _save(fig, path)
@@ -126,7 +126,7 @@ def _panel(ax: Any, results: Results, title: str, cells: Sequence[Cell], looks: 
 
 def against_memory(results: Results, cell: Cell, path: Path) -> list[Path]:
     """A point per provider; below and left is better, above our line is dominated."""
-    with _figure(5.6, results, results.op.title) as fig:
+    with _figure(5.6, results.op.title, results.rows[-1]["gpu"]) as fig:
         ax = fig.subplots()
         points = _cloud(ax, results, cell)
         _save(fig, path)  # the layout decides where points are
@@ -188,18 +188,38 @@ def _label(ax: Any, points: Mapping[str, tuple[float, float]]) -> None:
             text.remove()
 
 
+# What memory limits buy -----------------------------------------------------------------------------------------------
+
+
+def of_limits(points: Sequence[tuple[str, float, float]], title: str, gpu: str, path: Path) -> list[Path]:
+    """(schedule, GB beside inputs and gradients, expected time relative to the three GEMMs), the fastest first."""
+    with _figure(4.2, title, gpu) as fig:
+        ax = fig.subplots()
+        ax.step(*zip(*((gb, time) for _, gb, time in reversed(points)), strict=True), where="post", color="0.7")
+        for schedule in dict.fromkeys(name for name, _, _ in points):
+            mine = [(gb, time) for name, gb, time in points if name == schedule]
+            color = COLORS[f"quackish-{schedule}"]
+            ax.scatter(*zip(*mine, strict=True), label=f"{schedule} takes over", marker="D", color=color, zorder=3)
+        _log_axis(ax, "x")
+        _log_axis(ax, "y")
+        ax.set_xlabel("memory_limit, GB beside inputs and gradients (log)")
+        ax.set_ylabel("expected time / 3 GEMMs (log)")
+        ax.grid(alpha=0.25, linewidth=0.5)
+        return _save(fig, path)
+
+
 # Shared ---------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _figure(height: float, results: Results, title: str) -> Iterator[Any]:
+def _figure(height: float, title: str, gpu: str) -> Iterator[Any]:
     """A figure in STYLE with a title and the GPU's name."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(WIDTH, height), layout="constrained")
-        fig.suptitle(f"{title}, {results.rows[-1]['gpu']}")
+        fig.suptitle(f"{title}, {gpu}")
         yield fig
 
 

@@ -5,19 +5,23 @@
 
 Needs no GPU. Registers and shared memory are read from kernels that are compiled for the GPU in question (a second
 each, --no-compile goes without); that takes cuobjdump, of Triton's wheel or the CUDA toolkit.
+
+Of linear cross entropy it shows what each memory_limit would choose, as a table, and with --figure as a figure.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from quackish import kernels, launch
-from quackish.bench.console import progress
-from quackish.cli.dry_run import DryRun, Step
+from quackish.bench.console import check_extra, progress
+from quackish.cli.dry_run import DryRun, Point, Step
 from quackish.cli.operations import add_arguments as add_call
-from quackish.cli.operations import run_dry, which_gpu
-from quackish.cli.parser import one_of
+from quackish.cli.operations import frontier, run_dry, which_gpu
+from quackish.cli.parser import Refused, one_of
 from quackish.configs.choose import Choice
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
 from quackish.launch import Resources
@@ -38,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of = f"{', '.join(NAMED)}, cpu, or this, the default where there is one; else h200"
     parser.add_argument("--gpu", type=one_of(names), help=of)
     parser.add_argument("--no-compile", action="store_true", help="leave out what takes compiling: registers and so on")
+    figure = "draw what memory limits choose (linear_cross_entropy): writes FILE.svg and FILE.png; extra bench"
+    parser.add_argument("--figure", type=Path, metavar="FILE", help=figure)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 def text(args: argparse.Namespace, resources: Callable[..., Resources] | None) -> str:
     """`resources` compiles a kernel; None leaves out what that takes."""
+    if args.figure is not None and args.op != "linear_cross_entropy":
+        raise Refused(f"--figure is an option of linear_cross_entropy, not of {args.op}")
     gpu, why = which_gpu(args.gpu)
     found = run_dry(args, gpu)
     where = f"{gpu.name} ({gpu.target}, {gpu.sm_count} SMs)" if gpu else "a CPU"
@@ -63,7 +71,14 @@ def text(args: argparse.Namespace, resources: Callable[..., Resources] | None) -
     parts = [_launches(found.steps, own, roofs), _kernels(own, gpu)]
     if used:
         parts.append(_taken(used, gpu))
-    return "\n\n".join(["\n".join(head), *parts, _memory(found), "\n".join([_roofs(roofs, gpu), *notes])])
+    parts.append(_memory(found))
+    if args.op == "linear_cross_entropy":
+        points = frontier(args, gpu)
+        parts.append(_limits(points, not args.no_grad))
+        notes.append("Expected times are those of all gradients in bf16: expected_time, beside kernel_config.")
+        if args.figure is not None:
+            notes.append(f"Wrote {' and '.join(map(str, _draw(args, points, gpu)))}.")
+    return "\n\n".join(["\n".join(head), *parts, "\n".join([_roofs(roofs, gpu), *notes])])
 
 
 def _resources(own: _Own, gpu: Gpu, notes: list[str], resources: Callable[..., Resources]) -> _Used:
@@ -152,6 +167,33 @@ def _memory(found: DryRun) -> str:
     if small := found.peak_bytes - sum(buffer.bytes for buffer in large):
         rows.append([_bytes(small), "smaller ones"])
     return text_table([_bytes(found.peak_bytes), "memory beside the inputs, at its peak"], rows, "rl")
+
+
+def _limits(points: list[Point], grad: bool) -> str:
+    """What each memory limit chooses."""
+    rows = [
+        {
+            "mb": math.ceil(point.bytes / 1e5) / 10,  # a limit of so much is enough
+            "schedule": point.how.schedule,
+            "rows": point.rows,
+            "time": point.time if grad else None,
+        }
+        for point in points
+    ]
+    columns = [("memory_limit from MB", "mb", ",.1f"), ("schedule", "schedule", ""), ("chunk rows", "rows", "d")]
+    return table_of(rows, [*columns, ("expected time / 3 GEMMs", "time", ".2f")][: 3 + grad])
+
+
+def _draw(args: argparse.Namespace, points: list[Point], gpu: Gpu) -> list[Path]:
+    from quackish.bench import plots
+
+    try:
+        check_extra()
+    except ImportError as error:
+        raise Refused(str(error)) from None
+    title = f"linear_cross_entropy {args.shape} {args.dtype}"
+    drawn = [(point.how.schedule, point.bytes / 1e9, point.time) for point in points]
+    return plots.of_limits(drawn, title, gpu.name, args.figure.with_suffix(""))
 
 
 def _roofs(roofs: Roofs | None, gpu: Gpu) -> str:
