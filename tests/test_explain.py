@@ -195,6 +195,9 @@ def test_without_tools_the_rest_is_said(error, note):
         ("linear_cross_entropy 4x8x9 --residual", "--residual is an option of rms_norm, not of linear_cross_entropy"),
         ("linear_cross_entropy 4x8x9 --schedule x", "schedule is 'x', expected one of auto"),
         ("linear_cross_entropy 4x8x9 --chunk-size 0", "chunk_size is 0, expected"),
+        ("linear_cross_entropy 512x64x900 --memory-limit 1kB", "memory_limit is 1000 bytes, expected at least "),
+        ("linear_cross_entropy 4x8x9 --memory-limit x", "--memory-limit: 'x'; expected a number of bytes, such as"),
+        ("rms_norm 4x4 --figure x", "--figure is an option of linear_cross_entropy, not of rms_norm"),
     ],
 )
 def test_refusals_say_what_was_expected(words, expected, capsys):
@@ -300,6 +303,29 @@ def test_linear_cross_entropy_text():
     assert len(set(map(str, compiled))) == len(compiled) == said.count(", class ")
     total = float(said.partition("\n          all ")[2].splitlines()[0].split()[-1])
     assert total > 1e6 * 3 * 2 * 8192 * 4096 * 128_256 / 700e12
+
+
+def test_memory_limits_are_shown_and_kept(tmp_path):
+    """Each row's limit chooses that row, and the schedule and rows shown take what the row says."""
+    pytest.importorskip("matplotlib")
+    words = "linear_cross_entropy 2048x512x32000 --gpu h200"
+    said = told(f"{words} --figure {tmp_path / 'limits.svg'}")
+    assert f"Wrote {tmp_path / 'limits.svg'} and {tmp_path / 'limits.png'}.\n" in said + "\n"
+    assert all((tmp_path / f"limits.{kind}").stat().st_size > 1000 for kind in ("svg", "png"))
+    _, _, *rows = said[said.index("memory_limit from MB") :].split("\n\n")[0].splitlines()
+    rows = [row.replace(",", "").split() for row in rows]
+    limits, times = ([float(row[i]) for row in rows] for i in (0, -1))
+    assert limits == sorted(limits, reverse=True)
+    assert times == sorted(times)
+    assert len(rows) > 5
+    gradients = 2 * 512 * (2048 + 32_000)
+    for limit, schedule, *chunk, _ in rows:
+        found = dry(f"{words} --memory-limit {limit}MB")
+        assert found.plan["Schedule"].startswith(f"{schedule}, the fastest within the memory limit")
+        asked = f" --chunk-size {chunk[0]}" if chunk else ""
+        assert found.peak_bytes == dry(f"{words} --schedule {schedule}{asked}").peak_bytes
+        assert float(limit) * 1e6 - 10 * (1 << 20) <= found.peak_bytes - gradients <= float(limit) * 1e6
+    assert "expected time" not in told(f"{words} --no-grad").split("memory_limit from MB")[1].splitlines()[0]
 
 
 def test_equal_launches_are_counted():

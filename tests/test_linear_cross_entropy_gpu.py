@@ -3,7 +3,9 @@
 What each option computes is tested in test_lce_schedules.py, on this device too.
 """
 
+import gc
 import random
+import re
 
 import pytest
 import torch
@@ -430,3 +432,45 @@ def test_a_gradient_buffer_of_the_users_is_the_only_one(schedule, held):
     buffer = torch.zeros(w.shape, device="cuda")
     step = training_step(x, w, target, grad_weight_out=buffer, schedule=schedule)
     assert peak_above(step) <= held + 4 * x.nbytes + (8 << 20) + CUT
+
+
+@pytest.mark.parametrize(
+    "m, h, v, dtype, options",
+    [
+        pytest.param(4096, 2048, 32_000, BF16, {}, id="plain"),
+        pytest.param(3000, 512, 50_257, BF16, {}, id="odd"),
+        pytest.param(4096, 1024, 16_384, BF16, dict(reduction="none", softcap=20.0), id="none"),
+        pytest.param(3000, 1024, 16_384, torch.float32, {}, id="autocast"),
+        pytest.param(4096, 256, 32_000, BF16, dict(backend="reference"), id="portable"),
+    ],
+)
+def test_the_peak_is_within_any_memory_limit(m, h, v, dtype, options):
+    """Limits from the least that a schedule takes, or 6 % of the gradients, to what the default takes."""
+    x, w, target = make(m, h, v, dtype)
+    shape, gradients = (m,) if options.get("reduction") == "none" else (), x.nbytes + w.nbytes
+    grad = torch.ones(shape, device="cuda")
+    rounded = [t.detach().bfloat16() for t in (x, w)]
+    true_loss, _, true_grads = truth(*rounded, target, {k: t for k, t in options.items() if k != "backend"}, grad)
+
+    def run(limit=None):
+        with torch.autocast("cuda", dtype=BF16, enabled=dtype != BF16):
+            loss = linear_cross_entropy(x, w, target, memory_limit=limit, **{"backend": "cute"} | options)
+        return [loss.detach(), *torch.autograd.grad(loss, [x, w], grad)] if loss.requires_grad else [loss]
+
+    def least():
+        with pytest.raises(ValueError, match="memory_limit is 0 bytes") as error:
+            run(0)
+        return int(re.search(r"at least (\d+)", str(error.value))[1])
+
+    gc.collect()  # what other tests left and is collected during a step would count as its own
+    first = max(least(), gradients * 6 // 100)
+    most = max(peak_above(run) - gradients, 2 * first)
+    for i in range(5):
+        limit = int(first * (most / first) ** (i / 4))
+        assert peak_above(lambda limit=limit: run(limit)) <= limit + gradients
+        loss, *grads = run(limit)
+        assert norm_error(loss, true_loss) <= 1e-5
+        assert all(norm_error(*both) <= 2**-7 for both in zip(grads, true_grads, strict=True))
+    with torch.no_grad():
+        first = least()
+        assert peak_above(lambda: run(first)) <= first
