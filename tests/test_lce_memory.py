@@ -24,6 +24,7 @@ from quackish.gpu import H200
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, memory
 from quackish.ops.linear_cross_entropy.api import make_plan, no_kernel_on
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
+from quackish.ops.linear_cross_entropy.schedules import Plan
 from quackish.testing.errors import same_bits
 
 BF16, FP32, CUDA = torch.bfloat16, torch.float32, torch.device("cuda")
@@ -66,12 +67,13 @@ def taken(step):
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
-def request_of(x, w, target, kw, eager=True, backend="auto", device=None):
-    options = Options(**{name: value for name, value in kw.items() if name in Options._fields}, backend=backend)
+def request_of(x, w, target, kw, eager=True, device=None):
+    options = Options(**{name: value for name, value in kw.items() if name in Options._fields})
     inputs = Inputs(x, w, kw.get("linear_bias"), target, kw.get("weight"), None, kw.get("grad_weight_out"))
     plan = make_plan(inputs, options, no_kernel_on)
-    how = LinearCrossEntropyConfig(*plan[6:10])
-    on = memory.described(inputs), plan[:6], plan.why_portable, options.return_lse, device or x.device, eager
+    first = Plan._fields.index("schedule")
+    how = LinearCrossEntropyConfig(*plan[first : first + 4])
+    on = memory.described(inputs), plan[:first], plan.why_portable, options.return_lse, device or x.device, eager
     return memory.Request(*on), how
 
 
@@ -98,16 +100,23 @@ def test_a_rehearsal_of_the_portable_path_takes_what_a_run_takes(name, reduction
         assert found.peak == pytest.approx(taken(step), rel=0.01), (schedule, how)
 
 
+def rehearsed(device=CUDA, eager=True):
+    """1024 x 4096 x 128256 on an H200's kernels."""
+    x, w = (torch.empty(rows, 4096, dtype=BF16, device="meta", requires_grad=True) for rows in (1024, 128_256))
+    request, how = request_of(x, w, torch.empty(1024, dtype=torch.int64, device="meta"), {}, eager, device=device)
+    return memory.Rehearsal(request._replace(why_portable=None), how, H200).run()
+
+
 def test_blocks_of_the_allocator_are_larger_than_what_is_asked_for():
-    x, w, target, kw = make(1000, 64, 5000, BF16)
-    request, how = request_of(x, w, target, kw)
-    rows, weight, sizes = request.tensors[0], request.tensors[1], []
-    for device in (torch.device("cpu"), CUDA):
-        on = request._replace(why_portable=None, device=device, tensors=(rows, weight, *request.tensors[2:]))
-        found = memory.Rehearsal(on, how, H200).run()
-        sizes.append(sorted(held.bytes for held in found.at_peak))
-    for asked, block in zip(*sizes, strict=True):
-        assert block == -(-asked // 512) * 512 + (asked > 1 << 20) * (1 << 20)
+    asked, blocks = ([held.bytes for held in rehearsed(device).at_peak] for device in (torch.device("cpu"), CUDA))
+    assert max(asked) > 1 << 20 > min(asked)
+    assert blocks == [-(-size // 512) * 512 + (size > 1 << 20) * (1 << 20) for size in asked]
+
+
+def test_operators_copy_the_gradients_that_forward_made():
+    eager, operators = (rehearsed(eager=eager) for eager in (True, False))
+    assert eager.gradients == operators.gradients == 4096 * (1024 + 128_256) * 2
+    assert operators.peak >= 2 * eager.gradients > eager.peak
 
 
 # Calls ---------------------------------------------------------------------------------------------------------------
