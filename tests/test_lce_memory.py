@@ -69,11 +69,21 @@ def taken(step):
 
 def request_of(x, w, target, kw, eager=True, device=None):
     options = Options(**{name: value for name, value in kw.items() if name in Options._fields})
-    inputs = Inputs(x, w, kw.get("linear_bias"), target, kw.get("weight"), None, kw.get("grad_weight_out"))
+    inputs = Inputs(
+        x, w, kw.get("linear_bias"), target, kw.get("weight"), kw.get("logit_scale"), None, kw.get("grad_weight_out")
+    )
     plan = make_plan(inputs, options, no_kernel_on)
     first = Plan._fields.index("schedule")
     how = LinearCrossEntropyConfig(*plan[first : first + 4])
-    on = memory.described(inputs), plan[:first], plan.why_portable, options.return_lse, device or x.device, eager
+    on = (
+        memory.described(inputs),
+        plan[:first],
+        plan.why_portable,
+        options.return_lse,
+        inputs.logit_scale is not None,
+        device or x.device,
+        eager,
+    )
     return memory.Request(*on), how
 
 

@@ -250,15 +250,9 @@ def make_plan(
         chosen = how.schedule, how.chunk_rows, how.dx_in_forward, how.dw_in_chunks
     else:
         # numbers on which memory does not depend are left out: torch.compile may have made them symbols
-        on = (
-            0,
-            float(label_smoothing > 0),
-            None if softcap is None else 1.0,
-            float(z_loss > 0),
-            reduction,
-            compute_dtype,
-        )
-        request = memory.described(inputs), on, why_portable, return_lse, inputs.logit_scale is not None, device, eager
+        smoothing, cap, z = float(label_smoothing > 0), None if softcap is None else 1.0, float(z_loss > 0)
+        given, has_scale = (0, smoothing, cap, z, reduction, compute_dtype), inputs.logit_scale is not None
+        request = memory.described(inputs), given, why_portable, return_lse, has_scale, device, eager
         limit, rows = (None if n is None else operator.index(n) for n in (memory_limit, chunk_size))
         chosen = memory.within(limit, request, schedule, rows)
     return Plan(*fixed, *chosen, why_portable)

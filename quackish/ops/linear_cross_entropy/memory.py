@@ -136,6 +136,7 @@ class Rehearsal(TorchDispatchMode):
         self.given: set[int] = set()
         self.held: dict[int, tuple[StorageWeakRef, Held]] = {}
         self.peak, self.at_peak, self.gradients = 0, [], 0
+        self.copied = 0  # bytes of gradients made in forward, which compiled code does not scale in place
 
     @property
     def above_gradients(self) -> int:
@@ -182,7 +183,10 @@ class Rehearsal(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in autograd.IMPLEMENTATIONS:  # of the operators: in place of what they do with meta tensors
             with self:
-                return autograd.IMPLEMENTATIONS[func](*args, k=self.k, device=self.request.device)
+                result = autograd.IMPLEMENTATIONS[func](*args, k=self.k, device=self.request.device)
+            if self.phase == "forward" and not self.request.eager:
+                self.copied = sum(grad.nbytes for grad in result[-3:] if grad is not None)
+            return result
         if func is torch.ops.aten.empty_strided.default:
             kwargs = {**kwargs, "device": META}
         # a GEMM's result exists already, and nothing reads its values
@@ -202,6 +206,8 @@ class Rehearsal(TorchDispatchMode):
                 self.held[storage._cdata] = StorageWeakRef(storage), held
         self.held = {at: pair for at, pair in self.held.items() if not pair[0].expired()}
         total = sum(held.bytes for _, held in self.held.values()) + scratch
+        if self.phase == "backward":
+            total += self.copied
         if total > self.peak:
             self.peak, self.at_peak = total, [held for _, held in self.held.values()]
 
