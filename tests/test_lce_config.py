@@ -64,11 +64,21 @@ def test_chunks_whatever_m():
         bounds = (v, E_BYTES), (v + 4096, FEW_BYTES)
         fits, is_few = (rows * n * 2 <= size for n, size in bounds)
         one_more_fits, more_are_few = ((rows + 128) * n * 2 <= size for n, size in bounds)
-        assert rows == 128 or (fits and (rows <= 32_768 or is_few))
-        assert not (one_more_fits and (rows < 32_768 or more_are_few))
+        assert rows == 128 or (fits and (rows <= 14_336 or is_few))
+        assert not (one_more_fits and (rows < 14_336 or more_are_few))
         assert [kernel_config(problem, 1, chunk_size=n).chunk_rows for n in (1, 128, 129)] == [128, 128, 256]
-    assert kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1).chunk_rows == 16_640
+    assert kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1).chunk_rows == 14_336
+    assert kernel_config(KernelProblem(128_256, 2048, "bfloat16", "mean"), 1).chunk_rows == 8192
     assert [even_chunks(m, 512) for m in (1, 512, 513, 1025, 1536, 1537)] == [128, 512, 384, 384, 512, 512]
+
+
+@pytest.mark.parametrize("h, v", [(2048, 128_256), (4096, 128_256), (8192, 128_256), (4096, 262_144), (2048, 32_000)])
+def test_one_chunk_takes_less_memory_than_two_up_to_the_most_rows(h, v):
+    """Beside dW and what all chunks of the same rows need. Above 8192 rows: more rows would save no time."""
+    rows = kernel_config(KernelProblem(v, h, "bfloat16", "mean"), 1).chunk_rows
+    for m in range(8192, rows + 1, 1024):
+        one = 2 * m * (v - shared_storage(m, v, h, 2).v1)
+        assert m == 8192 or one <= 2 * even_chunks(m, rows // 2) * v + 2 * v * h or rows * (v + h) * 2 <= FEW_BYTES
 
 
 def test_room_for_the_first_classes():
@@ -89,7 +99,7 @@ def test_layouts_of_the_headline_shape():
         return layout(*how, m, v, h, dx, dw, own_dw, begins_dw)
 
     assert of("chunked")[:3] == (8192, 42_752, 350_224_384)  # a third of exp_logits in dw's storage
-    assert of("chunked", m=65_536)[:3] == (16_384, 0, 0)  # dw's fp32 sums have no room for it
+    assert of("chunked", m=65_536)[:3] == (13_184, 0, 0)  # dw's fp32 sums have no room for it
     assert of("chunked", dw=None).columns == 0
     assert of("recompute", begins_dw=True)[:3] == (2048, 42_240, 358_612_992)
     assert of("recompute", begins_dw=True).blocks == of("recompute").blocks[1:]
