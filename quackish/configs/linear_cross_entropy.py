@@ -74,7 +74,7 @@ def linear_cross_entropy_config(
 E_BYTES = 1 << 32
 # Rows per chunk, unless exp_logits and the gathered rows of x fit in FEW_BYTES. More rows cost memory and save no time:
 # a training step of a 1B Llama with 16,384 rows (H 2048, V 128256, H100) took 266.0 ms and 36.4 GB in one chunk, 265.9
-# and 35.2 in chunks of 8192 rows, 267.3 and 34.1 in chunks of 4096. At 16384x4096x128256: to be measured.
+# and 35.2 in chunks of 8192 rows, 267.3 and 34.1 in chunks of 4096. benchmarks/results/chunk_rows.md: the head alone.
 MOST_CHUNK_ROWS = 1 << 13
 # But up to so many times H rows, one chunk takes less memory than two with their fp32 sums (and dW of 16 bits).
 LEAN_CHUNK_ROWS = 3.5
