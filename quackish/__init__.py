@@ -2,7 +2,7 @@
 
 from quackish.configs.choose import config
 from quackish.errors import UnsupportedError
-from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.profiling import profile
 
@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LinearCrossEntropyLoss",
+    "LinearCrossEntropyStats",
     "RMSNorm",
     "UnsupportedError",
     "__version__",

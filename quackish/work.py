@@ -93,7 +93,8 @@ def _lce_gemm(p: gemm.GemmProblem, s: Sizes) -> Work:
     if p.accumulate:
         read += written
     if p.epilogue == "softmax":
-        written += m * _ceil_div(n, gemm.SOFTMAX_TILE_N) * 4 * (1 + p.smoothing)  # sums of each row and tile
+        # sums of each row and tile
+        written += m * _ceil_div(n, gemm.SOFTMAX_TILE_N) * 4 * (1 + p.smoothing + p.return_stats)
     if p.rounding_residual:
         written += min(m, k) * n * 2  # at most so many rows
     return Work(read, written, 2 * m * n * k)
@@ -112,7 +113,7 @@ def _lce_gather(p: lce_rows.LceGatherProblem, s: Sizes) -> Work:
 
 def _lce_rows(p: lce_rows.LceRowsProblem, s: Sizes) -> Work:
     rows, row_bytes = s["rows"], p.h * _bytes(p.dtype)  # h is 0 if no rows are scaled
-    sums = rows * s["tiles"] * (1 + p.label_smoothing) if p.stats else 0
+    sums = rows * s["tiles"] * (1 + p.label_smoothing + p.return_stats) if p.stats else 0
     written = rows * (row_bytes + 3 * 4 * p.stats + 16 * (p.grads == "coefs"))  # with stats: loss, lse, row_sum
     return Work(4 * sums + rows * row_bytes, written, sums + rows * p.h)
 
@@ -147,7 +148,7 @@ def _lce_exp(p: lce_cublas.LceExpProblem, s: Sizes) -> Work:
     written = rows * n * _bytes(p.out_dtype)
     if p.kind == "softmax":
         written += (
-            rows * 2 * _ceil_div(n, lce_cublas.TILE_N) * 4 * (1 + p.smoothing)
+            rows * 2 * _ceil_div(n, lce_cublas.TILE_N) * 4 * (1 + p.smoothing + p.return_stats)
         )  # sums and shifts of each row and tile
     return Work(rows * n * 4, written, 3 * rows * n)
 

@@ -21,7 +21,7 @@ from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy.autograd import kernels_on
 
 I16, I32, I64, BF16, FP32 = torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32
-HUGE, HEADROOM, SMALLEST_RATIO = 2e38, 60.0, 2.0**-20
+HUGE, HEADROOM, SMALLEST_RATIO, LEAST_LOG2, LOG2_E = 2e38, 60.0, 2.0**-20, -256.0, math.log2(math.e)
 CPU = torch.device("cpu")
 SMALL = dataclasses.replace(H200, sm_count=4)  # little scratch for GEMMs
 
@@ -103,6 +103,17 @@ def decode(code):
     return torch.where(code >= 0, code, code ^ 0x7FFFFFFF).view(FP32)
 
 
+def encode_argmax(a, first):
+    """Of each row of logits, the columns of which are classes `first` and up; NaN is no maximum."""
+    a = torch.where(a.isnan(), -torch.inf, a) + 0.0  # -0.0 + 0.0 is 0.0
+    return (encode(a.amax(1)).long() << 32) | (0x7FFFFFFF - first - a.argmax(1))
+
+
+def sum_elog(e, log):
+    """The sum of e * log2(e) of each row, log = ln(e)."""
+    return (e * (log * LOG2_E).clamp(min=LEAST_LOG2)).sum(1)
+
+
 def cut_off(x):
     """What to add to the bits of x, rounded to bf16, to get those of x or one less, in 16 bits."""
     off = x.view(I32) - (x.bfloat16().view(I16).int() << 16)
@@ -181,9 +192,12 @@ def gather(p):
         memory(a.flags, I32, (1 + -(-a.rows // ROW_TILE),)).zero_()
         if a.dx is not None:
             memory(a.dx, dtype_of(p.dx_dtype), (m, p.h))[r[live:]] = 0
-        for out in (a.loss, a.lse):
+        for out in (a.loss, a.lse, a.log_prob, a.entropy):
             if out is not None:
                 memory(out, FP32, (m,))[r[live:]] = 0
+        if p.return_stats:
+            memory(a.predicted, I32, (m,))[r[live:]] = -1
+            memory(a.argmax_bits, I64, (a.rows,)).fill_(-(2**63))
 
     return kernel
 
@@ -196,6 +210,7 @@ def rows(p):
         r = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live].long()
         m = int(r.max()) + 1 if live else 0
         lse, loss, grad_lse = (memory(t, FP32, (m,)) for t in (a.lse, a.loss, a.grad_lse))
+        entropy = memory(a.entropy, FP32, (m,))
         row_sum, target_logit, row_scale = (
             memory(t, FP32, (a.rows,)) for t in (a.row_sum, a.target_logit, a.row_scale)
         )
@@ -218,6 +233,12 @@ def rows(p):
                 sums = memory(a.part_wsum, FP32, (a.rows, a.tiles))[:live].sum(1)
                 row_loss = row_loss + spread * (total * row_lse - logit_scale * sums)
             loss[r], lse[r] = inv_divisor * (row_loss + a.z_loss * row_lse.square()), row_lse
+            if p.return_stats:
+                memory(a.log_prob, FP32, (m,))[r] = (-nll).masked_fill(t < 0, float("nan"))
+                mean = memory(a.part_elog, FP32, (a.rows, a.tiles))[:live].sum(1) / row_sum[:live]
+                entropy[r] = (log_total - mean / LOG2_E).clamp(min=0.0)
+                classes = 0x7FFFFFFF - (memory(a.argmax_bits, I64, (a.rows,))[:live] & 0x7FFFFFFF)
+                memory(a.predicted, I32, (m,))[r] = classes.int().masked_fill(row_lse.isnan(), -1)
         if p.grads == "none":
             return
         row_lse, g = lse[r], inv_divisor * logit_scale
@@ -229,7 +250,15 @@ def rows(p):
         coef_softmax = g * (weight + (spread * total if p.label_smoothing else 0) + 2 * a.z_loss * row_lse)
         if grad_lse is not None:
             coef_softmax = coef_softmax + logit_scale * grad_lse[r]
+        if p.grad_log_prob:
+            grad_log_prob = logit_scale * memory(a.grad_log_prob, FP32, (m,))[r]
+            coef_softmax, coef_target = coef_softmax - grad_log_prob, coef_target - grad_log_prob
         if p.grads == "coefs":
+            if p.grad_entropy:
+                grad_entropy = logit_scale * memory(a.grad_entropy, FP32, (m,))[r]
+                coef_softmax = coef_softmax + grad_entropy * (row_sum[:live].log() - entropy[r])
+                coef_entropy = memory(a.coef_entropy, FP32, (a.rows,))
+                coef_entropy[:live], coef_entropy[live:padded] = -grad_entropy / LOG2_E / row_sum[:live], 0
             coefs = memory(a.coefs, FP32, (a.rows, 4))
             each = row_max, coef_softmax / row_sum[:live], coef_target, (g * spread).expand(live)
             coefs[:live], coefs[live:padded] = torch.stack(each, 1), torch.tensor([HUGE, 0.0, 0.0, 0.0])
@@ -419,6 +448,12 @@ def softmax_epilogue(p, acc, a, D, live, start, m, n):
             if a.class_weight is not None:
                 part = weighted(part, memory(a.class_weight, FP32, (n,))[columns])
             part_wsum[i, tile] = part.sum(1)
+        if p.return_stats:
+            logs = logit_scale * (z[:, columns] - shift[:, None])
+            memory(a.part_elog, FP32, (m, a.tiles))[i, tile] = sum_elog(grown[:, columns], logs)
+    if a.argmax_bits is not None:
+        argmax_bits = memory(a.argmax_bits, I64, (m,))
+        argmax_bits[i] = torch.maximum(argmax_bits[i], encode_argmax(z, 0))
     mine = slot_target[i] >= 0
     target_logit[i[mine]] = z[mine].gather(1, slot_target[i][mine][:, None])[:, 0]
     if not p.recompute_flagged:
@@ -432,7 +467,11 @@ def softmax_epilogue(p, acc, a, D, live, start, m, n):
 def dlogits_epilogue(p, acc, a, D, live, start, m, n):
     z, d = with_bias(p, acc, a.bias, a.softcap, n)
     row_shift, coef_softmax, coef_target, coef_smooth = memory(a.coefs, FP32, (m, 4))[: len(z)].T[:, :, None]
-    value = coef_softmax * torch.exp(logit_scale_of(a) * (z - row_shift))
+    logs = logit_scale_of(a) * (z - row_shift)
+    if p.entropy:
+        log2 = (logs * LOG2_E).clamp(min=LEAST_LOG2)
+        coef_softmax = coef_softmax + memory(a.coef_entropy, FP32, (m,))[: len(z), None] * log2
+    value = coef_softmax * torch.exp(logs)
     if p.smoothing:
         weight = 1.0 if a.class_weight is None else memory(a.class_weight, FP32, (a.v0 + n,))[a.v0 :]
         value = value - coef_smooth * weight
@@ -496,15 +535,26 @@ def exp(p):
                 if part_wsum is not None:
                     part_wsum[:live, tile] = weighted(part, weight[c : c + TILE_N]).sum(1)
                     part_wsum[:live, a.tiles + tile] = 0
+                if p.return_stats:
+                    part_elog = memory(a.part_elog, FP32, (rows, 2 * a.tiles))[:live]
+                    part_elog[:, tile] = sum_elog(out[:live, c : c + TILE_N], logit_scale * (part - shift[:, None]))
+                    part_elog[:, a.tiles + tile] = 0
                 i = above.nonzero()[:, 0]
                 row_max_bits[i] = torch.maximum(row_max_bits[i], encode(highest[i]))
                 flags[1 + i // ROW_TILE] = 1
                 flags[0] |= int(len(i) > 0)
             i = ((target >= 0) & (target < n)).nonzero()[:, 0]
             target_logit[i] = z[i, target[i, 0]]
+            if p.return_stats:
+                argmax_bits = memory(a.argmax_bits, I64, (rows,))[:live]
+                argmax_bits.copy_(torch.maximum(argmax_bits, encode_argmax(z, a.v0)))
         else:
             row_shift, coef, coef_target, coef_smooth = memory(a.coefs, FP32, (rows, 4))[:live].T[:, :, None]
-            value = coef * torch.exp(logit_scale * (z - row_shift))
+            logs = logit_scale * (z - row_shift)
+            if p.entropy:
+                log2 = (logs * LOG2_E).clamp(min=LEAST_LOG2)
+                coef = coef + memory(a.coef_entropy, FP32, (rows,))[:live, None] * log2
+            value = coef * torch.exp(logs)
             if p.smoothing:
                 value = value - coef_smooth * weight
             out[:live] = value - torch.where(target == torch.arange(n), coef_target, 0.0)
@@ -523,8 +573,12 @@ def rescale(p):
         shifts = sums[:, a.tiles :][:, there]
         flagged = memory(a.flags, I32, (1 + -(-a.rows // ROW_TILE),))[1 + torch.arange(live) // ROW_TILE] != 0
         row_max = decode(memory(a.row_max_bits, I32, (a.rows,))[:live, None])
-        rescaled = torch.exp(logit_scale_of(a) * (shifts - row_max))
-        factor = torch.where(flagged[:, None] & (shifts != row_max), rescaled, 1.0)
+        logs = logit_scale_of(a) * (shifts - row_max)
+        factor = torch.where(flagged[:, None] & (shifts != row_max), torch.exp(logs), 1.0)
+        if p.return_stats:
+            elog = memory(a.part_elog, FP32, (a.rows, 2 * a.tiles))[:live, there]
+            moved = (logs * LOG2_E).clamp(min=LEAST_LOG2)
+            elog.copy_(torch.where(factor == 1, elog, (elog + sums[:, there] * moved) * factor))
         shifts.zero_()
         sums[:, there] *= factor
         if p.stored:

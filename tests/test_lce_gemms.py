@@ -69,6 +69,11 @@ def problems():
                         yield GemmProblem(
                             "softmax", "bfloat16", "bfloat16", **options, recompute_flagged=recompute, d_in_two=split
                         )
+                stats = dict(recompute_flagged=recompute, return_stats=True)
+                yield GemmProblem("softmax", "bfloat16", None, **options, **stats)
+                if not smoothing:
+                    yield GemmProblem("softmax", "bfloat16", "bfloat16", **options, **stats)
+            yield GemmProblem("dlogits", "bfloat16", "bfloat16", **options, entropy=True)
     yield GemmProblem("softmax", "float16", None, bias_dtype="float16")
     yield GemmProblem("dlogits", "float16", "float16", bias_dtype="float16")
 
@@ -140,14 +145,14 @@ class Case:
 
 
 def _softmax(x, w, bias, class_weight, shift, target, num_live, start, softcap, e, e2, split, sums, wsums, *of_rows):
-    target_logit, row_max_bits, flags = of_rows
-    vectors = bias, class_weight, shift, target, row_max_bits, flags, sums, target_logit, wsums
+    target_logit, row_max_bits, flags, elogs, argmax_bits = of_rows
+    vectors = bias, class_weight, shift, target, row_max_bits, flags, sums, target_logit, wsums, elogs, argmax_bits
     epilogue = SoftmaxArgs(*map(address, vectors), softcap, sums.shape[1])
     return x, w, ExpLogits(e, split, e2), epilogue, dtype_of(bias), state_of(num_live), start
 
 
-def _dlogits(x, w, bias, coefs, target, num_live, start, class_weight, softcap, smoothing, v0, out):
-    epilogue = DlogitsArgs(*map(address, (bias, class_weight, coefs, target)), softcap, v0)
+def _dlogits(x, w, bias, coefs, target, num_live, start, class_weight, softcap, smoothing, v0, out, entropy=None):
+    epilogue = DlogitsArgs(*map(address, (bias, class_weight, coefs, target, entropy)), softcap, v0)
     return x, w, out, epilogue, dtype_of(bias), smoothing, state_of(num_live), start
 
 
@@ -216,6 +221,8 @@ SOFTMAX = {
     "statistics": dict(stored=False),
     "smoothing": dict(stored=False, wsum=True, bias=FP32),
     "weighted": dict(stored=False, wsum=True, weighted=True),
+    "stats": dict(stats=True),
+    "weighted stats": dict(stored=False, wsum=True, weighted=True, bias=FP32, softcap=2.0, stats=True),
 }
 
 
@@ -223,23 +230,24 @@ def padded_nan(rows, columns, dtype=BF16):
     return torch.full((rows, -(-columns // 64) * 64), NAN, dtype=dtype)[:, :columns]
 
 
-def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weighted=False, v_split=0, k=None):
+def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weighted=False, stats=False, v_split=0, k=None):
     tiles = k.num_tiles(c.v) if k else -(-c.v // SOFTMAX_TILE_N)
     e = e2 = None
     if stored:
         e = padded_nan(c.rows, v_split or c.v)
         e2 = padded_nan(c.rows, c.v - v_split) if v_split else None
-    part_sum, part_wsum = (torch.full((c.rows, tiles), NAN) for _ in range(2))
+    part_sum, part_wsum, part_elog = (torch.full((c.rows, tiles), NAN) for _ in range(3))
     row_shift = c.row_shift if softcap is None else softcap * torch.tanh(c.row_shift / softcap)
     row_shift[c.live :] = 2e38
     return (
         c.x, c.w, None if bias is None else c.bias.to(bias), c.weight if weighted else None, row_shift, c.slot_target,
         c.num_live, c.start, softcap or 0.0, e, e2, v_split, part_sum, part_wsum if wsum else None,
         torch.full((c.rows,), NAN), encode(row_shift), torch.zeros(1 + -(-c.rows // 128), dtype=torch.int32),
+        part_elog if stats else None, torch.full((c.rows,), -(2**63)) if stats else None,
     )  # fmt: skip
 
 
-E, E2, SUM, WSUM, ZT, TOP, FLAGS = 9, 10, 12, 13, 14, 15, 16  # of these arguments
+E, E2, SUM, WSUM, ZT, TOP, FLAGS, ELOG, ARGMAX = 9, 10, 12, 13, 14, 15, 16, 17, 18  # of these arguments
 
 
 def softmax(c, k=None, **given):
@@ -254,11 +262,12 @@ def test_softmax(shape, options, path):
     c = Case(**shape)
     got, truth = (softmax(c, k, **SOFTMAX[options]) for k in (path.kernels, lce_kernels()))
     live = slice(c.live)
-    for at, eps in (SUM, 2e-5), (WSUM, 2e-4):
+    for at, eps in (SUM, 2e-5), (WSUM, 2e-4), (ELOG, 2e-4):
         assert got[at] is None or close(got[at][live].sum(1), truth[at][live].sum(1), eps)
     assert close(got[ZT][live], truth[ZT][live], 2e-5)
     assert got[E] is None or close(got[E][live], truth[E][live], 0.004)
     assert same_bits(got[TOP][live], truth[TOP][live])
+    assert got[ARGMAX] is None or same_bits(got[ARGMAX][live] & 0x7FFFFFFF, truth[ARGMAX][live] & 0x7FFFFFFF)
     assert got[FLAGS].sum() == 0
     if got[E] is not None and path.is_cublas:
         assert (got[E][c.live :] == 0).all()
@@ -309,7 +318,7 @@ def test_rows_far_above_their_reference_are_done_again_and_others_keep_their_bit
 
 @on_launchers
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", ["plain", "fp16", "softcap", "bias", "smoothing", "weighted"])
+@pytest.mark.parametrize("options", ["plain", "fp16", "softcap", "bias", "smoothing", "weighted", "entropy"])
 def test_dlogits(shape, options, path):
     c = Case(**shape, dtype=FP16 if options == "fp16" else BF16)
     coefs = torch.rand(c.rows, 4, generator=torch.Generator().manual_seed(7))
@@ -319,8 +328,9 @@ def test_dlogits(shape, options, path):
     bias = c.bias.to(BF16) if options == "bias" else None
     weight = c.weight if options == "weighted" else None
     smoothing, out = options in ("smoothing", "weighted"), padded_nan(c.rows, c.v, c.dtype)
-    args = c.x, c.w, bias, coefs, c.slot_target, c.num_live, c.start, weight, softcap, smoothing, 0, out
-    got, truth = (args[-1] for args in both("dlogits", *args, k=path.kernels))
+    entropy = -coefs[:, 1] if options == "entropy" else None
+    args = c.x, c.w, bias, coefs, c.slot_target, c.num_live, c.start, weight, softcap, smoothing, 0, out, entropy
+    got, truth = (args[-2] for args in both("dlogits", *args, k=path.kernels))
     assert close(got[: c.live], truth[: c.live], 0.005)
     padded = c.rows if path.is_cublas else min(c.rows, -(-c.live // 64) * 64)
     assert (got[c.live : padded] == 0).all()

@@ -56,6 +56,7 @@ def problems():
         yield "lce_gather", everything, lce_gather_config(everything), 4
     yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", "bfloat16", "bfloat16", True), LceRowsConfig(), 4
     yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", rows_out=False), LceRowsConfig(), 4
+    yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", return_stats=True), LceRowsConfig(), 4
     for stats, grads, smoothing in itertools.product((True, False), ("none", "coefs"), (True, False)):
         if stats or grads != "none":
             for weight, loss in (None, "one"), ("float32", "scalar"), ("bfloat16", "rows"):
@@ -63,11 +64,14 @@ def problems():
                 if grads != "none":
                     options |= dict(grad_loss=loss, grad_lse=loss != "one", logit_scale=loss != "one")
                 yield "lce_rows", LceRowsProblem(stats, grads, **options), LceRowsConfig(), 4
+                options |= dict(grad_log_prob=grads != "none", grad_entropy=grads != "none")
+                yield "lce_rows", LceRowsProblem(stats, grads, **options, return_stats=stats), LceRowsConfig(), 4
     for stats, h in itertools.product((True, False), (0, 8, 1000, 4096, 16_384)):
         of_x = dict(h=h, dtype="bfloat16" if h else None)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x), LceRowsConfig(), 4
         options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True)
         options |= dict(exp_logits_split=True, first_slot_of_class=stats, logit_scale=True)
+        options |= dict(return_stats=stats, grad_log_prob=True)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
     for how in itertools.product((False, True), repeat=3):
         yield "lce_sort", LceSortProblem(*how), LceSortConfig(), 2
@@ -89,14 +93,17 @@ def problems():
     for out in ("bfloat16", None):
         yield "lce_exp", LceExpProblem("softmax", out), LceWarpsConfig(), 4
         yield "lce_exp", LceExpProblem("softmax", out, **everything), LceWarpsConfig(), 4
+        yield "lce_exp", LceExpProblem("softmax", out, **everything, return_stats=True), LceWarpsConfig(), 4
     yield "lce_exp", LceExpProblem("softmax", "bfloat16", "bfloat16"), LceWarpsConfig(), 4
     yield "lce_exp", LceExpProblem("softmax", "bfloat16", "float32", softcap=True), LceWarpsConfig(), 4
     yield "lce_exp", LceExpProblem("dlogits", "bfloat16"), LceWarpsConfig(), 4
     yield "lce_exp", LceExpProblem("dlogits", "bfloat16", **everything), LceWarpsConfig(), 4
+    yield "lce_exp", LceExpProblem("dlogits", "bfloat16", **everything, entropy=True), LceWarpsConfig(), 4
     yield "lce_exp", LceExpProblem("softmax", None, "float16"), LceWarpsConfig(), 4
     yield "lce_exp", LceExpProblem("dlogits", "float16", "float16", smoothing=True), LceWarpsConfig(), 4
     for stored in (True, False):
         yield "lce_rescale", LceRescaleProblem(stored, logit_scale=stored), LceWarpsConfig(), 4
+        yield "lce_rescale", LceRescaleProblem(stored, logit_scale=stored, return_stats=True), LceWarpsConfig(), 4
     for h, dtype in (8, "bfloat16"), (1000, "float16"), (4096, "bfloat16"):
         yield "lce_clear", LceClearProblem(h, dtype), LceWarpsConfig(), 4
         yield "lce_scatter", LceScatterProblem(h, dtype, row_scale=True), LceRowsConfig(), 4
@@ -243,7 +250,8 @@ def gather(lce, x, w, target, order, num_live, start, rows, bias=None, softcap=N
     of_call = x.stride(0), softcap or 0.0, start, rows, w.shape[0]
     aligned = (x.data_ptr() | x.stride(0) * 2) % 16 == 0
     problem = h, x.dtype, target.dtype, dtype_of(bias), dx_dtype, of_call[1] > 0, rows_out, aligned
-    launch(lce, GatherArgs(x, w, bias, target, order, num_live, *out.values(), *of_call), "lce_gather", *problem)
+    args = GatherArgs(x, w, bias, target, order, num_live, *out.values(), *[None] * 4, *of_call)
+    launch(lce, args, "lce_gather", *problem)
     return out
 
 
@@ -341,7 +349,7 @@ def test_gather_waits_for_compact(lce):
         row_max_bits, flags = poisoned(m, dtype=torch.int32), poisoned(1 + m // 128, dtype=torch.int32)
         torch.cuda._sleep(5_000_000)  # both are queued before either runs
         state = state_of(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
-        out = live_x, slot_target, row_shift, row_max_bits, flags, None, None, None
+        out = live_x, slot_target, row_shift, row_max_bits, flags, *[None] * 7
         lce.compact(target, None, None, -100, v, False, state)
         args = GatherArgs(x, w, None, target, order, num_live, *out, x.stride(0), 0.0, 0, m, v)
         launch(lce, args, "lce_gather", 8, BF16, target.dtype, None, None, False, False, True)

@@ -464,7 +464,8 @@ def test_opcheck(needs, schedule, path):
         if schedule == "chunked" and reduction == "none":
             continue  # the rule makes it `recompute`
         dx_in_forward = (schedule, reduction) == ("recompute", "mean")
-        options = IGNORED, 0.0, 3.0, 1e-3, reduction, BF16, schedule, 128, dx_in_forward, dx_in_forward, None, needs
+        options = IGNORED, 0.0, 3.0, 1e-3, reduction, reduction == "none", BF16
+        options = *options, schedule, 128, dx_in_forward, dx_in_forward, None, needs
         scale, items = torch.tensor(0.7, **path.here), torch.tensor(9.0, **path.here)
         args = x, w, kw["linear_bias"], target, kw["weight"], scale, items, None, *options
         # in the order of the fields: compile's own tests of gradients want more digits than bf16 has

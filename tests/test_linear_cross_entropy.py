@@ -610,18 +610,19 @@ def test_activation_checkpointing(path):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("needs", [[True, True, True], [False, True, False]])
 def test_opcheck(needs, schedule, device):
-    for reduction in REDUCTIONS:
+    for reduction, return_stats in zip(REDUCTIONS, (False, True, True), strict=True):
         x, w, target, kw = make(dtype=FP32, device=device, bias=True, class_weight=True)
         for t, need in zip(parameters(x, w, kw), needs, strict=True):
             t.requires_grad_(need)
         scale = torch.tensor(0.7, device=device)
         args = x, w, kw["linear_bias"], target, kw["weight"], scale, None, None, IGNORED, 0.1, 3.0, 1e-3, reduction
-        args = *args, FP32, schedule, 5, False, False, "", needs
+        args = *args, return_stats, FP32, schedule, 5, False, False, "", needs
         torch.library.opcheck(_fwd_op, args)
         with torch.no_grad():
-            loss, lse, *kept = _fwd_op(*args)[:5]
+            loss, lse, log_prob, entropy, _, *kept = _fwd_op(*args)[:8]
+            grads = [None if t is None else torch.rand_like(t) for t in (loss, lse, log_prob, entropy)]
             args = [t.detach() if torch.is_tensor(t) else t for t in args]
-            torch.library.opcheck(_bwd_op, (torch.rand_like(loss), torch.rand_like(lse), *kept, *args))
+            torch.library.opcheck(_bwd_op, (*grads, *kept, *args))
 
 
 @on_portable_and_kernels

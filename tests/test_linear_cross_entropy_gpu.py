@@ -17,6 +17,7 @@ from quackish.configs.lce_rows import MOST_ROWS_COUNTED
 from quackish.configs.linear_cross_entropy import first_classes
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
 from quackish.ops.linear_cross_entropy.launches import RowState
+from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import same_bits
 
@@ -77,6 +78,29 @@ def test_20_runs_of_a_weight_gradient_that_forward_begins(dtype, narrow):
     with torch.autocast("cuda", dtype=BF16, enabled=dtype != BF16):
         assert_forward_begins_dw(x, w, target)
         assert_20_runs_are_equal(x, w, target, grad=0.37, schedule="recompute")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_20_runs_of_statistics_and_their_gradients(schedule, poisoned):
+    x, w, target = make(1100, 512, 20_000, scale=4.0)
+    x.data[3::100] *= 16  # logits far above their target's
+
+    def run(x, w, function=linear_cross_entropy, **how):
+        loss, stats = function(x, w, target, return_stats=True, **how)
+        return loss + (stats.log_prob - 2 * stats.entropy).mean(), stats
+
+    how = dict(schedule=schedule, chunk_size=512, backend="cute")
+    total, stats = run(x, w, **how)
+    leaves = [t.detach().double().requires_grad_() for t in (x, w)]
+    true_total, true_stats = run(*leaves, linear_cross_entropy_forward)
+    for one, true in zip([total, *stats[:3]], [true_total, *true_stats[:3]], strict=True):
+        assert norm_error(one, true) <= 1e-5
+    for one, true in zip(torch.autograd.grad(total, [x, w]), torch.autograd.grad(true_total, leaves), strict=True):
+        assert norm_error(one, true) <= 4 * 2**-9
+    live, logits = target != IGNORED, leaves[0] @ leaves[1].T
+    assert (stats.predicted[~live] == -1).all()
+    assert (logits[live].gather(1, stats.predicted[live, None])[:, 0] >= logits[live].amax(1) - 1e-3).all()
+    assert_deterministic(lambda x, w: run(x, w, **how), x, w)
 
 
 def assert_20_runs_are_equal(x, w, target, grad=1.0, **kw):
@@ -237,7 +261,7 @@ def test_rows_wait_for_tiles_that_are_done_again():
 def states(monkeypatch):
     """The row states of all calls from here on."""
     made, new = [], RowState.new
-    monkeypatch.setattr(RowState, "new", lambda like: made.append(new(like)) or made[-1])
+    monkeypatch.setattr(RowState, "new", lambda *how: made.append(new(*how)) or made[-1])
     return made
 
 

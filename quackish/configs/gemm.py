@@ -6,6 +6,7 @@ import functools
 from quackish.configs.lce_args import (
     F32,
     I32,
+    I64,
     DlogitsArgs,
     GemmArgs,
     Ptr,
@@ -50,6 +51,8 @@ class GemmProblem:
     softcap: bool = False  # softmax, dlogits
     smoothing: bool = False  # softmax: row sums of class weight * logit too; dlogits: the smoothed target
     weighted: bool = False  # class weights; with smoothing
+    return_stats: bool = False  # softmax: sums of e * log2(e) and the argmax too
+    entropy: bool = False  # dlogits: the entropy has a gradient
     recompute_flagged: bool = False  # softmax: only tiles that a first launch flagged, shifted by their rows' maxima
     accumulate: bool = False  # store: D is added to the output
     scaled: bool = False  # store: D is multiplied by a number in device memory
@@ -75,9 +78,12 @@ class GemmProblem:
             return SoftmaxArgs(
                 bias=bias, class_weight=class_weight, row_shift=None if self.recompute_flagged else F32,
                 part_wsum=F32 if self.smoothing else None, logit_scale=logit_scale,
+                part_elog=F32 if self.return_stats else None,
+                argmax_bits=I64 if self.return_stats and not self.recompute_flagged else None,
             )  # fmt: skip
         if self.epilogue == "dlogits":
-            return DlogitsArgs(bias=bias, class_weight=class_weight, logit_scale=logit_scale)
+            coef_entropy = F32 if self.entropy else None
+            return DlogitsArgs(bias=bias, class_weight=class_weight, coef_entropy=coef_entropy, logit_scale=logit_scale)
         if self.epilogue == "rows":
             return RowsOutArgs()
         if self.rounding_residual:
@@ -188,8 +194,12 @@ def splits_dw_tail(m: int, n: int, sm_count: int) -> bool:
 
 
 def _has_registers(problem: GemmProblem) -> bool:
-    """Whether the epilogue fits beside the accumulator of a ping-pong warp group; else 8 to 256 bytes spill."""
+    """Whether the epilogue fits beside the accumulator of a ping-pong warp group; else 8 to 264 bytes spill."""
     if problem.smoothing and problem.out_dtype:
+        return False
+    if problem.return_stats and problem.bias_dtype and (problem.out_dtype or problem.weighted):
+        return False
+    if problem.entropy and (problem.softcap or problem.bias_dtype):
         return False
     return not ((problem.softcap or problem.logit_scale) and problem.bias_dtype and problem.out_dtype)
 

@@ -20,7 +20,7 @@ class Ptr:
     aligned: bool = False
 
 
-I32, F32, BF16 = Ptr("int32"), Ptr("float32"), Ptr("bfloat16")
+I32, I64, F32, BF16 = Ptr("int32"), Ptr("int64"), Ptr("float32"), Ptr("bfloat16")
 ALIGNED_F32, ALIGNED_I16 = Ptr("float32", aligned=True), Ptr("int16", aligned=True)
 
 
@@ -57,6 +57,10 @@ class GatherArgs(NamedTuple):
     dx: Any = None  # (m, h), ignored rows are zeroed; absent without dx_dtype
     loss: Any = None  # (m,) fp32, ignored rows are zeroed; with rows_out
     lse: Any = None  # (m,) fp32, ignored rows are zeroed; with rows_out
+    log_prob: Any = None  # (m,) fp32, ignored rows are zeroed; as what follows up to argmax_bits, with return_stats
+    entropy: Any = None  # (m,) fp32, ignored rows are zeroed
+    predicted: Any = None  # (m,) int32, -1 in ignored rows
+    argmax_bits: Any = None  # (rows,) int64, written: less than any argmax's
     x_stride: Any = "int64"
     softcap: Any = "float32"
     start: Any = "int32"
@@ -70,6 +74,8 @@ class RowsArgs(NamedTuple):
     num_live: Any = I32  # (1,)
     part_sum: Any = None  # (rows, tiles) fp32: sums of exponentials; with stats
     part_wsum: Any = None  # (rows, tiles) fp32: sums of class weight * logit; with stats and label smoothing
+    part_elog: Any = None  # (rows, tiles) fp32: sums of e * log2(e); with stats and return_stats, as argmax_bits
+    argmax_bits: Any = None  # (rows,) int64
     target_logit: Any = None  # (rows,) fp32; with stats or "scale"
     row_max_bits: Any = I32  # (rows,)
     class_weight: Any = None  # (v,) fp32, bf16 or fp16; absent without class weights
@@ -77,15 +83,21 @@ class RowsArgs(NamedTuple):
     loss: Any = None  # (m,) fp32, written; with stats
     lse: Any = F32  # (m,), written with stats, else read
     row_sum: Any = F32  # (rows,), as lse
+    log_prob: Any = None  # (m,) fp32, written; with stats and return_stats
+    entropy: Any = None  # (m,) fp32, written with stats and return_stats; read with grad_entropy
+    predicted: Any = None  # (m,) int32, written; with stats and return_stats
     grad_loss: Any = None  # fp32, 0-dim or (m,); with gradients, unless it is one
     inv_divisor: Any = F32  # (1,)
     grad_lse: Any = None  # (m,) fp32; with gradients, if lse has one
+    grad_log_prob: Any = None  # (m,) fp32; with gradients, if log_prob has one
+    grad_entropy: Any = None  # (m,) fp32; with "coefs", if the entropy has one
     exp_logits: Any = None  # (rows, v_split or v) bf16, target entries are overwritten; with "scale"
     exp_logits2: Any = None  # (rows, v - v_split) bf16; with exp_logits_split
     live_x: Any = None  # (rows, h) bf16 or fp16; with "scale" and h
     scaled_x: Any = None  # as live_x, and may be live_x, written: row_scale * live_x
     row_scale: Any = None  # (rows,) fp32, written; with "scale"
     coefs: Any = None  # (rows, 4) fp32, written; with "coefs"
+    coef_entropy: Any = None  # (rows,) fp32, written; with grad_entropy
     first_slot_of_class: Any = None  # (v,) int32, set to NO_SLOT; absent unless the problem says so
     softcap: Any = "float32"
     z_loss: Any = "float32"
@@ -201,6 +213,8 @@ class SoftmaxArgs(NamedTuple):
     part_sum: Any = F32  # (m, tiles), written
     target_logit: Any = F32  # (m,), written
     part_wsum: Any = None  # (m, tiles) fp32, written; with label smoothing
+    part_elog: Any = None  # (m, tiles) fp32, written; with return_stats
+    argmax_bits: Any = None  # (m,) int64, raised; with return_stats, absent with recompute_flagged
     softcap: Any = "float32"
     tiles: Any = "int32"
     logit_scale: Any = None  # 0-dim fp32
@@ -211,6 +225,7 @@ class DlogitsArgs(NamedTuple):
     class_weight: Any = None  # (v0 + n,) fp32; with class weights and label smoothing
     coefs: Any = ALIGNED_F32  # (m, 4)
     slot_target: Any = I32  # (m,)
+    coef_entropy: Any = None  # (m,) fp32; if the entropy has a gradient
     softcap: Any = "float32"
     v0: Any = "int32"  # the class of the first column
     logit_scale: Any = None  # 0-dim fp32
@@ -248,10 +263,13 @@ class ExpArgs(NamedTuple):
     flags: Any = None  # (1 + ceil(rows / 128),) int32, set
     part_sum: Any = None  # (rows, 2 * tiles) fp32, written: sums, shifts
     part_wsum: Any = None  # (rows, 2 * tiles) fp32, written: sums, zeros; with label smoothing
+    part_elog: Any = None  # (rows, 2 * tiles) fp32, written: sums, zeros; with return_stats
+    argmax_bits: Any = None  # (rows,) int64, raised; with return_stats
     target_logit: Any = None  # (rows,) fp32, written
     tile0: Any = "int32"  # the tile of the first column
     tiles: Any = "int32"
     coefs: Any = None  # (rows, 4) fp32; with "dlogits"
+    coef_entropy: Any = None  # (rows,) fp32; with "dlogits", if the entropy has a gradient
     z_stride: Any = "int64"
     out_stride: Any = "int64"
     softcap: Any = "float32"
@@ -265,6 +283,7 @@ class ExpArgs(NamedTuple):
 class RescaleArgs(NamedTuple):
     exp_logits: Any = None  # (rows, n) bf16, rescaled; absent unless stored
     part_sum: Any = F32  # (rows, 2 * tiles), rescaled: sums, shifts
+    part_elog: Any = None  # (rows, 2 * tiles) fp32, rescaled; with return_stats
     row_max_bits: Any = I32  # (rows,)
     flags: Any = I32  # (1 + ceil(rows / 128),)
     num_live: Any = I32  # (1,)

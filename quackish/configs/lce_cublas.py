@@ -5,7 +5,7 @@ None of it has been measured, nor run on a Blackwell GPU, which it is for.
 
 import dataclasses
 
-from quackish.configs.lce_args import ALIGNED_F32, F32, I32, ClearArgs, ExpArgs, Ptr, RescaleArgs, optional
+from quackish.configs.lce_args import ALIGNED_F32, F32, I32, I64, ClearArgs, ExpArgs, Ptr, RescaleArgs, optional
 
 TILE_N = 256  # classes per partial sum of the softmax
 # fp32 products of a GEMM that a kernel has yet to read: logits, or rows of the input gradient.
@@ -23,16 +23,19 @@ class LceExpProblem:
     smoothing: bool = False
     weighted: bool = False  # class weights, with smoothing
     logit_scale: bool = False
+    return_stats: bool = False  # softmax: sums of e * log2(e) and the argmax too
+    entropy: bool = False  # dlogits: the entropy has a gradient
 
     @property
     def args(self) -> ExpArgs:
-        softmax = self.kind == "softmax"
+        softmax, stats = self.kind == "softmax", F32 if self.return_stats else None
         ints, floats = (I32, F32) if softmax else (None, None)
         return ExpArgs(
             out=optional(self.out_dtype, aligned=True), bias=optional(self.bias_dtype),
             class_weight=F32 if self.weighted else None, row_shift=floats, row_max_bits=ints, flags=ints,
-            part_sum=floats, part_wsum=floats if self.smoothing else None, target_logit=floats,
-            coefs=None if softmax else ALIGNED_F32, logit_scale=F32 if self.logit_scale else None,
+            part_sum=floats, part_wsum=floats if self.smoothing else None, part_elog=stats,
+            argmax_bits=stats and I64, target_logit=floats, coefs=None if softmax else ALIGNED_F32,
+            coef_entropy=F32 if self.entropy else None, logit_scale=F32 if self.logit_scale else None,
         )  # fmt: skip
 
 
@@ -40,11 +43,13 @@ class LceExpProblem:
 class LceRescaleProblem:
     stored: bool  # whether exp_logits is kept
     logit_scale: bool = False
+    return_stats: bool = False  # sums of e * log2(e) too
 
     @property
     def args(self) -> RescaleArgs:
         return RescaleArgs(
             exp_logits=Ptr("bfloat16", aligned=True) if self.stored else None,
+            part_elog=F32 if self.return_stats else None,
             logit_scale=F32 if self.logit_scale else None,
         )
 

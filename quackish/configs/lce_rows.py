@@ -11,6 +11,7 @@ from quackish.configs.lce_args import (
     BF16,
     F32,
     I32,
+    I64,
     BiasArgs,
     CompactArgs,
     GatherArgs,
@@ -54,14 +55,16 @@ class LceGatherProblem:
     softcap: bool = False
     rows_out: bool = True  # loss and lse of ignored rows are written
     x_aligned: bool = True  # every row of x starts on 16 bytes
+    return_stats: bool = False
 
     @property
     def args(self) -> GatherArgs:
-        rows_out = F32 if self.rows_out else None
+        rows_out, stats = F32 if self.rows_out else None, F32 if self.return_stats else None
         return GatherArgs(
             x=Ptr(self.dtype, self.x_aligned), w=Ptr(self.dtype, aligned=True), bias=optional(self.bias_dtype),
             target=Ptr(self.target_dtype), live_x=Ptr(self.dtype, aligned=True),
-            dx=optional(self.dx_dtype, aligned=True), loss=rows_out, lse=rows_out,
+            dx=optional(self.dx_dtype, aligned=True), loss=rows_out, lse=rows_out, log_prob=stats, entropy=stats,
+            predicted=stats and I32, argmax_bits=stats and I64,
         )  # fmt: skip
 
 
@@ -79,17 +82,26 @@ class LceRowsProblem:
     exp_logits_split: bool = False  # exp_logits is in two buffers
     first_slot_of_class: bool = False  # set to NO_SLOT, for `sort`
     logit_scale: bool = False
+    return_stats: bool = False  # with stats also log_prob, entropy and predicted
+    grad_log_prob: bool = False
+    grad_entropy: bool = False
 
     def __post_init__(self):
-        if self.grads == "scale" and self.label_smoothing:
-            raise ValueError('LceRowsProblem: grads is "scale" with label_smoothing; expected "coefs"')
+        if self.grads == "scale" and (self.label_smoothing or self.grad_entropy):
+            option = "label_smoothing" if self.label_smoothing else "grad_entropy"
+            raise ValueError(f'LceRowsProblem: grads is "scale" with {option}; expected "coefs"')
 
     @property
     def args(self) -> RowsArgs:
         scale, coefs, smoothing = self.grads == "scale", self.grads == "coefs", self.label_smoothing
         grads, x = scale or coefs, optional(self.dtype, aligned=True)
+        stats = F32 if self.stats and self.return_stats else None
+        grad_entropy = F32 if coefs and self.grad_entropy else None
         return RowsArgs(
             part_sum=F32 if self.stats else None, part_wsum=F32 if self.stats and smoothing else None,
+            part_elog=stats, argmax_bits=stats and I64, log_prob=stats, entropy=stats or grad_entropy,
+            predicted=stats and I32, grad_log_prob=F32 if grads and self.grad_log_prob else None,
+            grad_entropy=grad_entropy, coef_entropy=grad_entropy,
             target_logit=F32 if self.stats or scale else None, class_weight=optional(self.class_weight_dtype),
             total_weight=F32 if smoothing and self.class_weight_dtype is not None else None,
             loss=F32 if self.stats else None, grad_loss=F32 if grads and self.grad_loss != "one" else None,

@@ -9,11 +9,16 @@ q = w * ((1 - e) * onehot(t) + e / V):
     dz     = logit_scale * da * (1 - (c / softcap)**2)
     dinput = dz @ linear_weight,   dlinear_weight = dz.T @ input,   dlinear_bias = sum of dz over rows
 
+With g_lp and g_h the gradients of log_prob = a_t - lse and of the entropy h = -sum_j p_j * log p_j:
+
+    da += g_lp * (onehot(t) - p) - g_h * p * (log p + h)
+
 `mean` divides the sum of the rows, z_loss included, by `mean_divisor`. z_loss regularises the logits, not a class, so
 a row's class weight does not scale it.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +28,15 @@ from torch import Tensor
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """What everything but the GEMMs' operands is computed in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class LinearCrossEntropyStats(NamedTuple):
+    """Statistics of the rows, of target's shape, fp32 (fp64 for fp64). All but `predicted` are differentiable."""
+
+    lse: Tensor  # logsumexp of the logits; 0 in an ignored row, as log_prob and entropy
+    log_prob: Tensor | None  # of the target; NaN if the target is no class
+    entropy: Tensor | None  # of softmax(logits), in nats
+    predicted: Tensor | None  # int64: the first class with the largest logit; -1 in an ignored row, and with a NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +92,11 @@ def linear_cross_entropy_forward(
     logit_scale: float | Tensor | None = None,
     z_loss: float = 0.0,
     num_items: int | Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    return_stats: bool = False,
+) -> tuple[Tensor, Tensor | LinearCrossEntropyStats]:
     """(loss, lse) of input (m, h), linear_weight (v, h), target (m,), from whole logits, in fp32 (fp64 for fp64).
+
+    With `return_stats` (loss, statistics).
 
     An ignored row has loss 0 and lse 0; a row whose target is no class has loss NaN. Its gradients are autograd's.
     """
@@ -100,10 +117,17 @@ def linear_cross_entropy_forward(
     # a logit of -inf (a masked class) has logp -inf and must not meet its q of 0
     loss = -(q * logp).masked_fill(q == 0, 0.0).sum(-1) + z_loss * lse.square()
     loss = loss.masked_fill(~rows.live, 0.0)
-    lse = lse.masked_fill(~rows.live, 0.0)
+    stats = lse = lse.masked_fill(~rows.live, 0.0)
+    if return_stats:
+        log_prob = logp.gather(1, rows.index[:, None]).squeeze(1).masked_fill(rows.weight.isnan(), float("nan"))
+        entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
+        predicted = logits.argmax(-1).masked_fill(lse.isnan() | ~rows.live, -1)
+        stats = LinearCrossEntropyStats(
+            lse, log_prob.masked_fill(~rows.live, 0.0), entropy.masked_fill(~rows.live, 0.0), predicted
+        )
     if reduction == "none":
-        return loss, lse
-    return loss.sum() / mean_divisor(rows, num_items) if reduction == "mean" else loss.sum(), lse
+        return loss, stats
+    return loss.sum() / mean_divisor(rows, num_items) if reduction == "mean" else loss.sum(), stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +147,13 @@ def chunk_of_rows(
     options: RowOptions,
     want_grad: bool,
     grad_rows: Tensor | None = None,  # (m,) gradient of each row's loss; None is 1
-    grad_lse: Tensor | None = None,  # (m,); None is 0
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """loss (m,), lse (m,) and, where wanted, dlogits (m, v) of one chunk, the last in logits' own memory if it can be.
+    grad_lse: Tensor | None = None,  # (m,); None is 0, as for the next two
+    grad_log_prob: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    return_stats: bool = False,
+) -> tuple[Tensor, LinearCrossEntropyStats, Tensor | None]:
+    """loss (m,), statistics (m,) (without `return_stats` lse alone) and, where wanted, dlogits (m, v) of one chunk, the
+    last in logits' own memory if it can be.
 
     Every sum runs along a row, so nothing here depends on which rows share a chunk. Ignored rows must come with finite
     logits: the chunk loop zeroes their rows of the input.
@@ -140,6 +168,7 @@ def chunk_of_rows(
         shifted.mul_(logit_scale)
 
     # loss: from a - max and its exponentials, never from a - lse, whose rounding grows with |lse|
+    predicted = shifted.argmax(1) if return_stats else None
     top = shifted.amax(1, keepdim=True)
     shifted.sub_(top)
     at_target = shifted.gather(1, rows.index[:, None]).squeeze(1)
@@ -149,9 +178,13 @@ def chunk_of_rows(
             weighted = shifted.sum(1)
         else:  # a masked class that does not count adds nothing
             weighted = torch.where((weight == 0) & (shifted == -torch.inf), 0.0, shifted) @ weight
-    e = shifted.exp_()
+    wants_entropy = return_stats or grad_entropy is not None
+    e = shifted.exp() if wants_entropy else shifted.exp_()
     total = e.sum(1)
     log_total = total.log()
+    if wants_entropy:
+        shifted.clamp_(min=-1e4)  # a masked class: 0 * -1e4, not 0 * -inf
+        mean = (e * shifted).sum(1) / total
     lse = top.squeeze(1) + log_total
     hit = (1.0 - smoothing) * rows.weight
     loss = hit * (log_total - at_target)
@@ -162,9 +195,14 @@ def chunk_of_rows(
     if options.z_loss:
         loss = loss + options.z_loss * lse.square()
     ignored = ~rows.live
-    loss, seen_lse = loss.masked_fill(ignored, 0.0), lse.masked_fill(ignored, 0.0)
+    loss = loss.masked_fill(ignored, 0.0)
+    stats = LinearCrossEntropyStats(lse.masked_fill(ignored, 0.0), None, None, None)
+    if return_stats:
+        log_prob = (at_target - log_total).masked_fill(rows.weight.isnan(), float("nan")).masked_fill(ignored, 0.0)
+        entropy = (log_total - mean).clamp(min=0.0).masked_fill(ignored, 0.0)
+        stats = LinearCrossEntropyStats(stats.lse, log_prob, entropy, predicted.masked_fill(lse.isnan() | ignored, -1))
     if not want_grad:
-        return loss, seen_lse, None
+        return loss, stats, None
 
     # dlogits = scale * e - q, the target's p - 1 formed here, in fp32
     scale = hit + 2.0 * options.z_loss * lse
@@ -175,14 +213,21 @@ def chunk_of_rows(
         scale, hit, spread = scale * grad_rows, hit * grad_rows, spread * grad_rows
     if grad_lse is not None:
         scale = scale + grad_lse
+    if grad_log_prob is not None:
+        scale, hit = scale - grad_log_prob, hit - grad_log_prob
     if logit_scale is not None:
         scale, hit, spread = scale * logit_scale, hit * logit_scale, spread * logit_scale
     scale, hit, spread = (c.masked_fill(ignored, 0.0) for c in (scale, hit, spread))
-    dlogits = e.mul_((scale / total)[:, None])
+    coef = (scale / total)[:, None]
+    if grad_entropy is not None:
+        if logit_scale is not None:
+            grad_entropy = grad_entropy * logit_scale
+        coef = shifted.sub_(mean[:, None]).mul_(-(grad_entropy / total).masked_fill(ignored, 0.0)[:, None]).add_(coef)
+    dlogits = e.mul_(coef)
     if smoothing:
         dlogits.sub_(spread[:, None]) if weight is None else dlogits.addr_(spread, weight, alpha=-1)
     index = rows.index[:, None]
     dlogits.scatter_(1, index, dlogits.gather(1, index) - hit[:, None])
     if tanh is not None:
         dlogits.mul_(tanh.square_().neg_().add_(1.0))
-    return loss, seen_lse, dlogits
+    return loss, stats, dlogits

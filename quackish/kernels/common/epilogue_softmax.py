@@ -5,7 +5,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import SoftmaxArgs
-from quackish.kernels.common.lce import LOG2_E, decode, encode, log2_scale, shift_in_log2
+from quackish.kernels.common.lce import (
+    LEAST_LOG2,
+    LOG2_E,
+    decode,
+    encode,
+    encode_argmax,
+    log2_scale,
+    shift_in_log2,
+)
 from quackish.kernels.common.logits import Logits, shared_column, tanh
 from quackish.kernels.common.tile_store import Block, Output, column_of, row_of, thread_rows
 
@@ -22,6 +30,9 @@ class Softmax(Logits):
     Also stores the target's logit if the tile contains it. A row with a logit more than HEADROOM above row_shift raises
     its row_max_bits and flags its tile. A second launch, with `recompute_flagged`, recomputes flagged tiles, shifted by
     row_max_bits, which equals row_shift in rows that are not flagged. So exp_logits and sums may overflow here.
+
+    With `return_stats` also stores each row's sum of e * log2(e), e = exp(a - row_shift), and raises argmax_bits, which
+    encode the row's maximum and its first class.
     """
 
     @cute.jit
@@ -66,22 +77,29 @@ class Softmax(Logits):
         highest.fill(-Float32.inf)
         sums.fill(0.0)
         wsums.fill(0.0)
+        stats = None
+        if const_expr(self.problem.return_stats):
+            stats = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Int32)
+            stats[0].fill(0.0)
+            stats[1].fill(0)
         # With exp_logits, load the bias of all pieces first, or 16 to 24 bytes spill; without, 32 bytes would spill.
         stored = const_expr(self.output is not None)
         biases = [self.columns(args.bias, j, col0, n, thread) for j in range(self.num_pieces if stored else 0)]
         for j in cutlass.range_constexpr(self.num_pieces):
             if const_expr(stored):
-                self.piece(acc, j, biases[j], args, scale_log2, shift_log2, highest, sums, wsums, block)
+                self.piece(acc, j, biases[j], args, scale_log2, shift_log2, highest, sums, wsums, stats, block)
                 self.output(acc, j, out, block)
             else:
                 # True for j = 0. Without this branch ptxas works on all pieces at once, and 200 bytes spill.
                 if col0 + 2 * self.values(j)[0] < n:
                     bias = self.columns(args.bias, j, col0, n, thread)
-                    self.piece(acc, j, bias, args, scale_log2, shift_log2, highest, sums, wsums, block)
+                    self.piece(acc, j, bias, args, scale_log2, shift_log2, highest, sums, wsums, stats, block)
         for r in cutlass.range_constexpr(2):
             i = row + 8 * r
             at = Int64(i) * args.tiles + col0 // self.config.tile_n
             total, wtotal = self.quad_sum(sums[r]), self.quad_sum(wsums[r])
+            if const_expr(self.problem.return_stats):
+                self.store_stats(stats, r, highest[r], args, i, block)
             if (i < m) & (col0 < n) & (thread % 4 == 0):  # a cluster's last tile may lie past the last class
                 (args.part_sum + at).store(total)
                 if const_expr(self.problem.smoothing):
@@ -96,7 +114,7 @@ class Softmax(Logits):
     @cute.jit
     def piece(
         self, acc, j: cutlass.Constexpr[int], bias, args: SoftmaxArgs, scale_log2, shift_log2, highest, sums, wsums,
-        block: Block,
+        stats, block: Block,
     ):  # fmt: skip
         """In place: piece j of the accumulator becomes exp_logits. Updates the maxima and sums of the thread's rows."""
         weights = self.columns(args.class_weight, j, block.col0, block.n, block.thread)
@@ -107,12 +125,29 @@ class Softmax(Logits):
         for v in self.values(j):
             a = acc[v]
             if const_expr(not self.problem.recompute_flagged):
+                if const_expr(self.problem.return_stats):
+                    stats[1][row_of(v)] = Int32(column_of(v, 0)) if a > highest[row_of(v)] else stats[1][row_of(v)]
                 highest[row_of(v)] = cute.arch.fmax(highest[row_of(v)], a)
-            e = cute.math.exp2(a * scale_log2 - shift_log2[row_of(v)], fastmath=True)
+            log2 = a * scale_log2 - shift_log2[row_of(v)]
+            e = cute.math.exp2(log2, fastmath=True)
             sums[row_of(v)] = sums[row_of(v)] + e
+            if const_expr(self.problem.return_stats):
+                stats[0][row_of(v)] = stats[0][row_of(v)] + e * cute.arch.fmax(log2, LEAST_LOG2)
             if const_expr(self.problem.softcap):
                 e = e * (1.0 - (a * inverse) * (a * inverse))
             acc[v] = e
+
+    @cute.jit
+    def store_stats(self, stats, r: cutlass.Constexpr[int], highest, args: SoftmaxArgs, i: Int32, block: Block):
+        """The sum of e * log2(e) of the thread's row r, row i of D, and its argmax."""
+        elog = self.quad_sum(stats[0][r])
+        code = encode_argmax(highest, block.col0 + column_of(0, block.thread) + stats[1][r])
+        for offset in cutlass.range_constexpr(1, 3):
+            code = cutlass.max(code, cute.arch.shuffle_sync_bfly(code, offset=offset))
+        if (i < block.m) & (block.col0 < block.n) & (block.thread % 4 == 0):
+            (args.part_elog + (Int64(i) * args.tiles + block.col0 // self.config.tile_n)).store(elog)
+            if const_expr(not self.problem.recompute_flagged):
+                cute.arch.atomic_max(args.argmax_bits + i, code)
 
     @cute.jit
     def store_target_logits(self, acc, target, args: SoftmaxArgs, row: Int32, col0: Int32, thread: Int32):

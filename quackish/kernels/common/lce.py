@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import Ptr
 from quackish.configs.lce_rows import ROW_TILE
@@ -13,6 +13,8 @@ LN_2 = 0.6931471805599453
 # In place of infinity: exp(a - HUGE) is 0, and any a is far above -HUGE. Finite, and so times LOG2_E, as else an a of
 # -inf would give inf - inf.
 HUGE = 2e38
+# In e * log2(e), the least log2(e): 0 * -inf would be NaN for a masked class. exp2(LEAST_LOG2) is 0 in fp32.
+LEAST_LOG2 = -256.0
 
 
 def log2_scale(logit_scale):
@@ -86,6 +88,18 @@ def encode(x: Float32) -> Int32:
 def decode(code: Int32) -> Float32:
     bits = code if code >= 0 else code ^ 0x7FFFFFFF
     return bits.bitcast(Float32)
+
+
+@cute.jit
+def encode_argmax(x: Float32, index: Int32) -> Int64:
+    """The larger x has the larger code, and of equal ones the smaller index: the maximum is the argmax."""
+    x = Float32(0.0) if x == 0.0 else x  # -0.0 equals 0.0
+    return (Int64(encode(x)) << 32) | Int64(0x7FFFFFFF - index)
+
+
+@cute.jit
+def decode_argmax(code: Int64) -> Int32:
+    return 0x7FFFFFFF - (code & 0x7FFFFFFF).to(Int32)
 
 
 @cute.jit

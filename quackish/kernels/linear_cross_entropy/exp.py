@@ -4,9 +4,11 @@ With a = softcap * tanh((z + bias) / softcap), or z + bias, and d = 1 - (a / sof
 - "softmax": out = exp(a - row_shift) * d, the exp_logits; sums of exp(a - row_shift) and of class_weight * a over a
   tile of TILE_N classes; a at the target. A tile with a logit more than HEADROOM above row_shift[i] uses its own
   maximum as its shift, raises row_max_bits[i] to it and flags the 128 rows around the row. Each tile's shift is stored
-  after the sums, for LceRescale.
+  after the sums, for LceRescale. With `return_stats` also sums of e * log2(e) for e = exp(a - shift), and each row's
+  argmax_bits are raised to its encoded argmax.
 - "dlogits": out = (coef_softmax / sum * exp(a - row_shift) - coef_smooth * class_weight - onehot * coef_target) * d,
-  where coefs[i] holds row_shift, coef_softmax / sum, coef_target, coef_smooth.
+  where coefs[i] holds row_shift, coef_softmax / sum, coef_target, coef_smooth. With a gradient of the entropy,
+  coef_entropy[i] * log2(exp(a - row_shift)) is added to coef_softmax / sum.
 With a logit_scale all exponentials are exp(logit_scale * (a - row_shift)), and the coefficients include it.
 In rows that are not live out = 0: cuBLAS also reads ignored rows.
 
@@ -21,7 +23,17 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quackish.configs.lce_args import ExpArgs
 from quackish.configs.lce_cublas import TILE_N, LceExpProblem, LceWarpsConfig
 from quackish.configs.lce_rows import ROW_TILE
-from quackish.kernels.common.lce import LOG2_E, encode, fake_args, load_at, log2_scale, shift_in_log2, store_at
+from quackish.kernels.common.lce import (
+    LEAST_LOG2,
+    LOG2_E,
+    encode,
+    encode_argmax,
+    fake_args,
+    load_at,
+    log2_scale,
+    shift_in_log2,
+    store_at,
+)
 from quackish.kernels.common.rows import vector_at
 
 # Far from overflow: exp(60) in bf16, and sums of 2^20 of them in fp32.
@@ -86,10 +98,16 @@ class LceExp:
         lane = cute.arch.lane_idx()
 
         # shift by the tile's own maximum if the row's shift is far below it; fmax ignores NaN
-        highest = -Float32.inf
+        highest, first = -Float32.inf, a.v0 + col
         for k in cutlass.range_constexpr(_VEC):
             if col + k < a.n:
+                if const_expr(self.problem.return_stats):
+                    first = a.v0 + col + k if rA[k] > highest else first
                 highest = cute.arch.fmax(highest, rA[k])
+        if const_expr(self.problem.return_stats):
+            code = cute.arch.warp_reduction(encode_argmax(highest, first), cutlass.max)
+            if lane == 0:
+                cute.arch.atomic_max(a.argmax_bits + i, code)
         highest = cute.arch.warp_reduction(highest, cute.arch.fmax)
         shift, scale_log2 = load_at(a.row_shift, i), log2_scale(a.logit_scale)
         if highest * scale_log2 > shift * scale_log2 + HEADROOM * LOG2_E:
@@ -101,11 +119,14 @@ class LceExp:
 
         # exponentials and sums
         shift_log2 = shift_in_log2(shift, scale_log2)
-        total, weighted = Float32(0.0), Float32(0.0)
+        total, weighted, elog = Float32(0.0), Float32(0.0), Float32(0.0)
         for k in cutlass.range_constexpr(_VEC):
             if col + k < a.n:
-                rOut[k] = cute.math.exp2(cute.math.fma(rA[k], Float32(scale_log2), -shift_log2), fastmath=True)
+                log2 = cute.math.fma(rA[k], Float32(scale_log2), -shift_log2)
+                rOut[k] = cute.math.exp2(log2, fastmath=True)
                 total += rOut[k]
+                if const_expr(self.problem.return_stats):
+                    elog += rOut[k] * cute.arch.fmax(log2, LEAST_LOG2)
                 if const_expr(self.problem.smoothing):
                     w = Float32(1.0)
                     if const_expr(a.class_weight is not None):
@@ -124,6 +145,11 @@ class LceExp:
             if lane == 0:
                 store_at(a.part_wsum, at, weighted)
                 store_at(a.part_wsum, at + a.tiles, Float32(0.0))
+        if const_expr(self.problem.return_stats):
+            elog = cute.arch.warp_reduction_sum(elog)
+            if lane == 0:
+                store_at(a.part_elog, at, elog)
+                store_at(a.part_elog, at + a.tiles, Float32(0.0))
 
     @cute.jit
     def dlogits(self, a: ExpArgs, rA, rOut, target: Int32, i: Int32, col: Int32):
@@ -131,9 +157,15 @@ class LceExp:
         rC.store(vector_at(a.coefs, Int64(i) * 4, 4).load())
         row_shift, scale, coef_target, coef_smooth = rC[0], rC[1], rC[2], rC[3]
         scale_log2 = log2_scale(a.logit_scale)
+        coef_entropy = Float32(0.0)
+        if const_expr(self.problem.entropy):
+            coef_entropy = load_at(a.coef_entropy, i)
         for k in cutlass.range_constexpr(_VEC):
             if col + k < a.n:
-                value = scale * cute.math.exp2((rA[k] - row_shift) * scale_log2, fastmath=True)
+                coef, log2 = scale, (rA[k] - row_shift) * scale_log2
+                if const_expr(self.problem.entropy):
+                    coef += coef_entropy * cute.arch.fmax(log2, LEAST_LOG2)
+                value = coef * cute.math.exp2(log2, fastmath=True)
                 if const_expr(self.problem.smoothing):
                     w = Float32(1.0)
                     if const_expr(a.class_weight is not None):

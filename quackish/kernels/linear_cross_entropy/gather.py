@@ -6,8 +6,9 @@ For chunk row i, p = start + i and r = order[p]:
   is no class, so at most the row's maximum. A row_shift that is not finite becomes -HUGE. row_max_bits[i] =
   encode(row_shift[i]).
 - ignored: loss[r] = lse[r] = 0, dx[r] = 0, slot_target[i] = -1 and row_shift[i] = HUGE, so that exp(a - row_shift) is
-  exactly 0 for any bias; live_x[i] = 0 up to the end of the last GEMM tile with a live row.
-flags = 0. One warp per row.
+  exactly 0 for any bias; live_x[i] = 0 up to the end of the last GEMM tile with a live row. With `return_stats` also
+  log_prob[r] = entropy[r] = 0 and predicted[r] = -1.
+flags = 0, and argmax_bits[i] is less than any argmax's. One warp per row.
 """
 
 import cutlass
@@ -67,6 +68,9 @@ class LceGather:
         if i < a.rows:
             live_here = load_at(a.num_live, 0) - a.start
             r = load_at(a.order, a.start + i)
+            if const_expr(self.problem.return_stats):
+                if lane == 0:
+                    store_at(a.argmax_bits, i, Int64(-(2**63)))
             if i < live_here:
                 t = load_at(a.target, r).to(Int64)
                 inside = t >= 0 and t < a.v
@@ -94,6 +98,10 @@ class LceGather:
                     if const_expr(a.loss is not None):
                         store_at(a.loss, r, Float32(0.0))
                         store_at(a.lse, r, Float32(0.0))
+                    if const_expr(self.problem.return_stats):
+                        store_at(a.log_prob, r, Float32(0.0))
+                        store_at(a.entropy, r, Float32(0.0))
+                        store_at(a.predicted, r, Int32(-1))
 
     @cute.jit
     def copy_and_dot(self, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, lane: Int32) -> Float32:

@@ -3,7 +3,7 @@
 In rows that LceExp flagged (128 at a time) a tile's exp_logits and sum are multiplied by
 exp(the tile's shift - decode(row_max_bits)), with a logit_scale by the exponential of that times this difference. In
 other rows these two are equal bit for bit, and exp_logits is not touched. The shifts stored after the sums become 0, so
-that summing all of a row of part_sum gives the row's sum.
+that summing all of a row of part_sum gives the row's sum. Sums of e * log2(e), if given, are brought to the same shift.
 One warp per row and 32 tiles.
 """
 
@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quackish.configs.lce_args import RescaleArgs
 from quackish.configs.lce_cublas import TILE_N, LceRescaleProblem, LceWarpsConfig
 from quackish.configs.lce_rows import ROW_TILE
-from quackish.kernels.common.lce import decode, fake_args, load_at, log2_scale, store_at
+from quackish.kernels.common.lce import LEAST_LOG2, decode, fake_args, load_at, log2_scale, store_at
 from quackish.kernels.common.rows import vector_at
 
 _VEC = TILE_N // 32
@@ -55,7 +55,11 @@ class LceRescale:
             if load_at(a.flags, 1 + i // ROW_TILE) != 0:
                 factor = Float32(1.0)
                 if shift != row_max:
-                    factor = cute.math.exp2((shift - row_max) * log2_scale(a.logit_scale), fastmath=True)
+                    log2 = (shift - row_max) * log2_scale(a.logit_scale)
+                    factor = cute.math.exp2(log2, fastmath=True)
+                    if const_expr(a.part_elog is not None):
+                        elog = load_at(a.part_elog, at) + load_at(a.part_sum, at) * cute.arch.fmax(log2, LEAST_LOG2)
+                        store_at(a.part_elog, at, elog * factor)
                     store_at(a.part_sum, at, load_at(a.part_sum, at) * factor)
 
                 # exponentials: one tile at a time, eight classes per lane

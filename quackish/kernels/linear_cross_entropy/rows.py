@@ -6,18 +6,24 @@ all class weights (V without):
 - stats: sum = row_sum[i] = sum of part_sum[i, :], first over tiles 32 apart, then over lanes;
   lse[r] = row_shift + ln(sum);
   loss[r] = inv_divisor * ((1 - s) * w_t * (lse - a_t) + s / V * (W * lse - sum of part_wsum[i, :]) + z_loss * lse^2).
+- return_stats: with mean = sum of part_elog[i, :] / sum, the mean of log2(e) for e = exp(a - row_shift),
+  log_prob[r] = a_t - lse, NaN if the target is no class; entropy[r] = (log2(sum) - mean) * ln(2);
+  predicted[r] = the class in argmax_bits[i], or -1 if lse is NaN.
 - gradients: g = grad_loss * inv_divisor, coef_target = g * (1 - s) * w_t, coef_smooth = g * s / V,
-  coef_softmax = g * ((1 - s) * w_t + s / V * W + 2 * z_loss * lse) + grad_lse.
+  coef_softmax = g * ((1 - s) * w_t + s / V * W + 2 * z_loss * lse) + grad_lse. grad_log_prob
+  is subtracted from coef_target and coef_softmax.
   "coefs": coefs[i] = (row_shift, coef_softmax / sum, coef_target, coef_smooth), so that the dlogits epilogue computes
-  coef_softmax * exp(a - lse) without the rounding of lse.
+  coef_softmax * exp(a - lse) without the rounding of lse. With grad_entropy the gradient of the logits is
+  (coef_softmax - grad_entropy * (log2(e) - mean) * ln(2)) * e / sum: what is constant in a row is in coefs, and
+  coef_entropy[i] = -grad_entropy * ln(2) / sum.
   "scale": the gradient of the logits is row_scale[i] * exp_logits[i, :], where exp_logits[i, t] is overwritten with
   (exp(a_t - row_shift) - coef_target * sum / coef_softmax) * d_t. row_scale[i] is coef_softmax / sum, times the
   relative rounding error of that one element. scaled_x[i] = live_x[i] * row_scale[i] where scaled_x is given.
 - With a logit_scale, row_shift, a_t and part_wsum are of logits before it; lse and loss are of scaled logits. Exponents
-  and part_wsum are multiplied by it, and so are g and grad_lse, as the gradients are of the logits before it.
+  and part_wsum are multiplied by it, and so are g and the rows' gradients, as the result is for the logits before it.
 - first_slot_of_class = NO_SLOT if given; `lce_sort` then writes the classes with rows.
-After the last live row, up to the end of its GEMM tile: scaled_x = row_scale = 0 and coefs = (HUGE, 0, 0, 0), so that
-the GEMM computes exp(a - row_shift) = 0.
+After the last live row, up to the end of its GEMM tile: scaled_x = row_scale = coef_entropy = 0 and
+coefs = (HUGE, 0, 0, 0), so that the GEMM computes exp(a - row_shift) = 0.
 """
 
 import cutlass
@@ -30,9 +36,11 @@ from quackish.configs.lce_rows import NO_SLOT, LceRowsConfig, LceRowsProblem
 from quackish.kernels.common.lce import (
     HUGE,
     LN_2,
+    LOG2_E,
     after_previous,
     convert_row,
     decode,
+    decode_argmax,
     fake_args,
     fill_row,
     load_at,
@@ -93,6 +101,8 @@ class LceRows:
                 if const_expr(self.coefs):
                     if lane == 0:
                         self.store_coefs(a.coefs, i, Float32(HUGE), Float32(0.0), Float32(0.0), Float32(0.0))
+                        if const_expr(self.problem.grad_entropy):
+                            store_at(a.coef_entropy, i, Float32(0.0))
 
     @cute.jit
     def live_row(self, a: RowsArgs, i: Int32, r: Int32, t: Int32, lane: Int32):
@@ -107,7 +117,7 @@ class LceRows:
             target_logit = load_at(a.target_logit, i)
             target_log2 = cute.math.fma(target_logit, Float32(scale_log2), -shift_log2)
         if const_expr(self.problem.stats):
-            row_lse, row_sum = self.statistics(a, i, r, lane, weights, shift_log2, target_log2)
+            row_lse, row_sum = self.statistics(a, i, r, t, lane, weights, shift_log2, target_log2)
         else:
             row_lse, row_sum = load_at(a.lse, r), load_at(a.row_sum, i)
         if const_expr(self.scale or self.coefs):
@@ -115,6 +125,13 @@ class LceRows:
         if const_expr(self.coefs):
             # The dlogits GEMM rounds a - row_shift, the sum rounds shift_log2: a relative 2^-11 apart at 1e4.
             correction = cute.math.fma(row_shift, Float32(scale_log2), -shift_log2)
+            if const_expr(self.problem.grad_entropy):
+                grad_entropy = self.row_gradient(a, a.grad_entropy, r) * LN_2
+                mean = cute.math.log2(row_sum) - load_at(a.entropy, r) * LOG2_E
+                coef_softmax = coef_softmax + grad_entropy * (mean - correction)
+                if lane == 0:
+                    coef_entropy = -grad_entropy * cute.math.exp2(correction, fastmath=True) / row_sum
+                    store_at(a.coef_entropy, i, coef_entropy)
             coef_softmax = coef_softmax * cute.math.exp2(correction, fastmath=True)
             if lane == 0:
                 coef_smooth = g * weights[1] if const_expr(self.smoothing) else Float32(0.0)
@@ -138,8 +155,8 @@ class LceRows:
         return weight, a.label_smoothing / a.v.to(Float32), total_weight
 
     @cute.jit
-    def statistics(self, a: RowsArgs, i: Int32, r: Int32, lane: Int32, weights, shift_log2, target_log2):
-        """(lse, row_sum), stored with the loss."""
+    def statistics(self, a: RowsArgs, i: Int32, r: Int32, t: Int32, lane: Int32, weights, shift_log2, target_log2):
+        """(lse, row_sum), stored with the loss and what `return_stats` returns."""
         weight, smooth_weight, total_weight = weights
         row_sum = self.total(a.part_sum + Int64(i) * a.tiles, a.tiles, lane)
         sum_log2 = cute.math.log2(row_sum)
@@ -159,6 +176,16 @@ class LceRows:
             store_at(a.loss, r, row_loss * load_at(a.inv_divisor, 0))
             store_at(a.lse, r, row_lse)
             store_at(a.row_sum, i, row_sum)
+        if const_expr(self.problem.return_stats):
+            mean = self.total(a.part_elog + Int64(i) * a.tiles, a.tiles, lane) / row_sum
+            row_entropy = (sum_log2 - mean) * LN_2
+            if row_entropy < 0.0:  # by rounding
+                row_entropy = Float32(0.0)
+            if lane == 0:
+                store_at(a.log_prob, r, (target_log2 - sum_log2) * LN_2 if t >= 0 else Float32(float("nan")))
+                store_at(a.entropy, r, row_entropy)
+                predicted = decode_argmax(load_at(a.argmax_bits, i))
+                store_at(a.predicted, r, predicted if row_lse == row_lse else Int32(-1))
         return row_lse, row_sum
 
     @cute.jit
@@ -178,11 +205,19 @@ class LceRows:
             coef_softmax = coef_softmax + smooth_weight * total_weight
         coef_softmax = g * coef_softmax
         if const_expr(self.problem.grad_lse):
-            grad_lse = load_at(a.grad_lse, r)
-            if const_expr(a.logit_scale is not None):
-                grad_lse = grad_lse * load_at(a.logit_scale, 0)
-            coef_softmax = coef_softmax + grad_lse
+            coef_softmax = coef_softmax + self.row_gradient(a, a.grad_lse, r)
+        if const_expr(self.problem.grad_log_prob):
+            grad_log_prob = self.row_gradient(a, a.grad_log_prob, r)
+            coef_softmax, coef_target = coef_softmax - grad_log_prob, coef_target - grad_log_prob
         return g, coef_softmax, coef_target
+
+    @cute.jit
+    def row_gradient(self, a: RowsArgs, grads: cute.Pointer, r: Int32) -> Float32:
+        """grads[r], a gradient with respect to scaled logits."""
+        grad = load_at(grads, r)
+        if const_expr(a.logit_scale is not None):
+            grad = grad * load_at(a.logit_scale, 0)
+        return grad
 
     @cute.jit
     def scale_row(

@@ -11,5 +11,6 @@ portable.py    plain PyTorch, a chunk of logits at a time, on any device
 """
 
 from quackish.ops.linear_cross_entropy.api import LinearCrossEntropyLoss, linear_cross_entropy, no_kernel_on
+from quackish.reference.linear_cross_entropy import LinearCrossEntropyStats
 
-__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy", "no_kernel_on"]
+__all__ = ["LinearCrossEntropyLoss", "LinearCrossEntropyStats", "linear_cross_entropy", "no_kernel_on"]

@@ -24,6 +24,7 @@ from quackish.ops.linear_cross_entropy.checks import (
 from quackish.ops.linear_cross_entropy.schedules import Plan
 from quackish.ops.linear_cross_entropy.warm_up import prepare
 from quackish.ops.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
+from quackish.reference.linear_cross_entropy import LinearCrossEntropyStats
 
 
 def linear_cross_entropy(
@@ -41,12 +42,13 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     num_items: int | Tensor | None = None,
     return_lse: bool = False,
+    return_stats: bool = False,
     grad_weight_out: Tensor | None = None,
     schedule: str = "auto",
     chunk_size: int | None = None,
     memory_limit: int | None = None,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, LinearCrossEntropyStats]:
     """Cross entropy of `input @ linear_weight.T + linear_bias` with `target`; the full logits are never materialized.
 
     The arguments before `softcap` have the names and meaning of `F.linear_cross_entropy`. With the logits
@@ -68,6 +70,8 @@ def linear_cross_entropy(
         z_loss: finite, not negative; independent of the row's class weight, divided by "mean" like the other terms.
         num_items: int or 0-dim tensor (never read back to the host) that replaces the divisor of "mean".
         return_lse: return (loss, lse); lse is differentiable, and 0 without gradient in ignored rows.
+        return_stats: return (loss, stats), a named tuple: lse, log_prob of the target, entropy of softmax(a) in nats,
+            and predicted, the first class with the largest logit. All but predicted are differentiable.
         grad_weight_out: (V, H) buffer, fp32 or in linear_weight's dtype. Each backward adds linear_weight's gradient to
             it, and autograd gets None instead. Not for parameters that FSDP shards: use .grad there.
         schedule: what is kept between forward and backward: "chunked" (the gradients), "stored" (the exponentials of
@@ -81,8 +85,8 @@ def linear_cross_entropy(
             "reference" runs the portable path. torch.func transforms and forward-mode AD run it with full logits.
 
     Returns:
-        loss: fp32 (fp64 for fp64): 0-dim, or target's shape with reduction "none". With `return_lse` also lse, in the
-        same dtype and target's shape.
+        loss: fp32 (fp64 for fp64): 0-dim, or target's shape with reduction "none". lse and stats have target's shape
+        and loss's dtype; predicted is int64.
 
     Raises:
         ValueError, TypeError: the shape, value, device or dtype of an argument.
@@ -92,17 +96,19 @@ def linear_cross_entropy(
     """
     inputs = Inputs(input, linear_weight, linear_bias, target, weight, logit_scale, num_items, grad_weight_out)
     options = Options(
-        reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, memory_limit,
-        backend,
+        reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, return_stats, schedule, chunk_size,
+        memory_limit, backend,
     )  # fmt: skip
     eager = is_plain() and are_plain(inputs)  # else operators run
     plan = _plan_for(inputs, options) if eager else make_plan(inputs, options, no_kernel_on)
     if not eager and is_transformed():
-        loss, lse = _run_transformed(inputs, plan, options)
+        loss, lse, *stats = _run_transformed(inputs, plan, options)
     else:
         if grad_weight_out is not None and not is_compiling():
             check_buffer(inputs)
-        loss, lse = autograd.run(inputs, plan, return_lse, eager)
+        loss, lse, *stats = autograd.run(inputs, plan, return_lse, eager)
+    if return_stats:
+        return loss, LinearCrossEntropyStats(lse, *stats)
     return (loss, lse) if return_lse else loss
 
 
@@ -111,7 +117,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     State: `linear.weight` (num_classes, in_features), `linear.bias` (num_classes,) with bias=True, and the buffer
     `weight` (num_classes,) where class weights are given. `softcap` and what follows it are quackish's own; what
-    belongs to one call (num_items, return_lse, grad_weight_out) is an argument of the call.
+    belongs to one call (num_items, return_lse, return_stats, grad_weight_out) is an argument of the call.
     """
 
     def __init__(
@@ -152,7 +158,7 @@ class LinearCrossEntropyLoss(nn.Module):
                 f"LinearCrossEntropyLoss: weight has shape {tuple(weight.shape)}, expected ({num_classes},)"
             )
         options = Options(
-            reduction, ignore_index, label_smoothing, softcap, z_loss, False, schedule, chunk_size, memory_limit,
+            reduction, ignore_index, label_smoothing, softcap, z_loss, False, False, schedule, chunk_size, memory_limit,
             backend,
         )  # fmt: skip
         check_options(options, logit_scale, device=getattr(logit_scale, "device", None))
@@ -169,12 +175,14 @@ class LinearCrossEntropyLoss(nn.Module):
         *,
         num_items: int | Tensor | None = None,
         return_lse: bool = False,
+        return_stats: bool = False,
         grad_weight_out: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, LinearCrossEntropyStats]:
         """input (..., in_features), target (...): what `linear_cross_entropy` returns."""
         return linear_cross_entropy(
             input, self.linear.weight, target, linear_bias=self.linear.bias, weight=self.weight,
-            logit_scale=self.logit_scale, num_items=num_items, return_lse=return_lse, grad_weight_out=grad_weight_out,
+            logit_scale=self.logit_scale, num_items=num_items, return_lse=return_lse, return_stats=return_stats,
+            grad_weight_out=grad_weight_out,
             **{name: getattr(self, name) for name in _MODULE_OPTIONS},
         )  # fmt: skip
 
@@ -182,7 +190,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*_MODULE_OPTIONS, "logit_scale"))
 
 
-_MODULE_OPTIONS = [name for name in Options._fields if name != "return_lse"]
+_MODULE_OPTIONS = [name for name in Options._fields if name not in ("return_lse", "return_stats")]
 _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
 _plans: dict[tuple, Plan] = {}
 
@@ -229,8 +237,10 @@ def make_plan(
     """Which path runs, and how, by shapes, dtypes, device and options; after checking them."""
     check_tensors(inputs)
     check_options(options, inputs.logit_scale, inputs.num_items, inputs.input.device)
-    reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, schedule, chunk_size, *last = options
-    memory_limit, backend = last
+    (
+        reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, return_stats, schedule, chunk_size,
+        memory_limit, backend,
+    ) = options  # fmt: skip
     device, (v, h), m = inputs.input.device, inputs.linear_weight.shape, inputs.target.numel()
     softcap = None if softcap is None or softcap > FP32.max else float(softcap)  # fp32's infinity caps nothing
     compute_dtype = compute_dtype_of(inputs)
@@ -242,7 +252,7 @@ def make_plan(
     if why_portable is not None and device.type != "cuda":
         why_portable = ""
     ignore_index = -100 if ignore_index is None else ignore_index
-    fixed = ignore_index, label_smoothing, softcap, z_loss, reduction, compute_dtype
+    fixed = ignore_index, label_smoothing, softcap, z_loss, reduction, return_stats, compute_dtype
     if memory_limit is None or device.type == "meta":
         given_out, on_kernels = inputs.grad_weight_out is not None, why_portable is None
         problem = memory.problem_of(fixed, v, h, return_lse, given_out, on_kernels)
@@ -251,14 +261,17 @@ def make_plan(
     else:
         # numbers on which memory does not depend are left out: torch.compile may have made them symbols
         smoothing, cap, z = float(label_smoothing > 0), None if softcap is None else 1.0, float(z_loss > 0)
-        given, has_scale = (0, smoothing, cap, z, reduction, compute_dtype), inputs.logit_scale is not None
+        given, has_scale = (
+            (0, smoothing, cap, z, reduction, return_stats, compute_dtype),
+            inputs.logit_scale is not None,
+        )
         request = memory.described(inputs), given, why_portable, return_lse, has_scale, device, eager
         limit, rows = (None if n is None else operator.index(n) for n in (memory_limit, chunk_size))
         chosen = memory.within(limit, request, schedule, rows)
     return Plan(*fixed, *chosen, why_portable)
 
 
-def _run_transformed(inputs: Inputs, plan: Plan, options: Options) -> tuple[Tensor, Tensor]:
+def _run_transformed(inputs: Inputs, plan: Plan, options: Options) -> tuple[Tensor, ...]:
     """Under torch.func and forward-mode AD: the reference, whose operations all have their derivatives."""
     reason = "linear_cross_entropy: torch.func transforms and forward-mode AD run the reference, with all logits"
     if options.backend == "cute":

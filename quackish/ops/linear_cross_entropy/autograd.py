@@ -53,11 +53,8 @@ def kernels_on(
 kernels_of = functools.cache(kernels_on)
 
 
-def call_of(
-    inputs: Inputs, plan: Plan, k, state: RowState | None = None, grad_loss: Tensor | None = None,
-    grad_lse: Tensor | None = None,
-) -> Call:  # fmt: skip
-    """With the user's tensors in the dtypes, strides and alignment that the kernels `k` take."""
+def call_of(inputs: Inputs, plan: Plan, k, state: RowState | None = None, *grads: Tensor | None) -> Call:
+    """With the user's tensors in the dtypes, strides and alignment that the kernels take. `grads`: of `incoming`."""
     x, w, bias, target, class_weight, logit_scale, num_items, dw_out = inputs
     dtype, (v, h) = plan.compute_dtype, w.shape
     check_memory(
@@ -83,8 +80,8 @@ def call_of(
     if target.dim() != 1 or not target.is_contiguous():
         target = target.reshape(-1).contiguous()
     return Call(
-        k, plan, state or RowState.new(x), x.shape[0], h, v, x, w, target, bias, class_weight, total_weight, num_items,
-        plan.softcap or 0.0, logit_scale, dw_out, grad_loss, grad_lse,
+        k, plan, state or RowState.new(x, plan.return_stats), x.shape[0], h, v, x, w, target, bias, class_weight,
+        total_weight, num_items, plan.softcap or 0.0, logit_scale, dw_out, *grads,
     )  # fmt: skip
 
 
@@ -101,30 +98,35 @@ def grads_needed(inputs: Inputs, plan: Plan, needs: Sequence[bool]) -> GradsNeed
 
 def _forward(
     inputs: Inputs, plan: Plan, k, needed: GradsNeeded, return_lse: bool, may_begin: bool = True
-) -> tuple[Tensor, Tensor | None, RowState, Forward]:
-    """(loss, lse if asked for, the rows' state, what backward needs)."""
+) -> tuple[list[Tensor], RowState, Forward]:
+    """([loss, then lse and the other statistics if asked for], the rows' state, what backward needs)."""
     call = call_of(inputs, plan, k)
     out, state, shape = schedules.forward(call, needed, may_begin), call.state, inputs.target.shape
-    loss, lse = _shaped(out.loss, shape) if plan.reduction == "none" else out.loss.sum(), None
-    if return_lse:  # a copy: users may write to theirs
-        lse = _shaped(state.tensor(state.lse, call.m, torch.float32).clone(), shape)
-    return loss, lse, state, out
+    outputs = [_shaped(out.loss, shape) if plan.reduction == "none" else out.loss.sum()]
+    floats = [state.lse] if return_lse else []
+    if plan.return_stats:
+        floats = [state.lse, state.log_prob, state.entropy]
+    # copies: users may write to theirs
+    outputs += [_shaped(state.tensor(at, call.m, torch.float32).clone(), shape) for at in floats]
+    if plan.return_stats:
+        outputs.append(_shaped(state.tensor(state.predicted, call.m).long(), shape))
+    return outputs, state, out
 
 
-def incoming(plan: Plan, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Call.grad_loss and Call.grad_lse from what arrives in backward: at least one."""
-    if grad_lse is not None:
-        grad_lse = grad_lse.reshape(-1).contiguous()
+def incoming(plan: Plan, grad_loss: Tensor | None, *row_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Call.grad_loss, grad_lse, grad_log_prob and grad_entropy from what arrives in backward: at least one."""
+    row_grads = [None if grad is None else grad.reshape(-1).contiguous() for grad in row_grads]
     if grad_loss is None:
-        grad_loss = grad_lse.new_zeros(())
+        grad_loss = next(grad for grad in row_grads if grad is not None).new_zeros(())
     elif plan.reduction == "none":
         grad_loss = grad_loss.reshape(-1)
         grad_loss = grad_loss[0] if grad_loss.stride(0) == 0 else grad_loss.contiguous()
-    return grad_loss, grad_lse
+    return grad_loss, *row_grads
 
 
-def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, k=None) -> tuple[Tensor, Tensor | None]:
-    """(loss, lse) of checked arguments; `eager`: nobody but autograd has to see what is computed.
+def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, k=None) -> tuple[Tensor | None, ...]:
+    """(loss, lse) of checked arguments, with return_stats (loss, lse, log_prob, entropy, predicted). An lse that is not
+    asked for may be None. `eager`: nobody but autograd has to see what is computed.
 
     k: other kernels than the device's, in eager only.
     """
@@ -140,9 +142,10 @@ def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, k=None) -> tu
     k = k or kernels_of(device)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)):
         out = _apply(x, w, bias, inputs, plan, return_lse, k)
-        return out if return_lse else (out, None)
+        return out if isinstance(out, tuple) else (out, None)
     with torch.no_grad():
-        return _forward(inputs, plan, k, GradsNeeded(None, None, False), return_lse)[:2]
+        outputs, _, _ = _forward(inputs, plan, k, GradsNeeded(None, None, False), return_lse)
+    return (*outputs, None) if len(outputs) == 1 else tuple(outputs)
 
 
 def _scale_of(inputs: Inputs, plan: Plan) -> Tensor:
@@ -168,38 +171,41 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # autograd has to see the first three; each argument costs it time
         *tensors, items, dw_out = inputs
         needed = grads_needed(inputs, plan, ctx.needs_input_grad)
-        loss, lse, state, out = _forward(inputs, plan, k, needed, return_lse)
+        outputs, state, out = _forward(inputs, plan, k, needed, return_lse)
         number, items = (None, items) if isinstance(items, Tensor) else (items, None)
         ctx.save_for_backward(*tensors, items, out.live_x, out.exp_logits)
         ctx.made = Forward(None, out.grads, dw=out.dw, classes=out.classes)
         # dw_out is not saved: another graph's backward may add to it first, which is no error here.
         ctx.kept = k, plan, needed, state, number, dw_out, input.shape
         ctx.set_materialize_grads(False)
-        return (loss, lse) if return_lse else loss
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
-    def backward(ctx, grad_loss, grad_lse=None):
+    def backward(ctx, grad_loss, grad_lse=None, grad_log_prob=None, grad_entropy=None, grad_predicted=None):
         if torch.is_grad_enabled():
             raise RuntimeError(_NO_SECOND_DERIVATIVES)
-        if _is_batched(grad_loss) or _is_batched(grad_lse):
+        grads = dict(grad_loss=grad_loss, grad_lse=grad_lse, grad_log_prob=grad_log_prob, grad_entropy=grad_entropy)
+        if any(map(_is_batched, grads.values())):
             raise RuntimeError("linear_cross_entropy: vmap over gradients (is_grads_batched=True) is not supported")
-        if grad_loss is None and grad_lse is None:
+        grads = {name: as_plain("linear_cross_entropy", grad) for name, grad in grads.items()}
+        if all(grad is None for grad in grads.values()):
             return (None,) * 7
-        grad_loss, grad_lse = as_plain("linear_cross_entropy", grad_loss), as_plain("linear_cross_entropy", grad_lse)
-        check_memory("linear_cross_entropy", grad_loss=grad_loss, grad_lse=grad_lse)
+        check_memory("linear_cross_entropy", **grads)
         k, plan, needed, state, number, dw_out, shape = ctx.kept
-        grad_loss, grad_lse = incoming(plan, grad_loss, grad_lse)
+        grad_loss, *row_grads = incoming(plan, *grads.values())
         kept = ctx.__dict__.pop("made", _NOTHING)  # handed out once, to the thread that asks first
         grads = Grads()
-        if grad_lse is None and any(grad is not None for grad in kept.grads):
+        if not any(grad is not None for grad in row_grads) and any(grad is not None for grad in kept.grads):
             grads = scale_grads(k, kept, grad_loss, dw_out)
             needed = needed.but(made_in_forward(plan, needed))
         if needed.any():
             *tensors, items, live_x, exp_logits = ctx.saved_tensors
             inputs = Inputs(*tensors, number if items is None else items, dw_out)
+            if grad_entropy is not None:  # the logits are computed again
+                exp_logits = None
             # without gradients: those not used make room for what follows
             kept = Forward(None, Grads(), live_x, _scratch_of(exp_logits), kept.dw, kept.classes)
-            call = call_of(inputs, plan, k, _own(state, inputs.target.numel()), grad_loss, grad_lse)
+            call = call_of(inputs, plan, k, _own(state, inputs.target.numel()), grad_loss, *row_grads)
             grads = grads.and_also(schedules.backward(call, kept, needed))
         return *_in_shape(grads, shape), None, None, None, None
 
@@ -249,34 +255,33 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _CALL = (  # Inputs, Plan, and which of input, linear_weight and linear_bias require grad
     "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? logit_scale, "
     "Tensor? num_items, Tensor? grad_weight_out, int ignore_index, float label_smoothing, float? softcap, "
-    "float z_loss, str reduction, ScalarType compute_dtype, str schedule, SymInt chunk_rows, bool dx_in_forward, "
-    "bool dw_in_chunks, str? why_portable, bool[] needs"
+    "float z_loss, str reduction, bool return_stats, ScalarType compute_dtype, str schedule, SymInt chunk_rows, "
+    "bool dx_in_forward, bool dw_in_chunks, str? why_portable, bool[] needs"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
 # state: RowState.memory, or the divisor of "mean" on the portable path, where exp_logits are logits, in fp32 or fp64.
 _lib.define(
-    f"linear_cross_entropy_fwd({_CALL}) -> (Tensor loss, Tensor lse, Tensor state, Tensor live_x, Tensor exp_logits, "
-    f"{_GRADS})",
+    f"linear_cross_entropy_fwd({_CALL}) -> (Tensor loss, Tensor lse, Tensor log_prob, Tensor entropy, "
+    f"Tensor predicted, Tensor state, Tensor live_x, Tensor exp_logits, {_GRADS})",
     tags=_TAGS,
 )
 # Backward overwrites `exp_logits` unless it is read again, see `_scratch_of`; no other operator ever reads it.
 _lib.define(
-    "linear_cross_entropy_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor? state, Tensor? live_x, Tensor? exp_logits, "
-    f"{_CALL}) -> ({_GRADS})",
+    "linear_cross_entropy_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_log_prob, Tensor? grad_entropy, "
+    f"Tensor? state, Tensor? live_x, Tensor? exp_logits, {_CALL}) -> ({_GRADS})",
     tags=_TAGS,
 )
 _fwd_op = torch.ops.quackish.linear_cross_entropy_fwd.default
 _bwd_op = torch.ops.quackish.linear_cross_entropy_bwd.default
 
 
-def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
+def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
     items, grad = inputs.num_items, torch.is_grad_enabled()
     if items is not None and not isinstance(items, Tensor):  # a tensor, so that compiled code takes any number
         dtype = accumulate_dtype(plan.compute_dtype)
         inputs = inputs._replace(num_items=torch.full((), items, dtype=dtype, device=inputs.input.device))
     needs = [grad and t is not None and t.requires_grad for t in inputs[:3]]
-    loss, lse, *_ = _fwd_op(*inputs, *plan, needs)
-    return loss, lse
+    return _fwd_op(*inputs, *plan, needs)[: 5 if plan.return_stats else 2]
 
 
 def _parse(args) -> tuple[Inputs, Plan, GradsNeeded]:
@@ -290,20 +295,25 @@ def _fwd_impl(*args, k=None, device=None):
     inputs, plan, needed = _parse(args)
     shape = inputs.target.shape
     if plan.why_portable is not None:
-        loss, lse, divisor, grads, logits = portable.forward(inputs, plan, needed, device)
-        return _shaped(loss, shape) if loss.dim() else loss, _shaped(lse, shape), divisor, None, logits, *grads
+        loss, stats, divisor, grads, logits = portable.forward(inputs, plan, needed, device)
+        stats = [None if t is None else _shaped(t, shape) for t in stats]
+        return _shaped(loss, shape) if loss.dim() else loss, *stats, divisor, None, logits, *grads
     k = k or kernels_of(inputs.input.device)
-    loss, lse, state, out = _forward(inputs, plan, k, needed, return_lse=True, may_begin=False)
-    return loss, lse, state.memory, out.live_x, out.exp_logits, *out.grads
+    outputs, state, out = _forward(inputs, plan, k, needed, return_lse=True, may_begin=False)
+    outputs += [None] * (5 - len(outputs))
+    return *outputs, state.memory, out.live_x, out.exp_logits, *out.grads
 
 
-def _bwd_impl(grad_loss, grad_lse, state, live_x, exp_logits, *args, k=None, device=None):
+def _bwd_impl(grad_loss, grad_lse, grad_log_prob, grad_entropy, state, live_x, exp_logits, *args, k=None, device=None):
     inputs, plan, needed = _parse(args)
+    grads = grad_loss, grad_lse, grad_log_prob, grad_entropy
     if plan.why_portable is not None:
-        return tuple(portable.backward(inputs, plan, needed, grad_loss, grad_lse, state, exp_logits, device))
+        return tuple(portable.backward(inputs, plan, needed, *grads, state, exp_logits, device))
     m = inputs.target.numel()
     k, state = k or kernels_of(inputs.input.device), _own(RowState.of(state, m), m)
-    call = call_of(inputs._replace(grad_weight_out=None), plan, k, state, *incoming(plan, grad_loss, grad_lse))
+    if grad_entropy is not None:  # the logits are computed again
+        exp_logits = None
+    call = call_of(inputs._replace(grad_weight_out=None), plan, k, state, *incoming(plan, *grads))
     return tuple(schedules.backward(call, Forward(None, Grads(), live_x, _scratch_of(exp_logits)), needed))
 
 
@@ -320,7 +330,7 @@ def _fwd_fake(*args):
     m, dtype, state, live_x, exp_logits = x.numel() // h, accumulate_dtype(plan.compute_dtype), None, None, None
     keeps = plan.schedule == "stored" and needed.any()
     if plan.why_portable is None:
-        state = x.new_empty(RowState.size(m), dtype=torch.int32)
+        state = x.new_empty(RowState.size(m, plan.return_stats), dtype=torch.int32)
         if keeps:
             live_x = x.new_empty((m, h), dtype=plan.compute_dtype)
             exp_logits = x.new_empty_strided((m, v), padded_strides(v), dtype=plan.compute_dtype)
@@ -328,11 +338,14 @@ def _fwd_fake(*args):
         state = x.new_empty((), dtype=dtype) if plan.reduction == "mean" else None
         exp_logits = x.new_empty((m, v), dtype=dtype) if keeps else None
     loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=dtype)
+    stats = [loss.new_empty(target.shape), None, None, None]
+    if plan.return_stats:
+        stats = [loss.new_empty(target.shape, dtype=of) for of in (dtype, dtype, dtype, torch.int64)]
     grads = _fake_grads(inputs, plan, made_in_forward(plan, needed))
-    return loss, loss.new_empty(target.shape), state, live_x, exp_logits, *grads
+    return loss, *stats, state, live_x, exp_logits, *grads
 
 
-def _bwd_fake(grad_loss, grad_lse, state, live_x, exp_logits, *args):
+def _bwd_fake(grad_loss, grad_lse, grad_log_prob, grad_entropy, state, live_x, exp_logits, *args):
     return _fake_grads(*_parse(args))
 
 
@@ -357,7 +370,7 @@ for _op, _impl, _fake in (("fwd", _fwd_impl, _fwd_fake), ("bwd", _bwd_impl, _bwd
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.grad_weight_out = inputs[:8]
     ctx.args = inputs[8:]
-    kept = output[2:]
+    kept = output[5:]
     ctx.mark_non_differentiable(*(t for t in kept if t is not None))
     ctx.save_for_backward(*tensors, *kept)
     ctx.set_materialize_grads(False)
@@ -369,16 +382,18 @@ def _product(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(grad, factor, out=grad if in_place else torch.empty_like(grad, dtype=dtype))
 
 
-def _op_backward(ctx, grad_loss, grad_lse, *_):
+def _op_backward(ctx, grad_loss, grad_lse, grad_log_prob, grad_entropy, *_):
     if torch.is_grad_enabled():
         raise RuntimeError(_NO_SECOND_DERIVATIVES)
-    if grad_loss is None and grad_lse is None:
+    row_grads = grad_lse, grad_log_prob, grad_entropy
+    has_row_grads = any(grad is not None for grad in row_grads)
+    if grad_loss is None and not has_row_grads:
         return (None,) * (8 + len(ctx.args))
     *given, state, live_x, exp_logits, dx, dw, db = ctx.saved_tensors
     *options, needs = ctx.args
     plan, dw_out = Plan(*options), ctx.grad_weight_out if needs[1] else None
     inputs, grads = Inputs(*given, dw_out), Grads()
-    made = Grads(dx, dw, db) if grad_lse is None else grads
+    made = grads if has_row_grads else Grads(dx, dw, db)
     missing = [need and g is None for need, g in zip(needs, made, strict=True)]
     if any(g is not None for g in made):
         is_sum = plan.why_portable is not None and plan.reduction == "mean"
@@ -391,7 +406,7 @@ def _op_backward(ctx, grad_loss, grad_lse, *_):
         grads = Grads(*(None if g is None else _product(g, factor, of.dtype) for g, of in pairs))
     if any(missing):
         kept = state, live_x, exp_logits
-        late = Grads(*_bwd_op(grad_loss, grad_lse, *kept, *inputs, *options, missing))
+        late = Grads(*_bwd_op(grad_loss, *row_grads, *kept, *inputs, *options, missing))
         if dw_out is not None and late.dw is not None:
             dw_out.add_(late.dw)
             late = late._replace(dw=None)

@@ -36,6 +36,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     z_loss: float = 0.0
     return_lse: bool = False
+    return_stats: bool = False
     schedule: str = "auto"
     chunk_size: int | None = None
     memory_limit: int | None = None
@@ -103,6 +104,7 @@ _OPTIONS = (  # option, type and what that is called, which values are legal and
     ("softcap", (int, float), "a float or None", lambda c: c >= FP32.tiny, "None or a positive number"),
     ("z_loss", (int, float), "a float", lambda z: 0.0 <= z < math.inf, "a finite number that is not negative"),
     ("return_lse", bool, "True or False", lambda b: True, ""),
+    ("return_stats", bool, "True or False", lambda b: True, ""),
     ("chunk_size", int, "an int or None", lambda n: n >= 1, "None or at least 1 row"),
     ("memory_limit", int, "an int or None", lambda n: n >= 0, "None or a number of bytes, at least 0"),
     ("num_items", int, "an int or a 0-dim tensor or None", lambda n: n >= 0, "at least 0"),
@@ -132,6 +134,8 @@ def check_options(
             raise TypeError(f"{who} {name} is {value!r}, a {type(value).__name__}; expected {expected}")
         if not is_legal(value):
             raise ValueError(f"{who} {name} is {value!r}, expected {legal}")
+    if options.return_lse and options.return_stats:
+        raise ValueError(f"{who} return_lse and return_stats are True, expected one of them: stats.lse is the lse")
     if num_items is not None and options.reduction != "mean":
         is_not = f'but reduction is "{options.reduction}"'
         raise ValueError(f'{who} num_items replaces the divisor of reduction "mean", {is_not}')

@@ -39,36 +39,38 @@ class CublasKernels(RowKernels):
         exp(their tile's shift - decode(row_max_bits)).
         """
         a, rows, tiles = epilogue, live_x.shape[0], epilogue.tiles // 2
-        weighted, blocks = a.class_weight is not None, out.blocks(w.shape[0])
+        weighted, stats, blocks = a.class_weight is not None, a.part_elog is not None, out.blocks(w.shape[0])
         scaled = a.logit_scale is not None
-        problem = "softmax", dtype_of(out.first), bias, a.softcap > 0, a.part_wsum is not None, weighted, scaled
+        problem = "softmax", dtype_of(out.first), bias, a.softcap > 0, a.part_wsum is not None, weighted, scaled, stats
         for block, v0, v1 in blocks:
             for c0, c1, z in _products(live_x, w[v0:v1]):
                 first = v0 + c0
                 args = ExpArgs(
                     z.data_ptr(), _from(address(block), c0, live_x.dtype), _from(a.bias, first, bias),
                     _from(a.class_weight, first), a.slot_target, state.num_live, a.row_shift, a.row_max_bits, a.flags,
-                    a.part_sum, a.part_wsum, a.target_logit, first // TILE_N, tiles, None, z.stride(0),
-                    0 if block is None else block.stride(0), a.softcap, first, start, rows, c1 - c0, a.logit_scale,
+                    a.part_sum, a.part_wsum, a.part_elog, a.argmax_bits, a.target_logit, first // TILE_N, tiles, None,
+                    None, z.stride(0), 0 if block is None else block.stride(0), a.softcap, first, start, rows, c1 - c0,
+                    a.logit_scale,
                 )  # fmt: skip
                 self.launch(args, "lce_exp", *problem)
         for block, v0, v1 in blocks:
             args = RescaleArgs(
-                address(block), a.part_sum, a.row_max_bits, a.flags, state.num_live,
+                address(block), a.part_sum, a.part_elog, a.row_max_bits, a.flags, state.num_live,
                 0 if block is None else block.stride(0), v0 // TILE_N, tiles, start, rows, v1 - v0, a.logit_scale,
             )  # fmt: skip
-            self.launch(args, "lce_rescale", block is not None, scaled)
+            self.launch(args, "lce_rescale", block is not None, scaled, stats)
 
     def dlogits(self, live_x, w, out, epilogue, bias, smoothing, state, start) -> None:
         a = epilogue
-        scaled = a.logit_scale is not None
-        problem = "dlogits", out.dtype, bias, a.softcap > 0, smoothing, a.class_weight is not None, scaled
+        weighted, scaled, entropy = a.class_weight is not None, a.logit_scale is not None, a.coef_entropy is not None
+        problem = "dlogits", out.dtype, bias, a.softcap > 0, smoothing, weighted, scaled, False, entropy
         for c0, c1, z in _products(live_x, w):
             first = a.v0 + c0
             args = ExpArgs(
                 z.data_ptr(), _from(out.data_ptr(), c0, out.dtype), _from(a.bias, c0, bias),
-                _from(a.class_weight, first), a.slot_target, state.num_live, *(None,) * 6, 0, 0, a.coefs, z.stride(0),
-                out.stride(0), a.softcap, first, start, live_x.shape[0], c1 - c0, a.logit_scale,
+                _from(a.class_weight, first), a.slot_target, state.num_live, *(None,) * 8, 0, 0, a.coefs,
+                a.coef_entropy, z.stride(0), out.stride(0), a.softcap, first, start, live_x.shape[0], c1 - c0,
+                a.logit_scale,
             )  # fmt: skip
             self.launch(args, "lce_exp", *problem)
 

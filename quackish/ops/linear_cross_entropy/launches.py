@@ -127,22 +127,26 @@ class RowState(NamedTuple):
     sorted_row: int  # int32
     sorted_grad: int  # fp32
     flags: int  # (1 + ceil(rows / ROW_TILE),) int32: whether any tile of rows is flagged, and which; of a chunk
+    # Of rows; the memory has these with return_stats only. Backward reads the entropy.
+    log_prob: int  # fp32
+    entropy: int  # fp32
+    predicted: int  # int32
 
     @staticmethod
-    def size(m: int) -> int:
-        return NUM_TICKETS + 4 + 12 * -(-m // 4) * 4
+    def size(m: int, return_stats: bool = False) -> int:
+        return NUM_TICKETS + 4 + (15 if return_stats else 12) * -(-m // 4) * 4
 
     @classmethod
-    def new(cls, like: Tensor) -> "RowState":
+    def new(cls, like: Tensor, return_stats: bool = False) -> "RowState":
         """For the rows of `like`; `compact` and the forward of a schedule fill it."""
         m = like.shape[0]
-        return cls.of(vector(like, cls.size(m), I32), m)
+        return cls.of(vector(like, cls.size(m, return_stats), I32), m)
 
     @classmethod
     def of(cls, memory: Tensor, m: int) -> "RowState":
         tickets, step = memory.data_ptr(), -(-m // 4) * 16  # each vector starts on 16 bytes
         num_live = tickets + 4 * NUM_TICKETS
-        return cls(memory, tickets, num_live, num_live + 4, *range(num_live + 16, num_live + 16 + 12 * step, step))
+        return cls(memory, tickets, num_live, num_live + 4, *range(num_live + 16, num_live + 16 + 15 * step, step))
 
     def tensor(self, address: int, n: int, dtype: torch.dtype = I32) -> Tensor:
         first = (address - self.tickets) // 4
@@ -240,11 +244,11 @@ class LceKernels(RowKernels):
         for recompute in (False, True):
             kernel = self.kernel(
                 "lce_gemm", "softmax", live_x.dtype, dtype_of(out.first), bias, epilogue.softcap > 0,
-                epilogue.part_wsum is not None, epilogue.class_weight is not None, recompute, out.second is not None,
-                epilogue.logit_scale is not None,
+                epilogue.part_wsum is not None, epilogue.class_weight is not None, epilogue.logit_scale is not None,
+                epilogue.part_elog is not None, recompute, out.second is not None,
             )  # fmt: skip
             if recompute:
-                epilogue = epilogue._replace(row_shift=None)
+                epilogue = epilogue._replace(row_shift=None, argmax_bits=None)
             operands = live_x, w, out.first, out.second, out.split
             self._multiply(kernel, operands, epilogue, sizes, state, start, wave_sync=not recompute)
 
@@ -255,7 +259,7 @@ class LceKernels(RowKernels):
         """out (rows, n) = the gradient of the logits of the n classes of w: kernels/common/epilogue_dlogits.py."""
         kernel = self.kernel(
             "lce_gemm", "dlogits", live_x.dtype, out.dtype, bias, epilogue.softcap > 0, smoothing,
-            epilogue.class_weight is not None, epilogue.logit_scale is not None,
+            epilogue.class_weight is not None, epilogue.logit_scale is not None, epilogue.coef_entropy is not None,
         )  # fmt: skip
         self._multiply(kernel, (live_x, w, out), epilogue, (live_x.shape[0], *w.shape), state, start)
 
@@ -330,10 +334,11 @@ class LceKernels(RowKernels):
         kernel.launch(args, self.stream())
 
 
+_ON_LOGITS = "bias_dtype", "softcap", "smoothing", "weighted", "logit_scale"
 # The problems of the GEMMs: what each has always, and the fields that differ from launch to launch.
 _GEMMS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "softmax": ({}, ("bias_dtype", "softcap", "smoothing", "weighted", "recompute_flagged", "d_in_two", "logit_scale")),
-    "dlogits": ({}, ("bias_dtype", "softcap", "smoothing", "weighted", "logit_scale")),
+    "softmax": ({}, (*_ON_LOGITS, "return_stats", "recompute_flagged", "d_in_two")),
+    "dlogits": ({}, (*_ON_LOGITS, "entropy")),
     "rows": (dict(b_major="n"), ("a_in_two", "accumulate", "split_k_tail")),
     "store": (dict(b_major="n"), ("a_in_two", "accumulate", "split_k_tail")),
     "dw": (

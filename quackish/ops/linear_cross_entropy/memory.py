@@ -69,7 +69,8 @@ def problem_of(
     options: tuple, v: int, h: int, return_lse: bool, has_out: bool, on_kernels: bool
 ) -> KernelProblem | LinearCrossEntropyProblem:
     """What the rules depend on; `options` has the fields of Plan before schedule."""
-    _, smoothing, softcap, _, reduction, compute_dtype = options
+    _, smoothing, softcap, _, reduction, return_stats, compute_dtype = options
+    return_lse = return_lse or return_stats
     dtype = str(compute_dtype).removeprefix("torch.")
     if on_kernels:
         return KernelProblem(v, h, dtype, reduction, return_lse, has_out, smoothing > 0)
@@ -166,7 +167,7 @@ class Rehearsal(TorchDispatchMode):
         shape = inputs.target.shape
         dtype = autograd.accumulate_dtype(plan.compute_dtype)
         arriving = [torch.empty(shape if plan.reduction == "none" else (), dtype=dtype, device=META)]
-        arriving += [torch.empty(shape, dtype=dtype, device=META)] * return_lse
+        arriving += [torch.empty(shape, dtype=dtype, device=META)] * (3 if plan.return_stats else return_lse)
         self.given = {t.untyped_storage()._cdata for t in (*tensors, dw_out, *arriving) if t is not None}
         with self:
             results = autograd.run(inputs, plan, return_lse, self.request.eager, self.k)[: len(arriving)]

@@ -7,6 +7,7 @@ from quackish.errors import warn_once
 from quackish.ops.linear_cross_entropy.checks import Inputs, check_targets
 from quackish.ops.linear_cross_entropy.schedules import Grads, GradsNeeded, Plan, made_in_forward
 from quackish.reference.linear_cross_entropy import (
+    LinearCrossEntropyStats,
     RowOptions,
     Rows,
     accumulate_dtype,
@@ -18,10 +19,11 @@ from quackish.reference.linear_cross_entropy import (
 
 
 def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, device: torch.device | None = None) -> tuple:
-    """loss () or (m,), lse (m,), the divisor of "mean", the gradients that forward can compute, and kept logits (m, v).
+    """loss () or (m,), the rows' statistics (m,), the divisor of "mean", gradients, and kept logits (m, v).
 
-    The gradients are those of the plain sum, in fp32 (fp64 for fp64): fp16 gradients of a mean would underflow before
-    a loss scale arrives in backward. device: the one whose call is rehearsed on meta tensors.
+    The gradients are those that forward can compute, of the plain sum, in fp32 (fp64 for fp64): fp16 gradients of a
+    mean would underflow before a loss scale arrives in backward. device: the one whose call is rehearsed on meta
+    tensors.
     """
     x, target, weight, v = inputs.input, inputs.target.reshape(-1), inputs.weight, inputs.linear_weight.shape[0]
     if x.device.type == "cpu":
@@ -32,28 +34,32 @@ def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, device: torch.devic
     rows, divisor = rows_of(target, v, weight, plan.ignore_index, dtype), None
     keeps = plan.schedule == "stored" and needed.any()
     logits = x.new_empty((target.numel(), v), dtype=dtype) if keeps else None
-    loss, lse, grads = _loop(inputs, plan, made_in_forward(plan, needed), rows, keep=logits, device=device)
+    loss, stats, grads = _loop(inputs, plan, made_in_forward(plan, needed), rows, keep=logits, device=device)
     if plan.reduction != "none":
         loss = loss.sum()
     if plan.reduction == "mean":
         divisor = mean_divisor(rows, inputs.num_items)
         loss = loss / divisor
-    return loss, lse, divisor, grads, logits
+    return loss, stats, divisor, grads, logits
 
 
 def backward(
     inputs: Inputs, plan: Plan, needed: GradsNeeded, grad_loss: Tensor | None, grad_lse: Tensor | None,
-    divisor: Tensor | None, logits: Tensor | None, device: torch.device | None = None,
+    grad_log_prob: Tensor | None, grad_entropy: Tensor | None, divisor: Tensor | None, logits: Tensor | None,
+    device: torch.device | None = None,
 ) -> Grads:  # fmt: skip
     """The gradients, from what arrives and what `forward` kept; dw is returned, not added to grad_weight_out."""
-    target, dtype, arriving = inputs.target.reshape(-1), accumulate_dtype(plan.compute_dtype), (None, None)
+    target, dtype, arriving = inputs.target.reshape(-1), accumulate_dtype(plan.compute_dtype), ()
+    row_grads = [None if grad is None else grad.reshape(-1) for grad in (grad_lse, grad_log_prob, grad_entropy)]
+    first = next((grad for grad in row_grads if grad is not None), None)
     if divisor is not None and grad_loss is not None:
         grad_loss = grad_loss / divisor
-    is_common = grad_lse is None and plan.reduction != "none"  # one factor for all rows: multiplied in at the end
+    is_common = first is None and plan.reduction != "none"  # one factor for all rows: multiplied in at the end
     if not is_common:
-        grad_loss = grad_lse.new_zeros(()) if grad_loss is None else grad_loss
-        arriving = grad_loss.reshape(-1).expand(target.shape), None if grad_lse is None else grad_lse.reshape(-1)
+        grad_loss = first.new_zeros(()) if grad_loss is None else grad_loss
+        arriving = grad_loss.reshape(-1).expand(target.shape), *row_grads
     rows = rows_of(target, inputs.linear_weight.shape[0], inputs.weight, plan.ignore_index, dtype)
+    plan = plan._replace(return_stats=False)
     _, _, grads = _loop(inputs, plan, needed, rows, arriving, logits, device=device)
     for grad in grads:
         if is_common and grad is not None:
@@ -66,12 +72,12 @@ def _loop(
     plan: Plan,
     needed: GradsNeeded,
     rows: Rows,
-    arriving: tuple[Tensor | None, Tensor | None] = (None, None),  # (m,) gradients of each row's loss, None is 1; lse
+    arriving: tuple[Tensor | None, ...] = (),  # (m,) gradients of each row's loss, lse, log_prob and entropy
     logits: Tensor | None = None,  # (m, v), where they were kept
     keep: Tensor | None = None,  # (m, v), to be filled
     device: torch.device | None = None,
-) -> tuple[Tensor, Tensor, Grads]:
-    """The rows' loss and lse, and the gradients of the loss's plain sum."""
+) -> tuple[Tensor, LinearCrossEntropyStats, Grads]:
+    """The rows' loss and statistics, and the gradients; without `arriving`, of the loss's plain sum."""
     x, w, bias, _, weight, logit_scale, *_ = inputs
     m, (v, h), dtype = rows.live.numel(), w.shape, accumulate_dtype(plan.compute_dtype)
     options = RowOptions(plan.label_smoothing, plan.softcap, plan.z_loss, logit_scale)
@@ -81,7 +87,10 @@ def _loop(
     x, w = x.reshape(-1, h), w.to(plan.compute_dtype).to(gemm_dtype)
     w = w if 1 in w.stride() else w.contiguous()  # else each chunk's GEMM would make its own copy
     bias, weight = (None if t is None else t.to(dtype) for t in (bias, weight))
-    loss, lse = x.new_empty(m, dtype=dtype), x.new_empty(m, dtype=dtype)
+    loss = x.new_empty(m, dtype=dtype)
+    stats = LinearCrossEntropyStats(x.new_empty(m, dtype=dtype), None, None, None)
+    if plan.return_stats:
+        stats = LinearCrossEntropyStats(*(x.new_empty(m, dtype=of) for of in (dtype, dtype, dtype, torch.int64)))
     grads = dx, dw, db = Grads(
         x.new_empty((m, h), dtype=dtype) if needed.dx else None,
         x.new_zeros((v, h), dtype=dtype) if needed.dw else None,
@@ -102,7 +111,12 @@ def _loop(
         if keep is not None:
             keep[part] = z
         given = (None if t is None else t[part] for t in arriving)
-        loss[part], lse[part], dlogits = chunk_of_rows(z, rows[part], weight, options, needed.any(), *given)
+        loss[part], new, dlogits = chunk_of_rows(
+            z, rows[part], weight, options, needed.any(), *given, return_stats=plan.return_stats
+        )
+        for whole, values in zip(stats, new, strict=True):
+            if whole is not None:
+                whole[part] = values
         if db is not None:
             db.add_(dlogits.sum(0))
         if dx is not None or dw is not None:
@@ -116,23 +130,24 @@ def _loop(
     with torch.autocast(kind, enabled=False):
         for start in range(0, m, plan.chunk_rows):
             run(slice(start, start + plan.chunk_rows))
-    return loss, lse, grads
+    return loss, stats, grads
 
 
-def run_reference(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """(loss, lse) of checked arguments, by operations that torch.func and forward-mode AD know: all logits are held."""
+def run_reference(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
+    """What `autograd.run` returns, by operations that torch.func and forward-mode AD know: all logits are held."""
     x, w, bias, target, weight, logit_scale, num_items, _ = inputs
     flat_target = target.reshape(-1)
     if x.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(target):
         check_targets(flat_target, w.shape[0], plan.ignore_index)
     with torch.autocast(x.device.type, enabled=False):
-        loss, lse = linear_cross_entropy_forward(
+        loss, stats = linear_cross_entropy_forward(
             x.reshape(-1, x.shape[-1]).to(plan.compute_dtype), w.to(plan.compute_dtype), flat_target, linear_bias=bias,
             weight=None if weight is None else weight.detach(), reduction=plan.reduction,
             ignore_index=plan.ignore_index, label_smoothing=plan.label_smoothing, softcap=plan.softcap,
-            logit_scale=logit_scale, z_loss=plan.z_loss, num_items=num_items,
+            logit_scale=logit_scale, z_loss=plan.z_loss, num_items=num_items, return_stats=plan.return_stats,
         )  # fmt: skip
-    return loss.reshape(target.shape) if plan.reduction == "none" else loss, lse.reshape(target.shape)
+    stats = stats if plan.return_stats else (stats,)
+    return loss.reshape(target.shape) if plan.reduction == "none" else loss, *(t.reshape(target.shape) for t in stats)
 
 
 # GEMMs ----------------------------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ class Plan(NamedTuple):
     softcap: float | None
     z_loss: float
     reduction: str
+    return_stats: bool
     compute_dtype: torch.dtype
     schedule: str
     chunk_rows: int
@@ -116,7 +117,13 @@ class Call(NamedTuple):
     dw_out: Tensor | None  # (v, h): dw is added to it instead of returned
     # What arrives in backward; None in forward, whose gradients are those of a loss gradient of 1.
     grad_loss: Tensor | None = None  # 0-dim, or (m,) contiguous; fp32; None is 1
-    grad_lse: Tensor | None = None  # (m,) contiguous fp32; None is 0
+    grad_lse: Tensor | None = None  # (m,) contiguous fp32; None is 0, as for the next two
+    grad_log_prob: Tensor | None = None
+    grad_entropy: Tensor | None = None
+
+    def has_row_grads(self) -> bool:
+        """Whether rows have gradients that are not the loss's."""
+        return any(grad is not None for grad in (self.grad_lse, self.grad_log_prob, self.grad_entropy))
 
 
 class Chunk(NamedTuple):
@@ -189,18 +196,18 @@ def made_in_forward(plan: Plan, needed: GradsNeeded) -> GradsNeeded:
 def backward(call: Call, kept: Forward, needed: GradsNeeded) -> Grads:
     """The gradients from what forward kept."""
     plan, own_dw, grads = call.plan, call.dw_out is None, Grads()
-    if plan.schedule == "stored":
+    if plan.schedule == "stored" and call.grad_entropy is None:
         return stored_backward(call, kept, needed)
-    if call.grad_lse is None:
+    if not call.has_row_grads():
         early = made_in_forward(plan, needed)
         if early.any():  # they were handed out before: compute them again
-            made = forward(call._replace(state=RowState.new(call.x), grad_loss=None), needed)
+            made = forward(call._replace(state=RowState.new(call.x, plan.return_stats), grad_loss=None), needed)
             kept = kept._replace(dw=made.dw, classes=made.classes)
             grads = scale_grads(call.k, made, call.grad_loss, call.dw_out)
         needed = needed.but(early)
     if not needed.any():
         return grads
-    plan = plan._replace(schedule="recompute")  # for `chunked` too, if lse has a gradient
+    plan = plan._replace(schedule="recompute")  # for `chunked` too, if rows have gradients
     lay = _layout(plan, call.m, call.v, call.h, needed, own_dw, kept.dw is not None)
     if lay.dw_block:
         return grads.and_also(recompute_dw_in_chunks(call, lay, needed))
@@ -439,23 +446,34 @@ def chunks(call: Call, lay: Layout, live_x: Tensor, exp_logits: ExpLogits = NOT_
         yield Chunk(start, rows, part(live_x, 0, rows), exp_logits.rows(rows))
 
 
-Sums = tuple[Tensor, Tensor | None]  # (rows, tiles) fp32, over a tile's classes: exponentials; class weight * logit
+class Sums(NamedTuple):
+    """Of the rows of a chunk, over the classes of a tile: (rows, tiles) fp32. And argmax_bits, (rows,) int64."""
+
+    part_sum: Tensor | None = None  # exponentials
+    part_wsum: Tensor | None = None  # class weight * logit; with label smoothing
+    part_elog: Tensor | None = None  # exponentials times their log2; with return_stats, as argmax_bits
+    argmax_bits: Tensor | None = None
+
+
+NO_SUMS = Sums()
 
 
 def gather_and_multiply(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None = None) -> Sums:
-    """Fills chunk.live_x and exp_logits. Zeros loss, lse and dx of the chunk's ignored rows."""
+    """Fills chunk.live_x and exp_logits. Sets what is returned of the chunk's ignored rows, and their dx."""
     k, state, smoothing, at = call.k, call.state, call.plan.label_smoothing > 0, 4 * chunk.start
-    _gather(call, chunk.start, chunk.live_x, state.slot_target, state.row_max_bits, dx, loss)
-    tiles = k.num_tiles(call.v)
+    tiles, return_stats = k.num_tiles(call.v), call.plan.return_stats
+    argmax_bits = vector(call.x, chunk.rows, torch.int64) if return_stats else None
+    _gather(call, chunk.start, chunk.live_x, state.slot_target, state.row_max_bits, dx, loss, argmax_bits)
     part_sum = matrix(call.x, chunk.rows, tiles, F32)
     part_wsum = matrix(call.x, chunk.rows, tiles, F32) if smoothing else None
+    part_elog = matrix(call.x, chunk.rows, tiles, F32) if return_stats else None
     epilogue = SoftmaxArgs(
         address(call.bias), address(call.class_weight) if smoothing else None, state.row_shift + at,
         state.slot_target + at, state.row_max_bits + at, state.flags, part_sum.data_ptr(), state.target_logit + at,
-        address(part_wsum), call.softcap, tiles, address(call.logit_scale),
+        address(part_wsum), address(part_elog), address(argmax_bits), call.softcap, tiles, address(call.logit_scale),
     )  # fmt: skip
     k.logits(chunk.live_x, call.w, chunk.exp_logits, epilogue, dtype_of(call.bias), state, chunk.start)
-    return part_sum, part_wsum
+    return Sums(part_sum, part_wsum, part_elog, argmax_bits)
 
 
 def gather_again(call: Call, start: int, live_x: Tensor) -> None:
@@ -465,64 +483,76 @@ def gather_again(call: Call, start: int, live_x: Tensor) -> None:
 
 def _gather(
     call: Call, start: int, live_x: Tensor, slot_target: int, row_max_bits: int, dx: Tensor | None = None,
-    loss: Tensor | None = None,
+    loss: Tensor | None = None, argmax_bits: Tensor | None = None,
 ) -> None:  # fmt: skip
     x, state, at, stride = call.x, call.state, 4 * start, call.x.stride(0)
-    x_at = x.data_ptr()
+    x_at, return_stats = x.data_ptr(), argmax_bits is not None
+    stats = (state.log_prob, state.entropy, state.predicted) if return_stats else (None, None, None)
     args = GatherArgs(
         x_at, call.w.data_ptr(), address(call.bias), call.target.data_ptr(), state.order, state.num_live,
         live_x.data_ptr(), slot_target + at, state.row_shift + at, row_max_bits + at, state.flags, address(dx),
-        address(loss), None if loss is None else state.lse, stride, call.softcap, start, live_x.shape[0], call.v,
+        address(loss), None if loss is None else state.lse, *stats, address(argmax_bits), stride, call.softcap, start,
+        live_x.shape[0], call.v,
     )  # fmt: skip
     aligned = not (x_at | stride * 2) & 15  # each row starts on 16 bytes
     dtypes = x.dtype, call.target.dtype, dtype_of(call.bias), dtype_of(dx)
-    call.k.launch(args, "lce_gather", call.h, *dtypes, call.softcap > 0, loss is not None, aligned)
+    call.k.launch(args, "lce_gather", call.h, *dtypes, call.softcap > 0, loss is not None, aligned, return_stats)
 
 
 def run_rows(
-    call: Call, chunk: Chunk, *, sums: Sums = (None, None), loss: Tensor | None = None, scale: bool = False,
+    call: Call, chunk: Chunk, *, sums: Sums = NO_SUMS, loss: Tensor | None = None, scale: bool = False,
     scaled_x: Tensor | None = None, first_slots: Tensor | None = None, coefs: Tensor | None = None,
+    coef_entropy: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Runs `lce_rows` for what is given:
 
-    sums: the statistics of the rows, into loss, lse and row_sum.
+    sums: the statistics of the rows, into loss, lse and row_sum, and those of return_stats.
     scale: row_scale, the elements of exp_logits at the targets, and scaled_x = row_scale * live_x.
-    coefs: the coefficients of dlogits.
+    coefs: the coefficients of dlogits, and coef_entropy if the entropy has a gradient.
     """
-    plan, state, at, (part_sum, part_wsum), grad_loss = call.plan, call.state, 4 * chunk.start, sums, call.grad_loss
-    stats, exp_logits = part_sum is not None, chunk.exp_logits if scale else NOT_STORED
+    plan, state, at, grad_loss = call.plan, call.state, 4 * chunk.start, call.grad_loss
+    stats, exp_logits = sums.part_sum is not None, chunk.exp_logits if scale else NOT_STORED
+    return_stats = sums.part_elog is not None
     args = RowsArgs(
-        state.slot_target + at, state.order, state.num_live, address(part_sum), address(part_wsum),
+        state.slot_target + at, state.order, state.num_live, *map(address, sums),
         state.target_logit + at if stats or scale else None, state.row_max_bits + at, address(call.class_weight),
-        address(call.total_weight), address(loss), state.lse, state.row_sum + at, address(grad_loss), state.inv_divisor,
-        address(call.grad_lse), address(exp_logits.first), address(exp_logits.second),
+        address(call.total_weight), address(loss), state.lse, state.row_sum + at,
+        state.log_prob if return_stats else None, state.entropy if return_stats or coef_entropy is not None else None,
+        state.predicted if return_stats else None, address(grad_loss), state.inv_divisor, address(call.grad_lse),
+        address(call.grad_log_prob), address(call.grad_entropy), address(exp_logits.first), address(exp_logits.second),
         None if scaled_x is None else chunk.live_x.data_ptr(), address(scaled_x),
-        state.row_scale + at if scale else None, address(coefs), address(first_slots), call.softcap, plan.z_loss,
-        plan.label_smoothing, *exp_logits.strides, exp_logits.split, call.v, part_sum.shape[1] if stats else 0,
-        chunk.start, chunk.rows, address(call.logit_scale),
+        state.row_scale + at if scale else None, address(coefs), address(coef_entropy), address(first_slots),
+        call.softcap, plan.z_loss, plan.label_smoothing, *exp_logits.strides, exp_logits.split, call.v,
+        sums.part_sum.shape[1] if stats else 0, chunk.start, chunk.rows, address(call.logit_scale),
     )  # fmt: skip
     call.k.launch(
         args, "lce_rows", stats, "scale" if scale else "none" if coefs is None else "coefs",
         0 if scaled_x is None else call.h, dtype_of(scaled_x), dtype_of(call.class_weight), plan.label_smoothing > 0,
         scale and call.softcap > 0, "one" if grad_loss is None else "rows" if grad_loss.dim() else "scalar",
         call.grad_lse is not None, exp_logits.second is not None, first_slots is not None, call.logit_scale is not None,
+        return_stats, call.grad_log_prob is not None, coef_entropy is not None,
     )  # fmt: skip
 
 
-def coefficients(call: Call) -> Tensor:
-    """(m, 4) fp32: those of dlogits, for all rows."""
+Coefs = tuple[Tensor, Tensor | None]  # (m, 4) fp32; coef_entropy, (m,) fp32, if the entropy has a gradient
+
+
+def coefficients(call: Call) -> Coefs:
+    """Those of dlogits, for all rows."""
     coefs = matrix(call.x, call.m, 4, F32)
-    run_rows(call, Chunk(0, call.m, None, NOT_STORED), coefs=coefs)
-    return coefs
+    coef_entropy = None if call.grad_entropy is None else vector(call.x, call.m, F32)
+    run_rows(call, Chunk(0, call.m, None, NOT_STORED), coefs=coefs, coef_entropy=coef_entropy)
+    return coefs, coef_entropy
 
 
-def write_dlogits(call: Call, start: int, live_x: Tensor, coefs: Tensor, v0: int, v1: int, out: Tensor) -> None:
+def write_dlogits(call: Call, start: int, live_x: Tensor, coefs: Coefs, v0: int, v1: int, out: Tensor) -> None:
     """The gradient of the logits of classes [v0, v1), for the slots of live_x, from `start` on."""
-    state, smoothing, bias = call.state, call.plan.label_smoothing > 0, call.bias
+    state, smoothing, bias, (coefs, coef_entropy) = call.state, call.plan.label_smoothing > 0, call.bias, coefs
     epilogue = DlogitsArgs(
         None if bias is None else bias.data_ptr() + bias.itemsize * v0,
         address(call.class_weight) if smoothing else None, coefs.data_ptr() + 16 * start, state.slot_target + 4 * start,
-        call.softcap, v0, address(call.logit_scale),
+        None if coef_entropy is None else coef_entropy.data_ptr() + 4 * start, call.softcap, v0,
+        address(call.logit_scale),
     )  # fmt: skip
     call.k.dlogits(live_x, call.w[v0:v1], out, epilogue, dtype_of(bias), smoothing, state, start)
 
@@ -656,7 +686,7 @@ def _common_factor(call: Call) -> tuple[Tensor | None, Call]:
     most 1. With a gradient per row there is no such factor: (None, call).
     """
     plan, state, weight = call.plan, call.state, call.class_weight
-    if call.grad_lse is not None or call.grad_loss.dim():
+    if call.has_row_grads() or call.grad_loss.dim():
         return None, call
     largest = call.grad_loss.new_ones(())
     if weight is not None:  # of the classes that are targets: the weight of another class may be anything
