@@ -232,7 +232,7 @@ def test_a_dry_run_launches_what_the_operation_does(name, reduction, launched):
     gpu, seen = launched
     options, dtype = OPTIONS[name], torch.bfloat16
     said = [f"--{key} {value}".replace("_", "-").replace(" True", "") for key, value in options.items()]
-    for how in ("", "--return-lse", "--grad-weight-out", "--no-grad"):
+    for how in ("", "--return-lse", "--return-stats", "--grad-weight-out", "--no-grad"):
         for schedule in SCHEDULES:
             for m, h, v, chunks in ((300, 8, 700, "--chunk-size 128"), (40, 64, 1000, "")):
                 x, w, target, kw = make(m, h, v, dtype, **options, reduction=reduction)
@@ -241,10 +241,12 @@ def test_a_dry_run_launches_what_the_operation_does(name, reduction, launched):
                 with torch.set_grad_enabled(how != "--no-grad"):
                     results = quackish.linear_cross_entropy(
                         x, w, target, schedule=schedule, chunk_size=128 if chunks else None, backend="cute",
-                        return_lse="lse" in how, grad_weight_out=out, **kw,
+                        return_lse="lse" in how, return_stats="stats" in how, grad_weight_out=out, **kw,
                     )  # fmt: skip
                 if how != "--no-grad":
-                    results = results if "lse" in how else (results,)
+                    if "stats" in how:
+                        results = (results[0], *results[1][:3])
+                    results = results if isinstance(results, tuple) else (results,)
                     torch.autograd.backward(results, [torch.ones(t.shape) for t in results])
                 words = f"{m}x{h}x{v} --reduction {reduction} --schedule {schedule} {chunks} {how} {' '.join(said)}"
                 steps = dry(f"linear_cross_entropy {words}", gpu).steps
@@ -341,6 +343,7 @@ def test_equal_launches_are_counted():
         ("--schedule stored", "stored, as given"),
         ("--reduction none", 'gradients are left to backward because of reduction "none"'),
         ("--return-lse --grad-weight-out", "because of a returned lse and grad_weight_out"),
+        ("--return-stats", "because of returned statistics"),
         ("--reduction none --schedule chunked", "recompute in place of chunked; gradients are left to"),
         ("--dtype fp16", "because of fp16"),
         ("--label-smoothing 0.1 --schedule stored", "because of label smoothing"),

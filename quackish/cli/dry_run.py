@@ -181,7 +181,8 @@ def _linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...]) -> t
     inputs = Inputs(x, w, bias, target, class_weight, logit_scale, None, dw_out)
     options = Options(
         args.reduction or "mean", -100, args.label_smoothing or 0.0, args.softcap, args.z_loss or 0.0,
-        bool(args.return_lse), False, args.schedule or "auto", args.chunk_size, args.memory_limit, "cute",
+        bool(args.return_lse), bool(args.return_stats), args.schedule or "auto", args.chunk_size, args.memory_limit,
+        "cute",
     )  # fmt: skip
     try:
         plan = api.make_plan(inputs, options, no_kernel_on=lambda device: "")
@@ -206,6 +207,7 @@ def _schedule(plan: Plan, args: argparse.Namespace) -> str:
         "label smoothing": args.label_smoothing,
         'reduction "none"': args.reduction == "none",
         "a returned lse": args.return_lse,
+        "returned statistics": args.return_stats,
         "grad_weight_out": args.grad_weight_out,
     }
     because = " and ".join(words for words, holds in late.items() if holds)

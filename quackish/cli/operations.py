@@ -66,6 +66,7 @@ _LINEAR_CROSS_ENTROPY = Operation(
         "--logit-scale": dict(type=float, metavar="S"),
         "--z-loss": dict(type=float, metavar="C"),
         "--return-lse": dict(**_SET, help="and a gradient arrives at it"),
+        "--return-stats": dict(**_SET, help="and gradients arrive at all of them"),
         "--grad-weight-out": dict(**_SET, help="the weight's gradient is added to a buffer"),
         "--no-grad": dict(**_SET, help="the loss alone"),
     },
