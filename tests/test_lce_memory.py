@@ -91,20 +91,21 @@ def request_of(x, w, target, kw, eager=True, device=None):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_a_rehearsal_of_the_portable_path_takes_what_a_run_takes(name, reduction, dtype):
-    for schedule, how in itertools.product(SCHEDULES, ("both", "input", "buffer", "none")):
+    for schedule, how in itertools.product(SCHEDULES, ("both", "input", "buffer", "none", "stats")):
         x, w, target, kw = make(500, 64, 1200, dtype, reduction=reduction, **OPTIONS[name])
-        kw |= dict(schedule=schedule, chunk_size=128)
-        w.requires_grad_(how in ("both", "buffer"))
+        kw |= dict(schedule=schedule, chunk_size=128, return_stats=how == "stats")
+        w.requires_grad_(how in ("both", "buffer", "stats"))
         x.requires_grad_(how != "none")
         bias = [t.requires_grad_(how == "both") for t in (kw.get("linear_bias"),) if t is not None]
         if how == "buffer":
             kw["grad_weight_out"] = torch.zeros(w.shape)
         wanted = [t for t in (x, w, *bias) if t.requires_grad]
-        grad = torch.ones(500 if reduction == "none" else ())
+        grads = [torch.ones(500 if reduction == "none" else ()), *[torch.ones(500)] * 3 * (how == "stats")]
 
-        def step(x=x, w=w, target=target, kw=kw, wanted=wanted, grad=grad):
-            loss = linear_cross_entropy(x, w, target, **kw)
-            return loss, torch.autograd.grad(loss, wanted, grad, allow_unused=True) if wanted else None
+        def step(x=x, w=w, target=target, kw=kw, wanted=wanted, grads=grads):
+            kept = linear_cross_entropy(x, w, target, **kw)
+            results = [kept[0], *kept[1][:3]] if kw["return_stats"] else [kept]
+            return kept, torch.autograd.grad(results, wanted, grads, allow_unused=True) if wanted else None
 
         found = memory.Rehearsal(*request_of(x, w, target, kw)).run()
         assert found.peak == pytest.approx(taken(step), rel=0.01), (schedule, how)
