@@ -5,7 +5,7 @@ import math
 
 from quackish.bench import plots, report
 from quackish.bench.cells import A_LAUNCH, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell, is_ours
-from quackish.bench.providers_linear_cross_entropy import ABOUT
+from quackish.bench.providers_linear_cross_entropy import ABOUT, STATS
 from quackish.bench.report import Verdict, at_most, dominated, faster, verdict
 from quackish.bench.results import Results
 from quackish.testing.timing import LOAD_MS
@@ -21,6 +21,7 @@ SMALL = train((1024, 4096, 128256))
 AGAINST_MEMORY = (HEADLINE, train(HEADLINE.shape, data="confident"), SHAPES[-1])
 FP32 = [train(HEADLINE.shape, dtype=dtype) for dtype in ("float32", "tf32")]  # on the portable path
 LOSS_BAR = 1.03  # of one logits GEMM
+STATS_BAR = 1.06  # of the loss alone, both without grad
 IGNORED_BAR = 0.35  # of the time with no row ignored, at 80 % ignored
 ERROR_BARS = {"normal": 1.0, "confident": 0.5}  # of torch's error
 HOST_BARS = (("torch", "PyTorch eager's", 1.4), ("quack", "QuACK's", 0.5))  # host time over theirs, in the same run
@@ -52,6 +53,7 @@ def verdicts(results: Results) -> list[Verdict]:
         lines += dominated(results, cell, f"{_name(cell)}{data}: time against memory")
     for cell in (cell for cell in cells if cell.direction == "forward"):
         lines += at_most(ratio(cell, OURS, GEMMS[0]), LOSS_BAR, f"{_name(cell)} loss only: time / logits GEMM")
+        lines += at_most(ratio(cell, STATS, OURS), STATS_BAR, f"{_name(cell)} loss and statistics: time / loss only")
     for cell in (cell for cell in cells if cell.ignored >= 0.8):
         text = f"{_name(cell)}, {cell.ignored:.0%} ignored: time / none ignored"
         lines += at_most(ratio(cell, OURS, NONE_IGNORED), IGNORED_BAR, text)

@@ -46,6 +46,31 @@ def _liger_large_chunks() -> Loss:
     return lambda x, w, target: LigerFusedLinearCrossEntropyFunction.apply(x, w, target, *options, *kernels)[0]
 
 
+def _liger_scaled() -> Loss:
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        nll, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, target, 1.0, IGNORED, 1, True)
+        return nll.sum() / (target != IGNORED).sum() + 0.0 * entropy.sum()
+
+    return loss
+
+
+def _torch_chunked_stats() -> Loss:
+    from torch.utils.checkpoint import checkpoint
+
+    def chunk(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        log_p = F.linear(x, w).float().log_softmax(-1)
+        correct, entropy = log_p.argmax(-1) == target, -(log_p.exp() * log_p).sum(-1)
+        return F.nll_loss(log_p, target, reduction="sum") + 0.0 * (correct.sum() + entropy.sum())
+
+    def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        parts = zip(x.split(256), target.split(256), strict=True)
+        return sum(checkpoint(chunk, a, w, b, use_reentrant=False) for a, b in parts) / (target != IGNORED).sum()
+
+    return loss
+
+
 def _torch() -> Loss:
     return lambda x, w, target: F.cross_entropy(F.linear(x, w), target)
 
@@ -65,6 +90,7 @@ SCHEDULES = {OURS: "auto"} | {f"{OURS}-{schedule}": schedule for schedule in ("s
 _LIGER_SM90 = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90:liger_fused_linear_cross_entropy_sm90"
 _cce = functools.partial(imported, "cut_cross_entropy:linear_cross_entropy")
 _quack_base = functools.partial(_quack, use_scaled_exp=False, tuned=False)
+STATS, ENTROPY = f"{OURS}-stats", f"{OURS}-entropy"
 # How a peer is loaded, and its description. A number at the end of a name is another chunk size, in rows.
 PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
     "quack": (
@@ -83,15 +109,23 @@ PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
     "liger": (_liger, "Liger's default: chunks around cuBLAS with its Triton row kernel; dW accumulates in bf16"),
     "liger-fp32": (functools.partial(_liger, accum_dtype=torch.float32), "liger with dW accumulated in fp32"),
     "liger-fp32-large": (_liger_large_chunks, "liger-cute with dW accumulated in fp32 and chunks 8 times as large"),
+    "liger-scaled": (_liger_scaled, "Liger's per-token loss with the entropy, to which a gradient arrives"),
     "cce": (_cce, "Apple's cut-cross-entropy; skips what is close to zero in the gradients"),
     "torch": (_torch, "F.cross_entropy(F.linear(x, w), target), eager"),
     "torch-compile": (_torch_compile, "the same under torch.compile"),
+    "torch-chunked-stats": (
+        _torch_chunked_stats,
+        "loss, token accuracy and entropy in checkpointed chunks of 256 rows, in PyTorch, as training loops do",
+    ),
     "torch-chunked": (_torch_chunked, "F.linear_cross_entropy, from torch 2.13 on"),
 }
-ABOUT = {name: about for name, (_, about) in PEERS.items() if about}
+ABOUT = {name: about for name, (_, about) in PEERS.items() if about} | {
+    STATS: "with return_stats",
+    ENTROPY: "with return_stats, and a gradient arrives at the entropy",
+}
 CHUNKED = tuple(f"{OURS}-chunked-{rows}" for rows in (1024, 2048, 4096, 8192))
 RECOMPUTE = f"{OURS}-recompute-1024"  # memory for the logits of 1024 rows
-PROVIDERS = (*SCHEDULES, *CHUNKED, RECOMPUTE, *PEERS)
+PROVIDERS = (*SCHEDULES, *CHUNKED, RECOMPUTE, STATS, ENTROPY, *PEERS)
 # Beside the headline shape, where all are measured.
 MAIN = (
     *(OURS, f"{OURS}-chunked", f"{OURS}-recompute", "quack", "quack-base", "quack-logits", "liger-cute-sm90", "liger"),
@@ -99,9 +133,15 @@ MAIN = (
 )
 # With 65536 rows "quackish" is "quackish-chunked", and "quackish-stored" needs 18 GB. With 8192, chunks of 8192 are the
 # whole.
-LONG = tuple(n for n in PROVIDERS if n not in (f"{OURS}-stored", f"{OURS}-chunked"))
-ALL = tuple(n for n in PROVIDERS if n in (*SCHEDULES, *LONG) and n not in (f"{OURS}-chunked-8192", "quack-base-16384"))
-LOSS = (OURS, "quack", "quack-base", "cce", "torch")  # without grad schedules are the same
+_STATISTICS = (STATS, ENTROPY, "liger-scaled", "torch-chunked-stats")
+LONG = tuple(n for n in PROVIDERS if n not in (f"{OURS}-stored", f"{OURS}-chunked", *_STATISTICS))
+ALL = tuple(
+    n
+    for n in PROVIDERS
+    if n in (*SCHEDULES, *LONG, *_STATISTICS) and n not in (f"{OURS}-chunked-8192", "quack-base-16384")
+)
+# without grad schedules are the same
+LOSS = (OURS, STATS, "quack", "quack-base", "liger-scaled", "cce", "torch-chunked-stats", "torch")
 HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-cute-sm90", "liger", "torch")
 
 
@@ -118,6 +158,15 @@ def load(name: str) -> Loss:
         return imported(name)
     from quackish import linear_cross_entropy
 
+    if name in (STATS, ENTROPY):
+        return functools.partial(_with_stats, name == ENTROPY)
     head, _, rows = name.rpartition("-") if name[-1].isdigit() else (name, "", "")
     how = dict(schedule=SCHEDULES[head], chunk_size=int(rows) if rows else None)
     return functools.partial(linear_cross_entropy, **how)
+
+
+def _with_stats(entropy: bool, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    from quackish import linear_cross_entropy
+
+    loss, stats = linear_cross_entropy(x, w, target, return_stats=True)
+    return loss + 0.0 * stats.entropy.sum() if entropy else loss
