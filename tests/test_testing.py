@@ -7,6 +7,7 @@ import torch
 
 from quackish.testing import assert_close_to_fp64, assert_deterministic
 
+X = torch.randn(4, 8)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -85,3 +86,19 @@ def test_close_to_fp64(dtype, device):
     raises(name, assert_close_to_fp64, lambda x: x * 1, lambda x: (x * 1, x), x)
     nan = torch.tensor(float("nan"), device=device)
     raises("output 0, (64, 8)", assert_close_to_fp64, lambda x: torch.where(x == x.max(), nan, x), lambda x: x * 1, x)
+
+
+@pytest.mark.parametrize("check", [lambda f: assert_deterministic(f, X), lambda f: assert_close_to_fp64(f, f, X)])
+def test_a_function_without_tensors_is_no_success(check):
+    with pytest.raises(TypeError, match="returned a float without tensors; expected a tensor, or tuples"):
+        check(lambda x: x.sum().item())
+
+
+def test_equal_infinities_are_close():
+    def masked(x):
+        return torch.where(X > 0, x, -torch.inf)
+
+    assert_close_to_fp64(masked, masked, X)
+    for wrong in (lambda x: -masked(x), lambda x: masked(x) * 1.001, lambda x: masked(x).clamp(min=-1e30)):
+        with pytest.raises(AssertionError, match="output 0, "):
+            assert_close_to_fp64(wrong, masked, X)

@@ -22,19 +22,18 @@ def assert_deterministic(function: Callable[..., Any], *inputs: Any, runs: int =
         inputs: each tensor that requires grad gets a gradient. What arrives at an output is random, or 1 where it has
             no dimensions.
     """
-    first, incoming = _results(function, inputs)
+    who = "assert_deterministic"
+    first, incoming = _results(who, function, inputs)
     device = next((t.device for t in first.values() if t is not None), "cpu")
     nbytes = max(64 << 20, 4 * sum(t.nbytes for t in first.values() if t is not None))
     for run in range(2, runs + 1):
         poison_free_memory(device, nbytes)
         with other_work(device, launches=100):
-            again, _ = _results(function, inputs, incoming)
-        _assert_same_names("assert_deterministic", again, f"run {run}", first, "run 1")
+            again, _ = _results(who, function, inputs, incoming)
+        _assert_same_names(who, again, f"run {run}", first, "run 1")
         for name, t in first.items():
             if not same_bits(again[name], t):
-                raise AssertionError(
-                    f"assert_deterministic: {name} {_difference(again[name], t)} in run {run} of {runs}"
-                )
+                raise AssertionError(f"{who}: {name} {_difference(again[name], t)} in run {run} of {runs}")
 
 
 def assert_close_to_fp64(
@@ -57,8 +56,8 @@ def assert_close_to_fp64(
         slack: multiplies the bounds, where intermediate results are rounded too, say.
     """
     who = "assert_close_to_fp64"
-    got, incoming = _results(function, inputs)
-    truth, _ = _results(reference, [_in_fp64(t) for t in inputs], incoming)
+    got, incoming = _results(who, function, inputs)
+    truth, _ = _results(who, reference, [_in_fp64(t) for t in inputs], incoming)
     _assert_same_names(who, got, "function", truth, "reference")
     for name, want in truth.items():
         t = got[name]
@@ -71,7 +70,9 @@ def assert_close_to_fp64(
             if not torch.equal(t, want):
                 raise AssertionError(f"{who}: {name} {_difference(t, want)}")
         else:
-            found, (norm, worst) = error(t, want.double()), _bounds(t.dtype, slack)
+            infinite = want.isinf() & (t == want)  # the same on both sides; their difference would be NaN
+            found = error(t.masked_fill(infinite, 0.0), want.double().masked_fill(infinite, 0.0))
+            norm, worst = _bounds(t.dtype, slack)
             if not found.within(norm, worst):
                 raise AssertionError(
                     f"{who}: {name}, {_describe(t)}, has error {found.norm:.2e} norm-wise and {found.worst:.2e} at the "
@@ -80,13 +81,19 @@ def assert_close_to_fp64(
 
 
 def _results(
-    function: Callable[..., Any], inputs: Sequence[Any], incoming: dict[int, Tensor] | None = None
+    who: str, function: Callable[..., Any], inputs: Sequence[Any], incoming: dict[int, Tensor] | None = None
 ) -> tuple[dict[str, Tensor | None], dict[int, Tensor]]:
     """(outputs and gradients by name, the gradients that arrived, by the number of the output).
 
     incoming: gradients to use again, at outputs of the same shape.
     """
-    outputs = [leaf for leaf in tree_leaves(function(*inputs)) if isinstance(leaf, Tensor)]
+    returned = function(*inputs)
+    outputs = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+    if not outputs:  # nothing would be compared
+        raise TypeError(
+            f"{who}: a function returned a {type(returned).__name__} without tensors; expected a tensor, or tuples, "
+            "lists and dicts of tensors"
+        )
     results = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
     ends = {i: t for i, t in enumerate(outputs) if t.requires_grad}
     wanted = {i: t for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.requires_grad}
