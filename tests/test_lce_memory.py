@@ -182,10 +182,11 @@ def test_the_least_limit_is_enough_and_a_byte_less_is_not(path):
 
 
 @on_kernels
-def test_a_plan_serves_only_the_strides_and_gradients_it_was_made_for(path):
+def test_a_plan_serves_only_the_layout_and_gradients_it_was_made_for(path):
     x, w, target, _ = case_of(path)
     columns = torch.cat([x.detach(), x.detach()], 1)[:, ::2].requires_grad_()  # kernels copy it
-    calls = [(x, w.detach()), (x, w), (columns, w)]
+    unaligned = w.detach().new_empty(w.numel() + 1)[1:].view(w.shape).copy_(w.detach()).requires_grad_()  # and it
+    calls = [(x, w.detach()), (x, w), (columns, w), (columns, unaligned)]
     needed = [least(lambda n, call=call: path.call(*call, target, memory_limit=n)) for call in calls]
     assert needed == sorted(set(needed))
     for call, limit in zip(calls, needed, strict=True):

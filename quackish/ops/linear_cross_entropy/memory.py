@@ -28,6 +28,7 @@ from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.schedules import Plan
+from quackish.ops.modes import is_compiling
 
 META = torch.device("meta")
 # PyTorch's caching allocator hands out multiples of 512 bytes, and above 1 MiB blocks up to 1 MiB larger than asked.
@@ -54,15 +55,21 @@ class Request(NamedTuple):
 
 
 def described(inputs: Inputs) -> tuple:
-    """(shape, strides, dtype, whether it requires grad) of all but logit_scale and num_items; None where absent."""
+    """The arguments of `_blank` for all but logit_scale and num_items; None where absent."""
     grad, tensors = torch.is_grad_enabled(), (*inputs[:5], inputs.grad_weight_out)
     return tuple(
-        None if t is None else (_ints(t.shape), _ints(t.stride()), t.dtype, grad and t.requires_grad) for t in tensors
+        None if t is None else (_ints(t.shape), _ints(t.stride()), _offset(t), t.dtype, grad and t.requires_grad)
+        for t in tensors
     )
 
 
 def _ints(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(operator.index(n) for n in sizes)  # torch.compile specializes on each
+
+
+def _offset(t: Tensor) -> int:
+    """In elements modulo 8: weights that do not start on 16 bytes are copied. The compiler cannot trace offsets."""
+    return 0 if is_compiling() else t.storage_offset() % 8
 
 
 def problem_of(
@@ -218,8 +225,9 @@ class Rehearsal(TorchDispatchMode):
         return -(-size // BLOCK) * BLOCK + (LARGE if size > LARGE else 0)
 
 
-def _blank(shape: tuple, strides: tuple, dtype: torch.dtype, requires_grad: bool) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device=META, requires_grad=requires_grad)
+def _blank(shape: tuple, strides: tuple, offset: int, dtype: torch.dtype, requires_grad: bool) -> Tensor:
+    t = torch.empty_strided(shape, strides, dtype=dtype, device=META)
+    return t.as_strided(shape, strides, offset).requires_grad_(requires_grad)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
