@@ -6,8 +6,8 @@ memory that is asked for.
 
 import math
 import operator
-import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -90,18 +90,30 @@ def problem_of(
 def within(
     memory_limit: int, request: tuple, schedule: str, chunk_size: int | None, gpu: Gpu | None = None
 ) -> tuple[str, int, bool, bool]:
-    """The first config of `frontier` that takes at most `memory_limit` bytes, as a tuple; ValueError if none does."""
-    for how, needs in frontier(Request(*request), schedule, chunk_size, gpu):
-        if needs <= memory_limit:
-            return how.schedule, how.chunk_rows, how.dx_in_forward, how.dw_in_chunks
-    raise ValueError(
-        f"linear_cross_entropy: memory_limit is {memory_limit} bytes, expected at least {needs}: what "
-        f'schedule="{how.schedule}", chunk_size={how.chunk_rows} takes beside inputs and gradients'
-    )
+    """The fastest config that takes at most `memory_limit` bytes, as a tuple; ValueError if none does.
+
+    In a thread of its own: there, no mode, hook of saved tensors, autocast or no_grad of the caller's is on.
+    """
+    with ThreadPoolExecutor(1) as apart:
+        return apart.submit(_within, memory_limit, Request(*request), schedule, chunk_size, gpu).result()
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler first, Triton included.
 within._dynamo_marked_constant = True
+
+
+def _within(memory_limit: int, request: Request, schedule: str, chunk_size: int | None, gpu: Gpu | None) -> tuple:
+    for how in candidates(request, schedule, chunk_size):
+        try:
+            Rehearsal(request, how, gpu, memory_limit).run()
+        except _TooMuch:
+            continue
+        return how.schedule, how.chunk_rows, how.dx_in_forward, how.dw_in_chunks
+    *_, (how, needs) = frontier(request, schedule, chunk_size, gpu)
+    raise ValueError(
+        f"linear_cross_entropy: memory_limit is {memory_limit} bytes, expected at least {needs}: what "
+        f'schedule="{how.schedule}", chunk_size={how.chunk_rows} takes beside inputs and gradients'
+    )
 
 
 def frontier(
@@ -111,14 +123,19 @@ def frontier(
 
     gpu: in place of the device's.
     """
-    (m, h, v), least = request.sizes, math.inf
-    has_out, on_kernels = request.tensors[5] is not None, request.why_portable is None
-    problem = problem_of(request.options, v, h, request.return_lse, has_out, on_kernels)
-    for how in by_speed(problem, m, h, schedule, chunk_size):
+    least = math.inf
+    for how in candidates(request, schedule, chunk_size):
         needs = Rehearsal(request, how, gpu).run().above_gradients
         if needs < least:
             least = needs
             yield how, needs
+
+
+def candidates(request: Request, schedule: str, chunk_size: int | None) -> list[LinearCrossEntropyConfig]:
+    """What a call may run within a limit, the fastest first."""
+    (m, h, v), has_out, on_kernels = request.sizes, request.tensors[5] is not None, request.why_portable is None
+    problem = problem_of(request.options, v, h, request.return_lse, has_out, on_kernels)
+    return by_speed(problem, m, h, schedule, chunk_size)
 
 
 # Rehearsals ----------------------------------------------------------------------------------------------------------
@@ -130,12 +147,17 @@ class Held(NamedTuple):
     bytes: int
 
 
+class _TooMuch(Exception):
+    pass
+
+
 class Rehearsal(TorchDispatchMode):
     """Runs forward and backward, with all gradients that are required, and a gradient that arrives at each result."""
 
-    def __init__(self, request: Request, how: LinearCrossEntropyConfig, gpu: Gpu | None = None):
+    def __init__(self, request: Request, how: LinearCrossEntropyConfig, gpu: Gpu | None = None, most: float = math.inf):
+        """most: bytes beside inputs and gradients; `run` raises _TooMuch as soon as it needs more."""
         super().__init__()
-        self.request, self.phase = request, "forward"
+        self.request, self.phase, self.most = request, "forward", most
         self.plan = Plan(*request.options, *vars(how).values(), request.why_portable)
         self.k = None
         if request.why_portable is None:
@@ -144,30 +166,13 @@ class Rehearsal(TorchDispatchMode):
         self.given: set[int] = set()
         self.held: dict[int, tuple[StorageWeakRef, Held]] = {}
         self.peak, self.at_peak, self.gradients = 0, [], 0
-        self.copied = 0  # bytes of gradients made in forward, which compiled code does not scale in place
+        self.made = 0  # bytes of gradients, by the forward operator
 
     @property
     def above_gradients(self) -> int:
         return self.peak - self.gradients
 
     def run(self) -> "Rehearsal":
-        """In a thread of its own: there, no mode, hook of saved tensors, autocast or no_grad of the caller's is on."""
-        errors = []
-
-        def run() -> None:
-            try:
-                self._run()
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if errors:
-            raise errors[0]
-        return self
-
-    def _run(self) -> None:
         *tensors, dw_out = (None if t is None else _blank(*t) for t in self.request.tensors)
         plan, return_lse = self.plan, self.request.return_lse
         inputs = Inputs(*tensors, 1.0 if self.request.has_scale else None, None, dw_out)
@@ -176,13 +181,21 @@ class Rehearsal(TorchDispatchMode):
         arriving = [torch.empty(shape if plan.reduction == "none" else (), dtype=dtype, device=META)]
         arriving += [torch.empty(shape, dtype=dtype, device=META)] * (3 if plan.return_stats else return_lse)
         self.given = {t.untyped_storage()._cdata for t in (*tensors, dw_out, *arriving) if t is not None}
+        wanted = [t for t in inputs[:3] if t is not None and t.requires_grad]
+        self.gradients = sum(t.nbytes for t in wanted if dw_out is None or t is not inputs.linear_weight)
         with self:
             results = autograd.run(inputs, plan, return_lse, self.request.eager, self.k)[: len(arriving)]
             self.phase = "backward"
-            wanted = [t for t in inputs[:3] if t is not None and t.requires_grad]
+            # compiled code does not scale in place the gradients that forward made
+            copies = torch.empty(self.made, dtype=torch.uint8, device=META) if self.made else None
             if wanted:
-                grads = torch.autograd.grad(results, wanted, arriving, allow_unused=dw_out is not None)
-                self.gradients = sum(grad.nbytes for grad in grads if grad is not None)
+                torch.autograd.grad(results, wanted, arriving, allow_unused=dw_out is not None)
+            del copies
+        return self
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operation imports the compiler, which takes a second
 
     def kernel_for(self, name: str, problem: Any, gpu: Gpu) -> Kernel:
         return Kernel(lambda *args: None, choose(name, problem, gpu).config)
@@ -193,7 +206,7 @@ class Rehearsal(TorchDispatchMode):
             with self:
                 result = autograd.IMPLEMENTATIONS[func](*args, k=self.k, device=self.request.device)
             if self.phase == "forward" and not self.request.eager:
-                self.copied = sum(grad.nbytes for grad in result[-3:] if grad is not None)
+                self.made = sum(grad.nbytes for grad in result[-3:] if grad is not None)
             return result
         if func is torch.ops.aten.empty_strided.default:
             kwargs = {**kwargs, "device": META}
@@ -207,15 +220,17 @@ class Rehearsal(TorchDispatchMode):
         """For what else is to be recorded."""
 
     def hold(self, results: list[Tensor], scratch: int) -> None:
-        for t in results:
-            storage = t.untyped_storage()
-            if storage._cdata not in self.given and storage._cdata not in self.held:
-                held = Held(tuple(t.shape), t.dtype, self.allocated(storage.nbytes()))
-                self.held[storage._cdata] = StorageWeakRef(storage), held
+        stored = {t.untyped_storage()._cdata: t for t in results}
+        new = [at for at in stored if at not in self.given and at not in self.held]
+        if not new and not scratch:
+            return
         self.held = {at: pair for at, pair in self.held.items() if not pair[0].expired()}
+        for at in new:
+            storage, t = stored[at].untyped_storage(), stored[at]
+            self.held[at] = StorageWeakRef(storage), Held(tuple(t.shape), t.dtype, self.allocated(storage.nbytes()))
         total = sum(held.bytes for _, held in self.held.values()) + scratch
-        if self.phase == "backward":
-            total += self.copied
+        if total - self.gradients > self.most:
+            raise _TooMuch
         if total > self.peak:
             self.peak, self.at_peak = total, [held for _, held in self.held.values()]
 

@@ -396,9 +396,10 @@ def recompute_dw_in_chunks(call: Call, lay: Layout, needed: GradsNeeded) -> Grad
     dw_sums = matrix(call.x, block, h, F32) if needed.dw != F32 else None
     for v0, n in ranges(v, block):
         v1 = v0 + n
-        acc = dw[v0:v1] if dw_sums is None else dw_sums[:n]
+        acc = dw[v0:v1] if dw_sums is None else part(dw_sums, 0, n)
+        columns = dlogits if n == block else dlogits[:, :n]
         for start, size in ranges(call.m, rows):
-            x, out = live_x[:size], dlogits[:size, :n]
+            x, out = part(live_x, 0, size), part(columns, 0, size)
             gather_again(call, start, x)
             write_dlogits(call, start, x, coefs, v0, v1, out)
             call.k.dw(out, x, call.state, start, acc, start > 0)
