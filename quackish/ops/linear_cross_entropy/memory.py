@@ -173,6 +173,9 @@ class Rehearsal(TorchDispatchMode):
         return self.peak - self.gradients
 
     def run(self) -> "Rehearsal":
+        # The first operation would import it, and references from there would keep tensors until they are collected.
+        import torch._dynamo
+
         *tensors, dw_out = (None if t is None else _blank(*t) for t in self.request.tensors)
         plan, return_lse = self.plan, self.request.return_lse
         inputs = Inputs(*tensors, 1.0 if self.request.has_scale else None, None, dw_out)
@@ -192,10 +195,6 @@ class Rehearsal(TorchDispatchMode):
                 torch.autograd.grad(results, wanted, arriving, allow_unused=dw_out is not None)
             del copies
         return self
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operation imports the compiler, which takes a second
 
     def kernel_for(self, name: str, problem: Any, gpu: Gpu) -> Kernel:
         return Kernel(lambda *args: None, choose(name, problem, gpu).config)
