@@ -75,7 +75,8 @@ def text(args: argparse.Namespace, resources: Callable[..., Resources] | None) -
     if args.op == "linear_cross_entropy":
         points = frontier(args, gpu)
         parts.append(_limits(points, not args.no_grad))
-        notes.append("Expected times are those of all gradients in bf16: expected_time, beside kernel_config.")
+        if not args.no_grad:
+            notes.append("Expected times are those of all gradients in bf16: expected_time, beside kernel_config.")
         if args.figure is not None:
             notes.append(f"Wrote {' and '.join(map(str, _draw(args, points, gpu)))}.")
     return "\n\n".join(["\n".join(head), *parts, "\n".join([_roofs(roofs, gpu), *notes])])

@@ -57,4 +57,4 @@ def size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B?", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a number of bytes, such as 500MB or 1.5GB")
-    return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+    return round(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
