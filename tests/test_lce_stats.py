@@ -142,6 +142,19 @@ def test_ties_go_to_the_first_class(path):
 
 
 @on_every_path
+def test_classes_that_only_logit_scale_makes_equal_are_no_tie(path):
+    dtype = torch.bfloat16 if path.kernels else torch.float32
+    x = torch.tensor([[1.0, 2.0**-23] + [0.0] * 6], dtype=dtype, **path.here)
+    w = torch.tensor([[1.9375, 0.0], [1.9375, 1.0]], dtype=dtype, **path.here)
+    w = torch.nn.functional.pad(w, (0, 6))
+    logits = w[:, :2].float() @ x[0, :2].float()
+    assert logits[0] < logits[1]
+    assert logits[0] * 1.1 == logits[1] * 1.1
+    target = torch.zeros(1, dtype=torch.int64, **path.here)
+    assert path.call(x, w, target, return_stats=True, logit_scale=1.1)[1].predicted.tolist() == [1]
+
+
+@on_every_path
 def test_rows_that_are_ignored_nan_or_of_no_class(path):
     x, w, target, _ = path.case()
     x.data[4] = NAN

@@ -34,9 +34,9 @@ class LinearCrossEntropyStats(NamedTuple):
     """Statistics of the rows, of target's shape, fp32 (fp64 for fp64). All but `predicted` are differentiable."""
 
     lse: Tensor  # logsumexp of the logits; 0 in an ignored row, as log_prob and entropy
-    log_prob: Tensor | None  # of the target; NaN if the target is no class
-    entropy: Tensor | None  # of softmax(logits), in nats
-    predicted: Tensor | None  # int64: the first class with the largest logit; -1 in an ignored row, and with a NaN
+    log_prob: Tensor  # of the target; NaN if the target is no class
+    entropy: Tensor  # of softmax(logits), in nats
+    predicted: Tensor  # int64: the first class with the largest logit; -1 in an ignored row, and with a NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,8 @@ def linear_cross_entropy_forward(
         logits = logits + linear_bias.to(dtype)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    if logit_scale is not None:
+    predicted = logits.argmax(-1) if return_stats else None
+    if logit_scale is not None:  # rounds: may make logits equal
         logits = logits * logit_scale
     q = (1.0 - label_smoothing) * F.one_hot(rows.index, v).to(dtype) + label_smoothing / v
     if weight is not None:
@@ -121,10 +122,8 @@ def linear_cross_entropy_forward(
     if return_stats:
         log_prob = logp.gather(1, rows.index[:, None]).squeeze(1).masked_fill(rows.weight.isnan(), float("nan"))
         entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
-        predicted = logits.argmax(-1).masked_fill(lse.isnan() | ~rows.live, -1)
-        stats = LinearCrossEntropyStats(
-            lse, log_prob.masked_fill(~rows.live, 0.0), entropy.masked_fill(~rows.live, 0.0), predicted
-        )
+        log_prob, entropy = (t.masked_fill(~rows.live, 0.0) for t in (log_prob, entropy))
+        stats = LinearCrossEntropyStats(lse, log_prob, entropy, predicted.masked_fill(lse.isnan() | ~rows.live, -1))
     if reduction == "none":
         return loss, stats
     return loss.sum() / mean_divisor(rows, num_items) if reduction == "mean" else loss.sum(), stats
@@ -151,9 +150,10 @@ def chunk_of_rows(
     grad_log_prob: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     return_stats: bool = False,
-) -> tuple[Tensor, LinearCrossEntropyStats, Tensor | None]:
-    """loss (m,), statistics (m,) (without `return_stats` lse alone) and, where wanted, dlogits (m, v) of one chunk, the
-    last in logits' own memory if it can be.
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """loss (m,), [lse (m,)] and, where wanted, dlogits (m, v) of one chunk, in logits' own memory if they can be.
+
+    With `return_stats` the list has all statistics.
 
     Every sum runs along a row, so nothing here depends on which rows share a chunk. Ignored rows must come with finite
     logits: the chunk loop zeroes their rows of the input.
@@ -164,11 +164,11 @@ def chunk_of_rows(
     else:
         tanh = logits.div_(softcap).tanh_()
         shifted = tanh * softcap
-    if logit_scale is not None:
+    predicted = shifted.argmax(1) if return_stats else None
+    if logit_scale is not None:  # rounds: may make logits equal
         shifted.mul_(logit_scale)
 
     # loss: from a - max and its exponentials, never from a - lse, whose rounding grows with |lse|
-    predicted = shifted.argmax(1) if return_stats else None
     top = shifted.amax(1, keepdim=True)
     shifted.sub_(top)
     at_target = shifted.gather(1, rows.index[:, None]).squeeze(1)
@@ -196,11 +196,11 @@ def chunk_of_rows(
         loss = loss + options.z_loss * lse.square()
     ignored = ~rows.live
     loss = loss.masked_fill(ignored, 0.0)
-    stats = LinearCrossEntropyStats(lse.masked_fill(ignored, 0.0), None, None, None)
+    stats = [lse.masked_fill(ignored, 0.0)]
     if return_stats:
-        log_prob = (at_target - log_total).masked_fill(rows.weight.isnan(), float("nan")).masked_fill(ignored, 0.0)
-        entropy = (log_total - mean).clamp(min=0.0).masked_fill(ignored, 0.0)
-        stats = LinearCrossEntropyStats(stats.lse, log_prob, entropy, predicted.masked_fill(lse.isnan() | ignored, -1))
+        log_prob = (at_target - log_total).masked_fill(rows.weight.isnan(), float("nan"))
+        stats += [t.masked_fill(ignored, 0.0) for t in (log_prob, (log_total - mean).clamp(min=0.0))]
+        stats.append(predicted.masked_fill(lse.isnan() | ignored, -1))
     if not want_grad:
         return loss, stats, None
 

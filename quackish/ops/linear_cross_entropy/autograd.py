@@ -296,12 +296,11 @@ def _fwd_impl(*args, k=None, device=None):
     shape = inputs.target.shape
     if plan.why_portable is not None:
         loss, stats, divisor, grads, logits = portable.forward(inputs, plan, needed, device)
-        stats = [None if t is None else _shaped(t, shape) for t in stats]
-        return _shaped(loss, shape) if loss.dim() else loss, *stats, divisor, None, logits, *grads
+        outputs = [_shaped(loss, shape) if loss.dim() else loss, *(_shaped(t, shape) for t in stats)]
+        return *outputs, *[None] * (5 - len(outputs)), divisor, None, logits, *grads
     k = k or kernels_of(inputs.input.device)
     outputs, state, out = _forward(inputs, plan, k, needed, return_lse=True, may_begin=False)
-    outputs += [None] * (5 - len(outputs))
-    return *outputs, state.memory, out.live_x, out.exp_logits, *out.grads
+    return *outputs, *[None] * (5 - len(outputs)), state.memory, out.live_x, out.exp_logits, *out.grads
 
 
 def _bwd_impl(grad_loss, grad_lse, grad_log_prob, grad_entropy, state, live_x, exp_logits, *args, k=None, device=None):

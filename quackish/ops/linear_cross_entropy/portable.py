@@ -7,7 +7,6 @@ from quackish.errors import warn_once
 from quackish.ops.linear_cross_entropy.checks import Inputs, check_targets
 from quackish.ops.linear_cross_entropy.schedules import Grads, GradsNeeded, Plan, made_in_forward
 from quackish.reference.linear_cross_entropy import (
-    LinearCrossEntropyStats,
     RowOptions,
     Rows,
     accumulate_dtype,
@@ -76,7 +75,7 @@ def _loop(
     logits: Tensor | None = None,  # (m, v), where they were kept
     keep: Tensor | None = None,  # (m, v), to be filled
     device: torch.device | None = None,
-) -> tuple[Tensor, LinearCrossEntropyStats, Grads]:
+) -> tuple[Tensor, list[Tensor], Grads]:
     """The rows' loss and statistics, and the gradients; without `arriving`, of the loss's plain sum."""
     x, w, bias, _, weight, logit_scale, *_ = inputs
     m, (v, h), dtype = rows.live.numel(), w.shape, accumulate_dtype(plan.compute_dtype)
@@ -88,9 +87,8 @@ def _loop(
     w = w if 1 in w.stride() else w.contiguous()  # else each chunk's GEMM would make its own copy
     bias, weight = (None if t is None else t.to(dtype) for t in (bias, weight))
     loss = x.new_empty(m, dtype=dtype)
-    stats = LinearCrossEntropyStats(x.new_empty(m, dtype=dtype), None, None, None)
-    if plan.return_stats:
-        stats = LinearCrossEntropyStats(*(x.new_empty(m, dtype=of) for of in (dtype, dtype, dtype, torch.int64)))
+    dtypes = (dtype, dtype, dtype, torch.int64) if plan.return_stats else (dtype,)
+    stats = [x.new_empty(m, dtype=of) for of in dtypes]
     grads = dx, dw, db = Grads(
         x.new_empty((m, h), dtype=dtype) if needed.dx else None,
         x.new_zeros((v, h), dtype=dtype) if needed.dw else None,
@@ -115,8 +113,7 @@ def _loop(
             z, rows[part], weight, options, needed.any(), *given, return_stats=plan.return_stats
         )
         for whole, values in zip(stats, new, strict=True):
-            if whole is not None:
-                whole[part] = values
+            whole[part] = values
         if db is not None:
             db.add_(dlogits.sum(0))
         if dx is not None or dw is not None:
