@@ -1,5 +1,7 @@
 """The epilogue of the logits GEMM: exp_logits, sums of exponentials per row and tile, the targets' logits."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -20,6 +22,16 @@ from quackish.kernels.common.tile_store import Block, Output, column_of, row_of,
 # A row with a logit this far above its shift is flagged: exp(60) is far from overflow, in bf16 and in the sum of
 # 2^20 of them.
 HEADROOM = 60.0
+
+
+class RowSums(NamedTuple):
+    """Of each of a thread's two rows, over its columns of a tile."""
+
+    highest: cute.Tensor  # logit
+    first: cute.Tensor  # the first column with that logit, counted from the thread's first column; with return_stats
+    total: cute.Tensor  # of exponentials e
+    weighted: cute.Tensor  # of class weight * logit; with smoothing
+    elog: cute.Tensor  # of e * log2(e); with return_stats
 
 
 class Softmax(Logits):
@@ -73,81 +85,71 @@ class Softmax(Logits):
         row, shift_log2, target = block.row0 + thread_rows(thread), kept[0][0, None], kept[1]
         scale_log2 = log2_scale(args.logit_scale)
         self.store_target_logits(acc, target, args, row, col0, thread)
-        highest, sums, wsums = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
-        highest.fill(-Float32.inf)
-        sums.fill(0.0)
-        wsums.fill(0.0)
-        stats = None
-        if const_expr(self.problem.return_stats):
-            stats = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Int32)
-            stats[0].fill(0.0)
-            stats[1].fill(0)
+        sums = RowSums(*(cute.make_rmem_tensor((2,), of) for of in (Float32, Int32, Float32, Float32, Float32)))
+        sums.highest.fill(-Float32.inf)
+        sums.first.fill(0)
+        for zeros in (sums.total, sums.weighted, sums.elog):
+            zeros.fill(0.0)
         # With exp_logits, load the bias of all pieces first, or 16 to 24 bytes spill; without, 32 bytes would spill.
         stored = const_expr(self.output is not None)
         biases = [self.columns(args.bias, j, col0, n, thread) for j in range(self.num_pieces if stored else 0)]
         for j in cutlass.range_constexpr(self.num_pieces):
             if const_expr(stored):
-                self.piece(acc, j, biases[j], args, scale_log2, shift_log2, highest, sums, wsums, stats, block)
+                self.piece(acc, j, biases[j], args, scale_log2, shift_log2, sums, block)
                 self.output(acc, j, out, block)
             else:
                 # True for j = 0. Without this branch ptxas works on all pieces at once, and 200 bytes spill.
                 if col0 + 2 * self.values(j)[0] < n:
                     bias = self.columns(args.bias, j, col0, n, thread)
-                    self.piece(acc, j, bias, args, scale_log2, shift_log2, highest, sums, wsums, stats, block)
+                    self.piece(acc, j, bias, args, scale_log2, shift_log2, sums, block)
         for r in cutlass.range_constexpr(2):
             i = row + 8 * r
             at = Int64(i) * args.tiles + col0 // self.config.tile_n
-            total, wtotal = self.quad_sum(sums[r]), self.quad_sum(wsums[r])
-            if const_expr(self.problem.return_stats):
-                self.store_stats(stats, r, highest[r], args, i, block)
+            highest = sums.highest[r]
+            total, weighted, elog = (self.quad_sum(x[r]) for x in (sums.total, sums.weighted, sums.elog))
+            if const_expr(args.argmax_bits is not None):
+                code = encode_argmax(highest, col0 + column_of(0, thread) + sums.first[r])
+                code = cute.arch.warp_reduction(code, cutlass.max, threads_in_group=4)
             if (i < m) & (col0 < n) & (thread % 4 == 0):  # a cluster's last tile may lie past the last class
                 (args.part_sum + at).store(total)
                 if const_expr(self.problem.smoothing):
-                    (args.part_wsum + at).store(wtotal)
+                    (args.part_wsum + at).store(weighted)
+                if const_expr(self.problem.return_stats):
+                    (args.part_elog + at).store(elog)
+                if const_expr(args.argmax_bits is not None):
+                    cute.arch.atomic_max(args.argmax_bits + i, code)
             if const_expr(not self.problem.recompute_flagged):
                 # in log2 units: comparisons with NaN or inf in row_shift must be false
-                if (i < m) & (highest[r] * scale_log2 > shift_log2[r] + HEADROOM * LOG2_E):
-                    cute.arch.atomic_max(args.row_max_bits + i, encode(highest[r]))
+                if (i < m) & (highest * scale_log2 > shift_log2[r] + HEADROOM * LOG2_E):
+                    cute.arch.atomic_max(args.row_max_bits + i, encode(highest))
                     (args.flags + (1 + i // 128)).store(Int32(1))
                     args.flags.store(Int32(1))
 
     @cute.jit
     def piece(
-        self, acc, j: cutlass.Constexpr[int], bias, args: SoftmaxArgs, scale_log2, shift_log2, highest, sums, wsums,
-        stats, block: Block,
+        self, acc, j: cutlass.Constexpr[int], bias, args: SoftmaxArgs, scale_log2, shift_log2, sums: RowSums,
+        block: Block,
     ):  # fmt: skip
-        """In place: piece j of the accumulator becomes exp_logits. Updates the maxima and sums of the thread's rows."""
+        """In place: piece j of the accumulator becomes exp_logits. Updates the sums."""
         weights = self.columns(args.class_weight, j, block.col0, block.n, block.thread)
         self.logits(acc, j, bias, args.softcap, block)
         if const_expr(self.problem.smoothing):
-            self.add_weighted(acc, j, weights, wsums, block.n - block.col0, block.thread)
+            self.add_weighted(acc, j, weights, sums.weighted, block.n - block.col0, block.thread)
         inverse = 1.0 / args.softcap
         for v in self.values(j):
-            a = acc[v]
+            a, r = acc[v], row_of(v)
+            if const_expr(args.argmax_bits is not None):
+                sums.first[r] = Int32(column_of(v, 0)) if a > sums.highest[r] else sums.first[r]
             if const_expr(not self.problem.recompute_flagged):
-                if const_expr(self.problem.return_stats):
-                    stats[1][row_of(v)] = Int32(column_of(v, 0)) if a > highest[row_of(v)] else stats[1][row_of(v)]
-                highest[row_of(v)] = cute.arch.fmax(highest[row_of(v)], a)
-            log2 = a * scale_log2 - shift_log2[row_of(v)]
+                sums.highest[r] = cute.arch.fmax(sums.highest[r], a)
+            log2 = a * scale_log2 - shift_log2[r]
             e = cute.math.exp2(log2, fastmath=True)
-            sums[row_of(v)] = sums[row_of(v)] + e
+            sums.total[r] = sums.total[r] + e
             if const_expr(self.problem.return_stats):
-                stats[0][row_of(v)] = stats[0][row_of(v)] + e * cute.arch.fmax(log2, LEAST_LOG2)
+                sums.elog[r] = sums.elog[r] + e * cute.arch.fmax(log2, LEAST_LOG2)
             if const_expr(self.problem.softcap):
                 e = e * (1.0 - (a * inverse) * (a * inverse))
             acc[v] = e
-
-    @cute.jit
-    def store_stats(self, stats, r: cutlass.Constexpr[int], highest, args: SoftmaxArgs, i: Int32, block: Block):
-        """The sum of e * log2(e) of the thread's row r, row i of D, and its argmax."""
-        elog = self.quad_sum(stats[0][r])
-        code = encode_argmax(highest, block.col0 + column_of(0, block.thread) + stats[1][r])
-        for offset in cutlass.range_constexpr(1, 3):
-            code = cutlass.max(code, cute.arch.shuffle_sync_bfly(code, offset=offset))
-        if (i < block.m) & (block.col0 < block.n) & (block.thread % 4 == 0):
-            (args.part_elog + (Int64(i) * args.tiles + block.col0 // self.config.tile_n)).store(elog)
-            if const_expr(not self.problem.recompute_flagged):
-                cute.arch.atomic_max(args.argmax_bits + i, code)
 
     @cute.jit
     def store_target_logits(self, acc, target, args: SoftmaxArgs, row: Int32, col0: Int32, thread: Int32):
