@@ -36,6 +36,7 @@ from quackish.reference.linear_cross_entropy import accumulate_dtype
 
 _NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
 _NOTHING = Forward(None)
+_ARRIVING = "grad_loss", "grad_lse", "grad_log_prob", "grad_entropy"
 
 
 def kernels_on(
@@ -184,15 +185,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss, grad_lse=None, grad_log_prob=None, grad_entropy=None, grad_predicted=None):
         if torch.is_grad_enabled():
             raise RuntimeError(_NO_SECOND_DERIVATIVES)
-        grads = dict(grad_loss=grad_loss, grad_lse=grad_lse, grad_log_prob=grad_log_prob, grad_entropy=grad_entropy)
-        if any(map(_is_batched, grads.values())):
+        grads = grad_loss, grad_lse, grad_log_prob, grad_entropy
+        if any(map(_is_batched, grads)):
             raise RuntimeError("linear_cross_entropy: vmap over gradients (is_grads_batched=True) is not supported")
-        grads = {name: as_plain("linear_cross_entropy", grad) for name, grad in grads.items()}
-        if all(grad is None for grad in grads.values()):
+        if all(grad is None for grad in grads):
             return (None,) * 7
-        check_memory("linear_cross_entropy", **grads)
+        grads = [as_plain("linear_cross_entropy", grad) for grad in grads]
+        check_memory("linear_cross_entropy", **dict(zip(_ARRIVING, grads, strict=True)))
         k, plan, needed, state, number, dw_out, shape = ctx.kept
-        grad_loss, *row_grads = incoming(plan, *grads.values())
+        grad_loss, *row_grads = incoming(plan, *grads)
         kept = ctx.__dict__.pop("made", _NOTHING)  # handed out once, to the thread that asks first
         grads = Grads()
         if not any(grad is not None for grad in row_grads) and any(grad is not None for grad in kept.grads):
@@ -201,10 +202,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if needed.any():
             *tensors, items, live_x, exp_logits = ctx.saved_tensors
             inputs = Inputs(*tensors, number if items is None else items, dw_out)
-            if grad_entropy is not None:  # the logits are computed again
-                exp_logits = None
             # without gradients: those not used make room for what follows
-            kept = Forward(None, Grads(), live_x, _scratch_of(exp_logits), kept.dw, kept.classes)
+            kept = Forward(None, Grads(), live_x, _scratch_of(exp_logits, grad_entropy), kept.dw, kept.classes)
             call = call_of(inputs, plan, k, _own(state, inputs.target.numel()), grad_loss, *row_grads)
             grads = grads.and_also(schedules.backward(call, kept, needed))
         return *_in_shape(grads, shape), None, None, None, None
@@ -215,11 +214,13 @@ _apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
 _LinearCrossEntropy._backward_cls.apply = _LinearCrossEntropy.backward
 
 
-def _scratch_of(saved: Tensor | None) -> Tensor | None:
-    """exp_logits that backward may overwrite: `saved`, or a copy if it may be read again.
+def _scratch_of(saved: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+    """exp_logits that backward may overwrite: `saved`, or a copy if it may be read again; None if they are not used.
 
-    That is if the graph is retained (another backward may even run at the same time) or autograd is not running.
+    A copy if the graph is retained (another backward may even run at the same time) or autograd is not running.
     """
+    if grad_entropy is not None:  # the logits are computed again
+        return None
     if saved is None or not _is_graph_kept():
         return saved
     return padded(saved, *saved.shape, saved.dtype).copy_(saved)
@@ -310,10 +311,9 @@ def _bwd_impl(grad_loss, grad_lse, grad_log_prob, grad_entropy, state, live_x, e
         return tuple(portable.backward(inputs, plan, needed, *grads, state, exp_logits, device))
     m = inputs.target.numel()
     k, state = k or kernels_of(inputs.input.device), _own(RowState.of(state, m), m)
-    if grad_entropy is not None:  # the logits are computed again
-        exp_logits = None
     call = call_of(inputs._replace(grad_weight_out=None), plan, k, state, *incoming(plan, *grads))
-    return tuple(schedules.backward(call, Forward(None, Grads(), live_x, _scratch_of(exp_logits)), needed))
+    kept = Forward(None, Grads(), live_x, _scratch_of(exp_logits, grad_entropy))
+    return tuple(schedules.backward(call, kept, needed))
 
 
 def _fake_grads(inputs: Inputs, plan: Plan, needed: GradsNeeded) -> tuple[Tensor | None, ...]:
