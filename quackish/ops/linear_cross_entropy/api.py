@@ -261,10 +261,8 @@ def make_plan(
     else:
         # numbers on which memory does not depend are left out: torch.compile may have made them symbols
         smoothing, cap, z = float(label_smoothing > 0), None if softcap is None else 1.0, float(z_loss > 0)
-        given, has_scale = (
-            (0, smoothing, cap, z, reduction, return_stats, compute_dtype),
-            inputs.logit_scale is not None,
-        )
+        given = 0, smoothing, cap, z, reduction, return_stats, compute_dtype
+        has_scale = inputs.logit_scale is not None
         request = memory.described(inputs), given, why_portable, return_lse, has_scale, device, eager
         limit, rows = (None if n is None else operator.index(n) for n in (memory_limit, chunk_size))
         chosen = memory.within(limit, request, schedule, rows)
