@@ -72,7 +72,7 @@ def linear_cross_entropy_config(
 # costs 1 to 3 % of dW's GEMM from 8192 rows per chunk up, 15 % at 2048 (H200, bf16, H 4096, V 128256), and the memory
 # of these sums.
 E_BYTES = 1 << 32
-# Rows per chunk, unless exp_logits and the gathered rows of x fit in FEW_BYTES. More rows cost memory and save no time:
+# Rows per chunk, unless exp_logits and the gathered rows of x fit in FEW_BYTES. More rows cost memory but save little:
 # a training step of a 1B Llama with 16,384 rows (H 2048, V 128256, H100) took 266.0 ms and 36.4 GB in one chunk, 265.9
 # and 35.2 in chunks of 8192 rows, 267.3 and 34.1 in chunks of 4096. benchmarks/results/chunk_rows.md: the head alone.
 MOST_CHUNK_ROWS = 1 << 13
@@ -201,7 +201,8 @@ def expected_time(how: LinearCrossEntropyConfig, m: int, h: int) -> float:
         return 0.98
     rows = even_chunks(max(m, 1), how.chunk_rows)
     if how.schedule == "chunked":
-        # dW's fp32 sums are read and written once per chunk; from 6400 rows on that is within 0.5 %
+        # The fp32 sums of dW are read and written once per chunk. From 6400 rows on that counts as nothing, so that the
+        # default comes first: chunks of 8192 rows took 1.3 % more than one chunk (results/chunk_rows.md).
         return 0.99 if m <= how.chunk_rows else 0.99 + max(0.26 * (1024 / rows) ** 1.5 - 0.017, 0.0)
     sums = 9.5e6 / (rows * h) if how.dw_in_chunks and m > how.chunk_rows else 0.0
     return 1.24 + sums
