@@ -1,0 +1,1 @@
+"""quackish in other libraries' models. Nothing here is imported before it is asked for."""

@@ -1,0 +1,298 @@
+"""Hugging Face Transformers: quackish's RMSNorm and linear cross entropy in a causal language model, by one line.
+
+    quackish.integrations.transformers.apply(model)
+
+A module is patched by making it an instance of a subclass with another `forward`. So copies of the module (deepcopy,
+DataParallel's replicas) call themselves, not the module they were copied from, and parameters keep their names.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quackish
+from quackish.errors import warn_once
+
+# A compiled model keeps its own norms, which the compiler fuses with their neighbors.
+NORMS_UNDER_COMPILE = False
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class _Norm(NamedTuple):
+    """What a family's RMSNorm computes: y = xhat * (weight_offset + weight)."""
+
+    eps: str = "variance_epsilon"  # the name of its attribute
+    weight_offset: float = 0.0
+    returns_dtype_of_x: bool = False  # else that of x times weight
+
+
+class _Family(NamedTuple):
+    """`<name>ForCausalLM` and `<name>RMSNorm` of one family, where they differ from Llama's."""
+
+    norm: _Norm = _Norm()
+    softcap: Callable[[nn.Module], float | None] = lambda model: None
+    logit_scale: Callable[[nn.Module], float | None] = lambda model: None
+
+
+_LIKE_LLAMA = "Llama Mistral Mixtral Olmo Olmoe Phi Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe SmolLM3"
+_GEMMA_NORM = _Norm("eps", weight_offset=1.0, returns_dtype_of_x=True)
+_OLMO2_NORM = _Norm(returns_dtype_of_x=True)
+_FAMILIES = {
+    **dict.fromkeys(_LIKE_LLAMA.split(), _Family()),
+    "Cohere": _Family(logit_scale=lambda model: model.logit_scale),
+    "Cohere2": _Family(logit_scale=lambda model: model.logit_scale),
+    "Gemma": _Family(_GEMMA_NORM),
+    "Gemma2": _Family(_GEMMA_NORM, softcap=lambda model: model.config.final_logit_softcapping),
+    "Gemma3": _Family(_GEMMA_NORM, softcap=lambda model: model.config.final_logit_softcapping),
+    "Granite": _Family(logit_scale=lambda model: 1 / model.config.logits_scaling),
+    "Olmo2": _Family(_OLMO2_NORM),
+    "Olmo3": _Family(_OLMO2_NORM),
+}
+
+
+def apply(
+    model: Model,
+    *,
+    norms: bool = True,
+    head: bool = True,
+    schedule: str = "auto",
+    chunk_size: int | None = None,
+    memory_limit: int | None = None,
+) -> Model:
+    """Makes `model` run quackish's RMSNorm and, for its loss in training, linear cross entropy; returns `model`.
+
+    Call it before the model is wrapped (DDP, FSDP, `torch.compile`) and before or after PEFT wraps it. Parameters,
+    the state dict and `forward`'s signature stay as they are. docs/transformers.md says what runs when.
+
+    Args:
+        model: one of Transformers' causal language models, or a PEFT model of one. With head=False any module.
+        norms: patch RMSNorms, Q/K norms included. Under torch.compile they stay the compiler's.
+        head: patch the loss: in training mode with labels, the output has `loss`, and `logits` is None. A call's
+            `skip_logits=False` computes logits as well, `skip_logits=True` skips them in evaluation mode too.
+        schedule, chunk_size, memory_limit: as in `quackish.linear_cross_entropy`.
+
+    Raises:
+        ValueError: a model that is not covered, or that is patched already; nothing is patched then.
+    """
+    patches = _norm_patches(model) if norms else []
+    if head:
+        patches += _head_patches(model, schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit)
+    if not patches:
+        raise ValueError(f"apply: nothing to patch in a {type(model).__name__} with norms={norms} and head={head}")
+    for module, patched in patches:
+        module.__class__ = patched
+    return model
+
+
+def revert(model: Model) -> Model:
+    """Undoes `apply`; returns `model`. Does nothing to a model without patches."""
+    patched = [module for module in model.modules() if hasattr(type(module), "_quackish_unpatched")]
+    for module in patched:
+        if "_quackish_unpatched" not in vars(type(module)):  # FSDP2 has made a subclass of ours
+            raise ValueError(
+                f"revert: a {type(module).__name__} was wrapped after apply(); expected the model before fully_shard"
+            )
+    for module in patched:
+        module.__class__ = type(module)._quackish_unpatched
+    return model
+
+
+@contextlib.contextmanager
+def applied(model: Model, **options) -> Iterator[Model]:
+    """`apply(model, **options)` for the length of a with statement."""
+    apply(model, **options)
+    try:
+        yield model
+    finally:
+        revert(model)
+
+
+# What is patched ----------------------------------------------------------------------------------------------------
+
+
+def _norm_patches(model: nn.Module) -> list[tuple[nn.Module, type]]:
+    patches = []
+    for name, module in model.named_modules():
+        family, is_norm, rest = type(module).__name__.partition("RMSNorm")
+        if is_norm and (family not in _FAMILIES or rest):
+            raise ValueError(
+                f"apply: {name} is a {type(module).__name__} of {type(module).__module__}, expected an RMSNorm of "
+                f"Transformers' {', '.join(_FAMILIES)}; norms=False leaves norms as they are"
+            )
+        if is_norm:
+            _check_is_unpatched(module)
+            patches.append((module, _norm_class(type(module), *_FAMILIES[family].norm)))
+    return patches
+
+
+def _head_patches(model: nn.Module, **options) -> list[tuple[nn.Module, type]]:
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
+    family, is_causal_lm, rest = type(model).__name__.partition("ForCausalLM")
+    if not is_causal_lm or rest or family not in _FAMILIES:
+        raise ValueError(
+            f"apply: model is a {type(model).__name__}, expected a ForCausalLM of {', '.join(_FAMILIES)}, not yet "
+            "wrapped or compiled; head=False patches norms only"
+        )
+    _check_is_unpatched(model)
+    if not _has_default_loss(model):
+        raise ValueError(f"apply: the model's loss_function is {model.loss_function}, expected ForCausalLMLoss")
+    # More than one where PEFT has wrapped the head. Without a target, patched ones compute what they did.
+    linears = [module for module in model.lm_head.modules() if type(module) is nn.Linear]
+    if not linears:
+        raise ValueError(f"apply: lm_head is a {type(model.lm_head).__name__}, expected a torch.nn.Linear")
+    for linear in linears:
+        _check_is_unpatched(linear)
+    head_class = _head_class(**options)
+    causal_lm_class = _causal_lm_class(type(model), _FAMILIES[family], head_class)
+    return [(model, causal_lm_class), *((linear, head_class) for linear in linears)]
+
+
+def _has_default_loss(model: nn.Module) -> bool:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is ForCausalLMLoss
+
+
+def _check_is_unpatched(module: nn.Module) -> None:
+    if hasattr(type(module), "_quackish_unpatched"):
+        raise ValueError("apply: the model is patched by quackish already; revert(model) first")
+    forward = module.forward
+    origin = getattr(forward, "__module__", None) or type(forward).__module__
+    if "forward" in vars(module) or origin.partition(".")[0] not in ("transformers", "torch"):
+        name = getattr(forward, "__qualname__", type(forward).__name__)
+        raise ValueError(
+            f"apply: forward of a {type(module).__name__} is {origin}.{name}, expected Transformers' own; apply "
+            "quackish to a model that nothing else has patched (Liger, kernels, hooks of accelerate)"
+        )
+
+
+# Patched classes: one for each class and options, so that compiled code guards on few ------------------------------
+
+
+def _subclass(of: type, forward: Callable, **attributes) -> type:
+    """A subclass with this forward, the same name (saved to config.json) and the same signature (Trainer reads it)."""
+    same = dict(__module__=of.__module__, __qualname__=of.__qualname__, __doc__=of.__doc__)
+    forward = functools.wraps(of.forward)(forward)
+    return type(of.__name__, (of,), {**same, **attributes, "forward": forward, "_quackish_unpatched": of})
+
+
+@functools.cache
+def _norm_class(of: type, eps: str, weight_offset: float, returns_dtype_of_x: bool) -> type:
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and not NORMS_UNDER_COMPILE:
+            return of.forward(self, x)
+        weight = self.weight
+        dtype = x.dtype if returns_dtype_of_x else torch.promote_types(x.dtype, weight.dtype)
+        return quackish.rms_norm(x, weight, eps=getattr(self, eps), weight_offset=weight_offset, out_dtype=dtype)
+
+    return _subclass(of, forward)
+
+
+@functools.cache
+def _head_class(**options) -> type:
+    def forward(self, input: Tensor, target: Tensor | None = None, **of_call) -> Tensor:
+        """The logits, or with a target the loss: in here because FSDP gathers the weight around a module's forward."""
+        if target is None:
+            return nn.Linear.forward(self, input)
+        return quackish.linear_cross_entropy(
+            input, self.weight, target, linear_bias=self.bias, **options, **of_call
+        )  # fmt: skip
+
+    return _subclass(nn.Linear, forward, computes_loss=True)
+
+
+@functools.cache
+def _causal_lm_class(of: type, family: _Family, head_class: type) -> type:
+    names = list(inspect.signature(of.forward).parameters)[1:]  # without self
+    balancing_loss = inspect.unwrap(of.forward).__globals__.get("load_balancing_loss_func")  # of mixtures of experts
+
+    def forward(self, *args, skip_logits: bool | None = None, **kwargs):
+        named = dict(zip(names, args, strict=False), **kwargs)
+        if _skips_logits(self, skip_logits, named):
+            return _forward_to_loss(self, family, balancing_loss, **named)
+        return of.forward(self, *args, **kwargs)
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """resize_token_embeddings brings a new head."""
+        of.set_output_embeddings(self, new_embeddings)
+        if type(new_embeddings) is nn.Linear:
+            new_embeddings.__class__ = head_class
+
+    return _subclass(of, forward, set_output_embeddings=set_output_embeddings)
+
+
+def _skips_logits(model: nn.Module, skip_logits: bool | None, named: dict) -> bool:
+    if skip_logits is None:
+        keeps = named.get("logits_to_keep", 0)  # asks for logits, unless it is the default
+        skip_logits = model.training and isinstance(keeps, int) and keeps == 0
+    has_labels = named.get("labels") is not None or named.get("shift_labels") is not None
+    if not skip_logits or not has_labels or not _has_default_loss(model):
+        return False
+    # Asked of the module itself: a wrapper that passes arguments through (PEFT's modules_to_save, FSDP) has attributes
+    # of what it wraps. LoRA's does neither, since it adds to the logits.
+    if getattr(model.lm_head, "computes_loss", False):
+        return True
+    if not torch.compiler.is_compiling():
+        warn_once(
+            f"lm_head is a {type(model.lm_head).__module__}.{type(model.lm_head).__name__}: the loss is computed from "
+            "full logits. Leave lm_head out of LoRA's target_modules to use quackish.linear_cross_entropy."
+        )
+    return False
+
+
+def _forward_to_loss(
+    model: nn.Module,
+    family: _Family,
+    balancing_loss: Callable | None,
+    *,
+    labels: Tensor | None = None,
+    logits_to_keep: int | Tensor = 0,
+    return_dict: bool | None = None,
+    **kwargs,
+):
+    """The output of the model's own forward, without logits."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+    if balancing_loss is not None and kwargs.get("output_router_logits") is None:
+        kwargs["output_router_logits"] = model.config.output_router_logits
+    outputs = model.model(**kwargs, return_dict=True)
+    hidden = outputs.last_hidden_state
+
+    ignore_index = kwargs.get("ignore_index", -100)
+    target = kwargs.get("shift_labels")
+    if target is None:  # shift labels, not hidden states: their slice would be copied
+        target = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    num_items, shape = kwargs.get("num_items_in_batch"), ()
+    if isinstance(num_items, Tensor):  # (1,) or (1, 1) under DataParallel, which wants a loss of that shape
+        shape = num_items.shape
+        num_items = num_items.to(hidden.device).reshape(())
+    loss = model.lm_head(
+        hidden,
+        target=target.to(hidden.device).reshape(hidden.shape[:-1]),
+        ignore_index=ignore_index,
+        num_items=num_items,
+        softcap=family.softcap(model),
+        logit_scale=family.logit_scale(model),
+    )
+    if shape:
+        loss = loss.reshape(shape)
+
+    fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+    if balancing_loss is None:
+        output = CausalLMOutputWithPast(loss=loss, **fields)
+    else:
+        aux_loss = None
+        if kwargs["output_router_logits"]:
+            experts = model.num_experts, model.num_experts_per_tok
+            aux_loss = balancing_loss(outputs.router_logits, *experts, kwargs.get("attention_mask"))
+            loss = loss + model.router_aux_loss_coef * aux_loss.to(loss.device)
+        output = MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, **fields)
+    return_dict = model.config.return_dict if return_dict is None else return_dict
+    return output if return_dict else output.to_tuple()

@@ -1,0 +1,378 @@
+"""Transformers' models with quackish applied, beside the same models without. Tiny, with random weights."""
+
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import quackish
+
+transformers = pytest.importorskip("transformers", minversion="5")
+from quackish.integrations import transformers as integration  # noqa: E402
+from quackish.integrations.transformers import applied, apply, revert  # noqa: E402
+
+V = 97
+SIZES = dict(
+    vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+MOE = dict(
+    output_router_logits=True, num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+    decoder_sparse_step=1, shared_expert_intermediate_size=16,
+)  # fmt: skip
+GEMMA = dict(head_dim=8, query_pre_attn_scalar=8)
+OPTIONS = {
+    "Cohere": dict(use_qk_norm=True),
+    "Gemma": GEMMA,
+    "Gemma2": dict(GEMMA, final_logit_softcapping=3.0),
+    "Gemma3": dict(GEMMA, final_logit_softcapping=3.0),
+    "Granite": dict(logits_scaling=4.0),
+    "Mixtral": MOE,
+    "Olmoe": MOE,
+    "Qwen2Moe": MOE,
+    "Qwen3": dict(head_dim=8),
+    "Qwen3Moe": dict(MOE, head_dim=8),
+}
+
+
+def tiny(family: str = "Llama", **options) -> nn.Module:
+    """The same weights in every call, in training mode."""
+    name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, name)(**{**SIZES, **OPTIONS.get(family, {}), **options})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).train()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.2) if p.dim() > 1 else nn.init.normal_(p, mean=0.5, std=0.3)
+    return model
+
+
+def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, V, shape or (2, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = tokens()
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return dict(input_ids=ids, labels=labels)
+
+
+def step(model: nn.Module, **inputs):
+    """The output, and every gradient."""
+    model.zero_grad()
+    output = model(**batch() | inputs)
+    output["loss"].sum().backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(got, expected, close=1e-5):
+    """Loss, its shape and class, and each gradient, to `close` of its largest element."""
+    (output, grads), (plain_output, plain_grads) = got, expected
+    assert type(output) is type(plain_output)
+    assert list(output) == [name for name in plain_output if name != "logits"]
+    assert output["loss"].shape == plain_output["loss"].shape
+    torch.testing.assert_close(output["loss"], plain_output["loss"], rtol=close, atol=0)
+    assert grads.keys() == plain_grads.keys()
+    for name, grad in grads.items():
+        truth = plain_grads[name]
+        assert (grad - truth).abs().max() <= close * truth.abs().max() + 1e-8, name
+
+
+@pytest.mark.parametrize("family", integration._FAMILIES)
+def test_a_step_is_that_of_the_plain_model(family):
+    model, plain = tiny(family), tiny(family)
+    classes = [type(module) for module in model.modules()]
+    keys = list(model.state_dict())
+    with applied(model, chunk_size=5):
+        patched = {type(m).__name__ for m in model.modules() if hasattr(type(m), "_quackish_unpatched")}
+        has_norms = any("RMSNorm" in type(m).__name__ for m in plain.modules())
+        assert patched == {f"{family}ForCausalLM", "Linear", *[f"{family}RMSNorm"] * has_norms}
+        got, expected = step(model), step(plain)
+        assert_same_step(got, expected)
+        if plain.config.to_dict().get("output_router_logits"):
+            assert len(got[0].router_logits) == 2
+            torch.testing.assert_close(got[0].aux_loss, expected[0].aux_loss, rtol=1e-5, atol=0)
+        assert list(model.state_dict()) == keys
+        model.eval(), plain.eval()
+        torch.testing.assert_close(model(**batch()).logits, plain(**batch()).logits, rtol=1e-5, atol=1e-5)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_bf16_is_within_the_error_of_plain_bf16():
+    plain = tiny().bfloat16()
+    truth, grads_truth = step(copy.deepcopy(plain).float())
+    expected, grads_expected = step(plain)
+    got, grads_got = step(apply(plain))
+    assert got.loss.dtype == torch.float32
+    assert (got.loss - truth.loss).abs() <= 1.5 * (expected.loss - truth.loss).abs() + 1e-3
+    for name, grad in grads_truth.items():
+        error, allowed = ((grads[name].float() - grad).norm() for grads in (grads_got, grads_expected))
+        assert grads_got[name].dtype == torch.bfloat16
+        assert error <= 1.5 * allowed, name
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2", "Olmo2"])
+def test_autocast_leaves_dtypes_as_they_are(family):
+    dtypes = {}
+    model = tiny(family)
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(
+                lambda module, args, output, name=name: dtypes.setdefault(name, []).append(
+                    getattr(output, "dtype", None)
+                )
+            )
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(**batch(), skip_logits=False)
+        with applied(model):
+            got = model(**batch())
+    del dtypes["lm_head"], dtypes["model"]
+    assert {name for name, seen in dtypes.items() if len(set(seen)) > 1} == set()
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-2, atol=0)
+
+
+def test_arguments_of_the_loss():
+    model, plain = apply(tiny()), tiny()
+    shifted = nn.functional.pad(batch()["labels"][:, 1:], (0, 1), value=-100)
+    for arguments in (
+        dict(num_items_in_batch=7),
+        dict(num_items_in_batch=torch.tensor(7)),
+        dict(num_items_in_batch=torch.tensor(7.0)),
+        dict(num_items_in_batch=torch.tensor([7])),  # DataParallel
+        dict(num_items_in_batch=torch.tensor([[7]])),
+        dict(ignore_index=5, labels=batch()["labels"].clamp(5)),
+        dict(shift_labels=shifted.roll(1, 0).reshape(-1)),
+        dict(attention_mask=torch.ones(2, 9).tril(6), output_hidden_states=True),
+    ):
+        got, expected = step(model, **arguments), step(plain, **arguments)
+        assert_same_step(got, expected)
+    as_tuple = model(tokens(), None, labels=tokens(), return_dict=False)
+    torch.testing.assert_close(as_tuple[0], plain(tokens(), labels=tokens()).loss)
+    assert len(as_tuple) == 2  # with the cache
+    only_shifted = model(tokens(), shift_labels=shifted).loss
+    torch.testing.assert_close(only_shifted, plain(**batch()).loss)
+
+
+def test_logits_where_they_are_asked_for():
+    model, plain = apply(tiny()), tiny()
+    ids = tokens()
+    assert model(ids, labels=ids).logits is None
+    for arguments in (dict(), dict(labels=ids, skip_logits=False)):
+        torch.testing.assert_close(model(ids, **arguments).logits, plain(ids).logits)
+    assert model(ids, shift_labels=ids[:, :2], labels=ids[:, :2], logits_to_keep=2).logits.shape == (2, 2, V)
+    model.eval()
+    assert model(ids, labels=ids).logits is not None
+    assert model(ids, labels=ids, skip_logits=True).logits is None
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()  # a loss of the user's
+    assert model(ids, labels=ids, skip_logits=True).logits is not None
+
+
+def test_generate_and_save_pretrained(tmp_path):
+    model, plain = apply(tiny()), tiny()
+    prompt = tokens(1, 4)
+    torch.testing.assert_close(
+        model.eval().generate(prompt, max_new_tokens=5, do_sample=False),
+        plain.eval().generate(prompt, max_new_tokens=5, do_sample=False),
+    )
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert type(loaded) is transformers.LlamaForCausalLM
+    torch.testing.assert_close(loaded.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_checkpointing_and_a_resized_vocabulary(tied):
+    model, plain = apply(tiny(tie_word_embeddings=tied)), tiny(tie_word_embeddings=tied)
+    for m in (model, plain):
+        torch.manual_seed(2)
+        m.resize_token_embeddings(V + 6)
+        m.gradient_checkpointing_enable()
+    labels = tokens() + 6
+    assert_same_step(step(model, labels=labels), step(plain, labels=labels))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_copies_call_themselves():
+    model = apply(tiny())
+    twin = copy.deepcopy(model)
+    revert(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    output, _ = step(twin)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, tiny()(**batch()).loss)
+    replica = twin.model.norm._replicate_for_data_parallel()
+    replica.weight = torch.zeros(32)
+    assert replica(torch.ones(2, 32)).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("wrapped_first", [False, True])
+@pytest.mark.parametrize("head", ["frozen", "lora", "trained"])
+def test_peft(head, wrapped_first):
+    peft = pytest.importorskip("peft")
+    models = []
+    for is_plain in (False, True):
+        model = tiny() if is_plain or wrapped_first else apply(tiny())
+        torch.manual_seed(3)
+        lora = peft.LoraConfig(
+            target_modules=["q_proj", "lm_head"] if head == "lora" else ["q_proj"],
+            modules_to_save=["lm_head"] if head == "trained" else None,
+            init_lora_weights=False,
+            task_type="CAUSAL_LM",
+        )
+        model = peft.get_peft_model(model, lora)
+        models.append(model if is_plain or not wrapped_first else apply(model))
+    if head == "lora":  # which adds to the logits
+        quackish.errors._warned.clear()
+        with pytest.warns(quackish.errors.PortablePathWarning, match="Leave lm_head out of LoRA"):
+            assert models[0](**batch()).logits is not None
+        models[0].merge_and_unload(), models[1].merge_and_unload()
+    else:
+        assert_same_step(step(models[0]), step(models[1]))
+
+
+class RenamedRMSNorm(nn.Module):
+    pass
+
+
+def broken(name: str) -> nn.Module:
+    model = tiny()
+    if name == "head":
+        model.lm_head = nn.Sequential(nn.Identity())
+    elif name == "loss":
+        model.loss_function = sum
+    elif name == "forward of the model":
+        model.forward = types.MethodType(tiny, model)
+    elif name == "forward of a norm":
+        model.model.norm.forward = types.MethodType(tiny, model)
+    elif name == "norm":
+        model.model.layers[1].input_layernorm = RenamedRMSNorm()
+    elif name == "twice":
+        apply(model)
+    elif name == "wrapped":
+        model = nn.DataParallel(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("head", "lm_head is a Sequential, expected a torch.nn.Linear"),
+        ("loss", "loss_function is .*sum"),
+        ("forward of the model", r"of a LlamaForCausalLM is .*\.tiny, expected Transformers' own"),
+        ("forward of a norm", r"of a LlamaRMSNorm is .*\.tiny, expected Transformers' own"),
+        ("norm", r"model.layers.1.input_layernorm is a RenamedRMSNorm of .*norms=False"),
+        ("twice", "patched by quackish already; revert"),
+        ("wrapped", r"model is a DataParallel, expected a ForCausalLM of Llama, .*not yet wrapped"),
+    ],
+)
+def test_refused(name, message):
+    model = broken(name)
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        apply(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_parts():
+    model = tiny()
+    base = apply(model.model, head=False)
+    assert model(**batch()).logits is not None
+    assert hasattr(type(base.norm), "_quackish_unpatched")
+    apply(model, norms=False)
+    assert model(**batch()).logits is None
+    with pytest.raises(ValueError, match="nothing to patch in a Linear"):
+        apply(nn.Linear(2, 2), head=False)
+    model.lm_head.__class__ = type("FSDPLinear", (type(model.lm_head),), {})  # as fully_shard does
+    with pytest.raises(ValueError, match="a FSDPLinear was wrapped after apply"):
+        revert(model)
+
+
+def test_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    examples = [dict(input_ids=row.tolist(), labels=row.tolist(), unused=1) for row in tokens(8, 9)]
+    arguments = transformers.TrainingArguments(
+        output_dir=tmp_path, use_cpu=True, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        report_to=[], save_strategy="no", disable_tqdm=True, seed=4, optim="sgd", learning_rate=0.1,
+    )  # fmt: skip
+    models = apply(tiny()), tiny()
+    losses = []
+    for model in models:
+        trainer = transformers.Trainer(model, arguments, train_dataset=examples)
+        losses.append(trainer.train().training_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    before = tiny().state_dict()
+    for (name, got), expected in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
+        assert not torch.equal(got, before[name])
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("norms_under_compile", [False, True])
+def test_compiled_without_graph_breaks(monkeypatch, norms_under_compile):
+    torch._dynamo.reset()
+    monkeypatch.setattr(integration, "NORMS_UNDER_COMPILE", norms_under_compile)
+    codes = []
+
+    def backend(graph, inputs):
+        codes.append(graph.code)
+        return graph
+
+    model, plain = apply(tiny()), tiny()
+    assert_same_step(step(torch.compile(model, backend=backend, fullgraph=True)), step(plain))
+    (code,) = codes
+    assert ("rms_norm" in code) == norms_under_compile
+    assert "linear_cross_entropy" in code
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_no_sync_and_a_graphed_step(family):
+    """Three steps replayed from a CUDA graph give the weights of three eager steps."""
+    options = dict(hidden_size=128, intermediate_size=256, head_dim=32, use_cache=False)
+    ids = tokens(2, 64).cuda()
+    # Without a mask, Transformers reads back whether sequences are packed.
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.bool, device="cuda").tril()
+    inputs = dict(input_ids=ids, labels=ids, attention_mask=mask, num_items_in_batch=torch.tensor(100.0).cuda())
+    if family == "Gemma2":
+        inputs["attention_mask"] = dict(full_attention=mask, sliding_attention=mask)
+    models = [apply(tiny(family, **options).to("cuda", torch.bfloat16)) for _ in range(2)]
+    steps = []
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+
+        def train(model=model, optimizer=optimizer):
+            optimizer.zero_grad(set_to_none=True)
+            loss = model(**inputs).loss
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        steps.append(train)
+
+    steps[0]()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps[0]()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for _ in range(3):
+        expected = steps[0]()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        steps[1](), steps[1]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = steps[1]()
+    for _ in range(3):
+        graph.replay()
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+    for got, truth in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(got, truth, rtol=2e-2, atol=2e-3)
