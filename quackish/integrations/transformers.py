@@ -214,7 +214,7 @@ def _causal_lm_class(of: type, family: _Family, head_class: type) -> type:
     balancing_loss = inspect.unwrap(of.forward).__globals__.get("load_balancing_loss_func")  # of mixtures of experts
 
     def forward(self, *args, skip_logits: bool | None = None, **kwargs):
-        named = dict(zip(names, args, strict=False), **kwargs)
+        named = dict(zip(names[: len(args)], args, strict=True), **kwargs)
         if _skips_logits(self, skip_logits, named):
             return _forward_to_loss(self, family, balancing_loss, **named)
         return of.forward(self, *args, **kwargs)
