@@ -150,6 +150,7 @@ def test_arguments_of_the_loss():
         assert_same_step(got, expected)
     as_tuple = model(tokens(), None, labels=tokens(), return_dict=False)
     torch.testing.assert_close(as_tuple[0], plain(tokens(), labels=tokens()).loss)
+    assert type(as_tuple) is tuple
     assert len(as_tuple) == 2  # with the cache
     only_shifted = model(tokens(), shift_labels=shifted).loss
     torch.testing.assert_close(only_shifted, plain(**batch()).loss)
@@ -239,7 +240,11 @@ class RenamedRMSNorm(nn.Module):
     pass
 
 
-def broken(name: str) -> nn.Module:
+def forward_of_liger(self, input_ids):
+    pass
+
+
+def broken(name: str, monkeypatch) -> nn.Module:
     model = tiny()
     if name == "head":
         model.lm_head = nn.Sequential(nn.Identity())
@@ -247,8 +252,10 @@ def broken(name: str) -> nn.Module:
         model.loss_function = sum
     elif name == "forward of the model":
         model.forward = types.MethodType(tiny, model)
+    elif name == "class of the model":
+        monkeypatch.setattr(type(model), "forward", forward_of_liger)
     elif name == "forward of a norm":
-        model.model.norm.forward = types.MethodType(tiny, model)
+        model.model.norm.forward = model.model.norm.forward  # as accelerate's hooks, which take its name
     elif name == "norm":
         model.model.layers[1].input_layernorm = RenamedRMSNorm()
     elif name == "twice":
@@ -263,15 +270,16 @@ def broken(name: str) -> nn.Module:
     [
         ("head", "lm_head is a Sequential, expected a torch.nn.Linear"),
         ("loss", "loss_function is .*sum"),
-        ("forward of the model", r"of a LlamaForCausalLM is .*\.tiny, expected Transformers' own"),
-        ("forward of a norm", r"of a LlamaRMSNorm is .*\.tiny, expected Transformers' own"),
+        ("forward of the model", r"forward of a LlamaForCausalLM was replaced by .*\.tiny; .*Liger"),
+        ("class of the model", r"forward of a LlamaForCausalLM was replaced by .*\.forward_of_liger; .*Liger"),
+        ("forward of a norm", r"forward of a LlamaRMSNorm was replaced by .*; .*hooks of accelerate"),
         ("norm", r"model.layers.1.input_layernorm is a RenamedRMSNorm of .*norms=False"),
         ("twice", "patched by quackish already; revert"),
         ("wrapped", r"model is a DataParallel, expected a ForCausalLM of Llama, .*not yet wrapped"),
     ],
 )
-def test_refused(name, message):
-    model = broken(name)
+def test_refused(monkeypatch, name, message):
+    model = broken(name, monkeypatch)
     classes = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=message):
         apply(model)

@@ -168,8 +168,8 @@ def _check_is_unpatched(module: nn.Module) -> None:
     if "forward" in vars(module) or origin.partition(".")[0] not in ("transformers", "torch"):
         name = getattr(forward, "__qualname__", type(forward).__name__)
         raise ValueError(
-            f"apply: forward of a {type(module).__name__} is {origin}.{name}, expected Transformers' own; apply "
-            "quackish to a model that nothing else has patched (Liger, kernels, hooks of accelerate)"
+            f"apply: forward of a {type(module).__name__} was replaced by {origin}.{name}; apply quackish to a model "
+            "that nothing else has patched (Liger, kernels, hooks of accelerate)"
         )
 
 
