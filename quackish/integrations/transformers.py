@@ -1,6 +1,8 @@
 """Hugging Face Transformers: quackish's RMSNorm and linear cross entropy in a causal language model, by one line.
 
-    quackish.integrations.transformers.apply(model)
+    from quackish.integrations.transformers import apply
+
+    apply(model)
 
 A module is patched by making it an instance of a subclass with another `forward`. So copies of the module (deepcopy,
 DataParallel's replicas) call themselves, not the module they were copied from, and parameters keep their names.
@@ -201,9 +203,7 @@ def _head_class(**options) -> type:
         """The logits, or with a target the loss: in here because FSDP gathers the weight around a module's forward."""
         if target is None:
             return nn.Linear.forward(self, input)
-        return quackish.linear_cross_entropy(
-            input, self.weight, target, linear_bias=self.bias, **options, **of_call
-        )  # fmt: skip
+        return quackish.linear_cross_entropy(input, self.weight, target, linear_bias=self.bias, **options, **of_call)
 
     return _subclass(nn.Linear, forward, computes_loss=True)
 
