@@ -1,0 +1,64 @@
+"""benchmarks/llama_step.py on a tiny model: shared weights, the same loss by all providers, a page and a CSV."""
+
+import csv
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+for package in ("transformers", "rich", "matplotlib"):
+    pytest.importorskip(package)
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is no part of the package
+
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+from benchmarks import llama_step  # noqa: E402
+
+
+def test_all_providers_compute_the_same_step(tmp_path, monkeypatch):
+    """Liger is one that only replaces a global of transformers, and fails when it is compiled."""
+    rope, calls = modeling_llama.apply_rotary_pos_emb, []
+
+    def apply_liger_kernel_to_llama(model):
+        fails = bool(calls)
+
+        def liger_rope(*args):
+            if fails:
+                raise RuntimeError("not compiled")
+            calls.append(args)
+            return rope(*args)
+
+        modeling_llama.apply_rotary_pos_emb = liger_rope
+
+    fake = types.ModuleType("liger_kernel.transformers")
+    fake.apply_liger_kernel_to_llama = apply_liger_kernel_to_llama
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake)
+    made, init = [], llama_step.Step.__init__
+    monkeypatch.setattr(llama_step.Step, "__init__", lambda step, *args: made.append(step) or init(step, *args))
+
+    arguments = ["--tiny", "--memory-limit", "200000", "--commit", "abc", "--out", str(tmp_path)]
+    path = llama_step.main(arguments)
+    assert modeling_llama.apply_rotary_pos_emb is rope
+    assert len({step.model.lm_head.weight for step in made}) == 1
+    assert made[0].model.lm_head is not made[1].model.lm_head
+    with path.with_suffix(".csv").open(newline="") as file:
+        rows = {tuple(row[name] for name in llama_step.KEY): row for row in csv.DictReader(file)}
+    ours = ("quackish", "quackish-recompute", "quackish-as-liger")
+    assert set(rows) == {
+        *(("step", name, compiled) for name in ("plain", "liger", *ours) for compiled in ("no", "layers")),
+        *(("block", name, mode) for name in ("plain", "quackish", "quackish-norms") for mode in ("no", "layers")),
+    }
+    failed = rows.pop(("step", "liger", "layers"))
+    assert (failed["median_ms"], failed["loss"]) == ("", "")
+    assert "not compiled" in failed["note"]
+    loss, norm = (float(rows["step", "plain", "no"][column]) for column in ("loss", "grad_norm"))
+    for (of, name, _), row in rows.items():
+        assert float(row["median_ms"]) > 0
+        assert row["commit"] == "abc"
+        if of == "step":
+            # bf16 rounds in other places
+            assert float(row["loss"]) == pytest.approx(loss, rel=1e-3), name
+            assert float(row["grad_norm"]) == pytest.approx(norm, rel=5e-3), name
+    assert "memory_limit=200000" in rows["step", "quackish-as-liger", "no"]["note"]
+    assert "| step | quackish-recompute | layers |" in path.read_text()
