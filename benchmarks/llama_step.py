@@ -11,6 +11,7 @@ so losses and gradients are comparable. Whole steps run in bursts, in random ord
 
 import copy
 import csv
+import functools
 import gc
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -88,13 +89,19 @@ class Step:
         self()
 
 
-def with_liger(step: Step) -> None:
+def with_liger(step: Step, **which: bool) -> None:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     before = dict(vars(modeling_llama))
-    apply_liger_kernel_to_llama(model=step.model)
+    apply_liger_kernel_to_llama(model=step.model, **which)
     step.replaced = {name: value for name, value in vars(modeling_llama).items() if value is not before.get(name)}
     vars(modeling_llama).update({name: before[name] for name in step.replaced})
+
+
+def with_both(step: Step) -> None:
+    """quackish's norms and head, Liger's rotary embedding and SwiGLU."""
+    with_liger(step, rms_norm=False, fused_linear_cross_entropy=False)
+    apply(step.model)
 
 
 def compile_model(step: Step, compiled: str) -> None:
@@ -135,8 +142,10 @@ def all_steps(new: Callable[[], Step], modes: Sequence[str], memory_limit: int |
 
     for compiled in modes:
         add("plain", compiled, lambda step: None)
-        liger = add("liger", compiled, with_liger)
+        liger = add("liger", compiled, lambda step: with_liger(step, rope=False, swiglu=False))
         add("quackish", compiled, lambda step: apply(step.model))
+        add("liger-all", compiled, with_liger)
+        add("quackish-and-liger", compiled, with_both)
         least = add("quackish-recompute", compiled, lambda step: apply(step.model, schedule="recompute"))
         limit = memory_limit
         if limit is None and liger.peak and least.peak:
@@ -173,7 +182,9 @@ def block(step: Step, provider: str, compiled: str) -> Callable[[], None]:
     return run
 
 
-def times_of(steps: Mapping[Key, Step], blocks: Mapping[Key, Callable], device: torch.device) -> dict[Key, dict]:
+def times_of(
+    steps: Mapping[Key, Step], blocks: Mapping[Key, Callable[[], Callable]], device: torch.device
+) -> dict[Key, dict]:
     """Times all; returns the columns of each."""
     on_gpu = device.type == "cuda"
     working = {key: step for key, step in steps.items() if "loss" in step.found}
@@ -182,7 +193,8 @@ def times_of(steps: Mapping[Key, Step], blocks: Mapping[Key, Callable], device: 
         steps[key].found["note"] = reason(error)
 
     times = bursts(working, device, *((5, 0.5) if on_gpu else (1, 0.01)), on_error=fail)
-    times |= bursts(blocks, device, *((10, 0.2) if on_gpu else (1, 0.01)))
+    # made only now: their tensors are none of a step's memory
+    times |= bursts({key: make() for key, make in blocks.items()}, device, *((10, 0.2) if on_gpu else (1, 0.01)))
     rows = {key: dict(zip(KEY, key, strict=True)) for key in (*steps, *blocks)}
     for key, found in times.items():
         base = times.get((key[0], BASES[key[0]], key[2]))
@@ -195,13 +207,13 @@ def times_of(steps: Mapping[Key, Step], blocks: Mapping[Key, Callable], device: 
 
 def write(rows: Mapping[Key, dict], about: Mapping[str, str], path: Path) -> None:
     """The page and, beside it, the CSV."""
-    page = (
-        f"# A training step of Llama 3.2 1B on {about['gpu']}\n\nCommit `{about['commit']}`, driver {about['driver']}, "
-    )
+    page = f"# A training step of Llama 3.2 1B on {about['gpu']}\n\n"
+    page += f"Commit `{about['commit']}`, driver {about['driver']}, torch {about['torch']}, transformers "
+    page += f"{about['transformers']}, {about['peers']}. `relative`: the time over Liger's (step) or over that of the "
     page += (
-        f"torch {about['torch']}, transformers {about['transformers']}, {about['peers']}. `relative`: the time over "
+        "plain block. The peak includes weights and optimizer. `liger` is its norms and head, what quackish replaces; "
     )
-    page += "Liger's (step) or over that of the plain block; the peak includes weights and optimizer.\n\n"
+    page += "`liger-all` its rotary embedding and SwiGLU too; `quackish-and-liger` these two beside quackish.\n\n"
     page += markdown_table(COLUMNS, ([row.get(column, "") for column in COLUMNS] for row in rows.values())) + "\n"
     for key, column, bar, text in BARS if about["gpu"] != "cpu" else ():
         value = rows.get(key, {}).get(column)
@@ -237,7 +249,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
     steps = all_steps(new, ("no", args.compile), args.memory_limit)
     names = ("plain", "quackish", "quackish-norms")
-    blocks = {("block", name, mode): block(new(), name, mode) for mode in ("no", "layers") for name in names}
+    blocks = {
+        ("block", name, mode): functools.partial(block, new(), name, mode)
+        for mode in ("no", "layers")
+        for name in names
+    }
     rows = times_of(steps, blocks, device)
     about = environment(device, args.commit) | {"transformers": version("transformers")}
     path = args.out / ("llama_step.md" if on_gpu else "llama_step_tiny.md")

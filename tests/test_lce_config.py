@@ -56,19 +56,27 @@ def test_when_recompute_makes_dx_in_forward():
     assert not kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1, "chunked").dx_in_forward
 
 
-def test_chunks_whatever_m():
-    for v in (2, 256, 32_000, 128_256, 262_144, 10**9):
+def test_chunk_rows():
+    for v, (m, most) in itertools.product((2, 256, 32_000, 128_256, 262_144, 10**9), ((1, 14_336), (10**9, 10_240))):
         problem = KernelProblem(v, 4096, "bfloat16", "mean")
-        (rows,) = {kernel_config(problem, m).chunk_rows for m in (1, 4096, 10**6)}
+        rows = kernel_config(problem, m).chunk_rows
         assert rows % 128 == 0
         bounds = (v, E_BYTES), (v + 4096, FEW_BYTES)
         fits, is_few = (rows * n * 2 <= size for n, size in bounds)
         one_more_fits, more_are_few = ((rows + 128) * n * 2 <= size for n, size in bounds)
-        assert rows == 128 or (fits and (rows <= 14_336 or is_few))
-        assert not (one_more_fits and (rows < 14_336 or more_are_few))
-        assert [kernel_config(problem, 1, chunk_size=n).chunk_rows for n in (1, 128, 129)] == [128, 128, 256]
-    assert kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1).chunk_rows == 14_336
-    assert kernel_config(KernelProblem(128_256, 2048, "bfloat16", "mean"), 1).chunk_rows == 8192
+        assert rows == 128 or (fits and (rows <= most or is_few))
+        assert not (one_more_fits and (rows < most or more_are_few))
+        assert [kernel_config(problem, m, chunk_size=n).chunk_rows for n in (1, 128, 129)] == [128, 128, 256]
+    # M, H, V and the chunks' rows
+    assert [
+        even_chunks(m, kernel_config(KernelProblem(v, h, "bfloat16", "mean"), m).chunk_rows)
+        for m, h, v in [
+            (8192, 2048, 151_936),
+            (16_384, 2048, 128_256),
+            (16_384, 4096, 128_256),
+            (65_536, 4096, 128_256),
+        ]
+    ] == [8192, 4096, 8192, 9472]
     assert [even_chunks(m, 512) for m in (1, 512, 513, 1025, 1536, 1537)] == [128, 512, 384, 384, 512, 512]
 
 
@@ -99,7 +107,7 @@ def test_layouts_of_the_headline_shape():
         return layout(*how, m, v, h, dx, dw, own_dw, begins_dw)
 
     assert of("chunked")[:3] == (8192, 42_752, 350_224_384)  # a third of exp_logits in dw's storage
-    assert of("chunked", m=65_536)[:3] == (13_184, 0, 0)  # dw's fp32 sums have no room for it
+    assert of("chunked", m=65_536)[:3] == (9472, 0, 0)  # dw's fp32 sums have no room for it
     assert of("chunked", dw=None).columns == 0
     assert of("recompute", begins_dw=True)[:3] == (2048, 42_240, 358_612_992)
     assert of("recompute", begins_dw=True).blocks == of("recompute").blocks[1:]

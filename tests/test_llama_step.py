@@ -17,17 +17,19 @@ from benchmarks import llama_step  # noqa: E402
 
 
 def test_all_providers_compute_the_same_step(tmp_path, monkeypatch):
-    """Liger is one that only replaces a global of transformers, and fails when it is compiled."""
-    rope, calls = modeling_llama.apply_rotary_pos_emb, []
+    """Liger is one that only replaces a global of transformers, and fails the third time: compiled."""
+    plain_rope, patched = modeling_llama.apply_rotary_pos_emb, []
 
-    def apply_liger_kernel_to_llama(model):
-        fails = bool(calls)
+    def apply_liger_kernel_to_llama(model, rope=True, **others):
+        if not rope:
+            return
+        patched.append(model)
+        fails = len(patched) == 3
 
         def liger_rope(*args):
             if fails:
                 raise RuntimeError("not compiled")
-            calls.append(args)
-            return rope(*args)
+            return plain_rope(*args)
 
         modeling_llama.apply_rotary_pos_emb = liger_rope
 
@@ -39,17 +41,17 @@ def test_all_providers_compute_the_same_step(tmp_path, monkeypatch):
 
     arguments = ["--tiny", "--memory-limit", "200000", "--commit", "abc", "--out", str(tmp_path)]
     path = llama_step.main(arguments)
-    assert modeling_llama.apply_rotary_pos_emb is rope
+    assert modeling_llama.apply_rotary_pos_emb is plain_rope
     assert len({step.model.lm_head.weight for step in made}) == 1
     assert made[0].model.lm_head is not made[1].model.lm_head
     with path.with_suffix(".csv").open(newline="") as file:
         rows = {tuple(row[name] for name in llama_step.KEY): row for row in csv.DictReader(file)}
-    ours = ("quackish", "quackish-recompute", "quackish-as-liger")
+    ours = ("quackish", "quackish-and-liger", "quackish-recompute", "quackish-as-liger")
     assert set(rows) == {
-        *(("step", name, compiled) for name in ("plain", "liger", *ours) for compiled in ("no", "layers")),
+        *(("step", name, compiled) for name in ("plain", "liger", "liger-all", *ours) for compiled in ("no", "layers")),
         *(("block", name, mode) for name in ("plain", "quackish", "quackish-norms") for mode in ("no", "layers")),
     }
-    failed = rows.pop(("step", "liger", "layers"))
+    failed = rows.pop(("step", "liger-all", "layers"))
     assert (failed["median_ms"], failed["loss"]) == ("", "")
     assert "not compiled" in failed["note"]
     loss, norm = (float(rows["step", "plain", "no"][column]) for column in ("loss", "grad_norm"))

@@ -72,13 +72,15 @@ def linear_cross_entropy_config(
 # costs 1 to 3 % of dW's GEMM from 8192 rows per chunk up, 15 % at 2048 (H200, bf16, H 4096, V 128256), and the memory
 # of these sums.
 E_BYTES = 1 << 32
-# Rows per chunk, unless exp_logits and the gathered rows of x fit in FEW_BYTES. More rows cost memory but save little:
-# a training step of a 1B Llama with 16,384 rows (H 2048, V 128256, H100) took 266.0 ms and 36.4 GB in one chunk, 265.9
-# and 35.2 in chunks of 8192 rows, 267.3 and 34.1 in chunks of 4096. benchmarks/results/chunk_rows.md: the head alone.
-MOST_CHUNK_ROWS = 1 << 13
-# But up to so many times H rows, one chunk takes less memory than two with their fp32 sums (and dW of 16 bits).
+# Rows up to which a call is one chunk; or, times H, up to which one takes less memory than two with their fp32 sums
+# (and dW of 16 bits); or as many as keep exp_logits and the gathered rows of x within FEW_BYTES.
+ONE_CHUNK_ROWS = 1 << 13
 LEAN_CHUNK_ROWS = 3.5
 FEW_BYTES = 1 << 30
+# Rows per chunk of larger calls, times H, or as many as FEW_BYTES hold. More rows cost memory but save little: a
+# training step of a 1B Llama with 16,384 rows (H 2048, V 128256, H100) took 266.0 ms and 36.4 GB in one chunk, 265.9
+# and 35.2 in chunks of 8192 rows, 267.3 and 34.1 in chunks of 4096. benchmarks/results/chunk_rows.md: the head alone.
+CHUNK_ROWS = 2.5
 # Bytes of exp_logits that "auto" keeps until backward.
 KEPT_BYTES = 1 << 31
 E_ITEMSIZE = 2
@@ -126,9 +128,9 @@ def kernel_config(
 ) -> LinearCrossEntropyConfig:
     """The kernels' schedule and rows per chunk, from shapes and options; free memory does not matter.
 
-    - Rows per chunk: a multiple of 128, independent of M, such that exp_logits fit in E_BYTES; at most MOST_CHUNK_ROWS,
-      LEAN_CHUNK_ROWS * H, or as many as FEW_BYTES hold. A `chunk_size` is rounded up. `even_chunks` then makes the
-      chunks of a call equal.
+    - Rows per chunk: a multiple of 128, such that exp_logits fit in E_BYTES. One chunk up to ONE_CHUNK_ROWS or
+      LEAN_CHUNK_ROWS * H rows, else at most CHUNK_ROWS * H; in both cases as many as FEW_BYTES hold if that is more. A
+      `chunk_size` is rounded up. `even_chunks` then makes the chunks of a call equal.
     - "auto" is `chunked`, except when gradients are known only in backward (reduction "none", a returned lse) or dW is
       added to the user's buffer, which forward must not write. Then it is `stored` if exp_logits of all rows fit in
       KEPT_BYTES, else `recompute`.
@@ -147,9 +149,10 @@ def kernel_config(
     dx_in_forward = schedule == "recompute" and problem.known_in_forward and not problem.return_lse
     dw_in_chunks = dx_in_forward and chunk_size is not None
     if chunk_size is None:
-        lean = int(LEAN_CHUNK_ROWS * problem.h)
-        most = max(MOST_CHUNK_ROWS, lean, whole_tiles(FEW_BYTES, problem.v + problem.h))
-        chunk_size = min(whole_tiles(E_BYTES, problem.v), most)
+        few, fit = whole_tiles(FEW_BYTES, problem.v + problem.h), whole_tiles(E_BYTES, problem.v)
+        chunk_size = min(max(ONE_CHUNK_ROWS, int(LEAN_CHUNK_ROWS * problem.h), few), fit)
+        if m > chunk_size:
+            chunk_size = min(max(int(CHUNK_ROWS * problem.h), few), fit)
         if dx_in_forward:
             there = ROOMY_BYTES if problem.grad_weight_out else E_ITEMSIZE * problem.v * problem.h
             chunk_size = min(chunk_size, whole_tiles(there, problem.v))
@@ -201,9 +204,8 @@ def expected_time(how: LinearCrossEntropyConfig, m: int, h: int) -> float:
         return 0.98
     rows = even_chunks(max(m, 1), how.chunk_rows)
     if how.schedule == "chunked":
-        # The fp32 sums of dW are read and written once per chunk. From 6400 rows on that counts as nothing, so that the
-        # default comes first: chunks of 8192 rows took 1.3 % more than one chunk (results/chunk_rows.md).
-        return 0.99 if m <= how.chunk_rows else 0.99 + max(0.26 * (1024 / rows) ** 1.5 - 0.017, 0.0)
+        # The fp32 sums of dW are read and written once per chunk.
+        return 0.99 if m <= how.chunk_rows else 0.99 + 0.26 * (1024 / rows) ** 1.5
     sums = 9.5e6 / (rows * h) if how.dw_in_chunks and m > how.chunk_rows else 0.0
     return 1.24 + sums
 
