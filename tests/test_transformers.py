@@ -278,6 +278,8 @@ def test_models_that_are_not_covered(monkeypatch):
         ValueError, match=r"model is a DataParallel, expected a ForCausalLM of Llama, .*not yet wrapped"
     ):
         apply(nn.DataParallel(tiny()))
+    with pytest.raises(ValueError, match="schedule is 'fast', expected one of auto, "):
+        apply(tiny("Llama"), schedule="fast")
     with pytest.raises(ValueError, match="nothing to patch in a Linear"):
         apply(nn.Linear(2, 2), head=False)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward_of_liger)

@@ -199,6 +199,8 @@ def _norm_class(of: type, eps: str, weight_offset: float, returns_dtype_of_x: bo
 
 @functools.cache
 def _head_class(**options) -> type:
+    quackish.LinearCrossEntropyLoss(1, 1, **options)  # raises now, not in the first step, for wrong options
+
     def forward(self, input: Tensor, target: Tensor | None = None, **of_call) -> Tensor:
         """The logits, or with a target the loss: in here because FSDP gathers the weight around a module's forward."""
         if target is None:
