@@ -107,7 +107,7 @@ class Emulated:
             read_rows(p, dy, p.dy_dtype, m, dy_rows),
             read_rows(p, x, p.x_dtype, m, x_rows),
             read_parameter(p, weight, p.weight_dtype),
-            memory(rstd, FP32, m),
+            memory(rstd, FP32, m).view(-1, p.heads),
             read_rows(p, dres, p.dres_dtype, m, dres_rows),
             weight_offset,
             *(getattr(torch, dtype) if dtype else None for dtype in dtypes),
@@ -322,7 +322,7 @@ def test_a_weight_per_head(anywhere, make):
 def test_functions_of_a_weight_per_head(path):
     x, w, dy = rows((3, 4, 8)), weights(32).view(4, 8), rows((3, 4, 8), seed=2)
     y, _, rstd = rms_norm_forward(x, w)
-    assert rstd.shape == (12,)
+    assert rstd.shape == (3, 4)
     got = rms_norm_backward(dy, x, w, rstd, dbias=True)
     want = step(lambda x, w, b: rms_norm(x, w, b), (leaf(x), leaf(w), leaf(torch.zeros(4, 8))), dy)
     assert_same([y, got.dx, got.dweight, got.dbias], want)
@@ -531,7 +531,7 @@ def test_functional_forward_and_backward(anywhere, residual_dtype):
     want = step(lambda x, w, b, r: rms_norm(x, w, b, residual=r, **how), inputs, (dy, dres))
     y, res, rstd = rms_norm_forward(*inputs[:3], residual=inputs[3], **how)
     assert not y.requires_grad
-    assert (rstd.shape, rstd.dtype) == ((6,), FP32)
+    assert (rstd.shape, rstd.dtype) == ((2, 3), FP32)
     options = dict(weight_offset=1.0, dres=dres, dbias=True, dresidual=True)
     grads = rms_norm_backward(dy, res, w, rstd, **options, dx_dtype=BF16, dresidual_dtype=FP32, dbias_dtype=BF16)
     assert_same([y, res, grads.dx, grads.dweight, grads.dbias, grads.dresidual], want)

@@ -95,7 +95,7 @@ def truth(case, res):
     asked = [FP64, None, None if w is None else FP64, None if b is None else FP64]
     dx, _, dw, db = reference.rms_norm_bwd(dy, x, w, rstd, dres, offset, *asked)
     # dx is a difference of terms that nearly cancel where n is small
-    rstd = rstd.view(*x.shape[:-1], 1)
+    rstd = rstd.unsqueeze(-1)
     g, xhat = (dy if w is None else dy * (w + offset)).abs(), (x * rstd).abs()
     noise = 16 * EPS32 * rstd * (g + xhat * (xhat * g).mean(-1, keepdim=True))
     out = dict(y=(y, 0.0), res=(x, 0.0), dx=(dx, noise), dweight=(dw, 0.0), dbias=(db, 0.0), dresidual=(dx, noise))

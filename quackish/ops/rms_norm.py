@@ -4,7 +4,6 @@ In plain eager a call looks up its plan, allocates and launches, in a torch.auto
 torch.compile, dispatch modes and tensor subclasses use the operators of `torch.ops.quackish`, which run the same plans.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +84,7 @@ def rms_norm(
 class RmsNormOutput(NamedTuple):
     y: Tensor  # x's shape
     res: Tensor  # what was normalized: x + residual, or x itself where there was no residual
-    rstd: Tensor  # (x.numel() // n,) fp32: 1 / sqrt(mean(res^2) + eps) of each row; fp64 where any input is
+    rstd: Tensor  # x's shape without n, fp32: 1 / sqrt(mean(res^2) + eps) of each row; fp64 where any input is
 
 
 class RmsNormGrads(NamedTuple):
@@ -404,7 +403,7 @@ def _(x, weight, bias, residual, dweight_out, eps, weight_offset, residual_dtype
     y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
     res = None if residual is None else residual.new_empty(x.shape, dtype=residual_dtype or residual.dtype)
     rstd_dtype = reference.accumulate_dtype(x, weight, bias, residual)
-    return y, res, x.new_empty(math.prod(x.shape[:-1]), dtype=rstd_dtype)
+    return y, res, x.new_empty(x.shape[:-1], dtype=rstd_dtype)
 
 
 @torch.library.register_fake("quackish::rms_norm_bwd", lib=_lib)

@@ -48,10 +48,10 @@ def check_backward(
             raise ValueError(f"{who}: {name} is {dims(t)} but x is {dims(x)}; expected equal shapes")
     if rstd.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{who}: rstd is {names([rstd.dtype])}; expected float32, as rms_norm_forward returns it")
-    if rstd.dim() != 1 or rstd.shape[0] * x.shape[-1] != x.numel() or not rstd.is_contiguous():
+    if rstd.shape != x.shape[:-1] or not rstd.is_contiguous():
         raise ValueError(
-            f"{who}: rstd is {dims(rstd)}, strides {tuple(rstd.stride())}, and x is {dims(x)}; expected one contiguous "
-            "dimension with an element for each row of x, as rms_norm_forward returns it"
+            f"{who}: rstd is {dims(rstd)}, strides {tuple(rstd.stride())}, and x is {dims(x)}; expected "
+            f"({', '.join(map(str, x.shape[:-1]))}), contiguous, as rms_norm_forward returns it"
         )
     _check_options(who, weight, weight_offset, backend)
     if dresidual_dtype is not None and dx_dtype is None:  # kernels write a second dx only beside the first

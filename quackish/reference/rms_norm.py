@@ -21,8 +21,8 @@ def accumulate_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def rms_norm_rstd(res: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """1 / sqrt(mean(res^2) + eps) of each row: (m,) in `dtype`."""
-    return torch.rsqrt(res.to(dtype).square().mean(-1) + eps).reshape(-1)
+    """1 / sqrt(mean(res^2) + eps) over the last dimension, in `dtype`."""
+    return torch.rsqrt(res.to(dtype).square().mean(-1) + eps)
 
 
 def rms_norm_fwd(
@@ -35,13 +35,13 @@ def rms_norm_fwd(
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(y, res, rstd): y in out_dtype or x's dtype, res in residual_dtype or residual's, None without one, rstd (m,)."""
+    """(y, res, rstd): y in out_dtype or x's dtype, res in residual_dtype or residual's, None without one."""
     dtype = accumulate_dtype(x, weight, bias, residual)
     # y is the norm of res as it is kept, not of the sum before rounding: backward only has the former.
     res = None if residual is None else (x.to(dtype) + residual.to(dtype)).to(residual_dtype or residual.dtype)
     normed = x if res is None else res
     rstd = rms_norm_rstd(normed, eps, dtype)
-    y = normed.to(dtype) * rstd.view(x.shape[:-1]).unsqueeze(-1)
+    y = normed.to(dtype) * rstd.unsqueeze(-1)
     if weight is not None:
         y = y * (weight.to(dtype) + weight_offset)
     if bias is not None:
@@ -53,7 +53,7 @@ def rms_norm_bwd(
     dy: Tensor,  # (..., n)
     x: Tensor,  # (..., n): what was normalised, so res where there was a residual
     weight: Tensor | None,  # (n,) or (heads, n)
-    rstd: Tensor,  # (m,)
+    rstd: Tensor,  # (...)
     dres: Tensor | None,  # (..., n): the gradient that arrives at res
     weight_offset: float = 0.0,
     dx_dtype: torch.dtype | None = None,
@@ -68,7 +68,7 @@ def rms_norm_bwd(
     """
     dtype = accumulate_dtype(dy, x, weight, rstd)
     dy = dy.to(dtype)
-    rstd = rstd.to(dtype).view(x.shape[:-1]).unsqueeze(-1)
+    rstd = rstd.to(dtype).unsqueeze(-1)
     xhat = x.to(dtype) * rstd
     dx = dresidual = dweight = dbias = None
     if dx_dtype or dresidual_dtype:
