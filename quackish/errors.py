@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 
 
-class UnsupportedError(RuntimeError):
+class UnsupportedError(NotImplementedError):  # a RuntimeError, and one that DTensor hands on as it is
     """No kernel covers this GPU or option; `backend="auto"` runs the portable path instead."""
 
 

@@ -4,6 +4,7 @@ In plain eager a call looks up its plan, allocates and launches, in a torch.auto
 torch.compile, dispatch modes and tensor subclasses use the operators of `torch.ops.quackish`, which run the same plans.
 """
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +115,7 @@ def rms_norm_forward(
     tensors, options = (x, weight, bias, residual, None), (eps, weight_offset, residual_dtype, out_dtype, backend)
     plan = plan_for(ForwardPlan, tensors, options) if is_plain() else None
     if plan is None:
+        _register_sharding()
         y, res, rstd = _op_fwd(*tensors, resolve_eps(x, eps), *options[1:])
     else:
         y, res, rstd = plan.run(x, weight, bias, residual)
@@ -356,8 +358,18 @@ def _rms_norm_op(x, weight, bias, residual, dweight_out, eps, *options) -> Tenso
             warn_once(reason)
         y, res, _ = reference.rms_norm_fwd(x, weight, bias, residual, resolve_eps(x, eps), *options[:-1])
     else:
+        _register_sharding()
         y, res, _ = _op_fwd(x, weight, bias, residual, dweight_out, resolve_eps(x, eps), *options)
     return y if residual is None else (y, res)
+
+
+def _register_sharding() -> None:
+    """Gives DTensor its rules, once there may be a DTensor: loading DTensor takes too long for `import quackish`."""
+    if "torch.distributed.tensor" in sys.modules:
+        import quackish.ops.rms_norm_sharding  # noqa: F401
+
+
+_register_sharding._dynamo_marked_constant = True  # torch.compile calls it as it traces
 
 
 # Operators: functional, the same on every device (plans know what runs where), absent results None ------------------

@@ -54,6 +54,11 @@ def check_tensors(inputs: Inputs) -> None:
         if not isinstance(tensor, Tensor):
             expected = "a torch.Tensor" if needed else "a torch.Tensor or None"
             raise TypeError(f"{who} {name} is a {type(tensor).__name__}, expected {expected}")
+        if type(tensor).__name__ == "DTensor":
+            raise TypeError(
+                f"{who} {name} is a DTensor, expected a plain tensor. Parameters under fully_shard are plain in their "
+                "own module's forward alone: call this there, as LinearCrossEntropyLoss does, and shard that module"
+            )
         if tensor.device != inputs.input.device:
             raise ValueError(f"{who} {name} is on {tensor.device}, expected {inputs.input.device}, where input is")
     x, w, out = inputs.input, inputs.linear_weight, inputs.grad_weight_out

@@ -1,0 +1,299 @@
+"""Several processes: RMSNorm under DTensor, the head under FSDP2 and DDP. Every rank runs all checks, in order.
+
+Truth is one process with the whole batch in fp64. Ranks are gloo processes on the CPU, or one for each of two GPUs.
+"""
+
+import dataclasses
+import datetime
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+import quackish
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+V, H = 40, 64
+MIXED = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+
+
+@dataclasses.dataclass
+class Ranks:
+    """This process among the others."""
+
+    mesh: DeviceMesh  # all ranks, in one dimension
+    rank: int
+    dtype: torch.dtype  # kernels run in bf16, the portable path in fp32
+    backend: str
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size()
+
+    def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """The same on every rank."""
+        return (torch.randn(shape) * scale).to(self.mesh.device_type, self.dtype)
+
+    def is_close(self, got: Tensor, truth: Tensor) -> None:
+        if isinstance(got, DTensor):
+            got = got.full_tensor()
+        error = (got.double() - truth).norm() / truth.norm()
+        assert error < (2e-2 if BF16 in (got.dtype, self.dtype) else 1e-5), f"{error} of {truth.norm()}"
+
+
+@contextmanager
+def collectives(expected: dict[str, int]):
+    with CommDebugMode() as mode:
+        yield
+    # "c10d._allgather_base_" and "c10d_functional.all_gather_into_tensor" are one name here
+    counts: dict[str, int] = {}
+    for op, count in mode.get_comm_counts().items():
+        name = str(op).replace("_", "").split(".")[1]
+        kind = next(kind for kind in ("allgather", "reducescatter", "allreduce", "") if kind in name) or name
+        counts[kind] = counts.get(kind, 0) + count
+    assert counts == expected
+
+
+# RMSNorm under DTensor ------------------------------------------------------------------------------------------------
+
+
+def norm(x, weight, bias, residual, **options):
+    return quackish.rms_norm(x, weight, bias, residual=residual, weight_offset=1.0, eps=1e-6, **options)
+
+
+def norm_step(f, inputs, gradients):
+    """(y, res, and the gradients of x, weight, bias, residual)."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    out = f(*inputs)
+    return *out, *torch.autograd.grad(out, inputs, gradients)
+
+
+def check_norm(ranks: Ranks) -> None:
+    """Rows may be sharded in any way: no communication, sums are left to whoever asks for them."""
+    mesh = ranks.mesh if ranks.size == 2 else init_device_mesh(ranks.mesh.device_type, (2, ranks.size // 2))
+    shape = 4, 6, 4, H
+    tensors, gradients = [ranks.randn(*shape) for _ in range(2)], [ranks.randn(*shape) for _ in range(2)]
+    ways = "S0 R", "S1 S0", "R S1", "S1 S1", "S2 S2"
+    named = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "S2": Shard(2)}
+    for rows in dict.fromkeys(tuple(named[p] for p in way.split()[: mesh.ndim]) for way in ways):
+        for per_head in (False, True):
+            parameters = [ranks.randn(*((4, H) if per_head else (H,)), scale=0.1) for _ in range(2)]
+            inputs = [tensors[0], *parameters, tensors[1]]
+            truth = norm_step(norm, *([t.double() for t in each] for each in (inputs, gradients)))
+            where = [Replicate() if not p.is_shard(2) or not per_head else Shard(0) for p in rows]
+            placements = rows, where, where, rows
+            sharded = [distribute_tensor(t, mesh, p) for t, p in zip(inputs, placements, strict=True)]
+            dys = [distribute_tensor(t, mesh, rows) for t in gradients]
+            with collectives({}):
+                results = norm_step(partial(norm, backend=ranks.backend), sharded, dys)
+            sums = [Partial() if p.is_shard() and w.is_replicate() else w for p, w in zip(rows, where, strict=True)]
+            for got, p, true in zip(results, (rows, rows, rows, sums, sums, rows), truth, strict=True):
+                assert got.placements == tuple(p), (rows, per_head)
+                ranks.is_close(got, true)
+            rstd = quackish.rms_norm_forward(sharded[0], None, backend=ranks.backend).rstd
+            assert (rstd.shape, rstd.placements) == (shape[:-1], tuple(rows))
+
+
+def check_norm_refuses(ranks: Ranks) -> None:
+    x, weight = ranks.randn(4, 6, H), distribute_tensor(ranks.randn(H), ranks.mesh, [Replicate()])
+    with pytest.raises(quackish.UnsupportedError, match="its last dimension, which is normalized, is sharded"):
+        quackish.rms_norm(distribute_tensor(x, ranks.mesh, [Shard(2)]), weight)
+    with pytest.raises(quackish.UnsupportedError, match="dweight_out is given but x is a DTensor"):
+        quackish.rms_norm(distribute_tensor(x, ranks.mesh, [Shard(1)]), weight, dweight_out=torch.zeros_like(weight))
+
+
+def check_norm_is_compiled(ranks: Ranks) -> None:
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    call = partial(norm, backend=ranks.backend)
+    x, residual, dy, dres = (distribute_tensor(ranks.randn(4, 6, H), ranks.mesh, [Shard(1)]) for _ in range(4))
+    weight, bias = (distribute_tensor(ranks.randn(H), ranks.mesh, [Replicate()]) for _ in range(2))
+    inputs = x, weight, bias, residual
+    got = norm_step(torch.compile(call, fullgraph=True, backend=backend), inputs, (dy, dres))
+    for mine, eager in zip(got, norm_step(call, inputs, (dy, dres)), strict=True):
+        assert mine.placements == eager.placements
+        assert torch.equal(mine.to_local(), eager.to_local())
+    targets = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert {"quackish.rms_norm_fwd.default", "quackish.rms_norm_bwd.default"} <= targets
+    assert not any("c10d" in target for target in targets)
+
+
+def check_sequence_parallel(ranks: Ranks) -> None:
+    """Nothing but PyTorch's own plan."""
+    module = quackish.RMSNorm(H, eps=1e-6, device=ranks.mesh.device_type, dtype=ranks.dtype, backend=ranks.backend)
+    parallelize_module(module, ranks.mesh, SequenceParallel())
+    x, dy = ranks.randn(2, 8, H), ranks.randn(2, 8, H)
+    mine = x.chunk(ranks.size, 1)[ranks.rank].clone().requires_grad_()  # SequenceParallel takes this rank's part
+    y = module(mine)
+    y.backward(distribute_tensor(dy, ranks.mesh, [Shard(1)]))
+    x64, w64 = x.double().requires_grad_(), torch.ones(H, dtype=FP64, device=x.device, requires_grad=True)
+    truth = F.rms_norm(x64, (H,), w64, 1e-6)
+    truth.backward(dy.double())
+    ranks.is_close(y, truth)
+    ranks.is_close(mine.grad, x64.grad.chunk(ranks.size, 1)[ranks.rank])
+    ranks.is_close(module.weight.grad, w64.grad)
+
+
+# The head under FSDP2 and DDP -----------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool, backend: str = "auto"):
+        super().__init__()
+        self.embedding = nn.Embedding(V, H)
+        self.norm = quackish.RMSNorm(H, eps=1e-6, backend=backend)
+        self.head = quackish.LinearCrossEntropyLoss(H, V, backend=backend)
+        if tied:
+            self.head.linear.weight = self.embedding.weight
+
+    def forward(self, ids, target, num_items=None):
+        return self.head(self.norm(self.embedding(ids)), target, num_items=num_items)
+
+
+def model_and_truth(ranks: Ranks, tied: bool) -> tuple[Model, Model]:
+    """With the same parameters, which 16 bits hold; truth in fp64."""
+    torch.manual_seed(0)
+    truth = Model(tied)
+    for p in truth.parameters():
+        p.data = p.data.bfloat16().double()
+    model = Model(tied, ranks.backend)
+    model.load_state_dict(truth.state_dict())
+    return model.to(ranks.mesh.device_type), truth.to(ranks.mesh.device_type)
+
+
+def batch(ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """ids and targets of all ranks; each ignores another number of targets, the last all of them."""
+    ids, target = torch.randint(V, (2, ranks.size, 12)).to(ranks.mesh.device_type)
+    for rank in range(ranks.size):
+        target[rank, : 3 * rank] = -100
+    target[-1] = -100
+    return ids, target
+
+
+def loss_of(ranks: Ranks, model: nn.Module, ids: Tensor, target: Tensor) -> Tensor:
+    """This rank's part of the batch. FSDP and DDP divide gradients by the number of ranks."""
+    target = target[ranks.rank]
+    num_items = (target != -100).sum()
+    dist.all_reduce(num_items)
+    return model(ids[ranks.rank], target, num_items) * ranks.size
+
+
+def check_gradients(ranks: Ranks, model: nn.Module, truth: nn.Module) -> None:
+    for (name, p), (_, true) in zip(model.named_parameters(), truth.named_parameters(), strict=True):
+        assert p.grad is not None, name
+        ranks.is_close(p.grad, true.grad)
+
+
+def check_head_under_fsdp(ranks: Ranks) -> None:
+    """Weights are gathered once for forward and once for backward (the root's are kept), gradients reduced once."""
+    policy = MIXED if ranks.dtype is BF16 else MixedPrecisionPolicy()
+    ids, target = batch(ranks)
+    for tied in (False, True):
+        model, truth = model_and_truth(ranks, tied)
+        if not tied:  # a tied weight belongs to the group of the root
+            fully_shard(model.head, mesh=ranks.mesh, mp_policy=policy)
+        fully_shard(model, mesh=ranks.mesh, mp_policy=policy)
+        groups = dict(allgather=1, reducescatter=1) if tied else dict(allgather=3, reducescatter=2)
+        with collectives({**groups, "allreduce": 1}):  # the last for num_items
+            loss = loss_of(ranks, model, ids, target)
+            loss.backward()
+        true = truth(ids, target)
+        true.backward()
+        dist.all_reduce(loss := loss.detach())
+        ranks.is_close(loss / ranks.size, true)
+        check_gradients(ranks, model, truth)
+        with pytest.raises(TypeError, match="linear_weight is a DTensor, expected a plain tensor"):
+            x = torch.zeros(3, H, device=ids.device)
+            quackish.linear_cross_entropy(x, model.head.linear.weight, target[0, :3])
+
+
+def check_bf16_policy_of_tied_weights(ranks: Ranks) -> None:
+    ids, target = batch(ranks)
+    model, truth = model_and_truth(ranks, tied=True)
+    fully_shard(model, mesh=ranks.mesh, mp_policy=MIXED)
+    loss_of(ranks, model, ids, target).backward()
+    truth(ids, target).backward()
+    check_gradients(dataclasses.replace(ranks, dtype=BF16), model, truth)
+
+
+def check_compiled_under_fsdp(ranks: Ranks) -> None:
+    ids, target = batch(ranks)
+    model, truth = model_and_truth(ranks, tied=False)
+    model.to(ranks.dtype)
+    model.head.compile(fullgraph=True, backend="aot_eager")
+    model.norm.compile(fullgraph=True, backend="aot_eager")
+    for module in (model.head, model):
+        fully_shard(module, mesh=ranks.mesh)
+    loss_of(ranks, model, ids, target).backward()
+    truth(ids, target).backward()
+    check_gradients(ranks, model, truth)
+
+
+def check_ddp(ranks: Ranks) -> None:
+    ids, target = batch(ranks)
+    model, truth = model_and_truth(ranks, tied=True)
+    model = nn.parallel.DistributedDataParallel(model.to(ranks.dtype))
+    loss_of(ranks, model, ids, target).backward()
+    truth(ids, target).backward()
+    check_gradients(ranks, model, truth)
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+CHECKS = (
+    check_norm_is_compiled,  # first: the compiler is to find the rules by itself
+    check_norm,
+    check_norm_refuses,
+    check_sequence_parallel,
+    check_head_under_fsdp,
+    check_bf16_policy_of_tied_weights,
+    check_compiled_under_fsdp,
+    check_ddp,
+)
+
+
+def run_checks(rank: int, size: int, device: str, path: str) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    name = "nccl" if device == "cuda" else "gloo"
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group(name, init_method=f"file://{path}", rank=rank, world_size=size, timeout=limit)
+    how = (BF16, "cute") if device == "cuda" else (FP32, "auto")
+    ranks = Ranks(init_device_mesh(device, (size,)), rank, *how)
+    for check in CHECKS:
+        torch.manual_seed(0)
+        check(ranks)
+    dist.destroy_process_group()
+
+
+def spawn(size: int, device: str, path) -> None:
+    torch.multiprocessing.spawn(run_checks, (size, device, str(path / "store")), nprocs=size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_on_the_cpu(size, tmp_path):
+    spawn(size, "cpu", tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_two_gpus(tmp_path):
+    spawn(2, "cuda", tmp_path)
