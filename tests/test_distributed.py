@@ -5,6 +5,7 @@ Truth is one process with the whole batch in fp64. Ranks are gloo processes on t
 
 import dataclasses
 import datetime
+import importlib.util
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,7 +17,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -178,11 +179,10 @@ def model_and_truth(ranks: Ranks, tied: bool) -> tuple[Model, Model]:
 
 
 def batch(ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """ids and targets of all ranks; each ignores another number of targets, the last all of them."""
+    """ids and targets of all ranks; each ignores another number of targets, the fourth all of them."""
     ids, target = torch.randint(V, (2, ranks.size, 12)).to(ranks.mesh.device_type)
     for rank in range(ranks.size):
-        target[rank, : 3 * rank] = -100
-    target[-1] = -100
+        target[rank, : 5 * rank] = -100
     return ids, target
 
 
@@ -254,46 +254,99 @@ def check_ddp(ranks: Ranks) -> None:
     check_gradients(ranks, model, truth)
 
 
+def check_torchtitan(ranks: Ranks) -> None:
+    """Its Llama under its FSDP with our norms and loss, beside its own in one process."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    def build(*overrides):
+        config = llama3_debugmodel()
+        config.model_spec.model.layers = config.model_spec.model.layers[:2]
+        for layer in config.model_spec.model.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the default is compiled, for long
+        apply_overrides(
+            OverrideConfig(imports=[f"quackish.integrations.torchtitan.{name}" for name in overrides]), config
+        )
+        with torch.device(ranks.mesh.device_type):
+            model = config.model_spec.model.build()
+            model.init_states()
+        loss = config.loss.build(compile_config=None)
+        loss.set_lm_head(model.lm_head)
+        model._skip_lm_head = True
+        return model, loss
+
+    (theirs, their_loss), (ours, our_loss) = build(), build("rms_norm", "linear_cross_entropy")
+    assert sum(isinstance(module, quackish.RMSNorm) for module in ours.modules()) == 5
+    assert ours.norm._cache_pos_arg_names() == theirs.norm._cache_pos_arg_names()  # tensor parallelism goes by these
+    ours.load_state_dict(theirs.state_dict())
+    apply_fsdp_to_decoder(ours, ranks.mesh, param_dtype=ranks.dtype, reduce_dtype=FP32, pp_enabled=False)
+    for module in ours.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+    ids, target = torch.randint(2048, (2, ranks.size, 16)).to(ranks.mesh.device_type)
+    target[1, :10] = -100
+    positions, num_items = torch.arange(16, device=ids.device)[None], (target != -100).sum()
+    mine = slice(ranks.rank, ranks.rank + 1)
+    loss, _ = our_loss(ours(ids[mine], positions), target[mine], num_items)
+    loss.backward()
+    true, _ = their_loss(theirs(ids, positions.expand(2, -1)), target, num_items)
+    true.backward()
+    dist.all_reduce(loss := loss.detach())
+    ranks.is_close(loss, true)
+    check_gradients(ranks, ours, theirs)
+    summed, _ = our_loss(ours(ids[mine], positions), target[mine])  # as in validation
+    dist.all_reduce(summed := summed.detach())
+    ranks.is_close(summed, true * num_items)
+
+
 # Processes ------------------------------------------------------------------------------------------------------------
 
 
-CHECKS = (
-    check_norm_is_compiled,  # first: the compiler is to find the rules by itself
+COMPILED = (check_norm_is_compiled, check_compiled_under_fsdp)  # first: the compiler is to find the rules by itself
+EAGER = (
     check_norm,
     check_norm_refuses,
     check_sequence_parallel,
     check_head_under_fsdp,
     check_bf16_policy_of_tied_weights,
-    check_compiled_under_fsdp,
     check_ddp,
 )
 
 
-def run_checks(rank: int, size: int, device: str, path: str) -> None:
+def run_checks(rank: int, checks: tuple, size: int, device: str, path: str) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     name = "nccl" if device == "cuda" else "gloo"
-    limit = datetime.timedelta(seconds=120)
+    limit = datetime.timedelta(seconds=600)
     dist.init_process_group(name, init_method=f"file://{path}", rank=rank, world_size=size, timeout=limit)
     how = (BF16, "cute") if device == "cuda" else (FP32, "auto")
     ranks = Ranks(init_device_mesh(device, (size,)), rank, *how)
-    for check in CHECKS:
+    for check in checks:
         torch.manual_seed(0)
         check(ranks)
     dist.destroy_process_group()
 
 
-def spawn(size: int, device: str, path) -> None:
-    torch.multiprocessing.spawn(run_checks, (size, device, str(path / "store")), nprocs=size)
+def spawn(checks: tuple, size: int, device: str, path) -> None:
+    torch.multiprocessing.spawn(run_checks, (checks, size, device, str(path / "store")), nprocs=size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_on_the_cpu(size, tmp_path):
-    spawn(size, "cpu", tmp_path)
+def test_two_processes(tmp_path):
+    has_torchtitan = importlib.util.find_spec("torchtitan") is not None
+    spawn((*COMPILED, *EAGER, *[check_torchtitan] * has_torchtitan), 2, "cpu", tmp_path)
+    if not has_torchtitan:
+        pytest.skip("all but torchtitan passed: it is not installed")
+
+
+def test_four_processes(tmp_path):
+    """A mesh of two dimensions, and a rank that ignores all its targets."""
+    spawn((check_norm, check_head_under_fsdp), 4, "cpu", tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_two_gpus(tmp_path):
-    spawn(2, "cuda", tmp_path)
+def test_two_gpus(tmp_path):
+    spawn((*COMPILED, *EAGER), 2, "cuda", tmp_path)

@@ -369,9 +369,6 @@ def _register_sharding() -> None:
         import quackish.ops.rms_norm_sharding  # noqa: F401
 
 
-_register_sharding._dynamo_marked_constant = True  # torch.compile calls it as it traces
-
-
 # Operators: functional, the same on every device (plans know what runs where), absent results None ------------------
 
 _lib = torch.library.Library("quackish", "FRAGMENT")

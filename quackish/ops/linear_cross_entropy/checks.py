@@ -57,7 +57,8 @@ def check_tensors(inputs: Inputs) -> None:
         if type(tensor).__name__ == "DTensor":
             raise TypeError(
                 f"{who} {name} is a DTensor, expected a plain tensor. Parameters under fully_shard are plain in their "
-                "own module's forward alone: call this there, as LinearCrossEntropyLoss does, and shard that module"
+                "own module's forward alone: call this there, as LinearCrossEntropyLoss does, and shard that module. "
+                "Of a DTensor that every rank holds whole give to_local()"
             )
         if tensor.device != inputs.input.device:
             raise ValueError(f"{who} {name} is on {tensor.device}, expected {inputs.input.device}, where input is")
