@@ -143,6 +143,9 @@ def check_sequence_parallel(ranks: Ranks) -> None:
     mine = x.chunk(ranks.size, 1)[ranks.rank].clone().requires_grad_()  # SequenceParallel takes this rank's part
     y = module(mine)
     y.backward(distribute_tensor(dy, ranks.mesh, [Shard(1)]))
+    again, res = module(mine.detach(), residual=torch.zeros_like(y))  # by keyword: SequenceParallel keeps one argument
+    ranks.is_close(res, x.double())
+    ranks.is_close(again, y.full_tensor().double())
     x64, w64 = x.double().requires_grad_(), torch.ones(H, dtype=FP64, device=x.device, requires_grad=True)
     truth = F.rms_norm(x64, (H,), w64, 1e-6)
     truth.backward(dy.double())
@@ -327,6 +330,7 @@ def run_checks(rank: int, checks: tuple, size: int, device: str, path: str) -> N
     for check in checks:
         torch.manual_seed(0)
         check(ranks)
+    dist.barrier()  # a rank that leaves early closes the others' connections
     dist.destroy_process_group()
 
 
