@@ -101,7 +101,7 @@ class ForwardPlan(Plan):
             res_dtype=None if res_dtype == self.residual_dtype else names([res_dtype]),
         )
         super().__init__("rms_norm_fwd", problem, x, x.numel() // problem.n, backend)
-        self.rstd = self.shape[:-1], tuple(stride // problem.n for stride in self.strides[:-1])  # shape and strides
+        self.rstd_shape, self.rstd_strides = self.shape[:-1], tuple(s // problem.n for s in self.strides[:-1])
         self.arguments = (*rows, self.eps, self.weight_offset, self.m)
 
     def run(self, x, weight, bias, residual) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -136,7 +136,7 @@ class ForwardPlan(Plan):
         if residual is not None:
             res = cuda.empty(self.shape, self.strides, self.res_dtype)
             res_at = res.data_ptr()
-        rstd = cuda.empty(*self.rstd, torch.float32)
+        rstd = cuda.empty(self.rstd_shape, self.rstd_strides, torch.float32)
         x_rows, residual_rows, eps, weight_offset, m = self.arguments
         launch(  # written out: a starred argument costs 0.1 us
             x_at, weight_at, bias_at, residual_at, y.data_ptr(), res_at, rstd.data_ptr(), x_rows, residual_rows,
