@@ -59,8 +59,8 @@ def rms_norm(
     Kernels are deterministic, and a row of y or of x's gradient does not depend on the number of rows. No input is
     written (`dweight_out` apart), and nothing synchronizes with the host.
 
-    Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel, and for
-    `dweight_out` under FSDP or torch.func.
+    Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel, for
+    `dweight_out` under FSDP, DTensor or torch.func, and for a DTensor whose last dimension is sharded.
     """
     tensors, options = (
         (x, weight, bias, residual, dweight_out),
