@@ -330,7 +330,7 @@ def run_checks(rank: int, checks: tuple, size: int, device: str, path: str) -> N
     for check in checks:
         torch.manual_seed(0)
         check(ranks)
-    dist.barrier()  # a rank that leaves early closes the others' connections
+    dist.barrier()  # no rank leaves while others communicate
     dist.destroy_process_group()
 
 
