@@ -1,5 +1,7 @@
 """CuTe DSL kernels for Hopper and Blackwell, called from PyTorch. Importing starts neither CUDA nor the compiler."""
 
+import importlib
+
 from quackish.configs.choose import config
 from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
@@ -21,3 +23,9 @@ __all__ = [
     "rms_norm_backward",
     "rms_norm_forward",
 ]
+
+
+def __getattr__(name: str):
+    if name in ("integrations", "parallel", "testing"):  # loaded when they are used
+        return importlib.import_module(f"quackish.{name}")
+    raise AttributeError(f"module 'quackish' has no attribute {name!r}")

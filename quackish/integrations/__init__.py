@@ -1,1 +1,5 @@
-"""quackish in other libraries' models. Nothing here is imported before it is asked for."""
+"""quackish in other people's classes, which are imported only when they are asked for."""
+
+from quackish.integrations import transformers
+
+__all__ = ["transformers"]
