@@ -100,7 +100,7 @@ def linear_cross_entropy(
         memory_limit, backend,
     )  # fmt: skip
     eager = is_plain() and are_plain(inputs)  # else operators run
-    plan = _plan_for(inputs, options) if eager else make_plan(inputs, options, no_kernel_on)
+    plan = plan_for(inputs, options) if eager else make_plan(inputs, options, no_kernel_on)
     if not eager and is_transformed():
         loss, lse, *stats = _run_transformed(inputs, plan, options)
     else:
@@ -195,7 +195,7 @@ _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then pl
 _plans: dict[tuple, Plan] = {}
 
 
-def _plan_for(inputs: Inputs, options: Options) -> Plan:
+def plan_for(inputs: Inputs, options: Options) -> Plan:
     """The plan that was made for arguments like these, which proves them valid; or a new one."""
     *tensors, scale, items, out = inputs
     try:

@@ -291,9 +291,11 @@ def _parse(args) -> tuple[Inputs, Plan, GradsNeeded]:
     return inputs, plan, grads_needed(inputs, plan, args[-1])
 
 
-def _fwd_impl(*args, k=None, device=None):
-    """Rehearsals pass kernels, or for the portable path the device whose calls they rehearse."""
-    inputs, plan, needed = _parse(args)
+def forward_of(inputs: Inputs, plan: Plan, needed: GradsNeeded, k=None, device=None) -> tuple[Tensor | None, ...]:
+    """(loss, lse, log_prob, entropy, predicted), what backward needs (state, live_x, exp_logits), and gradients.
+
+    Rehearsals pass kernels, or for the portable path the device whose calls they rehearse.
+    """
     shape = inputs.target.shape
     if plan.why_portable is not None:
         loss, stats, divisor, grads, logits = portable.forward(inputs, plan, needed, device)
@@ -304,16 +306,33 @@ def _fwd_impl(*args, k=None, device=None):
     return *outputs, *[None] * (5 - len(outputs)), state.memory, out.live_x, out.exp_logits, *out.grads
 
 
-def _bwd_impl(grad_loss, grad_lse, grad_log_prob, grad_entropy, state, live_x, exp_logits, *args, k=None, device=None):
-    inputs, plan, needed = _parse(args)
-    grads = grad_loss, grad_lse, grad_log_prob, grad_entropy
+def backward_of(
+    inputs: Inputs,
+    plan: Plan,
+    needed: GradsNeeded,
+    arriving: Sequence[Tensor | None],  # gradients of loss, lse, log_prob and entropy
+    kept: Sequence[Tensor | None],  # state, live_x, exp_logits
+    k=None,
+    device=None,
+) -> Grads:
+    """The gradients, from what forward_of kept. Kernels add dw to grad_weight_out instead if there is one."""
+    state, live_x, exp_logits = kept
     if plan.why_portable is not None:
-        return tuple(portable.backward(inputs, plan, needed, *grads, state, exp_logits, device))
+        return portable.backward(inputs, plan, needed, *arriving, state, exp_logits, device)
     m = inputs.target.numel()
     k, state = k or kernels_of(inputs.input.device), _own(RowState.of(state, m), m)
-    call = call_of(inputs._replace(grad_weight_out=None), plan, k, state, *incoming(plan, *grads))
-    kept = Forward(None, Grads(), live_x, _scratch_of(exp_logits, grad_entropy))
-    return tuple(schedules.backward(call, kept, needed))
+    call = call_of(inputs, plan, k, state, *incoming(plan, *arriving))
+    return schedules.backward(call, Forward(None, Grads(), live_x, _scratch_of(exp_logits, arriving[3])), needed)
+
+
+def _fwd_impl(*args, k=None, device=None):
+    return forward_of(*_parse(args), k, device)
+
+
+def _bwd_impl(*args, k=None, device=None):
+    inputs, plan, needed = _parse(args[7:])
+    inputs = inputs._replace(grad_weight_out=None)  # an operator writes to no argument
+    return tuple(backward_of(inputs, plan, needed, args[:4], args[4:7], k, device))
 
 
 def _fake_grads(inputs: Inputs, plan: Plan, needed: GradsNeeded) -> tuple[Tensor | None, ...]:
