@@ -165,7 +165,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.logit_scale = logit_scale
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)
-        for name in _MODULE_OPTIONS:
+        for name in MODULE_OPTIONS:
             setattr(self, name, getattr(options, name))
 
     def forward(
@@ -183,32 +183,22 @@ class LinearCrossEntropyLoss(nn.Module):
             input, self.linear.weight, target, linear_bias=self.linear.bias, weight=self.weight,
             logit_scale=self.logit_scale, num_items=num_items, return_lse=return_lse, return_stats=return_stats,
             grad_weight_out=grad_weight_out,
-            **{name: getattr(self, name) for name in _MODULE_OPTIONS},
+            **{name: getattr(self, name) for name in MODULE_OPTIONS},
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*_MODULE_OPTIONS, "logit_scale"))
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*MODULE_OPTIONS, "logit_scale"))
 
 
-_MODULE_OPTIONS = [name for name in Options._fields if name not in ("return_lse", "return_stats")]
+MODULE_OPTIONS = [name for name in Options._fields if name not in ("return_lse", "return_stats")]
 _MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
 _plans: dict[tuple, Plan] = {}
 
 
 def plan_for(inputs: Inputs, options: Options) -> Plan:
     """The plan that was made for arguments like these, which proves them valid; or a new one."""
-    *tensors, scale, items, out = inputs
     try:
-        key = (
-            *options,
-            *map(type, options),  # 1, 1.0 and True are equal
-            *[None if t is None else (t.shape, t.dtype, t.device) for t in (*tensors, out)],
-            out is None or out.requires_grad,
-            _kind_of(scale),
-            _kind_of(items),
-            autocast_dtype(tensors[0].device.type),
-            options.memory_limit is None or (memory.described(inputs), choose.epoch),
-        )  # fmt: skip
+        key = key_of(inputs, options)
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: an error will say so
         key, plan = None, None
@@ -220,6 +210,21 @@ def plan_for(inputs: Inputs, options: Options) -> Plan:
             _plans.clear()
         _plans[key] = plan
     return plan
+
+
+def key_of(inputs: Inputs, options: Options) -> tuple:
+    """All that plans and checks depend on. Of arguments that are not valid it may raise, or not be hashable."""
+    *tensors, scale, items, out = inputs
+    return (
+        *options,
+        *map(type, options),  # 1, 1.0 and True are equal
+        *[None if t is None else (t.shape, t.dtype, t.device) for t in (*tensors, out)],
+        out is None or out.requires_grad,
+        _kind_of(scale),
+        _kind_of(items),
+        autocast_dtype(tensors[0].device.type),
+        options.memory_limit is None or (memory.described(inputs), choose.epoch),
+    )
 
 
 def _kind_of(number: float | Tensor | None) -> tuple | None:

@@ -34,7 +34,7 @@ from quackish.ops.linear_cross_entropy.schedules import (
 from quackish.ops.modes import as_plain, check_memory
 from quackish.reference.linear_cross_entropy import accumulate_dtype
 
-_NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
+NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
 _NOTHING = Forward(None)
 _ARRIVING = "grad_loss", "grad_lse", "grad_log_prob", "grad_entropy"
 
@@ -132,7 +132,7 @@ def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, k=None) -> tu
     k: other kernels than the device's, in eager only.
     """
     if inputs.logit_scale is not None:
-        inputs = inputs._replace(logit_scale=_scale_of(inputs, plan))
+        inputs = inputs._replace(logit_scale=scale_of(inputs, plan))
     if not eager or plan.why_portable is not None:
         return _run_ops(inputs, plan)
     x, w, bias = inputs[:3]
@@ -149,7 +149,7 @@ def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, k=None) -> tu
     return (*outputs, None) if len(outputs) == 1 else tuple(outputs)
 
 
-def _scale_of(inputs: Inputs, plan: Plan) -> Tensor:
+def scale_of(inputs: Inputs, plan: Plan) -> Tensor:
     """logit_scale on input's device, in the dtype of the logits."""
     scale, device, dtype = inputs.logit_scale, inputs.input.device, accumulate_dtype(plan.compute_dtype)
     if isinstance(scale, Tensor) and scale.device == device:
@@ -184,7 +184,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, grad_lse=None, grad_log_prob=None, grad_entropy=None, grad_predicted=None):
         if torch.is_grad_enabled():
-            raise RuntimeError(_NO_SECOND_DERIVATIVES)
+            raise RuntimeError(NO_SECOND_DERIVATIVES)
         grads = grad_loss, grad_lse, grad_log_prob, grad_entropy
         if any(map(_is_batched, grads)):
             raise RuntimeError("linear_cross_entropy: vmap over gradients (is_grads_batched=True) is not supported")
@@ -402,7 +402,7 @@ def _product(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _op_backward(ctx, grad_loss, grad_lse, grad_log_prob, grad_entropy, *_):
     if torch.is_grad_enabled():
-        raise RuntimeError(_NO_SECOND_DERIVATIVES)
+        raise RuntimeError(NO_SECOND_DERIVATIVES)
     row_grads = grad_lse, grad_log_prob, grad_entropy
     has_row_grads = any(grad is not None for grad in row_grads)
     if grad_loss is None and not has_row_grads:

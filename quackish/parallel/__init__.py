@@ -1,0 +1,5 @@
+"""The operations over several GPUs. Every rank of a torch.distributed process group calls them."""
+
+from quackish.parallel.linear_cross_entropy import VocabParallelHead, linear_cross_entropy
+
+__all__ = ["VocabParallelHead", "linear_cross_entropy"]

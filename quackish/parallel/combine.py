@@ -1,0 +1,151 @@
+"""The loss of a row from its statistics on each rank's shard of the classes, and back. No communication, no logits.
+
+With lse_r the logsumexp of rank r's logits, nll_o = lse_o - a_t on the rank o that has the target, s the label
+smoothing, w_t the target's class weight and W_r the sum of the class weights of rank r (W of all):
+
+    lse = log sum_r exp(lse_r),   share_r = exp(lse_r - lse),   nll = lse - a_t = (lse - lse_o) + nll_o
+    loss = (1 - s) * w_t * nll + s / V * sum_r (smooth_r + W_r * (lse - lse_r)) + z_loss * lse**2
+    entropy = sum_r share_r * (entropy_r + lse - lse_r)
+
+where smooth_r is the sum over the classes of rank r of class weight * (lse_r - a). Of a confident row, nll keeps its
+digits: lse - lse_o is the log of a number near 1.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quackish.reference.linear_cross_entropy import Rows
+
+NO_CLASSES = -1e30  # lse of an empty shard: exp(NO_CLASSES - lse) is 0, and 0 * NO_CLASSES is not NaN
+
+
+class Parts(NamedTuple):
+    """Statistics of each row on one rank's shard, (m,) each, or of all ranks, (ranks, m). fp32 (fp64 for fp64)."""
+
+    lse: Tensor
+    nll: Tensor  # anything where another rank has the target
+    weight: Tensor | None = None  # the target's class weight, likewise; with class weights
+    smooth: Tensor | None = None  # with label smoothing, as the next one
+    total_weight: Tensor | None = None  # W_r, the same for all rows
+    entropy: Tensor | None = None  # with return_stats, as what follows
+    highest: Tensor | None = None  # the largest logit
+    predicted: Tensor | None = None  # its class among all ranks' classes
+
+    def stacked(self) -> Tensor:
+        return torch.stack([t for t in self if t is not None])
+
+    def unstacked(self, gathered: Tensor) -> "Parts":
+        """gathered: (ranks * parts, m), of all ranks' `stacked`."""
+        step = sum(t is not None for t in self)
+        columns = (gathered[i::step] for i in range(step))
+        return Parts(*(None if t is None else next(columns) for t in self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    label_smoothing: float
+    z_loss: float
+    num_classes: int  # V, of all ranks
+
+    @property
+    def spread(self) -> float:
+        return self.label_smoothing / self.num_classes
+
+
+class Combined(NamedTuple):
+    """Of each row, (m,). The statistics are 0 in ignored rows, and predicted is -1."""
+
+    loss: Tensor
+    lse: Tensor
+    log_prob: Tensor | None  # with return_stats, as the next two
+    entropy: Tensor | None
+    predicted: Tensor | None
+    rows: Rows  # with the target's class weight
+    mine: Tensor  # bool: this rank has the target
+    share: Tensor  # this rank's
+    own: Parts  # this rank's, without what backward does not need
+    total_weight: Tensor | None  # W
+
+
+def combine(parts: Parts, rank: int, owner: Tensor, rows: Rows, formula: Formula) -> Combined:
+    """parts: of all ranks. owner: (m,) int64, the rank that has the target. rows: without class weights."""
+
+    def of_owner(t: Tensor) -> Tensor:
+        return t.gather(0, owner[None])[0]
+
+    highest = parts.lse.amax(0)
+    shares = (parts.lse - highest).exp_()
+    total = shares.sum(0)
+    log_total = total.log()
+    lse = highest + log_total
+    nll = of_owner(parts.nll) + (highest - of_owner(parts.lse)) + log_total
+    if parts.weight is not None:  # NaN and 0 of a row without a class stay
+        rows = dataclasses.replace(rows, weight=of_owner(parts.weight) * rows.weight)
+    hit, all_weights = (1.0 - formula.label_smoothing) * rows.weight, None
+    loss = hit * nll
+    if parts.weight is not None or formula.label_smoothing == 1.0:  # a masked target that does not count: not 0 * inf
+        loss = loss.masked_fill((hit == 0) & ~nll.isnan(), 0.0)
+    if parts.smooth is not None:
+        loss = loss + formula.spread * (parts.smooth + parts.total_weight * (lse - parts.lse)).sum(0)
+        all_weights = parts.total_weight.sum(0)
+    if formula.z_loss:
+        loss = loss + formula.z_loss * lse.square()
+    ignored = ~rows.live
+    log_prob = entropy = predicted = None
+    if parts.entropy is not None:
+        shares = shares / total
+        entropy = (shares * (parts.entropy + (lse - parts.lse))).sum(0).masked_fill(ignored, 0.0)
+        log_prob = (-nll).masked_fill(rows.weight.isnan(), float("nan")).masked_fill(ignored, 0.0)
+        predicted = parts.predicted.gather(0, parts.highest.argmax(0)[None])[0]  # of equal ones, the lowest rank's
+        predicted = predicted.masked_fill(lse.isnan() | ignored, -1).long()
+        share = shares[rank]
+    else:
+        share = shares[rank] / total
+    own = Parts(*(None if t is None else t[rank] for t in parts))
+    mine = rows.live & (owner == rank)
+    loss, lse = loss.masked_fill(ignored, 0.0), lse.masked_fill(ignored, 0.0)
+    return Combined(loss, lse, log_prob, entropy, predicted, rows, mine, share, own, all_weights)
+
+
+class RowGradients(NamedTuple):
+    """With respect to this rank's parts: (m,) each."""
+
+    nll: Tensor
+    lse: Tensor
+    smooth: Tensor | None
+    entropy: Tensor | None
+
+
+def row_gradients(
+    c: Combined,
+    formula: Formula,
+    grad_loss: Tensor | None,  # 0-dim or (m,), of the rows' losses before any division; as for the others, None is 0
+    grad_lse: Tensor | None,  # (m,)
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> RowGradients:
+    """From what arrives at the outputs."""
+    spread, smooth = formula.spread, None
+    grad_loss = c.lse.new_zeros(()) if grad_loss is None else grad_loss
+    at_target = grad_loss * ((1.0 - formula.label_smoothing) * c.rows.weight)  # of nll
+    if grad_log_prob is not None:
+        at_target = at_target - grad_log_prob
+    at_lse = at_target  # of the lse of all classes
+    if c.total_weight is not None:
+        at_lse = at_lse + grad_loss * (spread * c.total_weight)
+    if formula.z_loss:
+        at_lse = at_lse + grad_loss * (2.0 * formula.z_loss * c.lse)
+    if grad_lse is not None:
+        at_lse = at_lse + grad_lse
+    if grad_entropy is not None:
+        at_lse = at_lse + grad_entropy * (c.own.entropy + (c.lse - c.own.lse) - c.entropy)
+        grad_entropy = grad_entropy * c.share
+    at_target = torch.where(c.mine, at_target, 0.0)
+    grad = c.share * at_lse - at_target
+    if c.total_weight is not None:
+        smooth = (spread * grad_loss).expand(c.lse.shape)
+        grad = grad - smooth * c.own.total_weight
+    return RowGradients(at_target, grad, smooth, grad_entropy)
