@@ -8,12 +8,15 @@ import json
 import sys
 import traceback
 
+import pytest
 import torch
 import torch.distributed as dist
-from lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make
+from lce_cases import IGNORED, OPTIONS, REDUCTIONS, SCHEDULES, make
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import quackish
-from quackish.parallel import linear_cross_entropy
+from quackish.parallel import VocabParallelHead, linear_cross_entropy
 
 RANKS = 3
 V = 11
@@ -27,12 +30,13 @@ def check(function):
 
 
 class Ranks:
-    """A group, and how many classes each of its ranks has."""
+    """A group of the first ranks, and how many classes each has."""
 
-    def __init__(self, group, sizes):
-        self.group, self.sizes, self.rank = group, sizes, group.rank()
+    def __init__(self, sizes):
+        self.group, self.sizes = dist.new_group(list(range(len(sizes)))), sizes
+        self.rank = dist.get_rank()
         self.start = sum(sizes[: self.rank])
-        self.mine = slice(self.start, self.start + sizes[self.rank])
+        self.mine = slice(self.start, sum(sizes[: self.rank + 1]))
 
     def shard(self, t):
         return None if t is None else t.detach()[self.mine].clone().requires_grad_(t.requires_grad)
@@ -81,28 +85,169 @@ def agree(ranks, x, w, target, kw, loss_of=total, close=1e-11, **how):
     return got, grads
 
 
-def group_of(sizes, groups):
-    return Ranks(groups[len(sizes)], sizes)
+@check
+def every_option(groups):
+    for i, options in enumerate(OPTIONS.values()):
+        for j, reduction in enumerate(REDUCTIONS):
+            for k, ranks in enumerate(groups[split] for split in SPLITS):
+                x, w, target, kw = make(v=V, reduction=reduction, **options)
+                kw |= [{}, {"return_lse": True}, {"return_stats": True}][(i + j + k) % 3]
+                agree(ranks, x, w, target, kw, schedule=SCHEDULES[(i + k) % 3], chunk_size=5)
 
 
 @check
-def every_option(groups):
-    for name, options in OPTIONS.items():
-        for reduction in REDUCTIONS:
-            for i, sizes in enumerate(SPLITS.values()):
-                ranks = group_of(sizes, groups)
-                case = make(v=V, reduction=reduction, **options)
-                schedule = SCHEDULES[(i + len(name)) % 3]
-                agree(ranks, *case, schedule=schedule, chunk_size=5)
-                agree(ranks, *case[:3], {**case[3], "return_lse": True}, schedule=schedule)
-                agree(ranks, *case[:3], {**case[3], "return_stats": True}, schedule=schedule)
+def two_ranks(groups):
+    x, w, target, kw = make(v=V, **OPTIONS["all"])
+    kw |= {"return_stats": True, "num_items": torch.tensor(7)}
+    for split in ("two", "one of two"):
+        if dist.get_rank() < 2:
+            agree(groups[split], x, w, target.int(), kw)
+
+
+@check
+def rows_in_special_cases(groups):
+    ranks = groups["unequal"]
+    for kw in ({}, {"return_stats": True, "label_smoothing": 0.1}):
+        x, w, target, _ = make(v=V)
+        agree(ranks, x, w, target.clamp(max=7), kw)  # the last rank has no target
+        outputs, grads = agree(ranks, x, w, torch.full_like(target, IGNORED), kw)
+        assert not any(t.any() for t in (outputs[0], *grads))
+        agree(ranks, x[:0], w, target[:0], kw)
+        agree(ranks, x[None, :, None], w, target[None, :, None], kw)  # (1, m, 1, h)
+        w.data[8] = w.data[0]
+        w.data[[0, 8], 0] += 100.0 * x.data[3, 0].sign()  # equal largest logits on different ranks: the first class
+        agree(ranks, x, w, target, kw)
+        x.data[1] = float("nan")  # ignored
+        agree(ranks, x, w, target, kw)
+        x.data[2] = float("nan")
+        outputs, grads = ranks.step(x, w, target, kw, total)
+        assert outputs[0].isnan()
+        assert torch.equal(grads[0].isnan().any(1), torch.arange(len(x)) == 2)
+        assert not kw or outputs[4][2] == -1
+
+
+@check
+def targets_that_are_no_class(groups):
+    ranks = groups["empty"]
+    for kw in ({}, {"return_stats": True, "label_smoothing": 0.1}, {"weight": torch.ones(V, dtype=torch.float64)}):
+        x, w, target, _ = make(v=V)
+        bad, good = [0, 5, 7], [2, 3, 4, 8, 9, 10, 12]
+        kw = kw | {"reduction": "none"}
+        want, want_grads = ranks.step(x, w, target, kw, total)
+        target[bad] = torch.tensor([-1, V, 1 << 40])
+        got, grads = ranks.step(x, w, target, kw, total)
+        assert all(t.isnan().all() for t in (got[0][bad], grads[0][bad], grads[1]))
+        for one, other in ((got[0], want[0]), (grads[0], want_grads[0])):
+            assert torch.equal(one[good], other[good])
+
+
+@check
+def which_gradients(groups):
+    ranks = groups["chunk"]
+    x, w, target, kw = make(v=V, bias=True)
+    _, all_grads = ranks.step(x, w, target, kw, lambda outputs: outputs[0])
+    for needs in ((True, False, False), (False, True, False), (False, False, True), (False, False, False)):
+        leaves = x.detach().clone(), ranks.shard(w).detach(), ranks.shard(kw["linear_bias"]).detach()
+        for leaf, need in zip(leaves, needs, strict=True):
+            leaf.requires_grad_(need)
+        loss = linear_cross_entropy(leaves[0], leaves[1], target, linear_bias=leaves[2], group=ranks.group)
+        assert loss.requires_grad == any(needs)
+        if not any(needs):
+            continue
+        wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+        first = torch.autograd.grad(loss, wanted, torch.tensor(0.3), retain_graph=True)
+        again = torch.autograd.grad(loss, wanted, torch.tensor(0.3))
+        true = [0.3 * grad for grad, need in zip(all_grads, needs, strict=True) if need]
+        torch.testing.assert_close(list(first), true)
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@check
+def buffers_of_weight_gradients(groups):
+    ranks = groups["empty"]
+    x, w, target, _ = make(m=12, v=V)
+    shard = ranks.shard(w)
+    for schedule in SCHEDULES:
+        buffer = torch.ones(shard.shape, dtype=torch.float64)
+        for part in (slice(0, 5), slice(5, 12)):
+            loss = linear_cross_entropy(
+                x[part], shard, target[part], reduction="sum", group=ranks.group, grad_weight_out=buffer,
+                schedule=schedule,
+            )  # fmt: skip
+            loss.backward()
+        assert shard.grad is None or not len(shard)
+        _, (_, dw) = ranks.step(x, w, target, {"reduction": "sum"}, lambda outputs: outputs[0])
+        torch.testing.assert_close(buffer, 1 + dw)
+
+
+@check
+def parts_of_the_input(groups):
+    """sequence_parallel, in (sequence, batch) order, and deterministic."""
+    ranks = groups["chunk"]
+    x, w, target, kw = make(m=24, v=V, **OPTIONS["all"])
+    kw["return_lse"] = True
+    (loss, lse), (dx, dw, db) = ranks.step(x, w, target, kw, total)
+    for deterministic in (False, True):
+        part = x.detach().view(6, 4, 8)[2 * ranks.rank :][:2].clone().requires_grad_()
+        how = dict(sequence_parallel=True, deterministic=deterministic)
+        got, grads = ranks.step(part, w, target.view(6, 4), kw, lambda o: total([o[0], o[1].flatten()]), **how)
+        assert torch.equal(torch.cat([got[0].view(1), got[1].flatten()]), torch.cat([loss.view(1), lse]))
+        dx_part = dx.view(6, 4, 8)[2 * ranks.rank :][:2]
+        torch.testing.assert_close(grads, [dx_part, dw, db], rtol=1e-12, atol=1e-12)
+    x, w, target, kw = make(m=13, v=V)  # the ranks do not divide 13 rows
+    agree(ranks, x, w, target, kw, deterministic=True)
+
+
+@check
+def what_ranks_disagree_about(groups):
+    ranks = groups["chunk"]
+    x, w, target, _ = make(v=V)
+    shard, mine = ranks.shard(w), ranks.rank == 1
+    rows = slice(0, 12 if mine else 13)
+    one = dict(group=ranks.group)
+    for call, message in (
+        (
+            lambda: linear_cross_entropy(x[rows], shard, target[rows], **one),
+            r"target's shape is \(13,\) on rank 0 .*12",
+        ),
+        (lambda: linear_cross_entropy(x, shard, target, z_loss=0.1 * mine, **one), "z_loss is 0.0 on rank 0"),
+        (lambda: linear_cross_entropy(x, shard, target, vocab_start=4 * ranks.rank + mine, **one), "vocab_start is 5"),
+        (lambda: linear_cross_entropy(x, shard[:0], target, **one), "expected at least one class"),
+        (
+            lambda: linear_cross_entropy(x, shard[:, :5] if mine else shard, target, **one),
+            r"input has shape .*weight_shard" if mine else "rank 1 of the group refuses its arguments: .*weight_shard",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    agree(ranks, x, w, target, {}, vocab_start=ranks.start)
+
+
+@check
+def dtensors_and_the_module(groups):
+    x, _, target, _ = make(v=V)
+    for weight in (None, torch.linspace(0.1, 2.0, V, dtype=torch.float64)):
+        torch.manual_seed(0)
+        head = VocabParallelHead(8, V, bias=True, dtype=torch.float64, weight=weight, label_smoothing=0.1)
+        want = head(x, target)
+        dx, dw, db = torch.autograd.grad(want, [x, *head.linear.parameters()])
+        mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+        parallelize_module(head, mesh, {"linear": ColwiseParallel()})
+        assert head.linear.weight.placements == (Shard(0),)
+        loss = head(distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_(), target, return_lse=True)[0]
+        torch.testing.assert_close(loss, want)
+        x.grad = None
+        head(x, target).backward()
+        torch.testing.assert_close([x.grad, head.linear.bias.grad.full_tensor()], [dx, db])
+        torch.testing.assert_close(head.linear.weight.grad.full_tensor(), dw)
 
 
 def main(rank, store, results):
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=60)
     )
-    groups = {RANKS: dist.group.WORLD, 2: dist.new_group([0, 1])}
+    pairs = {"two": (6, 5), "one of two": (11, 0)}
+    groups = {split: Ranks(sizes) for split, sizes in (SPLITS | pairs).items()}
     torch.set_num_threads(1)
     done = {}
     for name, function in CHECKS.items():

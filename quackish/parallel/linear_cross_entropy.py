@@ -273,7 +273,8 @@ def _whole_input(x: Any, ranks: _Ranks) -> Any:
     """A stand-in for the input of all ranks if this is one rank's part."""
     if not ranks.sequence_parallel or not isinstance(x, Tensor) or x.dim() < 2:
         return x
-    return x.new_empty(()).expand(x.shape[0] * ranks.group.size(), *x.shape[1:])
+    whole = x.new_empty(()).expand(x.shape[0] * ranks.group.size(), *x.shape[1:])
+    return whole.requires_grad_(x.requires_grad)
 
 
 def _with_a_class(inputs: Inputs) -> Inputs:
