@@ -8,15 +8,18 @@ import json
 import sys
 import traceback
 
+import emulated_kernels as emulated
 import pytest
 import torch
 import torch.distributed as dist
-from lce_cases import IGNORED, OPTIONS, REDUCTIONS, SCHEDULES, make
+from lce_cases import IGNORED, OPTIONS, REDUCTIONS, SCHEDULES, make, norm_error, unit_roundoff
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import quackish
+from quackish.ops.linear_cross_entropy import api, autograd
 from quackish.parallel import VocabParallelHead, linear_cross_entropy
+from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
 
 RANKS = 3
 V = 11
@@ -240,6 +243,51 @@ def dtensors_and_the_module(groups):
         head(x, target).backward()
         torch.testing.assert_close([x.grad, head.linear.bias.grad.full_tensor()], [dx, db])
         torch.testing.assert_close(head.linear.weight.grad.full_tensor(), dw)
+
+
+@check
+def kernels(groups):
+    """On emulated kernels, in memory that holds NaN before it is written, against fp64."""
+    k = emulated.Counted(emulated.lce_kernels())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autograd, "kernels_of", lambda device: k)
+        patch.setattr(api, "no_kernel_on", lambda device: "")
+        patch.setattr(api, "_plans", {})
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        ranks = Ranks((256, 0, 444))
+        for i, options in enumerate(OPTIONS.values()):
+            for dtype in (torch.bfloat16, torch.float16):
+                x, w, target, kw = make(300, 64, 700, dtype, reduction=REDUCTIONS[i % 3], **options)
+                kw |= [{"return_lse": True}, {"return_stats": True}][i % 2]
+                for schedule in ("stored", "recompute"):
+                    agree_with_truth(ranks, x, w, target, kw, schedule=schedule, deterministic=i % 2 == 0)
+        x, w, target, kw = make(300, 64, 700, torch.bfloat16)
+        k.calls.clear()
+        before = ranks.step(x, w, target, kw, lambda outputs: outputs[0], schedule="stored")
+        assert (k.calls["logits"], k.calls["dx"], k.calls["dw"]) == (1, 1, int(ranks.rank != 1))
+        k.calls.clear()
+        after = ranks.step(x, w, target, kw, lambda outputs: outputs[0], schedule="recompute")
+        assert (k.calls["logits"], k.calls["dlogits"], k.calls["dx"]) == (1, 1, 1)
+        assert torch.equal(before[0][0], after[0][0])
+    torch.use_deterministic_algorithms(False)
+
+
+def agree_with_truth(ranks, x, w, target, kw, **how):
+    """Losses within fp32's roundings, gradients within a few of the dtype's, as in lce_cases."""
+    x, w = ((t.detach() * scale).requires_grad_() for t, scale in ((x, 1.0), (w, w.shape[1] ** -0.5)))
+    kw = {name: t.float() if name == "weight" else t for name, t in kw.items()}
+    given = {n: t.detach().double() if isinstance(t, torch.Tensor) else t for n, t in kw.items() if "return" not in n}
+    leaves = [t.detach().double().requires_grad_() for t in (x, w)]
+    if "linear_bias" in given:
+        leaves.append(given["linear_bias"].requires_grad_())
+    loss, stats = linear_cross_entropy_forward(*leaves[:2], target, **given, return_stats=True)
+    want = [loss, *(stats if "return_stats" in kw else stats[:1])]
+    true_grads = torch.autograd.grad(total(want), leaves)
+    got, grads = ranks.step(x, w, target, kw, total, **how)
+    for one, true in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double(), true.detach().double(), rtol=1e-5, atol=1e-5)
+    for one, true in zip(grads, (true_grads[0], *(t[ranks.mine] for t in true_grads[1:])), strict=True):
+        assert norm_error(one, true) <= 4 * unit_roundoff(x.dtype), (norm_error(one, true), how, kw)
 
 
 def main(rank, store, results):
