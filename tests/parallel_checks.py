@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import quackish
 from quackish.ops.linear_cross_entropy import api, autograd
 from quackish.parallel import VocabParallelHead, linear_cross_entropy
+from quackish.parallel.collectives import begin_sum, gathered
 from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
 
 RANKS = 3
@@ -199,6 +200,18 @@ def parts_of_the_input(groups):
         torch.testing.assert_close(grads, [dx_part, dw, db], rtol=1e-12, atol=1e-12)
     x, w, target, kw = make(m=13, v=V)  # the ranks do not divide 13 rows
     agree(ranks, x, w, target, kw, deterministic=True)
+
+
+@check
+def sums_in_rank_order(groups):
+    group = groups["chunk"].group
+    partial = torch.randn(13, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    first, second, third = gathered(partial, group).view(RANKS, 13, 8)
+    total = (first + second) + third
+    assert not torch.equal(total, (third + second) + first)
+    assert torch.equal(begin_sum(partial, group, False, True)(), total)
+    mine = begin_sum(partial[:12], group, True, True)()
+    assert torch.equal(mine, total[4 * dist.get_rank() :][:4])
 
 
 @check
