@@ -26,7 +26,7 @@ from quackish.ops.linear_cross_entropy.autograd import (
 )
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options, check_buffer, check_options, check_tensors
 from quackish.ops.linear_cross_entropy.schedules import Grads, GradsNeeded, Plan
-from quackish.ops.modes import are_plain, is_transformed
+from quackish.ops.modes import are_plain, is_compiling, is_transformed
 from quackish.parallel.collectives import begin_sum, gathered
 from quackish.parallel.combine import NO_CLASSES, Combined, Formula, Parts, combine, row_gradients
 from quackish.reference.linear_cross_entropy import mean_divisor, rows_of
@@ -91,20 +91,11 @@ def linear_cross_entropy(
         reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, return_stats, schedule, chunk_size,
         memory_limit, backend,
     )  # fmt: skip
-    inputs, group = _without_dtensors(inputs, group, sequence_parallel)
-    if is_transformed() or not are_plain(inputs):
-        raise UnsupportedError(f"{_WHO}: torch.func, forward-mode AD and tensor subclasses but DTensor are not covered")
-    with torch.cuda.device_of(inputs.input):
-        shards = _shards_of(inputs, options, _Ranks(group, sequence_parallel, deterministic), vocab_start)
-        if grad_weight_out is not None:
-            check_buffer(inputs)
-        loss, *stats = _run(inputs, options, shards)
+    run = torch._dynamo.disable(_run) if is_compiling() else _run  # compiled code calls it as eager code does
+    loss, *stats = run(inputs, options, group, vocab_start, sequence_parallel, deterministic)
     if return_stats:
         return loss, LinearCrossEntropyStats(*stats)
     return (loss, *stats) if return_lse else loss
-
-
-linear_cross_entropy._torchdynamo_disable = True  # collectives and kernels run as in eager code
 
 
 class VocabParallelHead(LinearCrossEntropyLoss):
@@ -336,10 +327,20 @@ class _Call(NamedTuple):
     is_empty: bool  # the shard
 
 
-def _run(inputs: Inputs, options: Options, shards: _Shards) -> tuple[Tensor, ...]:
+def _run(
+    inputs: Inputs, options: Options, group: dist.ProcessGroup | None, vocab_start: int | None, sequence_parallel: bool,
+    deterministic: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """loss, and what is asked for of lse, log_prob, entropy and predicted."""
-    of_shard = _of_shard(inputs, options, shards.ranks, shards.start)
-    return _VocabParallel.apply(*inputs[:3], inputs, options, shards, of_shard)
+    inputs, group = _without_dtensors(inputs, group, sequence_parallel)
+    if is_transformed() or not are_plain(inputs):
+        raise UnsupportedError(f"{_WHO}: torch.func, forward-mode AD and tensor subclasses but DTensor are not covered")
+    shards = _shards_of(inputs, options, _Ranks(group, sequence_parallel, deterministic), vocab_start)
+    with torch.cuda.device_of(inputs.input):
+        if inputs.grad_weight_out is not None:
+            check_buffer(inputs)
+        of_shard = _of_shard(inputs, options, shards.ranks, shards.start)
+        return _VocabParallel.apply(*inputs[:3], inputs, options, shards, of_shard)
 
 
 class _VocabParallel(torch.autograd.Function):
