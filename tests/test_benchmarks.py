@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
-from benchmarks import host_overhead, linear_cross_entropy, rms_norm  # noqa: E402
+from benchmarks import host_overhead, linear_cross_entropy, parallel, rms_norm  # noqa: E402
 from quackish.bench import plots, processes, providers_linear_cross_entropy, providers_rms_norm, report  # noqa: E402
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
 from quackish.bench.environment import environment  # noqa: E402
@@ -314,3 +314,13 @@ def test_labels_cover_neither_points_nor_labels():
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     assert all(ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 for box in boxes)
     assert not any(box.contains(*ax.transData.transform(point)) for box in boxes for point in points.values())
+
+
+def test_the_parallel_heads_bars():
+    assert parallel.covered([(0, 2), (5, 6), (1, 3), (2, 2.5)]) == 4
+    shape, ours = [8192, 4096, 128256], parallel.OURS
+    rows = [[shape, 1, parallel.ONE_GPU, 36.0, 0, None, 1.0], [shape, 4, ours, 9.4, 0, 0.02, 1.0]]
+    (*_, efficiency, _, _, _, passes) = parallel.lines_of(rows)[1]
+    assert (efficiency, passes) == ("0.957", "0.94: PASS exposed 0.03: PASS")
+    rows[1][3], rows[1][5] = 9.8, 0.04
+    assert parallel.lines_of(rows)[1][-1] == "0.94: FAIL exposed 0.03: FAIL"
