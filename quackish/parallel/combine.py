@@ -93,20 +93,20 @@ def combine(parts: Parts, rank: int, owner: Tensor, rows: Rows, formula: Formula
         all_weights = parts.total_weight.sum(0)
     if formula.z_loss:
         loss = loss + formula.z_loss * lse.square()
-    ignored = ~rows.live
+    live = rows.live
     log_prob = entropy = predicted = None
     if parts.entropy is not None:
         shares = shares / total
-        entropy = (shares * (parts.entropy + (lse - parts.lse))).sum(0).masked_fill(ignored, 0.0)
-        log_prob = (-nll).masked_fill(rows.weight.isnan(), float("nan")).masked_fill(ignored, 0.0)
+        entropy = torch.where(live, (shares * (parts.entropy + (lse - parts.lse))).sum(0), 0.0)
+        log_prob = torch.where(live, torch.where(rows.weight.isnan(), float("nan"), -nll), 0.0)
         predicted = parts.predicted.gather(0, parts.highest.argmax(0)[None])[0]  # of equal ones, the lowest rank's
-        predicted = predicted.masked_fill(lse.isnan() | ignored, -1).long()
+        predicted = torch.where(live & ~lse.isnan(), predicted, -1).long()
         share = shares[rank]
     else:
         share = shares[rank] / total
     own = Parts(*(None if t is None else t[rank] for t in parts))
-    mine = rows.live & (owner == rank)
-    loss, lse = loss.masked_fill(ignored, 0.0), lse.masked_fill(ignored, 0.0)
+    mine = live & (owner == rank)
+    loss, lse = torch.where(live, loss, 0.0), torch.where(live, lse, 0.0)
     return Combined(loss, lse, log_prob, entropy, predicted, rows, mine, share, own, all_weights)
 
 

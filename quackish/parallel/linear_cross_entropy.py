@@ -294,7 +294,7 @@ def _of_shard(inputs: Inputs, options: Options, ranks: _Ranks, start: int) -> tu
     stats = smooth or options.return_stats
     inputs = _with_a_class(inputs)._replace(
         input=_whole_input(inputs.input, ranks).reshape(-1, inputs.input.shape[-1]),
-        target=(target - start).remainder(max(v, 1)).masked_fill(target == _ignored(options), _IGNORED),
+        target=torch.where(target == _ignored(options), _IGNORED, (target - start).remainder(max(v, 1))),
         num_items=None,
     )
     inputs = inputs if smooth else inputs._replace(weight=None)
@@ -365,7 +365,7 @@ class _VocabParallel(torch.autograd.Function):
         outputs = [loss if divisor is None else loss / divisor]
         if options.return_stats:
             outputs += [t.view(shape) for t in (c.lse.clone(), c.log_prob, c.entropy.clone(), c.predicted)]
-            ctx.mark_non_differentiable(c.predicted)
+            ctx.mark_non_differentiable(outputs[-1])
         elif options.return_lse:
             outputs.append(c.lse.clone().view(shape))
         ctx.save_for_backward(*shard[:6], state, live_x, exp_logits)
