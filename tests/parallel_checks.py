@@ -266,6 +266,10 @@ def dtensors_and_the_module(groups):
         head(x, target).backward()
         torch.testing.assert_close([x.grad, head.linear.bias.grad.full_tensor()], [dx, db])
         torch.testing.assert_close(head.linear.weight.grad.full_tensor(), dw)
+    smaller = parallelize_module(VocabParallelHead(8, V - 1, dtype=torch.float64), mesh, {"linear": ColwiseParallel()})
+    larger = parallelize_module(VocabParallelHead(8, V, dtype=torch.float64), mesh, {"linear": ColwiseParallel()})
+    for head in (smaller, larger):  # the first two ranks have as many rows of each
+        head(x, target.clamp(max=V - 2)).backward()
 
 
 @check

@@ -120,18 +120,13 @@ class VocabParallelHead(LinearCrossEntropyLoss):
             return super().forward(input, target, **options)
         if weight is not None:
             group = _group_of(linear.weight)
-            parts = weight.tensor_split(_chunk_ends(weight.numel(), group.size())[:-1])
-            weight = parts[group.rank()]
+            shards = weight.chunk(group.size())  # as DTensor's; it leaves out empty ones
+            weight = shards[group.rank()] if group.rank() < len(shards) else weight[:0]
         return linear_cross_entropy(
             input, linear.weight, target, sequence_parallel=self.sequence_parallel, deterministic=self.deterministic,
             linear_bias=linear.bias, weight=weight, logit_scale=self.logit_scale,
             **{name: getattr(self, name) for name in MODULE_OPTIONS}, **options,
         )  # fmt: skip
-
-
-def _chunk_ends(n: int, parts: int) -> list[int]:
-    """Where the parts of torch.chunk, and DTensor's, end."""
-    return [min((i + 1) * -(-n // parts), n) for i in range(parts)]
 
 
 # DTensors -------------------------------------------------------------------------------------------------------------
@@ -192,11 +187,16 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, _Shards]] = wea
 _MAX_KNOWN = 4096
 
 
-def _shards_of(inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int | None) -> _Shards:
-    """Checks the arguments, and that the ranks' fit together, at the first call with such arguments."""
+def _shards_of(
+    inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int | None, weight_shape: torch.Size
+) -> _Shards:
+    """Checks the arguments, and that the ranks' fit together, at the first call with such arguments.
+
+    weight_shape: of the whole weight if it is a DTensor.
+    """
     known = _known.setdefault(ranks.group, {})
     try:
-        key = (*key_of(inputs, options), _needs(inputs), *ranks[1:], vocab_start)
+        key = (*key_of(inputs, options), _needs(inputs), *ranks[1:], vocab_start, weight_shape)
         shards = known.get(key)
     except (AttributeError, TypeError):  # as in plan_for
         key, shards = None, None
@@ -332,14 +332,16 @@ def _run(
     deterministic: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """loss, and what is asked for of lse, log_prob, entropy and predicted."""
+    weight_shape = getattr(inputs.linear_weight, "shape", None)
     inputs, group = _without_dtensors(inputs, group, sequence_parallel)
     if is_transformed() or not are_plain(inputs):
         raise UnsupportedError(f"{_WHO}: torch.func, forward-mode AD and tensor subclasses but DTensor are not covered")
-    shards = _shards_of(inputs, options, _Ranks(group, sequence_parallel, deterministic), vocab_start)
+    ranks = _Ranks(group, sequence_parallel, deterministic)
+    shards = _shards_of(inputs, options, ranks, vocab_start, weight_shape)
     with torch.cuda.device_of(inputs.input):
         if inputs.grad_weight_out is not None:
             check_buffer(inputs)
-        of_shard = _of_shard(inputs, options, shards.ranks, shards.start)
+        of_shard = _of_shard(inputs, options, ranks, shards.start)
         return _VocabParallel.apply(*inputs[:3], inputs, options, shards, of_shard)
 
 
