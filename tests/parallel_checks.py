@@ -116,6 +116,8 @@ def two_ranks(groups):
     for split in ("two", "one of two"):
         if dist.get_rank() < 2:
             agree(groups[split], x, w, target.int(), kw)
+            with torch.autocast("cpu", torch.bfloat16):
+                agree(groups[split], *make(v=V, dtype=torch.float32), close=1e-4)
 
 
 @check
@@ -239,6 +241,7 @@ def what_ranks_disagree_about(groups):
         (lambda: linear_cross_entropy(x, shard, target, z_loss=0.1 * mine, **one), "z_loss is 0.0 on rank 0"),
         (lambda: linear_cross_entropy(x, shard, target, vocab_start=4 * ranks.rank + mine, **one), "vocab_start is 5"),
         (lambda: linear_cross_entropy(x, shard[:0], target, **one), "expected at least one class"),
+        (lambda: linear_cross_entropy(x, shard, target, memory_limit=10, **one), "memory_limit is 10 bytes"),
         (
             lambda: linear_cross_entropy(x, shard[:, :5] if mine else shard, target, **one),
             r"input has shape .*weight_shard" if mine else "rank 1 of the group refuses its arguments: .*weight_shard",
@@ -246,7 +249,7 @@ def what_ranks_disagree_about(groups):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    agree(ranks, x, w, target, {}, vocab_start=ranks.start)
+    agree(ranks, x, w, target, {}, vocab_start=ranks.start, memory_limit=10**6)
 
 
 @check

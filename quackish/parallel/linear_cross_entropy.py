@@ -28,7 +28,7 @@ from quackish.ops.linear_cross_entropy.checks import Inputs, Options, check_buff
 from quackish.ops.linear_cross_entropy.schedules import Grads, GradsNeeded, Plan
 from quackish.ops.modes import are_plain, is_compiling, is_transformed
 from quackish.parallel.collectives import begin_sum, gathered
-from quackish.parallel.combine import NO_CLASSES, Combined, Formula, Parts, combine, row_gradients
+from quackish.parallel.combine import NO_CLASSES, Formula, Parts, combine, row_gradients
 from quackish.reference.linear_cross_entropy import mean_divisor, rows_of
 
 _WHO = "parallel.linear_cross_entropy"
@@ -312,21 +312,6 @@ def _ignored(options: Options) -> int:
     return _IGNORED if options.ignore_index is None else options.ignore_index
 
 
-class _Call(NamedTuple):
-    """What backward needs beside tensors that are saved."""
-
-    plan: Plan
-    needed: GradsNeeded
-    ranks: _Ranks
-    formula: Formula
-    reduction: str
-    divisor: Tensor | None
-    combined: Combined
-    dw_out: Tensor | None
-    input_shape: torch.Size
-    is_empty: bool  # the shard
-
-
 def _run(
     inputs: Inputs, options: Options, group: dist.ProcessGroup | None, vocab_start: int | None, sequence_parallel: bool,
     deterministic: bool,
@@ -372,10 +357,8 @@ class _VocabParallel(torch.autograd.Function):
             outputs.append(c.lse.clone().view(shape))
         ctx.save_for_backward(*shard[:6], state, live_x, exp_logits)
         c = c._replace(loss=None, log_prob=None, predicted=None)  # these are the user's
-        ctx.call = _Call(
-            plan, needed, ranks, formula, options.reduction, divisor, c, shard.grad_weight_out, input.shape,
-            len(weight_shard) == 0,
-        )  # fmt: skip
+        ctx.kept = plan, needed, ranks, formula, c, divisor, shard.grad_weight_out
+        ctx.input_shape, ctx.per_row, ctx.is_empty = input.shape, options.reduction == "none", not len(weight_shard)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -383,18 +366,17 @@ class _VocabParallel(torch.autograd.Function):
     def backward(ctx, grad_loss, *row_grads):
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVES)
-        call, (*tensors, state, live_x, exp_logits) = ctx.call, ctx.saved_tensors
-        plan, needed, ranks = call.plan, call.needed, call.ranks
+        *tensors, state, live_x, exp_logits = ctx.saved_tensors
+        plan, needed, ranks, formula, combined, divisor, dw_out = ctx.kept
+        shard, kept = Inputs(*tensors, None, dw_out), (state, live_x, exp_logits)
         row_grads = [None if grad is None else grad.reshape(-1) for grad in (*row_grads, None, None, None)[:3]]
         if grad_loss is not None:
-            grad_loss = grad_loss.reshape(-1) if call.reduction == "none" else grad_loss
-            grad_loss = grad_loss if call.divisor is None else grad_loss / call.divisor
-        shard = Inputs(*tensors, None, call.dw_out)
-        g = row_gradients(call.combined, call.formula, grad_loss, *row_grads)
+            grad_loss = grad_loss.reshape(-1) if ctx.per_row else grad_loss
+            grad_loss = grad_loss if divisor is None else grad_loss / divisor
+        g = row_gradients(combined, formula, grad_loss, *row_grads)
         arriving = g.nll, g.lse, None, g.entropy
         if g.smooth is not None:
             arriving = g.smooth * shard.linear_weight.shape[0], g.lse, -g.nll, g.entropy
-        kept = state, live_x, exp_logits
 
         # With exp_logits kept, the input's gradient comes first, and its sum over ranks runs beside the weight's.
         first = needed
@@ -407,11 +389,11 @@ class _VocabParallel(torch.autograd.Function):
             grads = grads.and_also(backward_of(shard, plan, needed.but(first), arriving, kept))
         dx, dw, db = grads
         if dx is not None:
-            dx = end().view(call.input_shape)
-        if dw is not None and call.dw_out is not None:
-            call.dw_out.add_(dw)
+            dx = end().view(ctx.input_shape)
+        if dw is not None and dw_out is not None:
+            dw_out.add_(dw)
             dw = None
-        if call.is_empty:
+        if ctx.is_empty:
             dw, db = (None if t is None else torch.empty_like(t[:0]) for t in shard[1:3])
         return dx, dw, db, None, None, None, None
 
