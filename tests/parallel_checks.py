@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import quackish
 from quackish.ops.linear_cross_entropy import api, autograd
-from quackish.parallel import VocabParallelHead, linear_cross_entropy
+from quackish.parallel import VocabParallelHead, beside, linear_cross_entropy
 from quackish.parallel.collectives import begin_sum, gathered
 from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
 
@@ -295,6 +295,14 @@ def kernels(groups):
         k.calls.clear()
         before = ranks.step(x, w, target, kw, lambda outputs: outputs[0], schedule="stored")
         assert (k.calls["logits"], k.calls["dx"], k.calls["dw"]) == (1, 1, int(ranks.rank != 1))
+        patch.setattr(beside, "FIRST_CLASSES", 64)
+        for buffer in (None, torch.float32, torch.bfloat16):  # dw in two parts
+            out = None if buffer is None else torch.zeros(ranks.shard(w).shape, dtype=buffer)
+            leaves = x.detach().requires_grad_(), ranks.shard(w)
+            how = dict(group=ranks.group, schedule="stored", grad_weight_out=out)
+            linear_cross_entropy(*leaves, target, **how).backward()
+            dw = leaves[1].grad if out is None else out
+            assert norm_error(dw, before[1][1].double()) <= (0.0 if out is None else unit_roundoff(torch.bfloat16))
         k.calls.clear()
         after = ranks.step(x, w, target, kw, lambda outputs: outputs[0], schedule="recompute")
         assert (k.calls["logits"], k.calls["dlogits"], k.calls["dx"]) == (1, 1, 1)

@@ -51,7 +51,7 @@ LAYERS = {
         outside="torch platformdirs",
         lazy="rich matplotlib cutlass tvm_ffi triton",
     ),
-    "parallel": Layer(quackish="errors reference ops", outside="torch"),
+    "parallel": Layer(quackish="errors configs reference ops", outside="torch"),
     "__init__": Layer(quackish="errors ops configs profiling"),
     "__main__": Layer(quackish="cli"),
 }
