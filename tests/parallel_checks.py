@@ -372,6 +372,11 @@ def bits_and_synchronization(groups):
     for t in (got[0], dx):
         both = gathered(t.view(1, -1), ranks.group)
         assert torch.equal(both[0], both[1])
+    with pytest.MonkeyPatch.context() as patch:  # dw in two parts
+        patch.setattr(beside, "FIRST_CLASSES", 512)
+        runs = [ranks.step(x, w, target, kw, lambda outputs: outputs[0], schedule="stored")[1][1] for _ in range(10)]
+    assert norm_error(runs[0], dw.double()) <= unit_roundoff(dw.dtype)
+    assert all(torch.equal(run, runs[0]) for run in runs)
 
 
 @contextlib.contextmanager
