@@ -81,7 +81,7 @@ def total(outputs):
     """A scalar to which every differentiable output contributes, each row differently."""
     sums = 0
     for i, t in enumerate(outputs[:4]):
-        sums = sums + (t * torch.linspace(0.3, 1.7 + i, t.numel(), dtype=t.dtype).view(t.shape)).sum()
+        sums = sums + (t * torch.linspace(0.3, 1.7 + i, t.numel(), dtype=t.dtype, device=t.device).view(t.shape)).sum()
     return sums
 
 
