@@ -72,15 +72,17 @@ def linear_cross_entropy_config(
 # costs 1 to 3 % of dW's GEMM from 8192 rows per chunk up, 15 % at 2048 (H200, bf16, H 4096, V 128256), and the memory
 # of these sums.
 E_BYTES = 1 << 32
-# Rows up to which a call is one chunk; or, times H, up to which one takes less memory than two with their fp32 sums
-# (and dW of 16 bits); or as many as keep exp_logits and the gathered rows of x within FEW_BYTES.
+# A call of at most so many rows is one chunk.
 ONE_CHUNK_ROWS = 1 << 13
-LEAN_CHUNK_ROWS = 3.5
+# So is one of at most so many times H rows: it takes less memory than two chunks with their fp32 sums (dW of 16 bits).
+ONE_CHUNK_PER_H = 3.5
+# So is one whose exp_logits and gathered rows of x have at most so many bytes; chunks of larger calls have as many.
 FEW_BYTES = 1 << 30
-# Rows per chunk of larger calls, times H, or as many as FEW_BYTES hold. More rows cost memory but save little: a
-# training step of a 1B Llama with 16,384 rows (H 2048, V 128256, H100) took 266.0 ms and 36.4 GB in one chunk, 265.9
-# and 35.2 in chunks of 8192 rows, 267.3 and 34.1 in chunks of 4096. benchmarks/results/chunk_rows.md: the head alone.
-CHUNK_ROWS = 2.5
+# Rows per chunk of larger calls, at least, and times H. More rows cost memory but save little: a training step of a 1B
+# Llama with 16,384 rows (H 2048, V 128256, H100) took 266.0 ms and 36.4 GB in one chunk, 265.9 and 35.2 in chunks of
+# 8192 rows, 267.3 and 34.1 in chunks of 4096. benchmarks/results/chunk_rows.md: the head alone.
+CHUNK_ROWS = 1 << 12
+CHUNK_ROWS_PER_H = 2.5
 # Bytes of exp_logits that "auto" keeps until backward.
 KEPT_BYTES = 1 << 31
 E_ITEMSIZE = 2
@@ -129,8 +131,8 @@ def kernel_config(
     """The kernels' schedule and rows per chunk, from shapes and options; free memory does not matter.
 
     - Rows per chunk: a multiple of 128, such that exp_logits fit in E_BYTES. One chunk up to ONE_CHUNK_ROWS or
-      LEAN_CHUNK_ROWS * H rows, else at most CHUNK_ROWS * H; in both cases as many as FEW_BYTES hold if that is more. A
-      `chunk_size` is rounded up. `even_chunks` then makes the chunks of a call equal.
+      ONE_CHUNK_PER_H * H rows, else at most CHUNK_ROWS or CHUNK_ROWS_PER_H * H; in both cases as many as FEW_BYTES hold
+      if that is more. A `chunk_size` is rounded up. `even_chunks` then makes the chunks of a call equal.
     - "auto" is `chunked`, except when gradients are known only in backward (reduction "none", a returned lse) or dW is
       added to the user's buffer, which forward must not write. Then it is `stored` if exp_logits of all rows fit in
       KEPT_BYTES, else `recompute`.
@@ -150,9 +152,9 @@ def kernel_config(
     dw_in_chunks = dx_in_forward and chunk_size is not None
     if chunk_size is None:
         few, fit = whole_tiles(FEW_BYTES, problem.v + problem.h), whole_tiles(E_BYTES, problem.v)
-        chunk_size = min(max(ONE_CHUNK_ROWS, int(LEAN_CHUNK_ROWS * problem.h), few), fit)
+        chunk_size = min(max(ONE_CHUNK_ROWS, int(ONE_CHUNK_PER_H * problem.h), few), fit)
         if m > chunk_size:
-            chunk_size = min(max(int(CHUNK_ROWS * problem.h), few), fit)
+            chunk_size = min(max(CHUNK_ROWS, int(CHUNK_ROWS_PER_H * problem.h), few), fit)
         if dx_in_forward:
             there = ROOMY_BYTES if problem.grad_weight_out else E_ITEMSIZE * problem.v * problem.h
             chunk_size = min(chunk_size, whole_tiles(there, problem.v))
