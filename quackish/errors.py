@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 
 
-class UnsupportedError(NotImplementedError):  # a RuntimeError, and one that DTensor hands on as it is
+class UnsupportedError(NotImplementedError):  # a RuntimeError, and DTensor re-raises NotImplementedError unchanged
     """No kernel covers this GPU or option; `backend="auto"` runs the portable path instead."""
 
 

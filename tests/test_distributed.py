@@ -106,6 +106,19 @@ def check_norm(ranks: Ranks) -> None:
             assert (rstd.shape, rstd.placements) == (shape[:-1], tuple(rows))
 
 
+def check_norm_backward(ranks: Ranks) -> None:
+    """As the first call on a DTensor: it registers the rules by itself."""
+    x, weight, rstd = ranks.randn(4, 6, H), ranks.randn(H), ranks.randn(4, 6).float()
+    truth = quackish.rms_norm_backward(x, x, weight, rstd, backend=ranks.backend)
+    x, weight, rstd = (
+        distribute_tensor(t, ranks.mesh, [p]) for t, p in ((x, Shard(0)), (weight, Replicate()), (rstd, Shard(0)))
+    )
+    grads = quackish.rms_norm_backward(x, x, weight, rstd, backend=ranks.backend)
+    assert (grads.dx.placements, grads.dweight.placements) == ((Shard(0),), (Partial(),))
+    ranks.is_close(grads.dx, truth.dx.double())
+    ranks.is_close(grads.dweight, truth.dweight.double())
+
+
 def check_norm_refuses(ranks: Ranks) -> None:
     x, weight = ranks.randn(4, 6, H), distribute_tensor(ranks.randn(H), ranks.mesh, [Replicate()])
     with pytest.raises(quackish.UnsupportedError, match="its last dimension, which is normalized, is sharded"):
@@ -347,7 +360,7 @@ def test_two_processes(tmp_path):
 
 def test_four_processes(tmp_path):
     """A mesh of two dimensions, and a rank that ignores all its targets."""
-    spawn((check_norm, check_head_under_fsdp), 4, "cpu", tmp_path)
+    spawn((check_norm_backward, check_norm, check_head_under_fsdp), 4, "cpu", tmp_path)
 
 
 @pytest.mark.gpu

@@ -164,7 +164,11 @@ def rms_norm_backward(
     )
     tensors, options = (dy, x, weight, rstd, dres), (weight_offset, *dtypes, backend)
     plan = plan_for(BackwardPlan, (*tensors, None), options) if is_plain() else None
-    grads = _op_bwd(*tensors, *options) if plan is None else plan.run(*tensors)
+    if plan is None:
+        _register_sharding()
+        grads = _op_bwd(*tensors, *options)
+    else:
+        grads = plan.run(*tensors)
     return RmsNormGrads(*_as_asked(dx, dresidual, *grads))
 
 

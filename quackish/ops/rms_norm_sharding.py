@@ -1,4 +1,4 @@
-"""How DTensor shards RMSNorm's operators: rows stay where they are, without communication; a row is never divided.
+"""How DTensor shards RMSNorm's operators. Rows may be sharded; no communication. The normalized dimension may not.
 
 Importing this registers the rules. rms_norm does so when torch.distributed.tensor is loaded, and does not load it.
 """
@@ -13,8 +13,9 @@ from quackish.errors import UnsupportedError
 
 
 def _rules(x, weight) -> Iterator[tuple[Placement, Placement, Placement]]:
-    """For one mesh dimension, placements of (tensors like x, the weight and bias, their gradients), all as x has them.
+    """For one mesh dimension, placements of (tensors like x, the weight and bias, their gradients).
 
+    There is one tuple per way to shard x's rows.
     x and weight are DTensor's specs: placements, shape, ndim.
     """
     yield Replicate(), Replicate(), Replicate()
@@ -32,7 +33,7 @@ def _rules(x, weight) -> Iterator[tuple[Placement, Placement, Placement]]:
             yield rows, Replicate(), Partial()
 
 
-def _where(given: object, placement: Placement) -> Placement | None:
+def placement_if(given: object, placement: Placement) -> Placement | None:
     return None if given is None else placement
 
 
@@ -40,13 +41,12 @@ def _where(given: object, placement: Placement) -> Placement | None:
 def _forward(x, weight, bias, residual, dweight_out, *options):
     if dweight_out is not None:
         raise UnsupportedError(
-            "rms_norm: dweight_out is given but x is a DTensor; expected None: the gradient may be a sum over ranks, "
-            "which .grad stands for"
+            "rms_norm: dweight_out is given but x is a DTensor; expected None: use .grad, which can be Partial"
         )
     found = []
     for rows, parameter, _ in _rules(x, weight):
-        inputs = [rows, _where(weight, parameter), _where(bias, parameter), _where(residual, rows)]
-        found.append(([rows, _where(residual, rows), rows], inputs))
+        inputs = [rows, placement_if(weight, parameter), placement_if(bias, parameter), placement_if(residual, rows)]
+        found.append(([rows, placement_if(residual, rows), rows], inputs))
     return found
 
 
@@ -55,6 +55,6 @@ def _backward(dy, x, weight, rstd, dres, weight_offset, dx_dtype, dresidual_dtyp
     found = []
     for rows, parameter, total in _rules(x, weight):
         results = (dx_dtype, rows), (dresidual_dtype, rows), (dweight_dtype, total), (dbias_dtype, total)
-        inputs = [rows, rows, _where(weight, parameter), rows, _where(dres, rows)]
-        found.append(([_where(*result) for result in results], inputs))
+        inputs = [rows, rows, placement_if(weight, parameter), rows, placement_if(dres, rows)]
+        found.append(([placement_if(*result) for result in results], inputs))
     return found

@@ -56,9 +56,10 @@ def check_tensors(inputs: Inputs) -> None:
             raise TypeError(f"{who} {name} is a {type(tensor).__name__}, expected {expected}")
         if type(tensor).__name__ == "DTensor":
             raise TypeError(
-                f"{who} {name} is a DTensor, expected a plain tensor. Parameters under fully_shard are plain in their "
-                "own module's forward alone: call this there, as LinearCrossEntropyLoss does, and shard that module. "
-                "Of a DTensor that every rank holds whole give to_local()"
+                f"{who} {name} is a DTensor, expected a plain tensor. Parameters under fully_shard are plain only in "
+                "the forward of their own module: call this there, as LinearCrossEntropyLoss does, and shard that "
+                "module. For tensor parallelism, a weight with Shard(0), use quackish.parallel.linear_cross_entropy. "
+                "If every rank holds all of it, pass .to_local()"
             )
         if tensor.device != inputs.input.device:
             raise ValueError(f"{who} {name} is on {tensor.device}, expected {inputs.input.device}, where input is")
