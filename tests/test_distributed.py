@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 import quackish
 
@@ -270,6 +270,37 @@ def check_ddp(ranks: Ranks) -> None:
     check_gradients(ranks, model, truth)
 
 
+def check_transformers(ranks: Ranks) -> None:
+    """A patched Llama under FSDP2, beside the plain one in one process."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from quackish.integrations.transformers import apply
+
+    ids, labels = batch(ranks)
+    num_items = (labels[:, 1:] != -100).sum()  # the model shifts labels
+    mine = slice(ranks.rank, ranks.rank + 1)
+    for tied in (False, True):
+        config = LlamaConfig(
+            vocab_size=V, hidden_size=H, intermediate_size=H, num_hidden_layers=2, num_attention_heads=2,
+            tie_word_embeddings=tied,
+        )  # fmt: skip
+        truth = LlamaForCausalLM(config).double()
+        model = LlamaForCausalLM(config)
+        model.load_state_dict(truth.state_dict())
+        apply(model.train())
+        modules = [*model.model.layers, *([] if tied else [model.lm_head]), model]
+        for module in modules:
+            fully_shard(module, mesh=ranks.mesh)
+        output = model(ids[mine], labels=labels[mine], num_items_in_batch=num_items)
+        assert output.logits is None
+        (output.loss * ranks.size).backward()
+        true = truth(ids, labels=labels, num_items_in_batch=num_items).loss
+        true.backward()
+        dist.all_reduce(loss := output.loss.detach())
+        ranks.is_close(loss, true)
+        check_gradients(ranks, model, truth)
+
+
 def check_torchtitan(ranks: Ranks) -> None:
     """Its Llama under its FSDP with our norms and loss, beside its own in one process."""
     from torchtitan.config.override import OverrideConfig, apply_overrides
@@ -317,6 +348,68 @@ def check_torchtitan(ranks: Ranks) -> None:
     ranks.is_close(summed, true * num_items)
 
 
+def check_torchtitan_tensor_parallel(ranks: Ranks) -> None:
+    """Tensors as of its backend partial_dtensor: classes sharded, hidden states replicated, labels plain."""
+    from torchtitan.models.common.linear import Linear
+
+    from quackish.integrations.torchtitan import LinearCrossEntropyLoss
+
+    head = Linear.Config(in_features=H, out_features=V, bias=True).build()
+    nn.init.normal_(head.weight)
+    nn.init.normal_(head.bias)
+    loss = LinearCrossEntropyLoss.Config(z_loss=1e-2).build()
+    loss.set_lm_head(head)
+    hidden, labels = ranks.randn(2, 8, H), torch.randint(V, (2, 8))
+    labels[0, :3] = -100
+    w64, b64, x64 = (t.detach().double().requires_grad_() for t in (head.weight, head.bias, hidden))
+    true = quackish.linear_cross_entropy(x64, w64, labels, linear_bias=b64, z_loss=1e-2, num_items=9)
+    true.backward()
+
+    whole = head.weight
+    head.weight = nn.Parameter(whole[: V // 2].detach())  # as of spmd_types
+    with pytest.raises(quackish.UnsupportedError, match=f"lm_head.weight has {V // 2} of {V} classes"):
+        loss(hidden, labels)
+    head.weight = whole
+    with pytest.raises(quackish.UnsupportedError, match="labels are a DTensor"):  # as of full_dtensor
+        loss(*(distribute_tensor(t, ranks.mesh, [Replicate()]) for t in (hidden, labels)))
+
+    head.weight, head.bias = (nn.Parameter(distribute_tensor(p, ranks.mesh, [Shard(0)])) for p in (whole, head.bias))
+    x = distribute_tensor(hidden, ranks.mesh, [Replicate()]).requires_grad_()
+    got, _ = loss(x, labels, torch.tensor(9))
+    got.backward()
+    for mine, truth in ((got, true), (x.grad, x64.grad), (head.weight.grad, w64.grad), (head.bias.grad, b64.grad)):
+        ranks.is_close(mine, truth)
+    parallelize_module(head, ranks.mesh, ColwiseParallel())
+    with pytest.raises(AttributeError, match="placements"):  # the plan takes the loss for sharded logits: never silent
+        loss(hidden, labels)
+
+
+def check_torchtitan_refuses(ranks: Ranks) -> None:
+    from torchtitan.components.loss import ChunkedLossWrapper, MSELoss
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.muse_glimmer.model import SoftCappedLinear
+
+    from quackish.integrations.torchtitan import LinearCrossEntropyLoss, linear_cross_entropy
+
+    with pytest.raises(ValueError, match="schedule is 'fast'"):
+        LinearCrossEntropyLoss.Config(schedule="fast").build()
+    with pytest.raises(ValueError, match=r"loss_fn is MSELoss\.Config"):
+        linear_cross_entropy(ChunkedLossWrapper.Config(loss_fn=MSELoss.Config()))
+    loss, other = (LinearCrossEntropyLoss.Config(z_loss=z).build() for z in (0.0, 1.0))
+    hidden, labels = torch.ones(1, 2, H), torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match=r"no lm_head yet: call set_lm_head\(model.lm_head\)"):
+        loss(hidden, labels)
+    with pytest.raises(quackish.UnsupportedError, match="lm_head is a SoftCappedLinear"):
+        loss.set_lm_head(SoftCappedLinear.Config(in_features=H, out_features=V, output_multiplier=0.5).build())
+    head = Linear.Config(in_features=H, out_features=V).build()
+    nn.init.zeros_(head.weight)
+    loss.set_lm_head(head)
+    other.set_lm_head(head)  # with options of its own
+    log_v = torch.tensor(V, dtype=FP64).log()
+    ranks.is_close(loss(hidden, labels)[0], 2 * log_v)
+    ranks.is_close(other(hidden, labels)[0], 2 * (log_v + log_v**2))
+
+
 # Processes ------------------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +422,10 @@ EAGER = (
     check_bf16_policy_of_tied_weights,
     check_ddp,
 )
+INTEGRATIONS = {
+    "torchtitan": (check_torchtitan, check_torchtitan_tensor_parallel, check_torchtitan_refuses),
+    "transformers": (check_transformers,),
+}
 
 
 def run_checks(rank: int, checks: tuple, size: int, device: str, path: str) -> None:
@@ -352,10 +449,11 @@ def spawn(checks: tuple, size: int, device: str, path) -> None:
 
 
 def test_two_processes(tmp_path):
-    has_torchtitan = importlib.util.find_spec("torchtitan") is not None
-    spawn((*COMPILED, *EAGER, *[check_torchtitan] * has_torchtitan), 2, "cpu", tmp_path)
-    if not has_torchtitan:
-        pytest.skip("all but torchtitan passed: it is not installed")
+    missing = [name for name in INTEGRATIONS if importlib.util.find_spec(name) is None]
+    integrations = [check for name, checks in INTEGRATIONS.items() if name not in missing for check in checks]
+    spawn((*COMPILED, *EAGER, *integrations), 2, "cpu", tmp_path)
+    if missing:
+        pytest.skip(f"the others passed, but not installed: {', '.join(missing)}")
 
 
 def test_four_processes(tmp_path):

@@ -6,13 +6,15 @@
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig
 from torchtitan.config.override import derive, override
 from torchtitan.models import common
 from torchtitan.protocols.module import Module
 
 import quackish
+from quackish import parallel
 
 
 class RMSNorm(quackish.RMSNorm, Module):
@@ -25,11 +27,11 @@ class RMSNorm(quackish.RMSNorm, Module):
     def __init__(self, config: Config):
         super().__init__(config.normalized_shape, config.eps, config.elementwise_affine)
 
-    def forward(self, x: Tensor) -> Tensor:  # torchtitan's shardings go by the signature, and want nn.RMSNorm's
+    def forward(self, x: Tensor) -> Tensor:  # nn.RMSNorm's signature: torchtitan shards arguments by name
         return super().forward(x)
 
 
-class LinearCrossEntropyLoss(ChunkedLossWrapper):  # the trainer leaves the head to a loss of this class
+class LinearCrossEntropyLoss(ChunkedLossWrapper):  # the trainer skips lm_head for subclasses
     """`quackish.linear_cross_entropy` in the forward of the model's lm_head, where FSDP has gathered its weight."""
 
     @dataclass(kw_only=True, slots=True)
@@ -40,30 +42,43 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # the trainer leaves the head
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         self.options = dict(z_loss=config.z_loss, schedule=config.schedule, memory_limit=config.memory_limit)
+        quackish.LinearCrossEntropyLoss(1, 1, **self.options)  # raises now, not in the first step, for wrong options
         self.lm_head = None
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
+        if type(lm_head).forward is not nn.Linear.forward:
+            raise quackish.UnsupportedError(
+                f"LinearCrossEntropyLoss: lm_head is a {type(lm_head).__name__}, which has a forward of its own; "
+                "expected an nn.Linear. Use torchtitan's ChunkedLossWrapper there"
+            )
         self.lm_head, logits_of = lm_head, lm_head.forward
 
         def forward(input: Tensor, target: Tensor | None = None, **options) -> Tensor:
             if target is None:
                 return logits_of(input)
-            if lm_head.weight.shape[0] != lm_head.out_features:
+            weight, num_classes = lm_head.weight, lm_head.out_features
+            if isinstance(target, DTensor) or weight.shape[0] != num_classes:
                 raise quackish.UnsupportedError(
-                    f"LinearCrossEntropyLoss: lm_head.weight has {lm_head.weight.shape[0]} of {lm_head.out_features} "
-                    "classes: tensor parallelism shards it; expected all. Use torchtitan's ChunkedLossWrapper there"
+                    f"LinearCrossEntropyLoss: labels are a {type(target).__name__} and lm_head.weight has "
+                    f"{weight.shape[0]} of {num_classes} classes; expected a plain tensor and all classes. Under "
+                    'spmd_backend "full_dtensor", and "spmd_types" with tensor parallelism, use torchtitan\'s '
+                    "ChunkedLossWrapper"
                 )
-            return quackish.linear_cross_entropy(
-                input, lm_head.weight, target, linear_bias=lm_head.bias, **options, **self.options
-            )
+            loss_of = quackish.linear_cross_entropy
+            if isinstance(input, DTensor) and isinstance(weight, DTensor):  # "partial_dtensor": classes are sharded
+                loss_of = parallel.linear_cross_entropy
+            return loss_of(input, weight, target, linear_bias=lm_head.bias, **options)
 
         lm_head.forward = forward
 
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.lm_head is None:
+            raise RuntimeError("LinearCrossEntropyLoss has no lm_head yet: call set_lm_head(model.lm_head) first")
         how = dict(reduction="sum") if global_valid_tokens is None else dict(num_items=global_valid_tokens)
-        return self.lm_head(pred, labels, ignore_index=IGNORE_INDEX, **how), {}
+        # By keyword: ColwiseParallel drops further positional arguments.
+        return self.lm_head(pred, target=labels, ignore_index=IGNORE_INDEX, **how, **self.options), {}
 
 
 @override(target=common.RMSNorm.Config, exact=True, description="RMSNorm: quackish")
@@ -73,4 +88,6 @@ def rms_norm(config: common.RMSNorm.Config) -> RMSNorm.Config:
 
 @override(target=ChunkedLossWrapper.Config, exact=True, description="lm_head and cross entropy: quackish")
 def linear_cross_entropy(config: ChunkedLossWrapper.Config, **options) -> LinearCrossEntropyLoss.Config:
+    if type(config.loss_fn) is not CrossEntropyLoss.Config:
+        raise ValueError(f"linear_cross_entropy: loss_fn is {config.loss_fn!r}, expected a CrossEntropyLoss.Config")
     return LinearCrossEntropyLoss.Config(**options)
