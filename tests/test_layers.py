@@ -37,7 +37,7 @@ LAYERS = {
     "testing": Layer(
         quackish="errors gpu configs reference launch kernels ops", outside="torch", lazy="cutlass tvm_ffi triton"
     ),
-    "integrations": Layer(quackish="errors parallel", outside="torch torchtitan", lazy="transformers"),
+    "integrations": Layer(quackish="errors parallel", outside="torch torchtitan transformers"),
     "work": Layer(quackish="errors gpu configs kernels"),
     "profiling": Layer(quackish="errors gpu configs kernels launch work", outside="torch"),
     "tune": Layer(quackish="errors gpu configs launch kernels ops testing", outside="torch"),

@@ -4,25 +4,25 @@
 
     apply(model)
 
-A module is patched by making it an instance of a subclass with another `forward`. So copies of the module (deepcopy,
-DataParallel's replicas) call themselves, not the module they were copied from, and parameters keep their names.
+A module is patched by making it an instance of a subclass with another `forward`, so forward of a deepcopy or replica
+uses its own parameters.
 """
 
 import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import modeling_outputs
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import quackish
-from quackish.errors import warn_once
-
-# A compiled model keeps its own norms, which the compiler fuses with their neighbors.
-NORMS_UNDER_COMPILE = False
+from quackish.errors import UnsupportedError, warn_once
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -30,7 +30,6 @@ Model = TypeVar("Model", bound=nn.Module)
 class _Norm(NamedTuple):
     """What a family's RMSNorm computes: y = xhat * (weight_offset + weight)."""
 
-    eps: str = "variance_epsilon"  # the name of its attribute
     weight_offset: float = 0.0
     returns_dtype_of_x: bool = False  # else that of x times weight
 
@@ -43,11 +42,13 @@ class _Family(NamedTuple):
     logit_scale: Callable[[nn.Module], float | None] = lambda model: None
 
 
-_LIKE_LLAMA = "Llama Mistral Mixtral Olmo Olmoe Phi Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe SmolLM3"
-_GEMMA_NORM = _Norm("eps", weight_offset=1.0, returns_dtype_of_x=True)
+_LIKE_LLAMA = (
+    "Llama", "Mistral", "Mixtral", "Olmo", "Olmoe", "Phi", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3",
+)  # fmt: skip
+_GEMMA_NORM = _Norm(weight_offset=1.0, returns_dtype_of_x=True)
 _OLMO2_NORM = _Norm(returns_dtype_of_x=True)
 _FAMILIES = {
-    **dict.fromkeys(_LIKE_LLAMA.split(), _Family()),
+    **dict.fromkeys(_LIKE_LLAMA, _Family()),
     "Cohere": _Family(logit_scale=lambda model: model.logit_scale),
     "Cohere2": _Family(logit_scale=lambda model: model.logit_scale),
     "Gemma": _Family(_GEMMA_NORM),
@@ -77,12 +78,16 @@ def apply(
         model: one of Transformers' causal language models, or a PEFT model of one. With head=False any module.
         norms: patch RMSNorms, Q/K norms included. Under torch.compile they stay the compiler's.
         head: patch the loss: in training mode with labels, the output has `loss`, and `logits` is None. A call's
-            `skip_logits=False` computes logits as well, `skip_logits=True` skips them in evaluation mode too.
+            `skip_logits=False` computes logits as well, `skip_logits=True` skips them in evaluation mode too;
+            `return_token_accuracy=True` adds `token_accuracy` to an output without logits.
         schedule, chunk_size, memory_limit: as in `quackish.linear_cross_entropy`.
 
     Raises:
         ValueError: a model that is not covered, or that is patched already; nothing is patched then.
     """
+    sharded = [type(module).__name__ for module in model.modules() if type(module).__name__.startswith("FSDP")]
+    if sharded:
+        raise ValueError(f"apply: the model has a {sharded[0]}, expected a model that FSDP has not sharded yet")
     patches = _norm_patches(model) if norms else []
     if head:
         patches += _head_patches(model, schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit)
@@ -95,25 +100,33 @@ def apply(
 
 def revert(model: Model) -> Model:
     """Undoes `apply`; returns `model`. Does nothing to a model without patches."""
-    patched = [module for module in model.modules() if hasattr(type(module), "_quackish_unpatched")]
-    for module in patched:
-        if "_quackish_unpatched" not in vars(type(module)):  # FSDP2 has made a subclass of ours
-            raise ValueError(
-                f"revert: a {type(module).__name__} was wrapped after apply(); expected the model before fully_shard"
-            )
-    for module in patched:
-        module.__class__ = type(module)._quackish_unpatched
+    _unpatch(_patched(model))
     return model
 
 
 @contextlib.contextmanager
 def applied(model: Model, **options) -> Iterator[Model]:
-    """`apply(model, **options)` for the length of a with statement."""
+    """`apply(model, **options)` inside a with statement. What was patched before stays patched."""
+    before = _patched(model)
     apply(model, **options)
     try:
         yield model
     finally:
-        revert(model)
+        _unpatch(_patched(model) - before)
+
+
+def _patched(model: nn.Module) -> set[nn.Module]:
+    return {module for module in model.modules() if hasattr(type(module), "_quackish_unpatched")}
+
+
+def _unpatch(modules: set[nn.Module]) -> None:
+    for module in modules:
+        if "_quackish_unpatched" not in vars(type(module)):  # FSDP2 has made a subclass of ours
+            raise ValueError(
+                f"revert: a {type(module).__name__} was wrapped after apply(); expected the model before fully_shard"
+            )
+    for module in modules:
+        module.__class__ = type(module)._quackish_unpatched
 
 
 # What is patched ----------------------------------------------------------------------------------------------------
@@ -130,25 +143,28 @@ def _norm_patches(model: nn.Module) -> list[tuple[nn.Module, type]]:
             )
         if is_norm:
             _check_is_unpatched(module)
-            patches.append((module, _norm_class(type(module), *_FAMILIES[family].norm)))
+            eps = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
+            patches.append((module, _norm_class(type(module), eps, *_FAMILIES[family].norm)))
     return patches
 
 
 def _head_patches(model: nn.Module, **options) -> list[tuple[nn.Module, type]]:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
-    family, is_causal_lm, rest = type(model).__name__.partition("ForCausalLM")
-    if not is_causal_lm or rest or family not in _FAMILIES:
+    bases = [base.__name__ for base in type(model).__mro__]  # the user may have subclassed it
+    family = next((name for name in _FAMILIES if f"{name}ForCausalLM" in bases), None)
+    if family is None:
         raise ValueError(
             f"apply: model is a {type(model).__name__}, expected a ForCausalLM of {', '.join(_FAMILIES)}, not yet "
             "wrapped or compiled; head=False patches norms only"
         )
     _check_is_unpatched(model)
-    if not _has_default_loss(model):
+    if model.loss_function is not ForCausalLMLoss:
         raise ValueError(f"apply: the model's loss_function is {model.loss_function}, expected ForCausalLMLoss")
-    # More than one where PEFT has wrapped the head. Without a target, patched ones compute what they did.
-    linears = [module for module in model.lm_head.modules() if type(module) is nn.Linear]
+    linears = [module for module in model.lm_head.modules() if type(module) is nn.Linear]  # several in modules_to_save
     if not linears:
         raise ValueError(f"apply: lm_head is a {type(model.lm_head).__name__}, expected a torch.nn.Linear")
+    if _is_adapted(model.lm_head):
+        linears = []
     for linear in linears:
         _check_is_unpatched(linear)
     head_class = _head_class(**options)
@@ -156,10 +172,9 @@ def _head_patches(model: nn.Module, **options) -> list[tuple[nn.Module, type]]:
     return [(model, causal_lm_class), *((linear, head_class) for linear in linears)]
 
 
-def _has_default_loss(model: nn.Module) -> bool:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    return model.loss_function is ForCausalLMLoss
+def _is_adapted(lm_head: nn.Module) -> bool:
+    """PEFT's LoRA and other adapters change the logits, so the head alone cannot compute the loss."""
+    return hasattr(lm_head, "base_layer")
 
 
 def _check_is_unpatched(module: nn.Module) -> None:
@@ -171,11 +186,11 @@ def _check_is_unpatched(module: nn.Module) -> None:
         name = getattr(forward, "__qualname__", type(forward).__name__)
         raise ValueError(
             f"apply: forward of a {type(module).__name__} was replaced by {origin}.{name}; apply quackish to a model "
-            "that nothing else has patched (Liger, kernels, hooks of accelerate)"
+            "that nothing else has patched (Liger, kernels, hooks of accelerate, tensor parallelism)"
         )
 
 
-# Patched classes: one for each class and options, so that compiled code guards on few ------------------------------
+# Patched classes: cached, so that compiled code sees few classes -----------------------------------------------------
 
 
 def _subclass(of: type, forward: Callable, **attributes) -> type:
@@ -188,7 +203,7 @@ def _subclass(of: type, forward: Callable, **attributes) -> type:
 @functools.cache
 def _norm_class(of: type, eps: str, weight_offset: float, returns_dtype_of_x: bool) -> type:
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and not NORMS_UNDER_COMPILE:
+        if torch.compiler.is_compiling():  # the compiler fuses it with its neighbors
             return of.forward(self, x)
         weight = self.weight
         dtype = x.dtype if returns_dtype_of_x else torch.promote_types(x.dtype, weight.dtype)
@@ -215,7 +230,9 @@ def _causal_lm_class(of: type, family: _Family, head_class: type) -> type:
     names = list(inspect.signature(of.forward).parameters)[1:]  # without self
     balancing_loss = inspect.unwrap(of.forward).__globals__.get("load_balancing_loss_func")  # of mixtures of experts
 
-    def forward(self, *args, skip_logits: bool | None = None, **kwargs):
+    def forward(self, *args, skip_logits: bool | None = None, use_token_scaling: bool = False, **kwargs):
+        if use_token_scaling:
+            raise UnsupportedError("use_token_scaling is True, expected False: quackish has no scaled loss (TRL's dft)")
         named = dict(zip(names[: len(args)], args, strict=True), **kwargs)
         if _skips_logits(self, skip_logits, named):
             return _forward_to_loss(self, family, balancing_loss, **named)
@@ -235,18 +252,30 @@ def _skips_logits(model: nn.Module, skip_logits: bool | None, named: dict) -> bo
         keeps = named.get("logits_to_keep", 0)  # asks for logits, unless it is the default
         skip_logits = model.training and isinstance(keeps, int) and keeps == 0
     has_labels = named.get("labels") is not None or named.get("shift_labels") is not None
-    if not skip_logits or not has_labels or not _has_default_loss(model):
+    if not skip_logits or not has_labels or model.loss_function is not ForCausalLMLoss:
         return False
-    # Asked of the module itself: a wrapper that passes arguments through (PEFT's modules_to_save, FSDP) has attributes
-    # of what it wraps. LoRA's does neither, since it adds to the logits.
+    # Asked of the instance: PEFT's modules_to_save and FSDP pass on the arguments and the attributes of what they wrap.
     if getattr(model.lm_head, "computes_loss", False):
         return True
     if not torch.compiler.is_compiling():
+        todo = "call revert(model) and apply(model) after it is replaced"
+        if _is_adapted(model.lm_head):
+            todo = "leave it out of PEFT's target_modules"
         warn_once(
             f"lm_head is a {type(model.lm_head).__module__}.{type(model.lm_head).__name__}: the loss is computed from "
-            "full logits. Leave lm_head out of LoRA's target_modules to use quackish.linear_cross_entropy."
+            f"full logits. To use quackish.linear_cross_entropy, {todo}."
         )
     return False
+
+
+@dataclass
+class CausalLMOutput(modeling_outputs.CausalLMOutputWithPast):
+    token_accuracy: Tensor | None = None
+
+
+@dataclass
+class MoeCausalLMOutput(modeling_outputs.MoeCausalLMOutputWithPast):
+    token_accuracy: Tensor | None = None
 
 
 def _forward_to_loss(
@@ -257,44 +286,52 @@ def _forward_to_loss(
     labels: Tensor | None = None,
     logits_to_keep: int | Tensor = 0,
     return_dict: bool | None = None,
+    return_token_accuracy: bool = False,
     **kwargs,
 ):
     """The output of the model's own forward, without logits."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
-
     if balancing_loss is not None and kwargs.get("output_router_logits") is None:
         kwargs["output_router_logits"] = model.config.output_router_logits
     outputs = model.model(**kwargs, return_dict=True)
     hidden = outputs.last_hidden_state
 
     ignore_index = kwargs.get("ignore_index", -100)
-    target = kwargs.get("shift_labels")
+    target, shape = kwargs.get("shift_labels"), hidden.shape[:-1]
     if target is None:  # shift labels, not hidden states: their slice would be copied
         target = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    num_items, shape = kwargs.get("num_items_in_batch"), ()
-    if isinstance(num_items, Tensor):  # (1,) or (1, 1) under DataParallel, which wants a loss of that shape
-        shape = num_items.shape
-        num_items = num_items.to(hidden.device).reshape(())
+    if target.numel() != shape.numel():
+        raise ValueError(f"labels have shape {tuple(target.shape)}, expected {tuple(shape)}, one for each token")
+    target = target.to(hidden.device).reshape(shape)
+    num_items, divisor = kwargs.get("num_items_in_batch"), None
+    if num_items is not None and not isinstance(num_items, int):
+        num_items = torch.as_tensor(num_items, device=hidden.device)
+        if num_items.dim() > 0:  # under DataParallel, which wants a loss of that shape
+            num_items, divisor = 1, num_items
     loss = model.lm_head(
         hidden,
-        target=target.to(hidden.device).reshape(hidden.shape[:-1]),
+        target=target,
         ignore_index=ignore_index,
         num_items=num_items,
         softcap=family.softcap(model),
         logit_scale=family.logit_scale(model),
+        return_stats=return_token_accuracy,
     )
-    if shape:
-        loss = loss.reshape(shape)
-
     fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+    if return_token_accuracy:
+        loss, stats = loss
+        live = target != ignore_index
+        fields["token_accuracy"] = ((stats.predicted == target) & live).sum() / live.sum().clamp(min=1)
+    if divisor is not None:
+        loss = loss / divisor
+
     if balancing_loss is None:
-        output = CausalLMOutputWithPast(loss=loss, **fields)
+        output = CausalLMOutput(loss=loss, **fields)
     else:
         aux_loss = None
         if kwargs["output_router_logits"]:
             experts = model.num_experts, model.num_experts_per_tok
             aux_loss = balancing_loss(outputs.router_logits, *experts, kwargs.get("attention_mask"))
             loss = loss + model.router_aux_loss_coef * aux_loss.to(loss.device)
-        output = MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, **fields)
+        output = MoeCausalLMOutput(loss=loss, aux_loss=aux_loss, **fields)
     return_dict = model.config.return_dict if return_dict is None else return_dict
     return output if return_dict else output.to_tuple()
