@@ -2,7 +2,7 @@
 
     python -m benchmarks.llama_step                    writes results/<GPU>/llama_step.csv and .md, in about 150 s
     python -m benchmarks.llama_step --compile model    compiles whole models instead of layers: minutes more
-    python -m benchmarks.llama_step --tiny             a tiny model on the CPU: tries the program, measures nothing
+    python -m benchmarks.llama_step --tiny             a tiny model on the CPU, to test this program
 
 Random weights in bf16, 8 x 2048 random tokens, fused AdamW, one GPU. A step is forward, backward and optimizer. All
 providers share weights and optimizer: its learning rate is 0, which is as much work and leaves the weights as they are,
@@ -193,7 +193,7 @@ def times_of(
         steps[key].found["note"] = reason(error)
 
     times = bursts(working, device, *((5, 0.5) if on_gpu else (1, 0.01)), on_error=fail)
-    # made only now: their tensors are none of a step's memory
+    # made after the steps, so that the steps' peak memory does not count them
     times |= bursts({key: make() for key, make in blocks.items()}, device, *((10, 0.2) if on_gpu else (1, 0.01)))
     rows = {key: dict(zip(KEY, key, strict=True)) for key in (*steps, *blocks)}
     for key, found in times.items():

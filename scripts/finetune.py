@@ -1,4 +1,4 @@
-"""Trains a small Llama with the Trainer of transformers, as it is and with quackish applied, and draws both losses.
+"""Trains a small Llama with the Trainer of transformers, without and with quackish, and draws both losses.
 
     python scripts/finetune.py --data my_texts/    # a file or folder; default: the Python standard library's sources
 
