@@ -413,7 +413,7 @@ def check_torchtitan_refuses(ranks: Ranks) -> None:
 # Processes ------------------------------------------------------------------------------------------------------------
 
 
-COMPILED = (check_norm_is_compiled, check_compiled_under_fsdp)  # first: the compiler is to find the rules by itself
+COMPILED = (check_norm_is_compiled, check_compiled_under_fsdp)  # first, so that tracing registers the rules
 EAGER = (
     check_norm,
     check_norm_refuses,

@@ -1,5 +1,9 @@
 """quackish in other people's classes, which are imported only when they are asked for."""
 
-from quackish.integrations import transformers
+import importlib
 
-__all__ = ["transformers"]
+
+def __getattr__(name: str):
+    if name in ("torchtitan", "transformers"):
+        return importlib.import_module(f"quackish.integrations.{name}")
+    raise AttributeError(f"module 'quackish.integrations' has no attribute {name!r}")

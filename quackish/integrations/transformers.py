@@ -303,8 +303,10 @@ def _forward_to_loss(
         raise ValueError(f"labels have shape {tuple(target.shape)}, expected {tuple(shape)}, one for each token")
     target = target.to(hidden.device).reshape(shape)
     num_items, divisor = kwargs.get("num_items_in_batch"), None
-    if num_items is not None and not isinstance(num_items, int):
-        num_items = torch.as_tensor(num_items, device=hidden.device)
+    if isinstance(num_items, float):
+        num_items = torch.full((), num_items, device=hidden.device)
+    elif isinstance(num_items, Tensor):
+        num_items = num_items.to(hidden.device)
         if num_items.dim() > 0:  # under DataParallel, which wants a loss of that shape
             num_items, divisor = 1, num_items
     loss = model.lm_head(
