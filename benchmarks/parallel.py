@@ -149,7 +149,7 @@ def exposed(step: Step, device: torch.device, trace: Path) -> float:
     if device.type != "cuda":
         return 0.0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(STEPS):
+        for _ in range(1 + STEPS):
             step()
         synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
@@ -161,6 +161,10 @@ def exposed(step: Step, device: torch.device, trace: Path) -> float:
         trace.write_bytes(gzip.compress(text.encode()))
     events = [e for e in json.loads(text)["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     spans = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in events]
+    ends = sorted(end for _, end, is_nccl in spans if is_nccl)
+    if ends:  # not the first step, which also waits for ranks whose profiler starts later
+        begin = ends[len(ends) // (1 + STEPS) - 1]
+        spans = [span for span in spans if span[0] >= begin]
     work = covered(span[:2] for span in spans if not span[2])
     everything = covered(span[:2] for span in spans)
     total = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)

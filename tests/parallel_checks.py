@@ -179,6 +179,19 @@ def which_gradients(groups):
 
 
 @check
+def outputs_are_the_users(groups):
+    """They may be written to, and an empty shard stands no gradient of theirs in the way."""
+    ranks = groups["empty"]
+    x, w, target, _ = make(v=V, dtype=torch.float32)
+    losses = linear_cross_entropy(x, ranks.shard(w), target, group=ranks.group, reduction="none")
+    losses.mul_(2.0).sum().backward()
+    assert x.grad.norm() > 0
+    _, stats = linear_cross_entropy(x, ranks.shard(w), target, group=ranks.group, return_stats=True)
+    (dx,) = torch.autograd.grad(1e9 * stats.entropy.sum(), x)
+    assert dx.isfinite().all()
+
+
+@check
 def buffers_of_weight_gradients(groups):
     ranks = groups["empty"]
     x, w, target, _ = make(m=12, v=V)
@@ -239,6 +252,8 @@ def what_ranks_disagree_about(groups):
             r"target's shape is \(13,\) on rank 0 .*12",
         ),
         (lambda: linear_cross_entropy(x, shard, target, z_loss=0.1 * mine, **one), "z_loss is 0.0 on rank 0"),
+        (lambda: linear_cross_entropy(x, shard, target, num_items=5 + mine, **one), "num_items is 5 on rank 0"),
+        (lambda: linear_cross_entropy(x, shard, target, group="tp"), "group is 'tp', expected a process group"),
         (lambda: linear_cross_entropy(x, shard, target, vocab_start=4 * ranks.rank + mine, **one), "vocab_start is 5"),
         (lambda: linear_cross_entropy(x, shard[:0], target, **one), "expected at least one class"),
         (lambda: linear_cross_entropy(x, shard, target, memory_limit=10, **one), "memory_limit is 10 bytes"),

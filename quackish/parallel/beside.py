@@ -1,9 +1,8 @@
 """The GEMM of the weight's gradient beside a sum over ranks, whose kernels need SMs.
 
-GEMMs are persistent: each cluster has its share of the tiles from the start. If communication held some SMs when the
-GEMM starts, their clusters would begin late and end as much later, and nothing would be hidden. So the first classes
-are computed on fewer SMs, for about as long as the sum takes, and the other classes on all: 19.9 ms instead of 20.6
-(two H200s, M 8192, H 4096, V 128256).
+A persistent GEMM assigns tiles at launch. Clusters on SMs that communication holds start late, so the whole GEMM ends
+late, and nothing is hidden. So the first classes are computed on fewer SMs, for about as long as the sum takes, and the
+other classes on all: 19.9 ms instead of 20.6 (two H200s, M 8192, H 4096, V 128256).
 """
 
 from torch import Tensor

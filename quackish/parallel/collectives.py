@@ -20,7 +20,8 @@ def gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def begin_sum(partial: Tensor, group: dist.ProcessGroup, scatter: bool, deterministic: bool) -> Callable[[], Tensor]:
-    """Begins the sum of `partial` (m, n) over ranks, beside what is launched next; the result's function ends it.
+    """Starts the sum of `partial` (m, n) over ranks on a side stream. The returned function waits for it on the current
+    stream and returns the sum.
 
     scatter: only this rank's m / ranks rows are returned. Otherwise `partial` may be overwritten. deterministic: ranks
     are added in order, in fp32 at least, whichever algorithm the communication library takes.

@@ -140,11 +140,11 @@ def row_gradients(
         at_lse = at_lse + grad_loss * (2.0 * formula.z_loss * c.lse)
     if grad_lse is not None:
         at_lse = at_lse + grad_lse
-    if grad_entropy is not None:
-        at_lse = at_lse + grad_entropy * (c.own.entropy + (c.lse - c.own.lse) - c.entropy)
-        grad_entropy = grad_entropy * c.share
     at_target = torch.where(c.mine, at_target, 0.0)
     grad = c.share * at_lse - at_target
+    if grad_entropy is not None:
+        grad_entropy = grad_entropy * c.share  # first: 0 of an empty shard, whose lse is NO_CLASSES
+        grad = grad + grad_entropy * (c.own.entropy + (c.lse - c.own.lse) - c.entropy)
     if c.total_weight is not None:
         smooth = (spread * grad_loss).expand(c.lse.shape)
         grad = grad - smooth * c.own.total_weight

@@ -1,11 +1,12 @@
 """Linear cross entropy over several GPUs: the classes (the vocabulary) are sharded over the ranks of a group.
 
-On its shard each rank runs the one-GPU operation, which knows nothing of the others: reduction "none", with lse. A
-target of another rank becomes some class of the shard, whose loss gets no gradient. The ranks exchange these numbers,
-and each computes the same loss from them (combine.py). Backward gives the rank's own numbers their gradients, and sums
-the gradient of input over ranks while the weight's is computed.
+Each rank runs the one-GPU operation on its shard: reduction "none", with lse. A target of another rank is mapped to
+some class of the shard, whose loss gets no gradient. The ranks exchange these numbers, and each computes the same loss
+from them (combine.py). Backward gives the rank's own numbers their gradients, and sums the gradient of input over ranks
+while the weight's is computed.
 """
 
+import contextlib
 import sys
 import weakref
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ from quackish.ops.linear_cross_entropy.autograd import (
     backward_of,
     forward_of,
     grads_needed,
+    is_batched,
     scale_of,
+    shaped,
 )
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options, check_buffer, check_options, check_tensors
 from quackish.ops.linear_cross_entropy.schedules import Grads, GradsNeeded, Plan
@@ -176,9 +179,8 @@ class _Ranks(NamedTuple):
 
 
 class _Shards(NamedTuple):
-    """What a rank knows of all shards, the same for all calls with arguments of a kind."""
+    """The layout of all shards, cached for each kind of arguments."""
 
-    ranks: _Ranks
     start: int  # this rank's first class
     num_classes: int  # of all ranks
     ends: Tensor  # (ranks,) int64: where the ranks' classes end
@@ -197,7 +199,7 @@ def _shards_of(
     """
     known = _known.setdefault(ranks.group, {})
     try:
-        key = (*key_of(inputs, options), _needs(inputs), *ranks[1:], vocab_start, weight_shape)
+        key = (*key_of(inputs, options), _needs(inputs)[0], *ranks[1:], vocab_start, weight_shape)
         shards = known.get(key)
     except (AttributeError, TypeError):  # as in plan_for
         key, shards = None, None
@@ -209,7 +211,7 @@ def _shards_of(
 
 
 def _agree(inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int | None) -> _Shards:
-    """The ranks tell each other about their arguments, or their errors, so that none waits for one that raises."""
+    """The ranks tell each other about their arguments, or their errors. If one rank raises, all do."""
     group, everyone = ranks.group, [None] * ranks.group.size()
     try:
         mine, error = {**_description(inputs, options, ranks), "vocab_start": vocab_start}, None
@@ -239,7 +241,7 @@ def _agree(inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int | N
     if start == 0:
         raise ValueError(f"{_WHO}: weight_shard has no rows on any rank, expected at least one class")
     ends = torch.tensor(sizes).cumsum(0).to(inputs.input.device)
-    return _Shards(ranks, sum(sizes[: group.rank()]), start, ends)
+    return _Shards(sum(sizes[: group.rank()]), start, ends)
 
 
 def _description(inputs: Inputs, options: Options, ranks: _Ranks) -> dict[str, Any]:
@@ -255,6 +257,9 @@ def _description(inputs: Inputs, options: Options, ranks: _Ranks) -> dict[str, A
         "the dtype of matrix products": plan.compute_dtype,
         "the dtype of input's gradient": needed.dx,
         "whether class weights are given": inputs.weight is not None,
+        "input's device": inputs.input.device.type,
+        "num_items": "a tensor" if isinstance(inputs.num_items, Tensor) else inputs.num_items,
+        "logit_scale": "a tensor" if isinstance(inputs.logit_scale, Tensor) else inputs.logit_scale,
         **dict(zip(Options._fields[:7], options[:7], strict=True)),
         **dict(zip(_Ranks._fields[1:], ranks[1:], strict=True)),
         "classes": inputs.linear_weight.shape[0],
@@ -289,7 +294,8 @@ def _needs(inputs: Inputs) -> tuple[bool, ...]:
 def _of_shard(inputs: Inputs, options: Options, ranks: _Ranks, start: int) -> tuple[Inputs, Plan, GradsNeeded]:
     """The operation on the shard, on flat rows. Its loss is nll, or with label smoothing the smooth part.
 
-    The target of another rank becomes any class of the shard: they are spread, as rows of dw are summed by class.
+    A target of another rank is mapped to some class of the shard. They are spread over classes, because rows of dw are
+    summed by class.
     """
     smooth, v, target = options.label_smoothing > 0, inputs.linear_weight.shape[0], inputs.target.reshape(-1).long()
     stats = smooth or options.return_stats
@@ -320,22 +326,27 @@ def _run(
     """loss, and what is asked for of lse, log_prob, entropy and predicted."""
     weight_shape = getattr(inputs.linear_weight, "shape", None)
     inputs, group = _without_dtensors(inputs, group, sequence_parallel)
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"{_WHO}: group is {group!r}, expected a process group that this rank is in; torch.distributed."
+            "init_process_group makes the default one"
+        )
     if is_transformed() or not are_plain(inputs):
         raise UnsupportedError(f"{_WHO}: torch.func, forward-mode AD and tensor subclasses but DTensor are not covered")
     ranks = _Ranks(group, sequence_parallel, deterministic)
-    shards = _shards_of(inputs, options, ranks, vocab_start, weight_shape)
-    with torch.cuda.device_of(inputs.input):
+    with torch.cuda.device_of(inputs.input) if isinstance(inputs.input, Tensor) else contextlib.nullcontext():
+        shards = _shards_of(inputs, options, ranks, vocab_start, weight_shape)
         if inputs.grad_weight_out is not None:
             check_buffer(inputs)
         of_shard = _of_shard(inputs, options, ranks, shards.start)
-        return _VocabParallel.apply(*inputs[:3], inputs, options, shards, of_shard)
+        return _VocabParallel.apply(*inputs[:3], inputs, options, ranks, shards, of_shard)
 
 
 class _VocabParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, weight_shard, linear_bias, inputs, options, shards, of_shard):
+    def forward(ctx, input, weight_shard, linear_bias, inputs, options, ranks, shards, of_shard):
         # autograd has to see the first three
-        (shard, plan, needed), ranks, shape = of_shard, shards.ranks, inputs.target.shape
+        (shard, plan, needed), shape = of_shard, inputs.target.shape
         x = input.reshape(-1, input.shape[-1])
         shard = shard._replace(input=gathered(x, ranks.group) if ranks.sequence_parallel else x)
         *outputs, state, live_x, exp_logits, _, _, _ = forward_of(shard, plan, needed)
@@ -349,13 +360,13 @@ class _VocabParallel(torch.autograd.Function):
         c = combine(everyone, ranks.group.rank(), owner, rows, formula)
 
         divisor = mean_divisor(c.rows, inputs.num_items) if options.reduction == "mean" else None
-        loss = c.loss.view(shape) if options.reduction == "none" else c.loss.sum()
+        loss = shaped(c.loss, shape) if options.reduction == "none" else c.loss.sum()
         outputs = [loss if divisor is None else loss / divisor]
         if options.return_stats:
-            outputs += [t.view(shape) for t in (c.lse.clone(), c.log_prob, c.entropy.clone(), c.predicted)]
+            outputs += [shaped(t, shape) for t in (c.lse.clone(), c.log_prob, c.entropy.clone(), c.predicted)]
             ctx.mark_non_differentiable(outputs[-1])
         elif options.return_lse:
-            outputs.append(c.lse.clone().view(shape))
+            outputs.append(shaped(c.lse.clone(), shape))
         ctx.save_for_backward(*shard[:6], state, live_x, exp_logits)
         c = c._replace(loss=None, log_prob=None, predicted=None)  # these are the user's
         ctx.kept = plan, needed, ranks, formula, c, divisor, shard.grad_weight_out
@@ -367,6 +378,8 @@ class _VocabParallel(torch.autograd.Function):
     def backward(ctx, grad_loss, *row_grads):
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVES)
+        if any(map(is_batched, (grad_loss, *row_grads))):
+            raise RuntimeError(f"{_WHO}: vmap over gradients (is_grads_batched=True) is not supported")
         *tensors, state, live_x, exp_logits = ctx.saved_tensors
         plan, needed, ranks, formula, combined, divisor, dw_out = ctx.kept
         shard, kept = Inputs(*tensors, None, dw_out), (state, live_x, exp_logits)
@@ -399,7 +412,7 @@ class _VocabParallel(torch.autograd.Function):
             dw = None
         if ctx.is_empty:
             dw, db = (None if t is None else torch.empty_like(t[:0]) for t in shard[1:3])
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, *(None,) * 5
 
 
 def _parts(

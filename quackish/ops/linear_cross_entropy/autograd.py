@@ -103,14 +103,14 @@ def _forward(
     """([loss, then lse and the other statistics if asked for], the rows' state, what backward needs)."""
     call = call_of(inputs, plan, k)
     out, state, shape = schedules.forward(call, needed, may_begin), call.state, inputs.target.shape
-    outputs = [_shaped(out.loss, shape) if plan.reduction == "none" else out.loss.sum()]
+    outputs = [shaped(out.loss, shape) if plan.reduction == "none" else out.loss.sum()]
     floats = [state.lse] if return_lse else []
     if plan.return_stats:
         floats = [state.lse, state.log_prob, state.entropy]
     # copies: users may write to theirs
-    outputs += [_shaped(state.tensor(at, call.m, torch.float32).clone(), shape) for at in floats]
+    outputs += [shaped(state.tensor(at, call.m, torch.float32).clone(), shape) for at in floats]
     if plan.return_stats:
-        outputs.append(_shaped(state.tensor(state.predicted, call.m).long(), shape))
+        outputs.append(shaped(state.tensor(state.predicted, call.m).long(), shape))
     return outputs, state, out
 
 
@@ -158,7 +158,7 @@ def scale_of(inputs: Inputs, plan: Plan) -> Tensor:
     return (torch.ones((), dtype=dtype, device=device) * scale).to(dtype)
 
 
-def _shaped(t: Tensor, shape: torch.Size) -> Tensor:
+def shaped(t: Tensor, shape: torch.Size) -> Tensor:
     """t in another shape, no view to autograd: users may write to it."""
     return t if t.shape == shape else torch.ops.aten._unsafe_view(t, shape)
 
@@ -186,7 +186,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVES)
         grads = grad_loss, grad_lse, grad_log_prob, grad_entropy
-        if any(map(_is_batched, grads)):
+        if any(map(is_batched, grads)):
             raise RuntimeError("linear_cross_entropy: vmap over gradients (is_grads_batched=True) is not supported")
         if all(grad is None for grad in grads):
             return (None,) * 7
@@ -238,7 +238,7 @@ def _own(state: RowState, m: int) -> RowState:
 _is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def _is_batched(grad: Tensor | None) -> bool:
+def is_batched(grad: Tensor | None) -> bool:
     return grad is not None and (
         torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad)
     )
@@ -299,7 +299,7 @@ def forward_of(inputs: Inputs, plan: Plan, needed: GradsNeeded, k=None, device=N
     shape = inputs.target.shape
     if plan.why_portable is not None:
         loss, stats, divisor, grads, logits = portable.forward(inputs, plan, needed, device)
-        outputs = [_shaped(loss, shape) if loss.dim() else loss, *(_shaped(t, shape) for t in stats)]
+        outputs = [shaped(loss, shape) if loss.dim() else loss, *(shaped(t, shape) for t in stats)]
         return *outputs, *[None] * (5 - len(outputs)), divisor, None, logits, *grads
     k = k or kernels_of(inputs.input.device)
     outputs, state, out = _forward(inputs, plan, k, needed, return_lse=True, may_begin=False)
