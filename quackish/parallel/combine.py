@@ -66,7 +66,7 @@ class Combined(NamedTuple):
     rows: Rows  # with the target's class weight
     mine: Tensor  # bool: this rank has the target
     share: Tensor  # this rank's
-    own: Parts  # this rank's, without what backward does not need
+    own: Parts  # this rank's
     total_weight: Tensor | None  # W
 
 

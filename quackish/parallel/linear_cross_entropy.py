@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quackish.errors import UnsupportedError
-from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats, autograd
+from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats
 from quackish.ops.linear_cross_entropy.api import MODULE_OPTIONS, key_of, plan_for
 from quackish.ops.linear_cross_entropy.autograd import (
     NO_SECOND_DERIVATIVES,
@@ -30,7 +30,6 @@ from quackish.ops.linear_cross_entropy.autograd import (
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options, check_buffer, check_options, check_tensors
 from quackish.ops.linear_cross_entropy.schedules import Grads, GradsNeeded, Plan
 from quackish.ops.modes import are_plain, is_compiling, is_transformed
-from quackish.parallel.beside import BesideCommunication
 from quackish.parallel.collectives import begin_sum, gathered
 from quackish.parallel.combine import NO_CLASSES, Formula, Parts, combine, row_gradients
 from quackish.reference.linear_cross_entropy import mean_divisor, rows_of
@@ -400,10 +399,7 @@ class _VocabParallel(torch.autograd.Function):
         if grads.dx is not None:
             end = begin_sum(grads.dx, ranks.group, ranks.sequence_parallel, ranks.deterministic)
         if needed.but(first).any():
-            k = autograd.kernels_of(shard.input.device)
-            if grads.dx is not None and ranks.group.size() > 1 and k.keeps_residual:
-                k = BesideCommunication(k)
-            grads = grads.and_also(backward_of(shard, plan, needed.but(first), arriving, kept, k))
+            grads = grads.and_also(backward_of(shard, plan, needed.but(first), arriving, kept))
         dx, dw, db = grads
         if dx is not None:
             dx = end().view(ctx.input_shape)

@@ -329,10 +329,11 @@ def _fwd_impl(*args, k=None, device=None):
     return forward_of(*_parse(args), k, device)
 
 
-def _bwd_impl(*args, k=None, device=None):
-    inputs, plan, needed = _parse(args[7:])
+def _bwd_impl(grad_loss, grad_lse, grad_log_prob, grad_entropy, state, live_x, exp_logits, *args, k=None, device=None):
+    inputs, plan, needed = _parse(args)
     inputs = inputs._replace(grad_weight_out=None)  # an operator writes to no argument
-    return tuple(backward_of(inputs, plan, needed, args[:4], args[4:7], k, device))
+    arriving, kept = (grad_loss, grad_lse, grad_log_prob, grad_entropy), (state, live_x, exp_logits)
+    return tuple(backward_of(inputs, plan, needed, arriving, kept, k, device))
 
 
 def _fake_grads(inputs: Inputs, plan: Plan, needed: GradsNeeded) -> tuple[Tensor | None, ...]:

@@ -6,7 +6,6 @@ live row is written. Matrices are tensors; vectors of rows, and single numbers, 
 unless stated, and start on 16 bytes where they have h or v columns; h is a multiple of 8. None of this is checked here.
 """
 
-import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -228,16 +227,6 @@ class LceKernels(RowKernels):
 
     keeps_residual = True  # `dw` can keep what its rounding drops
 
-    def __init__(self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for):
-        super().__init__(device, gpu, kernel_for)
-        self.sm_count = self.gpu.sm_count  # that GEMMs take
-
-    def leaving(self, sms: int) -> "LceKernels":
-        """The same kernels, whose GEMMs leave so many SMs to other work, but take three of four at least."""
-        fewer = copy.copy(self)
-        fewer.sm_count = self.sm_count - min(sms, self.sm_count // 4)
-        return fewer
-
     def num_tiles(self, v: int) -> int:
         """How many partial sums a row of `part_sum` has."""
         return -(-v // SOFTMAX_TILE_N)
@@ -311,7 +300,7 @@ class LceKernels(RowKernels):
     ) -> None:
         """out = (or += with `accumulate`) e.T @ scaled_x, times a factor, or with the residual of its rounding kept."""
         (rows, h), n = scaled_x.shape, e.shape[1]
-        split_tail = split_tail and splits_dw_tail(n, h, self.sm_count)
+        split_tail = split_tail and splits_dw_tail(n, h, self.gpu.sm_count)
         kernel = self.kernel(
             "lce_gemm", "dw", e.dtype, out.dtype, accumulate, split_tail, factor is not None, residual is not None
         )  # fmt: skip
@@ -331,7 +320,7 @@ class LceKernels(RowKernels):
     ) -> None:
         """Launches a GEMM: see GemmArgs."""
         (a, b, d, second, split), (m, n, k) = operands if len(operands) == 5 else (*operands, None, 0), sizes
-        clusters, tail = kernel.config.max_clusters(self.sm_count), None
+        clusters, tail = kernel.config.max_clusters(self.gpu.sm_count), None
         if split_tail:
             splits, floats = kernel.config.tail_room(m, n, k, clusters)
             partials = vector(a, floats, F32)
