@@ -1,0 +1,111 @@
+"""The MLP of a mixture of experts, and grouped matrix products: what users call."""
+
+import torch
+from torch import Tensor
+
+from quackish.errors import UnsupportedError
+from quackish.ops.grouped_mlp.autograd import mlp_op, rows_op, sum_op
+from quackish.ops.grouped_mlp.checks import Inputs, check_buffers, check_mlp, check_mm, compute_dtype_of
+from quackish.ops.modes import is_compiling, is_transformed
+
+
+def grouped_mlp(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    offs: Tensor,
+    *,
+    w3: Tensor | None = None,
+    activation: str = "swiglu",
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    scales: Tensor | None = None,
+    recompute: bool = False,
+    grad_w1_out: Tensor | None = None,
+    grad_w2_out: Tensor | None = None,
+    grad_w3_out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """MLPs of a mixture of experts, over rows sorted by expert: see docs/grouped_mlp.md.
+
+        y = (scales * f(x @ w1[g].T + b1[g])) @ w2[g].T + b2[g]   for a row of group (expert) g
+
+    Args:
+        x: (R, H) bf16, fp16, fp32 or fp64, sorted by group.
+        w1: (E, 2I, H) as [gate; up], or (E, I, H) beside w3 and for activations without a gate. x's dtype unless
+            autocast is on, as w2 and w3.
+        w2: (E, H, I).
+        offs: (E,) int32 on x's device: the end of each group, as in F.grouped_mm. Never read back from a GPU.
+        w3: (E, I, H): the up projection, where w1 is the gate alone.
+        activation: "swiglu", "clamped_swiglu" (gpt-oss), "geglu" (tanh), or, without a gate, "silu", "relu2".
+        b1: (E, 2I), [gate; up] with w3 too; (E, I) without a gate. Any of these dtypes, as b2 and scales.
+        b2: (E, H), not multiplied by scales.
+        scales: (R,), multiply the activation: the router's probabilities, say.
+        recompute: save x alone for backward, which runs the first matmul again, instead of the preactivation.
+        grad_w1_out, grad_w2_out, grad_w3_out: buffers of the weight's shape, fp32 or in its dtype. Each backward adds
+            the weight's gradient to it, and autograd gets None instead. Not for parameters that FSDP shards.
+        backend: "auto" runs kernels where there are some, and otherwise the portable PyTorch path: silently on CPU,
+            with one warning per reason on a GPU. "cute" runs kernels or raises. "reference" runs the portable path.
+
+    Returns:
+        y: (R, H) in x's dtype. All floating arguments that require it get gradients, in their own dtypes.
+
+    Rows from offs[-1] on are 0 in y and in the gradients of x and scales, and nothing reads what they hold. The results
+    of a row do not depend on rows of other groups, nor on how many rows there are, and are the same on every run.
+
+    Raises:
+        ValueError, TypeError: the shape, value, device or dtype of an argument; on CPU, offsets that decrease or pass
+            R. On a GPU y and all gradients are NaN then.
+        UnsupportedError: backend="cute" and no kernel covers the call; torch.func and forward-mode AD.
+        RuntimeError: backward with create_graph=True.
+    """
+    inputs = Inputs(x, w1, w3, b1, w2, b2, scales, offs, grad_w1_out, grad_w3_out, grad_w2_out)
+    check_mlp(inputs, activation, recompute, backend)
+    _refuse_transforms("grouped_mlp")
+    if not is_compiling():
+        check_buffers(inputs)
+    dtype = compute_dtype_of(x, w1, w3, w2)
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:7]]
+    if dtype is not x.dtype or dtype is not w1.dtype:
+        # x, w1, w3 and w2 as autocast has them
+        inputs = inputs._replace(**{name: _to(getattr(inputs, name), dtype) for name in ("x", "w1", "w3", "w2")})
+    keep_preactivation = any((*needs[:5], needs[6])) and not recompute
+    return mlp_op(*inputs, activation, keep_preactivation, backend)[0]
+
+
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """Matrix products of groups of rows or columns: the shapes and meaning of F.grouped_mm, and zeros elsewhere.
+
+        a (R, K),    b (E, K, N)   ->  (R, N):     a[rows of g] @ b[g]
+        a (E, M, K), b (K, C)      ->  (M, C):     a[g] @ b[:, columns of g]
+        a (M, R),    b (R, N)      ->  (E, M, N):  a[:, columns of g] @ b[rows of g]
+        a (E, M, K), b (E, K, N)   ->  (E, M, N):  torch.bmm, without offs
+
+    Args:
+        a, b: bf16, fp16, fp32 or fp64, of one dtype unless autocast is on, any strides.
+        offs: (E,) int32 on a's device: the end of each group of rows or columns. Never read back from a GPU.
+        backend: as in `grouped_mlp`.
+
+    Rows (columns) of the result from offs[-1] on are 0, as is the product of a group without rows; what the operands
+    hold there is not read. So are the gradients. Derivatives of any order. Promises and errors are `grouped_mlp`'s.
+    """
+    check_mm(a, b, offs, backend)
+    _refuse_transforms("grouped_mm")
+    dtype = compute_dtype_of(a, b)
+    a, b = _to(a, dtype), _to(b, dtype)
+    if a.dim() == 3 and b.dim() == 3:
+        return torch.bmm(a, b)
+    if a.dim() == 2 and b.dim() == 2:
+        return sum_op(a.t(), b, offs, backend)
+    if a.dim() == 2:
+        return rows_op(a, b.transpose(1, 2), offs, backend)
+    return rows_op(b.t(), a, offs, backend).t().contiguous()
+
+
+def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if t is None else t.to(dtype)
+
+
+def _refuse_transforms(who: str) -> None:
+    if is_transformed():
+        raise UnsupportedError(f"{who}: torch.func transforms and forward-mode AD are not supported")

@@ -1,0 +1,280 @@
+"""grouped_mlp and grouped_mm for autograd and torch.compile: custom operators, eager included.
+
+Operators and gradients are written once, above the steps: functions of `reference/grouped_mlp.py`, or kernels with the
+same names and arguments. Steps take weights of any strides; x, dy and what steps have returned are contiguous.
+"""
+
+import functools
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quackish import kernels, toolchain
+from quackish.errors import UnsupportedError, warn_once
+from quackish.gpu import gpu_of
+from quackish.ops.grouped_mlp.checks import Inputs, check_offs
+from quackish.ops.modes import as_plain, check_memory, is_plain
+from quackish.reference import grouped_mlp as reference
+
+
+class Dtypes(NamedTuple):
+    """In which dtype to compute the gradient of an argument; None: not at all."""
+
+    x: torch.dtype | None
+    w1: torch.dtype | None
+    w3: torch.dtype | None
+    b1: torch.dtype | None
+    w2: torch.dtype | None
+    b2: torch.dtype | None
+    scales: torch.dtype | None
+
+    def need_preactivation(self) -> bool:
+        return any(dtype is not None for dtype in (*self[:5], self.scales))
+
+
+def no_kernel_on(who: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Why no kernel runs; "" where they do."""
+    end = 'backend="auto" runs the portable path.'
+    if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
+        return f"{who}: no kernel for {'AMD GPUs' if device.type == 'cuda' else device.type}. {end}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{who}: no kernel for {dtype}; supported: torch.bfloat16, torch.float16. {end}"
+    try:
+        kernels.find("grouped_mlp", gpu_of(device.index))
+        toolchain.find()
+    except UnsupportedError as error:
+        return str(error).replace("grouped_mlp", who)
+    return ""
+
+
+def steps_for(who: str, x: Tensor, backend: str) -> ModuleType:
+    """The module whose steps run; the portable path's with one warning per reason on a GPU."""
+    if backend == "reference" or x.numel() == 0:
+        return reference
+    why_portable = no_kernel_on(who, x.device, x.dtype)
+    if why_portable and backend == "cute":
+        raise UnsupportedError(why_portable)
+    if why_portable and x.device.type == "cuda":
+        warn_once(why_portable)
+    return reference
+
+
+def _forward(who: str, x: Tensor, offs: Tensor, backend: str) -> ModuleType:
+    """The steps of a forward pass, whose offsets are checked where that costs no synchronization."""
+    if x.device.type == "cpu":
+        check_offs(who, offs, x.shape[0], "the number of rows")
+    return steps_for(who, x, backend)
+
+
+def gradients(
+    steps: ModuleType,
+    dy: Tensor,  # (R, H)
+    inputs: Inputs,
+    preactivation: Tensor | None,  # None: computed again
+    activation: str,
+    dtypes: Dtypes,
+) -> list[Tensor | None]:
+    """In the order of `Dtypes`. A weight's is added to inputs.grad_*_out instead, where there is one."""
+    x, w1, w3, b1, w2, _, scales, offs, out_1, out_3, out_2 = inputs
+    need_dz = any(dtypes[:4])
+    dx = dw1 = dw3 = db1 = dw2 = db2 = dscales = None
+    if dtypes.need_preactivation():
+        if preactivation is None:
+            preactivation, _ = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation=True)
+        needs = reference.Needs(need_dz, dtypes.w2 is not None, dtypes.scales is not None)
+        dz, act, dscales = steps.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
+    if dtypes.w2:
+        dw2 = steps.weight_gradient(dy, act, offs, dtypes.w2, out_2)
+        act = None  # makes room
+    if dtypes.b2:
+        db2 = steps.bias_gradient(dy, offs, dtypes.b2)
+    if dtypes.x:
+        dx = steps.rows_gradient(dz, w1, w3, offs)
+    if dtypes.b1:
+        db1 = steps.bias_gradient(dz, offs, dtypes.b1)
+    dgate, dup = (dz, None) if w3 is None or dz is None else dz.chunk(2, 1)
+    if dtypes.w1:
+        dw1 = steps.weight_gradient(dgate, x, offs, dtypes.w1, out_1)
+    if dtypes.w3:
+        dw3 = steps.weight_gradient(dup, x, offs, dtypes.w3, out_3)
+    return [dx, dw1, dw3, db1, dw2, db2, dscales]
+
+
+# Operators of grouped_mlp: functional, absent results None ------------------------------------------------------------
+
+_lib = torch.library.Library("quackish", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+_INPUTS = "Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor w2, Tensor? b2, Tensor? scales, Tensor offs"
+_OUTS = "Tensor? grad_w1_out, Tensor? grad_w3_out, Tensor? grad_w2_out"
+_DTYPES = ", ".join(f"ScalarType? {name}_dtype" for name in Dtypes._fields)
+_lib.define(
+    f"grouped_mlp_fwd({_INPUTS}, {_OUTS}, str activation, bool keep_preactivation, str backend) "
+    "-> (Tensor y, Tensor preactivation)",
+    tags=_TAGS,
+)
+_lib.define(
+    f"grouped_mlp_bwd(Tensor dy, Tensor? preactivation, {_INPUTS}, str activation, {_DTYPES}, str backend) "
+    f"-> ({', '.join(f'Tensor d{name}' for name in Dtypes._fields)})",
+    tags=_TAGS,
+)
+mlp_op = torch.ops.quackish.grouped_mlp_fwd.default
+_bwd_op = torch.ops.quackish.grouped_mlp_bwd.default
+_NUM_TENSORS, _NUM_INPUTS = 8, len(Inputs._fields)
+
+
+def _mlp_forward(*args):
+    inputs, (activation, keep_preactivation, backend) = Inputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    x, w1, w3, b1, w2, b2, scales, offs, *_ = inputs
+    check_memory("grouped_mlp", x=x, w1=w1, w3=w3, w2=w2)
+    steps, x = _forward("grouped_mlp", x, offs, backend), x.contiguous()
+    preactivation, act = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation)
+    return steps.down(act, w2, b2, offs), preactivation
+
+
+def _mlp_backward(dy, preactivation, *args):
+    """As the operator, but with buffers: those are arguments where eager code calls this itself."""
+    inputs, (activation, *dtypes, backend) = Inputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    steps = steps_for("grouped_mlp", inputs.x, backend)
+    inputs = inputs._replace(x=inputs.x.contiguous())
+    return tuple(gradients(steps, dy.contiguous(), inputs, preactivation, activation, Dtypes(*dtypes)))
+
+
+def _mlp_backward_impl(*args):
+    at = 2 + _NUM_TENSORS
+    return _mlp_backward(*args[:at], None, None, None, *args[at:])
+
+
+def _mlp_forward_fake(*args):
+    inputs, (activation, keep_preactivation, _) = Inputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    x, i = inputs.x, inputs.w2.shape[2]
+    width = 2 * i if activation in reference.GATED else i
+    return x.new_empty(x.shape), x.new_empty((x.shape[0], width)) if keep_preactivation else None
+
+
+def _mlp_backward_fake(dy, preactivation, *args):
+    tensors, dtypes = args[: _NUM_TENSORS - 1], Dtypes(*args[_NUM_TENSORS + 1 : -1])
+    pairs = zip(tensors, dtypes, strict=True)
+    return tuple(None if dtype is None else dy.new_empty(t.shape, dtype=dtype) for t, dtype in pairs)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.out_1, ctx.out_3, ctx.out_2 = inputs[:_NUM_INPUTS]  # not saved: backward writes to the buffers
+    ctx.activation, _, ctx.backend = inputs[_NUM_INPUTS:]
+    preactivation = output[1]
+    if preactivation is not None:
+        ctx.mark_non_differentiable(preactivation)
+    ctx.save_for_backward(*tensors, preactivation)
+    ctx.set_materialize_grads(False)
+
+
+def _op_backward(ctx, dy, _):
+    none = (None,) * 6  # offs, buffers, options: see _NUM_INPUTS
+    refuse_second_derivatives("grouped_mlp", dy)
+    if dy is None:
+        return (None,) * (_NUM_INPUTS + 3)
+    *tensors, preactivation = ctx.saved_tensors
+    needs, outs = ctx.needs_input_grad, [ctx.out_1, ctx.out_3, ctx.out_2]
+    dtypes = [t.dtype if need and t is not None else None for t, need in zip(tensors[:7], needs, strict=False)]
+    places = [Dtypes._fields.index(name) for name in ("w1", "w3", "w2")]
+    for number, (place, out) in enumerate(zip(places, outs, strict=True)):
+        if dtypes[place] is None:
+            outs[number] = None
+        elif out is not None:
+            dtypes[place] = out.dtype
+    if is_plain():  # weight gradients go straight to the buffers
+        with torch.cuda.device_of(dy), torch.autocast(dy.device.type, enabled=False):
+            grads = list(_mlp_backward(dy, preactivation, *tensors, *outs, ctx.activation, *dtypes, ctx.backend))
+    else:
+        grads = list(_bwd_op(dy, preactivation, *tensors, ctx.activation, *dtypes, ctx.backend))
+        for place, out in zip(places, outs, strict=True):
+            if out is not None:
+                out.add_(grads[place])
+                grads[place] = None
+    return *grads, *none, None
+
+
+def refuse_second_derivatives(who: str, dy: Tensor | None) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{who}: create_graph=True (double backward) is not supported")
+    functorch = torch._C._functorch
+    if dy is not None and (functorch.is_batchedtensor(dy) or functorch.is_legacy_batchedtensor(dy)):
+        raise RuntimeError(f"{who}: vmap over gradients (is_grads_batched=True) is not supported")
+
+
+# Operators of grouped_mm: each other's gradients ----------------------------------------------------------------------
+
+_lib.define("grouped_rows(Tensor a, Tensor w, Tensor offs, str backend) -> Tensor", tags=_TAGS)  # a @ w[g].T
+_lib.define("grouped_sum(Tensor a, Tensor b, Tensor offs, str backend) -> Tensor", tags=_TAGS)  # a[g].T @ b[g]
+rows_op = torch.ops.quackish.grouped_rows.default
+sum_op = torch.ops.quackish.grouped_sum.default
+
+
+def _rows_impl(a, w, offs, backend):
+    check_memory("grouped_mm", a=a, b=w)
+    return _forward("grouped_mm", a, offs, backend).down(a.contiguous(), w, None, offs)
+
+
+def _sum_impl(a, b, offs, backend):
+    check_memory("grouped_mm", a=a, b=b)
+    return _forward("grouped_mm", a, offs, backend).weight_gradient(a.contiguous(), b.contiguous(), offs, a.dtype)
+
+
+def _rows_fake(a, w, offs, backend):
+    return a.new_empty((a.shape[0], w.shape[1]))
+
+
+def _sum_fake(a, b, offs, backend):
+    return a.new_empty((offs.shape[0], a.shape[1], b.shape[1]))
+
+
+def _mm_context(ctx, inputs, output):
+    *tensors, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _rows_backward(ctx, dy):
+    a, w, offs = ctx.saved_tensors
+    da = rows_op(dy, w.transpose(1, 2), offs, ctx.backend) if ctx.needs_input_grad[0] else None
+    dw = sum_op(dy, a, offs, ctx.backend) if ctx.needs_input_grad[1] else None
+    return da, dw, None, None
+
+
+def _sum_backward(ctx, dy):
+    a, b, offs = ctx.saved_tensors
+    da = rows_op(b, dy, offs, ctx.backend) if ctx.needs_input_grad[0] else None
+    db = rows_op(a, dy.transpose(1, 2), offs, ctx.backend) if ctx.needs_input_grad[1] else None
+    return da, db, None, None
+
+
+# Registration ---------------------------------------------------------------------------------------------------------
+
+
+def _on_its_device(who: str, impl):
+    """Memory comes from the current device, and launches go there. The caller's autocast would round fp32 operands."""
+
+    @functools.wraps(impl)
+    def on_device(*args):
+        args = [as_plain(who, a) if isinstance(a, Tensor) else a for a in args]
+        with torch.cuda.device_of(args[0]), torch.autocast(args[0].device.type, enabled=False):
+            return impl(*args)
+
+    return on_device
+
+
+for _name, _impl, _fake in (
+    ("grouped_mlp_fwd", _mlp_forward, _mlp_forward_fake),
+    ("grouped_mlp_bwd", _mlp_backward_impl, _mlp_backward_fake),
+    ("grouped_rows", _rows_impl, _rows_fake),
+    ("grouped_sum", _sum_impl, _sum_fake),
+):
+    _who = "grouped_mlp" if "mlp" in _name else "grouped_mm"
+    _lib.impl(_name, _on_its_device(_who, _impl), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quackish::{_name}", _fake, lib=_lib)
+for _name, _backward, _context in (
+    ("grouped_mlp_fwd", _op_backward, _setup_context),
+    ("grouped_rows", _rows_backward, _mm_context),
+    ("grouped_sum", _sum_backward, _mm_context),
+):
+    torch.library.register_autograd(f"quackish::{_name}", _backward, setup_context=_context, lib=_lib)

@@ -1,0 +1,186 @@
+"""Whether the arguments of grouped_mlp and grouped_mm fit together; ValueError for shapes, TypeError for dtypes."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quackish.errors import did_you_mean
+from quackish.ops import buffers
+from quackish.ops.modes import autocast_dtype
+from quackish.reference.grouped_mlp import ACTIVATIONS, GATED
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_BACKENDS = ("auto", "cute", "reference")
+
+
+class Inputs(NamedTuple):
+    """The user's tensors, as they came."""
+
+    x: Tensor  # (R, H)
+    w1: Tensor  # (E, 2I, H) or (E, I, H)
+    w3: Tensor | None  # (E, I, H)
+    b1: Tensor | None  # (E, 2I) or (E, I)
+    w2: Tensor  # (E, H, I)
+    b2: Tensor | None  # (E, H)
+    scales: Tensor | None  # (R,)
+    offs: Tensor  # (E,)
+    grad_w1_out: Tensor | None
+    grad_w3_out: Tensor | None
+    grad_w2_out: Tensor | None
+
+
+def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> None:
+    who = "grouped_mlp"
+    x, w1, w3, _, w2, *_ = inputs
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        hint = did_you_mean(activation, ACTIVATIONS) if isinstance(activation, str) else ""
+        raise ValueError(f"{who}: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}{hint}")
+    if not isinstance(recompute, bool):
+        raise TypeError(f"{who}: recompute is a {type(recompute).__name__}; expected True or False")
+    _check_backend(who, backend)
+    _check_are_tensors(who, inputs._asdict(), ("x", "w1", "w2", "offs"))
+    if w3 is not None and activation not in GATED:
+        raise ValueError(f'{who}: w3 is given but activation is "{activation}", which has no gate; expected None')
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"{who}: x is {dims(x)}; expected (R, H) with H >= 1: flatten tokens to rows")
+    rows, h = x.shape
+    if w2.dim() != 3 or 0 in w2.shape or w2.shape[1] != h:
+        raise ValueError(f"{who}: w2 is {dims(w2)} but x is {dims(x)}; expected (E, {h}, I) with E, I >= 1")
+    num_groups, _, i = w2.shape
+    hidden = 2 * i if activation in GATED and w3 is None else i
+    out_1, out_2, out_3 = (num_groups, hidden, h), (num_groups, h, i), (num_groups, i, h)
+    shapes = dict(
+        w1=out_1, w3=out_3, b1=(num_groups, 2 * i if activation in GATED else i), b2=(num_groups, h), scales=(rows,),
+        offs=(num_groups,), grad_w1_out=out_1, grad_w3_out=out_3, grad_w2_out=out_2,
+    )  # fmt: skip
+    for name, shape in shapes.items():
+        t = getattr(inputs, name)
+        if t is not None and t.shape != shape:
+            gate = f', activation "{activation}"' if name in ("w1", "b1") else ""
+            beside = f"but x is {dims(x)}, w2 is {dims(w2)}{gate}"
+            raise ValueError(f"{who}: {name} is {dims(t)} {beside}; expected {shape}{_hint(name, inputs)}")
+    _check_offs_dtype(who, inputs.offs)
+    _check_floats(who, inputs._asdict(), ("x", "w1", "w3", "b1", "w2", "b2", "scales"))
+    dtype = compute_dtype_of(x, w1, w3, w2)
+    if dtype is x.dtype:
+        _check_same_dtype(who, dict(x=x, w1=w1, w3=w3, w2=w2))
+    for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
+        out = getattr(inputs, f"grad_{name}_out")
+        if out is None:
+            continue
+        if weight is None:
+            raise ValueError(f"{who}: grad_{name}_out is given but {name} is None; expected None")
+        if out.dtype not in (torch.float32, weight.dtype):
+            raise TypeError(f"{who}: grad_{name}_out is {out.dtype}; expected torch.float32 or {name}'s {weight.dtype}")
+
+
+def check_buffers(inputs: Inputs) -> None:
+    """Checks of the buffers themselves, not of their shapes."""
+    for name in ("w1", "w3", "w2"):
+        out = getattr(inputs, f"grad_{name}_out")
+        if out is not None:
+            named = {f"grad_{name}_out": out, name: getattr(inputs, name), "x": inputs.x}
+            buffers.check_buffer("grouped_mlp", **named)
+
+
+def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> None:
+    who = "grouped_mm"
+    _check_backend(who, backend)
+    _check_are_tensors(who, dict(a=a, b=b, offs=offs), ("a", "b"))
+    for name, t in (("a", a), ("b", b)):
+        if t.dim() not in (2, 3):
+            raise ValueError(f"{who}: {name} is {dims(t)}; expected 2 or 3 dimensions")
+    both = f"a is {dims(a)} and b is {dims(b)}"
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"{who}: {both}; expected as many columns of a as rows of b")
+    if a.dim() == b.dim() == 3:
+        if offs is not None:
+            raise ValueError(f"{who}: {both} and offs is given; expected None: all groups have the same size")
+        if a.shape[0] != b.shape[0]:
+            raise ValueError(f"{who}: {both}; expected as many groups in a as in b")
+    elif offs is None:
+        raise ValueError(f"{who}: {both} and offs is None; expected the end of each group, (E,) int32")
+    else:
+        num_groups = next((t.shape[0] for t in (a, b) if t.dim() == 3), None)
+        if offs.dim() != 1 or offs.shape[0] == 0 or num_groups not in (None, offs.shape[0]):
+            expected = "E" if num_groups is None else num_groups
+            raise ValueError(f"{who}: offs is {dims(offs)}, {both}; expected ({expected},)")
+        _check_offs_dtype(who, offs)
+    if any(n == 0 for n in _fixed_sizes(a, b)):
+        raise ValueError(f"{who}: {both}; expected no dimension of 0 but that which offs divides")
+    _check_floats(who, dict(a=a, b=b), ("a", "b"))
+    if compute_dtype_of(a, b) is a.dtype:
+        _check_same_dtype(who, dict(a=a, b=b))
+
+
+def check_offs(who: str, offs: Tensor, size: int, of: str) -> None:
+    """ValueError for offsets that decrease or pass `size`; for a CPU, where looking costs no synchronization."""
+    ends = offs.tolist()
+    for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if end < start:
+            raise ValueError(f"{who}: offs[{i}] is {end}, after {start}; expected offsets that do not decrease")
+        if end > size:
+            raise ValueError(f"{who}: offs[{i}] is {end}; expected at most {size}, {of}")
+
+
+def compute_dtype_of(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype operands are rounded to: the first one's, or autocast's, which leaves fp64 alone as F.linear does."""
+    autocast = autocast_dtype(tensors[0].device.type)
+    if autocast is not None and all(t is None or t.dtype != torch.float64 for t in tensors):
+        return autocast
+    return tensors[0].dtype
+
+
+def dims(t: Tensor) -> str:
+    return str(tuple(t.shape))
+
+
+def _check_are_tensors(who: str, tensors: dict[str, Any], needed: tuple[str, ...]) -> None:
+    first, x = next(iter(tensors.items()))
+    for name, t in tensors.items():
+        if t is None and name not in needed:
+            continue
+        if not isinstance(t, Tensor):
+            expected = "a torch.Tensor" if name in needed else "a torch.Tensor or None"
+            raise TypeError(f"{who}: {name} is a {type(t).__name__}; expected {expected}")
+        if type(t).__name__ == "DTensor":
+            raise TypeError(f"{who}: {name} is a DTensor; expected a plain tensor: pass .to_local() of each argument")
+        if t.device != x.device:
+            raise ValueError(f"{who}: {name} is on {t.device} but {first} is on {x.device}; expected one device")
+
+
+def _check_floats(who: str, tensors: dict[str, Tensor | None], names: tuple[str, ...]) -> None:
+    for name in names:
+        t = tensors[name]
+        if t is not None and t.dtype not in _DTYPES:
+            raise TypeError(f"{who}: {name} is {t.dtype}; expected bfloat16, float16, float32 or float64")
+
+
+def _check_same_dtype(who: str, tensors: dict[str, Tensor | None]) -> None:
+    (first, x), *others = tensors.items()
+    for name, t in others:
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(f"{who}: {name} is {t.dtype}; expected {x.dtype}, as {first} is")
+
+
+def _check_offs_dtype(who: str, offs: Tensor) -> None:
+    if offs.dtype != torch.int32:
+        raise TypeError(f"{who}: offs is {offs.dtype}; expected torch.int32, as sizes.cumsum(0, dtype=torch.int32) is")
+
+
+def _check_backend(who: str, backend: Any) -> None:
+    if backend not in _BACKENDS:
+        raise ValueError(f"{who}: backend is {backend!r}; expected one of {', '.join(map(repr, _BACKENDS))}")
+
+
+def _fixed_sizes(a: Tensor, b: Tensor) -> list[int]:
+    """The sizes that offs does not divide."""
+    sizes = {(2, 3): (*a.shape[1:], *b.shape), (3, 2): (*a.shape, *b.shape[:1]), (2, 2): (a.shape[0], b.shape[1])}
+    return list(sizes.get((a.dim(), b.dim()), (*a.shape, *b.shape)))
+
+
+def _hint(name: str, inputs: Inputs) -> str:
+    if name == "w1" and inputs.w3 is None and inputs.w1.dim() == 3 and inputs.w1.shape[1] == inputs.w2.shape[2]:
+        return " as [gate; up], or w3 beside it"
+    return ""
