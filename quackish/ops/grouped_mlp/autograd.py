@@ -79,7 +79,7 @@ def gradients(
     """In the order of `Dtypes`. A weight's is added to inputs.grad_*_out instead, where there is one."""
     x, w1, w3, b1, w2, _, scales, offs, out_1, out_3, out_2 = inputs
     need_dz = any(dtypes[:4])
-    dx = dw1 = dw3 = db1 = dw2 = db2 = dscales = None
+    dx = dw1 = dw3 = db1 = dw2 = db2 = dscales = dz = None
     if dtypes.need_preactivation():
         if preactivation is None:
             preactivation, _ = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation=True)
