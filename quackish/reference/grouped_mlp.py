@@ -2,7 +2,7 @@
 
 Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. With scales s, of a row of group g:
 
-    z   = x @ w1[g].T + b1[g]             (gate, up) = z of a gated activation; w3 given: up = x @ w3[g].T
+    z   = x @ w1[g].T + b1[g]             [gate, up] of a gated activation; with w3: [x @ w1[g].T, x @ w3[g].T] + b1[g]
     act = s * f(z)                        f(z) = value(gate) * factor(up), or value(z)
     y   = act @ w2[g].T + b2[g]
 
