@@ -197,6 +197,8 @@ def test_mixed_dtypes_and_autocast():
     case = {k: t.detach().float().requires_grad_() if k in NAMES else t for k, t in case.items()}
     with torch.autocast("cpu", BF16):
         got = step(grouped_mlp, case, dy.bfloat16())
+        assert same_bits(grouped_mlp(**{**case, "x": case["x"].bfloat16()}), got["y"])
+        assert grouped_mm(case["x"], case["w1"].mT, case["offs"]).dtype == BF16
     rounded = {k: t.detach().bfloat16().requires_grad_() if k in ("x", "w1", "w2") else t for k, t in case.items()}
     want = step(grouped_mlp, rounded, dy.bfloat16())
     assert got["y"].dtype == BF16
@@ -219,6 +221,33 @@ def test_rows_of_no_group_are_zero_and_reach_nothing(activation, where):
     for t in (nan["x"], nan["scales"], dy):
         t[-TAIL:] = torch.nan
     assert_same(where.run(case, dy), want)
+
+
+@on_every_path
+def test_each_step_ignores_rows_of_no_group(where):
+    case, dy = make(split=True, device=where.device, dtype=where.dtypes[0])
+    x, w1, w2, w3, b1, b2, scales = (case[name].detach() for name in NAMES)
+    offs, steps = case["offs"], autograd.steps_for("grouped_mlp", x, where.backend)
+    all_needed, dtype = reference.Needs(True, True, True), x.dtype
+    z, act = steps.up(x, w1, w3, b1, scales, offs, "swiglu", True)
+    for name, step in dict(
+        up=lambda: steps.up(x, w1, w3, b1, scales, offs, "swiglu", True),
+        down=lambda: steps.down(act, w2, b2, offs),
+        down_backward=lambda: steps.down_backward(dy, w2, z, scales, offs, "swiglu", all_needed),
+        rows_gradient=lambda: steps.rows_gradient(z, w1, w3, offs),
+        weight_gradient=lambda: steps.weight_gradient(z, x, offs, dtype),
+        bias_gradient=lambda: steps.bias_gradient(z, offs, dtype),
+    ).items():
+        for t in (x, dy, scales, z, act):
+            t[-TAIL:] = 1.0
+        want = step()
+        for t in (x, dy, scales, z, act):
+            t[-TAIL:] = torch.nan
+        results = step()
+        for got, expected in zip(results, want, strict=True):
+            assert same_bits(got, expected), name
+            assert got.isfinite().all()
+            assert got.shape[0] != dy.shape[0] or not got[-TAIL:].count_nonzero(), name
 
 
 @on_every_path
@@ -297,7 +326,8 @@ def test_gradients_are_added_to_buffers(split, where):
 
 BAD_OFFSETS = {
     "decreases": [3, 9, 5, 12],
-    "passes_r": [3, 5, 9, 31],
+    "to the start": [300, 0, 5, 12],
+    "passes R": [3, 5, 9, 331],
     "negative": [-2, 5, 9, 12],
     "huge": [3, 2**31 - 1, 9, 12],
 }
@@ -305,13 +335,15 @@ BAD_OFFSETS = {
 
 @pytest.mark.parametrize("kind", BAD_OFFSETS)
 def test_illegal_offsets_on_a_cpu(kind):
-    (case, _), ends = make((3, 2, 4, 3), tail=18), BAD_OFFSETS[kind]
-    case["offs"] = torch.tensor(ends, dtype=torch.int32)
+    case, _ = make((3, 2, 4, 3), tail=318)
+    case["offs"] = torch.tensor(BAD_OFFSETS[kind], dtype=torch.int32)
     words = {
-        "decreases": r"offs\[2\] is 5, after 9",
-        "passes_r": r"offs\[3\] is 31; expected at most 30, the number of",
+        "decreases": r"offs\[2\] is 5, after 9; expected offsets that do not decrease",
+        "to the start": r"offs\[1\] is 0, after 300",
+        "passes R": r"offs\[3\] is 331; expected at most 330, the number of rows",
+        "negative": r"offs\[0\] is -2, after 0",
+        "huge": r"offs\[1\] is 2147483647; expected at most 330",
     }
-    words |= {"negative": r"offs\[0\] is -2, after 0", "huge": r"offs\[1\] is 2147483647; expected at most 30"}
     with pytest.raises(ValueError, match=f"grouped_mlp: {words[kind]}"):
         grouped_mlp(**case)
     with pytest.raises(ValueError, match=f"grouped_mm: {words[kind]}"):
@@ -322,10 +354,13 @@ def test_illegal_offsets_on_a_cpu(kind):
 @pytest.mark.parametrize("kind", BAD_OFFSETS)
 def test_illegal_offsets_make_all_results_nan(kind, where, monkeypatch):
     monkeypatch.setattr(autograd, "check_offs", lambda *args: None)  # as on a GPU
-    case, dy = make((3, 2, 4, 3), tail=18, device=where.device, dtype=where.dtypes[0])
+    case, dy = make((3, 2, 0, 3), tail=322, device=where.device, dtype=where.dtypes[0])
     case["offs"] = torch.tensor(BAD_OFFSETS[kind], dtype=torch.int32, device=where.device)
     for name, t in where.run(case, dy).items():
         assert t.isnan().all(), name
+    out = torch.zeros_like(case["w1"], dtype=FP32)
+    where.run(case, dy, grad_w1_out=out)
+    assert out.isnan().all()
 
 
 @on_every_path
@@ -432,16 +467,16 @@ def test_saved_for_backward(trained, recompute):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiles_without_a_graph_break(recompute):
-    case, dy = make(split=True)
-    want = step(grouped_mlp, case, dy)
-    outs = {f"grad_{name}_out": torch.zeros_like(case[name]) for name in ("w1", "w2", "w3")}
-    compiled = torch.compile(grouped_mlp, fullgraph=True, backend="aot_eager")
-    got = step(compiled, case, dy, recompute=recompute)
-    assert_same(got, want)
-    got = step(compiled, case, dy, recompute=recompute, **outs)
-    for name in ("w1", "w2", "w3"):
-        assert got[name] is None
-        torch.testing.assert_close(outs[f"grad_{name}_out"], want[name])
+    case, dy = make(split=True, dtype=BF16)
+    compiled, want = torch.compile(grouped_mlp, fullgraph=True, backend="aot_eager"), step(grouped_mlp, case, dy)
+    assert_same(step(compiled, case, dy, recompute=recompute), want)
+    case["w3"] = case["w3"].detach()  # its buffer stays as it is
+    outs = [
+        {f"grad_{name}_out": torch.zeros_like(case[name], dtype=FP32) for name in ("w1", "w2", "w3")} for _ in range(2)
+    ]
+    assert_same(step(compiled, case, dy, recompute=recompute, **outs[0]), step(grouped_mlp, case, dy, **outs[1]))
+    assert_same(*outs)
+    assert [name for name, t in outs[0].items() if t.count_nonzero()] == ["grad_w1_out", "grad_w2_out"]
     with torch.no_grad():
         assert same_bits(compiled(**case), want["y"])
         b = case["w1"].mT

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quackish.errors import UnsupportedError
 from quackish.ops.grouped_mlp.autograd import mlp_op, rows_op, sum_op
-from quackish.ops.grouped_mlp.checks import Inputs, check_buffers, check_mlp, check_mm, compute_dtype_of
+from quackish.ops.grouped_mlp.checks import Inputs, check_buffers, check_mlp, check_mm
 from quackish.ops.modes import is_compiling, is_transformed
 
 
@@ -60,15 +60,12 @@ def grouped_mlp(
         RuntimeError: backward with create_graph=True.
     """
     inputs = Inputs(x, w1, w3, b1, w2, b2, scales, offs, grad_w1_out, grad_w3_out, grad_w2_out)
-    check_mlp(inputs, activation, recompute, backend)
+    dtype = check_mlp(inputs, activation, recompute, backend)
     _refuse_transforms("grouped_mlp")
     if not is_compiling():
         check_buffers(inputs)
-    dtype = compute_dtype_of(x, w1, w3, w2)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:7]]
-    if dtype is not x.dtype or dtype is not w1.dtype:
-        # x, w1, w3 and w2 as autocast has them
-        inputs = inputs._replace(**{name: _to(getattr(inputs, name), dtype) for name in ("x", "w1", "w3", "w2")})
+    inputs = inputs._replace(**{name: _to(getattr(inputs, name), dtype) for name in ("x", "w1", "w3", "w2")})
     keep_preactivation = any((*needs[:5], needs[6])) and not recompute
     return mlp_op(*inputs, activation, keep_preactivation, backend)[0]
 
@@ -89,9 +86,8 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: str
     Rows (columns) of the result from offs[-1] on are 0, as is the product of a group without rows; what the operands
     hold there is not read. So are the gradients. Derivatives of any order. Promises and errors are `grouped_mlp`'s.
     """
-    check_mm(a, b, offs, backend)
+    dtype = check_mm(a, b, offs, backend)
     _refuse_transforms("grouped_mm")
-    dtype = compute_dtype_of(a, b)
     a, b = _to(a, dtype), _to(b, dtype)
     if a.dim() == 3 and b.dim() == 3:
         return torch.bmm(a, b)

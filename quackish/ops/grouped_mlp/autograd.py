@@ -61,8 +61,8 @@ def steps_for(who: str, x: Tensor, backend: str) -> ModuleType:
     return reference
 
 
-def _forward(who: str, x: Tensor, offs: Tensor, backend: str) -> ModuleType:
-    """The steps of a forward pass, whose offsets are checked where that costs no synchronization."""
+def _checked_steps(who: str, x: Tensor, offs: Tensor, backend: str) -> ModuleType:
+    """`steps_for`, after a check of the offsets where that costs no synchronization."""
     if x.device.type == "cpu":
         check_offs(who, offs, x.shape[0], "the number of rows")
     return steps_for(who, x, backend)
@@ -128,7 +128,7 @@ def _mlp_forward(*args):
     inputs, (activation, keep_preactivation, backend) = Inputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
     x, w1, w3, b1, w2, b2, scales, offs, *_ = inputs
     check_memory("grouped_mlp", x=x, w1=w1, w3=w3, w2=w2)
-    steps, x = _forward("grouped_mlp", x, offs, backend), x.contiguous()
+    steps, x = _checked_steps("grouped_mlp", x, offs, backend), x.contiguous()
     preactivation, act = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation)
     return steps.down(act, w2, b2, offs), preactivation
 
@@ -175,23 +175,20 @@ def _op_backward(ctx, dy, _):
     if dy is None:
         return (None,) * (_NUM_INPUTS + 3)
     *tensors, preactivation = ctx.saved_tensors
-    needs, outs = ctx.needs_input_grad, [ctx.out_1, ctx.out_3, ctx.out_2]
-    dtypes = [t.dtype if need and t is not None else None for t, need in zip(tensors[:7], needs, strict=False)]
-    places = [Dtypes._fields.index(name) for name in ("w1", "w3", "w2")]
-    for number, (place, out) in enumerate(zip(places, outs, strict=True)):
-        if dtypes[place] is None:
-            outs[number] = None
-        elif out is not None:
-            dtypes[place] = out.dtype
+    pairs = zip(tensors[:7], ctx.needs_input_grad, strict=False)
+    dtypes = Dtypes(*(t.dtype if need and t is not None else None for t, need in pairs))
+    outs = dict(w1=ctx.out_1, w3=ctx.out_3, w2=ctx.out_2)
+    outs = {name: out for name, out in outs.items() if out is not None and getattr(dtypes, name) is not None}
+    dtypes = dtypes._replace(**{name: out.dtype for name, out in outs.items()})
     if is_plain():  # weight gradients go straight to the buffers
         with torch.cuda.device_of(dy), torch.autocast(dy.device.type, enabled=False):
-            grads = list(_mlp_backward(dy, preactivation, *tensors, *outs, ctx.activation, *dtypes, ctx.backend))
+            buffers = (outs.get(name) for name in ("w1", "w3", "w2"))
+            grads = _mlp_backward(dy, preactivation, *tensors, *buffers, ctx.activation, *dtypes, ctx.backend)
     else:
-        grads = list(_bwd_op(dy, preactivation, *tensors, ctx.activation, *dtypes, ctx.backend))
-        for place, out in zip(places, outs, strict=True):
-            if out is not None:
-                out.add_(grads[place])
-                grads[place] = None
+        grads = Dtypes(*_bwd_op(dy, preactivation, *tensors, ctx.activation, *dtypes, ctx.backend))
+        for name, out in outs.items():
+            out.add_(getattr(grads, name))
+        grads = grads._replace(**dict.fromkeys(outs))
     return *grads, *none, None
 
 
@@ -213,12 +210,12 @@ sum_op = torch.ops.quackish.grouped_sum.default
 
 def _rows_impl(a, w, offs, backend):
     check_memory("grouped_mm", a=a, b=w)
-    return _forward("grouped_mm", a, offs, backend).down(a.contiguous(), w, None, offs)
+    return _checked_steps("grouped_mm", a, offs, backend).down(a.contiguous(), w, None, offs)
 
 
 def _sum_impl(a, b, offs, backend):
     check_memory("grouped_mm", a=a, b=b)
-    return _forward("grouped_mm", a, offs, backend).weight_gradient(a.contiguous(), b.contiguous(), offs, a.dtype)
+    return _checked_steps("grouped_mm", a, offs, backend).weight_gradient(a.contiguous(), b.contiguous(), offs, a.dtype)
 
 
 def _rows_fake(a, w, offs, backend):

@@ -30,7 +30,8 @@ class Inputs(NamedTuple):
     grad_w2_out: Tensor | None
 
 
-def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> None:
+def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> torch.dtype:
+    """The dtype that x and the weights are rounded to."""
     who = "grouped_mlp"
     x, w1, w3, _, w2, *_ = inputs
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
@@ -62,9 +63,6 @@ def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> 
             raise ValueError(f"{who}: {name} is {dims(t)} {beside}; expected {shape}{_hint(name, inputs)}")
     _check_offs_dtype(who, inputs.offs)
     _check_floats(who, inputs._asdict(), ("x", "w1", "w3", "b1", "w2", "b2", "scales"))
-    dtype = compute_dtype_of(x, w1, w3, w2)
-    if dtype is x.dtype:
-        _check_same_dtype(who, dict(x=x, w1=w1, w3=w3, w2=w2))
     for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
         out = getattr(inputs, f"grad_{name}_out")
         if out is None:
@@ -73,6 +71,7 @@ def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> 
             raise ValueError(f"{who}: grad_{name}_out is given but {name} is None; expected None")
         if out.dtype not in (torch.float32, weight.dtype):
             raise TypeError(f"{who}: grad_{name}_out is {out.dtype}; expected torch.float32 or {name}'s {weight.dtype}")
+    return _compute_dtype_of(who, x=x, w1=w1, w3=w3, w2=w2)
 
 
 def check_buffers(inputs: Inputs) -> None:
@@ -84,7 +83,8 @@ def check_buffers(inputs: Inputs) -> None:
             buffers.check_buffer("grouped_mlp", **named)
 
 
-def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> None:
+def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> torch.dtype:
+    """The dtype that a and b are rounded to."""
     who = "grouped_mm"
     _check_backend(who, backend)
     _check_are_tensors(who, dict(a=a, b=b, offs=offs), ("a", "b"))
@@ -110,8 +110,7 @@ def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> None:
     if any(n == 0 for n in _fixed_sizes(a, b)):
         raise ValueError(f"{who}: {both}; expected no dimension of 0 but that which offs divides")
     _check_floats(who, dict(a=a, b=b), ("a", "b"))
-    if compute_dtype_of(a, b) is a.dtype:
-        _check_same_dtype(who, dict(a=a, b=b))
+    return _compute_dtype_of(who, a=a, b=b)
 
 
 def check_offs(who: str, offs: Tensor, size: int, of: str) -> None:
@@ -122,14 +121,6 @@ def check_offs(who: str, offs: Tensor, size: int, of: str) -> None:
             raise ValueError(f"{who}: offs[{i}] is {end}, after {start}; expected offsets that do not decrease")
         if end > size:
             raise ValueError(f"{who}: offs[{i}] is {end}; expected at most {size}, {of}")
-
-
-def compute_dtype_of(*tensors: Tensor | None) -> torch.dtype:
-    """The dtype operands are rounded to: the first one's, or autocast's, which leaves fp64 alone as F.linear does."""
-    autocast = autocast_dtype(tensors[0].device.type)
-    if autocast is not None and all(t is None or t.dtype != torch.float64 for t in tensors):
-        return autocast
-    return tensors[0].dtype
 
 
 def dims(t: Tensor) -> str:
@@ -157,11 +148,16 @@ def _check_floats(who: str, tensors: dict[str, Tensor | None], names: tuple[str,
             raise TypeError(f"{who}: {name} is {t.dtype}; expected bfloat16, float16, float32 or float64")
 
 
-def _check_same_dtype(who: str, tensors: dict[str, Tensor | None]) -> None:
-    (first, x), *others = tensors.items()
+def _compute_dtype_of(who: str, **tensors: Tensor | None) -> torch.dtype:
+    """The one dtype of these, or autocast's, which leaves fp64 alone as F.linear does."""
+    (first, x), *others = [(name, t) for name, t in tensors.items() if t is not None]
+    autocast = autocast_dtype(x.device.type)
+    if autocast is not None and all(t.dtype != torch.float64 for t in (x, *(t for _, t in others))):
+        return autocast
     for name, t in others:
-        if t is not None and t.dtype != x.dtype:
+        if t.dtype != x.dtype:
             raise TypeError(f"{who}: {name} is {t.dtype}; expected {x.dtype}, as {first} is")
+    return x.dtype
 
 
 def _check_offs_dtype(who: str, offs: Tensor) -> None:
