@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
-from benchmarks import host_overhead, linear_cross_entropy, parallel, rms_norm  # noqa: E402
+from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm  # noqa: E402
 from quackish.bench import plots, processes, providers_linear_cross_entropy, providers_rms_norm, report  # noqa: E402
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
 from quackish.bench.environment import environment  # noqa: E402
@@ -324,3 +324,28 @@ def test_the_parallel_heads_bars():
     assert (efficiency, passes) == ("0.957", "0.94: PASS exposed 0.03: PASS")
     rows[1][3], rows[1][5] = 9.8, 0.04
     assert parallel.lines_of(rows)[1][-1] == "0.94: FAIL exposed 0.03: FAIL"
+
+
+def test_the_bars_of_grouped_mlp():
+    def cell(ours, errors):
+        times = {grouped_mlp.OURS: ours, grouped_mlp.COMPILED: 6.0, grouped_mlp.EAGER: 8.0, grouped_mlp.BARE[1]: 5.0}
+        return [
+            grouped_mlp.Found("M", "Zipf", name, ms, errors=errors if name == grouped_mlp.OURS else (1e-3,) * 5)
+            for name, ms in times.items()
+        ]
+
+    assert [word for word, _ in grouped_mlp.verdicts(cell(4.9, (1e-3,) * 5))] == ["PASS"] * 4
+    found = grouped_mlp.verdicts(cell(6.1, (1e-3, 2e-3, 1e-3, 1e-3, 1e-3)))
+    assert [word for word, _ in found] == ["FAIL"] * 4
+    assert found[2][1].endswith("; dx 2.00e-03 > 1.00e-03")
+    assert grouped_mlp.sizes_of("half empty", 10, 4) == [0, 5, 0, 5]
+    assert sum(grouped_mlp.sizes_of("Zipf", 1000, 7)) == 1000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
+def test_grouped_mlp_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grouped_mlp", "--out", str(tmp_path)])
+    grouped_mlp.main()
+    page = (tmp_path / "grouped_mlp.md").read_text()
+    assert page.count("| small | uniform |") == 5
+    assert "PASS: small, Zipf: errors at most torch's" in page

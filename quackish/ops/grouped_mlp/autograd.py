@@ -1,7 +1,8 @@
 """grouped_mlp and grouped_mm for autograd and torch.compile: custom operators, eager included.
 
 Operators and gradients are written once, above the steps: functions of `reference/grouped_mlp.py`, or kernels with the
-same names and arguments. Steps take weights of any strides; x, dy and what steps have returned are contiguous.
+same names and arguments. Steps get weights and buffers of any strides, with w3 one half of dz's columns for a weight's
+gradient, and all else contiguous.
 """
 
 import functools
@@ -124,20 +125,25 @@ _bwd_op = torch.ops.quackish.grouped_mlp_bwd.default
 _NUM_TENSORS, _NUM_INPUTS = 8, len(Inputs._fields)
 
 
+def _dense(inputs: Inputs) -> Inputs:
+    names = ("x", "b1", "b2", "scales", "offs")
+    tensors = {name: t.contiguous() for name in names if (t := getattr(inputs, name)) is not None}
+    return inputs._replace(**tensors)
+
+
 def _mlp_forward(*args):
-    inputs, (activation, keep_preactivation, backend) = Inputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
-    x, w1, w3, b1, w2, b2, scales, offs, *_ = inputs
+    activation, keep_preactivation, backend = args[_NUM_INPUTS:]
+    x, w1, w3, b1, w2, b2, scales, offs, *_ = _dense(Inputs(*args[:_NUM_INPUTS]))
     check_memory("grouped_mlp", x=x, w1=w1, w3=w3, w2=w2)
-    steps, x = _checked_steps("grouped_mlp", x, offs, backend), x.contiguous()
+    steps = _checked_steps("grouped_mlp", x, offs, backend)
     preactivation, act = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation)
     return steps.down(act, w2, b2, offs), preactivation
 
 
 def _mlp_backward(dy, preactivation, *args):
     """As the operator, but with buffers: those are arguments where eager code calls this itself."""
-    inputs, (activation, *dtypes, backend) = Inputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    inputs, (activation, *dtypes, backend) = _dense(Inputs(*args[:_NUM_INPUTS])), args[_NUM_INPUTS:]
     steps = steps_for("grouped_mlp", inputs.x, backend)
-    inputs = inputs._replace(x=inputs.x.contiguous())
     return tuple(gradients(steps, dy.contiguous(), inputs, preactivation, activation, Dtypes(*dtypes)))
 
 
@@ -210,12 +216,14 @@ sum_op = torch.ops.quackish.grouped_sum.default
 
 def _rows_impl(a, w, offs, backend):
     check_memory("grouped_mm", a=a, b=w)
-    return _checked_steps("grouped_mm", a, offs, backend).down(a.contiguous(), w, None, offs)
+    return _checked_steps("grouped_mm", a, offs, backend).down(a.contiguous(), w, None, offs.contiguous())
 
 
 def _sum_impl(a, b, offs, backend):
     check_memory("grouped_mm", a=a, b=b)
-    return _checked_steps("grouped_mm", a, offs, backend).weight_gradient(a.contiguous(), b.contiguous(), offs, a.dtype)
+    return _checked_steps("grouped_mm", a, offs, backend).weight_gradient(
+        a.contiguous(), b.contiguous(), offs.contiguous(), a.dtype
+    )
 
 
 def _rows_fake(a, w, offs, backend):
