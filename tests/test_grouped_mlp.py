@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from wrapper_tensor import Wrapper
 
 from quackish import errors, grouped_mlp, grouped_mm
 from quackish.errors import PortablePathWarning, UnsupportedError
@@ -523,6 +524,17 @@ def test_backward_twice_and_no_input_is_written():
     second = torch.autograd.grad(y, wanted, dy)
     assert all(map(same_bits, first, second))
     assert all(same_bits(case[k].detach(), t) for k, t in before.items())
+
+
+def test_subclasses_and_modes_see_operators():
+    case, dy = make()
+    want = step(grouped_mlp, case, dy)
+    wrapped = Wrapper(dy)
+    assert_same(step(grouped_mlp, case, wrapped), want)
+    assert wrapped.seen == ["quackish.grouped_mlp_bwd.default"]
+    wrapped = Wrapper(case["x"].detach())
+    assert same_bits(grouped_mlp(**{**frozen(case), "x": wrapped}), want["y"])
+    assert wrapped.seen == ["quackish.grouped_mlp_fwd.default"]
 
 
 def test_a_meta_tensor_gives_shapes():

@@ -16,7 +16,7 @@ from quackish import kernels, toolchain
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import gpu_of
 from quackish.ops.grouped_mlp.checks import Inputs, check_offs
-from quackish.ops.modes import as_plain, check_memory, is_plain
+from quackish.ops.modes import are_plain, as_plain, check_memory, is_plain
 from quackish.reference import grouped_mlp as reference
 
 
@@ -186,7 +186,7 @@ def _op_backward(ctx, dy, _):
     outs = dict(w1=ctx.out_1, w3=ctx.out_3, w2=ctx.out_2)
     outs = {name: out for name, out in outs.items() if out is not None and getattr(dtypes, name) is not None}
     dtypes = dtypes._replace(**{name: out.dtype for name, out in outs.items()})
-    if is_plain():  # weight gradients go straight to the buffers
+    if is_plain() and are_plain((dy, *tensors)):  # weight gradients go straight to the buffers
         with torch.cuda.device_of(dy), torch.autocast(dy.device.type, enabled=False):
             buffers = (outs.get(name) for name in ("w1", "w3", "w2"))
             grads = _mlp_backward(dy, preactivation, *tensors, *buffers, ctx.activation, *dtypes, ctx.backend)
