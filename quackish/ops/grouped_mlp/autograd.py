@@ -122,7 +122,9 @@ _lib.define(
 )
 mlp_op = torch.ops.quackish.grouped_mlp_fwd.default
 _bwd_op = torch.ops.quackish.grouped_mlp_bwd.default
-_NUM_TENSORS, _NUM_INPUTS = 8, len(Inputs._fields)
+_NUM_INPUTS = len(Inputs._fields)
+_NUM_TENSORS = _NUM_INPUTS - 3  # without buffers
+_NUM_OTHERS = 1 + 3 + 3  # offs, buffers and options, which have no gradient
 
 
 def _dense(inputs: Inputs) -> Inputs:
@@ -176,10 +178,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _op_backward(ctx, dy, _):
-    none = (None,) * 6  # offs, buffers, options: see _NUM_INPUTS
     refuse_second_derivatives("grouped_mlp", dy)
     if dy is None:
-        return (None,) * (_NUM_INPUTS + 3)
+        return (None,) * (len(Dtypes._fields) + _NUM_OTHERS)
     *tensors, preactivation = ctx.saved_tensors
     pairs = zip(tensors[:7], ctx.needs_input_grad, strict=False)
     dtypes = Dtypes(*(t.dtype if need and t is not None else None for t, need in pairs))
@@ -195,7 +196,7 @@ def _op_backward(ctx, dy, _):
         for name, out in outs.items():
             out.add_(getattr(grads, name))
         grads = grads._replace(**dict.fromkeys(outs))
-    return *grads, *none, None
+    return *grads, *(None,) * _NUM_OTHERS
 
 
 def refuse_second_derivatives(who: str, dy: Tensor | None) -> None:
