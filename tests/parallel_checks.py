@@ -207,6 +207,9 @@ def buffers_of_weight_gradients(groups):
         assert shard.grad is None or not len(shard)
         _, (_, dw) = ranks.step(x, w, target, {"reduction": "sum"}, lambda outputs: outputs[0])
         torch.testing.assert_close(buffer, 1 + dw)
+    shard = groups["chunk"].shard(w)
+    with pytest.raises(ValueError, match="grad_weight_out shares memory with weight_shard"):
+        linear_cross_entropy(x, shard, target, group=groups["chunk"].group, grad_weight_out=shard.detach())
 
 
 @check

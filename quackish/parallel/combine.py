@@ -110,25 +110,17 @@ def combine(parts: Parts, rank: int, owner: Tensor, rows: Rows, formula: Formula
     return Combined(loss, lse, log_prob, entropy, predicted, rows, mine, share, own, all_weights)
 
 
-class RowGradients(NamedTuple):
-    """With respect to this rank's parts: (m,) each."""
-
-    nll: Tensor
-    lse: Tensor
-    smooth: Tensor | None
-    entropy: Tensor | None
-
-
 def row_gradients(
     c: Combined,
     formula: Formula,
+    classes: int,  # of the operation on this rank's shard
     grad_loss: Tensor | None,  # 0-dim or (m,), of the rows' losses before any division; as for the others, None is 0
     grad_lse: Tensor | None,  # (m,)
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
-) -> RowGradients:
-    """From what arrives at the outputs."""
-    spread, smooth = formula.spread, None
+) -> tuple[Tensor | None, ...]:
+    """From what arrives at the outputs, what arrives at this rank's loss, lse, log_prob and entropy: (m,) each."""
+    spread = formula.spread
     grad_loss = c.lse.new_zeros(()) if grad_loss is None else grad_loss
     at_target = grad_loss * ((1.0 - formula.label_smoothing) * c.rows.weight)  # of nll
     if grad_log_prob is not None:
@@ -145,7 +137,7 @@ def row_gradients(
     if grad_entropy is not None:
         grad_entropy = grad_entropy * c.share  # first: 0 of an empty shard, whose lse is NO_CLASSES
         grad = grad + grad_entropy * (c.own.entropy + (c.lse - c.own.lse) - c.entropy)
-    if c.total_weight is not None:
-        smooth = (spread * grad_loss).expand(c.lse.shape)
-        grad = grad - smooth * c.own.total_weight
-    return RowGradients(at_target, grad, smooth, grad_entropy)
+    if c.total_weight is None:
+        return at_target, grad, None, grad_entropy
+    smooth = (spread * grad_loss).expand(c.lse.shape)
+    return smooth * classes, grad - smooth * c.own.total_weight, -at_target, grad_entropy

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quackish.errors import UnsupportedError
+from quackish.ops.buffers import check_buffer
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats
 from quackish.ops.linear_cross_entropy.api import MODULE_OPTIONS, key_of, plan_for
 from quackish.ops.linear_cross_entropy.autograd import (
@@ -27,9 +28,9 @@ from quackish.ops.linear_cross_entropy.autograd import (
     scale_of,
     shaped,
 )
-from quackish.ops.linear_cross_entropy.checks import Inputs, Options, check_buffer, check_options, check_tensors
+from quackish.ops.linear_cross_entropy.checks import Inputs, Options, check_options, check_tensors
 from quackish.ops.linear_cross_entropy.schedules import Grads, GradsNeeded, Plan
-from quackish.ops.modes import are_plain, is_compiling, is_transformed
+from quackish.ops.modes import are_plain, check_memory, is_compiling, is_transformed
 from quackish.parallel.collectives import begin_sum, gathered
 from quackish.parallel.combine import NO_CLASSES, Formula, Parts, combine, row_gradients
 from quackish.reference.linear_cross_entropy import mean_divisor, rows_of
@@ -335,8 +336,10 @@ def _run(
     ranks = _Ranks(group, sequence_parallel, deterministic)
     with torch.cuda.device_of(inputs.input) if isinstance(inputs.input, Tensor) else contextlib.nullcontext():
         shards = _shards_of(inputs, options, ranks, vocab_start, weight_shape)
-        if inputs.grad_weight_out is not None:
-            check_buffer(inputs)
+        x, w, dw_out = inputs.input, inputs.linear_weight, inputs.grad_weight_out
+        check_memory(_WHO, input=x, weight_shard=w)
+        if dw_out is not None:
+            check_buffer(_WHO, grad_weight_out=dw_out, weight_shard=w, input=x)
         of_shard = _of_shard(inputs, options, ranks, shards.start)
         return _VocabParallel.apply(*inputs[:3], inputs, options, ranks, shards, of_shard)
 
@@ -386,14 +389,11 @@ class _VocabParallel(torch.autograd.Function):
         if grad_loss is not None:
             grad_loss = grad_loss.reshape(-1) if ctx.per_row else grad_loss
             grad_loss = grad_loss if divisor is None else grad_loss / divisor
-        g = row_gradients(combined, formula, grad_loss, *row_grads)
-        arriving = g.nll, g.lse, None, g.entropy
-        if g.smooth is not None:
-            arriving = g.smooth * shard.linear_weight.shape[0], g.lse, -g.nll, g.entropy
+        arriving = row_gradients(combined, formula, shard.linear_weight.shape[0], grad_loss, *row_grads)
 
         # With exp_logits kept, the input's gradient comes first, and its sum over ranks runs beside the weight's.
         first = needed
-        if exp_logits is not None and plan.why_portable is None and g.entropy is None:
+        if exp_logits is not None and plan.why_portable is None and arriving[3] is None:
             first = GradsNeeded(needed.dx, None, False)
         grads = backward_of(shard, plan, first, arriving, kept) if first.any() else Grads()
         if grads.dx is not None:
