@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import quackish
+from quackish.configs import linear_cross_entropy as config
 from quackish.ops.linear_cross_entropy import api, autograd
 from quackish.parallel import VocabParallelHead, linear_cross_entropy
 from quackish.parallel.collectives import begin_sum, gathered
@@ -231,6 +232,27 @@ def parts_of_the_input(groups):
 
 
 @check
+def chunks_of_rows(groups):
+    """`chunked` takes the same chunks on all ranks, where a shard of one class alone would need no chunks."""
+    ranks = groups["unequal"]
+    x, w, target, kw = make(m=300, v=V, reduction="sum")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "CHUNK_BYTES", 8 * 384)
+        (loss,), (dx, dw) = agree(ranks, x, w, target, kw, schedule="chunked")
+        rows = slice(100 * ranks.rank, 100 * ranks.rank + 100)
+        how = dict(schedule="chunked", sequence_parallel=True)
+        got, grads = ranks.step(x[rows], w, target, kw, total, **how)
+    assert torch.equal(got[0], loss)
+    torch.testing.assert_close(grads, [dx[rows], dw], rtol=1e-12, atol=1e-12)
+    buffer = torch.zeros(ranks.shard(w).shape)  # another dtype than fp64's sums
+    loss = linear_cross_entropy(
+        x, ranks.shard(w), target, **kw, group=ranks.group, schedule="chunked", chunk_size=128, grad_weight_out=buffer
+    )
+    total([loss]).backward()
+    assert torch.equal(buffer, dw.float())
+
+
+@check
 def sums_in_rank_order(groups):
     group = groups["chunk"].group
     partial = torch.randn(13, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -307,8 +329,9 @@ def kernels(groups):
             for dtype in (torch.bfloat16, torch.float16):
                 x, w, target, kw = make(300, 64, 700, dtype, reduction=REDUCTIONS[i % 3], **options)
                 kw |= [{"return_lse": True}, {"return_stats": True}][i % 2]
-                for schedule in ("stored", "recompute"):
-                    agree_with_truth(ranks, x, w, target, kw, schedule=schedule, deterministic=i % 2 == 0)
+                for schedule in SCHEDULES:
+                    how = dict(schedule=schedule, chunk_size=128 if schedule == "chunked" else None)
+                    agree_with_truth(ranks, x, w, target, kw, **how, deterministic=i % 2 == 0)
         x, w, target, kw = make(300, 64, 700, torch.bfloat16)
         k.calls.clear()
         before = ranks.step(x, w, target, kw, lambda outputs: outputs[0], schedule="stored")
@@ -323,6 +346,10 @@ def kernels(groups):
         k.calls.clear()
         after = ranks.step(x, w, target, kw, lambda outputs: outputs[0], schedule="recompute")
         assert (k.calls["logits"], k.calls["dlogits"], k.calls["dx"]) == (1, 1, 1)
+        assert torch.equal(before[0][0], after[0][0])
+        k.calls.clear()
+        after = ranks.step(x, w, target, kw, lambda outputs: outputs[0], schedule="chunked", chunk_size=128)
+        assert (k.calls["logits"], k.calls["dx"], k.calls["dw"]) == (6, 3, 3 * int(ranks.rank != 1))
         assert torch.equal(before[0][0], after[0][0])
     torch.use_deterministic_algorithms(False)
 
