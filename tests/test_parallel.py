@@ -20,14 +20,14 @@ from quackish.reference.linear_cross_entropy import rows_of
 HERE = Path(__file__).parent
 
 
-def run_ranks(folder, kind, ranks):
-    """Of each rank: check -> "" or a traceback."""
+def run_ranks(folder, kind, ranks, **env):
+    """Of each rank: check -> what it returned, or a traceback."""
     path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     files = [folder / f"{rank}.json" for rank in range(ranks)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "parallel_checks.py"), str(rank), str(folder / "store"), str(file), kind],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            [sys.executable, HERE / "parallel_checks.py", str(rank), str(ranks), folder / "store", file, kind],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -52,10 +52,10 @@ def assert_passed(name, results):
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("ranks"), "gloo", parallel_checks.RANKS)
+    return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu", parallel_checks.RANKS)
 
 
-@pytest.mark.parametrize("name", parallel_checks.CHECKS)
+@pytest.mark.parametrize("name", parallel_checks.CHECKS["cpu"])
 def test_ranks_compute_what_one_process_does(name, on_cpu):
     assert_passed(name, on_cpu)
 
@@ -95,14 +95,31 @@ def test_compiled_code_calls_it_and_torch_func_is_refused(alone):
         torch.func.grad(double)(x, w)
 
 
-@pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    return run_ranks(tmp_path_factory.mktemp("ranks"), "nccl", 2)
+def needs_gpus(count):
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+
+
+@pytest.fixture(scope="module", params=parallel_checks.ON_GPUS)
+def on_gpus(tmp_path_factory, request):
+    needs_gpus(request.param)
+    return run_ranks(tmp_path_factory.mktemp("ranks"), "gpu", request.param)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", parallel_checks.GPU_CHECKS)
+@pytest.mark.parametrize("name", parallel_checks.CHECKS["gpu"])
 def test_gpus_compute_what_one_does(name, on_gpus):
     assert_passed(name, on_gpus)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", parallel_checks.ON_GPUS)
+def test_deterministic_bits_are_those_of_every_algorithm(ranks, tmp_path):
+    needs_gpus(ranks)
+    found = []
+    for algorithm in ("ring", "tree"):  # of all-reduce alone: NCCL gathers by no tree, and would raise
+        folder = tmp_path / algorithm
+        folder.mkdir()
+        found += run_ranks(folder, "bits", ranks, NCCL_ALGO=f"allreduce:{algorithm}")
+    assert len(found[0]["bits_of_dx"]) == 64, found
+    assert all(done == found[0] for done in found)
