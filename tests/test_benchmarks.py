@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
-from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm  # noqa: E402
+from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces  # noqa: E402
 from quackish.bench import plots, processes, providers_linear_cross_entropy, providers_rms_norm, report  # noqa: E402
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
 from quackish.bench.environment import environment  # noqa: E402
@@ -316,14 +316,50 @@ def test_labels_cover_neither_points_nor_labels():
     assert not any(box.contains(*ax.transData.transform(point)) for box in boxes for point in points.values())
 
 
+def parallel_cell(ms, **found):
+    """Four GPUs, GPU 3 slower than the others."""
+    alone = [[36.0], [36.0], [36.0], [37.0]]
+    steps = {parallel.OURS: {"loss": 1.0, "mb": 900.0, "why": ""}, "peer": {"why": "RuntimeError: no"}}
+    times = {parallel.OURS: [[ms], [ms - 1], [ms], [ms]], parallel.ALONE: alone, parallel.ONE_GPU: alone}
+    tables = {parallel.OURS: [{"GemmSm90 1": 8.0, "exposed": 0.02 * ms, "step": ms}] * 4}
+    shape = [8192, 4096, 128256]
+    return {"shape": shape, "ranks": 4, "most_mb": 900.0, "steps": steps, "ms": times, "kernels": tables} | found
+
+
 def test_the_parallel_heads_bars():
-    assert parallel.covered([(0, 2), (5, 6), (1, 3), (2, 2.5)]) == 4
-    shape, ours = [8192, 4096, 128256], parallel.OURS
-    rows = [[shape, 1, parallel.ONE_GPU, 36.0, 0, None, 1.0], [shape, 4, ours, 9.4, 0, 0.02, 1.0]]
-    (*_, efficiency, _, _, _, passes) = parallel.lines_of(rows)[1]
-    assert (efficiency, passes) == ("0.957", "0.94: PASS exposed 0.03: PASS")
-    rows[1][3], rows[1][5] = 9.8, 0.04
-    assert parallel.lines_of(rows)[1][-1] == "0.94: FAIL exposed 0.03: FAIL"
+    ours, peer = parallel.lines_of(parallel_cell(9.4))
+    assert ours[4:6] == ("0.957", "0.984")
+    assert ours[-1] == "0.94: PASS, exposed 0.03: PASS, MB 900: PASS"
+    assert peer[3] == "RuntimeError: no"
+    ours, _ = parallel.lines_of(parallel_cell(9.8, most_mb=899.0))
+    assert ours[-1] == "0.94: FAIL, exposed 0.03: PASS, MB 899: FAIL"
+    text = parallel.page([parallel_cell(9.4)], environment(CPU, "abc-dirty"))
+    assert "| quackish: GemmSm90 1 | 8.000 | 8.000 | 8.000 | 8.000 |" in text
+    assert "| quackish, one GPU alone | 36.000 | 36.000 | 36.000 | 37.000 |" in text
+
+
+def test_the_kernels_of_a_traced_step():
+    assert traces.covered([(0, 2), (5, 6), (1, 3), (2, 2.5)]) == 4
+    step = [("Gemm", 0, 4), ("ncclSum", 3, 6), ("Gemm", 6, 9), ("small", 0, 0.01)]
+    events = [(name, 10 * i + start, 10 * i + end) for i in range(1 + traces.STEPS) for name, start, end in step]
+    events[1] = ("ncclSum", -100, 6)  # the other ranks were late
+    expected = {"Gemm 1": 4, "ncclSum": 3, "Gemm 2": 3, "others": 0.01, "idle": 1, "exposed": 2, "step": 10}
+    assert traces.kernels_of(events) == pytest.approx(expected)
+    name = "kernel_cutlass_kernel_quackishkernelsgemm_sm90GemmSm90_object_at__cutlasscuteatomCopyAtom_0"
+    assert traces.short_name(name) == "GemmSm90"
+    assert traces.short_name("void at::native::fill<float>(int)") == "at::native::fill"
+
+
+def test_a_peer_that_raises_is_left_out_on_all_ranks():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        steps = {"peer": lambda: 1 / 0, parallel.OURS: lambda: torch.tensor(2.0)}
+        found = parallel.first_steps(steps, CPU)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert list(steps) == [parallel.OURS]
+    assert found["peer"]["why"] == "ZeroDivisionError: division by zero"
+    assert found[parallel.OURS] == {"loss": 2.0, "mb": 0.0, "why": ""}
 
 
 def test_the_bars_of_grouped_mlp():
