@@ -230,7 +230,7 @@ runs NCCL's kernels alone.
     header = "M x H x V", "GPUs", "step", "ms", *efficiencies, "MB", "exposed", "loss", "bars"
     text += markdown_table(header, [line for cell in cells for line in lines_of(cell)])
     for cell in cells:
-        text += f"\n## {name_of(cell)}, {cell['ranks']} GPUs: ms per GPU\n\n"
+        text += f"\n## {name_of(cell)}, TP {cell['ranks']}: ms per GPU\n\n"
         names = [f"GPU {rank}" for rank in range(cell["ranks"])]
         rows = [(name, *shown(medians(cell["ms"][name]))) for name in (ALONE, ONE_GPU, OURS)]
         for name, tables in cell["kernels"].items():
