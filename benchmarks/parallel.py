@@ -9,6 +9,7 @@ whole vocabulary on its own GPU, alone and while all ranks do. Efficiency is suc
 
 import argparse
 import contextlib
+import datetime
 import importlib.util
 import json
 import math
@@ -40,6 +41,7 @@ STEPS, ROUNDS = 5, 8
 OURS, ONE_GPU, ALONE = "quackish", "quackish, one GPU", "quackish, one GPU alone"
 # (H, ranks): least efficiency
 BARS = {(4096, 2): 0.97, (4096, 4): 0.94, (2048, 4): 0.88}
+TIMEOUT = datetime.timedelta(seconds=120)  # where a library raises on some ranks, and others wait for these
 MOST_EXPOSED = 0.03  # of a step: communication that nothing hides
 
 Step = Callable[[], torch.Tensor]
@@ -189,7 +191,7 @@ def measure(rank: int, ranks: int, store: str, found: Path, args: argparse.Names
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks
+        "nccl" if on_gpu else "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=TIMEOUT
     )
     shapes = SHAPES if on_gpu else SMALL
     for shape in shapes:

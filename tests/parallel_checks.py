@@ -234,6 +234,13 @@ def parts_of_the_input(groups):
         assert torch.equal(torch.cat([got[0].view(1), got[1].flatten()]), torch.cat([loss.view(1), lse]))
         dx_part = dx.view(6, 4, 8)[2 * ranks.rank :][:2]
         torch.testing.assert_close(grads, [dx_part, dw, db], rtol=1e-12, atol=1e-12)
+    with torch.autocast("cpu", torch.bfloat16):
+        x, w, target, kw = make(m=12, v=V, dtype=torch.float32)
+        rows = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+        loss, (dx, _) = ranks.step(x, w, target, kw, total)
+        got, grads = ranks.step(x[rows], w, target, kw, total, sequence_parallel=True)
+        assert torch.equal(got[0], loss[0])
+        torch.testing.assert_close(grads[0], dx[rows])
     x, w, target, kw = make(m=13, v=V)  # the ranks do not divide 13 rows
     agree(ranks, x, w, target, kw, deterministic=True)
 
@@ -552,7 +559,7 @@ def memory_is_that_of_one_rank(groups):
         asked = parser.parse_args([*words.split(), "--schedule", schedule])
         formula = operations.run_dry(asked, gpu_of(dist.get_rank())).peak_bytes
         also = (16 * n + 200) * m + (x.nbytes + part.nbytes if sequence_parallel else 0)  # all of x, and summed dX
-        assert shown <= 1.01 * formula + also + (4 << 20), (schedule, sequence_parallel, shown, formula)
+        assert shown <= 1.01 * formula + also + (8 << 20), (schedule, sequence_parallel, shown, formula)
 
 
 @functools.partial(check, kind="bits")

@@ -348,6 +348,8 @@ def test_the_kernels_of_a_traced_step():
     name = "kernel_cutlass_kernel_quackishkernelsgemm_sm90GemmSm90_object_at__cutlasscuteatomCopyAtom_0"
     assert traces.short_name(name) == "GemmSm90"
     assert traces.short_name("void at::native::fill<float>(int)") == "at::native::fill"
+    nccl = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    assert traces.short_name(nccl) == "ncclDevKernel_AllGather_RING_LL"
 
 
 def test_a_peer_that_raises_is_left_out_on_all_ranks():

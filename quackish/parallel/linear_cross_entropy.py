@@ -360,9 +360,12 @@ class _VocabParallel(torch.autograd.Function):
         # autograd has to see the first three
         (shard, plan, needed), shape = of_shard, inputs.target.shape
         x = input.reshape(-1, input.shape[-1])
-        shard = shard._replace(input=gathered(x, ranks.group) if ranks.sequence_parallel else x)
-        kept = GradsNeeded(None, None, False) if shards.chunk_rows else needed
-        *outputs, state, live_x, exp_logits, _, _, _ = forward_of(shard, plan, kept)
+        if ranks.sequence_parallel:
+            x = gathered(x.to(plan.compute_dtype), ranks.group)  # what autocast rounds is rounded before
+        shard, keep_for = shard._replace(input=x), needed
+        if shards.chunk_rows:
+            keep_for = GradsNeeded(None, None, False)
+        *outputs, state, live_x, exp_logits, _, _, _ = forward_of(shard, plan, keep_for)
 
         parts = _parts(shard, plan, inputs, options, shards.start, *outputs)
         everyone = parts.unstacked(gathered(parts.stacked(), ranks.group))
