@@ -24,11 +24,11 @@ from quackish.kernels.common.epilogue_rows import RowsOut
 from quackish.kernels.common.epilogue_softmax import Softmax
 from quackish.kernels.common.epilogue_store import Store, StoreScaled, StoreWithResidual
 from quackish.kernels.common.epilogues import Epilogue
-from quackish.kernels.common.lce import after_previous, fake_args, load_at
-from quackish.kernels.common.rows import DTYPES
+from quackish.kernels.common.lce import after_previous, load_at
 from quackish.kernels.common.split_k_tail import Plan, SplitKTail
 from quackish.kernels.common.tile_store import Block, Output, block_below
 from quackish.kernels.common.wave_sync import spin_limit, tiles_to_sync, wave_sync
+from quackish.kernels.common.wgmma import WgmmaKernel
 
 EVICT_LAST = 0x14F0_0000_0000_0000  # an L2 policy, as PTX's `createpolicy` encodes it
 
@@ -62,19 +62,13 @@ def matrix(base: cute.Pointer, rows: Int32, cols: Int32, ld: Int64, cols_contigu
     return cute.make_tensor(base, cute.make_layout((rows, cols), stride=(1, cute.assume(ld, divby=8))))
 
 
-class GemmSm90:
+class GemmSm90(WgmmaKernel):
     def __init__(self, problem: GemmProblem, config: GemmConfig):
         if problem.recompute_flagged:
             config = dataclasses.replace(config, pingpong=False)
-        self.problem, self.config = problem, config
-        self.dtype = DTYPES[problem.dtype]
+        super().__init__(problem, config)
         self.epilogue = make_epilogue(problem, config)
         self.tail = SplitKTail(config) if problem.split_k_tail else None
-        self.tile = (config.tile_m, config.tile_n, TILE_K)
-        self.cluster = (config.cluster_m, config.cluster_n)
-
-    def fake_args(self):
-        return fake_args(self.problem)
 
     @cute.jit
     def __call__(self, args: GemmArgs, stream: CUstream):
@@ -85,14 +79,7 @@ class GemmSm90:
         la, lb = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
         sA_layout = sm90.make_smem_layout_a(la, self.tile, self.dtype, c.num_stages)
         sB_layout = sm90.make_smem_layout_b(lb, self.tile, self.dtype, c.num_stages)
-        tiled_mmas = []
-        for accumulate in (False, True):
-            mma = sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, la.sm90_mma_major_mode(), lb.sm90_mma_major_mode(), Float32,
-                (1 if c.pingpong else c.num_wgs, 1, 1), tiler_mn=(64, c.tile_n),
-            )  # fmt: skip
-            mma.set(warpgroup.Field.ACCUMULATE, accumulate)
-            tiled_mmas.append(mma)
+        tiled_mmas = self.tiled_mmas(la.sm90_mma_major_mode(), lb.sm90_mma_major_mode())
         a_atoms = [self.load_atom(mA, sA_layout, (c.tile_m, TILE_K), c.cluster_n)]
         if const_expr(p.a_in_two):
             mA2 = matrix(args.second, m, k - split, args.second_stride, p.a_major == "k")
@@ -120,26 +107,6 @@ class GemmSm90:
             use_pdl=True,
         )
 
-    def load_atom(self, tensor, smem_layout, tile, num_multicast):
-        """(TMA atom, tensor of coordinates) that loads one stage's tile into `num_multicast` CTAs."""
-        shared = num_multicast > 1
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
-        stage = cute.slice_(smem_layout, (None, None, 0))
-        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
-        return atom, coordinates
-
-    @cute.jit
-    def cluster_tile(self, index: Int32, tiles_m: Int32, tiles_n: Int32):
-        """(m, n) of the index-th cluster tile, in cluster tiles."""
-        along_m = const_expr(self.config.group_along == "m")
-        inner, outer = (tiles_m, tiles_n) if along_m else (tiles_n, tiles_m)
-        group = index // (self.config.group * outer)
-        first = group * self.config.group
-        width = cutlass.min(inner - first, self.config.group)
-        index -= first * outer
-        i, o = first + index % width, index // width
-        return (i, o) if along_m else (o, i)
-
     @cute.kernel
     def kernel(
         self,
@@ -165,16 +132,7 @@ class GemmSm90:
         sB = smem.allocate_tensor(self.dtype, sB_layout.outer, byte_alignment=1024, swizzle=sB_layout.inner)
         staging = self.epilogue.allocate(smem)
         sTicket = self.tail.allocate(smem) if const_expr(p.split_k_tail) else None
-        readers = 1 if c.pingpong else c.num_wgs  # warp groups that read a stage
-        arrivals = (c.cluster_m + c.cluster_n - 1) * 4 * readers  # one per warp and CTA that shares a multicast
-        loaded = pipeline.PipelineTmaAsync.create(
-            num_stages=c.num_stages,
-            tx_count=(tile_m + tile_n) * tile_k * self.dtype.width // 8,
-            cta_layout_vmnk=self.cta_layout(),
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals),
-            defer_sync=True,
-        )
+        loaded = self.stages()
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
 
         after_previous()
@@ -322,26 +280,12 @@ class GemmSm90:
                         self.epilogue(accs[b], kept[b], args.epilogue, out, block_below(block, b))
         self.epilogue.finish(thread)
 
-    def cta_layout(self):
-        return cute.make_layout((1, self.config.cluster_m, self.config.cluster_n, 1))
-
     @cute.jit
     def item(self, j: Int32, items: Items):
         """(tile, first step along k, end of its steps) of item j."""
         if const_expr(self.problem.split_k_tail):
             return self.tail.item(j, items.plan, items.k_tiles, items.cluster, items.num_clusters)
         return j, Int32(0), items.k_tiles
-
-    def order_barrier(self, wg):
-        """Named barrier at which a ping-pong warp group waits until the other one has issued its products."""
-        return wg + 3 * self.config.num_wgs
-
-    def multiply(self, first, others, acc, rA, rB, stage):
-        """Issues acc (+)= A @ B of one stage, asynchronously; `first`, the MMA of its first step, may overwrite acc."""
-        warpgroup.fence()
-        for kb in range(cute.size(rA, mode=[2])):
-            cute.gemm(others if kb else first, acc, rA[None, None, kb, stage], rB[None, None, kb, stage], acc)
-        warpgroup.commit_group()
 
     def partition(self, atom, shared, tile, rank, num_multicast):
         g = cute.local_tile(atom[1], tile, (None, None))

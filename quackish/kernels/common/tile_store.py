@@ -121,16 +121,16 @@ class TileStore(Staging):
         return atom, coordinates
 
     @cute.jit
-    def __call__(self, acc, j: cutlass.Constexpr[int], out: Output, block: Block):
+    def __call__(self, acc, j: cutlass.Constexpr[int], out: Output, block: Block, turn=None):
         """Rounds piece j of the accumulator and stores it.
 
         Call for all pieces in order, and compute a piece's values right before: that overlaps with the stores of the
-        previous pieces.
+        previous pieces. turn: counts the stores of a block, where there are more than one for each piece.
         """
-        row0, wg, thread = block.row0, block.wg, block.thread
+        wg, thread = block.wg, block.thread
         r2s, values, destinations, shape = self.parts(acc, out.staging, thread)
         piece = self.rounded(values, shape, j)
-        buffer = self.buffer(j, wg)
+        buffer = self.buffer(const_expr(j if turn is None else turn), wg)
         is_free, is_full = wg, wg + self.num_wgs  # named barriers
         stores = cute.arch.make_warp_uniform(thread // 32) == 0
         if stores:
@@ -142,18 +142,23 @@ class TileStore(Staging):
         cute.arch.fence_view_async_shared()
         if stores:
             cute.arch.barrier(barrier_id=is_full, number_of_threads=128)
-            at = block.col0 // self.piece_n + j
-            if const_expr(len(out.d_atoms) == 1):
-                self.copy_out(out.d_atoms[0], out.staging, buffer, row0, at)
-            elif at < out.split // self.piece_n:
-                self.copy_out(out.d_atoms[0], out.staging, buffer, row0, at)
-            else:
-                self.copy_out(out.d_atoms[1], out.staging, buffer, row0, at - out.split // self.piece_n)
+            self.copy_out(out, buffer, block, j)
             cute.arch.cp_async_bulk_commit_group()
         else:
             cute.arch.barrier_arrive(barrier_id=is_full, number_of_threads=128)
 
-    def copy_out(self, d_atom, staging, buffer, row0, piece):
+    @cute.jit
+    def copy_out(self, out: Output, buffer: Int32, block: Block, j: cutlass.Constexpr[int]):
+        """Starts the store of a buffer to piece j of the block."""
+        at = block.col0 // self.piece_n + j
+        if const_expr(len(out.d_atoms) == 1):
+            self.copy_to(out.d_atoms[0], out.staging, buffer, block.row0, at)
+        elif at < out.split // self.piece_n:
+            self.copy_to(out.d_atoms[0], out.staging, buffer, block.row0, at)
+        else:
+            self.copy_to(out.d_atoms[1], out.staging, buffer, block.row0, at - out.split // self.piece_n)
+
+    def copy_to(self, d_atom, staging, buffer, row0, piece):
         gD = cute.local_tile(d_atom[1], (64, self.piece_n), (row0 // 64, None))
         sD, gD = cpasync.tma_partition(
             d_atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(gD, 0, 2)

@@ -1,0 +1,84 @@
+"""What the persistent, warp-specialized GEMMs for Hopper share: TMA loads, stages, WGMMA, the order of tiles."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import hopper_helpers as sm90
+
+from quackish.configs.gemm import TILE_K
+from quackish.kernels.common.lce import fake_args
+from quackish.kernels.common.rows import DTYPES
+
+
+class WgmmaKernel:
+    """A problem has dtype and args, a config is a GemmConfig."""
+
+    def __init__(self, problem, config):
+        self.problem, self.config = problem, config
+        self.dtype = DTYPES[problem.dtype]
+        self.tile = (config.tile_m, config.tile_n, TILE_K)
+        self.cluster = (config.cluster_m, config.cluster_n)
+
+    def fake_args(self):
+        return fake_args(self.problem)
+
+    def load_atom(self, tensor, smem_layout, tile, num_multicast):
+        """(TMA atom, tensor of coordinates) that loads one stage's tile into `num_multicast` CTAs."""
+        shared = num_multicast > 1
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
+        stage = cute.slice_(smem_layout, (None, None, 0))
+        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
+        return atom, coordinates
+
+    def tiled_mmas(self, a_major, b_major):
+        """Two: one overwrites the accumulator, one adds to it."""
+        c, mmas = self.config, []
+        for accumulate in (False, True):
+            mma = sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, a_major, b_major, Float32, (1 if c.pingpong else c.num_wgs, 1, 1),
+                tiler_mn=(64, c.tile_n),
+            )  # fmt: skip
+            mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+            mmas.append(mma)
+        return mmas
+
+    def stages(self):
+        """The pipeline of loaded stages."""
+        c, (tile_m, tile_n, tile_k) = self.config, self.tile
+        readers = 1 if c.pingpong else c.num_wgs  # warp groups that read a stage
+        arrivals = (c.cluster_m + c.cluster_n - 1) * 4 * readers  # one per warp and CTA that shares a multicast
+        return pipeline.PipelineTmaAsync.create(
+            num_stages=c.num_stages,
+            tx_count=(tile_m + tile_n) * tile_k * self.dtype.width // 8,
+            cta_layout_vmnk=self.cta_layout(),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals),
+            defer_sync=True,
+        )
+
+    def cta_layout(self):
+        return cute.make_layout((1, self.config.cluster_m, self.config.cluster_n, 1))
+
+    @cute.jit
+    def cluster_tile(self, index: Int32, tiles_m: Int32, tiles_n: Int32):
+        """(m, n) of the index-th cluster tile, in cluster tiles."""
+        along_m = const_expr(self.config.group_along == "m")
+        inner, outer = (tiles_m, tiles_n) if along_m else (tiles_n, tiles_m)
+        group = index // (self.config.group * outer)
+        first = group * self.config.group
+        width = cutlass.min(inner - first, self.config.group)
+        index -= first * outer
+        i, o = first + index % width, index // width
+        return (i, o) if along_m else (o, i)
+
+    def order_barrier(self, wg):
+        """Named barrier at which a ping-pong warp group waits until the other one has issued its products."""
+        return wg + 3 * self.config.num_wgs
+
+    def multiply(self, first, others, acc, rA, rB, stage):
+        """Issues acc (+)= A @ B of one stage, asynchronously; `first`, the MMA of its first step, may overwrite acc."""
+        warpgroup.fence()
+        for kb in range(cute.size(rA, mode=[2])):
+            cute.gemm(others if kb else first, acc, rA[None, None, kb, stage], rB[None, None, kb, stage], acc)
+        warpgroup.commit_group()
