@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from quackish.configs import gemm, lce_cublas, lce_rows, rms_norm, table
+from quackish.configs import gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm, table
 from quackish.errors import warn_once
 from quackish.gpu import Gpu
 
@@ -26,6 +26,7 @@ RULES = {
     "rms_norm_fwd": Rule(rms_norm.RmsNormFwdConfig, rms_norm.rms_norm_fwd_config, rms_norm.rms_norm_fwd_why_illegal),
     "rms_norm_bwd": Rule(rms_norm.RmsNormBwdConfig, rms_norm.rms_norm_bwd_config, rms_norm.rms_norm_bwd_why_illegal),
     "lce_gemm": Rule(gemm.GemmConfig, gemm.gemm_config, gemm.gemm_why_illegal),
+    "grouped_gemm": Rule(gemm.GemmConfig, grouped_gemm.grouped_gemm_config, grouped_gemm.grouped_gemm_why_illegal),
 }
 # Kernels with one config per problem: there is nothing to tune or to force.
 FIXED: dict[str, Callable[[Any], Any]] = {
@@ -47,6 +48,7 @@ NAMES = {
     "rms_norm_forward": "rms_norm_fwd",
     "rms_norm_backward": "rms_norm_bwd",
     **dict.fromkeys(("lce_logits", "lce_dlogits", "lce_dx", "lce_dw"), "lce_gemm"),
+    "grouped_gemm": "grouped_gemm",
 }
 _GEMMS = {"softmax": "lce_logits", "dlogits": "lce_dlogits", "rows": "lce_dx", "store": "lce_dx"}
 

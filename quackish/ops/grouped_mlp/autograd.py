@@ -15,6 +15,7 @@ from torch import Tensor
 from quackish import kernels, toolchain
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import gpu_of
+from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.grouped_mlp.checks import Inputs, check_offs
 from quackish.ops.modes import are_plain, as_plain, check_memory, is_plain
 from quackish.reference import grouped_mlp as reference
@@ -35,6 +36,7 @@ class Dtypes(NamedTuple):
         return any(dtype is not None for dtype in (*self[:5], self.scales))
 
 
+@functools.cache
 def no_kernel_on(who: str, device: torch.device, dtype: torch.dtype) -> str:
     """Why no kernel runs; "" where they do."""
     end = 'backend="auto" runs the portable path.'
@@ -43,30 +45,33 @@ def no_kernel_on(who: str, device: torch.device, dtype: torch.dtype) -> str:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{who}: no kernel for {dtype}; supported: torch.bfloat16, torch.float16. {end}"
     try:
-        kernels.find("grouped_mlp", gpu_of(device.index))
+        kernels.find("grouped_gemm", gpu_of(device.index))
         toolchain.find()
     except UnsupportedError as error:
-        return str(error).replace("grouped_mlp", who)
+        return str(error).replace("grouped_gemm", who)
     return ""
 
 
-def steps_for(who: str, x: Tensor, backend: str) -> ModuleType:
-    """The module whose steps run; the portable path's with one warning per reason on a GPU."""
+def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> ModuleType:
+    """The module whose steps run; the portable path's with one warning per reason on a GPU.
+
+    columns: of the products' other dimension, beside x's columns.
+    """
     if backend == "reference" or x.numel() == 0:
         return reference
-    why_portable = no_kernel_on(who, x.device, x.dtype)
+    why_portable = no_kernel_on(who, x.device, x.dtype) or kernel_steps.why_none(who, x, columns, offs.shape[0])
     if why_portable and backend == "cute":
         raise UnsupportedError(why_portable)
     if why_portable and x.device.type == "cuda":
         warn_once(why_portable)
-    return reference
+    return reference if why_portable else kernel_steps
 
 
-def _checked_steps(who: str, x: Tensor, offs: Tensor, backend: str) -> ModuleType:
+def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> ModuleType:
     """`steps_for`, after a check of the offsets where that costs no synchronization."""
     if x.device.type == "cpu":
         check_offs(who, offs, x.shape[0], "the number of rows")
-    return steps_for(who, x, backend)
+    return steps_for(who, x, columns, offs, backend)
 
 
 def gradients(
@@ -137,7 +142,7 @@ def _mlp_forward(*args):
     activation, keep_preactivation, backend = args[_NUM_INPUTS:]
     x, w1, w3, b1, w2, b2, scales, offs, *_ = _dense(Inputs(*args[:_NUM_INPUTS]))
     check_memory("grouped_mlp", x=x, w1=w1, w3=w3, w2=w2)
-    steps = _checked_steps("grouped_mlp", x, offs, backend)
+    steps = _checked_steps("grouped_mlp", x, w2.shape[2], offs, backend)
     preactivation, act = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation)
     return steps.down(act, w2, b2, offs), preactivation
 
@@ -145,7 +150,7 @@ def _mlp_forward(*args):
 def _mlp_backward(dy, preactivation, *args):
     """As the operator, but with buffers: those are arguments where eager code calls this itself."""
     inputs, (activation, *dtypes, backend) = _dense(Inputs(*args[:_NUM_INPUTS])), args[_NUM_INPUTS:]
-    steps = steps_for("grouped_mlp", inputs.x, backend)
+    steps = steps_for("grouped_mlp", inputs.x, inputs.w2.shape[2], inputs.offs, backend)
     return tuple(gradients(steps, dy.contiguous(), inputs, preactivation, activation, Dtypes(*dtypes)))
 
 
@@ -217,14 +222,14 @@ sum_op = torch.ops.quackish.grouped_sum.default
 
 def _rows_impl(a, w, offs, backend):
     check_memory("grouped_mm", a=a, b=w)
-    return _checked_steps("grouped_mm", a, offs, backend).down(a.contiguous(), w, None, offs.contiguous())
+    steps = _checked_steps("grouped_mm", a, w.shape[1], offs, backend)
+    return steps.down(a.contiguous(), w, None, offs.contiguous())
 
 
 def _sum_impl(a, b, offs, backend):
     check_memory("grouped_mm", a=a, b=b)
-    return _checked_steps("grouped_mm", a, offs, backend).weight_gradient(
-        a.contiguous(), b.contiguous(), offs.contiguous(), a.dtype
-    )
+    steps = _checked_steps("grouped_mm", a, b.shape[1], offs, backend)
+    return steps.weight_gradient(a.contiguous(), b.contiguous(), offs.contiguous(), a.dtype)
 
 
 def _rows_fake(a, w, offs, backend):

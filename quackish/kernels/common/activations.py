@@ -1,0 +1,45 @@
+"""Activations of an MLP and their derivatives, in fp32: act = value(gate) * factor(up), of one column."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+
+from quackish.kernels.common.lce import LOG2_E
+from quackish.kernels.common.logits import tanh
+
+LIMIT, ALPHA = 7.0, 1.702  # of "clamped_swiglu"
+GELU_1, GELU_3 = 0.7978845608028654, 0.044715  # tanh(GELU_1 * (x + GELU_3 * x^3)), GELU_1 being sqrt(2 / pi)
+
+
+@cute.jit
+def sigmoid(x: Float32) -> Float32:
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True))
+
+
+@cute.jit
+def value(gate: Float32, activation: cutlass.Constexpr[str]):
+    """(value(gate), its derivative)"""
+    if const_expr(activation == "relu2"):
+        x = cute.arch.fmax(gate, 0.0, nan=True)
+        return x * x, 2.0 * x
+    if const_expr(activation == "geglu"):
+        t = tanh(GELU_1 * (gate + GELU_3 * gate * gate * gate))
+        slope = GELU_1 * (1.0 + 3.0 * GELU_3 * gate * gate)
+        return 0.5 * gate * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * gate * (1.0 - t * t) * slope
+    if const_expr(activation == "clamped_swiglu"):
+        clamped = cute.arch.fmin(gate, LIMIT, nan=True)
+        s = sigmoid(ALPHA * clamped)
+        slope = s * (1.0 + ALPHA * clamped * (1.0 - s))
+        return clamped * s, Float32(0.0) if gate > LIMIT else slope
+    s = sigmoid(gate)
+    return gate * s, s * (1.0 + gate * (1.0 - s))
+
+
+@cute.jit
+def factor(up: Float32, activation: cutlass.Constexpr[str]):
+    """(factor(up), its derivative)"""
+    if const_expr(activation == "clamped_swiglu"):
+        low = cute.arch.fmax(up, -LIMIT, nan=True)
+        clamped = cute.arch.fmin(low, LIMIT, nan=True)
+        return clamped + 1.0, Float32(0.0) if cute.arch.fmax(up, -up) > LIMIT else Float32(1.0)
+    return up, Float32(1.0)

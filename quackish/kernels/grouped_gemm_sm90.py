@@ -1,0 +1,266 @@
+"""Hopper grouped GEMM, persistent and warp-specialized: the products of all groups in one launch, by TMA and WGMMA.
+
+Built as `gemm_sm90.py`: a producer warp loads, consumer warp groups multiply and pass their accumulator to an epilogue.
+Which tiles there are is read from `offs` on the device (`group_walk.py`). One TMA tensor serves all groups: loads along
+k and stores along m are clipped at a group's end (`epilogue_grouped.py`).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from quackish.configs.gemm import PRODUCER_REGISTERS, TILE_K, GemmConfig
+from quackish.configs.grouped_gemm import GroupedGemmArgs, GroupedGemmProblem
+from quackish.kernels.common.epilogue_grouped import EXTENT, GroupBlock, block_below, make_group_epilogue, ragged
+from quackish.kernels.common.group_walk import Groups, GroupWalk
+from quackish.kernels.common.lce import after_previous
+from quackish.kernels.common.wgmma import WgmmaKernel
+
+
+class GroupedGemmSm90(WgmmaKernel):
+    def __init__(self, problem: GroupedGemmProblem, config: GemmConfig):
+        super().__init__(problem, config)
+        self.epilogue = make_group_epilogue(problem, config)
+        self.walk = GroupWalk(problem, config, self.cluster_tile)
+        # Boxes of B per stage: a gated activation's gate and up rows are two.
+        self.b_boxes = 2 if self.epilogue.pairs else 1
+        self.k_parts = 2 if problem.b_in_two and problem.epilogue == "down" else 1
+
+    @cute.jit
+    def weights(self, base: cute.Pointer, n: Int32, k: Int32, group_stride: Int64, groups: Int32):
+        """(n, k, groups)"""
+        group_stride = cute.assume(group_stride, divby=8)
+        if const_expr(self.problem.b_major == "k"):
+            ld = cute.assume(Int64(k), divby=8)
+            return cute.make_tensor(base, cute.make_layout((n, k, groups), stride=(ld, 1, group_stride)))
+        ld = cute.assume(Int64(n), divby=8)
+        return cute.make_tensor(base, cute.make_layout((n, k, groups), stride=(1, ld, group_stride)))
+
+    @cute.jit
+    def __call__(self, args: GroupedGemmArgs, stream: CUstream):
+        p, c = self.problem, self.config
+        n, rows, groups = args.n, args.rows, args.groups
+        if const_expr(p.along == "m"):
+            k = args.k
+            ld = Int64(k) * self.k_parts
+            mA = cute.make_tensor(
+                args.a, cute.make_layout((rows, k * self.k_parts), stride=(cute.assume(ld, divby=8), 1))
+            )
+            stride = Int64(n) * k
+            if const_expr(self.b_boxes == 2):
+                stride = stride if const_expr(p.b_in_two) else stride * 2
+                second = args.second if const_expr(p.b_in_two) else args.b + Int64(n) * k
+                mBs = [self.weights(base, n, k, stride, groups) for base in (args.b, second)]
+            elif const_expr(self.k_parts == 2):
+                mBs = [self.weights(base, n, k, stride, groups) for base in (args.b, args.second)]
+            else:
+                mBs = [self.weights(args.b, n, k, stride, groups)]
+            outputs = self.epilogue.outputs(args.epilogue, args.d, n)
+            mDs = [ragged(base, n, Int64(width), True) for base, width in outputs]
+        else:
+            mA = ragged(args.a, args.m, args.a_stride, False)
+            mBs = [ragged(args.b, n, Int64(n), False)]
+            ld, stride = cute.assume(Int64(n), divby=8), cute.assume(Int64(args.m) * n, divby=8)
+            mDs = [cute.make_tensor(args.d, cute.make_layout((args.m, n, groups), stride=(ld, 1, stride)))]
+        major = warpgroup.OperandMajorMode
+        a_major = major.K if p.along == "m" else major.MN
+        b_major = major.K if p.along == "m" and p.b_major == "k" else major.MN
+        la = LayoutEnum.ROW_MAJOR if p.along == "m" else LayoutEnum.COL_MAJOR
+        lb = LayoutEnum.ROW_MAJOR if b_major == major.K else LayoutEnum.COL_MAJOR
+        sA_layout = sm90.make_smem_layout_a(la, self.tile, self.dtype, c.num_stages)
+        sB_layout = sm90.make_smem_layout_b(lb, self.tile, self.dtype, c.num_stages)
+        tiled_mmas = self.tiled_mmas(a_major, b_major)
+        a_atom = self.load_atom(mA, sA_layout, (c.tile_m, TILE_K), c.cluster_n)
+        box = c.tile_n // self.b_boxes
+        box_layout = sm90.make_smem_layout_b(lb, (c.tile_m, box, TILE_K), self.dtype, c.num_stages)
+        b_atoms = [self.load_atom(mB, box_layout, (box, TILE_K), c.cluster_m) for mB in mBs]
+        d_atoms = [self.epilogue.output.store_atom(mD) for mD in mDs]
+        max_clusters = args.max_clusters
+        args = args._replace(a=None, b=None, second=None, d=None, a_stride=None, max_clusters=None)
+        self.kernel(a_atom, b_atoms, d_atoms, args, tiled_mmas, sA_layout, sB_layout).launch(
+            grid=[c.cluster_m, c.cluster_n, max_clusters],
+            block=[c.threads, 1, 1],
+            cluster=[c.cluster_m, c.cluster_n, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        a_atom: tuple,
+        b_atoms: list,
+        d_atoms: list,
+        args: GroupedGemmArgs,  # without the operands
+        tiled_mmas: list,  # one overwrites the accumulator, one adds to it
+        sA_layout: cute.ComposedLayout,
+        sB_layout: cute.ComposedLayout,
+    ):
+        p, c = self.problem, self.config
+        tile_m, _, tile_k = self.tile
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg = cute.arch.make_warp_uniform(tid // 128)
+
+        # shared memory and barriers
+        smem = cutlass.memory.SmemAllocator()
+        sA = smem.allocate_tensor(self.dtype, sA_layout.outer, byte_alignment=1024, swizzle=sA_layout.inner)
+        sB = smem.allocate_tensor(self.dtype, sB_layout.outer, byte_alignment=1024, swizzle=sB_layout.inner)
+        staging = self.epilogue.output.allocate(smem)
+        shared = self.walk.allocate(smem)
+        loaded = self.stages()
+        pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
+
+        after_previous()
+        # the groups and their tiles
+        tiles_n = cute.ceil_div(args.n, self.epilogue.tile_cols * c.cluster_n)
+        tiles_m, k_steps = Int32(0), Int32(0)
+        if const_expr(p.along == "m"):
+            k_steps = cute.ceil_div(args.k, tile_k) * self.k_parts
+        else:
+            tiles_m = cute.ceil_div(args.m, tile_m * c.cluster_m)
+        walk = self.walk.begin(shared, args, tiles_m, tiles_n, k_steps)
+        pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
+
+        if wg == 0:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self.produce(a_atom, b_atoms, sA, sB, loaded, args, walk)
+        else:
+            cute.arch.setmaxregister_increase(c.consumer_registers)
+            self.consume(tiled_mmas, sA, sB, loaded, args, walk, d_atoms, staging, wg, tid % 128)
+
+    @cute.jit
+    def produce(self, a_atom, b_atoms, sA, sB, loaded, args: GroupedGemmArgs, walk: Groups):
+        """The producer warp: loads the stages of every item."""
+        p, c = self.problem, self.config
+        tile_m, tile_n, tile_k = self.tile
+        box = const_expr(tile_n // self.b_boxes)
+        cta_layout = self.cta_layout()
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        _, rank_m, rank_n, _ = cta_layout.get_flat_coord(rank)
+        at = (0, rank_m, rank_n, 0)
+        mask_a = cpasync.create_tma_multicast_mask(cta_layout, at, 2) if const_expr(c.cluster_n > 1) else None
+        mask_b = cpasync.create_tma_multicast_mask(cta_layout, at, 1) if const_expr(c.cluster_m > 1) else None
+        cta_m, cta_n, cluster = cute.arch.block_idx()
+        _, _, num_clusters = cute.arch.grid_dim()
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+        boxes = [cute.local_tile(sB, (box, tile_k), (i, 0, None)) for i in range(self.b_boxes)]
+        for j in cutlass.range(cluster, walk.num_items, num_clusters, unroll=1):
+            item = self.walk.item(j, walk)
+            row = (item.tm * c.cluster_m + cta_m) * tile_m
+            col = (item.tn * c.cluster_n + cta_n) * box
+            if const_expr(p.along == "m"):
+                a = cute.domain_offset((item.begin + row, 0), a_atom[1])
+                group = cutlass.min(item.group, args.groups - 1)
+                bs = [cute.domain_offset((col, 0), atom[1][None, None, group]) for atom in b_atoms]
+                k0 = cute.ceil_div(args.k * self.k_parts, tile_k) if item.is_filled else Int32(0)
+            else:
+                start, end = EXTENT - item.length, item.begin + item.length
+                a = cute.domain_offset((row, start), a_atom[1][None, None, EXTENT, end])
+                bs = [cute.domain_offset((col, start), b_atoms[0][1][None, None, EXTENT, end])]
+                k0 = Int32(0)
+            a_part = self.part(a_atom, a, sA, (tile_m, tile_k), rank_n, c.cluster_n)
+            part_steps = walk.k_steps // self.k_parts
+            for kt in cutlass.range(item.steps, unroll=1):
+                loaded.producer_acquire(state)
+                bar = loaded.producer_get_barrier(state)
+                if const_expr(self.k_parts == 1):
+                    self.copy(a_atom, a_part, k0 + kt, state.index, bar, mask_a)
+                    for i in cutlass.range_constexpr(self.b_boxes):
+                        b_part = self.part(b_atoms[i], bs[i], boxes[i], (box, tile_k), rank_m, c.cluster_m)
+                        self.copy(b_atoms[i], b_part, k0 + kt, state.index, bar, mask_b)
+                else:
+                    in_second = kt >= part_steps
+                    k_at = kt * tile_k if not in_second else args.k + (kt - part_steps) * tile_k
+                    a2 = self.part(a_atom, cute.domain_offset((0, k_at), a), sA, (tile_m, tile_k), rank_n, c.cluster_n)
+                    self.copy(a_atom, a2, k0, state.index, bar, mask_a)
+                    if in_second:
+                        b_part = self.part(b_atoms[1], bs[1], sB, (box, tile_k), rank_m, c.cluster_m)
+                        self.copy(b_atoms[1], b_part, k0 + kt - part_steps, state.index, bar, mask_b)
+                    else:
+                        b_part = self.part(b_atoms[0], bs[0], sB, (box, tile_k), rank_m, c.cluster_m)
+                        self.copy(b_atoms[0], b_part, k0 + kt, state.index, bar, mask_b)
+                state.advance()
+        loaded.producer_tail(state)
+
+    def part(self, atom, tensor, shared, tile, rank, num_multicast):
+        """(stages in shared memory, tiles along k)"""
+        g = cute.local_tile(tensor, tile, (0, None))
+        return cpasync.tma_partition(
+            atom[0], rank, cute.make_layout(num_multicast), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
+        )
+
+    def copy(self, atom, part, kt, stage, bar, mask):
+        cute.copy(atom[0], part[1][None, kt], part[0][None, stage], tma_bar_ptr=bar, mcast_mask=mask)
+
+    @cute.jit
+    def consume(
+        self, tiled_mmas, sA, sB, loaded, args: GroupedGemmArgs, walk: Groups, d_atoms: list, staging, wg: Int32,
+        thread: Int32
+    ):  # fmt: skip
+        """A consumer warp group: multiplies the stages of its items, and passes the sums to the epilogue."""
+        c = self.config
+        tile_m, tile_n, _ = self.tile
+        cta_m, cta_n, first = cute.arch.block_idx()
+        _, _, step = cute.arch.grid_dim()
+        last = walk.num_items
+        overwrite, add = tiled_mmas
+        mma = add.get_slice(0 if c.pingpong else cute.make_layout(c.num_wgs, stride=128)(wg - 1))
+        rA = add.make_fragment_A(mma.partition_A(sA))
+        rB = add.make_fragment_B(mma.partition_B(sB))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, tile_n)), Float32)
+        layout = cute.make_layout(mma.partition_shape_C((tile_m // c.row_blocks, tile_n)))
+        accs = [cute.make_tensor(acc.iterator + b * cute.size(layout), layout) for b in range(c.row_blocks)]
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        own, own_step, row_in_tile = first, step, (wg - 1) * 64
+        if const_expr(c.pingpong):
+            own, own_step, row_in_tile = first + (wg - 1) * step, 2 * step, Int32(0)
+            if wg == 2:
+                if own < last:
+                    skipped = self.walk.item(first, walk).steps
+                    read.advance(skipped)
+                    released.advance(skipped)
+        for j in cutlass.range(own, last, own_step, unroll=1):
+            item = self.walk.item(j, walk)
+            row0 = (item.tm * c.cluster_m + cta_m) * tile_m + row_in_tile
+            col0 = (item.tn * c.cluster_n + cta_n) * self.epilogue.tile_cols
+            block = GroupBlock(
+                row0, col0, item.begin, item.length, item.group, args.groups, item.is_filled, walk.fill, args.n, wg,
+                thread,
+            )  # fmt: skip
+            for b in cutlass.range_constexpr(c.row_blocks):
+                self.epilogue.prepare(args.epilogue, block_below(block, b))
+            if const_expr(c.pingpong):
+                if j > first:
+                    cute.arch.barrier(barrier_id=self.order_barrier(wg), number_of_threads=256)
+            loaded.consumer_wait(read)
+            self.multiply(overwrite, add, acc, rA, rB, read.index)
+            read.advance()
+            for kt in cutlass.range(1, item.steps, unroll=1):
+                loaded.consumer_wait(read)
+                self.multiply(add, add, acc, rA, rB, read.index)
+                read.advance()
+                warpgroup.wait_group(1)  # the stage before this one has been read
+                loaded.consumer_release(released)
+                released.advance()
+            if const_expr(c.pingpong):
+                if j + step < last:  # the other warp group's products queue behind these
+                    cute.arch.barrier_arrive(barrier_id=self.order_barrier(3 - wg), number_of_threads=256)
+            warpgroup.wait_group(0)
+            loaded.consumer_release(released)
+            released.advance()
+            if const_expr(c.pingpong):  # skip the stages of the other warp group's tile
+                if j + step < last:
+                    skipped = self.walk.item(j + step, walk).steps
+                    read.advance(skipped)
+                    released.advance(skipped)
+            for b in cutlass.range_constexpr(c.row_blocks):
+                self.epilogue(accs[b], args.epilogue, d_atoms, staging, block_below(block, b))
+        self.epilogue.output.finish(thread)

@@ -1,0 +1,175 @@
+"""The steps of `reference/grouped_mlp.py` on kernels: bf16 and fp16 on Hopper, one launch each.
+
+What a kernel cannot read in place is copied: it wants one dimension contiguous, the groups' matrices one after another,
+and 16-byte boundaries.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quackish.configs import choose
+from quackish.configs.grouped_gemm import (
+    DEEP,
+    DSCALES_COLUMNS,
+    MAX_GROUPS,
+    MAX_ROWS,
+    DownArgs,
+    DownBackwardArgs,
+    GroupedGemmArgs,
+    GroupedGemmProblem,
+    UpArgs,
+    cluster_n_for,
+    max_groups_for,
+)
+from quackish.gpu import gpu_of
+from quackish.ops import cuda
+from quackish.ops.kernel_for import kernel_for
+from quackish.reference import grouped_mlp as reference
+from quackish.reference.grouped_mlp import GATED, Needs
+
+
+def why_none(who: str, x: Tensor, columns: int, groups: int) -> str:
+    """Why kernels do not cover these sizes; "" where they do."""
+    rows, width = x.shape
+    if width % 8 or columns % 8:
+        why = f"matrices with {width} and {columns} columns; expected multiples of 8"
+    elif groups > MAX_GROUPS:
+        why = f"{groups} groups; expected at most {MAX_GROUPS}"
+    elif rows >= MAX_ROWS:
+        why = f"{rows} rows; expected fewer than 2**30"
+    else:
+        return ""
+    return f'{who}: no kernel for {why}. backend="auto" runs the portable path.'
+
+
+def up(x, w1, w3, b1, scales, offs, activation, keep_preactivation):
+    i = w1.shape[1] if w3 is not None or activation not in GATED else w1.shape[1] // 2
+    act = x.new_empty((x.shape[0], i))
+    preactivation = x.new_empty((x.shape[0], _width(i, activation))) if keep_preactivation else None
+    bias, scales = _fp32(b1), _fp32(scales)
+    epilogue = UpArgs(_address(preactivation), _address(bias), _address(scales))
+    options = dict(activation=activation, biased=b1 is not None, scaled=scales is not None, keeps=keep_preactivation)
+    _rows("up", x, _contiguous(w1), _contiguous(w3), act, offs, epilogue, i, x.shape[1], **options)
+    return preactivation, act
+
+
+def down(act, w2, b2, offs):
+    y, bias = act.new_empty((act.shape[0], w2.shape[1])), _fp32(b2)
+    _rows("down", act, w2, None, y, offs, DownArgs(_address(bias)), *w2.shape[1:], biased=b2 is not None)
+    return y
+
+
+def down_backward(dy, w2, preactivation, scales, offs, activation, needs: Needs):
+    if not (needs.dpreactivation or needs.dscales):  # no product
+        return reference.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
+    i, rows = w2.shape[2], dy.shape[0]
+    dz, act = torch.empty_like(preactivation), dy.new_empty((rows, i))
+    parts, s = None, _fp32(scales)
+    if s is not None:  # a sum per row and tile
+        parts = torch.empty((rows, -(-i // DSCALES_COLUMNS)), dtype=torch.float32, device=dy.device)
+    epilogue = DownBackwardArgs(preactivation.data_ptr(), act.data_ptr(), _address(s), _address(parts))
+    options = dict(activation=activation, scaled=s is not None)
+    _rows("down_backward", dy, w2.transpose(1, 2), None, dz, offs, epilogue, i, w2.shape[1], **options)
+    return dz, act, parts.sum(1).to(scales.dtype) if needs.dscales else None
+
+
+def rows_gradient(dpreactivation, w1, w3, offs):
+    dx = dpreactivation.new_empty((dpreactivation.shape[0], w1.shape[2]))
+    w1, w3 = w1.transpose(1, 2), None if w3 is None else w3.transpose(1, 2)
+    _rows("down", dpreactivation, w1, w3, dx, offs, DownArgs(), *w1.shape[1:])
+    return dx
+
+
+def weight_gradient(a, b, offs, dtype, out=None):
+    a, b = _aligned(a), _aligned(b)
+    (rows, m), n, groups = a.shape, b.shape[1], offs.shape[0]
+    adds = out is not None and out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0
+    d = out if adds else torch.empty((groups, m, n), dtype=dtype if out is None else torch.float32, device=a.device)
+    problem = _problem(
+        "store", a, groups, along="k", out_dtype=cuda.dtype_name(d), accumulate=adds, cluster_n=cluster_n_for(m, n)
+    )
+    sizes = a.stride(0), rows, m, n, None, groups
+    _launch(problem, a, a.data_ptr(), b.data_ptr(), None, d.data_ptr(), offs, None, sizes)
+    if out is None:
+        return d
+    if adds:
+        torch.autograd.graph.increment_version(out)
+    else:
+        starts = torch.nn.functional.pad(offs, (1, 0))
+        out.copy_(torch.where((starts.diff() != 0)[:, None, None], out + d, out))
+    return None
+
+
+def bias_gradient(a, offs, dtype):
+    ones = a.new_ones((a.shape[0], 8))  # the fewest columns that a kernel takes
+    return weight_gradient(a, ones, offs, torch.float32)[:, :, 0].to(dtype)
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    epilogue: str, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple, n: int, k: int,
+    **options: Any
+) -> None:  # fmt: skip
+    """a (R, k) times w (groups, n, k), whose rows or columns may go on in `second`."""
+    if not w.is_contiguous() and not w.transpose(1, 2).is_contiguous():
+        w = w.contiguous()
+    b_major = "k" if w.is_contiguous() else "n"
+    if second is not None:
+        second = second.contiguous() if b_major == "k" else second.transpose(1, 2).contiguous().transpose(1, 2)
+    a, w, second = _aligned(a), _aligned(w), None if second is None else _aligned(second)
+    groups, rows = offs.shape[0], a.shape[0]
+    problem = _problem(
+        epilogue, a, groups, along="m", b_major=b_major, b_in_two=second is not None, deep=k >= DEEP, **options
+    )
+    sizes = None, rows, None, n, k, groups
+    _launch(problem, a, a.data_ptr(), w.data_ptr(), _address(second), d.data_ptr(), offs, args, sizes)
+
+
+def _launch(problem: GroupedGemmProblem, x: Tensor, a, b, second, d, offs: Tensor, epilogue, sizes: tuple) -> None:
+    launch, clusters = _kernel(problem, x.device.index, choose.epoch)
+    launch(
+        GroupedGemmArgs(a, b, second, d, offs.data_ptr(), epilogue, *sizes, clusters), cuda.stream_of(x.device.index)
+    )
+
+
+@functools.cache
+def _kernel(problem: GroupedGemmProblem, device_index: int, epoch: int) -> tuple[Callable, int]:
+    gpu = gpu_of(device_index)
+    kernel = kernel_for("grouped_gemm", problem, gpu)
+    return kernel.launch, kernel.config.max_clusters(gpu.sm_count)
+
+
+def _problem(epilogue: str, a: Tensor, groups: int, **options: Any) -> GroupedGemmProblem:
+    return GroupedGemmProblem(epilogue=epilogue, dtype=cuda.dtype_name(a), max_groups=max_groups_for(groups), **options)
+
+
+# Operands -------------------------------------------------------------------------------------------------------------
+
+
+def _width(i: int, activation: str) -> int:
+    return 2 * i if activation in GATED else i
+
+
+def _address(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _fp32(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.float().contiguous()
+
+
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """t, or a copy where rows do not start on 16 bytes."""
+    steps = [step for step in t.stride() if step != 1]
+    is_readable = t.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in steps)
+    return t if is_readable else t.clone(memory_format=torch.preserve_format)
