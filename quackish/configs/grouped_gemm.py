@@ -106,7 +106,7 @@ def grouped_gemm_config(problem: GroupedGemmProblem, gpu: Gpu) -> GemmConfig:
     """Clusters along n: a group's last rows fill 128 or 192 rows, not twice as many."""
     if problem.along == "k":
         along_n = problem.cluster_n == 2
-        return GemmConfig(192, 128, 1 if along_n else 2, 2 if along_n else 1, num_stages=5, pingpong=True)
+        return GemmConfig(192, 128, 1 if along_n else 2, 2 if along_n else 1, num_stages=5, group=16, pingpong=True)
     if problem.deep and problem.epilogue == "down":  # products hide nothing, but wide tiles load less
         return GemmConfig(cluster_m=1, cluster_n=2)
     if problem.epilogue == "down_backward" and problem.scaled and problem.activation in ("geglu", "clamped_swiglu"):

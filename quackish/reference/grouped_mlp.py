@@ -85,7 +85,7 @@ def down(
 def down_backward(
     dy: Tensor,  # (R, H)
     w2: Tensor,  # (E, H, I)
-    preactivation: Tensor,  # (R, 2I) or (R, I)
+    preactivation: Tensor,  # (R, 2I) or (R, I), of `up`
     scales: Tensor | None,  # (R,)
     offs: Tensor,
     activation: str,

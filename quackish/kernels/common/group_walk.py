@@ -10,6 +10,12 @@ from quackish.configs.gemm import TILE_K
 from quackish.kernels.common.lce import load_at
 
 
+@cute.jit
+def uniform(x: Int32) -> Int32:
+    """x, equal in all threads of a warp, in a uniform register: else each WGMMA first moves its descriptors."""
+    return cute.arch.warp_redux_sync(x, "max")
+
+
 class Item(NamedTuple):
     """A cluster tile. Along m, the rows behind the last group are one more group."""
 
@@ -94,9 +100,8 @@ class GroupWalk:
         if valid == 0:
             for g in cutlass.range(tid, groups + 1, threads, unroll=1):
                 sBounds[g] = Int32(0)
-            live = Int32(0)
+            live = groups
         cute.arch.sync_threads()
-        valid = cute.arch.make_warp_uniform(valid)
         fill = Float32(0.0) if valid == 1 else Float32(float("nan"))
         if const_expr(self.along_m):
             num_items = sOrder[groups + 1] * tiles_n
@@ -104,7 +109,7 @@ class GroupWalk:
             if const_expr(not self.problem.accumulate):
                 live = groups  # D of an empty group is set to 0
             num_items = live * tiles_m * tiles_n
-        num_items = cute.arch.make_warp_uniform(num_items)
+        num_items = uniform(num_items)
         return Groups(sBounds, sOrder, groups, num_items, tiles_m, tiles_n, k_steps, fill)
 
     @cute.jit
@@ -118,18 +123,19 @@ class GroupWalk:
                     if w.sOrder[at] <= unit:
                         g = at
                 half = half // 2
-            g = cute.arch.make_warp_uniform(g)
-            begin = cute.arch.make_warp_uniform(w.sBounds[g])
-            length = cute.arch.make_warp_uniform(w.sBounds[g + 1]) - begin
-            first = w.sOrder[g]
-            tm, tn = self.raster(j - first * w.tiles_n, w.sOrder[g + 1] - first, w.tiles_n)
+            g = uniform(g)
+            begin = uniform(w.sBounds[g])
+            length = uniform(w.sBounds[g + 1]) - begin
+            first = uniform(w.sOrder[g])
+            tiles_m = uniform(w.sOrder[g + 1]) - first
+            tm, tn = self.raster(j - first * w.tiles_n, tiles_m, w.tiles_n)
             is_filled = g == w.groups
             steps = Int32(1) if is_filled else w.k_steps
             return Item(g, begin, length, tm, tn, steps, is_filled)
         of_group = w.tiles_m * w.tiles_n
-        g = w.sOrder[j // of_group]
-        begin = w.sBounds[g]
-        length = w.sBounds[g + 1] - begin
+        g = uniform(w.sOrder[j // of_group])
+        begin = uniform(w.sBounds[g])
+        length = uniform(w.sBounds[g + 1]) - begin
         tm, tn = self.raster(j % of_group, w.tiles_m, w.tiles_n)
         steps = cutlass.max(cute.ceil_div(length, TILE_K), 1)
         return Item(g, begin, length, tm, tn, steps, w.fill != w.fill)
