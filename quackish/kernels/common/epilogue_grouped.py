@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from quackish.configs.grouped_gemm import DSCALES_COLUMNS, DownArgs, DownBackwardArgs, UpArgs, grouped_gemm_buffers
 from quackish.kernels.common.activations import factor, value
+from quackish.kernels.common.group_walk import uniform
 from quackish.kernels.common.rows import vector_at
 from quackish.kernels.common.tile_store import TileStore, column_of, row_of, thread_rows
 
@@ -207,12 +208,14 @@ class DownBackward(GroupEpilogue):
             scales = self.row_scales(args.scales, block)
             sums = cute.make_rmem_tensor((2,), Float32)
         grads = [cute.make_rmem_tensor(acc.layout, self.output.dtype) for _ in range(2 if gated else 1)]
+        rows = self.rows_of(args.preactivation, block)
+        columns = uniform(block.n - block.col0)
         for j in cutlass.range_constexpr(self.output.num_pieces):
             if const_expr(p.scaled):
                 sums.fill(0.0)
             for v in cutlass.range_constexpr(j * per_piece, (j + 1) * per_piece):
                 if const_expr(v % BATCH == 0):
-                    z = [self.preactivation(args, v, part, block) for part in range(len(grads))]
+                    z = [self.preactivation(of_part, v, columns, block.thread) for of_part in rows]
                 r, dact = const_expr(row_of(v)), acc[v]
                 scaled = dact * scales[r] if const_expr(p.scaled) else dact
                 f, df = value(z[0][v % BATCH].to(Float32), p.activation)
@@ -243,17 +246,30 @@ class DownBackward(GroupEpilogue):
                     prefetch(args.preactivation + (start + part * block.n + at))
 
     @cute.jit
-    def preactivation(self, args: DownBackwardArgs, first: cutlass.Constexpr[int], part: cutlass.Constexpr[int], block):
-        """BATCH values of the thread of gate (part 0) or up, which need not be in the group or in the matrix."""
-        z = cute.make_rmem_tensor((BATCH,), args.preactivation.dtype)
-        width = block.n * 2 if const_expr(self.problem.gated) else block.n
+    def preactivation(self, rows: list, first: cutlass.Constexpr[int], columns: Int32, thread: Int32):
+        """BATCH values of the thread from value `first` on, 0 past the matrix. rows: where its two rows start."""
+        z = cute.make_rmem_tensor((BATCH,), rows[0].dtype)
         for q in cutlass.range_constexpr(BATCH // 2):
             v = const_expr(first + 2 * q)  # and v + 1: two columns of a row
-            row = cutlass.min(block.row0 + thread_rows(block.thread) + 8 * row_of(v), block.length - 1)
-            col = cutlass.min(block.col0 + column_of(v, block.thread), block.n - 2)
-            two = vector_at(args.preactivation, Int64(block.begin + row) * width + (part * block.n + col), 2).load()
-            z[2 * q], z[2 * q + 1] = two[0], two[1]
+            z[2 * q], z[2 * q + 1] = z.element_type(0.0), z.element_type(0.0)
+            if v // 4 * 8 < columns:  # a multiple of 8; uniform, as in StoreWithResidual
+                two = vector_at(rows[row_of(v)], v // 4 * 8, 2).load()
+                z[2 * q], z[2 * q + 1] = two[0], two[1]
         return z
+
+    @cute.jit
+    def rows_of(self, z: cute.Pointer, block: GroupBlock):
+        """Where the thread's two rows start, past the group's end its last row: of gate, and of up."""
+        width = block.n * 2 if const_expr(self.problem.gated) else block.n
+        col = block.col0 + column_of(0, block.thread)
+        rows = []
+        for part in cutlass.range_constexpr(2 if self.problem.gated else 1):
+            of_part = []
+            for r in cutlass.range_constexpr(2):
+                row = cutlass.min(block.row0 + thread_rows(block.thread) + 8 * r, block.length - 1)
+                of_part.append(z + (Int64(block.begin + row) * width + (part * block.n + col)))
+            rows.append(of_part)
+        return rows
 
     @cute.jit
     def store_sums(self, sums, parts: cute.Pointer, block: GroupBlock, col: Int32):
