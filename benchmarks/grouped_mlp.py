@@ -286,24 +286,24 @@ def main() -> None:
     args = parser.parse_args()
     device = harness.device_to_measure()
     shapes = {name: MODELS[name] for name in args.models.split(",")} if device.type == "cuda" else SMALL
-    found: list[Found] = []
+    about, host, found = environment(device, args.commit), of_the_host(device), []
     for model, shape in shapes.items():
-        for split in SPLITS:
-            cell = measure(model, shape, split, device)
-            print(f"{model}, {split}: {', '.join(f'{f.name} {f.ms or f.note}' for f in cell)}", flush=True)
-            found += cell
-    about = environment(device, args.commit)
-    page = "# The MLP of a mixture of experts: ms of a forward and backward\n\n"
-    page += f"{about['gpu']}, commit `{about['commit']}`, driver {about['driver']}, torch {about['torch']}, "
-    page += f"{about['peers'] or 'no peers'}. MB are the peak above inputs, gradients included.\n\n"
-    page += "".join(f"- {word}: {text}\n" for word, text in verdicts(found) + of_the_host(device)) + "\n"
+        for split in SPLITS:  # the page is written after each cell, for runs that are stopped
+            found += measure(model, shape, split, device)
+            harness.write_page(page(about, found, host), args.out / "grouped_mlp.md")
+
+
+def page(about: Mapping[str, str], found: list[Found], host: list[Verdict]) -> str:
+    text = "# The MLP of a mixture of experts: ms of a forward and backward\n\n"
+    text += f"{about['gpu']}, commit `{about['commit']}`, driver {about['driver']}, torch {about['torch']}, "
+    text += f"{about['peers'] or 'no peers'}. MB are the peak above inputs, gradients included.\n\n"
+    text += "".join(f"- {word}: {line}\n" for word, line in verdicts(found) + host) + "\n"
     lines = [
         (f.model, f.split, f.name, f"{f.ms:.3f}" if f.ms else f.note, f"{f.mb:.0f}", *(f"{e:.2e}" for e in f.errors))
         + ("",) * (len(RESULTS) - len(f.errors))
         for f in found
     ]
-    page += markdown_table(("model", "split", "provider", "ms", "MB", *RESULTS), lines)
-    harness.write_page(page, args.out / "grouped_mlp.md")
+    return text + markdown_table(("model", "split", "provider", "ms", "MB", *RESULTS), lines)
 
 
 if __name__ == "__main__":
