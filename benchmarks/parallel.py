@@ -77,7 +77,6 @@ def providers(m: int, h: int, v: int, device: torch.device, all_of_them: bool) -
     if ranks > 1:
         steps["quackish, deterministic"] = ours(deterministic=True)
         steps["quackish, sequence_parallel"] = ours(part, sequence_parallel=True)
-        steps["quackish, chunked"] = ours(schedule="chunked")
         steps["quackish, recompute"] = ours(schedule="recompute")
     steps["PyTorch, loss_parallel"] = loss_parallel(x, shard, target)
     if device.type == "cuda" and importlib.util.find_spec("liger_kernel"):

@@ -25,11 +25,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import quackish
 from quackish.cli import operations
-from quackish.configs import linear_cross_entropy as config
 from quackish.gpu import gpu_of
 from quackish.ops.linear_cross_entropy import api, autograd
 from quackish.parallel import VocabParallelHead, linear_cross_entropy
-from quackish.parallel.collectives import begin_sum, gathered
+from quackish.parallel.collectives import gathered, summed
 from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
 
 RANKS = 3
@@ -246,35 +245,14 @@ def parts_of_the_input(groups):
 
 
 @check
-def chunks_of_rows(groups):
-    """`chunked` takes the same chunks on all ranks, where a shard of one class alone would need no chunks."""
-    ranks = groups["unequal"]
-    x, w, target, kw = make(m=300, v=V, reduction="sum")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "CHUNK_BYTES", 8 * 384)
-        (loss,), (dx, dw) = agree(ranks, x, w, target, kw, schedule="chunked")
-        rows = slice(100 * ranks.rank, 100 * ranks.rank + 100)
-        how = dict(schedule="chunked", sequence_parallel=True)
-        got, grads = ranks.step(x[rows], w, target, kw, total, **how)
-    assert torch.equal(got[0], loss)
-    torch.testing.assert_close(grads, [dx[rows], dw], rtol=1e-12, atol=1e-12)
-    buffer = torch.zeros(ranks.shard(w).shape)  # another dtype than fp64's sums
-    loss = linear_cross_entropy(
-        x, ranks.shard(w), target, **kw, group=ranks.group, schedule="chunked", chunk_size=128, grad_weight_out=buffer
-    )
-    total([loss]).backward()
-    assert torch.equal(buffer, dw.float())
-
-
-@check
 def sums_in_rank_order(groups):
     group = groups["chunk"].group
     partial = torch.randn(13, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
     first, second, third = gathered(partial, group).view(RANKS, 13, 8)
     total = (first + second) + third
     assert not torch.equal(total, (third + second) + first)
-    assert torch.equal(begin_sum(partial, group, False, True)(), total)
-    mine = begin_sum(partial[:12], group, True, True)()
+    assert torch.equal(summed(partial, group, False, True), total)
+    mine = summed(partial[:12], group, True, True)
     assert torch.equal(mine, total[4 * dist.get_rank() :][:4])
 
 
@@ -352,9 +330,8 @@ def kernels(groups):
             for dtype in (torch.bfloat16, torch.float16):
                 x, w, target, kw = make(300, 64, 700, dtype, reduction=REDUCTIONS[i % 3], **options)
                 kw |= [{"return_lse": True}, {"return_stats": True}][i % 2]
-                for schedule in SCHEDULES:
-                    how = dict(schedule=schedule, chunk_size=128 if schedule == "chunked" else None)
-                    agree_with_truth(ranks, x, w, target, kw, **how, deterministic=i % 2 == 0)
+                for schedule in ("stored", "recompute"):
+                    agree_with_truth(ranks, x, w, target, kw, schedule=schedule, deterministic=i % 2 == 0)
         x, w, target, kw = make(300, 64, 700, torch.bfloat16)
         k.calls.clear()
         before = ranks.step(x, w, target, kw, lambda outputs: outputs[0], schedule="stored")
@@ -369,10 +346,6 @@ def kernels(groups):
         k.calls.clear()
         after = ranks.step(x, w, target, kw, lambda outputs: outputs[0], schedule="recompute")
         assert (k.calls["logits"], k.calls["dlogits"], k.calls["dx"]) == (1, 1, 1)
-        assert torch.equal(before[0][0], after[0][0])
-        k.calls.clear()
-        after = ranks.step(x, w, target, kw, lambda outputs: outputs[0], schedule="chunked", chunk_size=128)
-        assert (k.calls["logits"], k.calls["dx"], k.calls["dw"]) == (6, 3, 3 * int(ranks.rank != 1))
         assert torch.equal(before[0][0], after[0][0])
         ranks = Ranks((30, 0, 20))  # rows that PyTorch sorts by class, where a shard has a single one that stands in
         for schedule in SCHEDULES:
@@ -422,9 +395,8 @@ def options_on_gpus(groups):
         ):
             case = gpu_case(dtype, 300, 64, 700, reduction=REDUCTIONS[i % 3], **OPTIONS[name])
             case[3].update([{"return_lse": True}, {"return_stats": True}][i % 2])
-            for schedule in SCHEDULES:
-                how = dict(schedule=schedule, chunk_size=128 if schedule == "chunked" else None)
-                agree_with_truth(groups[split], *case, **how, deterministic=i % 2 == 0)
+            for schedule in ("stored", "recompute"):
+                agree_with_truth(groups[split], *case, schedule=schedule, deterministic=i % 2 == 0)
 
 
 @gpu_check
@@ -481,15 +453,13 @@ def parts_of_the_input_on_gpus(groups):
     x, w, target, kw = gpu_case()
     rows = len(x) // len(ranks.sizes)
     mine = slice(rows * ranks.rank, rows * ranks.rank + rows)
-    for schedule, deterministic in itertools.product(("stored", "chunked"), (False, True)):
-        how = dict(deterministic=deterministic, schedule=schedule, chunk_size=512)
+    for schedule, deterministic in itertools.product(("stored", "recompute"), (False, True)):
+        how = dict(deterministic=deterministic, schedule=schedule)
         (loss,), (dx, dw) = ranks.step(x, w, target, kw, lambda outputs: outputs[0], **how)
         how["sequence_parallel"] = True
         got, grads = ranks.step(x[mine], w, target, kw, lambda outputs: outputs[0], **how)
         assert torch.equal(got[0], loss)
-        if schedule == "stored":
-            assert torch.equal(grads[1], dw)
-        assert norm_error(grads[1], dw.double()) <= 2 * unit_roundoff(dw.dtype)
+        assert torch.equal(grads[1], dw)
         assert norm_error(grads[0], dx[mine].double()) <= 2 * unit_roundoff(dx.dtype)
 
 

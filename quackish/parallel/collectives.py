@@ -1,8 +1,5 @@
 """Collectives of the vocabulary-parallel head, on matrices of rows. On a GPU the host waits for none of them."""
 
-import functools
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,37 +16,14 @@ def gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return everyone
 
 
-def begin_sum(partial: Tensor, group: dist.ProcessGroup, scatter: bool, deterministic: bool) -> Callable[[], Tensor]:
-    """Starts the sum of `partial` (m, n) over ranks on a side stream. The returned function waits for it on the current
-    stream and returns the sum.
+def summed(partial: Tensor, group: dist.ProcessGroup, scatter: bool, deterministic: bool) -> Tensor:
+    """The sum of `partial` (m, n) over ranks.
 
     scatter: only this rank's m / ranks rows are returned. Otherwise `partial` may be overwritten. deterministic: ranks
     are added in order, in fp32 at least, whichever algorithm the communication library takes.
     """
-    add_up = _sum_in_order if deterministic else _sum
-    if not partial.is_cuda:
-        total = add_up(partial, group, scatter)
-        return lambda: total
-    current, beside = torch.cuda.current_stream(partial.device), _stream_beside(partial.device)
-    beside.wait_stream(current)
-    with torch.cuda.stream(beside):
-        partial.record_stream(beside)
-        total = add_up(partial, group, scatter)
-
-    def end() -> Tensor:
-        current.wait_stream(beside)
-        total.record_stream(current)
-        return total
-
-    return end
-
-
-@functools.cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # its kernels are small: they get SMs before those of a GEMM
-
-
-def _sum(partial: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
+    if deterministic:
+        return _summed_in_order(partial, group, scatter)
     if not scatter:
         dist.all_reduce(partial, group=group)
         return partial
@@ -58,7 +32,7 @@ def _sum(partial: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
     return total
 
 
-def _sum_in_order(partial: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
+def _summed_in_order(partial: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
     """Each rank adds up one block of rows. As many bytes are sent as in an all-reduce by rings."""
     size, (m, n) = group.size(), partial.shape
     rows = -(-m // size)

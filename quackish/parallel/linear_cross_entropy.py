@@ -2,12 +2,11 @@
 
 Each rank runs the one-GPU operation on its shard: reduction "none", with lse. A target of another rank is mapped to
 some class of the shard, whose loss gets no gradient. The ranks exchange these numbers, and each computes the same loss
-from them (combine.py). Backward gives the rank's own numbers their gradients, and sums the gradient of input over ranks
-while the weight's is computed.
+from them (combine.py). Backward gives the rank's own numbers their gradients, and sums the gradient of input over
+ranks.
 """
 
 import contextlib
-import functools
 import sys
 import weakref
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCros
 from quackish.ops.linear_cross_entropy.api import MODULE_OPTIONS, key_of, plan_for
 from quackish.ops.linear_cross_entropy.autograd import (
     NO_SECOND_DERIVATIVES,
+    backward_of,
     forward_of,
     grads_needed,
     is_batched,
@@ -31,9 +31,8 @@ from quackish.ops.linear_cross_entropy.autograd import (
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options, check_options, check_tensors
 from quackish.ops.linear_cross_entropy.schedules import GradsNeeded, Plan
 from quackish.ops.modes import are_plain, check_memory, is_compiling, is_transformed
-from quackish.parallel.collectives import begin_sum, gathered
+from quackish.parallel.collectives import gathered, summed
 from quackish.parallel.combine import NO_CLASSES, Formula, Parts, combine, row_gradients
-from quackish.parallel.gradients import gradients, gradients_by_chunks
 from quackish.reference.linear_cross_entropy import mean_divisor, rows_of
 
 _WHO = "parallel.linear_cross_entropy"
@@ -86,8 +85,7 @@ def linear_cross_entropy(
             of the communication library.
         linear_bias, weight, grad_weight_out: (v,), (v,), (v, H), of this shard.
         schedule: what is kept until backward. "stored" (the exponentials of all logits of the shard) and "recompute"
-            (nothing), of which "auto" takes one as with `reduction="none"`. "chunked" keeps nothing either; backward
-            runs "stored" for one chunk of rows after another.
+            (nothing), of which "auto" takes one as with `reduction="none"`. "chunked" is "recompute".
 
     Raises:
         As `quackish.linear_cross_entropy`. ValueError on all ranks where they disagree about shapes, dtypes or options
@@ -187,7 +185,6 @@ class _Shards(NamedTuple):
     start: int  # this rank's first class
     num_classes: int  # of all ranks
     ends: Tensor  # (ranks,) int64: where the ranks' classes end
-    chunk_rows: int  # of backward with `chunked`, the same on all ranks; 0 if a rank runs another schedule
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, _Shards]] = weakref.WeakKeyDictionary()
@@ -228,7 +225,6 @@ def _agree(inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int | N
         if isinstance(its, str):
             raise ValueError(f"{_WHO}: rank {rank} of the group refuses its arguments: {its}")
     sizes, start = [its.pop("classes") for its in everyone], 0
-    chunk_rows = min(its.pop("chunk_rows") for its in everyone)
     for rank, its in enumerate(everyone):
         given = its.pop("vocab_start")
         if given not in (None, start):
@@ -246,7 +242,7 @@ def _agree(inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int | N
     if start == 0:
         raise ValueError(f"{_WHO}: weight_shard has no rows on any rank, expected at least one class")
     ends = torch.tensor(sizes).cumsum(0).to(inputs.input.device)
-    return _Shards(sum(sizes[: group.rank()]), start, ends, chunk_rows)
+    return _Shards(sum(sizes[: group.rank()]), start, ends)
 
 
 def _description(inputs: Inputs, options: Options, ranks: _Ranks) -> dict[str, Any]:
@@ -268,7 +264,6 @@ def _description(inputs: Inputs, options: Options, ranks: _Ranks) -> dict[str, A
         **dict(zip(Options._fields[:7], options[:7], strict=True)),
         **dict(zip(_Ranks._fields[1:], ranks[1:], strict=True)),
         "classes": inputs.linear_weight.shape[0],
-        "chunk_rows": plan.chunk_rows if options.schedule == "chunked" and plan.schedule == "stored" else 0,
     }
 
 
@@ -301,8 +296,7 @@ def _of_shard(inputs: Inputs, options: Options, ranks: _Ranks, start: int) -> tu
     """The operation on the shard, on flat rows. Its loss is nll, or with label smoothing the smooth part.
 
     A target of another rank is mapped to some class of the shard. They are spread over classes, because rows of dw are
-    summed by class. `chunked` is `stored` by chunks of rows, see gradients_by_chunks. Memory limits know nothing of
-    that: with one, the operation chooses.
+    summed by class.
     """
     smooth, v, target = options.label_smoothing > 0, inputs.linear_weight.shape[0], inputs.target.reshape(-1).long()
     stats = smooth or options.return_stats
@@ -312,12 +306,9 @@ def _of_shard(inputs: Inputs, options: Options, ranks: _Ranks, start: int) -> tu
         num_items=None,
     )
     inputs = inputs if smooth else inputs._replace(weight=None)
-    schedule = options.schedule
-    if schedule == "chunked" and options.memory_limit is None:
-        schedule = "stored"
     options = options._replace(
         reduction="none", ignore_index=_IGNORED, label_smoothing=1.0 if smooth else 0.0, z_loss=0.0,
-        return_lse=not stats, return_stats=stats, schedule=schedule,
+        return_lse=not stats, return_stats=stats,
     )  # fmt: skip
     plan = plan_for(inputs, options)
     if inputs.logit_scale is not None:
@@ -362,10 +353,8 @@ class _VocabParallel(torch.autograd.Function):
         x = input.reshape(-1, input.shape[-1])
         if ranks.sequence_parallel:
             x = gathered(x.to(plan.compute_dtype), ranks.group)  # what autocast rounds is rounded before
-        shard, keep_for = shard._replace(input=x), needed
-        if shards.chunk_rows:
-            keep_for = GradsNeeded(None, None, False)
-        *outputs, state, live_x, exp_logits, _, _, _ = forward_of(shard, plan, keep_for)
+        shard = shard._replace(input=x)
+        *outputs, state, live_x, exp_logits, _, _, _ = forward_of(shard, plan, needed)
 
         parts = _parts(shard, plan, inputs, options, shards.start, *outputs)
         everyone = parts.unstacked(gathered(parts.stacked(), ranks.group))
@@ -385,7 +374,7 @@ class _VocabParallel(torch.autograd.Function):
             outputs.append(shaped(c.lse.clone(), shape))
         ctx.save_for_backward(*shard[:6], state, live_x, exp_logits)
         c = c._replace(loss=None, log_prob=None, predicted=None)  # these are the user's
-        ctx.kept = plan, needed, ranks, formula, c, divisor, shard.grad_weight_out, shards.chunk_rows
+        ctx.kept = plan, needed, ranks, formula, c, divisor, shard.grad_weight_out
         ctx.input_shape, ctx.per_row, ctx.is_empty = input.shape, options.reduction == "none", not len(weight_shard)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -397,7 +386,7 @@ class _VocabParallel(torch.autograd.Function):
         if any(map(is_batched, (grad_loss, *row_grads))):
             raise RuntimeError(f"{_WHO}: vmap over gradients (is_grads_batched=True) is not supported")
         *tensors, state, live_x, exp_logits = ctx.saved_tensors
-        plan, needed, ranks, formula, combined, divisor, dw_out, chunk_rows = ctx.kept
+        plan, needed, ranks, formula, combined, divisor, dw_out = ctx.kept
         shard, kept = Inputs(*tensors, None, dw_out), (state, live_x, exp_logits)
         row_grads = [None if grad is None else grad.reshape(-1) for grad in (*row_grads, None, None, None)[:3]]
         if grad_loss is not None:
@@ -405,14 +394,9 @@ class _VocabParallel(torch.autograd.Function):
             grad_loss = grad_loss if divisor is None else grad_loss / divisor
         arriving = row_gradients(combined, formula, shard.linear_weight.shape[0], grad_loss, *row_grads)
 
-        group, scatter, deterministic = ranks
-        begin = functools.partial(begin_sum, group=group, scatter=scatter, deterministic=deterministic)
-        if chunk_rows:
-            parts = group.size() if scatter else 1
-            (_, dw, db), end = gradients_by_chunks(shard, plan, needed, arriving, chunk_rows, begin, parts)
-        else:
-            (_, dw, db), end = gradients(shard, plan, needed, arriving, kept, begin)
-        dx = None if end is None else end().view(ctx.input_shape)
+        dx, dw, db = backward_of(shard, plan, needed, arriving, kept)
+        if dx is not None:
+            dx = summed(dx, *ranks).view(ctx.input_shape)
         if dw is not None and dw_out is not None:
             dw_out.add_(dw)
             dw = None
