@@ -140,6 +140,9 @@ def rows_in_special_cases(groups):
         w.data[8] = w.data[0]
         w.data[[0, 8], 0] += 100.0 * x.data[3, 0].sign()  # equal largest logits on different ranks: the first class
         agree(ranks, x, w, target, kw)
+        infinite = torch.ones(V, dtype=torch.float64)
+        infinite[0] = torch.inf  # of no target, but ignored rows must read some class's
+        agree(ranks, x, w, target.where(target != 0, 1), kw | {"weight": infinite, "label_smoothing": 0.0})
         x.data[1] = float("nan")  # ignored
         agree(ranks, x, w, target, kw)
         x.data[2] = float("nan")

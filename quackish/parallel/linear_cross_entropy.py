@@ -302,7 +302,7 @@ def _of_shard(inputs: Inputs, options: Options, ranks: _Ranks, start: int) -> tu
     stats = smooth or options.return_stats
     inputs = _with_a_class(inputs)._replace(
         input=_whole_input(inputs.input, ranks).reshape(-1, inputs.input.shape[-1]),
-        target=torch.where(target == _ignored(options), _IGNORED, (target - start).remainder(max(v, 1))),
+        target=(target - start).remainder_(max(v, 1)).masked_fill_(target == _ignored(options), _IGNORED),
         num_items=None,
     )
     inputs = inputs if smooth else inputs._replace(weight=None)
@@ -362,7 +362,8 @@ class _VocabParallel(torch.autograd.Function):
         rows = rows_of(target, num_classes, None, _ignored(options), dtype)
         owner = torch.searchsorted(shards.ends, rows.index, right=True)
         formula = Formula(options.label_smoothing, options.z_loss, num_classes)
-        c = combine(everyone, ranks.group.rank(), owner, rows, formula)
+        needs_lse = options.return_lse or options.return_stats
+        c = combine(everyone, ranks.group.rank(), owner, rows, formula, needs_lse)
 
         divisor = mean_divisor(c.rows, inputs.num_items) if options.reduction == "mean" else None
         loss = shaped(c.loss, shape) if options.reduction == "none" else c.loss.sum()

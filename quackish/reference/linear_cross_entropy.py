@@ -43,25 +43,24 @@ class LinearCrossEntropyStats(NamedTuple):
 class Rows:
     """What the targets say about each row."""
 
-    live: Tensor  # (m,) bool: not ignored
-    index: Tensor  # (m,) int64, always in [0, V): the class, 0 for rows that have none
+    ignored: Tensor  # (m,) bool
+    index: Tensor  # (m,) int64, always in [0, V): the class, any for rows that have none
     weight: Tensor  # (m,) class weight of the target; 0 for an ignored row, NaN for a target that is no class
 
     def __getitem__(self, rows: slice) -> "Rows":
-        return Rows(self.live[rows], self.index[rows], self.weight[rows])
+        return Rows(self.ignored[rows], self.index[rows], self.weight[rows])
 
 
 def rows_of(target: Tensor, v: int, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Rows:
     """Reads targets of (m,) without ever indexing out of bounds: NaN marks the rows whose target is no class."""
     target = target.long()  # before it is compared: in int32, an ignore_index of 2**32 would be class 0
-    live = target != ignore_index
-    inside = (target >= 0) & (target < v)
-    index = target.masked_fill(~(live & inside), 0)
+    ignored = target == ignore_index
+    index = target.clamp(0, v - 1)
     if weight is None:
-        row_weight = torch.ones(target.shape, dtype=dtype, device=target.device)
+        row_weight = torch.ones_like(target, dtype=dtype)
     else:
         row_weight = weight.to(dtype).index_select(0, index)
-    return Rows(live, index, row_weight.masked_fill(~inside, float("nan")).masked_fill(~live, 0.0))
+    return Rows(ignored, index, row_weight.masked_fill_(index != target, float("nan")).masked_fill_(ignored, 0.0))
 
 
 def mean_divisor(rows: Rows, num_items: int | Tensor | None = None) -> Tensor:
@@ -69,13 +68,13 @@ def mean_divisor(rows: Rows, num_items: int | Tensor | None = None) -> Tensor:
 
     A target that is no class counts for nothing: the other rows' gradients are as if that row were ignored.
     """
-    counted = ~rows.weight.isnan() & rows.live
+    uncounted = rows.weight.isnan() | rows.ignored
     if num_items is None:
-        divisor = rows.weight.masked_fill(~counted, 0.0).sum()
+        divisor = rows.weight.nansum()
     else:
         # a product, not a copy: num_items may be a 0-dim CPU tensor beside CUDA rows, and a copy would synchronise
         divisor = (torch.ones((), dtype=rows.weight.dtype, device=rows.weight.device) * num_items).to(rows.weight.dtype)
-    return divisor.masked_fill(~counted.any(), 1.0)
+    return divisor.masked_fill(uncounted.all(), 1.0)
 
 
 def linear_cross_entropy_forward(
@@ -102,7 +101,7 @@ def linear_cross_entropy_forward(
     """
     dtype, v = accumulate_dtype(input.dtype), linear_weight.shape[0]
     rows = rows_of(target, v, weight, ignore_index, dtype)
-    logits = input.to(dtype).masked_fill(~rows.live[:, None], 0.0) @ linear_weight.to(dtype).T
+    logits = input.to(dtype).masked_fill(rows.ignored[:, None], 0.0) @ linear_weight.to(dtype).T
     if linear_bias is not None:
         logits = logits + linear_bias.to(dtype)
     if softcap is not None:
@@ -117,13 +116,13 @@ def linear_cross_entropy_forward(
     logp, lse = torch.log_softmax(logits, -1), torch.logsumexp(logits, -1)
     # a logit of -inf (a masked class) has logp -inf and must not meet its q of 0
     loss = -(q * logp).masked_fill(q == 0, 0.0).sum(-1) + z_loss * lse.square()
-    loss = loss.masked_fill(~rows.live, 0.0)
-    stats = lse = lse.masked_fill(~rows.live, 0.0)
+    loss = loss.masked_fill(rows.ignored, 0.0)
+    stats = lse = lse.masked_fill(rows.ignored, 0.0)
     if return_stats:
         log_prob = logp.gather(1, rows.index[:, None]).squeeze(1).masked_fill(rows.weight.isnan(), float("nan"))
         entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
-        log_prob, entropy = (t.masked_fill(~rows.live, 0.0) for t in (log_prob, entropy))
-        stats = LinearCrossEntropyStats(lse, log_prob, entropy, predicted.masked_fill(lse.isnan() | ~rows.live, -1))
+        log_prob, entropy = (t.masked_fill(rows.ignored, 0.0) for t in (log_prob, entropy))
+        stats = LinearCrossEntropyStats(lse, log_prob, entropy, predicted.masked_fill(lse.isnan() | rows.ignored, -1))
     if reduction == "none":
         return loss, stats
     return loss.sum() / mean_divisor(rows, num_items) if reduction == "mean" else loss.sum(), stats
@@ -194,7 +193,7 @@ def chunk_of_rows(
         loss = loss + (smoothing / v) * (total_weight * log_total - weighted)
     if options.z_loss:
         loss = loss + options.z_loss * lse.square()
-    ignored = ~rows.live
+    ignored = rows.ignored
     loss = loss.masked_fill(ignored, 0.0)
     stats = [lse.masked_fill(ignored, 0.0)]
     if return_stats:

@@ -78,7 +78,7 @@ def _loop(
 ) -> tuple[Tensor, list[Tensor], Grads]:
     """The rows' loss and statistics, and the gradients; without `arriving`, of the loss's plain sum."""
     x, w, bias, _, weight, logit_scale, *_ = inputs
-    m, (v, h), dtype = rows.live.numel(), w.shape, accumulate_dtype(plan.compute_dtype)
+    m, (v, h), dtype = rows.ignored.numel(), w.shape, accumulate_dtype(plan.compute_dtype)
     options = RowOptions(plan.label_smoothing, plan.softcap, plan.z_loss, logit_scale)
     # GEMM operands are 16-bit only where torch's GEMM delivers fp32 from them, which is CUDA's.
     kind = (device or x.device).type
@@ -98,7 +98,7 @@ def _loop(
     def run(part: slice) -> None:
         # A function: what a chunk allocates is gone before the next one allocates.
         # An ignored row of x is zeroed, or its NaN would reach dw as 0 * NaN.
-        chunk_x = x[part].masked_fill(~rows.live[part, None], 0.0).to(plan.compute_dtype).to(gemm_dtype)
+        chunk_x = x[part].masked_fill(rows.ignored[part, None], 0.0).to(plan.compute_dtype).to(gemm_dtype)
         if logits is not None:
             z = logits[part].clone()
         else:
