@@ -2,8 +2,8 @@
 
 Sizes are what a kernel is told at run time: rows, classes, tiles. `KERNELS` says which arguments of a call are sizes.
 Bytes are those of device memory that no kernel can do without: each input once, each output once; scratch that stays in
-the L2 is not in them, nor, beside a matrix in linear cross entropy, a few numbers per row or class. All rows count as
-live: only the device knows how many are ignored.
+the L2 is not in them, nor, beside the matrix of a GEMM, a few numbers per row or column. All rows count as live and all
+groups as used: only the device knows better.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quackish import kernels
-from quackish.configs import gemm, lce_cublas, lce_rows, rms_norm
+from quackish.configs import gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm
 from quackish.gpu import Roofs
 
 LAUNCH_US = 2.0  # about what an empty kernel takes from start to end; not measured per GPU
@@ -100,6 +100,27 @@ def _lce_gemm(p: gemm.GemmProblem, s: Sizes) -> Work:
     return Work(read, written, 2 * m * n * k)
 
 
+def _grouped_gemm(p: grouped_gemm.GroupedGemmProblem, s: Sizes) -> Work:
+    rows, n = s["rows"], s["n"]
+    if p.along == "k":
+        d = s["groups"] * s["m"] * n * _bytes(p.outputs)
+        return Work(rows * (s["m"] + n) * _bytes(p.dtype) + d * p.accumulate, d, 2 * rows * s["m"] * n)
+    preactivation = n * (1 + p.gated)
+    b_rows, k = n, s["k"]
+    if p.epilogue == "up":
+        b_rows = preactivation
+    elif p.b_in_two:
+        k *= 2
+    read, written = rows * k + s["groups"] * b_rows * k, rows * n
+    if p.epilogue == "down_backward":  # beside the preactivation's gradient, the activation
+        read += rows * preactivation
+        written += rows * preactivation
+    elif p.keeps:
+        written += rows * preactivation
+    parts = rows * _ceil_div(n, grouped_gemm.DSCALES_COLUMNS) * 4 if p.epilogue == "down_backward" and p.scaled else 0
+    return Work(read * _bytes(p.dtype), written * _bytes(p.dtype) + parts, 2 * rows * b_rows * k)
+
+
 def _lce_compact(p: lce_rows.LceCompactProblem, s: Sizes) -> Work:
     note = "one CTA: the targets are read from the L2 a second time"
     return Work(s["m"] * _bytes(p.target_dtype), s["m"] * 4, s["m"], note)
@@ -177,6 +198,7 @@ KERNELS = {
     "rms_norm_fwd": Kernel({"m": -3}, _rms_norm_fwd),
     "rms_norm_bwd": Kernel({"m": -3}, _rms_norm_bwd),
     "lce_gemm": Kernel(("m", "n", "k"), _lce_gemm),
+    "grouped_gemm": Kernel(("rows", "m", "n", "k", "groups"), _grouped_gemm),
     "lce_compact": Kernel(("v", "m"), _lce_compact),
     "lce_gather": Kernel(("rows", "v"), _lce_gather),
     "lce_rows": Kernel(("v", "tiles", "rows"), _lce_rows),
@@ -198,10 +220,10 @@ def kernel_of(class_name: str) -> str | None:
 
 
 def sizes_of(kernel: str, args: Sequence[Any]) -> dict[str, int]:
-    """The sizes among the arguments of a call."""
+    """The sizes among the arguments of a call, without absent ones."""
     sizes = KERNELS[kernel].sizes
     if isinstance(sizes, tuple):
-        return {name: getattr(args[0], name) for name in sizes}
+        return {name: size for name in sizes if (size := getattr(args[0], name)) is not None}
     return {name: args[at] for name, at in sizes.items()}
 
 

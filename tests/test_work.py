@@ -7,9 +7,10 @@ import inspect
 import pytest
 import torch
 
-from quackish.configs import lce_args
+from quackish.configs import grouped_gemm, lce_args
 from quackish.configs.choose import choose
 from quackish.configs.gemm import GemmProblem
+from quackish.configs.grouped_gemm import GroupedGemmProblem
 from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRescaleProblem
 from quackish.configs.lce_rows import (
     LceBiasProblem,
@@ -37,6 +38,10 @@ SAMPLES = [
     ("lce_gemm", GemmProblem("dlogits", BF16, BF16, smoothing=True)),
     ("lce_gemm", GemmProblem("rows", BF16, BF16, b_major="n")),
     ("lce_gemm", GemmProblem("store", BF16, FP32, live="k")),
+    ("grouped_gemm", GroupedGemmProblem("m", "up", BF16, 64, activation="swiglu", scaled=True, keeps=True)),
+    ("grouped_gemm", GroupedGemmProblem("m", "down", BF16, 64, biased=True)),
+    ("grouped_gemm", GroupedGemmProblem("m", "down_backward", BF16, 64, b_major="n", activation="silu", scaled=True)),
+    ("grouped_gemm", GroupedGemmProblem("k", "store", BF16, 64, FP32, accumulate=True)),
     ("lce_compact", LceCompactProblem("int64")),
     ("lce_gather", LceGatherProblem(64, BF16, "int64")),
     ("lce_rows", LceRowsProblem(True, "scale", 64, BF16)),
@@ -77,7 +82,8 @@ def given(cls, value):
     """Arguments of a call by name; a NamedTuple holds `value` of its fields."""
     call = {}
     for arg in method(cls, "__call__").args.args[1:]:
-        fields = getattr(lce_args, getattr(arg.annotation, "id", ""), None)
+        name = getattr(arg.annotation, "id", "")
+        fields = getattr(lce_args, name, None) or getattr(grouped_gemm, name, None)
         if fields is not None:
             call[arg.arg] = fields(*map(value, fields._fields))
         else:
@@ -91,6 +97,11 @@ def test_sizes_are_where_the_kernel_has_them(name):
     assert list(call)[-1] == "stream"
     found = sizes_of(name, list(call.values()))
     assert found == {size: size for size in KERNELS[name].sizes}
+
+
+def test_absent_sizes_are_left_out():
+    args = grouped_gemm.GroupedGemmArgs(rows=3, m=None, n=5, k=7, groups=2)
+    assert sizes_of("grouped_gemm", [args]) == dict(rows=3, n=5, k=7, groups=2)
 
 
 def absent(args):
@@ -160,6 +171,34 @@ def test_gemms_multiply_and_move_what_matrices_say():
     for problem, (read, written) in cases.items():
         assert work("lce_gemm", problem, sizes) == Work(nbytes(*read), nbytes(*written), 2 * m * n * k), problem
     assert work("lce_gemm", GemmProblem("softmax", BF16, BF16, recompute_flagged=True), sizes).flops == 0
+
+
+def test_grouped_gemms_multiply_and_move_what_matrices_say():
+    rows, h, i, groups = 512, 48, 130, 4
+    sizes = dict(rows=rows, n=i, k=h, groups=groups)
+    x, act, z = (torch.empty(rows, n, dtype=torch.bfloat16) for n in (h, i, 2 * i))
+    w, parts, dw = torch.empty(groups, i, h, dtype=torch.bfloat16), torch.empty(rows, 3), torch.empty(groups, h, i)
+
+    def problem(epilogue, **options):
+        return GroupedGemmProblem("m", epilogue, BF16, 64, **options)
+
+    gated = dict(activation="swiglu", scaled=True)
+    cases = {
+        problem("up", **gated): ((x, w, w), (act,), 2 * i * h),
+        problem("up", **gated, keeps=True, b_in_two=True): ((x, w, w), (z, act), 2 * i * h),
+        problem("up", activation="silu", keeps=True): ((x, w), (act, act), i * h),
+        problem("down"): ((x, w), (act,), i * h),
+        problem("down", b_in_two=True): ((x, x, w, w), (act,), 2 * i * h),
+        problem("down_backward", **gated): ((x, w, z), (z, act, parts), i * h),
+        problem("down_backward", activation="silu"): ((x, w, act), (act, act), i * h),
+    }
+    for one, (read, written, products) in cases.items():
+        assert work("grouped_gemm", one, sizes) == Work(nbytes(*read), nbytes(*written), 2 * rows * products), one
+    sizes = dict(rows=rows, m=h, n=i, groups=groups)
+    for accumulate in (False, True):
+        one = GroupedGemmProblem("k", "store", BF16, 64, FP32, accumulate=accumulate)
+        read = nbytes(x, act, dw if accumulate else None)
+        assert work("grouped_gemm", one, sizes) == Work(read, nbytes(dw), 2 * rows * h * i)
 
 
 def test_row_kernels_move_what_their_matrices_say():
