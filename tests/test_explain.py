@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make
+from test_grouped_mlp import make as make_mlp
 
 import quackish
 from quackish.__main__ import main
@@ -16,6 +17,8 @@ from quackish.configs.rms_norm import RmsNormBwdProblem
 from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200, gpu_of
 from quackish.launch import Resources
 from quackish.ops import rms_norm_plans
+from quackish.ops.grouped_mlp import autograd as grouped
+from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd, cublas
 from quackish.work import sizes_of, work
@@ -128,6 +131,9 @@ def test_rms_norm_problems_are_those_that_ops_ask_for(words, dtype, n, monkeypat
         ("linear_cross_entropy 64x64x100 --gpu a100", "linear_cross_entropy: no kernel for sm_80 (A100)"),
         ("linear_cross_entropy 64x64x100 --gpu cpu", "linear_cross_entropy: no kernel for cpu. "),
         ("linear_cross_entropy 8x64x9 --dtype fp32 --gpu h200", "no kernel for torch.float32; supported: torch.b"),
+        ("grouped_mlp 8x64x32x4 --gpu b200", "grouped_mlp: no kernel for sm_100 (B200); supported: sm_90. "),
+        ("grouped_mlp 8x64x32x4 --dtype fp32 --gpu h200", "grouped_mlp: no kernel for torch.float32; supported: "),
+        ("grouped_mlp 8x64x12x4 --gpu h200", "grouped_mlp: no kernel for matrices with 64 and 12 columns; expected "),
         ("linear_cross_entropy 8x12x9 --gpu h200", "linear_weight with 12 columns; supported: multiples of 8. "),
     ],
 )
@@ -197,6 +203,11 @@ def test_without_tools_the_rest_is_said(error, note):
         ("linear_cross_entropy 4x8x9 --chunk-size 0", "chunk_size is 0, expected"),
         ("linear_cross_entropy 512x64x900 --memory-limit 1kB", "memory_limit is 1000 bytes, expected at least "),
         ("linear_cross_entropy 4x8x9 --memory-limit x", "--memory-limit: 'x'; expected a number of bytes, such as"),
+        ("linear_cross_entropy 4x8x9 --w3", "--w3 is an option of grouped_mlp, not of linear_cross_entropy"),
+        ("rms_norm 4x4 --no-grad", "--no-grad is an option of linear_cross_entropy, not of rms_norm"),
+        ("grouped_mlp 4x8x8", "SHAPE is '4x8x8'; expected RxHxIxE"),
+        ("grouped_mlp 4x8x8x2 --activation relu", "explain: activation is 'relu'; expected one of swiglu, "),
+        ("grouped_mlp 4x8x8x2 --activation silu --w3", 'w3 is given but activation is "silu", which has no gate'),
         ("rms_norm 4x4 --figure x", "--figure is an option of linear_cross_entropy, not of rms_norm"),
     ],
 )
@@ -354,6 +365,56 @@ def test_equal_launches_are_counted():
 )
 def test_schedules_have_reasons(options, reason):
     assert reason in dry(f"linear_cross_entropy 512x64x1000 {options}").plan["Schedule"]
+
+
+# grouped_mlp ---------------------------------------------------------------------------------------------------------
+
+
+def recording(seen):
+    """Kernels that add to `seen` how they are launched, and do nothing."""
+
+    def kernel_for(name, problem, gpu):
+        config = choose(name, problem, gpu).config
+        return Kernel(lambda *args: seen.append((name, problem, config, sizes_of(name, args))), config)
+
+    return kernel_for
+
+
+@pytest.mark.parametrize("how", ["", "--recompute", "--grad-weight-out", "--no-grad"])
+@pytest.mark.parametrize("words", ["--scales", "--bias --w3 --scales", "--activation silu --bias", "--dtype fp16"])
+def test_a_dry_run_launches_what_grouped_mlp_does(words, how, monkeypatch):
+    h, i, seen = 64, 40, []
+    activation = "silu" if "silu" in words else "swiglu"
+    dtype = torch.float16 if "fp16" in words else torch.bfloat16
+    given = dict(split="w3" in words, biases="bias" in words, scales="scales" in words)
+    case, dy = make_mlp(h=h, i=i, dtype=dtype, activation=activation, **given)
+    outs = {}
+    if "out" in how:
+        outs = {f"grad_{name}_out": torch.zeros(case[name].shape) for name in ("w1", "w2", "w3") if name in case}
+    monkeypatch.setattr(grouped, "steps_for", lambda *args: kernel_steps)
+    with kernel_steps.stand_ins(recording(seen), H200), torch.set_grad_enabled(how != "--no-grad"):
+        y = quackish.grouped_mlp(**case, **outs, recompute=how == "--recompute")
+        if y.requires_grad:
+            y.backward(dy)
+    shape = "x".join(map(str, (dy.shape[0], h, i, case["offs"].shape[0])))
+    steps = dry(f"grouped_mlp {shape} {words} {how}").steps
+    assert [(s.kernel, s.problem, s.choice.config, s.sizes) for s in steps if s.choice is not None] == seen
+    backward = (how != "--no-grad") * (4 + ("w3" in words) + 2 * ("bias" in words))
+    assert len(seen) == 2 + (how == "--recompute") + backward
+
+
+def test_what_a_step_of_grouped_mlp_launches_and_holds():
+    r, h, i, experts = 65_536, 2048, 768, 64
+    found = dry(f"grouped_mlp {r}x{h}x{i}x{experts} --scales")
+    assert [s.kernel for s in found.steps].count("grouped_gemm") == 6
+    assert len(found.steps) == 7 <= 8  # PyTorch sums what tiles have of the scales' gradients
+    assert sum(s.work.flops for s in found.steps if s.kernel == "grouped_gemm") == 3 * 2 * r * h * 3 * i
+    saved, gradients, y = 4 * r * i, 2 * (r * h + experts * 3 * h * i), 2 * r * h
+    assert found.peak_bytes == pytest.approx(y + gradients + 2 * saved, rel=0.01)  # also the preactivation's gradient
+    assert sum(buffer.bytes for buffer in found.buffers) == found.peak_bytes
+    without_grad = dry(f"grouped_mlp {r}x{h}x{i}x{experts} --no-grad")
+    assert without_grad.peak_bytes == pytest.approx(y + 2 * r * i, rel=0.01)
+    assert "by the rule in quackish/configs/grouped_gemm.py" in told(f"grouped_mlp {r}x{h}x{i}x{experts}")
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """What a call launches and holds: the operation's own code, run on tensors without memory. Needs no GPU.
 
-Linear cross entropy runs as it is. Its kernels are stand-ins that record their calls; a dispatch mode records what
-PyTorch itself launches, such as cuBLAS's GEMMs, and counts the memory that is held. RMSNorm has one launch per
-direction, described by its plans.
+Linear cross entropy and grouped_mlp run as they are. Their kernels are stand-ins that record their calls; a dispatch
+mode records what PyTorch itself launches, such as cuBLAS's GEMMs, and counts the memory that is held. RMSNorm has one
+launch per direction, described by its plans.
 """
 
 import argparse
@@ -17,12 +17,15 @@ from quackish.configs.choose import Choice, choose
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, even_chunks, expected_time
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
+from quackish.ops.grouped_mlp import autograd as grouped
+from quackish.ops.grouped_mlp import checks, kernel_steps
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import api, memory
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
 from quackish.ops.linear_cross_entropy.schedules import Plan
 from quackish.ops.rms_norm import _dx_dtypes
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, check_problem
+from quackish.reference.grouped_mlp import GATED
 from quackish.work import SHORT, Work, sizes_of, work
 
 
@@ -152,7 +155,7 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
         except ValueError as error:
             raise _refused(error) from None
     how = LinearCrossEntropyConfig(*chosen)
-    recorder = _Recorder(request._replace(device=memory.META), how, gpu).run()  # bytes as asked for
+    recorder = _Rehearsal(request._replace(device=memory.META), how, gpu).run()  # bytes as asked for
     plan = recorder.plan
     chunks = [step.sizes["rows"] for step in recorder.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
     sizes = " and ".join(map(str, dict.fromkeys(chunks)))
@@ -163,8 +166,7 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
     notes = ["Work counts every row as live: ignored rows are left out on the GPU, which alone knows their number."]
     if any(step.kernel == "torch.mm" for step in recorder.steps):
         notes.append("torch.mm and torch.addmm are cuBLAS's GEMMs: quackish has none for this GPU.")
-    held = sorted((Buffer(_shape(held), held.bytes) for held in recorder.at_peak), key=lambda buffer: -buffer.bytes)
-    return DryRun(None, told, recorder.steps, recorder.peak, held, notes)
+    return DryRun(None, told, recorder.steps, recorder.peak, recorder.buffers(), notes)
 
 
 def _linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...]) -> tuple[Plan, memory.Request]:
@@ -197,7 +199,7 @@ def _linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...]) -> t
 
 
 def _refused(error: ValueError) -> Refused:
-    return Refused(str(error).removeprefix("linear_cross_entropy: "))
+    return Refused(str(error).partition(": ")[2])
 
 
 def _schedule(plan: Plan, args: argparse.Namespace) -> str:
@@ -222,17 +224,57 @@ def _schedule(plan: Plan, args: argparse.Namespace) -> str:
     return text + "; the input's gradient is computed in forward" * plan.dx_in_forward
 
 
+# grouped_mlp ---------------------------------------------------------------------------------------------------------
+
+
+def grouped_mlp(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryRun:
+    """In plain eager."""
+    rows, h, i, experts = shape
+    activation, recompute = args.activation or "swiglu", bool(args.recompute)
+    dtype, width = getattr(torch, args.dtype), i * (1 + (activation in GATED))
+    w1_rows = i if args.w3 else width
+    with torch.device(memory.META):
+        x, dy = (torch.empty(rows, h, dtype=dtype) for _ in range(2))
+        w1, w2 = torch.empty(experts, w1_rows, h, dtype=dtype), torch.empty(experts, h, i, dtype=dtype)
+        w3 = torch.empty(experts, i, h, dtype=dtype) if args.w3 else None
+        b1, b2 = (torch.empty(experts, n, dtype=dtype) if args.bias else None for n in (width, h))
+        scales = torch.empty(rows) if args.scales else None
+        offs = torch.empty(experts, dtype=torch.int32)
+        weights = (w1, w3, w2) if args.grad_weight_out else (None,) * 3
+        outs = [None if w is None else torch.empty(w.shape) for w in weights]
+    inputs = checks.Inputs(x, w1, w3, b1, w2, b2, scales, offs, *outs)
+    try:
+        checks.check_mlp(inputs, activation, recompute, "cute")
+    except ValueError as error:
+        raise _refused(error) from None
+    if why := kernel_steps.why_none("grouped_mlp", x, i, experts):
+        raise UnsupportedError(why)
+    recorder, keeps = _Recorder(), not (args.no_grad or recompute)
+    recorder.give(*inputs, dy)
+    with recorder, kernel_steps.stand_ins(recorder.kernel_for, gpu):
+        y, preactivation = grouped.forward(kernel_steps, inputs, activation, keeps)
+        if not args.no_grad:
+            recorder.phase = "backward"
+            dtypes = grouped.Dtypes._make(None if t is None else t.dtype for t in inputs[:7])
+            grads = grouped.gradients(kernel_steps, dy, inputs, preactivation, activation, dtypes)
+            del y, grads  # held until here
+    notes = ["Work counts every row as one of a group, and the weights of every group: the GPU alone knows the groups."]
+    return DryRun(None, {}, recorder.steps, recorder.peak, recorder.buffers(), notes)
+
+
 # Recording -----------------------------------------------------------------------------------------------------------
 
 _OVERWRITES = ("zero_", "fill_", "copy_")  # they do not read the tensor that they are methods of
 
 
-class _Recorder(memory.Rehearsal):
+class _Recorder(memory.Tally):
     """The launches of kernels and of PyTorch."""
 
-    def __init__(self, request: memory.Request, how: LinearCrossEntropyConfig, gpu: Gpu):
+    phase = "forward"
+
+    def __init__(self, *args):
         self.steps: list[Step] = []
-        super().__init__(request, how, gpu)
+        super().__init__(*args)
 
     def kernel_for(self, name: str, problem: Any, gpu: Gpu) -> Kernel:
         choice = choose(name, problem, gpu)
@@ -242,6 +284,10 @@ class _Recorder(memory.Rehearsal):
             self.steps.append(Step(self.phase, name, problem, choice, sizes, work(name, problem, sizes)))
 
         return Kernel(launch, choice.config)
+
+    def buffers(self) -> list[Buffer]:
+        """What is held at the peak, the largest first."""
+        return sorted((Buffer(_shape(held), held.bytes) for held in self.at_peak), key=lambda buffer: -buffer.bytes)
 
     def called(self, func, args, result) -> None:
         name = func.overloadpacket.__name__
@@ -261,6 +307,10 @@ class _Recorder(memory.Rehearsal):
             text = " ".join([*map(_shape, written[:1] or read[:1]), "(PyTorch)"])
         done = Work(sum(t.nbytes for t in read), sum(t.nbytes for t in written), flops)
         self.steps.append(Step(self.phase, f"torch.{name}", text, None, {}, done))
+
+
+class _Rehearsal(_Recorder, memory.Rehearsal):
+    """Of linear cross entropy."""
 
 
 def _dtype(t: Tensor | memory.Held) -> str:

@@ -17,9 +17,15 @@ from quackish.cli.parser import Refused, one_of, size
 from quackish.configs.linear_cross_entropy import SCHEDULES
 from quackish.errors import UnsupportedError
 from quackish.gpu import H200, NAMED, Gpu, gpu_of
+from quackish.reference.grouped_mlp import ACTIVATIONS
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _SET = dict(action="store_true", default=None)
+
+_SHARED = {
+    "--grad-weight-out": dict(**_SET, help="gradients of weights are added to buffers"),
+    "--no-grad": dict(**_SET, help="the loss alone; of grouped_mlp y"),
+}
 
 
 class Operation(NamedTuple):
@@ -67,8 +73,20 @@ _LINEAR_CROSS_ENTROPY = Operation(
         "--z-loss": dict(type=float, metavar="C"),
         "--return-lse": dict(**_SET, help="and a gradient arrives at it"),
         "--return-stats": dict(**_SET, help="and gradients arrive at all of them"),
-        "--grad-weight-out": dict(**_SET, help="the weight's gradient is added to a buffer"),
-        "--no-grad": dict(**_SET, help="the loss alone"),
+        **_SHARED,
+    },
+)
+_GROUPED_MLP = Operation(
+    dry_run=dry_run.grouped_mlp,
+    kernel="grouped_gemm",
+    shape="RxHxIxE",
+    also={"no_grad": True},  # which stores no preactivation
+    options={
+        "--activation": dict(help=", ".join(ACTIVATIONS)),
+        "--w3": dict(**_SET, help="gate and up projection are two tensors"),
+        "--scales": dict(**_SET, help="with scales of rows, fp32"),
+        "--recompute": dict(**_SET, help="backward computes the preactivation again"),
+        **_SHARED,
     },
 )
 OPERATIONS = {
@@ -76,28 +94,32 @@ OPERATIONS = {
     "rms_norm_forward": _NORM,
     "rms_norm_backward": _NORM,
     "linear_cross_entropy": _LINEAR_CROSS_ENTROPY,
+    "grouped_mlp": _GROUPED_MLP,
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser, shapes: str = "") -> None:
     """OP, SHAPE (with `shapes`, "+" or "*", several), and the options of calls; with "*" both may be left out."""
-    names, of = ", ".join(OPERATIONS), "rows x columns, MxN; of linear_cross_entropy MxHxV"
+    names, of = ", ".join(OPERATIONS), "rows x columns, MxN; of linear_cross_entropy MxHxV, of grouped_mlp RxHxIxE"
     parser.add_argument("op", metavar="OP", choices=OPERATIONS, help=names, nargs="?" if shapes == "*" else None)
     parser.add_argument("shapes" if shapes else "shape", metavar="SHAPE", help=of, nargs=shapes or None)
     dtypes = f"of input and weight: {', '.join(_DTYPES)} (bf16)"
     parser.add_argument("--dtype", type=one_of(_DTYPES), default="bfloat16", help=dtypes)
     parser.add_argument("--bias", action="store_true", help="with a bias")
-    for name, op in (("rms_norm", _NORM), ("linear_cross_entropy", _LINEAR_CROSS_ENTROPY)):
-        group = parser.add_argument_group(name)
-        for option, how in op.options.items():
-            group.add_argument(option, **how)
+    operations = {"rms_norm": _NORM, "linear_cross_entropy": _LINEAR_CROSS_ENTROPY, "grouped_mlp": _GROUPED_MLP}
+    groups: dict[str, Any] = {}
+    for option, how in {name: how for op in operations.values() for name, how in op.options.items()}.items():
+        title = ", ".join(name for name, op in operations.items() if option in op.options)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(option, **how)
 
 
 def run_dry(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
     """What the call `args` launches on `gpu`, None being a CPU. Raises Refused where an argument is not as expected."""
     op = OPERATIONS[args.op]
     for other, what in OPERATIONS.items():
-        for name in what.options if what.options is not op.options else ():
+        for name in set(what.options) - set(op.options):
             if getattr(args, name[2:].replace("-", "_")) is not None:
                 raise Refused(f"{name} is an option of {other}, not of {args.op}")
     try:

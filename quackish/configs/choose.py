@@ -111,7 +111,8 @@ def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
 def analytical(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     """The choice without a table."""
     made = RULES[kernel].analytical(problem, gpu) if kernel in RULES else FIXED[kernel](problem)
-    return Choice(made, "analytical", f"by the rule in {type(made).__module__.replace('.', '/')}.py")
+    where = RULES[kernel].analytical.__module__ if kernel in RULES else type(made).__module__
+    return Choice(made, "analytical", f"by the rule in {where.replace('.', '/')}.py")
 
 
 # Forcing -------------------------------------------------------------------------------------------------------------

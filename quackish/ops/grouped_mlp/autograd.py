@@ -37,13 +37,11 @@ class Dtypes(NamedTuple):
 
 
 @functools.cache
-def no_kernel_on(who: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why no kernel runs; "" where they do."""
+def no_kernel_on(who: str, device: torch.device) -> str:
+    """Why no kernel runs; "" where some do."""
     end = 'backend="auto" runs the portable path.'
     if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
         return f"{who}: no kernel for {'AMD GPUs' if device.type == 'cuda' else device.type}. {end}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"{who}: no kernel for {dtype}; supported: torch.bfloat16, torch.float16. {end}"
     try:
         kernels.find("grouped_gemm", gpu_of(device.index))
         toolchain.find()
@@ -59,7 +57,7 @@ def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> 
     """
     if backend == "reference" or x.numel() == 0:
         return reference
-    why_portable = no_kernel_on(who, x.device, x.dtype) or kernel_steps.why_none(who, x, columns, offs.shape[0])
+    why_portable = no_kernel_on(who, x.device) or kernel_steps.why_none(who, x, columns, offs.shape[0])
     if why_portable and backend == "cute":
         raise UnsupportedError(why_portable)
     if why_portable and x.device.type == "cuda":
@@ -72,6 +70,15 @@ def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str
     if x.device.type == "cpu":
         check_offs(who, offs, x.shape[0], "the number of rows")
     return steps_for(who, x, columns, offs, backend)
+
+
+def forward(
+    steps: ModuleType, inputs: Inputs, activation: str, keep_preactivation: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(y, the preactivation)"""
+    x, w1, w3, b1, w2, b2, scales, offs, *_ = inputs
+    preactivation, act = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation)
+    return steps.down(act, w2, b2, offs), preactivation
 
 
 def gradients(
@@ -140,11 +147,10 @@ def _dense(inputs: Inputs) -> Inputs:
 
 def _mlp_forward(*args):
     activation, keep_preactivation, backend = args[_NUM_INPUTS:]
-    x, w1, w3, b1, w2, b2, scales, offs, *_ = _dense(Inputs(*args[:_NUM_INPUTS]))
-    check_memory("grouped_mlp", x=x, w1=w1, w3=w3, w2=w2)
-    steps = _checked_steps("grouped_mlp", x, w2.shape[2], offs, backend)
-    preactivation, act = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation)
-    return steps.down(act, w2, b2, offs), preactivation
+    inputs = _dense(Inputs(*args[:_NUM_INPUTS]))
+    check_memory("grouped_mlp", x=inputs.x, w1=inputs.w1, w3=inputs.w3, w2=inputs.w2)
+    steps = _checked_steps("grouped_mlp", inputs.x, inputs.w2.shape[2], inputs.offs, backend)
+    return forward(steps, inputs, activation, keep_preactivation)
 
 
 def _mlp_backward(dy, preactivation, *args):

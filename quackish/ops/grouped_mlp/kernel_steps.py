@@ -4,8 +4,10 @@ What a kernel cannot read in place is copied: it wants one dimension contiguous,
 and 16-byte boundaries.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,9 +27,9 @@ from quackish.configs.grouped_gemm import (
     cluster_n_for,
     max_groups_for,
 )
-from quackish.gpu import gpu_of
+from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda
-from quackish.ops.kernel_for import kernel_for
+from quackish.ops.kernel_for import KernelFor, kernel_for
 from quackish.reference import grouped_mlp as reference
 from quackish.reference.grouped_mlp import GATED, Needs
 
@@ -35,7 +37,9 @@ from quackish.reference.grouped_mlp import GATED, Needs
 def why_none(who: str, x: Tensor, columns: int, groups: int) -> str:
     """Why kernels do not cover these sizes; "" where they do."""
     rows, width = x.shape
-    if width % 8 or columns % 8:
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        why = f"{x.dtype}; supported: torch.bfloat16, torch.float16"
+    elif width % 8 or columns % 8:
         why = f"matrices with {width} and {columns} columns; expected multiples of 8"
     elif groups > MAX_GROUPS:
         why = f"{groups} groups; expected at most {MAX_GROUPS}"
@@ -132,17 +136,34 @@ def _rows(
 
 
 def _launch(problem: GroupedGemmProblem, x: Tensor, a, b, second, d, offs: Tensor, epilogue, sizes: tuple) -> None:
-    launch, clusters = _kernel(problem, x.device.index, choose.epoch)
-    launch(
-        GroupedGemmArgs(a, b, second, d, offs.data_ptr(), epilogue, *sizes, clusters), cuda.stream_of(x.device.index)
-    )
+    if stand_ins := _stand_ins.get():
+        (launch, clusters), stream = _kernel_by(*stand_ins, problem), 0
+    else:
+        (launch, clusters), stream = _kernel(problem, x.device.index, choose.epoch), cuda.stream_of(x.device.index)
+    launch(GroupedGemmArgs(a, b, second, d, offs.data_ptr(), epilogue, *sizes, clusters), stream)
 
 
 @functools.cache
 def _kernel(problem: GroupedGemmProblem, device_index: int, epoch: int) -> tuple[Callable, int]:
-    gpu = gpu_of(device_index)
+    return _kernel_by(kernel_for, gpu_of(device_index), problem)
+
+
+def _kernel_by(kernel_for: KernelFor, gpu: Gpu, problem: GroupedGemmProblem) -> tuple[Callable, int]:
     kernel = kernel_for("grouped_gemm", problem, gpu)
     return kernel.launch, kernel.config.max_clusters(gpu.sm_count)
+
+
+_stand_ins: ContextVar[tuple[KernelFor, Gpu] | None] = ContextVar("stand_ins", default=None)
+
+
+@contextlib.contextmanager
+def stand_ins(kernel_for: KernelFor, gpu: Gpu) -> Iterator[None]:
+    """In this block the steps launch these kernels, on tensors of any device: for dry runs and tests."""
+    token = _stand_ins.set((kernel_for, gpu))
+    try:
+        yield
+    finally:
+        _stand_ins.reset(token)
 
 
 def _problem(epilogue: str, a: Tensor, groups: int, **options: Any) -> GroupedGemmProblem:

@@ -151,7 +151,51 @@ class _TooMuch(Exception):
     pass
 
 
-class Rehearsal(TorchDispatchMode):
+class Tally(TorchDispatchMode):
+    """Counts the memory that code asks for on meta tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.given: set[int] = set()  # storages that are not counted
+        self.held: dict[int, tuple[StorageWeakRef, Held]] = {}
+        self.peak, self.at_peak = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        # a GEMM's result exists already, and nothing reads its values
+        result = kwargs["out"] if "out" in kwargs else func(*args, **kwargs)
+        self.called(func, args, result)
+        self.hold(tensors_in(result), SORT_BYTES * args[0].numel() if func.overloadpacket.__name__ == "sort" else 0)
+        return result
+
+    def give(self, *tensors: Tensor | None) -> None:
+        self.given |= {t.untyped_storage()._cdata for t in tensors if t is not None}
+
+    def called(self, func, args, result) -> None:
+        """For what else is to be recorded."""
+
+    def hold(self, results: list[Tensor], scratch: int) -> None:
+        stored = {t.untyped_storage()._cdata: t for t in results}
+        new = [at for at in stored if at not in self.given and at not in self.held]
+        if not new and not scratch:
+            return
+        self.held = {at: pair for at, pair in self.held.items() if not pair[0].expired()}
+        for at in new:
+            storage, t = stored[at].untyped_storage(), stored[at]
+            self.held[at] = StorageWeakRef(storage), Held(tuple(t.shape), t.dtype, self.allocated(storage.nbytes()))
+        total = sum(held.bytes for _, held in self.held.values()) + scratch
+        self.check(total)
+        if total > self.peak:
+            self.peak, self.at_peak = total, [held for _, held in self.held.values()]
+
+    def check(self, total: int) -> None:
+        """For limits on what is held."""
+
+    def allocated(self, size: int) -> int:
+        return -(-size // BLOCK) * BLOCK + (LARGE if size > LARGE else 0)
+
+
+class Rehearsal(Tally):
     """Runs forward and backward, with all gradients that are required, and a gradient that arrives at each result."""
 
     def __init__(self, request: Request, how: LinearCrossEntropyConfig, gpu: Gpu | None = None, most: float = math.inf):
@@ -163,9 +207,7 @@ class Rehearsal(TorchDispatchMode):
         if request.why_portable is None:
             gpu = gpu or autograd.kernels_of(request.device).gpu
             self.k = autograd.kernels_on(META, gpu, self.kernel_for)
-        self.given: set[int] = set()
-        self.held: dict[int, tuple[StorageWeakRef, Held]] = {}
-        self.peak, self.at_peak, self.gradients = 0, [], 0
+        self.gradients = 0
         self.made = 0  # bytes of gradients, by the forward operator
 
     @property
@@ -183,7 +225,7 @@ class Rehearsal(TorchDispatchMode):
         dtype = autograd.accumulate_dtype(plan.compute_dtype)
         arriving = [torch.empty(shape if plan.reduction == "none" else (), dtype=dtype, device=META)]
         arriving += [torch.empty(shape, dtype=dtype, device=META)] * (3 if plan.return_stats else return_lse)
-        self.given = {t.untyped_storage()._cdata for t in (*tensors, dw_out, *arriving) if t is not None}
+        self.give(*tensors, dw_out, *arriving)
         wanted = [t for t in inputs[:3] if t is not None and t.requires_grad]
         self.gradients = sum(t.nbytes for t in wanted if dw_out is None or t is not inputs.linear_weight)
         with self:
@@ -200,7 +242,6 @@ class Rehearsal(TorchDispatchMode):
         return Kernel(lambda *args: None, choose(name, problem, gpu).config)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if func in autograd.IMPLEMENTATIONS:  # of the operators: in place of what they do with meta tensors
             with self:
                 result = autograd.IMPLEMENTATIONS[func](*args, k=self.k, device=self.request.device)
@@ -208,35 +249,15 @@ class Rehearsal(TorchDispatchMode):
                 self.made = sum(grad.nbytes for grad in result[-3:] if grad is not None)
             return result
         if func is torch.ops.aten.empty_strided.default:
-            kwargs = {**kwargs, "device": META}
-        # a GEMM's result exists already, and nothing reads its values
-        result = kwargs["out"] if "out" in kwargs else func(*args, **kwargs)
-        self.called(func, args, result)
-        self.hold(tensors_in(result), SORT_BYTES * args[0].numel() if func.overloadpacket.__name__ == "sort" else 0)
-        return result
+            kwargs = {**(kwargs or {}), "device": META}
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def called(self, func, args, result) -> None:
-        """For what else is to be recorded."""
-
-    def hold(self, results: list[Tensor], scratch: int) -> None:
-        stored = {t.untyped_storage()._cdata: t for t in results}
-        new = [at for at in stored if at not in self.given and at not in self.held]
-        if not new and not scratch:
-            return
-        self.held = {at: pair for at, pair in self.held.items() if not pair[0].expired()}
-        for at in new:
-            storage, t = stored[at].untyped_storage(), stored[at]
-            self.held[at] = StorageWeakRef(storage), Held(tuple(t.shape), t.dtype, self.allocated(storage.nbytes()))
-        total = sum(held.bytes for _, held in self.held.values()) + scratch
+    def check(self, total: int) -> None:
         if total - self.gradients > self.most:
             raise _TooMuch
-        if total > self.peak:
-            self.peak, self.at_peak = total, [held for _, held in self.held.values()]
 
     def allocated(self, size: int) -> int:
-        if self.request.device.type != "cuda":
-            return size
-        return -(-size // BLOCK) * BLOCK + (LARGE if size > LARGE else 0)
+        return super().allocated(size) if self.request.device.type == "cuda" else size
 
 
 def _blank(shape: tuple, strides: tuple, offset: int, dtype: torch.dtype, requires_grad: bool) -> Tensor:
