@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from wrapper_tensor import Wrapper
 
 from quackish import errors, grouped_mlp, grouped_mm
+from quackish.configs.choose import choose
 from quackish.errors import PortablePathWarning, UnsupportedError
-from quackish.ops.grouped_mlp import autograd
+from quackish.gpu import H200
+from quackish.ops.grouped_mlp import autograd, kernel_steps
+from quackish.ops.kernel_for import Kernel
 from quackish.reference import grouped_mlp as reference
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
@@ -446,6 +449,65 @@ def test_products_for_frozen_arguments_are_not_run(trained, backward, calls):
     assert set(got) == {"y", *trained.split()}
     for name in got:
         torch.testing.assert_close(got[name], want[name])
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What kernels are launched for, as on an H200: [(problem, arguments), ...]. They do nothing."""
+    seen = []
+
+    def kernel_for(name, problem, gpu):
+        config = choose(name, problem, gpu).config
+        return Kernel(lambda args, stream: seen.append((problem, args)), config)
+
+    monkeypatch.setattr(autograd, "steps_for", lambda *args: kernel_steps)
+    with kernel_steps.stand_ins(kernel_for, H200):
+        yield seen
+
+
+@pytest.mark.parametrize(
+    "trained, backward",
+    [
+        ("x w1 w2 scales", "down_backward dw2 down dw1"),
+        ("w1 w2", "down_backward dw2 dw1"),
+        ("x", "down_backward down"),
+        ("w1", "down_backward dw1"),
+        ("w2", "dw2"),
+        ("scales", "down_backward"),
+    ],
+)
+def test_launches_for_frozen_arguments(trained, backward, launches):
+    """Each is one launch, in bf16 and without copies."""
+    h, i = 64, 32
+    case, dy = make(h=h, i=i, dtype=BF16, biases=False)
+    step(grouped_mlp, frozen(case, but=trained.split()), dy)
+    weights = {(h, i): "dw2", (2 * i, h): "dw1"}
+    kinds = [p.epilogue if p.along == "m" else weights[args.m, args.n] for p, args in launches]
+    assert kinds == ["up", "down", *backward.split()]
+    of = dict(zip(kinds, (args for _, args in launches), strict=True))  # "down" of backward in place of forward's
+    assert {args.rows for args in of.values()} == {dy.shape[0]}
+    assert {args.groups for args in of.values()} == {len(SIZES)}
+    assert {args.offs for args in of.values()} == {case["offs"].data_ptr()}
+    for kind, a, b in (("up", "x", "w1"), ("down_backward", "dy", "w2"), ("dw2", "dy", None), ("dw1", None, "x")):
+        if kind in of:
+            tensors = {"dy": dy, **case}
+            assert a is None or of[kind].a == tensors[a].data_ptr()
+            assert b is None or of[kind].b == tensors[b].data_ptr()
+
+
+def test_the_halves_of_the_preactivations_gradient_are_not_copied(launches):
+    """With w3: a weight's gradient reads its half by a stride. Buffers are added to by the kernel, or by PyTorch."""
+    h, i = 64, 32
+    case, dy = make(h=h, i=i, dtype=BF16, split=True, biases=False)
+    outs = {"grad_w1_out": torch.zeros(case["w1"].shape), "grad_w3_out": torch.zeros_like(case["w3"])}
+    step(grouped_mlp, case, dy, **outs)
+    (gate, to_gate), (up, to_up) = launches[-2:]
+    dz = launches[2][1].d
+    assert (to_gate.a, to_up.a) == (dz, dz + 2 * i)
+    assert to_gate.a_stride == to_up.a_stride == 2 * i
+    assert (gate.accumulate, gate.outputs, to_gate.d) == (True, "float32", outs["grad_w1_out"].data_ptr())
+    assert (up.accumulate, up.outputs) == (False, "float32")
+    assert to_up.d != outs["grad_w3_out"].data_ptr()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
