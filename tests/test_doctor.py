@@ -15,6 +15,8 @@ from quackish.cli.doctor import KERNELS, PORTABLE, Report
 from quackish.configs import table
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
+from quackish.ops.grouped_mlp import autograd as grouped
+from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import autograd, cublas
 
@@ -51,7 +53,11 @@ def test_all_is_well(capsys):
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["versions"]["torch"].startswith(torch.__version__)
-    assert {name.partition(" ")[0] for name in report["operations"]} == {"rms_norm", "linear_cross_entropy"}
+    assert {name.partition(" ")[0] for name in report["operations"]} == {
+        "rms_norm",
+        "linear_cross_entropy",
+        "grouped_mlp",
+    }
     assert report["problems"] == []
 
 
@@ -64,7 +70,13 @@ def test_on_a_gpu():
     assert not any(name.endswith("cpu") for name in rows)
     assert all(": ok; " in row and "the same bits twice" in row for row in rows.values())
     if torch.cuda.get_device_capability(0) in ((9, 0), (10, 0)):
-        assert all(row.startswith(KERNELS) for row in rows.values())
+        assert all(row.startswith(KERNELS) for row in _with_kernels(rows))
+
+
+def _with_kernels(rows):
+    """Those of the operations that have kernels on this GPU: grouped_mlp's are for Hopper."""
+    on_hopper = torch.cuda.get_device_capability(0)[0] == 9
+    return [row for name, row in rows.items() if on_hopper or not name.startswith("grouped_mlp")]
 
 
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
@@ -84,6 +96,25 @@ def test_check_runs_every_kernel_of_linear_cross_entropy(gpu, run_on, monkeypatc
             case.call(case.make(torch.device("cpu")), "cute")
     others = {"lce_exp", "lce_rescale", "lce_clear"} if gpu is H200 else {"lce_gemm"}  # around cuBLAS's GEMMs, and ours
     assert launched == {name for name in kernels.TABLE if name.startswith("lce")} - others
+
+
+def test_check_runs_what_grouped_mlp_may_launch(monkeypatch):
+    launched = []
+
+    def kernel_for(name, problem, gpu):
+        launched.append(problem)
+        return Kernel(lambda *args: None, request_for(name, problem, gpu).config)
+
+    monkeypatch.setattr(grouped, "steps_for", lambda *args: kernel_steps)
+    with kernel_steps.stand_ins(kernel_for, H200):
+        for case in check.SELF_TESTS.values():
+            if case.kernel == "grouped_gemm":
+                case.call(case.make(torch.device("cpu")), "cute")
+    of = {field: {getattr(problem, field) for problem in launched} for field in vars(launched[0])}
+    assert of["epilogue"] == {"up", "down", "down_backward", "store"}
+    assert of["b_major"] == {"k", "n"}
+    flags = ("b_in_two", "biased", "scaled", "keeps", "accumulate", "deep", "gated")
+    assert all(len({getattr(problem, flag) for problem in launched}) == 2 for flag in flags)
 
 
 def test_check_writes_a_file_to_attach(tmp_path, capsys):
@@ -110,7 +141,7 @@ def test_check_on_a_gpu():
     report = doctor.examine(doctor.CHECKS)
     assert report["problems"] == []
     if torch.cuda.get_device_capability(0)[0] in (9, 10):
-        assert {row.partition(":")[0] for row in report["operations"].values()} == {KERNELS}
+        assert {row.partition(":")[0] for row in _with_kernels(report["operations"])} == {KERNELS}
         assert all("us" in row and "0 GB/s, 0.0" not in row for row in report["speed"].values())
 
 
@@ -261,8 +292,8 @@ def test_self_tests_run_on_the_gpus_alone_where_there_are_any(monkeypatch):
 def test_an_operation_that_takes_the_portable_path(on_cpu):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     one = operation("rms_norm", lambda results: None)
-    assert found(doctor.operations, one, expects=lambda device: False) == ([], [])
-    said = the_problem(doctor.operations, one, expects=lambda device: device.type == "cpu")
+    assert found(doctor.operations, one, expects=lambda device, kernel: False) == ([], [])
+    said = the_problem(doctor.operations, one, expects=lambda device, kernel: device.type == "cpu")
     assert said == "rms_norm takes the portable path on cpu, where kernels should run. rms_norm: no reason."
 
 

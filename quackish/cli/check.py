@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish import linear_cross_entropy, profile, rms_norm
+from quackish import grouped_mlp, linear_cross_entropy, profile, rms_norm
 from quackish.testing import inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -18,6 +18,7 @@ class Case(NamedTuple):
 
     make: Callable[[torch.device], Tensors]
     call: Callable[[Tensors, str], Tensors]  # by a backend
+    kernel: str  # where the table of kernels lacks it, the portable path runs
 
 
 def _norm(m: int, n: int, dtype: torch.dtype = BF16, *also: str, heads: int = 1, **options: Any) -> Case:
@@ -36,7 +37,7 @@ def _norm(m: int, n: int, dtype: torch.dtype = BF16, *also: str, heads: int = 1,
         y = out[0] if "residual" in leaves else out
         return {"y": y.detach()} | _grads(y, leaves, given["dy"])
 
-    return Case(make, call)
+    return Case(make, call, "rms_norm_fwd")
 
 
 def _cross_entropy(m: int, h: int, v: int, dtype: torch.dtype = BF16, *also: str, **options: Any) -> Case:
@@ -63,7 +64,39 @@ def _cross_entropy(m: int, h: int, v: int, dtype: torch.dtype = BF16, *also: str
         grads = _grads(total, leaves)
         return {name: t.detach() for name, t in (results | grads | buffers).items() if t is not None}
 
-    return Case(make, call)
+    return Case(make, call, "lce_rows")
+
+
+def _grouped_mlp(
+    rows: int, h: int, i: int, dtype: torch.dtype = BF16, *also: str, activation: str = "swiglu", **options: Any
+) -> Case:
+    """`also`: w3, b1, b2, scales, grad_w1_out, grad_w2_out. One of five experts is idle, as are some rows."""
+    experts, width = 5, i if activation in ("silu", "relu2") else 2 * i
+    shapes = dict(
+        x=(rows, h), w1=(experts, i if "w3" in also else width, h), w3=(experts, i, h), w2=(experts, h, i),
+        b1=(experts, width), b2=(experts, h), scales=(rows,),
+    )  # fmt: skip
+    names = [name for name in shapes if name in ("x", "w1", "w2", *also)]
+
+    def make(device: torch.device) -> Tensors:
+        how = dict(dtype=dtype, device=device)
+        given = {name: inputs.rows(shapes[name], seed=seed, **how) for seed, name in enumerate(names)}
+        for name in {"w1", "w2", "w3"} & given.keys():
+            given[name] /= shapes[name][-1] ** 0.5
+        ends = [rows // 2, rows // 2, rows * 3 // 4, rows * 7 // 8, rows * 15 // 16]
+        outs = {f"grad_{name}_out": torch.zeros(shapes[name], device=device) for name in ("w1", "w2")}
+        given |= {name: out for name, out in outs.items() if name in also}
+        dy = inputs.rows((rows, h), seed=9, **how)
+        return {"dy": dy, "offs": torch.tensor(ends, dtype=torch.int32, device=device), **given}
+
+    def call(given: Tensors, backend: str) -> Tensors:
+        leaves = {name: given[name].detach().requires_grad_() for name in names}
+        buffers = {name: t.clone() for name, t in given.items() if name.startswith("grad_")}
+        y = grouped_mlp(**leaves, **buffers, offs=given["offs"], activation=activation, backend=backend, **options)
+        results = {"y": y.detach()} | _grads(y, leaves, given["dy"]) | buffers
+        return {name: t for name, t in results.items() if t is not None}
+
+    return Case(make, call, "grouped_gemm")
 
 
 def _grads(y: Tensor, leaves: Tensors, dy: Tensor | None = None) -> Tensors:
@@ -94,6 +127,14 @@ SELF_TESTS: dict[str, Case] = {
     "linear_cross_entropy, smoothing": _cross_entropy(300, 256, 1003, BF16, "weight", label_smoothing=0.1),
     "linear_cross_entropy, fp16": _cross_entropy(300, 256, 1003, FP16, "linear_bias"),
     "linear_cross_entropy, many rows of few classes": _cross_entropy(20_000, 64, 100),
+    "grouped_mlp": _grouped_mlp(700, 256, 128, BF16, "scales"),
+    "grouped_mlp, two weights and biases": _grouped_mlp(
+        700, 128, 200, BF16, "w3", "b1", "b2", "scales", activation="clamped_swiglu"
+    ),
+    "grouped_mlp, buffers and recompute": _grouped_mlp(
+        700, 256, 128, FP16, "grad_w1_out", "grad_w2_out", activation="geglu", recompute=True
+    ),
+    "grouped_mlp, deep": _grouped_mlp(300, 64, 4096, BF16, "scales", activation="relu2"),
 }
 TIMED: dict[str, Case] = {
     "rms_norm 16384x4096": _norm(16_384, 4096),

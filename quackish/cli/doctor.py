@@ -118,9 +118,9 @@ def devices() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Whether kernels should run there, if all is well."""
-    return device.type == "cuda" and not torch.version.hip and gpu_of(device.index).family in kernels.FAMILIES
+def has_kernels(device: torch.device, kernel: str = "rms_norm_fwd") -> bool:
+    """Whether this kernel should run there, if all is well."""
+    return device.type == "cuda" and not torch.version.hip and gpu_of(device.index).family in kernels.TABLE[kernel][1]
 
 
 def versions(report: Report) -> dict[str, str]:
@@ -247,7 +247,7 @@ KERNELS, PORTABLE = "kernels", "portable path"
 _BOUNDS = {"y": 0.004, "loss": 1e-4, "lse": 1e-4}
 _GRAD_BOUND = 0.008
 _REPORT = "Please report it, with the output of `python -m quackish doctor --json`."
-OPERATIONS = {op: check.SELF_TESTS[op] for op in ("rms_norm", "linear_cross_entropy")}
+OPERATIONS = {op: check.SELF_TESTS[op] for op in ("rms_norm", "linear_cross_entropy", "grouped_mlp")}
 
 
 def operations(
@@ -270,7 +270,7 @@ def operations(
         rows[f"{name} on {device}"] = "; ".join(filter(None, (verdict, found, why)))
         if fault:
             report.problem(f"{name} on {device} ({path}) {fault}", _REPORT)
-        if why and expects(device) and toolchain.versions() is not None:  # else `compiler` tells
+        if why and expects(device, case.kernel) and toolchain.versions() is not None:  # else `compiler` tells
             report.problem(f"{name} takes the portable path on {device}, where kernels should run", why)
     return rows
 
