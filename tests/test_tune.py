@@ -17,6 +17,7 @@ from quackish.cli.parser import Parser, Refused
 from quackish.configs import choose, table
 from quackish.configs.choose import RULES, name_of
 from quackish.configs.gemm import GemmConfig, GemmProblem
+from quackish.configs.grouped_gemm import GroupedGemmProblem
 from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem, RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.gpu import A100, B200, H200, gpu_of
 from quackish.launch import Resources
@@ -52,6 +53,9 @@ def problems():
         yield "rms_norm_bwd", RmsNormBwdProblem(n, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16, aligned=aligned)
     for epilogue in ("softmax", "dlogits"):
         yield "lce_gemm", GemmProblem(epilogue, BF16, BF16)
+    for epilogue in ("up", "down", "down_backward"):
+        yield "grouped_gemm", GroupedGemmProblem("m", epilogue, BF16, 64, activation="swiglu", keeps=epilogue == "up")
+    yield "grouped_gemm", GroupedGemmProblem("k", "store", BF16, 64, "float32", accumulate=True)
     yield "lce_gemm", DX
     yield "lce_gemm", GemmProblem("store", BF16, "float32", a_major="m", b_major="n", live="k", accumulate=True)
 
@@ -82,6 +86,9 @@ def test_candidates_vary_every_field_that_may_help_and_leave_out_what_cannot():
     assert values["num_stages"] == {0}  # rows that are not aligned have none
     assert len(found) > 5
     assert varied("rms_norm_fwd", dataclasses.replace(FORWARD, n=65_536))[1]["split_n"] >= {8, 16}
+
+    found, values = varied("grouped_gemm", GroupedGemmProblem("m", "down", BF16, 64))
+    assert all(len(values[name]) >= 2 for name in set(values) - {"group_along"})
 
     found, values = varied("lce_gemm", DX)
     assert all(len(values[name]) >= 2 for name in set(values) - {"pingpong"})
@@ -230,6 +237,9 @@ CASES = [
     LCE + "stored --bias --softcap 30",
     LCE + "recompute --label-smoothing 0.1 --class-weight --dtype fp16",
     "linear_cross_entropy 2000x4096x30000",  # exp_logits in two buffers
+    "grouped_mlp 3000x256x128x8 --scales",
+    "grouped_mlp 3000x128x200x8 --w3 --bias --scales --activation geglu --grad-weight-out",
+    "grouped_mlp 700x64x4096x4 --activation silu --dtype fp16",
 ]
 
 
@@ -382,7 +392,7 @@ def test_without_a_cuobjdump_one_sentence_says_so():
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", CASES)
 def test_candidates_run_and_have_the_same_results(words):
-    if torch.cuda.get_device_capability()[0] != 9 and "linear" in words:
+    if torch.cuda.get_device_capability()[0] != 9 and "norm" not in words:
         pytest.skip("needs a GEMM of ours, which are for Hopper")
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = gpu_of(device.index)

@@ -256,21 +256,10 @@ def gemm_smem_bytes(problem: GemmProblem, config: GemmConfig) -> int:
 def gemm_why_illegal(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem`: the field, its value, what is legal. None if it is legal."""
     p, c = problem, config
-    legal = {
-        "tile_m": (64, 128, 192, 256),
-        "tile_n": (128, 192, 256),
-        "cluster_m": (1, 2, 4),
-        "cluster_n": (1, 2),
-        "group_along": ("m", "n"),
-    }
-    for field, values in legal.items():
-        if getattr(c, field) not in values:
-            return f"{field} is {getattr(c, field)!r}; expected one of {', '.join(map(repr, values))}"
+    if reason := fields_why_illegal(c):
+        return reason
     if c.pingpong and (p.split_k_tail or p.epilogue not in ("softmax", "dlogits", "store")):
         return "pingpong is True; expected False, as the problem splits tiles along k or scatters their rows"
-    for field, least in (("num_stages", 2), ("group", 1)):
-        if getattr(c, field) < least:
-            return f"{field} is {getattr(c, field)}; expected at least {least}"
 
     # assumptions of other kernels
     if p.epilogue == "softmax" and c.tile_n != SOFTMAX_TILE_N:
@@ -283,19 +272,38 @@ def gemm_why_illegal(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str 
             f"tile_m is {c.tile_m} with cluster_m {c.cluster_m}, {c.tile_m * c.cluster_m} rows per cluster; expected a "
             f"multiple of {ROW_TILE}, the number of rows that are flagged and cleared together"
         )
+    return space_why_illegal(c, gemm_smem_bytes(p, c), gpu)
 
-    # registers
+
+def fields_why_illegal(c: GemmConfig) -> str | None:
+    """As `gemm_why_illegal`, for any problem."""
+    legal = {
+        "tile_m": (64, 128, 192, 256),
+        "tile_n": (128, 192, 256),
+        "cluster_m": (1, 2, 4),
+        "cluster_n": (1, 2),
+        "group_along": ("m", "n"),
+    }
+    for field, values in legal.items():
+        if getattr(c, field) not in values:
+            return f"{field} is {getattr(c, field)!r}; expected one of {', '.join(map(repr, values))}"
+    for field, least in (("num_stages", 2), ("group", 1)):
+        if getattr(c, field) < least:
+            return f"{field} is {getattr(c, field)}; expected at least {least}"
+    return None
+
+
+def space_why_illegal(c: GemmConfig, smem_bytes: int, gpu: Gpu) -> str | None:
+    """As `gemm_why_illegal`, of registers and shared memory."""
     sums = c.row_blocks * c.tile_n // 2
     if sums + MIN_REGISTERS > c.consumer_registers:
         return (
             f"tile_n is {c.tile_n} with tile_m {c.tile_m}, {sums} accumulator registers; expected at most "
             f"{c.consumer_registers - MIN_REGISTERS}, as a thread has {c.consumer_registers} registers"
         )
-
-    needed = gemm_smem_bytes(p, c)
-    if needed > gpu.smem_bytes:
+    if smem_bytes > gpu.smem_bytes:
         return (
-            f"num_stages is {c.num_stages} with tiles of {c.tile_m} x {c.tile_n} x {TILE_K}, {needed} bytes of "
+            f"num_stages is {c.num_stages} with tiles of {c.tile_m} x {c.tile_n} x {TILE_K}, {smem_bytes} bytes of "
             f"shared memory; expected at most {gpu.smem_bytes} on {gpu.name}"
         )
     return None

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from quackish.configs.gemm import MIN_REGISTERS, STAGED_BYTES, TILE_K, GemmConfig
+from quackish.configs.gemm import STAGED_BYTES, TILE_K, GemmConfig, fields_why_illegal, space_why_illegal
 from quackish.configs.lce_args import F32, I32, Ptr
 from quackish.gpu import Gpu
 
@@ -154,10 +154,8 @@ def grouped_gemm_smem_bytes(problem: GroupedGemmProblem, config: GemmConfig) -> 
 
 
 def grouped_gemm_why_illegal(problem: GroupedGemmProblem, config: GemmConfig, gpu: Gpu) -> str | None:
-    sums = config.row_blocks * config.tile_n // 2
-    if sums + MIN_REGISTERS > config.consumer_registers:
-        return f"tile_n is {config.tile_n} with tile_m {config.tile_m}, {sums} accumulator registers"
-    needed = grouped_gemm_smem_bytes(problem, config)
-    if needed > gpu.smem_bytes:
-        return f"num_stages is {config.num_stages}, {needed} bytes of shared memory; expected at most {gpu.smem_bytes}"
-    return None
+    if reason := fields_why_illegal(config):
+        return reason
+    if problem.epilogue == "up" and problem.gated and config.tile_n % 128:
+        return f"tile_n is {config.tile_n}; expected 128 or 256: half of it is the gate's, stored 64 columns at a time"
+    return space_why_illegal(config, grouped_gemm_smem_bytes(problem, config), gpu)

@@ -13,6 +13,7 @@ from typing import Any
 
 from quackish.configs.choose import RULES, analytical
 from quackish.configs.gemm import TILE_K, GemmConfig, GemmProblem, gemm_smem_bytes
+from quackish.configs.grouped_gemm import GroupedGemmProblem
 from quackish.configs.rms_norm import (
     CLUSTERS,
     RmsNormBwdConfig,
@@ -113,7 +114,15 @@ def _gemm_configs(problem: GemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[
             yield dataclasses.replace(tile, num_stages=room // stage, group=group, group_along=along)
 
 
-def _products(problem: GemmProblem, c: GemmConfig) -> float:
+def _grouped_configs(problem: GroupedGemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[GemmConfig]:
+    fields = (128, 192), {128, 256, base.tile_n}, (1, 2), (1, 2), (3, 4, 5, 6, 7), (4, 8, 16), ("m",), (False, True)
+    for values in itertools.product(*fields):
+        config = GemmConfig(*values)
+        if config.cluster_m * config.cluster_n <= 2:
+            yield config
+
+
+def _products(problem: GemmProblem | GroupedGemmProblem, c: GemmConfig) -> float:
     """For each element that a CTA loads: A's are shared along the cluster's n, B's along its m."""
     return c.tile_m * c.tile_n / (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m)
 
@@ -123,4 +132,5 @@ SPACES = {
     "rms_norm_fwd": (_forward_configs, _in_flight, 0.5),
     "rms_norm_bwd": (_backward_configs, _fetched, 0.5),
     "lce_gemm": (_gemm_configs, _products, 1 / 1.5),
+    "grouped_gemm": (_grouped_configs, _products, 1 / 1.5),
 }

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quackish.configs.choose import config, name_of
 from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmProblem
+from quackish.configs.grouped_gemm import DSCALES_COLUMNS, GroupedGemmArgs, GroupedGemmProblem
 from quackish.configs.lce_args import GemmArgs, TailArgs
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
@@ -22,7 +23,7 @@ Build = Callable[[Any], Run]  # of a config; it compiles, or loads, and launches
 
 def prepare(kernel: str, problem: Any, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Build:
     """Data for `problem` at `sizes`, as quackish.work has them, on `device`; what is built shares it."""
-    case = {"rms_norm_fwd": _forward, "rms_norm_bwd": _backward, "lce_gemm": _gemm}[kernel]
+    case = {"rms_norm_fwd": _forward, "rms_norm_bwd": _backward, "lce_gemm": _gemm, "grouped_gemm": _grouped}[kernel]
     make = case(problem, sizes, device, gpu)
     name = name_of(kernel, problem)
 
@@ -156,7 +157,53 @@ def _epilogue(p: GemmProblem, m: int, n: int, k: int, device: torch.device) -> t
         "first_slot_of_class": lambda: torch.where(slots % 16 == 0, slots // 16, NO_SLOT),  # of every 16th row
         "rounding_residual": lambda: torch.zeros(-(-m // 16), n, dtype=torch.int16, device=device),
     }
-    spec = p.args.epilogue
+    return _made(p.args.epilogue, of_name)
+
+
+# Grouped GEMMs -------------------------------------------------------------------------------------------------------
+
+
+def _grouped(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
+    """Groups of equal size. An output that is added to accumulates from run to run."""
+    rows, n, groups, m, k = (sizes.get(name) for name in ("rows", "n", "groups", "m", "k"))
+    width, parts, second = n * (1 + p.gated), -(-n // DSCALES_COLUMNS), None
+    if p.along == "k":
+        a, b = _normal(device, p.dtype, rows, m), _normal(device, p.dtype, rows, n)
+        d_shape = groups, m, n
+    else:  # sums around 1
+        a = _normal(device, p.dtype, rows, k * (1 + (p.b_in_two and p.epilogue == "down")))
+        b = _normal(device, p.dtype, groups, width if p.epilogue == "up" and not p.b_in_two else n, k).mul_(k**-0.5)
+        second = _normal(device, p.dtype, groups, n, k).mul_(k**-0.5) if p.b_in_two else None
+        d_shape = rows, width if p.epilogue == "down_backward" else n
+    d = torch.zeros(d_shape, dtype=_dtype(p.outputs), device=device)
+    offs = (torch.arange(1, groups + 1, device=device) * rows // groups).int()
+    of_name = {
+        "preactivation": lambda: _normal(device, p.dtype, rows, width),
+        "bias": lambda: torch.randn(groups, width if p.epilogue == "up" else n, device=device),
+        "scales": lambda: torch.rand(rows, device=device),
+        "act": lambda: torch.zeros(rows, n, dtype=_dtype(p.dtype), device=device),
+        "dscales_parts": lambda: torch.zeros(rows, parts, device=device),
+    }
+    epilogue, stream = _made(p.args.epilogue, of_name), current_stream_of(device)
+    names = ("act", "dscales_parts", *["preactivation"] * (p.epilogue == "up"))
+    written = d, *(getattr(epilogue, name, None) for name in names)
+
+    def make() -> Run:
+        kernel = kernel_for("grouped_gemm", p, gpu)
+        clusters = kernel.config.max_clusters(gpu.sm_count)
+
+        def run() -> tuple[Tensor | None, ...]:
+            args = GroupedGemmArgs(a, b, second, d, offs, epilogue, m, rows, m, n, k, groups, clusters)
+            kernel.launch(_addresses(args), stream())
+            return written
+
+        return run
+
+    return make
+
+
+def _made(spec: tuple | None, of_name: Mapping[str, Callable[[], Any]]) -> tuple | None:
+    """The arguments that a problem's epilogue takes."""
     if spec is None:
         return None
     return spec._make(None if what is None else of_name[name]() for name, what in spec._asdict().items())
