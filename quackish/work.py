@@ -103,7 +103,7 @@ def _lce_gemm(p: gemm.GemmProblem, s: Sizes) -> Work:
 def _grouped_gemm(p: grouped_gemm.GroupedGemmProblem, s: Sizes) -> Work:
     rows, n = s["rows"], s["n"]
     if p.along == "k":
-        d = s["groups"] * s["m"] * n * _bytes(p.outputs)
+        d = s["groups"] * s["m"] * n * _bytes(p.out_dtype)
         return Work(rows * (s["m"] + n) * _bytes(p.dtype) + d * p.accumulate, d, 2 * rows * s["m"] * n)
     preactivation = n * (1 + p.gated)
     b_rows, k = n, s["k"]

@@ -18,8 +18,7 @@ from quackish.gpu import H200
 
 
 def problem(epilogue, dtype="bfloat16", **fields):
-    along = "k" if epilogue == "store" else "m"
-    return GroupedGemmProblem(along, epilogue, dtype, max_groups=64, **fields)
+    return GroupedGemmProblem(epilogue, dtype, **{"max_groups": 64, "out_dtype": dtype, **fields})
 
 
 ACTIVATIONS = {"swiglu": True, "clamped_swiglu": True, "geglu": True, "relu2": False}  # gated or not
@@ -45,8 +44,8 @@ OTHERS = [
     problem("store"),
     problem("store", out_dtype="float32", accumulate=True),
     problem("store", "float16", cluster_n=2),
-    GroupedGemmProblem("m", "up", "bfloat16", 1024, activation="swiglu", scaled=True, keeps=True),
-    GroupedGemmProblem("k", "store", "bfloat16", 1024),
+    problem("up", max_groups=1024, activation="swiglu", scaled=True, keeps=True),
+    problem("store", max_groups=1024),
 ]
 PROBLEMS = [*UP, *DOWN_BACKWARD, *OTHERS]
 

@@ -196,6 +196,29 @@ def test_any_strides(where):
     assert_same(where.run(odd, dy.t().contiguous().t()), want)
     ones = dy.new_ones(())
     assert_same(where.run(case, ones.expand(dy.shape)), where.run(case, ones.expand(dy.shape).contiguous()))
+    case, dy = make((1,), tail=0, device=where.device, dtype=where.dtypes[0])
+    assert_same(where.run(case, dy.t().contiguous().t()), where.run(case, dy))  # a row with a stride of 1
+
+
+MANY = {
+    "tiles": ([17 * g % 401 for g in range(70)], 520, 328),
+    "steps": ((130, 0, 200), 64, 2056),
+    "groups": ([g % 4 for g in range(1000)], 16, 16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["kernels-cuda"], indirect=True)
+@pytest.mark.parametrize("sizes, h, i", MANY.values(), ids=MANY)
+def test_many_tiles_steps_and_groups(sizes, h, i, where):
+    """Clusters with several tiles, odd numbers of them too, and the config for deep products."""
+    case, dy = make(sizes, h, i, device=where.device, dtype=BF16)
+    want = {**step(experts, in_fp64(case), dy.double(), kept=BF16), "y": experts(**in_fp64(case))}
+    got = where.run(case, dy)
+    for name, truth in want.items():
+        assert error(got[name], truth).norm <= 0.5 * torch.finfo(BF16).eps, name
+    for _ in range(20):
+        assert_same(where.run(case, dy), got)
 
 
 def test_mixed_dtypes_and_autocast():
@@ -337,6 +360,7 @@ BAD_OFFSETS = {
     "passes R": [3, 5, 9, 331],
     "negative": [-2, 5, 9, 12],
     "huge": [3, 2**31 - 1, 9, 12],
+    "wraps": [2**31 - 1, -2, 9, 12],  # differences in int32 are not negative
 }
 
 
@@ -350,6 +374,7 @@ def test_illegal_offsets_on_a_cpu(kind):
         "passes R": r"offs\[3\] is 331; expected at most 330, the number of rows",
         "negative": r"offs\[0\] is -2, after 0",
         "huge": r"offs\[1\] is 2147483647; expected at most 330",
+        "wraps": r"offs\[0\] is 2147483647; expected at most 330",
     }
     with pytest.raises(ValueError, match=f"grouped_mlp: {words[kind]}"):
         grouped_mlp(**case)
@@ -496,7 +521,7 @@ def test_launches_for_frozen_arguments(trained, backward, launches):
 
 
 def test_the_halves_of_the_preactivations_gradient_are_not_copied(launches):
-    """With w3: a weight's gradient reads its half by a stride. Buffers are added to by the kernel, or by PyTorch."""
+    """With w3: a weight's gradient reads its half by a stride. The kernel adds to fp32 buffers."""
     h, i = 64, 32
     case, dy = make(h=h, i=i, dtype=BF16, split=True, biases=False)
     outs = {"grad_w1_out": torch.zeros(case["w1"].shape), "grad_w3_out": torch.zeros_like(case["w3"])}
@@ -505,8 +530,8 @@ def test_the_halves_of_the_preactivations_gradient_are_not_copied(launches):
     dz = launches[2][1].d
     assert (to_gate.a, to_up.a) == (dz, dz + 2 * i)
     assert to_gate.a_stride == to_up.a_stride == 2 * i
-    assert (gate.accumulate, gate.outputs, to_gate.d) == (True, "float32", outs["grad_w1_out"].data_ptr())
-    assert (up.accumulate, up.outputs) == (False, "float32")
+    assert (gate.accumulate, gate.out_dtype, to_gate.d) == (True, "float32", outs["grad_w1_out"].data_ptr())
+    assert (up.accumulate, up.out_dtype) == (True, "float32")
     assert to_up.d != outs["grad_w3_out"].data_ptr()
 
 

@@ -54,8 +54,8 @@ def problems():
     for epilogue in ("softmax", "dlogits"):
         yield "lce_gemm", GemmProblem(epilogue, BF16, BF16)
     for epilogue in ("up", "down", "down_backward"):
-        yield "grouped_gemm", GroupedGemmProblem("m", epilogue, BF16, 64, activation="swiglu", keeps=epilogue == "up")
-    yield "grouped_gemm", GroupedGemmProblem("k", "store", BF16, 64, "float32", accumulate=True)
+        yield "grouped_gemm", GroupedGemmProblem(epilogue, BF16, 64, BF16, activation="swiglu", keeps=epilogue == "up")
+    yield "grouped_gemm", GroupedGemmProblem("store", BF16, 64, "float32", accumulate=True)
     yield "lce_gemm", DX
     yield "lce_gemm", GemmProblem("store", BF16, "float32", a_major="m", b_major="n", live="k", accumulate=True)
 
@@ -87,7 +87,7 @@ def test_candidates_vary_every_field_that_may_help_and_leave_out_what_cannot():
     assert len(found) > 5
     assert varied("rms_norm_fwd", dataclasses.replace(FORWARD, n=65_536))[1]["split_n"] >= {8, 16}
 
-    found, values = varied("grouped_gemm", GroupedGemmProblem("m", "down", BF16, 64))
+    found, values = varied("grouped_gemm", GroupedGemmProblem("down", BF16, 64, BF16))
     assert all(len(values[name]) >= 2 for name in set(values) - {"group_along"})
 
     found, values = varied("lce_gemm", DX)

@@ -38,10 +38,10 @@ SAMPLES = [
     ("lce_gemm", GemmProblem("dlogits", BF16, BF16, smoothing=True)),
     ("lce_gemm", GemmProblem("rows", BF16, BF16, b_major="n")),
     ("lce_gemm", GemmProblem("store", BF16, FP32, live="k")),
-    ("grouped_gemm", GroupedGemmProblem("m", "up", BF16, 64, activation="swiglu", scaled=True, keeps=True)),
-    ("grouped_gemm", GroupedGemmProblem("m", "down", BF16, 64, biased=True)),
-    ("grouped_gemm", GroupedGemmProblem("m", "down_backward", BF16, 64, b_major="n", activation="silu", scaled=True)),
-    ("grouped_gemm", GroupedGemmProblem("k", "store", BF16, 64, FP32, accumulate=True)),
+    ("grouped_gemm", GroupedGemmProblem("up", BF16, 64, BF16, activation="swiglu", scaled=True, keeps=True)),
+    ("grouped_gemm", GroupedGemmProblem("down", BF16, 64, BF16, biased=True)),
+    ("grouped_gemm", GroupedGemmProblem("down_backward", BF16, 64, BF16, b_major="n", activation="silu", scaled=True)),
+    ("grouped_gemm", GroupedGemmProblem("store", BF16, 64, FP32, accumulate=True)),
     ("lce_compact", LceCompactProblem("int64")),
     ("lce_gather", LceGatherProblem(64, BF16, "int64")),
     ("lce_rows", LceRowsProblem(True, "scale", 64, BF16)),
@@ -180,7 +180,7 @@ def test_grouped_gemms_multiply_and_move_what_matrices_say():
     w, parts, dw = torch.empty(groups, i, h, dtype=torch.bfloat16), torch.empty(rows, 3), torch.empty(groups, h, i)
 
     def problem(epilogue, **options):
-        return GroupedGemmProblem("m", epilogue, BF16, 64, **options)
+        return GroupedGemmProblem(epilogue, BF16, 64, BF16, **options)
 
     gated = dict(activation="swiglu", scaled=True)
     cases = {
@@ -196,7 +196,7 @@ def test_grouped_gemms_multiply_and_move_what_matrices_say():
         assert work("grouped_gemm", one, sizes) == Work(nbytes(*read), nbytes(*written), 2 * rows * products), one
     sizes = dict(rows=rows, m=h, n=i, groups=groups)
     for accumulate in (False, True):
-        one = GroupedGemmProblem("k", "store", BF16, 64, FP32, accumulate=accumulate)
+        one = GroupedGemmProblem("store", BF16, 64, FP32, accumulate=accumulate)
         read = nbytes(x, act, dw if accumulate else None)
         assert work("grouped_gemm", one, sizes) == Work(read, nbytes(dw), 2 * rows * h * i)
 

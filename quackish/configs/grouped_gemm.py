@@ -31,7 +31,7 @@ class DownBackwardArgs(NamedTuple):
 
 
 class GroupedGemmArgs(NamedTuple):
-    """Matrices are contiguous unless a stride, in elements, is given. r rows: of all groups, and of none."""
+    """Matrices are contiguous unless a stride, in elements, is given. r rows, with those after the last group."""
 
     a: Any = None
     b: Any = None
@@ -52,20 +52,19 @@ class GroupedGemmArgs(NamedTuple):
 class GroupedGemmProblem:
     """Rows are sorted by group; group g has rows [offs[g - 1], offs[g]).
 
-    along "m": D[rows of g, n] = A[rows of g, k] @ B[g], where B[g] is (n, k) or (k, n) in memory; other rows are 0.
-    along "k": D[g] = A[rows of g, m].T @ B[rows of g, n].
-    `epilogue`, with along "m":
-    - "up": D is the scaled activation of A @ B[g] + bias. B[g] has rows [gate; up], or the gate's and in `second` the
-      up projection's.
-    - "down": D is A @ B[g] + bias.
-    - "down_backward": A @ B[g] is the gradient of the scaled activation, D that of the preactivation.
+    `epilogue`:
+    - "up": D is the scaled activation of A @ B[g].T + bias, rows of g at a time. B[g] has rows [gate; up], or the
+      gate's and in `second` the up projection's.
+    - "down": D is A @ B[g].T + bias, as are B[g]'s layouts: (n, k) or (k, n) in memory.
+    - "down_backward": A @ B[g].T is the gradient of the scaled activation, D that of the preactivation.
+    - "store": D[g] = A[rows of g].T @ B[rows of g], a sum along the rows. A (r, m), B (r, n).
+    Other rows of D are 0.
     """
 
-    along: str
-    epilogue: str  # "up", "down", "down_backward", or "store" along "k"
-    dtype: str
+    epilogue: str
+    dtype: str  # of A and B: "bfloat16" or "float16"
     max_groups: int  # a power of two
-    out_dtype: str | None = None  # None is dtype
+    out_dtype: str
     b_major: str = "k"  # B's contiguous dimension: "n" or "k"
     b_in_two: bool = False  # B has two buffers: up: gate's and up's rows; down: along k
     activation: str | None = None
@@ -73,7 +72,7 @@ class GroupedGemmProblem:
     scaled: bool = False
     keeps: bool = False  # up: stores the preactivation
     accumulate: bool = False  # along "k": D is added to the fp32 output
-    deep: bool = False  # along "m": K is at least DEEP
+    deep: bool = False  # down: K is at least DEEP
     cluster_n: int = 1  # along "k": the dimension with two tiles per cluster; `cluster_n_for`
 
     @property
@@ -81,8 +80,9 @@ class GroupedGemmProblem:
         return self.activation in GATED
 
     @property
-    def outputs(self) -> str:
-        return self.out_dtype or self.dtype
+    def along(self) -> str:
+        """The dimension that groups divide: "m", or "k" of sums."""
+        return "k" if self.epilogue == "store" else "m"
 
     @property
     def args(self) -> GroupedGemmArgs:
@@ -96,21 +96,21 @@ class GroupedGemmProblem:
         }[self.epilogue]
         rows = self.along == "m"
         return GroupedGemmArgs(
-            a=operand, b=operand, second=operand if self.b_in_two else None, d=Ptr(self.outputs, aligned=True),
+            a=operand, b=operand, second=operand if self.b_in_two else None, d=Ptr(self.out_dtype, aligned=True),
             epilogue=epilogue, a_stride=None if rows else "int64", m=None if rows else "int32",
             k="int32" if rows else None,
         )  # fmt: skip
 
 
 def grouped_gemm_config(problem: GroupedGemmProblem, gpu: Gpu) -> GemmConfig:
-    """Clusters along n: a group's last rows fill 128 or 192 rows, not twice as many."""
+    """Clusters along n, so that a group is padded to one tile of rows, not to two."""
     if problem.along == "k":
         along_n = problem.cluster_n == 2
         return GemmConfig(192, 128, 1 if along_n else 2, 2 if along_n else 1, num_stages=5, group=16, pingpong=True)
-    if problem.deep and problem.epilogue == "down":  # products hide nothing, but wide tiles load less
+    if problem.deep:  # the epilogue is short beside the products: wide tiles, which load less
         return GemmConfig(cluster_m=1, cluster_n=2)
-    if problem.epilogue == "down_backward" and problem.scaled and problem.activation in ("geglu", "clamped_swiglu"):
-        return GemmConfig(tile_n=192, cluster_m=1, cluster_n=2)  # others spill 1 to 24 registers
+    if problem.epilogue == "down_backward" and problem.scaled and problem.activation == "clamped_swiglu":
+        return GemmConfig(tile_n=192, cluster_m=1, cluster_n=2)  # with tile_n 128 or 256 registers spill
     stages = 6 if problem.epilogue == "down" else 5
     return GemmConfig(128, 128, 1, 2, num_stages=stages, group=16, pingpong=True)
 
@@ -126,7 +126,7 @@ def cluster_n_for(m: int, n: int) -> int:
 
 def grouped_gemm_buffers(problem: GroupedGemmProblem, config: GemmConfig) -> int:
     """Output buffers per warp group: as many as fit, and a divisor of the number of stores per block of 64 rows."""
-    pieces = -(-config.tile_n * (4 if problem.outputs == "float32" else 2) // 128)
+    pieces = -(-config.tile_n * (4 if problem.out_dtype == "float32" else 2) // 128)
     outputs = {"up": 1.5 if problem.gated else 2, "down_backward": 3 if problem.gated else 2}.get(problem.epilogue, 1)
     if problem.epilogue == "up" and not problem.keeps:
         outputs -= 1

@@ -5,6 +5,8 @@ Which tiles there are is read from `offs` on the device (`group_walk.py`). One T
 k and stores along m are clipped at a group's end (`epilogue_grouped.py`).
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
@@ -19,6 +21,11 @@ from quackish.kernels.common.epilogue_grouped import EXTENT, GroupBlock, block_b
 from quackish.kernels.common.group_walk import Groups, GroupWalk
 from quackish.kernels.common.lce import after_previous
 from quackish.kernels.common.wgmma import WgmmaKernel
+
+
+class Stage(NamedTuple):
+    index: Int32
+    barrier: cute.Pointer
 
 
 class GroupedGemmSm90(WgmmaKernel):
@@ -165,39 +172,32 @@ class GroupedGemmSm90(WgmmaKernel):
                 a = cute.domain_offset((row, start), a_atom[1][None, None, EXTENT, end])
                 bs = [cute.domain_offset((col, start), b_atoms[0][1][None, None, EXTENT, end])]
                 k0 = Int32(0)
-            a_part = self.part(a_atom, a, sA, (tile_m, tile_k), rank_n, c.cluster_n)
             part_steps = walk.k_steps // self.k_parts
             for kt in cutlass.range(item.steps, unroll=1):
                 loaded.producer_acquire(state)
                 bar = loaded.producer_get_barrier(state)
+                load = Stage(state.index, bar)
                 if const_expr(self.k_parts == 1):
-                    self.copy(a_atom, a_part, k0 + kt, state.index, bar, mask_a)
+                    self.load(a_atom, a, k0 + kt, sA, load, rank_n, c.cluster_n, mask_a)
                     for i in cutlass.range_constexpr(self.b_boxes):
-                        b_part = self.part(b_atoms[i], bs[i], boxes[i], (box, tile_k), rank_m, c.cluster_m)
-                        self.copy(b_atoms[i], b_part, k0 + kt, state.index, bar, mask_b)
-                else:
-                    in_second = kt >= part_steps
-                    k_at = kt * tile_k if not in_second else args.k + (kt - part_steps) * tile_k
-                    a2 = self.part(a_atom, cute.domain_offset((0, k_at), a), sA, (tile_m, tile_k), rank_n, c.cluster_n)
-                    self.copy(a_atom, a2, k0, state.index, bar, mask_a)
-                    if in_second:
-                        b_part = self.part(b_atoms[1], bs[1], sB, (box, tile_k), rank_m, c.cluster_m)
-                        self.copy(b_atoms[1], b_part, k0 + kt - part_steps, state.index, bar, mask_b)
-                    else:
-                        b_part = self.part(b_atoms[0], bs[0], sB, (box, tile_k), rank_m, c.cluster_m)
-                        self.copy(b_atoms[0], b_part, k0 + kt, state.index, bar, mask_b)
+                        self.load(b_atoms[i], bs[i], k0 + kt, boxes[i], load, rank_m, c.cluster_m, mask_b)
+                elif kt < part_steps:
+                    self.load(a_atom, a, k0 + kt, sA, load, rank_n, c.cluster_n, mask_a)
+                    self.load(b_atoms[0], bs[0], k0 + kt, sB, load, rank_m, c.cluster_m, mask_b)
+                else:  # A's columns from k on, which need not be a multiple of tile_k
+                    a2 = cute.domain_offset((0, args.k), a)
+                    self.load(a_atom, a2, kt - part_steps, sA, load, rank_n, c.cluster_n, mask_a)
+                    self.load(b_atoms[1], bs[1], kt - part_steps, sB, load, rank_m, c.cluster_m, mask_b)
                 state.advance()
         loaded.producer_tail(state)
 
-    def part(self, atom, tensor, shared, tile, rank, num_multicast):
-        """(stages in shared memory, tiles along k)"""
-        g = cute.local_tile(tensor, tile, (0, None))
-        return cpasync.tma_partition(
+    def load(self, atom, tensor, kt, shared, stage, rank, num_multicast, mask):
+        """Starts to load the tile of step kt, the first one of `tensor` in its other dimension."""
+        g = cute.local_tile(tensor, (cute.size(shared, mode=[0]), TILE_K), (0, None))
+        s, g = cpasync.tma_partition(
             atom[0], rank, cute.make_layout(num_multicast), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
         )
-
-    def copy(self, atom, part, kt, stage, bar, mask):
-        cute.copy(atom[0], part[1][None, kt], part[0][None, stage], tma_bar_ptr=bar, mcast_mask=mask)
+        cute.copy(atom[0], g[None, kt], s[None, stage.index], tma_bar_ptr=stage.barrier, mcast_mask=mask)
 
     @cute.jit
     def consume(

@@ -175,7 +175,7 @@ def _grouped(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.devi
         b = _normal(device, p.dtype, groups, width if p.epilogue == "up" and not p.b_in_two else n, k).mul_(k**-0.5)
         second = _normal(device, p.dtype, groups, n, k).mul_(k**-0.5) if p.b_in_two else None
         d_shape = rows, width if p.epilogue == "down_backward" else n
-    d = torch.zeros(d_shape, dtype=_dtype(p.outputs), device=device)
+    d = torch.zeros(d_shape, dtype=_dtype(p.out_dtype), device=device)
     offs = (torch.arange(1, groups + 1, device=device) * rows // groups).int()
     of_name = {
         "preactivation": lambda: _normal(device, p.dtype, rows, width),

@@ -5,10 +5,9 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from quackish.kernels.common.lce import LOG2_E
-from quackish.kernels.common.logits import tanh
 
 LIMIT, ALPHA = 7.0, 1.702  # of "clamped_swiglu"
-GELU_1, GELU_3 = 0.7978845608028654, 0.044715  # tanh(GELU_1 * (x + GELU_3 * x^3)), GELU_1 being sqrt(2 / pi)
+GELU_2, GELU_3 = 1.5957691216057308, 0.044715  # x * sigmoid(GELU_2 * (x + GELU_3 * x^3)), GELU_2 being 2 sqrt(2 / pi)
 
 
 @cute.jit
@@ -23,9 +22,9 @@ def value(gate: Float32, activation: cutlass.Constexpr[str]):
         x = cute.arch.fmax(gate, 0.0, nan=True)
         return x * x, 2.0 * x
     if const_expr(activation == "geglu"):
-        t = tanh(GELU_1 * (gate + GELU_3 * gate * gate * gate))
-        slope = GELU_1 * (1.0 + 3.0 * GELU_3 * gate * gate)
-        return 0.5 * gate * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * gate * (1.0 - t * t) * slope
+        square = gate * gate
+        s = sigmoid(GELU_2 * gate * (1.0 + GELU_3 * square))
+        return gate * s, s + gate * s * (1.0 - s) * (GELU_2 * (1.0 + 3.0 * GELU_3 * square))
     if const_expr(activation == "clamped_swiglu"):
         clamped = cute.arch.fmin(gate, LIMIT, nan=True)
         s = sigmoid(ALPHA * clamped)

@@ -65,7 +65,7 @@ class GroupStore(TileStore):
     """Stores tiles of a group's rows, or of its matrix D[group]."""
 
     def __init__(self, problem, config):
-        super().__init__(problem.outputs, config, problem.accumulate)
+        super().__init__(problem.out_dtype, config, problem.accumulate)
         self.along_m = problem.along == "m"
         self.num_buffers = grouped_gemm_buffers(problem, config)
 

@@ -69,8 +69,7 @@ class GroupWalk:
         # Every thread checks all bounds, and counts what comes before its groups.
         valid = Int32(1)
         for i in cutlass.range(groups + 1, unroll=4):
-            length = sBounds[i + 1] - sBounds[i]
-            if length < 0:
+            if sBounds[i + 1] < sBounds[i]:  # a difference could wrap
                 valid = Int32(0)
         for g in cutlass.range(tid, groups + 2, threads, unroll=1):
             before = Int32(0)
@@ -115,7 +114,7 @@ class GroupWalk:
     @cute.jit
     def item(self, j: Int32, w: Groups) -> Item:
         if const_expr(self.along_m):
-            unit = j // w.tiles_n  # may be in the middle of the group's tiles, whose first one is a multiple
+            unit = j // w.tiles_n  # finds the group: its items start at a multiple of tiles_n
             g, half = Int32(0), const_expr(self.problem.max_groups)
             for _ in cutlass.range_constexpr(self.problem.max_groups.bit_length()):
                 at = g + half

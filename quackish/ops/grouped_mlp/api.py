@@ -50,8 +50,8 @@ def grouped_mlp(
     Returns:
         y: (R, H) in x's dtype. All floating arguments that require it get gradients, in their own dtypes.
 
-    Rows from offs[-1] on are 0 in y and in the gradients of x and scales, and nothing reads what they hold. The results
-    of a row do not depend on rows of other groups, nor on how many rows there are, and are the same on every run.
+    Rows from offs[-1] on are 0 in y and in the gradients of x and scales, and nothing reads what they hold. Results are
+    the same on every run; a row's y and x's gradient do not depend on other rows, nor on how many rows there are.
 
     Raises:
         ValueError, TypeError: the shape, value, device or dtype of an argument; on CPU, offsets that decrease or pass

@@ -68,14 +68,15 @@ def down(act, w2, b2, offs):
 
 
 def down_backward(dy, w2, preactivation, scales, offs, activation, needs: Needs):
-    if not (needs.dpreactivation or needs.dscales):  # no product
+    if not (needs.dpreactivation or needs.dscales):  # of w2 alone: act once more, without a product
         return reference.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
     i, rows = w2.shape[2], dy.shape[0]
-    dz, act = torch.empty_like(preactivation), dy.new_empty((rows, i))
+    z = _aligned(preactivation)
+    dz, act = torch.empty_like(z), dy.new_empty((rows, i))
     parts, s = None, _fp32(scales)
     if s is not None:  # a sum per row and tile
         parts = torch.empty((rows, -(-i // DSCALES_COLUMNS)), dtype=torch.float32, device=dy.device)
-    epilogue = DownBackwardArgs(preactivation.data_ptr(), act.data_ptr(), _address(s), _address(parts))
+    epilogue = DownBackwardArgs(z.data_ptr(), act.data_ptr(), _address(s), _address(parts))
     options = dict(activation=activation, scaled=s is not None)
     _rows("down_backward", dy, w2.transpose(1, 2), None, dz, offs, epilogue, i, w2.shape[1], **options)
     return dz, act, parts.sum(1).to(scales.dtype) if needs.dscales else None
@@ -91,26 +92,28 @@ def rows_gradient(dpreactivation, w1, w3, offs):
 def weight_gradient(a, b, offs, dtype, out=None):
     a, b = _aligned(a), _aligned(b)
     (rows, m), n, groups = a.shape, b.shape[1], offs.shape[0]
-    adds = out is not None and out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0
-    d = out if adds else torch.empty((groups, m, n), dtype=dtype if out is None else torch.float32, device=a.device)
-    problem = _problem(
-        "store", a, groups, along="k", out_dtype=cuda.dtype_name(d), accumulate=adds, cluster_n=cluster_n_for(m, n)
-    )
-    sizes = a.stride(0), rows, m, n, None, groups
-    _launch(problem, a, a.data_ptr(), b.data_ptr(), None, d.data_ptr(), offs, None, sizes)
+    if out is None:
+        d = torch.empty((groups, m, n), dtype=dtype, device=a.device)
+    else:
+        d = _aligned(out.to(torch.float32, memory_format=torch.contiguous_format))
+    fields = dict(out_dtype=cuda.dtype_name(d), accumulate=out is not None, cluster_n=cluster_n_for(m, n))
+    ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
+    _launch(
+        _problem("store", a, groups, **fields), a, a.data_ptr(), b.data_ptr(), None, d.data_ptr(), offs, None,
+        (ld, rows, m, n, None, groups),
+    )  # fmt: skip
     if out is None:
         return d
-    if adds:
+    if d is out:
         torch.autograd.graph.increment_version(out)
     else:
-        starts = torch.nn.functional.pad(offs, (1, 0))
-        out.copy_(torch.where((starts.diff() != 0)[:, None, None], out + d, out))
+        out.copy_(d)
     return None
 
 
 def bias_gradient(a, offs, dtype):
     ones = a.new_ones((a.shape[0], 8))  # the fewest columns that a kernel takes
-    return weight_gradient(a, ones, offs, torch.float32)[:, :, 0].to(dtype)
+    return weight_gradient(a, ones, offs, torch.float32)[:, :, 0].contiguous().to(dtype)
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -128,9 +131,8 @@ def _rows(
         second = second.contiguous() if b_major == "k" else second.transpose(1, 2).contiguous().transpose(1, 2)
     a, w, second = _aligned(a), _aligned(w), None if second is None else _aligned(second)
     groups, rows = offs.shape[0], a.shape[0]
-    problem = _problem(
-        epilogue, a, groups, along="m", b_major=b_major, b_in_two=second is not None, deep=k >= DEEP, **options
-    )
+    deep = epilogue == "down" and k >= DEEP
+    problem = _problem(epilogue, a, groups, b_major=b_major, b_in_two=second is not None, deep=deep, **options)
     sizes = None, rows, None, n, k, groups
     _launch(problem, a, a.data_ptr(), w.data_ptr(), _address(second), d.data_ptr(), offs, args, sizes)
 
@@ -166,8 +168,9 @@ def stand_ins(kernel_for: KernelFor, gpu: Gpu) -> Iterator[None]:
         _stand_ins.reset(token)
 
 
-def _problem(epilogue: str, a: Tensor, groups: int, **options: Any) -> GroupedGemmProblem:
-    return GroupedGemmProblem(epilogue=epilogue, dtype=cuda.dtype_name(a), max_groups=max_groups_for(groups), **options)
+def _problem(epilogue: str, a: Tensor, groups: int, **fields: Any) -> GroupedGemmProblem:
+    dtype = cuda.dtype_name(a)
+    return GroupedGemmProblem(epilogue, dtype, max_groups_for(groups), **{"out_dtype": dtype, **fields})
 
 
 # Operands -------------------------------------------------------------------------------------------------------------
@@ -182,7 +185,7 @@ def _address(t: Tensor | None) -> int | None:
 
 
 def _fp32(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.float().contiguous()
+    return None if t is None else _aligned(t.float().contiguous())
 
 
 def _contiguous(t: Tensor | None) -> Tensor | None:
