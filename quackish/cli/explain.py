@@ -2,6 +2,7 @@
 
     python -m quackish explain rms_norm_backward 16384x4096 --gpu b200
     python -m quackish explain linear_cross_entropy 8192x4096x128256 --schedule recompute
+    python -m quackish explain grouped_mlp 131072x2048x768x128 --scales
 
 Needs no GPU. Registers and shared memory are read from kernels that are compiled for the GPU in question (a second
 each, --no-compile goes without); that takes cuobjdump, of Triton's wheel or the CUDA toolkit.

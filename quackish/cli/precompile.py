@@ -2,6 +2,7 @@
 
     python -m quackish precompile rms_norm 16384x4096 16384x8192 --residual --gpu h200,b200
     python -m quackish precompile linear_cross_entropy 8192x4096x128256 --gpu h200
+    python -m quackish precompile grouped_mlp 131072x2048x768x128 --scales --gpu h200
     python -m quackish precompile --from shapes.txt --gpu h200
 
 Needs no GPU, and takes a second a kernel and process. RMSNorm's kernels depend on N and not on M, those of linear cross
