@@ -14,6 +14,7 @@ from quackish import config, errors, kernels, launch, toolchain
 from quackish.configs import choose, table
 from quackish.configs.choose import FIXED, NAMES, RULES
 from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_smem_bytes, gemm_why_illegal
+from quackish.configs.grouped_gemm import GroupedGemmProblem
 from quackish.configs.rms_norm import (
     MAX_N,
     MAX_N_TWO_SUMS,
@@ -205,6 +206,7 @@ def test_the_analytical_choice_of_a_gemm_is_legal():
 LONG = RmsNormBwdProblem(65_536, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
 ODD = RmsNormBwdProblem(4097, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16, aligned=False)
 SHORT = RmsNormBwdProblem(64, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
+UP = GroupedGemmProblem("up", BF16, 64, BF16, activation="swiglu")
 ILLEGAL = [
     ("rms_norm_fwd", FORWARD, dict(threads=100), "threads is 100; expected a multiple of 32, up to 1024"),
     ("rms_norm_fwd", FORWARD, dict(threads_per_row=4), "threads_per_row is 4; expected 8, 16 or a multiple of 32"),
@@ -253,6 +255,9 @@ ILLEGAL = [
         "lce_gemm", DW, dict(tile_m=192, num_stages=2),
         "tile_n is 256 with tile_m 192, 128 accumulator registers; expected at most 120, as a thread has 160 registers",
     ),
+    ("grouped_gemm", UP, dict(tile_m=100), "tile_m is 100; expected one of 64, 128, 192, 256"),
+    ("grouped_gemm", UP, dict(tile_n=192), "tile_n is 192; expected 128 or 256: half of it is the gate's, stored 64"),
+    ("grouped_gemm", UP, dict(num_stages=7), "num_stages is 7 with tiles of 128 x 128 x 64, 247568 bytes of shared "),
 ]  # fmt: skip
 
 
