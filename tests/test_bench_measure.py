@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quackish.bench import host, measure_rms_norm
+from quackish.bench import providers_grouped_mlp as mlps
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell
 from quackish.bench.measure import ERRORS, Found, Memory, Run
 from quackish.bench.measure_linear_cross_entropy import CONFIDENCE, Data, Truth, dlogits_of
@@ -43,6 +44,23 @@ def measure(
 
     OPERATIONS[op].measure(cell, tuple(providers), Run(CPU, provider, told.__setitem__, **{"rounds": 2, **options}))
     return told
+
+
+def test_grouped_mlps_are_compared_with_fp64_beside_bare_products():
+    def off(x, w1, w2, scales, offs):
+        return 1.5 * mlps.ours()(x, w1, w2, scales, offs)
+
+    for direction, errors, roof in (("forward", 1, "two-gemms"), ("forward+backward", 3, "six-gemms")):
+        told = measure(
+            "grouped_mlp", (50, 64, 32, 4), direction, {"quackish": "quackish", "torch": "torch", "off": off}
+        )
+        assert told.keys() == {"quackish", "torch", "off", AGAIN, roof}
+        for name in ("quackish", "torch"):
+            found = [told[name][column] for column in ERRORS if column in told[name]]
+            assert len(found) == errors
+            assert max(found) < 0.01
+        assert "wrong: err_y 0.5" in told["off"]["note"]
+        assert all(found["roof_ms"] == told[roof]["median_ms"] for found in told.values())
 
 
 # Timing --------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from quackish.bench.cells import Cell, Job
 from quackish.bench.measure import timed
 from quackish.bench.models import find, wanted
-from quackish.bench.operations import LINEAR_CROSS_ENTROPY, RMS_NORM
+from quackish.bench.operations import GROUPED_MLP, LINEAR_CROSS_ENTROPY, RMS_NORM
 from quackish.bench.results import COLUMNS, cell_of, row_of
 from quackish.testing.timing import Times
 
@@ -25,6 +25,10 @@ def test_models_have_norms_and_heads_and_a_shape_of_several_is_measured_once():
     }
     heads = wanted(LINEAR_CROSS_ENTROPY, ["llama3-70b"], [1, 2], [])
     assert list(heads) == [(1, 8192, 128256), (2, 8192, 128256)]
+    experts = wanted(GROUPED_MLP, ["llama3-8b", "qwen3-30b-a3b", "gpt*"], [10], [])
+    assert experts == {(80, 2048, 768, 128): "qwen3-30b-a3b", (40, 2880, 2880, 32): "gpt-oss-20b"}
+    with pytest.raises(ValueError, match="--model llama3-8b: no shape of grouped_mlp; expected a model with experts"):
+        wanted(GROUPED_MLP, ["llama3-8b"], [10], [])
 
 
 def test_patterns_name_models():

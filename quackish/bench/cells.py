@@ -9,8 +9,9 @@ A_LAUNCH = f"{OURS} (a launch)"  # host time of the slowest launch in a call
 AGAIN = f"{OURS} (again)"  # ours a second time, in the same turns: the noise
 NONE_IGNORED = f"{OURS} (none ignored)"  # the roof of a cell with ignored rows
 GEMMS, THREE_GEMMS = ("gemm-logits", "gemm-dx", "gemm-dw"), "three-gemms"
+MLP_GEMMS = {"forward": "two-gemms", "forward+backward": "six-gemms"}
 # Rows of a results file that are no provider's.
-NOT_PROVIDERS = (A_LAUNCH, AGAIN, NONE_IGNORED, "mul", "add", THREE_GEMMS, *GEMMS, "truth")
+NOT_PROVIDERS = (A_LAUNCH, AGAIN, NONE_IGNORED, "mul", "add", THREE_GEMMS, *GEMMS, *MLP_GEMMS.values(), "truth")
 
 
 def is_ours(name: str) -> bool:

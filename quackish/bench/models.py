@@ -18,11 +18,14 @@ class Model(NamedTuple):
     hidden: int  # hidden_size
     vocab: int  # vocab_size
     norms: Mapping[str, tuple[int, int]] = {}  # of another size: {what: (N, rows for each token)}
+    experts: tuple[int, int, int] | None = None  # width, number, how many each token has
 
     def shapes(self, tokens: int, dims: int) -> dict[tuple[int, ...], str]:
-        """The norms (m, n) for two dimensions, the head (m, h, v) for three: {shape: what it is}."""
+        """The norms (m, n) for two dimensions, the head (m, h, v) for three, the experts (r, h, i, e) for four."""
         if dims == 3:
             return {(tokens, self.hidden, self.vocab): self.name}
+        if dims == 4:
+            return {(tokens * k, self.hidden, i, e): self.name for i, e, k in filter(None, [self.experts])}
         shapes = {(tokens * rows, n): f"{self.name} {what}" for what, (n, rows) in self.norms.items()}
         return {(tokens, self.hidden): self.name} | shapes
 
@@ -43,8 +46,11 @@ MODELS = {
         Model("qwen3-8b", "Qwen/Qwen3-8B", 4096, 151936, _qk(128, 32, 8)),
         Model("qwen3-14b", "Qwen/Qwen3-14B", 5120, 151936, _qk(128, 40, 8)),
         Model("qwen3-32b", "Qwen/Qwen3-32B", 5120, 151936, _qk(128, 64, 8)),
-        Model("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 2048, 151936, _qk(128, 32, 4)),
-        Model("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 4096, 151936, _qk(128, 64, 4)),
+        Model("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 2048, 151936, _qk(128, 32, 4), (768, 128, 8)),
+        Model("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 4096, 151936, _qk(128, 64, 4), (1536, 128, 8)),
+        Model("olmoe-1b-7b", "allenai/OLMoE-1B-7B-0924", 2048, 50304, experts=(1024, 64, 8)),
+        Model("gpt-oss-20b", "openai/gpt-oss-20b", 2880, 201088, experts=(2880, 32, 4)),
+        Model("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 4096, 32000, experts=(14336, 8, 2)),
         Model("gemma3-1b", "google/gemma-3-1b-it", 1152, 262144, _qk(256, 4, 1)),
         # The larger ones read images too: 64 more rows of the vocabulary, transformers' default for Gemma3TextConfig.
         Model("gemma3-4b", "google/gemma-3-4b-it", 2560, 262208, _qk(256, 8, 4)),
@@ -80,4 +86,6 @@ def wanted(
             names.setdefault(parse_shape(text, op.form), [])
         except ValueError as error:
             raise ValueError(f"--shapes is {error}") from None
+    if not names:
+        raise ValueError(f"--model {' '.join(patterns)}: no shape of {op.name}; expected a model with experts")
     return {shape: ", ".join(dict.fromkeys(of)) for shape, of in names.items()}

@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quackish.bench import measure_linear_cross_entropy, measure_rms_norm
+from quackish.bench import measure_grouped_mlp, measure_linear_cross_entropy, measure_rms_norm
+from quackish.bench import providers_grouped_mlp as mlp
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench import providers_rms_norm as rms
+from quackish.bench.cells import MLP_GEMMS
 from quackish.errors import did_you_mean
 
 
@@ -79,4 +81,18 @@ LINEAR_CROSS_ENTROPY = Operation(
     measure=measure_linear_cross_entropy.measure,
     variants=r"quackish-(chunked|recompute)-[1-9]\d*",
 )
-OPERATIONS = {op.name: op for op in (RMS_NORM, LINEAR_CROSS_ENTROPY)}
+GROUPED_MLP = Operation(
+    name="grouped_mlp",
+    title="Grouped MLP",
+    dims=("R", "H", "I", "E"),
+    directions={"forward": "forward", "backward": "forward+backward"},
+    roofs=MLP_GEMMS,
+    small=(64, 64, 32, 4),
+    unit="ms",
+    example="131072x2048x768x128",
+    providers=tuple(mlp.PROVIDERS),
+    main=dict.fromkeys(MLP_GEMMS, tuple(mlp.PROVIDERS)),
+    load=mlp.load,
+    measure=measure_grouped_mlp.measure,
+)
+OPERATIONS = {op.name: op for op in (RMS_NORM, LINEAR_CROSS_ENTROPY, GROUPED_MLP)}

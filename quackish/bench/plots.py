@@ -115,7 +115,7 @@ def _panel(ax: Any, results: Results, title: str, cells: Sequence[Cell], looks: 
         common = [f"{dim} {n}" for dim, n in zip(results.op.dims, segment[0].shape, strict=True)]
         ticks[at[segment[0]]] += "\n".join(["\n", *common[1:]])
     ax.set_xticks(list(ticks), list(ticks.values()), fontsize=5.5 if len(ticks) > 20 else 7)
-    ax.set_xlabel("M")
+    ax.set_xlabel(results.op.dims[0])
     ax.set_ylabel("% of the roof")
     ax.set_title(title, loc="left")
     ax.grid(alpha=0.25, linewidth=0.5)

@@ -110,7 +110,7 @@ def markdown(results: Results, page: Page) -> str:
         f"{page.preface}\n",
         *(f"- {word}: {text}" for word, text in page.verdicts(results)),
         f"- {results.noise()}\n",
-        *(_norms(results) if len(results.op.dims) == 2 else _heads(results)),
+        *(_heads(results) if len(results.op.dims) == 3 else _by_shape(results)),
     ]
     if failures := results.failures():
         failed = [f"- {name}: {reason} ({_some(cells)})" for (name, reason), cells in failures.items()]
@@ -139,7 +139,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
 
 
-def _norms(results: Results) -> list[str]:
+def _by_shape(results: Results) -> list[str]:
     """For each direction and dtype a table of shapes by providers, and one of everything."""
     parts = []
     for (direction, dtype), cells in results.groups().items():

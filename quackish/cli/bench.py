@@ -2,6 +2,7 @@
 
     python -m quackish bench rms_norm --model llama3-8b qwen3-8b --tokens 4096,8192
     python -m quackish bench linear_cross_entropy --shapes 8192x4096x128256 --providers "quackish*" liger
+    python -m quackish bench grouped_mlp --model qwen3-30b-a3b olmoe-1b-7b --tokens 16384
     python -m quackish bench compare before.csv after.csv --fail 3%
 
 Every cell (a shape, a dtype, a direction) is measured with all providers taking turns on a cold L2, beside what it
@@ -44,13 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _measuring(parser: argparse.ArgumentParser, op: "Operation") -> None:
     from quackish.bench.models import MODELS
 
-    models = f'models, or patterns ("qwen3-*"), of {", ".join(MODELS)}; the first where no shapes are given'
+    known = [name for name, model in MODELS.items() if model.shapes(1, len(op.dims))]
+    models = f'models, or patterns ("qwen3-*"), of {", ".join(known)}; the first where no shapes are given'
     parser.add_argument("--model", nargs="+", default=[], metavar="NAME", help=models)
     tokens = "for the models; default 4096,8192,16384, with --quick 8192"
     parser.add_argument("--tokens", type=_list_of(positive), metavar="M[,...]", help=tokens)
     own = f"{op.form} such as {op.example}"
     parser.add_argument("--shapes", type=_list_of(str), nargs="+", default=[], metavar="SHAPE[,...]", help=own)
-    directions = "default both; of linear_cross_entropy the loss without grad, and forward and backward together"
+    directions = "default both; but for rms_norm, forward is without grad, and backward is both together"
     parser.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help=directions)
     dtypes = ", ".join(DTYPES)
     parser.add_argument(
@@ -100,7 +102,8 @@ def _measure(args: argparse.Namespace) -> int:
     op, gpu = OPERATIONS[args.what], torch.cuda.is_available()
     if args.tokens and args.shapes and not args.model:
         raise ValueError("--tokens is for --model; --shapes has its own rows")
-    names = args.model or ([] if args.shapes else ["llama3-8b"])
+    first = next(name for name, model in models.MODELS.items() if model.shapes(1, len(op.dims)))
+    names = args.model or ([] if args.shapes else [first])
     tokens = args.tokens or ([8192] if args.quick else [4096, 8192, 16384])
     wanted = models.wanted(op, names, tokens, list(itertools.chain(*args.shapes)))
     patterns = list(itertools.chain(*args.providers))

@@ -1,0 +1,49 @@
+"""Providers of grouped_mlp: quackish, and torch's grouped matrix products around an activation.
+
+Every function takes x (r, h), w1 (e, 2i, h) as [gate; up], w2 (e, h, i), scales (r,) and offs (e,), and returns y of
+MLPs with SwiGLU, for autograd.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quackish import grouped_mlp
+from quackish.bench.cells import OURS
+from quackish.bench.measure import imported
+
+Mlp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def ours(**options) -> Mlp:
+    return lambda x, w1, w2, scales, offs: grouped_mlp(x, w1, w2, offs, scales=scales, **options)
+
+
+def _torch(activation: Callable[[Tensor, Tensor], Tensor]) -> Mlp:
+    product = getattr(F, "grouped_mm", torch._grouped_mm)
+
+    def mlp(x, w1, w2, scales, offs):
+        return product(activation(product(x, w1.mT, offs=offs), scales), w2.mT, offs=offs)
+
+    return mlp
+
+
+def _swiglu(z: Tensor, scales: Tensor) -> Tensor:
+    gate, up = z.chunk(2, 1)
+    return (F.silu(gate) * up * scales[:, None]).to(z.dtype)
+
+
+PROVIDERS: dict[str, Callable[[], Mlp]] = {
+    OURS: ours,
+    f"{OURS}-recompute": functools.partial(ours, recompute=True),
+    "torch": lambda: _torch(_swiglu),
+    "torch-compile": lambda: _torch(torch.compile(_swiglu, dynamic=False)),  # of the activation
+}
+
+
+def load(name: str) -> Mlp:
+    """The provider of that name, or the user's "module:attribute"."""
+    return imported(name) if ":" in name else PROVIDERS[name]()
