@@ -1,4 +1,4 @@
-"""Linear cross entropy's kernels in plain PyTorch, called as the compiled ones are: with addresses of CPU memory.
+"""Kernels in plain PyTorch, called as the compiled ones are, with addresses of CPU memory; not those of RMSNorm.
 
 They round where the kernels round, and write nothing that the kernels do not write, so that memory which no kernel
 writes stays as it was allocated: NaN in the tests. `lce_kernels(gpu)` has the methods that the schedules call.
@@ -13,12 +13,14 @@ import torch
 
 from quackish.configs.choose import choose
 from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N
+from quackish.configs.grouped_gemm import DSCALES_COLUMNS
 from quackish.configs.lce_args import Ptr
 from quackish.configs.lce_cublas import TILE_N
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.gpu import H200
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy.autograd import kernels_on
+from quackish.reference import grouped_mlp as reference
 
 I16, I32, I64, BF16, FP32 = torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32
 HUGE, HEADROOM, SMALLEST_RATIO, LEAST_LOG2, LOG2_E = 2e38, 60.0, 2.0**-20, -256.0, math.log2(math.e)
@@ -604,7 +606,61 @@ def addmm(a, b, out):
     out.add_(a.float() @ b.float())
 
 
+# grouped_mlp ----------------------------------------------------------------------------------------------------------
+
+
+def grouped_gemm(p):
+    dtype, out = dtype_of(p.dtype), dtype_of(p.out_dtype)
+
+    def weights(a, address, n):
+        if p.b_major == "k":
+            return memory(address, dtype, (a.groups, n, a.k))
+        return memory(address, dtype, (a.groups, a.k, n)).mT
+
+    def sums(a):
+        groups = reference.Groups(memory(a.offs, I32, (a.groups,)), a.rows)
+        A, B = memory(a.a, dtype, (a.rows, a.m), (a.a_stride, 1)), memory(a.b, dtype, (a.rows, a.n))
+        D, total = memory(a.d, out, (a.groups, a.m, a.n)), reference.sum_of_products(A, B, groups)
+        D.copy_(torch.where(groups.has_rows[:, None, None], D + total, D) if p.accumulate else total)
+
+    def rows(a):
+        groups = reference.Groups(memory(a.offs, I32, (a.groups,)), a.rows)
+        width, e = a.n * (1 + p.gated), a.epilogue
+        bs = [weights(a, a.b, width if p.epilogue == "up" and not p.b_in_two else a.n)]
+        bs += [weights(a, a.second, a.n)] if p.b_in_two else []
+        if p.epilogue == "up":
+            A = memory(a.a, dtype, (a.rows, a.k))
+            acc = torch.cat([reference.rows_times(A, b, groups) for b in bs], 1)
+        else:
+            parts = memory(a.a, dtype, (a.rows, a.k * len(bs))).chunk(len(bs), 1)
+            acc = sum(reference.rows_times(part, b, groups) for part, b in zip(parts, bs, strict=True))
+        if p.biased:
+            acc = acc + memory(e.bias, FP32, (a.groups, acc.shape[1])).index_select(0, groups.of_row)
+        acc, scales = groups.defined(acc), None
+        if p.scaled:
+            scales = torch.where(groups.is_live, memory(e.scales, FP32, (a.rows,)), 0.0)[:, None]
+        if p.epilogue == "down":
+            memory(a.d, out, (a.rows, a.n)).copy_(acc)
+        elif p.epilogue == "up":
+            if p.keeps:
+                memory(e.preactivation, dtype, (a.rows, width)).copy_(acc)
+            f = reference.activate(acc, p.activation)
+            memory(a.d, out, (a.rows, a.n)).copy_(f * scales if p.scaled else f)
+        else:
+            z = memory(e.preactivation, dtype, (a.rows, width)).float()
+            f = reference.activate(z, p.activation)
+            if p.scaled:
+                parts = [part.sum(1) for part in (acc * f).split(DSCALES_COLUMNS, 1)]
+                memory(e.dscales_parts, FP32, (a.rows, len(parts))).copy_(torch.stack(parts, 1))
+            dz = reference.activation_gradient(acc * scales if p.scaled else acc, z, p.activation)
+            memory(a.d, out, (a.rows, width)).copy_(dz)
+            memory(e.act, dtype, (a.rows, a.n)).copy_(f * scales if p.scaled else f)
+
+    return rows if p.along == "m" else sums
+
+
 KERNELS = dict(
-    lce_gemm=gemm, lce_compact=compact, lce_gather=gather, lce_rows=rows, lce_sort=sort, lce_targets=targets,
-    lce_bias=bias, lce_scatter=scatter, lce_scale=scale, lce_exp=exp, lce_rescale=rescale, lce_clear=clear,
+    grouped_gemm=grouped_gemm, lce_gemm=gemm, lce_compact=compact, lce_gather=gather, lce_rows=rows, lce_sort=sort,
+    lce_targets=targets, lce_bias=bias, lce_scatter=scatter, lce_scale=scale, lce_exp=exp, lce_rescale=rescale,
+    lce_clear=clear,
 )  # fmt: skip

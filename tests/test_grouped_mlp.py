@@ -1,6 +1,6 @@
 """grouped_mlp and grouped_mm: values and gradients against fp64, semantics, autograd, by every path.
 
-Tests that take `where` run on the portable path and, on a GPU, with kernels as well.
+Tests that take `where` run on the portable path, with emulated kernels and, on a GPU, with kernels.
 """
 
 import functools
@@ -9,6 +9,7 @@ import types
 import warnings
 from typing import NamedTuple
 
+import emulated_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,11 @@ NAMES = ("x", "w1", "w2", "w3", "b1", "b2", "scales")  # what may get a gradient
 
 on_every_path = pytest.mark.parametrize(
     "where",
-    ["portable-cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("portable-cuda", "kernels-cuda"))],
+    [
+        "portable-cpu",
+        "emulated-cpu",
+        *(pytest.param(name, marks=pytest.mark.gpu) for name in ("portable-cuda", "kernels-cuda")),
+    ],
     indirect=True,
 )
 
@@ -48,13 +53,19 @@ class Where(NamedTuple):
 
 
 @pytest.fixture
-def where(request, poisoned):
+def where(request, monkeypatch, poisoned):
     kind, device = request.param.split("-")
     if kind == "portable":
-        return Where(device, "reference", (FP64, BF16))
+        yield Where(device, "reference", (FP64, BF16))
+        return
+    if kind == "emulated":
+        monkeypatch.setattr(autograd, "no_kernel_on", lambda who, device: "")
+        with kernel_steps.stand_ins(emulated_kernels.kernel_for, H200):
+            yield Where(device, "cute", (BF16, FP16))
+        return
     if reason := autograd.no_kernel_on("grouped_mlp", torch.device("cuda", torch.cuda.current_device())):
         pytest.skip(reason)
-    return Where(device, "cute", (BF16, FP16))
+    yield Where(device, "cute", (BF16, FP16))
 
 
 def make(
@@ -399,7 +410,7 @@ def test_illegal_offsets_make_all_results_nan(kind, where, monkeypatch):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_row_does_not_depend_on_other_rows(seed, where):
     # relu2: of transcendental functions, torch's own bits on a CPU depend on where an element is
-    activations = reference.ACTIVATIONS if where.backend == "cute" else ["relu2"]
+    activations = reference.ACTIVATIONS if where.device == "cuda" and where.backend == "cute" else ["relu2"]
     for activation, dtype in itertools.product(activations, where.dtypes):
         case, dy = make(activation=activation, device=where.device, dtype=dtype, seed=seed, h=64, i=48)
         whole = where.run(case, dy)

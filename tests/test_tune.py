@@ -24,7 +24,7 @@ from quackish.launch import Resources
 from quackish.testing.timing import Times
 from quackish.tune import cases, search
 from quackish.tune.candidates import candidates
-from tests import idle_kernels
+from tests import emulated_kernels, idle_kernels
 
 BF16 = "bfloat16"
 CPU = torch.device("cpu")
@@ -260,6 +260,15 @@ def test_a_case_launches_the_problem_by_the_config_it_is_given(words, monkeypatc
         for one, other in zip(results[0], results[1], strict=True):
             assert (one is None) == (other is None)
             assert one is None or one.shape == other.shape
+
+
+@pytest.mark.parametrize("words", [words for words in CASES if "grouped" in words])
+def test_cases_of_grouped_mlp_have_the_operands_of_their_problem(words, monkeypatch):
+    monkeypatch.setattr(cases, "kernel_for", emulated_kernels.kernel_for)
+    for kernel, problem, sizes in plan(words):
+        build = cases.prepare(kernel, problem, {**sizes[0], "rows": 60}, CPU, H200)
+        results = [t for t in search.fresh(build(candidates(kernel, problem, H200, most=1)[0])) if t is not None]
+        assert all(0.1 < t.double().square().mean().sqrt() < 40 for t in results), problem
 
 
 def test_a_problem_is_tuned_once_over_its_shapes():
