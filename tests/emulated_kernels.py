@@ -618,6 +618,8 @@ def grouped_gemm(p):
         return memory(address, dtype, (a.groups, a.k, n)).mT
 
     def sums(a):
+        assert a.a_stride >= a.m
+        assert a.a_stride % 8 == 0
         groups = reference.Groups(memory(a.offs, I32, (a.groups,)), a.rows)
         A, B = memory(a.a, dtype, (a.rows, a.m), (a.a_stride, 1)), memory(a.b, dtype, (a.rows, a.n))
         D, total = memory(a.d, out, (a.groups, a.m, a.n)), reference.sum_of_products(A, B, groups)
