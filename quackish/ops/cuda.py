@@ -17,9 +17,14 @@ def current_stream_of(device: torch.device) -> Callable[[], int]:
     return (lambda: stream_of(device.index)) if device.type == "cuda" else int
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """As configs have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_name(t: Tensor | None) -> str | None:
-    """Its dtype as configs have it: "bfloat16"."""
-    return None if t is None else str(t.dtype).removeprefix("torch.")
+    """Its dtype's `name_of`."""
+    return None if t is None else name_of(t.dtype)
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:

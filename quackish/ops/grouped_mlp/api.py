@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quackish.errors import UnsupportedError
-from quackish.ops.grouped_mlp.autograd import mlp_op, rows_op, sum_op
+from quackish.ops.grouped_mlp.autograd import mlp, rows_op, sum_op
 from quackish.ops.grouped_mlp.checks import Inputs, check_buffers, check_mlp, check_mm
 from quackish.ops.modes import is_compiling, is_transformed
 
@@ -67,7 +67,7 @@ def grouped_mlp(
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:7]]
     inputs = inputs._replace(**{name: _to(getattr(inputs, name), dtype) for name in ("x", "w1", "w3", "w2")})
     keep_preactivation = any((*needs[:5], needs[6])) and not recompute
-    return mlp_op(*inputs, activation, keep_preactivation, backend)[0]
+    return mlp(*inputs, activation, keep_preactivation, backend)[0]
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: str = "auto") -> Tensor:

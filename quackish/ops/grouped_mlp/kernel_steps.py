@@ -96,12 +96,10 @@ def weight_gradient(a, b, offs, dtype, out=None):
         d = torch.empty((groups, m, n), dtype=dtype, device=a.device)
     else:
         d = _aligned(out.to(torch.float32, memory_format=torch.contiguous_format))
-    fields = dict(out_dtype=cuda.dtype_name(d), accumulate=out is not None, cluster_n=cluster_n_for(m, n))
+    problem = _problem("store", a.dtype, groups, d.dtype, accumulate=out is not None, cluster_n=cluster_n_for(m, n))
     ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
-    _launch(
-        _problem("store", a, groups, **fields), a, a.data_ptr(), b.data_ptr(), None, d.data_ptr(), offs, None,
-        (ld, rows, m, n, None, groups),
-    )  # fmt: skip
+    sizes = ld, rows, m, n, None, groups
+    _launch(problem, a, a.data_ptr(), b.data_ptr(), None, d.data_ptr(), offs, None, sizes)
     if out is None:
         return d
     if d is out:
@@ -132,7 +130,8 @@ def _rows(
     a, w, second = _aligned(a), _aligned(w), None if second is None else _aligned(second)
     groups, rows = offs.shape[0], a.shape[0]
     deep = epilogue == "down" and k >= DEEP
-    problem = _problem(epilogue, a, groups, b_major=b_major, b_in_two=second is not None, deep=deep, **options)
+    fields = dict(b_major=b_major, b_in_two=second is not None, deep=deep, **options)
+    problem = _problem(epilogue, a.dtype, groups, d.dtype, **fields)
     sizes = None, rows, None, n, k, groups
     _launch(problem, a, a.data_ptr(), w.data_ptr(), _address(second), d.data_ptr(), offs, args, sizes)
 
@@ -168,9 +167,12 @@ def stand_ins(kernel_for: KernelFor, gpu: Gpu) -> Iterator[None]:
         _stand_ins.reset(token)
 
 
-def _problem(epilogue: str, a: Tensor, groups: int, **fields: Any) -> GroupedGemmProblem:
-    dtype = cuda.dtype_name(a)
-    return GroupedGemmProblem(epilogue, dtype, max_groups_for(groups), **{"out_dtype": dtype, **fields})
+@functools.lru_cache(maxsize=1024)
+def _problem(
+    epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype, **fields: Any
+) -> GroupedGemmProblem:
+    dtypes = cuda.name_of(dtype), cuda.name_of(out_dtype)
+    return GroupedGemmProblem(epilogue, dtypes[0], max_groups_for(groups), dtypes[1], **fields)
 
 
 # Operands -------------------------------------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ def _contiguous(t: Tensor | None) -> Tensor | None:
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """t, or a copy where rows do not start on 16 bytes."""
-    steps = [step for step in t.stride() if step != 1]
-    is_readable = t.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in steps)
-    return t if is_readable else t.clone(memory_format=torch.preserve_format)
+    """t, or a copy where rows do not start on 16 bytes. (Numbers of columns are multiples of 8.)"""
+    if t.data_ptr() % 16 == 0 and (t.is_contiguous() or all(step == 1 or step % 8 == 0 for step in t.stride())):
+        return t
+    return t.clone(memory_format=torch.preserve_format)
