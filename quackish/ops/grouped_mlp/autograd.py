@@ -313,6 +313,6 @@ class _GroupedMlp(torch.autograd.Function):
 
 
 def mlp(*args) -> tuple[Tensor, Tensor | None]:
-    """(y, preactivation). The operator's generated autograd takes 100 us more (on a CPU, with kernels that do nothing)."""
+    """(y, preactivation). The operator's own autograd takes 100 us more (on a CPU, with kernels that do nothing)."""
     direct = is_plain() and are_plain(args) and not args[0].is_meta
     return _GroupedMlp.apply(*args) if direct else mlp_op(*args)
