@@ -95,9 +95,10 @@ def gradients(
     dx = dw1 = dw3 = db1 = dw2 = db2 = dscales = dz = None
     if dtypes.need_preactivation():
         if preactivation is None:
-            preactivation, _ = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation=True)
+            preactivation = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation=True)[0]
         needs = reference.Needs(need_dz, dtypes.w2 is not None, dtypes.scales is not None)
         dz, act, dscales = steps.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
+        preactivation = None  # makes room where it was computed again
     if dtypes.w2:
         dw2 = steps.weight_gradient(dy, act, offs, dtypes.w2, out_2)
         act = None  # makes room
