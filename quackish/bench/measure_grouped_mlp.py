@@ -15,7 +15,6 @@ from quackish.bench.cells import AGAIN, MLP_GEMMS, OURS, Cell
 from quackish.bench.measure import Run, first_calls, timed, warm_up_cublas
 from quackish.bench.providers_grouped_mlp import Mlp, ours
 from quackish.testing import inputs
-from quackish.testing.errors import error
 from quackish.testing.timing import take_turns
 
 ERRORS = ("err_y", "err_dx", "err_dweight")
@@ -42,7 +41,8 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
         torch.cuda.empty_cache()  # of fp64 copies, several GB
 
     def errors_of(results: tuple[Tensor, ...]) -> dict[str, float]:
-        return {name: error(*pair).norm for name, *pair in zip(ERRORS, results, truth, strict=False)}
+        triples = zip(ERRORS, results, truth, strict=False)
+        return {name: float((got.double() - want).norm() / want.norm()) for name, got, want in triples}
 
     works, results = first_calls(names, run, lambda mlp: step(mlp, x, w1, w2, scales, offs, gradient), errors_of)
     truth = ()
