@@ -207,10 +207,16 @@ def test_any_strides(where):
     assert_same(where.run(odd, dy.t().contiguous().t()), want)
     ones = dy.new_ones(())
     assert_same(where.run(case, ones.expand(dy.shape)), where.run(case, ones.expand(dy.shape).contiguous()))
-    for name in ("x", "w1", "w2", "b1", "scales"):  # 4 bytes behind a multiple of 16
-        t = case[name].detach()
-        odd[name] = torch.cat([t.flatten()[:2], t.flatten()])[2:].view(t.shape).requires_grad_()
+
+    def moved(t):
+        """Behind a multiple of 16 bytes."""
+        return torch.cat([t.flatten()[:2], t.flatten()])[2:].view(t.shape)
+
+    for name in ("x", "w1", "w2", "b1", "scales"):
+        odd[name] = moved(case[name].detach()).requires_grad_()
     assert_same(where.run(odd, dy), want)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, moved):
+        assert_same(where.run(case, dy), want)
     case, dy = make((1,), tail=0, device=where.device, dtype=where.dtypes[0])
     assert_same(where.run(case, dy.as_strided(dy.shape, (1, 1))), where.run(case, dy))
 
