@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import quackish
 from benchmarks import harness
 from benchmarks.parallel import peak_mb
 from quackish import launch
 from quackish.bench.environment import environment
 from quackish.bench.host import host_times
 from quackish.bench.measure import reason
+from quackish.bench.providers_grouped_mlp import Mlp, load, swiglu
 from quackish.bench.report import Verdict, at_most, markdown_table, verdict
 from quackish.testing.errors import error
 from quackish.testing.timing import take_turns
@@ -84,11 +84,11 @@ def data(h: int, i: int, experts: int, rows: int, split: str, device: torch.devi
 # Providers ------------------------------------------------------------------------------------------------------------
 
 
-def whole(d: Data, mlp: Callable[..., Tensor], *leaves: Tensor) -> Step:
+def whole(d: Data, mlp: Mlp, *leaves: Tensor) -> Step:
     """(y, dx, dw1, dw2, dscales)."""
 
     def run() -> tuple[Tensor, ...]:
-        y = mlp(d)
+        y = mlp(d.x, d.w1, d.w2, d.scales, d.offs)
         return y.detach(), *torch.autograd.grad(y, leaves or d[:4], d.dy)
 
     return run
@@ -96,15 +96,6 @@ def whole(d: Data, mlp: Callable[..., Tensor], *leaves: Tensor) -> Step:
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return getattr(F, "grouped_mm", torch._grouped_mm)(a, b, offs=offs)
-
-
-def swiglu(z: Tensor, scales: Tensor) -> Tensor:
-    gate, up = z.chunk(2, 1)
-    return (F.silu(gate) * up * scales[:, None]).to(z.dtype)
-
-
-def torch_mlp(d: Data, activation: Callable[[Tensor, Tensor], Tensor] = swiglu) -> Tensor:
-    return grouped_mm(activation(grouped_mm(d.x, d.w1.mT, d.offs), d.scales), d.w2.mT, d.offs)
 
 
 def six(d: Data, rows_times: Callable[[Tensor, Tensor], Tensor], sums: Callable[[Tensor, Tensor], Tensor]) -> Step:
@@ -149,7 +140,7 @@ def sonic_moe(d: Data) -> Step:
     expert = torch.repeat_interleave(torch.tensor(d.sizes)).to(d.x.device, torch.int32)
     stream = torch.cuda.current_stream().cuda_stream
 
-    def mlp(d: Data) -> Tensor:
+    def mlp(*_) -> Tensor:
         weights = w1.permute(1, 2, 0), None, d.w2.permute(1, 2, 0), None
         return moe_general_routing_inputs(
             d.x, d.scales, tokens, expert, *weights, experts, stream, ActivationType.SWIGLU, False
@@ -167,12 +158,10 @@ def sonic_moe(d: Data) -> Step:
 def providers(d: Data) -> Iterator[tuple[str, Callable[[], Step]]]:
     """How to make each provider's step. Ours come first: importing QuACK patches the DSL's tensor classes."""
     on_gpu = d.x.device.type == "cuda"
-    for name, recompute in ((OURS, False), (f"{OURS}, recompute", True)):
-        ours = functools.partial(_ours, recompute=recompute)
-        yield name, functools.partial(whole, d, ours)
-    yield EAGER, lambda: whole(d, torch_mlp)
+    names = {OURS: OURS, f"{OURS}, recompute": f"{OURS}-recompute", EAGER: "torch"}
+    for name, of_bench in (names | ({COMPILED: "torch-compile"} if on_gpu else {})).items():
+        yield name, lambda of_bench=of_bench: whole(d, load(of_bench))
     if on_gpu:
-        yield COMPILED, lambda: whole(d, functools.partial(torch_mlp, activation=torch.compile(swiglu, dynamic=False)))
         yield "SonicMoE", lambda: sonic_moe(d)
     if len(set(d.sizes)) == 1:
         yield BARE[0], lambda: six_bmm(d)
@@ -182,10 +171,6 @@ def providers(d: Data) -> Iterator[tuple[str, Callable[[], Step]]]:
     )
     if on_gpu and importlib.util.find_spec("quack"):
         yield BARE[2], lambda: six_of_quack(d)
-
-
-def _ours(d: Data, recompute: bool) -> Tensor:
-    return quackish.grouped_mlp(d.x, d.w1, d.w2, d.offs, scales=d.scales, recompute=recompute)
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -269,7 +254,7 @@ def verdicts(found: list[Found]) -> list[Verdict]:
 def of_the_host(device: torch.device) -> list[Verdict]:
     """Host time and launches of a step, of a small shape: that of the GPU must not show."""
     d = data(128, 128, 8, 1024, "uniform", device)
-    works = {OURS: whole(d, functools.partial(_ours, recompute=False)), EAGER: whole(d, torch_mlp)}
+    works = {OURS: whole(d, load(OURS)), EAGER: whole(d, load("torch"))}
     times = host_times(works, device) if device.type == "cuda" else host_times(works, device, repeats=1, calls=1)
     before = launch.counters.launches
     works[OURS]()

@@ -22,7 +22,7 @@ def ours(**options) -> Mlp:
     return lambda x, w1, w2, scales, offs: grouped_mlp(x, w1, w2, offs, scales=scales, **options)
 
 
-def _torch(activation: Callable[[Tensor, Tensor], Tensor]) -> Mlp:
+def torch_mlp(activation: Callable[[Tensor, Tensor], Tensor]) -> Mlp:
     product = getattr(F, "grouped_mm", torch._grouped_mm)
 
     def mlp(x, w1, w2, scales, offs):
@@ -34,10 +34,10 @@ def _torch(activation: Callable[[Tensor, Tensor], Tensor]) -> Mlp:
 def _torch_compile() -> Mlp:
     """The activation compiled."""
     torch._dynamo.config.recompile_limit = 64
-    return _torch(torch.compile(_swiglu, dynamic=False))
+    return torch_mlp(torch.compile(swiglu, dynamic=False))
 
 
-def _swiglu(z: Tensor, scales: Tensor) -> Tensor:
+def swiglu(z: Tensor, scales: Tensor) -> Tensor:
     gate, up = z.chunk(2, 1)
     return (F.silu(gate) * up * scales[:, None]).to(z.dtype)
 
@@ -45,7 +45,7 @@ def _swiglu(z: Tensor, scales: Tensor) -> Tensor:
 PROVIDERS: dict[str, Callable[[], Mlp]] = {
     OURS: ours,
     f"{OURS}-recompute": functools.partial(ours, recompute=True),
-    "torch": lambda: _torch(_swiglu),
+    "torch": lambda: torch_mlp(swiglu),
     "torch-compile": _torch_compile,
 }
 
