@@ -152,7 +152,7 @@ MUTATIONS = (
     # host code
     Mutation(
         "no_version_bump_of_grad_weight_out",
-        f"{OPS}/linear_cross_entropy/schedules.py",
+        f"{OPS}/linear_cross_entropy/parts.py",
         "torch.autograd.graph.increment_version(out)",
         "pass",
         "tests/test_lce_schedules.py",

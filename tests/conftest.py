@@ -93,7 +93,7 @@ def path(request, monkeypatch, run_on, limits, poisoned):
 @pytest.fixture
 def few_rows_counted(monkeypatch):
     """PyTorch sorts rows by class from 101 on; else it does so from tens of thousands."""
-    monkeypatch.setattr("quackish.ops.linear_cross_entropy.schedules.MOST_ROWS_COUNTED", 100)
+    monkeypatch.setattr("quackish.ops.linear_cross_entropy.parts.MOST_ROWS_COUNTED", 100)
 
 
 @pytest.fixture

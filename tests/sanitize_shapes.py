@@ -11,12 +11,14 @@ import sys
 import torch
 from lce_cases import make, norm_error, parameters, run, truth, unit_roundoff
 
+from quackish import grouped_mlp
 from quackish.configs import linear_cross_entropy as configs
 from quackish.configs.lce_rows import MOST_ROWS_COUNTED
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
-from quackish.ops.linear_cross_entropy import linear_cross_entropy, schedules
+from quackish.ops.linear_cross_entropy import linear_cross_entropy, parts
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
+from quackish.reference import grouped_mlp as grouped
 from quackish.reference import rms_norm as reference
 from quackish.testing.errors import error
 from quackish.testing.inputs import rows, weights
@@ -76,6 +78,17 @@ LINEAR_CROSS_ENTROPY = {
     "lce cublas recompute": (140, 64, 1000, BF16, dict(schedule="recompute"), dict(label_smoothing=0.1)),
 }  # fmt: skip
 
+# name: rows of each group, rows of none, H, I, dtype, options
+GROUPED_MLP = {
+    "grouped one row": ((1,), 0, 8, 8, BF16, {}),
+    "grouped empty groups": ((0, 63, 0, 65, 130, 0), 9, 72, 88, BF16, {}),
+    "grouped several tiles a cluster": ([17 * g % 301 for g in range(40)], 5, 520, 136, BF16, {}),
+    "grouped deep": ((130, 70), 0, 64, 2056, FP16, {}),
+    "grouped options": ((100, 0, 40), 3, 64, 72, BF16, dict(activation="clamped_swiglu", biases=True, split=True)),
+    "grouped without a gate": ((100, 0, 40), 3, 64, 72, FP16, dict(activation="relu2", biases=True)),
+    "grouped illegal offsets": ((100, -50, 40), 60, 64, 72, BF16, {}),
+}
+
 
 def set_constants(constants: dict) -> None:
     vars(configs).update(constants)
@@ -101,7 +114,7 @@ def check_linear_cross_entropy(name: str) -> bool:
 
     constants = dict(SHARED_FROM=0)  # memory is shared as with large exp_logits
     kernels_of = on_kernels.kernels_of
-    schedules.MOST_ROWS_COUNTED = 100 if "PyTorch sorts" in name else MOST_ROWS_COUNTED
+    parts.MOST_ROWS_COUNTED = 100 if "PyTorch sorts" in name else MOST_ROWS_COUNTED
     if "cublas" in name:
         on_kernels.kernels_of = lambda device: CublasKernels(device)
     if narrow:  # blocks and chunks that are small enough, as conftest.py's `narrow` makes them
@@ -131,6 +144,42 @@ def check_linear_cross_entropy(name: str) -> bool:
             good = False
             print(f"  {what} is wrong: {e:.3g}, at most {bound:.3g}")
     print(f"{'ok' if good else 'WRONG'}: {name} ({m} x {h} x {v})", flush=True)
+    return good
+
+
+def check_grouped_mlp(name: str) -> bool:
+    sizes, tail, h, i, dtype, options = GROUPED_MLP[name]
+    activation, biases, split = options.get("activation", "swiglu"), options.get("biases"), options.get("split")
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    e, r, width = len(sizes), sum(map(abs, sizes)) + tail, 2 * i if activation in grouped.GATED else i
+    x, dy, scales = normal(r, h), normal(r, h), normal(r)
+    w1, w2 = normal(e, width, h, scale=h**-0.5), normal(e, h, i, scale=i**-0.5)
+    b1, b2 = (normal(e, width), normal(e, h)) if biases else (None, None)
+    w1, w3 = w1.chunk(2, 1) if split else (w1, None)
+    arguments = dict(x=x, w1=w1, w2=w2, w3=w3, b1=b1, b2=b2, scales=scales)
+    offs = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+
+    def step(device, dtype, backend):
+        how = dict(offs=offs.to(device), activation=activation, backend=backend)
+        given = {n: t.to(device, dtype).requires_grad_() for n, t in arguments.items() if t is not None}
+        y = grouped_mlp(**given, **how)
+        return [y.detach(), *torch.autograd.grad(y, list(given.values()), dy.to(device, dtype))], ["y", *given]
+
+    got, names = step(GPU, dtype, "cute")
+    if min(sizes) < 0:
+        good = all(t.isnan().all() for t in got)
+    else:
+        truths, _ = step("cpu", FP64, "reference")
+        errors = [norm_error(t.cpu(), truth) for t, truth in zip(got, truths, strict=True)]
+        wrong = [f"{n} {e:.3g}" for n, e in zip(names, errors, strict=True) if not e <= 4 * unit_roundoff(dtype)]
+        good = not wrong
+        if wrong:
+            print(f"  wrong: {', '.join(wrong)}")
+    print(f"{'ok' if good else 'WRONG'}: {name} ({r} x {h} x {i})", flush=True)
     return good
 
 
@@ -171,6 +220,7 @@ def main() -> int:
     results = []
     results += [check_rms_norm(name) for name in SHAPES if wanted in name]
     results += [check_linear_cross_entropy(name) for name in LINEAR_CROSS_ENTROPY if wanted in name]
+    results += [check_grouped_mlp(name) for name in GROUPED_MLP if wanted in name]
     torch.cuda.synchronize()
     return 0 if results and all(results) else 1
 

@@ -25,8 +25,8 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import H200
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, memory
 from quackish.ops.linear_cross_entropy.api import make_plan, no_kernel_on
+from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
-from quackish.ops.linear_cross_entropy.schedules import Plan
 from quackish.testing.errors import same_bits
 
 BF16, FP32, CUDA = torch.bfloat16, torch.float32, torch.device("cuda")

@@ -21,8 +21,8 @@ from quackish.ops.grouped_mlp import autograd as grouped
 from quackish.ops.grouped_mlp import checks, kernel_steps
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import api, memory
+from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
-from quackish.ops.linear_cross_entropy.schedules import Plan
 from quackish.ops.rms_norm import _dx_dtypes
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, check_problem
 from quackish.reference.grouped_mlp import GATED

@@ -28,8 +28,8 @@ from quackish.ops.linear_cross_entropy.autograd import (
     scale_of,
     shaped,
 )
+from quackish.ops.linear_cross_entropy.calls import GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options, check_options, check_tensors
-from quackish.ops.linear_cross_entropy.schedules import GradsNeeded, Plan
 from quackish.ops.modes import are_plain, check_memory, is_compiling, is_transformed
 from quackish.parallel.collectives import gathered, summed
 from quackish.parallel.combine import NO_CLASSES, Formula, Parts, combine, row_gradients

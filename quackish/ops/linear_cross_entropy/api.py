@@ -12,6 +12,7 @@ from quackish.configs.linear_cross_entropy import config_of
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import gpu_of
 from quackish.ops.linear_cross_entropy import autograd, memory, portable
+from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import (
     FP32,
     Inputs,
@@ -21,7 +22,6 @@ from quackish.ops.linear_cross_entropy.checks import (
     check_tensors,
     compute_dtype_of,
 )
-from quackish.ops.linear_cross_entropy.schedules import Plan
 from quackish.ops.linear_cross_entropy.warm_up import prepare
 from quackish.ops.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
 from quackish.reference.linear_cross_entropy import LinearCrossEntropyStats

@@ -19,18 +19,11 @@ from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda
 from quackish.ops.kernel_for import KernelFor, kernel_for
 from quackish.ops.linear_cross_entropy import portable, schedules
+from quackish.ops.linear_cross_entropy.calls import Call, Forward, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.launches import LceKernels, RowState, padded, padded_strides
-from quackish.ops.linear_cross_entropy.schedules import (
-    Call,
-    Forward,
-    Grads,
-    GradsNeeded,
-    Plan,
-    made_in_forward,
-    scale_grads,
-)
+from quackish.ops.linear_cross_entropy.schedules import made_in_forward, scale_grads
 from quackish.ops.modes import as_plain, check_memory
 from quackish.reference.linear_cross_entropy import accumulate_dtype
 

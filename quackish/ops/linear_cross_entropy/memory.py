@@ -26,8 +26,8 @@ from quackish.configs.linear_cross_entropy import (
 from quackish.gpu import Gpu
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd
+from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
-from quackish.ops.linear_cross_entropy.schedules import Plan
 from quackish.ops.modes import is_compiling
 
 META = torch.device("meta")

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from quackish.errors import warn_once
+from quackish.ops.linear_cross_entropy.calls import Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, check_targets
-from quackish.ops.linear_cross_entropy.schedules import Grads, GradsNeeded, Plan, made_in_forward
+from quackish.ops.linear_cross_entropy.schedules import made_in_forward
 from quackish.reference.linear_cross_entropy import (
     RowOptions,
     Rows,

@@ -13,9 +13,9 @@ from quackish.gpu import Gpu
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import schedules
 from quackish.ops.linear_cross_entropy.autograd import call_of, grads_needed, incoming, kernels_on
+from quackish.ops.linear_cross_entropy.calls import Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.schedules import Plan
 
 _prepared: set[tuple] = set()
 
@@ -68,10 +68,10 @@ def _blank(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype)
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
-def _rehearse(k, inputs: Inputs, plan: Plan, needed: schedules.GradsNeeded) -> None:
+def _rehearse(k, inputs: Inputs, plan: Plan, needed: GradsNeeded) -> None:
     """Forward and backward on tensors without memory. No gradient arrives at an lse that is returned: few use it so."""
     call = call_of(inputs, plan, k)
-    kept = schedules.forward(call, needed)._replace(grads=schedules.Grads())
+    kept = schedules.forward(call, needed)._replace(grads=Grads())
     if needed.any():
         shape, strides = (inputs.target.shape, (1,)) if plan.reduction == "none" else ((), ())
         grad = _blank(shape, strides, torch.float32)
