@@ -17,9 +17,10 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import PRODUCER_REGISTERS, TILE_K, GemmConfig
 from quackish.configs.grouped_gemm import GroupedGemmArgs, GroupedGemmProblem
-from quackish.kernels.common.epilogue_grouped import EXTENT, GroupBlock, block_below, make_group_epilogue, ragged
+from quackish.kernels.common.epilogue_grouped import EXTENT, GroupBlock, make_group_epilogue, ragged
 from quackish.kernels.common.group_walk import Groups, GroupWalk
 from quackish.kernels.common.lce import after_previous
+from quackish.kernels.common.tile_store import block_below
 from quackish.kernels.common.wgmma import WgmmaKernel
 
 
@@ -73,7 +74,7 @@ class GroupedGemmSm90(WgmmaKernel):
             mBs = [ragged(args.b, n, Int64(n), False)]
             ld, stride = cute.assume(Int64(n), divby=8), cute.assume(Int64(args.m) * n, divby=8)
             mDs = [cute.make_tensor(args.d, cute.make_layout((args.m, n, groups), stride=(ld, 1, stride)))]
-        major = warpgroup.OperandMajorMode
+        major = cute.nvgpu.OperandMajorMode
         a_major = major.K if p.along == "m" else major.MN
         b_major = major.K if p.along == "m" and p.b_major == "k" else major.MN
         la = LayoutEnum.ROW_MAJOR if p.along == "m" else LayoutEnum.COL_MAJOR

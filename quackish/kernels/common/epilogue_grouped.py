@@ -13,9 +13,10 @@ from quackish.kernels.common.group_walk import uniform
 from quackish.kernels.common.rows import vector_at
 from quackish.kernels.common.tile_store import TileStore, column_of, row_of, thread_rows
 
-# A TMA tensor for the rows of any group: address(r, c, i, j) = base + r * ld + c + i * (2^34 - ld) + j * ld. i = EXTENT
-# wraps to 0 in 64 bits, minus EXTENT * ld. With j = begin + length, r = EXTENT - length + row is the group's row `row`,
-# and rows past its end are past the extent: loads return 0 there, and nothing is stored.
+# One TMA tensor for the rows of all groups: address(r, c, i, j) = base + r * ld + c + i * (2^34 - ld) + j * ld. With
+# i = EXTENT, i * 2^34 wraps to 0 in 64 bits, which leaves (r - EXTENT + j) * ld + c. With j = begin + length and
+# r = EXTENT - length + row that is the group's row `row`, and rows past the group's end are past the extent: loads
+# return 0 there, and nothing is stored.
 EXTENT, UNBOUNDED = 2**30, 2**31 - 1
 
 BATCH = 16  # values of the preactivation that a thread loads at once
@@ -23,7 +24,7 @@ BATCH = 16  # values of the preactivation that a thread loads at once
 
 @cute.jit
 def ragged(base: cute.Pointer, cols: Int32, ld: Int64, rows_first: cutlass.Constexpr[bool]):
-    """A (rows, cols, ., .) or (cols, rows, ., .) tensor of which `group_rows` takes a group."""
+    """A (rows, cols, i, j) or (cols, rows, i, j) tensor."""
     ld = cute.assume(ld, divby=8)
     back = cute.assume(Int64(2**34) - ld, divby=8)
     if const_expr(rows_first):
@@ -55,10 +56,6 @@ class GroupBlock(NamedTuple):
 class GroupOutput(NamedTuple):
     d_atoms: list  # of one output
     staging: cute.Tensor
-
-
-def block_below(block: GroupBlock, b: int) -> GroupBlock:
-    return block._replace(row0=block.row0 + 64 * b)
 
 
 class GroupStore(TileStore):

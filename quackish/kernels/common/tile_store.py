@@ -46,8 +46,8 @@ class Block(NamedTuple):
     thread: Int32  # of the warp group
 
 
-def block_below(block: Block, b: int) -> Block:
-    """The b-th block below this one, in the same tile."""
+def block_below(block: NamedTuple, b: int) -> NamedTuple:
+    """The b-th block below this one, in the same tile; of a Block, or another with a row0."""
     return block._replace(row0=block.row0 + 64 * b)
 
 
