@@ -4,7 +4,7 @@ import importlib
 
 from quackish.configs.choose import config
 from quackish.errors import UnsupportedError
-from quackish.ops.grouped_mlp import grouped_mlp, grouped_mm
+from quackish.ops.grouped_mlp import grouped_mlp, grouped_mm, moe_mlp
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.profiling import profile
@@ -21,6 +21,7 @@ __all__ = [
     "grouped_mlp",
     "grouped_mm",
     "linear_cross_entropy",
+    "moe_mlp",
     "profile",
     "rms_norm",
     "rms_norm_backward",

@@ -1,11 +1,13 @@
 """The MLP of a mixture of experts for torch, and grouped matrix products.
 
-api.py        the functions
+api.py        the functions of rows that are sorted by expert
+moe.py        the function of tokens and a router's choice, above them
 checks.py     whether the arguments fit together
 autograd.py   custom operators and their gradients, written once above the steps of `reference/grouped_mlp.py`, which
               kernels replace one by one where there are some
 """
 
 from quackish.ops.grouped_mlp.api import grouped_mlp, grouped_mm
+from quackish.ops.grouped_mlp.moe import moe_mlp
 
-__all__ = ["grouped_mlp", "grouped_mm"]
+__all__ = ["grouped_mlp", "grouped_mm", "moe_mlp"]

@@ -61,7 +61,7 @@ def grouped_mlp(
     """
     inputs = Inputs(x, w1, w3, b1, w2, b2, scales, offs, grad_w1_out, grad_w3_out, grad_w2_out)
     dtype = check_mlp(inputs, activation, recompute, backend)
-    _refuse_transforms("grouped_mlp")
+    refuse_transforms("grouped_mlp")
     if not is_compiling():
         check_buffers(inputs)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:7]]
@@ -87,7 +87,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: str
     hold there is not read. So are the gradients. Derivatives of any order. Promises and errors are `grouped_mlp`'s.
     """
     dtype = check_mm(a, b, offs, backend)
-    _refuse_transforms("grouped_mm")
+    refuse_transforms("grouped_mm")
     a, b = _to(a, dtype), _to(b, dtype)
     if a.dim() == 3 and b.dim() == 3:
         return torch.bmm(a, b)
@@ -102,6 +102,6 @@ def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if t is None else t.to(dtype)
 
 
-def _refuse_transforms(who: str) -> None:
+def refuse_transforms(who: str) -> None:
     if is_transformed():
         raise UnsupportedError(f"{who}: torch.func transforms and forward-mode AD are not supported")

@@ -113,6 +113,25 @@ def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> torch.dtype:
     return _compute_dtype_of(who, a=a, b=b)
 
 
+def check_choice(x: Any, top_k_index: Any, top_k_weights: Any, w2: Any) -> None:
+    """What moe_mlp reads before grouped_mlp checks the rest."""
+    who = "moe_mlp"
+    tensors = dict(x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, w2=w2)
+    _check_are_tensors(who, tensors, tuple(tensors))
+    if x.dim() < 2:
+        raise ValueError(f"{who}: x is {dims(x)}; expected (..., H) with at least 2 dimensions")
+    if top_k_index.shape[:-1] != x.shape[:-1] or top_k_index.dim() != x.dim() or top_k_index.shape[-1] == 0:
+        expected = ", ".join([*map(str, x.shape[:-1]), "K"])
+        raise ValueError(f"{who}: top_k_index is {dims(top_k_index)} but x is {dims(x)}; expected ({expected}), K >= 1")
+    if top_k_index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{who}: top_k_index is {top_k_index.dtype}; expected torch.int32 or torch.int64")
+    if top_k_weights.shape != top_k_index.shape:
+        raise ValueError(f"{who}: top_k_weights is {dims(top_k_weights)}; expected top_k_index's {dims(top_k_index)}")
+    _check_floats(who, tensors, ("x", "top_k_weights"))
+    if w2.dim() != 3:
+        raise ValueError(f"{who}: w2 is {dims(w2)}; expected (E, H, I)")
+
+
 def check_offs(who: str, offs: Tensor, size: int, of: str) -> None:
     """ValueError for offsets that decrease or pass `size`; for a CPU, where looking costs no synchronization."""
     ends = offs.tolist()

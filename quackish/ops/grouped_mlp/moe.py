@@ -1,0 +1,93 @@
+"""The experts of a mixture as a router chooses them: `grouped_mlp` between a gather and a sum of rows."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quackish.ops.grouped_mlp.api import grouped_mlp, refuse_transforms
+from quackish.ops.grouped_mlp.checks import check_choice
+from quackish.ops.modes import autocast_dtype
+
+
+def moe_mlp(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    b2: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """The experts of a mixture of experts, after its router: see docs/grouped_mlp.md.
+
+        out[t] = sum over k of top_k_weights[t, k] * mlp(x[t], expert top_k_index[t, k])
+
+    Args:
+        x: (..., H), the tokens, bf16, fp16, fp32 or fp64.
+        top_k_index: (..., K) int32 or int64: the experts of each token. A choice outside [0, E) is dropped: it adds
+            nothing, whatever its weight.
+        top_k_weights: (..., K): their weights, in any of these dtypes.
+        w1, w2, b2: of the experts, as in `grouped_mlp`. The weights multiply b2 too.
+        options: `grouped_mlp`'s w3, activation, b1, recompute, grad_w1_out, grad_w2_out, grad_w3_out and backend.
+
+    Returns:
+        out: (..., H) in x's dtype, or autocast's. All floating arguments that require it get gradients.
+
+    Nothing is read back from a GPU. Results and gradients are the same on every run: the K rows of a token are summed
+    in fp32 (fp64 for fp64) and in a fixed order, forward and backward. Errors are those of `grouped_mlp`.
+    """
+    check_choice(x, top_k_index, top_k_weights, w2)
+    refuse_transforms("moe_mlp")
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None and x.dtype != torch.float64:
+        x = x.to(dtype)  # before it is gathered
+    num_experts, k = w2.shape[0], top_k_index.shape[-1]
+
+    # Sort the choices by expert. `order`: the choice of each row; `row`: the row of each choice.
+    choices = top_k_index.flatten()
+    choices = choices.masked_fill(choices < 0, num_experts)
+    expert, order = choices.sort(stable=True)
+    row = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    experts = torch.arange(num_experts, dtype=expert.dtype, device=expert.device)
+    offs = torch.searchsorted(expert, experts, right=True, out_int32=True)
+
+    token, rows_of_token = order // k, row.view(-1, k)
+    rows = _Gather.apply(x.flatten(0, -2), token, rows_of_token)
+    weights = _Gather.apply(top_k_weights.flatten(), order, row[:, None])
+    if b2 is None:
+        y = grouped_mlp(rows, w1, w2, offs, scales=weights, **options)
+    else:
+        weights = weights.masked_fill(expert >= num_experts, 0.0)
+        y = grouped_mlp(rows, w1, w2, offs, b2=b2, **options)
+        y = y * weights[:, None].to(y.dtype)
+    return _Sum.apply(y, token, rows_of_token).view(x.shape)
+
+
+class _Gather(torch.autograd.Function):
+    """x[sources]; rows[i] are the rows that x[i] went to."""
+
+    @staticmethod
+    def forward(ctx, x, sources, rows):
+        ctx.save_for_backward(rows)
+        return x[sources]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (rows,) = ctx.saved_tensors
+        return grad[rows].sum(1), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of y[rows[i]]: `_Gather`'s gradient, as a function with the opposite one."""
+
+    @staticmethod
+    def forward(ctx, y, sources, rows):
+        ctx.save_for_backward(sources)
+        return y[rows].sum(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (sources,) = ctx.saved_tensors
+        return grad[sources], None, None

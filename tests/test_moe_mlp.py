@@ -1,0 +1,164 @@
+"""moe_mlp, from a router's choice to the sum of the experts' results: against a loop over tokens, in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quackish
+from quackish.errors import UnsupportedError
+from quackish.testing import assert_close_to_fp64, assert_deterministic
+from quackish.testing.errors import same_bits
+
+T, K, E, H, I = 40, 3, 5, 24, 16  # noqa: E741
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def make(dtype=torch.float64, device="cpu", index_dtype=torch.int64, tokens=T):
+    """x, top_k_index, top_k_weights, w1, w2. Expert 1 gets no token, and some choices are dropped."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape, scale=1.0):
+        t = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+        return t.to(device, dtype).requires_grad_()
+
+    index = torch.rand(tokens, E, generator=generator).topk(K).indices
+    index[index == 1] = 3  # twice in some tokens
+    index[::7, 0], index[3::7, 2], index[5::11] = E, -1, E + 4
+    weights = torch.rand(tokens, K, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
+    index = index.to(device, index_dtype)
+    return normal(tokens, H), index, weights, normal(E, 2 * I, H, scale=0.3), normal(E, H, I, scale=I**-0.5)
+
+
+def by_loop(x, index, weights, w1, w2, b1=None, b2=None):
+    """The formula, token by token."""
+    sums = []
+    for token, chosen, weight in zip(x, index.tolist(), weights, strict=True):
+        total = torch.zeros_like(token)
+        for g, w in zip(chosen, weight, strict=True):
+            if 0 <= g < len(w2):
+                gate, up = (w1[g] @ token + (0 if b1 is None else b1[g])).chunk(2)
+                total = total + w * (w2[g] @ (F.silu(gate) * up) + (0 if b2 is None else b2[g]))
+        sums.append(total)
+    return torch.stack(sums)
+
+
+@on_devices
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("dtype, index_dtype", [(torch.float64, torch.int64), (torch.bfloat16, torch.int32)])
+def test_against_a_loop_over_tokens(dtype, index_dtype, biases, device):
+    inputs = make(dtype, device, index_dtype)
+    if biases:
+        generator = torch.Generator().manual_seed(1)
+        shapes = (E, 2 * I), (E, H)
+        inputs += tuple(torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes)
+
+    def function(x, index, weights, w1, w2, b1=None, b2=None):
+        return quackish.moe_mlp(x, index, weights, w1, w2, b1=b1, b2=b2)
+
+    assert_close_to_fp64(function, by_loop, *inputs, slack=8.0)
+
+
+def test_leading_dimensions_and_autocast():
+    x, index, weights, w1, w2 = make(torch.float32)
+    want = quackish.moe_mlp(x, index, weights, w1, w2, recompute=True)
+    batched = [t.unflatten(0, (2, -1)) for t in (x, index, weights)]
+    assert same_bits(quackish.moe_mlp(*batched, w1, w2), want.unflatten(0, (2, -1)))
+    assert quackish.moe_mlp(x[:0], index[:0], weights[:0], w1, w2).shape == (0, H)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = quackish.moe_mlp(x, index, weights, w1, w2)
+    want = quackish.moe_mlp(x.bfloat16(), index, weights, w1.bfloat16(), w2.bfloat16())
+    assert same_bits(got, want)
+    grads = [torch.autograd.grad(out.sum(), (x, weights, w1, w2)) for out in (got, want)]
+    assert all(map(same_bits, *grads))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_dropped_choice_reaches_nothing(bias):
+    x, index, weights, w1, w2 = make()
+    b2 = torch.ones(E, H, dtype=torch.float64) if bias else None
+    out = quackish.moe_mlp(x, index, weights, w1, w2, b2=b2)
+    want = torch.autograd.grad(out.sum(), (x, weights, w1, w2))
+    is_dropped = (index < 0) | (index >= E)
+    bad = weights.detach().masked_fill(is_dropped, torch.nan).requires_grad_()
+    again = quackish.moe_mlp(x, index, bad, w1, w2, b2=b2)
+    got = torch.autograd.grad(again.sum(), (x, bad, w1, w2))
+    assert same_bits(again, out)
+    assert all(map(same_bits, got, want))
+    assert got[1][is_dropped].count_nonzero() == 0
+    assert got[1][~is_dropped].all()
+    without_any = is_dropped.all(1)
+    assert without_any.any()
+    assert got[0][without_any].count_nonzero() == 0
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.seen.add(op.overloadpacket.__name__)
+        return op(*args, **kwargs or {})
+
+
+@on_devices
+def test_the_same_bits_on_every_run(device):
+    x, index, weights, w1, w2 = make(torch.bfloat16, device, tokens=40 if device == "cpu" else 4096)
+
+    def call(x, weights, w1, w2):
+        return quackish.moe_mlp(x, index, weights, w1, w2)
+
+    assert_deterministic(call, x, weights, w1, w2, runs=20)
+    # No gradient of a gather of torch's own: index_add adds with atomics, index_put sorts the indices again.
+    with Names() as names:
+        call(x, weights, w1, w2).sum().backward()
+    assert "grouped_mlp_bwd" in names.seen
+    assert not {name for name in names.seen if "index_" in name or "scatter_add" in name} - {"index_select"}
+
+
+def test_compiles_without_a_graph_break():
+    inputs = make(torch.bfloat16)
+    results = []
+    for function in (quackish.moe_mlp, torch.compile(quackish.moe_mlp, fullgraph=True, backend="aot_eager")):
+        out = function(*inputs)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (inputs[0], *inputs[2:]))))
+    assert all(map(same_bits, *results))
+
+
+@pytest.mark.gpu
+def test_nothing_synchronizes():
+    inputs = make(torch.bfloat16, "cuda")
+    quackish.moe_mlp(*inputs).sum().backward()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        quackish.moe_mlp(*inputs).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+WRONG = {
+    r"x is \(24,\); expected \(\.\.\., H\)": dict(x=torch.zeros(H)),
+    r"top_k_index is \(40,\) but x is \(40, 24\); expected \(40, K\), K >= 1": dict(index=torch.zeros(T)),
+    r"top_k_index is \(40, 0\)": dict(index=torch.zeros(T, 0, dtype=torch.int64)),
+    r"top_k_index is torch.float32; expected torch.int32 or torch.int64": dict(index=torch.zeros(T, K)),
+    r"top_k_weights is \(40, 2\); expected top_k_index's \(40, 3\)": dict(weights=torch.zeros(T, 2)),
+    r"top_k_weights is torch.int64; expected bfloat16": dict(weights=torch.zeros(T, K, dtype=torch.int64)),
+    r"top_k_index is on meta but x is on cpu": dict(index=torch.zeros(T, K, device="meta")),
+    r"w2 is \(5, 24\); expected \(E, H, I\)": dict(w2=torch.zeros(E, H)),
+    r"grouped_mlp: w1 is \(5, 30, 24\)": dict(w1=torch.zeros(E, 30, H)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments(message):
+    names = ("x", "index", "weights", "w1", "w2")
+    with pytest.raises((ValueError, TypeError), match=message):
+        quackish.moe_mlp(*(dict(zip(names, make(), strict=True)) | WRONG[message]).values())
+
+
+def test_transforms_are_refused():
+    x, *others = make()
+    with pytest.raises(UnsupportedError, match=r"moe_mlp: torch\.func transforms and forward-mode AD"):
+        torch.func.grad(lambda x: quackish.moe_mlp(x, *others).sum())(x)
