@@ -11,6 +11,7 @@ from torch import nn
 import quackish
 
 transformers = pytest.importorskip("transformers", minversion="5")
+from quackish.errors import UnsupportedError  # noqa: E402
 from quackish.integrations import transformers as integration  # noqa: E402
 from quackish.integrations.transformers import applied, apply, revert  # noqa: E402
 
@@ -101,15 +102,37 @@ def test_a_step_is_that_of_the_plain_model(family):
     assert [type(module) for module in model.modules()] == classes
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"])
+def test_a_step_with_experts_is_that_of_the_plain_model(family, monkeypatch):
+    calls = []
+    moe_mlp = quackish.moe_mlp
+    monkeypatch.setattr(quackish, "moe_mlp", lambda *args: calls.append(args) or moe_mlp(*args))
+    model, plain = tiny(family), tiny(family)
+    classes = [type(module) for module in model.modules()]
+    with applied(model, experts=True):
+        assert_same_step(step(model), step(plain))
+        assert len(calls) == 2  # one per layer
+        with torch.autocast("cpu", torch.bfloat16):
+            dtypes = {m.model.layers[0].mlp(torch.ones(1, 1, 32)).dtype for m in (model, plain)}
+            assert dtypes == {torch.float32}
+        with pytest.raises(ValueError, match="patched by quackish already"):
+            apply(model, norms=False, head=False, experts=True)
+    assert [type(module) for module in model.modules()] == classes
+    assert_same_step(step(apply(model)), step(plain))
+    assert len(calls) == 3
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    "family, experts", [("Llama", False), ("Gemma2", False), ("Qwen3Moe", False), ("Qwen3Moe", True)]
+)
 @pytest.mark.filterwarnings("error::quackish.errors.PortablePathWarning")
-def test_bf16_is_within_the_error_of_plain_bf16(family, device):
+def test_bf16_is_within_the_error_of_plain_bf16(family, experts, device):
     plain = tiny(family).to(device, torch.bfloat16)
     inputs = {name: t.to(device) for name, t in batch().items()}
     truth, grads_truth = step(copy.deepcopy(plain).float(), **inputs)
     expected, grads_expected = step(plain, **inputs)
-    got, grads_got = step(apply(plain), **inputs)
+    got, grads_got = step(apply(plain, experts=experts), **inputs)
     assert got.loss.dtype == torch.float32
     assert (got.loss - truth.loss).abs() <= 1.5 * (expected.loss - truth.loss).abs() + 1e-3
     for name, grad in grads_truth.items():
@@ -329,6 +352,25 @@ def test_models_that_are_not_covered(monkeypatch):
         apply(tiny())
 
 
+@pytest.mark.parametrize(
+    "family, options, message",
+    [
+        ("Llama", {}, "a LlamaForCausalLM has no experts that take an implementation; expected some with SwiGLU"),
+        (
+            "GptOss",
+            {},
+            r"layers.0.mlp.experts is a GptOssExperts with is_concatenated=False, is_transposed=True, has_bias=True, "
+            r"a gate of its own; expected SwiGLU and weights \[gate; up\] without biases",
+        ),
+        ("Qwen3Moe", dict(hidden_act="gelu"), "a Qwen3MoeExperts with activation GELUActivation; expected"),
+    ],
+)
+def test_experts_that_are_not_covered(family, options, message):
+    model = tiny(family, **options)
+    with pytest.raises(UnsupportedError, match=message):
+        apply(model, norms=False, head=False, experts=True)
+
+
 class UsersLlama(transformers.LlamaForCausalLM):
     pass
 
@@ -379,7 +421,8 @@ def test_trainer(tmp_path):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_compiled_without_graph_breaks():
+@pytest.mark.parametrize("family", ["Llama", "Olmoe"])
+def test_compiled_without_graph_breaks(family):
     torch._dynamo.reset()
     codes = []
 
@@ -387,27 +430,31 @@ def test_compiled_without_graph_breaks():
         codes.append(graph.code)
         return graph
 
-    model, plain = apply(tiny()), tiny()
+    model, plain = (tiny(family, output_router_logits=False) for _ in range(2))
+    apply(model, experts=family == "Olmoe")
     model.compile(backend=backend, fullgraph=True)
     assert_same_step(step(model), step(plain))
     (code,) = codes
     assert "rms_norm" not in code  # the compiler fuses norms
     assert "linear_cross_entropy" in code
+    assert ("grouped_mlp" in code) == (family == "Olmoe")
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("error::quackish.errors.PortablePathWarning")
-@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3Moe"])
 def test_no_sync_and_a_graphed_step(family):
     """Three steps replayed from a CUDA graph give the weights of three eager steps."""
-    options = dict(hidden_size=128, intermediate_size=256, head_dim=32, use_cache=False, pad_token_id=None)
+    experts = family == "Qwen3Moe"
+    options = dict(output_router_logits=False) if experts else {}
+    options |= dict(hidden_size=128, intermediate_size=256, head_dim=32, use_cache=False, pad_token_id=None)
     ids = tokens(2, 64).cuda()
     # Without a mask, Transformers reads back whether sequences are packed.
     mask = torch.full((1, 1, 64, 64), -1e9, dtype=torch.bfloat16, device="cuda").triu(1)
     inputs = dict(input_ids=ids, labels=ids, attention_mask=mask, num_items_in_batch=torch.tensor(100.0).cuda())
     if family == "Gemma2":
         inputs["attention_mask"] = dict(full_attention=mask, sliding_attention=mask)
-    models = [apply(tiny(family, **options).to("cuda", torch.bfloat16)) for _ in range(2)]
+    models = [apply(tiny(family, **options).to("cuda", torch.bfloat16), experts=experts) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
 
     def train(i):

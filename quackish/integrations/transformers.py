@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: quackish's RMSNorm and linear cross entropy in a causal language model, by one line.
+"""Hugging Face Transformers: quackish's RMSNorm, linear cross entropy and experts in a causal language model.
 
     from quackish.integrations.transformers import apply
 
@@ -59,12 +59,19 @@ _FAMILIES = {
     "Olmo3": _Family(_OLMO2_NORM),
 }
 
+# What Transformers' decorator use_experts_implementation says of a class; 5.17 has no post-expert norm.
+_PLAIN_EXPERTS = dict(
+    has_gate=True, is_concatenated=True, is_transposed=False, has_bias=False, has_post_expert_norm=False
+)
+_SILU = ("SiLU", "SiLUActivation", "silu")  # two classes and torch's function
+
 
 def apply(
     model: Model,
     *,
     norms: bool = True,
     head: bool = True,
+    experts: bool = False,
     schedule: str = "auto",
     chunk_size: int | None = None,
     memory_limit: int | None = None,
@@ -80,10 +87,13 @@ def apply(
         head: patch the loss: in training mode with labels, the output has `loss`, and `logits` is None. A call's
             `skip_logits=False` computes logits as well, `skip_logits=True` skips them in evaluation mode too;
             `return_token_accuracy=True` adds `token_accuracy` to an output without logits.
+        experts: run the experts of a mixture of experts by `quackish.moe_mlp`. Off by default: not yet measured in a
+            model.
         schedule, chunk_size, memory_limit: as in `quackish.linear_cross_entropy`.
 
     Raises:
         ValueError: a model that is not covered, or that is patched already; nothing is patched then.
+        UnsupportedError: experts=True and a model without experts that are covered; nothing is patched then.
     """
     sharded = [type(module).__name__ for module in model.modules() if type(module).__name__.startswith("FSDP")]
     if sharded:
@@ -91,6 +101,8 @@ def apply(
     patches = _norm_patches(model) if norms else []
     if head:
         patches += _head_patches(model, schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit)
+    if experts:
+        patches += _experts_patches(model)
     if not patches:
         raise ValueError(f"apply: nothing to patch in a {type(model).__name__} with norms={norms} and head={head}")
     for module, patched in patches:
@@ -172,6 +184,41 @@ def _head_patches(model: nn.Module, **options) -> list[tuple[nn.Module, type]]:
     return [(model, causal_lm_class), *((linear, head_class) for linear in linears)]
 
 
+def _experts_patches(model: nn.Module) -> list[tuple[nn.Module, type]]:
+    patches = []
+    covered = "SwiGLU and weights [gate; up] without biases, as in Qwen 3 MoE, OLMoE and Mixtral"
+    for name, module in model.named_modules():
+        if hasattr(type(module), "_apply_gate"):  # the decorator adds it
+            if why := _why_not_plain(module):
+                raise UnsupportedError(
+                    f"apply: {name} is a {type(module).__name__} with {why}; expected {covered}. experts=False leaves "
+                    "experts as they are"
+                )
+            _check_is_unpatched(module)
+            patches.append((module, _experts_class(type(module))))
+    if not patches:
+        raise UnsupportedError(
+            f"apply: a {type(model).__name__} has no experts that take an implementation; expected "
+            f"some with {covered}, or experts=False"
+        )
+    return patches
+
+
+def _why_not_plain(experts: nn.Module) -> str:
+    """How these experts differ from what `quackish.moe_mlp` runs."""
+    differences = []
+    for flag, expected in _PLAIN_EXPERTS.items():
+        value = getattr(experts, flag, expected)
+        if value != expected:
+            differences.append(f"{flag}={value}")
+    if type(experts)._apply_gate.__module__ != "transformers.integrations.moe":  # where the default is
+        return ", ".join([*differences, "a gate of its own"])
+    activation = getattr(experts.act_fn, "__name__", type(experts.act_fn).__name__)
+    if activation not in _SILU:
+        differences.append(f"activation {activation}")
+    return ", ".join(differences)
+
+
 def _is_adapted(lm_head: nn.Module) -> bool:
     """PEFT's LoRA and other adapters change the logits, so the head alone cannot compute the loss."""
     return hasattr(lm_head, "base_layer")
@@ -208,6 +255,15 @@ def _norm_class(of: type, eps: str, weight_offset: float, returns_dtype_of_x: bo
         weight = self.weight
         dtype = x.dtype if returns_dtype_of_x else torch.promote_types(x.dtype, weight.dtype)
         return quackish.rms_norm(x, weight, eps=getattr(self, eps), weight_offset=weight_offset, out_dtype=dtype)
+
+    return _subclass(of, forward)
+
+
+@functools.cache
+def _experts_class(of: type) -> type:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = quackish.moe_mlp(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
+        return out.to(hidden_states.dtype)  # autocast's dtype otherwise
 
     return _subclass(of, forward)
 
