@@ -212,11 +212,18 @@ def test_any_strides(where):
         """Behind a multiple of 16 bytes."""
         return torch.cat([t.flatten()[:2], t.flatten()])[2:].view(t.shape)
 
+    def unpacked(t):
+        """Columns contiguous."""
+        return t.mT if t.dim() == 2 else t
+
     for name in ("x", "w1", "w2", "b1", "scales"):
         odd[name] = moved(case[name].detach()).requires_grad_()
     assert_same(where.run(odd, dy), want)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, moved):
         assert_same(where.run(case, dy), want)
+    alone = frozen(case, but=["x"])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.mT.contiguous() if t.dim() == 2 else t, unpacked):
+        assert_same(where.run(alone, dy), want, ["y", "x"])
     case, dy = make((1,), tail=0, device=where.device, dtype=where.dtypes[0])
     assert_same(where.run(case, dy.as_strided(dy.shape, (1, 1))), where.run(case, dy))
 
@@ -695,6 +702,16 @@ def test_wrong_arguments(message):
         wrong["w1"] = right["w1"].as_subclass(wrong["w1"])
     with pytest.raises((ValueError, TypeError), match=f"grouped_mlp: {message}"):
         grouped_mlp(**wrong)
+
+
+def test_memory_that_was_freed_before_backward():
+    for name in ("x", "grad_w1_out"):
+        case, dy = make(dtype=BF16)
+        case["grad_w1_out"] = torch.zeros_like(case["w1"], dtype=FP32)
+        y = grouped_mlp(**case)
+        case[name].untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=f"grouped_mlp: {name} has shape .* but no memory"):
+            y.backward(dy)
 
 
 def test_a_buffer_must_not_share_memory():

@@ -866,6 +866,8 @@ def test_torch_func_vmap_and_what_it_cannot_do():
     batch = torch.stack([x, 2 * x]).detach()
     got = torch.func.vmap(lambda x: linear_cross_entropy(x, w, target))(batch)
     torch.testing.assert_close(got, torch.stack([linear_cross_entropy(x, w, target) for x in batch]))
+    gradient = torch.func.grad(lambda x: linear_cross_entropy(x, w, target))
+    torch.testing.assert_close(torch.func.vmap(gradient)(batch), torch.stack([gradient(x) for x in batch]))
     with pytest.raises(UnsupportedError, match=r"torch\.func .* expected no grad_weight_out"):
         torch.func.grad(lambda x: linear_cross_entropy(x, w, target, grad_weight_out=torch.zeros_like(w)))(x)
     with pytest.raises(IndexError, match="target 0 of 13 is 99"):

@@ -21,7 +21,6 @@ import dataclasses
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -109,7 +108,8 @@ def linear_cross_entropy_forward(
     predicted = logits.argmax(-1) if return_stats else None
     if logit_scale is not None:  # rounds: may make logits equal
         logits = logits * logit_scale
-    q = (1.0 - label_smoothing) * F.one_hot(rows.index, v).to(dtype) + label_smoothing / v
+    hit = rows.index[:, None] == torch.arange(v, device=logits.device)  # F.one_hot cannot be batched by vmap
+    q = (1.0 - label_smoothing) * hit.to(dtype) + label_smoothing / v
     if weight is not None:
         q = q * weight.to(dtype)
     q = q.masked_fill(rows.weight.isnan()[:, None], float("nan"))

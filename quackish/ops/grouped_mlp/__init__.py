@@ -3,8 +3,8 @@
 api.py        the functions of rows that are sorted by expert
 moe.py        the function of tokens and a router's choice, above them
 checks.py     whether the arguments fit together
-autograd.py   custom operators and their gradients, written once above the steps of `reference/grouped_mlp.py`, which
-              kernels replace one by one where there are some
+autograd.py   custom operators and their gradients, written once above the steps of `reference/grouped_mlp.py`
+kernel_steps.py  the same steps on kernels
 """
 
 from quackish.ops.grouped_mlp.api import grouped_mlp, grouped_mm

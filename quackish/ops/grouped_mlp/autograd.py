@@ -1,4 +1,4 @@
-"""grouped_mlp and grouped_mm for autograd and torch.compile: custom operators, eager included.
+"""grouped_mlp and grouped_mm for autograd and torch.compile: custom operators, whose code plain eager calls directly.
 
 Operators and gradients are written once, above the steps: functions of `reference/grouped_mlp.py`, or kernels with the
 same names and arguments. Steps get weights and buffers of any strides, with w3 one half of dz's columns for a weight's
@@ -155,8 +155,12 @@ def _mlp_forward(*args):
 
 
 def _mlp_backward(dy, preactivation, *args):
-    """As the operator, but with buffers: those are arguments where eager code calls this itself."""
+    """The operator's implementation, and the gradient buffers, which only plain eager passes."""
     inputs, (activation, *dtypes, backend) = _dense(Inputs(*args[:_NUM_INPUTS])), args[_NUM_INPUTS:]
+    names = ("x", "w1", "w3", "w2", "grad_w1_out", "grad_w3_out", "grad_w2_out")
+    check_memory("grouped_mlp", **{name: getattr(inputs, name) for name in names})
+    if preactivation is not None:  # a hook on saved tensors may return other strides
+        preactivation = preactivation.contiguous()
     steps = steps_for("grouped_mlp", inputs.x, inputs.w2.shape[2], inputs.offs, backend)
     return tuple(gradients(steps, dy.contiguous(), inputs, preactivation, activation, Dtypes(*dtypes)))
 

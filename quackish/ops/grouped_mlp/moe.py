@@ -38,6 +38,8 @@ def moe_mlp(
     Nothing is read back from a GPU. Results and gradients are the same on every run: the K rows of a token are summed
     in fp32 (fp64 for fp64) and in a fixed order, forward and backward. Errors are those of `grouped_mlp`.
     """
+    if of_rows := options.keys() & {"scales", "offs"}:
+        raise TypeError(f"moe_mlp: {min(of_rows)} is grouped_mlp's; expected the router's choice and weights instead")
     check_choice(x, top_k_index, top_k_weights, w2)
     refuse_transforms("moe_mlp")
     dtype = autocast_dtype(x.device.type)

@@ -302,7 +302,7 @@ def add_dw(
         out[v0 : v0 + n].add_(dw)
 
 
-def _common_factor(call: Call) -> tuple[Tensor | None, Call]:
+def common_factor(call: Call) -> tuple[Tensor | None, Call]:
     """(the factor common to all rows, the call without it). The call's inv_divisor lives as long as the factor.
 
     In fp16, p - onehot divided by the number of rows would be mostly subnormal. So a factor common to all rows is

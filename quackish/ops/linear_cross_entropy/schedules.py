@@ -61,12 +61,12 @@ from quackish.ops.linear_cross_entropy.launches import (
     part,
 )
 from quackish.ops.linear_cross_entropy.parts import (
-    _common_factor,
     add_bias,
     add_dw,
     begin,
     chunks,
     coefficients,
+    common_factor,
     gather_again,
     gather_and_multiply,
     multiply_gradients,
@@ -255,7 +255,8 @@ def recompute_backward(call: Call, lay: Layout, kept: Forward, needed: GradsNeed
     """The gradients from x and the rows' statistics, one block of classes at a time.
 
     If kept.dw is given, its first kept.classes rows are final. A block's dw is final, and only dx is summed over
-    blocks. A block's dlogits lie in the storage of later blocks' dw while they fit: see `recompute_blocks`.
+    blocks. A block's dlogits lie in the storage of later blocks' dw while they fit: see
+    `recompute_blocks` in configs/linear_cross_entropy.py.
     """
     k, m, h, dtype = call.k, call.m, call.h, call.x.dtype
     dx, dw, db = new_grads(call, needed, call.dw_out is None and kept.dw is None)
@@ -268,7 +269,7 @@ def recompute_backward(call: Call, lay: Layout, kept: Forward, needed: GradsNeed
         live_x = dx.view(-1).view(dtype)[: m * h].view(m, h)
     factor = None
     if dtype == torch.float16:
-        factor, call = _common_factor(call)
+        factor, call = common_factor(call)
     state = call.state
     gather_again(call, 0, live_x)
     coefs = coefficients(call)
