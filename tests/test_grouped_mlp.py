@@ -336,7 +336,7 @@ def test_a_nan_in_the_weights_of_a_group_stays_in_its_rows(where):
     for name in ("w1", "w2", "b1", "b2"):
         frozen(case)[name][group] = torch.nan
     for name in ("w1", "w2", "b1", "b2"):
-        frozen(case)[name][5] = torch.nan  # of no rows
+        frozen(case)[name][5] = torch.nan  # group 5 has no rows
     got, rows = where.run(case, dy), group_rows(case, group)
     for name in ("y", "x", "scales"):
         inside = torch.zeros(dy.shape[0], dtype=torch.bool, device=where.device)
@@ -758,7 +758,7 @@ def test_grouped_mm(kind, where):
         for result, exact in zip((got, *grads), (truth, *want), strict=True):
             assert result.dtype == dtype
             assert error(result, exact).norm <= 0.6 * torch.finfo(dtype).eps + 1e-6 * (dtype != FP64) + 1e-15
-        nan_a, nan_b = a.detach().clone(), b.detach().clone()  # in what belongs to no group
+        nan_a, nan_b = a.detach().clone(), b.detach().clone()  # NaN in rows of no group
         for t, dim in ((nan_a, {"2d3d": 0, "2d2d": 1}.get(kind)), (nan_b, {"3d2d": 1, "2d2d": 0}.get(kind))):
             if dim is not None:
                 t.narrow(dim, t.shape[dim] - 2, 2).fill_(torch.nan)

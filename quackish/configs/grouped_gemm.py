@@ -111,13 +111,13 @@ def grouped_gemm_config(problem: GroupedGemmProblem, gpu: Gpu) -> GemmConfig:
         return GemmConfig(cluster_m=1, cluster_n=2)
     if problem.epilogue == "down_backward" and problem.scaled and problem.activation == "clamped_swiglu":
         return GemmConfig(tile_n=192, cluster_m=1, cluster_n=2)  # with tile_n 128 or 256 registers spill
-    if problem.epilogue == "down_backward":  # clusters along m: 4 to 7 % faster, as fewer weights are loaded
+    if problem.epilogue == "down_backward":  # clusters along m: 4 to 7 % faster (H200), as fewer weights are loaded
         return GemmConfig(128, 128, 2, 1, num_stages=5, group=16, pingpong=True)
     stages = 6 if problem.epilogue == "down" else 5
     return GemmConfig(128, 128, 1, 2, num_stages=stages, group=16, pingpong=True)
 
 
-DEEP = 64 * TILE_K
+DEEP = 64 * TILE_K  # of K: from here on cooperative tiles are 3 % faster than ping-pong (H200)
 
 
 def cluster_n_for(m: int, n: int) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Optional
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -99,12 +99,7 @@ class GemmSm90(WgmmaKernel):
             a=None, second=None, b=None, a_stride=None, second_stride=None, b_stride=None, max_clusters=None
         )
         self.kernel(a_atoms, b_atom, d_atoms, args, tiled_mmas, sA_layout, sB_layout).launch(
-            grid=[c.cluster_m, c.cluster_n, clusters],
-            block=[c.threads, 1, 1],
-            cluster=[c.cluster_m, c.cluster_n, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=True,
+            **self.launch_options(clusters, stream)
         )
 
     @cute.kernel
@@ -128,8 +123,7 @@ class GemmSm90(WgmmaKernel):
 
         # shared memory and barriers
         smem = cutlass.memory.SmemAllocator()
-        sA = smem.allocate_tensor(self.dtype, sA_layout.outer, byte_alignment=1024, swizzle=sA_layout.inner)
-        sB = smem.allocate_tensor(self.dtype, sB_layout.outer, byte_alignment=1024, swizzle=sB_layout.inner)
+        sA, sB = self.allocate(smem, sA_layout, sB_layout)
         staging = self.epilogue.allocate(smem)
         sTicket = self.tail.allocate(smem) if const_expr(p.split_k_tail) else None
         loaded = self.stages()
@@ -179,12 +173,7 @@ class GemmSm90(WgmmaKernel):
         """The producer warp: loads the stages of every item."""
         p, c = self.problem, self.config
         tile_m, tile_n, tile_k = self.tile
-        cta_layout = self.cta_layout()
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        _, rank_m, rank_n, _ = cta_layout.get_flat_coord(rank)
-        at = (0, rank_m, rank_n, 0)
-        mask_a = cpasync.create_tma_multicast_mask(cta_layout, at, 2) if const_expr(c.cluster_n > 1) else None
-        mask_b = cpasync.create_tma_multicast_mask(cta_layout, at, 1) if const_expr(c.cluster_m > 1) else None
+        rank, rank_m, rank_n, mask_a, mask_b = self.multicast()
         parts = [self.partition(atom, sA, (tile_m, tile_k), rank_n, c.cluster_n) for atom in a_atoms]
         b_part = self.partition(b_atom, sB, (tile_n, tile_k), rank_m, c.cluster_m)
         k_split = args.split // tile_k
@@ -223,12 +212,7 @@ class GemmSm90(WgmmaKernel):
         tile_m, tile_n, _ = self.tile
         first, last, step, k_tiles = items.first, items.last, items.step, items.k_tiles
         overwrite, add = tiled_mmas
-        mma = add.get_slice(0 if c.pingpong else cute.make_layout(c.num_wgs, stride=128)(wg - 1))
-        rA = add.make_fragment_A(mma.partition_A(sA))
-        rB = add.make_fragment_B(mma.partition_B(sB))
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, tile_n)), Float32)
-        layout = cute.make_layout(mma.partition_shape_C((tile_m // c.row_blocks, tile_n)))
-        accs = [cute.make_tensor(acc.iterator + b * cute.size(layout), layout) for b in range(c.row_blocks)]
+        rA, rB, acc, accs = self.fragments(add, sA, sB, wg)
         kept = [self.epilogue.begin() for _ in accs]
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -90,12 +90,7 @@ class GroupedGemmSm90(WgmmaKernel):
         max_clusters = args.max_clusters
         args = args._replace(a=None, b=None, second=None, d=None, a_stride=None, max_clusters=None)
         self.kernel(a_atom, b_atoms, d_atoms, args, tiled_mmas, sA_layout, sB_layout).launch(
-            grid=[c.cluster_m, c.cluster_n, max_clusters],
-            block=[c.threads, 1, 1],
-            cluster=[c.cluster_m, c.cluster_n, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=True,
+            **self.launch_options(max_clusters, stream)
         )
 
     @cute.kernel
@@ -117,8 +112,7 @@ class GroupedGemmSm90(WgmmaKernel):
 
         # shared memory and barriers
         smem = cutlass.memory.SmemAllocator()
-        sA = smem.allocate_tensor(self.dtype, sA_layout.outer, byte_alignment=1024, swizzle=sA_layout.inner)
-        sB = smem.allocate_tensor(self.dtype, sB_layout.outer, byte_alignment=1024, swizzle=sB_layout.inner)
+        sA, sB = self.allocate(smem, sA_layout, sB_layout)
         staging = self.epilogue.output.allocate(smem)
         shared = self.walk.allocate(smem)
         loaded = self.stages()
@@ -149,12 +143,7 @@ class GroupedGemmSm90(WgmmaKernel):
         p, c = self.problem, self.config
         tile_m, tile_n, tile_k = self.tile
         box = const_expr(tile_n // self.b_boxes)
-        cta_layout = self.cta_layout()
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        _, rank_m, rank_n, _ = cta_layout.get_flat_coord(rank)
-        at = (0, rank_m, rank_n, 0)
-        mask_a = cpasync.create_tma_multicast_mask(cta_layout, at, 2) if const_expr(c.cluster_n > 1) else None
-        mask_b = cpasync.create_tma_multicast_mask(cta_layout, at, 1) if const_expr(c.cluster_m > 1) else None
+        _, rank_m, rank_n, mask_a, mask_b = self.multicast()
         cta_m, cta_n, cluster = cute.arch.block_idx()
         _, _, num_clusters = cute.arch.grid_dim()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
@@ -206,18 +195,12 @@ class GroupedGemmSm90(WgmmaKernel):
         thread: Int32
     ):  # fmt: skip
         """A consumer warp group: multiplies the stages of its items, and passes the sums to the epilogue."""
-        c = self.config
-        tile_m, tile_n, _ = self.tile
+        c, tile_m = self.config, self.config.tile_m
         cta_m, cta_n, first = cute.arch.block_idx()
         _, _, step = cute.arch.grid_dim()
         last = walk.num_items
         overwrite, add = tiled_mmas
-        mma = add.get_slice(0 if c.pingpong else cute.make_layout(c.num_wgs, stride=128)(wg - 1))
-        rA = add.make_fragment_A(mma.partition_A(sA))
-        rB = add.make_fragment_B(mma.partition_B(sB))
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, tile_n)), Float32)
-        layout = cute.make_layout(mma.partition_shape_C((tile_m // c.row_blocks, tile_n)))
-        accs = [cute.make_tensor(acc.iterator + b * cute.size(layout), layout) for b in range(c.row_blocks)]
+        rA, rB, acc, accs = self.fragments(add, sA, sB, wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         own, own_step, row_in_tile = first, step, (wg - 1) * 64

@@ -17,7 +17,7 @@ def uniform(x: Int32) -> Int32:
 
 
 class Item(NamedTuple):
-    """A cluster tile. Along m, the rows behind the last group are one more group."""
+    """A cluster tile. Along m, the rows after the last group (the tail) are one more group."""
 
     group: Int32
     begin: Int32  # the group's first row
@@ -25,13 +25,13 @@ class Item(NamedTuple):
     tm: Int32  # the tile, in cluster tiles of the group
     tn: Int32
     steps: Int32  # along k, at least 1
-    is_filled: Boolean  # with Groups.fill instead of products: that group, and all of D with illegal offsets
+    is_filled: Boolean  # D is Groups.fill, not a product: the tail, and everything with illegal offsets
 
 
 class Groups(NamedTuple):
-    """In shared memory; entry g of bounds is where group g begins, entry `groups` is the tail's begin."""
+    """All groups. The tensors are in shared memory."""
 
-    sBounds: cute.Tensor
+    sBounds: cute.Tensor  # where each group begins, then the tail, then the number of rows
     # along m: the first cluster tile along m of group g, all groups counted in order; along k: the g-th longest group
     sOrder: cute.Tensor
     groups: Int32

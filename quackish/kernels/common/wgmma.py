@@ -43,6 +43,40 @@ class WgmmaKernel:
             mmas.append(mma)
         return mmas
 
+    def launch_options(self, clusters: Int32, stream):
+        c = self.config
+        return dict(
+            grid=[c.cluster_m, c.cluster_n, clusters], block=[c.threads, 1, 1],
+            cluster=[c.cluster_m, c.cluster_n, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True,
+        )  # fmt: skip
+
+    def allocate(self, smem, sA_layout, sB_layout):
+        """The stages of A and of B in shared memory."""
+        sA = smem.allocate_tensor(self.dtype, sA_layout.outer, byte_alignment=1024, swizzle=sA_layout.inner)
+        sB = smem.allocate_tensor(self.dtype, sB_layout.outer, byte_alignment=1024, swizzle=sB_layout.inner)
+        return sA, sB
+
+    def multicast(self):
+        """The CTA's rank in the cluster, along m and along n, and which CTAs get what it loads of A and of B."""
+        c, cta_layout = self.config, self.cta_layout()
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        _, rank_m, rank_n, _ = cta_layout.get_flat_coord(rank)
+        at = (0, rank_m, rank_n, 0)
+        mask_a = cpasync.create_tma_multicast_mask(cta_layout, at, 2) if c.cluster_n > 1 else None
+        mask_b = cpasync.create_tma_multicast_mask(cta_layout, at, 1) if c.cluster_m > 1 else None
+        return rank, rank_m, rank_n, mask_a, mask_b
+
+    def fragments(self, mma, sA, sB, wg: Int32):
+        """A consumer warp group's A and B of each stage, its accumulator, and the accumulator's blocks of 64 rows."""
+        c, (tile_m, tile_n, _) = self.config, self.tile
+        part = mma.get_slice(0 if c.pingpong else cute.make_layout(c.num_wgs, stride=128)(wg - 1))
+        rA = mma.make_fragment_A(part.partition_A(sA))
+        rB = mma.make_fragment_B(part.partition_B(sB))
+        acc = cute.make_rmem_tensor(part.partition_shape_C((tile_m, tile_n)), Float32)
+        layout = cute.make_layout(part.partition_shape_C((tile_m // c.row_blocks, tile_n)))
+        accs = [cute.make_tensor(acc.iterator + b * cute.size(layout), layout) for b in range(c.row_blocks)]
+        return rA, rB, acc, accs
+
     def stages(self):
         """The pipeline of loaded stages."""
         c, (tile_m, tile_n, tile_k) = self.config, self.tile
