@@ -653,7 +653,7 @@ def grouped_gemm(p):
             f = reference.activate(z, p.activation)
             if p.scaled:
                 parts = [part.sum(1) for part in (acc * f).split(DSCALES_COLUMNS, 1)]
-                memory(e.dscales_parts, FP32, (a.rows, len(parts))).copy_(torch.stack(parts, 1))
+                memory(e.dscales_parts, FP32, (len(parts), a.rows)).copy_(torch.stack(parts))
             dz = reference.activation_gradient(acc * scales if p.scaled else acc, z, p.activation)
             memory(a.d, out, (a.rows, width)).copy_(dz)
             memory(e.act, dtype, (a.rows, a.n)).copy_(f * scales if p.scaled else f)

@@ -13,6 +13,7 @@ from quackish.__main__ import main
 from quackish.cli import check, doctor
 from quackish.cli.doctor import KERNELS, PORTABLE, Report
 from quackish.configs import table
+from quackish.configs.grouped_gemm import CONFIGS
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
 from quackish.ops.grouped_mlp import autograd as grouped
@@ -113,8 +114,9 @@ def test_check_runs_what_grouped_mlp_may_launch(monkeypatch):
     of = {field: {getattr(problem, field) for problem in launched} for field in vars(launched[0])}
     assert of["epilogue"] == {"up", "down", "down_backward", "store"}
     assert of["b_major"] == {"k", "n"}
-    flags = ("b_in_two", "biased", "scaled", "keeps", "accumulate", "deep", "gated")
+    flags = ("b_in_two", "biased", "scaled", "keeps", "accumulate", "gated")
     assert all(len({getattr(problem, flag) for problem in launched}) == 2 for flag in flags)
+    assert of["cluster_tile"] == set(CONFIGS)
 
 
 def test_check_writes_a_file_to_attach(tmp_path, capsys):

@@ -8,7 +8,7 @@ from variants import check_compiles, some
 from quackish.configs.gemm import GemmConfig
 from quackish.configs.grouped_gemm import (
     GroupedGemmProblem,
-    cluster_n_for,
+    cluster_tile_for,
     grouped_gemm_buffers,
     grouped_gemm_config,
     grouped_gemm_why_illegal,
@@ -33,19 +33,25 @@ UP = [
     ),
 ]
 DOWN_BACKWARD = [
-    *(problem("down_backward", activation=name, scaled=True, b_major="n") for name in ACTIVATIONS),
+    *(
+        problem("down_backward", activation=name, scaled=True, b_major="n", cluster_tile="256x128")
+        for name in ACTIVATIONS
+    ),
     problem("down_backward", activation="swiglu", b_major="n"),
 ]
 OTHERS = [
     problem("down", biased=True),
-    problem("down", "float16", deep=True),
+    problem("down", "float16", cluster_tile="128x512"),
     problem("down", b_major="n", b_in_two=True),
-    problem("down", b_major="n", b_in_two=True, deep=True),
-    problem("store"),
-    problem("store", out_dtype="float32", accumulate=True),
-    problem("store", "float16", cluster_n=2),
+    problem("down", b_major="n", b_in_two=True, cluster_tile="128x512"),
+    problem("down", biased=True, cluster_tile="128x192"),
+    problem("down", b_major="n", b_in_two=True, cluster_tile="128x192"),
+    problem("store", cluster_tile="384x128"),
+    problem("store", out_dtype="float32", accumulate=True, cluster_tile="128x192"),
+    problem("store", out_dtype="float32", accumulate=True, cluster_tile="384x128"),
+    problem("store", "float16", cluster_tile="192x256"),
     problem("up", max_groups=1024, activation="swiglu", scaled=True, keeps=True),
-    problem("store", max_groups=1024),
+    problem("store", max_groups=1024, cluster_tile="128x192"),
 ]
 PROBLEMS = [*UP, *DOWN_BACKWARD, *OTHERS]
 
@@ -59,8 +65,8 @@ def test_compiles(problem):
 def test_the_rules_config_is_legal(problem):
     config = grouped_gemm_config(problem, H200)
     assert grouped_gemm_why_illegal(problem, config, H200) is None
-    if problem.epilogue == "down_backward":  # the activation and two gradients: no store waits for the one before
-        assert grouped_gemm_buffers(problem, config) == 2 + problem.gated
+    if problem.epilogue == "down_backward":  # the activation, and two sets of the preactivation's parts
+        assert grouped_gemm_buffers(problem, config) == 1 + 2 * (1 + problem.gated)
 
 
 def test_illegal_configs_are_refused():
@@ -71,6 +77,15 @@ def test_illegal_configs_are_refused():
 
 def test_problems_are_few():
     assert [max_groups_for(n) for n in (1, 64, 65, 128, 1024)] == [64, 64, 128, 128, 1024]
-    assert cluster_n_for(1536, 2048) == 1  # covered exactly either way
-    assert cluster_n_for(2048, 768) == 2  # 2048 in tiles of 384 rows leaves 256 over
-    assert cluster_n_for(5760, 2880) == 1
+    sums = {(1536, 2048): "384x128", (2048, 2048): "192x256", (2048, 768): "128x192", (5760, 2880): "128x192"}
+    for (m, n), tile in sums.items():
+        assert cluster_tile_for("store", "n", m, n, None) == tile
+    down = {
+        ("k", 2048, 768): "128x192",
+        ("n", 2048, 768): "128x256",
+        ("n", 2880, 5760): "128x192",
+        ("n", 4096, 4096): "128x512",
+    }
+    for (b_major, n, k), tile in down.items():
+        assert cluster_tile_for("down", b_major, None, n, k) == tile
+    assert [cluster_tile_for("down_backward", "n", None, n, 64) for n in (768, 2880)] == ["128x256", "256x128"]

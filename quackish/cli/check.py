@@ -134,7 +134,7 @@ SELF_TESTS: dict[str, Case] = {
     "grouped_mlp, buffers and recompute": _grouped_mlp(
         700, 256, 128, FP16, "grad_w1_out", "grad_w2_out", activation="geglu", recompute=True
     ),
-    "grouped_mlp, deep": _grouped_mlp(300, 64, 4096, BF16, "scales", activation="relu2"),
+    "grouped_mlp, deep": _grouped_mlp(300, 512, 4096, BF16, "scales", activation="relu2"),
 }
 TIMED: dict[str, Case] = {
     "rms_norm 16384x4096": _norm(16_384, 4096),

@@ -3,14 +3,14 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from quackish.configs.gemm import STAGED_BYTES, TILE_K, GemmConfig, fields_why_illegal, space_why_illegal
+from quackish.configs.gemm import TILE_K, GemmConfig, fields_why_illegal, space_why_illegal
 from quackish.configs.lce_args import F32, I32, Ptr
 from quackish.gpu import Gpu
 
 GATED = ("swiglu", "clamped_swiglu", "geglu")
 MAX_GROUPS = 1024
 MAX_ROWS = 2**30  # which the coordinates of TMA can count
-DSCALES_COLUMNS = 64  # per partial sum of dscales
+DSCALES_COLUMNS = 128  # per partial sum of dscales
 
 
 class UpArgs(NamedTuple):
@@ -27,7 +27,7 @@ class DownBackwardArgs(NamedTuple):
     preactivation: Any = None  # as UpArgs'
     act: Any = None  # (r, i), written
     scales: Any = None  # (r,) fp32
-    dscales_parts: Any = None  # (r, ceil(i / DSCALES_COLUMNS)) fp32, written; with scales
+    dscales_parts: Any = None  # (ceil(i / DSCALES_COLUMNS), r) fp32, written; with scales
 
 
 class GroupedGemmArgs(NamedTuple):
@@ -72,8 +72,7 @@ class GroupedGemmProblem:
     scaled: bool = False
     keeps: bool = False  # up: stores the preactivation
     accumulate: bool = False  # along "k": D is added to the fp32 output
-    deep: bool = False  # down: K is at least DEEP
-    cluster_n: int = 1  # along "k": the dimension with two tiles per cluster; `cluster_n_for`
+    cluster_tile: str = "128x256"  # what the config is chosen by: `cluster_tile_for`
 
     @property
     def gated(self) -> bool:
@@ -83,6 +82,11 @@ class GroupedGemmProblem:
     def along(self) -> str:
         """The dimension that groups divide: "m", or "k" of sums."""
         return "k" if self.epilogue == "store" else "m"
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of each row in a buffer of the epilogue. Narrow buffers leave room for another stage."""
+        return 64 if self.epilogue == "down_backward" else 128
 
     @property
     def args(self) -> GroupedGemmArgs:
@@ -102,39 +106,54 @@ class GroupedGemmProblem:
         )  # fmt: skip
 
 
+# By the tile of a cluster, rows x columns.
+CONFIGS = {
+    "128x192": GemmConfig(128, 192, 1, 1, num_stages=5, group=16, pingpong=True),
+    "128x256": GemmConfig(128, 128, 1, 2, num_stages=5, group=16, pingpong=True),
+    "256x128": GemmConfig(128, 128, 2, 1, num_stages=5, group=16, pingpong=True),
+    "384x128": GemmConfig(192, 128, 2, 1, num_stages=5, group=16, pingpong=True),
+    "192x256": GemmConfig(192, 128, 1, 2, num_stages=5, group=16, pingpong=True),
+    "128x512": GemmConfig(128, 256, 1, 2, num_stages=4),
+}
+DEEP = 64 * TILE_K  # K of "down" from which cooperative tiles are 3 % faster than ping-pong (H200)
+
+
+def cluster_tile_for(epilogue: str, b_major: str, m: int | None, n: int, k: int | None) -> str:
+    """The problem's cluster_tile: the one that pads D (m, n) least. Where groups divide m, only columns count."""
+    if epilogue == "up":
+        return "128x256"
+    if epilogue == "down_backward":
+        return min(("128x256", "256x128"), key=lambda tile: _padded(tile, None, n))
+    if epilogue == "store":
+        return min(("384x128", "192x256", "128x192"), key=lambda tile: _padded(tile, m, n))
+    # H200, "128x192" relative to the other tile: 0.96 to 1.0 with B (n, k) and 3 % more columns, 0.91 with 6 % fewer.
+    # With B (k, n) and 3 % more columns 1.04 to 1.14.
+    tile = "128x512" if k >= DEEP else "128x256"
+    most = 1.04 if b_major == "k" else 1.0
+    return "128x192" if _padded("128x192", None, n) <= most * _padded(tile, None, n) else tile
+
+
+def _padded(tile: str, m: int | None, n: int) -> int:
+    rows, columns = map(int, tile.split("x"))
+    return -(-n // columns) * columns * (1 if m is None else -(-m // rows) * rows)
+
+
 def grouped_gemm_config(problem: GroupedGemmProblem, gpu: Gpu) -> GemmConfig:
-    """Clusters along n, so that a group is padded to one tile of rows, not to two."""
-    if problem.along == "k":
-        along_n = problem.cluster_n == 2
-        return GemmConfig(192, 128, 1 if along_n else 2, 2 if along_n else 1, num_stages=5, group=16, pingpong=True)
-    if problem.deep:  # the epilogue is short beside the products: wide tiles, which load less
-        return GemmConfig(cluster_m=1, cluster_n=2)
-    if problem.epilogue == "down_backward" and problem.scaled and problem.activation == "clamped_swiglu":
-        return GemmConfig(tile_n=192, cluster_m=1, cluster_n=2)  # with tile_n 128 or 256 registers spill
-    if problem.epilogue == "down_backward":  # clusters along m: 4 to 7 % faster (H200), as fewer weights are loaded
-        return GemmConfig(128, 128, 2, 1, num_stages=5, group=16, pingpong=True)
-    stages = 6 if problem.epilogue == "down" else 5
-    return GemmConfig(128, 128, 1, 2, num_stages=stages, group=16, pingpong=True)
-
-
-DEEP = 64 * TILE_K  # of K: from here on cooperative tiles are 3 % faster than ping-pong (H200)
-
-
-def cluster_n_for(m: int, n: int) -> int:
-    """Of the problem along k: clusters of 192 x 256 or of 384 x 128, whichever covers (m, n) with less left over."""
-    areas = [-(-m // rows) * rows * (-(-n // cols) * cols) for rows, cols in ((384, 128), (192, 256))]
-    return 1 + (areas[1] < areas[0])
+    config = CONFIGS[problem.cluster_tile]
+    if problem.epilogue == "down" and problem.cluster_tile == "128x256":  # needs no room for other outputs
+        return dataclasses.replace(config, num_stages=6)
+    return config
 
 
 def grouped_gemm_buffers(problem: GroupedGemmProblem, config: GemmConfig) -> int:
-    """Output buffers per warp group: as many as fit, and a divisor of the number of stores per block of 64 rows."""
-    pieces = -(-config.tile_n * (4 if problem.out_dtype == "float32" else 2) // 128)
-    outputs = {"up": 1.5 if problem.gated else 2, "down_backward": 3 if problem.gated else 2}.get(problem.epilogue, 1)
-    if problem.epilogue == "up" and not problem.keeps:
-        outputs -= 1
-    stores = round(pieces * outputs)
+    """The epilogue's buffers per warp group: as many as fit, and a divisor of the number of stores per block."""
+    if problem.epilogue == "down_backward":  # the activation's, and two sets for gate and up
+        return 1 + 2 * (1 + problem.gated)
+    stores = config.tile_n * (4 if problem.out_dtype == "float32" else 2) // problem.piece_bytes
+    if problem.epilogue == "up":  # a tile has gate and up columns; the activation is one of them
+        stores = stores * problem.keeps + stores // (1 + problem.gated)
     room = MAX_SMEM - _bytes_without_buffers(problem, config)
-    return next(b for b in (3, 2, 1) if stores % b == 0 and (b == 1 or b * config.num_wgs * STAGED_BYTES <= room))
+    return next(b for b in (3, 2, 1) if stores % b == 0 and (b == 1 or b * config.num_wgs * BLOCK_M * 128 <= room))
 
 
 def max_groups_for(groups: int) -> int:
@@ -143,6 +162,7 @@ def max_groups_for(groups: int) -> int:
 
 
 MAX_SMEM = 232_448  # per CTA on Hopper
+BLOCK_M = 64  # rows that a warp group passes to the epilogue at once
 
 
 def _bytes_without_buffers(problem: GroupedGemmProblem, config: GemmConfig) -> int:
@@ -151,7 +171,7 @@ def _bytes_without_buffers(problem: GroupedGemmProblem, config: GemmConfig) -> i
 
 
 def grouped_gemm_smem_bytes(problem: GroupedGemmProblem, config: GemmConfig) -> int:
-    buffers = grouped_gemm_buffers(problem, config) * config.num_wgs * STAGED_BYTES
+    buffers = grouped_gemm_buffers(problem, config) * config.num_wgs * BLOCK_M * problem.piece_bytes
     return _bytes_without_buffers(problem, config) + buffers
 
 
@@ -160,4 +180,6 @@ def grouped_gemm_why_illegal(problem: GroupedGemmProblem, config: GemmConfig, gp
         return reason
     if problem.epilogue == "up" and problem.gated and config.tile_n % 128:
         return f"tile_n is {config.tile_n}; expected 128 or 256: half of it is the gate's, stored 64 columns at a time"
+    if problem.epilogue == "down_backward" and config.row_blocks * config.tile_n % 256:
+        return f"tile_n is {config.tile_n}; expected 256, or 128 with tile_m 128 and pingpong"
     return space_why_illegal(config, grouped_gemm_smem_bytes(problem, config), gpu)

@@ -17,11 +17,13 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import PRODUCER_REGISTERS, TILE_K, GemmConfig
 from quackish.configs.grouped_gemm import GroupedGemmArgs, GroupedGemmProblem
-from quackish.kernels.common.epilogue_grouped import EXTENT, GroupBlock, make_group_epilogue, ragged
+from quackish.kernels.common.epilogue_grouped import EXTENT, GroupBlock, GroupEpilogue, Up, ragged
+from quackish.kernels.common.epilogue_grouped_backward import DownBackward
 from quackish.kernels.common.group_walk import Groups, GroupWalk
 from quackish.kernels.common.lce import after_previous
-from quackish.kernels.common.tile_store import block_below
 from quackish.kernels.common.wgmma import WgmmaKernel
+
+EPILOGUES = {"up": Up, "down": GroupEpilogue, "down_backward": DownBackward, "store": GroupEpilogue}
 
 
 class Stage(NamedTuple):
@@ -32,10 +34,10 @@ class Stage(NamedTuple):
 class GroupedGemmSm90(WgmmaKernel):
     def __init__(self, problem: GroupedGemmProblem, config: GemmConfig):
         super().__init__(problem, config)
-        self.epilogue = make_group_epilogue(problem, config)
+        self.epilogue = EPILOGUES[problem.epilogue](problem, config)
         self.walk = GroupWalk(problem, config, self.cluster_tile)
         # Boxes of B per stage: a gated activation's gate and up rows are two.
-        self.b_boxes = 2 if self.epilogue.pairs else 1
+        self.b_boxes = 2 if self.epilogue.has_pairs else 1
         self.k_parts = 2 if problem.b_in_two and problem.epilogue == "down" else 1
 
     @cute.jit
@@ -69,11 +71,13 @@ class GroupedGemmSm90(WgmmaKernel):
                 mBs = [self.weights(args.b, n, k, stride, groups)]
             outputs = self.epilogue.outputs(args.epilogue, args.d, n)
             mDs = [ragged(base, n, Int64(width), True) for base, width in outputs]
+            mZs = [ragged(base, n, Int64(width), True) for base, width in self.epilogue.inputs(args.epilogue, n)]
         else:
             mA = ragged(args.a, args.m, args.a_stride, False)
             mBs = [ragged(args.b, n, Int64(n), False)]
             ld, stride = cute.assume(Int64(n), divby=8), cute.assume(Int64(args.m) * n, divby=8)
             mDs = [cute.make_tensor(args.d, cute.make_layout((args.m, n, groups), stride=(ld, 1, stride)))]
+            mZs = []
         major = cute.nvgpu.OperandMajorMode
         a_major = major.K if p.along == "m" else major.MN
         b_major = major.K if p.along == "m" and p.b_major == "k" else major.MN
@@ -86,7 +90,8 @@ class GroupedGemmSm90(WgmmaKernel):
         box = c.tile_n // self.b_boxes
         box_layout = sm90.make_smem_layout_b(lb, (c.tile_m, box, TILE_K), self.dtype, c.num_stages)
         b_atoms = [self.load_atom(mB, box_layout, (box, TILE_K), c.cluster_m) for mB in mBs]
-        d_atoms = [self.epilogue.output.store_atom(mD) for mD in mDs]
+        output = self.epilogue.output
+        d_atoms = [*(output.store_atom(mD) for mD in mDs), *(output.load_atom(mZ) for mZ in mZs)]
         max_clusters = args.max_clusters
         args = args._replace(a=None, b=None, second=None, d=None, a_stride=None, max_clusters=None)
         self.kernel(a_atom, b_atoms, d_atoms, args, tiled_mmas, sA_layout, sB_layout).launch(
@@ -98,7 +103,7 @@ class GroupedGemmSm90(WgmmaKernel):
         self,
         a_atom: tuple,
         b_atoms: list,
-        d_atoms: list,
+        d_atoms: list,  # of the epilogue: its outputs', then its inputs'
         args: GroupedGemmArgs,  # without the operands
         tiled_mmas: list,  # one overwrites the accumulator, one adds to it
         sA_layout: cute.ComposedLayout,
@@ -113,7 +118,7 @@ class GroupedGemmSm90(WgmmaKernel):
         # shared memory and barriers
         smem = cutlass.memory.SmemAllocator()
         sA, sB = self.allocate(smem, sA_layout, sB_layout)
-        staging = self.epilogue.output.allocate(smem)
+        staging = self.epilogue.allocate(smem)
         shared = self.walk.allocate(smem)
         loaded = self.stages()
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
@@ -216,11 +221,10 @@ class GroupedGemmSm90(WgmmaKernel):
             row0 = (item.tm * c.cluster_m + cta_m) * tile_m + row_in_tile
             col0 = (item.tn * c.cluster_n + cta_n) * self.epilogue.tile_cols
             block = GroupBlock(
-                row0, col0, item.begin, item.length, item.group, args.groups, item.is_filled, walk.fill, args.n, wg,
-                thread,
+                row0, col0, item.begin, item.length, item.group, args.groups, args.rows, item.is_filled, walk.fill,
+                args.n, wg, thread,
             )  # fmt: skip
-            for b in cutlass.range_constexpr(c.row_blocks):
-                self.epilogue.prepare(args.epilogue, block_below(block, b))
+            prepared = self.epilogue.prepare(args.epilogue, d_atoms, staging, block)
             if const_expr(c.pingpong):
                 if j > first:
                     cute.arch.barrier(barrier_id=self.order_barrier(wg), number_of_threads=256)
@@ -246,5 +250,5 @@ class GroupedGemmSm90(WgmmaKernel):
                     read.advance(skipped)
                     released.advance(skipped)
             for b in cutlass.range_constexpr(c.row_blocks):
-                self.epilogue(accs[b], args.epilogue, d_atoms, staging, block_below(block, b))
+                self.epilogue(accs[b], args.epilogue, d_atoms, staging, block, b, prepared)
         self.epilogue.output.finish(thread)

@@ -182,7 +182,7 @@ def _grouped(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.devi
         "bias": lambda: torch.randn(groups, width if p.epilogue == "up" else n, device=device),
         "scales": lambda: torch.rand(rows, device=device),
         "act": lambda: torch.zeros(rows, n, dtype=_dtype(p.dtype), device=device),
-        "dscales_parts": lambda: torch.zeros(rows, parts, device=device),
+        "dscales_parts": lambda: torch.zeros(parts, rows, device=device),
     }
     epilogue, stream = _made(p.args.epilogue, of_name), current_stream_of(device)
     names = ("act", "dscales_parts", *["preactivation"] * (p.epilogue == "up"))

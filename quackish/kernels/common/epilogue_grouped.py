@@ -1,4 +1,4 @@
-"""The epilogues of grouped GEMMs: a step of an MLP each, on 64 rows of a tile of one group."""
+"""The epilogues of grouped GEMMs, one per step of an MLP, on blocks of 64 rows of a tile of one group."""
 
 from typing import NamedTuple
 
@@ -7,19 +7,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from quackish.configs.grouped_gemm import DSCALES_COLUMNS, DownArgs, DownBackwardArgs, UpArgs, grouped_gemm_buffers
+from quackish.configs.grouped_gemm import BLOCK_M, DownArgs, UpArgs, grouped_gemm_buffers
 from quackish.kernels.common.activations import factor, value
-from quackish.kernels.common.group_walk import uniform
 from quackish.kernels.common.rows import vector_at
-from quackish.kernels.common.tile_store import TileStore, column_of, row_of, thread_rows
+from quackish.kernels.common.tile_store import TileStore, block_below, column_of, row_of, thread_rows
 
 # One TMA tensor for the rows of all groups: address(r, c, i, j) = base + r * ld + c + i * (2^34 - ld) + j * ld. With
 # i = EXTENT, i * 2^34 wraps to 0 in 64 bits, which leaves (r - EXTENT + j) * ld + c. With j = begin + length and
 # r = EXTENT - length + row that is the group's row `row`, and rows past the group's end are past the extent: loads
 # return 0 there, and nothing is stored.
 EXTENT, UNBOUNDED = 2**30, 2**31 - 1
-
-BATCH = 16  # values of the preactivation that a thread loads at once
 
 
 @cute.jit
@@ -32,13 +29,8 @@ def ragged(base: cute.Pointer, cols: Int32, ld: Int64, rows_first: cutlass.Const
     return cute.make_tensor(base, cute.make_layout((cols, EXTENT, UNBOUNDED, UNBOUNDED), stride=(1, ld, back, ld)))
 
 
-@cute.jit
-def prefetch(at: cute.Pointer):
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[at.toint()])
-
-
 class GroupBlock(NamedTuple):
-    """64 rows of a tile, of which one consumer warp group has the accumulator, and a thread of that warp group."""
+    """BLOCK_M rows of a tile, whose accumulator one consumer warp group has, and a thread of that warp group."""
 
     row0: Int32  # along m: in the group; along k: of D[group]
     col0: Int32  # of D, and of its gate and of its up columns
@@ -46,6 +38,7 @@ class GroupBlock(NamedTuple):
     length: Int32  # its rows
     group: Int32
     groups: Int32
+    rows: Int32  # of all groups, and after the last one
     is_filled: Boolean  # D is `fill` before the activation: rows of no group, or illegal offsets
     fill: Float32
     n: Int32  # columns of D, or of gate
@@ -62,24 +55,32 @@ class GroupStore(TileStore):
     """Stores tiles of a group's rows, or of its matrix D[group]."""
 
     def __init__(self, problem, config):
-        super().__init__(problem.out_dtype, config, problem.accumulate)
+        super().__init__(problem.out_dtype, config, problem.accumulate, problem.piece_bytes)
         self.along_m = problem.along == "m"
         self.num_buffers = grouped_gemm_buffers(problem, config)
 
     @cute.jit
     def copy_out(self, out: GroupOutput, buffer: Int32, block: GroupBlock, j: cutlass.Constexpr[int]):
-        atom, coordinates = out.d_atoms[0]
+        sD, gD = self.partition(out.d_atoms[0], out.staging, block, j)
+        cute.copy(out.d_atoms[0][0], sD[None, buffer], gD)
+
+    def load_atom(self, mD):
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        piece = (BLOCK_M, self.piece_n)
+        return cpasync.make_tiled_tma_atom(op, mD, cute.slice_(self.layout(), (None, None, 0)), piece)
+
+    def partition(self, atom: tuple, staging, block: GroupBlock, j: int):
+        """The buffers, and piece j of the block, as TMA copies them."""
         row, col = block.row0, block.col0 + j * self.piece_n
-        if const_expr(self.along_m):
-            rows = coordinates[None, None, EXTENT, block.begin + block.length]
+        if self.along_m:
+            rows = atom[1][None, None, EXTENT, block.begin + block.length]
             row += EXTENT - block.length
         else:
-            rows = coordinates[None, None, block.group]
-        gD = cute.local_tile(cute.domain_offset((row, col), rows), (64, self.piece_n), (0, 0))
-        sD, gD = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(out.staging, 0, 2), cute.group_modes(gD, 0, 2)
+            rows = atom[1][None, None, block.group]
+        g = cute.local_tile(cute.domain_offset((row, col), rows), (BLOCK_M, self.piece_n), (0, 0))
+        return cpasync.tma_partition(
+            atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(g, 0, 2)
         )
-        cute.copy(atom, sD[None, buffer], gD)
 
 
 class GroupEpilogue:
@@ -87,51 +88,72 @@ class GroupEpilogue:
 
     def __init__(self, problem, config):
         self.problem, self.config, self.output = problem, config, GroupStore(problem, config)
-        self.tile_cols = config.tile_n // (2 if self.pairs else 1)  # of D
-
-    @property
-    def pairs(self) -> bool:
-        """Whether a tile has gate and up columns, each half of it."""
-        return self.problem.epilogue == "up" and self.problem.gated
+        self.num_parts = 2 if problem.gated else 1  # of the preactivation: gate and up
+        self.has_pairs = problem.epilogue == "up" and problem.gated  # gate and up columns, each half of a tile
+        self.tile_cols = config.tile_n // (2 if self.has_pairs else 1)  # of D
 
     @cute.jit
     def outputs(self, args, d: cute.Pointer, n: Int32):
-        """The output matrices of (rows, n) along m: [(base, leading dimension)]."""
+        """The matrices (rows, n) that are stored along m: [(base, leading dimension)]."""
         return [(d, n)]
 
-    @cute.jit
-    def add_bias(self, acc, bias: cute.Pointer, width: Int32, first: Int32, block: GroupBlock, half: cutlass.Constexpr):
-        """Adds bias[group, first + column], of `width` columns, to part `half` of acc, as wide as D's tile."""
-        row = Int64(cutlass.min(block.group, block.groups - 1)) * width + first
-        values = const_expr(self.tile_cols // 2)
-        for q in cutlass.range_constexpr(values // 4):
-            col = cutlass.min(block.col0 + column_of(4 * q, block.thread), block.n - 2)
-            two = vector_at(bias, row + col, 2).load()
-            for v in cutlass.range_constexpr(4):
-                i = const_expr(half * values + 4 * q + v)
-                acc[i] = acc[i] + two[v % 2]
-
-    def prepare(self, args, block: GroupBlock):
-        """Called before the products."""
+    def inputs(self, args, n: Int32):
+        """The matrices (rows, n) that are loaded by TMA."""
+        return []
 
     @cute.jit
-    def __call__(self, acc, args: DownArgs, outs: list, staging, block: GroupBlock):
-        if const_expr(self.problem.biased):
-            self.add_bias(acc, args.bias, block.n, 0, block, 0)
-        if block.is_filled:
-            acc.fill(block.fill)
+    def parts(self, z: cute.Pointer, n: Int32):
+        """gate and up of a matrix like the preactivation, as `outputs`."""
+        return [(z + part * n, n * self.num_parts) for part in range(self.num_parts)]
+
+    def allocate(self, smem):
+        return self.output.allocate(smem)
+
+    def prepare(self, args, atoms: list, staging, first: GroupBlock):
+        """Called before the products of a tile, whose first block is `first`. The result is passed to __call__."""
+
+    @cute.jit
+    def __call__(
+        self, acc, args: DownArgs, atoms: list, staging, first: GroupBlock, b: cutlass.Constexpr[int], prepared
+    ):
+        """On the tile's b-th block. atoms: TMA's, of `outputs` and `inputs`."""
+        block = block_below(first, b)
+        per_piece = const_expr(self.output.piece_n // 2)
         for j in cutlass.range_constexpr(self.output.num_pieces):
-            self.output(acc, j, GroupOutput([outs[0]], staging), block)
+            values = range(j * per_piece, (j + 1) * per_piece)
+            if const_expr(self.problem.biased):  # by pieces: registers spill where all of the bias is loaded first
+                piece = block._replace(col0=block.col0 + j * self.output.piece_n)
+                self.add_bias(acc, values, args.bias, block.n, 0, piece)
+            if block.is_filled:
+                for v in cutlass.range_constexpr(values.start, values.stop):
+                    acc[v] = block.fill
+            self.output(acc, j, GroupOutput(atoms, staging), block)
 
     @cute.jit
-    def row_scales(self, scales: cute.Pointer, block: GroupBlock):
-        """Of the thread's two rows; 0 where they are not in a group."""
-        s = cute.make_rmem_tensor((2,), Float32)
-        for r in cutlass.range_constexpr(2):
-            s[r] = Float32(0.0)
-            row = block.row0 + thread_rows(block.thread) + 8 * r
-            if row < block.length and not block.is_filled:
-                s[r] = (scales + (block.begin + row)).load()
+    def add_bias(
+        self, acc, values: cutlass.Constexpr[range], bias: cute.Pointer, width: Int32, first: Int32, block: GroupBlock
+    ):
+        """Adds bias[group, first + column], of `width` columns, to these values of acc, whose first column is col0."""
+        row = Int64(cutlass.min(block.group, block.groups - 1)) * width + first
+        base = bias + (row + block.col0 + column_of(0, block.thread))
+        columns = block.n - block.col0
+        for i in cutlass.range_constexpr(values.start, values.stop, 4):
+            col = const_expr((i - values.start) * 2)
+            if col < columns:  # both are multiples of 8
+                two = vector_at(base, col, 2).load()
+                for v in cutlass.range_constexpr(4):
+                    acc[i + v] = acc[i + v] + two[v % 2]
+
+    @cute.jit
+    def row_scales(self, scales: cute.Pointer, first: GroupBlock):
+        """Of the thread's two rows in each block of the tile; 0 where they are not in a group."""
+        s = cute.make_rmem_tensor((2, self.config.row_blocks), Float32)
+        for b in cutlass.range_constexpr(self.config.row_blocks):
+            for r in cutlass.range_constexpr(2):
+                s[r, b] = Float32(0.0)
+                row = first.row0 + BLOCK_M * b + thread_rows(first.thread) + 8 * r
+                if row < first.length and not first.is_filled:
+                    s[r, b] = (scales + (first.begin + row)).load()
         return s
 
 
@@ -140,148 +162,42 @@ class Up(GroupEpilogue):
 
     @cute.jit
     def outputs(self, args: UpArgs, d: cute.Pointer, n: Int32):
-        """act, and the preactivation's gate and up."""
-        found = [(d, n)]
+        """act, and the preactivation's parts."""
         if const_expr(self.problem.keeps):
-            p, width = args.preactivation, n * 2 if const_expr(self.problem.gated) else n
-            found.append((p, width))
-            if const_expr(self.problem.gated):
-                found.append((p + n, width))
-        return found
+            return [(d, n), *self.parts(args.preactivation, n)]
+        return [(d, n)]
 
     @cute.jit
-    def __call__(self, acc, args: UpArgs, outs: list, staging, block: GroupBlock):
-        p, gated = self.problem, const_expr(self.problem.gated)
-        half = const_expr(cute.size(acc) // (2 if gated else 1))
-        pieces = const_expr(self.tile_cols // self.output.piece_n)
+    def prepare(self, args: UpArgs, atoms: list, staging, first: GroupBlock):
+        return self.row_scales(args.scales, first) if const_expr(self.problem.scaled) else None
+
+    @cute.jit
+    def __call__(self, acc, args: UpArgs, atoms: list, staging, first: GroupBlock, b: cutlass.Constexpr[int], scales):
+        p, block = self.problem, block_below(first, b)
+        per_part = const_expr(cute.size(acc) // self.num_parts)  # a thread's values
         if const_expr(p.biased):
-            width = block.n * 2 if gated else block.n
-            self.add_bias(acc, args.bias, width, 0, block, 0)
-            if const_expr(gated):
-                self.add_bias(acc, args.bias, width, block.n, block, 1)
+            for part in cutlass.range_constexpr(self.num_parts):
+                values, width = range(part * per_part, (part + 1) * per_part), block.n * self.num_parts
+                self.add_bias(acc, values, args.bias, width, block.n * part, block)
         if block.is_filled:
             acc.fill(block.fill)
+
+        # the preactivation
+        pieces = const_expr(self.output.num_pieces // self.num_parts)
         if const_expr(p.keeps):
             for j in cutlass.range_constexpr(self.output.num_pieces):
                 part = block._replace(col0=block.col0 - (j // pieces) * self.tile_cols)
-                self.output(acc, j, GroupOutput([outs[1 + j // pieces]], staging), part, j)
-        scales = None
-        if const_expr(p.scaled):
-            scales = self.row_scales(args.scales, block)
-        for v in cutlass.range_constexpr(half):
+                self.output(acc, j, GroupOutput([atoms[1 + j // pieces]], staging), part, j)
+
+        # the activation
+        for v in cutlass.range_constexpr(per_part):
             a, _ = value(acc[v], p.activation)
-            if const_expr(gated):
-                u, _ = factor(acc[half + v], p.activation)
+            if const_expr(p.gated):
+                u, _ = factor(acc[per_part + v], p.activation)
                 a = a * u
             if const_expr(p.scaled):
-                a = a * scales[row_of(v)]
+                a = a * scales[row_of(v), b]
             acc[v] = a
-        turn = const_expr(self.output.num_pieces if p.keeps else 0)
+        stored = const_expr(self.output.num_pieces if p.keeps else 0)
         for j in cutlass.range_constexpr(pieces):
-            self.output(acc, j, GroupOutput([outs[0]], staging), block, turn + j)
-
-
-class DownBackward(GroupEpilogue):
-    """From dact, the gradient of the scaled activation: the preactivation's gradient, the scaled activation once more,
-    and per row and tile the sum of dact * activation."""
-
-    @cute.jit
-    def outputs(self, args: DownBackwardArgs, d: cute.Pointer, n: Int32):
-        """act, and the gradients of gate and up."""
-        width = n * 2 if const_expr(self.problem.gated) else n
-        found = [(args.act, n), (d, width)]
-        if const_expr(self.problem.gated):
-            found.append((d + n, width))
-        return found
-
-    @cute.jit
-    def __call__(self, acc, args: DownBackwardArgs, outs: list, staging, block: GroupBlock):
-        if block.is_filled:
-            acc.fill(block.fill)
-        p, gated = self.problem, const_expr(self.problem.gated)
-        per_piece = const_expr(self.output.piece_n // 2)  # of a thread's values
-        scales, sums = None, None
-        if const_expr(p.scaled):
-            scales = self.row_scales(args.scales, block)
-            sums = cute.make_rmem_tensor((2,), Float32)
-        grads = [cute.make_rmem_tensor(acc.layout, self.output.dtype) for _ in range(2 if gated else 1)]
-        rows = self.rows_of(args.preactivation, block)
-        columns = uniform(block.n - block.col0)
-        for j in cutlass.range_constexpr(self.output.num_pieces):
-            if const_expr(p.scaled):
-                sums.fill(0.0)
-            for v in cutlass.range_constexpr(j * per_piece, (j + 1) * per_piece):
-                if const_expr(v % BATCH == 0):
-                    z = [self.preactivation(of_part, v, columns, block.thread) for of_part in rows]
-                r, dact = const_expr(row_of(v)), acc[v]
-                scaled = dact * scales[r] if const_expr(p.scaled) else dact
-                f, df = value(z[0][v % BATCH].to(Float32), p.activation)
-                if const_expr(gated):
-                    u, du = factor(z[1][v % BATCH].to(Float32), p.activation)
-                    grads[1][v] = (scaled * (f * du)).to(self.output.dtype)
-                    df, f = df * u, f * u
-                grads[0][v] = (scaled * df).to(self.output.dtype)
-                if const_expr(p.scaled):
-                    sums[r] = sums[r] + dact * f
-                    f = f * scales[r]
-                acc[v] = f
-            if const_expr(p.scaled):
-                self.store_sums(sums, args.dscales_parts, block, block.col0 + j * DSCALES_COLUMNS)
-            for k, t in enumerate([acc, *grads]):
-                self.output(t, j, GroupOutput([outs[k]], staging), block, j * (1 + len(grads)) + k)
-
-    @cute.jit
-    def prepare(self, args: DownBackwardArgs, block: GroupBlock):
-        """Brings the preactivation into the L2: two threads per row."""
-        row = cutlass.min(block.row0 + block.thread // 2, block.length - 1)
-        width = block.n * 2 if const_expr(self.problem.gated) else block.n
-        start = Int64(block.begin + row) * width + block.col0
-        for part in cutlass.range_constexpr(2 if self.problem.gated else 1):
-            for col in cutlass.range_constexpr(0, self.tile_cols, 128):
-                at = col + block.thread % 2 * 64
-                if block.col0 + at < block.n:
-                    prefetch(args.preactivation + (start + part * block.n + at))
-
-    @cute.jit
-    def preactivation(self, rows: list, first: cutlass.Constexpr[int], columns: Int32, thread: Int32):
-        """BATCH values of the thread from value `first` on, 0 past the matrix. rows: where its two rows start."""
-        z = cute.make_rmem_tensor((BATCH,), rows[0].dtype)
-        for q in cutlass.range_constexpr(BATCH // 2):
-            v = const_expr(first + 2 * q)  # and v + 1: two columns of a row
-            z[2 * q], z[2 * q + 1] = z.element_type(0.0), z.element_type(0.0)
-            if v // 4 * 8 < columns:  # a multiple of 8; uniform, as in StoreWithResidual
-                two = vector_at(rows[row_of(v)], v // 4 * 8, 2).load()
-                z[2 * q], z[2 * q + 1] = two[0], two[1]
-        return z
-
-    @cute.jit
-    def rows_of(self, z: cute.Pointer, block: GroupBlock):
-        """Where the thread's two rows start, past the group's end its last row: of gate, and of up."""
-        width = block.n * 2 if const_expr(self.problem.gated) else block.n
-        col = block.col0 + column_of(0, block.thread)
-        rows = []
-        for part in cutlass.range_constexpr(2 if self.problem.gated else 1):
-            of_part = []
-            for r in cutlass.range_constexpr(2):
-                row = cutlass.min(block.row0 + thread_rows(block.thread) + 8 * r, block.length - 1)
-                of_part.append(z + (Int64(block.begin + row) * width + (part * block.n + col)))
-            rows.append(of_part)
-        return rows
-
-    @cute.jit
-    def store_sums(self, sums, parts: cute.Pointer, block: GroupBlock, col: Int32):
-        """Stores a row's partial sum from column col on: that of the four threads that share the row."""
-        for r in cutlass.range_constexpr(2):
-            total = sums[r]
-            for offset in (1, 2):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
-            row = block.row0 + thread_rows(block.thread) + 8 * r
-            if block.thread % 4 == 0 and row < block.length and col < block.n:
-                at = Int64(block.begin + row) * cute.ceil_div(block.n, DSCALES_COLUMNS) + col // DSCALES_COLUMNS
-                (parts + at).store(total)
-
-
-def make_group_epilogue(problem, config) -> GroupEpilogue:
-    return {"up": Up, "down": GroupEpilogue, "down_backward": DownBackward, "store": GroupEpilogue}[problem.epilogue](
-        problem, config
-    )
+            self.output(acc, j, GroupOutput([atoms[0]], staging), block, stored + j)

@@ -62,12 +62,15 @@ class Output(NamedTuple):
 
 
 class Staging:
-    """Swizzled buffers in shared memory: per warp group `num_buffers` pieces of 64 rows x `piece_n` columns."""
+    """Swizzled buffers in shared memory: per warp group `num_buffers` pieces of 64 rows x `piece_n` columns.
 
-    def __init__(self, dtype: str, config):
+    piece_bytes: of a row of a piece, the span of the swizzle: 128 or 64.
+    """
+
+    def __init__(self, dtype: str, config, piece_bytes: int = 128):
         self.dtype, self.num_wgs, self.tile_n = DTYPES[dtype], config.num_wgs, config.tile_n
         self.num_buffers = config.num_buffers
-        self.piece_n = 1024 // self.dtype.width  # 128 bytes, the span of a swizzle
+        self.piece_n = piece_bytes * 8 // self.dtype.width
         self.num_pieces = config.tile_n // self.piece_n
 
     def layout(self):
@@ -82,19 +85,30 @@ class Staging:
         """Index of the buffer for piece j of a warp group."""
         return (wg - 1) * self.num_buffers + j % self.num_buffers
 
-    def parts(self, acc, staging, thread):
-        """(tiled copy, the thread's values of all pieces, their destinations per buffer, their shape per piece)"""
+    def tiled_copy(self, atom):
+        """Copies a piece between shared memory and registers, whose layout is that of the accumulator."""
         mma = sm90.make_trivial_tiled_mma(
             cutlass.BFloat16, cutlass.BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.K, Float32,
             (1, 1, 1), tiler_mn=(64, self.tile_n),
         )  # fmt: skip
-        atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
         c_atom = cute.make_tiled_copy_C_atom(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), cutlass.BFloat16), mma
         )
-        r2s = cute.make_tiled_copy_S(atom, c_atom)
+        return cute.make_tiled_copy_S(atom, c_atom)
+
+    def parts(self, acc, staging, thread):
+        """(tiled copy, the thread's values of all pieces, their destinations per buffer, their shape per piece)"""
+        r2s = self.tiled_copy(sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32))
         thr = r2s.get_slice(thread)
         return r2s, r2s.retile(acc), thr.partition_D(staging), cute.shape(thr.partition_S(staging))[:3]
+
+    @cute.jit
+    def read(self, staging, buffer, shape: cutlass.Constexpr, k: cutlass.Constexpr[int], thread: Int32):
+        """The thread's values of the k-th 16 columns of a buffer, of 16 bits each."""
+        s2r = self.tiled_copy(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)).get_slice(thread)
+        values = cute.make_rmem_tensor((shape[0], shape[1], 1), self.dtype)
+        cute.copy(s2r, s2r.partition_S(staging)[None, None, k, buffer], s2r.retile(values)[None, None, 0])
+        return values
 
     @cute.jit
     def rounded(self, values, shape: cutlass.Constexpr, j: cutlass.Constexpr[int]):
@@ -108,8 +122,8 @@ class Staging:
 class TileStore(Staging):
     """Stores tiles by TMA, or adds them to the output, which may be in two buffers."""
 
-    def __init__(self, dtype: str, config, accumulate: bool = False):
-        super().__init__(dtype, config)
+    def __init__(self, dtype: str, config, accumulate: bool = False, piece_bytes: int = 128):
+        super().__init__(dtype, config, piece_bytes)
         self.accumulate = accumulate
 
     def store_atom(self, mD):
@@ -131,21 +145,36 @@ class TileStore(Staging):
         r2s, values, destinations, shape = self.parts(acc, out.staging, thread)
         piece = self.rounded(values, shape, j)
         buffer = self.buffer(const_expr(j if turn is None else turn), wg)
-        is_free, is_full = wg, wg + self.num_wgs  # named barriers
-        stores = cute.arch.make_warp_uniform(thread // 32) == 0
-        if stores:
-            cute.arch.cp_async_bulk_wait_group(self.num_buffers - 1, read=True)
-            cute.arch.barrier_arrive(barrier_id=is_free, number_of_threads=128)
-        else:
-            cute.arch.barrier(barrier_id=is_free, number_of_threads=128)
+        self.wait_until_free(self.num_buffers - 1, wg, thread)
         cute.copy(r2s, piece, destinations[None, None, None, buffer])
-        cute.arch.fence_view_async_shared()
-        if stores:
-            cute.arch.barrier(barrier_id=is_full, number_of_threads=128)
+        if self.wait_until_full(wg, thread):
             self.copy_out(out, buffer, block, j)
             cute.arch.cp_async_bulk_commit_group()
+
+    def issues(self, thread: Int32):
+        """Whether the thread is in the warp that issues the warp group's TMA copies."""
+        return cute.arch.make_warp_uniform(thread // 32) == 0
+
+    @cute.jit
+    def wait_until_free(self, pending: cutlass.Constexpr[int], wg: Int32, thread: Int32):
+        """Waits until TMA has read the buffers of all but the last `pending` commit groups."""
+        if self.issues(thread):
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
+            cute.arch.barrier_arrive(barrier_id=wg, number_of_threads=128)
+        else:
+            cute.arch.barrier(barrier_id=wg, number_of_threads=128)
+
+    @cute.jit
+    def wait_until_full(self, wg: Int32, thread: Int32):
+        """Call when the thread has written its values. True in the warp that issues, once all threads have."""
+        cute.arch.fence_view_async_shared()
+        issues = self.issues(thread)
+        is_full = wg + self.num_wgs  # named barrier
+        if issues:
+            cute.arch.barrier(barrier_id=is_full, number_of_threads=128)
         else:
             cute.arch.barrier_arrive(barrier_id=is_full, number_of_threads=128)
+        return issues
 
     @cute.jit
     def copy_out(self, out: Output, buffer: Int32, block: Block, j: cutlass.Constexpr[int]):

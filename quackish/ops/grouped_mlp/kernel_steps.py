@@ -15,7 +15,6 @@ from torch import Tensor
 
 from quackish.configs import choose
 from quackish.configs.grouped_gemm import (
-    DEEP,
     DSCALES_COLUMNS,
     MAX_GROUPS,
     MAX_ROWS,
@@ -24,7 +23,7 @@ from quackish.configs.grouped_gemm import (
     GroupedGemmArgs,
     GroupedGemmProblem,
     UpArgs,
-    cluster_n_for,
+    cluster_tile_for,
     max_groups_for,
 )
 from quackish.gpu import Gpu, gpu_of
@@ -75,11 +74,11 @@ def down_backward(dy, w2, preactivation, scales, offs, activation, needs: Needs)
     dz, act = torch.empty_like(z), dy.new_empty((rows, i))
     parts, s = None, _fp32(scales)
     if s is not None:  # a sum per row and tile
-        parts = torch.empty((rows, -(-i // DSCALES_COLUMNS)), dtype=torch.float32, device=dy.device)
+        parts = torch.empty((-(-i // DSCALES_COLUMNS), rows), dtype=torch.float32, device=dy.device)
     epilogue = DownBackwardArgs(z.data_ptr(), act.data_ptr(), _address(s), _address(parts))
     options = dict(activation=activation, scaled=s is not None)
     _rows("down_backward", dy, w2.transpose(1, 2), None, dz, offs, epilogue, i, w2.shape[1], **options)
-    return dz, act, parts.sum(1).to(scales.dtype) if needs.dscales else None
+    return dz, act, parts.sum(0).to(scales.dtype) if needs.dscales else None
 
 
 def rows_gradient(dpreactivation, w1, w3, offs):
@@ -96,7 +95,7 @@ def weight_gradient(a, b, offs, dtype, out=None):
         d = torch.empty((groups, m, n), dtype=dtype, device=a.device)
     else:
         d = _aligned(out.to(torch.float32, memory_format=torch.contiguous_format))
-    problem = _problem("store", a.dtype, groups, d.dtype, accumulate=out is not None, cluster_n=cluster_n_for(m, n))
+    problem = _problem("store", a.dtype, groups, d.dtype, m, n, None, accumulate=out is not None)
     ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
     sizes = ld, rows, m, n, None, groups
     _launch(problem, a, a.data_ptr(), b.data_ptr(), None, d.data_ptr(), offs, None, sizes)
@@ -129,9 +128,8 @@ def _rows(
         second = second.contiguous() if b_major == "k" else second.transpose(1, 2).contiguous().transpose(1, 2)
     a, w, second = _aligned(a), _aligned(w), None if second is None else _aligned(second)
     groups, rows = offs.shape[0], a.shape[0]
-    deep = epilogue == "down" and k >= DEEP
-    fields = dict(b_major=b_major, b_in_two=second is not None, deep=deep, **options)
-    problem = _problem(epilogue, a.dtype, groups, d.dtype, **fields)
+    fields = dict(b_major=b_major, b_in_two=second is not None, **options)
+    problem = _problem(epilogue, a.dtype, groups, d.dtype, None, n, k, **fields)
     sizes = None, rows, None, n, k, groups
     _launch(problem, a, a.data_ptr(), w.data_ptr(), _address(second), d.data_ptr(), offs, args, sizes)
 
@@ -169,10 +167,13 @@ def stand_ins(kernel_for: KernelFor, gpu: Gpu) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def _problem(
-    epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype, **fields: Any
-) -> GroupedGemmProblem:
-    dtypes = cuda.name_of(dtype), cuda.name_of(out_dtype)
-    return GroupedGemmProblem(epilogue, dtypes[0], max_groups_for(groups), dtypes[1], **fields)
+    epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype, m: int | None, n: int, k: int | None,
+    b_major: str = "k", **fields: Any
+) -> GroupedGemmProblem:  # fmt: skip
+    dtypes, tile = (cuda.name_of(dtype), cuda.name_of(out_dtype)), cluster_tile_for(epilogue, b_major, m, n, k)
+    return GroupedGemmProblem(
+        epilogue, dtypes[0], max_groups_for(groups), dtypes[1], b_major=b_major, cluster_tile=tile, **fields
+    )
 
 
 # Operands -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,148 @@
+"""The epilogue of dact = dy @ w2.T, the gradient of the scaled activation of z, which is read again:
+
+    dz = dact * scale * activation'(z)        act = scale * activation(z)        dscale = sum of dact * activation(z)
+
+z has one part, or two: gate and up. A block is processed in pieces. TMA loads a piece of each part of z into buffers in
+shared memory, where dz takes its place, and stores these buffers. There are two sets of them: the first two pieces of a
+tile are loaded while its products are computed, each next piece while the one before it is computed.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from quackish.configs.grouped_gemm import BLOCK_M, DSCALES_COLUMNS, DownBackwardArgs
+from quackish.kernels.common.activations import factor, value
+from quackish.kernels.common.epilogue_grouped import GroupBlock, GroupEpilogue, GroupOutput
+from quackish.kernels.common.tile_store import block_below, row_of, thread_rows
+
+
+class Staging(NamedTuple):
+    buffers: cute.Tensor
+    loaded: cute.Pointer  # mbarriers, per warp group and set of buffers
+
+
+class DownBackward(GroupEpilogue):
+    def __init__(self, problem, config):
+        super().__init__(problem, config)
+        self.pieces_per_tile = config.row_blocks * self.output.num_pieces
+
+    @cute.jit
+    def outputs(self, args: DownBackwardArgs, d: cute.Pointer, n: Int32):
+        """act, and the parts of dz."""
+        return [(args.act, n), *self.parts(d, n)]
+
+    @cute.jit
+    def inputs(self, args: DownBackwardArgs, n: Int32):
+        return self.parts(args.preactivation, n)
+
+    @cute.jit
+    def allocate(self, smem):
+        loaded = smem.allocate_array(Int64, self.config.num_wgs * 2)
+        if cute.arch.thread_idx()[0] == 0:
+            for i in cutlass.range_constexpr(self.config.num_wgs * 2):
+                cute.arch.mbarrier_init(loaded + i, 1)
+        return Staging(self.output.allocate(smem), loaded)
+
+    def buffers(self, piece: int, wg: Int32):
+        """Those of act and of z's parts."""
+        act = (wg - 1) * self.output.num_buffers
+        return [act, *(act + 1 + piece % 2 * self.num_parts + part for part in range(self.num_parts))]
+
+    def barrier(self, piece: int, staging: Staging, wg: Int32):
+        return staging.loaded + (wg - 1) * 2 + piece % 2
+
+    @cute.jit
+    def prepare(self, args: DownBackwardArgs, atoms: list, staging: Staging, first: GroupBlock):
+        if self.output.issues(first.thread):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            for piece in cutlass.range_constexpr(2):
+                self.load(piece, atoms, staging, first)
+        return self.row_scales(args.scales, first) if const_expr(self.problem.scaled) else None
+
+    @cute.jit
+    def load(self, piece: cutlass.Constexpr[int], atoms: list, staging: Staging, first: GroupBlock):
+        """Starts to load a piece of the tile."""
+        barrier = self.barrier(piece, staging, first.wg)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.num_parts * BLOCK_M * self.problem.piece_bytes)
+        block, j = block_below(first, piece // self.output.num_pieces), piece % self.output.num_pieces
+        buffers = self.buffers(piece, first.wg)
+        for part in cutlass.range_constexpr(self.num_parts):
+            atom = atoms[1 + self.num_parts + part]
+            s, g = self.output.partition(atom, staging.buffers, block, j)
+            cute.copy(atom[0], g, s[None, buffers[1 + part]], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def __call__(
+        self, acc, args: DownBackwardArgs, atoms: list, staging: Staging, first: GroupBlock,
+        b: cutlass.Constexpr[int], scales
+    ):  # fmt: skip
+        p, block, wg, thread = self.problem, block_below(first, b), first.wg, first.thread
+        if block.is_filled:
+            acc.fill(block.fill)
+        sums = cute.make_rmem_tensor((2,), Float32)  # of dact * activation(z), for the thread's two rows
+        sums.fill(0.0)
+        r2s, values, destinations, shape = self.output.parts(acc, staging.buffers, thread)
+        act = cute.make_rmem_tensor(shape, self.output.dtype)
+        for j in cutlass.range_constexpr(self.output.num_pieces):
+            piece = const_expr(b * self.output.num_pieces + j)
+            buffers = self.buffers(piece, wg)
+            # A tile has a multiple of 4 pieces, so a piece has the same phase in all tiles.
+            cute.arch.mbarrier_wait(self.barrier(piece, staging, wg), piece // 2 % 2)
+
+            # dz, in place of z: 16 columns at a time, as more registers spill
+            for k in cutlass.range_constexpr(shape[2]):
+                z = [self.output.read(staging.buffers, buffer, shape, k, thread) for buffer in buffers[1:]]
+                for v in cutlass.range_constexpr(cute.size(z[0])):
+                    i = const_expr(k * cute.size(z[0]) + v)  # in the piece
+                    r, dact = const_expr(row_of(i)), values[j * cute.size(act) + i]
+                    scaled = dact * scales[r, b] if const_expr(p.scaled) else dact
+                    f, df = value(z[0][v].to(Float32), p.activation)
+                    if const_expr(p.gated):
+                        u, du = factor(z[1][v].to(Float32), p.activation)
+                        z[1][v] = (scaled * (f * du)).to(self.output.dtype)
+                        df, f = df * u, f * u
+                    z[0][v] = (scaled * df).to(self.output.dtype)
+                    if const_expr(p.scaled):
+                        sums[r] = sums[r] + dact * f
+                        f = f * scales[r, b]
+                    act[i] = f.to(self.output.dtype)
+                for part in cutlass.range_constexpr(self.num_parts):
+                    cute.copy(r2s, z[part][None, None, 0], destinations[None, None, k, buffers[1 + part]])
+
+            # dscale
+            columns = const_expr((j + 1) * self.output.piece_n)
+            if const_expr(p.scaled and columns % DSCALES_COLUMNS == 0):
+                self.store_sums(sums, args.dscales_parts, block, block.col0 + columns - DSCALES_COLUMNS)
+                sums.fill(0.0)
+
+            # stores, and the next load once the stores of the piece before have read its buffers
+            self.output.wait_until_free(0, wg, thread)
+            if const_expr(2 <= piece + 1 < self.pieces_per_tile):
+                if self.output.issues(thread):
+                    self.load(piece + 1, atoms, staging, first)
+            cute.copy(r2s, act, destinations[None, None, None, buffers[0]])
+            if self.output.wait_until_full(wg, thread):
+                self.store(buffers, atoms, staging, block, j)
+
+    @cute.jit
+    def store(self, buffers: list, atoms: list, staging: Staging, block: GroupBlock, j: cutlass.Constexpr[int]):
+        """Starts to store a piece of act and of dz's parts."""
+        for i in cutlass.range_constexpr(1 + self.num_parts):
+            self.output.copy_out(GroupOutput([atoms[i]], staging.buffers), buffers[i], block, j)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_sums(self, sums, parts: cute.Pointer, block: GroupBlock, col: Int32):
+        """Stores the sums over the DSCALES_COLUMNS columns from `col` on, for which four threads share a row."""
+        for r in cutlass.range_constexpr(2):
+            total = sums[r]
+            for offset in (1, 2):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+            row = block.row0 + thread_rows(block.thread) + 8 * r
+            if block.thread % 4 == 0 and row < block.length and col < block.n:
+                at = Int64(col // DSCALES_COLUMNS) * block.rows + block.begin + row
+                (parts + at).store(total)
