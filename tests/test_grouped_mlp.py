@@ -250,6 +250,30 @@ def test_many_tiles_steps_and_groups(sizes, h, i, where):
         assert_same(where.run(case, dy), got)
 
 
+@pytest.mark.gpu
+def test_more_than_2_31_elements():
+    """The last group's results are those of a call with that group alone."""
+    h, i, sizes = 64, 3648, (300_000, 65)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    x, dy, w1, w2 = normal(sum(sizes), h), normal(sum(sizes), h), normal(2, 2 * i, h), normal(2, h, i)
+    scales = torch.rand(sum(sizes), generator=generator, device="cuda")
+    assert 2 * i * x.shape[0] > 2**31
+
+    def run(first_group):
+        rows = slice(sum(sizes[:first_group]), None)
+        leaves = [t.detach().requires_grad_() for t in (x[rows], w1[first_group:], w2[first_group:], scales[rows])]
+        offs = torch.tensor(sizes[first_group:], device="cuda").cumsum(0, dtype=torch.int32)
+        y = grouped_mlp(*leaves[:3], offs, scales=leaves[3], backend="cute")
+        return y.detach(), *torch.autograd.grad(y, leaves, dy[rows])
+
+    for name, got, want in zip(("y", "x", "w1", "w2", "scales"), run(0), run(1), strict=True):
+        assert same_bits(got[-want.shape[0] :], want), name
+
+
 def test_mixed_dtypes_and_autocast():
     case, dy = make()
     case = {k: t.detach().float().requires_grad_() if k in NAMES else t for k, t in case.items()}

@@ -1,5 +1,6 @@
 """Whether a call may launch kernels directly: not under torch.compile, modes or torch.func, nor with subclasses."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,3 +67,10 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """Entering torch.autocast takes 4 us on a CPU, which calls outside of autocast need not pay."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()

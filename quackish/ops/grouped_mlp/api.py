@@ -99,7 +99,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: str
 
 
 def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if t is None else t.to(dtype)
+    return t if t is None or t.dtype is dtype else t.to(dtype)
 
 
 def refuse_transforms(who: str) -> None:

@@ -17,7 +17,7 @@ from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import gpu_of
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.grouped_mlp.checks import Inputs, check_offs
-from quackish.ops.modes import are_plain, as_plain, check_memory, is_plain
+from quackish.ops.modes import are_plain, as_plain, check_memory, is_plain, without_autocast
 from quackish.reference import grouped_mlp as reference
 
 
@@ -204,7 +204,7 @@ def _op_backward(ctx, dy, _):
     outs = {name: out for name, out in outs.items() if out is not None and getattr(dtypes, name) is not None}
     dtypes = dtypes._replace(**{name: out.dtype for name, out in outs.items()})
     if is_plain() and are_plain((dy, *tensors)):  # weight gradients go straight to the buffers
-        with torch.cuda.device_of(dy), torch.autocast(dy.device.type, enabled=False):
+        with torch.cuda.device_of(dy), without_autocast(dy.device.type):
             buffers = (outs.get(name) for name in ("w1", "w3", "w2"))
             grads = _mlp_backward(dy, preactivation, *tensors, *buffers, ctx.activation, *dtypes, ctx.backend)
     else:
@@ -279,7 +279,7 @@ def _on_its_device(who: str, impl):
     @functools.wraps(impl)
     def on_device(*args):
         args = [as_plain(who, a) if isinstance(a, Tensor) else a for a in args]
-        with torch.cuda.device_of(args[0]), torch.autocast(args[0].device.type, enabled=False):
+        with torch.cuda.device_of(args[0]), without_autocast(args[0].device.type):
             return impl(*args)
 
     return on_device
