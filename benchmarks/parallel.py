@@ -223,8 +223,8 @@ def page(cells: list[Cell], about: dict[str, str]) -> str:
 
 {about["gpu"]}, commit `{about["commit"]}`, driver {about["driver"]}, torch {about["torch"]}.
 Efficiency is the time of one GPU / (GPUs * ms): of GPU 0 alone (the bars'), of the slowest GPU alone, and of the
-slowest one while all of them run. MB are of one rank, with gradients. "exposed" is the share of a step in which a GPU
-runs NCCL's kernels alone.
+slowest one while all of them run. MB are of one rank, with gradients. "exposed" is the share of a step in which the
+slowest GPU runs NCCL's kernels alone: that of the GPU where it is least, as all other GPUs also wait in these kernels.
 
 """
     efficiencies = "of GPU 0", "of the slowest", "while all run"
@@ -254,7 +254,7 @@ def lines_of(cell: Cell) -> list[tuple]:
         efficiencies = [one / (ranks * ms) for one in (alone[0], max(alone), max(at_once))]
         exposed, bars = "", []
         if name == OURS:
-            share = max(table["exposed"] / table["step"] if table else 0.0 for table in tables)
+            share = min(table["exposed"] / table["step"] if table else 0.0 for table in tables)
             exposed = f"{share:.3f}"
             if ranks > 1:
                 bars = [(f"exposed {MOST_EXPOSED}", share <= MOST_EXPOSED)]

@@ -271,7 +271,9 @@ def test_more_than_2_31_elements():
         return y.detach(), *torch.autograd.grad(y, leaves, dy[rows])
 
     for name, got, want in zip(("y", "x", "w1", "w2", "scales"), run(0), run(1), strict=True):
-        assert same_bits(got[-want.shape[0] :], want), name
+        got = got[-want.shape[0] :]
+        # PyTorch adds the parts of a scale's gradient, in an order that may depend on the number of rows.
+        assert error(got, want.double()).norm <= 1e-5 if name == "scales" else same_bits(got, want), name
 
 
 def test_mixed_dtypes_and_autocast():
