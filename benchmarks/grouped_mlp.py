@@ -4,7 +4,8 @@
     python -m benchmarks.grouped_mlp --models OLMoE,Mixtral
 
 bf16, swiglu, scales with gradient; K rows for each of 16,384 tokens (8192 for Mixtral). All providers of a cell take
-turns. "six ..." are the bare matrix products: no activation, no autograd. Errors are norm-wise against fp64.
+turns. "six ..." are the bare matrix products: no activation, no autograd. Errors are norm-wise against fp64. "block" is
+all of the experts after the router, whose choices are random.
 """
 
 import functools
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import quackish
 from benchmarks import harness
 from benchmarks.parallel import peak_mb
 from quackish import launch
@@ -29,14 +31,15 @@ from quackish.bench.report import Verdict, at_most, markdown_table, verdict
 from quackish.testing.errors import error
 from quackish.testing.timing import take_turns
 
-MODELS = {  # H, I, experts, rows
-    "Qwen3-30B": (2048, 768, 128, 131_072),
-    "OLMoE": (2048, 1024, 64, 131_072),
-    "gpt-oss": (2880, 2880, 32, 65_536),
-    "Mixtral": (4096, 14_336, 8, 16_384),
+MODELS = {  # H, I, experts, rows, experts of a token
+    "Qwen3-30B": (2048, 768, 128, 131_072, 8),
+    "OLMoE": (2048, 1024, 64, 131_072, 8),
+    "gpt-oss": (2880, 2880, 32, 65_536, 4),
+    "Mixtral": (4096, 14_336, 8, 16_384, 2),
 }
-SMALL = {"small": (64, 32, 4, 512)}  # without a GPU
+SMALL = {"small": (64, 32, 4, 512, 2)}  # without a GPU
 SPLITS = ("uniform", "Zipf", "half empty")
+BLOCK = "block"
 OURS, COMPILED, EAGER = "quackish", "torch, activation compiled", "torch, eager"
 BARE = ("six torch.bmm", "six F.grouped_mm", "six of QuACK's grouped GEMMs")
 OVER_BARE, SPEEDUP, MOST_LAUNCHES = 1.06, 1.20, 8
@@ -173,6 +176,30 @@ def providers(d: Data) -> Iterator[tuple[str, Callable[[], Step]]]:
         yield BARE[2], lambda: six_of_quack(d)
 
 
+def block_steps(h: int, i: int, experts: int, rows: int, k: int, device: torch.device) -> dict[str, Step]:
+    """Of moe_mlp, and of Transformers' experts on F.grouped_mm."""
+    d = data(h, i, experts, rows, "uniform", device)
+    x, dy = (t.detach()[: rows // k].clone() for t in (d.x, d.dy))
+    choice = torch.rand(rows // k, experts, device=device).topk(k)
+    weights = choice.values.softmax(1).requires_grad_()
+    x.requires_grad_()
+
+    def step(mlp: Callable[[], Tensor], w1: Tensor, w2: Tensor) -> Step:
+        return lambda: torch.autograd.grad(mlp(), (x, weights, w1, w2), dy)
+
+    steps = {OURS: step(lambda: quackish.moe_mlp(x, choice.indices, weights, d.w1, d.w2), d.w1, d.w2)}
+    if importlib.util.find_spec("transformers"):
+        from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
+
+        config = Qwen3MoeConfig(hidden_size=h, moe_intermediate_size=i, num_experts=experts)
+        config._experts_implementation = "grouped_mm"
+        with torch.device("meta"):
+            module = modeling_qwen3_moe.Qwen3MoeExperts(config)
+        w1, w2 = module.gate_up_proj, module.down_proj = torch.nn.Parameter(d.w1), torch.nn.Parameter(d.w2)
+        steps["Transformers, F.grouped_mm"] = step(lambda: module(x, choice.indices, weights), w1, w2)
+    return steps
+
+
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +238,7 @@ class Found(NamedTuple):
 
 
 def measure(model: str, shape: tuple[int, ...], split: str, device: torch.device) -> list[Found]:
-    d, steps, found = data(*shape, split, device), {}, []
+    d, steps, found = data(*shape[:4], split, device), {}, []
     for name, make in providers(d):
         try:
             step = make()
@@ -224,6 +251,13 @@ def measure(model: str, shape: tuple[int, ...], split: str, device: torch.device
     for name, time in times.items():
         found.append(Found(model, split, name, time.median / 1e3, memory[name], errors.get(name, ())))
     return found
+
+
+def measure_block(model: str, shape: tuple[int, ...], device: torch.device) -> list[Found]:
+    steps = block_steps(*shape, device)
+    memory = {name: peak_mb(step, device) for name, step in steps.items()}
+    times = take_turns(steps, device)
+    return [Found(model, BLOCK, name, time.median / 1e3, memory[name]) for name, time in times.items()]
 
 
 def verdicts(found: list[Found]) -> list[Verdict]:
@@ -276,6 +310,8 @@ def main() -> None:
         for split in SPLITS:  # the page is written after each cell, for runs that are stopped
             found += measure(model, shape, split, device)
             harness.write_page(page(about, found, host), args.out / "grouped_mlp.md")
+        found += measure_block(model, shape, device)
+        harness.write_page(page(about, found, host), args.out / "grouped_mlp.md")
 
 
 def page(about: Mapping[str, str], found: list[Found], host: list[Verdict]) -> str:
