@@ -36,7 +36,7 @@ class GroupedGemmSm90(WgmmaKernel):
         super().__init__(problem, config)
         self.epilogue = EPILOGUES[problem.epilogue](problem, config)
         self.walk = GroupWalk(problem, config, self.cluster_tile)
-        # Boxes of B per stage: a gated activation's gate and up rows are two.
+        # B per stage: two boxes where a tile has gate and up columns. B along k: two matrices, w1 and w3.
         self.b_boxes = 2 if self.epilogue.has_pairs else 1
         self.k_parts = 2 if problem.b_in_two and problem.epilogue == "down" else 1
 
@@ -51,33 +51,33 @@ class GroupedGemmSm90(WgmmaKernel):
         return cute.make_tensor(base, cute.make_layout((n, k, groups), stride=(1, ld, group_stride)))
 
     @cute.jit
+    def divided_rows(self, args: GroupedGemmArgs):
+        """A, B's matrices, and the epilogue's outputs and inputs, where groups divide m."""
+        p, n, k = self.problem, args.n, args.k
+        ld = cute.assume(Int64(k) * self.k_parts, divby=8)
+        mA = cute.make_tensor(args.a, cute.make_layout((args.rows, k * self.k_parts), stride=(ld, 1)))
+        bases, group_stride = [args.b], Int64(n) * k
+        if const_expr(p.b_in_two):
+            bases = [args.b, args.second]
+        elif const_expr(self.b_boxes == 2):
+            bases, group_stride = [args.b, args.b + group_stride], group_stride * 2
+        mBs = [self.weights(base, n, k, group_stride, args.groups) for base in bases]
+        outputs, inputs = self.epilogue.outputs(args.epilogue, args.d, n), self.epilogue.inputs(args.epilogue, n)
+        mDs, mZs = [[ragged(base, n, Int64(width), True) for base, width in found] for found in (outputs, inputs)]
+        return mA, mBs, mDs, mZs
+
+    @cute.jit
+    def divided_k(self, args: GroupedGemmArgs):
+        """As `divided_rows`, where groups divide k."""
+        m, n = args.m, args.n
+        ld, group_stride = cute.assume(Int64(n), divby=8), cute.assume(Int64(m) * n, divby=8)
+        mD = cute.make_tensor(args.d, cute.make_layout((m, n, args.groups), stride=(ld, 1, group_stride)))
+        return ragged(args.a, m, args.a_stride, False), [ragged(args.b, n, Int64(n), False)], [mD], []
+
+    @cute.jit
     def __call__(self, args: GroupedGemmArgs, stream: CUstream):
         p, c = self.problem, self.config
-        n, rows, groups = args.n, args.rows, args.groups
-        if const_expr(p.along == "m"):
-            k = args.k
-            ld = Int64(k) * self.k_parts
-            mA = cute.make_tensor(
-                args.a, cute.make_layout((rows, k * self.k_parts), stride=(cute.assume(ld, divby=8), 1))
-            )
-            stride = Int64(n) * k
-            if const_expr(self.b_boxes == 2):
-                stride = stride if const_expr(p.b_in_two) else stride * 2
-                second = args.second if const_expr(p.b_in_two) else args.b + Int64(n) * k
-                mBs = [self.weights(base, n, k, stride, groups) for base in (args.b, second)]
-            elif const_expr(self.k_parts == 2):
-                mBs = [self.weights(base, n, k, stride, groups) for base in (args.b, args.second)]
-            else:
-                mBs = [self.weights(args.b, n, k, stride, groups)]
-            outputs = self.epilogue.outputs(args.epilogue, args.d, n)
-            mDs = [ragged(base, n, Int64(width), True) for base, width in outputs]
-            mZs = [ragged(base, n, Int64(width), True) for base, width in self.epilogue.inputs(args.epilogue, n)]
-        else:
-            mA = ragged(args.a, args.m, args.a_stride, False)
-            mBs = [ragged(args.b, n, Int64(n), False)]
-            ld, stride = cute.assume(Int64(n), divby=8), cute.assume(Int64(args.m) * n, divby=8)
-            mDs = [cute.make_tensor(args.d, cute.make_layout((args.m, n, groups), stride=(ld, 1, stride)))]
-            mZs = []
+        mA, mBs, mDs, mZs = self.divided_rows(args) if const_expr(p.along == "m") else self.divided_k(args)
         major = cute.nvgpu.OperandMajorMode
         a_major = major.K if p.along == "m" else major.MN
         b_major = major.K if p.along == "m" and p.b_major == "k" else major.MN
