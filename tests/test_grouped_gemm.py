@@ -24,12 +24,12 @@ def problem(epilogue, dtype="bfloat16", **fields):
 ACTIVATIONS = {"swiglu": True, "clamped_swiglu": True, "geglu": True, "relu2": False}  # gated or not
 UP = [
     *(
-        problem("up", activation=name, biased=True, scaled=True, keeps=True, b_in_two=gated)
+        problem("up", activation=name, biased=True, scaled=True, keeps=True, b_in_two=gated, cluster_tile="128x192")
         for name, gated in ACTIVATIONS.items()
     ),
     *(
-        problem("up", activation="swiglu", biased=biased, scaled=biased, keeps=keeps)
-        for biased, keeps in itertools.product((True, False), (True, False))
+        problem("up", activation="swiglu", biased=biased, scaled=biased, keeps=keeps, cluster_tile=tile)
+        for biased, keeps, tile in itertools.product((True, False), (True, False), ("128x192", "128x256"))
     ),
 ]
 DOWN_BACKWARD = [
@@ -88,4 +88,9 @@ def test_problems_are_few():
     }
     for (b_major, n, k), tile in down.items():
         assert cluster_tile_for("down", b_major, None, n, k) == tile
+    assert [cluster_tile_for("up", "k", None, 2 * n, 64) for n in (2880, 14_336, 128)] == [
+        "128x192",
+        "128x192",
+        "128x256",
+    ]
     assert [cluster_tile_for("down_backward", "n", None, n, 64) for n in (768, 2880)] == ["128x256", "256x128"]

@@ -86,7 +86,8 @@ class GroupedGemmProblem:
     @property
     def piece_bytes(self) -> int:
         """Bytes of each row in a buffer of the epilogue. Narrow buffers leave room for another stage."""
-        return 64 if self.epilogue == "down_backward" else 128
+        narrow = self.epilogue == "down_backward" or (self.epilogue == "up" and self.cluster_tile == "128x192")
+        return 64 if narrow else 128
 
     @property
     def args(self) -> GroupedGemmArgs:
@@ -119,16 +120,17 @@ DEEP = 64 * TILE_K  # K of "down" from which cooperative tiles are 3 % faster th
 
 
 def cluster_tile_for(epilogue: str, b_major: str, m: int | None, n: int, k: int | None) -> str:
-    """The problem's cluster_tile: the one that pads D (m, n) least. Where groups divide m, only columns count."""
-    if epilogue == "up":
-        return "128x256"
+    """The problem's cluster_tile: the one that pads the products least. Where groups divide m, only columns count.
+
+    m, n, k: of the products; n has gate's and up's columns where there are both.
+    """
     if epilogue == "down_backward":
         return min(("128x256", "256x128"), key=lambda tile: _padded(tile, None, n))
     if epilogue == "store":
         return min(("384x128", "192x256", "128x192"), key=lambda tile: _padded(tile, m, n))
     # H200, "128x192" relative to the other tile: 0.96 to 1.0 with B (n, k) and 3 % more columns, 0.86 to 0.91
     # with 6 % fewer; with B (k, n) and 3 % more columns 1.04 to 1.14.
-    tile = "128x512" if k >= DEEP else "128x256"
+    tile = "128x512" if epilogue == "down" and k >= DEEP else "128x256"
     most = 1.04 if b_major == "k" else 1.0
     return "128x192" if _padded("128x192", None, n) <= most * _padded(tile, None, n) else tile
 
@@ -153,7 +155,11 @@ def grouped_gemm_buffers(problem: GroupedGemmProblem, config: GemmConfig) -> int
     if problem.epilogue == "up":  # a tile has gate and up columns; the activation is one of them
         stores = stores * problem.keeps + stores // (1 + problem.gated)
     room = MAX_SMEM - _bytes_without_buffers(problem, config)
-    return next(b for b in (3, 2, 1) if stores % b == 0 and (b == 1 or b * config.num_wgs * BLOCK_M * 128 <= room))
+    return next(
+        b
+        for b in (3, 2, 1)
+        if stores % b == 0 and (b == 1 or b * config.num_wgs * BLOCK_M * problem.piece_bytes <= room)
+    )
 
 
 def max_groups_for(groups: int) -> int:
@@ -178,8 +184,11 @@ def grouped_gemm_smem_bytes(problem: GroupedGemmProblem, config: GemmConfig) -> 
 def grouped_gemm_why_illegal(problem: GroupedGemmProblem, config: GemmConfig, gpu: Gpu) -> str | None:
     if reason := fields_why_illegal(config):
         return reason
-    if problem.epilogue == "up" and problem.gated and config.tile_n % 128:
-        return f"tile_n is {config.tile_n}; expected 128 or 256: half of it is the gate's, stored 64 columns at a time"
+    if problem.epilogue == "up" and problem.gated and config.tile_n % problem.piece_bytes:
+        return (
+            f"tile_n is {config.tile_n}; expected a multiple of {problem.piece_bytes}: half of it is the gate's, which "
+            f"is stored {problem.piece_bytes // 2} columns at a time"
+        )
     if problem.epilogue == "down_backward" and config.row_blocks * config.tile_n % 256:
         return f"tile_n is {config.tile_n}; expected 256, or 128 with tile_m 128 and pingpong"
     return space_why_illegal(config, grouped_gemm_smem_bytes(problem, config), gpu)

@@ -175,29 +175,31 @@ class Up(GroupEpilogue):
     def __call__(self, acc, args: UpArgs, atoms: list, staging, first: GroupBlock, b: cutlass.Constexpr[int], scales):
         p, block = self.problem, block_below(first, b)
         per_part = const_expr(cute.size(acc) // self.num_parts)  # a thread's values
-        if const_expr(p.biased):
-            for part in cutlass.range_constexpr(self.num_parts):
-                values, width = range(part * per_part, (part + 1) * per_part), block.n * self.num_parts
-                self.add_bias(acc, values, args.bias, width, block.n * part, block)
-        if block.is_filled:
-            acc.fill(block.fill)
+        pieces, per_piece = self.output.num_pieces // self.num_parts, self.output.piece_n // 2  # of a part
 
         # the preactivation
-        pieces = const_expr(self.output.num_pieces // self.num_parts)
-        if const_expr(p.keeps):
-            for j in cutlass.range_constexpr(self.output.num_pieces):
-                part = block._replace(col0=block.col0 - (j // pieces) * self.tile_cols)
-                self.output(acc, j, GroupOutput([atoms[1 + j // pieces]], staging), part, j)
+        for j in cutlass.range_constexpr(self.output.num_pieces):
+            part = const_expr(j // pieces)
+            at = block._replace(col0=block.col0 - part * self.tile_cols)
+            if const_expr(p.biased):
+                values, col = range(j * per_piece, (j + 1) * per_piece), at.col0 + j * self.output.piece_n
+                bias_at, width = block._replace(col0=col), block.n * self.num_parts
+                self.add_bias(acc, values, args.bias, width, block.n * part, bias_at)
+            if block.is_filled:
+                for v in cutlass.range_constexpr(j * per_piece, (j + 1) * per_piece):
+                    acc[v] = block.fill
+            if const_expr(p.keeps):
+                self.output(acc, j, GroupOutput([atoms[1 + part]], staging), at, j)
 
         # the activation
-        for v in cutlass.range_constexpr(per_part):
-            a, _ = value(acc[v], p.activation)
-            if const_expr(p.gated):
-                u, _ = factor(acc[per_part + v], p.activation)
-                a = a * u
-            if const_expr(p.scaled):
-                a = a * scales[row_of(v), b]
-            acc[v] = a
         stored = const_expr(self.output.num_pieces if p.keeps else 0)
         for j in cutlass.range_constexpr(pieces):
+            for v in cutlass.range_constexpr(j * per_piece, (j + 1) * per_piece):
+                a, _ = value(acc[v], p.activation)
+                if const_expr(p.gated):
+                    u, _ = factor(acc[per_part + v], p.activation)
+                    a = a * u
+                if const_expr(p.scaled):
+                    a = a * scales[row_of(v), b]
+                acc[v] = a
             self.output(acc, j, GroupOutput([atoms[0]], staging), block, stored + j)

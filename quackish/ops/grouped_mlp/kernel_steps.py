@@ -5,6 +5,7 @@ and 16-byte boundaries.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -170,10 +171,11 @@ def _problem(
     epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype, m: int | None, n: int, k: int | None,
     b_major: str = "k", **fields: Any
 ) -> GroupedGemmProblem:  # fmt: skip
-    dtypes, tile = (cuda.name_of(dtype), cuda.name_of(out_dtype)), cluster_tile_for(epilogue, b_major, m, n, k)
-    return GroupedGemmProblem(
-        epilogue, dtypes[0], max_groups_for(groups), dtypes[1], b_major=b_major, cluster_tile=tile, **fields
+    problem = GroupedGemmProblem(
+        epilogue, cuda.name_of(dtype), max_groups_for(groups), cuda.name_of(out_dtype), b_major=b_major, **fields
     )
+    columns = n * (1 + (epilogue == "up" and problem.gated))
+    return dataclasses.replace(problem, cluster_tile=cluster_tile_for(epilogue, b_major, m, columns, k))
 
 
 # Operands -------------------------------------------------------------------------------------------------------------
