@@ -86,7 +86,7 @@ class GroupedGemmProblem:
     @property
     def piece_bytes(self) -> int:
         """Bytes of each row in a buffer of the epilogue. Narrow buffers leave room for another stage."""
-        narrow = self.epilogue == "down_backward" or (self.epilogue == "up" and self.cluster_tile == "128x192")
+        narrow = self.epilogue == "down_backward" or (self.epilogue == "up" and self.cluster_tile == "256x192")
         return 64 if narrow else 128
 
     @property
@@ -110,6 +110,7 @@ class GroupedGemmProblem:
 # By the tile of a cluster, rows x columns.
 CONFIGS = {
     "128x192": GemmConfig(128, 192, 1, 1, num_stages=5, group=16, pingpong=True),
+    "256x192": GemmConfig(128, 192, 2, 1, num_stages=5, group=16, pingpong=True),
     "128x256": GemmConfig(128, 128, 1, 2, num_stages=5, group=16, pingpong=True),
     "256x128": GemmConfig(128, 128, 2, 1, num_stages=5, group=16, pingpong=True),
     "384x128": GemmConfig(192, 128, 2, 1, num_stages=5, group=16, pingpong=True),
@@ -132,7 +133,8 @@ def cluster_tile_for(epilogue: str, b_major: str, m: int | None, n: int, k: int 
     # with 6 % fewer; with B (k, n) and 3 % more columns 1.04 to 1.14.
     tile = "128x512" if epilogue == "down" and k >= DEEP else "128x256"
     most = 1.04 if b_major == "k" else 1.0
-    return "128x192" if _padded("128x192", None, n) <= most * _padded(tile, None, n) else tile
+    narrow = "256x192" if epilogue == "up" else "128x192"
+    return narrow if _padded(narrow, None, n) <= most * _padded(tile, None, n) else tile
 
 
 def _padded(tile: str, m: int | None, n: int) -> int:
