@@ -24,12 +24,12 @@ def problem(epilogue, dtype="bfloat16", **fields):
 ACTIVATIONS = {"swiglu": True, "clamped_swiglu": True, "geglu": True, "relu2": False}  # gated or not
 UP = [
     *(
-        problem("up", activation=name, biased=True, scaled=True, keeps=True, b_in_two=gated, cluster_tile="128x192")
+        problem("up", activation=name, biased=True, scaled=True, keeps=True, b_in_two=gated, cluster_tile="256x192")
         for name, gated in ACTIVATIONS.items()
     ),
     *(
         problem("up", activation="swiglu", biased=biased, scaled=biased, keeps=keeps, cluster_tile=tile)
-        for biased, keeps, tile in itertools.product((True, False), (True, False), ("128x192", "128x256"))
+        for biased, keeps, tile in itertools.product((True, False), (True, False), ("256x192", "128x256"))
     ),
 ]
 DOWN_BACKWARD = [
@@ -77,20 +77,26 @@ def test_illegal_configs_are_refused():
 
 def test_problems_are_few():
     assert [max_groups_for(n) for n in (1, 64, 65, 128, 1024)] == [64, 64, 128, 128, 1024]
-    sums = {(1536, 2048): "384x128", (2048, 2048): "192x256", (2048, 768): "128x192", (5760, 2880): "128x192"}
-    for (m, n), tile in sums.items():
-        assert cluster_tile_for("store", "n", m, n, None) == tile
-    down = {
-        ("k", 2048, 768): "128x192",
-        ("n", 2048, 768): "128x256",
-        ("n", 2880, 5760): "128x192",
-        ("n", 4096, 4096): "128x512",
-    }
-    for (b_major, n, k), tile in down.items():
-        assert cluster_tile_for("down", b_major, None, n, k) == tile
-    assert [cluster_tile_for("up", "k", None, 2 * n, 64) for n in (2880, 14_336, 128)] == [
-        "128x192",
-        "128x192",
-        "128x256",
-    ]
-    assert [cluster_tile_for("down_backward", "n", None, n, 64) for n in (768, 2880)] == ["128x256", "256x128"]
+
+
+TILES = [  # epilogue, options, (m, n, k), the tile
+    ("store", {}, (1536, 2048, None), "384x128"),
+    ("store", {}, (2048, 2048, None), "192x256"),
+    ("store", {}, (5760, 2880, None), "128x192"),
+    ("down", {}, (None, 2048, 768), "128x256"),
+    ("down", {}, (None, 2880, 5760), "128x192"),
+    ("down", {}, (None, 4096, 4096), "128x512"),
+    ("up", dict(activation="swiglu"), (None, 2 * 14_336, 4096), "256x192"),
+    ("up", dict(activation="swiglu"), (None, 2 * 128, 64), "128x256"),
+    ("down_backward", dict(activation="swiglu"), (None, 768, 2048), "256x192"),
+    ("down_backward", dict(activation="swiglu"), (None, 256, 2048), "128x256"),
+    ("down_backward", dict(activation="swiglu"), (None, 640, 2048), "256x128"),
+    ("down_backward", dict(activation="clamped_swiglu"), (None, 2880, 2880), "256x128"),
+]
+
+
+@pytest.mark.parametrize("epilogue, options, sizes, tile", TILES)
+def test_tiles_pad_little(epilogue, options, sizes, tile):
+    chosen = problem(epilogue, **options, cluster_tile=cluster_tile_for(problem(epilogue, **options), *sizes))
+    assert chosen.cluster_tile == tile
+    assert grouped_gemm_why_illegal(chosen, grouped_gemm_config(chosen, H200), H200) is None

@@ -177,7 +177,7 @@ def test_grouped_gemms_multiply_and_move_what_matrices_say():
     rows, h, i, groups = 512, 48, 130, 4
     sizes = dict(rows=rows, n=i, k=h, groups=groups)
     x, act, z = (torch.empty(rows, n, dtype=torch.bfloat16) for n in (h, i, 2 * i))
-    w, parts, dw = torch.empty(groups, i, h, dtype=torch.bfloat16), torch.empty(2, rows), torch.empty(groups, h, i)
+    w, parts, dw = torch.empty(groups, i, h, dtype=torch.bfloat16), torch.empty(3, rows), torch.empty(groups, h, i)
 
     def problem(epilogue, **options):
         return GroupedGemmProblem(epilogue, BF16, 64, BF16, **options)

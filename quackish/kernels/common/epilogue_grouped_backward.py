@@ -90,7 +90,7 @@ class DownBackward(GroupEpilogue):
         for j in cutlass.range_constexpr(self.output.num_pieces):
             piece = const_expr(b * self.output.num_pieces + j)
             buffers = self.buffers(piece, wg)
-            # A tile has a multiple of 4 pieces, so a piece has the same phase in all tiles.
+            # A tile has a multiple of 4 pieces (`grouped_gemm_why_illegal`), so all tiles have the same phases.
             cute.arch.mbarrier_wait(self.barrier(piece, staging, wg), piece // 2 % 2)
 
             # dz, in place of z: 16 columns at a time, as more registers spill

@@ -175,7 +175,7 @@ def _problem(
         epilogue, cuda.name_of(dtype), max_groups_for(groups), cuda.name_of(out_dtype), b_major=b_major, **fields
     )
     columns = n * (1 + (epilogue == "up" and problem.gated))
-    return dataclasses.replace(problem, cluster_tile=cluster_tile_for(epilogue, b_major, m, columns, k))
+    return dataclasses.replace(problem, cluster_tile=cluster_tile_for(problem, m, columns, k))
 
 
 # Operands -------------------------------------------------------------------------------------------------------------
