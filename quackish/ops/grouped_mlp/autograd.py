@@ -142,8 +142,8 @@ _NUM_OTHERS = 1 + 3 + 3  # offs, buffers and options, which have no gradient
 
 def _dense(inputs: Inputs) -> Inputs:
     names = ("x", "b1", "b2", "scales", "offs")
-    tensors = {name: t.contiguous() for name in names if (t := getattr(inputs, name)) is not None}
-    return inputs._replace(**tensors)
+    strided = [name for name in names if (t := getattr(inputs, name)) is not None and not t.is_contiguous()]
+    return inputs._replace(**{name: getattr(inputs, name).contiguous() for name in strided}) if strided else inputs
 
 
 def _mlp_forward(*args):
@@ -304,13 +304,11 @@ for _name, _backward, _context in (
 
 # Plain eager, without the operator -----------------------------------------------------------------------------------
 
-_mlp_on_its_device = _on_its_device("grouped_mlp", _mlp_forward)
-
-
 class _GroupedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
-        output = _mlp_on_its_device(*args)
+        with torch.cuda.device_of(args[0]), without_autocast(args[0].device.type):
+            output = _mlp_forward(*args)
         _setup_context(ctx, args, output)
         return output
 

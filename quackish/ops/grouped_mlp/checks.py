@@ -40,7 +40,8 @@ def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> 
     if not isinstance(recompute, bool):
         raise TypeError(f"{who}: recompute is a {type(recompute).__name__}; expected True or False")
     _check_backend(who, backend)
-    _check_are_tensors(who, inputs._asdict(), ("x", "w1", "w2", "offs"))
+    tensors = inputs._asdict()
+    _check_are_tensors(who, tensors, ("x", "w1", "w2", "offs"))
     if w3 is not None and activation not in GATED:
         raise ValueError(f'{who}: w3 is given but activation is "{activation}", which has no gate; expected None')
     if x.dim() != 2 or x.shape[1] == 0:
@@ -56,13 +57,13 @@ def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> 
         offs=(num_groups,), grad_w1_out=out_1, grad_w3_out=out_3, grad_w2_out=out_2,
     )  # fmt: skip
     for name, shape in shapes.items():
-        t = getattr(inputs, name)
+        t = tensors[name]
         if t is not None and t.shape != shape:
             gate = f', activation "{activation}"' if name in ("w1", "b1") else ""
             beside = f"but x is {dims(x)}, w2 is {dims(w2)}{gate}"
             raise ValueError(f"{who}: {name} is {dims(t)} {beside}; expected {shape}{_hint(name, inputs)}")
     _check_offs_dtype(who, inputs.offs)
-    _check_floats(who, inputs._asdict(), ("x", "w1", "w3", "b1", "w2", "b2", "scales"))
+    _check_floats(who, tensors, ("x", "w1", "w3", "b1", "w2", "b2", "scales"))
     for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
         out = getattr(inputs, f"grad_{name}_out")
         if out is None:
