@@ -304,6 +304,7 @@ for _name, _backward, _context in (
 
 # Plain eager, without the operator -----------------------------------------------------------------------------------
 
+
 class _GroupedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
