@@ -598,12 +598,12 @@ ERRORS = [
     (lambda: rms_norm(X, W, torch.ones(9)), ValueError, "rms_norm: bias has 9 elements but x has 8 columns"),
     (
         lambda: rms_norm(X, torch.ones(1, 8)), ValueError,
-        "rms_norm: weight is (1, 8) but x is (4, 8); expected (8,), or x's last two dimensions for one of each head",
+        "rms_norm: weight is (1, 8) but x is (4, 8); expected (8,), or x's last two dimensions (heads, n)",
     ),
     (lambda: rms_norm(X, torch.ones(1, 4, 8)), ValueError, "rms_norm: weight is (1, 4, 8) but x is (4, 8); expected"),
     (
         lambda: rms_norm(X, W, X), ValueError,
-        "rms_norm: bias is (4, 8) but weight is (8,); expected weight's shape, (8,) without one",
+        "rms_norm: bias is (4, 8) but weight is (8,); expected weight's shape, or (8,) without weight",
     ),
     (lambda: rms_norm(X, X, W), ValueError, "rms_norm: bias is (8,) but weight is (4, 8); expected weight's shape"),
     (lambda: rms_norm(X, None, X), ValueError, "rms_norm: bias is (4, 8) but weight is None; expected weight's"),
@@ -638,7 +638,7 @@ ERRORS = [
     (lambda: rms_norm_backward(None, X, W, W[:4]), TypeError, "rms_norm_backward: dy is a NoneType; expected"),
     (
         lambda: ops._op_bwd(X, X, W, W[:4], None, 0.0, None, FP32, None, None, "auto"), ValueError,
-        "rms_norm_backward: dresidual_dtype without dx_dtype; give the one dtype as dx_dtype",
+        "rms_norm_backward: dresidual_dtype is given without dx_dtype; for one gradient, pass dx_dtype",
     ),
     (
         lambda: RMSNorm(8, elementwise_affine=False, weight_offset=1.0), ValueError,
@@ -902,7 +902,7 @@ def device(monkeypatch):
         def new_reserve(self, index):
             assert not self.capturing
             zeros = torch.zeros(workspace._RESERVE * 32, dtype=torch.int32)
-            workspace._kept_tickets.append(zeros)
+            workspace._reserve_memory.append(zeros)
             return iter(range(zeros.data_ptr(), zeros.data_ptr() + zeros.nbytes, 128))
 
     def on_cpu(make):
@@ -910,9 +910,9 @@ def device(monkeypatch):
 
     d = Device()
     for owner, name, value in (
-        (workspace, "_of_stream", {}),
+        (workspace, "_workspaces", {}),
         (workspace, "_reserves", {}),
-        (workspace, "_kept_tickets", []),
+        (workspace, "_reserve_memory", []),
         (workspace, "_RESERVE", 4),
         (workspace, "_MAX_STREAMS", 8),
         (workspace, "_new_reserve", d.new_reserve),
@@ -936,7 +936,7 @@ def test_a_stream_keeps_its_workspace_and_shares_it_with_none(device):
     assert len({*first[:2], *second[:2], *other[:2]}) == 6
     device.stream = 1
     assert device.take(0, 100)[:2] == first[:2]
-    assert len(workspace._kept_tickets) == 2  # one a device
+    assert len(workspace._reserve_memory) == 2  # one a device
 
 
 def test_scratch_grows_and_a_launch_holds_what_it_was_given(device):
@@ -949,8 +949,8 @@ def test_scratch_grows_and_a_launch_holds_what_it_was_given(device):
 def test_workspaces_of_streams_that_come_and_go_are_bounded(device):
     for device.stream in range(100):
         device.take(0, 100)
-        assert len(workspace._of_stream) <= 8
-    assert len(workspace._kept_tickets) == 1
+        assert len(workspace._workspaces) <= 8
+    assert len(workspace._reserve_memory) == 1
 
 
 def test_a_captured_launch_gets_tickets_for_good_and_its_own_scratch(device):

@@ -379,7 +379,7 @@ def test_tickets_are_zero_afterwards():
     case = make_case(1000, 2048)
     step(case)
     torch.cuda.synchronize()
-    assert workspace._of_stream
+    assert workspace._workspaces
     assert not any(tickets.any() for tickets in workspace.all_tickets())
 
 
@@ -451,11 +451,11 @@ def test_compiled_into_cuda_graphs():
     """The first run of such a function allocates from memory that later runs use again: tickets must not be there."""
     torch.compiler.reset()
     workspace._reserves.clear()
-    workspace._of_stream.clear()
+    workspace._workspaces.clear()
     case = make_case(1000, 2048, bias=FP32)
     want = step(case)
     workspace._reserves.clear()
-    workspace._of_stream.clear()
+    workspace._workspaces.clear()
     compiled = torch.compile(rms_norm, fullgraph=True, mode="reduce-overhead")
     for _ in range(6):
         torch.compiler.cudagraph_mark_step_begin()

@@ -1,1 +1,1 @@
-"""The torch layer: argument checks, custom operators, autograd and modules, one file an operation."""
+"""The torch layer: argument checks, custom operators, autograd and modules."""

@@ -1,4 +1,4 @@
-"""Checks of a buffer that backward adds a weight's gradient to, such as Megatron's `main_grad`."""
+"""Checks of a buffer that backward adds the weight gradient to, such as Megatron's `main_grad`."""
 
 import sys
 
@@ -9,7 +9,7 @@ from quackish.ops.modes import are_plain, check_memory
 
 
 def check_buffer(op: str, **tensors: Tensor) -> None:
-    """`tensors`, by the names that users know: the buffer, the weight, the input. All are tensors of legal shapes."""
+    """tensors: the buffer, the weight and the input, in this order, by the user's names. Shapes are already checked."""
     (name, buffer), (weight_name, weight), *_ = tensors.items()
     if buffer.requires_grad:
         raise ValueError(f"{op}: {name} requires grad, expected a plain buffer; detach it")
@@ -18,19 +18,19 @@ def check_buffer(op: str, **tensors: Tensor) -> None:
     for other, tensor in list(tensors.items())[1:]:
         if _share_memory(buffer, tensor):
             raise ValueError(
-                f"{op}: {name} shares memory with {other}, expected a buffer of its own: "
-                f"torch.zeros_like({weight_name}), say"
+                f"{op}: {name} shares memory with {other}, expected a buffer of its own, such as "
+                f"torch.zeros_like({weight_name})"
             )
     if weight.requires_grad and _is_fsdp_parameter(weight):
         raise UnsupportedError(
-            f"{op}: {name} is given but {weight_name} is a parameter that FSDP shards: the buffer would get the "
-            f"gradient of this rank alone, and nothing would be reduced. Leave {name} out: FSDP adds .grad up itself, "
-            "in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            f"{op}: {name} is given but {weight_name} is a parameter that FSDP shards: the buffer would get only this "
+            f"rank's gradient, without reduction. Leave {name} out: FSDP accumulates .grad, in fp32 with "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
         )
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the first to the last bytes of two tensors overlap."""
+    """Whether the address ranges of two tensors overlap."""
     if not are_plain((a, b)) or not a.numel() or not b.numel() or a.is_meta:
         return False
     (a0, a1), (b0, b1) = map(_extent, (a, b))
@@ -43,18 +43,18 @@ def _extent(t: Tensor) -> tuple[int, int]:
 
 
 def _is_fsdp_parameter(weight: Tensor) -> bool:
-    """Whether it belongs to a module under `fully_shard`, or under FullyShardedDataParallel.
+    """Whether weight belongs to a module under `fully_shard` or FullyShardedDataParallel.
 
-    Uses FSDP's internals, because it has no public API for this. If they change, the answer is False.
+    FSDP has no public API for this, so this uses internals, and returns False if they change.
     """
-    whole = weight if weight._base is None else weight._base  # in forward FSDP1's parameters are views of a flat one
-    if getattr(whole, "_fsdp_flattened", False):
+    base = weight if weight._base is None else weight._base  # in forward, FSDP1's parameters are views of a flat one
+    if getattr(base, "_fsdp_flattened", False):
         return True
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     for state in [ref() for ref in list(states.values())]:
         groups = getattr(state, "_fsdp_param_groups", None)  # one group before PyTorch 2.12
         groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
         for group in groups:
-            if any(getattr(p, "_unsharded_param", None) is whole for p in getattr(group, "fsdp_params", ())):
+            if any(getattr(p, "_unsharded_param", None) is base for p in getattr(group, "fsdp_params", ())):
                 return True
     return False

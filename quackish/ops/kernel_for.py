@@ -1,4 +1,4 @@
-"""(kernel, problem, GPU) -> a callable: how operations get their kernels. Dry runs and tests pass their own."""
+"""How operations get their kernels: (kernel, problem, GPU) -> callable. Dry runs and tests substitute their own."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ class Kernel(NamedTuple):
 
 
 def request_for(name: str, problem: Any, gpu: Gpu) -> launch.Request:
-    """What `kernel_for` compiles or loads. Raises UnsupportedError if the table of kernels has none for the GPU."""
+    """The request that `kernel_for` compiles or loads. UnsupportedError if the table has no kernel for the GPU."""
     return launch.Request(kernels.find(name, gpu), problem, choose.choose(name, problem, gpu).config, gpu.target)
 
 
 def kernel_for(name: str, problem: Any, gpu: Gpu) -> Kernel:
-    """Chooses the config of kernel `name` for `problem`, and compiles or loads the kernel. Raises as `request_for`."""
+    """Chooses a config for `problem`, and compiles or loads kernel `name`. Raises as `request_for`."""
     request = request_for(name, problem, gpu)
     return Kernel(launch.get(*request), request.config)
 

@@ -1,4 +1,4 @@
-"""Whether a call may launch kernels directly: not under torch.compile, modes or torch.func, nor with subclasses."""
+"""Whether a call may launch kernels directly: not under torch.compile, modes or torch.func, or with subclasses."""
 
 import contextlib
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ forward_ad = torch.autograd.forward_ad
 
 
 def is_plain() -> bool:
-    """Whether only autograd records this call, so that kernels may be launched without the dispatcher."""
+    """Whether nothing except autograd intercepts this call, so that kernels may be launched without the dispatcher."""
     return not (
         is_compiling()  # first: torch.compile cannot trace the others
         or num_dispatch_modes()
@@ -28,42 +28,42 @@ def is_plain() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode AD is at work, neither of which the custom operators support."""
+    """Whether torch.func or forward-mode AD is active, which the custom operators do not support."""
     return not is_compiling() and (functorch_level() is not None or forward_ad._current_level >= 0)
 
 
 def are_plain(tensors: Iterable[Any]) -> bool:
-    """Whether none of these is a tensor subclass. Subclasses get the custom operators and decide what these do."""
+    """Whether none of these is a tensor subclass. Subclasses get the custom operators, which they may override."""
     return all(type(t) is Tensor or type(t) is nn.Parameter or not isinstance(t, Tensor) for t in tensors)
 
 
 def as_plain(op: str, t: Tensor | None) -> Tensor | None:
-    """`t` as a plain tensor, in the implementation of an operator; TypeError for a subclass without memory.
+    """`t` as a plain tensor, in an operator's implementation; TypeError for a subclass without memory.
 
-    Subclasses with a __torch_dispatch__ of their own do not come here.
+    Subclasses that handle the operator in __torch_dispatch__ do not get here.
     """
     if t is None or type(t) is Tensor:
         return t
     if t.numel() and not t.is_meta and not t.data_ptr():
         raise TypeError(
-            f"{op}: an argument is a {type(t).__name__} without memory of its own; expected a torch.Tensor, or a "
-            "subclass whose __torch_dispatch__ handles the operator"
+            f"{op}: an argument is a {type(t).__name__} without memory; expected a torch.Tensor, or a subclass whose "
+            "__torch_dispatch__ handles the operator"
         )
     return t.as_subclass(Tensor)
 
 
 def check_memory(op: str, **tensors: Tensor | None) -> None:
-    """ValueError for a tensor with elements whose storage was freed: a kernel would be given a null pointer."""
+    """ValueError for a tensor with elements but freed storage, which would pass a null pointer to a kernel."""
     for name, t in tensors.items():
         if t is not None and not t.data_ptr() and t.numel() and not t.is_meta:
             raise ValueError(
                 f"{op}: {name} has shape {tuple(t.shape)} but no memory: its storage was freed or never allocated "
-                "(a sharded parameter outside of its module's forward?); expected a tensor that holds its elements"
+                "(a sharded parameter outside its module's forward?); expected a tensor with allocated storage"
             )
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast rounds operands to; None where it is off, as it is for meta tensors, which have none."""
+    """Autocast's dtype; None if autocast is off, and for meta tensors, which have none."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

@@ -1,6 +1,6 @@
 """RMSNorm for torch: functions, module, autograd and custom operators.
 
-In plain eager a call looks up its plan, allocates and launches, in a torch.autograd.Function if a gradient is needed.
+In eager mode, a call looks up its plan, allocates and launches, in a torch.autograd.Function if a gradient is needed.
 torch.compile, dispatch modes and tensor subclasses use the operators of `torch.ops.quackish`, which run the same plans.
 """
 
@@ -34,33 +34,35 @@ def rms_norm(
     dweight_out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Root mean square normalization over the last dimension, of x or of x + residual: see docs/rms_norm.md.
+    """RMSNorm over the last dimension of x or of x + residual. See docs/rms_norm.md.
 
         res = x + residual,   y = res / sqrt(mean(res^2) + eps) * (weight_offset + weight) + bias
 
     Args:
-        x: (..., n) bf16, fp16, fp32 or fp64, of any strides; most layouts are read in place.
-        weight: (n,) any of these dtypes, or None for no scale. (heads, n) for x of (..., heads, n): one of each head.
+        x: (..., n) bf16, fp16, fp32 or fp64, any strides; most layouts are read in place.
+        weight: (n,), or (heads, n) for x of shape (..., heads, n), in any of these dtypes. None: no scale.
         bias: weight's shape ((n,) without a weight), any of these dtypes, or None.
-        eps: None takes torch.finfo(torch.float32).eps (float64's for fp64 x), as F.rms_norm does.
-        weight_offset: added to weight: 1.0 where a checkpoint stores weight - 1, as Gemma's do.
+        eps: None: torch.finfo(torch.float32).eps (float64's for fp64 x), as in F.rms_norm.
+        weight_offset: added to weight. Use 1.0 if the checkpoint stores weight - 1, as Gemma's do.
         residual: x's shape, any of these dtypes.
-        residual_dtype: of `res`, None being residual's. y is the norm of res as it is stored.
-        out_dtype: y's dtype; None is x's. Autocast changes nothing here.
-        dweight_out: buffer of weight's shape, fp32 or in weight's dtype. Each backward adds weight's gradient to it,
-            and autograd gets None instead. Not for parameters that FSDP shards: use .grad there.
-        backend: "auto" runs a kernel where there is one, and otherwise the portable PyTorch path: silently on CPU, with
-            one warning per reason on a GPU. "cute" runs a kernel or raises. "reference" runs the portable path.
+        residual_dtype: dtype of `res`; None: residual's. y is the norm of the rounded res.
+        out_dtype: dtype of y; None: x's. Autocast has no effect.
+        dweight_out: buffer of weight's shape, fp32 or in weight's dtype. Each backward adds weight's gradient to it and
+            returns None to autograd. Not supported for parameters that FSDP shards: use .grad.
+        backend: "auto" runs a kernel if there is one, else the portable PyTorch path: silently on CPU, with one warning
+            per reason on a GPU. "cute" runs a kernel or raises. "reference" runs the portable path.
 
     Returns:
-        y: x's shape, contiguous; with a residual (y, res). All arguments that require it get gradients, in their own
-        dtypes. Second derivatives, torch.func and forward-mode AD go through the portable path.
+        y of x's shape, contiguous; with a residual (y, res). Gradients have their arguments' dtypes. Second
+        derivatives, torch.func and forward-mode AD run the portable path.
 
-    Kernels are deterministic, and a row of y or of x's gradient does not depend on the number of rows. No input is
-    written (`dweight_out` apart), and nothing synchronizes with the host.
+    Kernels are bitwise reproducible, and a row of y or of x's gradient does not depend on the number of rows. No input
+    is written (`dweight_out` apart), and nothing synchronizes with the host.
 
-    Raises ValueError for shapes, TypeError for dtypes, UnsupportedError where backend="cute" has no kernel, for
-    `dweight_out` under FSDP, DTensor or torch.func, and for a DTensor whose last dimension is sharded.
+    Raises:
+        ValueError, TypeError: invalid shape, device or dtype of an argument.
+        UnsupportedError: `backend="cute"` without a kernel; `dweight_out` under FSDP, DTensor or torch.func; a DTensor
+            whose last dimension is sharded.
     """
     tensors, options = (
         (x, weight, bias, residual, dweight_out),
@@ -84,8 +86,8 @@ def rms_norm(
 
 class RmsNormOutput(NamedTuple):
     y: Tensor  # x's shape
-    res: Tensor  # what was normalized: x + residual, or x itself where there was no residual
-    rstd: Tensor  # x's shape without n, fp32: 1 / sqrt(mean(res^2) + eps) of each row; fp64 where any input is
+    res: Tensor  # the normalized tensor: x + residual, or x without a residual
+    rstd: Tensor  # x's shape without n: 1 / sqrt(mean(res^2) + eps) of each row; fp32, or fp64 if any input is
 
 
 class RmsNormGrads(NamedTuple):
@@ -108,7 +110,7 @@ def rms_norm_forward(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> RmsNormOutput:
-    """`rms_norm` without autograd, for people who write their own: (y, res, rstd), all that `rms_norm_backward` needs.
+    """`rms_norm` without autograd: returns (y, res, rstd) for `rms_norm_backward`.
 
     Arguments, promises and errors are those of `rms_norm`.
     """
@@ -140,7 +142,7 @@ def rms_norm_backward(
     dbias_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> RmsNormGrads:
-    """The gradients of `rms_norm`, without autograd, for people who write their own. One launch.
+    """The gradients of `rms_norm` without autograd, in one kernel launch.
 
         g = dy * (weight_offset + weight),   xhat = x * rstd
         dx = dresidual = rstd * (g - xhat * mean(xhat * g)) + dres
@@ -148,14 +150,15 @@ def rms_norm_backward(
 
     Args:
         dy: (..., n), the gradient of y.
-        x, rstd: `res` and `rstd` of `rms_norm_forward`: x is what was normalized, x + residual where there was one.
+        x, rstd: `res` and `rstd` of `rms_norm_forward`.
         weight, weight_offset, backend: as in forward.
-        dres: (..., n), the gradient that arrived at res, or None.
-        dx, dweight, dbias, dresidual: which ones to compute. The others are None, as is dweight where weight is None.
-        dx_dtype, dresidual_dtype: None is x's. With a residual, give the dtypes that forward's x and residual had.
-        dbias_dtype: None is weight's, or x's without a weight.
+        dres: (..., n), the gradient of res, or None.
+        dx, dweight, dbias, dresidual: which gradients to compute. The others are None; dweight is None without weight.
+        dx_dtype, dresidual_dtype: None: x's dtype. With a residual, pass the dtypes of forward's x and residual.
+        dbias_dtype: None: weight's dtype, or x's without a weight.
 
-    dx and dresidual are one tensor where their dtypes are equal. Promises and errors are those of `rms_norm`.
+    Returns (dx, dweight, dbias, dresidual). dx and dresidual are the same tensor if their dtypes are equal. Promises
+    and errors are those of `rms_norm`.
     """
     dtypes = (
         *_dx_dtypes(dx, dresidual, dx_dtype or x.dtype, dresidual_dtype or x.dtype),
@@ -169,21 +172,21 @@ def rms_norm_backward(
         grads = _op_bwd(*tensors, *options)
     else:
         grads = plan.run(*tensors)
-    return RmsNormGrads(*_as_asked(dx, dresidual, *grads))
+    return RmsNormGrads(*_assign_grads(dx, dresidual, *grads))
 
 
 # Module ---------------------------------------------------------------------------------------------------------------
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` on `rms_norm`: its arguments and its state dict, and a few arguments more.
+    """`torch.nn.RMSNorm` on `rms_norm`, with its arguments and state dict, and additional arguments.
 
     Args:
         normalized_shape: n, or the shape of the last dimensions, which are normalized together.
-        elementwise_affine: whether there is a weight.
-        device, dtype: the parameters'.
-        bias: whether there is a bias as well, zero at first.
-        weight_offset: as in `rms_norm`; the weight starts at 1 - weight_offset.
+        elementwise_affine: whether to have a weight.
+        device, dtype: of the parameters.
+        bias: whether to have a bias, initialized to zero.
+        weight_offset: as in `rms_norm`; the weight is initialized to 1 - weight_offset.
         eps, out_dtype, backend: as in `rms_norm`.
         residual_dtype: as in `rms_norm`, for calls with a residual.
     """
@@ -203,11 +206,8 @@ class RMSNorm(nn.RMSNorm):
         backend: str = "auto",
     ) -> None:
         if weight_offset and not elementwise_affine:
-            raise ValueError(
-                f"RMSNorm: weight_offset is {weight_offset} but elementwise_affine is False: there is no weight to "
-                "add it to"
-            )
-        self.weight_offset = weight_offset  # reset_parameters, which the next line calls, needs it
+            raise ValueError(f"RMSNorm: weight_offset is {weight_offset} but elementwise_affine is False; expected 0.0")
+        self.weight_offset = weight_offset  # before super().__init__, whose reset_parameters reads it
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.residual_dtype, self.out_dtype, self.backend = residual_dtype, out_dtype, backend
         self.register_parameter(
@@ -232,7 +232,7 @@ class RMSNorm(nn.RMSNorm):
             options["residual_dtype"] = self.residual_dtype
         if ndim == 1:
             return rms_norm(x, weight, bias, residual=residual, dweight_out=dweight_out, **options)
-        # Several dimensions are one for the kernel: views, unless x's strides do not allow it.
+        # Flatten several normalized dimensions into one: views, unless x's strides do not allow it.
         flat = [None if t is None else t.flatten(-ndim) for t in (x, weight, bias, residual)]
         if dweight_out is not None:
             dweight_out = dweight_out.view(-1)
@@ -248,21 +248,21 @@ class RMSNorm(nn.RMSNorm):
         return text + ", bias=True" if self.bias is not None else text
 
 
-# Autograd in plain eager ----------------------------------------------------------------------------------------------
+# Autograd in eager mode -----------------------------------------------------------------------------------------------
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, plan, dweight_out):
         y, res, rstd = plan.run(x, weight, bias, residual)
-        # Nobody else sees rstd, so it is kept rather than saved, which would take 0.35 us more. It lives as long as the
-        # graph, 4 bytes a row, and hooks on saved tensors do not see it.
+        # rstd is internal, so it is an attribute: save_for_backward would cost 0.35 us more. It lives as long as the
+        # graph, 4 bytes per row, and saved-tensor hooks do not see it.
         ctx.plan, ctx.rstd = plan, rstd
-        ctx.dweight_out = dweight_out  # not saved: another graph's backward may add to it first, which is no error
+        ctx.dweight_out = dweight_out  # not a saved tensor: another graph's backward may legally add to it first
         if residual is None:
             ctx.save_for_backward(x, weight)
             return y
-        ctx.set_materialize_grads(False)  # y or res may go unused; no zeros are made for it
+        ctx.set_materialize_grads(False)  # y or res may be unused
         ctx.save_for_backward(res, weight)
         return y, res
 
@@ -272,8 +272,8 @@ class _RmsNorm(torch.autograd.Function):
         forward, rstd = ctx.plan, ctx.rstd
         needs = ctx.needs_input_grad[:4]
         dweight_out = ctx.dweight_out if needs[1] else None
-        # Hooks on saved tensors, and assignments to .data, may leave other types, dtypes and strides than forward had.
-        usual = (
+        # Saved-tensor hooks and assignments to .data may change types, dtypes and strides.
+        is_unchanged = (
             type(dy) is Tensor and dy.is_contiguous()
             and (dres is None or (type(dres) is Tensor and dres.is_contiguous()))
             and type(x) is forward.res_type and x.dtype is forward.res_dtype and x.is_contiguous()
@@ -282,39 +282,38 @@ class _RmsNorm(torch.autograd.Function):
             ))
         )  # fmt: skip
         key = choose.epoch, needs, dres is None
-        plan = forward.backward.get(key) if usual else None
+        plan = forward.backward.get(key) if is_unchanged else None
         if plan is None or _is_grad_enabled() or num_dispatch_modes() or _is_batched(dy, dres):
             plan, *grads = _gradients(needs, dy, x, weight, rstd, dres, dweight_out, forward)
-            if usual and plan is not None:
+            if is_unchanged and plan is not None:
                 forward.backward[key] = plan
         else:
-            grads = _as_asked(needs[0], needs[3], *plan.run(dy, x, weight, rstd, dres, dweight_out))
+            grads = _assign_grads(needs[0], needs[3], *plan.run(dy, x, weight, rstd, dres, dweight_out))
         return *grads, None, None
 
 
-# Two shortcuts past Python frames of torch that have nothing to do here, 1.3 and 0.4 us of 14 for both directions (on a
-# CPU, with kernels that do nothing):
-# Function.apply looks for functorch, which is_plain() has done; the node's apply looks for a `vjp`.
+# Skip two Python frames of torch: Function.apply checks for functorch, which is_plain() has done, and the node's apply
+# checks for a `vjp`. Saves 1.3 and 0.4 us of 14 for both directions (on a CPU, with kernels that do nothing).
 _apply = super(torch.autograd.Function, _RmsNorm).apply
 _RmsNorm._backward_cls.apply = _RmsNorm.backward
 
 
 def _gradients(needs, dy, x, weight, rstd, dres, dweight_out, forward) -> tuple:
-    """Backward for every case: (the plan it ran by or None, dx, dweight, dbias, dresidual).
+    """Backward in all cases: (the plan that ran or None, dx, dweight, dbias, dresidual).
 
-    needs: whether x, weight, bias and residual need gradients, and anything after that.
-    dweight_out: what dweight is added to, so that None is returned for it. None if weight needs no gradient.
-    forward: a ForwardPlan, or an operator's context with its options.
+    needs: whether x, weight, bias and residual need gradients; later entries are ignored.
+    dweight_out: dweight is added to it and returned as None. None if weight needs no gradient.
+    forward: the ForwardPlan, or the operator's ctx, which has the same options.
     """
     dx_dtypes = _dx_dtypes(needs[0], needs[3], forward.x_dtype, forward.residual_dtype)
     plan = None
-    if dy is None:  # y went unused
+    if dy is None:  # y is unused
         grads = *(dres.to(dtype) if dtype and dres is not None else None for dtype in dx_dtypes), None, None
     else:
         dweight_dtype = None if not needs[1] else weight.dtype if dweight_out is None else rstd.dtype
         dtypes = (*dx_dtypes, dweight_dtype, forward.bias_dtype if needs[2] else None)
         if torch.is_grad_enabled() or _is_batched(dy, dres):
-            # create_graph=True, for which autograd has to see how rstd depends on x; or vmap over gradients
+            # create_graph=True, which must differentiate rstd with respect to x; or vmap over gradients
             rstd = reference.rms_norm_rstd(x, forward.eps, rstd.dtype)
             grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, forward.weight_offset, *dtypes)
         else:
@@ -322,34 +321,34 @@ def _gradients(needs, dy, x, weight, rstd, dres, dweight_out, forward) -> tuple:
             plan = plan_for(BackwardPlan, (*tensors, dweight_out), options) if is_plain() else None
             grads = _op_bwd(*tensors, *options) if plan is None else plan.run(*tensors, dweight_out)
         grads = *grads[:2], add_to(dweight_out, grads[2]), grads[3]
-    return plan, *_as_asked(needs[0], needs[3], *grads)
+    return plan, *_assign_grads(needs[0], needs[3], *grads)
 
 
 def _dx_dtypes(dx: bool, dresidual: bool, x_dtype: torch.dtype, residual_dtype: torch.dtype | None) -> tuple:
-    """The dtypes to compute x's gradient in: one tensor for dx and dresidual, in the first, unless they differ."""
+    """The dtypes of the gradient of res to compute: one for dx and dresidual together, unless their dtypes differ."""
     if not dx:
         return (residual_dtype if dresidual else None), None
     return x_dtype, (residual_dtype if dresidual and residual_dtype != x_dtype else None)
 
 
-def _as_asked(dx: bool, dresidual: bool, first, second, dweight, dbias) -> tuple[Tensor | None, ...]:
-    """(dx, dweight, dbias, dresidual) out of what was computed for `_dx_dtypes`."""
+def _assign_grads(dx: bool, dresidual: bool, first, second, dweight, dbias) -> tuple[Tensor | None, ...]:
+    """(dx, dweight, dbias, dresidual); first and second are the gradients of `_dx_dtypes`."""
     return first if dx else None, dweight, dbias, None if not dresidual else first if second is None else second
 
 
-# Everything but plain eager ----------------------------------------------------------------------------------------
+# Outside eager mode ---------------------------------------------------------------------------------------------------
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _is_batched(dy: Tensor, dres: Tensor | None) -> bool:
-    """Whether gradients arrive under torch.func.vmap, or with is_grads_batched=True, which has a vmap of its own."""
+    """Whether gradients are batched by torch.func.vmap or by is_grads_batched=True, which uses an older vmap."""
     return functorch_level() is not None or _is_legacy_batched(dy) or (dres is not None and _is_legacy_batched(dres))
 
 
 def _rms_norm_op(x, weight, bias, residual, dweight_out, eps, *options) -> Tensor | tuple[Tensor, Tensor]:
-    """`rms_norm` by its operator, or by the reference under torch.func and forward-mode AD."""
+    """`rms_norm` through its operator, or through the reference under torch.func and forward-mode AD."""
     if is_transformed():
         check_forward(x, weight, bias, residual, dweight_out, eps, *options)
         backend = options[-1]
@@ -368,12 +367,12 @@ def _rms_norm_op(x, weight, bias, residual, dweight_out, eps, *options) -> Tenso
 
 
 def _register_sharding() -> None:
-    """Gives DTensor its rules, once there may be a DTensor: loading DTensor takes too long for `import quackish`."""
+    """Registers DTensor's sharding rules if DTensor is loaded. `import quackish` does not load it, which is slow."""
     if "torch.distributed.tensor" in sys.modules:
         import quackish.ops.rms_norm_sharding  # noqa: F401
 
 
-# Operators: functional, the same on every device (plans know what runs where), absent results None ------------------
+# Custom operators: functional, the same implementation on every device; absent results are None -----------------------
 
 _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -434,7 +433,7 @@ def _setup_context(ctx, inputs, output):
     ctx.x_dtype, ctx.bias_dtype, ctx.residual_dtype = (None if t is None else t.dtype for t in (x, bias, residual))
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rstd)
-    ctx.rstd = rstd  # as _RmsNorm does: a checkpoint may run the one first and the other when it recomputes
+    ctx.rstd = rstd  # not saved, as in _RmsNorm: checkpointing may run one path first and recompute with the other
     ctx.save_for_backward(x if residual is None else res, weight)
 
 

@@ -1,4 +1,4 @@
-"""Whether the arguments of RMSNorm fit together; ValueError for shapes and devices, TypeError for dtypes if not."""
+"""Argument checks of RMSNorm: ValueError for shapes and devices, TypeError for types and dtypes."""
 
 from collections.abc import Sequence
 
@@ -19,13 +19,13 @@ def check_forward(
         raise ValueError(f"rms_norm: residual is {dims(residual)} but x is {dims(x)}; expected equal shapes")
     if dweight_out is not None:
         if weight is None or dweight_out.shape != weight.shape:
-            beside = "None" if weight is None else dims(weight)
+            weight_dims = "None" if weight is None else dims(weight)
             raise ValueError(
-                f"rms_norm: dweight_out is {dims(dweight_out)} but weight is {beside}; expected equal shapes"
+                f"rms_norm: dweight_out is {dims(dweight_out)} but weight is {weight_dims}; expected equal shapes"
             )
         if dweight_out.dtype not in (torch.float32, weight.dtype):
-            have, other = names([dweight_out.dtype]), names([weight.dtype])
-            raise TypeError(f"rms_norm: dweight_out is {have}; expected float32 or weight's {other}")
+            given, expected = names([dweight_out.dtype]), names([weight.dtype])
+            raise TypeError(f"rms_norm: dweight_out is {given}; expected float32 or weight's {expected}")
     if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
         raise TypeError(f"rms_norm: eps is a {type(eps).__name__}; expected a float or None")
     _check_options("rms_norm", weight, weight_offset, backend)
@@ -54,8 +54,8 @@ def check_backward(
             f"({', '.join(map(str, x.shape[:-1]))}), contiguous, as rms_norm_forward returns it"
         )
     _check_options(who, weight, weight_offset, backend)
-    if dresidual_dtype is not None and dx_dtype is None:  # kernels write a second dx only beside the first
-        raise ValueError(f"{who}: dresidual_dtype without dx_dtype; give the one dtype as dx_dtype")
+    if dresidual_dtype is not None and dx_dtype is None:  # kernels write dresidual only in addition to dx
+        raise ValueError(f"{who}: dresidual_dtype is given without dx_dtype; for one gradient, pass dx_dtype")
     _check_dtypes(who, dx_dtype=dx_dtype, dresidual_dtype=dresidual_dtype, dbias_dtype=dbias_dtype)
 
 
@@ -88,12 +88,13 @@ def _check_parameters(who: str, x: Tensor, weight: Tensor | None, bias: Tensor |
         if t.dim() != 1 and (t.dim() != 2 or t.shape != x.shape[-2:]):
             raise ValueError(
                 f"{who}: {name} is {dims(t)} but x is {dims(x)}; expected ({x.shape[-1]},), or x's last two dimensions "
-                "for one of each head"
+                "(heads, n)"
             )
     if bias is not None and bias.dim() != (1 if weight is None else weight.dim()):
-        beside = "None" if weight is None else dims(weight)
+        weight_dims = "None" if weight is None else dims(weight)
         raise ValueError(
-            f"{who}: bias is {dims(bias)} but weight is {beside}; expected weight's shape, ({x.shape[-1]},) without one"
+            f"{who}: bias is {dims(bias)} but weight is {weight_dims}; expected weight's shape, or ({x.shape[-1]},) "
+            "without weight"
         )
 
 
@@ -101,7 +102,7 @@ def _check_options(who: str, weight: Tensor | None, weight_offset: float, backen
     if not isinstance(weight_offset, (int, float)) or isinstance(weight_offset, bool):
         raise TypeError(f"{who}: weight_offset is a {type(weight_offset).__name__}; expected a float")
     if weight is None and weight_offset != 0.0:
-        raise ValueError(f"{who}: weight_offset is {weight_offset} but weight is None: there is nothing to add it to")
+        raise ValueError(f"{who}: weight_offset is {weight_offset} but weight is None; expected 0 without a weight")
     if backend not in _BACKENDS:
         raise ValueError(f"{who}: backend is {backend!r}; expected one of {', '.join(map(repr, _BACKENDS))}")
 

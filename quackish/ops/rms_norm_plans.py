@@ -1,7 +1,7 @@
-"""What an RMSNorm call needs that depends on shapes, strides, dtypes and options alone, worked out once: plans.
+"""Plans of RMSNorm calls: everything that depends only on shapes, strides, dtypes and options, computed once.
 
-A plan is looked up by all of these, so finding one proves the arguments valid; only pointers are left to look at.
-Where no kernel covers a call, its plan runs the reference.
+These are the key of the plan cache, so a cached plan implies valid arguments, and a call checks only the pointers.
+If no kernel covers a call, its plan runs the reference.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from quackish.ops.modes import are_plain, check_memory
 from quackish.ops.rms_norm_checks import check_backward, check_forward, names
 from quackish.reference import rms_norm as reference
 
-_MAX_PLANS = 4096  # shapes may be new in every step (packed sequences): then plans are forgotten now and then
+_MAX_PLANS = 4096  # the cache is cleared when full: with packed sequences, shapes may be new in every step
 _plans: dict[tuple, "Plan"] = {}
 _GRADIENTS = ("dx", "dresidual", "dweight", "dbias")  # of BackwardPlan
 
 
 def plan_for(kind: "type[Plan]", tensors: tuple, options: tuple) -> "Plan | None":
-    """The plan for the arguments of `kind`, which are checked; None where a tensor subclass should see an operator."""
+    """The plan of class `kind` for these arguments, which are checked; None if a tensor subclass needs an operator."""
     try:
         key = [choose.epoch, kind, *options, *map(type, options)]  # types, as 1, 1.0 and True are equal
         for t in tensors:
@@ -39,7 +39,7 @@ def plan_for(kind: "type[Plan]", tensors: tuple, options: tuple) -> "Plan | None
         plan = _plans.get(key)
         if plan is not None:
             return plan
-    except (AttributeError, TypeError):  # not a tensor, or not hashable as symbolic shapes
+    except (AttributeError, TypeError):  # not a tensor, or not hashable, as symbolic shapes
         key = None
     kind.check(*tensors, *options)
     if key is None or not are_plain(tensors):
@@ -54,13 +54,16 @@ def plan_for(kind: "type[Plan]", tensors: tuple, options: tuple) -> "Plan | None
 
 
 class Plan:
-    """The kernel for a problem on m rows: `kernel` where the pointers are on 16 bytes, else `unaligned()`.
+    """The kernels for a problem on m rows: `kernel` for pointers aligned to 16 bytes, else `unaligned()`.
 
-    None in place of a kernel: the portable path is to run.
+    A kernel of None means the portable path.
     """
 
     def __init__(self, name: str, problem: Any, x: Tensor, m: int, backend: str, rstd_dtype=torch.float32):
-        self.shape, self.strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()  # of results like x
+        self.shape, self.strides = (
+            tuple(x.shape),
+            torch.empty(x.shape, device="meta").stride(),
+        )  # of outputs
         self.m, self.device_index, self.backend, self.problem = m, x.device.index, backend, problem
         self._name, self._call = name, (m, x.device, backend, rstd_dtype)
         self.kernel = find_kernel(name, problem, *self._call)
@@ -78,16 +81,16 @@ class ForwardPlan(Plan):
 
     def __init__(self, x, weight, bias, residual, dweight_out, eps, weight_offset, residual_dtype, out_dtype, backend):
         res_dtype = None if residual is None else residual_dtype or residual.dtype
-        # what backward has saved: res, which is x itself without a residual; weight
+        # of the tensors saved for backward: res (x without a residual) and weight
         self.res_type, self.res_dtype = (type(x), x.dtype) if residual is None else (Tensor, res_dtype)
         self.weight_type, self.weight_dtype = type(weight), _dtype(weight)
         self.x_dtype, self.bias_dtype, self.residual_dtype = x.dtype, _dtype(bias), _dtype(residual)
         self.eps, self.weight_offset = float(resolve_eps(x, eps)), float(weight_offset)
         self.out_dtype = out_dtype or x.dtype
-        self.backward: dict[tuple, BackwardPlan] = {}  # autograd's own, shorter way to the plans of backward
+        self.backward: dict[tuple, BackwardPlan] = {}  # a faster lookup for autograd than `plan_for`
 
-        self.copies = not are_readable((x, residual), (weight, bias))
-        rows, aligned = lay_out((x, residual), (self.out_dtype, res_dtype))
+        self.copies = not are_readable_in_place((x, residual), (weight, bias))
+        rows, aligned = layout_of_rows((x, residual), (self.out_dtype, res_dtype))
         problem = RmsNormFwdProblem(
             n=x.shape[-1],
             x_dtype=cuda.dtype_name(x),
@@ -109,11 +112,11 @@ class ForwardPlan(Plan):
         kernel = self.kernel
         if kernel is None:
             return self.run_portable(x, weight, bias, residual)
-        if cuda.current_device() != self.device_index:  # where memory comes from and the launch goes
+        if cuda.current_device() != self.device_index:  # allocations and the launch use the current device
             with torch.cuda.device(self.device_index):
                 return self.run(x, weight, bias, residual)
         if self.copies:
-            x, residual, weight, bias = where_readable((x, residual), (weight, bias))
+            x, residual, weight, bias = copy_unreadable((x, residual), (weight, bias))
         x_at = pointers = x.data_ptr()
         weight_at = bias_at = residual_at = res = res_at = None
         if weight is not None:
@@ -138,7 +141,7 @@ class ForwardPlan(Plan):
             res_at = res.data_ptr()
         rstd = cuda.empty(self.rstd_shape, self.rstd_strides, torch.float32)
         x_rows, residual_rows, eps, weight_offset, m = self.arguments
-        launch(  # written out: a starred argument costs 0.1 us
+        launch(  # no starred argument: it would cost 0.1 us
             x_at, weight_at, bias_at, residual_at, y.data_ptr(), res_at, rstd.data_ptr(), x_rows, residual_rows,
             eps, weight_offset, m, num_ctas, cuda.stream_of(self.device_index),
         )  # fmt: skip
@@ -157,19 +160,19 @@ class BackwardPlan(Plan):
         self, dy, x, weight, rstd, dres, dweight_out,
         weight_offset, dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype, backend,
     ):  # fmt: skip
-        self.adds = dweight_out is not None and dweight_out.is_contiguous()  # the kernel adds dweight to it
-        if self.adds:
+        self.kernel_adds = dweight_out is not None and dweight_out.is_contiguous()  # else add_to does
+        if self.kernel_adds:
             dweight_dtype = dweight_out.dtype
         self.n, self.weight_offset = x.shape[-1], float(weight_offset)
         self.dtypes = (dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype)
-        m = x.numel() // self.n if any(self.dtypes) else 0  # without a gradient to compute: nothing to launch
+        m = x.numel() // self.n if any(self.dtypes) else 0  # 0: no gradient to compute, so nothing to launch
         if dx_dtype is None:
             dres = None
         self.has_dres = dres is not None
-        self.copies = not are_readable((dy, x, dres), (weight,))
+        self.copies = not are_readable_in_place((dy, x, dres), (weight,))
         parameter = (self.n,) if weight is None else tuple(weight.shape)
         self.parameter = parameter, (self.n, 1)[-len(parameter) :]  # shape and strides of dweight and dbias
-        rows, aligned = lay_out((x, dy, dres), (dx_dtype, dresidual_dtype))
+        rows, aligned = layout_of_rows((x, dy, dres), (dx_dtype, dresidual_dtype))
         problem = RmsNormBwdProblem(
             n=self.n,
             x_dtype=cuda.dtype_name(x),
@@ -180,13 +183,13 @@ class BackwardPlan(Plan):
             packed=rows[0] is None,
             aligned=aligned,
             heads=num_heads(weight),
-            add_dweight=self.adds,
+            add_dweight=self.kernel_adds,
         )
         super().__init__("rms_norm_bwd", problem, x, m, backend, rstd.dtype)
         self.arguments = (*rows, self.weight_offset, m)
 
     def run(self, dy, x, weight, rstd, dres, dweight_out=None) -> tuple[Tensor | None, ...]:
-        """(dx, dresidual, dweight, dbias), None where no dtype was given; dweight too if it is added to dweight_out."""
+        """(dx, dresidual, dweight, dbias), None if no dtype was given. With dweight_out, dweight is None too."""
         kernel = self.kernel
         if kernel is None:
             return self.run_portable(dy, x, weight, rstd, dres, dweight_out)
@@ -194,7 +197,7 @@ class BackwardPlan(Plan):
             with torch.cuda.device(self.device_index):
                 return self.run(dy, x, weight, rstd, dres, dweight_out)
         if self.copies:
-            dy, x, dres, weight = where_readable((dy, x, dres), (weight,))
+            dy, x, dres, weight = copy_unreadable((dy, x, dres), (weight,))
         x_at, dy_at = x.data_ptr(), dy.data_ptr()
         pointers = x_at | dy_at
         weight_at = dres_at = dweight_at = None
@@ -204,7 +207,7 @@ class BackwardPlan(Plan):
         if self.has_dres:
             dres_at = dres.data_ptr()
             pointers |= dres_at
-        if self.adds:
+        if self.kernel_adds:
             dweight_at = dweight_out.data_ptr()
             pointers |= dweight_at
         if 0 in (x_at, dy_at, weight_at, dres_at, dweight_at):
@@ -216,7 +219,7 @@ class BackwardPlan(Plan):
 
         launch, num_ctas, scratch_floats = kernel
 
-        # the requested outputs
+        # outputs
         dx = dx_at = dresidual = dresidual_at = dweight = dbias = dbias_at = None
         dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype = self.dtypes
         if dx_dtype is not None:
@@ -225,25 +228,25 @@ class BackwardPlan(Plan):
         if dresidual_dtype is not None:
             dresidual = cuda.empty(self.shape, self.strides, dresidual_dtype)
             dresidual_at = dresidual.data_ptr()
-        if dweight_dtype is not None and not self.adds:
+        if dweight_dtype is not None and not self.kernel_adds:
             dweight = cuda.empty(*self.parameter, dweight_dtype)
             dweight_at = dweight.data_ptr()
         if dbias_dtype is not None:
             dbias = cuda.empty(*self.parameter, dbias_dtype)
             dbias_at = dbias.data_ptr()
 
-        # what the sums over CTAs need
+        # workspace of the sums over CTAs
         stream = cuda.stream_of(self.device_index)
-        scratch_at = tickets_at = kept = None
+        scratch_at = tickets_at = workspace_owner = None
         if scratch_floats:
-            tickets_at, scratch_at, kept = workspace.take(self.device_index, stream, scratch_floats)
+            tickets_at, scratch_at, workspace_owner = workspace.take(self.device_index, stream, scratch_floats)
         x_rows, dy_rows, dres_rows, weight_offset, m = self.arguments
         launch(
             x_at, weight_at, dy_at, dres_at, rstd.data_ptr(), dx_at, dresidual_at, dweight_at, dbias_at,
             scratch_at, tickets_at, x_rows, dy_rows, dres_rows, weight_offset, m, num_ctas, stream,
         )  # fmt: skip
-        del kept  # lived until the launch
-        if self.adds:
+        del workspace_owner  # alive until the launch
+        if self.kernel_adds:
             torch.autograd.graph.increment_version(dweight_out)
         elif dweight_out is not None:
             dweight = add_to(dweight_out, dweight)
@@ -251,7 +254,7 @@ class BackwardPlan(Plan):
 
     def run_portable(self, dy, x, weight, rstd, dres, dweight_out=None) -> tuple[Tensor | None, ...]:
         dtypes = list(self.dtypes)
-        if self.adds:
+        if self.kernel_adds:
             dtypes[2] = rstd.dtype
         grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, self.weight_offset, *dtypes)
         dx, dresidual, dweight, dbias = (None if grad is None else grad.contiguous() for grad in grads)
@@ -259,7 +262,7 @@ class BackwardPlan(Plan):
 
 
 def add_to(dweight_out: Tensor | None, dweight: Tensor | None) -> Tensor | None:
-    """Adds dweight to the buffer and returns None; without a buffer dweight itself."""
+    """Adds dweight to the buffer and returns None; without a buffer, returns dweight."""
     if dweight_out is None or dweight is None:
         return dweight
     if are_plain((dweight_out,)):
@@ -270,7 +273,7 @@ def add_to(dweight_out: Tensor | None, dweight: Tensor | None) -> Tensor | None:
 
 
 class Kernel(NamedTuple):
-    """A compiled kernel, and what its config says about a number of rows."""
+    """A compiled kernel, and its launch parameters for a number of rows."""
 
     launch: Callable[..., None]
     num_ctas: int
@@ -280,25 +283,25 @@ class Kernel(NamedTuple):
 def find_kernel(
     name: str, problem: Any, m: int, device: torch.device, backend: str, rstd_dtype: torch.dtype = torch.float32
 ) -> Kernel | None:
-    """The kernel for `problem` on m rows; None where the portable path is to run, with one warning per reason on a GPU.
+    """The kernel for `problem` on m rows; None for the portable path, with one warning per reason on a GPU.
 
-    Raises UnsupportedError instead of None with backend "cute".
+    With backend "cute", raises UnsupportedError instead of returning None.
     """
-    if backend == "reference" or m == 0:  # no rows: nothing to launch, and the reference gets the empty sums right
+    if backend == "reference" or m == 0:  # without rows, the reference returns empty or zero results
         return None
     try:
         gpu = gpu_for(device)
         check_problem(problem, m)
-        if rstd_dtype != torch.float32:  # fp64 if an input of forward was
+        if rstd_dtype != torch.float32:  # fp64 if an input of forward was fp64
             raise _no_kernel(f"rstd in {names([rstd_dtype])}; supported: float32")
         function, config = kernel_for(name, problem, gpu)
     except UnsupportedError as error:
         why = str(error)
-        if not why.startswith("rms_norm"):  # of the compiler
+        if not why.startswith("rms_norm"):  # from the compiler
             why = f'rms_norm: {why} backend="auto" runs the portable path.'
         if backend == "cute":
             raise UnsupportedError(why) from None
-        if device.type == "cuda":  # elsewhere nobody expected a kernel
+        if device.type == "cuda":  # other devices never have a kernel
             warn_once(why)
         return None
     num_ctas = config.num_ctas(m, gpu.sm_count, problem.heads)
@@ -306,14 +309,14 @@ def find_kernel(
 
 
 def gpu_for(device: torch.device) -> Gpu:
-    # ROCm's devices are "cuda" too, and their major.minor look like NVIDIA's
+    # ROCm devices are "cuda" too, and their compute capabilities look like NVIDIA's
     if device.type != "cuda" or torch.version.hip:
         raise _no_kernel("AMD GPUs" if device.type == "cuda" else f"{device.type} tensors")
     return gpu_of(device.index)
 
 
 def check_problem(problem: Any, m: int) -> None:
-    """Raises UnsupportedError for a problem that no GPU's kernels cover."""
+    """Raises UnsupportedError for a problem that no kernel covers on any GPU."""
     for field, dtype in vars(problem).items():
         if field.endswith("_dtype") and dtype is not None and dtype not in ITEMSIZE:
             raise _no_kernel(f"{field.removesuffix('_dtype')} in {dtype}; supported: {', '.join(ITEMSIZE)}")
@@ -325,13 +328,13 @@ def _no_kernel(reason: str) -> UnsupportedError:
     return UnsupportedError(f'rms_norm: no kernel for {reason}. backend="auto" runs the portable path.')
 
 
-# Where rows are -----------------------------------------------------------------------------------------------------
+# Layouts of rows ------------------------------------------------------------------------------------------------------
 
 
 def fold_rows(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, int] | None:
-    """(m1, s0, s1): row r of the tensor starts at element (r // m1) * s0 + (r % m1) * s1. None: it must be copied.
+    """(m1, s0, s1): row r of the tensor starts at element (r // m1) * s0 + (r % m1) * s1. None: must be copied.
 
-    The last dimension is a row and needs stride 1; the others must fold to two levels of strides.
+    Rows are the last dimension, which needs stride 1. The other dimensions must fold into at most two strides.
     """
     if stride[-1] != 1:
         return None
@@ -350,9 +353,11 @@ def fold_rows(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, in
     return 1, (levels[0][1] if levels else shape[-1]), 0
 
 
-def lay_out(inputs: Sequence[Tensor | None], outputs: Sequence[torch.dtype | None]) -> tuple[list, bool]:
-    """Where the rows of each input are, None for all if all are packed; and whether every row of inputs and of
-    (packed) outputs starts and ends on a 16-byte boundary when the pointers do."""
+def layout_of_rows(inputs: Sequence[Tensor | None], outputs: Sequence[torch.dtype | None]) -> tuple[list, bool]:
+    """(`fold_rows` of each input, all None if all inputs are packed; whether rows are aligned).
+
+    Aligned means that rows of inputs and (packed) outputs start and end on 16-byte boundaries if the pointers do.
+    """
     n = inputs[0].shape[-1]
     packed = (1, n, 0)
     rows = [None if t is None else fold_rows(t.shape, t.stride()) or packed for t in inputs]
@@ -363,16 +368,16 @@ def lay_out(inputs: Sequence[Tensor | None], outputs: Sequence[torch.dtype | Non
     return rows, all(step % 16 == 0 for step in steps)
 
 
-def are_readable(rows: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> bool:
-    """Whether a kernel can read them all where they are."""
+def are_readable_in_place(rows: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> bool:
+    """Whether a kernel can read all of them in place."""
     return all(t is None or fold_rows(t.shape, t.stride()) for t in rows) and all(
         t is None or t.is_contiguous() for t in parameters
     )
 
 
-def where_readable(rows: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """All of them, those that a kernel cannot read where they are as copies."""
-    return [t if are_readable((t,), ()) else t.contiguous() for t in rows] + [
+def copy_unreadable(rows: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """All tensors; those that a kernel cannot read in place are copied."""
+    return [t if are_readable_in_place((t,), ()) else t.contiguous() for t in rows] + [
         t if t is None else t.contiguous() for t in parameters
     ]
 
@@ -382,7 +387,7 @@ def num_heads(weight: Tensor | None) -> int:
 
 
 def resolve_eps(x: Tensor, eps: float | None) -> float:
-    """eps, or what F.rms_norm takes for None: the epsilon of the dtype that it computes in, not of x's."""
+    """eps, or F.rms_norm's default: the machine epsilon of the dtype that it computes in, not of x's dtype."""
     return eps if eps is not None else torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
 
 
