@@ -152,7 +152,7 @@ MUTATIONS = (
     # host code
     Mutation(
         "no_version_bump_of_grad_weight_out",
-        f"{OPS}/linear_cross_entropy/parts.py",
+        f"{OPS}/linear_cross_entropy/steps.py",
         "torch.autograd.graph.increment_version(out)",
         "pass",
         "tests/test_lce_schedules.py",
@@ -177,8 +177,8 @@ MUTATIONS = (
     Mutation(
         "retained_graph_hands_out_gradients_again",
         f"{OPS}/linear_cross_entropy/autograd.py",
-        'ctx.__dict__.pop("made", _NOTHING)',
-        'ctx.__dict__.get("made", _NOTHING)',
+        'ctx.__dict__.pop("computed", _NO_RESULT)',
+        'ctx.__dict__.get("computed", _NO_RESULT)',
         "tests/test_linear_cross_entropy.py",
         "two_backwards_give_the_same_bits and bias and chunked and mean and False and kernels",
     ),

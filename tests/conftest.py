@@ -93,7 +93,7 @@ def path(request, monkeypatch, run_on, limits, poisoned):
 @pytest.fixture
 def few_rows_counted(monkeypatch):
     """PyTorch sorts rows by class from 101 on; else it does so from tens of thousands."""
-    monkeypatch.setattr("quackish.ops.linear_cross_entropy.parts.MOST_ROWS_COUNTED", 100)
+    monkeypatch.setattr("quackish.ops.linear_cross_entropy.steps.MOST_ROWS_COUNTED", 100)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def limits(monkeypatch):
     """Sets constants of linear cross entropy's layouts: `limits(SHARED_FROM=0)`."""
     from quackish.configs import linear_cross_entropy as configs
 
-    caches = configs.layout, configs.first_classes
+    caches = configs.choose_layout, configs.first_classes
 
     def set_constants(**constants):
         for name, value in constants.items():

@@ -19,7 +19,7 @@ from quackish.configs.lce_cublas import TILE_N
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.gpu import H200
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy.autograd import kernels_on
+from quackish.ops.linear_cross_entropy.autograd import make_kernels
 from quackish.reference import grouped_mlp as reference
 
 I16, I32, I64, BF16, FP32 = torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32
@@ -30,7 +30,7 @@ SMALL = dataclasses.replace(H200, sm_count=4)  # little scratch for GEMMs
 
 def lce_kernels(gpu=SMALL):
     """LceKernels or CublasKernels for CPU tensors."""
-    return kernels_on(CPU, gpu, kernel_for)
+    return make_kernels(CPU, gpu, kernel_for)
 
 
 class Counted:

@@ -28,7 +28,7 @@ from quackish.cli import operations
 from quackish.gpu import gpu_of
 from quackish.ops.linear_cross_entropy import api, autograd
 from quackish.parallel import VocabParallelHead, linear_cross_entropy
-from quackish.parallel.collectives import gathered, summed
+from quackish.parallel.collectives import all_gather, sum_over_ranks
 from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
 
 RANKS = 3
@@ -251,11 +251,11 @@ def parts_of_the_input(groups):
 def sums_in_rank_order(groups):
     group = groups["chunk"].group
     partial = torch.randn(13, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
-    first, second, third = gathered(partial, group).view(RANKS, 13, 8)
+    first, second, third = all_gather(partial, group).view(RANKS, 13, 8)
     total = (first + second) + third
     assert not torch.equal(total, (third + second) + first)
-    assert torch.equal(summed(partial, group, False, True), total)
-    mine = summed(partial[:12], group, True, True)
+    assert torch.equal(sum_over_ranks(partial, group, False, True), total)
+    mine = sum_over_ranks(partial[:12], group, True, True)
     assert torch.equal(mine, total[4 * dist.get_rank() :][:4])
 
 
@@ -288,7 +288,9 @@ def what_ranks_disagree_about(groups):
         (lambda: linear_cross_entropy(x, shard, target, memory_limit=10, **one), "memory_limit is 10 bytes"),
         (
             lambda: linear_cross_entropy(x, shard[:, :5] if mine else shard, target, **one),
-            r"input has shape .*weight_shard" if mine else "rank 1 of the group refuses its arguments: .*weight_shard",
+            r"input has shape .*weight_shard"
+            if mine
+            else "arguments on rank 1 of the group are invalid: .*weight_shard",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -424,7 +426,7 @@ def bits_and_synchronization(groups):
     assert norm_error(dx, true_grads[0].double()) <= 2 * unit_roundoff(dx.dtype)
     assert norm_error(dw, true_grads[1][ranks.mine].double()) <= 2 * unit_roundoff(dx.dtype)
     for t in (got[0], dx):
-        everyone = gathered(t.view(1, -1), ranks.group)
+        everyone = all_gather(t.view(1, -1), ranks.group)
         assert all(torch.equal(everyone[0], other) for other in everyone)
 
 

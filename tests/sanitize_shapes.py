@@ -15,7 +15,7 @@ from quackish import grouped_mlp
 from quackish.configs import linear_cross_entropy as configs
 from quackish.configs.lce_rows import MOST_ROWS_COUNTED
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
-from quackish.ops.linear_cross_entropy import linear_cross_entropy, parts
+from quackish.ops.linear_cross_entropy import linear_cross_entropy, steps
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
 from quackish.reference import grouped_mlp as grouped
@@ -93,7 +93,7 @@ GROUPED_MLP = {
 
 def set_constants(constants: dict) -> None:
     vars(configs).update(constants)
-    for cache in configs.layout, configs.first_classes:
+    for cache in configs.choose_layout, configs.first_classes:
         cache.cache_clear()
 
 
@@ -115,7 +115,7 @@ def check_linear_cross_entropy(name: str) -> bool:
 
     constants = dict(SHARED_FROM=0)  # memory is shared as with large exp_logits
     kernels_of = on_kernels.kernels_of
-    parts.MOST_ROWS_COUNTED = 100 if "PyTorch sorts" in name else MOST_ROWS_COUNTED
+    steps.MOST_ROWS_COUNTED = 100 if "PyTorch sorts" in name else MOST_ROWS_COUNTED
     if "cublas" in name:
         on_kernels.kernels_of = lambda device: CublasKernels(device)
     if narrow:  # blocks and chunks that are small enough, as conftest.py's `narrow` makes them

@@ -90,7 +90,7 @@ def test_check_runs_every_kernel_of_linear_cross_entropy(gpu, run_on, monkeypatc
         launched.add(name)
         return Kernel(lambda *args: None, request_for(name, problem, gpu).config)
 
-    k = autograd.kernels_on(torch.device("cpu"), gpu, kernel_for)
+    k = autograd.make_kernels(torch.device("cpu"), gpu, kernel_for)
     run_on(lambda device: k)
     for name, case in check.SELF_TESTS.items():
         if name.startswith("linear_cross_entropy"):

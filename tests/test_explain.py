@@ -232,7 +232,7 @@ def launched(request, monkeypatch, run_on):
 
     for name in ("mm", "addmm"):
         monkeypatch.setattr(cublas, name, lambda a, b, out: None)
-    k = autograd.kernels_on(CPU, gpu, kernel_for)
+    k = autograd.make_kernels(CPU, gpu, kernel_for)
     run_on(lambda device: k)
     return gpu, seen
 

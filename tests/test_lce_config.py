@@ -15,10 +15,10 @@ from quackish.configs.linear_cross_entropy import (
     KernelProblem,
     LinearCrossEntropyProblem,
     bytes_per_logit,
+    choose_layout,
     even_chunks,
     first_classes,
     kernel_config,
-    layout,
     linear_cross_entropy_config,
     recompute_blocks,
     scratch_columns,
@@ -100,18 +100,18 @@ def test_room_for_the_first_classes():
 
 
 def test_layouts_of_the_headline_shape():
-    def of(schedule, m=8192, v=128_256, h=4096, chunk=None, dx=True, dw=2, own_dw=True, begins_dw=False):
+    def of(schedule, m=8192, v=128_256, h=4096, chunk=None, dx=True, dw=2, owns_dw=True, dw_in_forward=False):
         how = kernel_config(KernelProblem(v, h, "bfloat16", "mean"), m, schedule, chunk)
         how = how.schedule, how.chunk_rows, how.dx_in_forward, how.dw_in_chunks
-        return layout(*how, m, v, h, dx, dw, own_dw, begins_dw)
+        return choose_layout(*how, m, v, h, dx, dw, owns_dw, dw_in_forward)
 
     assert of("chunked")[:3] == (8192, 42_752, 350_224_384)  # a third of exp_logits in dw's storage
     assert of("chunked", m=65_536)[:3] == (9472, 0, 0)  # dw's fp32 sums have no room for it
     assert of("chunked", dw=None).columns == 0
-    assert of("recompute", begins_dw=True)[:3] == (2048, 42_240, 358_612_992)
-    assert of("recompute", begins_dw=True).blocks == of("recompute").blocks[1:]
+    assert of("recompute", dw_in_forward=True)[:3] == (2048, 42_240, 358_612_992)
+    assert of("recompute", dw_in_forward=True).blocks == of("recompute").blocks[1:]
     assert of("recompute", chunk=4096) == (4096, 0, 0, (), 768)
-    assert of("recompute", chunk=8192).dw_block == of("recompute", chunk=4096, own_dw=False).dw_block == 0
+    assert of("recompute", chunk=8192).dw_block == of("recompute", chunk=4096, owns_dw=False).dw_block == 0
     assert of("recompute", dw=None).chunk_rows == 1024  # 256 MiB of exp_logits
     assert of("recompute", dx=False, dw=None).chunk_rows == 4096  # none are stored
 

@@ -22,7 +22,7 @@ from quackish.configs.gemm import (
 from quackish.configs.lce_args import DlogitsArgs, ResidualArgs, RowsOutArgs, SoftmaxArgs
 from quackish.gpu import B200, H200
 from quackish.ops import cuda
-from quackish.ops.linear_cross_entropy.autograd import kernels_on
+from quackish.ops.linear_cross_entropy.autograd import make_kernels
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels, address, dtype_of
 from quackish.testing import assert_deterministic
@@ -104,7 +104,7 @@ def test_tails_are_split_where_clusters_would_idle(tiles, k_tiles, splits):
 
 @pytest.mark.parametrize("gpu, chosen", [(H200, LceKernels), (B200, CublasKernels)], ids=["H200", "B200"])
 def test_which_gemms(gpu, chosen):
-    assert type(kernels_on(torch.device("cuda", 0), gpu)) is chosen
+    assert type(make_kernels(torch.device("cuda", 0), gpu)) is chosen
 
 
 @pytest.mark.parametrize("kind", [LceKernels, CublasKernels])

@@ -29,7 +29,7 @@ from quackish.configs.lce_rows import (
     lce_gather_config,
 )
 from quackish.ops.linear_cross_entropy.launches import LceKernels, dtype_of
-from quackish.ops.linear_cross_entropy.parts import order_by_class
+from quackish.ops.linear_cross_entropy.steps import order_by_class
 from quackish.reference import linear_cross_entropy as reference
 from quackish.testing.errors import same_bits
 from tests.emulated_kernels import HUGE, cut_off, decode, encode

@@ -78,7 +78,7 @@ def request_of(x, w, target, kw, eager=True, device=None):
     first = Plan._fields.index("schedule")
     how = LinearCrossEntropyConfig(*plan[first : first + 4])
     on = (
-        memory.described(inputs),
+        memory.tensor_metadata(inputs),
         plan[:first],
         plan.why_portable,
         options.return_lse,
@@ -109,7 +109,7 @@ def test_a_rehearsal_of_the_portable_path_takes_what_a_run_takes(name, reduction
             results = [kept[0], *kept[1][:3]] if kw["return_stats"] else [kept]
             return kept, torch.autograd.grad(results, wanted, grads, allow_unused=True) if wanted else None
 
-        found = memory.Rehearsal(*request_of(x, w, target, kw)).run()
+        found = memory.MemoryDryRun(*request_of(x, w, target, kw)).run()
         assert found.peak == pytest.approx(taken(step), rel=0.01), (schedule, how)
 
 
@@ -117,7 +117,7 @@ def rehearsed(device=CUDA, eager=True):
     """1024 x 4096 x 128256 on an H200's kernels."""
     x, w = (torch.empty(rows, 4096, dtype=BF16, device="meta", requires_grad=True) for rows in (1024, 128_256))
     request, how = request_of(x, w, torch.empty(1024, dtype=torch.int64, device="meta"), {}, eager, device=device)
-    return memory.Rehearsal(request._replace(why_portable=None), how, H200).run()
+    return memory.MemoryDryRun(request._replace(why_portable=None), how, H200).run()
 
 
 def test_blocks_of_the_allocator_are_larger_than_what_is_asked_for():
@@ -128,8 +128,8 @@ def test_blocks_of_the_allocator_are_larger_than_what_is_asked_for():
 
 def test_operators_copy_the_gradients_that_forward_made():
     eager, operators = (rehearsed(eager=eager) for eager in (True, False))
-    assert eager.gradients == operators.gradients == 4096 * (1024 + 128_256) * 2
-    assert operators.peak >= 2 * eager.gradients > eager.peak
+    assert eager.grad_bytes == operators.grad_bytes == 4096 * (1024 + 128_256) * 2
+    assert operators.peak >= 2 * eager.grad_bytes > eager.peak
 
 
 def test_the_first_rehearsal_of_a_process_takes_what_the_next_one_takes():
@@ -144,7 +144,7 @@ rows, classes = (((n, 64), (64, 1), 0, torch.float32, True) for n in (3000, 2000
 tensors = rows, classes, None, ((3000,), (1,), 0, torch.int64, False), None, None
 options = 0, 0.0, None, 0.0, "mean", False, torch.float32
 request = memory.Request(tensors, options, "", False, False, torch.device("cpu"), True)
-print(*(memory.Rehearsal(request, LinearCrossEntropyConfig("recompute", 3000)).run().peak for _ in range(2)))
+print(*(memory.MemoryDryRun(request, LinearCrossEntropyConfig("recompute", 3000)).run().peak for _ in range(2)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     first, second = done.stdout.split()
@@ -195,7 +195,7 @@ def test_the_least_limit_is_enough_and_a_byte_less_is_not(path):
 
         needed = least(call)
         call(needed)
-        with pytest.raises(ValueError, match=f'at least {needed}: what schedule="'):
+        with pytest.raises(ValueError, match=f'at least {needed}, the peak of schedule="'):
             call(needed - 1)
     with torch.no_grad():
         assert least(call) < needed

@@ -45,7 +45,7 @@ def on(monkeypatch, run_on):
     asked = []
 
     def set_up(gpu):
-        run_on(lambda device: on_kernels.kernels_on(device, gpu, RECORDERS[-1].kernel_for))
+        run_on(lambda device: on_kernels.make_kernels(device, gpu, RECORDERS[-1].kernel_for))
         monkeypatch.setattr(on_kernels, "gpu_of", lambda index: gpu)
         monkeypatch.setattr(preparing, "_prepared", set())
         monkeypatch.setattr(preparing.launch, "prepare", asked.append)

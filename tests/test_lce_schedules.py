@@ -411,7 +411,7 @@ def test_a_backward_beside_another_counts_with_tickets_of_its_own(schedule, path
     x, w, target, _ = path.case()
     loss = path.call(x, w, target, schedule=schedule)
     want = torch.autograd.grad(loss, [x, w], retain_graph=True)
-    (state,) = [kept for kept in loss.grad_fn.kept if isinstance(kept, RowState)]
+    (state,) = [saved for saved in loss.grad_fn.saved if isinstance(saved, RowState)]
     tickets = state.tensor(state.tickets, NUM_TICKETS).fill_(1)  # as in the middle of another backward
     got = torch.autograd.grad(loss, [x, w], retain_graph=True)
     assert all(map(same_bits, got, want))

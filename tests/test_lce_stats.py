@@ -253,7 +253,7 @@ def test_module_and_errors():
     loss, stats = head(x, target, return_stats=True)
     assert loss.shape == ()
     assert stats.predicted.shape == stats.entropy.shape == (2, 3)
-    with pytest.raises(ValueError, match="return_lse and return_stats are True, expected one of them"):
+    with pytest.raises(ValueError, match="return_lse and return_stats are True, expected at most one"):
         head(x, target, return_lse=True, return_stats=True)
     with pytest.raises(TypeError, match="return_stats is 1, a int; expected True or False"):
         head(x, target, return_stats=1)

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from quackish import UnsupportedError
 from quackish.parallel import linear_cross_entropy
-from quackish.parallel.combine import Formula, Parts, combine
+from quackish.parallel.combine import LossOptions, ShardStats, combine
 from quackish.reference.linear_cross_entropy import rows_of
 
 HERE = Path(__file__).parent
@@ -70,7 +70,7 @@ def test_confident_rows_keep_their_digits():
     nll = (lse - logits[..., 2])[1].expand(3, 50)
     owner = torch.ones(50, dtype=torch.int64)
     rows = rows_of(owner, 21, None, -100, torch.float32)
-    combined = combine(Parts(lse.float(), nll.float()), 0, owner, rows, Formula(0.0, 0.0, 21))
+    combined = combine(ShardStats(lse.float(), nll.float()), 0, owner, rows, LossOptions(0.0, 0.0, 21))
     true = logits.logsumexp((0, 2)) - logits[1, :, 2]
     assert (combined.loss - true).abs().max() <= 3e-7
 

@@ -151,7 +151,8 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
     chosen = plan.schedule, plan.chunk_rows, plan.dx_in_forward, plan.dw_in_chunks
     if args.memory_limit is not None:
         try:
-            chosen = memory.within(args.memory_limit, request, args.schedule or "auto", args.chunk_size, gpu)
+            schedule = args.schedule or "auto"
+            chosen = memory.choose_within_limit(args.memory_limit, request, schedule, args.chunk_size, gpu)
         except ValueError as error:
             raise _refused(error) from None
     how = LinearCrossEntropyConfig(*chosen)
@@ -194,7 +195,7 @@ def _linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...]) -> t
     device = torch.device("cuda")
     has_scale = logit_scale is not None
     return plan, memory.Request(
-        memory.described(inputs), fixed, None, options.return_lse, has_scale, device, eager=True
+        memory.tensor_metadata(inputs), fixed, None, options.return_lse, has_scale, device, eager=True
     )
 
 
@@ -250,7 +251,7 @@ def grouped_mlp(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> D
     if why := kernel_steps.why_none("grouped_mlp", x, i, experts):
         raise UnsupportedError(why)
     recorder, keeps = _Recorder(), not (args.no_grad or recompute)
-    recorder.give(*inputs, dy)
+    recorder.ignore(*inputs, dy)
     with recorder, kernel_steps.stand_ins(recorder.kernel_for, gpu):
         y, preactivation = grouped.forward(kernel_steps, inputs, activation, keeps)
         if not args.no_grad:
@@ -267,7 +268,7 @@ def grouped_mlp(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> D
 _OVERWRITES = ("zero_", "fill_", "copy_")  # they do not read the tensor that they are methods of
 
 
-class _Recorder(memory.Tally):
+class _Recorder(memory.MemoryCounter):
     """The launches of kernels and of PyTorch."""
 
     phase = "forward"
@@ -289,13 +290,13 @@ class _Recorder(memory.Tally):
         """What is held at the peak, the largest first."""
         return sorted((Buffer(_shape(held), held.bytes) for held in self.at_peak), key=lambda buffer: -buffer.bytes)
 
-    def called(self, func, args, result) -> None:
+    def record_call(self, func, args, result) -> None:
         name = func.overloadpacket.__name__
         returns = [returned.alias_info for returned in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in returns)
         if is_view or "empty" in name:
             return
-        read, written = memory.tensors_in(args), memory.tensors_in(result)
+        read, written = memory.tensors_of(args), memory.tensors_of(result)
         if name in _OVERWRITES or name.startswith("new_"):
             read = read[1:]
         if name in ("mm", "addmm"):
@@ -309,14 +310,14 @@ class _Recorder(memory.Tally):
         self.steps.append(Step(self.phase, f"torch.{name}", text, None, {}, done))
 
 
-class _Rehearsal(_Recorder, memory.Rehearsal):
+class _Rehearsal(_Recorder, memory.MemoryDryRun):
     """Of linear cross entropy."""
 
 
-def _dtype(t: Tensor | memory.Held) -> str:
+def _dtype(t: Tensor | memory.Allocation) -> str:
     name = str(t.dtype).removeprefix("torch.")
     return SHORT.get(name, name)
 
 
-def _shape(t: Tensor | memory.Held) -> str:
+def _shape(t: Tensor | memory.Allocation) -> str:
     return f"{'x'.join(map(str, t.shape)) or 'scalar'} {_dtype(t)}"

@@ -350,14 +350,14 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def layout(
+def choose_layout(
     schedule: str, chunk_rows: int, dx_in_forward: bool, dw_in_chunks: bool, m: int, v: int, h: int, dx: bool,
-    dw: int | None, own_dw: bool, begins_dw: bool,
+    dw: int | None, owns_dw: bool, dw_in_forward: bool,
 ) -> Layout:  # fmt: skip
     """How the kernels run a call. The first four arguments are a LinearCrossEntropyConfig.
 
-    dx: whether the input has a gradient. dw: the itemsize of the weight's, None without one. own_dw: it has storage of
-    its own, as it is not added to the user's buffer. begins_dw: `recompute` may compute dW of the first classes in
+    dx: whether the input has a gradient. dw: the itemsize of the weight's, None without one. owns_dw: it has storage of
+    its own, as it is not added to the user's buffer. dw_in_forward: `recompute` may compute dW of the first classes in
     forward.
     """
     if schedule == "chunked":
@@ -367,13 +367,13 @@ def layout(
         return Layout(even_chunks(m, chunk_rows), *(shared[1:] if shared else (0, 0)))
     if schedule == "stored":
         return Layout(even_chunks(m, chunk_rows))
-    if dw_in_chunks and own_dw and dw and m > chunk_rows:
+    if dw_in_chunks and owns_dw and dw and m > chunk_rows:
         return Layout(even_chunks(m, chunk_rows), dw_block=min(DW_BLOCK, v))
     dx_in_backward = dx and not dx_in_forward
     blocks = recompute_blocks(
-        m, v, h, dw if own_dw else None, scratch_columns(m, not (dw and own_dw), not dx_in_backward)
+        m, v, h, dw if owns_dw else None, scratch_columns(m, not (dw and owns_dw), not dx_in_backward)
     )
-    if begins_dw:
+    if dw_in_forward:
         first = first_classes(m, v, h, dw)
         if first is not None:
             return Layout(even_chunks(m, first.part_rows), first.columns, first.offset, blocks[1:])

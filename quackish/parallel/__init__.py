@@ -1,4 +1,4 @@
-"""The operations over several GPUs. Every rank of a torch.distributed process group calls them."""
+"""Operations over several GPUs. Every rank of a torch.distributed process group must call them."""
 
 from quackish.parallel.linear_cross_entropy import VocabParallelHead, linear_cross_entropy
 

@@ -1,39 +1,39 @@
-"""Collectives of the vocabulary-parallel head, on matrices of rows. On a GPU the host waits for none of them."""
+"""Collectives of the vocabulary-parallel head, over dimension 0. On a GPU they do not block the host."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 # PyTorch 2.13 renamed these.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`own` of each rank, one after another along dimension 0."""
-    everyone = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
-    _all_gather(everyone, own.contiguous(), group=group)
-    return everyone
+def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`own` of all ranks, concatenated in rank order."""
+    out = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
+    _all_gather_single(out, own.contiguous(), group=group)
+    return out
 
 
-def summed(partial: Tensor, group: dist.ProcessGroup, scatter: bool, deterministic: bool) -> Tensor:
+def sum_over_ranks(partial: Tensor, group: dist.ProcessGroup, scatter: bool, deterministic: bool) -> Tensor:
     """The sum of `partial` (m, n) over ranks.
 
-    scatter: only this rank's m / ranks rows are returned. Otherwise `partial` may be overwritten. deterministic: ranks
-    are added in order, in fp32 at least, whichever algorithm the communication library takes.
+    scatter: return only this rank's m / ranks rows; without it, `partial` may be overwritten. deterministic: add ranks
+    in order, in fp32 or wider, independent of the communication library's algorithm.
     """
     if deterministic:
-        return _summed_in_order(partial, group, scatter)
+        return _sum_in_rank_order(partial, group, scatter)
     if not scatter:
         dist.all_reduce(partial, group=group)
         return partial
     total = partial.new_empty((partial.shape[0] // group.size(), partial.shape[1]))
-    _reduce_scatter(total, partial, group=group)
+    _reduce_scatter_single(total, partial, group=group)
     return total
 
 
-def _summed_in_order(partial: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
-    """Each rank adds up one block of rows. As many bytes are sent as in an all-reduce by rings."""
+def _sum_in_rank_order(partial: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
+    """Each rank adds up one block of rows. Sends as many bytes as a ring all-reduce."""
     size, (m, n) = group.size(), partial.shape
     rows = -(-m // size)
     if rows * size != m:
@@ -45,4 +45,4 @@ def _summed_in_order(partial: Tensor, group: dist.ProcessGroup, scatter: bool) -
     for block in others:
         total += block
     total = total.to(partial.dtype)
-    return total if scatter else gathered(total, group)[:m]
+    return total if scatter else all_gather(total, group)[:m]

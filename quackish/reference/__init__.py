@@ -1,1 +1,1 @@
-"""The operations in plain PyTorch, on any device: the spec that tests compare with, and what the portable path runs."""
+"""The operations in plain PyTorch, on any device: the specification for tests, and the portable path."""

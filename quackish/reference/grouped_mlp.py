@@ -1,6 +1,6 @@
-"""The MLP of a mixture of experts in plain PyTorch, step by step: the spec, and what the portable path runs.
+"""The MLP of a mixture of experts in plain PyTorch, step by step: the specification, and the portable path.
 
-Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. With scales s, of a row of group g:
+Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. For a row of group g, with scales s:
 
     z   = x @ w1[g].T + b1[g]             [gate, up] of a gated activation; with w3: [x @ w1[g].T, x @ w3[g].T] + b1[g]
     act = s * f(z)                        f(z) = value(gate) * factor(up), or value(z)
@@ -18,9 +18,8 @@ Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. With 
 | "silu"           | z * sigmoid(z)                           |                               |
 | "relu2"          | max(z, 0)**2                             |                               |
 
-Between loads and stores everything is fp32 (fp64 for fp64). z is stored in x's dtype for backward, which reads it.
-Rows from offs[-1] on are 0 in all results, and reach nothing. Where offs decreases or passes the number of rows, which
-nobody reads on the host, all results are NaN.
+Computes in fp32 (fp64 for fp64). z is stored in x's dtype for backward. Rows from offs[-1] on are 0 in all results and
+do not affect other rows. If offs decreases or exceeds the number of rows, all results are NaN; the host never reads it.
 """
 
 import math
@@ -28,6 +27,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from quackish.reference.linear_cross_entropy import accumulate_dtype
 
 GATED = ("swiglu", "clamped_swiglu", "geglu")
 ACTIVATIONS = (*GATED, "silu", "relu2")
@@ -91,10 +92,7 @@ def down_backward(
     activation: str,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dz, act, dscales), None where not needed; dz and act in preactivation's dtype, dscales in scales'.
-
-    The matrix product dy @ w2[g] is for dz and dscales.
-    """
+    """(dz, act, dscales), None if not needed. dz and act are in preactivation's dtype, dscales in scales' dtype."""
     dz = act = dscales = None
     dtype, groups = accumulate_dtype(preactivation.dtype), Groups(offs, dy.shape[0])
     z, s = preactivation.to(dtype), None if scales is None else scales.to(dtype)[:, None]
@@ -134,9 +132,9 @@ def weight_gradient(
     dtype: torch.dtype,
     out: Tensor | None = None,  # (E, n, k) fp32 or in the weight's dtype
 ) -> Tensor | None:
-    """a[g].T @ b[g] of each group, (E, n, k) in `dtype`, rounded once; or None and added to `out`.
+    """a[g].T @ b[g] of each group, (E, n, k) in `dtype`, rounded once. With `out`, adds to it and returns None.
 
-    The part of `out` of a group without rows is not changed.
+    Groups without rows leave their part of `out` unchanged.
     """
     groups = Groups(offs, a.shape[0])
     total = sum_of_products(a, b, groups)
@@ -199,19 +197,19 @@ def _value_and_slope(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return c * s, slope
 
 
-# Groups of rows, without reading `offs` on the host of a GPU ----------------------------------------------------------
+# Groups of rows, without a synchronization on a GPU -------------------------------------------------------------------
 
 
 class Groups:
-    """Which rows each group has, as blocks of a fixed number of rows, each of one group.
+    """The groups of rows, split into blocks of a fixed number of rows, each within one group.
 
-    A product of a block has the same shape whatever the groups are, so a row's result does not depend on other rows.
+    Fixed block shapes make a row's result independent of other rows.
     """
 
     def __init__(self, offs: Tensor, num_rows: int):
         on_cpu, num_groups = offs.device.type == "cpu", offs.shape[0]
         self.block_rows = size = 32 if on_cpu else 128
-        # Illegal offsets: read no other memory, and make all results NaN.
+        # Illegal offsets: stay within bounds, and make all results NaN.
         starts = torch.nn.functional.pad(offs, (1, 0)).long()
         is_bad = (starts.diff() < 0).any() | (starts[-1] > num_rows)
         bounds = starts.clamp(0, num_rows).cummax(0).values
@@ -227,13 +225,13 @@ class Groups:
         first_blocks = last_blocks - blocks
         num_blocks = int(last_blocks[-1]) if on_cpu else num_rows // size + num_groups
         if num_rows > 0:
-            num_blocks = max(num_blocks, 1)  # for rows of no group to read
+            num_blocks = max(num_blocks, 1)  # rows of no group read it
         else:
             num_blocks = 0
         block = torch.arange(num_blocks, device=offs.device)
         self.of_block = torch.searchsorted(last_blocks, block, right=True).clamp(max=num_groups - 1)
         first_row = starts[self.of_block] + (block - first_blocks[self.of_block]) * size
-        # which row each slot of a block has, and which slot each row is in
+        # the row of each slot of a block, and the slot of each row
         slots = first_row[:, None] + torch.arange(size, device=offs.device)
         self.is_row = (slots < ends[self.of_block][:, None])[:, :, None]
         self.row_of_slot = slots.clamp(max=max(num_rows - 1, 0))
@@ -241,19 +239,19 @@ class Groups:
         self.slot_of_row = slot_of_row.clamp(max=max(num_blocks * size - 1, 0))
 
     def blocks_of(self, t: Tensor) -> Tensor:
-        """t (R, n) as (blocks, rows, n); slots that hold no row are 0."""
+        """t (R, n) as (blocks, rows, n); slots without a row are 0."""
         return t[self.row_of_slot].masked_fill(~self.is_row, 0.0)
 
     def rows_of(self, blocks: Tensor) -> Tensor:
         return blocks.flatten(0, 1)[self.slot_of_row]
 
     def defined(self, t: Tensor) -> Tensor:
-        """t (R, ...) with 0 in rows of no group; all NaN where the offsets are illegal."""
+        """t (R, ...) with 0 in rows of no group; all NaN if the offsets are illegal."""
         return torch.where(self.is_live.view(-1, *[1] * (t.dim() - 1)), t, self.fill.to(t.dtype))
 
 
 def rows_times(a: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """a @ w[g].T of a (R, k) and w (E, n, k), in fp32 (fp64); rows of no group hold anything."""
+    """a @ w[g].T of a (R, k) and w (E, n, k), in fp32 (fp64). Rows of no group are arbitrary."""
     blocks, dtype = groups.blocks_of(a), _operand_dtype(a)
     out = a.new_empty((*blocks.shape[:2], w.shape[1]), dtype=accumulate_dtype(a.dtype))
     for i, block in enumerate(blocks.to(dtype).unbind()):
@@ -263,7 +261,7 @@ def rows_times(a: Tensor, w: Tensor, groups: Groups) -> Tensor:
 
 
 def sum_of_products(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
-    """a[g].T @ b[g] of a (R, n) and b (R, k), (E, n, k) in fp32 (fp64), added up in the order of rows."""
+    """a[g].T @ b[g] of a (R, n) and b (R, k), (E, n, k) in fp32 (fp64), summed in row order."""
     total = a.new_zeros((*groups.has_rows.shape, a.shape[1], b.shape[1]), dtype=accumulate_dtype(a.dtype))
     product, dtype = torch.empty_like(total[0]), _operand_dtype(a)
     pairs = zip(groups.blocks_of(a).to(dtype).unbind(), groups.blocks_of(b).to(dtype).unbind(), strict=True)
@@ -273,13 +271,8 @@ def sum_of_products(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
     return total + groups.fill.to(total.dtype)
 
 
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What everything but the GEMMs' operands is computed in: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _operand_dtype(a: Tensor) -> torch.dtype:
-    """16-bit operands only where torch's GEMM delivers fp32 from them, which is CUDA's."""
+    """16-bit operands only on CUDA, whose GEMMs return fp32 results of them."""
     on_cuda = a.device.type == "cuda" and torch.version.hip is None
     return a.dtype if on_cuda else accumulate_dtype(a.dtype)
 

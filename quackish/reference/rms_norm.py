@@ -1,14 +1,14 @@
-"""RMSNorm in plain PyTorch, forward and backward written out: the spec, and what the portable path runs.
+"""RMSNorm in plain PyTorch, forward and backward: the specification, and the portable path.
 
     res  = x + residual                         (x itself without a residual), rounded to residual_dtype
     rstd = 1 / sqrt(mean(res^2) + eps)          over the last dimension
     xhat = res * rstd
     y    = xhat * (weight_offset + weight) + bias
 
-weight and bias are (n,), or (heads, n) for x of (..., heads, n).
+weight and bias are (n,), or (heads, n) for x of shape (..., heads, n).
 
-Everything between loads and stores is fp32, or fp64 where any input is fp64. All of it is differentiable, so autograd
-through `rms_norm_bwd` gives second derivatives.
+Computes in fp32, or in fp64 if any input is fp64. All operations are differentiable, so autograd through `rms_norm_bwd`
+gives second derivatives.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def accumulate_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """What is computed in: fp64 if any of the tensors is fp64, else fp32. None stands for an absent one."""
+    """The dtype to compute in: fp64 if any of the tensors is fp64, else fp32. Absent tensors are None."""
     return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
@@ -35,9 +35,9 @@ def rms_norm_fwd(
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(y, res, rstd): y in out_dtype or x's dtype, res in residual_dtype or residual's, None without one."""
+    """(y, res, rstd). y is in out_dtype (None: x's dtype), res in residual_dtype (None: residual's) or None."""
     dtype = accumulate_dtype(x, weight, bias, residual)
-    # y is the norm of res as it is kept, not of the sum before rounding: backward only has the former.
+    # y is the norm of res after rounding, because backward has only the rounded one.
     res = None if residual is None else (x.to(dtype) + residual.to(dtype)).to(residual_dtype or residual.dtype)
     normed = x if res is None else res
     rstd = rms_norm_rstd(normed, eps, dtype)
@@ -51,17 +51,17 @@ def rms_norm_fwd(
 
 def rms_norm_bwd(
     dy: Tensor,  # (..., n)
-    x: Tensor,  # (..., n): what was normalised, so res where there was a residual
+    x: Tensor,  # (..., n): the normalized tensor, which is res if there was a residual
     weight: Tensor | None,  # (n,) or (heads, n)
     rstd: Tensor,  # (...)
-    dres: Tensor | None,  # (..., n): the gradient that arrives at res
+    dres: Tensor | None,  # (..., n): the gradient of res
     weight_offset: float = 0.0,
     dx_dtype: torch.dtype | None = None,
     dresidual_dtype: torch.dtype | None = None,
     dweight_dtype: torch.dtype | None = None,
     dbias_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dresidual, dweight, dbias), each in its dtype; None where that is None.
+    """(dx, dresidual, dweight, dbias), each in its dtype, or None if its dtype is None.
 
     g = dy * (weight_offset + weight); dx = dresidual = rstd * (g - xhat * mean(xhat * g)) + dres;
     dweight = sum over rows of dy * xhat; dbias = sum over rows of dy.

@@ -1,15 +1,16 @@
-"""Linear cross entropy for torch. `api.py` has what users call and picks a path: kernels or portable.
+"""Linear cross entropy for torch.
 
-api.py         the function and the module; which path a call takes
-checks.py      whether the arguments fit together
-autograd.py    torch.autograd.Function for kernels in eager; custom operators for the rest, the portable path included
-schedules.py   kernels: which launches, in which order, over which buffers
-parts.py       what schedules are made of: launches that belong together
-calls.py       what schedules are given and return
-launches.py    kernels: buffers, and tensors in, arguments of a kernel out
-cublas.py      the GEMMs by cuBLAS, where there is no GEMM kernel
-warm_up.py     compiles the kernels of a first call side by side
-portable.py    plain PyTorch, a chunk of logits at a time, on any device
+api.py         the public function and module; chooses between kernels and the portable path
+checks.py      argument checks
+autograd.py    torch.autograd.Function for eager calls on kernels; custom operators for all other calls
+schedules.py   on kernels: which steps run, in which order, over which buffers
+steps.py       the steps of schedules, each one or a few launches
+calls.py       arguments and results of schedules
+launches.py    allocates buffers, packs kernel arguments, and launches kernels
+cublas.py      the same launches with cuBLAS GEMMs, for GPUs without a GEMM kernel
+warm_up.py     compiles all kernels of a call in parallel before its first launch
+memory.py      peak memory of a call, and `memory_limit`
+portable.py    plain PyTorch on any device, one chunk of logits at a time
 """
 
 from quackish.ops.linear_cross_entropy.api import LinearCrossEntropyLoss, linear_cross_entropy, no_kernel_on

@@ -1,9 +1,9 @@
 """Linear cross entropy for autograd and torch.compile.
 
-In plain eager a torch.autograd.Function runs the kernels' schedules. `chunked` has its gradients ready before backward
-knows what arrives; backward hands these buffers out once, scaled in place, and makes them anew when it is asked again.
-torch.compile, dispatch modes and the portable path use the custom operators at the end of this file: the same
-schedules, with copies.
+In eager mode, a torch.autograd.Function runs the kernels' schedules. `chunked` computes the gradients in forward. The
+first backward scales these buffers in place and returns them; a second backward computes them again. torch.compile,
+dispatch modes and the portable path use the custom operators at the end of this file, which run the same schedules but
+copy where the autograd.Function writes in place.
 """
 
 import functools
@@ -12,43 +12,46 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quackish import kernels
+from quackish import kernels as kernel_table
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda
 from quackish.ops.kernel_for import KernelFor, kernel_for
 from quackish.ops.linear_cross_entropy import portable, schedules
-from quackish.ops.linear_cross_entropy.calls import Call, Forward, Grads, GradsNeeded, Plan
+from quackish.ops.linear_cross_entropy.calls import Call, ForwardResult, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import LceKernels, RowState, padded, padded_strides
-from quackish.ops.linear_cross_entropy.schedules import made_in_forward, scale_grads
+from quackish.ops.linear_cross_entropy.launches import LceKernels, RowState, padded_matrix, padded_strides
+from quackish.ops.linear_cross_entropy.schedules import grads_in_forward, scale_grads
 from quackish.ops.modes import as_plain, check_memory
 from quackish.reference.linear_cross_entropy import accumulate_dtype
 
 NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
-_NOTHING = Forward(None)
-_ARRIVING = "grad_loss", "grad_lse", "grad_log_prob", "grad_entropy"
+_NO_RESULT = ForwardResult(None)
+_GRAD_OUTPUTS = "grad_loss", "grad_lse", "grad_log_prob", "grad_entropy"
 
 
-def kernels_on(
+def make_kernels(
     device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for
 ) -> LceKernels | CublasKernels:
-    """The kernels of a device: with our GEMM if the table of kernels has one for the GPU, else with cuBLAS's."""
+    """The kernels of a device: with our GEMM if the kernel table has one for the GPU, else with cuBLAS's."""
     gpu = gpu or gpu_of(device.index)
     try:
-        kernels.find("lce_gemm", gpu)
+        kernel_table.find("lce_gemm", gpu)
     except UnsupportedError:
         return CublasKernels(device, gpu, kernel_for)
     return LceKernels(device, gpu, kernel_for)
 
 
-kernels_of = functools.cache(kernels_on)
+kernels_of = functools.cache(make_kernels)
 
 
-def call_of(inputs: Inputs, plan: Plan, k, state: RowState | None = None, *grads: Tensor | None) -> Call:
-    """With the user's tensors in the dtypes, strides and alignment that the kernels take. `grads`: of `incoming`."""
+def prepare_call(inputs: Inputs, plan: Plan, kernels, state: RowState | None = None, *grads: Tensor | None) -> Call:
+    """The Call, with the user's tensors in the dtypes, strides and alignment that the kernels take.
+
+    grads: of `flatten_grad_outputs`.
+    """
     x, w, bias, target, class_weight, logit_scale, num_items, dw_out = inputs
     dtype, (v, h) = plan.compute_dtype, w.shape
     check_memory(
@@ -74,13 +77,13 @@ def call_of(inputs: Inputs, plan: Plan, k, state: RowState | None = None, *grads
     if target.dim() != 1 or not target.is_contiguous():
         target = target.reshape(-1).contiguous()
     return Call(
-        k, plan, state or RowState.new(x, plan.return_stats), x.shape[0], h, v, x, w, target, bias, class_weight,
+        kernels, plan, state or RowState.new(x, plan.return_stats), x.shape[0], h, v, x, w, target, bias, class_weight,
         total_weight, num_items, plan.softcap or 0.0, logit_scale, dw_out, *grads,
     )  # fmt: skip
 
 
 def grads_needed(inputs: Inputs, plan: Plan, needs: Sequence[bool]) -> GradsNeeded:
-    """Gradients are computed in their own dtypes if a GEMM of ours can, else in fp32 (fp64 for fp64)."""
+    """The gradients to compute: in the parameter's dtype if our GEMM can write it, else in fp32 (fp64 for fp64)."""
     dx, dw, fp32 = inputs.input.dtype, inputs.linear_weight.dtype, accumulate_dtype(plan.compute_dtype)
     direct = (plan.compute_dtype,) if plan.why_portable is None else ()
     dw_out = inputs.grad_weight_out
@@ -91,24 +94,24 @@ def grads_needed(inputs: Inputs, plan: Plan, needs: Sequence[bool]) -> GradsNeed
 
 
 def _forward(
-    inputs: Inputs, plan: Plan, k, needed: GradsNeeded, return_lse: bool, may_begin: bool = True
-) -> tuple[list[Tensor], RowState, Forward]:
-    """([loss, then lse and the other statistics if asked for], the rows' state, what backward needs)."""
-    call = call_of(inputs, plan, k)
-    out, state, shape = schedules.forward(call, needed, may_begin), call.state, inputs.target.shape
-    outputs = [shaped(out.loss, shape) if plan.reduction == "none" else out.loss.sum()]
+    inputs: Inputs, plan: Plan, kernels, needed: GradsNeeded, return_lse: bool, allow_dw_in_forward: bool = True
+) -> tuple[list[Tensor], RowState, ForwardResult]:
+    """([loss, then lse and the other statistics if requested], the row state, the schedule's result)."""
+    call = prepare_call(inputs, plan, kernels)
+    out, state, shape = schedules.forward(call, needed, allow_dw_in_forward), call.state, inputs.target.shape
+    outputs = [reshaped(out.loss, shape) if plan.reduction == "none" else out.loss.sum()]
     floats = [state.lse] if return_lse else []
     if plan.return_stats:
         floats = [state.lse, state.log_prob, state.entropy]
-    # copies: users may write to theirs
-    outputs += [shaped(state.tensor(at, call.m, torch.float32).clone(), shape) for at in floats]
+    # copies, because users may write to them
+    outputs += [reshaped(state.tensor(at, call.m, torch.float32).clone(), shape) for at in floats]
     if plan.return_stats:
-        outputs.append(shaped(state.tensor(state.predicted, call.m).long(), shape))
+        outputs.append(reshaped(state.tensor(state.predicted, call.m).long(), shape))
     return outputs, state, out
 
 
-def incoming(plan: Plan, grad_loss: Tensor | None, *row_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Call.grad_loss, grad_lse, grad_log_prob and grad_entropy from what arrives in backward: at least one."""
+def flatten_grad_outputs(plan: Plan, grad_loss: Tensor | None, *row_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of the outputs, at least one, as Call takes them: grad_loss 0-dim or (m,), the others (m,)."""
     row_grads = [None if grad is None else grad.reshape(-1).contiguous() for grad in row_grads]
     if grad_loss is None:
         grad_loss = next(grad for grad in row_grads if grad is not None).new_zeros(())
@@ -118,41 +121,41 @@ def incoming(plan: Plan, grad_loss: Tensor | None, *row_grads: Tensor | None) ->
     return grad_loss, *row_grads
 
 
-def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, k=None) -> tuple[Tensor | None, ...]:
-    """(loss, lse) of checked arguments, with return_stats (loss, lse, log_prob, entropy, predicted). An lse that is not
-    asked for may be None. `eager`: nobody but autograd has to see what is computed.
+def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, kernels=None) -> tuple[Tensor | None, ...]:
+    """(loss, lse) of checked arguments; with return_stats (loss, lse, log_prob, entropy, predicted).
 
-    k: other kernels than the device's, in eager only.
+    lse may be None if not requested. eager: launch kernels directly instead of through the custom operators.
+    kernels: overrides the device's, in eager only.
     """
     if inputs.logit_scale is not None:
-        inputs = inputs._replace(logit_scale=scale_of(inputs, plan))
+        inputs = inputs._replace(logit_scale=logit_scale_tensor(inputs, plan))
     if not eager or plan.why_portable is not None:
         return _run_ops(inputs, plan)
     x, w, bias = inputs[:3]
     device = x.device
-    if device.type == "cuda" and cuda.current_device() != device.index:  # where memory comes from, and launches go
+    if device.type == "cuda" and cuda.current_device() != device.index:  # allocations and launches use the current one
         with torch.cuda.device(device):
-            return run(inputs, plan, return_lse, eager, k)
-    k = k or kernels_of(device)
+            return run(inputs, plan, return_lse, eager, kernels)
+    kernels = kernels or kernels_of(device)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)):
-        out = _apply(x, w, bias, inputs, plan, return_lse, k)
+        out = _apply(x, w, bias, inputs, plan, return_lse, kernels)
         return out if isinstance(out, tuple) else (out, None)
     with torch.no_grad():
-        outputs, _, _ = _forward(inputs, plan, k, GradsNeeded(None, None, False), return_lse)
+        outputs, _, _ = _forward(inputs, plan, kernels, GradsNeeded(None, None, False), return_lse)
     return (*outputs, None) if len(outputs) == 1 else tuple(outputs)
 
 
-def scale_of(inputs: Inputs, plan: Plan) -> Tensor:
+def logit_scale_tensor(inputs: Inputs, plan: Plan) -> Tensor:
     """logit_scale on input's device, in the dtype of the logits."""
     scale, device, dtype = inputs.logit_scale, inputs.input.device, accumulate_dtype(plan.compute_dtype)
     if isinstance(scale, Tensor) and scale.device == device:
         return scale.to(dtype)
-    # A product: a copy of a CPU tensor would synchronize, and with torch.full compiled code would be of one number.
+    # Multiply: copying a CPU tensor would synchronize, and torch.full would specialize compiled code on the number.
     return (torch.ones((), dtype=dtype, device=device) * scale).to(dtype)
 
 
-def shaped(t: Tensor, shape: torch.Size) -> Tensor:
-    """t in another shape, no view to autograd: users may write to it."""
+def reshaped(t: Tensor, shape: torch.Size) -> Tensor:
+    """t in another shape, but not as an autograd view: users may write to it."""
     return t if t.shape == shape else torch.ops.aten._unsafe_view(t, shape)
 
 
@@ -161,16 +164,16 @@ def shaped(t: Tensor, shape: torch.Size) -> Tensor:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, inputs, plan, return_lse, k):
-        # autograd has to see the first three; each argument costs it time
+    def forward(ctx, input, linear_weight, linear_bias, inputs, plan, return_lse, kernels):
+        # Only the first three need autograd, and each argument costs host time.
         *tensors, items, dw_out = inputs
         needed = grads_needed(inputs, plan, ctx.needs_input_grad)
-        outputs, state, out = _forward(inputs, plan, k, needed, return_lse)
+        outputs, state, out = _forward(inputs, plan, kernels, needed, return_lse)
         number, items = (None, items) if isinstance(items, Tensor) else (items, None)
         ctx.save_for_backward(*tensors, items, out.live_x, out.exp_logits)
-        ctx.made = Forward(None, out.grads, dw=out.dw, classes=out.classes)
-        # dw_out is not saved: another graph's backward may add to it first, which is no error here.
-        ctx.kept = k, plan, needed, state, number, dw_out, input.shape
+        ctx.computed = ForwardResult(None, out.grads, dw=out.dw, dw_classes=out.dw_classes)
+        # dw_out is not a saved tensor, because another graph's backward may legally add to it first.
+        ctx.saved = kernels, plan, needed, state, number, dw_out, input.shape
         ctx.set_materialize_grads(False)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -184,43 +187,47 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * 7
         grads = [as_plain("linear_cross_entropy", grad) for grad in grads]
-        check_memory("linear_cross_entropy", **dict(zip(_ARRIVING, grads, strict=True)))
-        k, plan, needed, state, number, dw_out, shape = ctx.kept
-        grad_loss, *row_grads = incoming(plan, *grads)
-        kept = ctx.__dict__.pop("made", _NOTHING)  # handed out once, to the thread that asks first
+        check_memory("linear_cross_entropy", **dict(zip(_GRAD_OUTPUTS, grads, strict=True)))
+        kernels, plan, needed, state, number, dw_out, shape = ctx.saved
+        grad_loss, *row_grads = flatten_grad_outputs(plan, *grads)
+        saved = ctx.__dict__.pop("computed", _NO_RESULT)  # atomic: only one backward gets the buffers
         grads = Grads()
-        if not any(grad is not None for grad in row_grads) and any(grad is not None for grad in kept.grads):
-            grads = scale_grads(k, kept, grad_loss, dw_out)
-            needed = needed.but(made_in_forward(plan, needed))
+        if not any(grad is not None for grad in row_grads) and any(grad is not None for grad in saved.grads):
+            grads = scale_grads(kernels, saved, grad_loss, dw_out)
+            needed = needed.without(grads_in_forward(plan, needed))
         if needed.any():
             *tensors, items, live_x, exp_logits = ctx.saved_tensors
             inputs = Inputs(*tensors, number if items is None else items, dw_out)
-            # without gradients: those not used make room for what follows
-            kept = Forward(None, Grads(), live_x, _scratch_of(exp_logits, grad_entropy), kept.dw, kept.classes)
-            call = call_of(inputs, plan, k, _own(state, inputs.target.numel()), grad_loss, *row_grads)
-            grads = grads.and_also(schedules.backward(call, kept, needed))
+            # drop unused gradients of forward, to free their memory
+            saved = ForwardResult(
+                None, Grads(), live_x, _writable_exp_logits(exp_logits, grad_entropy), saved.dw, saved.dw_classes
+            )
+            call = prepare_call(
+                inputs, plan, kernels, _writable_state(state, inputs.target.numel()), grad_loss, *row_grads
+            )
+            grads = grads.fill_missing(schedules.backward(call, saved, needed))
         return *_in_shape(grads, shape), None, None, None, None
 
 
-# As in rms_norm: skips Python wrappers of torch that do nothing here.
+# Skips Python wrappers of torch that do nothing here, as in rms_norm.
 _apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
 _LinearCrossEntropy._backward_cls.apply = _LinearCrossEntropy.backward
 
 
-def _scratch_of(saved: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
-    """exp_logits that backward may overwrite: `saved`, or a copy if it may be read again; None if they are not used.
+def _writable_exp_logits(saved: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+    """exp_logits that backward may overwrite: a copy of `saved` if the graph is retained or autograd is not running.
 
-    A copy if the graph is retained (another backward may even run at the same time) or autograd is not running.
+    None if backward recomputes the logits.
     """
-    if grad_entropy is not None:  # the logits are computed again
+    if grad_entropy is not None:  # backward recomputes the logits
         return None
     if saved is None or not _is_graph_kept():
         return saved
-    return padded(saved, *saved.shape, saved.dtype).copy_(saved)
+    return padded_matrix(saved, *saved.shape, saved.dtype).copy_(saved)
 
 
-def _own(state: RowState, m: int) -> RowState:
-    """A state that backward may write to: a copy, its tickets 0, where `_scratch_of` makes one."""
+def _writable_state(state: RowState, m: int) -> RowState:
+    """A state that backward may write to: a copy with zeroed tickets if the graph is retained."""
     if not _is_graph_kept():
         return state
     memory = state.memory.clone()
@@ -238,11 +245,11 @@ def is_batched(grad: Tensor | None) -> bool:
 
 
 def _in_shape(grads: Grads, shape: torch.Size) -> Grads:
-    """With dx in input's shape. Autograd itself rounds gradients to the dtypes of what they are gradients of."""
+    """With dx in input's shape. Autograd casts gradients to the dtypes of their parameters."""
     return grads if grads.dx is None or grads.dx.shape == shape else grads._replace(dx=grads.dx.view(shape))
 
 
-# Operators: functional, absent results None -------------------------------------------------------------------------
+# Custom operators: functional; absent results are None ----------------------------------------------------------------
 
 _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -253,13 +260,13 @@ _CALL = (  # Inputs, Plan, and which of input, linear_weight and linear_bias req
     "bool dx_in_forward, bool dw_in_chunks, str? why_portable, bool[] needs"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db"
-# state: RowState.memory, or the divisor of "mean" on the portable path, where exp_logits are logits, in fp32 or fp64.
+# On the portable path, state is the divisor of "mean", and exp_logits are the logits in fp32 or fp64.
 _lib.define(
     f"linear_cross_entropy_fwd({_CALL}) -> (Tensor loss, Tensor lse, Tensor log_prob, Tensor entropy, "
     f"Tensor predicted, Tensor state, Tensor live_x, Tensor exp_logits, {_GRADS})",
     tags=_TAGS,
 )
-# Backward overwrites `exp_logits` unless it is read again, see `_scratch_of`; no other operator ever reads it.
+# Backward overwrites `exp_logits` unless the graph is retained (`_writable_exp_logits`). No other operator reads it.
 _lib.define(
     "linear_cross_entropy_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_log_prob, Tensor? grad_entropy, "
     f"Tensor? state, Tensor? live_x, Tensor? exp_logits, {_CALL}) -> ({_GRADS})",
@@ -271,7 +278,7 @@ _bwd_op = torch.ops.quackish.linear_cross_entropy_bwd.default
 
 def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
     items, grad = inputs.num_items, torch.is_grad_enabled()
-    if items is not None and not isinstance(items, Tensor):  # a tensor, so that compiled code takes any number
+    if items is not None and not isinstance(items, Tensor):  # a tensor, so that compiled code is not specialized on it
         dtype = accumulate_dtype(plan.compute_dtype)
         inputs = inputs._replace(num_items=torch.full((), items, dtype=dtype, device=inputs.input.device))
     needs = [grad and t is not None and t.requires_grad for t in inputs[:3]]
@@ -279,54 +286,60 @@ def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
 
 
 def _parse(args) -> tuple[Inputs, Plan, GradsNeeded]:
-    """The arguments that both operators have, and which gradients those with `needs` are."""
+    """The arguments that both operators share: Inputs, Plan, and the GradsNeeded that `needs` means."""
     inputs, plan = Inputs(*args[:8]), Plan(*args[8:-1])
     return inputs, plan, grads_needed(inputs, plan, args[-1])
 
 
-def forward_of(inputs: Inputs, plan: Plan, needed: GradsNeeded, k=None, device=None) -> tuple[Tensor | None, ...]:
-    """(loss, lse, log_prob, entropy, predicted), what backward needs (state, live_x, exp_logits), and gradients.
+def run_forward(
+    inputs: Inputs, plan: Plan, needed: GradsNeeded, kernels=None, device=None
+) -> tuple[Tensor | None, ...]:
+    """(loss, lse, log_prob, entropy, predicted, state, live_x, exp_logits, dx, dw, db); absent ones are None.
 
-    Rehearsals pass kernels, or for the portable path the device whose calls they rehearse.
+    Dry runs on meta tensors pass kernels, or for the portable path the simulated device.
     """
     shape = inputs.target.shape
     if plan.why_portable is not None:
         loss, stats, divisor, grads, logits = portable.forward(inputs, plan, needed, device)
-        outputs = [shaped(loss, shape) if loss.dim() else loss, *(shaped(t, shape) for t in stats)]
+        outputs = [reshaped(loss, shape) if loss.dim() else loss, *(reshaped(t, shape) for t in stats)]
         return *outputs, *[None] * (5 - len(outputs)), divisor, None, logits, *grads
-    k = k or kernels_of(inputs.input.device)
-    outputs, state, out = _forward(inputs, plan, k, needed, return_lse=True, may_begin=False)
+    kernels = kernels or kernels_of(inputs.input.device)
+    outputs, state, out = _forward(inputs, plan, kernels, needed, return_lse=True, allow_dw_in_forward=False)
     return *outputs, *[None] * (5 - len(outputs)), state.memory, out.live_x, out.exp_logits, *out.grads
 
 
-def backward_of(
+def run_backward(
     inputs: Inputs,
     plan: Plan,
     needed: GradsNeeded,
-    arriving: Sequence[Tensor | None],  # gradients of loss, lse, log_prob and entropy
-    kept: Sequence[Tensor | None],  # state, live_x, exp_logits
-    k=None,
+    grad_outputs: Sequence[Tensor | None],  # gradients of loss, lse, log_prob and entropy
+    saved: Sequence[Tensor | None],  # state, live_x, exp_logits
+    kernels=None,
     device=None,
 ) -> Grads:
-    """The gradients, from what forward_of kept. Kernels add dw to grad_weight_out instead if there is one."""
-    state, live_x, exp_logits = kept
+    """The gradients, from what run_forward returned for backward. Kernels add dw to grad_weight_out if it is given."""
+    state, live_x, exp_logits = saved
     if plan.why_portable is not None:
-        return portable.backward(inputs, plan, needed, *arriving, state, exp_logits, device)
+        return portable.backward(inputs, plan, needed, *grad_outputs, state, exp_logits, device)
     m = inputs.target.numel()
-    k, state = k or kernels_of(inputs.input.device), _own(RowState.of(state, m), m)
-    call = call_of(inputs, plan, k, state, *incoming(plan, *arriving))
-    return schedules.backward(call, Forward(None, Grads(), live_x, _scratch_of(exp_logits, arriving[3])), needed)
+    kernels, state = kernels or kernels_of(inputs.input.device), _writable_state(RowState.of(state, m), m)
+    call = prepare_call(inputs, plan, kernels, state, *flatten_grad_outputs(plan, *grad_outputs))
+    return schedules.backward(
+        call, ForwardResult(None, Grads(), live_x, _writable_exp_logits(exp_logits, grad_outputs[3])), needed
+    )
 
 
-def _fwd_impl(*args, k=None, device=None):
-    return forward_of(*_parse(args), k, device)
+def _fwd_impl(*args, kernels=None, device=None):
+    return run_forward(*_parse(args), kernels, device)
 
 
-def _bwd_impl(grad_loss, grad_lse, grad_log_prob, grad_entropy, state, live_x, exp_logits, *args, k=None, device=None):
+def _bwd_impl(
+    grad_loss, grad_lse, grad_log_prob, grad_entropy, state, live_x, exp_logits, *args, kernels=None, device=None
+):
     inputs, plan, needed = _parse(args)
-    inputs = inputs._replace(grad_weight_out=None)  # an operator writes to no argument
-    arriving, kept = (grad_loss, grad_lse, grad_log_prob, grad_entropy), (state, live_x, exp_logits)
-    return tuple(backward_of(inputs, plan, needed, arriving, kept, k, device))
+    inputs = inputs._replace(grad_weight_out=None)  # operators are functional
+    grad_outputs, saved = (grad_loss, grad_lse, grad_log_prob, grad_entropy), (state, live_x, exp_logits)
+    return tuple(run_backward(inputs, plan, needed, grad_outputs, saved, kernels, device))
 
 
 def _fake_grads(inputs: Inputs, plan: Plan, needed: GradsNeeded) -> tuple[Tensor | None, ...]:
@@ -353,7 +366,7 @@ def _fwd_fake(*args):
     stats = [loss.new_empty(target.shape), None, None, None]
     if plan.return_stats:
         stats = [loss.new_empty(target.shape, dtype=of) for of in (dtype, dtype, dtype, torch.int64)]
-    grads = _fake_grads(inputs, plan, made_in_forward(plan, needed))
+    grads = _fake_grads(inputs, plan, grads_in_forward(plan, needed))
     return loss, *stats, state, live_x, exp_logits, *grads
 
 
@@ -361,8 +374,8 @@ def _bwd_fake(grad_loss, grad_lse, grad_log_prob, grad_entropy, state, live_x, e
     return _fake_grads(*_parse(args))
 
 
-def _on_its_device(impl):
-    """Memory comes from the current device, and launches go there; tensors are plain ones."""
+def _on_tensor_device(impl):
+    """Runs `impl` on plain tensors, with their device as the current one for allocations and launches."""
 
     @functools.wraps(impl)
     def on_device(*args):
@@ -375,21 +388,21 @@ def _on_its_device(impl):
 
 IMPLEMENTATIONS = {_fwd_op: _fwd_impl, _bwd_op: _bwd_impl}
 for _op, _impl, _fake in (("fwd", _fwd_impl, _fwd_fake), ("bwd", _bwd_impl, _bwd_fake)):
-    _lib.impl(f"linear_cross_entropy_{_op}", _on_its_device(_impl), "CompositeExplicitAutograd")
+    _lib.impl(f"linear_cross_entropy_{_op}", _on_tensor_device(_impl), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quackish::linear_cross_entropy_{_op}", _fake, lib=_lib)
 
 
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.grad_weight_out = inputs[:8]
     ctx.args = inputs[8:]
-    kept = output[5:]
-    ctx.mark_non_differentiable(*(t for t in kept if t is not None))
-    ctx.save_for_backward(*tensors, *kept)
+    saved = output[5:]
+    ctx.mark_non_differentiable(*(t for t in saved if t is not None))
+    ctx.save_for_backward(*tensors, *saved)
     ctx.set_materialize_grads(False)
 
 
-def _product(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad * factor in one pass; in place where the dtype is grad's and nobody reads grad again."""
+def _scaled_grad(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad * factor in one pass; in place if the dtype is grad's and the graph is not retained."""
     in_place = grad.dtype == dtype and not _is_graph_kept()
     return torch.mul(grad, factor, out=grad if in_place else torch.empty_like(grad, dtype=dtype))
 
@@ -405,24 +418,24 @@ def _op_backward(ctx, grad_loss, grad_lse, grad_log_prob, grad_entropy, *_):
     *options, needs = ctx.args
     plan, dw_out = Plan(*options), ctx.grad_weight_out if needs[1] else None
     inputs, grads = Inputs(*given, dw_out), Grads()
-    made = grads if has_row_grads else Grads(dx, dw, db)
-    missing = [need and g is None for need, g in zip(needs, made, strict=True)]
-    if any(g is not None for g in made):
+    computed = grads if has_row_grads else Grads(dx, dw, db)
+    missing = [need and g is None for need, g in zip(needs, computed, strict=True)]
+    if any(g is not None for g in computed):
         is_sum = plan.why_portable is not None and plan.reduction == "mean"
-        # Not 0-dim: such a factor of 16-bit gradients would be rounded to their dtype.
+        # Not 0-dim: PyTorch would round a 0-dim factor to the gradients' 16-bit dtype.
         factor = (grad_loss / state if is_sum else grad_loss).view(1)
-        if dw_out is not None and made.dw is not None:
-            dw_out.addcmul_(made.dw, factor)
-            made = made._replace(dw=None)
-        pairs = zip(made, inputs[:3], strict=True)
-        grads = Grads(*(None if g is None else _product(g, factor, of.dtype) for g, of in pairs))
+        if dw_out is not None and computed.dw is not None:
+            dw_out.addcmul_(computed.dw, factor)
+            computed = computed._replace(dw=None)
+        pairs = zip(computed, inputs[:3], strict=True)
+        grads = Grads(*(None if g is None else _scaled_grad(g, factor, of.dtype) for g, of in pairs))
     if any(missing):
-        kept = state, live_x, exp_logits
-        late = Grads(*_bwd_op(grad_loss, *row_grads, *kept, *inputs, *options, missing))
+        saved = state, live_x, exp_logits
+        late = Grads(*_bwd_op(grad_loss, *row_grads, *saved, *inputs, *options, missing))
         if dw_out is not None and late.dw is not None:
             dw_out.add_(late.dw)
             late = late._replace(dw=None)
-        grads = grads.and_also(late)
+        grads = grads.fill_missing(late)
     return *_in_shape(grads, inputs.input.shape), *(None,) * (5 + len(ctx.args))
 
 

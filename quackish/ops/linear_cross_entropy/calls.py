@@ -1,19 +1,15 @@
-"""What the schedules of linear cross entropy are given, and what they return."""
+"""Arguments and results of the schedules of linear cross entropy."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quackish.ops.linear_cross_entropy.launches import (
-    ExpLogits,
-    RowKernels,
-    RowState,
-)
+from quackish.ops.linear_cross_entropy.launches import ExpLogits, RowKernels, RowState
 
 
 class Plan(NamedTuple):
-    """Options of a call that are not tensors; schedule to dw_in_chunks are a LinearCrossEntropyConfig."""
+    """Options of a call that are not tensors. `schedule` to `dw_in_chunks` are the LinearCrossEntropyConfig."""
 
     ignore_index: int
     label_smoothing: float
@@ -26,13 +22,13 @@ class Plan(NamedTuple):
     chunk_rows: int
     dx_in_forward: bool
     dw_in_chunks: bool
-    why_portable: str | None  # None: kernels run; else the portable path, and what it warns of once ("": nothing)
+    why_portable: str | None  # None: kernels run. Else the reason to warn of once; "": no warning
 
 
 class Call(NamedTuple):
-    """What is the same for all launches of a forward or a backward."""
+    """Arguments shared by all launches of a forward or a backward pass."""
 
-    k: RowKernels  # LceKernels or CublasKernels
+    kernels: RowKernels  # LceKernels or CublasKernels
     plan: Plan
     state: RowState  # filled by forward, read by backward
     m: int
@@ -43,19 +39,19 @@ class Call(NamedTuple):
     target: Tensor  # (m,) contiguous
     bias: Tensor | None  # (v,) contiguous, compute dtype or fp32
     class_weight: Tensor | None  # (v,) contiguous, fp32
-    total_weight: Tensor | None  # 0-dim: its sum; with label smoothing
+    total_weight: Tensor | None  # 0-dim, the sum of class_weight; with label smoothing
     num_items: float | Tensor | None  # 0-dim
     softcap: float  # 0: none
     logit_scale: Tensor | None  # 0-dim fp32
     dw_out: Tensor | None  # (v, h): dw is added to it instead of returned
-    # What arrives in backward; None in forward, whose gradients are those of a loss gradient of 1.
-    grad_loss: Tensor | None = None  # 0-dim, or (m,) contiguous; fp32; None is 1
-    grad_lse: Tensor | None = None  # (m,) contiguous fp32; None is 0, as for the next two
+    # Gradients of the outputs, in backward. All None in forward, which computes gradients for grad_loss = 1.
+    grad_loss: Tensor | None = None  # 0-dim, or (m,) contiguous; fp32; None: 1
+    grad_lse: Tensor | None = None  # (m,) contiguous fp32; None: 0, as for the next two
     grad_log_prob: Tensor | None = None
     grad_entropy: Tensor | None = None
 
     def has_row_grads(self) -> bool:
-        """Whether rows have gradients that are not the loss's."""
+        """Whether lse, log_prob or entropy has a gradient."""
         return any(grad is not None for grad in (self.grad_lse, self.grad_log_prob, self.grad_entropy))
 
 
@@ -64,7 +60,7 @@ class Chunk(NamedTuple):
 
     start: int
     rows: int
-    live_x: Tensor | None  # (rows, h): their rows of x
+    live_x: Tensor | None  # (rows, h): the rows of x in these slots
     exp_logits: ExpLogits
 
 
@@ -78,8 +74,8 @@ class GradsNeeded(NamedTuple):
     def any(self) -> bool:
         return self.dx is not None or self.dw is not None or self.db
 
-    def but(self, other: "GradsNeeded") -> "GradsNeeded":
-        """Without those that `other` has."""
+    def without(self, other: "GradsNeeded") -> "GradsNeeded":
+        """The gradients that are not in `other`."""
         return GradsNeeded(None if other.dx else self.dx, None if other.dw else self.dw, self.db and not other.db)
 
 
@@ -88,16 +84,16 @@ class Grads(NamedTuple):
     dw: Tensor | None = None  # (v, h)
     db: Tensor | None = None  # (v,) fp32
 
-    def and_also(self, other: "Grads") -> "Grads":
-        return Grads(*(mine if mine is not None else its for mine, its in zip(self, other, strict=True)))
+    def fill_missing(self, other: "Grads") -> "Grads":
+        return Grads(*(theirs if ours is None else ours for ours, theirs in zip(self, other, strict=True)))
 
 
-class Forward(NamedTuple):
-    """What forward computes, beside the state of the rows. Backward needs all but the loss."""
+class ForwardResult(NamedTuple):
+    """Results of forward besides the RowState. Backward needs all of them except the loss."""
 
-    loss: Tensor | None  # (m,) fp32, divided for `mean`: the loss is their sum
+    loss: Tensor | None  # (m,) fp32, already divided for `mean`: the reduced loss is their sum
     grads: Grads = Grads()
-    live_x: Tensor | None = None  # (m, h): `stored` keeps the live rows of x, and exp_logits
-    exp_logits: Tensor | None = None  # (m, v), row stride padded
-    dw: Tensor | None = None  # (v, h): with `recompute` the first `classes` rows may be computed
-    classes: int = 0
+    live_x: Tensor | None = None  # (m, h), the live rows of x; `stored`
+    exp_logits: Tensor | None = None  # (m, v) with padded row stride; `stored`
+    dw: Tensor | None = None  # (v, h) with its first `dw_classes` rows computed; `recompute`
+    dw_classes: int = 0

@@ -1,4 +1,4 @@
-"""Whether the arguments of linear cross entropy fit together; ValueError or TypeError if not."""
+"""Argument checks of linear cross entropy, which raise ValueError, TypeError or IndexError."""
 
 import math
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ FP32 = torch.finfo(torch.float32)
 
 
 class Inputs(NamedTuple):
-    """The user's tensors, as they came."""
+    """The user's tensors, unchanged."""
 
     input: Tensor  # (..., h)
     linear_weight: Tensor  # (v, h)
@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The user's options, as they came."""
+    """The user's options, unchanged."""
 
     reduction: str = "mean"
     ignore_index: int | None = -100
@@ -48,24 +48,24 @@ def check_tensors(inputs: Inputs) -> None:
     tensors = inputs._asdict()
     del tensors["logit_scale"], tensors["num_items"]  # see check_options
     for name, tensor in tensors.items():
-        needed = name in ("input", "linear_weight", "target")
-        if tensor is None and not needed:
+        required = name in ("input", "linear_weight", "target")
+        if tensor is None and not required:
             continue
         if not isinstance(tensor, Tensor):
-            expected = "a torch.Tensor" if needed else "a torch.Tensor or None"
+            expected = "a torch.Tensor" if required else "a torch.Tensor or None"
             raise TypeError(f"{who} {name} is a {type(tensor).__name__}, expected {expected}")
         if type(tensor).__name__ == "DTensor":
             raise TypeError(
-                f"{who} {name} is a DTensor, expected a plain tensor. Parameters under fully_shard are plain only in "
-                "the forward of their own module: call this there, as LinearCrossEntropyLoss does, and shard that "
-                "module. For tensor parallelism, a weight with Shard(0), use quackish.parallel.linear_cross_entropy. "
-                "If every rank holds all of it, pass .to_local()"
+                f"{who} {name} is a DTensor, expected a plain tensor. Parameters under fully_shard are plain tensors "
+                "only in the forward of their own module: compute the loss there, as LinearCrossEntropyLoss does, and "
+                "shard that module. For tensor parallelism (a weight with Shard(0)), use "
+                "quackish.parallel.linear_cross_entropy. If the tensor is replicated, pass .to_local()"
             )
         if tensor.device != inputs.input.device:
-            raise ValueError(f"{who} {name} is on {tensor.device}, expected {inputs.input.device}, where input is")
+            raise ValueError(f"{who} {name} is on {tensor.device}, expected input's device {inputs.input.device}")
     x, w, out = inputs.input, inputs.linear_weight, inputs.grad_weight_out
     if w.dim() != 2 or 0 in w.shape:
-        raise ValueError(f"{who} linear_weight has shape {tuple(w.shape)}, expected (V, H), neither of them 0")
+        raise ValueError(f"{who} linear_weight has shape {tuple(w.shape)}, expected (V, H) with V >= 1 and H >= 1")
     v, h = w.shape
     if x.dim() < 1 or x.shape[-1] != h:
         raise ValueError(f"{who} input has shape {tuple(x.shape)}, expected (..., {h}), linear_weight's columns")
@@ -82,30 +82,29 @@ def check_tensors(inputs: Inputs) -> None:
         if tensor is not None and tensor.dtype not in dtypes:
             raise TypeError(f"{who} {name} is {tensor.dtype}, expected {expected}")
         if tensor is not None and tensor.shape != shape:
-            beside = f"beside input {tuple(x.shape)} and linear_weight {(v, h)}"
-            raise ValueError(f"{who} {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} {beside}")
+            context = f"for input {tuple(x.shape)} and linear_weight {(v, h)}"
+            raise ValueError(f"{who} {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} {context}")
     if out is not None and out.requires_grad:
         raise ValueError(f"{who} grad_weight_out requires grad, expected a plain buffer; detach it")
 
 
 def check_buffer(inputs: Inputs) -> None:
-    """Checks of the tensors themselves, which no plan can cover: every call with a `grad_weight_out` runs them."""
+    """Checks that depend on memory, which plans do not cover: they run in every call with a `grad_weight_out`."""
     buffers.check_buffer(
         "linear_cross_entropy",
         grad_weight_out=inputs.grad_weight_out, linear_weight=inputs.linear_weight, input=inputs.input,
     )  # fmt: skip
 
 
-_WORDS = {
-    "reduction": ("none", "mean", "sum"),
-    "schedule": ("auto", *SCHEDULES),
-    "backend": ("auto", "cute", "reference"),
-}
-_OPTIONS = (  # option, type and what that is called, which values are legal and what these are called
-    *(
-        (name, str, f"one of {', '.join(of)}", lambda word, of=of: word in of, f"one of {', '.join(of)}")
-        for name, of in _WORDS.items()
-    ),
+def _choice(name: str, *choices: str) -> tuple:
+    expected = f"one of {', '.join(choices)}"
+    return name, str, expected, choices.__contains__, expected
+
+
+_OPTIONS = (  # name, type, expected type in words, whether a value is legal, expected values in words
+    _choice("reduction", "none", "mean", "sum"),
+    _choice("schedule", "auto", *SCHEDULES),
+    _choice("backend", "auto", "cute", "reference"),
     ("ignore_index", int, "an int or None", lambda i: -(2**63) <= i < 2**63, "a 64-bit integer"),
     ("label_smoothing", (int, float), "a float", lambda e: 0.0 <= e <= 1.0, "0 <= label_smoothing <= 1"),
     ("softcap", (int, float), "a float or None", lambda c: c >= FP32.tiny, "None or a positive number"),
@@ -128,51 +127,50 @@ _OPTIONS = (  # option, type and what that is called, which values are legal and
 def check_options(
     options: Options, logit_scale: Any = None, num_items: Any = None, device: torch.device | None = None
 ) -> None:
-    """device: input's, where tensors may be."""
+    """device: input's device, where tensor options may be."""
     who = "linear_cross_entropy:"
     numbers = {"logit_scale": logit_scale, "num_items": num_items}
     tensors = {name: t for name, t in numbers.items() if isinstance(t, Tensor)}
     values = {**options._asdict(), **numbers, **dict.fromkeys(tensors)}
-    for name, kinds, expected, is_legal, legal in _OPTIONS:
+    for name, types, expected_type, is_legal, expected in _OPTIONS:
         value = values[name]
-        if value is None and expected.endswith("None"):
+        if value is None and expected_type.endswith("None"):
             continue
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):  # True is an int to Python
-            raise TypeError(f"{who} {name} is {value!r}, a {type(value).__name__}; expected {expected}")
+        if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):  # bool is a subclass of int
+            raise TypeError(f"{who} {name} is {value!r}, a {type(value).__name__}; expected {expected_type}")
         if not is_legal(value):
-            raise ValueError(f"{who} {name} is {value!r}, expected {legal}")
+            raise ValueError(f"{who} {name} is {value!r}, expected {expected}")
     if options.return_lse and options.return_stats:
-        raise ValueError(f"{who} return_lse and return_stats are True, expected one of them: stats.lse is the lse")
+        raise ValueError(f"{who} return_lse and return_stats are True, expected at most one: stats.lse is the lse")
     if num_items is not None and options.reduction != "mean":
-        is_not = f'but reduction is "{options.reduction}"'
-        raise ValueError(f'{who} num_items replaces the divisor of reduction "mean", {is_not}')
+        raise ValueError(f'{who} num_items is given but reduction is "{options.reduction}", expected "mean"')
     for name, t in tensors.items():
         if t.dim() != 0:
             raise ValueError(f"{who} {name} has shape {tuple(t.shape)}, expected a 0-dim tensor or a number")
         if t.device.type != "cpu" and t.device != device:
             raise ValueError(f"{who} {name} is on {t.device}, expected {device} (input's) or cpu")
         if t.requires_grad:
-            raise ValueError(f"{who} {name} requires grad, but no gradient flows to it; expected {name}.detach()")
+            raise ValueError(f"{who} {name} requires grad, but gets no gradient; expected {name}.detach()")
     if isinstance(logit_scale, Tensor) and logit_scale.dtype not in _DTYPES:
         raise TypeError(f"{who} logit_scale is {logit_scale.dtype}, expected bfloat16, float16, float32 or float64")
 
 
-def compute_dtype_of(inputs: Inputs) -> torch.dtype:
-    """The dtype operands are rounded to: input's, or autocast's, which leaves fp64 alone as F.linear does."""
+def resolve_compute_dtype(inputs: Inputs) -> torch.dtype:
+    """The dtype of the GEMM operands: input's, or autocast's unless a tensor is fp64, as in F.linear."""
     who, (input, linear_weight, linear_bias) = "linear_cross_entropy:", inputs[:3]
     autocast = autocast_dtype(input.device.type)
     if autocast is not None and all(t is None or t.dtype != torch.float64 for t in inputs[:3]):
         return autocast
     if linear_weight.dtype != input.dtype:
-        raise TypeError(f"{who} linear_weight is {linear_weight.dtype}, expected {input.dtype}, as input is")
+        raise TypeError(f"{who} linear_weight is {linear_weight.dtype}, expected input's {input.dtype}")
     if linear_bias is not None and linear_bias.dtype not in (input.dtype, torch.float32):
-        raise TypeError(f"{who} linear_bias is {linear_bias.dtype}, expected {input.dtype}, as input is, or float32")
+        raise TypeError(f"{who} linear_bias is {linear_bias.dtype}, expected input's {input.dtype} or float32")
     return input.dtype
 
 
 def check_targets(target: Tensor, v: int, ignore_index: int) -> None:
-    """IndexError for a target that is no class, as PyTorch has it; on CPU only, where looking costs no sync."""
-    target = target.long()  # before it is compared, see reference.rows_of
+    """IndexError for a target that is no class, as in PyTorch. Only for the CPU: on a GPU it would synchronize."""
+    target = target.long()  # before comparing, see reference.rows_of
     bad = ((target < 0) | (target >= v)) & (target != ignore_index)
     if bad.any():
         row = int(bad.nonzero()[0])

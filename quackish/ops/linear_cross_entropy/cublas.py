@@ -1,7 +1,7 @@
-"""Linear cross entropy's GEMMs by cuBLAS, with CuTe DSL kernels after them: for GPUs that have no GEMM of ours.
+"""Linear cross entropy with cuBLAS GEMMs, for GPUs without a GEMM kernel of ours.
 
-The logits come as fp32 products, some classes of all rows at a time (`logit_columns`), and a kernel turns them into
-exp_logits or dlogits. All rows of a chunk are multiplied: the number of live rows is known on the device only.
+cuBLAS writes fp32 logits of all rows for `logit_columns` classes at a time; a kernel turns them into exp_logits or
+dlogits. GEMMs include all rows of a chunk, because only the device knows the number of live rows.
 """
 
 from collections.abc import Iterator
@@ -10,44 +10,40 @@ import torch
 from torch import Tensor
 
 from quackish.configs.lce_args import ClearArgs, ExpArgs, RescaleArgs, ScatterArgs
-from quackish.configs.lce_cublas import (
-    TILE_N,
-    logit_columns,
-    product_rows,
-)
+from quackish.configs.lce_cublas import TILE_N, logit_columns, product_rows
 from quackish.ops.linear_cross_entropy.launches import ExpLogits, RowKernels, address, dtype_of
 from quackish.ops.linear_cross_entropy.portable import addmm, mm
 
 
 class CublasKernels(RowKernels):
-    """The methods of LceKernels, where each argument is explained; differences are stated here.
+    """The methods of LceKernels, which documents the arguments. Differences are stated here.
 
-    After the live rows memory may hold anything, as there; these rows of exp_logits are written, zeros, and `dw` clears
-    those of scaled_x.
+    Rows after the last live one may be uninitialized, but cuBLAS reads them. So `logits` and `dlogits`
+    write zeros to these rows, and `dw` clears those of scaled_x.
     """
 
     keeps_residual = False
 
     def num_tiles(self, v: int) -> int:
-        """Twice the tiles: the sums are followed by their shifts, and in the end by zeros."""
+        """Twice the tiles: sums, then their shifts, which end as zeros."""
         return 2 * _ceil_div(v, TILE_N)
 
     def logits(self, live_x, w, out, epilogue, bias, state, start) -> None:
-        """A tile with a logit far above row_shift uses its own maximum, so that nothing overflows.
+        """A tile with a logit far above row_shift uses its own maximum as the shift, to avoid overflow.
 
-        No GEMM for flagged rows: another kernel multiplies their exp_logits and sums by
-        exp(their tile's shift - decode(row_max_bits)).
+        Flagged rows need no second GEMM: a kernel multiplies their exp_logits and sums by
+        exp(tile's shift - decode(row_max_bits)).
         """
         a, rows, tiles = epilogue, live_x.shape[0], epilogue.tiles // 2
         weighted, stats, blocks = a.class_weight is not None, a.part_elog is not None, out.blocks(w.shape[0])
         scaled = a.logit_scale is not None
         problem = "softmax", dtype_of(out.first), bias, a.softcap > 0, a.part_wsum is not None, weighted, scaled, stats
         for block, v0, v1 in blocks:
-            for c0, c1, z in _products(live_x, w[v0:v1]):
+            for c0, c1, z in _logit_products(live_x, w[v0:v1]):
                 first = v0 + c0
                 args = ExpArgs(
-                    z.data_ptr(), _from(address(block), c0, live_x.dtype), _from(a.bias, first, bias),
-                    _from(a.class_weight, first), a.slot_target, state.num_live, a.row_shift, a.row_max_bits, a.flags,
+                    z.data_ptr(), _offset(address(block), c0, live_x.dtype), _offset(a.bias, first, bias),
+                    _offset(a.class_weight, first), a.slot_target, state.num_live, a.row_shift, a.row_max_bits, a.flags,
                     a.part_sum, a.part_wsum, a.part_elog, a.argmax_bits, a.target_logit, first // TILE_N, tiles, None,
                     None, z.stride(0), 0 if block is None else block.stride(0), a.softcap, first, start, rows, c1 - c0,
                     a.logit_scale,
@@ -64,11 +60,11 @@ class CublasKernels(RowKernels):
         a = epilogue
         weighted, scaled, entropy = a.class_weight is not None, a.logit_scale is not None, a.coef_entropy is not None
         problem = "dlogits", out.dtype, bias, a.softcap > 0, smoothing, weighted, scaled, False, entropy
-        for c0, c1, z in _products(live_x, w):
+        for c0, c1, z in _logit_products(live_x, w):
             first = a.v0 + c0
             args = ExpArgs(
-                z.data_ptr(), _from(out.data_ptr(), c0, out.dtype), _from(a.bias, c0, bias),
-                _from(a.class_weight, first), a.slot_target, state.num_live, *(None,) * 8, 0, 0, a.coefs,
+                z.data_ptr(), _offset(out.data_ptr(), c0, out.dtype), _offset(a.bias, c0, bias),
+                _offset(a.class_weight, first), a.slot_target, state.num_live, *(None,) * 8, 0, 0, a.coefs,
                 a.coef_entropy, z.stride(0), out.stride(0), a.softcap, first, start, live_x.shape[0], c1 - c0,
                 a.logit_scale,
             )  # fmt: skip
@@ -77,7 +73,7 @@ class CublasKernels(RowKernels):
     def dx(self, e, w, state, start, out, accumulate=False, split_tail=False, epilogue=None) -> None:
         """Without epilogue, all rows are written."""
         if epilogue is None:
-            return _times_w(e, w, out, accumulate)
+            return _multiply_w(e, w, out, accumulate)
         rows, h = e.first.shape[0], w.shape[1]
         step = min(product_rows(h), rows)
         products = e.first.new_empty((step, h), dtype=torch.float32)
@@ -85,37 +81,37 @@ class CublasKernels(RowKernels):
             r1 = min(r0 + step, rows)
             acc = products[: r1 - r0]
             part = ExpLogits(e.first[r0:r1], e.split, None if e.second is None else e.second[r0:r1])
-            _times_w(part, w, acc, False)
+            _multiply_w(part, w, acc, False)
             args = ScatterArgs(
-                acc.data_ptr(), _from(epilogue.row_scale, r0), epilogue.order, out.data_ptr(), state.num_live,
+                acc.data_ptr(), _offset(epilogue.row_scale, r0), epilogue.order, out.data_ptr(), state.num_live,
                 start + r0, r1 - r0,
             )  # fmt: skip
             self.launch(args, "lce_scatter", h, out.dtype, True)
 
     def dw(self, e, scaled_x, state, start, out, accumulate, split_tail=False, factor=None, residual=None) -> None:
-        """A 16-bit out is rounded by cuBLAS, which may also round partial sums if it splits the sum over rows.
+        """cuBLAS rounds a 16-bit out, and partial sums too if it uses split-K.
 
-        `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` governs that, as for any GEMM of PyTorch's.
+        `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` controls the latter, as in PyTorch's GEMMs.
         """
         rows, h = scaled_x.shape
         # cuBLAS also reads ignored rows, and 0 * NaN would reach every class
         self.launch(ClearArgs(scaled_x.data_ptr(), state.num_live, start, rows), "lce_clear", h, scaled_x.dtype)
         if factor is None:
             (addmm if accumulate else mm)(e.t(), scaled_x, out)
-        else:  # cuBLAS takes factors from the host only
+        else:  # cuBLAS takes factors only from the host
             product = scaled_x.new_empty(out.shape, dtype=torch.float32)
             mm(e.t(), scaled_x, product)
             product.mul_(factor)
             out.add_(product) if accumulate else out.copy_(product)
 
 
-def _from(address: int | None, first: int, dtype: torch.dtype | None = torch.float32) -> int | None:
-    """The address of element `first`."""
+def _offset(address: int | None, first: int, dtype: torch.dtype | None = torch.float32) -> int | None:
+    """The address of element `first`, given the address of element 0."""
     return None if address is None else address + first * dtype.itemsize
 
 
-def _products(live_x: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """live_x @ w.T in fp32, classes [c0, c1) of w at a time, in rows of whole tiles; each overwrites the last one."""
+def _logit_products(live_x: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Yields c0, c1 and fp32 live_x @ w[c0:c1].T, in a buffer of whole tiles that each step overwrites."""
     rows, n = live_x.shape[0], w.shape[0]
     step = min(logit_columns(rows), _ceil_div(n, TILE_N) * TILE_N)
     z = live_x.new_empty((rows, step), dtype=torch.float32)
@@ -125,8 +121,8 @@ def _products(live_x: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         yield c0, c1, z
 
 
-def _times_w(e: ExpLogits, w: Tensor, out: Tensor, accumulate: bool) -> None:
-    """out = (or += with `accumulate`) e @ w, fp32."""
+def _multiply_w(e: ExpLogits, w: Tensor, out: Tensor, accumulate: bool) -> None:
+    """out = (+= with `accumulate`) e @ w, fp32."""
     for part, v0, v1 in e.blocks(w.shape[0]):
         (addmm if accumulate or v0 else mm)(part, w[v0:v1], out)
 

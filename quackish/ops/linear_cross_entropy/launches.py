@@ -1,9 +1,9 @@
-"""Launches of linear cross entropy's kernels: work on the current stream of their device.
+"""Launches of linear cross entropy's kernels on the current stream of their device.
 
-A chunk is a range [start, start + rows) of slots, indices into `order`, which lists live rows first. Buffers of a chunk
-are counted from 0: their row i is slot start + i. They may come from torch.empty: what a GEMM may read after the last
-live row is written. Matrices are tensors; vectors of rows, and single numbers, are addresses. Tensors are contiguous
-unless stated, and start on 16 bytes where they have h or v columns; h is a multiple of 8. None of this is checked here.
+A chunk is a range [start, start + rows) of slots, which are indices into `order`, where live rows come first. Row i of
+a chunk's buffer is slot start + i. Buffers may come from torch.empty: the kernels write all rows that a GEMM reads.
+Matrices are passed as tensors, vectors of rows and single numbers as addresses. Tensors are contiguous unless stated.
+Those with h or v columns are aligned to 16 bytes; h is a multiple of 8. None of this is checked here.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ I32, F32 = torch.int32, torch.float32
 
 
 def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if like.is_cuda:  # the current device, which is like's
+    if like.is_cuda:  # like's device is the current one
         return cuda.empty(shape, strides, dtype)
     return like.new_empty_strided(shape, strides, dtype=dtype)
 
@@ -47,10 +47,10 @@ def matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return empty(like, (rows, columns), (columns, 1), dtype)
 
 
-def padded(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """A matrix whose rows start on 128 bytes."""
-    if columns % 8:  # the last row's padding must exist: it is read, 16 bytes at a time, but not used
-        return padded(like, rows, -(-columns // 8) * 8, dtype)[:, :columns]
+def padded_matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A matrix whose rows are aligned to 128 bytes."""
+    if columns % 8:  # kernels read 16 bytes at a time: the last row needs allocated padding
+        return padded_matrix(like, rows, -(-columns // 8) * 8, dtype)[:, :columns]
     return empty(like, (rows, columns), padded_strides(columns), dtype)
 
 
@@ -58,15 +58,15 @@ def padded_strides(columns: int) -> tuple[int, int]:
     return -(-columns // 64) * 64, 1
 
 
-def inside(of: Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """A matrix `offset` bytes into the storage of `of`, which is contiguous and has a storage of its own."""
-    if of.dtype != dtype:
-        of = of.view(-1).view(dtype)
-    return of.as_strided((rows, columns), (columns, 1), offset // dtype.itemsize)
+def view_into(owner: Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A matrix `offset` bytes into the storage of `owner`, which is contiguous and starts at its storage's start."""
+    if owner.dtype != dtype:
+        owner = owner.view(-1).view(dtype)
+    return owner.as_strided((rows, columns), (columns, 1), offset // dtype.itemsize)
 
 
-def part(t: Tensor, first: int, last: int) -> Tensor:
-    """t[first:last]; a slice takes a microsecond."""
+def row_slice(t: Tensor, first: int, last: int) -> Tensor:
+    """t[first:last]; t itself if that is all of it, because slicing takes a microsecond."""
     return t if last - first == t.shape[0] else t[first:last]
 
 
@@ -79,20 +79,20 @@ def dtype_of(t: Tensor | None) -> torch.dtype | None:
 
 
 class ExpLogits(NamedTuple):
-    """exp_logits of a chunk, or their gradients: one matrix, or two that share its columns."""
+    """exp_logits or dlogits of a chunk: one matrix, or two that split its columns."""
 
-    first: Tensor | None  # (rows, split) bf16, or (rows, v) without second; None: not stored
+    first: Tensor | None  # (rows, split) bf16; (rows, v) if `second` is None; None: not stored
     split: int = 0
     second: Tensor | None = None  # (rows, v - split)
 
     def rows(self, n: int) -> "ExpLogits":
-        """Of the first n rows."""
+        """The first n rows."""
         if self.first is None or n == self.first.shape[0]:
             return self
         return ExpLogits(self.first[:n], self.split, None if self.second is None else self.second[:n])
 
     def blocks(self, v: int) -> list[tuple[Tensor | None, int, int]]:
-        """(matrix, first class, end of the classes)"""
+        """(matrix, first class, end of its classes) of each matrix."""
         if self.second is None:
             return [(self.first, 0, v)]
         return [(self.first, 0, self.split), (self.second, self.split, v)]
@@ -107,27 +107,27 @@ NOT_STORED = ExpLogits(None)
 
 
 class RowState(NamedTuple):
-    """Vectors of all m rows: their addresses in one allocation, `memory`. Forward fills it, backward reads it."""
+    """Addresses of vectors with one number per row, in one allocation. Forward fills them, backward reads them."""
 
-    memory: Tensor  # (RowState.size(m),) int32
-    tickets: int  # (NUM_TICKETS,) int32, 0 unless a GEMM runs: of its split_k_tail, and the last one of its wave_sync
+    memory: Tensor  # (RowState.size(m),) int32: the allocation
+    tickets: int  # (NUM_TICKETS,) int32, for split_k_tail; the last one for wave_sync. 0 between GEMMs
     num_live: int  # (1,) int32
     inv_divisor: int  # (1,) fp32
     order: int  # (m,) int32: the row of each slot, live rows first
-    lse: int  # (m,) fp32, of rows; what follows is of slots
+    lse: int  # (m,) fp32, by row; the vectors below are by slot
     slot_target: int  # int32
     row_max_bits: int  # int32
     target_logit: int  # fp32
     row_sum: int  # fp32
-    # What backward does not read: it computes these anew.
+    # Backward does not read these: it recomputes them.
     row_shift: int  # fp32
     row_scale: int  # fp32
-    # What live rows have at their targets, by class. Their part of dw is sorted_grad * x[sorted_row].
+    # The target terms of live rows, sorted by class: sorted_grad * x[sorted_row] is added to dw[sorted_target].
     sorted_target: int  # int32
     sorted_row: int  # int32
     sorted_grad: int  # fp32
-    flags: int  # (1 + ceil(rows / ROW_TILE),) int32: whether any tile of rows is flagged, and which; of a chunk
-    # Of rows; the memory has these with return_stats only. Backward reads the entropy.
+    flags: int  # (1 + ceil(rows / ROW_TILE),) int32 of a chunk: whether any tile of rows is flagged, then which ones
+    # By row, and only with return_stats. Backward reads the entropy.
     log_prob: int  # fp32
     entropy: int  # fp32
     predicted: int  # int32
@@ -138,13 +138,13 @@ class RowState(NamedTuple):
 
     @classmethod
     def new(cls, like: Tensor, return_stats: bool = False) -> "RowState":
-        """For the rows of `like`; `compact` and the forward of a schedule fill it."""
+        """Uninitialized state for the rows of `like`."""
         m = like.shape[0]
         return cls.of(vector(like, cls.size(m, return_stats), I32), m)
 
     @classmethod
     def of(cls, memory: Tensor, m: int) -> "RowState":
-        tickets, step = memory.data_ptr(), -(-m // 4) * 16  # each vector starts on 16 bytes
+        tickets, step = memory.data_ptr(), -(-m // 4) * 16  # each vector is aligned to 16 bytes
         num_live = tickets + 4 * NUM_TICKETS
         return cls(memory, tickets, num_live, num_live + 4, *range(num_live + 16, num_live + 16 + 15 * step, step))
 
@@ -157,26 +157,25 @@ class RowState(NamedTuple):
 
 
 class RowKernels:
-    """The kernels around the GEMMs, of one device. A kernel is compiled, or loaded, by its first call.
+    """The kernels around the GEMMs, on one device. The first call of a kernel compiles or loads it.
 
-    Their arguments are those of the kernels (configs/lce_args.py), with `softcap` 0 for none. See each kernel's module
-    for what it does.
+    Arguments are those of the kernels (configs/lce_args.py); `softcap` 0 means none. Each kernel's module documents it.
     """
 
     def __init__(self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for):
         self.device, self.gpu, self.kernel_for = device, gpu or gpu_of(device.index), kernel_for
         self.stream = cuda.current_stream_of(device)
-        # the epoch of the choices, and the kernels chosen in it
+        # the epoch of tuned configs, and the kernels chosen in it
         self._kernels: tuple[int, dict[tuple, Kernel]] = choose.epoch, {}
 
     def kernel(self, name: str, *fields: Any) -> Kernel:
-        """The kernel for the problem with these fields; dtypes are torch's, their names go into the problem."""
+        """The kernel for the problem with these fields. torch dtypes are converted to their names."""
         epoch, kernels = self._kernels
         if epoch != choose.epoch:
             _, kernels = self._kernels = choose.epoch, {}
         key = name, fields
         kernel = kernels.get(key)
-        if kernel is None:  # if the epoch changes while one is chosen, these kernels are dropped
+        if kernel is None:  # if the epoch changes meanwhile, this dictionary is dropped
             fields = [str(f).removeprefix("torch.") if isinstance(f, torch.dtype) else f for f in fields]
             kernel = kernels[key] = self.kernel_for(name, _PROBLEMS[name](*fields), self.gpu)
         return kernel
@@ -188,10 +187,10 @@ class RowKernels:
         self, target: Tensor, class_weight: Tensor | None, num_items: float | Tensor | None, ignore_index: int, v: int,
         mean: bool, state: RowState,
     ) -> None:  # fmt: skip
-        """Lists the live rows (target != ignore_index) first in state.order, each part ascending, and counts them.
+        """Writes state.order, live rows (target != ignore_index) first, both parts ascending, and state.num_live.
 
-        inv_divisor: with `mean` 1 / num_items, or without that 1 / (sum of the class weights of live rows whose target
-        is a class); 1 if no row has a class, and without `mean`.
+        Also writes state.inv_divisor: with `mean` 1 / num_items, or without num_items 1 / (sum of class weights of
+        live rows whose target is a class); 1 without `mean` or if no row has a class.
         """
         divisor, items, items_at = "weights" if mean else "one", 1.0, None
         if mean and isinstance(num_items, Tensor) and num_items.is_cuda:
@@ -207,7 +206,7 @@ class RowKernels:
         self.launch(args, "lce_compact", target.dtype, dtype_of(class_weight), divisor)
 
     def scale(self, out: Tensor, factor: Tensor, out2: Tensor | None = None) -> None:
-        """out *= factor (one fp32 number), and out2 of out's dtype, in place; leaves at once if the factor is 1."""
+        """out *= factor, out2 *= factor in place; equal dtypes, one fp32 factor. The kernel returns at once for 1."""
         n, n2 = out.numel(), 0 if out2 is None else out2.numel()
         if n + n2 == 0:
             return
@@ -219,26 +218,26 @@ class RowKernels:
 
 
 class LceKernels(RowKernels):
-    """All kernels of a Hopper GPU.
+    """All kernels on a Hopper GPU.
 
-    The GEMMs' operands are bf16 or fp16 with unit stride along their columns, rows a multiple of 8 elements apart. All
-    sums run over live rows only, chunk rows [0, num_live - start), which the device counts.
+    GEMM operands are bf16 or fp16, with unit stride along columns and row strides that are multiples of 8 elements.
+    Sums include live rows only: chunk rows [0, num_live - start), where num_live is on the device.
     """
 
-    keeps_residual = True  # `dw` can keep what its rounding drops
+    keeps_residual = True  # `dw` can keep the rounding residual
 
     def num_tiles(self, v: int) -> int:
-        """How many partial sums a row of `part_sum` has."""
+        """Partial sums per row of `part_sum`."""
         return -(-v // SOFTMAX_TILE_N)
 
     def logits(
         self, live_x: Tensor, w: Tensor, out: ExpLogits, epilogue: SoftmaxArgs, bias: torch.dtype | None,
         state: RowState, start: int,
     ) -> None:  # fmt: skip
-        """exp_logits = exp(logits - row_shift) * d; their sums without d per row and tile; the targets' logits.
+        """exp_logits = exp(logits - row_shift) * softcap's derivative; sums of the exponentials; target logits.
 
-        live_x (rows, h), w (v, h); bias: its dtype. A logit far above row_shift raises row_max_bits and flags its tile:
-        a second launch recomputes these tiles, shifted by row_max_bits, and returns at once if there are none.
+        live_x (rows, h), w (v, h); bias: its dtype. A logit far above row_shift raises row_max_bits and flags its tile.
+        A second launch recomputes flagged tiles with row_max_bits as the shift; it returns at once if there are none.
         """
         sizes = live_x.shape[0], *w.shape
         for recompute in (False, True):
@@ -256,7 +255,7 @@ class LceKernels(RowKernels):
         self, live_x: Tensor, w: Tensor, out: Tensor, epilogue: DlogitsArgs, bias: torch.dtype | None, smoothing: bool,
         state: RowState, start: int,
     ) -> None:  # fmt: skip
-        """out (rows, n) = the gradient of the logits of the n classes of w: kernels/common/epilogue_dlogits.py."""
+        """out (rows, n) = dlogits of the n classes of w: see kernels/common/epilogue_dlogits.py."""
         kernel = self.kernel(
             "lce_gemm", "dlogits", live_x.dtype, out.dtype, bias, epilogue.softcap > 0, smoothing,
             epilogue.class_weight is not None, epilogue.logit_scale is not None, epilogue.coef_entropy is not None,
@@ -265,19 +264,19 @@ class LceKernels(RowKernels):
 
     def dx(
         self,
-        e: ExpLogits,  # (rows, n); split at a multiple of the GEMM's step along k
+        e: ExpLogits,  # (rows, n), split at a multiple of the GEMM's k tile
         w: Tensor,  # (n, h)
         state: RowState,
         start: int,
         out: Tensor,  # contiguous: (rows, h) fp32, or (m, h) with an epilogue
-        accumulate: bool = False,  # without epilogue
-        split_tail: bool = False,  # with an epilogue
+        accumulate: bool = False,  # only without an epilogue
+        split_tail: bool = False,  # only with an epilogue
         epilogue: RowsOutArgs | None = None,
     ) -> None:
-        """out = (or += with `accumulate`) e @ w; with an epilogue row i, scaled, goes to row order[start + i] of out.
+        """out = (+= with `accumulate`) e @ w. With an epilogue, row i is scaled and written to row order[start + i].
 
-        Without it, rows up to the end of a tile with live rows are written too. With `split_tail` tiles of a
-        partly filled last wave are split along the classes, which takes 17 MB of scratch, or 69 MB for deep tiles.
+        Without one, all rows of the last live row's tile are written. `split_tail` splits the tiles of a partly filled
+        last wave along the classes, which takes 17 MB of scratch, or 69 MB for deep tiles.
         """
         kernel = self.kernel(
             "lce_gemm", "store" if epilogue is None else "rows", e.first.dtype, out.dtype, e.second is not None,
@@ -292,13 +291,13 @@ class LceKernels(RowKernels):
         scaled_x: Tensor,  # (rows, h)
         state: RowState,
         start: int,
-        out: Tensor,  # (n, h) contiguous; fp32 to accumulate, bf16 with a residual, which does not accumulate
-        accumulate: bool,
-        split_tail: bool = False,  # as in `dx`, along the rows; where there are few tiles
+        out: Tensor,  # (n, h) contiguous; fp32 if `accumulate`, bf16 with `residual`
+        accumulate: bool,  # not with `residual`
+        split_tail: bool = False,  # as in `dx`, along the rows; ignored if there are many tiles
         factor: Tensor | None = None,  # (1,) fp32
         residual: ResidualArgs | None = None,
     ) -> None:
-        """out = (or += with `accumulate`) e.T @ scaled_x, times a factor, or with the residual of its rounding kept."""
+        """out = (+= with `accumulate`) factor * e.T @ scaled_x. `residual` keeps what rounding out drops."""
         (rows, h), n = scaled_x.shape, e.shape[1]
         split_tail = split_tail and splits_dw_tail(n, h, self.gpu.sm_count)
         kernel = self.kernel(
@@ -318,7 +317,7 @@ class LceKernels(RowKernels):
         split_tail: bool = False,
         wave_sync: bool = True,
     ) -> None:
-        """Launches a GEMM: see GemmArgs."""
+        """Launches a GEMM. The arguments are those of GemmArgs."""
         (a, b, d, second, split), (m, n, k) = operands if len(operands) == 5 else (*operands, None, 0), sizes
         clusters, tail = kernel.config.max_clusters(self.gpu.sm_count), None
         if split_tail:
@@ -334,11 +333,11 @@ class LceKernels(RowKernels):
         kernel.launch(args, self.stream())
 
 
-_ON_LOGITS = "bias_dtype", "softcap", "smoothing", "weighted", "logit_scale"
-# The problems of the GEMMs: what each has always, and the fields that differ from launch to launch.
+_LOGIT_FIELDS = "bias_dtype", "softcap", "smoothing", "weighted", "logit_scale"
+# Per GEMM: constant fields of its GemmProblem, and the fields given at launch.
 _GEMMS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "softmax": ({}, (*_ON_LOGITS, "return_stats", "recompute_flagged", "d_in_two")),
-    "dlogits": ({}, (*_ON_LOGITS, "entropy")),
+    "softmax": ({}, (*_LOGIT_FIELDS, "return_stats", "recompute_flagged", "d_in_two")),
+    "dlogits": ({}, (*_LOGIT_FIELDS, "entropy")),
     "rows": (dict(b_major="n"), ("a_in_two", "accumulate", "split_k_tail")),
     "store": (dict(b_major="n"), ("a_in_two", "accumulate", "split_k_tail")),
     "dw": (
@@ -349,9 +348,9 @@ _GEMMS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 
 
 def _gemm_problem(name: str, dtype: str, out_dtype: str | None, *fields: Any) -> GemmProblem:
-    always, names = _GEMMS[name]
-    differing = dict(zip(names, fields, strict=True))
-    return GemmProblem(**{"epilogue": name, "dtype": dtype, "out_dtype": out_dtype, **always, **differing})
+    constants, names = _GEMMS[name]
+    given = dict(zip(names, fields, strict=True))
+    return GemmProblem(**{"epilogue": name, "dtype": dtype, "out_dtype": out_dtype, **constants, **given})
 
 
 _PROBLEMS = {

@@ -1,7 +1,7 @@
-"""What a call holds at its peak, and what to run within a memory limit. Nothing is allocated, and no GPU is needed.
+"""The peak memory of a call, and the fastest config within a memory limit. Allocates nothing and needs no GPU.
 
-A rehearsal runs the operation's own code on meta tensors. Its kernels are stand-ins, and a dispatch mode counts the
-memory that is asked for.
+A dry run executes the operation's own code on meta tensors, with kernels that do nothing. A dispatch mode counts the
+memory that it would allocate.
 """
 
 import math
@@ -31,15 +31,15 @@ from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.modes import is_compiling
 
 META = torch.device("meta")
-# PyTorch's caching allocator hands out multiples of 512 bytes, and above 1 MiB blocks up to 1 MiB larger than asked.
+# PyTorch's caching allocator rounds up to multiples of 512 bytes, and above 1 MiB adds up to 1 MiB more.
 BLOCK, LARGE = 512, 1 << 20
-SORT_BYTES = 24  # per element, beside the results: indices and CUB's scratch
+SORT_BYTES = 24  # scratch of torch.sort per element: indices and CUB's temporary storage
 
 
 class Request(NamedTuple):
-    """All that memory depends on, but the config; constants to torch.compile."""
+    """Everything that memory depends on, except the config. torch.compile treats it as constants."""
 
-    tensors: tuple  # of `described`
+    tensors: tuple  # of `tensor_metadata`
     options: tuple  # the fields of Plan before schedule
     why_portable: str | None
     return_lse: bool
@@ -54,8 +54,8 @@ class Request(NamedTuple):
         return math.prod(target), h, v
 
 
-def described(inputs: Inputs) -> tuple:
-    """The arguments of `_blank` for all but logit_scale and num_items; None where absent."""
+def tensor_metadata(inputs: Inputs) -> tuple:
+    """The arguments of `_meta_tensor` for each input except logit_scale and num_items; None if absent."""
     grad, tensors = torch.is_grad_enabled(), (*inputs[:5], inputs.grad_weight_out)
     return tuple(
         None if t is None else (_ints(t.shape), _ints(t.stride()), _offset(t), t.dtype, grad and t.requires_grad)
@@ -68,14 +68,14 @@ def _ints(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _offset(t: Tensor) -> int:
-    """In elements modulo 8: weights that do not start on 16 bytes are copied. The compiler cannot trace offsets."""
+    """Storage offset in elements, modulo 8: weights not aligned to 16 bytes are copied. Dynamo cannot trace offsets."""
     return 0 if is_compiling() else t.storage_offset() % 8
 
 
-def problem_of(
+def problem_for(
     options: tuple, v: int, h: int, return_lse: bool, has_out: bool, on_kernels: bool
 ) -> KernelProblem | LinearCrossEntropyProblem:
-    """What the rules depend on; `options` has the fields of Plan before schedule."""
+    """The problem that the config rules take. `options`: the fields of Plan before schedule."""
     _, smoothing, softcap, _, reduction, return_stats, compute_dtype = options
     return_lse = return_lse or return_stats
     dtype = str(compute_dtype).removeprefix("torch.")
@@ -84,157 +84,163 @@ def problem_of(
     return LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
 
 
-# Within a limit ------------------------------------------------------------------------------------------------------
+# Memory limit ---------------------------------------------------------------------------------------------------------
 
 
-def within(
+def choose_within_limit(
     memory_limit: int, request: tuple, schedule: str, chunk_size: int | None, gpu: Gpu | None = None
 ) -> tuple[str, int, bool, bool]:
-    """The fastest config that takes at most `memory_limit` bytes, as a tuple; ValueError if none does.
+    """The fields of the fastest config that needs at most `memory_limit` bytes; ValueError if there is none.
 
-    In a thread of its own: there, no mode, hook of saved tensors, autocast or no_grad of the caller's is on.
+    Runs in a new thread, where none of the caller's modes, saved-tensor hooks, autocast or no_grad are active.
     """
-    with ThreadPoolExecutor(1) as apart:
-        return apart.submit(_within, memory_limit, Request(*request), schedule, chunk_size, gpu).result()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_choose_within_limit, memory_limit, Request(*request), schedule, chunk_size, gpu).result()
 
 
-# What torch.compiler.assume_constant_result does, which would import the compiler first, Triton included.
-within._dynamo_marked_constant = True
+# torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
+choose_within_limit._dynamo_marked_constant = True
 
 
-def _within(memory_limit: int, request: Request, schedule: str, chunk_size: int | None, gpu: Gpu | None) -> tuple:
-    for how in candidates(request, schedule, chunk_size):
+def _choose_within_limit(
+    memory_limit: int, request: Request, schedule: str, chunk_size: int | None, gpu: Gpu | None
+) -> tuple:
+    for config in candidates(request, schedule, chunk_size):
         try:
-            Rehearsal(request, how, gpu, memory_limit).run()
-        except _TooMuch:
+            MemoryDryRun(request, config, gpu, memory_limit).run()
+        except _LimitExceeded:
             continue
-        return how.schedule, how.chunk_rows, how.dx_in_forward, how.dw_in_chunks
-    *_, (how, needs) = frontier(request, schedule, chunk_size, gpu)
+        return config.schedule, config.chunk_rows, config.dx_in_forward, config.dw_in_chunks
+    *_, (config, bytes_needed) = frontier(request, schedule, chunk_size, gpu)
     raise ValueError(
-        f"linear_cross_entropy: memory_limit is {memory_limit} bytes, expected at least {needs}: what "
-        f'schedule="{how.schedule}", chunk_size={how.chunk_rows} takes beside inputs and gradients'
+        f"linear_cross_entropy: memory_limit is {memory_limit} bytes, expected at least {bytes_needed}, the peak of "
+        f'schedule="{config.schedule}", chunk_size={config.chunk_rows} in addition to inputs and gradients'
     )
 
 
 def frontier(
     request: Request, schedule: str, chunk_size: int | None, gpu: Gpu | None = None
 ) -> Iterator[tuple[LinearCrossEntropyConfig, int]]:
-    """(config, the bytes that it takes), the fastest first, each with less memory than all before it.
+    """(config, bytes needed), the fastest first, each with less memory than all before it.
 
-    gpu: in place of the device's.
+    gpu: overrides the device's.
     """
     least = math.inf
-    for how in candidates(request, schedule, chunk_size):
-        needs = Rehearsal(request, how, gpu).run().above_gradients
-        if needs < least:
-            least = needs
-            yield how, needs
+    for config in candidates(request, schedule, chunk_size):
+        bytes_needed = MemoryDryRun(request, config, gpu).run().peak_without_grads
+        if bytes_needed < least:
+            least = bytes_needed
+            yield config, bytes_needed
 
 
 def candidates(request: Request, schedule: str, chunk_size: int | None) -> list[LinearCrossEntropyConfig]:
-    """What a call may run within a limit, the fastest first."""
+    """The configs to try for a memory limit, the fastest first."""
     (m, h, v), has_out, on_kernels = request.sizes, request.tensors[5] is not None, request.why_portable is None
-    problem = problem_of(request.options, v, h, request.return_lse, has_out, on_kernels)
+    problem = problem_for(request.options, v, h, request.return_lse, has_out, on_kernels)
     return by_speed(problem, m, h, schedule, chunk_size)
 
 
-# Rehearsals ----------------------------------------------------------------------------------------------------------
+# Dry runs -------------------------------------------------------------------------------------------------------------
 
 
-class Held(NamedTuple):
+class Allocation(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes: int
 
 
-class _TooMuch(Exception):
+class _LimitExceeded(Exception):
     pass
 
 
-class Tally(TorchDispatchMode):
-    """Counts the memory that code asks for on meta tensors."""
+class MemoryCounter(TorchDispatchMode):
+    """Counts the memory that operations on meta tensors would allocate."""
 
     def __init__(self):
         super().__init__()
-        self.given: set[int] = set()  # storages that are not counted
-        self.held: dict[int, tuple[StorageWeakRef, Held]] = {}
+        self.ignored: set[int] = set()  # storages that are not counted
+        self.held: dict[int, tuple[StorageWeakRef, Allocation]] = {}
         self.peak, self.at_peak = 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # a GEMM's result exists already, and nothing reads its values
+        # with `out`, the result exists already and nothing reads its values: skip the operation
         result = kwargs["out"] if "out" in kwargs else func(*args, **kwargs)
-        self.called(func, args, result)
-        self.hold(tensors_in(result), SORT_BYTES * args[0].numel() if func.overloadpacket.__name__ == "sort" else 0)
+        self.record_call(func, args, result)
+        self.count(tensors_of(result), SORT_BYTES * args[0].numel() if func.overloadpacket.__name__ == "sort" else 0)
         return result
 
-    def give(self, *tensors: Tensor | None) -> None:
-        self.given |= {t.untyped_storage()._cdata for t in tensors if t is not None}
+    def ignore(self, *tensors: Tensor | None) -> None:
+        self.ignored |= {t.untyped_storage()._cdata for t in tensors if t is not None}
 
-    def called(self, func, args, result) -> None:
-        """For what else is to be recorded."""
+    def record_call(self, func, args, result) -> None:
+        """Hook for subclasses."""
 
-    def hold(self, results: list[Tensor], scratch: int) -> None:
+    def count(self, results: list[Tensor], scratch: int) -> None:
         stored = {t.untyped_storage()._cdata: t for t in results}
-        new = [at for at in stored if at not in self.given and at not in self.held]
+        new = [at for at in stored if at not in self.ignored and at not in self.held]
         if not new and not scratch:
             return
         self.held = {at: pair for at, pair in self.held.items() if not pair[0].expired()}
         for at in new:
             storage, t = stored[at].untyped_storage(), stored[at]
-            self.held[at] = StorageWeakRef(storage), Held(tuple(t.shape), t.dtype, self.allocated(storage.nbytes()))
+            allocation = Allocation(tuple(t.shape), t.dtype, self.allocation_size(storage.nbytes()))
+            self.held[at] = StorageWeakRef(storage), allocation
         total = sum(held.bytes for _, held in self.held.values()) + scratch
         self.check(total)
         if total > self.peak:
             self.peak, self.at_peak = total, [held for _, held in self.held.values()]
 
     def check(self, total: int) -> None:
-        """For limits on what is held."""
+        """Hook for subclasses that limit the total."""
 
-    def allocated(self, size: int) -> int:
+    def allocation_size(self, size: int) -> int:
         return -(-size // BLOCK) * BLOCK + (LARGE if size > LARGE else 0)
 
 
-class Rehearsal(Tally):
-    """Runs forward and backward, with all gradients that are required, and a gradient that arrives at each result."""
+class MemoryDryRun(MemoryCounter):
+    """Runs forward and backward with a gradient for each differentiable output, and all required input gradients."""
 
-    def __init__(self, request: Request, how: LinearCrossEntropyConfig, gpu: Gpu | None = None, most: float = math.inf):
-        """most: bytes beside inputs and gradients; `run` raises _TooMuch as soon as it needs more."""
+    def __init__(
+        self, request: Request, config: LinearCrossEntropyConfig, gpu: Gpu | None = None, limit: float = math.inf
+    ):
+        """limit: bytes in addition to inputs and gradients. `run` raises _LimitExceeded above it."""
         super().__init__()
-        self.request, self.phase, self.most = request, "forward", most
-        self.plan = Plan(*request.options, *vars(how).values(), request.why_portable)
-        self.k = None
+        self.request, self.phase, self.limit = request, "forward", limit
+        self.plan = Plan(*request.options, *vars(config).values(), request.why_portable)
+        self.kernels = None
         if request.why_portable is None:
             gpu = gpu or autograd.kernels_of(request.device).gpu
-            self.k = autograd.kernels_on(META, gpu, self.kernel_for)
-        self.gradients = 0
-        self.made = 0  # bytes of gradients, by the forward operator
+            self.kernels = autograd.make_kernels(META, gpu, self.kernel_for)
+        self.grad_bytes = 0
+        self.forward_grad_bytes = 0  # of the gradients that the forward operator returns
 
     @property
-    def above_gradients(self) -> int:
-        return self.peak - self.gradients
+    def peak_without_grads(self) -> int:
+        return self.peak - self.grad_bytes
 
-    def run(self) -> "Rehearsal":
-        # The first operation would import it, and references from there would keep tensors until they are collected.
+    def run(self) -> "MemoryDryRun":
+        # Import it now: done by the first operation, the import would keep tensors alive until garbage collection.
         import torch._dynamo
 
-        *tensors, dw_out = (None if t is None else _blank(*t) for t in self.request.tensors)
+        *tensors, dw_out = (None if t is None else _meta_tensor(*t) for t in self.request.tensors)
         plan, return_lse = self.plan, self.request.return_lse
         inputs = Inputs(*tensors, 1.0 if self.request.has_scale else None, None, dw_out)
         shape = inputs.target.shape
         dtype = autograd.accumulate_dtype(plan.compute_dtype)
-        arriving = [torch.empty(shape if plan.reduction == "none" else (), dtype=dtype, device=META)]
-        arriving += [torch.empty(shape, dtype=dtype, device=META)] * (3 if plan.return_stats else return_lse)
-        self.give(*tensors, dw_out, *arriving)
-        wanted = [t for t in inputs[:3] if t is not None and t.requires_grad]
-        self.gradients = sum(t.nbytes for t in wanted if dw_out is None or t is not inputs.linear_weight)
+        grad_outputs = [torch.empty(shape if plan.reduction == "none" else (), dtype=dtype, device=META)]
+        grad_outputs += [torch.empty(shape, dtype=dtype, device=META)] * (3 if plan.return_stats else return_lse)
+        self.ignore(*tensors, dw_out, *grad_outputs)
+        requires_grad = [t for t in inputs[:3] if t is not None and t.requires_grad]
+        self.grad_bytes = sum(t.nbytes for t in requires_grad if dw_out is None or t is not inputs.linear_weight)
         with self:
-            results = autograd.run(inputs, plan, return_lse, self.request.eager, self.k)[: len(arriving)]
+            results = autograd.run(inputs, plan, return_lse, self.request.eager, self.kernels)[: len(grad_outputs)]
             self.phase = "backward"
-            # compiled code does not scale in place the gradients that forward made
-            copies = torch.empty(self.made, dtype=torch.uint8, device=META) if self.made else None
-            if wanted:
-                torch.autograd.grad(results, wanted, arriving, allow_unused=dw_out is not None)
+            # compiled code scales forward's gradients out of place
+            num_bytes = self.forward_grad_bytes
+            copies = torch.empty(num_bytes, dtype=torch.uint8, device=META) if num_bytes else None
+            if requires_grad:
+                torch.autograd.grad(results, requires_grad, grad_outputs, allow_unused=dw_out is not None)
             del copies
         return self
 
@@ -242,28 +248,28 @@ class Rehearsal(Tally):
         return Kernel(lambda *args: None, choose(name, problem, gpu).config)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in autograd.IMPLEMENTATIONS:  # of the operators: in place of what they do with meta tensors
+        if func in autograd.IMPLEMENTATIONS:  # our operators: run them instead of their fake implementations
             with self:
-                result = autograd.IMPLEMENTATIONS[func](*args, k=self.k, device=self.request.device)
+                result = autograd.IMPLEMENTATIONS[func](*args, kernels=self.kernels, device=self.request.device)
             if self.phase == "forward" and not self.request.eager:
-                self.made = sum(grad.nbytes for grad in result[-3:] if grad is not None)
+                self.forward_grad_bytes = sum(grad.nbytes for grad in result[-3:] if grad is not None)
             return result
         if func is torch.ops.aten.empty_strided.default:
             kwargs = {**(kwargs or {}), "device": META}
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def check(self, total: int) -> None:
-        if total - self.gradients > self.most:
-            raise _TooMuch
+        if total - self.grad_bytes > self.limit:
+            raise _LimitExceeded
 
-    def allocated(self, size: int) -> int:
-        return super().allocated(size) if self.request.device.type == "cuda" else size
+    def allocation_size(self, size: int) -> int:
+        return super().allocation_size(size) if self.request.device.type == "cuda" else size
 
 
-def _blank(shape: tuple, strides: tuple, offset: int, dtype: torch.dtype, requires_grad: bool) -> Tensor:
+def _meta_tensor(shape: tuple, strides: tuple, offset: int, dtype: torch.dtype, requires_grad: bool) -> Tensor:
     t = torch.empty_strided(shape, strides, dtype=dtype, device=META)
     return t.as_strided(shape, strides, offset).requires_grad_(requires_grad)
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

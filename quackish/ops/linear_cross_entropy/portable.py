@@ -1,4 +1,4 @@
-"""Linear cross entropy's portable path for torch: what its operators compute without kernels, a chunk at a time."""
+"""The portable path of linear cross entropy: its operators in plain PyTorch, one chunk of rows at a time."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from quackish.errors import warn_once
 from quackish.ops.linear_cross_entropy.calls import Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, check_targets
-from quackish.ops.linear_cross_entropy.schedules import made_in_forward
+from quackish.ops.linear_cross_entropy.schedules import grads_in_forward
 from quackish.reference.linear_cross_entropy import (
     RowOptions,
     Rows,
@@ -19,11 +19,11 @@ from quackish.reference.linear_cross_entropy import (
 
 
 def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, device: torch.device | None = None) -> tuple:
-    """loss () or (m,), the rows' statistics (m,), the divisor of "mean", gradients, and kept logits (m, v).
+    """(loss, [statistics (m,)], divisor of "mean", gradients, logits (m, v) kept for `stored`).
 
-    The gradients are those that forward can compute, of the plain sum, in fp32 (fp64 for fp64): fp16 gradients of a
-    mean would underflow before a loss scale arrives in backward. device: the one whose call is rehearsed on meta
-    tensors.
+    loss is 0-dim or (m,). The gradients that forward can compute are of the undivided sum, in fp32 (fp64 for fp64):
+    fp16 gradients of a mean would underflow before backward applies the loss scale. device: the simulated device in a
+    dry run on meta tensors.
     """
     x, target, weight, v = inputs.input, inputs.target.reshape(-1), inputs.weight, inputs.linear_weight.shape[0]
     if x.device.type == "cpu":
@@ -34,7 +34,7 @@ def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, device: torch.devic
     rows, divisor = rows_of(target, v, weight, plan.ignore_index, dtype), None
     keeps = plan.schedule == "stored" and needed.any()
     logits = x.new_empty((target.numel(), v), dtype=dtype) if keeps else None
-    loss, stats, grads = _loop(inputs, plan, made_in_forward(plan, needed), rows, keep=logits, device=device)
+    loss, stats, grads = _loop(inputs, plan, grads_in_forward(plan, needed), rows, logits_out=logits, device=device)
     if plan.reduction != "none":
         loss = loss.sum()
     if plan.reduction == "mean":
@@ -48,21 +48,21 @@ def backward(
     grad_log_prob: Tensor | None, grad_entropy: Tensor | None, divisor: Tensor | None, logits: Tensor | None,
     device: torch.device | None = None,
 ) -> Grads:  # fmt: skip
-    """The gradients, from what arrives and what `forward` kept; dw is returned, not added to grad_weight_out."""
-    target, dtype, arriving = inputs.target.reshape(-1), accumulate_dtype(plan.compute_dtype), ()
+    """The gradients. divisor and logits are those of `forward`. dw is returned, not added to grad_weight_out."""
+    target, dtype, grad_outputs = inputs.target.reshape(-1), accumulate_dtype(plan.compute_dtype), ()
     row_grads = [None if grad is None else grad.reshape(-1) for grad in (grad_lse, grad_log_prob, grad_entropy)]
     first = next((grad for grad in row_grads if grad is not None), None)
     if divisor is not None and grad_loss is not None:
         grad_loss = grad_loss / divisor
-    is_common = first is None and plan.reduction != "none"  # one factor for all rows: multiplied in at the end
-    if not is_common:
+    is_scalar = first is None and plan.reduction != "none"  # one factor for all rows: applied at the end
+    if not is_scalar:
         grad_loss = first.new_zeros(()) if grad_loss is None else grad_loss
-        arriving = grad_loss.reshape(-1).expand(target.shape), *row_grads
+        grad_outputs = grad_loss.reshape(-1).expand(target.shape), *row_grads
     rows = rows_of(target, inputs.linear_weight.shape[0], inputs.weight, plan.ignore_index, dtype)
     plan = plan._replace(return_stats=False)
-    _, _, grads = _loop(inputs, plan, needed, rows, arriving, logits, device=device)
+    _, _, grads = _loop(inputs, plan, needed, rows, grad_outputs, logits, device=device)
     for grad in grads:
-        if is_common and grad is not None:
+        if is_scalar and grad is not None:
             grad.mul_(grad_loss)
     return grads
 
@@ -72,20 +72,20 @@ def _loop(
     plan: Plan,
     needed: GradsNeeded,
     rows: Rows,
-    arriving: tuple[Tensor | None, ...] = (),  # (m,) gradients of each row's loss, lse, log_prob and entropy
-    logits: Tensor | None = None,  # (m, v), where they were kept
-    keep: Tensor | None = None,  # (m, v), to be filled
+    grad_outputs: tuple[Tensor | None, ...] = (),  # (m,) gradients of each row's loss, lse, log_prob and entropy
+    logits: Tensor | None = None,  # (m, v), kept by forward
+    logits_out: Tensor | None = None,  # (m, v), written
     device: torch.device | None = None,
 ) -> tuple[Tensor, list[Tensor], Grads]:
-    """The rows' loss and statistics, and the gradients; without `arriving`, of the loss's plain sum."""
+    """The rows' losses, statistics, and the gradients; without `grad_outputs`, of the sum of the losses."""
     x, w, bias, _, weight, logit_scale, *_ = inputs
     m, (v, h), dtype = rows.ignored.numel(), w.shape, accumulate_dtype(plan.compute_dtype)
     options = RowOptions(plan.label_smoothing, plan.softcap, plan.z_loss, logit_scale)
-    # GEMM operands are 16-bit only where torch's GEMM delivers fp32 from them, which is CUDA's.
-    kind = (device or x.device).type
-    gemm_dtype = plan.compute_dtype if kind == "cuda" and torch.version.hip is None else dtype
+    # Only CUDA's GEMMs return fp32 results of 16-bit operands.
+    device_type = (device or x.device).type
+    gemm_dtype = plan.compute_dtype if device_type == "cuda" and torch.version.hip is None else dtype
     x, w = x.reshape(-1, h), w.to(plan.compute_dtype).to(gemm_dtype)
-    w = w if 1 in w.stride() else w.contiguous()  # else each chunk's GEMM would make its own copy
+    w = w if 1 in w.stride() else w.contiguous()  # copy once instead of in each chunk's GEMM
     bias, weight = (None if t is None else t.to(dtype) for t in (bias, weight))
     loss = x.new_empty(m, dtype=dtype)
     dtypes = (dtype, dtype, dtype, torch.int64) if plan.return_stats else (dtype,)
@@ -96,43 +96,43 @@ def _loop(
         x.new_zeros(v, dtype=dtype) if needed.db else None,
     )
 
-    def run(part: slice) -> None:
-        # A function: what a chunk allocates is gone before the next one allocates.
-        # An ignored row of x is zeroed, or its NaN would reach dw as 0 * NaN.
-        chunk_x = x[part].masked_fill(rows.ignored[part, None], 0.0).to(plan.compute_dtype).to(gemm_dtype)
+    def run_chunk(chunk: slice) -> None:
+        # A function, so that a chunk's memory is freed before the next chunk.
+        # Zero ignored rows of x: their NaNs would reach dw as 0 * NaN.
+        chunk_x = x[chunk].masked_fill(rows.ignored[chunk, None], 0.0).to(plan.compute_dtype).to(gemm_dtype)
         if logits is not None:
-            z = logits[part].clone()
+            z = logits[chunk].clone()
         else:
             z = x.new_empty((chunk_x.shape[0], v), dtype=dtype)
             mm(chunk_x, w.t(), out=z)
             if bias is not None:
                 z.add_(bias)
-        if keep is not None:
-            keep[part] = z
-        given = (None if t is None else t[part] for t in arriving)
-        loss[part], new, dlogits = chunk_of_rows(
-            z, rows[part], weight, options, needed.any(), *given, return_stats=plan.return_stats
+        if logits_out is not None:
+            logits_out[chunk] = z
+        chunk_grad_outputs = (None if t is None else t[chunk] for t in grad_outputs)
+        loss[chunk], chunk_stats, dlogits = chunk_of_rows(
+            z, rows[chunk], weight, options, needed.any(), *chunk_grad_outputs, return_stats=plan.return_stats
         )
-        for whole, values in zip(stats, new, strict=True):
-            whole[part] = values
+        for values, chunk_values in zip(stats, chunk_stats, strict=True):
+            values[chunk] = chunk_values
         if db is not None:
             db.add_(dlogits.sum(0))
         if dx is not None or dw is not None:
             dlogits = dlogits.to(gemm_dtype)
         if dx is not None:
-            mm(dlogits, w, out=dx[part])
+            mm(dlogits, w, out=dx[chunk])
         if dw is not None:
             addmm(dlogits.t(), chunk_x, out=dw)
 
-    # Operators run with the caller's autocast on; it would round the fp32 operands here.
-    with torch.autocast(kind, enabled=False):
+    # Operators run under the caller's autocast, which would round the fp32 operands.
+    with torch.autocast(device_type, enabled=False):
         for start in range(0, m, plan.chunk_rows):
-            run(slice(start, start + plan.chunk_rows))
+            run_chunk(slice(start, start + plan.chunk_rows))
     return loss, stats, grads
 
 
-def run_reference(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
-    """What `autograd.run` returns, by operations that torch.func and forward-mode AD know: all logits are held."""
+def run_full_logits(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
+    """The results of `autograd.run` from full logits, with operations that torch.func and forward-mode AD support."""
     x, w, bias, target, weight, logit_scale, num_items, _ = inputs
     flat_target = target.reshape(-1)
     if x.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(target):
@@ -152,12 +152,15 @@ def run_reference(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b, in out's dtype from the accumulator on."""
-    torch.mm(a, b, out=out) if a.dtype == out.dtype else torch.mm(a, b, out_dtype=out.dtype, out=out)
+    """out = a @ b, rounded only to out's dtype."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def addmm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out += a @ b, inside of the GEMM: no second buffer of out's size."""
+    """out += a @ b in the GEMM, without a second buffer."""
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out)
     else:

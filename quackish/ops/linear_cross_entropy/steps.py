@@ -1,4 +1,4 @@
-"""What the schedules of linear cross entropy are made of: launches that belong together. Terms: schedules.py."""
+"""The steps of linear cross entropy's schedules, each one or a few launches. schedules.py explains the terms."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -28,64 +28,64 @@ from quackish.ops.linear_cross_entropy.launches import (
     address,
     dtype_of,
     matrix,
-    part,
+    row_slice,
     vector,
 )
 from quackish.ops.modes import check_memory
 
-# Before the gradients -------------------------------------------------------------------------------------------------
+# Logits and row statistics --------------------------------------------------------------------------------------------
 
 
-def begin(call: Call) -> Tensor:
-    """Finds the live rows; (m,) fp32 for their losses."""
+def start_forward(call: Call) -> Tensor:
+    """Lists the live rows. Returns an (m,) fp32 buffer for the rows' losses."""
     plan = call.plan
-    call.k.compact(
+    call.kernels.compact(
         call.target, call.class_weight, call.num_items, plan.ignore_index, call.v, plan.reduction == "mean", call.state
     )
     return vector(call.x, call.m, F32)
 
 
-def new_grads(call: Call, needed: GradsNeeded, own_dw: bool = True) -> Grads:
-    """Memory for the gradients, and for dw with `own_dw`."""
+def allocate_grads(call: Call, needed: GradsNeeded, owns_dw: bool = True) -> Grads:
+    """Buffers for the gradients; for dw only with `owns_dw`."""
     m, h, v, x = call.m, call.h, call.v, call.x
     return Grads(
         matrix(x, m, h, needed.dx) if needed.dx else None,
-        matrix(x, v, h, needed.dw) if needed.dw and own_dw else None,
+        matrix(x, v, h, needed.dw) if needed.dw and owns_dw else None,
         vector(x, v, F32) if needed.db else None,
     )
 
 
-def new_live_x(call: Call, rows: int) -> Tensor:
+def allocate_live_x(call: Call, rows: int) -> Tensor:
     return matrix(call.x, min(rows, call.m), call.h, call.x.dtype)
 
 
 def ranges(n: int, size: int) -> Iterator[tuple[int, int]]:
-    """(start, size) of each part of n, all but the last of the same size."""
+    """(start, size) of consecutive ranges that cover range(n); only the last may be smaller than `size`."""
     return ((start, min(size, n - start)) for start in range(0, n, size))
 
 
-def chunks(call: Call, lay: Layout, live_x: Tensor, exp_logits: ExpLogits = NOT_STORED) -> Iterator[Chunk]:
-    """All chunks, one after another in the same buffers."""
-    for start, rows in ranges(call.m, lay.chunk_rows):
-        yield Chunk(start, rows, part(live_x, 0, rows), exp_logits.rows(rows))
+def chunks(call: Call, layout: Layout, live_x: Tensor, exp_logits: ExpLogits = NOT_STORED) -> Iterator[Chunk]:
+    """All chunks in order. They share the same buffers."""
+    for start, rows in ranges(call.m, layout.chunk_rows):
+        yield Chunk(start, rows, row_slice(live_x, 0, rows), exp_logits.rows(rows))
 
 
-class Sums(NamedTuple):
-    """Of the rows of a chunk, over the classes of a tile: (rows, tiles) fp32. And argmax_bits, (rows,) int64."""
+class TileSums(NamedTuple):
+    """Partial sums of a chunk's rows over the classes of each tile: (rows, tiles) fp32."""
 
-    part_sum: Tensor | None = None  # exponentials
-    part_wsum: Tensor | None = None  # class weight * logit; with label smoothing
-    part_elog: Tensor | None = None  # exponentials times their log2; with return_stats, as argmax_bits
-    argmax_bits: Tensor | None = None
-
-
-NO_SUMS = Sums()
+    part_sum: Tensor | None = None  # of exponentials
+    part_wsum: Tensor | None = None  # of class weight * logit; with label smoothing
+    part_elog: Tensor | None = None  # of e * log2(e) for the exponentials e; with return_stats
+    argmax_bits: Tensor | None = None  # (rows,) int64: largest logit and its class; with return_stats
 
 
-def gather_and_multiply(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None = None) -> Sums:
-    """Fills chunk.live_x and exp_logits. Sets what is returned of the chunk's ignored rows, and their dx."""
-    k, state, smoothing, at = call.k, call.state, call.plan.label_smoothing > 0, 4 * chunk.start
-    tiles, return_stats = k.num_tiles(call.v), call.plan.return_stats
+NO_TILE_SUMS = TileSums()
+
+
+def compute_logits(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None = None) -> TileSums:
+    """Fills chunk.live_x and chunk.exp_logits. Zeroes the outputs and dx of the chunk's ignored rows."""
+    kernels, state, smoothing, at = call.kernels, call.state, call.plan.label_smoothing > 0, 4 * chunk.start
+    tiles, return_stats = kernels.num_tiles(call.v), call.plan.return_stats
     argmax_bits = vector(call.x, chunk.rows, torch.int64) if return_stats else None
     _gather(call, chunk.start, chunk.live_x, state.slot_target, state.row_max_bits, dx, loss, argmax_bits)
     part_sum = matrix(call.x, chunk.rows, tiles, F32)
@@ -96,13 +96,13 @@ def gather_and_multiply(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | Non
         state.slot_target + at, state.row_max_bits + at, state.flags, part_sum.data_ptr(), state.target_logit + at,
         address(part_wsum), address(part_elog), address(argmax_bits), call.softcap, tiles, address(call.logit_scale),
     )  # fmt: skip
-    k.logits(chunk.live_x, call.w, chunk.exp_logits, epilogue, dtype_of(call.bias), state, chunk.start)
-    return Sums(part_sum, part_wsum, part_elog, argmax_bits)
+    kernels.logits(chunk.live_x, call.w, chunk.exp_logits, epilogue, dtype_of(call.bias), state, chunk.start)
+    return TileSums(part_sum, part_wsum, part_elog, argmax_bits)
 
 
-def gather_again(call: Call, start: int, live_x: Tensor) -> None:
-    """The rows of x of slots `start` and up, in live_x. The kernel's other outputs, known from forward, are dropped."""
-    _gather(call, start, live_x, call.state.sorted_target, call.state.sorted_row)
+def regather_live_x(call: Call, start: int, live_x: Tensor) -> None:
+    """Gathers the rows of x of slots `start` and up into live_x. Other outputs of the kernel go to unused buffers."""
+    _gather(call, start, live_x, slot_target=call.state.sorted_target, row_max_bits=call.state.sorted_row)
 
 
 def _gather(
@@ -120,18 +120,18 @@ def _gather(
     )  # fmt: skip
     aligned = not (x_at | stride * 2) & 15  # each row starts on 16 bytes
     dtypes = x.dtype, call.target.dtype, dtype_of(call.bias), dtype_of(dx)
-    call.k.launch(args, "lce_gather", call.h, *dtypes, call.softcap > 0, loss is not None, aligned, return_stats)
+    call.kernels.launch(args, "lce_gather", call.h, *dtypes, call.softcap > 0, loss is not None, aligned, return_stats)
 
 
-def run_rows(
-    call: Call, chunk: Chunk, *, sums: Sums = NO_SUMS, loss: Tensor | None = None, scale: bool = False,
+def launch_rows(
+    call: Call, chunk: Chunk, *, sums: TileSums = NO_TILE_SUMS, loss: Tensor | None = None, scale: bool = False,
     scaled_x: Tensor | None = None, first_slots: Tensor | None = None, coefs: Tensor | None = None,
     coef_entropy: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Runs `lce_rows` for what is given:
+    """Launches `lce_rows`, which computes, depending on the arguments given:
 
-    sums: the statistics of the rows, into loss, lse and row_sum, and those of return_stats.
-    scale: row_scale, the elements of exp_logits at the targets, and scaled_x = row_scale * live_x.
+    sums: the row statistics: loss, lse and row_sum, and with return_stats log_prob, entropy and predicted.
+    scale: row_scale, the target entries of exp_logits, and scaled_x = row_scale * live_x.
     coefs: the coefficients of dlogits, and coef_entropy if the entropy has a gradient.
     """
     plan, state, at, grad_loss = call.plan, call.state, 4 * chunk.start, call.grad_loss
@@ -149,7 +149,7 @@ def run_rows(
         call.softcap, plan.z_loss, plan.label_smoothing, *exp_logits.strides, exp_logits.split, call.v,
         sums.part_sum.shape[1] if stats else 0, chunk.start, chunk.rows, address(call.logit_scale),
     )  # fmt: skip
-    call.k.launch(
+    call.kernels.launch(
         args, "lce_rows", stats, "scale" if scale else "none" if coefs is None else "coefs",
         0 if scaled_x is None else call.h, dtype_of(scaled_x), dtype_of(call.class_weight), plan.label_smoothing > 0,
         scale and call.softcap > 0, "one" if grad_loss is None else "rows" if grad_loss.dim() else "scalar",
@@ -161,16 +161,16 @@ def run_rows(
 Coefs = tuple[Tensor, Tensor | None]  # (m, 4) fp32; coef_entropy, (m,) fp32, if the entropy has a gradient
 
 
-def coefficients(call: Call) -> Coefs:
-    """Those of dlogits, for all rows."""
+def compute_coefs(call: Call) -> Coefs:
+    """The coefficients of dlogits, for all rows."""
     coefs = matrix(call.x, call.m, 4, F32)
     coef_entropy = None if call.grad_entropy is None else vector(call.x, call.m, F32)
-    run_rows(call, Chunk(0, call.m, None, NOT_STORED), coefs=coefs, coef_entropy=coef_entropy)
+    launch_rows(call, Chunk(0, call.m, None, NOT_STORED), coefs=coefs, coef_entropy=coef_entropy)
     return coefs, coef_entropy
 
 
-def write_dlogits(call: Call, start: int, live_x: Tensor, coefs: Coefs, v0: int, v1: int, out: Tensor) -> None:
-    """The gradient of the logits of classes [v0, v1), for the slots of live_x, from `start` on."""
+def compute_dlogits(call: Call, start: int, live_x: Tensor, coefs: Coefs, v0: int, v1: int, out: Tensor) -> None:
+    """out = dlogits of classes [v0, v1) for the rows of live_x, which are the slots from `start` on."""
     state, smoothing, bias, (coefs, coef_entropy) = call.state, call.plan.label_smoothing > 0, call.bias, coefs
     epilogue = DlogitsArgs(
         None if bias is None else bias.data_ptr() + bias.itemsize * v0,
@@ -178,72 +178,74 @@ def write_dlogits(call: Call, start: int, live_x: Tensor, coefs: Coefs, v0: int,
         None if coef_entropy is None else coef_entropy.data_ptr() + 4 * start, call.softcap, v0,
         address(call.logit_scale),
     )  # fmt: skip
-    call.k.dlogits(live_x, call.w[v0:v1], out, epilogue, dtype_of(bias), smoothing, state, start)
+    call.kernels.dlogits(live_x, call.w[v0:v1], out, epilogue, dtype_of(bias), smoothing, state, start)
 
 
 # Gradients from exp_logits --------------------------------------------------------------------------------------------
 
 
-def multiply_gradients(
+def compute_grads(
     call: Call, chunk: Chunk, grads: Grads, scaled_x: Tensor | None = None, first_slots: Tensor | None = None,
     split_tail: bool = False,
 ) -> None:  # fmt: skip
-    """Writes `grads`, or adds dw and db to them after the first chunk. dw consumes exp_logits, so it comes last.
+    """Writes `grads`; after the first chunk, adds to dw and db. dw overwrites entries of exp_logits, so it comes last.
 
-    split_tail: as in LceKernels.dx. first_slots: `new_first_slots`, which hold NO_SLOT.
+    split_tail: as in LceKernels.dx. first_slots: of `allocate_first_slots`, filled with NO_SLOT.
     """
     state, exp_logits, (dx, dw, db) = call.state, chunk.exp_logits, grads
     row_scale = state.row_scale + 4 * chunk.start
     if dx is not None:
         epilogue = RowsOutArgs(row_scale, state.order)
-        call.k.dx(exp_logits, call.w, state, chunk.start, dx, False, split_tail, epilogue)
+        call.kernels.dx(exp_logits, call.w, state, chunk.start, dx, False, split_tail, epilogue)
     if db is not None:
         for block, v0, v1 in exp_logits.blocks(call.v):
-            add_bias(call, block, row_scale, chunk.start, part(db, v0, v1))
+            compute_db(call, block, row_scale, chunk.start, row_slice(db, v0, v1))
     if dw is not None:
-        _multiply_dw(call, chunk, scaled_x, dw, first_slots)
+        _compute_dw(call, chunk, scaled_x, dw, first_slots)
 
 
-def add_bias(call: Call, block: Tensor, row_scale: int | None, start: int, db: Tensor) -> None:
-    """db = (or += after the first chunk) the sum of row_scale * block over live rows."""
+def compute_db(call: Call, block: Tensor, row_scale: int | None, start: int, db: Tensor) -> None:
+    """db = (+= after the first chunk) the sum of row_scale * block over live rows."""
     n = db.shape[0]
     args = BiasArgs(
         block.data_ptr(), row_scale, db.data_ptr(), call.state.num_live, block.stride(0), start, block.shape[0], n
     )
-    call.k.launch(args, "lce_bias", block.dtype, row_scale is not None, start > 0, n >= WIDE_BIAS)
+    call.kernels.launch(args, "lce_bias", block.dtype, row_scale is not None, start > 0, n >= WIDE_BIAS)
 
 
-def _multiply_dw(call: Call, chunk: Chunk, scaled_x: Tensor, dw: Tensor, first_slots: Tensor | None) -> None:
-    """dw of the first classes. The targets' terms, most of the gradient of a class with few rows, are added in fp32."""
-    (v, h), state, kept, residual = dw.shape, call.state, None, None
-    targets_apart = first_slots is not None or dw.dtype == F32
-    if targets_apart:
-        take_targets(call, chunk, v, first_slots)
+def _compute_dw(call: Call, chunk: Chunk, scaled_x: Tensor, dw: Tensor, first_slots: Tensor | None) -> None:
+    """dw of the first dw.shape[0] classes.
+
+    The target terms are added in fp32, because they are most of the gradient of a class with few rows.
+    """
+    (v, h), state, residual_args, residual = dw.shape, call.state, None, None
+    separate_targets = first_slots is not None or dw.dtype == F32
+    if separate_targets:
+        extract_targets(call, chunk, v, first_slots)
     if first_slots is not None:
         residual = matrix(dw, chunk.rows, h, torch.int16)
     for block, v0, v1 in chunk.exp_logits.blocks(v):
         if residual is not None:
-            kept = ResidualArgs(first_slots.data_ptr() + 4 * v0, residual.data_ptr())
-        out = part(dw, v0, v1)
-        call.k.dw(block, scaled_x, state, chunk.start, out, chunk.start > 0, True, residual=kept)
-    if targets_apart:
+            residual_args = ResidualArgs(first_slots.data_ptr() + 4 * v0, residual.data_ptr())
+        out = row_slice(dw, v0, v1)
+        call.kernels.dw(block, scaled_x, state, chunk.start, out, chunk.start > 0, True, residual=residual_args)
+    if separate_targets:
         add_targets(call, chunk, dw, 0, residual)
 
 
-def new_first_slots(call: Call, v: int, dw: torch.dtype | None) -> Tensor | None:
-    """(v,) int32 for the first slot of each class, where the rounding residual of a 16-bit dw is kept until the
-    targets' terms are added.
+def allocate_first_slots(call: Call, v: int, dw_dtype: torch.dtype | None) -> Tensor | None:
+    """(v,) int32, the first slot of each class: where a 16-bit dw keeps its rounding residual until targets are added.
 
-    None if the GEMM cannot keep the residual. Then the targets' elements stay in exp_logits: adding their terms to a
-    rounded dw would be less exact than rounding scaled_x.
+    None if the GEMM cannot keep the residual. Then the target entries stay in exp_logits, because adding their terms to
+    a rounded dw would be less exact than rounding scaled_x.
     """
-    return vector(call.x, v, I32) if call.k.keeps_residual and dw not in (None, F32) else None
+    return vector(call.x, v, I32) if call.kernels.keeps_residual and dw_dtype not in (None, F32) else None
 
 
-def take_targets(call: Call, chunk: Chunk, v: int, first_slots: Tensor | None = None) -> None:
-    """Moves the elements at the targets out of exp_logits, where they become 0, to state.sorted_grad.
+def extract_targets(call: Call, chunk: Chunk, v: int, first_slots: Tensor | None = None) -> None:
+    """Moves the target entries of exp_logits to state.sorted_grad, and zeroes them in exp_logits.
 
-    Not to be launched right after the launch that writes slot_target.
+    Must not directly follow the launch that writes slot_target.
     """
     n, state, exp_logits, at, index = chunk.rows, call.state, chunk.exp_logits, 4 * chunk.start, None
     if n > MOST_ROWS_COUNTED:
@@ -254,20 +256,20 @@ def take_targets(call: Call, chunk: Chunk, v: int, first_slots: Tensor | None = 
         address(exp_logits.second), *exp_logits.strides, exp_logits.split, state.sorted_target + at,
         state.sorted_row + at, state.sorted_grad + at, address(first_slots), address(index), v, chunk.start, n,
     )  # fmt: skip
-    call.k.launch(args, "lce_sort", exp_logits.second is not None, first_slots is not None, index is not None)
+    call.kernels.launch(args, "lce_sort", exp_logits.second is not None, first_slots is not None, index is not None)
 
 
 def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
-    """Slots of a chunk by class, those that are not live last: (rows,) int64, by PyTorch's stable radix sort."""
+    """A chunk's slots sorted by class, slots that are not live last: (rows,) int64, by PyTorch's stable radix sort."""
     n = classes.shape[0]
     slots = torch.arange(start, start + n, dtype=I32, device=classes.device)
     return classes.masked_fill(slots >= num_live, torch.iinfo(I32).max).sort(stable=True).indices
 
 
 def add_targets(call: Call, chunk: Chunk, dw: Tensor, v0: int, residual: Tensor | None = None) -> None:
-    """dw (n, h) of classes v0 and up += the targets' part, before which `residual` is added to the rounded dw.
+    """Adds `residual`, then the target terms, to dw (n, h) of classes v0 and up.
 
-    The launch right before may write dw and the residual, but no other argument.
+    The previous launch may write dw and the residual, but no other argument.
     """
     x, state, at, stride = call.x, call.state, 4 * chunk.start, call.x.stride(0)
     x_at = x.data_ptr()
@@ -276,44 +278,44 @@ def add_targets(call: Call, chunk: Chunk, dw: Tensor, v0: int, residual: Tensor 
         address(residual), stride, v0, v0 + dw.shape[0], chunk.start, chunk.rows,
     )  # fmt: skip
     aligned = not (x_at | stride * 2) & 15
-    call.k.launch(args, "lce_targets", call.h, x.dtype, dw.dtype, aligned, residual is not None)
+    call.kernels.launch(args, "lce_targets", call.h, x.dtype, dw.dtype, aligned, residual is not None)
 
 
-def add_dw(
+def add_to_dw_out(
     call: Call, dlogits: Tensor, scaled_x: Tensor, out: Tensor, targets: Chunk | None = None,
     factor: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out += factor * dlogits.T @ scaled_x, and the targets' part if it is not in dlogits. `out` is the user's."""
+    """out += factor * dlogits.T @ scaled_x, plus the target terms of chunk `targets`. `out`: the user's buffer."""
     if not out.is_meta:
         check_memory("linear_cross_entropy", grad_weight_out=out)
-    k, state = call.k, call.state
+    kernels, state = call.kernels, call.state
     dense = out.is_contiguous() and out.stride(0) == out.shape[1]  # a single row is contiguous with any stride
-    if out.dtype == F32 and dense and out.data_ptr() % 16 == 0:  # the GEMM can add to it, by TMA
-        k.dw(dlogits, scaled_x, state, 0, out, True, True, factor)
+    if out.dtype == F32 and dense and out.data_ptr() % 16 == 0:  # the GEMM can add to it with TMA
+        kernels.dw(dlogits, scaled_x, state, 0, out, True, True, factor)
         if targets is not None:
             add_targets(call, targets, out, 0)
         torch.autograd.graph.increment_version(out)
         return
     for v0, n in ranges(out.shape[0], 4096):  # bounds the memory of dw
         dw = matrix(scaled_x, n, out.shape[1], F32)
-        k.dw(dlogits[:, v0 : v0 + n], scaled_x, state, 0, dw, False, True, factor)
+        kernels.dw(dlogits[:, v0 : v0 + n], scaled_x, state, 0, dw, False, True, factor)
         if targets is not None:
             add_targets(call, targets, dw, v0)
         out[v0 : v0 + n].add_(dw)
 
 
 def common_factor(call: Call) -> tuple[Tensor | None, Call]:
-    """(the factor common to all rows, the call without it). The call's inv_divisor lives as long as the factor.
+    """(the factor common to all rows, the call without it); (None, call) if rows have gradients of their own.
 
-    In fp16, p - onehot divided by the number of rows would be mostly subnormal. So a factor common to all rows is
-    applied to the fp32 accumulators instead, and so is the largest coefficient of a live row, so that the others are at
-    most 1. With a gradient per row there is no such factor: (None, call).
+    In fp16, p - onehot divided by the number of rows would be mostly subnormal. So the common factor is applied to the
+    fp32 accumulators instead. It includes the largest coefficient of a live row, so that coefficients are at most 1.
+    The returned call's inv_divisor points into the factor's memory: keep the factor alive.
     """
     plan, state, weight = call.plan, call.state, call.class_weight
     if call.has_row_grads() or call.grad_loss.dim():
         return None, call
     largest = call.grad_loss.new_ones(())
-    if weight is not None:  # of the classes that are targets: the weight of another class may be anything
+    if weight is not None:  # only of classes that are targets: other weights may have any value
         target = state.tensor(state.slot_target, call.m)
         weights = weight[target.clamp(0, weight.shape[0] - 1).long()].abs().masked_fill(target < 0, 0.0)
         largest = _finite(weights).amax()
@@ -326,7 +328,7 @@ def common_factor(call: Call) -> tuple[Tensor | None, Call]:
     if call.logit_scale is not None:
         largest = largest * call.logit_scale
     largest = largest.clamp(min=torch.finfo(F32).tiny).view(1)
-    both = vector(call.x, 2, F32)  # not in the state: a backward that runs out of memory may be run again
+    both = vector(call.x, 2, F32)  # not in the state: a backward that ran out of memory may run again
     torch.mul(state.tensor(state.inv_divisor, 1, F32) * call.grad_loss, largest, out=both[:1])
     torch.reciprocal(largest, out=both[1:])
     return both[:1], call._replace(state=state._replace(inv_divisor=both.data_ptr() + 4), grad_loss=None)
