@@ -317,11 +317,11 @@ REFUSED = {
     ),
     "norm": (
         lambda m: setattr(m.model, "norm", RenamedRMSNorm()),
-        "model.norm is a RenamedRMSNorm of .*norms=False leaves norms as they are",
+        "model.norm is a RenamedRMSNorm of .*norms=False does not patch norms",
     ),
     "sharded": (
         lambda m: setattr(m.model.norm, "__class__", type("FSDPLlamaRMSNorm", (type(m.model.norm),), {})),
-        "has a FSDPLlamaRMSNorm, expected a model that FSDP has not sharded yet",
+        "has a FSDPLlamaRMSNorm, expected a model before FSDP shards it",
     ),
     "twice": (apply, "patched by quackish already; revert"),
 }
@@ -340,7 +340,7 @@ def test_refused(name):
 
 def test_models_that_are_not_covered(monkeypatch):
     with pytest.raises(
-        ValueError, match=r"model is a DataParallel, expected a ForCausalLM of Llama, .*not yet wrapped"
+        ValueError, match=r"model is a DataParallel, expected a ForCausalLM of Llama, .*before it is wrapped"
     ):
         apply(nn.DataParallel(tiny()))
     with pytest.raises(ValueError, match="schedule is 'fast', expected one of auto, "):
@@ -355,12 +355,12 @@ def test_models_that_are_not_covered(monkeypatch):
 @pytest.mark.parametrize(
     "family, options, message",
     [
-        ("Llama", {}, "a LlamaForCausalLM has no experts that take an implementation; expected some with SwiGLU"),
+        ("Llama", {}, "a LlamaForCausalLM has no experts with a selectable implementation; expected experts with SwiGLU"),
         (
             "GptOss",
             {},
             r"layers.0.mlp.experts is a GptOssExperts with is_concatenated=False, is_transposed=True, has_bias=True, "
-            r"a gate of its own; expected SwiGLU and weights \[gate; up\] without biases",
+            r"a custom gate; expected SwiGLU and weights \[gate; up\] without biases",
         ),
         ("Qwen3Moe", dict(hidden_act="gelu"), "a Qwen3MoeExperts with activation GELUActivation; expected"),
     ],

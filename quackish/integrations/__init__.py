@@ -1,4 +1,4 @@
-"""quackish in other people's classes, which are imported only when they are asked for."""
+"""quackish in other libraries. Each integration is imported on first use."""
 
 import importlib
 

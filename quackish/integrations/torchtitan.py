@@ -1,4 +1,4 @@
-"""torchtitan 0.3: RMSNorm and the loss as overrides of its configs. docs/distributed.md shows how to name them.
+"""Config overrides for torchtitan 0.3: RMSNorm and the loss. See docs/distributed.md.
 
 --override.imports quackish.integrations.torchtitan.rms_norm,quackish.integrations.torchtitan.linear_cross_entropy
 """
@@ -18,7 +18,7 @@ from quackish import parallel
 
 
 class RMSNorm(quackish.RMSNorm, Module):
-    """`quackish.RMSNorm` as torchtitan builds modules."""
+    """`quackish.RMSNorm`, built from a torchtitan config."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(common.RMSNorm.Config):
@@ -27,11 +27,11 @@ class RMSNorm(quackish.RMSNorm, Module):
     def __init__(self, config: Config):
         super().__init__(config.normalized_shape, config.eps, config.elementwise_affine)
 
-    def forward(self, x: Tensor) -> Tensor:  # nn.RMSNorm's signature: torchtitan shards arguments by name
+    def forward(self, x: Tensor) -> Tensor:  # torchtitan shards arguments by name: keep nn.RMSNorm's signature
         return super().forward(x)
 
 
-class LinearCrossEntropyLoss(ChunkedLossWrapper):  # the trainer skips lm_head for subclasses
+class LinearCrossEntropyLoss(ChunkedLossWrapper):  # for subclasses of it, the trainer does not run lm_head
     """`quackish.linear_cross_entropy` in the forward of the model's lm_head, where FSDP has gathered its weight."""
 
     @dataclass(kw_only=True, slots=True)
@@ -42,20 +42,20 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # the trainer skips lm_head f
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         self.options = dict(z_loss=config.z_loss, schedule=config.schedule, memory_limit=config.memory_limit)
-        quackish.LinearCrossEntropyLoss(1, 1, **self.options)  # raises now, not in the first step, for wrong options
+        quackish.LinearCrossEntropyLoss(1, 1, **self.options)  # checks the options before the first step
         self.lm_head = None
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
         if type(lm_head).forward is not nn.Linear.forward:
             raise quackish.UnsupportedError(
-                f"LinearCrossEntropyLoss: lm_head is a {type(lm_head).__name__}, which has a forward of its own; "
-                "expected an nn.Linear. Use torchtitan's ChunkedLossWrapper there"
+                f"LinearCrossEntropyLoss: lm_head is a {type(lm_head).__name__} with its own forward, expected an "
+                "nn.Linear. For this model use torchtitan's ChunkedLossWrapper"
             )
-        self.lm_head, logits_of = lm_head, lm_head.forward
+        self.lm_head, compute_logits = lm_head, lm_head.forward
 
         def forward(input: Tensor, target: Tensor | None = None, **options) -> Tensor:
             if target is None:
-                return logits_of(input)
+                return compute_logits(input)
             weight, num_classes = lm_head.weight, lm_head.out_features
             if isinstance(target, DTensor) or weight.shape[0] != num_classes:
                 raise quackish.UnsupportedError(
@@ -64,10 +64,10 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # the trainer skips lm_head f
                     'spmd_backend "full_dtensor", and "spmd_types" with tensor parallelism, use torchtitan\'s '
                     "ChunkedLossWrapper"
                 )
-            loss_of = quackish.linear_cross_entropy
+            loss_function = quackish.linear_cross_entropy
             if isinstance(input, DTensor) and isinstance(weight, DTensor):  # "partial_dtensor": classes are sharded
-                loss_of = parallel.linear_cross_entropy
-            return loss_of(input, weight, target, linear_bias=lm_head.bias, **options)
+                loss_function = parallel.linear_cross_entropy
+            return loss_function(input, weight, target, linear_bias=lm_head.bias, **options)
 
         lm_head.forward = forward
 
@@ -76,9 +76,9 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # the trainer skips lm_head f
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if self.lm_head is None:
             raise RuntimeError("LinearCrossEntropyLoss has no lm_head yet: call set_lm_head(model.lm_head) first")
-        how = dict(reduction="sum") if global_valid_tokens is None else dict(num_items=global_valid_tokens)
-        # By keyword: ColwiseParallel drops further positional arguments.
-        return self.lm_head(pred, target=labels, ignore_index=IGNORE_INDEX, **how, **self.options), {}
+        divisor = dict(reduction="sum") if global_valid_tokens is None else dict(num_items=global_valid_tokens)
+        # By keyword, because ColwiseParallel drops additional positional arguments.
+        return self.lm_head(pred, target=labels, ignore_index=IGNORE_INDEX, **divisor, **self.options), {}
 
 
 @override(target=common.RMSNorm.Config, exact=True, description="RMSNorm: quackish")

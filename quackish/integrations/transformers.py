@@ -1,11 +1,11 @@
-"""Hugging Face Transformers: quackish's RMSNorm, linear cross entropy and experts in a causal language model.
+"""Hugging Face Transformers: quackish's RMSNorm, linear cross entropy and experts in causal language models.
 
     from quackish.integrations.transformers import apply
 
     apply(model)
 
-A module is patched by making it an instance of a subclass with another `forward`, so forward of a deepcopy or replica
-uses its own parameters.
+Patching a module changes its class to a subclass with another `forward`. So deep copies and replicas use their own
+parameters.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class _Norm(NamedTuple):
-    """What a family's RMSNorm computes: y = xhat * (weight_offset + weight)."""
+    """A family's RMSNorm: y = xhat * (weight_offset + weight)."""
 
     weight_offset: float = 0.0
-    returns_dtype_of_x: bool = False  # else that of x times weight
+    returns_dtype_of_x: bool = False  # else the promoted dtype of x and weight
 
 
 class _Family(NamedTuple):
-    """`<name>ForCausalLM` and `<name>RMSNorm` of one family, where they differ from Llama's."""
+    """How `<name>ForCausalLM` and `<name>RMSNorm` of a family differ from Llama's."""
 
     norm: _Norm = _Norm()
     softcap: Callable[[nn.Module], float | None] = lambda model: None
@@ -59,7 +59,7 @@ _FAMILIES = {
     "Olmo3": _Family(_OLMO2_NORM),
 }
 
-# What Transformers' decorator use_experts_implementation says of a class; 5.17 has no post-expert norm.
+# Attributes that Transformers' decorator use_experts_implementation sets; 5.17 has no has_post_expert_norm.
 _PLAIN_EXPERTS = dict(
     has_gate=True, is_concatenated=True, is_transposed=False, has_bias=False, has_post_expert_norm=False
 )
@@ -76,28 +76,27 @@ def apply(
     chunk_size: int | None = None,
     memory_limit: int | None = None,
 ) -> Model:
-    """Makes `model` run quackish's RMSNorm and, for its loss in training, linear cross entropy; returns `model`.
+    """Patches `model` to run quackish's RMSNorm and, for its training loss, linear cross entropy; returns `model`.
 
-    Call it before the model is wrapped (DDP, FSDP, `torch.compile`) and before or after PEFT wraps it. Parameters,
-    the state dict and `forward`'s signature stay as they are. docs/transformers.md says what runs when.
+    Call it before the model is wrapped in DDP, FSDP or `torch.compile`, and before or after PEFT wraps it. Parameters,
+    the state dict and `forward`'s signature do not change. docs/transformers.md says what runs when.
 
     Args:
-        model: one of Transformers' causal language models, or a PEFT model of one. With head=False any module.
-        norms: patch RMSNorms, Q/K norms included. Under torch.compile they stay the compiler's.
-        head: patch the loss: in training mode with labels, the output has `loss`, and `logits` is None. A call's
-            `skip_logits=False` computes logits as well, `skip_logits=True` skips them in evaluation mode too;
+        model: a causal language model of Transformers, or a PEFT model of one. With head=False any module.
+        norms: patch RMSNorms, including Q/K norms. torch.compile still uses the original ones, and fuses them.
+        head: patch the loss. In training mode with labels, the output has `loss`, and `logits` is None. In a call,
+            `skip_logits=False` computes logits too, `skip_logits=True` skips them in evaluation mode too, and
             `return_token_accuracy=True` adds `token_accuracy` to an output without logits.
-        experts: run the experts of a mixture of experts by `quackish.moe_mlp`. Off by default: not yet measured in a
-            model.
+        experts: run mixtures of experts with `quackish.moe_mlp`. Off by default: not yet measured in a model.
         schedule, chunk_size, memory_limit: as in `quackish.linear_cross_entropy`.
 
     Raises:
-        ValueError: a model that is not covered, or that is patched already; nothing is patched then.
-        UnsupportedError: experts=True and a model without experts that are covered; nothing is patched then.
+        ValueError: the model is not supported or already patched. Nothing is patched.
+        UnsupportedError: experts=True and the model has no supported experts. Nothing is patched.
     """
     sharded = [type(module).__name__ for module in model.modules() if type(module).__name__.startswith("FSDP")]
     if sharded:
-        raise ValueError(f"apply: the model has a {sharded[0]}, expected a model that FSDP has not sharded yet")
+        raise ValueError(f"apply: the model has a {sharded[0]}, expected a model before FSDP shards it")
     patches = _norm_patches(model) if norms else []
     if head:
         patches += _head_patches(model, schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit)
@@ -118,7 +117,7 @@ def revert(model: Model) -> Model:
 
 @contextlib.contextmanager
 def applied(model: Model, **options) -> Iterator[Model]:
-    """`apply(model, **options)` inside a with statement. What was patched before stays patched."""
+    """Context manager: `apply(model, **options)`, reverted on exit. Earlier patches stay."""
     before = _patched(model)
     apply(model, **options)
     try:
@@ -133,7 +132,7 @@ def _patched(model: nn.Module) -> set[nn.Module]:
 
 def _unpatch(modules: set[nn.Module]) -> None:
     for module in modules:
-        if "_quackish_unpatched" not in vars(type(module)):  # FSDP2 has made a subclass of ours
+        if "_quackish_unpatched" not in vars(type(module)):  # FSDP2 subclassed the patched class
             raise ValueError(
                 f"revert: a {type(module).__name__} was wrapped after apply(); expected the model before fully_shard"
             )
@@ -141,17 +140,17 @@ def _unpatch(modules: set[nn.Module]) -> None:
         module.__class__ = type(module)._quackish_unpatched
 
 
-# What is patched ----------------------------------------------------------------------------------------------------
+# Patches: (module, patched class) -------------------------------------------------------------------------------------
 
 
 def _norm_patches(model: nn.Module) -> list[tuple[nn.Module, type]]:
     patches = []
     for name, module in model.named_modules():
-        family, is_norm, rest = type(module).__name__.partition("RMSNorm")
-        if is_norm and (family not in _FAMILIES or rest):
+        family, is_norm, suffix = type(module).__name__.partition("RMSNorm")
+        if is_norm and (family not in _FAMILIES or suffix):
             raise ValueError(
                 f"apply: {name} is a {type(module).__name__} of {type(module).__module__}, expected an RMSNorm of "
-                f"Transformers' {', '.join(_FAMILIES)}; norms=False leaves norms as they are"
+                f"Transformers' {', '.join(_FAMILIES)}; norms=False does not patch norms"
             )
         if is_norm:
             _check_is_unpatched(module)
@@ -162,11 +161,11 @@ def _norm_patches(model: nn.Module) -> list[tuple[nn.Module, type]]:
 
 def _head_patches(model: nn.Module, **options) -> list[tuple[nn.Module, type]]:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
-    bases = [base.__name__ for base in type(model).__mro__]  # the user may have subclassed it
+    bases = [base.__name__ for base in type(model).__mro__]  # users may subclass it
     family = next((name for name in _FAMILIES if f"{name}ForCausalLM" in bases), None)
     if family is None:
         raise ValueError(
-            f"apply: model is a {type(model).__name__}, expected a ForCausalLM of {', '.join(_FAMILIES)}, not yet "
+            f"apply: model is a {type(model).__name__}, expected a ForCausalLM of {', '.join(_FAMILIES)}, before it is "
             "wrapped or compiled; head=False patches norms only"
         )
     _check_is_unpatched(model)
@@ -186,33 +185,33 @@ def _head_patches(model: nn.Module, **options) -> list[tuple[nn.Module, type]]:
 
 def _experts_patches(model: nn.Module) -> list[tuple[nn.Module, type]]:
     patches = []
-    covered = "SwiGLU and weights [gate; up] without biases, as in Qwen 3 MoE, OLMoE and Mixtral"
+    supported = "SwiGLU and weights [gate; up] without biases, as in Qwen 3 MoE, OLMoE and Mixtral"
     for name, module in model.named_modules():
         if hasattr(type(module), "_apply_gate"):  # the decorator adds it
-            if why := _why_not_plain(module):
+            if why := _why_unsupported(module):
                 raise UnsupportedError(
-                    f"apply: {name} is a {type(module).__name__} with {why}; expected {covered}. experts=False leaves "
-                    "experts as they are"
+                    f"apply: {name} is a {type(module).__name__} with {why}; expected {supported}. experts=False does "
+                    "not patch experts"
                 )
             _check_is_unpatched(module)
             patches.append((module, _experts_class(type(module))))
     if not patches:
         raise UnsupportedError(
-            f"apply: a {type(model).__name__} has no experts that take an implementation; expected "
-            f"some with {covered}, or experts=False"
+            f"apply: a {type(model).__name__} has no experts with a selectable implementation; expected experts with "
+            f"{supported}, or experts=False"
         )
     return patches
 
 
-def _why_not_plain(experts: nn.Module) -> str:
-    """How these experts differ from what `quackish.moe_mlp` runs."""
+def _why_unsupported(experts: nn.Module) -> str:
+    """How these experts differ from what `quackish.moe_mlp` supports; "" if they do not."""
     differences = []
     for flag, expected in _PLAIN_EXPERTS.items():
         value = getattr(experts, flag, expected)
         if value != expected:
             differences.append(f"{flag}={value}")
-    if type(experts)._apply_gate.__module__ != "transformers.integrations.moe":  # where the default is
-        return ", ".join([*differences, "a gate of its own"])
+    if type(experts)._apply_gate.__module__ != "transformers.integrations.moe":  # not the default gate
+        return ", ".join([*differences, "a custom gate"])
     activation = getattr(experts.act_fn, "__name__", type(experts.act_fn).__name__)
     if activation not in _SILU:
         differences.append(f"activation {activation}")
@@ -220,7 +219,7 @@ def _why_not_plain(experts: nn.Module) -> str:
 
 
 def _is_adapted(lm_head: nn.Module) -> bool:
-    """PEFT's LoRA and other adapters change the logits, so the head alone cannot compute the loss."""
+    """Whether PEFT's LoRA or another adapter changes the logits, so that the loss needs full logits."""
     return hasattr(lm_head, "base_layer")
 
 
@@ -232,94 +231,94 @@ def _check_is_unpatched(module: nn.Module) -> None:
     if "forward" in vars(module) or origin.partition(".")[0] not in ("transformers", "torch"):
         name = getattr(forward, "__qualname__", type(forward).__name__)
         raise ValueError(
-            f"apply: forward of a {type(module).__name__} was replaced by {origin}.{name}; apply quackish to a model "
-            "that nothing else has patched (Liger, kernels, hooks of accelerate, tensor parallelism)"
+            f"apply: forward of a {type(module).__name__} was replaced by {origin}.{name}; expected a model that "
+            "nothing else has patched (Liger, kernels, hooks of accelerate, tensor parallelism)"
         )
 
 
-# Patched classes: cached, so that compiled code sees few classes -----------------------------------------------------
+# Patched classes: cached, so that compiled code sees few classes ------------------------------------------------------
 
 
-def _subclass(of: type, forward: Callable, **attributes) -> type:
-    """A subclass with this forward, the same name (saved to config.json) and the same signature (Trainer reads it)."""
-    same = dict(__module__=of.__module__, __qualname__=of.__qualname__, __doc__=of.__doc__)
-    forward = functools.wraps(of.forward)(forward)
-    return type(of.__name__, (of,), {**same, **attributes, "forward": forward, "_quackish_unpatched": of})
+def _subclass(base: type, forward: Callable, **attributes) -> type:
+    """A subclass with another forward, but the same name (saved to config.json) and signature (read by Trainer)."""
+    same = dict(__module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__)
+    forward = functools.wraps(base.forward)(forward)
+    return type(base.__name__, (base,), {**same, **attributes, "forward": forward, "_quackish_unpatched": base})
 
 
 @functools.cache
-def _norm_class(of: type, eps: str, weight_offset: float, returns_dtype_of_x: bool) -> type:
+def _norm_class(base: type, eps: str, weight_offset: float, returns_dtype_of_x: bool) -> type:
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # the compiler fuses it with its neighbors
-            return of.forward(self, x)
+            return base.forward(self, x)
         weight = self.weight
         dtype = x.dtype if returns_dtype_of_x else torch.promote_types(x.dtype, weight.dtype)
         return quackish.rms_norm(x, weight, eps=getattr(self, eps), weight_offset=weight_offset, out_dtype=dtype)
 
-    return _subclass(of, forward)
+    return _subclass(base, forward)
 
 
 @functools.cache
-def _experts_class(of: type) -> type:
+def _experts_class(base: type) -> type:
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         out = quackish.moe_mlp(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
-        return out.to(hidden_states.dtype)  # autocast's dtype otherwise
+        return out.to(hidden_states.dtype)  # under autocast, out has autocast's dtype
 
-    return _subclass(of, forward)
+    return _subclass(base, forward)
 
 
 @functools.cache
 def _head_class(**options) -> type:
-    quackish.LinearCrossEntropyLoss(1, 1, **options)  # raises now, not in the first step, for wrong options
+    quackish.LinearCrossEntropyLoss(1, 1, **options)  # checks the options before the first step
 
-    def forward(self, input: Tensor, target: Tensor | None = None, **of_call) -> Tensor:
-        """The logits, or with a target the loss: in here because FSDP gathers the weight around a module's forward."""
+    def forward(self, input: Tensor, target: Tensor | None = None, **kwargs) -> Tensor:
+        """The logits; with a target the loss. It is computed here because FSDP gathers the weight for this forward."""
         if target is None:
             return nn.Linear.forward(self, input)
-        return quackish.linear_cross_entropy(input, self.weight, target, linear_bias=self.bias, **options, **of_call)
+        return quackish.linear_cross_entropy(input, self.weight, target, linear_bias=self.bias, **options, **kwargs)
 
     return _subclass(nn.Linear, forward, computes_loss=True)
 
 
 @functools.cache
-def _causal_lm_class(of: type, family: _Family, head_class: type) -> type:
-    names = list(inspect.signature(of.forward).parameters)[1:]  # without self
-    balancing_loss = inspect.unwrap(of.forward).__globals__.get("load_balancing_loss_func")  # of mixtures of experts
+def _causal_lm_class(base: type, family: _Family, head_class: type) -> type:
+    names = list(inspect.signature(base.forward).parameters)[1:]  # without self
+    balancing_loss = inspect.unwrap(base.forward).__globals__.get("load_balancing_loss_func")  # only in MoE models
 
     def forward(self, *args, skip_logits: bool | None = None, use_token_scaling: bool = False, **kwargs):
         if use_token_scaling:
-            raise UnsupportedError("use_token_scaling is True, expected False: quackish has no scaled loss (TRL's dft)")
+            raise UnsupportedError("use_token_scaling is True, expected False: TRL's dft loss is not supported")
         named = dict(zip(names[: len(args)], args, strict=True), **kwargs)
         if _skips_logits(self, skip_logits, named):
             return _forward_to_loss(self, family, balancing_loss, **named)
-        return of.forward(self, *args, **kwargs)
+        return base.forward(self, *args, **kwargs)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """resize_token_embeddings brings a new head."""
-        of.set_output_embeddings(self, new_embeddings)
+        """Patches the new head of resize_token_embeddings."""
+        base.set_output_embeddings(self, new_embeddings)
         if type(new_embeddings) is nn.Linear:
             new_embeddings.__class__ = head_class
 
-    return _subclass(of, forward, set_output_embeddings=set_output_embeddings)
+    return _subclass(base, forward, set_output_embeddings=set_output_embeddings)
 
 
 def _skips_logits(model: nn.Module, skip_logits: bool | None, named: dict) -> bool:
     if skip_logits is None:
-        keeps = named.get("logits_to_keep", 0)  # asks for logits, unless it is the default
-        skip_logits = model.training and isinstance(keeps, int) and keeps == 0
+        logits_to_keep = named.get("logits_to_keep", 0)  # any other value requests logits
+        skip_logits = model.training and isinstance(logits_to_keep, int) and logits_to_keep == 0
     has_labels = named.get("labels") is not None or named.get("shift_labels") is not None
     if not skip_logits or not has_labels or model.loss_function is not ForCausalLMLoss:
         return False
-    # Asked of the instance: PEFT's modules_to_save and FSDP pass on the arguments and the attributes of what they wrap.
+    # An attribute of the instance: PEFT's modules_to_save and FSDP forward arguments and attributes to what they wrap.
     if getattr(model.lm_head, "computes_loss", False):
         return True
     if not torch.compiler.is_compiling():
-        todo = "call revert(model) and apply(model) after it is replaced"
+        fix = "call revert(model) and apply(model) after it is replaced"
         if _is_adapted(model.lm_head):
-            todo = "leave it out of PEFT's target_modules"
+            fix = "leave it out of PEFT's target_modules"
         warn_once(
             f"lm_head is a {type(model.lm_head).__module__}.{type(model.lm_head).__name__}: the loss is computed from "
-            f"full logits. To use quackish.linear_cross_entropy, {todo}."
+            f"full logits. To use quackish.linear_cross_entropy, {fix}."
         )
     return False
 
@@ -345,7 +344,7 @@ def _forward_to_loss(
     return_token_accuracy: bool = False,
     **kwargs,
 ):
-    """The output of the model's own forward, without logits."""
+    """The output of the original forward, without logits."""
     if balancing_loss is not None and kwargs.get("output_router_logits") is None:
         kwargs["output_router_logits"] = model.config.output_router_logits
     outputs = model.model(**kwargs, return_dict=True)
@@ -353,7 +352,7 @@ def _forward_to_loss(
 
     ignore_index = kwargs.get("ignore_index", -100)
     target, shape = kwargs.get("shift_labels"), hidden.shape[:-1]
-    if target is None:  # shift labels, not hidden states: their slice would be copied
+    if target is None:  # shift labels instead of hidden states, whose slice would be copied
         target = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     if target.numel() != shape.numel():
         raise ValueError(f"labels have shape {tuple(target.shape)}, expected {tuple(shape)}, one for each token")
@@ -363,7 +362,7 @@ def _forward_to_loss(
         num_items = torch.full((), num_items, device=hidden.device)
     elif isinstance(num_items, Tensor):
         num_items = num_items.to(hidden.device)
-        if num_items.dim() > 0:  # under DataParallel, which wants a loss of that shape
+        if num_items.dim() > 0:  # under DataParallel, which expects a loss of that shape
             num_items, divisor = 1, num_items
     loss = model.lm_head(
         hidden,
