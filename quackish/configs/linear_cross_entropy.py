@@ -26,8 +26,7 @@ class LinearCrossEntropyProblem:
     return_lse: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearCrossEntropyConfig:
+class LinearCrossEntropyConfig(NamedTuple):
     """`stored`: backward starts from the kept logits. `chunked`: forward computes the gradients, chunk by chunk.
     `recompute`: no logits are kept; backward computes them again."""
 

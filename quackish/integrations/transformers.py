@@ -27,17 +27,11 @@ from quackish.errors import UnsupportedError, warn_once
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class _Norm(NamedTuple):
-    """A family's RMSNorm: y = xhat * (weight_offset + weight)."""
-
-    weight_offset: float = 0.0
-    returns_dtype_of_x: bool = False  # else the promoted dtype of x and weight
-
-
 class _Family(NamedTuple):
-    """How `<name>ForCausalLM` and `<name>RMSNorm` of a family differ from Llama's."""
+    """How `<name>RMSNorm` and `<name>ForCausalLM` of a family differ from Llama's."""
 
-    norm: _Norm = _Norm()
+    weight_offset: float = 0.0  # y = xhat * (weight_offset + weight)
+    norm_keeps_dtype: bool = False  # y has x's dtype; else the promoted dtype of x and weight
     softcap: Callable[[nn.Module], float | None] = lambda model: None
     logit_scale: Callable[[nn.Module], float | None] = lambda model: None
 
@@ -45,18 +39,16 @@ class _Family(NamedTuple):
 _LIKE_LLAMA = (
     "Llama", "Mistral", "Mixtral", "Olmo", "Olmoe", "Phi", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3",
 )  # fmt: skip
-_GEMMA_NORM = _Norm(weight_offset=1.0, returns_dtype_of_x=True)
-_OLMO2_NORM = _Norm(returns_dtype_of_x=True)
 _FAMILIES = {
     **dict.fromkeys(_LIKE_LLAMA, _Family()),
     "Cohere": _Family(logit_scale=lambda model: model.logit_scale),
     "Cohere2": _Family(logit_scale=lambda model: model.logit_scale),
-    "Gemma": _Family(_GEMMA_NORM),
-    "Gemma2": _Family(_GEMMA_NORM, softcap=lambda model: model.config.final_logit_softcapping),
-    "Gemma3": _Family(_GEMMA_NORM, softcap=lambda model: model.config.final_logit_softcapping),
+    "Gemma": _Family(1.0, True),
+    "Gemma2": _Family(1.0, True, softcap=lambda model: model.config.final_logit_softcapping),
+    "Gemma3": _Family(1.0, True, softcap=lambda model: model.config.final_logit_softcapping),
     "Granite": _Family(logit_scale=lambda model: 1 / model.config.logits_scaling),
-    "Olmo2": _Family(_OLMO2_NORM),
-    "Olmo3": _Family(_OLMO2_NORM),
+    "Olmo2": _Family(norm_keeps_dtype=True),
+    "Olmo3": _Family(norm_keeps_dtype=True),
 }
 
 # Attributes that Transformers' decorator use_experts_implementation sets; 5.17 has no has_post_expert_norm.
@@ -146,8 +138,8 @@ def _unpatch(modules: set[nn.Module]) -> None:
 def _norm_patches(model: nn.Module) -> list[tuple[nn.Module, type]]:
     patches = []
     for name, module in model.named_modules():
-        family, is_norm, suffix = type(module).__name__.partition("RMSNorm")
-        if is_norm and (family not in _FAMILIES or suffix):
+        family_name, is_norm, suffix = type(module).__name__.partition("RMSNorm")
+        if is_norm and (family_name not in _FAMILIES or suffix):
             raise ValueError(
                 f"apply: {name} is a {type(module).__name__} of {type(module).__module__}, expected an RMSNorm of "
                 f"Transformers' {', '.join(_FAMILIES)}; norms=False does not patch norms"
@@ -155,7 +147,8 @@ def _norm_patches(model: nn.Module) -> list[tuple[nn.Module, type]]:
         if is_norm:
             _check_is_unpatched(module)
             eps = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
-            patches.append((module, _norm_class(type(module), eps, *_FAMILIES[family].norm)))
+            family = _FAMILIES[family_name]
+            patches.append((module, _norm_class(type(module), eps, family.weight_offset, family.norm_keeps_dtype)))
     return patches
 
 
@@ -247,12 +240,12 @@ def _subclass(base: type, forward: Callable, **attributes) -> type:
 
 
 @functools.cache
-def _norm_class(base: type, eps: str, weight_offset: float, returns_dtype_of_x: bool) -> type:
+def _norm_class(base: type, eps: str, weight_offset: float, keeps_dtype: bool) -> type:
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # the compiler fuses it with its neighbors
             return base.forward(self, x)
         weight = self.weight
-        dtype = x.dtype if returns_dtype_of_x else torch.promote_types(x.dtype, weight.dtype)
+        dtype = x.dtype if keeps_dtype else torch.promote_types(x.dtype, weight.dtype)
         return quackish.rms_norm(x, weight, eps=getattr(self, eps), weight_offset=weight_offset, out_dtype=dtype)
 
     return _subclass(base, forward)

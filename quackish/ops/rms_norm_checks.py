@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quackish.ops.cuda import name_of
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _BACKENDS = ("auto", "cute", "reference")
 
@@ -112,4 +114,4 @@ def dims(t: Tensor) -> str:
 
 
 def names(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return ", ".join(map(name_of, dtypes))

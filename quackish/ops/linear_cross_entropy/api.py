@@ -264,7 +264,6 @@ def make_plan(
         has_dw_out, on_kernels = inputs.grad_weight_out is not None, why_portable is None
         problem = memory.problem_for(loss_options, v, h, return_lse, has_dw_out, on_kernels)
         config = config_of(problem, m, schedule, chunk_size)
-        chosen = config.schedule, config.chunk_rows, config.dx_in_forward, config.dw_in_chunks
     else:
         # leave out values that memory does not depend on: torch.compile may have made them symbolic
         smoothing, cap, z = float(label_smoothing > 0), None if softcap is None else 1.0, float(z_loss > 0)
@@ -272,8 +271,8 @@ def make_plan(
         has_scale = inputs.logit_scale is not None
         request = memory.tensor_metadata(inputs), memory_options, why_portable, return_lse, has_scale, device, eager
         limit, rows = (None if n is None else operator.index(n) for n in (memory_limit, chunk_size))
-        chosen = memory.choose_within_limit(limit, request, schedule, rows)
-    return Plan(*loss_options, *chosen, why_portable)
+        config = memory.choose_within_limit(limit, request, schedule, rows)
+    return Plan(*loss_options, *config, why_portable)
 
 
 def _run_transformed(inputs: Inputs, plan: Plan, options: Options) -> tuple[Tensor, ...]:

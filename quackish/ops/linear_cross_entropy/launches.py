@@ -176,7 +176,7 @@ class RowKernels:
         key = name, fields
         kernel = kernels.get(key)
         if kernel is None:  # if the epoch changes meanwhile, this dictionary is dropped
-            fields = [str(f).removeprefix("torch.") if isinstance(f, torch.dtype) else f for f in fields]
+            fields = [cuda.name_of(f) if isinstance(f, torch.dtype) else f for f in fields]
             kernel = kernels[key] = self.kernel_for(name, _PROBLEMS[name](*fields), self.gpu)
         return kernel
 

@@ -24,6 +24,7 @@ from quackish.configs.linear_cross_entropy import (
     by_speed,
 )
 from quackish.gpu import Gpu
+from quackish.ops import cuda
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd
 from quackish.ops.linear_cross_entropy.calls import Plan
@@ -78,7 +79,7 @@ def problem_for(
     """The problem that the config rules take. `options`: the fields of Plan before schedule."""
     _, smoothing, softcap, _, reduction, return_stats, compute_dtype = options
     return_lse = return_lse or return_stats
-    dtype = str(compute_dtype).removeprefix("torch.")
+    dtype = cuda.name_of(compute_dtype)
     if on_kernels:
         return KernelProblem(v, h, dtype, reduction, return_lse, has_out, smoothing > 0)
     return LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
@@ -110,7 +111,7 @@ def _choose_within_limit(
             MemoryDryRun(request, config, gpu, memory_limit).run()
         except _LimitExceeded:
             continue
-        return config.schedule, config.chunk_rows, config.dx_in_forward, config.dw_in_chunks
+        return tuple(config)
     *_, (config, bytes_needed) = frontier(request, schedule, chunk_size, gpu)
     raise ValueError(
         f"linear_cross_entropy: memory_limit is {memory_limit} bytes, expected at least {bytes_needed}, the peak of "
@@ -207,7 +208,7 @@ class MemoryDryRun(MemoryCounter):
         """limit: bytes in addition to inputs and gradients. `run` raises _LimitExceeded above it."""
         super().__init__()
         self.request, self.phase, self.limit = request, "forward", limit
-        self.plan = Plan(*request.options, *vars(config).values(), request.why_portable)
+        self.plan = Plan(*request.options, *config, request.why_portable)
         self.kernels = None
         if request.why_portable is None:
             gpu = gpu or autograd.kernels_of(request.device).gpu
