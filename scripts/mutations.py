@@ -73,7 +73,7 @@ MUTATIONS = (
         "cutlass.min(1 + tm * per_cluster + i, last)",
         "cutlass.min(tm * per_cluster + i, last)",
         "tests/test_lce_gemms.py",
-        "one_row_is_done_again",
+        "any_single_row_is_recomputed",
     ),
     Mutation(
         "rounding_tie_to_the_other_side",
@@ -81,7 +81,7 @@ MUTATIONS = (
         "if (bits & 0x1FFFF) == 0x8000:",
         "if (bits & 0x1FFFF) == 0x18000:",
         "tests/test_lce_gemms.py",
-        "in_ties_and_at_the_ends",
+        "dw_rounding_residual_of_ties",
     ),
     # linear cross entropy, around the GEMMs
     Mutation(
@@ -90,7 +90,7 @@ MUTATIONS = (
         "after_previous()",
         "cute.arch.griddepcontrol_launch_dependents()",
         "tests/test_linear_cross_entropy_gpu.py",
-        "rows_wait_for_tiles",
+        "rows_wait_for_recomputed_tiles",
     ),
     Mutation(
         "lce_gather_without_wait",
@@ -106,7 +106,7 @@ MUTATIONS = (
         "if counted > 0:",
         "if live > 0:",
         "tests/test_lce_kernels.py",
-        "compact_with_targets_that_are_no_class",
+        "compact_with_invalid_targets",
     ),
     Mutation(
         "lce_sort_ties_reversed",
@@ -131,7 +131,7 @@ MUTATIONS = (
         "(rX.load() + rR.load()).to(res.dtype).to(Float32)",
         "rX.load() + rR.load()",
         "tests/test_rms_norm_gpu.py",
-        "norm_of_res_as_it_is_kept",
+        "norm_of_the_rounded_res",
     ),
     Mutation(
         "rms_norm_backward_leaves_out_the_last_round",
@@ -156,7 +156,7 @@ MUTATIONS = (
         "torch.autograd.graph.increment_version(out)",
         "pass",
         "tests/test_lce_schedules.py",
-        "autograd_notices_that_grad_weight_out_was_written",
+        "autograd_detects_writes_to_grad_weight_out",
     ),
     Mutation(
         "plan_key_without_the_buffers_dtype",
@@ -164,7 +164,7 @@ MUTATIONS = (
         "(t.shape, t.dtype, t.device)",
         "(t.shape, t.device)",
         "tests/test_linear_cross_entropy.py",
-        "plan_serves_only_the_dtypes",
+        "plan_is_not_reused_for_other_dtypes",
     ),
     Mutation(
         "saved_exponentials_of_a_retained_graph_written",
@@ -172,7 +172,7 @@ MUTATIONS = (
         "if saved is None or not _is_graph_kept():",
         "if True:",
         "tests/test_lce_schedules.py",
-        "writes_no_saved_tensor and stored",
+        "modifies_no_saved_tensor and stored",
     ),
     Mutation(
         "retained_graph_hands_out_gradients_again",
@@ -188,7 +188,7 @@ MUTATIONS = (
         "pair = tensors and tensors[0].dtype == first.dtype",
         "pair = tensors",
         "tests/test_lce_schedules.py",
-        "only_the_gradients_asked_for and mean and chunked and bias",
+        "only_required_gradients and mean and chunked and bias",
     ),
     Mutation(
         "streams_share_a_workspace",
@@ -196,7 +196,7 @@ MUTATIONS = (
         "_take_for_stream((device_index, stream), scratch_floats)",
         "_take_for_stream((device_index, 0), scratch_floats)",
         "tests/test_rms_norm.py",
-        "a_stream_keeps_its_workspace",
+        "each_stream_has_its_own_workspace",
     ),
     Mutation(
         "launches_on_the_default_stream",

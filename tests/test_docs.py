@@ -87,7 +87,7 @@ def test_few_blocks_need_a_gpu():
     assert sum(mark == "gpu" for page in PAGES for mark, _, _ in blocks(page)) <= 3
 
 
-def test_one_line_for_each_framework():
+def test_readme_lines_for_frameworks():
     """The second column of the README's table, run with stand-ins for the frameworks' objects."""
     table = text_of("README.md").split("## Your framework, one line")[1].split("\n## ")[0]
     lines = [re.match(r"\| .* \| `([^`|]*)` \|$", row) for row in table.splitlines()]
@@ -102,7 +102,7 @@ def test_one_line_for_each_framework():
     assert space["model"](torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).logits is None
 
 
-def test_the_old_code_and_the_new_give_the_same():
+def test_readme_migration_gives_the_same_results():
     old, new = (code for _, code, _ in blocks("README.md")[:2])
     assert old.count("\n") == new.count("\n") == 3
     results = []
@@ -121,7 +121,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_pages_name_exists(page):
+def test_links_and_names_exist(page):
     """Links and their anchors, `paths`, and `function` or `one` and `two` in [`path`](...)."""
     text, here = text_of(page), ROOT / page
     missing = []
@@ -137,7 +137,7 @@ def test_what_pages_name_exists(page):
     assert missing == []
 
 
-def test_the_readme_is_short_and_has_the_commands():
+def test_readme_is_short_and_has_the_commands():
     text = text_of("README.md")
     assert len(text.split()) <= MOST_WORDS
     assert "\npip install git+https://github.com/quackish/quackish\n" in text
@@ -146,7 +146,7 @@ def test_the_readme_is_short_and_has_the_commands():
     assert f"<!-- ci: test -->\n```bash\n{setup} '.[dev]' && scripts/check.sh\n```" in text  # as .ci/run looks for it
 
 
-def test_the_figure_of_buffers_is_what_its_script_draws(tmp_path):
+def test_buffer_figure_is_up_to_date(tmp_path):
     space = {"__name__": "draw_buffers", "__file__": str(ROOT / "docs/draw_buffers.py")}
     exec(text_of("docs/draw_buffers.py"), space)
     drawn = text_of("docs/linear_cross_entropy_buffers.svg")

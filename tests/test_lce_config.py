@@ -42,7 +42,7 @@ def test_schedule_rule():
     assert schedule(1, "none", asked="chunked") == "recompute"
 
 
-def test_when_recompute_makes_dx_in_forward():
+def test_when_recompute_computes_dx_in_forward():
     def how(reduction="mean", chunk_size=None, **kw):
         problem = KernelProblem(128_256, 4096, kw.pop("dtype", "bfloat16"), reduction, **kw)
         return kernel_config(problem, 10**6, "recompute", chunk_size)
@@ -80,7 +80,7 @@ def test_chunk_rows():
 
 
 @pytest.mark.parametrize("h, v", [(2048, 128_256), (4096, 128_256), (8192, 128_256), (4096, 262_144), (2048, 32_000)])
-def test_one_chunk_takes_less_memory_than_two_up_to_the_most_rows(h, v):
+def test_one_chunk_needs_less_memory_than_two(h, v):
     """Beside dW and what all chunks of the same rows need. Above 8192 rows: more rows would save no time."""
     rows = kernel_config(KernelProblem(v, h, "bfloat16", "mean"), 1).chunk_rows
     for m in range(8192, rows + 1, 1024):
@@ -88,7 +88,7 @@ def test_one_chunk_takes_less_memory_than_two_up_to_the_most_rows(h, v):
         assert m == 8192 or one <= 2 * even_chunks(m, rows // 2) * v + 2 * v * h or rows * (v + h) * 2 <= FEW_BYTES
 
 
-def test_room_for_the_first_classes():
+def test_first_classes():
     assert first_classes(8192, 128_256, 4096, 2) == (42_240, 358_612_992, 2048)
     assert first_classes(65_536, 128_256, 4096, 2) is None  # chunks of 256 rows
     assert first_classes(300, 700, 8, 2) is None  # one block of dlogits
@@ -116,7 +116,7 @@ def test_layouts_of_the_headline_shape():
     assert of("recompute", dx=False, dw=None).chunk_rows == 4096  # none are stored
 
 
-def test_nothing_alive_is_overwritten_in_shared_storage():
+def test_shared_storage_overwrites_no_live_data():
     for rows, h, v, itemsize in itertools.product((1, 5, 128, 300, 1000), (8, 136, 1024), (1, 256, 700, 5003), (2, 4)):
         plan = shared_storage(rows, v, h, itemsize)
         size, c = v * h * itemsize, plan.v1 if plan else 0
@@ -133,7 +133,7 @@ def test_nothing_alive_is_overwritten_in_shared_storage():
         assert c * h * itemsize <= plan.offset
 
 
-def test_nothing_alive_is_overwritten_by_recomputed_blocks():
+def test_recompute_blocks_overwrite_no_live_data():
     shapes = itertools.product((1, 128, 300, 4096), (8, 136, 1024), (1, 256, 257, 5003, 20_011), (2, 4, None))
     for m, h, v, itemsize in shapes:
         for scratch in (256, 768, scratch_columns(m, False, False)):
@@ -153,7 +153,7 @@ def test_nothing_alive_is_overwritten_by_recomputed_blocks():
                 assert offset + (v1 - v0) * m * 2 <= v * row
 
 
-def test_recomputed_blocks_are_few():
+def test_number_of_recompute_blocks():
     blocks = recompute_blocks(8192, 128_256, 4096, 2, scratch_columns(8192, False, False))
     assert [(b.v1 - b.v0) // 256 for b in blocks] == [165, 111, 74, 49, 33, 20, 16, 11, 11, 11]
     assert sum(b.offset is None for b in blocks) == 2
@@ -168,7 +168,7 @@ def test_recomputed_blocks_are_few():
 @pytest.mark.parametrize("v", [2, 256, 32_000, 128_256, 262_144])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("softcap", [False, True])
-def test_portable_chunks_fit_the_budget_whatever_m(v, dtype, softcap):
+def test_portable_chunks_fit_the_budget_for_any_m(v, dtype, softcap):
     problem = LinearCrossEntropyProblem(v, dtype, "mean", softcap)
     (rows,) = {linear_cross_entropy_config(problem, m).chunk_rows for m in (0, 1, 4096, 10**6)}
     assert rows % 128 == 0

@@ -91,7 +91,7 @@ def test_compiles(problem):
     "tiles, k_tiles, splits",
     [(512, 2004, 250), (1024, 2004, 238), (64, 2004, 0), (66, 2004, 0), (16, 2004, 64), (676, 64, 64), (700, 64, 0)],
 )
-def test_tails_are_split_where_clusters_would_idle(tiles, k_tiles, splits):
+def test_tails_are_split_if_clusters_would_idle(tiles, k_tiles, splits):
     got = num_tail_splits(tiles, k_tiles, 66)
     assert got == (splits or tiles % 66)
     m, n, k = tiles * 256, 256, k_tiles * 64
@@ -103,7 +103,7 @@ def test_tails_are_split_where_clusters_would_idle(tiles, k_tiles, splits):
 
 
 @pytest.mark.parametrize("gpu, chosen", [(H200, LceKernels), (B200, CublasKernels)], ids=["H200", "B200"])
-def test_which_gemms(gpu, chosen):
+def test_choice_of_gemms(gpu, chosen):
     assert type(make_kernels(torch.device("cuda", 0), gpu)) is chosen
 
 
@@ -296,7 +296,7 @@ def test_softmax_into_two_buffers(v_split, path):
 @on_launchers
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("softcap", [None, 500.0])
-def test_rows_far_above_their_reference_are_done_again_and_others_keep_their_bits(softcap, stored, path):
+def test_flagged_rows_are_recomputed_and_others_keep_their_bits(softcap, stored, path):
     c = Case(rows=400, v=3000, h=128)
     given = dict(softcap=softcap, stored=stored)
     once = softmax(c, path.kernels, **given)
@@ -390,7 +390,7 @@ def test_dw(shape, out, accumulate, factor, path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", [5, 130, 300, 399, 599])  # of all 128 rows that have a flag, the only one
-def test_one_row_is_done_again_wherever_it_is(row):
+def test_any_single_row_is_recomputed(row):
     c = Case(rows=600, h=128)
     c.grow(row)
     c.update_shift()
@@ -403,7 +403,7 @@ def test_one_row_is_done_again_wherever_it_is(row):
 
 
 @pytest.mark.gpu
-def test_recompute_flagged_leaves_all_alone_without_flags():
+def test_recompute_flagged_without_flags_changes_nothing():
     c = Case()
     k = ours()
     multiply = k._multiply
@@ -415,7 +415,7 @@ def test_recompute_flagged_leaves_all_alone_without_flags():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dw_keeps_what_rounding_takes(shape):
+def test_dw_keeps_rounding_residual(shape):
     c = Case(**shape)
     places = torch.full((c.v,), NO_SLOT, dtype=torch.int32)
     places[::3] = torch.randperm(len(places[::3])).int()
@@ -430,7 +430,7 @@ def test_dw_keeps_what_rounding_takes(shape):
 
 
 @pytest.mark.gpu
-def test_dw_cuts_off_what_rounding_takes_in_ties_and_at_the_ends():
+def test_dw_rounding_residual_of_ties_and_extremes():
     upper = torch.tensor([0.0, 1.0, 1 + 2**-7, 1.0, 1 + 2**-7, 1.0, 1.0, torch.inf])
     lower = torch.tensor([0.0, 2**-8, 2**-8, 2**-8 + 2**-15, -(2**-8), 2**-8 - 2**-16, 2**-9, 0.0])
     x = torch.stack([torch.cat([upper, -upper]), torch.cat([lower, -lower])]).to(BF16)
@@ -456,7 +456,7 @@ FEW_AND_MANY = [  # v: a multiple of 8, as results come back without gaps and ar
 @pytest.mark.gpu
 @pytest.mark.parametrize("h", [64, 264, 704])  # 1, 5 and 11 steps along k
 @pytest.mark.parametrize("shape", FEW_AND_MANY, ids=str)
-def test_logits_have_the_same_bits_however_tiles_are_shared(shape, h):
+def test_logits_bits_are_independent_of_tile_schedule(shape, h):
     c = Case(**shape, h=h)
     c.x[30] = c.x[30] * 60
     runs = []
@@ -481,7 +481,7 @@ def test_logits_have_the_same_bits_however_tiles_are_shared(shape, h):
 @pytest.mark.gpu
 @pytest.mark.parametrize("h", [64, 264, 704])
 @pytest.mark.parametrize("shape", FEW_AND_MANY, ids=str)
-def test_dlogits_have_the_same_bits_however_tiles_are_shared(shape, h):
+def test_dlogits_bits_are_independent_of_tile_schedule(shape, h):
     c = Case(**shape, h=h)
     coefs = torch.rand(c.rows, 4, generator=torch.Generator().manual_seed(7))
     args = c.x, c.w, None, coefs, c.slot_target, c.num_live, 0, None, 0.0, False, 0, padded_nan(c.rows, c.v)
@@ -497,7 +497,7 @@ def test_dlogits_have_the_same_bits_however_tiles_are_shared(shape, h):
 @pytest.mark.parametrize("m", [1, 130, 700])  # 1, 3 and 11 steps along k
 @pytest.mark.parametrize("places", [False, True])
 @pytest.mark.parametrize("v", [700, 10_000, 20_000])  # a tile for ten clusters, two for most, four for most
-def test_dw_has_the_same_bits_however_tiles_are_shared(v, places, m):
+def test_dw_bits_are_independent_of_tile_schedule(v, places, m):
     c = Case(rows=m, h=520, v=v)
     given = ()
     if places:
@@ -521,7 +521,7 @@ def test_dw_has_the_same_bits_however_tiles_are_shared(v, places, m):
                 assert same_bits(got[4], launch_all(ours(), ["dw"], args)[4])
 
 
-def test_recompute_flagged_runs_the_same_code_whatever_is_forced():
+def test_recompute_flagged_runs_the_same_code_for_forced_configs():
     """`config(lce_logits=...)` holds for both launches of the logits; the second is always cooperative."""
     problem = GemmProblem("softmax", "bfloat16", "bfloat16", recompute_flagged=True)
     made = gemm_config(problem, H200)
@@ -532,7 +532,7 @@ def test_recompute_flagged_runs_the_same_code_whatever_is_forced():
     assert gemm_smem_bytes(problem, forced) == gemm_smem_bytes(problem, made)
 
 
-def test_the_tail_of_dw_is_split_if_tiles_are_few():
+def test_dw_tail_is_split_if_tiles_are_few():
     assert not splits_dw_tail(128_256, 4096, 132)
     assert not splits_dw_tail(10_496, 2048, 132)  # 448 tiles: 14 of 66 clusters idle in the tail
     assert splits_dw_tail(1000, 512, 132)  # 12 tiles

@@ -119,7 +119,7 @@ def test_compiles(name, problem, config, ctas_per_sm, gpu):
     check_compiles(name, problem, config, gpu, ctas_per_sm)
 
 
-def test_scaled_rows_know_no_label_smoothing():
+def test_scaled_rows_without_label_smoothing():
     with pytest.raises(ValueError, match='expected "coefs"'):
         LceRowsProblem(True, "scale", label_smoothing=True)
 
@@ -207,7 +207,7 @@ def test_compact(lce, m, ignored, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ignore_index", [-100, 5, 0, -1, 10**6])
-def test_compact_with_targets_that_are_no_class(lce, ignore_index):
+def test_compact_with_invalid_targets(lce, ignore_index):
     target = targets(5000, 100, 0.2, ignore_index=ignore_index)
     target[::7], target[1::7], target[2::70], target[3::70] = -1, 100, 2**40, -(2**40) + 5
     for class_weight in (None, random(100).abs()):
@@ -610,7 +610,7 @@ def test_scale_of_rows_of_any_length(lce, h):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("v", [1, 300, 70_000])
-def test_rows_clear_the_places_of_all_classes(lce, v):
+def test_rows_clear_the_first_slots_of_all_classes(lce, v):
     chunk, places = Chunk(random(40, v), targets(40, v, 0.3)), poisoned(v + 5, dtype=torch.int32)
     chunk.run(lce, True, "scale", exp_logits=chunk.e.clone(), places=places[:v])
     assert (places[:v] == NO_SLOT).all()

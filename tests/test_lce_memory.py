@@ -39,7 +39,7 @@ def least(call):
     return int(re.search(r"at least (\d+)", str(error.value))[1])
 
 
-def test_the_order_of_candidates():
+def test_order_of_candidates():
     def order(schedule="auto", chunk_size=None, m=8192, reduction="mean", **kw):
         found = by_speed(KernelProblem(128_256, 4096, "bfloat16", reduction, **kw), m, 4096, schedule, chunk_size)
         return [(how.schedule, how.chunk_rows) for how in found]
@@ -92,7 +92,7 @@ def request_of(x, w, target, kw, eager=True, device=None):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_a_rehearsal_of_the_portable_path_takes_what_a_run_takes(name, reduction, dtype):
+def test_dry_run_of_portable_path_matches_measured_peak(name, reduction, dtype):
     for schedule, how in itertools.product(SCHEDULES, ("both", "input", "buffer", "none", "stats")):
         x, w, target, kw = make(500, 64, 1200, dtype, reduction=reduction, **OPTIONS[name])
         kw |= dict(schedule=schedule, chunk_size=128, return_stats=how == "stats")
@@ -120,19 +120,19 @@ def rehearsed(device=CUDA, eager=True):
     return memory.MemoryDryRun(request._replace(why_portable=None), how, H200).run()
 
 
-def test_blocks_of_the_allocator_are_larger_than_what_is_asked_for():
+def test_allocator_rounds_up():
     asked, blocks = ([held.bytes for held in rehearsed(device).at_peak] for device in (torch.device("cpu"), CUDA))
     assert max(asked) > 1 << 20 > min(asked)
     assert blocks == [-(-size // 512) * 512 + (size > 1 << 20) * (1 << 20) for size in asked]
 
 
-def test_operators_copy_the_gradients_that_forward_made():
+def test_operators_copy_forward_gradients():
     eager, operators = (rehearsed(eager=eager) for eager in (True, False))
     assert eager.grad_bytes == operators.grad_bytes == 4096 * (1024 + 128_256) * 2
     assert operators.peak >= 2 * eager.grad_bytes > eager.peak
 
 
-def test_the_first_rehearsal_of_a_process_takes_what_the_next_one_takes():
+def test_first_dry_run_of_a_process_equals_the_next_one():
     """Even if Python collects no garbage."""
     code = """
 import gc
@@ -174,7 +174,7 @@ def case_of(path, **options):
 
 @on_portable_and_kernels
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_results_within_any_limit(reduction, path):
+def test_results_with_memory_limits(reduction, path):
     x, w, target, kw = case_of(path, bias=True, reduction=reduction)
     grad = torch.linspace(0.5, 1.5, 1100, **path.here) if reduction == "none" else None
     want_loss, want_lse, wants = truth(x, w, target, kw, grad)
@@ -186,7 +186,7 @@ def test_results_within_any_limit(reduction, path):
 
 
 @on_portable_and_kernels
-def test_the_least_limit_is_enough_and_a_byte_less_is_not(path):
+def test_smallest_limit_is_tight(path):
     x, w, target, kw = case_of(path)
     for how in ({}, dict(schedule="stored"), dict(schedule="chunked", chunk_size=256), dict(reduction="none")):
 
@@ -203,7 +203,7 @@ def test_the_least_limit_is_enough_and_a_byte_less_is_not(path):
 
 
 @on_kernels
-def test_a_plan_serves_only_the_layout_and_gradients_it_was_made_for(path):
+def test_plan_is_not_reused_for_other_layouts_and_gradients(path):
     x, w, target, _ = case_of(path)
     columns = torch.cat([x.detach(), x.detach()], 1)[:, ::2].requires_grad_()  # kernels copy it
     unaligned = w.detach().new_empty(w.numel() + 1)[1:].view(w.shape).copy_(w.detach()).requires_grad_()  # and it
@@ -218,7 +218,7 @@ def test_a_plan_serves_only_the_layout_and_gradients_it_was_made_for(path):
 
 
 @on_portable_and_kernels
-def test_a_rehearsal_is_not_seen(path):
+def test_dry_run_is_isolated_from_the_caller(path):
     """Neither by hooks of saved tensors, nor by checkpointing, autocast or no_grad; nor does it see them."""
     x, w, target, _ = case_of(path)
     packed, counts = [], []
@@ -238,7 +238,7 @@ def test_a_rehearsal_is_not_seen(path):
 
 
 @on_portable_and_kernels
-def test_compiled_code_keeps_a_limit(path):
+def test_compiled_with_memory_limit(path):
     """A graph for each M, as what runs depends on it."""
     torch._dynamo.reset()
     _, w, _, _ = case_of(path)
@@ -260,7 +260,7 @@ def test_compiled_code_keeps_a_limit(path):
             compiled(x, target, 5)
 
 
-def test_the_module_and_torch_func():
+def test_module_and_torch_func():
     head = LinearCrossEntropyLoss(64, 1003, memory_limit=5)
     x, target = torch.randn(300, 64), torch.randint(1003, (300,))
     with pytest.raises(ValueError, match="memory_limit is 5 bytes"):

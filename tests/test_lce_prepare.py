@@ -91,7 +91,7 @@ def check(asked, x, w, target, kw, **how):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_rehearsal_asks_for_what_a_call_asks_for(dtype, name, reduction, asked):
+def test_prepares_the_kernels_of_a_call(dtype, name, reduction, asked):
     for schedule in SCHEDULES:
         for m, h, v, chunk_size in ((300, 8, 700, 128), (40, 64, 1000, None)):
             x, w, target, kw = make(m, h, v, dtype, **OPTIONS[name])
@@ -101,12 +101,12 @@ def test_rehearsal_asks_for_what_a_call_asks_for(dtype, name, reduction, asked):
                 check(asked, x, weight, target, kw, **how, **given)
 
 
-def test_of_the_loss_alone(asked):
+def test_loss_without_gradients(asked):
     with torch.no_grad():
         check(asked, *make(300, 64, 700, BF16))
 
 
-def test_of_a_weight_gradient_that_forward_begins(asked, narrow):
+def test_dw_in_forward(asked, narrow):
     check(asked, *make(600, 512, 4000, BF16), schedule="recompute")
     assert any(isinstance(request.problem, LceSortProblem) for request in asked[-1])
 
@@ -114,12 +114,12 @@ def test_of_a_weight_gradient_that_forward_begins(asked, narrow):
 @pytest.mark.parametrize(
     "m, v, dtype", [(3000, 6000, torch.float16), (600, 33_000, BF16), (600, 33_000, torch.float16)]
 )
-def test_blocks_of_classes_are_those_of_all_rows(m, v, dtype, asked):
+def test_blocks_of_classes_depend_on_all_rows(m, v, dtype, asked):
     """How many there are, and how wide, depends on the rows."""
     check(asked, *make(m, 8, v, dtype, bias=True), schedule="recompute", chunk_size=128)
 
 
-def test_one_rehearsal_serves_all_calls_of_the_same_kernels(asked):
+def test_calls_with_the_same_kernels_prepare_once(asked):
     x, w, target, kw = make(300, 64, 700, BF16)
 
     def rows(*shape):
@@ -152,7 +152,7 @@ def test_one_rehearsal_serves_all_calls_of_the_same_kernels(asked):
         check(asked, x, w, target, kw)
 
 
-def test_e_in_one_buffer_and_in_two(asked, limits):
+def test_exp_logits_in_one_and_two_buffers(asked, limits):
     limits(SHARED_FROM=1 << 20)
     for m in (100, 600, 700):
         x, w, target, kw = make(m, 512, 1400, BF16)
@@ -163,7 +163,7 @@ def test_e_in_one_buffer_and_in_two(asked, limits):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rows_that_start_anywhere(schedule, asked):
+def test_unaligned_rows(schedule, asked):
     x, w, target, kw = make(100, 72, 700, BF16)
     w = w.detach()[:, :64].requires_grad_()
     flat = x.detach().view(-1)
@@ -179,7 +179,7 @@ def test_rows_that_start_anywhere(schedule, asked):
 
 @pytest.mark.parametrize("name", ["all", "unsmoothed"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rehearsal_takes_no_memory_and_sets_no_device(schedule, name, asked):
+def test_prepare_allocates_nothing_and_sets_no_device(schedule, name, asked):
     """A default device is also what compiled code looks at, and may be left behind by threads that overlap."""
     devices, defaults = set(), set()
 
@@ -198,7 +198,7 @@ def test_rehearsal_takes_no_memory_and_sets_no_device(schedule, name, asked):
     assert (devices, defaults) == ({"meta"}, {"cpu"})
 
 
-def test_nothing_around_cublas(on):
+def test_cublas_kernels_are_not_prepared(on):
     asked = on(B200)
     prepare(*make(300, 64, 700, BF16))
     assert asked == []
@@ -210,7 +210,7 @@ def run_python(code, **env):
     return done.stdout
 
 
-def test_rehearsal_imports_nothing():
+def test_prepare_imports_nothing():
     """PyTorch imports 500 modules for some operations on meta tensors, 250 ms: none of these are used."""
     code = """
 import sys
@@ -230,7 +230,7 @@ print(len(set(sys.modules) - before))
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_first_call_finds_its_kernels(schedule, tmp_path):
+def test_first_call_compiles_nothing_after_prepare(schedule, tmp_path):
     """Compiled by other processes, loaded by this one, which compiles nothing."""
     code = f"""
 import sys

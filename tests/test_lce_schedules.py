@@ -47,7 +47,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.mark.parametrize("name", ["plain", "bias", "all"])
 @pytest.mark.parametrize("m, h, v, columns", [(40, 64, 1000, 512), (40, 64, 256, None), (40, 128, 513, 256)])
-def test_e_in_the_storage_of_the_weight_gradient(m, h, v, columns, name, limits, path):
+def test_exp_logits_in_storage_of_dw(m, h, v, columns, name, limits, path):
     limits(SHARED_FROM=0)
     x, w, target, kw = path.case(m, h, v, **OPTIONS[name])
     plan = shared_storage(m, v, h, 2)
@@ -60,7 +60,7 @@ def test_e_in_the_storage_of_the_weight_gradient(m, h, v, columns, name, limits,
 @pytest.mark.parametrize("dtype, dw_dtype", [(BF16,) * 2, (FP16,) * 2, (BF16, FP32)])
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("ignored", [False, True])
-def test_dlogits_in_the_storage_of_the_weight_gradient(ignored, name, dtype, dw_dtype, limits, path):
+def test_dlogits_in_storage_of_dw(ignored, name, dtype, dw_dtype, limits, path):
     limits(scratch_columns=lambda *how: 256)
     m, h, v = 200, 64, 2500
     x, w, target, kw = path.case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
@@ -86,7 +86,7 @@ def test_dlogits_in_the_storage_of_the_weight_gradient(ignored, name, dtype, dw_
 @pytest.mark.parametrize("dw_dtype", [BF16, FP32])
 @pytest.mark.parametrize("name", ["plain", "softcap", "weight"])
 @pytest.mark.parametrize("m, live", [(600, 600), (600, 130), (600, 0), (300, 300)])
-def test_recompute_begins_the_weight_gradient_in_forward(m, live, name, dw_dtype, narrow, path):
+def test_recompute_starts_dw_in_forward(m, live, name, dw_dtype, narrow, path):
     h, v = 512, 4000
     x, w, target, kw = path.case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
     target[: m - live] = IGNORED
@@ -113,7 +113,7 @@ def test_recompute_begins_the_weight_gradient_in_forward(m, live, name, dw_dtype
 
 @pytest.mark.parametrize("dw_dtype", [BF16, FP32])
 @pytest.mark.parametrize("where", ["below", "above", "at"])
-def test_targets_on_either_side_of_the_first_classes(where, dw_dtype, narrow, path):
+def test_targets_around_the_end_of_the_first_classes(where, dw_dtype, narrow, path):
     m, h, v = 600, 512, 4000
     x, w, target, _ = path.case(m, h, v, dtype=dw_dtype)
     split = first_classes(m, v, h, dw_dtype.itemsize).columns
@@ -135,7 +135,7 @@ def test_targets_on_either_side_of_the_first_classes(where, dw_dtype, narrow, pa
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mean", [2.0, 8.0])
 @pytest.mark.parametrize("v", [16, 1000])
-def test_gradients_whose_parts_cancel(v, mean, schedule, path):
+def test_gradients_with_cancellation(v, mean, schedule, path):
     """Channels with a mean, and targets as likely as the model says: what a class gets from the softmax is nearly what
     its targets take, and either alone is many times the gradient."""
     m, h = 2048, 64
@@ -186,7 +186,7 @@ def test_no_kernel_for_other_dtypes_and_widths(path):
         path.call(x, w, target)
 
 
-def test_e_in_two_buffers_is_done_again_in_both(limits, path):
+def test_flagged_rows_with_exp_logits_in_two_buffers(limits, path):
     limits(SHARED_FROM=0)
     x, w, target = hard_rows(BF16, path.device)
     x, target = x[:16].detach().requires_grad_(), target[:16]  # few rows: E lies in the weight gradient as well
@@ -197,7 +197,7 @@ def test_e_in_two_buffers_is_done_again_in_both(limits, path):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("v", [33, 700])
-def test_saved_tensors_may_come_back_with_other_strides(v, schedule, path):
+def test_saved_tensors_with_changed_strides(v, schedule, path):
     x, w, target, kw = path.case(v=v, bias=True)
     want = path.run(x, w, target, kw, schedule=schedule)
     dense = functools.partial(torch.clone, memory_format=torch.contiguous_format)
@@ -208,7 +208,7 @@ def test_saved_tensors_may_come_back_with_other_strides(v, schedule, path):
 
 
 @pytest.mark.parametrize("shape", [(20,), (4, 5)])
-def test_what_is_returned_may_be_written_to(shape, path):
+def test_outputs_may_be_modified(shape, path):
     x, w, target, _ = path.case(m=20)
     x, target = x.detach().view(*shape, -1).requires_grad_(), target.view(shape)
     loss, lse = path.call(x, w, target, reduction="none", return_lse=True)
@@ -223,7 +223,7 @@ def test_what_is_returned_may_be_written_to(shape, path):
 # --- autograd ---
 
 
-def test_chunked_hands_out_what_forward_made(path):
+def test_chunked_returns_forward_gradients_once(path):
     x, w, target, kw = path.case(**OPTIONS["bias"])
     loss = path.call(x, w, target, schedule="chunked", **kw)
     path.calls.clear()
@@ -235,7 +235,7 @@ def test_chunked_hands_out_what_forward_made(path):
         loss.backward()
 
 
-def test_retained_graphs_see_inputs_that_changed(path):
+def test_retained_graph_detects_modified_inputs(path):
     x, w, target, kw = path.case()
     loss = path.call(x, w, target, schedule="chunked", **kw)
     loss.backward(retain_graph=True)
@@ -248,7 +248,7 @@ def test_retained_graphs_see_inputs_that_changed(path):
 @pytest.mark.parametrize("name, e_route", [("bias", True), ("smoothing", False)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_route, path):
+def test_only_required_gradients_are_computed(reduction, schedule, name, e_route, path):
     all_wanted, chunks = None, 3
     for wants in itertools.product((True, False), repeat=3):
         x, w, target, kw = path.case(**{**OPTIONS[name], "bias": True}, reduction=reduction)
@@ -280,7 +280,7 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule, name, e_
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_lse_alone_may_have_a_gradient(schedule, path):
+def test_gradient_of_lse_alone(schedule, path):
     x, w, target, kw = path.case(**OPTIONS["all"])
     _, lse = path.call(x, w, target, return_lse=True, schedule=schedule, **kw)
     grad_lse = torch.rand(300, **path.here)
@@ -306,7 +306,7 @@ def test_grad_weight_out_is_added_to_in_the_gemm(path):
 
 @pytest.mark.parametrize("ignored", [True, False])
 @pytest.mark.parametrize("schedule", ["chunked", "stored"])
-def test_rows_that_pytorch_sorts_give_the_same_bits(schedule, ignored, request, path):
+def test_pytorchs_sort_gives_the_same_bits(schedule, ignored, request, path):
     x, w, target, _ = path.case(m=700, v=40)
     target[5] = 10_000  # no class: the loss is NaN, and there is a class -1
     if not ignored:
@@ -325,7 +325,7 @@ def test_rows_that_pytorch_sorts_give_the_same_bits(schedule, ignored, request, 
 
 @pytest.mark.parametrize("buffer", [None, FP16, FP32], ids=str)
 @pytest.mark.parametrize("options", ["plain", "weight", "scaled", "all"])
-def test_fp16_gradients_of_a_mean_over_many_rows_keep_their_digits(options, buffer, path):
+def test_fp16_gradients_of_mean_over_many_rows_are_accurate(options, buffer, path):
     """Divided by so many rows, p - onehot would be subnormal."""
     x, w, target, kw = path.case(m=3000, h=8, v=1000, dtype=FP16, **OPTIONS[options])
     if "weight" in kw:
@@ -343,7 +343,7 @@ def test_fp16_gradients_of_a_mean_over_many_rows_keep_their_digits(options, buff
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_autograd_notices_that_grad_weight_out_was_written(schedule, path):
+def test_autograd_detects_writes_to_grad_weight_out(schedule, path):
     x, w, target, _ = path.case()
     buffer = torch.zeros(w.shape, **path.here)
     loss = path.call(x, w, target, grad_weight_out=buffer, schedule=schedule)
@@ -353,7 +353,7 @@ def test_autograd_notices_that_grad_weight_out_was_written(schedule, path):
         product.backward()
 
 
-def test_what_has_no_memory_reaches_no_kernel(path):
+def test_tensors_without_memory_raise(path):
     x, w, target, _ = path.case()
     buffer = torch.zeros(w.shape, **path.here)
     loss = path.call(x, w, target, grad_weight_out=buffer, schedule="stored")
@@ -377,7 +377,7 @@ def test_what_has_no_memory_reaches_no_kernel(path):
 
 @pytest.mark.parametrize("operators", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_backward_writes_no_saved_tensor_of_a_graph_that_is_retained(schedule, operators, path):
+def test_backward_of_retained_graph_modifies_no_saved_tensor(schedule, operators, path):
     x, w, target, _ = path.case()
     saved = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
@@ -393,7 +393,7 @@ def test_backward_writes_no_saved_tensor_of_a_graph_that_is_retained(schedule, o
 
 
 @pytest.mark.parametrize("schedule, reduction", [("stored", "none"), ("chunked", "mean"), ("recompute", "mean")])
-def test_backwards_of_a_retained_graph_from_several_threads(schedule, reduction, path):
+def test_concurrent_backwards_of_retained_graph(schedule, reduction, path):
     x, w, target, _ = path.case()
     loss = path.call(x, w, target, schedule=schedule, reduction=reduction)
     given = [torch.rand_like(loss) for _ in range(4)]
@@ -407,7 +407,7 @@ def test_backwards_of_a_retained_graph_from_several_threads(schedule, reduction,
 
 
 @pytest.mark.parametrize("schedule", ["stored", "recompute"])
-def test_a_backward_beside_another_counts_with_tickets_of_its_own(schedule, path):
+def test_concurrent_backwards_have_separate_tickets(schedule, path):
     x, w, target, _ = path.case()
     loss = path.call(x, w, target, schedule=schedule)
     want = torch.autograd.grad(loss, [x, w], retain_graph=True)
@@ -419,7 +419,7 @@ def test_a_backward_beside_another_counts_with_tickets_of_its_own(schedule, path
 
 
 @pytest.mark.parametrize("schedule, dtype", [("stored", BF16), ("recompute", FP16)])
-def test_a_backward_that_runs_out_of_memory_may_be_run_again(schedule, dtype, path, monkeypatch):
+def test_backward_can_be_retried_after_out_of_memory(schedule, dtype, path, monkeypatch):
     x, w, target, kw = path.case(dtype=dtype, class_weight=True)
     loss, other = (path.call(x, w, target, schedule=schedule, **kw) for _ in range(2))
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
@@ -428,7 +428,7 @@ def test_a_backward_that_runs_out_of_memory_may_be_run_again(schedule, dtype, pa
     assert all(map(same_bits, torch.autograd.grad(loss, [x, w]), torch.autograd.grad(other, [x, w])))
 
 
-def test_a_result_that_is_dropped_frees_what_its_node_keeps(path):
+def test_dropped_result_frees_its_graph(path):
     """Without the garbage collector: no reference cycle through an output."""
     gc.collect()
     gc.disable()
@@ -443,7 +443,7 @@ def test_a_result_that_is_dropped_frees_what_its_node_keeps(path):
         gc.enable()
 
 
-def test_batched_gradients_say_no(path):
+def test_batched_gradients_raise(path):
     for schedule in SCHEDULES:
         x, w, target, _ = path.case()
         loss = path.call(x, w, target, schedule=schedule)
@@ -476,7 +476,7 @@ def test_opcheck(needs, schedule, path):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", ["bias", "all"])
-def test_who_wants_to_see_operators_gets_the_same_bits(name, reduction, schedule, path):
+def test_operators_give_the_same_bits(name, reduction, schedule, path):
     x, w, target, kw = path.case(**OPTIONS[name], reduction=reduction)
     if reduction == "mean":
         kw["num_items"] = 17
@@ -489,7 +489,7 @@ def test_who_wants_to_see_operators_gets_the_same_bits(name, reduction, schedule
 
 
 @pytest.mark.parametrize("name, numbers", [("num_items", range(3, 9)), ("logit_scale", [0.5, 0.7, 1.5, 2.0, 3.0])])
-def test_a_compiled_number_is_any_number(name, numbers, path):
+def test_compiled_code_accepts_any_number(name, numbers, path):
     torch._dynamo.reset()
     frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     x, w, target, _ = path.case()

@@ -79,7 +79,7 @@ def masked(kw, target):
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_spec_equals_a_categorical_distribution(softcap):
+def test_reference_matches_categorical_distribution(softcap):
     x, w, target = torch.randn(9, 8, dtype=FP64), torch.randn(11, 8, dtype=FP64), torch.randint(11, (9,))
     x.requires_grad_()
     target[4] = IGNORED
@@ -123,7 +123,7 @@ def test_gradients_in_fp16(path):
 
 @on_every_path
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rows_far_above_their_shift_and_confident_rows(schedule, path):
+def test_flagged_and_confident_rows(schedule, path):
     dtype = FP64 if path.kernels is None else torch.bfloat16
     x, w, target = hard_rows(dtype, path.device)
     check(path, x, w, target, {}, [(False, False, True, False), (False, False, False, True)], schedule=schedule)
@@ -142,7 +142,7 @@ def test_ties_go_to_the_first_class(path):
 
 
 @on_every_path
-def test_classes_that_only_logit_scale_makes_equal_are_no_tie(path):
+def test_ties_are_decided_before_logit_scale(path):
     dtype = torch.bfloat16 if path.kernels else torch.float32
     x = torch.tensor([[1.0, 2.0**-23] + [0.0] * 6], dtype=dtype, **path.here)
     w = torch.tensor([[1.9375, 0.0], [1.9375, 1.0]], dtype=dtype, **path.here)
@@ -155,7 +155,7 @@ def test_classes_that_only_logit_scale_makes_equal_are_no_tie(path):
 
 
 @on_every_path
-def test_rows_that_are_ignored_nan_or_of_no_class(path):
+def test_ignored_nan_and_invalid_rows(path):
     x, w, target, _ = path.case()
     x.data[4] = NAN
     on_cpu = path.kernels is None and path.device.type == "cpu"  # an IndexError
@@ -182,7 +182,7 @@ def test_rows_that_are_ignored_nan_or_of_no_class(path):
 
 @on_every_path
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_the_loss_keeps_its_bits_and_the_statistics_have_the_same_in_every_run(name, path):
+def test_bits_of_loss_and_statistics(name, path):
     x, w, target, kw = path.case(**OPTIONS[name])
     loss, lse = path.call(x, w, target, return_lse=True, **kw)
     first = outputs(path.call, x, w, target, kw)
@@ -195,7 +195,7 @@ def test_the_loss_keeps_its_bits_and_the_statistics_have_the_same_in_every_run(n
 
 @on_portable_and_kernels
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_backwards_give_the_same_bits_whatever_is_written_to_the_outputs(schedule, path):
+def test_two_backwards_give_the_same_bits_after_outputs_are_modified(schedule, path):
     x, w, target, kw = path.case(**OPTIONS["unsmoothed"])
     loss, *stats = outputs(path.call, x, w, target, kw, schedule=schedule)
     weights = [torch.rand(target.shape, dtype=loss.dtype, **path.here) for _ in range(3)]
@@ -209,7 +209,7 @@ def test_two_backwards_give_the_same_bits_whatever_is_written_to_the_outputs(sch
 
 @on_kernels_and_cublas
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_only_a_gradient_of_the_entropy_multiplies_the_logits_again_with_stored(schedule, path):
+def test_stored_recomputes_logits_only_for_gradient_of_entropy(schedule, path):
     x, w, target, _ = path.case()
     for i, name in enumerate(("lse", "log_prob", "entropy")):
         stats = path.call(x, w, target, schedule=schedule, return_stats=True)[1]

@@ -72,7 +72,7 @@ def composed(
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_spec_equals_what_autograd_makes_of_pytorch(name, reduction):
+def test_reference_matches_autograd_of_pytorch(name, reduction):
     x, w, target, kw = make(**OPTIONS[name], reduction=reduction)
     shape = target.shape if reduction == "none" else ()
     grad, grad_lse = torch.randn(shape, dtype=torch.float64), torch.randn(target.shape, dtype=torch.float64)
@@ -99,7 +99,7 @@ def test_every_option(name, reduction, path):
 
 @on_portable_and_kernels
 @pytest.mark.parametrize("name", ["plain", "unsmoothed", "all"])
-def test_error_is_the_dtypes_own_and_below_pytorchs(name, path):
+def test_error_is_rounding_error_and_below_pytorchs(name, path):
     on_cpu = path.kernels is None and path.device.type == "cpu"
     for dtype in [BF16, FP16] if path.kernels else [FP32, BF16, FP16] if on_cpu else [FP32]:
         x, w, target, kw = make(m=300, h=96, v=257, dtype=dtype, device=path.device, **OPTIONS[name])
@@ -124,7 +124,7 @@ def test_error_is_the_dtypes_own_and_below_pytorchs(name, path):
 
 @on_portable_and_kernels
 @pytest.mark.parametrize("p", [0.9, 0.99, 0.999])
-def test_confident_rows_keep_their_gradient(p, path):
+def test_gradient_of_confident_rows(p, path):
     # linear_weight is the identity, so input holds the logits and dinput is dlogits, element by element.
     v = 640 if path.kernels else 64
     logits = torch.zeros(v, v).fill_diagonal_(torch.tensor(p / (1 - p) * (v - 1)).log().item())
@@ -155,7 +155,7 @@ def test_hard_rows(reduction, schedule, options, path):
 @on_portable_and_kernels
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_masked_class_costs_nothing(smoothing, schedule, path):
+def test_masked_class(smoothing, schedule, path):
     x, w, target, kw = path.case(bias=True, label_smoothing=smoothing)
     target[target == 10] = 0
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_a_masked_class_costs_nothing(smoothing, schedule, path):
 
 @on_portable_and_kernels
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_masked_target_is_an_infinite_loss_with_finite_gradients(schedule, path):
+def test_masked_target_has_infinite_loss_and_finite_gradients(schedule, path):
     x, w, target, kw = path.case(bias=True)
     with torch.no_grad():
         kw["linear_bias"][target[0]] = float("-inf")
@@ -185,7 +185,7 @@ def test_a_masked_target_is_an_infinite_loss_with_finite_gradients(schedule, pat
 
 @on_every_path
 @pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1), dict(logit_scale=2.0)], ids=str)
-def test_masked_classes_that_do_not_count_cost_nothing(options, path):
+def test_masked_classes_with_weight_zero(options, path):
     x, w, target, kw = path.case(bias=True, class_weight=True, **options)
     with torch.no_grad():
         kw["linear_bias"][10:600] = float("-inf")  # on kernels all classes of a tile
@@ -219,7 +219,7 @@ def test_gradcheck(name, reduction, schedule):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", ["plain", "bias", "weight", "smoothing", "weighted_smoothing"])
-def test_equals_pytorchs_linear_cross_entropy(name, reduction):
+def test_matches_pytorchs_linear_cross_entropy(name, reduction):
     theirs = getattr(F, "linear_cross_entropy", None)
     if theirs is None:
         pytest.skip(f"torch {torch.__version__} has no F.linear_cross_entropy (2.13 has)")
@@ -255,7 +255,7 @@ def test_every_target_ignored(name, m, num_items, schedule, path):
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["bias", "all"])
-def test_nan_in_an_ignored_row_changes_nothing(name, schedule, poison, path):
+def test_nan_in_ignored_row_has_no_effect(name, schedule, poison, path):
     x, w, target, kw = path.case(**OPTIONS[name])
     target[path.m // 3 :] = IGNORED  # the last chunks have no live row
     for reduction in REDUCTIONS:
@@ -270,7 +270,7 @@ def test_nan_in_an_ignored_row_changes_nothing(name, schedule, poison, path):
 @on_portable_and_kernels
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["bias", "all"])
-def test_nan_in_a_live_row_is_seen(name, schedule, path):
+def test_nan_in_live_row_propagates(name, schedule, path):
     x, w, target, kw = path.case(**OPTIONS[name])
     with torch.no_grad():
         x[2, 3] = float("nan")
@@ -289,7 +289,7 @@ def test_nan_in_a_live_row_is_seen(name, schedule, path):
 
 @pytest.mark.parametrize("bad", [11, -1, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_target_that_is_no_class_raises_on_cpu(bad, dtype):
+def test_invalid_target_raises_on_cpu(bad, dtype):
     x, w, target, _ = make()
     target = target.to(dtype)
     target[4] = bad
@@ -301,7 +301,7 @@ def test_a_target_that_is_no_class_raises_on_cpu(bad, dtype):
 @pytest.mark.parametrize("bad", [700, -1, 2**40])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_a_target_that_is_no_class_is_nan(name, schedule, bad, path):
+def test_invalid_target_gives_nan(name, schedule, bad, path):
     x, w, target, kw = path.case(**OPTIONS[name])
     ignored, wrong = target.clone(), target.clone()
     ignored[4], wrong[4] = IGNORED, bad
@@ -319,7 +319,7 @@ def test_a_target_that_is_no_class_is_nan(name, schedule, bad, path):
 
 
 @on_portable_and_kernels
-def test_mean_over_classes_of_weight_zero_is_nan_as_in_pytorch(path):
+def test_mean_with_zero_class_weights_is_nan_as_in_pytorch(path):
     x, w, target, _ = path.case()
     weight = torch.zeros(path.v, dtype=x.dtype, **path.here)
     assert path.call(x, w, target, weight=weight).isnan()
@@ -349,7 +349,7 @@ def test_logit_scale_may_be_a_tensor(with_grad_lse, schedule, path):
 
 
 @on_portable_and_kernels
-def test_ignore_index_may_be_a_class_and_none_is_pytorchs_default(path):
+def test_ignore_index_may_be_a_class_or_none(path):
     x, w, target, _ = path.case()
     assert_same(path.call(x, w, target, ignore_index=None), path.call(x, w, target))
     path.check(x, w, target.clamp(min=0), dict(ignore_index=0))
@@ -357,7 +357,7 @@ def test_ignore_index_may_be_a_class_and_none_is_pytorchs_default(path):
 
 @on_portable_and_kernels
 @pytest.mark.parametrize("ignore_index", [2**32, 2**32 - 1, -(2**33)])
-def test_int32_targets_and_an_ignore_index_that_int32_cannot_hold(ignore_index, path):
+def test_int32_targets_and_ignore_index_outside_int32(ignore_index, path):
     x, w, target, kw = path.case(**OPTIONS["all"])
     assert_same(path.run(x, w, target.int(), kw), path.run(x, w, target, kw))
     target = target.clamp(min=0)
@@ -472,7 +472,7 @@ def test_autocast(name, schedule, dtype, path):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("name", ["bias", "all"])
-def test_two_backwards_give_the_same_bits_and_write_nothing(name, with_lse, schedule, reduction, path):
+def test_two_backwards_give_the_same_bits_and_modify_nothing(name, with_lse, schedule, reduction, path):
     x, w, target, kw = path.case(140, **OPTIONS[name], reduction=reduction)
     inputs = [*parameters(x, w, kw), target] + ([kw["weight"]] if "weight" in kw else [])
     for chunk_size in (path.chunk_size, None):
@@ -493,7 +493,7 @@ def test_two_backwards_give_the_same_bits_and_write_nothing(name, with_lse, sche
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
-def test_backward_scales_fp32_gradients_in_place_unless_they_are_read_again(retain_graph):
+def test_backward_scales_fp32_gradients_in_place_unless_graph_is_retained(retain_graph):
     x, w, target, _ = make(40, 16, 300, FP32)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -506,7 +506,7 @@ def test_backward_scales_fp32_gradients_in_place_unless_they_are_read_again(reta
 @on_portable_and_kernels
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", ["bias", "all"])
-def test_schedules_chunks_and_grad_mode_give_the_same_loss(name, reduction, path):
+def test_loss_is_independent_of_schedule_chunks_and_grad_mode(name, reduction, path):
     x, w, target, kw = path.case(**OPTIONS[name], reduction=reduction)
     with torch.no_grad():
         want = path.call(x, w, target, return_lse=True, **kw)
@@ -524,7 +524,7 @@ def gemms(f):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_only_the_gradients_asked_for_are_computed(reduction, schedule):
+def test_only_required_gradients_are_computed(reduction, schedule):
     all_wanted, chunks = None, 3
     for wants in itertools.product((True, False), repeat=3):
         x, w, target, kw = make(dtype=FP32, bias=True, reduction=reduction)
@@ -550,7 +550,7 @@ def test_only_the_gradients_asked_for_are_computed(reduction, schedule):
 
 @on_portable_and_kernels
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_has_no_gradient(schedule, path):
+def test_arguments_without_gradient(schedule, path):
     x, w, target, kw = path.case(class_weight=True)
     weight = kw["weight"].requires_grad_()
     loss = path.call(x, w, target, weight=weight, schedule=schedule)
@@ -757,7 +757,7 @@ def test_errors_name_the_argument(change, error, message):
         wrong(**change)
 
 
-def test_a_buffer_that_is_the_weight_is_refused():
+def test_buffer_must_not_overlap_weight_or_input():
     x, w, target, _ = make(dtype=torch.float32)
     flat = torch.zeros(3 * w.numel())
     for of in (w.detach(), x.detach()):
@@ -769,7 +769,7 @@ def test_a_buffer_that_is_the_weight_is_refused():
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_buffer_under_fsdp_is_refused(version, tmp_path):
+def test_buffer_under_fsdp_raises(version, tmp_path):
     """FSDP reduces .grad alone: the buffer would get this rank's whole gradient."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -800,7 +800,7 @@ def test_a_buffer_under_fsdp_is_refused(version, tmp_path):
     ],
     ids=str,
 )
-def test_a_refused_argument_decides_nothing_for_one_that_equals_it(first, second):
+def test_rejected_argument_does_not_affect_equal_valid_one(first, second):
     for _ in range(2):
         with pytest.raises(TypeError):
             wrong(**first)
@@ -808,7 +808,7 @@ def test_a_refused_argument_decides_nothing_for_one_that_equals_it(first, second
 
 
 @pytest.mark.parametrize("name, numbers", [("num_items", (3, 4)), ("logit_scale", (0.5, 0.7))])
-def test_a_plan_is_for_all_numbers(name, numbers):
+def test_plan_is_shared_by_all_numbers(name, numbers):
     wrong(**{name: numbers[0]})
     plans = dict(api._plans)
     wrong(**{name: numbers[1]})
@@ -816,7 +816,7 @@ def test_a_plan_is_for_all_numbers(name, numbers):
 
 
 @pytest.mark.parametrize("softcap", [math.inf, 1e300])
-def test_a_softcap_that_is_infinite_caps_nothing(softcap):
+def test_infinite_softcap_is_no_cap(softcap):
     assert torch.equal(wrong(softcap=softcap), wrong())
 
 
@@ -860,7 +860,7 @@ def test_torch_func_and_forward_mode_ad(name, reduction, device):
     torch.testing.assert_close(grads, torch.autograd.grad(want_loss.sum(), leaves))
 
 
-def test_torch_func_vmap_and_what_it_cannot_do():
+def test_torch_func_vmap_and_unsupported_arguments():
     x, w, target, _ = make(dtype=torch.float32)
     bad = torch.full_like(target, 99)
     batch = torch.stack([x, 2 * x]).detach()
@@ -877,7 +877,7 @@ def test_torch_func_vmap_and_what_it_cannot_do():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("which", ["input", "linear_weight", "target"])
-def test_a_wrapper_subclass_decides_what_an_operator_does(which, dtype, device):
+def test_wrapper_subclass_intercepts_operator(which, dtype, device):
     """It has no memory: a kernel would be given a null pointer."""
     x, w, target, _ = make(h=64, v=130, dtype=dtype, device=device)
     args = dict(input=x.detach(), linear_weight=w.detach(), target=target)
@@ -889,7 +889,7 @@ def test_a_wrapper_subclass_decides_what_an_operator_does(which, dtype, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["input", "linear_weight", "target"])
-def test_a_tensor_whose_memory_was_freed_reaches_no_kernel(name):
+def test_freed_tensor_raises(name):
     x, w, target, _ = make(h=64, v=130, dtype=torch.bfloat16, device="cuda")
     args = dict(input=x.detach(), linear_weight=w.detach(), target=target)
     args[name].untyped_storage().resize_(0)
@@ -908,14 +908,14 @@ def test_a_tensor_whose_memory_was_freed_reaches_no_kernel(name):
         ("grad_weight_out", torch.zeros(11, 8), torch.float16),
     ],
 )
-def test_a_plan_serves_only_the_dtypes_it_was_made_for(name, right, other):
+def test_plan_is_not_reused_for_other_dtypes(name, right, other):
     for _ in range(2):
         wrong(**{name: right})  # nothing is wrong with it
         with pytest.raises(TypeError, match=f"linear_cross_entropy: {name} is {other}, expected"):
             wrong(**{name: right.to(other)})
 
 
-def test_cute_has_no_kernel_and_the_cpu_needs_no_warning(recwarn):
+def test_cpu_has_no_kernel_and_no_warning(recwarn):
     with pytest.raises(UnsupportedError, match=r'no kernel for cpu. backend="auto" runs the portable path'):
         wrong(backend="cute")
     assert torch.equal(wrong(backend="auto"), wrong(backend="reference"))
@@ -925,7 +925,7 @@ def test_cute_has_no_kernel_and_the_cpu_needs_no_warning(recwarn):
 # --- module ---
 
 
-def test_module_takes_pytorchs_arguments_and_state():
+def test_module_matches_pytorchs():
     theirs_class = getattr(torch.nn, "LinearCrossEntropyLoss", None)
     if theirs_class is None:
         pytest.skip(f"torch {torch.__version__} has no nn.LinearCrossEntropyLoss (2.13 has)")
@@ -940,7 +940,7 @@ def test_module_takes_pytorchs_arguments_and_state():
     torch.testing.assert_close(ours(x, target), theirs(x, target))
 
 
-def test_module_keeps_its_options():
+def test_module_options():
     x, _, target, _ = make(dtype=torch.float32)
     args = dict(softcap=2.0, z_loss=0.1, label_smoothing=0.2, schedule="recompute", chunk_size=4, reduction="mean")
     args["logit_scale"] = 0.5
@@ -972,7 +972,7 @@ def test_module_errors(args, error, message):
 
 
 @pytest.mark.gpu
-def test_one_warning_a_reason_on_cuda():
+def test_one_warning_per_reason_on_cuda():
     errors._warned.clear()
     x, w, target, _ = make(dtype=FP32, device="cuda")
     with warnings.catch_warnings(record=True) as seen:
@@ -1012,7 +1012,7 @@ def cuda_step(path, schedule, reduction, num_items=None, name="all"):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", ["unsmoothed", "all"])
 @pytest.mark.parametrize("sorts", [False, True])
-def test_no_host_synchronisation(sorts, name, reduction, schedule, path, request):
+def test_no_host_synchronization(sorts, name, reduction, schedule, path, request):
     if sorts:
         request.getfixturevalue("few_rows_counted")
     items = [None] if reduction != "mean" else [None, 7, torch.tensor(7), torch.tensor(7, device="cuda")]
@@ -1039,7 +1039,7 @@ def test_no_host_synchronisation(sorts, name, reduction, schedule, path, request
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("name", ["unsmoothed", "all"])
-def test_cuda_graph_replays_with_new_data(name, reduction, schedule, path):
+def test_cuda_graph_replay_with_new_data(name, reduction, schedule, path):
     step, (x, w, target), buffer = cuda_step(path, schedule, reduction, name=name)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -1064,7 +1064,7 @@ def test_cuda_graph_replays_with_new_data(name, reduction, schedule, path):
 
 @on_portable_on_cuda
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_portable_paths_bits_with_another_stream_busy(schedule, path):
+def test_portable_path_is_deterministic_with_another_stream_busy(schedule, path):
     step, _, buffer = cuda_step(path, schedule, "mean")
 
     def run():
@@ -1076,7 +1076,7 @@ def test_the_portable_paths_bits_with_another_stream_busy(schedule, path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_peak_memory_of_the_portable_path_is_a_chunk_and_an_accumulator(softcap):
+def test_peak_memory_of_portable_path(softcap):
     m, h, v, chunk = 4096, 256, 32_000, 512
     x = torch.randn(m, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(v, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -73,7 +73,7 @@ def test_20_runs_give_the_same_bits_with_another_stream_busy(schedule, chunk_siz
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)  # fp32: parameters, under autocast
-def test_20_runs_of_a_weight_gradient_that_forward_begins(dtype, narrow):
+def test_20_runs_with_dw_in_forward(dtype, narrow):
     x, w, target = make(1100, 512, 5000, dtype)
     with torch.autocast("cuda", dtype=BF16, enabled=dtype != BF16):
         assert_forward_begins_dw(x, w, target)
@@ -115,7 +115,7 @@ def assert_forward_begins_dw(x, w, target):
 
 
 @pytest.mark.parametrize("options", [{}, dict(softcap=20.0, z_loss=1e-4), ALL], ids=["plain", "softcap", "smoothing"])
-def test_a_rows_loss_depends_on_no_other_row_and_on_no_chunk(options):
+def test_row_loss_is_independent_of_other_rows_and_chunks(options):
     x, w, target = make(3000, 1024, 7001, ignored=0)
     with torch.no_grad():
         want = linear_cross_entropy(x, w, target, reduction="none", backend="cute", **options)
@@ -133,7 +133,7 @@ def test_a_rows_loss_depends_on_no_other_row_and_on_no_chunk(options):
         assert same_bits(got[ignored != IGNORED], want[ignored != IGNORED])
 
 
-def test_a_flagged_row_changes_no_bit_of_the_others():
+def test_flagged_row_does_not_change_other_rows():
     # A logit far above the target's: its tile is done again with other references.
     x, w, target = make(400, 256, 3000, ignored=0)
     clean = step(x, w, target, reduction="none", schedule="stored")
@@ -148,7 +148,7 @@ def test_a_flagged_row_changes_no_bit_of_the_others():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "smoothing"])
-def test_the_same_loss_with_and_without_grad_and_by_every_schedule(options, reduction):
+def test_loss_has_same_bits_without_grad_and_for_every_schedule(options, reduction):
     x, w, target = make(1500, 512, 5000)
     kw = dict(reduction=reduction, backend="cute", **options)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_the_same_loss_with_and_without_grad_and_by_every_schedule(options, redu
 
 
 @pytest.mark.parametrize("schedule", ["chunked", "stored"])
-def test_more_rows_than_are_counted_one_by_one(schedule):
+def test_more_rows_than_the_counting_sort_takes(schedule):
     """Above MOST_ROWS_COUNTED rows PyTorch sorts them by class; some classes have a thousand rows, some none."""
     x, w, target = make(MOST_ROWS_COUNTED + 3616, 64, 1000)
     target = torch.where(target >= 0, target * target // 1000, target)
@@ -176,7 +176,7 @@ def test_more_rows_than_are_counted_one_by_one(schedule):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_fp16_gradients_are_as_exact_as_pytorchs(reduction):
+def test_fp16_gradients_are_as_accurate_as_pytorchs(reduction):
     rng = random.Random(0)
     for seed in range(67):
         h, v, m = rng.choice((8, 24, 64, 128)), rng.randint(1000, 4099), rng.randint(300, 2048)
@@ -202,7 +202,7 @@ def test_cuda_graph_of_forward_and_backward_with_new_data(schedule, chunk_size, 
     check_replays(states, *make(1100, 1024, 8000), schedule=schedule, chunk_size=chunk_size)
 
 
-def test_cuda_graph_of_a_weight_gradient_that_forward_begins(narrow, states):
+def test_cuda_graph_with_dw_in_forward(narrow, states):
     x, w, target = make(1100, 1024, 8000)  # two chunks of 96 tiles
     assert_forward_begins_dw(x, w, target)
     check_replays(states, x, w, target, schedule="recompute", grad=torch.tensor(0.37, device="cuda"))
@@ -229,7 +229,7 @@ def check_replays(states, x, w, target, **kw):
     assert_nothing_is_left_counted(states)
 
 
-def test_two_streams_at_once(states):
+def test_two_concurrent_streams(states):
     given = [make(1100, 1024, 8000, seed=seed) for seed in (0, 1)]
     want = [step(*inputs) for inputs in given]
     streams = [torch.cuda.Stream() for _ in given]
@@ -245,7 +245,7 @@ def test_two_streams_at_once(states):
     assert_nothing_is_left_counted(states)
 
 
-def test_rows_wait_for_tiles_that_are_done_again():
+def test_rows_wait_for_recomputed_tiles():
     """Every tile is flagged, and there are few and deep ones: while they are done again most SMs are free, and without
     a wait `lce_rows` would run there."""
     x, w, target = make(200, 8192, 1500, ignored=0, scale=40.0)
@@ -273,7 +273,7 @@ def assert_nothing_is_left_counted(states):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_device_that_is_not_the_current_one(schedule):
+def test_device_other_than_the_current_one(schedule):
     case = make(1100, 512, 5000)
     x, w = (t.detach().to("cuda:1").requires_grad_() for t in case[:2])
     target = case[2].to("cuda:1")
@@ -327,7 +327,7 @@ def confident(m, h, v, p):
 @pytest.mark.parametrize(
     "kind", ["normal", "peaked", "large_mean", "outlier_channel", "late_maximum", 0.9, 0.99, 0.999]
 )
-def test_gradients_are_no_worse_than_torchs(kind, schedule):
+def test_gradients_are_as_accurate_as_pytorchs(kind, schedule):
     if isinstance(kind, float):
         x, w, target = confident(512, 512, 8000, kind)
     else:
@@ -347,7 +347,7 @@ def test_gradients_are_no_worse_than_torchs(kind, schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_logits_of_ten_thousand_and_the_last_of_a_large_vocabulary(schedule):
+def test_huge_logits_and_last_class_of_large_vocabulary(schedule):
     x, w, target = make(256, 64, 128_256, ignored=0)
     with torch.no_grad():
         x[3] = 1e4 * w[-1] / w[-1].double().square().sum()  # late, about 1e4; and as far below
@@ -371,7 +371,7 @@ def need(gigabytes):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_chunk_of_more_than_2_to_the_31_logits(schedule):
+def test_chunk_with_more_than_2_to_the_31_logits(schedule):
     need(24)
     m, h, v = 17_024, 16, 128_256
     assert m * v > 2**31
@@ -388,7 +388,7 @@ def test_a_chunk_of_more_than_2_to_the_31_logits(schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_weight_of_more_than_2_to_the_31_elements(schedule):
+def test_weight_with_more_than_2_to_the_31_elements(schedule):
     need(40)
     m, h, v = 200, 8192, 270_336
     assert v * h > 2**31
@@ -443,7 +443,7 @@ def test_peak_memory_of_several_chunks():
 
 
 @torch.no_grad()
-def test_without_grad_no_logit_is_kept():
+def test_no_logits_are_kept_without_grad():
     x, w, target = make(2048, 512, 32_000)
     sums = 2048 * -(-32_000 // SOFTMAX_TILE_N) * 4
     peak = peak_above(lambda: linear_cross_entropy(x, w, target, backend="cute"))
@@ -451,7 +451,7 @@ def test_without_grad_no_logit_is_kept():
 
 
 @pytest.mark.parametrize("schedule, held", [("stored", 1024 * 32_000 * 2), ("recompute", 2 * (1 << 25))])
-def test_a_gradient_buffer_of_the_users_is_the_only_one(schedule, held):
+def test_grad_weight_out_needs_no_second_buffer(schedule, held):
     x, w, target = make(1024, 1024, 32_000)
     buffer = torch.zeros(w.shape, device="cuda")
     step = training_step(x, w, target, grad_weight_out=buffer, schedule=schedule)
@@ -468,7 +468,7 @@ def test_a_gradient_buffer_of_the_users_is_the_only_one(schedule, held):
         pytest.param(4096, 256, 32_000, BF16, dict(backend="reference"), id="portable"),
     ],
 )
-def test_the_peak_is_within_any_memory_limit(m, h, v, dtype, options):
+def test_peak_is_within_memory_limit(m, h, v, dtype, options):
     """Limits from the least that a schedule takes, or 6 % of the gradients, to what the default takes."""
     x, w, target = make(m, h, v, dtype)
     shape, gradients = (m,) if options.get("reduction") == "none" else (), x.nbytes + w.nbytes

@@ -56,11 +56,11 @@ def on_cpu(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", parallel_checks.CHECKS["cpu"])
-def test_ranks_compute_what_one_process_does(name, on_cpu):
+def test_ranks_match_one_process(name, on_cpu):
     assert_passed(name, on_cpu)
 
 
-def test_confident_rows_keep_their_digits():
+def test_confident_rows_are_accurate():
     """Of logits around 1000, whose lse has a rounding of 6e-5 in fp32, the loss of 1e-3 to 1e-5 has 1e-7."""
     torch.manual_seed(0)
     logits = torch.randn(3, 50, 7, dtype=torch.float64)  # of three ranks
@@ -82,7 +82,7 @@ def alone():
     torch.distributed.destroy_process_group()
 
 
-def test_compiled_code_calls_it_and_torch_func_is_refused(alone):
+def test_compiled_code_and_torch_func(alone):
     x, w, target, kw = make(bias=True)
 
     def double(x, w):
@@ -108,13 +108,13 @@ def on_gpus(tmp_path_factory, request):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", parallel_checks.CHECKS["gpu"])
-def test_gpus_compute_what_one_does(name, on_gpus):
+def test_gpus_match_one_gpu(name, on_gpus):
     assert_passed(name, on_gpus)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", parallel_checks.ON_GPUS)
-def test_deterministic_bits_are_those_of_every_algorithm(ranks, tmp_path):
+def test_deterministic_bits_are_independent_of_the_algorithm(ranks, tmp_path):
     needs_gpus(ranks)
     found = []
     for algorithm in ("ring", "tree"):  # of all-reduce alone: NCCL gathers by no tree, and would raise

@@ -271,7 +271,7 @@ def rounded(t, dtype):
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)))
 @pytest.mark.parametrize("used", ["y", "res", "both"])
-def test_only_what_is_asked_for(path, wanted, used):
+def test_only_required_gradients_are_computed(path, wanted, used):
     tensors = [rows((4, 8)), weights(8), rows((8,), seed=2), rows((4, 8), BF16, seed=3)]
     inputs = [t.requires_grad_(flag) for t, flag in zip(tensors, wanted, strict=True)]
     y, res = rms_norm(*inputs[:3], residual=inputs[3])
@@ -377,7 +377,7 @@ def test_dweight_out(anywhere, buffer, shape):
         assert added == [False, *[buffer != "strided"] * 6, *[False] * 3]  # compiled code's operators are functional
 
 
-def test_dweight_out_of_calls_that_add_nothing_or_more(path):
+def test_dweight_out_in_special_cases(path):
     x, w, dy, out = buffer_case((16,), FP32)
     rms_norm(x, w.detach(), dweight_out=out).backward(dy)
     rms_norm(x, w, residual=x, dweight_out=out)[1].backward(dy)
@@ -398,7 +398,7 @@ def test_dweight_out_of_calls_that_add_nothing_or_more(path):
     assert m.weight.grad is None
 
 
-def test_autograd_notices_that_dweight_out_was_written(anywhere):
+def test_autograd_detects_writes_to_dweight_out(anywhere):
     x, w, dy, out = buffer_case((16,), FP32)
     y = rms_norm(x, w, dweight_out=out)
     product = (torch.ones((), requires_grad=True, **on) * out).sum()  # keeps the buffer for its backward
@@ -408,7 +408,7 @@ def test_autograd_notices_that_dweight_out_was_written(anywhere):
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, lambda: Functions()], ids=["eager", "operators"])
-def test_buffers_that_are_refused(path, mode):
+def test_invalid_buffers_raise(path, mode):
     x, w, dy, out = buffer_case((16,), FP32)
     flat = torch.zeros(32)
     with mode():
@@ -445,7 +445,7 @@ def test_no_rows(anywhere, residual):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, FP64])
-def test_the_default_eps_is_that_of_torch(path, dtype):
+def test_default_eps_is_pytorchs(path, dtype):
     x, w = rows((4, 8), dtype) * 1e-4, weights(8, dtype)  # squares as small as fp32's epsilon
     want = F.rms_norm(x, (8,), w)
     with Functions() as called:  # by the operator
@@ -456,7 +456,7 @@ def test_the_default_eps_is_that_of_torch(path, dtype):
     torch.testing.assert_close(RMSNorm(8, dtype=dtype)(x), F.rms_norm(x, (8,)))
 
 
-def test_tensors_without_memory_reach_no_kernel(kernels):
+def test_tensors_without_memory_raise(kernels):
     x, w = rows((3, 8)), weights(8)
     w.untyped_storage().resize_(0)  # as FSDP does to a parameter that it has sharded again
     with pytest.raises(ValueError, match=r"rms_norm: weight has shape \(8,\) but no memory"):
@@ -464,7 +464,7 @@ def test_tensors_without_memory_reach_no_kernel(kernels):
     assert not kernels.launches
 
 
-def test_a_wrapper_subclass_decides_what_an_operator_does(path):
+def test_wrapper_subclass_intercepts_operator(path):
     x, w = rows((3, 8)), weights(8)
     wrapped = Wrapper(x)
     y = rms_norm(wrapped, w)
@@ -472,7 +472,7 @@ def test_a_wrapper_subclass_decides_what_an_operator_does(path):
     torch.testing.assert_close(y, rms_norm(x, w))
 
 
-def test_nothing_of_the_users_is_written(anywhere):
+def test_inputs_are_not_modified(anywhere):
     x, w, b, r = leaf(rows((6, 8))), leaf(weights(8)), leaf(rows((8,), seed=1)), leaf(rows((6, 8), seed=2))
     dy, dres = rows((6, 8), seed=3), rows((6, 8), seed=4)
     mine = (x, w, b, r, dy, dres)
@@ -482,7 +482,7 @@ def test_nothing_of_the_users_is_written(anywhere):
     assert all(t._version == 0 for t in mine)
 
 
-def test_same_bits_with_and_without_grad_and_twice_through_backward(anywhere):
+def test_same_bits_without_grad_and_in_second_backward(anywhere):
     x, w = leaf(rows((6, 8))), leaf(weights(8))
     y = rms_norm(x, w)
     with torch.no_grad():
@@ -498,7 +498,7 @@ def test_same_bits_with_and_without_grad_and_twice_through_backward(anywhere):
         torch.autograd.grad(y, (x, w), torch.ones_like(y))
 
 
-def test_a_changed_input_is_noticed(anywhere):
+def test_modified_input_raises(anywhere):
     x, w = leaf(rows((6, 8))) * 1.0, leaf(weights(8))
     y = rms_norm(x, w)
     x.mul_(2)
@@ -664,7 +664,7 @@ def find(problem, backend="auto", device="cuda:0", m=5, **options):
 FP32_PROBLEM = RmsNormFwdProblem(8, "float32", "float32")
 
 
-def test_without_a_kernel_there_is_one_warning_or_an_error(monkeypatch):
+def test_one_warning_or_error_without_a_kernel(monkeypatch):
     errors._warned.clear()
     monkeypatch.setattr(plans, "gpu_of", [gpu.H200, gpu.A100].__getitem__)
     for call, text in (
@@ -770,7 +770,7 @@ def test_layouts(kernels, name):
     assert (f[3] == t.data_ptr()) == (b[2] == t.data_ptr()) == (b[3] == t.data_ptr()) == (name in IN_PLACE)
 
 
-def test_plans_serve_only_what_they_were_made_for(path):
+def test_plans_are_not_reused_for_other_layouts(path):
     """Every layout after every other, so that a plan found by too little runs on what it does not fit."""
     w = leaf(weights(8))
     tensors = list(map(layout, LAYOUTS))
@@ -805,7 +805,7 @@ def test_alignment_of_rows(kernels, n, dtype, out_dtype, aligned):
     assert [problem.aligned for problem, _ in kernels.launches] == [aligned] * 3
 
 
-def test_a_parameter_with_stride_is_copied(kernels):
+def test_strided_parameter_is_copied(kernels):
     x, w, b = rows((4, 8)), weights(16)[::2], rows((8, 3), seed=1)[:, 1]
     want = rms_norm(x, w, b, backend="reference")
     inputs = [x.requires_grad_(), w.detach().requires_grad_(), b.detach().requires_grad_()]
@@ -814,7 +814,7 @@ def test_a_parameter_with_stride_is_copied(kernels):
     assert [g.shape for g in got[1:]] == [x.shape, w.shape, b.shape]
 
 
-def test_unaligned_parameters_and_plans_that_serve_both(kernels):
+def test_plans_with_aligned_and_unaligned_parameters(kernels):
     x, buffer = rows((4, 8)), weights(9)
     for weight, aligned in ((buffer[:8], True), (buffer[1:], False), (buffer[:8], True), (buffer[1:], False)):
         got = rms_norm(x, weight)
@@ -825,7 +825,7 @@ def test_unaligned_parameters_and_plans_that_serve_both(kernels):
     assert sum(isinstance(plan, plans.BackwardPlan) for plan in plans._plans.values()) == 1
 
 
-def test_plans_are_made_once_and_forgotten_in_bulk(kernels):
+def test_plan_cache(kernels):
     row, w = rows((1, 8)), weights(8)
     for m in (1, 2, 3, 1, 2, 3):
         rms_norm(row.expand(m, 8), w)
@@ -836,7 +836,7 @@ def test_plans_are_made_once_and_forgotten_in_bulk(kernels):
     assert len({problem for problem, _ in kernels.launches}) == 2  # the number of rows is in no problem
 
 
-def test_the_plan_of_a_graph_is_found_without_the_operators(kernels):
+def test_backward_plan_is_cached_in_forward_plan(kernels):
     x, w = leaf(rows((4, 8))), torch.nn.Parameter(weights(8))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(2):
@@ -846,7 +846,7 @@ def test_the_plan_of_a_graph_is_found_without_the_operators(kernels):
 
 
 @pytest.mark.parametrize("mode", ["function", "module", "operator", "no_grad", "backward", "compiled"])
-def test_a_warning_points_at_the_users_line(monkeypatch, mode):
+def test_warning_points_at_the_users_line(monkeypatch, mode):
     errors._warned.clear()
     choose.reload()
     wanted = "rms_norm_bwd" if mode == "backward" else "rms_norm_fwd"
@@ -863,7 +863,7 @@ def test_a_warning_points_at_the_users_line(monkeypatch, mode):
     assert [w.filename for w in seen if str(w.message) == "why"] == [__file__]
 
 
-def test_launches_and_memory_are_on_the_tensors_device(kernels, monkeypatch):
+def test_launches_and_allocations_use_the_tensors_device(kernels, monkeypatch):
     inputs, dy = case()
     want = step(with_residual, inputs, dy)
     here, current, allocate = inputs[0].device.index, ["another"], kernels.cuda.empty
@@ -925,7 +925,7 @@ def device(monkeypatch):
     return d
 
 
-def test_a_stream_keeps_its_workspace_and_shares_it_with_none(device):
+def test_each_stream_has_its_own_workspace(device):
     first = device.take(0, 100)
     assert first[2][:32].tolist() == [0] * 32
     assert first[:2] == (first[2].data_ptr(), first[2].data_ptr() + 128)
@@ -939,21 +939,21 @@ def test_a_stream_keeps_its_workspace_and_shares_it_with_none(device):
     assert len(workspace._reserve_memory) == 2  # one a device
 
 
-def test_scratch_grows_and_a_launch_holds_what_it_was_given(device):
+def test_scratch_grows_and_stays_alive_until_the_launch(device):
     taken = [device.take(0, floats) for floats in (65, 128, 129, 300, 70, 512)]
     assert [len(t[2]) - 32 for t in taken] == [128, 128, 256, 512, 512, 512]
     assert len({t[0] for t in taken}) == 3  # none is given back while a launch is to come
     assert all(t[2].data_ptr() == t[0] for t in taken)
 
 
-def test_workspaces_of_streams_that_come_and_go_are_bounded(device):
+def test_number_of_workspaces_is_bounded(device):
     for device.stream in range(100):
         device.take(0, 100)
         assert len(workspace._workspaces) <= 8
     assert len(workspace._reserve_memory) == 1
 
 
-def test_a_captured_launch_gets_tickets_for_good_and_its_own_scratch(device):
+def test_captured_launch_has_its_own_tickets_and_scratch(device):
     eager = device.take(0, 100)
     device.capturing = True
     taken = [device.take(0, 100) for _ in range(3)]
@@ -966,7 +966,7 @@ def test_a_captured_launch_gets_tickets_for_good_and_its_own_scratch(device):
     assert device.take(0, 100)[:2] == eager[:2]
 
 
-def test_a_capture_without_reserve_brings_its_own_zeros(device):
+def test_capture_without_reserve_allocates_tickets(device):
     device.capturing = True
     address, _, (zeros, _) = device.take(0, 4)  # nothing was launched before
     assert zeros.data_ptr() == address
@@ -1082,7 +1082,7 @@ SITUATIONS = {
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_the_same_results(anywhere, situation):
+def test_results_under_modes_and_hooks(anywhere, situation):
     inputs, dy = case()
     want = step(two_norms, inputs, dy)
     with SITUATIONS[situation]() as mode:
@@ -1100,7 +1100,7 @@ def test_the_same_results(anywhere, situation):
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("ndim", [2, 1])
 @pytest.mark.parametrize("hooked_first", [False, True])
-def test_hooks_that_change_the_dtype(path, hooked_first, ndim, strided):
+def test_saved_tensor_hooks_that_change_the_dtype(path, hooked_first, ndim, strided):
     x, w, dy = leaf(rows((6, 8))), leaf(weights(8)), rows((6, 8), seed=1)
     dy = dy.t().contiguous().t() if strided else dy
 

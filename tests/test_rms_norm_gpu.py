@@ -138,7 +138,7 @@ def test_numbers(n, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [256, 4096, 5000])
-def test_unkind_data(n, kind, dtype):
+def test_hard_data(n, kind, dtype):
     case = make_case(1025, n, dtype, dtype, kind=kind)
     assert_close(case, step(case), pytorch(case))
 
@@ -182,7 +182,7 @@ def test_residual_dtype(n, residual, residual_dtype):
     assert_close(case, step(case))
 
 
-def test_y_is_the_norm_of_res_as_it_is_kept():
+def test_y_is_the_norm_of_the_rounded_res():
     """res is rounded to bf16, y is not: it would show the norm of a sum that was not rounded."""
     case = make_case(133, 1000, FP32, FP32, residual=BF16)
     assert_close(case, step(case))
@@ -261,7 +261,7 @@ def test_20_runs_are_equal(m, n):
 
 
 @pytest.mark.parametrize("n", [64, 257, 1024, 4096, 16384, 65536])
-def test_rows_do_not_depend_on_their_number(n):
+def test_rows_are_independent_of_m(n):
     whole = make_case(4096 if n <= 16384 else 1024, n, BF16, BF16, None, FP32)
     y, res, dx, _, dr = step(whole)
     for part in (slice(0, 1), slice(3, 10), slice(100, 612), slice(1, 1024)):
@@ -276,7 +276,7 @@ def test_rows_do_not_depend_on_their_number(n):
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)))
-def test_only_what_is_asked_for(wanted):
+def test_only_required_gradients_are_computed(wanted):
     case = make_case(257, 1024, BF16, BF16, FP32, FP32)
     _, res = forward(case)
     everything = {name: want for name, (want, _) in truth(case, res).items() if name not in ("y", "res")}
@@ -333,7 +333,7 @@ def test_graph_replay_with_new_data(m, n):
         assert_same(captured, eager)
 
 
-def test_graphs_beside_each_other_and_beside_eager():
+def test_concurrent_graphs_and_eager_calls():
     cases = [make_case(2048, 1024, bias=FP32, residual=FP32, seed=seed) for seed in (0, 50)]
     # Not on the default stream: autograd remembers where a leaf was first used, and a capture cannot wait for that one.
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -358,7 +358,7 @@ def test_graphs_beside_each_other_and_beside_eager():
 
 
 @pytest.mark.parametrize("m, n", [(64, 1024), (2048, 4096)])
-def test_two_threads_and_streams_at_once(m, n):
+def test_two_concurrent_threads_and_streams(m, n):
     cases = [make_case(m, n, bias=FP32, seed=seed) for seed in (0, 50)]
     want = [step(case) for case in cases]
     torch.cuda.synchronize()
@@ -375,7 +375,7 @@ def test_two_threads_and_streams_at_once(m, n):
                 assert_same(results, expected)
 
 
-def test_tickets_are_zero_afterwards():
+def test_tickets_are_zero_after_launches():
     case = make_case(1000, 2048)
     step(case)
     torch.cuda.synchronize()
@@ -383,7 +383,7 @@ def test_tickets_are_zero_afterwards():
     assert not any(tickets.any() for tickets in workspace.all_tickets())
 
 
-def test_after_a_launch_that_failed():
+def test_after_a_failed_launch():
     plans._plans.clear()
     choose.reload()
     case = make_case(1000, 2048)
@@ -402,7 +402,7 @@ def test_after_a_launch_that_failed():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_device_that_is_not_the_current_one():
+def test_device_other_than_the_current_one():
     case = make_case(1000, 2048, bias=FP32)
     want = step(case)
     there = dataclasses.replace(
@@ -418,7 +418,7 @@ def test_a_device_that_is_not_the_current_one():
     assert_same([t.cpu() for t in got], [t.cpu() for t in want])
 
 
-def test_a_step_does_not_synchronise():
+def test_no_host_synchronization():
     case = make_case(1000, 2048, bias=FP32, residual=BF16)
     step(case)
     torch.cuda.set_sync_debug_mode("error")

@@ -83,7 +83,7 @@ def assert_same_step(got, expected, close=1e-5):
 
 
 @pytest.mark.parametrize("family", integration._FAMILIES)
-def test_a_step_is_that_of_the_plain_model(family):
+def test_step_matches_unpatched_model(family):
     model, plain = tiny(family), tiny(family)
     classes = [type(module) for module in model.modules()]
     keys = list(model.state_dict())
@@ -103,7 +103,7 @@ def test_a_step_is_that_of_the_plain_model(family):
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"])
-def test_a_step_with_experts_is_that_of_the_plain_model(family, monkeypatch):
+def test_step_with_experts_matches_unpatched_model(family, monkeypatch):
     calls = []
     moe_mlp = quackish.moe_mlp
     monkeypatch.setattr(quackish, "moe_mlp", lambda *args: calls.append(args) or moe_mlp(*args))
@@ -127,7 +127,7 @@ def test_a_step_with_experts_is_that_of_the_plain_model(family, monkeypatch):
     "family, experts", [("Llama", False), ("Gemma2", False), ("Qwen3Moe", False), ("Qwen3Moe", True)]
 )
 @pytest.mark.filterwarnings("error::quackish.errors.PortablePathWarning")
-def test_bf16_is_within_the_error_of_plain_bf16(family, experts, device):
+def test_bf16_error_is_within_that_of_unpatched_model(family, experts, device):
     plain = tiny(family).to(device, torch.bfloat16)
     inputs = {name: t.to(device) for name, t in batch().items()}
     truth, grads_truth = step(copy.deepcopy(plain).float(), **inputs)
@@ -142,7 +142,7 @@ def test_bf16_is_within_the_error_of_plain_bf16(family, experts, device):
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma2", "Olmo2"])
-def test_autocast_leaves_dtypes_as_they_are(family):
+def test_autocast_keeps_dtypes(family):
     model, dtypes = tiny(family), collections.defaultdict(set)
     for name, module in model.model.named_modules():
         if list(module.parameters(recurse=False)):
@@ -181,7 +181,7 @@ def test_arguments_of_the_loss():
 
 
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
-def test_labels_of_a_wrong_shape(name):
+def test_labels_with_wrong_shape(name):
     with pytest.raises(ValueError, match=r"labels have shape \(2, 8\), expected \(2, 9\)"):
         apply(tiny())(tokens(), **{name: tokens(2, 8)})
 
@@ -205,7 +205,7 @@ def test_arguments_of_trl(family):
             model.train(training)(tokens(), labels=tokens(), use_token_scaling=True)
 
 
-def test_logits_where_they_are_asked_for():
+def test_logits_on_request():
     model, plain = apply(tiny()), tiny()
     ids = tokens()
     assert model(ids, labels=ids).logits is None
@@ -245,7 +245,7 @@ def test_checkpointing_and_a_resized_vocabulary(tied):
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def test_copies_call_themselves():
+def test_copies_use_their_own_parameters():
     model = apply(tiny())
     twin = copy.deepcopy(model)
     revert(model)
@@ -287,7 +287,7 @@ def test_peft(head, wrapped_first):
         assert_same_step(step(model), step(plain))
 
 
-def test_a_head_that_was_replaced():
+def test_replaced_head():
     model = apply(tiny())
     model.lm_head = nn.Linear(32, V, bias=False)
     quackish.errors._warned.clear()
@@ -338,7 +338,7 @@ def test_refused(name):
     assert [type(module) for module in model.modules()] == classes
 
 
-def test_models_that_are_not_covered(monkeypatch):
+def test_unsupported_models(monkeypatch):
     with pytest.raises(
         ValueError, match=r"model is a DataParallel, expected a ForCausalLM of Llama, .*before it is wrapped"
     ):
@@ -365,7 +365,7 @@ def test_models_that_are_not_covered(monkeypatch):
         ("Qwen3Moe", dict(hidden_act="gelu"), "a Qwen3MoeExperts with activation GELUActivation; expected"),
     ],
 )
-def test_experts_that_are_not_covered(family, options, message):
+def test_unsupported_experts(family, options, message):
     model = tiny(family, **options)
     with pytest.raises(UnsupportedError, match=message):
         apply(model, norms=False, head=False, experts=True)
@@ -375,7 +375,7 @@ class UsersLlama(transformers.LlamaForCausalLM):
     pass
 
 
-def test_a_subclass_of_the_user():
+def test_users_subclass():
     model, plain = UsersLlama(tiny().config).train(), tiny()
     model.load_state_dict(plain.state_dict())
     assert_same_step(step(apply(model)), step(plain))
