@@ -116,13 +116,13 @@ def sum_elog(e, log):
     return (e * (log * LOG2_E).clamp(min=LEAST_LOG2)).sum(1)
 
 
-def cut_off(x):
-    """What to add to the bits of x, rounded to bf16, to get those of x or one less, in 16 bits."""
+def rounding_residual_of(x):
+    """int16 to add to the bits of bf16(x) to get the bits of x, or one less."""
     off = x.view(I32) - (x.bfloat16().view(I16).int() << 16)
     return off.clamp(max=0x7FFF).to(I16)
 
 
-def with_cut_off(rounded, residual):
+def add_residual(rounded, residual):
     return ((rounded.view(I16).int() << 16) + residual.int()).view(FP32)
 
 
@@ -341,7 +341,7 @@ def targets(p):
         before = dw[touched].float()
         if a.rounding_residual is not None:
             first = torch.searchsorted(sorted_target, touched + a.v0)
-            before = with_cut_off(dw[touched], memory(a.rounding_residual, I16, (a.rows, p.h))[first])
+            before = add_residual(dw[touched], memory(a.rounding_residual, I16, (a.rows, p.h))[first])
         dw[touched] = (before + sums[touched]).to(dw.dtype)
 
     return kernel
@@ -502,7 +502,7 @@ def store_epilogue(p, acc, a, D, live, start, m, n):
         listed = (first_slots != NO_SLOT).nonzero()[:, 0]
         if len(listed):
             slots = first_slots[listed].long()
-            memory(a.rounding_residual, I16, (int(slots.max()) + 1, n))[slots] = cut_off(acc[listed])
+            memory(a.rounding_residual, I16, (int(slots.max()) + 1, n))[slots] = rounding_residual_of(acc[listed])
 
 
 EPILOGUES = dict(softmax=softmax_epilogue, dlogits=dlogits_epilogue, rows=rows_epilogue, store=store_epilogue)

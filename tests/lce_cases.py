@@ -1,4 +1,4 @@
-"""Inputs, truth, error measures and paths that the tests of linear cross entropy share."""
+"""Inputs, truth, error measures and paths shared by the tests of linear cross entropy."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ SCHEDULES = ["chunked", "stored", "recompute"]
 REDUCTIONS = ["mean", "sum", "none"]
 IGNORED = -100
 
-# Every option alone, then all at once; on kernels label smoothing takes other ones.
+# Each option alone, then combined. On kernels, label smoothing runs other kernels.
 OPTIONS = {
     "plain": {},
     "bias": {"bias": True},
@@ -28,7 +28,7 @@ OPTIONS = {
 
 
 def make(m=13, h=8, v=11, dtype=torch.float64, device="cpu", seed=0, bias=False, class_weight=False, **options):
-    """(input, linear_weight, target, options): tensors that require grad, some rows ignored, on the device."""
+    """(input, linear_weight, target, options). Tensors require grad, and some rows are ignored."""
     given = dict(generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     x = torch.randn(m, h, **given, dtype=torch.float64)
     w = torch.randn(v, h, **given, dtype=torch.float64)
@@ -47,7 +47,7 @@ def parameters(x, w, kw):
 
 
 def run(x, w, target, kw, grad=None, grad_lse=None, f=linear_cross_entropy, **more):
-    """loss, lse, gradients of what requires one; grad None is ones."""
+    """(loss, lse, gradients of the parameters that require grad). grad None: ones."""
     loss, lse = f(x, w, target, return_lse=True, **kw, **more)
     outputs = [loss] if grad_lse is None else [loss, lse]
     gradients = [torch.ones_like(loss) if grad is None else grad] + ([] if grad_lse is None else [grad_lse])
@@ -56,7 +56,7 @@ def run(x, w, target, kw, grad=None, grad_lse=None, f=linear_cross_entropy, **mo
 
 
 def truth(x, w, target, kw, grad=None, grad_lse=None):
-    """The spec in fp64 on the same (already rounded) values: loss, lse, (dinput, dlinear_weight[, dlinear_bias])."""
+    """The reference in fp64 on the same values: loss, lse, (dinput, dlinear_weight[, dlinear_bias])."""
     kw = {k: t.detach().double() if isinstance(t, torch.Tensor) else t for k, t in kw.items()}
     x, w = x.detach().double(), w.detach().double()
     for t in parameters(x, w, kw):
@@ -71,11 +71,11 @@ def spec(x, w, target, return_lse, **kw):
 
 
 def hard_rows(dtype, device):
-    """linear_weight is the identity, so input holds the logits."""
+    """linear_weight is the identity, so input is the logits."""
     v = h = 640
     rows, target = torch.randn(200, h, device=device), torch.randint(0, v, (200,), device=device)
     rows[3, -1] = 30.0  # late maximum
-    rows[5, 7] = 500.0  # far above the rest, not the target
+    rows[5, 7] = 500.0  # far above the other logits, not the target
     rows[140, 300] = 9e3  # in the other tile of rows
     rows[6, target[6]] = -500.0  # and the target far below
     rows[7] = torch.where(torch.arange(h, device=device) % 2 == 0, 1e4, -1e4)
@@ -93,21 +93,21 @@ def unit_roundoff(dtype):
     return torch.finfo(dtype).eps / 2
 
 
-# Paths: what linear_cross_entropy may run ----------------------------------------------------------------------------
+# Paths of linear_cross_entropy ----------------------------------------------------------------------------------------
 
 PATHS = [
     pytest.param(f"{kind}-{device}", marks=pytest.mark.gpu if device == "cuda" else ())
     for kind in ("portable", "kernels", "cublas")
     for device in ("cpu", "cuda")
 ]
-# The fixture `path` of conftest.py sets one up, and gives it to the test.
+# The fixture `path` of conftest.py sets it up.
 on_every_path, on_portable_and_kernels, on_kernels, on_cublas = (
     pytest.mark.parametrize("path", paths, indirect=True) for paths in (PATHS, PATHS[:4], PATHS[2:4], PATHS[4:])
 )
 
 
 class Path:
-    """Portable: exact in fp64, on small inputs. With kernels: in 16 bits, on some tiles and chunks."""
+    """Portable: small inputs in fp64. Kernels: 16 bits, several tiles and chunks."""
 
     def __init__(self, device, kernels=None, close=1e-11, is_cublas=False):
         self.device, self.kernels, self.close, self.is_cublas = device, kernels, close, is_cublas
@@ -118,7 +118,7 @@ class Path:
         self.m, self.v, self.chunk_size = (13, 11, 5) if portable else (300, 700, 128)
 
     def case(self, m=None, h=8, v=None, dtype=None, **options):
-        """As make(), class weights in fp32, logits of a few units."""
+        """As make(), with fp32 class weights and logits of order 1."""
         m, v = self.m if m is None else m, v or self.v
         x, w, target, kw = make(m, h, v, dtype or self.dtypes[0], self.device, **options)
         w = (w.detach() * h**-0.5).requires_grad_()
@@ -131,7 +131,7 @@ class Path:
         return run(*args, **self.how | options)
 
     def check(self, x, w, target, kw, grad=None, grad_lse=None, **how):
-        """Against truth: fp32's roundings in loss and lse, and the kernels' tanh; in gradients a few of the dtype's."""
+        """Compares with truth: loss and lse within fp32 rounding (and tanh), gradients within a few dtype roundings."""
         loss, lse, grads = self.run(x, w, target, kw, grad, grad_lse, **how)
         true_loss, true_lse, true_grads = truth(x, w, target, kw, grad, grad_lse)
         assert loss.dtype == lse.dtype == torch.promote_types(x.dtype, torch.float32)
@@ -142,7 +142,7 @@ class Path:
         torch.testing.assert_close((loss.double(), lse.double()), (true_loss, true_lse), rtol=close, atol=close)
         ways = [grads]
         if self.kernels and how.get("schedule") == "recompute" and grad_lse is None:
-            alone = self.call(x, w, target, **kw, **how)  # another way where no lse is returned
+            alone = self.call(x, w, target, **kw, **how)  # runs differently if no lse is returned
             wanted = [t for t in parameters(x, w, kw) if t.requires_grad]
             ways.append(torch.autograd.grad(alone, wanted, torch.ones_like(alone) if grad is None else grad))
         for grads in ways:

@@ -51,7 +51,7 @@ gpu_check = functools.partial(check, kind="gpu")
 
 
 class Ranks:
-    """A group of the first ranks, and how many classes each has."""
+    """A group of the first ranks, and the number of classes on each."""
 
     def __init__(self, sizes):
         self.group, self.sizes = dist.new_group(list(range(len(sizes)))), sizes
@@ -63,7 +63,7 @@ class Ranks:
         return None if t is None else t.detach()[self.mine].clone().requires_grad_(t.requires_grad)
 
     def step(self, x, w, target, kw, loss_of, **how):
-        """The outputs' values and [dx, dw, db] of `loss_of(outputs)`, by the parallel head."""
+        """The outputs of the parallel head, and [dx, dw, db] of `loss_of(outputs)`."""
         kw = {name: self.shard(t) if name in ("weight", "linear_bias") else t for name, t in kw.items()}
         x, w = x.detach().clone().requires_grad_(), self.shard(w)
         leaves = [t for t in (x, w, kw.get("linear_bias")) if t is not None]
@@ -85,7 +85,7 @@ def flat(outputs):
 
 
 def total(outputs):
-    """A scalar to which every differentiable output contributes, each row differently."""
+    """A scalar that depends on every differentiable output, with different weights per row."""
     sums = 0
     for i, t in enumerate(outputs[:4]):
         sums = sums + (t * torch.linspace(0.3, 1.7 + i, t.numel(), dtype=t.dtype, device=t.device).view(t.shape)).sum()
@@ -141,7 +141,7 @@ def rows_in_special_cases(groups):
         w.data[[0, 8], 0] += 100.0 * x.data[3, 0].sign()  # equal largest logits on different ranks: the first class
         agree(ranks, x, w, target, kw)
         infinite = torch.ones(V, dtype=torch.float64)
-        infinite[0] = torch.inf  # of no target, but ignored rows must read some class's
+        infinite[0] = torch.inf  # no target has it, but ignored rows read some class's weight
         agree(ranks, x, w, target.where(target != 0, 1), kw | {"weight": infinite, "label_smoothing": 0.0})
         x.data[1] = float("nan")  # ignored
         agree(ranks, x, w, target, kw)
@@ -190,7 +190,7 @@ def which_gradients(groups):
 
 @check
 def outputs_are_the_users(groups):
-    """They may be written to, and an empty shard stands no gradient of theirs in the way."""
+    """They may be modified, and backward works with an empty shard."""
     ranks = groups["empty"]
     x, w, target, _ = make(v=V, dtype=torch.float32)
     losses = linear_cross_entropy(x, ranks.shard(w), target, group=ranks.group, reduction="none")
@@ -323,7 +323,7 @@ def dtensors_and_the_module(groups):
 
 @check
 def kernels(groups):
-    """On emulated kernels, in memory that holds NaN before it is written, against fp64."""
+    """Emulated kernels, in memory initialized with NaN, compared with fp64."""
     k = emulated.Counted(emulated.lce_kernels())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(autograd, "kernels_of", lambda device: k)
@@ -359,7 +359,7 @@ def kernels(groups):
 
 
 def agree_with_truth(ranks, x, w, target, kw, **how):
-    """Losses within fp32's roundings, gradients within a few of the dtype's, as in lce_cases."""
+    """Losses within fp32 rounding, gradients within a few dtype roundings, as in lce_cases."""
     x, w = ((t.detach() * scale).requires_grad_() for t, scale in ((x, 1.0), (w, w.shape[1] ** -0.5)))
     kw = {name: t.float() if name == "weight" else t for name, t in kw.items()}
     given = {n: t.detach().double() if isinstance(t, torch.Tensor) else t for n, t in kw.items() if "return" not in n}
@@ -377,7 +377,7 @@ def agree_with_truth(ranks, x, w, target, kw, **how):
 
 
 def gpu_case(dtype=torch.bfloat16, m=1000, h=512, v=5000, **options):
-    """The same on all ranks."""
+    """Equal on all ranks."""
     x, w, target, kw = make(m, h, v, dtype, **options)
     kw = {
         name: t.cuda().detach().requires_grad_(t.requires_grad) if torch.is_tensor(t) else t for name, t in kw.items()
@@ -388,7 +388,7 @@ def gpu_case(dtype=torch.bfloat16, m=1000, h=512, v=5000, **options):
 
 @gpu_check
 def options_on_gpus(groups):
-    """The options themselves are tested on a CPU: here, a few that take other kernels."""
+    """The CPU tests cover the options; these run different kernels."""
     for split in ("small", "one"):
         for i, (name, dtype) in enumerate(
             (
@@ -406,7 +406,7 @@ def options_on_gpus(groups):
 
 @gpu_check
 def bits_and_synchronization(groups):
-    """Runs, ranks, schedules and options of communication give the same loss. A step waits for nothing on the host."""
+    """Equal loss bits over runs, ranks, schedules and communication options; no host synchronization."""
     ranks = groups["large"]
     x, w, target, kw = gpu_case()
     first = None
@@ -508,7 +508,7 @@ def a_cuda_graph_of_the_step(groups):
 
 @gpu_check
 def memory_is_that_of_one_rank(groups):
-    """At the peak: what the operation takes with the shard's classes, and some numbers per row and rank."""
+    """The peak is that of the one-GPU operation on the shard, plus a few numbers per row and rank."""
     m, h, v, n = 4096, 1024, 32_000, dist.get_world_size()
     mine = slice(m // n * dist.get_rank(), m // n * (dist.get_rank() + 1))
     x, w = (torch.randn(rows, h, device="cuda").bfloat16().requires_grad_() for rows in (m, v // n))
@@ -539,7 +539,7 @@ def memory_is_that_of_one_rank(groups):
 
 @functools.partial(check, kind="bits")
 def bits_of_dx(groups):
-    """Returned, to be compared with those of other processes."""
+    """Returned to compare with other runs."""
     x, w, target, kw = gpu_case()
     _, (dx, _) = groups["large"].step(x, w, target, kw, lambda outputs: outputs[0], deterministic=True)
     return digest(dx)
@@ -559,13 +559,13 @@ def main(rank, ranks, store, results, kind):
     for name, function in CHECKS[kind].items():
         try:
             done[name] = function(groups) or ""
-        except Exception:  # the other ranks are at another place now
+        except Exception:  # ranks are no longer in step
             done[name], failed = traceback.format_exc(), True
             break
     with open(results, "w") as file:
         json.dump(done, file)
     if not failed:
-        dist.barrier()  # the others may still communicate
+        dist.barrier()  # other ranks may still communicate
     dist.destroy_process_group()
 
 

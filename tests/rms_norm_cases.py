@@ -1,8 +1,8 @@
-"""What the tests of RMSNorm with and without a GPU share."""
+"""Shared by the tests of RMSNorm with and without a GPU."""
 
 from quackish.testing.errors import same_bits
 
-# Tensors of shape (2, s, 4, n), from `of(*shape)`, which makes a packed one.
+# Tensors of shape (2, s, 4, n); `of(*shape)` makes a packed one.
 LAYOUTS = {
     "packed": lambda of, s, n: of(2, s, 4, n),
     "slice of qkv": lambda of, s, n: of(2, s, 3, 4, n)[:, :, 1],

@@ -31,7 +31,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 
 @dataclasses.dataclass
 class Ranks:
-    """This process among the others."""
+    """The ranks, seen from this process."""
 
     mesh: DeviceMesh  # all ranks, in one dimension
     rank: int
@@ -81,7 +81,7 @@ def norm_step(f, inputs, gradients):
 
 
 def check_norm(ranks: Ranks) -> None:
-    """Rows may be sharded in any way: no communication, sums are left to whoever asks for them."""
+    """Any sharding of rows: no communication, and weight gradients are Partial."""
     mesh = ranks.mesh if ranks.size == 2 else init_device_mesh(ranks.mesh.device_type, (2, ranks.size // 2))
     shape = 4, 6, 4, H
     tensors, gradients = [ranks.randn(*shape) for _ in range(2)], [ranks.randn(*shape) for _ in range(2)]
@@ -107,7 +107,7 @@ def check_norm(ranks: Ranks) -> None:
 
 
 def check_norm_backward(ranks: Ranks) -> None:
-    """As the first call on a DTensor: it registers the rules by itself."""
+    """As the first call on a DTensor, which must register the sharding rules."""
     x, weight, rstd = ranks.randn(4, 6, H), ranks.randn(H), ranks.randn(4, 6).float()
     truth = quackish.rms_norm_backward(x, x, weight, rstd, backend=ranks.backend)
     x, weight, rstd = (
@@ -149,7 +149,7 @@ def check_norm_is_compiled(ranks: Ranks) -> None:
 
 
 def check_sequence_parallel(ranks: Ranks) -> None:
-    """Nothing but PyTorch's own plan."""
+    """With PyTorch's SequenceParallel."""
     module = quackish.RMSNorm(H, eps=1e-6, device=ranks.mesh.device_type, dtype=ranks.dtype, backend=ranks.backend)
     parallelize_module(module, ranks.mesh, SequenceParallel())
     x, dy = ranks.randn(2, 8, H), ranks.randn(2, 8, H)
@@ -184,7 +184,7 @@ class Model(nn.Module):
 
 
 def model_and_truth(ranks: Ranks, tied: bool) -> tuple[Model, Model]:
-    """With the same parameters, which 16 bits hold; truth in fp64."""
+    """(model, truth in fp64) with equal parameters, which are exact in 16 bits."""
     torch.manual_seed(0)
     truth = Model(tied)
     for p in truth.parameters():
@@ -195,7 +195,7 @@ def model_and_truth(ranks: Ranks, tied: bool) -> tuple[Model, Model]:
 
 
 def batch(ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """ids and targets of all ranks; each ignores another number of targets, the fourth all of them."""
+    """ids and targets of all ranks. Ranks ignore different numbers of targets, the fourth all."""
     ids, target = torch.randint(V, (2, ranks.size, 12)).to(ranks.mesh.device_type)
     for rank in range(ranks.size):
         target[rank, : 5 * rank] = -100
@@ -203,7 +203,7 @@ def batch(ranks: Ranks) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(ranks: Ranks, model: nn.Module, ids: Tensor, target: Tensor) -> Tensor:
-    """This rank's part of the batch. FSDP and DDP divide gradients by the number of ranks."""
+    """A step on this rank's shard of the batch. FSDP and DDP divide gradients by the number of ranks."""
     target = target[ranks.rank]
     num_items = (target != -100).sum()
     dist.all_reduce(num_items)
@@ -271,7 +271,7 @@ def check_ddp(ranks: Ranks) -> None:
 
 
 def check_transformers(ranks: Ranks) -> None:
-    """A patched Llama under FSDP2, beside the plain one in one process."""
+    """A patched Llama under FSDP2, compared with the unpatched one in one process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from quackish.integrations.transformers import apply
@@ -302,7 +302,7 @@ def check_transformers(ranks: Ranks) -> None:
 
 
 def check_torchtitan(ranks: Ranks) -> None:
-    """Its Llama under its FSDP with our norms and loss, beside its own in one process."""
+    """torchtitan's Llama under its FSDP with our norms and loss, compared with the original in one process."""
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -312,7 +312,7 @@ def check_torchtitan(ranks: Ranks) -> None:
         config = llama3_debugmodel()
         config.model_spec.model.layers = config.model_spec.model.layers[:2]
         for layer in config.model_spec.model.layers:
-            layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the default is compiled, for long
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the default compiles, slowly
         apply_overrides(
             OverrideConfig(imports=[f"quackish.integrations.torchtitan.{name}" for name in overrides]), config
         )
@@ -326,7 +326,7 @@ def check_torchtitan(ranks: Ranks) -> None:
 
     (theirs, their_loss), (ours, our_loss) = build(), build("rms_norm", "linear_cross_entropy")
     assert sum(isinstance(module, quackish.RMSNorm) for module in ours.modules()) == 5
-    assert ours.norm._cache_pos_arg_names() == theirs.norm._cache_pos_arg_names()  # tensor parallelism goes by these
+    assert ours.norm._cache_pos_arg_names() == theirs.norm._cache_pos_arg_names()  # used by tensor parallelism
     ours.load_state_dict(theirs.state_dict())
     apply_fsdp_to_decoder(ours, ranks.mesh, param_dtype=ranks.dtype, reduce_dtype=FP32, pp_enabled=False)
     for module in ours.modules():
@@ -349,7 +349,7 @@ def check_torchtitan(ranks: Ranks) -> None:
 
 
 def check_torchtitan_tensor_parallel(ranks: Ranks) -> None:
-    """Tensors as of its backend partial_dtensor: classes sharded, hidden states replicated, labels plain."""
+    """As its backend partial_dtensor: classes sharded, hidden states replicated, plain labels."""
     from torchtitan.models.common.linear import Linear
 
     from quackish.integrations.torchtitan import LinearCrossEntropyLoss
@@ -380,7 +380,7 @@ def check_torchtitan_tensor_parallel(ranks: Ranks) -> None:
     for mine, truth in ((got, true), (x.grad, x64.grad), (head.weight.grad, w64.grad), (head.bias.grad, b64.grad)):
         ranks.is_close(mine, truth)
     parallelize_module(head, ranks.mesh, ColwiseParallel())
-    with pytest.raises(AttributeError, match="placements"):  # the plan takes the loss for sharded logits: never silent
+    with pytest.raises(AttributeError, match="placements"):  # its plan needs sharded logits: must not be silent
         loss(hidden, labels)
 
 
@@ -440,7 +440,7 @@ def run_checks(rank: int, checks: tuple, size: int, device: str, path: str) -> N
     for check in checks:
         torch.manual_seed(0)
         check(ranks)
-    dist.barrier()  # no rank leaves while others communicate
+    dist.barrier()  # wait: other ranks may still communicate
     dist.destroy_process_group()
 
 
@@ -457,7 +457,7 @@ def test_two_processes(tmp_path):
 
 
 def test_four_processes(tmp_path):
-    """A mesh of two dimensions, and a rank that ignores all its targets."""
+    """A mesh with two dimensions, and a rank that ignores all its targets."""
     spawn((check_norm_backward, check_norm, check_head_under_fsdp), 4, "cpu", tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""README and docs: Python blocks run on the CPU, paths that are named exist, and the worked example works."""
+"""README and docs: Python blocks run on a CPU, links and names exist, and the worked example works."""
 
 import importlib.util
 import re
@@ -47,7 +47,7 @@ def example(name: str) -> types.ModuleType:
 
 
 def names() -> dict:
-    """What the README's snippets take for granted: a model's tensors, small."""
+    """The variables that the README's snippets use: small tensors of a model."""
     import quackish
 
     m, h, v = 12, 64, 100
@@ -66,7 +66,7 @@ def names() -> dict:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in text_of(page)])
 def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """In order, in one namespace, in an empty folder."""
+    """All blocks of a page in order, in one namespace and an empty folder."""
     monkeypatch.chdir(tmp_path)
     if page == "docs/adding_a_kernel.md" and sys.platform != "linux":
         pytest.skip("the compiler is for Linux")
@@ -79,7 +79,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
             assert code.strip() in file.read_text(encoding="utf-8"), f"{page}:{line}: not as in {file}"
             space.update(vars(example(file.stem)))
             continue
-        # as many lines before as there are in the page: a traceback's line is the page's
+        # pad with empty lines, so that tracebacks have the page's line numbers
         exec(compile("\n" * (line - 1) + code, str(ROOT / page), "exec"), space)
 
 
@@ -88,7 +88,7 @@ def test_few_blocks_need_a_gpu():
 
 
 def test_readme_lines_for_frameworks():
-    """The second column of the README's table, run with stand-ins for the frameworks' objects."""
+    """Runs the second column of the README's table with placeholders for the frameworks' objects."""
     table = text_of("README.md").split("## Your framework, one line")[1].split("\n## ")[0]
     lines = [re.match(r"\| .* \| `([^`|]*)` \|$", row) for row in table.splitlines()]
     codes = [line[1] for line in lines if line and "quackish." in line[1]]
@@ -122,7 +122,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_names_exist(page):
-    """Links and their anchors, `paths`, and `function` or `one` and `two` in [`path`](...)."""
+    """Links, anchors, `paths`, and functions as in: `one` and `two` in [`path`](...)."""
     text, here = text_of(page), ROOT / page
     missing = []
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):

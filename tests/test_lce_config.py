@@ -1,4 +1,4 @@
-"""Linear cross entropy's rules: which schedule, how many rows per chunk, and where buffers share storage."""
+"""Config rules of linear cross entropy: schedule, rows per chunk, and buffers that share storage."""
 
 import itertools
 
@@ -50,8 +50,8 @@ def test_when_recompute_computes_dx_in_forward():
     assert [how(r).dx_in_forward for r in ("mean", "sum", "none")] == [True, True, False]
     for kw in (dict(dtype="float16"), dict(label_smoothing=True), dict(return_lse=True)):
         assert not how(**kw).dx_in_forward
-    assert how().chunk_rows == 4096  # E of as many bytes as the weight's gradient
-    assert how(grad_weight_out=True).chunk_rows == 1024  # 256 MiB of E
+    assert how().chunk_rows == 4096  # exp_logits as large as dW
+    assert how(grad_weight_out=True).chunk_rows == 1024  # 256 MiB of exp_logits
     assert how(chunk_size=129).chunk_rows == 256
     assert not kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1, "chunked").dx_in_forward
 
@@ -81,7 +81,7 @@ def test_chunk_rows():
 
 @pytest.mark.parametrize("h, v", [(2048, 128_256), (4096, 128_256), (8192, 128_256), (4096, 262_144), (2048, 32_000)])
 def test_one_chunk_needs_less_memory_than_two(h, v):
-    """Beside dW and what all chunks of the same rows need. Above 8192 rows: more rows would save no time."""
+    """Up to the largest single chunk, without dW. Only above 8192 rows, where more rows per chunk save no time."""
     rows = kernel_config(KernelProblem(v, h, "bfloat16", "mean"), 1).chunk_rows
     for m in range(8192, rows + 1, 1024):
         one = 2 * m * (v - shared_storage(m, v, h, 2).v1)
@@ -106,7 +106,7 @@ def test_layouts_of_the_headline_shape():
         return choose_layout(*how, m, v, h, dx, dw, owns_dw, dw_in_forward)
 
     assert of("chunked")[:3] == (8192, 42_752, 350_224_384)  # a third of exp_logits in dw's storage
-    assert of("chunked", m=65_536)[:3] == (9472, 0, 0)  # dw's fp32 sums have no room for it
+    assert of("chunked", m=65_536)[:3] == (9472, 0, 0)  # dw's fp32 sums fill its storage
     assert of("chunked", dw=None).columns == 0
     assert of("recompute", dw_in_forward=True)[:3] == (2048, 42_240, 358_612_992)
     assert of("recompute", dw_in_forward=True).blocks == of("recompute").blocks[1:]
@@ -120,7 +120,7 @@ def test_shared_storage_overwrites_no_live_data():
     for rows, h, v, itemsize in itertools.product((1, 5, 128, 300, 1000), (8, 136, 1024), (1, 256, 700, 5003), (2, 4)):
         plan = shared_storage(rows, v, h, itemsize)
         size, c = v * h * itemsize, plan.v1 if plan else 0
-        # as many columns as fit: one tile more does not
+        # the most columns that fit: one more tile does not
         more = c + COLUMN_MULTIPLE
         assert more * (rows * 2 + h * itemsize) > size - 1024 or more > v
         if plan is None:
@@ -129,7 +129,7 @@ def test_shared_storage_overwrites_no_live_data():
         assert 0 < c <= v
         assert plan.offset % 1024 == 0
         assert plan.offset + rows * c * 2 <= size
-        # The first GEMM writes `columns` classes and reads exp_logits from `offset` on; the second writes over them.
+        # The first GEMM writes c classes of dW and reads exp_logits from `offset` on; the second overwrites these.
         assert c * h * itemsize <= plan.offset
 
 
@@ -149,7 +149,7 @@ def test_recompute_blocks_overwrite_no_live_data():
                 assert itemsize
                 assert offset % 1024 == 0
                 assert (v1 - v0) % COLUMN_MULTIPLE == 0
-                assert v1 * row <= offset  # after the rows of dw that are final and those that this block writes
+                assert v1 * row <= offset  # behind the final rows of dw and those of this block
                 assert offset + (v1 - v0) * m * 2 <= v * row
 
 

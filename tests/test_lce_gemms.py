@@ -1,5 +1,4 @@
-"""Linear cross entropy's GEMMs, ours and those around cuBLAS: compiled on any host; launched, against the emulation of
-ours."""
+"""Linear cross entropy's GEMMs, ours and cuBLAS's: compiled on any host; launches are compared with emulated ones."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels, address, dtype_of
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
-from tests.emulated_kernels import NO_SLOT, decode, encode, lce_kernels, with_cut_off
+from tests.emulated_kernels import NO_SLOT, add_residual, decode, encode, lce_kernels
 from tests.variants import check_compiles, some
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -119,7 +118,7 @@ def test_launches_are_on_the_current_stream_of_their_device(kind, monkeypatch):
 
 
 class Case:
-    """Rows [start, start + rows) of those there are, `live` of them live; NaN after the last tile with live rows."""
+    """Slots [start, start + rows), `live` of them live; NaN after the last tile with live rows."""
 
     def __init__(self, rows=300, h=264, v=1000, live=None, start=0, dtype=BF16, seed=0):
         make = torch.Generator().manual_seed(seed)
@@ -144,7 +143,7 @@ class Case:
         self.row_shift[self.live :] = 2e38
 
     def grow(self, rows, factor=60):
-        """Logits far above row_shift, which are flagged."""
+        """Logits far above row_shift, which flag their tiles."""
         self.x[rows] = self.x[rows] * factor
 
 
@@ -174,13 +173,13 @@ ARGUMENTS = dict(logits=_softmax, dlogits=_dlogits, dx=_dx, dw=_dw)
 
 
 def state_of(num_live):
-    """What GEMMs take of a RowState; `memory` are the tickets."""
+    """The fields of RowState that GEMMs use; `memory` has the tickets."""
     tickets = torch.zeros(NUM_TICKETS, dtype=torch.int32, device=num_live.device)
     return SimpleNamespace(num_live=num_live.data_ptr(), tickets=tickets.data_ptr(), memory=tickets)
 
 
 def launch_all(k, names, args):
-    """The arguments after launches of these names; arguments that are views of one another must not be given."""
+    """The arguments after launches of these names. They must not be views of each other."""
     args = [_copy(a, k.device) if isinstance(a, torch.Tensor) else a for a in args]
     for name in names:
         given = ARGUMENTS[name](*args)
@@ -190,7 +189,7 @@ def launch_all(k, names, args):
 
 
 def _copy(t, device):
-    """With the same strides: a matrix may be columns of a larger one."""
+    """A copy with the same strides."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
 
 
@@ -199,7 +198,7 @@ def ours():
 
 
 def both(name, *args, k=None):
-    """The arguments after the launch of `name` by k, our kernels on the GPU if None, and after the emulation of it."""
+    """The arguments after launching `name` on k (None: our kernels on the GPU), and after the emulated launch."""
     return [launch_all(kernels, [name], args) for kernels in (k or ours(), lce_kernels())]
 
 
@@ -216,7 +215,7 @@ SHAPES = [
     dict(rows=256, live=0, start=128),
     dict(rows=1500, v=5003, h=96, live=1025),
 ]
-on_launchers = pytest.mark.parametrize("path", PATHS[3:], indirect=True)  # not the emulation of ours
+on_launchers = pytest.mark.parametrize("path", PATHS[3:], indirect=True)  # all except emulated kernels
 SOFTMAX = {
     "plain": {},
     "softcap": dict(softcap=3.0),
@@ -251,7 +250,8 @@ def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weighted=F
     )  # fmt: skip
 
 
-E, E2, SUM, WSUM, ZT, TOP, FLAGS, ELOG, ARGMAX = 9, 10, 12, 13, 14, 15, 16, 17, 18  # of these arguments
+# indices of softmax_args
+EXP, EXP2, SUM, WSUM, TARGET_LOGIT, ROW_MAX, FLAGS, ELOG, ARGMAX = 9, 10, 12, 13, 14, 15, 16, 17, 18
 
 
 def softmax(c, k=None, **given):
@@ -268,28 +268,29 @@ def test_softmax(shape, options, path):
     live = slice(c.live)
     for at, eps in (SUM, 2e-5), (WSUM, 2e-4), (ELOG, 2e-4):
         assert got[at] is None or close(got[at][live].sum(1), truth[at][live].sum(1), eps)
-    assert close(got[ZT][live], truth[ZT][live], 2e-5)
-    assert got[E] is None or close(got[E][live], truth[E][live], 0.004)
-    assert same_bits(got[TOP][live], truth[TOP][live])
+    assert close(got[TARGET_LOGIT][live], truth[TARGET_LOGIT][live], 2e-5)
+    assert got[EXP] is None or close(got[EXP][live], truth[EXP][live], 0.004)
+    assert same_bits(got[ROW_MAX][live], truth[ROW_MAX][live])
     assert got[ARGMAX] is None or same_bits(got[ARGMAX][live] & 0x7FFFFFFF, truth[ARGMAX][live] & 0x7FFFFFFF)
     assert got[FLAGS].sum() == 0
-    if got[E] is not None and path.is_cublas:
-        assert (got[E][c.live :] == 0).all()
+    if got[EXP] is not None and path.is_cublas:
+        assert (got[EXP][c.live :] == 0).all()
 
 
 @on_launchers
 @pytest.mark.parametrize("v_split", [192, 256, 1280])
 def test_softmax_into_two_buffers(v_split, path):
     if path.is_cublas and v_split % 256:
-        return  # its sums of a tile are of one buffer
+        return  # a tile of sums must not span both buffers
     c = Case(v=1504)
     c.grow([3, 130, 299])
     whole, split = (softmax(c, path.kernels, v_split=n) for n in (0, v_split))
     assert whole[FLAGS].sum() > 0
     assert same_bits(whole[FLAGS], split[FLAGS])
-    found = [(whole[at], split[at]) for at in (SUM, ZT, TOP)] + [(whole[E], torch.cat([split[E], split[E2]], 1))]
+    found = [(whole[at], split[at]) for at in (SUM, TARGET_LOGIT, ROW_MAX)]
+    found.append((whole[EXP], torch.cat([split[EXP], split[EXP2]], 1)))
     for one, other in found:
-        # cuBLAS may sum in another order where there are other columns
+        # cuBLAS may sum in another order for another number of columns
         assert close(one, other, 0.004) if path.is_cublas else same_bits(one, other)
 
 
@@ -306,17 +307,17 @@ def test_flagged_rows_are_recomputed_and_others_keep_their_bits(softcap, stored,
     got, truth = (softmax(c, k, **given) for k in (path.kernels, lce_kernels()))
     assert got[FLAGS][0] == 1
     assert same_bits(got[FLAGS], truth[FLAGS])
-    row_shift = decode(got[TOP])  # the GPU's maxima are of sums in another order
-    assert close(row_shift, decode(truth[TOP]), 1e-5)
+    row_shift = decode(got[ROW_MAX])  # the GPU's maxima are of sums in another order
+    assert close(row_shift, decode(truth[ROW_MAX]), 1e-5)
     a = c.x.double() @ c.w.double().T
     a = a if softcap is None else softcap * torch.tanh(a / softcap)
     grown, d = torch.exp(a - row_shift.double()[:, None]), 1.0 if softcap is None else 1 - (a / softcap).square()
     eps = 1e-4 * a.abs().max()  # a few units in the last place of such logits
     assert close(got[SUM].sum(1), grown.sum(1), 1e-3 if path.is_cublas else eps)
-    assert not stored or close(got[E], grown * d, 0.004 + eps)
+    assert not stored or close(got[EXP], grown * d, 0.004 + eps)
     near = torch.ones(400, dtype=torch.bool)
     near[far] = False
-    for at in (E, SUM, ZT, TOP):
+    for at in (EXP, SUM, TARGET_LOGIT, ROW_MAX):
         assert got[at] is None or same_bits(got[at][near], once[at][near])
 
 
@@ -398,7 +399,7 @@ def test_any_single_row_is_recomputed(row):
     assert got[FLAGS].nonzero()[:, 0].tolist() == [0, 1 + row // 128]
     a = c.x[row].double() @ c.w.double().T
     torch.testing.assert_close(
-        got[SUM][row].double().sum(), torch.exp(a - decode(got[TOP])[row]).sum(), rtol=0.01, atol=0
+        got[SUM][row].double().sum(), torch.exp(a - decode(got[ROW_MAX])[row]).sum(), rtol=0.01, atol=0
     )
 
 
@@ -409,7 +410,7 @@ def test_recompute_flagged_without_flags_changes_nothing():
     multiply = k._multiply
     k._multiply = lambda *args, wave_sync: None if wave_sync else multiply(*args, wave_sync=False)
     got = softmax(c, k)
-    assert got[E].isnan().all()
+    assert got[EXP].isnan().all()
     assert got[SUM].isnan().all()
 
 
@@ -417,14 +418,17 @@ def test_recompute_flagged_without_flags_changes_nothing():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dw_keeps_rounding_residual(shape):
     c = Case(**shape)
-    places = torch.full((c.v,), NO_SLOT, dtype=torch.int32)
-    places[::3] = torch.randperm(len(places[::3])).int()
-    dw, rest = torch.full((c.v, c.h), NAN, dtype=BF16), torch.full((len(places[::3]) + 1, c.h), 77, dtype=torch.int16)
-    got, truth = both("dw", c.e, c.x, c.num_live, c.start, dw, False, places, rest)
+    first_slots = torch.full((c.v,), NO_SLOT, dtype=torch.int32)
+    first_slots[::3] = torch.randperm(len(first_slots[::3])).int()
+    dw, residual = (
+        torch.full((c.v, c.h), NAN, dtype=BF16),
+        torch.full((len(first_slots[::3]) + 1, c.h), 77, dtype=torch.int16),
+    )
+    got, truth = both("dw", c.e, c.x, c.num_live, c.start, dw, False, first_slots, residual)
     exact = c.e[: c.live].double().T @ c.x[: c.live].double()
     for args in got, truth:
         rounded, kept = args[4], args[7]
-        assert close(with_cut_off(rounded[::3], kept[places[::3].long()]).double(), exact[::3], 2e-5)
+        assert close(add_residual(rounded[::3], kept[first_slots[::3].long()]).double(), exact[::3], 2e-5)
         assert close(rounded, exact, 0.004)
         assert (kept[-1] == 77).all()
 
@@ -434,13 +438,13 @@ def test_dw_rounding_residual_of_ties_and_extremes():
     upper = torch.tensor([0.0, 1.0, 1 + 2**-7, 1.0, 1 + 2**-7, 1.0, 1.0, torch.inf])
     lower = torch.tensor([0.0, 2**-8, 2**-8, 2**-8 + 2**-15, -(2**-8), 2**-8 - 2**-16, 2**-9, 0.0])
     x = torch.stack([torch.cat([upper, -upper]), torch.cat([lower, -lower])]).to(BF16)
-    e, places = torch.ones(2, 8, dtype=BF16), torch.arange(8, dtype=torch.int32)
-    dw, rest = torch.zeros(8, 16, dtype=BF16), torch.zeros(8, 16, dtype=torch.int16)
+    e, first_slots = torch.ones(2, 8, dtype=BF16), torch.arange(8, dtype=torch.int32)
+    dw, residual = torch.zeros(8, 16, dtype=BF16), torch.zeros(8, 16, dtype=torch.int16)
     num_live = torch.tensor([2], dtype=torch.int32)
     want = x.float().sum(0)
-    for args in both("dw", e, x, num_live, 0, dw, False, places, rest):
+    for args in both("dw", e, x, num_live, 0, dw, False, first_slots, residual):
         assert same_bits(args[4][0], want.to(BF16))
-        assert torch.allclose(with_cut_off(args[4], args[7]), want.expand(8, 16), rtol=2**-23, atol=0)
+        assert torch.allclose(add_residual(args[4], args[7]), want.expand(8, 16), rtol=2**-23, atol=0)
 
 
 COOPERATIVE = dict(pingpong=False, num_stages=4)
@@ -466,15 +470,15 @@ def test_logits_bits_are_independent_of_tile_schedule(shape, h):
     (whole, split), truth = runs[:2], softmax(c, lce_kernels())
     assert whole[FLAGS].sum() > 0
     others = torch.arange(c.live) != 30  # of which one number is most of the norm
-    assert close(whole[E][: c.live][others], truth[E][: c.live][others], 0.005)
-    assert same_bits(whole[E][: c.live], torch.cat([split[E], split[E2]], 1)[: c.live])
+    assert close(whole[EXP][: c.live][others], truth[EXP][: c.live][others], 0.005)
+    assert same_bits(whole[EXP][: c.live], torch.cat([split[EXP], split[EXP2]], 1)[: c.live])
     for one, other in zip((whole, split) * 2, runs[2:], strict=True):
-        for at in (E, SUM, ZT):
+        for at in (EXP, SUM, TARGET_LOGIT):
             assert same_bits(one[at][: c.live], other[at][: c.live])
     for forced in ({}, COOPERATIVE):  # statistics alone
         with config(lce_logits=forced):
             other = softmax(c, stored=False)
-        for at in (SUM, ZT):  # of tiles that are not flagged
+        for at in (SUM, TARGET_LOGIT):  # of tiles that are not flagged
             assert same_bits(whole[at][128 : c.live], other[at][128 : c.live])
 
 
@@ -495,15 +499,15 @@ def test_dlogits_bits_are_independent_of_tile_schedule(shape, h):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 130, 700])  # 1, 3 and 11 steps along k
-@pytest.mark.parametrize("places", [False, True])
+@pytest.mark.parametrize("first_slots", [False, True])
 @pytest.mark.parametrize("v", [700, 10_000, 20_000])  # a tile for ten clusters, two for most, four for most
-def test_dw_bits_are_independent_of_tile_schedule(v, places, m):
+def test_dw_bits_are_independent_of_tile_schedule(v, first_slots, m):
     c = Case(rows=m, h=520, v=v)
     given = ()
-    if places:
+    if first_slots:
         at = torch.arange(v, dtype=torch.int32)
-        at, rest = torch.where(at % 50 == 0, at // 50, NO_SLOT), torch.zeros(-(-v // 50), c.h, dtype=torch.int16)
-        given = at, rest
+        at, residual = torch.where(at % 50 == 0, at // 50, NO_SLOT), torch.zeros(-(-v // 50), c.h, dtype=torch.int16)
+        given = at, residual
     args = c.e, c.x, c.num_live, 0, torch.full((c.v, c.h), NAN, dtype=BF16), False, *given
     got, truth = both("dw", *args)
     assert close(got[4], truth[4], 0.004)
@@ -512,8 +516,8 @@ def test_dw_bits_are_independent_of_tile_schedule(v, places, m):
         with config(lce_dw=tile):
             other = launch_all(ours(), ["dw"], args)
         assert same_bits(got[4], other[4])
-        assert not places or same_bits(got[7], other[7])
-    if not places:  # summed in fp32
+        assert not first_slots or same_bits(got[7], other[7])
+    if not first_slots:  # summed in fp32
         for accumulate in (False, True):
             args = c.e, c.x, c.num_live, 0, torch.randn(c.v, c.h), accumulate
             got = launch_all(ours(), ["dw"], args)

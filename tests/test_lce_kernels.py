@@ -1,4 +1,4 @@
-"""Linear cross entropy's kernels around its GEMMs: compiled on any host; on a GPU against their formulas in fp64."""
+"""Linear cross entropy's kernels around the GEMMs: compiled on any host; on a GPU compared with formulas in fp64."""
 
 import itertools
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from quackish.ops.linear_cross_entropy.launches import LceKernels, dtype_of
 from quackish.ops.linear_cross_entropy.steps import order_by_class
 from quackish.reference import linear_cross_entropy as reference
 from quackish.testing.errors import same_bits
-from tests.emulated_kernels import HUGE, cut_off, decode, encode
+from tests.emulated_kernels import HUGE, decode, encode, rounding_residual_of
 from tests.variants import check_compiles, on_gpus, some
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -44,7 +44,7 @@ LOG2_E = 1.4426950408889634
 
 
 def problems():
-    """(kernel, problem, config, CTAs an SM)"""
+    """(kernel, problem, config, CTAs per SM)"""
     weights = (None, "float32", "bfloat16")
     for target, weight in itertools.product(("int32", "int64"), weights):
         yield "lce_compact", LceCompactProblem(target, weight, "weights"), LceCompactConfig(), 1
@@ -76,8 +76,8 @@ def problems():
     for how in itertools.product((False, True), repeat=3):
         yield "lce_sort", LceSortProblem(*how), LceSortConfig(), 2
     for h, dtype, aligned in itertools.product((8, 1000, 16_384), ("bfloat16", "float32"), (True, False)):
-        for rest in (False, True) if dtype == "bfloat16" else (False,):
-            problem = LceTargetsProblem(h, "bfloat16", dtype, aligned, rest)
+        for residual in (False, True) if dtype == "bfloat16" else (False,):
+            problem = LceTargetsProblem(h, "bfloat16", dtype, aligned, residual)
             yield "lce_targets", problem, LceTargetsConfig(), 3
     for dtype, scaled, accumulate, n in itertools.product(
         ("bfloat16", "float16"), (True, False), (True, False), (8, 40000)
@@ -337,17 +337,17 @@ def test_gather_beyond_2_to_the_31_elements(lce):
 
 @pytest.mark.gpu
 def test_gather_waits_for_compact(lce):
-    """Which is one CTA: without a wait gather would run beside it."""
+    """compact is one CTA: without a wait, gather would run concurrently."""
     m, v = 1 << 18, 100
     x, w, target = random(m, 8, dtype=BF16), random(v, 8, dtype=BF16, seed=1), targets(m, v, 0.5)
     want_order, want_live = order_of(target)
     live, rows = int(want_live), want_order.long()
-    for _ in range(3):  # the first time kernels are compiled
+    for _ in range(3):  # the first run compiles kernels
         order, tickets = poisoned(m, dtype=torch.int32), poisoned(NUM_TICKETS, dtype=torch.int32)
         num_live, inverse = poisoned(1, dtype=torch.int32), poisoned(1)
         live_x, slot_target, row_shift = poisoned(m, 8, dtype=BF16), poisoned(m, dtype=torch.int32), poisoned(m)
         row_max_bits, flags = poisoned(m, dtype=torch.int32), poisoned(1 + m // 128, dtype=torch.int32)
-        torch.cuda._sleep(5_000_000)  # both are queued before either runs
+        torch.cuda._sleep(5_000_000)  # queues both before either runs
         state = state_of(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
         out = live_x, slot_target, row_shift, row_max_bits, flags, *[None] * 7
         lce.compact(target, None, None, -100, v, False, state)
@@ -362,7 +362,7 @@ def test_gather_waits_for_compact(lce):
 
 
 class Chunk:
-    """What the logits GEMM leaves of a chunk, emulated: all of it from fp32 logits a (m, v)."""
+    """Emulated results of the logits GEMM for a chunk, from fp32 logits a (m, v)."""
 
     def __init__(self, a, target, *, start=0, rows=None, softcap=None, class_weight=None, tile_n=256):
         m, self.v = a.shape
@@ -408,16 +408,16 @@ class Chunk:
         self.row_scale, self.coefs = poisoned(self.rows), poisoned(self.rows, 4)
         self.one = torch.ones(1, device="cuda")
 
-    def run(self, lce, stats, grads, *, label_smoothing=0.0, z_loss=0.0, v_split=0, places=None, **given):
-        """Gives the kernel what it takes for these statistics and gradients, and leaves out what it does not."""
+    def run(self, lce, stats, grads, *, label_smoothing=0.0, z_loss=0.0, v_split=0, first_slots=None, **given):
+        """Launches the kernel with the arguments that these statistics and gradients need."""
         if stats:
             self.outputs()
         args = dict.fromkeys(RowsArgs._fields) | dict(
             slot_target=self.slot_target, order=self.order, num_live=self.num_live, row_max_bits=self.row_max_bits,
             class_weight=self.class_weight, lse=self.lse, row_sum=self.row_sum, inv_divisor=self.one,
-            first_slot_of_class=places, softcap=self.softcap or 0.0, z_loss=z_loss, label_smoothing=label_smoothing,
-            exp_logits_stride=0, exp_logits2_stride=0, v_split=v_split, v=self.v, tiles=0, start=self.start,
-            rows=self.rows,
+            first_slot_of_class=first_slots, softcap=self.softcap or 0.0, z_loss=z_loss,
+            label_smoothing=label_smoothing, exp_logits_stride=0, exp_logits2_stride=0, v_split=v_split, v=self.v,
+            tiles=0, start=self.start, rows=self.rows,
         )  # fmt: skip
         if stats:
             args |= dict(part_sum=self.part_sum, tiles=self.part_sum.shape[1], loss=self.loss)
@@ -437,7 +437,7 @@ class Chunk:
             dtype_of(args.live_x), dtype_of(args.class_weight), label_smoothing > 0,
             grads == "scale" and args.softcap > 0,
             "one" if args.grad_loss is None else "rows" if args.grad_loss.dim() else "scalar",
-            args.grad_lse is not None, args.exp_logits2 is not None, places is not None,
+            args.grad_lse is not None, args.exp_logits2 is not None, first_slots is not None,
         )  # fmt: skip
 
     def truth(self, label_smoothing=0.0, z_loss=0.0, g=1.0, grad_lse=None):
@@ -469,9 +469,9 @@ class Chunk:
         close(self.lse[self.r], lse, rtol, atol)
         total = self.part_sum[: self.live].double().sum(1)
         close(self.row_sum[: self.live], total, 2e-6)
-        rest = torch.ones(self.m, dtype=torch.bool, device="cuda")
-        rest[self.r] = False
-        for t in (self.loss[rest], self.lse[rest], self.row_sum[self.live :]):
+        dead = torch.ones(self.m, dtype=torch.bool, device="cuda")
+        dead[self.r] = False
+        for t in (self.loss[dead], self.lse[dead], self.row_sum[self.live :]):
             assert untouched(t)
 
 
@@ -521,8 +521,7 @@ def test_coefs(lce, weighted, label_smoothing, kind, stats):
 
 
 def check_scale(lce, chunk, live_x, stats, *, z_loss=0.0, grad_loss=None, grad_lse=None, split=0, in_place=True):
-    """Against the definition: row_scale * E is the gradient of the logits, bf16's rounding of E aside; at the target
-    that is taken back by row_scale."""
+    """row_scale * exp_logits must be dlogits, except for bf16 rounding; the target entry is divided by row_scale."""
     inverse = torch.full((1,), 0.25, device="cuda")
     chunk.outputs()
     if not stats:
@@ -544,7 +543,7 @@ def check_scale(lce, chunk, live_x, stats, *, z_loss=0.0, grad_loss=None, grad_l
     smallest = coef_target.abs() * 2**-20
     coef_softmax = torch.where(coef_softmax.abs() < smallest, smallest.copysign(coef_softmax), coef_softmax)
     scale, total = chunk.row_scale[:live].double(), chunk.row_sum[:live].double()
-    noise = 1e-6 * (coef_softmax.abs() + 2 * coef_target.abs()) / total  # a sum of terms that may nearly cancel
+    noise = 1e-6 * (coef_softmax.abs() + 2 * coef_target.abs()) / total  # terms may nearly cancel
     rounding = 2**-8 * (coef_softmax / total).abs()
     assert ((scale - coef_softmax / total).abs() <= rounding + noise)[chunk.inside & coef_softmax.isfinite()].all()
     a = chunk.a[chunk.r].double()
@@ -561,7 +560,7 @@ def check_scale(lce, chunk, live_x, stats, *, z_loss=0.0, grad_loss=None, grad_l
     exact = (got - want).abs()[at_target] <= 1e-5 * want.abs()[at_target] + atol[at_target]
     assert exact[good & (coef_target != 0)].all()
     assert scale[~chunk.inside].isnan().all()
-    # nothing but the target's element of a live row is written
+    # only the target entries of live rows are written
     same = torch.ones_like(e, dtype=torch.bool)
     same[n[chunk.inside], chunk.t[chunk.inside]] = False
     assert torch.equal(e[same].view(torch.int16), chunk.e[same].view(torch.int16))
@@ -611,15 +610,15 @@ def test_scale_of_rows_of_any_length(lce, h):
 @pytest.mark.gpu
 @pytest.mark.parametrize("v", [1, 300, 70_000])
 def test_rows_clear_the_first_slots_of_all_classes(lce, v):
-    chunk, places = Chunk(random(40, v), targets(40, v, 0.3)), poisoned(v + 5, dtype=torch.int32)
-    chunk.run(lce, True, "scale", exp_logits=chunk.e.clone(), places=places[:v])
-    assert (places[:v] == NO_SLOT).all()
-    assert untouched(places[v:])
+    chunk, first_slots = Chunk(random(40, v), targets(40, v, 0.3)), poisoned(v + 5, dtype=torch.int32)
+    chunk.run(lce, True, "scale", exp_logits=chunk.e.clone(), first_slots=first_slots[:v])
+    assert (first_slots[:v] == NO_SLOT).all()
+    assert untouched(first_slots[v:])
 
 
 @pytest.mark.gpu
 def test_gradients_that_nearly_cancel(lce):
-    """coef_softmax is 0, tiny or negative where coef_target is not; both 0."""
+    """coef_softmax is 0, tiny or negative while coef_target is not; or both are 0."""
     m, v = 130, 300
     chunk = Chunk(random(m, v, scale=4.0), targets(m, v))
     grad_loss = torch.ones(m, device="cuda")
@@ -633,7 +632,7 @@ def test_gradients_that_nearly_cancel(lce):
 
 
 def sort_case(m, v, live, start=0, rows=None, split=0, seed=0):
-    """(arguments of `sort`, what they hold before): `live` rows of all m, classes with many rows among them."""
+    """(arguments of `sort`, their initial values). `live` of m rows are live; some classes have many rows."""
     rows = m - start if rows is None else rows
     order = torch.randperm(m, device="cuda").int()
     slot_target = (torch.rand(rows, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) ** 3 * v).int()
@@ -647,13 +646,15 @@ def sort_case(m, v, live, start=0, rows=None, split=0, seed=0):
     return slot_target, order, num_live, start, random(rows, seed=seed + 1), e, e2, split or v, *outs
 
 
-def launch_sort(lce, args, places=None, index=None):
+def launch_sort(lce, args, first_slots=None, index=None):
     slot_target, order, num_live, start, row_scale, e, e2, v_split, *outs = args
     v = e.shape[1] if e2 is None else v_split + e2.shape[1]
     strides = e.stride(0), 0 if e2 is None else e2.stride(0)
     of_call = v, start, slot_target.shape[0]
-    args = SortArgs(slot_target, order, num_live, row_scale, e, e2, *strides, v_split, *outs, places, index, *of_call)
-    launch(lce, args, "lce_sort", e2 is not None, places is not None, index is not None)
+    args = SortArgs(
+        slot_target, order, num_live, row_scale, e, e2, *strides, v_split, *outs, first_slots, index, *of_call
+    )
+    launch(lce, args, "lce_sort", e2 is not None, first_slots is not None, index is not None)
 
 
 def launch_targets(lce, x, sorted_target, sorted_row, sorted_grad, num_live, start, v0, dw, residual=None):
@@ -675,9 +676,9 @@ def test_sort(lce, m, live, start, rows, split, presorted):
     args = sort_case(m, 500, live, start, rows, split)
     slot_target, order, _, _, scale, e, e2, _, *outs = args
     whole = e.clone() if e2 is None else torch.cat([e, e2], 1)
-    places = torch.full((500,), NO_SLOT, dtype=torch.int32, device="cuda")
+    first_slots = torch.full((500,), NO_SLOT, dtype=torch.int32, device="cuda")
     index = order_by_class(slot_target, args[2], start) if presorted else None
-    launch_sort(lce, args, places, index)
+    launch_sort(lce, args, first_slots, index)
     n = max(0, min(live - start, rows))
     i, t = torch.arange(n, device="cuda"), slot_target[:n].long()
     grad = torch.where(t < 0, 0.0, scale[:n] * whole[i, t.clamp(min=0)].float())
@@ -687,8 +688,8 @@ def test_sort(lce, m, live, start, rows, split, presorted):
         assert same_bits(out[:n], want[place])
         assert untouched(out[n:])
     there = torch.zeros(500, dtype=torch.bool, device="cuda").index_fill_(0, t[t >= 0], True)
-    assert torch.equal(places != NO_SLOT, there)
-    assert torch.equal(places[there].long(), torch.searchsorted(outs[0][:n], there.nonzero()[:, 0].int()))
+    assert torch.equal(first_slots != NO_SLOT, there)
+    assert torch.equal(first_slots[there].long(), torch.searchsorted(outs[0][:n], there.nonzero()[:, 0].int()))
     whole[i[t >= 0], t[t >= 0]] = 0
     assert same_bits(e if e2 is None else torch.cat([e, e2], 1), whole)
 
@@ -725,7 +726,7 @@ def test_targets(lce, m, live, start, h, dw_dtype):
 @pytest.mark.parametrize("h", [8, 256, 520, 2048])
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 33, 257, 5001])
 def test_targets_of_a_class_with_many_rows(lce, count, h):
-    """From MANY_ROWS on they are spread over a CTA's warps, 32 places of each at a time, to the last one."""
+    """From MANY_ROWS on, a CTA's warps share the rows, 32 slots at a time each."""
     others = 3  # rows of the class before, and of the one behind
     m = count + 2 * others
     slot_target = torch.full((m,), 7, dtype=torch.int32, device="cuda")
@@ -741,12 +742,12 @@ def test_targets_of_a_class_with_many_rows(lce, count, h):
     launch_targets(lce, x, slot_target, row, grad, live, 0, 0, again)
     assert same_bits(again, dw)
 
-    # to what a bf16 dw was before it was rounded
+    # the unrounded value of a bf16 dw
     before = random(10, h, seed=2)
-    rest = torch.full((m, h), 12345, dtype=torch.int16, device="cuda")
-    rest[[0, others, m - others]] = cut_off(before[6:9])
+    residual = torch.full((m, h), 12345, dtype=torch.int16, device="cuda")
+    residual[[0, others, m - others]] = rounding_residual_of(before[6:9])
     rounded = before.to(BF16)
-    launch_targets(lce, x, slot_target, row, grad, live, 0, 0, rounded, rest)
+    launch_targets(lce, x, slot_target, row, grad, live, 0, 0, rounded, residual)
     want = before.double() + dw.double()
     close(rounded[6:9], want[6:9], rtol=2**-8, atol=1e-6)
     assert same_bits(rounded[[0, 5, 9]], before[[0, 5, 9]].to(BF16))

@@ -1,4 +1,4 @@
-"""Linear cross entropy's `memory_limit`: what a rehearsal says is what a run takes, and the fastest that fits runs."""
+"""`memory_limit` of linear_cross_entropy: dry runs match measured peaks, and the fastest config that fits runs."""
 
 import itertools
 import re
@@ -15,6 +15,7 @@ from lce_cases import (
     norm_error,
     on_kernels,
     on_portable_and_kernels,
+    parameters,
     truth,
     unit_roundoff,
 )
@@ -33,7 +34,7 @@ BF16, FP32, CUDA = torch.bfloat16, torch.float32, torch.device("cuda")
 
 
 def least(call):
-    """The least limit that `call(memory_limit)` takes."""
+    """The smallest limit that `call(memory_limit)` accepts."""
     with pytest.raises(ValueError, match="memory_limit is 0 bytes, expected at least") as error:
         call(0)
     return int(re.search(r"at least (\d+)", str(error.value))[1])
@@ -56,11 +57,11 @@ def test_order_of_candidates():
     assert all(rows >= 256 for _, rows in known)
 
 
-# Rehearsals ----------------------------------------------------------------------------------------------------------
+# Dry runs -------------------------------------------------------------------------------------------------------------
 
 
 def taken(step):
-    """The peak of the bytes that a step on the CPU allocates, what it returns included."""
+    """The peak of the bytes that a step on the CPU allocates, including its results."""
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         kept = step()
@@ -133,7 +134,7 @@ def test_operators_copy_forward_gradients():
 
 
 def test_first_dry_run_of_a_process_equals_the_next_one():
-    """Even if Python collects no garbage."""
+    """Even with Python's garbage collector disabled."""
     code = """
 import gc
 import torch
@@ -160,41 +161,23 @@ def _few_candidates(limits, request):
         limits(SPLITS=(1, 2, 8))
 
 
-def limits_of(call, most, n=5):
-    """n limits from the least that `call` takes to `most`, which has to be more."""
-    first = least(call)
-    assert first < most
-    return [int(first * (most / first) ** (i / (n - 1))) for i in range(n)]
-
-
 def case_of(path, **options):
-    """A call whose gradients are large beside its chunks, so that limits matter."""
+    """A call whose gradients are large relative to its chunks, so that limits matter."""
     return path.case(1100, 64, 1003, dtype=BF16 if path.kernels else FP32, **options)
 
 
 @on_portable_and_kernels
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_results_with_memory_limits(reduction, path):
-    x, w, target, kw = case_of(path, bias=True, reduction=reduction)
-    grad = torch.linspace(0.5, 1.5, 1100, **path.here) if reduction == "none" else None
-    want_loss, want_lse, wants = truth(x, w, target, kw, grad)
-    for limit in limits_of(lambda n: path.run(x, w, target, kw, grad, memory_limit=n), 1 << 27):
-        loss, lse, grads = path.run(x, w, target, kw, grad, memory_limit=limit)
-        torch.testing.assert_close((loss.double(), lse.double()), (want_loss, want_lse), rtol=1e-5, atol=1e-5)
-        for got, want in zip(grads, wants, strict=True):
-            assert norm_error(got, want) <= 4 * unit_roundoff(x.dtype) + 1e-6
-
-
-@on_portable_and_kernels
 def test_smallest_limit_is_tight(path):
-    x, w, target, kw = case_of(path)
-    for how in ({}, dict(schedule="stored"), dict(schedule="chunked", chunk_size=256), dict(reduction="none")):
+    x, w, target, kw = case_of(path, bias=True)
+    for options in ({}, dict(schedule="stored"), dict(schedule="chunked", chunk_size=256), dict(reduction="none")):
 
-        def call(limit, how=how):
-            return path.call(x, w, target, memory_limit=limit, **kw, **how)
+        def call(limit, options=options):
+            return path.call(x, w, target, memory_limit=limit, **kw, **options)
 
-        needed = least(call)
-        call(needed)
+        needed, reduction = least(call), dict(reduction=options.get("reduction", "mean"))
+        got = torch.autograd.grad(call(needed).sum(), parameters(x, w, kw))
+        for grad, true in zip(got, truth(x, w, target, kw | reduction)[2], strict=True):
+            assert norm_error(grad, true) <= 4 * unit_roundoff(x.dtype) + 1e-6
         with pytest.raises(ValueError, match=f'at least {needed}, the peak of schedule="'):
             call(needed - 1)
     with torch.no_grad():
@@ -205,8 +188,8 @@ def test_smallest_limit_is_tight(path):
 @on_kernels
 def test_plan_is_not_reused_for_other_layouts_and_gradients(path):
     x, w, target, _ = case_of(path)
-    columns = torch.cat([x.detach(), x.detach()], 1)[:, ::2].requires_grad_()  # kernels copy it
-    unaligned = w.detach().new_empty(w.numel() + 1)[1:].view(w.shape).copy_(w.detach()).requires_grad_()  # and it
+    columns = torch.cat([x.detach(), x.detach()], 1)[:, ::2].requires_grad_()  # copied for kernels
+    unaligned = w.detach().new_empty(w.numel() + 1)[1:].view(w.shape).copy_(w.detach()).requires_grad_()  # also copied
     calls = [(x, w.detach()), (x, w), (columns, w), (columns, unaligned)]
     needed = [least(lambda n, call=call: path.call(*call, target, memory_limit=n)) for call in calls]
     assert needed == sorted(set(needed))
@@ -219,11 +202,11 @@ def test_plan_is_not_reused_for_other_layouts_and_gradients(path):
 
 @on_portable_and_kernels
 def test_dry_run_is_isolated_from_the_caller(path):
-    """Neither by hooks of saved tensors, nor by checkpointing, autocast or no_grad; nor does it see them."""
+    """From saved-tensor hooks, checkpointing and inference mode."""
     x, w, target, _ = case_of(path)
     packed, counts = [], []
     for limit in (10**9, 10**9 + 1):
-        for _ in range(2):  # the second time the plan is known
+        for _ in range(2):  # the second call finds the plan
             packed.clear()
             with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
                 path.call(x, w, target, memory_limit=limit)
@@ -239,7 +222,7 @@ def test_dry_run_is_isolated_from_the_caller(path):
 
 @on_portable_and_kernels
 def test_compiled_with_memory_limit(path):
-    """A graph for each M, as what runs depends on it."""
+    """One graph for each M, because the config depends on M."""
     torch._dynamo.reset()
     _, w, _, _ = case_of(path)
 

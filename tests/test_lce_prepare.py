@@ -1,4 +1,4 @@
-"""Linear cross entropy's rehearsal, which says what a first call has to compile: it asks for what the call asks for."""
+"""warm_up.py of linear cross entropy: it prepares exactly the kernels that the call then uses."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Recorder:
-    """Kernels that do nothing, and what is asked for and launched."""
+    """Kernels that do nothing, and records of requests and launches."""
 
     def __init__(self):
         self.requests, self.launches = set(), []
@@ -36,12 +36,12 @@ class Recorder:
         return Kernel(lambda *args: self.launches.append(name), request.config)
 
 
-RECORDERS = []  # of calls that are under way
+RECORDERS = []  # of running calls
 
 
 @pytest.fixture
 def on(monkeypatch, run_on):
-    """A GPU for CPU tensors, and what the operation asked `launch.prepare` for."""
+    """Treats CPU tensors as on a GPU. Returns the requests passed to `launch.prepare`."""
     asked = []
 
     def set_up(gpu):
@@ -70,7 +70,7 @@ def prepare(x, w, target, kw, grad_weight_out=None, **how):
 
 
 def called(x, w, target, kw, **how):
-    """What a call asks for, forward and backward."""
+    """The requests of a call, forward and backward."""
     RECORDERS.append(Recorder())
     loss = linear_cross_entropy(x, w, target, **kw, **how)
     if loss.requires_grad:
@@ -81,7 +81,7 @@ def called(x, w, target, kw, **how):
 
 
 def check(asked, x, w, target, kw, **how):
-    """A new rehearsal asks for what the call asks for."""
+    """`prepare` runs and requests the same kernels as the call."""
     rehearsals = len(asked)
     prepare(x, w, target, kw, **how)
     assert len(asked) == rehearsals + 1
@@ -97,7 +97,7 @@ def test_prepares_the_kernels_of_a_call(dtype, name, reduction, asked):
             x, w, target, kw = make(m, h, v, dtype, **OPTIONS[name])
             how = dict(reduction=reduction, schedule=schedule, chunk_size=chunk_size)
             for weight, given in ((w, {}), (w, dict(grad_weight_out=torch.zeros(w.shape))), (w.detach(), {})):
-                preparing._prepared.clear()  # two schedules may come to the same
+                preparing._prepared.clear()  # two schedules may have equal keys
                 check(asked, x, weight, target, kw, **how, **given)
 
 
@@ -115,7 +115,7 @@ def test_dw_in_forward(asked, narrow):
     "m, v, dtype", [(3000, 6000, torch.float16), (600, 33_000, BF16), (600, 33_000, torch.float16)]
 )
 def test_blocks_of_classes_depend_on_all_rows(m, v, dtype, asked):
-    """How many there are, and how wide, depends on the rows."""
+    """Their number and width depend on the rows."""
     check(asked, *make(m, 8, v, dtype, bias=True), schedule="recompute", chunk_size=128)
 
 
@@ -130,7 +130,7 @@ def test_calls_with_the_same_kernels_prepare_once(asked):
         [(rows(*shape), {}) for shape in ((300,), (200,), (2, 100), (3, 50), (1, 7), ())],
         [((x, w, target.int(), kw), {})],
         [((x.half(), w.half(), target, kw), {})],
-        # all numbers, but not whether there is one
+        # the key has no numbers, only whether they are given
         [
             (rows(100), dict(z_loss=z, softcap=cap, ignore_index=i))
             for z, cap, i in ((0.0, 20.0, -100), (1e-4, 30.0, -1))
@@ -180,7 +180,7 @@ def test_unaligned_rows(schedule, asked):
 @pytest.mark.parametrize("name", ["all", "unsmoothed"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_prepare_allocates_nothing_and_sets_no_device(schedule, name, asked):
-    """A default device is also what compiled code looks at, and may be left behind by threads that overlap."""
+    """Compiled code depends on the default device, and overlapping threads might not restore it."""
     devices, defaults = set(), set()
 
     class Watch(TorchDispatchMode):
@@ -211,7 +211,7 @@ def run_python(code, **env):
 
 
 def test_prepare_imports_nothing():
-    """PyTorch imports 500 modules for some operations on meta tensors, 250 ms: none of these are used."""
+    """Some operations on meta tensors import 500 modules (250 ms): `prepare` uses none of them."""
     code = """
 import sys
 import pytest
@@ -231,7 +231,7 @@ print(len(set(sys.modules) - before))
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_first_call_compiles_nothing_after_prepare(schedule, tmp_path):
-    """Compiled by other processes, loaded by this one, which compiles nothing."""
+    """Other processes compile; this one only loads."""
     code = f"""
 import sys
 sys.path.insert(0, "tests")

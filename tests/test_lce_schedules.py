@@ -1,7 +1,6 @@
-"""Linear cross entropy on kernels: what schedules launch, which memory they use, autograd and operators.
+"""Linear cross entropy on kernels: launches and memory of schedules, autograd, and operators.
 
-Each test runs twice: without a GPU over emulated kernels, and on a Hopper GPU. What a call computes is tested in
-test_linear_cross_entropy.py, by these paths too.
+Each test runs on emulated kernels without a GPU, and on a Hopper GPU. test_linear_cross_entropy.py tests the results.
 """
 
 import contextlib
@@ -77,7 +76,7 @@ def test_dlogits_in_storage_of_dw(ignored, name, dtype, dw_dtype, limits, path):
             rounded = [t.detach().to(dtype) for t in (x, w)]
             for got, want in zip(grads, truth(*rounded, target, kw | {"reduction": reduction})[2], strict=True):
                 assert norm_error(got, want) <= 4 * unit_roundoff(dtype)
-            buffer = torch.zeros(w.shape, **path.here)  # nobody else's storage is used
+            buffer = torch.zeros(w.shape, **path.here)  # no dW whose storage could be used
             loss = path.call(x, w, target, grad_weight_out=buffer, **kw, **how)
             loss.sum().backward()
             assert norm_error(buffer, grads[1].double()) <= 2 * unit_roundoff(dtype)
@@ -128,7 +127,7 @@ def test_targets_around_the_end_of_the_first_classes(where, dw_dtype, narrow, pa
     assert norm_error(dx, want_dx) <= 4 * unit_roundoff(BF16)
     for part in (slice(split - 1), slice(split - 1, split), slice(split, split + 1), slice(split + 1, v)):
         assert norm_error(dw[part], want_dw[part]) <= 4 * unit_roundoff(BF16)
-    if where == "at":  # of many targets, which are added in fp32: little but its own rounding
+    if where == "at":  # many targets, added in fp32: only the final rounding
         assert norm_error(dw[split - 1], want_dw[split - 1]) <= 0.5 * unit_roundoff(BF16)
 
 
@@ -136,8 +135,7 @@ def test_targets_around_the_end_of_the_first_classes(where, dw_dtype, narrow, pa
 @pytest.mark.parametrize("mean", [2.0, 8.0])
 @pytest.mark.parametrize("v", [16, 1000])
 def test_gradients_with_cancellation(v, mean, schedule, path):
-    """Channels with a mean, and targets as likely as the model says: what a class gets from the softmax is nearly what
-    its targets take, and either alone is many times the gradient."""
+    """With a mean in x and targets drawn from the model, softmax and target terms of dW nearly cancel."""
     m, h = 2048, 64
     make = torch.Generator().manual_seed(0)
     x = torch.randn(m, h, generator=make)
@@ -149,7 +147,7 @@ def test_gradients_with_cancellation(v, mean, schedule, path):
     true = truth(x, w, target, {})[2]
     logits = F.linear(x, w) if x.is_cuda else (x.float() @ w.float().T).bfloat16()
     dlogits = torch.autograd.grad(F.cross_entropy(logits.float(), target), logits)[0]
-    theirs = (dlogits.T.float() @ x.float()).bfloat16()  # as torch's GEMM rounds
+    theirs = (dlogits.T.float() @ x.float()).bfloat16()  # rounded as in torch's GEMM
     loss = path.call(x, w, target, schedule=schedule)
     _, dw = torch.autograd.grad(loss, [x, w])
     assert norm_error(dw, true[1]) <= 1.02 * norm_error(theirs, true[1])
@@ -159,7 +157,7 @@ def test_gradients_with_cancellation(v, mean, schedule, path):
 @pytest.mark.parametrize("name", ["plain", "bias", "softcap"])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_recompute_with_a_chunk_size(ignored, name, dw_dtype, limits, path):
-    """The weight gradient is summed over chunks, some classes at a time."""
+    """dW is summed over chunks, one block of classes at a time."""
     limits(DW_BLOCK=1504)
     m, h, v, chunk = 300, 256, 4004, 128
     x, w, target, kw = path.case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
@@ -189,7 +187,7 @@ def test_no_kernel_for_other_dtypes_and_widths(path):
 def test_flagged_rows_with_exp_logits_in_two_buffers(limits, path):
     limits(SHARED_FROM=0)
     x, w, target = hard_rows(BF16, path.device)
-    x, target = x[:16].detach().requires_grad_(), target[:16]  # few rows: E lies in the weight gradient as well
+    x, target = x[:16].detach().requires_grad_(), target[:16]  # few rows, so that exp_logits also lie in dW
     path.check(x, w, target, dict(reduction="sum"), schedule="chunked")
     assert path.calls["logits"] == 1
     assert path.calls["dw"] == 2
@@ -308,7 +306,7 @@ def test_grad_weight_out_is_added_to_in_the_gemm(path):
 @pytest.mark.parametrize("schedule", ["chunked", "stored"])
 def test_pytorchs_sort_gives_the_same_bits(schedule, ignored, request, path):
     x, w, target, _ = path.case(m=700, v=40)
-    target[5] = 10_000  # no class: the loss is NaN, and there is a class -1
+    target[5] = 10_000  # invalid target: the loss is NaN, and slot_target has a -1
     if not ignored:
         target[target == IGNORED] = 3
 
@@ -326,7 +324,7 @@ def test_pytorchs_sort_gives_the_same_bits(schedule, ignored, request, path):
 @pytest.mark.parametrize("buffer", [None, FP16, FP32], ids=str)
 @pytest.mark.parametrize("options", ["plain", "weight", "scaled", "all"])
 def test_fp16_gradients_of_mean_over_many_rows_are_accurate(options, buffer, path):
-    """Divided by so many rows, p - onehot would be subnormal."""
+    """(p - onehot) / rows would be subnormal in fp16."""
     x, w, target, kw = path.case(m=3000, h=8, v=1000, dtype=FP16, **OPTIONS[options])
     if "weight" in kw:
         kw["weight"] = kw["weight"] * 1e6
@@ -334,7 +332,7 @@ def test_fp16_gradients_of_mean_over_many_rows_are_accurate(options, buffer, pat
             kw |= dict(logit_scale=1e5, softcap=None, z_loss=0.0)  # such dlogits would be infinite
         if options == "weight":
             target[target == 7] = 8
-            kw["weight"][7] = 1e30  # of a class that is no row's target: it must not matter
+            kw["weight"][7] = 1e30  # no target has this class, so it must have no effect
     out = None if buffer is None else torch.zeros(w.shape, dtype=buffer, **path.here)
     path.call(x, w, target, grad_weight_out=out, **kw).backward()
     dx, dw, *_ = truth(x, w, target, kw)[2]
@@ -347,7 +345,7 @@ def test_autograd_detects_writes_to_grad_weight_out(schedule, path):
     x, w, target, _ = path.case()
     buffer = torch.zeros(w.shape, **path.here)
     loss = path.call(x, w, target, grad_weight_out=buffer, schedule=schedule)
-    product = (torch.ones((), requires_grad=True, **path.here) * buffer).sum()  # keeps buffer for its backward
+    product = (torch.ones((), requires_grad=True, **path.here) * buffer).sum()  # saves buffer for its backward
     loss.backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
@@ -412,7 +410,7 @@ def test_concurrent_backwards_have_separate_tickets(schedule, path):
     loss = path.call(x, w, target, schedule=schedule)
     want = torch.autograd.grad(loss, [x, w], retain_graph=True)
     (state,) = [saved for saved in loss.grad_fn.saved if isinstance(saved, RowState)]
-    tickets = state.tensor(state.tickets, NUM_TICKETS).fill_(1)  # as in the middle of another backward
+    tickets = state.tensor(state.tickets, NUM_TICKETS).fill_(1)  # as during another backward
     got = torch.autograd.grad(loss, [x, w], retain_graph=True)
     assert all(map(same_bits, got, want))
     assert (tickets == 1).all()
@@ -429,7 +427,7 @@ def test_backward_can_be_retried_after_out_of_memory(schedule, dtype, path, monk
 
 
 def test_dropped_result_frees_its_graph(path):
-    """Without the garbage collector: no reference cycle through an output."""
+    """No reference cycle through an output: the graph is freed without the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -468,7 +466,7 @@ def test_opcheck(needs, schedule, path):
         options = *options, schedule, 128, dx_in_forward, dx_in_forward, None, needs
         scale, items = torch.tensor(0.7, **path.here), torch.tensor(9.0, **path.here)
         args = x, w, kw["linear_bias"], target, kw["weight"], scale, items, None, *options
-        # in the order of the fields: compile's own tests of gradients want more digits than bf16 has
+        # without the gradient tests of torch.compile, which are too strict for bf16
         tests = "test_schema", "test_autograd_registration", "test_faketensor"
         torch.library.opcheck(autograd._fwd_op, args, test_utils=tests)
 

@@ -1,4 +1,4 @@
-"""linear_cross_entropy's `return_stats`: lse, log_prob, entropy and predicted, and gradients through them."""
+"""`return_stats` of linear_cross_entropy: lse, log_prob, entropy, predicted, and their gradients."""
 
 import itertools
 
@@ -37,7 +37,7 @@ def outputs(f, x, w, target, kw, **how):
 
 
 def truth(x, w, target, kw):
-    """(the outputs by the spec in fp64, what requires a gradient there)"""
+    """(outputs of the reference in fp64, its tensors that require grad)"""
     kw = {k: t.detach().double() if isinstance(t, torch.Tensor) else t for k, t in kw.items()}
     leaves = parameters(x.detach().double(), w.detach().double(), kw)
     for t in leaves:
@@ -46,7 +46,7 @@ def truth(x, w, target, kw):
 
 
 def check(path: Path, x, w, target, kw, combinations=(), **how):
-    """Statistics, and gradients of each combination of outputs, against truth."""
+    """Compares statistics, and gradients of each combination of outputs, with truth."""
     got, (want, true_leaves) = outputs(path.call, x, w, target, kw, **how), truth(x, w, target, kw)
     exact = x.dtype == FP64
     close = max(path.close, 2e-6) if path.kernels else 1e-11 if exact else 2e-6
@@ -71,7 +71,7 @@ def check(path: Path, x, w, target, kw, combinations=(), **how):
 
 
 def masked(kw, target):
-    """A bias of -inf for a class that is no target."""
+    """Masks class 3, after removing it from the targets."""
     if "linear_bias" in kw:
         target[target == 3] = 4
         kw["linear_bias"].data[3] = -torch.inf
@@ -169,7 +169,7 @@ def test_ignored_nan_and_invalid_rows(path):
         all_right[4] = -1 if one.dtype == torch.int64 else NAN
         if one is got[1]:
             all_right[bad] = NAN
-        # rows of no class are shifted by another logit
+        # rows with invalid targets have another row_shift
         others = [i for i in range(len(target)) if i not in bad]
         torch.testing.assert_close(one[others], all_right[others], rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(one[bad], all_right[bad], rtol=1e-6, atol=1e-6, equal_nan=True)

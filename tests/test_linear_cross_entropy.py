@@ -1,6 +1,6 @@
-"""Linear cross entropy: the spec, the public call by every path, the portable operators, the module.
+"""Linear cross entropy: reference, public function on every path, portable operators, and module.
 
-What kernels are launched, and which memory they use, is tested in test_lce_schedules.py.
+test_lce_schedules.py tests the launches and memory of kernels.
 """
 
 import functools
@@ -51,7 +51,7 @@ def assert_same(got, want):
 def composed(
     x, w, target, linear_bias=None, softcap=None, logit_scale=None, z_loss=0.0, reduction="mean", return_lse=False, **kw
 ):
-    """What a user writes without quackish: F.cross_entropy of F.linear, softcap, logit_scale and z_loss around it."""
+    """The same loss in plain PyTorch: F.linear, softcap, logit_scale, F.cross_entropy and z_loss."""
     logits = F.linear(x, w, linear_bias)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     logits = logits if logit_scale is None else logits * logit_scale
@@ -67,7 +67,7 @@ def composed(
     return (loss, lse.masked_fill(~live, 0.0)) if return_lse else loss
 
 
-# --- the spec ---
+# --- reference ---
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -112,8 +112,7 @@ def test_error_is_rounding_error_and_below_pytorchs(name, path):
         assert loss.dtype == lse.dtype == FP32
         for got, want in (loss, true_loss), (lse, true_lse):
             assert norm_error(got, want) < (1e-6 if on_cpu else 5e-6)
-        # Our roundings: the result's; with kernels that of the 16-bit dlogits, and of the rows that they multiply where
-        # a factor was taken out of them; fp32 sums are what fp32 GEMMs make of them.
+        # Roundings to the dtype: the result; on kernels also 16-bit dlogits and scaled x. In fp32, sums in GEMMs.
         roundings = 30 if dtype == FP32 else 3 if path.kernels else 1
         for got, want, theirs in zip(grads, true_grads, their_grads, strict=True):
             assert got.dtype == dtype
@@ -125,7 +124,7 @@ def test_error_is_rounding_error_and_below_pytorchs(name, path):
 @on_portable_and_kernels
 @pytest.mark.parametrize("p", [0.9, 0.99, 0.999])
 def test_gradient_of_confident_rows(p, path):
-    # linear_weight is the identity, so input holds the logits and dinput is dlogits, element by element.
+    # linear_weight is the identity, so input is the logits and dinput is dlogits.
     v = 640 if path.kernels else 64
     logits = torch.zeros(v, v).fill_diagonal_(torch.tensor(p / (1 - p) * (v - 1)).log().item())
     target = torch.arange(v, **path.here)
@@ -133,8 +132,8 @@ def test_gradient_of_confident_rows(p, path):
         x, w = logits.to(path.device, dtype).requires_grad_(), torch.eye(v, dtype=dtype, **path.here).requires_grad_()
         _, _, (dx, _) = path.run(x, w, target, {"reduction": "sum"}, schedule=schedule)
         want = truth(x, w, target, {"reduction": "sum"})[2][0]
-        # The softmax's few fp32 roundings beside 1 (of lse, on kernels), then those of the exponential, of the row's
-        # factor and of the result, relative to each element; below fp16's normal numbers the spacing takes over.
+        # fp32 rounding of numbers near 1, then relative roundings of the exponential, the row factor
+        # and the result. Subnormal fp16 numbers have an absolute error.
         on_cpu = path.kernels is None and path.device.type == "cpu"
         bound = (8 if on_cpu else 64) * unit_roundoff(FP32) / (1 - p)
         bound += (0 if dtype == FP32 else 2 if on_cpu else 3) * unit_roundoff(dtype)
@@ -162,7 +161,7 @@ def test_masked_class(smoothing, schedule, path):
         kw["linear_bias"][10] = float("-inf")
     loss, _, grads = path.run(x, w, target, kw, schedule=schedule)
     if smoothing:
-        assert loss == torch.inf  # every class is a target then
+        assert loss == torch.inf  # smoothing makes every class a target
         return
     keep = torch.arange(path.v, **path.here) != 10
     logits = F.linear(x.double(), w[keep].double(), kw["linear_bias"][keep].double())
@@ -198,22 +197,6 @@ def test_masked_classes_with_weight_zero(options, path):
     assert all(g.isfinite().all() for g in grads)
 
 
-# --- gradcheck ---
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", ["plain", "all"])
-def test_gradcheck(name, reduction, schedule):
-    x, w, target, kw = make(m=5, h=3, v=4, **OPTIONS[name], reduction=reduction)
-
-    def f(x, w, bias=None):
-        how = dict(return_lse=True, schedule=schedule, chunk_size=2)
-        return linear_cross_entropy(x, w, target, **kw | dict(linear_bias=bias), **how)
-
-    assert torch.autograd.gradcheck(f, parameters(x, w, kw))
-
-
 # --- PyTorch's own ---
 
 
@@ -227,7 +210,7 @@ def test_matches_pytorchs_linear_cross_entropy(name, reduction):
     ours = linear_cross_entropy(x, w, target, **kw)
     torch.testing.assert_close(ours, theirs(x, w, target, **kw))
     names = list(inspect.signature(theirs).parameters)
-    assert list(inspect.signature(linear_cross_entropy).parameters)[: len(names) - 1] == names[:-1]  # but options
+    assert list(inspect.signature(linear_cross_entropy).parameters)[: len(names) - 1] == names[:-1]  # except options
 
 
 # --- semantics, row by row ---
@@ -306,7 +289,7 @@ def test_invalid_target_gives_nan(name, schedule, bad, path):
     ignored, wrong = target.clone(), target.clone()
     ignored[4], wrong[4] = IGNORED, bad
     others = torch.arange(path.m, **path.here) != 4
-    # On CPU the portable path raises: the spec shows this row of the table there.
+    # On a CPU the portable path raises IndexError: check the reference instead.
     spec = path.kernels is None and path.device.type == "cpu"
     results = truth if spec else functools.partial(path.run, schedule=schedule)
     for reduction in REDUCTIONS:
@@ -388,14 +371,14 @@ def test_vocabularies(v, name, path):
         x, w, target, kw = path.case(130, 8 if path.kernels else 1, v, dtype, **OPTIONS[name])
         if v > 1:
             path.check(x, w, target, kw, schedule=schedule)
-        else:  # p - 1 is 0 but for rounding
+        else:  # p - 1 is 0 except for rounding
             loss, _, grads = path.run(x, w, target, kw, schedule=schedule)
             assert abs(loss) < 1e-6
             assert all(g.abs().max() < 1e-6 for g in grads)
 
 
 def strided(t, how):
-    """The same values, laid out otherwise."""
+    """The same values with other strides."""
     if how == "transposed":
         return t.t().contiguous().t() if t.dim() == 2 else t.repeat_interleave(2)[::2]
     if how == "unaligned":
@@ -416,7 +399,7 @@ def test_any_strides(name, how, path):
     for schedule in SCHEDULES:
         want = path.run(x, w, target, kw, schedule=schedule)
         got = path.run(*map(other, (x, w, target)), {k: other(t) for k, t in kw.items()}, schedule=schedule)
-        close = 0 if path.kernels else 1e-11  # there the GEMM's own choice
+        close = 0 if path.kernels else 1e-11  # portable: GEMMs may differ by layout
         torch.testing.assert_close(got, want, rtol=close, atol=close)
 
 
@@ -428,11 +411,11 @@ def test_leading_dimensions_and_an_expanded_grad_output(path):
     target3 = target.reshape(2, 3, 2)
     loss3, lse3 = path.call(x3, w, target3, return_lse=True, **kw)
     assert loss3.shape == lse3.shape == target3.shape
-    grads = torch.autograd.grad(loss3.sum(), (x3, w, kw["linear_bias"]))  # sum's gradient has strides of 0
+    grads = torch.autograd.grad(loss3.sum(), (x3, w, kw["linear_bias"]))  # the gradient of sum() has stride 0
     got = loss3.flatten(), lse3.flatten(), grads[0].reshape(12, 8), *grads[1:]
     close = 0 if path.kernels else 1e-11
     torch.testing.assert_close(got, (loss, lse, dx, dw, db), rtol=close, atol=close)
-    for reduction in REDUCTIONS:  # no batch at all
+    for reduction in REDUCTIONS:  # a single row without a batch dimension
         one = path.call(x[0], w, torch.tensor(3, **path.here), reduction=reduction)
         want = F.cross_entropy(F.linear(x[0].double(), w.double()), torch.tensor(3, **path.here))
         torch.testing.assert_close(one.double(), want, rtol=1e-5, atol=1e-5)
@@ -449,7 +432,7 @@ def test_autocast(name, schedule, dtype, path):
     for chunk_size in (path.chunk_size, None):
         with torch.autocast(path.device.type, dtype=dtype):
             loss, _, grads = path.run(x, w, target, kw, schedule=schedule, chunk_size=chunk_size)
-        # the operands are rounded to autocast's dtype; on kernels dlogits and the rows they multiply too
+        # autocast rounds the operands; kernels also round dlogits and scaled rows of x
         rounded = [t.detach().to(dtype) for t in (x, w)]
         true_loss, _, true_grads = truth(*rounded, target, kw)
         assert loss.dtype == FP32
@@ -457,7 +440,7 @@ def test_autocast(name, schedule, dtype, path):
         for got, want in zip(grads, true_grads, strict=True):
             assert got.dtype == FP32
             assert norm_error(got, want) < (1e-6 if on_cpu else 2 * unit_roundoff(dtype))
-    with torch.autocast(path.device.type, dtype=dtype):  # mixed dtypes are autocast's business, fp64 is not
+    with torch.autocast(path.device.type, dtype=dtype):  # autocast allows mixed dtypes, and ignores fp64
         mixed = path.call(x.half(), w, target)
         assert all(t.isfinite().all() for t in torch.autograd.grad(mixed, [x, w]))
         loss = linear_cross_entropy(x.double(), w.double(), target, backend="reference")
@@ -485,7 +468,7 @@ def test_two_backwards_give_the_same_bits_and_modify_nothing(name, with_lse, sch
             torch.autograd.grad(outputs, parameters(x, w, kw), grad_outputs, retain_graph=True) for _ in range(2)
         )
         held = [t.clone() for t in first]
-        for g in second:  # a user may write what a backward returned
+        for g in second:  # users may modify gradients
             g.zero_()
         third = torch.autograd.grad(outputs, parameters(x, w, kw), grad_outputs)
         assert_same(list(third), held)
@@ -512,7 +495,7 @@ def test_loss_is_independent_of_schedule_chunks_and_grad_mode(name, reduction, p
         want = path.call(x, w, target, return_lse=True, **kw)
     for schedule, chunk_size in itertools.product(SCHEDULES, (path.chunk_size, None)):
         got = path.run(x, w, target, kw, schedule=schedule, chunk_size=chunk_size)[:2]
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)  # equal bits are the GEMMs' to give
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)  # portable GEMMs may differ in bits
 
 
 def gemms(f):
@@ -558,7 +541,7 @@ def test_arguments_without_gradient(schedule, path):
         torch.autograd.grad(loss, x, create_graph=True)
     path.call(x, w, target, weight=weight, schedule=schedule).backward()
     assert weight.grad is None
-    buffer = torch.ones(w.shape, dtype=x.dtype, **path.here)  # of a weight that wants none: it is left alone
+    buffer = torch.ones(w.shape, dtype=x.dtype, **path.here)  # unused, because the weight needs no gradient
     path.call(x, w.detach(), target, grad_weight_out=buffer, schedule=schedule).backward()
     assert (buffer == 1).all()
 
@@ -570,7 +553,7 @@ def test_arguments_without_gradient(schedule, path):
 @pytest.mark.parametrize("name", ["bias", "all"])
 def test_grad_weight_out(name, reduction, buffer_dtype, dtype, path):
     if dtype == FP32 and buffer_dtype == BF16:
-        return  # a buffer narrower than the weight is a TypeError
+        return  # TypeError: the buffer is narrower than the weight
     x, w, target, kw = path.case(dtype=dtype, **OPTIONS[name], reduction=reduction)
     if buffer_dtype == "strided":
         buffer = torch.ones(w.shape[1], w.shape[0], **path.here).t()
@@ -578,7 +561,7 @@ def test_grad_weight_out(name, reduction, buffer_dtype, dtype, path):
         buffer = torch.ones(w.shape, dtype=buffer_dtype, **path.here)
     autocast = torch.autocast(path.device.type, dtype=BF16, enabled=path.kernels is not None)
     want = truth(*(t.detach().bfloat16() if path.kernels else t for t in (x, w)), target, kw)[2][1]
-    bound = 4 * unit_roundoff(buffer.dtype)  # fp32 reaches the buffer on a CPU: it alone rounds
+    bound = 4 * unit_roundoff(buffer.dtype)  # on a CPU only the buffer rounds
     bound += 4 * unit_roundoff(BF16) if path.kernels else 2 * unit_roundoff(dtype) if x.is_cuda else 1e-6
     for schedule in ("auto", *SCHEDULES):
         x.grad, w.grad = None, None
@@ -654,7 +637,7 @@ def test_compiled_equals_eager_for_many_m_with_two_graphs(return_lse, with_buffe
             dx, dw, db = torch.autograd.grad(outputs[0], [x, w, bias], grad, allow_unused=True)
             assert (dw is None) == with_buffer
             results.append([o.detach() for o in outputs] + [dx, buffer if with_buffer else dw, db])
-        # compiled code hands a returned lse a gradient of zeros, so gradients are made anew, in another order
+        # compiled code passes zeros as the gradient of lse, so backward recomputes gradients in another order
         assert_same(results[1][: len(outputs)], results[0][: len(outputs)])
         for got, want in zip(results[1], results[0], strict=True):
             assert norm_error(got, want.double()) <= (2**-7 if return_lse or with_buffer else 0)
@@ -765,12 +748,12 @@ def test_buffer_must_not_overlap_weight_or_input():
         with pytest.raises(ValueError, match="grad_weight_out shares memory with"):
             linear_cross_entropy(x, w, target, grad_weight_out=buffer)
     first, second = (flat[i * w.numel() :][: w.numel()].view(w.shape) for i in (0, 1))
-    linear_cross_entropy(x, first, target, grad_weight_out=second)  # one storage, apart
+    linear_cross_entropy(x, first, target, grad_weight_out=second)  # one storage without overlap
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_buffer_under_fsdp_raises(version, tmp_path):
-    """FSDP reduces .grad alone: the buffer would get this rank's whole gradient."""
+    """FSDP reduces only .grad: the buffer would get this rank's unreduced gradient."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -878,7 +861,7 @@ def test_torch_func_vmap_and_unsupported_arguments():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("which", ["input", "linear_weight", "target"])
 def test_wrapper_subclass_intercepts_operator(which, dtype, device):
-    """It has no memory: a kernel would be given a null pointer."""
+    """The subclass has no memory: a kernel would get a null pointer."""
     x, w, target, _ = make(h=64, v=130, dtype=dtype, device=device)
     args = dict(input=x.detach(), linear_weight=w.detach(), target=target)
     want = linear_cross_entropy(**args)
@@ -910,7 +893,7 @@ def test_freed_tensor_raises(name):
 )
 def test_plan_is_not_reused_for_other_dtypes(name, right, other):
     for _ in range(2):
-        wrong(**{name: right})  # nothing is wrong with it
+        wrong(**{name: right})  # valid
         with pytest.raises(TypeError, match=f"linear_cross_entropy: {name} is {other}, expected"):
             wrong(**{name: right.to(other)})
 
@@ -992,7 +975,7 @@ on_cuda, on_kernels_on_cuda, on_portable_on_cuda = (
 
 def cuda_step(path, schedule, reduction, num_items=None, name="all"):
     """A training step over static tensors: (step, tensors it reads, the buffer it adds to)."""
-    torch.use_deterministic_algorithms(False)  # these fill and sort more than a training does
+    torch.use_deterministic_algorithms(False)  # the tests' deterministic mode adds fills and sorts
     x, w, target, kw = path.case(300, 64, 1000, BF16 if path.kernels else FP32, **OPTIONS[name], reduction=reduction)
     buffer = torch.zeros(w.shape, **path.here)
     how = dict(grad_weight_out=buffer, schedule=schedule, chunk_size=128, num_items=num_items)
@@ -1026,7 +1009,7 @@ def test_no_host_synchronization(sorts, name, reduction, schedule, path, request
             with torch.no_grad():
                 path.call(*inputs, schedule=schedule)
 
-        steps()  # kernels are compiled and loaded
+        steps()  # compile and load kernels
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -1092,9 +1075,9 @@ def test_peak_memory_of_portable_path(softcap):
         ).backward()
         return torch.cuda.max_memory_allocated() - before
 
-    peak("chunked")  # workspaces of the library
+    peak("chunked")  # allocate library workspaces
     in_flight = chunk * v * (6 if softcap is None else 10)
-    held = v * h * (4 + 2) + m * h * (4 + 2)  # fp32 sums and the gradients returned
+    held = v * h * (4 + 2) + m * h * (4 + 2)  # fp32 sums and returned gradients
     slack = 4 << 20
     assert peak("chunked") <= in_flight + held + slack
     assert peak("recompute") <= in_flight + held + slack

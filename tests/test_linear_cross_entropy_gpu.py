@@ -23,8 +23,8 @@ from quackish.testing.errors import same_bits
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-CUT = 66 * 2 * 128 * 256 * 4  # bytes of sums where clusters share tiles
-ALL = dict(label_smoothing=0.1)  # what takes the other kernels
+CUT = 66 * 2 * 128 * 256 * 4  # bytes of partial sums for the split-K tail
+ALL = dict(label_smoothing=0.1)  # runs the kernels without exp_logits
 in_every_way = pytest.mark.parametrize(
     "schedule, chunk_size",
     [("chunked", None), ("chunked", 384), ("stored", None), ("recompute", None), ("recompute", 384)],
@@ -40,7 +40,7 @@ def _hopper():
 
 
 def make(m, h, v, dtype=BF16, ignored=5, seed=0, scale=1.0):
-    """Logits of deviation `scale`; every `ignored`-th row is."""
+    """Logits with standard deviation `scale`; every `ignored`-th row is ignored."""
     g = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(m, h, generator=g, device="cuda").to(dtype).requires_grad_()
     w = (torch.randn(v, h, generator=g, device="cuda") * (scale * h**-0.5)).to(dtype).requires_grad_()
@@ -134,7 +134,7 @@ def test_row_loss_is_independent_of_other_rows_and_chunks(options):
 
 
 def test_flagged_row_does_not_change_other_rows():
-    # A logit far above the target's: its tile is done again with other references.
+    # A logit far above the target's: its tile is recomputed with other shifts.
     x, w, target = make(400, 256, 3000, ignored=0)
     clean = step(x, w, target, reduction="none", schedule="stored")
     with torch.no_grad():
@@ -163,8 +163,8 @@ def test_loss_has_same_bits_without_grad_and_for_every_schedule(options, reducti
 
 
 @pytest.mark.parametrize("schedule", ["chunked", "stored"])
-def test_more_rows_than_the_counting_sort_takes(schedule):
-    """Above MOST_ROWS_COUNTED rows PyTorch sorts them by class; some classes have a thousand rows, some none."""
+def test_more_rows_than_lce_sort_takes(schedule):
+    """Above MOST_ROWS_COUNTED rows, PyTorch sorts them. Some classes have a thousand rows, some none."""
     x, w, target = make(MOST_ROWS_COUNTED + 3616, 64, 1000)
     target = torch.where(target >= 0, target * target // 1000, target)
     loss, dx, dw = step(x, w, target, schedule=schedule)
@@ -187,7 +187,7 @@ def test_fp16_gradients_are_as_accurate_as_pytorchs(reduction):
         theirs = torch.autograd.grad(eager, [x, w], torch.ones_like(eager) if grad is None else grad)
         _, _, want = truth(x, w, target, dict(reduction=reduction), grad)
         for ours, pytorchs, exact in zip(got, theirs, want, strict=True):
-            # of a sum, or of rows with gradients of their own, both round the same numbers once
+            # for "sum" and "none", both round the same numbers once
             assert norm_error(ours, exact) <= 1.01 * norm_error(pytorchs, exact), (m, h, v)
 
 
@@ -198,7 +198,7 @@ def test_fp16_gradients_are_as_accurate_as_pytorchs(reduction):
 def test_cuda_graph_of_forward_and_backward_with_new_data(schedule, chunk_size, request, states):
     if chunk_size is None:
         request.getfixturevalue("few_rows_counted")
-    # two waves and more of tiles: their clusters meet
+    # at least two waves of tiles, so that wave_sync runs
     check_replays(states, *make(1100, 1024, 8000), schedule=schedule, chunk_size=chunk_size)
 
 
@@ -222,7 +222,7 @@ def check_replays(states, x, w, target, **kw):
         with torch.no_grad():
             for old, t in zip((x, w, target), new, strict=True):
                 old.copy_(t)
-            x[5] *= 300  # rows that are done again
+            x[5] *= 300  # flagged rows
         graph.replay()
         replayed = [t.clone() for t in static]
         assert_same_bits(replayed, step(x, w, target, **kw))
@@ -246,20 +246,19 @@ def test_two_concurrent_streams(states):
 
 
 def test_rows_wait_for_recomputed_tiles():
-    """Every tile is flagged, and there are few and deep ones: while they are done again most SMs are free, and without
-    a wait `lce_rows` would run there."""
+    """Few, deep tiles, all flagged: while they are recomputed most SMs are idle, and `lce_rows` must wait."""
     x, w, target = make(200, 8192, 1500, ignored=0, scale=40.0)
     want, _, _ = truth(x, w, target, {"reduction": "none"})
     with torch.no_grad():
-        for _ in range(5):  # the first time kernels are compiled
-            torch.cuda._sleep(5_000_000)  # all are queued before one runs
+        for _ in range(5):  # the first run compiles kernels
+            torch.cuda._sleep(5_000_000)  # queues all launches before one runs
             loss = linear_cross_entropy(x, w, target, reduction="none", backend="cute")
             assert norm_error(loss, want) <= 1e-4
 
 
 @pytest.fixture
 def states(monkeypatch):
-    """The row states of all calls from here on."""
+    """The RowStates of all later calls."""
     made, new = [], RowState.new
     monkeypatch.setattr(RowState, "new", lambda *how: made.append(new(*how)) or made[-1])
     return made
@@ -350,7 +349,7 @@ def test_gradients_are_as_accurate_as_pytorchs(kind, schedule):
 def test_huge_logits_and_last_class_of_large_vocabulary(schedule):
     x, w, target = make(256, 64, 128_256, ignored=0)
     with torch.no_grad():
-        x[3] = 1e4 * w[-1] / w[-1].double().square().sum()  # late, about 1e4; and as far below
+        x[3] = 1e4 * w[-1] / w[-1].double().square().sum()  # one at about 1e4 in the last class; and far below
         x[4] = -x[3]
         target[:2] = 128_255
         x[5] = 500 * w[17] / w[17].double().square().sum()
@@ -377,7 +376,7 @@ def test_chunk_with_more_than_2_to_the_31_logits(schedule):
     assert m * v > 2**31
     x, w, target = make(m, h, v, scale=2.0)
     loss, dx, dw = step(x, w, target, reduction="sum", schedule=schedule, chunk_size=m)
-    # rows do not see each other but in dw: the parts that lie far out, and a sum over all of dw
+    # rows interact only in dw: check its ends, and a sum over all of it
     part = slice(m - 100, m)
     _, _, (want_dx, _) = truth(x[part], w, target[part], {"reduction": "sum"})
     assert norm_error(dx[part], want_dx) <= 2**-7
@@ -408,7 +407,7 @@ def test_weight_with_more_than_2_to_the_31_elements(schedule):
 
 
 def peak_above(step):
-    """Bytes above what is held, in a step after the first."""
+    """Peak bytes of a step after the first, above what is allocated before it."""
     step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -437,7 +436,7 @@ def test_peak_memory_at_the_headline_shape(schedule, chunk_size, gigabytes):
 def test_peak_memory_of_several_chunks():
     m, h, v, chunk = 4096, 512, 32_000, 1024
     x, w, target = make(m, h, v)
-    in_flight = chunk * v * 2 + chunk * (v // SOFTMAX_TILE_N + h) * 4  # E, its sums, the rows
+    in_flight = chunk * v * 2 + chunk * (v // SOFTMAX_TILE_N + h) * 4  # exp_logits, tile sums, rows of x
     step = training_step(x, w, target, schedule="chunked", chunk_size=chunk)
     assert peak_above(step) <= in_flight + v * h * 4 + x.nbytes + (4 << 20) + CUT
 
@@ -447,7 +446,7 @@ def test_no_logits_are_kept_without_grad():
     x, w, target = make(2048, 512, 32_000)
     sums = 2048 * -(-32_000 // SOFTMAX_TILE_N) * 4
     peak = peak_above(lambda: linear_cross_entropy(x, w, target, backend="cute"))
-    assert peak <= x.nbytes + sums + (1 << 20)  # of logits: 131 MB
+    assert peak <= x.nbytes + sums + (1 << 20)  # logits would take 131 MB
 
 
 @pytest.mark.parametrize("schedule, held", [("stored", 1024 * 32_000 * 2), ("recompute", 2 * (1 << 25))])
@@ -469,7 +468,7 @@ def test_grad_weight_out_needs_no_second_buffer(schedule, held):
     ],
 )
 def test_peak_is_within_memory_limit(m, h, v, dtype, options):
-    """Limits from the least that a schedule takes, or 6 % of the gradients, to what the default takes."""
+    """Limits from the smallest that a schedule accepts, or 6 % of the gradients, to the default's peak."""
     x, w, target = make(m, h, v, dtype)
     shape, gradients = (m,) if options.get("reduction") == "none" else (), x.nbytes + w.nbytes
     grad = torch.ones(shape, device="cuda")
@@ -486,7 +485,7 @@ def test_peak_is_within_memory_limit(m, h, v, dtype, options):
             run(0)
         return int(re.search(r"at least (\d+)", str(error.value))[1])
 
-    gc.collect()  # what other tests left and is collected during a step would count as its own
+    gc.collect()  # garbage of other tests, freed during a step, would be counted
     first = max(least(), gradients * 6 // 100)
     most = max(peak_above(run) - gradients, 2 * first)
     for i in range(5):

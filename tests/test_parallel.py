@@ -1,4 +1,4 @@
-"""The vocabulary-parallel head on several processes, which run parallel_checks.py once for all tests of a kind."""
+"""The vocabulary-parallel head in several processes, which run parallel_checks.py once per kind of test."""
 
 import json
 import os
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 
 def run_ranks(folder, kind, ranks, **env):
-    """Of each rank: check -> what it returned, or a traceback."""
+    """For each rank: {check: its result or traceback}."""
     path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     files = [folder / f"{rank}.json" for rank in range(ranks)]
     processes = [
@@ -39,7 +39,7 @@ def run_ranks(folder, kind, ranks, **env):
     finally:
         for process in processes:
             process.kill()
-    # Not the return codes: threads of gloo have aborted a process that was done.
+    # Ignore return codes: gloo's threads may abort a finished process.
     return [
         json.loads(file.read_text()) if file.exists() else {"": text} for file, text in zip(files, printed, strict=True)
     ]
@@ -61,7 +61,7 @@ def test_ranks_match_one_process(name, on_cpu):
 
 
 def test_confident_rows_are_accurate():
-    """Of logits around 1000, whose lse has a rounding of 6e-5 in fp32, the loss of 1e-3 to 1e-5 has 1e-7."""
+    """For logits near 1000, whose fp32 lse rounds to 6e-5, losses of 1e-3 to 1e-5 are accurate to 3e-7."""
     torch.manual_seed(0)
     logits = torch.randn(3, 50, 7, dtype=torch.float64)  # of three ranks
     logits[1, :, 2] = torch.linspace(10.0, 18.0, 50)  # the targets'
@@ -70,7 +70,7 @@ def test_confident_rows_are_accurate():
     nll = (lse - logits[..., 2])[1].expand(3, 50)
     owner = torch.ones(50, dtype=torch.int64)
     rows = rows_of(owner, 21, None, -100, torch.float32)
-    combined = combine(ShardStats(lse.float(), nll.float()), 0, owner, rows, LossOptions(0.0, 0.0, 21))
+    combined = combine(ShardStats(lse.float(), nll.float()), 0, owner, rows, LossOptions(0.0, 0.0, 0.0))
     true = logits.logsumexp((0, 2)) - logits[1, :, 2]
     assert (combined.loss - true).abs().max() <= 3e-7
 
@@ -117,7 +117,7 @@ def test_gpus_match_one_gpu(name, on_gpus):
 def test_deterministic_bits_are_independent_of_the_algorithm(ranks, tmp_path):
     needs_gpus(ranks)
     found = []
-    for algorithm in ("ring", "tree"):  # of all-reduce alone: NCCL gathers by no tree, and would raise
+    for algorithm in ("ring", "tree"):  # for all-reduce only: NCCL has no tree all-gather
         folder = tmp_path / algorithm
         folder.mkdir()
         found += run_ranks(folder, "bits", ranks, NCCL_ALGO=f"allreduce:{algorithm}")

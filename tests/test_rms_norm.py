@@ -1,6 +1,8 @@
-"""RMSNorm without a GPU: the reference, the torch layer, and that layer's half of the kernels' calling convention, with
-kernels that read and write memory where the compiled ones do but compute in PyTorch. Tests that take `anywhere` run on
-a GPU as well; the others that need one are in test_rms_norm_gpu.py."""
+"""RMSNorm without a GPU: the reference, and the torch layer on emulated kernels.
+
+Emulated kernels take the same arguments and access the same memory as compiled ones, but compute in PyTorch. Tests with
+the fixture `anywhere` also run on a GPU; test_rms_norm_gpu.py has the tests that need one.
+"""
 
 import contextlib
 import copy
@@ -36,7 +38,7 @@ from quackish.testing.errors import error, same_bits
 from quackish.testing.inputs import KINDS
 from tests import idle_kernels
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own use of it
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # from torch itself
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FLOATS = (BF16, FP16, FP32)
@@ -56,7 +58,7 @@ class EmulatedConfig:
 
 
 class Emulated:
-    """Launches, as (problem, arguments), and how they are done."""
+    """Emulated kernels, and their launches as (problem, arguments)."""
 
     def __init__(self):
         self.launches, self.tickets, self.scratch = [], torch.zeros(3, dtype=torch.int32), []
@@ -125,7 +127,7 @@ def memory(address, dtype, size):
 
 
 def read_rows(p, address, dtype, m, layout):
-    """(m / heads, heads, n), from where the arguments say; None where the problem says absent."""
+    """(m / heads, heads, n) at the given addresses; None if the problem has no such tensor."""
     assert (address is None) == (dtype is None)
     assert (layout is None) == (p.packed or dtype is None)
     if dtype is None:
@@ -153,7 +155,7 @@ def write(p, address, dtype, value):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """CPU tensors go to emulated kernels, as CUDA tensors go to compiled ones."""
+    """Runs CPU tensors on emulated kernels, as CUDA tensors on compiled ones."""
     emulated = Emulated()
     emulated.cuda = idle_kernels.on_h200(monkeypatch, emulated.kernel_for, emulated.take, STREAM)
     return emulated
@@ -161,13 +163,13 @@ def kernels(monkeypatch):
 
 @pytest.fixture(params=["portable", "kernels"])
 def path(request):
-    """Tests that take this run twice: through the reference and through emulated kernels."""
+    """Runs the test on the portable path and on emulated kernels."""
     return request.getfixturevalue("kernels") if request.param == "kernels" else None
 
 
 @pytest.fixture(params=["portable", "kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
 def anywhere(request):
-    """As `path`, and a third time with tensors and kernels on a GPU."""
+    """As `path`, and also on a GPU."""
     if request.param != "gpu":
         yield request.getfixturevalue("kernels") if request.param == "kernels" else None
         return
@@ -179,7 +181,7 @@ def anywhere(request):
     on["device"] = "cpu"
 
 
-on = dict(device="cpu")  # where tests put their tensors
+on = dict(device="cpu")  # of all tensors in tests
 
 
 def rows(*args, **options):
@@ -195,7 +197,7 @@ def leaf(t):
 
 
 def step(call, inputs, dy):
-    """[y, gradients of the inputs that require one]; dy is one gradient for each of call's results."""
+    """[outputs, gradients of the inputs that require one]; dy has a gradient for each output."""
     out = call(*inputs)
     outs = out if isinstance(out, tuple) else (out,)
     wanted = [t for t in inputs if t is not None and t.requires_grad]
@@ -265,7 +267,7 @@ def test_every_mix_of_dtypes(path, residual_dtype, x_dtype, w_dtype, r_dtype, ou
 
 
 def rounded(t, dtype):
-    """fp64 t as `dtype` holds it; its gradient is not rounded."""
+    """fp64 t rounded to `dtype`, with an unrounded gradient."""
     return t + (t.float().to(dtype).double() - t).detach()
 
 
@@ -282,7 +284,7 @@ def test_only_required_gradients_are_computed(path, wanted, used):
     asked = [t for t in inputs if t.requires_grad]
     got = torch.autograd.grad(outs, asked, [torch.ones_like(t) for t in outs], allow_unused=True)
     for t, grad in zip(asked, got, strict=True):
-        if grad is None:  # the parameters have nothing to do with res
+        if grad is None:  # res does not depend on the parameters
             assert used == "res"
             assert t.dim() == 1
         else:
@@ -298,7 +300,7 @@ def test_only_required_gradients_are_computed(path, wanted, used):
 
 @pytest.mark.parametrize("make", [torch.clone, lambda t: torch.cat([t, t], 1)[:, : t.shape[1]]], ids=["", "strided"])
 def test_a_weight_per_head(anywhere, make):
-    """Of a slice of qkv, (2, 5, 4, 16)."""
+    """x is a slice of qkv, (2, 5, 4, 16)."""
     qkv, r, dy = rows((2, 5, 3, 4, 16)), rows((2, 5, 4, 16), BF16, seed=1), rows((2, 5, 4, 16), seed=2)
     w, b = make(rows((4, 16), seed=3)), make(rows((4, 16), BF16, seed=4))
     x, w, b, r = inputs = [t.detach().requires_grad_() for t in (qkv[:, :, 1], w, b, r)]
@@ -312,7 +314,7 @@ def test_a_weight_per_head(anywhere, make):
 
     assert_close_to_fp64(call, reference, *inputs)
     got = step(call, inputs, (dy, dy.to(BF16)))
-    for h in range(4):  # y, res, dx and dresidual have the bits of a norm of the head alone
+    for h in range(4):  # same bits as the norm of each head alone
         alone = [t.detach().requires_grad_() for t in (x[..., h, :], w[h], b[h], r[..., h, :])]
         want = step(call, alone, (dy[..., h, :], dy[..., h, :].to(BF16)))
         assert_same([t[..., h, :].contiguous() for t in (*got[:3], got[5])], (*want[:3], want[5]))
@@ -362,7 +364,7 @@ def test_dweight_out(anywhere, buffer, shape):
 
     results = [out, *(buffer_case(shape, buffer)[3] for _ in range(2))]
     twice(call, results[0])
-    with Functions():  # by the operators
+    with Functions():  # through the operators
         twice(call, results[1])
     torch.compiler.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -401,7 +403,7 @@ def test_dweight_out_in_special_cases(path):
 def test_autograd_detects_writes_to_dweight_out(anywhere):
     x, w, dy, out = buffer_case((16,), FP32)
     y = rms_norm(x, w, dweight_out=out)
-    product = (torch.ones((), requires_grad=True, **on) * out).sum()  # keeps the buffer for its backward
+    product = (torch.ones((), requires_grad=True, **on) * out).sum()  # saves the buffer for its backward
     y.backward(dy)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
@@ -418,7 +420,7 @@ def test_invalid_buffers_raise(path, mode):
             rms_norm(x, w, dweight_out=w.detach())
         with pytest.raises(ValueError, match="rms_norm: dweight_out shares memory with x"):
             rms_norm(flat.view(2, 16), w, dweight_out=flat[16:])
-        rms_norm(flat[:16].view(1, 16), w, dweight_out=flat[16:])  # one storage, apart
+        rms_norm(flat[:16].view(1, 16), w, dweight_out=flat[16:])  # one storage without overlap
         with pytest.raises(ValueError, match="rms_norm: dweight_out requires grad"):
             rms_norm(x, w, dweight_out=out.clone().requires_grad_())
         y = rms_norm(x, w, dweight_out=out)
@@ -448,7 +450,7 @@ def test_no_rows(anywhere, residual):
 def test_default_eps_is_pytorchs(path, dtype):
     x, w = rows((4, 8), dtype) * 1e-4, weights(8, dtype)  # squares as small as fp32's epsilon
     want = F.rms_norm(x, (8,), w)
-    with Functions() as called:  # by the operator
+    with Functions() as called:  # through the operator
         torch.testing.assert_close(rms_norm(x, w), want)
     assert "quackish.rms_norm_fwd.default" in called.seen
     torch.testing.assert_close(rms_norm(x, w), want)
@@ -458,7 +460,7 @@ def test_default_eps_is_pytorchs(path, dtype):
 
 def test_tensors_without_memory_raise(kernels):
     x, w = rows((3, 8)), weights(8)
-    w.untyped_storage().resize_(0)  # as FSDP does to a parameter that it has sharded again
+    w.untyped_storage().resize_(0)  # as FSDP does after resharding a parameter
     with pytest.raises(ValueError, match=r"rms_norm: weight has shape \(8,\) but no memory"):
         rms_norm(x, w)
     assert not kernels.launches
@@ -650,7 +652,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("call, kind, text", ERRORS)
 def test_errors_name_the_argument(call, kind, text):
-    for _ in range(2):  # a wrong call leaves nothing behind that would let it pass later
+    for _ in range(2):  # the first call must not cache a plan
         with pytest.raises(kind) as caught:
             call()
         assert text in str(caught.value)
@@ -685,7 +687,7 @@ def test_one_warning_or_error_without_a_kernel(monkeypatch):
         find(FP32_PROBLEM, backend="cute", m=MAX_M + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        one_reason = RmsNormBwdProblem(8, "float32", "float32")  # whatever the direction
+        one_reason = RmsNormBwdProblem(8, "float32", "float32")  # the same reason in both directions
         assert find(one_reason, device="cuda:1") is None
         assert find(FP32_PROBLEM, m=MAX_M + 2, backend="reference") is None
         assert find(FP32_PROBLEM, device="cpu") is None
@@ -705,7 +707,7 @@ def test_without_the_compiler(monkeypatch):
         find(FP32_PROBLEM, backend="cute")
 
 
-# Layouts: what is read in place, what is copied, which kernel runs --------------------------------------------------
+# Layouts: in place or copied, and which kernel ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -748,7 +750,7 @@ def layout(name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(kernels, name):
-    """Of x; then of a residual and of both gradients that arrive."""
+    """Of x, then of a residual and of both output gradients."""
     t, other, w = layout(name), rows((2, 5, 4, 8), seed=13), weights(8)
 
     def compare(call, inputs, dy):
@@ -771,11 +773,11 @@ def test_layouts(kernels, name):
 
 
 def test_plans_are_not_reused_for_other_layouts(path):
-    """Every layout after every other, so that a plan found by too little runs on what it does not fit."""
+    """Runs every layout after every other, so that a plan with an incomplete key would be reused wrongly."""
     w = leaf(weights(8))
     tensors = list(map(layout, LAYOUTS))
     for i, j in itertools.product(range(len(tensors)), repeat=2):
-        # x and residual stay while dy and dres go round: one plan forward, many backward
+        # x and residual stay while dy and dres change: one forward plan, many backward plans
         x, dy, r, dres = (tensors[k % len(tensors)] for k in (i, j, i + 3, j // 2))
         want = step(with_residual, [leaf(t.contiguous()) for t in (x, w, W, r)], (dy.contiguous(), dres.contiguous()))
         inputs = [x.detach().requires_grad_(), w, leaf(W), r.detach().requires_grad_()]
@@ -833,7 +835,7 @@ def test_plan_cache(kernels):
     for m in range(1, plans._MAX_PLANS + 5):
         rms_norm(row.expand(m, 8), w)
     assert len(plans._plans) == 4
-    assert len({problem for problem, _ in kernels.launches}) == 2  # the number of rows is in no problem
+    assert len({problem for problem, _ in kernels.launches}) == 2  # problems do not include M
 
 
 def test_backward_plan_is_cached_in_forward_plan(kernels):
@@ -891,7 +893,7 @@ def test_launches_and_allocations_use_the_tensors_device(kernels, monkeypatch):
 
 @pytest.fixture
 def device(monkeypatch):
-    """workspace.py on a GPU made of variables."""
+    """workspace.py on a simulated GPU."""
 
     class Device:
         stream, capturing = 1, False
@@ -936,13 +938,13 @@ def test_each_stream_has_its_own_workspace(device):
     assert len({*first[:2], *second[:2], *other[:2]}) == 6
     device.stream = 1
     assert device.take(0, 100)[:2] == first[:2]
-    assert len(workspace._reserve_memory) == 2  # one a device
+    assert len(workspace._reserve_memory) == 2  # one per device
 
 
 def test_scratch_grows_and_stays_alive_until_the_launch(device):
     taken = [device.take(0, floats) for floats in (65, 128, 129, 300, 70, 512)]
     assert [len(t[2]) - 32 for t in taken] == [128, 128, 256, 512, 512, 512]
-    assert len({t[0] for t in taken}) == 3  # none is given back while a launch is to come
+    assert len({t[0] for t in taken}) == 3  # earlier ones stay alive until their launch
     assert all(t[2].data_ptr() == t[0] for t in taken)
 
 
@@ -968,7 +970,7 @@ def test_captured_launch_has_its_own_tickets_and_scratch(device):
 
 def test_capture_without_reserve_allocates_tickets(device):
     device.capturing = True
-    address, _, (zeros, _) = device.take(0, 4)  # nothing was launched before
+    address, _, (zeros, _) = device.take(0, 4)  # the first launch
     assert zeros.data_ptr() == address
     assert zeros.tolist() == [0] * 32
     device.capturing = False
@@ -1014,7 +1016,7 @@ def test_compiled_equals_eager_for_any_number_of_rows(path):
     for m in (5, 6, 7, 300, 2):
         inputs, dy = case(m)
         assert_same(step(compiled, inputs, dy), step(with_residual, inputs, dy))
-    assert len(graphs) == 4  # forward and backward, for the first number of rows and for any
+    assert len(graphs) == 4  # forward and backward, for the first M and for any M
     targets = {str(node.target) for graph in graphs for node in graph.graph.nodes}
     assert {"quackish.rms_norm_fwd.default", "quackish.rms_norm_bwd.default"} <= targets
 
@@ -1053,7 +1055,7 @@ def keep_norms(ctx, op, *args, **kwargs):
     ids=["plain", "reentrant", "selective"],
 )
 def test_activation_checkpointing(anywhere, options):
-    for mode in (contextlib.nullcontext, Seen):  # operators show in backward alone
+    for mode in (contextlib.nullcontext, Seen):  # in backward only
         inputs, dy = case()
         want = step(two_norms, inputs, dy)
         y, res = checkpoint(two_norms, *inputs, **options)
@@ -1063,7 +1065,7 @@ def test_activation_checkpointing(anywhere, options):
 
 
 def restrided(ndim):
-    """Hooks that change the strides of x, of two dimensions, or of the weight."""
+    """Hooks that change the strides of x (ndim 2) or of the weight (ndim 1)."""
 
     def pack(t):
         return torch.stack([t, t], -1)[..., 0] if t.dim() == ndim and t.shape[-1] == 8 else t
@@ -1092,7 +1094,7 @@ def test_results_under_modes_and_hooks(anywhere, situation):
     if isinstance(mode, Seen):
         assert "quackish.rms_norm_bwd.default" in seen
         outs = two_norms(*inputs)
-        with Seen() as mode:  # backward alone
+        with Seen() as mode:  # backward only
             torch.autograd.grad(outs, inputs, dy)
         assert "quackish.rms_norm_bwd.default" in mode.seen
 
@@ -1192,7 +1194,7 @@ def test_torch_func_and_forward_mode_ad(path):
     with pytest.raises(UnsupportedError, match=r"torch\.func"):
         torch.func.vmap(lambda x: rms_norm(x, w, backend="cute"))(x)
 
-    # a batch of gradients through a graph that was recorded outside of any transform
+    # batched gradients through a graph recorded outside any transform
     x, w = leaf(rows((2, 8))), leaf(w)
     y = rms_norm(x, w)
     batch = torch.eye(16).view(16, 2, 8)

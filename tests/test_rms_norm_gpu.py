@@ -88,13 +88,13 @@ def names(case):
 
 
 def truth(case, res):
-    """{name: (what step should give, in fp64; how far rounding may take it)}; res is what was normalised, as kept."""
+    """{name: (expected value in fp64, error bound)}. res is the rounded, normalized tensor."""
     c, offset = case, case.options["weight_offset"]
     x, w, b, dy, dres = (None if t is None else t.detach().double() for t in (res, c.weight, c.bias, c.dy, c.dres))
     y, _, rstd = reference.rms_norm_fwd(x, w, b, None, case.options["eps"], offset)
     asked = [FP64, None, None if w is None else FP64, None if b is None else FP64]
     dx, _, dw, db = reference.rms_norm_bwd(dy, x, w, rstd, dres, offset, *asked)
-    # dx is a difference of terms that nearly cancel where n is small
+    # for small n, dx is a difference of nearly equal terms
     rstd = rstd.unsqueeze(-1)
     g, xhat = (dy if w is None else dy * (w + offset)).abs(), (x * rstd).abs()
     noise = 16 * EPS32 * rstd * (g + xhat * (xhat * g).mean(-1, keepdim=True))
@@ -103,7 +103,7 @@ def truth(case, res):
 
 
 def assert_close(case, got, peers=None):
-    """Errors bounded by the dtype, or by 1.5 times PyTorch's own where that is more."""
+    """Errors are bounded by the dtype, or by 1.5 times PyTorch's error if that is larger."""
     res = got[1] if case.residual is not None else case.x
     if case.residual is not None:
         assert same_bits(res, (case.x.float() + case.residual.float()).to(res.dtype))
@@ -115,7 +115,7 @@ def assert_close(case, got, peers=None):
 
 
 def pytorch(case):
-    """The same step by PyTorch's own norm, for a case with one dtype and no options."""
+    """The same step with PyTorch's norm, for a case with one dtype and no options."""
     c = case
     y = F.rms_norm(c.x, c.x.shape[-1:], c.weight, c.options["eps"])
     return [y, *torch.autograd.grad(y, c.inputs, c.dy)]
@@ -143,7 +143,7 @@ def test_hard_data(n, kind, dtype):
     assert_close(case, step(case), pytorch(case))
 
 
-# n and y's dtype go round, so that each dtype of the others meets each of them.
+# n and y's dtype cycle, so that all combinations with the other dtypes occur.
 MIXES = [
     (n, *dtypes, out_dtype)
     for dtypes, n, out_dtype in zip(
@@ -183,7 +183,7 @@ def test_residual_dtype(n, residual, residual_dtype):
 
 
 def test_y_is_the_norm_of_the_rounded_res():
-    """res is rounded to bf16, y is not: it would show the norm of a sum that was not rounded."""
+    """y is fp32, so it shows whether the bf16 res was rounded before the norm."""
     case = make_case(133, 1000, FP32, FP32, residual=BF16)
     assert_close(case, step(case))
 
@@ -191,7 +191,7 @@ def test_y_is_the_norm_of_the_rounded_res():
 @pytest.mark.parametrize("m, n", [(33000, 65536), (8_400_001, 256)])
 def test_more_than_2_to_the_31_elements(m, n):
     x, dy = (torch.empty(m, n, dtype=BF16, device="cuda") for _ in range(2))
-    for i in range(0, m, 1 << 16):  # not through fp32, which would take twice the memory
+    for i in range(0, m, 1 << 16):  # in chunks, to limit fp32 copies
         x[i : i + (1 << 16)].normal_()
         dy[i : i + (1 << 16)].normal_()
     w = weights(n, device="cuda")
@@ -335,7 +335,7 @@ def test_graph_replay_with_new_data(m, n):
 
 def test_concurrent_graphs_and_eager_calls():
     cases = [make_case(2048, 1024, bias=FP32, residual=FP32, seed=seed) for seed in (0, 50)]
-    # Not on the default stream: autograd remembers where a leaf was first used, and a capture cannot wait for that one.
+    # Not on the default stream: autograd records the stream of a leaf's first use, and a capture cannot wait for it.
     with torch.cuda.stream(torch.cuda.Stream()):
         want = [two_norms_step(case) for case in cases]
     torch.cuda.synchronize()
@@ -448,7 +448,7 @@ def test_compiled_equals_eager(residual):
 
 
 def test_compiled_into_cuda_graphs():
-    """The first run of such a function allocates from memory that later runs use again: tickets must not be there."""
+    """The warm-up run allocates from a pool that later runs reuse: tickets must not be in it."""
     torch.compiler.reset()
     workspace._reserves.clear()
     workspace._workspaces.clear()

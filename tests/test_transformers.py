@@ -1,4 +1,4 @@
-"""Transformers' models with quackish applied, beside the same models without. Tiny, with random weights."""
+"""Transformers' models with and without quackish: tiny, with random weights."""
 
 import collections
 import copy
@@ -70,7 +70,7 @@ def step(model: nn.Module, **inputs):
 
 
 def assert_same_step(got, expected, close=1e-5):
-    """Loss, its shape and class, and each gradient, to `close` of its largest element."""
+    """Compares loss, its shape and class, and gradients within `close` of their largest elements."""
     (output, grads), (plain_output, plain_grads) = got, expected
     assert isinstance(output, type(plain_output))
     assert list(output) == [name for name in plain_output if name != "logits"]
@@ -215,7 +215,7 @@ def test_logits_on_request():
     model.eval()
     assert model(ids, labels=ids).logits is not None
     assert model(ids, labels=ids, skip_logits=True).logits is None
-    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()  # a loss of the user's
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()  # the user's own loss
     assert model(ids, labels=ids, skip_logits=True).logits is not None
 
 
@@ -277,7 +277,7 @@ def test_peft(head, wrapped_first):
 
     plain = wrapped(tiny())
     model = apply(wrapped(tiny())) if wrapped_first else wrapped(apply(tiny()))
-    if head == "lora":  # which adds to the logits
+    if head == "lora":  # adds to the logits
         quackish.errors._warned.clear()
         with pytest.warns(quackish.errors.PortablePathWarning, match="leave it out of PEFT's target_modules"):
             output = model(**batch())
@@ -311,7 +311,7 @@ REFUSED = {
         lambda m: setattr(m, "forward", types.MethodType(forward_of_liger, m)),
         r"forward of a LlamaForCausalLM was replaced by .*\.forward_of_liger; .*Liger",
     ),
-    "hook": (  # accelerate's take the name of what they replace
+    "hook": (  # accelerate's hooks copy the name of the method they replace
         lambda m: setattr(m.model.norm, "forward", m.model.norm.forward),
         "forward of a LlamaRMSNorm was replaced by .*; .*hooks of accelerate",
     ),
@@ -449,7 +449,7 @@ def test_no_sync_and_a_graphed_step(family):
     options = dict(output_router_logits=False) if experts else {}
     options |= dict(hidden_size=128, intermediate_size=256, head_dim=32, use_cache=False, pad_token_id=None)
     ids = tokens(2, 64).cuda()
-    # Without a mask, Transformers reads back whether sequences are packed.
+    # Without a mask, Transformers synchronizes to check whether sequences are packed.
     mask = torch.full((1, 1, 64, 64), -1e9, dtype=torch.bfloat16, device="cuda").triu(1)
     inputs = dict(input_ids=ids, labels=ids, attention_mask=mask, num_items_in_batch=torch.tensor(100.0).cuda())
     if family == "Gemma2":

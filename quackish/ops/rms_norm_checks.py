@@ -21,9 +21,8 @@ def check_forward(
         raise ValueError(f"rms_norm: residual is {dims(residual)} but x is {dims(x)}; expected equal shapes")
     if dweight_out is not None:
         if weight is None or dweight_out.shape != weight.shape:
-            weight_dims = "None" if weight is None else dims(weight)
             raise ValueError(
-                f"rms_norm: dweight_out is {dims(dweight_out)} but weight is {weight_dims}; expected equal shapes"
+                f"rms_norm: dweight_out is {dims(dweight_out)} but weight is {dims(weight)}; expected equal shapes"
             )
         if dweight_out.dtype not in (torch.float32, weight.dtype):
             given, expected = names([dweight_out.dtype]), names([weight.dtype])
@@ -93,9 +92,8 @@ def _check_parameters(who: str, x: Tensor, weight: Tensor | None, bias: Tensor |
                 "(heads, n)"
             )
     if bias is not None and bias.dim() != (1 if weight is None else weight.dim()):
-        weight_dims = "None" if weight is None else dims(weight)
         raise ValueError(
-            f"{who}: bias is {dims(bias)} but weight is {weight_dims}; expected weight's shape, or ({x.shape[-1]},) "
+            f"{who}: bias is {dims(bias)} but weight is {dims(weight)}; expected weight's shape, or ({x.shape[-1]},) "
             "without weight"
         )
 
@@ -109,8 +107,8 @@ def _check_options(who: str, weight: Tensor | None, weight_offset: float, backen
         raise ValueError(f"{who}: backend is {backend!r}; expected one of {', '.join(map(repr, _BACKENDS))}")
 
 
-def dims(t: Tensor) -> str:
-    return f"({', '.join(map(str, t.shape))}{',' if t.dim() == 1 else ''})"
+def dims(t: Tensor | None) -> str:
+    return "None" if t is None else str(tuple(t.shape))
 
 
 def names(dtypes: Sequence[torch.dtype]) -> str:

@@ -44,15 +44,10 @@ class ShardStats(NamedTuple):
         return ShardStats(*(None if t is None else next(columns) for t in self))
 
 
-@dataclasses.dataclass(frozen=True)
-class LossOptions:
+class LossOptions(NamedTuple):
     label_smoothing: float
     z_loss: float
-    num_classes: int  # V, of all ranks
-
-    @property
-    def smoothing_per_class(self) -> float:
-        return self.label_smoothing / self.num_classes
+    smoothing_per_class: float  # label_smoothing / V
 
 
 class Combined(NamedTuple):

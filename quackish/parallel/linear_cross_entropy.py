@@ -93,8 +93,8 @@ def linear_cross_entropy(
     """
     inputs = Inputs(input, weight_shard, linear_bias, target, weight, logit_scale, num_items, grad_weight_out)
     options = Options(
-        reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, return_stats, schedule, chunk_size,
-        memory_limit, backend,
+        reduction, _IGNORED if ignore_index is None else ignore_index, label_smoothing, softcap, z_loss, return_lse,
+        return_stats, schedule, chunk_size, memory_limit, backend,
     )  # fmt: skip
     run = torch._dynamo.disable(_run) if is_compiling() else _run  # runs eagerly in compiled code
     loss, *stats = run(inputs, options, group, vocab_start, sequence_parallel, deterministic)
@@ -301,7 +301,7 @@ def _make_shard_call(inputs: Inputs, options: Options, ranks: _Ranks, start: int
     stats = smooth or options.return_stats
     inputs = _with_a_class(inputs)._replace(
         input=_whole_input(inputs.input, ranks).reshape(-1, inputs.input.shape[-1]),
-        target=(target - start).remainder_(max(v, 1)).masked_fill_(target == _ignored(options), _IGNORED),
+        target=(target - start).remainder_(max(v, 1)).masked_fill_(target == options.ignore_index, _IGNORED),
         num_items=None,
     )
     inputs = inputs if smooth else inputs._replace(weight=None)
@@ -313,10 +313,6 @@ def _make_shard_call(inputs: Inputs, options: Options, ranks: _Ranks, start: int
     if inputs.logit_scale is not None:
         inputs = inputs._replace(logit_scale=logit_scale_tensor(inputs, plan))
     return inputs, plan, grads_needed(inputs, plan, _needs(inputs))
-
-
-def _ignored(options: Options) -> int:
-    return _IGNORED if options.ignore_index is None else options.ignore_index
 
 
 def _run(
@@ -359,9 +355,10 @@ class _VocabParallel(torch.autograd.Function):
 
         own = _shard_stats(shard, plan, inputs, options, shards.start, *outputs)
         stats = own.unstack(all_gather(own.stacked(), ranks.group))
-        rows = rows_of(inputs.target.reshape(-1), shards.num_classes, None, _ignored(options), own.lse.dtype)
+        rows = rows_of(inputs.target.reshape(-1), shards.num_classes, None, options.ignore_index, own.lse.dtype)
         owner = torch.searchsorted(shards.ends, rows.index, right=True)
-        loss_options = LossOptions(options.label_smoothing, options.z_loss, shards.num_classes)
+        smoothing = options.label_smoothing
+        loss_options = LossOptions(smoothing, options.z_loss, smoothing / shards.num_classes)
         needs_lse = options.return_lse or options.return_stats
         combined = combine(stats, ranks.group.rank(), owner, rows, loss_options, needs_lse)
 

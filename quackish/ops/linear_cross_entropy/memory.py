@@ -161,7 +161,7 @@ class MemoryCounter(TorchDispatchMode):
         super().__init__()
         self.ignored: set[int] = set()  # storages that are not counted
         self.held: dict[int, tuple[StorageWeakRef, Allocation]] = {}
-        self.peak, self.at_peak = 0, []
+        self.peak, self.at_peak, self.limit = 0, [], math.inf
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -188,12 +188,10 @@ class MemoryCounter(TorchDispatchMode):
             allocation = Allocation(tuple(t.shape), t.dtype, self.allocation_size(storage.nbytes()))
             self.held[at] = StorageWeakRef(storage), allocation
         total = sum(held.bytes for _, held in self.held.values()) + scratch
-        self.check(total)
+        if total > self.limit:
+            raise _LimitExceeded
         if total > self.peak:
             self.peak, self.at_peak = total, [held for _, held in self.held.values()]
-
-    def check(self, total: int) -> None:
-        """Hook for subclasses that limit the total."""
 
     def allocation_size(self, size: int) -> int:
         return -(-size // BLOCK) * BLOCK + (LARGE if size > LARGE else 0)
@@ -234,6 +232,7 @@ class MemoryDryRun(MemoryCounter):
         self.ignore(*tensors, dw_out, *grad_outputs)
         requires_grad = [t for t in inputs[:3] if t is not None and t.requires_grad]
         self.grad_bytes = sum(t.nbytes for t in requires_grad if dw_out is None or t is not inputs.linear_weight)
+        self.limit += self.grad_bytes
         with self:
             results = autograd.run(inputs, plan, return_lse, self.request.eager, self.kernels)[: len(grad_outputs)]
             self.phase = "backward"
@@ -258,10 +257,6 @@ class MemoryDryRun(MemoryCounter):
         if func is torch.ops.aten.empty_strided.default:
             kwargs = {**(kwargs or {}), "device": META}
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def check(self, total: int) -> None:
-        if total - self.grad_bytes > self.limit:
-            raise _LimitExceeded
 
     def allocation_size(self, size: int) -> int:
         return super().allocation_size(size) if self.request.device.type == "cuda" else size
