@@ -232,7 +232,7 @@ def _writable_state(state: RowState, m: int) -> RowState:
         return state
     memory = state.memory.clone()
     memory[:NUM_TICKETS] = 0
-    return RowState.of(memory, m)
+    return RowState.from_memory(memory, m)
 
 
 _is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph
@@ -322,7 +322,7 @@ def run_backward(
     if plan.why_portable is not None:
         return portable.backward(inputs, plan, needed, *grad_outputs, state, exp_logits, device)
     m = inputs.target.numel()
-    kernels, state = kernels or kernels_of(inputs.input.device), _writable_state(RowState.of(state, m), m)
+    kernels, state = kernels or kernels_of(inputs.input.device), _writable_state(RowState.from_memory(state, m), m)
     call = prepare_call(inputs, plan, kernels, state, *flatten_grad_outputs(plan, *grad_outputs))
     return schedules.backward(
         call, ForwardResult(None, Grads(), live_x, _writable_exp_logits(exp_logits, grad_outputs[3])), needed

@@ -140,10 +140,10 @@ class RowState(NamedTuple):
     def new(cls, like: Tensor, return_stats: bool = False) -> "RowState":
         """Uninitialized state for the rows of `like`."""
         m = like.shape[0]
-        return cls.of(vector(like, cls.size(m, return_stats), I32), m)
+        return cls.from_memory(vector(like, cls.size(m, return_stats), I32), m)
 
     @classmethod
-    def of(cls, memory: Tensor, m: int) -> "RowState":
+    def from_memory(cls, memory: Tensor, m: int) -> "RowState":
         tickets, step = memory.data_ptr(), -(-m // 4) * 16  # each vector is aligned to 16 bytes
         num_live = tickets + 4 * NUM_TICKETS
         return cls(memory, tickets, num_live, num_live + 4, *range(num_live + 16, num_live + 16 + 15 * step, step))
@@ -175,7 +175,7 @@ class RowKernels:
             _, kernels = self._kernels = choose.epoch, {}
         key = name, fields
         kernel = kernels.get(key)
-        if kernel is None:  # if the epoch changes meanwhile, this dictionary is dropped
+        if kernel is None:  # if the epoch changes now, this dictionary is dropped
             fields = [cuda.name_of(f) if isinstance(f, torch.dtype) else f for f in fields]
             kernel = kernels[key] = self.kernel_for(name, _PROBLEMS[name](*fields), self.gpu)
         return kernel
@@ -192,15 +192,15 @@ class RowKernels:
         Also writes state.inv_divisor: with `mean` 1 / num_items, or without num_items 1 / (sum of class weights of
         live rows whose target is a class); 1 without `mean` or if no row has a class.
         """
-        divisor, items, items_at = "weights" if mean else "one", 1.0, None
+        divisor, items, items_tensor = "weights" if mean else "one", 1.0, None
         if mean and isinstance(num_items, Tensor) and num_items.is_cuda:
-            divisor, items_at = "tensor", num_items.to(F32)
+            divisor, items_tensor = "tensor", num_items.to(F32)
         elif mean and num_items is not None:
             divisor, items = "float", float(num_items)
         if divisor != "weights":
             class_weight = None
         args = CompactArgs(
-            target.data_ptr(), address(class_weight), address(items_at), state.order, state.inv_divisor, state.tickets,
+            target.data_ptr(), address(class_weight), address(items_tensor), state.order, state.inv_divisor, state.tickets,
             state.num_live, items, ignore_index, v, target.shape[0],
         )  # fmt: skip
         self.launch(args, "lce_compact", target.dtype, dtype_of(class_weight), divisor)
