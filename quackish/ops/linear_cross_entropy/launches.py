@@ -200,8 +200,8 @@ class RowKernels:
         if divisor != "weights":
             class_weight = None
         args = CompactArgs(
-            target.data_ptr(), address(class_weight), address(items_tensor), state.order, state.inv_divisor, state.tickets,
-            state.num_live, items, ignore_index, v, target.shape[0],
+            target.data_ptr(), address(class_weight), address(items_tensor), state.order, state.inv_divisor,
+            state.tickets, state.num_live, items, ignore_index, v, target.shape[0],
         )  # fmt: skip
         self.launch(args, "lce_compact", target.dtype, dtype_of(class_weight), divisor)
 
