@@ -57,7 +57,7 @@ def rms_norm(
         derivatives, torch.func and forward-mode AD run the portable path.
 
     Kernels are bitwise reproducible, and a row of y or of x's gradient does not depend on the number of rows. No input
-    is written (`dweight_out` apart), and nothing synchronizes with the host.
+    except `dweight_out` is written, and nothing synchronizes with the host.
 
     Raises:
         ValueError, TypeError: invalid shape, device or dtype of an argument.

@@ -325,7 +325,7 @@ def _run(
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"{_WHO}: group is {group!r}, expected a process group that this rank is in; torch.distributed."
-            "init_process_group makes the default one"
+            "init_process_group creates the default group"
         )
     if is_transformed() or not are_plain(inputs):
         raise UnsupportedError(

@@ -48,7 +48,7 @@ class Needs(NamedTuple):
 
 def up(
     x: Tensor,  # (R, H)
-    w1: Tensor,  # (E, 2I, H) as [gate; up]; (E, I, H) beside w3, and for activations without a gate
+    w1: Tensor,  # (E, 2I, H) as [gate; up]; (E, I, H) with w3, and for activations without a gate
     w3: Tensor | None,  # (E, I, H)
     b1: Tensor | None,  # (E, 2I) or (E, I): as z
     scales: Tensor | None,  # (R,)

@@ -33,7 +33,7 @@ class LinearCrossEntropyStats(NamedTuple):
     """Row statistics of target's shape, fp32 (fp64 for fp64). All except `predicted` are differentiable."""
 
     lse: Tensor  # logsumexp of the logits; 0 in ignored rows, as are log_prob and entropy
-    log_prob: Tensor  # of the target; NaN if the target is no class
+    log_prob: Tensor  # of the target; NaN if the target is invalid
     entropy: Tensor  # of softmax(logits), in nats
     predicted: Tensor  # int64: the first class with the largest logit; -1 in ignored rows and if a logit is NaN
 
@@ -43,15 +43,15 @@ class Rows:
     """The targets of m rows, checked."""
 
     ignored: Tensor  # (m,) bool
-    index: Tensor  # (m,) int64 in [0, V): the class; arbitrary if the target is no class
-    weight: Tensor  # (m,) class weight of the target; 0 for an ignored row, NaN if the target is no class
+    index: Tensor  # (m,) int64 in [0, V): the class; arbitrary if the target is invalid
+    weight: Tensor  # (m,) class weight of the target; 0 for an ignored row, NaN if the target is invalid
 
     def __getitem__(self, rows: slice) -> "Rows":
         return Rows(self.ignored[rows], self.index[rows], self.weight[rows])
 
 
 def rows_of(target: Tensor, v: int, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Rows:
-    """The Rows of targets (m,). Never indexes out of bounds: targets that are no class get a NaN weight."""
+    """The Rows of targets (m,). Never indexes out of bounds: invalid targets get a NaN weight."""
     target = target.long()  # before comparing: in int32, an ignore_index of 2**32 would be class 0
     ignored = target == ignore_index
     index = target.clamp(0, v - 1)
@@ -65,7 +65,7 @@ def rows_of(target: Tensor, v: int, weight: Tensor | None, ignore_index: int, dt
 def mean_divisor(rows: Rows, num_items: int | Tensor | None = None) -> Tensor:
     """The divisor of `mean`: the sum of the rows' class weights, or `num_items`; 1 if no row has a class.
 
-    Rows whose target is no class do not count, so the other rows' gradients are as if these rows were ignored.
+    Rows with invalid targets do not count, so the other rows' gradients are as if these rows were ignored.
     """
     uncounted = rows.weight.isnan() | rows.ignored
     if num_items is None:
@@ -95,7 +95,7 @@ def linear_cross_entropy_forward(
     """(loss, lse), with `return_stats` (loss, stats), of input (m, h), linear_weight (v, h), target (m,).
 
     From full logits in fp32 (fp64 for fp64); autograd computes gradients. An ignored row has loss 0 and lse 0;
-    a row whose target is no class has loss NaN.
+    a row with an invalid target has loss NaN.
     """
     dtype, v = accumulate_dtype(input.dtype), linear_weight.shape[0]
     rows = rows_of(target, v, weight, ignore_index, dtype)

@@ -55,7 +55,7 @@ def linear_cross_entropy(
         loss = cross_entropy(a, target) + z_loss * logsumexp(a)**2,   0 for an ignored row
 
     The arguments before `softcap` have the names and meaning of `F.linear_cross_entropy`. Kernels are bitwise
-    reproducible, and a row's loss does not depend on other rows. No input is written (`grad_weight_out` apart), and
+    reproducible, and a row's loss does not depend on other rows. No input except `grad_weight_out` is written, and
     nothing synchronizes with the host. Schedules, memory, numerics and edge cases: docs/linear_cross_entropy.md.
 
     Args:

@@ -169,7 +169,7 @@ def resolve_compute_dtype(inputs: Inputs) -> torch.dtype:
 
 
 def check_targets(target: Tensor, v: int, ignore_index: int) -> None:
-    """IndexError for a target that is no class, as in PyTorch. Only for the CPU: on a GPU it would synchronize."""
+    """IndexError for an invalid target, as in PyTorch. Only for the CPU: on a GPU it would synchronize."""
     target = target.long()  # before comparing, see reference.rows_of
     bad = ((target < 0) | (target >= v)) & (target != ignore_index)
     if bad.any():
