@@ -32,7 +32,7 @@ class RMSNorm(quackish.RMSNorm, Module):
 
 
 class LinearCrossEntropyLoss(ChunkedLossWrapper):  # for subclasses of it, the trainer does not run lm_head
-    """`quackish.linear_cross_entropy` in the forward of the model's lm_head, where FSDP has gathered its weight."""
+    """`quackish.linear_cross_entropy` in the forward of lm_head, where FSDP has gathered its weight."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):

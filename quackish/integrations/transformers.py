@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: quackish's RMSNorm, linear cross entropy and experts in causal language models.
+"""quackish's RMSNorm, linear cross entropy and experts in Hugging Face Transformers.
 
     from quackish.integrations.transformers import apply
 
@@ -68,7 +68,7 @@ def apply(
     chunk_size: int | None = None,
     memory_limit: int | None = None,
 ) -> Model:
-    """Patches `model` to run quackish's RMSNorm and, for its training loss, linear cross entropy; returns `model`.
+    """Patches `model` to run quackish's RMSNorm and linear cross entropy; returns `model`.
 
     Call it before the model is wrapped in DDP, FSDP or `torch.compile`, and before or after PEFT wraps it. Parameters,
     the state dict and `forward`'s signature do not change. docs/transformers.md says what runs when.
@@ -233,7 +233,7 @@ def _check_is_unpatched(module: nn.Module) -> None:
 
 
 def _subclass(base: type, forward: Callable, **attributes) -> type:
-    """A subclass with another forward, but the same name (saved to config.json) and signature (read by Trainer)."""
+    """A subclass with another forward, but equal name (saved in config.json) and signature (read by Trainer)."""
     same = dict(__module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__)
     forward = functools.wraps(base.forward)(forward)
     return type(base.__name__, (base,), {**same, **attributes, "forward": forward, "_quackish_unpatched": base})

@@ -1,4 +1,4 @@
-"""torch's CUDA functions on the launch path, without Python wrappers; None if torch is built without CUDA."""
+"""torch's CUDA functions without Python wrappers; None if torch is built without CUDA."""
 
 from collections.abc import Callable
 

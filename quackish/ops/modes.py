@@ -1,4 +1,4 @@
-"""Whether a call may launch kernels directly: not under torch.compile, modes or torch.func, or with subclasses."""
+"""When a call may launch kernels directly: not with torch.compile, modes, torch.func or subclasses."""
 
 import contextlib
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ forward_ad = torch.autograd.forward_ad
 
 
 def is_plain() -> bool:
-    """Whether nothing except autograd intercepts this call, so that kernels may be launched without the dispatcher."""
+    """Whether only autograd intercepts this call, so that kernels can bypass the dispatcher."""
     return not (
         is_compiling()  # first: torch.compile cannot trace the others
         or num_dispatch_modes()
@@ -53,7 +53,7 @@ def as_plain(op: str, t: Tensor | None) -> Tensor | None:
 
 
 def check_memory(op: str, **tensors: Tensor | None) -> None:
-    """ValueError for a tensor with elements but freed storage, which would pass a null pointer to a kernel."""
+    """ValueError for a tensor whose storage was freed: a kernel would get a null pointer."""
     for name, t in tensors.items():
         if t is not None and not t.data_ptr() and t.numel() and not t.is_meta:
             raise ValueError(

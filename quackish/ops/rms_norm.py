@@ -325,7 +325,7 @@ def _gradients(needs, dy, x, weight, rstd, dres, dweight_out, forward) -> tuple:
 
 
 def _dx_dtypes(dx: bool, dresidual: bool, x_dtype: torch.dtype, residual_dtype: torch.dtype | None) -> tuple:
-    """The dtypes of the gradient of res to compute: one for dx and dresidual together, unless their dtypes differ."""
+    """The dtypes of the gradients of res to compute: one for dx and dresidual unless they differ."""
     if not dx:
         return (residual_dtype if dresidual else None), None
     return x_dtype, (residual_dtype if dresidual and residual_dtype != x_dtype else None)
@@ -343,7 +343,7 @@ _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _is_batched(dy: Tensor, dres: Tensor | None) -> bool:
-    """Whether gradients are batched by torch.func.vmap or by is_grads_batched=True, which uses an older vmap."""
+    """Whether gradients are batched by torch.func.vmap or is_grads_batched=True (an older vmap)."""
     return functorch_level() is not None or _is_legacy_batched(dy) or (dres is not None and _is_legacy_batched(dres))
 
 

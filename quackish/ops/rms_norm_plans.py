@@ -1,4 +1,4 @@
-"""Plans of RMSNorm calls: everything that depends only on shapes, strides, dtypes and options, computed once.
+"""Plans of RMSNorm calls: what depends only on shapes, strides, dtypes and options, computed once.
 
 These are the key of the plan cache, so a cached plan implies valid arguments, and a call checks only the pointers.
 If no kernel covers a call, its plan runs the reference.
@@ -27,7 +27,7 @@ _GRADIENTS = ("dx", "dresidual", "dweight", "dbias")  # of BackwardPlan
 
 
 def plan_for(kind: "type[Plan]", tensors: tuple, options: tuple) -> "Plan | None":
-    """The plan of class `kind` for these arguments, which are checked; None if a tensor subclass needs an operator."""
+    """Checks the arguments. Returns their plan of class `kind`; None if a tensor subclass needs an operator."""
     try:
         key = [choose.epoch, kind, *options, *map(type, options)]  # types, as 1, 1.0 and True are equal
         for t in tensors:
@@ -387,7 +387,7 @@ def num_heads(weight: Tensor | None) -> int:
 
 
 def resolve_eps(x: Tensor, eps: float | None) -> float:
-    """eps, or F.rms_norm's default: the machine epsilon of the dtype that it computes in, not of x's dtype."""
+    """eps, or F.rms_norm's default: the machine epsilon of the dtype that it computes in."""
     return eps if eps is not None else torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
 
 

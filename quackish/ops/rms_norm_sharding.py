@@ -1,4 +1,4 @@
-"""DTensor sharding rules of RMSNorm's operators: rows may be sharded, the normalized dimension may not.
+"""DTensor sharding rules of RMSNorm: rows may be sharded, the normalized dimension may not.
 
 Importing this module registers the rules. rms_norm imports it only if torch.distributed.tensor is already loaded.
 """

@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def take(device_index: int, stream: int, scratch_floats: int) -> tuple[int, int, object]:
-    """(address of NUM_TICKETS tickets, address of scratch_floats fp32, an object to keep alive until the launch).
+    """(address of the tickets, address of scratch_floats fp32, an object to keep until the launch).
 
     `stream` is the current stream of the current device.
     """

@@ -1,4 +1,4 @@
-"""Combines the row statistics of each rank's shard into the loss, and distributes the gradients. No communication.
+"""Combines the shards' row statistics into the loss, and distributes gradients. No communication.
 
 With lse_r the logsumexp of rank r's logits, nll_o = lse_o - a_t on the rank o that owns the target, s the label
 smoothing, w_t the target's class weight, W_r the sum of rank r's class weights, and W the sum of all class weights:

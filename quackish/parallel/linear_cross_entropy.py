@@ -66,10 +66,10 @@ def linear_cross_entropy(
     memory_limit: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, LinearCrossEntropyStats]:
-    """`quackish.linear_cross_entropy` with the classes sharded over the ranks of a group. All ranks must call it.
+    """`quackish.linear_cross_entropy` with the classes sharded over the ranks of a group.
 
-    Loss and statistics cover all classes and have the same bits on every rank. Arguments not listed here are those of
-    `quackish.linear_cross_entropy`. docs/parallel.md has memory, numerics, errors and recipes.
+    All ranks must call it. Loss and statistics cover all classes and have the same bits on every rank. Arguments not
+    listed here are those of `quackish.linear_cross_entropy`. docs/parallel.md has memory, numerics, errors and recipes.
 
     Args:
         input: (..., H), the same on all ranks. Its gradient is summed over ranks, so it is the same too.
@@ -104,7 +104,7 @@ def linear_cross_entropy(
 
 
 class VocabParallelHead(LinearCrossEntropyLoss):
-    """`LinearCrossEntropyLoss` whose weight may be sharded with `ColwiseParallel()` on its submodule "linear".
+    """`LinearCrossEntropyLoss` that supports `ColwiseParallel()` on its submodule "linear".
 
     Without a DTensor weight it behaves as LinearCrossEntropyLoss. It has the same state, and two more arguments:
     sequence_parallel and deterministic. The buffer `weight` has the class weights of all ranks.
@@ -155,7 +155,7 @@ def _group_of(weight) -> dist.ProcessGroup:
 def _without_dtensors(
     inputs: Inputs, group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> tuple[Inputs, dist.ProcessGroup]:
-    """Inputs as plain tensors, local shards of those sharded by class and full tensors of the others; and the group."""
+    """Inputs as plain tensors, local shards if sharded by class and full tensors otherwise; and the group."""
     if _is_dtensor(inputs.linear_weight):
         weight_group = _group_of(inputs.linear_weight)
         if group not in (None, weight_group):

@@ -1,4 +1,4 @@
-"""The MLP of a mixture of experts in plain PyTorch, step by step: the specification, and the portable path.
+"""The MLP of a mixture of experts in plain PyTorch: the specification, and the portable path.
 
 Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. For a row of group g, with scales s:
 

@@ -1,4 +1,4 @@
-"""Linear cross entropy in plain PyTorch: the specification on full logits, and the computation of one chunk of them.
+"""Linear cross entropy in plain PyTorch: the specification on full logits, and of one chunk.
 
 With z = input @ linear_weight.T + linear_bias, c = softcap * tanh(z / softcap), a = logit_scale * c,
 lse = logsumexp(a), t the target, w the class weights (1 by default), e = label_smoothing and

@@ -1,4 +1,4 @@
-"""Linear cross entropy: the public function and module, and the choice between kernels and the portable path."""
+"""The public function and module, and the choice between kernels and the portable path."""
 
 import operator
 from collections.abc import Callable
@@ -115,7 +115,7 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """Projection and `linear_cross_entropy`, with torch.nn.LinearCrossEntropyLoss's arguments and state dict.
+    """`linear_cross_entropy` as a module, with torch.nn.LinearCrossEntropyLoss's arguments and state.
 
     State: `linear.weight` (num_classes, in_features); `linear.bias` (num_classes,) with bias=True; the buffer `weight`
     (num_classes,) if class weights are given. `softcap` and later arguments are quackish's own. num_items, return_lse,

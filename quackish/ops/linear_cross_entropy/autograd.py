@@ -83,7 +83,7 @@ def prepare_call(inputs: Inputs, plan: Plan, kernels, state: RowState | None = N
 
 
 def grads_needed(inputs: Inputs, plan: Plan, needs: Sequence[bool]) -> GradsNeeded:
-    """The gradients to compute: in the parameter's dtype if our GEMM can write it, else in fp32 (fp64 for fp64)."""
+    """The gradients to compute. In the parameter's dtype if our GEMM can write it, else in fp32 (fp64 for fp64)."""
     dx, dw, fp32 = inputs.input.dtype, inputs.linear_weight.dtype, accumulate_dtype(plan.compute_dtype)
     direct = (plan.compute_dtype,) if plan.why_portable is None else ()
     dw_out = inputs.grad_weight_out
@@ -111,7 +111,7 @@ def _forward(
 
 
 def flatten_grad_outputs(plan: Plan, grad_loss: Tensor | None, *row_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of the outputs, at least one, as Call takes them: grad_loss 0-dim or (m,), the others (m,)."""
+    """The output gradients, at least one, in the shapes of Call: grad_loss 0-dim or (m,), the others (m,)."""
     row_grads = [None if grad is None else grad.reshape(-1).contiguous() for grad in row_grads]
     if grad_loss is None:
         grad_loss = next(grad for grad in row_grads if grad is not None).new_zeros(())

@@ -89,7 +89,7 @@ def check_tensors(inputs: Inputs) -> None:
 
 
 def check_buffer(inputs: Inputs) -> None:
-    """Checks that depend on memory, which plans do not cover: they run in every call with a `grad_weight_out`."""
+    """Checks of memory, which no plan covers: they run in every call with a `grad_weight_out`."""
     buffers.check_buffer(
         "linear_cross_entropy",
         grad_weight_out=inputs.grad_weight_out, linear_weight=inputs.linear_weight, input=inputs.input,

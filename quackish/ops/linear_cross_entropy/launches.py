@@ -59,7 +59,7 @@ def padded_strides(columns: int) -> tuple[int, int]:
 
 
 def view_into(owner: Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """A matrix `offset` bytes into the storage of `owner`, which is contiguous and starts at its storage's start."""
+    """A matrix `offset` bytes into the storage of `owner`, which is contiguous at storage offset 0."""
     if owner.dtype != dtype:
         owner = owner.view(-1).view(dtype)
     return owner.as_strided((rows, columns), (columns, 1), offset // dtype.itemsize)

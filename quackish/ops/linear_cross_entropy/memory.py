@@ -91,7 +91,7 @@ def problem_for(
 def choose_within_limit(
     memory_limit: int, request: tuple, schedule: str, chunk_size: int | None, gpu: Gpu | None = None
 ) -> tuple[str, int, bool, bool]:
-    """The fields of the fastest config that needs at most `memory_limit` bytes; ValueError if there is none.
+    """The fields of the fastest config within `memory_limit` bytes; ValueError if there is none.
 
     Runs in a new thread, where none of the caller's modes, saved-tensor hooks, autocast or no_grad are active.
     """
@@ -198,7 +198,7 @@ class MemoryCounter(TorchDispatchMode):
 
 
 class MemoryDryRun(MemoryCounter):
-    """Runs forward and backward with a gradient for each differentiable output, and all required input gradients."""
+    """Runs forward and backward, with gradients of all outputs and of all inputs that require them."""
 
     def __init__(
         self, request: Request, config: LinearCrossEntropyConfig, gpu: Gpu | None = None, limit: float = math.inf

@@ -1,4 +1,4 @@
-"""The portable path of linear cross entropy: its operators in plain PyTorch, one chunk of rows at a time."""
+"""The portable path of linear cross entropy: plain PyTorch, one chunk of rows at a time."""
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ def _loop(
 
 
 def run_full_logits(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
-    """The results of `autograd.run` from full logits, with operations that torch.func and forward-mode AD support."""
+    """`autograd.run` from full logits, with operations that torch.func and forward-mode AD support."""
     x, w, bias, target, weight, logit_scale, num_items, _ = inputs
     flat_target = target.reshape(-1)
     if x.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(target):

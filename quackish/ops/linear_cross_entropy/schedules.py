@@ -1,4 +1,4 @@
-"""The schedules of linear cross entropy on kernels: which steps run, in which order, and over which buffers.
+"""The schedules on kernels: which steps run, in which order, and over which buffers.
 
 Formulas. For a row with logits a, target t and class weights w, all sums in fp32 (label smoothing: see reference/):
     lse = logsumexp(a),    loss = w_t * (lse - a_t) + z_loss * lse^2

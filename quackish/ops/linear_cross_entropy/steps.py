@@ -188,7 +188,7 @@ def compute_grads(
     call: Call, chunk: Chunk, grads: Grads, scaled_x: Tensor | None = None, first_slots: Tensor | None = None,
     split_tail: bool = False,
 ) -> None:  # fmt: skip
-    """Writes `grads`; after the first chunk, adds to dw and db. dw overwrites entries of exp_logits, so it comes last.
+    """Writes `grads`; after the first chunk, adds to dw and db. dw comes last, because it modifies exp_logits.
 
     split_tail: as in LceKernels.dx. first_slots: of `allocate_first_slots`, filled with NO_SLOT.
     """
@@ -234,7 +234,7 @@ def _compute_dw(call: Call, chunk: Chunk, scaled_x: Tensor, dw: Tensor, first_sl
 
 
 def allocate_first_slots(call: Call, v: int, dw_dtype: torch.dtype | None) -> Tensor | None:
-    """(v,) int32, the first slot of each class: where a 16-bit dw keeps its rounding residual until targets are added.
+    """(v,) int32, the first slot of each class, where a 16-bit dw keeps its rounding residual.
 
     None if the GEMM cannot keep the residual. Then the target entries stay in exp_logits, because adding their terms to
     a rounded dw would be less exact than rounding scaled_x.
@@ -260,7 +260,7 @@ def extract_targets(call: Call, chunk: Chunk, v: int, first_slots: Tensor | None
 
 
 def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
-    """A chunk's slots sorted by class, slots that are not live last: (rows,) int64, by PyTorch's stable radix sort."""
+    """A chunk's slots sorted by class with PyTorch's stable sort, dead slots last: (rows,) int64."""
     n = classes.shape[0]
     slots = torch.arange(start, start + n, dtype=I32, device=classes.device)
     return classes.masked_fill(slots >= num_live, torch.iinfo(I32).max).sort(stable=True).indices

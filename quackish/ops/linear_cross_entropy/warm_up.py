@@ -1,4 +1,4 @@
-"""Compiles all kernels of a call in parallel before its first launch: about ten kernels, which take 5 s one by one."""
+"""Compiles all kernels of a call in parallel: about ten, which take 5 s one by one."""
 
 from typing import Any
 
