@@ -24,6 +24,7 @@ from quackish.ops.linear_cross_entropy.autograd import (
     grads_needed,
     is_batched,
     logit_scale_tensor,
+    requires_grad,
     reshaped,
     run_backward,
     run_forward,
@@ -200,7 +201,7 @@ def _shards_of(
     """
     checked = _checked.setdefault(ranks.group, {})
     try:
-        key = (*key_of(inputs, options), _needs(inputs)[0], *ranks[1:], vocab_start, weight_shape)
+        key = (*key_of(inputs, options), requires_grad(inputs)[0], *ranks[1:], vocab_start, weight_shape)
         shards = checked.get(key)
     except (AttributeError, TypeError):  # as in plan_for
         key, shards = None, None
@@ -283,11 +284,6 @@ def _with_a_class(inputs: Inputs) -> Inputs:
     return inputs._replace(**one, grad_weight_out=None)
 
 
-def _needs(inputs: Inputs) -> tuple[bool, ...]:
-    grad = torch.is_grad_enabled()
-    return tuple(grad and t is not None and t.requires_grad for t in inputs[:3])
-
-
 # The operation on one shard, and the autograd function ---------------------------------------------------------------
 
 
@@ -312,7 +308,7 @@ def _make_shard_call(inputs: Inputs, options: Options, ranks: _Ranks, start: int
     plan = plan_for(inputs, options)
     if inputs.logit_scale is not None:
         inputs = inputs._replace(logit_scale=logit_scale_tensor(inputs, plan))
-    return inputs, plan, grads_needed(inputs, plan, _needs(inputs))
+    return inputs, plan, grads_needed(inputs, plan, requires_grad(inputs))
 
 
 def _run(

@@ -11,13 +11,13 @@ from quackish.configs import choose
 from quackish.configs.linear_cross_entropy import config_of
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import gpu_of
+from quackish.ops.buffers import check_buffer
 from quackish.ops.linear_cross_entropy import autograd, memory, portable
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import (
     FP32,
     Inputs,
     Options,
-    check_buffer,
     check_options,
     check_tensors,
     resolve_compute_dtype,
@@ -107,7 +107,9 @@ def linear_cross_entropy(
         loss, lse, *stats = _run_transformed(inputs, plan, options)
     else:
         if grad_weight_out is not None and not is_compiling():
-            check_buffer(inputs)
+            check_buffer(
+                "linear_cross_entropy", grad_weight_out=grad_weight_out, linear_weight=linear_weight, input=input
+            )
         loss, lse, *stats = autograd.run(inputs, plan, return_lse, eager)
     if return_stats:
         return loss, LinearCrossEntropyStats(lse, *stats)

@@ -82,6 +82,12 @@ def prepare_call(inputs: Inputs, plan: Plan, kernels, state: RowState | None = N
     )  # fmt: skip
 
 
+def requires_grad(inputs: Inputs) -> list[bool]:
+    """Whether input, linear_weight and linear_bias need gradients."""
+    enabled = torch.is_grad_enabled()
+    return [enabled and t is not None and t.requires_grad for t in inputs[:3]]
+
+
 def grads_needed(inputs: Inputs, plan: Plan, needs: Sequence[bool]) -> GradsNeeded:
     """The gradients to compute. In the parameter's dtype if our GEMM can write it, else in fp32 (fp64 for fp64)."""
     dx, dw, fp32 = inputs.input.dtype, inputs.linear_weight.dtype, accumulate_dtype(plan.compute_dtype)
@@ -277,12 +283,11 @@ _bwd_op = torch.ops.quackish.linear_cross_entropy_bwd.default
 
 
 def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
-    items, grad = inputs.num_items, torch.is_grad_enabled()
+    items = inputs.num_items
     if items is not None and not isinstance(items, Tensor):  # a tensor, so that compiled code is not specialized on it
         dtype = accumulate_dtype(plan.compute_dtype)
         inputs = inputs._replace(num_items=torch.full((), items, dtype=dtype, device=inputs.input.device))
-    needs = [grad and t is not None and t.requires_grad for t in inputs[:3]]
-    return _fwd_op(*inputs, *plan, needs)[: 5 if plan.return_stats else 2]
+    return _fwd_op(*inputs, *plan, requires_grad(inputs))[: 5 if plan.return_stats else 2]
 
 
 def _parse(args) -> tuple[Inputs, Plan, GradsNeeded]:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from quackish.configs.linear_cross_entropy import SCHEDULES
-from quackish.ops import buffers
 from quackish.ops.modes import autocast_dtype
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -86,14 +85,6 @@ def check_tensors(inputs: Inputs) -> None:
             raise ValueError(f"{who} {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} {context}")
     if out is not None and out.requires_grad:
         raise ValueError(f"{who} grad_weight_out requires grad, expected a plain buffer; detach it")
-
-
-def check_buffer(inputs: Inputs) -> None:
-    """Checks of memory, which no plan covers: they run in every call with a `grad_weight_out`."""
-    buffers.check_buffer(
-        "linear_cross_entropy",
-        grad_weight_out=inputs.grad_weight_out, linear_weight=inputs.linear_weight, input=inputs.input,
-    )  # fmt: skip
 
 
 def _choice(name: str, *choices: str) -> tuple:

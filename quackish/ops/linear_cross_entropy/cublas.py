@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quackish.configs.lce_args import ClearArgs, ExpArgs, RescaleArgs, ScatterArgs
 from quackish.configs.lce_cublas import TILE_N, logit_columns, product_rows
+from quackish.configs.linear_cross_entropy import round_up
 from quackish.ops.linear_cross_entropy.launches import ExpLogits, RowKernels, address, dtype_of
 from quackish.ops.linear_cross_entropy.portable import addmm, mm
 
@@ -26,7 +27,7 @@ class CublasKernels(RowKernels):
 
     def num_tiles(self, v: int) -> int:
         """Twice the tiles: sums, then their shifts, which end as zeros."""
-        return 2 * _ceil_div(v, TILE_N)
+        return 2 * -(-v // TILE_N)
 
     def logits(self, live_x, w, out, epilogue, bias, state, start) -> None:
         """A tile with a logit far above row_shift uses its own maximum as the shift, to avoid overflow.
@@ -113,7 +114,7 @@ def _offset(address: int | None, first: int, dtype: torch.dtype | None = torch.f
 def _logit_products(live_x: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     """Yields c0, c1 and fp32 live_x @ w[c0:c1].T, in a buffer of whole tiles that each step overwrites."""
     rows, n = live_x.shape[0], w.shape[0]
-    step = min(logit_columns(rows), _ceil_div(n, TILE_N) * TILE_N)
+    step = min(logit_columns(rows), round_up(n, TILE_N))
     z = live_x.new_empty((rows, step), dtype=torch.float32)
     for c0 in range(0, n, step):
         c1 = min(c0 + step, n)
@@ -125,7 +126,3 @@ def _multiply_w(e: ExpLogits, w: Tensor, out: Tensor, accumulate: bool) -> None:
     """out = (+= with `accumulate`) e @ w, fp32."""
     for part, v0, v1 in e.blocks(w.shape[0]):
         (addmm if accumulate or v0 else mm)(part, w[v0:v1], out)
-
-
-def _ceil_div(n: int, d: int) -> int:
-    return -(-n // d)

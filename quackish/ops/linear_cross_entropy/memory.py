@@ -48,12 +48,6 @@ class Request(NamedTuple):
     device: torch.device
     eager: bool  # see autograd.run
 
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """m, h, v"""
-        (v, h), target = self.tensors[1][0], self.tensors[3][0]
-        return math.prod(target), h, v
-
 
 def tensor_metadata(inputs: Inputs) -> tuple:
     """The arguments of `_meta_tensor` for each input except logit_scale and num_items; None if absent."""
@@ -136,7 +130,8 @@ def frontier(
 
 def candidates(request: Request, schedule: str, chunk_size: int | None) -> list[LinearCrossEntropyConfig]:
     """The configs to try for a memory limit, the fastest first."""
-    (m, h, v), has_out, on_kernels = request.sizes, request.tensors[5] is not None, request.why_portable is None
+    (v, h), m = request.tensors[1][0], math.prod(request.tensors[3][0])  # the shapes of linear_weight and target
+    has_out, on_kernels = request.tensors[5] is not None, request.why_portable is None
     problem = problem_for(request.options, v, h, request.return_lse, has_out, on_kernels)
     return by_speed(problem, m, h, schedule, chunk_size)
 

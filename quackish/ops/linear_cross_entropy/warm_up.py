@@ -9,7 +9,13 @@ from quackish import launch
 from quackish.gpu import Gpu
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import schedules
-from quackish.ops.linear_cross_entropy.autograd import flatten_grad_outputs, grads_needed, make_kernels, prepare_call
+from quackish.ops.linear_cross_entropy.autograd import (
+    flatten_grad_outputs,
+    grads_needed,
+    make_kernels,
+    prepare_call,
+    requires_grad,
+)
 from quackish.ops.linear_cross_entropy.calls import Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
@@ -21,12 +27,12 @@ def prepare(inputs: Inputs, plan: Plan) -> None:
     """Compiles the kernels of forward and backward, once per key. May miss one or two kernels that depend on M."""
     x, w, bias, target, weight, scale, items, out = inputs
     m, (v, h), is_aligned = target.numel(), w.shape, _is_aligned(x, plan.compute_dtype)
-    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, w, bias))
+    needs = requires_grad(inputs)
     needed = grads_needed(inputs, plan, needs)
     layout = schedules.forward_layout(plan, m, v, h, needed, out is None, True)
     key = (
         plan._replace(ignore_index=0, label_smoothing=plan.label_smoothing > 0, softcap=plan.softcap is None, z_loss=0),
-        x.device, v, h, needs, m > layout.chunk_rows, layout.columns > 0, layout.dw_block > 0, is_aligned,
+        x.device, v, h, *needs, m > layout.chunk_rows, layout.columns > 0, layout.dw_block > 0, is_aligned,
         tuple(None if t is None else t.dtype for t in (x, w, bias, target, weight, out)),
         None if out is None else out.stride(),
         scale is None, None if items is None else isinstance(items, Tensor) and items.is_cuda,
