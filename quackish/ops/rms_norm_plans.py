@@ -117,18 +117,18 @@ class ForwardPlan(Plan):
                 return self.run(x, weight, bias, residual)
         if self.copies:
             x, residual, weight, bias = copy_unreadable((x, residual), (weight, bias))
-        x_at = pointers = x.data_ptr()
-        weight_at = bias_at = residual_at = res = res_at = None
+        x_ptr = pointers = x.data_ptr()
+        weight_ptr = bias_ptr = residual_ptr = res = res_ptr = None
         if weight is not None:
-            weight_at = weight.data_ptr()
-            pointers |= weight_at
+            weight_ptr = weight.data_ptr()
+            pointers |= weight_ptr
         if bias is not None:
-            bias_at = bias.data_ptr()
-            pointers |= bias_at
+            bias_ptr = bias.data_ptr()
+            pointers |= bias_ptr
         if residual is not None:
-            residual_at = residual.data_ptr()
-            pointers |= residual_at
-        if 0 in (x_at, weight_at, bias_at, residual_at):
+            residual_ptr = residual.data_ptr()
+            pointers |= residual_ptr
+        if 0 in (x_ptr, weight_ptr, bias_ptr, residual_ptr):
             check_memory("rms_norm", x=x, weight=weight, bias=bias, residual=residual)
         if pointers & 15:
             kernel = self.unaligned()
@@ -138,11 +138,11 @@ class ForwardPlan(Plan):
         y = cuda.empty(self.shape, self.strides, self.out_dtype)
         if residual is not None:
             res = cuda.empty(self.shape, self.strides, self.res_dtype)
-            res_at = res.data_ptr()
+            res_ptr = res.data_ptr()
         rstd = cuda.empty(self.rstd_shape, self.rstd_strides, torch.float32)
         x_rows, residual_rows, eps, weight_offset, m = self.arguments
         launch(  # no starred argument: it would cost 0.1 us
-            x_at, weight_at, bias_at, residual_at, y.data_ptr(), res_at, rstd.data_ptr(), x_rows, residual_rows,
+            x_ptr, weight_ptr, bias_ptr, residual_ptr, y.data_ptr(), res_ptr, rstd.data_ptr(), x_rows, residual_rows,
             eps, weight_offset, m, num_ctas, cuda.stream_of(self.device_index),
         )  # fmt: skip
         return y, res, rstd
@@ -198,19 +198,19 @@ class BackwardPlan(Plan):
                 return self.run(dy, x, weight, rstd, dres, dweight_out)
         if self.copies:
             dy, x, dres, weight = copy_unreadable((dy, x, dres), (weight,))
-        x_at, dy_at = x.data_ptr(), dy.data_ptr()
-        pointers = x_at | dy_at
-        weight_at = dres_at = dweight_at = None
+        x_ptr, dy_ptr = x.data_ptr(), dy.data_ptr()
+        pointers = x_ptr | dy_ptr
+        weight_ptr = dres_ptr = dweight_ptr = None
         if weight is not None:
-            weight_at = weight.data_ptr()
-            pointers |= weight_at
+            weight_ptr = weight.data_ptr()
+            pointers |= weight_ptr
         if self.has_dres:
-            dres_at = dres.data_ptr()
-            pointers |= dres_at
+            dres_ptr = dres.data_ptr()
+            pointers |= dres_ptr
         if self.kernel_adds:
-            dweight_at = dweight_out.data_ptr()
-            pointers |= dweight_at
-        if 0 in (x_at, dy_at, weight_at, dres_at, dweight_at):
+            dweight_ptr = dweight_out.data_ptr()
+            pointers |= dweight_ptr
+        if 0 in (x_ptr, dy_ptr, weight_ptr, dres_ptr, dweight_ptr):
             check_memory("rms_norm_backward", x=x, dy=dy, weight=weight, dres=dres, dweight_out=dweight_out)
         if pointers & 15:
             kernel = self.unaligned()
@@ -220,30 +220,30 @@ class BackwardPlan(Plan):
         launch, num_ctas, scratch_floats = kernel
 
         # outputs
-        dx = dx_at = dresidual = dresidual_at = dweight = dbias = dbias_at = None
+        dx = dx_ptr = dresidual = dresidual_ptr = dweight = dbias = dbias_ptr = None
         dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype = self.dtypes
         if dx_dtype is not None:
             dx = cuda.empty(self.shape, self.strides, dx_dtype)
-            dx_at = dx.data_ptr()
+            dx_ptr = dx.data_ptr()
         if dresidual_dtype is not None:
             dresidual = cuda.empty(self.shape, self.strides, dresidual_dtype)
-            dresidual_at = dresidual.data_ptr()
+            dresidual_ptr = dresidual.data_ptr()
         if dweight_dtype is not None and not self.kernel_adds:
             dweight = cuda.empty(*self.parameter, dweight_dtype)
-            dweight_at = dweight.data_ptr()
+            dweight_ptr = dweight.data_ptr()
         if dbias_dtype is not None:
             dbias = cuda.empty(*self.parameter, dbias_dtype)
-            dbias_at = dbias.data_ptr()
+            dbias_ptr = dbias.data_ptr()
 
         # workspace of the sums over CTAs
         stream = cuda.stream_of(self.device_index)
-        scratch_at = tickets_at = workspace_owner = None
+        scratch_ptr = tickets_ptr = workspace_owner = None
         if scratch_floats:
-            tickets_at, scratch_at, workspace_owner = workspace.take(self.device_index, stream, scratch_floats)
+            tickets_ptr, scratch_ptr, workspace_owner = workspace.take(self.device_index, stream, scratch_floats)
         x_rows, dy_rows, dres_rows, weight_offset, m = self.arguments
         launch(
-            x_at, weight_at, dy_at, dres_at, rstd.data_ptr(), dx_at, dresidual_at, dweight_at, dbias_at,
-            scratch_at, tickets_at, x_rows, dy_rows, dres_rows, weight_offset, m, num_ctas, stream,
+            x_ptr, weight_ptr, dy_ptr, dres_ptr, rstd.data_ptr(), dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr,
+            scratch_ptr, tickets_ptr, x_rows, dy_rows, dres_rows, weight_offset, m, num_ctas, stream,
         )  # fmt: skip
         del workspace_owner  # alive until the launch
         if self.kernel_adds:

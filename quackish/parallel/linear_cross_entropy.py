@@ -280,8 +280,8 @@ def _with_a_class(inputs: Inputs) -> Inputs:
     if not isinstance(inputs.linear_weight, Tensor) or inputs.linear_weight.shape[:1] != (0,):
         return inputs
     names = "linear_weight", "linear_bias", "weight"
-    one = {name: t.new_zeros((1, *t.shape[1:])) for name in names if (t := getattr(inputs, name)) is not None}
-    return inputs._replace(**one, grad_weight_out=None)
+    placeholders = {name: t.new_zeros((1, *t.shape[1:])) for name in names if (t := getattr(inputs, name)) is not None}
+    return inputs._replace(**placeholders, grad_weight_out=None)
 
 
 # The operation on one shard, and the autograd function ---------------------------------------------------------------

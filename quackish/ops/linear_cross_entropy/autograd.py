@@ -110,7 +110,7 @@ def _forward(
     if plan.return_stats:
         floats = [state.lse, state.log_prob, state.entropy]
     # copies, because users may write to them
-    outputs += [reshaped(state.tensor(at, call.m, torch.float32).clone(), shape) for at in floats]
+    outputs += [reshaped(state.tensor(address, call.m, torch.float32).clone(), shape) for address in floats]
     if plan.return_stats:
         outputs.append(reshaped(state.tensor(state.predicted, call.m).long(), shape))
     return outputs, state, out
@@ -370,7 +370,7 @@ def _fwd_fake(*args):
     loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=dtype)
     stats = [loss.new_empty(target.shape), None, None, None]
     if plan.return_stats:
-        stats = [loss.new_empty(target.shape, dtype=of) for of in (dtype, dtype, dtype, torch.int64)]
+        stats = [loss.new_empty(target.shape, dtype=d) for d in (dtype, dtype, dtype, torch.int64)]
     grads = _fake_grads(inputs, plan, grads_in_forward(plan, needed))
     return loss, *stats, state, live_x, exp_logits, *grads
 
@@ -419,10 +419,10 @@ def _op_backward(ctx, grad_loss, grad_lse, grad_log_prob, grad_entropy, *_):
     has_row_grads = any(grad is not None for grad in row_grads)
     if grad_loss is None and not has_row_grads:
         return (None,) * (8 + len(ctx.args))
-    *given, state, live_x, exp_logits, dx, dw, db = ctx.saved_tensors
+    *tensors, state, live_x, exp_logits, dx, dw, db = ctx.saved_tensors
     *options, needs = ctx.args
     plan, dw_out = Plan(*options), ctx.grad_weight_out if needs[1] else None
-    inputs, grads = Inputs(*given, dw_out), Grads()
+    inputs, grads = Inputs(*tensors, dw_out), Grads()
     computed = grads if has_row_grads else Grads(dx, dw, db)
     missing = [need and g is None for need, g in zip(needs, computed, strict=True)]
     if any(g is not None for g in computed):
@@ -433,7 +433,7 @@ def _op_backward(ctx, grad_loss, grad_lse, grad_log_prob, grad_entropy, *_):
             dw_out.addcmul_(computed.dw, factor)
             computed = computed._replace(dw=None)
         pairs = zip(computed, inputs[:3], strict=True)
-        grads = Grads(*(None if g is None else _scaled_grad(g, factor, of.dtype) for g, of in pairs))
+        grads = Grads(*(None if g is None else _scaled_grad(g, factor, t.dtype) for g, t in pairs))
     if any(missing):
         saved = state, live_x, exp_logits
         late = Grads(*_bwd_op(grad_loss, *row_grads, *saved, *inputs, *options, missing))

@@ -174,14 +174,14 @@ class MemoryCounter(TorchDispatchMode):
 
     def count(self, results: list[Tensor], scratch: int) -> None:
         stored = {t.untyped_storage()._cdata: t for t in results}
-        new = [at for at in stored if at not in self.ignored and at not in self.held]
+        new = [key for key in stored if key not in self.ignored and key not in self.held]
         if not new and not scratch:
             return
-        self.held = {at: pair for at, pair in self.held.items() if not pair[0].expired()}
-        for at in new:
-            storage, t = stored[at].untyped_storage(), stored[at]
+        self.held = {key: pair for key, pair in self.held.items() if not pair[0].expired()}
+        for key in new:
+            storage, t = stored[key].untyped_storage(), stored[key]
             allocation = Allocation(tuple(t.shape), t.dtype, self.allocation_size(storage.nbytes()))
-            self.held[at] = StorageWeakRef(storage), allocation
+            self.held[key] = StorageWeakRef(storage), allocation
         total = sum(held.bytes for _, held in self.held.values()) + scratch
         if total > self.limit:
             raise _LimitExceeded

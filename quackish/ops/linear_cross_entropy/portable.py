@@ -89,7 +89,7 @@ def _loop(
     bias, weight = (None if t is None else t.to(dtype) for t in (bias, weight))
     loss = x.new_empty(m, dtype=dtype)
     dtypes = (dtype, dtype, dtype, torch.int64) if plan.return_stats else (dtype,)
-    stats = [x.new_empty(m, dtype=of) for of in dtypes]
+    stats = [x.new_empty(m, dtype=d) for d in dtypes]
     grads = dx, dw, db = Grads(
         x.new_empty((m, h), dtype=dtype) if needed.dx else None,
         x.new_zeros((v, h), dtype=dtype) if needed.dw else None,

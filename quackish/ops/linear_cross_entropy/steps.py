@@ -84,7 +84,7 @@ NO_TILE_SUMS = TileSums()
 
 def compute_logits(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None = None) -> TileSums:
     """Fills chunk.live_x and chunk.exp_logits. Zeroes the outputs and dx of the chunk's ignored rows."""
-    kernels, state, smoothing, at = call.kernels, call.state, call.plan.label_smoothing > 0, 4 * chunk.start
+    kernels, state, smoothing, offset = call.kernels, call.state, call.plan.label_smoothing > 0, 4 * chunk.start
     tiles, return_stats = kernels.num_tiles(call.v), call.plan.return_stats
     argmax_bits = vector(call.x, chunk.rows, torch.int64) if return_stats else None
     _gather(call, chunk.start, chunk.live_x, state.slot_target, state.row_max_bits, dx, loss, argmax_bits)
@@ -92,9 +92,10 @@ def compute_logits(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None = N
     part_wsum = matrix(call.x, chunk.rows, tiles, F32) if smoothing else None
     part_elog = matrix(call.x, chunk.rows, tiles, F32) if return_stats else None
     epilogue = SoftmaxArgs(
-        address(call.bias), address(call.class_weight) if smoothing else None, state.row_shift + at,
-        state.slot_target + at, state.row_max_bits + at, state.flags, part_sum.data_ptr(), state.target_logit + at,
-        address(part_wsum), address(part_elog), address(argmax_bits), call.softcap, tiles, address(call.logit_scale),
+        address(call.bias), address(call.class_weight) if smoothing else None, state.row_shift + offset,
+        state.slot_target + offset, state.row_max_bits + offset, state.flags, part_sum.data_ptr(),
+        state.target_logit + offset, address(part_wsum), address(part_elog), address(argmax_bits), call.softcap, tiles,
+        address(call.logit_scale),
     )  # fmt: skip
     kernels.logits(chunk.live_x, call.w, chunk.exp_logits, epilogue, dtype_of(call.bias), state, chunk.start)
     return TileSums(part_sum, part_wsum, part_elog, argmax_bits)
@@ -109,16 +110,16 @@ def _gather(
     call: Call, start: int, live_x: Tensor, slot_target: int, row_max_bits: int, dx: Tensor | None = None,
     loss: Tensor | None = None, argmax_bits: Tensor | None = None,
 ) -> None:  # fmt: skip
-    x, state, at, stride = call.x, call.state, 4 * start, call.x.stride(0)
-    x_at, return_stats = x.data_ptr(), argmax_bits is not None
+    x, state, offset, stride = call.x, call.state, 4 * start, call.x.stride(0)
+    x_ptr, return_stats = x.data_ptr(), argmax_bits is not None
     stats = (state.log_prob, state.entropy, state.predicted) if return_stats else (None, None, None)
     args = GatherArgs(
-        x_at, call.w.data_ptr(), address(call.bias), call.target.data_ptr(), state.order, state.num_live,
-        live_x.data_ptr(), slot_target + at, state.row_shift + at, row_max_bits + at, state.flags, address(dx),
-        address(loss), None if loss is None else state.lse, *stats, address(argmax_bits), stride, call.softcap, start,
-        live_x.shape[0], call.v,
+        x_ptr, call.w.data_ptr(), address(call.bias), call.target.data_ptr(), state.order, state.num_live,
+        live_x.data_ptr(), slot_target + offset, state.row_shift + offset, row_max_bits + offset, state.flags,
+        address(dx), address(loss), None if loss is None else state.lse, *stats, address(argmax_bits), stride,
+        call.softcap, start, live_x.shape[0], call.v,
     )  # fmt: skip
-    aligned = not (x_at | stride * 2) & 15  # each row starts on 16 bytes
+    aligned = not (x_ptr | stride * 2) & 15  # each row starts on 16 bytes
     dtypes = x.dtype, call.target.dtype, dtype_of(call.bias), dtype_of(dx)
     call.kernels.launch(args, "lce_gather", call.h, *dtypes, call.softcap > 0, loss is not None, aligned, return_stats)
 
@@ -134,18 +135,18 @@ def launch_rows(
     scale: row_scale, the target entries of exp_logits, and scaled_x = row_scale * live_x.
     coefs: the coefficients of dlogits, and coef_entropy if the entropy has a gradient.
     """
-    plan, state, at, grad_loss = call.plan, call.state, 4 * chunk.start, call.grad_loss
+    plan, state, offset, grad_loss = call.plan, call.state, 4 * chunk.start, call.grad_loss
     stats, exp_logits = sums.part_sum is not None, chunk.exp_logits if scale else NOT_STORED
     return_stats = sums.part_elog is not None
     args = RowsArgs(
-        state.slot_target + at, state.order, state.num_live, *map(address, sums),
-        state.target_logit + at if stats or scale else None, state.row_max_bits + at, address(call.class_weight),
-        address(call.total_weight), address(loss), state.lse, state.row_sum + at,
+        state.slot_target + offset, state.order, state.num_live, *map(address, sums),
+        state.target_logit + offset if stats or scale else None, state.row_max_bits + offset,
+        address(call.class_weight), address(call.total_weight), address(loss), state.lse, state.row_sum + offset,
         state.log_prob if return_stats else None, state.entropy if return_stats or coef_entropy is not None else None,
         state.predicted if return_stats else None, address(grad_loss), state.inv_divisor, address(call.grad_lse),
         address(call.grad_log_prob), address(call.grad_entropy), address(exp_logits.first), address(exp_logits.second),
         None if scaled_x is None else chunk.live_x.data_ptr(), address(scaled_x),
-        state.row_scale + at if scale else None, address(coefs), address(coef_entropy), address(first_slots),
+        state.row_scale + offset if scale else None, address(coefs), address(coef_entropy), address(first_slots),
         call.softcap, plan.z_loss, plan.label_smoothing, *exp_logits.strides, exp_logits.split, call.v,
         sums.part_sum.shape[1] if stats else 0, chunk.start, chunk.rows, address(call.logit_scale),
     )  # fmt: skip
@@ -247,14 +248,14 @@ def extract_targets(call: Call, chunk: Chunk, v: int, first_slots: Tensor | None
 
     Must not directly follow the launch that writes slot_target.
     """
-    n, state, exp_logits, at, index = chunk.rows, call.state, chunk.exp_logits, 4 * chunk.start, None
+    n, state, exp_logits, offset, index = chunk.rows, call.state, chunk.exp_logits, 4 * chunk.start, None
     if n > MOST_ROWS_COUNTED:
-        classes, num_live = state.tensor(state.slot_target + at, n), state.tensor(state.num_live, 1)
+        classes, num_live = state.tensor(state.slot_target + offset, n), state.tensor(state.num_live, 1)
         index = order_by_class(classes, num_live, chunk.start)
     args = SortArgs(
-        state.slot_target + at, state.order, state.num_live, state.row_scale + at, exp_logits.first.data_ptr(),
-        address(exp_logits.second), *exp_logits.strides, exp_logits.split, state.sorted_target + at,
-        state.sorted_row + at, state.sorted_grad + at, address(first_slots), address(index), v, chunk.start, n,
+        state.slot_target + offset, state.order, state.num_live, state.row_scale + offset, exp_logits.first.data_ptr(),
+        address(exp_logits.second), *exp_logits.strides, exp_logits.split, state.sorted_target + offset,
+        state.sorted_row + offset, state.sorted_grad + offset, address(first_slots), address(index), v, chunk.start, n,
     )  # fmt: skip
     call.kernels.launch(args, "lce_sort", exp_logits.second is not None, first_slots is not None, index is not None)
 
@@ -271,13 +272,13 @@ def add_targets(call: Call, chunk: Chunk, dw: Tensor, v0: int, residual: Tensor 
 
     The previous launch may write dw and the residual, but no other argument.
     """
-    x, state, at, stride = call.x, call.state, 4 * chunk.start, call.x.stride(0)
-    x_at = x.data_ptr()
+    x, state, offset, stride = call.x, call.state, 4 * chunk.start, call.x.stride(0)
+    x_ptr = x.data_ptr()
     args = TargetsArgs(
-        x_at, state.sorted_target + at, state.sorted_row + at, state.sorted_grad + at, state.num_live, dw.data_ptr(),
-        address(residual), stride, v0, v0 + dw.shape[0], chunk.start, chunk.rows,
+        x_ptr, state.sorted_target + offset, state.sorted_row + offset, state.sorted_grad + offset, state.num_live,
+        dw.data_ptr(), address(residual), stride, v0, v0 + dw.shape[0], chunk.start, chunk.rows,
     )  # fmt: skip
-    aligned = not (x_at | stride * 2) & 15
+    aligned = not (x_ptr | stride * 2) & 15
     call.kernels.launch(args, "lce_targets", call.h, x.dtype, dw.dtype, aligned, residual is not None)
 
 
