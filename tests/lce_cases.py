@@ -112,7 +112,7 @@ class Path:
     def __init__(self, device, kernels=None, close=1e-11, is_cublas=False):
         self.device, self.kernels, self.close, self.is_cublas = device, kernels, close, is_cublas
         self.here, portable = dict(device=device), kernels is None
-        self.how = dict(backend="reference" if portable else "cute")
+        self.defaults = dict(backend="reference" if portable else "cute")
         self.calls = None if portable else kernels.calls  # launches, by method
         self.dtypes = [torch.float64] if portable else [torch.bfloat16, torch.float16]
         self.m, self.v, self.chunk_size = (13, 11, 5) if portable else (300, 700, 128)
@@ -125,14 +125,14 @@ class Path:
         return x, w, target, {k: t.float() if k == "weight" else t for k, t in kw.items()}
 
     def call(self, x, w, target, **options):
-        return linear_cross_entropy(x, w, target, **self.how | options)
+        return linear_cross_entropy(x, w, target, **self.defaults | options)
 
     def run(self, *args, **options):
-        return run(*args, **self.how | options)
+        return run(*args, **self.defaults | options)
 
-    def check(self, x, w, target, kw, grad=None, grad_lse=None, **how):
+    def check(self, x, w, target, kw, grad=None, grad_lse=None, **options):
         """Compares with truth: loss and lse within fp32 rounding (and tanh), gradients within a few dtype roundings."""
-        loss, lse, grads = self.run(x, w, target, kw, grad, grad_lse, **how)
+        loss, lse, grads = self.run(x, w, target, kw, grad, grad_lse, **options)
         true_loss, true_lse, true_grads = truth(x, w, target, kw, grad, grad_lse)
         assert loss.dtype == lse.dtype == torch.promote_types(x.dtype, torch.float32)
         exact = x.dtype == torch.float64
@@ -141,8 +141,8 @@ class Path:
             close += 2**-20 * (kw.get("softcap") or 0.0) * float(kw.get("logit_scale") or 1.0)
         torch.testing.assert_close((loss.double(), lse.double()), (true_loss, true_lse), rtol=close, atol=close)
         ways = [grads]
-        if self.kernels and how.get("schedule") == "recompute" and grad_lse is None:
-            alone = self.call(x, w, target, **kw, **how)  # runs differently if no lse is returned
+        if self.kernels and options.get("schedule") == "recompute" and grad_lse is None:
+            alone = self.call(x, w, target, **kw, **options)  # runs differently if no lse is returned
             wanted = [t for t in parameters(x, w, kw) if t.requires_grad]
             ways.append(torch.autograd.grad(alone, wanted, torch.ones_like(alone) if grad is None else grad))
         for grads in ways:

@@ -62,16 +62,16 @@ class Ranks:
     def shard(self, t):
         return None if t is None else t.detach()[self.mine].clone().requires_grad_(t.requires_grad)
 
-    def step(self, x, w, target, kw, loss_of, **how):
+    def step(self, x, w, target, kw, loss_of, **options):
         """The outputs of the parallel head, and [dx, dw, db] of `loss_of(outputs)`."""
         kw = {name: self.shard(t) if name in ("weight", "linear_bias") else t for name, t in kw.items()}
         x, w = x.detach().clone().requires_grad_(), self.shard(w)
         leaves = [t for t in (x, w, kw.get("linear_bias")) if t is not None]
-        return step(linear_cross_entropy, leaves, x, w, target, kw, loss_of, group=self.group, **how)
+        return step(linear_cross_entropy, leaves, x, w, target, kw, loss_of, group=self.group, **options)
 
 
-def step(function, leaves, x, w, target, kw, loss_of, **how):
-    outputs = function(x, w, target, **kw, **how)
+def step(function, leaves, x, w, target, kw, loss_of, **options):
+    outputs = function(x, w, target, **kw, **options)
     outputs = flat(outputs)
     grads = torch.autograd.grad(loss_of(outputs), leaves)
     return [t.detach() for t in outputs], list(grads)
@@ -92,11 +92,11 @@ def total(outputs):
     return sums
 
 
-def agree(ranks, x, w, target, kw, loss_of=total, close=1e-11, **how):
+def agree(ranks, x, w, target, kw, loss_of=total, close=1e-11, **options):
     """The parallel head and one process have the same outputs and gradients."""
     leaves = [t for t in (x, w, kw.get("linear_bias")) if t is not None]
     want, (dx, *true_grads) = step(quackish.linear_cross_entropy, leaves, x, w, target, kw, loss_of)
-    got, grads = ranks.step(x, w, target, kw, loss_of, **how)
+    got, grads = ranks.step(x, w, target, kw, loss_of, **options)
     true_grads = [dx, *(t[ranks.mine] for t in true_grads)]
     torch.testing.assert_close((got, grads), (want, true_grads), rtol=close, atol=close)
     for t in (*got, grads[0]):
@@ -231,8 +231,8 @@ def parts_of_the_input(groups):
     (loss, lse), (dx, dw, db) = ranks.step(x, w, target, kw, total)
     for deterministic in (False, True):
         part = x.detach().view(6, 4, 8)[2 * ranks.rank :][:2].clone().requires_grad_()
-        how = dict(sequence_parallel=True, deterministic=deterministic)
-        got, grads = ranks.step(part, w, target.view(6, 4), kw, lambda o: total([o[0], o[1].flatten()]), **how)
+        options = dict(sequence_parallel=True, deterministic=deterministic)
+        got, grads = ranks.step(part, w, target.view(6, 4), kw, lambda o: total([o[0], o[1].flatten()]), **options)
         assert torch.equal(torch.cat([got[0].view(1), got[1].flatten()]), torch.cat([loss.view(1), lse]))
         dx_part = dx.view(6, 4, 8)[2 * ranks.rank :][:2]
         torch.testing.assert_close(grads, [dx_part, dw, db], rtol=1e-12, atol=1e-12)
@@ -344,8 +344,8 @@ def kernels(groups):
         for buffer in (None, torch.float32, torch.bfloat16):
             out = None if buffer is None else torch.zeros(ranks.shard(w).shape, dtype=buffer)
             leaves = x.detach().requires_grad_(), ranks.shard(w)
-            how = dict(group=ranks.group, schedule="stored", grad_weight_out=out)
-            linear_cross_entropy(*leaves, target, **how).backward()
+            options = dict(group=ranks.group, schedule="stored", grad_weight_out=out)
+            linear_cross_entropy(*leaves, target, **options).backward()
             dw = leaves[1].grad if out is None else out
             assert norm_error(dw, before[1][1].double()) <= (0.0 if out is None else unit_roundoff(torch.bfloat16))
         k.calls.clear()
@@ -358,7 +358,7 @@ def kernels(groups):
     torch.use_deterministic_algorithms(False)
 
 
-def agree_with_truth(ranks, x, w, target, kw, **how):
+def agree_with_truth(ranks, x, w, target, kw, **options):
     """Losses within fp32 rounding, gradients within a few dtype roundings, as in lce_cases."""
     x, w = ((t.detach() * scale).requires_grad_() for t, scale in ((x, 1.0), (w, w.shape[1] ** -0.5)))
     kw = {name: t.float() if name == "weight" else t for name, t in kw.items()}
@@ -369,7 +369,7 @@ def agree_with_truth(ranks, x, w, target, kw, **how):
     loss, stats = linear_cross_entropy_forward(*leaves[:2], target, **given, return_stats=True)
     want = [loss, *(stats if "return_stats" in kw else stats[:1])]
     true_grads = torch.autograd.grad(total(want), leaves)
-    got, grads = ranks.step(x, w, target, kw, total, **how)
+    got, grads = ranks.step(x, w, target, kw, total, **options)
     for one, true in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), true.detach().double(), rtol=1e-5, atol=1e-5)
     for one, true in zip(grads, (true_grads[0], *(t[ranks.mine] for t in true_grads[1:])), strict=True):
@@ -411,10 +411,10 @@ def bits_and_synchronization(groups):
     x, w, target, kw = gpu_case()
     first = None
     for schedule, deterministic in itertools.product(SCHEDULES, (False, True)):
-        how, runs = dict(schedule=schedule, deterministic=deterministic, chunk_size=384), []
+        options, runs = dict(schedule=schedule, deterministic=deterministic, chunk_size=384), []
         for i in range(10):
             with no_synchronization(i > 0):
-                runs.append(ranks.step(x, w, target, kw, lambda outputs: outputs[0], **how))
+                runs.append(ranks.step(x, w, target, kw, lambda outputs: outputs[0], **options))
         first = first or runs[0]
         for (loss,), (dx, dw) in runs:
             assert torch.equal(loss, first[0][0])
@@ -443,8 +443,8 @@ def losses_of_chunks(groups):
     x, w, target, kw = gpu_case(reduction="none")
     with torch.no_grad():
         for schedule, rows in itertools.product(SCHEDULES, (None, 128, 640)):
-            how = dict(group=ranks.group, schedule=schedule, chunk_size=rows)
-            seen.add(digest(linear_cross_entropy(x, ranks.shard(w), target, **kw, **how)))
+            options = dict(group=ranks.group, schedule=schedule, chunk_size=rows)
+            seen.add(digest(linear_cross_entropy(x, ranks.shard(w), target, **kw, **options)))
     assert len(seen) == 1
 
 
@@ -459,10 +459,10 @@ def parts_of_the_input_on_gpus(groups):
     rows = len(x) // len(ranks.sizes)
     mine = slice(rows * ranks.rank, rows * ranks.rank + rows)
     for schedule, deterministic in itertools.product(("stored", "recompute"), (False, True)):
-        how = dict(deterministic=deterministic, schedule=schedule)
-        (loss,), (dx, dw) = ranks.step(x, w, target, kw, lambda outputs: outputs[0], **how)
-        how["sequence_parallel"] = True
-        got, grads = ranks.step(x[mine], w, target, kw, lambda outputs: outputs[0], **how)
+        options = dict(deterministic=deterministic, schedule=schedule)
+        (loss,), (dx, dw) = ranks.step(x, w, target, kw, lambda outputs: outputs[0], **options)
+        options["sequence_parallel"] = True
+        got, grads = ranks.step(x[mine], w, target, kw, lambda outputs: outputs[0], **options)
         assert torch.equal(got[0], loss)
         assert torch.equal(grads[1], dw)
         assert norm_error(grads[0], dx[mine].double()) <= 2 * unit_roundoff(dx.dtype)
@@ -476,13 +476,13 @@ def a_cuda_graph_of_the_step(groups):
     for sequence_parallel, deterministic in itertools.product((False, True), (False, True)):
         x, shard = (part if sequence_parallel else whole).detach().clone().requires_grad_(), ranks.shard(w)
         buffer = torch.zeros(shard.shape, device="cuda")
-        how = dict(
+        options = dict(
             group=ranks.group, grad_weight_out=buffer, schedule="stored", sequence_parallel=sequence_parallel,
             deterministic=deterministic,
         )  # fmt: skip
 
-        def one_step(x=x, shard=shard, how=how):
-            loss = linear_cross_entropy(x, shard, target, **how)
+        def one_step(x=x, shard=shard, options=options):
+            loss = linear_cross_entropy(x, shard, target, **options)
             return loss.detach(), torch.autograd.grad(loss, [x])[0]
 
         stream = torch.cuda.Stream()
@@ -518,10 +518,10 @@ def memory_is_that_of_one_rank(groups):
     words = f"linear_cross_entropy {m}x{h}x{v // n} --reduction none"
     for schedule, sequence_parallel in (("stored", False), ("stored", True), ("recompute", False)):
         part = x.detach()[mine].clone().requires_grad_() if sequence_parallel else x
-        how = dict(schedule=schedule, sequence_parallel=sequence_parallel)
+        options = dict(schedule=schedule, sequence_parallel=sequence_parallel)
 
-        def one_step(part=part, how=how):
-            return torch.autograd.grad(linear_cross_entropy(part, w, target, **how), [part, w])
+        def one_step(part=part, options=options):
+            return torch.autograd.grad(linear_cross_entropy(part, w, target, **options), [part, w])
 
         one_step()
         torch.cuda.synchronize()

@@ -435,8 +435,8 @@ def run_checks(rank: int, checks: tuple, size: int, device: str, path: str) -> N
     name = "nccl" if device == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=600)
     dist.init_process_group(name, init_method=f"file://{path}", rank=rank, world_size=size, timeout=limit)
-    how = (BF16, "cute") if device == "cuda" else (FP32, "auto")
-    ranks = Ranks(init_device_mesh(device, (size,)), rank, *how)
+    settings = (BF16, "cute") if device == "cuda" else (FP32, "auto")
+    ranks = Ranks(init_device_mesh(device, (size,)), rank, *settings)
     for check in checks:
         torch.manual_seed(0)
         check(ranks)

@@ -43,16 +43,16 @@ def test_schedule_rule():
 
 
 def test_when_recompute_computes_dx_in_forward():
-    def how(reduction="mean", chunk_size=None, **kw):
+    def config(reduction="mean", chunk_size=None, **kw):
         problem = KernelProblem(128_256, 4096, kw.pop("dtype", "bfloat16"), reduction, **kw)
         return kernel_config(problem, 10**6, "recompute", chunk_size)
 
-    assert [how(r).dx_in_forward for r in ("mean", "sum", "none")] == [True, True, False]
+    assert [config(r).dx_in_forward for r in ("mean", "sum", "none")] == [True, True, False]
     for kw in (dict(dtype="float16"), dict(label_smoothing=True), dict(return_lse=True)):
-        assert not how(**kw).dx_in_forward
-    assert how().chunk_rows == 4096  # exp_logits as large as dW
-    assert how(grad_weight_out=True).chunk_rows == 1024  # 256 MiB of exp_logits
-    assert how(chunk_size=129).chunk_rows == 256
+        assert not config(**kw).dx_in_forward
+    assert config().chunk_rows == 4096  # exp_logits as large as dW
+    assert config(grad_weight_out=True).chunk_rows == 1024  # 256 MiB of exp_logits
+    assert config(chunk_size=129).chunk_rows == 256
     assert not kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1, "chunked").dx_in_forward
 
 
@@ -101,9 +101,9 @@ def test_first_classes():
 
 def test_layouts_of_the_headline_shape():
     def of(schedule, m=8192, v=128_256, h=4096, chunk=None, dx=True, dw=2, owns_dw=True, dw_in_forward=False):
-        how = kernel_config(KernelProblem(v, h, "bfloat16", "mean"), m, schedule, chunk)
-        how = how.schedule, how.chunk_rows, how.dx_in_forward, how.dw_in_chunks
-        return choose_layout(*how, m, v, h, dx, dw, owns_dw, dw_in_forward)
+        config = kernel_config(KernelProblem(v, h, "bfloat16", "mean"), m, schedule, chunk)
+        config = config.schedule, config.chunk_rows, config.dx_in_forward, config.dw_in_chunks
+        return choose_layout(*config, m, v, h, dx, dw, owns_dw, dw_in_forward)
 
     assert of("chunked")[:3] == (8192, 42_752, 350_224_384)  # a third of exp_logits in dw's storage
     assert of("chunked", m=65_536)[:3] == (9472, 0, 0)  # dw's fp32 sums fill its storage

@@ -73,8 +73,8 @@ def problems():
         options |= dict(exp_logits_split=True, first_slot_of_class=stats, logit_scale=True)
         options |= dict(return_stats=stats, grad_log_prob=True)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
-    for how in itertools.product((False, True), repeat=3):
-        yield "lce_sort", LceSortProblem(*how), LceSortConfig(), 2
+    for flags in itertools.product((False, True), repeat=3):
+        yield "lce_sort", LceSortProblem(*flags), LceSortConfig(), 2
     for h, dtype, aligned in itertools.product((8, 1000, 16_384), ("bfloat16", "float32"), (True, False)):
         for residual in (False, True) if dtype == "bfloat16" else (False,):
             problem = LceTargetsProblem(h, "bfloat16", dtype, aligned, residual)

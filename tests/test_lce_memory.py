@@ -43,7 +43,7 @@ def least(call):
 def test_order_of_candidates():
     def order(schedule="auto", chunk_size=None, m=8192, reduction="mean", **kw):
         found = by_speed(KernelProblem(128_256, 4096, "bfloat16", reduction, **kw), m, 4096, schedule, chunk_size)
-        return [(how.schedule, how.chunk_rows) for how in found]
+        return [(config.schedule, config.chunk_rows) for config in found]
 
     known, late, out = order(), order(reduction="none"), order(grad_weight_out=True)
     assert known[0][0] == "chunked"
@@ -77,7 +77,7 @@ def request_of(x, w, target, kw, eager=True, device=None):
     )
     plan = make_plan(inputs, options, no_kernel_on)
     first = Plan._fields.index("schedule")
-    how = LinearCrossEntropyConfig(*plan[first : first + 4])
+    config = LinearCrossEntropyConfig(*plan[first : first + 4])
     on = (
         memory.tensor_metadata(inputs),
         plan[:first],
@@ -87,23 +87,23 @@ def request_of(x, w, target, kw, eager=True, device=None):
         device or x.device,
         eager,
     )
-    return memory.Request(*on), how
+    return memory.Request(*on), config
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_dry_run_of_portable_path_matches_measured_peak(name, reduction, dtype):
-    for schedule, how in itertools.product(SCHEDULES, ("both", "input", "buffer", "none", "stats")):
+    for schedule, variant in itertools.product(SCHEDULES, ("both", "input", "buffer", "none", "stats")):
         x, w, target, kw = make(500, 64, 1200, dtype, reduction=reduction, **OPTIONS[name])
-        kw |= dict(schedule=schedule, chunk_size=128, return_stats=how == "stats")
-        w.requires_grad_(how in ("both", "buffer", "stats"))
-        x.requires_grad_(how != "none")
-        bias = [t.requires_grad_(how == "both") for t in (kw.get("linear_bias"),) if t is not None]
-        if how == "buffer":
+        kw |= dict(schedule=schedule, chunk_size=128, return_stats=variant == "stats")
+        w.requires_grad_(variant in ("both", "buffer", "stats"))
+        x.requires_grad_(variant != "none")
+        bias = [t.requires_grad_(variant == "both") for t in (kw.get("linear_bias"),) if t is not None]
+        if variant == "buffer":
             kw["grad_weight_out"] = torch.zeros(w.shape)
         wanted = [t for t in (x, w, *bias) if t.requires_grad]
-        grads = [torch.ones(500 if reduction == "none" else ()), *[torch.ones(500)] * 3 * (how == "stats")]
+        grads = [torch.ones(500 if reduction == "none" else ()), *[torch.ones(500)] * 3 * (variant == "stats")]
 
         def step(x=x, w=w, target=target, kw=kw, wanted=wanted, grads=grads):
             kept = linear_cross_entropy(x, w, target, **kw)
@@ -111,14 +111,14 @@ def test_dry_run_of_portable_path_matches_measured_peak(name, reduction, dtype):
             return kept, torch.autograd.grad(results, wanted, grads, allow_unused=True) if wanted else None
 
         found = memory.MemoryDryRun(*request_of(x, w, target, kw)).run()
-        assert found.peak == pytest.approx(taken(step), rel=0.01), (schedule, how)
+        assert found.peak == pytest.approx(taken(step), rel=0.01), (schedule, variant)
 
 
 def rehearsed(device=CUDA, eager=True):
     """1024 x 4096 x 128256 on an H200's kernels."""
     x, w = (torch.empty(rows, 4096, dtype=BF16, device="meta", requires_grad=True) for rows in (1024, 128_256))
-    request, how = request_of(x, w, torch.empty(1024, dtype=torch.int64, device="meta"), {}, eager, device=device)
-    return memory.MemoryDryRun(request._replace(why_portable=None), how, H200).run()
+    request, config = request_of(x, w, torch.empty(1024, dtype=torch.int64, device="meta"), {}, eager, device=device)
+    return memory.MemoryDryRun(request._replace(why_portable=None), config, H200).run()
 
 
 def test_allocator_rounds_up():
@@ -227,7 +227,7 @@ def test_compiled_with_memory_limit(path):
     _, w, _, _ = case_of(path)
 
     def step(x, target, limit):
-        return linear_cross_entropy(x * 2, w, target, memory_limit=limit, **path.how)
+        return linear_cross_entropy(x * 2, w, target, memory_limit=limit, **path.defaults)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for m in (1100, 900):

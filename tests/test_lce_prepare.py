@@ -59,20 +59,17 @@ def asked(on):
     return on(H200)
 
 
-def prepare(x, w, target, kw, grad_weight_out=None, **how):
-    options = dict(
-        reduction="mean", ignore_index=-100, label_smoothing=0.0, softcap=None, z_loss=0.0, return_lse=False,
-        schedule="auto", chunk_size=None, backend="auto", logit_scale=None, num_items=None,
-    ) | {name: value for name, value in {**kw, **how}.items() if name not in ("linear_bias", "weight")}  # fmt: skip
-    scale, items = options.pop("logit_scale"), options.pop("num_items")
+def prepare(x, w, target, kw, grad_weight_out=None, **options):
+    options = {name: value for name, value in {**kw, **options}.items() if name not in ("linear_bias", "weight")}
+    scale, items = options.pop("logit_scale", None), options.pop("num_items", None)
     inputs = Inputs(x, w, kw.get("linear_bias"), target, kw.get("weight"), scale, items, grad_weight_out)
     preparing.prepare(inputs, public.make_plan(inputs, Options(**options), public.no_kernel_on))
 
 
-def called(x, w, target, kw, **how):
+def called(x, w, target, kw, **options):
     """The requests of a call, forward and backward."""
     RECORDERS.append(Recorder())
-    loss = linear_cross_entropy(x, w, target, **kw, **how)
+    loss = linear_cross_entropy(x, w, target, **kw, **options)
     if loss.requires_grad:
         loss.backward(torch.rand(loss.shape))
     recorder = RECORDERS.pop()
@@ -80,12 +77,12 @@ def called(x, w, target, kw, **how):
     return recorder.requests
 
 
-def check(asked, x, w, target, kw, **how):
+def check(asked, x, w, target, kw, **options):
     """`prepare` runs and requests the same kernels as the call."""
     rehearsals = len(asked)
-    prepare(x, w, target, kw, **how)
+    prepare(x, w, target, kw, **options)
     assert len(asked) == rehearsals + 1
-    assert set(asked[-1]) == called(x, w, target, kw, **how)
+    assert set(asked[-1]) == called(x, w, target, kw, **options)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -95,10 +92,10 @@ def test_prepares_the_kernels_of_a_call(dtype, name, reduction, asked):
     for schedule in SCHEDULES:
         for m, h, v, chunk_size in ((300, 8, 700, 128), (40, 64, 1000, None)):
             x, w, target, kw = make(m, h, v, dtype, **OPTIONS[name])
-            how = dict(reduction=reduction, schedule=schedule, chunk_size=chunk_size)
+            options = dict(reduction=reduction, schedule=schedule, chunk_size=chunk_size)
             for weight, given in ((w, {}), (w, dict(grad_weight_out=torch.zeros(w.shape))), (w.detach(), {})):
                 preparing._prepared.clear()  # two schedules may have equal keys
-                check(asked, x, weight, target, kw, **how, **given)
+                check(asked, x, weight, target, kw, **options, **given)
 
 
 def test_loss_without_gradients(asked):
@@ -144,10 +141,10 @@ def test_calls_with_the_same_kernels_prepare_once(asked):
     for group in groups:
         check(asked, *group[0][0], **group[0][1])
         rehearsals = len(asked)
-        for args, how in group[1:]:
-            prepare(*args, **how)
+        for args, options in group[1:]:
+            prepare(*args, **options)
             assert len(asked) == rehearsals
-            assert set(asked[-1]) == called(*args, **how)
+            assert set(asked[-1]) == called(*args, **options)
     with torch.no_grad():
         check(asked, x, w, target, kw)
 

@@ -60,7 +60,7 @@ def test_exp_logits_in_storage_of_dw(m, h, v, columns, name, limits, path):
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_dlogits_in_storage_of_dw(ignored, name, dtype, dw_dtype, limits, path):
-    limits(scratch_columns=lambda *how: 256)
+    limits(scratch_columns=lambda *args: 256)
     m, h, v = 200, 64, 2500
     x, w, target, kw = path.case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
     if ignored:
@@ -70,14 +70,14 @@ def test_dlogits_in_storage_of_dw(ignored, name, dtype, dw_dtype, limits, path):
     with torch.autocast(path.device.type, dtype=dtype, enabled=dw_dtype == FP32):
         for reduction in ("mean", "none"):
             path.calls.clear()
-            how = dict(reduction=reduction, schedule="recompute")
-            _, _, grads = path.run(x, w, target, kw, **how)
+            options = dict(reduction=reduction, schedule="recompute")
+            _, _, grads = path.run(x, w, target, kw, **options)
             assert path.calls["dlogits"] == path.calls["dx"] == path.calls["dw"] == len(blocks)
             rounded = [t.detach().to(dtype) for t in (x, w)]
             for got, want in zip(grads, truth(*rounded, target, kw | {"reduction": reduction})[2], strict=True):
                 assert norm_error(got, want) <= 4 * unit_roundoff(dtype)
             buffer = torch.zeros(w.shape, **path.here)  # no dW whose storage could be used
-            loss = path.call(x, w, target, grad_weight_out=buffer, **kw, **how)
+            loss = path.call(x, w, target, grad_weight_out=buffer, **kw, **options)
             loss.sum().backward()
             assert norm_error(buffer, grads[1].double()) <= 2 * unit_roundoff(dtype)
 
@@ -92,16 +92,16 @@ def test_recompute_starts_dw_in_forward(m, live, name, dw_dtype, narrow, path):
     columns, _, part_rows = first_classes(m, v, h, dw_dtype.itemsize)
     parts, blocks = -(-m // part_rows), recompute_blocks(m, v, h, dw_dtype.itemsize, 256)
     assert columns == blocks[0].v1 > 256
-    how = dict(schedule="recompute", **kw)
+    options = dict(schedule="recompute", **kw)
     with torch.autocast(path.device.type, dtype=BF16, enabled=dw_dtype == FP32):
-        loss = path.call(x, w, target, **how)
+        loss = path.call(x, w, target, **options)
         assert (path.calls["logits"], path.calls["dx"], path.calls["dw"]) == (parts, parts, 1)
         first = torch.autograd.grad(loss * 0.7, [x, w], retain_graph=True)
         assert (path.calls["dlogits"], path.calls["dw"]) == (len(blocks) - 1, len(blocks))
         again = torch.autograd.grad(loss * 0.7, [x, w])
         assert all(same_bits(one, other) for one, other in zip(first, again, strict=True))
         path.calls.clear()
-        (only_dx,) = torch.autograd.grad(path.call(x, w.detach(), target, **how) * 0.7, [x])
+        (only_dx,) = torch.autograd.grad(path.call(x, w.detach(), target, **options) * 0.7, [x])
         assert path.calls["dw"] == path.calls["dlogits"] == 0
     rounded = [t.detach().bfloat16() for t in (x, w)]
     wants = truth(*rounded, target, kw)[2]

@@ -30,9 +30,9 @@ SMOOTHED = ["plain", "unsmoothed", "all"]
 on_kernels_and_cublas = pytest.mark.parametrize("path", PATHS[2:], indirect=True)
 
 
-def outputs(f, x, w, target, kw, **how):
+def outputs(f, x, w, target, kw, **options):
     """[loss, lse, log_prob, entropy, predicted]"""
-    loss, stats = f(x, w, target, return_stats=True, **kw, **how)
+    loss, stats = f(x, w, target, return_stats=True, **kw, **options)
     return [loss, *stats]
 
 
@@ -45,9 +45,9 @@ def truth(x, w, target, kw):
     return outputs(linear_cross_entropy_forward, *leaves[:2], target, kw), leaves
 
 
-def check(path: Path, x, w, target, kw, combinations=(), **how):
+def check(path: Path, x, w, target, kw, combinations=(), **options):
     """Compares statistics, and gradients of each combination of outputs, with truth."""
-    got, (want, true_leaves) = outputs(path.call, x, w, target, kw, **how), truth(x, w, target, kw)
+    got, (want, true_leaves) = outputs(path.call, x, w, target, kw, **options), truth(x, w, target, kw)
     exact = x.dtype == FP64
     close = max(path.close, 2e-6) if path.kernels else 1e-11 if exact else 2e-6
     if path.device.type == "cuda" and not exact:
@@ -109,10 +109,10 @@ def test_every_option(name, path):
 @pytest.mark.parametrize("name", SMOOTHED)
 def test_every_combination_of_gradients(name, schedule, path):
     x, w, target, kw = path.case(**OPTIONS[name])
-    how = dict(schedule=schedule, chunk_size=path.chunk_size)
-    check(path, x, w, target, masked(kw, target), EVERY_COMBINATION, **how)
+    options = dict(schedule=schedule, chunk_size=path.chunk_size)
+    check(path, x, w, target, masked(kw, target), EVERY_COMBINATION, **options)
     kw["reduction"] = "none"
-    check(path, x, w, target, kw, [(True, True, True, True)], **how)
+    check(path, x, w, target, kw, [(True, True, True, True)], **options)
 
 
 @on_kernels
@@ -225,7 +225,7 @@ def test_compiled_equals_eager(path):
     reward = torch.rand(target.shape, dtype=torch.promote_types(x.dtype, torch.float32), **path.here)
 
     def step(x, w, target):
-        loss, stats = linear_cross_entropy(x, w, target, return_stats=True, **path.how)
+        loss, stats = linear_cross_entropy(x, w, target, return_stats=True, **path.defaults)
         return loss - (stats.log_prob * reward).sum() - stats.entropy.sum(), stats
 
     results = []

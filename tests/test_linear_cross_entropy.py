@@ -242,11 +242,11 @@ def test_nan_in_ignored_row_has_no_effect(name, schedule, poison, path):
     x, w, target, kw = path.case(**OPTIONS[name])
     target[path.m // 3 :] = IGNORED  # the last chunks have no live row
     for reduction in REDUCTIONS:
-        how = dict(reduction=reduction, schedule=schedule, chunk_size=path.chunk_size)
-        clean = path.run(x, w, target, kw, **how)
+        options = dict(reduction=reduction, schedule=schedule, chunk_size=path.chunk_size)
+        clean = path.run(x, w, target, kw, **options)
         bad = x.detach().clone()
         bad[target == IGNORED] = poison
-        assert_same(path.run(bad.requires_grad_(), w, target, kw, **how), clean)
+        assert_same(path.run(bad.requires_grad_(), w, target, kw, **options), clean)
     path.check(x, w, target, kw, schedule=schedule, chunk_size=path.chunk_size)
 
 
@@ -257,9 +257,9 @@ def test_nan_in_live_row_propagates(name, schedule, path):
     x, w, target, kw = path.case(**OPTIONS[name])
     with torch.no_grad():
         x[2, 3] = float("nan")
-    how = dict(schedule=schedule, chunk_size=path.chunk_size)
-    rows, _, _ = path.run(x, w, target, kw, reduction="none", **how)
-    loss, _, (dx, dw, db) = path.run(x, w, target, kw, **how)
+    options = dict(schedule=schedule, chunk_size=path.chunk_size)
+    rows, _, _ = path.run(x, w, target, kw, reduction="none", **options)
+    loss, _, (dx, dw, db) = path.run(x, w, target, kw, **options)
     others = torch.arange(path.m, **path.here) != 2
     assert loss.isnan()
     assert rows[2].isnan()
@@ -377,24 +377,24 @@ def test_vocabularies(v, name, path):
             assert all(g.abs().max() < 1e-6 for g in grads)
 
 
-def strided(t, how):
+def strided(t, layout):
     """The same values with other strides."""
-    if how == "transposed":
+    if layout == "transposed":
         return t.t().contiguous().t() if t.dim() == 2 else t.repeat_interleave(2)[::2]
-    if how == "unaligned":
+    if layout == "unaligned":
         return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
     out = t.new_full([2 * n + 1 for n in t.shape], -1)
     return out[tuple(slice(1, None, 2) for _ in t.shape)].copy_(t)
 
 
 @on_portable_and_kernels
-@pytest.mark.parametrize("how", ["transposed", "sparse", "unaligned"])
+@pytest.mark.parametrize("layout", ["transposed", "sparse", "unaligned"])
 @pytest.mark.parametrize("name", ["weight", "all"])
-def test_any_strides(name, how, path):
+def test_any_strides(name, layout, path):
     x, w, target, kw = path.case(40, **OPTIONS[name])
 
     def other(t):
-        return strided(t.detach(), how).requires_grad_(t.requires_grad) if torch.is_tensor(t) else t
+        return strided(t.detach(), layout).requires_grad_(t.requires_grad) if torch.is_tensor(t) else t
 
     for schedule in SCHEDULES:
         want = path.run(x, w, target, kw, schedule=schedule)
@@ -566,9 +566,9 @@ def test_grad_weight_out(name, reduction, buffer_dtype, dtype, path):
     for schedule in ("auto", *SCHEDULES):
         x.grad, w.grad = None, None
         buffer.fill_(1.0)
-        how = dict(grad_weight_out=buffer, schedule=schedule, chunk_size=path.chunk_size)
+        options = dict(grad_weight_out=buffer, schedule=schedule, chunk_size=path.chunk_size)
         with autocast:
-            graphs = [path.call(x, w, target, **how, **kw).sum() for _ in range(2)]  # micro-batches over one buffer
+            graphs = [path.call(x, w, target, **options, **kw).sum() for _ in range(2)]  # micro-batches over one buffer
         assert (buffer == 1).all()  # forward adds nothing
         graphs[0].backward(torch.tensor(0.5, **path.here), retain_graph=True)
         graphs[0].backward(torch.tensor(2.0, **path.here))
@@ -621,7 +621,7 @@ def test_compiled_equals_eager_for_many_m_with_two_graphs(return_lse, with_buffe
     def step(x, target, n, buffer):
         out = linear_cross_entropy(
             x * 2, w, target, linear_bias=bias, num_items=n, z_loss=1e-3, softcap=5.0, schedule=schedule,
-            chunk_size=path.chunk_size, grad_weight_out=buffer, return_lse=return_lse, **path.how,
+            chunk_size=path.chunk_size, grad_weight_out=buffer, return_lse=return_lse, **path.defaults,
         )  # fmt: skip
         return out if return_lse else (out,)
 
@@ -651,7 +651,7 @@ def test_compiled_under_autocast_and_reduction_none(path):
 
     def step(x, w, target):
         with torch.autocast(path.device.type, dtype=BF16):
-            return linear_cross_entropy(x, w, target, reduction="none", label_smoothing=0.1, **path.how)
+            return linear_cross_entropy(x, w, target, reduction="none", label_smoothing=0.1, **path.defaults)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     got, want = compiled(x, w, target), step(x, w, target)
@@ -978,12 +978,12 @@ def cuda_step(path, schedule, reduction, num_items=None, name="all"):
     torch.use_deterministic_algorithms(False)  # the tests' deterministic mode adds fills and sorts
     x, w, target, kw = path.case(300, 64, 1000, BF16 if path.kernels else FP32, **OPTIONS[name], reduction=reduction)
     buffer = torch.zeros(w.shape, **path.here)
-    how = dict(grad_weight_out=buffer, schedule=schedule, chunk_size=128, num_items=num_items)
+    options = dict(grad_weight_out=buffer, schedule=schedule, chunk_size=128, num_items=num_items)
     if isinstance(num_items, torch.Tensor):
         kw["logit_scale"] = num_items / 10  # on the same device
 
     def step():
-        loss, lse = path.call(x, w, target, return_lse=True, **how, **kw)
+        loss, lse = path.call(x, w, target, return_lse=True, **options, **kw)
         dx, _, db = torch.autograd.grad(loss.sum(), [x, w, kw["linear_bias"]], allow_unused=True)
         return [loss.detach(), lse.detach(), dx, db]
 

@@ -85,12 +85,12 @@ def test_20_runs_of_statistics_and_their_gradients(schedule, poisoned):
     x, w, target = make(1100, 512, 20_000, scale=4.0)
     x.data[3::100] *= 16  # logits far above their target's
 
-    def run(x, w, function=linear_cross_entropy, **how):
-        loss, stats = function(x, w, target, return_stats=True, **how)
+    def run(x, w, function=linear_cross_entropy, **options):
+        loss, stats = function(x, w, target, return_stats=True, **options)
         return loss + (stats.log_prob - 2 * stats.entropy).mean(), stats
 
-    how = dict(schedule=schedule, chunk_size=512, backend="cute")
-    total, stats = run(x, w, **how)
+    options = dict(schedule=schedule, chunk_size=512, backend="cute")
+    total, stats = run(x, w, **options)
     leaves = [t.detach().double().requires_grad_() for t in (x, w)]
     true_total, true_stats = run(*leaves, linear_cross_entropy_forward)
     for one, true in zip([total, *stats[:3]], [true_total, *true_stats[:3]], strict=True):
@@ -100,7 +100,7 @@ def test_20_runs_of_statistics_and_their_gradients(schedule, poisoned):
     live, logits = target != IGNORED, leaves[0] @ leaves[1].T
     assert (stats.predicted[~live] == -1).all()
     assert (logits[live].gather(1, stats.predicted[live, None])[:, 0] >= logits[live].amax(1) - 1e-3).all()
-    assert_deterministic(lambda x, w: run(x, w, **how), x, w)
+    assert_deterministic(lambda x, w: run(x, w, **options), x, w)
 
 
 def assert_20_runs_are_equal(x, w, target, grad=1.0, **kw):
@@ -260,7 +260,7 @@ def test_rows_wait_for_recomputed_tiles():
 def states(monkeypatch):
     """The RowStates of all later calls."""
     made, new = [], RowState.new
-    monkeypatch.setattr(RowState, "new", lambda *how: made.append(new(*how)) or made[-1])
+    monkeypatch.setattr(RowState, "new", lambda *args: made.append(new(*args)) or made[-1])
     return made
 
 
@@ -416,9 +416,9 @@ def peak_above(step):
     return torch.cuda.max_memory_allocated() - before
 
 
-def training_step(x, w, target, **how):
+def training_step(x, w, target, **options):
     def step():
-        linear_cross_entropy(x, w, target, backend="cute", **how).backward()
+        linear_cross_entropy(x, w, target, backend="cute", **options).backward()
         x.grad = w.grad = None
 
     return step

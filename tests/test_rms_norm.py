@@ -529,9 +529,9 @@ def test_functional_forward_and_backward(anywhere, residual_dtype):
     x, w, b = rows((2, 3, 8), BF16), weights(8), rows((8,), BF16, seed=1)
     r, dy, dres = rows((2, 3, 8), seed=2), rows((2, 3, 8), BF16, seed=3), rows((2, 3, 8), seed=4)
     inputs = [leaf(t) for t in (x, w, b, r)]
-    dres, how = dres.to(residual_dtype or FP32), dict(weight_offset=1.0, residual_dtype=residual_dtype)
-    want = step(lambda x, w, b, r: rms_norm(x, w, b, residual=r, **how), inputs, (dy, dres))
-    y, res, rstd = rms_norm_forward(*inputs[:3], residual=inputs[3], **how)
+    dres, kwargs = dres.to(residual_dtype or FP32), dict(weight_offset=1.0, residual_dtype=residual_dtype)
+    want = step(lambda x, w, b, r: rms_norm(x, w, b, residual=r, **kwargs), inputs, (dy, dres))
+    y, res, rstd = rms_norm_forward(*inputs[:3], residual=inputs[3], **kwargs)
     assert not y.requires_grad
     assert (rstd.shape, rstd.dtype) == ((2, 3), FP32)
     options = dict(weight_offset=1.0, dres=dres, dbias=True, dresidual=True)
