@@ -114,7 +114,7 @@ def test_dry_run_of_portable_path_matches_measured_peak(name, reduction, dtype):
         assert found.peak == pytest.approx(taken(step), rel=0.01), (schedule, variant)
 
 
-def rehearsed(device=CUDA, eager=True):
+def dry_run(device=CUDA, eager=True):
     """1024 x 4096 x 128256 on an H200's kernels."""
     x, w = (torch.empty(rows, 4096, dtype=BF16, device="meta", requires_grad=True) for rows in (1024, 128_256))
     request, config = request_of(x, w, torch.empty(1024, dtype=torch.int64, device="meta"), {}, eager, device=device)
@@ -122,13 +122,13 @@ def rehearsed(device=CUDA, eager=True):
 
 
 def test_allocator_rounds_up():
-    asked, blocks = ([held.bytes for held in rehearsed(device).at_peak] for device in (torch.device("cpu"), CUDA))
+    asked, blocks = ([held.bytes for held in dry_run(device).at_peak] for device in (torch.device("cpu"), CUDA))
     assert max(asked) > 1 << 20 > min(asked)
     assert blocks == [-(-size // 512) * 512 + (size > 1 << 20) * (1 << 20) for size in asked]
 
 
 def test_operators_copy_forward_gradients():
-    eager, operators = (rehearsed(eager=eager) for eager in (True, False))
+    eager, operators = (dry_run(eager=eager) for eager in (True, False))
     assert eager.grad_bytes == operators.grad_bytes == 4096 * (1024 + 128_256) * 2
     assert operators.peak >= 2 * eager.grad_bytes > eager.peak
 

@@ -79,9 +79,9 @@ def called(x, w, target, kw, **options):
 
 def check(asked, x, w, target, kw, **options):
     """`prepare` runs and requests the same kernels as the call."""
-    rehearsals = len(asked)
+    prepared_before = len(asked)
     prepare(x, w, target, kw, **options)
-    assert len(asked) == rehearsals + 1
+    assert len(asked) == prepared_before + 1
     assert set(asked[-1]) == called(x, w, target, kw, **options)
 
 
@@ -140,10 +140,10 @@ def test_calls_with_the_same_kernels_prepare_once(asked):
     ]
     for group in groups:
         check(asked, *group[0][0], **group[0][1])
-        rehearsals = len(asked)
+        prepared_before = len(asked)
         for args, options in group[1:]:
             prepare(*args, **options)
-            assert len(asked) == rehearsals
+            assert len(asked) == prepared_before
             assert set(asked[-1]) == called(*args, **options)
     with torch.no_grad():
         check(asked, x, w, target, kw)
