@@ -54,16 +54,11 @@ def plan_for(kind: "type[Plan]", tensors: tuple, options: tuple) -> "Plan | None
 
 
 class Plan:
-    """The kernels for a problem on m rows: `kernel` for pointers aligned to 16 bytes, else `unaligned()`.
-
-    A kernel of None means the portable path.
-    """
+    """For a problem on m rows: `kernel` for pointers aligned to 16 bytes, else `unaligned()`; None: portable."""
 
     def __init__(self, name: str, problem: Any, x: Tensor, m: int, backend: str, rstd_dtype=torch.float32):
-        self.shape, self.strides = (
-            tuple(x.shape),
-            torch.empty(x.shape, device="meta").stride(),
-        )  # of outputs
+        # of outputs with x's shape
+        self.shape, self.strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()
         self.m, self.device_index, self.backend, self.problem = m, x.device.index, backend, problem
         self._name, self._call = name, (m, x.device, backend, rstd_dtype)
         self.kernel = find_kernel(name, problem, *self._call)

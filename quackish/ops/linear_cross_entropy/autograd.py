@@ -204,13 +204,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if needed.any():
             *tensors, items, live_x, exp_logits = ctx.saved_tensors
             inputs = Inputs(*tensors, number if items is None else items, dw_out)
-            # drop unused gradients of forward, to free their memory
-            saved = ForwardResult(
-                None, Grads(), live_x, _writable_exp_logits(exp_logits, grad_entropy), saved.dw, saved.dw_classes
-            )
-            call = prepare_call(
-                inputs, plan, kernels, _writable_state(state, inputs.target.numel()), grad_loss, *row_grads
-            )
+            exp_logits = _writable_exp_logits(exp_logits, grad_entropy)
+            saved = saved._replace(grads=Grads(), live_x=live_x, exp_logits=exp_logits)  # frees unused gradients
+            state = _writable_state(state, inputs.target.numel())
+            call = prepare_call(inputs, plan, kernels, state, grad_loss, *row_grads)
             grads = grads.fill_missing(schedules.backward(call, saved, needed))
         return *_in_shape(grads, shape), None, None, None, None
 
@@ -296,9 +293,7 @@ def _parse(args) -> tuple[Inputs, Plan, GradsNeeded]:
     return inputs, plan, grads_needed(inputs, plan, args[-1])
 
 
-def run_forward(
-    inputs: Inputs, plan: Plan, needed: GradsNeeded, kernels=None, device=None
-) -> tuple[Tensor | None, ...]:
+def run_forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, kernels=None, device=None) -> tuple:
     """(loss, lse, log_prob, entropy, predicted, state, live_x, exp_logits, dx, dw, db); absent ones are None.
 
     Dry runs on meta tensors pass kernels, or for the portable path the simulated device.
@@ -329,22 +324,19 @@ def run_backward(
     m = inputs.target.numel()
     kernels, state = kernels or kernels_of(inputs.input.device), _writable_state(RowState.from_memory(state, m), m)
     call = prepare_call(inputs, plan, kernels, state, *flatten_grad_outputs(plan, *grad_outputs))
-    return schedules.backward(
-        call, ForwardResult(None, Grads(), live_x, _writable_exp_logits(exp_logits, grad_outputs[3])), needed
-    )
+    saved = ForwardResult(None, Grads(), live_x, _writable_exp_logits(exp_logits, grad_outputs[3]))
+    return schedules.backward(call, saved, needed)
 
 
 def _fwd_impl(*args, kernels=None, device=None):
     return run_forward(*_parse(args), kernels, device)
 
 
-def _bwd_impl(
-    grad_loss, grad_lse, grad_log_prob, grad_entropy, state, live_x, exp_logits, *args, kernels=None, device=None
-):
-    inputs, plan, needed = _parse(args)
+def _bwd_impl(*args, kernels=None, device=None):
+    """args: gradients of loss, lse, log_prob and entropy; state, live_x and exp_logits; the shared arguments."""
+    inputs, plan, needed = _parse(args[7:])
     inputs = inputs._replace(grad_weight_out=None)  # operators are functional
-    grad_outputs, saved = (grad_loss, grad_lse, grad_log_prob, grad_entropy), (state, live_x, exp_logits)
-    return tuple(run_backward(inputs, plan, needed, grad_outputs, saved, kernels, device))
+    return tuple(run_backward(inputs, plan, needed, args[:4], args[4:7], kernels, device))
 
 
 def _fake_grads(inputs: Inputs, plan: Plan, needed: GradsNeeded) -> tuple[Tensor | None, ...]:
@@ -375,8 +367,8 @@ def _fwd_fake(*args):
     return loss, *stats, state, live_x, exp_logits, *grads
 
 
-def _bwd_fake(grad_loss, grad_lse, grad_log_prob, grad_entropy, state, live_x, exp_logits, *args):
-    return _fake_grads(*_parse(args))
+def _bwd_fake(*args):
+    return _fake_grads(*_parse(args[7:]))
 
 
 def _on_tensor_device(impl):

@@ -90,16 +90,14 @@ def choose_within_limit(
     Runs in a new thread, where none of the caller's modes, saved-tensor hooks, autocast or no_grad are active.
     """
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_choose_within_limit, memory_limit, Request(*request), schedule, chunk_size, gpu).result()
+        return pool.submit(_choose, memory_limit, Request(*request), schedule, chunk_size, gpu).result()
 
 
 # torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
 choose_within_limit._dynamo_marked_constant = True
 
 
-def _choose_within_limit(
-    memory_limit: int, request: Request, schedule: str, chunk_size: int | None, gpu: Gpu | None
-) -> tuple:
+def _choose(memory_limit: int, request: Request, schedule: str, chunk_size: int | None, gpu: Gpu | None) -> tuple:
     for config in candidates(request, schedule, chunk_size):
         try:
             MemoryDryRun(request, config, gpu, memory_limit).run()
