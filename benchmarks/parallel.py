@@ -179,7 +179,7 @@ def most_mb(m: int, h: int, v: int, ranks: int, device: torch.device) -> float:
     operations.add_arguments(parser)
     words = ["linear_cross_entropy", f"{m}x{h}x{-(-v // ranks)}", "--reduction", "none"]
     gpu = gpu_of(device.index) if device.type == "cuda" else None
-    formula = operations.run_dry(parser.parse_args(words), gpu).peak_bytes
+    formula = operations.dry_run_call(parser.parse_args(words), gpu).peak_bytes
     return (1.01 * formula + (16 * ranks + 200) * m) / 1e6 + 4
 
 

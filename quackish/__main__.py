@@ -1,4 +1,4 @@
-"""`python -m quackish`: see into the kernels, measure them, and look after their cache."""
+"""`python -m quackish`: inspect, measure and tune the kernels, and manage their cache."""
 
 import argparse
 import importlib
@@ -7,16 +7,16 @@ import sys
 from collections.abc import Sequence
 
 from quackish import __version__
-from quackish.cli.parser import Parser, Refused
+from quackish.cli.parser import CommandError, Parser
 
-# A line each, here rather than in the commands' files: `--help` imports none of them.
+# Kept here so that `--help` imports no command.
 COMMANDS = {
-    "bench": "time operations, and other libraries beside them, over shapes; compare two results",
+    "bench": "time operations and other libraries over shapes; compare two results",
     "cache": "list, verify, clear, export or import compiled kernels",
-    "doctor": "what runs here and why, and whether it works",
-    "explain": "which kernel and config a shape gets, and what it costs at least; needs no GPU",
-    "precompile": "fill the cache for shapes and GPUs; needs no GPU",
-    "tune": "search for faster configs on this GPU and keep them in a table of yours",
+    "doctor": "check the installation: versions, GPUs, the path and the results of each operation",
+    "explain": "show the kernels, configs, minimum time and memory of a call; needs no GPU",
+    "precompile": "compile kernels for shapes and GPUs into the cache; needs no GPU",
+    "tune": "search for faster configs on this GPU and store them in your table",
 }
 
 
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(argv)
         return args.run(args)
-    except Refused as refused:
-        print(f"{chosen or parser.prog}: {refused}", file=sys.stderr)
+    except CommandError as error:
+        print(f"{chosen or parser.prog}: {error}", file=sys.stderr)
         return 2
 
 
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 141  # as of a program that the signal ended
+        status = 141  # 128 + SIGPIPE
     sys.exit(status)

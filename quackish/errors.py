@@ -1,4 +1,4 @@
-"""What quackish raises and warns with, in one place."""
+"""Exceptions and warnings of quackish."""
 
 import difflib
 import sys
@@ -6,16 +6,16 @@ import warnings
 from collections.abc import Iterable
 
 
-class UnsupportedError(NotImplementedError):  # a RuntimeError, and DTensor re-raises NotImplementedError unchanged
+class UnsupportedError(NotImplementedError):  # a RuntimeError; DTensor re-raises NotImplementedError unchanged
     """No kernel covers this GPU or option; `backend="auto"` runs the portable path instead."""
 
 
 class PortablePathWarning(UserWarning):
-    """The portable PyTorch path runs where the caller could have expected a kernel."""
+    """The portable PyTorch path runs although the caller could expect a kernel."""
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The end of an error message about the unknown name `given`: the names closest to it; "" where none is close."""
+    """A suffix for an error about the unknown name `given`: the closest known names; "" if none is close."""
     close = difflib.get_close_matches(given.lower(), list(known))
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
@@ -24,9 +24,9 @@ _warned: set[str] = set()
 
 
 def warn_once(reason: str, category: type[Warning] = PortablePathWarning) -> None:
-    """Warns once a process for each distinct `reason`, at the innermost line that is neither quackish's nor torch's.
+    """Warns once per process and `reason`, at the innermost caller outside quackish and torch.
 
-    Not for code that torch.compile traces, which it fails on.
+    Do not call it in code that torch.compile traces: tracing it fails.
     """
     if reason not in _warned:
         _warned.add(reason)

@@ -1,14 +1,14 @@
-"""Files that are written whole or not at all."""
+"""Atomic file writes."""
 
 import os
 import tempfile
 from pathlib import Path
 
-TEMPORARY = ".tmp"  # what files end in while they are written
+TEMPORARY = ".tmp"  # suffix of files that are being written
 
 
 def write(path: Path, data: bytes) -> None:
-    """Writes beside `path`, readable by this user only, then renames. Raises OSError."""
+    """Writes a temporary file next to `path`, readable only by this user, and renames it. Raises OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:
         with open(descriptor, "wb") as file:

@@ -1,9 +1,9 @@
 """`with quackish.profile() as p:` records every launch of quackish's kernels in the block; `print(p)` shows them.
 
-A launch is timed between two CUDA events on its own stream, whichever thread it comes from; nothing synchronizes before
-results are read. Where the GPU waits for the host, as with short kernels in eager code, the time includes the host's
-work for the launch, some microseconds. Launches captured into a CUDA graph are listed without times. Replays are not
-seen, nor is what PyTorch runs itself (cuBLAS's GEMMs, memsets, the portable path).
+Each launch is timed between two CUDA events on its stream, and nothing synchronizes until results are read. If the GPU
+waits for the host, as with short kernels in eager code, the time includes some microseconds of host time. Launches
+captured into a CUDA graph are listed without times. Not recorded: graph replays, and PyTorch's own kernels (cuBLAS
+GEMMs, memsets, the portable path).
 """
 
 import dataclasses
@@ -25,20 +25,20 @@ COLUMNS = tuple(
 
 @dataclasses.dataclass
 class Launch:
-    """Holds no tensor, so a profile keeps no memory."""
+    """One launch. Holds no tensors, so a profile does not extend their lifetime."""
 
-    kernel: str  # as in the table of kernels; the class's name for one that is not described in quackish/work.py
+    kernel: str  # a name in the table of kernels, or the class's name if quackish/work.py does not describe it
     problem: Any
     config: Any
-    sizes: Mapping[str, int]  # what the kernel was told at run time: rows, classes
+    sizes: Mapping[str, int]  # run-time sizes such as rows and classes
     device: int | None = None  # None without CUDA
     stream: int | None = None
-    ms: float | None = None  # None: captured into a CUDA graph
+    ms: float | None = None  # None if captured into a CUDA graph
     _events: tuple[cuda.Event, cuda.Event] | None = dataclasses.field(default=None, repr=False)
 
     @property
     def work(self) -> Work | None:
-        """None for a kernel that is not described."""
+        """None for a kernel that quackish/work.py does not describe."""
         return work(self.kernel, self.problem, self.sizes) if self.kernel in KERNELS else None
 
     def _read(self) -> "Launch":
@@ -54,11 +54,11 @@ class profile:
     """A context manager that records launches: `with quackish.profile() as p: ...; print(p)`.
 
     It records all launches of the process between enter and exit, from all threads (autograd's too), on all streams and
-    devices. Profiles may be nested, and entered again to continue. Results are bitwise the same without it. Reading
-    results waits for the recorded launches.
+    devices. Profiles can be nested, and entered again to continue. Outputs are bitwise unchanged. Reading results waits
+    for the recorded launches.
 
-    `roofs`: what achieved speeds are compared with, on every device. None, the default, looks them up by the GPU's name
-    in quackish/gpu.py, where they were measured. Assign a `quackish.gpu.Roofs` to use others, or for another GPU.
+    `roofs`: the speeds that % of roof refers to. None, the default, looks them up by the GPU's name in quackish/gpu.py,
+    which has measured ones for some GPUs. Assign a `quackish.gpu.Roofs` to use others.
     """
 
     def __init__(self) -> None:
@@ -78,15 +78,15 @@ class profile:
 
     @property
     def launches(self) -> list[Launch]:
-        """In the order in which the host launched them."""
+        """In the order of launching."""
         return [launch._read() for launch in list(self._launches)]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each kernel, problem, config, sizes and device, keys as in COLUMNS, the longest total first.
+        """One row (keys: COLUMNS) per kernel, problem, config, sizes and device; the longest total first.
 
-        bytes and flops are of one call, with all rows live; speeds are of the mean time. bound says which roof is the
-        lowest: "memory", "tensor cores", or "launch", which has no pct_of_roof. None where a number is not known, or
-        depends on the data.
+        bytes and flops are per call, with all rows live; speeds use the mean time. bound is the limit of the floor:
+        "memory", "tensor cores" or "launch", which has no pct_of_roof. Unknown numbers, and those that depend on the
+        data, are None.
         """
         groups: dict[tuple, list[Launch]] = {}
         for each in self.launches:
@@ -100,17 +100,17 @@ class profile:
         row |= dict(kernel=first.kernel, problem=describe(first.problem, first.sizes), config=first.config)
         row |= dict(device=first.device, calls=len(group), untimed=len(group) - len(times), total_ms=sum(times))
         us = row["mean_us"] = 1e3 * sum(times) / len(times) if times else None
-        done, roofs = first.work, self._roofs_of(first.device)
-        if done is None or done.depends_on_data:
+        launch_work, roofs = first.work, self._roofs_of(first.device)
+        if launch_work is None or launch_work.depends_on_data:
             return row
-        row |= dict(bytes=done.bytes, flops=done.flops)
+        row |= dict(bytes=launch_work.bytes, flops=launch_work.flops)
         if times:
-            row |= dict(gb_per_s=1e-3 * done.bytes / us, tflop_per_s=1e-6 * done.flops / us)
+            row |= dict(gb_per_s=1e-3 * launch_work.bytes / us, tflop_per_s=1e-6 * launch_work.flops / us)
         if roofs is not None:
-            least = floor(done, roofs)
-            row |= dict(floor_us=least.us, bound=least.bound)
-            if times and least.bound != "launch":
-                row["pct_of_roof"] = 100 * least.us / us
+            minimum = floor(launch_work, roofs)
+            row |= dict(floor_us=minimum.us, bound=minimum.bound)
+            if times and minimum.bound != "launch":
+                row["pct_of_roof"] = 100 * minimum.us / us
         return row
 
     def _roofs_of(self, device: int | None) -> Roofs | None:
@@ -120,12 +120,12 @@ class profile:
         return known if known is not None and known.source == "measured" else None
 
     def __str__(self) -> str:
-        """`rows()` as text, followed by the roofs and what is not recorded."""
+        """`rows()` as a table, followed by the roofs and what is not recorded."""
         rows = self.rows()
         if not rows:
             return (
-                "quackish.profile: no launch of a quackish kernel was seen. The portable path, which runs where no "
-                "kernel does, has none; `python -m quackish explain` says what runs where."
+                "quackish.profile: no launch of a quackish kernel was recorded. The portable path has none; "
+                "`python -m quackish explain` shows which path a call takes."
             )
         calls, untimed = sum(row["calls"] for row in rows), sum(row["untimed"] for row in rows)
         lines = [f"{calls} launches of quackish's kernels, {sum(row['total_ms'] for row in rows):.3f} ms", ""]
@@ -133,9 +133,15 @@ class profile:
             row["total_ms"] = row["total_ms"] if row["untimed"] < row["calls"] else None
             row["tflop_per_s"] = row["tflop_per_s"] if row["bound"] == "tensor cores" else None
         columns = [
-            *(("kernel", "kernel", ""), ("problem", "problem", ""), ("calls", "calls", "d")),
-            *(("total ms", "total_ms", ".3f"), ("mean us", "mean_us", ".1f"), ("GB/s", "gb_per_s", ".0f")),
-            *(("TFLOP/s", "tflop_per_s", ".0f"), ("% roof", "pct_of_roof", ".0f"), ("bound", "bound", "")),
+            ("kernel", "kernel", ""),
+            ("problem", "problem", ""),
+            ("calls", "calls", "d"),
+            ("total ms", "total_ms", ".3f"),
+            ("mean us", "mean_us", ".1f"),
+            ("GB/s", "gb_per_s", ".0f"),
+            ("TFLOP/s", "tflop_per_s", ".0f"),
+            ("% roof", "pct_of_roof", ".0f"),
+            ("bound", "bound", ""),
         ]
         lines += [table_of(rows, columns), ""]
         for device in sorted({row["device"] for row in rows if row["device"] is not None}):
@@ -144,9 +150,7 @@ class profile:
             lines.append(f"Roofs of {name}, {source}: {speeds(roofs)}." if roofs else f"Roofs of {name}: not known.")
         if untimed:
             lines.append(f"{untimed} were captured into CUDA graphs and have no times.")
-        lines.append(
-            "Not seen: replays of CUDA graphs, and what PyTorch runs itself (cuBLAS, memsets, the portable path)."
-        )
+        lines.append("Not recorded: graph replays, and PyTorch's own kernels (cuBLAS, memsets, the portable path).")
         return "\n".join(lines)
 
 
@@ -160,7 +164,7 @@ def _observed(function: Callable[..., None], args: tuple, kernel_class: type, pr
     kernel = kernel_of(kernel_class.__name__)
     sizes = {} if kernel is None else sizes_of(kernel, args)
     record = Launch(kernel or kernel_class.__name__, problem, config, sizes)
-    if cuda.is_initialized():  # else it is no launch on a GPU: a stand-in in a test
+    if cuda.is_initialized():  # else a stand-in for a kernel, in tests
         record.device = cuda.current_device()
         stream = cuda.current_stream()
         if kernel is not None and args[-1] != stream.cuda_stream:
@@ -188,7 +192,7 @@ def speeds(roofs: Roofs) -> str:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
-    """Columns two spaces apart; `align` has "l" or "r" for each."""
+    """A table with columns two spaces apart; `align` has "l" or "r" per column."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -201,7 +205,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str)
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str, str | Callable]]) -> str:
-    """Columns are (header, key, format or function); format "" is for text. Missing values and None are left blank."""
+    """A table of dicts. A column is (header, key, format or function), with format "" for text. None is left blank."""
 
     def cell(value: Any, form: str | Callable) -> str:
         if value is None:

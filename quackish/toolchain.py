@@ -1,6 +1,6 @@
-"""What compiles kernels here, and the runtime library that they run with.
+"""Finds the installed compiler and its runtime library.
 
-Found in files alone: importing the compiler takes 0.3 s, and kernels that are on disk do without it.
+It only looks at files: importing the compiler takes 0.3 s, and kernels on disk do not need it.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ _RUNTIME = "libcute_dsl_runtime.so"
 class Toolchain(NamedTuple):
     dsl: str  # version of nvidia-cutlass-dsl
     ffi: str  # version of apache-tvm-ffi
-    flavour: str  # "cu13": the CUDA that the compiler is built for, and whose cubins it makes
-    cpu: str  # "x86_64": host code runs on every CPU of this kind
+    flavour: str  # such as "cu13": the CUDA major version that the compiler is built for
+    cpu: str  # such as "x86_64": host code runs on every CPU of this architecture
     runtime: Path  # the library that compiled host code calls
 
 
 @functools.cache
 def find() -> Toolchain:
-    """Raises UnsupportedError where a part is not installed, and where the driver is too old."""
+    """Raises UnsupportedError if a part is not installed or the driver is too old."""
     compiler, ffi = _folder("cutlass"), _folder("tvm_ffi")
     root = next((parent for parent in compiler.parents if parent.name == "nvidia_cutlass_dsl"), compiler)
     flavour = choose_flavour(flavours(compiler), driver_cuda())
@@ -43,7 +43,7 @@ def find() -> Toolchain:
 
 
 def versions() -> dict[str, str] | None:
-    """Of quackish, the DSL and the CUDA that it compiles with; None where there is no compiler that works."""
+    """Versions of quackish, the DSL and the CUDA it compiles for; None without a working compiler."""
     from quackish import __version__
 
     try:
@@ -54,27 +54,27 @@ def versions() -> dict[str, str] | None:
 
 
 def flavours(folder: Path) -> list[int]:
-    """The CUDA majors that the package in `folder` has a compiler for."""
+    """The CUDA major versions that the package in `folder` has a compiler for."""
     names = [path.name.split(".") for path in folder.glob("_mlir/_mlir_libs/_cutlass_ir.cu*.so")]
     return sorted(int(name[1].removeprefix("cu")) for name in names)
 
 
 def choose_flavour(installed: list[int], driver: tuple[int, int] | None) -> int:
-    """As the compiler itself does when it is imported: the newest that the driver runs; without a driver the newest."""
-    fit = [major for major in installed if driver is None or major <= driver[0]]
-    if not fit:
+    """The newest that the driver supports; without a driver the newest. The compiler's import chooses the same."""
+    supported = [major for major in installed if driver is None or major <= driver[0]]
+    if not supported:
         names = ", ".join(f"cu{major}" for major in installed) or "none"
         cuda = "" if driver is None else f" This driver has CUDA {driver[0]}.{driver[1]}: install a newer one."
         raise UnsupportedError(
-            f"nvidia-cutlass-dsl: no compiler here that fits (installed: {names}).{cuda} `pip install "
+            f"nvidia-cutlass-dsl: no compiler for this driver (installed: {names}).{cuda} `pip install "
             "nvidia-cutlass-dsl` has the one for CUDA 12 drivers and newer."
         )
-    return max(fit)
+    return max(supported)
 
 
 @functools.cache
 def driver_cuda() -> tuple[int, int] | None:
-    """The CUDA that the driver supports, (13, 0); None without a driver. CUDA is not initialised."""
+    """The CUDA version that the driver supports, such as (13, 0); None without a driver. Does not initialize CUDA."""
     version = ctypes.c_int(0)
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
@@ -89,12 +89,12 @@ def _folder(module: str) -> Path:
     if spec is None or spec.origin is None:
         raise UnsupportedError(
             f"nvidia-cutlass-dsl, the compiler, is not installed (no module named {module!r}). "
-            "`pip install nvidia-cutlass-dsl` brings it."
+            "`pip install nvidia-cutlass-dsl` installs it."
         )
     return Path(spec.origin).parent
 
 
 def _version(distribution: str, site: Path, module: str) -> str:
-    """The version installed in the folder `site`, also without metadata; other folders of sys.path do not count."""
-    found = next(iter(importlib.metadata.distributions(name=distribution, path=[str(site)])), None)
-    return importlib.import_module(module).__version__ if found is None else found.version
+    """The version installed in the folder `site`, ignoring other folders of sys.path. Works without metadata too."""
+    metadata = next(iter(importlib.metadata.distributions(name=distribution, path=[str(site)])), None)
+    return importlib.import_module(module).__version__ if metadata is None else metadata.version

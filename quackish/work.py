@@ -1,9 +1,8 @@
-"""What a launch has to move and multiply at least: plain arithmetic on problem and sizes.
+"""The bytes and FLOPs of a launch, computed from its problem and sizes, and the minimum time they take.
 
-Sizes are what a kernel is told at run time: rows, classes, tiles. `KERNELS` says which arguments of a call are sizes.
-Bytes are those of device memory that no kernel can do without: each input once, each output once; scratch that stays in
-the L2 is not in them, nor, beside the matrix of a GEMM, a few numbers per row or column. All rows count as live and all
-groups as used: only the device knows better.
+Sizes are run-time arguments such as rows, classes and tiles; `KERNELS` lists them. Bytes are device memory traffic:
+each input read once, each output written once. Scratch that stays in the L2 is not counted, nor are a few numbers per
+row or column of a GEMM. All rows count as live and all groups as used: only the GPU knows their numbers.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ from quackish import kernels
 from quackish.configs import gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm
 from quackish.gpu import Roofs
 
-LAUNCH_US = 2.0  # about what an empty kernel takes from start to end; not measured per GPU
+LAUNCH_US = 2.0  # about the time of an empty kernel; not measured per GPU
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _ITEMSIZE = {None: 0, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
@@ -26,8 +25,8 @@ class Work:
     bytes_read: int
     bytes_written: int
     flops: int
-    note: str = ""  # what the device alone knows, and what it changes
-    depends_on_data: bool = False  # all of it does: these are the bytes of a launch that leaves at once
+    note: str = ""  # how the data affects the work
+    depends_on_data: bool = False  # the launch often returns at once; these are its bytes then
 
     @property
     def bytes(self) -> int:
@@ -36,10 +35,10 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """No launch with this work takes less."""
+    """The minimum time of a launch."""
 
     us: float
-    bound: str  # "memory", "tensor cores", or "launch": what takes longest
+    bound: str  # the limit: "memory", "tensor cores" or "launch"
 
 
 def floor(work: Work, roofs: Roofs) -> Floor:
@@ -53,8 +52,8 @@ def floor(work: Work, roofs: Roofs) -> Floor:
     return Floor(bounds[bound], bound)
 
 
-def _leaves_at_once(note: str) -> Work:
-    """Of a launch that reads a flag, and does nothing unless it is set."""
+def _returns_at_once(note: str) -> Work:
+    """The work of a launch that reads a flag and does nothing unless it is set."""
     return Work(4, 0, 0, note, depends_on_data=True)
 
 
@@ -65,8 +64,9 @@ def _rms_norm_fwd(p: rms_norm.RmsNormFwdProblem, s: Sizes) -> Work:
     elements = s["m"] * p.n
     read = elements * _bytes(p.x_dtype, p.residual_dtype) + p.heads * p.n * _bytes(p.weight_dtype, p.bias_dtype)
     written = elements * _bytes(p.y_dtype, p.res_dtype or p.residual_dtype) + s["m"] * 4  # rstd
-    each = 3 + sum(d is not None for d in (p.weight_dtype, p.bias_dtype, p.residual_dtype))  # square, add, times rstd
-    return Work(read, written, elements * each)
+    per_element = 3  # square, add, times rstd
+    per_element += sum(d is not None for d in (p.weight_dtype, p.bias_dtype, p.residual_dtype))
+    return Work(read, written, elements * per_element)
 
 
 def _rms_norm_bwd(p: rms_norm.RmsNormBwdProblem, s: Sizes) -> Work:
@@ -76,27 +76,27 @@ def _rms_norm_bwd(p: rms_norm.RmsNormBwdProblem, s: Sizes) -> Work:
     written = elements * _bytes(p.dx_dtype, p.dresidual_dtype) + parameter * _bytes(p.dweight_dtype, p.dbias_dtype)
     if p.add_dweight:
         read += parameter * _bytes(p.dweight_dtype)
-    each = 1  # xhat
+    per_element = 1  # xhat
     if p.dx_dtype is not None:
         # the row's sum of xhat * dy * weight; then (dy * weight - xhat * mean) * rstd + dres
-        each += 2 + 3 + 2 * (p.weight_dtype is not None) + (p.dres_dtype is not None)
-    each += 2 * (p.dweight_dtype is not None) + (p.dbias_dtype is not None)
-    return Work(read, written, elements * each)
+        per_element += 2 + 3 + 2 * (p.weight_dtype is not None) + (p.dres_dtype is not None)
+    per_element += 2 * (p.dweight_dtype is not None) + (p.dbias_dtype is not None)
+    return Work(read, written, elements * per_element)
 
 
 def _lce_gemm(p: gemm.GemmProblem, s: Sizes) -> Work:
     m, n, k = s["m"], s["n"], s["k"]
     if p.recompute_flagged:
-        return _leaves_at_once("returns at once if no row was flagged")
+        return _returns_at_once("returns at once if no row was flagged")
     read = (m * k + n * k) * _bytes(p.dtype)
     written = m * n * _bytes(p.out_dtype)
     if p.accumulate:
         read += written
     if p.epilogue == "softmax":
-        # sums of each row and tile
+        # sums per row and tile
         written += m * _ceil_div(n, gemm.SOFTMAX_TILE_N) * 4 * (1 + p.smoothing + p.return_stats)
     if p.rounding_residual:
-        written += min(m, k) * n * 2  # at most so many rows
+        written += min(m, k) * n * 2  # for at most min(m, k) rows
     return Work(read, written, 2 * m * n * k)
 
 
@@ -112,7 +112,7 @@ def _grouped_gemm(p: grouped_gemm.GroupedGemmProblem, s: Sizes) -> Work:
     elif p.b_in_two:
         k *= 2
     read, written = rows * k + s["groups"] * b_rows * k, rows * n
-    if p.epilogue == "down_backward":  # beside the preactivation's gradient, the activation
+    if p.epilogue == "down_backward":  # writes the activation and the preactivation's gradient
         read += rows * preactivation
         written += rows * preactivation
     elif p.keeps:
@@ -122,12 +122,12 @@ def _grouped_gemm(p: grouped_gemm.GroupedGemmProblem, s: Sizes) -> Work:
 
 
 def _lce_compact(p: lce_rows.LceCompactProblem, s: Sizes) -> Work:
-    note = "one CTA: the targets are read from the L2 a second time"
+    note = "one CTA, which reads the targets a second time from the L2"
     return Work(s["m"] * _bytes(p.target_dtype), s["m"] * 4, s["m"], note)
 
 
 def _lce_gather(p: lce_rows.LceGatherProblem, s: Sizes) -> Work:
-    rows, targets = s["rows"], min(s["rows"], s["v"])  # at most so many rows of w
+    rows, targets = s["rows"], min(s["rows"], s["v"])  # targets: the most rows of w
     row_bytes = p.h * _bytes(p.dtype)
     return Work((rows + targets) * row_bytes, rows * row_bytes, 2 * rows * p.h)
 
@@ -140,14 +140,14 @@ def _lce_rows(p: lce_rows.LceRowsProblem, s: Sizes) -> Work:
 
 
 def _lce_sort(p: lce_rows.LceSortProblem, s: Sizes) -> Work:
-    note = "" if p.presorted else "compares each row's class with all others', from the L2"
+    note = "" if p.presorted else "compares the classes of all pairs of rows, from the L2"
     return Work(s["rows"] * 14, s["rows"] * 14, s["rows"], note)  # class, row, scale, exp_logits at the target
 
 
 def _lce_targets(p: lce_rows.LceTargetsProblem, s: Sizes) -> Work:
-    rows, classes = s["rows"], min(s["rows"], s["v1"] - s["v0"])  # at most so many rows of dw
+    rows, classes = s["rows"], min(s["rows"], s["v1"] - s["v0"])  # classes: the most rows of dw
     read = p.h * (rows * _bytes(p.dtype) + classes * (_bytes(p.dw_dtype) + 2 * p.rounding_residual))
-    return Work(read, p.h * classes * _bytes(p.dw_dtype), 2 * rows * p.h, "fewer bytes where rows share a target")
+    return Work(read, p.h * classes * _bytes(p.dw_dtype), 2 * rows * p.h, "fewer bytes if rows share a target")
 
 
 def _lce_bias(p: lce_rows.LceBiasProblem, s: Sizes) -> Work:
@@ -161,37 +161,33 @@ def _lce_scatter(p: lce_rows.LceScatterProblem, s: Sizes) -> Work:
 
 
 def _lce_scale(p: lce_rows.LceScaleProblem, s: Sizes) -> Work:
-    return _leaves_at_once("leaves at once where the gradient that arrives is 1; else it reads and writes all of it")
+    return _returns_at_once("returns at once if grad_output is 1; otherwise it reads and writes the gradients")
 
 
 def _lce_exp(p: lce_cublas.LceExpProblem, s: Sizes) -> Work:
     rows, n = s["rows"], s["n"]
     written = rows * n * _bytes(p.out_dtype)
     if p.kind == "softmax":
-        written += (
-            rows * 2 * _ceil_div(n, lce_cublas.TILE_N) * 4 * (1 + p.smoothing + p.return_stats)
-        )  # sums and shifts of each row and tile
+        # sums and shifts per row and tile
+        written += rows * 2 * _ceil_div(n, lce_cublas.TILE_N) * 4 * (1 + p.smoothing + p.return_stats)
     return Work(rows * n * 4, written, 3 * rows * n)
 
 
 def _lce_rescale(p: lce_cublas.LceRescaleProblem, s: Sizes) -> Work:
     sums = s["rows"] * _ceil_div(s["n"], lce_cublas.TILE_N) * 4
-    return Work(sums, sums, 0, "reads and writes exp_logits of flagged rows too")
+    return Work(sums, sums, 0, "also reads and writes exp_logits of flagged rows")
 
 
 def _lce_clear(p: lce_cublas.LceClearProblem, s: Sizes) -> Work:
-    return _leaves_at_once("writes the rows that are ignored, if any")
+    return _returns_at_once("writes the ignored rows, if any")
 
 
 # The table -----------------------------------------------------------------------------------------------------------
 
 
 class Kernel(NamedTuple):
-    """A kernel as its callers see it. `sizes`: which arguments of a call are sizes, as fields of its NamedTuple, or by
-    position if the call has no such tuple."""
-
-    sizes: tuple[str, ...] | Mapping[str, int]
-    work: Callable[[Any, Sizes], Work]
+    sizes: tuple[str, ...] | Mapping[str, int]  # fields of the call's NamedTuple, or {name: position} without one
+    work: Callable[[Any, Sizes], Work]  # (problem, sizes) -> Work
 
 
 KERNELS = {
@@ -215,12 +211,12 @@ _NAMES = {where.rpartition(":")[2]: name for name, (where, _) in kernels.TABLE.i
 
 
 def kernel_of(class_name: str) -> str | None:
-    """The name in `KERNELS` of a kernel class; None for one that is not described here."""
+    """The name of a kernel class in `KERNELS`; None for other classes."""
     return _NAMES.get(class_name)
 
 
 def sizes_of(kernel: str, args: Sequence[Any]) -> dict[str, int]:
-    """The sizes among the arguments of a call, without absent ones."""
+    """The sizes among a call's arguments, without those that are None."""
     sizes = KERNELS[kernel].sizes
     if isinstance(sizes, tuple):
         return {name: size for name in sizes if (size := getattr(args[0], name)) is not None}
@@ -232,7 +228,7 @@ def work(kernel: str, problem: Any, sizes: Sizes) -> Work:
 
 
 def describe(problem: Any, sizes: Sizes) -> str:
-    """Sizes and problem in a line: "m=16384 n=4096 x=bf16 y=bf16"; fields at their defaults are left out."""
+    """Sizes and problem in one line, without default values: "m=16384 n=4096 x=bf16 y=bf16"."""
     words = [f"{name}={value}" for name, value in sizes.items()]
     for field in dataclasses.fields(problem) if dataclasses.is_dataclass(problem) else ():
         name, value = field.name.removesuffix("_dtype"), getattr(problem, field.name)

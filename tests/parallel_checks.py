@@ -532,7 +532,7 @@ def memory_is_that_of_one_rank(groups):
         torch.cuda.synchronize()
         shown = torch.cuda.max_memory_allocated() - before
         asked = parser.parse_args([*words.split(), "--schedule", schedule])
-        formula = operations.run_dry(asked, gpu_of(dist.get_rank())).peak_bytes
+        formula = operations.dry_run_call(asked, gpu_of(dist.get_rank())).peak_bytes
         also = (16 * n + 200) * m + (x.nbytes + part.nbytes if sequence_parallel else 0)  # all of x, and summed dX
         assert shown <= 1.01 * formula + also + (8 << 20), (schedule, sequence_parallel, shown, formula)
 

@@ -34,7 +34,7 @@ def parse(words):
 
 
 def dry(words, gpu=H200):
-    return operations.run_dry(parse(words), gpu)
+    return operations.dry_run_call(parse(words), gpu)
 
 
 def told(words, compiled=None):
@@ -155,14 +155,14 @@ def test_one_direction_may_take_the_portable_path():
 def test_without_a_gpu_it_says_as_on_which():
     first, second, *_ = told("rms_norm 64x64").splitlines()
     assert " on H200 (" in first
-    assert second == "GPU: there is none here, so as on an H200; --gpu names another"
+    assert second == "GPU: there is none here, so an H200 is assumed; --gpu names another"
 
 
 @pytest.mark.parametrize(
     "error, note",
     [
-        (FileNotFoundError("no cuobjdump"), "Registers and shared memory are left out: no cuobjdump"),
-        (ModuleNotFoundError("No module"), "left out: nvidia-cutlass-dsl, the compiler, is not installed."),
+        (FileNotFoundError("no cuobjdump"), "Registers and shared memory are not shown: no cuobjdump"),
+        (ModuleNotFoundError("No module"), "not shown: nvidia-cutlass-dsl, the compiler, is not installed."),
     ],
 )
 def test_without_tools_the_rest_is_said(error, note):
@@ -171,9 +171,9 @@ def test_without_tools_the_rest_is_said(error, note):
 
     words = "linear_cross_entropy 64x64x100 --gpu h200"
     lines = command.text(parse(words), resources).splitlines()
-    (left_out,) = [line for line in lines if "are left out: " in line]
-    assert left_out.endswith(note)
-    lines.remove(left_out)
+    (omitted,) = [line for line in lines if "are not shown: " in line]
+    assert omitted.endswith(note)
+    lines.remove(omitted)
     assert lines == told(words).splitlines()
 
 
@@ -353,10 +353,10 @@ def test_equal_launches_are_counted():
     "options, reason",
     [
         ("--schedule stored", "stored, as given"),
-        ("--reduction none", 'gradients are left to backward because of reduction "none"'),
+        ("--reduction none", 'gradients are computed in backward because of reduction "none"'),
         ("--return-lse --grad-weight-out", "because of a returned lse and grad_weight_out"),
         ("--return-stats", "because of returned statistics"),
-        ("--reduction none --schedule chunked", "recompute in place of chunked; gradients are left to"),
+        ("--reduction none --schedule chunked", "recompute in place of chunked; gradients are computed in"),
         ("--dtype fp16", "because of fp16"),
         ("--label-smoothing 0.1 --schedule stored", "because of label smoothing"),
         ("--schedule recompute", "recompute, as given; the input's gradient is computed in forward"),

@@ -91,7 +91,7 @@ def test_compiles_for_b300(call):
     """One of each kernel, from the same sources as for B200."""
     parser = Parser()
     operations.add_arguments(parser)
-    steps = operations.run_dry(parser.parse_args(call.split()), B300).steps
+    steps = operations.dry_run_call(parser.parse_args(call.split()), B300).steps
     found = {(step.kernel, step.problem, step.choice.config) for step in steps if step.choice is not None}
     assert len(found) >= 2
     for name, problem, config in found:

@@ -222,13 +222,12 @@ def test_only_what_is_missing_is_compiled(monkeypatch):
 
 
 def test_jobs(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(24), raising=False)
-    assert [parallel.default_jobs(n) for n in (0, 1, 9, 99)] == [0, 1, 9, 16]
+    assert [parallel.default_jobs(n, cores=24) for n in (0, 1, 9, 99)] == [0, 1, 9, 16]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert parallel.default_jobs(9) == 3
-    for odd in ("", "0", "two", "-1", "1.5"):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", odd)
-        assert parallel.default_jobs(99) == 16
+    assert parallel.default_jobs(9, cores=24) == 3
+    for invalid in ("", "0", "two", "-1", "1.5"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", invalid)
+        assert parallel.default_jobs(99, cores=24) == 16
     monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "5")
     assert parallel.default_jobs(9) == 5
 
@@ -320,10 +319,9 @@ def test_resources_sees_local_memory():
 def test_resources_without_cuobjdump(monkeypatch, tmp_path):
     for name in ("PATH", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.setattr(cubin, "_TOOLKIT", str(tmp_path))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton", None)  # then find_spec returns None
     with pytest.raises(FileNotFoundError, match="pip install triton"):
-        launch.resources(Toy, ToyProblem(), ToyConfig(), "sm_90a")
+        cubin._cuobjdump(str(tmp_path))
 
 
 @pytest.mark.gpu

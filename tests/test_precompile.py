@@ -14,7 +14,7 @@ import torch
 from quackish import toolchain
 from quackish.__main__ import main
 from quackish.cli import precompile
-from quackish.cli.parser import Parser, Refused
+from quackish.cli.parser import CommandError, Parser
 from quackish.launch import cache
 from quackish.launch import compile as compiling
 from quackish.launch.parallel import Outcome
@@ -53,7 +53,7 @@ def test_several_shapes_and_gpus(capsys):
     assert (targets.count("sm_90a"), targets.count("sm_100a")) == (4, 4)  # not for each M, nor for H100 and H200
     out = capsys.readouterr().out
     assert "[8/8] compiled RmsNormBwd sm_100a n=512 x=bf16" in out
-    assert "8 kernels: 7 compiled, 1 were there, 0 failed" in out
+    assert "8 kernels: 7 compiled, 1 on disk, 0 failed" in out
 
 
 def test_a_loss_alone_is_included():
@@ -85,7 +85,7 @@ def test_where_no_kernel_runs(capsys, tmp_path):
 
 def test_gpus_without_kernels_are_refused(capsys):
     for name in ("A10", "cpu"):
-        with pytest.raises(Refused, match=f"'{name}' is unknown; expected one of h100, .*, b200, b300, this$"):
+        with pytest.raises(CommandError, match=f"'{name}' is unknown; expected one of h100, .*, b200, b300, this$"):
             run(f"rms_norm 64x256 --gpu h200,{name}")
     with pytest.raises(SystemExit):
         main(["precompile", "--help"])
@@ -125,7 +125,7 @@ def test_what_is_wrong_is_told(words, said, capsys):
 def test_a_file_with_a_mistake(line, said, tmp_path):
     file = tmp_path / "shapes.txt"
     file.write_bytes(b"rms_norm 64x256\n" + line + b"\n")
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(CommandError) as refused:
         run(f"--from {file} --gpu h200")
     assert str(refused.value).startswith(f"{file}, line 2: {said}")
 
@@ -134,16 +134,16 @@ def test_where_nothing_can_be_compiled_or_kept(folder, monkeypatch):
     def find():
         return toolchain._folder("not_installed")
 
-    with pytest.raises(Refused, match=r"the compiler cannot be used: .* \(no module named 'not_installed'\)"):
+    with pytest.raises(CommandError, match=r"the compiler cannot be used: .* \(no module named 'not_installed'\)"):
         run("rms_norm 64x256 --gpu h200", find=find)
-    with pytest.raises(Refused, match="no compiler here that fits"):
+    with pytest.raises(CommandError, match="no compiler for this driver"):
         run("rms_norm 64x256 --gpu h200", find=lambda: toolchain.choose_flavour([13], (11, 8)))
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(Refused, match="others may write"):
+    with pytest.raises(CommandError, match="others may write"):
         run("rms_norm 64x256 --gpu h200")
     monkeypatch.setenv("QUACKISH_CACHE", "0")
-    with pytest.raises(Refused, match="QUACKISH_CACHE=0"):
+    with pytest.raises(CommandError, match="QUACKISH_CACHE=0"):
         run("rms_norm 64x256 --gpu h200")
 
 
@@ -156,14 +156,14 @@ def test_what_goes_wrong_is_told(capsys):
     printed = capsys.readouterr()
     assert "RmsNormFwd sm_90a n=256 x=bf16" in printed.err
     assert "failed: for a reason" in printed.err
-    assert "0 compiled, 0 were there, 2 failed" in printed.out
+    assert "0 compiled, 0 on disk, 2 failed" in printed.out
 
     def interrupted(requests, jobs):
         yield Outcome(requests[0], "compiled", "")
         raise KeyboardInterrupt
 
     assert run("rms_norm 64x256 --gpu h200", interrupted)[0] == 130
-    assert "what is stored so far is kept" in capsys.readouterr().err
+    assert "the kernels stored so far are kept" in capsys.readouterr().err
 
 
 def test_kernels_that_cannot_be_stored_are_not_said_to_be_there(capsys, folder):
@@ -182,13 +182,16 @@ def test_kernels_that_cannot_be_stored_are_not_said_to_be_there(capsys, folder):
 def test_on_disk_afterwards(capsys):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     (request,) = precompile.requests_of("rms_norm_forward", "64x256", "h200")
-    for first, last in (("compiled RmsNormFwd", "1 compiled, 0 were"), ("loaded   RmsNormFwd", "0 compiled, 1 were")):
+    for first, last in (
+        ("compiled RmsNormFwd", "1 compiled, 0 on"),
+        ("loaded   RmsNormFwd", "0 compiled, 1 on"),
+    ):
         assert main(["precompile", "rms_norm_forward", "1000x256", "--gpu", "h200"]) == 0
         out = capsys.readouterr().out
         assert first in out
         assert last in out
         assert " s in 1 process; " in out
-        assert compiling.is_at_hand(request)  # for any M
+        assert compiling.is_available(request)  # for any M
 
 
 @pytest.mark.gpu
@@ -210,7 +213,7 @@ def test_operations_compile_nothing_more(tmp_path):
     quackish("-m", "quackish", "precompile", "linear_cross_entropy", "512x256x2000", "--gpu", "this")
     quackish("-m", "quackish", "cache", "export", str(tmp_path / "kernels.tar"))
     env["QUACKISH_CACHE_DIR"] = str(tmp_path / "imported")
-    assert "of no use" not in quackish("-m", "quackish", "cache", "import", str(tmp_path / "kernels.tar"))
+    assert "not usable" not in quackish("-m", "quackish", "cache", "import", str(tmp_path / "kernels.tar"))
     code = """
 import sys
 import torch

@@ -97,7 +97,7 @@ class Cuda:
     """As much of torch.cuda as recording asks for, on a clock that each launch moves by 2 ms."""
 
     def __init__(self):
-        self.capturing, self.clock, self.log = False, 0.0, []
+        self.capturing, self.clock, self.log, self.gpu = False, 0.0, [], H200
 
     def is_initialized(self):
         return True
@@ -136,6 +136,7 @@ class Cuda:
 def cuda(monkeypatch):
     cuda = Cuda()
     monkeypatch.setattr(profiling, "cuda", cuda)
+    monkeypatch.setattr(profiling, "gpu_of", lambda device: cuda.gpu)
     return cuda
 
 
@@ -203,8 +204,7 @@ def test_a_launch_whose_work_depends_on_data_has_a_time_and_no_speed(cuda):
     assert check.speed_of(row) == "2000.0 us"
 
 
-def test_print_shows_a_row_a_kernel_and_problem(cuda, monkeypatch):
-    monkeypatch.setattr(profiling, "gpu_of", lambda device: H200)
+def test_print_shows_one_row_per_kernel_and_problem(cuda):
     with quackish.profile() as p:
         norm(function=cuda.launch)
         norm(1, function=cuda.launch)
@@ -214,11 +214,11 @@ def test_print_shows_a_row_a_kernel_and_problem(cuda, monkeypatch):
     assert sum(line.startswith("rms_norm_fwd") for line in text.splitlines()) == 2
     assert "m=16384 n=4096 x=bf16 y=bf16 weight=bf16" in text
     assert "Roofs of H200, data sheet: copy 4.00 TB/s, add 4.00 TB/s, GEMM 800 TFLOP/s." in text
-    assert "Not seen: replays of CUDA graphs" in text
+    assert "Not recorded: graph replays" in text
 
 
-def test_without_measured_roofs_speeds_have_no_share(cuda, monkeypatch):
-    monkeypatch.setattr(profiling, "gpu_of", lambda device: B200)
+def test_without_measured_roofs_there_is_no_percentage(cuda):
+    cuda.gpu = B200
     with quackish.profile() as p:
         norm(function=cuda.launch)
     (row,) = p.rows()
@@ -231,7 +231,7 @@ def test_print_without_launches_says_why():
     with quackish.profile() as p:
         quackish.rms_norm(torch.randn(4, 8), None)  # the portable path
     assert p.launches == []
-    assert "no launch of a quackish kernel was seen" in str(p)
+    assert "no launch of a quackish kernel was recorded" in str(p)
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_linear_cross_entropy_launches_what_a_dry_run_says(schedule):
     parser = Parser()
     operations.add_arguments(parser)
     call = parser.parse_args(["linear_cross_entropy", f"{m}x{h}x{v}", "--schedule", schedule])
-    expected = operations.run_dry(call, gpu).steps
+    expected = operations.dry_run_call(call, gpu).steps
     assert [(each.kernel, each.problem, each.config, each.sizes) for each in p.launches] == [
         (step.kernel, step.problem, step.choice.config, step.sizes) for step in expected if step.choice is not None
     ]

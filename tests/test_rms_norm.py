@@ -701,7 +701,7 @@ def test_without_the_compiler(monkeypatch):
 
     monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
     monkeypatch.setattr(plans, "kernel_for", kernel_for)
-    with pytest.warns(PortablePathWarning, match=r"^rms_norm: nvidia-cutlass-dsl.*brings it\. backend=.auto. runs"):
+    with pytest.warns(PortablePathWarning, match=r"^rms_norm: nvidia-cutlass-dsl.*installs it\. backend=.auto. runs"):
         assert find(FP32_PROBLEM) is None
     with pytest.raises(UnsupportedError, match="no module named 'not_installed'"):
         find(FP32_PROBLEM, backend="cute")

@@ -11,9 +11,9 @@ import sys
 import pytest
 import torch
 
-from quackish import config, launch
+from quackish import config
 from quackish.cli import tune as command
-from quackish.cli.parser import Parser, Refused
+from quackish.cli.parser import CommandError, Parser
 from quackish.configs import choose, table
 from quackish.configs.choose import RULES, name_of
 from quackish.configs.gemm import GemmConfig, GemmProblem
@@ -63,18 +63,18 @@ def problems():
 @pytest.mark.parametrize("on", [H200, B200], ids=lambda on: on.name)
 def test_candidates_are_legal_and_begin_with_the_analytical_choice(on):
     for kernel, problem in problems():
-        found = candidates(kernel, problem, on, most=40)
+        found = candidates(kernel, problem, on, max_others=40)
         assert found[0] == choose.analytical(kernel, problem, on).config
         assert 1 < len(found) <= 41 or getattr(problem, "n", 999) < 64, problem
         assert len(set(found)) == len(found)
-        assert found[:11] == candidates(kernel, problem, on, most=10)
+        assert found[:11] == candidates(kernel, problem, on, max_others=10)
         for one in found:
             assert RULES[kernel].why_illegal(problem, one, on) is None, (problem, one)
 
 
 def test_candidates_vary_every_field_that_may_help_and_leave_out_what_cannot():
     def varied(kernel, problem):
-        found = candidates(kernel, problem, H200, most=1000)
+        found = candidates(kernel, problem, H200, max_others=1000)
         return found, {name: {getattr(one, name) for one in found} for name in vars(found[0])}
 
     found, values = varied("rms_norm_bwd", BACKWARD)
@@ -109,8 +109,7 @@ def test_candidates_that_compile_without_spills(monkeypatch, tmp_path):
     assert len(list((tmp_path / "cache").glob("RmsNormBwd-sm_90a-*.kernel"))) == 1  # where this process finds it
     assert search.fits("lce_gemm", DX, GemmConfig(tile_m=192, num_stages=2), H200) is False  # more sums than registers
     spills = Resources(255, 16, 1, 1, 4096, 256)
-    monkeypatch.setattr(launch, "resources", lambda *args: spills)
-    assert search.fits("rms_norm_bwd", problem, fine, H200) is False
+    assert search.fits("rms_norm_bwd", problem, fine, H200, resources=lambda *args: spills) is False
 
 
 # The search, by fake times -------------------------------------------------------------------------------------------
@@ -166,9 +165,9 @@ def test_the_fastest_is_found_over_all_shapes():
 @pytest.mark.parametrize(
     "factor, noise, why",
     [
-        (1.2, 0.0, "no other is faster"),
-        (0.995, 0.0, "the best other is 0.5 % faster, which is not worth a row"),
-        (0.96, 0.05, "the best other is .* % faster, within the noise of .* %"),
+        (1.2, 0.0, "no candidate is faster"),
+        (0.995, 0.0, "the best candidate is 0.5 % faster, too little to store"),
+        (0.96, 0.05, "the best candidate is .* % faster, within the noise of .* %"),
     ],
 )
 def test_what_gains_nothing_for_certain_is_not_kept(factor, noise, why):
@@ -194,12 +193,12 @@ def test_wrong_results_and_launches_that_fail_are_left_out():
     assert outcome.config == 1
     assert [chosen for chosen, _ in outcome.dropped] == [2, 3]
     assert outcome.dropped[0][1] == "does not run: too many resources requested for launch"
-    assert outcome.dropped[1][1].startswith("result 0 is another one: Error(norm=1.0")
+    assert outcome.dropped[1][1].startswith("result 0 is wrong: Error(norm=1.0")
     assert steps == search.num_steps(2)
 
 
 def test_there_may_be_nothing_to_search():
-    assert Bench(lambda chosen, shape: 100).search([0])[0].why == "no other is faster"
+    assert Bench(lambda chosen, shape: 100).search([0])[0].why == "no candidate is faster"
     assert Bench(lambda chosen, shape: 100, refusing=[1]).search([0, 1])[0].config == 0
     with pytest.raises(RuntimeError, match="too many resources"):
         Bench(lambda chosen, shape: 100, refusing=[0]).search([0, 1])
@@ -216,7 +215,7 @@ def test_rounding_is_no_difference_and_anything_else_is():
         one = half.clone()
         one[3, 5] = wrong
         assert "result 0" in search.differs([one], [half])
-    assert search.differs([None], [half]) == "result 0 is there in one case only"
+    assert search.differs([None], [half]) == "result 0 is None in one case only"
 
 
 # Launches ------------------------------------------------------------------------------------------------------------
@@ -249,7 +248,7 @@ def test_a_case_launches_the_problem_by_the_config_it_is_given(words, monkeypatc
     for kernel, problem, sizes in plan(words):
         small = {name: min(size, 700) for name, size in sizes[0].items()}
         build = cases.prepare(kernel, problem, small, CPU, H200)
-        tried = candidates(kernel, problem, H200, most=2)
+        tried = candidates(kernel, problem, H200, max_others=2)
         runs = [build(one) for one in tried]
         assert [one.config for one in launches] == tried  # once each, before anything is timed
         launches.clear()
@@ -267,8 +266,9 @@ def test_cases_of_grouped_mlp_have_the_operands_of_their_problem(words, monkeypa
     monkeypatch.setattr(cases, "kernel_for", emulated_kernels.kernel_for)
     for kernel, problem, sizes in plan(words):
         build = cases.prepare(kernel, problem, {**sizes[0], "rows": 60}, CPU, H200)
-        results = [t for t in search.fresh(build(candidates(kernel, problem, H200, most=1)[0])) if t is not None]
-        assert all(0.1 < t.double().square().mean().sqrt() < 40 for t in results), problem
+        analytical = choose.analytical(kernel, problem, H200).config
+        for t in search.results_of(build(analytical)):
+            assert t is None or 0.1 < t.double().square().mean().sqrt() < 40, problem
 
 
 def test_a_problem_is_tuned_once_over_its_shapes():
@@ -294,11 +294,11 @@ def test_a_problem_is_tuned_once_over_its_shapes():
         ("rms_norm_forward 8x8", A100, "there is nothing to tune: rms_norm: no kernel for sm_80"),
         ("rms_norm_forward 8x999999", H200, "there is nothing to tune: rms_norm: no kernel"),
         ("rms_norm_forward 8x8 --softcap 3", H200, "--softcap is an option of linear_cross_entropy"),
-        ("linear_cross_entropy 64x64x64", B200, "linear_cross_entropy has no GEMM of quackish's on B200"),
+        ("linear_cross_entropy 64x64x64", B200, "linear_cross_entropy has no quackish GEMM on B200"),
     ],
 )
 def test_what_it_cannot_do_is_one_sentence(words, gpu, text):
-    with pytest.raises(Refused, match=re.escape(text)):
+    with pytest.raises(CommandError, match=re.escape(text)):
         plan(words, gpu)
 
 
@@ -353,7 +353,7 @@ def test_what_gains_nothing_leaves_the_analytical_choice_and_no_row(capsys):
     assert tune(analytical)[0] == 0
     out = capsys.readouterr().out
     assert "The analytical choice stays: no other is faster. Its row is removed." in out
-    assert "left out: RmsNormFwdConfig(" in out
+    assert "dropped: RmsNormFwdConfig(" in out
     assert "): wrong\n" in out
     assert choose.choose("rms_norm_fwd", FORWARD, H200).source == "analytical"
     assert tune(analytical)[0] == 0
@@ -381,7 +381,7 @@ def test_a_table_that_cannot_be_written_is_one_sentence(folder, monkeypatch):
     monkeypatch.setenv("QUACKISH_CONFIG_DIR", str(folder / "file"))
     with (
         pytest.warns(RuntimeWarning, match="Not a directory"),
-        pytest.raises(Refused, match=r"tuned\.json cannot be written"),
+        pytest.raises(CommandError, match=r"tuned\.json cannot be written"),
     ):
         tune()
 
@@ -391,7 +391,7 @@ def test_without_a_cuobjdump_one_sentence_says_so():
         raise FileNotFoundError("cuobjdump is not there")
         yield
 
-    with pytest.raises(Refused, match="cuobjdump is not there"):
+    with pytest.raises(CommandError, match="cuobjdump is not there"):
         tune(examine=examine)
 
 
@@ -407,11 +407,11 @@ def test_candidates_run_and_have_the_same_results(words):
     gpu = gpu_of(device.index)
     for kernel, problem, sizes in plan(words, gpu):
         build = cases.prepare(kernel, problem, sizes[0], device, gpu)
-        first, *others = candidates(kernel, problem, gpu, most=2)
-        expected = [None if t is None else t.clone() for t in search.fresh(build(first))]
+        first, *others = candidates(kernel, problem, gpu, max_others=2)
+        expected = [None if t is None else t.clone() for t in search.results_of(build(first))]
         assert all(t is None or t.isfinite().all() for t in expected)
         for one in others:
-            assert search.differs(search.fresh(build(one)), expected) is None, one
+            assert search.differs(search.results_of(build(one)), expected) is None, one
 
 
 USED = """

@@ -1,8 +1,8 @@
-"""What a call launches and holds: the operation's own code, run on tensors without memory. Needs no GPU.
+"""Dry runs: the launches and the memory of a call, found by running the operation on meta tensors. Needs no GPU.
 
-Linear cross entropy and grouped_mlp run as they are. Their kernels are stand-ins that record their calls; a dispatch
-mode records what PyTorch itself launches, such as cuBLAS's GEMMs, and counts the memory that is held. RMSNorm has one
-launch per direction, described by its plans.
+The code of linear cross entropy and grouped_mlp runs with stand-ins for their kernels, which record each launch. A
+dispatch mode records PyTorch's own launches, such as cuBLAS GEMMs, and counts allocated memory. RMSNorm has one launch
+per direction, described by its plans.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.cli.parser import Refused
+from quackish.cli.parser import CommandError
 from quackish.configs.choose import Choice, choose
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, even_chunks, expected_time
 from quackish.errors import UnsupportedError
@@ -30,12 +30,12 @@ from quackish.work import SHORT, Work, sizes_of, work
 
 
 class Step(NamedTuple):
-    """A launch."""
+    """One launch, of a quackish kernel or by PyTorch."""
 
     phase: str  # "forward" or "backward"
-    kernel: str  # as in the table of kernels, or "torch.mm" and the like
-    problem: Any  # of torch's: the shapes, as a string
-    choice: Choice | None  # None for torch's
+    kernel: str  # a name in the table of kernels, or such as "torch.mm"
+    problem: Any  # for PyTorch's launches a string with the shapes
+    choice: Choice | None  # None for PyTorch's launches
     sizes: dict[str, int]
     work: Work
 
@@ -47,13 +47,13 @@ class Buffer(NamedTuple):
 
 @dataclasses.dataclass
 class DryRun:
-    """What forward and backward of a call do, with all gradients."""
+    """Launches and memory of a call's forward and backward, with all gradients."""
 
-    portable: str | None = None  # why the portable path runs; None where kernels do
-    plan: dict[str, str] = dataclasses.field(default_factory=dict)  # what was decided, and why
+    portable: str | None = None  # why the portable path runs; None if kernels run
+    plan: dict[str, str] = dataclasses.field(default_factory=dict)  # decisions and their reasons, by title
     steps: list[Step] = dataclasses.field(default_factory=list)
-    peak_bytes: int = 0  # at most held at a time, beside the inputs; results included
-    buffers: list[Buffer] = dataclasses.field(default_factory=list)  # what is held then, the largest first
+    peak_bytes: int = 0  # peak memory, with results but without inputs
+    buffers: list[Buffer] = dataclasses.field(default_factory=list)  # allocated at the peak, the largest first
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -64,7 +64,7 @@ _PHASES = {"rms_norm_fwd": "forward", "rms_norm_bwd": "backward"}
 
 def rms_norm(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryRun:
     m, n = shape
-    found, reasons = DryRun(), {}
+    dry, reasons = DryRun(), {}
     for name, problem in _norm_problems(args, m, n).items():
         phase = _PHASES[name]
         if args.op not in ("rms_norm", f"rms_norm_{phase}"):
@@ -75,24 +75,24 @@ def rms_norm(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryR
         except UnsupportedError as error:
             reasons[phase] = str(error)
             continue
-        done = work(name, problem, {"m": m})
-        found.steps.append(Step(phase, name, problem, choice, {"m": m}, done))
-        found.buffers.append(Buffer(f"results of {phase}", done.bytes_written))
+        launch_work = work(name, problem, {"m": m})
+        dry.steps.append(Step(phase, name, problem, choice, {"m": m}, launch_work))
+        dry.buffers.append(Buffer(f"results of {phase}", launch_work.bytes_written))
         if getattr(problem, "num_sums", 0):
             floats = choice.config.scratch_floats(problem, choice.config.num_ctas(m, gpu.sm_count, problem.heads))
-            found.buffers.append(Buffer("scratch of the sums over CTAs, kept for the stream", 4 * floats))
-    found.peak_bytes = sum(buffer.bytes for buffer in found.buffers)
-    if not found.steps:
+            dry.buffers.append(Buffer("scratch of the sums over CTAs, kept for the stream", 4 * floats))
+    dry.peak_bytes = sum(buffer.bytes for buffer in dry.buffers)
+    if not dry.steps:
         return DryRun(portable=next(iter(reasons.values())))
-    found.plan |= {f"Path of {phase}": f"the portable path, in plain PyTorch: {why}" for phase, why in reasons.items()}
-    return found
+    dry.plan |= {f"Path of {phase}": f"the portable path, in plain PyTorch: {why}" for phase, why in reasons.items()}
+    return dry
 
 
 def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
     """The problems of forward and backward, from their plans."""
     dtype = getattr(torch, args.dtype)
 
-    def of(name: str | None) -> torch.dtype | None:
+    def dtype_of(name: str | None) -> torch.dtype | None:
         if name in (None, "same"):
             return dtype
         return None if name == "none" else getattr(torch, name)
@@ -100,24 +100,24 @@ def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
     def tensor(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
         return None if dtype is None else torch.empty(shape, dtype=dtype, device=memory.META)
 
-    weight_dtype, out_dtype = of(args.weight_dtype), of(args.out_dtype)
-    residual_dtype = None if args.residual is None else of(args.residual)
+    weight_dtype, out_dtype = dtype_of(args.weight_dtype), dtype_of(args.out_dtype)
+    residual_dtype = None if args.residual is None else dtype_of(args.residual)
     bias_dtype = (weight_dtype or dtype) if args.bias else None
     x, residual = tensor(dtype, m, n), tensor(residual_dtype, m, n)
     heads = 1 if args.heads is None or weight_dtype is None else args.heads
     if heads < 1 or m % heads:
-        raise Refused(f"--heads is {heads}, expected a divisor of {m} rows")
+        raise CommandError(f"--heads is {heads}, expected a divisor of {m} rows")
     parameter = (n,) if heads == 1 else (heads, n)
     weight, bias = tensor(weight_dtype, *parameter), tensor(bias_dtype, *parameter)
-    res_dtype = residual_dtype if args.residual_dtype is None else of(args.residual_dtype)
+    res_dtype = residual_dtype if args.residual_dtype is None else dtype_of(args.residual_dtype)
     if residual is None and res_dtype is not None:
-        raise Refused("--residual-dtype is given without --residual; expected both")
+        raise CommandError("--residual-dtype is given without --residual; expected both")
     forward = ForwardPlan(x, weight, bias, residual, None, 1e-6, 0.0, res_dtype, out_dtype, "auto")
     res, dres = (x, None) if residual is None else (tensor(res_dtype, m, n), tensor(res_dtype, m, n))
     dx_dtypes = _dx_dtypes(True, residual is not None, dtype, residual_dtype)
     dy, rstd = tensor(out_dtype, m, n), tensor(torch.float32, m)
     if args.dweight_out and weight is None:
-        raise Refused("--dweight-out is given, but --weight-dtype is none: there is no weight")
+        raise CommandError("--dweight-out is given, but --weight-dtype is none: there is no weight")
     dweight_out = torch.empty_like(weight, dtype=torch.float32) if args.dweight_out else None
     backward = BackwardPlan(dy, res, weight, rstd, dres, dweight_out, 0.0, *dx_dtypes, weight_dtype, bias_dtype, "auto")
     return {"rms_norm_fwd": forward.problem, "rms_norm_bwd": backward.problem}
@@ -127,26 +127,26 @@ def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
 
 
 class Point(NamedTuple):
-    """What the least `memory_limit` of so many bytes, or a larger one, chooses."""
+    """The config that `memory_limit` selects from `bytes` up to the next faster point."""
 
-    how: LinearCrossEntropyConfig
+    config: LinearCrossEntropyConfig
     bytes: int
-    rows: int | None  # of a chunk; None if the schedule has no choice
+    rows: int | None  # per chunk; None for a schedule without chunks
     time: float  # expected, relative to the three GEMMs
 
 
 def frontier(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> list[Point]:
-    """The fastest first."""
+    """What each `memory_limit` selects for a call of linear cross entropy, the fastest first."""
     (m, h, _), (_, request), points = shape, _linear_cross_entropy(args, shape), []
-    for how, needs in memory.frontier(request, args.schedule or "auto", args.chunk_size, gpu):
-        has_chunks = args.no_grad or how.schedule == "chunked" or how.dw_in_chunks
-        rows = even_chunks(m, how.chunk_rows) if has_chunks else None
-        points.append(Point(how, needs, rows, expected_time(how, m, h)))
+    for config, needs in memory.frontier(request, args.schedule or "auto", args.chunk_size, gpu):
+        has_chunks = args.no_grad or config.schedule == "chunked" or config.dw_in_chunks
+        rows = even_chunks(m, config.chunk_rows) if has_chunks else None
+        points.append(Point(config, needs, rows, expected_time(config, m, h)))
     return points
 
 
 def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryRun:
-    """In plain eager. Not thread-safe."""
+    """Eager mode. Not thread-safe."""
     grad, (plan, request) = not args.no_grad, _linear_cross_entropy(args, shape)
     chosen = plan.schedule, plan.chunk_rows, plan.dx_in_forward, plan.dw_in_chunks
     if args.memory_limit is not None:
@@ -154,20 +154,20 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
             schedule = args.schedule or "auto"
             chosen = memory.choose_within_limit(args.memory_limit, request, schedule, args.chunk_size, gpu)
         except ValueError as error:
-            raise _refused(error) from None
-    how = LinearCrossEntropyConfig(*chosen)
-    recorder = _Rehearsal(request._replace(device=memory.META), how, gpu).run()  # bytes as asked for
+            raise _command_error(error) from None
+    config = LinearCrossEntropyConfig(*chosen)
+    recorder = _Rehearsal(request._replace(device=memory.META), config, gpu).run()  # bytes without rounding
     plan = recorder.plan
     chunks = [step.sizes["rows"] for step in recorder.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
     sizes = " and ".join(map(str, dict.fromkeys(chunks)))
-    told = {
+    decisions = {
         "Schedule": _schedule(plan, args) if grad else "none, as nothing needs a gradient",
         "Chunks": f"{len(chunks)} in forward, of {sizes} rows; at most {plan.chunk_rows}",
     }
-    notes = ["Work counts every row as live: ignored rows are left out on the GPU, which alone knows their number."]
+    notes = ["All rows count as live: only the GPU knows how many are ignored, and skips those."]
     if any(step.kernel == "torch.mm" for step in recorder.steps):
-        notes.append("torch.mm and torch.addmm are cuBLAS's GEMMs: quackish has none for this GPU.")
-    return DryRun(None, told, recorder.steps, recorder.peak, recorder.buffers(), notes)
+        notes.append("torch.mm and torch.addmm are cuBLAS GEMMs: quackish has no GEMM kernel for this GPU.")
+    return DryRun(None, decisions, recorder.steps, recorder.peak, recorder.buffers(), notes)
 
 
 def _linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...]) -> tuple[Plan, memory.Request]:
@@ -190,7 +190,7 @@ def _linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...]) -> t
     try:
         plan = api.make_plan(inputs, options, no_kernel_on=lambda device: "")
     except ValueError as error:
-        raise _refused(error) from None
+        raise _command_error(error) from None
     fixed = plan[: Plan._fields.index("schedule")]
     device = torch.device("cuda")
     has_scale = logit_scale is not None
@@ -199,13 +199,14 @@ def _linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...]) -> t
     )
 
 
-def _refused(error: ValueError) -> Refused:
-    return Refused(str(error).partition(": ")[2])
+def _command_error(error: ValueError) -> CommandError:
+    """An operation's error without the operation's name."""
+    return CommandError(str(error).partition(": ")[2])
 
 
 def _schedule(plan: Plan, args: argparse.Namespace) -> str:
     """The schedule, and why."""
-    late = {
+    defers_gradients = {
         "fp16": args.dtype == "float16",
         "label smoothing": args.label_smoothing,
         'reduction "none"': args.reduction == "none",
@@ -213,15 +214,15 @@ def _schedule(plan: Plan, args: argparse.Namespace) -> str:
         "returned statistics": args.return_stats,
         "grad_weight_out": args.grad_weight_out,
     }
-    because = " and ".join(words for words, holds in late.items() if holds)
+    reasons = " and ".join(reason for reason, holds in defers_gradients.items() if holds)
     if args.memory_limit is not None:
         text = f"{plan.schedule}, the fastest within the memory limit"
     elif args.schedule in (None, "auto"):
         text = f"{plan.schedule}, by the rule in kernel_config, quackish/configs/linear_cross_entropy.py"
     else:
         text = plan.schedule + (", as given" if plan.schedule == args.schedule else f" in place of {args.schedule}")
-    if because and plan.schedule != "chunked":
-        text += f"; gradients are left to backward because of {because}"
+    if reasons and plan.schedule != "chunked":
+        text += f"; gradients are computed in backward because of {reasons}"
     return text + "; the input's gradient is computed in forward" * plan.dx_in_forward
 
 
@@ -229,7 +230,7 @@ def _schedule(plan: Plan, args: argparse.Namespace) -> str:
 
 
 def grouped_mlp(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryRun:
-    """In plain eager."""
+    """Eager mode."""
     rows, h, i, experts = shape
     activation, recompute = args.activation or "swiglu", bool(args.recompute)
     dtype, width = getattr(torch, args.dtype), i * (1 + (activation in GATED))
@@ -247,7 +248,7 @@ def grouped_mlp(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> D
     try:
         checks.check_mlp(inputs, activation, recompute, "cute")
     except ValueError as error:
-        raise _refused(error) from None
+        raise _command_error(error) from None
     if why := kernel_steps.why_none("grouped_mlp", x, i, experts):
         raise UnsupportedError(why)
     recorder, keeps = _Recorder(), not (args.no_grad or recompute)
@@ -259,17 +260,17 @@ def grouped_mlp(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> D
             dtypes = grouped.Dtypes._make(None if t is None else t.dtype for t in inputs[:7])
             grads = grouped.gradients(kernel_steps, dy, inputs, preactivation, activation, dtypes)
             del y, grads  # held until here
-    notes = ["Work counts every row as one of a group, and the weights of every group: the GPU alone knows the groups."]
+    notes = ["Bytes and FLOPs assume that every group is used and every row is in one: only the GPU knows the groups."]
     return DryRun(None, {}, recorder.steps, recorder.peak, recorder.buffers(), notes)
 
 
 # Recording -----------------------------------------------------------------------------------------------------------
 
-_OVERWRITES = ("zero_", "fill_", "copy_")  # they do not read the tensor that they are methods of
+_OVERWRITES = ("zero_", "fill_", "copy_")  # methods that do not read their own tensor
 
 
 class _Recorder(memory.MemoryCounter):
-    """The launches of kernels and of PyTorch."""
+    """Records the launches of quackish's kernels and of PyTorch."""
 
     phase = "forward"
 
@@ -287,7 +288,7 @@ class _Recorder(memory.MemoryCounter):
         return Kernel(launch, choice.config)
 
     def buffers(self) -> list[Buffer]:
-        """What is held at the peak, the largest first."""
+        """The tensors allocated at the peak, the largest first."""
         return sorted((Buffer(_shape(held), held.bytes) for held in self.at_peak), key=lambda buffer: -buffer.bytes)
 
     def record_call(self, func, args, result) -> None:
@@ -306,12 +307,12 @@ class _Recorder(memory.MemoryCounter):
         else:
             flops = sum(t.numel() for t in written) if name in ("add_", "sum") else 0
             text = " ".join([*map(_shape, written[:1] or read[:1]), "(PyTorch)"])
-        done = Work(sum(t.nbytes for t in read), sum(t.nbytes for t in written), flops)
-        self.steps.append(Step(self.phase, f"torch.{name}", text, None, {}, done))
+        launch_work = Work(sum(t.nbytes for t in read), sum(t.nbytes for t in written), flops)
+        self.steps.append(Step(self.phase, f"torch.{name}", text, None, {}, launch_work))
 
 
 class _Rehearsal(_Recorder, memory.MemoryDryRun):
-    """Of linear cross entropy."""
+    """Records a call of linear cross entropy."""
 
 
 def _dtype(t: Tensor | memory.Allocation) -> str:

@@ -1,4 +1,4 @@
-"""What the commands of `python -m quackish` share: argparse with suggestions for mistyped names."""
+"""argparse for the commands of `python -m quackish`: one-line errors, and suggestions for mistyped names."""
 
 import argparse
 import re
@@ -10,21 +10,19 @@ from quackish.errors import did_you_mean
 T = TypeVar("T")
 
 
-class Refused(Exception):
-    """An invalid request: `python -m quackish` prints the sentence, which says what was expected, and exits with 2."""
+class CommandError(Exception):
+    """The command cannot run. `python -m quackish` prints the message and exits with status 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Subcommands get parsers of this class too."""
-
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """argparse calls this for every argument that has `choices`, as commands do."""
+        """Overrides argparse's check of `choices`, to suggest the closest names."""
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, unknown(str(value), map(str, action.choices)))
 
     def error(self, message: str) -> NoReturn:
-        """Without the usage, which would hide the sentence; `--help` has it."""
-        raise Refused(message)
+        """Raises instead of printing the usage, which would bury the message."""
+        raise CommandError(message)
 
 
 def unknown(given: str, known: Iterable[str]) -> str:
@@ -33,7 +31,7 @@ def unknown(given: str, known: Iterable[str]) -> str:
 
 
 def one_of(known: Mapping[str, T]) -> Callable[[str], T]:
-    """An argument's `type`: a name in `known`, in any case, gives its value; a value of `known` gives itself."""
+    """An argparse type: maps a name in `known` (case-insensitive) to its value. Values are accepted as they are."""
 
     def parse(text: str) -> T:
         if text in known.values():
@@ -46,15 +44,15 @@ def one_of(known: Mapping[str, T]) -> Callable[[str], T]:
 
 
 def positive(text: str) -> int:
-    """An argument's `type`."""
+    """An argparse type: a positive int."""
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a positive number of at most nine digits")
     return int(text)
 
 
 def size(text: str) -> int:
-    """An argument's `type`: bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B?", text)
-    if found is None:
+    """An argparse type: a number of bytes, such as "1.5GB"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B?", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a number of bytes, such as 500MB or 1.5GB")
-    return round(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+    return round(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))

@@ -1,16 +1,16 @@
-"""Searches for configs that are faster on this GPU than the analytical choices, and keeps them in a table of yours.
+"""Searches for configs that are faster on this GPU than the analytical choices, and stores them in your table.
 
     python -m quackish tune rms_norm_backward 4096x4096,16384x4096
     python -m quackish tune linear_cross_entropy 8192x4096x128256
 
-A config is per problem (N, dtypes, which results), independent of the number of rows: give the shapes that you have,
-and the config that is fastest over all of them is kept, if the gain is beyond the noise. Legal configs around the
-analytical choice are compiled in parallel; those that do not spill registers take turns on random data, and each
-result is compared with the analytical choice's.
+A problem (N, dtypes, outputs) has one config, whatever the number of rows. Pass all your shapes: the config that is
+fastest over all of them is stored if its gain exceeds the noise. Legal configs near the analytical choice are compiled
+in parallel. Those that do not spill registers are timed in turns on random data, and their results are compared with
+those of the analytical choice.
 
-From then on every process on this GPU, with the same versions of quackish, DSL and CUDA, uses the table: tuned.json in
-QUACKISH_CONFIG_DIR or in the user's config folder; delete the file to remove its rows. Nothing is tuned while a program
-runs. A norm's config may change the last bits of its results, in the same way for every call.
+Every process on this GPU with the same versions of quackish, DSL and CUDA then uses the table: tuned.json in
+QUACKISH_CONFIG_DIR or in the user's config folder. Delete the file to remove all rows. Nothing is tuned at run time.
+A tuned norm may give different last bits, the same ones in every call.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import torch
 from quackish import toolchain
 from quackish.bench.console import progress
 from quackish.cli import operations
-from quackish.cli.parser import Refused, positive
+from quackish.cli.parser import CommandError, positive
 from quackish.configs import choose, table
 from quackish.configs.choose import name_of
 from quackish.gpu import Gpu, gpu_of
@@ -40,123 +40,129 @@ from quackish.work import describe, work
 class Problem(NamedTuple):
     kernel: str
     problem: Any
-    sizes: list[dict[str, int]]  # of each shape, the least work first
+    sizes: list[dict[str, int]]  # one per shape, the least work first
 
     def __str__(self) -> str:
         return f"{name_of(self.kernel, self.problem)}: {describe(self.problem, {})}"
 
-    def amount(self, sizes: dict[str, int]) -> int:
-        done = work(self.kernel, self.problem, sizes)
-        return done.bytes + done.flops
+    def cost(self, sizes: dict[str, int]) -> int:
+        launch_work = work(self.kernel, self.problem, sizes)
+        return launch_work.bytes + launch_work.flops
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     operations.add_arguments(parser, "+")
-    parser.add_argument("--candidates", type=positive, default=64, metavar="N", help="at most, a problem (64)")
+    candidates_help = "maximum number of candidates per problem (64)"
+    parser.add_argument("--candidates", type=positive, default=64, metavar="N", help=candidates_help)
 
 
 def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
-        raise Refused("there is no GPU here to measure on")
+        raise CommandError("there is no GPU here to measure on")
     if toolchain.versions() is None:
-        raise Refused("nvidia-cutlass-dsl, the compiler, is not installed; pip install nvidia-cutlass-dsl")
+        raise CommandError("nvidia-cutlass-dsl, the compiler, is not installed; pip install nvidia-cutlass-dsl")
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = gpu_of(device.index)
     return tune(plan(args, gpu), gpu, args.candidates, device)
 
 
 def plan(args: argparse.Namespace, gpu: Gpu) -> list[Problem]:
-    """The problems of all shapes that have candidates. Raises Refused if an argument is not what was expected."""
+    """The tunable problems of all shapes. Raises CommandError for an invalid argument."""
     problems: dict[tuple[str, Any], Problem] = {}
     for shape in dict.fromkeys(shape for words in args.shapes for shape in words.split(",") if shape):
-        found = operations.run_dry(argparse.Namespace(**vars(args), shape=shape), gpu)
-        if found.portable is not None:
-            raise Refused(f"there is nothing to tune: {found.portable}")
-        largest: dict[tuple[str, Any], dict[str, int]] = {}  # of a problem's launches for this shape
-        for step in found.steps:
-            if step.kernel not in SPACES or getattr(step.problem, "recompute_flagged", False):  # which returns at once
+        dry = operations.dry_run_call(argparse.Namespace(**vars(args), shape=shape), gpu)
+        if dry.portable is not None:
+            raise CommandError(f"there is nothing to tune: {dry.portable}")
+        largest: dict[tuple[str, Any], dict[str, int]] = {}  # the largest sizes of each problem for this shape
+        for step in dry.steps:
+            # Kernels with recompute_flagged return at once.
+            if step.kernel not in SPACES or getattr(step.problem, "recompute_flagged", False):
                 continue
-            one = problems.setdefault((step.kernel, step.problem), Problem(step.kernel, step.problem, []))
+            key = step.kernel, step.problem
+            problem = problems.setdefault(key, Problem(*key, []))
             sizes = {name: n for name, n in step.sizes.items() if name[:4] not in ("num_", "max_")}
-            largest[one[:2]] = max(largest.get(one[:2], sizes), sizes, key=one.amount)
+            largest[key] = max(largest.get(key, sizes), sizes, key=problem.cost)
         for key, sizes in largest.items():
-            one = problems[key]
-            one.sizes.extend([sizes] * (sizes not in one.sizes))
-            one.sizes.sort(key=one.amount)
+            problem = problems[key]
+            if sizes not in problem.sizes:
+                problem.sizes.append(sizes)
+                problem.sizes.sort(key=problem.cost)
     if not problems:
-        raise Refused(f"there is nothing to tune: {args.op} has no GEMM of quackish's on {gpu.name}")
+        raise CommandError(f"there is nothing to tune: {args.op} has no quackish GEMM on {gpu.name}")
     return list(problems.values())
 
 
 def tune(
-    problems: Sequence[Problem], gpu: Gpu, most: int, device: torch.device,
+    problems: Sequence[Problem], gpu: Gpu, max_candidates: int, device: torch.device,
     examine: Callable = search.examine, search_for: Callable[..., search.Outcome] = search.search,
 ) -> int:  # fmt: skip
     failed = 0
-    for one in problems:
-        configs = candidates(one.kernel, one.problem, gpu, most)
-        kept = choose.tabled(one.kernel, one.problem, gpu).config  # it may lie further away
-        base, *others = configs + [kept] * (kept not in configs)
-        fine = _without_spills(one, others, gpu, examine)
-        print(f"{one}\n  {len(others)} candidates, {len(fine)} of them without spilled registers")
-        shapes = [functools.partial(cases.prepare, *one[:2], sizes, device, gpu) for sizes in one.sizes]
+    for problem in problems:
+        configs = candidates(*problem[:2], gpu, max_candidates)
+        tabled = choose.tabled(*problem[:2], gpu).config  # may be further from the analytical choice
+        base, *others = configs + [tabled] * (tabled not in configs)
+        unspilled = _without_spills(problem, others, gpu, examine)
+        print(f"{problem}\n  {len(others)} candidates, {len(unspilled)} without spilled registers")
+        shapes = [functools.partial(cases.prepare, *problem[:2], sizes, device, gpu) for sizes in problem.sizes]
         try:
             with _progress("timing", search.num_steps(len(shapes))) as advance:
-                outcome = search_for([base, *fine], shapes, device, advance=advance)
-        except RuntimeError as error:  # out of memory, say; the other problems may do
+                outcome = search_for([base, *unspilled], shapes, device, advance=advance)
+        except RuntimeError as error:  # such as out of memory; other problems may still work
             failed += 1
             print(f"  failed: {type(error).__name__}: {error}\n", file=sys.stderr)
             continue
-        _keep(one, outcome, gpu)
+        _store(problem, outcome, gpu)
     choose.reload()
     return 1 if failed else 0
 
 
-def _without_spills(one: Problem, configs: Sequence[Any], gpu: Gpu, examine: Callable) -> list[Any]:
-    fine = []
+def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu, examine: Callable) -> list[Any]:
+    unspilled = []
     with _progress(f"compiling {len(configs)} candidates", len(configs)) as advance:
         try:
-            for config, fits in zip(configs, examine(one.kernel, one.problem, configs, gpu), strict=True):
-                fine += [config] * fits
+            for config, fits in zip(configs, examine(*problem[:2], configs, gpu), strict=True):
+                unspilled += [config] * fits
                 advance()
         except FileNotFoundError as error:
-            raise Refused(f"spilled registers cannot be seen: {error}") from error
-    return fine
+            raise CommandError(f"spilled registers cannot be detected: {error}") from error
+    return unspilled
 
 
 @contextlib.contextmanager
-def _progress(words: str, total: int) -> Iterator[Callable[..., None]]:
-    """Yields advance(), a step further; it may be given other words."""
+def _progress(phase: str, total: int) -> Iterator[Callable[..., None]]:
+    """Yields advance(phase), which counts one step."""
     done = itertools.count(1)
     with progress(total) as show:
-        yield lambda now=words: show(next(done), now)
+        yield lambda phase=phase: show(next(done), phase)
 
 
-def _keep(one: Problem, outcome: search.Outcome, gpu: Gpu) -> None:
-    kernel, problem, sizes = one
+def _store(problem: Problem, outcome: search.Outcome, gpu: Gpu) -> None:
+    """Prints the outcome and writes the best config into the table."""
     for config, why in outcome.dropped:
-        print(f"  left out: {config}: {why}")
-    timed = zip(sizes, outcome.analytical_us, outcome.us, strict=True)
-    rows = [[f"  {describe(None, at)}", f"{a:.1f}", f"{b:.1f}", f"{a / b:.3f}"] for at, a, b in timed]
-    print(text_table(["  at", "analytical us", "best us", "gain"], rows, "lrrr"))
-    gained = f"{100 * (outcome.gain - 1):.1f} % faster than the analytical choice"
-    at, noise = ", ".join(describe(None, size) for size in sizes), f"noise {100 * outcome.noise:.1f} %"
-    measured = f"{gained} at {at} ({time.strftime('%Y-%m-%d')}, {noise})"
-    row = table.make_row(kernel, problem, gpu, outcome.config, measured)
+        print(f"  dropped: {config}: {why}")
+    rows = [
+        [f"  {describe(None, sizes)}", f"{analytical:.1f}", f"{best:.1f}", f"{analytical / best:.3f}"]
+        for sizes, analytical, best in zip(problem.sizes, outcome.analytical_us, outcome.us, strict=True)
+    ]
+    print(text_table(["  sizes", "analytical us", "best us", "gain"], rows, "lrrr"))
+    gain = f"{100 * (outcome.gain - 1):.1f} % faster than the analytical choice"
+    shapes, noise = ", ".join(describe(None, sizes) for sizes in problem.sizes), f"noise {100 * outcome.noise:.1f} %"
+    measured = f"{gain} at {shapes} ({time.strftime('%Y-%m-%d')}, {noise})"
+    row = table.make_row(*problem[:2], gpu, outcome.config, measured)
     try:
         if outcome.why:
-            gone = table.put(row, keep=False)
-            print(f"  The analytical choice stays: {outcome.why}.{' Its row is removed.' * gone}\n")
+            removed = table.put(row, keep=False)
+            print(f"  The analytical choice stays: {outcome.why}.{' Its row is removed.' * removed}\n")
         else:
-            print(f"  {_changes(outcome.config, choose.analytical(kernel, problem, gpu).config)}\n  {gained}, {noise}.")
+            print(f"  {_changes(outcome.config, choose.analytical(*problem[:2], gpu).config)}\n  {gain}, {noise}.")
             table.put(row)
             print(f"  Written to {table.path()}.\n")
     except OSError as error:
-        raise Refused(
+        raise CommandError(
             f"{table.path()} cannot be written: {error.strerror}; `with quackish.config(...)` forces it"
         ) from error
 
 
 def _changes(config: Any, base: Any) -> str:
-    """The fields that differ from the analytical choice's."""
+    """The fields that differ from the analytical choice."""
     return " ".join(f"{name}={value}" for name, value in vars(config).items() if value != getattr(base, name))

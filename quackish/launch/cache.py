@@ -1,8 +1,9 @@
 """Compiled kernels on disk, in the user's cache folder or QUACKISH_CACHE_DIR; QUACKISH_CACHE=0 disables the cache.
 
 A cached object is code that will run, and a stale one gives wrong numbers. So the folder and its files must belong to
-the user, writable by nobody else. A file's name is a hash of everything the code depends on (its identity), and the
-file repeats the identity under a checksum. A bad file or folder costs a compilation and one warning, never an error.
+the user and be writable by nobody else. A file's name is a hash of everything the code depends on (its identity), and
+the file repeats the identity under a checksum. A bad file or folder costs a compilation and one warning, never an
+error.
 
 A file has three lines, followed by the object: the format, the SHA-256 of everything below, the identity as JSON.
 """
@@ -21,13 +22,13 @@ from typing import Any
 from quackish import files, toolchain
 from quackish.errors import warn_once
 
-OPTIONS = "--enable-tvm-ffi --opt-level 3"  # of the compiler
+OPTIONS = "--enable-tvm-ffi --opt-level 3"  # for the compiler
 _FORMAT = b"quackish kernel 1\n"
 SUFFIX = ".kernel"
 _STARTED = time.time()
 _PACKAGE = Path(__file__).parents[1]
-OWN = "quackish.kernels."  # prefix of our kernels' modules
-OTHER_NAME = "made for another kernel, target or toolchain than its name says"
+OWN_PREFIX = "quackish.kernels."  # of the modules of quackish's kernels
+WRONG_NAME = "its name does not match its kernel, target and toolchain"
 
 
 def identity(kernel_class: type, problem: Any, config: Any, target: str) -> dict[str, str]:
@@ -37,11 +38,11 @@ def identity(kernel_class: type, problem: Any, config: Any, target: str) -> dict
         "problem": repr(problem),
         "config": repr(config),
         "target": target,
-        **made_with(kernel_class.__module__),
+        **shared_identity(kernel_class.__module__),
     }
 
 
-def made_with(module: str) -> dict[str, str]:
+def shared_identity(module: str) -> dict[str, str]:
     """The part of the identity that all kernels with a class in `module` share: sources and toolchain."""
     from quackish import __version__
 
@@ -49,7 +50,7 @@ def made_with(module: str) -> dict[str, str]:
     return {
         "options": OPTIONS,
         "environment": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("CUTE_DSL_")),
-        "sources": _source_hash(_elsewhere(module)),
+        "sources": _source_hash(_external_file(module)),
         "quackish": __version__,
         "nvidia-cutlass-dsl": tools.dsl,
         "apache-tvm-ffi": tools.ffi,
@@ -67,12 +68,12 @@ def load(kernel_class: type, identity: dict[str, str]) -> bytes | None:
     try:
         stored, payload = unpack(read(path))
         if stored != identity:
-            raise ValueError(OTHER_NAME)
+            raise ValueError(WRONG_NAME)
         return payload
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        warn_once(f"The cached kernel {path} is not used ({error}); it is compiled again.", RuntimeWarning)
+        warn_once(f"The cached kernel {path} is compiled again: {error}.", RuntimeWarning)
         return None
 
 
@@ -83,7 +84,7 @@ def holds(kernel_class: type, identity: dict[str, str]) -> bool:
 
 
 def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> str:
-    """Stores `payload` for later processes. If two processes store at once, both succeed and the later file stays.
+    """Stores `payload` for later processes. If two processes store at once, both succeed and the later file remains.
 
     Returns why it was not stored, or "".
     """
@@ -99,7 +100,7 @@ def store(kernel_class: type, identity: dict[str, str], payload: bytes) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Without the name of a file, which may be random."""
+    """The error's message without a file name, which may be random."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -158,7 +159,7 @@ def is_off() -> bool:
 
 
 def folder_for(kernel_class: type) -> Path | None:
-    """The cache folder; None, with a warning, if it must not be used. Checked at each use, which is cheap."""
+    """The cache folder; None, with a warning, if it must not be used. The check is cheap and runs on every use."""
     if is_off():
         return None
     try:
@@ -171,17 +172,17 @@ def folder_for(kernel_class: type) -> Path | None:
 def _checked_folder(kernel_class: type) -> Path:
     """The cache folder. Raises OSError or ValueError if it must not be used, or if a source of the kernel was edited.
 
-    This process may have imported the old source, and would store its kernels under the hash of the new one.
+    After an edit, this process could store a kernel of the old source under the hash of the new one.
     """
     folder = make_folder()
-    for path in _sources(_elsewhere(kernel_class.__module__)):
+    for path in _sources(_external_file(kernel_class.__module__)):
         if path.stat().st_mtime > _STARTED:
             raise ValueError(f"{path} changed after this process started")
     return folder
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Raises ValueError if another user owns the file or may write to it, and so could make us run code."""
+    """Raises ValueError if another user owns the file or may write to it: that user could make us run code."""
     if status.st_uid != os.geteuid():
         raise ValueError(f"it belongs to user {status.st_uid}, not {os.geteuid()}")
     if status.st_mode & 0o022:
@@ -199,23 +200,23 @@ def _warn_memory_only(error: Exception) -> str:
     return reason
 
 
-def _elsewhere(module: str) -> Path | None:
-    """The file of a kernel class outside quackish.kernels, else None. Imports nothing."""
-    if module.startswith(OWN):
+def _external_file(module: str) -> Path | None:
+    """The file of a module outside quackish.kernels, else None. Imports nothing."""
+    if module.startswith(OWN_PREFIX):
         return None
     loaded = sys.modules.get(module)
     return Path(loaded.__file__ if loaded else importlib.util.find_spec(module).origin).resolve()
 
 
 def _sources(class_file: Path | None) -> list[Path]:
-    """Sources that a kernel may depend on: all kernels and configs, and the class's own file if outside of them."""
-    inside = [path for layer in ("kernels", "configs") for path in _PACKAGE.joinpath(layer).rglob("*.py")]
-    return sorted({*inside, class_file} - {None})
+    """Sources that a kernel may depend on: all kernels and configs, and the file of an external class."""
+    own = [path for layer in ("kernels", "configs") for path in _PACKAGE.joinpath(layer).rglob("*.py")]
+    return sorted({*own, class_file} - {None})
 
 
 @functools.cache
 def _source_hash(class_file: Path | None) -> str:
-    """Computed once per process, as later edits do not affect the imported code."""
+    """Computed once per process: later edits do not affect the imported code."""
     digest = hashlib.sha256()
     for path in _sources(class_file):
         name = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name

@@ -45,7 +45,7 @@ def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[
     kernel = _ready.get(request)
     if kernel is None:
         with lock:
-            kernel = _ready.get(request)  # another thread may have made it by now
+            kernel = _ready.get(request)  # another thread may have compiled it meanwhile
             if kernel is None:
                 function = objects.load(obtain(request).data, f"{kernel_class.__name__}-{target}")
                 kernel = _ready[request] = _counted(function, *request[:3])
@@ -70,7 +70,7 @@ def obtain(request: Request) -> Obtained:
     return Obtained(data, "not stored" if why else "compiled", why)
 
 
-def is_at_hand(request: Request) -> bool:
+def is_available(request: Request) -> bool:
     """Whether the kernel is in memory or on disk."""
     return request in _ready or cache.holds(request.kernel_class, cache.identity(*request))
 
@@ -93,7 +93,7 @@ def compile_kernel(kernel_class: type, problem: Any, config: Any, target: str, m
 
 
 def _counted(function: Callable[..., None], kernel_class: type, problem: Any, config: Any) -> Callable[..., None]:
-    def call(*args):  # 0.05 us more than `function` itself
+    def call(*args):  # adds 0.05 us
         observer = _observer
         if observer is None:
             function(*args)

@@ -73,8 +73,8 @@ def _dynamic_smem_bytes(module: str) -> int:
     return max(map(int, sizes))
 
 
-def _cuobjdump() -> str:
-    toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _TOOLKIT]
+def _cuobjdump(default_toolkit: str = _TOOLKIT) -> str:
+    toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), default_toolkit]
     candidates = [Path(toolkit, "bin") for toolkit in toolkits if toolkit]
     triton = importlib.util.find_spec("triton")  # found, not imported
     if triton is not None:

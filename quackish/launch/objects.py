@@ -1,8 +1,8 @@
 """Converts compiled kernels to bytes, and bytes to functions called with torch tensors.
 
-The bytes are a shared library: the cubin, and host code, for any CPU of this architecture, that checks the arguments
-and launches. Loading takes 0.3 ms, plus 6 ms once per process for the compiler's runtime library; the compiler itself,
-0.3 s to import, is not needed. Without a linker the bytes are the compiler's object file, and loading them imports the
+The bytes are a shared library with the cubin and the host code that checks arguments and launches, for any CPU of this
+architecture. Loading takes 0.3 ms, plus 6 ms once per process for the compiler's runtime library; it does not import
+the compiler, which takes 0.3 s. Without a linker the bytes are the compiler's object file, and loading them imports the
 compiler for its linker.
 """
 
@@ -22,7 +22,7 @@ _SYMBOL = "kernel"
 _SHARED = 3  # ELF's e_type of a shared library
 _LINKERS = ("ld", "ld.lld", "mold")
 
-# LLVM's target for host code. Its default is the CPU at hand, AVX-512 included, which is SIGILL on an older one.
+# LLVM's target for host code. Its default is this machine's CPU, with AVX-512: SIGILL on older CPUs.
 _BASELINE = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
 
 
@@ -65,7 +65,7 @@ def _for_any_cpu(module: Any) -> None:
     def visit(op):
         if op.name == "llvm.func":
             op.attributes["target_cpu"] = ir.StringAttr.get(cpu)
-            # Empty would mean the features of the CPU at hand.
+            # An empty list would mean the features of this machine's CPU.
             op.attributes["target_features"] = ir.Attribute.parse(f'#llvm.target_features<["{features}"]>')
         return ir.WalkResult.ADVANCE
 
@@ -90,8 +90,8 @@ def _load_shared(data: bytes, name: str) -> Callable[..., None]:
     import tvm_ffi  # which loads its own library
 
     _load_runtime()
-    # In memory, because /tmp may be mounted noexec. The link gives it a name that ends in .so, and a new path: dlopen
-    # takes a known path for the same library.
+    # In memory, because /tmp may be mounted noexec. The symlink gives it a name that ends in .so, and a new path:
+    # dlopen would take a known path for the same library.
     with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
         descriptor = os.memfd_create(name)
         try:

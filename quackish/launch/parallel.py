@@ -1,8 +1,8 @@
 """Compiles kernels in parallel, in separate processes: the compiler uses one core and is not thread-safe.
 
-Each process has a thread here that asks it for one kernel at a time. The processes are not those of concurrent.futures:
-a spawned one imports `__main__` again, which fails for scripts without an `if __name__` guard, and imports torch. The
-ten kernels of linear cross entropy took 6.6 s that way, 4.9 s this way and 8.5 s in one process (2 cores).
+A thread per process requests one kernel at a time. A ProcessPoolExecutor would import `__main__` again, which fails for
+scripts without an `if __name__` guard, and import torch: the ten kernels of linear cross entropy took 6.6 s that way,
+4.9 s this way and 8.5 s in one process (2 cores).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quackish.launch import cache
-from quackish.launch.compile import Request, counters, is_at_hand
+from quackish.launch.compile import Request, counters, is_available
 
 _PACKAGE = Path(__file__).parents[1]
 _WORKER = Path(__file__).with_name("worker.py")
@@ -35,27 +35,28 @@ class Outcome(NamedTuple):
 
 
 def prepare(requests: Sequence[Request]) -> None:
-    """Compiles what is not on disk, if several processes can share the work; `get` then loads it.
+    """Compiles missing kernels to disk if several processes can share the work; `get` then loads them.
 
-    Raises nothing: a kernel that fails here is compiled again, and fails, where it is used.
+    Raises nothing: a kernel that fails here is compiled again by `get`, which raises.
     """
-    requests = [request for request in requests if not is_at_hand(request)]
+    requests = [request for request in requests if not is_available(request)]
     jobs = default_jobs(len(requests))
-    # A program that embeds Python is its own sys.executable.
+    # In a program that embeds Python, sys.executable is that program.
     has_interpreter = "python" in Path(sys.executable or "").name
     if jobs > 1 and has_interpreter and all(cache.folder_for(request.kernel_class) for request in requests):
         for outcome in compile_all(requests, jobs):
             counters.compiles += outcome.status in ("compiled", "not stored")
 
 
-def default_jobs(num_requests: int) -> int:
+def default_jobs(num_requests: int, cores: int | None = None) -> int:
     """Number of processes, at most QUACKISH_COMPILE_JOBS; 0 and 1 mean no additional process."""
-    most = os.environ.get("QUACKISH_COMPILE_JOBS", "")
-    if not most.isdecimal():
+    limit = os.environ.get("QUACKISH_COMPILE_JOBS", "")
+    if not limit.isdecimal():
         # The LOCAL_WORLD_SIZE processes of a torchrun job compile the same kernels at the same time.
         processes = os.environ.get("LOCAL_WORLD_SIZE", "")
-        most = len(os.sched_getaffinity(0)) // (max(1, int(processes)) if processes.isdecimal() else 1)
-    return min(num_requests, int(most), _MAX_JOBS)
+        cores = len(os.sched_getaffinity(0)) if cores is None else cores
+        limit = cores // (max(1, int(processes)) if processes.isdecimal() else 1)
+    return min(num_requests, int(limit), _MAX_JOBS)
 
 
 def compile_all(
@@ -63,20 +64,20 @@ def compile_all(
 ) -> Iterator[Outcome]:
     """Compiles in at most `jobs` processes, which write to the cache folder; yields outcomes as they finish.
 
-    Every request has one outcome. A process that dies or hangs fails its own request alone.
+    Every request has one outcome. A process that dies or hangs fails only the request it is working on.
     """
     idle: deque[_Worker] = deque()
 
     def outcome_of(request: Request) -> Outcome:
         process = None
         try:
-            with contextlib.suppress(IndexError):  # none is idle
+            with contextlib.suppress(IndexError):  # no process is idle
                 process = idle.pop()
             process = process or _Worker(worker)
             outcome = Outcome(request, *process.ask(request, timeout))
-        except Exception as error:  # it could not be started, died or hangs, or the request cannot be pickled
-            said = process.end() if process else ""
-            return Outcome(request, "failed", f"no answer from a compiling process ({error!r}): {said}")
+        except Exception as error:  # the process did not start, died or hangs, or the request cannot be pickled
+            stderr = process.end() if process else ""
+            return Outcome(request, "failed", f"no answer from a compiling process ({error!r}): {stderr}")
         idle.append(process)
         return outcome
 
@@ -97,7 +98,7 @@ class _Worker:
         from quackish import __version__
 
         self._errors = tempfile.TemporaryFile()
-        # -I: it imports by this process's sys.path, not from worker.py's folder or by the environment.
+        # -I: it uses this process's sys.path, not worker.py's folder or the environment.
         command = [sys.executable, "-I", program, json.dumps([[*map(str, sys.path)], str(_PACKAGE), __version__])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
 

@@ -18,7 +18,7 @@ from quackish.errors import UnsupportedError
 from quackish.launch import cache
 
 _NAME = re.compile(r"\w+-\w+-[0-9a-f]{64}" + re.escape(cache.SUFFIX))
-_MAX_BYTES = 64 << 20  # of a file; ours have 20 to 60 KB
+_MAX_BYTES = 64 << 20  # per file; ours have 20 to 60 KB
 
 
 class Entry(NamedTuple):
@@ -57,32 +57,32 @@ def folder_fault() -> str:
         cache.check_owner(status)
     except FileNotFoundError:
         parent = next(parent for parent in folder.absolute().parents if parent.exists())
-        return "" if os.access(parent, os.W_OK | os.X_OK) else f"it is not there, and {parent} cannot be written to"
+        return "" if os.access(parent, os.W_OK | os.X_OK) else f"it does not exist, and {parent} is not writable"
     except (OSError, ValueError) as error:
         return cache.reason_of(error)
-    return "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "it cannot be written to"
+    return "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "it is not writable"
 
 
-def differs(identity: dict[str, str]) -> str:
-    """Why this process does not load a sound file: its first field that has another value here. "" if there is none."""
+def why_unusable(identity: dict[str, str]) -> str:
+    """Why this process does not load a good file: the first field with another value here. "" if it loads it."""
     module = identity["kernel"].rpartition(".")[0]
-    if not module.startswith(cache.OWN) and getattr(sys.modules.get(module), "__file__", None) is None:
-        return f"kernel {printable(identity['kernel'])}, here unknown"
+    if not module.startswith(cache.OWN_PREFIX) and getattr(sys.modules.get(module), "__file__", None) is None:
+        return f"kernel {printable(identity['kernel'])}, unknown here"
     try:
-        here = cache.made_with(module)
+        here = cache.shared_identity(module)
     except UnsupportedError as error:
         return f"nvidia-cutlass-dsl {printable(identity.get('nvidia-cutlass-dsl', ''))}, here none ({error})"
     for field in ("cpu", "cuda", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quackish", *here):
-        there = identity.get(field, "unknown")
-        if there != here[field]:
+        value = identity.get(field, "unknown")
+        if value != here[field]:
             is_long = field in ("sources", "options", "environment")
-            return f"other {field}" if is_long else f"{field} {printable(there)}, here {here[field]}"
+            return f"other {field}" if is_long else f"{field} {printable(value)}, here {here[field]}"
     return ""
 
 
 def remove(paths: Iterable[Path]) -> tuple[int, list[str]]:
-    """Deletes the files; returns how many, and a sentence for each that cannot be deleted."""
-    count, left = 0, []
+    """Deletes files. Returns the number deleted, and a message for each that cannot be deleted."""
+    count, failures = 0, []
     for path in paths:
         try:
             os.unlink(path)
@@ -90,19 +90,19 @@ def remove(paths: Iterable[Path]) -> tuple[int, list[str]]:
         except FileNotFoundError:  # deleted by another process
             pass
         except OSError as error:
-            left.append(f"{path} is left: {error.strerror}")
-    return count, left
+            failures.append(f"{path} cannot be deleted: {error.strerror}")
+    return count, failures
 
 
-def pack(chosen: Sequence[Entry], archive: Path) -> None:
-    """Writes sound files into a tar archive, compressed according to its name (.gz, .xz).
+def pack(entries: Sequence[Entry], archive: Path) -> None:
+    """Writes good files into a tar archive, compressed according to its name (.gz, .xz).
 
-    Raises ValueError if a file is no longer sound, OSError if the archive cannot be written.
+    Raises ValueError if a file has become bad, OSError if the archive cannot be written.
     """
     compression = {".gz": "w:gz", ".tgz": "w:gz", ".xz": "w:xz"}.get(archive.suffix, "w")
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode=compression) as tar:
-        for entry in chosen:
+        for entry in entries:
             content = cache.read(entry.path)
             check(content, entry.path.name)
             member = tarfile.TarInfo(entry.path.name)
@@ -114,10 +114,10 @@ def pack(chosen: Sequence[Entry], archive: Path) -> None:
 def unpack(archive: Path) -> tuple[list[Entry], list[Entry]]:
     """Adds the kernels of an archive that `pack` wrote. They are code that will run, so its author must be trusted.
 
-    Returns the kernels that were added, and those that are here already and stay. All members are verified before the
-    first is written. Raises ValueError if a member is not a kernel under its own name (but a path, a link, a folder,
-    too large, damaged) or if other users may write to the cache folder; OSError if the archive cannot be read or the
-    cache folder not be written.
+    Returns the added kernels, and those that existed already and are kept. All members are verified before the first is
+    written. Raises ValueError if a member is not a kernel under its own name (but a path, a link, a folder, too large,
+    damaged) or if other users may write to the cache folder; OSError if the archive cannot be read or the cache folder
+    cannot be written.
     """
     try:
         with tarfile.open(archive, "r:*") as tar:
@@ -127,31 +127,31 @@ def unpack(archive: Path) -> tuple[list[Entry], list[Entry]]:
         raise ValueError(
             f"{archive}: not a tar archive, or a damaged one ({reason}); expected what `cache export` wrote"
         ) from None
-    folder, added, known = cache.make_folder(), [], []
+    folder, added, existing = cache.make_folder(), [], []
     for name, content in contents.items():
         path = folder / name
         if path.exists() and not (entry := _examine(path)).fault:
-            known.append(entry)
+            existing.append(entry)
         else:
             files.write(path, content)
             added.append(_examine(path))
-    return added, known
+    return added, existing
 
 
 def check(content: bytes, name: str) -> dict[str, str]:
-    """The identity of a kernel's file. Raises ValueError unless the file is sound and `name` is its name."""
+    """The identity of a kernel's file. Raises ValueError unless the file is good and `name` is its name."""
     identity, _ = cache.unpack(content)
     strings = isinstance(identity, dict) and all(isinstance(text, str) for pair in identity.items() for text in pair)
     if not strings or not {"kernel", "problem", "config", "target"} <= identity.keys():
         raise ValueError("its identity is incomplete")
     if cache.name_of(identity) != name or not _NAME.fullmatch(name):
-        raise ValueError(cache.OTHER_NAME)
+        raise ValueError(cache.WRONG_NAME)
     return identity
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     if not _NAME.fullmatch(member.name):
-        raise ValueError(f"{member.name!r} is no name of a kernel")
+        raise ValueError(f"{member.name!r} is not the name of a kernel")
     if not member.isreg():
         raise ValueError(f"{member.name} is not a file but a link, a folder or a device")
     if member.size > _MAX_BYTES:

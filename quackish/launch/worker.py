@@ -1,7 +1,7 @@
 """Main program of a compiling process, which parallel.py runs as a file. Never imported.
 
-Reads pickled requests from stdin and writes an answer to each to stdout. It imports the launcher without the rest of
-quackish, because importing torch takes longer than compiling a kernel.
+Reads pickled requests from stdin and writes an answer to each to stdout. It imports only the launcher, because
+importing torch takes longer than compiling a kernel.
 """
 
 import json
@@ -13,7 +13,7 @@ import types
 
 def main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # the compiler's prints go to stderr, as stdout carries the answers
+    os.dup2(2, 1)  # the compiler prints to stderr: stdout carries the answers
     sys.path[:], folder, version = json.loads(sys.argv[1])
     sys.modules["torch"] = None  # tvm_ffi would import it
     package = sys.modules["quackish"] = types.ModuleType("quackish")

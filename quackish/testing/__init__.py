@@ -1,4 +1,4 @@
-"""For tests: asserts, inputs, error measures and timing. Only the asserts are meant for other projects."""
+"""Test utilities: asserts, inputs, error measures and timing. Only the asserts are public."""
 
 from quackish.testing.asserts import assert_close_to_fp64, assert_deterministic
 

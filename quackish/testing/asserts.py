@@ -15,12 +15,12 @@ def assert_deterministic(function: Callable[..., Any], *inputs: Any, runs: int =
     """Asserts that all outputs of `function(*inputs)` and all gradients have the same bytes in each of `runs` runs.
 
     Between runs free memory is filled with NaN, so that results do not repeat by chance. On a GPU another stream is
-    busy meanwhile.
+    busy during each run.
 
     Args:
         function: returns a tensor, or tuples, lists and dicts of tensors.
-        inputs: each tensor that requires grad gets a gradient. What arrives at an output is random, or 1 where it has
-            no dimensions.
+        inputs: a gradient is computed for each tensor that requires grad. The gradients of outputs are random, and 1
+            for 0-dim outputs.
     """
     who = "assert_deterministic"
     first, incoming = _results(who, function, inputs)
@@ -48,12 +48,12 @@ def assert_close_to_fp64(
         fp32, fp64   8 * eps                            32 * eps
         bf16, fp16   0.6 * eps + 8 * eps of fp32        eps + 32 * eps of fp32
 
-    So 16-bit results are bounded by one rounding, at the end, of what was computed in fp32. Other dtypes must be equal.
+    So 16-bit results may differ by one final rounding of an fp32 result. Other dtypes must be equal.
 
     Args:
-        function, reference: return tensors, or tuples, lists and dicts of tensors, both in the same order.
-        inputs: each tensor that requires grad gets a gradient, as in `assert_deterministic`.
-        slack: multiplies the bounds, where intermediate results are rounded too, say.
+        function, reference: return tensors, or tuples, lists and dicts of tensors, in the same order.
+        inputs: a gradient is computed for each tensor that requires grad, as in `assert_deterministic`.
+        slack: multiplies the bounds, for example if intermediate results are rounded too.
     """
     who = "assert_close_to_fp64"
     got, incoming = _results(who, function, inputs)
@@ -63,19 +63,19 @@ def assert_close_to_fp64(
         t = got[name]
         if t is None or want is None:
             if t is not want:
-                raise AssertionError(f"{who}: {name} is None of {'function' if t is None else 'reference'} alone")
+                raise AssertionError(f"{who}: {name} is None only for {'function' if t is None else 'reference'}")
         elif t.shape != want.shape:
             raise AssertionError(f"{who}: {name} is {tuple(t.shape)}, expected reference's {tuple(want.shape)}")
         elif not t.is_floating_point():
             if not torch.equal(t, want):
                 raise AssertionError(f"{who}: {name} {_difference(t, want)}")
         else:
-            infinite = want.isinf() & (t == want)  # the same on both sides; their difference would be NaN
-            found = error(t.masked_fill(infinite, 0.0), want.double().masked_fill(infinite, 0.0))
+            infinite = want.isinf() & (t == want)  # equal infinities; their difference would be NaN
+            off = error(t.masked_fill(infinite, 0.0), want.double().masked_fill(infinite, 0.0))
             norm, worst = _bounds(t.dtype, slack)
-            if not found.within(norm, worst):
+            if not off.within(norm, worst):
                 raise AssertionError(
-                    f"{who}: {name}, {_describe(t)}, has error {found.norm:.2e} norm-wise and {found.worst:.2e} at the "
+                    f"{who}: {name}, {_describe(t)}, has error {off.norm:.2e} norm-wise and {off.worst:.2e} at the "
                     f"worst element; expected at most {norm:.2e} and {worst:.2e}"
                 )
 
@@ -83,9 +83,9 @@ def assert_close_to_fp64(
 def _results(
     who: str, function: Callable[..., Any], inputs: Sequence[Any], incoming: dict[int, Tensor] | None = None
 ) -> tuple[dict[str, Tensor | None], dict[int, Tensor]]:
-    """(outputs and gradients by name, the gradients that arrived, by the number of the output).
+    """({name: output or gradient}, {number of an output: its gradient}).
 
-    incoming: gradients to use again, at outputs of the same shape.
+    `incoming`: gradients of outputs to use again where shapes match.
     """
     returned = function(*inputs)
     outputs = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
@@ -95,20 +95,20 @@ def _results(
             "lists and dicts of tensors"
         )
     results = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
-    ends = {i: t for i, t in enumerate(outputs) if t.requires_grad}
-    wanted = {i: t for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.requires_grad}
-    arriving = {i: _incoming(t, i, (incoming or {}).get(i)) for i, t in ends.items()}
-    if ends and wanted:
+    differentiable = {i: t for i, t in enumerate(outputs) if t.requires_grad}
+    leaves = {i: t for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.requires_grad}
+    grad_outputs = {i: _grad_output(t, i, (incoming or {}).get(i)) for i, t in differentiable.items()}
+    if differentiable and leaves:
         grads = torch.autograd.grad(
-            list(ends.values()), list(wanted.values()), list(arriving.values()), allow_unused=True
+            list(differentiable.values()), list(leaves.values()), list(grad_outputs.values()), allow_unused=True
         )
-        results |= {f"gradient of input {i}": grad for i, grad in zip(wanted, grads, strict=True)}
-    return results, arriving
+        results |= {f"gradient of input {i}": grad for i, grad in zip(leaves, grads, strict=True)}
+    return results, grad_outputs
 
 
-def _incoming(output: Tensor, seed: int, given: Tensor | None) -> Tensor:
-    if given is not None and given.shape == output.shape:
-        return given.to(output.dtype)
+def _grad_output(output: Tensor, seed: int, previous: Tensor | None) -> Tensor:
+    if previous is not None and previous.shape == output.shape:
+        return previous.to(output.dtype)
     if output.dim() == 0:
         return torch.ones_like(output)
     generator = torch.Generator(output.device).manual_seed(seed)

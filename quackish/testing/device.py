@@ -1,4 +1,4 @@
-"""What tests do to a device around a call: poisoned memory, other work."""
+"""Test conditions on a device: poisoned free memory, and work on another stream."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ import torch
 
 
 def poison_free_memory(device: torch.device | str = "cuda", nbytes: int = 64 << 20) -> None:
-    """Leaves NaN (0xFF in every byte) in what the allocator hands out next, up to about `nbytes`.
+    """Fills about `nbytes` of free memory with NaN (0xFF bytes), for the next allocations.
 
-    Large and small requests come from different pools of CUDA's caching allocator, so both are filled.
+    CUDA's caching allocator has pools for small and large requests; both are filled.
     """
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda:
@@ -24,7 +24,7 @@ def poison_free_memory(device: torch.device | str = "cuda", nbytes: int = 64 << 
 
 @contextlib.contextmanager
 def other_work(device: torch.device | str = "cuda", launches: int = 200) -> Iterator[None]:
-    """Keeps another stream of a GPU busy with matrix products while the block runs, or for most of it."""
+    """Keeps another stream of a GPU busy with matmuls for most of the block."""
     if torch.device(device).type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""How far a result is from the truth: norm-wise, and at its worst element."""
+"""Errors of results, norm-wise and at the worst element, and bitwise comparison."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Error(NamedTuple):
-    """Both relative, so that multiples of a dtype's eps bound them."""
+    """Relative errors, to be bounded by multiples of a dtype's eps."""
 
     norm: float  # |got - truth| / |truth|, over the whole tensor
     worst: float  # the largest |got - truth| / (|truth| + rms of truth's row) of an element
@@ -17,9 +17,9 @@ class Error(NamedTuple):
 
 
 def error(got: Tensor, truth: Tensor, noise: Tensor | float = 0.0) -> Error:
-    """`truth` is fp64; a row is the last dimension. NaN or Inf where the truth has none is an infinite error.
+    """`truth` is fp64; rows are along the last dimension. NaN and Inf in `got` count as infinite errors.
 
-    `noise` comes off each element's error first: what rounding may do where the truth is a difference of larger terms.
+    `noise` is subtracted from each element's error: the rounding error where truth is a difference of larger terms.
     """
     if got.shape != truth.shape:
         raise ValueError(f"error: got is {tuple(got.shape)} but truth is {tuple(truth.shape)}; expected equal shapes")
@@ -38,7 +38,7 @@ def error(got: Tensor, truth: Tensor, noise: Tensor | float = 0.0) -> Error:
 
 
 def bits(t: Tensor) -> Tensor:
-    """The tensor's bytes, to compare where NaN == NaN and 0.0 != -0.0."""
+    """The tensor's bytes, for comparisons with NaN == NaN and 0.0 != -0.0."""
     return t.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Data that tests and benchmarks share: seeded, and unkind where numerics are."""
+"""Seeded inputs for tests and benchmarks, including numerically difficult ones."""
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ def rows(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A tensor of `shape`, rounded to `dtype`; the same values on every run for one device type.
+    """A random tensor, rounded to `dtype`; the same values in every run on one device type.
 
-    "large_mean" has mean 16 and deviation 1, "outlier_channel" has every 97th column 100 times as large as the others,
-    "tiny" has squares near eps.
+    "normal": mean 0 and standard deviation 1; "large_mean": mean 16; "outlier_channel": every 97th column is 100 times
+    larger; "tiny": squares near eps.
     """
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(shape, generator=generator, device=device)
@@ -33,6 +33,6 @@ def rows(
 
 
 def weights(n: int, dtype: torch.dtype = torch.float32, *, seed: int = 1, device: torch.device | str = "cpu") -> Tensor:
-    """(n,) around 1, as a trained norm's weight."""
+    """(n,) around 1, like the weight of a trained norm."""
     generator = torch.Generator(device).manual_seed(seed)
     return (1 + 0.1 * torch.randn(n, generator=generator, device=device)).to(dtype)

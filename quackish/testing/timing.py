@@ -1,7 +1,7 @@
-"""How long work takes: CUDA graphs replayed on a cold L2, in rounds that alternate between works.
+"""Timing: CUDA graphs replayed on a cold L2, in rounds that alternate between works.
 
-A card that throttles at its power limit slows down the work that runs last, so works take turns: A B C A B C. Without
-a GPU the same functions time plain calls with the host's clock; such numbers are for tests only.
+A card that throttles at its power limit would slow down the work that runs last, so works take turns: A B C A B C.
+Without a GPU the same functions time plain calls with the host's clock, for tests only.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-CLEAR_BYTES = 256 << 20  # what triton.testing.do_bench clears: several times any L2 so far
-# How long GEMMs on random data run before each sample of long work, as a model's do before its loss: then the card is
-# at its power limit, whichever work ran before. Without that, samples of the same three GEMMs were up to 9 % off their
-# median on both sides; with it 2 % below, and a few 4 to 20 % above, which do not move a median (H200, 37 ms).
+CLEAR_BYTES = 256 << 20  # as triton.testing.do_bench: several times the largest L2
+# GEMMs on random data run for this long before each sample of long work, like a model before its loss, to bring the
+# card to its power limit. Without them, samples of three GEMMs were up to 9 % off their median on both sides; with them
+# at most 2 % below, and a few 4 to 20 % above, which do not move a median (H200, 37 ms).
 LOAD_MS = 80.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Microseconds: the median over all samples, and the 20th and 80th percentile."""
+    """Microseconds: median, 20th and 80th percentile of all samples."""
 
     median: float
     p20: float
@@ -43,14 +43,14 @@ def synchronize(device: torch.device) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A call ready to be repeated."""
+    """A prepared call."""
 
     run: Callable[[], object]
     is_graph: bool
 
 
 def prepare(fn: Callable[[], object], device: torch.device, warmup: int = 2) -> Work:
-    """Warms `fn` up and captures it as one CUDA graph; without a GPU, or if it cannot be captured, `fn` itself."""
+    """Warms up `fn` and captures it as a CUDA graph. Without a GPU, or if capture fails, the work is `fn` itself."""
     if device.type != "cuda":
         return Work(fn, is_graph=False)
     stream = torch.cuda.Stream(device)
@@ -64,7 +64,7 @@ def prepare(fn: Callable[[], object], device: torch.device, warmup: int = 2) -> 
         with torch.cuda.graph(graph, stream=stream):
             fn()
     except Exception:
-        torch.cuda.synchronize(device)  # a broken context raises here; a mere refusal of capture does not
+        torch.cuda.synchronize(device)  # raises if the context is broken, not if only the capture failed
         return Work(fn, is_graph=False)
     graph.replay()
     torch.cuda.synchronize(device)
@@ -74,11 +74,10 @@ def prepare(fn: Callable[[], object], device: torch.device, warmup: int = 2) -> 
 def interleave(
     works: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 10, block: int = 10
 ) -> dict[str, Times]:
-    """Times each of `works` `rounds * block` times: `block` calls of each in turn, the turns repeated `rounds` times.
+    """Times each of `works` `rounds * block` times: `rounds` rounds of `block` calls each, in turns.
 
-    One sample is the time between two events around one call, after the L2 was cleared: the method of
-    `triton.testing.do_bench`, so the gap between the events and the launch of a graph is in every sample alike.
-    One more round comes first and is thrown away: it brings the clocks up.
+    As in `triton.testing.do_bench`, a sample is the time between two events around one call on a cleared L2; every
+    sample includes the same overhead of events and graph launch. A first round, to raise the clocks, is discarded.
     """
     samples: dict[str, list[float]] = {name: [] for name in works}
     for i in range(1 + rounds):
@@ -116,14 +115,14 @@ def take_turns(
     after: Callable[[str, Mapping[str, Times]], None] = lambda name, times: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
-    """Times long works, which allocate and may fail, as plain calls: one sample of each per turn, in random order.
+    """Times long works, which may allocate and fail, as plain calls: one sample of each per turn, in random order.
 
     The order differs from run to run. On a GPU, GEMMs run for LOAD_MS before each sample. `after` is called after each
     sample with all times so far.
 
-    A work is done after `repeats` samples, or after `seconds` of them if `least` are good, so slow works get fewer. A
-    sample is good if the caching allocator did not call the driver; bad ones count only if no sample is good. A work
-    that raises is left out, and `on_error` is called with its name and exception.
+    A work is finished after `repeats` samples, or after `seconds` in total if `least` samples are good, so slow works
+    get fewer. A sample is good if the caching allocator did not call the driver; bad samples count only if none is
+    good. A work that raises is dropped, and `on_error` is called with its name and exception.
     """
     samples: dict[str, list[tuple[bool, float]]] = {name: [] for name in works}
     shuffle = random.Random().shuffle
@@ -134,7 +133,7 @@ def take_turns(
         return len(samples[name]) < repeats and (good < least or spent < seconds)
 
     while turn := [name for name in samples if wants_more(name)]:
-        shuffle(turn)  # what ran before decides how warm the card is
+        shuffle(turn)  # the previous work affects the card's clocks
         for name in turn:
             try:
                 work = works[name]
@@ -154,14 +153,14 @@ def bursts(
     on_error: Callable[[str, Exception], None] = _raise,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
-    """Times works as a training loop runs them: bursts of calls back to back, `count` bursts of each in random order.
+    """Times works as a training loop runs them: `count` bursts of back-to-back calls of each, in random order.
 
-    A sample is a burst of about `seconds`, timed as a whole and divided by its calls. Bursts follow each other without
-    synchronization: the card is never idle, and its clocks are those of steady work. Three rounds come first and are
-    thrown away: two of two calls each, which tell how many make a burst, and one of bursts. Good samples and works that
-    raise are as in `take_turns`.
+    A sample is a burst of about `seconds`, divided by its number of calls. Bursts follow each other without
+    synchronization, so the card is never idle and runs at its sustained clocks. Three rounds are discarded: two of two
+    calls per work, to determine the calls per burst, and one of bursts. Good samples and works that raise are handled
+    as in `take_turns`.
     """
-    taken: dict[str, list[tuple]] = {name: [] for name in works}  # (start, end) of each burst
+    marks: dict[str, list[tuple]] = {name: [] for name in works}  # (start, end) of each burst
     calls, order = dict.fromkeys(works, 2), random.Random()
 
     def mark() -> tuple:
@@ -179,32 +178,34 @@ def bursts(
 
     for i in range(3 + count):
         if i == 2:
-            calls = {name: max(1, round(2e6 * seconds / us_between(*of[1]))) for name, of in taken.items()}
-        for name in order.sample(list(taken), len(taken)):
+            calls = {name: max(1, round(2e6 * seconds / us_between(*pairs[1]))) for name, pairs in marks.items()}
+        for name in order.sample(list(marks), len(marks)):
             try:
                 start = mark()
                 for _ in range(calls[name]):
                     works[name]()
-                taken[name].append((start, mark()))
+                marks[name].append((start, mark()))
             except Exception as error:
-                del taken[name]
+                del marks[name]
                 on_error(name, error)
-    return _times_of(
-        {
-            name: [(start[1] == end[1], us_between(start, end) / calls[name]) for start, end in of[3:]]
-            for name, of in taken.items()
-        }
-    )
+    samples = {
+        name: [(start[1] == end[1], us_between(start, end) / calls[name]) for start, end in pairs[3:]]
+        for name, pairs in marks.items()
+    }
+    return _times_of(samples)
 
 
 def _times_of(samples: Mapping[str, Sequence[tuple[bool, float]]]) -> dict[str, Times]:
-    """Of good samples, or of bad ones where none is good."""
-    us = {name: [us for clean, us in of if clean] or [us for _, us in of] for name, of in samples.items()}
-    return {name: Times.of(of) for name, of in us.items() if of}
+    """Uses the good samples of each work, or all if none is good."""
+    times = {}
+    for name, work_samples in samples.items():
+        if us := [us for good, us in work_samples if good] or [us for _, us in work_samples]:
+            times[name] = Times.of(us)
+    return times
 
 
 def _load(device: torch.device) -> Callable[[], None]:
-    """LOAD_MS of GEMMs."""
+    """A function that runs GEMMs for LOAD_MS."""
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(4096, 4096, dtype=torch.bfloat16, device=device, generator=generator) for _ in range(2))
     out = torch.empty_like(a)
@@ -224,11 +225,11 @@ def _load(device: torch.device) -> Callable[[], None]:
 
 
 def _cuda_sample(run: Callable[[], object], device: torch.device, load: Callable[[], None]) -> tuple[bool, float]:
-    """Whether the allocator stayed away from the driver, and microseconds."""
+    """(whether the allocator did not call the driver, microseconds)."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
-    load()  # the host gets ahead meanwhile, as in a training step: GPU time and synchronization are what is timed
-    for _ in range(2):  # a cold L2
+    load()  # puts the host ahead of the GPU, as in a training step, so that host time is hidden
+    for _ in range(2):  # clears the L2
         cold.zero_()
     allocations = _driver_allocations(device)
     start.record()

@@ -1,4 +1,4 @@
-"""The search for a faster config: candidates around the analytical choice, and their times.
+"""Searches for faster configs: generates candidates near the analytical choice and times them.
 
-`python -m quackish tune` (quackish/cli/tune.py) runs it and writes what it finds into the user's table.
+`python -m quackish tune` (quackish/cli/tune.py) runs the search and writes the results into the user's table.
 """

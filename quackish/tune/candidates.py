@@ -1,8 +1,7 @@
-"""Which configs are worth compiling: the legal ones around the analytical choice. Plain Python, no GPU.
+"""Candidates: the legal configs near the analytical choice that are worth compiling. Plain Python, no GPU.
 
-What is certain to be further from the floor than the analytical choice is left out. Memory has a latency, so bandwidth
-is bounded by the bytes that an SM has in flight: a norm with less than half of the analytical choice's cannot come near
-it. A GEMM is bounded by what its tiles load for each product.
+Configs that must be slower are excluded by a merit. For a norm it is the bytes in flight per SM, which bound the
+bandwidth; below half of the analytical choice's a config cannot compete. For a GEMM it is FLOPs per loaded element.
 """
 
 import dataclasses
@@ -26,28 +25,28 @@ from quackish.configs.rms_norm import (
 from quackish.gpu import Gpu
 
 
-def candidates(kernel: str, problem: Any, gpu: Gpu, most: int) -> list[Any]:
-    """The analytical choice, then at most `most` others, the most similar ones first."""
+def candidates(kernel: str, problem: Any, gpu: Gpu, max_others: int) -> list[Any]:
+    """The analytical choice, then at most `max_others` other configs, the most similar ones first."""
     base = analytical(kernel, problem, gpu).config
-    around, merit, share = SPACES[kernel]
-    least = share * merit(problem, base)
+    configs, merit, min_share = SPACES[kernel]
+    min_merit = min_share * merit(problem, base)
     legal = {
         config
-        for config in around(problem, base, gpu)
-        if RULES[kernel].why_illegal(problem, config, gpu) is None and merit(problem, config) >= least
+        for config in configs(problem, base, gpu)
+        if RULES[kernel].why_illegal(problem, config, gpu) is None and merit(problem, config) >= min_merit
     }
     others = sorted(legal - {base}, key=lambda config: (_distance(config, base), repr(config)))
-    return [base, *others[:most]]
+    return [base, *others[:max_others]]
 
 
 def _distance(config: Any, base: Any) -> float:
-    """In doublings of fields; another word is as far as one."""
+    """The sum over fields of |log2 of the ratio|; 1 for fields that are not positive ints."""
     total = 0.0
     for field in dataclasses.fields(base):
-        here, there = getattr(config, field.name), getattr(base, field.name)
-        if here != there:
-            both = isinstance(here, int) and here > 0 and there > 0
-            total += abs(math.log2(here / there)) if both else 1.0
+        a, b = getattr(config, field.name), getattr(base, field.name)
+        if a != b:
+            are_positive_ints = isinstance(a, int) and a > 0 and b > 0
+            total += abs(math.log2(a / b)) if are_positive_ints else 1.0
     return total
 
 
@@ -57,13 +56,15 @@ _THREADS_PER_ROW = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 5
 
 
 def _row_shapes(problem: RmsNormFwdProblem | RmsNormBwdProblem, base: Any) -> Iterator[tuple[int, int, int]]:
-    """(threads, threads_per_row, split_n): half to twice the elements a thread, few threads without any."""
+    """(threads, threads_per_row, split_n) with half to twice as many elements per thread, and few idle threads."""
     elements = elements_per_thread(problem, base)
     for split_n in {base.split_n, base.split_n // 2, base.split_n * 2} & set(CLUSTERS):
         vectors = -(-columns_per_cta(problem.n, problem.vec, split_n) // problem.vec)
         for per_row in {*_THREADS_PER_ROW, base.threads_per_row}:
-            each = -(-vectors // per_row)
-            if not elements <= 2 * each * problem.vec <= 4 * elements or per_row * each > 1.25 * vectors + 8:
+            per_thread = -(-vectors // per_row)
+            if not elements <= 2 * per_thread * problem.vec <= 4 * elements:
+                continue
+            if per_row * per_thread > 1.25 * vectors + 8:
                 continue
             for rows in {1, 2, 4, 8, 16, base.threads // base.threads_per_row}:
                 threads = per_row * rows
@@ -85,13 +86,13 @@ def _backward_configs(problem: RmsNormBwdProblem, base: RmsNormBwdConfig, gpu: G
             yield RmsNormBwdConfig(threads, per_row, num_stages, ctas, split_n)
 
 
-def _in_flight(problem: RmsNormFwdProblem, config: RmsNormFwdConfig) -> int:
-    """Elements of x on an SM: a thread loads all that it has at once, and 64 registers of each leave 1024 threads."""
+def _forward_elements_in_flight(problem: RmsNormFwdProblem, config: RmsNormFwdConfig) -> int:
+    """Elements of x in flight per SM: a thread loads its part of a row at once; 1024 threads of 64 registers fit."""
     return 1024 // config.threads * config.threads * elements_per_thread(problem, config)
 
 
-def _fetched(problem: RmsNormBwdProblem, config: RmsNormBwdConfig) -> float:
-    """Bytes on an SM that are on their way while a tile is worked on; without stages, the tile's own."""
+def _backward_bytes_in_flight(problem: RmsNormBwdProblem, config: RmsNormBwdConfig) -> float:
+    """Bytes in flight per SM while a tile is computed; without stages, the bytes of the tile itself."""
     rows = config.threads // config.threads_per_row * config.ctas_per_sm
     return max(config.num_stages - 1, 1) * rows * problem.row_bytes / config.split_n
 
@@ -122,15 +123,15 @@ def _grouped_configs(problem: GroupedGemmProblem, base: GemmConfig, gpu: Gpu) ->
             yield config
 
 
-def _products(problem: GemmProblem | GroupedGemmProblem, c: GemmConfig) -> float:
-    """For each element that a CTA loads: A's are shared along the cluster's n, B's along its m."""
+def _multiplications_per_load(problem: GemmProblem | GroupedGemmProblem, c: GemmConfig) -> float:
+    """Per element loaded by a CTA. Multicast shares A's tile along the cluster's n, and B's along its m."""
     return c.tile_m * c.tile_n / (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m)
 
 
-# The configs around the analytical choice; a merit; the least share of the analytical choice's that is worth a try.
+# (configs, merit, the smallest share of the analytical choice's merit that is worth a try)
 SPACES = {
-    "rms_norm_fwd": (_forward_configs, _in_flight, 0.5),
-    "rms_norm_bwd": (_backward_configs, _fetched, 0.5),
-    "lce_gemm": (_gemm_configs, _products, 1 / 1.5),
-    "grouped_gemm": (_grouped_configs, _products, 1 / 1.5),
+    "rms_norm_fwd": (_forward_configs, _forward_elements_in_flight, 0.5),
+    "rms_norm_bwd": (_backward_configs, _backward_bytes_in_flight, 0.5),
+    "lce_gemm": (_gemm_configs, _multiplications_per_load, 1 / 1.5),
+    "grouped_gemm": (_grouped_configs, _multiplications_per_load, 1 / 1.5),
 }

@@ -1,4 +1,4 @@
-"""A kernel's launch on random data, by any config: what is timed, and whose results are compared."""
+"""Launches a kernel on random data by any config, to time it and compare its results."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,19 +17,18 @@ from quackish.ops.cuda import current_stream_of
 from quackish.ops.kernel_for import kernel_for
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, Plan
 
-Run = Callable[[], tuple[Tensor | None, ...]]  # launches once; returns the results
-Build = Callable[[Any], Run]  # of a config; it compiles, or loads, and launches once
+Run = Callable[[], tuple[Tensor | None, ...]]  # launches once and returns the results
+Build = Callable[[Any], Run]  # (config) -> Run; compiles or loads the kernel, and launches once
 
 
 def prepare(kernel: str, problem: Any, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Build:
-    """Data for `problem` at `sizes`, as quackish.work has them, on `device`; what is built shares it."""
-    case = {"rms_norm_fwd": _forward, "rms_norm_bwd": _backward, "lce_gemm": _gemm, "grouped_gemm": _grouped}[kernel]
-    make = case(problem, sizes, device, gpu)
+    """Makes data for `problem` at `sizes` (those of quackish.work). All runs that are built share it."""
+    make_run = CASES[kernel](problem, sizes, device, gpu)
     name = name_of(kernel, problem)
 
     def build(chosen: Any) -> Run:
         with config(**{name: chosen}):
-            run = make()  # it keeps the kernel that it finds
+            run = make_run()  # keeps the kernel of this config
             run()
         return run
 
@@ -52,7 +51,6 @@ def _forward(p: RmsNormFwdProblem, sizes: Mapping[str, int], device: torch.devic
     x, residual = _normal(device, p.x_dtype, *shape), _normal(device, p.residual_dtype, *shape)
     weight, bias = (_normal(device, dtype, *_parameter(p)) for dtype in (p.weight_dtype, p.bias_dtype))
     options = None, 1e-6, 0.0, _dtype(p.res_dtype), _dtype(p.y_dtype)
-
     return _norm(ForwardPlan, p, (x, weight, bias, residual), options)
 
 
@@ -61,9 +59,8 @@ def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.devi
     x, dy, dres = (_normal(device, dtype, *shape) for dtype in (p.x_dtype, p.dy_dtype, p.dres_dtype))
     weight, rstd = _normal(device, p.weight_dtype, *_parameter(p)), x.float().square().mean(-1).rsqrt()
     dweight_out = _normal(device, p.dweight_dtype, *_parameter(p)) if p.add_dweight else None
-    asked = [_dtype(dtype) for dtype in (p.dx_dtype, p.dresidual_dtype, p.dweight_dtype, p.dbias_dtype)]
-
-    return _norm(BackwardPlan, p, (dy, x, weight, rstd, dres, dweight_out), (0.0, *asked))
+    dtypes = [_dtype(dtype) for dtype in (p.dx_dtype, p.dresidual_dtype, p.dweight_dtype, p.dbias_dtype)]
+    return _norm(BackwardPlan, p, (dy, x, weight, rstd, dres, dweight_out), (0.0, *dtypes))
 
 
 def _parameter(p: RmsNormFwdProblem | RmsNormBwdProblem) -> tuple[int, ...]:
@@ -83,11 +80,11 @@ def _norm(kind: type[Plan], problem: Any, tensors: tuple, options: tuple) -> Cal
 
 
 def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
-    """All rows are live. Outputs start as zeros, and accumulate from run to run."""
+    """All rows are live. Outputs start as zeros; accumulating kernels add to them in every run."""
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
 
     def padded(dtype: str | None, rows: int, columns: int) -> Tensor | None:
-        """Rows start on 128 bytes, as those of exp_logits do."""
+        """Rows are aligned to 128 bytes, as those of exp_logits."""
         if dtype is None:
             return None
         return torch.zeros(rows, -(-columns // 64) * 64, dtype=_dtype(dtype), device=device)[:, :columns]
@@ -134,10 +131,10 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device, gpu: G
 
 
 def _epilogue(p: GemmProblem, m: int, n: int, k: int, device: torch.device) -> tuple | None:
-    """What the problem's epilogue takes, by the names in quackish/configs/lce_args.py."""
+    """The epilogue's arguments, by their names in quackish/configs/lce_args.py."""
     tiles = -(-n // SOFTMAX_TILE_N)
     slots = torch.arange(m, dtype=torch.int32, device=device)
-    of_name = {
+    makers = {
         "bias": lambda: _normal(device, p.bias_dtype, n),
         "class_weight": lambda: torch.rand(n, device=device),
         "row_shift": lambda: torch.zeros(m, device=device),
@@ -154,17 +151,17 @@ def _epilogue(p: GemmProblem, m: int, n: int, k: int, device: torch.device) -> t
         "row_scale": lambda: torch.rand(m, device=device) / k,
         "order": lambda: torch.randperm(m, device=device).int(),
         "factor": lambda: torch.full((1,), 0.5, device=device),
-        "first_slot_of_class": lambda: torch.where(slots % 16 == 0, slots // 16, NO_SLOT),  # of every 16th row
+        "first_slot_of_class": lambda: torch.where(slots % 16 == 0, slots // 16, NO_SLOT),  # every 16th class has rows
         "rounding_residual": lambda: torch.zeros(-(-m // 16), n, dtype=torch.int16, device=device),
     }
-    return _made(p.args.epilogue, of_name)
+    return _epilogue_args(p.args.epilogue, makers)
 
 
 # Grouped GEMMs -------------------------------------------------------------------------------------------------------
 
 
 def _grouped(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
-    """Groups of equal size. An output that is added to accumulates from run to run."""
+    """All groups have the same size. Accumulating kernels add to their output in every run."""
     rows, n, groups, m, k = (sizes.get(name) for name in ("rows", "n", "groups", "m", "k"))
     width, parts, second = n * (1 + p.gated), -(-n // DSCALES_COLUMNS), None
     if p.along == "k":
@@ -177,14 +174,14 @@ def _grouped(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.devi
         d_shape = rows, width if p.epilogue == "down_backward" else n
     d = torch.zeros(d_shape, dtype=_dtype(p.out_dtype), device=device)
     offs = (torch.arange(1, groups + 1, device=device) * rows // groups).int()
-    of_name = {
+    makers = {
         "preactivation": lambda: _normal(device, p.dtype, rows, width),
         "bias": lambda: torch.randn(groups, width if p.epilogue == "up" else n, device=device),
         "scales": lambda: torch.rand(rows, device=device),
         "act": lambda: torch.zeros(rows, n, dtype=_dtype(p.dtype), device=device),
         "dscales_parts": lambda: torch.zeros(parts, rows, device=device),
     }
-    epilogue, stream = _made(p.args.epilogue, of_name), current_stream_of(device)
+    epilogue, stream = _epilogue_args(p.args.epilogue, makers), current_stream_of(device)
     names = ("act", "dscales_parts", *["preactivation"] * (p.epilogue == "up"))
     written = d, *(getattr(epilogue, name, None) for name in names)
 
@@ -202,15 +199,15 @@ def _grouped(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.devi
     return make
 
 
-def _made(spec: tuple | None, of_name: Mapping[str, Callable[[], Any]]) -> tuple | None:
-    """The arguments that a problem's epilogue takes."""
+def _epilogue_args(spec: tuple | None, makers: Mapping[str, Callable[[], Any]]) -> tuple | None:
+    """Makes the arguments that the spec of an epilogue has."""
     if spec is None:
         return None
-    return spec._make(None if what is None else of_name[name]() for name, what in spec._asdict().items())
+    return spec._make(None if kind is None else makers[name]() for name, kind in spec._asdict().items())
 
 
 def _addresses(args: tuple) -> tuple:
-    """A NamedTuple with the addresses of tensors in their place."""
+    """Replaces the tensors in a NamedTuple by their addresses."""
 
     def value(arg: Any) -> Any:
         if isinstance(arg, Tensor):
@@ -218,3 +215,6 @@ def _addresses(args: tuple) -> tuple:
         return _addresses(arg) if isinstance(arg, tuple) else arg
 
     return args._make(map(value, args))
+
+
+CASES = {"rms_norm_fwd": _forward, "rms_norm_bwd": _backward, "lce_gemm": _gemm, "grouped_gemm": _grouped}

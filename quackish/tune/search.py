@@ -1,7 +1,8 @@
-"""Which of several configs is the fastest, beyond the noise.
+"""Finds the fastest of several configs, if its gain exceeds the noise.
 
-Candidates take turns in rounds, over all shapes of the problem; fewer of them have more rounds. The last rounds are for
-the verdict alone: the analytical choice runs twice in them, and the difference between its two times is the noise.
+Candidates are timed in turns over all shapes of the problem. Each heat keeps the fastest, and the next one times them
+for more rounds. The last rounds decide: in them the analytical choice runs twice, and the difference between its two
+times is the noise.
 """
 
 import concurrent.futures
@@ -24,10 +25,10 @@ from quackish.testing.errors import error, same_bits
 from quackish.testing.timing import Times, interleave
 from quackish.tune.cases import Build, Run
 
-# (rounds, calls a round, how many of the fastest go on), then rounds of the verdict.
+# (rounds, calls per round, number of configs kept) of each heat; then the last rounds
 HEATS = ((1, 5, 16), (3, 10, 3))
 ROUNDS, BLOCK = 8, 10
-LEAST_GAIN = 1.01  # less is not worth a row
+MIN_GAIN = 1.01  # smaller gains are not stored
 
 Prepare = Callable[[], Build]  # makes the data of a shape
 Timer = Callable[[Mapping[str, Run], torch.device, int, int], dict[str, Times]]
@@ -35,13 +36,13 @@ Timer = Callable[[Mapping[str, Run], torch.device, int, int], dict[str, Times]]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    config: Any  # the best; the analytical choice where none is better
-    us: list[float]  # a shape: its median
+    config: Any  # the best, which may be the analytical choice
+    us: list[float]  # median of each shape
     analytical_us: list[float]
-    gain: float = 1.0  # times as fast as the analytical choice, the geometric mean of the shapes
-    noise: float = 0.0  # of the gain: by how much the analytical choice differed from itself
-    why: str = ""  # the analytical choice stays
-    dropped: tuple[tuple[Any, str], ...] = ()  # configs that did not launch, or had another result
+    gain: float = 1.0  # speedup over the analytical choice, geometric mean over shapes
+    noise: float = 0.0  # of the gain: how far two measurements of the analytical choice are apart
+    why: str = ""  # why the analytical choice stays
+    dropped: tuple[tuple[Any, str], ...] = ()  # configs that did not launch or gave other results, with reasons
 
 
 def num_steps(num_shapes: int) -> int:
@@ -56,80 +57,79 @@ def search(
     timer: Timer = interleave,
     advance: Callable[[str], None] = lambda phase: None,
 ) -> Outcome:
-    """`configs` begins with the analytical choice. Raises what that one raises where it does not run."""
+    """`configs` starts with the analytical choice. An error of that config is raised."""
 
     def times(
         prepare: Prepare, tried: Sequence[Any], phase: str, rounds: int, block: int, turns: int
     ) -> list[list[float]]:
-        """A config, then a turn: microseconds. Data lives no longer than this: two shapes' may not fit together."""
+        """Microseconds [config][turn]. The data is freed on return: that of two shapes may not fit together."""
         build = prepare()
         runs = {str(i): build(config) for i, config in enumerate(tried)}
-        found: list[list[float]] = [[] for _ in tried]
+        us: list[list[float]] = [[] for _ in tried]
         for _ in range(turns):
-            medians = timer(runs, device, rounds, block)
-            for name, us in medians.items():
-                found[int(name)].append(us.median)
+            for name, run_times in timer(runs, device, rounds, block).items():
+                us[int(name)].append(run_times.median)
             advance(phase)
-        return found
+        return us
 
     analytical, rivals = configs[0], list(configs[1:])
     dropped: dict[Any, str] = {}
     for shape in shapes:
-        rivals = _sound(shape, analytical, rivals, dropped)
+        rivals = _with_equal_results(shape, analytical, rivals, dropped)
         advance("comparing results")
     for rounds, block, keep in HEATS:
-        slowness = dict.fromkeys(rivals, 0.0)
+        log_slowdown = dict.fromkeys(rivals, 0.0)
         for shape in shapes:
-            found = times(shape, [analytical, *rivals], f"{len(rivals)} candidates", rounds, block, 1)
-            for rival, turns in zip(rivals, found[1:], strict=True):
-                slowness[rival] += math.log(turns[0] / found[0][0])
-        rivals = sorted(rivals, key=slowness.__getitem__)[:keep]
-    last = [analytical, analytical, *rivals]  # timed turn by turn: a ratio's sides are at the same clocks
-    found = [times(shape, last, f"the last {len(rivals)}", 1, BLOCK, ROUNDS) for shape in shapes]
-    return dataclasses.replace(verdict(last, list(zip(*found, strict=True))), dropped=tuple(dropped.items()))
+            us = times(shape, [analytical, *rivals], f"{len(rivals)} candidates", rounds, block, 1)
+            for rival, turns in zip(rivals, us[1:], strict=True):
+                log_slowdown[rival] += math.log(turns[0] / us[0][0])
+        rivals = sorted(rivals, key=log_slowdown.__getitem__)[:keep]
+    finalists = [analytical, analytical, *rivals]  # compared turn by turn, so at the same clocks
+    us = [times(shape, finalists, f"the last {len(rivals)}", 1, BLOCK, ROUNDS) for shape in shapes]
+    return dataclasses.replace(verdict(finalists, list(zip(*us, strict=True))), dropped=tuple(dropped.items()))
 
 
-def _sound(prepare: Prepare, analytical: Any, rivals: Sequence[Any], dropped: dict[Any, str]) -> list[Any]:
-    """The rivals that run and have the analytical choice's results; why not is put into `dropped`."""
+def _with_equal_results(prepare: Prepare, analytical: Any, rivals: Sequence[Any], dropped: dict[Any, str]) -> list[Any]:
+    """The rivals that run and give the analytical choice's results. The others go into `dropped` with a reason."""
     build = prepare()
-    expected = [None if t is None else t.clone() for t in fresh(build(analytical))]
+    expected = [None if t is None else t.clone() for t in results_of(build(analytical))]
     for rival in rivals:
         try:
-            difference = differs(fresh(build(rival)), expected)
-        except RuntimeError as refused:
-            difference = f"does not run: {refused}"
+            difference = differs(results_of(build(rival)), expected)
+        except RuntimeError as error:
+            difference = f"does not run: {error}"
         if difference:
             dropped[rival] = difference
     return [rival for rival in rivals if rival not in dropped]
 
 
 def verdict(configs: Sequence[Any], us: Sequence[Sequence[Sequence[float]]]) -> Outcome:
-    """The best of `configs`, the first two being the analytical choice. `us`: a config, a shape, a turn."""
+    """The best of `configs`, the first two of which are the analytical choice. `us`: [config][shape][turn]."""
     medians = [[statistics.median(turns) for turns in shapes] for shapes in us]
 
     def gains(i: int) -> list[float]:
-        """A turn: times as fast as the analytical choice, the geometric mean of the shapes."""
+        """Speedup over the analytical choice in each turn, geometric mean over shapes."""
         ratios = [[a / b for a, b in zip(*pair, strict=True)] for pair in zip(us[0], us[i], strict=True)]
         return [statistics.geometric_mean(turn) for turn in zip(*ratios, strict=True)]
 
     noise = math.expm1(_quantile([abs(math.log(gain)) for gain in gains(1)], 0.8))
-    best = stays = Outcome(configs[0], medians[0], medians[0], noise=noise, why="no other is faster")
+    best = unchanged = Outcome(configs[0], medians[0], medians[0], noise=noise, why="no candidate is faster")
     for i in range(2, len(configs)):
         gain = statistics.median(gains(i))
         if gain <= best.gain:
             continue
-        slower = max(mine / its for mine, its in zip(medians[i], medians[0], strict=True)) - 1
+        slower = max(us / analytical_us for us, analytical_us in zip(medians[i], medians[0], strict=True)) - 1
         if _quantile(gains(i), 0.2) - 1 <= noise:
             doubt = f"within the noise of {_percent(noise)}"
-        elif gain < LEAST_GAIN:
-            doubt = "which is not worth a row"
-        elif slower > LEAST_GAIN - 1:
+        elif gain < MIN_GAIN:
+            doubt = "too little to store"
+        elif slower > MIN_GAIN - 1:
             doubt = f"but {_percent(slower)} slower at one of the shapes"
         else:
             best = Outcome(configs[i], medians[i], medians[0], gain, noise)
             continue
         if best.why:
-            best = dataclasses.replace(stays, why=f"the best other is {_percent(gain - 1)} faster, {doubt}")
+            best = dataclasses.replace(unchanged, why=f"the best candidate is {_percent(gain - 1)} faster, {doubt}")
     return best
 
 
@@ -144,8 +144,8 @@ def _percent(share: float) -> str:
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def fresh(run: Run) -> tuple[Tensor | None, ...]:
-    """The results of one launch, from outputs that are zero."""
+def results_of(run: Run) -> tuple[Tensor | None, ...]:
+    """The results of one launch with zeroed outputs."""
     for t in run():
         if t is not None:
             t.zero_()
@@ -153,43 +153,43 @@ def fresh(run: Run) -> tuple[Tensor | None, ...]:
 
 
 def differs(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> str | None:
-    """How a candidate's results differ from the analytical choice's by more than rounding; None where they do not."""
-    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-        if (one is None) != (other is None):
-            return f"result {i} is there in one case only"
-        if one is None or same_bits(one, other):
+    """How results differ from the expected ones by more than rounding; None if they do not."""
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        if (a is None) != (b is None):
+            return f"result {i} is None in one case only"
+        if a is None or same_bits(a, b):
             continue
-        eps = torch.finfo(other.dtype).eps
-        # sums of thousands in another order, in fp32; what is rounded to 16 bits then is a neighbour, at most
-        norm, worst = (64 * eps, 1024 * eps) if other.dtype == torch.float32 else (eps, 4 * eps)
-        rows = max(1, (1 << 26) // other.shape[-1])
-        for some, others in zip(one.split(rows), other.split(rows), strict=True):
-            found = error(some, others.double())
-            if not found.within(norm, worst):
-                return f"result {i} is another one: {found}, expected at most {norm:.2g} and {worst:.2g}"
+        eps = torch.finfo(b.dtype).eps
+        # fp32 sums over thousands of elements in another order; rounded to 16 bits, they differ by one step at most
+        norm, worst = (64 * eps, 1024 * eps) if b.dtype == torch.float32 else (eps, 4 * eps)
+        rows = max(1, (1 << 26) // b.shape[-1])
+        for part, expected_part in zip(a.split(rows), b.split(rows), strict=True):
+            off = error(part, expected_part.double())
+            if not off.within(norm, worst):
+                return f"result {i} is wrong: {off}, expected at most {norm:.2g} and {worst:.2g}"
     return None
 
 
 # Spills --------------------------------------------------------------------------------------------------------------
 
-_MOST_PROCESSES = 16
+_MAX_PROCESSES = 16
 
 
 def examine(kernel: str, problem: Any, configs: Sequence[Any], gpu: Gpu) -> Iterator[bool]:
-    """For each config whether it compiles without spilling registers: a second each, on all cores.
+    """Whether each config compiles without spilling registers: about a second per config, on all cores.
 
-    Those are also compiled for launching. Raises FileNotFoundError without a cuobjdump.
+    Kernels of those configs are also stored in the cache. Raises FileNotFoundError without cuobjdump.
     """
-    processes = max(1, min(len(configs), len(os.sched_getaffinity(0)), _MOST_PROCESSES))
-    context = multiprocessing.get_context("spawn")  # a fork would share what CUDA and the compiler have started
+    processes = max(1, min(len(configs), len(os.sched_getaffinity(0)), _MAX_PROCESSES))
+    context = multiprocessing.get_context("spawn")  # CUDA and the compiler do not survive a fork
     with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
         yield from pool.map(functools.partial(fits, kernel, problem, gpu=gpu), configs)
 
 
-def fits(kernel: str, problem: Any, config: Any, gpu: Gpu) -> bool:
+def fits(kernel: str, problem: Any, config: Any, gpu: Gpu, resources: Callable = launch.resources) -> bool:
     request = Request(kernels.find(kernel, gpu), problem, config, gpu.target)
     try:
-        used = launch.resources(*request)
+        used = resources(*request)
         if used.stack_bytes or used.local_loads or used.local_stores:
             return False
         with lock:
