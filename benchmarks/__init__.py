@@ -1,1 +1,1 @@
-"""Speed, memory and error of quackish beside its peers. Run as modules from the project's root; see README.md."""
+"""Speed, memory and errors of quackish and its peers. Run as modules from the project's root; see README.md."""

@@ -1,4 +1,4 @@
-"""The bars of linear cross entropy, and its page."""
+"""The bars and the page of linear cross entropy."""
 
 import functools
 import math
@@ -12,24 +12,24 @@ from quackish.testing.timing import LOAD_MS
 
 train = functools.partial(Cell, "linear_cross_entropy", dtype="bfloat16", direction="forward+backward")
 HEADLINE = train((8192, 4096, 128256))
-# Time over three bare GEMMs, and GB above inputs
+# (time relative to three bare GEMMs, GB above inputs)
 HEADLINE_BARS = {"stored": (1.00, None), "chunked": (1.00, 3.0), "recompute": (1.28, 1.30)}
 SHAPES = tuple(map(train, ((4096, 2048, 32000), (8192, 2048, 151936), (16384, 4096, 128256), (65536, 4096, 128256))))
 SHAPES_BAR = 1.02
 SMALL = train((1024, 4096, 128256))
-# Every provider is measured at several settings here.
+# Cells where every provider is measured at several settings.
 AGAINST_MEMORY = (HEADLINE, train(HEADLINE.shape, data="confident"), SHAPES[-1])
 FP32 = [train(HEADLINE.shape, dtype=dtype) for dtype in ("float32", "tf32")]  # on the portable path
-LOSS_BAR = 1.03  # of one logits GEMM
-STATS_BAR = 1.06  # of the loss alone, both without grad
-IGNORED_BAR = 0.35  # of the time with no row ignored, at 80 % ignored
-ERROR_BARS = {"normal": 1.0, "confident": 0.5}  # of torch's error
-HOST_BARS = (("torch", "PyTorch eager's", 1.4), ("quack", "QuACK's", 0.5))  # host time over theirs, in the same run
-LAUNCH_BAR_US = 15  # of a launch, once its arguments are there
+LOSS_BAR = 1.03  # time of the loss without grad / time of the logits GEMM
+STATS_BAR = 1.06  # time with statistics / time of the loss alone, both without grad
+IGNORED_BAR = 0.35  # time with 80 % of the rows ignored / time with none ignored
+ERROR_BARS = {"normal": 1.0, "confident": 0.5}  # error / torch's error
+HOST_BARS = (("torch", "PyTorch eager's", 1.4), ("quack", "QuACK's", 0.5))  # host time / theirs, in the same run
+LAUNCH_BAR_US = 15  # host time of one launch
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """One for every bar that something was measured for."""
+    """A verdict for every bar that was measured."""
     lines, ratio, cells = [], results.ratio, sorted(results.cells, key=lambda cell: (cell.shape[1:], cell.shape[0]))
     for schedule, (of_gemms, gb) in HEADLINE_BARS.items():
         name, text, points = f"{OURS}-{schedule}", f"{_name(HEADLINE)} {schedule}", results.points(HEADLINE)
@@ -73,7 +73,7 @@ def _name(cell: Cell) -> str:
 
 
 def _errors(results: Results, cells: list[Cell], data: str, bar: float) -> list[Verdict]:
-    """Our error over that of torch's eager bf16: the worst of all our variants and shapes."""
+    """The worst ratio of our errors to those of torch's eager bf16, over all variants and shapes."""
     lines = []
     for column, what in (("err_dx", "dX"), ("err_dweight", "dW")):
         ratios = {}
@@ -90,14 +90,14 @@ def _errors(results: Results, cells: list[Cell], data: str, bar: float) -> list[
 
 
 PAGE = report.Page(
-    preface="bf16 unless stated (tf32: fp32 tensors, matmuls in TF32); medians of plain calls, all providers taking "
-    f"turns in random order, each call after {LOAD_MS:.0f} ms of GEMMs on random data, as in a training step. "
-    "`3 GEMMs` is three torch.mm on the same data in the same turns. Memory is the peak of a warm call above "
-    "what was allocated before the library's first call, including gradients and what the library keeps "
-    "between calls (standing). Errors are norm-wise against fp64. A peer's point is dominated if a point of "
-    "quackish's is no slower and no larger; those that are not dominated are listed under each table. "
-    "`steady` is the time of a step in bursts of steps back to back, all providers and the three GEMMs "
-    "rotating without pauses; beside it is its ratio to the three GEMMs in the same rotation.",
+    preface="bf16 unless stated (tf32: fp32 tensors, matmuls in TF32). Times are medians of plain calls; all providers "
+    f"take turns in random order, and {LOAD_MS:.0f} ms of GEMMs on random data run before each call, as in a training "
+    "step. `3 GEMMs` is three torch.mm on the same data in the same turns. Memory is the peak of a warm call above "
+    "what was allocated before the library's first call, including gradients and what the library keeps between calls "
+    "(standing). Errors are norm-wise against fp64. A peer's point is dominated if some point of quackish is at least "
+    "as good in both time and memory; points that are not dominated are listed under each table. `steady` is the time "
+    "of a step in bursts of back-to-back steps, where all providers and the three GEMMs rotate without pauses; "
+    "`steady / 3 GEMMs` is its ratio to the three GEMMs in the same rotation.",
     figures=functools.partial(
         plots.for_heads, named=dict(zip(("", "_confident", "_m65536"), AGAINST_MEMORY, strict=True))
     ),

@@ -1,9 +1,9 @@
-"""Start-up time: the import, and each operation's first call, with an empty cache and with a filled one.
+"""Start-up time: the import, and the first call of each operation with an empty (cold) and a filled (warm) cache.
 
     python -m benchmarks.first_use
 
-Each number is from a process of its own. A first call is forward and backward; without a GPU it is what the launcher
-does for their kernels, for an H200: look-up, and compilation (cold) or loading (warm). Ends with 1 if a bar is missed.
+Each sample is a new process. A first call is forward and backward. Without a GPU it is only the work of the launcher,
+for an H200: compiling (cold) or loading (warm) the kernels. The exit status is 1 if a bar is missed.
 """
 
 import argparse
@@ -24,10 +24,10 @@ BARS = {"import quackish": 1.0, "cold": 5.0, "warm": 0.1}  # seconds
 
 
 def main(argv: list[str] | None = None, measured_by: Callable[..., dict[str, Any]] | None = None) -> int:
-    """Exit status. `measured_by` stands in for processes of their own."""
+    """Returns the exit status. `measured_by` replaces the measuring processes, for tests."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="processes a row (5); cold ones at most 3")
-    parser.add_argument("--measure", choices=("import", *SHAPES), help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--repeats", type=int, default=5, help="processes per row (5); at most 3 for a cold cache")
+    parser.add_argument("--measure", choices=("import", *SHAPES), help=argparse.SUPPRESS)  # for the child process
     args, measure = parser.parse_args(argv), measured_by or _in_a_process
     if args.measure:
         print(json.dumps(_import() if args.measure == "import" else _first_call(args.measure)))
@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None, measured_by: Callable[..., dict[str, Any
         measured[op, "warm"] = [measure(op, folders[-1].name) for _ in range(args.repeats)]
     from quackish.profiling import text_table
 
-    lines = [_line(what, cache, found) for (what, cache), found in measured.items()]
-    print(text_table(["first", "cache", "seconds", "at most", "bar", "", ""], lines, "llrrrll"))
+    lines = [_line(what, cache, samples) for (what, cache), samples in measured.items()]
+    print(text_table(["first", "cache", "seconds", "maximum", "bar", "", ""], lines, "llrrrll"))
     return 1 if any("FAIL" in line for line in lines) else 0
 
 
@@ -51,10 +51,10 @@ def _in_a_process(measure: str, cache: str | None = None) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _line(what: str, cache: str, measured: list[dict[str, Any]]) -> list[str]:
-    seconds, last, bar = [one["seconds"] for one in measured], measured[-1], BARS[cache or what]
+def _line(what: str, cache: str, samples: list[dict[str, Any]]) -> list[str]:
+    seconds, last, bar = [sample["seconds"] for sample in samples], samples[-1], BARS[cache or what]
     word = "PASS" if statistics.median(seconds) < bar and not last.get("cuda_initialized") else "FAIL"
-    return [what, cache, f"{statistics.median(seconds):.3f}", f"{max(seconds):.3f}", f"{bar:.1f}", word, last["said"]]
+    return [what, cache, f"{statistics.median(seconds):.3f}", f"{max(seconds):.3f}", f"{bar:.1f}", word, last["note"]]
 
 
 def _import() -> dict[str, Any]:
@@ -64,12 +64,12 @@ def _import() -> dict[str, Any]:
     import quackish  # noqa: F401
 
     seconds, cuda = time.perf_counter() - started, torch.cuda.is_initialized()
-    said = f"beyond torch; CUDA is {'' if cuda else 'not '}initialized"
-    return dict(seconds=seconds, cuda_initialized=cuda, said=said)
+    note = f"without torch's import; CUDA is {'' if cuda else 'not '}initialized"
+    return dict(seconds=seconds, cuda_initialized=cuda, note=note)
 
 
 def _first_call(op: str) -> dict[str, Any]:
-    """Forward and backward on a GPU; without one, all that precedes the launches."""
+    """Forward and backward on a GPU; without one, compiling or loading their kernels."""
     import torch
 
     import quackish
@@ -85,19 +85,19 @@ def _first_call(op: str) -> dict[str, Any]:
 
         requests = requests_of(op, SHAPES[op], "h200")
     started = time.perf_counter()
-    if gpu and op == "rms_norm":  # not y.backward(dy), for which PyTorch imports sympy: 1.9 s
+    if gpu and op == "rms_norm":  # not y.backward(dy): PyTorch imports sympy for it, which takes 1.9 s
         quackish.rms_norm(x, weight).square().sum().backward()
     elif gpu:
         quackish.linear_cross_entropy(x, weight, target).backward()
     else:
-        if op == "linear_cross_entropy":  # as it does
+        if op == "linear_cross_entropy":  # as the operation does
             launch.prepare(requests)
         for request in requests:
             launch.get(*request)
     if gpu:
         torch.cuda.synchronize()
     seconds, c = time.perf_counter() - started, launch.counters
-    return dict(seconds=seconds, said=f"{c.compiles} compiled, {c.disk_loads} loaded, {c.launches} launched")
+    return dict(seconds=seconds, note=f"{c.compiles} compiled, {c.disk_loads} loaded, {c.launches} launched")
 
 
 if __name__ == "__main__":

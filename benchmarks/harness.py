@@ -1,4 +1,4 @@
-"""What the programs here share: options, where results go, and what they say on a machine without a GPU."""
+"""Shared by the programs here: options, the folder of results, and the message without a GPU."""
 
 import argparse
 import re
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def device_to_measure() -> torch.device:
-    """The GPU; without one the CPU, and a line that says so."""
+    """The GPU; without one the CPU, with a message."""
     device = environment.device_to_measure()
     if device.type == "cpu":
         print(NO_GPU)
@@ -26,20 +26,20 @@ def device_to_measure() -> torch.device:
 
 
 def arguments(name: str, doc: str, csv: bool = True) -> argparse.ArgumentParser:
-    """The options that all programs have, and those of programs that write a CSV."""
+    """The common options, and those of programs that write a CSV."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.split("\n")[0])
-    # Results are kept per GPU model.
     gpu = re.sub(r"[^\w.-]+", "-", environment.device_name(environment.device_to_measure()))
     parser.add_argument("--out", type=Path, default=RESULTS / gpu, help="folder of the results; default %(default)s")
-    parser.add_argument("--commit", help="recorded if there is no git to ask")
+    parser.add_argument("--commit", help="commit to record if git is not available")
     if csv:
-        parser.add_argument("--append", action="store_true", help="keep the rows that the file has; newer ones count")
-        parser.add_argument("--report", action="store_true", help="the page and the figures of the file, once more")
+        append_help = "keep the rows of the file; the last row of a cell and provider counts"
+        parser.add_argument("--append", action="store_true", help=append_help)
+        parser.add_argument("--report", action="store_true", help="only write the page and the figures of the file")
     return parser
 
 
 def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, by: Callable[..., Supervisor], **options) -> Path:
-    """Measures the jobs; returns the CSV file. `options` are quackish.bench.measure.Run's."""
+    """Measures the jobs and returns the CSV file. `options` are fields of quackish.bench.measure.Run."""
     path = args.out / f"{jobs[0].cell.op}.csv"
     if args.report:
         report(path, page)
@@ -48,17 +48,17 @@ def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, by: Callable[
 
 
 def write_page(page: str, path: Path) -> None:
-    """For programs whose results are a page alone."""
+    """For programs that write only a page."""
     print(page)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
 
 
 def main(program: Callable[[], object]) -> None:
-    """Runs a program; an invalid request or an interruption is one line on stderr."""
+    """Runs a program. Invalid requests and interruptions print one line on stderr."""
     try:
         program()
     except ValueError as error:
         sys.exit(str(error))
-    except KeyboardInterrupt as interrupt:  # Ctrl-C or SIGTERM; what was measured is written
+    except KeyboardInterrupt as interrupt:  # Ctrl-C or SIGTERM; results so far are written
         sys.exit(f"Interrupted {interrupt}")

@@ -1,8 +1,8 @@
-"""Host time of an RMSNorm: a chain of 64 norms, forward and backward, timed until all is enqueued.
+"""Host time of RMSNorm: a chain of 64 norms, forward and backward, timed until all work is enqueued.
 
     python -m benchmarks.host_overhead        writes results/<GPU>/host_overhead.md
 
-The shape is small, so that the GPU keeps up and the host is what is measured.
+The shape is small so that the GPU never limits the host.
 """
 
 import functools
@@ -23,7 +23,7 @@ from quackish.testing import inputs
 
 M, N = 128, 1024
 NORMS = ("torch", "quackish", "quack", "liger-cute", "liger-triton")
-BAR, LAUNCH_BAR_US = 1.15, 6.0  # times torch's own; the slowest launch
+BAR, LAUNCH_BAR_US = 1.15, 6.0  # time / torch's time; the slowest launch
 
 
 def norm_of(name: str) -> Callable[[Tensor, Tensor], Tensor]:

@@ -1,9 +1,9 @@
-"""Linear cross entropy, forward + backward, beside every installed peer: time, memory and error against three GEMMs.
+"""Time, memory and errors of linear cross entropy and every installed peer, forward + backward.
 
-python -m benchmarks.linear_cross_entropy                    # every shape that a bar is about
+python -m benchmarks.linear_cross_entropy                    # every shape with a bar
 python -m benchmarks.linear_cross_entropy --only 65536x4096x128256 --append   # one of these again
 python -m benchmarks.linear_cross_entropy --host --append    # host time of a call
-python -m benchmarks.linear_cross_entropy --steady --append  # whole steps back to back, as a training loop runs them
+python -m benchmarks.linear_cross_entropy --steady --append  # back-to-back steps, as a training loop runs them
 python -m benchmarks.linear_cross_entropy --shapes 8192x4096x128256 --providers "quackish*,quack" --repeats 5
 """
 
@@ -51,7 +51,7 @@ TINY += [case(40, 64, 300, providers=(OURS, "torch"), **how) for how in ({"data"
 
 
 def jobs_of(args: argparse.Namespace, on_cpu: bool) -> list[Job]:
-    """What to measure; ValueError for providers that nobody knows and for --only that leaves nothing."""
+    """What to measure. ValueError for unknown providers, and if --only matches nothing."""
     jobs = HOST if args.host else TINY if on_cpu else BARS
     if args.shapes:
         jobs = [case(*shape, providers=ALL) for shape in args.shapes]
@@ -59,8 +59,8 @@ def jobs_of(args: argparse.Namespace, on_cpu: bool) -> list[Job]:
         jobs = [job for job in jobs if job.cell.shape in args.only]
         if not jobs:
             shapes = ",".join(map(shape_name, args.only))
-            raise ValueError(f"--only {shapes}: none of the shapes that are measured; --shapes measures any")
-    if args.steady:  # the plain steps among them
+            raise ValueError(f"--only {shapes}: not among the shapes with bars; use --shapes")
+    if args.steady:  # of the plain steps only
         steps = [job for job in jobs if job.cell == train(job.cell.shape)]
         jobs = [dataclasses.replace(job, cell=dataclasses.replace(job.cell, direction="steady")) for job in steps]
     return [dataclasses.replace(job, providers=OP.matching(args.providers or job.providers)) for job in jobs]
@@ -74,16 +74,16 @@ def _shapes(text: str) -> list[tuple[int, ...]]:
 def parser() -> argparse.ArgumentParser:
     parser = harness.arguments("linear_cross_entropy", __doc__)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--shapes", type=_shapes, metavar="MxHxV[,...]", help="own shapes instead of the bars'")
-    what.add_argument("--host", action="store_true", help="host time of a call instead")
-    steady = "bursts of whole steps, back to back; providers rotate without pauses"
-    parser.add_argument("--steady", action="store_true", help=steady)
-    only = "of the bars' shapes these alone, with the providers they have there"
-    parser.add_argument("--only", type=_shapes, metavar="MxHxV[,...]", help=only)
-    names = f"names or patterns, of {', '.join(lce.PROVIDERS)}, or quackish-chunked-ROWS; default: what a case has"
-    parser.add_argument("--providers", type=lambda text: text.split(","), metavar="NAME[,...]", help=names)
-    repeats = "samples of each at most, and 5 or what fits in 0.8 s of slow ones; default %(default)s"
-    parser.add_argument("--repeats", type=int, default=10, help=repeats)
+    what.add_argument("--shapes", type=_shapes, metavar="MxHxV[,...]", help="measure these shapes instead")
+    what.add_argument("--host", action="store_true", help="measure the host time of a call instead")
+    steady_help = "measure bursts of back-to-back steps; providers rotate without pauses"
+    parser.add_argument("--steady", action="store_true", help=steady_help)
+    only_help = "measure only these of the shapes with bars, with their usual providers"
+    parser.add_argument("--only", type=_shapes, metavar="MxHxV[,...]", help=only_help)
+    providers_help = f"names or patterns, of {', '.join(lce.PROVIDERS)}, or quackish-chunked-ROWS; default: per case"
+    parser.add_argument("--providers", type=lambda text: text.split(","), metavar="NAME[,...]", help=providers_help)
+    repeats_help = "maximum number of samples (slow providers: at least 5, and what fits in 0.8 s); default %(default)s"
+    parser.add_argument("--repeats", type=int, default=10, help=repeats_help)
     return parser
 
 

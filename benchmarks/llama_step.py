@@ -1,12 +1,12 @@
 """A training step of Llama 3.2 1B in transformers: plain, with Liger's patch, and with quackish applied.
 
     python -m benchmarks.llama_step                    writes results/<GPU>/llama_step.csv and .md, in about 150 s
-    python -m benchmarks.llama_step --compile model    compiles whole models instead of layers: minutes more
+    python -m benchmarks.llama_step --compile model    compiles whole models instead of layers: minutes longer
     python -m benchmarks.llama_step --tiny             a tiny model on the CPU, to test this program
 
 Random weights in bf16, 8 x 2048 random tokens, fused AdamW, one GPU. A step is forward, backward and optimizer. All
-providers share weights and optimizer: its learning rate is 0, which is as much work and leaves the weights as they are,
-so losses and gradients are comparable. Whole steps run in bursts, in random order, without pauses.
+providers share weights and optimizer. The learning rate is 0: the same work, but the weights stay constant, so losses
+and gradients are comparable. Whole steps run in bursts, in random order, without pauses.
 """
 
 import copy
@@ -41,7 +41,7 @@ ROUNDING = 16 << 20  # memory_limit counts 1 MiB per buffer that the allocator m
 Key = tuple[str, str, str]  # "step" or "block", the provider, and what is compiled
 KEY = ("of", "provider", "compiled")
 COLUMNS = (*KEY, "median_ms", "p20_ms", "p80_ms", "relative", "peak_gb", "loss", "grad_norm", "note")
-BASES = {"step": "liger", "block": "plain"}  # whose time the others' are relative to
+BASES = {"step": "liger", "block": "plain"}  # the provider that times are relative to
 BARS = (
     (("step", "quackish", "no"), "relative", 0.96, "a step, time / Liger's"),
     (("step", "quackish", "no"), "peak_gb", 34.2, "its peak in GB, on an H100"),
@@ -51,14 +51,14 @@ BARS = (
 
 
 class Step:
-    """A training step by one provider, on a model of its own that shares all weights."""
+    """A training step by one provider, on a copy of the model that shares all weights."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor):
         self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
         self.optimizer, self.ids = optimizer, ids
-        self.replaced: dict[str, object] = {}  # globals of transformers' module, while this step runs
+        self.replaced: dict[str, object] = {}  # globals of transformers' module that this step patches
         self.peak = 0
-        self.found: dict[str, object] = {}  # columns
+        self.columns: dict[str, object] = {}
 
     def forward_and_backward(self) -> Tensor:
         former = {name: getattr(modeling_llama, name) for name in self.replaced}
@@ -80,10 +80,10 @@ class Step:
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
 
     def warm_up(self) -> None:
-        """Compiles, then finds loss, norm of all gradients, and the peak."""
+        """Compiles, then measures the loss, the norm of all gradients, and the peak."""
         loss = self.forward_and_backward()
         norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in self.model.parameters()]
-        self.found |= dict(loss=f"{loss:.5f}", grad_norm=f"{torch.stack(norms).norm():.5f}")
+        self.columns |= dict(loss=f"{loss:.5f}", grad_norm=f"{torch.stack(norms).norm():.5f}")
         self()
         self.peak = 0
         self()
@@ -105,14 +105,14 @@ def with_both(step: Step) -> None:
 
 
 def compile_model(step: Step, compiled: str) -> None:
-    # On a CPU, Inductor would build C++ for a minute.
+    # On a CPU, Inductor would compile C++ for a minute.
     backend = "inductor" if step.ids.is_cuda else "aot_eager"
     for module in {"no": [], "layers": step.model.model.layers, "model": [step.model]}[compiled]:
         module.compile(backend=backend)
 
 
 def head_bytes(step: Step) -> int:
-    """What "recompute" takes beside inputs and gradients, as memory_limit counts it."""
+    """The memory of "recompute" besides inputs and gradients, as memory_limit counts it."""
     weight = step.model.lm_head.weight
     hidden = torch.randn(*step.ids.shape, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
     start = torch.cuda.memory_allocated()
@@ -123,21 +123,21 @@ def head_bytes(step: Step) -> int:
 
 
 def all_steps(new: Callable[[], Step], modes: Sequence[str], memory_limit: int | None) -> dict[Key, Step]:
-    """The steps, warmed up. One that failed has a note and no loss."""
+    """All steps, warmed up. A failed step has a note and no loss."""
     steps: dict[Key, Step] = {}
 
     def add(name: str, compiled: str, patch: Callable[[Step], object], note: str = "") -> Step:
         step = steps["step", name, compiled] = new()
-        step.found["note"] = note
+        step.columns["note"] = note
         try:
             patch(step)
             compile_model(step, compiled)
             step.warm_up()
         except Exception as error:  # a peer that fails must not end the run
-            step.found = dict(note=reason(error))
+            step.columns = dict(note=reason(error))
         step.optimizer.zero_grad()
         gc.collect()
-        print(f"{name}, compiled: {compiled}; {step.peak / 1e9:.2f} GB; {step.found}", flush=True)
+        print(f"{name}, compiled: {compiled}; {step.peak / 1e9:.2f} GB; {step.columns}", flush=True)
         return step
 
     for compiled in modes:
@@ -146,10 +146,10 @@ def all_steps(new: Callable[[], Step], modes: Sequence[str], memory_limit: int |
         add("quackish", compiled, lambda step: apply(step.model))
         add("liger-all", compiled, with_liger)
         add("quackish-and-liger", compiled, with_both)
-        least = add("quackish-recompute", compiled, lambda step: apply(step.model, schedule="recompute"))
+        smallest = add("quackish-recompute", compiled, lambda step: apply(step.model, schedule="recompute"))
         limit = memory_limit
-        if limit is None and liger.peak and least.peak:
-            limit = head_bytes(least) + liger.peak - least.peak
+        if limit is None and liger.peak and smallest.peak:
+            limit = head_bytes(smallest) + liger.peak - smallest.peak
         if limit is not None:
             within = lambda step, limit=limit: apply(step.model, memory_limit=limit)  # noqa: E731
             add("quackish-as-liger", compiled, within, f"memory_limit={limit}")
@@ -157,7 +157,7 @@ def all_steps(new: Callable[[], Step], modes: Sequence[str], memory_limit: int |
 
 
 def block(step: Step, provider: str, compiled: str) -> Callable[[], None]:
-    """Forward and backward of a decoder layer. "quackish-norms" has our norms even where `apply` leaves them alone."""
+    """Forward and backward of a decoder layer. "quackish-norms" uses our norms even where `apply` does not."""
     body, layer = step.model.model, step.model.model.layers[0]
     if provider == "quackish":
         apply(step.model)
@@ -168,15 +168,15 @@ def block(step: Step, provider: str, compiled: str) -> Callable[[], None]:
     compile_model(step, compiled)
     hidden = body.embed_tokens(step.ids).detach().requires_grad_()
     position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
-    # What the model passes, so that compiled code is reused.
-    given = dict(attention_mask=None, position_embeddings=body.rotary_emb(hidden, position_ids), use_cache=False)
-    given |= dict(position_ids=position_ids, past_key_values=None)
+    # The same arguments as in the model, so that compiled code is reused.
+    kwargs = dict(attention_mask=None, position_embeddings=body.rotary_emb(hidden, position_ids), use_cache=False)
+    kwargs |= dict(position_ids=position_ids, past_key_values=None)
     dy = torch.randn_like(hidden)
 
     def run() -> None:
         step.optimizer.zero_grad()
         hidden.grad = None
-        layer(hidden, **given).backward(dy)
+        layer(hidden, **kwargs).backward(dy)
 
     run()
     return run
@@ -185,35 +185,33 @@ def block(step: Step, provider: str, compiled: str) -> Callable[[], None]:
 def times_of(
     steps: Mapping[Key, Step], blocks: Mapping[Key, Callable[[], Callable]], device: torch.device
 ) -> dict[Key, dict]:
-    """Times all; returns the columns of each."""
+    """Times all steps and blocks; returns the columns of each."""
     on_gpu = device.type == "cuda"
-    working = {key: step for key, step in steps.items() if "loss" in step.found}
+    working = {key: step for key, step in steps.items() if "loss" in step.columns}
 
     def fail(key: Key, error: Exception) -> None:
-        steps[key].found["note"] = reason(error)
+        steps[key].columns["note"] = reason(error)
 
     times = bursts(working, device, *((5, 0.5) if on_gpu else (1, 0.01)), on_error=fail)
-    # made after the steps, so that the steps' peak memory does not count them
+    # Blocks are made after the steps were timed, so that the peak memory of steps does not include them.
     times |= bursts({key: make() for key, make in blocks.items()}, device, *((10, 0.2) if on_gpu else (1, 0.01)))
     rows = {key: dict(zip(KEY, key, strict=True)) for key in (*steps, *blocks)}
-    for key, found in times.items():
+    for key, measured in times.items():
         base = times.get((key[0], BASES[key[0]], key[2]))
-        rows[key] |= {f"{name}_ms": f"{getattr(found, name) / 1e3:.4g}" for name in ("median", "p20", "p80")}
-        rows[key] |= {"relative": f"{found.median / base.median:.4f}"} if base else {}
+        rows[key] |= {f"{name}_ms": f"{getattr(measured, name) / 1e3:.4g}" for name in ("median", "p20", "p80")}
+        rows[key] |= {"relative": f"{measured.median / base.median:.4f}"} if base else {}
     for key, step in steps.items():
-        rows[key] |= step.found | ({"peak_gb": f"{step.peak / 1e9:.3f}"} if step.peak else {})
+        rows[key] |= step.columns | ({"peak_gb": f"{step.peak / 1e9:.3f}"} if step.peak else {})
     return rows
 
 
 def write(rows: Mapping[Key, dict], about: Mapping[str, str], path: Path) -> None:
-    """The page and, beside it, the CSV."""
+    """Writes the page and, next to it, the CSV."""
     page = f"# A training step of Llama 3.2 1B on {about['gpu']}\n\n"
     page += f"Commit `{about['commit']}`, driver {about['driver']}, torch {about['torch']}, transformers "
-    page += f"{about['transformers']}, {about['peers']}. `relative`: the time over Liger's (step) or over that of the "
-    page += (
-        "plain block. The peak includes weights and optimizer. `liger` is its norms and head, what quackish replaces; "
-    )
-    page += "`liger-all` its rotary embedding and SwiGLU too; `quackish-and-liger` these two beside quackish.\n\n"
+    page += f"{about['transformers']}, {about['peers']}. `relative`: time / Liger's time for steps, time / plain's for "
+    page += "blocks. The peak includes weights and optimizer. `liger` patches norms and head, as quackish does; "
+    page += "`liger-all` also patches rotary embedding and SwiGLU; `quackish-and-liger` is quackish with these two.\n\n"
     page += markdown_table(COLUMNS, ([row.get(column, "") for column in COLUMNS] for row in rows.values())) + "\n"
     for key, column, bar, text in BARS if about["gpu"] != "cpu" else ():
         value = rows.get(key, {}).get(column)
@@ -228,14 +226,14 @@ def write(rows: Mapping[Key, dict], about: Mapping[str, str], path: Path) -> Non
 def main(argv: Sequence[str] | None = None) -> Path:
     """Returns the page."""
     parser = harness.arguments("llama_step", __doc__, csv=False)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, as without a GPU")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, the default without a GPU")
     parser.add_argument("--compile", choices=("layers", "model"), default="layers", help="default: %(default)s")
-    limit = "bytes that quackish-as-liger gets; default: such that its peak is Liger's"
-    parser.add_argument("--memory-limit", type=int, help=limit)
+    limit_help = "memory_limit of quackish-as-liger; default: the limit that gives Liger's peak"
+    parser.add_argument("--memory-limit", type=int, help=limit_help)
     args = parser.parse_args(argv)
     device = torch.device("cpu") if args.tiny else harness.device_to_measure()
     on_gpu = device.type == "cuda"
-    if on_gpu:  # else blocks of one provider may not fit another, and bursts would wait for the driver
+    if on_gpu:  # prevents fragmentation between providers, which would make bursts wait for the driver
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     torch.manual_seed(0)
     with device:

@@ -1,4 +1,4 @@
-"""Linear cross entropy of many rows with few classes, beside PyTorch: the cost must grow linearly with the rows.
+"""Linear cross entropy of many rows and few classes, and PyTorch: the time must be linear in the rows.
 
     python -m benchmarks.many_rows        writes results/<GPU>/many_rows.md
 

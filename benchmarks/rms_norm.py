@@ -1,6 +1,6 @@
-"""RMSNorm, forward and backward, beside every installed peer: time, memory and error in every cell of a grid.
+"""Time, memory and errors of RMSNorm and every installed peer, forward and backward, over a grid of shapes.
 
-python -m benchmarks.rms_norm             # every cell that a bar is about, and some large N
+python -m benchmarks.rms_norm             # every cell with a bar, and some large N
 python -m benchmarks.rms_norm --quick     # five cells
 """
 
@@ -22,28 +22,28 @@ BF16 = "bfloat16"
 GRID = [(m, n, BF16) for n in (256, 512, 1024, 2048, 3072, 4096, 8192) for m in ROWS]
 CELLS = GRID + [(m, 4096, dtype) for dtype in ("float16", "float32") for m in ROWS]
 CELLS += [(m, n, BF16) for n in (16384, 65536) for m in (1024, 4096, 16384)]
-MOST_N = 8192  # longer rows have no bars
+MAX_N = 8192  # larger N have no bars
 QUICK = [(m, n, BF16) for m, n in ((4096, 256), (16384, 1024), (4096, 4096), (65536, 4096), (16384, 8192))]
 TINY = [(64, n, BF16) for n in (256, 1000)]  # without a GPU
-RIVAL, SPEEDUP = "quack", 1.25  # QuACK's backward over ours, in the geometric mean, bf16
-BARS = {  # at most so many times the bar or QuACK's time
+RIVAL, SPEEDUP = "quack", 1.25  # geometric mean of QuACK's backward time / ours, bf16
+BARS = {  # (text, limit, what the limit is relative to)
     "forward": (("<= 1.05 t_mul + 1 us; time / bar", 1.0, "bar"), ("at most 2 % over QuACK", 1.02, "QuACK's")),
     "backward": (("<= 1.05 t_add + 4 us; time / bar", 1.0, "bar"), ("no slower than QuACK", 1.0, "QuACK's")),
 }
 
 
 def bar_ms(results: Results, cell: Cell) -> float:
-    """1.05 times the roof, plus microseconds for what the roof does not have to do."""
+    """1.05 times the roof, plus microseconds for work that the roof does not do."""
     roof = results.ms(cell, results.roof(cell))
     return 1.05 * roof + {"forward": 0.001, "backward": 0.004}[cell.direction] if roof else 0.0
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """For every bar that something was measured for: how many cells keep it, and the worst cell."""
+    """For every measured bar: how many cells meet it, and the worst cell."""
     times = {"bar": lambda cell: bar_ms(results, cell), "QuACK's": lambda cell: results.ms(cell, RIVAL)}
     lines = []
     for (direction, dtype), cells in results.groups().items():
-        cells = [cell for cell in cells if cell.shape[1] <= MOST_N and OURS in results.cells[cell]]
+        cells = [cell for cell in cells if cell.shape[1] <= MAX_N and OURS in results.cells[cell]]
         for text, limit, ms_of in BARS[direction]:
             lines += every(results, cells, limit, f"{dtype}: {direction} {text}", times[ms_of])
         both = [cell for cell in cells if results.ms(cell, RIVAL) and results.ms(cell, OURS)]
@@ -55,10 +55,10 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 PAGE = report.Page(
-    preface="Forward gives y and rstd, backward the whole dx and dweight. Medians in us of CUDA graph replays, the L2 "
-    "cleared before each, all providers taking turns; beside them is the share of the roof in the same turns. Errors "
-    "are norm-wise against fp64.",
-    figures=functools.partial(plots.for_norms, most_n=MOST_N),
+    preface="Forward computes y and rstd, backward the finished dx and dweight. Times are medians in us of CUDA graph "
+    "replays; the L2 is cleared before each, and all providers take turns. Shares are of the roof in the same turns. "
+    "Errors are norm-wise against fp64.",
+    figures=functools.partial(plots.for_norms, max_n=MAX_N),
     verdicts=verdicts,
 )
 

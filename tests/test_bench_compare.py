@@ -73,7 +73,7 @@ def test_the_command_prints_and_ends_with_one(write, capsys):
     assert "gpu: H200 -> B200" in said
     assert ["quackish", "1", "1.1", "1.100", "-", "slower"] in [line.split()[3:] for line in said.splitlines()]
     assert "in one file only: forward 2x4 bfloat16 quack (before); forward 3x4 bfloat16 quack (after)\n" in said
-    assert "1 of 2 rows slower by more than 3 % and beyond the noise" in said
+    assert "1 of 2 rows are slower by more than 3 % and by more than the noise" in said
     assert main(["bench", "compare", str(a), str(b), "--fail", "10%"]) == 0
     assert main(["bench", "compare", str(a), str(b), "--fail", "11"]) == 0
 

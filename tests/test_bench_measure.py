@@ -8,7 +8,7 @@ import torch
 from quackish.bench import host, measure_rms_norm
 from quackish.bench import providers_grouped_mlp as mlps
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell
-from quackish.bench.measure import ERRORS, Found, Memory, Run
+from quackish.bench.measure import ERRORS, Memory, Record, Run
 from quackish.bench.measure_linear_cross_entropy import CONFIDENCE, Data, Truth, dlogits_of
 from quackish.bench.operations import LINEAR_CROSS_ENTROPY, OPERATIONS
 from quackish.bench.providers_linear_cross_entropy import IGNORED
@@ -31,9 +31,9 @@ def one_thread():
 
 def measure(
     op: str, shape: tuple[int, ...], direction: str, providers: dict[str, object], **options
-) -> dict[str, Found]:
+) -> dict[str, Record]:
     """What is told about each provider in the end; those that are strings are loaded by that name."""
-    told: dict[str, Found] = options.pop("told", {})
+    told: dict[str, Record] = options.pop("told", {})
     cell = Cell(op, shape, "bfloat16", direction, ignored=options.pop("ignored", 0.0))
 
     def provider(name: str) -> object:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quackish.bench.cells import Cell, Job
-from quackish.bench.processes import Died, Supervisor
+from quackish.bench.processes import ChildDied, Supervisor
 
 CELL = Cell("rms_norm", (8, 32), "bfloat16", "backward")
 OK, FAILED = {"status": "ok"}, {"status": "it broke"}
@@ -26,32 +26,32 @@ class Scripted(Supervisor):
         self.started += not self.running
         self.running, works = True, []
         for step in ("inputs", *names, "roof", "timing"):
-            yield "at", step
+            yield "step", step
             if step == self.dies_at:
-                raise Died("died")
+                raise ChildDied("died")
             word = step.partition("-")[0]
             if word in ("raises", "sticky"):
-                yield "tell", step, FAILED
+                yield "result", step, FAILED
             elif step in names and word != "dies":
                 works.append(step)
-                yield "tell", step, OK
+                yield "result", step, OK
             if word in ("dies", "sticky"):
-                raise Died("died")
+                raise ChildDied("died")
             for name in list(works):
                 if name.startswith((f"{step}_raises", f"{step}_sticky")):  # as Run.fail tells it
                     works.remove(name)
-                    yield "at", name
-                    yield "tell", name, FAILED
+                    yield "step", name
+                    yield "result", name, FAILED
                 if name.startswith((f"{step}_sticky", f"{step}_dies")):
-                    raise Died("died")
+                    raise ChildDied("died")
         for name in (*works, "add"):
-            yield "tell", name, OK
+            yield "result", name, OK
 
 
 def measure(supervisor: Supervisor, names: list[str]) -> dict[str, str]:
     """{provider: what is said of it in the end}; who has failed is not told anything else."""
     said: dict[str, str] = {}
-    for name, found in supervisor.measure(Job(CELL, tuple(names)), at=lambda step: None):
+    for name, found in supervisor.measure(Job(CELL, tuple(names)), begin=lambda step: None):
         assert said.get(name, "ok") == "ok"
         said[name] = found["status"]
     return said
@@ -82,7 +82,7 @@ def test_who_ended_two_processes_is_given_up():
     for _ in range(2):
         assert measure(one, names)["dies-0"] == "died"
     before, said = one.started, measure(one, names)
-    assert {said[name] for name in names[:3]} == {"given up: 2 processes died of it"}
+    assert {said[name] for name in names[:3]} == {"skipped: it ended 2 processes"}
     assert (said["raises-3"], said["good-4"]) == ("it broke", "ok")
     assert one.started <= before + 1
 

@@ -1,4 +1,4 @@
-"""What can be asked of `python -m quackish bench`: models, shapes, and the columns of its CSV."""
+"""Shapes, models and providers of `python -m quackish bench`, and the columns of its CSV."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from quackish.bench.cells import Cell, Job
-from quackish.bench.measure import timed
-from quackish.bench.models import find, wanted
+from quackish.bench.measure import time_columns
+from quackish.bench.models import find
 from quackish.bench.operations import GROUPED_MLP, LINEAR_CROSS_ENTROPY, RMS_NORM
 from quackish.bench.results import COLUMNS, cell_of, row_of
 from quackish.testing.timing import Times
@@ -16,31 +16,31 @@ LCE_CELL = Cell("linear_cross_entropy", (8, 32, 90), "bfloat16", "forward+backwa
 
 
 def test_models_have_norms_and_heads_and_a_shape_of_several_is_measured_once():
-    found = wanted(RMS_NORM, ["llama3-8b", "qwen3-8b"], [100], ["100x128", "100x4096"])
-    assert found == {
+    norms = RMS_NORM.shapes(["llama3-8b", "qwen3-8b"], [100], ["100x128", "100x4096"])
+    assert norms == {
         (100, 4096): "llama3-8b, qwen3-8b",
         (3200, 128): "qwen3-8b q_norm",
         (800, 128): "qwen3-8b k_norm",
         (100, 128): "",
     }
-    heads = wanted(LINEAR_CROSS_ENTROPY, ["llama3-70b"], [1, 2], [])
+    heads = LINEAR_CROSS_ENTROPY.shapes(["llama3-70b"], [1, 2], [])
     assert list(heads) == [(1, 8192, 128256), (2, 8192, 128256)]
-    experts = wanted(GROUPED_MLP, ["llama3-8b", "qwen3-30b-a3b", "gpt*"], [10], [])
+    experts = GROUPED_MLP.shapes(["llama3-8b", "qwen3-30b-a3b", "gpt*"], [10], [])
     assert experts == {(80, 2048, 768, 128): "qwen3-30b-a3b", (40, 2880, 2880, 32): "gpt-oss-20b"}
-    with pytest.raises(ValueError, match="--model llama3-8b: no shape of grouped_mlp; expected a model with experts"):
-        wanted(GROUPED_MLP, ["llama3-8b"], [10], [])
+    with pytest.raises(ValueError, match="--model llama3-8b: no shape of grouped_mlp; expected one of qwen3-30b"):
+        GROUPED_MLP.shapes(["llama3-8b"], [10], [])
 
 
 def test_patterns_name_models():
     assert [model.name for model in find(["gemma3-1*", "llama3-8b"])] == ["llama3-8b", "gemma3-1b", "gemma3-12b"]
-    with pytest.raises(ValueError, match="--model gpt5: no such model; there are llama3-8b"):
+    with pytest.raises(ValueError, match="--model gpt5: no such model; expected one of llama3-8b"):
         find(["llama3-8b", "gpt5"])
 
 
 @pytest.mark.parametrize("shape", ["8x32x64", "8x0", "8x", "shapes.yaml", "99999999999999999999x8"])
-def test_what_is_no_shape_is_told(shape):
+def test_invalid_shapes(shape):
     with pytest.raises(ValueError, match=f"--shapes is '{shape}'; expected MxN, numbers from 1 to"):
-        wanted(RMS_NORM, [], [], [shape])
+        RMS_NORM.shapes([], [], [shape])
 
 
 def test_providers_are_matched_by_patterns():
@@ -57,8 +57,9 @@ def test_providers_are_matched_by_patterns():
 
 
 def test_a_row_has_the_columns_that_the_readme_explains():
-    found = timed(Times(2000.0, 1900.0, 2100.0), Times(1000.0, 990.0, 1010.0)) | {"status": "ok", "peak_mb": 3.0}
-    row = row_of(Job(LCE_CELL, ("quackish",), "llama3-8b"), "quackish", found)
+    times = time_columns(Times(2000.0, 1900.0, 2100.0), Times(1000.0, 990.0, 1010.0))
+    record = times | {"status": "ok", "peak_mb": 3.0}
+    row = row_of(Job(LCE_CELL, ("quackish",), "llama3-8b"), "quackish", record)
     assert set(COLUMNS) > row.keys()
     assert (row["shape"], row["models"], row["status"]) == ("8x32x90", "llama3-8b", "ok")
     assert (row["median_ms"], row["p20_ms"], row["p80_ms"], row["roof_ms"]) == (2.0, 1.9, 2.1, 1.0)

@@ -17,7 +17,7 @@ from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, paralle
 from quackish.bench import plots, processes, providers_linear_cross_entropy, providers_rms_norm, report  # noqa: E402
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
 from quackish.bench.environment import environment  # noqa: E402
-from quackish.bench.measure import Found, timed  # noqa: E402
+from quackish.bench.measure import Record, time_columns  # noqa: E402
 from quackish.bench.measure_rms_norm import ROOFS  # noqa: E402
 from quackish.bench.results import COLUMNS, Results, read_rows, row_of  # noqa: E402
 from quackish.testing.timing import Times  # noqa: E402
@@ -35,11 +35,11 @@ class Here:
     def start(self):
         return environment(CPU, "abc-dirty")
 
-    def measure(self, job, at):
+    def measure(self, job, begin):
         events = []
         names = [name for name in job.providers if name in ("quackish", "torch")]
         processes.measure(job.cell, names, events.append, device=CPU, **self.options)
-        yield from (found for kind, *found in events if kind == "tell")
+        yield from (found for kind, *found in events if kind == "result")
 
     def close(self) -> None:
         pass
@@ -122,7 +122,7 @@ def test_recorded_results_make_the_pages_beside_them(name):
 # Verdicts ------------------------------------------------------------------------------------------------------------
 
 
-def results_of(cells: dict[Cell, dict[str, Found]]) -> Results:
+def results_of(cells: dict[Cell, dict[str, Record]]) -> Results:
     rows = (row_of(Job(cell, ()), name, found) for cell, of in cells.items() for name, found in of.items())
     empty = dict.fromkeys(COLUMNS, "") | {"gpu": "H200"}
     return Results([empty | {key: str(value) for key, value in row.items() if value is not None} for row in rows])
@@ -133,10 +133,10 @@ def norms(times: dict[int, dict[str, float | None]], direction: str = "backward"
     cells, roof = {}, Times(100.0, 100.0, 100.0)
     for m, providers in times.items():
         providers = {**providers, ROOFS[direction]: 100.0}.items()
-        found = {
-            name: {"status": "ok"} | timed(Times(*[us] * 3), roof) if us else {"status": "no"} for name, us in providers
+        cells[Cell("rms_norm", (m, 256), "bfloat16", direction)] = {
+            name: {"status": "ok"} | time_columns(Times(us, us, us), roof) if us else {"status": "no"}
+            for name, us in providers
         }
-        cells[Cell("rms_norm", (m, 256), "bfloat16", direction)] = found
     return results_of(cells)
 
 
@@ -165,7 +165,7 @@ def test_bars_of_norms_are_judged_in_every_cell():
         said = of_norms(norms({4096: {"quackish": us, "quack": 100.0}}, "forward"))
         assert said["forward at most 2 % over QuACK"].startswith(word)
     text = norms({4096: {"quackish": 100.0, "quackish (again)": 103.0}}).noise()
-    assert "3.0% (median), 3.0% (most)" in text
+    assert "3.0% (median), 3.0% (maximum)" in text
 
 
 def test_a_bar_missed_by_a_hair_fails_and_both_numbers_are_said():
@@ -181,10 +181,10 @@ def test_a_bar_missed_by_a_hair_fails_and_both_numbers_are_said():
 def made_up(cases: dict[tuple, dict[str, tuple]]) -> Results:
     """Results from {(direction, m, h, v, data, ignored): {provider: (ms, GB, errors of dX and dW)}}; None failed."""
 
-    def measured(ms: float | None, gb: float | None, error: float | None) -> Found:
+    def measured(ms: float | None, gb: float | None, error: float | None) -> Record:
         times = Times(*[1e3 * ms] * 3) if ms else None
         found = {"status": "ok" if ms else "RuntimeError: no", "peak_mb": gb and 1e3 * gb}
-        return found | {"err_dx": error, "err_dweight": error} | timed(times, times)
+        return found | {"err_dx": error, "err_dweight": error} | time_columns(times, times)
 
     cells = {}
     for (direction, m, h, v, *kind), providers in cases.items():
@@ -306,7 +306,7 @@ def test_labels_cover_neither_points_nor_labels():
     results = made_up(headline(quackish=(39.0, 2.5), torch=(80.0, 6.0), **many))
     with plots._figure(5, "made up", "GPU") as fig:
         ax = fig.subplots()
-        points = plots._cloud(ax, results, bars.HEADLINE)
+        points = plots._draw_points(ax, results, bars.HEADLINE)
         fig.canvas.draw()
         plots._label(ax, points)
         boxes = [text.get_window_extent() for text in ax.texts]

@@ -56,11 +56,9 @@ def test_nothing_is_suggested_where_nothing_is_close():
     assert did_you_mean("", ["bench"]) == ""
 
 
-def test_progress_in_a_file_is_a_plain_line_every_few_seconds(monkeypatch):
-    stream = io.StringIO()
-    now = itertools.count(step=2.0)
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
-    with console.progress(4, stream) as show:
+def test_progress_in_a_file_is_a_plain_line_every_few_seconds():
+    stream, now = io.StringIO(), itertools.count(step=2.0)
+    with console.progress(4, stream, clock=lambda: next(now)) as show:
         for done in range(5):
             show(done, f"step {done}")
     assert stream.getvalue() == "step 2: 2 of 4 done, 6 s\n"

@@ -12,7 +12,7 @@ def rows(capsys, seconds, **more):
     def in_a_process(measure, cache=None):
         asked.append((measure, cache))
         filled = (measure, cache) in asked[:-1] and asked.count((measure, cache)) > 1
-        return dict(seconds=seconds[measure, filled], said="something", **more)
+        return dict(seconds=seconds[measure, filled], note="something", **more)
 
     status = first_use.main(["--repeats", "3"], in_a_process)
     return status, capsys.readouterr().out.splitlines()[2:], asked
@@ -54,5 +54,5 @@ def test_first_call_in_a_process(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     cold = first_use._in_a_process("rms_norm", str(tmp_path / "cache"))
     warm = first_use._in_a_process("rms_norm", str(tmp_path / "cache"))
-    assert cold["said"].startswith("2 compiled, 0 loaded")
-    assert warm["said"].startswith("0 compiled, 2 loaded")
+    assert cold["note"].startswith("2 compiled, 0 loaded")
+    assert warm["note"].startswith("0 compiled, 2 loaded")

@@ -1,12 +1,12 @@
-"""Measures operations beside other libraries: `python -m quackish bench` and the programs in benchmarks/.
+"""Measures operations and other libraries, for `python -m quackish bench` and the programs in benchmarks/.
 
-    models, cells           what to measure: shapes of public models or the user's, the cells of a table
-    operations, providers_* what can be measured: quackish and every peer, at their public entry points
-    runner, processes       a whole run, and the child process that measures, so that a crash costs one provider
-    measure, measure_*, host  one cell: time, memory and errors of each provider, beside the roof
-    environment, results    a results file: its columns, and its rows by cell
-    report, plots           what people read: verdicts, page, figures
-    compare                 two results files
+    cells, models           what to measure: cells (operation, shape, dtype, direction) and shapes of public models
+    operations, providers_* the table of operations; quackish and its peers, called at their public entry points
+    runner, processes       a whole run; the child process that measures, so that a crash costs only one provider
+    measure, measure_*, host  one cell: time, memory and errors of each provider, and the roof
+    environment, results    columns and rows of a results file
+    report, plots           verdicts on bars, pages, figures
+    compare                 compares two results files
     console                 progress, SIGTERM
 
 Packages of the extra `bench` are imported inside functions.

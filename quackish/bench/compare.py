@@ -1,4 +1,4 @@
-"""Two results files: how the rows that both have differ, and which of them are regressions."""
+"""Compares two results files: the ratios of their common rows, and the regressions."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from quackish.profiling import text_table
 
 
 class Pair(NamedTuple):
-    """Two rows about the same."""
+    """The rows of a cell and provider in two files."""
 
     cell: Cell
     provider: str
@@ -24,9 +24,9 @@ class Pair(NamedTuple):
 
 
 def compare(before: Path, after: Path, fail: float) -> tuple[str, list[Pair]]:
-    """A text, and the pairs that it shows: the last rows of each cell and provider; `fail` 0.03 allows 3 %.
+    """(text, the pairs in it): the last row of each cell and provider counts. `fail=0.03` allows a slowdown of 3 %.
 
-    ValueError for files that are no results or have no row in common.
+    Raises ValueError for other files, and for files without common rows.
     """
     a, b = ({(cell_of(row), row["provider"]): row for row in read_rows(path)} for path in (before, after))
     keys = sorted({**a, **b}, key=lambda key: (key[0].op, key[0].direction, key[0].dtype, key[0].shape, key[0].kind))
@@ -39,8 +39,8 @@ def compare(before: Path, after: Path, fail: float) -> tuple[str, list[Pair]]:
     parts.append(text_table(header, list(map(_line, pairs)), "llrrrrl"))
     only = [f"{key[0]} {key[1]} ({'before' if key in a else 'after'})" for key in keys if key not in a or key not in b]
     parts += [f"in one file only: {'; '.join(only)}"] if only else []
-    beyond = f"slower by more than {100 * fail:g} % and beyond the noise"
-    parts.append(f"{len(regressions(pairs))} of {len(pairs)} rows {beyond}, or failing now")
+    slower = f"slower by more than {100 * fail:g} % and by more than the noise"
+    parts.append(f"{len(regressions(pairs))} of {len(pairs)} rows are {slower}, or fail now")
     return "\n".join(parts), pairs
 
 
@@ -55,7 +55,7 @@ def _line(pair: Pair) -> tuple[str, ...]:
 
 
 def _verdict(a: Row, b: Row, fail: float) -> str:
-    """slower or faster: beyond `fail` and beyond the noise, which is the range from p20 to p80."""
+    """ "slower" or "faster" by more than `fail` and the noise, the range from p20 to p80; or how the status changed."""
     if b["provider"] in NOT_PROVIDERS:
         return ""
     if b["status"] != "ok":

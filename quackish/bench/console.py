@@ -1,4 +1,4 @@
-"""What the command line programs share: progress, SIGTERM, and words about a missing GPU or extra."""
+"""Shared by the command line programs: progress, SIGTERM, and messages about a missing GPU or extra."""
 
 import contextlib
 import importlib.util
@@ -8,21 +8,23 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-NO_GPU = "No GPU: the portable path runs on the CPU, small. This tries the benchmark itself; it measures nothing."
+NO_GPU = "No GPU: small shapes run on the CPU. This tests the benchmark itself; the numbers mean nothing."
 EVERY_S = 5.0  # between plain lines of progress
 
 
 @contextlib.contextmanager
-def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[int, str], None]]:
-    """Yields show(done, text): a bar by rich on a terminal, else a plain line at most every few seconds."""
+def progress(
+    total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int, str], None]]:
+    """Yields show(done, text): a rich progress bar on a terminal, else a plain line at most every few seconds."""
     stream = stream or sys.stdout
-    started = last = time.monotonic()
+    started = last = clock()
     if stream.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.progress import Progress, TimeElapsedColumn
 
         columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-        # Steps differ by a factor of 100: the speed is that of ten minutes, not of the last thirty seconds.
+        # Steps differ by a factor of 100, so the speed is estimated over ten minutes rather than thirty seconds.
         with Progress(*columns, console=Console(file=stream), transient=True, speed_estimate_period=600) as bar:
             task = bar.add_task("", total=total)
             yield lambda done, text: bar.update(task, completed=done, description=text)
@@ -30,7 +32,7 @@ def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[int
 
     def show(done: int, text: str) -> None:
         nonlocal last
-        now = time.monotonic()
+        now = clock()
         if now - last >= EVERY_S:
             last = now
             print(f"{text}: {done} of {total} done, {now - started:.0f} s", file=stream, flush=True)
@@ -40,7 +42,7 @@ def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[int
 
 @contextlib.contextmanager
 def end_on_sigterm() -> Iterator[None]:
-    """In this block SIGTERM, which `timeout` sends, does what Ctrl-C does: results so far are written."""
+    """In this block SIGTERM, which `timeout` sends, acts like Ctrl-C, so that results so far are written."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt("SIGTERM")
@@ -53,6 +55,6 @@ def end_on_sigterm() -> Iterator[None]:
 
 
 def check_extra() -> None:
-    """Raises ImportError that says how to get the extra `bench` if it is missing."""
+    """Raises ImportError if the extra `bench` is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("bench needs matplotlib; pip install 'quackish[bench]' brings it")
+        raise ImportError("bench needs matplotlib; pip install 'quackish[bench]' installs it")

@@ -1,4 +1,4 @@
-"""What something was measured on: the GPU, the code and the versions."""
+"""The environment of a measurement: GPU, commit and versions."""
 
 import datetime
 import importlib.metadata
@@ -10,7 +10,7 @@ import torch
 
 from quackish import __version__
 
-# Columns that say where a row comes from.
+# Columns of a results file.
 ENVIRONMENT = ("date", "commit", "gpu", "driver", "python", "torch", "cuda", "dsl", "tvm_ffi", "peers", "quackish")
 PEERS = ("quack-kernels", "liger-kernel", "cut-cross-entropy", "triton")
 
@@ -29,7 +29,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """The values of ENVIRONMENT. `commit`, as `git describe --dirty` writes it, is for where there is no git to ask."""
+    """The values of ENVIRONMENT. `commit` (as `git describe --dirty` prints it) is needed only without git."""
     return dict(
         date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         commit=commit or _commit(),
@@ -58,7 +58,7 @@ def version(distribution: str) -> str:
 
 
 def _commit() -> str:
-    """ "" if the package is not in its own git checkout: site-packages may lie in another one."""
+    """ "" unless the package is tracked by git: site-packages may lie inside another checkout."""
     if not _output("git", "-C", str(_PACKAGE), "ls-files", "__init__.py"):
         return ""
     return _output("git", "-C", str(_PACKAGE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")

@@ -1,4 +1,4 @@
-"""Host time: how long work keeps the Python thread busy until all of it is enqueued."""
+"""Host time: how long a call keeps the Python thread busy until all its GPU work is enqueued."""
 
 import gc
 import time
@@ -15,13 +15,13 @@ WARM_UP = 5
 def host_times(
     works: Mapping[str, Callable], device: torch.device, repeats: int = 25, calls: int = 8
 ) -> dict[str, Times]:
-    """Microseconds per call until all is enqueued, without waiting for the GPU: `calls` in a row, in turns.
+    """Microseconds per call until all work is enqueued, not waiting for the GPU. A sample is `calls` calls in a row.
 
-    A single call from an idle start takes longer, a step 471 us instead of 381 (H200).
+    A single call on an idle host takes longer: 471 us instead of 381 for a training step of the loss (H200).
     """
     samples: dict[str, list[float]] = {name: [] for name in works}
     gc.collect()
-    gc.disable()  # a collection in the middle would be the slowest part
+    gc.disable()  # a garbage collection would dominate a sample
     try:
         for i in range(WARM_UP + repeats):
             for name, work in works.items():
@@ -43,27 +43,29 @@ def launch_times(
     calls: int = 8,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Times | None:
-    """Microseconds that the slowest of work's launches, by the median, keeps the thread busy; None without launches.
+    """Host microseconds of the slowest launch in a call of `work`, by the median; None without launches.
 
-    `calls` works run in a row, as above.
+    A sample is `calls` calls in a row.
     """
-    taken: list[float] = []
+    durations: list[float] = []
 
     def observer(function, args, kernel_class, problem, config) -> None:
         start = clock()
         function(*args)
-        taken.append(1e6 * (clock() - start))
+        durations.append(1e6 * (clock() - start))
 
     samples: dict[int, list[float]] = {}
     launch.observe(observer)
     try:
         for i in range(WARM_UP + repeats):
-            taken.clear()
+            durations.clear()
             for _ in range(calls):
                 work()
             synchronize(device)
-            for at, us in enumerate(taken if i >= WARM_UP else ()):
-                samples.setdefault(at % (len(taken) // calls), []).append(us)
+            if i >= WARM_UP:
+                per_call = len(durations) // calls
+                for number, us in enumerate(durations):
+                    samples.setdefault(number % per_call, []).append(us)
     finally:
         launch.observe(None)
     return max(map(Times.of, samples.values()), key=lambda times: times.median, default=None)

@@ -1,8 +1,7 @@
-"""One cell of grouped_mlp: every provider called twice, then all of them timed in turns beside bare matrix products.
+"""Measures one cell of grouped_mlp: calls every provider twice, then times all of them and the roof in turns.
 
-Groups have the same size, and scales a gradient. The roof is cuBLAS, torch.bmm of all groups: the two products of
-forward, or the six of forward and backward. Errors are norm-wise against the reference in fp64, of w1's gradient for
-both weights.
+All groups have the same size, and the scales require grad. The roof is the same matmuls by cuBLAS (torch.bmm): two for
+forward, six for forward and backward. Errors are norm-wise against the reference in fp64; err_dweight is that of w1.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quackish.bench.cells import AGAIN, MLP_GEMMS, OURS, Cell
-from quackish.bench.measure import Run, first_calls, timed, warm_up_cublas
+from quackish.bench.measure import Run, first_calls, time_columns, warm_up_cublas
 from quackish.bench.providers_grouped_mlp import Mlp, ours
 from quackish.testing import inputs
 from quackish.testing.timing import take_turns
@@ -21,8 +20,8 @@ ERRORS = ("err_y", "err_dx", "err_dweight")
 
 
 def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
-    """Tells `run` about each of `names`, ours a second time, and the products."""
-    run.at("inputs")
+    """Reports each of `names`, quackish a second time, and the roof to `run`."""
+    run.begin("inputs")
     (r, h, i, e), how = cell.shape, dict(dtype=getattr(torch, cell.dtype), device=run.device)
     x, dy = (inputs.rows((r, h), seed=seed, **how) for seed in (0, 1))
     w1, w2 = (inputs.rows((e, n, k), seed=2, **how).mul_(k**-0.5) for n, k in ((2 * i, h), (h, i)))
@@ -30,7 +29,7 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     offs = (torch.arange(1, e + 1, device=run.device) * r // e).int()
     warm_up_cublas(run.device)
     gradient = None if cell.direction == "forward" else dy
-    run.at("truth")
+    run.begin("truth")
     truth: tuple[Tensor, ...] = ()
     try:
         fp64 = (t.double() for t in (x, w1, w2, scales))
@@ -38,28 +37,28 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     except torch.cuda.OutOfMemoryError as failure:
         run.fail("truth", failure)
     if run.device.type == "cuda":
-        torch.cuda.empty_cache()  # of fp64 copies, several GB
+        torch.cuda.empty_cache()  # frees the fp64 copies, several GB
 
     def errors_of(results: tuple[Tensor, ...]) -> dict[str, float]:
         triples = zip(ERRORS, results, truth, strict=False)
         return {name: float((got.double() - want).norm() / want.norm()) for name, got, want in triples}
 
-    works, results = first_calls(names, run, lambda mlp: step(mlp, x, w1, w2, scales, offs, gradient), errors_of)
+    works, records = first_calls(names, run, lambda mlp: step(mlp, x, w1, w2, scales, offs, gradient), errors_of)
     truth = ()
-    if OURS in works:  # twice: how far apart are two measurements of the same thing?
-        works[AGAIN], results[AGAIN] = works[OURS], {"status": "ok", "note": results[OURS]["note"]}
+    if OURS in works:  # a second time, to show the noise
+        works[AGAIN], records[AGAIN] = works[OURS], {"status": "ok", "note": records[OURS]["note"]}
     roof = MLP_GEMMS[cell.direction]
     works[roof] = products(x, w1, w2, gradient)
-    run.at("timing")
+    run.begin("timing")
     times = take_turns(works, run.device, run.rounds, run.seconds, on_error=run.fail)
     for name in times:
-        run.tell(name, results.get(name, {"status": "ok"}) | timed(times[name], times.get(roof)))
+        run.report(name, records.get(name, {"status": "ok"}) | time_columns(times[name], times.get(roof)))
 
 
 def step(
     mlp: Mlp, x: Tensor, w1: Tensor, w2: Tensor, scales: Tensor, offs: Tensor, dy: Tensor | None
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """The work that is measured: (y, dx, dw1, dw2, dscales), or (y,) without grad."""
+    """The measured call, which returns (y, dx, dw1, dw2, dscales), or (y,) without grad."""
     leaves = [t.detach().requires_grad_(dy is not None) for t in (x, w1, w2, scales)]
 
     def run() -> tuple[Tensor, ...]:
@@ -70,7 +69,7 @@ def step(
 
 
 def products(x: Tensor, w1: Tensor, w2: Tensor, dy: Tensor | None) -> Callable[[], Any]:
-    """The bare matrix products, of groups of R // E rows."""
+    """The bare matmuls, for groups of R // E rows."""
     groups, rows = w1.shape[0], x.shape[0] // w1.shape[0]
     x, dy = (None if t is None else t[: groups * rows].view(groups, rows, -1) for t in (x, dy))
     z = torch.bmm(x, w1.mT)

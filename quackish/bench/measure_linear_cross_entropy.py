@@ -1,11 +1,11 @@
-"""One cell of linear cross entropy: every provider called twice, then all of them timed in turns beside bare GEMMs.
+"""Measures one cell of linear cross entropy: calls every provider twice, then times all and the bare GEMMs in turns.
 
-A sample is one plain call, of the loss alone without grad or of forward and `backward()`. The roof is cuBLAS on the
-same data: the logits GEMM for the loss, the three of a step for forward and backward. Direction "steady" is bursts of
-forward and backward without pauses, "host" the host time of one.
+A sample is one plain call: forward without grad, or forward and `backward()`. The roof is cuBLAS on the same data: the
+logits GEMM for forward, three GEMMs for forward and backward. Direction "steady" times bursts of forward and backward
+without pauses, "host" the host time of one.
 
-The truth is the reference in fp64 on the rounded inputs: of the gradients some rows of dX and some classes of dW, both
-spread evenly, are kept.
+The truth is the reference in fp64 on the rounded inputs. Gradients are compared for some rows of dX and some classes of
+dW, both evenly spread.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from torch import Tensor
 from quackish import linear_cross_entropy
 from quackish.bench.cells import A_LAUNCH, AGAIN, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell
 from quackish.bench.host import host_times, launch_times
-from quackish.bench.measure import Run, chunks, first_calls, timed, warm_up_cublas
+from quackish.bench.measure import Run, chunks, first_calls, time_columns, warm_up_cublas
 from quackish.bench.providers_linear_cross_entropy import IGNORED, Loss
 from quackish.testing import inputs
 from quackish.testing.timing import Times, bursts, take_turns
@@ -26,9 +26,9 @@ from quackish.testing.timing import Times, bursts, take_turns
 ROOFS = {"forward": GEMMS[0], "forward+backward": THREE_GEMMS, "steady": THREE_GEMMS}
 BURST_S = 0.3
 CHUNK_ELEMENTS = 1 << 27
-ROWS, CLASSES = 512, 4096  # of dX and dW that are compared
+ROWS, CLASSES = 512, 4096  # compared rows of dX and dW
 SPREAD = 1.5  # standard deviation of the logits
-CONFIDENCE = (0.9, 0.99, 0.999)  # of the target, in turn, with data "confident"
+CONFIDENCE = (0.9, 0.99, 0.999)  # probabilities of the targets with data "confident", cycling over rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Data:
     def make(
         cls, m: int, h: int, v: int, kind: str, ignored: float, device: torch.device, dtype: torch.dtype
     ) -> "Data":
-        """Normal: logits of deviation SPREAD. `ignored` is the share of rows, at random, with target -100."""
+        """Logits have standard deviation SPREAD. `ignored` is the share of rows, chosen at random, with target -100."""
         x = inputs.rows((m, h), dtype, seed=0, device=device)
         w = inputs.rows((v, h), dtype, seed=1, device=device).mul_(SPREAD / math.sqrt(h))
         generator = torch.Generator(device).manual_seed(2)
@@ -58,31 +58,32 @@ class Data:
 
 
 def _make_confident(x: Tensor, w: Tensor, target: Tensor) -> None:
-    """Moves each row along its target's weights until the target's probability is about CONFIDENCE."""
+    """Moves each row of x along its target's weights until the target's probability is about CONFIDENCE."""
     v = w.shape[0]
-    for at in chunks(*x.shape, CHUNK_ELEMENTS):
-        rows, towards = x[at].float(), w[target[at]].float()
-        p = torch.tensor(CONFIDENCE, device=x.device)[torch.arange(at.start, at.start + len(rows), device=x.device) % 3]
-        # log of the others' sum, for normal logits, and the odds on top
+    for chunk in chunks(*x.shape, CHUNK_ELEMENTS):
+        rows, direction = x[chunk].float(), w[target[chunk]].float()
+        row_numbers = torch.arange(chunk.start, chunk.start + len(rows), device=x.device)
+        p = torch.tensor(CONFIDENCE, device=x.device)[row_numbers % len(CONFIDENCE)]
+        # log of the sum over the other classes, for normal logits, plus the log odds
         wanted = math.log(v) + SPREAD**2 / 2 + torch.logit(p)
-        missing = wanted - (rows * towards).sum(1)
-        x[at] = (rows + (missing / towards.square().sum(1))[:, None] * towards).to(x.dtype)
+        missing = wanted - (rows * direction).sum(1)
+        x[chunk] = (rows + (missing / direction.square().sum(1))[:, None] * direction).to(x.dtype)
 
 
 def dlogits_of(data: Data) -> Tensor:
-    """(m, v) in x's dtype: (softmax - onehot) / live rows, what the two GEMMs of backward multiply."""
+    """(m, v) in x's dtype: (softmax - onehot) / live rows, an operand of both backward GEMMs."""
     x, w, target = data.x.detach(), data.w.detach(), data.target
     live = target != IGNORED
     out = x.new_empty(x.shape[0], w.shape[0])
-    for at in chunks(*out.shape, CHUNK_ELEMENTS):
-        p = torch.softmax((x[at] @ w.T).float(), 1)
-        p.scatter_add_(1, target[at, None].clamp(min=0), p.new_full((len(p), 1), -1.0))
-        out[at] = p.mul_((live[at] / live.sum())[:, None])
+    for chunk in chunks(*out.shape, CHUNK_ELEMENTS):
+        p = torch.softmax((x[chunk] @ w.T).float(), 1)
+        p.scatter_add_(1, target[chunk, None].clamp(min=0), p.new_full((len(p), 1), -1.0))
+        out[chunk] = p.mul_((live[chunk] / live.sum())[:, None])
     return out
 
 
 class Truth:
-    """What a loss and its gradients are compared with: dX of `rows` rows, dW of `classes` classes."""
+    """The loss and its gradients in fp64: dX of `rows` rows, dW of `classes` classes."""
 
     def __init__(self, data: Data, grad: bool = True, rows: int = ROWS, classes: int = CLASSES):
         x, w = (t.detach().double().requires_grad_(grad) for t in (data.x, data.w))
@@ -94,7 +95,7 @@ class Truth:
             self.dx, self.dw = x.grad[self.rows], w.grad[self.classes]
 
     def errors(self, loss: Tensor, dx: Tensor | None, dw: Tensor | None) -> dict[str, float]:
-        """The loss's relative error, and |got - truth| / |truth| of the gradients."""
+        """The relative error of the loss, and |got - truth| / |truth| of the gradients."""
         errors = {"err_loss": float((loss.detach().double() - self.loss).abs() / self.loss.abs())}
         if self.dx is not None:
             errors["err_dx"] = float((dx[self.rows].double() - self.dx).norm() / self.dx.norm())
@@ -103,7 +104,7 @@ class Truth:
 
 
 def _spread(n: int, count: int, device: torch.device) -> Tensor:
-    """At most `count` indices below `n`, evenly spread."""
+    """At most `count` evenly spread indices below `n`."""
     return torch.arange(min(n, count), device=device) * n // min(n, count)
 
 
@@ -111,65 +112,65 @@ def _spread(n: int, count: int, device: torch.device) -> Tensor:
 
 
 def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
-    """Tells `run` about each of `names`, ours a second time, and the GEMMs."""
-    run.at("inputs")
+    """Reports each of `names`, quackish a second time, and the GEMMs to `run`."""
+    run.begin("inputs")
     torch.backends.cuda.matmul.allow_tf32 = cell.dtype == "tf32"
     dtype = getattr(torch, cell.dtype.replace("tf32", "float32"))
     data = Data.make(*cell.shape, cell.data, cell.ignored, run.device, dtype)
     warm_up_cublas(run.device)
     grad, truth = cell.direction != "forward", None
     if cell.direction != "host":
-        run.at("truth")
+        run.begin("truth")
         try:
             truth = Truth(data, grad)
         except torch.cuda.OutOfMemoryError as error:
             run.fail("truth", error)
         if run.device.type == "cuda":
-            torch.cuda.empty_cache()  # of fp64 copies, several GB
+            torch.cuda.empty_cache()  # frees the fp64 copies, several GB
 
     def errors_of(value: Tensor) -> Mapping[str, float]:
         return truth.errors(value, data.x.grad, data.w.grad) if truth else {}
 
-    works, results = first_calls(names, run, lambda loss: _step(loss, data, grad), errors_of, data.clear_grads)
+    works, records = first_calls(names, run, lambda loss: _step(loss, data, grad), errors_of, data.clear_grads)
     if cell.direction == "host":
-        run.at("timing")
+        run.begin("timing")
         for name, times in host_times(works, run.device).items():
-            run.tell(name, results[name] | timed(times))
+            run.report(name, records[name] | time_columns(times))
         if OURS in works and run.device.type == "cuda" and (times := launch_times(works[OURS], run.device)):
-            run.tell(A_LAUNCH, {"status": "ok"} | timed(times))
+            run.report(A_LAUNCH, {"status": "ok"} | time_columns(times))
         return
-    if OURS in works:  # twice: how far apart are two measurements of the same thing?
-        works[AGAIN], results[AGAIN] = works[OURS], {"status": "ok", "note": results[OURS]["note"]}
+    if OURS in works:  # a second time, to show the noise
+        works[AGAIN], records[AGAIN] = works[OURS], {"status": "ok", "note": records[OURS]["note"]}
         if cell.ignored:
             works[NONE_IGNORED] = _step(run.load(OURS), data, grad, data.all_targets)
     roof = NONE_IGNORED if cell.ignored else ROOFS[cell.direction]
     if not cell.ignored:
-        run.at("roof")
+        run.begin("roof")
         try:
             works |= _gemms(data, cell.direction)
         except torch.cuda.OutOfMemoryError as error:
             run.fail(roof, error)
 
-    def tell(name: str, times: Mapping[str, Times]) -> None:
-        run.tell(name, results.get(name, {"status": "ok"}) | timed(times[name], times.get(roof)))
+    def report(name: str, times: Mapping[str, Times]) -> None:
+        run.report(name, records.get(name, {"status": "ok"}) | time_columns(times[name], times.get(roof)))
 
-    run.at("timing")
+    run.begin("timing")
     if cell.direction == "steady":
         seconds = BURST_S if run.device.type == "cuda" else 0.0
         times = bursts(works, run.device, seconds=seconds, on_error=run.fail)
     else:
-        times = take_turns(works, run.device, run.rounds, run.seconds, on_error=run.fail, after=tell)
+        times = take_turns(works, run.device, run.rounds, run.seconds, on_error=run.fail, after=report)
     for name in times:
-        tell(name, times)
+        report(name, times)
     works.clear()
     data.clear_grads()
     run.release()
     if run.device.type == "cuda":
-        torch.cuda.empty_cache()  # the next cell needs other sizes
+        torch.cuda.empty_cache()  # the next cell has other sizes
 
 
 def _step(loss: Loss, data: Data, grad: bool, target: Tensor | None = None) -> Callable[[], Tensor]:
-    """The work that is measured; the gradients end up in `data`."""
+    """The measured call. Gradients accumulate in `data`."""
     target = data.target if target is None else target
 
     def train() -> Tensor:
@@ -186,7 +187,7 @@ def _step(loss: Loss, data: Data, grad: bool, target: Tensor | None = None) -> C
 
 
 def _gemms(data: Data, direction: str) -> dict[str, Callable[[], object]]:
-    """The bare GEMMs on the same data, by torch.mm: each alone, and the three in a row, which is all of "steady"."""
+    """The GEMMs by torch.mm on the same data: each alone (except for "steady"), and the three in a row."""
     x, w = data.x.detach(), data.w.detach()
     if direction == "forward":
         logits = x.new_empty(x.shape[0], w.shape[0])

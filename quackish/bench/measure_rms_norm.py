@@ -1,7 +1,7 @@
-"""One cell of RMSNorm, forward or backward: every provider tried alone, then all of them timed in turns.
+"""Measures one cell of RMSNorm, forward or backward: calls every provider alone, then times all of them in turns.
 
-A sample is one replay of a CUDA graph that holds the whole operation. The roof is PyTorch's elementwise kernel for the
-same memory traffic: `torch.mul(a, 1.0, out=c)` for forward, `torch.add(a, b, out=c)` for backward. Errors are norm-wise
+A sample is one replay of a CUDA graph of the whole operation. The roof is PyTorch's elementwise kernel with the same
+memory traffic: `torch.mul(a, 1.0, out=c)` for forward, `torch.add(a, b, out=c)` for backward. Errors are norm-wise
 against fp64 from the rounded inputs.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quackish.bench.cells import AGAIN, OURS, Cell
-from quackish.bench.measure import Run, chunks, first_calls, timed, warm_up_cublas
+from quackish.bench.measure import Run, chunks, first_calls, time_columns, warm_up_cublas
 from quackish.bench.providers_rms_norm import EPS, Provider
 from quackish.reference.rms_norm import rms_norm_bwd, rms_norm_fwd, rms_norm_rstd
 from quackish.testing import inputs
@@ -33,13 +33,13 @@ class Data:
     def make(cls, m: int, n: int, dtype: torch.dtype, device: torch.device) -> "Data":
         shapes = ((m, n), (m, n), (n,))
         x, dy, weight = (inputs.rows(s, dtype, seed=i, device=device) for i, s in enumerate(shapes))
-        rstd = [rms_norm_rstd(x[at], EPS, torch.float64).float() for at in chunks(m, n, CHUNK_ELEMENTS)]
+        rstd = [rms_norm_rstd(x[chunk], EPS, torch.float64).float() for chunk in chunks(m, n, CHUNK_ELEMENTS)]
         return cls(x, dy, weight, torch.cat(rstd))
 
 
 def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
-    """Tells `run` about each of `names`, ours a second time, and the roof."""
-    run.at("inputs")
+    """Reports each of `names`, quackish a second time, and the roof to `run`."""
+    run.begin("inputs")
     data = Data.make(*cell.shape, getattr(torch, cell.dtype), run.device)
     out = torch.empty_like(data.x)
     warm_up_cublas(run.device)
@@ -49,48 +49,48 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
             return lambda: provider.forward(data.x, data.weight)
         return lambda: provider.backward(data.dy, data.x, data.weight, data.rstd)
 
-    calls, results = first_calls(names, run, call_of, lambda outputs: errors(cell.direction, data, outputs))
+    calls, records = first_calls(names, run, call_of, lambda outputs: errors(cell.direction, data, outputs))
     roof = ROOFS[cell.direction]
-    # Not `out.copy_(x)`: large tensors are copied by a copy engine, at 2736 GB/s where quackish's forward runs at 4100
+    # Not `out.copy_(x)`: a copy engine copies large tensors at 2736 GB/s, and quackish's forward reaches 4100
     # (65536 x 4096, bf16, H200).
     roofs = {"mul": lambda: torch.mul(data.x, 1.0, out=out), "add": lambda: torch.add(data.x, data.dy, out=out)}
     calls[roof] = roofs[roof]
     works: dict[str, Work] = {}
     for name, call in calls.items():
-        run.at(name)
+        run.begin(name)
         try:
             works[name] = prepare(call, run.device)
         except Exception as error:
             run.fail(name, error)
-    if OURS in works:  # twice: how far apart are two measurements of the same thing?
+    if OURS in works:  # a second time, to show the noise
         works[AGAIN] = works[OURS]
-    run.at("timing")
+    run.begin("timing")
     times = interleave({name: work.run for name, work in works.items()}, run.device, run.rounds)
     for name, work in works.items():
-        found = results.get(name) or {"status": "ok", "note": ""}
+        record = records.get(name) or {"status": "ok", "note": ""}
         plain = "plain launches" if run.device.type == "cuda" and not work.is_graph else ""
-        note = ", ".join(filter(None, (plain, found["note"])))
-        run.tell(name, found | {"note": note} | timed(times[name], times.get(roof)))
+        note = ", ".join(filter(None, (plain, record["note"])))
+        run.report(name, record | {"note": note} | time_columns(times[name], times.get(roof)))
 
 
 def errors(direction: str, data: Data, outputs: Sequence[Tensor], elements: int = CHUNK_ELEMENTS) -> dict[str, float]:
-    """‖got - truth‖ / ‖truth‖ of (y, ...) or (dx, dweight); ValueError if they have other shapes."""
+    """‖got - truth‖ / ‖truth‖ of (y, ...) or (dx, dweight). ValueError if shapes are wrong."""
     for got, like in zip(outputs, (data.x, data.weight)[: 1 + (direction == "backward")], strict=False):
         if got.shape != like.shape:
-            raise ValueError(f"returned {tuple(got.shape)} where {tuple(like.shape)} was expected")
+            raise ValueError(f"returned {tuple(got.shape)}, expected {tuple(like.shape)}")
     weight, fp64 = data.weight.double(), torch.float64
-    dweight, off, size = torch.zeros_like(weight), 0.0, 0.0
-    for at in chunks(*data.x.shape, elements):
-        x = data.x[at]
+    dweight, squared_error, squared_norm = torch.zeros_like(weight), 0.0, 0.0
+    for chunk in chunks(*data.x.shape, elements):
+        x = data.x[chunk]
         if direction == "forward":
             truth = rms_norm_fwd(x.double(), weight, None, None, EPS)[0]
         else:
             rstd = rms_norm_rstd(x, EPS, fp64)
-            truth, _, part, _ = rms_norm_bwd(data.dy[at], x, data.weight, rstd, None, 0.0, fp64, None, fp64)
+            truth, _, part, _ = rms_norm_bwd(data.dy[chunk], x, data.weight, rstd, None, 0.0, fp64, None, fp64)
             dweight += part
-        off += (outputs[0][at].double() - truth).square().sum()
-        size += truth.square().sum()
-    found = float((off / size).sqrt())
+        squared_error += (outputs[0][chunk].double() - truth).square().sum()
+        squared_norm += truth.square().sum()
+    error = float((squared_error / squared_norm).sqrt())
     if direction == "forward":
-        return {"err_y": found}
-    return {"err_dx": found, "err_dweight": float((outputs[1].double() - dweight).norm() / dweight.norm())}
+        return {"err_y": error}
+    return {"err_dx": error, "err_dweight": float((outputs[1].double() - dweight).norm() / dweight.norm())}

@@ -1,15 +1,15 @@
-"""Shapes to measure: of public models by name, or the user's own, such as "8192x4096".
+"""Public models, whose shapes `bench` can measure by name.
 
-A model has hidden size H, vocabulary V, and the rows that its norms see, from its config.json on Hugging Face (source).
+Sizes are those of each model's config.json on Hugging Face.
 """
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from quackish.bench.cells import parse_shape
-from quackish.bench.operations import Operation
 from quackish.errors import did_you_mean
+
+Shapes = dict[tuple[int, ...], str]  # shape -> what has it
 
 
 class Model(NamedTuple):
@@ -17,21 +17,28 @@ class Model(NamedTuple):
     source: str  # on huggingface.co
     hidden: int  # hidden_size
     vocab: int  # vocab_size
-    norms: Mapping[str, tuple[int, int]] = {}  # of another size: {what: (N, rows for each token)}
-    experts: tuple[int, int, int] | None = None  # width, number, how many each token has
+    norms: Mapping[str, tuple[int, int]] = {}  # norms of other sizes: {name: (N, rows per token)}
+    experts: tuple[int, int, int] | None = None  # intermediate size, number of experts, experts per token
 
-    def shapes(self, tokens: int, dims: int) -> dict[tuple[int, ...], str]:
-        """The norms (m, n) for two dimensions, the head (m, h, v) for three, the experts (r, h, i, e) for four."""
-        if dims == 3:
-            return {(tokens, self.hidden, self.vocab): self.name}
-        if dims == 4:
-            return {(tokens * k, self.hidden, i, e): self.name for i, e, k in filter(None, [self.experts])}
-        shapes = {(tokens * rows, n): f"{self.name} {what}" for what, (n, rows) in self.norms.items()}
+    def norm_shapes(self, tokens: int) -> Shapes:
+        """(M, N) of all norms."""
+        shapes = {(tokens * rows, n): f"{self.name} {norm}" for norm, (n, rows) in self.norms.items()}
         return {(tokens, self.hidden): self.name} | shapes
+
+    def head_shapes(self, tokens: int) -> Shapes:
+        """(M, H, V) of the language model head."""
+        return {(tokens, self.hidden, self.vocab): self.name}
+
+    def expert_shapes(self, tokens: int) -> Shapes:
+        """(R, H, I, E) of the experts; empty for a dense model."""
+        if self.experts is None:
+            return {}
+        intermediate, count, per_token = self.experts
+        return {(tokens * per_token, self.hidden, intermediate, count): self.name}
 
 
 def _qk(head_dim: int, heads: int, kv_heads: int) -> dict[str, tuple[int, int]]:
-    """QK-norm: a row of head_dim for each of num_attention_heads and of num_key_value_heads."""
+    """QK-norm: one row of head_dim per attention head and per key-value head."""
     return {"q_norm": (head_dim, heads), "k_norm": (head_dim, kv_heads)}
 
 
@@ -52,40 +59,21 @@ MODELS = {
         Model("gpt-oss-20b", "openai/gpt-oss-20b", 2880, 201088, experts=(2880, 32, 4)),
         Model("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 4096, 32000, experts=(14336, 8, 2)),
         Model("gemma3-1b", "google/gemma-3-1b-it", 1152, 262144, _qk(256, 4, 1)),
-        # The larger ones read images too: 64 more rows of the vocabulary, transformers' default for Gemma3TextConfig.
+        # The larger ones also take images: transformers' Gemma3TextConfig adds 64 rows to the vocabulary.
         Model("gemma3-4b", "google/gemma-3-4b-it", 2560, 262208, _qk(256, 8, 4)),
         Model("gemma3-12b", "google/gemma-3-12b-it", 3840, 262208, _qk(256, 16, 8)),
         Model("gemma3-27b", "google/gemma-3-27b-it", 5376, 262208, _qk(128, 32, 16)),
-        # Latent attention: norms of q_lora_rank and kv_lora_rank.
+        # Latent attention: norms of size q_lora_rank and kv_lora_rank.
         Model("deepseek-v3", "deepseek-ai/DeepSeek-V3", 7168, 129280, {"q_a_norm": (1536, 1), "kv_a_norm": (512, 1)}),
     )
 }
 
 
 def find(patterns: Iterable[str]) -> list[Model]:
-    """The models that any of the patterns matches, in the table's order; ValueError for one that matches none."""
+    """The models that match any pattern, in the table's order. ValueError if a pattern matches none."""
     patterns = list(patterns)
     for pattern in patterns:
         if not fnmatch.filter(MODELS, pattern):
             suggestion = did_you_mean(pattern, MODELS)
-            raise ValueError(f"--model {pattern}: no such model; there are {', '.join(MODELS)}{suggestion}")
+            raise ValueError(f"--model {pattern}: no such model; expected one of {', '.join(MODELS)}{suggestion}")
     return [model for name, model in MODELS.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
-
-
-def wanted(
-    op: Operation, patterns: Sequence[str], tokens: Sequence[int], own: Sequence[str]
-) -> dict[tuple[int, ...], str]:
-    """The models' shapes for each number of tokens, then the user's: {shape: its models' names, "" for the user's}."""
-    names: dict[tuple[int, ...], list[str]] = {}
-    for model in find(patterns):
-        for count in tokens:
-            for shape, name in model.shapes(count, len(op.dims)).items():
-                names.setdefault(shape, []).append(name)
-    for text in own:
-        try:
-            names.setdefault(parse_shape(text, op.form), [])
-        except ValueError as error:
-            raise ValueError(f"--shapes is {error}") from None
-    if not names:
-        raise ValueError(f"--model {' '.join(patterns)}: no shape of {op.name}; expected a model with experts")
-    return {shape: ", ".join(dict.fromkeys(of)) for shape, of in names.items()}

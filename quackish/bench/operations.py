@@ -1,4 +1,7 @@
-"""What can be measured: an operation's dimensions, directions, roofs and providers."""
+"""The table of operations that can be measured.
+
+To add an operation, add an entry here, and files measure_* and providers_* for it.
+"""
 
 import dataclasses
 import fnmatch
@@ -6,11 +9,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quackish.bench import measure_grouped_mlp, measure_linear_cross_entropy, measure_rms_norm
+from quackish.bench import measure_grouped_mlp, measure_linear_cross_entropy, measure_rms_norm, models
 from quackish.bench import providers_grouped_mlp as mlp
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench import providers_rms_norm as rms
-from quackish.bench.cells import MLP_GEMMS
+from quackish.bench.cells import MLP_GEMMS, parse_shape
+from quackish.bench.models import Model
 from quackish.errors import did_you_mean
 
 
@@ -18,27 +22,49 @@ from quackish.errors import did_you_mean
 class Operation:
     name: str
     title: str
-    dims: tuple[str, ...]  # ("M", "N")
-    directions: dict[str, str]  # by the words of --direction
-    roofs: dict[str, str]  # by direction
-    small: tuple[int, ...]  # no size is larger without a GPU
-    unit: str  # of times people read
+    dims: tuple[str, ...]  # such as ("M", "N")
+    directions: dict[str, str]  # of cells, by the value of --direction
+    roofs: dict[str, str]  # by direction of a cell
+    small: tuple[int, ...]  # maximum sizes without a GPU
+    unit: str  # of times in reports: "us" or "ms"
     example: str  # of a shape
+    model_shapes: Callable[[Model, int], models.Shapes]  # (model, tokens)
     providers: tuple[str, ...]
-    main: dict[str, tuple[str, ...]]  # by direction: the default providers
-    load: Callable[[str], Any]  # a provider by its name
+    main: dict[str, tuple[str, ...]]  # the default providers, by direction of a cell
+    load: Callable[[str], Any]  # loads a provider by name
     measure: Callable[..., None]  # (cell, providers, run)
-    variants: str = "(?!)"  # a regular expression of further providers
+    variants: str = "(?!)"  # a regular expression that matches further names of providers
+    section_per_cell: bool = False  # of the page, with time against memory, instead of one table of all shapes
 
     @property
     def form(self) -> str:
-        """Of a shape: "MxN"."""
+        """The form of a shape, such as "MxN"."""
         return "x".join(self.dims)
 
-    def matching(self, patterns: Sequence[str]) -> tuple[str, ...]:
-        """The providers that any pattern matches: variants first, the user's (module:attribute) last.
+    def shapes(self, patterns: Sequence[str], tokens: Sequence[int], own: Sequence[str]) -> models.Shapes:
+        """The shapes of the models that match `patterns`, then the user's own, with the names of their models.
 
-        ValueError for a pattern that matches none.
+        Raises ValueError for an unknown model, an invalid shape, and models without a shape for this operation.
+        """
+        names: dict[tuple[int, ...], list[str]] = {}
+        for model in models.find(patterns):
+            for count in tokens:
+                for shape, name in self.model_shapes(model, count).items():
+                    names.setdefault(shape, []).append(name)
+        for text in own:
+            try:
+                names.setdefault(parse_shape(text, self.form), [])
+            except ValueError as error:
+                raise ValueError(f"--shapes is {error}") from None
+        if not names:
+            having = ", ".join(name for name, model in models.MODELS.items() if self.model_shapes(model, 1))
+            raise ValueError(f"--model {' '.join(patterns)}: no shape of {self.name}; expected one of {having}")
+        return {shape: ", ".join(dict.fromkeys(shape_names)) for shape, shape_names in names.items()}
+
+    def matching(self, patterns: Sequence[str]) -> tuple[str, ...]:
+        """The providers that match any pattern: variants first, the user's own (module:attribute) last.
+
+        ValueError if a pattern matches none.
         """
         own = [name for name in patterns if ":" in name]
         variants = [n for n in patterns if n not in (*self.providers, *own) and re.fullmatch(self.variants, n)]
@@ -46,9 +72,9 @@ class Operation:
         for pattern in patterns:
             if not fnmatch.filter(self.providers, pattern):
                 known, hint = ", ".join(self.providers), did_you_mean(pattern, self.providers)
-                raise ValueError(f"--providers {pattern}: no such provider; there are {known}{hint}")
-        found = [name for name in self.providers if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-        return (*variants, *found, *own)
+                raise ValueError(f"--providers {pattern}: no such provider; expected one of {known}{hint}")
+        named = [name for name in self.providers if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        return (*variants, *named, *own)
 
 
 RMS_NORM = Operation(
@@ -60,6 +86,7 @@ RMS_NORM = Operation(
     small=(64, 1024),
     unit="us",
     example="8192x4096",
+    model_shapes=Model.norm_shapes,
     providers=tuple(rms.PROVIDERS),
     main=dict.fromkeys(measure_rms_norm.ROOFS, tuple(rms.PROVIDERS)),
     load=rms.load,
@@ -69,17 +96,19 @@ LINEAR_CROSS_ENTROPY = Operation(
     name="linear_cross_entropy",
     title="Linear cross entropy",
     dims=("M", "H", "V"),
-    # Gradients may be computed in forward: a backward alone has no time.
+    # Gradients may be computed in forward, so backward has no meaningful time of its own.
     directions={"forward": "forward", "backward": "forward+backward"},
     roofs=measure_linear_cross_entropy.ROOFS,
     small=(48, 64, 512),
     unit="ms",
     example="8192x4096x128256",
+    model_shapes=Model.head_shapes,
     providers=lce.PROVIDERS,
     main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
     load=lce.load,
     measure=measure_linear_cross_entropy.measure,
     variants=r"quackish-(chunked|recompute)-[1-9]\d*",
+    section_per_cell=True,
 )
 GROUPED_MLP = Operation(
     name="grouped_mlp",
@@ -90,6 +119,7 @@ GROUPED_MLP = Operation(
     small=(64, 64, 32, 4),
     unit="ms",
     example="131072x2048x768x128",
+    model_shapes=Model.expert_shapes,
     providers=tuple(mlp.PROVIDERS),
     main=dict.fromkeys(MLP_GEMMS, tuple(mlp.PROVIDERS)),
     load=mlp.load,

@@ -1,7 +1,4 @@
-"""The figures: share of the roof over cells, and time against memory. All are 8 inches wide, 800 pixels on screen.
-
-Every provider has one color in all figures: COLORS.
-"""
+"""Figures: share of the roof over cells, and time against memory. All are 8 inches wide (800 pixels on screen)."""
 
 import contextlib
 import itertools
@@ -14,7 +11,7 @@ from typing import Any
 from quackish.bench.cells import Cell, is_ours
 from quackish.bench.results import Results
 
-# Warm colors are ours; each library has one hue.
+# One color per provider in all figures: warm colors for quackish, one hue per library.
 COLORS = {
     "quackish": "#d1350f",
     "quackish-stored": "#7f1d0a",
@@ -33,7 +30,7 @@ COLORS = {
     "torch-compile": "#7a7a7a",
     "torch-chunked": "#b0b0b0",
 }
-OTHERS = ("#8c564b", "#e377c2", "#17becf", "#5c4bb5")  # the user's own
+OTHERS = ("#8c564b", "#e377c2", "#17becf", "#5c4bb5")  # for the user's own providers
 WIDTH = 8.0  # inches
 ROOF = dict(color="0.5", linestyle="--", linewidth=1)
 STYLE = {"font.size": 8, "axes.titlesize": 8, "figure.titlesize": 9, "legend.fontsize": 8, "legend.frameon": False}
@@ -49,7 +46,7 @@ def color_of(name: str) -> str:
 
 
 def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Lines: variants of one color differ in dashes and markers; ours are thicker."""
+    """Line styles: providers of one color differ in dashes and markers; quackish has thicker lines."""
     made: dict[str, dict[str, Any]] = {}
     for name in names:
         i = sum(look["color"] == color_of(name) for look in made.values())
@@ -63,24 +60,24 @@ def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def for_bench(results: Results, path: Path) -> list[Path]:
-    """`path`'s name with _roof, and with _memory for the largest cell of three dimensions: each as .svg and .png."""
+    """The share of the roof, and time against memory of the largest cell: files *_roof and *_memory, .svg and .png."""
     groups = results.groups()
     panels = {f"{direction}, {dtype}": cells for (direction, dtype), cells in groups.items()}
     made = over_cells(results, panels, path.with_name(f"{path.stem}_roof"), results.op.title)
-    clouds = [cell for cell in results.cells if len(cell.shape) == 3 and len(results.points(cell)) > 1]
-    largest = max(clouds, key=lambda cell: (cell.direction == "forward+backward", math.prod(cell.shape)), default=None)
+    cells = [cell for cell in results.cells if results.op.section_per_cell and len(results.points(cell)) > 1]
+    largest = max(cells, key=lambda cell: (cell.direction == "forward+backward", math.prod(cell.shape)), default=None)
     return made + (against_memory(results, largest, path.with_name(f"{path.stem}_memory")) if largest else [])
 
 
-def for_norms(results: Results, path: Path, most_n: int) -> list[Path]:
-    """The share of the roof, for bf16 rows of at most `most_n`."""
+def for_norms(results: Results, path: Path, max_n: int) -> list[Path]:
+    """The share of the roof for bf16 and N up to `max_n`."""
     groups = {direction: cells for (direction, dtype), cells in results.groups().items() if dtype == "bfloat16"}
-    panels = {direction: [cell for cell in cells if cell.shape[1] <= most_n] for direction, cells in groups.items()}
+    panels = {direction: [cell for cell in cells if cell.shape[1] <= max_n] for direction, cells in groups.items()}
     return over_cells(results, panels, path.with_suffix(""), "RMSNorm, bf16")
 
 
 def for_heads(results: Results, path: Path, named: Mapping[str, Cell]) -> list[Path]:
-    """Time against memory at each of the cells that was measured, by what `path`'s name ends with."""
+    """Time against memory for each measured cell; the keys of `named` are suffixes of file names."""
     measured = {suffix: cell for suffix, cell in named.items() if len(results.points(cell)) > 1}
     files = (against_memory(results, cell, path.with_name(path.stem + suffix)) for suffix, cell in measured.items())
     return list(itertools.chain(*files))
@@ -90,7 +87,7 @@ def for_heads(results: Results, path: Path, named: Mapping[str, Cell]) -> list[P
 
 
 def over_cells(results: Results, panels: Mapping[str, Sequence[Cell]], path: Path, title: str) -> list[Path]:
-    """A panel for each title and its cells, one above the other, with a line per provider."""
+    """One panel per title, stacked, with a line per provider."""
     names = results.providers(cell for cells in panels.values() for cell in cells)
     if not names:
         return []
@@ -101,7 +98,7 @@ def over_cells(results: Results, panels: Mapping[str, Sequence[Cell]], path: Pat
 
 
 def _panel(ax: Any, results: Results, title: str, cells: Sequence[Cell], looks: dict[str, dict]) -> None:
-    """Cells that differ in nothing but the rows are joined by a line."""
+    """Cells that differ only in the number of rows are joined by a line."""
     segments = [list(of) for _, of in itertools.groupby(cells, lambda cell: (cell.shape[1:], cell.kind))]
     at = {cell: i + gap for i, (gap, cell) in enumerate((gap, c) for gap, of in enumerate(segments) for c in of)}
     for segment, (name, look) in itertools.product(segments, looks.items()):
@@ -111,7 +108,7 @@ def _panel(ax: Any, results: Results, title: str, cells: Sequence[Cell], looks: 
     ax.set_ylim(0, max(105, ax.get_ylim()[1]))
     ax.axhline(100, **ROOF)
     ticks = {at[cell]: f"{m / 1024:.3g}k" if (m := cell.shape[0]) >= 1024 else str(m) for cell in cells}
-    for segment in segments if len(segments) > 1 else ():  # below its first cell: what a line has in common
+    for segment in segments if len(segments) > 1 else ():  # the common sizes, below the first cell of a line
         common = [f"{dim} {n}" for dim, n in zip(results.op.dims, segment[0].shape, strict=True)]
         ticks[at[segment[0]]] += "\n".join(["\n", *common[1:]])
     ax.set_xticks(list(ticks), list(ticks.values()), fontsize=5.5 if len(ticks) > 20 else 7)
@@ -125,17 +122,17 @@ def _panel(ax: Any, results: Results, title: str, cells: Sequence[Cell], looks: 
 
 
 def against_memory(results: Results, cell: Cell, path: Path) -> list[Path]:
-    """A point per provider; below and left is better, above our line is dominated."""
+    """One point per provider. Lower left is better; points above quackish's line are dominated."""
     with _figure(5.6, results.op.title, results.rows[-1]["gpu"]) as fig:
         ax = fig.subplots()
-        points = _cloud(ax, results, cell)
-        _save(fig, path)  # the layout decides where points are
+        points = _draw_points(ax, results, cell)
+        _save(fig, path)  # the layout fixes the positions of the points
         _label(ax, points)
         return _save(fig, path)
 
 
-def _cloud(ax: Any, results: Results, cell: Cell) -> dict[str, tuple[float, float]]:
-    """The points that were drawn, by name."""
+def _draw_points(ax: Any, results: Results, cell: Cell) -> dict[str, tuple[float, float]]:
+    """Returns the drawn points by name."""
     points = {name: (gb, ms) for name, (ms, gb) in results.points(cell).items()}
     for name, point in points.items():
         shape = dict(marker="D", s=40) if is_ours(name) else dict(marker="o", s=28)
@@ -165,7 +162,7 @@ def _cloud(ax: Any, results: Results, cell: Cell) -> dict[str, tuple[float, floa
 
 
 def _label(ax: Any, points: Mapping[str, tuple[float, float]]) -> None:
-    """Names beside their points, where no other point and no name is; the legend has those that find no free spot."""
+    """Writes names next to their points where nothing overlaps. The legend covers the others."""
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
 
@@ -180,29 +177,29 @@ def _label(ax: Any, points: Mapping[str, tuple[float, float]]) -> None:
             continue
         style = dict(fontsize=7.5, color=color_of(name), path_effects=[withStroke(linewidth=3, foreground="white")])
         text = ax.annotate(name, point, (x, y), textcoords="offset points", ha=ha, va=va, **style)
-        found = text.get_window_extent()
-        inside = ax.bbox.x0 <= found.x0 and found.x1 <= ax.bbox.x1 and ax.bbox.y0 <= found.y0 and found.y1 <= ax.bbox.y1
-        if inside and not found.count_overlaps(taken):
-            taken.append(found)
+        area = text.get_window_extent()
+        inside = ax.bbox.x0 <= area.x0 and area.x1 <= ax.bbox.x1 and ax.bbox.y0 <= area.y0 and area.y1 <= ax.bbox.y1
+        if inside and not area.count_overlaps(taken):
+            taken.append(area)
         else:
             text.remove()
 
 
-# What memory limits buy -----------------------------------------------------------------------------------------------
+# Time against memory_limit --------------------------------------------------------------------------------------------
 
 
 def of_limits(points: Sequence[tuple[str, float, float]], title: str, gpu: str, path: Path) -> list[Path]:
-    """(schedule, GB beside inputs and gradients, expected time relative to the three GEMMs), the fastest first."""
+    """`points`: (schedule, GB besides inputs and gradients, expected time relative to three GEMMs), fastest first."""
     with _figure(4.2, title, gpu) as fig:
         ax = fig.subplots()
         ax.step(*zip(*((gb, time) for _, gb, time in reversed(points)), strict=True), where="post", color="0.7")
         for schedule in dict.fromkeys(name for name, _, _ in points):
             mine = [(gb, time) for name, gb, time in points if name == schedule]
             color = COLORS[f"quackish-{schedule}"]
-            ax.scatter(*zip(*mine, strict=True), label=f"{schedule} takes over", marker="D", color=color, zorder=3)
+            ax.scatter(*zip(*mine, strict=True), label=schedule, marker="D", color=color, zorder=3)
         _log_axis(ax, "x")
         _log_axis(ax, "y")
-        ax.set_xlabel("memory_limit, GB beside inputs and gradients (log)")
+        ax.set_xlabel("memory_limit, GB besides inputs and gradients (log)")
         ax.set_ylabel("expected time / 3 GEMMs (log)")
         ax.grid(alpha=0.25, linewidth=0.5)
         return _save(fig, path)
@@ -236,7 +233,7 @@ def _save(fig: Any, stem: Path) -> list[Path]:
 
 
 def _log_axis(ax: Any, which: str) -> None:
-    """Logarithmic with plain numbers; an axis of few powers of ten has ticks between them."""
+    """Makes an axis logarithmic, with plain numbers, and with ticks between powers of ten if it spans few of them."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     getattr(ax, f"set_{which}scale")("log")

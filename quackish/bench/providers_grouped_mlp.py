@@ -1,7 +1,7 @@
-"""Providers of grouped_mlp: quackish, and torch's grouped matrix products around an activation.
+"""Providers of grouped_mlp: quackish, and torch's grouped GEMMs around an activation.
 
-Every function takes x (r, h), w1 (e, 2i, h) as [gate; up], w2 (e, h, i), scales (r,) and offs (e,), and returns y of
-MLPs with SwiGLU, for autograd.
+Every provider takes x (r, h), w1 (e, 2i, h) as [gate; up], w2 (e, h, i), scales (r,) and offs (e,), and returns y of
+SwiGLU MLPs, for autograd.
 """
 
 import functools
@@ -32,7 +32,7 @@ def torch_mlp(activation: Callable[[Tensor, Tensor], Tensor]) -> Mlp:
 
 
 def _torch_compile() -> Mlp:
-    """The activation compiled."""
+    """torch_mlp with a compiled activation."""
     torch._dynamo.config.recompile_limit = 64
     return torch_mlp(torch.compile(swiglu, dynamic=False))
 
@@ -51,5 +51,5 @@ PROVIDERS: dict[str, Callable[[], Mlp]] = {
 
 
 def load(name: str) -> Mlp:
-    """The provider of that name, or the user's "module:attribute"."""
+    """The provider `name`, or the user's "module:attribute"."""
     return imported(name) if ":" in name else PROVIDERS[name]()

@@ -1,7 +1,7 @@
 """Providers of linear cross entropy: quackish with each schedule, and every peer at its public entry points.
 
-Every function takes x (m, h), w (v, h) and target (m,) and returns the mean over the rows that are not ignored, for
-`backward()`. Modules are imported on first use and kernels compile in the first call.
+Every provider takes x (m, h), w (v, h) and target (m,), and returns the mean loss over the rows that are not ignored,
+for `backward()`. Modules are imported on first use, and kernels compile in the first call.
 """
 
 import functools
@@ -38,7 +38,7 @@ def _liger(impl: str = "nvidia-triton", accum_dtype: torch.dtype | None = None) 
 
 
 def _liger_large_chunks() -> Loss:
-    # Neither the functional nor the module has an argument for the size of chunks; the autograd function does.
+    # Only the autograd function has an argument for the chunk size.
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
     options = (None, None, IGNORED, 0.0, 0.0, "mean", None, False, torch.float32)
@@ -76,7 +76,7 @@ def _torch() -> Loss:
 
 
 def _torch_compile() -> Loss:
-    # A graph for each shape is the fastest; past the limit torch would silently run eager code.
+    # One graph per shape is the fastest. Beyond the limit torch would silently run eager code.
     torch._dynamo.config.recompile_limit = 64
     return torch.compile(_torch(), dynamic=False)
 
@@ -91,7 +91,7 @@ _LIGER_SM90 = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90:lige
 _cce = functools.partial(imported, "cut_cross_entropy:linear_cross_entropy")
 _quack_base = functools.partial(_quack, use_scaled_exp=False, tuned=False)
 STATS, ENTROPY = f"{OURS}-stats", f"{OURS}-entropy"
-# How a peer is loaded, and its description. A number at the end of a name is another chunk size, in rows.
+# (loader, description) by name. A number at the end of a name is a chunk size in rows.
 PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
     "quack": (
         _quack,
@@ -104,13 +104,13 @@ PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
         _quack_logits,
         "QuACK's F.linear and cross entropy of all logits at once; backward overwrites them",
     ),
-    "liger-cute-sm90": (functools.partial(imported, _LIGER_SM90), "Liger's Hopper kernels, which hold all logits"),
+    "liger-cute-sm90": (functools.partial(imported, _LIGER_SM90), "Liger's Hopper kernels, which store all logits"),
     "liger-cute": (functools.partial(_liger, "nvidia-cutedsl"), "liger with its CuTe row kernel"),
     "liger": (_liger, "Liger's default: chunks around cuBLAS with its Triton row kernel; dW accumulates in bf16"),
     "liger-fp32": (functools.partial(_liger, accum_dtype=torch.float32), "liger with dW accumulated in fp32"),
     "liger-fp32-large": (_liger_large_chunks, "liger-cute with dW accumulated in fp32 and chunks 8 times as large"),
-    "liger-scaled": (_liger_scaled, "Liger's per-token loss with the entropy, to which a gradient arrives"),
-    "cce": (_cce, "Apple's cut-cross-entropy; skips what is close to zero in the gradients"),
+    "liger-scaled": (_liger_scaled, "Liger's per-token loss with the entropy, both with gradients"),
+    "cce": (_cce, "Apple's cut-cross-entropy; skips gradients close to zero"),
     "torch": (_torch, "F.cross_entropy(F.linear(x, w), target), eager"),
     "torch-compile": (_torch_compile, "the same under torch.compile"),
     "torch-chunked-stats": (
@@ -121,18 +121,18 @@ PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
 }
 ABOUT = {name: about for name, (_, about) in PEERS.items() if about} | {
     STATS: "with return_stats",
-    ENTROPY: "with return_stats, and a gradient arrives at the entropy",
+    ENTROPY: "with return_stats, and a gradient of the entropy",
 }
 CHUNKED = tuple(f"{OURS}-chunked-{rows}" for rows in (1024, 2048, 4096, 8192))
 RECOMPUTE = f"{OURS}-recompute-1024"  # memory for the logits of 1024 rows
 PROVIDERS = (*SCHEDULES, *CHUNKED, RECOMPUTE, STATS, ENTROPY, *PEERS)
-# Beside the headline shape, where all are measured.
+# The default. ALL is measured at the headline shape.
 MAIN = (
     *(OURS, f"{OURS}-chunked", f"{OURS}-recompute", "quack", "quack-base", "quack-logits", "liger-cute-sm90", "liger"),
     *("cce", "torch", "torch-compile"),
 )
-# With 65536 rows "quackish" is "quackish-chunked", and "quackish-stored" needs 18 GB. With 8192, chunks of 8192 are the
-# whole.
+# With 65536 rows "quackish" equals "quackish-chunked", and "quackish-stored" needs 18 GB. ALL is for 8192 rows, where
+# chunks of 8192 and 16384 rows are a single chunk.
 _STATISTICS = (STATS, ENTROPY, "liger-scaled", "torch-chunked-stats")
 LONG = tuple(n for n in PROVIDERS if n not in (f"{OURS}-stored", f"{OURS}-chunked", *_STATISTICS))
 ALL = tuple(
@@ -140,17 +140,17 @@ ALL = tuple(
     for n in PROVIDERS
     if n in (*SCHEDULES, *LONG, *_STATISTICS) and n not in (f"{OURS}-chunked-8192", "quack-base-16384")
 )
-# without grad schedules are the same
+# without grad, where all schedules are equal
 LOSS = (OURS, STATS, "quack", "quack-base", "liger-scaled", "cce", "torch-chunked-stats", "torch")
 HOST = (OURS, *(f"{OURS}-{s}" for s in ("stored", "chunked")), "quack", "liger-cute-sm90", "liger", "torch")
 
 
 @functools.cache
 def load(name: str) -> Loss:
-    """The provider of that name, or the user's "module:attribute"; "quackish-chunked-2048" has chunks of 2048 rows.
+    """The provider `name`, or the user's "module:attribute"; "quackish-chunked-2048" has chunks of 2048 rows.
 
-    Ours come first in every cell: importing QuACK patches the DSL's tensor classes, and in the first cell, at least,
-    ours compile before it.
+    quackish comes first in every cell, so that in the first cell it compiles before QuACK is imported, which patches
+    the DSL's tensor classes.
     """
     if name in PEERS:
         return PEERS[name][0]()
@@ -160,9 +160,9 @@ def load(name: str) -> Loss:
 
     if name in (STATS, ENTROPY):
         return functools.partial(_with_stats, name == ENTROPY)
-    head, _, rows = name.rpartition("-") if name[-1].isdigit() else (name, "", "")
-    how = dict(schedule=SCHEDULES[head], chunk_size=int(rows) if rows else None)
-    return functools.partial(linear_cross_entropy, **how)
+    schedule, _, rows = name.rpartition("-") if name[-1].isdigit() else (name, "", "")
+    chunk_size = int(rows) if rows else None
+    return functools.partial(linear_cross_entropy, schedule=SCHEDULES[schedule], chunk_size=chunk_size)
 
 
 def _with_stats(entropy: bool, x: Tensor, w: Tensor, target: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Providers of RMSNorm: quackish and every peer, each at its best public entry point, behind one pair of calls.
+"""Providers of RMSNorm: quackish and every peer, each at its best public entry point.
 
-Every forward returns y and the rstd that a backward needs, every backward returns the whole dx and dweight, none
-writes its inputs. Peers are imported on first use, and their kernels compile on the first call.
+Every forward returns y and rstd, every backward the finished dx and dweight; none modifies its inputs. Peers are
+imported on first use, and their kernels compile in the first call.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def _quackish() -> Provider:
 def _quack() -> Provider:
     from quack.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 
-    # rmsnorm_bwd is kernel, sum of the partial dweights and cast: what its autograd function runs.
+    # rmsnorm_bwd runs the kernel, the sum of the partial dweights and the cast, as QuACK's autograd function does.
     def forward(x, weight):
         y, _, rstd = rmsnorm_fwd(x, weight, eps=EPS, store_rstd=True)
         return y, rstd
@@ -49,7 +49,7 @@ def _quack() -> Provider:
 
 
 def _liger_cute() -> Provider:
-    # What liger_kernel.functional.rms_norm(..., impl="nvidia-cutedsl") runs; it has no name for the two halves alone.
+    # What liger_kernel.functional.rms_norm(..., impl="nvidia-cutedsl") runs. Forward and backward alone are not public.
     from liger_kernel.ops._nvidia_shared import CASTING_MODE_LLAMA
     from liger_kernel.ops.backends._cutedsl.rms_norm import _rms_norm_cutedsl_backward, _rms_norm_cutedsl_forward
 
@@ -74,7 +74,7 @@ def _liger_triton() -> Provider:
         return y, rstd
 
     def backward(dy, x, weight, rstd):
-        # in_place=False, as liger_kernel.functional.rms_norm has it: True would overwrite dy and save a fill of dx.
+        # in_place=False as in liger_kernel.functional.rms_norm: True would overwrite dy and save a fill of dx.
         settings = calculate_settings(x.shape[-1])
         return rms_norm_backward(dy, x, weight, rstd, 0.0, CASTING_MODE_LLAMA, *settings, False, None)
 
@@ -87,7 +87,7 @@ def _torch() -> Provider:
 
     def backward(dy, x, weight, rstd):
         n = x.shape[-1]
-        if not x.is_cuda:  # the fused backward is CUDA's alone
+        if not x.is_cuda:  # the fused backward is CUDA only
             leaves = [t.detach().requires_grad_() for t in (x, weight)]
             return torch.autograd.grad(torch.nn.functional.rms_norm(leaves[0], (n,), leaves[1], EPS), leaves, dy)
         return torch.ops.aten._fused_rms_norm_backward(dy, x, [n], rstd.view(-1, 1), weight, [True, True])
@@ -106,7 +106,7 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
 
 
 def load(name: str) -> Provider:
-    """The provider of that name, or the user's pair "module:attribute"; raises what importing it raises."""
+    """The provider `name`, or the user's pair "module:attribute"."""
     if ":" in name:
         return Provider(*imported(name))
     return PROVIDERS[name]()

@@ -1,4 +1,4 @@
-"""From a results file to what people read: verdicts on bars, and a page in Markdown."""
+"""Reports of a results file: verdicts on bars, and a Markdown page."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,40 +9,40 @@ from quackish.bench import plots
 from quackish.bench.cells import NONE_IGNORED, OURS, Cell, is_ours
 from quackish.bench.results import Results, Row, read_rows, scale_of
 
-Verdict = tuple[str, str]  # PASS or FAIL, and what was found
+Verdict = tuple[str, str]  # (PASS or FAIL, the numbers)
 ROOFS = {"three-gemms": "3 GEMMs", "gemm-logits": "logits", "gemm-dx": "dX", "gemm-dw": "dW"}
 ROOFS |= {NONE_IGNORED: "none ignored"}
 
 
 class Page(NamedTuple):
-    """How results are reported: how the numbers were taken, figures, bars."""
+    """The parts of a report besides the tables."""
 
-    preface: str
+    preface: str  # how the numbers were measured
     figures: Callable[[Results, Path], list[Path]]
     verdicts: Callable[[Results], list[Verdict]] = lambda results: []
-    about: Mapping[str, str] = {}  # what providers are, by name
+    about: Mapping[str, str] = {}  # descriptions of providers
 
 
 BENCH = Page(
-    preface="Times are medians, the L2 cleared before each sample, all providers of a cell taking turns; beside them "
-    "is the share of the roof in the same turns. Memory is the peak above inputs, including what the library keeps "
-    "between calls. Errors are against fp64.",
+    preface="Times are medians; the L2 is cleared before each sample, and all providers of a cell take turns. Shares "
+    "are of the roof in the same turns. Memory is the peak above inputs, including what the library keeps between "
+    "calls. Errors are against fp64.",
     figures=plots.for_bench,
 )
 
 
 def report(path: Path, page: Page) -> None:
-    """Writes the page and the figures beside the CSV `path`, and prints the verdicts."""
+    """Writes the page and the figures next to the CSV `path`, and prints the verdicts."""
     if not (rows := read_rows(path)):
         print(f"{path}: no rows")
         return
-    results, found = Results(rows), path.with_suffix(".md")
-    found.write_text(markdown(results, page), encoding="utf-8")
-    drawn = page.figures(results, path)
+    results, page_path = Results(rows), path.with_suffix(".md")
+    page_path.write_text(markdown(results, page), encoding="utf-8")
+    figures = page.figures(results, path)
     for word, text in page.verdicts(results):
         print(f"{word}  {text}")
     print(results.noise())
-    print(f"{path}, and beside it {', '.join(file.name for file in (found, *drawn))}", flush=True)
+    print(f"wrote {path}, {', '.join(file.name for file in (page_path, *figures))}", flush=True)
 
 
 # Bars -----------------------------------------------------------------------------------------------------------------
@@ -53,12 +53,12 @@ def verdict(kept: bool, text: str) -> Verdict:
 
 
 def at_most(value: float | None, bar: float, text: str, unit: str = "") -> list[Verdict]:
-    """Nothing if there is no value."""
+    """Whether `value` is at most `bar`; empty without a value."""
     return [] if value is None else [verdict(round(value, 9) <= bar, f"{text}: {value:.4f}{unit}, bar {bar:g}{unit}")]
 
 
 def faster(results: Results, cell: Cell, name: str, peers: Iterable[str], text: str) -> list[Verdict]:
-    """Whether `name`, one of ours, is faster than the fastest of `peers`; nothing if there is none."""
+    """Whether `name`, one of ours, is faster than the fastest of `peers`; empty without peers."""
     times = {peer: results.ms(cell, peer) for peer in peers}
     if not times or name not in results.cells[cell]:
         return []
@@ -68,26 +68,26 @@ def faster(results: Results, cell: Cell, name: str, peers: Iterable[str], text: 
 
 
 def dominated(results: Results, cell: Cell, text: str) -> list[Verdict]:
-    """Whether, for each peer's point in time and memory, a point of ours is no slower and no larger."""
-    peers, free = results.peers(cell), results.not_dominated(cell)
+    """Whether some point of quackish is at least as good as each peer in both time and memory."""
+    peers, better = results.peers(cell), results.not_dominated(cell)
     if not peers or len(peers) == len(results.points(cell)):
         return []
-    found = f"{text}: {len(peers) - len(free)} of {len(peers)} peers' points dominated by one of ours"
-    return [verdict(not free, found + (f"; not {', '.join(free)}" if free else ""))]
+    count = f"{text}: {len(peers) - len(better)} of {len(peers)} peers' points dominated by one of ours"
+    return [verdict(not better, count + (f"; not {', '.join(better)}" if better else ""))]
 
 
 def every(
     results: Results, cells: Sequence[Cell], limit: float, text: str, ms_of: Callable[[Cell], float | None]
 ) -> list[Verdict]:
-    """Whether our time is at most `limit` times `ms_of` in every cell that has one."""
+    """Whether our time is at most `limit` times `ms_of(cell)` in every cell where that is not None."""
     others = {cell: ms for cell in cells if (ms := ms_of(cell))}
     if not others:
         return []
 
-    def ratio(cell: Cell) -> float:  # a cell that we failed to run is lost, not left out
+    def ratio(cell: Cell) -> float:  # inf for a cell that quackish failed to run
         return round((results.ms(cell, OURS) or math.inf) / others[cell], 9)
 
-    def both(cell: Cell) -> str:  # with all digits of the file, as the last one may decide
+    def both(cell: Cell) -> str:  # with all digits of the file: the last one may decide
         ours = results.ms(cell, OURS)
         times = f"{1e3 * ours:.6g} us for {1e3 * others[cell]:.6g} us" if ours else "failed"
         return f"{ratio(cell):.4f} ({times}) at {' x '.join(map(str, cell.shape))} {cell.dtype}"
@@ -110,18 +110,18 @@ def markdown(results: Results, page: Page) -> str:
         f"{page.preface}\n",
         *(f"- {word}: {text}" for word, text in page.verdicts(results)),
         f"- {results.noise()}\n",
-        *(_heads(results) if len(results.op.dims) == 3 else _by_shape(results)),
+        *(_by_cell(results) if results.op.section_per_cell else _by_shape(results)),
     ]
     if failures := results.failures():
         failed = [f"- {name}: {reason} ({_some(cells)})" for (name, reason), cells in failures.items()]
-        parts += ["## Not measured, or not as usual\n", *failed, ""]
+        parts += ["## Failures and notes\n", *failed, ""]
     if page.about:
         parts += ["## Peers\n", *(f"- {name}: {about}" for name, about in page.about.items() if name in tried)]
     return "\n".join(parts) + "\n"
 
 
 def _source_of(row: Row) -> str:
-    """Where a row comes from, in one line."""
+    """The environment of a row in one line."""
     code = f"commit {row['commit']}" if row["commit"] else f"quackish {row['quackish']}"
     return (
         f"{row['date']}, {code}, driver {row['driver'] or '-'}, CUDA {row['cuda'] or '-'}, "
@@ -140,7 +140,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
 
 
 def _by_shape(results: Results) -> list[str]:
-    """For each direction and dtype a table of shapes by providers, and one of everything."""
+    """For each direction and dtype, a table of shapes by providers and one with all columns."""
     parts = []
     for (direction, dtype), cells in results.groups().items():
         parts += [f"## {direction.capitalize()}, {dtype}\n", _summary(results, cells)]
@@ -150,12 +150,12 @@ def _by_shape(results: Results) -> list[str]:
     return parts
 
 
-def _heads(results: Results) -> list[str]:
-    """For each cell its roof, a line per provider, and the peers' points that none of ours dominates."""
+def _by_cell(results: Results) -> list[str]:
+    """For each cell the roof, a line per provider, and the peers that quackish does not dominate."""
     parts = []
-    shown_beside = {results.steady(cell) for cell in results.cells}
+    steady_cells = {results.steady(cell) for cell in results.cells}  # shown as columns of another cell
     for cell in (cell for cells in results.groups().values() for cell in cells):
-        if cell in shown_beside or not results.providers([cell]):
+        if cell in steady_cells or not results.providers([cell]):
             continue
         m, h, v = cell.shape
         roofs = [f"{text} {ms:.4g} ms" for name, text in ROOFS.items() if (ms := results.ms(cell, name))]
@@ -164,28 +164,28 @@ def _heads(results: Results) -> list[str]:
         parts += [f"{', '.join(roofs)}\n"] if roofs else []
         parts.append(_details(results, [cell]))
         if cell.direction == "forward+backward" and 0 < len(results.peers(cell)) < len(results.points(cell)):
-            free = ", ".join(results.not_dominated(cell))
-            every = "Every peer's point is dominated by one of quackish.\n"
-            parts.append(f"Not dominated by a point of quackish: {free}.\n" if free else every)
+            better = ", ".join(results.not_dominated(cell))
+            none = "Every peer's point is dominated by one of quackish.\n"
+            parts.append(f"Not dominated by a point of quackish: {better}.\n" if better else none)
     return parts
 
 
 def _summary(results: Results, cells: Sequence[Cell]) -> str:
-    """A line for each cell, a column for each provider: times and shares of the roof; the best right one is bold."""
+    """Cells by providers: times and shares of the roof. The fastest provider with correct results is bold."""
     names, roof, scale = results.providers(cells), results.roof(cells[0]), scale_of(cells[0])[0]
 
-    def shown(cell: Cell, name: str) -> str:
+    def time_and_share(cell: Cell, name: str) -> str:
         if not (ms := results.ms(cell, name)):
             return "-"
-        right = [results.ms(cell, n) for n in results.providers([cell]) if not results.is_wrong(cell, n)]
+        correct = [results.ms(cell, n) for n in results.providers([cell]) if not results.is_wrong(cell, n)]
         text, percent = f"{scale * ms:.6g}", results.value(cell, name, "pct_of_roof")
-        text = f"**{text}**" if name != roof and ms == min(right, default=0) else text
+        text = f"**{text}**" if name != roof and ms == min(correct, default=0) else text
         share = "wrong" if results.is_wrong(cell, name) else f"{percent:.0f} %" if percent and name != roof else ""
         return f"{text} ({share})" if share else text
 
     table = {" x ".join(results.op.dims): [" x ".join(map(str, cell.shape)) for cell in cells]}
     for name in (roof, *names):
-        table[f"**{name}**" if is_ours(name) else name] = [shown(cell, name) for cell in cells]
+        table[f"**{name}**" if is_ours(name) else name] = [time_and_share(cell, name) for cell in cells]
     if any(models := [results.models(cell) for cell in cells]):
         table["models"] = models
     return markdown_table(list(table), zip(*table.values(), strict=True))
@@ -205,7 +205,7 @@ _DETAILS = {  # columns of a results file
 
 
 def _details(results: Results, cells: Sequence[Cell]) -> str:
-    """A line for each provider of each cell, the fastest first; columns that are empty are left out."""
+    """One line per provider and cell, the fastest first, without empty columns."""
     scale, unit = scale_of(cells[0])
     rows = [
         row
@@ -228,6 +228,6 @@ def _details(results: Results, cells: Sequence[Cell]) -> str:
 
 
 def _number(row: Row, column: str, form: str, factor: float = 1.0) -> str:
-    """A column's value as a table shows it; a text if it has no form."""
+    """A column's value, formatted by `form`; unchanged without one."""
     value = row.get(column, "")
     return f"{factor * float(value):{form}}" if value and form else value

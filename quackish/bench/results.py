@@ -1,4 +1,4 @@
-"""Results files: a CSV of a row for each provider in each cell, and its rows by cell and provider."""
+"""Results files: CSVs with a row per provider and cell."""
 
 import csv
 import dataclasses
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from quackish.bench.cells import AGAIN, NOT_PROVIDERS, OURS, Cell, Job, is_ours, parse_shape, shape_name
 from quackish.bench.environment import ENVIRONMENT
-from quackish.bench.measure import ERRORS, WRONG, Found
+from quackish.bench.measure import ERRORS, WRONG, Record
 from quackish.bench.operations import OPERATIONS
 
 Row = dict[str, str]
 Point = tuple[float, float]  # milliseconds, GB
 
-COLUMNS = (  # benchmarks/README.md says what they mean
+COLUMNS = (  # explained in benchmarks/README.md
     *ENVIRONMENT,
     *("op", "shape", "dtype", "direction", "data", "ignored", "models", "provider", "status", "note"),
     *("median_ms", "p20_ms", "p80_ms", "roof_ms", "pct_of_roof", "peak_mb", "standing_mb"),
@@ -23,10 +23,10 @@ COLUMNS = (  # benchmarks/README.md says what they mean
 )
 
 
-def row_of(job: Job, name: str, found: Found) -> dict[str, object]:
-    """The columns that are not of the environment, for one provider in one cell."""
+def row_of(job: Job, name: str, record: Record) -> dict[str, object]:
+    """A row without the environment's columns."""
     cell = vars(job.cell) | {"shape": shape_name(job.cell.shape)}
-    return {**cell, "models": job.models, "provider": name, **found}
+    return {**cell, "models": job.models, "provider": name, **record}
 
 
 def cell_of(row: Row) -> Cell:
@@ -35,15 +35,15 @@ def cell_of(row: Row) -> Cell:
 
 
 def scale_of(cell: Cell) -> tuple[float, str]:
-    """From the columns' milliseconds to the unit that people read."""
+    """(factor from milliseconds to the unit of reports, the unit)."""
     unit = "us" if cell.direction == "host" else OPERATIONS[cell.op].unit
     return {"us": 1e3, "ms": 1.0}[unit], unit
 
 
 class CsvLog:
-    """A CSV file with COLUMNS, flushed with every write: a run that is killed keeps what it measured.
+    """A CSV file with COLUMNS, flushed after every write so that a killed run keeps its results.
 
-    `constants` are columns that all new rows share. With `append` the rows in the file are kept; ValueError if it is no
+    `constants` are columns that all new rows share. `append` keeps the rows in the file; ValueError if it is not a
     results file.
     """
 
@@ -76,7 +76,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 class Results:
-    """Rows of one operation; the last row for a cell and provider counts."""
+    """Rows of one operation by cell and provider. The last row of a cell and provider counts."""
 
     def __init__(self, rows: Sequence[Row]):
         self.rows, self.op = rows, OPERATIONS[rows[0]["op"]]
@@ -92,7 +92,7 @@ class Results:
         return self.value(cell, provider, "median_ms")
 
     def ratio(self, cell: Cell, over: str, under: str) -> float | None:
-        """Time of `over` divided by that of `under`; inf if `over` failed, None if either was not measured."""
+        """Time of `over` divided by time of `under`; inf if `over` failed, None if either was not measured."""
         if over not in self.cells.get(cell, {}) or not (b := self.ms(cell, under)):
             return None
         return (self.ms(cell, over) or math.inf) / b
@@ -104,12 +104,12 @@ class Results:
         return next(iter(self.cells[cell].values()))["models"]
 
     def steady(self, cell: Cell) -> Cell | None:
-        """The cell of steady bursts of what `cell` measures alone, if it was measured."""
+        """The cell with steady bursts of the same work as `cell`, if it was measured."""
         steady = dataclasses.replace(cell, direction="steady")
         return steady if cell.direction == "forward+backward" and steady in self.cells else None
 
     def groups(self) -> dict[tuple[str, str], list[Cell]]:
-        """The cells by (direction, dtype), each group sorted by the sizes that are not rows, then by rows."""
+        """The cells by (direction, dtype), each group sorted by all sizes but the rows, then by rows."""
         groups: dict[tuple[str, str], list[Cell]] = defaultdict(list)
         for cell in sorted(self.cells, key=lambda cell: (cell.shape[1:], cell.shape[0], cell.data, cell.ignored)):
             groups[cell.direction, cell.dtype].append(cell)
@@ -117,19 +117,19 @@ class Results:
         return dict(sorted(groups.items(), key=lambda item: order.index(item[0][0])))
 
     def providers(self, cells: Iterable[Cell]) -> list[str]:
-        """Those with a time in any of `cells`: ours, the known ones in their own order, the user's."""
+        """Providers with a time in any of `cells`: quackish, then peers in the order of the table, then the user's."""
         rows = [row for cell in cells for row in self.cells.get(cell, {}).values()]
         names = {row["provider"] for row in rows if row["provider"] not in NOT_PROVIDERS and row["median_ms"]}
         order = {name: i for i, name in enumerate(self.op.providers)}
         return sorted(names, key=lambda name: (not is_ours(name), order.get(name, len(order)), name))
 
     def is_wrong(self, cell: Cell, provider: str) -> bool:
-        """Some error is NaN or too large to be rounding."""
+        """Whether an error is NaN or too large to be rounding."""
         errors = (self.value(cell, provider, column) for column in ERRORS)
         return any(not error <= WRONG for error in errors if error is not None)
 
     def points(self, cell: Cell) -> dict[str, Point]:
-        """Time and memory of each provider that has both."""
+        """Time and memory of each provider with both."""
         both = {name: (self.ms(cell, name), self.value(cell, name, "peak_mb")) for name in self.providers([cell])}
         return {name: (ms, mb / 1e3) for name, (ms, mb) in both.items() if ms and mb}
 
@@ -137,7 +137,7 @@ class Results:
         return {name: point for name, point in self.points(cell).items() if not is_ours(name)}
 
     def not_dominated(self, cell: Cell) -> list[str]:
-        """Peers' points for which no point of ours is at most as slow and as large, as name, time and memory."""
+        """Peers, with time and memory, that are better than every point of quackish in time or in memory."""
         ours = [point for name, point in self.points(cell).items() if is_ours(name)]
         return [
             f"{name} ({ms:.4g} ms, {gb:.4f} GB{', wrong results' if self.is_wrong(cell, name) else ''})"
@@ -146,19 +146,19 @@ class Results:
         ]
 
     def failures(self) -> dict[tuple[str, str], list[Cell]]:
-        """The cells of each (provider, reason)."""
-        found: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+        """The cells of each (provider, failure or note)."""
+        failures: dict[tuple[str, str], list[Cell]] = defaultdict(list)
         for cell, rows in self.cells.items():
             for name, row in rows.items():
                 if reason := row["status"] if row["status"] != "ok" else row["note"]:
-                    found[name, reason].append(cell)
-        return found
+                    failures[name, reason].append(cell)
+        return failures
 
     def noise(self) -> str:
-        """How far apart two measurements of the same work in the same turns were."""
+        """How far two measurements of quackish in the same turns are apart."""
         ratios = (self.ratio(cell, AGAIN, OURS) for cell in self.cells)
-        apart = sorted(abs(ratio - 1) for ratio in ratios if ratio is not None and ratio < math.inf)
-        if not apart:
+        differences = sorted(abs(ratio - 1) for ratio in ratios if ratio is not None and ratio < math.inf)
+        if not differences:
             return "noise: not measured"
-        median, most = apart[len(apart) // 2], apart[-1]
-        return f"noise: quackish twice in one cell differs by {median:.1%} (median), {most:.1%} (most)"
+        median, most = differences[len(differences) // 2], differences[-1]
+        return f"noise: two measurements of quackish in a cell differ by {median:.1%} (median), {most:.1%} (maximum)"

@@ -1,4 +1,4 @@
-"""A whole run: progress, and the rows in the CSV as cells are measured."""
+"""Runs all jobs of an operation: shows progress, and writes rows to the CSV as cells are measured."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from quackish.bench import report
 from quackish.bench.cells import AGAIN, Job
 from quackish.bench.console import end_on_sigterm, progress
-from quackish.bench.measure import Found
+from quackish.bench.measure import Record
 from quackish.bench.processes import Supervisor
 from quackish.bench.results import CsvLog, row_of, scale_of
 
@@ -25,10 +25,10 @@ def run(
     supervised_by: Callable[..., Supervisor] = Supervisor,
     **options: Any,
 ) -> Path:
-    """Measures jobs of one operation; writes the CSV `path`, and the page and the figures beside it. Returns `path`.
+    """Measures jobs of one operation; writes the CSV `path`, and a page and figures next to it. Returns `path`.
 
-    Whatever ends the run, SIGTERM too, what was measured is kept and reported. `append` keeps the rows in the CSV;
-    ValueError for one that cannot be appended to. `options` are Run's.
+    If the run is interrupted, by SIGTERM too, the results so far are kept and reported. `append` keeps the rows of the
+    CSV; ValueError if it is not a results file. `options` are fields of Run.
     """
     log = path.with_suffix(".log")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,36 +48,36 @@ def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> None:
     with progress(len(jobs)) as show:
         for i, job in enumerate(jobs):
 
-            def at(step: str, i=i, cell=job.cell) -> None:
+            def begin(step: str, i=i, cell=job.cell) -> None:
                 show(i, f"{cell}: {step}")
 
-            found: dict[str, Found] = {}
+            records: dict[str, Record] = {}
             try:
-                for name, known in supervisor.measure(job, at):
-                    found[name] = known
+                for name, record in supervisor.measure(job, begin):
+                    records[name] = record
             except BaseException:
-                found = {name: _interrupted(known) for name, known in found.items()}
+                records = {name: _interrupted(record) for name, record in records.items()}
                 raise
             finally:
-                log.write(row_of(job, name, known) for name, known in found.items())
-            print(_line(job, found), flush=True)
-            for name, known in found.items():
-                if known["status"] != "ok":
-                    print(f"  {name}: {known['status']}")
+                log.write(row_of(job, name, record) for name, record in records.items())
+            print(_line(job, records), flush=True)
+            for name, record in records.items():
+                if record["status"] != "ok":
+                    print(f"  {name}: {record['status']}")
 
 
-def _interrupted(known: Found) -> Found:
-    if known["status"] != "ok":
-        return known
-    if "median_ms" not in known:
-        return known | {"status": f"{INTERRUPTED} before it was timed"}
-    return known | {"note": ", ".join(filter(None, (known.get("note"), INTERRUPTED)))}
+def _interrupted(record: Record) -> Record:
+    if record["status"] != "ok":
+        return record
+    if "median_ms" not in record:
+        return record | {"status": f"{INTERRUPTED} before it was timed"}
+    return record | {"note": ", ".join(filter(None, (record.get("note"), INTERRUPTED)))}
 
 
-def _line(job: Job, found: Mapping[str, Found]) -> str:
-    """One cell in a line, the fastest first: time, and time over the roof's."""
+def _line(job: Job, records: Mapping[str, Record]) -> str:
+    """One line per cell, the fastest first: time, and its ratio to the roof."""
     scale, unit = scale_of(job.cell)
-    timed = {name: known for name, known in found.items() if "median_ms" in known and name != AGAIN}
+    timed = {name: record for name, record in records.items() if "median_ms" in record and name != AGAIN}
 
     def shown(name: str) -> str:
         ms, roof = timed[name]["median_ms"], timed[name].get("roof_ms")
