@@ -1,4 +1,4 @@
-"""Softmax forward: the worked example of docs/adding_a_kernel.md. In the package each section is a file of its own."""
+"""Softmax forward, the worked example of docs/adding_a_kernel.md. In the package each section would be its own file."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ MAX_N = 2048  # one warp per row: 64 fp32 registers per thread
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxProblem:
-    """What is asked. M, the number of rows, is a run-time argument: one compiled kernel serves every M."""
+    """What to compute. M, the number of rows, is a run-time argument: one compiled kernel serves every M."""
 
     n: int
     dtype: str
@@ -46,7 +46,7 @@ class SoftmaxProblem:
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxConfig:
-    """How it is done."""
+    """How to compute it."""
 
     threads: int
 
@@ -87,20 +87,20 @@ class SoftmaxFwd:
         row = cute.arch.block_idx()[0] * rows.tile_m + warp
         source = cutlass.min(row, m - 1)  # rows past the last one repeat it and store nothing
 
-        # load: all of the row is in flight before the first use
+        # load: the whole row is in flight before the first use
         rX = rows.load(x + cutlass.Int64(source) * rows.n, lane, rows.n)
 
         # maximum of the row
-        top = -Float32.inf
+        row_max = -Float32.inf
         for v in cutlass.range_constexpr(rows.num_vecs):
             if rows.live(v, lane, rows.n):
-                top = cute.arch.fmax(top, rX[None, v].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
-        top = cute.arch.warp_reduction_max(top)
+                row_max = cute.arch.fmax(row_max, rX[None, v].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
+        row_max = cute.arch.warp_reduction_max(row_max)
 
         # exponentials and their sum
         total = Float32(0.0)
         for v in cutlass.range_constexpr(rows.num_vecs):
-            rX[None, v].store(cute.math.exp(rX[None, v].load() - top))
+            rX[None, v].store(cute.math.exp(rX[None, v].load() - row_max))
             if rows.live(v, lane, rows.n):
                 total += rX[None, v].load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         total = cute.arch.warp_reduction_sum(total)
