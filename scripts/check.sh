@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check to run before a pull request: lint, format, then the tests. Arguments go to pytest: scripts/check.sh -k rms_norm
+# Every check to run before a pull request: lint, format, tests. Passes arguments to pytest: scripts/check.sh -k rms_norm
 # --exhaustive also runs the tests that compile or try every variant, as CI does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -7,10 +7,10 @@ python=$(command -v python || command -v python3)
 
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-run() { # exit code 5 is "no tests chosen", as -k may do
+run() { # exit code 5: no tests were selected
     "$python" -m pytest -q "$@" || [ $? -eq 5 ]
 }
-# Tests with a GPU one after the other; those without in one process per core, each with one thread. worksteal: the slow
-# tests are in a few files, which one process would get.
+# GPU tests run one after the other, the others in one process per core with one thread each. worksteal: the slow tests
+# are in a few files, which one process would get otherwise.
 run -m gpu "$@"
 OMP_NUM_THREADS=1 run -m "not gpu" -n auto --dist worksteal "$@"

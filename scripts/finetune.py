@@ -1,10 +1,10 @@
-"""Trains a small Llama with the Trainer of transformers, without and with quackish, and draws both losses.
+"""Trains a small Llama with the Trainer of transformers, without and with quackish, and plots both losses.
 
     python scripts/finetune.py --data my_texts/    # a file or folder; default: the Python standard library's sources
 
 Both models start from the same random weights and see the same batches. Nothing is downloaded: a token is one byte of
-the text, on a GPU two bytes, so that the head takes as large a share of the step as in a real model. A GPU trains under
-bf16 autocast, in less than a minute.
+the text, on a GPU two, so that the head has a realistic share of the step. Training on a GPU uses bf16 autocast and
+takes less than a minute.
 """
 
 import argparse
@@ -26,14 +26,14 @@ try:
 except ImportError as error:
     sys.exit(f"finetune.py: {error}. Install what this script needs: pip install -e '.[bench]' transformers accelerate")
 
-SIZES = {  # seq: tokens of a sequence; token_bytes: 1 makes 256 tokens, 2 makes 65536
+SIZES = {  # seq: tokens per sequence; token_bytes: 1 for a vocabulary of 256, 2 for 65536
     "cpu": dict(steps=60, batch=8, seq=64, hidden=128, token_bytes=1, lr=2e-3),
     "cuda": dict(steps=150, batch=16, seq=1024, hidden=512, token_bytes=2, lr=1e-3),
 }
 
 
 class Curve(TrainerCallback):
-    """The loss of each step, and when it was known."""
+    """The loss and the time of each step."""
 
     def __init__(self):
         self.losses, self.times = [], []
@@ -45,12 +45,12 @@ class Curve(TrainerCallback):
 
     @property
     def step_ms(self) -> float:
-        """The median: the first steps also compile kernels."""
+        """The median, because the first steps also compile kernels."""
         return 1e3 * median(end - start for start, end in zip(self.times, self.times[1:], strict=False))
 
 
 def train(name: str, size: argparse.Namespace, sequences: list[dict[str, Tensor]]) -> Curve:
-    """Trains one model and prints a line about it. The first sequences are held out."""
+    """Trains one model and prints a summary line. The first batch of sequences is held out."""
     on_gpu = size.device == "cuda"
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -81,14 +81,14 @@ def train(name: str, size: argparse.Namespace, sequences: list[dict[str, Tensor]
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    peak = f", {torch.cuda.max_memory_allocated() / 1e9:.2f} GB at the peak" if on_gpu else ""
+    peak = f", peak {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if on_gpu else ""
     last, held_out = mean(curve.losses[-10:]), trainer.evaluate(sequences[: size.batch])["eval_loss"]
     print(f"{name}: loss {last:.4f} (last 10 steps), held out {held_out:.4f}, {curve.step_ms:.1f} ms per step{peak}")
     return curve
 
 
 def figure(curves: dict[str, Curve], window: int, path: Path) -> None:
-    """The smoothed losses, and below quackish's minus PyTorch's."""
+    """The smoothed losses, and below them the difference of quackish and PyTorch."""
     fig = Figure(figsize=(8, 5), layout="constrained")
     top, bottom = fig.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     smoothed = {name: smooth(curve.losses, window) for name, curve in curves.items()}
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> dict[str, Curve]:
     sequences = [{"input_ids": window, "labels": window} for window in windows[chosen]]
     curves = {name: train(name, size, sequences) for name in ("torch", "quackish")}
     figure(curves, max(1, size.steps // 20), args.out / "finetune.png")
-    print("written:", args.out / "finetune.png")
+    print("wrote", args.out / "finetune.png")
     return curves
 
 

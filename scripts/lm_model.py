@@ -1,7 +1,7 @@
-"""A small Llama-style language model, with quackish's two ops in it or in plain PyTorch, with bf16 or fp32 logits.
+"""A small Llama-style language model with quackish's ops or in plain PyTorch, with bf16 or fp32 logits.
 
-The model is the same code for all: `Ops` holds the only two things that differ. RMSNorm is before each half of a
-block, on the queries and keys, and at the end; SwiGLU, rotary positions, causal attention, and a head of its own.
+All variants share the model; only `Ops` differs. RMSNorm precedes attention and MLP, normalizes queries and keys, and
+ends the model. It has SwiGLU, rotary positions, causal attention and an untied head.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ def torch_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None, ep
 
 
 def torch_head_loss(x: Tensor, head_weight: Tensor, target: Tensor) -> Tensor:
-    logits = F.linear(x, head_weight)  # all of them at once: tokens * vocabulary numbers
+    logits = F.linear(x, head_weight)  # tokens * vocabulary elements
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
 def torch_head_loss_fp32(x: Tensor, head_weight: Tensor, target: Tensor) -> Tensor:
-    """Exact but slow and large: neither inputs nor logits are rounded to autocast's 16 bits."""
+    """More exact, but slower and larger: inputs and logits are not rounded to autocast's 16 bits."""
     with torch.autocast(x.device.type, enabled=False):
         return torch_head_loss(x.float(), head_weight.float(), target)
 
@@ -65,7 +65,7 @@ class Block(nn.Module):
     def attention(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, -1, HEAD_DIM))  # (batch, seq, 3, heads, head_dim)
         q, k, v = qkv.unbind(2)
-        q = self.ops.rms_norm(q, self.q_norm, eps=EPS)  # a slice of the packed buffer: no copy is needed
+        q = self.ops.rms_norm(q, self.q_norm, eps=EPS)  # a slice of the packed buffer, without a copy
         k = self.ops.rms_norm(k, self.k_norm, eps=EPS)
         q, k, v = rotate(q, *rotary).transpose(1, 2), rotate(k, *rotary).transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -76,14 +76,14 @@ class Block(nn.Module):
         return self.mlp_out(F.silu(gate) * up)
 
     def forward(self, x: Tensor, stream: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        # Adding to the residual stream and normalising it is one op: y = norm(res), res = x + stream.
+        # One op adds to the residual stream and normalizes it: res = x + stream, y = norm(res).
         y, stream = self.ops.rms_norm(x, self.attn_norm, residual=stream, eps=EPS)
         y, stream = self.ops.rms_norm(self.attention(y, rotary), self.mlp_norm, residual=stream, eps=EPS)
         return self.mlp(y), stream
 
 
 class LanguageModel(nn.Module):
-    """forward(tokens, target) -> the mean cross entropy in nats a token."""
+    """forward(tokens, target) -> mean cross entropy in nats per token."""
 
     def __init__(self, vocab: int, dim: int, layers: int, seq: int, ops: Ops):
         super().__init__()
@@ -97,7 +97,7 @@ class LanguageModel(nn.Module):
         self.register_buffer("sin", angle.sin()[:, None], persistent=False)
         for name, p in self.named_parameters():
             if p.ndim == 2:
-                # The two that write to the residual stream start smaller, so that depth does not make it grow.
+                # Weights that write to the residual stream start smaller, so that it does not grow with depth.
                 nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if name.endswith("_out.weight") else 0.02)
 
     def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
@@ -110,6 +110,6 @@ class LanguageModel(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: each pair (x1, x2) of a head turns by an angle that grows with the position."""
+    """Rotary position embedding: rotates each pair (x1, x2) of a head by an angle proportional to the position."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)

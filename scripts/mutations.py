@@ -4,11 +4,11 @@
     python scripts/mutations.py --only lce_rows_without_wait
     python scripts/mutations.py --list
 
-Each mutation is applied to its own copy of the tree, with its own kernel cache; the tests named next to it run there up
-to the first failure. They must pass unmutated first. A run that exceeds --timeout counts as killed, because a mistake
-in a kernel may deadlock. Without a GPU, mutations that only GPU tests can kill are not run.
+Each mutation is applied to its own copy of the tree, with its own kernel cache. Its tests run there until the first
+failure; they must pass without the mutation. A run that exceeds --timeout counts as killed, because a mistake in a
+kernel may deadlock. Without a GPU, mutations that only GPU tests can kill are not run.
 
-Exit code: 0 if every mutation was killed, else 1.
+The exit status is 0 if every mutation was killed, else 1.
 """
 
 import argparse
@@ -35,8 +35,8 @@ class Mutation(NamedTuple):
     file: str
     old: str  # occurs exactly once in the file
     new: str
-    tests: str  # file that holds the tests
-    select: str  # which of them: pytest's -k
+    tests: str  # file of tests
+    select: str  # pytest's -k
 
 
 KERNELS, OPS = "quackish/kernels", "quackish/ops"
@@ -215,7 +215,7 @@ def apply(mutation: Mutation, root: Path) -> str:
     if (count := text.count(mutation.old)) != 1:
         raise ValueError(
             f"mutation {mutation.name}: {mutation.old!r} occurs {count} times in {mutation.file}, expected once; "
-            "adapt it in scripts/mutations.py"
+            "update scripts/mutations.py"
         )
     return text.replace(mutation.old, mutation.new)
 
@@ -227,7 +227,7 @@ class Outcome(NamedTuple):
     passed: int = 0
     failed: str = ""  # the first failing test, a timeout or a crash
     skipped: str = ""  # why tests were skipped
-    broken: str = ""  # why the run says nothing about the mutation
+    broken: str = ""  # why the run is invalid
 
 
 class Verdict(NamedTuple):
@@ -239,7 +239,7 @@ _running: set[subprocess.Popen] = set()
 
 
 def run_tests(root: Path, files: Path, name: str, tests: str, select: str, timeout: float, jobs: int) -> Outcome:
-    """Runs them in `root`; `files` gets the kernel cache, the log and the report."""
+    """Runs the selected tests in `root`. The kernel cache, the log and the report go to `files`."""
     report, log = files / f"{name}.xml", files / f"{name}.log"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command += [f"--junitxml={report}", tests, "-k", select]
@@ -247,7 +247,7 @@ def run_tests(root: Path, files: Path, name: str, tests: str, select: str, timeo
     env = {"QUACKISH_COMPILE_JOBS": str(max(1, (os.cpu_count() or 1) // jobs))} | os.environ
     env |= {"PYTHONPATH": path, "QUACKISH_CACHE_DIR": str(files / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     with log.open("wb") as out:
-        # its own process group: what a test starts ends with it
+        # its own process group, so that processes started by tests are killed too
         process = subprocess.Popen(command, cwd=root, env=env, stdout=out, stderr=out, start_new_session=True)
     _running.add(process)
     try:
@@ -275,10 +275,10 @@ def kill(process: subprocess.Popen) -> None:
 def read_report(report: Path) -> Outcome:
     passed, failed, skipped = 0, "", ""
     for case in ET.parse(report).iter("testcase"):
-        found = case.find("failure")
-        found = case.find("error") if found is None else found
-        if found is not None:
-            if "does not compile for" in (found.text or ""):
+        failure = case.find("failure")
+        failure = case.find("error") if failure is None else failure
+        if failure is not None:
+            if "does not compile for" in (failure.text or ""):
                 return Outcome(broken="the mutated kernel does not compile")
             failed = failed or f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name')}"
         elif (skip := case.find("skipped")) is not None:
@@ -298,7 +298,7 @@ def copy_tree(root: Path, to: Path) -> None:
 
 
 def why_not(unmutated: Outcome) -> str:
-    """Why mutations of these tests cannot be judged; "" if they can."""
+    """Why mutations cannot be judged by these tests; "" if they can."""
     if unmutated.broken:
         return unmutated.broken
     if unmutated.failed:
@@ -311,17 +311,17 @@ def judge(mutation: Mutation, root: Path, folder: Path, timeout: float, jobs: in
     files.mkdir()
     copy_tree(root, tree)
     (tree / mutation.file).write_text(apply(mutation, root), encoding="utf-8")
-    with contextlib.suppress(FileNotFoundError):  # of use where no kernel is mutated: names hold a hash of the sources
+    with contextlib.suppress(FileNotFoundError):  # usable if no kernel is mutated: file names contain a source hash
         shutil.copytree(folder / "unmutated" / "cache", files / "cache")
-    got = run_tests(tree, files, "tests", mutation.tests, mutation.select, timeout, jobs)
+    outcome = run_tests(tree, files, "tests", mutation.tests, mutation.select, timeout, jobs)
     shutil.rmtree(files)
-    if got.broken:
-        return Verdict(False, f"not run: {got.broken}")
-    return Verdict(True, got.failed) if got.failed else Verdict(False, "SURVIVED")
+    if outcome.broken:
+        return Verdict(False, f"not run: {outcome.broken}")
+    return Verdict(True, outcome.failed) if outcome.failed else Verdict(False, "SURVIVED")
 
 
-def run(mutations: Sequence[Mutation], root: Path, timeout: float, jobs: int, say: Callable[[str], None]):
-    """A verdict for each mutation, in order."""
+def run(mutations: Sequence[Mutation], root: Path, timeout: float, jobs: int, log: Callable[[str], None]):
+    """Returns the verdicts in the order of `mutations`."""
     for mutation in mutations:
         apply(mutation, root)
     with tempfile.TemporaryDirectory(prefix="quackish-mutations-") as name, ThreadPoolExecutor(jobs) as pool:
@@ -329,25 +329,25 @@ def run(mutations: Sequence[Mutation], root: Path, timeout: float, jobs: int, sa
         files.mkdir()
         copy_tree(root, files / "tree")
         selections = list(dict.fromkeys((m.tests, m.select) for m in mutations))
-        say(f"{len(selections)} selections of tests, without a mutation")
+        log(f"running {len(selections)} selections of tests without mutations")
 
-        def unmutated(i: int) -> Outcome:
-            # kernels are compiled for all mutations of host code: allow more time
+        def run_unmutated(i: int) -> Outcome:
+            # allows more time: this compiles the kernels for all mutations of host code
             return run_tests(files / "tree", files, str(i), *selections[i], 3 * timeout, jobs)
 
-        def one(mutation: Mutation) -> Verdict:
-            began = time.monotonic()
+        def run_mutated(mutation: Mutation) -> Verdict:
+            started = time.monotonic()
             if reason := why_not(baseline[mutation.tests, mutation.select]):
                 verdict = Verdict(False, f"not run: {reason}")
             else:
                 verdict = judge(mutation, root, folder, timeout, jobs)
             killed = "killed by " if verdict.killed else ""
-            say(f"{mutation.name}: {killed}{verdict.text} ({time.monotonic() - began:.0f} s)")
+            log(f"{mutation.name}: {killed}{verdict.text} ({time.monotonic() - started:.0f} s)")
             return verdict
 
         try:
-            baseline = dict(zip(selections, pool.map(unmutated, range(len(selections))), strict=True))
-            return list(pool.map(one, mutations))
+            baseline = dict(zip(selections, pool.map(run_unmutated, range(len(selections))), strict=True))
+            return list(pool.map(run_mutated, mutations))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_running):
@@ -373,17 +373,17 @@ def table(rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
 
 def parse(argv: Sequence[str] | None, mutations: Sequence[Mutation]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="list the mutations and their tests, run nothing")
+    parser.add_argument("--list", action="store_true", help="only list the mutations and their tests")
     names = [m.name for m in mutations]
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutations")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run only these mutations")
     default = max(1, (os.cpu_count() or 1) // 4)
-    parser.add_argument("--jobs", type=int, default=default, help="mutations at a time; default: %(default)s")
-    parser.add_argument("--timeout", type=float, default=90, help="seconds for a mutation; default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=default, help="parallel mutations; default: %(default)s")
+    parser.add_argument("--timeout", type=float, default=90, help="seconds per mutation; default: %(default)s")
     parser.add_argument("--out", type=Path, help="write the table to this file, as Markdown")
     args = parser.parse_args(argv)
     for name in args.only or ():
         if name not in names:
-            parser.error(f"--only {name}: expected names of mutations; --list shows them")
+            parser.error(f"--only {name}: no such mutation; --list shows all")
     if args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: expected at least 1")
     if args.timeout <= 0:
@@ -398,11 +398,11 @@ def main(argv: Sequence[str] | None = None, mutations: Sequence[Mutation] = MUTA
         for m in chosen:
             print(f"{m.name} ({m.file})\n    {m.old.strip()!r} -> {m.new.strip()!r}\n    {m.tests} -k '{m.select}'")
         return 0
-    began = time.monotonic()
+    started = time.monotonic()
     verdicts = run(chosen, root, args.timeout, args.jobs, lambda line: print(line, flush=True))
     rows = [(m.name, m.file, verdict.text) for m, verdict in zip(chosen, verdicts, strict=True)]
     killed = sum(verdict.killed for verdict in verdicts)
-    print(f"\n{table(rows)}\n\n{killed} of {len(chosen)} killed, in {time.monotonic() - began:.0f} s")
+    print(f"\n{table(rows)}\n\n{killed} of {len(chosen)} killed, in {time.monotonic() - started:.0f} s")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(table(rows, markdown=True) + "\n", encoding="utf-8")

@@ -1,13 +1,12 @@
-"""Trains a small language model on real text with quackish's two ops in it, next to the same model in plain PyTorch.
+"""Trains a small language model on text with quackish's ops, and the same model in plain PyTorch.
 
-    python scripts/train_lm.py                     # the Python standard library's own sources
+    python scripts/train_lm.py                     # the sources of the Python standard library
     python scripts/train_lm.py --data my_texts/    # any file or folder
-    python scripts/train_lm.py --seeds 0,1         # twice, from other weights on other batches
+    python scripts/train_lm.py --seeds 0,1         # twice, with different weights and batches
 
-On a GPU the matrix products are in bf16 (autocast). A third model, PyTorch with its head and logits in fp32, shows
-which of the first two is closer to exact. All start from the same weights and see the same batches, a step of one after
-a step of the other. At the end (or after Ctrl-C or SIGTERM) a table compares losses, step time and memory, and --out
-holds the figure, the curves and a summary.
+On a GPU matmuls are in bf16 (autocast). A third model, PyTorch with head and logits in fp32, shows which of the first
+two is closer to exact. All start from the same weights and see the same batches, in alternating steps. At the end (or
+after Ctrl-C or SIGTERM) a table compares losses, step time and memory; figure, curves and a summary go to --out.
 """
 
 import argparse
@@ -43,7 +42,7 @@ except ImportError as error:
 
 VALIDATION_SHARE = 0.05
 VALIDATION_BATCHES = 8
-VALIDATION_SEED = 1  # the same windows for every seed of a run
+VALIDATION_SEED = 1  # all seeds of a run have the same validation windows
 VARIANTS = (QUACKISH, TORCH, TORCH_FP32)
 EXACT = TORCH_FP32.name
 COLORS = {QUACKISH.name: color_of("quackish"), TORCH.name: color_of("torch"), EXACT: "#a0a0a0"}
@@ -51,8 +50,11 @@ COLORS = {QUACKISH.name: color_of("quackish"), TORCH.name: color_of("torch"), EX
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is trained, and for how long. With 2 bytes a token the vocabulary has 65536 entries, and as in a real model
-    the head then takes a good part of the time and nearly all of the memory; with 1 it is a mere 256."""
+    """Sizes of model and training.
+
+    2 bytes per token give a vocabulary of 65536: as in a real model, the head then takes much of the time and most of
+    the memory. With 1 byte it is 256.
+    """
 
     steps: int
     batch: int
@@ -77,14 +79,14 @@ SIZES = {
 
 
 def read_text(data: Path | None) -> bytes:
-    """The bytes of a file or of all files of a folder; without `data`, of the Python standard library's sources."""
+    """The bytes of a file or of all files in a folder; by default the sources of the Python standard library."""
     if data is None:
         root = Path(sysconfig.get_path("stdlib"))
         files = [p for p in root.rglob("*.py") if "site-packages" not in p.relative_to(root).parts]
     else:
         files = [data] if data.is_file() else [p for p in data.rglob("*") if p.is_file()]
     files.sort(key=str)
-    random.Random(0).shuffle(files)  # always the same order, but one where the held-out end is like the rest
+    random.Random(0).shuffle(files)  # a fixed order in which the held-out end resembles the rest
     return b"\n".join(p.read_bytes() for p in files)
 
 
@@ -97,19 +99,19 @@ def tokenize(text: bytes, token_bytes: int) -> Tensor:
 
 
 class Batches:
-    """Batch i is `batch` random windows of the tokens, drawn from the seed; everything is on the device beforehand."""
+    """Batch i is `batch` random windows of the tokens, determined by the seed. All data is on the device in advance."""
 
     def __init__(self, tokens: Tensor, count: int, size: Size, seed: int, device: torch.device):
         starts = torch.randint(
             len(tokens) - size.seq, (count, size.batch, 1), generator=torch.Generator().manual_seed(seed)
         )
         self.windows = starts.to(device)
-        self.ahead = torch.arange(size.seq + 1, device=device)
+        self.offsets = torch.arange(size.seq + 1, device=device)
         self.tokens = tokens.to(device)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Tokens and, one further, their targets, both (batch, seq)."""
-        window = self.tokens[self.windows[i] + self.ahead].long()
+        """Tokens and their targets, the next tokens; both (batch, seq)."""
+        window = self.tokens[self.windows[i] + self.offsets].long()
         return window[:, :-1], window[:, 1:]
 
 
@@ -117,7 +119,7 @@ class Batches:
 
 
 class Run:
-    """One of the models, with its optimizer, its losses and its step times."""
+    """One model with its optimizer, losses and step times."""
 
     def __init__(self, ops: Ops, size: Size, seed: int, device: torch.device, compiled: bool):
         torch.manual_seed(seed)
@@ -138,12 +140,12 @@ class Run:
         self.marks = []  # (start, end) of each step
 
     def loss(self, tokens: Tensor, target: Tensor) -> Tensor:
-        # fp32 weights; on a GPU the matrix products and the activations between them are in bf16.
+        # Weights are fp32; on a GPU matmuls and the activations between them are bf16.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.forward(tokens, target)
 
     def step(self, i: int, tokens: Tensor, target: Tensor) -> None:
-        """One step of training. Nothing here waits for the GPU."""
+        """One training step, without synchronizing with the GPU."""
         start = self.mark()
         loss = self.loss(tokens, target)
         loss.backward()
@@ -155,7 +157,7 @@ class Run:
         self.marks.append((start, self.mark()))
 
     def mark(self) -> torch.cuda.Event | float:
-        """A moment on the device's own clock."""
+        """The current time on the device's clock."""
         if self.device.type != "cuda":
             return time.perf_counter() * 1e3
         event = torch.cuda.Event(enable_timing=True)
@@ -173,7 +175,7 @@ class Run:
         return torch.stack([self.loss(*batches[i]) for i in range(VALIDATION_BATCHES)]).mean().item()
 
     def peak_bytes(self, tokens: Tensor, target: Tensor) -> int:
-        """The most that one forward and backward holds above weights and optimizer state, gradients included."""
+        """Peak memory of one forward and backward above weights and optimizer state, including gradients."""
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -191,8 +193,8 @@ class Run:
 
 
 def train(runs: list[Run], batches: Batches, steps: int, console: Console, title: str) -> int:
-    """Trains all runs side by side; returns how many steps all of them have done, fewer after Ctrl-C or SIGTERM."""
-    every = max(1, steps // 100)  # showing the loss waits for the GPU
+    """Trains all runs in alternating steps. Returns the number of completed steps, fewer after Ctrl-C or SIGTERM."""
+    every = max(1, steps // 100)  # showing the loss synchronizes with the GPU
     done, text = 0, title
     with end_on_sigterm(), progress(steps) as show:
         try:
@@ -215,10 +217,10 @@ def train(runs: list[Run], batches: Batches, steps: int, console: Console, title
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What came out of one seed, by the variants' names."""
+    """Results of one seed, by name of the variant."""
 
     seed: int
-    curves: dict[str, list[float]]  # a loss for each step that all have done
+    curves: dict[str, list[float]]  # losses of the completed steps
     step_ms: dict[str, list[float]]
     results: dict[str, dict[str, float]]
 
@@ -228,14 +230,14 @@ class Trained:
 
     @property
     def window(self) -> int:
-        """How many steps are averaged wherever curves are smoothed."""
+        """Number of steps that smoothed curves average."""
         return max(1, self.steps // 20)
 
     def smoothed(self) -> dict[str, list[float]]:
         return {name: smooth(curve, self.window) for name, curve in self.curves.items()}
 
     def differences(self) -> dict[str, list[float]]:
-        """The other variants' smoothed curves minus that of fp32 logits."""
+        """Smoothed curves of the other variants minus that of fp32 logits."""
         smoothed = self.smoothed()
         exact = smoothed.pop(EXACT)
         return {name: [a - b for a, b in zip(curve, exact, strict=True)] for name, curve in smoothed.items()}
@@ -247,13 +249,13 @@ class Trained:
         }
 
     def summary(self) -> dict:
-        """As it goes into summary.json."""
+        """The entry in summary.json."""
         distances = self.distances()
         return {"seed": self.seed, "steps_done": self.steps, "runs": self.results, "from_fp32_logits": distances}
 
 
 def train_seed(seed: int, args: argparse.Namespace, validation: Batches, console: Console) -> Trained | None:
-    """None where it was stopped before the first step was done."""
+    """None if it was stopped before the end of the first step."""
     size = args.size
     runs = [Run(ops, size, seed, args.device, args.compile) for ops in VARIANTS]
     batches = Batches(args.training, size.steps, size, seed, args.device)
@@ -276,7 +278,7 @@ def train_seed(seed: int, args: argparse.Namespace, validation: Batches, console
 
 
 def smooth(losses: list[float], window: int) -> list[float]:
-    """The mean of each `window` steps that end at a step (of fewer where the curve begins)."""
+    """The mean over the last `window` steps at each step (fewer at the beginning)."""
     return [sum(part) / len(part) for i in range(len(losses)) for part in [losses[max(0, i + 1 - window) : i + 1]]]
 
 
@@ -292,8 +294,8 @@ def table(trained: list[Trained]) -> Table:
             label = f"mean loss, steps {i + 1 - min(i, window)}-{i}" if window > 1 else f"loss at step {i}"
             t.add_row(label, *(f"{curve[i - 1]:.4f}" for curve in smoothed.values()))
         results = one.results.values()
-        t.add_row("validation loss, nats a token", *(f"{r['validation_loss']:.4f}" for r in results))
-        t.add_row("validation loss, bits a byte", *(f"{r['validation_bits_a_byte']:.4f}" for r in results))
+        t.add_row("validation loss, nats per token", *(f"{r['validation_loss']:.4f}" for r in results))
+        t.add_row("validation loss, bits per byte", *(f"{r['validation_bits_a_byte']:.4f}" for r in results))
         distance = one.distances().values()
         t.add_row("largest difference **", *(f"{d['largest']:+.4f}" for d in distance), "")
         t.add_row("    at step", *(str(d["at_step"]) for d in distance), "")
@@ -304,15 +306,14 @@ def table(trained: list[Trained]) -> Table:
     peaks = (max(one.results[name]["peak_bytes"] for one in trained) for name in names)
     t.add_row("peak memory of a step, MB *", *(f"{peak / 1e6:.1f}" for peak in peaks))
     t.caption = (
-        "* gradients included, weights and optimizer state not\n** of smoothed training losses, from fp32 logits"
+        "* with gradients, without weights and optimizer state\n** of smoothed training losses, from fp32 logits"
     )
     t.caption_justify = "left"
     return t
 
 
 def figure(trained: list[Trained], title: str, out: Path) -> list[Path]:
-    """The loss curves, and below their difference from fp32 logits, all smoothed: a color each variant, dashes each
-    seed. As PNG and SVG."""
+    """Smoothed loss curves and their difference from fp32 logits, as PNG and SVG; one color per variant, dashes per seed."""
     fig = Figure(figsize=(8, 6), layout="constrained")
     top, bottom = fig.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     dashes = [("-", "--", "-.", ":")[i % 4] for i in range(len(trained))]
@@ -328,9 +329,9 @@ def figure(trained: list[Trained], title: str, out: Path) -> list[Path]:
         handles += [Line2D([], [], color="gray", linestyle=style, label=f"seed {one.seed}") for one, style in styles]
     window = trained[0].window
     top.set_title(title, fontsize=10)
-    top.set_ylabel("training loss, nats a token" + (f"\n(mean of {window} steps)" if window > 1 else ""))
+    top.set_ylabel("training loss, nats per token" + (f"\n(mean of {window} steps)" if window > 1 else ""))
     top.legend(handles=handles)
-    bottom.set(xlabel="step", ylabel="minus that of\nfp32 logits")
+    bottom.set(xlabel="step", ylabel="difference from\nfp32 logits")
     for ax in (top, bottom):
         ax.grid(alpha=0.25)
     paths = [out / "loss.png", out / "loss.svg"]
@@ -354,18 +355,18 @@ def write_curves(path: Path, trained: list[Trained]) -> None:
 def seeds_of(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
-        raise argparse.ArgumentTypeError(f"{text}: expected different whole numbers with commas between, as in 0,1")
+        raise argparse.ArgumentTypeError(f"{text}: expected distinct comma-separated integers, such as 0,1")
     return tuple(map(int, words))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file or a folder; default: the standard library's *.py")
-    parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="where results go; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="output folder; default: %(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    seeds = "with commas between; each trains all models once; default: 0"
-    parser.add_argument("--seeds", type=seeds_of, default=(0,), metavar="N[,...]", help=seeds)
-    parser.add_argument("--compile", action="store_true", help="all models through torch.compile")
+    seeds_help = "comma-separated; each seed trains all models once; default: 0"
+    parser.add_argument("--seeds", type=seeds_of, default=(0,), metavar="N[,...]", help=seeds_help)
+    parser.add_argument("--compile", action="store_true", help="run all models through torch.compile")
     for field in dataclasses.fields(Size):
         defaults = ", ".join(f"{getattr(size, field.name)} on {device}" for device, size in SIZES.items())
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, help=f"default: {defaults}")
@@ -409,8 +410,8 @@ def main(argv: list[str] | None = None) -> int:
     size, device, console = args.size, args.device, Console()
     args.out.mkdir(parents=True, exist_ok=True)
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that peak_bytes uses is chatty
-    # The same run gives the same numbers: cuBLAS and attention's backward have to be asked for that.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler that peak_bytes uses
+    # Reproducible results: cuBLAS and the backward of attention need these settings.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -424,8 +425,8 @@ def main(argv: list[str] | None = None) -> int:
     title = f"{parameters / 1e6:.1f} M parameters, vocabulary {size.vocab}, {size.batch} x {size.seq} tokens, {machine}"
     console.print(f"{title}; text: {args.data or 'the Python standard library'}, {len(args.tokens) / 1e6:.1f} M tokens")
     if device.type == "cpu":
-        gpu = "a Hopper GPU runs its kernels, which take less time and memory than PyTorch"
-        console.print(f"A CPU runs quackish's portable path, in plain PyTorch; {gpu}.", soft_wrap=True)
+        gpu = "its kernels, which take less time and memory than PyTorch, need a GPU"
+        console.print(f"On a CPU quackish runs its portable path in plain PyTorch; {gpu}.", soft_wrap=True)
 
     validation = Batches(args.validation, VALIDATION_BATCHES, size, VALIDATION_SEED, device)
     trained: list[Trained] = []
@@ -450,7 +451,7 @@ def main(argv: list[str] | None = None) -> int:
     paths += [args.out / "curves.csv", args.out / "summary.json"]
     write_curves(paths[-2], trained)
     paths[-1].write_text(json.dumps(summary, indent=2) + "\n")
-    console.print("written:", ", ".join(map(str, paths)))
+    console.print("wrote", ", ".join(map(str, paths)))
     return 0 if sum(one.steps for one in trained) == len(args.seeds) * size.steps else 130
 
 

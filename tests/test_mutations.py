@@ -1,4 +1,4 @@
-"""The list of mutations fits the tree, and scripts/mutations.py tells what kills one from what does not."""
+"""scripts/mutations.py: its list applies to the tree, and its runner tells killed from surviving mutations."""
 
 import ast
 import importlib.util
@@ -36,7 +36,7 @@ def test_applies_once_and_names_tests_that_exist(mutation):
 
 def test_a_mutation_that_does_not_fit_says_so(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\nx = 1\n")
-    with pytest.raises(ValueError, match=r"mutation m: 'x = 1' occurs 2 times in a\.py, expected once; adapt it"):
+    with pytest.raises(ValueError, match=r"mutation m: 'x = 1' occurs 2 times in a\.py, expected once; update scripts"):
         mutations.apply(mutations.Mutation("m", "a.py", "x = 1", "x = 2", "t", "t"), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The main job, small: all models learn the same, and the results are where the script says."""
+"""scripts/train_lm.py on a tiny model: all variants learn the same, and the results are written."""
 
 import csv
 import importlib
@@ -15,10 +15,10 @@ TINY = "--device cpu --steps 12 --batch 4 --seq 32 --dim 64 --layers 2 --lr 0.00
 
 
 def train_lm(*arguments: object, before: str = "") -> subprocess.CompletedProcess:
-    """Runs the script's main() in a process of its own, after the statements `before`; `train_lm` names the script."""
+    """Runs train_lm.main() in a new process, after the statements `before`."""
     code = f"import sys, train_lm\n{before}\nsys.exit(train_lm.main(sys.argv[1:]))"
     path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
-    # One thread: more of them would get in each other's way where tests run side by side.
+    # One thread, because tests run in parallel.
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=env)
@@ -28,7 +28,7 @@ NAMES = ("quackish", "PyTorch", "PyTorch, fp32 logits")
 
 
 def losses(out: Path, seed: int = 0) -> list[list[float]]:
-    """Of each of NAMES."""
+    """The losses of each of NAMES."""
     with (out / "curves.csv").open(newline="") as f:
         rows = [row for row in csv.DictReader(f) if row["seed"] == str(seed)]
     return [[float(row[f"{name} loss"]) for row in rows] for name in NAMES]
@@ -45,7 +45,7 @@ def test_both_models_learn_the_same(tmp_path, token_bytes):
     ours, theirs, exact = losses(tmp_path)
     assert len(ours) == len(theirs) == 12
     assert theirs == exact
-    # fp32 on both sides: what differs is the order of sums, and 12 steps do not let it grow.
+    # Both are fp32 and differ only in the order of sums.
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert ours[-1] < ours[0] - 0.5, "the loss does not fall"
 
@@ -55,7 +55,7 @@ def test_both_models_learn_the_same(tmp_path, token_bytes):
     for name in ("loss.png", "loss.svg"):
         assert (tmp_path / name).stat().st_size > 1000
     assert "validation loss" in done.stdout
-    assert any("CPU runs quackish's portable path" in line and "GPU" in line for line in done.stdout.splitlines())
+    assert any("On a CPU quackish runs its portable path" in line for line in done.stdout.splitlines())
     assert not done.stderr
     if token_bytes == 1:  # the same seed gives the same numbers
         train_lm(*TINY, "--out", tmp_path / "again")
@@ -63,7 +63,7 @@ def test_both_models_learn_the_same(tmp_path, token_bytes):
 
 
 def test_each_seed_is_trained_and_compared_with_fp32_logits(tmp_path):
-    """Rounded logits stand in for those of a GPU's autocast."""
+    """Logits rounded to bf16 simulate a GPU's autocast."""
     before = """
 import dataclasses, lm_model, torch
 def rounded(x, w, target):
@@ -93,7 +93,7 @@ train_lm.VARIANTS = (ours, dataclasses.replace(theirs, head_loss=rounded), exact
     assert "seed 3: loss at step 1" in done.stdout
 
 
-def test_a_run_on_a_text_of_ones_own_that_is_stopped_still_reports(tmp_path):
+def test_an_interrupted_run_still_reports(tmp_path):
     before = """
 import os, signal
 step = train_lm.Run.step
@@ -120,8 +120,8 @@ train_lm.Run.step = interrupted
         (["--seq", "99999999"], "the default data, the Python standard library's sources ("),
         (["--dim", "100"], "expected a multiple of 64"),
         (["--steps", "0"], "--steps 0: expected more than 0"),
-        (["--seeds", "0,x"], "0,x: expected different whole numbers with commas between, as in 0,1"),
-        (["--seeds", "1,1"], "1,1: expected different whole numbers"),
+        (["--seeds", "0,x"], "0,x: expected distinct comma-separated integers, such as 0,1"),
+        (["--seeds", "1,1"], "1,1: expected distinct"),
         (["--token-bytes", "3"], "expected 1 (256 tokens) or 2 (65536)"),
         (["--device", "tpu"], "--device tpu: expected cpu, cuda or cuda:N"),
         (["--device", "cuda:99"], "--device cuda:99: PyTorch sees"),
