@@ -313,7 +313,7 @@ def table(trained: list[Trained]) -> Table:
 
 
 def figure(trained: list[Trained], title: str, out: Path) -> list[Path]:
-    """Smoothed loss curves and their difference from fp32 logits, as PNG and SVG; one color per variant, dashes per seed."""
+    """Smoothed loss curves and their difference from fp32 logits: colors are variants, dashes are seeds."""
     fig = Figure(figsize=(8, 6), layout="constrained")
     top, bottom = fig.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     dashes = [("-", "--", "-.", ":")[i % 4] for i in range(len(trained))]
