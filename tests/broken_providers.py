@@ -1,4 +1,4 @@
-"""Providers that fail in every way there is, as `broken_providers:NAME`: rms_norm's (forward, backward)."""
+"""Failing providers for `--providers broken_providers:NAME`, most of them (forward, backward) of rms_norm."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ def aborts(*tensors):
 
 @pair
 def exits(*tensors):
-    print("goodbye")  # on stdout, which is not the worker's to talk on
+    print("goodbye")  # must go to the log
     sys.exit(3)
 
 
@@ -46,7 +46,7 @@ def hangs(*tensors):
 
 @pair
 def late(*tensors):
-    """Dies after it was tried out, when all take turns: whose fault that is shows only when each is alone."""
+    """Aborts while all providers take turns, so the culprit is found only by measuring each alone."""
     CALLS["late"] += 1
     if CALLS["late"] > 30:
         os.abort()
@@ -60,7 +60,7 @@ def wrong_shape(dy, x, weight, rstd):
 
 @pair
 def illegal(dy, x, weight, rstd):
-    """An index out of bounds, on the device: the CUDA context is lost for good."""
+    """An out-of-bounds index on the device, which destroys the CUDA context."""
     return x[torch.full((4,), 1 << 40, device=x.device)], weight
 
 
@@ -68,9 +68,9 @@ CALLS_OF_LOSS = []
 
 
 def slow_loss(x, w, target):
-    """A loss that stops answering once it is timed: three calls come before the second sample."""
+    """A loss that hangs in its fourth call, after the first sample."""
     CALLS_OF_LOSS.append(1)
     if len(CALLS_OF_LOSS) > 3:
-        open(os.environ["QUACKISH_TEST_TOLD"], "w").close()
+        open(os.environ["QUACKISH_TEST_FLAG"], "w").close()
         time.sleep(600)
     return torch.nn.functional.cross_entropy(x @ w.T, target)

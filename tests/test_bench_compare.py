@@ -1,4 +1,4 @@
-"""`python -m quackish bench compare` on made-up results: what is joined, what is a regression, what is told."""
+"""`python -m quackish bench compare` on made-up results: joined rows, regressions, output."""
 
 from pathlib import Path
 
@@ -19,8 +19,8 @@ def write(tmp_path):
     def put(name: str, rows: dict[tuple[str, str], tuple | str], **columns: str) -> Path:
         base = dict.fromkeys(COLUMNS, "") | {"op": "rms_norm", "dtype": "bfloat16", "direction": "forward"}
         log = CsvLog(tmp_path / name, base | {"data": "normal", "ignored": "0.0", "gpu": "H200"} | columns)
-        for (shape, provider), found in rows.items():
-            times = (found, "", "", "") if isinstance(found, str) else ("ok", *found)
+        for (shape, provider), times_or_reason in rows.items():
+            times = (times_or_reason, "", "", "") if isinstance(times_or_reason, str) else ("ok", *times_or_reason)
             row = dict(zip(("status", "median_ms", "p20_ms", "p80_ms"), times, strict=True))
             log.write([row | {"shape": shape, "provider": provider}])
         return tmp_path / name
@@ -32,7 +32,7 @@ def verdicts(a: Path, b: Path, fail: float = 0.03) -> dict[tuple[str, str], str]
     return {(shape_name(pair.cell.shape), pair.provider): pair.verdict for pair in compare(a, b, fail)[1]}
 
 
-def test_slower_is_beyond_the_bar_and_beyond_the_noise(write):
+def test_slower_means_by_more_than_the_limit_and_the_noise(write):
     a = write("a.csv", {(f"{m}x4", "quackish"): FAST for m in (1, 2, 3, 4, 5, 10)})
     b = write(
         "b.csv",
@@ -49,14 +49,14 @@ def test_slower_is_beyond_the_bar_and_beyond_the_noise(write):
     assert verdicts(a, b, fail=0.04)["2x4", "quackish"] == ""
 
 
-def test_failing_now_is_a_regression_and_having_failed_is_none(write):
+def test_only_new_failures_are_regressions(write):
     a = write("a.csv", {("1x4", "quackish"): FAST, ("2x4", "quackish"): "no", ("3x4", "quackish"): "no"})
     b = write("b.csv", {("1x4", "quackish"): "it broke", ("2x4", "quackish"): FAST, ("3x4", "quackish"): "no"})
     assert list(verdicts(a, b).values()) == ["fails", "works", "failed before"]
     assert [pair.cell.shape for pair in regressions(compare(a, b, 0.03)[1])] == [(1, 4)]
 
 
-def test_neither_roof_nor_noise_is_judged_and_of_rows_for_the_same_the_last_counts(write):
+def test_roofs_are_not_judged_and_the_last_row_counts(write):
     rows = {("1x4", name): FAST for name in ("quackish", "mul", "quackish (again)")}
     a, b = write("a.csv", rows), write("b.csv", dict.fromkeys(rows, (2.0, 2.0, 2.0)))
     assert list(verdicts(a, b).values()) == ["slower", "", ""]
@@ -64,30 +64,30 @@ def test_neither_roof_nor_noise_is_judged_and_of_rows_for_the_same_the_last_coun
     assert list(verdicts(a, b).values()) == ["", "", ""]
 
 
-def test_the_command_prints_and_ends_with_one(write, capsys):
+def test_output_and_exit_status(write, capsys):
     a = write("a.csv", {("1x4", "quackish"): FAST, ("1x4", "mul"): FAST, ("2x4", "quack"): FAST})
     rows = {("1x4", "quackish"): (1.1, 1.1, 1.1), ("1x4", "mul"): FAST, ("3x4", "quack"): "no"}
     b = write("b.csv", rows, gpu="B200")
     assert main(["bench", "compare", str(a), str(b)]) == 1
-    said = capsys.readouterr().out
-    assert "gpu: H200 -> B200" in said
-    assert ["quackish", "1", "1.1", "1.100", "-", "slower"] in [line.split()[3:] for line in said.splitlines()]
-    assert "in one file only: forward 2x4 bfloat16 quack (before); forward 3x4 bfloat16 quack (after)\n" in said
-    assert "1 of 2 rows are slower by more than 3 % and by more than the noise" in said
+    output = capsys.readouterr().out
+    assert "gpu: H200 -> B200" in output
+    assert ["quackish", "1", "1.1", "1.100", "-", "slower"] in [line.split()[3:] for line in output.splitlines()]
+    assert "in one file only: forward 2x4 bfloat16 quack (before); forward 3x4 bfloat16 quack (after)\n" in output
+    assert "1 of 2 rows are slower by more than 3 % and by more than the noise" in output
     assert main(["bench", "compare", str(a), str(b), "--fail", "10%"]) == 0
     assert main(["bench", "compare", str(a), str(b), "--fail", "11"]) == 0
 
 
-def test_files_that_are_none_of_ours_are_told(write, tmp_path, capsys):
+def test_invalid_files(write, tmp_path, capsys):
     a = write("a.csv", {("1x4", "quackish"): FAST})
     (tmp_path / "other.csv").write_text("m,n\n1,2\n")
     (tmp_path / "empty.csv").write_text("")
     write("far.csv", {("1x4", "quackish"): FAST}, op="linear_cross_entropy", shape="1x4x9")
-    for name, says in {
+    for name, message in {
         "absent": "no such file",
         "other": "not a results file of quackish: it has no column date",
         "empty": "it has no column date",
         "far": "have no row in common",
     }.items():
         assert main(["bench", "compare", str(a), str(tmp_path / f"{name}.csv")]) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Measuring one cell in this process: timing, truth, memory, failures, what an interrupted run knows."""
+"""Measuring one cell in this process: timing, truth, memory, failures, interruption."""
 
 import math
 
@@ -32,8 +32,8 @@ def one_thread():
 def measure(
     op: str, shape: tuple[int, ...], direction: str, providers: dict[str, object], **options
 ) -> dict[str, Record]:
-    """What is told about each provider in the end; those that are strings are loaded by that name."""
-    told: dict[str, Record] = options.pop("told", {})
+    """The last record of each provider. Providers that are strings are loaded by that name."""
+    records: dict[str, Record] = options.pop("records", {})
     cell = Cell(op, shape, "bfloat16", direction, ignored=options.pop("ignored", 0.0))
 
     def provider(name: str) -> object:
@@ -42,40 +42,40 @@ def measure(
             raise found
         return OPERATIONS[op].load(found) if isinstance(found, str) else found
 
-    OPERATIONS[op].measure(cell, tuple(providers), Run(CPU, provider, told.__setitem__, **{"rounds": 2, **options}))
-    return told
+    OPERATIONS[op].measure(cell, tuple(providers), Run(CPU, provider, records.__setitem__, **{"rounds": 2, **options}))
+    return records
 
 
-def test_grouped_mlps_are_compared_with_fp64_beside_bare_products():
+def test_a_cell_of_grouped_mlp_has_times_errors_and_the_roof():
     def off(x, w1, w2, scales, offs):
         return 1.5 * mlps.ours()(x, w1, w2, scales, offs)
 
     for direction, errors, roof in (("forward", 1, "two-gemms"), ("forward+backward", 3, "six-gemms")):
-        told = measure(
+        records = measure(
             "grouped_mlp", (50, 64, 32, 4), direction, {"quackish": "quackish", "torch": "torch", "off": off}
         )
-        assert told.keys() == {"quackish", "torch", "off", AGAIN, roof}
+        assert records.keys() == {"quackish", "torch", "off", AGAIN, roof}
         for name in ("quackish", "torch"):
-            found = [told[name][column] for column in ERRORS if column in told[name]]
+            found = [records[name][column] for column in ERRORS if column in records[name]]
             assert len(found) == errors
             assert max(found) < 0.01
-        assert "wrong: err_y " in told["off"]["note"]
-        assert all(found["roof_ms"] == told[roof]["median_ms"] for found in told.values())
+        assert "wrong: err_y " in records["off"]["note"]
+        assert all(found["roof_ms"] == records[roof]["median_ms"] for found in records.values())
 
 
 # Timing --------------------------------------------------------------------------------------------------------------
 
 
-def test_competitors_take_turns():
+def test_works_are_timed_in_turns():
     order = []
     times = interleave({name: lambda name=name: order.append(name) for name in "ABC"}, CPU, rounds=2, block=2)
-    assert "".join(order) == 3 * "AABBCC"  # the first round is thrown away
+    assert "".join(order) == 3 * "AABBCC"  # the first round is discarded
     assert times.keys() == set("ABC")
     assert Times.of(list(map(float, range(11)))) == Times(median=5.0, p20=2.0, p80=8.0)
 
 
 class Works:
-    """Works that take so many seconds of a clock of the test's; 0 raises."""
+    """Works that take the given seconds on a fake clock; 0 raises."""
 
     def __init__(self, **seconds: float):
         self.now, self.order = 0.0, []
@@ -87,25 +87,25 @@ class Works:
         1 / seconds
 
 
-def test_slow_works_get_fewer_turns_and_those_that_fail_none():
-    made, told = Works(a=0.01, slow=1.0, bad=0), []
+def test_slow_works_get_fewer_samples_and_failing_ones_are_dropped():
+    made, records = Works(a=0.01, slow=1.0, bad=0), []
 
     def after(name, times):
-        told.append(set(times))
+        records.append(set(times))
         made.now += 100  # not timed
 
     how = dict(repeats=10, seconds=0.5, least=3, after=after, clock=lambda: made.now)
-    times = take_turns(made.works, CPU, on_error=lambda name, error: told.append({name, type(error)}), **how)
+    times = take_turns(made.works, CPU, on_error=lambda name, error: records.append({name, type(error)}), **how)
     assert {name: made.order.count(name) for name in made.works} == {"a": 10, "slow": 3, "bad": 1}
     assert times["slow"].median == pytest.approx(1e6)
-    assert {"bad", ZeroDivisionError} in told
-    assert told[-1] == times.keys() == {"a", "slow"}
+    assert {"bad", ZeroDivisionError} in records
+    assert records[-1] == times.keys() == {"a", "slow"}
     with pytest.raises(ZeroDivisionError):
         take_turns({"bad": made.works["bad"]}, CPU)
 
 
-def test_bursts_follow_each_other_in_one_rotation():
-    """Each burst is about as long, and of one work; those that fail are told and left out."""
+def test_bursts_rotate():
+    """Bursts have about the same length. Works that fail are reported and dropped."""
     made, failed = Works(a=0.1, slow=0.5, bad=0), []
     how = dict(count=3, seconds=0.4, clock=lambda: made.now)
     times = bursts(made.works, CPU, on_error=lambda name, error: failed.append((name, type(error))), **how)
@@ -114,15 +114,15 @@ def test_bursts_follow_each_other_in_one_rotation():
     assert made.order.count("bad") == 1
     order = "".join(name[0] for name in made.order if name != "bad")
     assert sorted(order[:8]) == list("aaaassss")  # two rounds of two calls, to know how long they take
-    for i in range(8, len(order), 5):  # then rounds of a burst each, the first thrown away
+    for i in range(8, len(order), 5):  # then rounds of one burst each, the first discarded
         assert order[i : i + 5] in ("aaaas", "saaaa")
     assert len(order) == 8 + 4 * 5
     with pytest.raises(ZeroDivisionError):
         bursts({"bad": made.works["bad"]}, CPU)
 
 
-def test_a_launch_is_the_slowest_of_a_step():
-    """By its median over steps in a row, whichever of their launches it is."""
+def test_launch_times_are_those_of_the_slowest_launch():
+    """By the median over steps."""
     now = [0.0]
 
     def launch_of(us):
@@ -144,7 +144,7 @@ def test_a_launch_is_the_slowest_of_a_step():
 
 
 @pytest.mark.gpu
-def test_a_graph_repeats_and_what_cannot_be_captured_is_launched_plainly():
+def test_work_is_a_graph_unless_capture_fails():
     device = torch.device("cuda", 0)
     x = torch.ones(1000, device=device)
     work = prepare(lambda: x.add_(1), device)
@@ -167,7 +167,7 @@ def test_a_graph_repeats_and_what_cannot_be_captured_is_launched_plainly():
 
 
 @pytest.mark.parametrize("elements", [48 * 7, 1 << 20], ids=["with a tail", "at once"])
-def test_norms_errors_are_relative_to_fp64(elements):
+def test_errors_of_norms(elements):
     data, provider = measure_rms_norm.Data.make(23, 48, torch.float32, CPU), load("quackish")
     y, rstd = provider.forward(data.x, data.weight)
     dx, dweight = provider.backward(data.dy, data.x, data.weight, rstd)
@@ -179,7 +179,7 @@ def test_norms_errors_are_relative_to_fp64(elements):
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.5])
-def test_losses_errors_are_relative_to_fp64(ignored):
+def test_errors_of_losses(ignored):
     data = Data.make(23, 16, 50, "normal", ignored, CPU, torch.bfloat16)
     truth = Truth(data, rows=5, classes=7)
     x, w = (t.detach().double().requires_grad_() for t in (data.x, data.w))
@@ -197,7 +197,7 @@ def test_losses_errors_are_relative_to_fp64(ignored):
     assert dlogits[data.target == IGNORED].abs().sum() == 0
 
 
-def test_confident_rows_are_as_confident_as_they_say_and_ignored_rows_a_share_of_all():
+def test_confident_and_ignored_rows():
     data = Data.make(300, 512, 4000, "confident", 0.8, CPU, torch.bfloat16)
     logits = data.x.detach().float() @ data.w.detach().float().T
     p = torch.softmax(logits, 1).gather(1, data.all_targets[:, None]).squeeze(1)
@@ -211,22 +211,22 @@ def test_confident_rows_are_as_confident_as_they_say_and_ignored_rows_a_share_of
 
 def test_a_cell_of_linear_cross_entropy_has_times_errors_and_the_gemms():
     providers = {name: name for name in ("quackish-chunked-8", "torch")}
-    told = measure("linear_cross_entropy", (24, 32, 90), "forward+backward", providers)
-    assert told.keys() == {"quackish-chunked-8", "torch", "three-gemms", "gemm-logits", "gemm-dx", "gemm-dw"}
+    records = measure("linear_cross_entropy", (24, 32, 90), "forward+backward", providers)
+    assert records.keys() == {"quackish-chunked-8", "torch", "three-gemms", "gemm-logits", "gemm-dx", "gemm-dw"}
     for name in ("quackish-chunked-8", "torch"):
-        errors = {of: value for of, value in told[name].items() if of in ERRORS}
+        errors = {of: value for of, value in records[name].items() if of in ERRORS}
         assert max(errors.values()) < 0.01
         assert errors.keys() == {"err_loss", "err_dx", "err_dweight"}
-    assert all(found["roof_ms"] == told["three-gemms"]["median_ms"] for found in told.values())
+    assert all(found["roof_ms"] == records["three-gemms"]["median_ms"] for found in records.values())
     loss = measure("linear_cross_entropy", (24, 32, 90), "forward", {"quackish": "quackish"})
     assert loss.keys() == {"quackish", AGAIN, "gemm-logits"}
     assert [name for name in loss["quackish"] if name in ERRORS] == ["err_loss"]
 
 
-def test_a_cell_beside_ignored_rows_one_of_host_time_and_one_of_steady_steps():
-    told = measure("linear_cross_entropy", (24, 32, 90), "forward+backward", {"quackish": "quackish"}, ignored=0.8)
-    assert told.keys() == {"quackish", AGAIN, NONE_IGNORED}
-    assert told["quackish"]["roof_ms"] == told[NONE_IGNORED]["median_ms"]
+def test_cells_with_ignored_rows_host_time_and_steady_steps():
+    records = measure("linear_cross_entropy", (24, 32, 90), "forward+backward", {"quackish": "quackish"}, ignored=0.8)
+    assert records.keys() == {"quackish", AGAIN, NONE_IGNORED}
+    assert records["quackish"]["roof_ms"] == records[NONE_IGNORED]["median_ms"]
     providers = {name: name for name in ("quackish", "torch")} | {"missing": ImportError("no module of that name")}
     host = measure("linear_cross_entropy", (8, 32, 90), "host", providers)
     assert [name for name, found in host.items() if "median_ms" in found] == ["quackish", "torch"]
@@ -242,9 +242,9 @@ def test_a_cell_beside_ignored_rows_one_of_host_time_and_one_of_steady_steps():
     assert steady["missing"]["status"] == "ImportError: no module of that name"
 
 
-def test_providers_that_fail_early_or_late_are_told_and_an_interrupted_cell_has_told_what_it_knew():
-    """After two calls: errors. After a turn: times and the roof."""
-    calls, told = [], {}
+def test_failures_and_interruption_keep_earlier_records():
+    """Errors are reported after two calls, times and the roof after each turn."""
+    calls, records = [], {}
 
     def late(x, w, target):
         calls.append(1)
@@ -253,38 +253,38 @@ def test_providers_that_fail_early_or_late_are_told_and_an_interrupted_cell_has_
         return LCE.load("torch")(x, w, target)
 
     def stop(x, w, target):
-        if "roof_ms" in told["torch"] and told["late"]["status"] != "ok":
+        if "roof_ms" in records["torch"] and records["late"]["status"] != "ok":
             raise KeyboardInterrupt
         return LCE.load("torch")(x, w, target)
 
     providers = {"missing": ImportError("no module of that name"), "late": late, "torch": "torch", "stop": stop}
     with pytest.raises(KeyboardInterrupt):
-        how = dict(rounds=1000, seconds=1e9, told=told)
+        how = dict(rounds=1000, seconds=1e9, records=records)
         measure("linear_cross_entropy", (24, 32, 90), "forward+backward", providers, **how)
-    assert told["missing"]["status"] == "ImportError: no module of that name"
-    assert told["late"]["status"] == "OutOfMemoryError: no memory"
-    assert told["torch"]["median_ms"] > 0
-    assert told["stop"]["err_dx"] < 0.02
+    assert records["missing"]["status"] == "ImportError: no module of that name"
+    assert records["late"]["status"] == "OutOfMemoryError: no memory"
+    assert records["torch"]["median_ms"] > 0
+    assert records["stop"]["err_dx"] < 0.02
 
 
 @pytest.mark.parametrize("factor, note", [(1.09, ""), (1.11, "wrong: err_y 0.11"), (math.nan, "wrong: err_y nan")])
-def test_what_is_wrong_is_said_to_be(factor, note):
+def test_wrong_results_have_a_note(factor, note):
     def forward(x, weight):
         y, rstd = load("torch").forward(x.double(), weight.double())
         return y * factor, rstd
 
-    told = measure("rms_norm", (8, 32), "forward", {"own": Provider(forward, None)})
-    assert told["own"]["note"] == note
+    records = measure("rms_norm", (8, 32), "forward", {"own": Provider(forward, None)})
+    assert records["own"]["note"] == note
 
 
 class Counted(Memory):
-    """Counts what tests say is allocated, in place of CUDA's allocator."""
+    """A fake allocator."""
 
-    now = most = 0
+    now = highest = 0
 
     def allocate(self, size: int) -> None:
         self.now += size
-        self.most = max(self.most, self.now)
+        self.highest = max(self.highest, self.now)
 
     def __init__(self):
         super().__init__(CPU)
@@ -294,13 +294,13 @@ class Counted(Memory):
         return self.now
 
     def reset_peak(self) -> None:
-        self.most = self.now
+        self.highest = self.now
 
     def peak(self) -> int:
-        return self.most
+        return self.highest
 
 
-def test_standing_memory_is_charged_to_each_provider_of_the_library_that_holds_it():
+def test_standing_memory_is_charged_to_all_providers_of_its_library():
     memory, kept = Counted(), set()
 
     def provider(library, tickets, needs, fails=False):
@@ -308,7 +308,7 @@ def test_standing_memory_is_charged_to_each_provider_of_the_library_that_holds_i
             if library not in kept:
                 kept.add(library)
                 memory.allocate(tickets)
-                memory.allocate(7)  # only a first call needs it, as a compilation
+                memory.allocate(7)  # only in the first call, like a compilation
                 memory.allocate(-7)
             memory.allocate(needs)
             memory.allocate(-needs)
@@ -325,21 +325,21 @@ def test_standing_memory_is_charged_to_each_provider_of_the_library_that_holds_i
         "two": provider("two", 100, 2),
         "three": provider("three", 0, 5),
     }
-    for v in (90, 91):  # also where the first call was made for another cell
-        told = measure("linear_cross_entropy", (24, 32, v), "forward+backward", providers, memory=memory)
-        found = {name: (1e6 * f["peak_mb"], 1e6 * f["standing_mb"]) for name, f in told.items() if "peak_mb" in f}
+    for v in (90, 91):  # also if the first call was in another cell
+        records = measure("linear_cross_entropy", (24, 32, v), "forward+backward", providers, memory=memory)
+        found = {name: (1e6 * f["peak_mb"], 1e6 * f["standing_mb"]) for name, f in records.items() if "peak_mb" in f}
         assert found == {"one": (50, 40), "one-more": (43, 40), "two": (102, 100), "three": (5, 0)}
 
 
 @pytest.mark.gpu
-def test_the_peak_is_the_same_whoever_was_measured_before():
+def test_the_peak_does_not_depend_on_earlier_measurements():
     device = torch.device("cuda", 0)
     memory, found = Memory(device), []
     for providers in (("quackish-chunked", "torch"), ("quackish-chunked",), ("torch", "quackish-chunked")):
-        told = {}
-        run = Run(device, LCE.load, told.__setitem__, rounds=1, memory=memory)
+        records = {}
+        run = Run(device, LCE.load, records.__setitem__, rounds=1, memory=memory)
         LCE.measure(Cell(LCE.name, (512, 512, 4096), "bfloat16", "forward+backward"), providers, run)
-        found.append({name: 1e6 * told[name]["peak_mb"] for name in providers})
+        found.append({name: 1e6 * records[name]["peak_mb"] for name in providers})
     assert found[0]["quackish-chunked"] == found[1]["quackish-chunked"] == found[2]["quackish-chunked"]
     gradients = 2 * (512 + 4096) * 512
-    assert gradients < found[0]["torch"] < gradients + 20e6  # logits; a workspace of cuBLAS's would be 33 MB on top
+    assert gradients < found[0]["torch"] < gradients + 20e6  # logits; a cuBLAS workspace would add 33 MB

@@ -1,4 +1,4 @@
-"""Who is blamed when a process dies: every provider gets one verdict, whatever the others do."""
+"""Which provider is blamed when a child dies: each gets supervisor verdict, independent of the others."""
 
 import itertools
 from pathlib import Path
@@ -13,7 +13,7 @@ OK, FAILED = {"status": "ok"}, {"status": "it broke"}
 
 
 class Scripted(Supervisor):
-    """Children do what the first words of providers' names say; `dies_at` is a step that is no provider's."""
+    """Children behave as the first word of a provider's name says. `dies_at` is a step that is not a provider's."""
 
     def __init__(self, dies_at: str | None = None):
         super().__init__(Path("log"))
@@ -38,7 +38,7 @@ class Scripted(Supervisor):
             if word in ("dies", "sticky"):
                 raise ChildDied("died")
             for name in list(works):
-                if name.startswith((f"{step}_raises", f"{step}_sticky")):  # as Run.fail tells it
+                if name.startswith((f"{step}_raises", f"{step}_sticky")):  # like Run.fail
                     works.remove(name)
                     yield "step", name
                     yield "result", name, FAILED
@@ -49,12 +49,12 @@ class Scripted(Supervisor):
 
 
 def measure(supervisor: Supervisor, names: list[str]) -> dict[str, str]:
-    """{provider: what is said of it in the end}; who has failed is not told anything else."""
-    said: dict[str, str] = {}
-    for name, found in supervisor.measure(Job(CELL, tuple(names)), begin=lambda step: None):
-        assert said.get(name, "ok") == "ok"
-        said[name] = found["status"]
-    return said
+    """{provider: its last status}. Nothing is reported about a provider after it failed."""
+    statuses: dict[str, str] = {}
+    for name, record in supervisor.measure(Job(CELL, tuple(names)), begin=lambda step: None):
+        assert statuses.get(name, "ok") == "ok"
+        statuses[name] = record["status"]
+    return statuses
 
 
 WAYS = {
@@ -68,30 +68,30 @@ WAYS = {
 }
 
 
-def test_everyone_gets_the_verdict_that_is_theirs():
+def test_each_provider_gets_its_own_verdict():
     for ways in itertools.product(WAYS, repeat=3):
         names = [f"{way}-{i}" for i, way in enumerate(ways)]
-        said = measure(Scripted(), names)
-        said.pop("add", None)
-        assert said == {name: WAYS[way] for name, way in zip(names, ways, strict=True)}
+        statuses = measure(Scripted(), names)
+        statuses.pop("add", None)
+        assert statuses == {name: WAYS[way] for name, way in zip(names, ways, strict=True)}
 
 
-def test_who_ended_two_processes_is_given_up():
-    one = Scripted()
+def test_a_provider_that_ended_two_processes_is_skipped():
+    supervisor = Scripted()
     names = ["dies-0", "sticky-1", "timing_dies-2", "raises-3", "good-4"]
     for _ in range(2):
-        assert measure(one, names)["dies-0"] == "died"
-    before, said = one.started, measure(one, names)
-    assert {said[name] for name in names[:3]} == {"skipped: it ended 2 processes"}
-    assert (said["raises-3"], said["good-4"]) == ("it broke", "ok")
-    assert one.started <= before + 1
+        assert measure(supervisor, names)["dies-0"] == "died"
+    before, statuses = supervisor.started, measure(supervisor, names)
+    assert {statuses[name] for name in names[:3]} == {"skipped: it ended 2 processes"}
+    assert (statuses["raises-3"], statuses["good-4"]) == ("it broke", "ok")
+    assert supervisor.started <= before + 1
 
 
 @pytest.mark.parametrize("step", ["inputs", "roof"])
-def test_what_no_provider_did_is_said_of_all(step):
-    said = measure(Scripted(dies_at=step), ["good-0", "raises-1", "good-2"])
-    assert said["good-0"] == said["good-2"] == f"{step}: died"
-    assert said["raises-1"] == ("it broke" if step == "roof" else "inputs: died")
+def test_a_death_that_no_provider_caused_fails_all(step):
+    statuses = measure(Scripted(dies_at=step), ["good-0", "raises-1", "good-2"])
+    assert statuses["good-0"] == statuses["good-2"] == f"{step}: died"
+    assert statuses["raises-1"] == ("it broke" if step == "roof" else "inputs: died")
 
 
 def test_a_process_that_never_starts_is_an_error(tmp_path):

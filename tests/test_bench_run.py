@@ -1,4 +1,4 @@
-"""`python -m quackish bench` on tiny shapes: what it writes, refuses, and that nothing ends it early."""
+"""`python -m quackish bench` on tiny shapes: results, invalid requests, and failing providers."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ gpu = torch.cuda.is_available()
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
-    """Many threads on a busy machine make small work slow, by far."""
+    """Many threads on a busy machine make small work very slow."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -65,7 +65,7 @@ def test_a_run_writes_rows_page_and_figures_and_appends(tmp_path, capsys):
 
 
 @pytest.mark.skipif(gpu, reason="is about a machine without a GPU")
-def test_without_a_gpu_shapes_are_cut_and_models_measured_with_and_without_gradients(tmp_path, capsys):
+def test_without_a_gpu_shapes_are_small(tmp_path, capsys):
     rows = bench(tmp_path, "linear_cross_entropy", "--model", "llama3-8b", "qwen3-8b")
     assert {row["shape"] for row in rows} == {"48x64x512"}
     assert "Shapes are at most 48x64x512." in capsys.readouterr().out
@@ -74,11 +74,11 @@ def test_without_a_gpu_shapes_are_cut_and_models_measured_with_and_without_gradi
     assert {"quackish", "torch", AGAIN, "three-gemms"} < names["forward+backward"]
 
 
-# What providers do ---------------------------------------------------------------------------------------------------
+# Failing providers ---------------------------------------------------------------------------------------------------
 
 
-def test_a_provider_that_fails_in_any_way_is_named_and_the_run_goes_on(tmp_path, capsys):
-    """`late` dies when all take turns: on a GPU these are graphs, and no provider's code runs then."""
+def test_failing_providers_do_not_end_the_run(tmp_path, capsys):
+    """`late` aborts while all take turns. On a GPU turns replay graphs, so `aborts` replaces it."""
     killed = "aborts" if gpu else "late"
     ways = ["raises", killed, "exits", "hangs", "wrong_shape", "good"]
     providers = ["quackish", *(f"broken_providers:{way}" for way in ways)]
@@ -94,14 +94,14 @@ def test_a_provider_that_fails_in_any_way_is_named_and_the_run_goes_on(tmp_path,
         "wrong_shape": "ValueError: returned (8, 1), expected (8, 32)",
     }
     assert {row["provider"] for row in rows if row["median_ms"]} == {OURS, AGAIN, "broken_providers:good", "add"}
-    said = capsys.readouterr().out
-    assert f"{killed}: the process was killed by SIGABRT" in said
-    assert "goodbye" not in said
+    output = capsys.readouterr().out
+    assert f"{killed}: the process was killed by SIGABRT" in output
+    assert "goodbye" not in output
     assert "goodbye" in (tmp_path / "rms_norm.log").read_text()
     assert f"{killed}: the process was killed by SIGABRT (backward 8x32 bf" in (tmp_path / "rms_norm.md").read_text()
 
 
-def test_where_nothing_can_be_measured_that_is_told(tmp_path):
+def test_if_nothing_is_measured_the_page_has_the_reasons(tmp_path):
     words = ["bench", "rms_norm", "--quick", "--out", str(tmp_path), "--shapes", "8x32", "--direction", "backward"]
     assert main([*words, "--providers", "broken_providers:raises,broken_providers:absent,no_such_module:norm"]) == 1
     page = (tmp_path / "rms_norm.md").read_text()
@@ -110,14 +110,14 @@ def test_where_nothing_can_be_measured_that_is_told(tmp_path):
     assert "ModuleNotFoundError: No module named 'no_such_module'" in page
 
 
-def test_sigterm_in_a_cell_keeps_what_it_has(tmp_path):
-    """As `timeout` sends it, to the program alone."""
+def test_sigterm_keeps_the_results_so_far(tmp_path):
+    """`timeout` sends the signal only to the main process."""
     words = ["--shapes", "24x32x90", "--providers", "torch,broken_providers:slow_loss"]
     words += ["--direction", "backward", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "quackish", "bench", "linear_cross_entropy", *words]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "QUACKISH_TEST_TOLD": str(tmp_path / "told")}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "QUACKISH_TEST_FLAG": str(tmp_path / "flag")}
     program = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (tmp_path / "told").exists() and program.poll() is None:
+    while not (tmp_path / "flag").exists() and program.poll() is None:
         time.sleep(0.05)
     program.send_signal(signal.SIGTERM)
     assert program.wait(120) != 0
@@ -129,11 +129,11 @@ def test_sigterm_in_a_cell_keeps_what_it_has(tmp_path):
     assert "slow_loss: interrupted" in (tmp_path / "linear_cross_entropy.md").read_text()
 
 
-# What makes no sense -------------------------------------------------------------------------------------------------
+# Invalid requests -------------------------------------------------------------------------------------------------
 
 
-def test_what_makes_no_sense_is_refused(tmp_path, capsys):
-    for words, says in {
+def test_invalid_requests(tmp_path, capsys):
+    for words, message in {
         "--shapes 8x32x64": "--shapes is '8x32x64'; expected MxN",
         "--model gpt5": "no such model; expected one of llama3-8b",
         "--providers quakish": "--providers quakish: no such provider; expected one of quackish, quack",
@@ -141,10 +141,10 @@ def test_what_makes_no_sense_is_refused(tmp_path, capsys):
         "--dtype int8": "'int8' is unknown; expected one of bf16, fp16, fp32",
         "--tokens many": "'many'; expected a positive number",
     }.items():
-        with pytest.raises(SystemExit) as ended:  # by argparse, or as the command line ends
+        with pytest.raises(SystemExit) as ended:  # raised by argparse, or here
             raise SystemExit(main(["bench", "rms_norm", "--out", str(tmp_path), *words.split()]))
         assert ended.value.code == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "rms_norm.csv").exists()
 
 
@@ -152,7 +152,7 @@ def test_what_makes_no_sense_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.gpu
-def test_linear_cross_entropy_on_the_gpu_has_times_memory_and_errors(tmp_path):
+def test_linear_cross_entropy_on_the_gpu(tmp_path):
     names = "quackish,quackish-recompute-1024,torch"
     words = ("--shapes", "512x512x4096", "--providers", names, "--direction", "backward")
     rows = bench(tmp_path, "linear_cross_entropy", *words)
@@ -165,7 +165,7 @@ def test_linear_cross_entropy_on_the_gpu_has_times_memory_and_errors(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_norm_is_measured_beside_a_provider_that_loses_the_cuda_context(tmp_path):
+def test_a_lost_cuda_context_affects_only_its_provider(tmp_path):
     illegal, good = "broken_providers:illegal", "broken_providers:good"
     words = ("--shapes", "64x1024", "--direction", "backward", "--providers", OURS, illegal, good)
     rows = bench(tmp_path, "rms_norm", *words)

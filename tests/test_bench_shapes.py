@@ -15,7 +15,7 @@ from quackish.testing.timing import Times
 LCE_CELL = Cell("linear_cross_entropy", (8, 32, 90), "bfloat16", "forward+backward", ignored=0.8)
 
 
-def test_models_have_norms_and_heads_and_a_shape_of_several_is_measured_once():
+def test_shapes_of_models():
     norms = RMS_NORM.shapes(["llama3-8b", "qwen3-8b"], [100], ["100x128", "100x4096"])
     assert norms == {
         (100, 4096): "llama3-8b, qwen3-8b",
@@ -31,7 +31,7 @@ def test_models_have_norms_and_heads_and_a_shape_of_several_is_measured_once():
         GROUPED_MLP.shapes(["llama3-8b"], [10], [])
 
 
-def test_patterns_name_models():
+def test_patterns_of_models():
     assert [model.name for model in find(["gemma3-1*", "llama3-8b"])] == ["llama3-8b", "gemma3-1b", "gemma3-12b"]
     with pytest.raises(ValueError, match="--model gpt5: no such model; expected one of llama3-8b"):
         find(["llama3-8b", "gpt5"])
@@ -43,7 +43,7 @@ def test_invalid_shapes(shape):
         RMS_NORM.shapes([], [], [shape])
 
 
-def test_providers_are_matched_by_patterns():
+def test_patterns_of_providers():
     names = LINEAR_CROSS_ENTROPY.matching(["mine:loss", "torch*", "quackish", "quackish-chunked-777"])
     assert names == (
         "quackish-chunked-777",
@@ -56,7 +56,7 @@ def test_providers_are_matched_by_patterns():
     )
 
 
-def test_a_row_has_the_columns_that_the_readme_explains():
+def test_columns_of_rows_and_the_readme():
     times = time_columns(Times(2000.0, 1900.0, 2100.0), Times(1000.0, 990.0, 1010.0))
     record = times | {"status": "ok", "peak_mb": 3.0}
     row = row_of(Job(LCE_CELL, ("quackish",), "llama3-8b"), "quackish", record)

@@ -1,4 +1,4 @@
-"""The programs of benchmarks/ on tiny shapes and made-up results: what they write, how they judge, what they draw."""
+"""The programs of benchmarks/ on tiny shapes and made-up results: files, verdicts, figures."""
 
 import math
 import sys
@@ -10,7 +10,7 @@ import torch
 for package in ("rich", "matplotlib"):
     pytest.importorskip(package)
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
+sys.path.insert(0, str(ROOT))  # benchmarks/ is not part of the package
 
 from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
 from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces  # noqa: E402
@@ -27,7 +27,7 @@ SHAPE, TRAIN = "8192 x 4096 x 128256", "forward+backward"
 
 
 class Here:
-    """Measures in this process, on the CPU, with the options that a worker would get."""
+    """A Supervisor that measures in this process on the CPU."""
 
     def __init__(self, log, commit, timeout, options):
         self.options = options | {"rounds": 2}
@@ -39,7 +39,7 @@ class Here:
         events = []
         names = [name for name in job.providers if name in ("quackish", "torch")]
         processes.measure(job.cell, names, events.append, device=CPU, **self.options)
-        yield from (found for kind, *found in events if kind == "result")
+        yield from (record for kind, *record in events if kind == "result")
 
     def close(self) -> None:
         pass
@@ -65,7 +65,7 @@ def test_norms_write_rows_page_and_figure(tmp_path):
         assert text in page
 
 
-def test_losses_write_rows_and_append_steady_ones_that_are_shown_beside(tmp_path):
+def test_losses_write_rows_and_append_steady_ones(tmp_path):
     path = tmp_path / "linear_cross_entropy.csv"
     words = ["--shapes", "24x32x90", "--repeats", "2", "--out", str(tmp_path), "--providers", "quackish,torch"]
     assert linear_cross_entropy.main(words, Here) == path
@@ -87,7 +87,7 @@ def test_losses_write_rows_and_append_steady_ones_that_are_shown_beside(tmp_path
     assert float(shown["steady / 3 GEMMs"]) == pytest.approx(ratio, abs=2e-3)
 
 
-def test_a_file_of_others_is_not_appended_to(tmp_path):
+def test_appending_to_another_file(tmp_path):
     path = tmp_path / "linear_cross_entropy.csv"
     path.write_text("m,n\n1,2\n")
     with pytest.raises(ValueError, match="not a results file of quackish: it has no column date"):
@@ -95,7 +95,7 @@ def test_a_file_of_others_is_not_appended_to(tmp_path):
     assert path.read_text() == "m,n\n1,2\n"
 
 
-def test_every_peer_of_a_case_is_known_and_described():
+def test_peers_of_cases_are_known_and_described():
     for job in (*linear_cross_entropy.BARS, *linear_cross_entropy.HOST):
         assert len(set(job.providers)) == len(job.providers)
         assert set(job.providers) <= set(providers_linear_cross_entropy.PROVIDERS), str(job.cell)
@@ -111,7 +111,7 @@ def test_host_overhead_runs(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "linear_cross_entropy", "sweep/linear_cross_entropy"])
-def test_recorded_results_make_the_pages_beside_them(name):
+def test_pages_match_recorded_results(name):
     path = ROOT / "benchmarks" / "results" / "H200" / f"{name}.csv"
     page = report.markdown(
         Results(read_rows(path)), {"rms_norm": rms_norm, "linear_cross_entropy": bars}[path.stem].PAGE
@@ -123,7 +123,7 @@ def test_recorded_results_make_the_pages_beside_them(name):
 
 
 def results_of(cells: dict[Cell, dict[str, Record]]) -> Results:
-    rows = (row_of(Job(cell, ()), name, found) for cell, of in cells.items() for name, found in of.items())
+    rows = (row_of(Job(cell, ()), name, record) for cell, of in cells.items() for name, record in of.items())
     empty = dict.fromkeys(COLUMNS, "") | {"gpu": "H200"}
     return Results([empty | {key: str(value) for key, value in row.items() if value is not None} for row in rows])
 
@@ -144,16 +144,16 @@ def of_norms(results: Results) -> dict[str, str]:
     return {text.split(": ")[1].split(";")[0]: f"{word} {text}" for word, text in rms_norm.verdicts(results)}
 
 
-def test_bars_of_norms_are_judged_in_every_cell():
-    said = of_norms(norms({4096: {"quackish": 109.0, "quack": 150.0}}))
-    assert [text[:4] for text in said.values()] == ["PASS"] * 3
-    said = of_norms(norms({4096: {"quackish": 109.0, "quack": 150.0}, 8192: {"quackish": 109.1, "quack": 109.0}}))
-    bar, rival, mean = said.values()
+def test_bars_of_norms():
+    verdicts = of_norms(norms({4096: {"quackish": 109.0, "quack": 150.0}}))
+    assert [text[:4] for text in verdicts.values()] == ["PASS"] * 3
+    verdicts = of_norms(norms({4096: {"quackish": 109.0, "quack": 150.0}, 8192: {"quackish": 109.1, "quack": 109.0}}))
+    bar, rival, mean = verdicts.values()
     assert bar.startswith("FAIL")
     assert "1 of 2 cells, worst 1.0009 (109.1 us for 109 us) at 8192 x 256" in bar
     assert rival.startswith("FAIL")
     assert f"{math.sqrt(150 / 109 * 109 / 109.1):.3f}x" in mean
-    # a cell that failed is lost, a peer that failed is left out
+    # a failed cell is FAIL; failed peers are ignored
     bar, rival, _ = of_norms(
         norms({4: {"quackish": 50.0, "quack": 90.0}, 8: {"quackish": None, "quack": 90.0}})
     ).values()
@@ -162,14 +162,14 @@ def test_bars_of_norms_are_judged_in_every_cell():
     _, rival, _ = of_norms(norms({4: {"quackish": 50.0, "quack": 90.0}, 8: {"quackish": 50.0, "quack": None}})).values()
     assert "1 of 1 cells" in rival
     for us, word in ((102.0, "PASS"), (102.1, "FAIL")):
-        said = of_norms(norms({4096: {"quackish": us, "quack": 100.0}}, "forward"))
-        assert said["forward at most 2 % over QuACK"].startswith(word)
+        verdicts = of_norms(norms({4096: {"quackish": us, "quack": 100.0}}, "forward"))
+        assert verdicts["forward at most 2 % over QuACK"].startswith(word)
     text = norms({4096: {"quackish": 100.0, "quackish (again)": 103.0}}).noise()
     assert "3.0% (median), 3.0% (maximum)" in text
 
 
-def test_a_bar_missed_by_a_hair_fails_and_both_numbers_are_said():
-    """In the verdict, whose four digits would be the same."""
+def test_a_barely_missed_bar_fails_and_shows_both_numbers():
+    """The ratios are equal in four digits."""
     result = norms({4096: {"quackish": 109.004}, 8192: {"quackish": 109.0}, 16384: {"quackish": 109.002}})
     bar = of_norms(result)["backward <= 1.05 t_add + 4 us"]
     assert bar.startswith("FAIL")
@@ -183,8 +183,8 @@ def made_up(cases: dict[tuple, dict[str, tuple]]) -> Results:
 
     def measured(ms: float | None, gb: float | None, error: float | None) -> Record:
         times = Times(*[1e3 * ms] * 3) if ms else None
-        found = {"status": "ok" if ms else "RuntimeError: no", "peak_mb": gb and 1e3 * gb}
-        return found | {"err_dx": error, "err_dweight": error} | time_columns(times, times)
+        record = {"status": "ok" if ms else "RuntimeError: no", "peak_mb": gb and 1e3 * gb}
+        return record | {"err_dx": error, "err_dweight": error} | time_columns(times, times)
 
     cells = {}
     for (direction, m, h, v, *kind), providers in cases.items():
@@ -199,36 +199,36 @@ def headline(**times) -> dict[tuple, dict[str, tuple]]:
     return {(TRAIN, *bars.HEADLINE.shape, "normal", 0.0): {"three-gemms": (40.0, None, None), **providers}}
 
 
-def words(results: Results) -> dict[str, str]:
-    """{what a verdict is about: PASS or FAIL and the text}"""
+def verdicts_of(results: Results) -> dict[str, str]:
+    """{subject of a verdict: PASS or FAIL, and the text}"""
     lines = bars.verdicts(results)
     return {": ".join(text.split(": ")[:2]): f"{word} {text}" for word, text in lines}
 
 
 def test_bars_of_the_headline_shape():
     good = {f"quackish_{s}": (40 * of_gemms, gb or 3.2) for s, (of_gemms, gb) in bars.HEADLINE_BARS.items()}
-    said = words(made_up(headline(**good, quack=(41.0, 4.3), cce=(95.0, 1.12), torch=(43.0, 6.3))))
-    # nothing of ours is as small as cce, which is slower than all of it
-    text = said.pop(f"{SHAPE}: time against memory")
+    verdicts = verdicts_of(made_up(headline(**good, quack=(41.0, 4.3), cce=(95.0, 1.12), torch=(43.0, 6.3))))
+    # cce needs less memory than quackish, but is slower
+    text = verdicts.pop(f"{SHAPE}: time against memory")
     assert text.startswith("FAIL")
     assert text.endswith("2 of 3 peers' points dominated by one of ours; not cce (95 ms, 1.1200 GB)")
     for schedule in bars.HEADLINE_BARS:
-        text = said[f"{SHAPE} {schedule}: faster than every peer that uses no more memory"]
+        text = verdicts[f"{SHAPE} {schedule}: faster than every peer that uses no more memory"]
         assert "cce 95.000 ms" in text
         assert text.endswith("of 1")
-    kept = {about for about, text in said.items() if text.startswith("PASS") and about.startswith(SHAPE)}
+    kept = {about for about, text in verdicts.items() if text.startswith("PASS") and about.startswith(SHAPE)}
     assert len(kept) == 8
 
     bad = {name: (1.001 * ms, 1.001 * gb) for name, (ms, gb) in good.items()}
-    said = words(made_up(headline(**bad, quack=(40.0, 1.0))))
-    assert kept == {about for about, text in said.items() if text.startswith("FAIL") and about in kept}
-    # a schedule that failed has failed, and a peer that failed is left out
-    said = words(made_up(headline(quackish_stored=(None, None), quack=(None, None))))
-    assert [text[:4] for text in said.values()] == ["FAIL"]
+    verdicts = verdicts_of(made_up(headline(**bad, quack=(40.0, 1.0))))
+    assert kept == {about for about, text in verdicts.items() if text.startswith("FAIL") and about in kept}
+    # a failed schedule is FAIL; failed peers are ignored
+    verdicts = verdicts_of(made_up(headline(quackish_stored=(None, None), quack=(None, None))))
+    assert [text[:4] for text in verdicts.values()] == ["FAIL"]
 
 
-def test_no_peer_that_is_not_dominated_is_hidden():
-    """At the headline shape, on confident data and with 65536 rows: in the verdict and under the table."""
+def test_peers_that_are_not_dominated_are_listed():
+    """Neither in the verdict nor below the table."""
     ours = {"quackish": (300.0, 7.08, 0.01), "quackish-recompute": (400.0, 2.5, 0.01)}
     peers = {"quack-base": (319.4, 4.74, 0.01), "liger": (310.0, 2.11, math.nan), "torch": (339.0, 50.4, 0.01)}
     listed = "quack-base (319.4 ms, 4.7400 GB), liger (310 ms, 2.1100 GB, wrong results)"
@@ -247,14 +247,14 @@ def test_no_peer_that_is_not_dominated_is_hidden():
 
 
 @pytest.mark.parametrize("ms, quack, word", [(40.8, 41.0, "PASS"), (40.9, 41.0, "FAIL"), (40.8, 40.8, "FAIL")])
-def test_other_shapes_are_judged_by_auto(ms, quack, word):
+def test_bars_of_other_shapes(ms, quack, word):
     shape = (TRAIN, *bars.SHAPES[0].shape, "normal", 0.0)
     providers = {"three-gemms": (40.0, 0, 0), "quackish": (ms, 1, 0.01), "quack": (quack, 1, 0.01)}
-    found = {text.split(" ")[0] for text in words(made_up({shape: providers})).values()}
-    assert (found == {"PASS"}) == (word == "PASS")
+    record = {text.split(" ")[0] for text in verdicts_of(made_up({shape: providers})).values()}
+    assert (record == {"PASS"}) == (word == "PASS")
 
 
-def test_loss_only_ignored_rows_errors_and_host():
+def test_bars_of_forward_ignored_rows_errors_and_host_time():
     def judge(loss, ignored, error, confident, host, quack, launch):
         shape = bars.HEADLINE.shape
         step = {"quackish": (host, 0, None), A_LAUNCH: (launch, 0, None), "torch": (0.2, 0, None)}
@@ -300,8 +300,8 @@ def test_a_provider_has_one_color():
     assert plots.color_of("mine") in plots.OTHERS
 
 
-def test_labels_cover_neither_points_nor_labels():
-    """What finds no free spot has none."""
+def test_labels_do_not_overlap():
+    """Points without space get no label."""
     many = {f"quack_base_{i}": (40 + 0.01 * i, 3.0 + 0.01 * i) for i in range(40)}
     results = made_up(headline(quackish=(39.0, 2.5), torch=(80.0, 6.0), **many))
     with plots._figure(5, "made up", "GPU") as fig:
@@ -316,18 +316,18 @@ def test_labels_cover_neither_points_nor_labels():
     assert not any(box.contains(*ax.transData.transform(point)) for box in boxes for point in points.values())
 
 
-def parallel_cell(ms, **found):
-    """Four GPUs, GPU 3 slower than the others."""
+def parallel_cell(ms, **record):
+    """Four GPUs, one of them slower."""
     alone = [[36.0], [36.0], [36.0], [37.0]]
     steps = {parallel.OURS: {"loss": 1.0, "mb": 900.0, "why": ""}, "peer": {"why": "RuntimeError: no"}}
     times = {parallel.OURS: [[ms], [ms - 1], [ms], [ms]], parallel.ALONE: alone, parallel.ONE_GPU: alone}
     shares = (0.07, 0.02, 0.05, 0.04)  # GPUs that finish early wait in the collectives
     tables = {parallel.OURS: [{"GemmSm90 1": 8.0, "exposed": share * ms, "step": ms} for share in shares]}
     shape = [8192, 4096, 128256]
-    return {"shape": shape, "ranks": 4, "most_mb": 900.0, "steps": steps, "ms": times, "kernels": tables} | found
+    return {"shape": shape, "ranks": 4, "most_mb": 900.0, "steps": steps, "ms": times, "kernels": tables} | record
 
 
-def test_the_parallel_heads_bars():
+def test_bars_of_the_parallel_head():
     ours, peer = parallel.lines_of(parallel_cell(9.4))
     assert ours[4:6] == ("0.957", "0.984")
     assert ours[-1] == "0.94: PASS, exposed 0.03: PASS, MB 900: PASS"
@@ -343,7 +343,7 @@ def test_the_kernels_of_a_traced_step():
     assert traces.covered([(0, 2), (5, 6), (1, 3), (2, 2.5)]) == 4
     step = [("Gemm", 0, 4), ("ncclSum", 3, 6), ("Gemm", 6, 9), ("small", 0, 0.01)]
     events = [(name, 10 * i + start, 10 * i + end) for i in range(1 + traces.STEPS) for name, start, end in step]
-    events[1] = ("ncclSum", -100, 6)  # the other ranks were late
+    events[1] = ("ncclSum", -100, 6)  # waited for the other ranks
     expected = {"Gemm 1": 4, "ncclSum": 3, "Gemm 2": 3, "others": 0.01, "idle": 1, "exposed": 2, "step": 10}
     assert traces.kernels_of(events) == pytest.approx(expected)
     name = "kernel_cutlass_kernel_quackishkernelsgemm_sm90GemmSm90_object_at__cutlasscuteatomCopyAtom_0"
@@ -353,19 +353,19 @@ def test_the_kernels_of_a_traced_step():
     assert traces.short_name(nccl) == "ncclDevKernel_AllGather_RING_LL"
 
 
-def test_a_peer_that_raises_is_left_out_on_all_ranks():
+def test_a_peer_that_raises_is_dropped_on_all_ranks():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         steps = {"peer": lambda: 1 / 0, parallel.OURS: lambda: torch.tensor(2.0)}
-        found = parallel.first_steps(steps, CPU)
+        record = parallel.first_steps(steps, CPU)
     finally:
         torch.distributed.destroy_process_group()
     assert list(steps) == [parallel.OURS]
-    assert found["peer"]["why"] == "ZeroDivisionError: division by zero"
-    assert found[parallel.OURS] == {"loss": 2.0, "mb": 0.0, "why": ""}
+    assert record["peer"]["why"] == "ZeroDivisionError: division by zero"
+    assert record[parallel.OURS] == {"loss": 2.0, "mb": 0.0, "why": ""}
 
 
-def test_the_bars_of_grouped_mlp():
+def test_bars_of_grouped_mlp():
     def cell(ours, errors):
         times = {grouped_mlp.OURS: ours, grouped_mlp.COMPILED: 6.0, grouped_mlp.EAGER: 8.0, grouped_mlp.BARE[1]: 5.0}
         return [
@@ -374,9 +374,9 @@ def test_the_bars_of_grouped_mlp():
         ]
 
     assert [word for word, _ in grouped_mlp.verdicts(cell(4.9, (1e-3,) * 5))] == ["PASS"] * 4
-    found = grouped_mlp.verdicts(cell(6.1, (1e-3, 2e-3, 1e-3, 1e-3, 1e-3)))
-    assert [word for word, _ in found] == ["FAIL"] * 4
-    assert found[2][1].endswith("; dx 2.00e-03 > 1.00e-03")
+    record = grouped_mlp.verdicts(cell(6.1, (1e-3, 2e-3, 1e-3, 1e-3, 1e-3)))
+    assert [word for word, _ in record] == ["FAIL"] * 4
+    assert record[2][1].endswith("; dx 2.00e-03 > 1.00e-03")
     assert grouped_mlp.sizes_of("half empty", 10, 4) == [0, 5, 0, 5]
     assert sum(grouped_mlp.sizes_of("Zipf", 1000, 7)) == 1000
 

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: damage, strangers' files, unusable folders, several processes, what the key holds."""
+"""Compiled kernels on disk: damaged and foreign files, unusable folders, several processes, the key."""
 
 import contextlib
 import dataclasses
@@ -27,9 +27,9 @@ MEMORY_ONLY = "kept in memory only"
 
 
 def ignore_edits(setattr=setattr):
-    """Sources may be edited while tests run."""
+    """Allows edits of sources while tests run."""
     setattr(cache, "_STARTED", float("inf"))
-    setattr(cache, "_source_hash", lambda class_file: "not looked at")
+    setattr(cache, "_source_hash", lambda class_file: "ignored")
 
 
 @pytest.fixture(autouse=True)
@@ -60,15 +60,15 @@ def silently(function, *args):
         return function(*args)
 
 
-def test_second_process_loads_what_only_the_user_may_read(folder):
+def test_another_process_loads_the_file(folder):
     assert silently(use) == "compiled"
     assert silently(use) == "loaded"
     (file,) = folder.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert file.stat().st_mode & 0o777 == 0o600
-    told = json.loads(file.read_bytes().split(b"\n")[2])
-    assert (told["kernel"], told["target"]) == ("toy_kernels.HostToy", "sm_90a")
-    assert told["problem"] == "HostProblem(factor=2)"
+    identity_in_file = json.loads(file.read_bytes().split(b"\n")[2])
+    assert (identity_in_file["kernel"], identity_in_file["target"]) == ("toy_kernels.HostToy", "sm_90a")
+    assert identity_in_file["problem"] == "HostProblem(factor=2)"
     assert silently(use, 3) == "compiled"
 
 
@@ -120,12 +120,12 @@ def test_a_fifo_does_not_block(folder):
     with within_a_minute(), pytest.warns(RuntimeWarning, match="is compiled again: .*not a regular file") as warned:
         assert use() == "compiled"
     assert len(warned) == 1
-    assert silently(use) == "loaded"  # it took the place of the FIFO
+    assert silently(use) == "loaded"  # the FIFO was replaced
 
 
 @contextlib.contextmanager
 def within_a_minute():
-    """Raises where the code waits for ever."""
+    """Raises if the code hangs."""
 
     def stop(*args):
         raise AssertionError("it hangs")
@@ -161,7 +161,7 @@ def test_object_for_another_target_is_refused(folder):
 
 
 def check_memory_only(match):
-    """Kernels work, nothing is kept, and one warning is given for all of them."""
+    """Kernels work, nothing is stored, and there is one warning for all of them."""
     with pytest.warns(RuntimeWarning) as warned:
         assert [use(), use(), use(3)] == ["compiled"] * 3
     assert len(warned) == 1
@@ -190,7 +190,7 @@ def test_write_that_fails_leaves_nothing(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
-def test_folder_that_others_may_write(folder, mode):
+def test_folder_writable_by_others(folder, mode):
     folder.mkdir()
     folder.chmod(mode)
     check_memory_only("others may write")
@@ -203,7 +203,7 @@ def test_folder_of_another_user(folder, monkeypatch):
     check_memory_only("belongs to user")
 
 
-def test_file_that_others_may_write(folder):
+def test_file_writable_by_others(folder):
     use()
     (file,) = folder.iterdir()
     file.chmod(0o660)
@@ -248,13 +248,13 @@ for factor in (2, 3, 4):
 """
     a, b = str(folder.parent / "a"), str(folder.parent / "b")
     for process in [start(code.format(me=a, other=b), folder), start(code.format(me=b, other=a), folder)]:
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 0, said
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 0, stderr
     assert len(list(folder.iterdir())) == 3
     assert silently(lambda: [use(2), use(3), use(4)]) == ["loaded"] * 3
 
 
-def test_kill_in_the_middle_of_a_write(folder):
+def test_kill_during_a_write(folder):
     code = """
 import os, signal
 from test_cache import use
@@ -272,7 +272,7 @@ use()
     assert len(list(folder.iterdir())) == 2
 
 
-# What the key holds
+# The key
 
 
 def identity(problem=HostProblem(), config=HostConfig(), target="sm_90a", kernel_class=HostToy):  # noqa: B008
@@ -337,13 +337,13 @@ def test_every_source_is_in_the_hash(monkeypatch, tmp_path):
     tmp_path.joinpath("kernels/common/b.py").rename(tmp_path / "kernels/b.py")
     seen.append(hash_sources(elsewhere))
     assert len(set(seen)) == len(seen)
-    assert write("ops/a.py", "1") == seen[-1]  # the torch layer is not in what is compiled
+    assert write("ops/a.py", "1") == seen[-1]  # compiled code does not depend on the torch layer
     assert write("kernels/notes.txt", "1") == seen[-1]
     elsewhere.touch()
-    assert hash_sources(elsewhere) == seen[-1]  # contents count, not times
+    assert hash_sources(elsewhere) == seen[-1]  # times do not matter
 
 
-def test_sources_edited_since_the_start_are_not_cached(folder, monkeypatch):
+def test_sources_edited_after_the_start(folder, monkeypatch):
     assert use() == "compiled"
     newest = max(path.stat().st_mtime for path in cache._sources(TESTS / "toy_kernels.py"))
     monkeypatch.setattr(cache, "_STARTED", newest - 1)

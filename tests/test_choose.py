@@ -1,4 +1,4 @@
-"""Which config a kernel runs by, and why: forced, from a table, or analytical; and which ones are refused."""
+"""The choice of configs: forced, from the user's table, or analytical; illegal configs."""
 
 import dataclasses
 import itertools
@@ -50,7 +50,7 @@ DW_PINGPONG = dataclasses.replace(DW, split_k_tail=False)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where the user's table is, empty."""
+    """The folder of the user's table, empty."""
     monkeypatch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path))
     errors._warned.clear()
     choose.reload()
@@ -66,18 +66,13 @@ def chosen(kernel="rms_norm_bwd", problem=BACKWARD, on=H200):
     return choose.choose(kernel, problem, on)
 
 
-def test_nothing_forced_and_no_table_is_the_analytical_choice():
-    reason = "by the rule in quackish/configs/rms_norm.py"
-    assert chosen() == (rms_norm_bwd_config(BACKWARD, H200), "analytical", reason)
-
-
 def test_fields_and_whole_configs_are_forced_for_the_block():
     analytical, whole = chosen().config, RmsNormBwdConfig(512, 256, 3, 1)
     with config(rms_norm_backward=dict(num_stages=4, ctas_per_sm=1)):
         made = dataclasses.replace(analytical, num_stages=4, ctas_per_sm=1)
         assert chosen() == (made, "forced", "with quackish.config(rms_norm_backward=...)")
         assert chosen("rms_norm_fwd", FORWARD).source == "analytical"
-        with config(rms_norm_backward=dict(num_stages=2), rms_norm_forward=dict(threads=512)):  # over the outer ones
+        with config(rms_norm_backward=dict(num_stages=2), rms_norm_forward=dict(threads=512)):  # inner wins
             assert chosen().config == dataclasses.replace(made, num_stages=2)
             assert chosen("rms_norm_fwd", FORWARD).config.threads == 512
             with config(rms_norm_backward=whole):
@@ -128,10 +123,10 @@ def test_blocks_of_two_threads_end_in_any_order():
         (dict(rms_norm_forward=RmsNormFwdConfig(256.0, 128)), "threads is 256.0, a float; expected an int"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_at_once(forced, text):
-    with pytest.raises(ValueError) as refused, config(**forced):
+def test_invalid_arguments_of_config(forced, text):
+    with pytest.raises(ValueError) as error_info, config(**forced):
         raise AssertionError
-    assert text in str(refused.value)
+    assert text in str(error_info.value)
 
 
 def test_a_gemm_has_a_name_for_each_product():
@@ -140,7 +135,7 @@ def test_a_gemm_has_a_name_for_each_product():
         with config(**{name: dict(group=4)}):
             forced = [other for other, p in of.items() if chosen("lce_gemm", p).source == "forced"]
             assert forced == [name], problem
-    with config(lce_dx=dict(group=4)):  # the sums that `recompute` forms
+    with config(lce_dx=dict(group=4)):  # the accumulation of `recompute`
         assert chosen("lce_gemm", GemmProblem("store", BF16, FP32, b_major="n", accumulate=True)).config.group == 4
 
 
@@ -262,16 +257,15 @@ ILLEGAL = [
 
 
 @pytest.mark.parametrize("kernel, problem, fields, text", ILLEGAL, ids=lambda v: str(v)[:40])
-def test_an_illegal_config_is_refused_with_its_reason(kernel, problem, fields, text):
+def test_illegal_configs(kernel, problem, fields, text):
     name = choose.name_of(kernel, problem)
-    with config(**{name: fields}), pytest.raises(ValueError) as refused:
+    with config(**{name: fields}), pytest.raises(ValueError) as error_info:
         chosen(kernel, problem)
-    assert text in str(refused.value)
-    assert str(refused.value).startswith(f"quackish.config: {name}: ")
+    assert text in str(error_info.value)
+    assert str(error_info.value).startswith(f"quackish.config: {name}: ")
 
 
-# What the formulas say is what the compiler makes.
-
+# The formulas match the compiler.
 
 COMPILED = [
     (LONG, RmsNormBwdConfig(512, 512, 3, 1, 8)),
@@ -300,12 +294,12 @@ def test_shared_memory_is_as_compiled(problem, made):
         assert (used.registers, used.threads) == (made.launch_registers, made.threads)
 
 
-# What is kept of a choice --------------------------------------------------------------------------------------------
+# Caching of choices --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """In order; CPU tensors go to kernels that do nothing, as on an H200."""
+    """The launches, in order. CPU tensors go to idle kernels of an H200."""
     return idle_kernels.install(monkeypatch)
 
 
@@ -313,9 +307,9 @@ def tensors(n=512):
     return torch.randn(4, n).requires_grad_(), torch.ones(n).requires_grad_()
 
 
-def test_calls_in_the_block_are_launched_by_what_is_forced(launches):
+def test_calls_in_a_block_use_the_forced_config(launches):
     x, w = tensors()
-    for _ in range(2):  # plans are there the second time
+    for _ in range(2):  # plans are cached the second time
         for forced in (None, dict(threads=64)):
             launches.clear()
             with config(**({} if forced is None else dict(rms_norm_forward=forced, rms_norm_backward=forced))):
@@ -326,13 +320,13 @@ def test_calls_in_the_block_are_launched_by_what_is_forced(launches):
             assert [made.threads == 64 for _, _, made in launches] == [forced is not None] * 4
 
 
-def test_backward_alone_may_be_in_the_block(launches):
+def test_a_block_around_backward_only(launches):
     x, w = tensors()
-    rms_norm(x, w).sum().backward()  # from here on the graph's plan knows its backward
+    rms_norm(x, w).sum().backward()  # from here on the plan has a cached backward
     usual = launches[-1].config
     inside, after = rms_norm(x, w), rms_norm(x, w)
     with config(rms_norm_backward=dict(threads=64)):
-        thread = threading.Thread(target=lambda: inside.sum().backward())  # a block holds for other threads too
+        thread = threading.Thread(target=lambda: inside.sum().backward())  # a block applies to other threads too
         thread.start()
         thread.join()
         assert launches[-1].config == dataclasses.replace(usual, threads=64)
@@ -357,8 +351,8 @@ def test_an_illegal_config_is_refused_before_anything_is_launched(launches):
     assert launches[0].config.num_stages != 1
 
 
-def test_what_is_chosen_while_a_block_ends_is_not_kept(launches, monkeypatch):
-    """Another thread leaves its block after this call has chosen, before it has put its plan away."""
+def test_a_choice_made_while_a_block_ends_is_not_cached(launches, monkeypatch):
+    """Another thread leaves its block after this call chose a config and before it stored its plan."""
     x, w = tensors()
     block, kernel_for = config(rms_norm_forward=dict(threads=64)), rms_norm_plans.kernel_for
 
@@ -375,7 +369,7 @@ def test_what_is_chosen_while_a_block_ends_is_not_kept(launches, monkeypatch):
     assert [made.threads == 64 for _, _, made in launches] == [True, False]
 
 
-def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
+def test_linear_cross_entropy_looks_up_its_kernels_again(launches):
     device = torch.device("cpu")
     k = LceKernels(device, H200)
     e = xs = torch.zeros(128, 64, dtype=torch.bfloat16)
@@ -392,10 +386,10 @@ def test_linear_cross_entropy_looks_its_kernels_up_anew(launches):
     with config(lce_dw=dict(group=3)):
         assert both() == [3, *usual[1:]]
     assert both() == usual
-    assert len(k._kernels[1]) == 3  # blocks in every step must not fill the memory
+    assert len(k._kernels[1]) == 3  # the cache does not grow with every block
 
 
-def test_a_kernel_chosen_before_the_choices_change_serves_no_later_call():
+def test_a_kernel_of_an_old_choice_is_not_reused():
     launched, block = [], config(lce_dw=dict(group=3))
     e = torch.zeros(128, 64, dtype=torch.bfloat16)
     state = RowState.new(e)
@@ -405,7 +399,7 @@ def test_a_kernel_chosen_before_the_choices_change_serves_no_later_call():
 
     def kernel_for(name, problem, gpu):
         made = choose.choose(name, problem, gpu).config
-        if not launched:  # now another thread changes the choices, and launches
+        if not launched:  # simulates another thread that changes the choices and launches
             launched.append(None)
             block.__enter__()
             step()
@@ -424,7 +418,7 @@ def test_a_kernel_chosen_before_the_choices_change_serves_no_later_call():
 
 @pytest.fixture
 def made_here(monkeypatch):
-    """Rows count as of this toolchain, whether it is installed here or not: a dict that tests may change."""
+    """The toolchain of new rows, a dict that tests may change. None needs to be installed."""
     here = {"quackish": "1", "nvidia-cutlass-dsl": "2", "cuda": "cu13"}
     monkeypatch.setattr(toolchain, "versions", lambda: dict(here))
     return here
@@ -446,7 +440,7 @@ def test_a_row_of_the_users_table_is_chosen(folder, made_here):
     others = dict(n=4104), dict(x_dtype=FP32), dict(dweight_dtype=FP32), dict(dweight_dtype=None), dict(aligned=False)
     for fields in others:
         assert chosen(problem=dataclasses.replace(BACKWARD, **fields)).source == "analytical", fields
-    # where rows lie does not decide their bits
+    # bits do not depend on the memory layout of rows
     assert chosen(problem=dataclasses.replace(BACKWARD, packed=False)).config == TUNED
 
 
@@ -468,7 +462,7 @@ def test_rows_of_another_gpu_or_toolchain_do_not_count(made_here):
     "content", ["", "{", "[]", "{}", '{"format": 2, "rows": []}', '{"format": 1}', '{"format": 1, "rows": [1]}',
                 '{"format": 1, "rows": [{"kernel": "rms_norm_bwd"}]}', "\0\0", "half", "deep", "a folder"],
 )  # fmt: skip
-def test_a_damaged_table_is_one_warning_and_the_analytical_choice(content, folder, made_here):
+def test_a_damaged_table_gives_one_warning(content, folder, made_here):
     if content == "half":
         put()
         whole = (folder / "tuned.json").read_text()
@@ -492,7 +486,7 @@ def test_a_damaged_table_is_one_warning_and_the_analytical_choice(content, folde
     "fields, text",
     [(dict(num_stages=1), "num_stages is 1"), (dict(stages=1), "stages"), (dict(split_n="x"), "split_n")],
 )
-def test_an_illegal_row_is_one_warning_and_the_analytical_choice(fields, text, folder, made_here):
+def test_an_illegal_row_gives_one_warning(fields, text, folder, made_here):
     put()
     content = json.loads((folder / "tuned.json").read_text())
     content["rows"][0]["config"] |= fields
@@ -539,14 +533,14 @@ def norm_step(x, w, dy):
 
 
 @pytest.mark.gpu
-def test_a_forced_norm_is_launched_and_keeps_the_bits_that_it_must(observed):
+def test_a_forced_norm_keeps_the_promised_bits(observed):
     x, dy = (torch.randn(1000, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     w = torch.randn(4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     x.requires_grad_()
     usual = norm_step(x, w, dy)
     (_, forward), (_, backward) = observed
     truth = [t.double() for t in usual]
-    # how many rows a CTA has, and how many stages, change the order of no sum of a row
+    # rows per CTA and stages do not change the order of sums in a row
     for y_like, fields in (
         (True, dict(rms_norm_forward=dict(threads=512), rms_norm_backward=dict(num_stages=4))),
         (False, dict(rms_norm_forward=dict(threads=128, threads_per_row=128), rms_norm_backward=dict(threads=128))),

@@ -1,4 +1,4 @@
-"""What all commands of `python -m quackish` have in common: suggestions for mistyped names, progress."""
+"""Shared by all commands of `python -m quackish`: suggestions for mistyped names, progress."""
 
 import io
 import itertools
@@ -8,7 +8,6 @@ import torch
 
 from quackish.__main__ import main
 from quackish.bench import console
-from quackish.bench.models import find
 from quackish.errors import did_you_mean
 
 
@@ -26,9 +25,12 @@ from quackish.errors import did_you_mean
         ("precompile rms_norm 4x4 --gpu B20", "b200"),
         ("explain rms_norm 4x4 --gpu l40", "l40s"),
         ("explain rms_norm 4x4 --dtype fb16", "fp16"),
+        ("bench rms_norm --model Lama3-8B", "llama3-8b"),
     ],
 )
 def test_a_mistyped_name_gets_a_suggestion(words, meant, capsys):
+    if "--model" in words:
+        pytest.importorskip("matplotlib")
     assert main(words.split()) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "expected one of " in last
@@ -39,24 +41,19 @@ def test_a_mistyped_name_gets_a_suggestion(words, meant, capsys):
 @pytest.mark.parametrize(
     "words", ["tune rms_norm_forward 8x8", "precompile rms_norm 8x8", "explain rms_norm 8x8 --gpu this"]
 )
-def test_without_a_gpu_one_sentence_says_so(words, capsys):
+def test_commands_that_need_a_gpu(words, capsys):
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(words.split()[0])
     assert "there is no GPU here" in line
 
 
-def test_a_mistyped_model_gets_a_suggestion():
-    with pytest.raises(ValueError, match=r"deepseek-v3; did you mean llama3-8b or llama3-70b\?$"):
-        find(["Lama3-8B"])
-
-
-def test_nothing_is_suggested_where_nothing_is_close():
+def test_no_suggestion_without_a_close_name():
     assert did_you_mean("xyz", ["bench", "cache"]) == ""
     assert did_you_mean("", ["bench"]) == ""
 
 
-def test_progress_in_a_file_is_a_plain_line_every_few_seconds():
+def test_progress_without_a_terminal():
     stream, now = io.StringIO(), itertools.count(step=2.0)
     with console.progress(4, stream, clock=lambda: next(now)) as show:
         for done in range(5):

@@ -1,4 +1,4 @@
-"""`python -m quackish cache`: what it lists, what it finds wrong, what it lets in."""
+"""`python -m quackish cache`: listing, verification, deletion, export and import."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def folder(monkeypatch, tmp_path):
 
 
 def store(factor=2, target="sm_90a", **changes):
-    """A file of the cache, of a kernel that nobody compiled."""
+    """Stores a fake kernel; returns its file."""
     identity = cache.identity(HostToy, HostProblem(factor), HostConfig(), target) | changes
     cache.store(HostToy, identity, b"object " * 100)
     return cache.location() / cache.name_of(identity)
@@ -105,11 +105,11 @@ def test_verify(capsys, folder, how):
 
 
 @pytest.mark.parametrize("words", [("verify", "--delete"), ("clear",)])
-def test_deleting_goes_on_past_a_folder(capsys, words):
+def test_a_folder_does_not_stop_deletion(capsys, words):
     paths = sorted(store(factor) for factor in (2, 3, 4))
     damage(paths[1])
     paths[0].unlink()
-    paths[0].mkdir()  # the first that is met
+    paths[0].mkdir()  # comes first
     status, out = run(capsys, *words)
     assert status == 1
     assert f"{paths[0]} cannot be deleted: Is a directory" in out
@@ -117,23 +117,23 @@ def test_deleting_goes_on_past_a_folder(capsys, words):
     assert [path.exists() for path in paths] == [True, False, words[0] == "verify"]
 
 
-def test_terminal_escapes_are_printed_escaped(capsys, monkeypatch, folder, tmp_path):
+def test_control_characters_are_escaped(capsys, monkeypatch, folder, tmp_path):
     evil = "\x1b]0;evil\x07\n\r\x9b31m\u202e\ud800"
     for factor, field in enumerate(("problem", "config", "quackish", "nvidia-cutlass-dsl", "cuda", "cpu"), 2):
         store(factor, **{field: f"P(x='{evil}')" if field == "problem" else evil})
     store(9, kernel="sys.Evil")  # a module without a file
-    said = [run(capsys, "ls"), run(capsys, "export", tmp_path / "k.tar")]
+    outputs = [run(capsys, "ls"), run(capsys, "export", tmp_path / "k.tar")]
     move(monkeypatch, tmp_path)
-    said.append(run(capsys, "import", tmp_path / "k.tar"))
+    outputs.append(run(capsys, "import", tmp_path / "k.tar"))
     (cache.location() / f"{evil[:-1]}.kernel").write_bytes(b"")
-    said.append(run(capsys, "verify"))
-    assert [status for status, _ in said] == [0, 0, 0, 1]
-    for _, out in said:
+    outputs.append(run(capsys, "verify"))
+    assert [status for status, _ in outputs] == [0, 0, 0, 1]
+    for _, out in outputs:
         assert r"\x1b]0;evil\x07\n" in out
         assert all(c.isprintable() or c == "\n" for c in out), out
 
 
-def test_clear_what_is_chosen(capsys, folder):
+def test_clear(capsys, folder):
     here, stale, damaged = store(3, "sm_100a"), store(4, cpu="aarch64"), store(5)
     damage(damaged)
     bystander = folder / "notes.txt"
@@ -152,7 +152,7 @@ def move(monkeypatch, tmp_path):
     return tmp_path / "another"
 
 
-def test_there_and_back(capsys, monkeypatch, tmp_path):
+def test_export_and_import(capsys, monkeypatch, tmp_path):
     assert use(3) == "compiled"
     store(4, cpu="aarch64")
     store(5, **{"nvidia-cutlass-dsl": "4.7.0"})
@@ -176,18 +176,18 @@ def test_there_and_back(capsys, monkeypatch, tmp_path):
     assert "kept 3 kernels" in out
 
 
-def test_import_keeps_what_is_here(capsys, monkeypatch, tmp_path):
+def test_import_keeps_existing_kernels(capsys, monkeypatch, tmp_path):
     path = store(2)
     run(capsys, "export", tmp_path / "k.tar")
     os.utime(path, (FEB_1, FEB_1))
     run(capsys, "import", tmp_path / "k.tar")
     assert path.stat().st_mtime == FEB_1
-    damage(path)  # but not if it is no good
+    damage(path)  # damaged files are replaced
     assert "added 1 kernel " in run(capsys, "import", tmp_path / "k.tar")[1]
     assert run(capsys, "verify")[0] == 0
 
 
-def test_export_leaves_out_what_is_not_sound(capsys, tmp_path):
+def test_export_skips_bad_files(capsys, tmp_path):
     assert "no kernel to export" in run(capsys, "export", tmp_path / "k.tar")[1]
     damage(store(4))
     status, out = run(capsys, "export", tmp_path / "k.tar")
@@ -248,8 +248,8 @@ def test_import_refuses_large_files(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("kernel", ["a.b./../../../evil", "a.../x", "a. b"])
-def test_import_takes_no_name_from_inside(capsys, monkeypatch, tmp_path, kernel):
-    """An identity whose file's name is a path, sound in every other way."""
+def test_import_refuses_names_that_are_paths(capsys, monkeypatch, tmp_path, kernel):
+    """A valid identity, except that its file name would be a path."""
     identity = json.loads(store(2).read_bytes().split(b"\n")[2]) | {"kernel": kernel}
     archive(tmp_path / "k.tar", (cache.name_of(identity), packed(json.dumps(identity).encode()), FILE))
     new = move(monkeypatch, tmp_path)
@@ -257,7 +257,7 @@ def test_import_takes_no_name_from_inside(capsys, monkeypatch, tmp_path, kernel)
     assert not new.exists()
 
 
-def test_import_of_what_is_no_archive(capsys, tmp_path):
+def test_import_of_invalid_archives(capsys, tmp_path):
     (tmp_path / "k.tar").write_text("not a tar")
     assert run(capsys, "import", tmp_path / "k.tar")[0] == 2
     assert run(capsys, "import", tmp_path / "none.tar")[0] == 2
@@ -268,7 +268,7 @@ def test_import_of_what_is_no_archive(capsys, tmp_path):
     assert run(capsys, "import", tmp_path / "k.tar.gz")[0] == 2
 
 
-def test_a_folder_that_others_may_write(capsys, folder, tmp_path):
+def test_a_cache_folder_writable_by_others(capsys, folder, tmp_path):
     store(2)
     run(capsys, "export", tmp_path / "k.tar")
     folder.chmod(0o777)

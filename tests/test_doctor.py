@@ -1,4 +1,4 @@
-"""`python -m quackish doctor`: what it says on machines that are not well, and on those that are."""
+"""`python -m quackish doctor` on healthy and broken installations."""
 
 import itertools
 import json
@@ -13,7 +13,6 @@ from quackish.__main__ import main
 from quackish.cli import check, doctor
 from quackish.cli.doctor import KERNELS, PORTABLE, Report
 from quackish.cli.parser import CommandError
-from quackish.configs import table
 from quackish.configs.grouped_gemm import CONFIGS
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
@@ -25,7 +24,7 @@ from quackish.ops.linear_cross_entropy import autograd, cublas
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-    """With a cache folder and a table of configs of its own."""
+    """A new cache folder and table of configs."""
     monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.delenv("QUACKISH_CACHE", raising=False)
@@ -46,7 +45,7 @@ def the_problem(section, *args, **given):
     return problem
 
 
-def test_all_is_well(capsys):
+def test_a_healthy_installation(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     for part in ("Versions", "Operations", "ok; errors y", "same bits in two runs", "Cache", "No problem found."):
@@ -73,7 +72,7 @@ def test_on_a_gpu():
 
 
 def _with_kernels(rows):
-    """Those of the operations that have kernels on this GPU: grouped_mlp's are for Hopper."""
+    """The rows of operations with kernels on this GPU: grouped_mlp needs Hopper."""
     on_hopper = torch.cuda.get_device_capability(0)[0] == 9
     return [row for name, row in rows.items() if on_hopper or not name.startswith("grouped_mlp")]
 
@@ -81,7 +80,7 @@ def _with_kernels(rows):
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
 def test_check_runs_every_kernel_of_linear_cross_entropy(gpu, run_on, monkeypatch):
     launched = set()
-    for name in ("mm", "addmm"):  # PyTorch has no CPU version of those with an out_dtype
+    for name in ("mm", "addmm"):  # PyTorch has no CPU version with an out_dtype
         monkeypatch.setattr(cublas, name, getattr(emulated_kernels, name))
 
     def kernel_for(name, problem, gpu):
@@ -93,11 +92,11 @@ def test_check_runs_every_kernel_of_linear_cross_entropy(gpu, run_on, monkeypatc
     for name, case in check.SELF_TESTS.items():
         if name.startswith("linear_cross_entropy"):
             case.call(case.make(torch.device("cpu")), "cute")
-    others = {"lce_exp", "lce_rescale", "lce_clear"} if gpu is H200 else {"lce_gemm"}  # around cuBLAS's GEMMs, and ours
+    others = {"lce_exp", "lce_rescale", "lce_clear"} if gpu is H200 else {"lce_gemm"}  # with cuBLAS GEMMs, or ours
     assert launched == {name for name in kernels.TABLE if name.startswith("lce")} - others
 
 
-def test_check_runs_what_grouped_mlp_may_launch(monkeypatch):
+def test_check_runs_every_variant_of_grouped_mlp(monkeypatch):
     launched = []
 
     def kernel_for(name, problem, gpu):
@@ -117,7 +116,7 @@ def test_check_runs_what_grouped_mlp_may_launch(monkeypatch):
     assert of["cluster_tile"] == set(CONFIGS)
 
 
-def test_check_writes_a_file_to_attach(tmp_path, capsys):
+def test_check_writes_a_file(tmp_path, capsys):
     assert main(["doctor", "--check", str(tmp_path / "check.json")]) == 0
     assert "written to" in capsys.readouterr().err
     report = json.loads((tmp_path / "check.json").read_text())
@@ -141,7 +140,7 @@ def test_check_on_a_gpu():
         assert all("us" in row and "0 GB/s, 0.0" not in row for row in report["speed"].values())
 
 
-def test_a_section_that_raises_hides_no_other():
+def test_a_section_that_raises():
     def fail(report):
         raise UnsupportedError("not this time")
 
@@ -156,9 +155,9 @@ def test_a_section_that_raises_hides_no_other():
 
 
 def test_a_driver_that_torch_cannot_use_and_one_without_a_gpu(monkeypatch):
-    def why(driver, said="The NVIDIA driver on your system is too old\nand more"):
+    def why(driver, message="The NVIDIA driver on your system is too old\nand more"):
         def init():
-            raise RuntimeError(said)
+            raise RuntimeError(message)
 
         return found(doctor.why_no_gpu, driver, init)
 
@@ -182,7 +181,7 @@ def test_a_driver_that_torch_cannot_use_and_one_without_a_gpu(monkeypatch):
     assert notes == []
 
 
-def test_versions_that_do_not_fit():
+def test_unsupported_versions():
     fine = {"torch": "2.11.0a0+git", "nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15.post2"}
     assert found(doctor.check_versions, fine, True) == ([], [])
     old = the_problem(doctor.check_versions, fine | {"torch": "2.7.1+cu126"}, False)
@@ -190,7 +189,7 @@ def test_versions_that_do_not_fit():
     for dsl in ("4.7.0", "4.9.0", "5.0"):
         other = fine | {"nvidia-cutlass-dsl": dsl}
         assert "`pip install 'nvidia-cutlass-dsl>=4.8.1,<4.9'`." in the_problem(doctor.check_versions, other, True)
-        assert found(doctor.check_versions, other, False) == ([], [])  # no kernel would run
+        assert found(doctor.check_versions, other, False) == ([], [])  # no kernels would run
     required = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     for name, (least, below) in doctor.SUPPORTED.items():
         assert f'"{name}>={least}' + f",<{below}" * bool(below) in required
@@ -199,20 +198,22 @@ def test_versions_that_do_not_fit():
 # The compiler
 
 
-def test_a_compiler_that_is_missing_or_does_not_fit():
+def test_a_missing_or_unsupported_compiler():
     def missing():
         return toolchain._folder("not_installed")
 
-    said = the_problem(doctor.compiler, missing, expected=True)
-    assert "the compiler, is not installed (no module named 'not_installed'). `pip install nvidia-cutlass-dsl`" in said
+    message = the_problem(doctor.compiler, missing, expected=True)
+    assert (
+        "the compiler, is not installed (no module named 'not_installed'). `pip install nvidia-cutlass-dsl`" in message
+    )
     problems, (note,) = found(doctor.compiler, missing, expected=False)
     assert problems == []
     assert "the compiler, is not installed" in note
     assert "No GPU here runs kernels" in note
 
-    said = the_problem(doctor.compiler, lambda: toolchain.choose_flavour([12, 13], (11, 8)), expected=True)
-    assert "no compiler for this driver" in said
-    assert "This driver has CUDA 11.8: install a newer one" in said
+    message = the_problem(doctor.compiler, lambda: toolchain.choose_flavour([12, 13], (11, 8)), expected=True)
+    assert "no compiler for this driver" in message
+    assert "This driver has CUDA 11.8: install a newer one" in message
 
 
 # Cache and tables
@@ -224,15 +225,15 @@ def test_a_cache_that_cannot_be_used(machine, monkeypatch):
     (machine / "cache").unlink()
     (machine / "cache").mkdir()
     (machine / "cache").chmod(0o777)
-    said = the_problem(doctor.cache_health)
-    assert "cannot be used: others may write to it" in said
-    assert "QUACKISH_CACHE_DIR" in said
+    message = the_problem(doctor.cache_health)
+    assert "cannot be used: others may write to it" in message
+    assert "QUACKISH_CACHE_DIR" in message
     (machine / "cache").chmod(0o700)
     (machine / "cache" / "notes.kernel").write_text("nothing")
-    said = the_problem(doctor.cache_health)
-    assert "1 of 1 files in" in said
-    assert "damaged" in said
-    assert "cache verify --delete" in said
+    message = the_problem(doctor.cache_health)
+    assert "1 of 1 files in" in message
+    assert "damaged" in message
+    assert "cache verify --delete" in message
     monkeypatch.setenv("QUACKISH_CACHE", "0")
     assert "QUACKISH_CACHE=0 turns the cache off" in found(doctor.cache_health)[1][0]
 
@@ -246,13 +247,6 @@ def test_kernels_of_other_versions():
     problems, (note,) = found(doctor.cache_health)
     assert problems == []
     assert "1 of 2 kernels on disk" in note
-
-
-def test_the_table_of_configs_is_named():
-    assert "table of tuned configs" not in doctor.environment(Report())
-    table.path().parent.mkdir()
-    table.path().write_text("{}")
-    assert doctor.environment(Report())["table of tuned configs"] == str(table.path())
 
 
 # The operations
@@ -277,8 +271,8 @@ def test_an_unexpected_portable_path_is_a_problem():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     unchanged = operation("rms_norm", lambda results: None)
     assert found(doctor.operations, *unchanged, expects=lambda device, kernel: False) == ([], [])
-    said = the_problem(doctor.operations, *unchanged, expects=lambda device, kernel: device.type == "cpu")
-    assert said == "rms_norm runs the portable path on cpu, expected kernels. rms_norm: no reason."
+    message = the_problem(doctor.operations, *unchanged, expects=lambda device, kernel: device.type == "cpu")
+    assert message == "rms_norm runs the portable path on cpu, expected kernels. rms_norm: no reason."
 
 
 @pytest.mark.parametrize(
@@ -286,9 +280,9 @@ def test_an_unexpected_portable_path_is_a_problem():
     [("rms_norm", "dweight", 1.02, 2), ("rms_norm", "dx", torch.nan, "inf"), ("linear_cross_entropy", "loss", 1.02, 2)],
 )
 def test_wrong_results(op, name, factor, error):
-    said = the_problem(doctor.operations, *operation(op, lambda results: results[name].mul_(factor)))
-    assert said.startswith(f"{op} on ")
-    assert f"gives wrong results: {name} has error {error}" in said
+    message = the_problem(doctor.operations, *operation(op, lambda results: results[name].mul_(factor)))
+    assert message.startswith(f"{op} on ")
+    assert f"gives wrong results: {name} has error {error}" in message
 
 
 @pytest.mark.parametrize("path", [KERNELS, PORTABLE])
@@ -303,5 +297,5 @@ def test_an_operation_that_raises():
     def fail(results):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
 
-    said = the_problem(doctor.operations, *operation("rms_norm", fail))
-    assert "does not run: RuntimeError: CUDA error: an illegal memory access was encountered. Please" in said
+    message = the_problem(doctor.operations, *operation("rms_norm", fail))
+    assert "does not run: RuntimeError: CUDA error: an illegal memory access was encountered. Please" in message

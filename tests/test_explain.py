@@ -1,4 +1,4 @@
-"""`python -m quackish explain`: what it says, against ops, launches and a GPU's memory; and how it refuses."""
+"""`python -m quackish explain`: its output compared with ops, launches and memory on a GPU; invalid arguments."""
 
 import gc
 
@@ -37,8 +37,8 @@ def dry(words, gpu=H200):
     return operations.dry_run_call(parse(words), gpu)
 
 
-def told(words, compiled=None):
-    """What is printed. Compilation takes seconds: a stand-in's numbers, if asked for; `compiled` gets its arguments."""
+def output(words, compiled=None):
+    """The printed text. With `compiled`, fake resources are shown, and the kernels to compile are added to the list."""
 
     def resources(kernel_class, problem, config, target):
         compiled.append((kernel_class.__name__, problem, config, target))
@@ -53,25 +53,25 @@ def told(words, compiled=None):
 def test_rms_norm_backward_on_b200():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     compiled = []
-    said = told("rms_norm_backward 16384x4096 --dtype bf16 --gpu b200", compiled)
+    printed = output("rms_norm_backward 16384x4096 --dtype bf16 --gpu b200", compiled)
     problem = RmsNormBwdProblem(4096, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
     choice = choose("rms_norm_bwd", problem, B200)
     assert compiled == [("RmsNormBwd", problem, choice.config, "sm_100a")]
-    assert said.startswith(
+    assert printed.startswith(
         "rms_norm_backward 16384x4096 bfloat16 on B200 (sm_100a, 148 SMs)\nPath: quackish's kernels\n\nphase"
     )
     us = work("rms_norm_bwd", problem, {"m": 16_384}).bytes / 8e12 * 1e6
-    (row,) = [line.split() for line in said.splitlines() if line.startswith("backward")]
+    (row,) = [line.split() for line in printed.splitlines() if line.startswith("backward")]
     assert row[1:5] == ["[1]", "rms_norm_bwd", "m=16384", "1"]
     assert row[5:] == ["268.5", "MB", "134.2", "MB", "671.1", "M", f"{us:.1f}", "memory"]
-    assert "[1] rms_norm_bwd, class RmsNormBwd: n=4096 x=bf16 dy=bf16 weight=bf16 dx=bf16 dweight=bf16\n    " in said
-    assert " ".join(f"{name}={value}" for name, value in vars(choice.config).items()) in said
-    assert f"[1] {choice.source}: {choice.reason}\n" in said
-    (taken,) = [line.split()[2:] for line in said.splitlines() if line.endswith("shared memory")]
+    assert "[1] rms_norm_bwd, class RmsNormBwd: n=4096 x=bf16 dy=bf16 weight=bf16 dx=bf16 dweight=bf16\n    " in printed
+    assert " ".join(f"{name}={value}" for name, value in vars(choice.config).items()) in printed
+    assert f"[1] {choice.source}: {choice.reason}\n" in printed
+    (taken,) = [line.split()[2:] for line in printed.splitlines() if line.endswith("shared memory")]
     threads = str(choice.config.threads)
     assert taken == ["40", "8", "3", "2", "58000", threads, "3", "shared", "memory"]  # 58,000 + 1024 of 233,472
-    assert "Floors are for copy 8.00 TB/s, add 8.00 TB/s, GEMM 2250 TFLOP/s (data sheet)." in said
-    assert max(map(len, said.splitlines())) < 170
+    assert "Floors are for copy 8.00 TB/s, add 8.00 TB/s, GEMM 2250 TFLOP/s (data sheet)." in printed
+    assert max(map(len, printed.splitlines())) < 170
 
 
 @pytest.mark.parametrize("dtype, n", [("bf16", 4096), ("fp16", 100), ("fp32", 8200)])
@@ -87,11 +87,11 @@ def test_rms_norm_backward_on_b200():
         "--dweight-out",
     ],
 )
-def test_rms_norm_problems_are_those_that_ops_ask_for(words, dtype, n, monkeypatch):
+def test_rms_norm_problems_are_those_of_ops(words, dtype, n, monkeypatch):
     asked = []
 
     def find_kernel(name, problem, *args):
-        asked.append((name, problem))  # and the portable path runs
+        asked.append((name, problem))  # returns None: the portable path runs
 
     monkeypatch.setattr(rms_norm_plans, "find_kernel", find_kernel)
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
@@ -109,7 +109,7 @@ def test_rms_norm_problems_are_those_that_ops_ask_for(words, dtype, n, monkeypat
     residual_dtype = torch.float16 if "--residual-dtype" in words else None
     dweight_out = torch.zeros(n) if "--dweight-out" in words else None
     options = dict(residual_dtype=residual_dtype, out_dtype=out_dtype, dweight_out=dweight_out)
-    with quackish.config():  # in which no plan made before it is used
+    with quackish.config():  # prevents the use of cached plans
         outputs = quackish.rms_norm(x, weight, bias, residual=residual, **options)
         outputs = outputs if residual is not None else (outputs,)
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
@@ -137,8 +137,8 @@ def test_rms_norm_problems_are_those_that_ops_ask_for(words, dtype, n, monkeypat
         ("linear_cross_entropy 8x12x9 --gpu h200", "linear_weight with 12 columns; supported: multiples of 8. "),
     ],
 )
-def test_the_portable_path_has_reasons(words, reason):
-    path, why = told(words, []).splitlines()[-2:]
+def test_reasons_for_the_portable_path(words, reason):
+    path, why = output(words, []).splitlines()[-2:]
     assert path == "Path: the portable path, in plain PyTorch"
     assert why.startswith("Why: ")
     assert reason in why
@@ -146,14 +146,14 @@ def test_the_portable_path_has_reasons(words, reason):
 
 
 def test_one_direction_may_take_the_portable_path():
-    found = dry("rms_norm 1x262144 --bias")
-    assert [step.phase for step in found.steps] == ["forward"]
-    assert "the portable path, in plain PyTorch: rms_norm: no kernel for rows" in found.plan["Path of backward"]
+    result = dry("rms_norm 1x262144 --bias")
+    assert [step.phase for step in result.steps] == ["forward"]
+    assert "the portable path, in plain PyTorch: rms_norm: no kernel for rows" in result.plan["Path of backward"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_as_on_which():
-    first, second, *_ = told("rms_norm 64x64").splitlines()
+def test_the_default_gpu_is_named():
+    first, second, *_ = output("rms_norm 64x64").splitlines()
     assert " on H200 (" in first
     assert second == "GPU: there is none here, so an H200 is assumed; --gpu names another"
 
@@ -165,7 +165,7 @@ def test_without_a_gpu_it_says_as_on_which():
         (ModuleNotFoundError("No module"), "not shown: nvidia-cutlass-dsl, the compiler, is not installed."),
     ],
 )
-def test_without_tools_the_rest_is_said(error, note):
+def test_missing_tools_omit_only_resources(error, note):
     def resources(*args):
         raise error
 
@@ -174,10 +174,10 @@ def test_without_tools_the_rest_is_said(error, note):
     (omitted,) = [line for line in lines if "are not shown: " in line]
     assert omitted.endswith(note)
     lines.remove(omitted)
-    assert lines == told(words).splitlines()
+    assert lines == output(words).splitlines()
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# Invalid arguments ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_without_tools_the_rest_is_said(error, note):
         ("rms_norm 4x4 --figure x", "--figure is an option of linear_cross_entropy, not of rms_norm"),
     ],
 )
-def test_refusals_say_what_was_expected(words, expected, capsys):
+def test_invalid_arguments(words, expected, capsys):
     assert main(["explain", *words.split()]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("explain: ")
@@ -223,31 +223,31 @@ def test_refusals_say_what_was_expected(words, expected, capsys):
 
 @pytest.fixture(params=[H200, B200], ids=lambda gpu: gpu.name)
 def launched(request, monkeypatch, run_on):
-    """(the GPU, what the operation launches on it: kernel, problem, config, sizes). Nothing is computed."""
-    gpu, seen = request.param, []
+    """(GPU, list of launches: kernel, problem, config, sizes). Nothing is computed."""
+    gpu, launches = request.param, []
 
     def kernel_for(name, problem, gpu):
         config = choose(name, problem, gpu).config
-        return Kernel(lambda *args: seen.append((name, problem, config, sizes_of(name, args))), config)
+        return Kernel(lambda *args: launches.append((name, problem, config, sizes_of(name, args))), config)
 
     for name in ("mm", "addmm"):
         monkeypatch.setattr(cublas, name, lambda a, b, out: None)
     k = autograd.make_kernels(CPU, gpu, kernel_for)
     run_on(lambda device: k)
-    return gpu, seen
+    return gpu, launches
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_dry_run_launches_what_the_operation_does(name, reduction, launched):
-    gpu, seen = launched
+    gpu, launches = launched
     options, dtype = OPTIONS[name], torch.bfloat16
-    said = [f"--{key} {value}".replace("_", "-").replace(" True", "") for key, value in options.items()]
+    printed = [f"--{key} {value}".replace("_", "-").replace(" True", "") for key, value in options.items()]
     for how in ("", "--return-lse", "--return-stats", "--grad-weight-out", "--no-grad"):
         for schedule in SCHEDULES:
             for m, h, v, chunks in ((300, 8, 700, "--chunk-size 128"), (40, 64, 1000, "")):
                 x, w, target, kw = make(m, h, v, dtype, **options, reduction=reduction)
-                seen.clear()
+                launches.clear()
                 out = torch.zeros(w.shape) if "out" in how else None
                 with torch.set_grad_enabled(how != "--no-grad"):
                     results = quackish.linear_cross_entropy(
@@ -259,15 +259,15 @@ def test_a_dry_run_launches_what_the_operation_does(name, reduction, launched):
                         results = (results[0], *results[1][:3])
                     results = results if isinstance(results, tuple) else (results,)
                     torch.autograd.backward(results, [torch.ones(t.shape) for t in results])
-                words = f"{m}x{h}x{v} --reduction {reduction} --schedule {schedule} {chunks} {how} {' '.join(said)}"
+                words = f"{m}x{h}x{v} --reduction {reduction} --schedule {schedule} {chunks} {how} {' '.join(printed)}"
                 steps = dry(f"linear_cross_entropy {words}", gpu).steps
                 mine = [(s.kernel, s.problem, s.choice.config, s.sizes) for s in steps if s.choice is not None]
-                assert mine == seen, words
+                assert mine == launches, words
 
 
 @pytest.mark.parametrize("call", ["rms_norm 16384x4096", *(f"{HEADLINE} --schedule {s}" for s in SCHEDULES)])
 def test_hopper_cards_run_the_same_kernels_by_the_same_configs(call):
-    """What is left to a card is its number of SMs, and with it of CTAs: the docs promise bits accordingly."""
+    """Only the number of CTAs differs, as the docs promise for output bits."""
     h200, *others = (
         [(s.kernel, s.problem, s.choice and s.choice.config, s.sizes) for s in dry(call, gpu).steps]
         for gpu in (H200, H100, H100_NVL, GH200, H100_PCIE)
@@ -277,7 +277,7 @@ def test_hopper_cards_run_the_same_kernels_by_the_same_configs(call):
 
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("schedule, products", [("chunked", 3), ("stored", 3), ("recompute", 4)])
-def test_what_pytorch_launches_and_how_many_products_there_are(schedule, products, gpu):
+def test_launches_of_pytorch_and_flops(schedule, products, gpu):
     m, h, v = 8192, 4096, 128_256
     steps = dry(f"linear_cross_entropy {m}x{h}x{v} --bias --schedule {schedule}", gpu).steps
     flops = sum(step.work.flops for step in steps if step.kernel in ("lce_gemm", "torch.mm", "torch.addmm"))
@@ -288,7 +288,7 @@ def test_what_pytorch_launches_and_how_many_products_there_are(schedule, product
     assert (loss.phase, loss.work.bytes_read, loss.work.bytes_written) == ("forward", m * 4, 4)
 
 
-# GB at the peak that an H200 showed, gradients included: benchmarks/results/H200, and the two later ones beside it.
+# Peak GB on an H200, with gradients: benchmarks/results/H200; the last two were measured separately.
 @pytest.mark.parametrize(
     "shape, schedule, gb",
     [
@@ -299,33 +299,33 @@ def test_what_pytorch_launches_and_how_many_products_there_are(schedule, product
         ("65536x4096x128256", "chunked --chunk-size 16384", 7.040),
     ],
 )
-def test_memory_is_what_a_gpu_showed(shape, schedule, gb):
-    found = dry(f"linear_cross_entropy {shape} --schedule {schedule}")
-    assert found.peak_bytes / 1e9 == pytest.approx(gb, rel=2e-3)
-    assert sum(buffer.bytes for buffer in found.buffers) == found.peak_bytes
+def test_memory_is_as_measured_on_a_gpu(shape, schedule, gb):
+    result = dry(f"linear_cross_entropy {shape} --schedule {schedule}")
+    assert result.peak_bytes / 1e9 == pytest.approx(gb, rel=2e-3)
+    assert sum(buffer.bytes for buffer in result.buffers) == result.peak_bytes
 
 
 def test_linear_cross_entropy_text():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     compiled = []
-    said = told("linear_cross_entropy 8192x4096x128256 --gpu h200", compiled)
-    assert "Schedule: chunked, by the rule in kernel_config, quackish/configs/linear_cross_entropy.py\n" in said
-    assert "Chunks: 1 in forward, of 8192 rows; at most 14336\n" in said
-    assert "1.40 GB  8192x85504 bf16\n 1.05 GB  128256x4096 bf16\n" in said
-    assert "lce_gemm: returns at once if no row was flagged." in said
-    assert len(set(map(str, compiled))) == len(compiled) == said.count(", class ")
-    total = float(said.partition("\n          all ")[2].splitlines()[0].split()[-1])
+    printed = output("linear_cross_entropy 8192x4096x128256 --gpu h200", compiled)
+    assert "Schedule: chunked, by the rule in kernel_config, quackish/configs/linear_cross_entropy.py\n" in printed
+    assert "Chunks: 1 in forward, of 8192 rows; at most 14336\n" in printed
+    assert "1.40 GB  8192x85504 bf16\n 1.05 GB  128256x4096 bf16\n" in printed
+    assert "lce_gemm: returns at once if no row was flagged." in printed
+    assert len(set(map(str, compiled))) == len(compiled) == printed.count(", class ")
+    total = float(printed.partition("\n          all ")[2].splitlines()[0].split()[-1])
     assert total > 1e6 * 3 * 2 * 8192 * 4096 * 128_256 / 700e12
 
 
-def test_memory_limits_are_shown_and_kept(tmp_path):
-    """Each row's limit chooses that row, and the schedule and rows shown take what the row says."""
+def test_memory_limits(tmp_path):
+    """Each row's limit selects that row, and its schedule and chunk rows need that memory."""
     pytest.importorskip("matplotlib")
     words = "linear_cross_entropy 2048x512x32000 --gpu h200"
-    said = told(f"{words} --figure {tmp_path / 'limits.svg'}")
-    assert f"Wrote {tmp_path / 'limits.svg'} and {tmp_path / 'limits.png'}.\n" in said + "\n"
+    printed = output(f"{words} --figure {tmp_path / 'limits.svg'}")
+    assert f"Wrote {tmp_path / 'limits.svg'} and {tmp_path / 'limits.png'}.\n" in printed + "\n"
     assert all((tmp_path / f"limits.{kind}").stat().st_size > 1000 for kind in ("svg", "png"))
-    _, _, *rows = said[said.index("memory_limit from MB") :].split("\n\n")[0].splitlines()
+    _, _, *rows = printed[printed.index("memory_limit from MB") :].split("\n\n")[0].splitlines()
     rows = [row.replace(",", "").split() for row in rows]
     limits, times = ([float(row[i]) for row in rows] for i in (0, -1))
     assert limits == sorted(limits, reverse=True)
@@ -333,20 +333,20 @@ def test_memory_limits_are_shown_and_kept(tmp_path):
     assert len(rows) > 5
     gradients = 2 * 512 * (2048 + 32_000)
     for limit, schedule, *chunk, _ in rows:
-        found = dry(f"{words} --memory-limit {limit}MB")
-        assert found.plan["Schedule"].startswith(f"{schedule}, the fastest within the memory limit")
+        result = dry(f"{words} --memory-limit {limit}MB")
+        assert result.plan["Schedule"].startswith(f"{schedule}, the fastest within the memory limit")
         asked = f" --chunk-size {chunk[0]}" if chunk else ""
-        assert found.peak_bytes == dry(f"{words} --schedule {schedule}{asked}").peak_bytes
-        assert float(limit) * 1e6 - 10 * (1 << 20) <= found.peak_bytes - gradients <= float(limit) * 1e6
-    assert "expected time" not in told(f"{words} --no-grad").lower()
+        assert result.peak_bytes == dry(f"{words} --schedule {schedule}{asked}").peak_bytes
+        assert float(limit) * 1e6 - 10 * (1 << 20) <= result.peak_bytes - gradients <= float(limit) * 1e6
+    assert "expected time" not in output(f"{words} --no-grad").lower()
     assert size("8.2MB") == 8_200_000  # 8.2 * 1e6 is less
 
 
 def test_equal_launches_are_counted():
-    said = told("linear_cross_entropy 1024x64x1000 --gpu h200 --chunk-size 256")
-    (row,) = [line.split() for line in said.splitlines() if "lce_gather" in line and line.startswith("forward")]
+    printed = output("linear_cross_entropy 1024x64x1000 --gpu h200 --chunk-size 256")
+    (row,) = [line.split() for line in printed.splitlines() if "lce_gather" in line and line.startswith("forward")]
     assert row[1:6] == ["[2]", "lce_gather", "rows=256", "v=1000", "4"]
-    assert "Chunks: 4 in forward, of 256 rows; at most 256\n" in said
+    assert "Chunks: 4 in forward, of 256 rows; at most 256\n" in printed
 
 
 @pytest.mark.parametrize(
@@ -363,19 +363,19 @@ def test_equal_launches_are_counted():
         ("--no-grad", "none, as nothing needs a gradient"),
     ],
 )
-def test_schedules_have_reasons(options, reason):
+def test_reasons_for_schedules(options, reason):
     assert reason in dry(f"linear_cross_entropy 512x64x1000 {options}").plan["Schedule"]
 
 
 # grouped_mlp ---------------------------------------------------------------------------------------------------------
 
 
-def recording(seen):
-    """Kernels that add to `seen` how they are launched, and do nothing."""
+def recording(launches):
+    """Kernels that only add their launches to `launches`."""
 
     def kernel_for(name, problem, gpu):
         config = choose(name, problem, gpu).config
-        return Kernel(lambda *args: seen.append((name, problem, config, sizes_of(name, args))), config)
+        return Kernel(lambda *args: launches.append((name, problem, config, sizes_of(name, args))), config)
 
     return kernel_for
 
@@ -383,7 +383,7 @@ def recording(seen):
 @pytest.mark.parametrize("how", ["", "--recompute", "--grad-weight-out", "--no-grad"])
 @pytest.mark.parametrize("words", ["--scales", "--bias --w3 --scales", "--activation silu --bias", "--dtype fp16"])
 def test_a_dry_run_launches_what_grouped_mlp_does(words, how, monkeypatch):
-    h, i, seen = 64, 40, []
+    h, i, launches = 64, 40, []
     activation = "silu" if "silu" in words else "swiglu"
     dtype = torch.float16 if "fp16" in words else torch.bfloat16
     given = dict(split="w3" in words, biases="bias" in words, scales="scales" in words)
@@ -392,29 +392,29 @@ def test_a_dry_run_launches_what_grouped_mlp_does(words, how, monkeypatch):
     if "out" in how:
         outs = {f"grad_{name}_out": torch.zeros(case[name].shape) for name in ("w1", "w2", "w3") if name in case}
     monkeypatch.setattr(grouped, "steps_for", lambda *args: kernel_steps)
-    with kernel_steps.stand_ins(recording(seen), H200), torch.set_grad_enabled(how != "--no-grad"):
+    with kernel_steps.stand_ins(recording(launches), H200), torch.set_grad_enabled(how != "--no-grad"):
         y = quackish.grouped_mlp(**case, **outs, recompute=how == "--recompute")
         if y.requires_grad:
             y.backward(dy)
     shape = "x".join(map(str, (dy.shape[0], h, i, case["offs"].shape[0])))
     steps = dry(f"grouped_mlp {shape} {words} {how}").steps
-    assert [(s.kernel, s.problem, s.choice.config, s.sizes) for s in steps if s.choice is not None] == seen
+    assert [(s.kernel, s.problem, s.choice.config, s.sizes) for s in steps if s.choice is not None] == launches
     backward = (how != "--no-grad") * (4 + ("w3" in words) + 2 * ("bias" in words))
-    assert len(seen) == 2 + (how == "--recompute") + backward
+    assert len(launches) == 2 + (how == "--recompute") + backward
 
 
-def test_what_a_step_of_grouped_mlp_launches_and_holds():
+def test_launches_and_memory_of_grouped_mlp():
     r, h, i, experts = 65_536, 2048, 768, 64
-    found = dry(f"grouped_mlp {r}x{h}x{i}x{experts} --scales")
-    assert [s.kernel for s in found.steps].count("grouped_gemm") == 6
-    assert len(found.steps) == 7 <= 8  # PyTorch sums what tiles have of the scales' gradients
-    assert sum(s.work.flops for s in found.steps if s.kernel == "grouped_gemm") == 3 * 2 * r * h * 3 * i
+    result = dry(f"grouped_mlp {r}x{h}x{i}x{experts} --scales")
+    assert [s.kernel for s in result.steps].count("grouped_gemm") == 6
+    assert len(result.steps) == 7 <= 8  # PyTorch sums the partial gradients of the scales
+    assert sum(s.work.flops for s in result.steps if s.kernel == "grouped_gemm") == 3 * 2 * r * h * 3 * i
     saved, gradients, y = 4 * r * i, 2 * (r * h + experts * 3 * h * i), 2 * r * h
-    assert found.peak_bytes == pytest.approx(y + gradients + 2 * saved, rel=0.01)  # also the preactivation's gradient
-    assert sum(buffer.bytes for buffer in found.buffers) == found.peak_bytes
+    assert result.peak_bytes == pytest.approx(y + gradients + 2 * saved, rel=0.01)  # also the preactivation's gradient
+    assert sum(buffer.bytes for buffer in result.buffers) == result.peak_bytes
     without_grad = dry(f"grouped_mlp {r}x{h}x{i}x{experts} --no-grad")
     assert without_grad.peak_bytes == pytest.approx(y + 2 * r * i, rel=0.01)
-    assert "by the rule in quackish/configs/grouped_gemm.py" in told(f"grouped_mlp {r}x{h}x{i}x{experts}")
+    assert "by the rule in quackish/configs/grouped_gemm.py" in output(f"grouped_mlp {r}x{h}x{i}x{experts}")
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def test_what_a_step_of_grouped_mlp_launches_and_holds():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_memory_is_what_this_gpu_shows(schedule):
+def test_memory_on_this_gpu(schedule):
     m, h, v = 4096, 2048, 32_000
     x, w = (torch.randn(rows, h, device="cuda").bfloat16().requires_grad_() for rows in (m, v))
     target = torch.randint(v, (m,), device="cuda")
@@ -433,11 +433,11 @@ def test_memory_is_what_this_gpu_shows(schedule):
 
     step()
     torch.cuda.synchronize()
-    gc.collect()  # what other tests left and is collected during the step would count as its own
+    gc.collect()  # else garbage of other tests, freed during the step, would change the peak
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
     shown = torch.cuda.max_memory_allocated() - before
-    found = dry(f"linear_cross_entropy {m}x{h}x{v} --schedule {schedule}", gpu_of(0))
-    assert found.peak_bytes == pytest.approx(shown, rel=0.01, abs=1 << 20)
+    result = dry(f"linear_cross_entropy {m}x{h}x{v} --schedule {schedule}", gpu_of(0))
+    assert result.peak_bytes == pytest.approx(shown, rel=0.01, abs=1 << 20)

@@ -1,4 +1,4 @@
-"""benchmarks/first_use.py: what it measures, each in a process of its own, and how it judges. Nothing is timed here."""
+"""benchmarks/first_use.py: its processes and verdicts. Nothing is timed here."""
 
 import pytest
 
@@ -22,7 +22,7 @@ FAST = {("import", False): 0.1, ("import", True): 0.1}
 FAST |= {(op, filled): 0.05 for op in ("rms_norm", "linear_cross_entropy") for filled in (False, True)}
 
 
-def test_all_bars_kept(capsys):
+def test_all_bars_met(capsys):
     status, lines, asked = rows(capsys, FAST)
     assert status == 0
     assert [line.split()[:2] for line in lines[1:]] == [
@@ -44,7 +44,7 @@ def test_a_bar_missed(capsys, missed):
         assert ("FAIL" in line) == (missed[0] in line)
 
 
-def test_an_import_that_initialises_cuda(capsys):
+def test_an_import_that_initializes_cuda(capsys):
     status, lines, _ = rows(capsys, FAST, cuda_initialized=True)
     assert status == 1
     assert "FAIL" in lines[0]

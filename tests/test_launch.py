@@ -1,4 +1,4 @@
-"""The launcher: what it returns, how often it compiles, threads, forks, errors, and what it reads from a cubin."""
+"""The launcher: calling convention, number of compilations, threads, forks, errors, resources of cubins."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 def forget():
-    """As in the next process: what was compiled is on disk only."""
+    """Simulates a new process: compiled kernels are only on disk."""
     compiling._ready.clear()
 
 
@@ -80,7 +80,7 @@ def test_one_calling_convention(times):
         host(torch.zeros(5), torch.zeros(6))
     with pytest.raises(TypeError, match="keyword"):
         host(mX=torch.zeros(5), mO=torch.zeros(5))
-    assert launch.counters.launches == 1  # refused calls launched nothing
+    assert launch.counters.launches == 1  # failed calls launch nothing
 
 
 def in_threads(calls):
@@ -99,7 +99,7 @@ def in_threads(calls):
     return results
 
 
-def test_threads_with_equal_and_different_keys():
+def test_threads():
     kernels = in_threads([lambda factor=factor: host_toy(factor) for factor in (1, 2, 3, 3)])
     assert launch.counters.compiles == 3
     assert kernels[2] is kernels[3]
@@ -113,7 +113,7 @@ import os
 from test_launch import check, host_toy
 check(host_toy(2), 2)
 child = os.fork()
-if child == 0:  # what was loaded before, and the compiler, both work here
+if child == 0:  # loaded kernels and the compiler work here
     check(host_toy(2), 2)
     check(host_toy(3), 3)
     os._exit(7)
@@ -122,14 +122,14 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert in_a_process(code) == "7\n"
 
 
-def test_errors_say_what_was_compiled():
+def test_errors_name_the_request():
     with pytest.raises(RuntimeError) as caught:
         launch.get(BrokenToy, HostProblem(factor=5), HostConfig(unroll=3), "sm_90a")
     for part in ("BrokenToy", "sm_90a", "no_such_attribute", "HostProblem(factor=5)", "HostConfig(unroll=3)"):
         assert part in str(caught.value)
     with pytest.raises(RuntimeError, match="HostToy does not compile for sm_42"):
         host_toy(target="sm_42")
-    check(host_toy(), 2)  # and the compiler is not left in a state, nor the lock locked
+    check(host_toy(), 2)  # compiler and lock still work
 
 
 # Objects
@@ -144,7 +144,7 @@ def compiled_object(kernel_class=HostToy, problem=HostProblem(), config=HostConf
 def test_object_with_and_without_a_linker(monkeypatch, linker, tmp_path):
     if linker is None and objects.linker() is None:
         pytest.skip("needs a linker: ld, ld.lld or mold")
-    host_toy()  # the compiler imports what it needs from PATH
+    host_toy()  # the compiler imports the tools it needs from PATH
     forget()
     if linker is not None:
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -159,7 +159,7 @@ def test_object_with_and_without_a_linker(monkeypatch, linker, tmp_path):
 
 @pytest.mark.skipif(objects.linker() is None, reason="needs a linker: ld, ld.lld or mold")
 def test_loading_from_disk_imports_no_compiler():
-    """Ours, all of them that RMSNorm has: the class is looked up, and nobody needs it."""
+    """The kernel class is looked up but not imported."""
     code = """
 import sys
 import torch
@@ -178,14 +178,14 @@ print(launch.counters.compiles, launch.counters.disk_loads, "cutlass" in sys.mod
     assert in_a_process(code) == "0 1 False\n"
 
 
-# Compiling side by side
+# Compiling in parallel
 
 
 def requests(*factors):
     return [launch.Request(HostToy, HostProblem(factor), HostConfig(), "sm_90a") for factor in factors]
 
 
-def test_compiled_side_by_side(monkeypatch):
+def test_parallel_compilation(monkeypatch):
     monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "2")
     launch.prepare(requests(2, 3, 4, 3))
     assert vars(launch.counters) == dict(compiles=3, disk_loads=0, launches=0)
@@ -194,7 +194,7 @@ def test_compiled_side_by_side(monkeypatch):
     assert vars(launch.counters) == dict(compiles=3, disk_loads=3, launches=3)
 
 
-def test_the_same_bytes_side_by_side():
+def test_parallel_compilation_gives_the_same_bytes():
     alone = compiled_object(problem=HostProblem(3))
     (outcome,) = parallel.compile_all(requests(3), jobs=1)
     assert outcome.status == "compiled", outcome.message
@@ -202,7 +202,7 @@ def test_the_same_bytes_side_by_side():
         assert compiling.obtain(*requests(3)) == (alone, "loaded", "")
 
 
-def test_only_what_is_missing_is_compiled(monkeypatch):
+def test_prepare_compiles_only_missing_kernels(monkeypatch):
     asked = []
     monkeypatch.setattr(parallel, "compile_all", lambda wanted, jobs: asked.append((list(wanted), jobs)) or [])
     monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "8")
@@ -211,8 +211,11 @@ def test_only_what_is_missing_is_compiled(monkeypatch):
     compiling._ready.pop(requests(3)[0])  # on disk
     launch.prepare(requests(2, 3, 4, 5))
     assert asked == [(requests(4, 5), 2)]
-    launch.prepare(requests(2, 3, 4))  # for one alone, no process is worth it
-    for name, value in (("QUACKISH_COMPILE_JOBS", "1"), ("QUACKISH_CACHE", "0")):  # not allowed, nowhere to leave them
+    launch.prepare(requests(2, 3, 4))  # a single kernel is not worth a process
+    for name, value in (
+        ("QUACKISH_COMPILE_JOBS", "1"),
+        ("QUACKISH_CACHE", "0"),
+    ):  # not allowed, or no cache
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             launch.prepare(requests(4, 5, 6))
@@ -234,20 +237,20 @@ def test_jobs(monkeypatch):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Whether processes were started, and all of them have ended."""
+    """A function: whether processes were started and all have ended."""
     started, popen = [], subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **how: started.append(popen(*args, **how)) or started[-1])
     return lambda: started and all(process.returncode is not None for process in started)
 
 
-def test_no_process_is_left_by_who_stops_early(ended):
+def test_stopping_early_ends_all_processes(ended):
     outcomes = parallel.compile_all(requests(2, 3, 4), jobs=2)
     next(outcomes)
     outcomes.close()
     assert ended()
 
 
-def test_what_fails_side_by_side_is_told(monkeypatch):
+def test_failures_of_parallel_compilation(monkeypatch):
     broken = launch.Request(BrokenToy, HostProblem(), HostConfig(), "sm_90a")
     outcomes = {o.request: o for o in parallel.compile_all([broken, *requests(2)], jobs=1)}
     assert outcomes[broken].status == "failed"
@@ -269,15 +272,15 @@ def statuses(outcomes, *factors):
 
 
 @pytest.mark.parametrize(
-    "program, said",
+    "program, stderr",
     [("import sys; sys.exit('lost its head')", "lost its head"), ("import os; os.kill(os.getpid(), 9)", "")],
 )
-def test_processes_that_die(tmp_path, program, said):
+def test_processes_that_die(tmp_path, program, stderr):
     worker = tmp_path / "worker.py"
     worker.write_text(program)
     outcomes = list(parallel.compile_all(requests(2, 3, 4), jobs=2, worker=worker))
     assert statuses(outcomes, 2, 3, 4) == ["failed"] * 3
-    assert all(re.search(rf"no answer .* \(\w+Error\(.*\)\): {said}", o.message) for o in outcomes)
+    assert all(re.search(rf"no answer .* \(\w+Error\(.*\)\): {stderr}", o.message) for o in outcomes)
 
 
 def test_processes_that_hang_are_ended(tmp_path, ended):

@@ -9,7 +9,7 @@ import pytest
 
 for package in ("transformers", "rich", "matplotlib"):
     pytest.importorskip(package)
-sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is no part of the package
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not part of the package
 
 from transformers.models.llama import modeling_llama  # noqa: E402
 
@@ -17,7 +17,7 @@ from benchmarks import llama_step  # noqa: E402
 
 
 def test_all_providers_compute_the_same_step(tmp_path, monkeypatch):
-    """Liger is one that only replaces a global of transformers, and fails the third time: compiled."""
+    """A fake Liger replaces one global of transformers, and fails in its third use (compiled)."""
     plain_rope, patched = modeling_llama.apply_rotary_pos_emb, []
 
     def apply_liger_kernel_to_llama(model, rope=True, **others):
@@ -59,7 +59,7 @@ def test_all_providers_compute_the_same_step(tmp_path, monkeypatch):
         assert float(row["median_ms"]) > 0
         assert row["commit"] == "abc"
         if of == "step":
-            # bf16 rounds in other places
+            # bf16 rounding differs
             assert float(row["loss"]) == pytest.approx(loss, rel=1e-3), name
             assert float(row["grad_norm"]) == pytest.approx(norm, rel=5e-3), name
     assert "memory_limit=200000" in rows["step", "quackish-as-liger", "no"]["note"]

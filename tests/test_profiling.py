@@ -1,4 +1,4 @@
-"""quackish.profile(): what it records, from where, and when not; on a GPU, beside what a dry run says."""
+"""quackish.profile(): which launches it records, their times and speeds; on a GPU, compared with a dry run."""
 
 import gc
 import threading
@@ -26,7 +26,7 @@ GEMM = GemmProblem("softmax", "bfloat16", "bfloat16")
 
 
 def stand_in(class_name, problem, config, function=lambda *args: None):
-    """What launch.get returns, around a function in place of a kernel."""
+    """A result of launch.get that wraps `function` instead of a kernel."""
     return compiling._counted(function, type(class_name, (), {}), problem, config)
 
 
@@ -41,30 +41,30 @@ def gemm(m=8192, n=128_256, k=4096, stream=0, function=lambda *args: None):
     kernel(args, stream)
 
 
-def seen(p):
+def recorded(p):
     return [(each.kernel, each.sizes.get("m")) for each in p.launches]
 
 
 # Recording -----------------------------------------------------------------------------------------------------------
 
 
-def test_launches_inside_are_recorded_and_others_are_not():
+def test_only_launches_inside_are_recorded():
     norm(1)
     with quackish.profile() as p:
         norm(2)
         gemm(3)
     norm(4)
-    assert seen(p) == [("rms_norm_fwd", 2), ("lce_gemm", 3)]
+    assert recorded(p) == [("rms_norm_fwd", 2), ("lce_gemm", 3)]
     first = p.launches[0]
     assert (first.problem, first.config, first.sizes) == (NORM, NORM_CONFIG, {"m": 2})
     assert first.work == work("rms_norm_fwd", NORM, first.sizes)
     assert p.launches[1].sizes == {"m": 3, "n": 128_256, "k": 4096}
-    with p:  # entered again, it goes on
+    with p:  # entering again continues it
         norm(5)
-    assert seen(p)[2:] == [("rms_norm_fwd", 5)]
+    assert recorded(p)[2:] == [("rms_norm_fwd", 5)]
 
 
-def test_profiles_nest_and_see_all_threads():
+def test_profiles_nest_and_record_all_threads():
     with quackish.profile() as outer:
         norm(1)
         with quackish.profile() as inner:
@@ -74,11 +74,11 @@ def test_profiles_nest_and_see_all_threads():
             for thread in threads:
                 thread.join()
         norm(9)
-    assert sorted(seen(outer)) == [("rms_norm_fwd", m) for m in range(1, 10)]
-    assert sorted(seen(inner)) == [("rms_norm_fwd", m) for m in range(2, 9)]
+    assert sorted(recorded(outer)) == [("rms_norm_fwd", m) for m in range(1, 10)]
+    assert sorted(recorded(inner)) == [("rms_norm_fwd", m) for m in range(2, 9)]
 
 
-def test_arguments_reach_the_kernel_and_its_error_the_caller():
+def test_arguments_and_errors_are_passed_through():
     given = []
     counted = launch.counters.launches
     with quackish.profile() as p:
@@ -89,12 +89,12 @@ def test_arguments_reach_the_kernel_and_its_error_the_caller():
         raise KeyError
     assert compiling._observer is None
     assert given == [(*(None,) * 11, 7, 128, 9)]
-    assert seen(p) == [("rms_norm_fwd", 7)]
+    assert recorded(p) == [("rms_norm_fwd", 7)]
     assert launch.counters.launches == counted + 1
 
 
 class Cuda:
-    """As much of torch.cuda as recording asks for, on a clock that each launch moves by 2 ms."""
+    """A fake torch.cuda. Each launch advances its clock by 2 ms."""
 
     def __init__(self):
         self.capturing, self.clock, self.log, self.gpu = False, 0.0, [], H200
@@ -144,7 +144,7 @@ def cuda(monkeypatch):
 def test_a_launch_is_timed_on_its_own_stream(stream, cuda):
     with quackish.profile() as p:
         norm(stream=stream, function=cuda.launch)
-    assert cuda.log == [("record", stream), "launch", ("record", stream)]  # and nothing is synchronised
+    assert cuda.log == [("record", stream), "launch", ("record", stream)]  # and nothing synchronizes
     (only,) = p.launches
     assert (only.ms, only.device, only.stream) == (2.0, 3, stream)
     assert p.launches[0].ms == 2.0  # read again
@@ -165,7 +165,7 @@ def test_a_captured_launch_has_no_time(cuda):
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def test_speeds_are_work_over_time(cuda):
+def test_speeds(cuda):
     with quackish.profile() as p:
         for _ in range(3):
             norm(function=cuda.launch)
@@ -181,7 +181,7 @@ def test_speeds_are_work_over_time(cuda):
     assert tuple(row) == profiling.COLUMNS
 
 
-def test_gemms_are_compared_with_the_gemm_and_short_launches_with_nothing(cuda):
+def test_bounds_of_gemms_and_short_launches(cuda):
     with quackish.profile() as p:
         gemm(8192, 8192, 8192, function=cuda.launch)
         norm(1, function=cuda.launch)
@@ -193,7 +193,7 @@ def test_gemms_are_compared_with_the_gemm_and_short_launches_with_nothing(cuda):
     assert (short["bound"], short["pct_of_roof"]) == ("launch", None)
 
 
-def test_a_launch_whose_work_depends_on_data_has_a_time_and_no_speed(cuda):
+def test_data_dependent_work_has_no_speed(cuda):
     kernel = stand_in("LceScale", LceScaleProblem("bfloat16"), None, cuda.launch)
     with quackish.profile() as p:
         kernel(ScaleArgs(n=8_388_608, n2=65_536_000), 0)
@@ -227,7 +227,7 @@ def test_without_measured_roofs_there_is_no_percentage(cuda):
     assert "Roofs of B200: not known." in str(p)
 
 
-def test_print_without_launches_says_why():
+def test_print_without_launches():
     with quackish.profile() as p:
         quackish.rms_norm(torch.randn(4, 8), None)  # the portable path
     assert p.launches == []
@@ -267,7 +267,7 @@ def check_times(p):
 
 
 @pytest.mark.gpu
-def test_rms_norm_is_seen_and_not_changed():
+def test_rms_norm_is_recorded_and_unchanged():
     plain = norm_step()
     with quackish.profile() as p:
         profiled = norm_step()
@@ -282,7 +282,7 @@ def test_rms_norm_is_seen_and_not_changed():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["chunked", "stored", "recompute"])
-def test_linear_cross_entropy_launches_what_a_dry_run_says(schedule):
+def test_launches_match_a_dry_run(schedule):
     from quackish.cli import operations
     from quackish.cli.parser import Parser
 
@@ -303,7 +303,7 @@ def test_linear_cross_entropy_launches_what_a_dry_run_says(schedule):
 
 
 @pytest.mark.gpu
-def test_a_side_stream_and_another_device_are_their_own():
+def test_side_streams_and_other_devices():
     norm_step()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -322,7 +322,7 @@ def test_a_side_stream_and_another_device_are_their_own():
 
 
 @pytest.mark.gpu
-def test_capture_goes_on_and_replays_are_not_seen():
+def test_capture_works_and_replays_are_not_recorded():
     x = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16)
     expected = quackish.rms_norm(x, None)
     graph = torch.cuda.CUDAGraph()
@@ -348,6 +348,6 @@ def test_recording_keeps_no_memory():
         before = torch.cuda.memory_allocated()
         size = sum(t.nbytes for t in results)
         del results
-        gc.collect()  # of what earlier tests left in cycles, streams and events among them
+        gc.collect()  # garbage of earlier tests
         assert torch.cuda.memory_allocated() <= before - size
     assert len(p.launches) == 2

@@ -1,4 +1,4 @@
-"""quackish.testing's asserts: what they let pass, and what they name."""
+"""The asserts of quackish.testing: what passes, and the messages of failures."""
 
 import re
 
@@ -12,7 +12,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Scale(torch.autograd.Function):
-    """x * factor; its gradient times `wrong`, rounded to x's dtype."""
+    """x * factor, with a gradient multiplied by `wrong`."""
 
     @staticmethod
     def forward(ctx, x, factor, wrong):
@@ -35,7 +35,7 @@ def test_deterministic(device):
     calls = []
 
     def once_in(run, of):
-        """Something that is off in one run of `of`."""
+        """2 in one run of `of`, else 1."""
         calls.append(None)
         return 1.0 + (len(calls) % of == run)
 
@@ -89,7 +89,7 @@ def test_close_to_fp64(dtype, device):
 
 
 @pytest.mark.parametrize("check", [lambda f: assert_deterministic(f, X), lambda f: assert_close_to_fp64(f, f, X)])
-def test_a_function_without_tensors_is_no_success(check):
+def test_a_function_without_tensors(check):
     with pytest.raises(TypeError, match="returned a float without tensors; expected a tensor, or tuples"):
         check(lambda x: x.sum().item())
 

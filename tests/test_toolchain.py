@@ -16,7 +16,7 @@ def anew():
     toolchain.find.cache_clear()
 
 
-def test_as_the_compiler_finds_itself():
+def test_find_matches_the_import():
     cutlass = pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     tvm_ffi = pytest.importorskip("tvm_ffi")
     found = toolchain.find()
@@ -42,7 +42,7 @@ def test_no_flavour_for_the_driver():
 
 
 @pytest.mark.parametrize("missing", ["cutlass", "tvm_ffi"])
-def test_a_part_is_missing(monkeypatch, anew, missing):
+def test_missing_parts(monkeypatch, anew, missing):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     monkeypatch.setitem(sys.modules, missing, None)  # then find_spec returns None
     with pytest.raises(UnsupportedError, match=f"is not installed .no module named {missing!r}"):
@@ -50,7 +50,7 @@ def test_a_part_is_missing(monkeypatch, anew, missing):
     assert toolchain.versions() is None
 
 
-def test_runtime_library_of_the_compilers_own_variable(monkeypatch, anew):
+def test_runtime_library_from_the_environment(monkeypatch, anew):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     monkeypatch.setenv("CUTE_DSL_LIBS", "/opt/other.so:/opt/lib/libcute_dsl_runtime.so")
     assert toolchain.find().runtime == Path("/opt/lib/libcute_dsl_runtime.so")

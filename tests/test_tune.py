@@ -1,4 +1,4 @@
-"""`python -m quackish tune`: candidates, the search by fake times, and what the command says, writes and removes."""
+"""`python -m quackish tune`: candidates, the search with fake times, and the command's output and table."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ DX = GemmProblem("rows", BF16, BF16, b_major="n")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where the user's table is, empty."""
+    """The folder of the user's table, empty."""
     monkeypatch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path))
     choose.reload()
     yield tmp_path
@@ -61,7 +61,7 @@ def problems():
 
 
 @pytest.mark.parametrize("on", [H200, B200], ids=lambda on: on.name)
-def test_candidates_are_legal_and_begin_with_the_analytical_choice(on):
+def test_candidates_are_legal_and_start_with_the_analytical_choice(on):
     for kernel, problem in problems():
         found = candidates(kernel, problem, on, max_others=40)
         assert found[0] == choose.analytical(kernel, problem, on).config
@@ -72,7 +72,7 @@ def test_candidates_are_legal_and_begin_with_the_analytical_choice(on):
             assert RULES[kernel].why_illegal(problem, one, on) is None, (problem, one)
 
 
-def test_candidates_vary_every_field_that_may_help_and_leave_out_what_cannot():
+def test_candidates_vary_every_useful_field():
     def varied(kernel, problem):
         found = candidates(kernel, problem, H200, max_others=1000)
         return found, {name: {getattr(one, name) for one in found} for name in vars(found[0])}
@@ -80,10 +80,10 @@ def test_candidates_vary_every_field_that_may_help_and_leave_out_what_cannot():
     found, values = varied("rms_norm_bwd", BACKWARD)
     assert all(len(values[name]) >= 3 for name in ("threads", "threads_per_row", "num_stages", "ctas_per_sm"))
     assert found[0] == RmsNormBwdConfig(256, 128, 3, 1)
-    assert RmsNormBwdConfig(128, 128, 2, 1) not in found  # two stages of half the rows: a fourth of the bytes in flight
+    assert RmsNormBwdConfig(128, 128, 2, 1) not in found  # a quarter of the bytes in flight
     assert RmsNormBwdConfig(128, 128, 2, 2) in found
     found, values = varied("rms_norm_bwd", dataclasses.replace(BACKWARD, n=4097, aligned=False))
-    assert values["num_stages"] == {0}  # rows that are not aligned have none
+    assert values["num_stages"] == {0}  # unaligned rows have no stages
     assert len(found) > 5
     assert varied("rms_norm_fwd", dataclasses.replace(FORWARD, n=65_536))[1]["split_n"] >= {8, 16}
 
@@ -94,29 +94,29 @@ def test_candidates_vary_every_field_that_may_help_and_leave_out_what_cannot():
     assert all(len(values[name]) >= 2 for name in set(values) - {"pingpong"})
     assert values["pingpong"] == {False}
     assert varied("lce_gemm", GemmProblem("softmax", BF16, BF16))[1]["pingpong"] == {False, True}
-    # 64 x 128 tiles load each element for half the products
+    # 64 x 128 tiles have half the multiplications per load
     assert not [one for one in found if (one.tile_m, one.tile_n, one.cluster_m) == (64, 128, 1)]
 
 
 # Spills --------------------------------------------------------------------------------------------------------------
 
 
-def test_candidates_that_compile_without_spills(monkeypatch, tmp_path):
+def test_configs_that_spill_do_not_fit(monkeypatch, tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "cache"))
-    problem, fine = dataclasses.replace(BACKWARD, n=256), RmsNormBwdConfig(64, 16, 2, 2)
-    assert list(search.examine("rms_norm_bwd", problem, [fine], H200)) == [True]  # in a process of its own
-    assert len(list((tmp_path / "cache").glob("RmsNormBwd-sm_90a-*.kernel"))) == 1  # where this process finds it
-    assert search.fits("lce_gemm", DX, GemmConfig(tile_m=192, num_stages=2), H200) is False  # more sums than registers
+    problem, unspilled = dataclasses.replace(BACKWARD, n=256), RmsNormBwdConfig(64, 16, 2, 2)
+    assert list(search.examine("rms_norm_bwd", problem, [unspilled], H200)) == [True]  # in another process
+    assert len(list((tmp_path / "cache").glob("RmsNormBwd-sm_90a-*.kernel"))) == 1  # this process finds it
+    assert search.fits("lce_gemm", DX, GemmConfig(tile_m=192, num_stages=2), H200) is False  # too many accumulators
     spills = Resources(255, 16, 1, 1, 4096, 256)
-    assert search.fits("rms_norm_bwd", problem, fine, H200, resources=lambda *args: spills) is False
+    assert search.fits("rms_norm_bwd", problem, unspilled, H200, resources=lambda *args: spills) is False
 
 
 # The search, by fake times -------------------------------------------------------------------------------------------
 
 
 class Bench:
-    """Shapes and a timer: `us(config, shape)` is how long a config takes; the results of some are wrong."""
+    """Fake shapes and timer. `us(config, shape)` is the time of a config; configs in `wrong` give wrong results."""
 
     def __init__(self, us, shapes=1, wrong=(), refusing=(), noise=0.0):
         self.us, self.wrong, self.refusing, self.noise = us, wrong, refusing, noise
@@ -156,7 +156,7 @@ def test_the_fastest_is_found_over_all_shapes():
     assert outcome.us == pytest.approx([90, 180])
     assert outcome.analytical_us == pytest.approx([100, 200])
     assert steps == search.num_steps(2)
-    # fewer and fewer, each time beside the analytical choice, which is its own rival in the end
+    # the field shrinks; the analytical choice is always timed, twice in the last rounds
     assert [len(timed) for timed in bench.timed] == [30, 30, 17, 17, *[5] * 2 * search.ROUNDS]
     assert all(0 in timed for timed in bench.timed)
     assert bench.timed[-1].count(0) == 2
@@ -170,7 +170,7 @@ def test_the_fastest_is_found_over_all_shapes():
         (0.96, 0.05, "the best candidate is .* % faster, within the noise of .* %"),
     ],
 )
-def test_what_gains_nothing_for_certain_is_not_kept(factor, noise, why):
+def test_uncertain_gains_are_not_stored(factor, noise, why):
     bench = Bench(lambda chosen, shape: 100 * (1 if chosen == 0 else factor), noise=noise)
     outcome, _ = bench.search([0, 1])
     assert outcome.config == 0
@@ -178,7 +178,7 @@ def test_what_gains_nothing_for_certain_is_not_kept(factor, noise, why):
     assert re.fullmatch(why, outcome.why), outcome.why
 
 
-def test_what_is_kept_gains_more_than_the_noise_and_loses_nowhere():
+def test_stored_gains_exceed_the_noise_at_every_shape():
     outcome, _ = Bench(lambda chosen, shape: 100 if chosen == 0 else 80, noise=0.02).search([0, 1])
     assert (outcome.config, outcome.why) == (1, "")
     assert 0.005 < outcome.noise < 0.04
@@ -187,7 +187,7 @@ def test_what_is_kept_gains_more_than_the_noise_and_loses_nowhere():
     assert bench.search([0, 1, 2])[0].config == 2
 
 
-def test_wrong_results_and_launches_that_fail_are_left_out():
+def test_wrong_results_and_failing_launches_are_dropped():
     bench = Bench(lambda chosen, shape: 100 - 10 * chosen, wrong=[3], refusing=[2], shapes=2)
     outcome, steps = bench.search([0, 1, 2, 3])
     assert outcome.config == 1
@@ -197,14 +197,14 @@ def test_wrong_results_and_launches_that_fail_are_left_out():
     assert steps == search.num_steps(2)
 
 
-def test_there_may_be_nothing_to_search():
+def test_search_without_rivals():
     assert Bench(lambda chosen, shape: 100).search([0])[0].why == "no candidate is faster"
     assert Bench(lambda chosen, shape: 100, refusing=[1]).search([0, 1])[0].config == 0
     with pytest.raises(RuntimeError, match="too many resources"):
         Bench(lambda chosen, shape: 100, refusing=[0]).search([0, 1])
 
 
-def test_rounding_is_no_difference_and_anything_else_is():
+def test_only_rounding_may_differ():
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     half = x.bfloat16()
     assert search.differs([half, None], [half.clone(), None]) is None
@@ -243,16 +243,16 @@ CASES = [
 
 
 @pytest.mark.parametrize("words", CASES)
-def test_a_case_launches_the_problem_by_the_config_it_is_given(words, monkeypatch):
+def test_a_case_launches_its_problem_by_the_given_config(words, monkeypatch):
     launches = idle_kernels.install(monkeypatch)
     for kernel, problem, sizes in plan(words):
         small = {name: min(size, 700) for name, size in sizes[0].items()}
         build = cases.prepare(kernel, problem, small, CPU, H200)
         tried = candidates(kernel, problem, H200, max_others=2)
         runs = [build(one) for one in tried]
-        assert [one.config for one in launches] == tried  # once each, before anything is timed
+        assert [one.config for one in launches] == tried  # one launch each, before timing
         launches.clear()
-        with config(**{name_of(kernel, problem): tried[0]}):  # what is chosen later changes nothing
+        with config(**{name_of(kernel, problem): tried[0]}):  # a later choice has no effect
             results = [run() for run in reversed(runs)]
         assert launches == [(kernel, problem, one) for one in reversed(tried)]
         launches.clear()
@@ -297,7 +297,7 @@ def test_a_problem_is_tuned_once_over_its_shapes():
         ("linear_cross_entropy 64x64x64", B200, "linear_cross_entropy has no quackish GEMM on B200"),
     ],
 )
-def test_what_it_cannot_do_is_one_sentence(words, gpu, text):
+def test_invalid_arguments(words, gpu, text):
     with pytest.raises(CommandError, match=re.escape(text)):
         plan(words, gpu)
 
@@ -311,7 +311,7 @@ def better(configs):
 
 
 def tune(outcome=better, shapes="4096x4096", examine=fake_examine):
-    """(exit status, what was searched), as on an H200; `outcome(configs)` is what the search finds."""
+    """(exit status, searched configs) on a fake H200; `outcome(configs)` is the result of the search."""
     pytest.importorskip("rich")
     searched = []
 
@@ -323,11 +323,11 @@ def tune(outcome=better, shapes="4096x4096", examine=fake_examine):
     return command.tune(plan(f"rms_norm_forward {shapes}"), H200, 4, CPU, examine, search_for), searched
 
 
-def test_what_gains_is_written_and_used(folder, capsys):
+def test_a_faster_config_is_stored_and_used(folder, capsys):
     status, (configs,) = tune()
     assert status == 0
     everything = candidates("rms_norm_fwd", FORWARD, H200, 4)
-    assert configs == [everything[0], *everything[3:]]  # not what spills or does not compile
+    assert configs == [everything[0], *everything[3:]]  # without configs that spill or do not compile
     out = capsys.readouterr().out
     assert "11.1 % faster than the analytical choice, noise 1.0 %." in out
     assert f"Written to {folder / 'tuned.json'}." in out
@@ -339,13 +339,13 @@ def test_what_gains_is_written_and_used(folder, capsys):
     assert row["gpu"] == "H200"
     assert set(row["toolchain"]) == {"quackish", "nvidia-cutlass-dsl", "cuda"}
 
-    # the next time, what is in the table is a candidate too, however far away
+    # a config in the table is a candidate too, however far from the analytical choice
     table.put(table.make_row("rms_norm_fwd", FORWARD, H200, RmsNormFwdConfig(1024, 512), "x"))
     choose.reload()
     assert tune()[1][0][-1] == RmsNormFwdConfig(1024, 512)
 
 
-def test_what_gains_nothing_leaves_the_analytical_choice_and_no_row(capsys):
+def test_without_a_gain_the_row_is_removed(capsys):
     def analytical(configs):
         return search.Outcome(configs[0], [10.0], [10.0], why="no other is faster", dropped=((configs[1], "wrong"),))
 
@@ -360,7 +360,7 @@ def test_what_gains_nothing_leaves_the_analytical_choice_and_no_row(capsys):
     assert "stays: no other is faster.\n" in capsys.readouterr().out
 
 
-def test_a_problem_that_fails_does_not_end_the_others(capsys):
+def test_a_failing_problem_does_not_stop_others(capsys):
     outcomes = iter((None, better))
 
     def outcome(configs):
@@ -376,7 +376,7 @@ def test_a_problem_that_fails_does_not_end_the_others(capsys):
     assert [row.problem["n"] for row in table.rows()] == [2048]
 
 
-def test_a_table_that_cannot_be_written_is_one_sentence(folder, monkeypatch):
+def test_a_table_that_cannot_be_written(folder, monkeypatch):
     (folder / "file").write_text("")
     monkeypatch.setenv("QUACKISH_CONFIG_DIR", str(folder / "file"))
     with (
@@ -386,7 +386,7 @@ def test_a_table_that_cannot_be_written_is_one_sentence(folder, monkeypatch):
         tune()
 
 
-def test_without_a_cuobjdump_one_sentence_says_so():
+def test_without_cuobjdump():
     def examine(*args):
         raise FileNotFoundError("cuobjdump is not there")
         yield
@@ -400,9 +400,9 @@ def test_without_a_cuobjdump_one_sentence_says_so():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", CASES)
-def test_candidates_run_and_have_the_same_results(words):
+def test_candidates_give_the_same_results(words):
     if torch.cuda.get_device_capability()[0] != 9 and "norm" not in words:
-        pytest.skip("needs a GEMM of ours, which are for Hopper")
+        pytest.skip("needs a quackish GEMM, which run on Hopper")
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = gpu_of(device.index)
     for kernel, problem, sizes in plan(words, gpu):
@@ -427,7 +427,7 @@ print(seen)
 
 
 @pytest.mark.gpu
-def test_a_second_process_uses_what_was_tuned(folder):
+def test_another_process_uses_the_table(folder):
     tuned = [sys.executable, "-m", "quackish", "tune", "rms_norm_forward", "512x1024,8192x1024", "--candidates", "6"]
     done = subprocess.run(tuned, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

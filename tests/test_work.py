@@ -1,4 +1,4 @@
-"""What launches move and multiply: against tensors and the kernels' own signatures."""
+"""Bytes and FLOPs of launches, compared with tensors and the kernels' signatures."""
 
 import ast
 import importlib
@@ -30,7 +30,7 @@ from quackish.work import KERNELS, LAUNCH_US, Floor, Work, describe, floor, kern
 
 BF16, FP32 = "bfloat16", "float32"
 
-# A problem of each kernel, and of every GEMM epilogue.
+# A problem for each kernel and GEMM epilogue.
 SAMPLES = [
     ("rms_norm_fwd", RmsNormFwdProblem(4096, BF16, BF16, BF16)),
     ("rms_norm_bwd", RmsNormBwdProblem(4096, BF16, BF16, BF16, dx_dtype=BF16)),
@@ -72,14 +72,14 @@ def kernel_class(where):
 
 
 def method(cls, name):
-    """The syntax tree of a method, as it is written."""
+    """The syntax tree of a method."""
     tree = ast.parse(inspect.getsource(inspect.getmodule(cls)))
     of_class = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
     return next(node for node in of_class.body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
 def given(cls, value):
-    """Arguments of a call by name; a NamedTuple holds `value` of its fields."""
+    """The arguments of a call by name, each `value(name)`; so are the fields of NamedTuples."""
     call = {}
     for arg in method(cls, "__call__").args.args[1:]:
         name = getattr(arg.annotation, "id", "")
@@ -92,14 +92,14 @@ def given(cls, value):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_sizes_are_where_the_kernel_has_them(name):
+def test_sizes_match_the_kernel(name):
     call = given(kernel_class(TABLE[name][0]), lambda field: field)
     assert list(call)[-1] == "stream"
     found = sizes_of(name, list(call.values()))
     assert found == {size: size for size in KERNELS[name].sizes}
 
 
-def test_absent_sizes_are_left_out():
+def test_sizes_that_are_none_are_omitted():
     args = grouped_gemm.GroupedGemmArgs(rows=3, m=None, n=5, k=7, groups=2)
     assert sizes_of("grouped_gemm", [args]) == dict(rows=3, n=5, k=7, groups=2)
 
@@ -109,7 +109,7 @@ def absent(args):
 
 
 @pytest.mark.parametrize("name, problem", SAMPLES)
-def test_fake_args_are_what_the_kernel_takes(name, problem):
+def test_fake_args_match_the_kernel(name, problem):
     cls = kernel_class(TABLE[name][0])
     fake = cls(problem, choose(name, problem, H200).config).fake_args()
     call = list(given(cls, lambda field: field).values())
@@ -133,7 +133,7 @@ def name_of(t):
 @pytest.mark.parametrize("residual_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rms_norm_moves_its_tensors_once(dtype, with_bias, residual_dtype):
+def test_work_of_rms_norm(dtype, with_bias, residual_dtype):
     m, n = 5, 24
     x, weight = torch.randn(m, n, dtype=dtype), torch.randn(n)
     bias = torch.randn(n, dtype=dtype) if with_bias else None
@@ -141,21 +141,21 @@ def test_rms_norm_moves_its_tensors_once(dtype, with_bias, residual_dtype):
     residual = torch.randn(m, n, dtype=torch.float32) if with_residual else None
     y, res, rstd = rms_norm_forward(x, weight, bias, residual=residual, residual_dtype=residual_dtype)
     names, res_dtype = map(name_of, (x, y, weight, bias, residual)), name_of(res) if with_residual else None
-    done = work("rms_norm_fwd", RmsNormFwdProblem(n, *names, res_dtype=res_dtype), dict(m=m))
-    assert done.bytes_read == nbytes(x, weight, bias, residual)
-    assert done.bytes_written == nbytes(y, res if with_residual else None, rstd)
+    launch_work = work("rms_norm_fwd", RmsNormFwdProblem(n, *names, res_dtype=res_dtype), dict(m=m))
+    assert launch_work.bytes_read == nbytes(x, weight, bias, residual)
+    assert launch_work.bytes_written == nbytes(y, res if with_residual else None, rstd)
 
     dres = torch.randn_like(res) if with_residual else None
     wanted = dict(dbias=with_bias, dresidual=with_residual, dx_dtype=dtype, dbias_dtype=dtype)
     dx, dweight, dbias, dresidual = rms_norm_backward(y, res, weight, rstd, dres=dres, **wanted)
     second = dresidual if dresidual is not None and dresidual.dtype != dtype else None
     names = map(name_of, (res, y, weight, dres, dx, second, dweight, dbias))
-    done = work("rms_norm_bwd", RmsNormBwdProblem(n, *names), dict(m=m))
-    assert done.bytes_read == nbytes(y, res, weight, rstd, dres)
-    assert done.bytes_written == nbytes(dx, second, dweight, dbias)
+    launch_work = work("rms_norm_bwd", RmsNormBwdProblem(n, *names), dict(m=m))
+    assert launch_work.bytes_read == nbytes(y, res, weight, rstd, dres)
+    assert launch_work.bytes_written == nbytes(dx, second, dweight, dbias)
 
 
-def test_gemms_multiply_and_move_what_matrices_say():
+def test_work_of_gemms():
     m, n, k = 512, 1000, 64
     sizes = dict(m=m, n=n, k=k)
     a, b, e = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((m, k), (n, k), (m, n)))
@@ -173,7 +173,7 @@ def test_gemms_multiply_and_move_what_matrices_say():
     assert work("lce_gemm", GemmProblem("softmax", BF16, BF16, recompute_flagged=True), sizes).flops == 0
 
 
-def test_grouped_gemms_multiply_and_move_what_matrices_say():
+def test_work_of_grouped_gemms():
     rows, h, i, groups = 512, 48, 130, 4
     sizes = dict(rows=rows, n=i, k=h, groups=groups)
     x, act, z = (torch.empty(rows, n, dtype=torch.bfloat16) for n in (h, i, 2 * i))
@@ -201,7 +201,7 @@ def test_grouped_gemms_multiply_and_move_what_matrices_say():
         assert work("grouped_gemm", one, sizes) == Work(read, nbytes(dw), 2 * rows * h * i)
 
 
-def test_row_kernels_move_what_their_matrices_say():
+def test_work_of_row_kernels():
     rows, h, v, tiles = 512, 64, 1000, 4
     x, w, e = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, h), (v, h), (rows, v)))
     row, acc, part, classes = (torch.empty(shape) for shape in ((rows,), (rows, h), (rows, tiles), (v,)))
@@ -220,11 +220,11 @@ def test_row_kernels_move_what_their_matrices_say():
     ]
     sizes = dict(m=rows, rows=rows, n=v, v=v, v0=0, v1=v, tiles=tiles)
     for name, problem, read, written in cases:
-        done = work(name, problem, sizes)
-        assert (done.bytes_read, done.bytes_written) == (nbytes(*read), nbytes(*written)), (name, problem)
+        launch_work = work(name, problem, sizes)
+        assert (launch_work.bytes_read, launch_work.bytes_written) == (nbytes(*read), nbytes(*written)), (name, problem)
 
 
-def test_floor_is_the_lowest_roof():
+def test_floor():
     roofs = Roofs(copy=1e12, add=2e12, gemm=1e14, source="data sheet")
     assert floor(Work(10**9, 10**9, 0), roofs).us == pytest.approx(2000)
     assert floor(Work(2 * 10**9, 10**9, 0), roofs).us == pytest.approx(1500)  # two reads to a write
@@ -232,7 +232,7 @@ def test_floor_is_the_lowest_roof():
     assert floor(Work(1000, 1000, 1000), roofs) == Floor(LAUNCH_US, "launch")
 
 
-def test_describe_leaves_out_defaults():
+def test_describe_omits_defaults():
     problem = RmsNormFwdProblem(4096, BF16, BF16, FP32, aligned=False)
     assert describe(problem, dict(m=8)) == "m=8 n=4096 x=bf16 y=bf16 weight=fp32 aligned=False"
     assert describe(object(), dict(m=8)) == "m=8"
