@@ -130,20 +130,12 @@ class profile:
         calls, untimed = sum(row["calls"] for row in rows), sum(row["untimed"] for row in rows)
         lines = [f"{calls} launches of quackish's kernels, {sum(row['total_ms'] for row in rows):.3f} ms", ""]
         for row in rows:
-            row["total_ms"] = row["total_ms"] if row["untimed"] < row["calls"] else None
-            row["tflop_per_s"] = row["tflop_per_s"] if row["bound"] == "tensor cores" else None
-        columns = [
-            ("kernel", "kernel", ""),
-            ("problem", "problem", ""),
-            ("calls", "calls", "d"),
-            ("total ms", "total_ms", ".3f"),
-            ("mean us", "mean_us", ".1f"),
-            ("GB/s", "gb_per_s", ".0f"),
-            ("TFLOP/s", "tflop_per_s", ".0f"),
-            ("% roof", "pct_of_roof", ".0f"),
-            ("bound", "bound", ""),
-        ]
-        lines += [table_of(rows, columns), ""]
+            row["total ms"] = row["total_ms"] if row["untimed"] < row["calls"] else None
+            row["TFLOP/s"] = row["tflop_per_s"] if row["bound"] == "tensor cores" else None
+            row |= {"mean us": row["mean_us"], "GB/s": row["gb_per_s"], "% roof": row["pct_of_roof"]}
+        formats = {"kernel": "", "problem": "", "calls": "d", "total ms": ".3f", "mean us": ".1f"}
+        formats |= {"GB/s": ".0f", "TFLOP/s": ".0f", "% roof": ".0f", "bound": ""}
+        lines += [table_of(rows, formats), ""]
         for device in sorted({row["device"] for row in rows if row["device"] is not None}):
             name, roofs = gpu_of(device).name, self._roofs_of(device)
             source = roofs and " ".join(filter(None, (roofs.source, roofs.note)))
@@ -204,13 +196,13 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str)
     )
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str, str | Callable]]) -> str:
-    """A table of dicts. A column is (header, key, format or function), with format "" for text. None is left blank."""
+def table_of(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str | Callable]) -> str:
+    """A table of dicts. `formats`: {column: format spec or function}, with "" for text. None is left blank."""
 
     def cell(value: Any, form: str | Callable) -> str:
         if value is None:
             return ""
         return form(value) if callable(form) else format(value, form)
 
-    cells = [[cell(row.get(key), form) for _, key, form in columns] for row in rows]
-    return text_table([header for header, _, _ in columns], cells, "".join("r" if c[2] else "l" for c in columns))
+    cells = [[cell(row.get(column), form) for column, form in formats.items()] for row in rows]
+    return text_table(list(formats), cells, "".join("r" if form else "l" for form in formats.values()))

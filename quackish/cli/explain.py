@@ -116,24 +116,17 @@ def _launch_table(steps: list[Step], distinct: list[_Kernel], roofs: Roofs | Non
         number = f"[{distinct.index((step.kernel, step.problem, step.choice)) + 1}] " if is_ours else ""
         sizes = describe(None, step.sizes) if is_ours else step.problem
         row = {"phase": step.phase, "kernel": number + step.kernel, "sizes": sizes, "calls": calls}
-        row |= {"read": step.work.bytes_read, "written": step.work.bytes_written, "flops": step.work.flops}
+        row |= {"read": step.work.bytes_read, "written": step.work.bytes_written, "FLOPs": step.work.flops}
         if roofs is not None:
-            row |= vars(floor(step.work, roofs))
+            minimum = floor(step.work, roofs)
+            row |= {"floor us": minimum.us, "bound": minimum.bound}
         rows.append(row)
-        for key in {"read", "written", "flops", "us"} & row.keys():
-            total[key] = total.get(key, 0) + calls * row[key]
-    columns = [
-        ("phase", "phase", ""),
-        ("kernel", "kernel", ""),
-        ("sizes", "sizes", ""),
-        ("calls", "calls", "d"),
-        ("read", "read", _bytes),
-        ("written", "written", _bytes),
-        ("FLOPs", "flops", _unit),
-    ]
+        for column in {"read", "written", "FLOPs", "floor us"} & row.keys():
+            total[column] = total.get(column, 0) + calls * row[column]
+    formats = {"phase": "", "kernel": "", "sizes": "", "calls": "d", "read": _bytes, "written": _bytes, "FLOPs": _unit}
     if roofs is not None:
-        columns += [("floor us", "us", ".1f"), ("bound", "bound", "")]
-    return table_of(rows + [total] * (len(steps) > 1), columns)
+        formats |= {"floor us": ".1f", "bound": ""}
+    return table_of(rows + [total] * (len(steps) > 1), formats)
 
 
 def _kernel_list(distinct: list[_Kernel], gpu: Gpu) -> str:
@@ -150,20 +143,12 @@ def _resource_table(distinct: list[_Kernel], usage: list[Resources], gpu: Gpu) -
     rows = []
     for i, ((name, _, choice), used) in enumerate(zip(distinct, usage, strict=True), 1):
         count, limit = _ctas_per_sm(used, choice.config, gpu)
-        row = {"kernel": f"[{i}] {name}", "ctas_per_sm": count, "limit": limit}
-        rows.append(vars(used) | row | {"threads": used.threads or choice.config.threads})
-    columns = [
-        ("kernel", "kernel", ""),
-        ("registers", "registers", "d"),
-        ("stack B", "stack_bytes", "d"),
-        ("local loads", "local_loads", "d"),
-        ("stores", "local_stores", "d"),
-        ("shared B", "smem_bytes", "d"),
-        ("threads", "threads", "d"),
-        ("CTAs/SM", "ctas_per_sm", "d"),
-        ("limited by", "limit", ""),
-    ]
-    return table_of(rows, columns)
+        row = {"kernel": f"[{i}] {name}", "registers": used.registers, "stack B": used.stack_bytes}
+        row |= {"local loads": used.local_loads, "stores": used.local_stores, "shared B": used.smem_bytes}
+        row |= {"threads": used.threads or choice.config.threads, "CTAs/SM": count, "limited by": limit}
+        rows.append(row)
+    formats = dict.fromkeys(rows[0], "d") | {"kernel": "", "limited by": ""}
+    return table_of(rows, formats)
 
 
 def _ctas_per_sm(used: Resources, config: Any, gpu: Gpu) -> tuple[int, str]:
@@ -190,17 +175,17 @@ def _memory_table(dry: DryRun) -> str:
 
 def _limit_table(points: list[Point], grad: bool) -> str:
     """What each memory limit selects."""
+    limit, time = "memory_limit from MB", "expected time / 3 GEMMs"
     rows = [
         {
-            "mb": math.ceil(point.bytes / 1e5) / 10,  # rounded up, so that this limit is enough
+            limit: math.ceil(point.bytes / 1e5) / 10,  # rounded up, so that this limit is enough
             "schedule": point.config.schedule,
-            "rows": point.rows,
-            "time": point.time if grad else None,
+            "chunk rows": point.rows,
+            time: point.time,
         }
         for point in points
     ]
-    columns = [("memory_limit from MB", "mb", ",.1f"), ("schedule", "schedule", ""), ("chunk rows", "rows", "d")]
-    return table_of(rows, [*columns, ("expected time / 3 GEMMs", "time", ".2f")][: 3 + grad])
+    return table_of(rows, {limit: ",.1f", "schedule": "", "chunk rows": "d"} | ({time: ".2f"} if grad else {}))
 
 
 def _draw(args: argparse.Namespace, points: list[Point], gpu: Gpu) -> list[Path]:
