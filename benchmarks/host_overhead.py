@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None, repeats: int = 50, norms: int = 64) 
         except Exception as error:
             print(f"without {name}: {reason(error)}")
     times = host_times(chains, device, repeats, calls=1)
-    us = {name: of.median / norms for name, of in times.items()}
+    us = {name: chain_times.median / norms for name, chain_times in times.items()}
     launch = launch_times(chain("quackish", device, 1), device)
     verdicts = at_most(us["quackish"] / us["torch"], BAR, "forward + backward / torch's")
     verdicts += at_most(launch and launch.median, LAUNCH_BAR_US, "the slowest launch", " us")

@@ -89,13 +89,13 @@ class profile:
         data, are None.
         """
         groups: dict[tuple, list[Launch]] = {}
-        for each in self.launches:
-            key = each.kernel, each.problem, each.config, tuple(each.sizes.items()), each.device
-            groups.setdefault(key, []).append(each)
+        for record in self.launches:
+            key = record.kernel, record.problem, record.config, tuple(record.sizes.items()), record.device
+            groups.setdefault(key, []).append(record)
         return sorted((self._row(group) for group in groups.values()), key=lambda row: -row["total_ms"])
 
     def _row(self, group: Sequence[Launch]) -> dict[str, Any]:
-        first, times = group[0], [each.ms for each in group if each.ms is not None]
+        first, times = group[0], [record.ms for record in group if record.ms is not None]
         row: dict[str, Any] = dict.fromkeys(COLUMNS)
         row |= dict(kernel=first.kernel, problem=describe(first.problem, first.sizes), config=first.config)
         row |= dict(device=first.device, calls=len(group), untimed=len(group) - len(times), total_ms=sum(times))
@@ -171,8 +171,8 @@ def _observed(function: Callable[..., None], args: tuple, kernel_class: type, pr
         start.record(stream)
         function(*args)
         end.record(stream)
-    for each in list(_active):
-        each._launches.append(record)
+    for active in list(_active):
+        active._launches.append(record)
 
 
 # Text ----------------------------------------------------------------------------------------------------------------

@@ -33,8 +33,11 @@ def compare(before: Path, after: Path, fail: float) -> tuple[str, list[Pair]]:
     pairs = [Pair(*key, a[key], b[key], _verdict(a[key], b[key], fail)) for key in keys if key in a and key in b]
     if not pairs:
         raise ValueError(f"{before} and {after} have no row in common")
-    values = [(name, *(", ".join({row[name]: 0 for row in of.values()}) for of in (a, b))) for name in ENVIRONMENT]
-    parts = [f"{name}: {old or '-'} -> {new or '-'}" for name, old, new in values if old != new and name != "date"]
+    parts = []
+    for name in ENVIRONMENT:
+        old, new = (", ".join(dict.fromkeys(row[name] for row in rows.values())) for rows in (a, b))
+        if old != new and name != "date":
+            parts.append(f"{name}: {old or '-'} -> {new or '-'}")
     header = ("cell", "provider", "ms before", "after", "ratio", "memory ratio", "")
     parts.append(text_table(header, list(map(_line, pairs)), "llrrrrl"))
     only = [f"{key[0]} {key[1]} ({'before' if key in a else 'after'})" for key in keys if key not in a or key not in b]

@@ -126,7 +126,7 @@ def first_calls(
             peak = run.memory.peak_above(start)
             errors = errors_of(result)
             notes = ["portable path"] * (run.device.type == "cuda" and is_ours(name) and not launches)
-            if wrong := [f"{of} {error:.3g}" for of, error in errors.items() if not error <= WRONG]:  # NaN too
+            if wrong := [f"{column} {error:.3g}" for column, error in errors.items() if not error <= WRONG]:  # NaN too
                 notes.append(f"wrong: {' '.join(wrong)}")
             record = {"status": "ok", "note": ", ".join(notes), "launches": launches or None, "peak_mb": peak}
             calls[name], records[name] = call, record | errors

@@ -22,9 +22,9 @@ ERRORS = ("err_y", "err_dx", "err_dweight")
 def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     """Reports each of `names`, quackish a second time, and the roof to `run`."""
     run.begin("inputs")
-    (r, h, i, e), how = cell.shape, dict(dtype=getattr(torch, cell.dtype), device=run.device)
-    x, dy = (inputs.rows((r, h), seed=seed, **how) for seed in (0, 1))
-    w1, w2 = (inputs.rows((e, n, k), seed=2, **how).mul_(k**-0.5) for n, k in ((2 * i, h), (h, i)))
+    (r, h, i, e), common = cell.shape, dict(dtype=getattr(torch, cell.dtype), device=run.device)
+    x, dy = (inputs.rows((r, h), seed=seed, **common) for seed in (0, 1))
+    w1, w2 = (inputs.rows((e, n, k), seed=2, **common).mul_(k**-0.5) for n, k in ((2 * i, h), (h, i)))
     scales = inputs.rows((r,), seed=3, device=run.device).sigmoid()
     offs = (torch.arange(1, e + 1, device=run.device) * r // e).int()
     warm_up_cublas(run.device)

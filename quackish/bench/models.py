@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from quackish.errors import did_you_mean
 
-Shapes = dict[tuple[int, ...], str]  # shape -> what has it
+Shapes = dict[tuple[int, ...], str]  # {shape: name of the model and layer}
 
 
 class Model(NamedTuple):

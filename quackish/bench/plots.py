@@ -38,7 +38,7 @@ STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": 
 
 
 def color_of(name: str) -> str:
-    """The color of a provider; variants (other sizes of chunks) have that of what they vary."""
+    """The color of a provider. Variants (other chunk sizes) have the color of their base."""
     base = name.partition(" ")[0]
     while base not in COLORS and "-" in base:
         base = base.rpartition("-")[0]
@@ -99,8 +99,9 @@ def over_cells(results: Results, panels: Mapping[str, Sequence[Cell]], path: Pat
 
 def _panel(ax: Any, results: Results, title: str, cells: Sequence[Cell], looks: dict[str, dict]) -> None:
     """Cells that differ only in the number of rows are joined by a line."""
-    segments = [list(of) for _, of in itertools.groupby(cells, lambda cell: (cell.shape[1:], cell.kind))]
-    at = {cell: i + gap for i, (gap, cell) in enumerate((gap, c) for gap, of in enumerate(segments) for c in of)}
+    segments = [list(group) for _, group in itertools.groupby(cells, lambda cell: (cell.shape[1:], cell.kind))]
+    numbered = [(gap, cell) for gap, segment in enumerate(segments) for cell in segment]
+    at = {cell: i + gap for i, (gap, cell) in enumerate(numbered)}  # x coordinates, with a gap between segments
     for segment, (name, look) in itertools.product(segments, looks.items()):
         values = [(at[c], results.value(c, name, "pct_of_roof")) for c in segment if not results.is_wrong(c, name)]
         points = [(x, value) for x, value in values if value]

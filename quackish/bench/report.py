@@ -63,8 +63,8 @@ def faster(results: Results, cell: Cell, name: str, peers: Iterable[str], text: 
     if not times or name not in results.cells[cell]:
         return []
     ours, best = results.ms(cell, name) or math.inf, min(times, key=times.__getitem__)
-    found = f"{ours:.3f} ms, {best} {times[best]:.3f} ms"
-    return [verdict(ours < times[best], f"{text}: {found} ({ours / times[best]:.3f}), of {len(times)}")]
+    numbers = f"{ours:.3f} ms, {best} {times[best]:.3f} ms ({ours / times[best]:.3f}), of {len(times)}"
+    return [verdict(ours < times[best], f"{text}: {numbers}")]
 
 
 def dominated(results: Results, cell: Cell, text: str) -> list[Verdict]:
@@ -93,10 +93,10 @@ def every(
         return f"{ratio(cell):.4f} ({times}) at {' x '.join(map(str, cell.shape))} {cell.dtype}"
 
     missed = sorted((cell for cell in others if ratio(cell) > limit), key=ratio, reverse=True)
-    found = f"{len(others) - len(missed)} of {len(others)} cells, worst {both(max(others, key=ratio))}"
+    summary = f"{len(others) - len(missed)} of {len(others)} cells, worst {both(max(others, key=ratio))}"
     if missed[1:]:
-        found += f"; missed also in {'; '.join(map(both, missed[1:]))}"
-    return [verdict(not missed, f"{text}: {found}")]
+        summary += f"; missed also in {'; '.join(map(both, missed[1:]))}"
+    return [verdict(not missed, f"{text}: {summary}")]
 
 
 # The page -------------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _by_cell(results: Results) -> list[str]:
             continue
         m, h, v = cell.shape
         roofs = [f"{text} {ms:.4g} ms" for name, text in ROOFS.items() if (ms := results.ms(cell, name))]
-        models = f" ({found})" if (found := results.models(cell)) else ""
+        models = f" ({names})" if (names := results.models(cell)) else ""
         parts += [f"## {cell.direction.capitalize()}, {cell.dtype}: M {m}, H {h}, V {v}{cell.kind}{models}\n"]
         parts += [f"{', '.join(roofs)}\n"] if roofs else []
         parts.append(_details(results, [cell]))
@@ -214,7 +214,7 @@ def _details(results: Results, cells: Sequence[Cell]) -> str:
     ]
     table = {"shape": [row["shape"] for row in rows]} if len(cells) > 1 else {}
     table["provider"] = [f"**{row['provider']}**" if is_ours(row["provider"]) else row["provider"] for row in rows]
-    median, p20, p80 = ([_number(row, f"{of}_ms", ".4g", scale) for row in rows] for of in ("median", "p20", "p80"))
+    median, p20, p80 = ([_number(row, f"{name}_ms", ".4g", scale) for row in rows] for name in ("median", "p20", "p80"))
     table |= {unit: median, "p20-p80": list(map("-".join, zip(p20, p80, strict=True)))}
     if steady := results.steady(cells[0]):
         bursts = [results.cells[steady].get(row["provider"], {}) for row in rows]

@@ -79,10 +79,10 @@ def _cuobjdump(default_toolkit: str = _TOOLKIT) -> str:
     triton = importlib.util.find_spec("triton")  # found, not imported
     if triton is not None:
         candidates += [Path(folder, "backends/nvidia/bin") for folder in triton.submodule_search_locations]
-    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(map(str, candidates)))
-    if found is None:
+    tool = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(map(str, candidates)))
+    if tool is None:
         raise FileNotFoundError(
             "cuobjdump, which reads resource usage from a compiled kernel, is not on PATH, in CUDA_HOME or in Triton's "
             "wheel. Install one: `pip install triton`, or the CUDA toolkit."
         )
-    return found
+    return tool

@@ -74,7 +74,7 @@ def _for_any_cpu(module: Any) -> None:
 
 
 def _linked(path: Path) -> Path:
-    """Links the object at `path` into a shared library beside it; returns `path` itself if that fails."""
+    """Links the object at `path` into a shared library next to it. Returns `path` itself if that fails."""
     program, out = linker(), path.with_suffix(".so")
     if program is None:
         return path

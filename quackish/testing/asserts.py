@@ -22,18 +22,18 @@ def assert_deterministic(function: Callable[..., Any], *inputs: Any, runs: int =
         inputs: a gradient is computed for each tensor that requires grad. The gradients of outputs are random, and 1
             for 0-dim outputs.
     """
-    who = "assert_deterministic"
-    first, incoming = _results(who, function, inputs)
+    caller = "assert_deterministic"
+    first, incoming = _results(caller, function, inputs)
     device = next((t.device for t in first.values() if t is not None), "cpu")
     nbytes = max(64 << 20, 4 * sum(t.nbytes for t in first.values() if t is not None))
     for run in range(2, runs + 1):
         poison_free_memory(device, nbytes)
         with other_work(device, launches=100):
-            again, _ = _results(who, function, inputs, incoming)
-        _assert_same_names(who, again, f"run {run}", first, "run 1")
+            again, _ = _results(caller, function, inputs, incoming)
+        _assert_same_names(caller, again, f"run {run}", first, "run 1")
         for name, t in first.items():
             if not same_bits(again[name], t):
-                raise AssertionError(f"{who}: {name} {_difference(again[name], t)} in run {run} of {runs}")
+                raise AssertionError(f"{caller}: {name} {_difference(again[name], t)} in run {run} of {runs}")
 
 
 def assert_close_to_fp64(
@@ -55,33 +55,33 @@ def assert_close_to_fp64(
         inputs: a gradient is computed for each tensor that requires grad, as in `assert_deterministic`.
         slack: multiplies the bounds, for example if intermediate results are rounded too.
     """
-    who = "assert_close_to_fp64"
-    got, incoming = _results(who, function, inputs)
-    truth, _ = _results(who, reference, [_in_fp64(t) for t in inputs], incoming)
-    _assert_same_names(who, got, "function", truth, "reference")
+    caller = "assert_close_to_fp64"
+    got, incoming = _results(caller, function, inputs)
+    truth, _ = _results(caller, reference, [_in_fp64(t) for t in inputs], incoming)
+    _assert_same_names(caller, got, "function", truth, "reference")
     for name, want in truth.items():
         t = got[name]
         if t is None or want is None:
             if t is not want:
-                raise AssertionError(f"{who}: {name} is None only for {'function' if t is None else 'reference'}")
+                raise AssertionError(f"{caller}: {name} is None only for {'function' if t is None else 'reference'}")
         elif t.shape != want.shape:
-            raise AssertionError(f"{who}: {name} is {tuple(t.shape)}, expected reference's {tuple(want.shape)}")
+            raise AssertionError(f"{caller}: {name} is {tuple(t.shape)}, expected reference's {tuple(want.shape)}")
         elif not t.is_floating_point():
             if not torch.equal(t, want):
-                raise AssertionError(f"{who}: {name} {_difference(t, want)}")
+                raise AssertionError(f"{caller}: {name} {_difference(t, want)}")
         else:
             infinite = want.isinf() & (t == want)  # equal infinities; their difference would be NaN
             off = error(t.masked_fill(infinite, 0.0), want.double().masked_fill(infinite, 0.0))
             norm, worst = _bounds(t.dtype, slack)
             if not off.within(norm, worst):
                 raise AssertionError(
-                    f"{who}: {name}, {_describe(t)}, has error {off.norm:.2e} norm-wise and {off.worst:.2e} at the "
+                    f"{caller}: {name}, {_describe(t)}, has error {off.norm:.2e} norm-wise and {off.worst:.2e} at the "
                     f"worst element; expected at most {norm:.2e} and {worst:.2e}"
                 )
 
 
 def _results(
-    who: str, function: Callable[..., Any], inputs: Sequence[Any], incoming: dict[int, Tensor] | None = None
+    caller: str, function: Callable[..., Any], inputs: Sequence[Any], incoming: dict[int, Tensor] | None = None
 ) -> tuple[dict[str, Tensor | None], dict[int, Tensor]]:
     """({name: output or gradient}, {number of an output: its gradient}).
 
@@ -91,7 +91,7 @@ def _results(
     outputs = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
     if not outputs:  # nothing would be compared
         raise TypeError(
-            f"{who}: a function returned a {type(returned).__name__} without tensors; expected a tensor, or tuples, "
+            f"{caller}: a function returned a {type(returned).__name__} without tensors; expected a tensor, or tuples, "
             "lists and dicts of tensors"
         )
     results = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
@@ -127,9 +127,10 @@ def _bounds(dtype: torch.dtype, slack: float) -> tuple[float, float]:
     return slack * (0.6 * rounded + 8 * computed), slack * (rounded + 32 * computed)
 
 
-def _assert_same_names(who: str, one: dict, of_one: str, other: dict, of_other: str) -> None:
-    if one.keys() != other.keys():
-        raise AssertionError(f"{who}: {of_one} gives {', '.join(one)}; expected {', '.join(other)}, as {of_other}")
+def _assert_same_names(caller: str, got: dict, source: str, expected: dict, expected_source: str) -> None:
+    if got.keys() != expected.keys():
+        names = f"{', '.join(got)}; expected {', '.join(expected)}"
+        raise AssertionError(f"{caller}: {source} gives {names}, as {expected_source}")
 
 
 def _difference(got: Tensor | None, want: Tensor | None) -> str:
