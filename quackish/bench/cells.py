@@ -1,7 +1,10 @@
 """Cells, the unit of measurement: an operation, shape, dtype and direction. Names of providers and roofs."""
 
 import dataclasses
-from collections.abc import Sequence
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+from quackish.errors import did_you_mean
 
 OURS = "quackish"
 MAX_SIZE = 1 << 29  # PyTorch fails with an internal error if a tensor's bytes overflow 64 bits
@@ -52,6 +55,15 @@ class Job:
     cell: Cell
     providers: tuple[str, ...]
     models: str = ""  # names of the models that have this shape
+
+
+def match(option: str, patterns: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The names in `known` that match any pattern. ValueError if a pattern matches none."""
+    for pattern in patterns:
+        if not fnmatch.filter(known, pattern):
+            names = f"{', '.join(known)}{did_you_mean(pattern, known)}"
+            raise ValueError(f"{option} {pattern} is unknown; expected one of {names}")
+    return [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def shape_name(shape: Sequence[int]) -> str:

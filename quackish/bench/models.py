@@ -3,11 +3,8 @@
 Sizes are those of each model's config.json on Hugging Face.
 """
 
-import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
-
-from quackish.errors import did_you_mean
 
 Shapes = dict[tuple[int, ...], str]  # {shape: name of the model and layer}
 
@@ -67,13 +64,3 @@ MODELS = {
         Model("deepseek-v3", "deepseek-ai/DeepSeek-V3", 7168, 129280, {"q_a_norm": (1536, 1), "kv_a_norm": (512, 1)}),
     )
 }
-
-
-def find(patterns: Iterable[str]) -> list[Model]:
-    """The models that match any pattern, in the table's order. ValueError if a pattern matches none."""
-    patterns = list(patterns)
-    for pattern in patterns:
-        if not fnmatch.filter(MODELS, pattern):
-            suggestion = did_you_mean(pattern, MODELS)
-            raise ValueError(f"--model {pattern}: no such model; expected one of {', '.join(MODELS)}{suggestion}")
-    return [model for name, model in MODELS.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)]

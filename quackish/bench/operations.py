@@ -4,18 +4,16 @@ To add an operation, add an entry here, and files measure_* and providers_* for 
 """
 
 import dataclasses
-import fnmatch
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quackish.bench import measure_grouped_mlp, measure_linear_cross_entropy, measure_rms_norm, models
+from quackish.bench import measure_grouped_mlp, measure_linear_cross_entropy, measure_rms_norm
 from quackish.bench import providers_grouped_mlp as mlp
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench import providers_rms_norm as rms
-from quackish.bench.cells import MLP_GEMMS, parse_shape
-from quackish.bench.models import Model
-from quackish.errors import did_you_mean
+from quackish.bench.cells import MLP_GEMMS, match, parse_shape
+from quackish.bench.models import MODELS, Model, Shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +26,11 @@ class Operation:
     small: tuple[int, ...]  # maximum sizes without a GPU
     unit: str  # of times in reports: "us" or "ms"
     example: str  # of a shape
-    model_shapes: Callable[[Model, int], models.Shapes]  # (model, tokens)
+    model_shapes: Callable[[Model, int], Shapes]  # (model, tokens)
     providers: tuple[str, ...]
-    main: dict[str, tuple[str, ...]]  # the default providers, by direction of a cell
     load: Callable[[str], Any]  # loads a provider by name
     measure: Callable[..., None]  # (cell, providers, run)
+    main: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # by direction; default: all providers
     variants: str = "(?!)"  # a regular expression that matches further names of providers
     section_per_cell: bool = False  # of the page, with time against memory, instead of one table of all shapes
 
@@ -41,15 +39,20 @@ class Operation:
         """The form of a shape, such as "MxN"."""
         return "x".join(self.dims)
 
-    def shapes(self, patterns: Sequence[str], tokens: Sequence[int], own: Sequence[str]) -> models.Shapes:
+    @property
+    def models(self) -> list[str]:
+        """The models with a shape for this operation."""
+        return [name for name, model in MODELS.items() if self.model_shapes(model, 1)]
+
+    def shapes(self, patterns: Sequence[str], tokens: Sequence[int], own: Sequence[str]) -> Shapes:
         """The shapes of the models that match `patterns`, then the user's own, with the names of their models.
 
         Raises ValueError for an unknown model, an invalid shape, and models without a shape for this operation.
         """
         names: dict[tuple[int, ...], list[str]] = {}
-        for model in models.find(patterns):
+        for model in match("--model", patterns, MODELS):
             for count in tokens:
-                for shape, name in self.model_shapes(model, count).items():
+                for shape, name in self.model_shapes(MODELS[model], count).items():
                     names.setdefault(shape, []).append(name)
         for text in own:
             try:
@@ -57,8 +60,8 @@ class Operation:
             except ValueError as error:
                 raise ValueError(f"--shapes is {error}") from None
         if not names:
-            having = ", ".join(name for name, model in models.MODELS.items() if self.model_shapes(model, 1))
-            raise ValueError(f"--model {' '.join(patterns)}: no shape of {self.name}; expected one of {having}")
+            known = ", ".join(self.models)
+            raise ValueError(f"--model {' '.join(patterns)}: no shape of {self.name}; expected one of {known}")
         return {shape: ", ".join(dict.fromkeys(shape_names)) for shape, shape_names in names.items()}
 
     def matching(self, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -69,12 +72,7 @@ class Operation:
         own = [name for name in patterns if ":" in name]
         variants = [n for n in patterns if n not in (*self.providers, *own) and re.fullmatch(self.variants, n)]
         patterns = [pattern for pattern in patterns if pattern not in (*variants, *own)]
-        for pattern in patterns:
-            if not fnmatch.filter(self.providers, pattern):
-                known, hint = ", ".join(self.providers), did_you_mean(pattern, self.providers)
-                raise ValueError(f"--providers {pattern}: no such provider; expected one of {known}{hint}")
-        named = [name for name in self.providers if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-        return (*variants, *named, *own)
+        return (*variants, *match("--providers", patterns, self.providers), *own)
 
 
 RMS_NORM = Operation(
@@ -88,7 +86,6 @@ RMS_NORM = Operation(
     example="8192x4096",
     model_shapes=Model.norm_shapes,
     providers=tuple(rms.PROVIDERS),
-    main=dict.fromkeys(measure_rms_norm.ROOFS, tuple(rms.PROVIDERS)),
     load=rms.load,
     measure=measure_rms_norm.measure,
 )
@@ -104,9 +101,9 @@ LINEAR_CROSS_ENTROPY = Operation(
     example="8192x4096x128256",
     model_shapes=Model.head_shapes,
     providers=lce.PROVIDERS,
-    main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
     load=lce.load,
     measure=measure_linear_cross_entropy.measure,
+    main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
     variants=r"quackish-(chunked|recompute)-[1-9]\d*",
     section_per_cell=True,
 )
@@ -121,7 +118,6 @@ GROUPED_MLP = Operation(
     example="131072x2048x768x128",
     model_shapes=Model.expert_shapes,
     providers=tuple(mlp.PROVIDERS),
-    main=dict.fromkeys(MLP_GEMMS, tuple(mlp.PROVIDERS)),
     load=mlp.load,
     measure=measure_grouped_mlp.measure,
 )

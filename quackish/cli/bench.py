@@ -44,13 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_measuring_arguments(parser: argparse.ArgumentParser, op: "Operation") -> None:
-    from quackish.bench.models import MODELS
-
     def add(option: str, help: str, **arguments) -> None:
         parser.add_argument(option, help=help, **arguments)
 
-    models = [name for name, model in MODELS.items() if op.model_shapes(model, 1)]
-    model_help = f'models or patterns ("qwen3-*"), of {", ".join(models)}; default: the first, if no shapes are given'
+    model_help = f'models or patterns ("qwen3-*"), of {", ".join(op.models)}; default: the first, without --shapes'
     add("--model", model_help, nargs="+", default=[], metavar="NAME")
     tokens_help = "tokens for the models; default 4096,8192,16384, with --quick 8192"
     add("--tokens", tokens_help, type=_list_of(positive), metavar="M[,...]")
@@ -97,15 +94,13 @@ def _measure(args: argparse.Namespace) -> int:
     from quackish.bench import runner
     from quackish.bench.cells import NOT_PROVIDERS, Cell, Job, is_ours, shape_name
     from quackish.bench.console import NO_GPU
-    from quackish.bench.models import MODELS
     from quackish.bench.operations import OPERATIONS
     from quackish.bench.results import read_rows
 
     op, gpu = OPERATIONS[args.what], torch.cuda.is_available()
     if args.tokens and args.shapes and not args.model:
         raise ValueError("--tokens needs --model; --shapes has its own rows")
-    first = next(name for name, model in MODELS.items() if op.model_shapes(model, 1))
-    names = args.model or ([] if args.shapes else [first])
+    names = args.model or ([] if args.shapes else op.models[:1])
     tokens = args.tokens or ([8192] if args.quick else [4096, 8192, 16384])
     shapes = op.shapes(names, tokens, list(itertools.chain(*args.shapes)))
     patterns = list(itertools.chain(*args.providers))
@@ -116,7 +111,8 @@ def _measure(args: argparse.Namespace) -> int:
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for dtype, (shape, model_names), direction in itertools.product(args.dtype, shapes.items(), directions):
         cell = Cell(op.name, shape, dtype, op.directions[direction])
-        default = tuple(n for n in op.main[cell.direction] if gpu or is_ours(n) or n == "torch")
+        main = op.main.get(cell.direction, op.providers)
+        default = tuple(name for name in main if gpu or is_ours(name) or name == "torch")
         jobs.append(Job(cell, op.matching(patterns) if patterns else default, model_names))
     path, rounds = args.out / f"{op.name}.csv", 3 if args.quick else 10
     runner.run(jobs, path, append=args.append, commit=args.commit, timeout=args.timeout, rounds=rounds)

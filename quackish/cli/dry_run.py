@@ -59,14 +59,11 @@ class DryRun:
 
 # RMSNorm -------------------------------------------------------------------------------------------------------------
 
-_PHASES = {"rms_norm_fwd": "forward", "rms_norm_bwd": "backward"}
-
 
 def rms_norm(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryRun:
     m, n = shape
     dry, reasons = DryRun(), {}
-    for name, problem in _norm_problems(args, m, n).items():
-        phase = _PHASES[name]
+    for phase, name, problem in _norm_problems(args, m, n):
         if args.op not in ("rms_norm", f"rms_norm_{phase}"):
             continue
         try:
@@ -88,8 +85,8 @@ def rms_norm(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryR
     return dry
 
 
-def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
-    """The problems of forward and backward, from their plans."""
+def _norm_problems(args: argparse.Namespace, m: int, n: int) -> list[tuple[str, str, Any]]:
+    """(phase, kernel, problem) of forward and backward, from their plans."""
     dtype = getattr(torch, args.dtype)
 
     def dtype_of(name: str | None) -> torch.dtype | None:
@@ -120,7 +117,7 @@ def _norm_problems(args: argparse.Namespace, m: int, n: int) -> dict[str, Any]:
         raise CommandError("--dweight-out is given, but --weight-dtype is none: there is no weight")
     dweight_out = torch.empty_like(weight, dtype=torch.float32) if args.dweight_out else None
     backward = BackwardPlan(dy, res, weight, rstd, dres, dweight_out, 0.0, *dx_dtypes, weight_dtype, bias_dtype, "auto")
-    return {"rms_norm_fwd": forward.problem, "rms_norm_bwd": backward.problem}
+    return [("forward", "rms_norm_fwd", forward.problem), ("backward", "rms_norm_bwd", backward.problem)]
 
 
 # Linear cross entropy ------------------------------------------------------------------------------------------------
