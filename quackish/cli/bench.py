@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for name, op in OPERATIONS.items():
-        measuring = what.add_parser(name, help=op.title, description=f"Times {op.title} and its peers.")
+        measuring = what.add_parser(name, help=op.title, description=f"Times {name} and its peers.")
         _add_measuring_arguments(measuring, op)
     comparing = what.add_parser("compare", help="compare two results: ratios and regressions", description=COMPARE)
     comparing.add_argument("before", type=Path, help="the baseline CSV")

@@ -78,7 +78,9 @@ def text(args: argparse.Namespace, resources: Callable[..., Resources] | None) -
         points = frontier(args, parse_shape(args.shape), gpu)
         parts.append(_limit_table(points, not args.no_grad))
         if not args.no_grad:
-            notes.append("Expected times are for all gradients in bf16: expected_time in kernel_config's module.")
+            notes.append(
+                "Expected times: expected_time in quackish/configs/linear_cross_entropy.py, all gradients, bf16."
+            )
         if args.figure is not None:
             notes.append(f"Wrote {' and '.join(map(str, _draw(args, points, gpu)))}.")
     return "\n\n".join(["\n".join(head), *parts, "\n".join([_roofs(roofs, gpu), *notes])])
