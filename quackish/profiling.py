@@ -175,9 +175,6 @@ def _observed(function: Callable[..., None], args: tuple, kernel_class: type, pr
         active._launches.append(record)
 
 
-# Text ----------------------------------------------------------------------------------------------------------------
-
-
 def speeds(roofs: Roofs) -> str:
     copy, add, gemm = roofs.copy / 1e12, roofs.add / 1e12, roofs.gemm / 1e12
     return f"copy {copy:.2f} TB/s, add {add:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s"

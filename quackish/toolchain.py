@@ -31,14 +31,16 @@ def find() -> Toolchain:
     """Raises UnsupportedError if a part is not installed or the driver is too old."""
     compiler, ffi = _folder("cutlass"), _folder("tvm_ffi")
     root = next((parent for parent in compiler.parents if parent.name == "nvidia_cutlass_dsl"), compiler)
-    flavour = choose_flavour(flavours(compiler), driver_cuda())
-    libraries = os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep)  # the compiler's own variable
+    libraries = compiler.glob("_mlir/_mlir_libs/_cutlass_ir.cu*.so")  # one per CUDA major version
+    installed = sorted(int(path.name.split(".")[1].removeprefix("cu")) for path in libraries)
+    flavour = choose_flavour(installed, driver_cuda())
+    runtimes = os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep)  # the compiler's own variable
     return Toolchain(
         dsl=_version("nvidia-cutlass-dsl", root.parent, "cutlass"),
         ffi=_version("apache-tvm-ffi", ffi.parent, "tvm_ffi"),
         flavour=f"cu{flavour}",
         cpu=platform.machine(),
-        runtime=Path(next((p for p in libraries if p.endswith(_RUNTIME)), root / f"cu{flavour}" / "lib" / _RUNTIME)),
+        runtime=Path(next((p for p in runtimes if p.endswith(_RUNTIME)), root / f"cu{flavour}" / "lib" / _RUNTIME)),
     )
 
 
@@ -51,12 +53,6 @@ def versions() -> dict[str, str] | None:
     except UnsupportedError:
         return None
     return {"quackish": __version__, "nvidia-cutlass-dsl": tools.dsl, "cuda": tools.flavour}
-
-
-def flavours(folder: Path) -> list[int]:
-    """The CUDA major versions that the package in `folder` has a compiler for."""
-    names = [path.name.split(".") for path in folder.glob("_mlir/_mlir_libs/_cutlass_ir.cu*.so")]
-    return sorted(int(name[1].removeprefix("cu")) for name in names)
 
 
 def choose_flavour(installed: list[int], driver: tuple[int, int] | None) -> int:

@@ -80,20 +80,20 @@ def every(
     results: Results, cells: Sequence[Cell], limit: float, text: str, ms_of: Callable[[Cell], float | None]
 ) -> list[Verdict]:
     """Whether our time is at most `limit` times `ms_of(cell)` in every cell where that is not None."""
-    others = {cell: ms for cell in cells if (ms := ms_of(cell))}
-    if not others:
+    theirs = {cell: ms for cell in cells if (ms := ms_of(cell))}
+    if not theirs:
         return []
 
     def ratio(cell: Cell) -> float:  # inf for a cell that quackish failed to run
-        return round((results.ms(cell, OURS) or math.inf) / others[cell], 9)
+        return round((results.ms(cell, OURS) or math.inf) / theirs[cell], 9)
 
     def both(cell: Cell) -> str:  # with all digits of the file: the last one may decide
         ours = results.ms(cell, OURS)
-        times = f"{1e3 * ours:.6g} us for {1e3 * others[cell]:.6g} us" if ours else "failed"
+        times = f"{1e3 * ours:.6g} us for {1e3 * theirs[cell]:.6g} us" if ours else "failed"
         return f"{ratio(cell):.4f} ({times}) at {' x '.join(map(str, cell.shape))} {cell.dtype}"
 
-    missed = sorted((cell for cell in others if ratio(cell) > limit), key=ratio, reverse=True)
-    summary = f"{len(others) - len(missed)} of {len(others)} cells, worst {both(max(others, key=ratio))}"
+    missed = sorted((cell for cell in theirs if ratio(cell) > limit), key=ratio, reverse=True)
+    summary = f"{len(theirs) - len(missed)} of {len(theirs)} cells, worst {both(max(theirs, key=ratio))}"
     if missed[1:]:
         summary += f"; missed also in {'; '.join(map(both, missed[1:]))}"
     return [verdict(not missed, f"{text}: {summary}")]

@@ -68,24 +68,19 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser, op: "Operation") -
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 if nothing was measured or `compare` found regressions; 2 for an invalid request."""
+    from quackish.bench import compare
     from quackish.bench.console import check_extra
 
     try:
         if args.what == "compare":
-            return _compare(args)
+            text, pairs = compare.compare(args.before, args.after, args.fail)
+            print(text)
+            return 1 if compare.regressions(pairs) else 0
         check_extra()
         return _measure(args)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         print(f"quackish bench: {error}", file=sys.stderr)
         return 2
-
-
-def _compare(args: argparse.Namespace) -> int:
-    from quackish.bench import compare
-
-    text, pairs = compare.compare(args.before, args.after, args.fail)
-    print(text)
-    return 1 if compare.regressions(pairs) else 0
 
 
 def _measure(args: argparse.Namespace) -> int:

@@ -242,8 +242,6 @@ def environment(report: Report) -> dict[str, str]:
     return tuned | {name: value for name, value in sorted(os.environ.items()) if _RELEVANT_VARIABLES.match(name)}
 
 
-# The operations ------------------------------------------------------------------------------------------------------
-
 KERNELS, PORTABLE = "kernels", "portable path"
 # Bounds on norm-wise errors: 1 to 4 times bf16's unit roundoff for bf16 results. The loss is fp32.
 _BOUNDS = {"y": 0.004, "loss": 1e-4, "lse": 1e-4}

@@ -103,9 +103,6 @@ def _resource_usage(
     return usage
 
 
-# Sections ------------------------------------------------------------------------------------------------------------
-
-
 def _launch_table(steps: list[Step], distinct: list[_Kernel], roofs: Roofs | None) -> str:
     """Equal launches share a row, in the order of their first launch."""
     equal: dict[tuple, list[Step]] = {}

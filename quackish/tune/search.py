@@ -141,9 +141,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-# Results -------------------------------------------------------------------------------------------------------------
-
-
 def results_of(run: Run) -> tuple[Tensor | None, ...]:
     """The results of one launch with zeroed outputs."""
     for t in run():
@@ -169,8 +166,6 @@ def differs(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> 
                 return f"result {i} is wrong: {off}, expected at most {norm:.2g} and {worst:.2g}"
     return None
 
-
-# Spills --------------------------------------------------------------------------------------------------------------
 
 _MAX_PROCESSES = 16
 
