@@ -31,7 +31,7 @@ def machine(monkeypatch, tmp_path):
     return tmp_path
 
 
-def found(section, *args, **given):
+def run_section(section, *args, **given):
     """(problems, notes) of a section."""
     report = Report()
     report["section"] = section(report, *args, **given)
@@ -40,8 +40,8 @@ def found(section, *args, **given):
     return [f"{problem['what']}. {problem['to_do']}" for problem in report["problems"]], report["notes"]
 
 
-def the_problem(section, *args, **given):
-    (problem,), _ = found(section, *args, **given)
+def only_problem(section, *args, **given):
+    (problem,), _ = run_section(section, *args, **given)
     return problem
 
 
@@ -159,7 +159,7 @@ def test_a_driver_that_torch_cannot_use_and_one_without_a_gpu(monkeypatch):
         def init():
             raise RuntimeError(message)
 
-        return found(doctor.why_no_gpu, driver, init)
+        return run_section(doctor.why_no_gpu, driver, init)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     problems, (note,) = why(None)
@@ -183,13 +183,13 @@ def test_a_driver_that_torch_cannot_use_and_one_without_a_gpu(monkeypatch):
 
 def test_unsupported_versions():
     fine = {"torch": "2.11.0a0+git", "nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15.post2"}
-    assert found(doctor.check_versions, fine, True) == ([], [])
-    old = the_problem(doctor.check_versions, fine | {"torch": "2.7.1+cu126"}, False)
+    assert run_section(doctor.check_versions, fine, True) == ([], [])
+    old = only_problem(doctor.check_versions, fine | {"torch": "2.7.1+cu126"}, False)
     assert old == "torch 2.7.1+cu126 is not supported. `pip install 'torch>=2.9'`."
     for dsl in ("4.7.0", "4.9.0", "5.0"):
         other = fine | {"nvidia-cutlass-dsl": dsl}
-        assert "`pip install 'nvidia-cutlass-dsl>=4.8.1,<4.9'`." in the_problem(doctor.check_versions, other, True)
-        assert found(doctor.check_versions, other, False) == ([], [])  # no kernels would run
+        assert "`pip install 'nvidia-cutlass-dsl>=4.8.1,<4.9'`." in only_problem(doctor.check_versions, other, True)
+        assert run_section(doctor.check_versions, other, False) == ([], [])  # no kernels would run
     required = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     for name, (least, below) in doctor.SUPPORTED.items():
         assert f'"{name}>={least}' + f",<{below}" * bool(below) in required
@@ -202,16 +202,16 @@ def test_a_missing_or_unsupported_compiler():
     def missing():
         return toolchain._folder("not_installed")
 
-    message = the_problem(doctor.compiler, missing, expected=True)
+    message = only_problem(doctor.compiler, missing, expected=True)
     assert (
         "the compiler, is not installed (no module named 'not_installed'). `pip install nvidia-cutlass-dsl`" in message
     )
-    problems, (note,) = found(doctor.compiler, missing, expected=False)
+    problems, (note,) = run_section(doctor.compiler, missing, expected=False)
     assert problems == []
     assert "the compiler, is not installed" in note
     assert "No GPU here runs kernels" in note
 
-    message = the_problem(doctor.compiler, lambda: toolchain.choose_flavour([12, 13], (11, 8)), expected=True)
+    message = only_problem(doctor.compiler, lambda: toolchain.choose_flavour([12, 13], (11, 8)), expected=True)
     assert "no compiler for this driver" in message
     assert "This driver has CUDA 11.8: install a newer one" in message
 
@@ -221,21 +221,21 @@ def test_a_missing_or_unsupported_compiler():
 
 def test_a_cache_that_cannot_be_used(machine, monkeypatch):
     (machine / "cache").write_text("")
-    assert "it is not a folder" in the_problem(doctor.cache_health)
+    assert "it is not a folder" in only_problem(doctor.cache_health)
     (machine / "cache").unlink()
     (machine / "cache").mkdir()
     (machine / "cache").chmod(0o777)
-    message = the_problem(doctor.cache_health)
+    message = only_problem(doctor.cache_health)
     assert "cannot be used: others may write to it" in message
     assert "QUACKISH_CACHE_DIR" in message
     (machine / "cache").chmod(0o700)
     (machine / "cache" / "notes.kernel").write_text("nothing")
-    message = the_problem(doctor.cache_health)
+    message = only_problem(doctor.cache_health)
     assert "1 of 1 files in" in message
     assert "damaged" in message
     assert "cache verify --delete" in message
     monkeypatch.setenv("QUACKISH_CACHE", "0")
-    assert "QUACKISH_CACHE=0 turns the cache off" in found(doctor.cache_health)[1][0]
+    assert "QUACKISH_CACHE=0 turns the cache off" in run_section(doctor.cache_health)[1][0]
 
 
 def test_kernels_of_other_versions():
@@ -244,7 +244,7 @@ def test_kernels_of_other_versions():
 
     store(2, cpu="another")
     store(3)
-    problems, (note,) = found(doctor.cache_health)
+    problems, (note,) = run_section(doctor.cache_health)
     assert problems == []
     assert "1 of 2 kernels on disk" in note
 
@@ -270,8 +270,8 @@ def operation(op, change, path=PORTABLE):
 def test_an_unexpected_portable_path_is_a_problem():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     unchanged = operation("rms_norm", lambda results: None)
-    assert found(doctor.operations, *unchanged, expects=lambda device, kernel: False) == ([], [])
-    message = the_problem(doctor.operations, *unchanged, expects=lambda device, kernel: device.type == "cpu")
+    assert run_section(doctor.operations, *unchanged, expects=lambda device, kernel: False) == ([], [])
+    message = only_problem(doctor.operations, *unchanged, expects=lambda device, kernel: device.type == "cpu")
     assert message == "rms_norm runs the portable path on cpu, expected kernels. rms_norm: no reason."
 
 
@@ -280,7 +280,7 @@ def test_an_unexpected_portable_path_is_a_problem():
     [("rms_norm", "dweight", 1.02, 2), ("rms_norm", "dx", torch.nan, "inf"), ("linear_cross_entropy", "loss", 1.02, 2)],
 )
 def test_wrong_results(op, name, factor, error):
-    message = the_problem(doctor.operations, *operation(op, lambda results: results[name].mul_(factor)))
+    message = only_problem(doctor.operations, *operation(op, lambda results: results[name].mul_(factor)))
     assert message.startswith(f"{op} on ")
     assert f"gives wrong results: {name} has error {error}" in message
 
@@ -289,7 +289,7 @@ def test_wrong_results(op, name, factor, error):
 def test_different_bits_are_a_problem_of_kernels_only(path):
     drift = itertools.count()
     change = operation("linear_cross_entropy", lambda results: results["loss"].add_(1e-6 * next(drift)), path)
-    problems, _ = found(doctor.operations, *change)
+    problems, _ = run_section(doctor.operations, *change)
     assert ["different bits in two runs" in problem for problem in problems] == [True] * (path == KERNELS)
 
 
@@ -297,5 +297,5 @@ def test_an_operation_that_raises():
     def fail(results):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
 
-    message = the_problem(doctor.operations, *operation("rms_norm", fail))
+    message = only_problem(doctor.operations, *operation("rms_norm", fail))
     assert "does not run: RuntimeError: CUDA error: an illegal memory access was encountered. Please" in message
