@@ -251,7 +251,7 @@ ILLEGAL = [
         "tile_n is 256 with tile_m 192, 128 accumulator registers; expected at most 120, as a thread has 160 registers",
     ),
     ("grouped_gemm", UP, dict(tile_m=100), "tile_m is 100; expected one of 64, 128, 192, 256"),
-    ("grouped_gemm", UP, dict(tile_n=192), "tile_n is 192; expected 128 or 256: half of it is the gate's, stored 64"),
+    ("grouped_gemm", UP, dict(tile_n=192), "tile_n is 192; expected a multiple of 128: half of it is the gate's"),
     ("grouped_gemm", UP, dict(num_stages=7), "num_stages is 7 with tiles of 128 x 128 x 64, 247568 bytes of shared "),
 ]  # fmt: skip
 

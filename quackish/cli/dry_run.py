@@ -153,7 +153,7 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
         except ValueError as error:
             raise _command_error(error) from None
     config = LinearCrossEntropyConfig(*chosen)
-    recorder = _Rehearsal(request._replace(device=memory.META), config, gpu).run()  # bytes without rounding
+    recorder = _LceRecorder(request._replace(device=memory.META), config, gpu).run()  # bytes without rounding
     plan = recorder.plan
     chunks = [step.sizes["rows"] for step in recorder.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
     sizes = " and ".join(map(str, dict.fromkeys(chunks)))
@@ -308,7 +308,7 @@ class _Recorder(memory.MemoryCounter):
         self.steps.append(Step(self.phase, f"torch.{name}", text, None, {}, launch_work))
 
 
-class _Rehearsal(_Recorder, memory.MemoryDryRun):
+class _LceRecorder(_Recorder, memory.MemoryDryRun):
     """Records a call of linear cross entropy."""
 
 
