@@ -180,7 +180,7 @@ class LceScaleProblem:
 @dataclasses.dataclass(frozen=True)
 class LceCompactConfig:
     threads: int = 1024  # one CTA
-    each: int = 8  # targets of a thread in flight
+    batch: int = 8  # targets in flight per thread
 
 
 @dataclasses.dataclass(frozen=True)

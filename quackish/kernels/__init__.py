@@ -1,4 +1,4 @@
-"""What runs where: (kernel, GPU family) -> class, imported on first use. Device code; no torch below this folder."""
+"""The table of kernels and the GPU families that each supports. Classes are imported on first use."""
 
 import functools
 import importlib
@@ -8,7 +8,7 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 
 _ALL = ("sm_90", "sm_100", "sm_103")
-TABLE = {  # kernel -> module and class, and the GPU families that it is for
+TABLE = {  # kernel -> (module:class, supported GPU families)
     "rms_norm_fwd": ("rms_norm_fwd:RmsNormFwd", _ALL),
     "rms_norm_bwd": ("rms_norm_bwd:RmsNormBwd", _ALL),
     "lce_gemm": ("gemm_sm90:GemmSm90", ("sm_90",)),
@@ -21,17 +21,16 @@ TABLE = {  # kernel -> module and class, and the GPU families that it is for
     "lce_bias": ("linear_cross_entropy.bias:LceBias", _ALL),
     "lce_scatter": ("linear_cross_entropy.scatter:LceScatter", _ALL),
     "lce_scale": ("linear_cross_entropy.scale:LceScale", _ALL),
-    # between cuBLAS's GEMMs, on GPUs without lce_gemm
+    # around cuBLAS GEMMs, on GPUs without lce_gemm
     "lce_exp": ("linear_cross_entropy.exp:LceExp", _ALL),
     "lce_rescale": ("linear_cross_entropy.rescale:LceRescale", _ALL),
     "lce_clear": ("linear_cross_entropy.clear:LceClear", _ALL),
 }
-FAMILIES = frozenset(_ALL)  # of the GPUs that there are kernels for
+FAMILIES = frozenset(_ALL)  # GPU families with kernels
 
 
 class KernelClass:
-    """Stands for a kernel's class, which it imports when it is called: with it comes the compiler, 0.3 s, and a kernel
-    that is on disk does without."""
+    """A kernel class that is imported when called: importing the DSL takes 0.3 s, and cached kernels do not need it."""
 
     def __init__(self, module: str, name: str):
         self.__module__, self.__name__, self.__qualname__ = module, name, name
@@ -47,14 +46,14 @@ _class = functools.cache(KernelClass)
 
 
 def find(name: str, gpu: Gpu) -> KernelClass:
-    """The class of kernel `name` for `gpu`. Raises UnsupportedError where there is none."""
-    where, families = TABLE.get(name, ("", ()))
+    """The class of kernel `name`. Raises UnsupportedError if it does not support `gpu`."""
+    path, families = TABLE.get(name, ("", ()))
     if gpu.family not in families:
         supported = ", ".join(families) or "no GPU"
-        op = name.removesuffix("_fwd").removesuffix("_bwd")  # what the user called
+        op = name.removesuffix("_fwd").removesuffix("_bwd")  # the user's name for it
         raise UnsupportedError(
             f"{op}: no kernel for {gpu.family} ({gpu.name}); supported: {supported}. "
             'backend="auto" runs the portable path.'
         )
-    module, _, cls = where.partition(":")
+    module, _, cls = path.partition(":")
     return _class(f"{__name__}.{module}", cls)

@@ -1,8 +1,8 @@
 """Hopper GEMM, persistent and warp-specialized: D[m, n] = sum over k of A[m, k] * B[n, k], by TMA and WGMMA.
 
-A producer warp loads tiles of A and B, `num_stages` deep, multicast within the cluster. Consumer warp groups multiply
-and pass their fp32 accumulator to an epilogue (`epilogues.py`). Cooperative: the warp groups share a tile, 64 rows
-each. Ping-pong: two warp groups have a tile each, and one runs its products during the other's epilogue.
+A producer warp loads tiles of A and B, `num_stages` deep, multicast within the cluster. Consumer warp groups compute an
+fp32 accumulator and pass it to an epilogue (`epilogues.py`). Cooperative: the warp groups share a tile, 64 rows each.
+Ping-pong: each of two warp groups has its own tile, and one runs its mainloop during the other's epilogue.
 The number of live rows, `num_live - start` along m or k, is read on the device.
 """
 
@@ -30,7 +30,7 @@ from quackish.kernels.common.tile_store import Block, Output, block_below
 from quackish.kernels.common.wave_sync import spin_limit, tiles_to_sync, wave_sync
 from quackish.kernels.common.wgmma import WgmmaKernel
 
-EVICT_LAST = 0x14F0_0000_0000_0000  # an L2 policy, as PTX's `createpolicy` encodes it
+EVICT_LAST = 0x14F0_0000_0000_0000  # an L2 cache policy as encoded by PTX's `createpolicy`
 
 
 def make_epilogue(problem: GemmProblem, config: GemmConfig) -> Epilogue:
@@ -39,9 +39,9 @@ def make_epilogue(problem: GemmProblem, config: GemmConfig) -> Epilogue:
 
 
 class Items(NamedTuple):
-    """A cluster's items: first, first + step, ... below last. Each is a tile or, with split-K, a split of one."""
+    """A cluster's work items: first, first + step, ... < last. Each is a tile or, with split-K, a split of a tile."""
 
-    cta_m: Int32  # the CTA in the cluster
+    cta_m: Int32  # this CTA in the cluster
     cta_n: Int32
     first: Int32
     last: Int32
@@ -49,7 +49,7 @@ class Items(NamedTuple):
     plan: Optional[Plan]  # with split-K
     tiles_m: Int32  # cluster tiles of D
     tiles_n: Int32
-    k_tiles: Int32  # steps along k of a tile
+    k_tiles: Int32  # steps along k per tile
     cluster: Int32
     num_clusters: Int32
 
@@ -76,10 +76,10 @@ class GemmSm90(WgmmaKernel):
         m, n, k, split = args.m, args.n, args.k, args.split
         mA = matrix(args.a, m, split if p.a_in_two else k, args.a_stride, p.a_major == "k")
         mB = matrix(args.b, n, k, args.b_stride, p.b_major == "k")
-        la, lb = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
-        sA_layout = sm90.make_smem_layout_a(la, self.tile, self.dtype, c.num_stages)
-        sB_layout = sm90.make_smem_layout_b(lb, self.tile, self.dtype, c.num_stages)
-        tiled_mmas = self.tiled_mmas(la.sm90_mma_major_mode(), lb.sm90_mma_major_mode())
+        a_layout, b_layout = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
+        sA_layout = sm90.make_smem_layout_a(a_layout, self.tile, self.dtype, c.num_stages)
+        sB_layout = sm90.make_smem_layout_b(b_layout, self.tile, self.dtype, c.num_stages)
+        tiled_mmas = self.tiled_mmas(a_layout.sm90_mma_major_mode(), b_layout.sm90_mma_major_mode())
         a_atoms = [self.load_atom(mA, sA_layout, (c.tile_m, TILE_K), c.cluster_n)]
         if const_expr(p.a_in_two):
             mA2 = matrix(args.second, m, k - split, args.second_stride, p.a_major == "k")
@@ -94,7 +94,7 @@ class GemmSm90(WgmmaKernel):
                 d_atoms.append(self.epilogue.store_atom(mD2))
         tiles = cute.ceil_div(m, c.tile_m * c.cluster_m) * cute.ceil_div(n, c.tile_n * c.cluster_n)
         clusters = args.max_clusters if p.split_k_tail else cutlass.min(tiles, args.max_clusters)
-        # the atoms hold the operands
+        # operands are passed in the atoms
         args = args._replace(
             a=None, second=None, b=None, a_stride=None, second_stride=None, b_stride=None, max_clusters=None
         )
@@ -137,15 +137,15 @@ class GemmSm90(WgmmaKernel):
         live = cute.arch.make_warp_uniform(live)
         tiles_m = cute.ceil_div(live if const_expr(p.live == "m") else m, tile_m * c.cluster_m)
         tiles_n = cute.ceil_div(n, tile_n * c.cluster_n)
-        # At least 1: a branch around the WGMMAs costs 50 registers. With no live rows, multiply an out-of-bounds tile:
-        # TMA fills zeros.
+        # At least one step: a branch around the WGMMAs costs 50 registers. With no live rows, multiply an out-of-bounds
+        # tile: TMA fills zeros.
         k_tiles = cutlass.max(cute.ceil_div(live if const_expr(p.live == "k") else k, tile_k), 1)
         out_of_bounds = Int32(0)
         if const_expr(p.live == "k"):
             if live == 0:
                 out_of_bounds = cute.ceil_div(k, tile_k)
         total = self.epilogue.num_tiles(args.epilogue, tiles_m * tiles_n)
-        # this cluster's items: tiles, the last of which may be splits of tiles
+        # this cluster's work items
         first, last, step = cluster, total, num_clusters
         plan, whole = None, total
         if const_expr(p.split_k_tail):
@@ -170,7 +170,7 @@ class GemmSm90(WgmmaKernel):
     def produce(
         self, a_atoms, b_atom, sA, sB, loaded, args: GemmArgs, items: Items, synced: Int32, out_of_bounds: Int32
     ):
-        """The producer warp: loads the stages of every item."""
+        """The producer warp: loads the stages of all items."""
         p, c = self.problem, self.config
         tile_m, tile_n, tile_k = self.tile
         rank, rank_m, rank_n, mask_a, mask_b = self.multicast()
@@ -179,25 +179,25 @@ class GemmSm90(WgmmaKernel):
         k_split = args.split // tile_k
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
         spins = spin_limit(synced, items.k_tiles, items.num_clusters)
-        # A stays in the L2 before B: dx is 0.6 to 3 % faster, logits up to 3 % (H100, H200), dw is level.
-        keep = Int64(EVICT_LAST)
+        # Keeping A in the L2 makes dx 0.6 to 3 % faster, logits up to 3 %, dw no faster (H100, H200).
+        a_policy = Int64(EVICT_LAST)
         for j in cutlass.range(items.first, items.last, items.step, unroll=1):
-            t, k_begin, k_end = self.item(j, items)
-            tm, tn = self.cluster_tile(t, items.tiles_m, items.tiles_n)
+            tile, k_begin, k_end = self.item(j, items)
+            tm, tn = self.cluster_tile(tile, items.tiles_m, items.tiles_n)
             row, col = tm * c.cluster_m + items.cta_m, tn * c.cluster_n + items.cta_n
             if const_expr(args.ticket is not None):
-                if rank == 0 and t < synced:
-                    spins = wave_sync(args.ticket, t, synced, items.num_clusters, spins)
+                if rank == 0 and tile < synced:
+                    spins = wave_sync(args.ticket, tile, synced, items.num_clusters, spins)
             if self.epilogue.is_selected(args.epilogue, tm, args.m):
                 for kt in cutlass.range(k_begin, k_end, unroll=1):
                     loaded.producer_acquire(state)
                     bar = loaded.producer_get_barrier(state)
                     if const_expr(not p.a_in_two):
-                        self.load(a_atoms[0], parts[0], row, kt + out_of_bounds, state.index, bar, mask_a, keep)
+                        self.load(a_atoms[0], parts[0], row, kt + out_of_bounds, state.index, bar, mask_a, a_policy)
                     elif kt < k_split:
-                        self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a, keep)
+                        self.load(a_atoms[0], parts[0], row, kt, state.index, bar, mask_a, a_policy)
                     else:
-                        self.load(a_atoms[1], parts[1], row, kt - k_split, state.index, bar, mask_a, keep)
+                        self.load(a_atoms[1], parts[1], row, kt - k_split, state.index, bar, mask_a, a_policy)
                     self.load(b_atom, b_part, col, kt + out_of_bounds, state.index, bar, mask_b)
                     state.advance()
         loaded.producer_tail(state)
@@ -207,30 +207,30 @@ class GemmSm90(WgmmaKernel):
         self, tiled_mmas, sA, sB, loaded, args: GemmArgs, items: Items, out: Output, sTicket, live: Int32, wg: Int32,
         thread: Int32
     ):  # fmt: skip
-        """A consumer warp group: multiplies the stages of its items, and passes the sums to the epilogue."""
+        """A consumer warp group: the mainloop and the epilogue of each of its items."""
         p, c = self.problem, self.config
         tile_m, tile_n, _ = self.tile
         first, last, step, k_tiles = items.first, items.last, items.step, items.k_tiles
         overwrite, add = tiled_mmas
         rA, rB, acc, accs = self.fragments(add, sA, sB, wg)
-        kept = [self.epilogue.begin() for _ in accs]
+        prefetched = [self.epilogue.begin() for _ in accs]
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        own, own_step, row_in_tile = first, step, (wg - 1) * 64
+        wg_first, wg_step, row_in_tile = first, step, (wg - 1) * 64
         if const_expr(c.pingpong):
-            own, own_step, row_in_tile = first + (wg - 1) * step, 2 * step, Int32(0)
+            wg_first, wg_step, row_in_tile = first + (wg - 1) * step, 2 * step, Int32(0)
             if wg == 2:
                 read.advance(k_tiles)
                 released.advance(k_tiles)
-        for j in cutlass.range(own, last, own_step, unroll=1):
-            t, k_begin, k_end = self.item(j, items)
-            tm, tn = self.cluster_tile(t, items.tiles_m, items.tiles_n)
+        for j in cutlass.range(wg_first, last, wg_step, unroll=1):
+            tile, k_begin, k_end = self.item(j, items)
+            tm, tn = self.cluster_tile(tile, items.tiles_m, items.tiles_n)
             if self.epilogue.is_selected(args.epilogue, tm, args.m):
                 row0 = (tm * c.cluster_m + items.cta_m) * tile_m + row_in_tile
                 col0 = (tn * c.cluster_n + items.cta_n) * tile_n
                 block = Block(row0, col0, args.m, args.n, live, args.start, wg, thread)
                 for b in cutlass.range_constexpr(c.row_blocks):
-                    self.epilogue.prepare(kept[b], args.epilogue, block_below(block, b))
+                    self.epilogue.prepare(prefetched[b], args.epilogue, block_below(block, b))
                 if const_expr(c.pingpong):
                     if j > first:
                         cute.arch.barrier(barrier_id=self.order_barrier(wg), number_of_threads=256)
@@ -245,7 +245,7 @@ class GemmSm90(WgmmaKernel):
                     loaded.consumer_release(released)
                     released.advance()
                 if const_expr(c.pingpong):
-                    if j + step < last:  # the other warp group's products queue behind these
+                    if j + step < last:  # the other warp group may issue its MMAs
                         cute.arch.barrier_arrive(barrier_id=self.order_barrier(3 - wg), number_of_threads=256)
                 warpgroup.wait_group(0)
                 loaded.consumer_release(released)
@@ -261,22 +261,25 @@ class GemmSm90(WgmmaKernel):
                     )
                 if complete:
                     for b in cutlass.range_constexpr(c.row_blocks):
-                        self.epilogue(accs[b], kept[b], args.epilogue, out, block_below(block, b))
+                        self.epilogue(accs[b], prefetched[b], args.epilogue, out, block_below(block, b))
         self.epilogue.finish(thread)
 
     @cute.jit
     def item(self, j: Int32, items: Items):
-        """(tile, first step along k, end of its steps) of item j."""
+        """(tile, first step along k, end of the steps) of item j."""
         if const_expr(self.problem.split_k_tail):
             return self.tail.item(j, items.plan, items.k_tiles, items.cluster, items.num_clusters)
         return j, Int32(0), items.k_tiles
 
-    def partition(self, atom, shared, tile, rank, num_multicast):
-        g = cute.local_tile(atom[1], tile, (None, None))
+    def partition(self, atom, sX, tile, rank, num_multicast):
+        """(shared memory per stage, global memory per tile) for `load`."""
+        gX = cute.local_tile(atom[1], tile, (None, None))
         return cpasync.tma_partition(
-            atom[0], rank, cute.make_layout(num_multicast), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
+            atom[0], rank, cute.make_layout(num_multicast), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
 
     def load(self, atom, part, tile, kt, stage, bar, mask, cache_policy=None):
-        source, target = part[1][None, tile, kt], part[0][None, stage]
-        cute.copy(atom[0], source, target, tma_bar_ptr=bar, mcast_mask=mask, cache_policy=cache_policy)
+        sX, gX = part
+        cute.copy(
+            atom[0], gX[None, tile, kt], sX[None, stage], tma_bar_ptr=bar, mcast_mask=mask, cache_policy=cache_policy
+        )

@@ -2,8 +2,8 @@
 xhat = x * rstd, dweight = sum over rows of dy * xhat, dbias = sum over rows of dy.
 
 Persistent CTAs loop over tiles of rows. Bulk copies load x, dy and dres, `num_stages` tiles deep. x and dy are read
-twice from shared memory: for the row's mean, and for dx. dweight and dbias accumulate in fp32 registers; at the end
-`ColumnSum` adds them over the CTAs, in a fixed order.
+twice from shared memory: for the row's mean, and for dx. dweight and dbias accumulate in fp32 registers, which
+`ColumnSum` sums over the CTAs at the end, in a fixed order.
 """
 
 from typing import Optional
@@ -36,7 +36,7 @@ class RmsNormBwd:
         inputs = [DTYPES[d] for d in (p.x_dtype, p.dy_dtype, p.dres_dtype) if d]
         self.tiles = RowTiles(self.rows, inputs, config.num_stages, p.packed)
         self.column_sum = ColumnSum(self.rows, config, p.num_sums, p.heads, p.add_dweight) if p.num_sums else None
-        # The column sums begin after the last tile, so they reuse the memory of the stages.
+        # The column sums start after the last tile and reuse the memory of the stages.
         self.smem_bytes = max(self.tiles.smem_bytes, self.column_sum.smem_bytes if self.column_sum else 0, 16)
 
     def fake_args(self):
@@ -89,7 +89,7 @@ class RmsNormBwd:
 
     @cute.kernel
     def kernel(self, inputs, strides, weight, rstd, dx, dresidual, sums, scratch, tickets, weight_offset):
-        """inputs: x, dy, and dres if given. sums: dweight, dbias, those requested."""
+        """inputs: x, dy and, if given, dres. sums: the requested ones of dweight and dbias."""
         rows, n, m = self.rows, self.rows.n, rstd.shape[0]
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -109,17 +109,17 @@ class RmsNormBwd:
         else:
             cute.arch.sync_threads()
 
-        # prologue: start loading the first tiles, then the weight
+        # prologue: start loading the first tiles, load the weight
         if tid == 0:
             for i in cutlass.range_constexpr(self.tiles.num_stages - 1):
                 self.tiles.fetch(inputs, strides, shared, full, i, worker + i * num_workers, m, rank)
         rG = rows.fragment()
         rG.fill(1.0)
-        of_head = col0
-        if const_expr(self.problem.heads > 1):  # the same for all rows of a thread: see RmsNormBwdConfig.num_ctas
-            of_head = Int64((worker * rows.tile_m + tile_row) % self.problem.heads) * n + col0
+        weight_start = col0
+        if const_expr(self.problem.heads > 1):  # all rows of a thread have the same head: RmsNormBwdConfig.num_ctas
+            weight_start = Int64((worker * rows.tile_m + tile_row) % self.problem.heads) * n + col0
         if const_expr(weight is not None):
-            rG.store(rows.load(weight + of_head, lane, columns).load() + weight_offset)
+            rG.store(rows.load(weight + weight_start, lane, columns).load() + weight_offset)
         acc = [rows.fragment() for _ in sums]
         for a in acc:
             a.fill(0.0)
@@ -130,10 +130,12 @@ class RmsNormBwd:
         my_tiles = (num_tiles - worker + num_workers - 1) // num_workers
         for i in cutlass.range(my_tiles, unroll=1):
             row = (worker + i * num_workers) * self.rows.tile_m + tile_row
-            source = cutlass.min(row, m - 1)  # past the end: any row, as its results are not used
-            rs = rstd[source]  # prefetching it is slower, see RowTiles.wait
+            source = cutlass.min(row, m - 1)  # past the end: load the last row, do not use the result
+            rs = rstd[source]  # prefetching this is slower: see RowTiles.wait
             self.tiles.wait(full, i)
-            here = [self.tiles.row(inputs, strides, shared, j, i, source, tile_row, rank) for j in range(len(inputs))]
+            row_ptrs = [
+                self.tiles.row(inputs, strides, shared, j, i, source, tile_row, rank) for j in range(len(inputs))
+            ]
 
             # the row's mean(xhat * g*dy)
             mean = Float32(0.0)
@@ -141,15 +143,15 @@ class RmsNormBwd:
                 dot.fill(0.0)
                 for v in cutlass.range_constexpr(self.rows.num_vecs):
                     if self.rows.live(v, lane, columns):
-                        at, vec = self.rows.column(v, lane), self.rows.vec
-                        rX, rDY = (vector_at(row, at, vec).load().to(Float32) for row in here[:2])
+                        col, vec = self.rows.column(v, lane), self.rows.vec
+                        rX, rDY = (vector_at(row, col, vec).load().to(Float32) for row in row_ptrs[:2])
                         dot.store(dot.load() + rX * (rDY * rG[None, v].load()))
                 part = dot.load().reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
                 mean = self.row_sum(part, slots, mbars, i) * rs * Float32(1.0 / n)
-            if const_expr(dx is None or not self.row_sum.meets):
+            if const_expr(dx is None or not self.row_sum.syncs_cta):
                 cute.arch.sync_threads()
 
-            # All threads have synchronized since they last read the previous tile, so its stage is free.
+            # The stage of the previous tile is free: all threads have synchronized since reading it.
             if tid == 0:
                 ahead = i + self.tiles.num_stages - 1
                 self.tiles.fetch(inputs, strides, shared, full, ahead, worker + ahead * num_workers, m, rank)
@@ -158,24 +160,24 @@ class RmsNormBwd:
             if self.rows.tile_m == 1 or row < m:
                 for v in cutlass.range_constexpr(self.rows.num_vecs):
                     if self.rows.live(v, lane, columns):
-                        self.gradients(here, rG, acc, dx, dresidual, v, lane, Int64(row) * n + col0, rs, mean)
+                        self.gradients(row_ptrs, rG, acc, dx, dresidual, v, lane, Int64(row) * n + col0, rs, mean)
 
         if const_expr(len(sums) > 0):
             self.column_sum(acc, sums, shared, scratch, tickets, lane, tile_row, columns, col0)
 
     @cute.jit
-    def gradients(self, here, rG, acc, dx, dresidual, v: cutlass.Constexpr[int], lane, out_start, rs, mean):
+    def gradients(self, row_ptrs, rG, acc, dx, dresidual, v: cutlass.Constexpr[int], lane, out_start, rs, mean):
         """One vector of a row: writes dx, accumulates dweight and dbias."""
-        vec, at = self.rows.vec, self.rows.column(v, lane)
-        dy = vector_at(here[1], at, vec).load().to(Float32)
-        xhat = vector_at(here[0], at, vec).load().to(Float32) * rs
+        vec, col = self.rows.vec, self.rows.column(v, lane)
+        dy = vector_at(row_ptrs[1], col, vec).load().to(Float32)
+        xhat = vector_at(row_ptrs[0], col, vec).load().to(Float32) * rs
         if const_expr(dx is not None):
             d = (dy * rG[None, v].load() - xhat * mean) * rs
-            if const_expr(len(here) == 3):
-                d = d + vector_at(here[2], at, vec).load().to(Float32)
-            store_streaming(dx, out_start + at, d.to(dx.dtype))
+            if const_expr(len(row_ptrs) == 3):
+                d = d + vector_at(row_ptrs[2], col, vec).load().to(Float32)
+            store_streaming(dx, out_start + col, d.to(dx.dtype))
             if const_expr(dresidual is not None):
-                vector_at(dresidual, out_start + at, vec).store(d.to(dresidual.dtype))
+                vector_at(dresidual, out_start + col, vec).store(d.to(dresidual.dtype))
         if const_expr(self.problem.dweight_dtype is not None):
             acc[0][None, v].store(acc[0][None, v].load() + dy * xhat)
         if const_expr(self.problem.dbias_dtype is not None):

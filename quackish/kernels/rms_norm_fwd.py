@@ -1,7 +1,7 @@
 """RMSNorm forward: res = x + residual, rstd = rsqrt(mean(res^2) + eps), y = res * rstd * (weight_offset + weight) + b.
 
-Each row is processed by `threads_per_row` threads. They load the whole row at once, to have enough bytes in flight,
-keep it in fp32 registers, sum the squares and write the result. Rows too long for one CTA are split over a cluster.
+`threads_per_row` threads load a whole row at once, to have enough bytes in flight, and keep it in fp32 registers. They
+sum the squares and write the result. Rows too long for one CTA are split over a cluster.
 """
 
 from typing import Optional
@@ -55,7 +55,7 @@ class RmsNormFwd:
             grid=[num_ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[self.config.split_n, 1, 1] if self.config.split_n > 1 else None,
-            # at most 64 registers per thread, so that an SM holds 1024 threads and has enough loads in flight
+            # at most 64 registers per thread: an SM holds 1024 threads, for enough loads in flight
             min_blocks_per_mp=65_536 // (self.config.threads * 64),
             preferred_smem_carveout=10,
             stream=stream,
@@ -73,25 +73,25 @@ class RmsNormFwd:
         rank, lane = cta % rows.split_n, tid % rows.threads_per_row
         columns, col0 = rows.columns_of(rank), rank * rows.n_cta
         row = (cta // rows.split_n) * rows.tile_m + tid // rows.threads_per_row
-        source = cutlass.min(row, rstd.shape[0] - 1)  # past the end: load the last row again, store nothing
+        source = cutlass.min(row, rstd.shape[0] - 1)  # past the end: load the last row, store nothing
         out_start = Int64(row) * n + col0
 
-        # load x, weight and bias; with a residual, res = x + residual, rounded to the dtype that it is stored in
+        # load x, weight and bias; with a residual, x becomes res = x + residual, rounded to res's dtype
         rX = rows.load(x + (row_start(source, x_strides, n) + col0), lane, columns)
         if const_expr(residual is not None):
             rR = rows.load(residual + (row_start(source, residual_strides, n) + col0), lane, columns)
             rX.store((rX.load() + rR.load()).to(res.dtype).to(Float32))
             if row < rstd.shape[0]:
                 self.rows.store(rX, res + out_start, lane, columns)
-        of_head = col0
+        param_start = col0
         if const_expr(self.problem.heads > 1):
-            of_head = Int64(source % self.problem.heads) * n + col0
+            param_start = Int64(source % self.problem.heads) * n + col0
         if const_expr(weight is not None):
-            rW = rows.load(weight + of_head, lane, columns)
+            rW = rows.load(weight + param_start, lane, columns)
         if const_expr(bias is not None):
-            rB = rows.load(bias + of_head, lane, columns)
+            rB = rows.load(bias + param_start, lane, columns)
 
-        # reduce: sum of squares over the row
+        # rstd from the row's sum of squares
         squares = cute.make_rmem_tensor((rows.vec,), Float32)
         squares.fill(0.0)
         for v in cutlass.range_constexpr(rows.num_vecs):

@@ -1,4 +1,4 @@
-"""Activations of an MLP and their derivatives, in fp32: act = value(gate) * factor(up), of one column."""
+"""Activations of an MLP and their derivatives, elementwise in fp32: act = activate_gate(gate) * activate_up(up)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -16,8 +16,8 @@ def sigmoid(x: Float32) -> Float32:
 
 
 @cute.jit
-def value(gate: Float32, activation: cutlass.Constexpr[str]):
-    """(value(gate), its derivative)"""
+def activate_gate(gate: Float32, activation: cutlass.Constexpr[str]):
+    """(activate_gate(gate), its derivative)"""
     if const_expr(activation == "relu2"):
         x = cute.arch.fmax(gate, 0.0, nan=True)
         return x * x, 2.0 * x
@@ -35,8 +35,8 @@ def value(gate: Float32, activation: cutlass.Constexpr[str]):
 
 
 @cute.jit
-def factor(up: Float32, activation: cutlass.Constexpr[str]):
-    """(factor(up), its derivative)"""
+def activate_up(up: Float32, activation: cutlass.Constexpr[str]):
+    """(activate_up(up), its derivative)"""
     if const_expr(activation == "clamped_swiglu"):
         low = cute.arch.fmax(up, -LIMIT, nan=True)
         clamped = cute.arch.fmin(low, LIMIT, nan=True)

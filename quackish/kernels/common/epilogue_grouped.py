@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from quackish.configs.grouped_gemm import BLOCK_M, DownArgs, UpArgs, grouped_gemm_buffers
-from quackish.kernels.common.activations import factor, value
+from quackish.kernels.common.activations import activate_gate, activate_up
 from quackish.kernels.common.rows import vector_at
 from quackish.kernels.common.tile_store import TileStore, block_below, column_of, row_of, thread_rows
 
@@ -195,9 +195,9 @@ class Up(GroupEpilogue):
         stored = const_expr(self.output.num_pieces if p.keeps else 0)
         for j in cutlass.range_constexpr(pieces):
             for v in cutlass.range_constexpr(j * per_piece, (j + 1) * per_piece):
-                a, _ = value(acc[v], p.activation)
+                a, _ = activate_gate(acc[v], p.activation)
                 if const_expr(p.gated):
-                    u, _ = factor(acc[per_part + v], p.activation)
+                    u, _ = activate_up(acc[per_part + v], p.activation)
                     a = a * u
                 if const_expr(p.scaled):
                     a = a * scales[row_of(v), b]

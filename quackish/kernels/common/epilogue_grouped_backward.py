@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.grouped_gemm import BLOCK_M, DSCALES_COLUMNS, DownBackwardArgs
-from quackish.kernels.common.activations import factor, value
+from quackish.kernels.common.activations import activate_gate, activate_up
 from quackish.kernels.common.epilogue_grouped import GroupBlock, GroupEpilogue, GroupOutput
 from quackish.kernels.common.tile_store import block_below, row_of, thread_rows
 
@@ -100,9 +100,9 @@ class DownBackward(GroupEpilogue):
                     i = const_expr(k * cute.size(z[0]) + v)  # in the piece
                     r, dact = const_expr(row_of(i)), values[j * cute.size(act) + i]
                     scaled = dact * scales[r, b] if const_expr(p.scaled) else dact
-                    f, df = value(z[0][v].to(Float32), p.activation)
+                    f, df = activate_gate(z[0][v].to(Float32), p.activation)
                     if const_expr(p.gated):
-                        u, du = factor(z[1][v].to(Float32), p.activation)
+                        u, du = activate_up(z[1][v].to(Float32), p.activation)
                         z[1][v] = (scaled * (f * du)).to(self.output.dtype)
                         df, f = df * u, f * u
                     z[0][v] = (scaled * df).to(self.output.dtype)

@@ -1,4 +1,4 @@
-"""The epilogue of the logits GEMM: exp_logits, sums of exponentials per row and tile, the targets' logits."""
+"""Epilogue of the logits GEMM: exp_logits, stats of exponentials per row and tile, the targets' logits."""
 
 from typing import NamedTuple
 
@@ -16,35 +16,34 @@ from quackish.kernels.common.lce import (
     log2_scale,
     shift_in_log2,
 )
-from quackish.kernels.common.logits import Logits, shared_column, tanh
+from quackish.kernels.common.logits import Logits, column_value, tanh
 from quackish.kernels.common.tile_store import Block, Output, column_of, row_of, thread_rows
 
-# A row with a logit this far above its shift is flagged: exp(60) is far from overflow, in bf16 and in the sum of
-# 2^20 of them.
+# A row with a logit this far above its shift is flagged. Neither exp(60) nor a sum of 2^20 of them overflows.
 HEADROOM = 60.0
 
 
-class RowSums(NamedTuple):
-    """Of each of a thread's two rows, over its columns of a tile."""
+class RowStats(NamedTuple):
+    """Statistics of each of a thread's two rows, over its columns of a tile."""
 
-    highest: cute.Tensor  # logit
-    first: cute.Tensor  # the first column with that logit, counted from the thread's first column; with return_stats
-    total: cute.Tensor  # of exponentials e
-    weighted: cute.Tensor  # of class weight * logit; with smoothing
+    max: cute.Tensor  # of the logits
+    argmax: cute.Tensor  # first column with that logit, relative to the thread's first column; with return_stats
+    sum: cute.Tensor  # of exponentials e
+    wsum: cute.Tensor  # of class weight * logit; with smoothing
     elog: cute.Tensor  # of e * log2(e); with return_stats
 
 
 class Softmax(Logits):
-    """exp_logits = exp(a - row_shift) * d for a tile of logits a, and each row's sum of exp(a - row_shift) in the tile.
+    """exp_logits = e * d with e = exp(a - row_shift), of a tile of logits a, and each row's sum of e over the tile.
 
-    With a logit_scale these are exp(logit_scale * (a - row_shift)).
+    With a logit_scale, e = exp(logit_scale * (a - row_shift)). d is the softcap's derivative.
 
-    Also stores the target's logit if the tile contains it. A row with a logit more than HEADROOM above row_shift raises
-    its row_max_bits and flags its tile. A second launch, with `recompute_flagged`, recomputes flagged tiles, shifted by
-    row_max_bits, which equals row_shift in rows that are not flagged. So exp_logits and sums may overflow here.
+    Also stores the target's logit if the tile contains it. A row with a logit more than HEADROOM above row_shift
+    updates its row_max_bits and flags its tile; its exp_logits and stats may overflow. A second launch, with
+    `recompute_flagged`, recomputes flagged tiles, shifted by row_max_bits, which equals row_shift in other rows.
 
-    With `return_stats` also stores each row's sum of e * log2(e), e = exp(a - row_shift), and raises argmax_bits, which
-    encode the row's maximum and its first class.
+    With `return_stats` also stores each row's sum of e * log2(e) and updates argmax_bits, which encode the maximum of
+    the row and its first class.
     """
 
     @cute.jit
@@ -66,87 +65,88 @@ class Softmax(Logits):
         return selected
 
     @cute.jit
-    def prepare(self, kept, args: SoftmaxArgs, block: Block):
-        numbers, target = kept
+    def prepare(self, prefetched, args: SoftmaxArgs, block: Block):
+        shift_log2, target = prefetched
         scale_log2 = log2_scale(args.logit_scale)
         for r in cutlass.range_constexpr(2):
             i = block.row0 + thread_rows(block.thread) + 8 * r
-            numbers[0, r], target[r] = Float32(0.0), Int32(-1)
+            shift_log2[0, r], target[r] = Float32(0.0), Int32(-1)
             if i < block.m:
                 if const_expr(self.problem.recompute_flagged):
-                    numbers[0, r] = shift_in_log2(decode((args.row_max_bits + i).load()), scale_log2)
+                    shift_log2[0, r] = shift_in_log2(decode((args.row_max_bits + i).load()), scale_log2)
                 else:
-                    numbers[0, r] = shift_in_log2((args.row_shift + i).load(), scale_log2)
+                    shift_log2[0, r] = shift_in_log2((args.row_shift + i).load(), scale_log2)
                 target[r] = (args.slot_target + i).load() - block.col0
 
     @cute.jit
-    def __call__(self, acc, kept, args: SoftmaxArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: SoftmaxArgs, out: Output, block: Block):
         col0, m, n, thread = block.col0, block.m, block.n, block.thread
-        row, shift_log2, target = block.row0 + thread_rows(thread), kept[0][0, None], kept[1]
+        row, shift_log2, target = block.row0 + thread_rows(thread), prefetched[0][0, None], prefetched[1]
         scale_log2 = log2_scale(args.logit_scale)
         self.store_target_logits(acc, target, args, row, col0, thread)
-        sums = RowSums(*(cute.make_rmem_tensor((2,), of) for of in (Float32, Int32, Float32, Float32, Float32)))
-        sums.highest.fill(-Float32.inf)
-        sums.first.fill(0)
-        for zeros in (sums.total, sums.weighted, sums.elog):
+        dtypes = Float32, Int32, Float32, Float32, Float32
+        stats = RowStats(*(cute.make_rmem_tensor((2,), dtype) for dtype in dtypes))
+        stats.max.fill(-Float32.inf)
+        stats.argmax.fill(0)
+        for zeros in (stats.sum, stats.wsum, stats.elog):
             zeros.fill(0.0)
-        # With exp_logits, load the bias of all pieces first, or 16 to 24 bytes spill; without, 32 bytes would spill.
+        # With exp_logits, load the bias of all pieces first, or 16 to 24 bytes spill. Without, that would spill 32.
         stored = const_expr(self.output is not None)
         biases = [self.columns(args.bias, j, col0, n, thread) for j in range(self.num_pieces if stored else 0)]
         for j in cutlass.range_constexpr(self.num_pieces):
             if const_expr(stored):
-                self.piece(acc, j, biases[j], args, scale_log2, shift_log2, sums, block)
+                self.piece(acc, j, biases[j], args, scale_log2, shift_log2, stats, block)
                 self.output(acc, j, out, block)
             else:
-                # True for j = 0. Without this branch ptxas works on all pieces at once, and 200 bytes spill.
+                # Always true for j = 0. Without this branch ptxas interleaves all pieces, and 200 bytes spill.
                 if col0 + 2 * self.values(j)[0] < n:
                     bias = self.columns(args.bias, j, col0, n, thread)
-                    self.piece(acc, j, bias, args, scale_log2, shift_log2, sums, block)
+                    self.piece(acc, j, bias, args, scale_log2, shift_log2, stats, block)
         for r in cutlass.range_constexpr(2):
             i = row + 8 * r
             at = Int64(i) * args.tiles + col0 // self.config.tile_n
-            highest = sums.highest[r]
-            total, weighted, elog = (self.quad_sum(x[r]) for x in (sums.total, sums.weighted, sums.elog))
+            row_max = stats.max[r]
+            row_sum, row_wsum, row_elog = (self.quad_sum(x[r]) for x in (stats.sum, stats.wsum, stats.elog))
             if const_expr(args.argmax_bits is not None):
-                code = encode_argmax(highest, col0 + column_of(0, thread) + sums.first[r])
+                code = encode_argmax(row_max, col0 + column_of(0, thread) + stats.argmax[r])
                 code = cute.arch.warp_reduction(code, cutlass.max, threads_in_group=4)
-            if (i < m) & (col0 < n) & (thread % 4 == 0):  # a cluster's last tile may lie past the last class
-                (args.part_sum + at).store(total)
+            if (i < m) & (col0 < n) & (thread % 4 == 0):  # a cluster's second tile may be past the last class
+                (args.part_sum + at).store(row_sum)
                 if const_expr(self.problem.smoothing):
-                    (args.part_wsum + at).store(weighted)
+                    (args.part_wsum + at).store(row_wsum)
                 if const_expr(self.problem.return_stats):
-                    (args.part_elog + at).store(elog)
+                    (args.part_elog + at).store(row_elog)
                 if const_expr(args.argmax_bits is not None):
                     cute.arch.atomic_max(args.argmax_bits + i, code)
             if const_expr(not self.problem.recompute_flagged):
-                # in log2 units: comparisons with NaN or inf in row_shift must be false
-                if (i < m) & (highest * scale_log2 > shift_log2[r] + HEADROOM * LOG2_E):
-                    cute.arch.atomic_max(args.row_max_bits + i, encode(highest))
+                # false if row_shift is NaN or inf
+                if (i < m) & (row_max * scale_log2 > shift_log2[r] + HEADROOM * LOG2_E):
+                    cute.arch.atomic_max(args.row_max_bits + i, encode(row_max))
                     (args.flags + (1 + i // 128)).store(Int32(1))
                     args.flags.store(Int32(1))
 
     @cute.jit
     def piece(
-        self, acc, j: cutlass.Constexpr[int], bias, args: SoftmaxArgs, scale_log2, shift_log2, sums: RowSums,
+        self, acc, j: cutlass.Constexpr[int], bias, args: SoftmaxArgs, scale_log2, shift_log2, stats: RowStats,
         block: Block,
     ):  # fmt: skip
-        """In place: piece j of the accumulator becomes exp_logits. Updates the sums."""
+        """Replaces piece j of the accumulator by exp_logits and updates the stats."""
         weights = self.columns(args.class_weight, j, block.col0, block.n, block.thread)
-        self.logits(acc, j, bias, args.softcap, block)
+        self.make_logits(acc, j, bias, args.softcap, block)
         if const_expr(self.problem.smoothing):
-            self.add_weighted(acc, j, weights, sums.weighted, block.n - block.col0, block.thread)
+            self.add_weighted(acc, j, weights, stats.wsum, block.n - block.col0, block.thread)
         inverse = 1.0 / args.softcap
         for v in self.values(j):
             a, r = acc[v], row_of(v)
             if const_expr(args.argmax_bits is not None):
-                sums.first[r] = Int32(column_of(v, 0)) if a > sums.highest[r] else sums.first[r]
+                stats.argmax[r] = Int32(column_of(v, 0)) if a > stats.max[r] else stats.argmax[r]
             if const_expr(not self.problem.recompute_flagged):
-                sums.highest[r] = cute.arch.fmax(sums.highest[r], a)
+                stats.max[r] = cute.arch.fmax(stats.max[r], a)
             log2 = a * scale_log2 - shift_log2[r]
             e = cute.math.exp2(log2, fastmath=True)
-            sums.total[r] = sums.total[r] + e
+            stats.sum[r] = stats.sum[r] + e
             if const_expr(self.problem.return_stats):
-                sums.elog[r] = sums.elog[r] + e * cute.arch.fmax(log2, LEAST_LOG2)
+                stats.elog[r] = stats.elog[r] + e * cute.arch.fmax(log2, LEAST_LOG2)
             if const_expr(self.problem.softcap):
                 e = e * (1.0 - (a * inverse) * (a * inverse))
             acc[v] = e
@@ -155,11 +155,11 @@ class Softmax(Logits):
     def store_target_logits(self, acc, target, args: SoftmaxArgs, row: Int32, col0: Int32, thread: Int32):
         """Stores the logits of the targets in this tile.
 
-        Once per tile: searching each piece while it is computed took 2 to 4 % of the GEMM with h 2048, 1 % with 4096.
+        Searching each piece while it is computed instead took 2 to 4 % of the GEMM with h 2048, 1 % with 4096.
         """
         for r in cutlass.range_constexpr(2):
-            own = (target[r] >> 1) % 4 == thread % 4  # of the four threads that share the row
-            if (target[r] >= 0) & (target[r] < self.config.tile_n) & own:
+            is_owner = (target[r] >> 1) % 4 == thread % 4  # one of the four threads that share the row
+            if (target[r] >= 0) & (target[r] < self.config.tile_n) & is_owner:
                 a = Float32(0.0)
                 for v in cutlass.range_constexpr(cute.size(acc)):
                     if const_expr(row_of(v) == r):
@@ -177,11 +177,11 @@ class Softmax(Logits):
             if const_expr(v in self.values(j)):
                 w = Float32(1.0)
                 if const_expr(weights is not None):
-                    w = shared_column(weights, v, thread)
+                    w = column_value(weights, v, thread)
                 if column_of(v, thread) < columns:  # -inf past the last class
                     weighted = w * acc[v]
                     if const_expr(weights is not None):
-                        if (w == 0.0) & (acc[v] == -Float32.inf):  # a masked class of no weight
+                        if (w == 0.0) & (acc[v] == -Float32.inf):  # a masked class of weight 0
                             weighted = Float32(0.0)
                     wsums[row_of(v)] = wsums[row_of(v)] + weighted
 

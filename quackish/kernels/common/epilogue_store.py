@@ -1,4 +1,4 @@
-"""GEMM epilogues that store D: as it is, times a factor, or with the bits that rounding drops."""
+"""GEMM epilogues that store D: unchanged, times a factor, or with its rounding residual."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,22 +12,22 @@ from quackish.kernels.common.tile_store import Block, Output, TileStore, column_
 
 
 class Store(Epilogue):
-    """Stores D, rounded to the output dtype, or adds it to an fp32 output, where one CTA adds to each element."""
+    """Stores D, rounded to the output dtype, or adds it to an fp32 output; each element is written by one CTA."""
 
     def __init__(self, problem, config):
         super().__init__(problem, config, TileStore(problem.out_dtype, config, problem.accumulate))
 
     @cute.jit
-    def __call__(self, acc, kept, args, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args, out: Output, block: Block):
         for j in cutlass.range_constexpr(self.output.num_pieces):
             self.output(acc, j, out, block)
 
 
 class StoreScaled(Store):
-    """Store of D times a factor."""
+    """Stores D times a factor."""
 
     @cute.jit
-    def __call__(self, acc, kept, args: ScaledArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: ScaledArgs, out: Output, block: Block):
         factor = args.factor.load()
         for v in cutlass.range_constexpr(cute.size(acc)):
             acc[v] = acc[v] * factor
@@ -36,40 +36,41 @@ class StoreScaled(Store):
 
 
 class StoreWithResidual(Store):
-    """Store that also keeps the bf16 rounding residual of each row that has a slot."""
+    """Stores D, and the bf16 rounding residual of each row that has a slot."""
 
     def begin(self):
+        """The slots of the thread's two rows."""
         return cute.make_rmem_tensor((2,), Int32)
 
     @cute.jit
-    def prepare(self, kept, args: ResidualArgs, block: Block):
+    def prepare(self, slots, args: ResidualArgs, block: Block):
         for r in cutlass.range_constexpr(2):
             row = block.row0 + thread_rows(block.thread) + 8 * r
-            kept[r] = (args.first_slot_of_class + cutlass.min(row, block.m - 1)).load()  # used after the products
+            slots[r] = (args.first_slot_of_class + cutlass.min(row, block.m - 1)).load()
 
     @cute.jit
-    def __call__(self, acc, kept, args: ResidualArgs, out: Output, block: Block):
+    def __call__(self, acc, slots, args: ResidualArgs, out: Output, block: Block):
         for j in cutlass.range_constexpr(self.output.num_pieces):
             self.output(acc, j, out, block)
         row0, col0, m, n, thread = block.row0, block.col0, block.m, block.n, block.thread
-        two = cute.make_rmem_tensor((2,), Int16)
-        columns = cute.arch.make_warp_uniform(n - col0)  # a multiple of 8; uniform, or ptxas syncs each store
+        pair = cute.make_rmem_tensor((2,), Int16)
+        columns = cute.arch.make_warp_uniform(n - col0)  # a multiple of 8; if not uniform, ptxas syncs each store
         for r in cutlass.range_constexpr(2):
-            if kept[r] != NO_SLOT and row0 + thread_rows(thread) + 8 * r < m:
-                row = args.rounding_residual + (Int64(kept[r]) * n + col0)
+            if slots[r] != NO_SLOT and row0 + thread_rows(thread) + 8 * r < m:
+                row = args.rounding_residual + (Int64(slots[r]) * n + col0)
                 for q in cutlass.range_constexpr(cute.size(acc) // 4):
                     i = 4 * q + 2 * r  # values alternate between the two rows, in pairs of columns
-                    two[0], two[1] = cut_off(acc[i]), cut_off(acc[i + 1])
+                    pair[0], pair[1] = rounding_residual(acc[i]), rounding_residual(acc[i + 1])
                     if 8 * q < columns:
-                        vector_at(row, column_of(i, thread), 2).store(two.load())
+                        vector_at(row, column_of(i, thread), 2).store(pair.load())
 
 
 @cute.jit
-def cut_off(x: Float32) -> Int16:
-    """Rounding residual of bf16: bits of x minus bits of x rounded to bf16.
+def rounding_residual(x: Float32) -> Int16:
+    """The bits of x minus the bits of x rounded to bf16.
 
-    A tie rounded down has the residual 2**15, which int16 cannot hold; x is lowered by one unit then. In integer
-    arithmetic, as float differences took 4.4 % of the dw GEMM instead of 2.6 (1024 rows, H200).
+    A tie that rounds down has residual 2**15, which int16 cannot hold, so x is first lowered by one bit. Float
+    differences instead of integers took 4.4 % of the dw GEMM instead of 2.6 (1024 rows, H200).
     """
     bits = x.bitcast(Int32)
     if (bits & 0x1FFFF) == 0x8000:

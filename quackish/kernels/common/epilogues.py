@@ -1,4 +1,4 @@
-"""The protocol of GEMM epilogues, which consume the fp32 accumulator of a tile."""
+"""The interface of GEMM epilogues, which consume the fp32 accumulator of a tile."""
 
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -7,20 +7,18 @@ from quackish.kernels.common.tile_store import Block, Output, Staging, TileStore
 
 
 class Epilogue:
-    """An epilogue of GemmSm90; `args` of its methods is the NamedTuple in GemmArgs.epilogue. In the order of the calls:
+    """An epilogue of GemmSm90. `args` is the NamedTuple in GemmArgs.epilogue. Methods in the order of their calls:
 
-    - `store_atom`, on the host with `stores_by_tma`, for each buffer of D;
-    - `allocate`, once per CTA;
-    - `num_tiles`, once per CTA, and `is_selected`, per tile: which tiles are computed;
-    - `begin`, once per consumer thread for each Block that it has in a tile: registers, which `prepare` fills and
-      `__call__` receives as `kept`;
-    - `prepare`, per item and block before the products: loads that overlap with the products;
-    - `__call__`, per tile and block with the finished accumulator, which it may overwrite. With split-K, only the last
-      split to arrive at a tile calls it. All threads of the warp group call it;
-    - `finish`, once per consumer thread, before the CTA exits.
+    - `store_atom`: on the host if `stores_by_tma`, for each buffer of D.
+    - `allocate`: once per CTA.
+    - `num_tiles`, once per CTA, and `is_selected`, per tile: which tiles are computed.
+    - `begin`: once per consumer thread and Block of a tile. Allocates the registers `prefetched`.
+    - `prepare`: before each mainloop, per block. Loads into `prefetched`, which overlaps with the mainloop.
+    - `__call__`: after the mainloop, per block, by all threads of the warp group. May overwrite the accumulator. With
+      split-K, only the last split to arrive at a tile calls it.
+    - `finish`: once per consumer thread, before the CTA exits.
 
-    A new epilogue is a subclass with `__call__`, a line in GemmSm90's `make_epilogue`, and its arguments in
-    GemmProblem.args.
+    A new epilogue is a subclass with `__call__`, a line in `make_epilogue`, and its arguments in GemmProblem.args.
     """
 
     def __init__(self, problem, config, output: Staging | None):
@@ -36,7 +34,7 @@ class Epilogue:
         return self.output.allocate(smem) if self.output is not None else None
 
     def num_tiles(self, args, total: Int32) -> Int32:
-        """How many of `total` cluster tiles to look at: all or none."""
+        """How many of `total` cluster tiles to visit: all or none."""
         return total
 
     def is_selected(self, args, tm: Int32, m: Int32) -> bool:
@@ -46,11 +44,11 @@ class Epilogue:
     def begin(self):
         return None
 
-    def prepare(self, kept, args, block: Block):
+    def prepare(self, prefetched, args, block: Block):
         pass
 
     @cute.jit
-    def __call__(self, acc: cute.Tensor, kept, args, out: Output, block: Block):
+    def __call__(self, acc: cute.Tensor, prefetched, args, out: Output, block: Block):
         raise NotImplementedError
 
     @cute.jit

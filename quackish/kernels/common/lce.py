@@ -1,4 +1,4 @@
-"""Shared by linear cross entropy's kernels: fake arguments, access by pointer, and floats as ordered integers."""
+"""Shared by the linear cross entropy kernels: fake arguments, pointer access, order-preserving integer codes."""
 
 import cutlass
 import cutlass.cute as cute
@@ -10,30 +10,29 @@ from quackish.kernels.common.rows import DTYPES, fake_pointer, vector_at
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# In place of infinity: exp(a - HUGE) is 0, and any a is far above -HUGE. Finite, and so times LOG2_E, as else an a of
-# -inf would give inf - inf.
+# A finite stand-in for infinity, also after multiplication by LOG2_E: inf - inf would be NaN.
 HUGE = 2e38
-# In e * log2(e), the least log2(e): 0 * -inf would be NaN for a masked class. exp2(LEAST_LOG2) is 0 in fp32.
+# Lower bound of log2(e) in e * log2(e): 0 * -inf would be NaN for a masked class. exp2(LEAST_LOG2) is 0 in fp32.
 LEAST_LOG2 = -256.0
 
 
 def log2_scale(logit_scale):
-    """What a logit is multiplied by in log2 units.
+    """The factor from logits to log2 units: logit_scale * log2(e).
 
-    Kernels keep logits as they are before logit_scale: row_shift and target_logit too. Only exponents are scaled.
+    Kernels keep logits, row_shift and target_logit unscaled. Only exponents include logit_scale.
     """
     return LOG2_E if logit_scale is None else load_at(logit_scale, 0) * LOG2_E
 
 
 def shift_in_log2(row_shift, scale_log2):
-    """row_shift times what `log2_scale` returned."""
+    """row_shift * scale_log2, with scale_log2 from `log2_scale`."""
     if isinstance(scale_log2, float):
         return row_shift * scale_log2
     return cute.arch.fmax(row_shift * scale_log2, Float32(-HUGE))  # -inf would give inf - inf
 
 
 def fake_args(problem):
-    """(arguments, stream) to compile a kernel for: `problem.args` with a pointer or a number for each spec."""
+    """(arguments, stream) to compile with: `problem.args` with a pointer or number in place of each spec."""
 
     def fake(spec: tuple | Ptr | str | None):
         if isinstance(spec, tuple):  # a NamedTuple
@@ -45,12 +44,12 @@ def fake_args(problem):
 
 @cute.jit
 def after_previous():
-    """Waits for the previous launch, and lets CTAs of the next one start on SMs with room: they wait here too.
+    """Programmatic dependent launch: waits for the previous kernel, then lets CTAs of the next kernel start early.
 
-    Every CTA calls this, on every path. When a CTA starts, all launches before the previous one are done, because the
-    previous launch waited for them here. (PyTorch's kernels start no launch early.) Their results may be read before
-    this call, after a fence, which empties the L1. Nothing may be written before this call: the previous launch may
-    still use memory that this launch was given.
+    Every CTA must call this, on every path. When a CTA starts, all kernels before the previous one are complete,
+    because the previous kernel waited here. (PyTorch's kernels never launch early.) Their results may be read before
+    this call, after a fence, which invalidates the L1. Nothing may be written before this call, because the previous
+    kernel may still use that memory.
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
@@ -63,7 +62,7 @@ def load_at(base: cute.Pointer, at):
 
 @cute.jit
 def load_eight(base: cute.Pointer, at, aligned: cutlass.Constexpr[bool]):
-    """Eight elements, loaded one by one unless they start on 16 bytes."""
+    """Loads eight elements: one vector access if aligned to 16 bytes, else one by one."""
     if const_expr(aligned):
         return vector_at(base, at, 8).load()
     raw = cute.make_rmem_tensor((8,), base.dtype)
@@ -79,7 +78,7 @@ def store_at(base: cute.Pointer, at, value):
 
 @cute.jit
 def encode(x: Float32) -> Int32:
-    """An int32 in the order of floats, so that an integer maximum is the floats' maximum."""
+    """Order-preserving code of a float: the integer maximum of codes is the code of the maximum."""
     bits = x.bitcast(Int32)
     return bits if bits >= 0 else bits ^ 0x7FFFFFFF
 
@@ -92,8 +91,8 @@ def decode(code: Int32) -> Float32:
 
 @cute.jit
 def encode_argmax(x: Float32, index: Int32) -> Int64:
-    """The larger x has the larger code, and of equal ones the smaller index: the maximum is the argmax."""
-    x = Float32(0.0) if x == 0.0 else x  # -0.0 equals 0.0
+    """Code of (x, index) whose integer maximum is the argmax: the first index of the largest x."""
+    x = Float32(0.0) if x == 0.0 else x  # -0.0 becomes 0.0
     return (Int64(encode(x)) << 32) | Int64(0x7FFFFFFF - index)
 
 
@@ -104,13 +103,13 @@ def decode_argmax(code: Int64) -> Int32:
 
 @cute.jit
 def rounded_up(live: Int32) -> Int32:
-    """`live` rows of a chunk, up to the end of their last GEMM tile."""
+    """`live` rounded up to whole GEMM tiles."""
     return (cutlass.max(live, 0) + (ROW_TILE - 1)) // ROW_TILE * ROW_TILE
 
 
 @cute.jit
 def fill_row(row: cute.Pointer, n: cutlass.Constexpr[int], lane, value: cutlass.Constexpr[float]):
-    """A warp writes n elements, n a multiple of 8."""
+    """A warp fills n elements; n is a multiple of 8."""
     vec = const_expr(128 // row.dtype.width)
     filled = cute.make_rmem_tensor((vec,), row.dtype)
     filled.fill(value)
@@ -120,9 +119,9 @@ def fill_row(row: cute.Pointer, n: cutlass.Constexpr[int], lane, value: cutlass.
 
 @cute.jit
 def convert_row(row: cute.Pointer, out: cute.Pointer, n: cutlass.Constexpr[int], lane, factor, batch):
-    """A warp writes out = row * factor (None is 1), n elements, n a multiple of 8; both may be the same memory.
+    """A warp computes out = row * factor (None: 1) for n elements, a multiple of 8. Both may be the same memory.
 
-    `batch` vectors of a thread are in flight.
+    Each thread has `batch` vectors in flight.
     """
     num_vectors = const_expr(n // 8)
     whole = const_expr(num_vectors // (32 * batch) * (32 * batch))
@@ -132,7 +131,7 @@ def convert_row(row: cute.Pointer, out: cute.Pointer, n: cutlass.Constexpr[int],
             raw[None, b].store(vector_at(row, (first + b * 32 + lane) * 8, 8).load())
         for b in cutlass.range_constexpr(batch):
             store_scaled(raw[None, b], out, (first + b * 32 + lane) * 8, factor)
-    for b in cutlass.range_constexpr(batch):  # the ragged end
+    for b in cutlass.range_constexpr(batch):  # remainder
         if const_expr(whole + b * 32 < num_vectors):
             if whole + b * 32 + lane < num_vectors:
                 raw[None, b].store(vector_at(row, (whole + b * 32 + lane) * 8, 8).load())

@@ -1,4 +1,4 @@
-"""Loads tiles of rows from global to shared memory by bulk copies, several stages deep."""
+"""Loads tiles of rows from global to shared memory by bulk copies, in a pipeline of stages."""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,10 +9,10 @@ from quackish.kernels.common.rows import RowMap, row_start
 
 
 class RowTiles:
-    """A stage is a tile of `tile_m` rows of each of several tensors.
+    """A stage holds a tile of `tile_m` rows of each of several tensors.
 
-    With num_stages 0, rows are read from global memory directly: for rows that do not start and end on 16 bytes, which
-    bulk copies need, and for rows so long that two stages do not fit.
+    With num_stages 0, rows are read directly from global memory: for rows that are not aligned to 16 bytes, as bulk
+    copies require, and for rows so long that two stages do not fit.
     """
 
     def __init__(self, rows: RowMap, dtypes: list, num_stages: int, packed: bool):
@@ -34,7 +34,7 @@ class RowTiles:
 
     @cute.jit
     def fetch(self, inputs, strides, shared, full, i: Int32, tile: Int32, m: Int32, rank: Int32):
-        """Starts loading this CTA's i-th tile; called by one thread, with a free stage. No-op past the last tile."""
+        """Starts loading this CTA's i-th tile into a free stage. Called by one thread. No-op past the last tile."""
         if const_expr(self.num_stages > 0):
             first = tile * self.rows.tile_m
             if first < m:
@@ -61,8 +61,8 @@ class RowTiles:
     def wait(self, full, i: Int32):
         """Waits for this CTA's i-th tile."""
         if const_expr(self.num_stages > 0):
-            # A plain loop around try_wait: with `mbarrier_wait` and rstd prefetched, RMSNorm backward took 791 us
-            # instead of 740 (65536 x 8192, bf16, H200). The cause is unknown.
+            # With `mbarrier_wait` and rstd prefetched, RMSNorm backward took 791 us instead of 740 (65536 x 8192, bf16,
+            # H200), for an unknown reason.
             mbar, phase = full + i % self.num_stages, (i // self.num_stages) % 2
             done = cute.arch.mbarrier_try_wait(mbar, phase)
             while not done:
@@ -72,7 +72,7 @@ class RowTiles:
     def row(
         self, inputs, strides, shared, j: cutlass.Constexpr[int], i: Int32, row: Int32, tile_row: Int32, rank: Int32
     ):
-        """Pointer to this CTA's part of a row of tensor j, in its i-th tile, which has been waited for."""
+        """Pointer to this CTA's part of a row of tensor j in its i-th tile. Call after `wait`."""
         if const_expr(self.num_stages > 0):
             itemsize = const_expr(self.dtypes[j].width // 8)
             stage = (i % self.num_stages) * self.stage_bytes + self.offsets[j]

@@ -1,4 +1,4 @@
-"""Shared by the row kernels: which thread has which columns, row offsets, vector access, and the sum over a row."""
+"""Shared by the row kernels: the columns of each thread, row offsets, vector access, and the sum over a row."""
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +17,7 @@ DTYPES = {
 
 
 def fake_pointer(dtype: str | None, aligned: bool = True):
-    """A device pointer to compile for, aligned to 16 bytes or to one element; None if dtype is None."""
+    """A device pointer to compile with, aligned to 16 bytes or to one element; None if dtype is None."""
     if dtype is None:
         return None
     dtype = DTYPES[dtype]
@@ -31,7 +31,7 @@ def fake_row_strides(packed: bool):
 
 @cute.jit
 def row_start(row: Int32, strides, n: cutlass.Constexpr[int]) -> Int64:
-    """Offset of a row in elements: row * n if packed (strides None), else by two levels of strides, (m1, s0, s1)."""
+    """Offset of a row in elements: row * n if strides is None, else (row // m1) * s0 + (row % m1) * s1."""
     start = Int64(row) * n
     if const_expr(strides is not None):
         outer = row // strides[0]
@@ -41,7 +41,7 @@ def row_start(row: Int32, strides, n: cutlass.Constexpr[int]) -> Int64:
 
 @cute.jit
 def vector_at(base: cute.Pointer, offset, vec: cutlass.Constexpr[int]) -> cute.Tensor:
-    """`vec` contiguous elements from base + offset, with the alignment declared that a vector access needs."""
+    """`vec` contiguous elements at base + offset, with the alignment that a vector access needs."""
     dtype = base.dtype
     align = min(16, vec * dtype.width // 8)
     ptr = cute.make_ptr(dtype, (base + offset).toint(), base.memspace, assumed_align=align)
@@ -50,7 +50,7 @@ def vector_at(base: cute.Pointer, offset, vec: cutlass.Constexpr[int]) -> cute.T
 
 @cute.jit
 def store_streaming(base: cute.Pointer, offset, values):
-    """Stores a vector that is not read soon; one of 16 bytes is marked to be evicted first from the L2."""
+    """Stores a vector that is not read soon. A 16-byte store is marked evict-first in the L2."""
     out = vector_at(base, offset, cute.size(values.shape))
     raw = cute.make_rmem_tensor(out.layout, base.dtype)
     raw.store(values)
@@ -65,9 +65,9 @@ def store_streaming(base: cute.Pointer, offset, values):
 
 
 class RowMap:
-    """Which thread has which columns: a row has `threads_per_row` threads in each of the `split_n` CTAs of a cluster.
+    """The columns of each thread. A row is split over `split_n` CTAs of a cluster, `threads_per_row` threads in each.
 
-    Vector v < num_vecs of lane l covers columns [(v * threads_per_row + l) * vec, + vec) of the CTA's `n_cta` columns.
+    Vector v < num_vecs of lane l starts at column (v * threads_per_row + l) * vec of the CTA's `n_cta` columns.
     """
 
     def __init__(self, n: int, vec: int, threads: int, threads_per_row: int, split_n: int):
@@ -88,7 +88,7 @@ class RowMap:
         return (v * self.threads_per_row + lane) * self.vec
 
     def live(self, v: int, lane, columns):
-        """Whether the lane's vector v is inside the row; the Python constant True except at a ragged end."""
+        """Whether the lane's vector v is inside the row; the Python constant True if that is known at compile time."""
         if isinstance(columns, int) and (v + 1) * self.threads_per_row * self.vec <= columns:
             return True
         return self.column(v, lane) < columns
@@ -117,7 +117,7 @@ class RowMap:
 
 
 class RowSum:
-    """Sums one fp32 per thread over all threads of a row. RowMap fixes the order, and all threads get the same bits.
+    """Sums one fp32 per thread over all threads of a row, in an order fixed by RowMap. All threads get the same bits.
 
     Consecutive calls alternate between two buffers, so one barrier per call is enough.
     """
@@ -125,7 +125,7 @@ class RowSum:
     def __init__(self, rows: RowMap):
         self.rows = rows
         self.num_slots = rows.num_warps * rows.split_n
-        self.meets = rows.warps_per_row > 1 or rows.split_n > 1  # whether a call synchronizes the CTA
+        self.syncs_cta = rows.warps_per_row > 1 or rows.split_n > 1
 
     @cute.jit
     def allocate(self, smem):
@@ -141,7 +141,7 @@ class RowSum:
 
     @cute.jit
     def __call__(self, value: Float32, slots: cute.Tensor, mbars: cute.Pointer, step: Int32) -> Float32:
-        """step: number of earlier calls. Synchronizes the CTA if a row has more than one warp."""
+        """step: number of earlier calls. Synchronizes the CTA if `syncs_cta`."""
         rows = self.rows
         total = cute.arch.warp_reduction_sum(value, threads_in_group=min(rows.threads_per_row, 32))
         if const_expr(rows.split_n > 1):
@@ -160,7 +160,7 @@ class RowSum:
 
     @cute.jit
     def over_cluster(self, value: Float32, slots: cute.Tensor, mbars: cute.Pointer, step: Int32) -> Float32:
-        """Each warp sends its sum to all CTAs of the cluster, and each CTA adds them in the order of (CTA, warp)."""
+        """Each warp sends its sum to all CTAs of the cluster. Each CTA adds them in the order of (CTA, warp)."""
         num_warps, split_n = const_expr(self.rows.num_warps), const_expr(self.rows.split_n)
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         rank = cute.arch.block_idx_in_cluster()

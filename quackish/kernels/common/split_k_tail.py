@@ -1,12 +1,13 @@
 """Split-K for the tail of a GEMM: the tiles of a partly filled last wave, which would leave clusters idle.
 
-All tail tiles are divided into the same number of splits along k. Either there is a cluster for each split, or there
-are a few more splits in several rounds (50 tail tiles on 66 clusters leave 16 idle; 5 splits each take 4 rounds of a
-fifth of a tile). Each warp group writes its split's sums to scratch. The last one to arrive at a tile adds them in the
-order of k. So no warp group waits for another, and the bits depend only on the sizes and the number of live rows.
+All tail tiles are divided into the same number of splits along k. The splits take one round, with a cluster for each,
+or several rounds: 50 tail tiles on 66 clusters leave 16 idle, while 5 splits each take 4 rounds of a fifth of a tile.
+Each warp group writes the sums of its split to scratch. The last one to arrive at a tile adds the sums in the order of
+k. So no warp group waits for another, and the bits depend only on the sizes and the number of live rows.
 
-All tiles are split at the same positions and the first splits come first, so clusters hit in the L2 what others loaded.
-Stream-K, where every split starts at another k, was slower: dX at 4096 x 2048 x 32000 took 780 us, 655 unsplit (H200).
+All tiles are split at the same positions, and clusters work on the same split of different tiles, so they share loads
+through the L2. Stream-K, where each split starts at a different k, was slower: dX at 4096 x 2048 x 32000 took 780 us,
+and 655 unsplit (H200).
 """
 
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from quackish.kernels.common.rows import vector_at
 
 
 class Plan(NamedTuple):
-    """A cluster's items: tiles up to `first_split`, splits of tail tiles from there."""
+    """A cluster's work items: tiles before item `first_split`, splits of tail tiles from there on."""
 
     items: Int32
     first_split: Int32
@@ -33,7 +34,7 @@ class Plan(NamedTuple):
 class SplitKTail:
     def __init__(self, config):
         self.num_wgs, self.ctas = config.num_wgs, config.cluster_m * config.cluster_n
-        self.values = config.tile_n // 2  # per thread: 64 rows of a tile in a warp group's registers
+        self.values = config.tile_n // 2  # accumulator values per thread: a warp group has 64 rows of a tile
 
     def allocate(self, smem):
         return smem.allocate_tensor(Int32, cute.make_layout(self.num_wgs), byte_alignment=16)
@@ -43,7 +44,7 @@ class SplitKTail:
         waves, tail = total // clusters, total % clusters
         splits, steps = Int32(1), k_tiles
         if tail > 0:
-            # same as configs.gemm.num_tail_splits, for the live rows
+            # same as configs.gemm.num_tail_splits, but for the live rows
             n = clusters // tail
             if k_tiles >= MIN_STEPS * n and steps_of_splits(n, tail, k_tiles, clusters) < steps:
                 splits, steps = n, steps_of_splits(n, tail, k_tiles, clusters)
@@ -55,7 +56,7 @@ class SplitKTail:
 
     @cute.jit
     def item(self, j: Int32, plan: Plan, k_tiles: Int32, cluster: Int32, clusters: Int32):
-        """(tile, first step, end of steps) of this cluster's j-th item; neighboring clusters have the same steps."""
+        """(tile, first step, end of the steps) of this cluster's j-th item. Neighbor clusters have the same steps."""
         tile, begin, end = cluster + j * clusters, Int32(0), k_tiles
         if j >= plan.first_split:
             q = (j - plan.first_split) * clusters + cluster
@@ -66,7 +67,7 @@ class SplitKTail:
 
     @cute.jit
     def first_step(self, split: Int32, splits: Int32, k_tiles: Int32) -> Int32:
-        """floor(split * k_tiles / splits), without intermediates above k_tiles."""
+        """floor(split * k_tiles / splits) without overflow."""
         return split * (k_tiles // splits) + split * (k_tiles % splits) // splits
 
     @cute.jit
@@ -74,7 +75,7 @@ class SplitKTail:
         self, acc, args: TailArgs, sTicket: cute.Tensor, j: Int32, plan: Plan, cluster: Int32, clusters: Int32,
         cta: Int32, wg: Int32, thread: Int32
     ) -> Boolean:  # fmt: skip
-        """Whether acc holds the sums of a whole tile. The last split to arrive at a tile adds the sums of all."""
+        """Whether acc holds a complete tile. The last split to arrive at a tile adds up the sums of all splits."""
         complete = Boolean(True)
         if j >= plan.first_split:
             q = (j - plan.first_split) * clusters + cluster
@@ -96,7 +97,7 @@ class SplitKTail:
 
     @cute.jit
     def arrive(self, ticket: cute.Pointer, splits: Int32) -> Int32:
-        """How many arrived before; the last arrival resets the ticket to 0."""
+        """The number of earlier arrivals. The last arrival resets the ticket to 0."""
         order, scope = prims.MemOrder.ACQ_REL, prims.MemScope.GPU
         limit = Uint32(splits - 1)
         return Int32(prims.atomicrmw(prims.AtomicOp.INC, ticket.to_llvm_ptr(), limit, mem_order=order, syncscope=scope))
@@ -106,26 +107,26 @@ class SplitKTail:
 
     @cute.jit
     def offset(self, q: Int32, cta: Int32, wg: Int32, thread: Int32) -> Int64:
-        """Offset of a thread's first values of the q-th split; groups of four are 512 floats apart."""
+        """Offset of a thread's first four values of the q-th split. Its next four are 512 floats further on."""
         return Int64((q * self.ctas + cta) * self.num_wgs + wg - 1) * (128 * self.values) + thread * 4
 
     @cute.jit
     def store_partial(self, acc, partials: cute.Pointer, q: Int32, cta: Int32, wg: Int32, thread: Int32):
         offset = self.offset(q, cta, wg, thread)
         four = cute.make_rmem_tensor((4,), Float32)
-        for q in cutlass.range_constexpr(self.values // 4):
+        for i in cutlass.range_constexpr(self.values // 4):
             for k in cutlass.range_constexpr(4):
-                four[k] = acc[q * 4 + k]
-            vector_at(partials, offset + q * 512, 4).store(four.load())
+                four[k] = acc[i * 4 + k]
+            vector_at(partials, offset + i * 512, 4).store(four.load())
 
     @cute.jit
     def add_partial(self, acc, partials: cute.Pointer, q: Int32, cta: Int32, wg: Int32, thread: Int32):
         offset = self.offset(q, cta, wg, thread)
         batch = const_expr(8)  # loads in flight
         raw = cute.make_rmem_tensor((4, batch), Float32)
-        for q in cutlass.range_constexpr(self.values // (4 * batch)):
+        for i in cutlass.range_constexpr(self.values // (4 * batch)):
             for b in cutlass.range_constexpr(batch):
-                raw[None, b].store(vector_at(partials, offset + (q * batch + b) * 512, 4).load())
+                raw[None, b].store(vector_at(partials, offset + (i * batch + b) * 512, 4).load())
             for b in cutlass.range_constexpr(batch):
                 for k in cutlass.range_constexpr(4):
-                    acc[(q * batch + b) * 4 + k] += raw[k, b]
+                    acc[(i * batch + b) * 4 + k] += raw[k, b]

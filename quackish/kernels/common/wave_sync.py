@@ -1,7 +1,7 @@
-"""Clusters of a GEMM start each wave of tiles together, so that they hit in the L2 what others loaded.
+"""Clusters of a GEMM start each wave of tiles together, so that they share loads through the L2.
 
-Unsynchronized clusters drift apart. At 8192 x 4096 x 128256, an H200 read 28 GB from DRAM for dX without wave_sync, 12
-with it, 20 with cuBLAS; for dW 26, 14, 18. Synchronizing within a tile as well gained nothing.
+Unsynchronized clusters drift apart. DRAM reads at 8192 x 4096 x 128256 (H200) without wave_sync, with it, with cuBLAS:
+dX 28, 12, 20 GB; dW 26, 14, 18 GB. Synchronizing also within a tile gained nothing.
 
 This is not a barrier: spinning is bounded, so non-resident clusters cannot deadlock, and no result depends on it.
 """
@@ -12,25 +12,25 @@ from cutlass import Int32
 
 from quackish.kernels.common.column_sum import increment
 
-MAX_SPINS = 1000  # per launch: about 1 ms, if each is a round trip to the L2 (not measured)
-MIN_STEPS = 16  # along k: shorter tiles are not worth the wait
+MAX_SPINS = 1000  # per launch: about 1 ms, if a spin is a round trip to the L2 (not measured)
+MIN_STEPS = 16  # along k; shorter tiles are not synchronized
 
 
 @cute.jit
 def tiles_to_sync(tiles: Int32, k_tiles: Int32, clusters: Int32) -> Int32:
-    """How many of the tiles, from the first on, start synchronized: all or none."""
+    """How many tiles start synchronized: all or none."""
     return tiles if tiles > clusters and k_tiles >= MIN_STEPS else Int32(0)
 
 
 @cute.jit
 def spin_limit(tiles: Int32, k_tiles: Int32, clusters: Int32) -> Int32:
-    """Spins per launch: at most one per 8 steps along k, so that a short launch is not delayed for long."""
+    """Maximum spins per launch: one per 8 steps along k, so that a short launch is not delayed for long."""
     return cutlass.min(tiles // clusters * (k_tiles // 8), MAX_SPINS)
 
 
 @cute.jit
 def wave_sync(ticket: cute.Pointer, tile: Int32, tiles: Int32, clusters: Int32, spins: Int32) -> Int32:
-    """One warp per cluster arrives with its tile and waits for the clusters of its wave; returns the spins left.
+    """Waits for the other clusters of this wave. Called by one warp per cluster and tile. Returns the remaining spins.
 
     ticket: 0 before the first and after the last of `tiles` calls.
     """

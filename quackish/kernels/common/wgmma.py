@@ -1,4 +1,4 @@
-"""What the persistent, warp-specialized GEMMs for Hopper share: TMA loads, stages, WGMMA, the order of tiles."""
+"""Shared by the persistent, warp-specialized Hopper GEMMs: TMA loads, pipeline stages, WGMMA, tile order."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,7 +12,7 @@ from quackish.kernels.common.rows import DTYPES
 
 
 class WgmmaKernel:
-    """A problem has dtype and args, a config is a GemmConfig."""
+    """Base class of the GEMMs. A problem has `dtype` and `args`; a config is a GemmConfig."""
 
     def __init__(self, problem, config):
         self.problem, self.config = problem, config
@@ -24,15 +24,15 @@ class WgmmaKernel:
         return fake_args(self.problem)
 
     def load_atom(self, tensor, smem_layout, tile, num_multicast):
-        """(TMA atom, tensor of coordinates) that loads one stage's tile into `num_multicast` CTAs."""
-        shared = num_multicast > 1
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
+        """(TMA atom, coordinate tensor) to load a tile into one stage of `num_multicast` CTAs."""
+        multicast = num_multicast > 1
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
         stage = cute.slice_(smem_layout, (None, None, 0))
         atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
         return atom, coordinates
 
     def tiled_mmas(self, a_major, b_major):
-        """Two: one overwrites the accumulator, one adds to it."""
+        """[MMA that overwrites the accumulator, MMA that adds to it]"""
         c, mmas = self.config, []
         for accumulate in (False, True):
             mma = sm90.make_trivial_tiled_mma(
@@ -57,7 +57,7 @@ class WgmmaKernel:
         return sA, sB
 
     def multicast(self):
-        """The CTA's rank in the cluster, along m and along n, and which CTAs get what it loads of A and of B."""
+        """(rank in the cluster, rank along m, rank along n, multicast mask of A, multicast mask of B) of this CTA."""
         c, cta_layout = self.config, self.cta_layout()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         _, rank_m, rank_n, _ = cta_layout.get_flat_coord(rank)
@@ -67,7 +67,7 @@ class WgmmaKernel:
         return rank, rank_m, rank_n, mask_a, mask_b
 
     def fragments(self, mma, sA, sB, wg: Int32):
-        """A consumer warp group's A and B of each stage, its accumulator, and the accumulator's blocks of 64 rows."""
+        """A consumer warp group's A and B per stage, its accumulator, and the accumulator's blocks of 64 rows."""
         c, (tile_m, tile_n, _) = self.config, self.tile
         part = mma.get_slice(0 if c.pingpong else cute.make_layout(c.num_wgs, stride=128)(wg - 1))
         rA = mma.make_fragment_A(part.partition_A(sA))
@@ -80,8 +80,8 @@ class WgmmaKernel:
     def stages(self):
         """The pipeline of loaded stages."""
         c, (tile_m, tile_n, tile_k) = self.config, self.tile
-        readers = 1 if c.pingpong else c.num_wgs  # warp groups that read a stage
-        arrivals = (c.cluster_m + c.cluster_n - 1) * 4 * readers  # one per warp and CTA that shares a multicast
+        num_readers = 1 if c.pingpong else c.num_wgs  # warp groups that read a stage
+        arrivals = (c.cluster_m + c.cluster_n - 1) * 4 * num_readers  # one per warp and CTA that shares a multicast
         return pipeline.PipelineTmaAsync.create(
             num_stages=c.num_stages,
             tx_count=(tile_m + tile_n) * tile_k * self.dtype.width // 8,
@@ -96,7 +96,7 @@ class WgmmaKernel:
 
     @cute.jit
     def cluster_tile(self, index: Int32, tiles_m: Int32, tiles_n: Int32):
-        """(m, n) of the index-th cluster tile, in cluster tiles."""
+        """(m, n) of the index-th cluster tile."""
         along_m = const_expr(self.config.group_along == "m")
         inner, outer = (tiles_m, tiles_n) if along_m else (tiles_n, tiles_m)
         group = index // (self.config.group * outer)
@@ -107,12 +107,12 @@ class WgmmaKernel:
         return (i, o) if along_m else (o, i)
 
     def order_barrier(self, wg):
-        """Named barrier at which a ping-pong warp group waits until the other one has issued its products."""
+        """Named barrier where a ping-pong warp group waits until the other one has issued its MMAs."""
         return wg + 3 * self.config.num_wgs
 
-    def multiply(self, first, others, acc, rA, rB, stage):
-        """Issues acc (+)= A @ B of one stage, asynchronously; `first`, the MMA of its first step, may overwrite acc."""
+    def multiply(self, first_mma, mma, acc, rA, rB, stage):
+        """Issues acc (+)= A @ B of one stage, asynchronously. `first_mma` is the MMA of its first step."""
         warpgroup.fence()
         for kb in range(cute.size(rA, mode=[2])):
-            cute.gemm(others if kb else first, acc, rA[None, None, kb, stage], rB[None, None, kb, stage], acc)
+            cute.gemm(mma if kb else first_mma, acc, rA[None, None, kb, stage], rB[None, None, kb, stage], acc)
         warpgroup.commit_group()

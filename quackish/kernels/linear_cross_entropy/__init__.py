@@ -1,12 +1,12 @@
 """The kernels of linear cross entropy around its GEMMs, one per file.
 
-compact.py   which rows are live, and the divisor of "mean"
-gather.py    the live rows of a chunk, next to each other; their targets and row shifts
-rows.py      each row's statistics and loss, and the factors of its gradients
-sort.py      the rows of a chunk by class, with their targets' part of the weight gradient
-targets.py   adds that part to the weight gradient
-bias.py      the bias gradient
-scatter.py   rows of the input gradient to where they belong
-scale.py     gradients times the incoming gradient, in place
-exp.py, rescale.py, clear.py   what the GEMM's epilogues do, between cuBLAS's GEMMs
+compact.py   lists the live rows and computes the divisor of "mean"
+gather.py    gathers the live rows of a chunk, their targets and row shifts
+rows.py      computes each row's statistics, loss and gradient coefficients
+sort.py      sorts the rows of a chunk by class and takes the target entries out of exp_logits
+targets.py   adds the target entries' part to the weight gradient
+bias.py      computes the bias gradient
+scatter.py   scatters rows of the input gradient
+scale.py     multiplies gradients by the incoming gradient, in place
+exp.py, rescale.py, clear.py   replace the GEMM epilogues on the cuBLAS path
 """

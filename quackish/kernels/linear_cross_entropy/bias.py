@@ -1,7 +1,7 @@
 """Linear cross entropy: dbias[c] = sum over the live rows i of a chunk of row_scale[i] * exp_logits[i, c].
 
-In fp32, without atomics and in a fixed order: a CTA has `lanes * 8` columns of all rows. A thread sums eight columns of
-every (threads / lanes)-th row; then the sums of a column's threads are added.
+Summed in fp32 in a fixed order, without atomics. Each CTA has `lanes * 8` columns and all rows. A thread sums eight
+columns of every (threads / lanes)-th row. Then the CTA adds up the threads' sums of each column.
 """
 
 import cutlass
@@ -46,7 +46,7 @@ class LceBias:
         col = cta * self.columns + lane * 8
         live = cutlass.min(load_at(a.num_live, 0) - a.start, a.rows)
 
-        # this thread's rows, a batch of loads in flight
+        # sum this thread's rows, with a batch of loads in flight
         batch, groups = const_expr(4), self.groups
         raw = cute.make_rmem_tensor((8, batch), a.exp_logits.dtype)
         rScale = cute.make_rmem_tensor((batch,), Float32)
@@ -57,15 +57,15 @@ class LceBias:
             for i in cutlass.range(group, live, groups * batch, unroll=1):
                 for b in cutlass.range_constexpr(batch):
                     if i + b * groups < live:
-                        at = Int64(i + b * groups) * a.exp_logits_stride + col
-                        raw[None, b].store(vector_at(a.exp_logits, at, 8).load())
+                        offset = Int64(i + b * groups) * a.exp_logits_stride + col
+                        raw[None, b].store(vector_at(a.exp_logits, offset, 8).load())
                         if const_expr(a.row_scale is not None):
                             rScale[b] = load_at(a.row_scale, i + b * groups)
                 for b in cutlass.range_constexpr(batch):
                     if i + b * groups < live:
                         acc.store(acc.load() + raw[None, b].load().to(Float32) * rScale[b])
 
-        # the sums of a column's threads
+        # add up the threads' sums of each column
         vector_at(sSums.iterator, tid * 8, 8).store(acc.load())
         cute.arch.sync_threads()
         for j in cutlass.range(tid, self.columns, self.config.threads, unroll=1):

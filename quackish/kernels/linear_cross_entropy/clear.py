@@ -1,4 +1,4 @@
-"""Linear cross entropy: out[i] = 0 for the rows of a chunk that are not live. One warp per row."""
+"""Linear cross entropy: out[i] = 0 for the ignored rows of a chunk. One warp per row."""
 
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream

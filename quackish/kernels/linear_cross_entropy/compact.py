@@ -1,10 +1,10 @@
-"""Linear cross entropy: which rows are live, and the divisor of "mean".
+"""Linear cross entropy: lists the live rows (target != ignore_index) and computes the divisor of "mean".
 
-order = the live rows (target != ignore_index), ascending, then the ignored rows, ascending; tickets = 0;
-inv_divisor = 1 / (sum of the class weights of rows whose target is a class, or num_items), or 1 without such rows.
+order = the live rows, ascending, then the ignored rows, ascending; num_live = the number of live rows; tickets = 0;
+inv_divisor = 1 / num_items, or 1 / (sum of the class weights of the targets); 1 if no target is a class.
 
-One CTA. It counts, then reads the targets again, from the caches, and assigns each row its slot: the live rows before
-a row are those of earlier tiles, of earlier warps, and of lower lanes.
+One CTA. The first pass counts. The second pass rereads the targets from the caches and assigns each row its slot, the
+number of live rows before it: those of earlier tiles, earlier warps and lower lanes.
 """
 
 import cutlass
@@ -20,9 +20,9 @@ from quackish.kernels.common.lce import after_previous, fake_args, load_at, stor
 
 class LceCompact:
     def __init__(self, problem: LceCompactProblem, config: LceCompactConfig):
-        self.problem, self.each = problem, config.each
+        self.problem, self.batch = problem, config.batch
         self.threads, self.num_warps = config.threads, config.threads // 32
-        self.tile = config.threads * config.each
+        self.tile = config.threads * config.batch
 
     def fake_args(self):
         return fake_args(self.problem)
@@ -41,23 +41,23 @@ class LceCompact:
         sCounted = smem.allocate_tensor(Int32, cute.make_layout(self.num_warps), byte_alignment=16)
         sWeight = smem.allocate_tensor(Float32, cute.make_layout(self.num_warps), byte_alignment=16)
         sTile = smem.allocate_tensor(Int32, cute.make_layout(2 * self.num_warps), byte_alignment=16)
-        mine = warp * (32 * self.each) + lane  # this thread's first row in a tile; the next ones are 32 apart
+        first_row = warp * (32 * self.batch) + lane  # of this thread in a tile; the next ones are 32 apart
         num_tiles = cute.ceil_div(a.m, self.tile)
 
-        for first in cutlass.range_constexpr(0, NUM_TICKETS, self.threads):
-            if first + tid < NUM_TICKETS:
-                store_at(a.tickets, first + tid, Int32(0))
+        for ticket in cutlass.range_constexpr(0, NUM_TICKETS, self.threads):
+            if ticket + tid < NUM_TICKETS:
+                store_at(a.tickets, ticket + tid, Int32(0))
 
-        # count: live rows, rows whose target is a class, the sum of their class weights
+        # count live rows and rows whose target is a class, and sum the class weights of the latter
         live, counted, weight = Int32(0), Int32(0), Float32(0.0)
-        rW = cute.make_rmem_tensor((self.each,), Float32)
+        rW = cute.make_rmem_tensor((self.batch,), Float32)
         for tile in cutlass.range(num_tiles, unroll=1):
-            rT = self.targets(a, tile * self.tile + mine)
+            rT = self.targets(a, tile * self.tile + first_row)
             if const_expr(a.class_weight is not None):
-                for k in cutlass.range_constexpr(self.each):
+                for k in cutlass.range_constexpr(self.batch):
                     index = rT[k] if rT[k] >= 0 and rT[k] < a.v else Int64(0)
                     rW[k] = load_at(a.class_weight, index).to(Float32)
-            for k in cutlass.range_constexpr(self.each):
+            for k in cutlass.range_constexpr(self.batch):
                 if rT[k] != a.ignore_index:
                     live += 1
                     if rT[k] >= 0 and rT[k] < a.v:
@@ -86,36 +86,36 @@ class LceCompact:
                     inverse = Float32(1.0) / load_at(a.num_items_at, 0)
             store_at(a.inv_divisor, 0, inverse)
 
-        # order
+        # assign slots
         before = Int32(0)  # live rows of earlier tiles
-        rMask = cute.make_rmem_tensor((self.each,), Int32)
+        rMask = cute.make_rmem_tensor((self.batch,), Int32)
         for tile in cutlass.range(num_tiles, unroll=1):
-            row = tile * self.tile + mine
+            row = tile * self.tile + first_row
             rT = self.targets(a, row)
-            in_warp = Int32(0)
-            for k in cutlass.range_constexpr(self.each):
+            live_in_warp = Int32(0)
+            for k in cutlass.range_constexpr(self.batch):
                 rMask[k] = cute.arch.vote_ballot_sync(rT[k] != a.ignore_index)
-                in_warp += cute.arch.popc(rMask[k])
+                live_in_warp += cute.arch.popc(rMask[k])
             buffer = (tile % 2) * self.num_warps  # two buffers, so that one barrier per tile is enough
             if lane == 0:
-                sTile[buffer + warp] = in_warp
+                sTile[buffer + warp] = live_in_warp
             cute.arch.sync_threads()
-            in_lane = sTile[buffer + lane]
-            at = before + cute.arch.warp_redux_sync(in_lane if lane < warp else Int32(0), "add")
-            before += cute.arch.warp_redux_sync(in_lane, "add")
-            for k in cutlass.range_constexpr(self.each):
-                here = row + 32 * k
-                rank = at + cute.arch.popc(rMask[k] & Int32(cute.arch.lanemask_lt()))  # live rows before this one
-                at += cute.arch.popc(rMask[k])
-                if here < a.m:
-                    store_at(a.order, rank if rT[k] != a.ignore_index else live + here - rank, here)
+            live_in_warp = sTile[buffer + lane]  # of warp `lane`
+            slot0 = before + cute.arch.warp_redux_sync(live_in_warp if lane < warp else Int32(0), "add")
+            before += cute.arch.warp_redux_sync(live_in_warp, "add")
+            for k in cutlass.range_constexpr(self.batch):
+                i = row + 32 * k
+                slot = slot0 + cute.arch.popc(rMask[k] & Int32(cute.arch.lanemask_lt()))  # live rows before row i
+                slot0 += cute.arch.popc(rMask[k])
+                if i < a.m:
+                    store_at(a.order, slot if rT[k] != a.ignore_index else live + i - slot, i)
 
     @cute.jit
     def targets(self, a: CompactArgs, row: Int32) -> cute.Tensor:
-        """The targets of rows row, row + 32, ...; ignore_index past the last row."""
-        rT = cute.make_rmem_tensor((self.each,), Int64)
+        """The targets of rows `row`, `row + 32`, ...; ignore_index past the last row."""
+        rT = cute.make_rmem_tensor((self.batch,), Int64)
         rT.fill(a.ignore_index)
-        for k in cutlass.range_constexpr(self.each):
+        for k in cutlass.range_constexpr(self.batch):
             if row + 32 * k < a.m:
                 rT[k] = load_at(a.target, row + 32 * k).to(Int64)
         return rT

@@ -1,18 +1,17 @@
-"""Linear cross entropy around cuBLAS: fp32 products z in, exponentials or gradients of the logits out.
+"""Linear cross entropy around cuBLAS: from the fp32 GEMM result z to exp_logits or the gradient of the logits.
 
-With a = softcap * tanh((z + bias) / softcap), or z + bias, and d = 1 - (a / softcap)^2, or 1, for live chunk rows i:
-- "softmax": out = exp(a - row_shift) * d, the exp_logits; sums of exp(a - row_shift) and of class_weight * a over a
-  tile of TILE_N classes; a at the target. A tile with a logit more than HEADROOM above row_shift[i] uses its own
-  maximum as its shift, raises row_max_bits[i] to it and flags the 128 rows around the row. Each tile's shift is stored
-  after the sums, for LceRescale. With `return_stats` also sums of e * log2(e) for e = exp(a - shift), and each row's
-  argmax_bits are raised to its encoded argmax.
-- "dlogits": out = (coef_softmax / sum * exp(a - row_shift) - coef_smooth * class_weight - onehot * coef_target) * d,
-  where coefs[i] holds row_shift, coef_softmax / sum, coef_target, coef_smooth. With a gradient of the entropy,
-  coef_entropy[i] * log2(exp(a - row_shift)) is added to coef_softmax / sum.
-With a logit_scale all exponentials are exp(logit_scale * (a - row_shift)), and the coefficients include it.
-In rows that are not live out = 0: cuBLAS also reads ignored rows.
+Logit a = z + bias and d = 1, or with a softcap a = softcap * tanh((z + bias) / softcap) and d = 1 - (a / softcap)^2.
+For live chunk rows i, with e = exp(a - row_shift), or exp(logit_scale * (a - row_shift)):
+- "softmax": out = e * d, the exp_logits; per tile of TILE_N classes the sums of e and of class_weight * a; and a at the
+  target. A tile with a logit more than HEADROOM above row_shift[i] uses its own maximum as its shift, updates
+  row_max_bits[i], and flags its 128 rows. Each tile's shift is stored after the sums, for LceRescale. With
+  `return_stats` also the sum of e * log2(e), and each row's encoded argmax in argmax_bits.
+- "dlogits": out = (coef_softmax / sum * e - coef_smooth * class_weight - onehot * coef_target) * d. coefs[i] holds
+  row_shift, coef_softmax / sum, coef_target, coef_smooth. If the entropy has a gradient, coef_entropy[i] * log2(e) is
+  added to coef_softmax / sum.
+In ignored rows out = 0, because cuBLAS also reads them.
 
-One warp per row and tile, so a tile's sums depend on nothing else; eight neighboring classes per lane.
+One warp per row and tile, eight neighboring classes per lane. So a tile's sums depend on nothing else.
 """
 
 import cutlass
@@ -36,7 +35,7 @@ from quackish.kernels.common.lce import (
 )
 from quackish.kernels.common.rows import vector_at
 
-# Far from overflow: exp(60) in bf16, and sums of 2^20 of them in fp32.
+# Neither exp(60) in bf16 nor a sum of 2^20 of them in fp32 overflows.
 HEADROOM = 60.0
 _VEC = TILE_N // 32
 
@@ -81,7 +80,7 @@ class LceExp:
 
     @cute.jit
     def logits(self, a: ExpArgs, i: Int32, col: Int32) -> cute.Tensor:
-        """This lane's logits; past the last class, where z is uninitialized, -softcap or -inf."""
+        """This lane's logits. Past the last class, where z is uninitialized, -softcap or -inf."""
         rA = cute.make_rmem_tensor((_VEC,), Float32)
         rA.store(vector_at(a.z + Int64(i) * a.z_stride, col, _VEC).load())
         for k in cutlass.range_constexpr(_VEC):
@@ -97,23 +96,23 @@ class LceExp:
     def softmax(self, a: ExpArgs, rA, rOut, target: Int32, i: Int32, tile: Int32, col: Int32):
         lane = cute.arch.lane_idx()
 
-        # shift by the tile's own maximum if the row's shift is far below it; fmax ignores NaN
-        highest, first = -Float32.inf, a.v0 + col
+        # use the tile's maximum as shift if it is far above row_shift; fmax ignores NaN
+        tile_max, argmax = -Float32.inf, a.v0 + col
         for k in cutlass.range_constexpr(_VEC):
             if col + k < a.n:
                 if const_expr(self.problem.return_stats):
-                    first = a.v0 + col + k if rA[k] > highest else first
-                highest = cute.arch.fmax(highest, rA[k])
+                    argmax = a.v0 + col + k if rA[k] > tile_max else argmax
+                tile_max = cute.arch.fmax(tile_max, rA[k])
         if const_expr(self.problem.return_stats):
-            code = cute.arch.warp_reduction(encode_argmax(highest, first), cutlass.max)
+            code = cute.arch.warp_reduction(encode_argmax(tile_max, argmax), cutlass.max)
             if lane == 0:
                 cute.arch.atomic_max(a.argmax_bits + i, code)
-        highest = cute.arch.warp_reduction(highest, cute.arch.fmax)
+        tile_max = cute.arch.warp_reduction(tile_max, cute.arch.fmax)
         shift, scale_log2 = load_at(a.row_shift, i), log2_scale(a.logit_scale)
-        if highest * scale_log2 > shift * scale_log2 + HEADROOM * LOG2_E:
-            shift = highest
+        if tile_max * scale_log2 > shift * scale_log2 + HEADROOM * LOG2_E:
+            shift = tile_max
             if lane == 0:
-                cute.arch.atomic_max(a.row_max_bits + i, encode(highest))
+                cute.arch.atomic_max(a.row_max_bits + i, encode(tile_max))
                 store_at(a.flags, 1 + i // ROW_TILE, Int32(1))
                 store_at(a.flags, 0, Int32(1))
 
@@ -131,38 +130,38 @@ class LceExp:
                     w = Float32(1.0)
                     if const_expr(a.class_weight is not None):
                         w = load_at(a.class_weight, col + k)
-                    if not (w == 0.0 and rA[k] == -Float32.inf):  # 0 * -inf: a masked class without weight
+                    if not (w == 0.0 and rA[k] == -Float32.inf):  # a masked class of weight 0
                         weighted += w * rA[k]
                 if col + k == target:
                     store_at(a.target_logit, i, rA[k])
         total = cute.arch.warp_reduction_sum(total)
-        at = Int64(i) * (2 * a.tiles) + (a.tile0 + tile)
+        offset = Int64(i) * (2 * a.tiles) + (a.tile0 + tile)
         if lane == 0:
-            store_at(a.part_sum, at, total)
-            store_at(a.part_sum, at + a.tiles, shift)
+            store_at(a.part_sum, offset, total)
+            store_at(a.part_sum, offset + a.tiles, shift)
         if const_expr(self.problem.smoothing):
             weighted = cute.arch.warp_reduction_sum(weighted)
             if lane == 0:
-                store_at(a.part_wsum, at, weighted)
-                store_at(a.part_wsum, at + a.tiles, Float32(0.0))
+                store_at(a.part_wsum, offset, weighted)
+                store_at(a.part_wsum, offset + a.tiles, Float32(0.0))
         if const_expr(self.problem.return_stats):
             elog = cute.arch.warp_reduction_sum(elog)
             if lane == 0:
-                store_at(a.part_elog, at, elog)
-                store_at(a.part_elog, at + a.tiles, Float32(0.0))
+                store_at(a.part_elog, offset, elog)
+                store_at(a.part_elog, offset + a.tiles, Float32(0.0))
 
     @cute.jit
     def dlogits(self, a: ExpArgs, rA, rOut, target: Int32, i: Int32, col: Int32):
-        rC = cute.make_rmem_tensor((4,), Float32)
-        rC.store(vector_at(a.coefs, Int64(i) * 4, 4).load())
-        row_shift, scale, coef_target, coef_smooth = rC[0], rC[1], rC[2], rC[3]
+        rCoefs = cute.make_rmem_tensor((4,), Float32)
+        rCoefs.store(vector_at(a.coefs, Int64(i) * 4, 4).load())
+        row_shift, coef_softmax, coef_target, coef_smooth = rCoefs[0], rCoefs[1], rCoefs[2], rCoefs[3]
         scale_log2 = log2_scale(a.logit_scale)
         coef_entropy = Float32(0.0)
         if const_expr(self.problem.entropy):
             coef_entropy = load_at(a.coef_entropy, i)
         for k in cutlass.range_constexpr(_VEC):
             if col + k < a.n:
-                coef, log2 = scale, (rA[k] - row_shift) * scale_log2
+                coef, log2 = coef_softmax, (rA[k] - row_shift) * scale_log2
                 if const_expr(self.problem.entropy):
                     coef += coef_entropy * cute.arch.fmax(log2, LEAST_LOG2)
                 value = coef * cute.math.exp2(log2, fastmath=True)
@@ -177,7 +176,7 @@ class LceExp:
 
     @cute.jit
     def store(self, rOut, row: cute.Pointer, col: Int32, n: Int32):
-        """Stores nothing past the last class: that memory may be another buffer's."""
+        """Stores nothing past the last class, where another buffer may start."""
         if col + _VEC <= n:
             vector_at(row, col, _VEC).store(rOut.load().to(row.dtype))
         else:

@@ -1,14 +1,13 @@
-"""Linear cross entropy, before the logits of a chunk: gathers its live rows and computes the shift of each.
+"""Linear cross entropy, before the logits of a chunk: gathers its live rows and computes their row_shift.
 
 For chunk row i, p = start + i and r = order[p]:
-- live (p < num_live): live_x[i] = x[r]; slot_target[i] = target[r], or -1 if that is no class; row_shift[i] = the
-  target's logit, softcap * tanh(z / softcap) with z = x[r] . w[target[r]] + bias[target[r]], or class 0's if the target
-  is no class, so at most the row's maximum. A row_shift that is not finite becomes -HUGE. row_max_bits[i] =
-  encode(row_shift[i]).
-- ignored: loss[r] = lse[r] = 0, dx[r] = 0, slot_target[i] = -1 and row_shift[i] = HUGE, so that exp(a - row_shift) is
+- live (p < num_live): live_x[i] = x[r]; slot_target[i] = target[r], or -1 if it is not a class. row_shift[i] = the
+  logit of the target, or of class 0 if the target is not a class; -HUGE if it is not finite. So row_shift is at most
+  the row's maximum. row_max_bits[i] = encode(row_shift[i]).
+- ignored: loss[r] = lse[r] = 0, dx[r] = 0, slot_target[i] = -1; row_shift[i] = HUGE, so that exp(a - row_shift) is
   exactly 0 for any bias; live_x[i] = 0 up to the end of the last GEMM tile with a live row. With `return_stats` also
   log_prob[r] = entropy[r] = 0 and predicted[r] = -1.
-flags = 0, and argmax_bits[i] is less than any argmax's. One warp per row.
+flags = 0, and argmax_bits[i] is less than the code of any argmax. One warp per row.
 """
 
 import cutlass
@@ -60,21 +59,21 @@ class LceGather:
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         i = cta * self.num_warps + warp
 
-        # there are fewer flags than threads, of which 32 per row
+        # clear the flags: one per thread is enough, as a row has 32 threads
         flag = cta * self.config.threads + tid
         if flag < 1 + cute.ceil_div(a.rows, ROW_TILE):
             store_at(a.flags, flag, Int32(0))
 
         if i < a.rows:
-            live_here = load_at(a.num_live, 0) - a.start
+            live = load_at(a.num_live, 0) - a.start  # rows of this chunk
             r = load_at(a.order, a.start + i)
             if const_expr(self.problem.return_stats):
                 if lane == 0:
                     store_at(a.argmax_bits, i, Int64(-(2**63)))
-            if i < live_here:
+            if i < live:
                 t = load_at(a.target, r).to(Int64)
-                inside = t >= 0 and t < a.v
-                index = t if inside else Int64(0)
+                is_class = t >= 0 and t < a.v
+                index = t if is_class else Int64(0)
                 z = self.copy_and_dot(a.x + Int64(r) * a.x_stride, a.w + index * h, a.live_x + Int64(i) * h, lane)
                 if const_expr(a.bias is not None):
                     z += load_at(a.bias, index).to(Float32)
@@ -83,11 +82,11 @@ class LceGather:
                 if not (z > -HUGE and z < HUGE):  # NaN, or a masked target
                     z = Float32(-HUGE)
                 if lane == 0:
-                    store_at(a.slot_target, i, t.to(Int32) if inside else Int32(-1))
+                    store_at(a.slot_target, i, t.to(Int32) if is_class else Int32(-1))
                     store_at(a.row_shift, i, z)
                     store_at(a.row_max_bits, i, encode(z))
             else:
-                if i < rounded_up(live_here):
+                if i < rounded_up(live):
                     fill_row(a.live_x + Int64(i) * h, h, lane, 0.0)
                 if const_expr(a.dx is not None):
                     fill_row(a.dx + Int64(r) * h, h, lane, 0.0)
@@ -105,7 +104,7 @@ class LceGather:
 
     @cute.jit
     def copy_and_dot(self, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, lane: Int32) -> Float32:
-        """out = x, and x . w over the warp: the same bits in each lane."""
+        """Copies x to out and returns x . w, summed over the warp: the same bits in each lane."""
         num_vectors, batch = const_expr(self.problem.h // 8), const_expr(self.config.vectors)
         rX = cute.make_rmem_tensor((8, batch), x.dtype)
         rW = cute.make_rmem_tensor((8, batch), x.dtype)
@@ -113,13 +112,13 @@ class LceGather:
         dot.fill(0.0)
         for first in cutlass.range(0, num_vectors // (32 * batch) * (32 * batch), 32 * batch, unroll=1):
             for b in cutlass.range_constexpr(batch):
-                at = (first + b * 32 + lane) * 8
-                rX[None, b].store(load_eight(x, at, self.problem.x_aligned))
-                rW[None, b].store(vector_at(w, at, 8).load())
+                col = (first + b * 32 + lane) * 8
+                rX[None, b].store(load_eight(x, col, self.problem.x_aligned))
+                rW[None, b].store(vector_at(w, col, 8).load())
             for b in cutlass.range_constexpr(batch):
                 vector_at(out, (first + b * 32 + lane) * 8, 8).store(rX[None, b].load())
                 dot.store(dot.load() + rX[None, b].load().to(Float32) * rW[None, b].load().to(Float32))
-        for u in cutlass.range_constexpr(-(-(num_vectors % (32 * batch)) // 32)):  # the ragged end
+        for u in cutlass.range_constexpr(-(-(num_vectors % (32 * batch)) // 32)):  # remainder
             vector = num_vectors // (32 * batch) * (32 * batch) + u * 32 + lane
             if vector < num_vectors:
                 rX[None, 0].store(load_eight(x, vector * 8, self.problem.x_aligned))

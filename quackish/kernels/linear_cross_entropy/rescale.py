@@ -1,10 +1,9 @@
-"""Linear cross entropy around cuBLAS, after LceExp: brings all tiles of a row to the same shift, the row's maximum.
+"""Linear cross entropy around cuBLAS, after LceExp: rescales all tiles of a flagged row to the row's maximum as shift.
 
-In rows that LceExp flagged (128 at a time) a tile's exp_logits and sum are multiplied by
-exp(the tile's shift - decode(row_max_bits)), with a logit_scale by the exponential of that times this difference. In
-other rows these two are equal bit for bit, and exp_logits is not touched. The shifts stored after the sums become 0, so
-that summing all of a row of part_sum gives the row's sum. Sums of e * log2(e), if given, are brought to the same shift.
-One warp per row and 32 tiles.
+In rows that LceExp flagged (128 at a time), a tile's exp_logits and sum are multiplied by
+exp(logit_scale * (the tile's shift - row_max)), row_max = decode(row_max_bits). In other rows both shifts are equal bit
+for bit, and exp_logits is not touched. Sums of e * log2(e), if given, are converted to the new shift. The shifts stored
+after the sums become 0, so that summing a whole row of part_sum gives the row's sum. One warp per row and 32 tiles.
 """
 
 import cutlass
@@ -39,35 +38,35 @@ class LceRescale:
 
     @cute.kernel
     def kernel(self, a: RescaleArgs):
-        cta, part, _ = cute.arch.block_idx()
+        cta, tile_group, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         i = cta * self.num_warps + cute.arch.warp_idx()
         if i < cutlass.min(load_at(a.num_live, 0) - a.start, a.rows):
             # sums: one tile per lane
-            tile = part * 32 + lane
-            at = Int64(i) * (2 * a.tiles) + (a.tile0 + tile)
-            is_there = tile < cute.ceil_div(a.n, TILE_N)
+            tile = tile_group * 32 + lane
+            idx = Int64(i) * (2 * a.tiles) + (a.tile0 + tile)
+            exists = tile < cute.ceil_div(a.n, TILE_N)
             row_max = decode(load_at(a.row_max_bits, i))
             shift = row_max
-            if is_there:
-                shift = load_at(a.part_sum, at + a.tiles)
-                store_at(a.part_sum, at + a.tiles, Float32(0.0))
+            if exists:
+                shift = load_at(a.part_sum, idx + a.tiles)
+                store_at(a.part_sum, idx + a.tiles, Float32(0.0))
             if load_at(a.flags, 1 + i // ROW_TILE) != 0:
                 factor = Float32(1.0)
                 if shift != row_max:
                     log2 = (shift - row_max) * log2_scale(a.logit_scale)
                     factor = cute.math.exp2(log2, fastmath=True)
                     if const_expr(a.part_elog is not None):
-                        elog = load_at(a.part_elog, at) + load_at(a.part_sum, at) * cute.arch.fmax(log2, LEAST_LOG2)
-                        store_at(a.part_elog, at, elog * factor)
-                    store_at(a.part_sum, at, load_at(a.part_sum, at) * factor)
+                        elog = load_at(a.part_elog, idx) + load_at(a.part_sum, idx) * cute.arch.fmax(log2, LEAST_LOG2)
+                        store_at(a.part_elog, idx, elog * factor)
+                    store_at(a.part_sum, idx, load_at(a.part_sum, idx) * factor)
 
                 # exponentials: one tile at a time, eight classes per lane
                 if const_expr(a.exp_logits is not None):
                     for k in cutlass.range(32, unroll=1):
                         f = cute.arch.shuffle_sync(factor, k)
                         if f != 1.0:
-                            row, col = a.exp_logits + Int64(i) * a.exp_logits_stride, (part * 32 + k) * TILE_N
+                            row, col = a.exp_logits + Int64(i) * a.exp_logits_stride, (tile_group * 32 + k) * TILE_N
                             self.scale(row, f, col + lane * _VEC, a.n)
 
     @cute.jit

@@ -1,28 +1,28 @@
-"""Linear cross entropy, between the logits of a chunk and its gradients: statistics and coefficients of each live row.
+"""Linear cross entropy, between a chunk's logits and its gradients: statistics and coefficients of each live row.
 
 For chunk row i and r = order[start + i], with a_t = target_logit[i], row_shift = decode(row_max_bits[i]), w_t the
-target's class weight (1 without class weights, NaN if the target is no class), s the label smoothing and W the sum of
-all class weights (V without):
-- stats: sum = row_sum[i] = sum of part_sum[i, :], first over tiles 32 apart, then over lanes;
+target's class weight (1 without class weights, NaN if the target is not a class), s the label smoothing, and W the sum
+of all class weights (V without):
+- stats: sum = row_sum[i] = sum of part_sum[i, :], per lane over tiles 32 apart, then over lanes;
   lse[r] = row_shift + ln(sum);
   loss[r] = inv_divisor * ((1 - s) * w_t * (lse - a_t) + s / V * (W * lse - sum of part_wsum[i, :]) + z_loss * lse^2).
 - return_stats: with mean = sum of part_elog[i, :] / sum, the mean of log2(e) for e = exp(a - row_shift),
-  log_prob[r] = a_t - lse, NaN if the target is no class; entropy[r] = (log2(sum) - mean) * ln(2);
+  log_prob[r] = a_t - lse, NaN if the target is not a class; entropy[r] = (log2(sum) - mean) * ln(2);
   predicted[r] = the class in argmax_bits[i], or -1 if lse is NaN.
 - gradients: g = grad_loss * inv_divisor, coef_target = g * (1 - s) * w_t, coef_smooth = g * s / V,
-  coef_softmax = g * ((1 - s) * w_t + s / V * W + 2 * z_loss * lse) + grad_lse. grad_log_prob
-  is subtracted from coef_target and coef_softmax.
+  coef_softmax = g * ((1 - s) * w_t + s / V * W + 2 * z_loss * lse) + grad_lse. grad_log_prob is subtracted from
+  coef_target and coef_softmax.
   "coefs": coefs[i] = (row_shift, coef_softmax / sum, coef_target, coef_smooth), so that the dlogits epilogue computes
   coef_softmax * exp(a - lse) without the rounding of lse. With grad_entropy the gradient of the logits is
-  (coef_softmax - grad_entropy * (log2(e) - mean) * ln(2)) * e / sum: what is constant in a row is in coefs, and
-  coef_entropy[i] = -grad_entropy * ln(2) / sum.
-  "scale": the gradient of the logits is row_scale[i] * exp_logits[i, :], where exp_logits[i, t] is overwritten with
+  (coef_softmax - grad_entropy * (log2(e) - mean) * ln(2)) * e / sum: coefs include the terms that are constant in a
+  row, and coef_entropy[i] = -grad_entropy * ln(2) / sum.
+  "scale": the gradient of the logits is row_scale[i] * exp_logits[i, :], with exp_logits[i, t] overwritten by
   (exp(a_t - row_shift) - coef_target * sum / coef_softmax) * d_t. row_scale[i] is coef_softmax / sum, times the
-  relative rounding error of that one element. scaled_x[i] = live_x[i] * row_scale[i] where scaled_x is given.
-- With a logit_scale, row_shift, a_t and part_wsum are of logits before it; lse and loss are of scaled logits. Exponents
-  and part_wsum are multiplied by it, and so are g and the rows' gradients, as the result is for the logits before it.
-- first_slot_of_class = NO_SLOT if given; `lce_sort` then writes the classes with rows.
-After the last live row, up to the end of its GEMM tile: scaled_x = row_scale = coef_entropy = 0 and
+  relative rounding error of that element. scaled_x[i] = live_x[i] * row_scale[i], if given.
+- logit_scale: row_shift, a_t and part_wsum are of unscaled logits, lse and loss of scaled ones. Exponents and part_wsum
+  are multiplied by logit_scale. So are g and the rows' gradients, because the result is a gradient of unscaled logits.
+- first_slot_of_class = NO_SLOT, if given; `lce_sort` then writes the slots of classes that have rows.
+Past the last live row, up to the end of its GEMM tile: scaled_x = row_scale = coef_entropy = 0 and
 coefs = (HUGE, 0, 0, 0), so that the GEMM computes exp(a - row_shift) = 0.
 """
 
@@ -83,16 +83,16 @@ class LceRows:
         cta, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         i = cta * self.num_warps + warp
-        live_here = load_at(a.num_live, 0) - a.start
+        live = load_at(a.num_live, 0) - a.start  # rows of this chunk
         if const_expr(a.first_slot_of_class is not None):
             num_ctas, _, _ = cute.arch.grid_dim()
             threads = const_expr(self.config.threads)
             for c in cutlass.range(cta * threads + warp * 32 + lane, a.v, num_ctas * threads, unroll=1):
                 store_at(a.first_slot_of_class, c, Int32(NO_SLOT))
         if i < a.rows:
-            if i < live_here:
+            if i < live:
                 self.live_row(a, i, load_at(a.order, a.start + i), load_at(a.slot_target, i), lane)
-            elif i < rounded_up(live_here):
+            elif i < rounded_up(live):
                 if const_expr(a.scaled_x is not None):
                     fill_row(a.scaled_x + Int64(i) * h, h, lane, 0.0)
                 if const_expr(self.scale):
@@ -106,14 +106,14 @@ class LceRows:
 
     @cute.jit
     def live_row(self, a: RowsArgs, i: Int32, r: Int32, t: Int32, lane: Int32):
-        """Chunk row i: row r of the call, with target t."""
+        """Processes chunk row i, which is row r of the call and has target t."""
         weights = self.weights(a, t)
         row_shift = decode(load_at(a.row_max_bits, i))
         scale_log2 = log2_scale(a.logit_scale)
         shift_log2 = shift_in_log2(row_shift, scale_log2)
         if const_expr(self.problem.stats or self.scale):
-            # In log2 units and with shift_log2 rounded, as in the logits GEMM: exp_logits, its sums and the target's
-            # term have the same error, and a confident row, whose sum is little but that term, loses no digits.
+            # In log2 units with shift_log2 rounded, as in the logits GEMM: exp_logits, its sums and the target's term
+            # have the same error, so a confident row, whose sum is mostly that term, loses no digits.
             target_logit = load_at(a.target_logit, i)
             target_log2 = cute.math.fma(target_logit, Float32(scale_log2), -shift_log2)
         if const_expr(self.problem.stats):
@@ -123,7 +123,7 @@ class LceRows:
         if const_expr(self.scale or self.coefs):
             g, coef_softmax, coef_target = self.coefficients(a, r, weights, row_lse)
         if const_expr(self.coefs):
-            # The dlogits GEMM rounds a - row_shift, the sum rounds shift_log2: a relative 2^-11 apart at 1e4.
+            # The dlogits GEMM rounds a - row_shift, the sum rounds shift_log2: a relative difference of 2^-11 at 1e4.
             correction = cute.math.fma(row_shift, Float32(scale_log2), -shift_log2)
             if const_expr(self.problem.grad_entropy):
                 grad_entropy = self.row_gradient(a, a.grad_entropy, r) * LN_2
@@ -156,15 +156,15 @@ class LceRows:
 
     @cute.jit
     def statistics(self, a: RowsArgs, i: Int32, r: Int32, t: Int32, lane: Int32, weights, shift_log2, target_log2):
-        """(lse, row_sum), stored with the loss and what `return_stats` returns."""
+        """Stores the loss and the statistics of row r; returns (lse, row_sum)."""
         weight, smooth_weight, total_weight = weights
         row_sum = self.total(a.part_sum + Int64(i) * a.tiles, a.tiles, lane)
         sum_log2 = cute.math.log2(row_sum)
         row_lse = (shift_log2 + sum_log2) * LN_2
-        nll = (sum_log2 - target_log2) * LN_2  # lse - a_t, without lse's rounding
+        nll = (sum_log2 - target_log2) * LN_2  # lse - a_t without the rounding of lse
         row_loss = weight * nll
         if weight == 0.0:
-            if nll == nll:  # an infinite loss of weight 0 is 0; NaN stays
+            if nll == nll:  # an infinite loss with weight 0 is 0; NaN stays NaN
                 row_loss = Float32(0.0)
         if const_expr(self.smoothing):
             weighted = self.total(a.part_wsum + Int64(i) * a.tiles, a.tiles, lane)
@@ -223,21 +223,23 @@ class LceRows:
     def scale_row(
         self, a: RowsArgs, i, t: Int32, lane: Int32, coef_softmax, coef_target, row_sum, target_logit, target_log2
     ):
-        """row_scale, the target's entry of exp_logits, and scaled_x."""
+        """Writes row_scale, the target's entry of exp_logits, and scaled_x."""
         smallest = Float32(SMALLEST_RATIO) * (coef_target if coef_target >= 0 else -coef_target)
         if (coef_softmax if coef_softmax >= 0 else -coef_softmax) < smallest:
             coef_softmax = smallest if coef_softmax >= 0 else -smallest
         scale = coef_softmax / row_sum
         if t >= 0:
-            ratio = Float32(0.0) if coef_softmax == 0.0 else coef_target / coef_softmax  # 1 if only loss has a gradient
-            at_target = cute.math.exp2(target_log2, fastmath=True) - ratio * row_sum
+            ratio = (
+                Float32(0.0) if coef_softmax == 0.0 else coef_target / coef_softmax
+            )  # 1 if only the loss has a gradient
+            entry = cute.math.exp2(target_log2, fastmath=True) - ratio * row_sum
             if const_expr(self.problem.softcap):
-                at_target = at_target * (Float32(1.0) - (target_logit / a.softcap) * (target_logit / a.softcap))
-            # This element is most of the row's gradient, and bf16 rounds it like any other. row_scale undoes that
-            # error, and passes it on to the other elements: dx's norm-wise error is 1.4 times lower on random data.
-            rounded = at_target.to(cutlass.BFloat16).to(Float32)
+                entry = entry * (Float32(1.0) - (target_logit / a.softcap) * (target_logit / a.softcap))
+            # The target's entry dominates the row's gradient. row_scale undoes its bf16 rounding error and passes it on
+            # to the other entries: dx's norm-wise error is 1.4 times lower on random data.
+            rounded = entry.to(cutlass.BFloat16).to(Float32)
             if ratio != 0.0 and rounded != 0.0:
-                correction = at_target / rounded
+                correction = entry / rounded
                 if correction == correction:  # NaN if the sum is infinite
                     scale = scale * correction
             if lane == 0:
@@ -255,18 +257,18 @@ class LceRows:
             convert_row(a.live_x + Int64(i) * h, a.scaled_x + Int64(i) * h, h, lane, scale, self.config.vectors)
 
     @cute.jit
-    def total(self, parts: cute.Pointer, tiles: Int32, lane: Int32) -> Float32:
-        """The sum of a row of parts, with the same bits in each lane."""
+    def total(self, partials: cute.Pointer, tiles: Int32, lane: Int32) -> Float32:
+        """The sum of a row of partial sums, with the same bits in each lane."""
         batch = const_expr(8)  # loads in flight
-        rParts = cute.make_rmem_tensor((batch,), Float32)
+        rPartials = cute.make_rmem_tensor((batch,), Float32)
         total = Float32(0.0)
         for first in cutlass.range(lane, tiles, 32 * batch, unroll=1):
-            rParts.fill(0.0)
+            rPartials.fill(0.0)
             for b in cutlass.range_constexpr(batch):
                 if first + 32 * b < tiles:
-                    rParts[b] = load_at(parts, first + 32 * b)
+                    rPartials[b] = load_at(partials, first + 32 * b)
             for b in cutlass.range_constexpr(batch):
-                total += rParts[b]
+                total += rPartials[b]
         return cute.arch.warp_reduction_sum(total)
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""out *= factor for two tensors, in place; if the factor, in device memory, is 1, they are not read or written."""
+"""Linear cross entropy: out *= factor for two tensors. If the factor, read on the device, is 1, nothing is touched."""
 
 import cutlass
 import cutlass.cute as cute
@@ -55,7 +55,7 @@ class LceScale:
             for b in cutlass.range_constexpr(batch):
                 if v + b * threads < num_vectors:
                     store_scaled(raw[None, b], out, (v + b * threads) * vec, factor)
-        # the last few elements
+        # remainder
         last = num_vectors * vec + tid
         if cta == 0:
             if last < n:

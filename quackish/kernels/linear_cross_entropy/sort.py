@@ -1,14 +1,14 @@
-"""Linear cross entropy, between the gradients of input and weight: the target entries of a chunk's exp_logits.
+"""Linear cross entropy, between dx and dw: sorts a chunk's rows by class and takes the target entries of exp_logits.
 
-The weight's gradient is the sum over rows of (row_scale * exp_logits) x, and its GEMM rounds row_scale * x. For a row's
-target class that rounding is most of the error, so `lce_targets` adds these terms separately, with x not rounded.
+dw is the sum over rows of exp_logits times row_scale * x, and its GEMM rounds row_scale * x. For a row's target class
+that rounding is most of the error, so `lce_targets` adds the target entries' terms separately, with x not rounded.
 For live chunk row i, with t = slot_target[i] and r = order[start + i], at its sorted slot, the rank of (t, i):
-  sorted_target = t, sorted_row = r, sorted_grad = row_scale[i] * exp_logits[i, t] (0 if t is no class, or not one of
-  the v in exp_logits), then exp_logits[i, t] = 0; and first_slot_of_class[t], if given and NO_SLOT before, is the
+  sorted_target = t, sorted_row = r, sorted_grad = row_scale[i] * exp_logits[i, t] (0 if t is not a class, or not one of
+  the v in exp_logits), then exp_logits[i, t] = 0. first_slot_of_class[t], if given and NO_SLOT before, becomes the
   first sorted slot of class t.
 
-One lane per row; its sorted slot is the number of rows before it by (t, i), of which each warp of the CTA counts a
-part. That is rows^2 comparisons of integers loaded from shared memory 4 at a time: 0.06 ms for 16,384 rows (H200). For
+One lane per row. Its sorted slot is the number of rows before it by (t, i); each warp of the CTA counts a part of them.
+These are rows^2 comparisons of integers, loaded from shared memory 4 at a time: 0.06 ms for 16,384 rows (H200). With
 more than MOST_ROWS_COUNTED rows, `index` is given: the chunk row of each sorted slot, live rows first.
 """
 
@@ -46,12 +46,12 @@ class LceSort:
         if const_expr(self.problem.presorted):
             after_previous()
             live = cutlass.min(load_at(a.num_live, 0) - a.start, a.rows)
-            i, t, slot, is_first = self.given(a, live)
+            i, t, slot, is_first = self.presorted_slot(a, live)
         else:
             # Count during the last tiles of the previous launch, which does not write slot_target.
             cute.arch.fence_acq_rel_gpu()
             live = cutlass.min(load_at(a.num_live, 0) - a.start, a.rows)
-            i, t, slot = self.counted(a.slot_target, live)
+            i, t, slot = self.counted_slot(a.slot_target, live)
             after_previous()
 
         if i < live:
@@ -68,8 +68,8 @@ class LceSort:
             store_at(a.sorted_grad, slot, grad)
 
     @cute.jit
-    def given(self, a: SortArgs, live: Int32):
-        """This thread's (chunk row, target, sorted slot, whether the slot is its class's first); row >= live: none."""
+    def presorted_slot(self, a: SortArgs, live: Int32):
+        """This thread's (chunk row, target, sorted slot, whether it is its class's first). No slot: row >= live."""
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         slot = cta * self.threads + tid
@@ -82,8 +82,8 @@ class LceSort:
         return i, t, slot, is_first
 
     @cute.jit
-    def counted(self, slot_target: cute.Pointer, live: Int32):
-        """(chunk row, target, sorted slot) of each lane of the first warp; the other warps have no rows."""
+    def counted_slot(self, slot_target: cute.Pointer, live: Int32):
+        """(chunk row, target, sorted slot) of each lane of the first warp. The other warps have no rows."""
         cta, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         smem = cutlass.memory.SmemAllocator()
@@ -116,7 +116,7 @@ class LceSort:
 
     @cute.jit
     def load_tile(self, slot_target: cute.Pointer, begin: Int32, live: Int32, sTarget: cute.Tensor):
-        """Targets from chunk row `begin` on; the largest int32 after the last live row."""
+        """Loads the targets from chunk row `begin` on; the largest int32 past the last live row."""
         tid, _, _ = cute.arch.thread_idx()
         for v in cutlass.range_constexpr(self.tile // (4 * self.threads)):
             at = (v * self.threads + tid) * 4
@@ -130,7 +130,7 @@ class LceSort:
 
     @cute.jit
     def count_before(self, sTarget: cute.Tensor, begin: Int32, first: Int32, t: Int32, warp: Int32) -> Int32:
-        """This warp's share of counting the tile's rows before this lane's row, without the CTA's own rows."""
+        """This warp's share of the number of the tile's rows before this lane's row, without the CTA's own rows."""
         count = Int32(0)
         for v in cutlass.range(self.tile // (4 * self.num_warps), unroll=8):
             at = (v * self.num_warps + warp) * 4
@@ -145,16 +145,18 @@ class LceSort:
 
     @cute.jit
     def take_target(self, a: SortArgs, i: Int32, t: Int32) -> Float32:
-        """exp_logits[i, t], which becomes 0."""
+        """Returns exp_logits[i, t] and sets it to 0."""
         value = Float32(0.0)
-        if const_expr(self.problem.exp_logits_split):
-            if t < a.v_split:
-                value = load_at(a.exp_logits, Int64(i) * a.exp_logits_stride + t).to(Float32)
-                store_at(a.exp_logits, Int64(i) * a.exp_logits_stride + t, Float32(0.0))
-            else:
-                value = load_at(a.exp_logits2, Int64(i) * a.exp_logits2_stride + (t - a.v_split)).to(Float32)
-                store_at(a.exp_logits2, Int64(i) * a.exp_logits2_stride + (t - a.v_split), Float32(0.0))
+        if const_expr(not self.problem.exp_logits_split):
+            value = self.take(a.exp_logits, Int64(i) * a.exp_logits_stride + t)
+        elif t < a.v_split:
+            value = self.take(a.exp_logits, Int64(i) * a.exp_logits_stride + t)
         else:
-            value = load_at(a.exp_logits, Int64(i) * a.exp_logits_stride + t).to(Float32)
-            store_at(a.exp_logits, Int64(i) * a.exp_logits_stride + t, Float32(0.0))
+            value = self.take(a.exp_logits2, Int64(i) * a.exp_logits2_stride + (t - a.v_split))
+        return value
+
+    @cute.jit
+    def take(self, base: cute.Pointer, offset: Int64) -> Float32:
+        value = load_at(base, offset).to(Float32)
+        store_at(base, offset, Float32(0.0))
         return value
