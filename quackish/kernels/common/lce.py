@@ -42,6 +42,25 @@ def fake_args(problem):
     return fake(problem.args), cute.runtime.make_fake_stream()
 
 
+class LceKernel:
+    """Base class of the kernels around the GEMMs. A problem has `args`, a config has `threads`."""
+
+    def __init__(self, problem, config):
+        self.problem, self.config = problem, config
+        self.num_warps = config.threads // 32
+
+    def fake_args(self):
+        return fake_args(self.problem)
+
+    def launch_options(self, num_ctas, stream, smem_carveout: int = 10):
+        """At most 64 registers per thread; starts before the previous kernel ends, see `after_previous`."""
+        threads = self.config.threads
+        return dict(
+            grid=[num_ctas, 1, 1], block=[threads, 1, 1], min_blocks_per_mp=65_536 // (threads * 64),
+            preferred_smem_carveout=smem_carveout, stream=stream, use_pdl=True,
+        )  # fmt: skip
+
+
 @cute.jit
 def after_previous():
     """Programmatic dependent launch: waits for the previous kernel, then lets CTAs of the next kernel start early.

@@ -11,29 +11,19 @@ from cutlass import Float32, Int64, const_expr
 
 from quackish.configs.lce_args import BiasArgs
 from quackish.configs.lce_rows import LceBiasConfig, LceBiasProblem
-from quackish.kernels.common.lce import after_previous, fake_args, load_at
+from quackish.kernels.common.lce import LceKernel, after_previous, load_at
 from quackish.kernels.common.rows import vector_at
 
 
-class LceBias:
+class LceBias(LceKernel):
     def __init__(self, problem: LceBiasProblem, config: LceBiasConfig):
-        self.problem, self.config = problem, config
+        super().__init__(problem, config)
         self.columns = config.lanes * 8
         self.groups = config.threads // config.lanes
 
-    def fake_args(self):
-        return fake_args(self.problem)
-
     @cute.jit
     def __call__(self, a: BiasArgs, stream: CUstream):
-        self.kernel(a).launch(
-            grid=[cute.ceil_div(a.n, self.columns), 1, 1],
-            block=[self.config.threads, 1, 1],
-            min_blocks_per_mp=65_536 // (self.config.threads * 64),
-            preferred_smem_carveout=50,
-            stream=stream,
-            use_pdl=True,
-        )
+        self.kernel(a).launch(**self.launch_options(cute.ceil_div(a.n, self.columns), stream, smem_carveout=50))
 
     @cute.kernel
     def kernel(self, a: BiasArgs):

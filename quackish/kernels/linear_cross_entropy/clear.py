@@ -6,16 +6,12 @@ from cutlass import Int64
 
 from quackish.configs.lce_args import ClearArgs
 from quackish.configs.lce_cublas import LceClearProblem, LceWarpsConfig
-from quackish.kernels.common.lce import fake_args, fill_row, load_at
+from quackish.kernels.common.lce import LceKernel, fill_row, load_at
 
 
-class LceClear:
-    def __init__(self, problem: LceClearProblem, config: LceWarpsConfig):
-        self.problem, self.config = problem, config
-        self.num_warps = config.threads // 32
-
-    def fake_args(self):
-        return fake_args(self.problem)
+class LceClear(LceKernel):
+    problem: LceClearProblem
+    config: LceWarpsConfig
 
     @cute.jit
     def __call__(self, a: ClearArgs, stream: CUstream):

@@ -15,17 +15,13 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_args import CompactArgs
 from quackish.configs.lce_rows import LceCompactConfig, LceCompactProblem
-from quackish.kernels.common.lce import after_previous, fake_args, load_at, store_at
+from quackish.kernels.common.lce import LceKernel, after_previous, load_at, store_at
 
 
-class LceCompact:
+class LceCompact(LceKernel):
     def __init__(self, problem: LceCompactProblem, config: LceCompactConfig):
-        self.problem, self.batch = problem, config.batch
-        self.threads, self.num_warps = config.threads, config.threads // 32
-        self.tile = config.threads * config.batch
-
-    def fake_args(self):
-        return fake_args(self.problem)
+        super().__init__(problem, config)
+        self.threads, self.batch, self.tile = config.threads, config.batch, config.threads * config.batch
 
     @cute.jit
     def __call__(self, a: CompactArgs, stream: CUstream):

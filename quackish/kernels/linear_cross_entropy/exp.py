@@ -25,9 +25,9 @@ from quackish.configs.lce_rows import ROW_TILE
 from quackish.kernels.common.lce import (
     LEAST_LOG2,
     LOG2_E,
+    LceKernel,
     encode,
     encode_argmax,
-    fake_args,
     load_at,
     log2_scale,
     shift_in_log2,
@@ -40,13 +40,9 @@ HEADROOM = 60.0
 _VEC = TILE_N // 32
 
 
-class LceExp:
-    def __init__(self, problem: LceExpProblem, config: LceWarpsConfig):
-        self.problem, self.config = problem, config
-        self.num_warps = config.threads // 32
-
-    def fake_args(self):
-        return fake_args(self.problem)
+class LceExp(LceKernel):
+    problem: LceExpProblem
+    config: LceWarpsConfig
 
     @cute.jit
     def __call__(self, a: ExpArgs, stream: CUstream):

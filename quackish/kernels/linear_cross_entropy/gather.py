@@ -19,9 +19,9 @@ from quackish.configs.lce_args import GatherArgs
 from quackish.configs.lce_rows import ROW_TILE, LceGatherProblem, LceRowsConfig
 from quackish.kernels.common.lce import (
     HUGE,
+    LceKernel,
     after_previous,
     encode,
-    fake_args,
     fill_row,
     load_at,
     load_eight,
@@ -31,24 +31,13 @@ from quackish.kernels.common.lce import (
 from quackish.kernels.common.rows import vector_at
 
 
-class LceGather:
-    def __init__(self, problem: LceGatherProblem, config: LceRowsConfig):
-        self.problem, self.config = problem, config
-        self.num_warps = config.threads // 32
-
-    def fake_args(self):
-        return fake_args(self.problem)
+class LceGather(LceKernel):
+    problem: LceGatherProblem
+    config: LceRowsConfig
 
     @cute.jit
     def __call__(self, a: GatherArgs, stream: CUstream):
-        self.kernel(a).launch(
-            grid=[cute.ceil_div(a.rows, self.num_warps), 1, 1],
-            block=[self.config.threads, 1, 1],
-            min_blocks_per_mp=65_536 // (self.config.threads * 64),
-            preferred_smem_carveout=10,
-            stream=stream,
-            use_pdl=True,
-        )
+        self.kernel(a).launch(**self.launch_options(cute.ceil_div(a.rows, self.num_warps), stream))
 
     @cute.kernel
     def kernel(self, a: GatherArgs):

@@ -14,19 +14,15 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quackish.configs.lce_args import RescaleArgs
 from quackish.configs.lce_cublas import TILE_N, LceRescaleProblem, LceWarpsConfig
 from quackish.configs.lce_rows import ROW_TILE
-from quackish.kernels.common.lce import LEAST_LOG2, decode, fake_args, load_at, log2_scale, store_at
+from quackish.kernels.common.lce import LEAST_LOG2, LceKernel, decode, load_at, log2_scale, store_at
 from quackish.kernels.common.rows import vector_at
 
 _VEC = TILE_N // 32
 
 
-class LceRescale:
-    def __init__(self, problem: LceRescaleProblem, config: LceWarpsConfig):
-        self.problem, self.config = problem, config
-        self.num_warps = config.threads // 32
-
-    def fake_args(self):
-        return fake_args(self.problem)
+class LceRescale(LceKernel):
+    problem: LceRescaleProblem
+    config: LceWarpsConfig
 
     @cute.jit
     def __call__(self, a: RescaleArgs, stream: CUstream):

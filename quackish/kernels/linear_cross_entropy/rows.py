@@ -37,11 +37,11 @@ from quackish.kernels.common.lce import (
     HUGE,
     LN_2,
     LOG2_E,
+    LceKernel,
     after_previous,
     convert_row,
     decode,
     decode_argmax,
-    fake_args,
     fill_row,
     load_at,
     log2_scale,
@@ -55,26 +55,15 @@ from quackish.kernels.common.rows import vector_at
 SMALLEST_RATIO = 2.0**-20
 
 
-class LceRows:
+class LceRows(LceKernel):
     def __init__(self, problem: LceRowsProblem, config: LceRowsConfig):
-        self.problem, self.config = problem, config
-        self.num_warps = config.threads // 32
+        super().__init__(problem, config)
         self.scale, self.coefs = problem.grads == "scale", problem.grads == "coefs"
         self.smoothing = problem.label_smoothing
 
-    def fake_args(self):
-        return fake_args(self.problem)
-
     @cute.jit
     def __call__(self, a: RowsArgs, stream: CUstream):
-        self.kernel(a).launch(
-            grid=[cute.ceil_div(a.rows, self.num_warps), 1, 1],
-            block=[self.config.threads, 1, 1],
-            min_blocks_per_mp=65_536 // (self.config.threads * 64),
-            preferred_smem_carveout=10,
-            stream=stream,
-            use_pdl=True,
-        )
+        self.kernel(a).launch(**self.launch_options(cute.ceil_div(a.rows, self.num_warps), stream))
 
     @cute.kernel
     def kernel(self, a: RowsArgs):

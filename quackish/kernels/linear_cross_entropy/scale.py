@@ -7,28 +7,18 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import ScaleArgs
 from quackish.configs.lce_rows import LceScaleConfig, LceScaleProblem
-from quackish.kernels.common.lce import after_previous, fake_args, load_at, store_at, store_scaled
+from quackish.kernels.common.lce import LceKernel, after_previous, load_at, store_at, store_scaled
 from quackish.kernels.common.rows import DTYPES, vector_at
 
 
-class LceScale:
+class LceScale(LceKernel):
     def __init__(self, problem: LceScaleProblem, config: LceScaleConfig):
-        self.problem, self.config = problem, config
+        super().__init__(problem, config)
         self.vec = 128 // DTYPES[problem.dtype].width
-
-    def fake_args(self):
-        return fake_args(self.problem)
 
     @cute.jit
     def __call__(self, a: ScaleArgs, stream: CUstream):
-        self.kernel(a).launch(
-            grid=[a.num_ctas, 1, 1],
-            block=[self.config.threads, 1, 1],
-            min_blocks_per_mp=65_536 // (self.config.threads * 64),
-            preferred_smem_carveout=10,
-            stream=stream,
-            use_pdl=True,
-        )
+        self.kernel(a).launch(**self.launch_options(a.num_ctas, stream))
 
     @cute.kernel
     def kernel(self, a: ScaleArgs):

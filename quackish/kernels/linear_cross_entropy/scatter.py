@@ -6,27 +6,16 @@ from cutlass import Float32, Int64, const_expr
 
 from quackish.configs.lce_args import ScatterArgs
 from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
-from quackish.kernels.common.lce import after_previous, convert_row, fake_args, load_at
+from quackish.kernels.common.lce import LceKernel, after_previous, convert_row, load_at
 
 
-class LceScatter:
-    def __init__(self, problem: LceScatterProblem, config: LceRowsConfig):
-        self.problem, self.config = problem, config
-        self.num_warps = config.threads // 32
-
-    def fake_args(self):
-        return fake_args(self.problem)
+class LceScatter(LceKernel):
+    problem: LceScatterProblem
+    config: LceRowsConfig
 
     @cute.jit
     def __call__(self, a: ScatterArgs, stream: CUstream):
-        self.kernel(a).launch(
-            grid=[cute.ceil_div(a.rows, self.num_warps), 1, 1],
-            block=[self.config.threads, 1, 1],
-            min_blocks_per_mp=65_536 // (self.config.threads * 64),
-            preferred_smem_carveout=10,
-            stream=stream,
-            use_pdl=True,
-        )
+        self.kernel(a).launch(**self.launch_options(cute.ceil_div(a.rows, self.num_warps), stream))
 
     @cute.kernel
     def kernel(self, a: ScatterArgs):

@@ -19,17 +19,14 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import SortArgs
 from quackish.configs.lce_rows import LceSortConfig, LceSortProblem
-from quackish.kernels.common.lce import after_previous, fake_args, load_at, store_at
+from quackish.kernels.common.lce import LceKernel, after_previous, load_at, store_at
 from quackish.kernels.common.rows import vector_at
 
 
-class LceSort:
+class LceSort(LceKernel):
     def __init__(self, problem: LceSortProblem, config: LceSortConfig):
-        self.problem, self.tile = problem, config.tile
-        self.threads, self.num_warps = config.threads, config.threads // 32
-
-    def fake_args(self):
-        return fake_args(self.problem)
+        super().__init__(problem, config)
+        self.threads, self.tile = config.threads, config.tile
 
     @cute.jit
     def __call__(self, a: SortArgs, stream: CUstream):

@@ -17,19 +17,16 @@ from cutlass import Float32, Int16, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import TargetsArgs
 from quackish.configs.lce_rows import MANY_ROWS, LceTargetsConfig, LceTargetsProblem
-from quackish.kernels.common.lce import after_previous, fake_args, load_at, load_eight
+from quackish.kernels.common.lce import LceKernel, after_previous, load_at, load_eight
 from quackish.kernels.common.rows import vector_at
 
 COLUMNS = 256  # per CTA, eight per lane
 
 
-class LceTargets:
+class LceTargets(LceKernel):
     def __init__(self, problem: LceTargetsProblem, config: LceTargetsConfig):
-        self.problem, self.threads, self.batch, self.slots = problem, config.threads, config.rows, config.slots
-        self.num_warps = config.threads // 32
-
-    def fake_args(self):
-        return fake_args(self.problem)
+        super().__init__(problem, config)
+        self.threads, self.batch, self.slots = config.threads, config.rows, config.slots
 
     @cute.jit
     def __call__(self, a: TargetsArgs, stream: CUstream):
