@@ -117,4 +117,4 @@ def limits(monkeypatch):
 @pytest.fixture
 def narrow(limits):
     """Blocks of recompute's backward, and chunks of its forward, that are small enough for small shapes."""
-    limits(scratch_columns=lambda *args: 256, LEAST_PART=128 * 512)
+    limits(scratch_columns=lambda *how: 256, MIN_DX_ELEMENTS=128 * 512)

@@ -119,7 +119,7 @@ def check_linear_cross_entropy(name: str) -> bool:
     if "cublas" in name:
         on_kernels.kernels_of = lambda device: CublasKernels(device)
     if narrow:  # blocks and chunks that are small enough, as conftest.py's `narrow` makes them
-        constants |= dict(scratch_columns=lambda *how: 256, LEAST_PART=1)
+        constants |= dict(scratch_columns=lambda *how: 256, MIN_DX_ELEMENTS=1)
     before = {name: getattr(configs, name) for name in constants}
     set_constants(constants)
     assert not narrow or configs.first_classes(m, v, h, dtype.itemsize) is not None

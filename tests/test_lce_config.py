@@ -8,9 +8,9 @@ from lce_cases import SCHEDULES
 from quackish.configs.linear_cross_entropy import (
     CHUNK_BYTES,
     COLUMN_MULTIPLE,
-    E_BYTES,
-    FEW_BYTES,
-    KEPT_BYTES,
+    MAX_CHUNK_BYTES,
+    ONE_CHUNK_BYTES,
+    STORED_BYTES,
     Block,
     KernelProblem,
     LinearCrossEntropyProblem,
@@ -30,7 +30,7 @@ def test_schedule_rule():
     def schedule(m, reduction="mean", dtype="bfloat16", asked="auto", **kw):
         return kernel_config(KernelProblem(128_256, 4096, dtype, reduction, **kw), m, asked).schedule
 
-    limit = KEPT_BYTES // (2 * 128_256)
+    limit = STORED_BYTES // (2 * 128_256)
     assert {schedule(m, r) for m in (1, 10**6) for r in ("mean", "sum")} == {"chunked"}
     for kw in (dict(reduction="none"), dict(return_lse=True), dict(grad_weight_out=True)):
         assert [schedule(m, **kw) for m in (limit, limit + 1)] == ["stored", "recompute"]
@@ -61,7 +61,7 @@ def test_chunk_rows():
         problem = KernelProblem(v, 4096, "bfloat16", "mean")
         rows = kernel_config(problem, m).chunk_rows
         assert rows % 128 == 0
-        bounds = (v, E_BYTES), (v + 4096, FEW_BYTES)
+        bounds = (v, MAX_CHUNK_BYTES), (v + 4096, ONE_CHUNK_BYTES)
         fits, is_few = (rows * n * 2 <= size for n, size in bounds)
         one_more_fits, more_are_few = ((rows + 128) * n * 2 <= size for n, size in bounds)
         assert rows == 128 or (fits and (rows <= most or is_few))
@@ -85,7 +85,8 @@ def test_one_chunk_needs_less_memory_than_two(h, v):
     rows = kernel_config(KernelProblem(v, h, "bfloat16", "mean"), 1).chunk_rows
     for m in range(8192, rows + 1, 1024):
         one = 2 * m * (v - shared_storage(m, v, h, 2).v1)
-        assert m == 8192 or one <= 2 * even_chunks(m, rows // 2) * v + 2 * v * h or rows * (v + h) * 2 <= FEW_BYTES
+        two = 2 * even_chunks(m, rows // 2) * v + 2 * v * h
+        assert m == 8192 or one <= two or rows * (v + h) * 2 <= ONE_CHUNK_BYTES
 
 
 def test_first_classes():
@@ -136,7 +137,7 @@ def test_shared_storage_overwrites_no_live_data():
 def test_recompute_blocks_overwrite_no_live_data():
     shapes = itertools.product((1, 128, 300, 4096), (8, 136, 1024), (1, 256, 257, 5003, 20_011), (2, 4, None))
     for m, h, v, itemsize in shapes:
-        for scratch in (256, 768, scratch_columns(m, False, False)):
+        for scratch in (256, 768, scratch_columns(m, True, True)):
             blocks = recompute_blocks(m, v, h, itemsize, scratch)
             assert [b.v0 for b in blocks] + [v] == [0] + [b.v1 for b in blocks]
             assert all(b.v0 < b.v1 for b in blocks)
@@ -154,12 +155,12 @@ def test_recompute_blocks_overwrite_no_live_data():
 
 
 def test_number_of_recompute_blocks():
-    blocks = recompute_blocks(8192, 128_256, 4096, 2, scratch_columns(8192, False, False))
+    blocks = recompute_blocks(8192, 128_256, 4096, 2, scratch_columns(8192, True, True))
     assert [(b.v1 - b.v0) // 256 for b in blocks] == [165, 111, 74, 49, 33, 20, 16, 11, 11, 11]
     assert sum(b.offset is None for b in blocks) == 2
-    assert recompute_blocks(300, 700, 8, 2, scratch_columns(300, False, False)) == (Block(0, 700, None),)
-    assert len(recompute_blocks(8192, 128_256, 4096, None, scratch_columns(8192, True, False))) <= 9
-    assert len(recompute_blocks(1024, 128_256, 4096, 2, scratch_columns(1024, False, False))) == 3
+    assert recompute_blocks(300, 700, 8, 2, scratch_columns(300, True, True)) == (Block(0, 700, None),)
+    assert len(recompute_blocks(8192, 128_256, 4096, None, scratch_columns(8192, False, True))) <= 9
+    assert len(recompute_blocks(1024, 128_256, 4096, 2, scratch_columns(1024, True, True))) == 3
 
 
 # The portable path ---------------------------------------------------------------------------------------------------

@@ -99,8 +99,8 @@ def tune(
     failed = 0
     for problem in problems:
         configs = candidates(*problem[:2], gpu, max_candidates)
-        tabled = choose.tabled(*problem[:2], gpu).config  # may be further from the analytical choice
-        base, *others = configs + [tabled] * (tabled not in configs)
+        unforced = choose.unforced(*problem[:2], gpu).config  # may be further from the analytical choice
+        base, *others = configs + [unforced] * (unforced not in configs)
         unspilled = _without_spills(problem, others, gpu, examine)
         print(f"{problem}\n  {len(others)} candidates, {len(unspilled)} without spilled registers")
         shapes = [functools.partial(cases.prepare, *problem[:2], sizes, device, gpu) for sizes in problem.sizes]

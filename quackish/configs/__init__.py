@@ -1,1 +1,1 @@
-"""Problem and Config dataclasses, and (problem, gpu) -> config. Plain Python: neither torch nor the DSL."""
+"""Problem and Config dataclasses, and the rules (problem, gpu) -> config. Plain Python: no torch, no DSL."""

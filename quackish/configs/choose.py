@@ -1,7 +1,7 @@
-"""(kernel, problem, GPU) -> config, and why: the one place that decides how a kernel runs.
+"""(kernel, problem, GPU) -> config: the one place that decides how a kernel runs.
 
 In order of precedence: `with quackish.config(...)`, a row of the user's table (written by `python -m quackish tune`),
-the analytical rule. Nothing is measured at run time: the same table gives the same configs, and so the same bits.
+the analytical rule. Nothing is measured at run time, so the same table gives the same configs and the same bits.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ from quackish.gpu import Gpu
 
 class Rule(NamedTuple):
     config: type
-    analytical: Callable[[Any, Gpu], Any]  # (problem, gpu) -> config. Raises UnsupportedError where there is none.
-    why_illegal: Callable[[Any, Any, Gpu], str | None]  # (problem, config, gpu) -> why not; None where it is legal
+    analytical: Callable[[Any, Gpu], Any]  # (problem, gpu) -> config; raises UnsupportedError if there is none
+    why_illegal: Callable[[Any, Any, Gpu], str | None]  # (problem, config, gpu) -> reason; None if legal
 
 
-# By the names of kernels.find().
+# Keys are names of kernels.find().
 RULES = {
     "rms_norm_fwd": Rule(rms_norm.RmsNormFwdConfig, rms_norm.rms_norm_fwd_config, rms_norm.rms_norm_fwd_why_illegal),
     "rms_norm_bwd": Rule(rms_norm.RmsNormBwdConfig, rms_norm.rms_norm_bwd_config, rms_norm.rms_norm_bwd_why_illegal),
     "lce_gemm": Rule(gemm.GemmConfig, gemm.gemm_config, gemm.gemm_why_illegal),
     "grouped_gemm": Rule(gemm.GemmConfig, grouped_gemm.grouped_gemm_config, grouped_gemm.grouped_gemm_why_illegal),
 }
-# Kernels with one config per problem: there is nothing to tune or to force.
+# Kernels with one config per problem, which cannot be tuned or forced.
 FIXED: dict[str, Callable[[Any], Any]] = {
     "lce_compact": lambda problem: lce_rows.LceCompactConfig(),
     "lce_gather": lce_rows.lce_gather_config,
@@ -43,7 +43,7 @@ FIXED: dict[str, Callable[[Any], Any]] = {
     "lce_clear": lambda problem: lce_cublas.LceWarpsConfig(),
 }
 
-# What users call the kernels with a rule. One kernel computes four products.
+# User's name -> name of kernels.find(), for the kernels with a rule.
 NAMES = {
     "rms_norm_forward": "rms_norm_fwd",
     "rms_norm_backward": "rms_norm_bwd",
@@ -54,7 +54,7 @@ _GEMMS = {"softmax": "lce_logits", "dlogits": "lce_dlogits", "rows": "lce_dx", "
 
 
 def name_of(kernel: str, problem: Any) -> str:
-    """What users call the kernel of a problem, in `quackish.config` and `tune`."""
+    """The user's name for the kernel of a problem, as in `quackish.config` and `tune`."""
     if kernel == "lce_gemm":
         return "lce_dw" if problem.live == "k" else _GEMMS[problem.epilogue]
     return kernel.replace("_fwd", "_forward").replace("_bwd", "_backward")
@@ -66,11 +66,11 @@ class Choice(NamedTuple):
     reason: str  # a sentence
 
 
-# Increases with every change of what `choose` returns. It is part of the key of every cache of things that depend on a
-# choice, and is read before choosing, so that no call finds what was chosen before a change.
+# Incremented whenever `choose` may return something else. Every cache that depends on a choice has it in its key, read
+# before choosing, so that no call uses an outdated choice.
 epoch = 0
-_forced: tuple[dict[str, Any], ...] = ()  # of each block, outermost first: name -> a config, or fields of one
-_lock = threading.Lock()  # held while either changes
+_forced: tuple[dict[str, Any], ...] = ()  # one per block, outermost first: name -> config, or fields to replace
+_lock = threading.Lock()  # guards both
 
 
 def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
@@ -79,20 +79,20 @@ def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     Raises UnsupportedError if the kernel does not cover the problem, and ValueError if a forced config is illegal for
     it, before anything is compiled or launched.
     """
-    choice, name = tabled(kernel, problem, gpu), name_of(kernel, problem)
-    layers = [forced[name] for forced in _forced if name in forced]
-    if not layers:
+    choice, name = unforced(kernel, problem, gpu), name_of(kernel, problem)
+    overrides = [forced[name] for forced in _forced if name in forced]
+    if not overrides:
         return choice
     config = choice.config
-    for layer in layers:
-        config = dataclasses.replace(config, **layer) if isinstance(layer, dict) else layer
+    for override in overrides:
+        config = dataclasses.replace(config, **override) if isinstance(override, dict) else override
     if reason := RULES[kernel].why_illegal(problem, config, gpu):
         raise ValueError(f"quackish.config: {name}: {reason}\n  {config}\n  for {problem} on {gpu.name}")
     return Choice(config, "forced", f"with quackish.config({name}=...)")
 
 
-def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
-    """The choice if nothing is forced."""
+def unforced(kernel: str, problem: Any, gpu: Gpu) -> Choice:
+    """The choice without `quackish.config`: from the table, else analytical."""
     choice = analytical(kernel, problem, gpu)
     row = table.find(kernel, problem, gpu) if kernel in RULES else None
     if row is None:
@@ -100,7 +100,7 @@ def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     try:
         config = type(choice.config)(**row.config)
         reason = RULES[kernel].why_illegal(problem, config, gpu)
-    except TypeError as error:  # a row of other fields, or of other types
+    except TypeError as error:  # the row has unknown fields or wrong types
         reason = str(error)
     if reason is None:
         return Choice(config, "user table", f"{row.measured}, in {table.path()}")
@@ -110,9 +110,9 @@ def tabled(kernel: str, problem: Any, gpu: Gpu) -> Choice:
 
 def analytical(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     """The choice without a table."""
-    made = RULES[kernel].analytical(problem, gpu) if kernel in RULES else FIXED[kernel](problem)
-    where = RULES[kernel].analytical.__module__ if kernel in RULES else type(made).__module__
-    return Choice(made, "analytical", f"by the rule in {where.replace('.', '/')}.py")
+    config = RULES[kernel].analytical(problem, gpu) if kernel in RULES else FIXED[kernel](problem)
+    module = RULES[kernel].analytical.__module__ if kernel in RULES else type(config).__module__
+    return Choice(config, "analytical", f"by the rule in {module.replace('.', '/')}.py")
 
 
 # Forcing -------------------------------------------------------------------------------------------------------------
@@ -126,9 +126,9 @@ def config(**forced: Any) -> Iterator[None]:
             loss.backward()
 
     Names are kernels: `rms_norm_forward`, `rms_norm_backward`, linear cross entropy's GEMMs `lce_logits`,
-    `lce_dlogits`, `lce_dx` and `lce_dw`, and `grouped_gemm`, all those of grouped_mlp and grouped_mm. A value is a dict
-    of fields to replace in the config that would have been chosen, or a whole config (`quackish.configs`). Blocks nest;
-    fields of inner blocks override those of outer ones.
+    `lce_dlogits`, `lce_dx` and `lce_dw`, and `grouped_gemm` for all GEMMs of grouped_mlp and grouped_mm. A value is a
+    dict of fields to replace in the config that would have been chosen, or a whole config (`quackish.configs`). Blocks
+    nest; fields of inner blocks override those of outer ones.
 
     Raises ValueError for an unknown kernel or field or a wrong type. If a config is illegal for a problem, the call of
     the operation raises ValueError with the field, its value and what is legal, before anything is launched. Calls on
@@ -136,7 +136,7 @@ def config(**forced: Any) -> Iterator[None]:
 
     A block applies to the whole process, because backward runs in its own threads; two threads cannot force different
     configs at the same time. Put it around calls of compiled code (`torch.compile`), not inside. A CUDA graph keeps the
-    configs it was captured with. Calls look their kernels up anew after a block starts or ends; otherwise it is free.
+    configs it was captured with. The only cost is a new kernel lookup per call after a block starts or ends.
     """
     global _forced
     for name, changes in forced.items():
@@ -147,7 +147,7 @@ def config(**forced: Any) -> Iterator[None]:
         yield
     finally:
         with _changing():
-            _forced = tuple(one for one in _forced if one is not forced)  # by identity: two blocks may force the same
+            _forced = tuple(block for block in _forced if block is not forced)  # by identity: two blocks may be equal
 
 
 @contextlib.contextmanager
@@ -155,7 +155,7 @@ def _changing() -> Iterator[None]:
     global epoch
     with _lock:
         yield
-        epoch += 1  # last, so that a reader of the new epoch gets the new configs
+        epoch += 1  # after the change, so that a reader of the new epoch gets the new configs
 
 
 def _check(name: str, changes: Any) -> None:
@@ -183,6 +183,6 @@ def _a(kind: type) -> str:
 
 
 def reload() -> None:
-    """Rereads the table at its next use: for a process that wrote it, or whose config folder changed."""
+    """Rereads the table at its next use. Call after writing it or changing the config folder."""
     with _changing():
         table.rows.cache_clear()

@@ -20,10 +20,10 @@ from quackish.configs.lce_args import (
 from quackish.configs.lce_rows import ROW_TILE
 from quackish.gpu import Gpu
 
-# Counters of `split_k_tail`, one per warp group of a split tile, so at most 4 per CTA; the last one is of `wave_sync`.
+# `split_k_tail` uses one counter per warp group of a split tile, at most 4 per CTA; `wave_sync` uses the last counter.
 NUM_TICKETS = 1024
 
-TILE_K = 64  # 128 bytes, the span of a swizzle. Two stages of 128 took 50 % longer (H200).
+TILE_K = 64  # 128 bytes, the swizzle span. Two stages of 128 took 50 % longer (H200).
 PRODUCER_REGISTERS = 24
 SOFTMAX_TILE_N = 192  # classes per partial sum of the softmax
 
@@ -33,33 +33,32 @@ class GemmProblem:
     """D[m, n] = sum over k of A[m, k] * B[n, k] in fp32, followed by an epilogue.
 
     `epilogue`:
-    - "softmax": A is rows of the input, B classes, D logits. Stores exp_logits, sums of exp(logit - row_shift) per row
-      and tile, and the targets' logits.
-    - "dlogits": A is rows of the input, B classes, D logits. Stores the gradient of the logits, from known statistics.
-    - "rows": stores row i of D, times row_scale[i], to row order[start + i] of the output.
-    - "store": stores D, or D times a factor, or adds it to an fp32 output.
-    `live`: the dimension, "m" or "k", that ends at the number of live rows, which the kernel reads from memory.
+    - "softmax": D are logits. Stores exp_logits, sums of exp(logit - row_shift) per row and tile, the targets' logits.
+    - "dlogits": D are logits. Stores their gradient, from known statistics.
+    - "rows": output[order[start + i]] = row_scale[i] * D[i].
+    - "store": stores D or D times a factor, or adds it to an fp32 output.
+    `live`: the dimension, "m" or "k", whose size is the number of live rows, read on the device.
     """
 
     epilogue: str
     dtype: str  # of A and B: "bfloat16" or "float16"
-    out_dtype: str | None  # None: softmax stores statistics only
+    out_dtype: str | None  # None: softmax stores only statistics
     a_major: str = "k"  # "m" or "k": A's contiguous dimension
     b_major: str = "k"  # "n" or "k"
     live: str = "m"
     bias_dtype: str | None = None  # softmax, dlogits
     softcap: bool = False  # softmax, dlogits
-    smoothing: bool = False  # softmax: row sums of class weight * logit too; dlogits: the smoothed target
-    weighted: bool = False  # class weights; with smoothing
-    return_stats: bool = False  # softmax: sums of e * log2(e) and the argmax too
+    smoothing: bool = False  # softmax: also row sums of class weight * logit; dlogits: the smoothed target
+    weighted: bool = False  # class weights, with smoothing
+    return_stats: bool = False  # softmax: also sums of e * log2(e) and the argmax
     entropy: bool = False  # dlogits: the entropy has a gradient
-    recompute_flagged: bool = False  # softmax: only tiles that a first launch flagged, shifted by their rows' maxima
+    recompute_flagged: bool = False  # softmax: only tiles that a first launch flagged, shifted by the rows' maxima
     accumulate: bool = False  # store: D is added to the output
     scaled: bool = False  # store: D is multiplied by a number in device memory
-    rounding_residual: bool = False  # store, bf16: keeps the rounding residual of rows that have a slot
-    a_in_two: bool = False  # A is in two buffers: its first columns, and the remaining ones
-    d_in_two: bool = False  # softmax: D is in two buffers
-    split_k_tail: bool = False  # rows, store: split-K for tiles of a partly filled last wave
+    rounding_residual: bool = False  # store, bf16: also stores the rounding residual of rows that have a slot
+    a_in_two: bool = False  # the columns of A are in two buffers
+    d_in_two: bool = False  # softmax: the columns of D are in two buffers
+    split_k_tail: bool = False  # rows, store: split-K for the tiles of a partly filled last wave
     logit_scale: bool = False  # softmax, dlogits
 
     @property
@@ -95,12 +94,12 @@ class GemmProblem:
 class GemmConfig:
     """Tiles of tile_m x tile_n, TILE_K deep, computed by consumer warp groups; one producer warp group loads.
 
-    Cooperative: each consumer warp group has 64 rows of the tile. `pingpong`: two consumer warp groups have a tile
-    each; one runs its products while the other runs its epilogue. (A `recompute_flagged` problem ignores `pingpong`,
-    which cannot skip tiles.)
+    Cooperative: each consumer warp group has 64 rows of the tile. `pingpong`: each of two consumer warp groups has its
+    own tile, and one runs its mainloop while the other runs its epilogue. (A `recompute_flagged` problem ignores
+    `pingpong`, which cannot skip tiles.)
 
-    Clusters of cluster_m x cluster_n CTAs multicast what they load. Tiles are walked in groups of `group` clusters
-    along `group_along` ("m" or "n"), each through the whole other dimension, so that a group rereads from the L2.
+    The CTAs of a cluster of cluster_m x cluster_n multicast their loads. Tiles are processed in groups of `group`
+    clusters along `group_along` ("m" or "n"), each group along the whole other dimension, for L2 hits within a group.
     """
 
     tile_m: int = 128
@@ -124,10 +123,10 @@ class GemmConfig:
 
     @property
     def num_buffers(self) -> int:
-        """Output buffers per warp group, of 64 columns or fewer.
+        """Output buffers of at most 64 columns per warp group.
 
-        One with ping-pong, whose stores overlap with the other warp group's products: the memory is better spent on a
-        stage. One also if a tile has an odd number of pieces, as the next tile would start with the buffer in use.
+        One with ping-pong: stores overlap with the other warp group's mainloop, so a stage is a better use of the
+        memory. One also if a tile has an odd number of pieces: the next tile would start with the buffer in use.
         """
         return 1 if self.pingpong or self.tile_n % 128 else 2
 
@@ -137,41 +136,41 @@ class GemmConfig:
 
     @property
     def consumer_registers(self) -> int:
-        """Per thread of a consumer warp group: the SM's registers without the producer's, at most 240."""
+        """Registers per consumer thread: the SM's registers minus the producer's, at most 240."""
         return {1: 240, 2: 240, 3: 160, 4: 112}[self.num_wgs]
 
     @property
     def launch_registers(self) -> int:
-        """Per thread at launch, before setmaxregister; a multiple of 8."""
+        """Registers per thread at launch, before setmaxregister; a multiple of 8."""
         return min(65_536 // self.threads // 8 * 8, self.consumer_registers)
 
     def max_clusters(self, sm_count: int) -> int:
-        """Clusters resident at once: one CTA fits an SM."""
+        """Clusters that are resident at once, with one CTA per SM."""
         return sm_count // (self.cluster_m * self.cluster_n)
 
     def tail_room(self, m: int, n: int, k: int, clusters: int) -> tuple[int, int]:
-        """Splits that `split_k_tail` has scratch for, at least one per cluster, and the size of that in floats.
+        """(splits, floats) of `split_k_tail`'s scratch: enough if all rows are live, and at least one per cluster.
 
-        m or k counts all rows as live; with fewer live rows the kernel makes no more splits than fit.
+        With fewer live rows, the kernel makes no more splits than fit.
         """
-        m_tile, n_tile = self.tile_m * self.cluster_m, self.tile_n * self.cluster_n
-        tiles = -(-m // m_tile) * -(-n // n_tile)
+        cluster_m, cluster_n = self.tile_m * self.cluster_m, self.tile_n * self.cluster_n
+        tiles = -(-m // cluster_m) * -(-n // cluster_n)
         splits = max(clusters, num_tail_splits(tiles, -(-k // TILE_K), clusters))
-        return splits, splits * m_tile * n_tile
+        return splits, splits * cluster_m * cluster_n
 
 
 def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
-    """Independent of the shape: a row's partial sums, and so its loss, must not depend on M."""
-    # bf16, M 8192, H 4096, V 128256, in ms (cuBLAS's plain GEMM):
+    """Independent of the shape, so that a row's partial sums and loss do not depend on M."""
+    # bf16, M 8192, H 4096, V 128256, in ms (in parentheses cuBLAS's GEMM without epilogue):
     #                    H100            H200
     # logits ping-pong   11.88 (12.37)   12.43 (12.81)
     # dx cooperative     12.01 (11.96)   12.46 (12.25)
     # dw ping-pong       11.73 (12.65)   12.22 (12.69)
     #    groups of 8     12.92           12.52
     #    cooperative     12.44           12.68
-    # Logits: exponentials take as long as products 256 deep, and ping-pong overlaps them. dx: the narrower tiles of
-    # ping-pong load 10 to 50 % more than it gains. Groups are 2048 rows or columns wide: dw takes up to 5 % longer in
-    # groups of 4096 columns, and with 16,384 rows 44 % in groups of 1024 (H100).
+    # Logits: exponentials take as long as a mainloop with K = 256, and ping-pong overlaps them. dx: the loads of
+    # ping-pong's narrower tiles cost more than it gains. Groups are 2048 rows or columns wide: dw takes up to 5 %
+    # longer in groups of 4096 columns, and 44 % in groups of 1024 with 16,384 rows (H100).
     if problem.epilogue in ("softmax", "dlogits"):
         pingpong = _has_registers(problem) and not problem.recompute_flagged
         return GemmConfig(tile_n=SOFTMAX_TILE_N, num_stages=5, pingpong=pingpong)
@@ -181,12 +180,12 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
 
 
 DW_PINGPONG = GemmConfig(tile_m=192, tile_n=128, num_stages=5, group=16, group_along="n", pingpong=True)
-MAX_IDLE = 0.06  # of the clusters' time: what dw gains by ping-pong
+MAX_IDLE = 0.06  # fraction of the clusters' time, which is the gain of ping-pong for dw
 
 
 @functools.lru_cache(maxsize=1024)
 def splits_dw_tail(m: int, n: int, sm_count: int) -> bool:
-    """Whether split-K in the tail of dw (m, n) is faster than ping-pong: where tiles are few. Independent of K."""
+    """Whether split-K in the tail of dw (m, n) is faster than ping-pong, as for few tiles. Independent of K."""
     c = DW_PINGPONG
     tiles = -(-m // (c.tile_m * c.cluster_m)) * -(-n // (c.tile_n * c.cluster_n))
     clusters = c.max_clusters(sm_count)
@@ -194,7 +193,7 @@ def splits_dw_tail(m: int, n: int, sm_count: int) -> bool:
 
 
 def _has_registers(problem: GemmProblem) -> bool:
-    """Whether the epilogue fits beside the accumulator of a ping-pong warp group; else 8 to 264 bytes spill."""
+    """Whether ping-pong leaves enough registers for the epilogue; otherwise 8 to 264 bytes spill."""
     if problem.smoothing and problem.out_dtype:
         return False
     if problem.return_stats and problem.bias_dtype and (problem.out_dtype or problem.weighted):
@@ -208,12 +207,12 @@ def _has_registers(problem: GemmProblem) -> bool:
 
 MIN_STEPS = 4  # along k, per split
 MAX_SPLITS = 8  # per tile, in several rounds
-MAX_ROUNDS = 4  # bounds the scratch: 69 MB on an H200
+MAX_ROUNDS = 4  # limits the scratch to 69 MB on an H200
 MIN_GAIN = 32  # steps that additional rounds must save
 
 
 def steps_of_splits(splits, tail, k_tiles, clusters):
-    """Estimated time of `tail` tiles in `splits` splits each, in steps along k of 0.7 us.
+    """Estimated time of `tail` tiles with `splits` splits each, in steps along k of 0.7 us.
 
     Splitting costs 14 steps, a round 3, a split 1 (fitted on an H200).
     """
@@ -223,38 +222,38 @@ def steps_of_splits(splits, tail, k_tiles, clusters):
 
 @functools.lru_cache(maxsize=1024)
 def num_tail_splits(tiles: int, k_tiles: int, clusters: int) -> int:
-    """Splits that all tail tiles of a GEMM make together; as the kernel chooses with all rows live.
+    """The total number of splits of a GEMM's tail tiles, as the kernel chooses with all rows live.
 
-    Time of dx on an H200, relative to unsplit: 0.98 at M 8192 and at M 16384 (H 4096, V 128256).
+    dx takes 0.98 of its unsplit time at M 8192 and at M 16384 (H200, H 4096, V 128256).
     """
     tail, splits, steps = tiles % clusters, 1, k_tiles
     if tail == 0:
         return 0
     n = clusters // tail
-    if k_tiles >= MIN_STEPS * n and (of_n := steps_of_splits(n, tail, k_tiles, clusters)) < steps:
-        splits, steps = n, of_n
+    if k_tiles >= MIN_STEPS * n and (n_steps := steps_of_splits(n, tail, k_tiles, clusters)) < steps:
+        splits, steps = n, n_steps
     for n in range(2, MAX_SPLITS + 1):
-        of_n = steps_of_splits(n, tail, k_tiles, clusters)
-        if n * tail <= MAX_ROUNDS * clusters and of_n + MIN_GAIN <= steps:
-            splits, steps = n, of_n
+        n_steps = steps_of_splits(n, tail, k_tiles, clusters)
+        if n * tail <= MAX_ROUNDS * clusters and n_steps + MIN_GAIN <= steps:
+            splits, steps = n, n_steps
     return tail * splits
 
 
 # Legality ------------------------------------------------------------------------------------------------------------
 
-MIN_REGISTERS = 40  # per consumer thread, beside the accumulator; fewer were not tried
-STAGED_BYTES = 64 * 128  # of an output buffer: 128 bytes of each of a warp group's 64 rows
+MIN_REGISTERS = 40  # per consumer thread, in addition to the accumulator; fewer were not tried
+STAGED_BYTES = 64 * 128  # per output buffer: 128 bytes of each of a warp group's 64 rows
 
 
 def gemm_smem_bytes(problem: GemmProblem, config: GemmConfig) -> int:
-    """Shared memory per CTA: stages of A and B, output buffers, barriers and their alignment."""
+    """Shared memory per CTA: stages of A and B, output buffers, barriers and alignment."""
     stages = config.num_stages * (config.tile_m + config.tile_n) * TILE_K * 2
     output = STAGED_BYTES * config.num_buffers * config.num_wgs if problem.out_dtype is not None else 0
     return stages + output + 4 * config.num_wgs * problem.split_k_tail + 1024
 
 
 def gemm_why_illegal(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str | None:
-    """Why `config` cannot run `problem`: the field, its value, what is legal. None if it is legal."""
+    """Why `config` cannot run `problem`: the field, its value and the legal values. None if it can."""
     p, c = problem, config
     if reason := fields_why_illegal(c):
         return reason
@@ -276,7 +275,7 @@ def gemm_why_illegal(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str 
 
 
 def fields_why_illegal(c: GemmConfig) -> str | None:
-    """As `gemm_why_illegal`, for any problem."""
+    """The checks of `gemm_why_illegal` that do not depend on the problem."""
     legal = {
         "tile_m": (64, 128, 192, 256),
         "tile_n": (128, 192, 256),
@@ -294,11 +293,11 @@ def fields_why_illegal(c: GemmConfig) -> str | None:
 
 
 def space_why_illegal(c: GemmConfig, smem_bytes: int, gpu: Gpu) -> str | None:
-    """As `gemm_why_illegal`, of registers and shared memory."""
-    sums = c.row_blocks * c.tile_n // 2
-    if sums + MIN_REGISTERS > c.consumer_registers:
+    """The checks of `gemm_why_illegal` for registers and shared memory."""
+    accumulators = c.row_blocks * c.tile_n // 2
+    if accumulators + MIN_REGISTERS > c.consumer_registers:
         return (
-            f"tile_n is {c.tile_n} with tile_m {c.tile_m}, {sums} accumulator registers; expected at most "
+            f"tile_n is {c.tile_n} with tile_m {c.tile_m}, {accumulators} accumulator registers; expected at most "
             f"{c.consumer_registers - MIN_REGISTERS}, as a thread has {c.consumer_registers} registers"
         )
     if smem_bytes > gpu.smem_bytes:

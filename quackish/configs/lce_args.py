@@ -1,10 +1,10 @@
-"""The arguments of linear cross entropy's kernels: one NamedTuple per kernel, the same for host and device code.
+"""The arguments of the linear cross entropy kernels: one NamedTuple per kernel, for host and device code.
 
-A problem's `args` is the NamedTuple of its kernel filled with what each argument is: a `Ptr`, the type of a number, or
-None where it is absent. Defaults are what an argument is for every problem; None where that differs. A launch fills all
-with addresses and numbers by position: `**keywords` take 5 us longer.
+`problem.args` is the NamedTuple of specs: each argument is a `Ptr`, the type of a number, or None if absent. A field's
+default is its spec if that is the same for all problems. A launch fills the NamedTuple with addresses and numbers, by
+position: `**keywords` take 5 us longer.
 
-m rows and v classes are those of the whole call; a launch handles `rows` chunk rows, from slot `start` on. Matrices are
+The whole call has m rows and v classes; a launch handles `rows` chunk rows, starting at slot `start`. Matrices are
 contiguous unless a stride, in elements, is given. Columns of exp_logits from v_split on may be in exp_logits2.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Ptr:
-    """An address of device memory, aligned to 16 bytes or to one element."""
+    """A device address, aligned to 16 bytes or to one element."""
 
     dtype: str
     aligned: bool = False
@@ -50,17 +50,17 @@ class GatherArgs(NamedTuple):
     order: Any = I32  # (m,)
     num_live: Any = I32  # (1,)
     live_x: Any = None  # (rows, h) as x, written: the live rows of x
-    slot_target: Any = I32  # (rows,), written: the target; -1 if it is no class
+    slot_target: Any = I32  # (rows,), written: the target; -1 if it is not a class
     row_shift: Any = F32  # (rows,), written
     row_max_bits: Any = I32  # (rows,), written: row_shift, encoded
     flags: Any = I32  # (1 + ceil(rows / 128),), zeroed
     dx: Any = None  # (m, h), ignored rows are zeroed; absent without dx_dtype
     loss: Any = None  # (m,) fp32, ignored rows are zeroed; with rows_out
     lse: Any = None  # (m,) fp32, ignored rows are zeroed; with rows_out
-    log_prob: Any = None  # (m,) fp32, ignored rows are zeroed; as what follows up to argmax_bits, with return_stats
+    log_prob: Any = None  # (m,) fp32, ignored rows are zeroed; with return_stats, as all up to argmax_bits
     entropy: Any = None  # (m,) fp32, ignored rows are zeroed
     predicted: Any = None  # (m,) int32, -1 in ignored rows
-    argmax_bits: Any = None  # (rows,) int64, written: less than any argmax's
+    argmax_bits: Any = None  # (rows,) int64, written: less than the code of any argmax
     x_stride: Any = "int64"
     softcap: Any = "float32"
     start: Any = "int32"
@@ -74,19 +74,19 @@ class RowsArgs(NamedTuple):
     num_live: Any = I32  # (1,)
     part_sum: Any = None  # (rows, tiles) fp32: sums of exponentials; with stats
     part_wsum: Any = None  # (rows, tiles) fp32: sums of class weight * logit; with stats and label smoothing
-    part_elog: Any = None  # (rows, tiles) fp32: sums of e * log2(e); with stats and return_stats, as argmax_bits
-    argmax_bits: Any = None  # (rows,) int64
+    part_elog: Any = None  # (rows, tiles) fp32: sums of e * log2(e); with stats and return_stats
+    argmax_bits: Any = None  # (rows,) int64; with stats and return_stats
     target_logit: Any = None  # (rows,) fp32; with stats or "scale"
     row_max_bits: Any = I32  # (rows,)
     class_weight: Any = None  # (v,) fp32, bf16 or fp16; absent without class weights
-    total_weight: Any = None  # 0-dim fp32: sum of the class weights; with these and label smoothing
+    total_weight: Any = None  # 0-dim fp32: sum of the class weights; with class weights and label smoothing
     loss: Any = None  # (m,) fp32, written; with stats
     lse: Any = F32  # (m,), written with stats, else read
-    row_sum: Any = F32  # (rows,), as lse
+    row_sum: Any = F32  # (rows,), written with stats, else read
     log_prob: Any = None  # (m,) fp32, written; with stats and return_stats
     entropy: Any = None  # (m,) fp32, written with stats and return_stats; read with grad_entropy
     predicted: Any = None  # (m,) int32, written; with stats and return_stats
-    grad_loss: Any = None  # fp32, 0-dim or (m,); with gradients, unless it is one
+    grad_loss: Any = None  # fp32, 0-dim or (m,); with gradients, absent for 1
     inv_divisor: Any = F32  # (1,)
     grad_lse: Any = None  # (m,) fp32; with gradients, if lse has one
     grad_log_prob: Any = None  # (m,) fp32; with gradients, if log_prob has one
@@ -94,11 +94,11 @@ class RowsArgs(NamedTuple):
     exp_logits: Any = None  # (rows, v_split or v) bf16, target entries are overwritten; with "scale"
     exp_logits2: Any = None  # (rows, v - v_split) bf16; with exp_logits_split
     live_x: Any = None  # (rows, h) bf16 or fp16; with "scale" and h
-    scaled_x: Any = None  # as live_x, and may be live_x, written: row_scale * live_x
+    scaled_x: Any = None  # as live_x, and may be the same memory, written: row_scale * live_x
     row_scale: Any = None  # (rows,) fp32, written; with "scale"
     coefs: Any = None  # (rows, 4) fp32, written; with "coefs"
     coef_entropy: Any = None  # (rows,) fp32, written; with grad_entropy
-    first_slot_of_class: Any = None  # (v,) int32, set to NO_SLOT; absent unless the problem says so
+    first_slot_of_class: Any = None  # (v,) int32, filled with NO_SLOT; with first_slot_of_class
     softcap: Any = "float32"
     z_loss: Any = "float32"
     label_smoothing: Any = "float32"
@@ -109,7 +109,7 @@ class RowsArgs(NamedTuple):
     tiles: Any = "int32"
     start: Any = "int32"
     rows: Any = "int32"
-    logit_scale: Any = None  # 0-dim fp32; as in all kernels, absent for 1
+    logit_scale: Any = None  # 0-dim fp32; here and below, absent for 1
 
 
 class SortArgs(NamedTuple):
@@ -125,7 +125,7 @@ class SortArgs(NamedTuple):
     sorted_target: Any = I32  # (rows,), written: slot_target, ascending
     sorted_row: Any = I32  # (rows,), written: its row of x
     sorted_grad: Any = F32  # (rows,), written: its gradient of the target's logit
-    first_slot_of_class: Any = None  # (v,) int32, NO_SLOT before; absent unless the problem says so
+    first_slot_of_class: Any = None  # (v,) int32, NO_SLOT before, updated; with first_slot_of_class
     index: Any = None  # (rows,) int64: the chunk row of each sorted slot; with presorted
     v: Any = "int32"
     start: Any = "int32"
@@ -178,7 +178,7 @@ class ScaleArgs(NamedTuple):
 
 
 class GemmArgs(NamedTuple):
-    """D[m, n] = sum over k of A[m, k] * B[n, k]. Here and for its epilogues m, n and k are the sizes of this product.
+    """D[m, n] = sum over k of A[m, k] * B[n, k]. In the arguments of its epilogues, too, m, n and k are these sizes.
 
     Strides are leading dimensions, multiples of 8.
     """
@@ -200,7 +200,7 @@ class GemmArgs(NamedTuple):
     second_stride: Any = "int64"
     b_stride: Any = "int64"
     d_stride: Any = "int64"
-    max_clusters: Any = "int32"  # clusters that are resident at once
+    max_clusters: Any = "int32"  # resident at once
 
 
 class SoftmaxArgs(NamedTuple):
@@ -208,13 +208,13 @@ class SoftmaxArgs(NamedTuple):
     class_weight: Any = None  # (n,) fp32; with class weights and label smoothing
     row_shift: Any = None  # (m,) fp32; absent with recompute_flagged
     slot_target: Any = I32  # (m,)
-    row_max_bits: Any = I32  # (m,), raised; only read with recompute_flagged
+    row_max_bits: Any = I32  # (m,), updated; only read with recompute_flagged
     flags: Any = I32  # (1 + ceil(m / 128),), set; only read with recompute_flagged
     part_sum: Any = F32  # (m, tiles), written
     target_logit: Any = F32  # (m,), written
     part_wsum: Any = None  # (m, tiles) fp32, written; with label smoothing
     part_elog: Any = None  # (m, tiles) fp32, written; with return_stats
-    argmax_bits: Any = None  # (m,) int64, raised; with return_stats, absent with recompute_flagged
+    argmax_bits: Any = None  # (m,) int64, updated; with return_stats, absent with recompute_flagged
     softcap: Any = "float32"
     tiles: Any = "int32"
     logit_scale: Any = None  # 0-dim fp32
@@ -248,23 +248,23 @@ class ResidualArgs(NamedTuple):
 class TailArgs(NamedTuple):
     partials: Any = ALIGNED_F32  # (GemmConfig.tail_room,), written: partial sums
     tickets: Any = I32  # (NUM_TICKETS,), 0 before and after
-    max_splits: Any = "int32"  # how many splits `partials` has room for
+    max_splits: Any = "int32"  # capacity of `partials`, in splits
 
 
 class ExpArgs(NamedTuple):
-    z: Any = ALIGNED_F32  # (rows, n): products; its columns continue to the end of the last tile
+    z: Any = ALIGNED_F32  # (rows, n): GEMM result, with columns up to the end of the last tile
     out: Any = None  # (rows, n) bf16 or fp16, written: exp_logits or dlogits; absent without out_dtype
     bias: Any = None  # (n,) fp32, bf16 or fp16; absent without bias
     class_weight: Any = None  # (n,) fp32; with class weights and label smoothing
     slot_target: Any = I32  # (rows,)
     num_live: Any = I32  # (1,)
-    row_shift: Any = None  # (rows,) fp32; as all up to target_logit, with "softmax"
-    row_max_bits: Any = None  # (rows,) int32, raised
+    row_shift: Any = None  # (rows,) fp32; with "softmax", as all up to target_logit
+    row_max_bits: Any = None  # (rows,) int32, updated
     flags: Any = None  # (1 + ceil(rows / 128),) int32, set
     part_sum: Any = None  # (rows, 2 * tiles) fp32, written: sums, shifts
     part_wsum: Any = None  # (rows, 2 * tiles) fp32, written: sums, zeros; with label smoothing
     part_elog: Any = None  # (rows, 2 * tiles) fp32, written: sums, zeros; with return_stats
-    argmax_bits: Any = None  # (rows,) int64, raised; with return_stats
+    argmax_bits: Any = None  # (rows,) int64, updated; with return_stats
     target_logit: Any = None  # (rows,) fp32, written
     tile0: Any = "int32"  # the tile of the first column
     tiles: Any = "int32"
@@ -297,7 +297,7 @@ class RescaleArgs(NamedTuple):
 
 
 class ClearArgs(NamedTuple):
-    out: Any = None  # (rows, h) bf16 or fp16, rows that are not live are zeroed
+    out: Any = None  # (rows, h) bf16 or fp16, ignored rows are zeroed
     num_live: Any = I32  # (1,)
     start: Any = "int32"
     rows: Any = "int32"

@@ -1,6 +1,6 @@
-"""Linear cross entropy with cuBLAS's GEMMs: problems and configs of the kernels around them, and sizes of products.
+"""Linear cross entropy on the cuBLAS path: problems and configs of the kernels around the GEMMs, and buffer sizes.
 
-None of it has been measured, nor run on a Blackwell GPU, which it is for.
+This path is for Blackwell. It was neither measured nor run on a Blackwell GPU.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import dataclasses
 from quackish.configs.lce_args import ALIGNED_F32, F32, I32, I64, ClearArgs, ExpArgs, Ptr, RescaleArgs, optional
 
 TILE_N = 256  # classes per partial sum of the softmax
-# fp32 products of a GEMM that a kernel has yet to read: logits, or rows of the input gradient.
+# Buffer for the fp32 result of a GEMM: logits, or rows of the input gradient.
 PRODUCT_BYTES = 1 << 28
 
 
@@ -17,13 +17,13 @@ class LceExpProblem:
     """`kind`: "softmax", exp_logits and the row statistics; or "dlogits", the gradient of the logits."""
 
     kind: str
-    out_dtype: str | None = None  # None: nothing is stored but statistics
+    out_dtype: str | None = None  # None: only statistics are stored
     bias_dtype: str | None = None
     softcap: bool = False
     smoothing: bool = False
     weighted: bool = False  # class weights, with smoothing
     logit_scale: bool = False
-    return_stats: bool = False  # softmax: sums of e * log2(e) and the argmax too
+    return_stats: bool = False  # softmax: also sums of e * log2(e) and the argmax
     entropy: bool = False  # dlogits: the entropy has a gradient
 
     @property
@@ -43,7 +43,7 @@ class LceExpProblem:
 class LceRescaleProblem:
     stored: bool  # whether exp_logits is kept
     logit_scale: bool = False
-    return_stats: bool = False  # sums of e * log2(e) too
+    return_stats: bool = False  # also sums of e * log2(e)
 
     @property
     def args(self) -> RescaleArgs:
@@ -72,10 +72,10 @@ class LceWarpsConfig:
 
 
 def logit_columns(rows: int) -> int:
-    """How many classes' logits are in memory at a time: whole tiles, at least one."""
+    """Classes whose logits fit in the buffer: whole tiles, at least one."""
     return max(PRODUCT_BYTES // (4 * rows * TILE_N), 1) * TILE_N
 
 
 def product_rows(h: int) -> int:
-    """How many rows of the input gradient are in memory at a time."""
+    """Rows of the input gradient that fit in the buffer."""
     return max(PRODUCT_BYTES // (4 * h), 1)

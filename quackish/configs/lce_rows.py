@@ -1,6 +1,6 @@
-"""Linear cross entropy's kernels around its GEMMs: what to compute (Problem) and how (Config).
+"""The kernels around the GEMMs of linear cross entropy: what to compute (Problem) and how (Config).
 
-Numbers of rows, classes and tiles are in neither: kernels get these at run time, with their other `args`.
+The numbers of rows, classes and tiles are runtime arguments.
 """
 
 import dataclasses
@@ -24,18 +24,18 @@ from quackish.configs.lce_args import (
     optional,
 )
 
-WIDE_BIAS = 32_768  # columns, and more
-ROW_TILE = 128  # rows of a GEMM tile: up to the end of the last one with live rows, buffers hold zeros, not garbage
-NO_SLOT = (1 << 31) - 1  # in first_slot_of_class: no row has the class
-MOST_ROWS_COUNTED = 1 << 14  # of a chunk that `lce_sort` sorts itself, in a time that grows with their square
-MANY_ROWS = 8  # of a class, or more: all warps of a CTA of `lce_targets` sum them
+WIDE_BIAS = 32_768  # columns from which LceBiasProblem.wide is set
+ROW_TILE = 128  # rows per GEMM tile; buffers are zero from the last live row to the end of its tile
+NO_SLOT = (1 << 31) - 1  # in first_slot_of_class: no row has this class
+MOST_ROWS_COUNTED = 1 << 14  # largest chunk that `lce_sort` sorts itself, in quadratic time
+MANY_ROWS = 8  # a class with at least this many rows is summed by all warps of a CTA of `lce_targets`
 
 
 @dataclasses.dataclass(frozen=True)
 class LceCompactProblem:
     target_dtype: str  # "int32" or "int64"
     class_weight_dtype: str | None = None
-    divisor: str = "one"  # "one", "weights" (sum of the class weights of rows), "float" or "tensor" (num_items)
+    divisor: str = "one"  # "one", "weights" (sum of the targets' class weights), "float" or "tensor" (num_items)
 
     @property
     def args(self) -> CompactArgs:
@@ -53,7 +53,7 @@ class LceGatherProblem:
     bias_dtype: str | None = None
     dx_dtype: str | None = None
     softcap: bool = False
-    rows_out: bool = True  # loss and lse of ignored rows are written
+    rows_out: bool = True  # zero loss and lse of ignored rows
     x_aligned: bool = True  # every row of x starts on 16 bytes
     return_stats: bool = False
 
@@ -72,17 +72,17 @@ class LceGatherProblem:
 class LceRowsProblem:
     stats: bool  # loss, lse and the sum of exponentials
     grads: str = "none"  # "none", "scale" (of rows of exp_logits and live_x) or "coefs" (four numbers)
-    h: int = 0  # a multiple of 8, where rows of live_x are scaled
+    h: int = 0  # a multiple of 8; 0: rows of live_x are not scaled
     dtype: str | None = None  # of live_x and scaled_x
     class_weight_dtype: str | None = None
     label_smoothing: bool = False
-    softcap: bool = False  # matters to "scale" alone
+    softcap: bool = False  # used by "scale" only
     grad_loss: str = "one"  # "one", "scalar" or "rows"
     grad_lse: bool = False
     exp_logits_split: bool = False  # exp_logits is in two buffers
-    first_slot_of_class: bool = False  # set to NO_SLOT, for `sort`
+    first_slot_of_class: bool = False  # filled with NO_SLOT, for `lce_sort`
     logit_scale: bool = False
-    return_stats: bool = False  # with stats also log_prob, entropy and predicted
+    return_stats: bool = False  # with stats: also log_prob, entropy and predicted
     grad_log_prob: bool = False
     grad_entropy: bool = False
 
@@ -117,7 +117,7 @@ class LceRowsProblem:
 class LceSortProblem:
     exp_logits_split: bool  # exp_logits is in two buffers
     first_slot_of_class: bool = False  # written
-    presorted: bool = False  # the order is given
+    presorted: bool = False  # `index` is given
 
     @property
     def args(self) -> SortArgs:
@@ -134,7 +134,7 @@ class LceTargetsProblem:
     dtype: str  # of x
     dw_dtype: str
     x_aligned: bool = True  # every row of x starts on 16 bytes
-    rounding_residual: bool = False  # of a bf16 dw: the fp32 bits that rounding dropped count too
+    rounding_residual: bool = False  # dw is bf16, and the fp32 bits that rounding dropped are given
 
     @property
     def args(self) -> TargetsArgs:
@@ -149,7 +149,7 @@ class LceBiasProblem:
     dtype: str  # of exp_logits
     row_scale: bool
     accumulate: bool
-    wide: bool = False  # WIDE_BIAS columns, or more
+    wide: bool = False  # at least WIDE_BIAS columns
 
     @property
     def args(self) -> BiasArgs:
@@ -185,19 +185,16 @@ class LceCompactConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LceRowsConfig:
-    """One warp per row, so the order of a row's sums depends on its length alone."""
+    """One warp per row, so the order of a row's sums depends only on its length."""
 
     threads: int = 256
-    vectors: int = 4  # 16-byte vectors of a thread in flight, of each tensor
-
-    def num_ctas(self, rows: int) -> int:
-        return -(-rows // (self.threads // 32))
+    vectors: int = 4  # 16-byte vectors in flight per thread and tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class LceSortConfig:
-    threads: int = 1024  # a CTA has 32 rows
-    tile: int = 4096  # classes in shared memory; a multiple of 4 * threads
+    threads: int = 1024  # per CTA of 32 rows
+    tile: int = 4096  # targets in shared memory; a multiple of 4 * threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,31 +206,28 @@ class LceTargetsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LceBiasConfig:
-    """A CTA has `lanes * 8` columns of all rows: every (threads / lanes)-th row a group of lanes, in order, then the
-    groups in order."""
+    """A CTA sums `lanes * 8` columns over all rows. Each group of lanes sums every (threads / lanes)-th row in order;
+    then the groups' sums are added in order."""
 
     lanes: int
     threads: int = 512
-
-    def num_ctas(self, n: int) -> int:
-        return -(-n // (self.lanes * 8))
 
 
 @dataclasses.dataclass(frozen=True)
 class LceScaleConfig:
     threads: int = 256
-    vectors: int = 4  # 16-byte vectors of a thread in flight
+    vectors: int = 4  # 16-byte vectors in flight per thread
 
     def num_ctas(self, bytes: int, sm_count: int) -> int:
-        """Persistent: where the factor is 1, few CTAs leave again."""
+        """Persistent CTAs, so that few are launched for nothing if the factor is 1."""
         return max(1, min(-(-bytes // (self.threads * self.vectors * 16)), sm_count * 4))
 
 
 def lce_gather_config(problem: LceGatherProblem) -> LceRowsConfig:
-    # Rows that are not aligned come in element by element, and with four vectors of them registers spill.
+    # Unaligned rows are loaded element by element; four vectors in flight would spill registers.
     return LceRowsConfig(vectors=4 if problem.x_aligned else 2)
 
 
 def lce_bias_config(problem: LceBiasProblem) -> LceBiasConfig:
-    """The more columns, the wider the slice of a CTA, while every SM has some. Not measured."""
+    """More columns per CTA if there are enough columns for all SMs. Not measured."""
     return LceBiasConfig(lanes=32 if problem.wide else 8)

@@ -1,6 +1,6 @@
-"""Linear cross entropy: what to compute (Problem) and how (Config), by a written rule on shapes alone.
+"""Linear cross entropy: what to compute (Problem) and how (Config), by a rule that depends only on shapes.
 
-The portable path and the kernels have a rule each, as they keep different buffers.
+The portable path and the kernels have separate rules, because they allocate different buffers.
 """
 
 import dataclasses
@@ -9,36 +9,36 @@ from typing import NamedTuple
 
 SCHEDULES = ("stored", "chunked", "recompute")
 
-# Portable path: bytes that the logits in flight may take, 2048 rows of a 128k vocabulary. The weight gradient's fp32
-# accumulator is read and written once a chunk, so fewer rows cost time and more rows cost memory. Not tuned on any GPU.
+# Portable path: bytes for the logits of a chunk, 2048 rows of a 128k vocabulary. The weight gradient's fp32 accumulator
+# is read and written once per chunk, so fewer rows cost time and more rows cost memory. Not tuned on any GPU.
 CHUNK_BYTES = 3 << 29
 ROW_MULTIPLE = 128  # a chunk's rows are a multiple of a GEMM tile
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearCrossEntropyProblem:
-    """What the portable path's rule depends on, except M, which `linear_cross_entropy_config` also takes."""
+    """The inputs of the portable path's rule, except M."""
 
     v: int
-    x_dtype: str  # "bfloat16", ...: what the logits GEMM multiplies
+    x_dtype: str  # "bfloat16", ...: of the logits GEMM's operands
     reduction: str  # "none", "mean" or "sum"
     softcap: bool = False
     return_lse: bool = False
 
 
 class LinearCrossEntropyConfig(NamedTuple):
-    """`stored`: backward starts from the kept logits. `chunked`: forward computes the gradients, chunk by chunk.
-    `recompute`: no logits are kept; backward computes them again."""
+    """`stored`: logits are kept for backward. `chunked`: forward computes the gradients, chunk by chunk.
+    `recompute`: no logits are kept; backward recomputes them."""
 
     schedule: str
     chunk_rows: int
     # `recompute` on kernels:
     dx_in_forward: bool = False  # forward computes the input's gradient, chunk by chunk
-    dw_in_chunks: bool = False  # ... and backward the weight's, chunk by chunk if there are several
+    dw_in_chunks: bool = False  # backward computes the weight's gradient in chunks of chunk_rows
 
 
 def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
-    """Bytes in flight for one logit of a chunk: itself, its gradient where that is narrower, and softcap's tanh."""
+    """Bytes per logit of a chunk: the logit, its gradient if that is narrower, and softcap's tanh."""
     wide = 8 if problem.x_dtype == "float64" else 4
     narrow = 2 if problem.x_dtype in ("bfloat16", "float16") else 0
     return wide + narrow + (wide if problem.softcap else 0)
@@ -47,16 +47,16 @@ def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
 def linear_cross_entropy_config(
     problem: LinearCrossEntropyProblem, m: int, schedule: str = "auto", chunk_size: int | None = None
 ) -> LinearCrossEntropyConfig:
-    """The schedule and the rows of a chunk, independent of free memory, because the bits depend on the chunk.
+    """The schedule and the rows per chunk. Free memory does not matter, because the bits depend on the chunks.
 
-    - rows: as many as keep the logits in flight within CHUNK_BYTES, down to a multiple of 128 and at least 128.
-      Independent of M, so that a row's logits come from a GEMM of the same shape for any batch, the last chunk apart.
-    - schedule "auto": `chunked`, unless rows may get gradients of their own, known in backward only (reduction "none",
-      or an lse that is returned): then `stored` where the kept logits also stay within CHUNK_BYTES, else `recompute`.
+    - Rows per chunk: as many as CHUNK_BYTES hold, in multiples of 128. Independent of M, so that a row's logits come
+      from a GEMM of the same shape for any batch, except in the last chunk.
+    - "auto" is `chunked`, except when gradients are known only in backward (reduction "none", or a returned lse). Then
+      it is `stored` if all logits fit in CHUNK_BYTES, else `recompute`.
     """
     if chunk_size is None:
-        fit = CHUNK_BYTES // (bytes_per_logit(problem) * problem.v)
-        chunk_size = max(fit // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+        rows = CHUNK_BYTES // (bytes_per_logit(problem) * problem.v)
+        chunk_size = max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
     if schedule == "auto":
         schedule = "chunked"
         if problem.reduction == "none" or problem.return_lse:
@@ -67,53 +67,54 @@ def linear_cross_entropy_config(
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 
-# Bytes of exp_logits per chunk. A single chunk computes each gradient with one GEMM. Several add dW to fp32 sums, which
-# costs 1 to 3 % of dW's GEMM from 8192 rows per chunk up, 15 % at 2048 (H200, bf16, H 4096, V 128256), and the memory
-# of these sums.
-E_BYTES = 1 << 32
-# A call of at most so many rows is one chunk.
+# Maximum bytes of exp_logits per chunk. With a single chunk, each gradient is one GEMM. Several chunks accumulate dW in
+# fp32, which costs memory and 1 to 3 % of dW's GEMM from 8192 rows per chunk up, 15 % at 2048 (H200, bf16, H 4096,
+# V 128256).
+MAX_CHUNK_BYTES = 1 << 32
+# Calls with at most this many rows use a single chunk.
 ONE_CHUNK_ROWS = 1 << 13
-# So is one of at most so many times H rows: it takes less memory than two chunks with their fp32 sums (dW of 16 bits).
+# So do calls with at most this many times H rows: two chunks with their fp32 dW take more memory (16-bit dW).
 ONE_CHUNK_PER_H = 3.5
-# So is one whose exp_logits and gathered rows of x have at most so many bytes; chunks of larger calls have as many.
-FEW_BYTES = 1 << 30
-# Rows per chunk of larger calls, at least, and times H. More rows cost memory but save little: a training step of a 1B
-# Llama with 16,384 rows (H 2048, V 128256, H100) took 266.0 ms and 36.4 GB in one chunk, 265.9 and 35.2 in chunks of
-# 8192 rows, 267.3 and 34.1 in chunks of 4096. benchmarks/results/chunk_rows.md: the head alone.
+# So do calls with at most this many bytes of exp_logits and gathered rows of x. Chunks of larger calls have at least
+# this many bytes.
+ONE_CHUNK_BYTES = 1 << 30
+# Minimum rows per chunk of larger calls, absolute and per H. More rows cost memory but save little: a training step of
+# a 1B Llama with 16,384 rows (H 2048, V 128256, H100) took 266.0 ms and 36.4 GB in one chunk, 265.9 and 35.2 in chunks
+# of 8192 rows, 267.3 and 34.1 in chunks of 4096. benchmarks/results/chunk_rows.md has the head alone.
 CHUNK_ROWS = 1 << 12
 CHUNK_ROWS_PER_H = 2.5
-# Bytes of exp_logits that "auto" keeps until backward.
-KEPT_BYTES = 1 << 31
-E_ITEMSIZE = 2
-# Bytes of dlogits that "recompute" holds in memory of their own, but at least MIN_BLOCK classes: ALONE_BYTES if dX's
-# fp32 sums are not in memory too, ROOMY_BYTES if no dW is allocated. In all cases M 8192, H 4096, V 128256 stays
-# within 1.30 GB, gradients included.
-BLOCK_BYTES = 1 << 25
-ALONE_BYTES = 3 << 25
-ROOMY_BYTES = 1 << 28
+# Maximum bytes of exp_logits that "auto" keeps until backward.
+STORED_BYTES = 1 << 31
+E_ITEMSIZE = 2  # of exp_logits
+# Bytes of the scratch for `recompute`'s dlogits, which holds at least MIN_BLOCK classes: in general, without dX's fp32
+# sums in memory, and without an allocated dW. In all cases M 8192, H 4096, V 128256 stays within 1.30 GB, including
+# gradients.
+SCRATCH_BYTES = 1 << 25
+SCRATCH_BYTES_NO_DX = 3 << 25
+SCRATCH_BYTES_NO_DW = 1 << 28
 MIN_BLOCK = 2816
-# Classes per block of a dW that is summed over chunks: 13 MB of fp32 sums at H 4096. With chunks of 4096 rows each GEMM
-# has 64 cluster tiles, one wave; with 1024 classes 96, almost two. Relative to `recompute` without chunk_size that took
-# 1.46 of the time with 768 classes and 1.57 with 1024 (H200, M 8192, H 4096, V 128256, in two runs).
+# Classes per block of a dW that is summed over chunks: 13 MB of fp32 sums at H 4096. With chunks of 4096 rows, 768
+# classes make 64 cluster tiles per GEMM, one wave; 1024 classes make 96, almost two. Relative to `recompute` without
+# chunk_size that took 1.46 and 1.57 of the time (H200, M 8192, H 4096, V 128256, in two runs).
 DW_BLOCK = 768
-COLUMN_MULTIPLE = 256  # of a block's classes, and of those where exp_logits are split
-OFFSET_MULTIPLE = 1024  # bytes: where a buffer may start in another one's storage
+COLUMN_MULTIPLE = 256  # of the classes of a block, and of the class where exp_logits are split
+OFFSET_MULTIPLE = 1024  # bytes, of a buffer's offset in another buffer's storage
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelProblem:
-    """What the kernels' rule depends on, except M, which `kernel_config` also takes."""
+    """The inputs of the kernels' rule, except M."""
 
     v: int
     h: int
-    dtype: str  # "bfloat16" or "float16": what the GEMMs multiply
+    dtype: str  # "bfloat16" or "float16": of the GEMMs' operands
     reduction: str
     return_lse: bool = False
     grad_weight_out: bool = False
     label_smoothing: bool = False
 
     @property
-    def has_e(self) -> bool:
+    def has_exp_logits(self) -> bool:
         """Whether dlogits are exp_logits times one factor per row, except at the target. Not with label smoothing,
         which changes every class, nor in fp16, which lacks the range of exp(a - row_shift)."""
         return self.dtype == "bfloat16" and not self.label_smoothing
@@ -121,7 +122,7 @@ class KernelProblem:
     @property
     def known_in_forward(self) -> bool:
         """Whether forward can compute gradients up to a scalar factor."""
-        return self.has_e and self.reduction != "none"
+        return self.has_exp_logits and self.reduction != "none"
 
 
 def kernel_config(
@@ -129,123 +130,123 @@ def kernel_config(
 ) -> LinearCrossEntropyConfig:
     """The kernels' schedule and rows per chunk, from shapes and options; free memory does not matter.
 
-    - Rows per chunk: a multiple of 128, such that exp_logits fit in E_BYTES. One chunk up to ONE_CHUNK_ROWS or
-      ONE_CHUNK_PER_H * H rows, else at most CHUNK_ROWS or CHUNK_ROWS_PER_H * H; in both cases as many as FEW_BYTES hold
-      if that is more. A `chunk_size` is rounded up. `even_chunks` then makes the chunks of a call equal.
+    - Rows per chunk: a multiple of 128, such that exp_logits fit in MAX_CHUNK_BYTES. One chunk up to ONE_CHUNK_ROWS or
+      ONE_CHUNK_PER_H * H rows, else CHUNK_ROWS or CHUNK_ROWS_PER_H * H; as many as ONE_CHUNK_BYTES hold if that is
+      more. A `chunk_size` is rounded up. `even_chunks` then makes the chunks of a call equal.
     - "auto" is `chunked`, except when gradients are known only in backward (reduction "none", a returned lse) or dW is
       added to the user's buffer, which forward must not write. Then it is `stored` if exp_logits of all rows fit in
-      KEPT_BYTES, else `recompute`.
+      STORED_BYTES, else `recompute`.
     - `chunked` with reduction "none", and every problem without exp_logits, is `recompute`.
-    - `recompute` computes dX in forward if it can, chunk by chunk, with exp_logits in memory that dW takes later. So by
+    - `recompute` computes dX in forward if possible, chunk by chunk, with exp_logits in the future storage of dW. So by
       default a chunk has at most H rows, or fewer if forward also computes dW of some classes (`first_classes`). If dW
-      is added to the user's buffer, exp_logits fit in ROOMY_BYTES instead. With a `chunk_size` below M, backward
-      computes dW from as many rows at a time, DW_BLOCK classes at a time, in fp32 sums.
+      is added to the user's buffer, exp_logits fit in SCRATCH_BYTES_NO_DW instead. With a `chunk_size` below M,
+      backward sums dW in fp32 over chunks of that size, DW_BLOCK classes at a time.
     """
     if schedule == "auto":
         schedule = "chunked"
         if problem.reduction == "none" or problem.return_lse or problem.grad_weight_out:
-            schedule = "stored" if m * problem.v * E_ITEMSIZE <= KEPT_BYTES else "recompute"
-    if not problem.has_e or (schedule == "chunked" and not problem.known_in_forward):
+            schedule = "stored" if m * problem.v * E_ITEMSIZE <= STORED_BYTES else "recompute"
+    if not problem.has_exp_logits or (schedule == "chunked" and not problem.known_in_forward):
         schedule = "recompute"
     dx_in_forward = schedule == "recompute" and problem.known_in_forward and not problem.return_lse
     dw_in_chunks = dx_in_forward and chunk_size is not None
     if chunk_size is None:
-        few, fit = whole_tiles(FEW_BYTES, problem.v + problem.h), whole_tiles(E_BYTES, problem.v)
-        chunk_size = min(max(ONE_CHUNK_ROWS, int(ONE_CHUNK_PER_H * problem.h), few), fit)
+        least = rows_that_fit(ONE_CHUNK_BYTES, problem.v + problem.h)
+        most = rows_that_fit(MAX_CHUNK_BYTES, problem.v)
+        chunk_size = min(max(ONE_CHUNK_ROWS, int(ONE_CHUNK_PER_H * problem.h), least), most)
         if m > chunk_size:
-            chunk_size = min(max(CHUNK_ROWS, int(CHUNK_ROWS_PER_H * problem.h), few), fit)
+            chunk_size = min(max(CHUNK_ROWS, int(CHUNK_ROWS_PER_H * problem.h), least), most)
         if dx_in_forward:
-            there = ROOMY_BYTES if problem.grad_weight_out else E_ITEMSIZE * problem.v * problem.h
-            chunk_size = min(chunk_size, whole_tiles(there, problem.v))
+            room = SCRATCH_BYTES_NO_DW if problem.grad_weight_out else E_ITEMSIZE * problem.v * problem.h
+            chunk_size = min(chunk_size, rows_that_fit(room, problem.v))
     return LinearCrossEntropyConfig(schedule, round_up(chunk_size, ROW_MULTIPLE), dx_in_forward, dw_in_chunks)
 
 
 def config_of(
     problem: KernelProblem | LinearCrossEntropyProblem, m: int, schedule: str = "auto", chunk_size: int | None = None
 ) -> LinearCrossEntropyConfig:
-    """By the rule for such a problem."""
+    """The config by the rule of the problem's path."""
     rule = kernel_config if isinstance(problem, KernelProblem) else linear_cross_entropy_config
     return rule(problem, m, schedule, chunk_size)
 
 
 # With a memory limit -------------------------------------------------------------------------------------------------
 
-# Into how many chunks a call may be split. More cost too much time.
+# The numbers of chunks that a call may be split into. More cost too much time.
 SPLITS = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32)
 
 
 def by_speed(
     problem: KernelProblem | LinearCrossEntropyProblem, m: int, h: int, schedule: str, chunk_size: int | None
 ) -> list[LinearCrossEntropyConfig]:
-    """What a call with a memory limit may run, the fastest first by `expected_time`: it takes the first that fits.
+    """The candidates of a call with a memory limit, fastest first by `expected_time`. The first that fits is used.
 
-    - `schedule` "auto" is `chunked` or `recompute`; `stored` or `recompute` where gradients are known in backward only;
-      any for dW that is added to the user's buffer. `stored` takes more memory than `chunked` in one chunk.
-    - `chunk_size` None is the default, or M / n for an n in SPLITS.
+    - `schedule` "auto": `chunked` or `recompute`; `stored` or `recompute` if gradients are known only in backward; all
+      three if dW is added to the user's buffer. `stored` takes more memory than `chunked` in one chunk.
+    - `chunk_size` None: the default, or M / n for each n in SPLITS.
     """
     names = (schedule,)
     if schedule == "auto":
-        late = problem.reduction == "none" or problem.return_lse
-        names = ("stored", "recompute") if late else ("chunked", "recompute")
-        if not late and isinstance(problem, KernelProblem) and problem.grad_weight_out:
+        only_in_backward = problem.reduction == "none" or problem.return_lse
+        names = ("stored", "recompute") if only_in_backward else ("chunked", "recompute")
+        if not only_in_backward and isinstance(problem, KernelProblem) and problem.grad_weight_out:
             names = SCHEDULES
     sizes = [None, *(-(-m // n) or 1 for n in SPLITS)] if chunk_size is None else [chunk_size]
-    found = [config_of(problem, m, name, size) for name in names for size in sizes]
-    return sorted(dict.fromkeys(found), key=lambda how: expected_time(how, m, h))
+    configs = [config_of(problem, m, name, size) for name in names for size in sizes]
+    return sorted(dict.fromkeys(configs), key=lambda config: expected_time(config, m, h))
 
 
-def expected_time(how: LinearCrossEntropyConfig, m: int, h: int) -> float:
-    """Of forward and backward with the gradients of input and weight, in bf16, relative to the three GEMMs alone.
+def expected_time(config: LinearCrossEntropyConfig, m: int, h: int) -> float:
+    """Time of forward and backward with the gradients of input and weight in bf16, relative to the three GEMMs alone.
 
     Measured at M 8192, V 128256 on an H100 and an H200, chunks of 4096, 2048 and 1024 rows. H 4096: `stored` 0.98,
     `chunked` 0.99, 1.03, 1.07 to 1.09, 1.22 to 1.24, `recompute` 1.22 to 1.24, with chunks 1.80 and (1024) 3.4. H 2048:
     `chunked` 0.97, 1.02, 1.15, 1.23, `recompute` 1.33, with chunks 2.3 and 5.9.
     """
-    if how.schedule == "stored":
+    if config.schedule == "stored":
         return 0.98
-    rows = even_chunks(max(m, 1), how.chunk_rows)
-    if how.schedule == "chunked":
+    rows = even_chunks(max(m, 1), config.chunk_rows)
+    if config.schedule == "chunked":
         # The fp32 sums of dW are read and written once per chunk.
-        return 0.99 if m <= how.chunk_rows else 0.99 + 0.26 * (1024 / rows) ** 1.5
-    sums = 9.5e6 / (rows * h) if how.dw_in_chunks and m > how.chunk_rows else 0.0
+        return 0.99 if m <= config.chunk_rows else 0.99 + 0.26 * (1024 / rows) ** 1.5
+    sums = 9.5e6 / (rows * h) if config.dw_in_chunks and m > config.chunk_rows else 0.0
     return 1.24 + sums
 
 
-def whole_tiles(size: int, v: int) -> int:
-    """How many rows of exp_logits fit in `size` bytes, in whole tiles; at least one tile."""
+def rows_that_fit(size: int, v: int) -> int:
+    """The rows of v exp_logits that fit in `size` bytes, in whole tiles; at least one tile."""
     return max(size // (E_ITEMSIZE * v) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
 
 
 def even_chunks(m: int, chunk_rows: int) -> int:
-    """As many chunks as `chunk_rows` make of m rows, all about as large: a short last one would be a slow GEMM."""
+    """Rows per chunk if m rows are divided evenly, in the same number of chunks: a short last chunk is a slow GEMM."""
     return round_up(-(-m // -(-m // chunk_rows)), ROW_MULTIPLE)
 
 
-def scratch_columns(m: int, roomy: bool, alone: bool) -> int:
-    """How many classes' dlogits `recompute` may hold in memory of their own; `alone`: without dx's sums beside them."""
-    there = ROOMY_BYTES if roomy else ALONE_BYTES if alone else BLOCK_BYTES
-    return round_up(max(there // (2 * m), MIN_BLOCK), COLUMN_MULTIPLE)
+def scratch_columns(m: int, has_dw: bool, has_dx_sums: bool) -> int:
+    """The classes that the scratch for `recompute`'s dlogits holds; has_dw: dW is allocated too."""
+    size = SCRATCH_BYTES_NO_DW if not has_dw else SCRATCH_BYTES if has_dx_sums else SCRATCH_BYTES_NO_DX
+    return round_up(max(size // (2 * m), MIN_BLOCK), COLUMN_MULTIPLE)
 
 
 class Block(NamedTuple):
-    """Classes [v0, v1), and where their exp_logits or dlogits of all m rows lie, without gaps."""
+    """Classes [v0, v1), and the location of their exp_logits or dlogits: all m rows, contiguous."""
 
     v0: int
     v1: int
-    offset: int | None  # bytes into dW's storage; None: in the scratch
+    offset: int | None  # in bytes in dW's storage; None: in the scratch
 
 
 @functools.lru_cache(maxsize=1024)
 def recompute_blocks(m: int, v: int, h: int, itemsize: int | None, scratch: int) -> tuple[Block, ...]:
-    """All classes, ascending, in few blocks: each block reads and writes the input gradient's fp32 sums once.
+    """Divides the classes into few ascending blocks, because each block reads and writes dX's fp32 sums once.
 
     itemsize: of dW (v, h); None if its storage is the user's. A block's rows of dW follow those of earlier blocks, and
-    its dlogits lie at the end of the storage that is left. Of R classes left, n fit if n * h * itemsize + m * n * 2
-    bytes do: a third of R if m = 2 h and dW has 16 bits. So blocks shrink until they have `scratch` classes (a multiple
-    of 256), whose dlogits have memory of their own.
+    its dlogits are at the end of dW's remaining storage. With R classes left, a block of n fits if
+    n * h * itemsize + m * n * 2 <= R * h * itemsize bytes: n = R / 3 if m = 2 h and dW has 16 bits. So blocks shrink
+    until they have `scratch` classes (a multiple of 256), whose dlogits fit in the scratch.
 
-    A block has the width that costs least per class, among those that fit and are at least half of the widest, in whole
-    tiles.
+    A block's width, in whole tiles, minimizes the cost per class among the widths from half of the widest that fits.
     """
     blocks, v0 = [], 0
     while v - v0 > scratch:
@@ -261,8 +262,8 @@ def recompute_blocks(m: int, v: int, h: int, itemsize: int | None, scratch: int)
 class FirstClasses(NamedTuple):
     """The classes [0, columns) whose dW `recompute` computes in forward: the first of `recompute_blocks`.
 
-    Their exp_logits, of all rows, lie `offset` bytes into dW's storage. In front of them there is room for the other
-    classes' exp_logits of `part_rows` rows, the rows of a chunk.
+    Their exp_logits of all rows start at byte `offset` of dW's storage. The storage before that holds the other
+    classes' exp_logits of `part_rows` rows, which are the rows of a chunk.
     """
 
     columns: int
@@ -270,82 +271,80 @@ class FirstClasses(NamedTuple):
     part_rows: int
 
 
-# Elements of the input's gradient, of a chunk: a wave of tiles. With chunks of half a wave `recompute` took 1.75 of the
-# three GEMMs instead of 1.42 (H200, M 4096, H 2048, V 32000, chunks of 1024 rows).
-LEAST_PART = 1 << 22
+# Minimum elements of dX per chunk, a wave of tiles. With chunks of half a wave, `recompute` took 1.75 times the three
+# GEMMs instead of 1.42 (H200, M 4096, H 2048, V 32000, chunks of 1024 rows).
+MIN_DX_ELEMENTS = 1 << 22
 
 
 @functools.lru_cache(maxsize=1024)
 def first_classes(m: int, v: int, h: int, itemsize: int) -> FirstClasses | None:
-    """None if there is no room for chunks of LEAST_PART, or for any block of exp_logits.
+    """None if there is no room for chunks of MIN_DX_ELEMENTS, or for any block of exp_logits.
 
-    A third of all classes where m is 2 h and the gradient is 16 bits wide, which saves backward a third of its logits.
+    A third of all classes if m = 2 h and dW has 16 bits, which saves backward a third of its logits.
     """
-    first = recompute_blocks(m, v, h, itemsize, scratch_columns(m, False, True))[0]
+    first = recompute_blocks(m, v, h, itemsize, scratch_columns(m, True, False))[0]
     if first.offset is None:
         return None
     part_rows = first.offset // (E_ITEMSIZE * round_up(v - first.v1, 64)) // ROW_MULTIPLE * ROW_MULTIPLE
-    return FirstClasses(first.v1, first.offset, part_rows) if min(part_rows, m) * h >= min(m * h, LEAST_PART) else None
+    if min(part_rows, m) * h < min(m * h, MIN_DX_ELEMENTS):
+        return None
+    return FirstClasses(first.v1, first.offset, part_rows)
 
 
-def _tail_tiles(m: int, v: int, v0: int, row: int) -> int:
-    """How many tiles of classes from v0 on fit with m rows of exp_logits behind their own rows of dW, of `row` bytes.
-
-    A class takes 2 * m bytes, and `row` in front of them.
-    """
-    tiles = (v - v0) * row // (row + m * E_ITEMSIZE) // COLUMN_MULTIPLE
+def _tail_tiles(m: int, v: int, v0: int, row_bytes: int) -> int:
+    """How many tiles of classes from v0 on fit in dW's storage: their rows of dW, then exp_logits of m rows."""
+    tiles = (v - v0) * row_bytes // (row_bytes + m * E_ITEMSIZE) // COLUMN_MULTIPLE
     v1 = v0 + tiles * COLUMN_MULTIPLE
-    return tiles if _tail_offset(m, v, v0, v1, row) >= v1 * row else tiles - 1
+    return tiles if _tail_offset(m, v, v0, v1, row_bytes) >= v1 * row_bytes else tiles - 1
 
 
-def _tail_offset(m: int, v: int, v0: int, v1: int, row: int) -> int:
-    return (v * row - m * E_ITEMSIZE * (v1 - v0)) // OFFSET_MULTIPLE * OFFSET_MULTIPLE
+def _tail_offset(m: int, v: int, v0: int, v1: int, row_bytes: int) -> int:
+    return (v * row_bytes - m * E_ITEMSIZE * (v1 - v0)) // OFFSET_MULTIPLE * OFFSET_MULTIPLE
 
 
-# Clusters that run at a time on 132 SMs, each with a tile of 256 x 256: what all of the GEMMs had when this was chosen.
+# Clusters that run at a time on 132 SMs, with tiles of 256 x 256.
 WAVE = 66
-# What a block costs beside its GEMMs' waves grows with m * h, as the sums do that it reads and writes: 0.3 ms where
-# each had 2048 classes (H200, M 8192, H 4096, V 128256), as long as a wave of tiles multiplies 24,000 deep.
-SUMS_A_STEP = 1400
+# Elements of dX's fp32 sums that a block reads and writes in the time that a wave takes per unit of K: 0.3 ms per block
+# of 2048 classes (H200, M 8192, H 4096, V 128256), the time of a wave with K = 24,000.
+SUMS_PER_STEP = 1400
 
 
 def _block_cost(m: int, h: int, tiles: int) -> int:
-    """In waves, times how deep they multiply: dlogits, the weight gradient, the input gradient, its sums."""
+    """The sum of waves * K over the GEMMs for dlogits, dW and dX, plus the cost of dX's sums."""
     m_tiles, h_tiles = -(-m // 256), -(-h // 256)
     waves = [-(-n // WAVE) for n in (m_tiles * tiles, h_tiles * tiles, m_tiles * h_tiles)]
     depths = h, m, tiles * COLUMN_MULTIPLE
-    return sum(n * depth for n, depth in zip(waves, depths, strict=True)) + m * h // SUMS_A_STEP
+    return sum(n * depth for n, depth in zip(waves, depths, strict=True)) + m * h // SUMS_PER_STEP
 
 
-# exp_logits of a chunk of all rows share dW's storage if they have more bytes than this; below, one launch less is
-# worth more than the memory. At M 4096, H 2048, V 32000 (262 MB) sharing saves 87 MB and costs 0.5 % of a step (H200).
-# Smaller exp_logits are not measured.
+# exp_logits of a single chunk share dW's storage if they have more bytes than this; sharing takes another launch. At
+# M 4096, H 2048, V 32000 (262 MB) sharing saves 87 MB and costs 0.5 % of a step (H200). Smaller ones are not measured.
 SHARED_FROM = 1 << 26
 
 
 def shared_storage(m: int, v: int, h: int, itemsize: int) -> Block | None:
-    """The classes [0, v1) whose exp_logits fit into the storage of dW (v, h), up to its end; None for less than a tile.
+    """The classes [0, v1) whose exp_logits fit at the end of the storage of dW (v, h); None if less than a tile.
 
-    dW of these classes is written first, in front of their exp_logits; then that of the other classes, over these
-    exp_logits, which are not read any more. So dW takes two GEMMs, and dX is computed before both.
+    First dX is computed, then dW of these classes, before their exp_logits, then dW of the other classes, which
+    overwrites these exp_logits. So dW takes two GEMMs.
 
-    A third of all classes fits if m = 2 h and dW is bf16. At M 8192, H 4096, V 128256 that leaves 1.40 GB of 2.10
-    outside.
+    A third of all classes fits if m = 2 h and dW is bf16. At M 8192, H 4096, V 128256, 1.40 GB of the 2.10 GB of
+    exp_logits remain outside.
     """
     columns = _tail_tiles(m, v, 0, h * itemsize) * COLUMN_MULTIPLE
     return Block(0, columns, _tail_offset(m, v, 0, columns, h * itemsize)) if columns else None
 
 
 class Layout(NamedTuple):
-    """The rows and classes that a call works on at a time, and which buffers share the storage of dW (v, h)."""
+    """The rows and classes that a call processes at a time, and which buffers share the storage of dW (v, h)."""
 
-    chunk_rows: int  # of forward's chunks, all about as large
-    # Of the classes [0, columns) exp_logits lie in dW's storage, from byte `offset` on: in `chunked`, those of the only
-    # chunk; in `recompute`, those of all rows, and forward computes these classes' dW.
+    chunk_rows: int  # of forward's chunks
+    # exp_logits of the classes [0, columns) start at byte `offset` of dW's storage. `chunked`: of the only chunk;
+    # `recompute`: of all rows, and forward computes dW of these classes.
     columns: int = 0
     offset: int = 0
-    blocks: tuple[Block, ...] = ()  # of classes, in backward of `recompute`
-    dw_block: int = 0  # backward of `recompute` sums dW over forward's chunks, so many classes at a time; 0: no sums
+    blocks: tuple[Block, ...] = ()  # of backward of `recompute`
+    dw_block: int = 0  # classes per block if backward of `recompute` sums dW over forward's chunks; 0: no sums
 
 
 @functools.lru_cache(maxsize=4096)
@@ -353,10 +352,10 @@ def choose_layout(
     schedule: str, chunk_rows: int, dx_in_forward: bool, dw_in_chunks: bool, m: int, v: int, h: int, dx: bool,
     dw: int | None, owns_dw: bool, dw_in_forward: bool,
 ) -> Layout:  # fmt: skip
-    """How the kernels run a call. The first four arguments are a LinearCrossEntropyConfig.
+    """The layout of a call on kernels. The first four arguments are a LinearCrossEntropyConfig.
 
-    dx: whether the input has a gradient. dw: the itemsize of the weight's, None without one. owns_dw: it has storage of
-    its own, as it is not added to the user's buffer. dw_in_forward: `recompute` may compute dW of the first classes in
+    dx: whether the input has a gradient. dw: the itemsize of the weight's gradient, None without one. owns_dw: dW is
+    allocated, not added to the user's buffer. dw_in_forward: `recompute` may compute dW of the first classes in
     forward.
     """
     if schedule == "chunked":
@@ -368,16 +367,14 @@ def choose_layout(
         return Layout(even_chunks(m, chunk_rows))
     if dw_in_chunks and owns_dw and dw and m > chunk_rows:
         return Layout(even_chunks(m, chunk_rows), dw_block=min(DW_BLOCK, v))
-    dx_in_backward = dx and not dx_in_forward
-    blocks = recompute_blocks(
-        m, v, h, dw if owns_dw else None, scratch_columns(m, not (dw and owns_dw), not dx_in_backward)
-    )
+    scratch = scratch_columns(m, bool(dw and owns_dw), dx and not dx_in_forward)
+    blocks = recompute_blocks(m, v, h, dw if owns_dw else None, scratch)
     if dw_in_forward:
         first = first_classes(m, v, h, dw)
         if first is not None:
             return Layout(even_chunks(m, first.part_rows), first.columns, first.offset, blocks[1:])
-    if dx and dx_in_forward and not dw and not dw_in_chunks:  # no dW whose storage exp_logits could take
-        chunk_rows = min(chunk_rows, whole_tiles(ROOMY_BYTES, v))
+    if dx and dx_in_forward and not dw and not dw_in_chunks:  # there is no storage of dW for exp_logits
+        chunk_rows = min(chunk_rows, rows_that_fit(SCRATCH_BYTES_NO_DW, v))
     return Layout(even_chunks(m, chunk_rows), blocks=blocks)
 
 

@@ -1,7 +1,7 @@
 """RMSNorm: what to compute (Problem) and how (Config). Both are independent of M, the number of rows.
 
-The number of threads per row determines the summation order, so it depends on the problem alone, and a row has the same
-bits in any batch. Numbers in comments were measured on an H200, bf16, M 4096 to 65536 (`benchmarks/results`).
+The number of threads per row determines the summation order. It depends only on the problem, so a row has the same bits
+in any batch. Numbers in comments were measured on an H200, bf16, M 4096 to 65536 (`benchmarks/results`).
 """
 
 import dataclasses
@@ -10,32 +10,32 @@ import math
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 
-# Bytes per element, by dtype name as both torch and the DSL spell it.
+# Bytes per element by dtype name, as in torch and the DSL.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_N = 262_144  # a cluster of 16 CTAs, 16,384 columns each
-MAX_M = 2**31 - 2**20  # kernels count rows in 32 bits, up to a few tiles past the last row
-MAX_N_TWO_SUMS = 131_072  # with both dweight and dbias: more would not fit a thread's registers
+MAX_M = 2**31 - 2**20  # row indices are 32-bit, up to a few tiles past the last row
+MAX_N_TWO_SUMS = 131_072  # with both dweight and dbias: limited by a thread's registers
 
 
 def columns_per_cta(n: int, vec: int, split_n: int) -> int:
     """Columns per CTA of a row split over split_n CTAs; the last CTA may have fewer."""
-    unit = 8 if vec > 1 and split_n > 1 else 1  # each CTA's part starts on 16 bytes in every dtype
+    unit = 8 if vec > 1 and split_n > 1 else 1  # aligns each CTA's part to 16 bytes in any dtype
     return -(-n // (split_n * unit)) * unit
 
 
 class _Rows:
-    """A problem's rows. Subclasses have `aligned`, and `_row_dtypes`: of all tensors of rows."""
+    """Base class of the problems. Subclasses have `aligned` and `_row_dtypes`, the dtypes of all (M, N) tensors."""
 
-    num_sums = 0  # over rows
+    num_sums = 0  # gradients that are sums over rows
 
     @property
     def itemsize(self) -> int:
-        """Of the widest dtype of a row."""
+        """Bytes per element of the widest (M, N) tensor."""
         return max(ITEMSIZE[dtype] for dtype in self._row_dtypes if dtype)
 
     @property
     def vec(self) -> int:
-        """Elements per vector access: 16 bytes of the widest dtype; 1 if rows are not aligned."""
+        """Elements per vector access: 16 bytes of the widest dtype; 1 if the rows are not aligned."""
         return 16 // self.itemsize if self.aligned else 1
 
 
@@ -49,10 +49,10 @@ class RmsNormFwdProblem(_Rows):
     weight_dtype: str | None = None
     bias_dtype: str | None = None
     residual_dtype: str | None = None
-    packed: bool = True  # row r of x and residual starts at r * n; else at (r // m1) * s0 + (r % m1) * s1
+    packed: bool = True  # row r of x and residual starts at r * n, else at (r // m1) * s0 + (r % m1) * s1
     aligned: bool = True  # every row of every tensor starts and ends on a 16-byte boundary
     heads: int = 1  # rows of weight and bias: row r of x has row r % heads
-    res_dtype: str | None = None  # only if it differs from residual's
+    res_dtype: str | None = None  # only if different from residual's
 
     @property
     def _row_dtypes(self) -> tuple[str | None, ...]:
@@ -61,21 +61,21 @@ class RmsNormFwdProblem(_Rows):
 
 @dataclasses.dataclass(frozen=True)
 class RmsNormBwdProblem(_Rows):
-    """The requested gradients, by dtype name; None if not requested."""
+    """The backward pass. The dtype of a gradient is None if it is not requested."""
 
     n: int
     x_dtype: str  # of the normalized tensor: x, or res with a residual
     dy_dtype: str
     weight_dtype: str | None = None
-    dres_dtype: str | None = None  # of the incoming gradient of res
+    dres_dtype: str | None = None  # of res's incoming gradient
     dx_dtype: str | None = None
-    dresidual_dtype: str | None = None  # only if it differs from dx's; else dx is also dresidual
+    dresidual_dtype: str | None = None  # only if different from dx's; else dx is also dresidual
     dweight_dtype: str | None = None
     dbias_dtype: str | None = None
     packed: bool = True
     aligned: bool = True
     heads: int = 1  # rows of weight, dweight and dbias
-    add_dweight: bool = False  # to what is there
+    add_dweight: bool = False  # accumulate into dweight
 
     @property
     def _row_dtypes(self) -> tuple[str | None, ...]:
@@ -83,7 +83,7 @@ class RmsNormBwdProblem(_Rows):
 
     @property
     def num_sums(self) -> int:
-        """How many gradients that are sums over rows are requested."""
+        """The number of requested gradients that are sums over rows."""
         return (self.dweight_dtype is not None) + (self.dbias_dtype is not None)
 
     @property
@@ -105,16 +105,17 @@ class RmsNormFwdConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RmsNormBwdConfig:
-    """How the backward kernel runs, and with that the order of its sums over rows (dweight, dbias).
+    """How the backward kernel runs, including the order of its sums over rows (dweight, dbias).
 
-    A thread adds its rows, `num_ctas` tiles apart; a CTA adds the rows of its tile; then groups of threads add
-    interleaved shares of the CTAs, and a tree adds the groups. The order depends on the number of CTAs, so on M and the
-    GPU. With a weight per head the rows of a tile have different heads, so the groups add all threads' sums instead.
+    A thread sums its rows, `num_ctas` tiles apart, and a CTA sums the rows of its tile. Then groups of threads sum
+    interleaved shares of the CTAs' sums, and a tree sums the groups. With a weight per head, the rows of a tile have
+    different heads, so the groups sum all threads' sums instead. The order depends on the number of CTAs, and so on M
+    and the GPU.
     """
 
     threads: int
     threads_per_row: int
-    num_stages: int  # tiles of rows in shared memory; 0: rows are read from global memory, aligned or not
+    num_stages: int  # tiles of rows in shared memory; 0: rows are read from global memory
     ctas_per_sm: int
     split_n: int = 1  # CTAs of a cluster that share a row
 
@@ -122,23 +123,26 @@ class RmsNormBwdConfig:
         """Clusters that are resident at once."""
         clusters = sm_count * self.ctas_per_sm // self.split_n
         if self.split_n > 2:
-            # A cluster needs a single GPC, and GPCs differ in size: an H200 (132 SMs) held 30 clusters of 4, 15 of 8
-            # and 7 of 16 at one CTA per SM. One too many fails a cooperative launch, and doubles the time of another.
+            # A cluster must fit in one GPC, and GPCs differ in size: an H200 (132 SMs) held 30 clusters of 4, 15 of 8
+            # and 7 of 16 at one CTA per SM. With one more, a cooperative launch fails and another takes twice as long.
             clusters = clusters * 7 // 8
         return max(clusters, 1)
 
     def clusters_of_heads(self, heads: int) -> int:
-        """Their tiles together hold a multiple of `heads` rows: with a multiple of so many, a thread has one head."""
+        """The smallest number of clusters whose tiles hold a multiple of `heads` rows.
+
+        If the number of clusters is a multiple of it, all rows of a thread have the same head.
+        """
         return heads // math.gcd(heads, self.threads // self.threads_per_row)
 
     def num_ctas(self, m: int, sm_count: int, heads: int = 1) -> int:
-        """Persistent CTAs for m >= 1 rows: as many as are resident at once, or fewer for the same number of rounds."""
+        """Persistent CTAs for m >= 1 rows: the fewest that need no more rounds than all resident CTAs would."""
         unit, tiles = self.clusters_of_heads(heads), -(-m // (self.threads // self.threads_per_row))
         rounds = -(-tiles // (self.max_clusters(sm_count) // unit * unit))
         return -(-tiles // (rounds * unit)) * unit * self.split_n
 
     def scratch_floats(self, problem: RmsNormBwdProblem, num_ctas: int) -> int:
-        """fp32 elements of scratch for the sums over CTAs."""
+        """The fp32 elements of scratch for the sums over CTAs."""
         n_cta = columns_per_cta(problem.n, problem.vec, self.split_n)
         parts = num_ctas * (1 if problem.heads == 1 else self.threads // self.threads_per_row)
         return parts * problem.num_sums * (-(-n_cta // 4) * 4)
@@ -148,7 +152,7 @@ def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfi
     """Raises UnsupportedError for n > MAX_N."""
     p = problem
     # A thread keeps its part of x, weight, residual and bias in registers. 16 bf16 elements per thread were fastest up
-    # to n = 4096, and 32 above, which fit only without residual and bias, and if the weight is no wider than x.
+    # to n = 4096, and 32 above. These fit only without residual and bias, and if the weight is no wider than x.
     narrow_weight = p.weight_dtype is None or ITEMSIZE[p.weight_dtype] <= p.itemsize
     wide = p.aligned and narrow_weight and p.residual_dtype is None and p.bias_dtype is None
     elements = 32 // p.itemsize * (2 if wide and p.n * p.itemsize > 8192 else 1)
@@ -162,11 +166,10 @@ def rms_norm_fwd_config(problem: RmsNormFwdProblem, gpu: Gpu) -> RmsNormFwdConfi
 
 
 def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfig:
-    """Raises UnsupportedError for n > MAX_N, with both dweight and dbias for n > MAX_N_TWO_SUMS, and for too many heads
-    for the resident CTAs."""
+    """Raises UnsupportedError for n > MAX_N (MAX_N_TWO_SUMS with both dweight and dbias) and for too many heads."""
     # Rows up to 2 KB: two CTAs per SM, 16 bf16 elements per thread. Up to 10 KB: one CTA per SM, 32 elements, about
-    # 32 KB per stage. Above: one row per stage, 16 elements. This was best in a sweep over threads, stages and CTAs at
-    # n from 256 to 8192. More rows in flight gain nothing: 65536 x 4096 took 377 us with 3 stages, 379 with 4.
+    # 32 KB per stage. Above: one row per stage, 16 elements. Fastest in a sweep over threads, stages and CTAs at n from
+    # 256 to 8192. More rows in flight gain nothing: 65536 x 4096 took 377 us with 3 stages, 379 with 4.
     p = problem
     row = p.n * p.itemsize
     split_n = 1 if row <= 16_384 else _split(p.n, 16_384 // p.itemsize, MAX_N_TWO_SUMS if p.num_sums == 2 else MAX_N)
@@ -201,7 +204,7 @@ Problem, Config = RmsNormFwdProblem | RmsNormBwdProblem, RmsNormFwdConfig | RmsN
 
 
 def rms_norm_fwd_why_illegal(problem: RmsNormFwdProblem, config: RmsNormFwdConfig, gpu: Gpu) -> str | None:
-    """Why `config` cannot run `problem`: the field, its value, what is legal. None if it is legal."""
+    """Why `config` cannot run `problem`: the field, its value and the legal values. None if it can."""
     if reason := _shape_why_illegal(problem, config):
         return reason
     elements = elements_per_thread(problem, config)
@@ -224,12 +227,12 @@ def rms_norm_bwd_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfi
         return f"num_stages is {c.num_stages}; expected 0, or at least 2: one is loaded while another is read"
     if c.num_stages and not problem.aligned:
         return f"num_stages is {c.num_stages}; expected 0, as the rows do not start and end on 16 bytes"
-    room = min(gpu.smem_bytes, gpu.smem_bytes_per_sm // c.ctas_per_sm - 1024)  # the system reserves 1 KB per CTA
+    available = min(gpu.smem_bytes, gpu.smem_bytes_per_sm // c.ctas_per_sm - 1024)  # the system reserves 1 KB per CTA
     needed = rms_norm_bwd_smem_bytes(problem, c)
-    if needed > room:
+    if needed > available:
         return (
             f"num_stages is {c.num_stages} with threads {c.threads}, threads_per_row {c.threads_per_row} and "
-            f"ctas_per_sm {c.ctas_per_sm}, {needed} bytes of shared memory per CTA; expected at most {room} on "
+            f"ctas_per_sm {c.ctas_per_sm}, {needed} bytes of shared memory per CTA; expected at most {available} on "
             f"{gpu.name}"
         )
     # A thread keeps at least the weight and the sums in registers.
@@ -250,7 +253,7 @@ def elements_per_thread(problem: Problem, config: Config) -> int:
 
 
 def rms_norm_bwd_smem_bytes(problem: RmsNormBwdProblem, config: RmsNormBwdConfig) -> int:
-    """Shared memory per CTA: stages, whose memory the sums over rows reuse; barriers; and slots of RowSum."""
+    """Shared memory per CTA: stages, which the sums over rows reuse, barriers, and the slots of RowSum."""
     n_cta = columns_per_cta(problem.n, problem.vec, config.split_n)
     tile_m = config.threads // config.threads_per_row
     stages = config.num_stages * tile_m * (problem.row_bytes // problem.n * n_cta)
@@ -309,15 +312,15 @@ def _split(n: int, n_cta: int, max_n: int) -> int:
 
 
 def _threads_per_row(n: int, vec: int, elements: int, most: int, at_most: int) -> int:
-    """Threads per row: 8, 16 or whole warps, up to at_most, for about `elements` per thread and few idle threads.
+    """Threads per row: 8, 16 or whole warps, up to at_most, with about `elements` per thread and few idle threads.
 
-    If possible none has more than `most` elements, as more would spill.
+    If possible, no thread has more than `most` elements, which would spill.
     """
     vectors, target = -(-n // vec), max(1, elements // vec)
 
     def cost(threads: int) -> float:
-        each = -(-vectors // threads)
-        return threads * each / vectors * (1 + 0.2 * max(each / target, target / each))
+        per_thread = -(-vectors // threads)
+        return threads * per_thread / vectors * (1 + 0.2 * max(per_thread / target, target / per_thread))
 
     threads = [t for t in (8, 16, *range(32, at_most + 1, 32)) if -(-vectors // t) * vec <= max(most, vec)]
     return min(threads, key=cost, default=at_most)

@@ -1,9 +1,8 @@
-"""The user's table of measured rows: for this problem, on this GPU, this config was faster than the analytical choice.
+"""The user's table of tuned configs: (kernel, problem, GPU) -> a config measured faster than the analytical choice.
 
-It is `tuned.json` in the user's config folder or in QUACKISH_CONFIG_DIR; `python -m quackish tune` writes it. A row
-counts for the GPU (name and target) that it was measured on, with the same quackish, DSL and CUDA. It is independent
-of the number of rows (M), and of whether they are packed: a row of a norm's result has the same bits in any batch and
-layout.
+It is `tuned.json` in the user's config folder or in QUACKISH_CONFIG_DIR, written by `python -m quackish tune`. An entry
+is valid for the GPU (name and target) it was measured on, with the same versions of quackish, DSL and CUDA. It does not
+depend on the number of rows (M) or whether they are packed, because the bits of a norm's row must not depend on these.
 """
 
 import dataclasses
@@ -28,28 +27,28 @@ class Row:
     toolchain: dict[str, str]
     problem: dict[str, Any]
     config: dict[str, Any]
-    measured: str  # a sentence: when, on what, what was gained
+    measured: str  # a sentence: date, hardware, speedup
 
     @property
     def key(self) -> str:
         return json.dumps([self.kernel, self.gpu, self.target, self.problem], sort_keys=True)
 
-    def counts(self) -> bool:
-        """Whether this toolchain made it."""
+    def is_current(self) -> bool:
+        """Whether it was measured with the installed toolchain."""
         return self.toolchain == toolchain.versions()
 
 
 def make_row(kernel: str, problem: Any, gpu: Gpu, config: Any, measured: str) -> Row:
-    made_with, fields = toolchain.versions(), dataclasses.asdict(config)
-    return Row(kernel, gpu.name, gpu.target, made_with, _fields(problem), fields, measured)
+    fields = dataclasses.asdict(config)
+    return Row(kernel, gpu.name, gpu.target, toolchain.versions(), _fields(problem), fields, measured)
 
 
 def find(kernel: str, problem: Any, gpu: Gpu) -> Row | None:
-    """The row that counts for `problem` on `gpu`."""
+    """The valid row for `problem` on `gpu`."""
     if not rows():
         return None
     key = Row(kernel, gpu.name, gpu.target, {}, _fields(problem), {}, "").key
-    return next((row for row in rows() if row.key == key and row.counts()), None)
+    return next((row for row in rows() if row.key == key and row.is_current()), None)
 
 
 def _fields(problem: Any) -> dict[str, Any]:
@@ -68,12 +67,12 @@ def path() -> Path:
 
 @functools.cache
 def rows() -> list[Row]:
-    """Read once a process, until `rows.cache_clear()`."""
+    """The rows of the file, read once per process or `rows.cache_clear()`."""
     return read()
 
 
 def read() -> list[Row]:
-    """Empty without a file, and with one warning if it is damaged."""
+    """The rows of the file. Empty if there is no file; empty with one warning if it is damaged."""
     try:
         content = json.loads(path().read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
@@ -92,16 +91,16 @@ def read() -> list[Row]:
 
 
 def put(row: Row, keep: bool = True) -> bool:
-    """Replaces the row for the same problem, GPU and toolchain, or with keep=False removes it; whether there was one.
+    """Replaces the row of the same problem, GPU and toolchain, or with keep=False removes it.
 
-    The file is written whole or not at all. Raises OSError.
+    Returns whether it existed. The file is written atomically. Raises OSError.
     """
     before = read()
     after = [other for other in before if (other.key, other.toolchain) != (row.key, row.toolchain)]
-    found = len(after) < len(before)
-    if keep or found:
+    existed = len(after) < len(before)
+    if keep or existed:
         after += [row] * keep
         content = json.dumps({"format": _FORMAT, "rows": [dataclasses.asdict(row) for row in after]}, indent=1) + "\n"
         path().parent.mkdir(parents=True, exist_ok=True)
         files.write(path(), content.encode())
-    return found
+    return existed

@@ -31,7 +31,7 @@ Schedules.
     stored     forward: the logits of all rows, keeping exp_logits. backward: dx and dw from them.
     recompute  forward: the logits; dx if only a scalar factor is unknown; dw of the first classes if there is room.
                backward: logits again, by blocks of classes, and the missing gradients.
-fp16 and label smoothing have no exp_logits (`KernelProblem.has_e`). There `recompute` computes both gradients in
+fp16 and label smoothing have no exp_logits (`has_exp_logits`). There `recompute` computes both gradients in
 backward from dlogits, which another GEMM epilogue writes.
 
 Memory. exp_logits of a single chunk, or of a block of classes, partly lie in dw's storage, behind the rows of dw that
