@@ -147,14 +147,14 @@ class GemmSm90(WgmmaKernel):
         total = self.epilogue.num_tiles(args.epilogue, tiles_m * tiles_n)
         # this cluster's work items
         first, last, step = cluster, total, num_clusters
-        plan, whole = None, total
+        plan, whole_tiles = None, total
         if const_expr(p.split_k_tail):
             plan = self.tail.plan(args.tail, total, k_tiles, cluster, num_clusters)
             first, last, step = Int32(0), plan.items, Int32(1)
             if plan.splits > 1:
-                whole = total - plan.tail
+                whole_tiles = total - plan.tail
         items = Items(cta_m, cta_n, first, last, step, plan, tiles_m, tiles_n, k_tiles, cluster, num_clusters)
-        synced = tiles_to_sync(whole, k_tiles, num_clusters)
+        synced = tiles_to_sync(whole_tiles, k_tiles, num_clusters)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
 
         if wg == 0:

@@ -8,6 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import SoftmaxArgs
 from quackish.kernels.common.lce import (
+    HEADROOM,
     LEAST_LOG2,
     LOG2_E,
     decode,
@@ -18,9 +19,6 @@ from quackish.kernels.common.lce import (
 )
 from quackish.kernels.common.logits import Logits, column_value, tanh
 from quackish.kernels.common.tile_store import Block, Output, column_of, row_of, thread_rows
-
-# A row with a logit this far above its shift is flagged. Neither exp(60) nor a sum of 2^20 of them overflows.
-HEADROOM = 60.0
 
 
 class RowStats(NamedTuple):

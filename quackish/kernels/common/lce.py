@@ -14,6 +14,9 @@ LN_2 = 0.6931471805599453
 HUGE = 2e38
 # Lower bound of log2(e) in e * log2(e): 0 * -inf would be NaN for a masked class. exp2(LEAST_LOG2) is 0 in fp32.
 LEAST_LOG2 = -256.0
+# A row with a logit this far above its shift is flagged. Neither exp(60) in bf16 nor a sum of 2^20 of them in fp32
+# overflows.
+HEADROOM = 60.0
 
 
 def log2_scale(logit_scale):

@@ -23,6 +23,7 @@ from quackish.configs.lce_args import ExpArgs
 from quackish.configs.lce_cublas import TILE_N, LceExpProblem, LceWarpsConfig
 from quackish.configs.lce_rows import ROW_TILE
 from quackish.kernels.common.lce import (
+    HEADROOM,
     LEAST_LOG2,
     LOG2_E,
     LceKernel,
@@ -35,8 +36,6 @@ from quackish.kernels.common.lce import (
 )
 from quackish.kernels.common.rows import vector_at
 
-# Neither exp(60) in bf16 nor a sum of 2^20 of them in fp32 overflows.
-HEADROOM = 60.0
 _VEC = TILE_N // 32
 
 
