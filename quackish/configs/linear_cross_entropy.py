@@ -86,9 +86,8 @@ CHUNK_ROWS_PER_H = 2.5
 # Maximum bytes of exp_logits that "auto" keeps until backward.
 STORED_BYTES = 1 << 31
 E_ITEMSIZE = 2  # of exp_logits
-# Bytes of the scratch for `recompute`'s dlogits, which holds at least MIN_BLOCK classes: in general, without dX's fp32
-# sums in memory, and without an allocated dW. In all cases M 8192, H 4096, V 128256 stays within 1.30 GB, including
-# gradients.
+# Size of the scratch for the dlogits of `recompute`: larger if dX's fp32 sums are not in memory (NO_DX) or dW is not
+# allocated (NO_DW), at least MIN_BLOCK classes. M 8192, H 4096, V 128256 always stays within 1.30 GB with gradients.
 SCRATCH_BYTES = 1 << 25
 SCRATCH_BYTES_NO_DX = 3 << 25
 SCRATCH_BYTES_NO_DW = 1 << 28

@@ -22,7 +22,7 @@ from quackish.configs.lce_args import GemmArgs
 from quackish.kernels.common.epilogue_dlogits import Dlogits
 from quackish.kernels.common.epilogue_rows import RowsOut
 from quackish.kernels.common.epilogue_softmax import Softmax
-from quackish.kernels.common.epilogue_store import Store, StoreScaled, StoreWithResidual
+from quackish.kernels.common.epilogue_store import Store, StoreWithResidual
 from quackish.kernels.common.epilogues import Epilogue
 from quackish.kernels.common.lce import after_previous, load_at
 from quackish.kernels.common.split_k_tail import Plan, SplitKTail
@@ -34,7 +34,7 @@ EVICT_LAST = 0x14F0_0000_0000_0000  # an L2 cache policy as encoded by PTX's `cr
 
 
 def make_epilogue(problem: GemmProblem, config: GemmConfig) -> Epilogue:
-    store = StoreWithResidual if problem.rounding_residual else StoreScaled if problem.scaled else Store
+    store = StoreWithResidual if problem.rounding_residual else Store
     return {"softmax": Softmax, "dlogits": Dlogits, "rows": RowsOut, "store": store}[problem.epilogue](problem, config)
 
 

@@ -1,8 +1,10 @@
 """GEMM epilogues that store D: unchanged, times a factor, or with its rounding residual."""
 
+from typing import Optional
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int16, Int32, Int64
+from cutlass import Float32, Int16, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import ResidualArgs, ScaledArgs
 from quackish.configs.lce_rows import NO_SLOT
@@ -12,25 +14,17 @@ from quackish.kernels.common.tile_store import Block, Output, TileStore, column_
 
 
 class Store(Epilogue):
-    """Stores D, rounded to the output dtype, or adds it to an fp32 output; each element is written by one CTA."""
+    """Stores D, times a factor if `scaled`, or adds it to an fp32 output; each element is written by one CTA."""
 
     def __init__(self, problem, config):
         super().__init__(problem, config, TileStore(problem.out_dtype, config, problem.accumulate))
 
     @cute.jit
-    def __call__(self, acc, prefetched, args, out: Output, block: Block):
-        for j in cutlass.range_constexpr(self.output.num_pieces):
-            self.output(acc, j, out, block)
-
-
-class StoreScaled(Store):
-    """Stores D times a factor."""
-
-    @cute.jit
-    def __call__(self, acc, prefetched, args: ScaledArgs, out: Output, block: Block):
-        factor = args.factor.load()
-        for v in cutlass.range_constexpr(cute.size(acc)):
-            acc[v] = acc[v] * factor
+    def __call__(self, acc, prefetched, args: Optional[ScaledArgs], out: Output, block: Block):
+        if const_expr(self.problem.scaled):
+            factor = args.factor.load()
+            for v in cutlass.range_constexpr(cute.size(acc)):
+                acc[v] = acc[v] * factor
         for j in cutlass.range_constexpr(self.output.num_pieces):
             self.output(acc, j, out, block)
 

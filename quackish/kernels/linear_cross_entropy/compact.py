@@ -1,7 +1,7 @@
 """Linear cross entropy: lists the live rows (target != ignore_index) and computes the divisor of "mean".
 
 order = the live rows, ascending, then the ignored rows, ascending; num_live = the number of live rows; tickets = 0;
-inv_divisor = 1 / num_items, or 1 / (sum of the class weights of the targets); 1 if no target is a class.
+inv_divisor = 1, 1 / num_items or 1 / (sum of the targets' class weights); 1 if no target is a class.
 
 One CTA. The first pass counts. The second pass rereads the targets from the caches and assigns each row its slot, the
 number of live rows before it: those of earlier tiles, earlier warps and lower lanes.

@@ -4,7 +4,7 @@ Logit a = z + bias and d = 1, or with a softcap a = softcap * tanh((z + bias) / 
 For live chunk rows i, with e = exp(a - row_shift), or exp(logit_scale * (a - row_shift)):
 - "softmax": out = e * d, the exp_logits; per tile of TILE_N classes the sums of e and of class_weight * a; and a at the
   target. A tile with a logit more than HEADROOM above row_shift[i] uses its own maximum as its shift, updates
-  row_max_bits[i], and flags its 128 rows. Each tile's shift is stored after the sums, for LceRescale. With
+  row_max_bits[i], and flags the row's 128-row tile. Each tile's shift is stored after the sums, for LceRescale. With
   `return_stats` also the sum of e * log2(e), and each row's encoded argmax in argmax_bits.
 - "dlogits": out = (coef_softmax / sum * e - coef_smooth * class_weight - onehot * coef_target) * d. coefs[i] holds
   row_shift, coef_softmax / sum, coef_target, coef_smooth. If the entropy has a gradient, coef_entropy[i] * log2(e) is
