@@ -56,18 +56,18 @@ class LceTargets(LceKernel):
         cute.arch.fence_acq_rel_gpu()
         live = cutlass.min(load_at(a.num_live, 0) - a.start, a.rows)
         first = (cta * self.num_warps + warp) * num_slots
-        slots = self.load_slot(a, first - 1 + lane, live)
+        classes, rows, grads = self.load_slot(a, first - 1 + lane, live)  # one slot per lane
         rCount = cute.make_rmem_tensor((num_slots,), Int32)  # 0: not summed by this warp
         raw = cute.make_rmem_tensor((8, num_slots), x.dtype)
         for q in cutlass.range_constexpr(num_slots):
-            t = cute.arch.shuffle_sync(slots[0], 1 + q)
-            starts = cute.arch.shuffle_sync(slots[0], q) != t
-            count = cute.arch.popc(cute.arch.vote_ballot_sync(slots[0] == t) & -(2 << q))
+            t = cute.arch.shuffle_sync(classes, 1 + q)
+            starts = cute.arch.shuffle_sync(classes, q) != t
+            count = cute.arch.popc(cute.arch.vote_ballot_sync(classes == t) & -(2 << q))
             count = count if starts and t >= a.v0 and t < a.v1 else Int32(0)
             if lane == 0:
                 sMany[warp * num_slots + q] = first + q if count >= MANY_ROWS else Int32(-1)
             rCount[q] = count if count < MANY_ROWS else Int32(0)
-            row = cute.arch.shuffle_sync(slots[1], 1 + q)
+            row = cute.arch.shuffle_sync(rows, 1 + q)
             if rCount[q] > 0:
                 raw[None, q].store(load_eight(x, Int64(row) * a.x_stride, self.problem.x_aligned))
         after_previous()
@@ -76,10 +76,10 @@ class LceTargets(LceKernel):
         total = cute.make_rmem_tensor((8,), Float32)
         for q in cutlass.range_constexpr(num_slots):
             if rCount[q] > 0:
-                offset = Int64(cute.arch.shuffle_sync(slots[0], 1 + q) - a.v0) * h + col
+                offset = Int64(cute.arch.shuffle_sync(classes, 1 + q) - a.v0) * h + col
                 old = self.unrounded_dw(a, offset, Int64(first + q) * h + col)
-                total.store(raw[None, q].load().to(Float32) * cute.arch.shuffle_sync(slots[2], 1 + q))
-                self.add_rows(total, x, slots, a.x_stride, Int32(1 + q), Int32(1), rCount[q])
+                total.store(raw[None, q].load().to(Float32) * cute.arch.shuffle_sync(grads, 1 + q))
+                self.add_rows(total, x, rows, grads, a.x_stride, Int32(1 + q), Int32(1), rCount[q])
                 if writes:
                     vector_at(a.dw, offset, 8).store((old + total.load()).to(a.dw.dtype))
 
@@ -92,9 +92,9 @@ class LceTargets(LceKernel):
                 total.fill(0.0)
                 slot, count = s + warp, Int32(32)
                 while count == 32:
-                    slots = self.load_slot(a, slot + lane * self.num_warps, live)
-                    count = cute.arch.popc(cute.arch.vote_ballot_sync(slots[0] == t))
-                    self.add_rows(total, x, slots, a.x_stride, Int32(0), Int32(0), count)
+                    classes, rows, grads = self.load_slot(a, slot + lane * self.num_warps, live)
+                    count = cute.arch.popc(cute.arch.vote_ballot_sync(classes == t))
+                    self.add_rows(total, x, rows, grads, a.x_stride, Int32(0), Int32(0), count)
                     slot += 32 * self.num_warps
                 vector_at(sSums.iterator, (warp * 32 + lane) * 8, 8).store(total.load())
                 cute.arch.sync_threads()
@@ -125,7 +125,10 @@ class LceTargets(LceKernel):
         return t, row, grad
 
     @cute.jit
-    def add_rows(self, total, x: cute.Pointer, slots: tuple, x_stride: Int64, lane0: Int32, first: Int32, count: Int32):
+    def add_rows(
+        self, total, x: cute.Pointer, rows: Int32, grads: Float32, x_stride: Int64, lane0: Int32, first: Int32,
+        count: Int32,
+    ):  # fmt: skip
         """total += grad * x of the slots of lanes lane0 + first to lane0 + count - 1, with a batch of loads in flight.
 
         The last batch reloads the last row instead of branching, because loads in branches are serialized: 3.4 ms
@@ -134,9 +137,9 @@ class LceTargets(LceKernel):
         raw = cute.make_rmem_tensor((8, self.batch), x.dtype)
         for k in cutlass.range(first, count, self.batch, unroll=1):
             for b in cutlass.range_constexpr(self.batch):
-                r = cute.arch.shuffle_sync(slots[1], lane0 + cutlass.min(k + b, count - 1))
+                r = cute.arch.shuffle_sync(rows, lane0 + cutlass.min(k + b, count - 1))
                 raw[None, b].store(load_eight(x, Int64(r) * x_stride, self.problem.x_aligned))
             for b in cutlass.range_constexpr(self.batch):
-                grad = cute.arch.shuffle_sync(slots[2], lane0 + k + b)
+                grad = cute.arch.shuffle_sync(grads, lane0 + k + b)
                 if k + b < count:
                     total.store(total.load() + raw[None, b].load().to(Float32) * grad)
