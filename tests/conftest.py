@@ -1,4 +1,4 @@
-"""For all tests: those marked `gpu` are skipped without a GPU, those marked `exhaustive` without --exhaustive."""
+"""Fixtures of all tests. Tests marked `gpu` need a GPU, those marked `exhaustive` need --exhaustive."""
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_table_of_the_users(tmp_path_factory):
-    """Configs are those of the package, whatever was tuned on this machine; sources may be edited while tests run."""
+def _isolated_configs(tmp_path_factory):
+    """Ignores this user's tuned configs, and allows editing sources while tests run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quackish.launch.cache._STARTED", float("inf"))
         patch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path_factory.mktemp("configs")))
@@ -33,7 +33,7 @@ def _no_reason(device):
 
 @pytest.fixture
 def run_on(monkeypatch):
-    """Makes linear_cross_entropy run with these kernels on any device: `run_on(lambda device: k)`."""
+    """Makes linear_cross_entropy use the given kernels on any device: `run_on(lambda device: k)`."""
     from quackish.ops.linear_cross_entropy import api, autograd
 
     def set_kernels(kernels_of):
@@ -46,10 +46,10 @@ def run_on(monkeypatch):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Memory that nobody has written holds NaN."""
+    """Fills newly allocated memory with NaN."""
     from quackish.ops import cuda
 
-    monkeypatch.setattr(cuda, "empty", cuda._empty)  # the shorter way is not PyTorch's to fill
+    monkeypatch.setattr(cuda, "empty", cuda._empty)  # the faster allocator bypasses PyTorch, which fills memory
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -58,7 +58,7 @@ def poisoned(monkeypatch):
 
 @pytest.fixture
 def path(request, monkeypatch, run_on, limits, poisoned):
-    """Makes linear_cross_entropy run by one of lce_cases.PATHS. Kernels on a CPU are emulated."""
+    """Makes linear_cross_entropy use one of lce_cases.PATHS. On a CPU, kernels are emulated."""
     import emulated_kernels as emulated
     from lce_cases import Path
 
@@ -77,7 +77,7 @@ def path(request, monkeypatch, run_on, limits, poisoned):
         k = autograd.kernels_of(device) if kind == "kernels" else cublas.CublasKernels(device)
     else:
         k = emulated.lce_kernels() if kind == "kernels" else emulated.lce_kernels(B200)
-    if kind == "cublas":  # exp_logits in two blocks, and products in several
+    if kind == "cublas":  # exp_logits in two blocks, GEMM results in several
         limits(SHARED_FROM=0)
         monkeypatch.setattr(lce_cublas, "PRODUCT_BYTES", 1 << 19)
         if device == "cpu":
@@ -92,13 +92,13 @@ def path(request, monkeypatch, run_on, limits, poisoned):
 
 @pytest.fixture
 def few_rows_counted(monkeypatch):
-    """PyTorch sorts rows by class from 101 on; else it does so from tens of thousands."""
+    """PyTorch sorts rows by class if a chunk has more than 100, instead of more than 16,384."""
     monkeypatch.setattr("quackish.ops.linear_cross_entropy.steps.MOST_ROWS_COUNTED", 100)
 
 
 @pytest.fixture
 def limits(monkeypatch):
-    """Sets constants of linear cross entropy's layouts: `limits(SHARED_FROM=0)`."""
+    """Sets constants of configs/linear_cross_entropy.py: `limits(SHARED_FROM=0)`."""
     from quackish.configs import linear_cross_entropy as configs
 
     caches = configs.choose_layout, configs.first_classes
@@ -116,5 +116,5 @@ def limits(monkeypatch):
 
 @pytest.fixture
 def narrow(limits):
-    """Blocks of recompute's backward, and chunks of its forward, that are small enough for small shapes."""
+    """Makes the blocks and chunks of `recompute` small enough for small shapes."""
     limits(scratch_columns=lambda *how: 256, MIN_DX_ELEMENTS=128 * 512)

@@ -1,7 +1,7 @@
-"""Kernels in plain PyTorch, called as the compiled ones are, with addresses of CPU memory; not those of RMSNorm.
+"""All kernels but RMSNorm's in plain PyTorch, called like the compiled ones with addresses of CPU memory.
 
-They round where the kernels round, and write nothing that the kernels do not write, so that memory which no kernel
-writes stays as it was allocated: NaN in the tests. `lce_kernels(gpu)` has the methods that the schedules call.
+They round where the kernels round and write only what the kernels write, so that memory a kernel does not write keeps
+its initial value: NaN in the tests. `lce_kernels(gpu)` has the methods that the schedules call.
 """
 
 import collections
@@ -25,7 +25,7 @@ from quackish.reference import grouped_mlp as reference
 I16, I32, I64, BF16, FP32 = torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32
 HUGE, HEADROOM, SMALLEST_RATIO, LEAST_LOG2, LOG2_E = 2e38, 60.0, 2.0**-20, -256.0, math.log2(math.e)
 CPU = torch.device("cpu")
-SMALL = dataclasses.replace(H200, sm_count=4)  # little scratch for GEMMs
+SMALL = dataclasses.replace(H200, sm_count=4)  # takes little scratch for GEMMs
 
 
 def lce_kernels(gpu=SMALL):
@@ -34,7 +34,7 @@ def lce_kernels(gpu=SMALL):
 
 
 class Counted:
-    """Kernels of any kind; `calls` counts their launches by method, or by the arguments of `launch`."""
+    """Wraps kernels and counts their launches in `calls`, by method or by the type of `launch`'s arguments."""
 
     def __init__(self, kernels):
         self.kernels, self.calls = kernels, collections.Counter()
@@ -52,38 +52,36 @@ class Counted:
 
 
 def kernel_for(name, problem, gpu):
-    """In place of quackish.ops.kernel_for.kernel_for. Which arguments are absent, and alignment, are checked."""
-    kernel = KERNELS[name](problem)
+    """Replaces quackish.ops.kernel_for.kernel_for. Checks which arguments are None, and alignment."""
 
-    def launch(*args):
+    def launch(args, stream):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            given, _ = args
-            return kernel(checked(given, problem.args, problem))
+            return KERNELS[name](problem, checked(args, problem.args, problem))
 
     return Kernel(launch, choose(name, problem, gpu).config)
 
 
-def checked(given, taken, where):
-    """The NamedTuple `taken` with the arguments given. The same ones must be None, and addresses aligned as it says."""
-    if not isinstance(taken, tuple):
-        assert (given is None) == (taken is None), (where, given, taken)
-        assert not (isinstance(taken, Ptr) and taken.aligned and given % 16), (where, given, taken)
-        return given
-    assert type(given) in (tuple, type(taken)), (where, given, taken)
-    assert len(given) == len(taken), (where, given, taken)
-    return taken._make(checked(one, other, where) for one, other in zip(given, taken, strict=True))
+def checked(args, specs, problem):
+    """`args` as a NamedTuple like `specs`. The same ones must be None, and addresses aligned as specified."""
+    if not isinstance(specs, tuple):
+        assert (args is None) == (specs is None), (problem, args, specs)
+        assert not (isinstance(specs, Ptr) and specs.aligned and args % 16), (problem, args, specs)
+        return args
+    assert type(args) in (tuple, type(specs)), (problem, args, specs)
+    assert len(args) == len(specs), (problem, args, specs)
+    return specs._make(checked(arg, spec, problem) for arg, spec in zip(args, specs, strict=True))
 
 
 def memory(address, dtype, shape, strides=None):
-    """The tensor at an address; None for None."""
+    """The tensor at an address; None if the address is None."""
     if address is None:
         return None
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     strides = strides or [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     count = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    bytes_there = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(bytes_there, dtype=dtype).as_strided(shape, strides)
+    buffer = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, strides)
 
 
 def dtype_of(name):
@@ -91,7 +89,7 @@ def dtype_of(name):
 
 
 def live_rows(num_live, start, rows):
-    """Live rows of a chunk, and the rows up to the end of their last tile."""
+    """(live rows of a chunk, live rows rounded up to whole tiles)"""
     live = max(0, min(int(memory(num_live, I32, (1,))) - start, rows))
     return live, min(rows, -(-live // ROW_TILE) * ROW_TILE)
 
@@ -106,20 +104,20 @@ def decode(code):
 
 
 def encode_argmax(a, first):
-    """Of each row of logits, the columns of which are classes `first` and up; NaN is no maximum."""
+    """The code of each row's argmax. Column 0 of the logits is class `first`; NaN is ignored."""
     a = torch.where(a.isnan(), -torch.inf, a) + 0.0  # -0.0 + 0.0 is 0.0
     return (encode(a.amax(1)).long() << 32) | (0x7FFFFFFF - first - a.argmax(1))
 
 
 def sum_elog(e, log):
-    """The sum of e * log2(e) of each row, log = ln(e)."""
+    """Each row's sum of e * log2(e), with log = ln(e)."""
     return (e * (log * LOG2_E).clamp(min=LEAST_LOG2)).sum(1)
 
 
 def rounding_residual_of(x):
-    """int16 to add to the bits of bf16(x) to get the bits of x, or one less."""
-    off = x.view(I32) - (x.bfloat16().view(I16).int() << 16)
-    return off.clamp(max=0x7FFF).to(I16)
+    """The bits of x minus the bits of x rounded to bf16, in 16 bits; for ties that round down, one less."""
+    residual = x.view(I32) - (x.bfloat16().view(I16).int() << 16)
+    return residual.clamp(max=0x7FFF).to(I16)
 
 
 def add_residual(rounded, residual):
@@ -130,8 +128,8 @@ def weighted(a, weight):
     return torch.where((weight == 0) & (a == -torch.inf), 0.0, a * weight)
 
 
-def capped(p, a, softcap):
-    """The logits and the softcap's derivative."""
+def with_softcap(p, a, softcap):
+    """(logits, the softcap's derivative)"""
     if not p.softcap:
         return a, torch.ones_like(a)
     a = softcap * torch.tanh(a / softcap)
@@ -145,145 +143,134 @@ def logit_scale_of(a):
 # Around the GEMMs -----------------------------------------------------------------------------------------------------
 
 
-def compact(p):
-    def kernel(a):
-        target = memory(a.target, dtype_of(p.target_dtype), (a.m,)).long()
-        live = target != a.ignore_index
-        memory(a.order, I32, (a.m,)).copy_(torch.cat([live.nonzero()[:, 0], (~live).nonzero()[:, 0]]))
-        memory(a.num_live, I32, (1,))[0] = live.sum()
-        memory(a.tickets, I32, (NUM_TICKETS,)).zero_()
-        counted = live & (target >= 0) & (target < a.v)
-        divisor = torch.tensor(1.0)
-        if counted.any():
-            if p.divisor == "tensor":
-                divisor = memory(a.num_items_at, FP32, (1,))[0]
-            elif p.divisor == "float":
-                divisor = torch.tensor(a.num_items)
-            elif a.class_weight is not None:
-                divisor = memory(a.class_weight, dtype_of(p.class_weight_dtype), (a.v,))[target[counted]].float().sum()
-            elif p.divisor == "weights":
-                divisor = counted.sum()
-        memory(a.inv_divisor, FP32, (1,))[0] = 1.0 / divisor
-
-    return kernel
+def compact(p, a):
+    target = memory(a.target, dtype_of(p.target_dtype), (a.m,)).long()
+    live = target != a.ignore_index
+    memory(a.order, I32, (a.m,)).copy_(torch.cat([live.nonzero()[:, 0], (~live).nonzero()[:, 0]]))
+    memory(a.num_live, I32, (1,))[0] = live.sum()
+    memory(a.tickets, I32, (NUM_TICKETS,)).zero_()
+    counted = live & (target >= 0) & (target < a.v)
+    divisor = torch.tensor(1.0)
+    if counted.any():
+        if p.divisor == "tensor":
+            divisor = memory(a.num_items_at, FP32, (1,))[0]
+        elif p.divisor == "float":
+            divisor = torch.tensor(a.num_items)
+        elif a.class_weight is not None:
+            divisor = memory(a.class_weight, dtype_of(p.class_weight_dtype), (a.v,))[target[counted]].float().sum()
+        elif p.divisor == "weights":
+            divisor = counted.sum()
+    memory(a.inv_divisor, FP32, (1,))[0] = 1.0 / divisor
 
 
-def gather(p):
-    def kernel(a):
-        live, padded = live_rows(a.num_live, a.start, a.rows)
-        r = memory(a.order, I32, (a.start + a.rows,))[a.start :].long()
-        m = int(r.max()) + 1
-        dtype = dtype_of(p.dtype)
-        x, w = memory(a.x, dtype, (m, p.h), (a.x_stride, 1)), memory(a.w, dtype, (a.v, p.h))
-        live_x = memory(a.live_x, dtype, (a.rows, p.h))
-        live_x[:live], live_x[live:padded] = x[r[:live]], 0
-        t = memory(a.target, dtype_of(p.target_dtype), (m,))[r[:live]].long()
-        inside = (t >= 0) & (t < a.v)
-        index = t.masked_fill(~inside, 0)
-        z = (x[r[:live]].float() * w[index].float()).sum(1)
-        if a.bias is not None:
-            z = z + memory(a.bias, dtype_of(p.bias_dtype), (a.v,))[index].float()
-        z, _ = capped(p, z, a.softcap)
-        row_shift = memory(a.row_shift, FP32, (a.rows,))
-        row_shift.fill_(HUGE)
-        row_shift[:live] = torch.where((z > -HUGE) & (z < HUGE), z, -HUGE)
-        memory(a.row_max_bits, I32, (a.rows,)).copy_(encode(row_shift))
-        slot_target = memory(a.slot_target, I32, (a.rows,))
-        slot_target.fill_(-1)
-        slot_target[:live] = torch.where(inside, t, -1).int()
-        memory(a.flags, I32, (1 + -(-a.rows // ROW_TILE),)).zero_()
-        if a.dx is not None:
-            memory(a.dx, dtype_of(p.dx_dtype), (m, p.h))[r[live:]] = 0
-        for out in (a.loss, a.lse, a.log_prob, a.entropy):
-            if out is not None:
-                memory(out, FP32, (m,))[r[live:]] = 0
+def gather(p, a):
+    live, padded = live_rows(a.num_live, a.start, a.rows)
+    r = memory(a.order, I32, (a.start + a.rows,))[a.start :].long()
+    m = int(r.max()) + 1
+    dtype = dtype_of(p.dtype)
+    x, w = memory(a.x, dtype, (m, p.h), (a.x_stride, 1)), memory(a.w, dtype, (a.v, p.h))
+    live_x = memory(a.live_x, dtype, (a.rows, p.h))
+    live_x[:live], live_x[live:padded] = x[r[:live]], 0
+    t = memory(a.target, dtype_of(p.target_dtype), (m,))[r[:live]].long()
+    is_class = (t >= 0) & (t < a.v)
+    index = t.masked_fill(~is_class, 0)
+    z = (x[r[:live]].float() * w[index].float()).sum(1)
+    if a.bias is not None:
+        z = z + memory(a.bias, dtype_of(p.bias_dtype), (a.v,))[index].float()
+    z, _ = with_softcap(p, z, a.softcap)
+    row_shift = memory(a.row_shift, FP32, (a.rows,))
+    row_shift.fill_(HUGE)
+    row_shift[:live] = torch.where((z > -HUGE) & (z < HUGE), z, -HUGE)
+    memory(a.row_max_bits, I32, (a.rows,)).copy_(encode(row_shift))
+    slot_target = memory(a.slot_target, I32, (a.rows,))
+    slot_target.fill_(-1)
+    slot_target[:live] = torch.where(is_class, t, -1).int()
+    memory(a.flags, I32, (1 + -(-a.rows // ROW_TILE),)).zero_()
+    if a.dx is not None:
+        memory(a.dx, dtype_of(p.dx_dtype), (m, p.h))[r[live:]] = 0
+    for out in (a.loss, a.lse, a.log_prob, a.entropy):
+        if out is not None:
+            memory(out, FP32, (m,))[r[live:]] = 0
+    if p.return_stats:
+        memory(a.predicted, I32, (m,))[r[live:]] = -1
+        memory(a.argmax_bits, I64, (a.rows,)).fill_(-(2**63))
+
+
+def rows(p, a):
+    live, padded = live_rows(a.num_live, a.start, a.rows)
+    if a.first_slot_of_class is not None:
+        memory(a.first_slot_of_class, I32, (a.v,)).fill_(NO_SLOT)
+    r = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live].long()
+    m = int(r.max()) + 1 if live else 0
+    lse, loss, grad_lse = (memory(t, FP32, (m,)) for t in (a.lse, a.loss, a.grad_lse))
+    entropy = memory(a.entropy, FP32, (m,))
+    row_sum, target_logit, row_scale = (memory(t, FP32, (a.rows,)) for t in (a.row_sum, a.target_logit, a.row_scale))
+    row_max = decode(memory(a.row_max_bits, I32, (a.rows,))[:live])
+    t = memory(a.slot_target, I32, (a.rows,))[:live].long()
+    weight = torch.ones(live)
+    if a.class_weight is not None:
+        weight = memory(a.class_weight, dtype_of(p.class_weight_dtype), (a.v,))[t.clamp(min=0)].float()
+    weight = weight.masked_fill(t < 0, float("nan")) * (1 - a.label_smoothing)
+    total = float(a.v) if a.total_weight is None else memory(a.total_weight, FP32, (1,))
+    smooth_weight = a.label_smoothing / a.v
+    inv_divisor, logit_scale = memory(a.inv_divisor, FP32, (1,)), logit_scale_of(a)
+    if p.stats:
+        row_sum[:live] = memory(a.part_sum, FP32, (a.rows, a.tiles))[:live].sum(1)
+        log_total = row_sum[:live].log()
+        row_lse = logit_scale * row_max + log_total
+        nll = logit_scale * (row_max - target_logit[:live]) + log_total
+        row_loss = torch.where((weight == 0) & ~nll.isnan(), 0.0, weight * nll)
+        if p.label_smoothing:
+            sums = memory(a.part_wsum, FP32, (a.rows, a.tiles))[:live].sum(1)
+            row_loss = row_loss + smooth_weight * (total * row_lse - logit_scale * sums)
+        loss[r], lse[r] = inv_divisor * (row_loss + a.z_loss * row_lse.square()), row_lse
         if p.return_stats:
-            memory(a.predicted, I32, (m,))[r[live:]] = -1
-            memory(a.argmax_bits, I64, (a.rows,)).fill_(-(2**63))
-
-    return kernel
-
-
-def rows(p):
-    def kernel(a):
-        live, padded = live_rows(a.num_live, a.start, a.rows)
-        if a.first_slot_of_class is not None:
-            memory(a.first_slot_of_class, I32, (a.v,)).fill_(NO_SLOT)
-        r = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live].long()
-        m = int(r.max()) + 1 if live else 0
-        lse, loss, grad_lse = (memory(t, FP32, (m,)) for t in (a.lse, a.loss, a.grad_lse))
-        entropy = memory(a.entropy, FP32, (m,))
-        row_sum, target_logit, row_scale = (
-            memory(t, FP32, (a.rows,)) for t in (a.row_sum, a.target_logit, a.row_scale)
-        )
-        row_max = decode(memory(a.row_max_bits, I32, (a.rows,))[:live])
-        t = memory(a.slot_target, I32, (a.rows,))[:live].long()
-        weight = torch.ones(live)
-        if a.class_weight is not None:
-            weight = memory(a.class_weight, dtype_of(p.class_weight_dtype), (a.v,))[t.clamp(min=0)].float()
-        weight = weight.masked_fill(t < 0, float("nan")) * (1 - a.label_smoothing)
-        total = float(a.v) if a.total_weight is None else memory(a.total_weight, FP32, (1,))
-        spread = a.label_smoothing / a.v
-        inv_divisor, logit_scale = memory(a.inv_divisor, FP32, (1,)), logit_scale_of(a)
-        if p.stats:
-            row_sum[:live] = memory(a.part_sum, FP32, (a.rows, a.tiles))[:live].sum(1)
-            log_total = row_sum[:live].log()
-            row_lse = logit_scale * row_max + log_total
-            nll = logit_scale * (row_max - target_logit[:live]) + log_total
-            row_loss = torch.where((weight == 0) & ~nll.isnan(), 0.0, weight * nll)
-            if p.label_smoothing:
-                sums = memory(a.part_wsum, FP32, (a.rows, a.tiles))[:live].sum(1)
-                row_loss = row_loss + spread * (total * row_lse - logit_scale * sums)
-            loss[r], lse[r] = inv_divisor * (row_loss + a.z_loss * row_lse.square()), row_lse
-            if p.return_stats:
-                memory(a.log_prob, FP32, (m,))[r] = (-nll).masked_fill(t < 0, float("nan"))
-                mean = memory(a.part_elog, FP32, (a.rows, a.tiles))[:live].sum(1) / row_sum[:live]
-                entropy[r] = (log_total - mean / LOG2_E).clamp(min=0.0)
-                classes = 0x7FFFFFFF - (memory(a.argmax_bits, I64, (a.rows,))[:live] & 0x7FFFFFFF)
-                memory(a.predicted, I32, (m,))[r] = classes.int().masked_fill(row_lse.isnan(), -1)
-        if p.grads == "none":
-            return
-        row_lse, g = lse[r], inv_divisor * logit_scale
-        if p.grad_loss == "scalar":
-            g = g * memory(a.grad_loss, FP32, (1,))
-        elif p.grad_loss == "rows":
-            g = g * memory(a.grad_loss, FP32, (m,))[r]
-        coef_target = g * weight
-        coef_softmax = g * (weight + (spread * total if p.label_smoothing else 0) + 2 * a.z_loss * row_lse)
-        if grad_lse is not None:
-            coef_softmax = coef_softmax + logit_scale * grad_lse[r]
-        if p.grad_log_prob:
-            grad_log_prob = logit_scale * memory(a.grad_log_prob, FP32, (m,))[r]
-            coef_softmax, coef_target = coef_softmax - grad_log_prob, coef_target - grad_log_prob
-        if p.grads == "coefs":
-            if p.grad_entropy:
-                grad_entropy = logit_scale * memory(a.grad_entropy, FP32, (m,))[r]
-                coef_softmax = coef_softmax + grad_entropy * (row_sum[:live].log() - entropy[r])
-                coef_entropy = memory(a.coef_entropy, FP32, (a.rows,))
-                coef_entropy[:live], coef_entropy[live:padded] = -grad_entropy / LOG2_E / row_sum[:live], 0
-            coefs = memory(a.coefs, FP32, (a.rows, 4))
-            each = row_max, coef_softmax / row_sum[:live], coef_target, (g * spread).expand(live)
-            coefs[:live], coefs[live:padded] = torch.stack(each, 1), torch.tensor([HUGE, 0.0, 0.0, 0.0])
-            return
-        smallest = SMALLEST_RATIO * coef_target.abs()
-        smallest = torch.where(coef_softmax >= 0, smallest, -smallest)
-        coef_softmax = torch.where(coef_softmax.abs() < smallest.abs(), smallest, coef_softmax)
-        total, a_t = row_sum[:live], target_logit[:live]
-        ratio = torch.where(coef_softmax == 0, 0.0, coef_target / coef_softmax)
-        at_target = torch.exp(logit_scale * (a_t - row_max)) - ratio * total
-        if p.softcap:
-            at_target = at_target * (1 - (a_t / a.softcap).square())
-        write_targets(a, p, t, at_target)
-        rounded = at_target.bfloat16().float()  # the row's factor makes up for the rounding
-        correction = torch.where((t >= 0) & (ratio != 0) & (rounded != 0), at_target / rounded, 1.0)
-        row_scale[:live] = coef_softmax / total * torch.where(correction.isnan(), 1.0, correction)
-        row_scale[live:padded] = 0
-        if a.scaled_x is not None:
-            live_x, scaled_x = (memory(t, dtype_of(p.dtype), (a.rows, p.h)) for t in (a.live_x, a.scaled_x))
-            scaled_x[:live] = (live_x[:live].float() * row_scale[:live, None]).to(scaled_x.dtype)
-            scaled_x[live:padded] = 0
-
-    return kernel
+            memory(a.log_prob, FP32, (m,))[r] = (-nll).masked_fill(t < 0, float("nan"))
+            mean = memory(a.part_elog, FP32, (a.rows, a.tiles))[:live].sum(1) / row_sum[:live]
+            entropy[r] = (log_total - mean / LOG2_E).clamp(min=0.0)
+            classes = 0x7FFFFFFF - (memory(a.argmax_bits, I64, (a.rows,))[:live] & 0x7FFFFFFF)
+            memory(a.predicted, I32, (m,))[r] = classes.int().masked_fill(row_lse.isnan(), -1)
+    if p.grads == "none":
+        return
+    row_lse, g = lse[r], inv_divisor * logit_scale
+    if p.grad_loss == "scalar":
+        g = g * memory(a.grad_loss, FP32, (1,))
+    elif p.grad_loss == "rows":
+        g = g * memory(a.grad_loss, FP32, (m,))[r]
+    coef_target = g * weight
+    coef_softmax = g * (weight + (smooth_weight * total if p.label_smoothing else 0) + 2 * a.z_loss * row_lse)
+    if grad_lse is not None:
+        coef_softmax = coef_softmax + logit_scale * grad_lse[r]
+    if p.grad_log_prob:
+        grad_log_prob = logit_scale * memory(a.grad_log_prob, FP32, (m,))[r]
+        coef_softmax, coef_target = coef_softmax - grad_log_prob, coef_target - grad_log_prob
+    if p.grads == "coefs":
+        if p.grad_entropy:
+            grad_entropy = logit_scale * memory(a.grad_entropy, FP32, (m,))[r]
+            coef_softmax = coef_softmax + grad_entropy * (row_sum[:live].log() - entropy[r])
+            coef_entropy = memory(a.coef_entropy, FP32, (a.rows,))
+            coef_entropy[:live], coef_entropy[live:padded] = -grad_entropy / LOG2_E / row_sum[:live], 0
+        coefs = memory(a.coefs, FP32, (a.rows, 4))
+        columns = row_max, coef_softmax / row_sum[:live], coef_target, (g * smooth_weight).expand(live)
+        coefs[:live], coefs[live:padded] = torch.stack(columns, 1), torch.tensor([HUGE, 0.0, 0.0, 0.0])
+        return
+    smallest = SMALLEST_RATIO * coef_target.abs()
+    smallest = torch.where(coef_softmax >= 0, smallest, -smallest)
+    coef_softmax = torch.where(coef_softmax.abs() < smallest.abs(), smallest, coef_softmax)
+    total, a_t = row_sum[:live], target_logit[:live]
+    ratio = torch.where(coef_softmax == 0, 0.0, coef_target / coef_softmax)
+    entry = torch.exp(logit_scale * (a_t - row_max)) - ratio * total
+    if p.softcap:
+        entry = entry * (1 - (a_t / a.softcap).square())
+    write_targets(a, p, t, entry)
+    rounded = entry.bfloat16().float()
+    correction = torch.where((t >= 0) & (ratio != 0) & (rounded != 0), entry / rounded, 1.0)  # of the rounding
+    row_scale[:live] = coef_softmax / total * torch.where(correction.isnan(), 1.0, correction)
+    row_scale[live:padded] = 0
+    if a.scaled_x is not None:
+        live_x, scaled_x = (memory(t, dtype_of(p.dtype), (a.rows, p.h)) for t in (a.live_x, a.scaled_x))
+        scaled_x[:live] = (live_x[:live].float() * row_scale[:live, None]).to(scaled_x.dtype)
+        scaled_x[live:padded] = 0
 
 
 def parts_of_exp_logits(a, p):
@@ -297,129 +284,110 @@ def parts_of_exp_logits(a, p):
 def write_targets(a, p, t, values):
     i = torch.arange(len(t))
     for part, first, last in parts_of_exp_logits(a, p):
-        mine = (t >= first) & (t < last)
-        part[i[mine], t[mine] - first] = values[mine].to(BF16)
+        inside = (t >= first) & (t < last)
+        part[i[inside], t[inside] - first] = values[inside].to(BF16)
 
 
-def sort(p):
-    def kernel(a):
-        live, _ = live_rows(a.num_live, a.start, a.rows)
-        slot_target = memory(a.slot_target, I32, (a.rows,))[:live]
-        t, i, grad = slot_target.long(), torch.arange(live), torch.zeros(live)
-        row_scale = memory(a.row_scale, FP32, (a.rows,))
-        for part, first, last in parts_of_exp_logits(a, p):
-            mine = (t >= first) & (t < last)
-            grad[mine] = row_scale[i[mine]] * part[i[mine], t[mine] - first].float()
-            part[i[mine], t[mine] - first] = 0
-        index = memory(a.index, I64, (a.rows,))
-        place = t.argsort(stable=True) if index is None else index[:live]
-        order = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live]
-        memory(a.sorted_target, I32, (a.rows,))[:live] = slot_target[place]
-        memory(a.sorted_row, I32, (a.rows,))[:live] = order[place]
-        memory(a.sorted_grad, FP32, (a.rows,))[:live] = grad[place]
-        if a.first_slot_of_class is not None:
-            first_slot, listed = memory(a.first_slot_of_class, I32, (a.v,)), t[place]
-            there = ((listed >= 0) & (listed < a.v)).nonzero()[:, 0]
-            first_slot.scatter_reduce_(0, listed[there], there.int(), "amin")
-
-    return kernel
+def sort(p, a):
+    live, _ = live_rows(a.num_live, a.start, a.rows)
+    slot_target = memory(a.slot_target, I32, (a.rows,))[:live]
+    t, i, grad = slot_target.long(), torch.arange(live), torch.zeros(live)
+    row_scale = memory(a.row_scale, FP32, (a.rows,))
+    for part, first, last in parts_of_exp_logits(a, p):
+        inside = (t >= first) & (t < last)
+        grad[inside] = row_scale[i[inside]] * part[i[inside], t[inside] - first].float()
+        part[i[inside], t[inside] - first] = 0
+    index = memory(a.index, I64, (a.rows,))
+    slots = t.argsort(stable=True) if index is None else index[:live]
+    order = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live]
+    memory(a.sorted_target, I32, (a.rows,))[:live] = slot_target[slots]
+    memory(a.sorted_row, I32, (a.rows,))[:live] = order[slots]
+    memory(a.sorted_grad, FP32, (a.rows,))[:live] = grad[slots]
+    if a.first_slot_of_class is not None:
+        first_slot, classes = memory(a.first_slot_of_class, I32, (a.v,)), t[slots]
+        slot = ((classes >= 0) & (classes < a.v)).nonzero()[:, 0]
+        first_slot.scatter_reduce_(0, classes[slot], slot.int(), "amin")
 
 
-def targets(p):
-    def kernel(a):
-        live, _ = live_rows(a.num_live, a.start, a.rows)
-        sorted_target, sorted_row = (memory(t, I32, (a.rows,))[:live].long() for t in (a.sorted_target, a.sorted_row))
-        dw = memory(a.dw, dtype_of(p.dw_dtype), (a.v1 - a.v0, p.h))
-        mine = ((sorted_target >= a.v0) & (sorted_target < a.v1)).nonzero()[:, 0]
-        if not len(mine):
-            return
-        r = sorted_row[mine]
-        x = memory(a.x, dtype_of(p.dtype), (int(r.max()) + 1, p.h), (a.x_stride, 1))
-        rows = memory(a.sorted_grad, FP32, (a.rows,))[mine, None] * x[r].float()
-        sums = torch.zeros(dw.shape).index_add_(0, sorted_target[mine] - a.v0, rows)
-        touched = sorted_target[mine].unique() - a.v0
-        before = dw[touched].float()
-        if a.rounding_residual is not None:
-            first = torch.searchsorted(sorted_target, touched + a.v0)
-            before = add_residual(dw[touched], memory(a.rounding_residual, I16, (a.rows, p.h))[first])
-        dw[touched] = (before + sums[touched]).to(dw.dtype)
-
-    return kernel
+def targets(p, a):
+    live, _ = live_rows(a.num_live, a.start, a.rows)
+    sorted_target, sorted_row = (memory(t, I32, (a.rows,))[:live].long() for t in (a.sorted_target, a.sorted_row))
+    dw = memory(a.dw, dtype_of(p.dw_dtype), (a.v1 - a.v0, p.h))
+    slots = ((sorted_target >= a.v0) & (sorted_target < a.v1)).nonzero()[:, 0]
+    if not len(slots):
+        return
+    r = sorted_row[slots]
+    x = memory(a.x, dtype_of(p.dtype), (int(r.max()) + 1, p.h), (a.x_stride, 1))
+    rows = memory(a.sorted_grad, FP32, (a.rows,))[slots, None] * x[r].float()
+    sums = torch.zeros(dw.shape).index_add_(0, sorted_target[slots] - a.v0, rows)
+    classes = sorted_target[slots].unique() - a.v0
+    before = dw[classes].float()
+    if a.rounding_residual is not None:
+        first = torch.searchsorted(sorted_target, classes + a.v0)
+        before = add_residual(dw[classes], memory(a.rounding_residual, I16, (a.rows, p.h))[first])
+    dw[classes] = (before + sums[classes]).to(dw.dtype)
 
 
-def bias(p):
-    def kernel(a):
-        live, _ = live_rows(a.num_live, a.start, a.rows)
-        total = memory(a.exp_logits, dtype_of(p.dtype), (a.rows, a.n), (a.exp_logits_stride, 1))[:live].float()
-        if a.row_scale is not None:
-            total = total * memory(a.row_scale, FP32, (a.rows,))[:live, None]
-        db = memory(a.db, FP32, (a.n,))
-        db.copy_(db + total.sum(0) if p.accumulate else total.sum(0))
-
-    return kernel
+def bias(p, a):
+    live, _ = live_rows(a.num_live, a.start, a.rows)
+    total = memory(a.exp_logits, dtype_of(p.dtype), (a.rows, a.n), (a.exp_logits_stride, 1))[:live].float()
+    if a.row_scale is not None:
+        total = total * memory(a.row_scale, FP32, (a.rows,))[:live, None]
+    db = memory(a.db, FP32, (a.n,))
+    db.copy_(db + total.sum(0) if p.accumulate else total.sum(0))
 
 
-def scatter(p):
-    def kernel(a):
-        live, _ = live_rows(a.num_live, a.start, a.rows)
-        acc = memory(a.acc, FP32, (a.rows, p.h))[:live]
-        if a.row_scale is not None:
-            acc = acc * memory(a.row_scale, FP32, (a.rows,))[:live, None]
-        r = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live].long()
-        if live:
-            memory(a.dx, dtype_of(p.dx_dtype), (int(r.max()) + 1, p.h))[r] = acc.to(dtype_of(p.dx_dtype))
-
-    return kernel
+def scatter(p, a):
+    live, _ = live_rows(a.num_live, a.start, a.rows)
+    acc = memory(a.acc, FP32, (a.rows, p.h))[:live]
+    if a.row_scale is not None:
+        acc = acc * memory(a.row_scale, FP32, (a.rows,))[:live, None]
+    r = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live].long()
+    if live:
+        memory(a.dx, dtype_of(p.dx_dtype), (int(r.max()) + 1, p.h))[r] = acc.to(dtype_of(p.dx_dtype))
 
 
-def scale(p):
-    def kernel(a):
-        factor = memory(a.factor, FP32, (1,))
-        for address, n in ((a.out, a.n), (a.out2, a.n2)):
-            out = memory(address, dtype_of(p.dtype), (n,))
-            if factor != 1:
-                out.copy_(out.float() * factor)
-
-    return kernel
+def scale(p, a):
+    factor = memory(a.factor, FP32, (1,))
+    for address, n in ((a.out, a.n), (a.out2, a.n2)):
+        out = memory(address, dtype_of(p.dtype), (n,))
+        if factor != 1:
+            out.copy_(out.float() * factor)
 
 
 # GEMM -----------------------------------------------------------------------------------------------------------------
 
 
-def gemm(p):
+def gemm(p, a):
     dtype, out_dtype = dtype_of(p.dtype), dtype_of(p.out_dtype)
-
-    def kernel(a):
-        m, n, k, split = a.m, a.n, a.k, a.split
-        assert a.tail is None or not memory(a.tail.tickets, I32, (NUM_TICKETS,)).any()
-        assert split % 64 == 0
-        live, padded = live_rows(a.num_live, a.start, m if p.live == "m" else k)
-        if p.live == "k":  # the last step along the rows goes past the live ones: what is there counts
-            steps = min(padded, -(-live // 64) * 64)
-            A = memory(a.a, dtype, (steps, m), (a.a_stride, 1)).T
-            B = memory(a.b, dtype, (steps, n), (a.b_stride, 1)).T
-            padded = m
+    m, n, k, split = a.m, a.n, a.k, a.split
+    assert a.tail is None or not memory(a.tail.tickets, I32, (NUM_TICKETS,)).any()
+    assert split % 64 == 0
+    live, padded = live_rows(a.num_live, a.start, m if p.live == "m" else k)
+    if p.live == "k":  # the last step along k includes rows past the live ones
+        steps = min(padded, -(-live // 64) * 64)
+        A = memory(a.a, dtype, (steps, m), (a.a_stride, 1)).T
+        B = memory(a.b, dtype, (steps, n), (a.b_stride, 1)).T
+        padded = m
+    else:
+        A = memory(a.a, dtype, (padded, split if p.a_in_two else k), (a.a_stride, 1))
+        if p.a_in_two:
+            A = torch.cat([A, memory(a.second, dtype, (padded, k - split), (a.second_stride, 1))], 1)
+        if p.b_major == "k":
+            B = memory(a.b, dtype, (n, k), (a.b_stride, 1))
         else:
-            A = memory(a.a, dtype, (padded, split if p.a_in_two else k), (a.a_stride, 1))
-            if p.a_in_two:
-                A = torch.cat([A, memory(a.second, dtype, (padded, k - split), (a.second_stride, 1))], 1)
-            if p.b_major == "k":
-                B = memory(a.b, dtype, (n, k), (a.b_stride, 1))
-            else:
-                B = memory(a.b, dtype, (k, n), (a.b_stride, 1)).T
-        acc = A.float() @ B.float().T
-        D = [memory(a.d, out_dtype, (m, split if p.d_in_two else n), (a.d_stride, 1)), None]
-        if p.d_in_two:
-            D[1] = memory(a.second, out_dtype, (m, n - split), (a.second_stride, 1))
-        EPILOGUES[p.epilogue](p, acc, a.epilogue, D, live, a.start, m, n)
-
-    return kernel
+            B = memory(a.b, dtype, (k, n), (a.b_stride, 1)).T
+    acc = A.float() @ B.float().T
+    D = [memory(a.d, out_dtype, (m, split if p.d_in_two else n), (a.d_stride, 1)), None]
+    if p.d_in_two:
+        D[1] = memory(a.second, out_dtype, (m, n - split), (a.second_stride, 1))
+    EPILOGUES[p.epilogue](p, acc, a.epilogue, D, live, a.start, m, n)
 
 
 def with_bias(p, acc, bias, softcap, n):
     if bias is not None:
         acc = acc + memory(bias, dtype_of(p.bias_dtype), (n,)).float()
-    return capped(p, acc, softcap)
+    return with_softcap(p, acc, softcap)
 
 
 def softmax_epilogue(p, acc, a, D, live, start, m, n):
@@ -436,15 +404,15 @@ def softmax_epilogue(p, acc, a, D, live, start, m, n):
         shift = memory(a.row_shift, FP32, (m,))[i]
     z, d = with_bias(p, acc[i], a.bias, a.softcap, n)
     logit_scale = logit_scale_of(a)
-    grown, first = torch.exp(logit_scale * (z - shift[:, None])), 0
+    e, first = torch.exp(logit_scale * (z - shift[:, None])), 0
     for part in D:
         if part is not None:
             assert part.stride(0) % 8 == 0
-            part[i] = (grown * d)[:, first : first + part.shape[1]].to(part.dtype)
+            part[i] = (e * d)[:, first : first + part.shape[1]].to(part.dtype)
             first = part.shape[1]
     for tile, c in enumerate(range(0, n, SOFTMAX_TILE_N)):
         columns = slice(c, min(c + SOFTMAX_TILE_N, n))
-        part_sum[i, tile] = grown[:, columns].sum(1)
+        part_sum[i, tile] = e[:, columns].sum(1)
         if part_wsum is not None:
             part = z[:, columns]
             if a.class_weight is not None:
@@ -452,16 +420,16 @@ def softmax_epilogue(p, acc, a, D, live, start, m, n):
             part_wsum[i, tile] = part.sum(1)
         if p.return_stats:
             logs = logit_scale * (z[:, columns] - shift[:, None])
-            memory(a.part_elog, FP32, (m, a.tiles))[i, tile] = sum_elog(grown[:, columns], logs)
+            memory(a.part_elog, FP32, (m, a.tiles))[i, tile] = sum_elog(e[:, columns], logs)
     if a.argmax_bits is not None:
         argmax_bits = memory(a.argmax_bits, I64, (m,))
         argmax_bits[i] = torch.maximum(argmax_bits[i], encode_argmax(z, 0))
-    mine = slot_target[i] >= 0
-    target_logit[i[mine]] = z[mine].gather(1, slot_target[i][mine][:, None])[:, 0]
+    is_class = slot_target[i] >= 0
+    target_logit[i[is_class]] = z[is_class].gather(1, slot_target[i][is_class][:, None])[:, 0]
     if not p.recompute_flagged:
-        highest = torch.where(z.isnan(), -torch.inf, z).amax(1)
-        above = logit_scale * highest > logit_scale * shift + HEADROOM
-        row_max_bits[i[above]] = torch.maximum(row_max_bits[i[above]], encode(highest[above]))
+        row_max = torch.where(z.isnan(), -torch.inf, z).amax(1)
+        above = logit_scale * row_max > logit_scale * shift + HEADROOM
+        row_max_bits[i[above]] = torch.maximum(row_max_bits[i[above]], encode(row_max[above]))
         flags[1 + i[above] // ROW_TILE] = 1
         flags[0] |= int(above.any())
 
@@ -499,103 +467,94 @@ def store_epilogue(p, acc, a, D, live, start, m, n):
     out.copy_(out + acc if p.accumulate else acc)
     if p.rounding_residual:
         first_slots = memory(a.first_slot_of_class, I32, (m,))
-        listed = (first_slots != NO_SLOT).nonzero()[:, 0]
-        if len(listed):
-            slots = first_slots[listed].long()
-            memory(a.rounding_residual, I16, (int(slots.max()) + 1, n))[slots] = rounding_residual_of(acc[listed])
+        classes = (first_slots != NO_SLOT).nonzero()[:, 0]
+        if len(classes):
+            slots = first_slots[classes].long()
+            memory(a.rounding_residual, I16, (int(slots.max()) + 1, n))[slots] = rounding_residual_of(acc[classes])
 
 
 EPILOGUES = dict(softmax=softmax_epilogue, dlogits=dlogits_epilogue, rows=rows_epilogue, store=store_epilogue)
 
 
-# Between cuBLAS's GEMMs -----------------------------------------------------------------------------------------------
+# Around cuBLAS's GEMMs ------------------------------------------------------------------------------------------------
 
 
-def exp(p):
-    def kernel(a):
-        assert a.z_stride % TILE_N == 0
-        rows, n, logit_scale = a.rows, a.n, logit_scale_of(a)
-        live, _ = live_rows(a.num_live, a.start, rows)
-        z = memory(a.z, FP32, (rows, n), (a.z_stride, 1))[:live].clone()
-        z, d = with_bias(p, z, a.bias, a.softcap, n)
-        weight = torch.ones(n) if a.class_weight is None else memory(a.class_weight, FP32, (n,))
-        target = memory(a.slot_target, I32, (rows,))[:live, None].long() - a.v0
-        out = torch.zeros(rows, n)
-        if p.kind == "softmax":
-            row_shift, target_logit = (memory(t, FP32, (rows,)) for t in (a.row_shift, a.target_logit))
-            row_max_bits = memory(a.row_max_bits, I32, (rows,))
-            flags = memory(a.flags, I32, (1 + -(-rows // ROW_TILE),))
-            part_sum, part_wsum = (memory(t, FP32, (rows, 2 * a.tiles)) for t in (a.part_sum, a.part_wsum))
-            for c in range(0, n, TILE_N):
-                part, tile = z[:, c : c + TILE_N], a.tile0 + c // TILE_N
-                highest = torch.where(part.isnan(), -torch.inf, part).amax(1)
-                above = logit_scale * highest > logit_scale * row_shift[:live] + HEADROOM
-                shift = torch.where(above, highest, row_shift[:live])
-                out[:live, c : c + TILE_N] = torch.exp(logit_scale * (part - shift[:, None]))
-                part_sum[:live, tile] = out[:live, c : c + TILE_N].sum(1)
-                part_sum[:live, a.tiles + tile] = shift
-                if part_wsum is not None:
-                    part_wsum[:live, tile] = weighted(part, weight[c : c + TILE_N]).sum(1)
-                    part_wsum[:live, a.tiles + tile] = 0
-                if p.return_stats:
-                    part_elog = memory(a.part_elog, FP32, (rows, 2 * a.tiles))[:live]
-                    part_elog[:, tile] = sum_elog(out[:live, c : c + TILE_N], logit_scale * (part - shift[:, None]))
-                    part_elog[:, a.tiles + tile] = 0
-                i = above.nonzero()[:, 0]
-                row_max_bits[i] = torch.maximum(row_max_bits[i], encode(highest[i]))
-                flags[1 + i // ROW_TILE] = 1
-                flags[0] |= int(len(i) > 0)
-            i = ((target >= 0) & (target < n)).nonzero()[:, 0]
-            target_logit[i] = z[i, target[i, 0]]
+def exp(p, a):
+    assert a.z_stride % TILE_N == 0
+    rows, n, logit_scale = a.rows, a.n, logit_scale_of(a)
+    live, _ = live_rows(a.num_live, a.start, rows)
+    z = memory(a.z, FP32, (rows, n), (a.z_stride, 1))[:live].clone()
+    z, d = with_bias(p, z, a.bias, a.softcap, n)
+    weight = torch.ones(n) if a.class_weight is None else memory(a.class_weight, FP32, (n,))
+    target = memory(a.slot_target, I32, (rows,))[:live, None].long() - a.v0
+    out = torch.zeros(rows, n)
+    if p.kind == "softmax":
+        row_shift, target_logit = (memory(t, FP32, (rows,)) for t in (a.row_shift, a.target_logit))
+        row_max_bits = memory(a.row_max_bits, I32, (rows,))
+        flags = memory(a.flags, I32, (1 + -(-rows // ROW_TILE),))
+        part_sum, part_wsum = (memory(t, FP32, (rows, 2 * a.tiles)) for t in (a.part_sum, a.part_wsum))
+        for c in range(0, n, TILE_N):
+            part, tile = z[:, c : c + TILE_N], a.tile0 + c // TILE_N
+            tile_max = torch.where(part.isnan(), -torch.inf, part).amax(1)
+            above = logit_scale * tile_max > logit_scale * row_shift[:live] + HEADROOM
+            shift = torch.where(above, tile_max, row_shift[:live])
+            out[:live, c : c + TILE_N] = torch.exp(logit_scale * (part - shift[:, None]))
+            part_sum[:live, tile] = out[:live, c : c + TILE_N].sum(1)
+            part_sum[:live, a.tiles + tile] = shift
+            if part_wsum is not None:
+                part_wsum[:live, tile] = weighted(part, weight[c : c + TILE_N]).sum(1)
+                part_wsum[:live, a.tiles + tile] = 0
             if p.return_stats:
-                argmax_bits = memory(a.argmax_bits, I64, (rows,))[:live]
-                argmax_bits.copy_(torch.maximum(argmax_bits, encode_argmax(z, a.v0)))
-        else:
-            row_shift, coef, coef_target, coef_smooth = memory(a.coefs, FP32, (rows, 4))[:live].T[:, :, None]
-            logs = logit_scale * (z - row_shift)
-            if p.entropy:
-                log2 = (logs * LOG2_E).clamp(min=LEAST_LOG2)
-                coef = coef + memory(a.coef_entropy, FP32, (rows,))[:live, None] * log2
-            value = coef * torch.exp(logs)
-            if p.smoothing:
-                value = value - coef_smooth * weight
-            out[:live] = value - torch.where(target == torch.arange(n), coef_target, 0.0)
-        out[:live] *= d
-        if a.out is not None:
-            memory(a.out, dtype_of(p.out_dtype), (rows, n), (a.out_stride, 1)).copy_(out)
-
-    return kernel
-
-
-def rescale(p):
-    def kernel(a):
-        live, _ = live_rows(a.num_live, a.start, a.rows)
-        there = slice(a.tile0, a.tile0 + -(-a.n // TILE_N))
-        sums = memory(a.part_sum, FP32, (a.rows, 2 * a.tiles))[:live]
-        shifts = sums[:, a.tiles :][:, there]
-        flagged = memory(a.flags, I32, (1 + -(-a.rows // ROW_TILE),))[1 + torch.arange(live) // ROW_TILE] != 0
-        row_max = decode(memory(a.row_max_bits, I32, (a.rows,))[:live, None])
-        logs = logit_scale_of(a) * (shifts - row_max)
-        factor = torch.where(flagged[:, None] & (shifts != row_max), torch.exp(logs), 1.0)
+                part_elog = memory(a.part_elog, FP32, (rows, 2 * a.tiles))[:live]
+                part_elog[:, tile] = sum_elog(out[:live, c : c + TILE_N], logit_scale * (part - shift[:, None]))
+                part_elog[:, a.tiles + tile] = 0
+            i = above.nonzero()[:, 0]
+            row_max_bits[i] = torch.maximum(row_max_bits[i], encode(tile_max[i]))
+            flags[1 + i // ROW_TILE] = 1
+            flags[0] |= int(len(i) > 0)
+        i = ((target >= 0) & (target < n)).nonzero()[:, 0]
+        target_logit[i] = z[i, target[i, 0]]
         if p.return_stats:
-            elog = memory(a.part_elog, FP32, (a.rows, 2 * a.tiles))[:live, there]
-            moved = (logs * LOG2_E).clamp(min=LEAST_LOG2)
-            elog.copy_(torch.where(factor == 1, elog, (elog + sums[:, there] * moved) * factor))
-        shifts.zero_()
-        sums[:, there] *= factor
-        if p.stored:
-            out = memory(a.exp_logits, BF16, (a.rows, a.n), (a.exp_logits_stride, 1))[:live]
-            out.copy_(out.float() * factor.repeat_interleave(TILE_N, 1)[:, : a.n])
+            argmax_bits = memory(a.argmax_bits, I64, (rows,))[:live]
+            argmax_bits.copy_(torch.maximum(argmax_bits, encode_argmax(z, a.v0)))
+    else:
+        row_shift, coef, coef_target, coef_smooth = memory(a.coefs, FP32, (rows, 4))[:live].T[:, :, None]
+        logs = logit_scale * (z - row_shift)
+        if p.entropy:
+            log2 = (logs * LOG2_E).clamp(min=LEAST_LOG2)
+            coef = coef + memory(a.coef_entropy, FP32, (rows,))[:live, None] * log2
+        value = coef * torch.exp(logs)
+        if p.smoothing:
+            value = value - coef_smooth * weight
+        out[:live] = value - torch.where(target == torch.arange(n), coef_target, 0.0)
+    out[:live] *= d
+    if a.out is not None:
+        memory(a.out, dtype_of(p.out_dtype), (rows, n), (a.out_stride, 1)).copy_(out)
 
-    return kernel
+
+def rescale(p, a):
+    live, _ = live_rows(a.num_live, a.start, a.rows)
+    tiles = slice(a.tile0, a.tile0 + -(-a.n // TILE_N))
+    sums = memory(a.part_sum, FP32, (a.rows, 2 * a.tiles))[:live]
+    shifts = sums[:, a.tiles :][:, tiles]
+    flagged = memory(a.flags, I32, (1 + -(-a.rows // ROW_TILE),))[1 + torch.arange(live) // ROW_TILE] != 0
+    row_max = decode(memory(a.row_max_bits, I32, (a.rows,))[:live, None])
+    logs = logit_scale_of(a) * (shifts - row_max)
+    factor = torch.where(flagged[:, None] & (shifts != row_max), torch.exp(logs), 1.0)
+    if p.return_stats:
+        elog = memory(a.part_elog, FP32, (a.rows, 2 * a.tiles))[:live, tiles]
+        log2 = (logs * LOG2_E).clamp(min=LEAST_LOG2)
+        elog.copy_(torch.where(factor == 1, elog, (elog + sums[:, tiles] * log2) * factor))
+    shifts.zero_()
+    sums[:, tiles] *= factor
+    if p.stored:
+        out = memory(a.exp_logits, BF16, (a.rows, a.n), (a.exp_logits_stride, 1))[:live]
+        out.copy_(out.float() * factor.repeat_interleave(TILE_N, 1)[:, : a.n])
 
 
-def clear(p):
-    def kernel(a):
-        live = int(memory(a.num_live, I32, (1,)))
-        memory(a.out, dtype_of(p.dtype), (a.rows, p.h))[max(0, live - a.start) :] = 0
-
-    return kernel
+def clear(p, a):
+    live = int(memory(a.num_live, I32, (1,)))
+    memory(a.out, dtype_of(p.dtype), (a.rows, p.h))[max(0, live - a.start) :] = 0
 
 
 def mm(a, b, out):
@@ -609,7 +568,7 @@ def addmm(a, b, out):
 # grouped_mlp ----------------------------------------------------------------------------------------------------------
 
 
-def grouped_gemm(p):
+def grouped_gemm(p, a):
     dtype, out = dtype_of(p.dtype), dtype_of(p.out_dtype)
 
     def weights(a, address, n):
@@ -658,7 +617,7 @@ def grouped_gemm(p):
             memory(a.d, out, (a.rows, width)).copy_(dz)
             memory(e.act, dtype, (a.rows, a.n)).copy_(f * scales if p.scaled else f)
 
-    return rows if p.along == "m" else sums
+    return rows(a) if p.along == "m" else sums(a)
 
 
 KERNELS = dict(

@@ -1,4 +1,4 @@
-"""Stand-ins for an H200 and its kernels, on any host: which kernels are launched, for what and how."""
+"""A fake H200 on any host, with kernels that do nothing: records the launches with their problems and configs."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from quackish.gpu import H200
 from quackish.ops import cuda, workspace
 from quackish.ops import rms_norm_plans as plans
 from quackish.ops.kernel_for import Kernel, KernelFor
-from quackish.ops.linear_cross_entropy import launches as gemms
+from quackish.ops.linear_cross_entropy import launches as lce_launches
 
 
 class Launch(NamedTuple):
@@ -22,24 +22,24 @@ class Launch(NamedTuple):
 
 
 def on_h200(monkeypatch, kernel_for: KernelFor, take: Callable, stream: int = 0) -> SimpleNamespace:
-    """RMSNorm of CPU tensors runs kernels of `kernel_for`, as an H200's would; returns what stands in for ops.cuda."""
+    """Makes RMSNorm of CPU tensors use kernels of `kernel_for` as on an H200; returns the fake ops.cuda."""
     monkeypatch.setattr(workspace, "take", take)
-    no_kernel = plans.gpu_for
+    real_gpu_for = plans.gpu_for
     allocate = torch._C._dynamo.guards._empty_strided_cpu
     driver = dict(current_device=lambda: None, stream_of=lambda index: stream, empty=allocate)
-    stands_in = SimpleNamespace(**{**vars(cuda), **driver})
+    fake_cuda = SimpleNamespace(**{**vars(cuda), **driver})
     for name, value in dict(
-        gpu_for=lambda device: H200 if device.type == "cpu" else no_kernel(device),
+        gpu_for=lambda device: H200 if device.type == "cpu" else real_gpu_for(device),
         kernel_for=kernel_for,
-        cuda=stands_in,
+        cuda=fake_cuda,
         _plans={},
     ).items():
         monkeypatch.setattr(plans, name, value)
-    return stands_in
+    return fake_cuda
 
 
 def install(monkeypatch) -> list[Launch]:
-    """Kernels that do nothing, for both operations; returns the launches, in order."""
+    """Replaces the kernels of both operations; returns the list of launches, in order."""
     launches = []
 
     def get(kernel, problem, config, target):
@@ -50,7 +50,7 @@ def install(monkeypatch) -> list[Launch]:
         return Kernel(get(name, problem, config, gpu.target), config)
 
     on_h200(monkeypatch, kernel_for, lambda *args: (0, 0, None))
-    monkeypatch.setattr(gemms, "gpu_of", lambda index: H200)
+    monkeypatch.setattr(lce_launches, "gpu_of", lambda index: H200)
     monkeypatch.setattr(kernels, "find", lambda name, gpu: name)
     monkeypatch.setattr(launch, "get", get)
     return launches

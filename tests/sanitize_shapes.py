@@ -1,8 +1,8 @@
-"""What scripts/sanitize.sh runs under compute-sanitizer: small shapes of every kind, both directions, against fp64.
+"""Small shapes of every kind, forward and backward against fp64, for scripts/sanitize.sh (compute-sanitizer).
 
     python tests/sanitize_shapes.py [part of a shape's name]
 
-Inputs and truth are made on the CPU, so that hardly any kernels run but quackish's own.
+Inputs and true results are computed on the CPU, so that few kernels besides quackish's run.
 """
 
 import math
@@ -26,12 +26,12 @@ from quackish.testing.inputs import rows, weights
 GPU = "cuda"
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-# name: m, n, dtypes of x, weight, bias and residual, and heads where there is a weight for each
+# name: m, n, dtypes of x, weight, bias and residual[, heads]
 SHAPES = {
     "one element": (1, 1, FP32, FP32, None, None),
     "odd": (5, 3, BF16, BF16, FP32, None),
     "ragged": (37, 257, BF16, FP32, None, FP32),
-    "several rows a CTA": (300, 256, BF16, BF16, None, None),
+    "several rows per CTA": (300, 256, BF16, BF16, None, None),
     "ragged vectors": (70, 1000, FP16, FP16, FP16, FP16),
     "plain": (64, 1024, BF16, BF16, None, None),
     "fp32": (33, 1024, FP32, FP32, FP32, FP32),
@@ -44,12 +44,12 @@ SHAPES = {
     "a weight per head": (3000, 128, BF16, FP32, BF16, BF16, 12),
 }
 
-# name: m, h, v, dtype, how (schedule and chunk_size), options. Every fifth row is ignored, and one has logits in the
-# hundreds and thousands, so that its tile is done again. `alone`: no lse is returned.
+# name: m, h, v, dtype, schedule and chunk_size, options. Every fifth row is ignored, and one row has such large logits
+# that its tile is recomputed. `alone`: do not return the lse.
 LINEAR_CROSS_ENTROPY = {
     "lce one row, two classes": (1, 8, 2, BF16, dict(schedule="chunked"), {}),
     "lce one chunk": (300, 64, 700, BF16, dict(schedule="chunked"), {}),
-    "lce E in the weight gradient": (130, 256, 1500, BF16, dict(schedule="chunked"), {}),
+    "lce exp_logits in dW's storage": (130, 256, 1500, BF16, dict(schedule="chunked"), {}),
     "lce chunks": (300, 64, 1003, BF16, dict(schedule="chunked", chunk_size=128), dict(bias=True, reduction="sum")),
     "lce chunks with options": (
         260, 72, 515, BF16, dict(schedule="chunked", chunk_size=128),
@@ -64,8 +64,8 @@ LINEAR_CROSS_ENTROPY = {
     ),
     "lce classes with many rows": (300, 520, 20, BF16, dict(schedule="chunked"), {}),
     "lce rows that PyTorch sorts": (300, 520, 20, BF16, dict(schedule="chunked"), {}),
-    "lce recompute begun in forward": (260, 256, 1101, BF16, dict(schedule="recompute"), dict(alone=True, narrow=True)),
-    "lce several tiles a cluster": (300, 264, 25_000, BF16, dict(schedule="chunked"), {}),
+    "lce recompute, dW in forward": (260, 256, 1101, BF16, dict(schedule="recompute"), dict(alone=True, narrow=True)),
+    "lce several tiles per cluster": (300, 264, 25_000, BF16, dict(schedule="chunked"), {}),
     "lce smoothing": (140, 64, 1000, BF16, dict(schedule="auto"), dict(label_smoothing=0.1, class_weight=True)),
     "lce smoothing with options": (
         260, 72, 515, BF16, dict(schedule="auto", chunk_size=128),
@@ -73,16 +73,16 @@ LINEAR_CROSS_ENTROPY = {
     ),
     "lce fp16": (200, 64, 700, FP16, dict(schedule="auto"), dict(bias=True)),
     "lce every row ignored": (140, 64, 700, BF16, dict(schedule="chunked", chunk_size=128), dict(live=False)),
-    "lce a buffer for the gradient": (140, 64, 700, BF16, dict(schedule="stored"), dict(buffer=True)),
+    "lce grad_weight_out": (140, 64, 700, BF16, dict(schedule="stored"), dict(buffer=True)),
     "lce cublas chunks": (300, 64, 1003, BF16, dict(schedule="chunked", chunk_size=128), dict(bias=True)),
     "lce cublas recompute": (140, 64, 1000, BF16, dict(schedule="recompute"), dict(label_smoothing=0.1)),
 }  # fmt: skip
 
-# name: rows of each group, rows of none, H, I, dtype, options
+# name: rows of each group, rows past the last group, H, I, dtype, options
 GROUPED_MLP = {
     "grouped one row": ((1,), 0, 8, 8, BF16, {}),
     "grouped empty groups": ((0, 63, 0, 65, 130, 0), 9, 72, 88, BF16, {}),
-    "grouped several tiles a cluster": ([17 * g % 301 for g in range(40)], 5, 520, 136, BF16, {}),
+    "grouped several tiles per cluster": ([17 * g % 301 for g in range(40)], 5, 520, 136, BF16, {}),
     "grouped deep": ((130, 70), 0, 512, 2056, FP16, {}),
     "grouped odd tiles": ((130, 0, 70), 9, 200, 136, BF16, {}),
     "grouped options": ((100, 0, 40), 3, 64, 72, BF16, dict(activation="clamped_swiglu", biases=True, split=True)),
@@ -98,12 +98,12 @@ def set_constants(constants: dict) -> None:
 
 
 def check_linear_cross_entropy(name: str) -> bool:
-    m, h, v, dtype, how, options = LINEAR_CROSS_ENTROPY[name]
-    lse, live, buffer = options.get("lse", False), options.get("live", True), options.get("buffer", False)
-    alone, narrow = options.get("alone", buffer), options.get("narrow", False)
-    options = {k: o for k, o in options.items() if k not in ("lse", "live", "buffer", "alone", "narrow")}
+    m, h, v, dtype, schedule, options = LINEAR_CROSS_ENTROPY[name]
+    options = dict(options)
+    lse, live, buffer = options.pop("lse", False), options.pop("live", True), options.pop("buffer", False)
+    alone, narrow = options.pop("alone", buffer), options.pop("narrow", False)
 
-    def made(device: str):
+    def make_inputs(device: str):
         x, w, target, kw = make(m, h, v, dtype, device, **options)
         with torch.no_grad():
             w *= h**-0.5
@@ -113,29 +113,29 @@ def check_linear_cross_entropy(name: str) -> bool:
         grad_lse = torch.linspace(-1, 1, m, device=device) if lse else None
         return x, w, target, kw, grad_lse
 
-    constants = dict(SHARED_FROM=0)  # memory is shared as with large exp_logits
+    constants = dict(SHARED_FROM=0)  # share memory as for large exp_logits
     kernels_of = on_kernels.kernels_of
     steps.MOST_ROWS_COUNTED = 100 if "PyTorch sorts" in name else MOST_ROWS_COUNTED
     if "cublas" in name:
         on_kernels.kernels_of = lambda device: CublasKernels(device)
-    if narrow:  # blocks and chunks that are small enough, as conftest.py's `narrow` makes them
+    if narrow:  # as conftest.py's `narrow`
         constants |= dict(scratch_columns=lambda *how: 256, MIN_DX_ELEMENTS=1)
     before = {name: getattr(configs, name) for name in constants}
     set_constants(constants)
     assert not narrow or configs.first_classes(m, v, h, dtype.itemsize) is not None
-    x, w, target, kw, grad_lse = made(GPU)
+    x, w, target, kw, grad_lse = make_inputs(GPU)
     if alone:
         dw = torch.zeros(w.shape, device=GPU) if buffer else None
-        loss = linear_cross_entropy(x, w, target, grad_weight_out=dw, backend="cute", **kw, **how)
+        loss = linear_cross_entropy(x, w, target, grad_weight_out=dw, backend="cute", **kw, **schedule)
         loss.backward()
         got = [loss.detach(), x.grad, dw if buffer else w.grad, *(t.grad for t in parameters(x, w, kw)[2:])]
     else:
-        loss, _, grads = run(x, w, target, kw, grad_lse=grad_lse, backend="cute", **how)
+        loss, _, grads = run(x, w, target, kw, grad_lse=grad_lse, backend="cute", **schedule)
         got = [loss, *grads]
     on_kernels.kernels_of = kernels_of
     set_constants(before)
 
-    x, w, target, kw, grad_lse = made("cpu")
+    x, w, target, kw, grad_lse = make_inputs("cpu")
     loss, _, grads = truth(x, w, target, kw, grad_lse=grad_lse)
     good = True
     names = "loss", "dinput", "dlinear_weight", "dlinear_bias"

@@ -1,4 +1,4 @@
-"""Every kernel, compiled for Hopper and Blackwell on any host: no spilled register; CTAs fit as configs say."""
+"""Kernels compiled for Hopper and Blackwell on any host: no register spills, and the expected number of CTAs per SM."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from quackish.gpu import B300, H200
 from tests.variants import check_compiles, on_gpus, some
 
 BF16, FP32 = "bfloat16", "float32"
-# Both sides of the thresholds in configs/rms_norm.py, and rows that divide badly.
+# Both sides of the thresholds in configs/rms_norm.py, and awkward sizes.
 SIZES = (8, 136, 264, 320, 640, 1000, 1024, 1032, 2560, 3080, 3840, 5120, 5128, 6152, 8192, 8200, 16_384, 16_392)
 LARGE = (20_000, 65_536, 131_072, MAX_N)
 
@@ -56,9 +56,9 @@ def backward_problems():
         yield RmsNormBwdProblem(n, BF16, BF16, **plain, heads=heads)
         yield RmsNormBwdProblem(n, FP32, BF16, **everything, dbias_dtype=FP32, packed=False, heads=heads)
     yield RmsNormBwdProblem(257, BF16, BF16, **plain, aligned=False, heads=7)
-    adds = dict(dweight_dtype=FP32, add_dweight=True)
-    yield RmsNormBwdProblem(4096, BF16, BF16, **plain | adds)
-    yield RmsNormBwdProblem(128, BF16, BF16, **plain | adds, dbias_dtype=FP32, heads=32)
+    accumulate = dict(dweight_dtype=FP32, add_dweight=True)
+    yield RmsNormBwdProblem(4096, BF16, BF16, **plain | accumulate)
+    yield RmsNormBwdProblem(128, BF16, BF16, **plain | accumulate, dbias_dtype=FP32, heads=32)
     for n in (512, 520, 4096):
         yield RmsNormBwdProblem(n, FP32, FP32, weight_dtype=FP32, dx_dtype=FP32, dweight_dtype=FP32)
 
@@ -69,7 +69,7 @@ def problems():
 
 
 @pytest.mark.parametrize(
-    "name, problem, gpu", list(some(on_gpus(problems()), 5)), ids=lambda of: getattr(of, "target", str(of))
+    "name, problem, gpu", list(some(on_gpus(problems()), 5)), ids=lambda value: getattr(value, "target", str(value))
 )
 def test_compiles(name, problem, gpu):
     config = analytical(name, problem, gpu).config
@@ -88,17 +88,17 @@ def test_compiles(name, problem, gpu):
     ],
 )
 def test_compiles_for_b300(call):
-    """One of each kernel, from the same sources as for B200."""
+    """B300 uses the same sources and configs as B200, so a few problems are enough."""
     parser = Parser()
     operations.add_arguments(parser)
     steps = operations.dry_run_call(parser.parse_args(call.split()), B300).steps
-    found = {(step.kernel, step.problem, step.choice.config) for step in steps if step.choice is not None}
-    assert len(found) >= 2
-    for name, problem, config in found:
+    kernels = {(step.kernel, step.problem, step.choice.config) for step in steps if step.choice is not None}
+    assert len(kernels) >= 2
+    for name, problem, config in kernels:
         check_compiles(name, problem, config, B300)
 
 
-def test_rows_beyond_the_longest_are_refused():
+def test_too_long_rows_are_refused():
     with pytest.raises(UnsupportedError, match="262152 elements; at most 262144"):
         rms_norm_fwd_config(RmsNormFwdProblem(MAX_N + 8, BF16, BF16), H200)
     with pytest.raises(UnsupportedError, match="at most 131072"):
@@ -106,7 +106,7 @@ def test_rows_beyond_the_longest_are_refused():
         rms_norm_bwd_config(problem, H200)
 
 
-def test_more_heads_than_resident_rows_are_refused():
+def test_too_many_heads_are_refused():
     with pytest.raises(UnsupportedError, match=r"133 heads of 8192 columns, which take 133 resident .* at most 132 on"):
         rms_norm_bwd_config(RmsNormBwdProblem(8192, BF16, BF16, BF16, dx_dtype=BF16, heads=133), H200)
     rms_norm_bwd_config(RmsNormBwdProblem(8192, BF16, BF16, BF16, dx_dtype=BF16, heads=132), H200)
@@ -130,7 +130,7 @@ def test_a_thread_has_rows_of_one_head(tokens, n, heads):
 @pytest.mark.parametrize("m", [1, 2, 131, 132, 133, 4096, 65_536])
 @pytest.mark.parametrize("n", [256, 4096, 65_536, MAX_N])
 @pytest.mark.parametrize("sm_count", [16, 132])  # a slice of a GPU, a whole one
-def test_there_are_ctas_for_the_rows_and_no_more_than_fit(n, m, sm_count):
+def test_all_ctas_are_resident(n, m, sm_count):
     problem = RmsNormBwdProblem(n, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
     config = rms_norm_bwd_config(problem, H200)
     num_ctas = config.num_ctas(m, sm_count)

@@ -1,4 +1,4 @@
-"""Who imports whom (the table below), and that `import quackish` starts neither CUDA nor the compiler."""
+"""The allowed imports between layers, and that `import quackish` starts neither CUDA nor the compiler."""
 
 import ast
 import dataclasses
@@ -14,14 +14,14 @@ PACKAGE = Path(__file__).parents[1] / "quackish"
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What a layer may import besides itself and the standard library. `lazy` counts inside functions only."""
+    """What a layer may import besides itself and the standard library; `lazy` only inside functions."""
 
     quackish: str = ""
     outside: str = ""
     lazy: str = ""
 
 
-# "kernels" stands for quackish.kernels, whose find() is for everybody, and not for the modules in it.
+# "kernels" allows quackish.kernels (find()), not the modules in it.
 LAYERS = {
     "errors": Layer(),
     "files": Layer(),
@@ -58,22 +58,22 @@ LAYERS = {
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """(dotted name, whether it runs on import of the module) of each import; `from a import b` names a.b."""
-    found = []
+    """(dotted name, whether it runs when the module is imported) of each import; `from a import b` is a.b."""
+    names = []
 
     def visit(node: ast.AST, on_import: bool) -> None:
         if isinstance(node, ast.Import):
-            found.extend((alias.name, on_import) for alias in node.names)
+            names.extend((alias.name, on_import) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports in quackish are absolute"
-            found.extend((f"{node.module}.{alias.name}", on_import) for alias in node.names)
+            names.extend((f"{node.module}.{alias.name}", on_import) for alias in node.names)
         on_import = on_import and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         on_import = on_import and not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
         for child in ast.iter_child_nodes(node):
             visit(child, on_import)
 
     visit(ast.parse(path.read_text(encoding="utf-8")), True)
-    return found
+    return names
 
 
 def is_module(parts: list[str]) -> bool:
@@ -82,27 +82,27 @@ def is_module(parts: list[str]) -> bool:
 
 
 def violations(path: Path) -> list[str]:
-    """What `path` imports and should not, as sentences."""
-    inside = path.relative_to(PACKAGE).with_suffix("").parts
-    layer = LAYERS[inside[0]]
-    mine, outside, lazy = layer.quackish.split(), layer.outside.split(), layer.lazy.split()
+    """The illegal imports of `path`, as sentences."""
+    module = path.relative_to(PACKAGE).with_suffix("").parts
+    layer = LAYERS[module[0]]
+    layers, outside, lazy = layer.quackish.split(), layer.outside.split(), layer.lazy.split()
     wrong = []
     for name, on_import in imports(path):
         top, *rest = name.split(".")
         if top != "quackish":
             allowed = top in sys.stdlib_module_names or top in outside or (top in lazy and not on_import)
-        elif inside[0] == "kernels" and rest[:1] == ["kernels"]:
-            # A kernel shares through kernels/common; the table itself imports classes by name, on first use.
+        elif module[0] == "kernels" and rest[:1] == ["kernels"]:
+            # Kernels share code only through kernels/common. The table imports classes by name.
             allowed = rest[1:2] == ["common"]
         elif rest[:1] == ["kernels"]:
-            allowed = "kernels" in mine and (len(rest) == 1 or not is_module(rest[:2]))
+            allowed = "kernels" in layers and (len(rest) == 1 or not is_module(rest[:2]))
         else:
-            allowed = not rest or rest[0] == inside[0] or rest[0] in mine or not is_module(rest[:1])
+            allowed = not rest or rest[0] == module[0] or rest[0] in layers or not is_module(rest[:1])
         if not allowed:
             when = "on import" if top in lazy else "at all"
-            wrong.append(f"{'/'.join(inside)} may not import {name} {when}")
-    if inside[0] == "kernels" and ("__future__.annotations", True) in imports(path):
-        wrong.append(f"{'/'.join(inside)}: the DSL evaluates annotations, so no `from __future__ import annotations`")
+            wrong.append(f"{'/'.join(module)} may not import {name} {when}")
+    if module[0] == "kernels" and ("__future__.annotations", True) in imports(path):
+        wrong.append(f"{'/'.join(module)}: the DSL evaluates annotations, so no `from __future__ import annotations`")
     return wrong
 
 
@@ -137,7 +137,7 @@ PROGRAMS = sorted(path for name in ("tests", "scripts", "benchmarks") for path i
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
 def test_what_programs_import_from_the_package_exists(path):
-    """Some run on a GPU only."""
+    """Also for programs that run only on a GPU."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "quackish":
             module = importlib.import_module(node.module)

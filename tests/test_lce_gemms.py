@@ -1,4 +1,4 @@
-"""Linear cross entropy's GEMMs, ours and cuBLAS's: compiled on any host; launches are compared with emulated ones."""
+"""The GEMMs of linear cross entropy, ours and cuBLAS: compiled on any host, and compared with the emulation."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -10,7 +10,6 @@ from lce_cases import PATHS
 from quackish import config, kernels
 from quackish.configs.gemm import (
     NUM_TICKETS,
-    SOFTMAX_TILE_N,
     GemmProblem,
     gemm_config,
     gemm_smem_bytes,
@@ -23,10 +22,10 @@ from quackish.gpu import B200, H200
 from quackish.ops import cuda
 from quackish.ops.linear_cross_entropy.autograd import make_kernels
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels, address, dtype_of
+from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels, dtype_of
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
-from tests.emulated_kernels import NO_SLOT, add_residual, decode, encode, lce_kernels
+from tests.emulated_kernels import HUGE, NO_SLOT, add_residual, decode, encode, lce_kernels
 from tests.variants import check_compiles, some
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -56,7 +55,8 @@ def problems():
                 yield GemmProblem("rows", dtype, out, b_major="n", a_in_two=split, split_k_tail=split_k_tail)
     logits = (None, False), (None, True), ("bfloat16", False), ("float32", False), ("float32", True)
     fewest_and_most = logits[0], logits[-1]
-    for logit_scale, (bias, softcap) in (*((False, of) for of in logits), *((True, of) for of in fewest_and_most)):
+    scaled_and_unscaled = [(False, options) for options in logits] + [(True, options) for options in fewest_and_most]
+    for logit_scale, (bias, softcap) in scaled_and_unscaled:
         for smoothing, weighted in (False, False), (True, False), (True, True):
             options = dict(bias_dtype=bias, softcap=softcap, smoothing=smoothing, weighted=weighted)
             options["logit_scale"] = logit_scale
@@ -118,7 +118,7 @@ def test_launches_are_on_the_current_stream_of_their_device(kind, monkeypatch):
 
 
 class Case:
-    """Slots [start, start + rows), `live` of them live; NaN after the last tile with live rows."""
+    """Rows [start, start + rows) of a call, the first `live` of them live; NaN after the last tile with live rows."""
 
     def __init__(self, rows=300, h=264, v=1000, live=None, start=0, dtype=BF16, seed=0):
         make = torch.Generator().manual_seed(seed)
@@ -140,71 +140,56 @@ class Case:
 
     def update_shift(self):
         self.row_shift = (self.x.float() * self.w[self.slot_target.long()].float()).sum(1)
-        self.row_shift[self.live :] = 2e38
+        self.row_shift[self.live :] = HUGE
 
     def grow(self, rows, factor=60):
-        """Logits far above row_shift, which flag their tiles."""
+        """Raises logits far above row_shift, so that these rows are flagged."""
         self.x[rows] = self.x[rows] * factor
 
 
-def _softmax(x, w, bias, class_weight, shift, target, num_live, start, softcap, e, e2, split, sums, wsums, *of_rows):
-    target_logit, row_max_bits, flags, elogs, argmax_bits = of_rows
-    vectors = bias, class_weight, shift, target, row_max_bits, flags, sums, target_logit, wsums, elogs, argmax_bits
-    epilogue = SoftmaxArgs(*map(address, vectors), softcap, sums.shape[1])
-    return x, w, ExpLogits(e, split, e2), epilogue, dtype_of(bias), state_of(num_live), start
-
-
-def _dlogits(x, w, bias, coefs, target, num_live, start, class_weight, softcap, smoothing, v0, out, entropy=None):
-    epilogue = DlogitsArgs(*map(address, (bias, class_weight, coefs, target, entropy)), softcap, v0)
-    return x, w, out, epilogue, dtype_of(bias), smoothing, state_of(num_live), start
-
-
-def _dx(e, e2, split, w, row_scale, order, num_live, start, out, accumulate):
-    epilogue = None if order is None else RowsOutArgs(row_scale.data_ptr(), order.data_ptr())
-    return ExpLogits(e, split, e2), w, state_of(num_live), start, out, accumulate, False, epilogue
-
-
-def _dw(e, x, num_live, start, out, accumulate, slots=None, residual=None, factor=None):
-    kept = None if slots is None else ResidualArgs(slots.data_ptr(), residual.data_ptr())
-    return e, x, state_of(num_live), start, out, accumulate, False, factor, kept
-
-
-ARGUMENTS = dict(logits=_softmax, dlogits=_dlogits, dx=_dx, dw=_dw)
-
-
 def state_of(num_live):
-    """The fields of RowState that GEMMs use; `memory` has the tickets."""
+    """The part of a RowState that GEMMs use; `memory` are the tickets."""
     tickets = torch.zeros(NUM_TICKETS, dtype=torch.int32, device=num_live.device)
     return SimpleNamespace(num_live=num_live.data_ptr(), tickets=tickets.data_ptr(), memory=tickets)
 
 
-def launch_all(k, names, args):
-    """The arguments after launches of these names. They must not be views of each other."""
-    args = [_copy(a, k.device) if isinstance(a, torch.Tensor) else a for a in args]
-    for name in names:
-        given = ARGUMENTS[name](*args)
-        getattr(k, name)(*given)
-        assert not any(a.memory.any() for a in given if isinstance(a, SimpleNamespace))
-    return [_copy(a, "cpu") if isinstance(a, torch.Tensor) else a for a in args]
+def launch(k, method, **args):
+    """The arguments of a method of the kernels after a launch, on the CPU. No two tensors may overlap.
+
+    In `args` an epilogue has tensors instead of addresses, and the state is num_live.
+    """
+    args = {name: copied(a, k.device) for name, a in args.items()}
+    state = state_of(args["state"])
+    epilogue = {name: addresses(args[name]) for name in ("epilogue", "residual") if name in args}
+    getattr(k, method)(**args | epilogue | dict(state=state))
+    assert not state.memory.any()
+    return SimpleNamespace(**{name: copied(a, "cpu") for name, a in args.items()})
 
 
-def _copy(t, device):
-    """A copy with the same strides."""
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
+def addresses(epilogue):
+    return epilogue and epilogue._make(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in epilogue)
+
+
+def copied(args, device):
+    """Tensors keep their strides: a matrix may be columns of a larger one."""
+    if isinstance(args, tuple):
+        return args._make(copied(a, device) for a in args)
+    if not isinstance(args, torch.Tensor):
+        return args
+    return torch.empty_strided(args.shape, args.stride(), dtype=args.dtype, device=device).copy_(args)
 
 
 def ours():
     return LceKernels(torch.device("cuda", torch.cuda.current_device()))
 
 
-def both(name, *args, k=None):
-    """The arguments after launching `name` on k (None: our kernels on the GPU), and after the emulated launch."""
-    return [launch_all(kernels, [name], args) for kernels in (k or ours(), lce_kernels())]
+def both(k, method, **args):
+    """The arguments after a launch by k, and after the emulation of ours."""
+    return [launch(kernels, method, **args) for kernels in (k, lce_kernels())]
 
 
 def close(got, truth, eps):
-    found = error(got, truth.to(FP64))
-    return found.within(eps, 16 * eps)
+    return error(got, truth.to(FP64)).within(eps, 16 * eps)
 
 
 SHAPES = [
@@ -215,7 +200,7 @@ SHAPES = [
     dict(rows=256, live=0, start=128),
     dict(rows=1500, v=5003, h=96, live=1025),
 ]
-on_launchers = pytest.mark.parametrize("path", PATHS[3:], indirect=True)  # all except emulated kernels
+on_launchers = pytest.mark.parametrize("path", PATHS[3:], indirect=True)  # not the emulation of ours
 SOFTMAX = {
     "plain": {},
     "softcap": dict(softcap=3.0),
@@ -233,30 +218,27 @@ def padded_nan(rows, columns, dtype=BF16):
     return torch.full((rows, -(-columns // 64) * 64), NAN, dtype=dtype)[:, :columns]
 
 
-def softmax_args(c, softcap=None, bias=None, stored=True, wsum=False, weighted=False, stats=False, v_split=0, k=None):
-    tiles = k.num_tiles(c.v) if k else -(-c.v // SOFTMAX_TILE_N)
-    e = e2 = None
-    if stored:
-        e = padded_nan(c.rows, v_split or c.v)
-        e2 = padded_nan(c.rows, c.v - v_split) if v_split else None
-    part_sum, part_wsum, part_elog = (torch.full((c.rows, tiles), NAN) for _ in range(3))
-    row_shift = c.row_shift if softcap is None else softcap * torch.tanh(c.row_shift / softcap)
-    row_shift[c.live :] = 2e38
-    return (
-        c.x, c.w, None if bias is None else c.bias.to(bias), c.weight if weighted else None, row_shift, c.slot_target,
-        c.num_live, c.start, softcap or 0.0, e, e2, v_split, part_sum, part_wsum if wsum else None,
-        torch.full((c.rows,), NAN), encode(row_shift), torch.zeros(1 + -(-c.rows // 128), dtype=torch.int32),
-        part_elog if stats else None, torch.full((c.rows,), -(2**63)) if stats else None,
-    )  # fmt: skip
-
-
-# indices of softmax_args
-EXP, EXP2, SUM, WSUM, TARGET_LOGIT, ROW_MAX, FLAGS, ELOG, ARGMAX = 9, 10, 12, 13, 14, 15, 16, 17, 18
-
-
-def softmax(c, k=None, **given):
+def softmax(c, k=None, softcap=None, bias=None, stored=True, wsum=False, weighted=False, stats=False, v_split=0):
+    """What the logits of a Case by k (default: our kernels on the GPU) write."""
     k = k or ours()
-    return launch_all(k, ["logits"], softmax_args(c, k=k, **given))
+    part_sum, part_wsum, part_elog = (torch.full((c.rows, k.num_tiles(c.v)), NAN) for _ in range(3))
+    row_shift = c.row_shift if softcap is None else softcap * torch.tanh(c.row_shift / softcap)
+    row_shift[c.live :] = HUGE
+    epilogue = SoftmaxArgs(
+        bias=None if bias is None else c.bias.to(bias), class_weight=c.weight if weighted else None,
+        row_shift=row_shift, slot_target=c.slot_target, row_max_bits=encode(row_shift),
+        flags=torch.zeros(1 + -(-c.rows // 128), dtype=torch.int32), part_sum=part_sum,
+        target_logit=torch.full((c.rows,), NAN), part_wsum=part_wsum if wsum else None,
+        part_elog=part_elog if stats else None, argmax_bits=torch.full((c.rows,), -(2**63)) if stats else None,
+        softcap=softcap or 0.0, tiles=part_sum.shape[1],
+    )  # fmt: skip
+    exp_logits = padded_nan(c.rows, v_split or c.v) if stored else None
+    exp_logits2 = padded_nan(c.rows, c.v - v_split) if stored and v_split else None
+    out = ExpLogits(exp_logits, v_split, exp_logits2)
+    after = launch(
+        k, "logits", live_x=c.x, w=c.w, out=out, epilogue=epilogue, bias=bias, state=c.num_live, start=c.start
+    )
+    return SimpleNamespace(exp_logits=after.out.first, exp_logits2=after.out.second, **after.epilogue._asdict())
 
 
 @on_launchers
@@ -266,31 +248,33 @@ def test_softmax(shape, options, path):
     c = Case(**shape)
     got, truth = (softmax(c, k, **SOFTMAX[options]) for k in (path.kernels, lce_kernels()))
     live = slice(c.live)
-    for at, eps in (SUM, 2e-5), (WSUM, 2e-4), (ELOG, 2e-4):
-        assert got[at] is None or close(got[at][live].sum(1), truth[at][live].sum(1), eps)
-    assert close(got[TARGET_LOGIT][live], truth[TARGET_LOGIT][live], 2e-5)
-    assert got[EXP] is None or close(got[EXP][live], truth[EXP][live], 0.004)
-    assert same_bits(got[ROW_MAX][live], truth[ROW_MAX][live])
-    assert got[ARGMAX] is None or same_bits(got[ARGMAX][live] & 0x7FFFFFFF, truth[ARGMAX][live] & 0x7FFFFFFF)
-    assert got[FLAGS].sum() == 0
-    if got[EXP] is not None and path.is_cublas:
-        assert (got[EXP][c.live :] == 0).all()
+    for name, eps in ("part_sum", 2e-5), ("part_wsum", 2e-4), ("part_elog", 2e-4):
+        sums, true_sums = getattr(got, name), getattr(truth, name)
+        assert sums is None or close(sums[live].sum(1), true_sums[live].sum(1), eps)
+    assert close(got.target_logit[live], truth.target_logit[live], 2e-5)
+    assert got.exp_logits is None or close(got.exp_logits[live], truth.exp_logits[live], 0.004)
+    assert same_bits(got.row_max_bits[live], truth.row_max_bits[live])
+    if got.argmax_bits is not None:
+        assert same_bits(got.argmax_bits[live] & 0x7FFFFFFF, truth.argmax_bits[live] & 0x7FFFFFFF)
+    assert got.flags.sum() == 0
+    if got.exp_logits is not None and path.is_cublas:
+        assert (got.exp_logits[c.live :] == 0).all()
 
 
 @on_launchers
 @pytest.mark.parametrize("v_split", [192, 256, 1280])
 def test_softmax_into_two_buffers(v_split, path):
     if path.is_cublas and v_split % 256:
-        return  # a tile of sums must not span both buffers
+        return  # a tile must not span two buffers
     c = Case(v=1504)
     c.grow([3, 130, 299])
     whole, split = (softmax(c, path.kernels, v_split=n) for n in (0, v_split))
-    assert whole[FLAGS].sum() > 0
-    assert same_bits(whole[FLAGS], split[FLAGS])
-    found = [(whole[at], split[at]) for at in (SUM, TARGET_LOGIT, ROW_MAX)]
-    found.append((whole[EXP], torch.cat([split[EXP], split[EXP2]], 1)))
-    for one, other in found:
-        # cuBLAS may sum in another order for another number of columns
+    assert whole.flags.sum() > 0
+    assert same_bits(whole.flags, split.flags)
+    pairs = [(getattr(whole, name), getattr(split, name)) for name in ("part_sum", "target_logit", "row_max_bits")]
+    pairs.append((whole.exp_logits, torch.cat([split.exp_logits, split.exp_logits2], 1)))
+    for one, other in pairs:
+        # cuBLAS's order of summation may depend on the number of columns
         assert close(one, other, 0.004) if path.is_cublas else same_bits(one, other)
 
 
@@ -299,26 +283,34 @@ def test_softmax_into_two_buffers(v_split, path):
 @pytest.mark.parametrize("softcap", [None, 500.0])
 def test_flagged_rows_are_recomputed_and_others_keep_their_bits(softcap, stored, path):
     c = Case(rows=400, v=3000, h=128)
-    given = dict(softcap=softcap, stored=stored)
-    once = softmax(c, path.kernels, **given)
-    far = torch.tensor([3, 130, 131, 399])
-    c.grow(far)
+    options = dict(softcap=softcap, stored=stored)
+    before = softmax(c, path.kernels, **options)
+    flagged = torch.tensor([3, 130, 131, 399])
+    c.grow(flagged)
     c.update_shift()
-    got, truth = (softmax(c, k, **given) for k in (path.kernels, lce_kernels()))
-    assert got[FLAGS][0] == 1
-    assert same_bits(got[FLAGS], truth[FLAGS])
-    row_shift = decode(got[ROW_MAX])  # the GPU's maxima are of sums in another order
-    assert close(row_shift, decode(truth[ROW_MAX]), 1e-5)
+    got, truth = (softmax(c, k, **options) for k in (path.kernels, lce_kernels()))
+    assert got.flags[0] == 1
+    assert same_bits(got.flags, truth.flags)
+    row_shift = decode(got.row_max_bits)  # the GPU sums logits in another order
+    assert close(row_shift, decode(truth.row_max_bits), 1e-5)
     a = c.x.double() @ c.w.double().T
     a = a if softcap is None else softcap * torch.tanh(a / softcap)
-    grown, d = torch.exp(a - row_shift.double()[:, None]), 1.0 if softcap is None else 1 - (a / softcap).square()
+    e, d = torch.exp(a - row_shift.double()[:, None]), 1.0 if softcap is None else 1 - (a / softcap).square()
     eps = 1e-4 * a.abs().max()  # a few units in the last place of such logits
-    assert close(got[SUM].sum(1), grown.sum(1), 1e-3 if path.is_cublas else eps)
-    assert not stored or close(got[EXP], grown * d, 0.004 + eps)
-    near = torch.ones(400, dtype=torch.bool)
-    near[far] = False
-    for at in (EXP, SUM, TARGET_LOGIT, ROW_MAX):
-        assert got[at] is None or same_bits(got[at][near], once[at][near])
+    assert close(got.part_sum.sum(1), e.sum(1), 1e-3 if path.is_cublas else eps)
+    assert not stored or close(got.exp_logits, e * d, 0.004 + eps)
+    others = torch.ones(400, dtype=torch.bool)
+    others[flagged] = False
+    for name in ("exp_logits", "part_sum", "target_logit", "row_max_bits"):
+        t = getattr(got, name)
+        assert t is None or same_bits(t[others], getattr(before, name)[others])
+
+
+def dlogits(c, k, epilogue, smoothing=False):
+    out = padded_nan(c.rows, c.v, c.dtype)
+    bias, state = dtype_of(epilogue.bias), c.num_live
+    args = dict(epilogue=epilogue, bias=bias, smoothing=smoothing, state=state, start=c.start)
+    return launch(k, "dlogits", live_x=c.x, w=c.w, out=out, **args).out
 
 
 @on_launchers
@@ -328,17 +320,27 @@ def test_dlogits(shape, options, path):
     c = Case(**shape, dtype=FP16 if options == "fp16" else BF16)
     coefs = torch.rand(c.rows, 4, generator=torch.Generator().manual_seed(7))
     coefs[: c.live, 0] = torch.logsumexp(c.x[: c.live].float() @ c.w.float().T, 1)
-    coefs[c.live :] = torch.tensor([2e38, 0, 0, 0])
-    softcap = 3.0 if options == "softcap" else 0.0
-    bias = c.bias.to(BF16) if options == "bias" else None
-    weight = c.weight if options == "weighted" else None
-    smoothing, out = options in ("smoothing", "weighted"), padded_nan(c.rows, c.v, c.dtype)
-    entropy = -coefs[:, 1] if options == "entropy" else None
-    args = c.x, c.w, bias, coefs, c.slot_target, c.num_live, c.start, weight, softcap, smoothing, 0, out, entropy
-    got, truth = (args[-2] for args in both("dlogits", *args, k=path.kernels))
+    coefs[c.live :] = torch.tensor([HUGE, 0, 0, 0])
+    epilogue = DlogitsArgs(
+        bias=c.bias.to(BF16) if options == "bias" else None,
+        class_weight=c.weight if options == "weighted" else None,
+        coefs=coefs,
+        slot_target=c.slot_target,
+        coef_entropy=-coefs[:, 1] if options == "entropy" else None,
+        softcap=3.0 if options == "softcap" else 0.0,
+        v0=0,
+    )
+    smoothing = options in ("smoothing", "weighted")
+    got, truth = dlogits(c, path.kernels, epilogue, smoothing), dlogits(c, lce_kernels(), epilogue, smoothing)
     assert close(got[: c.live], truth[: c.live], 0.005)
     padded = c.rows if path.is_cublas else min(c.rows, -(-c.live // 64) * 64)
     assert (got[c.live : padded] == 0).all()
+
+
+def dx(c, k, e, out):
+    """dx to the rows of c.order."""
+    epilogue = RowsOutArgs(c.row_scale, c.order)
+    return launch(k, "dx", e=e, w=c.w, state=c.num_live, start=c.start, out=out, epilogue=epilogue).out
 
 
 @on_launchers
@@ -348,14 +350,13 @@ def test_dx_to_the_rows_of_order(shape, out, path):
     c = Case(**shape)
     if path.is_cublas:
         c.e[c.live :] = 0
-    dx = torch.full((c.start + c.rows, c.h), NAN, dtype=out)
+    before = torch.full((c.start + c.rows, c.h), NAN, dtype=out)
     for v_split in (n for n in (0, 64, 448) if n < c.v):
         e, e2 = (c.e[:, :v_split].contiguous(), c.e[:, v_split:]) if v_split else (c.e, None)
-        args = e, e2, v_split, c.w, c.row_scale, c.order, c.num_live, c.start, dx, False
-        got, truth = (args[8] for args in both("dx", *args, k=path.kernels))
+        got, truth = (dx(c, k, ExpLogits(e, v_split, e2), before) for k in (path.kernels, lce_kernels()))
         rows = c.order[c.start : c.start + c.live].long()
         assert close(got[rows], truth[rows], 0.004 if out == BF16 else 1e-5)
-        assert got[torch.ones(len(dx), dtype=torch.bool).index_fill_(0, rows, False)].isnan().all()
+        assert got[torch.ones(len(got), dtype=torch.bool).index_fill_(0, rows, False)].isnan().all()
 
 
 @on_launchers
@@ -364,9 +365,15 @@ def test_dx_to_the_rows_of_order(shape, out, path):
 def test_dx_in_fp32_rows_of_the_chunk(accumulate, start, path):
     c = Case(rows=600, live=256, start=start)
     out = torch.randn(c.rows, c.h) if accumulate else torch.full((c.rows, c.h), NAN)
-    got, truth = both("dx", c.e, None, 0, c.w, None, None, c.num_live, start, out, accumulate, k=path.kernels)
-    assert close(got[8][: c.live], truth[8][: c.live], 1e-5)
-    assert path.is_cublas or same_bits(got[8][c.live :], out[c.live :])
+    args = dict(e=ExpLogits(c.e), w=c.w, state=c.num_live, start=start, out=out, accumulate=accumulate)
+    got, truth = (after.out for after in both(path.kernels, "dx", **args))
+    assert close(got[: c.live], truth[: c.live], 1e-5)
+    assert path.is_cublas or same_bits(got[c.live :], out[c.live :])
+
+
+def dw_args(c, out, accumulate=False, residual=None, factor=None):
+    args = dict(out=out, accumulate=accumulate, residual=residual, factor=factor)
+    return dict(e=c.e, scaled_x=c.x, state=c.num_live, start=c.start, **args)
 
 
 @on_launchers
@@ -375,14 +382,13 @@ def test_dx_in_fp32_rows_of_the_chunk(accumulate, start, path):
 @pytest.mark.parametrize("factor", [None, 2.0**-12])
 def test_dw(shape, out, accumulate, factor, path):
     if factor and out == BF16:
-        return  # no config of ours has one there
+        return  # not supported by our kernels
     c = Case(**shape, dtype=FP16 if out == FP16 or factor else BF16)
     if path.is_cublas:
         c.e[c.live :] = 0
     dw = torch.randn(c.v, c.h) if accumulate else torch.full((c.v, c.h), NAN, dtype=out)
     factor = None if factor is None else torch.tensor([factor])
-    args = c.e, c.x, c.num_live, c.start, dw, accumulate, None, None, factor
-    got, truth = (args[4] for args in both("dw", *args, k=path.kernels))
+    got, truth = (after.out for after in both(path.kernels, "dw", **dw_args(c, dw, accumulate, factor=factor)))
     assert close(got, truth, 1e-5 if out == FP32 else 0.008 if path.is_cublas else 0.004)
 
 
@@ -390,17 +396,16 @@ def test_dw(shape, out, accumulate, factor, path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", [5, 130, 300, 399, 599])  # of all 128 rows that have a flag, the only one
+@pytest.mark.parametrize("row", [5, 130, 300, 399, 599])
 def test_any_single_row_is_recomputed(row):
     c = Case(rows=600, h=128)
     c.grow(row)
     c.update_shift()
     got = softmax(c)
-    assert got[FLAGS].nonzero()[:, 0].tolist() == [0, 1 + row // 128]
+    assert got.flags.nonzero()[:, 0].tolist() == [0, 1 + row // 128]
     a = c.x[row].double() @ c.w.double().T
-    torch.testing.assert_close(
-        got[SUM][row].double().sum(), torch.exp(a - decode(got[ROW_MAX])[row]).sum(), rtol=0.01, atol=0
-    )
+    want = torch.exp(a - decode(got.row_max_bits)[row]).sum()
+    torch.testing.assert_close(got.part_sum[row].double().sum(), want, rtol=0.01, atol=0)
 
 
 @pytest.mark.gpu
@@ -410,8 +415,8 @@ def test_recompute_flagged_without_flags_changes_nothing():
     multiply = k._multiply
     k._multiply = lambda *args, wave_sync: None if wave_sync else multiply(*args, wave_sync=False)
     got = softmax(c, k)
-    assert got[EXP].isnan().all()
-    assert got[SUM].isnan().all()
+    assert got.exp_logits.isnan().all()
+    assert got.part_sum.isnan().all()
 
 
 @pytest.mark.gpu
@@ -420,17 +425,15 @@ def test_dw_keeps_rounding_residual(shape):
     c = Case(**shape)
     first_slots = torch.full((c.v,), NO_SLOT, dtype=torch.int32)
     first_slots[::3] = torch.randperm(len(first_slots[::3])).int()
-    dw, residual = (
-        torch.full((c.v, c.h), NAN, dtype=BF16),
-        torch.full((len(first_slots[::3]) + 1, c.h), 77, dtype=torch.int16),
-    )
-    got, truth = both("dw", c.e, c.x, c.num_live, c.start, dw, False, first_slots, residual)
+    dw = torch.full((c.v, c.h), NAN, dtype=BF16)
+    residual = torch.full((len(first_slots[::3]) + 1, c.h), 77, dtype=torch.int16)
     exact = c.e[: c.live].double().T @ c.x[: c.live].double()
-    for args in got, truth:
-        rounded, kept = args[4], args[7]
-        assert close(add_residual(rounded[::3], kept[first_slots[::3].long()]).double(), exact[::3], 2e-5)
-        assert close(rounded, exact, 0.004)
-        assert (kept[-1] == 77).all()
+    for after in both(ours(), "dw", **dw_args(c, dw, residual=ResidualArgs(first_slots, residual))):
+        residual = after.residual.rounding_residual
+        unrounded = add_residual(after.out[::3], residual[first_slots[::3].long()])
+        assert close(unrounded.double(), exact[::3], 2e-5)
+        assert close(after.out, exact, 0.004)
+        assert (residual[-1] == 77).all()
 
 
 @pytest.mark.gpu
@@ -442,14 +445,16 @@ def test_dw_rounding_residual_of_ties_and_extremes():
     dw, residual = torch.zeros(8, 16, dtype=BF16), torch.zeros(8, 16, dtype=torch.int16)
     num_live = torch.tensor([2], dtype=torch.int32)
     want = x.float().sum(0)
-    for args in both("dw", e, x, num_live, 0, dw, False, first_slots, residual):
-        assert same_bits(args[4][0], want.to(BF16))
-        assert torch.allclose(add_residual(args[4], args[7]), want.expand(8, 16), rtol=2**-23, atol=0)
+    args = dict(e=e, scaled_x=x, state=num_live, start=0, out=dw, accumulate=False)
+    for after in both(ours(), "dw", **args, residual=ResidualArgs(first_slots, residual)):
+        assert same_bits(after.out[0], want.to(BF16))
+        unrounded = add_residual(after.out, after.residual.rounding_residual)
+        assert torch.allclose(unrounded, want.expand(8, 16), rtol=2**-23, atol=0)
 
 
 COOPERATIVE = dict(pingpong=False, num_stages=4)
-# Tiles for each cluster of two CTAs: none for some, one, two, three.
-FEW_AND_MANY = [  # v: a multiple of 8, as results come back without gaps and are recomputed
+# Cases with up to one, two and three tiles per cluster of two CTAs.
+FEW_AND_MANY = [  # v: a multiple of 8, because copies have no gaps between rows
     dict(rows=500, v=392, live=60),
     dict(rows=1000, v=2056),
     dict(rows=1500, v=4104, live=1290),
@@ -460,7 +465,7 @@ FEW_AND_MANY = [  # v: a multiple of 8, as results come back without gaps and ar
 @pytest.mark.gpu
 @pytest.mark.parametrize("h", [64, 264, 704])  # 1, 5 and 11 steps along k
 @pytest.mark.parametrize("shape", FEW_AND_MANY, ids=str)
-def test_logits_bits_are_independent_of_tile_schedule(shape, h):
+def test_logits_bits_are_independent_of_the_config(shape, h):
     c = Case(**shape, h=h)
     c.x[30] = c.x[30] * 60
     runs = []
@@ -468,72 +473,72 @@ def test_logits_bits_are_independent_of_tile_schedule(shape, h):
         with config(lce_logits=forced):
             runs += [softmax(c, v_split=v_split) for v_split in (0, 256)]
     (whole, split), truth = runs[:2], softmax(c, lce_kernels())
-    assert whole[FLAGS].sum() > 0
-    others = torch.arange(c.live) != 30  # of which one number is most of the norm
-    assert close(whole[EXP][: c.live][others], truth[EXP][: c.live][others], 0.005)
-    assert same_bits(whole[EXP][: c.live], torch.cat([split[EXP], split[EXP2]], 1)[: c.live])
+    assert whole.flags.sum() > 0
+    others = torch.arange(c.live) != 30  # a single number is most of row 30's norm
+    assert close(whole.exp_logits[: c.live][others], truth.exp_logits[: c.live][others], 0.005)
+    joined = torch.cat([split.exp_logits, split.exp_logits2], 1)
+    assert same_bits(whole.exp_logits[: c.live], joined[: c.live])
     for one, other in zip((whole, split) * 2, runs[2:], strict=True):
-        for at in (EXP, SUM, TARGET_LOGIT):
-            assert same_bits(one[at][: c.live], other[at][: c.live])
+        for name in ("exp_logits", "part_sum", "target_logit"):
+            assert same_bits(getattr(one, name)[: c.live], getattr(other, name)[: c.live])
     for forced in ({}, COOPERATIVE):  # statistics alone
         with config(lce_logits=forced):
             other = softmax(c, stored=False)
-        for at in (SUM, TARGET_LOGIT):  # of tiles that are not flagged
-            assert same_bits(whole[at][128 : c.live], other[at][128 : c.live])
+        for name in ("part_sum", "target_logit"):  # of tiles that are not flagged
+            assert same_bits(getattr(whole, name)[128 : c.live], getattr(other, name)[128 : c.live])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("h", [64, 264, 704])
 @pytest.mark.parametrize("shape", FEW_AND_MANY, ids=str)
-def test_dlogits_bits_are_independent_of_tile_schedule(shape, h):
+def test_dlogits_bits_are_independent_of_the_config(shape, h):
     c = Case(**shape, h=h)
     coefs = torch.rand(c.rows, 4, generator=torch.Generator().manual_seed(7))
-    args = c.x, c.w, None, coefs, c.slot_target, c.num_live, 0, None, 0.0, False, 0, padded_nan(c.rows, c.v)
-    got, truth = both("dlogits", *args)
-    assert close(got[-1][: c.live], truth[-1][: c.live], 0.005)
+    epilogue = DlogitsArgs(coefs=coefs, slot_target=c.slot_target, softcap=0.0, v0=0)
+    got, truth = dlogits(c, ours(), epilogue), dlogits(c, lce_kernels(), epilogue)
+    assert close(got[: c.live], truth[: c.live], 0.005)
     for forced in (COOPERATIVE, COOPERATIVE | dict(tile_n=256), COOPERATIVE | dict(tile_n=128)):
         with config(lce_dlogits=forced):
-            other = launch_all(ours(), ["dlogits"], args)
-        assert same_bits(got[-1][: c.live], other[-1][: c.live])
+            assert same_bits(got[: c.live], dlogits(c, ours(), epilogue)[: c.live])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 130, 700])  # 1, 3 and 11 steps along k
-@pytest.mark.parametrize("first_slots", [False, True])
+@pytest.mark.parametrize("keep_residual", [False, True])
 @pytest.mark.parametrize("v", [700, 10_000, 20_000])  # a tile for ten clusters, two for most, four for most
-def test_dw_bits_are_independent_of_tile_schedule(v, first_slots, m):
+def test_dw_bits_are_independent_of_the_config(v, keep_residual, m):
     c = Case(rows=m, h=520, v=v)
-    given = ()
-    if first_slots:
-        at = torch.arange(v, dtype=torch.int32)
-        at, residual = torch.where(at % 50 == 0, at // 50, NO_SLOT), torch.zeros(-(-v // 50), c.h, dtype=torch.int16)
-        given = at, residual
-    args = c.e, c.x, c.num_live, 0, torch.full((c.v, c.h), NAN, dtype=BF16), False, *given
-    got, truth = both("dw", *args)
-    assert close(got[4], truth[4], 0.004)
+    residual = None
+    if keep_residual:
+        classes = torch.arange(v, dtype=torch.int32)
+        first_slots = torch.where(classes % 50 == 0, classes // 50, NO_SLOT)
+        residual = ResidualArgs(first_slots, torch.zeros(-(-v // 50), c.h, dtype=torch.int16))
+    args = dw_args(c, torch.full((c.v, c.h), NAN, dtype=BF16), residual=residual)
+    got, truth = both(ours(), "dw", **args)
+    assert close(got.out, truth.out, 0.004)
     wide = COOPERATIVE | dict(tile_m=128, tile_n=256)
     for tile in (wide, dict(tile_m=128, tile_n=192), dict(tile_m=128, tile_n=128)):
         with config(lce_dw=tile):
-            other = launch_all(ours(), ["dw"], args)
-        assert same_bits(got[4], other[4])
-        assert not first_slots or same_bits(got[7], other[7])
-    if not first_slots:  # summed in fp32
+            other = launch(ours(), "dw", **args)
+        assert same_bits(got.out, other.out)
+        assert not keep_residual or same_bits(got.residual.rounding_residual, other.residual.rounding_residual)
+    if not keep_residual:  # summed in fp32
         for accumulate in (False, True):
-            args = c.e, c.x, c.num_live, 0, torch.randn(c.v, c.h), accumulate
-            got = launch_all(ours(), ["dw"], args)
+            args = dw_args(c, torch.randn(c.v, c.h), accumulate)
+            got = launch(ours(), "dw", **args)
             with config(lce_dw=wide):
-                assert same_bits(got[4], launch_all(ours(), ["dw"], args)[4])
+                assert same_bits(got.out, launch(ours(), "dw", **args).out)
 
 
-def test_recompute_flagged_runs_the_same_code_for_forced_configs():
-    """`config(lce_logits=...)` holds for both launches of the logits; the second is always cooperative."""
+def test_recompute_flagged_ignores_a_forced_pingpong():
+    """`config(lce_logits=...)` applies to both launches of the logits; the second is always cooperative."""
     problem = GemmProblem("softmax", "bfloat16", "bfloat16", recompute_flagged=True)
-    made = gemm_config(problem, H200)
-    forced = dataclasses.replace(made, pingpong=True)
+    default = gemm_config(problem, H200)
+    forced = dataclasses.replace(default, pingpong=True)
     assert gemm_why_illegal(problem, forced, H200) is None
     kernel = kernels.find("lce_gemm", H200)
-    assert kernel(problem, forced).config == kernel(problem, made).config == made
-    assert gemm_smem_bytes(problem, forced) == gemm_smem_bytes(problem, made)
+    assert kernel(problem, forced).config == kernel(problem, default).config == default
+    assert gemm_smem_bytes(problem, forced) == gemm_smem_bytes(problem, default)
 
 
 def test_dw_tail_is_split_if_tiles_are_few():
@@ -547,14 +552,14 @@ def test_dw_tail_is_split_if_tiles_are_few():
 @pytest.mark.gpu
 def test_dx_scattered_by_narrow_tiles():
     c = Case(rows=2000, h=1032, v=1000)
-    args = c.e, None, 0, c.w, c.row_scale, c.order, c.num_live, 0, torch.zeros(c.rows, c.h, dtype=BF16), False
-    got = launch_all(ours(), ["dx"], args)
+    out = torch.zeros(c.rows, c.h, dtype=BF16)
+    got = dx(c, ours(), ExpLogits(c.e), out)
     with config(lce_dx=dict(tile_n=192)):  # an odd number of 64-column buffers
-        assert same_bits(got[8], launch_all(ours(), ["dx"], args)[8])
+        assert same_bits(got, dx(c, ours(), ExpLogits(c.e), out))
 
 
-# 256 x 256 tiles on 66 clusters: few and deep, so that many clusters share one; a wave and a tail of two; no tail;
-# splits in several rounds.
+# 256 x 256 tiles on 66 clusters: few tiles with many splits; a wave and a tail of two tiles; no tail; splits in several
+# rounds.
 SHARED = [
     dict(rows=300, h=264, v=20_000),
     dict(rows=300, h=264, v=20_000, live=200, start=128),
@@ -564,7 +569,7 @@ SHARED = [
     dict(rows=12_000, h=1024, v=4400, live=9000),
     dict(rows=2300, h=1024, v=70_000),
     dict(rows=6500, h=768, v=66_000, live=6400),
-    dict(rows=8448, h=1024, v=24_000, live=7424),  # no tail if all rows are live, so room for 66 splits; these want 250
+    dict(rows=8448, h=1024, v=24_000, live=7424),  # scratch for 66 splits, as all rows have no tail; 250 wanted
 ]
 
 

@@ -1,4 +1,4 @@
-"""Linear cross entropy's kernels around the GEMMs: compiled on any host; on a GPU compared with formulas in fp64."""
+"""The kernels around the GEMMs of linear cross entropy: compiled on any host, run on a GPU against fp64 formulas."""
 
 import itertools
 from types import SimpleNamespace
@@ -73,8 +73,8 @@ def problems():
         options |= dict(exp_logits_split=True, first_slot_of_class=stats, logit_scale=True)
         options |= dict(return_stats=stats, grad_log_prob=True)
         yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
-    for flags in itertools.product((False, True), repeat=3):
-        yield "lce_sort", LceSortProblem(*flags), LceSortConfig(), 2
+    for options in itertools.product((False, True), repeat=3):
+        yield "lce_sort", LceSortProblem(*options), LceSortConfig(), 2
     for h, dtype, aligned in itertools.product((8, 1000, 16_384), ("bfloat16", "float32"), (True, False)):
         for residual in (False, True) if dtype == "bfloat16" else (False,):
             problem = LceTargetsProblem(h, "bfloat16", dtype, aligned, residual)
@@ -88,7 +88,7 @@ def problems():
         yield "lce_scale", LceScaleProblem(dtype), LceScaleConfig(), 4
         for h in (8, 1000, 4096):
             yield "lce_scatter", LceScatterProblem(h, dtype), LceRowsConfig(), 4
-    # around cuBLAS's GEMMs
+    # around cuBLAS GEMMs
     everything = dict(bias_dtype="float32", softcap=True, smoothing=True, weighted=True, logit_scale=True)
     for out in ("bfloat16", None):
         yield "lce_exp", LceExpProblem("softmax", out), LceWarpsConfig(), 4
@@ -113,13 +113,13 @@ def problems():
 @pytest.mark.parametrize(
     "name, problem, config, ctas_per_sm, gpu",
     list(some(on_gpus(problems()), 13)),
-    ids=lambda of: getattr(of, "target", str(of)),
+    ids=lambda value: getattr(value, "target", str(value)),
 )
 def test_compiles(name, problem, config, ctas_per_sm, gpu):
     check_compiles(name, problem, config, gpu, ctas_per_sm)
 
 
-def test_scaled_rows_without_label_smoothing():
+def test_scale_refuses_label_smoothing():
     with pytest.raises(ValueError, match='expected "coefs"'):
         LceRowsProblem(True, "scale", label_smoothing=True)
 
@@ -165,11 +165,11 @@ def close(got, want, rtol=1e-6, atol=0.0):
     torch.testing.assert_close(got.double(), want.double(), rtol=rtol, atol=atol, equal_nan=True)
 
 
-# compact ---
-
-
 def launch(lce, args, name, *fields):
     lce.launch(type(args)(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]), name, *fields)
+
+
+# compact ---
 
 
 def state_of(**tensors):
@@ -247,10 +247,10 @@ def gather(lce, x, w, target, order, num_live, start, rows, bias=None, softcap=N
         loss=poisoned(m) if rows_out else None,
         lse=poisoned(m) if rows_out else None,
     )
-    of_call = x.stride(0), softcap or 0.0, start, rows, w.shape[0]
+    scalars = x.stride(0), softcap or 0.0, start, rows, w.shape[0]
     aligned = (x.data_ptr() | x.stride(0) * 2) % 16 == 0
-    problem = h, x.dtype, target.dtype, dtype_of(bias), dx_dtype, of_call[1] > 0, rows_out, aligned
-    args = GatherArgs(x, w, bias, target, order, num_live, *out.values(), *[None] * 4, *of_call)
+    problem = h, x.dtype, target.dtype, dtype_of(bias), dx_dtype, bool(softcap), rows_out, aligned
+    args = GatherArgs(x, w, bias, target, order, num_live, *out.values(), *[None] * 4, *scalars)
     launch(lce, args, "lce_gather", *problem)
     return out
 
@@ -264,13 +264,13 @@ def check_gather(lce, x, w, target, start=0, rows=None, bias=None, softcap=None,
     padded = min(rounded_up(live), rows)
     r = order[start : start + rows].long()
     t = target[r[:live]].long()
-    inside = (t >= 0) & (t < v)
-    index = t.where(inside, 0)
+    is_class = (t >= 0) & (t < v)
+    index = t.where(is_class, 0)
 
     assert same_bits(out["live_x"][:live], x[r[:live]])
     assert not out["live_x"][live:padded].any()
     assert untouched(out["live_x"][padded:])
-    assert torch.equal(out["slot_target"][:live], t.where(inside, -1).int())
+    assert torch.equal(out["slot_target"][:live], t.where(is_class, -1).int())
     assert (out["slot_target"][live:] == -1).all()
     products = x[r[:live]].double() * w[index].double()
     z = products.sum(1)
@@ -286,12 +286,12 @@ def check_gather(lce, x, w, target, start=0, rows=None, bias=None, softcap=None,
     assert torch.equal(out["row_max_bits"], encode(out["row_shift"]))
     assert not out["flags"].any()
 
-    here = torch.zeros(m, dtype=torch.bool, device="cuda")
-    here[r[live:]] = True
+    ignored = torch.zeros(m, dtype=torch.bool, device="cuda")
+    ignored[r[live:]] = True
     for name in ("dx", "loss", "lse"):
         if out[name] is not None:
-            assert not out[name][here].any(), name
-            assert untouched(out[name][~here]), name
+            assert not out[name][ignored].any(), name
+            assert untouched(out[name][~ignored]), name
     return out
 
 
@@ -337,17 +337,17 @@ def test_gather_beyond_2_to_the_31_elements(lce):
 
 @pytest.mark.gpu
 def test_gather_waits_for_compact(lce):
-    """compact is one CTA: without a wait, gather would run concurrently."""
+    """compact is one CTA, so without the wait gather would run at the same time."""
     m, v = 1 << 18, 100
     x, w, target = random(m, 8, dtype=BF16), random(v, 8, dtype=BF16, seed=1), targets(m, v, 0.5)
     want_order, want_live = order_of(target)
     live, rows = int(want_live), want_order.long()
-    for _ in range(3):  # the first run compiles kernels
+    for _ in range(3):  # the first run compiles
         order, tickets = poisoned(m, dtype=torch.int32), poisoned(NUM_TICKETS, dtype=torch.int32)
         num_live, inverse = poisoned(1, dtype=torch.int32), poisoned(1)
         live_x, slot_target, row_shift = poisoned(m, 8, dtype=BF16), poisoned(m, dtype=torch.int32), poisoned(m)
         row_max_bits, flags = poisoned(m, dtype=torch.int32), poisoned(1 + m // 128, dtype=torch.int32)
-        torch.cuda._sleep(5_000_000)  # queues both before either runs
+        torch.cuda._sleep(5_000_000)  # both are launched before either runs
         state = state_of(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
         out = live_x, slot_target, row_shift, row_max_bits, flags, *[None] * 7
         lce.compact(target, None, None, -100, v, False, state)
@@ -362,7 +362,7 @@ def test_gather_waits_for_compact(lce):
 
 
 class Chunk:
-    """Emulated results of the logits GEMM for a chunk, from fp32 logits a (m, v)."""
+    """The results of the logits GEMM for a chunk, computed from fp32 logits a (m, v)."""
 
     def __init__(self, a, target, *, start=0, rows=None, softcap=None, class_weight=None, tile_n=256):
         m, self.v = a.shape
@@ -373,34 +373,34 @@ class Chunk:
         self.padded = min(rounded_up(self.live), self.rows)
         self.r = self.order[start : start + self.rows].long()[: self.live]
         t = target[self.r].long()
-        self.inside = (t >= 0) & (t < self.v)
-        self.t = t.where(self.inside, 0)
-        here = a[self.r]  # (live, v)
+        self.is_class = (t >= 0) & (t < self.v)
+        self.t = t.where(self.is_class, 0)
+        live_a = a[self.r]
 
-        def whole(values, dtype=FP32):
-            out = poisoned(self.rows, *values.shape[1:], dtype=dtype)
-            out[: self.live] = values
+        def all_rows(live_values, dtype=FP32):
+            out = poisoned(self.rows, *live_values.shape[1:], dtype=dtype)
+            out[: self.live] = live_values
             return out
 
-        at_target = here.gather(1, self.t[:, None])[:, 0]
-        row_max_bits = at_target.where(at_target.isfinite(), -HUGE)
-        highest = here.amax(1)
-        row_max_bits = torch.where(highest > row_max_bits + 60, highest, row_max_bits)
-        self.target_logit = whole(at_target.where(self.inside, NAN))
-        self.slot_target = whole(t.where(self.inside, -1), torch.int32)
-        self.row_max_bits = whole(encode(row_max_bits), torch.int32)
-        ref_log2 = (row_max_bits * torch.tensor(LOG2_E, device="cuda")).double()
-        grown = torch.exp2(here.double() * float(torch.tensor(LOG2_E)) - ref_log2[:, None]).float()
-        d = 1.0 if softcap is None else 1 - (here / softcap).square()
-        self.e = whole((grown * d).to(BF16), BF16)
+        target_logit = live_a.gather(1, self.t[:, None])[:, 0]
+        row_shift = target_logit.where(target_logit.isfinite(), -HUGE)
+        row_max = live_a.amax(1)
+        row_shift = torch.where(row_max > row_shift + 60, row_max, row_shift)
+        self.target_logit = all_rows(target_logit.where(self.is_class, NAN))
+        self.slot_target = all_rows(t.where(self.is_class, -1), torch.int32)
+        self.row_max_bits = all_rows(encode(row_shift), torch.int32)
+        shift_log2 = (row_shift * torch.tensor(LOG2_E, device="cuda")).double()
+        e = torch.exp2(live_a.double() * float(torch.tensor(LOG2_E)) - shift_log2[:, None]).float()
+        d = 1.0 if softcap is None else 1 - (live_a / softcap).square()
+        self.exp_logits = all_rows((e * d).to(BF16), BF16)
         tiles = -(-self.v // tile_n)
 
         def parts(values):
             padded = torch.nn.functional.pad(values.double(), (0, tiles * tile_n - self.v))
-            return whole(padded.view(self.live, tiles, tile_n).sum(2).float())
+            return all_rows(padded.view(self.live, tiles, tile_n).sum(2).float())
 
-        self.part_sum = parts(grown)
-        self.part_wsum = parts(here if class_weight is None else here.double() * class_weight.double())
+        self.part_sum = parts(e)
+        self.part_wsum = parts(live_a if class_weight is None else live_a.double() * class_weight.double())
         self.total_weight = None if class_weight is None else class_weight.float().sum()
 
     def outputs(self):
@@ -446,7 +446,7 @@ class Chunk:
         weight = torch.ones(self.live, dtype=FP64, device="cuda")
         if self.class_weight is not None:
             weight = self.class_weight.double()[self.t]
-        weight = weight.where(self.inside, NAN) * (1 - s)
+        weight = weight.where(self.is_class, NAN) * (1 - s)
         lse = torch.logsumexp(a, 1)
         nll = lse - a.gather(1, self.t[:, None])[:, 0]
         loss = torch.where((weight == 0) & ~nll.isnan(), 0.0, weight * nll)
@@ -469,9 +469,9 @@ class Chunk:
         close(self.lse[self.r], lse, rtol, atol)
         total = self.part_sum[: self.live].double().sum(1)
         close(self.row_sum[: self.live], total, 2e-6)
-        dead = torch.ones(self.m, dtype=torch.bool, device="cuda")
-        dead[self.r] = False
-        for t in (self.loss[dead], self.lse[dead], self.row_sum[self.live :]):
+        others = torch.ones(self.m, dtype=torch.bool, device="cuda")
+        others[self.r] = False
+        for t in (self.loss[others], self.lse[others], self.row_sum[self.live :]):
             assert untouched(t)
 
 
@@ -515,20 +515,21 @@ def test_coefs(lce, weighted, label_smoothing, kind, stats):
         row_shift = decode(chunk.row_max_bits[: chunk.live]).double()
         want = torch.stack([row_shift, coef_softmax * torch.exp(row_shift - lse), coef_target, coef_smooth], 1)
         close(chunk.coefs[: chunk.live], want, 5e-6, 1e-6)
-        after = chunk.coefs[chunk.live : chunk.padded]
-        assert torch.equal(after, torch.tensor([HUGE, 0, 0, 0], device="cuda").expand_as(after))
+        padding = chunk.coefs[chunk.live : chunk.padded]
+        assert torch.equal(padding, torch.tensor([HUGE, 0, 0, 0], device="cuda").expand_as(padding))
         assert untouched(chunk.coefs[chunk.padded :])
 
 
 def check_scale(lce, chunk, live_x, stats, *, z_loss=0.0, grad_loss=None, grad_lse=None, split=0, in_place=True):
-    """row_scale * exp_logits must be dlogits, except for bf16 rounding; the target entry is divided by row_scale."""
+    """row_scale * exp_logits is the gradient of the logits, up to the bf16 rounding of exp_logits; at the target
+    row_scale undoes the rounding."""
     inverse = torch.full((1,), 0.25, device="cuda")
     chunk.outputs()
     if not stats:
         chunk.run(lce, True, "none", z_loss=z_loss)
     before = live_x.clone()
     scaled_x = live_x if in_place else torch.full_like(live_x, NAN)
-    e, e2 = chunk.e.clone(), None
+    e, e2 = chunk.exp_logits.clone(), None
     if split:
         e2, e = e[:, split:].clone(), e[:, :split].clone()
     given = dict(inv_divisor=inverse, grad_loss=grad_loss, grad_lse=grad_lse, exp_logits=e, exp_logits2=e2)
@@ -543,28 +544,28 @@ def check_scale(lce, chunk, live_x, stats, *, z_loss=0.0, grad_loss=None, grad_l
     smallest = coef_target.abs() * 2**-20
     coef_softmax = torch.where(coef_softmax.abs() < smallest, smallest.copysign(coef_softmax), coef_softmax)
     scale, total = chunk.row_scale[:live].double(), chunk.row_sum[:live].double()
-    noise = 1e-6 * (coef_softmax.abs() + 2 * coef_target.abs()) / total  # terms may nearly cancel
+    noise = 1e-6 * (coef_softmax.abs() + 2 * coef_target.abs()) / total  # a sum of terms that may nearly cancel
     rounding = 2**-8 * (coef_softmax / total).abs()
-    assert ((scale - coef_softmax / total).abs() <= rounding + noise)[chunk.inside & coef_softmax.isfinite()].all()
+    assert ((scale - coef_softmax / total).abs() <= rounding + noise)[chunk.is_class & coef_softmax.isfinite()].all()
     a = chunk.a[chunk.r].double()
     p = torch.exp(a - lse[:, None])
     want = coef_softmax[:, None] * p
     want[n, chunk.t] -= coef_target
     if chunk.softcap is not None:
         want *= 1 - (a / chunk.softcap).square()
-    good = chunk.inside & want.isfinite().all(1)
+    good = chunk.is_class & want.isfinite().all(1)
     got = scale[:, None] * e[:live].double()
     atol = 1e-6 * (coef_softmax.abs() + coef_target.abs())[:, None].expand_as(want)
     assert ((got - want).abs() <= 2**-7 * want.abs() + atol)[good].all()
     at_target = (n, chunk.t)
     exact = (got - want).abs()[at_target] <= 1e-5 * want.abs()[at_target] + atol[at_target]
     assert exact[good & (coef_target != 0)].all()
-    assert scale[~chunk.inside].isnan().all()
-    # only the target entries of live rows are written
+    assert scale[~chunk.is_class].isnan().all()
+    # only the target's element of a live row is written
     same = torch.ones_like(e, dtype=torch.bool)
-    same[n[chunk.inside], chunk.t[chunk.inside]] = False
-    assert torch.equal(e[same].view(torch.int16), chunk.e[same].view(torch.int16))
-    # x
+    same[n[chunk.is_class], chunk.t[chunk.is_class]] = False
+    assert torch.equal(e[same].view(torch.int16), chunk.exp_logits[same].view(torch.int16))
+    # scaled_x
     want_x = (before[:live].float() * chunk.row_scale[:live, None]).to(scaled_x.dtype)
     close(scaled_x[:live], want_x, 0.0)  # NaN has many bits
     assert not scaled_x[live : chunk.padded].any()
@@ -609,9 +610,9 @@ def test_scale_of_rows_of_any_length(lce, h):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("v", [1, 300, 70_000])
-def test_rows_clear_the_first_slots_of_all_classes(lce, v):
+def test_rows_fill_first_slot_of_class(lce, v):
     chunk, first_slots = Chunk(random(40, v), targets(40, v, 0.3)), poisoned(v + 5, dtype=torch.int32)
-    chunk.run(lce, True, "scale", exp_logits=chunk.e.clone(), first_slots=first_slots[:v])
+    chunk.run(lce, True, "scale", exp_logits=chunk.exp_logits.clone(), first_slots=first_slots[:v])
     assert (first_slots[:v] == NO_SLOT).all()
     assert untouched(first_slots[v:])
 
@@ -628,11 +629,11 @@ def test_gradients_that_nearly_cancel(lce):
     assert not chunk.row_scale[4::5].any()
 
 
-# bias_sum, scatter, scale ---
+# sort, targets, bias, scatter, scale ---
 
 
 def sort_case(m, v, live, start=0, rows=None, split=0, seed=0):
-    """(arguments of `sort`, their initial values). `live` of m rows are live; some classes have many rows."""
+    """Arguments of `launch_sort`. Some classes have many rows."""
     rows = m - start if rows is None else rows
     order = torch.randperm(m, device="cuda").int()
     slot_target = (torch.rand(rows, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) ** 3 * v).int()
@@ -650,16 +651,16 @@ def launch_sort(lce, args, first_slots=None, index=None):
     slot_target, order, num_live, start, row_scale, e, e2, v_split, *outs = args
     v = e.shape[1] if e2 is None else v_split + e2.shape[1]
     strides = e.stride(0), 0 if e2 is None else e2.stride(0)
-    of_call = v, start, slot_target.shape[0]
+    rows = slot_target.shape[0]
     args = SortArgs(
-        slot_target, order, num_live, row_scale, e, e2, *strides, v_split, *outs, first_slots, index, *of_call
+        slot_target, order, num_live, row_scale, e, e2, *strides, v_split, *outs, first_slots, index, v, start, rows
     )
     launch(lce, args, "lce_sort", e2 is not None, first_slots is not None, index is not None)
 
 
 def launch_targets(lce, x, sorted_target, sorted_row, sorted_grad, num_live, start, v0, dw, residual=None):
-    of_call = x.stride(0), v0, v0 + dw.shape[0], start, sorted_target.shape[0]
-    args = TargetsArgs(x, sorted_target, sorted_row, sorted_grad, num_live, dw, residual, *of_call)
+    scalars = x.stride(0), v0, v0 + dw.shape[0], start, sorted_target.shape[0]
+    args = TargetsArgs(x, sorted_target, sorted_row, sorted_grad, num_live, dw, residual, *scalars)
     aligned = (x.data_ptr() | x.stride(0) * 2) % 16 == 0
     launch(lce, args, "lce_targets", x.shape[1], x.dtype, dw.dtype, aligned, residual is not None)
 
@@ -682,14 +683,14 @@ def test_sort(lce, m, live, start, rows, split, presorted):
     n = max(0, min(live - start, rows))
     i, t = torch.arange(n, device="cuda"), slot_target[:n].long()
     grad = torch.where(t < 0, 0.0, scale[:n] * whole[i, t.clamp(min=0)].float())
-    place = t.argsort(stable=True)
+    by_class = t.argsort(stable=True)
     wants = slot_target[:n], order[start : start + n], grad
     for out, want in zip(outs, wants, strict=True):
-        assert same_bits(out[:n], want[place])
+        assert same_bits(out[:n], want[by_class])
         assert untouched(out[n:])
-    there = torch.zeros(500, dtype=torch.bool, device="cuda").index_fill_(0, t[t >= 0], True)
-    assert torch.equal(first_slots != NO_SLOT, there)
-    assert torch.equal(first_slots[there].long(), torch.searchsorted(outs[0][:n], there.nonzero()[:, 0].int()))
+    has_rows = torch.zeros(500, dtype=torch.bool, device="cuda").index_fill_(0, t[t >= 0], True)
+    assert torch.equal(first_slots != NO_SLOT, has_rows)
+    assert torch.equal(first_slots[has_rows].long(), torch.searchsorted(outs[0][:n], has_rows.nonzero()[:, 0].int()))
     whole[i[t >= 0], t[t >= 0]] = 0
     assert same_bits(e if e2 is None else torch.cat([e, e2], 1), whole)
 
@@ -700,17 +701,17 @@ def test_sort(lce, m, live, start, rows, split, presorted):
 @pytest.mark.parametrize("m, live, start", [(1, 1, 0), (700, 650, 0), (3000, 2900, 1024)])
 def test_targets(lce, m, live, start, h, dw_dtype):
     v = 300
-    for v0, n, step in ((0, v, 0), (64, 100, 0), (0, v, 3)):  # a step: rows of x that are not aligned
-        x = random(m, h + step, dtype=BF16, seed=h)[:, :h]
+    for v0, n, padding in ((0, v, 0), (64, 100, 0), (0, v, 3)):  # with padding, rows of x are not aligned
+        x = random(m, h + padding, dtype=BF16, seed=h)[:, :h]
         args = sort_case(m, v, live, start)
         launch_sort(lce, args)
-        *_, sorted_cls, sorted_row, sorted_grad = args
+        *_, sorted_target, sorted_row, sorted_grad = args
         before = random(n, h, dtype=dw_dtype, seed=9)
         dw = before.clone()
-        launch_targets(lce, x, sorted_cls, sorted_row, sorted_grad, args[2], start, v0, dw)
-        mine = ((sorted_cls >= v0) & (sorted_cls < v0 + n)).nonzero()[:, 0]
-        classes = sorted_cls[mine].long() - v0
-        terms = sorted_grad[mine, None].double() * x[sorted_row[mine].long()].double()
+        launch_targets(lce, x, sorted_target, sorted_row, sorted_grad, args[2], start, v0, dw)
+        slots = ((sorted_target >= v0) & (sorted_target < v0 + n)).nonzero()[:, 0]
+        classes = sorted_target[slots].long() - v0
+        terms = sorted_grad[slots, None].double() * x[sorted_row[slots].long()].double()
         want = before.double().index_add(0, classes, terms)
         size = before.double().abs().index_add(0, classes, terms.abs())
         bound = size * (2**-20 + (2**-8 if dw_dtype == BF16 else 0.0)) + 1e-30
@@ -718,7 +719,7 @@ def test_targets(lce, m, live, start, h, dw_dtype):
         others = torch.ones(n, dtype=torch.bool, device="cuda").index_fill_(0, classes, False)
         assert same_bits(dw[others], before[others])
         again = before.clone()
-        launch_targets(lce, x, sorted_cls, sorted_row, sorted_grad, args[2], start, v0, again)
+        launch_targets(lce, x, sorted_target, sorted_row, sorted_grad, args[2], start, v0, again)
         assert same_bits(again, dw)
 
 
@@ -726,8 +727,8 @@ def test_targets(lce, m, live, start, h, dw_dtype):
 @pytest.mark.parametrize("h", [8, 256, 520, 2048])
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 33, 257, 5001])
 def test_targets_of_a_class_with_many_rows(lce, count, h):
-    """From MANY_ROWS on, a CTA's warps share the rows, 32 slots at a time each."""
-    others = 3  # rows of the class before, and of the one behind
+    """From MANY_ROWS on, the rows are divided among a CTA's warps, 32 slots per warp at a time."""
+    others = 3  # rows of the previous and of the next class
     m = count + 2 * others
     slot_target = torch.full((m,), 7, dtype=torch.int32, device="cuda")
     slot_target[:others], slot_target[m - others :] = 6, 8
@@ -736,13 +737,13 @@ def test_targets_of_a_class_with_many_rows(lce, count, h):
     dw = torch.zeros(10, h, device="cuda")
     launch_targets(lce, x, slot_target, row, grad, live, 0, 0, dw)
     for t in range(10):
-        mine = slot_target == t
-        close(dw[t], grad[mine].double() @ x[row[mine].long()].double(), rtol=1e-4, atol=1e-3)
+        slots = slot_target == t
+        close(dw[t], grad[slots].double() @ x[row[slots].long()].double(), rtol=1e-4, atol=1e-3)
     again = torch.zeros(10, h, device="cuda")
     launch_targets(lce, x, slot_target, row, grad, live, 0, 0, again)
     assert same_bits(again, dw)
 
-    # the unrounded value of a bf16 dw
+    # with the rounding residual of a bf16 dw
     before = random(10, h, seed=2)
     residual = torch.full((m, h), 12345, dtype=torch.int16, device="cuda")
     residual[[0, others, m - others]] = rounding_residual_of(before[6:9])
@@ -756,7 +757,7 @@ def test_targets_of_a_class_with_many_rows(lce, count, h):
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 8, 63, 64, 1000, 32_767, 32_768, 40_001])
 @pytest.mark.parametrize("rows, live", [(1, 1), (300, 300), (300, 129), (300, 0), (2000, 1777)])
-def test_bias_sum(lce, rows, live, n):
+def test_bias(lce, rows, live, n):
     ld = -(-n // 64) * 64
     for dtype, scaled, accumulate in itertools.product((BF16, FP16), (True, False), (True, False)):
         e = random(rows, ld, dtype=dtype)
@@ -777,7 +778,7 @@ def test_bias_sum(lce, rows, live, n):
 
 
 @pytest.mark.gpu
-def test_bias_sum_beyond_2_to_the_31_elements_and_its_bits(lce):
+def test_bias_beyond_2_to_the_31_elements_and_its_bits(lce):
     rows, ld = 17_000, 128_256
     e = torch.zeros(rows, ld, dtype=BF16, device="cuda")
     e[:, 64:200] = random(rows, 136, dtype=BF16)

@@ -18,11 +18,11 @@ class ToyProblem:
 @dataclasses.dataclass(frozen=True)
 class ToyConfig:
     threads: int = 128
-    local_array: bool = False  # indexed at run time, so it lives in local memory, as spilled registers do
+    local_array: bool = False  # use a register array with a runtime index, which is in local memory like spills
 
 
 class Toy:
-    """o = alpha * x (+ b), x reversed within each CTA's piece by way of shared memory."""
+    """o = alpha * reversed x (+ b); each CTA reverses its elements through shared memory."""
 
     def __init__(self, problem: ToyProblem, config: ToyConfig):
         self.problem, self.config = problem, config
@@ -79,7 +79,7 @@ class HostConfig:
 
 
 class HostToy:
-    """o = factor * x in host code alone: what the launcher returns can be called without a GPU."""
+    """o = factor * x in host code only, so the compiled function can be called without a GPU."""
 
     def __init__(self, problem: HostProblem, config: HostConfig):
         self.problem, self.config = problem, config
