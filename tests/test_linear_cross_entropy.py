@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 import re
+import types
 import warnings
 
 import pytest
@@ -35,7 +36,7 @@ from wrapper_tensor import Wrapper
 
 from quackish import errors
 from quackish.errors import PortablePathWarning, UnsupportedError
-from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, api, linear_cross_entropy
+from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, api, checks, linear_cross_entropy
 from quackish.ops.linear_cross_entropy.autograd import _bwd_op, _fwd_op
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import same_bits
@@ -587,6 +588,11 @@ def test_activation_checkpointing(path):
 
 
 # --- operators and torch.compile ---
+
+
+def test_compiled_code_can_check_options():
+    """torch.compile of torch 2.11 traces functions, but no bound methods such as tuple.__contains__."""
+    assert all(isinstance(is_legal, types.FunctionType) for _, _, _, is_legal, _ in checks._OPTIONS)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -89,7 +89,7 @@ def check_tensors(inputs: Inputs) -> None:
 
 def _choice(name: str, *choices: str) -> tuple:
     expected = f"one of {', '.join(choices)}"
-    return name, str, expected, choices.__contains__, expected
+    return name, str, expected, lambda word: word in choices, expected  # torch 2.11 cannot compile choices.__contains__
 
 
 _OPTIONS = (  # name, type, expected type in words, whether a value is legal, expected values in words
