@@ -1,4 +1,4 @@
-"""The tiles of a grouped GEMM, found on the device: of which group, which one, and how many steps along k."""
+"""The tiles of a grouped GEMM, enumerated on the device: each tile's group, position, and number of steps along k."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ from quackish.kernels.common.lce import load_at
 
 @cute.jit
 def uniform(x: Int32) -> Int32:
-    """x, equal in all threads of a warp, in a uniform register: else each WGMMA first moves its descriptors."""
+    """x, which all threads of a warp share, in a uniform register. Otherwise each WGMMA first moves its descriptors."""
     return cute.arch.warp_redux_sync(x, "max")
 
 
 class Item(NamedTuple):
-    """A cluster tile. Along m, the rows after the last group (the tail) are one more group."""
+    """A cluster tile. Along m, the rows after the last group (the tail) form one more group."""
 
     group: Int32
     begin: Int32  # the group's first row
@@ -66,7 +66,7 @@ class GroupWalk:
                 bound = load_at(args.offs, g - 1)
             sBounds[g] = bound
         cute.arch.sync_threads()
-        # Every thread checks all bounds, and counts what comes before its groups.
+        # Each thread checks all bounds, and for its groups counts the tiles before (along m) or longer groups (along k).
         valid = Int32(1)
         for i in cutlass.range(groups + 1, unroll=4):
             if sBounds[i + 1] < sBounds[i]:  # a difference could wrap
@@ -76,7 +76,7 @@ class GroupWalk:
             if const_expr(self.along_m):
                 for i in cutlass.range(g, unroll=4):
                     before += cute.ceil_div(sBounds[i + 1] - sBounds[i], self.cluster_rows)
-                if valid == 0:  # all rows are the tail's
+                if valid == 0:  # all rows form the tail
                     before = Int32(0)
                     if g == groups + 1:
                         before = cute.ceil_div(args.rows, self.cluster_rows)

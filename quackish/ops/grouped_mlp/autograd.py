@@ -1,8 +1,8 @@
-"""grouped_mlp and grouped_mm for autograd and torch.compile: custom operators, whose code plain eager calls directly.
+"""grouped_mlp and grouped_mm for autograd and torch.compile: custom operators. Plain eager calls bypass the operators.
 
-Operators and gradients are written once, above the steps: functions of `reference/grouped_mlp.py`, or kernels with the
-same names and arguments. Steps get weights and buffers of any strides, with w3 one half of dz's columns for a weight's
-gradient, and all else contiguous.
+Operators and gradients are written once, in terms of steps: the functions of `reference/grouped_mlp.py`, or kernels
+with the same names and arguments (`kernel_steps.py`). Weights and gradient buffers reach the steps with any strides,
+dz as half of its columns for the weight gradients of w1 and w3, and all other tensors contiguous.
 """
 
 import functools
@@ -22,7 +22,7 @@ from quackish.reference import grouped_mlp as reference
 
 
 class Dtypes(NamedTuple):
-    """In which dtype to compute the gradient of an argument; None: not at all."""
+    """The dtype of each argument's gradient; None: the gradient is not computed."""
 
     x: torch.dtype | None
     w1: torch.dtype | None
@@ -38,7 +38,7 @@ class Dtypes(NamedTuple):
 
 @functools.cache
 def no_kernel_on(who: str, device: torch.device) -> str:
-    """Why no kernel runs; "" where some do."""
+    """Why no kernel runs on the device; "" if kernels do."""
     end = 'backend="auto" runs the portable path.'
     if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
         return f"{who}: no kernel for {'AMD GPUs' if device.type == 'cuda' else device.type}. {end}"
@@ -51,9 +51,9 @@ def no_kernel_on(who: str, device: torch.device) -> str:
 
 
 def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> ModuleType:
-    """The module whose steps run; the portable path's with one warning per reason on a GPU.
+    """The module whose steps run: kernels or the portable path, which on a GPU warns once per reason.
 
-    columns: of the products' other dimension, beside x's columns.
+    columns: the size of the matrix products that is not x's number of columns.
     """
     if backend == "reference" or x.numel() == 0:
         return reference
@@ -66,7 +66,7 @@ def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> 
 
 
 def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> ModuleType:
-    """`steps_for`, after a check of the offsets where that costs no synchronization."""
+    """`steps_for`, after a check of the offsets on a CPU, where reading them costs no synchronization."""
     if x.device.type == "cpu":
         check_offs(who, offs, x.shape[0], "the number of rows")
     return steps_for(who, x, columns, offs, backend)
@@ -89,7 +89,7 @@ def gradients(
     activation: str,
     dtypes: Dtypes,
 ) -> list[Tensor | None]:
-    """In the order of `Dtypes`. A weight's is added to inputs.grad_*_out instead, where there is one."""
+    """The gradients, in the order of `Dtypes`. Those of weights are added to inputs.grad_*_out if it is given."""
     x, w1, w3, b1, w2, _, scales, offs, out_1, out_3, out_2 = inputs
     need_dz = any(dtypes[:4])
     dx = dw1 = dw3 = db1 = dw2 = db2 = dscales = dz = None
@@ -98,10 +98,10 @@ def gradients(
             preactivation = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation=True)[0]
         needs = reference.Needs(need_dz, dtypes.w2 is not None, dtypes.scales is not None)
         dz, act, dscales = steps.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
-        preactivation = None  # makes room where it was computed again
+        preactivation = None  # frees it if it was computed again
     if dtypes.w2:
         dw2 = steps.weight_gradient(dy, act, offs, dtypes.w2, out_2)
-        act = None  # makes room
+        act = None  # frees it
     if dtypes.b2:
         db2 = steps.bias_gradient(dy, offs, dtypes.b2)
     if dtypes.x:
@@ -116,7 +116,7 @@ def gradients(
     return [dx, dw1, dw3, db1, dw2, db2, dscales]
 
 
-# Operators of grouped_mlp: functional, absent results None ------------------------------------------------------------
+# Operators of grouped_mlp: functional, None for gradients that are not computed --------------------------------------
 
 _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -155,7 +155,7 @@ def _mlp_forward(*args):
 
 
 def _mlp_backward(dy, preactivation, *args):
-    """The operator's implementation, and the gradient buffers, which only plain eager passes."""
+    """The operator's implementation. Only plain eager calls pass gradient buffers."""
     inputs, (activation, *dtypes, backend) = _dense(Inputs(*args[:_NUM_INPUTS])), args[_NUM_INPUTS:]
     names = ("x", "w1", "w3", "w2", "grad_w1_out", "grad_w3_out", "grad_w2_out")
     check_memory("grouped_mlp", **{name: getattr(inputs, name) for name in names})

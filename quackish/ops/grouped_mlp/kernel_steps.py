@@ -1,7 +1,7 @@
 """The steps of `reference/grouped_mlp.py` on kernels: bf16 and fp16 on Hopper, one launch each.
 
-What a kernel cannot read in place is copied: it wants one dimension contiguous, the groups' matrices one after another,
-and 16-byte boundaries.
+Kernels read operands in place if one dimension is contiguous, the groups' matrices are adjacent, and all rows start on
+16 bytes. Other operands are copied.
 """
 
 import contextlib
@@ -68,13 +68,13 @@ def down(act, w2, b2, offs):
 
 
 def down_backward(dy, w2, preactivation, scales, offs, activation, needs: Needs):
-    if not (needs.dpreactivation or needs.dscales):  # of w2 alone: act once more, without a product
+    if not (needs.dpreactivation or needs.dscales):  # only w2 needs act, which takes no matrix product
         return reference.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
     i, rows = w2.shape[2], dy.shape[0]
     z = _aligned(preactivation)
     dz, act = torch.empty_like(z), dy.new_empty((rows, i))
     parts, s = None, _fp32(scales)
-    if s is not None:  # a sum per row and tile
+    if s is not None:  # partial sums of each row
         parts = torch.empty((-(-i // DSCALES_COLUMNS), rows), dtype=torch.float32, device=dy.device)
     epilogue = DownBackwardArgs(z.data_ptr(), act.data_ptr(), _address(s), _address(parts))
     options = dict(activation=activation, scaled=s is not None)
@@ -110,7 +110,7 @@ def weight_gradient(a, b, offs, dtype, out=None):
 
 
 def bias_gradient(a, offs, dtype):
-    ones = a.new_ones((a.shape[0], 8))  # the fewest columns that a kernel takes
+    ones = a.new_ones((a.shape[0], 8))  # kernels need at least 8 columns
     return weight_gradient(a, ones, offs, torch.float32)[:, :, 0].contiguous().to(dtype)
 
 
@@ -121,7 +121,7 @@ def _rows(
     epilogue: str, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple, n: int, k: int,
     **options: Any
 ) -> None:  # fmt: skip
-    """a (R, k) times w (groups, n, k), whose rows or columns may go on in `second`."""
+    """a (R, k) times w (groups, n, k). `second` has w's other rows (up) or columns (down), if w is in two tensors."""
     if not w.is_contiguous() and not w.transpose(1, 2).is_contiguous():
         w = w.contiguous()
     b_major = "k" if w.is_contiguous() else "n"
@@ -158,7 +158,7 @@ _stand_ins: ContextVar[tuple[KernelFor, Gpu] | None] = ContextVar("stand_ins", d
 
 @contextlib.contextmanager
 def stand_ins(kernel_for: KernelFor, gpu: Gpu) -> Iterator[None]:
-    """In this block the steps launch these kernels, on tensors of any device: for dry runs and tests."""
+    """Inside the block the steps launch these kernels, on tensors of any device. For dry runs and tests."""
     token = _stand_ins.set((kernel_for, gpu))
     try:
         yield
@@ -198,7 +198,7 @@ def _contiguous(t: Tensor | None) -> Tensor | None:
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """t, or a copy where rows do not start on 16 bytes. (Numbers of columns are multiples of 8.)"""
+    """t, or a copy if its rows do not start on 16 bytes. (Numbers of columns are multiples of 8.)"""
     if t.data_ptr() % 16 == 0 and (t.is_contiguous() or all(step == 1 or step % 8 == 0 for step in t.stride())):
         return t
     return t.clone(memory_format=torch.preserve_format)
