@@ -1,8 +1,8 @@
 """Hopper grouped GEMM, persistent and warp-specialized: the products of all groups in one launch, by TMA and WGMMA.
 
 Structured like `gemm_sm90.py`: a producer warp loads, consumer warp groups multiply and pass their accumulators to an
-epilogue. The kernel derives its tiles from `offs` (`group_walk.py`). One TMA tensor serves all groups: loads along k and
-stores along m are clipped at a group's end (`epilogue_grouped.py`).
+epilogue. The kernel derives its tiles from `offs` (`group_walk.py`). One TMA tensor serves all groups: loads along k
+and stores along m are clipped at a group's end (`epilogue_grouped.py`).
 """
 
 from typing import NamedTuple

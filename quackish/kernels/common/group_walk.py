@@ -66,7 +66,7 @@ class GroupWalk:
                 bound = load_at(args.offs, g - 1)
             sBounds[g] = bound
         cute.arch.sync_threads()
-        # Each thread checks all bounds, and for its groups counts the tiles before (along m) or longer groups (along k).
+        # Each thread checks all bounds, and counts the tiles before (along m) or groups longer than (along k) its own.
         valid = Int32(1)
         for i in cutlass.range(groups + 1, unroll=4):
             if sBounds[i + 1] < sBounds[i]:  # a difference could wrap
