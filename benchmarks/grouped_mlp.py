@@ -176,8 +176,10 @@ def providers(d: Data) -> Iterator[tuple[str, Callable[[], Step]]]:
         yield BARE[2], lambda: six_of_quack(d)
 
 
-def block_steps(h: int, i: int, experts: int, rows: int, k: int, device: torch.device) -> dict[str, Step]:
-    """Of moe_mlp, and of Transformers' experts on F.grouped_mm."""
+def block_providers(
+    h: int, i: int, experts: int, rows: int, k: int, device: torch.device
+) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """How to make the steps of moe_mlp, and of Transformers' experts on F.grouped_mm."""
     d = data(h, i, experts, rows, "uniform", device)
     x, dy = (t.detach()[: rows // k].clone() for t in (d.x, d.dy))
     choice = torch.rand(rows // k, experts, device=device).topk(k)
@@ -187,8 +189,7 @@ def block_steps(h: int, i: int, experts: int, rows: int, k: int, device: torch.d
     def step(mlp: Callable[[], Tensor], w1: Tensor, w2: Tensor) -> Step:
         return lambda: torch.autograd.grad(mlp(), (x, weights, w1, w2), dy)
 
-    steps = {OURS: step(lambda: quackish.moe_mlp(x, choice.indices, weights, d.w1, d.w2), d.w1, d.w2)}
-    if importlib.util.find_spec("transformers"):
+    def transformers() -> Step:
         from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
 
         config = Qwen3MoeConfig(hidden_size=h, moe_intermediate_size=i, num_experts=experts)
@@ -196,8 +197,12 @@ def block_steps(h: int, i: int, experts: int, rows: int, k: int, device: torch.d
         with torch.device("meta"):
             module = modeling_qwen3_moe.Qwen3MoeExperts(config)
         w1, w2 = module.gate_up_proj, module.down_proj = torch.nn.Parameter(d.w1), torch.nn.Parameter(d.w2)
-        steps["Transformers, F.grouped_mm"] = step(lambda: module(x, choice.indices, weights), w1, w2)
-    return steps
+        return step(lambda: module(x, choice.indices, weights), w1, w2)
+
+    ours = step(lambda: quackish.moe_mlp(x, choice.indices, weights, d.w1, d.w2), d.w1, d.w2)
+    yield OURS, lambda: ours
+    if importlib.util.find_spec("transformers"):
+        yield "Transformers, F.grouped_mm", transformers
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -238,26 +243,22 @@ class Found(NamedTuple):
 
 
 def measure(model: str, shape: tuple[int, ...], split: str, device: torch.device) -> list[Found]:
-    d, steps, found = data(*shape[:4], split, device), {}, []
-    for name, make in providers(d):
+    """Of a split of the rows, or of the BLOCK."""
+    d = None if split == BLOCK else data(*shape[:4], split, device)
+    steps, found = {}, []
+    for name, make in block_providers(*shape, device) if d is None else providers(d):
         try:
             step = make()
             step()
             steps[name] = step
         except Exception as failure:  # a broken peer must not end the run
             found.append(Found(model, split, name, None, note=reason(failure)))
-    errors, memory = errors_of(d, steps), {name: peak_mb(step, device) for name, step in steps.items()}
+    errors = {} if d is None else errors_of(d, steps)
+    memory = {name: peak_mb(step, device) for name, step in steps.items()}
     times = take_turns(steps, device)
     for name, time in times.items():
         found.append(Found(model, split, name, time.median / 1e3, memory[name], errors.get(name, ())))
     return found
-
-
-def measure_block(model: str, shape: tuple[int, ...], device: torch.device) -> list[Found]:
-    steps = block_steps(*shape, device)
-    memory = {name: peak_mb(step, device) for name, step in steps.items()}
-    times = take_turns(steps, device)
-    return [Found(model, BLOCK, name, time.median / 1e3, memory[name]) for name, time in times.items()]
 
 
 def verdicts(found: list[Found]) -> list[Verdict]:
@@ -307,11 +308,9 @@ def main() -> None:
     shapes = {name: MODELS[name] for name in args.models.split(",")} if device.type == "cuda" else SMALL
     about, host, found = environment(device, args.commit), of_the_host(device), []
     for model, shape in shapes.items():
-        for split in SPLITS:  # the page is written after each cell, for runs that are stopped
+        for split in (*SPLITS, BLOCK):  # the page is written after each cell, for runs that are stopped
             found += measure(model, shape, split, device)
             harness.write_page(page(about, found, host), args.out / "grouped_mlp.md")
-        found += measure_block(model, shape, device)
-        harness.write_page(page(about, found, host), args.out / "grouped_mlp.md")
 
 
 def page(about: Mapping[str, str], found: list[Found], host: list[Verdict]) -> str:

@@ -254,7 +254,7 @@ def lines_of(cell: Cell) -> list[tuple]:
         efficiencies = [one / (ranks * ms) for one in (alone[0], max(alone), max(at_once))]
         exposed, bars = "", []
         if name == OURS:
-            share = min(table["exposed"] / table["step"] if table else 0.0 for table in tables)
+            share = min((table["exposed"] / table["step"] for table in tables if table), default=0.0)
             exposed = f"{share:.3f}"
             if ranks > 1:
                 bars = [(f"exposed {MOST_EXPOSED}", share <= MOST_EXPOSED)]

@@ -85,6 +85,7 @@ GROUPED_MLP = {
     "grouped several tiles per cluster": ([17 * g % 301 for g in range(40)], 5, 520, 136, BF16, {}),
     "grouped deep": ((130, 70), 0, 512, 2056, FP16, {}),
     "grouped odd tiles": ((130, 0, 70), 9, 200, 136, BF16, {}),
+    "grouped square tiles": ((130, 0, 70), 9, 64, 256, BF16, {}),
     "grouped options": ((100, 0, 40), 3, 64, 72, BF16, dict(activation="clamped_swiglu", biases=True, split=True)),
     "grouped without a gate": ((100, 0, 40), 3, 64, 72, FP16, dict(activation="relu2", biases=True)),
     "grouped illegal offsets": ((100, -50, 40), 60, 64, 72, BF16, {}),

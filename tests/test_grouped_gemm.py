@@ -11,6 +11,7 @@ from quackish.configs.grouped_gemm import (
     cluster_tile_for,
     grouped_gemm_buffers,
     grouped_gemm_config,
+    grouped_gemm_smem_bytes,
     grouped_gemm_why_illegal,
     max_groups_for,
 )
@@ -31,13 +32,15 @@ UP = [
         problem("up", activation="swiglu", biased=biased, scaled=biased, keeps=keeps, cluster_tile=tile)
         for biased, keeps, tile in itertools.product((True, False), (True, False), ("256x192", "128x256"))
     ),
+    problem("up", activation="clamped_swiglu", biased=True, scaled=True, cluster_tile="256x192"),
 ]
 DOWN_BACKWARD = [
     *(
-        problem("down_backward", activation=name, scaled=True, b_major="n", cluster_tile="256x128")
+        problem("down_backward", activation=name, scaled=True, b_major="n", cluster_tile="256x192")
         for name in ACTIVATIONS
     ),
     problem("down_backward", activation="swiglu", b_major="n"),
+    problem("down_backward", activation="clamped_swiglu", b_major="n", cluster_tile="256x128"),
 ]
 OTHERS = [
     problem("down", biased=True),
@@ -58,7 +61,9 @@ PROBLEMS = [*UP, *DOWN_BACKWARD, *OTHERS]
 
 @pytest.mark.parametrize("problem", some(PROBLEMS, 4), ids=str)
 def test_compiles(problem):
-    check_compiles("grouped_gemm", problem, grouped_gemm_config(problem, H200), H200)
+    config = grouped_gemm_config(problem, H200)
+    used = check_compiles("grouped_gemm", problem, config, H200)
+    assert used.smem_bytes <= grouped_gemm_smem_bytes(problem, config)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)

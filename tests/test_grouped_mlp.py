@@ -232,6 +232,7 @@ MANY = {
     "tiles": ([17 * g % 401 for g in range(70)], 520, 328),
     "steps": ((130, 0, 200), 512, 2056),
     "narrow steps": ((130, 0, 200), 64, 2056),
+    "square tiles": ([17 * g % 401 for g in range(70)], 520, 256),
     "groups": ([g % 4 for g in range(1000)], 16, 16),
 }
 

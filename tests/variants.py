@@ -21,9 +21,10 @@ def on_gpus(cases):
 
 
 def check_compiles(name, problem, config, gpu, ctas_per_sm=1):
-    """No spilled register, and as many CTAs fit on an SM."""
+    """No spilled register, and as many CTAs fit on an SM. Returns the resources."""
     used = launch.resources(kernels.find(name, gpu), problem, config, gpu.target)
     assert used.stack_bytes == used.local_loads == used.local_stores == 0, (used, config)
     assert used.smem_bytes <= gpu.smem_bytes, (used, config)
     assert ctas_per_sm * (used.smem_bytes + 1024) <= gpu.smem_bytes_per_sm, (used, config)
     assert ctas_per_sm * config.threads * used.registers <= 65_536, (used, config)
+    return used

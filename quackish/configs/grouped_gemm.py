@@ -85,7 +85,10 @@ class GroupedGemmProblem:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of each row in a buffer of the epilogue. Narrow buffers leave room for another stage."""
+        """Bytes of each row in a buffer of the epilogue.
+
+        64 leaves "down_backward" room for another stage, and divides the 96 columns of gate and of up in "256x192".
+        """
         narrow = self.epilogue == "down_backward" or (self.epilogue == "up" and self.cluster_tile == "256x192")
         return 64 if narrow else 128
 
@@ -117,13 +120,13 @@ CONFIGS = {
     "192x256": GemmConfig(192, 128, 1, 2, num_stages=5, group=16, pingpong=True),
     "128x512": GemmConfig(128, 256, 1, 2, num_stages=4),
 }
-_NUM_STAGES = {("down", "128x256"): 6, ("down_backward", "256x192"): 4}  # other than those: what fits
+_NUM_STAGES = {("down", "128x256"): 6, ("down_backward", "256x192"): 4}  # overrides of CONFIGS
 DEEP = 64 * TILE_K  # K of "down" from which cooperative tiles are 3 % faster than ping-pong (H200)
-MOST_PADDING = 1.04  # by tiles of 192 columns, relative to others, where these are the faster ones
+MOST_PADDING = 1.04  # tiles of 192 columns may pad this much more than the best other tile
 
 
 def cluster_tile_for(problem: GroupedGemmProblem, m: int | None, n: int, k: int | None) -> str:
-    """The problem's cluster_tile, for products (m, n, k): the one that pads them least.
+    """The problem's cluster_tile, for products (m, n, k): the one that pads them least, or little more.
 
     Where groups divide m, only columns count. n includes gate's and up's columns where a tile has both.
     """
@@ -136,7 +139,8 @@ def cluster_tile_for(problem: GroupedGemmProblem, m: int | None, n: int, k: int 
         return min(("384x128", "192x256", "128x192"), key=padded)
     if problem.epilogue == "down":
         return min(("128x512" if k >= DEEP else "128x256", "128x192"), key=padded)
-    # "256x192" is 4 to 17 % faster than "128x256" for "up" (H100; OLMoE, Qwen3-30B, gpt-oss).
+    # "256x192" is 4 to 17 % faster than "128x256" for "up" (H100; OLMoE, Qwen3-30B, gpt-oss). For clamped_swiglu
+    # without scales, 10 registers of "down_backward" spill there.
     tile = min(("128x256", "256x128"), key=padded) if problem.epilogue == "down_backward" else "128x256"
     spills = problem.epilogue == "down_backward" and problem.activation == "clamped_swiglu" and not problem.scaled
     return "256x192" if padded("256x192") <= MOST_PADDING * padded(tile) and not spills else tile

@@ -183,7 +183,7 @@ class GemmSm90(WgmmaKernel):
         a_policy = Int64(EVICT_LAST)
         for j in cutlass.range(items.first, items.last, items.step, unroll=1):
             tile, k_begin, k_end = self.item(j, items)
-            tm, tn = self.cluster_tile(tile, items.tiles_m, items.tiles_n)
+            tm, tn = self.raster(tile, items.tiles_m, items.tiles_n)
             row, col = tm * c.cluster_m + items.cta_m, tn * c.cluster_n + items.cta_n
             if const_expr(args.ticket is not None):
                 if rank == 0 and tile < synced:
@@ -224,7 +224,7 @@ class GemmSm90(WgmmaKernel):
                 released.advance(k_tiles)
         for j in cutlass.range(wg_first, last, wg_step, unroll=1):
             tile, k_begin, k_end = self.item(j, items)
-            tm, tn = self.cluster_tile(tile, items.tiles_m, items.tiles_n)
+            tm, tn = self.raster(tile, items.tiles_m, items.tiles_n)
             if self.epilogue.is_selected(args.epilogue, tm, args.m):
                 row0 = (tm * c.cluster_m + items.cta_m) * tile_m + row_in_tile
                 col0 = (tn * c.cluster_n + items.cta_n) * tile_n

@@ -35,7 +35,7 @@ class GroupedGemmSm90(WgmmaKernel):
     def __init__(self, problem: GroupedGemmProblem, config: GemmConfig):
         super().__init__(problem, config)
         self.epilogue = EPILOGUES[problem.epilogue](problem, config)
-        self.walk = GroupWalk(problem, config, self.cluster_tile)
+        self.walk = GroupWalk(problem, config, self.raster)
         # B per stage: two boxes where a tile has gate and up columns. B along k: two matrices, w1 and w3.
         self.b_boxes = 2 if self.epilogue.has_pairs else 1
         self.k_parts = 2 if problem.b_in_two and problem.epilogue == "down" else 1
@@ -63,7 +63,8 @@ class GroupedGemmSm90(WgmmaKernel):
             bases, group_stride = [args.b, args.b + group_stride], group_stride * 2
         mBs = [self.weights(base, n, k, group_stride, args.groups) for base in bases]
         outputs, inputs = self.epilogue.outputs(args.epilogue, args.d, n), self.epilogue.inputs(args.epilogue, n)
-        mDs, mZs = [[ragged(base, n, Int64(width), True) for base, width in found] for found in (outputs, inputs)]
+        mDs = [ragged(base, n, Int64(width), True) for base, width in outputs]
+        mZs = [ragged(base, n, Int64(width), True) for base, width in inputs]
         return mA, mBs, mDs, mZs
 
     @cute.jit
@@ -91,10 +92,10 @@ class GroupedGemmSm90(WgmmaKernel):
         box_layout = sm90.make_smem_layout_b(lb, (c.tile_m, box, TILE_K), self.dtype, c.num_stages)
         b_atoms = [self.load_atom(mB, box_layout, (box, TILE_K), c.cluster_m) for mB in mBs]
         output = self.epilogue.output
-        d_atoms = [*(output.store_atom(mD) for mD in mDs), *(output.load_atom(mZ) for mZ in mZs)]
+        atoms = [*(output.store_atom(mD) for mD in mDs), *(output.load_atom(mZ) for mZ in mZs)]
         max_clusters = args.max_clusters
         args = args._replace(a=None, b=None, second=None, d=None, a_stride=None, max_clusters=None)
-        self.kernel(a_atom, b_atoms, d_atoms, args, tiled_mmas, sA_layout, sB_layout).launch(
+        self.kernel(a_atom, b_atoms, atoms, args, tiled_mmas, sA_layout, sB_layout).launch(
             **self.launch_options(max_clusters, stream)
         )
 
@@ -103,7 +104,7 @@ class GroupedGemmSm90(WgmmaKernel):
         self,
         a_atom: tuple,
         b_atoms: list,
-        d_atoms: list,  # of the epilogue: its outputs', then its inputs'
+        atoms: list,  # of the epilogue: its outputs', then its inputs'
         args: GroupedGemmArgs,  # without the operands
         tiled_mmas: list,  # one overwrites the accumulator, one adds to it
         sA_layout: cute.ComposedLayout,
@@ -140,7 +141,7 @@ class GroupedGemmSm90(WgmmaKernel):
                 self.produce(a_atom, b_atoms, sA, sB, loaded, args, walk)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
-            self.consume(tiled_mmas, sA, sB, loaded, args, walk, d_atoms, staging, wg, tid % 128)
+            self.consume(tiled_mmas, sA, sB, loaded, args, walk, atoms, staging, wg, tid % 128)
 
     @cute.jit
     def produce(self, a_atom, b_atoms, sA, sB, loaded, args: GroupedGemmArgs, walk: Groups):
@@ -196,7 +197,7 @@ class GroupedGemmSm90(WgmmaKernel):
 
     @cute.jit
     def consume(
-        self, tiled_mmas, sA, sB, loaded, args: GroupedGemmArgs, walk: Groups, d_atoms: list, staging, wg: Int32,
+        self, tiled_mmas, sA, sB, loaded, args: GroupedGemmArgs, walk: Groups, atoms: list, staging, wg: Int32,
         thread: Int32
     ):  # fmt: skip
         """A consumer warp group: multiplies the stages of its items, and passes the sums to the epilogue."""
@@ -224,7 +225,7 @@ class GroupedGemmSm90(WgmmaKernel):
                 row0, col0, item.begin, item.length, item.group, args.groups, args.rows, item.is_filled, walk.fill,
                 args.n, wg, thread,
             )  # fmt: skip
-            prepared = self.epilogue.prepare(args.epilogue, d_atoms, staging, block)
+            prepared = self.epilogue.prepare(args.epilogue, atoms, staging, block)
             if const_expr(c.pingpong):
                 if j > first:
                     cute.arch.barrier(barrier_id=self.order_barrier(wg), number_of_threads=256)
@@ -250,5 +251,5 @@ class GroupedGemmSm90(WgmmaKernel):
                     read.advance(skipped)
                     released.advance(skipped)
             for b in cutlass.range_constexpr(c.row_blocks):
-                self.epilogue(accs[b], args.epilogue, d_atoms, staging, block, b, prepared)
+                self.epilogue(accs[b], args.epilogue, atoms, staging, block, b, prepared)
         self.epilogue.output.finish(thread)

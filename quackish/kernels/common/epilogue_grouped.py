@@ -47,7 +47,7 @@ class GroupBlock(NamedTuple):
 
 
 class GroupOutput(NamedTuple):
-    d_atoms: list  # of one output
+    atom: tuple  # TMA's, and the coordinates, of one output
     staging: cute.Tensor
 
 
@@ -61,8 +61,8 @@ class GroupStore(TileStore):
 
     @cute.jit
     def copy_out(self, out: GroupOutput, buffer: Int32, block: GroupBlock, j: cutlass.Constexpr[int]):
-        sD, gD = self.partition(out.d_atoms[0], out.staging, block, j)
-        cute.copy(out.d_atoms[0][0], sD[None, buffer], gD)
+        sD, gD = self.partition(out.atom, out.staging, block, j)
+        cute.copy(out.atom[0], sD[None, buffer], gD)
 
     def load_atom(self, mD):
         op = cpasync.CopyBulkTensorTileG2SOp()
@@ -127,7 +127,7 @@ class GroupEpilogue:
             if block.is_filled:
                 for v in cutlass.range_constexpr(values.start, values.stop):
                     acc[v] = block.fill
-            self.output(acc, j, GroupOutput(atoms, staging), block)
+            self.output(acc, j, GroupOutput(atoms[0], staging), block)
 
     @cute.jit
     def add_bias(
@@ -160,6 +160,10 @@ class GroupEpilogue:
 class Up(GroupEpilogue):
     """Stores the preactivation, with `keeps`, and its scaled activation."""
 
+    def __init__(self, problem, config):
+        super().__init__(problem, config)
+        self.pieces_per_part = self.output.num_pieces // self.num_parts
+
     @cute.jit
     def outputs(self, args: UpArgs, d: cute.Pointer, n: Int32):
         """act, and the preactivation's parts."""
@@ -172,28 +176,36 @@ class Up(GroupEpilogue):
         return self.row_scales(args.scales, first) if const_expr(self.problem.scaled) else None
 
     @cute.jit
+    def finish_piece(self, acc, args: UpArgs, block: GroupBlock, j: cutlass.Constexpr[int]):
+        """Makes piece j of the products the preactivation."""
+        part, per_piece = j // self.pieces_per_part, self.output.piece_n // 2
+        values = range(j * per_piece, (j + 1) * per_piece)
+        if const_expr(self.problem.biased):
+            first = block._replace(col0=block.col0 + (j - part * self.pieces_per_part) * self.output.piece_n)
+            self.add_bias(acc, values, args.bias, block.n * self.num_parts, block.n * part, first)
+        if block.is_filled:
+            for v in cutlass.range_constexpr(values.start, values.stop):
+                acc[v] = block.fill
+
+    @cute.jit
     def __call__(self, acc, args: UpArgs, atoms: list, staging, first: GroupBlock, b: cutlass.Constexpr[int], scales):
         p, block = self.problem, block_below(first, b)
-        per_part = const_expr(cute.size(acc) // self.num_parts)  # a thread's values
-        pieces, per_piece = self.output.num_pieces // self.num_parts, self.output.piece_n // 2  # of a part
+        per_part, per_piece = const_expr(cute.size(acc) // self.num_parts), self.output.piece_n // 2  # of a thread
 
         # the preactivation
-        for j in cutlass.range_constexpr(self.output.num_pieces):
-            part = const_expr(j // pieces)
-            at = block._replace(col0=block.col0 - part * self.tile_cols)
-            if const_expr(p.biased):
-                values, col = range(j * per_piece, (j + 1) * per_piece), at.col0 + j * self.output.piece_n
-                bias_at, width = block._replace(col0=col), block.n * self.num_parts
-                self.add_bias(acc, values, args.bias, width, block.n * part, bias_at)
-            if block.is_filled:
-                for v in cutlass.range_constexpr(j * per_piece, (j + 1) * per_piece):
-                    acc[v] = block.fill
-            if const_expr(p.keeps):
-                self.output(acc, j, GroupOutput([atoms[1 + part]], staging), at, j)
+        if const_expr(p.keeps):
+            for j in cutlass.range_constexpr(self.output.num_pieces):
+                part = const_expr(j // self.pieces_per_part)
+                of_part = block._replace(col0=block.col0 - part * self.tile_cols)
+                self.finish_piece(acc, args, block, j)
+                self.output(acc, j, GroupOutput(atoms[1 + part], staging), of_part, j)
 
         # the activation
         stored = const_expr(self.output.num_pieces if p.keeps else 0)
-        for j in cutlass.range_constexpr(pieces):
+        for j in cutlass.range_constexpr(self.pieces_per_part):
+            if const_expr(not p.keeps):  # here, as registers spill where all of the bias is loaded first
+                for part in cutlass.range_constexpr(self.num_parts):
+                    self.finish_piece(acc, args, block, part * self.pieces_per_part + j)
             for v in cutlass.range_constexpr(j * per_piece, (j + 1) * per_piece):
                 a, _ = activate_gate(acc[v], p.activation)
                 if const_expr(p.gated):
@@ -202,4 +214,4 @@ class Up(GroupEpilogue):
                 if const_expr(p.scaled):
                     a = a * scales[row_of(v), b]
                 acc[v] = a
-            self.output(acc, j, GroupOutput([atoms[0]], staging), block, stored + j)
+            self.output(acc, j, GroupOutput(atoms[0], staging), block, stored + j)

@@ -4,7 +4,8 @@
 
 z has one part, or two: gate and up. A block is processed in pieces. TMA loads a piece of each part of z into buffers in
 shared memory, where dz takes its place, and stores these buffers. There are two sets of them: the first two pieces of a
-tile are loaded while its products are computed, each next piece while the one before it is computed.
+tile are loaded while its products are computed, each later piece while the one before it is stored. (Loading it earlier
+spills registers with tiles of 192 columns.)
 """
 
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from quackish.kernels.common.epilogue_grouped import GroupBlock, GroupEpilogue, 
 from quackish.kernels.common.tile_store import block_below, row_of, thread_rows
 
 
-class Staging(NamedTuple):
+class LoadedStaging(NamedTuple):
     buffers: cute.Tensor
     loaded: cute.Pointer  # mbarriers, per warp group and set of buffers
 
@@ -40,22 +41,23 @@ class DownBackward(GroupEpilogue):
 
     @cute.jit
     def allocate(self, smem):
+        buffers = self.output.allocate(smem)  # first: they are aligned
         loaded = smem.allocate_array(Int64, self.config.num_wgs * 2)
         if cute.arch.thread_idx()[0] == 0:
             for i in cutlass.range_constexpr(self.config.num_wgs * 2):
                 cute.arch.mbarrier_init(loaded + i, 1)
-        return Staging(self.output.allocate(smem), loaded)
+        return LoadedStaging(buffers, loaded)
 
     def buffers(self, piece: int, wg: Int32):
-        """Those of act and of z's parts."""
+        """Indices of the buffers of act and of z's parts."""
         act = (wg - 1) * self.output.num_buffers
         return [act, *(act + 1 + piece % 2 * self.num_parts + part for part in range(self.num_parts))]
 
-    def barrier(self, piece: int, staging: Staging, wg: Int32):
+    def barrier(self, piece: int, staging: LoadedStaging, wg: Int32):
         return staging.loaded + (wg - 1) * 2 + piece % 2
 
     @cute.jit
-    def prepare(self, args: DownBackwardArgs, atoms: list, staging: Staging, first: GroupBlock):
+    def prepare(self, args: DownBackwardArgs, atoms: list, staging: LoadedStaging, first: GroupBlock):
         if self.output.issues(first.thread):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             for piece in cutlass.range_constexpr(2):
@@ -63,7 +65,7 @@ class DownBackward(GroupEpilogue):
         return self.row_scales(args.scales, first) if const_expr(self.problem.scaled) else None
 
     @cute.jit
-    def load(self, piece: cutlass.Constexpr[int], atoms: list, staging: Staging, first: GroupBlock):
+    def load(self, piece: cutlass.Constexpr[int], atoms: list, staging: LoadedStaging, first: GroupBlock):
         """Starts to load a piece of the tile."""
         barrier = self.barrier(piece, staging, first.wg)
         with cute.arch.elect_one():
@@ -77,7 +79,7 @@ class DownBackward(GroupEpilogue):
 
     @cute.jit
     def __call__(
-        self, acc, args: DownBackwardArgs, atoms: list, staging: Staging, first: GroupBlock,
+        self, acc, args: DownBackwardArgs, atoms: list, staging: LoadedStaging, first: GroupBlock,
         b: cutlass.Constexpr[int], scales
     ):  # fmt: skip
         p, block, wg, thread = self.problem, block_below(first, b), first.wg, first.thread
@@ -129,10 +131,10 @@ class DownBackward(GroupEpilogue):
                 self.store(buffers, atoms, staging, block, j)
 
     @cute.jit
-    def store(self, buffers: list, atoms: list, staging: Staging, block: GroupBlock, j: cutlass.Constexpr[int]):
+    def store(self, buffers: list, atoms: list, staging: LoadedStaging, block: GroupBlock, j: cutlass.Constexpr[int]):
         """Starts to store a piece of act and of dz's parts."""
         for i in cutlass.range_constexpr(1 + self.num_parts):
-            self.output.copy_out(GroupOutput([atoms[i]], staging.buffers), buffers[i], block, j)
+            self.output.copy_out(GroupOutput(atoms[i], staging.buffers), buffers[i], block, j)
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

@@ -95,7 +95,7 @@ class WgmmaKernel:
         return cute.make_layout((1, self.config.cluster_m, self.config.cluster_n, 1))
 
     @cute.jit
-    def cluster_tile(self, index: Int32, tiles_m: Int32, tiles_n: Int32):
+    def raster(self, index: Int32, tiles_m: Int32, tiles_n: Int32):
         """(m, n) of the index-th cluster tile."""
         along_m = const_expr(self.config.group_along == "m")
         inner, outer = (tiles_m, tiles_n) if along_m else (tiles_n, tiles_m)
