@@ -685,6 +685,9 @@ def test_a_meta_tensor_gives_shapes():
     case, _ = make()
     meta = {k: t.detach().to("meta") if isinstance(t, torch.Tensor) else t for k, t in case.items()}
     assert grouped_mlp(**meta).shape == case["x"].shape
+    meta = {k: t.requires_grad_() if k in NAMES else t for k, t in meta.items()}
+    for name, got in step(grouped_mlp, meta, torch.empty_like(meta["x"])).items():
+        assert (got.shape, got.device.type) == (meta["x" if name == "y" else name].shape, "meta"), name
 
 
 E, R, H, I = 3, 5, 4, 2  # noqa: E741

@@ -139,8 +139,8 @@ def cluster_tile_for(problem: GroupedGemmProblem, m: int | None, n: int, k: int 
         return min(("384x128", "192x256", "128x192"), key=padded)
     if problem.epilogue == "down":
         return min(("128x512" if k >= DEEP else "128x256", "128x192"), key=padded)
-    # "256x192" is 4 to 17 % faster than "128x256" for "up" (H100; OLMoE, Qwen3-30B, gpt-oss). For clamped_swiglu
-    # without scales, 10 registers of "down_backward" spill there.
+    # "256x192" is 4 to 17 % faster than "128x256" for "up" (H100; OLMoE, Qwen3-30B, gpt-oss). "down_backward" was not
+    # compared by itself; for clamped_swiglu without scales, 10 of its registers spill there.
     tile = min(("128x256", "256x128"), key=padded) if problem.epilogue == "down_backward" else "128x256"
     spills = problem.epilogue == "down_backward" and problem.activation == "clamped_swiglu" and not problem.scaled
     return "256x192" if padded("256x192") <= MOST_PADDING * padded(tile) and not spills else tile

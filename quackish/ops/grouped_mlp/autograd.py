@@ -203,7 +203,7 @@ def _op_backward(ctx, dy, _):
     outs = dict(w1=ctx.out_1, w3=ctx.out_3, w2=ctx.out_2)
     outs = {name: out for name, out in outs.items() if out is not None and getattr(dtypes, name) is not None}
     dtypes = dtypes._replace(**{name: out.dtype for name, out in outs.items()})
-    if is_plain() and are_plain((dy, *tensors)):  # weight gradients go straight to the buffers
+    if is_plain() and are_plain((dy, *tensors)) and not dy.is_meta:  # weight gradients go straight to the buffers
         with torch.cuda.device_of(dy), without_autocast(dy.device.type):
             buffers = (outs.get(name) for name in ("w1", "w3", "w2"))
             grads = _mlp_backward(dy, preactivation, *tensors, *buffers, ctx.activation, *dtypes, ctx.backend)
