@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quackish import kernels
-from quackish.configs import gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm
+from quackish.configs import gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm, token_rows
 from quackish.gpu import Roofs
 
 LAUNCH_US = 2.0  # about the time of an empty kernel; not measured per GPU
@@ -121,6 +121,13 @@ def _grouped_gemm(p: grouped_gemm.GroupedGemmProblem, s: Sizes) -> Work:
     return Work(read * _bytes(p.dtype), written * _bytes(p.dtype) + parts, 2 * rows * b_rows * k)
 
 
+def _token_rows(p: token_rows.TokenRowsProblem, s: Sizes) -> Work:
+    rows = s["tokens"] * s["k"]
+    of_tokens, of_rows = s["tokens"] * p.n * _bytes(p.dtype), rows * p.n * _bytes(p.dtype)
+    read, written = (of_tokens, of_rows) if p.op == "copy" else (of_rows, of_tokens)
+    return Work(read + 8 * rows, written, rows * p.n * (p.op == "sum"))
+
+
 def _lce_compact(p: lce_rows.LceCompactProblem, s: Sizes) -> Work:
     note = "one CTA, which reads the targets a second time from the L2"
     return Work(s["m"] * _bytes(p.target_dtype), s["m"] * 4, s["m"], note)
@@ -195,6 +202,7 @@ KERNELS = {
     "rms_norm_bwd": Kernel({"m": -3}, _rms_norm_bwd),
     "lce_gemm": Kernel(("m", "n", "k"), _lce_gemm),
     "grouped_gemm": Kernel(("rows", "m", "n", "k", "groups"), _grouped_gemm),
+    "token_rows": Kernel({"tokens": -3, "k": -2}, _token_rows),
     "lce_compact": Kernel(("v", "m"), _lce_compact),
     "lce_gather": Kernel(("rows", "v"), _lce_gather),
     "lce_rows": Kernel(("v", "tiles", "rows"), _lce_rows),

@@ -4,9 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from variants import check_compiles
 
 import quackish
+from quackish.configs.token_rows import TokenRowsProblem, token_rows_config
 from quackish.errors import UnsupportedError
+from quackish.gpu import B200, H200
+from quackish.ops.grouped_mlp import kernel_steps
 from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.errors import same_bits
 
@@ -136,6 +140,35 @@ def test_nothing_synchronizes():
         quackish.moe_mlp(*inputs).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+TOKEN_ROWS = [(24, 3), (64, 1), (2048, 8), (2880, 4), (4096, 19)]  # columns, rows per token
+
+
+@pytest.mark.parametrize("op", ["copy", "sum"])
+@pytest.mark.parametrize("n", [n for n, _ in TOKEN_ROWS])
+@pytest.mark.parametrize("gpu", [H200, B200], ids=str)
+def test_token_rows_compiles(n, op, gpu):
+    problem = TokenRowsProblem(op, n, "bfloat16")
+    config = token_rows_config(problem)
+    ctas = config.ctas_per_token(n)
+    assert 0 <= ctas * config.threads - n // 8 < 32 * ctas  # few threads are idle
+    check_compiles("token_rows", problem, config, gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n, k", TOKEN_ROWS)
+def test_token_rows_are_copied_and_summed_in_order(n, k, dtype):
+    tokens = torch.randn(100, n, device="cuda").to(dtype)
+    rows = torch.randperm(100 * k, device="cuda").view(100, k)
+    copies = kernel_steps.copy_rows(tokens, rows)
+    assert same_bits(copies[rows], tokens[:, None].expand(-1, k, -1))
+    x = torch.randn_like(copies)
+    total = torch.zeros(100, n, device="cuda")
+    for one in rows.unbind(1):
+        total += x[one].float()
+    assert same_bits(kernel_steps.sum_rows(x, rows), total.to(dtype))
 
 
 WRONG = {

@@ -23,6 +23,7 @@ from quackish.configs.lce_rows import (
     LceTargetsProblem,
 )
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
+from quackish.configs.token_rows import TokenRowsProblem
 from quackish.gpu import H200, Roofs
 from quackish.kernels import TABLE
 from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
@@ -42,6 +43,7 @@ SAMPLES = [
     ("grouped_gemm", GroupedGemmProblem("down", BF16, 64, BF16, biased=True)),
     ("grouped_gemm", GroupedGemmProblem("down_backward", BF16, 64, BF16, b_major="n", activation="silu", scaled=True)),
     ("grouped_gemm", GroupedGemmProblem("store", BF16, 64, FP32, accumulate=True)),
+    ("token_rows", TokenRowsProblem("sum", 64, BF16)),
     ("lce_compact", LceCompactProblem("int64")),
     ("lce_gather", LceGatherProblem(64, BF16, "int64")),
     ("lce_rows", LceRowsProblem(True, "scale", 64, BF16)),
@@ -199,6 +201,15 @@ def test_work_of_grouped_gemms():
         one = GroupedGemmProblem("store", BF16, 64, FP32, accumulate=accumulate)
         read = nbytes(x, act, dw if accumulate else None)
         assert work("grouped_gemm", one, sizes) == Work(read, nbytes(dw), 2 * rows * h * i)
+
+
+def test_work_of_token_rows():
+    tokens, k, n = 512, 4, 64
+    x, of_experts = (torch.empty(rows, n, dtype=torch.bfloat16) for rows in (tokens, tokens * k))
+    rows, sizes = torch.empty(tokens, k, dtype=torch.int64), dict(tokens=tokens, k=k)
+    copy, total = (work("token_rows", TokenRowsProblem(op, n, BF16), sizes) for op in ("copy", "sum"))
+    assert copy == Work(nbytes(x, rows), nbytes(of_experts), 0)
+    assert total == Work(nbytes(of_experts, rows), nbytes(x), of_experts.numel())
 
 
 def test_work_of_row_kernels():

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from quackish.configs import gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm, table
+from quackish.configs import gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm, table, token_rows
 from quackish.errors import warn_once
 from quackish.gpu import Gpu
 
@@ -30,6 +30,7 @@ RULES = {
 }
 # Kernels with one config per problem, which cannot be tuned or forced.
 FIXED: dict[str, Callable[[Any], Any]] = {
+    "token_rows": token_rows.token_rows_config,
     "lce_compact": lambda problem: lce_rows.LceCompactConfig(),
     "lce_gather": lce_rows.lce_gather_config,
     "lce_rows": lambda problem: lce_rows.LceRowsConfig(),

@@ -13,6 +13,7 @@ TABLE = {  # kernel -> (module:class, supported GPU families)
     "rms_norm_bwd": ("rms_norm_bwd:RmsNormBwd", _ALL),
     "lce_gemm": ("gemm_sm90:GemmSm90", ("sm_90",)),
     "grouped_gemm": ("grouped_gemm_sm90:GroupedGemmSm90", ("sm_90",)),
+    "token_rows": ("token_rows:TokenRows", _ALL),
     "lce_compact": ("linear_cross_entropy.compact:LceCompact", _ALL),
     "lce_gather": ("linear_cross_entropy.gather:LceGather", _ALL),
     "lce_rows": ("linear_cross_entropy.rows:LceRows", _ALL),

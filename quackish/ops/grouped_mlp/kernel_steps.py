@@ -27,6 +27,7 @@ from quackish.configs.grouped_gemm import (
     cluster_tile_for,
     max_groups_for,
 )
+from quackish.configs.token_rows import TokenRowsProblem
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda
 from quackish.ops.kernel_for import KernelFor, kernel_for
@@ -114,6 +115,14 @@ def bias_gradient(a, offs, dtype):
     return weight_gradient(a, ones, offs, torch.float32)[:, :, 0].contiguous().to(dtype)
 
 
+def copy_rows(x, rows):
+    return _token_rows("copy", x, rows, rows.numel())
+
+
+def sum_rows(x, rows):
+    return _token_rows("sum", x, rows, rows.shape[0])
+
+
 # Launches -------------------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +160,19 @@ def _kernel(problem: GroupedGemmProblem, device_index: int, epoch: int) -> tuple
 def _kernel_by(kernel_for: KernelFor, gpu: Gpu, problem: GroupedGemmProblem) -> tuple[Callable, int]:
     kernel = kernel_for("grouped_gemm", problem, gpu)
     return kernel.launch, kernel.config.max_clusters(gpu.sm_count)
+
+
+def _token_rows(op: str, x: Tensor, rows: Tensor, num_out: int) -> Tensor:
+    x, (tokens, k) = _aligned(x.contiguous()), rows.shape
+    out = x.new_empty((num_out, x.shape[1]))
+    launch = _token_rows_kernel(TokenRowsProblem(op, x.shape[1], cuda.name_of(x.dtype)), x.device.index)
+    launch(x.data_ptr(), rows.data_ptr(), out.data_ptr(), tokens, k, cuda.stream_of(x.device.index))
+    return out
+
+
+@functools.cache
+def _token_rows_kernel(problem: TokenRowsProblem, device_index: int) -> Callable:
+    return kernel_for("token_rows", problem, gpu_of(device_index)).launch
 
 
 _stand_ins: ContextVar[tuple[KernelFor, Gpu] | None] = ContextVar("stand_ins", default=None)

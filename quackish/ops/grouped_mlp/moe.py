@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.grouped_mlp.api import grouped_mlp, refuse_transforms
+from quackish.ops.grouped_mlp.autograd import no_kernel_on
 from quackish.ops.grouped_mlp.checks import check_choice
-from quackish.ops.modes import autocast_dtype
+from quackish.ops.modes import are_plain, autocast_dtype, is_plain
 
 
 def moe_mlp(
@@ -47,49 +49,71 @@ def moe_mlp(
         x = x.to(dtype)  # before it is gathered
     num_experts, k = w2.shape[0], top_k_index.shape[-1]
 
-    # Sort the choices by expert. `order`: the choice of each row; `row`: the row of each choice.
-    choices = top_k_index.flatten()
-    choices = choices.masked_fill(choices < 0, num_experts)
+    # Sort the choices by expert; dropped ones are last, as expert E. `order`: the choice of each row; `row`: the row of
+    # each choice.
+    choices = top_k_index.flatten().clamp(-1, num_experts).remainder(num_experts + 1)
+    if num_experts < 2**15:
+        choices = choices.to(torch.int16)  # sorts in half the time
     expert, order = choices.sort(stable=True)
     row = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     experts = torch.arange(num_experts, dtype=expert.dtype, device=expert.device)
     offs = torch.searchsorted(expert, experts, right=True, out_int32=True)
 
-    token, rows_of_token = order // k, row.view(-1, k)
-    rows = _Gather.apply(x.flatten(0, -2), token, rows_of_token)
-    weights = _Gather.apply(top_k_weights.flatten(), order, row[:, None])
+    token, rows_of_token, backend = order // k, row.view(-1, k), options.get("backend", "auto")
+    rows = _Copy.apply(x.flatten(0, -2), token, rows_of_token, backend)
+    weights = _Copy.apply(top_k_weights.flatten(), order, row[:, None], backend)
     if b2 is None:
         y = grouped_mlp(rows, w1, w2, offs, scales=weights, **options)
     else:
-        weights = weights.masked_fill(expert >= num_experts, 0.0)
+        weights = weights.masked_fill(expert == num_experts, 0.0)
         y = grouped_mlp(rows, w1, w2, offs, b2=b2, **options)
         y = y * weights[:, None].to(y.dtype)
-    return _Sum.apply(y, token, rows_of_token).view(x.shape)
+    return _Sum.apply(y, token, rows_of_token, backend).view(x.shape)
 
 
-class _Gather(torch.autograd.Function):
-    """x[sources]; rows[i] are the rows that x[i] went to."""
+class _Copy(torch.autograd.Function):
+    """x[sources]; rows[t] are the rows that x[t] is copied to."""
 
     @staticmethod
-    def forward(ctx, x, sources, rows):
+    def forward(ctx, x, sources, rows, backend):
         ctx.save_for_backward(rows)
-        return x[sources]
+        ctx.backend = backend
+        return _copy(x, sources, rows, backend)
 
     @staticmethod
     def backward(ctx, grad):
-        (rows,) = ctx.saved_tensors
-        return grad[rows].sum(1), None, None
+        return _sum(grad, *ctx.saved_tensors, ctx.backend), None, None, None
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of y[rows[i]]: `_Gather`'s gradient, as a function with the opposite one."""
+    """The sum of y[rows[t]]: `_Copy`'s gradient, as a function with the opposite one."""
 
     @staticmethod
-    def forward(ctx, y, sources, rows):
-        ctx.save_for_backward(sources)
-        return y[rows].sum(1)
+    def forward(ctx, y, sources, rows, backend):
+        ctx.save_for_backward(sources, rows)
+        ctx.backend = backend
+        return _sum(y, rows, backend)
 
     @staticmethod
     def backward(ctx, grad):
-        (sources,) = ctx.saved_tensors
-        return grad[sources], None, None
+        return _copy(grad, *ctx.saved_tensors, ctx.backend), None, None, None
+
+
+def _copy(x: Tensor, sources: Tensor, rows: Tensor, backend: str) -> Tensor:
+    if not _has_kernel(x, rows, backend):
+        return x[sources]
+    with torch.cuda.device_of(x):
+        return kernel_steps.copy_rows(x, rows)
+
+
+def _sum(y: Tensor, rows: Tensor, backend: str) -> Tensor:
+    if not _has_kernel(y, rows, backend):
+        return y[rows].sum(1)
+    with torch.cuda.device_of(y):
+        return kernel_steps.sum_rows(y, rows)
+
+
+def _has_kernel(x: Tensor, rows: Tensor, backend: str) -> bool:
+    """In eager mode; torch.compile fuses operations of PyTorch."""
+    plain = backend != "reference" and x.dim() == 2 and x.numel() and is_plain() and are_plain((x, rows))
+    return bool(plain) and not (no_kernel_on("moe_mlp", x.device) or kernel_steps.why_none("moe_mlp", x, 8, 1))

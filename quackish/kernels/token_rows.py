@@ -1,0 +1,53 @@
+"""Between tokens x (tokens, n) and their k rows each: rows[t, j] is the index of token t's j-th row.
+
+- "copy": out[rows[t, j]] = x[t]. A token is read once, not k times.
+- "sum": out[t] = sum over j of x[rows[t, j]], in fp32, in order of j, rounded once.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, const_expr
+
+from quackish.configs.token_rows import TokenRowsConfig, TokenRowsProblem
+from quackish.kernels.common.rows import fake_pointer, vector_at
+
+
+class TokenRows:
+    def __init__(self, problem: TokenRowsProblem, config: TokenRowsConfig):
+        self.problem, self.config = problem, config
+        self.ctas_per_token = config.ctas_per_token(problem.n)
+
+    def fake_args(self):
+        x, out = (fake_pointer(self.problem.dtype) for _ in range(2))
+        rows = fake_pointer("int64", aligned=False)
+        return x, rows, out, Int32(1), Int32(1), cute.runtime.make_fake_stream()
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Pointer, rows: cute.Pointer, out: cute.Pointer, tokens: Int32, k: Int32, stream: CUstream
+    ):
+        self.kernel(x, rows, out, k).launch(
+            grid=[tokens * self.ctas_per_token, 1, 1], block=[self.config.threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Pointer, rows: cute.Pointer, out: cute.Pointer, k: Int32):
+        n, n_cta = self.problem.n, 8 * self.config.threads
+        cta, _, _ = cute.arch.block_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        token = cta // self.ctas_per_token
+        column = cta % self.ctas_per_token * n_cta + tid * 8
+        at = Int64(token) * n + column
+        if column < n:
+            mRows = cute.make_tensor(rows + Int64(token) * k, cute.make_layout(k))
+            if const_expr(self.problem.op == "copy"):
+                rX = vector_at(x, at, 8).load()
+                for j in cutlass.range(k, unroll=4):
+                    vector_at(out, mRows[j] * n + column, 8).store(rX)
+            else:
+                total = cute.make_rmem_tensor((8,), Float32)
+                total.fill(0.0)
+                for j in cutlass.range(k, unroll=4):
+                    total.store(total.load() + vector_at(x, mRows[j] * n + column, 8).load().to(Float32))
+                vector_at(out, at, 8).store(total.load().to(out.dtype))
