@@ -127,7 +127,7 @@ SELF_TESTS: dict[str, Case] = {
     "linear_cross_entropy, smoothing": _lce(300, 256, 1003, BF16, "weight", label_smoothing=0.1),
     "linear_cross_entropy, fp16": _lce(300, 256, 1003, FP16, "linear_bias"),
     "linear_cross_entropy, many rows of few classes": _lce(20_000, 64, 100),
-    "grouped_mlp": _grouped_mlp(700, 256, 128, BF16, "scales"),
+    "grouped_mlp": _grouped_mlp(700, 256, 192, BF16, "scales"),
     "grouped_mlp, two weights and biases": _grouped_mlp(
         700, 128, 200, BF16, "w3", "b1", "b2", "scales", activation="clamped_swiglu"
     ),

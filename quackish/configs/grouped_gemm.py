@@ -112,44 +112,52 @@ class GroupedGemmProblem:
 
 # By the tile of a cluster, rows x columns.
 CONFIGS = {
-    "128x192": GemmConfig(128, 192, 1, 1, num_stages=5, group=16, pingpong=True),
     "256x192": GemmConfig(128, 192, 2, 1, num_stages=5, group=16, pingpong=True),
+    "192x256": GemmConfig(192, 128, 1, 2, num_stages=5, group=16, pingpong=True),
     "128x256": GemmConfig(128, 128, 1, 2, num_stages=5, group=16, pingpong=True),
     "256x128": GemmConfig(128, 128, 2, 1, num_stages=5, group=16, pingpong=True),
-    "384x128": GemmConfig(192, 128, 2, 1, num_stages=5, group=16, pingpong=True),
-    "192x256": GemmConfig(192, 128, 1, 2, num_stages=5, group=16, pingpong=True),
     "128x512": GemmConfig(128, 256, 1, 2, num_stages=4),
 }
-_NUM_STAGES = {("down", "128x256"): 6, ("down_backward", "256x192"): 4}  # overrides of CONFIGS
-DEEP = 64 * TILE_K  # K of "down" from which cooperative tiles are 3 % faster than ping-pong (H200)
-MOST_PADDING = 1.04  # tiles of 192 columns may pad this much more than the best other tile
+_OVERRIDES = {
+    ("down", "128x256"): dict(num_stages=6),
+    ("down_backward", "256x192"): dict(num_stages=4),
+    ("store", "256x192"): dict(group=8),  # 0 to 8 % faster than 16 (H100), 0 to 2 % (H200)
+}
+_TILES = {
+    "up": ("256x192", "128x256"),
+    "down": ("128x512", "256x192", "128x256"),
+    "down_backward": ("256x192", "128x256", "256x128"),
+    "store": ("192x256", "256x192", "128x256"),
+}
+DEEP = 64 * TILE_K  # K of "down" from which the cooperative tiles are 3 % faster than ping-pong (H200)
 
 
 def cluster_tile_for(problem: GroupedGemmProblem, m: int | None, n: int, k: int | None) -> str:
-    """The problem's cluster_tile, for products (m, n, k): the one that pads them least, or little more.
+    """The problem's cluster_tile, for products (m, n, k): the one that pads them least.
 
     Where groups divide m, only columns count. n includes gate's and up's columns where a tile has both.
     """
+    # The time that small tiles take, relative to large ones that pad as much. H100 and H200, models of
+    # benchmarks/grouped_mlp.py: "up" 1.04 to 1.17. "down", with 3 % more padding: 1.00 to 1.10 (H100), 0.95 to 1.00
+    # (H200). "down_backward": 0.95 (Qwen3-30B, k = 2048), 1.04 to 1.27 (Mixtral, k = 4096).
+    small = {"store": 1.02, "down_backward": 0.97 if k and k <= 2048 else 1.04}.get(problem.epilogue, 1.04)
 
-    def padded(tile: str) -> int:
+    def cost(tile: str) -> float:
         rows, columns = map(int, tile.split("x"))
-        return -(-n // columns) * columns * (1 if m is None else -(-m // rows) * rows)
+        padded = -(-n // columns) * columns * (1 if m is None else -(-m // rows) * rows)
+        return padded * (small if rows * columns == 128 * 256 else 1.0)
 
-    if problem.epilogue == "store":
-        return min(("384x128", "192x256", "128x192"), key=padded)
-    if problem.epilogue == "down":
-        return min(("128x512" if k >= DEEP else "128x256", "128x192"), key=padded)
-    # "256x192" is 4 to 17 % faster than "128x256" for "up" (H100; OLMoE, Qwen3-30B, gpt-oss). "down_backward" was not
-    # compared by itself; for clamped_swiglu without scales, 10 of its registers spill there.
-    tile = min(("128x256", "256x128"), key=padded) if problem.epilogue == "down_backward" else "128x256"
-    spills = problem.epilogue == "down_backward" and problem.activation == "clamped_swiglu" and not problem.scaled
-    return "256x192" if padded("256x192") <= MOST_PADDING * padded(tile) and not spills else tile
+    tiles = _TILES[problem.epilogue]
+    if problem.epilogue == "down" and k < DEEP:
+        tiles = tiles[1:]
+    if problem.epilogue == "down_backward" and problem.activation == "clamped_swiglu" and not problem.scaled:
+        tiles = tiles[1:]  # 10 registers would spill
+    return min(tiles, key=cost)
 
 
 def grouped_gemm_config(problem: GroupedGemmProblem, gpu: Gpu) -> GemmConfig:
-    config = CONFIGS[problem.cluster_tile]
-    num_stages = _NUM_STAGES.get((problem.epilogue, problem.cluster_tile), config.num_stages)
-    return dataclasses.replace(config, num_stages=num_stages)
+    overrides = _OVERRIDES.get((problem.epilogue, problem.cluster_tile), {})
+    return dataclasses.replace(CONFIGS[problem.cluster_tile], **overrides)
 
 
 def grouped_gemm_buffers(problem: GroupedGemmProblem, config: GemmConfig) -> int:
