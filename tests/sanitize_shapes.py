@@ -14,6 +14,7 @@ from lce_cases import make, norm_error, parameters, run, truth, unit_roundoff
 from quackish import grouped_mlp
 from quackish.configs import linear_cross_entropy as configs
 from quackish.configs.lce_rows import MOST_ROWS_COUNTED
+from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.linear_cross_entropy import autograd as on_kernels
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, steps
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
@@ -90,6 +91,10 @@ GROUPED_MLP = {
     "grouped without a gate": ((100, 0, 40), 3, 64, 72, FP16, dict(activation="relu2", biases=True)),
     "grouped illegal offsets": ((100, -50, 40), 60, 64, 72, BF16, {}),
 }
+TOKEN_ROWS = {
+    "token rows": (37, 264, 3),
+    "token rows, two CTAs per token": (5, 2880, 4),
+}  # tokens, columns, rows of each
 
 
 def set_constants(constants: dict) -> None:
@@ -185,6 +190,18 @@ def check_grouped_mlp(name: str) -> bool:
     return good
 
 
+def check_token_rows(name: str) -> bool:
+    tokens, n, k = TOKEN_ROWS[name]
+    x = rows((tokens, n), BF16)
+    of_experts = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(0)).view(tokens, k)
+    copies = kernel_steps.copy_rows(x.to(GPU), of_experts.to(GPU))
+    total = kernel_steps.sum_rows(copies, of_experts.to(GPU)).cpu()
+    good = torch.equal(copies.cpu()[of_experts], x[:, None].expand(-1, k, -1))
+    good &= torch.equal(total, sum(x.float() for _ in range(k)).to(BF16))
+    print(f"{'ok' if good else 'WRONG'}: {name} ({tokens} x {n} x {k})", flush=True)
+    return good
+
+
 def check_rms_norm(name: str) -> bool:
     """Forward and backward of one shape."""
     m, n, x_dtype, w_dtype, b_dtype, r_dtype, *heads = SHAPES[name]
@@ -223,6 +240,7 @@ def main() -> int:
     results += [check_rms_norm(name) for name in SHAPES if wanted in name]
     results += [check_linear_cross_entropy(name) for name in LINEAR_CROSS_ENTROPY if wanted in name]
     results += [check_grouped_mlp(name) for name in GROUPED_MLP if wanted in name]
+    results += [check_token_rows(name) for name in TOKEN_ROWS if wanted in name]
     torch.cuda.synchronize()
     return 0 if results and all(results) else 1
 
