@@ -7,6 +7,7 @@ its initial value: NaN in the tests. `lce_kernels(gpu)` has the methods that the
 import collections
 import ctypes
 import dataclasses
+import functools
 import math
 
 import torch
@@ -58,6 +59,8 @@ def kernel_for(name, problem, gpu):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             return KERNELS[name](problem, checked(args, problem.args, problem))
 
+    if name == "token_rows":  # has no struct of arguments
+        launch = functools.partial(token_rows, problem)
     return Kernel(launch, choose(name, problem, gpu).config)
 
 
@@ -618,6 +621,19 @@ def grouped_gemm(p, a):
             memory(e.act, dtype, (a.rows, a.n)).copy_(f * scales if p.scaled else f)
 
     return rows(a) if p.along == "m" else sums(a)
+
+
+def token_rows(p, x, rows, out, tokens, k, stream):
+    assert x % 16 == out % 16 == 0
+    dtype, of_tokens, of_rows = dtype_of(p.dtype), (tokens, p.n), (tokens * k, p.n)
+    rows = memory(rows, I64, (tokens, k))
+    if p.op == "copy":
+        memory(out, dtype, of_rows)[rows] = memory(x, dtype, of_tokens)[:, None].expand(-1, k, -1)
+        return
+    total = torch.zeros(of_tokens)
+    for one in rows.T:
+        total += memory(x, dtype, of_rows)[one].float()
+    memory(out, dtype, of_tokens).copy_(total)
 
 
 KERNELS = dict(

@@ -1,5 +1,6 @@
 """moe_mlp, from a router's choice to the sum of the experts' results: against a loop over tokens, in fp64."""
 
+import emulated_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ import quackish
 from quackish.configs.token_rows import TokenRowsProblem, token_rows_config
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
-from quackish.ops.grouped_mlp import kernel_steps
+from quackish.ops.grouped_mlp import autograd, kernel_steps, moe
 from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.errors import same_bits
 
@@ -45,6 +46,28 @@ def by_loop(x, index, weights, w1, w2, b1=None, b2=None):
                 total = total + w * (w2[g] @ (F.silu(gate) * up) + (0 if b2 is None else b2[g]))
         sums.append(total)
     return torch.stack(sums)
+
+
+@pytest.fixture
+def launched(monkeypatch, poisoned):
+    """Runs CPU tensors on emulated kernels; returns the names of those launched."""
+    names = []
+
+    def kernel_for(name, problem, gpu):
+        names.append(name)
+        return emulated_kernels.kernel_for(name, problem, gpu)
+
+    for module in (autograd, moe):
+        monkeypatch.setattr(module, "no_kernel_on", lambda who, device: "")
+    with kernel_steps.stand_ins(kernel_for, H200):
+        yield names
+
+
+def gradients(inputs, **options):
+    """(out, the gradients of x, weights, w1 and w2)"""
+    out = quackish.moe_mlp(*inputs, **options)
+    dy = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return out, *torch.autograd.grad(out, [t for t in inputs if t.requires_grad], dy)
 
 
 @on_devices
@@ -119,6 +142,25 @@ def test_the_same_bits_on_every_run(device):
         call(x, weights, w1, w2).sum().backward()
     assert "grouped_mlp_bwd" in names.seen
     assert not {name for name in names.seen if "index_" in name or "scatter_add" in name} - {"index_select"}
+
+
+@pytest.mark.parametrize("experts", [5, 2**15 - 1, 2**15])  # sorted as int16 below 2**15
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_choices_far_outside_the_experts_are_dropped(dtype, experts):
+    x, index, weights, _, _ = (t.detach() for t in make(torch.bfloat16, index_dtype=dtype))
+    w1, w2 = torch.randn(experts, 2, H, dtype=torch.bfloat16), torch.randn(experts, H, 1, dtype=torch.bfloat16)
+    limits = torch.iinfo(dtype)
+    far = torch.tensor([limits.min, limits.max, 2**16 + 1, 1 - 2**16, -(2**15), experts], dtype=dtype)
+    index[: len(far), 0] = -1
+    index[-1, -1] = experts - 1
+    want = quackish.moe_mlp(x, index, weights, w1, w2)
+    index[: len(far), 0] = far
+    assert same_bits(quackish.moe_mlp(x, index, weights, w1, w2), want)
+
+
+def test_kernels_against_a_loop_over_tokens(launched):
+    assert_close_to_fp64(quackish.moe_mlp, by_loop, *make(torch.bfloat16), slack=8.0)
+    assert launched.count("token_rows") == 4 * launched.count("grouped_gemm") // 6
 
 
 def test_compiles_without_a_graph_break():

@@ -165,8 +165,13 @@ def _kernel_by(kernel_for: KernelFor, gpu: Gpu, problem: GroupedGemmProblem) -> 
 def _token_rows(op: str, x: Tensor, rows: Tensor, num_out: int) -> Tensor:
     x, (tokens, k) = _aligned(x.contiguous()), rows.shape
     out = x.new_empty((num_out, x.shape[1]))
-    launch = _token_rows_kernel(TokenRowsProblem(op, x.shape[1], cuda.name_of(x.dtype)), x.device.index)
-    launch(x.data_ptr(), rows.data_ptr(), out.data_ptr(), tokens, k, cuda.stream_of(x.device.index))
+    problem = TokenRowsProblem(op, x.shape[1], cuda.name_of(x.dtype))
+    if stand_ins := _stand_ins.get():
+        kernel_for, gpu = stand_ins
+        launch, stream = kernel_for("token_rows", problem, gpu).launch, 0
+    else:
+        launch, stream = _token_rows_kernel(problem, x.device.index), cuda.stream_of(x.device.index)
+    launch(x.data_ptr(), rows.data_ptr(), out.data_ptr(), tokens, k, stream)
     return out
 
 
