@@ -163,8 +163,8 @@ def _kernel_by(kernel_for: KernelFor, gpu: Gpu, problem: GroupedGemmProblem) -> 
 
 
 def _token_rows(op: str, x: Tensor, rows: Tensor, num_out: int) -> Tensor:
-    x, (tokens, k) = _aligned(x.contiguous()), rows.shape
-    out = x.new_empty((num_out, x.shape[1]))
+    x, rows = _aligned(x.contiguous()), rows.contiguous()  # a hook on saved tensors may return other strides
+    (tokens, k), out = rows.shape, x.new_empty((num_out, x.shape[1]))
     problem = TokenRowsProblem(op, x.shape[1], cuda.name_of(x.dtype))
     if stand_ins := _stand_ins.get():
         kernel_for, gpu = stand_ins
