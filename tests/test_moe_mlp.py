@@ -174,6 +174,14 @@ def _columns(t):
     return t.mT if t.dim() == 2 else t
 
 
+def test_freed_tokens_are_refused(launched):
+    x, *others = make(torch.bfloat16)
+    x = x.detach().clone()
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"moe_mlp: x has shape \(40, 24\) but no memory"):
+        quackish.moe_mlp(x, *others)
+
+
 def test_compiles_without_a_graph_break():
     inputs = make(torch.bfloat16)
     results = []

@@ -9,7 +9,7 @@ from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.grouped_mlp.api import grouped_mlp, refuse_transforms
 from quackish.ops.grouped_mlp.autograd import no_kernel_on
 from quackish.ops.grouped_mlp.checks import check_choice
-from quackish.ops.modes import are_plain, autocast_dtype, is_plain
+from quackish.ops.modes import are_plain, autocast_dtype, check_memory, is_plain
 
 
 def moe_mlp(
@@ -102,6 +102,7 @@ class _Sum(torch.autograd.Function):
 def _copy(x: Tensor, sources: Tensor, rows: Tensor, backend: str) -> Tensor:
     if not _has_kernel(x, rows, backend):
         return x[sources]
+    check_memory("moe_mlp", x=x)
     with torch.cuda.device_of(x):
         return kernel_steps.copy_rows(x, rows)
 
