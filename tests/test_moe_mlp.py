@@ -182,6 +182,16 @@ def test_freed_tokens_are_refused(launched):
         quackish.moe_mlp(x, *others)
 
 
+def test_second_derivatives_are_refused():
+    """The weights' gradient, which with b2 does not pass through grouped_mlp."""
+    inputs = [t if t.dim() == 2 and t.shape[1] == K else t.detach() for t in make()]
+    out = quackish.moe_mlp(*inputs, b2=torch.ones(E, H, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"moe_mlp: create_graph=True \(double backward\) is not supported"):
+        torch.autograd.grad(out.sum(), inputs[2], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"moe_mlp: vmap over gradients"):
+        torch.autograd.grad(out, inputs[2], torch.ones(2, *out.shape, dtype=out.dtype), is_grads_batched=True)
+
+
 def test_compiles_without_a_graph_break():
     inputs = make(torch.bfloat16)
     results = []

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.grouped_mlp.api import grouped_mlp, refuse_transforms
-from quackish.ops.grouped_mlp.autograd import no_kernel_on
+from quackish.ops.grouped_mlp.autograd import no_kernel_on, refuse_second_derivatives
 from quackish.ops.grouped_mlp.checks import check_choice
-from quackish.ops.modes import are_plain, autocast_dtype, check_memory, is_plain
+from quackish.ops.modes import are_plain, autocast_dtype, check_memory, is_compiling, is_plain
 
 
 def moe_mlp(
@@ -82,6 +82,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        _refuse_second_derivatives(grad)
         return _sum(grad, *ctx.saved_tensors, ctx.backend), None, None, None
 
 
@@ -96,7 +97,14 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        _refuse_second_derivatives(grad)
         return _copy(grad, *ctx.saved_tensors, ctx.backend), None, None, None
+
+
+def _refuse_second_derivatives(grad: Tensor) -> None:
+    """Not every gradient passes through `grouped_mlp`, which refuses them: with b2, the weights' does not."""
+    if not is_compiling():  # Dynamo cannot trace the check; AOTAutograd refuses them itself
+        refuse_second_derivatives("moe_mlp", grad)
 
 
 def _copy(x: Tensor, sources: Tensor, rows: Tensor, backend: str) -> Tensor:
