@@ -192,6 +192,19 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(out, inputs[2], torch.ones(2, *out.shape, dtype=out.dtype), is_grads_batched=True)
 
 
+def test_compiles_with_a_number_of_tokens_that_depends_on_data():
+    x, index, weights, w1, w2 = make(torch.bfloat16)
+
+    def function(chosen):
+        tokens = chosen.nonzero()[:, 0]
+        return quackish.moe_mlp(x[tokens], index[tokens], weights[tokens], w1, w2)
+
+    chosen = torch.arange(T) % 2 == 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = torch.compile(function, fullgraph=True, backend="aot_eager")(chosen)
+    assert same_bits(got, function(chosen))
+
+
 def test_compiles_without_a_graph_break():
     inputs = make(torch.bfloat16)
     results = []

@@ -124,5 +124,8 @@ def _sum(y: Tensor, rows: Tensor, backend: str) -> Tensor:
 
 def _has_kernel(x: Tensor, rows: Tensor, backend: str) -> bool:
     """In eager mode; torch.compile fuses operations of PyTorch."""
-    plain = backend != "reference" and x.dim() == 2 and x.numel() and is_plain() and are_plain((x, rows))
-    return bool(plain) and not (no_kernel_on("moe_mlp", x.device) or kernel_steps.why_none("moe_mlp", x, 8, 1))
+    if not is_plain() or backend == "reference":  # is_plain first: torch.compile may not know whether x is empty
+        return False
+    if x.dim() != 2 or x.numel() == 0 or not are_plain((x, rows)):
+        return False
+    return not (no_kernel_on("moe_mlp", x.device) or kernel_steps.why_none("moe_mlp", x, 8, 1))
