@@ -205,6 +205,14 @@ def test_compiles_with_a_number_of_tokens_that_depends_on_data():
     assert same_bits(got, function(chosen))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_autocast_on_a_gpu(backend):
+    with torch.autocast("cuda", torch.bfloat16):  # torch's sum returns fp32 here
+        out = quackish.moe_mlp(*make(torch.float32, "cuda"), backend=backend)
+    assert out.dtype == torch.bfloat16
+
+
 def test_compiles_without_a_graph_break():
     inputs = make(torch.bfloat16)
     results = []

@@ -117,7 +117,7 @@ def _copy(x: Tensor, sources: Tensor, rows: Tensor, backend: str) -> Tensor:
 
 def _sum(y: Tensor, rows: Tensor, backend: str) -> Tensor:
     if not _has_kernel(y, rows, backend):
-        return y[rows].sum(1)
+        return y[rows].sum(1, dtype=y.dtype)  # autocast's sum would return fp32
     with torch.cuda.device_of(y):
         return kernel_steps.sum_rows(y, rows)
 
