@@ -17,9 +17,11 @@ from wrapper_tensor import Wrapper
 
 from quackish import errors, grouped_mlp, grouped_mm
 from quackish.configs.choose import choose
+from quackish.configs.grouped_gemm import TILES
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.gpu import H200
 from quackish.ops.grouped_mlp import autograd, kernel_steps
+from quackish.ops.grouped_mlp.checks import Inputs
 from quackish.ops.kernel_for import Kernel
 from quackish.reference import grouped_mlp as reference
 from quackish.testing import assert_deterministic
@@ -229,12 +231,29 @@ def test_any_strides(where):
 
 
 MANY = {
-    "tiles": ([17 * g % 401 for g in range(70)], 520, 328),
+    "tiles": ([17 * g % 401 for g in range(70)], 520, 520),
     "steps": ((130, 0, 200), 512, 2056),
     "narrow steps": ((130, 0, 200), 64, 2056),
     "square tiles": ([17 * g % 401 for g in range(70)], 520, 256),
     "groups": ([g % 4 for g in range(1000)], 16, 16),
 }
+
+
+def test_many_tiles_are_all_tiles():
+    launched = set()
+
+    def kernel_for(name, problem, gpu):
+        launched.add((problem.epilogue, problem.cluster_tile))
+        return Kernel(lambda *args: None, choose(name, problem, gpu).config)
+
+    with kernel_steps.stand_ins(kernel_for, H200):
+        for sizes, h, i in MANY.values():
+            case, dy = make(sizes, h, i, dtype=BF16)
+            inputs = Inputs(**{name: case.get(name) for name in Inputs._fields})
+            _, z = autograd.forward(kernel_steps, inputs, "swiglu", True)
+            dtypes = autograd.Dtypes(*(None if t is None else t.dtype for t in inputs[:7]))
+            autograd.gradients(kernel_steps, dy, inputs, z, "swiglu", dtypes)
+    assert launched == {(epilogue, tile) for epilogue, tiles in TILES.items() for tile in tiles}
 
 
 @pytest.mark.gpu

@@ -123,7 +123,7 @@ _OVERRIDES = {
     ("down_backward", "256x192"): dict(num_stages=4),
     ("store", "256x192"): dict(group=8),  # 0 to 8 % faster than 16 (H100), 0 to 2 % (H200)
 }
-_TILES = {
+TILES = {
     "up": ("256x192", "128x256"),
     "down": ("128x512", "256x192", "128x256"),
     "down_backward": ("256x192", "128x256", "256x128"),
@@ -147,11 +147,11 @@ def cluster_tile_for(problem: GroupedGemmProblem, m: int | None, n: int, k: int 
         padded = -(-n // columns) * columns * (1 if m is None else -(-m // rows) * rows)
         return padded * (small if rows * columns == 128 * 256 else 1.0)
 
-    tiles = _TILES[problem.epilogue]
+    tiles = TILES[problem.epilogue]
     if problem.epilogue == "down" and k < DEEP:
         tiles = tiles[1:]
     if problem.epilogue == "down_backward" and problem.activation == "clamped_swiglu" and not problem.scaled:
-        tiles = tiles[1:]  # 10 registers would spill
+        tiles = tiles[1:]  # "256x192" spills: 10 loads and stores of local memory
     return min(tiles, key=cost)
 
 
