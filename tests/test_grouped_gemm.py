@@ -40,6 +40,9 @@ DOWN_BACKWARD = [
         for name in ACTIVATIONS
     ),
     problem("down_backward", activation="swiglu", b_major="n"),
+    problem("down_backward", activation="swiglu", b_major="n", cluster_tile="256x192"),
+    problem("down_backward", activation="swiglu", b_major="n", scaled=True),
+    problem("down_backward", activation="geglu", b_major="n", scaled=True, cluster_tile="256x128"),
     problem("down_backward", activation="clamped_swiglu", b_major="n", cluster_tile="256x128"),
 ]
 OTHERS = [
@@ -54,7 +57,7 @@ OTHERS = [
     problem("store", out_dtype="float32", accumulate=True, cluster_tile="192x256"),
     problem("store", out_dtype="float32", accumulate=True),
     problem("store", "float16", cluster_tile="192x256"),
-    problem("up", max_groups=1024, activation="swiglu", scaled=True, keeps=True),
+    problem("up", max_groups=1024, activation="swiglu", scaled=True, keeps=True, b_in_two=True),
     problem("store", max_groups=1024, cluster_tile="256x192"),
 ]
 PROBLEMS = [*UP, *DOWN_BACKWARD, *OTHERS]

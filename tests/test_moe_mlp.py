@@ -58,7 +58,7 @@ def launched(monkeypatch, poisoned):
         return emulated_kernels.kernel_for(name, problem, gpu)
 
     for module in (autograd, moe):
-        monkeypatch.setattr(module, "no_kernel_on", lambda who, device: "")
+        monkeypatch.setattr(module, "no_kernel_on", lambda *args: "")
     with kernel_steps.stand_ins(kernel_for, H200):
         yield names
 
@@ -232,6 +232,27 @@ def test_nothing_synchronizes():
         quackish.moe_mlp(*inputs).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_with_other_choices():
+    x, index, weights, w1, w2 = make(torch.bfloat16, "cuda")
+
+    def step():
+        out = quackish.moe_mlp(x, index, weights, w1, w2)
+        return out, *torch.autograd.grad(out.float().square().sum(), (x, weights, w1, w2))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    for _ in range(2):
+        index.copy_(torch.randint_like(index, -1, E + 1))
+        graph.replay()
+        assert all(map(same_bits, captured, step()))
 
 
 TOKEN_ROWS = [(24, 3), (64, 1), (2048, 8), (2880, 4), (4096, 19)]  # columns, rows per token

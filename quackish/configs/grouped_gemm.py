@@ -129,6 +129,11 @@ TILES = {
     "down_backward": ("256x192", "128x256", "256x128"),
     "store": ("192x256", "256x192", "128x256"),
 }
+# The time of small tiles (128x256, 256x128), relative to large ones that pad as much. Measured on an H100 and an H200
+# with the models of benchmarks/grouped_mlp.py. "up": 1.04 to 1.17. "down", large tiles padding 3 % more: 1.00 to 1.10
+# on the H100, which decided, 0.95 to 1.00 on the H200. "down_backward": 1.04 to 1.27 (Mixtral, k = 4096), 0.95
+# (Qwen3-30B, k = 2048).
+SMALL = {"up": 1.04, "down": 1.04, "down_backward": 1.04, "store": 1.02}
 DEEP = 64 * TILE_K  # K of "down" from which the cooperative tiles are 3 % faster than ping-pong (H200)
 
 
@@ -137,10 +142,9 @@ def cluster_tile_for(problem: GroupedGemmProblem, m: int | None, n: int, k: int 
 
     Where groups divide m, only columns count. n includes gate's and up's columns where a tile has both.
     """
-    # The time that small tiles take, relative to large ones that pad as much. H100 and H200, models of
-    # benchmarks/grouped_mlp.py: "up" 1.04 to 1.17. "down", with 3 % more padding: 1.00 to 1.10 (H100), 0.95 to 1.00
-    # (H200). "down_backward": 0.95 (Qwen3-30B, k = 2048), 1.04 to 1.27 (Mixtral, k = 4096).
-    small = {"store": 1.02, "down_backward": 0.97 if k and k <= 2048 else 1.04}.get(problem.epilogue, 1.04)
+    small = SMALL[problem.epilogue]
+    if problem.epilogue == "down_backward" and k <= 2048:
+        small = 0.97
 
     def cost(tile: str) -> float:
         rows, columns = map(int, tile.split("x"))

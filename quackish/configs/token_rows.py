@@ -1,4 +1,4 @@
-"""Between tokens and their rows, one per expert of a token: what to compute (Problem) and how (Config)."""
+"""Copies of tokens for their experts, and sums of them: what to compute (Problem) and how (Config)."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ class TokenRowsConfig:
 
 
 def token_rows_config(problem: TokenRowsProblem) -> TokenRowsConfig:
-    """CTAs of equal size, as few per token as have at most 256 threads: 64 to 512 are as fast (H100)."""
+    """CTAs of equal size, as few per token as 256 threads allow. 64 to 512 threads are equally fast (H100)."""
     vectors = problem.n // 8
     ctas = -(-vectors // 256)
     return TokenRowsConfig(threads=-(-vectors // (32 * ctas)) * 32)

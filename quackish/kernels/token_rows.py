@@ -1,4 +1,4 @@
-"""Between tokens x (tokens, n) and their k rows each: rows[t, j] is the index of token t's j-th row.
+"""Copies each token to its k rows, or sums them. rows[t, j] is the index of token t's j-th row.
 
 - "copy": out[rows[t, j]] = x[t]. A token is read once, not k times.
 - "sum": out[t] = sum over j of x[rows[t, j]], in fp32, in order of j, rounded once.
@@ -33,16 +33,16 @@ class TokenRows:
 
     @cute.kernel
     def kernel(self, x: cute.Pointer, rows: cute.Pointer, out: cute.Pointer, k: Int32):
-        n, n_cta = self.problem.n, 8 * self.config.threads
+        n, columns_per_cta = self.problem.n, 8 * self.config.threads
         cta, _, _ = cute.arch.block_idx()
         tid, _, _ = cute.arch.thread_idx()
         token = cta // self.ctas_per_token
-        column = cta % self.ctas_per_token * n_cta + tid * 8
-        at = Int64(token) * n + column
+        column = cta % self.ctas_per_token * columns_per_cta + tid * 8
+        offset = Int64(token) * n + column
         if column < n:
             mRows = cute.make_tensor(rows + Int64(token) * k, cute.make_layout(k))
             if const_expr(self.problem.op == "copy"):
-                rX = vector_at(x, at, 8).load()
+                rX = vector_at(x, offset, 8).load()
                 for j in cutlass.range(k, unroll=4):
                     vector_at(out, mRows[j] * n + column, 8).store(rX)
             else:
@@ -50,4 +50,4 @@ class TokenRows:
                 total.fill(0.0)
                 for j in cutlass.range(k, unroll=4):
                     total.store(total.load() + vector_at(x, mRows[j] * n + column, 8).load().to(Float32))
-                vector_at(out, at, 8).store(total.load().to(out.dtype))
+                vector_at(out, offset, 8).store(total.load().to(out.dtype))

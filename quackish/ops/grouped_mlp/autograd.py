@@ -37,16 +37,16 @@ class Dtypes(NamedTuple):
 
 
 @functools.cache
-def no_kernel_on(who: str, device: torch.device) -> str:
-    """Why no kernel runs on the device; "" if kernels do."""
+def no_kernel_on(who: str, device: torch.device, kernel: str = "grouped_gemm") -> str:
+    """Why the kernel does not run on the device; "" if it does."""
     end = 'backend="auto" runs the portable path.'
     if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
         return f"{who}: no kernel for {'AMD GPUs' if device.type == 'cuda' else device.type}. {end}"
     try:
-        kernels.find("grouped_gemm", gpu_of(device.index))
+        kernels.find(kernel, gpu_of(device.index))
         toolchain.find()
     except UnsupportedError as error:
-        return str(error).replace("grouped_gemm", who)
+        return str(error).replace(kernel, who)
     return ""
 
 

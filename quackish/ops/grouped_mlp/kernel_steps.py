@@ -35,7 +35,7 @@ from quackish.reference import grouped_mlp as reference
 from quackish.reference.grouped_mlp import GATED, Needs
 
 
-def why_none(who: str, x: Tensor, columns: int, groups: int) -> str:
+def why_none(who: str, x: Tensor, columns: int = 0, groups: int = 0) -> str:
     """Why kernels do not cover these sizes; "" where they do."""
     rows, width = x.shape
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -139,7 +139,8 @@ def _rows(
     a, w, second = _aligned(a), _aligned(w), None if second is None else _aligned(second)
     groups, rows = offs.shape[0], a.shape[0]
     fields = dict(b_major=b_major, b_in_two=second is not None, **options)
-    problem = _problem(epilogue, a.dtype, groups, d.dtype, None, n, k, **fields)
+    total_k = k * (2 if epilogue == "down" and second is not None else 1)
+    problem = _problem(epilogue, a.dtype, groups, d.dtype, None, n, total_k, **fields)
     sizes = None, rows, None, n, k, groups
     _launch(problem, a, a.data_ptr(), w.data_ptr(), _address(second), d.data_ptr(), offs, args, sizes)
 

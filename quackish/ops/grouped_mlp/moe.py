@@ -49,8 +49,8 @@ def moe_mlp(
         x = x.to(dtype)  # before it is gathered
     num_experts, k = w2.shape[0], top_k_index.shape[-1]
 
-    # Sort the choices by expert; dropped ones are last, as expert E. `order`: the choice of each row; `row`: the row of
-    # each choice.
+    # Sort the choices by expert. Dropped ones are last, as expert E, which -1 is modulo E + 1. `order`: the choice of
+    # each row; `row`: the row of each choice.
     choices = top_k_index.flatten().clamp(-1, num_experts).remainder(num_experts + 1)
     if num_experts < 2**15:
         choices = choices.to(torch.int16)  # sorts in half the time
@@ -59,8 +59,8 @@ def moe_mlp(
     experts = torch.arange(num_experts, dtype=expert.dtype, device=expert.device)
     offs = torch.searchsorted(expert, experts, right=True, out_int32=True)
 
-    token, rows_of_token, backend = order // k, row.view(-1, k), options.get("backend", "auto")
-    rows = _Copy.apply(x.flatten(0, -2), token, rows_of_token, backend)
+    rows_of_token, backend = row.view(-1, k), options.get("backend", "auto")
+    rows = _Copy.apply(x.flatten(0, -2), order, rows_of_token, backend)
     weights = _Copy.apply(top_k_weights.flatten(), order, row[:, None], backend)
     if b2 is None:
         y = grouped_mlp(rows, w1, w2, offs, scales=weights, **options)
@@ -68,17 +68,17 @@ def moe_mlp(
         weights = weights.masked_fill(expert == num_experts, 0.0)
         y = grouped_mlp(rows, w1, w2, offs, b2=b2, **options)
         y = y * weights[:, None].to(y.dtype)
-    return _Sum.apply(y, token, rows_of_token, backend).view(x.shape)
+    return _Sum.apply(y, order, rows_of_token, backend).view(x.shape)
 
 
 class _Copy(torch.autograd.Function):
-    """x[sources]; rows[t] are the rows that x[t] is copied to."""
+    """Copies x[t] to rows[t, j] for all j. `order` is the inverse of `rows`, flattened."""
 
     @staticmethod
-    def forward(ctx, x, sources, rows, backend):
+    def forward(ctx, x, order, rows, backend):
         ctx.save_for_backward(rows)
         ctx.backend = backend
-        return _copy(x, sources, rows, backend)
+        return _copy(x, order, rows, backend)
 
     @staticmethod
     def backward(ctx, grad):
@@ -87,11 +87,11 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of y[rows[t]]: `_Copy`'s gradient, as a function with the opposite one."""
+    """The sum of y[rows[t, j]] over j: `_Copy`'s gradient, as a function with the opposite one."""
 
     @staticmethod
-    def forward(ctx, y, sources, rows, backend):
-        ctx.save_for_backward(sources, rows)
+    def forward(ctx, y, order, rows, backend):
+        ctx.save_for_backward(order, rows)
         ctx.backend = backend
         return _sum(y, rows, backend)
 
@@ -107,9 +107,9 @@ def _refuse_second_derivatives(grad: Tensor) -> None:
         refuse_second_derivatives("moe_mlp", grad)
 
 
-def _copy(x: Tensor, sources: Tensor, rows: Tensor, backend: str) -> Tensor:
+def _copy(x: Tensor, order: Tensor, rows: Tensor, backend: str) -> Tensor:
     if not _has_kernel(x, rows, backend):
-        return x[sources]
+        return x[order // rows.shape[1]]
     check_memory("moe_mlp", x=x)
     with torch.cuda.device_of(x):
         return kernel_steps.copy_rows(x, rows)
@@ -128,4 +128,4 @@ def _has_kernel(x: Tensor, rows: Tensor, backend: str) -> bool:
         return False
     if x.dim() != 2 or x.numel() == 0 or not are_plain((x, rows)):
         return False
-    return not (no_kernel_on("moe_mlp", x.device) or kernel_steps.why_none("moe_mlp", x, 8, 1))
+    return not (no_kernel_on("moe_mlp", x.device, "token_rows") or kernel_steps.why_none("moe_mlp", x))
