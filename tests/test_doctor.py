@@ -55,7 +55,7 @@ def test_a_healthy_installation(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["versions"]["torch"].startswith(torch.__version__)
     names = {name.partition(" ")[0] for name in report["operations"]}
-    assert names == {"rms_norm", "linear_cross_entropy", "grouped_mlp"}
+    assert names == {"rms_norm", "linear_cross_entropy", "grouped_mlp", "moe_mlp"}
     assert report["problems"] == []
 
 
@@ -72,9 +72,9 @@ def test_on_a_gpu():
 
 
 def _with_kernels(rows):
-    """The rows of operations with kernels on this GPU: grouped_mlp needs Hopper."""
+    """The rows of operations with kernels on this GPU: grouped_mlp and moe_mlp need Hopper."""
     on_hopper = torch.cuda.get_device_capability(0)[0] == 9
-    return [row for name, row in rows.items() if on_hopper or not name.startswith("grouped_mlp")]
+    return [row for name, row in rows.items() if on_hopper or not name.startswith(("grouped_mlp", "moe_mlp"))]
 
 
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)

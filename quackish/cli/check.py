@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish import grouped_mlp, linear_cross_entropy, profile, rms_norm
+from quackish import grouped_mlp, linear_cross_entropy, moe_mlp, profile, rms_norm
 from quackish.testing import inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -99,6 +99,26 @@ def _grouped_mlp(
     return Case(make, call, "grouped_gemm")
 
 
+def _moe_mlp(tokens: int, h: int, i: int, k: int) -> Case:
+    """Eight experts; every ninth choice is dropped."""
+
+    def make(device: torch.device) -> Tensors:
+        common = dict(dtype=BF16, device=device)
+        args = {"dy": inputs.rows((tokens, h), seed=9, **common), "x": inputs.rows((tokens, h), **common)}
+        args["top_k_index"] = (torch.arange(tokens * k, device=device) * 7 % 9).view(tokens, k)
+        args["top_k_weights"] = inputs.rows((tokens, k), seed=1, **common).abs()
+        args["w1"] = inputs.rows((8, 2 * i, h), seed=2, **common) / h**0.5
+        args["w2"] = inputs.rows((8, h, i), seed=3, **common) / i**0.5
+        return args
+
+    def call(args: Tensors, backend: str) -> Tensors:
+        leaves = {name: args[name].detach().requires_grad_() for name in ("x", "top_k_weights", "w1", "w2")}
+        out = moe_mlp(**leaves, top_k_index=args["top_k_index"], backend=backend)
+        return {"out": out.detach()} | _grads(out, leaves, args["dy"])
+
+    return Case(make, call, "grouped_gemm")
+
+
 def _grads(y: Tensor, leaves: Tensors, dy: Tensor | None = None) -> Tensors:
     grads = torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)
     return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
@@ -135,6 +155,7 @@ SELF_TESTS: dict[str, Case] = {
         700, 256, 128, FP16, "grad_w1_out", "grad_w2_out", activation="geglu", recompute=True
     ),
     "grouped_mlp, deep": _grouped_mlp(300, 512, 4096, BF16, "scales", activation="relu2"),
+    "moe_mlp": _moe_mlp(300, 256, 192, 2),
 }
 TIMED: dict[str, Case] = {
     "rms_norm 16384x4096": _rms_norm(16_384, 4096),
