@@ -291,7 +291,7 @@ def test_shared_memory_is_as_compiled(problem, made):
         assert used.smem_bytes == rms_norm_bwd_smem_bytes(problem, made)
     else:
         assert used.smem_bytes == gemm_smem_bytes(problem, made)
-        assert (used.registers, used.threads) == (made.launch_registers, made.threads)
+        assert used.threads == made.threads
 
 
 # Caching of choices --------------------------------------------------------------------------------------------

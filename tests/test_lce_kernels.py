@@ -6,27 +6,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quackish.configs import choose
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_args import BiasArgs, GatherArgs, RowsArgs, ScatterArgs, SortArgs, TargetsArgs
-from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRescaleProblem, LceWarpsConfig
+from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRescaleProblem
 from quackish.configs.lce_rows import (
     NO_SLOT,
     WIDE_BIAS,
     LceBiasProblem,
-    LceCompactConfig,
     LceCompactProblem,
     LceGatherProblem,
-    LceRowsConfig,
     LceRowsProblem,
-    LceScaleConfig,
     LceScaleProblem,
     LceScatterProblem,
-    LceSortConfig,
     LceSortProblem,
-    LceTargetsConfig,
     LceTargetsProblem,
-    lce_bias_config,
-    lce_gather_config,
 )
 from quackish.ops.linear_cross_entropy.launches import LceKernels, dtype_of
 from quackish.ops.linear_cross_entropy.steps import order_by_class
@@ -44,84 +38,75 @@ LOG2_E = 1.4426950408889634
 
 
 def problems():
-    """(kernel, problem, config, CTAs per SM)"""
+    """(kernel, problem)"""
     weights = (None, "float32", "bfloat16")
     for target, weight in itertools.product(("int32", "int64"), weights):
-        yield "lce_compact", LceCompactProblem(target, weight, "weights"), LceCompactConfig(), 1
+        yield "lce_compact", LceCompactProblem(target, weight, "weights")
     for divisor in ("one", "float", "tensor"):
-        yield "lce_compact", LceCompactProblem("int64", None, divisor), LceCompactConfig(), 1
+        yield "lce_compact", LceCompactProblem("int64", None, divisor)
     for h in (8, 1000, 16_384):
-        yield "lce_gather", LceGatherProblem(h, "bfloat16", "int64"), LceRowsConfig(), 4
-        everything = LceGatherProblem(h, "float16", "int32", "float32", "float32", True, True, x_aligned=False)
-        yield "lce_gather", everything, lce_gather_config(everything), 4
-    yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", "bfloat16", "bfloat16", True), LceRowsConfig(), 4
-    yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", rows_out=False), LceRowsConfig(), 4
-    yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", return_stats=True), LceRowsConfig(), 4
+        yield "lce_gather", LceGatherProblem(h, "bfloat16", "int64")
+        yield "lce_gather", LceGatherProblem(h, "float16", "int32", *["float32"] * 2, True, True, x_aligned=False)
+    yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", "bfloat16", "bfloat16", True)
+    yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", rows_out=False)
+    yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", return_stats=True)
     for stats, grads, smoothing in itertools.product((True, False), ("none", "coefs"), (True, False)):
         if stats or grads != "none":
             for weight, loss in (None, "one"), ("float32", "scalar"), ("bfloat16", "rows"):
                 options = dict(class_weight_dtype=weight, label_smoothing=smoothing)
                 if grads != "none":
                     options |= dict(grad_loss=loss, grad_lse=loss != "one", logit_scale=loss != "one")
-                yield "lce_rows", LceRowsProblem(stats, grads, **options), LceRowsConfig(), 4
+                yield "lce_rows", LceRowsProblem(stats, grads, **options)
                 options |= dict(grad_log_prob=grads != "none", grad_entropy=grads != "none")
-                yield "lce_rows", LceRowsProblem(stats, grads, **options, return_stats=stats), LceRowsConfig(), 4
+                yield "lce_rows", LceRowsProblem(stats, grads, **options, return_stats=stats)
     for stats, h in itertools.product((True, False), (0, 8, 1000, 16_384)):
         of_x = dict(h=h, dtype="bfloat16" if h else None)
-        yield "lce_rows", LceRowsProblem(stats, "scale", **of_x), LceRowsConfig(), 4
+        yield "lce_rows", LceRowsProblem(stats, "scale", **of_x)
         options = dict(class_weight_dtype="float32", softcap=True, grad_loss="rows", grad_lse=True)
         options |= dict(exp_logits_split=True, first_slot_of_class=stats, logit_scale=True)
         options |= dict(return_stats=stats, grad_log_prob=True)
-        yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options), LceRowsConfig(), 4
+        yield "lce_rows", LceRowsProblem(stats, "scale", **of_x, **options)
     for options in itertools.product((False, True), repeat=3):
-        yield "lce_sort", LceSortProblem(*options), LceSortConfig(), 2
+        yield "lce_sort", LceSortProblem(*options)
     for h, dtype, aligned in itertools.product((8, 1000, 16_384), ("bfloat16", "float32"), (True, False)):
         for residual in (False, True) if dtype == "bfloat16" else (False,):
-            problem = LceTargetsProblem(h, "bfloat16", dtype, aligned, residual)
-            yield "lce_targets", problem, LceTargetsConfig(), 3
-    for dtype, scaled, accumulate, n in itertools.product(
-        ("bfloat16", "float16"), (True, False), (True, False), (8, 40000)
-    ):
-        problem = LceBiasProblem(dtype, scaled, accumulate, wide=n >= WIDE_BIAS)
-        yield "lce_bias", problem, lce_bias_config(problem), 2
+            yield "lce_targets", LceTargetsProblem(h, "bfloat16", dtype, aligned, residual)
+    for fields in itertools.product(("bfloat16", "float16"), (True, False), (True, False), (False, True)):
+        yield "lce_bias", LceBiasProblem(*fields)
     for dtype in ("bfloat16", "float16", "float32"):
-        yield "lce_scale", LceScaleProblem(dtype), LceScaleConfig(), 4
+        yield "lce_scale", LceScaleProblem(dtype)
         for h in (8, 1000, 4096):
-            yield "lce_scatter", LceScatterProblem(h, dtype), LceRowsConfig(), 4
+            yield "lce_scatter", LceScatterProblem(h, dtype)
     # around cuBLAS GEMMs
     everything = dict(bias_dtype="float32", softcap=True, smoothing=True, weighted=True, logit_scale=True)
     for out in ("bfloat16", None):
-        yield "lce_exp", LceExpProblem("softmax", out), LceWarpsConfig(), 4
-        yield "lce_exp", LceExpProblem("softmax", out, **everything), LceWarpsConfig(), 4
-        yield "lce_exp", LceExpProblem("softmax", out, **everything, return_stats=True), LceWarpsConfig(), 4
-    yield "lce_exp", LceExpProblem("softmax", "bfloat16", "bfloat16"), LceWarpsConfig(), 4
-    yield "lce_exp", LceExpProblem("softmax", "bfloat16", "float32", softcap=True), LceWarpsConfig(), 4
-    yield "lce_exp", LceExpProblem("dlogits", "bfloat16"), LceWarpsConfig(), 4
-    yield "lce_exp", LceExpProblem("dlogits", "bfloat16", **everything), LceWarpsConfig(), 4
-    yield "lce_exp", LceExpProblem("dlogits", "bfloat16", **everything, entropy=True), LceWarpsConfig(), 4
-    yield "lce_exp", LceExpProblem("softmax", None, "float16"), LceWarpsConfig(), 4
-    yield "lce_exp", LceExpProblem("dlogits", "float16", "float16", smoothing=True), LceWarpsConfig(), 4
+        yield "lce_exp", LceExpProblem("softmax", out)
+        yield "lce_exp", LceExpProblem("softmax", out, **everything)
+        yield "lce_exp", LceExpProblem("softmax", out, **everything, return_stats=True)
+    yield "lce_exp", LceExpProblem("softmax", "bfloat16", "bfloat16")
+    yield "lce_exp", LceExpProblem("softmax", "bfloat16", "float32", softcap=True)
+    yield "lce_exp", LceExpProblem("dlogits", "bfloat16")
+    yield "lce_exp", LceExpProblem("dlogits", "bfloat16", **everything)
+    yield "lce_exp", LceExpProblem("dlogits", "bfloat16", **everything, entropy=True)
+    yield "lce_exp", LceExpProblem("softmax", None, "float16")
+    yield "lce_exp", LceExpProblem("dlogits", "float16", "float16", smoothing=True)
     for stored in (True, False):
-        yield "lce_rescale", LceRescaleProblem(stored, logit_scale=stored), LceWarpsConfig(), 4
-        yield "lce_rescale", LceRescaleProblem(stored, logit_scale=stored, return_stats=True), LceWarpsConfig(), 4
+        yield "lce_rescale", LceRescaleProblem(stored, logit_scale=stored)
+        yield "lce_rescale", LceRescaleProblem(stored, logit_scale=stored, return_stats=True)
     for h, dtype in (8, "bfloat16"), (1000, "float16"), (4096, "bfloat16"):
-        yield "lce_clear", LceClearProblem(h, dtype), LceWarpsConfig(), 4
-        yield "lce_scatter", LceScatterProblem(h, dtype, row_scale=True), LceRowsConfig(), 4
-    yield "lce_scatter", LceScatterProblem(4096, "float32", row_scale=True), LceRowsConfig(), 4
+        yield "lce_clear", LceClearProblem(h, dtype)
+        yield "lce_scatter", LceScatterProblem(h, dtype, row_scale=True)
+    yield "lce_scatter", LceScatterProblem(4096, "float32", row_scale=True)
+
+
+CTAS_PER_SM = {"lce_compact": 1, "lce_sort": 2, "lce_targets": 3, "lce_bias": 2}  # 4 of other kernels
 
 
 @pytest.mark.parametrize(
-    "name, problem, config, ctas_per_sm, gpu",
-    list(some(on_gpus(problems()), 13)),
-    ids=lambda value: getattr(value, "target", str(value)),
+    "name, problem, gpu", list(some(on_gpus(problems()), 13)), ids=lambda value: getattr(value, "target", str(value))
 )
-def test_compiles(name, problem, config, ctas_per_sm, gpu):
-    check_compiles(name, problem, config, gpu, ctas_per_sm)
-
-
-def test_scale_refuses_label_smoothing():
-    with pytest.raises(ValueError, match='expected "coefs"'):
-        LceRowsProblem(True, "scale", label_smoothing=True)
+def test_compiles(name, problem, gpu):
+    check_compiles(name, problem, choose.analytical(name, problem, gpu).config, gpu, CTAS_PER_SM.get(name, 4))
 
 
 # On a GPU -----------------------------------------------------------------------------------------------------------

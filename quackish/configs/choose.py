@@ -28,20 +28,20 @@ RULES = {
     "lce_gemm": Rule(gemm.GemmConfig, gemm.gemm_config, gemm.gemm_why_illegal),
     "grouped_gemm": Rule(gemm.GemmConfig, grouped_gemm.grouped_gemm_config, grouped_gemm.grouped_gemm_why_illegal),
 }
-# Kernels with one config per problem, which cannot be tuned or forced.
-FIXED: dict[str, Callable[[Any], Any]] = {
-    "token_rows": token_rows.token_rows_config,
-    "lce_compact": lambda problem: lce_rows.LceCompactConfig(),
-    "lce_gather": lce_rows.lce_gather_config,
-    "lce_rows": lambda problem: lce_rows.LceRowsConfig(),
-    "lce_sort": lambda problem: lce_rows.LceSortConfig(),
-    "lce_targets": lambda problem: lce_rows.LceTargetsConfig(),
-    "lce_bias": lce_rows.lce_bias_config,
-    "lce_scatter": lambda problem: lce_rows.LceRowsConfig(),
-    "lce_scale": lambda problem: lce_rows.LceScaleConfig(),
-    "lce_exp": lambda problem: lce_cublas.LceWarpsConfig(),
-    "lce_rescale": lambda problem: lce_cublas.LceWarpsConfig(),
-    "lce_clear": lambda problem: lce_cublas.LceWarpsConfig(),
+# Kernels with one config per problem, which cannot be tuned or forced: (class of its problems, problem -> config)
+FIXED: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "token_rows": (token_rows.TokenRowsProblem, token_rows.token_rows_config),
+    "lce_compact": (lce_rows.LceCompactProblem, lambda problem: lce_rows.LceCompactConfig()),
+    "lce_gather": (lce_rows.LceGatherProblem, lce_rows.lce_gather_config),
+    "lce_rows": (lce_rows.LceRowsProblem, lambda problem: lce_rows.LceRowsConfig()),
+    "lce_sort": (lce_rows.LceSortProblem, lambda problem: lce_rows.LceSortConfig()),
+    "lce_targets": (lce_rows.LceTargetsProblem, lambda problem: lce_rows.LceTargetsConfig()),
+    "lce_bias": (lce_rows.LceBiasProblem, lce_rows.lce_bias_config),
+    "lce_scatter": (lce_rows.LceScatterProblem, lambda problem: lce_rows.LceRowsConfig()),
+    "lce_scale": (lce_rows.LceScaleProblem, lambda problem: lce_rows.LceScaleConfig()),
+    "lce_exp": (lce_cublas.LceExpProblem, lambda problem: lce_rows.LceRowsConfig()),
+    "lce_rescale": (lce_cublas.LceRescaleProblem, lambda problem: lce_rows.LceRowsConfig()),
+    "lce_clear": (lce_cublas.LceClearProblem, lambda problem: lce_rows.LceRowsConfig()),
 }
 
 # User's name -> name of kernels.find(), for the kernels with a rule.
@@ -111,7 +111,7 @@ def unforced(kernel: str, problem: Any, gpu: Gpu) -> Choice:
 
 def analytical(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     """The choice without a table."""
-    config = RULES[kernel].analytical(problem, gpu) if kernel in RULES else FIXED[kernel](problem)
+    config = RULES[kernel].analytical(problem, gpu) if kernel in RULES else FIXED[kernel][1](problem)
     module = RULES[kernel].analytical.__module__ if kernel in RULES else type(config).__module__
     return Choice(config, "analytical", f"by the rule in {module.replace('.', '/')}.py")
 

@@ -139,11 +139,6 @@ class GemmConfig:
         """Registers per consumer thread: the SM's registers minus the producer's, at most 240."""
         return {1: 240, 2: 240, 3: 160, 4: 112}[self.num_wgs]
 
-    @property
-    def launch_registers(self) -> int:
-        """Registers per thread at launch, before setmaxregister; a multiple of 8."""
-        return min(65_536 // self.threads // 8 * 8, self.consumer_registers)
-
     def max_clusters(self, sm_count: int) -> int:
         """Clusters that are resident at once, with one CTA per SM."""
         return sm_count // (self.cluster_m * self.cluster_n)

@@ -64,13 +64,6 @@ class LceClearProblem:
         return ClearArgs(out=Ptr(self.dtype, aligned=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class LceWarpsConfig:
-    """One warp per row, or per tile of a row."""
-
-    threads: int = 256
-
-
 def logit_columns(rows: int) -> int:
     """Classes whose logits fit in the buffer: whole tiles, at least one."""
     return max(PRODUCT_BYTES // (4 * rows * TILE_N), 1) * TILE_N

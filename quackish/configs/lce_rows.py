@@ -71,7 +71,8 @@ class LceGatherProblem:
 @dataclasses.dataclass(frozen=True)
 class LceRowsProblem:
     stats: bool  # loss, lse and the sum of exponentials
-    grads: str = "none"  # "none", "scale" (of rows of exp_logits and live_x) or "coefs" (four numbers)
+    # "none", "coefs" (four numbers), or "scale" (of rows of exp_logits and live_x): not with smoothing or grad_entropy
+    grads: str = "none"
     h: int = 0  # a multiple of 8; 0: rows of live_x are not scaled
     dtype: str | None = None  # of live_x and scaled_x
     class_weight_dtype: str | None = None
@@ -85,11 +86,6 @@ class LceRowsProblem:
     return_stats: bool = False  # with stats: also log_prob, entropy and predicted
     grad_log_prob: bool = False
     grad_entropy: bool = False
-
-    def __post_init__(self):
-        if self.grads == "scale" and (self.label_smoothing or self.grad_entropy):
-            option = "label_smoothing" if self.label_smoothing else "grad_entropy"
-            raise ValueError(f'LceRowsProblem: grads is "scale" with {option}; expected "coefs"')
 
     @property
     def args(self) -> RowsArgs:
@@ -185,7 +181,7 @@ class LceCompactConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LceRowsConfig:
-    """One warp per row, so the order of a row's sums depends only on its length."""
+    """One warp per row, so the order of a row's sums depends only on its length; `lce_exp`: one per tile of a row."""
 
     threads: int = 256
     vectors: int = 4  # 16-byte vectors in flight per thread and tensor

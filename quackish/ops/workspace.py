@@ -47,11 +47,6 @@ def take(device_index: int, stream: int, scratch_floats: int) -> tuple[int, int,
     return tickets, tickets + 4 * NUM_TICKETS, space.memory
 
 
-def all_tickets() -> list[Tensor]:
-    """All tickets, for tests: 0 unless a launch is running."""
-    return [space.memory[:NUM_TICKETS] for space in _workspaces.values()] + _reserve_memory
-
-
 def _take_for_stream(key: tuple[int, int], floats: int) -> _Workspace:
     device_index = key[0]
     with _lock:

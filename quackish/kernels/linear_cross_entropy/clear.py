@@ -5,13 +5,14 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int64
 
 from quackish.configs.lce_args import ClearArgs
-from quackish.configs.lce_cublas import LceClearProblem, LceWarpsConfig
+from quackish.configs.lce_cublas import LceClearProblem
+from quackish.configs.lce_rows import LceRowsConfig
 from quackish.kernels.common.lce import LceKernel, fill_row, load_at
 
 
 class LceClear(LceKernel):
     problem: LceClearProblem
-    config: LceWarpsConfig
+    config: LceRowsConfig
 
     @cute.jit
     def __call__(self, a: ClearArgs, stream: CUstream):

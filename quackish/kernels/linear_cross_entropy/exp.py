@@ -20,8 +20,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import ExpArgs
-from quackish.configs.lce_cublas import TILE_N, LceExpProblem, LceWarpsConfig
-from quackish.configs.lce_rows import ROW_TILE
+from quackish.configs.lce_cublas import TILE_N, LceExpProblem
+from quackish.configs.lce_rows import ROW_TILE, LceRowsConfig
 from quackish.kernels.common.lce import (
     HEADROOM,
     LEAST_LOG2,
@@ -41,7 +41,7 @@ _VEC = TILE_N // 32
 
 class LceExp(LceKernel):
     problem: LceExpProblem
-    config: LceWarpsConfig
+    config: LceRowsConfig
 
     @cute.jit
     def __call__(self, a: ExpArgs, stream: CUstream):

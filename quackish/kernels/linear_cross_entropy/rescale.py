@@ -12,8 +12,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import RescaleArgs
-from quackish.configs.lce_cublas import TILE_N, LceRescaleProblem, LceWarpsConfig
-from quackish.configs.lce_rows import ROW_TILE
+from quackish.configs.lce_cublas import TILE_N, LceRescaleProblem
+from quackish.configs.lce_rows import ROW_TILE, LceRowsConfig
 from quackish.kernels.common.lce import LEAST_LOG2, LceKernel, decode, load_at, log2_scale, store_at
 from quackish.kernels.common.rows import vector_at
 
@@ -22,7 +22,7 @@ _VEC = TILE_N // 32
 
 class LceRescale(LceKernel):
     problem: LceRescaleProblem
-    config: LceWarpsConfig
+    config: LceRowsConfig
 
     @cute.jit
     def __call__(self, a: RescaleArgs, stream: CUstream):

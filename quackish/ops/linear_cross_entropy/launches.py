@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs import choose, lce_cublas, lce_rows
+from quackish.configs import choose
 from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmProblem, splits_dw_tail
 from quackish.configs.lce_args import (
     CompactArgs,
@@ -177,7 +177,8 @@ class RowKernels:
         kernel = kernels.get(key)
         if kernel is None:  # if the epoch changes now, this dictionary is dropped
             fields = [cuda.name_of(f) if isinstance(f, torch.dtype) else f for f in fields]
-            kernel = kernels[key] = self.kernel_for(name, _PROBLEMS[name](*fields), self.gpu)
+            problem = (_gemm_problem if name == "lce_gemm" else choose.FIXED[name][0])(*fields)
+            kernel = kernels[key] = self.kernel_for(name, problem, self.gpu)
         return kernel
 
     def launch(self, args: tuple, name: str, *fields: Any) -> None:
@@ -351,19 +352,3 @@ def _gemm_problem(name: str, dtype: str, out_dtype: str | None, *fields: Any) ->
     constants, names = _GEMMS[name]
     given = dict(zip(names, fields, strict=True))
     return GemmProblem(**{"epilogue": name, "dtype": dtype, "out_dtype": out_dtype, **constants, **given})
-
-
-_PROBLEMS = {
-    "lce_gemm": _gemm_problem,
-    "lce_compact": lce_rows.LceCompactProblem,
-    "lce_gather": lce_rows.LceGatherProblem,
-    "lce_rows": lce_rows.LceRowsProblem,
-    "lce_sort": lce_rows.LceSortProblem,
-    "lce_targets": lce_rows.LceTargetsProblem,
-    "lce_bias": lce_rows.LceBiasProblem,
-    "lce_scatter": lce_rows.LceScatterProblem,
-    "lce_scale": lce_rows.LceScaleProblem,
-    "lce_exp": lce_cublas.LceExpProblem,
-    "lce_rescale": lce_cublas.LceRescaleProblem,
-    "lce_clear": lce_cublas.LceClearProblem,
-}
