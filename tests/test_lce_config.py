@@ -12,7 +12,6 @@ from quackish.configs.linear_cross_entropy import (
     ONE_CHUNK_BYTES,
     STORED_BYTES,
     Block,
-    KernelProblem,
     LinearCrossEntropyProblem,
     bytes_per_logit,
     choose_layout,
@@ -28,7 +27,7 @@ from quackish.configs.linear_cross_entropy import (
 
 def test_schedule_rule():
     def schedule(m, reduction="mean", dtype="bfloat16", asked="auto", **kw):
-        return kernel_config(KernelProblem(128_256, 4096, dtype, reduction, **kw), m, asked).schedule
+        return kernel_config(LinearCrossEntropyProblem(128_256, 4096, dtype, reduction, **kw), m, asked).schedule
 
     limit = STORED_BYTES // (2 * 128_256)
     assert {schedule(m, r) for m in (1, 10**6) for r in ("mean", "sum")} == {"chunked"}
@@ -44,7 +43,7 @@ def test_schedule_rule():
 
 def test_when_recompute_computes_dx_in_forward():
     def config(reduction="mean", chunk_size=None, **kw):
-        problem = KernelProblem(128_256, 4096, kw.pop("dtype", "bfloat16"), reduction, **kw)
+        problem = LinearCrossEntropyProblem(128_256, 4096, kw.pop("dtype", "bfloat16"), reduction, **kw)
         return kernel_config(problem, 10**6, "recompute", chunk_size)
 
     assert [config(r).dx_in_forward for r in ("mean", "sum", "none")] == [True, True, False]
@@ -53,12 +52,12 @@ def test_when_recompute_computes_dx_in_forward():
     assert config().chunk_rows == 4096  # exp_logits as large as dW
     assert config(grad_weight_out=True).chunk_rows == 1024  # 256 MiB of exp_logits
     assert config(chunk_size=129).chunk_rows == 256
-    assert not kernel_config(KernelProblem(128_256, 4096, "bfloat16", "mean"), 1, "chunked").dx_in_forward
+    assert not kernel_config(LinearCrossEntropyProblem(128_256, 4096, "bfloat16", "mean"), 1, "chunked").dx_in_forward
 
 
 def test_chunk_rows():
     for v, (m, most) in itertools.product((2, 256, 32_000, 128_256, 262_144, 10**9), ((1, 14_336), (10**9, 10_240))):
-        problem = KernelProblem(v, 4096, "bfloat16", "mean")
+        problem = LinearCrossEntropyProblem(v, 4096, "bfloat16", "mean")
         rows = kernel_config(problem, m).chunk_rows
         assert rows % 128 == 0
         bounds = (v, MAX_CHUNK_BYTES), (v + 4096, ONE_CHUNK_BYTES)
@@ -75,14 +74,14 @@ def test_chunk_rows():
         (65_536, 4096, 128_256): 9472,
     }
     for (m, h, v), rows in shapes.items():
-        assert even_chunks(m, kernel_config(KernelProblem(v, h, "bfloat16", "mean"), m).chunk_rows) == rows
+        assert even_chunks(m, kernel_config(LinearCrossEntropyProblem(v, h, "bfloat16", "mean"), m).chunk_rows) == rows
     assert [even_chunks(m, 512) for m in (1, 512, 513, 1025, 1536, 1537)] == [128, 512, 384, 384, 512, 512]
 
 
 @pytest.mark.parametrize("h, v", [(2048, 128_256), (4096, 128_256), (8192, 128_256), (4096, 262_144), (2048, 32_000)])
 def test_one_chunk_needs_less_memory_than_two(h, v):
     """Up to the largest single chunk, without dW. Only above 8192 rows, where more rows per chunk save no time."""
-    rows = kernel_config(KernelProblem(v, h, "bfloat16", "mean"), 1).chunk_rows
+    rows = kernel_config(LinearCrossEntropyProblem(v, h, "bfloat16", "mean"), 1).chunk_rows
     for m in range(8192, rows + 1, 1024):
         one = 2 * m * (v - shared_storage(m, v, h, 2).v1)
         two = 2 * even_chunks(m, rows // 2) * v + 2 * v * h
@@ -102,7 +101,7 @@ def test_first_classes():
 
 def test_layouts_of_the_headline_shape():
     def of(schedule, m=8192, v=128_256, h=4096, chunk=None, dx=True, dw=2, owns_dw=True, dw_in_forward=False):
-        config = kernel_config(KernelProblem(v, h, "bfloat16", "mean"), m, schedule, chunk)
+        config = kernel_config(LinearCrossEntropyProblem(v, h, "bfloat16", "mean"), m, schedule, chunk)
         config = config.schedule, config.chunk_rows, config.dx_in_forward, config.dw_in_chunks
         return choose_layout(*config, m, v, h, dx, dw, owns_dw, dw_in_forward)
 
@@ -170,7 +169,7 @@ def test_number_of_recompute_blocks():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("softcap", [False, True])
 def test_portable_chunks_fit_the_budget_for_any_m(v, dtype, softcap):
-    problem = LinearCrossEntropyProblem(v, dtype, "mean", softcap)
+    problem = LinearCrossEntropyProblem(v, 8, dtype, "mean", softcap)
     (rows,) = {linear_cross_entropy_config(problem, m).chunk_rows for m in (0, 1, 4096, 10**6)}
     assert rows % 128 == 0
     per_row = bytes_per_logit(problem) * v
@@ -179,7 +178,7 @@ def test_portable_chunks_fit_the_budget_for_any_m(v, dtype, softcap):
 
 def test_portable_schedule_rule():
     def schedule(reduction, m, return_lse=False, **kw):
-        problem = LinearCrossEntropyProblem(128_256, "bfloat16", reduction, return_lse=return_lse)
+        problem = LinearCrossEntropyProblem(128_256, 8, "bfloat16", reduction, return_lse=return_lse)
         return linear_cross_entropy_config(problem, m, **kw).schedule
 
     limit = CHUNK_BYTES // (4 * 128_256)
@@ -187,6 +186,6 @@ def test_portable_schedule_rule():
     assert [schedule("mean", m, return_lse=True) for m in (limit, limit + 1)] == ["stored", "recompute"]
     assert {schedule(r, m) for r in ("mean", "sum") for m in (1, 10**6)} == {"chunked"}
     assert [schedule("none", 10**6, schedule=s) for s in SCHEDULES] == SCHEDULES
-    huge = LinearCrossEntropyProblem(10**8, "float64", "mean")
+    huge = LinearCrossEntropyProblem(10**8, 8, "float64", "mean")
     assert linear_cross_entropy_config(huge, 1).chunk_rows == 128
     assert linear_cross_entropy_config(huge, 1, chunk_size=3).chunk_rows == 3

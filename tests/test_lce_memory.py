@@ -21,7 +21,7 @@ from lce_cases import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from quackish.configs.linear_cross_entropy import KernelProblem, LinearCrossEntropyConfig, by_speed
+from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyProblem, by_speed
 from quackish.errors import UnsupportedError
 from quackish.gpu import H200
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, memory
@@ -42,7 +42,9 @@ def least(call):
 
 def test_order_of_candidates():
     def order(schedule="auto", chunk_size=None, m=8192, reduction="mean", **kw):
-        found = by_speed(KernelProblem(128_256, 4096, "bfloat16", reduction, **kw), m, 4096, schedule, chunk_size)
+        found = by_speed(
+            LinearCrossEntropyProblem(128_256, 4096, "bfloat16", reduction, **kw), m, 4096, schedule, chunk_size
+        )
         return [(config.schedule, config.chunk_rows) for config in found]
 
     known, late, out = order(), order(reduction="none"), order(grad_weight_out=True)

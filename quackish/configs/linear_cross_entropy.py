@@ -17,13 +17,28 @@ ROW_MULTIPLE = 128  # a chunk's rows are a multiple of a GEMM tile
 
 @dataclasses.dataclass(frozen=True)
 class LinearCrossEntropyProblem:
-    """The inputs of the portable path's rule, except M."""
+    """The inputs of both rules, except M."""
 
     v: int
-    x_dtype: str  # "bfloat16", ...: of the logits GEMM's operands
+    h: int
+    dtype: str  # "bfloat16", ...: of the GEMMs' operands
     reduction: str  # "none", "mean" or "sum"
     softcap: bool = False
     return_lse: bool = False
+    grad_weight_out: bool = False
+    label_smoothing: bool = False
+    on_kernels: bool = True
+
+    @property
+    def has_exp_logits(self) -> bool:
+        """Whether dlogits are exp_logits times one factor per row, except at the target. Not with label smoothing,
+        which changes every class, nor in fp16, which lacks the range of exp(a - row_shift)."""
+        return self.dtype == "bfloat16" and not self.label_smoothing
+
+    @property
+    def known_in_forward(self) -> bool:
+        """Whether forward can compute gradients up to a scalar factor, on kernels."""
+        return self.has_exp_logits and self.reduction != "none"
 
 
 class LinearCrossEntropyConfig(NamedTuple):
@@ -39,8 +54,8 @@ class LinearCrossEntropyConfig(NamedTuple):
 
 def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
     """Bytes per logit of a chunk: the logit, its gradient if that is narrower, and softcap's tanh."""
-    wide = 8 if problem.x_dtype == "float64" else 4
-    narrow = 2 if problem.x_dtype in ("bfloat16", "float16") else 0
+    wide = 8 if problem.dtype == "float64" else 4
+    narrow = 2 if problem.dtype in ("bfloat16", "float16") else 0
     return wide + narrow + (wide if problem.softcap else 0)
 
 
@@ -60,7 +75,7 @@ def linear_cross_entropy_config(
     if schedule == "auto":
         schedule = "chunked"
         if problem.reduction == "none" or problem.return_lse:
-            wide = 8 if problem.x_dtype == "float64" else 4
+            wide = 8 if problem.dtype == "float64" else 4
             schedule = "stored" if m * problem.v * wide <= CHUNK_BYTES else "recompute"
     return LinearCrossEntropyConfig(schedule, chunk_size)
 
@@ -100,32 +115,8 @@ COLUMN_MULTIPLE = 256  # of the classes of a block, and of the class where exp_l
 OFFSET_MULTIPLE = 1024  # bytes, of a buffer's offset in another buffer's storage
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelProblem:
-    """The inputs of the kernels' rule, except M."""
-
-    v: int
-    h: int
-    dtype: str  # "bfloat16" or "float16": of the GEMMs' operands
-    reduction: str
-    return_lse: bool = False
-    grad_weight_out: bool = False
-    label_smoothing: bool = False
-
-    @property
-    def has_exp_logits(self) -> bool:
-        """Whether dlogits are exp_logits times one factor per row, except at the target. Not with label smoothing,
-        which changes every class, nor in fp16, which lacks the range of exp(a - row_shift)."""
-        return self.dtype == "bfloat16" and not self.label_smoothing
-
-    @property
-    def known_in_forward(self) -> bool:
-        """Whether forward can compute gradients up to a scalar factor."""
-        return self.has_exp_logits and self.reduction != "none"
-
-
 def kernel_config(
-    problem: KernelProblem, m: int, schedule: str = "auto", chunk_size: int | None = None
+    problem: LinearCrossEntropyProblem, m: int, schedule: str = "auto", chunk_size: int | None = None
 ) -> LinearCrossEntropyConfig:
     """The kernels' schedule and rows per chunk, from shapes and options; free memory does not matter.
 
@@ -162,10 +153,10 @@ def kernel_config(
 
 
 def config_of(
-    problem: KernelProblem | LinearCrossEntropyProblem, m: int, schedule: str = "auto", chunk_size: int | None = None
+    problem: LinearCrossEntropyProblem, m: int, schedule: str = "auto", chunk_size: int | None = None
 ) -> LinearCrossEntropyConfig:
     """The config by the rule of the problem's path."""
-    rule = kernel_config if isinstance(problem, KernelProblem) else linear_cross_entropy_config
+    rule = kernel_config if problem.on_kernels else linear_cross_entropy_config
     return rule(problem, m, schedule, chunk_size)
 
 
@@ -176,7 +167,7 @@ SPLITS = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32)
 
 
 def by_speed(
-    problem: KernelProblem | LinearCrossEntropyProblem, m: int, h: int, schedule: str, chunk_size: int | None
+    problem: LinearCrossEntropyProblem, m: int, h: int, schedule: str, chunk_size: int | None
 ) -> list[LinearCrossEntropyConfig]:
     """The candidates of a call with a memory limit, fastest first by `expected_time`. The first that fits is used.
 
@@ -188,7 +179,7 @@ def by_speed(
     if schedule == "auto":
         only_in_backward = problem.reduction == "none" or problem.return_lse
         names = ("stored", "recompute") if only_in_backward else ("chunked", "recompute")
-        if not only_in_backward and isinstance(problem, KernelProblem) and problem.grad_weight_out:
+        if not only_in_backward and problem.on_kernels and problem.grad_weight_out:
             names = SCHEDULES
     sizes = [None, *(-(-m // n) or 1 for n in SPLITS)] if chunk_size is None else [chunk_size]
     configs = [config_of(problem, m, name, size) for name in names for size in sizes]

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.reference.linear_cross_entropy import accumulate_dtype
+from quackish.reference.linear_cross_entropy import accumulate_dtype, mm, operand_dtype
 
 GATED = ("swiglu", "clamped_swiglu", "geglu")
 ACTIVATIONS = (*GATED, "silu", "relu2")
@@ -252,33 +252,20 @@ class Groups:
 
 def rows_times(a: Tensor, w: Tensor, groups: Groups) -> Tensor:
     """a @ w[g].T of a (R, k) and w (E, n, k), in fp32 (fp64). Rows of no group are arbitrary."""
-    blocks, dtype = groups.blocks_of(a), _operand_dtype(a)
+    blocks, dtype = groups.blocks_of(a), operand_dtype(a.dtype, a.device.type)
     out = a.new_empty((*blocks.shape[:2], w.shape[1]), dtype=accumulate_dtype(a.dtype))
     for i, block in enumerate(blocks.to(dtype).unbind()):
         weight = w.index_select(0, groups.of_block[i : i + 1])[0].to(dtype)
-        _mm(block, weight.t(), out[i])
+        mm(block, weight.t(), out[i])
     return groups.rows_of(out)
 
 
 def sum_of_products(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
     """a[g].T @ b[g] of a (R, n) and b (R, k), (E, n, k) in fp32 (fp64), summed in row order."""
     total = a.new_zeros((*groups.has_rows.shape, a.shape[1], b.shape[1]), dtype=accumulate_dtype(a.dtype))
-    product, dtype = torch.empty_like(total[0]), _operand_dtype(a)
+    product, dtype = torch.empty_like(total[0]), operand_dtype(a.dtype, a.device.type)
     pairs = zip(groups.blocks_of(a).to(dtype).unbind(), groups.blocks_of(b).to(dtype).unbind(), strict=True)
     for i, (rows_a, rows_b) in enumerate(pairs):
-        _mm(rows_a.t(), rows_b, product)
+        mm(rows_a.t(), rows_b, product)
         total.index_add_(0, groups.of_block[i : i + 1], product[None])
     return total + groups.fill.to(total.dtype)
-
-
-def _operand_dtype(a: Tensor) -> torch.dtype:
-    """16-bit operands only on CUDA, whose GEMMs return fp32 results of them."""
-    on_cuda = a.device.type == "cuda" and torch.version.hip is None
-    return a.dtype if on_cuda else accumulate_dtype(a.dtype)
-
-
-def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    if a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)

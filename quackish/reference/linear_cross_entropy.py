@@ -29,6 +29,19 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def operand_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """The dtype of GEMM operands: only CUDA's GEMMs return fp32 results of 16-bit operands."""
+    return dtype if device_type == "cuda" and torch.version.hip is None else accumulate_dtype(dtype)
+
+
+def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b, rounded only to out's dtype."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
 class LinearCrossEntropyStats(NamedTuple):
     """Row statistics of target's shape, fp32 (fp64 for fp64). All except `predicted` are differentiable."""
 

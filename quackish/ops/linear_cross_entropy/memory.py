@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from quackish.configs.choose import choose
 from quackish.configs.linear_cross_entropy import (
-    KernelProblem,
     LinearCrossEntropyConfig,
     LinearCrossEntropyProblem,
     by_speed,
@@ -69,14 +68,13 @@ def _offset(t: Tensor) -> int:
 
 def problem_for(
     options: tuple, v: int, h: int, return_lse: bool, has_out: bool, on_kernels: bool
-) -> KernelProblem | LinearCrossEntropyProblem:
+) -> LinearCrossEntropyProblem:
     """The problem that the config rules take. `options`: the fields of Plan before schedule."""
     _, smoothing, softcap, _, reduction, return_stats, compute_dtype = options
-    return_lse = return_lse or return_stats
-    dtype = cuda.name_of(compute_dtype)
-    if on_kernels:
-        return KernelProblem(v, h, dtype, reduction, return_lse, has_out, smoothing > 0)
-    return LinearCrossEntropyProblem(v, dtype, reduction, softcap is not None, return_lse)
+    return LinearCrossEntropyProblem(
+        v, h, cuda.name_of(compute_dtype), reduction, softcap is not None, return_lse or return_stats, has_out,
+        smoothing > 0, on_kernels,
+    )  # fmt: skip
 
 
 # Memory limit ---------------------------------------------------------------------------------------------------------

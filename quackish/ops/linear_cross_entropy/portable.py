@@ -14,6 +14,8 @@ from quackish.reference.linear_cross_entropy import (
     chunk_of_rows,
     linear_cross_entropy_forward,
     mean_divisor,
+    mm,
+    operand_dtype,
     rows_of,
 )
 
@@ -81,9 +83,8 @@ def _loop(
     x, w, bias, _, weight, logit_scale, *_ = inputs
     m, (v, h), dtype = rows.ignored.numel(), w.shape, accumulate_dtype(plan.compute_dtype)
     options = RowOptions(plan.label_smoothing, plan.softcap, plan.z_loss, logit_scale)
-    # Only CUDA's GEMMs return fp32 results of 16-bit operands.
     device_type = (device or x.device).type
-    gemm_dtype = plan.compute_dtype if device_type == "cuda" and torch.version.hip is None else dtype
+    gemm_dtype = operand_dtype(plan.compute_dtype, device_type)
     x, w = x.reshape(-1, h), w.to(plan.compute_dtype).to(gemm_dtype)
     w = w if 1 in w.stride() else w.contiguous()  # copy once instead of in each chunk's GEMM
     bias, weight = (None if t is None else t.to(dtype) for t in (bias, weight))
@@ -146,17 +147,6 @@ def run_full_logits(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
         )  # fmt: skip
     stats = stats if plan.return_stats else (stats,)
     return loss.reshape(target.shape) if plan.reduction == "none" else loss, *(t.reshape(target.shape) for t in stats)
-
-
-# GEMMs ----------------------------------------------------------------------------------------------------------------
-
-
-def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b, rounded only to out's dtype."""
-    if a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def addmm(a: Tensor, b: Tensor, out: Tensor) -> None:
