@@ -19,6 +19,7 @@ import emulated_kernels as emulated
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_graphs import captured, no_synchronization
 from lce_cases import IGNORED, OPTIONS, REDUCTIONS, SCHEDULES, make, norm_error, unit_roundoff
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -413,7 +414,7 @@ def bits_and_synchronization(groups):
     for schedule, deterministic in itertools.product(SCHEDULES, (False, True)):
         options, runs = dict(schedule=schedule, deterministic=deterministic, chunk_size=384), []
         for i in range(10):
-            with no_synchronization(i > 0):
+            with no_synchronization() if i > 0 else contextlib.nullcontext():
                 runs.append(ranks.step(x, w, target, kw, lambda outputs: outputs[0], **options))
         first = first or runs[0]
         for (loss,), (dx, dw) in runs:
@@ -428,24 +429,6 @@ def bits_and_synchronization(groups):
     for t in (got[0], dx):
         everyone = all_gather(t.view(1, -1), ranks.group)
         assert all(torch.equal(everyone[0], other) for other in everyone)
-
-
-@contextlib.contextmanager
-def no_synchronization(on):
-    torch.cuda.set_sync_debug_mode("error" if on else "default")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-@gpu_check
-def losses_of_chunks(groups):
-    ranks, seen = groups["large"], set()
-    x, w, target, kw = gpu_case(reduction="none")
-    with torch.no_grad():
-        for schedule, rows in itertools.product(SCHEDULES, (None, 128, 640)):
-            options = dict(group=ranks.group, schedule=schedule, chunk_size=rows)
-            seen.add(digest(linear_cross_entropy(x, ranks.shard(w), target, **kw, **options)))
-    assert len(seen) == 1
 
 
 def digest(t):
@@ -485,20 +468,13 @@ def a_cuda_graph_of_the_step(groups):
             loss = linear_cross_entropy(x, shard, target, **options)
             return loss.detach(), torch.autograd.grad(loss, [x])[0]
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            one_step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = one_step()
+        graph, results = captured(one_step)
         for _ in range(3):
             x.data.copy_(x.data.roll(1, 0))
             target.copy_(target.roll(3))
             buffer.zero_()
             graph.replay()
-            replayed = [t.clone() for t in (*captured, buffer)]
+            replayed = [t.clone() for t in (*results, buffer)]
             buffer.zero_()
             eager = [*one_step(), buffer]
             assert all(torch.equal(one, other) for one, other in zip(replayed[::2], eager[::2], strict=True))

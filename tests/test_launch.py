@@ -194,14 +194,6 @@ def test_parallel_compilation(monkeypatch):
     assert vars(launch.counters) == dict(compiles=3, disk_loads=3, launches=3)
 
 
-def test_parallel_compilation_gives_the_same_bytes():
-    alone = compiled_object(problem=HostProblem(3))
-    (outcome,) = parallel.compile_all(requests(3), jobs=1)
-    assert outcome.status == "compiled", outcome.message
-    with compiling.lock:
-        assert compiling.obtain(*requests(3)) == (alone, "loaded", "")
-
-
 def test_prepare_compiles_only_missing_kernels(monkeypatch):
     asked = []
     monkeypatch.setattr(parallel, "compile_all", lambda wanted, jobs: asked.append((list(wanted), jobs)) or [])

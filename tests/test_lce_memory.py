@@ -21,6 +21,7 @@ from lce_cases import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from quackish.configs.gemm import SOFTMAX_TILE_N
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyProblem, by_speed
 from quackish.errors import UnsupportedError
 from quackish.gpu import H200
@@ -72,7 +73,7 @@ def taken(step):
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
-def request_of(x, w, target, kw, eager=True, device=None):
+def request_of(x, w, target, kw, eager=True, device=None, no_kernel_on=no_kernel_on):
     options = Options(**{name: value for name, value in kw.items() if name in Options._fields})
     inputs = Inputs(
         x, w, kw.get("linear_bias"), target, kw.get("weight"), kw.get("logit_scale"), None, kw.get("grad_weight_out")
@@ -116,15 +117,42 @@ def test_dry_run_of_portable_path_matches_measured_peak(name, reduction, dtype):
         assert found.peak == pytest.approx(taken(step), rel=0.01), (schedule, variant)
 
 
-def dry_run(device=CUDA, eager=True):
-    """1024 x 4096 x 128256 on an H200's kernels."""
-    x, w = (torch.empty(rows, 4096, dtype=BF16, device="meta", requires_grad=True) for rows in (1024, 128_256))
-    request, config = request_of(x, w, torch.empty(1024, dtype=torch.int64, device="meta"), {}, eager, device=device)
-    return memory.MemoryDryRun(request._replace(why_portable=None), config, H200).run()
+def dry_run(m=1024, h=4096, v=128_256, device=CUDA, eager=True, on_kernels=True, needs_grad=True, **kw):
+    """On an H200."""
+    x, w = (torch.empty(rows, h, dtype=BF16, device="meta", requires_grad=needs_grad) for rows in (m, v))
+    target, none = torch.empty(m, dtype=torch.int64, device="meta"), (lambda device: "") if on_kernels else no_kernel_on
+    return memory.MemoryDryRun(*request_of(x, w, target, kw, eager, device, none), H200).run()
+
+
+def test_peaks_of_the_headline_shape():
+    assert dry_run(8192).peak <= 2.69e9
+    assert dry_run(8192, schedule="recompute").peak <= 1.30e9
+    assert dry_run(8192, schedule="recompute", chunk_size=4096).peak <= 1.18e9
+
+
+def test_peak_of_several_chunks():
+    m, h, v, chunk = 4096, 512, 32_000, 1024
+    exp_logits, tail = chunk * v * 2 + chunk * (v // SOFTMAX_TILE_N + h) * 4, 66 * 2 * 128 * 256 * 4
+    peak = dry_run(m, h, v, schedule="chunked", chunk_size=chunk).peak
+    assert peak <= exp_logits + v * h * 4 + m * h * 2 + (4 << 20) + tail
+
+
+def test_no_logits_are_kept_without_grad():
+    m, h, v = 2048, 512, 32_000
+    assert dry_run(m, h, v, needs_grad=False).peak <= m * h * 2 + m * -(-v // SOFTMAX_TILE_N) * 4 + (4 << 20)
+
+
+@pytest.mark.parametrize("softcap, bytes_per_logit", [(None, 6), (30.0, 10)])
+def test_portable_path_holds_one_chunk_of_logits(softcap, bytes_per_logit):
+    m, h, v, chunk = 4096, 256, 32_000, 512
+    sums_and_gradients = (v + m) * h * (4 + 2)
+    for schedule, kept in ("chunked", 0), ("recompute", 0), ("stored", m * v * 4):
+        peak = dry_run(m, h, v, on_kernels=False, softcap=softcap, schedule=schedule, chunk_size=chunk).peak
+        assert kept < peak <= chunk * v * bytes_per_logit + sums_and_gradients + kept + (4 << 20)
 
 
 def test_allocator_rounds_up():
-    asked, blocks = ([held.bytes for held in dry_run(device).at_peak] for device in (torch.device("cpu"), CUDA))
+    asked, blocks = ([held.bytes for held in dry_run(device=device).at_peak] for device in (torch.device("cpu"), CUDA))
     assert max(asked) > 1 << 20 > min(asked)
     assert blocks == [-(-size // 512) * 512 + (size > 1 << 20) * (1 << 20) for size in asked]
 

@@ -98,11 +98,6 @@ def test_prepares_the_kernels_of_a_call(dtype, name, reduction, asked):
                 check(asked, x, weight, target, kw, **options, **given)
 
 
-def test_loss_without_gradients(asked):
-    with torch.no_grad():
-        check(asked, *make(300, 64, 700, BF16))
-
-
 def test_dw_in_forward(asked, narrow):
     check(asked, *make(600, 512, 4000, BF16), schedule="recompute")
     assert any(isinstance(request.problem, LceSortProblem) for request in asked[-1])

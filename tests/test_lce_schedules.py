@@ -351,6 +351,15 @@ def test_autograd_detects_writes_to_grad_weight_out(schedule, path):
         product.backward()
 
 
+@pytest.mark.parametrize("name", ["input", "linear_weight", "target"])
+def test_arguments_without_memory_raise(name, path):
+    x, w, target, _ = path.case()
+    args = dict(input=x.detach(), linear_weight=w.detach(), target=target)
+    args[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=rf"linear_cross_entropy: {name} has shape .* but no memory"):
+        path.call(*args.values())
+
+
 def test_tensors_without_memory_raise(path):
     x, w, target, _ = path.case()
     buffer = torch.zeros(w.shape, **path.here)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from cuda_graphs import captured, no_synchronization
 from lce_cases import (
     IGNORED,
     OPTIONS,
@@ -494,9 +495,10 @@ def test_loss_is_independent_of_schedule_chunks_and_grad_mode(name, reduction, p
     x, w, target, kw = path.case(**OPTIONS[name], reduction=reduction)
     with torch.no_grad():
         want = path.call(x, w, target, return_lse=True, **kw)
+    close = 0 if path.kernels else 1e-6  # portable GEMMs may differ in bits
     for schedule, chunk_size in itertools.product(SCHEDULES, (path.chunk_size, None)):
         got = path.run(x, w, target, kw, schedule=schedule, chunk_size=chunk_size)[:2]
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)  # portable GEMMs may differ in bits
+        torch.testing.assert_close(got, want, rtol=close, atol=close)
 
 
 def gemms(f):
@@ -683,40 +685,25 @@ def wrong(**change):
         ({"linear_weight": torch.zeros(8)}, ValueError, r"linear_weight has shape \(8,\), expected \(V, H\)"),
         ({"linear_weight": torch.zeros(0, 8)}, ValueError, r"linear_weight has shape \(0, 8\), expected \(V, H\)"),
         ({"target": torch.zeros(12, dtype=torch.int64)}, ValueError, r"target has shape \(12,\), expected \(13,\)"),
-        ({"linear_bias": torch.zeros(8)}, ValueError, r"linear_bias has shape \(8,\), expected \(11,\)"),
         ({"weight": torch.zeros(1)}, ValueError, r"weight has shape \(1,\), expected \(11,\)"),
-        (
-            {"grad_weight_out": torch.zeros(8, 11)},
-            ValueError,
-            r"grad_weight_out has shape \(8, 11\), expected \(11, 8\)",
-        ),
         ({"weight": torch.zeros(11, device="meta")}, ValueError, "weight is on meta, expected input.s device cpu"),
         ({"target": torch.rand(13)}, TypeError, "target is torch.float32, expected class indices, int32 or int64"),
-        ({"target": torch.zeros(13, dtype=torch.uint8)}, TypeError, "target is torch.uint8, expected class indices"),
         ({"input": torch.zeros(13, 8).half()}, TypeError, "linear_weight is torch.float32, expected input"),
         ({"input": torch.zeros(13, 8).int()}, TypeError, "input is torch.int32, expected bfloat16"),
         ({"linear_bias": torch.zeros(11).half()}, TypeError, "linear_bias is torch.float16, expected input"),
-        ({"weight": torch.ones(11).int()}, TypeError, "weight is torch.int32, expected bfloat16"),
         ({"grad_weight_out": torch.zeros(11, 8).half()}, TypeError, "grad_weight_out is torch.float16, expected"),
         ({"grad_weight_out": torch.zeros(11, 8).requires_grad_()}, ValueError, "grad_weight_out requires grad"),
         ({"reduction": "avg"}, ValueError, "reduction is 'avg', expected one of none, mean, sum"),
         ({"schedule": "fast"}, ValueError, "schedule is 'fast', expected one of auto, stored, chunked, recompute"),
         ({"backend": "triton"}, ValueError, "backend is 'triton', expected one of auto, cute, reference"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5, expected 0 <= label_smoothing <= 1"),
-        ({"softcap": 0.0}, ValueError, "softcap is 0.0, expected None or a positive number"),
         ({"softcap": math.nan}, ValueError, "softcap is nan, expected None or a positive number"),
         ({"softcap": 1e-50}, ValueError, "softcap is 1e-50, expected None or a positive number"),
         ({"softcap": True}, TypeError, "softcap is True, a bool; expected a float or None"),
         ({"logit_scale": 0.0}, ValueError, "logit_scale is 0.0, expected None or a positive finite number"),
         ({"logit_scale": math.inf}, ValueError, "logit_scale is inf, expected None or a positive finite number"),
         ({"logit_scale": "1"}, TypeError, "logit_scale is '1', a str; expected a float or a 0-dim tensor or None"),
-        (
-            {"logit_scale": torch.ones(1)},
-            ValueError,
-            r"logit_scale has shape \(1,\), expected a 0-dim tensor or a number",
-        ),
         ({"logit_scale": torch.tensor(2)}, TypeError, "logit_scale is torch.int64, expected bfloat16"),
-        ({"logit_scale": torch.tensor(1.0, requires_grad=True)}, ValueError, "logit_scale requires grad, but gets"),
         (
             {"logit_scale": torch.ones((), device="meta")},
             ValueError,
@@ -724,15 +711,15 @@ def wrong(**change):
         ),
         ({"z_loss": -1.0}, ValueError, "z_loss is -1.0, expected a finite number that is not negative"),
         ({"z_loss": math.inf}, ValueError, "z_loss is inf, expected a finite number that is not negative"),
-        ({"z_loss": "1"}, TypeError, "z_loss is '1', a str; expected a float"),
         ({"chunk_size": 0}, ValueError, "chunk_size is 0, expected None or at least 1 row"),
-        ({"chunk_size": 128.0}, TypeError, "chunk_size is 128.0, a float; expected an int or None"),
-        ({"ignore_index": -100.0}, TypeError, "ignore_index is -100.0, a float; expected an int or None"),
         ({"ignore_index": 2**63}, ValueError, "ignore_index is 9223372036854775808, expected a 64-bit integer"),
         ({"return_lse": 1}, TypeError, "return_lse is 1, a int; expected True or False"),
+        (
+            {"return_lse": True, "return_stats": True},
+            ValueError,
+            "return_lse and return_stats are True",
+        ),
         ({"num_items": -1}, ValueError, "num_items is -1, expected at least 0"),
-        ({"num_items": 2.0}, TypeError, "num_items is 2.0, a float; expected an int or a 0-dim tensor"),
-        ({"num_items": True}, TypeError, "num_items is True, a bool; expected an int or a 0-dim tensor"),
         ({"num_items": torch.tensor(3.0, requires_grad=True)}, ValueError, "num_items requires grad, but gets"),
         ({"input": [[1.0]]}, TypeError, "input is a list, expected a torch.Tensor"),
         ({"target": None}, TypeError, "target is a NoneType, expected a torch.Tensor"),
@@ -876,17 +863,6 @@ def test_wrapper_subclass_intercepts_operator(which, dtype, device):
     assert wrapped.seen
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["input", "linear_weight", "target"])
-def test_freed_tensor_raises(name):
-    x, w, target, _ = make(h=64, v=130, dtype=torch.bfloat16, device="cuda")
-    args = dict(input=x.detach(), linear_weight=w.detach(), target=target)
-    args[name].untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=rf"linear_cross_entropy: {name} has shape .* but no memory"):
-        linear_cross_entropy(**args)
-    torch.cuda.synchronize()
-
-
 @pytest.mark.parametrize(
     "name, right, other",
     [
@@ -939,7 +915,9 @@ def test_module_options():
     assert torch.equal(head(x, target.clamp(min=0), num_items=9), want)
     assert "softcap=2.0" in repr(head)
     head.logit_scale = torch.tensor(0.5)
-    assert torch.equal(head(x, target.clamp(min=0), num_items=9), want)
+    loss, stats = head(x, target.clamp(min=0), num_items=9, return_stats=True)
+    assert torch.equal(loss, want)
+    assert stats.entropy.shape == target.shape
 
 
 @pytest.mark.parametrize(
@@ -1016,12 +994,8 @@ def test_no_host_synchronization(sorts, name, reduction, schedule, path, request
                 path.call(*inputs, schedule=schedule)
 
         steps()  # compile and load kernels
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronization():
             steps()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @on_kernels_on_cuda
@@ -1030,14 +1004,7 @@ def test_no_host_synchronization(sorts, name, reduction, schedule, path, request
 @pytest.mark.parametrize("name", ["unsmoothed", "all"])
 def test_cuda_graph_replay_with_new_data(name, reduction, schedule, path):
     step, (x, w, target), buffer = cuda_step(path, schedule, reduction, name=name)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = step()
+    graph, static = captured(step)
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
         w.copy_(torch.randn_like(w) / 8)
@@ -1061,31 +1028,3 @@ def test_portable_path_is_deterministic_with_another_stream_busy(schedule, path)
         return *step(), buffer
 
     assert_deterministic(run)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("softcap", [None, 30.0])
-def test_peak_memory_of_portable_path(softcap):
-    m, h, v, chunk = 4096, 256, 32_000, 512
-    x = torch.randn(m, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    w = torch.randn(v, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    target = torch.randint(0, v, (m,), device="cuda")
-
-    def peak(schedule):
-        x.grad, w.grad = None, None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        linear_cross_entropy(
-            x, w, target, softcap=softcap, schedule=schedule, chunk_size=chunk, backend="reference"
-        ).backward()
-        return torch.cuda.max_memory_allocated() - before
-
-    for schedule in ("chunked", "recompute"):  # cuBLAS allocates a workspace in each thread; backward has its own
-        peak(schedule)
-    in_flight = chunk * v * (6 if softcap is None else 10)
-    held = v * h * (4 + 2) + m * h * (4 + 2)  # fp32 sums and returned gradients
-    slack = 4 << 20
-    assert peak("chunked") <= in_flight + held + slack
-    assert peak("recompute") <= in_flight + held + slack
-    assert peak("stored") <= in_flight + held + m * v * 4 + slack

@@ -10,10 +10,10 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_graphs import captured
 from lce_cases import IGNORED, SCHEDULES, norm_error, truth
 
-from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N
-from quackish.configs.lce_rows import MOST_ROWS_COUNTED
+from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import first_classes
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
 from quackish.ops.linear_cross_entropy.launches import RowState
@@ -23,7 +23,6 @@ from quackish.testing.errors import same_bits
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-CUT = 66 * 2 * 128 * 256 * 4  # bytes of partial sums for the split-K tail
 ALL = dict(label_smoothing=0.1)  # runs the kernels without exp_logits
 in_every_way = pytest.mark.parametrize(
     "schedule, chunk_size",
@@ -133,46 +132,7 @@ def test_row_loss_is_independent_of_other_rows_and_chunks(options):
         assert same_bits(got[ignored != IGNORED], want[ignored != IGNORED])
 
 
-def test_flagged_row_does_not_change_other_rows():
-    # A logit far above the target's: its tile is recomputed with other shifts.
-    x, w, target = make(400, 256, 3000, ignored=0)
-    clean = step(x, w, target, reduction="none", schedule="stored")
-    with torch.no_grad():
-        x[7] = 2000 * w[99] / w[99].norm()
-    others = torch.arange(400, device="cuda") != 7
-    loss, dx, _ = step(x, w, target, reduction="none", schedule="stored")
-    assert loss[7] > 60
-    assert same_bits(loss[others], clean[0][others])
-    assert same_bits(dx[others], clean[1][others])
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "smoothing"])
-def test_loss_has_same_bits_without_grad_and_for_every_schedule(options, reduction):
-    x, w, target = make(1500, 512, 5000)
-    kw = dict(reduction=reduction, backend="cute", **options)
-    with torch.no_grad():
-        want = linear_cross_entropy(x, w, target, **kw)
-    for schedule in SCHEDULES:
-        for chunk_size in (None, 512):
-            got = linear_cross_entropy(x, w, target, schedule=schedule, chunk_size=chunk_size, **kw)
-            assert same_bits(got, want)
-
-
-# --- many rows, and fp16 ---
-
-
-@pytest.mark.parametrize("schedule", ["chunked", "stored"])
-def test_more_rows_than_lce_sort_takes(schedule):
-    """Above MOST_ROWS_COUNTED rows, PyTorch sorts them. Some classes have a thousand rows, some none."""
-    x, w, target = make(MOST_ROWS_COUNTED + 3616, 64, 1000)
-    target = torch.where(target >= 0, target * target // 1000, target)
-    loss, dx, dw = step(x, w, target, schedule=schedule)
-    true_loss, _, (true_dx, true_dw) = truth(x, w, target, {})
-    assert abs(loss - true_loss) <= 1e-5 * true_loss
-    assert norm_error(dx, true_dx) <= 0.004
-    assert norm_error(dw, true_dw) <= 0.004
-    assert_same_bits(step(x, w, target, schedule=schedule), [loss, dx, dw])
+# --- fp16 ---
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -209,14 +169,7 @@ def test_cuda_graph_with_dw_in_forward(narrow, states):
 
 
 def check_replays(states, x, w, target, **kw):
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(x, w, target, **kw)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = step(x, w, target, **kw)
+    graph, static = captured(lambda: step(x, w, target, **kw))
     for seed, ignored in ((1, 0), (2, 2), (3, 1)):  # no row ignored, half, all but row 0
         new = make(*x.shape, w.shape[0], seed=seed, ignored=ignored)
         with torch.no_grad():
@@ -305,59 +258,20 @@ def test_compiled_by_inductor_equals_eager(options):
 # --- errors against fp64 ---
 
 
-def torch_eager(x, w, target, **kw):
-    loss = F.cross_entropy(F.linear(x, w).float(), target, **kw)
-    return [loss.detach(), *torch.autograd.grad(loss, [x, w])]
-
-
-def confident(m, h, v, p):
-    """Rows whose target has about this probability, over random logits."""
-    x, w, target = make(m, h, v, ignored=0)
-    with torch.no_grad():
-        logits = x.double() @ w.double().T
-        rest = torch.logsumexp(logits, 1)
-        along = w[target].double()
-        wanted = rest + torch.tensor(p / (1 - p)).log() - logits.gather(1, target[:, None])[:, 0]
-        x += (along * (wanted / along.square().sum(1))[:, None]).to(BF16)
-    return x, w, target
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    "kind", ["normal", "peaked", "large_mean", "outlier_channel", "late_maximum", 0.9, 0.99, 0.999]
-)
+@pytest.mark.parametrize("kind", ["peaked", "large_mean", "outlier_channel"])
 def test_gradients_are_as_accurate_as_pytorchs(kind, schedule):
-    if isinstance(kind, float):
-        x, w, target = confident(512, 512, 8000, kind)
-    else:
-        x, w, target = make(1024, 1024, 8000, scale=4.0 if kind == "peaked" else 1.0)
+    x, w, target = make(1024, 1024, 8000, scale=4.0 if kind == "peaked" else 1.0)
     with torch.no_grad():
         if kind == "large_mean":
             x += 4
         elif kind == "outlier_channel":
             x[:, ::97] *= 30
-        elif kind == "late_maximum":
-            x += 8 * w[-1]
     _, *grads = step(x, w, target, schedule=schedule)
-    _, *theirs = torch_eager(x, w, target)
+    loss = F.cross_entropy(F.linear(x, w).float(), target)
+    theirs = torch.autograd.grad(loss, [x, w])
     for got, their, want in zip(grads, theirs, truth(x, w, target, {})[2], strict=True):
-        assert norm_error(got, want) <= (0.5 if isinstance(kind, float) else 1) * norm_error(their, want)
-        assert not isinstance(kind, float) or norm_error(got, want) <= 0.01
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_huge_logits_and_last_class_of_large_vocabulary(schedule):
-    x, w, target = make(256, 64, 128_256, ignored=0)
-    with torch.no_grad():
-        x[3] = 1e4 * w[-1] / w[-1].double().square().sum()  # one at about 1e4 in the last class; and far below
-        x[4] = -x[3]
-        target[:2] = 128_255
-        x[5] = 500 * w[17] / w[17].double().square().sum()
-    loss, dx, dw = step(x, w, target, reduction="sum", schedule=schedule)
-    true_loss, _, (want_dx, want_dw) = truth(x, w, target, {"reduction": "sum"})
-    assert norm_error(loss, true_loss) <= 1e-5
-    assert norm_error(dx, want_dx) <= 2**-7
-    assert norm_error(dw, want_dw) <= 2**-7
+        assert norm_error(got, want) <= norm_error(their, want)
 
 
 # --- sizes ---
@@ -414,47 +328,6 @@ def peak_above(step):
     before = torch.cuda.memory_allocated()
     step()
     return torch.cuda.max_memory_allocated() - before
-
-
-def training_step(x, w, target, **options):
-    def step():
-        linear_cross_entropy(x, w, target, backend="cute", **options).backward()
-        x.grad = w.grad = None
-
-    return step
-
-
-@pytest.mark.parametrize(
-    "schedule, chunk_size, gigabytes", [("chunked", None, 2.69), ("recompute", None, 1.30), ("recompute", 4096, 1.18)]
-)
-def test_peak_memory_at_the_headline_shape(schedule, chunk_size, gigabytes):
-    need(12)
-    step = training_step(*make(8192, 4096, 128_256, ignored=0), schedule=schedule, chunk_size=chunk_size)
-    assert peak_above(step) <= gigabytes * 1e9
-
-
-def test_peak_memory_of_several_chunks():
-    m, h, v, chunk = 4096, 512, 32_000, 1024
-    x, w, target = make(m, h, v)
-    in_flight = chunk * v * 2 + chunk * (v // SOFTMAX_TILE_N + h) * 4  # exp_logits, tile sums, rows of x
-    step = training_step(x, w, target, schedule="chunked", chunk_size=chunk)
-    assert peak_above(step) <= in_flight + v * h * 4 + x.nbytes + (4 << 20) + CUT
-
-
-@torch.no_grad()
-def test_no_logits_are_kept_without_grad():
-    x, w, target = make(2048, 512, 32_000)
-    sums = 2048 * -(-32_000 // SOFTMAX_TILE_N) * 4
-    peak = peak_above(lambda: linear_cross_entropy(x, w, target, backend="cute"))
-    assert peak <= x.nbytes + sums + (1 << 20)  # logits would take 131 MB
-
-
-@pytest.mark.parametrize("schedule, held", [("stored", 1024 * 32_000 * 2), ("recompute", 2 * (1 << 25))])
-def test_grad_weight_out_needs_no_second_buffer(schedule, held):
-    x, w, target = make(1024, 1024, 32_000)
-    buffer = torch.zeros(w.shape, device="cuda")
-    step = training_step(x, w, target, grad_weight_out=buffer, schedule=schedule)
-    assert peak_above(step) <= held + 4 * x.nbytes + (8 << 20) + CUT
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from cuda_graphs import captured, no_synchronization
 from torch import nn
 
 import quackish
@@ -465,24 +466,12 @@ def test_no_sync_and_a_graphed_step(family):
         return loss
 
     train(0)  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         train(0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for _ in range(3):
         expected = train(0)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            train(1)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = train(1)
+    graph, loss = captured(lambda: train(1))
     for _ in range(3):
         graph.replay()
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
