@@ -20,9 +20,10 @@ from quackish.configs.gemm import (
 from quackish.configs.lce_args import DlogitsArgs, ResidualArgs, RowsOutArgs, SoftmaxArgs
 from quackish.gpu import B200, H200
 from quackish.ops import cuda
+from quackish.ops.cuda import dtype_of
 from quackish.ops.linear_cross_entropy.autograd import make_kernels
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels, dtype_of
+from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
 from tests.emulated_kernels import HUGE, NO_SLOT, add_residual, decode, encode, lce_kernels

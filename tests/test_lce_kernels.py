@@ -22,7 +22,8 @@ from quackish.configs.lce_rows import (
     LceSortProblem,
     LceTargetsProblem,
 )
-from quackish.ops.linear_cross_entropy.launches import LceKernels, dtype_of
+from quackish.ops.cuda import dtype_of
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.steps import order_by_class
 from quackish.reference import linear_cross_entropy as reference
 from quackish.testing.errors import same_bits

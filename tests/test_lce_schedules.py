@@ -115,7 +115,7 @@ def test_recompute_starts_dw_in_forward(m, live, name, dw_dtype, narrow, path):
 def test_targets_around_the_end_of_the_first_classes(where, dw_dtype, narrow, path):
     m, h, v = 600, 512, 4000
     x, w, target, _ = path.case(m, h, v, dtype=dw_dtype)
-    split = first_classes(m, v, h, dw_dtype.itemsize).columns
+    split, _, _ = first_classes(m, v, h, dw_dtype.itemsize)
     first, last = {"below": (0, split), "above": (split, v), "at": (split - 1, split + 1)}[where]
     live = target != IGNORED
     target[live] = first + target[live] % (last - first)

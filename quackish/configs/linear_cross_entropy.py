@@ -52,13 +52,6 @@ class LinearCrossEntropyConfig(NamedTuple):
     dw_in_chunks: bool = False  # backward computes the weight's gradient in chunks of chunk_rows
 
 
-def bytes_per_logit(problem: LinearCrossEntropyProblem) -> int:
-    """Bytes per logit of a chunk: the logit, its gradient if that is narrower, and softcap's tanh."""
-    wide = 8 if problem.dtype == "float64" else 4
-    narrow = 2 if problem.dtype in ("bfloat16", "float16") else 0
-    return wide + narrow + (wide if problem.softcap else 0)
-
-
 def linear_cross_entropy_config(
     problem: LinearCrossEntropyProblem, m: int, schedule: str = "auto", chunk_size: int | None = None
 ) -> LinearCrossEntropyConfig:
@@ -69,13 +62,15 @@ def linear_cross_entropy_config(
     - "auto" is `chunked`, except when gradients are known only in backward (reduction "none", or a returned lse). Then
       it is `stored` if all logits fit in CHUNK_BYTES, else `recompute`.
     """
+    wide = 8 if problem.dtype == "float64" else 4
     if chunk_size is None:
-        rows = CHUNK_BYTES // (bytes_per_logit(problem) * problem.v)
+        # per logit: the logit, its gradient if that is narrower, and softcap's tanh
+        narrow = 2 if problem.dtype in ("bfloat16", "float16") else 0
+        rows = CHUNK_BYTES // ((wide + narrow + (wide if problem.softcap else 0)) * problem.v)
         chunk_size = max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
     if schedule == "auto":
         schedule = "chunked"
         if problem.reduction == "none" or problem.return_lse:
-            wide = 8 if problem.dtype == "float64" else 4
             schedule = "stored" if m * problem.v * wide <= CHUNK_BYTES else "recompute"
     return LinearCrossEntropyConfig(schedule, chunk_size)
 
@@ -249,26 +244,18 @@ def recompute_blocks(m: int, v: int, h: int, itemsize: int | None, scratch: int)
     return *blocks, Block(v0, v, None)
 
 
-class FirstClasses(NamedTuple):
-    """The classes [0, columns) whose dW `recompute` computes in forward: the first of `recompute_blocks`.
-
-    Their exp_logits of all rows start at byte `offset` of dW's storage. The storage before that holds the other
-    classes' exp_logits of `part_rows` rows, which are the rows of a chunk.
-    """
-
-    columns: int
-    offset: int
-    part_rows: int
-
-
 # Minimum elements of dX per chunk, a wave of tiles. With chunks of half a wave, `recompute` took 1.75 times the three
 # GEMMs instead of 1.42 (H200, M 4096, H 2048, V 32000, chunks of 1024 rows).
 MIN_DX_ELEMENTS = 1 << 22
 
 
 @functools.lru_cache(maxsize=1024)
-def first_classes(m: int, v: int, h: int, itemsize: int) -> FirstClasses | None:
-    """None if there is no room for chunks of MIN_DX_ELEMENTS, or for any block of exp_logits.
+def first_classes(m: int, v: int, h: int, itemsize: int) -> tuple[int, int, int] | None:
+    """(columns, offset, part_rows): `recompute` computes dW of the classes [0, columns), the first block, in forward.
+
+    Their exp_logits of all rows start at byte `offset` of dW's storage. The storage before that holds the other
+    classes' exp_logits of `part_rows` rows, which are the rows of a chunk. None if there is no room for chunks of
+    MIN_DX_ELEMENTS, or for any block of exp_logits.
 
     A third of all classes if m = 2 h and dW has 16 bits, which saves backward a third of its logits.
     """
@@ -278,7 +265,7 @@ def first_classes(m: int, v: int, h: int, itemsize: int) -> FirstClasses | None:
     part_rows = first.offset // (E_ITEMSIZE * round_up(v - first.v1, 64)) // ROW_MULTIPLE * ROW_MULTIPLE
     if min(part_rows, m) * h < min(m * h, MIN_DX_ELEMENTS):
         return None
-    return FirstClasses(first.v1, first.offset, part_rows)
+    return first.v1, first.offset, part_rows
 
 
 def _tail_tiles(m: int, v: int, v0: int, row_bytes: int) -> int:
@@ -362,7 +349,8 @@ def choose_layout(
     if dw_in_forward:
         first = first_classes(m, v, h, dw)
         if first is not None:
-            return Layout(even_chunks(m, first.part_rows), first.columns, first.offset, blocks[1:])
+            columns, offset, part_rows = first
+            return Layout(even_chunks(m, part_rows), columns, offset, blocks[1:])
     if dx and dx_in_forward and not dw and not dw_in_chunks:  # there is no storage of dW for exp_logits
         chunk_rows = min(chunk_rows, rows_that_fit(SCRATCH_BYTES_NO_DW, v))
     return Layout(even_chunks(m, chunk_rows), blocks=blocks)

@@ -22,6 +22,10 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_of(t: Tensor | None) -> torch.dtype | None:
+    return None if t is None else t.dtype
+
+
 def dtype_name(t: Tensor | None) -> str | None:
     """`name_of` t's dtype; None without t."""
     return None if t is None else name_of(t.dtype)

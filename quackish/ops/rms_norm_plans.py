@@ -78,8 +78,8 @@ class ForwardPlan(Plan):
         res_dtype = None if residual is None else residual_dtype or residual.dtype
         # of the tensors saved for backward: res (x without a residual) and weight
         self.res_type, self.res_dtype = (type(x), x.dtype) if residual is None else (Tensor, res_dtype)
-        self.weight_type, self.weight_dtype = type(weight), _dtype(weight)
-        self.x_dtype, self.bias_dtype, self.residual_dtype = x.dtype, _dtype(bias), _dtype(residual)
+        self.weight_type, self.weight_dtype = type(weight), cuda.dtype_of(weight)
+        self.x_dtype, self.bias_dtype, self.residual_dtype = x.dtype, cuda.dtype_of(bias), cuda.dtype_of(residual)
         self.eps, self.weight_offset = float(resolve_eps(x, eps)), float(weight_offset)
         self.out_dtype = out_dtype or x.dtype
         self.backward: dict[tuple, BackwardPlan] = {}  # a faster lookup for autograd than `plan_for`
@@ -384,7 +384,3 @@ def num_heads(weight: Tensor | None) -> int:
 def resolve_eps(x: Tensor, eps: float | None) -> float:
     """eps, or F.rms_norm's default: the machine epsilon of the dtype that it computes in."""
     return eps if eps is not None else torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-
-
-def _dtype(t: Tensor | None) -> torch.dtype | None:
-    return None if t is None else t.dtype

@@ -140,21 +140,14 @@ def linear_cross_entropy_forward(
     return loss.sum() / mean_divisor(rows, num_items) if reduction == "mean" else loss.sum(), stats
 
 
-@dataclasses.dataclass(frozen=True)
-class RowOptions:
-    """The options that a row's loss depends on."""
-
-    label_smoothing: float
-    softcap: float | None
-    z_loss: float
-    logit_scale: Tensor | None = None  # 0-dim, in logits' dtype
-
-
 def chunk_of_rows(
     logits: Tensor,  # (m, v) fp32 or fp64: input @ linear_weight.T + linear_bias; overwritten
     rows: Rows,
     weight: Tensor | None,  # (v,) in logits' dtype
-    options: RowOptions,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    logit_scale: Tensor | None,  # 0-dim, in logits' dtype
     needs_grad: bool,
     grad_loss: Tensor | None = None,  # (m,) gradient of each row's loss; None: 1
     grad_lse: Tensor | None = None,  # (m,); None: 0, as for the next two
@@ -167,7 +160,7 @@ def chunk_of_rows(
     dlogits use the memory of `logits` if possible. All sums run along a row, so results do not depend on the other rows
     of the chunk. Ignored rows must have finite logits: the caller zeroes their rows of the input.
     """
-    v, smoothing, softcap, logit_scale = logits.shape[1], options.label_smoothing, options.softcap, options.logit_scale
+    v, smoothing = logits.shape[1], label_smoothing
     if softcap is None:
         tanh, shifted = None, logits
     else:
@@ -201,8 +194,8 @@ def chunk_of_rows(
     loss = loss.masked_fill((coef_target == 0) & (at_target == -torch.inf) & ~log_sum.isnan(), 0.0)
     if smoothing:
         loss = loss + (smoothing / v) * (total_weight * log_sum - weighted)
-    if options.z_loss:
-        loss = loss + options.z_loss * lse.square()
+    if z_loss:
+        loss = loss + z_loss * lse.square()
     ignored = rows.ignored
     loss = loss.masked_fill(ignored, 0.0)
     stats = [lse.masked_fill(ignored, 0.0)]
@@ -214,7 +207,7 @@ def chunk_of_rows(
         return loss, stats, None
 
     # dlogits = coef_softmax * p - coef_smooth * weight - coef_target * onehot, with p - 1 of the target formed in fp32
-    coef_softmax = coef_target + 2.0 * options.z_loss * lse
+    coef_softmax = coef_target + 2.0 * z_loss * lse
     coef_smooth = torch.full_like(coef_target, smoothing / v)
     if smoothing:
         coef_softmax = coef_softmax + coef_smooth * total_weight

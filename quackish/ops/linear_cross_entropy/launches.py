@@ -26,6 +26,7 @@ from quackish.configs.lce_args import (
 )
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda
+from quackish.ops.cuda import dtype_of
 from quackish.ops.kernel_for import Kernel, KernelFor, kernel_for
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -72,10 +73,6 @@ def row_slice(t: Tensor, first: int, last: int) -> Tensor:
 
 def address(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
-
-
-def dtype_of(t: Tensor | None) -> torch.dtype | None:
-    return None if t is None else t.dtype
 
 
 class ExpLogits(NamedTuple):

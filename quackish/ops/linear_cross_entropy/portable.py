@@ -8,7 +8,6 @@ from quackish.ops.linear_cross_entropy.calls import Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, check_targets
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward
 from quackish.reference.linear_cross_entropy import (
-    RowOptions,
     Rows,
     accumulate_dtype,
     chunk_of_rows,
@@ -82,7 +81,6 @@ def _loop(
     """The rows' losses, statistics, and the gradients; without `grad_outputs`, of the sum of the losses."""
     x, w, bias, _, weight, logit_scale, *_ = inputs
     m, (v, h), dtype = rows.ignored.numel(), w.shape, accumulate_dtype(plan.compute_dtype)
-    options = RowOptions(plan.label_smoothing, plan.softcap, plan.z_loss, logit_scale)
     device_type = (device or x.device).type
     gemm_dtype = operand_dtype(plan.compute_dtype, device_type)
     x, w = x.reshape(-1, h), w.to(plan.compute_dtype).to(gemm_dtype)
@@ -112,8 +110,9 @@ def _loop(
             logits_out[chunk] = z
         chunk_grad_outputs = (None if t is None else t[chunk] for t in grad_outputs)
         loss[chunk], chunk_stats, dlogits = chunk_of_rows(
-            z, rows[chunk], weight, options, needed.any(), *chunk_grad_outputs, return_stats=plan.return_stats
-        )
+            z, rows[chunk], weight, plan.label_smoothing, plan.softcap, plan.z_loss, logit_scale, needed.any(),
+            *chunk_grad_outputs, return_stats=plan.return_stats,
+        )  # fmt: skip
         for values, chunk_values in zip(stats, chunk_stats, strict=True):
             values[chunk] = chunk_values
         if db is not None:

@@ -69,7 +69,7 @@ from quackish.ops.linear_cross_entropy.steps import (
     compute_db,
     compute_dlogits,
     compute_grads,
-    compute_logits,
+    compute_loss,
     extract_targets,
     launch_rows,
     ranges,
@@ -161,7 +161,7 @@ def statistics(call: Call, layout: Layout) -> ForwardResult:
     loss = start_forward(call)
     live_x = allocate_live_x(call, layout.chunk_rows)
     for chunk in chunks(call, layout, live_x):
-        launch_rows(call, chunk, sums=compute_logits(call, chunk, loss), loss=loss)
+        compute_loss(call, chunk, loss)
     return ForwardResult(loss)
 
 
@@ -183,11 +183,7 @@ def chunked(call: Call, layout: Layout, needed: GradsNeeded) -> ForwardResult:
     loss = start_forward(call)
     for chunk in chunks(call, layout, live_x, exp_logits):
         scaled_x = None if dw is None else chunk.live_x  # in place
-        # The tile sums are not assigned to a variable, so that their memory is free when the gradients need scratch.
-        launch_rows(
-            call, chunk, sums=compute_logits(call, chunk, loss, dx), loss=loss, scale=True, scaled_x=scaled_x,
-            first_slots=first_slots,
-        )  # fmt: skip
+        compute_loss(call, chunk, loss, dx, True, scaled_x, first_slots)
         compute_grads(call, chunk, grads, scaled_x, first_slots, split_tail)
     if dw_dtype != needed.dw:
         del live_x, exp_logits, chunk, scaled_x  # frees memory for the rounded dw
@@ -200,7 +196,7 @@ def stored(call: Call) -> ForwardResult:
     loss = start_forward(call)
     exp_logits = padded_matrix(call.w, call.m, call.v, call.w.dtype)
     chunk = Chunk(0, call.m, allocate_live_x(call, call.m), ExpLogits(exp_logits, call.v))
-    launch_rows(call, chunk, sums=compute_logits(call, chunk, loss), loss=loss)
+    compute_loss(call, chunk, loss)
     return ForwardResult(loss, live_x=chunk.live_x, exp_logits=exp_logits)
 
 
@@ -242,9 +238,7 @@ def recompute_forward(call: Call, layout: Layout, needed: GradsNeeded) -> Forwar
     for start, rows in ranges(m, layout.chunk_rows):
         exp_logits = ExpLogits(row_slice(first, start, start + rows), layout.columns, row_slice(other_classes, 0, rows))
         chunk = Chunk(start, rows, row_slice(scaled_x, start, start + rows), exp_logits)
-        sums = compute_logits(call, chunk, loss, dx)
-        launch_rows(call, chunk, sums=sums, loss=loss, scale=True, scaled_x=chunk.live_x)
-        del sums
+        compute_loss(call, chunk, loss, dx, True, chunk.live_x)
         compute_grads(call, chunk, Grads(dx))
     first_slots = allocate_first_slots(call, layout.columns, needed.dw)
     if first_slots is not None:

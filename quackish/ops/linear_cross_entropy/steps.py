@@ -19,6 +19,7 @@ from quackish.configs.lce_args import (
 )
 from quackish.configs.lce_rows import MOST_ROWS_COUNTED, WIDE_BIAS
 from quackish.configs.linear_cross_entropy import Layout
+from quackish.ops.cuda import dtype_of
 from quackish.ops.linear_cross_entropy.calls import Call, Chunk, Grads, GradsNeeded
 from quackish.ops.linear_cross_entropy.launches import (
     F32,
@@ -26,7 +27,6 @@ from quackish.ops.linear_cross_entropy.launches import (
     NOT_STORED,
     ExpLogits,
     address,
-    dtype_of,
     matrix,
     row_slice,
     vector,
@@ -82,8 +82,14 @@ class TileSums(NamedTuple):
 NO_TILE_SUMS = TileSums()
 
 
-def compute_logits(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None = None) -> TileSums:
-    """Fills chunk.live_x and chunk.exp_logits. Zeroes the outputs and dx of the chunk's ignored rows."""
+def compute_loss(
+    call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None = None, scale: bool = False,
+    scaled_x: Tensor | None = None, first_slots: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Computes chunk.live_x, chunk.exp_logits and the row statistics. `scale` and later arguments: of `launch_rows`.
+
+    Zeroes the outputs and dx of the chunk's ignored rows.
+    """
     kernels, state, smoothing, offset = call.kernels, call.state, call.plan.label_smoothing > 0, 4 * chunk.start
     tiles, return_stats = kernels.num_tiles(call.v), call.plan.return_stats
     argmax_bits = vector(call.x, chunk.rows, torch.int64) if return_stats else None
@@ -98,7 +104,8 @@ def compute_logits(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None = N
         address(call.logit_scale),
     )  # fmt: skip
     kernels.logits(chunk.live_x, call.w, chunk.exp_logits, epilogue, dtype_of(call.bias), state, chunk.start)
-    return TileSums(part_sum, part_wsum, part_elog, argmax_bits)
+    sums = TileSums(part_sum, part_wsum, part_elog, argmax_bits)
+    launch_rows(call, chunk, sums=sums, loss=loss, scale=scale, scaled_x=scaled_x, first_slots=first_slots)
 
 
 def regather_live_x(call: Call, start: int, live_x: Tensor) -> None:
