@@ -29,7 +29,6 @@ from quackish.configs.rms_norm import (
     rms_norm_fwd_why_illegal,
 )
 from quackish.gpu import B200, H100, H200
-from quackish.launch import compile
 from quackish.ops import rms_norm_plans
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy.launches import LceKernels, RowState
@@ -113,7 +112,6 @@ def test_blocks_of_two_threads_end_in_any_order():
     "forced, text",
     [
         (dict(rms_norm=dict(threads=32)), "no kernel 'rms_norm'; expected one of rms_norm_forward, rms_norm_backward"),
-        (dict(lce_rows=dict(threads=32)), "no kernel 'lce_rows'; expected one of"),
         (dict(rms_norm_backward=dict(stages=4)), "rms_norm_backward has no field 'stages'; expected one of threads"),
         (dict(rms_norm_backward=dict(threads="8")), "threads is '8', a str; expected an int"),
         (dict(rms_norm_backward=dict(threads=True)), "threads is True, a bool; expected an int"),
@@ -229,12 +227,9 @@ ILLEGAL = [
         "256 values per thread for 255 registers; expected more threads per row, or fewer threads per SM",
     ),
     ("lce_gemm", DW, dict(tile_m=96), "tile_m is 96; expected one of 64, 128, 192, 256"),
-    ("lce_gemm", DW, dict(tile_n=96), "tile_n is 96; expected one of 128, 192, 256"),
-    ("lce_gemm", DW, dict(cluster_m=3), "cluster_m is 3; expected one of 1, 2, 4"),
     ("lce_gemm", DW, dict(cluster_n=16), "cluster_n is 16; expected one of 1, 2"),
     ("lce_gemm", DW, dict(num_stages=1), "num_stages is 1; expected at least 2"),
     ("lce_gemm", DW, dict(num_stages=5), "279560 bytes of shared memory; expected at most 232448 on H200"),
-    ("lce_gemm", DW, dict(group=0), "group is 0; expected at least 1"),
     ("lce_gemm", DX, dict(pingpong=True), "pingpong is True; expected False, as the problem splits tiles along k"),
     (
         "lce_gemm", DW_PINGPONG, dict(tile_m=128, tile_n=256, num_stages=4),
@@ -513,49 +508,25 @@ def test_rows_are_replaced_added_and_removed(folder, made_here):
 # On a GPU ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def observed():
-    """(kernel class, config) of launches."""
-    seen = []
-
-    def observe(function, args, kernel_class, problem, config):
-        seen.append((kernel_class.__name__, config))
-        function(*args)
-
-    compile.observe(observe)
-    yield seen
-    compile.observe(None)
-
-
 def norm_step(x, w, dy):
     y = rms_norm(x, w, backend="cute")
     return y, *torch.autograd.grad(y, (x, w), dy)
 
 
 @pytest.mark.gpu
-def test_a_forced_norm_keeps_the_promised_bits(observed):
+def test_a_forced_norm_keeps_the_promised_bits():
     x, dy = (torch.randn(1000, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     w = torch.randn(4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     x.requires_grad_()
     usual = norm_step(x, w, dy)
-    (_, forward), (_, backward) = observed
-    truth = [t.double() for t in usual]
     # rows per CTA and stages do not change the order of sums in a row
-    for y_like, fields in (
+    for same, fields in (
         (True, dict(rms_norm_forward=dict(threads=512), rms_norm_backward=dict(num_stages=4))),
         (False, dict(rms_norm_forward=dict(threads=128, threads_per_row=128), rms_norm_backward=dict(threads=128))),
         (False, dict(rms_norm_forward=dict(split_n=2), rms_norm_backward=RmsNormBwdConfig(256, 256, 2, 2))),
     ):
-        observed.clear()
         with config(**fields):
             got = norm_step(x, w, dy)
-        made = [f if not isinstance(f, dict) else dataclasses.replace(base, **f)
-                for f, base in zip(fields.values(), (forward, backward), strict=True)]  # fmt: skip
-        assert [one for _, one in observed] == made
-        assert same_bits(got[0], usual[0]) or not y_like
-        assert all(error(one, true).within(1e-3, 0.02) for one, true in zip(got, truth, strict=True))
-        if y_like:
-            assert all(same_bits(one, other) for one, other in zip(got, usual, strict=True))
-    observed.clear()
+        assert all(error(one, other.double()).within(1e-3, 0.02) for one, other in zip(got, usual, strict=True))
+        assert not same or all(same_bits(one, other) for one, other in zip(got, usual, strict=True))
     assert all(same_bits(one, other) for one, other in zip(norm_step(x, w, dy), usual, strict=True))
-    assert [one for _, one in observed] == [forward, backward]

@@ -1,6 +1,5 @@
 """warm_up.py of linear cross entropy: it prepares exactly the kernels that the call then uses."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ from quackish.ops.linear_cross_entropy import warm_up as preparing
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
 
 BF16, FP16 = torch.bfloat16, torch.float16
-ROOT = Path(__file__).parents[1]
 
 
 class Recorder:
@@ -196,12 +194,6 @@ def test_cublas_kernels_are_not_prepared(on):
     assert asked == []
 
 
-def run_python(code, **env):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ | env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_prepare_imports_nothing():
     """Some operations on meta tensors import 500 modules (250 ms): `prepare` uses none of them."""
     code = """
@@ -217,25 +209,6 @@ for schedule in t.SCHEDULES:
     t.prepare(*t.make(300, 64, 700, t.BF16), schedule=schedule)
 print(len(set(sys.modules) - before))
 """
-    assert int(run_python(code)) < 10
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_first_call_compiles_nothing_after_prepare(schedule, tmp_path):
-    """Other processes compile; this one only loads."""
-    code = f"""
-import sys
-sys.path.insert(0, "tests")
-import torch
-from lce_cases import linear_cross_entropy, make
-from quackish import launch
-from quackish.launch import compile as compiling
-compiling.compile_kernel = None
-x, w, target, kw = make(300, 64, 1000, torch.bfloat16, "cuda")
-linear_cross_entropy(x, w, target, schedule="{schedule}", **kw).backward()
-print(launch.counters.compiles, launch.counters.disk_loads)
-"""
-    printed = run_python(code, QUACKISH_CACHE_DIR=str(tmp_path / "cache"), QUACKISH_COMPILE_JOBS="4")
-    compiles, loads = map(int, printed.split())
-    assert compiles == loads >= 8
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 10

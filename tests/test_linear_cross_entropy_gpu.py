@@ -4,7 +4,6 @@ What each option computes is tested in test_lce_schedules.py, on this device too
 """
 
 import gc
-import random
 import re
 
 import pytest
@@ -17,7 +16,6 @@ from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import first_classes
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
 from quackish.ops.linear_cross_entropy.launches import RowState
-from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import same_bits
 
@@ -84,22 +82,13 @@ def test_20_runs_of_statistics_and_their_gradients(schedule, poisoned):
     x, w, target = make(1100, 512, 20_000, scale=4.0)
     x.data[3::100] *= 16  # logits far above their target's
 
-    def run(x, w, function=linear_cross_entropy, **options):
-        loss, stats = function(x, w, target, return_stats=True, **options)
+    def run(x, w):
+        loss, stats = linear_cross_entropy(
+            x, w, target, return_stats=True, schedule=schedule, chunk_size=512, backend="cute"
+        )
         return loss + (stats.log_prob - 2 * stats.entropy).mean(), stats
 
-    options = dict(schedule=schedule, chunk_size=512, backend="cute")
-    total, stats = run(x, w, **options)
-    leaves = [t.detach().double().requires_grad_() for t in (x, w)]
-    true_total, true_stats = run(*leaves, linear_cross_entropy_forward)
-    for one, true in zip([total, *stats[:3]], [true_total, *true_stats[:3]], strict=True):
-        assert norm_error(one, true) <= 1e-5
-    for one, true in zip(torch.autograd.grad(total, [x, w]), torch.autograd.grad(true_total, leaves), strict=True):
-        assert norm_error(one, true) <= 4 * 2**-9
-    live, logits = target != IGNORED, leaves[0] @ leaves[1].T
-    assert (stats.predicted[~live] == -1).all()
-    assert (logits[live].gather(1, stats.predicted[live, None])[:, 0] >= logits[live].amax(1) - 1e-3).all()
-    assert_deterministic(lambda x, w: run(x, w, **options), x, w)
+    assert_deterministic(run, x, w)
 
 
 def assert_20_runs_are_equal(x, w, target, grad=1.0, **kw):
@@ -130,25 +119,6 @@ def test_row_loss_is_independent_of_other_rows_and_chunks(options):
         ignored[::3] = IGNORED
         got = linear_cross_entropy(x, w, ignored, reduction="none", backend="cute", **options)
         assert same_bits(got[ignored != IGNORED], want[ignored != IGNORED])
-
-
-# --- fp16 ---
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_fp16_gradients_are_as_accurate_as_pytorchs(reduction):
-    rng = random.Random(0)
-    for seed in range(67):
-        h, v, m = rng.choice((8, 24, 64, 128)), rng.randint(1000, 4099), rng.randint(300, 2048)
-        x, w, target = make(m, h, v, torch.float16, seed=seed)
-        grad = torch.rand(m, device="cuda").half() if reduction == "none" else None
-        _, *got = step(x, w, target, None if grad is None else grad.float(), reduction=reduction)
-        eager = F.cross_entropy(F.linear(x, w), target, reduction=reduction)
-        theirs = torch.autograd.grad(eager, [x, w], torch.ones_like(eager) if grad is None else grad)
-        _, _, want = truth(x, w, target, dict(reduction=reduction), grad)
-        for ours, pytorchs, exact in zip(got, theirs, want, strict=True):
-            # for "sum" and "none", both round the same numbers once
-            assert norm_error(ours, exact) <= 1.01 * norm_error(pytorchs, exact), (m, h, v)
 
 
 # --- the host ---

@@ -602,41 +602,33 @@ ERRORS = [
         lambda: rms_norm(X, torch.ones(1, 8)), ValueError,
         "rms_norm: weight is (1, 8) but x is (4, 8); expected (8,), or x's last two dimensions (heads, n)",
     ),
-    (lambda: rms_norm(X, torch.ones(1, 4, 8)), ValueError, "rms_norm: weight is (1, 4, 8) but x is (4, 8); expected"),
     (
         lambda: rms_norm(X, W, X), ValueError,
         "rms_norm: bias is (4, 8) but weight is (8,); expected weight's shape, or (8,) without weight",
     ),
-    (lambda: rms_norm(X, X, W), ValueError, "rms_norm: bias is (8,) but weight is (4, 8); expected weight's shape"),
     (lambda: rms_norm(X, None, X), ValueError, "rms_norm: bias is (4, 8) but weight is None; expected weight's"),
     (lambda: rms_norm(torch.tensor(1.0), W), ValueError, "rms_norm: x is (); expected (..., n) with n >= 1"),
     (lambda: rms_norm(X[:, :0], None), ValueError, "rms_norm: x is (4, 0); expected"),
     (lambda: rms_norm(X, W, residual=X[:2]), ValueError, "residual is (2, 8) but x is (4, 8); expected equal"),
     (lambda: rms_norm(X.int(), W), TypeError, "rms_norm: x is int32; expected one of bfloat16, float16, float32"),
-    (lambda: rms_norm(X, W.to(torch.cfloat)), TypeError, "rms_norm: weight is complex64; expected one of"),
     (lambda: rms_norm([1.0], W), TypeError, "rms_norm: x is a list; expected a torch.Tensor"),
-    (lambda: rms_norm(X, 1.0), TypeError, "rms_norm: weight is a float; expected a torch.Tensor"),
     (lambda: rms_norm(X, W.to("meta")), ValueError, "rms_norm: weight is on meta but x is on cpu"),
     (lambda: rms_norm(X, W, eps=W), TypeError, "rms_norm: eps is a Tensor; expected a float"),
-    (lambda: rms_norm(X, W, eps="x"), TypeError, "rms_norm: eps is a str; expected a float"),
     (lambda: rms_norm(X, W, eps=1.0) is rms_norm(X, W, eps=True), TypeError, "eps is a bool"),
     (lambda: rms_norm(X, W, weight_offset=None), TypeError, "rms_norm: weight_offset is a NoneType"),
     (lambda: rms_norm(X, None, weight_offset=1.0), ValueError, "weight_offset is 1.0 but weight is None"),
     (lambda: rms_norm(X, W, out_dtype=torch.int8), TypeError, "rms_norm: out_dtype is torch.int8; expected None"),
     (lambda: rms_norm(X, W, residual_dtype=FP32), ValueError, "residual_dtype is torch.float32 but residual is"),
-    (lambda: rms_norm(X, W, residual=X, residual_dtype=torch.int8), TypeError, "residual_dtype is torch.int8;"),
     (lambda: rms_norm_backward(X, X, W, W[:4], dresidual=True, dresidual_dtype=int), TypeError, "dresidual_dtype is"),
     (lambda: rms_norm(X, W, dweight_out=X), ValueError, "dweight_out is (4, 8) but weight is (8,); expected"),
     (lambda: rms_norm(X, None, dweight_out=W), ValueError, "dweight_out is (8,) but weight is None; expected"),
     (lambda: rms_norm(X, W, dweight_out=W.half()), TypeError, "dweight_out is float16; expected float32 or weight's"),
-    (lambda: rms_norm(X, W, dweight_out=W.to("meta")), ValueError, "rms_norm: dweight_out is on meta but x is on cpu"),
     (lambda: rms_norm(X, W, dweight_out=1.0), TypeError, "rms_norm: dweight_out is a float; expected a torch.Tensor"),
     (lambda: rms_norm(X, W, backend="cuda"), ValueError, "rms_norm: backend is 'cuda'; expected one of 'auto'"),
     (lambda: rms_norm(X, W, backend="cute"), UnsupportedError, "rms_norm: no kernel for cpu tensors"),
     (lambda: rms_norm_backward(X[:3], X, W, X[:, 0]), ValueError, "backward: dy is (3, 8) but x is (4, 8)"),
     (lambda: rms_norm_backward(X, X, W, W), ValueError, "rms_norm_backward: rstd is (8,), strides (1,), and x is"),
     (lambda: rms_norm_backward(X, X, W, W[:4].half()), TypeError, "rms_norm_backward: rstd is float16; expected"),
-    (lambda: rms_norm_backward(X, X, W[:4], W[:4]), ValueError, "backward: weight has 4 elements but x has 8"),
     (lambda: rms_norm_backward(None, X, W, W[:4]), TypeError, "rms_norm_backward: dy is a NoneType; expected"),
     (
         lambda: ops._op_bwd(X, X, W, W[:4], None, 0.0, None, FP32, None, None, "auto"), ValueError,
@@ -1128,24 +1120,24 @@ def test_gradients_and_saved_tensors_of_other_types(path):
     assert_same([g.b for g in torch.autograd.grad(y, (x, w), dy)], want)
 
 
-class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+class Calls:
+    """The functions called, by name, in `seen`."""
+
     def __init__(self):
         super().__init__()
         self.seen = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def call(self, func, types, args=(), kwargs=None):
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-class Functions(torch.overrides.TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
+class Seen(Calls, torch.utils._python_dispatch.TorchDispatchMode):
+    __torch_dispatch__ = Calls.call
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
+
+class Functions(Calls, torch.overrides.TorchFunctionMode):
+    __torch_function__ = Calls.call
 
 
 def test_subclasses_fake_and_meta_tensors(path):
