@@ -5,6 +5,7 @@ If no kernel covers a call, its plan runs the reference.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ def plan_for(kind: "type[Plan]", tensors: tuple, options: tuple) -> "Plan | None
 
 
 class Plan:
-    """For a problem on m rows: `kernel` for pointers aligned to 16 bytes, else `unaligned()`; None: portable."""
+    """For a problem on m rows: `kernel` for pointers aligned to 16 bytes, else `unaligned`; None: portable."""
 
     def __init__(self, name: str, problem: Any, x: Tensor, m: int, backend: str, rstd_dtype=torch.float32):
         # of outputs with x's shape
@@ -62,13 +63,12 @@ class Plan:
         self.m, self.device_index, self.backend, self.problem = m, x.device.index, backend, problem
         self._name, self._call = name, (m, x.device, backend, rstd_dtype)
         self.kernel = find_kernel(name, problem, *self._call)
-        self._unaligned = None if problem.aligned else self.kernel
 
+    @functools.cached_property
     def unaligned(self) -> "Kernel | None":
-        if self._unaligned is None:
-            problem = dataclasses.replace(self.problem, aligned=False)
-            self._unaligned = find_kernel(self._name, problem, *self._call)
-        return self._unaligned
+        if not self.problem.aligned:
+            return self.kernel
+        return find_kernel(self._name, dataclasses.replace(self.problem, aligned=False), *self._call)
 
 
 class ForwardPlan(Plan):
@@ -126,7 +126,7 @@ class ForwardPlan(Plan):
         if 0 in (x_ptr, weight_ptr, bias_ptr, residual_ptr):
             check_memory("rms_norm", x=x, weight=weight, bias=bias, residual=residual)
         if pointers & 15:
-            kernel = self.unaligned()
+            kernel = self.unaligned
             if kernel is None:
                 return self.run_portable(x, weight, bias, residual)
         launch, num_ctas, _ = kernel
@@ -208,7 +208,7 @@ class BackwardPlan(Plan):
         if 0 in (x_ptr, dy_ptr, weight_ptr, dres_ptr, dweight_ptr):
             check_memory("rms_norm_backward", x=x, dy=dy, weight=weight, dres=dres, dweight_out=dweight_out)
         if pointers & 15:
-            kernel = self.unaligned()
+            kernel = self.unaligned
             if kernel is None:
                 return self.run_portable(dy, x, weight, rstd, dres, dweight_out)
 

@@ -1,7 +1,6 @@
 """The steps of linear cross entropy's schedules, each one or a few launches. schedules.py explains the terms."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,18 +69,6 @@ def chunks(call: Call, layout: Layout, live_x: Tensor, exp_logits: ExpLogits = N
         yield Chunk(start, rows, row_slice(live_x, 0, rows), exp_logits.rows(rows))
 
 
-class TileSums(NamedTuple):
-    """Partial sums of a chunk's rows over the classes of each tile: (rows, tiles) fp32."""
-
-    part_sum: Tensor | None = None  # of exponentials
-    part_wsum: Tensor | None = None  # of class weight * logit; with label smoothing
-    part_elog: Tensor | None = None  # of e * log2(e) for the exponentials e; with return_stats
-    argmax_bits: Tensor | None = None  # (rows,) int64: largest logit and its class; with return_stats
-
-
-NO_TILE_SUMS = TileSums()
-
-
 def compute_loss(
     call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None = None, scale: bool = False,
     scaled_x: Tensor | None = None, first_slots: Tensor | None = None,
@@ -104,8 +91,10 @@ def compute_loss(
         address(call.logit_scale),
     )  # fmt: skip
     kernels.logits(chunk.live_x, call.w, chunk.exp_logits, epilogue, dtype_of(call.bias), state, chunk.start)
-    sums = TileSums(part_sum, part_wsum, part_elog, argmax_bits)
-    launch_rows(call, chunk, sums=sums, loss=loss, scale=scale, scaled_x=scaled_x, first_slots=first_slots)
+    launch_rows(
+        call, chunk, part_sum, part_wsum, part_elog, argmax_bits, loss=loss, scale=scale, scaled_x=scaled_x,
+        first_slots=first_slots,
+    )  # fmt: skip
 
 
 def regather_live_x(call: Call, start: int, live_x: Tensor) -> None:
@@ -132,30 +121,33 @@ def _gather(
 
 
 def launch_rows(
-    call: Call, chunk: Chunk, *, sums: TileSums = NO_TILE_SUMS, loss: Tensor | None = None, scale: bool = False,
-    scaled_x: Tensor | None = None, first_slots: Tensor | None = None, coefs: Tensor | None = None,
-    coef_entropy: Tensor | None = None,
+    call: Call, chunk: Chunk, part_sum: Tensor | None = None, part_wsum: Tensor | None = None,
+    part_elog: Tensor | None = None, argmax_bits: Tensor | None = None, *, loss: Tensor | None = None,
+    scale: bool = False, scaled_x: Tensor | None = None, first_slots: Tensor | None = None,
+    coefs: Tensor | None = None, coef_entropy: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launches `lce_rows`, which computes, depending on the arguments given:
 
-    sums: the row statistics: loss, lse and row_sum, and with return_stats log_prob, entropy and predicted.
+    part_sum (rows, tiles), of each tile of classes: the row statistics loss, lse and row_sum.
+    part_elog, argmax_bits: also log_prob, entropy and predicted.
     scale: row_scale, the target entries of exp_logits, and scaled_x = row_scale * live_x.
     coefs: the coefficients of dlogits, and coef_entropy if the entropy has a gradient.
     """
     plan, state, offset, grad_loss = call.plan, call.state, 4 * chunk.start, call.grad_loss
-    stats, exp_logits = sums.part_sum is not None, chunk.exp_logits if scale else NOT_STORED
-    return_stats = sums.part_elog is not None
+    stats, return_stats = part_sum is not None, part_elog is not None
+    exp_logits = chunk.exp_logits if scale else NOT_STORED
     args = RowsArgs(
-        state.slot_target + offset, state.order, state.num_live, *map(address, sums),
-        state.target_logit + offset if stats or scale else None, state.row_max_bits + offset,
-        address(call.class_weight), address(call.total_weight), address(loss), state.lse, state.row_sum + offset,
+        state.slot_target + offset, state.order, state.num_live, address(part_sum), address(part_wsum),
+        address(part_elog), address(argmax_bits), state.target_logit + offset if stats or scale else None,
+        state.row_max_bits + offset, address(call.class_weight), address(call.total_weight), address(loss), state.lse,
+        state.row_sum + offset,
         state.log_prob if return_stats else None, state.entropy if return_stats or coef_entropy is not None else None,
         state.predicted if return_stats else None, address(grad_loss), state.inv_divisor, address(call.grad_lse),
         address(call.grad_log_prob), address(call.grad_entropy), address(exp_logits.first), address(exp_logits.second),
         None if scaled_x is None else chunk.live_x.data_ptr(), address(scaled_x),
         state.row_scale + offset if scale else None, address(coefs), address(coef_entropy), address(first_slots),
         call.softcap, plan.z_loss, plan.label_smoothing, *exp_logits.strides, exp_logits.split, call.v,
-        sums.part_sum.shape[1] if stats else 0, chunk.start, chunk.rows, address(call.logit_scale),
+        part_sum.shape[1] if stats else 0, chunk.start, chunk.rows, address(call.logit_scale),
     )  # fmt: skip
     call.kernels.launch(
         args, "lce_rows", stats, "scale" if scale else "none" if coefs is None else "coefs",
