@@ -2,7 +2,6 @@
 
     python scripts/mutations.py --jobs 4                  # all of them, on a GPU host
     python scripts/mutations.py --only lce_rows_without_wait
-    python scripts/mutations.py --list
 
 Each mutation is applied to its own copy of the tree, with its own kernel cache. Its tests run there until the first
 failure; they must pass without the mutation. A run that exceeds --timeout counts as killed, because a mistake in a
@@ -14,20 +13,21 @@ The exit status is 0 if every mutation was killed, else 1.
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from quackish.cli.parser import positive
+
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("quackish", "tests", "pyproject.toml")
 
 
 class Mutation(NamedTuple):
@@ -223,26 +223,20 @@ def apply(mutation: Mutation, root: Path) -> str:
 # Running tests -------------------------------------------------------------------------------------------------------
 
 
-class Outcome(NamedTuple):
-    passed: int = 0
-    failed: str = ""  # the first failing test, a timeout or a crash
-    skipped: str = ""  # why tests were skipped
-    broken: str = ""  # why the run is invalid
-
-
-class Verdict(NamedTuple):
-    killed: bool
-    text: str
+class NotRun(Exception):
+    """The tests cannot judge a mutation. The message says why."""
 
 
 _running: set[subprocess.Popen] = set()
 
 
-def run_tests(root: Path, files: Path, name: str, tests: str, select: str, timeout: float, jobs: int) -> Outcome:
-    """Runs the selected tests in `root`. The kernel cache, the log and the report go to `files`."""
-    report, log = files / f"{name}.xml", files / f"{name}.log"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += [f"--junitxml={report}", tests, "-k", select]
+def first_failure(root: Path, files: Path, name: str, tests: str, select: str, timeout: float, jobs: int) -> str:
+    """Runs the selected tests in `root`. Returns the first failing test, a timeout or a crash; "" if all pass.
+
+    The kernel cache and the log go to `files`. Raises NotRun if no test passed or failed.
+    """
+    log = files / f"{name}.log"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfEs", "-p", "no:cacheprovider", tests, "-k", select]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     env = {"QUACKISH_COMPILE_JOBS": str(max(1, (os.cpu_count() or 1) // jobs))} | os.environ
     env |= {"PYTHONPATH": path, "QUACKISH_CACHE_DIR": str(files / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -253,16 +247,22 @@ def run_tests(root: Path, files: Path, name: str, tests: str, select: str, timeo
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        return Outcome(failed=f"timeout after {timeout:.0f} s")
+        return f"timeout after {timeout:.0f} s"
     finally:
         kill(process)
         _running.discard(process)
     if code < 0:
-        return Outcome(failed=f"crash with signal {-code}")
-    if code not in (0, 1) or not report.is_file():
-        last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-        return Outcome(broken=f"pytest {tests} -k '{select}' ended with exit code {code}: {last}")
-    return read_report(report)
+        return f"crash with signal {-code}"
+    text = log.read_text(errors="replace")
+    if "does not compile for" in text:
+        raise NotRun("the mutated kernel does not compile")
+    if code == 1 and (failed := re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)):
+        return failed[1]
+    if code == 0 and re.search(r"\d passed", text):
+        return ""
+    skipped = re.search(r"^SKIPPED .*", text, re.MULTILINE)
+    last = skipped[0] if skipped else text.strip().rpartition("\n")[2]
+    raise NotRun(f"pytest {tests} -k '{select}' ended with exit code {code}: {last}")
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -272,82 +272,59 @@ def kill(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def read_report(report: Path) -> Outcome:
-    passed, failed, skipped = 0, "", ""
-    for case in ET.parse(report).iter("testcase"):
-        failure = case.find("failure")
-        failure = case.find("error") if failure is None else failure
-        if failure is not None:
-            if "does not compile for" in (failure.text or ""):
-                return Outcome(broken="the mutated kernel does not compile")
-            failed = failed or f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name')}"
-        elif (skip := case.find("skipped")) is not None:
-            skipped = skipped or skip.get("message", "")
-        else:
-            passed += 1
-    return Outcome(passed, failed, skipped)
-
-
 def copy_tree(root: Path, to: Path) -> None:
-    to.mkdir()
-    for name in COPIED:
-        if (root / name).is_dir():
-            shutil.copytree(root / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif (root / name).exists():
-            shutil.copy2(root / name, to / name)
+    for name in ("quackish", "tests"):
+        shutil.copytree(root / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy2(root / "pyproject.toml", to)
 
 
-def why_not(unmutated: Outcome) -> str:
-    """Why mutations cannot be judged by these tests; "" if they can."""
-    if unmutated.broken:
-        return unmutated.broken
-    if unmutated.failed:
-        return f"without the mutation: {unmutated.failed}"
-    return "" if unmutated.passed else unmutated.skipped or "no test ran"
-
-
-def judge(mutation: Mutation, root: Path, folder: Path, timeout: float, jobs: int) -> Verdict:
+def failure_of(mutation: Mutation, root: Path, folder: Path, timeout: float, jobs: int) -> str:
+    """The first test that fails with the mutation; "" if all pass. Raises NotRun."""
     files, tree = folder / mutation.name, folder / mutation.name / "tree"
-    files.mkdir()
     copy_tree(root, tree)
     (tree / mutation.file).write_text(apply(mutation, root), encoding="utf-8")
     with contextlib.suppress(FileNotFoundError):  # usable if no kernel is mutated: file names contain a source hash
         shutil.copytree(folder / "unmutated" / "cache", files / "cache")
-    outcome = run_tests(tree, files, "tests", mutation.tests, mutation.select, timeout, jobs)
-    shutil.rmtree(files)
-    if outcome.broken:
-        return Verdict(False, f"not run: {outcome.broken}")
-    return Verdict(True, outcome.failed) if outcome.failed else Verdict(False, "SURVIVED")
+    try:
+        return first_failure(tree, files, "tests", mutation.tests, mutation.select, timeout, jobs)
+    finally:
+        shutil.rmtree(files)
 
 
-def run(mutations: Sequence[Mutation], root: Path, timeout: float, jobs: int, log: Callable[[str], None]):
-    """Returns the verdicts in the order of `mutations`."""
+def run(mutations: Sequence[Mutation], root: Path, timeout: float, jobs: int) -> int:
+    """Prints a verdict for each mutation. Returns how many were killed."""
     for mutation in mutations:
         apply(mutation, root)
     with tempfile.TemporaryDirectory(prefix="quackish-mutations-") as name, ThreadPoolExecutor(jobs) as pool:
         folder, files = Path(name), Path(name) / "unmutated"
-        files.mkdir()
         copy_tree(root, files / "tree")
         selections = list(dict.fromkeys((m.tests, m.select) for m in mutations))
-        log(f"running {len(selections)} selections of tests without mutations")
+        print(f"running {len(selections)} selections of tests without mutations", flush=True)
 
-        def run_unmutated(i: int) -> Outcome:
-            # allows more time: this compiles the kernels for all mutations of host code
-            return run_tests(files / "tree", files, str(i), *selections[i], 3 * timeout, jobs)
+        def why_not(i: int) -> str:
+            """Why selection `i` cannot judge mutations; "" if it can."""
+            try:
+                # allows more time: this compiles the kernels for all mutations of host code
+                failure = first_failure(files / "tree", files, str(i), *selections[i], 3 * timeout, jobs)
+            except NotRun as reason:
+                return str(reason)
+            return failure and f"without the mutation: {failure}"
 
-        def run_mutated(mutation: Mutation) -> Verdict:
-            started = time.monotonic()
-            if reason := why_not(baseline[mutation.tests, mutation.select]):
-                verdict = Verdict(False, f"not run: {reason}")
-            else:
-                verdict = judge(mutation, root, folder, timeout, jobs)
-            killed = "killed by " if verdict.killed else ""
-            log(f"{mutation.name}: {killed}{verdict.text} ({time.monotonic() - started:.0f} s)")
-            return verdict
+        def is_killed(mutation: Mutation) -> bool:
+            started, failure = time.monotonic(), ""
+            try:
+                if reason := reasons[mutation.tests, mutation.select]:
+                    raise NotRun(reason)
+                failure = failure_of(mutation, root, folder, timeout, jobs)
+                verdict = f"killed by {failure}" if failure else "SURVIVED"
+            except NotRun as reason:
+                verdict = f"not run: {reason}"
+            print(f"{mutation.name}: {verdict} ({time.monotonic() - started:.0f} s)", flush=True)
+            return bool(failure)
 
         try:
-            baseline = dict(zip(selections, pool.map(run_unmutated, range(len(selections))), strict=True))
-            return list(pool.map(run_mutated, mutations))
+            reasons = dict(zip(selections, pool.map(why_not, range(len(selections))), strict=True))
+            return sum(pool.map(is_killed, mutations))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_running):
@@ -358,54 +335,17 @@ def run(mutations: Sequence[Mutation], root: Path, timeout: float, jobs: int, lo
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-def table(rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
-    rows = [list(row) for row in rows]
-    if markdown:
-        rows = [[f"`{name}`", f"`{file}`", text.replace("|", "\\|")] for name, file, text in rows]
-        rows = [["mutation", "file", "killed by"], ["---"] * 3, *rows]
-        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    rows = [["mutation", "file", "killed by"], *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    rows.insert(1, ["-" * width for width in widths])
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return "\n".join("  ".join(row).rstrip() for row in padded)
-
-
-def parse(argv: Sequence[str] | None, mutations: Sequence[Mutation]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="only list the mutations and their tests")
-    names = [m.name for m in mutations]
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="run only these mutations")
-    default = max(1, (os.cpu_count() or 1) // 4)
-    parser.add_argument("--jobs", type=int, default=default, help="parallel mutations; default: %(default)s")
-    parser.add_argument("--timeout", type=float, default=90, help="seconds per mutation; default: %(default)s")
-    parser.add_argument("--out", type=Path, help="write the table to this file, as Markdown")
-    args = parser.parse_args(argv)
-    for name in args.only or ():
-        if name not in names:
-            parser.error(f"--only {name}: no such mutation; --list shows all")
-    if args.jobs < 1:
-        parser.error(f"--jobs {args.jobs}: expected at least 1")
-    if args.timeout <= 0:
-        parser.error(f"--timeout {args.timeout}: expected more than 0")
-    return args
-
-
 def main(argv: Sequence[str] | None = None, mutations: Sequence[Mutation] = MUTATIONS, root: Path = ROOT) -> int:
-    args = parse(argv, mutations)
-    chosen = [m for m in mutations if args.only is None or m.name in args.only]
-    if args.list:
-        for m in chosen:
-            print(f"{m.name} ({m.file})\n    {m.old.strip()!r} -> {m.new.strip()!r}\n    {m.tests} -k '{m.select}'")
-        return 0
-    started = time.monotonic()
-    verdicts = run(chosen, root, args.timeout, args.jobs, lambda line: print(line, flush=True))
-    rows = [(m.name, m.file, verdict.text) for m, verdict in zip(chosen, verdicts, strict=True)]
-    killed = sum(verdict.killed for verdict in verdicts)
-    print(f"\n{table(rows)}\n\n{killed} of {len(chosen)} killed, in {time.monotonic() - started:.0f} s")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(table(rows, markdown=True) + "\n", encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [m.name for m in mutations]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="only these mutations")
+    default = max(1, (os.cpu_count() or 1) // 4)
+    parser.add_argument("--jobs", type=positive, default=default, help="parallel mutations; default: %(default)s")
+    parser.add_argument("--timeout", type=positive, default=90, help="seconds per mutation; default: %(default)s")
+    args = parser.parse_args(argv)
+    started, chosen = time.monotonic(), [m for m in mutations if m.name in args.only]
+    killed = run(chosen, root, args.timeout, args.jobs)
+    print(f"{killed} of {len(chosen)} killed, in {time.monotonic() - started:.0f} s")
     return 0 if killed == len(chosen) else 1
 
 

@@ -41,6 +41,7 @@ def double(x):
     return 2 * x
 """
 TESTS = """
+import pytest
 from quackish.toy import double
 
 
@@ -54,6 +55,10 @@ def test_double():
 
 def test_fails_anyway():
     assert double(3) == 7
+
+
+def test_skipped():
+    pytest.skip("no GPU")
 """
 
 
@@ -63,7 +68,8 @@ def toy(name, select):
 
 @pytest.fixture
 def root(tmp_path):
-    for path, text in {"quackish/__init__.py": "", "quackish/toy.py": TOY, "tests/test_toy.py": TESTS}.items():
+    files = {"quackish/__init__.py": "", "quackish/toy.py": TOY, "tests/test_toy.py": TESTS, "pyproject.toml": ""}
+    for path, text in files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
     return tmp_path
@@ -75,19 +81,17 @@ def test_killed_and_surviving_mutations(root, capsys):
         toy("survives", "first"),
         toy("fails_anyway", "fails_anyway"),
         toy("no_tests", "nowhere"),
+        toy("only_skipped", "skipped"),
     ]
-    out = root / "out" / "table.md"
-    assert mutations.main(["--jobs", "2", "--out", str(out)], listed, root) == 1
-    assert "1 of 4 killed" in capsys.readouterr().out
-    for line, verdict in zip(
-        out.read_text().splitlines()[2:],
-        (
-            "test_toy.py::test_double",
-            "SURVIVED",
-            "not run: without the mutation: test_toy.py::test_fails_anyway",
-            "not run: pytest tests/test_toy.py -k 'nowhere' ended with exit code 5",
-        ),
-        strict=True,
+    assert mutations.main(["--jobs", "2"], listed, root) == 1
+    out = capsys.readouterr().out
+    for line in (
+        "killed: killed by tests/test_toy.py::test_double (",
+        "survives: SURVIVED (",
+        "fails_anyway: not run: without the mutation: tests/test_toy.py::test_fails_anyway (",
+        "no_tests: not run: pytest tests/test_toy.py -k 'nowhere' ended with exit code 5: 4 deselected",
+        "only_skipped: not run: pytest tests/test_toy.py -k 'skipped' ended with exit code 0: SKIPPED [1] tests/test_",
+        "1 of 5 killed",
     ):
-        assert f"| `quackish/toy.py` | {verdict}" in line
+        assert f"\n{line}" in out
     assert (root / "quackish" / "toy.py").read_text() == TOY
