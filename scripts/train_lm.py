@@ -30,13 +30,13 @@ from torch import Tensor
 try:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    from rich.console import Console
-    from rich.table import Table
 
     import quackish
-    from lm_model import HEAD_DIM, QUACKISH, TORCH, TORCH_FP32, LanguageModel, Ops
+    from lm_model import QUACKISH, TORCH, TORCH_FP32, LanguageModel, Ops
     from quackish.bench.console import end_on_sigterm, progress
     from quackish.bench.plots import color_of
+    from quackish.cli.parser import positive
+    from quackish.profiling import text_table
 except ImportError as error:
     sys.exit(f"train_lm.py: {error}. Install the project with what this script needs: pip install -e '.[bench]'")
 
@@ -121,13 +121,12 @@ class Batches:
 class Run:
     """One model with its optimizer, losses and step times."""
 
-    def __init__(self, ops: Ops, size: Size, seed: int, device: torch.device, compiled: bool):
+    def __init__(self, ops: Ops, size: Size, seed: int, device: torch.device):
         torch.manual_seed(seed)
         self.name = ops.name
         self.size = size
         self.device = device
         self.model = LanguageModel(size.vocab, size.dim, size.layers, size.seq, ops).to(device)
-        self.forward = torch.compile(self.model) if compiled else self.model
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -142,7 +141,7 @@ class Run:
     def loss(self, tokens: Tensor, target: Tensor) -> Tensor:
         # Weights are fp32; on a GPU matmuls and the activations between them are bf16.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            return self.forward(tokens, target)
+            return self.model(tokens, target)
 
     def step(self, i: int, tokens: Tensor, target: Tensor) -> None:
         """One training step, without synchronizing with the GPU."""
@@ -192,11 +191,11 @@ class Run:
         return max(held) - (held[0] - first)
 
 
-def train(runs: list[Run], batches: Batches, steps: int, console: Console, title: str) -> int:
+def train(runs: list[Run], batches: Batches, steps: int, title: str) -> int:
     """Trains all runs in alternating steps. Returns the number of completed steps, fewer after Ctrl-C or SIGTERM."""
     every = max(1, steps // 100)  # showing the loss synchronizes with the GPU
-    done, text = 0, title
-    with end_on_sigterm(), progress(steps) as show:
+    done, text, show = 0, title, progress(steps)
+    with end_on_sigterm():
         try:
             for i in range(steps):
                 batch = batches[i]
@@ -208,7 +207,7 @@ def train(runs: list[Run], batches: Batches, steps: int, console: Console, title
                     text = f"{title}, loss: {losses}"
                 show(done, text)
         except KeyboardInterrupt:
-            console.print(f"Stopped after {done} of {steps} steps.")
+            print(f"Stopped after {done} of {steps} steps.")
     return done
 
 
@@ -254,12 +253,12 @@ class Trained:
         return {"seed": self.seed, "steps_done": self.steps, "runs": self.results, "from_fp32_logits": distances}
 
 
-def train_seed(seed: int, args: argparse.Namespace, validation: Batches, console: Console) -> Trained | None:
+def train_seed(seed: int, args: argparse.Namespace, validation: Batches) -> Trained | None:
     """None if it was stopped before the end of the first step."""
     size = args.size
-    runs = [Run(ops, size, seed, args.device, args.compile) for ops in VARIANTS]
+    runs = [Run(ops, size, seed, args.device) for ops in VARIANTS]
     batches = Batches(args.training, size.steps, size, seed, args.device)
-    done = train(runs, batches, size.steps, console, f"seed {seed}")
+    done = train(runs, batches, size.steps, f"seed {seed}")
     if done == 0:
         return None
     curves = {run.name: run.losses[:done].tolist() for run in runs}
@@ -282,34 +281,28 @@ def smooth(losses: list[float], window: int) -> list[float]:
     return [sum(part) / len(part) for i in range(len(losses)) for part in [losses[max(0, i + 1 - window) : i + 1]]]
 
 
-def table(trained: list[Trained]) -> Table:
-    t = Table(title="The same model, the same batches", title_justify="left")
-    t.add_column("")
-    for name in trained[0].curves:
-        t.add_column(name.replace(", ", ",\n"), justify="right")
+def table(trained: list[Trained]) -> str:
+    names, rows = list(trained[0].curves), []
     for one in trained:
         steps, window, smoothed = one.steps, one.window, one.smoothed()
-        t.add_row(f"seed {one.seed}: loss at step 1", *(f"{curve[0]:.4f}" for curve in one.curves.values()))
+        rows.append([f"seed {one.seed}: loss at step 1", *(f"{curve[0]:.4f}" for curve in one.curves.values())])
         for i in sorted({max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)} - {1}):
             label = f"mean loss, steps {i + 1 - min(i, window)}-{i}" if window > 1 else f"loss at step {i}"
-            t.add_row(label, *(f"{curve[i - 1]:.4f}" for curve in smoothed.values()))
+            rows.append([label, *(f"{curve[i - 1]:.4f}" for curve in smoothed.values())])
         results = one.results.values()
-        t.add_row("validation loss, nats per token", *(f"{r['validation_loss']:.4f}" for r in results))
-        t.add_row("validation loss, bits per byte", *(f"{r['validation_bits_a_byte']:.4f}" for r in results))
+        rows.append(["validation loss, nats per token", *(f"{r['validation_loss']:.4f}" for r in results)])
+        rows.append(["validation loss, bits per byte", *(f"{r['validation_bits_a_byte']:.4f}" for r in results)])
         distance = one.distances().values()
-        t.add_row("largest difference **", *(f"{d['largest']:+.4f}" for d in distance), "")
-        t.add_row("    at step", *(str(d["at_step"]) for d in distance), "")
-        t.add_row("mean difference **", *(f"{d['mean']:+.4f}" for d in distance), "")
-        t.add_section()
-    names = trained[0].curves
-    t.add_row("step, median ms", *(f"{median(ms for one in trained for ms in one.step_ms[n]):.1f}" for n in names))
+        rows.append(["largest difference **", *(f"{d['largest']:+.4f}" for d in distance), ""])
+        rows.append(["    at step", *(str(d["at_step"]) for d in distance), ""])
+        rows.append(["mean difference **", *(f"{d['mean']:+.4f}" for d in distance), ""])
+    step_ms = (median(ms for one in trained for ms in one.step_ms[name]) for name in names)
+    rows.append(["step, median ms", *(f"{ms:.1f}" for ms in step_ms)])
     peaks = (max(one.results[name]["peak_bytes"] for one in trained) for name in names)
-    t.add_row("peak memory of a step, MB *", *(f"{peak / 1e6:.1f}" for peak in peaks))
-    t.caption = (
-        "* with gradients, without weights and optimizer state\n** of smoothed training losses, from fp32 logits"
-    )
-    t.caption_justify = "left"
-    return t
+    rows.append(["peak memory of a step, MB *", *(f"{peak / 1e6:.1f}" for peak in peaks)])
+    title, body = "The same model, the same batches", text_table(["", *names], rows, "l" + "r" * len(names))
+    notes = "* with gradients, without weights and optimizer state\n** of smoothed training losses, from fp32 logits"
+    return f"{title}\n\n{body}\n\n{notes}"
 
 
 def figure(trained: list[Trained], title: str, out: Path) -> list[Path]:
@@ -363,43 +356,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file or a folder; default: the standard library's *.py")
     parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="output folder; default: %(default)s")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
     seeds_help = "comma-separated; each seed trains all models once; default: 0"
     parser.add_argument("--seeds", type=seeds_of, default=(0,), metavar="N[,...]", help=seeds_help)
-    parser.add_argument("--compile", action="store_true", help="run all models through torch.compile")
-    for field in dataclasses.fields(Size):
-        defaults = ", ".join(f"{getattr(size, field.name)} on {device}" for device, size in SIZES.items())
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, help=f"default: {defaults}")
+    steps = ", ".join(f"{size.steps} on {device}" for device, size in SIZES.items())
+    parser.add_argument("--steps", type=positive, help=f"default: {steps}")
     args = parser.parse_args(argv)
-
-    try:
-        args.device = torch.device(args.device)
-    except RuntimeError:
-        parser.error(f"--device {args.device}: expected cpu, cuda or cuda:N")
-    if args.device.type not in SIZES:
-        parser.error(f"--device {args.device}: expected cpu, cuda or cuda:N")
-    if args.device.type == "cuda" and (args.device.index or 0) >= torch.cuda.device_count():
-        parser.error(f"--device {args.device}: PyTorch sees {torch.cuda.device_count()} CUDA devices here")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no CUDA device here")
     if args.data is not None and not args.data.exists():
         parser.error(f"--data {args.data}: no such file or folder")
-    given = {f.name: v for f in dataclasses.fields(Size) if (v := getattr(args, f.name)) is not None}
-    for name, value in given.items():
-        if value <= 0:
-            parser.error(f"--{name.replace('_', '-')} {value}: expected more than 0")
-    args.size = dataclasses.replace(SIZES[args.device.type], **given)
-    if args.size.dim % HEAD_DIM:
-        parser.error(f"--dim {args.size.dim}: expected a multiple of {HEAD_DIM}, the size of a head")
-    if args.size.token_bytes > 2:
-        parser.error(f"--token-bytes {args.size.token_bytes}: expected 1 (256 tokens) or 2 (65536)")
+    args.size = SIZES[args.device]
+    args.size = dataclasses.replace(args.size, steps=args.steps or args.size.steps)
+    args.device = torch.device(args.device)
 
     args.tokens = tokenize(read_text(args.data), args.size.token_bytes)
     held_out = int(len(args.tokens) * VALIDATION_SHARE)
     if held_out <= args.size.seq:
-        data = f"--data {args.data}" if args.data else "the default data, the Python standard library's sources"
-        megabytes = len(args.tokens) * args.size.token_bytes / 1e6
         parser.error(
-            f"{data} ({megabytes:.1f} MB): {len(args.tokens)} tokens are too few: the held-out {VALIDATION_SHARE:.0%} "
-            f"must be longer than a window of --seq {args.size.seq}. Give more text or a smaller --seq."
+            f"--data {args.data}: {len(args.tokens)} tokens are too few: the held-out {VALIDATION_SHARE:.0%} must be "
+            f"longer than a window of {args.size.seq}. Give more text."
         )
     args.training, args.validation = args.tokens[:-held_out], args.tokens[-held_out:]
     return args
@@ -407,7 +383,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    size, device, console = args.size, args.device, Console()
+    size, device = args.size, args.device
     args.out.mkdir(parents=True, exist_ok=True)
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler that peak_bytes uses
@@ -415,23 +391,21 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    if device.type == "cuda":
-        torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
 
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     with torch.device("meta"):
         model = LanguageModel(size.vocab, size.dim, size.layers, size.seq, TORCH)
     parameters = sum(p.numel() for p in model.parameters())
     title = f"{parameters / 1e6:.1f} M parameters, vocabulary {size.vocab}, {size.batch} x {size.seq} tokens, {machine}"
-    console.print(f"{title}; text: {args.data or 'the Python standard library'}, {len(args.tokens) / 1e6:.1f} M tokens")
+    print(f"{title}; text: {args.data or 'the Python standard library'}, {len(args.tokens) / 1e6:.1f} M tokens")
     if device.type == "cpu":
         gpu = "its kernels, which take less time and memory than PyTorch, need a GPU"
-        console.print(f"On a CPU quackish runs its portable path in plain PyTorch; {gpu}.", soft_wrap=True)
+        print(f"On a CPU quackish runs its portable path in plain PyTorch; {gpu}.")
 
     validation = Batches(args.validation, VALIDATION_BATCHES, size, VALIDATION_SEED, device)
     trained: list[Trained] = []
     for seed in args.seeds:
-        one = train_seed(seed, args, validation, console)
+        one = train_seed(seed, args, validation)
         trained += [one] if one else []
         if one is None or one.steps < size.steps:
             break
@@ -442,16 +416,15 @@ def main(argv: list[str] | None = None) -> int:
         "machine": machine,
         "versions": {"quackish": quackish.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "size": dataclasses.asdict(size),
-        "compile": args.compile,
         "data": str(args.data or "the Python standard library"),
         "seeds": [one.summary() for one in trained],
     }
-    console.print(table(trained))
+    print(table(trained))
     paths = figure(trained, title, args.out)
     paths += [args.out / "curves.csv", args.out / "summary.json"]
     write_curves(paths[-2], trained)
     paths[-1].write_text(json.dumps(summary, indent=2) + "\n")
-    console.print("wrote", ", ".join(map(str, paths)))
+    print("wrote", ", ".join(map(str, paths)))
     return 0 if sum(one.steps for one in trained) == len(args.seeds) * size.steps else 130
 
 

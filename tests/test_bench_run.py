@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-for package in ("rich", "matplotlib"):
-    pytest.importorskip(package)
+pytest.importorskip("matplotlib")
 
-from quackish.__main__ import main  # noqa: E402
-from quackish.bench.cells import AGAIN, OURS  # noqa: E402
-from quackish.bench.results import COLUMNS, ERRORS, read_rows  # noqa: E402
+from quackish.__main__ import main
+from quackish.bench.cells import AGAIN, OURS
+from quackish.bench.results import COLUMNS, ERRORS, read_rows
 
 ROOT = Path(__file__).parents[1]
 gpu = torch.cuda.is_available()

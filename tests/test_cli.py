@@ -53,9 +53,9 @@ def test_no_suggestion_without_a_close_name():
     assert did_you_mean("", ["bench"]) == ""
 
 
-def test_progress_without_a_terminal():
+def test_progress():
     stream, now = io.StringIO(), itertools.count(step=2.0)
-    with console.progress(4, stream, clock=lambda: next(now)) as show:
-        for done in range(5):
-            show(done, f"step {done}")
+    show = console.progress(4, stream, clock=lambda: next(now))
+    for done in range(5):
+        show(done, f"step {done}")
     assert stream.getvalue() == "step 2: 2 of 4 done, 6 s\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-for package in ("transformers", "accelerate", "matplotlib", "rich"):
+for package in ("transformers", "accelerate", "matplotlib"):
     pytest.importorskip(package)
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

@@ -44,12 +44,12 @@ LAYERS = {
     "bench": Layer(
         quackish="errors gpu configs reference launch kernels ops testing work profiling",
         outside="torch",
-        lazy="rich matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy",
+        lazy="matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy",
     ),
     "cli": Layer(
         quackish="errors gpu configs reference launch kernels ops testing work profiling bench tune toolchain",
         outside="torch platformdirs",
-        lazy="rich matplotlib cutlass tvm_ffi triton",
+        lazy="matplotlib cutlass tvm_ffi triton",
     ),
     "parallel": Layer(quackish="errors configs reference ops", outside="torch"),
     "__init__": Layer(quackish="errors ops configs profiling"),

@@ -3,32 +3,19 @@
 import contextlib
 import importlib.util
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
 NO_GPU = "No GPU: small shapes run on the CPU. This tests the benchmark itself; the numbers mean nothing."
-EVERY_S = 5.0  # between plain lines of progress
+EVERY_S = 5.0  # between lines of progress
 
 
-@contextlib.contextmanager
 def progress(
     total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[int, str], None]]:
-    """Yields show(done, text): a rich progress bar on a terminal, else a plain line at most every few seconds."""
-    stream = stream or sys.stdout
+) -> Callable[[int, str], None]:
+    """Returns show(done, text), which prints a line at most every few seconds."""
     started = last = clock()
-    if stream.isatty() and importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.progress import Progress, TimeElapsedColumn
-
-        columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-        # Steps differ by a factor of 100, so the speed is estimated over ten minutes rather than thirty seconds.
-        with Progress(*columns, console=Console(file=stream), transient=True, speed_estimate_period=600) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda done, text: bar.update(task, completed=done, description=text)
-        return
 
     def show(done: int, text: str) -> None:
         nonlocal last
@@ -37,7 +24,7 @@ def progress(
             last = now
             print(f"{text}: {done} of {total} done, {now - started:.0f} s", file=stream, flush=True)
 
-    yield show
+    return show
 
 
 @contextlib.contextmanager

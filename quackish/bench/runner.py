@@ -45,25 +45,25 @@ def run(
 
 
 def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> None:
-    with progress(len(jobs)) as show:
-        for i, job in enumerate(jobs):
+    show = progress(len(jobs))
+    for i, job in enumerate(jobs):
 
-            def begin(step: str, i=i, cell=job.cell) -> None:
-                show(i, f"{cell}: {step}")
+        def begin(step: str, i=i, cell=job.cell) -> None:
+            show(i, f"{cell}: {step}")
 
-            records: dict[str, Record] = {}
-            try:
-                for name, record in supervisor.measure(job, begin):
-                    records[name] = record
-            except BaseException:
-                records = {name: _interrupted(record) for name, record in records.items()}
-                raise
-            finally:
-                log.write(row_of(job, name, record) for name, record in records.items())
-            print(_line(job, records), flush=True)
-            for name, record in records.items():
-                if record["status"] != "ok":
-                    print(f"  {name}: {record['status']}")
+        records: dict[str, Record] = {}
+        try:
+            for name, record in supervisor.measure(job, begin):
+                records[name] = record
+        except BaseException:
+            records = {name: _interrupted(record) for name, record in records.items()}
+            raise
+        finally:
+            log.write(row_of(job, name, record) for name, record in records.items())
+        print(_line(job, records), flush=True)
+        for name, record in records.items():
+            if record["status"] != "ok":
+                print(f"  {name}: {record['status']}")
 
 
 def _interrupted(record: Record) -> Record:

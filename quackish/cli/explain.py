@@ -90,12 +90,11 @@ def _resource_usage(
     distinct: list[_Kernel], gpu: Gpu, notes: list[str], resources: Callable[..., Resources]
 ) -> list[Resources]:
     """The resources of each kernel; empty, with a note, if they cannot be read."""
-    usage: list[Resources] = []
+    usage, show = [], progress(len(distinct), sys.stderr)
     try:
-        with progress(len(distinct), sys.stderr) as show:
-            for name, problem, choice in distinct:
-                show(len(usage), "compiling kernels")
-                usage.append(resources(kernels.find(name, gpu), problem, choice.config, gpu.target))
+        for name, problem, choice in distinct:
+            show(len(usage), "compiling kernels")
+            usage.append(resources(kernels.find(name, gpu), problem, choice.config, gpu.target))
     except (FileNotFoundError, ModuleNotFoundError) as error:
         why = "nvidia-cutlass-dsl, the compiler, is not installed." if isinstance(error, ImportError) else error
         notes.append(f"Registers and shared memory are not shown: {why}")

@@ -14,12 +14,10 @@ A tuned norm may give different last bits, the same ones in every call.
 """
 
 import argparse
-import contextlib
 import functools
-import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,8 +103,8 @@ def tune(
         print(f"{problem}\n  {len(others)} candidates, {len(unspilled)} without spilled registers")
         shapes = [functools.partial(cases.prepare, *problem[:2], sizes, device, gpu) for sizes in problem.sizes]
         try:
-            with _progress("timing", search.num_steps(len(shapes))) as advance:
-                outcome = search_for([base, *unspilled], shapes, device, advance=advance)
+            show = progress(search.num_steps(len(shapes)))
+            outcome = search_for([base, *unspilled], shapes, device, show=show)
         except RuntimeError as error:  # such as out of memory; other problems may still work
             failed += 1
             print(f"  failed: {type(error).__name__}: {error}\n", file=sys.stderr)
@@ -117,23 +115,14 @@ def tune(
 
 
 def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu, examine: Callable) -> list[Any]:
-    unspilled = []
-    with _progress(f"compiling {len(configs)} candidates", len(configs)) as advance:
-        try:
-            for config, fits in zip(configs, examine(*problem[:2], configs, gpu), strict=True):
-                unspilled += [config] * fits
-                advance()
-        except FileNotFoundError as error:
-            raise CommandError(f"spilled registers cannot be detected: {error}") from error
+    unspilled, show = [], progress(len(configs))
+    try:
+        for i, (config, fits) in enumerate(zip(configs, examine(*problem[:2], configs, gpu), strict=True), 1):
+            unspilled += [config] * fits
+            show(i, "compiling candidates")
+    except FileNotFoundError as error:
+        raise CommandError(f"spilled registers cannot be detected: {error}") from error
     return unspilled
-
-
-@contextlib.contextmanager
-def _progress(phase: str, total: int) -> Iterator[Callable[..., None]]:
-    """Yields advance(phase), which counts one step."""
-    done = itertools.count(1)
-    with progress(total) as show:
-        yield lambda phase=phase: show(next(done), phase)
 
 
 def _store(problem: Problem, outcome: search.Outcome, gpu: Gpu) -> None:

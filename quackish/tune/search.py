@@ -8,6 +8,7 @@ times is the noise.
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -46,7 +47,7 @@ class Outcome:
 
 
 def num_steps(num_shapes: int) -> int:
-    """How often `search` calls `advance`."""
+    """How often `search` calls `show`."""
     return num_shapes * (1 + len(HEATS) + ROUNDS)
 
 
@@ -55,7 +56,7 @@ def search(
     shapes: Sequence[Prepare],
     device: torch.device,
     timer: Timer = interleave,
-    advance: Callable[[str], None] = lambda phase: None,
+    show: Callable[[int, str], None] = lambda done, phase: None,
 ) -> Outcome:
     """`configs` starts with the analytical choice. An error of that config is raised."""
 
@@ -69,14 +70,14 @@ def search(
         for _ in range(turns):
             for name, run_times in timer(runs, device, rounds, block).items():
                 us[int(name)].append(run_times.median)
-            advance(phase)
+            show(next(done), phase)
         return us
 
-    analytical, rivals = configs[0], list(configs[1:])
+    analytical, rivals, done = configs[0], list(configs[1:]), itertools.count(1)
     dropped: dict[Any, str] = {}
     for shape in shapes:
         rivals = _with_equal_results(shape, analytical, rivals, dropped)
-        advance("comparing results")
+        show(next(done), "comparing results")
     for rounds, block, keep in HEATS:
         log_slowdown = dict.fromkeys(rivals, 0.0)
         for shape in shapes:
