@@ -4,10 +4,10 @@ python -m benchmarks.linear_cross_entropy                    # every shape with 
 python -m benchmarks.linear_cross_entropy --only 65536x4096x128256 --append   # one of these again
 python -m benchmarks.linear_cross_entropy --host --append    # host time of a call
 python -m benchmarks.linear_cross_entropy --steady --append  # back-to-back steps, as a training loop runs them
-python -m benchmarks.linear_cross_entropy --shapes 8192x4096x128256 --providers "quackish*,quack" --repeats 5
+
+`python -m quackish bench linear_cross_entropy` measures other shapes and providers.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.bars_linear_cross_entropy import PAGE, train
 from quackish.bench import providers_linear_cross_entropy as lce
-from quackish.bench.cells import OURS, Cell, Job, is_ours, parse_shape, shape_name
+from quackish.bench.cells import OURS, Cell, Job, is_ours, shape_name
 from quackish.bench.operations import LINEAR_CROSS_ENTROPY as OP
 from quackish.bench.processes import Supervisor
 from quackish.bench.providers_linear_cross_entropy import ALL, LONG, MAIN, RECOMPUTE
@@ -45,53 +45,27 @@ BARS = [
     *(case(8192, 4096, 128256, dtype=dtype, providers=FP32) for dtype in ("float32", "tf32")),
 ]
 HOST = [case(128, 512, 1024, direction="host", providers=lce.HOST)]
-TINY = [case(48, 64, 300, providers=("quackish*", "torch"))]  # without a GPU
+TINY = [case(48, 64, 300, providers=(*filter(is_ours, lce.PROVIDERS), "torch"))]  # without a GPU
 TINY += [case(40, 64, 300, providers=(OURS, "torch"), **how) for how in ({"direction": "forward"}, {"ignored": 0.8})]
 TINY += [case(40, 64, 300, providers=(OURS, "torch"), **how) for how in ({"data": "confident"}, {"dtype": "tf32"})]
 
 
-def jobs_of(args: argparse.Namespace, on_cpu: bool) -> list[Job]:
-    """What to measure. ValueError for unknown providers, and if --only matches nothing."""
-    jobs = HOST if args.host else TINY if on_cpu else BARS
-    if args.shapes:
-        jobs = [case(*shape, providers=ALL) for shape in args.shapes]
+def main(argv: Sequence[str] | None = None, by: Callable[..., Supervisor] = Supervisor) -> Path:
+    """Returns the CSV file."""
+    jobs = TINY if harness.device_to_measure().type == "cpu" else BARS
+    parser = harness.arguments("linear_cross_entropy", __doc__)
+    parser.add_argument("--host", action="store_true", help="measure the host time of a call instead")
+    steady_help = "measure bursts of back-to-back steps; providers rotate without pauses"
+    parser.add_argument("--steady", action="store_true", help=steady_help)
+    shapes = dict.fromkeys(shape_name(job.cell.shape) for job in jobs)
+    parser.add_argument("--only", choices=shapes, metavar="MxHxV", help="measure only this one of the shapes with bars")
+    args = parser.parse_args(argv)
     if args.only:
-        jobs = [job for job in jobs if job.cell.shape in args.only]
-        if not jobs:
-            shapes = ",".join(map(shape_name, args.only))
-            raise ValueError(f"--only {shapes}: not among the shapes with bars; use --shapes")
+        jobs = [job for job in jobs if shape_name(job.cell.shape) == args.only]
     if args.steady:  # of the plain steps only
         steps = [job for job in jobs if job.cell == train(job.cell.shape)]
         jobs = [dataclasses.replace(job, cell=dataclasses.replace(job.cell, direction="steady")) for job in steps]
-    return [dataclasses.replace(job, providers=OP.matching(args.providers or job.providers)) for job in jobs]
-
-
-def _shapes(text: str) -> list[tuple[int, ...]]:
-    m, h, v = zip(*map(parse_shape, text.split(",")), strict=True)  # ValueError unless all have three sizes
-    return list(zip(m, h, v, strict=True))
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = harness.arguments("linear_cross_entropy", __doc__)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--shapes", type=_shapes, metavar="MxHxV[,...]", help="measure these shapes instead")
-    what.add_argument("--host", action="store_true", help="measure the host time of a call instead")
-    steady_help = "measure bursts of back-to-back steps; providers rotate without pauses"
-    parser.add_argument("--steady", action="store_true", help=steady_help)
-    only_help = "measure only these of the shapes with bars, with their usual providers"
-    parser.add_argument("--only", type=_shapes, metavar="MxHxV[,...]", help=only_help)
-    providers_help = f"names or patterns, of {', '.join(lce.PROVIDERS)}, or quackish-chunked-ROWS; default: per case"
-    parser.add_argument("--providers", type=lambda text: text.split(","), metavar="NAME[,...]", help=providers_help)
-    repeats_help = "maximum number of samples (slow providers: at least 5, and what fits in 0.8 s); default %(default)s"
-    parser.add_argument("--repeats", type=int, default=10, help=repeats_help)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None, by: Callable[..., Supervisor] = Supervisor) -> Path:
-    """Returns the CSV file."""
-    args = parser().parse_args(argv)
-    jobs = jobs_of(args, harness.device_to_measure().type == "cpu")
-    return harness.run(jobs, PAGE, args, by, rounds=args.repeats, seconds=0.8)
+    return harness.run(HOST if args.host else jobs, PAGE, args, by, seconds=0.8)
 
 
 if __name__ == "__main__":
