@@ -272,13 +272,6 @@ def test_bars_of_forward_ignored_rows_errors_and_host_time():
     assert "FAIL" in judge(10, 0.3, math.nan, 0.001, 0.1, 1, 0.01)
 
 
-def test_a_peer_that_failed_is_listed_and_described():
-    case = {(TRAIN, *bars.HEADLINE.shape, "normal", 0.0): {"quack": (None, None, None)}}
-    page = report.markdown(made_up(case), bars.PAGE)
-    assert "- quack: RuntimeError: no (forward+backward 8192x4096x128256 bfloat16)" in page
-    assert "- quack: QuACK's default: chunks of 4096 rows, its" in page
-
-
 # Figures -------------------------------------------------------------------------------------------------------------
 
 

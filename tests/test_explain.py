@@ -183,17 +183,11 @@ def test_missing_tools_omit_only_resources(error, note):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        ("rmsnorm 4x4", "OP: 'rmsnorm' is unknown; expected one of rms_norm, "),
         ("rms_norm 4x4x4", "SHAPE is '4x4x4'; expected MxN"),
-        ("rms_norm 4xb", "SHAPE is '4xb'"),
-        ("rms_norm 99999999999999999999x8", "SHAPE is '99999999999999999999x8'; expected MxN, numbers from 1 to"),
-        (f"rms_norm {'9' * 5000}x8", "expected MxN"),
-        ("rms_norm 4x4 --dtype int8", "--dtype: 'int8' is unknown; expected one of bf16, fp16, fp32, fp64"),
         (
             "rms_norm 4x4 --weight-dtype x",
             "--weight-dtype: 'x' is unknown; expected one of bf16, fp16, fp32, fp64, none",
         ),
-        ("rms_norm 4x4 --gpu v100", "--gpu: 'v100' is unknown; expected one of h100"),
         ("rms_norm 4x4 --residual-dtype fp32", "--residual-dtype is given without --residual"),
         ("rms_norm 4x4 --dweight-out --weight-dtype none", "--dweight-out is given, but --weight-dtype is none"),
         ("rms_norm 4x4 --heads 3", "--heads is 3, expected a divisor of 4 rows"),
@@ -203,9 +197,7 @@ def test_missing_tools_omit_only_resources(error, note):
         ("linear_cross_entropy 4x8x9 --chunk-size 0", "chunk_size is 0, expected"),
         ("linear_cross_entropy 512x64x900 --memory-limit 1kB", "memory_limit is 1000 bytes, expected at least "),
         ("linear_cross_entropy 4x8x9 --memory-limit x", "--memory-limit: 'x'; expected a number of bytes, such as"),
-        ("linear_cross_entropy 4x8x9 --w3", "--w3 is an option of grouped_mlp, not of linear_cross_entropy"),
         ("rms_norm 4x4 --no-grad", "--no-grad is an option of linear_cross_entropy, not of rms_norm"),
-        ("grouped_mlp 4x8x8", "SHAPE is '4x8x8'; expected RxHxIxE"),
         ("grouped_mlp 4x8x8x2 --activation relu", "explain: activation is 'relu'; expected one of swiglu, "),
         ("grouped_mlp 4x8x8x2 --activation silu --w3", 'w3 is given but activation is "silu", which has no gate'),
         ("rms_norm 4x4 --figure x", "--figure is an option of linear_cross_entropy, not of rms_norm"),
@@ -221,18 +213,23 @@ def test_invalid_arguments(words, expected, capsys):
 # Linear cross entropy ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[H200, B200], ids=lambda gpu: gpu.name)
-def launched(request, monkeypatch, run_on):
-    """(GPU, list of launches: kernel, problem, config, sizes). Nothing is computed."""
-    gpu, launches = request.param, []
+def recording(launches):
+    """Kernels that only add their launches to `launches`."""
 
     def kernel_for(name, problem, gpu):
         config = choose(name, problem, gpu).config
         return Kernel(lambda *args: launches.append((name, problem, config, sizes_of(name, args))), config)
 
+    return kernel_for
+
+
+@pytest.fixture(params=[H200, B200], ids=lambda gpu: gpu.name)
+def launched(request, monkeypatch, run_on):
+    """(GPU, list of launches: kernel, problem, config, sizes). Nothing is computed."""
+    gpu, launches = request.param, []
     for name in ("mm", "addmm"):
         monkeypatch.setattr(cublas, name, lambda a, b, out: None)
-    k = autograd.make_kernels(CPU, gpu, kernel_for)
+    k = autograd.make_kernels(CPU, gpu, recording(launches))
     run_on(lambda device: k)
     return gpu, launches
 
@@ -368,16 +365,6 @@ def test_reasons_for_schedules(options, reason):
 
 
 # grouped_mlp ---------------------------------------------------------------------------------------------------------
-
-
-def recording(launches):
-    """Kernels that only add their launches to `launches`."""
-
-    def kernel_for(name, problem, gpu):
-        config = choose(name, problem, gpu).config
-        return Kernel(lambda *args: launches.append((name, problem, config, sizes_of(name, args))), config)
-
-    return kernel_for
 
 
 @pytest.mark.parametrize("how", ["", "--recompute", "--grad-weight-out", "--no-grad"])

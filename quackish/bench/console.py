@@ -1,7 +1,6 @@
-"""Shared by the command line programs: progress, SIGTERM, and messages about a missing GPU or extra."""
+"""Shared by the command line programs: progress, SIGTERM, and the message without a GPU."""
 
 import contextlib
-import importlib.util
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -39,9 +38,3 @@ def end_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, former)
-
-
-def check_extra() -> None:
-    """Raises ImportError if the extra `bench` is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("bench needs matplotlib; pip install 'quackish[bench]' installs it")

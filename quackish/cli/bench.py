@@ -12,11 +12,10 @@ raises, runs out of memory or crashes its process is reported and skipped in tha
 
 import argparse
 import itertools
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quackish.cli.parser import one_of, positive
+from quackish.cli.parser import CommandError, check_bench_extra, one_of, positive
 
 if TYPE_CHECKING:
     from quackish.bench.operations import Operation
@@ -67,20 +66,18 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser, op: "Operation") -
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 if nothing was measured or `compare` found regressions; 2 for an invalid request."""
+    """0; 1 if nothing was measured or `compare` found regressions."""
     from quackish.bench import compare
-    from quackish.bench.console import check_extra
 
     try:
         if args.what == "compare":
             text, pairs = compare.compare(args.before, args.after, args.fail)
             print(text)
             return 1 if compare.regressions(pairs) else 0
-        check_extra()
+        check_bench_extra()
         return _measure(args)
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
-        print(f"quackish bench: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError, RuntimeError) as error:
+        raise CommandError(str(error)) from error
 
 
 def _measure(args: argparse.Namespace) -> int:

@@ -19,11 +19,11 @@ from typing import Any
 
 from quackish import kernels, launch
 from quackish.bench.cells import parse_shape
-from quackish.bench.console import check_extra, progress
+from quackish.bench.console import progress
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun, Point, Step, frontier
 from quackish.cli.operations import dry_run_call, select_gpu
-from quackish.cli.parser import CommandError, one_of
+from quackish.cli.parser import CommandError, check_bench_extra, one_of
 from quackish.configs.choose import Choice
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
 from quackish.launch import Resources
@@ -189,10 +189,7 @@ def _limit_table(points: list[Point], grad: bool) -> str:
 def _draw(args: argparse.Namespace, points: list[Point], gpu: Gpu) -> list[Path]:
     from quackish.bench import plots
 
-    try:
-        check_extra()
-    except ImportError as error:
-        raise CommandError(str(error)) from None
+    check_bench_extra()
     title = f"linear_cross_entropy {args.shape} {args.dtype}"
     drawn = [(point.config.schedule, point.bytes / 1e9, point.time) for point in points]
     return plots.of_limits(drawn, title, gpu.name, args.figure.with_suffix(""))

@@ -31,7 +31,6 @@ class Operation(NamedTuple):
     kernel: str  # a GPU without this kernel runs the portable path
     shape: str
     options: dict[str, dict[str, Any]]  # of this operation; the values are arguments of `add_argument`
-    also_precompile: dict[str, Any]  # options of a second call, whose kernels `precompile` compiles too
 
 
 _RMS_NORM = Operation(
@@ -55,7 +54,6 @@ _RMS_NORM = Operation(
         "--heads": dict(type=int, metavar="H", help="one weight per head: row r uses weight r %% H"),
         "--dweight-out": dict(**_FLAG, help="add the weight gradient to a buffer"),
     },
-    also_precompile={},
 )  # fmt: skip
 _LINEAR_CROSS_ENTROPY = Operation(
     name="linear_cross_entropy",
@@ -79,7 +77,6 @@ _LINEAR_CROSS_ENTROPY = Operation(
         "--grad-weight-out": _GRAD_WEIGHT_OUT,
         "--no-grad": _NO_GRAD,
     },
-    also_precompile={"no_grad": True},
 )
 _GROUPED_MLP = Operation(
     name="grouped_mlp",
@@ -94,7 +91,6 @@ _GROUPED_MLP = Operation(
         "--grad-weight-out": _GRAD_WEIGHT_OUT,
         "--no-grad": _NO_GRAD,
     },
-    also_precompile={"no_grad": True},
 )
 _ENTRIES = (_RMS_NORM, _LINEAR_CROSS_ENTROPY, _GROUPED_MLP)
 OPERATIONS = {

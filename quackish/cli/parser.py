@@ -1,6 +1,7 @@
 """argparse for the commands of `python -m quackish`: one-line errors, and suggestions for mistyped names."""
 
 import argparse
+import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +24,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises instead of printing the usage, which would bury the message."""
         raise CommandError(message)
+
+
+def check_bench_extra() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("figures need matplotlib; pip install 'quackish[bench]' installs it")
 
 
 def unknown(given: str, known: Iterable[str]) -> str:

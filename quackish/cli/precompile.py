@@ -97,7 +97,8 @@ def _requests(args: argparse.Namespace) -> tuple[list[launch.Request], list[str]
     requests: dict[launch.Request, None] = {}
     portable = []
     for (where, call), gpu in itertools.product(calls, gpus):
-        for extra in ({}, operations.OPERATIONS[call["op"]].also_precompile):
+        without_grad = [{"no_grad": True}] if "--no-grad" in operations.OPERATIONS[call["op"]].options else []
+        for extra in ({}, *without_grad):
             try:
                 dry = operations.dry_run_call(argparse.Namespace(**{**call, **extra}), gpu)
             except CommandError as error:

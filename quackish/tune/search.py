@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import multiprocessing
-import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from quackish import kernels, launch
 from quackish.gpu import Gpu
+from quackish.launch import parallel
 from quackish.launch.compile import Request, lock, obtain
 from quackish.testing.errors import error, same_bits
 from quackish.testing.timing import Times, interleave
@@ -168,15 +168,12 @@ def differs(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> 
     return None
 
 
-_MAX_PROCESSES = 16
-
-
 def examine(kernel: str, problem: Any, configs: Sequence[Any], gpu: Gpu) -> Iterator[bool]:
     """Whether each config compiles without spilling registers: about a second per config, on all cores.
 
     Kernels of those configs are also stored in the cache. Raises FileNotFoundError without cuobjdump.
     """
-    processes = max(1, min(len(configs), len(os.sched_getaffinity(0)), _MAX_PROCESSES))
+    processes = max(1, parallel.default_jobs(len(configs)))
     context = multiprocessing.get_context("spawn")  # CUDA and the compiler do not survive a fork
     with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
         yield from pool.map(functools.partial(fits, kernel, problem, gpu=gpu), configs)
