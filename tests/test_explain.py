@@ -16,12 +16,11 @@ from quackish.configs.choose import choose
 from quackish.configs.rms_norm import RmsNormBwdProblem
 from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200, gpu_of
 from quackish.launch import Resources
-from quackish.ops import rms_norm_plans
 from quackish.ops.grouped_mlp import autograd as grouped
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd, cublas
-from quackish.work import sizes_of, work
+from quackish.work import describe, sizes_of, work
 
 BF16, CPU = "bfloat16", torch.device("cpu")
 HEADLINE = "linear_cross_entropy 8192x4096x128256"
@@ -74,48 +73,25 @@ def test_rms_norm_backward_on_b200():
     assert max(map(len, printed.splitlines())) < 170
 
 
-@pytest.mark.parametrize("dtype, n", [("bf16", 4096), ("fp16", 100), ("fp32", 8200)])
 @pytest.mark.parametrize(
-    "words",
+    "options, forward, backward",
     [
-        "",
-        "--residual --residual-dtype fp16",
-        "--residual fp32 --bias",
-        "--weight-dtype none",
-        "--out-dtype fp32",
-        "--bias --heads 4",
-        "--dweight-out",
+        ("--residual --residual-dtype fp16", "weight=bf16 residual=bf16 res=fp16", "weight=bf16 dres=fp16 dx=bf16"),
+        (
+            "--residual fp32 --bias",
+            "weight=bf16 bias=bf16 residual=fp32",
+            "weight=bf16 dres=fp32 dx=bf16 dresidual=fp32 dweight=bf16 dbias=bf16",
+        ),
+        ("--weight-dtype none --heads 3", "x=bf16 y=bf16", "dy=bf16 dx=bf16"),
+        ("--out-dtype fp32", "y=fp32", "dy=fp32"),
+        ("--weight-dtype fp32 --heads 4", "weight=fp32 heads=4", "dweight=fp32 heads=4"),
+        ("--dweight-out", "weight=bf16", "dweight=fp32 add_dweight"),
     ],
 )
-def test_rms_norm_problems_are_those_of_ops(words, dtype, n, monkeypatch):
-    asked = []
-
-    def find_kernel(name, problem, *args):
-        asked.append((name, problem))  # returns None: the portable path runs
-
-    monkeypatch.setattr(rms_norm_plans, "find_kernel", find_kernel)
-    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-
-    def tensor(*shape, dtype=torch_dtype):
-        return torch.randn(shape).to(dtype).requires_grad_()
-
-    parameter = (4, n) if "--heads" in words else (n,)
-    x, weight = tensor(4, 4, n), None if "none" in words else tensor(*parameter)
-    bias = tensor(*parameter) if "--bias" in words else None
-    residual = (
-        tensor(4, 4, n, dtype=torch.float32 if "fp32 --bias" in words else torch_dtype) if "--res" in words else None
-    )
-    out_dtype = torch.float32 if "--out-dtype" in words else None
-    residual_dtype = torch.float16 if "--residual-dtype" in words else None
-    dweight_out = torch.zeros(n) if "--dweight-out" in words else None
-    options = dict(residual_dtype=residual_dtype, out_dtype=out_dtype, dweight_out=dweight_out)
-    with quackish.config():  # prevents the use of cached plans
-        outputs = quackish.rms_norm(x, weight, bias, residual=residual, **options)
-        outputs = outputs if residual is not None else (outputs,)
-        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-    expected = asked[:]
-    steps = dry(f"rms_norm 16x{n} --dtype {dtype} {words}").steps
-    assert [(step.kernel, step.problem) for step in steps] == expected
+def test_options_of_rms_norm(options, forward, backward):
+    steps = dry(f"rms_norm 16x4096 {options}").steps
+    for step, words in zip(steps, (forward, backward), strict=True):
+        assert words in describe(step.problem, {}), step.phase
 
 
 # The portable path ---------------------------------------------------------------------------------------------------

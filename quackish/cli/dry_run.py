@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import quackish
 from quackish.cli.parser import CommandError
 from quackish.configs.choose import Choice, choose
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, even_chunks, expected_time
@@ -23,8 +24,7 @@ from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import api, memory
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
-from quackish.ops.rms_norm import _dx_dtypes
-from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, check_problem
+from quackish.ops.rms_norm_plans import check_problem
 from quackish.reference.grouped_mlp import GATED
 from quackish.work import SHORT, Work, sizes_of, work
 
@@ -86,37 +86,35 @@ def rms_norm(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryR
 
 
 def _norm_problems(args: argparse.Namespace, m: int, n: int) -> list[tuple[str, str, Any]]:
-    """(phase, kernel, problem) of forward and backward, from their plans."""
-    dtype = getattr(torch, args.dtype)
-
-    def dtype_of(name: str | None) -> torch.dtype | None:
-        if name in (None, "same"):
-            return dtype
-        return None if name == "none" else getattr(torch, name)
-
-    def tensor(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
-        return None if dtype is None else torch.empty(shape, dtype=dtype, device=memory.META)
-
-    weight_dtype, out_dtype = dtype_of(args.weight_dtype), dtype_of(args.out_dtype)
-    residual_dtype = None if args.residual is None else dtype_of(args.residual)
-    bias_dtype = (weight_dtype or dtype) if args.bias else None
-    x, residual = tensor(dtype, m, n), tensor(residual_dtype, m, n)
-    heads = 1 if args.heads is None or weight_dtype is None else args.heads
+    """(phase, kernel, problem) of forward and backward, from the plans of a call on meta tensors."""
+    weight_dtype = args.weight_dtype or args.dtype
+    heads = 1 if args.heads is None or weight_dtype == "none" else args.heads
     if heads < 1 or m % heads:
         raise CommandError(f"--heads is {heads}, expected a divisor of {m} rows")
-    parameter = (n,) if heads == 1 else (heads, n)
-    weight, bias = tensor(weight_dtype, *parameter), tensor(bias_dtype, *parameter)
-    res_dtype = residual_dtype if args.residual_dtype is None else dtype_of(args.residual_dtype)
-    if residual is None and res_dtype is not None:
+    if args.residual is None and args.residual_dtype is not None:
         raise CommandError("--residual-dtype is given without --residual; expected both")
-    forward = ForwardPlan(x, weight, bias, residual, None, 1e-6, 0.0, res_dtype, out_dtype, "auto")
-    res, dres = (x, None) if residual is None else (tensor(res_dtype, m, n), tensor(res_dtype, m, n))
-    dx_dtypes = _dx_dtypes(True, residual is not None, dtype, residual_dtype)
-    dy, rstd = tensor(out_dtype, m, n), tensor(torch.float32, m)
-    if args.dweight_out and weight is None:
+    if args.dweight_out and weight_dtype == "none":
         raise CommandError("--dweight-out is given, but --weight-dtype is none: there is no weight")
-    dweight_out = torch.empty_like(weight, dtype=torch.float32) if args.dweight_out else None
-    backward = BackwardPlan(dy, res, weight, rstd, dres, dweight_out, 0.0, *dx_dtypes, weight_dtype, bias_dtype, "auto")
+
+    def tensor(dtype: str, *shape: int) -> Tensor:
+        dtype = args.dtype if dtype in ("same", "none") else dtype
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=memory.META, requires_grad=True)
+
+    shape, parameter = ((m, n), (n,)) if heads == 1 else ((m // heads, heads, n), (heads, n))
+    weight = None if weight_dtype == "none" else tensor(weight_dtype, *parameter)
+    outputs = quackish.rms_norm(
+        tensor(args.dtype, *shape),
+        weight,
+        tensor(weight_dtype, *parameter) if args.bias else None,
+        residual=None if args.residual is None else tensor(args.residual, *shape),
+        residual_dtype=args.residual_dtype and getattr(torch, args.residual_dtype),
+        out_dtype=args.out_dtype and getattr(torch, args.out_dtype),
+        dweight_out=torch.empty_like(weight, dtype=torch.float32) if args.dweight_out else None,
+    )
+    outputs = (outputs,) if args.residual is None else outputs
+    torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+    forward = outputs[0].grad_fn.plan
+    *_, backward = forward.backward.values()
     return [("forward", "rms_norm_fwd", forward.problem), ("backward", "rms_norm_bwd", backward.problem)]
 
 
