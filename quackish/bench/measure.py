@@ -40,33 +40,24 @@ class Memory:
 
     def __init__(self, device: torch.device):
         self.standing: Counter[str] = Counter()  # bytes that each library keeps between calls
-        self.device, self.counts = device, device.type == "cuda"
+        self.device = device
 
     def start(self, provider: str) -> int | None:
         """Resets the peak. Returns the bytes allocated outside the provider's library."""
-        if not self.counts:
+        if self.device.type != "cuda":
             return None
-        self.reset_peak()
-        return self.allocated() - self.standing[library(provider)]
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device) - self.standing[library(provider)]
 
     def peak_above(self, start: int | None) -> float | None:
-        return None if start is None else (self.peak() - start) / 1e6
+        return None if start is None else (torch.cuda.max_memory_allocated(self.device) - start) / 1e6
 
     def settle(self, provider: str, start: int | None) -> float | None:
         """Records what is still allocated as kept by the provider's library."""
         if start is None:
             return None
-        standing = self.standing[library(provider)] = max(0, self.allocated() - start)
+        standing = self.standing[library(provider)] = max(0, torch.cuda.memory_allocated(self.device) - start)
         return standing / 1e6
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
 
 
 @dataclasses.dataclass
