@@ -39,7 +39,10 @@ def run(words, compile_all=None, find=lambda: None):
 
     parser = Parser()
     precompile.add_arguments(parser)
-    return precompile.run(parser.parse_args(words.split()), find, stand_in), requests
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precompile.toolchain, "find", find)
+        patch.setattr(precompile.parallel, "compile_all", stand_in)
+        return precompile.run(parser.parse_args(words.split())), requests
 
 
 def names(kernels):

@@ -10,15 +10,13 @@ NO_GPU = "No GPU: small shapes run on the CPU. This tests the benchmark itself; 
 EVERY_S = 5.0  # between lines of progress
 
 
-def progress(
-    total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-) -> Callable[[int, str], None]:
+def progress(total: int, stream: TextIO | None = None) -> Callable[[int, str], None]:
     """Returns show(done, text), which prints a line at most every few seconds."""
-    started = last = clock()
+    started = last = time.monotonic()
 
     def show(done: int, text: str) -> None:
         nonlocal last
-        now = clock()
+        now = time.monotonic()
         if now - last >= EVERY_S:
             last = now
             print(f"{text}: {done} of {total} done, {now - started:.0f} s", file=stream, flush=True)
