@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,20 @@ SHAPES = {"rms_norm": "4096x4096", "linear_cross_entropy": "1024x2048x32000"}
 BARS = {"import quackish": 1.0, "cold": 5.0, "warm": 0.1}  # seconds
 
 
-def main(argv: list[str] | None = None, measured_by: Callable[..., dict[str, Any]] | None = None) -> int:
-    """Returns the exit status. `measured_by` replaces the measuring processes, for tests."""
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="processes per row (5); at most 3 for a cold cache")
     parser.add_argument("--measure", choices=("import", *SHAPES), help=argparse.SUPPRESS)  # for the child process
-    args, measure = parser.parse_args(argv), measured_by or _in_a_process
+    args = parser.parse_args(argv)
     if args.measure:
         print(json.dumps(_import() if args.measure == "import" else _first_call(args.measure)))
         return 0
-    measured = {("import quackish", ""): [measure("import") for _ in range(args.repeats)]}
+    measured = {("import quackish", ""): [_in_a_process("import") for _ in range(args.repeats)]}
     for op in SHAPES:
         folders = [tempfile.TemporaryDirectory(prefix="quackish-") for _ in range(min(args.repeats, 3))]
-        measured[op, "cold"] = [measure(op, folder.name) for folder in folders]
-        measured[op, "warm"] = [measure(op, folders[-1].name) for _ in range(args.repeats)]
+        measured[op, "cold"] = [_in_a_process(op, folder.name) for folder in folders]
+        measured[op, "warm"] = [_in_a_process(op, folders[-1].name) for _ in range(args.repeats)]
     from quackish.profiling import text_table
 
     lines = [_line(what, cache, samples) for (what, cache), samples in measured.items()]

@@ -11,7 +11,6 @@ import torch
 from quackish.bench import environment, runner
 from quackish.bench.cells import Job
 from quackish.bench.console import NO_GPU
-from quackish.bench.processes import Supervisor
 from quackish.bench.report import Page, report
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -38,13 +37,13 @@ def arguments(name: str, doc: str, csv: bool = True) -> argparse.ArgumentParser:
     return parser
 
 
-def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, by: Callable[..., Supervisor], **options) -> Path:
+def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, **options) -> Path:
     """Measures the jobs and returns the CSV file. `options` are fields of quackish.bench.measure.Run."""
     path = args.out / f"{jobs[0].cell.op}.csv"
     if args.report:
         report(path, page)
         return path
-    return runner.run(jobs, path, page, args.append, args.commit, supervised_by=by, **options)
+    return runner.run(jobs, path, page, args.append, args.commit, **options)
 
 
 def write_page(page: str, path: Path) -> None:

@@ -9,7 +9,7 @@ python -m benchmarks.linear_cross_entropy --steady --append  # back-to-back step
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness
@@ -17,7 +17,6 @@ from benchmarks.bars_linear_cross_entropy import PAGE, train
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench.cells import OURS, Cell, Job, is_ours, shape_name
 from quackish.bench.operations import LINEAR_CROSS_ENTROPY as OP
-from quackish.bench.processes import Supervisor
 from quackish.bench.providers_linear_cross_entropy import ALL, LONG, MAIN, RECOMPUTE
 
 USUAL = (*MAIN, f"{OURS}-chunked-4096", RECOMPUTE)
@@ -50,7 +49,7 @@ TINY += [case(40, 64, 300, providers=(OURS, "torch"), **how) for how in ({"direc
 TINY += [case(40, 64, 300, providers=(OURS, "torch"), **how) for how in ({"data": "confident"}, {"dtype": "tf32"})]
 
 
-def main(argv: Sequence[str] | None = None, by: Callable[..., Supervisor] = Supervisor) -> Path:
+def main(argv: Sequence[str] | None = None) -> Path:
     """Returns the CSV file."""
     jobs = TINY if harness.device_to_measure().type == "cpu" else BARS
     parser = harness.arguments("linear_cross_entropy", __doc__)
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None, by: Callable[..., Supervisor] = Supe
     if args.steady:  # of the plain steps only
         steps = [job for job in jobs if job.cell == train(job.cell.shape)]
         jobs = [dataclasses.replace(job, cell=dataclasses.replace(job.cell, direction="steady")) for job in steps]
-    return harness.run(HOST if args.host else jobs, PAGE, args, by, seconds=0.8)
+    return harness.run(HOST if args.host else jobs, PAGE, args, seconds=0.8)
 
 
 if __name__ == "__main__":

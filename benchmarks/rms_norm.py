@@ -6,13 +6,12 @@ python -m benchmarks.rms_norm --quick     # five cells
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness
 from quackish.bench import plots, report
 from quackish.bench.cells import OURS, Cell, Job
-from quackish.bench.processes import Supervisor
 from quackish.bench.providers_rms_norm import PROVIDERS
 from quackish.bench.report import Verdict, every, verdict
 from quackish.bench.results import Results
@@ -63,14 +62,14 @@ PAGE = report.Page(
 )
 
 
-def main(argv: Sequence[str] | None = None, by: Callable[..., Supervisor] = Supervisor) -> Path:
+def main(argv: Sequence[str] | None = None) -> Path:
     """Returns the CSV file."""
     parser = harness.arguments("rms_norm", __doc__)
     parser.add_argument("--quick", action="store_true", help="five cells instead of all")
     args = parser.parse_args(argv)
     cells = TINY if harness.device_to_measure().type == "cpu" else QUICK if args.quick else CELLS
     jobs = [Job(Cell("rms_norm", (m, n), t, d), tuple(PROVIDERS)) for m, n, t in cells for d in BARS]
-    return harness.run(jobs, PAGE, args, by)
+    return harness.run(jobs, PAGE, args)
 
 
 if __name__ == "__main__":

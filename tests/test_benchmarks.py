@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ is not part of the package
 
 from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
 from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces  # noqa: E402
-from quackish.bench import plots, processes, providers_linear_cross_entropy, providers_rms_norm, report  # noqa: E402
+from quackish.bench import plots, processes, providers_linear_cross_entropy, providers_rms_norm, report, runner  # noqa: E402
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
 from quackish.bench.environment import environment  # noqa: E402
 from quackish.bench.measure import Record, time_columns  # noqa: E402
@@ -23,6 +23,11 @@ from quackish.testing.timing import Times  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPE, TRAIN = "8192 x 4096 x 128256", "forward+backward"
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(runner, "Supervisor", Here)
 
 
 class Here:
@@ -48,8 +53,8 @@ class Here:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
-def test_norms_write_rows_page_and_figure(tmp_path):
-    path = rms_norm.main(["--out", str(tmp_path)], Here)
+def test_norms_write_rows_page_and_figure(tmp_path, in_this_process):
+    path = rms_norm.main(["--out", str(tmp_path)])
     assert [(r["shape"], r["direction"], r["provider"]) for r in read_rows(path)] == [
         (shape, direction, name)
         for shape in ("64x256", "64x1000")
@@ -58,21 +63,21 @@ def test_norms_write_rows_page_and_figure(tmp_path):
     ]
     assert {p.name for p in tmp_path.iterdir()} == {f"rms_norm.{kind}" for kind in ("csv", "md", "png", "svg")}
     path.with_suffix(".md").unlink()
-    assert rms_norm.main(["--out", str(tmp_path), "--report"], None) == path
+    assert rms_norm.main(["--out", str(tmp_path), "--report"]) == path
     page = path.with_suffix(".md").read_text()
     for text in ("| 64 x 256 |", "commit abc-dirty", "backward <= 1.05 t_add + 4 us"):
         assert text in page
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
-def test_losses_write_rows_and_append_steady_ones(tmp_path):
+def test_losses_write_rows_and_append_steady_ones(tmp_path, in_this_process):
     path = tmp_path / "linear_cross_entropy.csv"
     words = ["--only", "48x64x300", "--out", str(tmp_path)]
-    assert linear_cross_entropy.main(words, Here) == path
+    assert linear_cross_entropy.main(words) == path
     names = {"quackish", "torch", AGAIN, "three-gemms", "gemm-logits", "gemm-dx", "gemm-dw"}
     assert {row["provider"] for row in read_rows(path)} == names
     assert "steady" not in path.with_suffix(".md").read_text().partition("## Forward+backward")[2]
-    linear_cross_entropy.main([*words, "--steady", "--append"], Here)
+    linear_cross_entropy.main([*words, "--steady", "--append"])
     rows = read_rows(path)
     steady = {row["provider"]: row for row in rows if row["direction"] == "steady"}
     assert len(rows) == len(names) + len(steady)
@@ -87,11 +92,11 @@ def test_losses_write_rows_and_append_steady_ones(tmp_path):
     assert float(shown["steady / 3 GEMMs"]) == pytest.approx(ratio, abs=2e-3)
 
 
-def test_appending_to_another_file(tmp_path):
+def test_appending_to_another_file(tmp_path, in_this_process):
     path = tmp_path / "linear_cross_entropy.csv"
     path.write_text("m,n\n1,2\n")
     with pytest.raises(ValueError, match="not a results file of quackish: it has no column date"):
-        linear_cross_entropy.main(["--out", str(tmp_path), "--append"], Here)
+        linear_cross_entropy.main(["--out", str(tmp_path), "--append"])
     assert path.read_text() == "m,n\n1,2\n"
 
 

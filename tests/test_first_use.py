@@ -14,7 +14,9 @@ def rows(capsys, seconds, **more):
         filled = (measure, cache) in asked[:-1] and asked.count((measure, cache)) > 1
         return dict(seconds=seconds[measure, filled], note="something", **more)
 
-    status = first_use.main(["--repeats", "3"], in_a_process)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_use, "_in_a_process", in_a_process)
+        status = first_use.main(["--repeats", "3"])
     return status, capsys.readouterr().out.splitlines()[2:], asked
 
 

@@ -1,7 +1,7 @@
 """Runs all jobs of an operation: shows progress, and writes rows to the CSV as cells are measured."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ def run(
     append: bool = False,
     commit: str | None = None,
     timeout: float = 600.0,
-    supervised_by: Callable[..., Supervisor] = Supervisor,
     **options: Any,
 ) -> Path:
     """Measures jobs of one operation; writes the CSV `path`, and a page and figures next to it. Returns `path`.
@@ -36,7 +35,7 @@ def run(
         stack.enter_context(end_on_sigterm())
         log.write_bytes(b"")
         stack.callback(lambda: log.stat().st_size or log.unlink())
-        supervisor = supervised_by(log, commit, timeout, options)
+        supervisor = Supervisor(log, commit, timeout, options)
         stack.callback(supervisor.close)
         rows = CsvLog(path, supervisor.start(), append)
         stack.callback(report.report, path, page)
