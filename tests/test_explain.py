@@ -43,7 +43,9 @@ def output(words, compiled=None):
         compiled.append((kernel_class.__name__, problem, config, target))
         return Resources(40, 8, 3, 2, 58_000, config.threads)
 
-    return command.text(parse(words), None if compiled is None else resources)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command.launch, "resources", resources)
+        return command.text(parse(words + " --no-compile" * (compiled is None)))
 
 
 # RMSNorm -------------------------------------------------------------------------------------------------------------
@@ -141,12 +143,13 @@ def test_the_default_gpu_is_named():
         (ModuleNotFoundError("No module"), "not shown: nvidia-cutlass-dsl, the compiler, is not installed."),
     ],
 )
-def test_missing_tools_omit_only_resources(error, note):
+def test_missing_tools_omit_only_resources(error, note, monkeypatch):
     def resources(*args):
         raise error
 
+    monkeypatch.setattr(command.launch, "resources", resources)
     words = "linear_cross_entropy 64x64x100 --gpu h200"
-    lines = command.text(parse(words), resources).splitlines()
+    lines = command.text(parse(words)).splitlines()
     (omitted,) = [line for line in lines if "are not shown: " in line]
     assert omitted.endswith(note)
     lines.remove(omitted)

@@ -1,5 +1,6 @@
 """quackish.profile(): which launches it records, their times and speeds; on a GPU, compared with a dry run."""
 
+import functools
 import gc
 import threading
 import types
@@ -9,7 +10,8 @@ import torch
 
 import quackish
 from quackish import launch, profiling
-from quackish.cli import check
+from quackish.cli import check, operations
+from quackish.cli.parser import Parser
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.configs.lce_args import GemmArgs, ScaleArgs
 from quackish.configs.lce_rows import LceScaleProblem
@@ -255,51 +257,34 @@ def loss_step(schedule, m=2048, h=1024, v=32_000):
     return loss.detach(), *torch.autograd.grad(loss, [x, w])
 
 
-def all_same(some, others):
-    return all(same_bits(a, b) for a, b in zip(some, others, strict=True))
-
-
-def check_times(p):
-    assert all(each.ms is not None and each.ms > 0 for each in p.launches)
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "call, step",
+    [
+        ("rms_norm 16384x4096", norm_step),
+        *(
+            (f"linear_cross_entropy 2048x1024x32000 --schedule {schedule}", functools.partial(loss_step, schedule))
+            for schedule in ("chunked", "stored", "recompute")
+        ),
+    ],
+)
+def test_launches_match_a_dry_run(call, step):
+    """And results are unchanged."""
+    plain = step()
+    with quackish.profile() as p:
+        profiled = step()
+    step()
+    assert all(map(same_bits, plain, profiled))
     shares = [row["pct_of_roof"] for row in p.rows() if row["pct_of_roof"] is not None]
-    assert shares
-    assert max(shares) <= 130, str(p)
-
-
-@pytest.mark.gpu
-def test_rms_norm_is_recorded_and_unchanged():
-    plain = norm_step()
-    with quackish.profile() as p:
-        profiled = norm_step()
-    norm_step()
-    assert all_same(plain, profiled)
-    assert [each.kernel for each in p.launches] == ["rms_norm_fwd", "rms_norm_bwd"]
-    assert {each.sizes["m"] for each in p.launches} == {16_384}
-    assert {each.device for each in p.launches} == {torch.cuda.current_device()}
-    check_times(p)
+    assert 0 < max(shares) <= 130, str(p)
     assert "% roof" in str(p)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("schedule", ["chunked", "stored", "recompute"])
-def test_launches_match_a_dry_run(schedule):
-    from quackish.cli import operations
-    from quackish.cli.parser import Parser
-
-    m, h, v = 2048, 1024, 32_000
-    plain = loss_step(schedule)
-    with quackish.profile() as p:
-        profiled = loss_step(schedule)
-    assert all_same(plain, profiled)
-    check_times(p)
-    gpu = gpu_of(torch.cuda.current_device())
     parser = Parser()
     operations.add_arguments(parser)
-    call = parser.parse_args(["linear_cross_entropy", f"{m}x{h}x{v}", "--schedule", schedule])
-    expected = operations.dry_run_call(call, gpu).steps
+    expected = operations.dry_run_call(parser.parse_args(call.split()), gpu_of(torch.cuda.current_device())).steps
     assert [(each.kernel, each.problem, each.config, each.sizes) for each in p.launches] == [
         (step.kernel, step.problem, step.choice.config, step.sizes) for step in expected if step.choice is not None
     ]
+    assert all(each.ms > 0 and each.device == torch.cuda.current_device() for each in p.launches)
 
 
 @pytest.mark.gpu

@@ -109,7 +109,8 @@ def test_configs_that_spill_do_not_fit(monkeypatch, tmp_path):
     assert len(list((tmp_path / "cache").glob("RmsNormBwd-sm_90a-*.kernel"))) == 1  # this process finds it
     assert search.fits("lce_gemm", DX, GemmConfig(tile_m=192, num_stages=2), H200) is False  # too many accumulators
     spills = Resources(255, 16, 1, 1, 4096, 256)
-    assert search.fits("rms_norm_bwd", problem, unspilled, H200, resources=lambda *args: spills) is False
+    monkeypatch.setattr(search.launch, "resources", lambda *args: spills)
+    assert search.fits("rms_norm_bwd", problem, unspilled, H200) is False
 
 
 # The search, by fake times -------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ For linear cross entropy a table, and with --figure a figure, shows what each me
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    print(text(args, None if args.no_compile else launch.resources))
+    print(text(args))
     return 0
 
 
-def text(args: argparse.Namespace, resources: Callable[..., Resources] | None) -> str:
-    """The output. `resources` compiles a kernel and reads its resource usage; None omits that table."""
+def text(args: argparse.Namespace) -> str:
     if args.figure is not None and args.op != "linear_cross_entropy":
         raise CommandError(f"--figure is an option of linear_cross_entropy, not of {args.op}")
     gpu, why = select_gpu(args.gpu)
@@ -68,7 +66,7 @@ def text(args: argparse.Namespace, resources: Callable[..., Resources] | None) -
     if gpu.family != "sm_90":
         notes.append("These kernels are compiled for Blackwell but have never been run there.")
     distinct = list(dict.fromkeys((s.kernel, s.problem, s.choice) for s in dry.steps if s.choice is not None))
-    usage = _resource_usage(distinct, gpu, notes, resources) if resources else []
+    usage = [] if args.no_compile else _resource_usage(distinct, gpu, notes)
     notes += dict.fromkeys(f"{s.kernel}: {s.work.note}." for s in dry.steps if s.work.note)
     parts = [_launch_table(dry.steps, distinct, roofs), _kernel_list(distinct, gpu)]
     if usage:
@@ -86,15 +84,13 @@ def text(args: argparse.Namespace, resources: Callable[..., Resources] | None) -
     return "\n\n".join(["\n".join(head), *parts, "\n".join([_roofs(roofs, gpu), *notes])])
 
 
-def _resource_usage(
-    distinct: list[_Kernel], gpu: Gpu, notes: list[str], resources: Callable[..., Resources]
-) -> list[Resources]:
+def _resource_usage(distinct: list[_Kernel], gpu: Gpu, notes: list[str]) -> list[Resources]:
     """The resources of each kernel; empty, with a note, if they cannot be read."""
     usage, show = [], progress(len(distinct), sys.stderr)
     try:
         for name, problem, choice in distinct:
             show(len(usage), "compiling kernels")
-            usage.append(resources(kernels.find(name, gpu), problem, choice.config, gpu.target))
+            usage.append(launch.resources(kernels.find(name, gpu), problem, choice.config, gpu.target))
     except (FileNotFoundError, ModuleNotFoundError) as error:
         why = "nvidia-cutlass-dsl, the compiler, is not installed." if isinstance(error, ImportError) else error
         notes.append(f"Registers and shared memory are not shown: {why}")

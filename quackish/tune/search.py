@@ -179,10 +179,10 @@ def examine(kernel: str, problem: Any, configs: Sequence[Any], gpu: Gpu) -> Iter
         yield from pool.map(functools.partial(fits, kernel, problem, gpu=gpu), configs)
 
 
-def fits(kernel: str, problem: Any, config: Any, gpu: Gpu, resources: Callable = launch.resources) -> bool:
+def fits(kernel: str, problem: Any, config: Any, gpu: Gpu) -> bool:
     request = Request(kernels.find(kernel, gpu), problem, config, gpu.target)
     try:
-        used = resources(*request)
+        used = launch.resources(*request)
         if used.stack_bytes or used.local_loads or used.local_stores:
             return False
         with lock:
