@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -35,8 +36,7 @@ class Mutation(NamedTuple):
     file: str
     old: str  # occurs exactly once in the file
     new: str
-    tests: str  # file of tests
-    select: str  # pytest's -k
+    tests: str  # arguments of pytest
 
 
 KERNELS, OPS = "quackish/kernels", "quackish/ops"
@@ -48,40 +48,35 @@ MUTATIONS = (
         f"{KERNELS}/gemm_sm90.py",
         "has been read\n                    loaded.consumer_release(released)\n",
         "has been read\n",
-        "tests/test_lce_gemms.py",
-        "dx_to_the_rows_of_order and bfloat16 and 640 and kernels",
+        "tests/test_lce_gemms.py -k 'dx_to_the_rows_of_order and bfloat16 and 640 and kernels'",
     ),
     Mutation(
         "split_k_tail_wrong_item",
         f"{KERNELS}/common/split_k_tail.py",
         "tile = plan.first_split * clusters + q % plan.tail",
         "tile = plan.first_split * clusters + q // plan.splits",
-        "tests/test_lce_gemms.py",
-        "clusters_share_the_tiles and 264 and 300 and False and not live",
+        "tests/test_lce_gemms.py -k 'clusters_share_the_tiles and 264 and 300 and False and not live'",
     ),
     Mutation(
         "split_k_tail_tickets_not_reset",
         f"{KERNELS}/common/split_k_tail.py",
         "limit = Uint32(splits - 1)",
         "limit = Uint32(splits)",
-        "tests/test_lce_gemms.py",
-        "clusters_share_the_tiles and 264 and 300 and False and not live",
+        "tests/test_lce_gemms.py -k 'clusters_share_the_tiles and 264 and 300 and False and not live'",
     ),
     Mutation(
         "softmax_flag_of_other_rows",
         f"{KERNELS}/common/epilogue_softmax.py",
         "cutlass.min(1 + tm * per_cluster + i, last)",
         "cutlass.min(tm * per_cluster + i, last)",
-        "tests/test_lce_gemms.py",
-        "any_single_row_is_recomputed",
+        "tests/test_lce_gemms.py -k any_single_row_is_recomputed",
     ),
     Mutation(
         "rounding_tie_to_the_other_side",
         f"{KERNELS}/common/epilogue_store.py",
         "if (bits & 0x1FFFF) == 0x8000:",
         "if (bits & 0x1FFFF) == 0x18000:",
-        "tests/test_lce_gemms.py",
-        "dw_rounding_residual_of_ties",
+        "tests/test_lce_gemms.py -k dw_rounding_residual_of_ties",
     ),
     # linear cross entropy, around the GEMMs
     Mutation(
@@ -89,40 +84,35 @@ MUTATIONS = (
         f"{KERNELS}/linear_cross_entropy/rows.py",
         "after_previous()",
         "cute.arch.griddepcontrol_launch_dependents()",
-        "tests/test_linear_cross_entropy_gpu.py",
-        "rows_wait_for_recomputed_tiles",
+        "tests/test_linear_cross_entropy_gpu.py -k rows_wait_for_recomputed_tiles",
     ),
     Mutation(
         "lce_gather_without_wait",
         f"{KERNELS}/linear_cross_entropy/gather.py",
         "after_previous()",
         "cute.arch.griddepcontrol_launch_dependents()",
-        "tests/test_lce_kernels.py",
-        "gather_waits_for_compact",
+        "tests/test_lce_kernels.py -k gather_waits_for_compact",
     ),
     Mutation(
         "lce_compact_divides_by_no_class",
         f"{KERNELS}/linear_cross_entropy/compact.py",
         "if counted > 0:",
         "if live > 0:",
-        "tests/test_lce_kernels.py",
-        "compact_with_invalid_targets",
+        "tests/test_lce_kernels.py -k compact_with_invalid_targets",
     ),
     Mutation(
         "lce_sort_ties_reversed",
         f"{KERNELS}/linear_cross_entropy/sort.py",
         "(other == t and k < lane)",
         "(other == t and k > lane)",
-        "tests/test_lce_kernels.py",
-        "test_sort",
+        "tests/test_lce_kernels.py -k test_sort",
     ),
     Mutation(
         "lce_sort_any_slot_of_a_class",
         f"{KERNELS}/linear_cross_entropy/sort.py",
         "cute.arch.atomic_min(a.first_slot_of_class + t, slot)",
         "store_at(a.first_slot_of_class, t, slot)",
-        "tests/test_lce_kernels.py",
-        "test_sort",
+        "tests/test_lce_kernels.py -k test_sort",
     ),
     # RMSNorm's kernels
     Mutation(
@@ -130,24 +120,21 @@ MUTATIONS = (
         f"{KERNELS}/rms_norm_fwd.py",
         "(rX.load() + rR.load()).to(res.dtype).to(Float32)",
         "rX.load() + rR.load()",
-        "tests/test_rms_norm_gpu.py",
-        "norm_of_the_rounded_res",
+        "tests/test_rms_norm_gpu.py -k norm_of_the_rounded_res",
     ),
     Mutation(
         "rms_norm_backward_leaves_out_the_last_round",
         f"{KERNELS}/rms_norm_bwd.py",
         "(num_tiles - worker + num_workers - 1) // num_workers",
         "num_tiles // num_workers",
-        "tests/test_rms_norm_gpu.py",
-        "20_runs_are_equal and 4097-256",
+        "tests/test_rms_norm_gpu.py -k '20_runs_are_equal and 4097-256'",
     ),
     Mutation(
         "column_sum_leaves_out_the_last_slice",
         f"{KERNELS}/common/column_sum.py",
         "const_expr(-(-self.width // (4 * lanes)))",
         "const_expr(self.width // (4 * lanes))",
-        "tests/test_rms_norm_gpu.py",
-        "test_numbers and 257",
+        "tests/test_rms_norm_gpu.py -k 'test_numbers and 257'",
     ),
     # host code
     Mutation(
@@ -155,56 +142,49 @@ MUTATIONS = (
         f"{OPS}/linear_cross_entropy/steps.py",
         "torch.autograd.graph.increment_version(out)",
         "pass",
-        "tests/test_lce_schedules.py",
-        "autograd_detects_writes_to_grad_weight_out",
+        "tests/test_lce_schedules.py -k autograd_detects_writes_to_grad_weight_out",
     ),
     Mutation(
         "plan_key_without_the_buffers_dtype",
         f"{OPS}/linear_cross_entropy/api.py",
         "(t.shape, t.dtype, t.device)",
         "(t.shape, t.device)",
-        "tests/test_linear_cross_entropy.py",
-        "plan_is_not_reused_for_other_dtypes",
+        "tests/test_linear_cross_entropy.py -k plan_is_not_reused_for_other_dtypes",
     ),
     Mutation(
         "saved_exponentials_of_a_retained_graph_written",
         f"{OPS}/linear_cross_entropy/autograd.py",
         "if saved is None or not _is_graph_kept():",
         "if True:",
-        "tests/test_lce_schedules.py",
-        "modifies_no_saved_tensor and stored",
+        "tests/test_lce_schedules.py -k 'modifies_no_saved_tensor and stored'",
     ),
     Mutation(
         "retained_graph_hands_out_gradients_again",
         f"{OPS}/linear_cross_entropy/autograd.py",
         'ctx.__dict__.pop("computed", _NO_RESULT)',
         'ctx.__dict__.get("computed", _NO_RESULT)',
-        "tests/test_linear_cross_entropy.py",
-        "two_backwards_give_the_same_bits and bias and chunked and mean and False and kernels",
+        "tests/test_linear_cross_entropy.py -k 'two_backwards and bias and chunked and mean and False and kernels'",
     ),
     Mutation(
         "gradients_of_two_dtypes_scaled_as_one",
         f"{OPS}/linear_cross_entropy/schedules.py",
         "pair = tensors and tensors[0].dtype == first.dtype",
         "pair = tensors",
-        "tests/test_lce_schedules.py",
-        "only_required_gradients and mean and chunked and bias",
+        "tests/test_lce_schedules.py -k 'only_required_gradients and mean and chunked and bias'",
     ),
     Mutation(
         "streams_share_a_workspace",
         f"{OPS}/workspace.py",
         "_take_for_stream((device_index, stream), scratch_floats)",
         "_take_for_stream((device_index, 0), scratch_floats)",
-        "tests/test_rms_norm.py",
-        "each_stream_has_its_own_workspace",
+        "tests/test_rms_norm.py -k each_stream_has_its_own_workspace",
     ),
     Mutation(
         "launches_on_the_default_stream",
         f"{OPS}/cuda.py",
         "(lambda: stream_of(device.index))",
         "(lambda: 0)",
-        "tests/test_lce_gemms.py",
-        "launches_are_on_the_current_stream",
+        "tests/test_lce_gemms.py -k launches_are_on_the_current_stream",
     ),
 )
 
@@ -230,13 +210,13 @@ class NotRun(Exception):
 _running: set[subprocess.Popen] = set()
 
 
-def first_failure(root: Path, files: Path, name: str, tests: str, select: str, timeout: float, jobs: int) -> str:
+def first_failure(root: Path, files: Path, name: str, tests: str, timeout: float, jobs: int) -> str:
     """Runs the selected tests in `root`. Returns the first failing test, a timeout or a crash; "" if all pass.
 
     The kernel cache and the log go to `files`. Raises NotRun if no test passed or failed.
     """
     log = files / f"{name}.log"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfEs", "-p", "no:cacheprovider", tests, "-k", select]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfEs", "-p", "no:cacheprovider", *shlex.split(tests)]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     env = {"QUACKISH_COMPILE_JOBS": str(max(1, (os.cpu_count() or 1) // jobs))} | os.environ
     env |= {"PYTHONPATH": path, "QUACKISH_CACHE_DIR": str(files / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -262,7 +242,7 @@ def first_failure(root: Path, files: Path, name: str, tests: str, select: str, t
         return ""
     skipped = re.search(r"^SKIPPED .*", text, re.MULTILINE)
     last = skipped[0] if skipped else text.strip().rpartition("\n")[2]
-    raise NotRun(f"pytest {tests} -k '{select}' ended with exit code {code}: {last}")
+    raise NotRun(f"pytest {tests} ended with exit code {code}: {last}")
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -286,7 +266,7 @@ def failure_of(mutation: Mutation, root: Path, folder: Path, timeout: float, job
     with contextlib.suppress(FileNotFoundError):  # usable if no kernel is mutated: file names contain a source hash
         shutil.copytree(folder / "unmutated" / "cache", files / "cache")
     try:
-        return first_failure(tree, files, "tests", mutation.tests, mutation.select, timeout, jobs)
+        return first_failure(tree, files, "tests", mutation.tests, timeout, jobs)
     finally:
         shutil.rmtree(files)
 
@@ -298,14 +278,14 @@ def run(mutations: Sequence[Mutation], root: Path, timeout: float, jobs: int) ->
     with tempfile.TemporaryDirectory(prefix="quackish-mutations-") as name, ThreadPoolExecutor(jobs) as pool:
         folder, files = Path(name), Path(name) / "unmutated"
         copy_tree(root, files / "tree")
-        selections = list(dict.fromkeys((m.tests, m.select) for m in mutations))
+        selections = list(dict.fromkeys(m.tests for m in mutations))
         print(f"running {len(selections)} selections of tests without mutations", flush=True)
 
         def why_not(i: int) -> str:
             """Why selection `i` cannot judge mutations; "" if it can."""
             try:
                 # allows more time: this compiles the kernels for all mutations of host code
-                failure = first_failure(files / "tree", files, str(i), *selections[i], 3 * timeout, jobs)
+                failure = first_failure(files / "tree", files, str(i), selections[i], 3 * timeout, jobs)
             except NotRun as reason:
                 return str(reason)
             return failure and f"without the mutation: {failure}"
@@ -313,7 +293,7 @@ def run(mutations: Sequence[Mutation], root: Path, timeout: float, jobs: int) ->
         def is_killed(mutation: Mutation) -> bool:
             started, failure = time.monotonic(), ""
             try:
-                if reason := reasons[mutation.tests, mutation.select]:
+                if reason := reasons[mutation.tests]:
                     raise NotRun(reason)
                 failure = failure_of(mutation, root, folder, timeout, jobs)
                 verdict = f"killed by {failure}" if failure else "SURVIVED"

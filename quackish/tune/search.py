@@ -12,7 +12,7 @@ import itertools
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from quackish.gpu import Gpu
 from quackish.launch import parallel
 from quackish.launch.compile import Request, lock, obtain
 from quackish.testing.errors import error, same_bits
-from quackish.testing.timing import Times, interleave
+from quackish.testing.timing import interleave
 from quackish.tune.cases import Build, Run
 
 # (rounds, calls per round, number of configs kept) of each heat; then the last rounds
@@ -32,7 +32,6 @@ ROUNDS, BLOCK = 8, 10
 MIN_GAIN = 1.01  # smaller gains are not stored
 
 Prepare = Callable[[], Build]  # makes the data of a shape
-Timer = Callable[[Mapping[str, Run], torch.device, int, int], dict[str, Times]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,6 @@ def search(
     configs: Sequence[Any],
     shapes: Sequence[Prepare],
     device: torch.device,
-    timer: Timer = interleave,
     show: Callable[[int, str], None] = lambda done, phase: None,
 ) -> Outcome:
     """`configs` starts with the analytical choice. An error of that config is raised."""
@@ -68,7 +66,7 @@ def search(
         runs = {str(i): build(config) for i, config in enumerate(tried)}
         us: list[list[float]] = [[] for _ in tried]
         for _ in range(turns):
-            for name, run_times in timer(runs, device, rounds, block).items():
+            for name, run_times in interleave(runs, device, rounds, block).items():
                 us[int(name)].append(run_times.median)
             show(next(done), phase)
         return us
