@@ -19,8 +19,8 @@ import platform
 import random
 import sys
 import sysconfig
-import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean, median
 
@@ -183,12 +183,8 @@ class Run:
             return torch.cuda.max_memory_allocated(self.device) - before
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             self.loss(tokens, target).backward()
-        with tempfile.TemporaryDirectory() as folder:
-            profile.export_chrome_trace(str(Path(folder, "trace.json")))
-            events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-        held = [e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]"]
-        first = next(e["args"]["Bytes"] for e in events if e.get("name") == "[memory]")
-        return max(held) - (held[0] - first)
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def train(runs: list[Run], batches: Batches, steps: int, title: str) -> int:

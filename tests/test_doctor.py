@@ -60,21 +60,18 @@ def test_a_healthy_installation(capsys):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu():
-    report = doctor.examine(doctor.SECTIONS)
+def test_check_on_a_gpu():
+    report = doctor.examine(doctor.SECTIONS | doctor.CHECKS)
     assert report["problems"] == []
     assert report["gpus"]["cuda:0"].startswith(torch.cuda.get_device_name(0))
-    rows = report["operations"]
+    rows, family = report["operations"], torch.cuda.get_device_capability(0)[0]
     assert not any(name.endswith("cpu") for name in rows)
-    assert all(": ok; " in row and "same bits in two runs" in row for row in rows.values())
-    if torch.cuda.get_device_capability(0) in ((9, 0), (10, 0)):
-        assert all(row.startswith(KERNELS) for row in _with_kernels(rows))
-
-
-def _with_kernels(rows):
-    """The rows of operations with kernels on this GPU: grouped_mlp and moe_mlp need Hopper."""
-    on_hopper = torch.cuda.get_device_capability(0)[0] == 9
-    return [row for name, row in rows.items() if on_hopper or not name.startswith(("grouped_mlp", "moe_mlp"))]
+    assert all(": ok; " in row for row in rows.values())
+    if family in (9, 10):
+        needs_hopper = ("grouped_mlp", "moe_mlp")
+        with_kernels = [row for name, row in rows.items() if family == 9 or not name.startswith(needs_hopper)]
+        assert all(row.startswith(KERNELS) for row in with_kernels)
+        assert all("us" in row and "0 GB/s, 0.0" not in row for row in report["speed"].values())
 
 
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
@@ -129,15 +126,6 @@ def test_check_writes_a_file(tmp_path, capsys):
 def test_a_file_that_cannot_be_written(tmp_path):
     with pytest.raises(CommandError, match="the report above cannot be written: "):
         doctor.write(Report(), tmp_path / "missing" / "check.json")
-
-
-@pytest.mark.gpu
-def test_check_on_a_gpu():
-    report = doctor.examine(doctor.CHECKS)
-    assert report["problems"] == []
-    if torch.cuda.get_device_capability(0)[0] in (9, 10):
-        assert {row.partition(":")[0] for row in _with_kernels(report["operations"])} == {KERNELS}
-        assert all("us" in row and "0 GB/s, 0.0" not in row for row in report["speed"].values())
 
 
 def test_a_section_that_raises():

@@ -85,7 +85,6 @@ train_lm.VARIANTS = (ours, dataclasses.replace(theirs, head_loss=rounded), exact
             differences = [a - b for a, b in zip(smoothed[name], smoothed[NAMES[2]], strict=True)]
             assert found["largest"] == pytest.approx(max(differences, key=abs), abs=1e-9)
             assert differences[found["at_step"] - 1] == pytest.approx(found["largest"], abs=1e-9)
-            assert found["mean"] == pytest.approx(sum(differences) / 40, abs=1e-9)
             assert f"{found['largest']:+.4f}" in done.stdout
         distance = summary["from_fp32_logits"]
         assert abs(distance["PyTorch"]["largest"]) > 3 * abs(distance["quackish"]["largest"])
