@@ -122,7 +122,7 @@ def head_bytes(step: Step) -> int:
     return torch.cuda.max_memory_allocated() - start - hidden.nbytes - weight.nbytes + ROUNDING
 
 
-def all_steps(new: Callable[[], Step], modes: Sequence[str], memory_limit: int | None) -> dict[Key, Step]:
+def all_steps(new: Callable[[], Step], modes: Sequence[str]) -> dict[Key, Step]:
     """All steps, warmed up. A failed step has a note and no loss."""
     steps: dict[Key, Step] = {}
 
@@ -147,10 +147,8 @@ def all_steps(new: Callable[[], Step], modes: Sequence[str], memory_limit: int |
         add("liger-all", compiled, with_liger)
         add("quackish-and-liger", compiled, with_both)
         smallest = add("quackish-recompute", compiled, lambda step: apply(step.model, schedule="recompute"))
-        limit = memory_limit
-        if limit is None and liger.peak and smallest.peak:
+        if liger.peak and smallest.peak:
             limit = head_bytes(smallest) + liger.peak - smallest.peak
-        if limit is not None:
             within = lambda step, limit=limit: apply(step.model, memory_limit=limit)  # noqa: E731
             add("quackish-as-liger", compiled, within, f"memory_limit={limit}")
     return steps
@@ -228,8 +226,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
     parser = harness.arguments("llama_step", __doc__, csv=False)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, the default without a GPU")
     parser.add_argument("--compile", choices=("layers", "model"), default="layers", help="default: %(default)s")
-    limit_help = "memory_limit of quackish-as-liger; default: the limit that gives Liger's peak"
-    parser.add_argument("--memory-limit", type=int, help=limit_help)
     args = parser.parse_args(argv)
     device = torch.device("cpu") if args.tiny else harness.device_to_measure()
     on_gpu = device.type == "cuda"
@@ -245,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     def new() -> Step:
         return Step(model, optimizer, ids)
 
-    steps = all_steps(new, ("no", args.compile), args.memory_limit)
+    steps = all_steps(new, ("no", args.compile))
     names = ("plain", "quackish", "quackish-norms")
     blocks = {
         ("block", name, mode): functools.partial(block, new(), name, mode)

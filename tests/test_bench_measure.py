@@ -245,31 +245,6 @@ def test_cells_with_ignored_rows_host_time_and_steady_steps():
     assert steady["missing"]["status"] == "ImportError: no module of that name"
 
 
-def test_failures_and_interruption_keep_earlier_records():
-    """Errors are reported after two calls, times and the roof after each turn."""
-    calls, records = [], {}
-
-    def late(x, w, target):
-        calls.append(1)
-        if len(calls) > 2:
-            raise torch.cuda.OutOfMemoryError("no memory\nat length")
-        return LCE.load("torch")(x, w, target)
-
-    def stop(x, w, target):
-        if "roof_ms" in records["torch"] and records["late"]["status"] != "ok":
-            raise KeyboardInterrupt
-        return LCE.load("torch")(x, w, target)
-
-    providers = {"missing": ImportError("no module of that name"), "late": late, "torch": "torch", "stop": stop}
-    with pytest.raises(KeyboardInterrupt):
-        how = dict(rounds=1000, seconds=1e9, records=records)
-        measure("linear_cross_entropy", (24, 32, 90), "forward+backward", providers, **how)
-    assert records["missing"]["status"] == "ImportError: no module of that name"
-    assert records["late"]["status"] == "OutOfMemoryError: no memory"
-    assert records["torch"]["median_ms"] > 0
-    assert records["stop"]["err_dx"] < 0.02
-
-
 @pytest.mark.parametrize("factor, note", [(1.09, ""), (1.11, "wrong: err_y 0.11"), (math.nan, "wrong: err_y nan")])
 def test_wrong_results_have_a_note(factor, note):
     def forward(x, weight):
