@@ -151,9 +151,7 @@ def results_of(run: Run) -> tuple[Tensor | None, ...]:
 def differs(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> str | None:
     """How results differ from the expected ones by more than rounding; None if they do not."""
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
-        if (a is None) != (b is None):
-            return f"result {i} is None in one case only"
-        if a is None or same_bits(a, b):
+        if same_bits(a, b):  # or both None, which depends only on the problem
             continue
         eps = torch.finfo(b.dtype).eps
         # fp32 sums over thousands of elements in another order; rounded to 16 bits, they differ by one step at most
