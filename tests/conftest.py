@@ -81,8 +81,8 @@ def path(request, monkeypatch, run_on, limits, poisoned):
         limits(SHARED_FROM=0)
         monkeypatch.setattr(lce_cublas, "PRODUCT_BYTES", 1 << 19)
         if device == "cpu":
-            monkeypatch.setattr(cublas, "mm", emulated.mm)
-            monkeypatch.setattr(cublas, "addmm", emulated.addmm)
+            for name in ("mm", "addmm"):
+                monkeypatch.setattr(cublas, name, getattr(emulated, name))
     k = emulated.Counted(k)
     run_on(lambda device: k)
     if kind == "cublas":

@@ -1,7 +1,6 @@
 """Measuring one cell in this process: timing, truth, memory, failures, interruption."""
 
 import math
-import types
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from quackish.bench.operations import LINEAR_CROSS_ENTROPY, OPERATIONS
 from quackish.bench.providers_linear_cross_entropy import IGNORED
 from quackish.bench.providers_rms_norm import Provider, load
 from quackish.launch import compile as compiling
-from quackish.testing import timing
 from quackish.testing.timing import Times, bursts, interleave, prepare, take_turns
 
 CPU = torch.device("cpu")
@@ -79,9 +77,8 @@ def test_works_are_timed_in_turns():
 class Works:
     """Works that take the given seconds on a fake clock; 0 raises."""
 
-    def __init__(self, monkeypatch, **seconds: float):
+    def __init__(self, **seconds: float):
         self.now, self.order = 0.0, []
-        monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
         self.works = {name: lambda name=name: self._run(name, seconds[name]) for name in seconds}
 
     def _run(self, name: str, seconds: float) -> None:
@@ -90,16 +87,16 @@ class Works:
         1 / seconds
 
 
-def test_slow_works_get_fewer_samples_and_failing_ones_are_dropped(monkeypatch):
-    made, records = Works(monkeypatch, a=0.01, slow=1.0, bad=0), []
+def test_slow_works_get_fewer_samples_and_failing_ones_are_dropped():
+    made, records = Works(a=0.01, slow=1.0, bad=0), []
 
     def after(name, times):
         records.append(set(times))
         made.now += 100  # not timed
 
-    how = dict(repeats=10, seconds=0.5, after=after)
+    how = dict(repeats=10, seconds=0.5, least=3, after=after, clock=lambda: made.now)
     times = take_turns(made.works, CPU, on_error=lambda name, error: records.append({name, type(error)}), **how)
-    assert {name: made.order.count(name) for name in made.works} == {"a": 10, "slow": 5, "bad": 1}
+    assert {name: made.order.count(name) for name in made.works} == {"a": 10, "slow": 3, "bad": 1}
     assert times["slow"].median == pytest.approx(1e6)
     assert {"bad", ZeroDivisionError} in records
     assert records[-1] == times.keys() == {"a", "slow"}
@@ -107,10 +104,10 @@ def test_slow_works_get_fewer_samples_and_failing_ones_are_dropped(monkeypatch):
         take_turns({"bad": made.works["bad"]}, CPU)
 
 
-def test_bursts_rotate(monkeypatch):
+def test_bursts_rotate():
     """Bursts have about the same length. Works that fail are reported and dropped."""
-    made, failed = Works(monkeypatch, a=0.1, slow=0.5, bad=0), []
-    how = dict(count=3, seconds=0.4)
+    made, failed = Works(a=0.1, slow=0.5, bad=0), []
+    how = dict(count=3, seconds=0.4, clock=lambda: made.now)
     times = bursts(made.works, CPU, on_error=lambda name, error: failed.append((name, type(error))), **how)
     assert failed == [("bad", ZeroDivisionError)]
     assert {name: found.median for name, found in times.items()} == pytest.approx({"a": 1e5, "slow": 5e5})
@@ -124,10 +121,9 @@ def test_bursts_rotate(monkeypatch):
         bursts({"bad": made.works["bad"]}, CPU)
 
 
-def test_launch_times_are_those_of_the_slowest_launch(monkeypatch):
+def test_launch_times_are_those_of_the_slowest_launch():
     """By the median over steps."""
     now = [0.0]
-    monkeypatch.setattr(host, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
 
     def launch_of(us):
         def function():
@@ -142,8 +138,9 @@ def test_launch_times_are_those_of_the_slowest_launch(monkeypatch):
         for one in launches:
             one()
 
-    assert host.launch_times(step, CPU, repeats=3, calls=4).median == pytest.approx(7)
-    assert host.launch_times(lambda: None, CPU, repeats=3) is None
+    clock = dict(clock=lambda: now[0])
+    assert host.launch_times(step, CPU, repeats=3, calls=4, **clock).median == pytest.approx(7)
+    assert host.launch_times(lambda: None, CPU, repeats=3, **clock) is None
 
 
 @pytest.mark.gpu

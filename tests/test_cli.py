@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import types
 
 import pytest
 import torch
@@ -54,10 +53,9 @@ def test_no_suggestion_without_a_close_name():
     assert did_you_mean("", ["bench"]) == ""
 
 
-def test_progress(monkeypatch):
-    stream = io.StringIO()
-    monkeypatch.setattr(console, "time", types.SimpleNamespace(monotonic=itertools.count(step=2.0).__next__))
-    show = console.progress(4, stream)
+def test_progress():
+    stream, now = io.StringIO(), itertools.count(step=2.0)
+    show = console.progress(4, stream, clock=lambda: next(now))
     for done in range(5):
         show(done, f"step {done}")
     assert stream.getvalue() == "step 2: 2 of 4 done, 6 s\n"

@@ -147,9 +147,7 @@ def test_a_driver_that_torch_cannot_use_and_one_without_a_gpu(monkeypatch):
         def init():
             raise RuntimeError(message)
 
-        monkeypatch.setattr(torch.cuda, "init", init)
-        monkeypatch.setattr(toolchain, "driver_cuda", lambda: driver)
-        return run_section(doctor.why_no_gpu)
+        return run_section(doctor.why_no_gpu, driver, init)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     problems, (note,) = why(None)
@@ -188,18 +186,22 @@ def test_unsupported_versions():
 # The compiler
 
 
-def test_a_missing_or_unsupported_compiler(monkeypatch):
-    monkeypatch.setattr(toolchain, "find", lambda: toolchain._folder("not_installed"))
-    monkeypatch.setattr(doctor, "has_kernels", lambda device: True)
-    message = only_problem(doctor.compiler)
+def test_a_missing_or_unsupported_compiler():
+    def missing():
+        return toolchain._folder("not_installed")
+
+    message = only_problem(doctor.compiler, missing, expected=True)
     assert (
         "the compiler, is not installed (no module named 'not_installed'). `pip install nvidia-cutlass-dsl`" in message
     )
-    monkeypatch.setattr(doctor, "has_kernels", lambda device: False)
-    problems, (note,) = run_section(doctor.compiler)
+    problems, (note,) = run_section(doctor.compiler, missing, expected=False)
     assert problems == []
     assert "the compiler, is not installed" in note
     assert "No GPU here runs kernels" in note
+
+    message = only_problem(doctor.compiler, lambda: toolchain.choose_flavour([12, 13], (11, 8)), expected=True)
+    assert "no compiler for this driver" in message
+    assert "This driver has CUDA 11.8: install a newer one" in message
 
 
 # Cache and tables
@@ -238,13 +240,8 @@ def test_kernels_of_other_versions():
 # The operations
 
 
-@pytest.fixture
-def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(doctor, "devices", lambda: [torch.device("cpu")])
-
-
 def operation(op, change, path=PORTABLE):
-    """One case whose results `change` modifies, on this path."""
+    """Arguments of `operations`: one case on the CPU, whose results `change` modifies, on this path."""
     case = doctor.OPERATIONS[op]
 
     def changed(given, backend):
@@ -255,15 +252,14 @@ def operation(op, change, path=PORTABLE):
             change(results)
         return results
 
-    return {op: case._replace(call=changed)}
+    return {op: case._replace(call=changed)}, [torch.device("cpu")]
 
 
-def test_an_unexpected_portable_path_is_a_problem(on_a_cpu, monkeypatch):
+def test_an_unexpected_portable_path_is_a_problem():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     unchanged = operation("rms_norm", lambda results: None)
-    assert run_section(doctor.operations, unchanged) == ([], [])
-    monkeypatch.setattr(doctor, "has_kernels", lambda device, kernel: device.type == "cpu")
-    message = only_problem(doctor.operations, unchanged)
+    assert run_section(doctor.operations, *unchanged, expects=lambda device, kernel: False) == ([], [])
+    message = only_problem(doctor.operations, *unchanged, expects=lambda device, kernel: device.type == "cpu")
     assert message == "rms_norm runs the portable path on cpu, expected kernels. rms_norm: no reason."
 
 
@@ -271,23 +267,23 @@ def test_an_unexpected_portable_path_is_a_problem(on_a_cpu, monkeypatch):
     "op, name, factor, error",
     [("rms_norm", "dweight", 1.02, 2), ("rms_norm", "dx", torch.nan, "inf"), ("linear_cross_entropy", "loss", 1.02, 2)],
 )
-def test_wrong_results(op, name, factor, error, on_a_cpu):
-    message = only_problem(doctor.operations, operation(op, lambda results: results[name].mul_(factor)))
+def test_wrong_results(op, name, factor, error):
+    message = only_problem(doctor.operations, *operation(op, lambda results: results[name].mul_(factor)))
     assert message.startswith(f"{op} on ")
     assert f"gives wrong results: {name} has error {error}" in message
 
 
 @pytest.mark.parametrize("path", [KERNELS, PORTABLE])
-def test_different_bits_are_a_problem_of_kernels_only(path, on_a_cpu):
+def test_different_bits_are_a_problem_of_kernels_only(path):
     drift = itertools.count()
     change = operation("linear_cross_entropy", lambda results: results["loss"].add_(1e-6 * next(drift)), path)
-    problems, _ = run_section(doctor.operations, change)
+    problems, _ = run_section(doctor.operations, *change)
     assert ["different bits in two runs" in problem for problem in problems] == [True] * (path == KERNELS)
 
 
-def test_an_operation_that_raises(on_a_cpu):
+def test_an_operation_that_raises():
     def fail(results):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
 
-    message = only_problem(doctor.operations, operation("rms_norm", fail))
+    message = only_problem(doctor.operations, *operation("rms_norm", fail))
     assert "does not run: RuntimeError: CUDA error: an illegal memory access was encountered. Please" in message

@@ -39,10 +39,7 @@ def run(words, compile_all=None, find=lambda: None):
 
     parser = Parser()
     precompile.add_arguments(parser)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(precompile.toolchain, "find", find)
-        patch.setattr(precompile.parallel, "compile_all", stand_in)
-        return precompile.run(parser.parse_args(words.split())), requests
+    return precompile.run(parser.parse_args(words.split()), find, stand_in), requests
 
 
 def names(kernels):

@@ -317,10 +317,7 @@ def tune(outcome=better, shapes="4096x4096", examine=fake_examine):
         searched.append(configs)
         return outcome(configs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "examine", examine)
-        patch.setattr(search, "search", search_for)
-        return command.tune(plan(f"rms_norm_forward {shapes}"), H200, 4, CPU), searched
+    return command.tune(plan(f"rms_norm_forward {shapes}"), H200, 4, CPU, examine, search_for), searched
 
 
 def test_a_faster_config_is_stored_and_used(folder, capsys):

@@ -10,13 +10,15 @@ NO_GPU = "No GPU: small shapes run on the CPU. This tests the benchmark itself; 
 EVERY_S = 5.0  # between lines of progress
 
 
-def progress(total: int, stream: TextIO | None = None) -> Callable[[int, str], None]:
+def progress(
+    total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Callable[[int, str], None]:
     """Returns show(done, text), which prints a line at most every few seconds."""
-    started = last = time.monotonic()
+    started = last = clock()
 
     def show(done: int, text: str) -> None:
         nonlocal last
-        now = time.monotonic()
+        now = clock()
         if now - last >= EVERY_S:
             last = now
             print(f"{text}: {done} of {total} done, {now - started:.0f} s", file=stream, flush=True)

@@ -36,7 +36,13 @@ def host_times(
     return {name: Times.of(us) for name, us in samples.items()}
 
 
-def launch_times(work: Callable, device: torch.device, repeats: int = 25, calls: int = 8) -> Times | None:
+def launch_times(
+    work: Callable,
+    device: torch.device,
+    repeats: int = 25,
+    calls: int = 8,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Times | None:
     """Host microseconds of the slowest launch in a call of `work`, by the median; None without launches.
 
     A sample is `calls` calls in a row.
@@ -44,9 +50,9 @@ def launch_times(work: Callable, device: torch.device, repeats: int = 25, calls:
     durations: list[float] = []
 
     def observer(function, args, kernel_class, problem, config) -> None:
-        start = time.perf_counter()
+        start = clock()
         function(*args)
-        durations.append(1e6 * (time.perf_counter() - start))
+        durations.append(1e6 * (clock() - start))
 
     samples: dict[int, list[float]] = {}
     launch.observe(observer)

@@ -17,7 +17,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def check_versions(report: Report, installed: Mapping[str, str], with_kernels: b
 
 def gpus(report: Report) -> dict[str, str]:
     if not torch.cuda.is_available():
-        why_no_gpu(report)
+        why_no_gpu(report, toolchain.driver_cuda())
         return {}
     rows = {}
     for device in devices():
@@ -162,14 +162,14 @@ def gpus(report: Report) -> dict[str, str]:
     return rows
 
 
-def why_no_gpu(report: Report) -> None:
+def why_no_gpu(report: Report, driver: tuple[int, int] | None, init: Callable[[], None] = torch.cuda.init) -> None:
     """A driver that torch cannot use is a problem. No driver, or one without a GPU as on a login node, is a note."""
     portable = "the portable path runs on the CPU."
-    if torch.version.hip or toolchain.driver_cuda() is None:
+    if torch.version.hip or driver is None:
         report.note(f"there is no NVIDIA driver (containers need `docker run --gpus all`): {portable}")
         return
     try:
-        torch.cuda.init()
+        init()
     except (RuntimeError, AssertionError) as error:
         message, visible = _first_line(error), os.environ.get("CUDA_VISIBLE_DEVICES")
         if "No CUDA GPUs are available" in message:
@@ -193,13 +193,17 @@ def _numbers(version: str) -> tuple[int, ...]:
 # The compiler, the cache and the environment -------------------------------------------------------------------------
 
 
-def compiler(report: Report) -> dict[str, str]:
-    """A missing compiler is a problem only if a GPU here could run kernels."""
+def compiler(
+    report: Report, find: Callable[[], toolchain.Toolchain] = toolchain.find, expected: bool | None = None
+) -> dict[str, str]:
+    """A missing compiler is a problem only if a GPU here could run kernels (`expected`)."""
+    if expected is None:
+        expected = any(map(has_kernels, devices()))
     try:
-        tools = toolchain.find()
+        tools = find()
     except UnsupportedError as error:
         what, _, to_do = str(error).partition(". ")
-        if any(map(has_kernels, devices())):
+        if expected:
             report.problem(what, to_do)
         else:
             report.note(f"{what}. No GPU here runs kernels; only `precompile` needs the compiler: {to_do}")
@@ -246,10 +250,15 @@ _REPORT = "Please report it, with the output of `python -m quackish doctor --jso
 OPERATIONS = {name: case for name, case in check.SELF_TESTS.items() if "," not in name}
 
 
-def operations(report: Report, cases: Mapping[str, Case] = OPERATIONS) -> dict[str, str]:
-    """Path and results of each case on each device, and why the portable path runs if it does."""
+def operations(
+    report: Report,
+    cases: Mapping[str, Case] = OPERATIONS,
+    on: Sequence[torch.device] | None = None,
+    expects: Callable = has_kernels,
+) -> dict[str, str]:
+    """Path and results of each case on each device (default: all), and why the portable path runs if it does."""
     rows = {}
-    for device, (name, case) in itertools.product(devices(), cases.items()):
+    for device, (name, case) in itertools.product(on or devices(), cases.items()):
         args, path, why_portable = case.make(device), KERNELS, ""
         try:
             try:
@@ -265,7 +274,7 @@ def operations(report: Report, cases: Mapping[str, Case] = OPERATIONS) -> dict[s
         if fault:
             report.problem(f"{name} on {device} ({path}) {fault}", _REPORT)
         # A missing compiler is reported by `compiler`.
-        if why_portable and has_kernels(device, case.kernel) and toolchain.versions() is not None:
+        if why_portable and expects(device, case.kernel) and toolchain.versions() is not None:
             report.problem(f"{name} runs the portable path on {device}, expected kernels", why_portable)
     return rows
 

@@ -18,7 +18,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -45,15 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="a file with one call per line")
 
 
-def run(args: argparse.Namespace) -> int:
-    _check_compiler_and_cache()
+def run(args: argparse.Namespace, find: Callable = toolchain.find, compile_all: Callable = parallel.compile_all) -> int:
+    _check_compiler_and_cache(find)
     requests, portable = _requests(args)
     for reason in portable:
         print(f"nothing to compile: {reason}")
     started, outcomes = time.perf_counter(), []
     jobs = min(args.jobs or max(1, parallel.default_jobs(len(requests))), len(requests))
     try:
-        for outcome in parallel.compile_all(requests, jobs):
+        for outcome in compile_all(requests, jobs):
             outcomes.append(outcome)
             print(f"[{len(outcomes)}/{len(requests)}] {outcome.status:8} {_name(outcome)}", flush=True)
             if outcome.status == "failed":
@@ -74,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if count["failed"] or lost or portable else 0
 
 
-def _check_compiler_and_cache() -> None:
+def _check_compiler_and_cache(find: Callable) -> None:
     """Raises CommandError if nothing can be compiled or stored."""
     if cache.is_off():
         raise CommandError("QUACKISH_CACHE=0 turns the cache off; unset it")
     if fault := upkeep.folder_fault():
         raise CommandError(f"the cache folder {cache.location()} cannot be used: {fault}")
     try:
-        toolchain.find()
+        find()
     except UnsupportedError as error:
         raise CommandError(f"the compiler cannot be used: {error}") from None
 

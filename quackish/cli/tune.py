@@ -17,7 +17,7 @@ import argparse
 import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,18 +90,21 @@ def plan(args: argparse.Namespace, gpu: Gpu) -> list[Problem]:
     return list(problems.values())
 
 
-def tune(problems: Sequence[Problem], gpu: Gpu, max_candidates: int, device: torch.device) -> int:
+def tune(
+    problems: Sequence[Problem], gpu: Gpu, max_candidates: int, device: torch.device,
+    examine: Callable = search.examine, search_for: Callable[..., search.Outcome] = search.search,
+) -> int:  # fmt: skip
     failed = 0
     for problem in problems:
         configs = candidates(*problem[:2], gpu, max_candidates)
         unforced = choose.unforced(*problem[:2], gpu).config  # may be further from the analytical choice
         base, *others = configs + [unforced] * (unforced not in configs)
-        unspilled = _without_spills(problem, others, gpu)
+        unspilled = _without_spills(problem, others, gpu, examine)
         print(f"{problem}\n  {len(others)} candidates, {len(unspilled)} without spilled registers")
         shapes = [functools.partial(cases.prepare, *problem[:2], sizes, device, gpu) for sizes in problem.sizes]
         try:
             show = progress(search.num_steps(len(shapes)))
-            outcome = search.search([base, *unspilled], shapes, device, show=show)
+            outcome = search_for([base, *unspilled], shapes, device, show=show)
         except RuntimeError as error:  # such as out of memory; other problems may still work
             failed += 1
             print(f"  failed: {type(error).__name__}: {error}\n", file=sys.stderr)
@@ -111,10 +114,10 @@ def tune(problems: Sequence[Problem], gpu: Gpu, max_candidates: int, device: tor
     return 1 if failed else 0
 
 
-def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu) -> list[Any]:
+def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu, examine: Callable) -> list[Any]:
     unspilled, show = [], progress(len(configs))
     try:
-        for i, (config, fits) in enumerate(zip(configs, search.examine(*problem[:2], configs, gpu), strict=True), 1):
+        for i, (config, fits) in enumerate(zip(configs, examine(*problem[:2], configs, gpu), strict=True), 1):
             unspilled += [config] * fits
             show(i, "compiling candidates")
     except FileNotFoundError as error:

@@ -18,7 +18,6 @@ CLEAR_BYTES = 256 << 20  # as triton.testing.do_bench: several times the largest
 # card to its power limit. Without them, samples of three GEMMs were up to 9 % off their median on both sides; with them
 # at most 2 % below, and a few 4 to 20 % above, which do not move a median (H200, 37 ms).
 LOAD_MS = 80.0
-LEAST = 5  # good samples of slow work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,15 +110,17 @@ def take_turns(
     device: torch.device,
     repeats: int = 10,
     seconds: float = 0.5,
+    least: int = 5,
     on_error: Callable[[str, Exception], None] = _raise,
     after: Callable[[str, Mapping[str, Times]], None] = lambda name, times: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
     """Times long works, which may allocate and fail, as plain calls: one sample of each per turn, in random order.
 
     The order differs from run to run. On a GPU, GEMMs run for LOAD_MS before each sample. `after` is called after each
     sample with all times so far.
 
-    A work is finished after `repeats` samples, or after `seconds` in total if LEAST samples are good, so slow works
+    A work is finished after `repeats` samples, or after `seconds` in total if `least` samples are good, so slow works
     get fewer. A sample is good if the caching allocator did not call the driver; bad samples count only if none is
     good. A work that raises is dropped, and `on_error` is called with its name and exception.
     """
@@ -129,14 +130,14 @@ def take_turns(
 
     def wants_more(name: str) -> bool:
         good, spent = sum(clean for clean, _ in samples[name]), sum(us for _, us in samples[name]) / 1e6
-        return len(samples[name]) < repeats and (good < LEAST or spent < seconds)
+        return len(samples[name]) < repeats and (good < least or spent < seconds)
 
     while turn := [name for name in samples if wants_more(name)]:
         shuffle(turn)  # the previous work affects the card's clocks
         for name in turn:
             try:
                 work = works[name]
-                samples[name].append(_cuda_sample(work, device, load) if load else (True, _cpu_us(work)))
+                samples[name].append(_cuda_sample(work, device, load) if load else (True, _cpu_us(work, clock)))
                 after(name, _times_of(samples))
             except Exception as error:
                 del samples[name]
@@ -150,6 +151,7 @@ def bursts(
     count: int = 8,
     seconds: float = 0.3,
     on_error: Callable[[str, Exception], None] = _raise,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
     """Times works as a training loop runs them: `count` bursts of back-to-back calls of each, in random order.
 
@@ -163,7 +165,7 @@ def bursts(
 
     def mark() -> tuple:
         if device.type != "cuda":
-            return time.perf_counter(), None
+            return clock(), None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event, _driver_allocations(device)
@@ -242,7 +244,7 @@ def _driver_allocations(device: torch.device) -> tuple[int, int]:
     return stats.get("num_device_alloc", 0), stats.get("num_device_free", 0)
 
 
-def _cpu_us(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _cpu_us(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     run()
-    return 1e6 * (time.perf_counter() - start)
+    return 1e6 * (clock() - start)
