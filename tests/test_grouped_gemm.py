@@ -15,7 +15,7 @@ from quackish.configs.grouped_gemm import (
     grouped_gemm_why_illegal,
     max_groups_for,
 )
-from quackish.gpu import H200
+from quackish.gpu import H100, H100_NVL, H200
 
 
 def problem(epilogue, dtype="bfloat16", **fields):
@@ -88,7 +88,7 @@ def test_problems_are_few():
     assert [max_groups_for(n) for n in (1, 64, 65, 128, 1024)] == [64, 64, 128, 128, 1024]
 
 
-TILES = [  # epilogue, options, (m, n, k), the tile
+TILES = [  # epilogue, options, (m, n, k), the tile on an H100
     ("store", {}, (1536, 2048, None), "192x256"),
     ("store", {}, (28_672, 4096, None), "192x256"),
     ("store", {}, (2048, 2048, None), "128x256"),
@@ -109,6 +109,11 @@ TILES = [  # epilogue, options, (m, n, k), the tile
 
 @pytest.mark.parametrize("epilogue, options, sizes, tile", TILES)
 def test_tiles_pad_little(epilogue, options, sizes, tile):
-    chosen = problem(epilogue, **options, cluster_tile=cluster_tile_for(problem(epilogue, **options), *sizes))
+    chosen = problem(epilogue, **options, cluster_tile=cluster_tile_for(problem(epilogue, **options), H100, *sizes))
     assert chosen.cluster_tile == tile
-    assert grouped_gemm_why_illegal(chosen, grouped_gemm_config(chosen, H200), H200) is None
+    assert grouped_gemm_why_illegal(chosen, grouped_gemm_config(chosen, H100), H100) is None
+
+
+def test_fast_memory_prefers_small_tiles():
+    tiles = {gpu.name: cluster_tile_for(problem("down"), gpu, None, 2048, 768) for gpu in (H100, H200, H100_NVL)}
+    assert tiles == {"H100": "256x192", "H200": "128x256", "H100 NVL": "256x192"}

@@ -97,7 +97,7 @@ def weight_gradient(a, b, offs, dtype, out=None):
         d = torch.empty((groups, m, n), dtype=dtype, device=a.device)
     else:
         d = _aligned(out.to(torch.float32, memory_format=torch.contiguous_format))
-    problem = _problem("store", a.dtype, groups, d.dtype, m, n, None, accumulate=out is not None)
+    problem = _problem("store", _gpu(a), a.dtype, groups, d.dtype, m, n, None, accumulate=out is not None)
     ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
     sizes = ld, rows, m, n, None, groups
     _launch(problem, a, a.data_ptr(), b.data_ptr(), None, d.data_ptr(), offs, None, sizes)
@@ -140,7 +140,7 @@ def _rows(
     groups, rows = offs.shape[0], a.shape[0]
     fields = dict(b_major=b_major, b_in_two=second is not None, **options)
     total_k = k * (2 if epilogue == "down" and second is not None else 1)
-    problem = _problem(epilogue, a.dtype, groups, d.dtype, None, n, total_k, **fields)
+    problem = _problem(epilogue, _gpu(a), a.dtype, groups, d.dtype, None, n, total_k, **fields)
     sizes = None, rows, None, n, k, groups
     _launch(problem, a, a.data_ptr(), w.data_ptr(), _address(second), d.data_ptr(), offs, args, sizes)
 
@@ -151,6 +151,11 @@ def _launch(problem: GroupedGemmProblem, x: Tensor, a, b, second, d, offs: Tenso
     else:
         (launch, clusters), stream = _kernel(problem, x.device.index, choose.epoch), cuda.stream_of(x.device.index)
     launch(GroupedGemmArgs(a, b, second, d, offs.data_ptr(), epilogue, *sizes, clusters), stream)
+
+
+def _gpu(t: Tensor) -> Gpu:
+    stand_ins = _stand_ins.get()
+    return stand_ins[1] if stand_ins else gpu_of(t.device.index)
 
 
 @functools.cache
@@ -196,14 +201,14 @@ def stand_ins(kernel_for: KernelFor, gpu: Gpu) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def _problem(
-    epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype, m: int | None, n: int, k: int | None,
-    b_major: str = "k", **fields: Any
+    epilogue: str, gpu: Gpu, dtype: torch.dtype, groups: int, out_dtype: torch.dtype, m: int | None, n: int,
+    k: int | None, b_major: str = "k", **fields: Any
 ) -> GroupedGemmProblem:  # fmt: skip
     problem = GroupedGemmProblem(
         epilogue, cuda.name_of(dtype), max_groups_for(groups), cuda.name_of(out_dtype), b_major=b_major, **fields
     )
     columns = n * (1 + (epilogue == "up" and problem.gated))
-    return dataclasses.replace(problem, cluster_tile=cluster_tile_for(problem, m, columns, k))
+    return dataclasses.replace(problem, cluster_tile=cluster_tile_for(problem, gpu, m, columns, k))
 
 
 # Operands -------------------------------------------------------------------------------------------------------------
