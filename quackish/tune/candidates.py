@@ -116,7 +116,7 @@ def _gemm_configs(problem: GemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[
 
 
 def _grouped_configs(problem: GroupedGemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[GemmConfig]:
-    fields = (128, 192), {128, 256, base.tile_n}, (1, 2), (1, 2), (3, 4, 5, 6, 7), (4, 8, 16), ("m",), (False, True)
+    fields = (128, 192), (128, 192, 256), (1, 2), (1, 2), (3, 4, 5, 6, 7), (4, 8, 16), ("m",), (False, True)
     for values in itertools.product(*fields):
         config = GemmConfig(*values)
         if config.cluster_m * config.cluster_n <= 2:
