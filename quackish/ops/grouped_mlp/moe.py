@@ -46,7 +46,7 @@ def moe_mlp(
     refuse_transforms("moe_mlp")
     dtype = autocast_dtype(x.device.type)
     if dtype is not None and x.dtype != torch.float64:
-        x = x.to(dtype)  # before it is gathered
+        x = x.to(dtype)  # before it is copied
     num_experts, k = w2.shape[0], top_k_index.shape[-1]
 
     # Sort the choices by expert. Dropped ones are last, as expert E, which -1 is modulo E + 1. `order`: the choice of
