@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-for package in ("transformers", "rich", "matplotlib"):
+for package in ("transformers", "matplotlib"):
     pytest.importorskip(package)
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not part of the package
 
