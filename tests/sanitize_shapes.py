@@ -171,7 +171,10 @@ def main() -> None:
     calls |= {name: lambda name=name: run_grouped_mlp(*GROUPED_MLP[name]) for name in GROUPED_MLP}
     calls |= {name: lambda name=name: run_token_rows(*TOKEN_ROWS[name]) for name in TOKEN_ROWS}
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    for name in (name for name in calls if wanted in name):
+    names = [name for name in calls if wanted in name]
+    if not names:
+        sys.exit(f"sanitize_shapes.py: no shape's name contains {wanted!r}")
+    for name in names:
         print(name, flush=True)
         calls[name]()
     torch.cuda.synchronize()
