@@ -16,8 +16,11 @@ class Error(NamedTuple):
         return self.norm <= norm and self.worst <= worst  # False for NaN
 
 
-def error(got: Tensor, truth: Tensor) -> Error:
-    """`truth` is fp64; rows are along the last dimension. NaN and Inf in `got` count as infinite errors."""
+def error(got: Tensor, truth: Tensor, noise: Tensor | float = 0.0) -> Error:
+    """`truth` is fp64; rows are along the last dimension. NaN and Inf in `got` count as infinite errors.
+
+    `noise` is subtracted from each element's error: the rounding error where truth is a difference of larger terms.
+    """
     if got.shape != truth.shape:
         raise ValueError(f"error: got is {tuple(got.shape)} but truth is {tuple(truth.shape)}; expected equal shapes")
     if truth.numel() == 0:
@@ -26,6 +29,7 @@ def error(got: Tensor, truth: Tensor) -> Error:
     difference = (got.double() - truth).abs()
     if not difference.isfinite().all():
         return Error(float("inf"), float("inf"))
+    difference = (difference - noise).clamp(min=0)
     scale = truth.abs() + truth.square().mean(-1, keepdim=True).sqrt()
     worst = torch.where(difference == 0, 0.0, difference / scale).max()
     size = truth.norm()
