@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quackish.testing import assert_close_to_fp64, assert_deterministic
+from quackish.testing.errors import error
 
 X = torch.randn(4, 8)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -102,3 +103,9 @@ def test_equal_infinities_are_close():
     for wrong in (lambda x: -masked(x), lambda x: masked(x) * 1.001, lambda x: masked(x).clamp(min=-1e30)):
         with pytest.raises(AssertionError, match="output 0, "):
             assert_close_to_fp64(wrong, masked, X)
+
+
+def test_noise_is_subtracted_from_errors():
+    truth, noise = torch.tensor([4.0, -4.0], dtype=torch.float64), torch.tensor([0.25, 0.25])
+    assert error(truth + noise, truth, noise) == (0.0, 0.0)
+    assert error(truth + 3 * noise, truth, noise) == (0.125, 0.0625)
