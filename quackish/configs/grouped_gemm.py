@@ -140,8 +140,8 @@ def cluster_tile_for(problem: GroupedGemmProblem, gpu: Gpu, m: int | None, n: in
     Where groups divide m, only columns count. n includes gate's and up's columns where a tile has both.
     """
     small, roofs = SMALL[problem.epilogue], roofs_of(gpu)
-    if problem.epilogue == "down" and roofs and roofs.copy > 4e12:  # with 3 % less padding 5 % faster on the H200
-        small = 1.0
+    if problem.epilogue == "down" and roofs and roofs.copy > 4e12:
+        small = 1.0  # H200: tiles of 128x256 that pad 3 % less than 256x192 are up to 7 % faster
     if problem.epilogue == "down_backward" and k <= 2048:
         small = 0.97
 
