@@ -23,7 +23,7 @@ class TokenRowsConfig:
 
 
 def token_rows_config(problem: TokenRowsProblem) -> TokenRowsConfig:
-    """CTAs of equal size, as few per token as 256 threads allow. 64 to 512 threads are equally fast (H100)."""
+    """CTAs of equal size, as few per token as 256 threads allow. 64 to 512 threads are equally fast (sums, H100)."""
     vectors = problem.n // 8
     ctas = -(-vectors // 256)
     return TokenRowsConfig(threads=-(-vectors // (32 * ctas)) * 32)
