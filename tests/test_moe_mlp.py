@@ -66,7 +66,7 @@ def launched(monkeypatch, poisoned):
 def gradients(inputs, **options):
     """(out, the gradients of x, weights, w1 and w2)"""
     out = quackish.moe_mlp(*inputs, **options)
-    dy = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    dy = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
     return out, *torch.autograd.grad(out, [t for t in inputs if t.requires_grad], dy)
 
 
@@ -84,6 +84,20 @@ def test_against_a_loop_over_tokens(dtype, index_dtype, biases, device):
         return quackish.moe_mlp(x, index, weights, w1, w2, b1=b1, b2=b2)
 
     assert_close_to_fp64(function, by_loop, *inputs, slack=8.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_device_other_than_the_current_one():
+    want = gradients(make(torch.bfloat16, "cuda:0"), backend="cute")
+    inputs = make(torch.bfloat16, "cuda:1")
+    torch.cuda.synchronize("cuda:1")  # the copies are on its default stream
+    with torch.cuda.stream(torch.cuda.Stream("cuda:1")), torch.cuda.device(0):
+        got = gradients(inputs, backend="cute")
+    torch.cuda.synchronize("cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert all(t.device == torch.device("cuda:1") for t in got)
+    assert all(same_bits(a.cpu(), b.cpu()) for a, b in zip(got, want, strict=True))
 
 
 def test_leading_dimensions_and_autocast():

@@ -140,34 +140,32 @@ _NUM_TENSORS = _NUM_INPUTS - 3  # without buffers
 _NUM_OTHERS = 1 + 3 + 3  # offs, buffers and options, which have no gradient
 
 
-def _dense(inputs: Inputs) -> Inputs:
-    names = ("x", "b1", "b2", "scales", "offs")
-    strided = [name for name in names if (t := getattr(inputs, name)) is not None and not t.is_contiguous()]
-    return inputs._replace(**{name: getattr(inputs, name).contiguous() for name in strided}) if strided else inputs
+def _for_steps(inputs: Inputs) -> Inputs:
+    """Checks that x and the weights have memory; makes all but the weights and their buffers contiguous."""
+    x, w1, w3, b1, w2, b2, scales, offs, out_1, out_3, out_2 = inputs
+    check_memory("grouped_mlp", x=x, w1=w1, w3=w3, w2=w2)
+    x, b1, b2, scales, offs = (None if t is None else t.contiguous() for t in (x, b1, b2, scales, offs))
+    return Inputs(x, w1, w3, b1, w2, b2, scales, offs, out_1, out_3, out_2)
 
 
 def _mlp_forward(*args):
-    activation, keep_preactivation, backend = args[_NUM_INPUTS:]
-    inputs = _dense(Inputs(*args[:_NUM_INPUTS]))
-    check_memory("grouped_mlp", x=inputs.x, w1=inputs.w1, w3=inputs.w3, w2=inputs.w2)
+    inputs, (activation, keep_preactivation, backend) = _for_steps(Inputs(*args[:_NUM_INPUTS])), args[_NUM_INPUTS:]
     steps = _checked_steps("grouped_mlp", inputs.x, inputs.w2.shape[2], inputs.offs, backend)
     return forward(steps, inputs, activation, keep_preactivation)
 
 
-def _mlp_backward(dy, preactivation, *args):
-    """The operator's implementation. Only plain eager calls pass gradient buffers."""
-    inputs, (activation, *dtypes, backend) = _dense(Inputs(*args[:_NUM_INPUTS])), args[_NUM_INPUTS:]
-    names = ("x", "w1", "w3", "w2", "grad_w1_out", "grad_w3_out", "grad_w2_out")
-    check_memory("grouped_mlp", **{name: getattr(inputs, name) for name in names})
+def _mlp_backward(dy, preactivation, inputs: Inputs, activation, dtypes: Dtypes, backend) -> list[Tensor | None]:
+    inputs, dy = _for_steps(inputs), dy.contiguous()
+    check_memory("grouped_mlp", **{name: getattr(inputs, name) for name in inputs._fields[_NUM_TENSORS:]})
     if preactivation is not None:  # a hook on saved tensors may return other strides
         preactivation = preactivation.contiguous()
     steps = steps_for("grouped_mlp", inputs.x, inputs.w2.shape[2], inputs.offs, backend)
-    return tuple(gradients(steps, dy.contiguous(), inputs, preactivation, activation, Dtypes(*dtypes)))
+    return gradients(steps, dy, inputs, preactivation, activation, dtypes)
 
 
-def _mlp_backward_impl(*args):
-    at = 2 + _NUM_TENSORS
-    return _mlp_backward(*args[:at], None, None, None, *args[at:])
+def _mlp_backward_impl(dy, preactivation, *args):
+    inputs, (activation, *dtypes, backend) = Inputs(*args[:_NUM_TENSORS], None, None, None), args[_NUM_TENSORS:]
+    return tuple(_mlp_backward(dy, preactivation, inputs, activation, Dtypes(*dtypes), backend))
 
 
 def _mlp_forward_fake(*args):
@@ -184,7 +182,8 @@ def _mlp_backward_fake(dy, preactivation, *args):
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.out_1, ctx.out_3, ctx.out_2 = inputs[:_NUM_INPUTS]  # not saved: backward writes to the buffers
+    *tensors, out_1, out_3, out_2 = inputs[:_NUM_INPUTS]
+    ctx.outs = dict(w1=out_1, w3=out_3, w2=out_2)  # not saved: backward writes to the buffers
     ctx.activation, _, ctx.backend = inputs[_NUM_INPUTS:]
     preactivation = output[1]
     if preactivation is not None:
@@ -198,15 +197,14 @@ def _op_backward(ctx, dy, _):
     if dy is None:
         return (None,) * (len(Dtypes._fields) + _NUM_OTHERS)
     *tensors, preactivation = ctx.saved_tensors
-    pairs = zip(tensors[:7], ctx.needs_input_grad, strict=False)
-    dtypes = Dtypes(*(t.dtype if need and t is not None else None for t, need in pairs))
-    outs = dict(w1=ctx.out_1, w3=ctx.out_3, w2=ctx.out_2)
-    outs = {name: out for name, out in outs.items() if out is not None and getattr(dtypes, name) is not None}
-    dtypes = dtypes._replace(**{name: out.dtype for name, out in outs.items()})
+    needs = zip(Dtypes._fields, tensors, ctx.needs_input_grad, strict=False)
+    dtypes = {name: t.dtype if need and t is not None else None for name, t, need in needs}
+    outs = {name: out for name, out in ctx.outs.items() if out is not None and dtypes[name] is not None}
+    dtypes = Dtypes(**dtypes | {name: out.dtype for name, out in outs.items()})
     if is_plain() and are_plain((dy, *tensors)) and not dy.is_meta:  # weight gradients go straight to the buffers
+        inputs = Inputs(*tensors, outs.get("w1"), outs.get("w3"), outs.get("w2"))
         with torch.cuda.device_of(dy), without_autocast(dy.device.type):
-            buffers = (outs.get(name) for name in ("w1", "w3", "w2"))
-            grads = _mlp_backward(dy, preactivation, *tensors, *buffers, ctx.activation, *dtypes, ctx.backend)
+            grads = _mlp_backward(dy, preactivation, inputs, ctx.activation, dtypes, ctx.backend)
     else:
         grads = Dtypes(*_bwd_op(dy, preactivation, *tensors, ctx.activation, *dtypes, ctx.backend))
         for name, out in outs.items():

@@ -30,6 +30,7 @@ from quackish.configs.grouped_gemm import (
 from quackish.configs.token_rows import TokenRowsProblem
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda
+from quackish.ops.cuda import address, empty_on, matrix
 from quackish.ops.kernel_for import KernelFor, kernel_for
 from quackish.reference import grouped_mlp as reference
 from quackish.reference.grouped_mlp import GATED, Needs
@@ -52,41 +53,46 @@ def why_none(who: str, x: Tensor, columns: int = 0, groups: int = 0) -> str:
 
 
 def up(x, w1, w3, b1, scales, offs, activation, keep_preactivation):
-    i = w1.shape[1] if w3 is not None or activation not in GATED else w1.shape[1] // 2
-    act = x.new_empty((x.shape[0], i))
-    preactivation = x.new_empty((x.shape[0], _width(i, activation))) if keep_preactivation else None
+    rows, h = x.shape
+    gated = activation in GATED
+    i = w1.shape[1] // 2 if gated and w3 is None else w1.shape[1]
+    act = matrix(x, rows, i, x.dtype)
+    preactivation = matrix(x, rows, 2 * i if gated else i, x.dtype) if keep_preactivation else None
     bias, scales = _fp32(b1), _fp32(scales)
-    epilogue = UpArgs(_address(preactivation), _address(bias), _address(scales))
+    args = UpArgs(address(preactivation), address(bias), address(scales))
     options = dict(activation=activation, biased=b1 is not None, scaled=scales is not None, keeps=keep_preactivation)
-    _rows("up", x, _contiguous(w1), _contiguous(w3), act, offs, epilogue, i, x.shape[1], **options)
+    w1, w3 = w1.contiguous(), None if w3 is None else w3.contiguous()  # "up" has no kernel for b_major "n"
+    _rows("up", x, w1, w3, act, offs, args, i, h, **options)
     return preactivation, act
 
 
 def down(act, w2, b2, offs):
-    y, bias = act.new_empty((act.shape[0], w2.shape[1])), _fp32(b2)
-    _rows("down", act, w2, None, y, offs, DownArgs(_address(bias)), *w2.shape[1:], biased=b2 is not None)
+    _, n, k = w2.shape
+    y, bias = matrix(act, act.shape[0], n, act.dtype), _fp32(b2)
+    _rows("down", act, w2, None, y, offs, DownArgs(address(bias)), n, k, biased=b2 is not None)
     return y
 
 
 def down_backward(dy, w2, preactivation, scales, offs, activation, needs: Needs):
     if not (needs.dpreactivation or needs.dscales):  # only w2 needs act, which takes no matrix product
         return reference.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
-    i, rows = w2.shape[2], dy.shape[0]
+    rows = dy.shape[0]
+    _, h, i = w2.shape
     z = _aligned(preactivation)
-    dz, act = torch.empty_like(z), dy.new_empty((rows, i))
+    dz, act = matrix(z, *z.shape, z.dtype), matrix(dy, rows, i, dy.dtype)
     parts, s = None, _fp32(scales)
     if s is not None:  # partial sums of each row
-        parts = torch.empty((-(-i // DSCALES_COLUMNS), rows), dtype=torch.float32, device=dy.device)
-    epilogue = DownBackwardArgs(z.data_ptr(), act.data_ptr(), _address(s), _address(parts))
+        parts = matrix(dy, -(-i // DSCALES_COLUMNS), rows, torch.float32)
+    args = DownBackwardArgs(z.data_ptr(), act.data_ptr(), address(s), address(parts))
     options = dict(activation=activation, scaled=s is not None)
-    _rows("down_backward", dy, w2.transpose(1, 2), None, dz, offs, epilogue, i, w2.shape[1], **options)
+    _rows("down_backward", dy, w2, None, dz, offs, args, i, h, transposed=True, **options)
     return dz, act, parts.sum(0).to(scales.dtype) if needs.dscales else None
 
 
 def rows_gradient(dpreactivation, w1, w3, offs):
-    dx = dpreactivation.new_empty((dpreactivation.shape[0], w1.shape[2]))
-    w1, w3 = w1.transpose(1, 2), None if w3 is None else w3.transpose(1, 2)
-    _rows("down", dpreactivation, w1, w3, dx, offs, DownArgs(), *w1.shape[1:])
+    _, k, n = w1.shape
+    dx = matrix(dpreactivation, dpreactivation.shape[0], n, dpreactivation.dtype)
+    _rows("down", dpreactivation, w1, w3, dx, offs, DownArgs(), n, k, transposed=True)
     return dx
 
 
@@ -94,13 +100,12 @@ def weight_gradient(a, b, offs, dtype, out=None):
     a, b = _aligned(a), _aligned(b)
     (rows, m), n, groups = a.shape, b.shape[1], offs.shape[0]
     if out is None:
-        d = torch.empty((groups, m, n), dtype=dtype, device=a.device)
+        d = empty_on(a, (groups, m, n), (m * n, n, 1), dtype)
     else:
         d = _aligned(out.to(torch.float32, memory_format=torch.contiguous_format))
-    problem = _problem("store", _gpu(a), a.dtype, groups, d.dtype, m, n, None, accumulate=out is not None)
     ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
-    sizes = ld, rows, m, n, None, groups
-    _launch(problem, a, a.data_ptr(), b.data_ptr(), None, d.data_ptr(), offs, None, sizes)
+    sizes = ld, rows, m, n, None
+    _launch("store", a, b, None, d, offs, None, sizes, (m, n, None), accumulate=out is not None)
     if out is None:
         return d
     if d is out:
@@ -128,49 +133,63 @@ def sum_rows(x, rows):
 
 def _rows(
     epilogue: str, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple, n: int, k: int,
-    **options: Any
+    transposed: bool = False, **options: Any
 ) -> None:  # fmt: skip
-    """a (R, k) times w (groups, n, k). `second` has w's other rows (up) or columns (down), if w is in two tensors."""
-    if not w.is_contiguous() and not w.transpose(1, 2).is_contiguous():
-        w = w.contiguous()
-    b_major = "k" if w.is_contiguous() else "n"
+    """a (R, k) times w[g].T for w (groups, n, k), or times w[g] for a transposed one (groups, k, n).
+
+    `second` is w's other half if w is in two tensors: along n for "up", along k for "down".
+    """
+    if not w.is_contiguous() and w.transpose(1, 2).is_contiguous():
+        w, second, transposed = w.transpose(1, 2), None if second is None else second.transpose(1, 2), not transposed
+    a, w, total_k = _aligned(a), _aligned(w.contiguous()), k
     if second is not None:
-        second = second.contiguous() if b_major == "k" else second.transpose(1, 2).contiguous().transpose(1, 2)
-    a, w, second = _aligned(a), _aligned(w), None if second is None else _aligned(second)
-    groups, rows = offs.shape[0], a.shape[0]
-    fields = dict(b_major=b_major, b_in_two=second is not None, **options)
-    total_k = k * (2 if epilogue == "down" and second is not None else 1)
-    problem = _problem(epilogue, _gpu(a), a.dtype, groups, d.dtype, None, n, total_k, **fields)
-    sizes = None, rows, None, n, k, groups
-    _launch(problem, a, a.data_ptr(), w.data_ptr(), _address(second), d.data_ptr(), offs, args, sizes)
+        second, options["b_in_two"] = _aligned(second.contiguous()), True
+        total_k = 2 * k if epilogue == "down" else k
+    sizes = None, a.shape[0], None, n, k
+    shape, b_major = (None, n, total_k), "n" if transposed else "k"
+    _launch(epilogue, a, w, second, d, offs, args, sizes, shape, b_major=b_major, **options)
 
 
-def _launch(problem: GroupedGemmProblem, x: Tensor, a, b, second, d, offs: Tensor, epilogue, sizes: tuple) -> None:
+def _launch(
+    epilogue: str, a: Tensor, b: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple | None,
+    sizes: tuple, shape: tuple, **options: Any
+) -> None:  # fmt: skip
+    """sizes: fields of `GroupedGemmArgs`, a_stride to k. options: fields of `GroupedGemmProblem`.
+
+    shape: (m, n, k) of the product, None for the dimension that groups divide. n of gate and up each, k of both halves.
+    """
+    fields = epilogue, a.dtype, offs.shape[0], d.dtype, shape
     if stand_ins := _stand_ins.get():
-        (launch, clusters), stream = _kernel_by(*stand_ins, problem), 0
+        (launch, clusters), stream = _kernel(*stand_ins, *fields, **options), 0
     else:
-        (launch, clusters), stream = _kernel(problem, x.device.index, choose.epoch), cuda.stream_of(x.device.index)
-    launch(GroupedGemmArgs(a, b, second, d, offs.data_ptr(), epilogue, *sizes, clusters), stream)
+        index = a.device.index
+        (launch, clusters), stream = _cached_kernel(index, choose.epoch, *fields, **options), cuda.stream_of(index)
+    pointers = a.data_ptr(), b.data_ptr(), address(second), d.data_ptr(), offs.data_ptr()
+    launch(GroupedGemmArgs(*pointers, args, *sizes, offs.shape[0], clusters), stream)
 
 
-def _gpu(t: Tensor) -> Gpu:
-    stand_ins = _stand_ins.get()
-    return stand_ins[1] if stand_ins else gpu_of(t.device.index)
+@functools.lru_cache(maxsize=1024)
+def _cached_kernel(device_index: int, epoch: int, *fields: Any, **options: Any) -> tuple[Callable, int]:
+    return _kernel(kernel_for, gpu_of(device_index), *fields, **options)
 
 
-@functools.cache
-def _kernel(problem: GroupedGemmProblem, device_index: int, epoch: int) -> tuple[Callable, int]:
-    return _kernel_by(kernel_for, gpu_of(device_index), problem)
-
-
-def _kernel_by(kernel_for: KernelFor, gpu: Gpu, problem: GroupedGemmProblem) -> tuple[Callable, int]:
+def _kernel(
+    kernel_for: KernelFor, gpu: Gpu, epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype,
+    shape: tuple[int | None, int, int | None], **options: Any
+) -> tuple[Callable, int]:  # fmt: skip
+    """(launch, the number of clusters)"""
+    names = cuda.name_of(dtype), cuda.name_of(out_dtype)
+    problem = GroupedGemmProblem(epilogue, names[0], max_groups_for(groups), names[1], **options)
+    m, n, k = shape
+    columns = 2 * n if epilogue == "up" and problem.gated else n
+    problem = dataclasses.replace(problem, cluster_tile=cluster_tile_for(problem, gpu, m, columns, k))
     kernel = kernel_for("grouped_gemm", problem, gpu)
     return kernel.launch, kernel.config.max_clusters(gpu.sm_count)
 
 
 def _token_rows(op: str, x: Tensor, rows: Tensor, num_out: int) -> Tensor:
     x, rows = _aligned(x.contiguous()), rows.contiguous()  # a hook on saved tensors may return other strides
-    (tokens, k), out = rows.shape, x.new_empty((num_out, x.shape[1]))
+    (tokens, k), out = rows.shape, matrix(x, num_out, x.shape[1], x.dtype)
     problem = TokenRowsProblem(op, x.shape[1], cuda.name_of(x.dtype))
     if stand_ins := _stand_ins.get():
         kernel_for, gpu = stand_ins
@@ -199,35 +218,11 @@ def stand_ins(kernel_for: KernelFor, gpu: Gpu) -> Iterator[None]:
         _stand_ins.reset(token)
 
 
-@functools.lru_cache(maxsize=1024)
-def _problem(
-    epilogue: str, gpu: Gpu, dtype: torch.dtype, groups: int, out_dtype: torch.dtype, m: int | None, n: int,
-    k: int | None, b_major: str = "k", **fields: Any
-) -> GroupedGemmProblem:  # fmt: skip
-    problem = GroupedGemmProblem(
-        epilogue, cuda.name_of(dtype), max_groups_for(groups), cuda.name_of(out_dtype), b_major=b_major, **fields
-    )
-    columns = n * (1 + (epilogue == "up" and problem.gated))
-    return dataclasses.replace(problem, cluster_tile=cluster_tile_for(problem, gpu, m, columns, k))
-
-
 # Operands -------------------------------------------------------------------------------------------------------------
-
-
-def _width(i: int, activation: str) -> int:
-    return 2 * i if activation in GATED else i
-
-
-def _address(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
 
 
 def _fp32(t: Tensor | None) -> Tensor | None:
     return None if t is None else _aligned(t.float().contiguous())
-
-
-def _contiguous(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()
 
 
 def _aligned(t: Tensor) -> Tensor:

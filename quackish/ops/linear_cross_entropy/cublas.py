@@ -12,8 +12,8 @@ from torch import Tensor
 from quackish.configs.lce_args import ClearArgs, ExpArgs, RescaleArgs, ScatterArgs
 from quackish.configs.lce_cublas import TILE_N, logit_columns, product_rows
 from quackish.configs.linear_cross_entropy import round_up
-from quackish.ops.cuda import dtype_of
-from quackish.ops.linear_cross_entropy.launches import ExpLogits, RowKernels, address
+from quackish.ops.cuda import address, dtype_of
+from quackish.ops.linear_cross_entropy.launches import ExpLogits, RowKernels
 from quackish.ops.linear_cross_entropy.portable import addmm
 from quackish.reference.linear_cross_entropy import mm
 

@@ -26,7 +26,7 @@ from quackish.configs.lce_args import (
 )
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda
-from quackish.ops.cuda import dtype_of
+from quackish.ops.cuda import address, dtype_of, empty_on, vector
 from quackish.ops.kernel_for import Kernel, KernelFor, kernel_for
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -34,25 +34,11 @@ from quackish.ops.kernel_for import Kernel, KernelFor, kernel_for
 I32, F32 = torch.int32, torch.float32
 
 
-def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if like.is_cuda:  # like's device is the current one
-        return cuda.empty(shape, strides, dtype)
-    return like.new_empty_strided(shape, strides, dtype=dtype)
-
-
-def vector(like: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    return empty(like, (n,), (1,), dtype)
-
-
-def matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return empty(like, (rows, columns), (columns, 1), dtype)
-
-
 def padded_matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """A matrix whose rows are aligned to 128 bytes."""
     if columns % 8:  # kernels read 16 bytes at a time: the last row needs allocated padding
         return padded_matrix(like, rows, -(-columns // 8) * 8, dtype)[:, :columns]
-    return empty(like, (rows, columns), padded_strides(columns), dtype)
+    return empty_on(like, (rows, columns), padded_strides(columns), dtype)
 
 
 def padded_strides(columns: int) -> tuple[int, int]:
@@ -69,10 +55,6 @@ def view_into(owner: Tensor, offset: int, rows: int, columns: int, dtype: torch.
 def row_slice(t: Tensor, first: int, last: int) -> Tensor:
     """t[first:last]; t itself if that is all of it, because slicing takes a microsecond."""
     return t if last - first == t.shape[0] else t[first:last]
-
-
-def address(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
 
 
 class ExpLogits(NamedTuple):

@@ -46,13 +46,13 @@ from torch import Tensor
 from quackish.configs.lce_args import ScatterArgs
 from quackish.configs.lce_rows import NO_SLOT
 from quackish.configs.linear_cross_entropy import Layout, choose_layout
+from quackish.ops.cuda import matrix
 from quackish.ops.linear_cross_entropy.calls import Call, Chunk, ForwardResult, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.launches import (
     F32,
     ExpLogits,
     RowKernels,
     RowState,
-    matrix,
     padded_matrix,
     padded_strides,
     row_slice,

@@ -18,18 +18,9 @@ from quackish.configs.lce_args import (
 )
 from quackish.configs.lce_rows import MOST_ROWS_COUNTED, WIDE_BIAS
 from quackish.configs.linear_cross_entropy import Layout
-from quackish.ops.cuda import dtype_of
+from quackish.ops.cuda import address, dtype_of, matrix, vector
 from quackish.ops.linear_cross_entropy.calls import Call, Chunk, Grads, GradsNeeded
-from quackish.ops.linear_cross_entropy.launches import (
-    F32,
-    I32,
-    NOT_STORED,
-    ExpLogits,
-    address,
-    matrix,
-    row_slice,
-    vector,
-)
+from quackish.ops.linear_cross_entropy.launches import F32, I32, NOT_STORED, ExpLogits, row_slice
 from quackish.ops.modes import check_memory
 
 # Logits and row statistics --------------------------------------------------------------------------------------------
