@@ -79,7 +79,7 @@ def apply(
         head: patch the loss. In training mode with labels, the output has `loss`, and `logits` is None. In a call,
             `skip_logits=False` computes logits too, `skip_logits=True` skips them in evaluation mode too, and
             `return_token_accuracy=True` adds `token_accuracy` to an output without logits.
-        experts: run mixtures of experts with `quackish.moe_mlp`. Off by default: not yet measured in a model.
+        experts: run mixtures of experts with `quackish.moe_mlp`, which supports some models' experts.
         schedule, chunk_size, memory_limit: as in `quackish.linear_cross_entropy`.
 
     Raises:
