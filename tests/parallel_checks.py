@@ -1,13 +1,12 @@
 """Checks of the vocabulary-parallel head, run by each rank: `parallel_checks.py RANK RANKS FILE_STORE RESULTS KIND`.
 
-Each check compares with one process that has the whole weight. test_parallel.py starts the processes: three on a CPU
-(KIND "cpu", by gloo), or one for each of two or four GPUs ("gpu", and "bits", by NCCL).
+Each check compares with one process that has the whole weight. test_parallel.py starts the processes: by gloo three on
+a CPU (KIND "cpu") or two or four on one GPU ("shared"); by NCCL one for each of two or four GPUs ("gpu", "bits").
 """
 
 import argparse
 import contextlib
 import datetime
-import functools
 import gc
 import hashlib
 import itertools
@@ -40,15 +39,16 @@ ON_GPUS = {
     2: {"large": (2560, 2440), "small": (512, 188), "one": (700, 0)},
     4: {"large": (1280, 1280, 1240, 1200), "small": (256, 188, 0, 256), "one": (0, 0, 700, 0)},
 }
-CHECKS = {"cpu": {}, "gpu": {}, "bits": {}}
+CHECKS = {"cpu": {}, "shared": {}, "gpu": {}, "bits": {}}
 
 
-def check(function, kind="cpu"):
-    CHECKS[kind][function.__name__] = function
-    return function
+def check(*kinds):
+    def add(function):
+        for kind in kinds:
+            CHECKS[kind][function.__name__] = function
+        return function
 
-
-gpu_check = functools.partial(check, kind="gpu")
+    return add
 
 
 class Ranks:
@@ -107,7 +107,7 @@ def agree(ranks, x, w, target, kw, loss_of=total, close=1e-11, **options):
     return got, grads
 
 
-@check
+@check("cpu")
 def every_option(groups):
     for i, options in enumerate(OPTIONS.values()):
         for j, reduction in enumerate(REDUCTIONS):
@@ -117,7 +117,7 @@ def every_option(groups):
                 agree(ranks, x, w, target, kw, schedule=SCHEDULES[(i + k) % 3], chunk_size=5)
 
 
-@check
+@check("cpu")
 def two_ranks(groups):
     x, w, target, kw = make(v=V, **OPTIONS["all"])
     kw |= {"return_stats": True, "num_items": torch.tensor(7)}
@@ -128,7 +128,7 @@ def two_ranks(groups):
                 agree(groups[split], *make(v=V, dtype=torch.float32), close=1e-4)
 
 
-@check
+@check("cpu")
 def rows_in_special_cases(groups):
     ranks = groups["unequal"]
     for kw in ({}, {"return_stats": True, "label_smoothing": 0.1}):
@@ -153,7 +153,7 @@ def rows_in_special_cases(groups):
         assert not kw or outputs[4][2] == -1
 
 
-@check
+@check("cpu")
 def targets_that_are_no_class(groups):
     ranks = groups["empty"]
     for kw in ({}, {"return_stats": True, "label_smoothing": 0.1}, {"weight": torch.ones(V, dtype=torch.float64)}):
@@ -168,7 +168,7 @@ def targets_that_are_no_class(groups):
             assert torch.equal(one[good], other[good])
 
 
-@check
+@check("cpu")
 def which_gradients(groups):
     ranks = groups["chunk"]
     x, w, target, kw = make(v=V, bias=True)
@@ -189,7 +189,7 @@ def which_gradients(groups):
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
-@check
+@check("cpu")
 def outputs_are_the_users(groups):
     """They may be modified, and backward works with an empty shard."""
     ranks = groups["empty"]
@@ -202,7 +202,7 @@ def outputs_are_the_users(groups):
     assert dx.isfinite().all()
 
 
-@check
+@check("cpu")
 def buffers_of_weight_gradients(groups):
     ranks = groups["empty"]
     x, w, target, _ = make(m=12, v=V)
@@ -223,7 +223,7 @@ def buffers_of_weight_gradients(groups):
         linear_cross_entropy(x, shard, target, group=groups["chunk"].group, grad_weight_out=shard.detach())
 
 
-@check
+@check("cpu")
 def parts_of_the_input(groups):
     """sequence_parallel, in (sequence, batch) order, and deterministic."""
     ranks = groups["chunk"]
@@ -248,7 +248,7 @@ def parts_of_the_input(groups):
     agree(ranks, x, w, target, kw, deterministic=True)
 
 
-@check
+@check("cpu")
 def sums_in_rank_order(groups):
     group = groups["chunk"].group
     partial = torch.randn(13, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -260,7 +260,7 @@ def sums_in_rank_order(groups):
     assert torch.equal(mine, total[4 * dist.get_rank() :][:4])
 
 
-@check
+@check("cpu")
 def what_ranks_disagree_about(groups):
     ranks = groups["chunk"]
     x, w, target, _ = make(v=V)
@@ -299,7 +299,7 @@ def what_ranks_disagree_about(groups):
     agree(ranks, x, w, target, {}, vocab_start=ranks.start, memory_limit=10**6)
 
 
-@check
+@check("cpu")
 def dtensors_and_the_module(groups):
     x, _, target, _ = make(v=V)
     for weight in (None, torch.linspace(0.1, 2.0, V, dtype=torch.float64)):
@@ -322,7 +322,7 @@ def dtensors_and_the_module(groups):
         head(x, target.clamp(max=V - 2)).backward()
 
 
-@check
+@check("cpu")
 def kernels(groups):
     """Emulated kernels, in memory initialized with NaN, compared with fp64."""
     k = emulated.Counted(emulated.lce_kernels())
@@ -387,7 +387,7 @@ def gpu_case(dtype=torch.bfloat16, m=1000, h=512, v=5000, **options):
     return x.detach().cuda().requires_grad_(), w.cuda().requires_grad_(), target.cuda(), kw
 
 
-@gpu_check
+@check("shared", "gpu")
 def options_on_gpus(groups):
     """The CPU tests cover the options; these run different kernels."""
     for split in ("small", "one"):
@@ -405,16 +405,16 @@ def options_on_gpus(groups):
                 agree_with_truth(groups[split], *case, schedule=schedule, deterministic=i % 2 == 0)
 
 
-@gpu_check
+@check("shared", "gpu")
 def bits_and_synchronization(groups):
-    """Equal loss bits over runs, ranks, schedules and communication options; no host synchronization."""
+    """Equal loss bits over runs, ranks, schedules and communication options; by NCCL, no host synchronization."""
     ranks = groups["large"]
     x, w, target, kw = gpu_case()
     first = None
     for schedule, deterministic in itertools.product(SCHEDULES, (False, True)):
         options, runs = dict(schedule=schedule, deterministic=deterministic, chunk_size=384), []
         for i in range(10):
-            with no_synchronization() if i > 0 else contextlib.nullcontext():
+            with no_synchronization() if i > 0 and dist.get_backend() == "nccl" else contextlib.nullcontext():
                 runs.append(ranks.step(x, w, target, kw, lambda outputs: outputs[0], **options))
         first = first or runs[0]
         for (loss,), (dx, dw) in runs:
@@ -435,7 +435,7 @@ def digest(t):
     return hashlib.sha256(t.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
-@gpu_check
+@check("shared", "gpu")
 def parts_of_the_input_on_gpus(groups):
     ranks = groups["large"]
     x, w, target, kw = gpu_case()
@@ -451,7 +451,7 @@ def parts_of_the_input_on_gpus(groups):
         assert norm_error(grads[0], dx[mine].double()) <= 2 * unit_roundoff(dx.dtype)
 
 
-@gpu_check
+@check("gpu")
 def a_cuda_graph_of_the_step(groups):
     ranks = groups["large"]
     whole, w, target, _ = gpu_case()
@@ -482,7 +482,7 @@ def a_cuda_graph_of_the_step(groups):
             assert torch.equal(replayed[1], eager[1]) or not (deterministic or len(ranks.sizes) == 2)
 
 
-@gpu_check
+@check("gpu")
 def memory_is_that_of_one_rank(groups):
     """The peak is that of the one-GPU operation on the shard, plus a few numbers per row and rank."""
     m, h, v, n = 4096, 1024, 32_000, dist.get_world_size()
@@ -513,7 +513,7 @@ def memory_is_that_of_one_rank(groups):
         assert shown <= 1.01 * formula + also + (8 << 20), (schedule, sequence_parallel, shown, formula)
 
 
-@functools.partial(check, kind="bits")
+@check("bits")
 def bits_of_dx(groups):
     """Returned to compare with other runs."""
     x, w, target, kw = gpu_case()
@@ -522,13 +522,13 @@ def bits_of_dx(groups):
 
 
 def main(rank, ranks, store, results, kind):
-    on_cpu = kind == "cpu"
-    splits = SPLITS | PAIRS if on_cpu else ON_GPUS[ranks]
-    if not on_cpu:
+    splits = SPLITS | PAIRS if kind == "cpu" else ON_GPUS[ranks]
+    nccl = kind in ("gpu", "bits")
+    if nccl:
         torch.cuda.set_device(rank)
     timeout = datetime.timedelta(seconds=60)
     store = dist.FileStore(store, ranks)
-    dist.init_process_group("gloo" if on_cpu else "nccl", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group("nccl" if nccl else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     groups = {split: Ranks(sizes) for split, sizes in splits.items()}
     torch.set_num_threads(1)
     done, failed = {}, False

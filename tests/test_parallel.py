@@ -95,6 +95,14 @@ def test_compiled_code_and_torch_func(alone):
         torch.func.grad(double)(x, w)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", parallel_checks.ON_GPUS)
+def test_ranks_on_one_gpu_match_one_process(ranks, tmp_path):
+    results = run_ranks(tmp_path, "shared", ranks)
+    for name in parallel_checks.CHECKS["shared"]:
+        assert_passed(name, results)
+
+
 def needs_gpus(count):
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
