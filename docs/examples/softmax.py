@@ -124,5 +124,6 @@ def softmax(x: Tensor) -> Tensor:
     problem = SoftmaxProblem(x.shape[-1], str(x.dtype).removeprefix("torch."))
     kernel = launch.get(SoftmaxFwd, problem, softmax_config(problem, gpu), gpu.target)
     y = torch.empty_like(x)
-    kernel(x.data_ptr(), y.data_ptr(), x.numel() // problem.n, torch.cuda.current_stream(x.device).cuda_stream)
+    with torch.cuda.device_of(x):
+        kernel(x.data_ptr(), y.data_ptr(), x.numel() // problem.n, torch.cuda.current_stream().cuda_stream)
     return y
