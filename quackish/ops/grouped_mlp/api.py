@@ -83,8 +83,8 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: str
         offs: (E,) int32 on a's device: the end of each group of rows or columns. Never read back from a GPU.
         backend: as in `grouped_mlp`.
 
-    Rows (columns) of the result from offs[-1] on are 0, as is the product of a group without rows; what the operands
-    hold there is not read. So are the gradients. Derivatives of any order. Promises and errors are `grouped_mlp`'s.
+    From offs[-1] on, rows (columns) of the result and of the operands' gradients are 0, and the operands are not read.
+    The product of a group without rows is 0. Derivatives of any order. Promises and errors are `grouped_mlp`'s.
     """
     dtype = check_mm(a, b, offs, backend)
     refuse_transforms("grouped_mm")
