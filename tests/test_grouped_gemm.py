@@ -5,6 +5,7 @@ import itertools
 import pytest
 from variants import check_compiles, some
 
+from quackish.configs import grouped_gemm
 from quackish.configs.gemm import GemmConfig
 from quackish.configs.grouped_gemm import (
     GroupedGemmProblem,
@@ -16,17 +17,17 @@ from quackish.configs.grouped_gemm import (
     max_groups_for,
 )
 from quackish.gpu import H100, H100_NVL, H200
+from quackish.reference.grouped_mlp import ACTIVATIONS, GATED
 
 
 def problem(epilogue, dtype="bfloat16", **fields):
     return GroupedGemmProblem(epilogue, dtype, **{"max_groups": 64, "out_dtype": dtype, **fields})
 
 
-ACTIVATIONS = {"swiglu": True, "clamped_swiglu": True, "geglu": True, "relu2": False}  # gated or not
 UP = [
     *(
-        problem("up", activation=name, biased=True, scaled=True, keeps=True, b_in_two=gated, cluster_tile="256x192")
-        for name, gated in ACTIVATIONS.items()
+        problem("up", activation=f, biased=True, scaled=True, keeps=True, b_in_two=f in GATED, cluster_tile="256x192")
+        for f in ACTIVATIONS
     ),
     *(
         problem("up", activation="swiglu", biased=biased, scaled=biased, keeps=keeps, cluster_tile=tile)
@@ -35,10 +36,7 @@ UP = [
     problem("up", activation="clamped_swiglu", biased=True, scaled=True, cluster_tile="256x192"),
 ]
 DOWN_BACKWARD = [
-    *(
-        problem("down_backward", activation=name, scaled=True, b_major="n", cluster_tile="256x192")
-        for name in ACTIVATIONS
-    ),
+    *(problem("down_backward", activation=f, scaled=True, b_major="n", cluster_tile="256x192") for f in ACTIVATIONS),
     problem("down_backward", activation="swiglu", b_major="n"),
     problem("down_backward", activation="swiglu", b_major="n", cluster_tile="256x192"),
     problem("down_backward", activation="swiglu", b_major="n", scaled=True),
@@ -82,6 +80,10 @@ def test_illegal_configs_are_refused():
     up = problem("up", activation="swiglu")
     assert "accumulator registers" in grouped_gemm_why_illegal(up, GemmConfig(tile_m=256, pingpong=True), H200)
     assert "num_stages is 6" in grouped_gemm_why_illegal(up, GemmConfig(num_stages=6), H200)
+
+
+def test_kernels_and_reference_have_the_same_gated_activations():
+    assert grouped_gemm.GATED == GATED
 
 
 def test_problems_are_few():

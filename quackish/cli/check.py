@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quackish import grouped_mlp, linear_cross_entropy, moe_mlp, profile, rms_norm
+from quackish.reference.grouped_mlp import GATED
 from quackish.testing import inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -71,7 +72,7 @@ def _grouped_mlp(
     rows: int, h: int, i: int, dtype: torch.dtype = BF16, *extra: str, activation: str = "swiglu", **options: Any
 ) -> Case:
     """`extra`: w3, b1, b2, scales, grad_w1_out, grad_w2_out. One of five groups is empty; the last rows are in none."""
-    experts, width = 5, i if activation in ("silu", "relu2") else 2 * i
+    experts, width = 5, 2 * i if activation in GATED else i
     shapes = dict(
         x=(rows, h), w1=(experts, i if "w3" in extra else width, h), w3=(experts, i, h), w2=(experts, h, i),
         b1=(experts, width), b2=(experts, h), scales=(rows,),

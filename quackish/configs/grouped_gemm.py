@@ -7,7 +7,7 @@ from quackish.configs.gemm import TILE_K, GemmConfig, fields_why_illegal, space_
 from quackish.configs.lce_args import F32, I32, Ptr
 from quackish.gpu import Gpu, roofs_of
 
-GATED = ("swiglu", "clamped_swiglu", "geglu")  # as in reference/grouped_mlp.py, which configs may not import
+GATED = ("swiglu", "clamped_swiglu", "geglu")
 MAX_GROUPS = 1024
 MAX_ROWS = 2**30  # which the coordinates of TMA can count
 DSCALES_COLUMNS = 64  # per partial sum of dscales

@@ -142,7 +142,7 @@ def _norm_patches(model: nn.Module) -> list[tuple[nn.Module, type]]:
         if is_norm and (family_name not in _FAMILIES or suffix):
             raise ValueError(
                 f"apply: {name} is a {type(module).__name__} of {type(module).__module__}, expected an RMSNorm of "
-                f"Transformers' {', '.join(_FAMILIES)}; norms=False does not patch norms"
+                f"Transformers' {', '.join(_FAMILIES)}; norms=False does not patch norms, head=False the loss"
             )
         if is_norm:
             _check_is_unpatched(module)

@@ -156,7 +156,10 @@ def _check_are_tensors(who: str, tensors: dict[str, Any], needed: tuple[str, ...
             expected = "a torch.Tensor" if name in needed else "a torch.Tensor or None"
             raise TypeError(f"{who}: {name} is a {type(t).__name__}; expected {expected}")
         if type(t).__name__ == "DTensor":
-            raise TypeError(f"{who}: {name} is a DTensor; expected a plain tensor: pass .to_local() of each argument")
+            raise TypeError(
+                f"{who}: {name} is a DTensor; expected a plain tensor. Parameters under fully_shard are plain tensors "
+                "only in the forward of their own module: call it there. If ranks own different experts: .to_local()"
+            )
         if t.device != x.device:
             raise ValueError(f"{who}: {name} is on {t.device} but {first} is on {x.device}; expected one device")
 
