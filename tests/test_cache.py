@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -66,10 +65,6 @@ def test_another_process_loads_the_file(folder):
     (file,) = folder.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert file.stat().st_mode & 0o777 == 0o600
-    identity_in_file = json.loads(file.read_bytes().split(b"\n")[2])
-    assert (identity_in_file["kernel"], identity_in_file["target"]) == ("toy_kernels.HostToy", "sm_90a")
-    assert identity_in_file["problem"] == "HostProblem(factor=2)"
-    assert silently(use, 3) == "compiled"
 
 
 # Damage
@@ -83,44 +78,6 @@ def packed(identity: bytes, payload: bytes = b"code") -> bytes:
     """A file with a valid checksum."""
     body = identity + b"\n" + payload
     return b"quackish kernel 1\n" + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
-
-
-DEEP = packed(b"[" * 200_000 + b"]" * 200_000)
-DAMAGE = {
-    "format": lambda data: flipped(data, 3),
-    "checksum": lambda data: flipped(data, 30),
-    "identity": lambda data: flipped(data, 150),
-    "last byte": lambda data: flipped(data, -1),
-    "truncated": lambda data: data[:40],
-    "longer": lambda data: data + b"\0",
-    "empty": lambda data: b"",
-    "nested too deeply": lambda data: DEEP,
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_file_is_compiled_again(folder, name):
-    use()
-    (file,) = folder.iterdir()
-    good = file.read_bytes()
-    file.write_bytes(DAMAGE[name](good))
-    why = name if name.startswith("nested") else "damaged"
-    with pytest.warns(RuntimeWarning, match=rf"is compiled again: .*{why}") as warned:
-        assert use() == "compiled"
-    assert len(warned) == 1
-    assert file.read_bytes() == good
-    assert silently(use) == "loaded"
-
-
-def test_a_fifo_does_not_block(folder):
-    use()
-    (file,) = folder.iterdir()
-    file.unlink()
-    os.mkfifo(file, 0o600)
-    with within_a_minute(), pytest.warns(RuntimeWarning, match="is compiled again: .*not a regular file") as warned:
-        assert use() == "compiled"
-    assert len(warned) == 1
-    assert silently(use) == "loaded"  # the FIFO was replaced
 
 
 @contextlib.contextmanager
@@ -137,6 +94,36 @@ def within_a_minute():
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def rewrite(change):
+    return lambda file: file.write_bytes(change(file.read_bytes()))
+
+
+BAD = {
+    "format": (rewrite(lambda data: flipped(data, 3)), "damaged"),
+    "checksum": (rewrite(lambda data: flipped(data, 30)), "damaged"),
+    "identity": (rewrite(lambda data: flipped(data, 150)), "damaged"),
+    "last byte": (rewrite(lambda data: flipped(data, -1)), "damaged"),
+    "empty": (rewrite(lambda data: b""), "damaged"),
+    "deep": (rewrite(lambda data: packed(b"[" * 200_000 + b"]" * 200_000)), "nested too deeply"),
+    "a FIFO": (lambda file: (file.unlink(), os.mkfifo(file, 0o600)), "not a regular file"),
+    "writable by others": (lambda file: file.chmod(0o660), "others may write"),
+}
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_bad_file_is_compiled_again(folder, how):
+    use()
+    (file,) = folder.iterdir()
+    good = file.read_bytes()
+    spoil, why = BAD[how]
+    spoil(file)
+    with within_a_minute(), pytest.warns(RuntimeWarning, match=rf"is compiled again: .*{why}") as warned:
+        assert use() == "compiled"
+    assert len(warned) == 1
+    assert file.read_bytes() == good
+    assert silently(use) == "loaded"
 
 
 def test_object_for_another_target_is_refused(folder):
@@ -159,15 +146,13 @@ def check_memory_only(match):
     assert match in str(warned[0].message)
 
 
-@pytest.mark.parametrize("below, why", [("", "File exists"), ("below", "Not a directory")])
-def test_folder_that_cannot_be_made(folder, monkeypatch, below, why):
-    folder.write_text("a file where the folder, or one above, should be")
-    monkeypatch.setenv("QUACKISH_CACHE_DIR", str(folder / below))
-    check_memory_only(why)
+def test_folder_that_cannot_be_made(folder):
+    folder.write_text("a file where the folder should be")
+    check_memory_only("File exists")
     request = compiling.Request(HostToy, HostProblem(), HostConfig(), "sm_90a")
-    assert compiling.obtain(request)[1:] == ("not stored", why)
+    assert compiling.obtain(request)[1:] == ("not stored", "File exists")
     (outcome,) = parallel.compile_all([request], jobs=1)
-    assert outcome[1:] == ("not stored", why)
+    assert outcome[1:] == ("not stored", "File exists")
 
 
 def test_write_that_fails_leaves_nothing(folder, monkeypatch):
@@ -191,15 +176,6 @@ def test_folder_of_another_user(folder, monkeypatch):
     use()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     check_memory_only("belongs to user")
-
-
-def test_file_writable_by_others(folder):
-    use()
-    (file,) = folder.iterdir()
-    file.chmod(0o660)
-    with pytest.warns(RuntimeWarning, match="is compiled again: .*others may write"):
-        assert use() == "compiled"
-    assert silently(use) == "loaded"
 
 
 def test_cache_turned_off(folder, monkeypatch):
@@ -297,6 +273,7 @@ INGREDIENTS = {
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_key_changes_with(folder, monkeypatch, ingredient):
     before = identity()
+    assert before.keys() == INGREDIENTS.keys()
     cache.store(HostToy, before, b"object")
     after = INGREDIENTS[ingredient](monkeypatch) or identity()
     assert {name for name in before if before[name] != after[name]} == {ingredient}
@@ -305,10 +282,6 @@ def test_key_changes_with(folder, monkeypatch, ingredient):
     assert len(list(folder.iterdir())) == 2
     assert cache.load(HostToy, before) == b"object"
     assert cache.load(HostToy, after) == b"another"
-
-
-def test_every_ingredient_is_tested():
-    assert set(identity()) == set(INGREDIENTS)
 
 
 def test_every_source_is_in_the_hash(monkeypatch, tmp_path):

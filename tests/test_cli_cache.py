@@ -8,7 +8,7 @@ import tarfile
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-from test_cache import DEEP, ignore_edits, packed, use, within_a_minute
+from test_cache import ignore_edits, packed, use, within_a_minute
 from toy_kernels import HostConfig, HostProblem, HostToy
 
 from quackish import toolchain
@@ -78,10 +78,9 @@ BAD = {
     "damaged": (damage, "damaged"),
     "renamed": (rename, "does not match its kernel"),
     "writable by others": (lambda path: path.chmod(0o622), "others may write"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "not a file but a link, a folder"),
     "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "not a file but a link, a folder or a device"),
+    "deep": (lambda path: path.write_bytes(packed(b"[" * 200_000 + b"]" * 200_000)), "nested too deeply"),
     "no identity": (lambda path: path.write_bytes(packed(b'"nothing"')), "its identity is incomplete"),
-    "nested deeply": (lambda path: path.write_bytes(DEEP), "nested too deeply"),
 }
 
 
@@ -94,14 +93,12 @@ def test_verify(capsys, folder, how):
         status, out = run(capsys, "verify")
     assert status == 1
     assert fault in out
-    assert "2 kernels" in out
-    assert "1 good, 1 bad" in out
+    assert f"2 kernels in {folder}: 1 good, 1 bad" in out
     assert "1 kernel bad" in run(capsys, "ls")[1]
     assert len(list(folder.iterdir())) == 2
-    if how != "a folder":
-        assert run(capsys, "verify", "--delete")[0] == 0
-        assert len(list(folder.iterdir())) == 1
-        assert run(capsys, "verify")[0] == 0
+    assert run(capsys, "verify", "--delete")[0] == 0
+    assert len(list(folder.iterdir())) == 1
+    assert run(capsys, "verify")[0] == 0
 
 
 @pytest.mark.parametrize("words", [("verify", "--delete"), ("clear",)])
@@ -160,7 +157,7 @@ def test_export_and_import(capsys, monkeypatch, tmp_path):
         status, out = run(capsys, "export", tmp_path / name)
         assert (status, "wrote 3 kernels" in out) == (0, True)
     assert len({(tmp_path / name).read_bytes()[:2] for name in ("k.tar", "k.tar.gz", "k.tar.xz")}) == 3
-    new = move(monkeypatch, tmp_path)
+    move(monkeypatch, tmp_path)
     status, out = run(capsys, "import", tmp_path / "k.tar.xz")
     assert status == 0
     assert "added 3 kernels" in out
@@ -168,8 +165,6 @@ def test_export_and_import(capsys, monkeypatch, tmp_path):
     assert "1 usable here" in out
     assert "1 not usable here: cpu aarch64, here " in out
     assert "1 not usable here: nvidia-cutlass-dsl 4.7.0, here " in out
-    assert new.stat().st_mode & 0o777 == 0o700
-    assert {file.stat().st_mode & 0o777 for file in new.iterdir()} == {0o600}
     assert use(3) == "loaded"
     status, out = run(capsys, "import", tmp_path / "k.tar.gz")
     assert "added 0 kernels" in out
@@ -210,20 +205,12 @@ def archive(path, *members):
             tar.addfile(member, io.BytesIO(content))
 
 
-def claim_size(path, size):
-    """Sets the size in the header of the archive's first member, without content."""
-    header = tarfile.TarInfo(NAME)
-    header.size = size
-    path.write_bytes(header.tobuf())
-
-
 FILE, NAME = tarfile.REGTYPE, "Evil-sm_90a-" + "0" * 64 + ".kernel"
 EVIL = {
     "a path": (f"../{NAME}", b"", FILE, "not the name of a kernel"),
     "a symbolic link": (NAME, b"", tarfile.SYMTYPE, "not a file but a link"),
     "a folder": (NAME, b"", tarfile.DIRTYPE, "not a file but a link, a folder"),
-    "damaged": (NAME, b"quackish kernel 1\n" + b"0" * 64 + b"\n{}\n", FILE, "damaged"),
-    "nested deeply": (NAME, DEEP, FILE, f"{NAME}: its identity is nested too deeply"),
+    "damaged": (NAME, b"quackish kernel 1\n" + b"0" * 64 + b"\n{}\n", FILE, f"{NAME}: damaged"),
 }
 
 
@@ -241,10 +228,12 @@ def test_import_refuses(capsys, monkeypatch, tmp_path, what):
 
 
 def test_import_refuses_large_files(capsys, tmp_path):
-    claim_size(tmp_path / "k.tar", size=(64 << 20) + 1)
+    header = tarfile.TarInfo(NAME)
+    header.size = (64 << 20) + 1
+    (tmp_path / "k.tar").write_bytes(header.tobuf())  # no content follows
     status, out = run(capsys, "import", tmp_path / "k.tar")
     assert status == 2
-    assert f"has {(64 << 20) + 1} bytes; expected at most {64 << 20}" in out
+    assert f"has {header.size} bytes; expected at most {64 << 20}" in out
 
 
 @pytest.mark.parametrize("kernel", ["a.b./../../../evil", "a.../x", "a. b"])

@@ -42,10 +42,6 @@ def run(words, compile_all=None, find=lambda: None):
     return precompile.run(parser.parse_args(words.split()), find, stand_in), requests
 
 
-def names(kernels):
-    return {request.kernel_class.__name__ for request in kernels}
-
-
 def test_several_shapes_and_gpus(capsys):
     status, requests = run("rms_norm 64x256 1000x256 64x512 --gpu h100,h200,B200")
     assert status == 0
@@ -68,10 +64,9 @@ def test_a_file(tmp_path):
     file.write_text("# ours\n\nrms_norm 64x256 --residual # with\nlinear_cross_entropy 64x64x500 --schedule stored\n")
     status, requests = run(f"--from {file} --gpu h200")
     assert status == 0
-    assert names(requests) > {"RmsNormFwd", "RmsNormBwd", "GemmSm90", "LceRows"}
+    names = {request.kernel_class.__name__ for request in requests}
+    assert names > {"RmsNormFwd", "RmsNormBwd", "GemmSm90", "LceRows"}
     assert all(request.problem.residual_dtype for request in requests if "RmsNormFwd" in str(request.kernel_class))
-    file.write_text("rms_norm 64x256\n")
-    assert names(run(f"--from {file} --gpu h200")[1]) == {"RmsNormFwd", "RmsNormBwd"}
 
 
 def test_calls_on_the_portable_path(capsys, tmp_path):
@@ -83,15 +78,10 @@ def test_calls_on_the_portable_path(capsys, tmp_path):
     assert f"nothing to compile: {tmp_path / 'file'}, line 2: rms_norm 64x256 float64 on" in capsys.readouterr().out
 
 
-def test_gpus_without_kernels_are_refused(capsys):
+def test_gpus_without_kernels_are_refused():
     for name in ("A10", "cpu"):
         with pytest.raises(CommandError, match=f"'{name}' is unknown; expected one of h100, .*, b200, b300, this$"):
             run(f"rms_norm 64x256 --gpu h200,{name}")
-    with pytest.raises(SystemExit):
-        main(["precompile", "--help"])
-    out = " ".join(capsys.readouterr().out.split())
-    assert "h100, h100-pcie, h100-nvl, gh200, h200, b200, b300; or this" in out
-    assert "a100" not in out
 
 
 @pytest.mark.parametrize(
@@ -178,10 +168,7 @@ def test_kernels_that_cannot_be_stored(capsys, folder):
 def test_kernels_are_on_disk_afterwards(capsys):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     (request,) = precompile.requests_of("rms_norm_forward", "64x256", "h200")
-    for first, last in (
-        ("compiled RmsNormFwd", "1 compiled, 0 on"),
-        ("loaded   RmsNormFwd", "0 compiled, 1 on"),
-    ):
+    for first, last in ("compiled RmsNormFwd", "1 compiled, 0 on"), ("loaded   RmsNormFwd", "0 compiled, 1 on"):
         assert main(["precompile", "rms_norm_forward", "1000x256", "--gpu", "h200"]) == 0
         out = capsys.readouterr().out
         assert first in out
