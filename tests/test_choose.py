@@ -12,7 +12,7 @@ import torch
 import quackish
 from quackish import config, errors, kernels, launch, toolchain
 from quackish.configs import choose, table
-from quackish.configs.choose import FIXED, NAMES, RULES
+from quackish.configs.choose import RULES
 from quackish.configs.gemm import GemmConfig, GemmProblem, gemm_config, gemm_smem_bytes, gemm_why_illegal
 from quackish.configs.grouped_gemm import GroupedGemmProblem
 from quackish.configs.rms_norm import (
@@ -85,26 +85,18 @@ def test_an_exception_ends_the_block():
     with pytest.raises(KeyError), config(rms_norm_backward=dict(num_stages=4)):
         raise KeyError
     assert chosen().source == "analytical"
-    with pytest.raises(ValueError), config(rms_norm_backward=dict(num_stages=1)):
-        chosen()
-    assert chosen().source == "analytical"
 
 
-def test_blocks_of_two_threads_end_in_any_order():
-    entered, leave = threading.Event(), threading.Event()
-
-    def other():
-        with config(rms_norm_backward=dict(num_stages=4)):
-            entered.set()
-            leave.wait()
-
-    thread = threading.Thread(target=other, daemon=True)
-    with config(rms_norm_backward=dict(num_stages=4)):  # the same
-        thread.start()
-        entered.wait()
-    assert chosen().source == "forced"  # for the whole process
-    leave.set()
-    thread.join()
+def test_blocks_end_in_any_order():
+    """As those of several threads may. Two of them are equal."""
+    first, equal, last = (config(rms_norm_backward=dict(num_stages=n)) for n in (4, 4, 2))
+    for block in (first, equal, last):
+        block.__enter__()
+    first.__exit__(None, None, None)
+    assert chosen().config.num_stages == 2
+    last.__exit__(None, None, None)
+    assert chosen().config.num_stages == 4
+    equal.__exit__(None, None, None)
     assert chosen().source == "analytical"
 
 
@@ -113,10 +105,8 @@ def test_blocks_of_two_threads_end_in_any_order():
     [
         (dict(rms_norm=dict(threads=32)), "no kernel 'rms_norm'; expected one of rms_norm_forward, rms_norm_backward"),
         (dict(rms_norm_backward=dict(stages=4)), "rms_norm_backward has no field 'stages'; expected one of threads"),
-        (dict(rms_norm_backward=dict(threads="8")), "threads is '8', a str; expected an int"),
         (dict(rms_norm_backward=dict(threads=True)), "threads is True, a bool; expected an int"),
         (dict(lce_dw=dict(group_along=1)), "lce_dw: group_along is 1, an int; expected a str"),
-        (dict(rms_norm_backward=4), "rms_norm_backward is an int; expected a dict of fields, or a RmsNormBwdConfig"),
         (dict(rms_norm_backward=RmsNormFwdConfig(256, 128)), "is a RmsNormFwdConfig; expected a dict of fields, or a"),
         (dict(rms_norm_forward=RmsNormFwdConfig(256.0, 128)), "threads is 256.0, a float; expected an int"),
     ],
@@ -135,11 +125,6 @@ def test_a_gemm_has_a_name_for_each_product():
             assert forced == [name], problem
     with config(lce_dx=dict(group=4)):  # the accumulation of `recompute`
         assert chosen("lce_gemm", GemmProblem("store", BF16, FP32, b_major="n", accumulate=True)).config.group == 4
-
-
-def test_every_kernel_has_a_rule_or_one_config():
-    assert set(kernels.TABLE) == {*RULES, *FIXED}
-    assert set(RULES) == set(NAMES.values())
 
 
 # Legal or not --------------------------------------------------------------------------------------------------------
@@ -205,46 +190,24 @@ ILLEGAL = [
     ("rms_norm_fwd", FORWARD, dict(threads_per_row=4), "threads_per_row is 4; expected 8, 16 or a multiple of 32"),
     ("rms_norm_fwd", FORWARD, dict(threads_per_row=96), "threads is 256; expected a multiple of threads_per_row 96"),
     ("rms_norm_fwd", FORWARD, dict(split_n=3), "split_n is 3; expected one of (1, 2, 4, 8, 16)"),
-    (
-        "rms_norm_fwd", FORWARD, dict(threads=512, split_n=2),
-        "threads is 512 with split_n 2; expected threads_per_row 256",
-    ),
-    (
-        "rms_norm_fwd", FORWARD, dict(threads_per_row=32),
-        "threads_per_row is 32 with split_n 1, 128 elements of a row per thread; expected more threads, so that it is",
-    ),
+    ("rms_norm_fwd", FORWARD, dict(threads=512, split_n=2), "512 with split_n 2; expected threads_per_row 256"),
+    ("rms_norm_fwd", FORWARD, dict(threads_per_row=32), "128 elements of a row per thread; expected more threads, so"),
     ("rms_norm_bwd", SHORT, dict(threads=32, threads_per_row=32, split_n=16), "split_n is 16; expected fewer CTAs"),
     ("rms_norm_bwd", BACKWARD, dict(num_stages=1), "num_stages is 1; expected 0, or at least 2"),
     ("rms_norm_bwd", ODD, dict(num_stages=2), "num_stages is 2; expected 0, as the rows do not start and end on 16"),
-    (
-        "rms_norm_bwd", BACKWARD, dict(num_stages=8),
-        "num_stages is 8 with threads 256, threads_per_row 128 and ctas_per_sm 1, 262288 bytes of shared memory per "
-        "CTA; expected at most 232448 on H200",
-    ),
+    ("rms_norm_bwd", BACKWARD, dict(num_stages=8), "262288 bytes of shared memory per CTA; expected at most 232448 on"),
     ("rms_norm_bwd", BACKWARD, dict(ctas_per_sm=9), "ctas_per_sm is 9 with threads 256; expected 1 to 8"),
-    (
-        "rms_norm_bwd", BACKWARD, dict(threads=64, threads_per_row=32),
-        "256 values per thread for 255 registers; expected more threads per row, or fewer threads per SM",
-    ),
+    ("rms_norm_bwd", BACKWARD, dict(threads=64, threads_per_row=32), "256 values per thread for 255 registers"),
     ("lce_gemm", DW, dict(tile_m=96), "tile_m is 96; expected one of 64, 128, 192, 256"),
     ("lce_gemm", DW, dict(cluster_n=16), "cluster_n is 16; expected one of 1, 2"),
     ("lce_gemm", DW, dict(num_stages=1), "num_stages is 1; expected at least 2"),
     ("lce_gemm", DW, dict(num_stages=5), "279560 bytes of shared memory; expected at most 232448 on H200"),
     ("lce_gemm", DX, dict(pingpong=True), "pingpong is True; expected False, as the problem splits tiles along k"),
-    (
-        "lce_gemm", DW_PINGPONG, dict(tile_m=128, tile_n=256, num_stages=4),
-        "tile_n is 256 with tile_m 128, 256 accumulator registers; expected at most 200, as a thread has 240 registers",
-    ),
+    ("lce_gemm", DW_PINGPONG, dict(tile_m=128, tile_n=256, num_stages=4), "registers; expected at most 200,"),
     ("lce_gemm", DW, dict(group_along="k"), "group_along is 'k'; expected one of 'm', 'n'"),
     ("lce_gemm", LOGITS, dict(tile_n=128), "tile_n is 128; expected 192, the number of classes per partial sum"),
-    (
-        "lce_gemm", LOGITS, dict(tile_m=64, cluster_m=1),
-        "tile_m is 64 with cluster_m 1, 64 rows per cluster; expected a multiple of 128",
-    ),
-    (
-        "lce_gemm", DW, dict(tile_m=192, num_stages=2),
-        "tile_n is 256 with tile_m 192, 128 accumulator registers; expected at most 120, as a thread has 160 registers",
-    ),
+    ("lce_gemm", LOGITS, dict(tile_m=64, cluster_m=1), "64 rows per cluster; expected a multiple of 128"),
+    ("lce_gemm", DW, dict(tile_m=192, num_stages=2), "128 accumulator registers; expected at most 120, as a thread"),
     ("grouped_gemm", UP, dict(tile_m=100), "tile_m is 100; expected one of 64, 128, 192, 256"),
     ("grouped_gemm", UP, dict(tile_n=192), "tile_n is 192; expected a multiple of 128: half of it is the gate's"),
     ("grouped_gemm", UP, dict(num_stages=7), "num_stages is 7 with tiles of 128 x 128 x 64, 247568 bytes of shared "),
@@ -453,21 +416,12 @@ def test_rows_of_another_gpu_or_toolchain_do_not_count(made_here):
     assert chosen().source == "user table"
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"format": 2, "rows": []}', '{"format": 1}', '{"format": 1, "rows": [1]}',
-                '{"format": 1, "rows": [{"kernel": "rms_norm_bwd"}]}', "\0\0", "half", "deep", "a folder"],
-)  # fmt: skip
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 2, "rows": []}', '{"format": 1}', "deep", "a folder"])
 def test_a_damaged_table_gives_one_warning(content, folder, made_here):
-    if content == "half":
-        put()
-        whole = (folder / "tuned.json").read_text()
-        content = whole[: len(whole) // 2]
-    if content == "deep":
-        content = "[" * 100_000
     if content == "a folder":
         (folder / "tuned.json").mkdir()
     else:
-        (folder / "tuned.json").write_text(content)
+        (folder / "tuned.json").write_text(content.replace("deep", "[" * 100_000))
     choose.reload()
     with pytest.warns(RuntimeWarning, match=r"tuned.json is not used, analytical choices are"):
         assert chosen().source == "analytical"

@@ -112,16 +112,12 @@ def test_too_many_heads_are_refused():
     rms_norm_bwd_config(RmsNormBwdProblem(8192, BF16, BF16, BF16, dx_dtype=BF16, heads=132), H200)
 
 
-@pytest.mark.parametrize("heads", [1, 3, 7, 24, 32, 331])
+@pytest.mark.parametrize("heads", [1, 3, 7, 24, 32])
 @pytest.mark.parametrize("n", [64, 128, 4096, 16_384])
 @pytest.mark.parametrize("tokens", [1, 5, 4096])
 def test_a_thread_has_rows_of_one_head(tokens, n, heads):
     problem = RmsNormBwdProblem(n, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16, heads=heads)
-    try:
-        config = rms_norm_bwd_config(problem, H200)
-    except UnsupportedError:
-        assert heads == 331
-        return
+    config = rms_norm_bwd_config(problem, H200)
     num_ctas, tile_m = config.num_ctas(tokens * heads, H200.sm_count, heads), config.threads // config.threads_per_row
     assert num_ctas <= config.max_clusters(H200.sm_count) * config.split_n
     assert num_ctas // config.split_n * tile_m % heads == 0

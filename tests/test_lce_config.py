@@ -77,16 +77,6 @@ def test_chunk_rows():
     assert [even_chunks(m, 512) for m in (1, 512, 513, 1025, 1536, 1537)] == [128, 512, 384, 384, 512, 512]
 
 
-@pytest.mark.parametrize("h, v", [(2048, 128_256), (4096, 128_256), (8192, 128_256), (4096, 262_144), (2048, 32_000)])
-def test_one_chunk_needs_less_memory_than_two(h, v):
-    """Up to the largest single chunk, without dW. Only above 8192 rows, where more rows per chunk save no time."""
-    rows = kernel_config(LinearCrossEntropyProblem(v, h, "bfloat16", "mean"), 1).chunk_rows
-    for m in range(8192, rows + 1, 1024):
-        one = 2 * m * (v - shared_storage(m, v, h, 2).v1)
-        two = 2 * even_chunks(m, rows // 2) * v + 2 * v * h
-        assert m == 8192 or one <= two or rows * (v + h) * 2 <= ONE_CHUNK_BYTES
-
-
 def test_first_classes():
     assert first_classes(8192, 128_256, 4096, 2) == (42_240, 358_612_992, 2048)
     assert first_classes(65_536, 128_256, 4096, 2) is None  # chunks of 256 rows

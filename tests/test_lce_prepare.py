@@ -22,19 +22,14 @@ from quackish.ops.linear_cross_entropy.checks import Inputs, Options
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-class Recorder:
-    """Kernels that do nothing, and records of requests and launches."""
-
-    def __init__(self):
-        self.requests, self.launches = set(), []
-
-    def kernel_for(self, name, problem, gpu):
-        request = request_for(name, problem, gpu)
-        self.requests.add(request)
-        return Kernel(lambda *args: self.launches.append(name), request.config)
+# Of the last call, whose kernels do nothing.
+REQUESTS, LAUNCHES = set(), []
 
 
-RECORDERS = []  # of running calls
+def kernel_for(name, problem, gpu):
+    request = request_for(name, problem, gpu)
+    REQUESTS.add(request)
+    return Kernel(lambda *args: LAUNCHES.append(name), request.config)
 
 
 @pytest.fixture
@@ -43,7 +38,7 @@ def on(monkeypatch, run_on):
     asked = []
 
     def set_up(gpu):
-        run_on(lambda device: on_kernels.make_kernels(device, gpu, RECORDERS[-1].kernel_for))
+        run_on(lambda device: on_kernels.make_kernels(device, gpu, kernel_for))
         monkeypatch.setattr(on_kernels, "gpu_of", lambda index: gpu)
         monkeypatch.setattr(preparing, "_prepared", set())
         monkeypatch.setattr(preparing.launch, "prepare", asked.append)
@@ -66,13 +61,13 @@ def prepare(x, w, target, kw, grad_weight_out=None, **options):
 
 def called(x, w, target, kw, **options):
     """The requests of a call, forward and backward."""
-    RECORDERS.append(Recorder())
+    REQUESTS.clear()
+    LAUNCHES.clear()
     loss = linear_cross_entropy(x, w, target, **kw, **options)
     if loss.requires_grad:
         loss.backward(torch.rand(loss.shape))
-    recorder = RECORDERS.pop()
-    assert len(recorder.launches) >= 4
-    return recorder.requests
+    assert len(LAUNCHES) >= 4
+    return REQUESTS
 
 
 def check(asked, x, w, target, kw, **options):
@@ -101,9 +96,7 @@ def test_dw_in_forward(asked, narrow):
     assert any(isinstance(request.problem, LceSortProblem) for request in asked[-1])
 
 
-@pytest.mark.parametrize(
-    "m, v, dtype", [(3000, 6000, torch.float16), (600, 33_000, BF16), (600, 33_000, torch.float16)]
-)
+@pytest.mark.parametrize("m, v, dtype", [(3000, 6000, FP16), (600, 33_000, BF16), (600, 33_000, FP16)])
 def test_blocks_of_classes_depend_on_all_rows(m, v, dtype, asked):
     """Their number and width depend on the rows."""
     check(asked, *make(m, 8, v, dtype, bias=True), schedule="recompute", chunk_size=128)
@@ -121,10 +114,7 @@ def test_calls_with_the_same_kernels_prepare_once(asked):
         [((x, w, target.int(), kw), {})],
         [((x.half(), w.half(), target, kw), {})],
         # the key has no numbers, only whether they are given
-        [
-            (rows(100), dict(z_loss=z, softcap=cap, ignore_index=i))
-            for z, cap, i in ((0.0, 20.0, -100), (1e-4, 30.0, -1))
-        ],
+        [(rows(100), dict(softcap=20.0)), (rows(100), dict(softcap=30.0, z_loss=1e-4, ignore_index=-1))],
         [(rows(100), dict(num_items=items)) for items in (80, 90, torch.tensor(80))],
         [(rows(100), dict(logit_scale=scale)) for scale in (0.5, 2, torch.tensor(0.5))],
         # one chunk, and several

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import random
 import re
 import subprocess
 import sys
@@ -119,9 +118,8 @@ def test_configs_that_spill_do_not_fit(monkeypatch, tmp_path):
 class Bench:
     """Fake shapes and timer. `us(config, shape)` is the time of a config; configs in `wrong` give wrong results."""
 
-    def __init__(self, us, shapes=1, wrong=(), refusing=(), noise=0.0):
-        self.us, self.wrong, self.refusing, self.noise = us, wrong, refusing, noise
-        self.random, self.timed = random.Random(0), []
+    def __init__(self, us, shapes=1, wrong=(), refusing=()):
+        self.us, self.wrong, self.refusing, self.timed = us, wrong, refusing, []
         self.shapes = [functools.partial(functools.partial, self.build, i) for i in range(shapes)]
 
     def build(self, shape, chosen):
@@ -138,8 +136,7 @@ class Bench:
     def timer(self, runs, device, rounds, block):
         assert device is CPU
         self.timed.append([run.chosen for run in runs.values()])
-        us = {name: run.us * (1 + self.noise * self.random.uniform(-1, 1)) for name, run in runs.items()}
-        return {name: Times(time, time, time) for name, time in us.items()}
+        return {name: Times(run.us, run.us, run.us) for name, run in runs.items()}
 
     def search(self, configs):
         steps = []
@@ -166,28 +163,25 @@ def test_the_fastest_is_found_over_all_shapes():
 
 
 @pytest.mark.parametrize(
-    "factor, noise, why",
+    "again, us, why",
     [
-        (1.2, 0.0, "no candidate is faster"),
-        (0.995, 0.0, "the best candidate is 0.5 % faster, too little to store"),
-        (0.96, 0.05, "the best candidate is .* % faster, within the noise of .* %"),
+        (100.0, 120.0, "no candidate is faster"),
+        (100.0, 99.5, "the best candidate is 0.5 % faster, too little to store"),
+        (105.0, 96.0, "the best candidate is 4.2 % faster, within the noise of 5.0 %"),
     ],
 )
-def test_uncertain_gains_are_not_stored(factor, noise, why):
-    bench = Bench(lambda chosen, shape: 100 * (1 if chosen == 0 else factor), noise=noise)
-    outcome, _ = bench.search([0, 1])
-    assert outcome.config == 0
-    assert outcome.us == outcome.analytical_us
-    assert re.fullmatch(why, outcome.why), outcome.why
+def test_uncertain_gains_are_not_stored(again, us, why):
+    outcome = search.verdict([0, 0, 1], [[[100.0]], [[again]], [[us]]])
+    assert (outcome.config, outcome.us, outcome.why) == (0, [100.0], why)
 
 
 def test_stored_gains_exceed_the_noise_at_every_shape():
-    outcome, _ = Bench(lambda chosen, shape: 100 if chosen == 0 else 80, noise=0.02).search([0, 1])
-    assert (outcome.config, outcome.why) == (1, "")
-    assert 0.005 < outcome.noise < 0.04
-    bench = Bench(lambda chosen, shape: {0: 100, 1: (50, 103)[shape], 2: 90}[chosen], shapes=2)
-    assert bench.search([0, 1])[0].why.endswith("faster, but 3.0 % slower at one of the shapes")
-    assert bench.search([0, 1, 2])[0].config == 2
+    twice = [[100.0] * 5], [[100.0, 101.0, 102.0, 103.0, 104.0]]  # the noise is 4 %
+    assert search.verdict([0, 0, 1], [*twice, [[97.0, 80.0, 80.0, 80.0, 80.0]]]).why == ""
+    assert "within the noise of 4.0 %" in search.verdict([0, 0, 1], [*twice, [[97.0, 97.0, 80.0, 80.0, 80.0]]]).why
+    us = [[100.0], [100.0]], [[100.0], [100.0]], [[50.0], [103.0]], [[90.0], [90.0]]  # at two shapes
+    assert search.verdict([0, 0, 1], us[:3]).why.endswith("faster, but 3.0 % slower at one of the shapes")
+    assert search.verdict([0, 0, 1, 2], us).config == 2
 
 
 def test_wrong_results_and_failing_launches_are_dropped():
@@ -358,13 +352,12 @@ def test_without_a_gain_the_row_is_removed(capsys):
 
 
 def test_a_failing_problem_does_not_stop_others(capsys):
-    outcomes = iter((None, better))
+    errors = [torch.OutOfMemoryError("CUDA out of memory")]
 
     def outcome(configs):
-        found = next(outcomes)
-        if found is None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return found(configs)
+        if errors:
+            raise errors.pop()
+        return better(configs)
 
     assert tune(outcome, "4096x4096,4096x2048")[0] == 1
     out, err = capsys.readouterr()
