@@ -55,17 +55,11 @@ class Here:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
 def test_norms_write_rows_page_and_figure(tmp_path, in_this_process):
     path = rms_norm.main(["--out", str(tmp_path)])
-    assert [(r["shape"], r["direction"], r["provider"]) for r in read_rows(path)] == [
-        (shape, direction, name)
-        for shape in ("64x256", "64x1000")
-        for direction, roof in (("forward", "mul"), ("backward", "add"))
-        for name in ("quackish", "torch", roof, AGAIN)
-    ]
     assert {p.name for p in tmp_path.iterdir()} == {f"rms_norm.{kind}" for kind in ("csv", "md", "png", "svg")}
     path.with_suffix(".md").unlink()
     assert rms_norm.main(["--out", str(tmp_path), "--report"]) == path
     page = path.with_suffix(".md").read_text()
-    for text in ("| 64 x 256 |", "commit abc-dirty", "backward <= 1.05 t_add + 4 us"):
+    for text in ("| 64 x 256 |", "| 64 x 1000 |", "commit abc-dirty", "forward <= 1.05 t_mul", "backward <= 1.05"):
         assert text in page
 
 
@@ -152,12 +146,16 @@ def of_norms(results: Results) -> dict[str, str]:
 def test_bars_of_norms():
     verdicts = of_norms(norms({4096: {"quackish": 109.0, "quack": 150.0}}))
     assert [text[:4] for text in verdicts.values()] == ["PASS"] * 3
-    verdicts = of_norms(norms({4096: {"quackish": 109.0, "quack": 150.0}, 8192: {"quackish": 109.1, "quack": 109.0}}))
-    bar, rival, mean = verdicts.values()
+    # ratios that are equal in four digits
+    times = {4096: {"quackish": 109.0, "quack": 150.0}, 8192: {"quackish": 109.004, "quack": 109.0}}
+    result = norms(times | {16384: {"quackish": 109.002}})
+    bar, rival, mean = of_norms(result).values()
     assert bar.startswith("FAIL")
-    assert "1 of 2 cells, worst 1.0009 (109.1 us for 109 us) at 8192 x 256" in bar
+    assert "1 of 3 cells, worst 1.0000 (109.004 us for 109 us) at 8192 x 256 bfloat16" in bar
+    assert bar.endswith("missed also in 1.0000 (109.002 us for 109 us) at 16384 x 256 bfloat16")
     assert rival.startswith("FAIL")
-    assert f"{math.sqrt(150 / 109 * 109 / 109.1):.3f}x" in mean
+    assert f"{math.sqrt(150 / 109 * 109 / 109.004):.3f}x" in mean
+    assert "| 16384 x 256 | 100 | **109.002** (92 %) |" in report.markdown(result, rms_norm.PAGE)
     # a failed cell is FAIL; failed peers are ignored
     bar, rival, _ = of_norms(
         norms({4: {"quackish": 50.0, "quack": 90.0}, 8: {"quackish": None, "quack": 90.0}})
@@ -171,16 +169,6 @@ def test_bars_of_norms():
         assert verdicts["forward at most 2 % over QuACK"].startswith(word)
     text = norms({4096: {"quackish": 100.0, "quackish (again)": 103.0}}).noise()
     assert "3.0% (median), 3.0% (maximum)" in text
-
-
-def test_a_barely_missed_bar_fails_and_shows_both_numbers():
-    """The ratios are equal in four digits."""
-    result = norms({4096: {"quackish": 109.004}, 8192: {"quackish": 109.0}, 16384: {"quackish": 109.002}})
-    bar = of_norms(result)["backward <= 1.05 t_add + 4 us"]
-    assert bar.startswith("FAIL")
-    assert "1 of 3 cells, worst 1.0000 (109.004 us for 109 us) at 4096 x 256 bfloat16" in bar
-    assert bar.endswith("missed also in 1.0000 (109.002 us for 109 us) at 16384 x 256 bfloat16")
-    assert "| 4096 x 256 | 100 | **109.004** (92 %) |" in report.markdown(result, rms_norm.PAGE)
 
 
 def made_up(cases: dict[tuple, dict[str, tuple]]) -> Results:
@@ -225,7 +213,7 @@ def test_bars_of_the_headline_shape():
     assert len(kept) == 8
 
     bad = {name: (1.001 * ms, 1.001 * gb) for name, (ms, gb) in good.items()}
-    verdicts = verdicts_of(made_up(headline(**bad, quack=(40.0, 1.0))))
+    verdicts = verdicts_of(made_up(headline(**bad, quack=(1.001 * 40, 1.0))))  # as fast as two of ours
     assert kept == {about for about, text in verdicts.items() if text.startswith("FAIL") and about in kept}
     # a failed schedule is FAIL; failed peers are ignored
     verdicts = verdicts_of(made_up(headline(quackish_stored=(None, None), quack=(None, None))))
@@ -244,14 +232,6 @@ def test_peers_that_are_not_dominated_are_listed():
         assert f"Not dominated by a point of quackish: {listed}." in page
     fast = made_up({case: {**peers, "quackish": (300.0, 2.11, 0.01)}})
     assert "Every peer's point is dominated by one of quackish." in report.markdown(fast, bars.PAGE)
-
-
-@pytest.mark.parametrize("ms, quack, word", [(40.8, 41.0, "PASS"), (40.9, 41.0, "FAIL"), (40.8, 40.8, "FAIL")])
-def test_bars_of_other_shapes(ms, quack, word):
-    shape = (TRAIN, *bars.SHAPES[0].shape, "normal", 0.0)
-    providers = {"three-gemms": (40.0, 0, 0), "quackish": (ms, 1, 0.01), "quack": (quack, 1, 0.01)}
-    record = {text.split(" ")[0] for text in verdicts_of(made_up({shape: providers})).values()}
-    assert (record == {"PASS"}) == (word == "PASS")
 
 
 def test_bars_of_forward_ignored_rows_errors_and_host_time():

@@ -51,7 +51,6 @@ def recorded(p):
 
 
 def test_only_launches_inside_are_recorded():
-    norm(1)
     with quackish.profile() as p:
         norm(2)
         gemm(3)
@@ -100,24 +99,12 @@ class Cuda:
 
     def __init__(self):
         self.capturing, self.clock, self.log, self.gpu = False, 0.0, [], H200
-
-    def is_initialized(self):
-        return True
-
-    def current_device(self):
-        return 3
-
-    def ExternalStream(self, handle):
-        return types.SimpleNamespace(cuda_stream=handle)
-
-    def current_stream(self):
-        return self.ExternalStream(5)
-
-    def default_stream(self):
-        return self.ExternalStream(0)
-
-    def is_current_stream_capturing(self):
-        return self.capturing
+        self.is_initialized = lambda: True
+        self.current_device = lambda: 3
+        self.ExternalStream = lambda handle: types.SimpleNamespace(cuda_stream=handle)
+        self.current_stream = lambda: self.ExternalStream(5)
+        self.default_stream = lambda: self.ExternalStream(0)
+        self.is_current_stream_capturing = lambda: self.capturing
 
     def Event(self, enable_timing):
         event = types.SimpleNamespace(synchronize=lambda: self.log.append("synchronize"))
@@ -167,32 +154,24 @@ def test_a_captured_launch_has_no_time(cuda):
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def test_speeds(cuda):
+def test_speeds_and_bounds(cuda):
     with quackish.profile() as p:
         for _ in range(3):
             norm(function=cuda.launch)
-        gemm(function=cuda.launch)
+        gemm(8192, 8192, 8192, function=cuda.launch)
+        norm(1, function=cuda.launch)
     p.roofs = ROOFS
-    row = p.rows()[0]
+    row, of_gemm, short = p.rows()
     done = work("rms_norm_fwd", NORM, {"m": 16_384})
+    assert tuple(row) == profiling.COLUMNS
     assert (row["kernel"], row["calls"], row["total_ms"], row["mean_us"]) == ("rms_norm_fwd", 3, 6.0, 2000)
     assert row["gb_per_s"] == pytest.approx(done.bytes / 2e-3 / 1e9)
     assert row["floor_us"] == pytest.approx(done.bytes / 4e12 * 1e6)
     assert row["pct_of_roof"] == pytest.approx(100 * done.bytes / 4e12 / 2e-3)
-    assert row["bound"] == "memory"
-    assert tuple(row) == profiling.COLUMNS
-
-
-def test_bounds_of_gemms_and_short_launches(cuda):
-    with quackish.profile() as p:
-        gemm(8192, 8192, 8192, function=cuda.launch)
-        norm(1, function=cuda.launch)
-    p.roofs = ROOFS
-    row, short = p.rows()
-    assert row["tflop_per_s"] == pytest.approx(2 * 8192**3 / 2e-3 / 1e12)
-    assert row["pct_of_roof"] == pytest.approx(100 * 2 * 8192**3 / 8e14 / 2e-3)
-    assert row["bound"] == "tensor cores"
-    assert (short["bound"], short["pct_of_roof"]) == ("launch", None)
+    assert of_gemm["tflop_per_s"] == pytest.approx(2 * 8192**3 / 2e-3 / 1e12)
+    assert of_gemm["pct_of_roof"] == pytest.approx(100 * 2 * 8192**3 / 8e14 / 2e-3)
+    assert [each["bound"] for each in (row, of_gemm, short)] == ["memory", "tensor cores", "launch"]
+    assert short["pct_of_roof"] is None
 
 
 def test_data_dependent_work_has_no_speed(cuda):
