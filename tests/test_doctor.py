@@ -50,13 +50,9 @@ def test_a_healthy_installation(capsys):
     out = capsys.readouterr().out
     for part in ("Versions", "Operations", "ok; errors y", "same bits in two runs", "Cache", "No problem found."):
         assert part in out
+    for name in ("rms_norm", "linear_cross_entropy", "grouped_mlp", "moe_mlp"):
+        assert f"\n  {name} on " in out
     assert "WRONG" not in out
-    assert main(["doctor", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["versions"]["torch"].startswith(torch.__version__)
-    names = {name.partition(" ")[0] for name in report["operations"]}
-    assert names == {"rms_norm", "linear_cross_entropy", "grouped_mlp", "moe_mlp"}
-    assert report["problems"] == []
 
 
 @pytest.mark.gpu
@@ -114,9 +110,12 @@ def test_check_runs_every_variant_of_grouped_mlp(monkeypatch):
 
 
 def test_check_writes_a_file(tmp_path, capsys):
-    assert main(["doctor", "--check", str(tmp_path / "check.json")]) == 0
-    assert "written to" in capsys.readouterr().err
+    assert main(["doctor", "--json", "--check", str(tmp_path / "check.json")]) == 0
+    out, err = capsys.readouterr()
+    assert "written to" in err
     report = json.loads((tmp_path / "check.json").read_text())
+    assert report == json.loads(out)
+    assert report["versions"]["torch"].startswith(torch.__version__)
     rows = report["operations"]
     assert len(rows) == len(check.SELF_TESTS)
     assert all(": ok; errors" in row for row in rows.values())
@@ -161,11 +160,8 @@ def test_a_driver_that_torch_cannot_use_and_one_without_a_gpu(monkeypatch):
     assert problems == []
     assert note.startswith(f"{nothing} among CUDA_VISIBLE_DEVICES='-1': ")
     (problem,), notes = why((12, 8))
-    assert problem.startswith(
-        "there is an NVIDIA driver, but torch cannot use it: The NVIDIA driver on your system is too"
-    )
-    assert "nvidia-smi" in problem
-    assert "and more" not in problem
+    assert problem.startswith("there is an NVIDIA driver, but torch cannot use it: The NVIDIA driver on your system is")
+    assert "too old. Check that `nvidia-smi` lists" in problem  # of the message only the first line
     assert notes == []
 
 
@@ -191,9 +187,7 @@ def test_a_missing_or_unsupported_compiler():
         return toolchain._folder("not_installed")
 
     message = only_problem(doctor.compiler, missing, expected=True)
-    assert (
-        "the compiler, is not installed (no module named 'not_installed'). `pip install nvidia-cutlass-dsl`" in message
-    )
+    assert "is not installed (no module named 'not_installed'). `pip install nvidia-cutlass-dsl`" in message
     problems, (note,) = run_section(doctor.compiler, missing, expected=False)
     assert problems == []
     assert "the compiler, is not installed" in note

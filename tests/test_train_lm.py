@@ -39,9 +39,8 @@ def summaries(out: Path) -> list[dict]:
     return json.loads((out / "summary.json").read_text())["seeds"]
 
 
-@pytest.mark.parametrize("token_bytes", [1, 2])
-def test_both_models_learn_the_same(tmp_path, token_bytes):
-    done = train_lm("--out", tmp_path, token_bytes=token_bytes)
+def test_both_models_learn_the_same(tmp_path):
+    done = train_lm("--out", tmp_path, token_bytes=2)
     assert done.returncode == 0, done.stderr
     ours, theirs, exact = losses(tmp_path)
     assert len(ours) == len(theirs) == 12
@@ -58,9 +57,8 @@ def test_both_models_learn_the_same(tmp_path, token_bytes):
     assert "validation loss" in done.stdout
     assert any("On a CPU quackish runs its portable path" in line for line in done.stdout.splitlines())
     assert not done.stderr
-    if token_bytes == 1:  # the same seed gives the same numbers
-        train_lm("--out", tmp_path / "again")
-        assert losses(tmp_path / "again") == [ours, theirs, exact]
+    train_lm("--out", tmp_path / "again", token_bytes=2)  # the same seed gives the same numbers
+    assert losses(tmp_path / "again") == [ours, theirs, exact]
 
 
 def test_each_seed_is_trained_and_compared_with_fp32_logits(tmp_path):
