@@ -9,6 +9,7 @@ import types
 import warnings
 from typing import NamedTuple
 
+import buffer_layouts
 import emulated_kernels
 import pytest
 import torch
@@ -429,6 +430,37 @@ def test_gradients_are_added_to_buffers(split, where):
     assert not out.count_nonzero()
 
 
+@on_every_path
+@pytest.mark.parametrize("layout", buffer_layouts.NAMES)
+def test_buffers_of_any_strides(layout, where):
+    """Weight gradients are added to the buffer's elements and to nothing around them."""
+    names = ("w1", "w2", "w3")
+    for dtype in where.dtypes:
+        case, dy = make(device=where.device, dtype=dtype, split=True)
+        for out_dtype in {FP32, dtype}:
+            plain = {f"grad_{name}_out": torch.ones_like(case[name], dtype=out_dtype) for name in names}
+            where.run(case, dy, **plain)
+            strided = {
+                f"grad_{name}_out": buffer_layouts.ones_in(layout, case[name].shape, out_dtype, where.device)
+                for name in names
+            }
+            where.run(case, dy, **{name: view for name, (view, _) in strided.items()})
+            for name, (view, whole) in strided.items():
+                assert same_bits(view.contiguous(), plain[name]), name
+                assert buffer_layouts.are_neighbours_unchanged(view, whole), name
+
+
+@on_every_path
+def test_gate_and_up_buffers_are_halves_of_one(where):
+    case, dy = make(device=where.device, dtype=where.dtypes[-1], split=True)
+    want = [torch.ones_like(case[name], dtype=FP32) for name in ("w1", "w3")]
+    both = torch.ones_like(torch.cat(want, 1))
+    gate, up = both.chunk(2, 1)
+    where.run(case, dy, grad_w1_out=want[0], grad_w3_out=want[1])
+    where.run(case, dy, grad_w1_out=gate, grad_w3_out=up)
+    assert same_bits(both, torch.cat(want, 1))
+
+
 BAD_OFFSETS = {
     "decreases": [3, 9, 5, 12],
     "to the start": [300, 0, 5, 12],
@@ -770,6 +802,9 @@ def test_a_buffer_must_not_share_memory():
         ValueError, match="grouped_mlp: grad_w1_out shares memory with w1, expected a buffer of its own"
     ):
         grouped_mlp(**case, grad_w1_out=case["w1"].detach())
+    for buffer in buffer_layouts.overlapping(case["w1"].shape):
+        with pytest.raises(ValueError, match="grouped_mlp: grad_w1_out has shape .* so its elements share memory"):
+            grouped_mlp(**case, grad_w1_out=buffer)
 
 
 # grouped_mm -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import re
 import types
 import warnings
 
+import buffer_layouts
 import pytest
 import torch
 import torch._dynamo.testing
@@ -581,6 +582,20 @@ def test_grad_weight_out(name, reduction, buffer_dtype, dtype, path):
         assert norm_error(buffer, 1 + 2.75 * want) <= bound
 
 
+@on_every_path
+@pytest.mark.parametrize("layout", buffer_layouts.NAMES)
+def test_buffers_of_any_strides(layout, path):
+    """The weight gradient is added to the buffer's elements and to nothing around them."""
+    x, w, target, kw = path.case(dtype=BF16)
+    want = truth(x, w, target, kw)[2][1]
+    for dtype, schedule in itertools.product((FP32, BF16), SCHEDULES):
+        view, whole = buffer_layouts.ones_in(layout, w.shape, dtype, path.device)
+        options = dict(grad_weight_out=view, schedule=schedule, chunk_size=path.chunk_size)
+        path.call(x, w, target, **options, **kw).backward()
+        assert norm_error(view, 1 + want) <= 4 * unit_roundoff(dtype) + 4 * unit_roundoff(BF16), (dtype, schedule)
+        assert buffer_layouts.are_neighbours_unchanged(view, whole), (dtype, schedule)
+
+
 @on_portable_and_kernels
 def test_activation_checkpointing(path):
     x, w, target, kw = path.case(bias=True)
@@ -739,6 +754,9 @@ def test_buffer_must_not_overlap_weight_or_input():
     for of in (w.detach(), x.detach()):
         buffer = of.view(-1)[: w.numel()].view(-1, 8)
         with pytest.raises(ValueError, match="grad_weight_out shares memory with"):
+            linear_cross_entropy(x, w, target, grad_weight_out=buffer)
+    for buffer in buffer_layouts.overlapping(w.shape):
+        with pytest.raises(ValueError, match="grad_weight_out has shape .* so its elements share memory"):
             linear_cross_entropy(x, w, target, grad_weight_out=buffer)
     first, second = (flat[i * w.numel() :][: w.numel()].view(w.shape) for i in (0, 1))
     linear_cross_entropy(x, first, target, grad_weight_out=second)  # one storage without overlap

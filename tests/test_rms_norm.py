@@ -12,6 +12,7 @@ import functools
 import itertools
 import warnings
 
+import buffer_layouts
 import pytest
 import torch
 import torch.nn.functional as F
@@ -379,6 +380,20 @@ def test_dweight_out(anywhere, buffer, shape):
         assert added == [False, *[buffer != "strided"] * 6, *[False] * 3]  # compiled code's operators are functional
 
 
+@pytest.mark.parametrize("shape", [(16,), (4, 16)], ids=str)
+@pytest.mark.parametrize("layout", buffer_layouts.NAMES)
+def test_buffers_of_any_strides(anywhere, layout, shape):
+    """The weight gradient is added to the buffer's elements and to nothing around them."""
+    for dtype in (FP32, BF16):
+        x, w, dy, want = buffer_case(shape, dtype)
+        view, whole = buffer_layouts.ones_in(layout, shape, dtype, want.device)
+        for out in (want, view):
+            rms_norm(x, w, dweight_out=out, backend="cute" if anywhere else "auto").backward(dy)
+        assert error(view, want.double()).norm <= torch.finfo(dtype).eps
+        assert view.ne(1).any()
+        assert buffer_layouts.are_neighbours_unchanged(view, whole)
+
+
 def test_dweight_out_in_special_cases(path):
     x, w, dy, out = buffer_case((16,), FP32)
     rms_norm(x, w.detach(), dweight_out=out).backward(dy)
@@ -421,6 +436,9 @@ def test_invalid_buffers_raise(path, mode):
         with pytest.raises(ValueError, match="rms_norm: dweight_out shares memory with x"):
             rms_norm(flat.view(2, 16), w, dweight_out=flat[16:])
         rms_norm(flat[:16].view(1, 16), w, dweight_out=flat[16:])  # one storage without overlap
+        for buffer in buffer_layouts.overlapping(w.shape):
+            with pytest.raises(ValueError, match="rms_norm: dweight_out has shape .* so its elements share memory"):
+                rms_norm(x, w, dweight_out=buffer)
         with pytest.raises(ValueError, match="rms_norm: dweight_out requires grad"):
             rms_norm(x, w, dweight_out=out.clone().requires_grad_())
         y = rms_norm(x, w, dweight_out=out)

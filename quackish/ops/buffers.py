@@ -13,6 +13,11 @@ def check_buffer(op: str, **tensors: Tensor) -> None:
     (name, buffer), (weight_name, weight), *_ = tensors.items()
     if buffer.requires_grad:
         raise ValueError(f"{op}: {name} requires grad, expected a plain buffer; detach it")
+    if not buffer.is_contiguous() and _overlaps_itself(buffer):
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(buffer.shape)} and strides {tuple(buffer.stride())}, so its elements share "
+            f"memory; expected memory of its own for each element, such as torch.zeros_like({weight_name})"
+        )
     if are_plain((buffer,)):
         check_memory(op, **{name: buffer})
     for other, tensor in list(tensors.items())[1:]:
@@ -27,6 +32,16 @@ def check_buffer(op: str, **tensors: Tensor) -> None:
             f"rank's gradient, without reduction. Leave {name} out: FSDP accumulates .grad, in fp32 with "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
         )
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    """Whether elements of t may share memory. Never true of slices and transposes of a tensor without such elements."""
+    extent = 0  # of the dimensions with smaller strides, in elements, less one
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
+        if stride <= extent:
+            return t.numel() > 0
+        extent += (size - 1) * stride
+    return False
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

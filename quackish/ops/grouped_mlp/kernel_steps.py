@@ -101,8 +101,10 @@ def weight_gradient(a, b, offs, dtype, out=None):
     (rows, m), n, groups = a.shape, b.shape[1], offs.shape[0]
     if out is None:
         d = empty_on(a, (groups, m, n), (m * n, n, 1), dtype)
+    elif out.dtype is torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0:
+        d = out
     else:
-        d = _aligned(out.to(torch.float32, memory_format=torch.contiguous_format))
+        d = empty_on(a, (groups, m, n), (m * n, n, 1), torch.float32).copy_(out)
     ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
     sizes = ld, rows, m, n, None
     _launch("store", a, b, None, d, offs, None, sizes, (m, n, None), accumulate=out is not None)
