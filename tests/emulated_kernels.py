@@ -606,6 +606,7 @@ def grouped_gemm(p, a):
         if p.epilogue == "down":
             memory(a.d, out, (a.rows, a.n)).copy_(acc)
         elif p.epilogue == "up":
+            acc = reference.overflow_as_fp16(acc) if dtype is torch.float16 else acc
             if p.keeps:
                 memory(e.preactivation, dtype, (a.rows, width)).copy_(acc)
             f = reference.activate(acc, p.activation)

@@ -34,6 +34,9 @@ UP = [
         for biased, keeps, tile in itertools.product((True, False), (True, False), ("256x192", "128x256"))
     ),
     problem("up", activation="clamped_swiglu", biased=True, scaled=True, cluster_tile="256x192"),
+    problem("up", "float16", activation="geglu", biased=True, scaled=True, keeps=True, cluster_tile="256x192"),
+    problem("up", "float16", activation="swiglu", scaled=True, keeps=True),
+    problem("up", "float16", activation="clamped_swiglu", biased=True, scaled=True, cluster_tile="256x192"),
 ]
 DOWN_BACKWARD = [
     *(problem("down_backward", activation=f, scaled=True, b_major="n", cluster_tile="256x192") for f in ACTIVATIONS),

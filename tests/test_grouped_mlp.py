@@ -5,6 +5,7 @@ Tests that take `where` run on the portable path, with emulated kernels and, on 
 
 import functools
 import itertools
+import math
 import types
 import warnings
 from typing import NamedTuple
@@ -111,11 +112,15 @@ def experts(x, w1, w2, offs, *, w3=None, activation="swiglu", b1=None, b2=None, 
 
     kept: the dtype that the preactivation is rounded to, which decides on which side of a clamp it is.
     """
+
+    def at_most_7(t):  # with gradient 0 at 7, where that of torch's clamp depends on its version
+        return torch.where(t >= 7, 7.0, t)
+
     functions = dict(
         swiglu=lambda gate, up: F.silu(gate) * up,
         geglu=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
         clamped_swiglu=lambda gate, up: (
-            (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7))
+            (1 - at_most_7(-at_most_7(up))) * at_most_7(gate) * torch.sigmoid(1.702 * at_most_7(gate))
         ),
         silu=F.silu,
         relu2=lambda z: F.relu(z).square(),
@@ -183,6 +188,53 @@ def test_against_a_loop_over_experts_in_fp64(activation, split, biases, scales, 
                 assert ours.norm <= min(1.02 * bound, 0.5 * torch.finfo(dtype).eps), (name, ours, bound)
         for name, recomputed in where.run(case, dy, recompute=True).items():
             assert same_bits(recomputed, got[name]), name
+
+
+@on_every_path
+def test_no_gradient_at_the_limits_of_clamped_swiglu(where):
+    """Preactivations that are exactly -7 or 7: gate has no gradient at 7, up at neither."""
+    h = i = 8
+    eye = torch.eye(h, dtype=where.dtypes[0], device=where.device)
+    for dtype in where.dtypes:
+        x = torch.tensor([[7.0, -7.0, 6.5, 7.5, -6.5, -7.5, 0.5, 1.0]], dtype=dtype, device=where.device)
+        case = dict(
+            x=x.requires_grad_(), w1=torch.cat([eye, eye.flip(1)])[None].to(dtype), w2=eye[None].to(dtype),
+            offs=torch.tensor([1], dtype=torch.int32, device=where.device), activation="clamped_swiglu",
+        )  # fmt: skip
+        got = where.run(case, torch.ones_like(x))
+        want = step(experts, in_fp64(case), torch.ones_like(x).double())
+        for name, truth in want.items():
+            assert error(got[name], truth).norm <= 2 * torch.finfo(dtype).eps, name
+
+
+@on_every_path
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_a_preactivation_beyond_fp16_is_infinite_in_forward_too(activation, where):
+    """65519 rounds to 65504 and 65520 to infinity. Backward reads the rounded one."""
+    i, gates, up = 8, [65519.0, 65520.0, -65519.0, -65520.0], 2.0**-9
+    x = torch.zeros(4, 8)
+    for row, gate in zip(x, gates, strict=True):
+        row[0], row[1], row[2] = 256.0, math.copysign(1.0, gate) * (abs(gate) - 65504), up
+    x[2:, 0] *= -1.0
+    w1 = torch.zeros(1, 2 * i, 8)
+    w1[0, :i, 0], w1[0, :i, 1], w1[0, i:, 2] = 255.875, 1.0, 1.0
+    w1 = w1 if activation in reference.GATED else w1[:, :i]
+    case = dict(
+        x=x, w1=w1, w2=2.0**-10 * torch.eye(8, i)[None], offs=torch.tensor([4], dtype=torch.int32),
+        scales=torch.full((4,), 2.0**-20 if activation == "relu2" else 1.0),
+    )  # fmt: skip
+    case = {name: t.to(where.device, t.dtype if name in ("offs", "scales") else FP16) for name, t in case.items()}
+    case = {name: t.requires_grad_(name != "offs") for name, t in case.items()} | dict(activation=activation)
+    got = where.run(case, torch.ones_like(case["x"]))
+    # Row by row: whether gate's infinity reaches the result, which is as in PyTorch.
+    gate = torch.tensor(gates).half().float()
+    z = torch.stack([gate, torch.full_like(gate, up)], 1) if activation in reference.GATED else gate[:, None]
+    finite = reference.activate(z, activation)[:, 0].isfinite()
+    assert finite.tolist() == [True, activation == "clamped_swiglu", True, activation == "relu2"]
+    for name in ("y", "x"):
+        assert torch.equal(got[name].isfinite().all(1).cpu(), finite), name
+    with torch.no_grad():
+        assert same_bits(grouped_mlp(**case, backend=where.backend), got["y"])
 
 
 @on_every_path

@@ -18,7 +18,10 @@ Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. For a
 | "silu"           | z * sigmoid(z)                           |                               |
 | "relu2"          | max(z, 0)**2                             |                               |
 
-Computes in fp32 (fp64 for fp64). z is stored in x's dtype for backward. Rows from offs[-1] on are 0 in all results and
+At a limit of "clamped_swiglu" the derivative is 0 (PyTorch's minimum-norm convention).
+
+Computes in fp32 (fp64 for fp64). z is stored in x's dtype for backward; where that overflows fp16, forward too computes with
+an infinite z. Rows from offs[-1] on are 0 in all results and
 do not affect other rows. If offs decreases or exceeds the number of rows, all results are NaN; the host never reads it.
 """
 
@@ -63,6 +66,8 @@ def up(
         z = torch.cat([z, rows_times(x, w3, groups)], 1)
     if b1 is not None:
         z = z + b1.to(z.dtype).index_select(0, groups.of_row)
+    if x.dtype is torch.float16:
+        z = overflow_as_fp16(z)
     act = activate(z, activation)
     if scales is not None:
         act = act * scales.to(z.dtype)[:, None]
@@ -153,6 +158,12 @@ def bias_gradient(a: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:  # a: 
 # Activations ----------------------------------------------------------------------------------------------------------
 
 
+def overflow_as_fp16(z: Tensor) -> Tensor:
+    """z, but infinite where it is infinite in fp16."""
+    rounded = z.half()
+    return torch.where(rounded.isinf(), rounded.to(z.dtype), z)
+
+
 def activate(z: Tensor, activation: str) -> Tensor:
     """f(z), (R, I)."""
     if activation not in GATED:
@@ -169,12 +180,14 @@ def activation_gradient(df: Tensor, z: Tensor, activation: str) -> Tensor:
     value, slope = _value_and_slope(gate, activation)
     dup = df * value
     if activation == "clamped_swiglu":
-        dup = dup * ~(up.abs() > LIMIT)
+        dup = dup * ~(up.abs() >= LIMIT)
     return torch.cat([df * _factor_of(up, activation) * slope, dup], 1)
 
 
 def _factor_of(up: Tensor, activation: str) -> Tensor:
-    return up.clamp(-LIMIT, LIMIT) + 1 if activation == "clamped_swiglu" else up
+    if activation != "clamped_swiglu":
+        return up
+    return torch.where(up.abs() >= LIMIT, up.sign() * LIMIT, up) + 1
 
 
 def _value_and_slope(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -189,11 +202,11 @@ def _value_and_slope(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
         slope = 0.5 * (1 + t) + 0.5 * gate * (1 - t.square()) * k * (1 + 3 * 0.044715 * square)
         return 0.5 * gate * (1 + t), slope
     alpha = ALPHA if activation == "clamped_swiglu" else 1.0
-    c = gate.clamp(max=LIMIT) if activation == "clamped_swiglu" else gate
+    c = torch.where(gate >= LIMIT, LIMIT, gate) if activation == "clamped_swiglu" else gate
     s = torch.sigmoid(alpha * c)
     slope = s * (1 + alpha * c * (1 - s))
     if activation == "clamped_swiglu":
-        slope = slope * ~(gate > LIMIT)
+        slope = slope * ~(gate >= LIMIT)
     return c * s, slope
 
 

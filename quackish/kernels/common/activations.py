@@ -7,6 +7,7 @@ from cutlass import Float32, const_expr
 from quackish.kernels.common.lce import LOG2_E
 
 LIMIT, ALPHA = 7.0, 1.702  # of "clamped_swiglu"
+FP16_OVERFLOW = 65520.0  # the least number that rounds to an infinity in fp16
 GELU_2, GELU_3 = 1.5957691216057308, 0.044715  # x * sigmoid(GELU_2 * (x + GELU_3 * x^3)), GELU_2 being 2 sqrt(2 / pi)
 
 
@@ -29,7 +30,7 @@ def activate_gate(gate: Float32, activation: cutlass.Constexpr[str]):
         clamped = cute.arch.fmin(gate, LIMIT, nan=True)
         s = sigmoid(ALPHA * clamped)
         slope = s * (1.0 + ALPHA * clamped * (1.0 - s))
-        return clamped * s, Float32(0.0) if gate > LIMIT else slope
+        return clamped * s, Float32(0.0) if gate >= LIMIT else slope
     s = sigmoid(gate)
     return gate * s, s * (1.0 + gate * (1.0 - s))
 
@@ -40,5 +41,11 @@ def activate_up(up: Float32, activation: cutlass.Constexpr[str]):
     if const_expr(activation == "clamped_swiglu"):
         low = cute.arch.fmax(up, -LIMIT, nan=True)
         clamped = cute.arch.fmin(low, LIMIT, nan=True)
-        return clamped + 1.0, Float32(0.0) if cute.arch.fmax(up, -up) > LIMIT else Float32(1.0)
+        return clamped + 1.0, Float32(0.0) if cute.arch.fmax(up, -up) >= LIMIT else Float32(1.0)
     return up, Float32(1.0)
+
+
+@cute.jit
+def overflow_as_fp16(x: Float32) -> Float32:
+    """x, but infinite if it is infinite in fp16."""
+    return x * Float32(float("inf")) if cute.arch.fmax(x, -x) >= FP16_OVERFLOW else x

@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from quackish.configs.grouped_gemm import BLOCK_M, DownArgs, UpArgs, grouped_gemm_buffers
-from quackish.kernels.common.activations import activate_gate, activate_up
+from quackish.kernels.common.activations import activate_gate, activate_up, overflow_as_fp16
 from quackish.kernels.common.rows import vector_at
 from quackish.kernels.common.tile_store import TileStore, block_below, column_of, row_of, thread_rows
 
@@ -183,6 +183,9 @@ class Up(GroupEpilogue):
         if const_expr(self.problem.biased):
             first = block._replace(col0=block.col0 + (j - part * self.pieces_per_part) * self.output.piece_n)
             self.add_bias(acc, values, args.bias, block.n * self.num_parts, block.n * part, first)
+        if const_expr(self.problem.dtype == "float16"):  # backward reads it in fp16
+            for v in cutlass.range_constexpr(values.start, values.stop):
+                acc[v] = overflow_as_fp16(acc[v])
         if block.is_filled:
             for v in cutlass.range_constexpr(values.start, values.stop):
                 acc[v] = block.fill
