@@ -8,7 +8,9 @@ from torch import Tensor
 NAMES = ("transposed", "padded", "every other", "half", "unaligned")
 
 
-def ones_in(layout: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
+def ones_in(
+    layout: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
     """(a view of `shape`, the memory around it), all ones."""
 
     def ones(*sizes):

@@ -193,7 +193,7 @@ def test_against_a_loop_over_experts_in_fp64(activation, split, biases, scales, 
 @on_every_path
 def test_no_gradient_at_the_limits_of_clamped_swiglu(where):
     """Preactivations that are exactly -7 or 7: gate has no gradient at 7, up at neither."""
-    h = i = 8
+    h = 8
     eye = torch.eye(h, dtype=where.dtypes[0], device=where.device)
     for dtype in where.dtypes:
         x = torch.tensor([[7.0, -7.0, 6.5, 7.5, -6.5, -7.5, 0.5, 1.0]], dtype=dtype, device=where.device)
@@ -734,6 +734,17 @@ def test_compiles_without_a_graph_break(recompute):
                          grouped_mm(case["x"], b, case["offs"]))  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["2d3d", "3d2d", "2d2d"])
+def test_grouped_mm_compiles_for_many_numbers_of_rows(kind):
+    torch.compiler.reset()
+    compiled = torch.compile(grouped_mm, fullgraph=True, backend="aot_eager")
+    for sizes in ((3, 0, 5, 1), (2, 4, 0, 7), (1, 1, 1, 1)):  # sizes become symbolic at the second call
+        a, b, offs = mm_case(kind, sizes=sizes)
+        got, want = compiled(a, b, offs), grouped_mm(a, b, offs)
+        assert same_bits(got, want)
+        assert_same(*(dict(zip("ab", torch.autograd.grad(y.sum(), (a, b)), strict=True)) for y in (got, want)))
+
+
 def test_operators_are_registered_as_torch_expects():
     case, _ = make((2, 0, 3), 4, 3, tail=1)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -855,7 +866,7 @@ def test_a_buffer_must_not_share_memory():
     ):
         grouped_mlp(**case, grad_w1_out=case["w1"].detach())
     for buffer in buffer_layouts.overlapping(case["w1"].shape):
-        with pytest.raises(ValueError, match="grouped_mlp: grad_w1_out has shape .* so its elements share memory"):
+        with pytest.raises(ValueError, match=r"grouped_mlp: grad_w1_out has shape .* so its elements share memory"):
             grouped_mlp(**case, grad_w1_out=buffer)
 
 

@@ -756,7 +756,7 @@ def test_buffer_must_not_overlap_weight_or_input():
         with pytest.raises(ValueError, match="grad_weight_out shares memory with"):
             linear_cross_entropy(x, w, target, grad_weight_out=buffer)
     for buffer in buffer_layouts.overlapping(w.shape):
-        with pytest.raises(ValueError, match="grad_weight_out has shape .* so its elements share memory"):
+        with pytest.raises(ValueError, match=r"grad_weight_out has shape .* so its elements share memory"):
             linear_cross_entropy(x, w, target, grad_weight_out=buffer)
     first, second = (flat[i * w.numel() :][: w.numel()].view(w.shape) for i in (0, 1))
     linear_cross_entropy(x, first, target, grad_weight_out=second)  # one storage without overlap

@@ -437,7 +437,7 @@ def test_invalid_buffers_raise(path, mode):
             rms_norm(flat.view(2, 16), w, dweight_out=flat[16:])
         rms_norm(flat[:16].view(1, 16), w, dweight_out=flat[16:])  # one storage without overlap
         for buffer in buffer_layouts.overlapping(w.shape):
-            with pytest.raises(ValueError, match="rms_norm: dweight_out has shape .* so its elements share memory"):
+            with pytest.raises(ValueError, match=r"rms_norm: dweight_out has shape .* so its elements share memory"):
                 rms_norm(x, w, dweight_out=buffer)
         with pytest.raises(ValueError, match="rms_norm: dweight_out requires grad"):
             rms_norm(x, w, dweight_out=out.clone().requires_grad_())

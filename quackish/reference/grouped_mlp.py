@@ -18,11 +18,11 @@ Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. For a
 | "silu"           | z * sigmoid(z)                           |                               |
 | "relu2"          | max(z, 0)**2                             |                               |
 
-At a limit of "clamped_swiglu" the derivative is 0 (PyTorch's minimum-norm convention).
+At a limit of "clamped_swiglu" the derivative is 0: PyTorch's minimum-norm convention.
 
-Computes in fp32 (fp64 for fp64). z is stored in x's dtype for backward; where that overflows fp16, forward too computes with
-an infinite z. Rows from offs[-1] on are 0 in all results and
-do not affect other rows. If offs decreases or exceeds the number of rows, all results are NaN; the host never reads it.
+Computes in fp32 (fp64 for fp64). z is stored in x's dtype for backward; where it overflows fp16, forward too uses an
+infinite z. Rows from offs[-1] on are 0 in all results and do not affect other rows. If offs decreases or exceeds the
+number of rows, all results are NaN; the host never reads it.
 """
 
 import math

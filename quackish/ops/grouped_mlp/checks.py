@@ -92,24 +92,27 @@ def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> torch.dtype:
     for name, t in (("a", a), ("b", b)):
         if t.dim() not in (2, 3):
             raise ValueError(f"{who}: {name} is {dims(t)}; expected 2 or 3 dimensions")
-    both = f"a is {dims(a)} and b is {dims(b)}"
+
+    def both() -> str:  # only where an error needs it: Dynamo cannot trace `str` of symbolic sizes
+        return f"a is {dims(a)} and b is {dims(b)}"
+
     if a.shape[-1] != b.shape[-2]:
-        raise ValueError(f"{who}: {both}; expected as many columns of a as rows of b")
+        raise ValueError(f"{who}: {both()}; expected as many columns of a as rows of b")
     if a.dim() == b.dim() == 3:
         if offs is not None:
-            raise ValueError(f"{who}: {both} and offs is given; expected None: all groups have the same size")
+            raise ValueError(f"{who}: {both()} and offs is given; expected None: all groups have the same size")
         if a.shape[0] != b.shape[0]:
-            raise ValueError(f"{who}: {both}; expected as many groups in a as in b")
+            raise ValueError(f"{who}: {both()}; expected as many groups in a as in b")
     elif offs is None:
-        raise ValueError(f"{who}: {both} and offs is None; expected the end of each group, (E,) int32")
+        raise ValueError(f"{who}: {both()} and offs is None; expected the end of each group, (E,) int32")
     else:
         num_groups = next((t.shape[0] for t in (a, b) if t.dim() == 3), None)
         if offs.dim() != 1 or offs.shape[0] == 0 or num_groups not in (None, offs.shape[0]):
             expected = "E" if num_groups is None else num_groups
-            raise ValueError(f"{who}: offs is {dims(offs)}, {both}; expected ({expected},)")
+            raise ValueError(f"{who}: offs is {dims(offs)}, {both()}; expected ({expected},)")
         _check_offs_dtype(who, offs)
     if any(n == 0 for n in _fixed_sizes(a, b)):
-        raise ValueError(f"{who}: {both}; expected no dimension of 0 but that which offs divides")
+        raise ValueError(f"{who}: {both()}; expected no dimension of 0 but that which offs divides")
     _check_floats(who, dict(a=a, b=b), ("a", "b"))
     return _compute_dtype_of(who, a=a, b=b)
 
