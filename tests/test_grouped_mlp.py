@@ -349,6 +349,20 @@ def test_more_than_2_31_elements():
         assert error(got, want.double()).norm <= 1e-5 if name == "scales" else same_bits(got, want), name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2**14, 2**20, 2**24])
+def test_long_sums_stay_within_the_stated_bound(rows):
+    """A weight gradient is one chain of fp32 sums: docs/grouped_mlp.md, "Memory and numerics"."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.rand(rows, 64, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    offs = torch.tensor([rows], dtype=torch.int32, device="cuda")
+    got = kernel_steps.weight_gradient(a, b, offs, FP32)[0].double()
+    truth = sum(x.double().T @ y.double() for x, y in zip(a.split(2**20), b.split(2**20), strict=True))
+    worst = ((got - truth).abs() / truth).max()
+    print(f"{rows} rows: {worst:.2e}")
+    assert worst <= rows * 2.0**-27 + 2.0**-20
+
+
 def test_mixed_dtypes_and_autocast():
     case, dy = make()
     case = {k: t.detach().float().requires_grad_() if k in NAMES else t for k, t in case.items()}
