@@ -211,8 +211,7 @@ class GemmSm90(WgmmaKernel):
         p, c = self.problem, self.config
         tile_m, tile_n, _ = self.tile
         first, last, step, k_tiles = items.first, items.last, items.step, items.k_tiles
-        overwrite, add = tiled_mmas
-        rA, rB, acc, accs = self.fragments(add, sA, sB, wg)
+        rA, rB, acc, accs = self.fragments(tiled_mmas[1], sA, sB, wg)
         prefetched = [self.epilogue.begin() for _ in accs]
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
@@ -231,25 +230,9 @@ class GemmSm90(WgmmaKernel):
                 block = Block(row0, col0, args.m, args.n, live, args.start, wg, thread)
                 for b in cutlass.range_constexpr(c.row_blocks):
                     self.epilogue.prepare(prefetched[b], args.epilogue, block_below(block, b))
-                if const_expr(c.pingpong):
-                    if j > first:
-                        cute.arch.barrier(barrier_id=self.order_barrier(wg), number_of_threads=256)
-                loaded.consumer_wait(read)
-                self.multiply(overwrite, add, acc, rA, rB, read.index)
-                read.advance()
-                for kt in cutlass.range(k_begin + 1, k_end, unroll=1):
-                    loaded.consumer_wait(read)
-                    self.multiply(add, add, acc, rA, rB, read.index)
-                    read.advance()
-                    warpgroup.wait_group(1)  # the stage before this one has been read
-                    loaded.consumer_release(released)
-                    released.advance()
-                if const_expr(c.pingpong):
-                    if j + step < last:  # the other warp group may issue its MMAs
-                        cute.arch.barrier_arrive(barrier_id=self.order_barrier(3 - wg), number_of_threads=256)
-                warpgroup.wait_group(0)
-                loaded.consumer_release(released)
-                released.advance()
+                read, released = self.multiply_stages(
+                    tiled_mmas, acc, rA, rB, loaded, read, released, k_end - k_begin, j > first, j + step < last, wg
+                )
                 if const_expr(c.pingpong):  # skip the stages of the other warp group's tile
                     read.advance(k_tiles)
                     released.advance(k_tiles)

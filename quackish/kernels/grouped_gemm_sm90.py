@@ -205,8 +205,7 @@ class GroupedGemmSm90(WgmmaKernel):
         cta_m, cta_n, first = cute.arch.block_idx()
         _, _, step = cute.arch.grid_dim()
         last = walk.num_items
-        overwrite, add = tiled_mmas
-        rA, rB, acc, accs = self.fragments(add, sA, sB, wg)
+        rA, rB, acc, accs = self.fragments(tiled_mmas[1], sA, sB, wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         own, own_step, row_in_tile = first, step, (wg - 1) * 64
@@ -226,25 +225,9 @@ class GroupedGemmSm90(WgmmaKernel):
                 args.n, wg, thread,
             )  # fmt: skip
             prepared = self.epilogue.prepare(args.epilogue, atoms, staging, block)
-            if const_expr(c.pingpong):
-                if j > first:
-                    cute.arch.barrier(barrier_id=self.order_barrier(wg), number_of_threads=256)
-            loaded.consumer_wait(read)
-            self.multiply(overwrite, add, acc, rA, rB, read.index)
-            read.advance()
-            for kt in cutlass.range(1, item.steps, unroll=1):
-                loaded.consumer_wait(read)
-                self.multiply(add, add, acc, rA, rB, read.index)
-                read.advance()
-                warpgroup.wait_group(1)  # the stage before this one has been read
-                loaded.consumer_release(released)
-                released.advance()
-            if const_expr(c.pingpong):
-                if j + step < last:  # the other warp group's products queue behind these
-                    cute.arch.barrier_arrive(barrier_id=self.order_barrier(3 - wg), number_of_threads=256)
-            warpgroup.wait_group(0)
-            loaded.consumer_release(released)
-            released.advance()
+            read, released = self.multiply_stages(
+                tiled_mmas, acc, rA, rB, loaded, read, released, item.steps, j > first, j + step < last, wg
+            )
             if const_expr(c.pingpong):  # skip the stages of the other warp group's tile
                 if j + step < last:
                     skipped = self.walk.item(j + step, walk).steps

@@ -106,6 +106,37 @@ class WgmmaKernel:
         i, o = first + index % width, index // width
         return (i, o) if along_m else (o, i)
 
+    @cute.jit
+    def multiply_stages(
+        self, mmas: list, acc, rA, rB, loaded, read, released, steps: Int32, has_previous, has_next, wg: Int32
+    ):  # fmt: skip
+        """acc = A @ B over the next `steps` loaded stages, at least one. Returns the advanced pipeline states.
+
+        read, released: the next stage to multiply, and the next one to give back to the producer.
+        has_previous, has_next: whether the other warp group of a ping-pong pair has a tile before and after this one.
+        """
+        overwrite, add = mmas
+        if const_expr(self.config.pingpong):
+            if has_previous:
+                cute.arch.barrier(barrier_id=self.order_barrier(wg), number_of_threads=256)
+        loaded.consumer_wait(read)
+        self.multiply(overwrite, add, acc, rA, rB, read.index)
+        read.advance()
+        for kt in cutlass.range(1, steps, unroll=1):
+            loaded.consumer_wait(read)
+            self.multiply(add, add, acc, rA, rB, read.index)
+            read.advance()
+            warpgroup.wait_group(1)  # the stage before this one has been read
+            loaded.consumer_release(released)
+            released.advance()
+        if const_expr(self.config.pingpong):
+            if has_next:  # the other warp group's WGMMAs queue behind these
+                cute.arch.barrier_arrive(barrier_id=self.order_barrier(3 - wg), number_of_threads=256)
+        warpgroup.wait_group(0)
+        loaded.consumer_release(released)
+        released.advance()
+        return read, released
+
     def order_barrier(self, wg):
         """Named barrier where a ping-pong warp group waits until the other one has issued its MMAs."""
         return wg + 3 * self.config.num_wgs
