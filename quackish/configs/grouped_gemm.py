@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from quackish.configs.gemm import TILE_K, GemmConfig, fields_why_illegal, space_why_illegal
+from quackish.configs.gemm import BLOCK_M, TILE_K, GemmConfig, fields_why_illegal, space_why_illegal
 from quackish.configs.lce_args import F32, I32, Ptr
 from quackish.gpu import Gpu, roofs_of
 
@@ -184,7 +184,6 @@ def max_groups_for(groups: int) -> int:
 
 
 MAX_SMEM = 232_448  # per CTA on Hopper
-BLOCK_M = 64  # rows that a warp group passes to the epilogue at once
 
 
 def _bytes_without_buffers(problem: GroupedGemmProblem, config: GemmConfig) -> int:

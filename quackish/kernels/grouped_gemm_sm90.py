@@ -5,30 +5,23 @@ epilogue. The kernel derives its tiles from `offs` (`group_walk.py`). One TMA te
 and stores along m are clipped at a group's end (`epilogue_grouped.py`).
 """
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, const_expr, pipeline
-from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from quackish.configs.gemm import PRODUCER_REGISTERS, TILE_K, GemmConfig
+from quackish.configs.gemm import BLOCK_M, PRODUCER_REGISTERS, TILE_K, GemmConfig
 from quackish.configs.grouped_gemm import GroupedGemmArgs, GroupedGemmProblem
-from quackish.kernels.common.epilogue_grouped import EXTENT, GroupBlock, GroupEpilogue, Up, ragged
+from quackish.kernels.common.epilogue_grouped import EXTENT, GroupEpilogue, Up, ragged
 from quackish.kernels.common.epilogue_grouped_backward import DownBackward
 from quackish.kernels.common.group_walk import Groups, GroupWalk
 from quackish.kernels.common.lce import after_previous
-from quackish.kernels.common.wgmma import WgmmaKernel
+from quackish.kernels.common.tile_store import Block, Group, Output, block_below
+from quackish.kernels.common.wgmma import Stage, WgmmaKernel
 
 EPILOGUES = {"up": Up, "down": GroupEpilogue, "down_backward": DownBackward, "store": GroupEpilogue}
-
-
-class Stage(NamedTuple):
-    index: Int32
-    barrier: cute.Pointer
 
 
 class GroupedGemmSm90(WgmmaKernel):
@@ -141,7 +134,7 @@ class GroupedGemmSm90(WgmmaKernel):
                 self.produce(a_atom, b_atoms, sA, sB, loaded, args, walk)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
-            self.consume(tiled_mmas, sA, sB, loaded, args, walk, atoms, staging, wg, tid % 128)
+            self.consume(tiled_mmas, sA, sB, loaded, args, walk, Output(atoms, staging), wg, tid % 128)
 
     @cute.jit
     def produce(self, a_atom, b_atoms, sA, sB, loaded, args: GroupedGemmArgs, walk: Groups):
@@ -153,7 +146,10 @@ class GroupedGemmSm90(WgmmaKernel):
         cta_m, cta_n, cluster = cute.arch.block_idx()
         _, _, num_clusters = cute.arch.grid_dim()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
-        boxes = [cute.local_tile(sB, (box, tile_k), (i, 0, None)) for i in range(self.b_boxes)]
+        # of B in a stage: gate's and up's columns, or w1's and later w3's steps
+        boxes = [sB, sB]
+        if const_expr(self.k_parts == 1):
+            boxes = [cute.local_tile(sB, (box, tile_k), (i, 0, None)) for i in range(self.b_boxes)]
         for j in cutlass.range(cluster, walk.num_items, num_clusters, unroll=1):
             item = self.walk.item(j, walk)
             row = (item.tm * c.cluster_m + cta_m) * tile_m
@@ -168,37 +164,34 @@ class GroupedGemmSm90(WgmmaKernel):
                 a = cute.domain_offset((row, start), a_atom[1][None, None, EXTENT, end])
                 bs = [cute.domain_offset((col, start), b_atoms[0][1][None, None, EXTENT, end])]
                 k0 = Int32(0)
+            a_part = self.partition(a_atom, a, sA, rank_n, c.cluster_n)
+            a2_part = a_part
+            if const_expr(self.k_parts == 2):  # A's columns from k on, which need not be a multiple of tile_k
+                a2_part = self.partition(a_atom, cute.domain_offset((0, args.k), a), sA, rank_n, c.cluster_n)
+            b_parts = [
+                self.partition(atom, b, box, rank_m, c.cluster_m)
+                for atom, b, box in zip(b_atoms, bs, boxes, strict=True)
+            ]
             part_steps = walk.k_steps // self.k_parts
             for kt in cutlass.range(item.steps, unroll=1):
                 loaded.producer_acquire(state)
-                bar = loaded.producer_get_barrier(state)
-                load = Stage(state.index, bar)
+                stage = Stage(state.index, loaded.producer_get_barrier(state))
                 if const_expr(self.k_parts == 1):
-                    self.load(a_atom, a, k0 + kt, sA, load, rank_n, c.cluster_n, mask_a)
+                    self.load(a_atom, a_part, 0, k0 + kt, stage, mask_a)
                     for i in cutlass.range_constexpr(self.b_boxes):
-                        self.load(b_atoms[i], bs[i], k0 + kt, boxes[i], load, rank_m, c.cluster_m, mask_b)
+                        self.load(b_atoms[i], b_parts[i], 0, k0 + kt, stage, mask_b)
                 elif kt < part_steps:
-                    self.load(a_atom, a, k0 + kt, sA, load, rank_n, c.cluster_n, mask_a)
-                    self.load(b_atoms[0], bs[0], k0 + kt, sB, load, rank_m, c.cluster_m, mask_b)
-                else:  # A's columns from k on, which need not be a multiple of tile_k
-                    a2 = cute.domain_offset((0, args.k), a)
-                    self.load(a_atom, a2, kt - part_steps, sA, load, rank_n, c.cluster_n, mask_a)
-                    self.load(b_atoms[1], bs[1], kt - part_steps, sB, load, rank_m, c.cluster_m, mask_b)
+                    self.load(a_atom, a_part, 0, k0 + kt, stage, mask_a)
+                    self.load(b_atoms[0], b_parts[0], 0, k0 + kt, stage, mask_b)
+                else:
+                    self.load(a_atom, a2_part, 0, kt - part_steps, stage, mask_a)
+                    self.load(b_atoms[1], b_parts[1], 0, kt - part_steps, stage, mask_b)
                 state.advance()
         loaded.producer_tail(state)
 
-    def load(self, atom, tensor, kt, shared, stage, rank, num_multicast, mask):
-        """Starts to load the tile of step kt, the first one of `tensor` in its other dimension."""
-        g = cute.local_tile(tensor, (cute.size(shared, mode=[0]), TILE_K), (0, None))
-        s, g = cpasync.tma_partition(
-            atom[0], rank, cute.make_layout(num_multicast), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
-        )
-        cute.copy(atom[0], g[None, kt], s[None, stage.index], tma_bar_ptr=stage.barrier, mcast_mask=mask)
-
     @cute.jit
     def consume(
-        self, tiled_mmas, sA, sB, loaded, args: GroupedGemmArgs, walk: Groups, atoms: list, staging, wg: Int32,
-        thread: Int32
+        self, tiled_mmas, sA, sB, loaded, args: GroupedGemmArgs, walk: Groups, out: Output, wg: Int32, thread: Int32
     ):  # fmt: skip
         """A consumer warp group: multiplies the stages of its items, and passes the sums to the epilogue."""
         c, tile_m = self.config, self.config.tile_m
@@ -208,7 +201,7 @@ class GroupedGemmSm90(WgmmaKernel):
         rA, rB, acc, accs = self.fragments(tiled_mmas[1], sA, sB, wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         released = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        own, own_step, row_in_tile = first, step, (wg - 1) * 64
+        own, own_step, row_in_tile = first, step, (wg - 1) * BLOCK_M
         if const_expr(c.pingpong):
             own, own_step, row_in_tile = first + (wg - 1) * step, 2 * step, Int32(0)
             if wg == 2:
@@ -220,11 +213,10 @@ class GroupedGemmSm90(WgmmaKernel):
             item = self.walk.item(j, walk)
             row0 = (item.tm * c.cluster_m + cta_m) * tile_m + row_in_tile
             col0 = (item.tn * c.cluster_n + cta_n) * self.epilogue.tile_cols
-            block = GroupBlock(
-                row0, col0, item.begin, item.length, item.group, args.groups, args.rows, item.is_filled, walk.fill,
-                args.n, wg, thread,
-            )  # fmt: skip
-            prepared = self.epilogue.prepare(args.epilogue, atoms, staging, block)
+            group = Group(item.group, args.groups, item.is_filled, walk.fill)
+            first_block = Block(0, row0, col0, args.rows, args.n, item.length, item.begin, wg, thread, group)
+            blocks = [block_below(first_block, b) for b in range(c.row_blocks)]
+            prefetched = [self.epilogue.prepare(args.epilogue, out, block) for block in blocks]
             read, released = self.multiply_stages(
                 tiled_mmas, acc, rA, rB, loaded, read, released, item.steps, j > first, j + step < last, wg
             )
@@ -234,5 +226,5 @@ class GroupedGemmSm90(WgmmaKernel):
                     read.advance(skipped)
                     released.advance(skipped)
             for b in cutlass.range_constexpr(c.row_blocks):
-                self.epilogue(accs[b], args.epilogue, atoms, staging, block, b, prepared)
-        self.epilogue.output.finish(thread)
+                self.epilogue(accs[b], prefetched[b], args.epilogue, out, blocks[b])
+        self.epilogue.finish(thread)

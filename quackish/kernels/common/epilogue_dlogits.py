@@ -21,13 +21,11 @@ class Dlogits(Logits):
     coef_entropy * log2(e) is added to coef_softmax / sum.
     """
 
-    def begin(self):
-        """The coefficients and target columns of the thread's two rows (see Logits), and their coef_entropy."""
-        return *super().begin(), cute.make_rmem_tensor((2,), Float32)
-
     @cute.jit
-    def prepare(self, prefetched, args: DlogitsArgs, block: Block):
-        rCoefs, target, coef_entropy = prefetched
+    def prepare(self, args: DlogitsArgs, out: Output, block: Block):
+        """The coefficients of the thread's two rows, the columns of their targets in the tile, and coef_entropy."""
+        rCoefs, target = cute.make_rmem_tensor((4, 2), Float32), cute.make_rmem_tensor((2,), Int32)
+        coef_entropy = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(2):
             i = block.row0 + thread_rows(block.thread) + 8 * r
             rCoefs[None, r].fill(0.0)
@@ -37,6 +35,7 @@ class Dlogits(Logits):
                 target[r] = (args.slot_target + i).load() - args.v0 - block.col0
                 if const_expr(args.coef_entropy is not None):
                     coef_entropy[r] = (args.coef_entropy + i).load()
+        return rCoefs, target, coef_entropy
 
     @cute.jit
     def __call__(self, acc, prefetched, args: DlogitsArgs, out: Output, block: Block):

@@ -1,16 +1,16 @@
-"""The epilogues of grouped GEMMs, one per step of an MLP, on blocks of 64 rows of a tile of one group."""
-
-from typing import NamedTuple
+"""The epilogues of grouped GEMMs, one per step of an MLP, on tiles of one group."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from quackish.configs.grouped_gemm import BLOCK_M, DownArgs, UpArgs, grouped_gemm_buffers
+from quackish.configs.gemm import BLOCK_M
+from quackish.configs.grouped_gemm import DownArgs, UpArgs, grouped_gemm_buffers
 from quackish.kernels.common.activations import activate_gate, activate_up, overflow_as_fp16
+from quackish.kernels.common.epilogues import Epilogue
 from quackish.kernels.common.rows import vector_at
-from quackish.kernels.common.tile_store import TileStore, block_below, column_of, row_of, thread_rows
+from quackish.kernels.common.tile_store import Block, Group, Output, TileStore, column_of, row_of, thread_rows
 
 # One TMA tensor for the rows of all groups: address(r, c, i, j) = base + r * ld + c + i * (2^34 - ld) + j * ld. With
 # i = EXTENT, i * 2^34 wraps to 0 in 64 bits, which leaves (r - EXTENT + j) * ld + c. With j = begin + length and
@@ -29,28 +29,6 @@ def ragged(base: cute.Pointer, cols: Int32, ld: Int64, rows_first: cutlass.Const
     return cute.make_tensor(base, cute.make_layout((cols, EXTENT, UNBOUNDED, UNBOUNDED), stride=(1, ld, back, ld)))
 
 
-class GroupBlock(NamedTuple):
-    """BLOCK_M rows of a tile, whose accumulator one consumer warp group has, and a thread of that warp group."""
-
-    row0: Int32  # along m: in the group; along k: of D[group]
-    col0: Int32  # of D, and of its gate and of its up columns
-    begin: Int32  # the group's first row
-    length: Int32  # its rows
-    group: Int32
-    groups: Int32
-    rows: Int32  # of all groups, and after the last one
-    is_filled: Boolean  # D is `fill` before the activation: rows of no group, or illegal offsets
-    fill: Float32
-    n: Int32  # columns of D, or of gate
-    wg: Int32  # from 1
-    thread: Int32
-
-
-class GroupOutput(NamedTuple):
-    atom: tuple  # TMA's, and the coordinates, of one output
-    staging: cute.Tensor
-
-
 class GroupStore(TileStore):
     """Stores tiles of a group's rows, or of its matrix D[group]."""
 
@@ -60,34 +38,35 @@ class GroupStore(TileStore):
         self.num_buffers = grouped_gemm_buffers(problem, config)
 
     @cute.jit
-    def copy_out(self, out: GroupOutput, buffer: Int32, block: GroupBlock, j: cutlass.Constexpr[int]):
-        sD, gD = self.partition(out.atom, out.staging, block, j)
-        cute.copy(out.atom[0], sD[None, buffer], gD)
+    def copy_out(self, out: Output, buffer: Int32, block: Block, j: cutlass.Constexpr[int]):
+        (atom,) = out.atoms
+        sD, gD = self.partition(atom, out.staging, block, j)
+        cute.copy(atom[0], sD[None, buffer], gD)
 
     def load_atom(self, mD):
         op = cpasync.CopyBulkTensorTileG2SOp()
         piece = (BLOCK_M, self.piece_n)
         return cpasync.make_tiled_tma_atom(op, mD, cute.slice_(self.layout(), (None, None, 0)), piece)
 
-    def partition(self, atom: tuple, staging, block: GroupBlock, j: int):
+    def partition(self, atom: tuple, staging, block: Block, j: int):
         """The buffers, and piece j of the block, as TMA copies them."""
         row, col = block.row0, block.col0 + j * self.piece_n
         if self.along_m:
-            rows = atom[1][None, None, EXTENT, block.begin + block.length]
-            row += EXTENT - block.length
+            rows = atom[1][None, None, EXTENT, block.start + block.live]
+            row += EXTENT - block.live
         else:
-            rows = atom[1][None, None, block.group]
+            rows = atom[1][None, None, block.group.index]
         g = cute.local_tile(cute.domain_offset((row, col), rows), (BLOCK_M, self.piece_n), (0, 0))
         return cpasync.tma_partition(
             atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(g, 0, 2)
         )
 
 
-class GroupEpilogue:
+class GroupEpilogue(Epilogue):
     """Along k, and "down": stores D, plus a bias along m."""
 
     def __init__(self, problem, config):
-        self.problem, self.config, self.output = problem, config, GroupStore(problem, config)
+        super().__init__(problem, config, GroupStore(problem, config))
         self.num_parts = 2 if problem.gated else 1  # of the preactivation: gate and up
         self.has_pairs = problem.epilogue == "up" and problem.gated  # gate and up columns, each half of a tile
         self.tile_cols = config.tile_n // (2 if self.has_pairs else 1)  # of D
@@ -106,35 +85,30 @@ class GroupEpilogue:
         """gate and up of a matrix like the preactivation, as `outputs`."""
         return [(z + part * n, n * self.num_parts) for part in range(self.num_parts)]
 
-    def allocate(self, smem):
-        return self.output.allocate(smem)
-
-    def prepare(self, args, atoms: list, staging, first: GroupBlock):
-        """Called before the products of a tile, whose first block is `first`. The result is passed to __call__."""
-
     @cute.jit
-    def __call__(
-        self, acc, args: DownArgs, atoms: list, staging, first: GroupBlock, b: cutlass.Constexpr[int], prepared
-    ):
-        """On the tile's b-th block. atoms: TMA's, of `outputs` and `inputs`."""
-        block = block_below(first, b)
+    def __call__(self, acc, prefetched, args: DownArgs, out: Output, block: Block):
         per_piece = const_expr(self.output.piece_n // 2)
         for j in cutlass.range_constexpr(self.output.num_pieces):
             values = range(j * per_piece, (j + 1) * per_piece)
             if const_expr(self.problem.biased):  # by pieces: registers spill where all of the bias is loaded first
                 piece = block._replace(col0=block.col0 + j * self.output.piece_n)
                 self.add_bias(acc, values, args.bias, block.n, 0, piece)
-            if block.is_filled:
-                for v in cutlass.range_constexpr(values.start, values.stop):
-                    acc[v] = block.fill
-            self.output(acc, j, GroupOutput(atoms[0], staging), block)
+            self.fill(acc, values, block.group)
+            self.output(acc, j, out, block)
+
+    @cute.jit
+    def fill(self, acc, values: cutlass.Constexpr[range], group: Group):
+        """Overwrites these values of rows that are not a product."""
+        if group.is_filled:
+            for v in cutlass.range_constexpr(values.start, values.stop):
+                acc[v] = group.fill
 
     @cute.jit
     def add_bias(
-        self, acc, values: cutlass.Constexpr[range], bias: cute.Pointer, width: Int32, first: Int32, block: GroupBlock
+        self, acc, values: cutlass.Constexpr[range], bias: cute.Pointer, width: Int32, first: Int32, block: Block
     ):
         """Adds bias[group, first + column], of `width` columns, to these values of acc, whose first column is col0."""
-        row = Int64(cutlass.min(block.group, block.groups - 1)) * width + first
+        row = Int64(cutlass.min(block.group.index, block.group.groups - 1)) * width + first
         base = bias + (row + block.col0 + column_of(0, block.thread))
         columns = block.n - block.col0
         for i in cutlass.range_constexpr(values.start, values.stop, 4):
@@ -145,15 +119,14 @@ class GroupEpilogue:
                     acc[i + v] = acc[i + v] + two[v % 2]
 
     @cute.jit
-    def row_scales(self, scales: cute.Pointer, first: GroupBlock):
-        """Of the thread's two rows in each block of the tile; 0 where they are not in a group."""
-        s = cute.make_rmem_tensor((2, self.config.row_blocks), Float32)
-        for b in cutlass.range_constexpr(self.config.row_blocks):
-            for r in cutlass.range_constexpr(2):
-                s[r, b] = Float32(0.0)
-                row = first.row0 + BLOCK_M * b + thread_rows(first.thread) + 8 * r
-                if row < first.length and not first.is_filled:
-                    s[r, b] = (scales + (first.begin + row)).load()
+    def row_scales(self, scales: cute.Pointer, block: Block):
+        """The scales of the thread's two rows; 0 for rows that are not in a group."""
+        s = cute.make_rmem_tensor((2,), Float32)
+        for r in cutlass.range_constexpr(2):
+            s[r] = Float32(0.0)
+            row = block.row0 + thread_rows(block.thread) + 8 * r
+            if row < block.live and not block.group.is_filled:
+                s[r] = (scales + (block.start + row)).load()
         return s
 
 
@@ -172,11 +145,11 @@ class Up(GroupEpilogue):
         return [(d, n)]
 
     @cute.jit
-    def prepare(self, args: UpArgs, atoms: list, staging, first: GroupBlock):
-        return self.row_scales(args.scales, first) if const_expr(self.problem.scaled) else None
+    def prepare(self, args: UpArgs, out: Output, block: Block):
+        return self.row_scales(args.scales, block) if const_expr(self.problem.scaled) else None
 
     @cute.jit
-    def finish_piece(self, acc, args: UpArgs, block: GroupBlock, j: cutlass.Constexpr[int]):
+    def finish_piece(self, acc, args: UpArgs, block: Block, j: cutlass.Constexpr[int]):
         """Makes piece j of the products the preactivation."""
         part, per_piece = j // self.pieces_per_part, self.output.piece_n // 2
         values = range(j * per_piece, (j + 1) * per_piece)
@@ -186,13 +159,11 @@ class Up(GroupEpilogue):
         if const_expr(self.problem.dtype == "float16"):  # backward reads it in fp16
             for v in cutlass.range_constexpr(values.start, values.stop):
                 acc[v] = overflow_as_fp16(acc[v])
-        if block.is_filled:
-            for v in cutlass.range_constexpr(values.start, values.stop):
-                acc[v] = block.fill
+        self.fill(acc, values, block.group)
 
     @cute.jit
-    def __call__(self, acc, args: UpArgs, atoms: list, staging, first: GroupBlock, b: cutlass.Constexpr[int], scales):
-        p, block = self.problem, block_below(first, b)
+    def __call__(self, acc, scales, args: UpArgs, out: Output, block: Block):
+        p = self.problem
         per_part, per_piece = const_expr(cute.size(acc) // self.num_parts), self.output.piece_n // 2  # of a thread
 
         # the preactivation
@@ -201,7 +172,7 @@ class Up(GroupEpilogue):
                 part = const_expr(j // self.pieces_per_part)
                 of_part = block._replace(col0=block.col0 - part * self.tile_cols)
                 self.finish_piece(acc, args, block, j)
-                self.output(acc, j, GroupOutput(atoms[1 + part], staging), of_part, j)
+                self.output(acc, j, out.only(1 + part), of_part, j)
 
         # the activation
         stored = const_expr(self.output.num_pieces if p.keeps else 0)
@@ -215,6 +186,6 @@ class Up(GroupEpilogue):
                     u, _ = activate_up(acc[per_part + v], p.activation)
                     a = a * u
                 if const_expr(p.scaled):
-                    a = a * scales[row_of(v), b]
+                    a = a * scales[row_of(v)]
                 acc[v] = a
-            self.output(acc, j, GroupOutput(atoms[0], staging), block, stored + j)
+            self.output(acc, j, out.only(0), block, stored + j)

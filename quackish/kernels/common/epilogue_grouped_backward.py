@@ -14,10 +14,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.configs.grouped_gemm import BLOCK_M, DSCALES_COLUMNS, DownBackwardArgs
+from quackish.configs.gemm import BLOCK_M
+from quackish.configs.grouped_gemm import DSCALES_COLUMNS, DownBackwardArgs
 from quackish.kernels.common.activations import activate_gate, activate_up
-from quackish.kernels.common.epilogue_grouped import GroupBlock, GroupEpilogue, GroupOutput
-from quackish.kernels.common.tile_store import block_below, row_of, thread_rows
+from quackish.kernels.common.epilogue_grouped import GroupEpilogue
+from quackish.kernels.common.tile_store import Block, Output, row_of, thread_rows
 
 
 class LoadedStaging(NamedTuple):
@@ -57,40 +58,37 @@ class DownBackward(GroupEpilogue):
         return staging.loaded + (wg - 1) * 2 + piece % 2
 
     @cute.jit
-    def prepare(self, args: DownBackwardArgs, atoms: list, staging: LoadedStaging, first: GroupBlock):
-        if self.output.issues(first.thread):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            for piece in cutlass.range_constexpr(2):
-                self.load(piece, atoms, staging, first)
-        return self.row_scales(args.scales, first) if const_expr(self.problem.scaled) else None
+    def prepare(self, args: DownBackwardArgs, out: Output, block: Block):
+        if const_expr(block.index == 0):
+            if self.output.issues(block.thread):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                for piece in cutlass.range_constexpr(2):
+                    self.load(piece, out, block)
+        return self.row_scales(args.scales, block) if const_expr(self.problem.scaled) else None
 
     @cute.jit
-    def load(self, piece: cutlass.Constexpr[int], atoms: list, staging: LoadedStaging, first: GroupBlock):
-        """Starts to load a piece of the tile."""
-        barrier = self.barrier(piece, staging, first.wg)
+    def load(self, piece: cutlass.Constexpr[int], out: Output, block: Block):
+        """Starts to load a piece of the tile, of this block or of one below it."""
+        barrier = self.barrier(piece, out.staging, block.wg)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.num_parts * BLOCK_M * self.problem.piece_bytes)
-        block, j = block_below(first, piece // self.output.num_pieces), piece % self.output.num_pieces
-        buffers = self.buffers(piece, first.wg)
+        below, j = const_expr(piece // self.output.num_pieces - block.index), piece % self.output.num_pieces
+        block, buffers = block._replace(row0=block.row0 + BLOCK_M * below), self.buffers(piece, block.wg)
         for part in cutlass.range_constexpr(self.num_parts):
-            atom = atoms[1 + self.num_parts + part]
-            s, g = self.output.partition(atom, staging.buffers, block, j)
+            atom = out.atoms[1 + self.num_parts + part]
+            s, g = self.output.partition(atom, out.staging.buffers, block, j)
             cute.copy(atom[0], g, s[None, buffers[1 + part]], tma_bar_ptr=barrier)
 
     @cute.jit
-    def __call__(
-        self, acc, args: DownBackwardArgs, atoms: list, staging: LoadedStaging, first: GroupBlock,
-        b: cutlass.Constexpr[int], scales
-    ):  # fmt: skip
-        p, block, wg, thread = self.problem, block_below(first, b), first.wg, first.thread
-        if block.is_filled:
-            acc.fill(block.fill)
+    def __call__(self, acc, scales, args: DownBackwardArgs, out: Output, block: Block):
+        p, staging, wg, thread = self.problem, out.staging, block.wg, block.thread
+        self.fill(acc, range(cute.size(acc)), block.group)
         sums = cute.make_rmem_tensor((2,), Float32)  # of dact * activation(z), for the thread's two rows
         sums.fill(0.0)
         r2s, values, destinations, shape = self.output.parts(acc, staging.buffers, thread)
         act = cute.make_rmem_tensor(shape, self.output.dtype)
         for j in cutlass.range_constexpr(self.output.num_pieces):
-            piece = const_expr(b * self.output.num_pieces + j)
+            piece = const_expr(block.index * self.output.num_pieces + j)
             buffers = self.buffers(piece, wg)
             # A tile has a multiple of 4 pieces (`grouped_gemm_why_illegal`), so all tiles have the same phases.
             cute.arch.mbarrier_wait(self.barrier(piece, staging, wg), piece // 2 % 2)
@@ -101,7 +99,7 @@ class DownBackward(GroupEpilogue):
                 for v in cutlass.range_constexpr(cute.size(z[0])):
                     i = const_expr(k * cute.size(z[0]) + v)  # in the piece
                     r, dact = const_expr(row_of(i)), values[j * cute.size(act) + i]
-                    scaled = dact * scales[r, b] if const_expr(p.scaled) else dact
+                    scaled = dact * scales[r] if const_expr(p.scaled) else dact
                     f, df = activate_gate(z[0][v].to(Float32), p.activation)
                     if const_expr(p.gated):
                         u, du = activate_up(z[1][v].to(Float32), p.activation)
@@ -110,7 +108,7 @@ class DownBackward(GroupEpilogue):
                     z[0][v] = (scaled * df).to(self.output.dtype)
                     if const_expr(p.scaled):
                         sums[r] = sums[r] + dact * f
-                        f = f * scales[r, b]
+                        f = f * scales[r]
                     act[i] = f.to(self.output.dtype)
                 for part in cutlass.range_constexpr(self.num_parts):
                     cute.copy(r2s, z[part][None, None, 0], destinations[None, None, k, buffers[1 + part]])
@@ -125,26 +123,27 @@ class DownBackward(GroupEpilogue):
             self.output.wait_until_free(0, wg, thread)
             if const_expr(2 <= piece + 1 < self.pieces_per_tile):
                 if self.output.issues(thread):
-                    self.load(piece + 1, atoms, staging, first)
+                    self.load(piece + 1, out, block)
             cute.copy(r2s, act, destinations[None, None, None, buffers[0]])
             if self.output.wait_until_full(wg, thread):
-                self.store(buffers, atoms, staging, block, j)
+                self.store(buffers, out, block, j)
 
     @cute.jit
-    def store(self, buffers: list, atoms: list, staging: LoadedStaging, block: GroupBlock, j: cutlass.Constexpr[int]):
+    def store(self, buffers: list, out: Output, block: Block, j: cutlass.Constexpr[int]):
         """Starts to store a piece of act and of dz's parts."""
+        out = out._replace(staging=out.staging.buffers)
         for i in cutlass.range_constexpr(1 + self.num_parts):
-            self.output.copy_out(GroupOutput(atoms[i], staging.buffers), buffers[i], block, j)
+            self.output.copy_out(out.only(i), buffers[i], block, j)
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def store_sums(self, sums, parts: cute.Pointer, block: GroupBlock, col: Int32):
+    def store_sums(self, sums, parts: cute.Pointer, block: Block, col: Int32):
         """Stores the sums over the DSCALES_COLUMNS columns from `col` on, for which four threads share a row."""
         for r in cutlass.range_constexpr(2):
             total = sums[r]
             for offset in (1, 2):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
             row = block.row0 + thread_rows(block.thread) + 8 * r
-            if block.thread % 4 == 0 and row < block.length and col < block.n:
-                at = Int64(col // DSCALES_COLUMNS) * block.rows + block.begin + row
+            if block.thread % 4 == 0 and row < block.live and col < block.n:
+                at = Int64(col // DSCALES_COLUMNS) * block.m + block.start + row
                 (parts + at).store(total)

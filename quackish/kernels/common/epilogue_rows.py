@@ -15,13 +15,10 @@ class RowsOut(Epilogue):
     def __init__(self, problem, config):
         super().__init__(problem, config, RowStore(problem.out_dtype, config))
 
-    def begin(self):
-        """The scales of the thread's two accumulator rows, and the output rows of the four rows that it stores."""
-        return cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Int32)
-
     @cute.jit
-    def prepare(self, prefetched, args: RowsOutArgs, block: Block):
-        scales, out_rows = prefetched
+    def prepare(self, args: RowsOutArgs, out: Output, block: Block):
+        """The scales of the thread's two accumulator rows, and the output rows of the four rows that it stores."""
+        scales, out_rows = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Int32)
         for r in cutlass.range_constexpr(2):
             i = block.row0 + thread_rows(block.thread) + 8 * r
             scales[r] = (args.row_scale + cutlass.min(i, block.m - 1)).load()
@@ -30,6 +27,7 @@ class RowsOut(Epilogue):
             out_rows[k] = Int32(-1)
             if i < block.live:
                 out_rows[k] = (args.order + (block.start + i)).load()
+        return scales, out_rows
 
     @cute.jit
     def __call__(self, acc, prefetched, args: RowsOutArgs, out: Output, block: Block):

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import SoftmaxArgs
+from quackish.configs.lce_rows import ROW_TILE
 from quackish.kernels.common.lce import (
     HEADROOM,
     LEAST_LOG2,
@@ -55,31 +56,33 @@ class Softmax(Logits):
     def is_selected(self, args: SoftmaxArgs, tm: Int32, m: Int32):
         selected = True
         if const_expr(self.problem.recompute_flagged):
-            per_cluster = const_expr(self.config.tile_m * self.config.cluster_m // 128)
-            flagged, last = Int32(0), cute.ceil_div(m, 128)
+            per_cluster = const_expr(self.config.tile_m * self.config.cluster_m // ROW_TILE)
+            flagged, last = Int32(0), cute.ceil_div(m, ROW_TILE)
             for i in cutlass.range_constexpr(per_cluster):
                 flagged = flagged | (args.flags + cutlass.min(1 + tm * per_cluster + i, last)).load()
             selected = flagged != 0
         return selected
 
     @cute.jit
-    def prepare(self, prefetched, args: SoftmaxArgs, block: Block):
-        shift_log2, target = prefetched
+    def prepare(self, args: SoftmaxArgs, out: Output, block: Block):
+        """row_shift of the thread's two rows, in log2 units, and the columns of their targets in the tile."""
+        shift_log2, target = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Int32)
         scale_log2 = log2_scale(args.logit_scale)
         for r in cutlass.range_constexpr(2):
             i = block.row0 + thread_rows(block.thread) + 8 * r
-            shift_log2[0, r], target[r] = Float32(0.0), Int32(-1)
+            shift_log2[r], target[r] = Float32(0.0), Int32(-1)
             if i < block.m:
                 if const_expr(self.problem.recompute_flagged):
-                    shift_log2[0, r] = shift_in_log2(decode((args.row_max_bits + i).load()), scale_log2)
+                    shift_log2[r] = shift_in_log2(decode((args.row_max_bits + i).load()), scale_log2)
                 else:
-                    shift_log2[0, r] = shift_in_log2((args.row_shift + i).load(), scale_log2)
+                    shift_log2[r] = shift_in_log2((args.row_shift + i).load(), scale_log2)
                 target[r] = (args.slot_target + i).load() - block.col0
+        return shift_log2, target
 
     @cute.jit
     def __call__(self, acc, prefetched, args: SoftmaxArgs, out: Output, block: Block):
         col0, m, n, thread = block.col0, block.m, block.n, block.thread
-        row, shift_log2, target = block.row0 + thread_rows(thread), prefetched[0][0, None], prefetched[1]
+        row, (shift_log2, target) = block.row0 + thread_rows(thread), prefetched
         scale_log2 = log2_scale(args.logit_scale)
         self.store_target_logits(acc, target, args, row, col0, thread)
         dtypes = Float32, Int32, Float32, Float32, Float32
@@ -120,7 +123,7 @@ class Softmax(Logits):
                 # false if row_shift is NaN or inf
                 if (i < m) & (row_max * scale_log2 > shift_log2[r] + HEADROOM * LOG2_E):
                     cute.arch.atomic_max(args.row_max_bits + i, encode(row_max))
-                    (args.flags + (1 + i // 128)).store(Int32(1))
+                    (args.flags + (1 + i // ROW_TILE)).store(Int32(1))
                     args.flags.store(Int32(1))
 
     @cute.jit

@@ -32,15 +32,14 @@ class Store(Epilogue):
 class StoreWithResidual(Store):
     """Stores D, and the bf16 rounding residual of each row that has a slot."""
 
-    def begin(self):
-        """The slots of the thread's two rows."""
-        return cute.make_rmem_tensor((2,), Int32)
-
     @cute.jit
-    def prepare(self, slots, args: ResidualArgs, block: Block):
+    def prepare(self, args: ResidualArgs, out: Output, block: Block):
+        """The slots of the thread's two rows."""
+        slots = cute.make_rmem_tensor((2,), Int32)
         for r in cutlass.range_constexpr(2):
             row = block.row0 + thread_rows(block.thread) + 8 * r
             slots[r] = (args.first_slot_of_class + cutlass.min(row, block.m - 1)).load()
+        return slots
 
     @cute.jit
     def __call__(self, acc, slots, args: ResidualArgs, out: Output, block: Block):

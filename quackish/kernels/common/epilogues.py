@@ -7,15 +7,14 @@ from quackish.kernels.common.tile_store import Block, Output, Staging, TileStore
 
 
 class Epilogue:
-    """An epilogue of GemmSm90. `args` is the NamedTuple in GemmArgs.epilogue. Methods in the order of their calls:
+    """An epilogue. `args` is the NamedTuple in the kernel's `args.epilogue`. Methods in the order of their calls:
 
     - `store_atom`: on the host if `stores_by_tma`, for each buffer of D.
     - `allocate`: once per CTA.
-    - `num_tiles`, once per CTA, and `is_selected`, per tile: which tiles are computed.
-    - `begin`: once per consumer thread and Block of a tile. Allocates the registers `prefetched`.
-    - `prepare`: before each mainloop, per block. Loads into `prefetched`, which overlaps with the mainloop.
-    - `__call__`: after the mainloop, per block, by all threads of the warp group. May overwrite the accumulator. With
-      split-K, only the last split to arrive at a tile calls it.
+    - `num_tiles`, once per CTA, and `is_selected`, per tile: which tiles are computed (GemmSm90 only).
+    - `prepare`: before each mainloop, per block. Starts the loads of what it returns, which overlap with the mainloop.
+    - `__call__`: after the mainloop, per block, by all threads of the warp group, with the result of `prepare`. May
+      overwrite the accumulator. With split-K, only the last split to arrive at a tile calls it.
     - `finish`: once per consumer thread, before the CTA exits.
 
     A new epilogue is a subclass with `__call__`, a line in `make_epilogue`, and its arguments in GemmProblem.args.
@@ -41,11 +40,8 @@ class Epilogue:
         """Whether to compute the cluster tiles whose first row is tm * tile_m * cluster_m."""
         return True
 
-    def begin(self):
+    def prepare(self, args, out: Output, block: Block):
         return None
-
-    def prepare(self, prefetched, args, block: Block):
-        pass
 
     @cute.jit
     def __call__(self, acc: cute.Tensor, prefetched, args, out: Output, block: Block):

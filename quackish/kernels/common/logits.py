@@ -42,10 +42,6 @@ class Logits(Epilogue):
         """Indices of a thread's accumulator values in a piece of 64 columns, as in TileStore."""
         return range(32 * piece, 32 * (piece + 1))
 
-    def begin(self):
-        """Up to four values for each of the thread's two rows, and the columns of the rows' targets in the tile."""
-        return cute.make_rmem_tensor((4, 2), Float32), cute.make_rmem_tensor((2,), Int32)
-
     def columns(self, vector: Optional[cute.Pointer], j: int, col0, n, thread):
         """The values per class of piece j, for `column_value`; None if `vector` is."""
         return None if vector is None else load_columns(vector, col0 + 64 * j, n, thread)

@@ -20,6 +20,7 @@ from cutlass.experimental import primitives as prims
 from quackish.configs.gemm import MAX_SPLITS, MIN_GAIN, MIN_STEPS, steps_of_splits
 from quackish.configs.lce_args import TailArgs
 from quackish.kernels.common.rows import vector_at
+from quackish.kernels.common.tile_store import NamedBarrier
 
 
 class Plan(NamedTuple):
@@ -34,7 +35,7 @@ class Plan(NamedTuple):
 class SplitKTail:
     def __init__(self, config):
         self.num_wgs, self.ctas = config.num_wgs, config.cluster_m * config.cluster_n
-        self.values = config.tile_n // 2  # accumulator values per thread: a warp group has 64 rows of a tile
+        self.values = config.tile_n // 2  # accumulator values per thread: a warp group has BLOCK_M rows of a tile
 
     def allocate(self, smem):
         return smem.allocate_tensor(Int32, cute.make_layout(self.num_wgs), byte_alignment=16)
@@ -103,7 +104,7 @@ class SplitKTail:
         return Int32(prims.atomicrmw(prims.AtomicOp.INC, ticket.to_llvm_ptr(), limit, mem_order=order, syncscope=scope))
 
     def barrier(self, wg):
-        cute.arch.barrier(barrier_id=wg + 2 * self.num_wgs, number_of_threads=128)
+        cute.arch.barrier(barrier_id=NamedBarrier.TAIL.of(wg, self.num_wgs), number_of_threads=128)
 
     @cute.jit
     def offset(self, q: Int32, cta: Int32, wg: Int32, thread: Int32) -> Int64:

@@ -4,16 +4,31 @@ The WGMMA accumulator layout: a thread has values in two rows, 8 apart, of its w
 i = 2 * pair + c is in row pair % 2, and in column 8 * (i // 4) + c counted from the thread's first column.
 """
 
-from typing import NamedTuple, Optional
+import enum
+from typing import Any, NamedTuple, Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
+from quackish.configs.gemm import BLOCK_M
 from quackish.kernels.common.rows import DTYPES, vector_at
+
+
+class NamedBarrier(enum.IntEnum):
+    """What a consumer warp group waits for. Each warp group has a barrier of each kind."""
+
+    FREE = 0  # the buffers of its output may be written
+    FULL = 1  # the buffers of its output are written
+    TAIL = 2  # its partial sums and its ticket, see split_k_tail.py
+    ORDER = 3  # the other warp group of a ping-pong pair has issued its WGMMAs
+
+    def of(self, wg, num_wgs: int):
+        """The barrier's number; wg counts from 1, and barrier 0 is for the whole CTA."""
+        return wg + self.value * num_wgs
 
 
 @cute.jit
@@ -33,36 +48,51 @@ def row_of(i: int) -> int:
     return i // 2 % 2
 
 
-class Block(NamedTuple):
-    """64 rows of a tile, of which one consumer warp group has the accumulator, and a thread of that warp group."""
+class Group(NamedTuple):
+    """The group that a Block of a grouped GEMM belongs to."""
 
-    row0: Int32  # of D
-    col0: Int32
-    m: Int32  # of D, as n
+    index: Int32
+    groups: Int32  # their number
+    is_filled: Boolean  # D is `fill` before the activation: rows of no group, or illegal offsets
+    fill: Float32
+
+
+class Block(NamedTuple):
+    """BLOCK_M rows of a tile, of which one consumer warp group has the accumulator, and a thread of that warp group."""
+
+    index: int  # of the block in its tile: a compile-time constant
+    row0: Int32  # of D; where groups divide m, of the group's rows
+    col0: Int32  # of D, and of its gate and of its up columns
+    m: Int32  # of D, as n; where groups divide k, of A and B
     n: Int32
-    live: Int32  # rows along m or k
-    start: Int32
+    live: Int32  # rows along m or k; of the group
+    start: Int32  # the first of them
     wg: Int32  # from 1
     thread: Int32  # of the warp group
+    group: Optional[Group] = None
 
 
-def block_below(block: NamedTuple, b: int) -> NamedTuple:
-    """The b-th block below this one, in the same tile; of a Block, or another with a row0."""
-    return block._replace(row0=block.row0 + 64 * b)
+def block_below(first: Block, b: int) -> Block:
+    """The b-th block of the tile with this first block."""
+    return first._replace(index=b, row0=first.row0 + BLOCK_M * b)
 
 
 class Output(NamedTuple):
-    """Where D goes."""
+    """Where D goes, and for grouped GEMMs the epilogue's other outputs and inputs."""
 
-    d_atoms: list  # with stores_by_tma: `store_atom` of D, or of its two buffers
-    split: Int32  # the first column in the second buffer
-    staging: Optional[cute.Tensor]  # the result of `allocate`
-    d: Optional[cute.Pointer]
-    ldd: Int64
+    atoms: list  # of TMA, with stores_by_tma: `store_atom` of D, or of its two buffers
+    staging: Any  # the result of `allocate`
+    split: Optional[Int32] = None  # the first column in the second buffer
+    d: Optional[cute.Pointer] = None
+    ldd: Optional[Int64] = None
+
+    def only(self, i: int) -> "Output":
+        """With the i-th atom alone."""
+        return self._replace(atoms=[self.atoms[i]])
 
 
 class Staging:
-    """Swizzled buffers in shared memory: per warp group `num_buffers` pieces of 64 rows x `piece_n` columns.
+    """Swizzled buffers in shared memory: per warp group `num_buffers` pieces of BLOCK_M rows x `piece_n` columns.
 
     piece_bytes: of a row of a piece, the span of the swizzle: 128 or 64.
     """
@@ -74,7 +104,7 @@ class Staging:
         self.num_pieces = config.tile_n // self.piece_n
 
     def layout(self):
-        piece = (64, self.piece_n)
+        piece = (BLOCK_M, self.piece_n)
         return sm90.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, piece, self.num_wgs * self.num_buffers)
 
     def allocate(self, smem):
@@ -89,7 +119,7 @@ class Staging:
         """Copies a piece between shared memory and registers, whose layout is that of the accumulator."""
         mma = sm90.make_trivial_tiled_mma(
             cutlass.BFloat16, cutlass.BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.K, Float32,
-            (1, 1, 1), tiler_mn=(64, self.tile_n),
+            (1, 1, 1), tiler_mn=(BLOCK_M, self.tile_n),
         )  # fmt: skip
         c_atom = cute.make_tiled_copy_C_atom(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), cutlass.BFloat16), mma
@@ -130,7 +160,7 @@ class TileStore(Staging):
         op = cpasync.CopyBulkTensorTileS2GOp()
         if self.accumulate:
             op = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
-        piece = (64, self.piece_n)
+        piece = (BLOCK_M, self.piece_n)
         atom, coordinates = cpasync.make_tiled_tma_atom(op, mD, cute.slice_(self.layout(), (None, None, 0)), piece)
         return atom, coordinates
 
@@ -160,16 +190,16 @@ class TileStore(Staging):
         """Waits until TMA has read the buffers of all but the last `pending` commit groups."""
         if self.issues(thread):
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
-            cute.arch.barrier_arrive(barrier_id=wg, number_of_threads=128)
+            cute.arch.barrier_arrive(barrier_id=NamedBarrier.FREE.of(wg, self.num_wgs), number_of_threads=128)
         else:
-            cute.arch.barrier(barrier_id=wg, number_of_threads=128)
+            cute.arch.barrier(barrier_id=NamedBarrier.FREE.of(wg, self.num_wgs), number_of_threads=128)
 
     @cute.jit
     def wait_until_full(self, wg: Int32, thread: Int32):
         """Call when the thread has written its values. True in the warp that issues, once all threads have."""
         cute.arch.fence_view_async_shared()
         issues = self.issues(thread)
-        is_full = wg + self.num_wgs  # named barrier
+        is_full = NamedBarrier.FULL.of(wg, self.num_wgs)
         if issues:
             cute.arch.barrier(barrier_id=is_full, number_of_threads=128)
         else:
@@ -180,15 +210,15 @@ class TileStore(Staging):
     def copy_out(self, out: Output, buffer: Int32, block: Block, j: cutlass.Constexpr[int]):
         """Starts the store of a buffer to piece j of the block."""
         at = block.col0 // self.piece_n + j
-        if const_expr(len(out.d_atoms) == 1):
-            self.copy_to(out.d_atoms[0], out.staging, buffer, block.row0, at)
+        if const_expr(len(out.atoms) == 1):
+            self.copy_to(out.atoms[0], out.staging, buffer, block.row0, at)
         elif at < out.split // self.piece_n:
-            self.copy_to(out.d_atoms[0], out.staging, buffer, block.row0, at)
+            self.copy_to(out.atoms[0], out.staging, buffer, block.row0, at)
         else:
-            self.copy_to(out.d_atoms[1], out.staging, buffer, block.row0, at - out.split // self.piece_n)
+            self.copy_to(out.atoms[1], out.staging, buffer, block.row0, at - out.split // self.piece_n)
 
     def copy_to(self, d_atom, staging, buffer, row0, piece):
-        gD = cute.local_tile(d_atom[1], (64, self.piece_n), (row0 // 64, None))
+        gD = cute.local_tile(d_atom[1], (BLOCK_M, self.piece_n), (row0 // BLOCK_M, None))
         sD, gD = cpasync.tma_partition(
             d_atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(gD, 0, 2)
         )
@@ -210,13 +240,14 @@ class RowStore(Staging):
         staging, wg, thread = out.staging, block.wg, block.thread
         r2s, values, destinations, shape = self.parts(acc, staging, thread)
         vec = const_expr(128 // self.dtype.width)
+        is_free = NamedBarrier.FREE.of(wg, self.num_wgs)
         for j in cutlass.range_constexpr(self.num_pieces):
             buffer = self.buffer(j, wg)
             if const_expr(self.num_buffers == 1):
-                cute.arch.barrier(barrier_id=wg, number_of_threads=128)
+                cute.arch.barrier(barrier_id=is_free, number_of_threads=128)
             cute.copy(r2s, self.rounded(values, shape, j), destinations[None, None, None, buffer])
             # With two buffers one barrier per piece is enough: past it, all threads have read the previous piece.
-            cute.arch.barrier(barrier_id=wg, number_of_threads=128)
+            cute.arch.barrier(barrier_id=is_free, number_of_threads=128)
             col = block.col0 + j * self.piece_n + thread % 8 * vec
             for k in cutlass.range_constexpr(4):
                 if (rows[k] >= 0) & (col < block.n):

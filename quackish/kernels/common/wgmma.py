@@ -1,14 +1,24 @@
 """Shared by the persistent, warp-specialized Hopper GEMMs: TMA loads, pipeline stages, WGMMA, tile order."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
-from quackish.configs.gemm import TILE_K
+from quackish.configs.gemm import BLOCK_M, TILE_K
 from quackish.kernels.common.lce import fake_args
 from quackish.kernels.common.rows import DTYPES
+from quackish.kernels.common.tile_store import NamedBarrier
+
+
+class Stage(NamedTuple):
+    """A stage of the pipeline that is being loaded."""
+
+    index: Int32
+    barrier: cute.Pointer
 
 
 class WgmmaKernel:
@@ -31,13 +41,30 @@ class WgmmaKernel:
         atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
         return atom, coordinates
 
+    def partition(self, atom, tensor, shared, rank, num_multicast):
+        """(shared memory per stage, `tensor` per tile and step along k), for `load`.
+
+        tensor: the atom's coordinates, or a part of them.
+        """
+        tiles = cute.local_tile(tensor, (cute.size(shared, mode=[0]), TILE_K), (None, None))
+        shared, tiles = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        return cpasync.tma_partition(atom[0], rank, cute.make_layout(num_multicast), shared, tiles)
+
+    def load(self, atom, part, tile, kt, stage: Stage, mask, cache_policy=None):
+        """Starts to load step kt of a tile. part: of `partition`."""
+        shared, tiles = part
+        cute.copy(
+            atom[0], tiles[None, tile, kt], shared[None, stage.index], tma_bar_ptr=stage.barrier, mcast_mask=mask,
+            cache_policy=cache_policy,
+        )  # fmt: skip
+
     def tiled_mmas(self, a_major, b_major):
         """[MMA that overwrites the accumulator, MMA that adds to it]"""
         c, mmas = self.config, []
         for accumulate in (False, True):
             mma = sm90.make_trivial_tiled_mma(
                 self.dtype, self.dtype, a_major, b_major, Float32, (1 if c.pingpong else c.num_wgs, 1, 1),
-                tiler_mn=(64, c.tile_n),
+                tiler_mn=(BLOCK_M, c.tile_n),
             )  # fmt: skip
             mma.set(warpgroup.Field.ACCUMULATE, accumulate)
             mmas.append(mma)
@@ -67,7 +94,7 @@ class WgmmaKernel:
         return rank, rank_m, rank_n, mask_a, mask_b
 
     def fragments(self, mma, sA, sB, wg: Int32):
-        """A consumer warp group's A and B per stage, its accumulator, and the accumulator's blocks of 64 rows."""
+        """A consumer warp group's A and B per stage, its accumulator, and the accumulator's blocks of BLOCK_M rows."""
         c, (tile_m, tile_n, _) = self.config, self.tile
         part = mma.get_slice(0 if c.pingpong else cute.make_layout(c.num_wgs, stride=128)(wg - 1))
         rA = mma.make_fragment_A(part.partition_A(sA))
@@ -115,10 +142,10 @@ class WgmmaKernel:
         read, released: the next stage to multiply, and the next one to give back to the producer.
         has_previous, has_next: whether the other warp group of a ping-pong pair has a tile before and after this one.
         """
-        overwrite, add = mmas
+        (overwrite, add), num_wgs = mmas, self.config.num_wgs
         if const_expr(self.config.pingpong):
             if has_previous:
-                cute.arch.barrier(barrier_id=self.order_barrier(wg), number_of_threads=256)
+                cute.arch.barrier(barrier_id=NamedBarrier.ORDER.of(wg, num_wgs), number_of_threads=256)
         loaded.consumer_wait(read)
         self.multiply(overwrite, add, acc, rA, rB, read.index)
         read.advance()
@@ -131,15 +158,11 @@ class WgmmaKernel:
             released.advance()
         if const_expr(self.config.pingpong):
             if has_next:  # the other warp group's WGMMAs queue behind these
-                cute.arch.barrier_arrive(barrier_id=self.order_barrier(3 - wg), number_of_threads=256)
+                cute.arch.barrier_arrive(barrier_id=NamedBarrier.ORDER.of(3 - wg, num_wgs), number_of_threads=256)
         warpgroup.wait_group(0)
         loaded.consumer_release(released)
         released.advance()
         return read, released
-
-    def order_barrier(self, wg):
-        """Named barrier where a ping-pong warp group waits until the other one has issued its MMAs."""
-        return wg + 3 * self.config.num_wgs
 
     def multiply(self, first_mma, mma, acc, rA, rB, stage):
         """Issues acc (+)= A @ B of one stage, asynchronously. `first_mma` is the MMA of its first step."""
