@@ -2,6 +2,9 @@
 
 import collections
 import copy
+import pickle
+import subprocess
+import sys
 import types
 
 import pytest
@@ -259,6 +262,56 @@ def test_copies_use_their_own_parameters():
     replica = twin.model.norm._replicate_for_data_parallel()
     replica.weight = torch.zeros(32)
     assert replica(torch.ones(2, 32)).count_nonzero() == 0
+
+
+STEP_OF_A_FILE = """
+import sys, torch
+model, inputs = torch.load(sys.argv[1], weights_only=False)
+output = model(**inputs)
+output.loss.backward()
+grads = {name: p.grad for name, p in model.named_parameters()}
+torch.save((output.loss, output.logits, grads), sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("family, experts", [("Llama", False), ("Gemma2", False), ("Qwen3Moe", True)])
+def test_pickles_are_patched(family, experts, tmp_path):
+    """Their steps have the same bits, in a process that imports nothing but torch too."""
+    file, tied = tmp_path / "model.pt", family == "Gemma2"
+    # Transformers records no router logits of an unpickled model, patched or not.
+    model = tiny(family, tie_word_embeddings=tied, output_router_logits=False)
+    classes = [type(module) for module in model.modules()]
+    apply(model, experts=experts, chunk_size=5)
+    torch.save((model, batch()), file)
+    pickles = [pickle.dumps(model, protocol) for protocol in (0, pickle.HIGHEST_PROTOCOL)]
+    output, grads = step(model)
+    for twin in (copy.deepcopy(model), *map(pickle.loads, pickles)):
+        assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
+        got, got_grads = step(twin)
+        torch.testing.assert_close((got.loss, got_grads), (output.loss, grads), rtol=0, atol=0)
+        assert [type(module) for module in revert(twin).modules()] == classes
+    subprocess.run([sys.executable, "-c", STEP_OF_A_FILE, file], check=True, timeout=300)
+    loss, logits, got_grads = torch.load(file)
+    assert logits is None
+    torch.testing.assert_close((loss, got_grads), (output.loss, grads), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("module", ["", "model.norm", "lm_head", "model.layers.1.mlp.experts"])
+def test_class_of_a_patched_module_makes_unpatched_ones(module, tmp_path):
+    model, plain = apply(tiny("Qwen3Moe"), experts=True), tiny("Qwen3Moe")
+    model.save_pretrained(tmp_path)
+    patched, unpatched = (type(m.get_submodule(module)) for m in (model, plain))
+    arguments = {"": (model.config,), "model.norm": (8,), "lm_head": (8, 8)}.get(module, (model.config,))
+    quackish.errors._warned.clear()
+    message = f"new {unpatched.__name__} is not patched; call .*apply"
+    with pytest.warns(quackish.errors.PortablePathWarning, match=message):
+        made = [patched(*arguments)]
+    if not module:
+        made.append(patched.from_pretrained(tmp_path))
+        assert_same_step(step(apply(made[1].train())), step(plain))
+        revert(made[1])
+    for new in made:
+        assert [type(m) for m in new.modules()] == [type(m) for m in plain.get_submodule(module).modules()]
 
 
 @pytest.mark.parametrize("wrapped_first", [False, True])

@@ -4,8 +4,8 @@
 
     apply(model)
 
-Patching a module changes its class to a subclass with another `forward`. So deep copies and replicas use their own
-parameters.
+Patching a module changes its class to a subclass with another `forward`. So copies, pickles and replicas are patched
+and use their own parameters.
 """
 
 import contextlib
@@ -51,6 +51,15 @@ _FAMILIES = {
     "Olmo3": _Family(norm_keeps_dtype=True),
 }
 
+
+class _HeadOptions(NamedTuple):
+    """Options of `quackish.linear_cross_entropy`."""
+
+    schedule: str
+    chunk_size: int | None
+    memory_limit: int | None
+
+
 # Attributes that Transformers' decorator use_experts_implementation sets; 5.17 has no has_post_expert_norm.
 _PLAIN_EXPERTS = dict(
     has_gate=True, is_concatenated=True, is_transposed=False, has_bias=False, has_post_expert_norm=False
@@ -91,7 +100,7 @@ def apply(
         raise ValueError(f"apply: the model has a {sharded[0]}, expected a model before FSDP shards it")
     patches = _norm_patches(model) if norms else []
     if head:
-        patches += _head_patches(model, schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit)
+        patches += _head_patches(model, _HeadOptions(schedule, chunk_size, memory_limit))
     if experts:
         patches += _experts_patches(model)
     if not patches:
@@ -147,12 +156,11 @@ def _norm_patches(model: nn.Module) -> list[tuple[nn.Module, type]]:
         if is_norm:
             _check_is_unpatched(module)
             eps = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
-            family = _FAMILIES[family_name]
-            patches.append((module, _norm_class(type(module), eps, family.weight_offset, family.norm_keeps_dtype)))
+            patches.append((module, _norm_class(type(module), family_name, eps)))
     return patches
 
 
-def _head_patches(model: nn.Module, **options) -> list[tuple[nn.Module, type]]:
+def _head_patches(model: nn.Module, options: _HeadOptions) -> list[tuple[nn.Module, type]]:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
     bases = [base.__name__ for base in type(model).__mro__]  # users may subclass it
     family = next((name for name in _FAMILIES if f"{name}ForCausalLM" in bases), None)
@@ -171,9 +179,10 @@ def _head_patches(model: nn.Module, **options) -> list[tuple[nn.Module, type]]:
         linears = []
     for linear in linears:
         _check_is_unpatched(linear)
-    head_class = _head_class(**options)
-    causal_lm_class = _causal_lm_class(type(model), _FAMILIES[family], head_class)
-    return [(model, causal_lm_class), *((linear, head_class) for linear in linears)]
+    return [
+        (model, _causal_lm_class(type(model), family, options)),
+        *((linear, _head_class(options)) for linear in linears),
+    ]
 
 
 def _experts_patches(model: nn.Module) -> list[tuple[nn.Module, type]]:
@@ -232,23 +241,51 @@ def _check_is_unpatched(module: nn.Module) -> None:
 # Patched classes: cached, so that compiled code sees few classes ------------------------------------------------------
 
 
-def _subclass(base: type, forward: Callable, **attributes) -> type:
-    """A subclass with another forward, but equal name (saved in config.json) and signature (read by Trainer)."""
-    same = dict(__module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__)
-    forward = functools.wraps(base.forward)(forward)
-    return type(base.__name__, (base,), {**same, **attributes, "forward": forward, "_quackish_unpatched": base})
+def _subclass(base: type, forward: Callable, made_by: tuple, **attributes) -> type:
+    """A subclass with another forward, but equal name (saved in config.json) and signature (read by Trainer).
+
+    made_by: the function that makes this class, and its arguments. They are pickled instead of the class, which pickle
+    cannot find by its name.
+    """
+
+    @functools.wraps(base.__init__)
+    def __init__(self, *args, **kwargs):  # of type(model)(config), copies have their class set later
+        if type(self) is patched:
+            self.__class__ = base
+            warn_once(
+                f"{base.__name__}: this class is that of a patched module. The new {base.__name__} is not patched; "
+                "call quackish.integrations.transformers.apply on the new model"
+            )
+        base.__init__(self, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol):
+        reduced = base.__reduce_ex__(self, max(protocol, 2))
+        return (_new, made_by, *reduced[2:]) if type(self) is patched else reduced  # FSDP subclasses it
+
+    names = dict(__module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__)
+    methods = dict(__init__=__init__, __reduce_ex__=__reduce_ex__, forward=functools.wraps(base.forward)(forward))
+    patched = type(base.__name__, (base,), {**names, **methods, **attributes, "_quackish_unpatched": base})
+    return patched
+
+
+def _new(make_class: Callable[..., type], *args) -> nn.Module:
+    """A patched module that pickle fills."""
+    patched = make_class(*args)
+    return patched.__new__(patched)
 
 
 @functools.cache
-def _norm_class(base: type, eps: str, weight_offset: float, keeps_dtype: bool) -> type:
+def _norm_class(base: type, family_name: str, eps: str) -> type:
+    family = _FAMILIES[family_name]
+
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # the compiler fuses it with its neighbors
             return base.forward(self, x)
-        weight = self.weight
-        dtype = x.dtype if keeps_dtype else torch.promote_types(x.dtype, weight.dtype)
-        return quackish.rms_norm(x, weight, eps=getattr(self, eps), weight_offset=weight_offset, out_dtype=dtype)
+        weight, offset = self.weight, family.weight_offset
+        dtype = x.dtype if family.norm_keeps_dtype else torch.promote_types(x.dtype, weight.dtype)
+        return quackish.rms_norm(x, weight, eps=getattr(self, eps), weight_offset=offset, out_dtype=dtype)
 
-    return _subclass(base, forward)
+    return _subclass(base, forward, (_norm_class, base, family_name, eps))
 
 
 @functools.cache
@@ -257,24 +294,27 @@ def _experts_class(base: type) -> type:
         out = quackish.moe_mlp(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
         return out.to(hidden_states.dtype)  # under autocast, out has autocast's dtype
 
-    return _subclass(base, forward)
+    return _subclass(base, forward, (_experts_class, base))
 
 
 @functools.cache
-def _head_class(**options) -> type:
-    quackish.LinearCrossEntropyLoss(1, 1, **options)  # checks the options before the first step
+def _head_class(options: _HeadOptions) -> type:
+    options_of_loss = options._asdict()
+    quackish.LinearCrossEntropyLoss(1, 1, **options_of_loss)  # checks the options before the first step
 
     def forward(self, input: Tensor, target: Tensor | None = None, **kwargs) -> Tensor:
         """The logits; with a target the loss. It is computed here because FSDP gathers the weight for this forward."""
         if target is None:
             return nn.Linear.forward(self, input)
-        return quackish.linear_cross_entropy(input, self.weight, target, linear_bias=self.bias, **options, **kwargs)
+        return quackish.linear_cross_entropy(
+            input, self.weight, target, linear_bias=self.bias, **options_of_loss, **kwargs
+        )
 
-    return _subclass(nn.Linear, forward, computes_loss=True)
+    return _subclass(nn.Linear, forward, (_head_class, options), computes_loss=True)
 
 
 @functools.cache
-def _causal_lm_class(base: type, family: _Family, head_class: type) -> type:
+def _causal_lm_class(base: type, family_name: str, options: _HeadOptions) -> type:
     names = list(inspect.signature(base.forward).parameters)[1:]  # without self
     balancing_loss = inspect.unwrap(base.forward).__globals__.get("load_balancing_loss_func")  # only in MoE models
 
@@ -283,16 +323,17 @@ def _causal_lm_class(base: type, family: _Family, head_class: type) -> type:
             raise UnsupportedError("use_token_scaling is True, expected False: TRL's dft loss is not supported")
         named = dict(zip(names[: len(args)], args, strict=True), **kwargs)
         if _skips_logits(self, skip_logits, named):
-            return _forward_to_loss(self, family, balancing_loss, **named)
+            return _forward_to_loss(self, _FAMILIES[family_name], balancing_loss, **named)
         return base.forward(self, *args, **kwargs)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Patches the new head of resize_token_embeddings."""
         base.set_output_embeddings(self, new_embeddings)
         if type(new_embeddings) is nn.Linear:
-            new_embeddings.__class__ = head_class
+            new_embeddings.__class__ = _head_class(options)
 
-    return _subclass(base, forward, set_output_embeddings=set_output_embeddings)
+    made_by = _causal_lm_class, base, family_name, options
+    return _subclass(base, forward, made_by, set_output_embeddings=set_output_embeddings)
 
 
 def _skips_logits(model: nn.Module, skip_logits: bool | None, named: dict) -> bool:
