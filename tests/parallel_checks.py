@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from cuda_graphs import captured, no_synchronization
 from lce_cases import IGNORED, OPTIONS, REDUCTIONS, SCHEDULES, make, norm_error, unit_roundoff
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import quackish
@@ -323,6 +324,65 @@ def dtensors_and_the_module(groups):
 
 
 @check("cpu")
+def placements_of_the_input(groups):
+    """All give what the whole input gives. The gradient of equal parts of the rows is scattered, not summed whole."""
+    ranks, mesh = groups["chunk"], dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    for shape, kw in (((4, 6, 8), {"return_lse": True}), ((2, 3, 4, 8), {"return_stats": True, "reduction": "none"})):
+        x, w, target, options = make(m=24, v=V, **OPTIONS["all"])
+        x, target, kw = x.view(shape), target.view(shape[:-1]), options | kw
+
+        def loss_of(outputs):
+            return total([t.flatten() for t in outputs])
+
+        want, true_grads = ranks.step(x, w, target, kw, loss_of)
+        parts = [Shard(1), Shard(1 - len(shape))]  # of 6 and 3, which 3 ranks divide; not of H
+        for placement in (*map(Shard, range(len(shape))), parts[1], Replicate(), Partial()):
+            for flags in ({}, {"sequence_parallel": True, "deterministic": True}):
+                if placement == Partial():
+                    distributed = DTensor.from_local(x.detach() / RANKS, mesh, [placement])
+                else:
+                    distributed = distribute_tensor(x.detach(), mesh, [placement])
+                with CommDebugMode() as communication:
+                    got, (dx_got, *grads) = ranks.step(distributed, w, target, kw, loss_of, **flags)
+                scatters = any("reduce_scatter" in str(op) for op in communication.get_comm_counts())
+                assert scatters == (not flags and placement in parts)
+                assert placement == Partial() or dx_got.placements == distributed.placements
+                got = got, [dx_got.full_tensor(), *grads]
+                torch.testing.assert_close(got, (want, true_grads), rtol=1e-12, atol=1e-12)
+
+
+@check("cpu")
+def placements_that_are_refused(groups):
+    ranks, mesh = groups["chunk"], dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    x, w, target, _ = make(m=24, v=V)
+    x, target, bias = x.detach().view(4, 6, 8), target.view(4, 6), torch.zeros(V, dtype=torch.float64)
+    sharded = distribute_tensor(w.detach(), mesh, [Shard(0)])
+    mine = slice(2 * ranks.rank, 2 * ranks.rank + 2)
+    for call, message in (
+        (
+            lambda: linear_cross_entropy(distribute_tensor(x, mesh, [Shard(1)]), sharded, target[:, mine]),
+            r"target has shape \(4, 2\), expected \(4, 6\), all rows: input is a DTensor of shape \(4, 6, 8\) with "
+            r"placements \(Shard\(dim=1\),\)",
+        ),
+        (
+            lambda: linear_cross_entropy(x[:, mine], sharded, target, sequence_parallel=True),
+            r"target has shape \(4, 6\), expected \(12, 2\), all rows: with sequence_parallel=True, input \(4, 2, 8\) "
+            r"is this rank's part of dimension 0. .*such as DTensor.from_local\(input, mesh, \[Shard\(1\)\]\)",
+        ),
+        (
+            lambda: linear_cross_entropy(x, distribute_tensor(w.detach(), mesh, [Shard(1)]), target),
+            r"weight_shard is a DTensor with placements \(Shard\(dim=1\),\), expected Shard\(0\).*ColwiseParallel",
+        ),
+        (
+            lambda: linear_cross_entropy(x, sharded, target, linear_bias=distribute_tensor(bias, mesh, [Replicate()])),
+            r"linear_bias is a DTensor with placements \(Replicate\(\),\), expected Shard\(0\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@check("cpu")
 def kernels(groups):
     """Emulated kernels, in memory initialized with NaN, compared with fp64."""
     k = emulated.Counted(emulated.lce_kernels())
@@ -449,6 +509,16 @@ def parts_of_the_input_on_gpus(groups):
         assert torch.equal(got[0], loss)
         assert torch.equal(grads[1], dw)
         assert norm_error(grads[0], dx[mine].double()) <= 2 * unit_roundoff(dx.dtype)
+    # four sequences, of each of which every rank has a part
+    rows = slice(ranks.rank * 248 // len(ranks.sizes), (ranks.rank + 1) * 248 // len(ranks.sizes))
+    mesh = dist.device_mesh.DeviceMesh.from_group(ranks.group, "cuda")
+    x, target, kw = x[:992].detach(), target[:992], kw | {"return_lse": True}
+    (loss, lse), (dx, dw) = ranks.step(x, w, target, kw, lambda outputs: outputs[0])
+    part = DTensor.from_local(x.view(4, 248, -1)[:, rows], mesh, [Shard(1)], run_check=False)
+    got, (dx_part, dw_part) = ranks.step(part, w, target.view(4, 248), kw, lambda outputs: outputs[0])
+    torch.testing.assert_close([got[0], got[1].flatten()], [loss, lse])
+    for grad, true in ((dx_part.to_local(), dx.view(4, 248, -1)[:, rows]), (dw_part, dw)):
+        assert norm_error(grad, true.double()) <= 4 * unit_roundoff(dx.dtype)
 
 
 @check("gpu")

@@ -301,6 +301,47 @@ def check_transformers(ranks: Ranks) -> None:
         check_gradients(ranks, model, truth)
 
 
+def check_transformers_tensor_parallel(ranks: Ranks) -> None:
+    """A patched Llama whose lm_head is sharded over two ranks; with four ranks, two such pairs under FSDP2."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from quackish.integrations.transformers import apply
+
+    device = ranks.mesh.device_type
+    pairs = ranks.size // 2
+    mesh = init_device_mesh(device, (pairs, 2), mesh_dim_names=("dp", "tp"))
+    sizes = dict(vocab_size=V, hidden_size=H, intermediate_size=H, num_hidden_layers=1, num_attention_heads=2)
+    truth = LlamaForCausalLM(LlamaConfig(**sizes)).double()
+
+    def sharded(style):
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+        model.load_state_dict(truth.state_dict())
+        return parallelize_module(apply(model.train()), mesh["tp"], {"lm_head": style})
+
+    ids, labels = batch(ranks)
+    num_items = (labels[:pairs, 1:] != -100).sum()
+    true = truth(ids[:pairs], labels=labels[:pairs], num_items_in_batch=num_items).loss
+    true.backward()
+    row = mesh.get_local_rank("dp")
+    inputs = dict(input_ids=ids[row : row + 1], labels=labels[row : row + 1], num_items_in_batch=num_items)
+    for local in (True, False):
+        model = sharded(ColwiseParallel(output_layouts=Replicate(), use_local_output=local))
+        if pairs > 1:
+            for module in (model.lm_head, model):
+                fully_shard(module, mesh=mesh["dp"])
+        output = model(**inputs)
+        assert output.logits is None
+        (output.loss * pairs).backward()
+        dist.all_reduce(loss := output.loss.detach(), group=mesh.get_group("dp"))
+        ranks.is_close(loss, true)
+        check_gradients(ranks, model, truth)
+    with pytest.raises(NotImplementedError, match="return_token_accuracy is True, expected False: lm_head is sharded"):
+        model(**inputs, return_token_accuracy=True)
+    for model in (sharded(ColwiseParallel()), sharded(ColwiseParallel(use_local_output=False))):
+        with pytest.raises(NotImplementedError, match=r"expected ColwiseParallel\(output_layouts=Replicate\(\)\)"):
+            model(**inputs)
+
+
 def check_torchtitan(ranks: Ranks) -> None:
     """torchtitan's Llama under its FSDP with our norms and loss, compared with the original in one process."""
     from torchtitan.config.override import OverrideConfig, apply_overrides
@@ -424,7 +465,7 @@ EAGER = (
 )
 INTEGRATIONS = {
     "torchtitan": (check_torchtitan, check_torchtitan_tensor_parallel, check_torchtitan_refuses),
-    "transformers": (check_transformers,),
+    "transformers": (check_transformers, check_transformers_tensor_parallel),
 }
 
 
@@ -457,8 +498,10 @@ def test_two_processes(tmp_path):
 
 
 def test_four_processes(tmp_path):
-    """A mesh with two dimensions, and a rank that ignores all its targets."""
-    spawn((check_norm_backward, check_norm, check_head_under_fsdp), 4, "cpu", tmp_path)
+    """Meshes with two dimensions, and a rank that ignores all its targets."""
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    integrations = (check_transformers_tensor_parallel,) if has_transformers else ()
+    spawn((check_norm_backward, check_norm, check_head_under_fsdp, *integrations), 4, "cpu", tmp_path)
 
 
 @pytest.mark.gpu

@@ -299,18 +299,42 @@ def _experts_class(base: type) -> type:
 
 @functools.cache
 def _head_class(options: _HeadOptions) -> type:
-    options_of_loss = options._asdict()
-    quackish.LinearCrossEntropyLoss(1, 1, **options_of_loss)  # checks the options before the first step
+    quackish.LinearCrossEntropyLoss(1, 1, **options._asdict())  # checks the options before the first step
 
     def forward(self, input: Tensor, target: Tensor | None = None, **kwargs) -> Tensor:
         """The logits; with a target the loss. It is computed here because FSDP gathers the weight for this forward."""
         if target is None:
             return nn.Linear.forward(self, input)
-        return quackish.linear_cross_entropy(
-            input, self.weight, target, linear_bias=self.bias, **options_of_loss, **kwargs
-        )
+        is_sharded = all(type(t).__name__ == "DTensor" for t in (input, self.weight))
+        loss_function = _loss_of_sharded_head if is_sharded else quackish.linear_cross_entropy
+        return loss_function(input, self.weight, target, linear_bias=self.bias, **options._asdict(), **kwargs)
 
     return _subclass(nn.Linear, forward, (_head_class, options), computes_loss=True)
+
+
+def _loss_of_sharded_head(input: Tensor, weight: Tensor, target: Tensor, *, return_stats: bool, **options) -> Tensor:
+    """A replicated DTensor (ranks, ranks) full of the loss: not square any more if ColwiseParallel then shards it."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    from quackish import parallel
+
+    if return_stats:
+        raise UnsupportedError("return_token_accuracy is True, expected False: lm_head is sharded by ColwiseParallel")
+    loss, mesh = parallel.linear_cross_entropy(input, weight, target, **options), weight.device_mesh
+    copies = loss.expand(mesh.size(), mesh.size())
+    return DTensor.from_local(copies, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _from_sharded_head(copies: Tensor) -> Tensor:
+    """The loss in what `_loss_of_sharded_head` returns, after ColwiseParallel."""
+    copies = copies.to_local() if type(copies).__name__ == "DTensor" else copies
+    if copies.shape[0] != copies.shape[1]:
+        raise UnsupportedError(
+            "lm_head is sharded by a ColwiseParallel whose output_layouts shard the logits; expected "
+            "ColwiseParallel(output_layouts=Replicate()). quackish.parallel.linear_cross_entropy then computes the "
+            "loss, and calls that need logits get all of them"
+        )
+    return copies[0, 0]
 
 
 @functools.cache
@@ -412,6 +436,8 @@ def _forward_to_loss(
         loss, stats = loss
         live = target != ignore_index
         fields["token_accuracy"] = ((stats.predicted == target) & live).sum() / live.sum().clamp(min=1)
+    if loss.dim() > 0:
+        loss = _from_sharded_head(loss)
     if divisor is not None:
         loss = loss / divisor
 

@@ -7,6 +7,7 @@ input over ranks.
 """
 
 import contextlib
+import math
 import sys
 import weakref
 from typing import Any, NamedTuple
@@ -73,15 +74,16 @@ def linear_cross_entropy(
     listed here are those of `quackish.linear_cross_entropy`. docs/parallel.md has memory, numerics, errors and recipes.
 
     Args:
-        input: (..., H), the same on all ranks. Its gradient is summed over ranks, so it is the same too.
+        input: (..., H), the same on all ranks. Its gradient is summed over ranks, so it is the same too. Or a DTensor,
+            whose gradient has the same placements.
         weight_shard: (v, H), this rank's rows of the weight, in rank order. v may differ between ranks and may be 0.
             Or a DTensor with Shard(0) over one mesh dimension.
         target: (...), classes counted over all ranks, the same on all ranks. A target that is neither a class nor
             `ignore_index` makes its row's loss and gradients NaN, on a CPU too.
         group: the ranks. None: the mesh dimension of the DTensor, or the default group.
         vocab_start: the first class of this shard, which is the number of classes on lower ranks. Only checked.
-        sequence_parallel: input is this rank's shard of dimension 0, which must divide evenly, and so is its gradient.
-            target and the outputs with one number per row cover all rows.
+        sequence_parallel: a plain input is this rank's shard of dimension 0, which must divide evenly, and so is its
+            gradient. target and the outputs with one number per row cover all rows. A DTensor's placements say this.
         deterministic: sum the gradient of input in rank order, so that its bits do not depend on the algorithm of the
             communication library.
         linear_bias, weight, grad_weight_out: (v,), (v,), (v, H), of this shard.
@@ -143,32 +145,62 @@ def _is_dtensor(t: Any) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
-def _group_of(weight) -> dist.ProcessGroup:
+def _group_of(weight, name: str = "weight_shard") -> dist.ProcessGroup:
     sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if len(sharded) != 1 or not weight.placements[sharded[0]].is_shard(0):
         raise ValueError(
-            f"{_WHO}: weight_shard is a DTensor with placements {weight.placements}, expected Shard(0) in one mesh "
-            "dimension and Replicate() in all others"
+            f"{_WHO}: {name} is a DTensor with placements {weight.placements}, expected Shard(0) in one mesh dimension "
+            "and Replicate() in all others, as of ColwiseParallel(). Under fully_shard, call it in the forward of the "
+            "module that owns the weight. If no rank has a part of the classes, use quackish.linear_cross_entropy"
         )
     return weight.device_mesh.get_group(sharded[0])
 
 
 def _without_dtensors(
     inputs: Inputs, group: dist.ProcessGroup | None, sequence_parallel: bool
-) -> tuple[Inputs, dist.ProcessGroup]:
-    """Inputs as plain tensors, local shards if sharded by class and full tensors otherwise; and the group."""
+) -> tuple[Inputs, dist.ProcessGroup, int | None]:
+    """Inputs as plain tensors, the group, and the dimension of which each rank has a part of input.
+
+    Tensors sharded by class are local shards. Other DTensors are gathered, except such a part of input.
+    """
     if _is_dtensor(inputs.linear_weight):
         weight_group = _group_of(inputs.linear_weight)
         if group not in (None, weight_group):
             raise ValueError(f"{_WHO}: group is not the group of the DTensor weight_shard; leave it out")
         group = weight_group
-    sharded = "linear_weight", "linear_bias", "weight", "grad_weight_out", *(["input"] if sequence_parallel else [])
-    plain = {
-        name: t.to_local() if name in sharded else t.full_tensor()
-        for name, t in inputs._asdict().items()
-        if _is_dtensor(t)
-    }
-    return inputs._replace(**plain), group or dist.group.WORLD
+    group = group or dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"{_WHO}: group is {group!r}, expected a process group that this rank is in; torch.distributed."
+            "init_process_group creates the default group"
+        )
+    plain, sharded_dim = {}, 0 if sequence_parallel else None
+    for name, t in inputs._asdict().items():
+        if not _is_dtensor(t):
+            continue
+        if name in ("linear_weight", "linear_bias", "weight", "grad_weight_out"):
+            _group_of(t, name)  # checks its placements
+            plain[name] = t.to_local()
+        elif name == "input":
+            sharded_dim = _sharded_dim(t, group)
+            plain[name] = t.full_tensor() if sharded_dim is None else t.to_local()
+        else:
+            plain[name] = t.full_tensor()
+    return inputs._replace(**plain), group, sharded_dim
+
+
+def _sharded_dim(x, group: dist.ProcessGroup) -> int | None:
+    """The dimension of rows of which each rank of the group has an equal part; None to gather x first."""
+    from torch.distributed.tensor import Shard
+
+    sharded = [dim for dim, placement in enumerate(x.placements) if not placement.is_replicate()]
+    if len(sharded) != 1 or type(x.placements[sharded[0]]) is not Shard:
+        return None
+    dim = x.placements[sharded[0]].dim
+    if dim == x.dim() - 1 or x.shape[dim] % group.size():
+        return None
+    x_group = x.device_mesh.get_group(sharded[0])
+    return dim if dist.get_process_group_ranks(x_group) == dist.get_process_group_ranks(group) else None
 
 
 # Agreement between ranks ----------------------------------------------------------------------------------------------
@@ -176,7 +208,7 @@ def _without_dtensors(
 
 class _Ranks(NamedTuple):
     group: dist.ProcessGroup
-    sequence_parallel: bool
+    sharded_dim: int | None  # of input
     deterministic: bool
 
 
@@ -192,31 +224,32 @@ _checked: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, _Shards]] = w
 _MAX_CHECKED = 4096
 
 
-def _shards_of(
-    inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int | None, weight_shape: torch.Size
-) -> _Shards:
+def _shards_of(inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int | None, given: Inputs) -> _Shards:
     """The shards. The first call with such arguments checks them and compares them between ranks.
 
-    weight_shape: of the full weight if it is a DTensor.
+    given: inputs with DTensors.
     """
     checked = _checked.setdefault(ranks.group, {})
     try:
-        key = (*key_of(inputs, options), requires_grad(inputs)[0], *ranks[1:], vocab_start, weight_shape)
+        whole_shape = getattr(given.linear_weight, "shape", None)
+        key = (*key_of(inputs, options), requires_grad(inputs)[0], *ranks[1:], vocab_start, whole_shape)
         shards = checked.get(key)
     except (AttributeError, TypeError):  # as in plan_for
         key, shards = None, None
     if shards is None:
         if len(checked) >= _MAX_CHECKED:
             checked.clear()
-        shards = checked[key] = _check_between_ranks(inputs, options, ranks, vocab_start)
+        shards = checked[key] = _check_between_ranks(inputs, options, ranks, vocab_start, given)
     return shards
 
 
-def _check_between_ranks(inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int | None) -> _Shards:
+def _check_between_ranks(
+    inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int | None, given: Inputs
+) -> _Shards:
     """Compares the arguments of all ranks. If one rank raises, all ranks do."""
     group, descriptions = ranks.group, [None] * ranks.group.size()
     try:
-        own, error = {**_description(inputs, options, ranks), "vocab_start": vocab_start}, None
+        own, error = {**_description(inputs, options, ranks, given), "vocab_start": vocab_start}, None
     except Exception as raised:
         own, error = str(raised).replace("linear_weight", "weight_shard"), raised
     dist.all_gather_object(descriptions, own, group=group)
@@ -246,9 +279,11 @@ def _check_between_ranks(inputs: Inputs, options: Options, ranks: _Ranks, vocab_
     return _Shards(sum(sizes[: group.rank()]), start, ends)
 
 
-def _description(inputs: Inputs, options: Options, ranks: _Ranks) -> dict[str, Any]:
+def _description(inputs: Inputs, options: Options, ranks: _Ranks, given: Inputs) -> dict[str, Any]:
     """Checks the arguments of this rank. Returns those that ranks compare."""
-    check_tensors(_with_a_class(inputs._replace(input=_whole_input(inputs.input, ranks))))
+    x = _whole_input(inputs.input, ranks)
+    _check_target(inputs.target, x, given.input, ranks)
+    check_tensors(_with_a_class(inputs._replace(input=x)))
     check_options(options, inputs.logit_scale, inputs.num_items, inputs.input.device)
     _, plan, needed = _make_shard_call(inputs, options, ranks, 0)
     return {
@@ -262,17 +297,54 @@ def _description(inputs: Inputs, options: Options, ranks: _Ranks) -> dict[str, A
         "num_items": "a tensor" if isinstance(inputs.num_items, Tensor) else inputs.num_items,
         "logit_scale": "a tensor" if isinstance(inputs.logit_scale, Tensor) else inputs.logit_scale,
         **dict(zip(Options._fields[:7], options[:7], strict=True)),
-        **dict(zip(_Ranks._fields[1:], ranks[1:], strict=True)),
+        "the sharded dimension of input": ranks.sharded_dim,
+        "deterministic": ranks.deterministic,
         "classes": inputs.linear_weight.shape[0],
     }
 
 
+def _check_target(target: Any, x: Any, given_x: Any, ranks: _Ranks) -> None:
+    """Where ranks have parts of the input x, says so in the error about target's shape."""
+    if not isinstance(target, Tensor) or not isinstance(x, Tensor) or target.shape == x.shape[:-1]:
+        return
+    expected = f"{_WHO}: target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, all rows:"
+    if _is_dtensor(given_x):
+        raise ValueError(
+            f"{expected} input is a DTensor of shape {tuple(x.shape)} with placements {given_x.placements}. For the "
+            "loss of some of these rows, pass a DTensor over the mesh dimension of weight_shard alone"
+        )
+    if ranks.sharded_dim is not None:
+        raise ValueError(
+            f"{expected} with sequence_parallel=True, input {tuple(given_x.shape)} is this rank's part of dimension 0. "
+            "If ranks have parts of another dimension, as under SequenceParallel, pass a DTensor with this placement, "
+            "such as DTensor.from_local(input, mesh, [Shard(1)])"
+        )
+
+
 def _whole_input(x: Any, ranks: _Ranks) -> Any:
-    """With sequence_parallel, a placeholder of the shape of all ranks' input; else x."""
-    if not ranks.sequence_parallel or not isinstance(x, Tensor) or x.dim() < 2:
+    """A placeholder of the shape of all ranks' input where they have parts of it; else x."""
+    dim = ranks.sharded_dim
+    if dim is None or not isinstance(x, Tensor) or x.dim() < 2:
         return x
-    whole = x.new_empty(()).expand(x.shape[0] * ranks.group.size(), *x.shape[1:])
+    whole = x.new_empty(()).expand(*x.shape[:dim], x.shape[dim] * ranks.group.size(), *x.shape[dim + 1 :])
     return whole.requires_grad_(x.requires_grad)
+
+
+def _in_gathered_order(t: Tensor, shape: torch.Size, ranks: _Ranks) -> Tensor:
+    """t (..., m) has one number per row in the order of a target of this shape. Returns them grouped by rank."""
+    return _with_blocks_swapped(t, math.prod(shape[: ranks.sharded_dim or 0]), ranks.group.size())
+
+
+def _in_target_order(t: Tensor, shape: torch.Size, ranks: _Ranks) -> Tensor:
+    """Inverse of `_in_gathered_order`."""
+    return _with_blocks_swapped(t, ranks.group.size(), math.prod(shape[: ranks.sharded_dim or 0]))
+
+
+def _with_blocks_swapped(t: Tensor, outer: int, inner: int) -> Tensor:
+    """Transposes the first two of the dimensions (outer, inner, rows) that t's last dimension has."""
+    if 1 in (outer, inner) or t.numel() == 0:
+        return t
+    return t.unflatten(-1, (outer, inner, -1)).transpose(-3, -2).flatten(-3)
 
 
 def _with_a_class(inputs: Inputs) -> Inputs:
@@ -293,7 +365,8 @@ def _make_shard_call(inputs: Inputs, options: Options, ranks: _Ranks, start: int
     Its loss is nll, or with label smoothing the smooth term of combine.py. A target owned by another rank becomes
     target modulo v. That spreads these targets over classes, because dw adds the rows of one class sequentially.
     """
-    smooth, v, target = options.label_smoothing > 0, inputs.linear_weight.shape[0], inputs.target.reshape(-1).long()
+    smooth, v = options.label_smoothing > 0, inputs.linear_weight.shape[0]
+    target = _in_gathered_order(inputs.target.reshape(-1).long(), inputs.target.shape, ranks)
     stats = smooth or options.return_stats
     inputs = _with_a_class(inputs)._replace(
         input=_whole_input(inputs.input, ranks).reshape(-1, inputs.input.shape[-1]),
@@ -316,20 +389,15 @@ def _run(
     deterministic: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(loss, then the requested ones of lse, log_prob, entropy and predicted)."""
-    weight_shape = getattr(inputs.linear_weight, "shape", None)
-    inputs, group = _without_dtensors(inputs, group, sequence_parallel)
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            f"{_WHO}: group is {group!r}, expected a process group that this rank is in; torch.distributed."
-            "init_process_group creates the default group"
-        )
+    given = inputs
+    inputs, group, sharded_dim = _without_dtensors(inputs, group, sequence_parallel)
     if is_transformed() or not are_plain(inputs):
         raise UnsupportedError(
             f"{_WHO}: torch.func, forward-mode AD and tensor subclasses except DTensor are not supported"
         )
-    ranks = _Ranks(group, sequence_parallel, deterministic)
+    ranks = _Ranks(group, sharded_dim, deterministic)
     with torch.cuda.device_of(inputs.input) if isinstance(inputs.input, Tensor) else contextlib.nullcontext():
-        shards = _shards_of(inputs, options, ranks, vocab_start, weight_shape)
+        shards = _shards_of(inputs, options, ranks, vocab_start, given)
         x, w, dw_out = inputs.input, inputs.linear_weight, inputs.grad_weight_out
         check_memory(_WHO, input=x, weight_shard=w)
         if dw_out is not None:
@@ -344,13 +412,13 @@ class _VocabParallel(torch.autograd.Function):
         # Only the first three arguments need autograd.
         (shard, plan, needed), shape = shard_call, inputs.target.shape
         x = input.reshape(-1, input.shape[-1])
-        if ranks.sequence_parallel:
+        if ranks.sharded_dim is not None:
             x = all_gather(x.to(plan.compute_dtype), ranks.group)  # cast first: fewer bytes to send
         shard = shard._replace(input=x)
         *outputs, state, live_x, exp_logits, _, _, _ = run_forward(shard, plan, needed)
 
         own = _shard_stats(shard, plan, inputs, options, shards.start, *outputs)
-        stats = own.unstack(all_gather(own.stacked(), ranks.group))
+        stats = own.unstack(all_gather(_in_target_order(own.stacked(), shape, ranks), ranks.group))
         rows = rows_of(inputs.target.reshape(-1), shards.num_classes, None, options.ignore_index, own.lse.dtype)
         owner = torch.searchsorted(shards.ends, rows.index, right=True)
         smoothing = options.label_smoothing
@@ -370,7 +438,8 @@ class _VocabParallel(torch.autograd.Function):
         ctx.save_for_backward(*shard[:6], state, live_x, exp_logits)
         combined = combined._replace(loss=None, log_prob=None, predicted=None)  # outputs, which users may write to
         ctx.saved = plan, needed, ranks, loss_options, combined, divisor, shard.grad_weight_out
-        ctx.input_shape, ctx.per_row, ctx.is_empty = input.shape, options.reduction == "none", not len(weight_shard)
+        ctx.input_shape, ctx.target_shape = input.shape, shape
+        ctx.per_row, ctx.is_empty = options.reduction == "none", not len(weight_shard)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -388,10 +457,12 @@ class _VocabParallel(torch.autograd.Function):
             grad_loss = grad_loss.reshape(-1) if ctx.per_row else grad_loss
             grad_loss = grad_loss if divisor is None else grad_loss / divisor
         grad_outputs = row_gradients(combined, loss_options, shard.linear_weight.shape[0], grad_loss, *row_grads)
+        grad_outputs = [t if t is None else _in_gathered_order(t, ctx.target_shape, ranks) for t in grad_outputs]
 
         dx, dw, db = run_backward(shard, plan, needed, grad_outputs, saved)
         if dx is not None:
-            dx = sum_over_ranks(dx, *ranks).view(ctx.input_shape)
+            scatter = ranks.sharded_dim is not None
+            dx = sum_over_ranks(dx, ranks.group, scatter, ranks.deterministic).view(ctx.input_shape)
         if dw is not None and dw_out is not None:
             dw_out.add_(dw)
             dw = None
