@@ -249,7 +249,7 @@ def _subclass(base: type, forward: Callable, made_by: tuple, **attributes) -> ty
     """
 
     @functools.wraps(base.__init__)
-    def __init__(self, *args, **kwargs):  # of type(model)(config), copies have their class set later
+    def __init__(self, *args, **kwargs):  # type(model)(config) runs it; copies and pickles do not
         if type(self) is patched:
             self.__class__ = base
             warn_once(
@@ -260,7 +260,7 @@ def _subclass(base: type, forward: Callable, made_by: tuple, **attributes) -> ty
 
     def __reduce_ex__(self, protocol):
         reduced = base.__reduce_ex__(self, max(protocol, 2))
-        return (_new, made_by, *reduced[2:]) if type(self) is patched else reduced  # FSDP subclasses it
+        return (_new, made_by, *reduced[2:]) if type(self) is patched else reduced  # not FSDP's subclass
 
     names = dict(__module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__)
     methods = dict(__init__=__init__, __reduce_ex__=__reduce_ex__, forward=functools.wraps(base.forward)(forward))
