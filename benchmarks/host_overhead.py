@@ -14,7 +14,7 @@ from torch import Tensor
 
 import quackish
 from benchmarks import harness
-from quackish.bench.environment import device_name
+from quackish.bench.environment import environment
 from quackish.bench.host import host_times, launch_times
 from quackish.bench.measure import reason
 from quackish.bench.providers_rms_norm import EPS
@@ -71,8 +71,10 @@ def main(argv: Sequence[str] | None = None, repeats: int = 50, norms: int = 64) 
     verdicts = at_most(us["quackish"] / us["torch"], BAR, "forward + backward / torch's")
     verdicts += at_most(launch and launch.median, LAUNCH_BAR_US, "the slowest launch", " us")
     lines = [(name, f"{t:.1f}", f"{t / us['torch']:.2f}") for name, t in us.items()]
-    page = f"# Host time on {device_name(device)}\n\nHost microseconds per norm, forward and backward, in a chain of "
-    page += f"{norms}, M {M}, N {N}\n\n" + markdown_table(("provider", "us", "of torch"), lines)
+    about = environment(device, args.commit)
+    page = f"# Host time on {about['gpu']}\n\nCommit `{about['commit']}`, driver {about['driver'] or '-'}, torch "
+    page += f"{about['torch']}, {about['peers'] or 'no peers'}. Host microseconds per norm, forward and backward, in a "
+    page += f"chain of {norms}, M {M}, N {N}.\n\n" + markdown_table(("provider", "us", "of torch"), lines)
     page += "".join(f"\n- {word}: {text}" for word, text in verdicts) + "\n"
     path = args.out / "host_overhead.md"
     harness.write_page(page, path)

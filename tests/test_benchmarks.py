@@ -104,9 +104,11 @@ def test_peers_of_cases_are_known_and_described():
 
 
 def test_host_overhead_runs(tmp_path):
-    page = host_overhead.main(["--out", str(tmp_path)], repeats=2, norms=2).read_text()
+    page = host_overhead.main(["--out", str(tmp_path), "--commit", "abc"], repeats=2, norms=2).read_text()
     assert "| quackish |" in page
     assert "forward + backward / torch's" in page
+    assert "\nCommit `abc`, driver " in page
+    assert f", torch {torch.__version__}, " in page
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "linear_cross_entropy", "sweep/linear_cross_entropy"])
