@@ -49,7 +49,7 @@ def linear_cross_entropy(
     memory_limit: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, LinearCrossEntropyStats]:
-    """Cross entropy of `input @ linear_weight.T + linear_bias` with `target`, without the full logits.
+    """Cross entropy of `input @ linear_weight.T + linear_bias` with `target`, one chunk of rows at a time.
 
         z = input @ linear_weight.T + linear_bias,   a = logit_scale * softcap * tanh(z / softcap)
         loss = cross_entropy(a, target) + z_loss * logsumexp(a)**2,   0 for an ignored row
@@ -79,7 +79,8 @@ def linear_cross_entropy(
             it and returns None to autograd. Not supported for parameters that FSDP shards: use .grad.
         schedule: what is kept between forward and backward: "chunked" (the gradients), "stored" (the exponentials of
             all logits), "recompute" (nothing), or "auto", which depends on shapes and options only.
-        chunk_size: rows per chunk; kernels round it up to a multiple of 128. None: chosen from V, H and dtype.
+        chunk_size: rows per chunk; kernels round it up to a multiple of 128. None: chosen from V, H and dtype. Kernels
+            hold 16-bit exponentials of a chunk's logits; up to 8192 rows are one chunk.
         memory_limit: maximum bytes for forward and backward, excluding inputs and returned gradients. Runs the fastest
             schedule and chunk size that fit. Independent of free memory.
         backend: "auto" runs kernels if they exist (Hopper, Blackwell; bf16 or fp16; H a multiple of 8), else the
