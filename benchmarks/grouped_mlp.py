@@ -5,7 +5,7 @@
 
 bf16, swiglu, scales with gradient; K rows for each of 16,384 tokens (8192 for Mixtral). All providers of a cell take
 turns. "six ..." are the bare matrix products: no activation, no autograd. Errors are norm-wise against fp64. "block" is
-all of the experts after the router, whose choices are random.
+all of the experts after the router, whose choices are random; its "dscales" are the gradients of the router's weights.
 """
 
 import functools
@@ -176,33 +176,54 @@ def providers(d: Data) -> Iterator[tuple[str, Callable[[], Step]]]:
         yield BARE[2], lambda: six_of_quack(d)
 
 
-def block_providers(
-    h: int, i: int, experts: int, rows: int, k: int, device: torch.device
-) -> Iterator[tuple[str, Callable[[], Step]]]:
-    """How to make the steps of moe_mlp, and of Transformers' experts on F.grouped_mm."""
+class Block(NamedTuple):
+    x: Tensor  # (T, H)
+    w1: Tensor  # (E, 2I, H)
+    w2: Tensor  # (E, H, I)
+    weights: Tensor  # (T, K)
+    index: Tensor  # (T, K) int64
+    dy: Tensor  # (T, H)
+
+
+def block_data(h: int, i: int, experts: int, rows: int, k: int, device: torch.device) -> Block:
     d = data(h, i, experts, rows, "uniform", device)
     x, dy = (t.detach()[: rows // k].clone() for t in (d.x, d.dy))
     choice = torch.rand(rows // k, experts, device=device).topk(k)
-    weights = choice.values.softmax(1).requires_grad_()
-    x.requires_grad_()
+    return Block(x.requires_grad_(), d.w1, d.w2, choice.values.softmax(1).requires_grad_(), choice.indices, dy)
 
-    def step(mlp: Callable[[], Tensor], w1: Tensor, w2: Tensor) -> Step:
-        return lambda: torch.autograd.grad(mlp(), (x, weights, w1, w2), dy)
+
+def block_providers(b: Block) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """How to make the steps of moe_mlp, of Transformers' experts on F.grouped_mm, and of Liger's fused experts."""
+
+    def step(experts: Callable[[], Tensor], w1: Tensor = b.w1, w2: Tensor = b.w2) -> Step:
+        def run() -> tuple[Tensor, ...]:
+            y = experts()
+            return y.detach(), *torch.autograd.grad(y, (b.x, w1, w2, b.weights), b.dy)
+
+        return run
 
     def transformers() -> Step:
         from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
 
+        experts, h, i = b.w2.shape
         config = Qwen3MoeConfig(hidden_size=h, moe_intermediate_size=i, num_experts=experts)
         config._experts_implementation = "grouped_mm"
         with torch.device("meta"):
             module = modeling_qwen3_moe.Qwen3MoeExperts(config)
-        w1, w2 = module.gate_up_proj, module.down_proj = torch.nn.Parameter(d.w1), torch.nn.Parameter(d.w2)
-        return step(lambda: module(x, choice.indices, weights), w1, w2)
+        w1, w2 = module.gate_up_proj, module.down_proj = torch.nn.Parameter(b.w1), torch.nn.Parameter(b.w2)
+        return step(lambda: module(b.x, b.index, b.weights), w1, w2)
 
-    ours = step(lambda: quackish.moe_mlp(x, choice.indices, weights, d.w1, d.w2), d.w1, d.w2)
-    yield OURS, lambda: ours
+    def liger() -> Step:
+        from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+        # int32 as in its module for Transformers; a call waits for the GPU once, to read the number of tiles
+        return step(lambda: LigerFusedMoEFunction.apply(b.x, b.w1, b.w2, b.index.int(), b.weights))
+
+    yield OURS, lambda: step(lambda: quackish.moe_mlp(b.x, b.index, b.weights, b.w1, b.w2))
     if importlib.util.find_spec("transformers"):
         yield "Transformers, F.grouped_mm", transformers
+    if importlib.util.find_spec("liger_kernel"):
+        yield "Liger, fused experts", liger
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -230,6 +251,28 @@ def errors_of(d: Data, steps: Mapping[str, Step]) -> dict[str, tuple[float, ...]
     return {name: tuple(math.sqrt(off / of) for off, of in of_name) for name, of_name in squares.items()}
 
 
+def errors_of_block(b: Block, steps: Mapping[str, Step]) -> dict[str, tuple[float, ...]]:
+    """Likewise of a block: the experts' rows of y and dx are summed in fp64."""
+    y, dx = (torch.zeros_like(b.x, dtype=torch.float64) for _ in range(2))
+    dw1, dw2, dweights = (torch.empty_like(t, dtype=torch.float64) for t in (b.w1, b.w2, b.weights))
+    for expert in range(len(b.w2)):
+        token, choice = (b.index == expert).nonzero(as_tuple=True)
+        x, w1, w2, weights = (
+            t.detach().double().requires_grad_()
+            for t in (b.x[token], b.w1[expert], b.w2[expert], b.weights[token, choice])
+        )
+        rows = swiglu(x @ w1.T, weights) @ w2.T
+        grads = torch.autograd.grad(rows, (x, w1, w2, weights), b.dy[token].double())
+        y.index_add_(0, token, rows.detach())
+        dx.index_add_(0, token, grads[0])
+        dw1[expert], dw2[expert], dweights[token, choice] = grads[1:]
+    truths = (y, dx, dw1, dw2, dweights)
+    return {
+        name: tuple(error(got, truth).norm for got, truth in zip(step(), truths, strict=True))
+        for name, step in steps.items()
+    }
+
+
 class Found(NamedTuple):
     """A provider in a cell."""
 
@@ -244,16 +287,16 @@ class Found(NamedTuple):
 
 def measure(model: str, shape: tuple[int, ...], split: str, device: torch.device) -> list[Found]:
     """Of a split of the rows, or of the BLOCK."""
-    d = None if split == BLOCK else data(*shape[:4], split, device)
+    d = block_data(*shape, device) if split == BLOCK else data(*shape[:4], split, device)
     steps, found = {}, []
-    for name, make in block_providers(*shape, device) if d is None else providers(d):
+    for name, make in block_providers(d) if isinstance(d, Block) else providers(d):
         try:
             step = make()
             step()
             steps[name] = step
         except Exception as failure:  # a broken peer must not end the run
             found.append(Found(model, split, name, None, note=reason(failure)))
-    errors = {} if d is None else errors_of(d, steps)
+    errors = errors_of_block(d, steps) if isinstance(d, Block) else errors_of(d, steps)
     memory = {name: peak_mb(step, device) for name, step in steps.items()}
     times = take_turns(steps, device)
     for name, time in times.items():

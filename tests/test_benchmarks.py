@@ -1,7 +1,9 @@
 """The programs of benchmarks/ on tiny shapes and made-up results: files, verdicts, figures."""
 
+import importlib.machinery
 import math
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is not part of the package
 
+import quackish  # noqa: E402
 from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
 from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces  # noqa: E402
 from quackish.bench import plots, processes, providers_linear_cross_entropy, providers_rms_norm, report, runner  # noqa: E402
@@ -363,3 +366,23 @@ def test_grouped_mlp_is_measured(tmp_path, monkeypatch):
     page = (tmp_path / "grouped_mlp.md").read_text()
     assert page.count("| small | uniform |") == 5
     assert "PASS: small, Zipf: errors at most torch's" in page
+
+
+def test_experts_after_a_router_are_compared_with_fp64(monkeypatch):
+    """Liger's function is called as its docstring says. Here a stand-in multiplies by 1.5 times w2."""
+
+    def apply(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
+        assert top_k_index.dtype == torch.int32
+        return quackish.moe_mlp(x, top_k_index, top_k_weights, gate_up_proj, 1.5 * down_proj)
+
+    fake = types.ModuleType("liger_kernel.ops.fused_moe")
+    fake.LigerFusedMoEFunction = types.SimpleNamespace(apply=apply)
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["liger_kernel"].__spec__ = importlib.machinery.ModuleSpec("liger_kernel", None)
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    found = {one.name: one for one in grouped_mlp.measure("small", (64, 32, 4, 512, 2), grouped_mlp.BLOCK, CPU)}
+    y, dx, dw1, dw2, dscales = found.pop("Liger, fused experts").errors
+    assert min(y, dx, dw1, dw2, dscales) == pytest.approx(0.5, abs=0.01)
+    assert found[grouped_mlp.OURS].note == ""
+    assert all(max(one.errors) < 0.01 for one in found.values())
