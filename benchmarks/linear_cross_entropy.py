@@ -41,6 +41,7 @@ BARS = [
     case(1024, 4096, 128256),
     case(16384, 4096, 128256),
     case(65536, 4096, 128256, providers=LONG),
+    case(16384, 4096, 131072, providers=lce.PER_TOKEN),
     *(case(8192, 4096, 128256, dtype=dtype, providers=FP32) for dtype in ("float32", "tf32")),
 ]
 HOST = [case(128, 512, 1024, direction="host", providers=lce.HOST)]

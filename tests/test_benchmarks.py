@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parent.parent
@@ -104,6 +105,40 @@ def test_peers_of_cases_are_known_and_described():
     described = providers_linear_cross_entropy.ABOUT
     for name in providers_linear_cross_entropy.PEERS:
         assert name in described or name.rpartition("-")[0] in described
+
+
+def test_per_token_losses_of_providers(monkeypatch):
+    """Liger's Hopper function, a stand-in here, is called as it is declared; providers return the mean of live rows."""
+
+    def apply(
+        _input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1, return_entropy=False,
+        selected_token_ids=None,
+    ):  # fmt: skip
+        assert (temperature, m_tiles_per_cluster, selected_token_ids) == (1.0, 1, None)
+        log_p = F.linear(_input, weight).log_softmax(1)
+        losses = F.nll_loss(log_p, target, ignore_index=ignore_index, reduction="none")
+        return (losses, -(log_p.exp() * log_p).sum(1)) if return_entropy is True else losses
+
+    name = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
+    fake = types.ModuleType(name)
+    fake.LigerFusedScaledCrossEntropySM90Function = types.SimpleNamespace(apply=apply)
+    for end in [i for i, letter in enumerate(name) if letter == "."]:
+        monkeypatch.setitem(sys.modules, name[:end], types.ModuleType(name[:end]))
+    monkeypatch.setitem(sys.modules, name, fake)
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, 8, generator=generator, dtype=torch.float64).requires_grad_() for rows in (12, 20))
+    target = torch.randint(20, (12,), generator=generator)
+    target[3] = -100
+    truth = F.cross_entropy(F.linear(x, w), target)
+    lce = providers_linear_cross_entropy
+    for provider in (lce.TOKENS, lce.TOKENS_ENTROPY, "liger-scaled", "liger-scaled-loss"):
+        loss = lce.load.__wrapped__(provider)(x, w, target)
+        for got, want in zip(
+            (loss, *torch.autograd.grad(loss, (x, w))),
+            (truth, *torch.autograd.grad(truth, (x, w), retain_graph=True)),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, want)
 
 
 def test_host_overhead_runs(tmp_path):

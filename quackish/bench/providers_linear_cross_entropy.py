@@ -46,14 +46,21 @@ def _liger_large_chunks() -> Loss:
     return lambda x, w, target: LigerFusedLinearCrossEntropyFunction.apply(x, w, target, *options, *kernels)[0]
 
 
-def _liger_scaled() -> Loss:
-    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+def _liger_scaled(entropy: bool = True) -> Loss:
+    # What liger_kernel.ops dispatches to on Hopper. By name, as its fallback elsewhere is PyTorch in chunks.
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
 
     def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
-        nll, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, target, 1.0, IGNORED, 1, True)
-        return nll.sum() / (target != IGNORED).sum() + 0.0 * entropy.sum()
+        outputs = LigerFusedScaledCrossEntropySM90Function.apply(x, w, target, 1.0, IGNORED, 1, entropy)
+        return _mean(*outputs, target) if entropy else _mean(outputs, None, target)
 
     return loss
+
+
+def _mean(losses: Tensor, entropy: Tensor | None, target: Tensor) -> Tensor:
+    """The mean of per-token losses. An entropy gets a gradient of zeros."""
+    mean = losses.sum() / (target != IGNORED).sum()
+    return mean if entropy is None else mean + 0.0 * entropy.sum()
 
 
 def _torch_chunked_stats() -> Loss:
@@ -91,6 +98,7 @@ _LIGER_SM90 = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90:lige
 _cce = functools.partial(imported, "cut_cross_entropy:linear_cross_entropy")
 _quack_base = functools.partial(_quack, use_scaled_exp=False, tuned=False)
 STATS, ENTROPY = f"{OURS}-stats", f"{OURS}-entropy"
+TOKENS, TOKENS_ENTROPY = f"{OURS}-tokens", f"{OURS}-tokens-entropy"
 # (loader, description) by name. A number at the end of a name is a chunk size in rows.
 PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
     "quack": (
@@ -109,7 +117,12 @@ PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
     "liger": (_liger, "Liger's default: chunks around cuBLAS with its Triton row kernel; dW accumulates in bf16"),
     "liger-fp32": (functools.partial(_liger, accum_dtype=torch.float32), "liger with dW accumulated in fp32"),
     "liger-fp32-large": (_liger_large_chunks, "liger-cute with dW accumulated in fp32 and chunks 8 times as large"),
-    "liger-scaled": (_liger_scaled, "Liger's per-token loss with the entropy, both with gradients"),
+    "liger-scaled": (
+        _liger_scaled,
+        "Liger's Hopper kernels for the per-token loss with the entropy, both with gradients; a call waits for the GPU "
+        "once, to check targets",
+    ),
+    "liger-scaled-loss": (functools.partial(_liger_scaled, False), "the same without the entropy"),
     "cce": (_cce, "Apple's cut-cross-entropy; skips gradients close to zero"),
     "torch": (_torch, "F.cross_entropy(F.linear(x, w), target), eager"),
     "torch-compile": (_torch_compile, "the same under torch.compile"),
@@ -122,10 +135,12 @@ PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
 ABOUT = {name: about for name, (_, about) in PEERS.items() if about} | {
     STATS: "with return_stats",
     ENTROPY: "with return_stats, and a gradient of the entropy",
+    TOKENS: 'with reduction="none", and the mean in PyTorch',
+    TOKENS_ENTROPY: "the same with return_stats, and a gradient of the entropy",
 }
 CHUNKED = tuple(f"{OURS}-chunked-{rows}" for rows in (1024, 2048, 4096, 8192))
 RECOMPUTE = f"{OURS}-recompute-1024"  # memory for the logits of 1024 rows
-PROVIDERS = (*SCHEDULES, *CHUNKED, RECOMPUTE, STATS, ENTROPY, *PEERS)
+PROVIDERS = (*SCHEDULES, *CHUNKED, RECOMPUTE, STATS, ENTROPY, TOKENS, TOKENS_ENTROPY, *PEERS)
 # The default. ALL is measured at the headline shape.
 MAIN = (
     *(OURS, f"{OURS}-chunked", f"{OURS}-recompute", "quack", "quack-base", "quack-logits", "liger-cute-sm90", "liger"),
@@ -134,7 +149,8 @@ MAIN = (
 # With 65536 rows "quackish" equals "quackish-chunked", and "quackish-stored" needs 18 GB. ALL is for 8192 rows, where
 # chunks of 8192 and 16384 rows are a single chunk.
 _STATISTICS = (STATS, ENTROPY, "liger-scaled", "torch-chunked-stats")
-LONG = tuple(n for n in PROVIDERS if n not in (f"{OURS}-stored", f"{OURS}-chunked", *_STATISTICS))
+PER_TOKEN = (TOKENS, TOKENS_ENTROPY, "liger-scaled", "liger-scaled-loss", "torch-chunked-stats")
+LONG = tuple(n for n in PROVIDERS if n not in (f"{OURS}-stored", f"{OURS}-chunked", *_STATISTICS, *PER_TOKEN))
 ALL = tuple(
     n
     for n in PROVIDERS
@@ -160,6 +176,8 @@ def load(name: str) -> Loss:
 
     if name in (STATS, ENTROPY):
         return functools.partial(_with_stats, name == ENTROPY)
+    if name in (TOKENS, TOKENS_ENTROPY):
+        return functools.partial(_tokens, name == TOKENS_ENTROPY)
     schedule, _, rows = name.rpartition("-") if name[-1].isdigit() else (name, "", "")
     chunk_size = int(rows) if rows else None
     return functools.partial(linear_cross_entropy, schedule=SCHEDULES[schedule], chunk_size=chunk_size)
@@ -170,3 +188,12 @@ def _with_stats(entropy: bool, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
 
     loss, stats = linear_cross_entropy(x, w, target, return_stats=True)
     return loss + 0.0 * stats.entropy.sum() if entropy else loss
+
+
+def _tokens(entropy: bool, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    from quackish import linear_cross_entropy
+
+    if not entropy:
+        return _mean(linear_cross_entropy(x, w, target, reduction="none"), None, target)
+    losses, stats = linear_cross_entropy(x, w, target, reduction="none", return_stats=True)
+    return _mean(losses, stats.entropy, target)
