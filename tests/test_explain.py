@@ -1,5 +1,7 @@
 """`python -m quackish explain`: its output compared with ops, launches and memory on a GPU; invalid arguments."""
 
+from collections import Counter
+
 import pytest
 import torch
 from lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make
@@ -7,9 +9,12 @@ from test_grouped_mlp import make as make_mlp
 
 import quackish
 from quackish.__main__ import main
+from quackish.bench.cells import parse_shape
 from quackish.cli import explain as command
 from quackish.cli import operations
+from quackish.cli.dry_run import frontier
 from quackish.cli.parser import Parser, size
+from quackish.configs import linear_cross_entropy as lce_config
 from quackish.configs.choose import choose
 from quackish.configs.rms_norm import RmsNormBwdProblem
 from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200
@@ -17,7 +22,7 @@ from quackish.launch import Resources
 from quackish.ops.grouped_mlp import autograd as grouped
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy import autograd, cublas
+from quackish.ops.linear_cross_entropy import autograd, cublas, memory
 from quackish.work import describe, sizes_of, work
 
 BF16, CPU = "bfloat16", torch.device("cpu")
@@ -242,7 +247,8 @@ def test_hopper_cards_run_the_same_kernels_by_the_same_configs(call):
 def test_launches_of_pytorch_and_flops(schedule, products, gpu):
     m, h, v = 8192, 4096, 128_256
     steps = dry(f"linear_cross_entropy {m}x{h}x{v} --bias --schedule {schedule}", gpu).steps
-    flops = sum(step.work.flops for step in steps if step.kernel in ("lce_gemm", "torch.mm", "torch.addmm"))
+    gemms = [step for step in steps if step.kernel in ("lce_gemm", "torch.mm", "torch.addmm")]
+    flops = sum(step.calls * step.work.flops for step in gemms)
     assert flops == 2 * m * h * products * v
     launching = {f"torch.{name}" for name in "mm addmm sum new_full new_zeros zero_ clone add_ _to_copy copy_".split()}
     assert {step.kernel for step in steps if step.choice is None} <= launching
@@ -302,6 +308,38 @@ def test_memory_limits(tmp_path):
         assert float(limit) * 1e6 - 10 * (1 << 20) <= result.peak_bytes - gradients <= float(limit) * 1e6
     assert "expected time" not in output(f"{words} --no-grad").lower()
     assert size("8.2MB") == 8_200_000  # 8.2 * 1e6 is less
+
+
+@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("words", ["1000x64x5000 --chunk-size 128", "3000x64x20001 --grad-weight-out --dtype fp16"])
+def test_a_dry_run_skips_equal_iterations(words, gpu, monkeypatch):
+    """Launches, memory and what limits select are as if every iteration of every loop had run."""
+    monkeypatch.setattr(lce_config, "MIN_BLOCK", 256)
+    monkeypatch.setattr(lce_config, "SCRATCH_BYTES_NO_DW", 1 << 22)
+    words = f"linear_cross_entropy {words} --schedule recompute"
+
+    def found():
+        result, counts = dry(words, gpu), Counter()
+        for step in result.steps:
+            sizes = {name: n for name, n in step.sizes.items() if name not in ("v0", "v1")}
+            counts[step.phase, step.kernel, str(step.problem), str(sizes), step.work] += step.calls
+        points = frontier(parse(words), parse_shape(words.split()[1]), gpu)
+        return len(result.steps), (counts, result.peak_bytes, result.buffers, result.plan, points)
+
+    count, run = found()
+    monkeypatch.setattr(memory, "representatives", lambda items: ((item, 1) for item in items))
+    count_of_all, run_all = found()
+    assert run == run_all
+    assert count < count_of_all
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["536870912x64x256 --schedule recompute", "8192x64x536870912 --schedule recompute --chunk-size 128",
+     "8192x64x536870912 --grad-weight-out", "536870912x8x8 --schedule stored --gpu b200"],
+)  # fmt: skip
+def test_huge_sizes_take_few_steps(words):
+    assert len(dry(f"linear_cross_entropy {words}", B200 if "b200" in words else H200).steps) < 100
 
 
 def test_equal_launches_are_counted():

@@ -30,14 +30,15 @@ from quackish.work import SHORT, Work, sizes_of, work
 
 
 class Step(NamedTuple):
-    """One launch, of a quackish kernel or by PyTorch."""
+    """A launch, of a quackish kernel or by PyTorch, and how often it is repeated."""
 
     phase: str  # "forward" or "backward"
     kernel: str  # a name in the table of kernels, or such as "torch.mm"
     problem: Any  # for PyTorch's launches a string with the shapes
     choice: Choice | None  # None for PyTorch's launches
     sizes: dict[str, int]
-    work: Work
+    work: Work  # of one call
+    calls: int = 1
 
 
 class Buffer(NamedTuple):
@@ -153,11 +154,11 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
     config = LinearCrossEntropyConfig(*chosen)
     recorder = _LceRecorder(request._replace(device=memory.META), config, gpu).run()  # bytes without rounding
     plan = recorder.plan
-    chunks = [step.sizes["rows"] for step in recorder.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
-    sizes = " and ".join(map(str, dict.fromkeys(chunks)))
+    gathers = [step for step in recorder.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
+    num_chunks, sizes = sum(step.calls for step in gathers), dict.fromkeys(str(step.sizes["rows"]) for step in gathers)
     decisions = {
         "Schedule": _schedule(plan, args) if grad else "none, as nothing needs a gradient",
-        "Chunks": f"{len(chunks)} in forward, of {sizes} rows; at most {plan.chunk_rows}",
+        "Chunks": f"{num_chunks} in forward, of {' and '.join(sizes)} rows; at most {plan.chunk_rows}",
     }
     notes = ["All rows count as live: only the GPU knows how many are ignored, and skips those."]
     if any(step.kernel == "torch.mm" for step in recorder.steps):
@@ -278,7 +279,7 @@ class _Recorder(memory.MemoryCounter):
 
         def launch(*args) -> None:
             sizes = sizes_of(name, args)
-            self.steps.append(Step(self.phase, name, problem, choice, sizes, work(name, problem, sizes)))
+            self.steps.append(Step(self.phase, name, problem, choice, sizes, work(name, problem, sizes), self.calls))
 
         return Kernel(launch, choice.config)
 
@@ -303,7 +304,7 @@ class _Recorder(memory.MemoryCounter):
             flops = sum(t.numel() for t in written) if name in ("add_", "sum") else 0
             text = " ".join([*map(_shape, written[:1] or read[:1]), "(PyTorch)"])
         launch_work = Work(sum(t.nbytes for t in read), sum(t.nbytes for t in written), flops)
-        self.steps.append(Step(self.phase, f"torch.{name}", text, None, {}, launch_work))
+        self.steps.append(Step(self.phase, f"torch.{name}", text, None, {}, launch_work, self.calls))
 
 
 class _LceRecorder(_Recorder, memory.MemoryDryRun):

@@ -103,9 +103,9 @@ def _launch_table(steps: list[Step], distinct: list[_Kernel], roofs: Roofs | Non
     equal: dict[tuple, list[Step]] = {}
     for step in steps:
         equal.setdefault((step.phase, step.kernel, step.problem, step.choice, *step.sizes.items()), []).append(step)
-    rows, total = [], {"kernel": "all", "calls": len(steps)}
+    rows, total = [], {"kernel": "all", "calls": sum(step.calls for step in steps)}
     for group in equal.values():
-        step, calls = group[0], len(group)
+        step, calls = group[0], sum(step.calls for step in group)
         is_ours = step.choice is not None
         number = f"[{distinct.index((step.kernel, step.problem, step.choice)) + 1}] " if is_ours else ""
         sizes = describe(None, step.sizes) if is_ours else step.problem

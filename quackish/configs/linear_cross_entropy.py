@@ -214,6 +214,10 @@ def scratch_columns(m: int, has_dw: bool, has_dx_sums: bool) -> int:
     return round_up(max(size // (2 * m), MIN_BLOCK), COLUMN_MULTIPLE)
 
 
+# Widths that `recompute_blocks` compares; more are possible only in blocks of more than 524,288 classes.
+WIDTHS = 1024
+
+
 class Block(NamedTuple):
     """Classes [v0, v1), and the location of their exp_logits or dlogits: all m rows, contiguous."""
 
@@ -231,13 +235,13 @@ def recompute_blocks(m: int, v: int, h: int, itemsize: int | None, scratch: int)
     n * h * itemsize + m * n * 2 <= R * h * itemsize bytes: n = R / 3 if m = 2 h and dW has 16 bits. So blocks shrink
     until they have `scratch` classes (a multiple of 256), whose dlogits fit in the scratch.
 
-    A block's width, in whole tiles, minimizes the cost per class among the widths from half of the widest that fits.
+    A block's width, in whole tiles, minimizes the cost per class among the widths from half of the widest that fits,
+    at most WIDTHS of them.
     """
     blocks, v0 = [], 0
     while v - v0 > scratch:
         fit = 0 if itemsize is None else _tail_tiles(m, v, v0, h * itemsize)
-        widest = max(fit, scratch // COLUMN_MULTIPLE)
-        tiles = min(range(widest, (widest - 1) // 2, -1), key=lambda tiles: _block_cost(m, h, tiles) / tiles)
+        tiles = _block_tiles(m, h, max(fit, scratch // COLUMN_MULTIPLE))
         v1 = v0 + tiles * COLUMN_MULTIPLE
         blocks.append(Block(v0, v1, _tail_offset(m, v, v0, v1, h * itemsize) if tiles <= fit else None))
         v0 = v1
@@ -284,6 +288,12 @@ WAVE = 66
 # Elements of dX's fp32 sums that a block reads and writes in the time that a wave takes per unit of K: 0.3 ms per block
 # of 2048 classes (H200, M 8192, H 4096, V 128256), the time of a wave with K = 24,000.
 SUMS_PER_STEP = 1400
+
+
+@functools.lru_cache(maxsize=1024)
+def _block_tiles(m: int, h: int, widest: int) -> int:
+    narrowest = max((widest + 1) // 2, widest - WIDTHS + 1)
+    return min(range(widest, narrowest - 1, -1), key=lambda tiles: _block_cost(m, h, tiles) / tiles)
 
 
 def _block_cost(m: int, h: int, tiles: int) -> int:

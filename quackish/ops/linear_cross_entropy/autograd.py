@@ -7,7 +7,7 @@ copy where the autograd.Function writes in place.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,15 +33,15 @@ _GRAD_OUTPUTS = "grad_loss", "grad_lse", "grad_log_prob", "grad_entropy"
 
 
 def make_kernels(
-    device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for
+    device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for, loop: Callable = iter
 ) -> LceKernels | CublasKernels:
     """The kernels of a device: with our GEMM if the kernel table has one for the GPU, else with cuBLAS's."""
     gpu = gpu or gpu_of(device.index)
     try:
         kernel_table.find("lce_gemm", gpu)
     except UnsupportedError:
-        return CublasKernels(device, gpu, kernel_for)
-    return LceKernels(device, gpu, kernel_for)
+        return CublasKernels(device, gpu, kernel_for, loop)
+    return LceKernels(device, gpu, kernel_for, loop)
 
 
 kernels_of = functools.cache(make_kernels)

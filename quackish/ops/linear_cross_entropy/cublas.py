@@ -42,7 +42,7 @@ class CublasKernels(RowKernels):
         scaled = a.logit_scale is not None
         problem = "softmax", dtype_of(out.first), bias, a.softcap > 0, a.part_wsum is not None, weighted, scaled, stats
         for block, v0, v1 in blocks:
-            for c0, c1, z in _logit_products(live_x, w[v0:v1]):
+            for c0, c1, z in self._logit_products(live_x, w[v0:v1]):
                 first = v0 + c0
                 args = ExpArgs(
                     z.data_ptr(), _offset(address(block), c0, live_x.dtype), _offset(a.bias, first, bias),
@@ -63,7 +63,7 @@ class CublasKernels(RowKernels):
         a = epilogue
         weighted, scaled, entropy = a.class_weight is not None, a.logit_scale is not None, a.coef_entropy is not None
         problem = "dlogits", out.dtype, bias, a.softcap > 0, smoothing, weighted, scaled, False, entropy
-        for c0, c1, z in _logit_products(live_x, w):
+        for c0, c1, z in self._logit_products(live_x, w):
             first = a.v0 + c0
             args = ExpArgs(
                 z.data_ptr(), _offset(out.data_ptr(), c0, out.dtype), _offset(a.bias, c0, bias),
@@ -80,8 +80,8 @@ class CublasKernels(RowKernels):
         rows, h = e.first.shape[0], w.shape[1]
         step = min(product_rows(h), rows)
         products = e.first.new_empty((step, h), dtype=torch.float32)
-        for r0 in range(0, rows, step):
-            r1 = min(r0 + step, rows)
+        for r0, n in self.ranges(rows, step):
+            r1 = r0 + n
             acc = products[: r1 - r0]
             part = ExpLogits(e.first[r0:r1], e.split, None if e.second is None else e.second[r0:r1])
             _multiply_w(part, w, acc, False)
@@ -107,21 +107,19 @@ class CublasKernels(RowKernels):
             product.mul_(factor)
             out.add_(product) if accumulate else out.copy_(product)
 
+    def _logit_products(self, live_x: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Yields c0, c1 and fp32 live_x @ w[c0:c1].T, in a buffer of whole tiles that each step overwrites."""
+        rows, n = live_x.shape[0], w.shape[0]
+        step = min(logit_columns(rows), round_up(n, TILE_N))
+        z = live_x.new_empty((rows, step), dtype=torch.float32)
+        for c0, columns in self.ranges(n, step):
+            mm(live_x, w[c0 : c0 + columns].t(), z[:, :columns])
+            yield c0, c0 + columns, z
+
 
 def _offset(address: int | None, first: int, dtype: torch.dtype | None = torch.float32) -> int | None:
     """The address of element `first`, given the address of element 0."""
     return None if address is None else address + first * dtype.itemsize
-
-
-def _logit_products(live_x: Tensor, w: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Yields c0, c1 and fp32 live_x @ w[c0:c1].T, in a buffer of whole tiles that each step overwrites."""
-    rows, n = live_x.shape[0], w.shape[0]
-    step = min(logit_columns(rows), round_up(n, TILE_N))
-    z = live_x.new_empty((rows, step), dtype=torch.float32)
-    for c0 in range(0, n, step):
-        c1 = min(c0 + step, n)
-        mm(live_x, w[c0:c1].t(), z[:, : c1 - c0])
-        yield c0, c1, z
 
 
 def _multiply_w(e: ExpLogits, w: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -6,7 +6,9 @@ Matrices are passed as tensors, vectors of rows and single numbers as addresses.
 Those with h or v columns are aligned to 16 bytes; h is a multiple of 8. None of this is checked here.
 """
 
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -132,6 +134,31 @@ class RowState(NamedTuple):
         return self.memory[first : first + n].view(dtype)
 
 
+# Loops ----------------------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def representatives(items: Sequence[T]) -> Iterator[tuple[T, int]]:
+    """(item, the number of items that it stands for) of a schedule's loop, so that dry runs of long loops are short.
+
+    items: the starts of equal ranges, of which the last may be shorter, or Blocks. The first item stands for itself
+    only, because an iteration may add to the results of earlier ones.
+    """
+    if isinstance(items, range):
+        sizes = [len(items) - 1, 1]
+    else:
+        alike = itertools.groupby(items, lambda block: (block.v1 - block.v0, block.offset is None))
+        sizes = [sum(1 for _ in group) for _, group in alike]
+    start = 0
+    for size in sizes:
+        if size > 0:
+            yield items[start], 1
+        if size > 1:
+            yield items[start + 1], size - 1
+        start += size
+
+
 # Launches -------------------------------------------------------------------------------------------------------------
 
 
@@ -141,8 +168,12 @@ class RowKernels:
     Arguments are those of the kernels (configs/lce_args.py); `softcap` 0 means none. Each kernel's module documents it.
     """
 
-    def __init__(self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for):
-        self.device, self.gpu, self.kernel_for = device, gpu or gpu_of(device.index), kernel_for
+    def __init__(
+        self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for,
+        loop: Callable[[Sequence[T]], Iterator[T]] = iter,
+    ):  # fmt: skip
+        """loop: the iterations of a loop that are run; a dry run needs only its `representatives`."""
+        self.device, self.gpu, self.kernel_for, self.loop = device, gpu or gpu_of(device.index), kernel_for, loop
         self.stream = cuda.current_stream_of(device)
         # the epoch of tuned configs, and the kernels chosen in it
         self._kernels: tuple[int, dict[tuple, Kernel]] = choose.epoch, {}
@@ -162,6 +193,10 @@ class RowKernels:
 
     def launch(self, args: tuple, name: str, *fields: Any) -> None:
         self.kernel(name, *fields).launch(args, self.stream())
+
+    def ranges(self, n: int, size: int) -> Iterator[tuple[int, int]]:
+        """(start, size) of consecutive ranges that cover range(n); only the last may be smaller than `size`."""
+        return ((start, min(size, n - start)) for start in self.loop(range(0, n, size)))
 
     def compact(
         self, target: Tensor, class_weight: Tensor | None, num_items: float | Tensor | None, ignore_index: int, v: int,

@@ -6,7 +6,7 @@ memory that it would allocate.
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
+from quackish.ops.linear_cross_entropy.launches import T, representatives
 from quackish.ops.modes import is_compiling
 
 META = torch.device("meta")
@@ -153,6 +154,7 @@ class MemoryCounter(TorchDispatchMode):
         self.ignored: set[int] = set()  # storages that are not counted
         self.held: dict[int, tuple[StorageWeakRef, Allocation]] = {}
         self.peak, self.at_peak, self.limit = 0, [], math.inf
+        self.calls = 1  # of a launch that is made now
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -201,7 +203,7 @@ class MemoryDryRun(MemoryCounter):
         self.kernels = None
         if request.why_portable is None:
             gpu = gpu or autograd.kernels_of(request.device).gpu
-            self.kernels = autograd.make_kernels(META, gpu, self.kernel_for)
+            self.kernels = autograd.make_kernels(META, gpu, self.kernel_for, self.loop)
         self.grad_bytes = 0
         self.forward_grad_bytes = 0  # of the gradients that the forward operator returns
 
@@ -234,6 +236,13 @@ class MemoryDryRun(MemoryCounter):
                 torch.autograd.grad(results, requires_grad, grad_outputs, allow_unused=dw_out is not None)
             del copies
         return self
+
+    def loop(self, items: Sequence[T]) -> Iterator[T]:
+        """Runs the iterations that stand for all others. `calls` is how many, nested loops included."""
+        for item, count in representatives(items):
+            self.calls *= count
+            yield item
+            self.calls //= count
 
     def kernel_for(self, name: str, problem: Any, gpu: Gpu) -> Kernel:
         return Kernel(lambda *args: None, choose(name, problem, gpu).config)

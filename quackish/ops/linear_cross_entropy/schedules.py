@@ -72,7 +72,6 @@ from quackish.ops.linear_cross_entropy.steps import (
     compute_loss,
     extract_targets,
     launch_rows,
-    ranges,
     regather_live_x,
     start_forward,
 )
@@ -235,7 +234,7 @@ def recompute_forward(call: Call, layout: Layout, needed: GradsNeeded) -> Forwar
     n = v - layout.columns
     other_classes = view_into(dw, 0, layout.chunk_rows, padded_strides(n)[0], dtype)[:, :n]
     loss = start_forward(call)
-    for start, rows in ranges(m, layout.chunk_rows):
+    for start, rows in call.kernels.ranges(m, layout.chunk_rows):
         exp_logits = ExpLogits(row_slice(first, start, start + rows), layout.columns, row_slice(other_classes, 0, rows))
         chunk = Chunk(start, rows, row_slice(scaled_x, start, start + rows), exp_logits)
         compute_loss(call, chunk, loss, dx, True, chunk.live_x)
@@ -271,7 +270,7 @@ def recompute_backward(call: Call, layout: Layout, saved: ForwardResult, needed:
     regather_live_x(call, 0, live_x)
     coefs = compute_coefs(call)
     scratch = padded_matrix(call.x, m, max(v1 - v0 for v0, v1, offset in layout.blocks if offset is None), dtype)
-    for v0, v1, offset in layout.blocks:
+    for v0, v1, offset in kernels.loop(layout.blocks):
         out = scratch[:, : v1 - v0] if offset is None else view_into(dw, offset, m, v1 - v0, dtype)
         compute_dlogits(call, 0, live_x, coefs, v0, v1, out)
         if dw is not None:
@@ -301,11 +300,11 @@ def recompute_dw_in_chunks(call: Call, layout: Layout, needed: GradsNeeded) -> G
     block = layout.dw_block
     live_x, dlogits = allocate_live_x(call, rows), padded_matrix(call.x, rows, block, dtype)
     dw_acc = matrix(call.x, block, h, F32) if needed.dw != F32 else None
-    for v0, n in ranges(v, block):
+    for v0, n in call.kernels.ranges(v, block):
         v1 = v0 + n
         acc = dw[v0:v1] if dw_acc is None else row_slice(dw_acc, 0, n)
         columns = dlogits if n == block else dlogits[:, :n]
-        for start, size in ranges(call.m, rows):
+        for start, size in call.kernels.ranges(call.m, rows):
             x, out = row_slice(live_x, 0, size), row_slice(columns, 0, size)
             regather_live_x(call, start, x)
             compute_dlogits(call, start, x, coefs, v0, v1, out)

@@ -49,14 +49,9 @@ def allocate_live_x(call: Call, rows: int) -> Tensor:
     return matrix(call.x, min(rows, call.m), call.h, call.x.dtype)
 
 
-def ranges(n: int, size: int) -> Iterator[tuple[int, int]]:
-    """(start, size) of consecutive ranges that cover range(n); only the last may be smaller than `size`."""
-    return ((start, min(size, n - start)) for start in range(0, n, size))
-
-
 def chunks(call: Call, layout: Layout, live_x: Tensor, exp_logits: ExpLogits = NOT_STORED) -> Iterator[Chunk]:
     """All chunks in order. They share the same buffers."""
-    for start, rows in ranges(call.m, layout.chunk_rows):
+    for start, rows in call.kernels.ranges(call.m, layout.chunk_rows):
         yield Chunk(start, rows, row_slice(live_x, 0, rows), exp_logits.rows(rows))
 
 
@@ -287,7 +282,7 @@ def add_to_dw_out(
             add_targets(call, targets, out, 0)
         torch.autograd.graph.increment_version(out)
         return
-    for v0, n in ranges(out.shape[0], 4096):  # bounds the memory of dw
+    for v0, n in kernels.ranges(out.shape[0], 4096):  # bounds the memory of dw
         dw = matrix(scaled_x, n, out.shape[1], F32)
         kernels.dw(dlogits[:, v0 : v0 + n], scaled_x, state, 0, dw, False, True, factor)
         if targets is not None:

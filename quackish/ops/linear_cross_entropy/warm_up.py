@@ -1,5 +1,6 @@
 """Compiles all kernels of a call in parallel: about ten, which take 5 s one by one."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from quackish.ops.linear_cross_entropy.autograd import (
 from quackish.ops.linear_cross_entropy.calls import Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
+from quackish.ops.linear_cross_entropy.launches import T, representatives
 
 _prepared: set[tuple] = set()
 
@@ -47,7 +49,10 @@ def prepare(inputs: Inputs, plan: Plan) -> None:
         requests[request] = None
         return Kernel(lambda *args: None, request.config)
 
-    kernels = make_kernels(x.device, kernel_for=record_request)
+    def loop(items: Sequence[T]) -> Iterator[T]:
+        return (item for item, _ in representatives(items))
+
+    kernels = make_kernels(x.device, kernel_for=record_request, loop=loop)
     if isinstance(kernels, CublasKernels):  # small kernels: all compile in 2 s
         return
     meta_x = _meta_tensor((m, h), (h if is_aligned else h + 1, 1), x.dtype)
