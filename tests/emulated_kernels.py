@@ -42,7 +42,7 @@ class Counted:
 
     def __getattr__(self, name):
         method = getattr(self.kernels, name)
-        if name == "num_tiles" or not callable(method):
+        if name in ("num_tiles", "loop", "ranges") or not callable(method):
             return method
 
         def counted(*args, **kwargs):

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import math
 import warnings
 
 import buffer_layouts
@@ -633,6 +634,15 @@ ERRORS = [
     (lambda: rms_norm(X, W.to("meta")), ValueError, "rms_norm: weight is on meta but x is on cpu"),
     (lambda: rms_norm(X, W, eps=W), TypeError, "rms_norm: eps is a Tensor; expected a float"),
     (lambda: rms_norm(X, W, eps=1.0) is rms_norm(X, W, eps=True), TypeError, "eps is a bool"),
+    (lambda: rms_norm(X, W, eps=-1e-6), ValueError, "rms_norm: eps is -1e-06; expected a finite number, at least 0"),
+    (lambda: rms_norm_forward(X, W, eps=math.nan), ValueError, "rms_norm: eps is nan; expected a finite number"),
+    (lambda: rms_norm(X, W, eps=0) is rms_norm(X, W, eps=math.inf), ValueError, "rms_norm: eps is inf; expected"),
+    (lambda: ops._op_fwd(X, W, None, None, None, -1.0, 0.0, None, None, "auto"), ValueError, "eps is -1.0; expected"),
+    (lambda: RMSNorm(8, eps=-1), ValueError, "RMSNorm: eps is -1; expected a finite number, at least 0"),
+    (lambda: RMSNorm(8, weight_offset=math.nan), ValueError, "RMSNorm: weight_offset is nan; expected a finite number"),
+    (lambda: RMSNorm(8, backend="cuda"), ValueError, "RMSNorm: backend is 'cuda'; expected one of 'auto'"),
+    (lambda: RMSNorm(8, out_dtype="bf16"), TypeError, "RMSNorm: out_dtype is bf16; expected None or one of bfloat16"),
+    (lambda: rms_norm_backward(X, X, W, W[:4], weight_offset=math.inf), ValueError, "weight_offset is inf; expected"),
     (lambda: rms_norm(X, W, weight_offset=None), TypeError, "rms_norm: weight_offset is a NoneType"),
     (lambda: rms_norm(X, None, weight_offset=1.0), ValueError, "weight_offset is 1.0 but weight is None"),
     (lambda: rms_norm(X, W, out_dtype=torch.int8), TypeError, "rms_norm: out_dtype is torch.int8; expected None"),

@@ -89,6 +89,11 @@ def test_close_to_fp64(dtype, device):
     raises("output 0, (64, 8)", assert_close_to_fp64, lambda x: torch.where(x == x.max(), nan, x), lambda x: x * 1, x)
 
 
+def test_one_run_is_not_enough():
+    with pytest.raises(ValueError, match="assert_deterministic: runs is 1; expected at least 2"):
+        assert_deterministic(torch.sin, X, runs=1)
+
+
 @pytest.mark.parametrize("check", [lambda f: assert_deterministic(f, X), lambda f: assert_close_to_fp64(f, f, X)])
 def test_a_function_without_tensors(check):
     with pytest.raises(TypeError, match="returned a float without tensors; expected a tensor, or tuples"):

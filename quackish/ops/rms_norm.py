@@ -14,7 +14,7 @@ from quackish.configs import choose
 from quackish.errors import UnsupportedError, warn_once
 from quackish.ops.buffers import check_buffer
 from quackish.ops.modes import as_plain, functorch_level, is_plain, is_transformed, num_dispatch_modes
-from quackish.ops.rms_norm_checks import check_backward, check_forward, dims
+from quackish.ops.rms_norm_checks import check_backward, check_forward, check_module, dims
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, add_to, plan_for, resolve_eps
 from quackish.reference import rms_norm as reference
 
@@ -42,7 +42,7 @@ def rms_norm(
         x: (..., n) bf16, fp16, fp32 or fp64, any strides; most layouts are read in place.
         weight: (n,), or (heads, n) for x of shape (..., heads, n), in any of these dtypes. None: no scale.
         bias: weight's shape ((n,) without a weight), any of these dtypes, or None.
-        eps: None: torch.finfo(torch.float32).eps (float64's for fp64 x), as in F.rms_norm.
+        eps: finite, not negative. None: torch.finfo(torch.float32).eps (float64's for fp64 x), as in F.rms_norm.
         weight_offset: added to weight. Use 1.0 if the checkpoint stores weight - 1, as Gemma's do.
         residual: x's shape, any of these dtypes.
         residual_dtype: dtype of `res`; None: residual's. y is the norm of the rounded res.
@@ -60,7 +60,7 @@ def rms_norm(
     except `dweight_out` is written, and nothing synchronizes with the host.
 
     Raises:
-        ValueError, TypeError: invalid shape, device or dtype of an argument.
+        ValueError, TypeError: invalid shape, device, dtype or number.
         UnsupportedError: `backend="cute"` without a kernel; `dweight_out` under FSDP, DTensor or torch.func; a DTensor
             whose last dimension is sharded.
     """
@@ -205,6 +205,7 @@ class RMSNorm(nn.RMSNorm):
         out_dtype: torch.dtype | None = None,
         backend: str = "auto",
     ) -> None:
+        check_module(eps, weight_offset, backend, residual_dtype=residual_dtype, out_dtype=out_dtype)
         if weight_offset and not elementwise_affine:
             raise ValueError(f"RMSNorm: weight_offset is {weight_offset} but elementwise_affine is False; expected 0.0")
         self.weight_offset = weight_offset  # before super().__init__, whose reset_parameters reads it

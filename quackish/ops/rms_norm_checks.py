@@ -9,6 +9,7 @@ from quackish.ops.cuda import name_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _BACKENDS = ("auto", "cute", "reference")
+_LARGEST = torch.finfo(torch.float64).max
 
 
 def check_forward(
@@ -27,8 +28,7 @@ def check_forward(
         if dweight_out.dtype not in (torch.float32, weight.dtype):
             given, expected = names([dweight_out.dtype]), names([weight.dtype])
             raise TypeError(f"rms_norm: dweight_out is {given}; expected float32 or weight's {expected}")
-    if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
-        raise TypeError(f"rms_norm: eps is a {type(eps).__name__}; expected a float or None")
+    _check_eps("rms_norm", eps)
     _check_options("rms_norm", weight, weight_offset, backend)
     _check_dtypes("rms_norm", residual_dtype=residual_dtype, out_dtype=out_dtype)
     if residual_dtype is not None and residual is None:
@@ -58,6 +58,14 @@ def check_backward(
     if dresidual_dtype is not None and dx_dtype is None:  # kernels write dresidual only in addition to dx
         raise ValueError(f"{who}: dresidual_dtype is given without dx_dtype; for one gradient, pass dx_dtype")
     _check_dtypes(who, dx_dtype=dx_dtype, dresidual_dtype=dresidual_dtype, dbias_dtype=dbias_dtype)
+
+
+def check_module(eps, weight_offset, backend, **dtypes: torch.dtype | None) -> None:
+    who = "RMSNorm"
+    _check_eps(who, eps)
+    _check_weight_offset(who, weight_offset)
+    _check_backend(who, backend)
+    _check_dtypes(who, **dtypes)
 
 
 def _check_dtypes(who: str, **dtypes: torch.dtype | None) -> None:
@@ -98,11 +106,28 @@ def _check_parameters(who: str, x: Tensor, weight: Tensor | None, bias: Tensor |
         )
 
 
-def _check_options(who: str, weight: Tensor | None, weight_offset: float, backend: str) -> None:
+def _check_eps(who: str, eps: float | None) -> None:
+    if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
+        raise TypeError(f"{who}: eps is a {type(eps).__name__}; expected a float or None")
+    if eps is not None and not 0 <= eps <= _LARGEST:  # also false for nan
+        raise ValueError(f"{who}: eps is {eps}; expected a finite number, at least 0, such as 1e-6")
+
+
+def _check_weight_offset(who: str, weight_offset: float) -> None:
     if not isinstance(weight_offset, (int, float)) or isinstance(weight_offset, bool):
         raise TypeError(f"{who}: weight_offset is a {type(weight_offset).__name__}; expected a float")
+    if not -_LARGEST <= weight_offset <= _LARGEST:
+        raise ValueError(f"{who}: weight_offset is {weight_offset}; expected a finite number, such as 0.0 or 1.0")
+
+
+def _check_options(who: str, weight: Tensor | None, weight_offset: float, backend: str) -> None:
+    _check_weight_offset(who, weight_offset)
     if weight is None and weight_offset != 0.0:
         raise ValueError(f"{who}: weight_offset is {weight_offset} but weight is None; expected 0 without a weight")
+    _check_backend(who, backend)
+
+
+def _check_backend(who: str, backend: str) -> None:
     if backend not in _BACKENDS:
         raise ValueError(f"{who}: backend is {backend!r}; expected one of {', '.join(map(repr, _BACKENDS))}")
 

@@ -23,6 +23,8 @@ def assert_deterministic(function: Callable[..., Any], *inputs: Any, runs: int =
             for 0-dim outputs.
     """
     caller = "assert_deterministic"
+    if runs < 2:
+        raise ValueError(f"{caller}: runs is {runs}; expected at least 2, as the first is only compared with")
     first, incoming = _results(caller, function, inputs)
     device = next((t.device for t in first.values() if t is not None), "cpu")
     nbytes = max(64 << 20, 4 * sum(t.nbytes for t in first.values() if t is not None))

@@ -1,6 +1,5 @@
 """Argument checks of linear cross entropy, which raise ValueError, TypeError or IndexError."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +98,7 @@ _OPTIONS = (  # name, type, expected type in words, whether a value is legal, ex
     ("ignore_index", int, "an int or None", lambda i: -(2**63) <= i < 2**63, "a 64-bit integer"),
     ("label_smoothing", (int, float), "a float", lambda e: 0.0 <= e <= 1.0, "0 <= label_smoothing <= 1"),
     ("softcap", (int, float), "a float or None", lambda c: c >= FP32.tiny, "None or a positive number"),
-    ("z_loss", (int, float), "a float", lambda z: 0.0 <= z < math.inf, "a finite number that is not negative"),
+    ("z_loss", (int, float), "a float", lambda z: 0.0 <= z <= FP32.max, "a finite number that is not negative"),
     ("return_lse", bool, "True or False", lambda b: True, ""),
     ("return_stats", bool, "True or False", lambda b: True, ""),
     ("chunk_size", int, "an int or None", lambda n: n >= 1, "None or at least 1 row"),
