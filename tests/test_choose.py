@@ -201,6 +201,7 @@ ILLEGAL = [
     ("lce_gemm", DW, dict(tile_m=96), "tile_m is 96; expected one of 64, 128, 192, 256"),
     ("lce_gemm", DW, dict(cluster_n=16), "cluster_n is 16; expected one of 1, 2"),
     ("lce_gemm", DW, dict(num_stages=1), "num_stages is 1; expected at least 2"),
+    ("lce_gemm", DW, dict(group=1 << 30), "group is 1073741824; expected from 1 to 256"),
     ("lce_gemm", DW, dict(num_stages=5), "279560 bytes of shared memory; expected at most 232448 on H200"),
     ("lce_gemm", DX, dict(pingpong=True), "pingpong is True; expected False, as the problem splits tiles along k"),
     ("lce_gemm", DW_PINGPONG, dict(tile_m=128, tile_n=256, num_stages=4), "registers; expected at most 200,"),

@@ -728,6 +728,8 @@ def wrong(**change):
         ({"z_loss": math.inf}, ValueError, "z_loss is inf, expected a finite number that is not negative"),
         ({"z_loss": 1e39}, ValueError, r"z_loss is 1e\+39, expected a finite number"),  # infinite in fp32
         ({"chunk_size": 0}, ValueError, "chunk_size is 0, expected None or at least 1 row"),
+        ({"chunk_size": 2**63}, ValueError, "chunk_size is 9223372036854775808, expected None or at least 1 row"),
+        ({"num_items": 10**400}, ValueError, "num_items is 10+, expected at least 0"),
         ({"ignore_index": 2**63}, ValueError, "ignore_index is 9223372036854775808, expected a 64-bit integer"),
         ({"return_lse": 1}, TypeError, "return_lse is 1, a int; expected True or False"),
         (

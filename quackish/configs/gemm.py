@@ -282,9 +282,10 @@ def fields_why_illegal(c: GemmConfig) -> str | None:
     for field, values in legal.items():
         if getattr(c, field) not in values:
             return f"{field} is {getattr(c, field)!r}; expected one of {', '.join(map(repr, values))}"
-    for field, least in (("num_stages", 2), ("group", 1)):
-        if getattr(c, field) < least:
-            return f"{field} is {getattr(c, field)}; expected at least {least}"
+    if c.num_stages < 2:
+        return f"num_stages is {c.num_stages}; expected at least 2"
+    if not 1 <= c.group <= 256:  # kernels multiply it by the clusters of the other dimension, in 32 bits
+        return f"group is {c.group}; expected from 1 to 256"
     return None
 
 

@@ -238,7 +238,7 @@ def _validity_key(number: float | Tensor | None) -> tuple | None:
         return None
     if isinstance(number, Tensor):
         return number.shape, number.dtype, number.device, number.requires_grad
-    return type(number), number >= 0, FP32.tiny <= number <= FP32.max
+    return type(number), 0 <= number < 2**63, FP32.tiny <= number <= FP32.max
 
 
 def make_plan(

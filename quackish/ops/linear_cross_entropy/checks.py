@@ -101,9 +101,9 @@ _OPTIONS = (  # name, type, expected type in words, whether a value is legal, ex
     ("z_loss", (int, float), "a float", lambda z: 0.0 <= z <= FP32.max, "a finite number that is not negative"),
     ("return_lse", bool, "True or False", lambda b: True, ""),
     ("return_stats", bool, "True or False", lambda b: True, ""),
-    ("chunk_size", int, "an int or None", lambda n: n >= 1, "None or at least 1 row"),
+    ("chunk_size", int, "an int or None", lambda n: 1 <= n < 2**62, "None or at least 1 row, below 2^62"),
     ("memory_limit", int, "an int or None", lambda n: n >= 0, "None or a number of bytes, at least 0"),
-    ("num_items", int, "an int or a 0-dim tensor or None", lambda n: n >= 0, "at least 0"),
+    ("num_items", int, "an int or a 0-dim tensor or None", lambda n: 0 <= n < 2**63, "at least 0, below 2^63"),
     (
         "logit_scale",
         (int, float),
