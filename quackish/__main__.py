@@ -14,7 +14,7 @@ COMMANDS = {
     "bench": "time operations and other libraries over shapes; compare two results",
     "cache": "list, verify, clear, export or import compiled kernels",
     "doctor": "check the installation: versions, GPUs, the path and the results of each operation",
-    "explain": "show the kernels, configs, minimum time and memory of a call; needs no GPU",
+    "explain": "show the kernels, configs, estimated time and memory of a call; needs no GPU",
     "precompile": "compile kernels for shapes and GPUs into the cache; needs no GPU",
     "tune": "search for faster configs on this GPU and store them in your table",
 }

@@ -41,9 +41,9 @@ _TARGETS = {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}
 
 @dataclasses.dataclass(frozen=True)
 class Roofs:
-    """The highest speeds a kernel can reach on a GPU.
+    """Speeds of a GPU: measured peaks of long kernels, or the data sheet's.
 
-    `explain` computes floors from any roofs; `profile` compares with measured ones only.
+    `explain` estimates times from any of them; `profile` compares with measured ones only.
     """
 
     copy: float  # device memory, bytes read and written per second, with one read per write

@@ -15,11 +15,11 @@ from torch import cuda
 
 from quackish import launch
 from quackish.gpu import Roofs, gpu_of, roofs_of
-from quackish.work import KERNELS, Work, describe, floor, kernel_of, sizes_of, work
+from quackish.work import KERNELS, Work, describe, estimate, kernel_of, sizes_of, work
 
 COLUMNS = tuple(
     "kernel problem config device calls untimed total_ms mean_us bytes flops "
-    "gb_per_s tflop_per_s floor_us pct_of_roof bound".split()
+    "gb_per_s tflop_per_s estimated_us pct_of_roof bound".split()
 )
 
 
@@ -84,7 +84,8 @@ class profile:
     def rows(self) -> list[dict[str, Any]]:
         """One row (keys: COLUMNS) per kernel, problem, config, sizes and device; the longest total first.
 
-        bytes and flops are per call, with all rows live; speeds use the mean time. bound is the limit of the floor:
+        bytes and flops are per call, with all rows live; speeds use the mean time. estimated_us is the time of these
+        bytes or FLOPs at the speeds `roofs`, pct_of_roof is its share of the mean time, and bound is what takes it:
         "memory", "tensor cores" or "launch", which has no pct_of_roof. Unknown numbers, and those that depend on the
         data, are None.
         """
@@ -107,10 +108,10 @@ class profile:
         if times:
             row |= dict(gb_per_s=1e-3 * launch_work.bytes / us, tflop_per_s=1e-6 * launch_work.flops / us)
         if roofs is not None:
-            minimum = floor(launch_work, roofs)
-            row |= dict(floor_us=minimum.us, bound=minimum.bound)
-            if times and minimum.bound != "launch":
-                row["pct_of_roof"] = 100 * minimum.us / us
+            expected = estimate(launch_work, roofs)
+            row |= dict(estimated_us=expected.us, bound=expected.bound)
+            if times and expected.bound != "launch":
+                row["pct_of_roof"] = 100 * expected.us / us
         return row
 
     def _roofs_of(self, device: int | None) -> Roofs | None:

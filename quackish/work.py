@@ -1,4 +1,4 @@
-"""The bytes and FLOPs of a launch, computed from its problem and sizes, and the minimum time they take.
+"""The bytes and FLOPs of a launch, computed from its problem and sizes, and an estimate of its time.
 
 Sizes are run-time arguments such as rows, classes and tiles; `KERNELS` lists them. Bytes are device memory traffic:
 each input read once, each output written once. Scratch that stays in the L2 is not counted, nor are a few numbers per
@@ -34,14 +34,14 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Floor:
-    """The minimum time of a launch."""
+class Estimate:
+    """The time of a launch at given speeds of memory and tensor cores. Short GEMMs can be faster: see `Roofs`."""
 
     us: float
-    bound: str  # the limit: "memory", "tensor cores" or "launch"
+    bound: str  # what takes this time: "memory", "tensor cores" or "launch"
 
 
-def floor(work: Work, roofs: Roofs) -> Floor:
+def estimate(work: Work, roofs: Roofs) -> Estimate:
     bandwidth = roofs.add if work.bytes_read >= 2 * work.bytes_written else roofs.copy
     bounds = {
         "memory": 1e6 * work.bytes / bandwidth,
@@ -49,7 +49,7 @@ def floor(work: Work, roofs: Roofs) -> Floor:
         "launch": LAUNCH_US,
     }
     bound = max(bounds, key=bounds.__getitem__)
-    return Floor(bounds[bound], bound)
+    return Estimate(bounds[bound], bound)
 
 
 def _returns_at_once(note: str) -> Work:

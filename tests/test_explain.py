@@ -74,7 +74,7 @@ def test_rms_norm_backward_on_b200():
     (taken,) = [line.split()[2:] for line in printed.splitlines() if line.endswith("shared memory")]
     threads = str(choice.config.threads)
     assert taken == ["40", "8", "3", "2", "58000", threads, "3", "shared", "memory"]  # 58,000 + 1024 of 233,472
-    assert "Floors are for copy 8.00 TB/s, add 8.00 TB/s, GEMM 2250 TFLOP/s (data sheet)." in printed
+    assert "Estimated times are at copy 8.00 TB/s, add 8.00 TB/s, GEMM 2250 TFLOP/s (data sheet)." in printed
     assert max(map(len, printed.splitlines())) < 170
 
 

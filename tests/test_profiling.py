@@ -166,7 +166,7 @@ def test_speeds_and_bounds(cuda):
     assert tuple(row) == profiling.COLUMNS
     assert (row["kernel"], row["calls"], row["total_ms"], row["mean_us"]) == ("rms_norm_fwd", 3, 6.0, 2000)
     assert row["gb_per_s"] == pytest.approx(done.bytes / 2e-3 / 1e9)
-    assert row["floor_us"] == pytest.approx(done.bytes / 4e12 * 1e6)
+    assert row["estimated_us"] == pytest.approx(done.bytes / 4e12 * 1e6)
     assert row["pct_of_roof"] == pytest.approx(100 * done.bytes / 4e12 / 2e-3)
     assert of_gemm["tflop_per_s"] == pytest.approx(2 * 8192**3 / 2e-3 / 1e12)
     assert of_gemm["pct_of_roof"] == pytest.approx(100 * 2 * 8192**3 / 8e14 / 2e-3)
@@ -180,7 +180,7 @@ def test_data_dependent_work_has_no_speed(cuda):
         kernel(ScaleArgs(n=8_388_608, n2=65_536_000), 0)
     p.roofs = ROOFS
     (row,) = p.rows()
-    speeds = "bytes", "flops", "gb_per_s", "tflop_per_s", "floor_us", "pct_of_roof", "bound"
+    speeds = "bytes", "flops", "gb_per_s", "tflop_per_s", "estimated_us", "pct_of_roof", "bound"
     assert (row["mean_us"], *(row[name] for name in speeds)) == (2000.0, *[None] * 7)
     assert check.speed_of(row) == "2000.0 us"
 

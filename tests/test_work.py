@@ -25,7 +25,7 @@ from quackish.configs.token_rows import TokenRowsProblem
 from quackish.gpu import H200, Roofs
 from quackish.kernels import TABLE
 from quackish.ops.rms_norm import rms_norm_backward, rms_norm_forward
-from quackish.work import KERNELS, LAUNCH_US, Floor, Work, describe, floor, kernel_of, sizes_of, work
+from quackish.work import KERNELS, LAUNCH_US, Estimate, Work, describe, estimate, kernel_of, sizes_of, work
 
 BF16, FP32 = "bfloat16", "float32"
 
@@ -216,12 +216,12 @@ def test_work_of_row_kernels():
         assert (launch_work.bytes_read, launch_work.bytes_written) == (nbytes(*read), nbytes(*written)), (name, problem)
 
 
-def test_floor():
+def test_estimate():
     roofs = Roofs(copy=1e12, add=2e12, gemm=1e14, source="data sheet")
-    assert floor(Work(10**9, 10**9, 0), roofs).us == pytest.approx(2000)
-    assert floor(Work(2 * 10**9, 10**9, 0), roofs).us == pytest.approx(1500)  # two reads to a write
-    assert floor(Work(10**9, 10**9, 10**12), roofs) == Floor(10_000, "tensor cores")
-    assert floor(Work(1000, 1000, 1000), roofs) == Floor(LAUNCH_US, "launch")
+    assert estimate(Work(10**9, 10**9, 0), roofs).us == pytest.approx(2000)
+    assert estimate(Work(2 * 10**9, 10**9, 0), roofs).us == pytest.approx(1500)  # two reads to a write
+    assert estimate(Work(10**9, 10**9, 10**12), roofs) == Estimate(10_000, "tensor cores")
+    assert estimate(Work(1000, 1000, 1000), roofs) == Estimate(LAUNCH_US, "launch")
 
 
 def test_describe_omits_defaults():

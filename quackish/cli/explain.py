@@ -1,4 +1,4 @@
-"""Shows the kernels and configs that a call uses and why, with bytes, FLOPs, minimum time and peak memory.
+"""Shows the kernels and configs that a call uses and why, with bytes, FLOPs, estimated time and peak memory.
 
     python -m quackish explain rms_norm_backward 16384x4096 --gpu b200
     python -m quackish explain linear_cross_entropy 8192x4096x128256 --schedule recompute
@@ -6,6 +6,9 @@
 
 Needs no GPU. Each kernel is compiled for the chosen GPU, which takes a second, to read its registers and shared memory
 with cuobjdump, from Triton's wheel or the CUDA toolkit. --no-compile skips this.
+
+Estimated times are those of the bytes and FLOPs at the speeds in the last lines. A launch can be faster: the speed of
+tensor cores is that of long GEMMs at the power limit.
 
 For linear cross entropy a table, and with --figure a figure, shows what each memory_limit selects.
 """
@@ -27,7 +30,7 @@ from quackish.configs.choose import Choice
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
 from quackish.launch import Resources
 from quackish.profiling import speeds, table_of, text_table
-from quackish.work import describe, floor
+from quackish.work import describe, estimate
 
 # Limits of an SM: CUDA C++ Programming Guide, compute capabilities 9.0 and 10.0.
 _REGISTERS, _THREADS, _CTAS = 65_536, 2048, 32
@@ -112,14 +115,14 @@ def _launch_table(steps: list[Step], distinct: list[_Kernel], roofs: Roofs | Non
         row = {"phase": step.phase, "kernel": number + step.kernel, "sizes": sizes, "calls": calls}
         row |= {"read": step.work.bytes_read, "written": step.work.bytes_written, "FLOPs": step.work.flops}
         if roofs is not None:
-            minimum = floor(step.work, roofs)
-            row |= {"floor us": minimum.us, "bound": minimum.bound}
+            expected = estimate(step.work, roofs)
+            row |= {"estimated us": expected.us, "bound": expected.bound}
         rows.append(row)
-        for column in {"read", "written", "FLOPs", "floor us"} & row.keys():
+        for column in {"read", "written", "FLOPs", "estimated us"} & row.keys():
             total[column] = total.get(column, 0) + calls * row[column]
     formats = {"phase": "", "kernel": "", "sizes": "", "calls": "d", "read": _bytes, "written": _bytes, "FLOPs": _unit}
     if roofs is not None:
-        formats |= {"floor us": ".1f", "bound": ""}
+        formats |= {"estimated us": ".1f", "bound": ""}
     return table_of(rows + [total] * (len(steps) > 1), formats)
 
 
@@ -193,8 +196,8 @@ def _draw(args: argparse.Namespace, points: list[Point], gpu: Gpu) -> list[Path]
 
 def _roofs(roofs: Roofs | None, gpu: Gpu) -> str:
     if roofs is None:
-        return f"No floors: the roofs of {gpu.name} are not known."
-    return f"Floors are for {speeds(roofs)} ({roofs.source}). {roofs.note}".rstrip()
+        return f"No estimated times: the speeds of {gpu.name} are not known."
+    return f"Estimated times are at {speeds(roofs)} ({roofs.source}). {roofs.note}".rstrip()
 
 
 def _bytes(value: float) -> str:
