@@ -189,8 +189,11 @@ def _label(ax: Any, points: Mapping[str, tuple[float, float]]) -> None:
 # Time against memory_limit --------------------------------------------------------------------------------------------
 
 
-def of_limits(points: Sequence[tuple[str, float, float]], title: str, gpu: str, path: Path) -> list[Path]:
-    """`points`: (schedule, GB besides inputs and gradients, expected time relative to three GEMMs), fastest first."""
+def of_limits(points: Sequence[tuple[str, float, float]], title: str, gpu: str, path: Path) -> None:
+    """Draws what memory limits select, to `path` only.
+
+    points: (schedule, GB besides inputs and gradients, expected time relative to three GEMMs), fastest first.
+    """
     with _figure(4.2, title, gpu) as fig:
         ax = fig.subplots()
         ax.step(*zip(*((gb, time) for _, gb, time in reversed(points)), strict=True), where="post", color="0.7")
@@ -203,7 +206,7 @@ def of_limits(points: Sequence[tuple[str, float, float]], title: str, gpu: str, 
         ax.set_xlabel("memory_limit, GB besides inputs and gradients (log)")
         ax.set_ylabel("expected time / 3 GEMMs (log)")
         ax.grid(alpha=0.25, linewidth=0.5)
-        return _save(fig, path)
+        _write(fig, [path])
 
 
 # Shared ---------------------------------------------------------------------------------------------------------------
@@ -221,16 +224,28 @@ def _figure(height: float, title: str, gpu: str) -> Iterator[Any]:
         yield fig
 
 
+def suffixes() -> list[str]:
+    """The suffixes of files that matplotlib can write."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return sorted(f".{kind}" for kind in FigureCanvasBase.get_supported_filetypes())
+
+
 def _save(fig: Any, stem: Path) -> list[Path]:
-    """`stem`.svg and .png, with one legend below all axes."""
+    """Writes `stem`.svg and .png."""
+    paths = [stem.with_name(f"{stem.name}{suffix}") for suffix in (".svg", ".png")]
+    _write(fig, paths)
+    return paths
+
+
+def _write(fig: Any, paths: Sequence[Path]) -> None:
+    """With one legend below all axes."""
     if not fig.legends:
         handles = {text: h for ax in fig.axes for h, text in zip(*ax.get_legend_handles_labels(), strict=True)}
         columns = min(5, int(72 * WIDTH / (30 + 4.6 * max(map(len, handles)))))  # of typographic points
         fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
-    paths = [stem.with_name(f"{stem.name}{suffix}") for suffix in (".svg", ".png")]
     for path in paths:
         fig.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    return paths
 
 
 def _log_axis(ax: Any, which: str) -> None:

@@ -2,8 +2,11 @@
 
 import argparse
 import importlib.util
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from quackish.errors import did_you_mean
@@ -54,6 +57,36 @@ def positive(text: str) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a positive number of at most nine digits")
     return int(text)
+
+
+def output_folder(text: str) -> Path:
+    """An argparse type: a folder to write to, which need not exist."""
+    folder = Path(text)
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if why := _why_not_writable(existing):
+        raise argparse.ArgumentTypeError(f"{text}: {why}; name a folder that you can write to")
+    return folder
+
+
+def output_file(text: str) -> Path:
+    """An argparse type: a file to write, in a folder that exists."""
+    file = Path(text)
+    why = f"{file} is a folder" if file.is_dir() else _why_not_writable(file.parent)
+    if not why and file.exists() and not os.access(file, os.W_OK):
+        why = f"{file} cannot be written: Permission denied"
+    if why:
+        raise argparse.ArgumentTypeError(f"{text}: {why}; name a file in a folder that you can write to")
+    return file
+
+
+def _why_not_writable(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # os.access is true for root, even on /proc
+            return ""
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
 
 
 def size(text: str) -> int:
