@@ -12,6 +12,7 @@ from quackish.bench import environment, runner
 from quackish.bench.cells import Job
 from quackish.bench.console import NO_GPU
 from quackish.bench.report import Page, report
+from quackish.cli.parser import output_folder
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -28,7 +29,8 @@ def arguments(name: str, doc: str, csv: bool = True) -> argparse.ArgumentParser:
     """The common options, and those of programs that write a CSV."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.split("\n")[0])
     gpu = re.sub(r"[^\w.-]+", "-", environment.device_name(environment.device_to_measure()))
-    parser.add_argument("--out", type=Path, default=RESULTS / gpu, help="folder of the results; default %(default)s")
+    out_help = "folder of the results; default %(default)s"
+    parser.add_argument("--out", type=output_folder, default=str(RESULTS / gpu), help=out_help)
     parser.add_argument("--commit", help="commit to record if git is not available")
     if csv:
         append_help = "keep the rows of the file; the last row of a cell and provider counts"
@@ -43,7 +45,8 @@ def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, **options) ->
     if args.report:
         report(path, page)
         return path
-    return runner.run(jobs, path, page, args.append, args.commit, **options)
+    runner.run(jobs, path, page, args.append, args.commit, **options)
+    return path
 
 
 def write_page(page: str, path: Path) -> None:
@@ -60,4 +63,5 @@ def main(program: Callable[[], object]) -> None:
     except ValueError as error:
         sys.exit(str(error))
     except KeyboardInterrupt as interrupt:  # Ctrl-C or SIGTERM; results so far are written
-        sys.exit(f"Interrupted {interrupt}")
+        print(f"Interrupted {interrupt}".rstrip(), file=sys.stderr)
+        sys.exit(130)

@@ -26,6 +26,7 @@ from quackish.bench.cells import Cell, Job
 from quackish.bench.environment import device_to_measure, environment
 from quackish.bench.measure import Memory, Record, Run, reason
 from quackish.bench.operations import OPERATIONS
+from quackish.launch.parallel import defer_interrupts
 
 START_S = 300.0  # timeout for a child to import torch and initialize the GPU
 DEATHS = 2  # a provider that ended this many processes is skipped: each costs a new process or a timeout
@@ -37,7 +38,7 @@ SHARED = "timing"  # the step that runs all providers: after a death each is mea
 
 def serve(events: Connection, commit: str | None, log: Path) -> None:
     """Measures received cells until the other end is closed. Output of providers goes to `log`."""
-    if hasattr(os, "setsid"):  # its own session: Ctrl-C reaches only the parent, which ends the child
+    if hasattr(os, "setsid"):  # its own session, so that Ctrl-C does not reach processes that providers start
         os.setsid()
     with log.open("ab") as file:
         for output in (1, 2):
@@ -96,8 +97,10 @@ class Supervisor:
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._events, other = context.Pipe()
-            self._process = context.Process(target=serve, args=(other, self.commit, self.log))
-            self._process.start()
+            with defer_interrupts():
+                process = context.Process(target=serve, args=(other, self.commit, self.log))
+                process.start()
+                self._process = process
             other.close()
             try:
                 _, self._environment = self._next(START_S)

@@ -44,8 +44,10 @@ class CsvLog:
     """A CSV file with COLUMNS, flushed after every write so that a killed run keeps its results.
 
     `constants` are columns that all new rows share. `append` keeps the rows in the file; ValueError if it is not a
-    results file.
+    results file. `count`: the rows written.
     """
+
+    count = 0
 
     def __init__(self, path: Path, constants: Mapping[str, str], append: bool = False):
         kept = read_rows(path) if append and path.exists() else []
@@ -59,6 +61,7 @@ class CsvLog:
         for row in rows:
             short = {name: float(f"{value:.6g}") for name, value in row.items() if isinstance(value, float)}
             self._writer.writerow({**self._constants, **row, **short})
+            self.count += 1
         self._file.flush()
 
 

@@ -1,16 +1,19 @@
 """Runs all jobs of an operation: shows progress, and writes rows to the CSV as cells are measured."""
 
 import contextlib
+import itertools
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quackish.bench import report
-from quackish.bench.cells import AGAIN, Job
+from quackish.bench.cells import AGAIN, NOT_PROVIDERS, Job
 from quackish.bench.console import end_on_sigterm, progress
 from quackish.bench.measure import Record
 from quackish.bench.processes import Supervisor
-from quackish.bench.results import CsvLog, row_of, scale_of
+from quackish.bench.results import CsvLog, read_rows, row_of, scale_of
 
 INTERRUPTED = "interrupted"
 
@@ -23,13 +26,20 @@ def run(
     commit: str | None = None,
     timeout: float = 600.0,
     **options: Any,
-) -> Path:
-    """Measures jobs of one operation; writes the CSV `path`, and a page and figures next to it. Returns `path`.
+) -> bool:
+    """Measures jobs of one operation; writes the CSV `path`, and a page and figures next to it.
 
-    If the run is interrupted, by SIGTERM too, the results so far are kept and reported. `append` keeps the rows of the
-    CSV; ValueError if it is not a results file. `options` are fields of Run.
+    Returns whether a provider was measured. An existing CSV is replaced only at the end of a run that measured one:
+    until then, and if the run fails or is interrupted, by SIGTERM too, the rows are in a file next to it. Without an
+    existing CSV, the rows so far are kept in `path` and reported.
+
+    `append` keeps the rows of the CSV; ValueError if it is not a results file. `options` are fields of Run.
     """
-    log = path.with_suffix(".log")
+    log, file, measured = path.with_suffix(".log"), path, False
+    if path.exists():
+        file = _unused(path)
+        if append:
+            read_rows(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(end_on_sigterm())
@@ -37,14 +47,32 @@ def run(
         stack.callback(lambda: log.stat().st_size or log.unlink())
         supervisor = Supervisor(log, commit, timeout, options)
         stack.callback(supervisor.close)
-        rows = CsvLog(path, supervisor.start(), append)
-        stack.callback(report.report, path, page)
-        _measure(jobs, supervisor, rows)
-    return path
+        environment = supervisor.start()
+        if append and file != path:
+            shutil.copyfile(path, file)
+        rows = CsvLog(file, environment, append)
+        try:
+            measured = _measure(jobs, supervisor, rows)
+        finally:
+            if file == path or measured:
+                os.replace(file, path)
+                report.report(path, page)
+            elif rows.count:
+                print(f"{path} is unchanged; the rows of this run are in {file}", flush=True)
+            else:
+                file.unlink()
+    return measured
 
 
-def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> None:
-    show = progress(len(jobs))
+def _unused(path: Path) -> Path:
+    """The name of a file next to `path` that does not exist."""
+    names = (path.with_name(f"{path.stem}.partial{i}{path.suffix}") for i in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> bool:
+    """Whether a provider was measured."""
+    show, measured = progress(len(jobs)), False
     for i, job in enumerate(jobs):
 
         def begin(step: str, i=i, cell=job.cell) -> None:
@@ -59,10 +87,12 @@ def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> None:
             raise
         finally:
             log.write(row_of(job, name, record) for name, record in records.items())
+        measured |= any("median_ms" in record and name not in NOT_PROVIDERS for name, record in records.items())
         print(_line(job, records), flush=True)
         for name, record in records.items():
             if record["status"] != "ok":
                 print(f"  {name}: {record['status']}")
+    return measured
 
 
 def _interrupted(record: Record) -> Record:

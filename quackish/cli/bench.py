@@ -15,7 +15,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quackish.cli.parser import CommandError, check_bench_extra, one_of, positive
+from quackish.cli.parser import CommandError, check_bench_extra, one_of, output_folder, positive
 
 if TYPE_CHECKING:
     from quackish.bench.operations import Operation
@@ -58,8 +58,11 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser, op: "Operation") -
     providers_help = f'names or patterns ("quackish*"), of {", ".join(op.providers)}; module:attribute adds your own'
     add("--providers", providers_help, type=_list_of(str), nargs="+", default=[], metavar="NAME[,...]")
     add("--quick", "fewer samples, and one size by default", action="store_true")
-    add("--out", "output folder; default %(default)s", type=Path, default=Path("out/bench"))
-    add("--append", "keep the rows of the CSV; the last row of a cell and provider counts", action="store_true")
+    add("--out", "output folder; default %(default)s", type=output_folder, default="out/bench")
+    existing = parser.add_mutually_exclusive_group()
+    append_help = "keep the rows of an existing CSV; the last row of a cell and provider counts"
+    existing.add_argument("--append", action="store_true", help=append_help)
+    existing.add_argument("--overwrite", action="store_true", help="replace an existing CSV at the end of the run")
     add("--commit", "commit to record if git is not available")
     timeout_help = "kill a provider that reports nothing for this long; default %(default)s"
     add("--timeout", timeout_help, type=float, default=600, metavar="SECONDS")
@@ -84,10 +87,9 @@ def _measure(args: argparse.Namespace) -> int:
     import torch
 
     from quackish.bench import runner
-    from quackish.bench.cells import NOT_PROVIDERS, Cell, Job, is_ours, shape_name
+    from quackish.bench.cells import Cell, Job, is_ours, shape_name
     from quackish.bench.console import NO_GPU
     from quackish.bench.operations import OPERATIONS
-    from quackish.bench.results import read_rows
 
     op, gpu = OPERATIONS[args.what], torch.cuda.is_available()
     if args.tokens and args.shapes and not args.model:
@@ -107,8 +109,10 @@ def _measure(args: argparse.Namespace) -> int:
         default = tuple(name for name in main if gpu or is_ours(name) or name == "torch")
         jobs.append(Job(cell, op.matching(patterns) if patterns else default, model_names))
     path, rounds = args.out / f"{op.name}.csv", 3 if args.quick else 10
-    runner.run(jobs, path, append=args.append, commit=args.commit, timeout=args.timeout, rounds=rounds)
-    return 0 if any(row["median_ms"] and row["provider"] not in NOT_PROVIDERS for row in read_rows(path)) else 1
+    if path.exists() and not (args.append or args.overwrite):
+        raise ValueError(f"{path} exists; pass --append to add to it, --overwrite to replace it, or another --out")
+    measured = runner.run(jobs, path, append=args.append, commit=args.commit, timeout=args.timeout, rounds=rounds)
+    return 0 if measured else 1
 
 
 def _list_of(parse):

@@ -45,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", type=one_of(names), help=gpu_help)
     compile_help = "do not compile; omits registers, shared memory and CTAs per SM"
     parser.add_argument("--no-compile", action="store_true", help=compile_help)
-    figure_help = (
-        "linear_cross_entropy: plot what memory limits select; a file such as limits.svg; needs the extra bench"
-    )
+    figure_help = "linear_cross_entropy: plot what memory limits select, such as limits.svg; needs the extra bench"
     parser.add_argument("--figure", type=output_file, metavar="FILE", help=figure_help)
 
 

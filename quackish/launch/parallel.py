@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,19 @@ def compile_all(
         threads.shutdown(cancel_futures=True)
         for process in idle:
             process.end()
+
+
+@contextlib.contextmanager
+def defer_interrupts() -> Iterator[None]:
+    """In this block Ctrl-C waits for the end of the block.
+
+    Processes started in it never get Ctrl-C, because they inherit the signal mask: only the parent reports it.
+    """
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 class _Worker:

@@ -172,7 +172,9 @@ def examine(kernel: str, problem: Any, configs: Sequence[Any], gpu: Gpu) -> Iter
     processes = max(1, parallel.default_jobs(len(configs)))
     context = multiprocessing.get_context("spawn")  # CUDA and the compiler do not survive a fork
     with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
-        yield from pool.map(functools.partial(fits, kernel, problem, gpu=gpu), configs)
+        with parallel.defer_interrupts():  # starts the processes
+            fitting = pool.map(functools.partial(fits, kernel, problem, gpu=gpu), configs)
+        yield from fitting
 
 
 def fits(kernel: str, problem: Any, config: Any, gpu: Gpu) -> bool:
