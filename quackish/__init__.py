@@ -1,6 +1,7 @@
 """CuTe DSL kernels for Hopper and Blackwell, called from PyTorch. Importing starts neither CUDA nor the compiler."""
 
 import importlib
+from typing import TYPE_CHECKING
 
 from quackish.configs.choose import config
 from quackish.errors import UnsupportedError
@@ -29,7 +30,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
-    if name in ("integrations", "parallel", "testing"):  # loaded when they are used
-        return importlib.import_module(f"quackish.{name}")
-    raise AttributeError(f"module 'quackish' has no attribute {name!r}")
+if TYPE_CHECKING:
+    from quackish import integrations as integrations
+    from quackish import parallel as parallel
+    from quackish import testing as testing
+else:
+
+    def __getattr__(name: str):
+        if name in ("integrations", "parallel", "testing"):  # loaded when they are used
+            return importlib.import_module(f"quackish.{name}")
+        raise AttributeError(f"module 'quackish' has no attribute {name!r}")

@@ -1,9 +1,14 @@
 """quackish in other libraries. Each integration is imported on first use."""
 
 import importlib
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from quackish.integrations import torchtitan as torchtitan
+    from quackish.integrations import transformers as transformers
+else:
 
-def __getattr__(name: str):
-    if name in ("torchtitan", "transformers"):
-        return importlib.import_module(f"quackish.integrations.{name}")
-    raise AttributeError(f"module 'quackish.integrations' has no attribute {name!r}")
+    def __getattr__(name: str):
+        if name in ("torchtitan", "transformers"):
+            return importlib.import_module(f"quackish.integrations.{name}")
+        raise AttributeError(f"module 'quackish.integrations' has no attribute {name!r}")

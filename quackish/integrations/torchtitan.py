@@ -15,6 +15,7 @@ from torchtitan.protocols.module import Module
 
 import quackish
 from quackish import parallel
+from quackish.types import Schedule
 
 
 class RMSNorm(quackish.RMSNorm, Module):
@@ -27,7 +28,8 @@ class RMSNorm(quackish.RMSNorm, Module):
     def __init__(self, config: Config):
         super().__init__(config.normalized_shape, config.eps, config.elementwise_affine)
 
-    def forward(self, x: Tensor) -> Tensor:  # torchtitan shards arguments by name: keep nn.RMSNorm's signature
+    # torchtitan shards arguments by name: keep nn.RMSNorm's signature
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)
 
 
@@ -37,13 +39,13 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # for subclasses of it, the t
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
         z_loss: float = 0.0
-        schedule: str = "auto"
+        schedule: Schedule = "auto"
         memory_limit: int | None = None
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         self.options = dict(z_loss=config.z_loss, schedule=config.schedule, memory_limit=config.memory_limit)
         quackish.LinearCrossEntropyLoss(1, 1, **self.options)  # checks the options before the first step
-        self.lm_head = None
+        self.lm_head: nn.Module | None = None
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
         if type(lm_head).forward is not nn.Linear.forward:

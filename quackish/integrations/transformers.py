@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import quackish
 from quackish.errors import UnsupportedError, warn_once
+from quackish.types import Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -67,13 +71,22 @@ _PLAIN_EXPERTS = dict(
 _SILU = ("SiLU", "SiLUActivation", "silu")  # two classes and torch's function
 
 
+class _ApplyOptions(TypedDict, total=False):
+    norms: bool
+    head: bool
+    experts: bool
+    schedule: Schedule
+    chunk_size: int | None
+    memory_limit: int | None
+
+
 def apply(
     model: Model,
     *,
     norms: bool = True,
     head: bool = True,
     experts: bool = False,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     chunk_size: int | None = None,
     memory_limit: int | None = None,
 ) -> Model:
@@ -117,7 +130,7 @@ def revert(model: Model) -> Model:
 
 
 @contextlib.contextmanager
-def applied(model: Model, **options) -> Iterator[Model]:
+def applied(model: Model, **options: "Unpack[_ApplyOptions]") -> Iterator[Model]:
     """Context manager: `apply(model, **options)`, reverted on exit. Earlier patches stay."""
     before = _patched(model)
     apply(model, **options)

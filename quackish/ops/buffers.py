@@ -8,7 +8,7 @@ from quackish.errors import UnsupportedError
 from quackish.ops.modes import are_plain, check_memory
 
 
-def check_buffer(op: str, **tensors: Tensor) -> None:
+def check_buffer(op: str, **tensors: Tensor | None) -> None:
     """tensors: the buffer, the weight and the input, in this order, by the user's names. Shapes are already checked."""
     (name, buffer), (weight_name, weight), *_ = tensors.items()
     if buffer.requires_grad:

@@ -5,7 +5,7 @@ torch.compile, dispatch modes and tensor subclasses use the operators of `torch.
 """
 
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,29 @@ from quackish.ops.modes import as_plain, functorch_level, is_plain, is_transform
 from quackish.ops.rms_norm_checks import check_backward, check_forward, check_module, dims
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, add_to, plan_for, resolve_eps
 from quackish.reference import rms_norm as reference
+from quackish.types import Backend, Device, RmsNormOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Functions -----------------------------------------------------------------------------------------------------------
 
 
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, residual: None = None,
+    **options: "Unpack[RmsNormOptions]",
+) -> Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, residual: Tensor,
+    **options: "Unpack[RmsNormOptions]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, residual: Tensor | None,
+    **options: "Unpack[RmsNormOptions]",
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -32,7 +51,7 @@ def rms_norm(
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     dweight_out: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm over the last dimension of x or of x + residual. See docs/rms_norm.md.
 
@@ -108,7 +127,7 @@ def rms_norm_forward(
     residual: Tensor | None = None,
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> RmsNormOutput:
     """`rms_norm` without autograd: returns (y, res, rstd) for `rms_norm_backward`.
 
@@ -140,7 +159,7 @@ def rms_norm_backward(
     dx_dtype: torch.dtype | None = None,
     dresidual_dtype: torch.dtype | None = None,
     dbias_dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> RmsNormGrads:
     """The gradients of `rms_norm` without autograd, in one kernel launch.
 
@@ -178,6 +197,23 @@ def rms_norm_backward(
 # Module ---------------------------------------------------------------------------------------------------------------
 
 
+class _NormCall(Protocol):
+    """The type of RMSNorm's call and forward."""
+
+    @overload
+    def __call__(self, x: Tensor, residual: None = None, *, dweight_out: Tensor | None = None) -> Tensor: ...
+    @overload
+    def __call__(self, x: Tensor, residual: Tensor, *, dweight_out: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, *, dweight_out: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def _with_overloads(forward: Any) -> _NormCall:
+    return forward
+
+
 class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` on `rms_norm`, with its arguments and state dict, and additional arguments.
 
@@ -191,19 +227,22 @@ class RMSNorm(nn.RMSNorm):
         residual_dtype: as in `rms_norm`, for calls with a residual.
     """
 
+    bias: nn.Parameter | None
+    __call__: _NormCall  # nn.Module's returns Any
+
     def __init__(
         self,
         normalized_shape: int | list[int] | torch.Size,
         eps: float | None = None,
         elementwise_affine: bool = True,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         bias: bool = False,
         weight_offset: float = 0.0,
         residual_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
     ) -> None:
         check_module(eps, weight_offset, backend, residual_dtype=residual_dtype, out_dtype=out_dtype)
         if weight_offset and not elementwise_affine:
@@ -218,9 +257,11 @@ class RMSNorm(nn.RMSNorm):
     def reset_parameters(self) -> None:
         if self.elementwise_affine:
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
-        if getattr(self, "bias", None) is not None:
-            nn.init.zeros_(self.bias)
+        bias = getattr(self, "bias", None)
+        if bias is not None:
+            nn.init.zeros_(bias)
 
+    @_with_overloads
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, dweight_out: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -228,17 +269,20 @@ class RMSNorm(nn.RMSNorm):
         weight, bias, ndim = self.weight, self.bias, len(self.normalized_shape)
         if x.shape[-ndim:] != self.normalized_shape:
             raise ValueError(f"RMSNorm: x is {dims(x)}; expected (..., {', '.join(map(str, self.normalized_shape))})")
-        options = dict(eps=self.eps, weight_offset=self.weight_offset, out_dtype=self.out_dtype, backend=self.backend)
+        options: RmsNormOptions = {
+            "eps": self.eps, "weight_offset": self.weight_offset, "out_dtype": self.out_dtype,
+            "dweight_out": dweight_out, "backend": self.backend,
+        }  # fmt: skip
         if residual is not None:
             options["residual_dtype"] = self.residual_dtype
         if ndim == 1:
-            return rms_norm(x, weight, bias, residual=residual, dweight_out=dweight_out, **options)
+            return rms_norm(x, weight, bias, residual=residual, **options)
         # Flatten several normalized dimensions into one: views, unless x's strides do not allow it.
-        flat = [None if t is None else t.flatten(-ndim) for t in (x, weight, bias, residual)]
+        weight, bias, flat_residual = (None if t is None else t.flatten(-ndim) for t in (weight, bias, residual))
         if dweight_out is not None:
-            dweight_out = dweight_out.view(-1)
-        out = rms_norm(*flat[:3], residual=flat[3], dweight_out=dweight_out, **options)
-        return out.view(x.shape) if residual is None else tuple(t.view(x.shape) for t in out)
+            options["dweight_out"] = dweight_out.view(-1)
+        out = rms_norm(x.flatten(-ndim), weight, bias, residual=flat_residual, **options)
+        return out.view(x.shape) if isinstance(out, Tensor) else (out[0].view(x.shape), out[1].view(x.shape))
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
@@ -348,7 +392,7 @@ def _is_batched(dy: Tensor, dres: Tensor | None) -> bool:
     return functorch_level() is not None or _is_legacy_batched(dy) or (dres is not None and _is_legacy_batched(dres))
 
 
-def _rms_norm_op(x, weight, bias, residual, dweight_out, eps, *options) -> Tensor | tuple[Tensor, Tensor]:
+def _rms_norm_op(x, weight, bias, residual, dweight_out, eps, *options) -> Any:
     """`rms_norm` through its operator, or through the reference under torch.func and forward-mode AD."""
     if is_transformed():
         check_forward(x, weight, bias, residual, dweight_out, eps, *options)

@@ -1,14 +1,16 @@
 """Argument checks of RMSNorm: ValueError for shapes and devices, TypeError for types and dtypes."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from quackish.ops.cuda import name_of
+from quackish.types import Backend
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_BACKENDS = ("auto", "cute", "reference")
+_BACKENDS = get_args(Backend)
 _LARGEST = torch.finfo(torch.float64).max
 
 

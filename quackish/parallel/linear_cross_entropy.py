@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 from quackish.errors import UnsupportedError
 from quackish.ops.buffers import check_buffer
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats
-from quackish.ops.linear_cross_entropy.api import MODULE_OPTIONS, key_of, plan_for
+from quackish.ops.linear_cross_entropy.api import MODULE_OPTIONS, key_of, plan_for, with_overloads
 from quackish.ops.linear_cross_entropy.autograd import (
     NO_SECOND_DERIVATIVES,
     grads_needed,
@@ -36,12 +36,43 @@ from quackish.ops.modes import are_plain, check_memory, is_compiling, is_transfo
 from quackish.parallel.collectives import all_gather, sum_over_ranks
 from quackish.parallel.combine import NO_CLASSES, LossOptions, ShardStats, combine, row_gradients
 from quackish.reference.linear_cross_entropy import mean_divisor, rows_of
+from quackish.types import Backend, LinearCrossEntropyOptions, LossModuleOptions, Reduction, Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _WHO = "parallel.linear_cross_entropy"
 _IGNORED = -100
 _MAX_LOGIT_CHUNK = 1024  # rows at a time in _max_logits, which bounds its memory
 
 
+class _ParallelOptions(LinearCrossEntropyOptions, total=False):
+    group: dist.ProcessGroup | None
+    vocab_start: int | None
+    sequence_parallel: bool
+    deterministic: bool
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor, weight_shard: Tensor, target: Tensor, *, return_lse: Literal[False] = False,
+    return_stats: Literal[False] = False, **options: "Unpack[_ParallelOptions]",
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, weight_shard: Tensor, target: Tensor, *, return_lse: Literal[True],
+    return_stats: Literal[False] = False, **options: "Unpack[_ParallelOptions]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, weight_shard: Tensor, target: Tensor, *, return_lse: Literal[False] = False,
+    return_stats: Literal[True], **options: "Unpack[_ParallelOptions]",
+) -> tuple[Tensor, LinearCrossEntropyStats]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, weight_shard: Tensor, target: Tensor, *, return_lse: bool = False,
+    return_stats: bool = False, **options: "Unpack[_ParallelOptions]",
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, LinearCrossEntropyStats]: ...  # fmt: skip
 def linear_cross_entropy(
     input: Tensor,
     weight_shard: Tensor,
@@ -53,7 +84,7 @@ def linear_cross_entropy(
     deterministic: bool = False,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -63,10 +94,10 @@ def linear_cross_entropy(
     return_lse: bool = False,
     return_stats: bool = False,
     grad_weight_out: Tensor | None = None,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     chunk_size: int | None = None,
     memory_limit: int | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, LinearCrossEntropyStats]:
     """`quackish.linear_cross_entropy` with the classes sharded over the ranks of a group.
 
@@ -115,13 +146,14 @@ class VocabParallelHead(LinearCrossEntropyLoss):
 
     def __init__(
         self, in_features: int, num_classes: int, *, sequence_parallel: bool = False, deterministic: bool = False,
-        **options: Any,
+        **options: "Unpack[LossModuleOptions]",
     ) -> None:  # fmt: skip
         """options: those of LinearCrossEntropyLoss."""
         super().__init__(in_features, num_classes, **options)
         self.sequence_parallel, self.deterministic = sequence_parallel, deterministic
 
-    def forward(self, input: Tensor, target: Tensor, **options: Any):
+    @with_overloads
+    def forward(self, input: Tensor, target: Tensor, **options: Any) -> Any:
         """input (..., in_features), target (...). options: those of LinearCrossEntropyLoss's forward."""
         linear, weight = self.linear, self.weight
         if not _is_dtensor(linear.weight):
@@ -247,7 +279,8 @@ def _check_between_ranks(
     inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int | None, given: Inputs
 ) -> _Shards:
     """Compares the arguments of all ranks. If one rank raises, all ranks do."""
-    group, descriptions = ranks.group, [None] * ranks.group.size()
+    group = ranks.group
+    descriptions: list[Any] = [None] * group.size()
     try:
         own, error = {**_description(inputs, options, ranks, given), "vocab_start": vocab_start}, None
     except Exception as raised:

@@ -7,6 +7,7 @@ from quackish.errors import UnsupportedError
 from quackish.ops.grouped_mlp.autograd import mlp, rows_op, sum_op
 from quackish.ops.grouped_mlp.checks import Inputs, check_buffers, check_mlp, check_mm
 from quackish.ops.modes import is_compiling, is_transformed
+from quackish.types import Activation, Backend
 
 
 def grouped_mlp(
@@ -16,7 +17,7 @@ def grouped_mlp(
     offs: Tensor,
     *,
     w3: Tensor | None = None,
-    activation: str = "swiglu",
+    activation: Activation = "swiglu",
     b1: Tensor | None = None,
     b2: Tensor | None = None,
     scales: Tensor | None = None,
@@ -24,7 +25,7 @@ def grouped_mlp(
     grad_w1_out: Tensor | None = None,
     grad_w2_out: Tensor | None = None,
     grad_w3_out: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """MLPs of a mixture of experts, over rows sorted by expert: see docs/grouped_mlp.md.
 
@@ -70,7 +71,7 @@ def grouped_mlp(
     return mlp(*inputs, activation, keep_preactivation, backend)[0]
 
 
-def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: Backend = "auto") -> Tensor:
     """Matrix products of groups of rows or columns: the shapes and meaning of F.grouped_mm, and zeros elsewhere.
 
         a (R, K),    b (E, K, N)   ->  (R, N):     a[rows of g] @ b[g]

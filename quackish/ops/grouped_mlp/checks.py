@@ -1,6 +1,6 @@
 """Whether the arguments of grouped_mlp and grouped_mm fit together; ValueError for shapes, TypeError for dtypes."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -9,9 +9,10 @@ from quackish.errors import did_you_mean
 from quackish.ops import buffers
 from quackish.ops.modes import autocast_dtype
 from quackish.reference.grouped_mlp import ACTIVATIONS, GATED
+from quackish.types import Backend
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_BACKENDS = ("auto", "cute", "reference")
+_BACKENDS = get_args(Backend)
 
 
 class Inputs(NamedTuple):

@@ -1,7 +1,5 @@
 """The experts of a mixture as a router chooses them: `grouped_mlp` between a gather and a sum of rows."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,6 +8,7 @@ from quackish.ops.grouped_mlp.api import grouped_mlp, refuse_transforms
 from quackish.ops.grouped_mlp.autograd import no_kernel_on, refuse_second_derivatives
 from quackish.ops.grouped_mlp.checks import check_choice
 from quackish.ops.modes import are_plain, autocast_dtype, check_memory, is_compiling, is_plain
+from quackish.types import Activation, Backend
 
 
 def moe_mlp(
@@ -19,8 +18,15 @@ def moe_mlp(
     w1: Tensor,
     w2: Tensor,
     *,
+    w3: Tensor | None = None,
+    activation: Activation = "swiglu",
+    b1: Tensor | None = None,
     b2: Tensor | None = None,
-    **options: Any,
+    recompute: bool = False,
+    grad_w1_out: Tensor | None = None,
+    grad_w2_out: Tensor | None = None,
+    grad_w3_out: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """The experts of a mixture of experts, after its router: see docs/grouped_mlp.md.
 
@@ -31,8 +37,7 @@ def moe_mlp(
         top_k_index: (..., K) int32 or int64: the experts of each token. A choice outside [0, E) is dropped: it adds
             nothing, whatever its weight.
         top_k_weights: (..., K): their weights, in any of these dtypes.
-        w1, w2, b2: of the experts, as in `grouped_mlp`. The weights multiply b2 too.
-        options: `grouped_mlp`'s w3, activation, b1, recompute, grad_w1_out, grad_w2_out, grad_w3_out and backend.
+        w1, w2 and all options: as in `grouped_mlp`. top_k_weights multiplies b2 too.
 
     Returns:
         out: (..., H) in x's dtype, or autocast's. All floating arguments that require it get gradients.
@@ -40,8 +45,6 @@ def moe_mlp(
     Nothing is read back from a GPU. Results and gradients are the same on every run: the K rows of a token are summed
     in fp32 (fp64 for fp64) and in a fixed order, forward and backward. Errors are those of `grouped_mlp`.
     """
-    if of_rows := options.keys() & {"scales", "offs"}:
-        raise TypeError(f"moe_mlp: {min(of_rows)} is grouped_mlp's; expected the router's choice and weights instead")
     check_choice(x, top_k_index, top_k_weights, w2)
     refuse_transforms("moe_mlp")
     dtype = autocast_dtype(x.device.type)
@@ -59,14 +62,15 @@ def moe_mlp(
     experts = torch.arange(num_experts, dtype=expert.dtype, device=expert.device)
     offs = torch.searchsorted(expert, experts, right=True, out_int32=True)
 
-    rows_of_token, backend = row.view(-1, k), options.get("backend", "auto")
+    rows_of_token = row.view(-1, k)
     rows = _Copy.apply(x.flatten(0, -2), order, rows_of_token, backend)
     weights = _Copy.apply(top_k_weights.flatten(), order, row[:, None], backend)
-    if b2 is None:
-        y = grouped_mlp(rows, w1, w2, offs, scales=weights, **options)
-    else:
+    y = grouped_mlp(
+        rows, w1, w2, offs, w3=w3, activation=activation, b1=b1, b2=b2, scales=weights if b2 is None else None,
+        recompute=recompute, grad_w1_out=grad_w1_out, grad_w2_out=grad_w2_out, grad_w3_out=grad_w3_out, backend=backend,
+    )  # fmt: skip
+    if b2 is not None:
         weights = weights.masked_fill(expert == num_experts, 0.0)
-        y = grouped_mlp(rows, w1, w2, offs, b2=b2, **options)
         y = y * weights[:, None].to(y.dtype)
     return _Sum.apply(y, order, rows_of_token, backend).view(x.shape)
 

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,32 @@ from quackish.ops.linear_cross_entropy.checks import (
 from quackish.ops.linear_cross_entropy.warm_up import prepare
 from quackish.ops.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
 from quackish.reference.linear_cross_entropy import LinearCrossEntropyStats
+from quackish.types import Backend, Device, LinearCrossEntropyOptions, LossCallOptions, Reduction, Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: Literal[False] = False,
+    return_stats: Literal[False] = False, **options: "Unpack[LinearCrossEntropyOptions]",
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: Literal[True],
+    return_stats: Literal[False] = False, **options: "Unpack[LinearCrossEntropyOptions]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: Literal[False] = False,
+    return_stats: Literal[True], **options: "Unpack[LinearCrossEntropyOptions]",
+) -> tuple[Tensor, LinearCrossEntropyStats]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: bool = False,
+    return_stats: bool = False, **options: "Unpack[LinearCrossEntropyOptions]",
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, LinearCrossEntropyStats]: ...  # fmt: skip
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -34,7 +59,7 @@ def linear_cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -44,10 +69,10 @@ def linear_cross_entropy(
     return_lse: bool = False,
     return_stats: bool = False,
     grad_weight_out: Tensor | None = None,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     chunk_size: int | None = None,
     memory_limit: int | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, LinearCrossEntropyStats]:
     """Cross entropy of `input @ linear_weight.T + linear_bias` with `target`, one chunk of rows at a time.
 
@@ -117,6 +142,35 @@ def linear_cross_entropy(
     return (loss, lse) if return_lse else loss
 
 
+class LossCall(Protocol):
+    """The type of LinearCrossEntropyLoss's call and forward."""
+
+    @overload
+    def __call__(
+        self, input: Tensor, target: Tensor, *,
+        return_lse: Literal[False] = False, return_stats: Literal[False] = False, **options: "Unpack[LossCallOptions]",
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, input: Tensor, target: Tensor, *,
+        return_lse: Literal[True], return_stats: Literal[False] = False, **options: "Unpack[LossCallOptions]",
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, input: Tensor, target: Tensor, *,
+        return_lse: Literal[False] = False, return_stats: Literal[True], **options: "Unpack[LossCallOptions]",
+    ) -> tuple[Tensor, LinearCrossEntropyStats]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, input: Tensor, target: Tensor, *,
+        return_lse: bool = False, return_stats: bool = False, **options: "Unpack[LossCallOptions]",
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, LinearCrossEntropyStats]: ...  # fmt: skip
+
+
+def with_overloads(forward: Any) -> LossCall:
+    return forward
+
+
 class LinearCrossEntropyLoss(nn.Module):
     """`linear_cross_entropy` as a module, with torch.nn.LinearCrossEntropyLoss's arguments and state.
 
@@ -125,6 +179,9 @@ class LinearCrossEntropyLoss(nn.Module):
     return_stats and grad_weight_out are arguments of the call.
     """
 
+    weight: Tensor | None
+    __call__: LossCall  # nn.Module's returns Any
+
     def __init__(
         self,
         in_features: int,
@@ -132,9 +189,9 @@ class LinearCrossEntropyLoss(nn.Module):
         *,
         out_features: tuple[int, ...] = (),
         bias: bool = False,
-        device=None,
-        dtype=None,
-        reduction: str = "mean",
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        reduction: Reduction = "mean",
         weight: Tensor | None = None,
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
@@ -142,10 +199,10 @@ class LinearCrossEntropyLoss(nn.Module):
         softcap: float | None = None,
         logit_scale: float | Tensor | None = None,
         z_loss: float = 0.0,
-        schedule: str = "auto",
+        schedule: Schedule = "auto",
         chunk_size: int | None = None,
         memory_limit: int | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         if tuple(out_features) != ():
@@ -173,6 +230,7 @@ class LinearCrossEntropyLoss(nn.Module):
         for name in MODULE_OPTIONS:
             setattr(self, name, getattr(options, name))
 
+    @with_overloads
     def forward(
         self,
         input: Tensor,
@@ -319,4 +377,4 @@ def no_kernel_on(device: torch.device) -> str:
 
 
 # torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
-no_kernel_on._dynamo_marked_constant = True
+no_kernel_on._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
 """Argument checks of linear cross entropy, which raise ValueError, TypeError or IndexError."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from quackish.configs.linear_cross_entropy import SCHEDULES
 from quackish.ops.modes import autocast_dtype
+from quackish.types import Backend, Reduction, Schedule
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP32 = torch.finfo(torch.float32)
@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
     linear_bias: Tensor | None  # (v,)
     target: Tensor  # (...)
     weight: Tensor | None  # (v,)
-    logit_scale: float | Tensor | None
+    logit_scale: Any  # float | Tensor | None, for kernels 0-dim
     num_items: int | Tensor | None
     grad_weight_out: Tensor | None  # (v, h)
 
@@ -28,17 +28,17 @@ class Inputs(NamedTuple):
 class Options(NamedTuple):
     """The user's options, unchanged."""
 
-    reduction: str = "mean"
+    reduction: Reduction = "mean"
     ignore_index: int | None = -100
     label_smoothing: float = 0.0
     softcap: float | None = None
     z_loss: float = 0.0
     return_lse: bool = False
     return_stats: bool = False
-    schedule: str = "auto"
+    schedule: Schedule = "auto"
     chunk_size: int | None = None
     memory_limit: int | None = None
-    backend: str = "auto"
+    backend: Backend = "auto"
 
 
 def check_tensors(inputs: Inputs) -> None:
@@ -92,9 +92,9 @@ def _choice(name: str, *choices: str) -> tuple:
 
 
 _OPTIONS = (  # name, type, expected type in words, whether a value is legal, expected values in words
-    _choice("reduction", "none", "mean", "sum"),
-    _choice("schedule", "auto", *SCHEDULES),
-    _choice("backend", "auto", "cute", "reference"),
+    _choice("reduction", *get_args(Reduction)),
+    _choice("schedule", *get_args(Schedule)),
+    _choice("backend", *get_args(Backend)),
     ("ignore_index", int, "an int or None", lambda i: -(2**63) <= i < 2**63, "a 64-bit integer"),
     ("label_smoothing", (int, float), "a float", lambda e: 0.0 <= e <= 1.0, "0 <= label_smoothing <= 1"),
     ("softcap", (int, float), "a float or None", lambda c: c >= FP32.tiny, "None or a positive number"),

@@ -1,0 +1,64 @@
+"""Types of the public functions' options: for annotations in programs, for type checkers, and for argument checks."""
+
+from typing import Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+Backend = Literal["auto", "cute", "reference"]
+Reduction = Literal["none", "mean", "sum"]
+Schedule = Literal["auto", "stored", "chunked", "recompute"]
+Activation = Literal["swiglu", "clamped_swiglu", "geglu", "silu", "relu2"]
+Device = torch.device | str | int | None
+
+# Options that do not change the type of the result. Overloads name the others.
+
+
+class RmsNormOptions(TypedDict, total=False):
+    """The options of `rms_norm`, except residual."""
+
+    eps: float | None
+    weight_offset: float
+    residual_dtype: torch.dtype | None
+    out_dtype: torch.dtype | None
+    dweight_out: Tensor | None
+    backend: Backend
+
+
+class LossOptions(TypedDict, total=False):
+    """The options that `linear_cross_entropy` and `LinearCrossEntropyLoss` share."""
+
+    weight: Tensor | None
+    reduction: Reduction
+    ignore_index: int | None
+    label_smoothing: float
+    softcap: float | None
+    logit_scale: float | Tensor | None
+    z_loss: float
+    schedule: Schedule
+    chunk_size: int | None
+    memory_limit: int | None
+    backend: Backend
+
+
+class LossCallOptions(TypedDict, total=False):
+    """The options of `LinearCrossEntropyLoss.forward`, except return_lse and return_stats."""
+
+    num_items: int | Tensor | None
+    grad_weight_out: Tensor | None
+
+
+class LinearCrossEntropyOptions(LossOptions, LossCallOptions, total=False):
+    """The options of `linear_cross_entropy`, except return_lse and return_stats."""
+
+    linear_bias: Tensor | None
+
+
+class LossModuleOptions(LossOptions, total=False):
+    """The options of `LinearCrossEntropyLoss`."""
+
+    out_features: tuple[int, ...]
+    bias: bool
+    device: Device
+    dtype: torch.dtype | None
+    options: None
