@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(
             name,
             help=summary,
-            description=module and module.__doc__,
+            description=None if module is None else module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if module is not None:

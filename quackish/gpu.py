@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def gpu_of(device_index: int) -> Gpu:
     """The Gpu of CUDA device `device_index`, queried once per process."""
     import torch
 
-    p = torch.cuda.get_device_properties(device_index)
+    p: Any = torch.cuda.get_device_properties(device_index)
     family = f"sm_{p.major}{p.minor}"
     return Gpu(
         name=p.name.removeprefix("NVIDIA "),

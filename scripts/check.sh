@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check to run before a pull request: lint, format, tests. Passes arguments to pytest: scripts/check.sh -k rms_norm
+# Every check to run before a pull request: lint, format, types, tests. Passes arguments to pytest: scripts/check.sh -k rms_norm
 # --exhaustive also runs the tests that compile or try every variant, as CI does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -7,6 +7,7 @@ python=$(command -v python || command -v python3)
 
 "$python" -m ruff check .
 "$python" -m ruff format --check .
+"$python" -m mypy
 run() { # exit code 5: no tests were selected
     "$python" -m pytest -q "$@" || [ $? -eq 5 ]
 }

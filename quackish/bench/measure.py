@@ -65,7 +65,7 @@ class Run:
     """How to measure cells, and callbacks for progress and results."""
 
     device: torch.device
-    load: Callable[[str], object]  # loads a provider by name; an exception counts as that provider's failure
+    load: Callable[[str], Any]  # loads a provider by name; an exception counts as that provider's failure
     report: Callable[[str, Record], None]  # called repeatedly; the last record of a name counts
     begin: Callable[[str], None] = lambda step: None  # called before each step with its name, often a provider's
     rounds: int = 10
@@ -119,8 +119,8 @@ def first_calls(
             notes = ["portable path"] * (run.device.type == "cuda" and is_ours(name) and not launches)
             if wrong := [f"{column} {error:.3g}" for column, error in errors.items() if not error <= WRONG]:  # NaN too
                 notes.append(f"wrong: {' '.join(wrong)}")
-            record = {"status": "ok", "note": ", ".join(notes), "launches": launches or None, "peak_mb": peak}
-            calls[name], records[name] = call, record | errors
+            record: Record = {"status": "ok", "note": ", ".join(notes), "launches": launches or None, "peak_mb": peak}
+            calls[name], records[name] = call, {**record, **errors}
         except Exception as error:  # a broken peer must not end the run
             run.fail(name, error)
         result = None

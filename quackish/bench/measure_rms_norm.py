@@ -6,6 +6,7 @@ against fp64 from the rounded inputs.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -90,7 +91,7 @@ def errors(direction: str, data: Data, outputs: Sequence[Tensor], elements: int 
             dweight += part
         squared_error += (outputs[0][chunk].double() - truth).square().sum()
         squared_norm += truth.square().sum()
-    error = float((squared_error / squared_norm).sqrt())
+    error = math.sqrt(squared_error / squared_norm)
     if direction == "forward":
         return {"err_y": error}
     return {"err_dx": error, "err_dweight": float((outputs[1].double() - dweight).norm() / dweight.norm())}

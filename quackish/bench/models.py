@@ -19,7 +19,7 @@ class Model(NamedTuple):
 
     def norm_shapes(self, tokens: int) -> Shapes:
         """(M, N) of all norms."""
-        shapes = {(tokens * rows, n): f"{self.name} {norm}" for norm, (n, rows) in self.norms.items()}
+        shapes: Shapes = {(tokens * rows, n): f"{self.name} {norm}" for norm, (n, rows) in self.norms.items()}
         return {(tokens, self.hidden): self.name} | shapes
 
     def head_shapes(self, tokens: int) -> Shapes:

@@ -33,8 +33,8 @@ COLORS = {
 OTHERS = ("#8c564b", "#e377c2", "#17becf", "#5c4bb5")  # for the user's own providers
 WIDTH = 8.0  # inches
 ROOF = dict(color="0.5", linestyle="--", linewidth=1)
-STYLE = {"font.size": 8, "axes.titlesize": 8, "figure.titlesize": 9, "legend.fontsize": 8, "legend.frameon": False}
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "quackish"}
+STYLE: dict[str, Any] = {"font.size": 8, "axes.titlesize": 8, "figure.titlesize": 9, "legend.fontsize": 8}
+STYLE |= {"legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "quackish"}
 
 
 def color_of(name: str) -> str:

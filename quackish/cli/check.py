@@ -9,16 +9,17 @@ from torch import Tensor
 from quackish import grouped_mlp, linear_cross_entropy, moe_mlp, profile, rms_norm
 from quackish.reference.grouped_mlp import GATED
 from quackish.testing import inputs
+from quackish.types import Activation, Backend
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-Tensors = dict[str, Tensor]  # arguments or results, by name
+Tensors = dict[str, Any]  # arguments or results, by name
 
 
 class Case(NamedTuple):
     """A call, forward and backward."""
 
     make: Callable[[torch.device], Tensors]  # the arguments
-    call: Callable[[Tensors, str], Tensors]  # (arguments, backend) -> results and gradients
+    call: Callable[[Tensors, Backend], Tensors]  # (arguments, backend) -> results and gradients
     kernel: str  # a GPU without this kernel runs the portable path
 
 
@@ -26,13 +27,13 @@ def _rms_norm(m: int, n: int, dtype: torch.dtype = BF16, *extra: str, heads: int
     """`extra`: residual, bias."""
 
     def make(device: torch.device) -> Tensors:
-        common, shape = dict(dtype=dtype, device=device), (m // heads, heads, n)
+        shape, common = (m // heads, heads, n), dict[str, Any](dtype=dtype, device=device)
         weight, bias = (inputs.weights(heads * n, seed=seed, **common).view(heads, n) for seed in (1, 4))
         optional = {"residual": inputs.rows(shape, seed=3, **common), "bias": bias}
         x, dy = inputs.rows(shape, **common), inputs.rows(shape, seed=2, **common)
         return {"dy": dy, "x": x, "weight": weight} | {name: optional[name] for name in extra}
 
-    def call(args: Tensors, backend: str) -> Tensors:
+    def call(args: Tensors, backend: Backend) -> Tensors:
         leaves = {name: t.detach().requires_grad_() for name, t in args.items() if name != "dy"}
         out = rms_norm(**leaves, eps=1e-6, backend=backend, **options)
         y = out[0] if "residual" in leaves else out
@@ -45,7 +46,7 @@ def _lce(m: int, h: int, v: int, dtype: torch.dtype = BF16, *extra: str, **optio
     """`extra`: linear_bias, weight, grad_weight_out. Every ninth row is ignored."""
 
     def make(device: torch.device) -> Tensors:
-        common = dict(dtype=dtype, device=device)
+        common = dict[str, Any](dtype=dtype, device=device)
         x, w = inputs.rows((m, h), **common), inputs.rows((v, h), seed=1, **common) / h**0.5
         target = torch.arange(m, device=device) * 7 % v
         target[::9] = -100
@@ -54,7 +55,7 @@ def _lce(m: int, h: int, v: int, dtype: torch.dtype = BF16, *extra: str, **optio
         optional = {"linear_bias": bias, "weight": class_weight, "grad_weight_out": buffer}
         return {"input": x, "linear_weight": w, "target": target} | {name: optional[name] for name in extra}
 
-    def call(args: Tensors, backend: str) -> Tensors:
+    def call(args: Tensors, backend: Backend) -> Tensors:
         leaf_names = ("input", "linear_weight", "linear_bias")
         leaves = {name: args[name].detach().requires_grad_() for name in leaf_names if name in args}
         buffers = {name: args[name].clone() for name in ("grad_weight_out",) if name in args}
@@ -69,7 +70,7 @@ def _lce(m: int, h: int, v: int, dtype: torch.dtype = BF16, *extra: str, **optio
 
 
 def _grouped_mlp(
-    rows: int, h: int, i: int, dtype: torch.dtype = BF16, *extra: str, activation: str = "swiglu", **options: Any
+    rows: int, h: int, i: int, dtype: torch.dtype = BF16, *extra: str, activation: Activation = "swiglu", **options: Any
 ) -> Case:
     """`extra`: w3, b1, b2, scales, grad_w1_out, grad_w2_out. One of five groups is empty; the last rows are in none."""
     experts, width = 5, 2 * i if activation in GATED else i
@@ -80,7 +81,7 @@ def _grouped_mlp(
     names = [name for name in shapes if name in ("x", "w1", "w2", *extra)]
 
     def make(device: torch.device) -> Tensors:
-        common = dict(dtype=dtype, device=device)
+        common = dict[str, Any](dtype=dtype, device=device)
         args = {name: inputs.rows(shapes[name], seed=seed, **common) for seed, name in enumerate(names)}
         for name in {"w1", "w2", "w3"} & args.keys():
             args[name] /= shapes[name][-1] ** 0.5
@@ -90,7 +91,7 @@ def _grouped_mlp(
         dy = inputs.rows((rows, h), seed=9, **common)
         return {"dy": dy, "offs": torch.tensor(ends, dtype=torch.int32, device=device), **args}
 
-    def call(args: Tensors, backend: str) -> Tensors:
+    def call(args: Tensors, backend: Backend) -> Tensors:
         leaves = {name: args[name].detach().requires_grad_() for name in names}
         buffers = {name: t.clone() for name, t in args.items() if name.startswith("grad_")}
         y = grouped_mlp(**leaves, **buffers, offs=args["offs"], activation=activation, backend=backend, **options)
@@ -104,7 +105,7 @@ def _moe_mlp(tokens: int, h: int, i: int, k: int) -> Case:
     """Eight experts; every ninth choice is dropped."""
 
     def make(device: torch.device) -> Tensors:
-        common = dict(dtype=BF16, device=device)
+        common = dict[str, Any](dtype=BF16, device=device)
         args = {"dy": inputs.rows((tokens, h), seed=9, **common), "x": inputs.rows((tokens, h), **common)}
         args["top_k_index"] = (torch.arange(tokens * k, device=device) * 7 % 9).view(tokens, k)
         args["top_k_weights"] = inputs.rows((tokens, k), seed=1, **common).abs()
@@ -112,7 +113,7 @@ def _moe_mlp(tokens: int, h: int, i: int, k: int) -> Case:
         args["w2"] = inputs.rows((8, h, i), seed=3, **common) / i**0.5
         return args
 
-    def call(args: Tensors, backend: str) -> Tensors:
+    def call(args: Tensors, backend: Backend) -> Tensors:
         leaves = {name: args[name].detach().requires_grad_() for name in ("x", "top_k_weights", "w1", "w2")}
         out = moe_mlp(**leaves, top_k_index=args["top_k_index"], backend=backend)
         return {"out": out.detach()} | _grads(out, leaves, args["dy"])
@@ -166,7 +167,7 @@ TIMED: dict[str, Case] = {
 
 def speeds(devices: list[torch.device]) -> dict[str, str]:
     """Mean time and speed of each launch of the timed calls, on these GPUs."""
-    rows = {}
+    rows: dict[str, str] = {}
     for device in devices:
         for name, case in TIMED.items():
             args = case.make(device)

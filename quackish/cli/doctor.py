@@ -262,10 +262,10 @@ def operations(
         args, path, why_portable = case.make(device), KERNELS, ""
         try:
             try:
-                runs = [case.call(args, "cute") for _ in range(2)]
+                runs = case.call(args, "cute"), case.call(args, "cute")
             except UnsupportedError as unsupported:
                 path, why_portable = PORTABLE, str(unsupported)
-                runs = [case.call(args, "auto") for _ in range(2)]
+                runs = case.call(args, "auto"), case.call(args, "auto")
             summary, fault = _check_results(case, args, *runs, path)
         except Exception as failure:
             summary, fault = "", f"does not run: {type(failure).__name__}: {_first_line(failure)}"
@@ -297,7 +297,7 @@ def _check_results(case: Case, args: Tensors, first: Tensors, second: Tensors, p
     return f"errors {', '.join(f'{name} {off:.1e}' for name, off in errors.items())}; {bits}", fault
 
 
-SECTIONS = {
+SECTIONS: dict[str, Callable[[Report], Any]] = {
     "versions": versions,
     "gpus": gpus,
     "compiler": compiler,
@@ -306,7 +306,7 @@ SECTIONS = {
     "environment": environment,
 }
 # With --check: replaces "operations" and adds "speed".
-CHECKS = {
+CHECKS: dict[str, Callable[[Report], Any]] = {
     "operations": functools.partial(operations, cases=check.SELF_TESTS),
     "speed": lambda report: check.speeds(list(filter(has_kernels, devices()))),
 }

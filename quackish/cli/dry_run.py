@@ -103,7 +103,7 @@ def _norm_problems(args: argparse.Namespace, m: int, n: int) -> list[tuple[str, 
 
     shape, parameter = ((m, n), (n,)) if heads == 1 else ((m // heads, heads, n), (heads, n))
     weight = None if weight_dtype == "none" else tensor(weight_dtype, *parameter)
-    outputs = quackish.rms_norm(
+    outputs: Any = quackish.rms_norm(
         tensor(args.dtype, *shape),
         weight,
         tensor(weight_dtype, *parameter) if args.bias else None,
@@ -152,7 +152,8 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
         except ValueError as error:
             raise _command_error(error) from None
     config = LinearCrossEntropyConfig(*chosen)
-    recorder = _LceRecorder(request._replace(device=memory.META), config, gpu).run()  # bytes without rounding
+    recorder = _LceRecorder(request._replace(device=memory.META), config, gpu)  # bytes without rounding
+    recorder.run()
     plan = recorder.plan
     gathers = [step for step in recorder.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
     num_chunks, sizes = sum(step.calls for step in gathers), dict.fromkeys(str(step.sizes["rows"]) for step in gathers)

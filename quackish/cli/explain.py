@@ -90,7 +90,8 @@ def text(args: argparse.Namespace) -> str:
 
 def _resource_usage(distinct: list[_Kernel], gpu: Gpu, notes: list[str]) -> list[Resources]:
     """The resources of each kernel; empty, with a note, if they cannot be read."""
-    usage, show = [], progress(len(distinct), sys.stderr)
+    usage: list[Resources] = []
+    show = progress(len(distinct), sys.stderr)
     try:
         for name, problem, choice in distinct:
             show(len(usage), "compiling kernels")
@@ -107,7 +108,8 @@ def _launch_table(steps: list[Step], distinct: list[_Kernel], roofs: Roofs | Non
     equal: dict[tuple, list[Step]] = {}
     for step in steps:
         equal.setdefault((step.phase, step.kernel, step.problem, step.choice, *step.sizes.items()), []).append(step)
-    rows, total = [], {"kernel": "all", "calls": sum(step.calls for step in steps)}
+    rows: list[dict[str, Any]] = []
+    total: dict[str, Any] = {"kernel": "all", "calls": sum(step.calls for step in steps)}
     for group in equal.values():
         step, calls = group[0], sum(step.calls for step in group)
         is_ours = step.choice is not None
@@ -121,7 +123,8 @@ def _launch_table(steps: list[Step], distinct: list[_Kernel], roofs: Roofs | Non
         rows.append(row)
         for column in {"read", "written", "FLOPs", "estimated us"} & row.keys():
             total[column] = total.get(column, 0) + calls * row[column]
-    formats = {"phase": "", "kernel": "", "sizes": "", "calls": "d", "read": _bytes, "written": _bytes, "FLOPs": _unit}
+    formats: dict[str, Any] = {"phase": "", "kernel": "", "sizes": "", "calls": "d"}
+    formats |= {"read": _bytes, "written": _bytes, "FLOPs": _unit}
     if roofs is not None:
         formats |= {"estimated us": ".1f", "bound": ""}
     return table_of(rows + [total] * (len(steps) > 1), formats)
@@ -129,7 +132,8 @@ def _launch_table(steps: list[Step], distinct: list[_Kernel], roofs: Roofs | Non
 
 def _kernel_list(distinct: list[_Kernel], gpu: Gpu) -> str:
     """Problem and config of each kernel, then the reasons for the configs."""
-    lines, numbers = [], {}
+    lines: list[str] = []
+    numbers: dict[str, list[str]] = {}
     for i, (name, problem, choice) in enumerate(distinct, 1):
         config = " ".join(f"{name}={value}" for name, value in vars(choice.config).items())
         lines += [f"[{i}] {name}, class {kernels.find(name, gpu).__name__}: {describe(problem, {})}", f"    {config}"]

@@ -42,7 +42,7 @@ def unknown(given: str, known: Iterable[str]) -> str:
 def one_of(known: Mapping[str, T]) -> Callable[[str], T]:
     """An argparse type: maps a name in `known` (case-insensitive) to its value. Values are accepted as they are."""
 
-    def parse(text: str) -> T:
+    def parse(text: Any) -> T:
         if text in known.values():
             return text
         if text.lower() not in known:

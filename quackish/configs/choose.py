@@ -164,7 +164,7 @@ def _check(name: str, changes: Any) -> None:
         raise ValueError(f"quackish.config: no kernel {name!r}; expected one of {', '.join(NAMES)}")
     config_class = RULES[NAMES[name]].config
     if isinstance(changes, config_class):
-        changes = {field.name: getattr(changes, field.name) for field in dataclasses.fields(changes)}
+        changes = {field.name: getattr(changes, field.name) for field in dataclasses.fields(config_class)}
     if not isinstance(changes, dict):
         raise ValueError(
             f"quackish.config: {name} is {_a(type(changes))}; expected a dict of fields, or {_a(config_class)}"
@@ -179,7 +179,7 @@ def _check(name: str, changes: Any) -> None:
             )
 
 
-def _a(kind: type) -> str:
+def _a(kind: Any) -> str:
     return f"{'an' if kind is int else 'a'} {kind.__name__}"
 
 

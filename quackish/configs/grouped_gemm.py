@@ -118,7 +118,7 @@ CONFIGS = {
     "256x128": GemmConfig(128, 128, 2, 1, num_stages=5, group=16, pingpong=True),
     "128x512": GemmConfig(128, 256, 1, 2, num_stages=4),
 }
-_OVERRIDES = {
+_OVERRIDES: dict[tuple[str, str], dict[str, Any]] = {
     ("down", "128x256"): dict(num_stages=6),
     ("down_backward", "256x192"): dict(num_stages=4),
     ("store", "256x192"): dict(group=8),  # up to 8 % faster than 16 on the H100, within 2 % on the H200

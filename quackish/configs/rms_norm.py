@@ -26,7 +26,16 @@ def columns_per_cta(n: int, vec: int, split_n: int) -> int:
 class _Rows:
     """Base class of the problems. Subclasses have `aligned` and `_row_dtypes`, the dtypes of all (M, N) tensors."""
 
-    num_sums = 0  # gradients that are sums over rows
+    aligned: bool
+
+    @property
+    def _row_dtypes(self) -> tuple[str | None, ...]:
+        raise NotImplementedError
+
+    @property
+    def num_sums(self) -> int:
+        """The number of requested gradients that are sums over rows."""
+        return 0
 
     @property
     def itemsize(self) -> int:
@@ -83,7 +92,6 @@ class RmsNormBwdProblem(_Rows):
 
     @property
     def num_sums(self) -> int:
-        """The number of requested gradients that are sums over rows."""
         return (self.dweight_dtype is not None) + (self.dbias_dtype is not None)
 
     @property
@@ -200,7 +208,8 @@ def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfi
 CLUSTERS = (1, 2, 4, 8, 16)
 MAX_FWD_ELEMENTS = 64  # of a row per thread: the number of registers that the kernel is compiled for
 REGISTERS_PER_SM = 65_536
-Problem, Config = RmsNormFwdProblem | RmsNormBwdProblem, RmsNormFwdConfig | RmsNormBwdConfig
+Problem = RmsNormFwdProblem | RmsNormBwdProblem
+Config = RmsNormFwdConfig | RmsNormBwdConfig
 
 
 def rms_norm_fwd_why_illegal(problem: RmsNormFwdProblem, config: RmsNormFwdConfig, gpu: Gpu) -> str | None:

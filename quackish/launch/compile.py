@@ -11,7 +11,7 @@ from quackish.launch import cache, objects
 class Request(NamedTuple):
     """The arguments of `get`."""
 
-    kernel_class: type
+    kernel_class: Any  # a class in quackish.kernels, or its KernelClass
     problem: Any
     config: Any
     target: str

@@ -31,7 +31,7 @@ class Resources:
     threads: int | None  # per CTA; None if not fixed at compile time
 
 
-def resources(kernel_class: type, problem: Any, config: Any, target: str) -> Resources:
+def resources(kernel_class: Any, problem: Any, config: Any, target: str) -> Resources:
     """Compiles, without cache or GPU, and reads the result with cuobjdump, from the CUDA toolkit or Triton.
 
     Raises FileNotFoundError without cuobjdump, RuntimeError if compilation fails.

@@ -82,7 +82,7 @@ def _linked(path: Path) -> Path:
 
     # found by name at load time: see _load_shared
     needed = [toolchain.find().runtime, tvm_ffi.libinfo.find_libtvm_ffi()]
-    done = subprocess.run([program, "-shared", "-o", out, path, *needed], capture_output=True)
+    done = subprocess.run([program, "-shared", "-o", str(out), str(path), *map(str, needed)], capture_output=True)
     return out if done.returncode == 0 else path
 
 

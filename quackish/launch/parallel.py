@@ -113,14 +113,14 @@ class _Worker:
 
         self._errors = tempfile.TemporaryFile()
         # -I: it uses this process's sys.path, not worker.py's folder or the environment.
-        command = [sys.executable, "-I", program, json.dumps([[*map(str, sys.path)], str(_PACKAGE), __version__])]
+        command = [sys.executable, "-I", str(program), json.dumps([[*map(str, sys.path)], str(_PACKAGE), __version__])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
 
     def ask(self, request: Request, timeout: float) -> tuple[str, str]:
         """(status, message) of an Outcome."""
         pickle.dump(request, self._process.stdin)
         self._process.stdin.flush()
-        if not wait([self._process.stdout], timeout):
+        if not wait([self._process.stdout.fileno()], timeout):
             raise TimeoutError(f"none within {timeout:.0f} s")
         return pickle.load(self._process.stdout)
 

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quackish import files
 from quackish.errors import UnsupportedError
@@ -99,7 +99,7 @@ def pack(entries: Sequence[Entry], archive: Path) -> None:
 
     Raises ValueError if a file has become bad, OSError if the archive cannot be written.
     """
-    compression = {".gz": "w:gz", ".tgz": "w:gz", ".xz": "w:xz"}.get(archive.suffix, "w")
+    compression: Any = {".gz": "w:gz", ".tgz": "w:gz", ".xz": "w:xz"}.get(archive.suffix, "w")
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode=compression) as tar:
         for entry in entries:

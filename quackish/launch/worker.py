@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import types
+from typing import Any
 
 
 def main() -> None:
@@ -16,7 +17,8 @@ def main() -> None:
     os.dup2(2, 1)  # the compiler prints to stderr: stdout carries the answers
     sys.path[:], folder, version = json.loads(sys.argv[1])
     sys.modules["torch"] = None  # tvm_ffi would import it
-    package = sys.modules["quackish"] = types.ModuleType("quackish")
+    package: Any = types.ModuleType("quackish")
+    sys.modules["quackish"] = package
     package.__path__, package.__version__ = [folder], version
     from quackish.launch.compile import obtain
 

@@ -57,6 +57,9 @@ def plan_for(kind: "type[Plan]", tensors: tuple, options: tuple) -> "Plan | None
 class Plan:
     """For a problem on m rows: `kernel` for pointers aligned to 16 bytes, else `unaligned`; None: portable."""
 
+    check: Callable[..., None]
+    run: Callable[..., tuple[Any, ...]]
+
     def __init__(self, name: str, problem: Any, x: Tensor, m: int, backend: str, rstd_dtype=torch.float32):
         # of outputs with x's shape
         self.shape, self.strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()
@@ -150,6 +153,7 @@ class ForwardPlan(Plan):
 
 class BackwardPlan(Plan):
     check = staticmethod(check_backward)
+    parameter: tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of dweight and dbias
 
     def __init__(
         self, dy, x, weight, rstd, dres, dweight_out,
@@ -166,7 +170,7 @@ class BackwardPlan(Plan):
         self.has_dres = dres is not None
         self.copies = not are_readable_in_place((dy, x, dres), (weight,))
         parameter = (self.n,) if weight is None else tuple(weight.shape)
-        self.parameter = parameter, (self.n, 1)[-len(parameter) :]  # shape and strides of dweight and dbias
+        self.parameter = parameter, (self.n, 1)[-len(parameter) :]
         rows, aligned = layout_of_rows((x, dy, dres), (dx_dtype, dresidual_dtype))
         problem = RmsNormBwdProblem(
             n=self.n,

@@ -31,7 +31,7 @@ class Times:
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Times":
         if len(samples) == 1:
-            return cls(*samples * 3)
+            return cls(samples[0], samples[0], samples[0])
         cuts = statistics.quantiles(samples, n=5, method="inclusive")
         return cls(statistics.median(samples), cuts[0], cuts[3])
 

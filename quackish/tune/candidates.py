@@ -7,7 +7,7 @@ bandwidth; below half of the analytical choice's a config cannot compete. For a 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from quackish.configs.choose import RULES, analytical
@@ -129,7 +129,7 @@ def _multiplications_per_load(problem: GemmProblem | GroupedGemmProblem, c: Gemm
 
 
 # (configs, merit, the smallest share of the analytical choice's merit that is worth a try)
-SPACES = {
+SPACES: dict[str, tuple[Callable, Callable, float]] = {
     "rms_norm_fwd": (_forward_configs, _forward_elements_in_flight, 0.5),
     "rms_norm_bwd": (_backward_configs, _backward_bytes_in_flight, 0.5),
     "lce_gemm": (_gemm_configs, _multiplications_per_load, 1 / 1.5),

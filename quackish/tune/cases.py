@@ -67,7 +67,7 @@ def _parameter(p: RmsNormFwdProblem | RmsNormBwdProblem) -> tuple[int, ...]:
     return (p.n,) if p.heads == 1 else (p.heads, p.n)
 
 
-def _norm(kind: type[Plan], problem: Any, tensors: tuple, options: tuple) -> Callable[[], Run]:
+def _norm(kind: Callable[..., Plan], problem: Any, tensors: tuple, options: tuple) -> Callable[[], Run]:
     def make() -> Run:
         plan = kind(*tensors, *options, "cute")
         assert plan.problem == problem, (plan.problem, problem)
@@ -203,10 +203,11 @@ def _epilogue_args(spec: tuple | None, makers: Mapping[str, Callable[[], Any]]) 
     """Makes the arguments that the spec of an epilogue has."""
     if spec is None:
         return None
-    return spec._make(None if kind is None else makers[name]() for name, kind in spec._asdict().items())
+    fields: Any = spec  # a NamedTuple
+    return fields._make(None if kind is None else makers[name]() for name, kind in fields._asdict().items())
 
 
-def _addresses(args: tuple) -> tuple:
+def _addresses(args: Any) -> tuple:
     """Replaces the tensors in a NamedTuple by their addresses."""
 
     def value(arg: Any) -> Any:
@@ -217,4 +218,9 @@ def _addresses(args: tuple) -> tuple:
     return args._make(map(value, args))
 
 
-CASES = {"rms_norm_fwd": _forward, "rms_norm_bwd": _backward, "lce_gemm": _gemm, "grouped_gemm": _grouped}
+CASES: dict[str, Callable[..., Callable[[], Run]]] = {
+    "rms_norm_fwd": _forward,
+    "rms_norm_bwd": _backward,
+    "lce_gemm": _gemm,
+    "grouped_gemm": _grouped,
+}

@@ -226,7 +226,8 @@ def _writable_exp_logits(saved: Tensor | None, grad_entropy: Tensor | None) -> T
         return None
     if saved is None or not _is_graph_kept():
         return saved
-    return padded_matrix(saved, *saved.shape, saved.dtype).copy_(saved)
+    rows, columns = saved.shape
+    return padded_matrix(saved, rows, columns, saved.dtype).copy_(saved)
 
 
 def _writable_state(state: RowState, m: int) -> RowState:
@@ -312,7 +313,7 @@ def run_backward(
     inputs: Inputs,
     plan: Plan,
     needed: GradsNeeded,
-    grad_outputs: Sequence[Tensor | None],  # gradients of loss, lse, log_prob and entropy
+    grad_outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],  # of loss, lse, log_prob, entropy
     saved: Sequence[Tensor | None],  # state, live_x, exp_logits
     kernels=None,
     device=None,

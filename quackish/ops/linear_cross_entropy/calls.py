@@ -1,11 +1,14 @@
 """Arguments and results of the schedules of linear cross entropy."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quackish.ops.linear_cross_entropy.launches import ExpLogits, RowKernels, RowState
+from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels, RowState
+
+if TYPE_CHECKING:
+    from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 
 
 class Plan(NamedTuple):
@@ -28,7 +31,7 @@ class Plan(NamedTuple):
 class Call(NamedTuple):
     """Arguments shared by all launches of a forward or a backward pass."""
 
-    kernels: RowKernels  # LceKernels or CublasKernels
+    kernels: "LceKernels | CublasKernels"
     plan: Plan
     state: RowState  # filled by forward, read by backward
     m: int

@@ -58,11 +58,11 @@ def tensor_metadata(inputs: Inputs) -> tuple:
     )
 
 
-def _ints(sizes: Iterable[int]) -> tuple[int, ...]:
+def _ints(sizes: Iterable[Any]) -> tuple[int, ...]:
     return tuple(operator.index(n) for n in sizes)  # torch.compile specializes on each
 
 
-def _offset(t: Tensor) -> int:
+def _offset(t: Tensor) -> int | torch.SymInt:
     """Storage offset in elements, modulo 8: weights not aligned to 16 bytes are copied. Dynamo cannot trace offsets."""
     return 0 if is_compiling() else t.storage_offset() % 8
 
@@ -93,7 +93,7 @@ def choose_within_limit(
 
 
 # torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
-choose_within_limit._dynamo_marked_constant = True
+choose_within_limit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _choose(memory_limit: int, request: Request, schedule: str, chunk_size: int | None, gpu: Gpu | None) -> tuple:

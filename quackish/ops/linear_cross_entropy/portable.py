@@ -1,5 +1,7 @@
 """The portable path of linear cross entropy: plain PyTorch, one chunk of rows at a time."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -144,8 +146,8 @@ def run_full_logits(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
             ignore_index=plan.ignore_index, label_smoothing=plan.label_smoothing, softcap=plan.softcap,
             logit_scale=logit_scale, z_loss=plan.z_loss, num_items=num_items, return_stats=plan.return_stats,
         )  # fmt: skip
-    stats = stats if plan.return_stats else (stats,)
-    return loss.reshape(target.shape) if plan.reduction == "none" else loss, *(t.reshape(target.shape) for t in stats)
+    per_row: Any = stats if plan.return_stats else (stats,)
+    return loss.reshape(target.shape) if plan.reduction == "none" else loss, *(t.reshape(target.shape) for t in per_row)
 
 
 def addmm(a: Tensor, b: Tensor, out: Tensor) -> None:
