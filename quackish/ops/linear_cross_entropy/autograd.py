@@ -7,7 +7,7 @@ copy where the autograd.Function writes in place.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from quackish.ops.linear_cross_entropy import portable, schedules
 from quackish.ops.linear_cross_entropy.calls import Call, ForwardResult, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import LceKernels, RowState, padded_matrix, padded_strides
+from quackish.ops.linear_cross_entropy.launches import LceKernels, Loop, RowState, padded_matrix, padded_strides
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward, scale_grads
 from quackish.ops.modes import as_plain, check_memory
 from quackish.reference.linear_cross_entropy import accumulate_dtype
@@ -33,7 +33,7 @@ _GRAD_OUTPUTS = "grad_loss", "grad_lse", "grad_log_prob", "grad_entropy"
 
 
 def make_kernels(
-    device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for, loop: Callable = iter
+    device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for, loop: Loop = iter
 ) -> LceKernels | CublasKernels:
     """The kernels of a device: with our GEMM if the kernel table has one for the GPU, else with cuBLAS's."""
     gpu = gpu or gpu_of(device.index)

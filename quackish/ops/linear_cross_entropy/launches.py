@@ -8,7 +8,7 @@ Those with h or v columns are aligned to 16 bytes; h is a multiple of 8. None of
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,10 +136,10 @@ class RowState(NamedTuple):
 
 # Loops ----------------------------------------------------------------------------------------------------------------
 
-T = TypeVar("T")
+Loop = Callable[[Sequence[Any]], Iterator[Any]]
 
 
-def representatives(items: Sequence[T]) -> Iterator[tuple[T, int]]:
+def representatives(items: Sequence[Any]) -> Iterator[tuple[Any, int]]:
     """(item, the number of items that it stands for) of a schedule's loop, so that dry runs of long loops are short.
 
     items: the starts of equal ranges, of which the last may be shorter, or Blocks. The first item stands for itself
@@ -170,7 +170,7 @@ class RowKernels:
 
     def __init__(
         self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for,
-        loop: Callable[[Sequence[T]], Iterator[T]] = iter,
+        loop: Loop = iter,
     ):  # fmt: skip
         """loop: the iterations of a loop that are run; a dry run needs only its `representatives`."""
         self.device, self.gpu, self.kernel_for, self.loop = device, gpu or gpu_of(device.index), kernel_for, loop

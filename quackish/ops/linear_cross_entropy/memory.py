@@ -28,7 +28,7 @@ from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
-from quackish.ops.linear_cross_entropy.launches import T, representatives
+from quackish.ops.linear_cross_entropy.launches import representatives
 from quackish.ops.modes import is_compiling
 
 META = torch.device("meta")
@@ -237,7 +237,7 @@ class MemoryDryRun(MemoryCounter):
             del copies
         return self
 
-    def loop(self, items: Sequence[T]) -> Iterator[T]:
+    def loop(self, items: Sequence[Any]) -> Iterator[Any]:
         """Runs the iterations that stand for all others. `calls` is how many, nested loops included."""
         for item, count in representatives(items):
             self.calls *= count

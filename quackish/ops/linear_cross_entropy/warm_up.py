@@ -20,7 +20,7 @@ from quackish.ops.linear_cross_entropy.autograd import (
 from quackish.ops.linear_cross_entropy.calls import Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import T, representatives
+from quackish.ops.linear_cross_entropy.launches import representatives
 
 _prepared: set[tuple] = set()
 
@@ -49,7 +49,7 @@ def prepare(inputs: Inputs, plan: Plan) -> None:
         requests[request] = None
         return Kernel(lambda *args: None, request.config)
 
-    def loop(items: Sequence[T]) -> Iterator[T]:
+    def loop(items: Sequence[Any]) -> Iterator[Any]:
         return (item for item, _ in representatives(items))
 
     kernels = make_kernels(x.device, kernel_for=record_request, loop=loop)
