@@ -15,23 +15,26 @@ class Gpu:
     sm_count: int
     smem_bytes: int  # shared memory that one CTA can use
     smem_bytes_per_sm: int
+    threads_per_sm: int = 2048
+    registers_per_sm: int = 65_536
+    fast_memory: bool = False  # HBM3e: over 4 TB/s
 
 
 # Shared memory: CUDA C++ Programming Guide, compute capabilities 9.0, 10.0 and 10.3. SMs: NVIDIA's data sheets; B300 is
 # assumed to have as many as B200.
-_SMEM = dict(smem_bytes=232_448, smem_bytes_per_sm=233_472)
+_SMEM: dict[str, Any] = dict(smem_bytes=232_448, smem_bytes_per_sm=233_472)
 H100 = Gpu("H100", "sm_90", "sm_90a", sm_count=132, **_SMEM)  # SXM
 H100_PCIE = Gpu("H100 PCIe", "sm_90", "sm_90a", sm_count=114, **_SMEM)
 H100_NVL = Gpu("H100 NVL", "sm_90", "sm_90a", sm_count=132, **_SMEM)
 GH200 = Gpu("GH200", "sm_90", "sm_90a", sm_count=132, **_SMEM)
-H200 = Gpu("H200", "sm_90", "sm_90a", sm_count=132, **_SMEM)
-B200 = Gpu("B200", "sm_100", "sm_100a", sm_count=148, **_SMEM)
-B300 = Gpu("B300", "sm_103", "sm_103a", sm_count=148, **_SMEM)
+H200 = Gpu("H200", "sm_90", "sm_90a", sm_count=132, **_SMEM, fast_memory=True)
+B200 = Gpu("B200", "sm_100", "sm_100a", sm_count=148, **_SMEM, fast_memory=True)
+B300 = Gpu("B300", "sm_103", "sm_103a", sm_count=148, **_SMEM, fast_memory=True)
 
 # These run the portable path, as `explain` shows. Numbers are from the same sources.
 A100 = Gpu("A100", "sm_80", "sm_80", sm_count=108, smem_bytes=166_912, smem_bytes_per_sm=167_936)
-A10 = Gpu("A10", "sm_86", "sm_86", sm_count=72, smem_bytes=101_376, smem_bytes_per_sm=102_400)
-L40S = Gpu("L40S", "sm_89", "sm_89", sm_count=142, smem_bytes=101_376, smem_bytes_per_sm=102_400)
+A10 = Gpu("A10", "sm_86", "sm_86", sm_count=72, smem_bytes=101_376, smem_bytes_per_sm=102_400, threads_per_sm=1536)
+L40S = Gpu("L40S", "sm_89", "sm_89", sm_count=142, smem_bytes=101_376, smem_bytes_per_sm=102_400, threads_per_sm=1536)
 
 _KNOWN = (H100, H100_PCIE, H100_NVL, GH200, H200, B200, B300, A100, A10, L40S)
 NAMED = {gpu.name.lower().replace(" ", "-"): gpu for gpu in _KNOWN}
@@ -81,12 +84,15 @@ def gpu_of(device_index: int) -> Gpu:
     import torch
 
     p: Any = torch.cuda.get_device_properties(device_index)
-    family = f"sm_{p.major}{p.minor}"
+    name, family = p.name.removeprefix("NVIDIA "), f"sm_{p.major}{p.minor}"
     return Gpu(
-        name=p.name.removeprefix("NVIDIA "),
+        name=name,
         family=family,
         target=_TARGETS.get(family, family),
         sm_count=p.multi_processor_count,
         smem_bytes=p.shared_memory_per_block_optin,
         smem_bytes_per_sm=p.shared_memory_per_multiprocessor,
+        threads_per_sm=p.max_threads_per_multi_processor,
+        registers_per_sm=p.regs_per_multiprocessor,
+        fast_memory=name.startswith(("H200", "B200", "B300")) or name.endswith("HBM3e"),
     )

@@ -215,7 +215,9 @@ KERNELS = {
     "lce_rescale": Kernel(("rows", "n"), _lce_rescale),
     "lce_clear": Kernel(("rows",), _lce_clear),
 }
-_NAMES = {where.rpartition(":")[2]: name for name, (where, _) in kernels.TABLE.items()}  # by class
+_NAMES = {  # by class
+    path.rpartition(":")[2]: name for name, paths in kernels.TABLE.items() for path in paths.values()
+}
 
 
 def kernel_of(class_name: str) -> str | None:

@@ -58,7 +58,7 @@ SAMPLES = [
 
 def test_every_kernel_is_described():
     assert set(KERNELS) == set(TABLE) == {name for name, _ in SAMPLES}
-    assert all(kernel_of(where.partition(":")[2]) == name for name, (where, _) in TABLE.items())
+    assert all(kernel_of(path.partition(":")[2]) == name for name, paths in TABLE.items() for path in paths.values())
     assert kernel_of("Toy") is None
 
 
@@ -82,7 +82,7 @@ def call_of(cls):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_sizes_match_the_kernel(name):
-    call = call_of(kernel_class(TABLE[name][0]))
+    call = call_of(kernel_class(TABLE[name]["sm_90"]))
     assert list(call)[-1] == "stream"
     found = sizes_of(name, list(call.values()))
     assert found == {size: size for size in KERNELS[name].sizes}
@@ -94,7 +94,7 @@ def absent(args):
 
 @pytest.mark.parametrize("name, problem", SAMPLES)
 def test_fake_args_match_the_kernel(name, problem):
-    cls = kernel_class(TABLE[name][0])
+    cls = kernel_class(TABLE[name]["sm_90"])
     fake = cls(problem, choose(name, problem, H200).config).fake_args()
     call = list(call_of(cls).values())
     assert len(fake) == len(call)

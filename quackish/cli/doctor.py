@@ -122,7 +122,7 @@ def devices() -> list[torch.device]:
 
 def has_kernels(device: torch.device, kernel: str = "rms_norm_fwd") -> bool:
     """Whether this kernel should run on `device`."""
-    return device.type == "cuda" and not torch.version.hip and gpu_of(device.index).family in kernels.TABLE[kernel][1]
+    return device.type == "cuda" and not torch.version.hip and gpu_of(device.index).family in kernels.TABLE[kernel]
 
 
 def versions(report: Report) -> dict[str, str]:

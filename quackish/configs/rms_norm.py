@@ -207,7 +207,6 @@ def rms_norm_bwd_config(problem: RmsNormBwdProblem, gpu: Gpu) -> RmsNormBwdConfi
 
 CLUSTERS = (1, 2, 4, 8, 16)
 MAX_FWD_ELEMENTS = 64  # of a row per thread: the number of registers that the kernel is compiled for
-REGISTERS_PER_SM = 65_536
 Problem = RmsNormFwdProblem | RmsNormBwdProblem
 Config = RmsNormFwdConfig | RmsNormBwdConfig
 
@@ -230,8 +229,9 @@ def rms_norm_bwd_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfi
     if reason := _shape_why_illegal(problem, config) or _heads_why_illegal(problem, config, gpu):
         return reason
     c = config
-    if c.ctas_per_sm not in range(1, 2048 // c.threads + 1):
-        return f"ctas_per_sm is {c.ctas_per_sm} with threads {c.threads}; expected 1 to {2048 // c.threads}"
+    most = gpu.threads_per_sm // c.threads
+    if c.ctas_per_sm not in range(1, most + 1):
+        return f"ctas_per_sm is {c.ctas_per_sm} with threads {c.threads}; expected 1 to {most}"
     if c.num_stages != 0 and c.num_stages < 2:
         return f"num_stages is {c.num_stages}; expected 0, or at least 2: one is loaded while another is read"
     if c.num_stages and not problem.aligned:
@@ -246,7 +246,7 @@ def rms_norm_bwd_why_illegal(problem: RmsNormBwdProblem, config: RmsNormBwdConfi
         )
     # A thread keeps at least the weight and the sums in registers.
     kept = (1 + problem.num_sums) * elements_per_thread(problem, c)
-    registers = min(255, REGISTERS_PER_SM // (c.threads * c.ctas_per_sm))
+    registers = min(255, gpu.registers_per_sm // (c.threads * c.ctas_per_sm))
     if kept > registers:
         return (
             f"threads_per_row is {c.threads_per_row} with threads {c.threads} and ctas_per_sm {c.ctas_per_sm}, {kept} "

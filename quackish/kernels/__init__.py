@@ -7,27 +7,33 @@ from typing import Any
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 
-_ALL = ("sm_90", "sm_100", "sm_103")
-TABLE = {  # kernel -> (module:class, supported GPU families)
-    "rms_norm_fwd": ("rms_norm_fwd:RmsNormFwd", _ALL),
-    "rms_norm_bwd": ("rms_norm_bwd:RmsNormBwd", _ALL),
-    "lce_gemm": ("gemm_sm90:GemmSm90", ("sm_90",)),
-    "grouped_gemm": ("grouped_gemm_sm90:GroupedGemmSm90", ("sm_90",)),
-    "token_rows": ("token_rows:TokenRows", _ALL),
-    "lce_compact": ("linear_cross_entropy.compact:LceCompact", _ALL),
-    "lce_gather": ("linear_cross_entropy.gather:LceGather", _ALL),
-    "lce_rows": ("linear_cross_entropy.rows:LceRows", _ALL),
-    "lce_sort": ("linear_cross_entropy.sort:LceSort", _ALL),
-    "lce_targets": ("linear_cross_entropy.targets:LceTargets", _ALL),
-    "lce_bias": ("linear_cross_entropy.bias:LceBias", _ALL),
-    "lce_scatter": ("linear_cross_entropy.scatter:LceScatter", _ALL),
-    "lce_scale": ("linear_cross_entropy.scale:LceScale", _ALL),
+_FAMILIES = "sm_90", "sm_100", "sm_103"
+
+
+def _on_all(path: str) -> dict[str, str]:
+    return dict.fromkeys(_FAMILIES, path)
+
+
+TABLE = {  # kernel -> GPU family -> module:class
+    "rms_norm_fwd": _on_all("rms_norm_fwd:RmsNormFwd"),
+    "rms_norm_bwd": _on_all("rms_norm_bwd:RmsNormBwd"),
+    "lce_gemm": {"sm_90": "gemm_sm90:GemmSm90"},
+    "grouped_gemm": {"sm_90": "grouped_gemm_sm90:GroupedGemmSm90"},
+    "token_rows": _on_all("token_rows:TokenRows"),
+    "lce_compact": _on_all("linear_cross_entropy.compact:LceCompact"),
+    "lce_gather": _on_all("linear_cross_entropy.gather:LceGather"),
+    "lce_rows": _on_all("linear_cross_entropy.rows:LceRows"),
+    "lce_sort": _on_all("linear_cross_entropy.sort:LceSort"),
+    "lce_targets": _on_all("linear_cross_entropy.targets:LceTargets"),
+    "lce_bias": _on_all("linear_cross_entropy.bias:LceBias"),
+    "lce_scatter": _on_all("linear_cross_entropy.scatter:LceScatter"),
+    "lce_scale": _on_all("linear_cross_entropy.scale:LceScale"),
     # around cuBLAS GEMMs, on GPUs without lce_gemm
-    "lce_exp": ("linear_cross_entropy.exp:LceExp", _ALL),
-    "lce_rescale": ("linear_cross_entropy.rescale:LceRescale", _ALL),
-    "lce_clear": ("linear_cross_entropy.clear:LceClear", _ALL),
+    "lce_exp": _on_all("linear_cross_entropy.exp:LceExp"),
+    "lce_rescale": _on_all("linear_cross_entropy.rescale:LceRescale"),
+    "lce_clear": _on_all("linear_cross_entropy.clear:LceClear"),
 }
-FAMILIES = frozenset(_ALL)  # GPU families with kernels
+FAMILIES = frozenset(_FAMILIES)  # GPU families with kernels
 
 
 class KernelClass:
@@ -48,13 +54,13 @@ _class = functools.cache(KernelClass)
 
 def find(name: str, gpu: Gpu) -> KernelClass:
     """The class of kernel `name`. Raises UnsupportedError if it does not support `gpu`."""
-    path, families = TABLE.get(name, ("", ()))
-    if gpu.family not in families:
-        supported = ", ".join(families) or "no GPU"
+    paths = TABLE.get(name, {})
+    if gpu.family not in paths:
+        supported = ", ".join(paths) or "no GPU"
         op = name.removesuffix("_fwd").removesuffix("_bwd")  # the user's name for it
         raise UnsupportedError(
             f"{op}: no kernel for {gpu.family} ({gpu.name}); supported: {supported}. "
             'backend="auto" runs the portable path.'
         )
-    module, _, cls = path.partition(":")
+    module, _, cls = paths[gpu.family].partition(":")
     return _class(f"{__name__}.{module}", cls)
