@@ -16,7 +16,8 @@ class PortablePathWarning(UserWarning):
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """A suffix for an error about the unknown name `given`: the closest known names; "" if none is close."""
-    close = difflib.get_close_matches(given.lower(), list(known))
+    names = {name.lower(): name for name in known}
+    close = [names[match] for match in difflib.get_close_matches(given.lower(), names)]
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 

@@ -15,6 +15,12 @@ from typing import NamedTuple
 
 from quackish.errors import UnsupportedError
 
+# Version ranges as in pyproject.toml: at least, and less than.
+SUPPORTED = {
+    "torch": ("2.9", None),
+    "nvidia-cutlass-dsl": ("4.8.0", "4.9"),
+    "apache-tvm-ffi": ("0.1.15", "0.2"),
+}
 _RUNTIME = "libcute_dsl_runtime.so"
 
 
@@ -29,7 +35,7 @@ class Toolchain(NamedTuple):
 @functools.cache
 def find() -> Toolchain:
     """Raises UnsupportedError if a part is not installed or the driver is too old."""
-    compiler, ffi = _folder("cutlass"), _folder("tvm_ffi")
+    compiler, ffi = _folder("nvidia-cutlass-dsl", "cutlass"), _folder("apache-tvm-ffi", "tvm_ffi")
     root = next((parent for parent in compiler.parents if parent.name == "nvidia_cutlass_dsl"), compiler)
     libraries = compiler.glob("_mlir/_mlir_libs/_cutlass_ir.cu*.so")  # one per CUDA major version
     installed = sorted(int(path.name.split(".")[1].removeprefix("cu")) for path in libraries)
@@ -60,10 +66,10 @@ def choose_flavour(installed: list[int], driver: tuple[int, int] | None) -> int:
     supported = [major for major in installed if driver is None or major <= driver[0]]
     if not supported:
         names = ", ".join(f"cu{major}" for major in installed) or "none"
-        cuda = "" if driver is None else f" This driver has CUDA {driver[0]}.{driver[1]}: install a newer one."
+        cuda = "" if driver is None else f" This driver has CUDA {driver[0]}.{driver[1]}; the oldest supported is CUDA 12."
         raise UnsupportedError(
-            f"nvidia-cutlass-dsl: no compiler for this driver (installed: {names}).{cuda} `pip install "
-            "nvidia-cutlass-dsl` has the one for CUDA 12 drivers and newer."
+            f"nvidia-cutlass-dsl: no compiler for this driver (installed: {names}).{cuda} "
+            f"{install('nvidia-cutlass-dsl')} installs the one for CUDA 12 drivers and newer."
         )
     return max(supported)
 
@@ -80,12 +86,18 @@ def driver_cuda() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def _folder(module: str) -> Path:
+def install(distribution: str) -> str:
+    """The command that installs a supported version."""
+    minimum, below = SUPPORTED[distribution]
+    return f"`pip install '{distribution}>={minimum}" + f",<{below}" * bool(below) + "'`"
+
+
+def _folder(distribution: str, module: str) -> Path:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise UnsupportedError(
-            f"nvidia-cutlass-dsl, the compiler, is not installed (no module named {module!r}). "
-            "`pip install nvidia-cutlass-dsl` installs it."
+            f"{distribution}, which the kernels need, is not installed (no module named {module!r}). "
+            f"{install(distribution)} installs it."
         )
     return Path(spec.origin).parent
 

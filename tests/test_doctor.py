@@ -2,14 +2,16 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import emulated_kernels
 import pytest
 import torch
 
-from quackish import kernels, toolchain
+from quackish import kernels, toolchain, variables
 from quackish.__main__ import main
+from quackish.bench.torch_kernel import Status
 from quackish.cli import check, doctor
 from quackish.cli.doctor import KERNELS, PORTABLE, Report
 from quackish.cli.parser import CommandError
@@ -159,10 +161,14 @@ def test_a_driver_that_torch_cannot_use_and_one_without_a_gpu(monkeypatch):
     problems, (note,) = why((13, 0), "No CUDA GPUs are available")
     assert problems == []
     assert note.startswith(f"{nothing} among CUDA_VISIBLE_DEVICES='-1': ")
-    (problem,), notes = why((12, 8))
+    (problem,), notes = why((13, 0))
     assert problem.startswith("there is an NVIDIA driver, but torch cannot use it: The NVIDIA driver on your system is")
     assert "too old. Check that `nvidia-smi` lists" in problem  # of the message only the first line
     assert notes == []
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    (problem,), _ = why((12, 8))
+    assert "The driver supports CUDA 12, torch is built for 13.2." in problem
+    assert "'torch<2.15' --index-url https://download.pytorch.org/whl/cu126`." in problem
 
 
 def test_unsupported_versions():
@@ -170,13 +176,40 @@ def test_unsupported_versions():
     assert run_section(doctor.check_versions, fine, True) == ([], [])
     old = only_problem(doctor.check_versions, fine | {"torch": "2.7.1+cu126"}, False)
     assert old == "torch 2.7.1+cu126 is not supported. `pip install 'torch>=2.9'`."
-    for dsl in ("4.7.0", "4.9.0", "5.0"):
+    assert run_section(doctor.check_versions, fine | {"nvidia-cutlass-dsl": "4.8.0"}, True) == ([], [])
+    for dsl in ("4.7.1", "4.9.0", "5.0"):
         other = fine | {"nvidia-cutlass-dsl": dsl}
-        assert "`pip install 'nvidia-cutlass-dsl>=4.8.1,<4.9'`." in only_problem(doctor.check_versions, other, True)
+        assert "`pip install 'nvidia-cutlass-dsl>=4.8.0,<4.9'`." in only_problem(doctor.check_versions, other, True)
         assert run_section(doctor.check_versions, other, False) == ([], [])  # no kernels would run
     required = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    for name, (least, below) in doctor.SUPPORTED.items():
+    for name, (least, below) in toolchain.SUPPORTED.items():
         assert f'"{name}>={least}' + f",<{below}" * bool(below) in required
+
+
+def test_parts_of_the_compiler_in_different_versions(monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda name: "4.8.1")
+    parts = dict.fromkeys((doctor.DSL, *doctor.DSL_PARTS), "4.8.0")
+    assert run_section(doctor.check_parts, parts | {"nvidia-cutlass-dsl-libs-cu12": ""}) == ([], [])
+    message = only_problem(doctor.check_parts, parts | {"nvidia-cutlass-dsl-libs-cu13": "4.8.1"})
+    assert message.startswith("nvidia-cutlass-dsl-libs-cu13 4.8.1 does not belong to nvidia-cutlass-dsl 4.8.0. ")
+    assert message.endswith("`pip install 'nvidia-cutlass-dsl[cu13]==4.8.0'`.")
+
+
+def test_cute_kernels_of_torch(monkeypatch):
+    def state(status, cu13=""):
+        monkeypatch.setattr(doctor, "version", lambda name: cu13)
+        report = Report()
+        return doctor.cute_kernels_of_torch(report, status), report["notes"], report["problems"]
+
+    assert state(Status(False, False, "none")) == ("", [], [])
+    assert state(Status(True, True)) == ("on", [], [])
+    off = Status(True, False, "they need another", ("4.6.2", "4.8.0"))
+    row, (note,), problems = state(off)
+    assert row == "off: they need another"
+    assert problems == []
+    assert "`pip install 'nvidia-cutlass-dsl==4.8.0'` turns them on" in note
+    assert "'nvidia-cutlass-dsl[cu13]==4.8.0'" in state(off, cu13="4.8.1")[1][0]
+    assert state(off._replace(versions=("4.6.2",)))[1] == []  # quackish would not run with it
 
 
 # The compiler
@@ -184,18 +217,18 @@ def test_unsupported_versions():
 
 def test_a_missing_or_unsupported_compiler():
     def missing():
-        return toolchain._folder("not_installed")
+        return toolchain._folder("apache-tvm-ffi", "not_installed")
 
     message = only_problem(doctor.compiler, missing, expected=True)
-    assert "is not installed (no module named 'not_installed'). `pip install nvidia-cutlass-dsl`" in message
+    assert "is not installed (no module named 'not_installed'). `pip install 'apache-tvm-ffi>=0.1.15,<0.2'`" in message
     problems, (note,) = run_section(doctor.compiler, missing, expected=False)
     assert problems == []
-    assert "the compiler, is not installed" in note
+    assert note.startswith("apache-tvm-ffi, which the kernels need, is not installed")
     assert "No GPU here runs kernels" in note
 
     message = only_problem(doctor.compiler, lambda: toolchain.choose_flavour([12, 13], (11, 8)), expected=True)
     assert "no compiler for this driver" in message
-    assert "This driver has CUDA 11.8: install a newer one" in message
+    assert "This driver has CUDA 11.8; the oldest supported is CUDA 12" in message
 
 
 # Cache and tables
@@ -210,6 +243,10 @@ def test_a_cache_that_cannot_be_used(machine, monkeypatch):
     message = only_problem(doctor.cache_health)
     assert "cannot be used: others may write to it" in message
     assert "QUACKISH_CACHE_DIR" in message
+    monkeypatch.setenv("QUACKISH_CACHE_DIR", "/proc/cache")  # where root cannot create files either
+    message = only_problem(doctor.cache_health)
+    assert message.startswith("the cache folder /proc/cache cannot be used: it does not exist, and /proc is not writab")
+    monkeypatch.setenv("QUACKISH_CACHE_DIR", str(machine / "cache"))
     (machine / "cache").chmod(0o700)
     (machine / "cache" / "notes.kernel").write_text("nothing")
     message = only_problem(doctor.cache_health)
@@ -218,6 +255,26 @@ def test_a_cache_that_cannot_be_used(machine, monkeypatch):
     assert "cache verify --delete" in message
     monkeypatch.setenv("QUACKISH_CACHE", "0")
     assert "QUACKISH_CACHE=0 turns the cache off" in run_section(doctor.cache_health)[1][0]
+
+
+def test_environment_variables_without_effect(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("QUACKISH_")]:
+        monkeypatch.delenv(name)
+    assert run_section(doctor.environment) == ([], [])
+    monkeypatch.setenv("QUACKISH_CACHEDIR", "/tmp")
+    message = only_problem(doctor.environment)
+    assert message.startswith("the environment variable QUACKISH_CACHEDIR is unknown and ignored; expected one of ")
+    assert "did you mean QUACKISH_CACHE_DIR or " in message
+    monkeypatch.delenv("QUACKISH_CACHEDIR")
+    for name, wrong, legal in (("QUACKISH_CACHE", "off", "0"), ("QUACKISH_COMPILE_JOBS", "all", "8")):
+        monkeypatch.setenv(name, wrong)
+        assert only_problem(doctor.environment).startswith(f"{name}='{wrong}' is ignored; expected ")
+        assert variables.get(name) == ""
+        monkeypatch.setenv(name, legal)
+        assert run_section(doctor.environment) == ([], [])
+        assert variables.get(name) == legal
+    tools = (Path(__file__).parents[1] / "docs" / "tools.md").read_text()
+    assert all(f"\n| `{name}" in tools for name in variables.VARIABLES)
 
 
 def test_kernels_of_other_versions():

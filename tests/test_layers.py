@@ -24,15 +24,18 @@ class Layer:
 # "kernels" allows quackish.kernels (find()), not the modules in it.
 LAYERS = {
     "errors": Layer(),
+    "variables": Layer(quackish="errors"),
     "files": Layer(),
     "types": Layer(outside="torch"),
     "gpu": Layer(quackish="errors", lazy="torch"),
     "toolchain": Layer(quackish="errors"),
-    "configs": Layer(quackish="errors files gpu toolchain", lazy="platformdirs"),
+    "configs": Layer(quackish="errors files gpu toolchain variables", lazy="platformdirs"),
     "reference": Layer(outside="torch"),
     "kernels": Layer(quackish="errors gpu configs", outside="cutlass cuda"),
     "launch": Layer(
-        quackish="errors files gpu toolchain configs", outside="torch platformdirs", lazy="cutlass cuda tvm_ffi"
+        quackish="errors variables files gpu toolchain configs",
+        outside="torch platformdirs",
+        lazy="cutlass cuda tvm_ffi",
     ),
     "ops": Layer(
         quackish="errors gpu toolchain configs reference launch kernels types",
@@ -49,12 +52,13 @@ LAYERS = {
     "profiling": Layer(quackish="errors gpu configs kernels launch work", outside="torch"),
     "tune": Layer(quackish="errors gpu configs launch kernels ops testing", outside="torch"),
     "bench": Layer(
-        quackish="errors gpu configs reference launch kernels ops testing work profiling",
+        quackish="errors variables gpu configs reference launch kernels ops testing work profiling",
         outside="torch",
         lazy="matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy",
     ),
     "cli": Layer(
-        quackish="errors gpu configs reference launch kernels ops testing work profiling bench tune toolchain types",
+        quackish="errors variables gpu configs reference launch kernels ops testing work profiling bench tune "
+        "toolchain types",
         outside="torch platformdirs",
         lazy="matplotlib cutlass tvm_ffi triton",
     ),

@@ -65,7 +65,8 @@ class Run:
     """How to measure cells, and callbacks for progress and results."""
 
     device: torch.device
-    load: Callable[[str], Any]  # loads a provider by name; an exception counts as that provider's failure
+    # Loads a provider by name; an exception counts as that provider's failure. Its attribute `note` goes to its rows.
+    load: Callable[[str], Any]
     report: Callable[[str, Record], None]  # called repeatedly; the last record of a name counts
     begin: Callable[[str], None] = lambda step: None  # called before each step with its name, often a provider's
     rounds: int = 10
@@ -106,7 +107,8 @@ def first_calls(
         run.begin(name)
         start = run.memory.start(name)
         try:
-            call = call_of(run.load(name))
+            provider = run.load(name)
+            call = call_of(provider)
             before = launch.counters.launches
             call()
             launches = launch.counters.launches - before
@@ -116,10 +118,12 @@ def first_calls(
             synchronize(run.device)
             peak = run.memory.peak_above(start)
             errors = errors_of(result)
-            notes = ["portable path"] * (run.device.type == "cuda" and is_ours(name) and not launches)
+            is_portable = run.device.type == "cuda" and is_ours(name) and not launches
+            notes = [getattr(provider, "note", ""), "portable path" if is_portable else ""]
             if wrong := [f"{column} {error:.3g}" for column, error in errors.items() if not error <= WRONG]:  # NaN too
                 notes.append(f"wrong: {' '.join(wrong)}")
-            record: Record = {"status": "ok", "note": ", ".join(notes), "launches": launches or None, "peak_mb": peak}
+            note = ", ".join(filter(None, notes))
+            record: Record = {"status": "ok", "note": note, "launches": launches or None, "peak_mb": peak}
             calls[name], records[name] = call, {**record, **errors}
         except Exception as error:  # a broken peer must not end the run
             run.fail(name, error)

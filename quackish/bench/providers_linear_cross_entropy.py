@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quackish.bench import torch_kernel
 from quackish.bench.cells import OURS
 from quackish.bench.measure import imported
+from quackish.errors import UnsupportedError
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -88,9 +90,22 @@ def _torch_compile() -> Loss:
     return torch.compile(_torch(), dynamic=False)
 
 
-def _torch_chunked() -> Loss:
-    options = torch.nn.LinearCrossEntropyOptions()
-    return lambda x, w, target: F.linear_cross_entropy(x, w, target, options=options)
+def _torch_chunked(chunk_size: int | None = None) -> Loss:
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise UnsupportedError(f"PyTorch {torch.__version__} has no chunked F.linear_cross_entropy; 2.13 does")
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_size)
+    loss = functools.partial(F.linear_cross_entropy, options=options)
+    loss.note = torch_kernel.note()
+    return loss
+
+
+def _torch_cute(chunk_size: int) -> Loss:
+    if torch_kernel.status().is_on:
+        return _torch_chunked(chunk_size)
+    kernel = torch_kernel.load()
+    loss = functools.partial(torch_kernel.Loop.apply, chunk_size, kernel)
+    loss.note = "PyTorch's kernel in quackish's loop"
+    return loss
 
 
 SCHEDULES = {OURS: "auto"} | {f"{OURS}-{schedule}": schedule for schedule in ("stored", "chunked", "recompute")}
@@ -131,6 +146,13 @@ PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
         "loss, token accuracy and entropy in checkpointed chunks of 256 rows, in PyTorch, as training loops do",
     ),
     "torch-chunked": (_torch_chunked, "F.linear_cross_entropy, from torch 2.13 on"),
+    **{
+        f"torch-cute-{rows}": (
+            functools.partial(_torch_cute, rows),
+            f"PyTorch 2.15 CuTe: F.linear_cross_entropy with PyTorch's own kernel, in chunks of {rows} rows",
+        )
+        for rows in (256, 1024, 4096)
+    },
 }
 ABOUT = {name: about for name, (_, about) in PEERS.items() if about} | {
     STATS: "with return_stats",
@@ -144,7 +166,7 @@ PROVIDERS = (*SCHEDULES, *CHUNKED, RECOMPUTE, STATS, ENTROPY, TOKENS, TOKENS_ENT
 # The default. ALL is measured at the headline shape.
 MAIN = (
     *(OURS, f"{OURS}-chunked", f"{OURS}-recompute", "quack", "quack-base", "quack-logits", "liger-cute-sm90", "liger"),
-    *("cce", "torch", "torch-compile"),
+    *("cce", "torch", "torch-compile", "torch-chunked"),
 )
 # With 65536 rows "quackish" equals "quackish-chunked", and "quackish-stored" needs 18 GB. ALL is for 8192 rows, where
 # chunks of 8192 and 16384 rows are a single chunk.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quackish.bench import torch_kernel
 from quackish.bench.cells import OURS
 from quackish.bench.measure import imported
 
@@ -19,6 +20,7 @@ EPS = 1e-6
 class Provider(NamedTuple):
     forward: Callable[..., tuple[Tensor, Tensor]] | None  # (x, weight) -> (y, rstd)
     backward: Callable[..., tuple[Tensor, Tensor]]  # (dy, x, weight, rstd) -> (dx, dweight)
+    note: str = ""
 
 
 def _quackish() -> Provider:
@@ -92,7 +94,7 @@ def _torch() -> Provider:
             return torch.autograd.grad(torch.nn.functional.rms_norm(leaves[0], (n,), leaves[1], EPS), leaves, dy)
         return torch.ops.aten._fused_rms_norm_backward(dy, x, [n], rstd.view(-1, 1), weight, [True, True])
 
-    return Provider(forward, backward)
+    return Provider(forward, backward, torch_kernel.note())
 
 
 # quackish comes first: importing QuACK patches the DSL's tensor classes, which must not reach what quackish compiles.

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from quackish import __version__, kernels, toolchain
+from quackish import __version__, kernels, toolchain, variables
+from quackish.bench import torch_kernel
 from quackish.bench.environment import PEERS, driver_version, version
 from quackish.cli import check
 from quackish.cli.check import Case, Tensors
@@ -34,16 +35,16 @@ from quackish.gpu import gpu_of
 from quackish.launch import cache, objects, upkeep
 from quackish.testing.errors import error, same_bits
 
-# Version ranges as in pyproject.toml: at least, and less than.
-SUPPORTED = {
-    "torch": ("2.9", None),
-    "nvidia-cutlass-dsl": ("4.8.1", "4.9"),
-    "apache-tvm-ffi": ("0.1.15", "0.2"),
-}
+DSL = "nvidia-cutlass-dsl"
+DSL_PARTS = tuple(f"{DSL}-libs-{part}" for part in ("base", "core", "cu12", "cu13"))
 _RELEVANT_VARIABLES = re.compile(
     "QUACKISH_|CUTE_DSL_|CUDA_|NVIDIA_VISIBLE_DEVICES$|TORCH_|PYTORCH_|TRITON_|LOCAL_WORLD_SIZE$|LD_LIBRARY_PATH$"
     "|LD_PRELOAD$|XDG_(CACHE|CONFIG)_HOME$|TMPDIR$"
 )
+
+
+# PyTorch 2.14 is the last with wheels for CUDA 12. pip would keep another build of the same version without --force.
+CUDA_12_TORCH = "`pip install --force-reinstall 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126`"
 
 
 class Report(dict):
@@ -134,20 +135,49 @@ def versions(report: Report) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "torch": f"{torch.__version__}, {built_for}",
         "driver": f"{driver_version() or 'unknown version'}, CUDA {cuda[0]}.{cuda[1]}" if cuda else "",
-        **{name: version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", *PEERS)},
+        **{name: version(name) for name in (DSL, "apache-tvm-ffi", *PEERS)},
     }
     check_versions(report, {**installed, "torch": torch.__version__}, any(map(has_kernels, devices())))
-    return installed
+    check_parts(report, {name: version(name) for name in (DSL, *DSL_PARTS)})
+    return {**installed, "CuTe kernels of PyTorch": cute_kernels_of_torch(report, torch_kernel.status())}
 
 
 def check_versions(report: Report, installed: Mapping[str, str], with_kernels: bool) -> None:
-    for name, (minimum, below) in SUPPORTED.items():
-        if not installed[name] or not (name == "torch" or with_kernels):
-            continue
-        numbers = _numbers(installed[name])
-        if numbers < _numbers(minimum) or (below and numbers >= _numbers(below)):
-            requirement = f"{name}>={minimum}" + f",<{below}" * bool(below)
-            report.problem(f"{name} {installed[name]} is not supported", f"`pip install '{requirement}'`.")
+    for name in toolchain.SUPPORTED:
+        if installed[name] and (name == "torch" or with_kernels) and not _is_supported(name, installed[name]):
+            report.problem(f"{name} {installed[name]} is not supported", f"{toolchain.install(name)}.")
+
+
+def check_parts(report: Report, installed: Mapping[str, str]) -> None:
+    """pip leaves a part as it is if the compiler is installed in another version without naming the extra."""
+    for name in DSL_PARTS:
+        if installed[name] and installed[name] != installed[DSL]:
+            what = f"{name} {installed[name]} does not belong to {DSL} {installed[DSL] or '(not installed)'}"
+            report.problem(what, f"{_install_dsl(installed[DSL] or installed[name])}.")
+
+
+def cute_kernels_of_torch(report: Report, status: torch_kernel.Status) -> str:
+    """Whether F.linear_cross_entropy and F.rms_norm run kernels of PyTorch's own; a note says how to turn them on."""
+    if not status.exists:
+        return ""
+    usable = [number for number in status.versions if _is_supported(DSL, number)]
+    if usable:
+        report.note(
+            "PyTorch's own CuTe kernels of F.linear_cross_entropy and F.rms_norm are off with this version of the "
+            f"compiler: {_install_dsl(usable[-1])} turns them on, and quackish runs with it too."
+        )
+    return "on" if status.is_on else f"off: {status.why}"
+
+
+def _install_dsl(number: str) -> str:
+    """The command that installs this version of the compiler, and of its build for CUDA 13 if there is one here."""
+    extra = "[cu13]" if version(DSL_PARTS[-1]) else ""
+    return f"`pip install '{DSL}{extra}=={number}'`"
+
+
+def _is_supported(name: str, number: str) -> bool:
+    minimum, below = toolchain.SUPPORTED[name]
+    return _numbers(number) >= _numbers(minimum) and not (below and _numbers(number) >= _numbers(below))
 
 
 def gpus(report: Report) -> dict[str, str]:
@@ -178,6 +208,11 @@ def why_no_gpu(report: Report, driver: tuple[int, int] | None, init: Callable[[]
             return
         to_do = "Check that `nvidia-smi` lists a GPU, and that torch is built for a CUDA version the driver supports: "
         to_do += "https://pytorch.org/get-started/locally."
+        if driver[0] == 12 and not (torch.version.cuda or "").startswith("12."):
+            to_do = (
+                f"The driver supports CUDA 12, torch is built for {torch.version.cuda}. Update the driver to CUDA 13, "
+            )
+            to_do += f"or install the last PyTorch for CUDA 12: {CUDA_12_TORCH}."
         report.problem(f"there is an NVIDIA driver, but torch cannot use it: {message}", to_do)
 
 
@@ -238,6 +273,8 @@ def cache_health(report: Report) -> dict[str, str]:
 
 
 def environment(report: Report) -> dict[str, str]:
+    for what, to_do in variables.faults():
+        report.problem(what, to_do)
     tuned = {"table of tuned configs": str(table.path())} if table.path().exists() else {}
     return tuned | {name: value for name, value in sorted(os.environ.items()) if _RELEVANT_VARIABLES.match(name)}
 

@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 def check_bench_extra() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("figures need matplotlib; pip install 'quackish[bench]' installs it")
+        raise CommandError("figures need matplotlib; `pip install matplotlib` installs it")
 
 
 def unknown(given: str, known: Iterable[str]) -> str:

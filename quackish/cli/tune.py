@@ -28,6 +28,7 @@ from quackish.cli import operations
 from quackish.cli.parser import CommandError, positive
 from quackish.configs import choose, table
 from quackish.configs.choose import name_of
+from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu, gpu_of
 from quackish.profiling import text_table
 from quackish.tune import cases, search
@@ -57,8 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise CommandError("there is no GPU here to measure on")
-    if toolchain.versions() is None:
-        raise CommandError("nvidia-cutlass-dsl, the compiler, is not installed; pip install nvidia-cutlass-dsl")
+    try:
+        toolchain.find()
+    except UnsupportedError as error:
+        raise CommandError(str(error)) from None
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = gpu_of(device.index)
     return tune(plan(args, gpu), gpu, args.candidates, device)

@@ -8,11 +8,10 @@ depend on the number of rows (M) or whether they are packed, because the bits of
 import dataclasses
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from quackish import files, toolchain
+from quackish import files, toolchain, variables
 from quackish.errors import warn_once
 from quackish.gpu import Gpu
 
@@ -62,7 +61,7 @@ def _fields(problem: Any) -> dict[str, Any]:
 def path() -> Path:
     import platformdirs
 
-    return Path(os.environ.get("QUACKISH_CONFIG_DIR") or platformdirs.user_config_dir("quackish")) / "tuned.json"
+    return Path(variables.get(variables.CONFIG_DIR) or platformdirs.user_config_dir("quackish")) / "tuned.json"
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quackish import files, toolchain
+from quackish import files, toolchain, variables
 from quackish.errors import warn_once
 
 OPTIONS = "--enable-tvm-ffi --opt-level 3"  # for the compiler
@@ -143,7 +143,7 @@ def location() -> Path:
     """Where the cache folder is, or would be."""
     import platformdirs
 
-    return Path(os.environ.get("QUACKISH_CACHE_DIR") or platformdirs.user_cache_dir("quackish"))
+    return Path(variables.get(variables.CACHE_DIR) or platformdirs.user_cache_dir("quackish"))
 
 
 def make_folder() -> Path:
@@ -155,7 +155,7 @@ def make_folder() -> Path:
 
 
 def is_off() -> bool:
-    return os.environ.get("QUACKISH_CACHE") == "0"
+    return variables.get(variables.CACHE) == "0"
 
 
 def folder_for(kernel_class: type) -> Path | None:

@@ -20,6 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
+from quackish import variables
 from quackish.launch import cache
 from quackish.launch.compile import Request, counters, is_available
 
@@ -51,8 +52,8 @@ def prepare(requests: Sequence[Request]) -> None:
 
 def default_jobs(num_requests: int, cores: int | None = None) -> int:
     """Number of processes, at most QUACKISH_COMPILE_JOBS; 0 and 1 mean no additional process."""
-    limit = os.environ.get("QUACKISH_COMPILE_JOBS", "")
-    if not limit.isdecimal():
+    limit = variables.get(variables.COMPILE_JOBS)
+    if not limit:
         # The LOCAL_WORLD_SIZE processes of a torchrun job compile the same kernels at the same time.
         processes = os.environ.get("LOCAL_WORLD_SIZE", "")
         cores = len(os.sched_getaffinity(0)) if cores is None else cores

@@ -7,6 +7,7 @@ import re
 import stat
 import sys
 import tarfile
+import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Sequence
@@ -55,12 +56,23 @@ def folder_fault() -> str:
         if not stat.S_ISDIR(status.st_mode):
             return "it is not a folder"
         cache.check_owner(status)
+        if not os.access(folder, os.R_OK | os.X_OK):
+            return "it is not readable"
     except FileNotFoundError:
         parent = next(parent for parent in folder.absolute().parents if parent.exists())
-        return "" if os.access(parent, os.W_OK | os.X_OK) else f"it does not exist, and {parent} is not writable"
+        return f"it does not exist, and {parent} is not writable: {why}" if (why := _why_unwritable(parent)) else ""
     except (OSError, ValueError) as error:
         return cache.reason_of(error)
-    return "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "it is not writable"
+    return f"it is not writable: {why}" if (why := _why_unwritable(folder)) else ""
+
+
+def _why_unwritable(folder: Path) -> str:
+    """Tries, because os.access is true for root on file systems where nothing can be created, such as /proc."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return ""
+    except OSError as error:
+        return cache.reason_of(error)
 
 
 def why_unusable(identity: dict[str, str]) -> str:
