@@ -66,7 +66,9 @@ def choose_flavour(installed: list[int], driver: tuple[int, int] | None) -> int:
     supported = [major for major in installed if driver is None or major <= driver[0]]
     if not supported:
         names = ", ".join(f"cu{major}" for major in installed) or "none"
-        cuda = "" if driver is None else f" This driver has CUDA {driver[0]}.{driver[1]}; the oldest supported is CUDA 12."
+        cuda = (
+            "" if driver is None else f" This driver has CUDA {driver[0]}.{driver[1]}; the oldest supported is CUDA 12."
+        )
         raise UnsupportedError(
             f"nvidia-cutlass-dsl: no compiler for this driver (installed: {names}).{cuda} "
             f"{install('nvidia-cutlass-dsl')} installs the one for CUDA 12 drivers and newer."

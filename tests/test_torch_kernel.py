@@ -1,0 +1,130 @@
+"""PyTorch's own CuTe kernel of linear cross entropy, as a peer in `bench`: its file, the loop around it, the labels."""
+
+import functools
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quackish import variables
+from quackish.bench import providers_linear_cross_entropy as providers
+from quackish.bench import torch_kernel
+from quackish.bench.measure import Run, first_calls
+from quackish.bench.torch_kernel import Status
+from quackish.errors import UnsupportedError
+from quackish.testing.errors import error
+
+OFF = Status(True, False, "they need nvidia-cutlass-dsl 4.8.0; installed: 4.8.1", ("4.8.0",))
+
+
+@pytest.fixture
+def state(monkeypatch):
+    def set_state(status):
+        monkeypatch.setattr(torch_kernel, "status", lambda: status)
+
+    torch_kernel.load.cache_clear()
+    yield set_state
+    torch_kernel.load.cache_clear()
+
+
+def kernel(dlogits, losses, logits, scale, target):
+    """What PyTorch's kernel computes. dlogits and logits share memory."""
+    rows = range(len(logits))
+    log_p = logits.log_softmax(-1)
+    losses.copy_(-scale * log_p[rows, target])
+    results = scale[:, None] * log_p.exp()
+    results[rows, target] -= scale
+    dlogits.copy_(results)
+
+
+@pytest.mark.parametrize("rows", [16, 100, 128])
+def test_loop(monkeypatch, rows):
+    mm = torch.mm
+
+    def mm_of_cuda(a, b, out_dtype=None, out=None):  # a CPU has no out_dtype
+        return mm(a.to(out_dtype or a.dtype), b.to(out_dtype or b.dtype), out=out)
+
+    monkeypatch.setattr(torch, "mm", mm_of_cuda)
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 32).bfloat16().requires_grad_() for n in (100, 300))
+    target = torch.randint(300, (100,)).index_fill_(0, torch.arange(0, 100, 3), -100)
+    loss = torch_kernel.Loop.apply(rows, kernel, x, w, target)
+    got = (loss, *torch.autograd.grad(2 * loss, (x, w)))
+    truth = F.cross_entropy(F.linear(x.double(), w.double()), target)
+    expected = (truth, *torch.autograd.grad(2 * truth, (x, w)))
+    for ours, theirs, bound in zip(got, expected, (1e-5, 0.008, 0.016), strict=True):  # dW is rounded in each chunk
+        assert error(ours.detach().double(), theirs.detach().double()).norm <= bound
+
+
+def test_file_of_pytorch(monkeypatch, state, tmp_path):
+    path = tmp_path / "fused_grad_logits_kernel.py"
+    path.write_text(
+        "from torch._native.instrumentation import instrumented_cutedsl_cache\n"
+        "from torch._vendor.quack.reduce import block_reduce\n"
+        "@instrumented_cutedsl_cache('name', key_fn=None)\n"
+        "def compiled():\n    return block_reduce\n"
+        "def fused_grad_logits_into():\n    return compiled()\n"
+    )
+    state(OFF)
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.reduce", types.SimpleNamespace(block_reduce="QuACK's"))
+    before = set(sys.modules)
+    monkeypatch.delenv(variables.TORCH_KERNEL, raising=False)
+    with pytest.raises(
+        UnsupportedError, match=r"they need nvidia-cutlass-dsl 4\.8\.0.*QUACKISH_TORCH_KERNEL.*unzip -j"
+    ):
+        providers.load("torch-cute-256")
+    monkeypatch.setenv(variables.TORCH_KERNEL, str(path))
+    loss = providers.load("torch-cute-256")
+    assert isinstance(loss, functools.partial)
+    assert loss.args[0] == 256
+    assert loss.args[1]() == "QuACK's"
+    assert loss.note == "PyTorch's kernel in quackish's loop"
+    assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize(
+    "status, note",
+    [
+        (Status(False, False, "none"), ""),
+        (OFF, f"PyTorch 2.15, CuTe kernels off: {OFF.why}"),
+        (Status(True, True), "PyTorch 2.15 CuTe"),
+    ],
+)
+def test_rows_say_which_code_ran(monkeypatch, state, status, note):
+    state(status)
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cu132")
+    provider = functools.partial(lambda: 0.0)
+    provider.note = torch_kernel.note()
+    assert provider.note == note
+    records = {}
+    run = Run(torch.device("cpu"), lambda name: provider, records.__setitem__)
+    first_calls(["torch-chunked"], run, lambda given: given, lambda result: {})
+    assert records["torch-chunked"]["note"] == note
+
+
+def test_status_is_the_one_of_this_pytorch():
+    status = torch_kernel.status()
+    assert status.exists == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15))
+    assert status.is_on or status.why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [256, 1024])
+def test_kernel_on_a_gpu(rows):
+    """Needs PyTorch 2.15 with its kernels on, or QUACKISH_TORCH_KERNEL and QuACK."""
+    try:
+        loss_of = providers.load(f"torch-cute-{rows}")
+    except UnsupportedError as reason:
+        pytest.skip(str(reason))
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 128, device="cuda").div(4).bfloat16().requires_grad_() for n in (700, 3000))
+    target = torch.randint(3000, (700,), device="cuda").index_fill_(0, torch.arange(0, 700, 7, device="cuda"), -100)
+    loss = loss_of(x, w, target)
+    truth = F.cross_entropy(F.linear(x.double(), w.double()), target)
+    got, expected = (torch.autograd.grad(value, (x, w)) for value in (loss, truth))
+    assert abs(loss.item() - truth.item()) <= 0.01 * truth.item()  # PyTorch returns the loss in bf16
+    for ours, theirs in zip(got, expected, strict=True):
+        assert error(ours.double(), theirs.double()).norm <= 0.02
