@@ -17,7 +17,7 @@ from quackish.gpu import B200, H200
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS)
-MOST_WORDS = 1200  # of the README
+MOST_WORDS = 1300  # of the README
 
 # A fenced Python block, and the HTML comment before it if there is one: "gpu" (not run here), or "from: FILE".
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -140,7 +140,7 @@ def test_links_and_names_exist(page):
 def test_readme_is_short_and_has_the_commands():
     text = text_of("README.md")
     assert len(text.split()) <= MOST_WORDS
-    assert "\npip install git+https://github.com/quackish/quackish\n" in text
+    assert "\npip install -e . " in text
     setup = "python3 -m venv .venv && . .venv/bin/activate && pip install -e"
     assert f"```bash\n{setup} '.[bench]' && python scripts/train_lm.py\n```" in text
     assert f"<!-- ci: test -->\n```bash\n{setup} '.[dev]' && scripts/check.sh\n```" in text  # as .ci/run looks for it
