@@ -52,6 +52,9 @@ def test_patterns_of_providers():
         "torch-compile",
         "torch-chunked-stats",
         "torch-chunked",
+        "torch-cute-256",
+        "torch-cute-1024",
+        "torch-cute-4096",
         "mine:loss",
     )
 

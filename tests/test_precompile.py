@@ -119,7 +119,7 @@ def test_errors_in_a_file_name_the_line(line, message, tmp_path):
 
 def test_unusable_compiler_or_cache(folder, monkeypatch):
     def find():
-        return toolchain._folder("not_installed")
+        return toolchain._folder("nvidia-cutlass-dsl", "not_installed")
 
     with pytest.raises(CommandError, match=r"the compiler cannot be used: .* \(no module named 'not_installed'\)"):
         run("rms_norm 64x256 --gpu h200", find=find)

@@ -717,7 +717,7 @@ def test_without_the_compiler(monkeypatch):
     errors._warned.clear()
 
     def kernel_for(kernel, problem, gpu):
-        return toolchain._folder("not_installed")
+        return toolchain._folder("nvidia-cutlass-dsl", "not_installed")
 
     monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
     monkeypatch.setattr(plans, "kernel_for", kernel_for)
