@@ -1,6 +1,7 @@
 """PyTorch's own CuTe kernel of linear cross entropy, as a peer in `bench`: its file, the loop around it, the labels."""
 
 import functools
+import subprocess
 import sys
 import types
 
@@ -109,6 +110,31 @@ def test_status_is_the_one_of_this_pytorch():
     status = torch_kernel.status()
     assert status.exists == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15))
     assert status.is_on or status.why
+
+
+COMPILE = """
+import hashlib, sys
+if sys.argv[1]:
+    import torch._vendor.quack.dsl
+    import torch._vendor.quack.rmsnorm
+from quackish.configs.choose import analytical
+from quackish.configs.rms_norm import RmsNormBwdProblem
+from quackish import gpu, kernels
+from quackish.launch import compile, objects
+problem = RmsNormBwdProblem(4096, "bfloat16", "bfloat16", "bfloat16", "bfloat16", dweight_dtype="bfloat16")
+config = analytical("rms_norm_bwd", problem, gpu.H200).config
+compiled = compile.compile_kernel(kernels.find("rms_norm_bwd", gpu.H200), problem, config, "sm_90a")
+print(hashlib.sha256(objects.export(compiled)).hexdigest())
+"""
+
+
+@pytest.mark.skipif(not torch_kernel.status().exists, reason="this PyTorch has no CuTe kernels")
+def test_kernels_are_the_same_after_pytorch_patched_the_compiler():
+    """PyTorch's kernels import a copy of QuACK, which patches the DSL."""
+    commands = ([sys.executable, "-c", COMPILE, patched] for patched in ("", "patched"))
+    runs = [subprocess.run(command, capture_output=True, text=True) for command in commands]
+    assert [run.returncode for run in runs] == [0, 0], runs[1].stderr
+    assert runs[0].stdout == runs[1].stdout != ""
 
 
 @pytest.mark.gpu
