@@ -79,9 +79,9 @@ def test_file_of_pytorch(monkeypatch, state, tmp_path):
         providers.load("torch-cute-256")
     monkeypatch.setenv(variables.TORCH_KERNEL, str(path))
     loss = providers.load("torch-cute-256")
-    assert isinstance(loss, functools.partial)
-    assert loss.args[0] == 256
-    assert loss.args[1]() == "QuACK's"
+    assert torch_kernel.load()() == "QuACK's"
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="does not run it without grad"):
+        loss(None, None, None)
     assert loss.note == "PyTorch's kernel in quackish's loop"
     assert set(sys.modules) == before
 

@@ -103,7 +103,12 @@ def _torch_cute(chunk_size: int) -> Loss:
     if torch_kernel.status().is_on:
         return _torch_chunked(chunk_size)
     kernel = torch_kernel.load()
-    loss = functools.partial(torch_kernel.Loop.apply, chunk_size, kernel)
+
+    def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise UnsupportedError("PyTorch's kernel computes gradients; PyTorch does not run it without grad")
+        return torch_kernel.Loop.apply(chunk_size, kernel, x, w, target)
+
     loss.note = "PyTorch's kernel in quackish's loop"
     return loss
 
