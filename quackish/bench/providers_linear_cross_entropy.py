@@ -6,6 +6,7 @@ for `backward()`. Modules are imported on first use, and kernels compile in the 
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +95,7 @@ def _torch_chunked(chunk_size: int | None = None) -> Loss:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise UnsupportedError(f"PyTorch {torch.__version__} has no chunked F.linear_cross_entropy; 2.13 does")
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_size)
-    loss = functools.partial(F.linear_cross_entropy, options=options)
+    loss: Any = functools.partial(F.linear_cross_entropy, options=options)
     loss.note = torch_kernel.note()
     return loss
 
@@ -109,7 +110,7 @@ def _torch_cute(chunk_size: int) -> Loss:
             raise UnsupportedError("PyTorch's kernel computes gradients; PyTorch does not run it without grad")
         return torch_kernel.Loop.apply(chunk_size, kernel, x, w, target)
 
-    loss.note = "PyTorch's kernel in quackish's loop"
+    loss.note = "PyTorch's kernel in quackish's loop"  # type: ignore[attr-defined]
     return loss
 
 

@@ -5,13 +5,14 @@ To measure the kernel under an older PyTorch, take `FILE` from a wheel of 2.15 a
 """
 
 import functools
+import importlib
 import importlib.util
 import os
 import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,17 +36,18 @@ class Status(NamedTuple):
 def status() -> Status:
     """Whether PyTorch runs CuTe kernels of its own in F.linear_cross_entropy and F.rms_norm."""
     try:
-        from torch._native import cutedsl_utils
-        from torch._native.ops import linear_cross_entropy  # noqa: F401
+        importlib.import_module("torch._native.ops.linear_cross_entropy")
+        native = importlib.import_module("torch._native.cutedsl_utils")
     except ImportError:
         return Status(False, False, f"PyTorch {torch.__version__} has none; 2.15 does")
-    if _OPERATOR in torch.backends.python_native.get_dsl_operations("cutedsl", "torch_nn"):
+    registry: Any = torch.backends.python_native
+    if _OPERATOR in registry.get_dsl_operations("cutedsl", "torch_nn"):
         return Status(True, True)
     if os.environ.get("TORCH_DISABLE_NATIVE_JIT") == "1":
         return Status(True, False, "TORCH_DISABLE_NATIVE_JIT=1 turns them off")
     if torch.version.cuda is None:
         return Status(True, False, f"PyTorch {torch.__version__} is built without CUDA")
-    accepted = tuple(map(str, sorted(getattr(cutedsl_utils, "_CUTEDSL_REQUIRED_VERSIONS", ()))))
+    accepted = tuple(map(str, sorted(getattr(native, "_CUTEDSL_REQUIRED_VERSIONS", ()))))
     installed = version("nvidia-cutlass-dsl") or "none"
     return Status(
         True, False, f"they need nvidia-cutlass-dsl {' or '.join(accepted)}; installed: {installed}", accepted
@@ -81,8 +83,8 @@ def load() -> Callable[..., None]:
     logging, reduce = (
         types.ModuleType(name) for name in ("torch._native.instrumentation", "torch._vendor.quack.reduce")
     )
-    logging.instrumented_cutedsl_cache = lambda name, key_fn: functools.cache
-    reduce.block_reduce = block_reduce
+    vars(logging)["instrumented_cutedsl_cache"] = lambda name, key_fn: functools.cache
+    vars(reduce)["block_reduce"] = block_reduce
     replaced = {module.__name__: module for module in (logging, reduce)}
     before = {name: sys.modules[name] for name in replaced if name in sys.modules}
     sys.modules.update(replaced)
