@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from quackish import interrupt  # noqa: F401  # before torch is imported
 from quackish.configs.choose import config
 from quackish.errors import UnsupportedError
 from quackish.ops.grouped_mlp import grouped_mlp, grouped_mm, moe_mlp

@@ -3,12 +3,14 @@
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from quackish import __version__
+from quackish import __version__, interrupt
 from quackish.cli.parser import CommandError, Parser
 
+_PROG = "python -m quackish"
 # Kept here so that `--help` imports no command.
 COMMANDS = {
     "bench": "time operations and other libraries over shapes; compare two results",
@@ -21,11 +23,24 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m quackish", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"quackish {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     argv = sys.argv[1:] if argv is None else list(argv)
     chosen = next((word for word in argv if word in COMMANDS), None)
+    who = chosen or _PROG
+    try:
+        args = _parse(argv, chosen)
+        return args.run(args)
+    except CommandError as error:
+        print(f"{who}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as error:  # Ctrl-C, or SIGTERM where a command turns it into this
+        print(" by ".join([f"{who}: interrupted", *map(str, error.args)]), file=sys.stderr)
+        return interrupt.STATUS
+
+
+def _parse(argv: Sequence[str], chosen: str | None) -> argparse.Namespace:
+    parser = Parser(prog=_PROG, description=__doc__)
+    parser.add_argument("--version", action="version", version=f"quackish {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"quackish.cli.{name}") if name == chosen else None
         command = commands.add_parser(
@@ -37,19 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if module is not None:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    try:
-        args = parser.parse_args(argv)
-        return args.run(args)
-    except CommandError as error:
-        print(f"{chosen or parser.prog}: {error}", file=sys.stderr)
-        return 2
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
     try:
+        interrupt.set_handler(signal.default_int_handler)
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141  # 128 + SIGPIPE
+    except KeyboardInterrupt:
+        interrupt.end()
+    if status == interrupt.STATUS:
+        os._exit(status)  # sys.exit may wait for threads, and Python may end with another status
     sys.exit(status)

@@ -17,12 +17,17 @@ import math
 import os
 import platform
 import random
+import signal
 import sys
 import sysconfig
+import tempfile
 import time
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean, median
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main(): Ctrl-C ends the imports, without a traceback
 
 import torch
 from torch import Tensor
@@ -362,6 +367,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--device cuda: PyTorch sees no CUDA device here")
     if args.data is not None and not args.data.exists():
         parser.error(f"--data {args.data}: no such file or folder")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out).close()
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error.strerror}; expected a folder that can be created and written")
     args.size = SIZES[args.device]
     args.size = dataclasses.replace(args.size, steps=args.steps or args.size.steps)
     args.device = torch.device(args.device)
@@ -380,7 +390,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     size, device = args.size, args.device
-    args.out.mkdir(parents=True, exist_ok=True)
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler that peak_bytes uses
     # Reproducible results: cuBLAS and the backward of attention need these settings.
@@ -425,4 +434,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        status = main()
+    except KeyboardInterrupt:
+        print("train_lm: interrupted", file=sys.stderr)
+        status = 130
+    sys.exit(status)

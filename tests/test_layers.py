@@ -63,8 +63,9 @@ LAYERS = {
         lazy="matplotlib cutlass tvm_ffi triton",
     ),
     "parallel": Layer(quackish="errors configs reference ops types", outside="torch", lazy="typing_extensions"),
-    "__init__": Layer(quackish="errors ops configs profiling", lazy="integrations parallel testing"),
-    "__main__": Layer(quackish="cli"),
+    "interrupt": Layer(),
+    "__init__": Layer(quackish="errors interrupt ops configs profiling", lazy="integrations parallel testing"),
+    "__main__": Layer(quackish="cli interrupt"),
 }
 
 

@@ -39,6 +39,15 @@ def summaries(out: Path) -> list[dict]:
     return json.loads((out / "summary.json").read_text())["seeds"]
 
 
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        done = train_lm("--out", out)
+        assert done.returncode == 2
+        assert f"error: --out {out}: " in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+
+
 def test_both_models_learn_the_same(tmp_path):
     done = train_lm("--out", tmp_path, token_bytes=2)
     assert done.returncode == 0, done.stderr

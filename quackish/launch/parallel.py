@@ -99,6 +99,9 @@ def defer_interrupts() -> Iterator[None]:
 
     Processes started in it never get Ctrl-C, because they inherit the signal mask: only the parent reports it.
     """
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # if multiprocessing starts it in the block, it unblocks signals
     former = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
