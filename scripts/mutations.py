@@ -45,8 +45,8 @@ MUTATIONS = (
     # GEMM
     Mutation(  # first, so that other mutations run during its timeout
         "gemm_stage_never_released",
-        f"{KERNELS}/gemm_sm90.py",
-        "has been read\n                    loaded.consumer_release(released)\n",
+        f"{KERNELS}/common/wgmma.py",
+        "has been read\n            loaded.consumer_release(released)\n",
         "has been read\n",
         "tests/test_lce_gemms.py -k 'dx_to_the_rows_of_order and bfloat16 and 640 and kernels'",
     ),
