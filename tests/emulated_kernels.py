@@ -12,10 +12,10 @@ import math
 
 import torch
 
+from quackish.configs.arguments import Ptr
 from quackish.configs.choose import choose
 from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N
 from quackish.configs.grouped_gemm import DSCALES_COLUMNS
-from quackish.configs.lce_args import Ptr
 from quackish.configs.lce_cublas import TILE_N
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.gpu import H200

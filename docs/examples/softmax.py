@@ -12,7 +12,8 @@ from torch import Tensor
 from quackish import launch
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu, gpu_of
-from quackish.kernels.common.rows import RowMap, fake_pointer
+from quackish.kernels.common.arguments import fake_pointer
+from quackish.kernels.common.rows import RowMap
 
 # quackish/reference/softmax.py ---------------------------------------------------------------------------------------
 

@@ -3,19 +3,15 @@
 import dataclasses
 import functools
 
+from quackish.configs.arguments import F32, I32, I64, Ptr, optional
 from quackish.configs.lce_args import (
-    F32,
-    I32,
-    I64,
     DlogitsArgs,
     GemmArgs,
-    Ptr,
     ResidualArgs,
     RowsOutArgs,
     ScaledArgs,
     SoftmaxArgs,
     TailArgs,
-    optional,
 )
 from quackish.configs.lce_rows import ROW_TILE
 from quackish.gpu import Gpu

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+from quackish.configs.arguments import F32, I32, Ptr
 from quackish.configs.gemm import BLOCK_M, TILE_K, GemmConfig, fields_why_illegal, space_why_illegal
-from quackish.configs.lce_args import F32, I32, Ptr
 from quackish.gpu import Gpu, roofs_of
 
 GATED = ("swiglu", "clamped_swiglu", "geglu")

@@ -8,24 +8,9 @@ The whole call has m rows and v classes; a launch handles `rows` chunk rows, sta
 contiguous unless a stride, in elements, is given. Columns of exp_logits from v_split on may be in exp_logits2.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
-
-@dataclasses.dataclass(frozen=True)
-class Ptr:
-    """A device address, aligned to 16 bytes or to one element."""
-
-    dtype: str
-    aligned: bool = False
-
-
-I32, I64, F32, BF16 = Ptr("int32"), Ptr("int64"), Ptr("float32"), Ptr("bfloat16")
-ALIGNED_F32, ALIGNED_I16 = Ptr("float32", aligned=True), Ptr("int16", aligned=True)
-
-
-def optional(dtype: str | None, aligned: bool = False) -> Ptr | None:
-    return None if dtype is None else Ptr(dtype, aligned)
+from quackish.configs.arguments import ALIGNED_F32, ALIGNED_I16, BF16, F32, I32, Ptr
 
 
 class CompactArgs(NamedTuple):

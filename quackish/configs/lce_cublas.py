@@ -5,7 +5,8 @@ This path is for Blackwell. It was neither measured nor run on a Blackwell GPU.
 
 import dataclasses
 
-from quackish.configs.lce_args import ALIGNED_F32, F32, I32, I64, ClearArgs, ExpArgs, Ptr, RescaleArgs, optional
+from quackish.configs.arguments import ALIGNED_F32, F32, I32, I64, Ptr, optional
+from quackish.configs.lce_args import ClearArgs, ExpArgs, RescaleArgs
 
 TILE_N = 256  # classes per partial sum of the softmax
 # Buffer for the fp32 result of a GEMM: logits, or rows of the input gradient.

@@ -5,23 +5,16 @@ The numbers of rows, classes and tiles are runtime arguments.
 
 import dataclasses
 
+from quackish.configs.arguments import ALIGNED_F32, ALIGNED_I16, BF16, F32, I32, I64, Ptr, optional
 from quackish.configs.lce_args import (
-    ALIGNED_F32,
-    ALIGNED_I16,
-    BF16,
-    F32,
-    I32,
-    I64,
     BiasArgs,
     CompactArgs,
     GatherArgs,
-    Ptr,
     RowsArgs,
     ScaleArgs,
     ScatterArgs,
     SortArgs,
     TargetsArgs,
-    optional,
 )
 
 WIDE_BIAS = 32_768  # columns from which LceBiasProblem.wide is set

@@ -18,12 +18,13 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import BLOCK_M, PRODUCER_REGISTERS, TILE_K, GemmConfig, GemmProblem
 from quackish.configs.lce_args import GemmArgs
+from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.epilogue_dlogits import Dlogits
 from quackish.kernels.common.epilogue_rows import RowsOut
 from quackish.kernels.common.epilogue_softmax import Softmax
 from quackish.kernels.common.epilogue_store import Store, StoreWithResidual
 from quackish.kernels.common.epilogues import Epilogue
-from quackish.kernels.common.lce import after_previous, load_at
+from quackish.kernels.common.memory import load_at
 from quackish.kernels.common.split_k_tail import Plan, SplitKTail
 from quackish.kernels.common.tile_store import Block, Output, block_below
 from quackish.kernels.common.wave_sync import spin_limit, tiles_to_sync, wave_sync

@@ -14,10 +14,11 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import BLOCK_M, PRODUCER_REGISTERS, TILE_K, GemmConfig
 from quackish.configs.grouped_gemm import GroupedGemmArgs, GroupedGemmProblem
-from quackish.kernels.common.epilogue_grouped import EXTENT, GroupEpilogue, Up, ragged
+from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.epilogue_grouped import GroupEpilogue, Up
 from quackish.kernels.common.epilogue_grouped_backward import DownBackward
 from quackish.kernels.common.group_walk import Groups, GroupWalk
-from quackish.kernels.common.lce import after_previous
+from quackish.kernels.common.ragged import EXTENT, ragged
 from quackish.kernels.common.tile_store import Block, Group, Output, block_below
 from quackish.kernels.common.wgmma import Stage, WgmmaKernel
 

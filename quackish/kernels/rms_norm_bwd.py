@@ -14,17 +14,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem
+from quackish.kernels.common.arguments import DTYPES, fake_pointer
 from quackish.kernels.common.column_sum import ColumnSum
+from quackish.kernels.common.memory import store_streaming, vector_at
 from quackish.kernels.common.row_tiles import RowTiles
-from quackish.kernels.common.rows import (
-    DTYPES,
-    RowMap,
-    RowSum,
-    fake_pointer,
-    fake_row_strides,
-    store_streaming,
-    vector_at,
-)
+from quackish.kernels.common.rows import RowMap, RowSum, fake_row_strides
 
 
 class RmsNormBwd:

@@ -12,7 +12,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.rms_norm import RmsNormFwdConfig, RmsNormFwdProblem
-from quackish.kernels.common.rows import RowMap, RowSum, fake_pointer, fake_row_strides, row_start
+from quackish.kernels.common.arguments import fake_pointer
+from quackish.kernels.common.rows import RowMap, RowSum, fake_row_strides, row_start
 
 
 class RmsNormFwd:

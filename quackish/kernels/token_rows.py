@@ -10,7 +10,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.token_rows import TokenRowsConfig, TokenRowsProblem
-from quackish.kernels.common.rows import fake_pointer, vector_at
+from quackish.kernels.common.arguments import fake_pointer
+from quackish.kernels.common.memory import vector_at
 
 
 class TokenRows:

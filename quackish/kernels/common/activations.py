@@ -4,16 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from quackish.kernels.common.lce import LOG2_E
+from quackish.kernels.common.math import sigmoid
 
 LIMIT, ALPHA = 7.0, 1.702  # of "clamped_swiglu"
 FP16_OVERFLOW = 65520.0  # the least number that rounds to an infinity in fp16
 GELU_2, GELU_3 = 1.5957691216057308, 0.044715  # x * sigmoid(GELU_2 * (x + GELU_3 * x^3)), GELU_2 being 2 sqrt(2 / pi)
-
-
-@cute.jit
-def sigmoid(x: Float32) -> Float32:
-    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True))
 
 
 @cute.jit

@@ -12,10 +12,10 @@ Letting the last cluster to arrive sum each slice was no faster.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
-from cutlass.experimental import primitives as prims
+from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.kernels.common.rows import RowMap, vector_at
+from quackish.kernels.common.memory import increment, vector_at
+from quackish.kernels.common.rows import RowMap
 
 
 class ColumnSum:
@@ -153,12 +153,3 @@ class ColumnSum:
                         if const_expr(f == 0 and self.accumulate_first):
                             value = value + out[0].to(Float32)
                         out[0] = value.to(outputs[f].dtype)
-
-
-@cute.jit
-def increment(counter: cute.Pointer, limit: Int32) -> Int32:
-    """Atomic increment that returns the old value; the `limit`-th call resets the counter to 0."""
-    order, scope = prims.MemOrder.RELAXED, prims.MemScope.GPU
-    return Int32(
-        prims.atomicrmw(prims.AtomicOp.INC, counter.to_llvm_ptr(), Uint32(limit - 1), mem_order=order, syncscope=scope)
-    )

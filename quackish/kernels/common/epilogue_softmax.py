@@ -8,17 +8,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import SoftmaxArgs
 from quackish.configs.lce_rows import ROW_TILE
-from quackish.kernels.common.lce import (
-    HEADROOM,
-    LEAST_LOG2,
-    LOG2_E,
-    decode,
-    encode,
-    encode_argmax,
-    log2_scale,
-    shift_in_log2,
-)
-from quackish.kernels.common.logits import Logits, column_value, tanh
+from quackish.kernels.common.lce import HEADROOM, LEAST_LOG2, decode, encode, encode_argmax, log2_scale, shift_in_log2
+from quackish.kernels.common.logits import Logits, column_value
+from quackish.kernels.common.math import LOG2_E, tanh
 from quackish.kernels.common.tile_store import Block, Output, column_of, row_of, thread_rows
 
 

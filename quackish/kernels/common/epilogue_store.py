@@ -9,7 +9,7 @@ from cutlass import Float32, Int16, Int32, Int64, const_expr
 from quackish.configs.lce_args import ResidualArgs, ScaledArgs
 from quackish.configs.lce_rows import NO_SLOT
 from quackish.kernels.common.epilogues import Epilogue
-from quackish.kernels.common.rows import vector_at
+from quackish.kernels.common.memory import vector_at
 from quackish.kernels.common.tile_store import Block, Output, TileStore, column_of, thread_rows
 
 

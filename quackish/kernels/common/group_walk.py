@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from quackish.configs.gemm import TILE_K
-from quackish.kernels.common.lce import load_at
+from quackish.kernels.common.memory import load_at
 
 
 @cute.jit

@@ -1,15 +1,14 @@
-"""Shared by the linear cross entropy kernels: fake arguments, pointer access, order-preserving integer codes."""
+"""Shared by the linear cross entropy kernels: exponents, order-preserving integer codes, the base class."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.configs.lce_args import Ptr
 from quackish.configs.lce_rows import ROW_TILE
-from quackish.kernels.common.rows import DTYPES, fake_pointer, vector_at
+from quackish.kernels.common.arguments import fake_args
+from quackish.kernels.common.math import LOG2_E
+from quackish.kernels.common.memory import load_at, vector_at
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 # A finite stand-in for infinity, also after multiplication by LOG2_E: inf - inf would be NaN.
 HUGE = 2e38
 # Lower bound of log2(e) in e * log2(e): 0 * -inf would be NaN for a masked class. exp2(LEAST_LOG2) is 0 in fp32.
@@ -34,17 +33,6 @@ def shift_in_log2(row_shift, scale_log2):
     return cute.arch.fmax(row_shift * scale_log2, Float32(-HUGE))  # -inf would give inf - inf
 
 
-def fake_args(problem):
-    """(arguments, stream) to compile with: `problem.args` with a pointer or number in place of each spec."""
-
-    def fake(spec: tuple | Ptr | str | None):
-        if isinstance(spec, tuple):  # a NamedTuple
-            return spec._make(map(fake, spec))
-        return fake_pointer(spec.dtype, spec.aligned) if isinstance(spec, Ptr) else spec and DTYPES[spec](1)
-
-    return fake(problem.args), cute.runtime.make_fake_stream()
-
-
 class LceKernel:
     """Base class of the kernels around the GEMMs. A problem has `args`, a config has `threads`."""
 
@@ -62,40 +50,6 @@ class LceKernel:
             grid=[num_ctas, 1, 1], block=[threads, 1, 1], min_blocks_per_mp=65_536 // (threads * 64),
             preferred_smem_carveout=smem_carveout, stream=stream, use_pdl=True,
         )  # fmt: skip
-
-
-@cute.jit
-def after_previous():
-    """Programmatic dependent launch: waits for the previous kernel, then lets CTAs of the next kernel start early.
-
-    Every CTA must call this, on every path. When a CTA starts, all kernels before the previous one are complete,
-    because the previous kernel waited here. (PyTorch's kernels never launch early.) Their results may be read before
-    this call, after a fence, which invalidates the L1. Nothing may be written before this call, because the previous
-    kernel may still use that memory.
-    """
-    cute.arch.griddepcontrol_wait()
-    cute.arch.griddepcontrol_launch_dependents()
-
-
-@cute.jit
-def load_at(base: cute.Pointer, at):
-    return cute.make_tensor(base + at, cute.make_layout(1))[0]
-
-
-@cute.jit
-def load_eight(base: cute.Pointer, at, aligned: cutlass.Constexpr[bool]):
-    """Loads eight elements: one vector access if aligned to 16 bytes, else one by one."""
-    if const_expr(aligned):
-        return vector_at(base, at, 8).load()
-    raw = cute.make_rmem_tensor((8,), base.dtype)
-    for k in cutlass.range_constexpr(8):
-        raw[k] = load_at(base, at + k)
-    return raw.load()
-
-
-@cute.jit
-def store_at(base: cute.Pointer, at, value):
-    cute.make_tensor(base + at, cute.make_layout(1))[0] = value.to(base.dtype)
 
 
 @cute.jit
@@ -127,16 +81,6 @@ def decode_argmax(code: Int64) -> Int32:
 def rounded_up(live: Int32) -> Int32:
     """`live` rounded up to whole GEMM tiles."""
     return (cutlass.max(live, 0) + (ROW_TILE - 1)) // ROW_TILE * ROW_TILE
-
-
-@cute.jit
-def fill_row(row: cute.Pointer, n: cutlass.Constexpr[int], lane, value: cutlass.Constexpr[float]):
-    """A warp fills n elements; n is a multiple of 8."""
-    vec = const_expr(128 // row.dtype.width)
-    filled = cute.make_rmem_tensor((vec,), row.dtype)
-    filled.fill(value)
-    for v in cutlass.range(lane, n // vec, 32, unroll=4):
-        vector_at(row, v * vec, vec).store(filled.load())
 
 
 @cute.jit

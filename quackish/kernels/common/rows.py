@@ -2,27 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.rms_norm import columns_per_cta
-
-DTYPES = {
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float32": Float32,
-    "int16": cutlass.Int16,
-    "int32": Int32,
-    "int64": Int64,
-}
-
-
-def fake_pointer(dtype: str | None, aligned: bool = True):
-    """A device pointer to compile with, aligned to 16 bytes or to one element; None if dtype is None."""
-    if dtype is None:
-        return None
-    dtype = DTYPES[dtype]
-    align = 16 if aligned else dtype.width // 8
-    return cute.runtime.make_ptr(dtype, align, AddressSpace.gmem, assumed_align=align)
+from quackish.kernels.common.memory import vector_at
 
 
 def fake_row_strides(packed: bool):
@@ -37,31 +20,6 @@ def row_start(row: Int32, strides, n: cutlass.Constexpr[int]) -> Int64:
         outer = row // strides[0]
         start = Int64(outer) * strides[1] + Int64(row - outer * strides[0]) * strides[2]
     return start
-
-
-@cute.jit
-def vector_at(base: cute.Pointer, offset, vec: cutlass.Constexpr[int]) -> cute.Tensor:
-    """`vec` contiguous elements at base + offset, with the alignment that a vector access needs."""
-    dtype = base.dtype
-    align = min(16, vec * dtype.width // 8)
-    ptr = cute.make_ptr(dtype, (base + offset).toint(), base.memspace, assumed_align=align)
-    return cute.make_tensor(ptr, cute.make_layout(vec))
-
-
-@cute.jit
-def store_streaming(base: cute.Pointer, offset, values):
-    """Stores a vector that is not read soon. A 16-byte store is marked evict-first in the L2."""
-    out = vector_at(base, offset, cute.size(values.shape))
-    raw = cute.make_rmem_tensor(out.layout, base.dtype)
-    raw.store(values)
-    if const_expr(cute.size(out) * base.dtype.width == 128):
-        words = cute.recast_tensor(raw, Int32)
-        cute.arch.inline_ptx(
-            "st.global.cs.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[out.iterator.toint(), words[0], words[1], words[2], words[3]],
-        )
-    else:
-        out.store(values)
 
 
 class RowMap:

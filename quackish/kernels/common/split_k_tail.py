@@ -19,7 +19,7 @@ from cutlass.experimental import primitives as prims
 
 from quackish.configs.gemm import MAX_SPLITS, MIN_GAIN, MIN_STEPS, steps_of_splits
 from quackish.configs.lce_args import TailArgs
-from quackish.kernels.common.rows import vector_at
+from quackish.kernels.common.memory import vector_at
 from quackish.kernels.common.tile_store import NamedBarrier
 
 

@@ -15,7 +15,8 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import BLOCK_M
-from quackish.kernels.common.rows import DTYPES, vector_at
+from quackish.kernels.common.arguments import DTYPES
+from quackish.kernels.common.memory import vector_at
 
 
 class NamedBarrier(enum.IntEnum):

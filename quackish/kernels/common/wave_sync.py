@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from quackish.kernels.common.column_sum import increment
+from quackish.kernels.common.memory import increment
 
 MAX_SPINS = 1000  # per launch: about 1 ms, if a spin is a round trip to the L2 (not measured)
 MIN_STEPS = 16  # along k; shorter tiles are not synchronized

@@ -9,8 +9,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import BLOCK_M, TILE_K
-from quackish.kernels.common.lce import fake_args
-from quackish.kernels.common.rows import DTYPES
+from quackish.kernels.common.arguments import DTYPES, fake_args
 from quackish.kernels.common.tile_store import NamedBarrier
 
 

@@ -11,8 +11,9 @@ from cutlass import Float32, Int64, const_expr
 
 from quackish.configs.lce_args import BiasArgs
 from quackish.configs.lce_rows import LceBiasConfig, LceBiasProblem
-from quackish.kernels.common.lce import LceKernel, after_previous, load_at
-from quackish.kernels.common.rows import vector_at
+from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.lce import LceKernel
+from quackish.kernels.common.memory import load_at, vector_at
 
 
 class LceBias(LceKernel):

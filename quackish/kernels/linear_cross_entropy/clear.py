@@ -7,7 +7,8 @@ from cutlass import Int64
 from quackish.configs.lce_args import ClearArgs
 from quackish.configs.lce_cublas import LceClearProblem
 from quackish.configs.lce_rows import LceRowsConfig
-from quackish.kernels.common.lce import LceKernel, fill_row, load_at
+from quackish.kernels.common.lce import LceKernel
+from quackish.kernels.common.memory import fill_row, load_at
 
 
 class LceClear(LceKernel):

@@ -15,7 +15,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.lce_args import CompactArgs
 from quackish.configs.lce_rows import LceCompactConfig, LceCompactProblem
-from quackish.kernels.common.lce import LceKernel, after_previous, load_at, store_at
+from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.lce import LceKernel
+from quackish.kernels.common.memory import load_at, store_at
 
 
 class LceCompact(LceKernel):

@@ -25,16 +25,14 @@ from quackish.configs.lce_rows import ROW_TILE, LceRowsConfig
 from quackish.kernels.common.lce import (
     HEADROOM,
     LEAST_LOG2,
-    LOG2_E,
     LceKernel,
     encode,
     encode_argmax,
-    load_at,
     log2_scale,
     shift_in_log2,
-    store_at,
 )
-from quackish.kernels.common.rows import vector_at
+from quackish.kernels.common.math import LOG2_E
+from quackish.kernels.common.memory import load_at, store_at, vector_at
 
 _VEC = TILE_N // 32
 

@@ -17,18 +17,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import GatherArgs
 from quackish.configs.lce_rows import ROW_TILE, LceGatherProblem, LceRowsConfig
-from quackish.kernels.common.lce import (
-    HUGE,
-    LceKernel,
-    after_previous,
-    encode,
-    fill_row,
-    load_at,
-    load_eight,
-    rounded_up,
-    store_at,
-)
-from quackish.kernels.common.rows import vector_at
+from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.lce import HUGE, LceKernel, encode, rounded_up
+from quackish.kernels.common.memory import fill_row, load_at, load_eight, store_at, vector_at
 
 
 class LceGather(LceKernel):

@@ -14,8 +14,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quackish.configs.lce_args import RescaleArgs
 from quackish.configs.lce_cublas import TILE_N, LceRescaleProblem
 from quackish.configs.lce_rows import ROW_TILE, LceRowsConfig
-from quackish.kernels.common.lce import LEAST_LOG2, LceKernel, decode, load_at, log2_scale, store_at
-from quackish.kernels.common.rows import vector_at
+from quackish.kernels.common.lce import LEAST_LOG2, LceKernel, decode, log2_scale
+from quackish.kernels.common.memory import load_at, store_at, vector_at
 
 _VEC = TILE_N // 32
 

@@ -33,23 +33,19 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import RowsArgs
 from quackish.configs.lce_rows import NO_SLOT, LceRowsConfig, LceRowsProblem
+from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.lce import (
     HUGE,
-    LN_2,
-    LOG2_E,
     LceKernel,
-    after_previous,
     convert_row,
     decode,
     decode_argmax,
-    fill_row,
-    load_at,
     log2_scale,
     rounded_up,
     shift_in_log2,
-    store_at,
 )
-from quackish.kernels.common.rows import vector_at
+from quackish.kernels.common.math import LN_2, LOG2_E
+from quackish.kernels.common.memory import fill_row, load_at, store_at, vector_at
 
 # |coef_softmax| is at least 2^-20 * |coef_target|, so that coef_target * sum / coef_softmax fits bf16.
 SMALLEST_RATIO = 2.0**-20

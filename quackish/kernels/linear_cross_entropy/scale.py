@@ -7,8 +7,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import ScaleArgs
 from quackish.configs.lce_rows import LceScaleConfig, LceScaleProblem
-from quackish.kernels.common.lce import LceKernel, after_previous, load_at, store_at, store_scaled
-from quackish.kernels.common.rows import DTYPES, vector_at
+from quackish.kernels.common.arguments import DTYPES
+from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.lce import LceKernel, store_scaled
+from quackish.kernels.common.memory import load_at, store_at, vector_at
 
 
 class LceScale(LceKernel):

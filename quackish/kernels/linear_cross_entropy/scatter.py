@@ -6,7 +6,9 @@ from cutlass import Float32, Int64, const_expr
 
 from quackish.configs.lce_args import ScatterArgs
 from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
-from quackish.kernels.common.lce import LceKernel, after_previous, convert_row, load_at
+from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.lce import LceKernel, convert_row
+from quackish.kernels.common.memory import load_at
 
 
 class LceScatter(LceKernel):

@@ -19,8 +19,9 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import SortArgs
 from quackish.configs.lce_rows import LceSortConfig, LceSortProblem
-from quackish.kernels.common.lce import LceKernel, after_previous, load_at, store_at
-from quackish.kernels.common.rows import vector_at
+from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.lce import LceKernel
+from quackish.kernels.common.memory import load_at, store_at, vector_at
 
 
 class LceSort(LceKernel):

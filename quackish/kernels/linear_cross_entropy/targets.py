@@ -17,8 +17,9 @@ from cutlass import Float32, Int16, Int32, Int64, const_expr
 
 from quackish.configs.lce_args import TargetsArgs
 from quackish.configs.lce_rows import MANY_ROWS, LceTargetsConfig, LceTargetsProblem
-from quackish.kernels.common.lce import LceKernel, after_previous, load_at, load_eight
-from quackish.kernels.common.rows import vector_at
+from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.lce import LceKernel
+from quackish.kernels.common.memory import load_at, load_eight, vector_at
 
 COLUMNS = 256  # per CTA, eight per lane
 
