@@ -4,14 +4,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 from quackish import interrupt  # noqa: F401  # before torch is imported
+from quackish._version import __version__
 from quackish.configs.choose import config
 from quackish.errors import UnsupportedError
 from quackish.ops.grouped_mlp import grouped_mlp, grouped_mm, moe_mlp
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.profiling import profile
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LinearCrossEntropyLoss",

@@ -7,7 +7,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from quackish import __version__, interrupt
+from quackish import interrupt
+from quackish._version import __version__
 from quackish.cli.parser import CommandError, Parser
 
 _PROG = "python -m quackish"

@@ -13,6 +13,7 @@ import platform
 from pathlib import Path
 from typing import NamedTuple
 
+from quackish._version import __version__
 from quackish.errors import UnsupportedError
 
 # Version ranges as in pyproject.toml: at least, and less than.
@@ -52,8 +53,6 @@ def find() -> Toolchain:
 
 def versions() -> dict[str, str] | None:
     """Versions of quackish, the DSL and the CUDA it compiles for; None without a working compiler."""
-    from quackish import __version__
-
     try:
         tools = find()
     except UnsupportedError:

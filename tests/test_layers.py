@@ -23,17 +23,18 @@ class Layer:
 
 # "kernels" allows quackish.kernels (find()), not the modules in it.
 LAYERS = {
+    "_version": Layer(),
     "errors": Layer(),
     "variables": Layer(quackish="errors"),
     "files": Layer(),
     "types": Layer(outside="torch"),
     "gpu": Layer(quackish="errors", lazy="torch"),
-    "toolchain": Layer(quackish="errors"),
+    "toolchain": Layer(quackish="_version errors"),
     "configs": Layer(quackish="errors files gpu toolchain variables", lazy="platformdirs"),
     "reference": Layer(outside="torch"),
     "kernels": Layer(quackish="errors gpu configs", outside="cutlass cuda"),
     "launch": Layer(
-        quackish="errors variables files gpu toolchain configs",
+        quackish="_version errors variables files gpu toolchain configs",
         outside="torch platformdirs",
         lazy="cutlass cuda tvm_ffi",
     ),
@@ -52,20 +53,20 @@ LAYERS = {
     "profiling": Layer(quackish="errors gpu configs kernels launch work", outside="torch"),
     "tune": Layer(quackish="errors gpu configs launch kernels ops testing", outside="torch"),
     "bench": Layer(
-        quackish="errors variables gpu configs reference launch kernels ops testing work profiling",
+        quackish="_version errors variables gpu configs reference launch kernels ops testing work profiling",
         outside="torch",
         lazy="matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy",
     ),
     "cli": Layer(
-        quackish="errors variables gpu configs reference launch kernels ops testing work profiling bench tune "
-        "toolchain types",
+        quackish="_version errors variables gpu configs reference launch kernels ops testing work profiling bench "
+        "tune toolchain types",
         outside="torch platformdirs",
         lazy="matplotlib cutlass tvm_ffi triton",
     ),
     "parallel": Layer(quackish="errors configs reference ops types", outside="torch", lazy="typing_extensions"),
     "interrupt": Layer(),
-    "__init__": Layer(quackish="errors interrupt ops configs profiling", lazy="integrations parallel testing"),
-    "__main__": Layer(quackish="cli interrupt"),
+    "__init__": Layer(quackish="_version errors interrupt ops configs profiling", lazy="integrations parallel testing"),
+    "__main__": Layer(quackish="_version cli interrupt"),
 }
 
 

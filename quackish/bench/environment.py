@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quackish import __version__
+from quackish._version import __version__
 
 # Columns of a results file.
 ENVIRONMENT = ("date", "commit", "gpu", "driver", "python", "torch", "cuda", "dsl", "tvm_ffi", "peers", "quackish")

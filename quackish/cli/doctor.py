@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from quackish import __version__, kernels, toolchain, variables
+from quackish import kernels, toolchain, variables
+from quackish._version import __version__
 from quackish.bench import torch_kernel
 from quackish.bench.environment import PEERS, driver_version, version
 from quackish.cli import check

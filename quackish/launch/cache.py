@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quackish import files, toolchain, variables
+from quackish._version import __version__
 from quackish.errors import warn_once
 
 OPTIONS = "--enable-tvm-ffi --opt-level 3"  # for the compiler
@@ -44,8 +45,6 @@ def identity(kernel_class: type, problem: Any, config: Any, target: str) -> dict
 
 def shared_identity(module: str) -> dict[str, str]:
     """The part of the identity that all kernels with a class in `module` share: sources and toolchain."""
-    from quackish import __version__
-
     tools = toolchain.find()
     return {
         "options": OPTIONS,

@@ -113,11 +113,9 @@ class _Worker:
     """A compiling process."""
 
     def __init__(self, program: Path):
-        from quackish import __version__
-
         self._errors = tempfile.TemporaryFile()
         # -I: it uses this process's sys.path, not worker.py's folder or the environment.
-        command = [sys.executable, "-I", str(program), json.dumps([[*map(str, sys.path)], str(_PACKAGE), __version__])]
+        command = [sys.executable, "-I", str(program), json.dumps([[*map(str, sys.path)], str(_PACKAGE)])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
 
     def ask(self, request: Request, timeout: float) -> tuple[str, str]:

@@ -15,11 +15,11 @@ from typing import Any
 def main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the compiler prints to stderr: stdout carries the answers
-    sys.path[:], folder, version = json.loads(sys.argv[1])
+    sys.path[:], folder = json.loads(sys.argv[1])
     sys.modules["torch"] = None  # tvm_ffi would import it
     package: Any = types.ModuleType("quackish")
     sys.modules["quackish"] = package
-    package.__path__, package.__version__ = [folder], version
+    package.__path__ = [folder]
     from quackish.launch.compile import obtain
 
     while True:
