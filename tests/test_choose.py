@@ -29,7 +29,7 @@ from quackish.configs.rms_norm import (
     rms_norm_fwd_why_illegal,
 )
 from quackish.gpu import B200, H100, H200
-from quackish.ops import rms_norm_plans
+from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy.launches import LceKernels, RowState
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
@@ -257,9 +257,10 @@ def test_shared_memory_is_as_compiled(problem, made):
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches():
     """The launches, in order. CPU tensors go to idle kernels of an H200."""
-    return idle_kernels.install(monkeypatch)
+    with idle_kernels.on_cpu() as launches:
+        yield launches
 
 
 def tensors(n=512):
@@ -310,27 +311,27 @@ def test_an_illegal_config_is_refused_before_anything_is_launched(launches):
     assert launches[0].config.num_stages != 1
 
 
-def test_a_choice_made_while_a_block_ends_is_not_cached(launches, monkeypatch):
+def test_a_choice_made_while_a_block_ends_is_not_cached():
     """Another thread leaves its block after this call chose a config and before it stored its plan."""
     x, w = tensors()
-    block, kernel_for = config(rms_norm_forward=dict(threads=64)), rms_norm_plans.kernel_for
+    block, (idle, launches) = config(rms_norm_forward=dict(threads=64)), idle_kernels.device()
 
     def choose_then_leave(*args):
-        found = kernel_for(*args)
+        found = idle.kernel_for(*args)
         if choose._forced:
             block.__exit__(None, None, None)
         return found
 
-    block.__enter__()
-    monkeypatch.setattr(rms_norm_plans, "kernel_for", choose_then_leave)
-    rms_norm(x, w)
-    rms_norm(x, w)
+    with substitute("cpu", Device(H200, choose_then_leave)):
+        block.__enter__()
+        rms_norm(x, w)
+        rms_norm(x, w)
     assert [made.threads == 64 for _, _, made in launches] == [True, False]
 
 
-def test_linear_cross_entropy_looks_up_its_kernels_again(launches):
-    device = torch.device("cpu")
-    k = LceKernels(device, H200)
+def test_linear_cross_entropy_looks_up_its_kernels_again():
+    idle, launches = idle_kernels.device()
+    k = LceKernels(torch.device("cpu"), H200, idle.kernel_for)
     e = xs = torch.zeros(128, 64, dtype=torch.bfloat16)
     state, out, factor = RowState.new(xs), torch.zeros(64, 64), torch.ones(1)
 

@@ -31,14 +31,14 @@ from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops import rms_norm as ops
 from quackish.ops import rms_norm_plans as plans
 from quackish.ops import workspace
-from quackish.ops.kernel_for import Kernel
+from quackish.ops.device import Device, device_of, substitute
+from quackish.ops.kernel_for import Kernel, kernel_for
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.reference import rms_norm as reference
 from quackish.testing import assert_close_to_fp64
 from quackish.testing import inputs as make
 from quackish.testing.errors import error, same_bits
 from quackish.testing.inputs import KINDS
-from tests import idle_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # from torch itself
 
@@ -64,13 +64,14 @@ class Emulated:
 
     def __init__(self):
         self.launches, self.tickets, self.scratch = [], torch.zeros(3, dtype=torch.int32), []
+        self.device = Device(gpu.H200, self.kernel_for, stream=lambda: STREAM, workspace=self.take)
 
     def kernel_for(self, name, problem, on):
         assert on == gpu.H200
         kernel = {"rms_norm_fwd": self.forward, "rms_norm_bwd": self.backward}[name]
         return Kernel(functools.partial(kernel, problem), EmulatedConfig())
 
-    def take(self, index, stream, scratch_floats):
+    def take(self, stream, scratch_floats):
         assert stream == STREAM
         self.scratch.append(torch.empty(scratch_floats))
         return self.tickets.data_ptr(), self.scratch[-1].data_ptr(), None
@@ -156,11 +157,12 @@ def write(p, address, dtype, value):
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels():
     """Runs CPU tensors on emulated kernels, as CUDA tensors on compiled ones."""
     emulated = Emulated()
-    emulated.cuda = idle_kernels.on_h200(monkeypatch, emulated.kernel_for, emulated.take, STREAM)
-    return emulated
+    plans._plans.clear()
+    with substitute("cpu", emulated.device):
+        yield emulated
 
 
 @pytest.fixture(params=["portable", "kernels"])
@@ -465,6 +467,7 @@ def test_no_rows(anywhere, residual):
     assert not anywhere or not anywhere.launches
 
 
+@pytest.mark.filterwarnings("ignore::quackish.errors.PortablePathWarning")  # fp64 on a GPU
 @pytest.mark.parametrize("dtype", [*FLOATS, FP64])
 def test_default_eps_is_pytorchs(path, dtype):
     x, w = rows((4, 8), dtype) * 1e-4, weights(8, dtype)  # squares as small as fp32's epsilon
@@ -680,15 +683,21 @@ def test_errors_name_the_argument(call, kind, text):
 
 def find(problem, backend="auto", device="cuda:0", m=5, **options):
     name = "rms_norm_fwd" if isinstance(problem, RmsNormFwdProblem) else "rms_norm_bwd"
-    return plans.find_kernel(name, problem, m, torch.device(device), backend, **options)
+    device = torch.device(device)
+    return plans.find_kernel(name, problem, m, device, device_of(device), backend, **options)
 
 
 FP32_PROBLEM = RmsNormFwdProblem(8, "float32", "float32")
 
 
-def test_one_warning_or_error_without_a_kernel(monkeypatch):
+@pytest.fixture
+def two_gpus():
+    with substitute("cuda:0", Device(gpu.H200, kernel_for)), substitute("cuda:1", Device(gpu.A100, kernel_for)):
+        yield
+
+
+def test_one_warning_or_error_without_a_kernel(two_gpus):
     errors._warned.clear()
-    monkeypatch.setattr(plans, "gpu_of", [gpu.H200, gpu.A100].__getitem__)
     for call, text in (
         (lambda: find(FP32_PROBLEM, device="cuda:1"), r"no kernel for sm_80 \(A100\); supported: sm_90"),
         (
@@ -713,18 +722,19 @@ def test_one_warning_or_error_without_a_kernel(monkeypatch):
         assert find(FP32_PROBLEM, device="cpu") is None
 
 
-def test_without_the_compiler(monkeypatch):
+def test_without_the_compiler():
     errors._warned.clear()
 
     def kernel_for(kernel, problem, gpu):
         return toolchain._folder("nvidia-cutlass-dsl", "not_installed")
 
-    monkeypatch.setattr(plans, "gpu_of", lambda index: gpu.H200)
-    monkeypatch.setattr(plans, "kernel_for", kernel_for)
-    with pytest.warns(PortablePathWarning, match=r"^rms_norm: nvidia-cutlass-dsl.*installs it\. backend=.auto. runs"):
-        assert find(FP32_PROBLEM) is None
-    with pytest.raises(UnsupportedError, match="no module named 'not_installed'"):
-        find(FP32_PROBLEM, backend="cute")
+    with substitute("cuda:0", Device(gpu.H200, kernel_for)):
+        with pytest.warns(
+            PortablePathWarning, match=r"^rms_norm: nvidia-cutlass-dsl.*installs it\. backend=.auto. runs"
+        ):
+            assert find(FP32_PROBLEM) is None
+        with pytest.raises(UnsupportedError, match="no module named 'not_installed'"):
+            find(FP32_PROBLEM, backend="cute")
 
 
 # Layouts: in place or copied, and which kernel ------------------------------------------------------------------------
@@ -885,27 +895,48 @@ def test_warning_points_at_the_users_line(monkeypatch, mode):
     assert [w.filename for w in seen if str(w.message) == "why"] == [__file__]
 
 
-def test_launches_and_allocations_use_the_tensors_device(kernels, monkeypatch):
+def test_launches_and_allocations_use_the_tensors_device(kernels):
     inputs, dy = case()
     want = step(with_residual, inputs, dy)
-    here, current, allocate = inputs[0].device.index, ["another"], kernels.cuda.empty
+    current, device = ["another"], kernels.device
 
     @contextlib.contextmanager
-    def device(index):
-        kept, current[0] = current[0], index
+    def make_current():
+        kept, current[0] = current[0], "this one"
         yield
         current[0] = kept
 
     def empty(*args):
-        assert current[0] == here
-        return allocate(*args)
+        assert current[0] == "this one"
+        return device.empty(*args)
 
-    kernels.cuda.current_device, kernels.cuda.empty = lambda: current[0], empty
-    monkeypatch.setattr(torch.cuda, "device", device)
-    for _ in range(2):
-        assert_same(step(with_residual, inputs, dy), want)
-        assert current == ["another"]
+    driver = dict(index="this one", current=lambda: current[0], make_current=make_current, empty=empty)
+    with substitute("cpu", dataclasses.replace(device, **driver)):
+        for _ in range(2):
+            assert_same(step(with_residual, inputs, dy), want)
+            assert current == ["another"]
     assert len(kernels.launches) == 2 + 4
+
+
+def test_no_plan_leaks_into_a_substitute_or_out_of_it(kernels):
+    x, w = leaf(rows((4, 8))), leaf(weights(8))
+    y = rms_norm(x, w)
+    assert len(kernels.launches) == 1
+    inner = Emulated()
+    with substitute("cpu", inner.device):
+        z = rms_norm(x, w)
+        assert (len(inner.launches), len(kernels.launches)) == (1, 1)
+        with pytest.raises(RuntimeError, match="rms_norm: cpu tensors had another device of kernels in forward"):
+            y.sum().backward()
+        z.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="had another device of kernels in forward; expected backward inside the sa"):
+        z.sum().backward()
+    y.sum().backward()
+    assert (len(inner.launches), len(kernels.launches)) == (2, 2)
+    with Functions():
+        y = rms_norm(x, w)
+    with substitute("cpu", inner.device), pytest.raises(RuntimeError, match="expected backward inside the same"):
+        y.sum().backward()
 
 
 # Workspace ----------------------------------------------------------------------------------------------------------

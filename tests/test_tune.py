@@ -20,6 +20,7 @@ from quackish.configs.grouped_gemm import GroupedGemmProblem
 from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem, RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.gpu import A100, B200, H200, gpu_of
 from quackish.launch import Resources
+from quackish.ops.device import Device, substitute
 from quackish.testing.timing import Times
 from quackish.tune import cases, search
 from quackish.tune.candidates import candidates
@@ -239,31 +240,31 @@ CASES = [
 
 
 @pytest.mark.parametrize("words", CASES)
-def test_a_case_launches_its_problem_by_the_given_config(words, monkeypatch):
-    launches = idle_kernels.install(monkeypatch)
-    for kernel, problem, sizes in plan(words):
-        small = {name: min(size, 700) for name, size in sizes[0].items()}
-        build = cases.prepare(kernel, problem, small, CPU, H200)
-        tried = candidates(kernel, problem, H200, max_others=2)
-        runs = [build(one) for one in tried]
-        assert [one.config for one in launches] == tried  # one launch each, before timing
-        launches.clear()
-        with config(**{name_of(kernel, problem): tried[0]}):  # a later choice has no effect
-            results = [run() for run in reversed(runs)]
-        assert launches == [(kernel, problem, one) for one in reversed(tried)]
-        launches.clear()
-        for one, other in zip(results[0], results[1], strict=True):
-            assert (one is None) == (other is None)
-            assert one is None or one.shape == other.shape
+def test_a_case_launches_its_problem_by_the_given_config(words):
+    with idle_kernels.on_cpu() as launches:
+        for kernel, problem, sizes in plan(words):
+            small = {name: min(size, 700) for name, size in sizes[0].items()}
+            build = cases.prepare(kernel, problem, small, CPU)
+            tried = candidates(kernel, problem, H200, max_others=2)
+            runs = [build(one) for one in tried]
+            assert [one.config for one in launches] == tried  # one launch each, before timing
+            launches.clear()
+            with config(**{name_of(kernel, problem): tried[0]}):  # a later choice has no effect
+                results = [run() for run in reversed(runs)]
+            assert launches == [(kernel, problem, one) for one in reversed(tried)]
+            launches.clear()
+            for one, other in zip(results[0], results[1], strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or one.shape == other.shape
 
 
 @pytest.mark.parametrize("words", [words for words in CASES if "grouped" in words])
-def test_cases_of_grouped_mlp_have_the_operands_of_their_problem(words, monkeypatch):
-    monkeypatch.setattr(cases, "kernel_for", emulated_kernels.kernel_for)
+def test_cases_of_grouped_mlp_have_the_operands_of_their_problem(words):
     for kernel, problem, sizes in plan(words):
-        build = cases.prepare(kernel, problem, {**sizes[0], "rows": 60}, CPU, H200)
-        analytical = choose.analytical(kernel, problem, H200).config
-        for t in search.results_of(build(analytical)):
+        with substitute("cpu", Device(H200, emulated_kernels.kernel_for)):
+            build = cases.prepare(kernel, problem, {**sizes[0], "rows": 60}, CPU)
+            results = search.results_of(build(choose.analytical(kernel, problem, H200).config))
+        for t in results:
             assert t is None or 0.1 < t.double().square().mean().sqrt() < 40, problem
 
 

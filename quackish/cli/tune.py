@@ -104,7 +104,7 @@ def tune(
         base, *others = configs + [unforced] * (unforced not in configs)
         unspilled = _without_spills(problem, others, gpu, examine)
         print(f"{problem}\n  {len(others)} candidates, {len(unspilled)} without spilled registers")
-        shapes = [functools.partial(cases.prepare, *problem[:2], sizes, device, gpu) for sizes in problem.sizes]
+        shapes = [functools.partial(cases.prepare, *problem[:2], sizes, device) for sizes in problem.sizes]
         try:
             show = progress(search.num_steps(len(shapes)))
             outcome = search_for([base, *unspilled], shapes, device, show=show)

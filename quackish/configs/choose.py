@@ -67,8 +67,8 @@ class Choice(NamedTuple):
     reason: str  # a sentence
 
 
-# Incremented whenever `choose` may return something else. Every cache that depends on a choice has it in its key, read
-# before choosing, so that no call uses an outdated choice.
+# Incremented whenever `choose` may return something else, and when calls get another device (ops/device.py). Every
+# cache that depends on a choice or on a device has it in its key, read before both, so that no call uses outdated ones.
 epoch = 0
 _forced: tuple[dict[str, Any], ...] = ()  # one per block, outermost first: name -> config, or fields to replace
 _lock = threading.Lock()  # guards both
@@ -142,17 +142,18 @@ def config(**forced: Any) -> Iterator[None]:
     global _forced
     for name, changes in forced.items():
         _check(name, changes)
-    with _changing():
+    with changing():
         _forced += (forced,)
     try:
         yield
     finally:
-        with _changing():
+        with changing():
             _forced = tuple(block for block in _forced if block is not forced)  # by identity: two blocks may be equal
 
 
 @contextlib.contextmanager
-def _changing() -> Iterator[None]:
+def changing() -> Iterator[None]:
+    """Starts a new epoch when the block ends, which changes choices or the device of calls."""
     global epoch
     with _lock:
         yield
@@ -185,5 +186,5 @@ def _a(kind: Any) -> str:
 
 def reload() -> None:
     """Rereads the table at its next use. Call after writing it or changing the config folder."""
-    with _changing():
+    with changing():
         table.rows.cache_clear()

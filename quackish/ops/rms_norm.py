@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from quackish.configs import choose
 from quackish.errors import UnsupportedError, warn_once
 from quackish.ops.buffers import check_buffer
+from quackish.ops.device import check_same_device, device_of
 from quackish.ops.modes import as_plain, functorch_level, is_plain, is_transformed, num_dispatch_modes
 from quackish.ops.rms_norm_checks import check_backward, check_forward, check_module, dims
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, add_to, plan_for, resolve_eps
@@ -363,6 +364,7 @@ def _gradients(needs, dy, x, weight, rstd, dres, dweight_out, forward) -> tuple:
             grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, forward.weight_offset, *dtypes)
         else:
             tensors, options = (dy, x, weight, rstd, dres), (forward.weight_offset, *dtypes, forward.backend)
+            check_same_device("rms_norm", forward.device, x.device)
             plan = plan_for(BackwardPlan, (*tensors, dweight_out), options) if is_plain() else None
             grads = _op_bwd(*tensors, *options) if plan is None else plan.run(*tensors, dweight_out)
         grads = *grads[:2], add_to(dweight_out, grads[2]), grads[3]
@@ -478,6 +480,7 @@ def _setup_context(ctx, inputs, output):
     ctx.x_dtype, ctx.bias_dtype, ctx.residual_dtype = (None if t is None else t.dtype for t in (x, bias, residual))
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rstd)
+    ctx.device = device_of(x.device)
     ctx.rstd = rstd  # not saved, as in _RmsNorm: checkpointing may run one path first and recompute with the other
     ctx.save_for_backward(x if residual is None else res, weight)
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from quackish.configs import choose
 from quackish.configs.rms_norm import ITEMSIZE, MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import UnsupportedError, warn_once
-from quackish.gpu import Gpu, gpu_of
-from quackish.ops import cuda, workspace
-from quackish.ops.kernel_for import kernel_for
+from quackish.ops import cuda
+from quackish.ops.device import Device, device_of, expects_kernels
 from quackish.ops.modes import are_plain, check_memory
 from quackish.ops.rms_norm_checks import check_backward, check_forward, names
 from quackish.reference import rms_norm as reference
@@ -63,8 +62,11 @@ class Plan:
     def __init__(self, name: str, problem: Any, x: Tensor, m: int, backend: str, rstd_dtype=torch.float32):
         # of outputs with x's shape
         self.shape, self.strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()
-        self.m, self.device_index, self.backend, self.problem = m, x.device.index, backend, problem
-        self._name, self._call = name, (m, x.device, backend, rstd_dtype)
+        self.m, self.backend, self.problem, self.device = m, backend, problem, device_of(x.device)
+        if isinstance(self.device, Device):
+            self.device_index, self.current_device = self.device.index, self.device.current
+            self.empty, self.stream, self.take_workspace = self.device.empty, self.device.stream, self.device.workspace
+        self._name, self._call = name, (m, x.device, self.device, backend, rstd_dtype)
         self.kernel = find_kernel(name, problem, *self._call)
 
     @functools.cached_property
@@ -110,8 +112,8 @@ class ForwardPlan(Plan):
         kernel = self.kernel
         if kernel is None:
             return self.run_portable(x, weight, bias, residual)
-        if cuda.current_device() != self.device_index:  # allocations and the launch use the current device
-            with torch.cuda.device(self.device_index):
+        if self.current_device() != self.device_index:  # allocations and the launch use the current device
+            with self.device.make_current():
                 return self.run(x, weight, bias, residual)
         if self.copies:
             x, residual, weight, bias = copy_unreadable((x, residual), (weight, bias))
@@ -133,15 +135,16 @@ class ForwardPlan(Plan):
             if kernel is None:
                 return self.run_portable(x, weight, bias, residual)
         launch, num_ctas, _ = kernel
-        y = cuda.empty(self.shape, self.strides, self.out_dtype)
+        empty = self.empty
+        y = empty(self.shape, self.strides, self.out_dtype)
         if residual is not None:
-            res = cuda.empty(self.shape, self.strides, self.res_dtype)
+            res = empty(self.shape, self.strides, self.res_dtype)
             res_ptr = res.data_ptr()
-        rstd = cuda.empty(self.rstd_shape, self.rstd_strides, torch.float32)
+        rstd = empty(self.rstd_shape, self.rstd_strides, torch.float32)
         x_rows, residual_rows, eps, weight_offset, m = self.arguments
         launch(  # no starred argument: it would cost 0.1 us
             x_ptr, weight_ptr, bias_ptr, residual_ptr, y.data_ptr(), res_ptr, rstd.data_ptr(), x_rows, residual_rows,
-            eps, weight_offset, m, num_ctas, cuda.stream_of(self.device_index),
+            eps, weight_offset, m, num_ctas, self.stream(),
         )  # fmt: skip
         return y, res, rstd
 
@@ -192,8 +195,8 @@ class BackwardPlan(Plan):
         kernel = self.kernel
         if kernel is None:
             return self.run_portable(dy, x, weight, rstd, dres, dweight_out)
-        if cuda.current_device() != self.device_index:
-            with torch.cuda.device(self.device_index):
+        if self.current_device() != self.device_index:
+            with self.device.make_current():
                 return self.run(dy, x, weight, rstd, dres, dweight_out)
         if self.copies:
             dy, x, dres, weight = copy_unreadable((dy, x, dres), (weight,))
@@ -219,26 +222,27 @@ class BackwardPlan(Plan):
         launch, num_ctas, scratch_floats = kernel
 
         # outputs
+        empty = self.empty
         dx = dx_ptr = dresidual = dresidual_ptr = dweight = dbias = dbias_ptr = None
         dx_dtype, dresidual_dtype, dweight_dtype, dbias_dtype = self.dtypes
         if dx_dtype is not None:
-            dx = cuda.empty(self.shape, self.strides, dx_dtype)
+            dx = empty(self.shape, self.strides, dx_dtype)
             dx_ptr = dx.data_ptr()
         if dresidual_dtype is not None:
-            dresidual = cuda.empty(self.shape, self.strides, dresidual_dtype)
+            dresidual = empty(self.shape, self.strides, dresidual_dtype)
             dresidual_ptr = dresidual.data_ptr()
         if dweight_dtype is not None and not self.kernel_adds:
-            dweight = cuda.empty(*self.parameter, dweight_dtype)
+            dweight = empty(*self.parameter, dweight_dtype)
             dweight_ptr = dweight.data_ptr()
         if dbias_dtype is not None:
-            dbias = cuda.empty(*self.parameter, dbias_dtype)
+            dbias = empty(*self.parameter, dbias_dtype)
             dbias_ptr = dbias.data_ptr()
 
         # workspace of the sums over CTAs
-        stream = cuda.stream_of(self.device_index)
+        stream = self.stream()
         scratch_ptr = tickets_ptr = workspace_owner = None
         if scratch_floats:
-            tickets_ptr, scratch_ptr, workspace_owner = workspace.take(self.device_index, stream, scratch_floats)
+            tickets_ptr, scratch_ptr, workspace_owner = self.take_workspace(stream, scratch_floats)
         x_rows, dy_rows, dres_rows, weight_offset, m = self.arguments
         launch(
             x_ptr, weight_ptr, dy_ptr, dres_ptr, rstd.data_ptr(), dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr,
@@ -280,38 +284,35 @@ class Kernel(NamedTuple):
 
 
 def find_kernel(
-    name: str, problem: Any, m: int, device: torch.device, backend: str, rstd_dtype: torch.dtype = torch.float32
-) -> Kernel | None:
+    name: str, problem: Any, m: int, where: torch.device, device: Device | str, backend: str,
+    rstd_dtype: torch.dtype = torch.float32,
+) -> Kernel | None:  # fmt: skip
     """The kernel for `problem` on m rows; None for the portable path, with one warning per reason on a GPU.
+
+    where: the device of the tensors; `device` is its `device_of`.
 
     With backend "cute", raises UnsupportedError instead of returning None.
     """
     if backend == "reference" or m == 0:  # without rows, the reference returns empty or zero results
         return None
     try:
-        gpu = gpu_for(device)
+        if isinstance(device, str):
+            raise UnsupportedError(device)
         check_problem(problem, m)
         if rstd_dtype != torch.float32:  # fp64 if an input of forward was fp64
             raise _no_kernel(f"rstd in {names([rstd_dtype])}; supported: float32")
-        function, config = kernel_for(name, problem, gpu)
+        launch, config = device.kernel_for(name, problem, device.gpu)
     except UnsupportedError as error:
         why = str(error)
-        if not why.startswith("rms_norm"):  # from the compiler
+        if not why.startswith("rms_norm"):  # from the device or the compiler
             why = f'rms_norm: {why} backend="auto" runs the portable path.'
         if backend == "cute":
             raise UnsupportedError(why) from None
-        if device.type == "cuda":  # other devices never have a kernel
+        if expects_kernels(where):
             warn_once(why)
         return None
-    num_ctas = config.num_ctas(m, gpu.sm_count, problem.heads)
-    return Kernel(function, num_ctas, config.scratch_floats(problem, num_ctas) if problem.num_sums else 0)
-
-
-def gpu_for(device: torch.device) -> Gpu:
-    # ROCm devices are "cuda" too, and their compute capabilities look like NVIDIA's
-    if device.type != "cuda" or torch.version.hip:
-        raise _no_kernel("AMD GPUs" if device.type == "cuda" else f"{device.type} tensors")
-    return gpu_of(device.index)
+    num_ctas = config.num_ctas(m, device.gpu.sm_count, problem.heads)
+    return Kernel(launch, num_ctas, config.scratch_floats(problem, num_ctas) if problem.num_sums else 0)
 
 
 def check_problem(problem: Any, m: int) -> None:

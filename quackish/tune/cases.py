@@ -12,18 +12,16 @@ from quackish.configs.grouped_gemm import DSCALES_COLUMNS, GroupedGemmArgs, Grou
 from quackish.configs.lce_args import GemmArgs, TailArgs
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
-from quackish.gpu import Gpu
-from quackish.ops.cuda import current_stream_of
-from quackish.ops.kernel_for import kernel_for
+from quackish.ops.device import device_of
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, Plan
 
 Run = Callable[[], tuple[Tensor | None, ...]]  # launches once and returns the results
 Build = Callable[[Any], Run]  # (config) -> Run; compiles or loads the kernel, and launches once
 
 
-def prepare(kernel: str, problem: Any, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Build:
+def prepare(kernel: str, problem: Any, sizes: Mapping[str, int], device: torch.device) -> Build:
     """Makes data for `problem` at `sizes` (those of quackish.work). All runs that are built share it."""
-    make_run = CASES[kernel](problem, sizes, device, gpu)
+    make_run = CASES[kernel](problem, sizes, device)
     name = name_of(kernel, problem)
 
     def build(chosen: Any) -> Run:
@@ -46,7 +44,7 @@ def _normal(device: torch.device, dtype: str | None, *shape: int) -> Tensor | No
 # RMSNorm -------------------------------------------------------------------------------------------------------------
 
 
-def _forward(p: RmsNormFwdProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
+def _forward(p: RmsNormFwdProblem, sizes: Mapping[str, int], device: torch.device) -> Callable[[], Run]:
     shape = sizes["m"], p.n
     x, residual = _normal(device, p.x_dtype, *shape), _normal(device, p.residual_dtype, *shape)
     weight, bias = (_normal(device, dtype, *_parameter(p)) for dtype in (p.weight_dtype, p.bias_dtype))
@@ -54,7 +52,7 @@ def _forward(p: RmsNormFwdProblem, sizes: Mapping[str, int], device: torch.devic
     return _norm(ForwardPlan, p, (x, weight, bias, residual), options)
 
 
-def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
+def _backward(p: RmsNormBwdProblem, sizes: Mapping[str, int], device: torch.device) -> Callable[[], Run]:
     shape = sizes["m"], p.n
     x, dy, dres = (_normal(device, dtype, *shape) for dtype in (p.x_dtype, p.dy_dtype, p.dres_dtype))
     weight, rstd = _normal(device, p.weight_dtype, *_parameter(p)), x.float().square().mean(-1).rsqrt()
@@ -79,7 +77,7 @@ def _norm(kind: Callable[..., Plan], problem: Any, tensors: tuple, options: tupl
 # GEMMs ---------------------------------------------------------------------------------------------------------------
 
 
-def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
+def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Callable[[], Run]:
     """All rows are live. Outputs start as zeros; accumulating kernels add to them in every run."""
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
 
@@ -107,11 +105,11 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device, gpu: G
     written += [getattr(epilogue, name, None) for name in ("part_sum", "part_wsum", "target_logit")]
     counters = torch.zeros(NUM_TICKETS + 1, dtype=torch.int32, device=device)
     num_live = torch.tensor([k if p.live == "k" else m], dtype=torch.int32, device=device)
-    stream = current_stream_of(device)
+    on = device_of(device)
 
     def make() -> Run:
-        kernel = kernel_for("lce_gemm", p, gpu)
-        clusters = kernel.config.max_clusters(gpu.sm_count)
+        kernel = on.kernel_for("lce_gemm", p, on.gpu)
+        clusters = kernel.config.max_clusters(on.gpu.sm_count)
         splits, floats = kernel.config.tail_room(m, n, k, clusters)
 
         def run() -> tuple[Tensor | None, ...]:
@@ -122,7 +120,7 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device, gpu: G
                 a, second, b, d, epilogue, tail, counters[:1], num_live, m, n, k, split, 0, a.stride(0),
                 0 if second is None else second.stride(0), b.stride(0), 0 if d is None else d.stride(0), clusters,
             )  # fmt: skip
-            kernel.launch(_addresses(args), stream())
+            kernel.launch(_addresses(args), on.stream())
             return tuple(written)
 
         return run
@@ -160,7 +158,7 @@ def _epilogue(p: GemmProblem, m: int, n: int, k: int, device: torch.device) -> t
 # Grouped GEMMs -------------------------------------------------------------------------------------------------------
 
 
-def _grouped(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.device, gpu: Gpu) -> Callable[[], Run]:
+def _grouped(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.device) -> Callable[[], Run]:
     """All groups have the same size. Accumulating kernels add to their output in every run."""
     rows, n, groups, m, k = (sizes.get(name) for name in ("rows", "n", "groups", "m", "k"))
     width, parts, second = n * (1 + p.gated), -(-n // DSCALES_COLUMNS), None
@@ -181,17 +179,17 @@ def _grouped(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.devi
         "act": lambda: torch.zeros(rows, n, dtype=_dtype(p.dtype), device=device),
         "dscales_parts": lambda: torch.zeros(parts, rows, device=device),
     }
-    epilogue, stream = _epilogue_args(p.args.epilogue, makers), current_stream_of(device)
+    epilogue, on = _epilogue_args(p.args.epilogue, makers), device_of(device)
     names = ("act", "dscales_parts", *["preactivation"] * (p.epilogue == "up"))
     written = d, *(getattr(epilogue, name, None) for name in names)
 
     def make() -> Run:
-        kernel = kernel_for("grouped_gemm", p, gpu)
-        clusters = kernel.config.max_clusters(gpu.sm_count)
+        kernel = on.kernel_for("grouped_gemm", p, on.gpu)
+        clusters = kernel.config.max_clusters(on.gpu.sm_count)
 
         def run() -> tuple[Tensor | None, ...]:
             args = GroupedGemmArgs(a, b, second, d, offs, epilogue, m, rows, m, n, k, groups, clusters)
-            kernel.launch(_addresses(args), stream())
+            kernel.launch(_addresses(args), on.stream())
             return written
 
         return run

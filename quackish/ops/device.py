@@ -1,0 +1,139 @@
+"""How operations reach a device that runs kernels: its properties, memory, current stream, workspace and kernels.
+
+`device_of` maps a tensor's device to its Device, or to the reason why it has none. The table of kernels says which GPU
+families each kernel supports. Inside `substitute`, tensors use the given Device instead: so dry runs and tests run the
+operations' own code on tensors of a CPU, or of no device at all.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quackish import kernels, launch, toolchain
+from quackish.configs import choose
+from quackish.errors import UnsupportedError
+from quackish.gpu import Gpu, gpu_of
+from quackish.ops import cuda, workspace
+from quackish.ops.kernel_for import KernelFor, kernel_for
+
+
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+def _new_workspace(stream: int, floats: int) -> tuple[int, int, Tensor]:
+    memory = torch.zeros(workspace.NUM_TICKETS + floats, dtype=torch.int32, device="cpu")
+    return memory.data_ptr(), memory.data_ptr() + 4 * workspace.NUM_TICKETS, memory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Device:
+    """Functions that operations copy into their plans, which saves looking them up in each call.
+
+    The defaults are for substitutes: tensors and workspace are in the CPU's memory, and stream 0 is the current one.
+    """
+
+    gpu: Gpu
+    kernel_for: KernelFor  # (kernel, problem, gpu) -> its config and launch; UnsupportedError if there is none
+    # (shape, strides, dtype) -> uninitialized memory; both are tuples, not torch.Size
+    empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = _empty
+    stream: Callable[[], int] = int  # the handle of its current stream
+    # (stream, number of fp32) -> address of tickets, address of scratch, an object to keep until the launch
+    workspace: Callable[[int, int], tuple[int, int, object]] = _new_workspace
+    # Memory comes from the current device, and launches go there: if current() is not `index`, enter make_current().
+    index: int | None = None
+    current: Callable[[], int | None] = lambda: None
+    make_current: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    # Compiles kernels in parallel before they are asked for; None: one by one when they are.
+    prepare: Callable[[list[launch.Request]], None] | None = None
+    cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)  # what operations keep per Device
+
+
+@functools.cache
+def _find(device: torch.device) -> Device | str:
+    if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
+        return f"no kernel for {'AMD GPUs' if device.type == 'cuda' else f'{device.type} tensors'}."
+    gpu = gpu_of(device.index)
+    if gpu.family in kernels.FAMILIES:  # otherwise a compiler would not help
+        try:
+            toolchain.find()
+        except UnsupportedError as error:
+            return str(error)
+    return Device(
+        gpu,
+        kernel_for,
+        cuda.empty,
+        functools.partial(cuda.stream_of, device.index),
+        functools.partial(workspace.take, device.index),
+        device.index,
+        cuda.current_device,
+        functools.partial(torch.cuda.device, device.index),
+        launch.prepare,
+    )
+
+
+def device_of(device: torch.device) -> Device | str:
+    """The Device of tensors on `device`; a sentence if no kernel runs there. The same object until it changes."""
+    for where, substitute in _substitutes:
+        if where == device or (where.index is None and where.type == device.type):
+            return substitute
+    return _find(device)
+
+
+def why_unsupported(op: str, kernel: str, device: torch.device) -> str:
+    """Why tensors on `device` have no `kernel`, for users of operation `op`; "" if they have it."""
+    found = device_of(device)
+    if isinstance(found, str):
+        return f'{op}: {found} backend="auto" runs the portable path.'
+    try:
+        kernels.find(kernel, found.gpu)
+    except UnsupportedError as error:
+        return str(error).replace(kernel, op)
+    return ""
+
+
+def expects_kernels(device: torch.device) -> bool:
+    """Whether the portable path deserves a warning: on GPUs, and on substitutes. Other devices never have a kernel."""
+    return device.type == "cuda" or isinstance(device_of(device), Device)
+
+
+# torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
+why_unsupported._dynamo_marked_constant = expects_kernels._dynamo_marked_constant = True
+
+
+def check_same_device(op: str, forward: Device | str, device: torch.device) -> None:
+    """RuntimeError if tensors on `device` have another Device than in forward, whose results may differ in layout."""
+    if device_of(device) is not forward:
+        raise RuntimeError(
+            f"{op}: {device} tensors had another device of kernels in forward; expected backward inside the same "
+            "quackish.ops.device.substitute block as its forward"
+        )
+
+
+# Substitutes ----------------------------------------------------------------------------------------------------------
+
+_substitutes: tuple[tuple[torch.device, Device], ...] = ()  # one per block, innermost first
+
+
+@contextlib.contextmanager
+def substitute(where: torch.device | str, device: Device) -> Iterator[None]:
+    """Inside the block, calls on tensors of device `where`, such as "cpu" or "meta", use `device`.
+
+    A type without an index stands for all its devices. Applies to the whole process, as `quackish.config`, and changes
+    the same epoch: no plan or kernel leaks into the block or out of it. Backward must run inside the same block.
+    """
+    global _substitutes
+    entry = torch.device(where), device
+    with choose.changing():
+        _substitutes = entry, *_substitutes
+    try:
+        yield
+    finally:
+        with choose.changing():
+            _substitutes = tuple(other for other in _substitutes if other is not entry)
