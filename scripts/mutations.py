@@ -181,10 +181,10 @@ MUTATIONS = (
     ),
     Mutation(
         "launches_on_the_default_stream",
-        f"{OPS}/cuda.py",
-        "(lambda: stream_of(device.index))",
-        "(lambda: 0)",
-        "tests/test_lce_gemms.py -k launches_are_on_the_current_stream",
+        f"{OPS}/device.py",
+        "functools.partial(cuda.stream_of, device.index)",
+        "int",
+        "tests/test_device.py -k a_gpu",
     ),
 )
 

@@ -1,5 +1,7 @@
 """Fixtures of all tests. Tests marked `gpu` need a GPU, those marked `exhaustive` need --exhaustive."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -26,24 +28,6 @@ def _isolated_configs(tmp_path_factory):
         yield
 
 
-@torch.compiler.assume_constant_result
-def _no_reason(device):
-    return ""
-
-
-@pytest.fixture
-def run_on(monkeypatch):
-    """Makes linear_cross_entropy use the given kernels on any device: `run_on(lambda device: k)`."""
-    from quackish.ops.linear_cross_entropy import api, autograd
-
-    def set_kernels(kernels_of):
-        monkeypatch.setattr(autograd, "kernels_of", kernels_of)
-        monkeypatch.setattr(api, "no_kernel_on", _no_reason)
-        monkeypatch.setattr(api, "_plans", {})
-
-    return set_kernels
-
-
 @pytest.fixture
 def poisoned(monkeypatch):
     """Fills newly allocated memory with NaN."""
@@ -57,37 +41,40 @@ def poisoned(monkeypatch):
 
 
 @pytest.fixture
-def path(request, monkeypatch, run_on, limits, poisoned):
+def path(request, monkeypatch, limits, poisoned):
     """Makes linear_cross_entropy use one of lce_cases.PATHS. On a CPU, kernels are emulated."""
     import emulated_kernels as emulated
     from lce_cases import Path
 
     from quackish.configs import lce_cublas
-    from quackish.gpu import B200
-    from quackish.ops.linear_cross_entropy import autograd, cublas, no_kernel_on
+    from quackish.ops.device import device_of, substitute, why_unsupported
+    from quackish.ops.linear_cross_entropy import cublas
+    from quackish.ops.linear_cross_entropy.launches import LceKernels
 
     torch.manual_seed(0)
     kind, device = request.param.split("-")
     if kind == "portable":
-        return Path(torch.device(device))
+        yield Path(torch.device(device))
+        return
     if device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-        if reason := no_kernel_on(device):
+        where = torch.device("cuda", torch.cuda.current_device())
+        if reason := why_unsupported("linear_cross_entropy", "lce_rows", where):
             pytest.skip(reason)
-        k = autograd.kernels_of(device) if kind == "kernels" else cublas.CublasKernels(device)
+        on = dataclasses.replace(device_of(where), cache={})
     else:
-        k = emulated.lce_kernels() if kind == "kernels" else emulated.lce_kernels(B200)
+        where, on = torch.device("cpu"), emulated.device()
     if kind == "cublas":  # exp_logits in two blocks, GEMM results in several
         limits(SHARED_FROM=0)
         monkeypatch.setattr(lce_cublas, "PRODUCT_BYTES", 1 << 19)
         if device == "cpu":
             for name in ("mm", "addmm"):
                 monkeypatch.setattr(cublas, name, getattr(emulated, name))
-    k = emulated.Counted(k)
-    run_on(lambda device: k)
-    if kind == "cublas":
-        return Path(k.device, k, close=1e-4, is_cublas=True)
-    return Path(k.device, k, close=2e-6 if device == "cpu" else 1e-5)
+    k = emulated.counted(on, cublas.CublasKernels if kind == "cublas" else LceKernels)
+    with substitute(where, on):
+        if kind == "cublas":
+            yield Path(where, k, close=1e-4, is_cublas=True)
+        else:
+            yield Path(where, k, close=2e-6 if device == "cpu" else 1e-5)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """All kernels but RMSNorm's in plain PyTorch, called like the compiled ones with addresses of CPU memory.
 
 They round where the kernels round and write only what the kernels write, so that memory a kernel does not write keeps
-its initial value: NaN in the tests. `lce_kernels(gpu)` has the methods that the schedules call.
+its initial value: NaN in the tests. `lce_kernels()` has the methods that the schedules call.
 """
 
 import collections
@@ -19,8 +19,9 @@ from quackish.configs.grouped_gemm import DSCALES_COLUMNS
 from quackish.configs.lce_cublas import TILE_N
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.gpu import H200
+from quackish.ops.device import Device
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy.autograd import make_kernels
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.reference import grouped_mlp as reference
 
 I16, I32, I64, BF16, FP32 = torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32
@@ -29,9 +30,19 @@ CPU = torch.device("cpu")
 SMALL = dataclasses.replace(H200, sm_count=4)  # takes little scratch for GEMMs
 
 
-def lce_kernels(gpu=SMALL):
-    """LceKernels or CublasKernels for CPU tensors."""
-    return make_kernels(CPU, gpu, kernel_for)
+def device():
+    """A small GPU with these kernels, for CPU tensors."""
+    return Device(SMALL, kernel_for)
+
+
+def lce_kernels():
+    return LceKernels(device())
+
+
+def counted(on, kind=LceKernels):
+    """Makes linear_cross_entropy use kernels of this class on a Device, and counts their launches."""
+    on.cache["linear_cross_entropy"] = k = Counted(kind(on))
+    return k
 
 
 class Counted:

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import quackish
 from quackish.cli import operations
 from quackish.gpu import gpu_of
-from quackish.ops.linear_cross_entropy import api, autograd
+from quackish.ops.device import substitute
 from quackish.parallel import VocabParallelHead, linear_cross_entropy
 from quackish.parallel.collectives import all_gather, sum_over_ranks
 from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
@@ -385,11 +385,9 @@ def placements_that_are_refused(groups):
 @check("cpu")
 def kernels(groups):
     """Emulated kernels, in memory initialized with NaN, compared with fp64."""
-    k = emulated.Counted(emulated.lce_kernels())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autograd, "kernels_of", lambda device: k)
-        patch.setattr(api, "no_kernel_on", lambda device: "")
-        patch.setattr(api, "_plans", {})
+    device = emulated.device()
+    k = emulated.counted(device)
+    with substitute("cpu", device):
         torch.use_deterministic_algorithms(True, warn_only=True)
         ranks = Ranks((256, 0, 444))
         for i, options in enumerate(OPTIONS.values()):

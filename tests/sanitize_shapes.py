@@ -5,6 +5,8 @@
 Inputs are made on the CPU, so that few kernels besides quackish's run. Other tests check the results.
 """
 
+import contextlib
+import dataclasses
 import sys
 
 import pytest
@@ -13,8 +15,8 @@ from lce_cases import make, run
 
 from quackish import grouped_mlp, rms_norm
 from quackish.configs import linear_cross_entropy as configs
+from quackish.ops.device import device_of, substitute
 from quackish.ops.grouped_mlp import kernel_steps
-from quackish.ops.linear_cross_entropy import autograd as on_kernels
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, steps
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.reference.grouped_mlp import GATED
@@ -115,7 +117,7 @@ def run_linear_cross_entropy(name) -> None:
         x[m // 2] *= 300
     if not live:
         target[:] = -100
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(configs, "SHARED_FROM", 0)  # share memory as for large exp_logits
         if narrow:  # as conftest.py's `narrow`
             patch.setattr(configs, "scratch_columns", lambda *how: 256)
@@ -123,7 +125,9 @@ def run_linear_cross_entropy(name) -> None:
         if "PyTorch sorts" in name:
             patch.setattr(steps, "MOST_ROWS_COUNTED", 100)
         if "cublas" in name:
-            patch.setattr(on_kernels, "kernels_of", lambda device: CublasKernels(device))
+            device = dataclasses.replace(device_of(torch.device(GPU, torch.cuda.current_device())), cache={})
+            device.cache["linear_cross_entropy"] = CublasKernels(device)
+            stack.enter_context(substitute(GPU, device))
         clear_caches()
         assert not narrow or configs.first_classes(m, v, h, dtype.itemsize) is not None
         if alone:

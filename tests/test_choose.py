@@ -331,7 +331,7 @@ def test_a_choice_made_while_a_block_ends_is_not_cached():
 
 def test_linear_cross_entropy_looks_up_its_kernels_again():
     idle, launches = idle_kernels.device()
-    k = LceKernels(torch.device("cpu"), H200, idle.kernel_for)
+    k = LceKernels(idle)
     e = xs = torch.zeros(128, 64, dtype=torch.bfloat16)
     state, out, factor = RowState.new(xs), torch.zeros(64, 64), torch.ones(1)
 
@@ -365,7 +365,7 @@ def test_a_kernel_of_an_old_choice_is_not_reused():
             step()
         return Kernel(lambda *args: launched.append(made.group), made)
 
-    k = LceKernels(torch.device("cpu"), H200, kernel_for)
+    k = LceKernels(Device(H200, kernel_for))
     for _ in range(2):
         step()
     block.__exit__(None, None, None)

@@ -18,10 +18,11 @@ from quackish.cli.parser import CommandError
 from quackish.configs.grouped_gemm import CONFIGS
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
+from quackish.ops.device import Device, substitute
 from quackish.ops.grouped_mlp import autograd as grouped
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.kernel_for import Kernel, request_for
-from quackish.ops.linear_cross_entropy import autograd, cublas
+from quackish.ops.linear_cross_entropy import cublas
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,7 @@ def test_check_on_a_gpu():
 
 
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
-def test_check_runs_every_kernel_of_linear_cross_entropy(gpu, run_on, monkeypatch):
+def test_check_runs_every_kernel_of_linear_cross_entropy(gpu, monkeypatch):
     launched = set()
     for name in ("mm", "addmm"):  # PyTorch has no CPU version with an out_dtype
         monkeypatch.setattr(cublas, name, getattr(emulated_kernels, name))
@@ -82,11 +83,10 @@ def test_check_runs_every_kernel_of_linear_cross_entropy(gpu, run_on, monkeypatc
         launched.add(name)
         return Kernel(lambda *args: None, request_for(name, problem, gpu).config)
 
-    k = autograd.make_kernels(torch.device("cpu"), gpu, kernel_for)
-    run_on(lambda device: k)
-    for name, case in check.SELF_TESTS.items():
-        if name.startswith("linear_cross_entropy"):
-            case.call(case.make(torch.device("cpu")), "cute")
+    with substitute("cpu", Device(gpu, kernel_for)):
+        for name, case in check.SELF_TESTS.items():
+            if name.startswith("linear_cross_entropy"):
+                case.call(case.make(torch.device("cpu")), "cute")
     others = {"lce_exp", "lce_rescale", "lce_clear"} if gpu is H200 else {"lce_gemm"}  # with cuBLAS GEMMs, or ours
     assert launched == {name for name in kernels.TABLE if name.startswith("lce")} - others
 

@@ -19,10 +19,11 @@ from quackish.configs.choose import choose
 from quackish.configs.rms_norm import RmsNormBwdProblem
 from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200
 from quackish.launch import Resources
+from quackish.ops.device import Device, substitute
 from quackish.ops.grouped_mlp import autograd as grouped
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy import autograd, cublas, memory
+from quackish.ops.linear_cross_entropy import cublas, memory
 from quackish.work import describe, sizes_of, work
 
 BF16, CPU = "bfloat16", torch.device("cpu")
@@ -206,14 +207,13 @@ def recording(launches):
 
 
 @pytest.fixture(params=[H200, B200], ids=lambda gpu: gpu.name)
-def launched(request, monkeypatch, run_on):
+def launched(request, monkeypatch):
     """(GPU, list of launches: kernel, problem, config, sizes). Nothing is computed."""
     gpu, launches = request.param, []
     for name in ("mm", "addmm"):
         monkeypatch.setattr(cublas, name, lambda a, b, out: None)
-    k = autograd.make_kernels(CPU, gpu, recording(launches))
-    run_on(lambda device: k)
-    return gpu, launches
+    with substitute("cpu", Device(gpu, recording(launches))):
+        yield gpu, launches
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -19,9 +19,10 @@ from quackish.configs.gemm import (
 )
 from quackish.configs.lce_args import DlogitsArgs, ResidualArgs, RowsOutArgs, SoftmaxArgs
 from quackish.gpu import B200, H200
-from quackish.ops import cuda
 from quackish.ops.cuda import dtype_of
-from quackish.ops.linear_cross_entropy.autograd import make_kernels
+from quackish.ops.device import Device, device_of
+from quackish.ops.kernel_for import kernel_for
+from quackish.ops.linear_cross_entropy.autograd import kernels_of
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels
 from quackish.testing import assert_deterministic
@@ -95,20 +96,14 @@ def test_tails_are_split_if_clusters_would_idle(tiles, k_tiles, splits):
     assert (room, floats) == (max(66, got), max(66, got) * 256 * 256)
 
 
-# Which kernels, and on which stream ----------------------------------------------------------------------------------
+# Which kernels -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gpu, chosen", [(H200, LceKernels), (B200, CublasKernels)], ids=["H200", "B200"])
 def test_choice_of_gemms(gpu, chosen):
-    assert type(make_kernels(torch.device("cuda", 0), gpu)) is chosen
-
-
-@pytest.mark.parametrize("kind", [LceKernels, CublasKernels])
-def test_launches_are_on_the_current_stream_of_their_device(kind, monkeypatch):
-    k = kind(torch.device("cuda", 3), H200)
-    for current in (7, 8):
-        monkeypatch.setattr(cuda, "stream_of", lambda index, current=current: 1000 * index + current)
-        assert k.stream() == 3000 + current
+    device = Device(gpu, kernel_for)
+    assert type(kernels_of(device)) is chosen
+    assert kernels_of(device) is kernels_of(device)
 
 
 # Against the emulation of ours ---------------------------------------------------------------------------------------
@@ -155,7 +150,8 @@ def launch(k, method, **args):
 
     In `args` an epilogue has tensors instead of addresses, and the state is num_live.
     """
-    args = {name: copied(a, k.device) for name, a in args.items()}
+    device = "cpu" if k.device.index is None else torch.device("cuda", k.device.index)
+    args = {name: copied(a, device) for name, a in args.items()}
     state = state_of(args["state"])
     epilogue = {name: addresses(args[name]) for name in ("epilogue", "residual") if name in args}
     getattr(k, method)(**args | epilogue | dict(state=state))
@@ -177,7 +173,7 @@ def copied(args, device):
 
 
 def ours():
-    return LceKernels(torch.device("cuda", torch.cuda.current_device()))
+    return LceKernels(device_of(torch.device("cuda", torch.cuda.current_device())))
 
 
 def both(k, method, **args):
@@ -574,7 +570,7 @@ def test_clusters_share_the_tiles_of_the_tail(shape, split, monkeypatch):
     order = torch.randperm(m + start, generator=make, device="cuda").int()
     num_live = torch.tensor([live + start], dtype=torch.int32, device="cuda")
     state = state_of(num_live)
-    k = LceKernels(torch.device("cuda", torch.cuda.current_device()))
+    k = LceKernels(device_of(torch.device("cuda", torch.cuda.current_device())))
 
     def run():
         dx = torch.full((m + start, h), NAN, dtype=BF16, device="cuda")

@@ -23,6 +23,7 @@ from quackish.configs.lce_rows import (
     LceTargetsProblem,
 )
 from quackish.ops.cuda import dtype_of
+from quackish.ops.device import device_of
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.steps import order_by_class
 from quackish.reference import linear_cross_entropy as reference
@@ -115,7 +116,7 @@ def test_compiles(name, problem, gpu):
 
 @pytest.fixture(scope="module")
 def lce():
-    return LceKernels(torch.device("cuda", torch.cuda.current_device()))
+    return LceKernels(device_of(torch.device("cuda", torch.cuda.current_device())))
 
 
 def random(*shape, dtype=FP32, seed=0, scale=1.0):

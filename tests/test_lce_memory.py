@@ -1,5 +1,6 @@
 """`memory_limit` of linear_cross_entropy: dry runs match measured peaks, and the fastest config that fits runs."""
 
+import contextlib
 import itertools
 import re
 import subprocess
@@ -25,8 +26,10 @@ from quackish.configs.gemm import SOFTMAX_TILE_N
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyProblem, by_speed
 from quackish.errors import UnsupportedError
 from quackish.gpu import H200
+from quackish.ops.device import Device, substitute
+from quackish.ops.kernel_for import kernel_for
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, memory
-from quackish.ops.linear_cross_entropy.api import make_plan, no_kernel_on
+from quackish.ops.linear_cross_entropy.api import make_plan
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
 from quackish.testing.errors import same_bits
@@ -73,12 +76,12 @@ def taken(step):
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
-def request_of(x, w, target, kw, eager=True, device=None, no_kernel_on=no_kernel_on):
+def request_of(x, w, target, kw, eager=True, device=None):
     options = Options(**{name: value for name, value in kw.items() if name in Options._fields})
     inputs = Inputs(
         x, w, kw.get("linear_bias"), target, kw.get("weight"), kw.get("logit_scale"), None, kw.get("grad_weight_out")
     )
-    plan = make_plan(inputs, options, no_kernel_on)
+    plan = make_plan(inputs, options)
     first = Plan._fields.index("schedule")
     config = LinearCrossEntropyConfig(*plan[first : first + 4])
     on = (
@@ -120,8 +123,10 @@ def test_dry_run_of_portable_path_matches_measured_peak(name, reduction, dtype):
 def dry_run(m=1024, h=4096, v=128_256, device=CUDA, eager=True, on_kernels=True, needs_grad=True, **kw):
     """On an H200."""
     x, w = (torch.empty(rows, h, dtype=BF16, device="meta", requires_grad=needs_grad) for rows in (m, v))
-    target, none = torch.empty(m, dtype=torch.int64, device="meta"), (lambda device: "") if on_kernels else no_kernel_on
-    return memory.MemoryDryRun(*request_of(x, w, target, kw, eager, device, none), H200).run()
+    target = torch.empty(m, dtype=torch.int64, device="meta")
+    with substitute("meta", Device(H200, kernel_for)) if on_kernels else contextlib.nullcontext():
+        request = request_of(x, w, target, kw, eager, device)
+    return memory.MemoryDryRun(*request, H200).run()
 
 
 def test_peaks_of_the_headline_shape():

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from quackish.configs.lce_rows import LceSortProblem
 from quackish.gpu import B200, H200
+from quackish.ops.device import Device, device_of, substitute
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import api as public
-from quackish.ops.linear_cross_entropy import autograd as on_kernels
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy import warm_up as preparing
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
@@ -33,39 +33,28 @@ def kernel_for(name, problem, gpu):
 
 
 @pytest.fixture
-def on(monkeypatch, run_on):
-    """Treats CPU tensors as on a GPU. Returns the requests passed to `launch.prepare`."""
+def asked():
+    """The requests that are prepared for CPU tensors on an H200."""
     asked = []
-
-    def set_up(gpu):
-        run_on(lambda device: on_kernels.make_kernels(device, gpu, kernel_for))
-        monkeypatch.setattr(on_kernels, "gpu_of", lambda index: gpu)
-        monkeypatch.setattr(preparing, "_prepared", set())
-        monkeypatch.setattr(preparing.launch, "prepare", asked.append)
-        return asked
-
-    return set_up
-
-
-@pytest.fixture
-def asked(on):
-    return on(H200)
+    with substitute("cpu", Device(H200, kernel_for, prepare=asked.append)):
+        yield asked
 
 
 def prepare(x, w, target, kw, grad_weight_out=None, **options):
     options = {name: value for name, value in {**kw, **options}.items() if name not in ("linear_bias", "weight")}
     scale, items = options.pop("logit_scale", None), options.pop("num_items", None)
     inputs = Inputs(x, w, kw.get("linear_bias"), target, kw.get("weight"), scale, items, grad_weight_out)
-    preparing.prepare(inputs, public.make_plan(inputs, Options(**options), public.no_kernel_on))
+    preparing.prepare(inputs, public.make_plan(inputs, Options(**options)), device_of(x.device))
 
 
 def called(x, w, target, kw, **options):
     """The requests of a call, forward and backward."""
     REQUESTS.clear()
     LAUNCHES.clear()
-    loss = linear_cross_entropy(x, w, target, **kw, **options)
-    if loss.requires_grad:
-        loss.backward(torch.rand(loss.shape))
+    with substitute("cpu", Device(H200, kernel_for)):  # a new device, which asks for each kernel
+        loss = linear_cross_entropy(x, w, target, **kw, **options)
+        if loss.requires_grad:
+            loss.backward(torch.rand(loss.shape))
     assert len(LAUNCHES) >= 4
     return REQUESTS
 
@@ -87,7 +76,7 @@ def test_prepares_the_kernels_of_a_call(dtype, name, reduction, asked):
             x, w, target, kw = make(m, h, v, dtype, **OPTIONS[name])
             options = dict(reduction=reduction, schedule=schedule, chunk_size=chunk_size)
             for weight, given in ((w, {}), (w, dict(grad_weight_out=torch.zeros(w.shape))), (w.detach(), {})):
-                preparing._prepared.clear()  # two schedules may have equal keys
+                device_of(x.device).cache.clear()  # two schedules may have equal keys
                 check(asked, x, weight, target, kw, **options, **given)
 
 
@@ -178,9 +167,10 @@ def test_prepare_allocates_nothing_and_sets_no_device(schedule, name, asked):
     assert (devices, defaults) == ({"meta"}, {"cpu"})
 
 
-def test_cublas_kernels_are_not_prepared(on):
-    asked = on(B200)
-    prepare(*make(300, 64, 700, BF16))
+def test_cublas_kernels_are_not_prepared():
+    asked = []
+    with substitute("cpu", Device(B200, kernel_for, prepare=asked.append)):
+        prepare(*make(300, 64, 700, BF16))
     assert asked == []
 
 
@@ -188,16 +178,15 @@ def test_prepare_imports_nothing():
     """Some operations on meta tensors import 500 modules (250 ms): `prepare` uses none of them."""
     code = """
 import sys
-import pytest
 sys.path.insert(0, "tests")
-import conftest
 import test_lce_prepare as t
-patch = pytest.MonkeyPatch()
-t.on.__wrapped__(patch, conftest.run_on.__wrapped__(patch))(t.H200)
-before = set(sys.modules)
-for schedule in t.SCHEDULES:
-    t.prepare(*t.make(300, 64, 700, t.BF16), schedule=schedule)
-print(len(set(sys.modules) - before))
+asked = []
+with t.substitute("cpu", t.Device(t.H200, t.kernel_for, prepare=asked.append)):
+    before = set(sys.modules)
+    for schedule in t.SCHEDULES:
+        t.prepare(*t.make(300, 64, 700, t.BF16), schedule=schedule)
+    assert len(asked) == len(t.SCHEDULES)
+    print(len(set(sys.modules) - before))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr

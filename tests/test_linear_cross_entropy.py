@@ -902,7 +902,7 @@ def test_plan_is_not_reused_for_other_dtypes(name, right, other):
 
 
 def test_cpu_has_no_kernel_and_no_warning(recwarn):
-    with pytest.raises(UnsupportedError, match=r'no kernel for cpu. backend="auto" runs the portable path'):
+    with pytest.raises(UnsupportedError, match=r'no kernel for cpu tensors. backend="auto" runs the portable path'):
         wrong(backend="cute")
     assert torch.equal(wrong(backend="auto"), wrong(backend="reference"))
     assert not [w for w in recwarn if w.category is PortablePathWarning]

@@ -14,7 +14,8 @@ from lce_cases import IGNORED, SCHEDULES, norm_error, truth
 
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import first_classes
-from quackish.ops.linear_cross_entropy import linear_cross_entropy, no_kernel_on
+from quackish.ops.device import why_unsupported
+from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy.launches import RowState
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import same_bits
@@ -30,7 +31,8 @@ in_every_way = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _hopper():
-    if reason := no_kernel_on(torch.device("cuda", torch.cuda.current_device())):
+    device = torch.device("cuda", torch.cuda.current_device())
+    if reason := why_unsupported("linear_cross_entropy", "lce_rows", device):
         pytest.skip(reason)
     yield
     torch.cuda.empty_cache()

@@ -18,9 +18,10 @@ from quackish.configs.choose import Choice, choose
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, even_chunks, expected_time
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
+from quackish.ops.device import Device, substitute
 from quackish.ops.grouped_mlp import autograd as grouped
 from quackish.ops.grouped_mlp import checks, kernel_steps
-from quackish.ops.kernel_for import Kernel
+from quackish.ops.kernel_for import Kernel, kernel_for
 from quackish.ops.linear_cross_entropy import api, memory
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
@@ -133,7 +134,7 @@ class Point(NamedTuple):
 
 def frontier(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> list[Point]:
     """What each `memory_limit` selects for a call of linear cross entropy, the fastest first."""
-    (m, h, _), (_, request), points = shape, _linear_cross_entropy(args, shape), []
+    (m, h, _), (_, request), points = shape, _linear_cross_entropy(args, shape, gpu), []
     for config, needs in memory.frontier(request, args.schedule or "auto", args.chunk_size, gpu):
         has_chunks = args.no_grad or config.schedule == "chunked" or config.dw_in_chunks
         rows = even_chunks(m, config.chunk_rows) if has_chunks else None
@@ -143,7 +144,7 @@ def frontier(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> list
 
 def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> DryRun:
     """Eager mode. Not thread-safe."""
-    grad, (plan, request) = not args.no_grad, _linear_cross_entropy(args, shape)
+    grad, (plan, request) = not args.no_grad, _linear_cross_entropy(args, shape, gpu)
     chosen = plan.schedule, plan.chunk_rows, plan.dx_in_forward, plan.dw_in_chunks
     if args.memory_limit is not None:
         try:
@@ -167,7 +168,7 @@ def linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: 
     return DryRun(None, decisions, recorder.steps, recorder.peak, recorder.buffers(), notes)
 
 
-def _linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...]) -> tuple[Plan, memory.Request]:
+def _linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> tuple[Plan, memory.Request]:
     """The plan without a memory limit, and the call."""
     m, h, v = shape
     dtype, grad = getattr(torch, args.dtype), not args.no_grad
@@ -185,7 +186,8 @@ def _linear_cross_entropy(args: argparse.Namespace, shape: tuple[int, ...]) -> t
         "cute",
     )  # fmt: skip
     try:
-        plan = api.make_plan(inputs, options, no_kernel_on=lambda device: "")
+        with substitute(memory.META, Device(gpu, kernel_for)):
+            plan = api.make_plan(inputs, options)
     except ValueError as error:
         raise _command_error(error) from None
     fixed = plan[: Plan._fields.index("schedule")]

@@ -12,11 +12,6 @@ stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream",
 is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
-def current_stream_of(device: torch.device) -> Callable[[], int]:
-    """A function that returns the handle of the device's current stream; 0 on a CPU, for tests."""
-    return (lambda: stream_of(device.index)) if device.type == "cuda" else int
-
-
 def name_of(dtype: torch.dtype) -> str:
     """The name that configs use, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

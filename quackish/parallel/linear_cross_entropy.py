@@ -32,6 +32,7 @@ from quackish.ops.linear_cross_entropy.autograd import (
 )
 from quackish.ops.linear_cross_entropy.calls import GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options, check_options, check_tensors
+from quackish.ops.linear_cross_entropy.launches import RowKernels
 from quackish.ops.modes import are_plain, check_memory, is_compiling, is_transformed
 from quackish.parallel.collectives import all_gather, sum_over_ranks
 from quackish.parallel.combine import NO_CLASSES, LossOptions, ShardStats, combine, row_gradients
@@ -318,7 +319,7 @@ def _description(inputs: Inputs, options: Options, ranks: _Ranks, given: Inputs)
     _check_target(inputs.target, x, given.input, ranks)
     check_tensors(_with_a_class(inputs._replace(input=x)))
     check_options(options, inputs.logit_scale, inputs.num_items, inputs.input.device)
-    _, plan, needed = _make_shard_call(inputs, options, ranks, 0)
+    _, plan, needed, _ = _make_shard_call(inputs, options, ranks, 0)
     return {
         "target's shape": tuple(inputs.target.shape),
         "the number of input's columns": inputs.input.shape[-1],
@@ -392,8 +393,10 @@ def _with_a_class(inputs: Inputs) -> Inputs:
 # The operation on one shard, and the autograd function ---------------------------------------------------------------
 
 
-def _make_shard_call(inputs: Inputs, options: Options, ranks: _Ranks, start: int) -> tuple[Inputs, Plan, GradsNeeded]:
-    """The arguments of the one-GPU operation on this shard, its plan, and the gradients to compute.
+def _make_shard_call(
+    inputs: Inputs, options: Options, ranks: _Ranks, start: int
+) -> tuple[Inputs, Plan, GradsNeeded, RowKernels | None]:
+    """The arguments of the one-GPU operation on this shard, its plan, the gradients to compute, and its kernels.
 
     Its loss is nll, or with label smoothing the smooth term of combine.py. A target owned by another rank becomes
     target modulo v. That spreads these targets over classes, because dw adds the rows of one class sequentially.
@@ -411,10 +414,10 @@ def _make_shard_call(inputs: Inputs, options: Options, ranks: _Ranks, start: int
         reduction="none", ignore_index=_IGNORED, label_smoothing=1.0 if smooth else 0.0, z_loss=0.0,
         return_lse=not stats, return_stats=stats,
     )  # fmt: skip
-    plan = plan_for(inputs, options)
+    plan, kernels = plan_for(inputs, options)
     if inputs.logit_scale is not None:
         inputs = inputs._replace(logit_scale=logit_scale_tensor(inputs, plan))
-    return inputs, plan, grads_needed(inputs, plan, requires_grad(inputs))
+    return inputs, plan, grads_needed(inputs, plan, requires_grad(inputs)), kernels
 
 
 def _run(
@@ -443,12 +446,12 @@ class _VocabParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight_shard, linear_bias, inputs, options, ranks, shards, shard_call):
         # Only the first three arguments need autograd.
-        (shard, plan, needed), shape = shard_call, inputs.target.shape
+        (shard, plan, needed, kernels), shape = shard_call, inputs.target.shape
         x = input.reshape(-1, input.shape[-1])
         if ranks.sharded_dim is not None:
             x = all_gather(x.to(plan.compute_dtype), ranks.group)  # cast first: fewer bytes to send
         shard = shard._replace(input=x)
-        *outputs, state, live_x, exp_logits, _, _, _ = run_forward(shard, plan, needed)
+        *outputs, state, live_x, exp_logits, _, _, _ = run_forward(shard, plan, needed, kernels)
 
         own = _shard_stats(shard, plan, inputs, options, shards.start, *outputs)
         stats = own.unstack(all_gather(_in_target_order(own.stacked(), shape, ranks), ranks.group))
@@ -470,7 +473,7 @@ class _VocabParallel(torch.autograd.Function):
             outputs.append(reshaped(combined.lse.clone(), shape))
         ctx.save_for_backward(*shard[:6], state, live_x, exp_logits)
         combined = combined._replace(loss=None, log_prob=None, predicted=None)  # outputs, which users may write to
-        ctx.saved = plan, needed, ranks, loss_options, combined, divisor, shard.grad_weight_out
+        ctx.saved = kernels, plan, needed, ranks, loss_options, combined, divisor, shard.grad_weight_out
         ctx.input_shape, ctx.target_shape = input.shape, shape
         ctx.per_row, ctx.is_empty = options.reduction == "none", not len(weight_shard)
         ctx.set_materialize_grads(False)
@@ -483,7 +486,7 @@ class _VocabParallel(torch.autograd.Function):
         if any(map(is_batched, (grad_loss, *row_grads))):
             raise RuntimeError(f"{_WHO}: vmap over gradients (is_grads_batched=True) is not supported")
         *tensors, state, live_x, exp_logits = ctx.saved_tensors
-        plan, needed, ranks, loss_options, combined, divisor, dw_out = ctx.saved
+        kernels, plan, needed, ranks, loss_options, combined, divisor, dw_out = ctx.saved
         shard, saved = Inputs(*tensors, None, dw_out), (state, live_x, exp_logits)
         row_grads = [None if grad is None else grad.reshape(-1) for grad in (*row_grads, None, None, None)[:3]]
         if grad_loss is not None:
@@ -492,7 +495,7 @@ class _VocabParallel(torch.autograd.Function):
         grad_outputs = row_gradients(combined, loss_options, shard.linear_weight.shape[0], grad_loss, *row_grads)
         grad_outputs = [t if t is None else _in_gathered_order(t, ctx.target_shape, ranks) for t in grad_outputs]
 
-        dx, dw, db = run_backward(shard, plan, needed, grad_outputs, saved)
+        dx, dw, db = run_backward(shard, plan, needed, grad_outputs, saved, kernels)
         if dx is not None:
             scatter = ranks.sharded_dim is not None
             dx = sum_over_ranks(dx, ranks.group, scatter, ranks.deterministic).view(ctx.input_shape)

@@ -1,18 +1,16 @@
 """The public function and module, and the choice between kernels and the portable path."""
 
 import operator
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor, nn
 
-from quackish import kernels, toolchain
 from quackish.configs import choose
 from quackish.configs.linear_cross_entropy import config_of
 from quackish.errors import UnsupportedError, warn_once
-from quackish.gpu import gpu_of
 from quackish.ops.buffers import check_buffer
+from quackish.ops.device import expects_kernels, why_unsupported
 from quackish.ops.linear_cross_entropy import autograd, memory, portable
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import (
@@ -23,6 +21,7 @@ from quackish.ops.linear_cross_entropy.checks import (
     check_tensors,
     resolve_compute_dtype,
 )
+from quackish.ops.linear_cross_entropy.launches import RowKernels
 from quackish.ops.linear_cross_entropy.warm_up import prepare
 from quackish.ops.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
 from quackish.reference.linear_cross_entropy import LinearCrossEntropyStats
@@ -128,7 +127,7 @@ def linear_cross_entropy(
         memory_limit, backend,
     )  # fmt: skip
     eager = is_plain() and are_plain(inputs)  # else custom operators run
-    plan = plan_for(inputs, options) if eager else make_plan(inputs, options, no_kernel_on)
+    plan, kernels = plan_for(inputs, options) if eager else (make_plan(inputs, options), None)
     if not eager and is_transformed():
         loss, lse, *stats = _run_transformed(inputs, plan, options)
     else:
@@ -136,7 +135,7 @@ def linear_cross_entropy(
             check_buffer(
                 "linear_cross_entropy", grad_weight_out=grad_weight_out, linear_weight=linear_weight, input=input
             )
-        loss, lse, *stats = autograd.run(inputs, plan, return_lse, eager)
+        loss, lse, *stats = autograd.run(inputs, plan, return_lse, eager, kernels)
     if return_stats:
         return loss, LinearCrossEntropyStats(lse, *stats)
     return (loss, lse) if return_lse else loss
@@ -255,28 +254,29 @@ class LinearCrossEntropyLoss(nn.Module):
 
 MODULE_OPTIONS = [name for name in Options._fields if name not in ("return_lse", "return_stats")]
 _MAX_PLANS = 4096  # the cache is cleared when full: with packed sequences, shapes may be new in every step
-_plans: dict[tuple, Plan] = {}
+_plans: dict[tuple, tuple[Plan, RowKernels | None]] = {}
 
 
-def plan_for(inputs: Inputs, options: Options) -> Plan:
-    """The plan for these arguments. A cached plan implies that they are valid."""
+def plan_for(inputs: Inputs, options: Options) -> tuple[Plan, RowKernels | None]:
+    """The plan for these arguments, and its kernels, if any. A cached plan implies that the arguments are valid."""
     try:
-        key = key_of(inputs, options)
-        plan = _plans.get(key)
+        key = choose.epoch, key_of(inputs, options)
+        found = _plans.get(key)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: make_plan raises
-        key, plan = None, None
-    if plan is None:
-        plan = make_plan(inputs, options, no_kernel_on, eager=True)
-        if inputs.input.is_cuda and plan.why_portable is None:
-            prepare(inputs, plan)
+        key, found = None, None
+    if found is None:
+        plan, kernels = make_plan(inputs, options, eager=True), None
+        if plan.why_portable is None:
+            kernels = autograd.kernels_on(inputs.input.device)
+            prepare(inputs, plan, kernels.device)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
-    return plan
+        found = _plans[key] = plan, kernels
+    return found
 
 
 def key_of(inputs: Inputs, options: Options) -> tuple:
-    """Everything that plans and checks depend on. For invalid arguments it may raise or be unhashable."""
+    """Everything but the epoch that plans and checks depend on. For invalid arguments may raise or be unhashable."""
     *tensors, scale, items, out = inputs
     return (
         *options,
@@ -286,7 +286,7 @@ def key_of(inputs: Inputs, options: Options) -> tuple:
         _validity_key(scale),
         _validity_key(items),
         autocast_dtype(tensors[0].device.type),
-        options.memory_limit is None or (memory.tensor_metadata(inputs), choose.epoch),
+        options.memory_limit is None or memory.tensor_metadata(inputs),
     )
 
 
@@ -299,9 +299,7 @@ def _validity_key(number: float | Tensor | None) -> tuple | None:
     return type(number), 0 <= number < 2**63, FP32.tiny <= number <= FP32.max
 
 
-def make_plan(
-    inputs: Inputs, options: Options, no_kernel_on: Callable[[torch.device], str], eager: bool = False
-) -> Plan:
+def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> Plan:
     """Checks the arguments and chooses path, schedule and chunks from shapes, dtypes, device and options."""
     check_tensors(inputs)
     check_options(options, inputs.logit_scale, inputs.num_items, inputs.input.device)
@@ -314,10 +312,12 @@ def make_plan(
     compute_dtype = resolve_compute_dtype(inputs)
     why_portable = ""
     if m > 0 and backend != "reference":  # without rows, the portable path is enough
-        why_portable = no_kernel_on(device) or _not_covered(compute_dtype, h) or None
+        # any GEMM will do, ours or cuBLAS's: see kernels_of
+        why_portable = why_unsupported("linear_cross_entropy", "lce_rows", device)
+        why_portable = why_portable or _not_covered(compute_dtype, h) or None
     if why_portable and backend == "cute":
         raise UnsupportedError(why_portable)
-    if why_portable is not None and device.type != "cuda":
+    if why_portable is not None and not expects_kernels(device):
         why_portable = ""
     ignore_index = -100 if ignore_index is None else ignore_index
     loss_options = ignore_index, label_smoothing, softcap, z_loss, reduction, return_stats, compute_dtype
@@ -359,22 +359,3 @@ def _not_covered(compute_dtype: torch.dtype, h: int) -> str:
 
 def _no_kernel_for(reason: str) -> str:
     return f'linear_cross_entropy: no kernel for {reason}. backend="auto" runs the portable path.'
-
-
-def no_kernel_on(device: torch.device) -> str:
-    """Why no kernel runs on `device`; "" if kernels run there."""
-    if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
-        return _no_kernel_for("AMD GPUs" if device.type == "cuda" else device.type)
-    try:
-        kernels.find("lce_rows", gpu_of(device.index))  # the GEMM may be ours or cuBLAS's: see make_kernels
-    except UnsupportedError as error:
-        return str(error).replace("lce_rows", "linear_cross_entropy")  # what the user called
-    try:
-        toolchain.find()
-    except UnsupportedError as error:
-        return f'linear_cross_entropy: {error} backend="auto" runs the portable path.'
-    return ""
-
-
-# torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
-no_kernel_on._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -15,9 +15,7 @@ from torch import Tensor
 from quackish import kernels as kernel_table
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.errors import UnsupportedError
-from quackish.gpu import Gpu, gpu_of
-from quackish.ops import cuda
-from quackish.ops.kernel_for import KernelFor, kernel_for
+from quackish.ops.device import Device, check_same_device, device_of
 from quackish.ops.linear_cross_entropy import portable, schedules
 from quackish.ops.linear_cross_entropy.calls import Call, ForwardResult, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
@@ -32,19 +30,32 @@ _NO_RESULT = ForwardResult(None)
 _GRAD_OUTPUTS = "grad_loss", "grad_lse", "grad_log_prob", "grad_entropy"
 
 
-def make_kernels(
-    device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for, loop: Loop = iter
-) -> LceKernels | CublasKernels:
-    """The kernels of a device: with our GEMM if the kernel table has one for the GPU, else with cuBLAS's."""
-    gpu = gpu or gpu_of(device.index)
+def make_kernels(device: Device, loop: Loop = iter) -> LceKernels | CublasKernels:
+    """New kernels of a device: with our GEMM if the kernel table has one for the GPU, else with cuBLAS's."""
     try:
-        kernel_table.find("lce_gemm", gpu)
+        kernel_table.find("lce_gemm", device.gpu)
     except UnsupportedError:
-        return CublasKernels(device, gpu, kernel_for, loop)
-    return LceKernels(device, gpu, kernel_for, loop)
+        return CublasKernels(device, loop)
+    return LceKernels(device, loop)
 
 
-kernels_of = functools.cache(make_kernels)
+def kernels_of(device: Device) -> LceKernels | CublasKernels:
+    """The kernels that the calls on a device share."""
+    kernels = device.cache.get("linear_cross_entropy")
+    if kernels is None:
+        kernels = device.cache["linear_cross_entropy"] = make_kernels(device)
+    return kernels
+
+
+def kernels_on(device: torch.device) -> LceKernels | CublasKernels:
+    """The kernels for tensors on `device`, in operators. RuntimeError if it has none, unlike when the plan was made."""
+    found = device_of(device)
+    if isinstance(found, str):
+        raise RuntimeError(
+            f"linear_cross_entropy: {found} The call was planned inside a quackish.ops.device.substitute block; "
+            "expected to run inside it"
+        )
+    return kernels_of(found)
 
 
 def prepare_call(inputs: Inputs, plan: Plan, kernels, state: RowState | None = None, *grads: Tensor | None) -> Call:
@@ -131,18 +142,17 @@ def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, kernels=None)
     """(loss, lse) of checked arguments; with return_stats (loss, lse, log_prob, entropy, predicted).
 
     lse may be None if not requested. eager: launch kernels directly instead of through the custom operators.
-    kernels: overrides the device's, in eager only.
+    kernels: in eager, those of the plan; None on the portable path.
     """
     if inputs.logit_scale is not None:
         inputs = inputs._replace(logit_scale=logit_scale_tensor(inputs, plan))
     if not eager or plan.why_portable is not None:
         return _run_ops(inputs, plan)
     x, w, bias = inputs[:3]
-    device = x.device
-    if device.type == "cuda" and cuda.current_device() != device.index:  # allocations and launches use the current one
-        with torch.cuda.device(device):
+    device = kernels.device
+    if device.current() != device.index:  # allocations and launches use the current one
+        with device.make_current():
             return run(inputs, plan, return_lse, eager, kernels)
-    kernels = kernels or kernels_of(device)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)):
         out = _apply(x, w, bias, inputs, plan, return_lse, kernels)
         return out if isinstance(out, tuple) else (out, None)
@@ -297,14 +307,14 @@ def _parse(args) -> tuple[Inputs, Plan, GradsNeeded]:
 def run_forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, kernels=None, device=None) -> tuple:
     """(loss, lse, log_prob, entropy, predicted, state, live_x, exp_logits, dx, dw, db); absent ones are None.
 
-    Dry runs on meta tensors pass kernels, or for the portable path the simulated device.
+    kernels: those of the plan, if the caller has them. Dry runs of the portable path pass the simulated device.
     """
     shape = inputs.target.shape
     if plan.why_portable is not None:
         loss, stats, divisor, grads, logits = portable.forward(inputs, plan, needed, device)
         outputs = [reshaped(loss, shape) if loss.dim() else loss, *(reshaped(t, shape) for t in stats)]
         return *outputs, *[None] * (5 - len(outputs)), divisor, None, logits, *grads
-    kernels = kernels or kernels_of(inputs.input.device)
+    kernels = kernels or kernels_on(inputs.input.device)
     outputs, state, out = _forward(inputs, plan, kernels, needed, return_lse=True, allow_dw_in_forward=False)
     return *outputs, *[None] * (5 - len(outputs)), state.memory, out.live_x, out.exp_logits, *out.grads
 
@@ -323,7 +333,7 @@ def run_backward(
     if plan.why_portable is not None:
         return portable.backward(inputs, plan, needed, *grad_outputs, state, exp_logits, device)
     m = inputs.target.numel()
-    kernels, state = kernels or kernels_of(inputs.input.device), _writable_state(RowState.from_memory(state, m), m)
+    kernels, state = kernels or kernels_on(inputs.input.device), _writable_state(RowState.from_memory(state, m), m)
     call = prepare_call(inputs, plan, kernels, state, *flatten_grad_outputs(plan, *grad_outputs))
     saved = ForwardResult(None, Grads(), live_x, _writable_exp_logits(exp_logits, grad_outputs[3]))
     return schedules.backward(call, saved, needed)
@@ -392,7 +402,7 @@ for _op, _impl, _fake in (("fwd", _fwd_impl, _fwd_fake), ("bwd", _bwd_impl, _bwd
 
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.grad_weight_out = inputs[:8]
-    ctx.args = inputs[8:]
+    ctx.args, ctx.device = inputs[8:], device_of(tensors[0].device)
     saved = output[5:]
     ctx.mark_non_differentiable(*(t for t in saved if t is not None))
     ctx.save_for_backward(*tensors, *saved)
@@ -415,6 +425,8 @@ def _op_backward(ctx, grad_loss, grad_lse, grad_log_prob, grad_entropy, *_):
     *tensors, state, live_x, exp_logits, dx, dw, db = ctx.saved_tensors
     *options, needs = ctx.args
     plan, dw_out = Plan(*options), ctx.grad_weight_out if needs[1] else None
+    if plan.why_portable is None:
+        check_same_device("linear_cross_entropy", ctx.device, tensors[0].device)
     inputs, grads = Inputs(*tensors, dw_out), Grads()
     computed = grads if has_row_grads else Grads(dx, dw, db)
     missing = [need and g is None for need, g in zip(needs, computed, strict=True)]

@@ -26,10 +26,10 @@ from quackish.configs.lce_args import (
     SoftmaxArgs,
     TailArgs,
 )
-from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda
 from quackish.ops.cuda import address, dtype_of, empty_on, vector
-from quackish.ops.kernel_for import Kernel, KernelFor, kernel_for
+from quackish.ops.device import Device
+from quackish.ops.kernel_for import Kernel
 
 # Memory ---------------------------------------------------------------------------------------------------------------
 
@@ -168,13 +168,9 @@ class RowKernels:
     Arguments are those of the kernels (configs/lce_args.py); `softcap` 0 means none. Each kernel's module documents it.
     """
 
-    def __init__(
-        self, device: torch.device, gpu: Gpu | None = None, kernel_for: KernelFor = kernel_for,
-        loop: Loop = iter,
-    ):  # fmt: skip
+    def __init__(self, device: Device, loop: Loop = iter):
         """loop: the iterations of a loop that are run; a dry run needs only its `representatives`."""
-        self.device, self.gpu, self.kernel_for, self.loop = device, gpu or gpu_of(device.index), kernel_for, loop
-        self.stream = cuda.current_stream_of(device)
+        self.device, self.gpu, self.stream, self.loop = device, device.gpu, device.stream, loop
         # the epoch of tuned configs, and the kernels chosen in it
         self._kernels: tuple[int, dict[tuple, Kernel]] = choose.epoch, {}
 
@@ -188,7 +184,7 @@ class RowKernels:
         if kernel is None:  # if the epoch changes now, this dictionary is dropped
             fields = [cuda.name_of(f) if isinstance(f, torch.dtype) else f for f in fields]
             problem = (_gemm_problem if name == "lce_gemm" else choose.FIXED[name][0])(*fields)
-            kernel = kernels[key] = self.kernel_for(name, problem, self.gpu)
+            kernel = kernels[key] = self.device.kernel_for(name, problem, self.gpu)
         return kernel
 
     def launch(self, args: tuple, name: str, *fields: Any) -> None:

@@ -24,6 +24,7 @@ from quackish.configs.linear_cross_entropy import (
 )
 from quackish.gpu import Gpu
 from quackish.ops import cuda
+from quackish.ops.device import Device
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd
 from quackish.ops.linear_cross_entropy.calls import Plan
@@ -202,8 +203,8 @@ class MemoryDryRun(MemoryCounter):
         self.plan = Plan(*request.options, *config, request.why_portable)
         self.kernels = None
         if request.why_portable is None:
-            gpu = gpu or autograd.kernels_of(request.device).gpu
-            self.kernels = autograd.make_kernels(META, gpu, self.kernel_for, self.loop)
+            gpu = gpu or autograd.kernels_on(request.device).gpu
+            self.kernels = autograd.make_kernels(Device(gpu, self.kernel_for), self.loop)
         self.grad_bytes = 0
         self.forward_grad_bytes = 0  # of the gradients that the forward operator returns
 

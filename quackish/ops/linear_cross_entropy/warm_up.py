@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quackish import launch
 from quackish.gpu import Gpu
+from quackish.ops.device import Device
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import schedules
 from quackish.ops.linear_cross_entropy.autograd import (
@@ -22,11 +23,11 @@ from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.launches import representatives
 
-_prepared: set[tuple] = set()
 
-
-def prepare(inputs: Inputs, plan: Plan) -> None:
+def prepare(inputs: Inputs, plan: Plan, device: Device) -> None:
     """Compiles the kernels of forward and backward, once per key. May miss one or two kernels that depend on M."""
+    if device.prepare is None:
+        return
     x, w, bias, target, weight, scale, items, out = inputs
     m, (v, h), is_aligned = target.numel(), w.shape, _is_aligned(x, plan.compute_dtype)
     needs = requires_grad(inputs)
@@ -34,14 +35,15 @@ def prepare(inputs: Inputs, plan: Plan) -> None:
     layout = schedules.forward_layout(plan, m, v, h, needed, out is None, True)
     key = (
         plan._replace(ignore_index=0, label_smoothing=plan.label_smoothing > 0, softcap=plan.softcap is None, z_loss=0),
-        x.device, v, h, *needs, m > layout.chunk_rows, layout.columns > 0, layout.dw_block > 0, is_aligned,
+        v, h, *needs, m > layout.chunk_rows, layout.columns > 0, layout.dw_block > 0, is_aligned,
         tuple(None if t is None else t.dtype for t in (x, w, bias, target, weight, out)),
         None if out is None else out.stride(),
         scale is None, None if items is None else isinstance(items, Tensor) and items.is_cuda,
     )  # fmt: skip
-    if key in _prepared:
+    prepared = device.cache.setdefault("linear_cross_entropy.prepared", set())
+    if key in prepared:
         return
-    _prepared.add(key)
+    prepared.add(key)
     requests: dict[launch.Request, None] = {}  # an ordered set
 
     def record_request(name: str, problem: Any, gpu: Gpu) -> Kernel:
@@ -52,7 +54,7 @@ def prepare(inputs: Inputs, plan: Plan) -> None:
     def loop(items: Sequence[Any]) -> Iterator[Any]:
         return (item for item, _ in representatives(items))
 
-    kernels = make_kernels(x.device, kernel_for=record_request, loop=loop)
+    kernels = make_kernels(Device(device.gpu, record_request), loop)
     if isinstance(kernels, CublasKernels):  # small kernels: all compile in 2 s
         return
     meta_x = _meta_tensor((m, h), (h if is_aligned else h + 1, 1), x.dtype)
@@ -63,7 +65,7 @@ def prepare(inputs: Inputs, plan: Plan) -> None:
     with torch.no_grad():  # num_items stays, because kernels depend on whether it is on the GPU
         target = _meta_tensor((m,), (1,), target.dtype)
         _dry_run(kernels, Inputs(meta_x, w, bias, target, weight, scale, items, out), plan, needed)
-    launch.prepare(list(requests))
+    device.prepare(list(requests))
 
 
 def _is_aligned(x: Tensor, dtype: torch.dtype) -> bool:
