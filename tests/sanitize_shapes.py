@@ -164,7 +164,8 @@ def run_grouped_mlp(sizes, tail, h, i, dtype, options) -> None:
 
 def run_token_rows(tokens, n, k) -> None:
     of_experts = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(0)).view(tokens, k).to(GPU)
-    kernel_steps.sum_rows(kernel_steps.copy_rows(rows((tokens, n), BF16).to(GPU), of_experts), of_experts)
+    steps = kernel_steps.steps_of(device_of(of_experts.device))
+    steps.sum_rows(steps.copy_rows(rows((tokens, n), BF16).to(GPU), of_experts), of_experts)
 
 
 def main() -> None:

@@ -87,30 +87,40 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def linear_cross_entropy(backend="cute"):
+def linear_cross_entropy():
     x, w = (torch.ones(rows, 16, dtype=torch.bfloat16, requires_grad=True) for rows in (8, 24))
-    return quackish.linear_cross_entropy(x, w, torch.arange(8), schedule="stored", backend=backend)
+    return quackish.linear_cross_entropy(x, w, torch.arange(8), schedule="stored", backend="cute")
 
 
-def test_linear_cross_entropy_uses_the_device_of_its_forward():
-    device, launches = idle_kernels.device()
-    other, launches_of_other = idle_kernels.device()
+def grouped_mlp():
+    shapes = (8, 16), (2, 32, 16), (2, 16, 16)
+    tensors = [torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    return quackish.grouped_mlp(*tensors, torch.tensor([3, 8]).int(), backend="cute").sum()
+
+
+def grouped_mm():
+    a, b = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((8, 16), (2, 16, 16)))
+    return quackish.grouped_mm(a, b, torch.tensor([3, 8]).int(), backend="cute").sum()
+
+
+@pytest.mark.parametrize("call", [linear_cross_entropy, grouped_mlp, grouped_mm])
+def test_nothing_leaks_into_a_substitute_or_out_of_it(call):
+    (device, launches), (other, launches_of_other) = idle_kernels.device(), idle_kernels.device()
     with substitute("cpu", device):
-        loss = linear_cross_entropy()
+        loss = call()
         with Operators():
-            of_operators = linear_cross_entropy()
+            of_operators = call()
         with substitute("cpu", other):
-            linear_cross_entropy()
+            call()
+    assert len(launches) == 2 * len(launches_of_other) > 0
+    with pytest.raises(UnsupportedError, match=f"{call.__name__}: no kernel for cpu tensors"):
+        call()
     forward, forward_of_other = len(launches), len(launches_of_other)
-    assert forward == 2 * forward_of_other > 0
-    with pytest.raises(
-        UnsupportedError, match=r'linear_cross_entropy: no kernel for cpu tensors\. backend="auto" runs'
-    ):
-        linear_cross_entropy()
-    loss.backward()
-    assert len(launches) > forward
     for block in (contextlib.nullcontext(), substitute("cpu", other)):
-        text = "linear_cross_entropy: cpu tensors had another device of kernels in forward"
+        text = f"{call.__name__}: cpu tensors had another device of kernels in forward"
         with block, pytest.raises(RuntimeError, match=text):
             of_operators.backward(retain_graph=True)
-    assert len(launches_of_other) == forward_of_other
+    assert (len(launches), len(launches_of_other)) == (forward, forward_of_other)
+    with substitute("cpu", device):
+        loss.backward()
+    assert len(launches) > forward

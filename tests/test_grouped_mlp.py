@@ -22,8 +22,9 @@ from quackish.configs.choose import choose
 from quackish.configs.grouped_gemm import TILES
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.gpu import H200
-from quackish.ops.grouped_mlp import autograd, kernel_steps
-from quackish.ops.grouped_mlp.checks import Inputs
+from quackish.ops.device import Device, device_of, substitute, why_unsupported
+from quackish.ops.grouped_mlp import autograd
+from quackish.ops.grouped_mlp.kernel_steps import steps_of
 from quackish.ops.kernel_for import Kernel
 from quackish.reference import grouped_mlp as reference
 from quackish.testing import assert_deterministic
@@ -63,11 +64,10 @@ def where(request, monkeypatch, poisoned):
         yield Where(device, "reference", (FP64, BF16))
         return
     if kind == "emulated":
-        monkeypatch.setattr(autograd, "no_kernel_on", lambda *args: "")
-        with kernel_steps.stand_ins(emulated_kernels.kernel_for, H200):
+        with substitute("cpu", Device(H200, emulated_kernels.kernel_for)):
             yield Where(device, "cute", (BF16, FP16))
         return
-    if reason := autograd.no_kernel_on("grouped_mlp", torch.device("cuda", torch.cuda.current_device())):
+    if reason := why_unsupported("grouped_mlp", "grouped_gemm", torch.device("cuda", torch.cuda.current_device())):
         pytest.skip(reason)
     yield Where(device, "cute", (BF16, FP16))
 
@@ -299,13 +299,9 @@ def test_many_tiles_are_all_tiles():
         launched.add((problem.epilogue, problem.cluster_tile))
         return Kernel(lambda *args: None, choose(name, problem, gpu).config)
 
-    with kernel_steps.stand_ins(kernel_for, H200):
+    with substitute("cpu", Device(H200, kernel_for)):
         for sizes, h, i in MANY.values():
-            case, dy = make(sizes, h, i, dtype=BF16)
-            inputs = Inputs(**{name: case.get(name) for name in Inputs._fields})
-            _, z = autograd.forward(kernel_steps, inputs, "swiglu", True)
-            dtypes = autograd.Dtypes(*(None if t is None else t.dtype for t in inputs[:7]))
-            autograd.gradients(kernel_steps, dy, inputs, z, "swiglu", dtypes)
+            step(grouped_mlp, *make(sizes, h, i, dtype=BF16))
     assert launched == {(epilogue, tile) for epilogue, tiles in TILES.items() for tile in tiles}
 
 
@@ -356,7 +352,8 @@ def test_long_sums_stay_within_the_stated_bound(rows):
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (torch.rand(rows, 64, generator=generator, device="cuda").bfloat16() for _ in range(2))
     offs = torch.tensor([rows], dtype=torch.int32, device="cuda")
-    got = kernel_steps.weight_gradient(a, b, offs, FP32)[0].double()
+    steps = steps_of(device_of(torch.device("cuda", torch.cuda.current_device())))
+    got = steps.weight_gradient(a, b, offs, FP32)[0].double()
     truth = sum(x.double().T @ y.double() for x, y in zip(a.split(2**20), b.split(2**20), strict=True))
     worst = ((got - truth).abs() / truth).max()
     print(f"{rows} rows: {worst:.2e}")
@@ -658,8 +655,7 @@ def launches(monkeypatch):
         config = choose(name, problem, gpu).config
         return Kernel(lambda args, stream: seen.append((problem, args)), config)
 
-    monkeypatch.setattr(autograd, "steps_for", lambda *args: kernel_steps)
-    with kernel_steps.stand_ins(kernel_for, H200):
+    with substitute("cpu", Device(H200, kernel_for)):
         yield seen
 
 
@@ -781,9 +777,13 @@ def test_what_is_refused():
     ):
         with pytest.raises(UnsupportedError, match=r"torch\.func transforms and forward-mode AD are not supported"):
             transformed()
-    with pytest.raises(UnsupportedError, match=r'grouped_mlp: no kernel for cpu\. backend="auto" runs the portable'):
+    with pytest.raises(
+        UnsupportedError, match=r'grouped_mlp: no kernel for cpu tensors\. backend="auto" runs the portable'
+    ):
         grouped_mlp(**case, backend="cute")
-    with pytest.raises(UnsupportedError, match=r'grouped_mm: no kernel for cpu\. backend="auto" runs the portable'):
+    with pytest.raises(
+        UnsupportedError, match=r'grouped_mm: no kernel for cpu tensors\. backend="auto" runs the portable'
+    ):
         grouped_mm(case["x"], case["w1"].mT, case["offs"], backend="cute")
 
 

@@ -11,7 +11,9 @@ import quackish
 from quackish.configs.token_rows import TokenRowsProblem, token_rows_config
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
-from quackish.ops.grouped_mlp import autograd, kernel_steps, moe
+from quackish.ops.device import Device, device_of, substitute
+from quackish.ops.grouped_mlp.kernel_steps import steps_of
+from quackish.ops.kernel_for import Kernel
 from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.errors import same_bits
 
@@ -49,17 +51,15 @@ def by_loop(x, index, weights, w1, w2, b1=None, b2=None):
 
 
 @pytest.fixture
-def launched(monkeypatch, poisoned):
+def launched(poisoned):
     """Runs CPU tensors on emulated kernels; returns the names of those launched."""
     names = []
 
     def kernel_for(name, problem, gpu):
-        names.append(name)
-        return emulated_kernels.kernel_for(name, problem, gpu)
+        launch, config = emulated_kernels.kernel_for(name, problem, gpu)
+        return Kernel(lambda *args: (names.append(name), launch(*args)), config)
 
-    for module in (autograd, moe):
-        monkeypatch.setattr(module, "no_kernel_on", lambda *args: "")
-    with kernel_steps.stand_ins(kernel_for, H200):
+    with substitute("cpu", Device(H200, kernel_for)):
         yield names
 
 
@@ -289,7 +289,8 @@ def test_token_rows_compiles(n, op, gpu):
 def test_token_rows_are_copied_and_summed_in_order(n, k, dtype):
     tokens = torch.randn(100, n, device="cuda").to(dtype)
     rows = torch.randperm(100 * k, device="cuda").view(100, k)
-    copies = kernel_steps.copy_rows(tokens, rows)
+    steps = steps_of(device_of(tokens.device))
+    copies = steps.copy_rows(tokens, rows)
     assert same_bits(copies[rows], tokens[:, None].expand(-1, k, -1))
     x = torch.randn_like(copies)
     if k > 2:  # each order rounds other small rows to the last bits of the two large ones, which cancel
@@ -299,7 +300,7 @@ def test_token_rows_are_copied_and_summed_in_order(n, k, dtype):
     total = torch.zeros(100, n, device="cuda")
     for one in rows.unbind(1):
         total += x[one].float()
-    assert same_bits(kernel_steps.sum_rows(x, rows), total.to(dtype))
+    assert same_bits(steps.sum_rows(x, rows), total.to(dtype))
 
 
 WRONG = {

@@ -252,12 +252,13 @@ def grouped_mlp(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> D
         raise UnsupportedError(why)
     recorder, keeps = _Recorder(), not (args.no_grad or recompute)
     recorder.ignore(*inputs, dy)
-    with recorder, kernel_steps.stand_ins(recorder.kernel_for, gpu):
-        y, preactivation = grouped.forward(kernel_steps, inputs, activation, keeps)
+    steps = kernel_steps.KernelSteps(Device(gpu, recorder.kernel_for))
+    with recorder:
+        y, preactivation = grouped.forward(steps, inputs, activation, keeps)
         if not args.no_grad:
             recorder.phase = "backward"
             dtypes = grouped.Dtypes._make(None if t is None else t.dtype for t in inputs[:7])
-            grads = grouped.gradients(kernel_steps, dy, inputs, preactivation, activation, dtypes)
+            grads = grouped.gradients(steps, dy, inputs, preactivation, activation, dtypes)
             del y, grads  # held until here
     notes = ["Bytes and FLOPs assume that every group is used and every row is in one: only the GPU knows the groups."]
     return DryRun(None, {}, recorder.steps, recorder.peak, recorder.buffers(), notes)

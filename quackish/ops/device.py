@@ -91,11 +91,26 @@ def why_unsupported(op: str, kernel: str, device: torch.device) -> str:
     found = device_of(device)
     if isinstance(found, str):
         return f'{op}: {found} backend="auto" runs the portable path.'
-    try:
-        kernels.find(kernel, found.gpu)
-    except UnsupportedError as error:
-        return str(error).replace(kernel, op)
-    return ""
+    why = found.cache.get((op, kernel))
+    if why is None:
+        try:
+            kernels.find(kernel, found.gpu)
+            why = ""
+        except UnsupportedError as error:
+            why = str(error).replace(kernel, op)
+        found.cache[op, kernel] = why
+    return why
+
+
+def require_device(op: str, device: torch.device) -> Device:
+    """The Device of tensors for which kernels were chosen. RuntimeError if they have none any more."""
+    found = device_of(device)
+    if isinstance(found, str):
+        raise RuntimeError(
+            f"{op}: {found} The kernels were chosen inside a quackish.ops.device.substitute block; expected to run "
+            "inside it"
+        )
+    return found
 
 
 def expects_kernels(device: torch.device) -> bool:
@@ -104,7 +119,8 @@ def expects_kernels(device: torch.device) -> bool:
 
 
 # torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
-why_unsupported._dynamo_marked_constant = expects_kernels._dynamo_marked_constant = True
+why_unsupported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+expects_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_same_device(op: str, forward: Device | str, device: torch.device) -> None:

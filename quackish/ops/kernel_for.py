@@ -1,4 +1,4 @@
-"""How operations get their kernels: (kernel, problem, GPU) -> callable. Dry runs and tests substitute their own."""
+"""How a GPU gets its kernels: (kernel, problem, GPU) -> callable. Substitutes of `device.py` have their own."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

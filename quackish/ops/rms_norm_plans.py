@@ -65,6 +65,7 @@ class Plan:
         self.m, self.backend, self.problem, self.device = m, backend, problem, device_of(x.device)
         if isinstance(self.device, Device):
             self.device_index, self.current_device = self.device.index, self.device.current
+            self.make_current = self.device.make_current
             self.empty, self.stream, self.take_workspace = self.device.empty, self.device.stream, self.device.workspace
         self._name, self._call = name, (m, x.device, self.device, backend, rstd_dtype)
         self.kernel = find_kernel(name, problem, *self._call)
@@ -113,7 +114,7 @@ class ForwardPlan(Plan):
         if kernel is None:
             return self.run_portable(x, weight, bias, residual)
         if self.current_device() != self.device_index:  # allocations and the launch use the current device
-            with self.device.make_current():
+            with self.make_current():
                 return self.run(x, weight, bias, residual)
         if self.copies:
             x, residual, weight, bias = copy_unreadable((x, residual), (weight, bias))
@@ -196,7 +197,7 @@ class BackwardPlan(Plan):
         if kernel is None:
             return self.run_portable(dy, x, weight, rstd, dres, dweight_out)
         if self.current_device() != self.device_index:
-            with self.device.make_current():
+            with self.make_current():
                 return self.run(dy, x, weight, rstd, dres, dweight_out)
         if self.copies:
             dy, x, dres, weight = copy_unreadable((dy, x, dres), (weight,))

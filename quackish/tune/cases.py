@@ -12,7 +12,7 @@ from quackish.configs.grouped_gemm import DSCALES_COLUMNS, GroupedGemmArgs, Grou
 from quackish.configs.lce_args import GemmArgs, TailArgs
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
-from quackish.ops.device import device_of
+from quackish.ops.device import require_device
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, Plan
 
 Run = Callable[[], tuple[Tensor | None, ...]]  # launches once and returns the results
@@ -105,7 +105,7 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
     written += [getattr(epilogue, name, None) for name in ("part_sum", "part_wsum", "target_logit")]
     counters = torch.zeros(NUM_TICKETS + 1, dtype=torch.int32, device=device)
     num_live = torch.tensor([k if p.live == "k" else m], dtype=torch.int32, device=device)
-    on = device_of(device)
+    on = require_device("tune", device)
 
     def make() -> Run:
         kernel = on.kernel_for("lce_gemm", p, on.gpu)
@@ -179,7 +179,7 @@ def _grouped(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.devi
         "act": lambda: torch.zeros(rows, n, dtype=_dtype(p.dtype), device=device),
         "dscales_parts": lambda: torch.zeros(parts, rows, device=device),
     }
-    epilogue, on = _epilogue_args(p.args.epilogue, makers), device_of(device)
+    epilogue, on = _epilogue_args(p.args.epilogue, makers), require_device("tune", device)
     names = ("act", "dscales_parts", *["preactivation"] * (p.epilogue == "up"))
     written = d, *(getattr(epilogue, name, None) for name in names)
 

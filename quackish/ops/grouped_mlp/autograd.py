@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish import kernels, toolchain
 from quackish.errors import UnsupportedError, warn_once
-from quackish.gpu import gpu_of
+from quackish.ops.device import check_same_device, device_of, expects_kernels, require_device, why_unsupported
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.grouped_mlp.checks import Inputs, check_offs
 from quackish.ops.modes import are_plain, as_plain, check_memory, is_plain, without_autocast
@@ -36,45 +35,34 @@ class Dtypes(NamedTuple):
         return any(dtype is not None for dtype in (*self[:5], self.scales))
 
 
-@functools.cache
-def no_kernel_on(who: str, device: torch.device, kernel: str = "grouped_gemm") -> str:
-    """Why the kernel does not run on the device; "" if it does."""
-    end = 'backend="auto" runs the portable path.'
-    if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
-        return f"{who}: no kernel for {'AMD GPUs' if device.type == 'cuda' else device.type}. {end}"
-    try:
-        kernels.find(kernel, gpu_of(device.index))
-        toolchain.find()
-    except UnsupportedError as error:
-        return str(error).replace(kernel, who)
-    return ""
+Steps = ModuleType | kernel_steps.KernelSteps  # `reference` or kernels
 
 
-def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> ModuleType:
-    """The module whose steps run: kernels or the portable path, which on a GPU warns once per reason.
+def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> Steps:
+    """The steps that run: kernels or the portable path, which on a GPU warns once per reason.
 
     columns: the size of the matrix products that is not x's number of columns.
     """
     if backend == "reference" or x.numel() == 0:
         return reference
-    why_portable = no_kernel_on(who, x.device) or kernel_steps.why_none(who, x, columns, offs.shape[0])
+    why_portable = why_unsupported(who, "grouped_gemm", x.device)
+    why_portable = why_portable or kernel_steps.why_none(who, x, columns, offs.shape[0])
     if why_portable and backend == "cute":
         raise UnsupportedError(why_portable)
-    if why_portable and x.device.type == "cuda":
+    if why_portable and expects_kernels(x.device):
         warn_once(why_portable)
-    return reference if why_portable else kernel_steps
+    return reference if why_portable else kernel_steps.steps_of(require_device(who, x.device))
 
 
-def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> ModuleType:
-    """`steps_for`, after a check of the offsets on a CPU, where reading them costs no synchronization."""
-    if x.device.type == "cpu":
+def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> Steps:
+    """`steps_for`, and a check of the offsets where PyTorch runs on a CPU: reading them costs no synchronization."""
+    steps = steps_for(who, x, columns, offs, backend)
+    if steps is reference and x.device.type == "cpu":
         check_offs(who, offs, x.shape[0], "the number of rows")
-    return steps_for(who, x, columns, offs, backend)
+    return steps
 
 
-def forward(
-    steps: ModuleType, inputs: Inputs, activation: str, keep_preactivation: bool
-) -> tuple[Tensor, Tensor | None]:
+def forward(steps: Steps, inputs: Inputs, activation: str, keep_preactivation: bool) -> tuple[Tensor, Tensor | None]:
     """(y, the preactivation)"""
     x, w1, w3, b1, w2, b2, scales, offs, *_ = inputs
     preactivation, act = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation)
@@ -82,7 +70,7 @@ def forward(
 
 
 def gradients(
-    steps: ModuleType,
+    steps: Steps,
     dy: Tensor,  # (R, H)
     inputs: Inputs,
     preactivation: Tensor | None,  # None: computed again
@@ -185,6 +173,7 @@ def _setup_context(ctx, inputs, output):
     *tensors, out_1, out_3, out_2 = inputs[:_NUM_INPUTS]
     ctx.outs = dict(w1=out_1, w3=out_3, w2=out_2)  # not saved: backward writes to the buffers
     ctx.activation, _, ctx.backend = inputs[_NUM_INPUTS:]
+    ctx.device = device_of(tensors[0].device)
     preactivation = output[1]
     if preactivation is not None:
         ctx.mark_non_differentiable(preactivation)
@@ -197,6 +186,7 @@ def _op_backward(ctx, dy, _):
     if dy is None:
         return (None,) * (len(Dtypes._fields) + _NUM_OTHERS)
     *tensors, preactivation = ctx.saved_tensors
+    check_same_device("grouped_mlp", ctx.device, tensors[0].device)
     needs = zip(Dtypes._fields, tensors, ctx.needs_input_grad, strict=False)
     dtypes = {name: t.dtype if need and t is not None else None for name, t, need in needs}
     outs = {name: out for name, out in ctx.outs.items() if out is not None and dtypes[name] is not None}
@@ -251,11 +241,13 @@ def _sum_fake(a, b, offs, backend):
 
 def _mm_context(ctx, inputs, output):
     *tensors, ctx.backend = inputs
+    ctx.device = device_of(tensors[0].device)
     ctx.save_for_backward(*tensors)
 
 
 def _rows_backward(ctx, dy):
     a, w, offs = ctx.saved_tensors
+    check_same_device("grouped_mm", ctx.device, a.device)
     da = rows_op(dy, w.transpose(1, 2), offs, ctx.backend) if ctx.needs_input_grad[0] else None
     dw = sum_op(dy, a, offs, ctx.backend) if ctx.needs_input_grad[1] else None
     return da, dw, None, None
@@ -263,6 +255,7 @@ def _rows_backward(ctx, dy):
 
 def _sum_backward(ctx, dy):
     a, b, offs = ctx.saved_tensors
+    check_same_device("grouped_mm", ctx.device, a.device)
     da = rows_op(b, dy, offs, ctx.backend) if ctx.needs_input_grad[0] else None
     db = rows_op(a, dy.transpose(1, 2), offs, ctx.backend) if ctx.needs_input_grad[1] else None
     return da, db, None, None

@@ -4,11 +4,9 @@ Kernels read operands in place if one dimension is contiguous, the groups' matri
 16 bytes. Other operands are copied.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,10 +26,9 @@ from quackish.configs.grouped_gemm import (
     max_groups_for,
 )
 from quackish.configs.token_rows import TokenRowsProblem
-from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda
 from quackish.ops.cuda import address, empty_on, matrix
-from quackish.ops.kernel_for import KernelFor, kernel_for
+from quackish.ops.device import Device
 from quackish.reference import grouped_mlp as reference
 from quackish.reference.grouped_mlp import GATED, Needs
 
@@ -52,172 +49,151 @@ def why_none(who: str, x: Tensor, columns: int = 0, groups: int = 0) -> str:
     return f'{who}: no kernel for {why}. backend="auto" runs the portable path.'
 
 
-def up(x, w1, w3, b1, scales, offs, activation, keep_preactivation):
-    rows, h = x.shape
-    gated = activation in GATED
-    i = w1.shape[1] // 2 if gated and w3 is None else w1.shape[1]
-    act = matrix(x, rows, i, x.dtype)
-    preactivation = matrix(x, rows, 2 * i if gated else i, x.dtype) if keep_preactivation else None
-    bias, scales = _fp32(b1), _fp32(scales)
-    args = UpArgs(address(preactivation), address(bias), address(scales))
-    options = dict(activation=activation, biased=b1 is not None, scaled=scales is not None, keeps=keep_preactivation)
-    w1, w3 = w1.contiguous(), None if w3 is None else w3.contiguous()  # "up" has no kernel for b_major "n"
-    _rows("up", x, w1, w3, act, offs, args, i, h, **options)
-    return preactivation, act
+class KernelSteps:
+    """The steps on a device. Arguments are those of the functions with the same names in `reference/grouped_mlp.py`."""
+
+    def __init__(self, device: Device):
+        self.device, self.stream = device, device.stream
+        self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
+        self._token_rows_kernel = functools.cache(self._find_token_rows)
+
+    def up(self, x, w1, w3, b1, scales, offs, activation, keep_preactivation):
+        rows, h = x.shape
+        gated = activation in GATED
+        i = w1.shape[1] // 2 if gated and w3 is None else w1.shape[1]
+        act = matrix(x, rows, i, x.dtype)
+        preactivation = matrix(x, rows, 2 * i if gated else i, x.dtype) if keep_preactivation else None
+        bias, scales = _fp32(b1), _fp32(scales)
+        args = UpArgs(address(preactivation), address(bias), address(scales))
+        biased, scaled = b1 is not None, scales is not None
+        options = dict(activation=activation, biased=biased, scaled=scaled, keeps=keep_preactivation)
+        w1, w3 = w1.contiguous(), None if w3 is None else w3.contiguous()  # "up" has no kernel for b_major "n"
+        self._rows("up", x, w1, w3, act, offs, args, i, h, **options)
+        return preactivation, act
+
+    def down(self, act, w2, b2, offs):
+        _, n, k = w2.shape
+        y, bias = matrix(act, act.shape[0], n, act.dtype), _fp32(b2)
+        self._rows("down", act, w2, None, y, offs, DownArgs(address(bias)), n, k, biased=b2 is not None)
+        return y
+
+    def down_backward(self, dy, w2, preactivation, scales, offs, activation, needs: Needs):
+        if not (needs.dpreactivation or needs.dscales):  # only w2 needs act, which takes no matrix product
+            return reference.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
+        rows = dy.shape[0]
+        _, h, i = w2.shape
+        z = _aligned(preactivation)
+        dz, act = matrix(z, *z.shape, z.dtype), matrix(dy, rows, i, dy.dtype)
+        parts, s = None, _fp32(scales)
+        if s is not None:  # partial sums of each row
+            parts = matrix(dy, -(-i // DSCALES_COLUMNS), rows, torch.float32)
+        args = DownBackwardArgs(z.data_ptr(), act.data_ptr(), address(s), address(parts))
+        options = dict(activation=activation, scaled=s is not None)
+        self._rows("down_backward", dy, w2, None, dz, offs, args, i, h, transposed=True, **options)
+        return dz, act, parts.sum(0).to(scales.dtype) if needs.dscales else None
+
+    def rows_gradient(self, dpreactivation, w1, w3, offs):
+        _, k, n = w1.shape
+        dx = matrix(dpreactivation, dpreactivation.shape[0], n, dpreactivation.dtype)
+        self._rows("down", dpreactivation, w1, w3, dx, offs, DownArgs(), n, k, transposed=True)
+        return dx
+
+    def weight_gradient(self, a, b, offs, dtype, out=None):
+        a, b = _aligned(a), _aligned(b)
+        (rows, m), n, groups = a.shape, b.shape[1], offs.shape[0]
+        if out is None:
+            d = empty_on(a, (groups, m, n), (m * n, n, 1), dtype)
+        elif out.dtype is torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0:
+            d = out
+        else:
+            d = empty_on(a, (groups, m, n), (m * n, n, 1), torch.float32).copy_(out)
+        ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
+        sizes = ld, rows, m, n, None
+        self._launch("store", a, b, None, d, offs, None, sizes, (m, n, None), accumulate=out is not None)
+        if out is None:
+            return d
+        if d is out:
+            torch.autograd.graph.increment_version(out)
+        else:
+            out.copy_(d)
+        return None
+
+    def bias_gradient(self, a, offs, dtype):
+        ones = a.new_ones((a.shape[0], 8))  # kernels need at least 8 columns
+        return self.weight_gradient(a, ones, offs, torch.float32)[:, :, 0].contiguous().to(dtype)
+
+    def copy_rows(self, x, rows):
+        return self._token_rows("copy", x, rows, rows.numel())
+
+    def sum_rows(self, x, rows):
+        return self._token_rows("sum", x, rows, rows.shape[0])
+
+    # Launches
+
+    def _rows(
+        self, epilogue: str, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple, n: int,
+        k: int, transposed: bool = False, **options: Any
+    ) -> None:  # fmt: skip
+        """a (R, k) times w[g].T for w (groups, n, k), or times w[g] for a transposed one (groups, k, n).
+
+        `second` is w's other half if w is in two tensors: along n for "up", along k for "down".
+        """
+        if not w.is_contiguous() and w.transpose(1, 2).is_contiguous():
+            w, transposed = w.transpose(1, 2), not transposed
+            second = None if second is None else second.transpose(1, 2)
+        a, w, total_k = _aligned(a), _aligned(w.contiguous()), k
+        if second is not None:
+            second, options["b_in_two"] = _aligned(second.contiguous()), True
+            total_k = 2 * k if epilogue == "down" else k
+        sizes = None, a.shape[0], None, n, k
+        shape, b_major = (None, n, total_k), "n" if transposed else "k"
+        self._launch(epilogue, a, w, second, d, offs, args, sizes, shape, b_major=b_major, **options)
+
+    def _launch(
+        self, epilogue: str, a: Tensor, b: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple | None,
+        sizes: tuple, shape: tuple, **options: Any
+    ) -> None:  # fmt: skip
+        """sizes: fields of `GroupedGemmArgs`, a_stride to k. options: fields of `GroupedGemmProblem`.
+
+        shape: (m, n, k) of the product, None for the dimension that groups divide. n of gate and up each, k of both
+        halves.
+        """
+        fields = epilogue, a.dtype, offs.shape[0], d.dtype, shape
+        launch, clusters = self._kernel(choose.epoch, *fields, **options)
+        pointers = a.data_ptr(), b.data_ptr(), address(second), d.data_ptr(), offs.data_ptr()
+        launch(GroupedGemmArgs(*pointers, args, *sizes, offs.shape[0], clusters), self.stream())
+
+    def _find_kernel(
+        self, epoch: int, epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype,
+        shape: tuple[int | None, int, int | None], **options: Any
+    ) -> tuple[Callable, int]:  # fmt: skip
+        """(launch, the number of clusters)"""
+        names, gpu = (cuda.name_of(dtype), cuda.name_of(out_dtype)), self.device.gpu
+        problem = GroupedGemmProblem(epilogue, names[0], max_groups_for(groups), names[1], **options)
+        m, n, k = shape
+        columns = 2 * n if epilogue == "up" and problem.gated else n
+        problem = dataclasses.replace(problem, cluster_tile=cluster_tile_for(problem, gpu, m, columns, k))
+        kernel = self.device.kernel_for("grouped_gemm", problem, gpu)
+        return kernel.launch, kernel.config.max_clusters(gpu.sm_count)
+
+    def _token_rows(self, op: str, x: Tensor, rows: Tensor, num_out: int) -> Tensor:
+        x, rows = _aligned(x.contiguous()), rows.contiguous()  # a hook on saved tensors may return other strides
+        (tokens, k), out = rows.shape, matrix(x, num_out, x.shape[1], x.dtype)
+        problem = TokenRowsProblem(op, x.shape[1], cuda.name_of(x.dtype))
+        launch = self._token_rows_kernel(problem)
+        launch(x.data_ptr(), rows.data_ptr(), out.data_ptr(), tokens, k, self.stream())
+        return out
+
+    def _find_token_rows(self, problem: TokenRowsProblem) -> Callable:
+        return self.device.kernel_for("token_rows", problem, self.device.gpu).launch
 
 
-def down(act, w2, b2, offs):
-    _, n, k = w2.shape
-    y, bias = matrix(act, act.shape[0], n, act.dtype), _fp32(b2)
-    _rows("down", act, w2, None, y, offs, DownArgs(address(bias)), n, k, biased=b2 is not None)
-    return y
-
-
-def down_backward(dy, w2, preactivation, scales, offs, activation, needs: Needs):
-    if not (needs.dpreactivation or needs.dscales):  # only w2 needs act, which takes no matrix product
-        return reference.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
-    rows = dy.shape[0]
-    _, h, i = w2.shape
-    z = _aligned(preactivation)
-    dz, act = matrix(z, *z.shape, z.dtype), matrix(dy, rows, i, dy.dtype)
-    parts, s = None, _fp32(scales)
-    if s is not None:  # partial sums of each row
-        parts = matrix(dy, -(-i // DSCALES_COLUMNS), rows, torch.float32)
-    args = DownBackwardArgs(z.data_ptr(), act.data_ptr(), address(s), address(parts))
-    options = dict(activation=activation, scaled=s is not None)
-    _rows("down_backward", dy, w2, None, dz, offs, args, i, h, transposed=True, **options)
-    return dz, act, parts.sum(0).to(scales.dtype) if needs.dscales else None
-
-
-def rows_gradient(dpreactivation, w1, w3, offs):
-    _, k, n = w1.shape
-    dx = matrix(dpreactivation, dpreactivation.shape[0], n, dpreactivation.dtype)
-    _rows("down", dpreactivation, w1, w3, dx, offs, DownArgs(), n, k, transposed=True)
-    return dx
-
-
-def weight_gradient(a, b, offs, dtype, out=None):
-    a, b = _aligned(a), _aligned(b)
-    (rows, m), n, groups = a.shape, b.shape[1], offs.shape[0]
-    if out is None:
-        d = empty_on(a, (groups, m, n), (m * n, n, 1), dtype)
-    elif out.dtype is torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0:
-        d = out
-    else:
-        d = empty_on(a, (groups, m, n), (m * n, n, 1), torch.float32).copy_(out)
-    ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
-    sizes = ld, rows, m, n, None
-    _launch("store", a, b, None, d, offs, None, sizes, (m, n, None), accumulate=out is not None)
-    if out is None:
-        return d
-    if d is out:
-        torch.autograd.graph.increment_version(out)
-    else:
-        out.copy_(d)
-    return None
-
-
-def bias_gradient(a, offs, dtype):
-    ones = a.new_ones((a.shape[0], 8))  # kernels need at least 8 columns
-    return weight_gradient(a, ones, offs, torch.float32)[:, :, 0].contiguous().to(dtype)
-
-
-def copy_rows(x, rows):
-    return _token_rows("copy", x, rows, rows.numel())
-
-
-def sum_rows(x, rows):
-    return _token_rows("sum", x, rows, rows.shape[0])
-
-
-# Launches -------------------------------------------------------------------------------------------------------------
-
-
-def _rows(
-    epilogue: str, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple, n: int, k: int,
-    transposed: bool = False, **options: Any
-) -> None:  # fmt: skip
-    """a (R, k) times w[g].T for w (groups, n, k), or times w[g] for a transposed one (groups, k, n).
-
-    `second` is w's other half if w is in two tensors: along n for "up", along k for "down".
-    """
-    if not w.is_contiguous() and w.transpose(1, 2).is_contiguous():
-        w, second, transposed = w.transpose(1, 2), None if second is None else second.transpose(1, 2), not transposed
-    a, w, total_k = _aligned(a), _aligned(w.contiguous()), k
-    if second is not None:
-        second, options["b_in_two"] = _aligned(second.contiguous()), True
-        total_k = 2 * k if epilogue == "down" else k
-    sizes = None, a.shape[0], None, n, k
-    shape, b_major = (None, n, total_k), "n" if transposed else "k"
-    _launch(epilogue, a, w, second, d, offs, args, sizes, shape, b_major=b_major, **options)
-
-
-def _launch(
-    epilogue: str, a: Tensor, b: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple | None,
-    sizes: tuple, shape: tuple, **options: Any
-) -> None:  # fmt: skip
-    """sizes: fields of `GroupedGemmArgs`, a_stride to k. options: fields of `GroupedGemmProblem`.
-
-    shape: (m, n, k) of the product, None for the dimension that groups divide. n of gate and up each, k of both halves.
-    """
-    fields = epilogue, a.dtype, offs.shape[0], d.dtype, shape
-    if stand_ins := _stand_ins.get():
-        (launch, clusters), stream = _kernel(*stand_ins, *fields, **options), 0
-    else:
-        index = a.device.index
-        (launch, clusters), stream = _cached_kernel(index, choose.epoch, *fields, **options), cuda.stream_of(index)
-    pointers = a.data_ptr(), b.data_ptr(), address(second), d.data_ptr(), offs.data_ptr()
-    launch(GroupedGemmArgs(*pointers, args, *sizes, offs.shape[0], clusters), stream)
-
-
-@functools.lru_cache(maxsize=1024)
-def _cached_kernel(device_index: int, epoch: int, *fields: Any, **options: Any) -> tuple[Callable, int]:
-    return _kernel(kernel_for, gpu_of(device_index), *fields, **options)
-
-
-def _kernel(
-    kernel_for: KernelFor, gpu: Gpu, epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype,
-    shape: tuple[int | None, int, int | None], **options: Any
-) -> tuple[Callable, int]:  # fmt: skip
-    """(launch, the number of clusters)"""
-    names = cuda.name_of(dtype), cuda.name_of(out_dtype)
-    problem = GroupedGemmProblem(epilogue, names[0], max_groups_for(groups), names[1], **options)
-    m, n, k = shape
-    columns = 2 * n if epilogue == "up" and problem.gated else n
-    problem = dataclasses.replace(problem, cluster_tile=cluster_tile_for(problem, gpu, m, columns, k))
-    kernel = kernel_for("grouped_gemm", problem, gpu)
-    return kernel.launch, kernel.config.max_clusters(gpu.sm_count)
-
-
-def _token_rows(op: str, x: Tensor, rows: Tensor, num_out: int) -> Tensor:
-    x, rows = _aligned(x.contiguous()), rows.contiguous()  # a hook on saved tensors may return other strides
-    (tokens, k), out = rows.shape, matrix(x, num_out, x.shape[1], x.dtype)
-    problem = TokenRowsProblem(op, x.shape[1], cuda.name_of(x.dtype))
-    if stand_ins := _stand_ins.get():
-        kernel_for, gpu = stand_ins
-        launch, stream = kernel_for("token_rows", problem, gpu).launch, 0
-    else:
-        launch, stream = _token_rows_kernel(problem, x.device.index), cuda.stream_of(x.device.index)
-    launch(x.data_ptr(), rows.data_ptr(), out.data_ptr(), tokens, k, stream)
-    return out
-
-
-@functools.cache
-def _token_rows_kernel(problem: TokenRowsProblem, device_index: int) -> Callable:
-    return kernel_for("token_rows", problem, gpu_of(device_index)).launch
-
-
-_stand_ins: ContextVar[tuple[KernelFor, Gpu] | None] = ContextVar("stand_ins", default=None)
-
-
-@contextlib.contextmanager
-def stand_ins(kernel_for: KernelFor, gpu: Gpu) -> Iterator[None]:
-    """Inside the block the steps launch these kernels, on tensors of any device. For dry runs and tests."""
-    token = _stand_ins.set((kernel_for, gpu))
-    try:
-        yield
-    finally:
-        _stand_ins.reset(token)
+def steps_of(device: Device) -> KernelSteps:
+    """The steps that the calls on a device share."""
+    steps = device.cache.get("grouped_mlp")
+    if steps is None:
+        steps = device.cache["grouped_mlp"] = KernelSteps(device)
+    return steps
 
 
 # Operands -------------------------------------------------------------------------------------------------------------

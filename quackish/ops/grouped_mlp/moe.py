@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from quackish.ops.device import require_device, why_unsupported
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.grouped_mlp.api import grouped_mlp, refuse_transforms
-from quackish.ops.grouped_mlp.autograd import no_kernel_on, refuse_second_derivatives
+from quackish.ops.grouped_mlp.autograd import refuse_second_derivatives
 from quackish.ops.grouped_mlp.checks import check_choice
 from quackish.ops.modes import are_plain, autocast_dtype, check_memory, is_compiling, is_plain
 from quackish.types import Activation, Backend
@@ -112,24 +113,28 @@ def _refuse_second_derivatives(grad: Tensor) -> None:
 
 
 def _copy(x: Tensor, order: Tensor, rows: Tensor, backend: str) -> Tensor:
-    if not _has_kernel(x, rows, backend):
+    steps = _steps_for(x, rows, backend)
+    if steps is None:
         return x[order // rows.shape[1]]
     check_memory("moe_mlp", x=x)
     with torch.cuda.device_of(x):
-        return kernel_steps.copy_rows(x, rows)
+        return steps.copy_rows(x, rows)
 
 
 def _sum(y: Tensor, rows: Tensor, backend: str) -> Tensor:
-    if not _has_kernel(y, rows, backend):
+    steps = _steps_for(y, rows, backend)
+    if steps is None:
         return y[rows].sum(1, dtype=y.dtype)  # autocast's sum would return fp32
     with torch.cuda.device_of(y):
-        return kernel_steps.sum_rows(y, rows)
+        return steps.sum_rows(y, rows)
 
 
-def _has_kernel(x: Tensor, rows: Tensor, backend: str) -> bool:
-    """In eager mode; torch.compile fuses operations of PyTorch."""
+def _steps_for(x: Tensor, rows: Tensor, backend: str) -> kernel_steps.KernelSteps | None:
+    """The kernels that copy and sum rows in eager mode; None elsewhere. torch.compile fuses operations of PyTorch."""
     if not is_plain() or backend == "reference":  # is_plain first: torch.compile may not know whether x is empty
-        return False
+        return None
     if x.dim() != 2 or x.numel() == 0 or not are_plain((x, rows)):
-        return False
-    return not (no_kernel_on("moe_mlp", x.device, "token_rows") or kernel_steps.why_none("moe_mlp", x))
+        return None
+    if why_unsupported("moe_mlp", "token_rows", x.device) or kernel_steps.why_none("moe_mlp", x):
+        return None
+    return kernel_steps.steps_of(require_device("moe_mlp", x.device))

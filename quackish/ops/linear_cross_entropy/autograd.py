@@ -15,7 +15,7 @@ from torch import Tensor
 from quackish import kernels as kernel_table
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.errors import UnsupportedError
-from quackish.ops.device import Device, check_same_device, device_of
+from quackish.ops.device import Device, check_same_device, device_of, require_device
 from quackish.ops.linear_cross_entropy import portable, schedules
 from quackish.ops.linear_cross_entropy.calls import Call, ForwardResult, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
@@ -48,14 +48,7 @@ def kernels_of(device: Device) -> LceKernels | CublasKernels:
 
 
 def kernels_on(device: torch.device) -> LceKernels | CublasKernels:
-    """The kernels for tensors on `device`, in operators. RuntimeError if it has none, unlike when the plan was made."""
-    found = device_of(device)
-    if isinstance(found, str):
-        raise RuntimeError(
-            f"linear_cross_entropy: {found} The call was planned inside a quackish.ops.device.substitute block; "
-            "expected to run inside it"
-        )
-    return kernels_of(found)
+    return kernels_of(require_device("linear_cross_entropy", device))
 
 
 def prepare_call(inputs: Inputs, plan: Plan, kernels, state: RowState | None = None, *grads: Tensor | None) -> Call:
