@@ -34,10 +34,10 @@ def get(name: str) -> str:
 
 
 def faults(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """(what is wrong, what to do) for each QUACKISH_ variable that has no effect."""
+    """(what is wrong, what to do) for each variable of quackish that has no effect."""
     found = []
     for name, value in sorted((os.environ if environ is None else environ).items()):
-        if name not in VARIABLES and name.startswith("QUACKISH_"):
+        if name not in VARIABLES and name.upper().startswith("QUACKISH"):
             known = f"expected one of {', '.join(VARIABLES)}{did_you_mean(name, VARIABLES)}"
             found.append((f"the environment variable {name} is unknown and ignored; {known}", f"`unset {name}`."))
         elif name in VARIABLES and value and not VARIABLES[name].is_legal(value):

@@ -22,6 +22,7 @@ from quackish.launch import Resources
 from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import cublas, memory
+from quackish.ops.linear_cross_entropy.launches import representatives
 from quackish.work import describe, sizes_of, work
 
 BF16, CPU = "bfloat16", torch.device("cpu")
@@ -319,6 +320,13 @@ def test_memory_limits(tmp_path):
         assert float(limit) * 1e6 - 10 * (1 << 20) <= result.peak_bytes - gradients <= float(limit) * 1e6
     assert "expected time" not in output(f"{words} --no-grad").lower()
     assert size("8.2MB") == 8_200_000  # 8.2 * 1e6 is less
+
+
+@pytest.mark.parametrize("items", [range(0), range(0, 5, 5), range(0, 9, 5), range(0, 10, 5), range(0, 101, 5)])
+def test_representatives_stand_for_all_items(items):
+    found = list(representatives(items))
+    assert sum(count for _, count in found) == len(items)
+    assert [item for item, _ in found] == sorted({*items[:2], *items[-1:]})
 
 
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)

@@ -397,7 +397,7 @@ def test_candidates_give_the_same_results(words):
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = gpu_of(device.index)
     for kernel, problem, sizes in plan(words, gpu):
-        build = cases.prepare(kernel, problem, sizes[0], device, gpu)
+        build = cases.prepare(kernel, problem, sizes[0], device)
         first, *others = candidates(kernel, problem, gpu, max_others=2)
         expected = [None if t is None else t.clone() for t in search.results_of(build(first))]
         assert all(t is None or t.isfinite().all() for t in expected)

@@ -64,6 +64,11 @@ class CsvLog:
             self.count += 1
         self._file.flush()
 
+    def close(self) -> int:
+        """The rows written."""
+        self._file.close()
+        return self.count
+
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a results file. Raises ValueError for any other file."""

@@ -1,9 +1,9 @@
 """Runs all jobs of an operation: shows progress, and writes rows to the CSV as cells are measured."""
 
 import contextlib
-import itertools
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,39 +35,42 @@ def run(
 
     `append` keeps the rows of the CSV; ValueError if it is not a results file. `options` are fields of Run.
     """
-    log, file, measured = path.with_suffix(".log"), path, False
-    if path.exists():
-        file = _unused(path)
-        if append:
-            read_rows(path)
+    log, measured, keeps = path.with_suffix(".log"), False, path.exists()
+    if keeps and append:
+        read_rows(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    file = _new_file(path) if keeps else path
     with contextlib.ExitStack() as stack:
         stack.enter_context(end_on_sigterm())
         log.write_bytes(b"")
         stack.callback(lambda: log.stat().st_size or log.unlink())
         supervisor = Supervisor(log, commit, timeout, options)
         stack.callback(supervisor.close)
-        environment = supervisor.start()
-        if append and file != path:
-            shutil.copyfile(path, file)
-        rows = CsvLog(file, environment, append)
+        rows = None
         try:
+            environment = supervisor.start()
+            if append and keeps:
+                shutil.copyfile(path, file)
+            rows = CsvLog(file, environment, append)
             measured = _measure(jobs, supervisor, rows)
         finally:
-            if file == path or measured:
+            written = 0 if rows is None else rows.close()
+            if rows is not None and (not keeps or measured or (append and written)):
                 os.replace(file, path)
                 report.report(path, page)
-            elif rows.count:
+            elif written:
                 print(f"{path} is unchanged; the rows of this run are in {file}", flush=True)
-            else:
+            elif keeps:
                 file.unlink()
     return measured
 
 
-def _unused(path: Path) -> Path:
-    """The name of a file next to `path` that does not exist."""
-    names = (path.with_name(f"{path.stem}.partial{i}{path.suffix}") for i in itertools.count(1))
-    return next(name for name in names if not name.exists())
+def _new_file(path: Path) -> Path:
+    """A new empty file next to `path`, which no other run uses, with the same permissions."""
+    handle, name = tempfile.mkstemp(path.suffix, f"{path.stem}.partial", path.parent)
+    os.close(handle)
+    shutil.copymode(path, name)
+    return Path(name)
 
 
 def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> bool:

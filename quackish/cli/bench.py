@@ -90,6 +90,7 @@ def _measure(args: argparse.Namespace) -> int:
     from quackish.bench.cells import Cell, Job, is_ours, shape_name
     from quackish.bench.console import NO_GPU
     from quackish.bench.operations import OPERATIONS
+    from quackish.bench.results import read_rows
 
     op, gpu = OPERATIONS[args.what], torch.cuda.is_available()
     if args.tokens and args.shapes and not args.model:
@@ -109,7 +110,7 @@ def _measure(args: argparse.Namespace) -> int:
         default = tuple(name for name in main if gpu or is_ours(name) or name == "torch")
         jobs.append(Job(cell, op.matching(patterns) if patterns else default, model_names))
     path, rounds = args.out / f"{op.name}.csv", 3 if args.quick else 10
-    if path.exists() and not (args.append or args.overwrite):
+    if path.exists() and not (args.append or args.overwrite) and any(row["median_ms"] for row in read_rows(path)):
         raise ValueError(f"{path} exists; pass --append to add to it, --overwrite to replace it, or another --out")
     measured = runner.run(jobs, path, append=args.append, commit=args.commit, timeout=args.timeout, rounds=rounds)
     return 0 if measured else 1

@@ -164,8 +164,8 @@ def cute_kernels_of_torch(report: Report, status: torch_kernel.Status) -> str:
     usable = [number for number in status.versions if _is_supported(DSL, number)]
     if usable:
         report.note(
-            "PyTorch's own CuTe kernels of F.linear_cross_entropy and F.rms_norm are off with this version of the "
-            f"compiler: {_install_dsl(usable[-1])} turns them on, and quackish runs with it too."
+            "PyTorch's own CuTe kernels (F.linear_cross_entropy, F.rms_norm, topk, scatter_add) are off with this "
+            f"version of the compiler: {_install_dsl(usable[-1])} turns them on, and quackish runs with it too."
         )
     return "on" if status.is_on else f"off: {status.why}"
 

@@ -31,8 +31,7 @@ from quackish.launch import Resources
 from quackish.profiling import speeds, table_of, text_table
 from quackish.work import describe, estimate
 
-# Limits of an SM: CUDA C++ Programming Guide, compute capabilities 9.0 and 10.0.
-_REGISTERS, _THREADS, _CTAS = 65_536, 2048, 32
+_CTAS = 32  # per SM: CUDA C++ Programming Guide, compute capabilities 9.0 and 10.0
 _SYSTEM_SMEM_BYTES = 1024  # per CTA
 
 _Kernel = tuple[str, Any, Choice]  # a quackish kernel: name, problem, choice
@@ -158,9 +157,9 @@ def _ctas_per_sm(used: Resources, config: Any, gpu: Gpu) -> tuple[int, str]:
     threads = used.threads or config.threads
     warp_registers = -(-used.registers * 32 // 256) * 256  # allocated in units of 256 per warp
     fit = {
-        "registers": _REGISTERS // (warp_registers * -(-threads // 32)),
+        "registers": gpu.registers_per_sm // (warp_registers * -(-threads // 32)),
         "shared memory": gpu.smem_bytes_per_sm // (used.smem_bytes + _SYSTEM_SMEM_BYTES),
-        "threads": _THREADS // threads,
+        "threads": gpu.threads_per_sm // threads,
         "CTAs": _CTAS,
     }
     limit = min(fit, key=fit.__getitem__)

@@ -19,7 +19,7 @@ from quackish.gpu import Gpu
 # `split_k_tail` uses one counter per warp group of a split tile, at most 4 per CTA; `wave_sync` uses the last counter.
 NUM_TICKETS = 1024
 
-BLOCK_M = 64  # rows of a tile for which one warp group has the accumulator, and which an epilogue gets at once
+BLOCK_M = 64  # rows of the accumulator of a warp group; an epilogue handles this many at a time
 TILE_K = 64  # 128 bytes, the swizzle span. Two stages of 128 took 50 % longer (H200).
 PRODUCER_REGISTERS = 24
 SOFTMAX_TILE_N = 192  # classes per partial sum of the softmax

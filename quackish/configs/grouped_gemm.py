@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from quackish.configs.arguments import F32, I32, Ptr
 from quackish.configs.gemm import BLOCK_M, TILE_K, GemmConfig, fields_why_illegal, space_why_illegal
-from quackish.gpu import Gpu, roofs_of
+from quackish.gpu import Gpu
 
 GATED = ("swiglu", "clamped_swiglu", "geglu")
 MAX_GROUPS = 1024
@@ -139,8 +139,8 @@ def cluster_tile_for(problem: GroupedGemmProblem, gpu: Gpu, m: int | None, n: in
 
     Where groups divide m, only columns count. n includes gate's and up's columns where a tile has both.
     """
-    small, roofs = SMALL[problem.epilogue], roofs_of(gpu)
-    if problem.epilogue == "down" and roofs and roofs.copy > 4e12:
+    small = SMALL[problem.epilogue]
+    if problem.epilogue == "down" and gpu.fast_memory:
         small = 1.0  # H200: tiles of 128x256 that pad 3 % less than 256x192 are up to 7 % faster
     if problem.epilogue == "down_backward" and k <= 2048:
         small = 0.97

@@ -11,6 +11,7 @@ and use their own parameters.
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
@@ -22,7 +23,7 @@ from transformers import modeling_outputs
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import quackish
-from quackish.errors import UnsupportedError, warn_once
+from quackish.errors import PortablePathWarning, UnsupportedError, warn_once
 from quackish.types import Schedule
 
 if TYPE_CHECKING:
@@ -265,9 +266,11 @@ def _subclass(base: type, forward: Callable, made_by: tuple, **attributes) -> ty
     def __init__(self, *args, **kwargs):  # type(model)(config) runs it; copies and pickles do not
         if type(self) is patched:
             self.__class__ = base
-            warn_once(
+            warnings.warn(
                 f"{base.__name__}: this class is that of a patched module. The new {base.__name__} is not patched; "
-                "call quackish.integrations.transformers.apply on the new model"
+                "call quackish.integrations.transformers.apply on the new model",
+                PortablePathWarning,
+                stacklevel=2,
             )
         base.__init__(self, *args, **kwargs)
 

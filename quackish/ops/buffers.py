@@ -35,8 +35,8 @@ def check_buffer(op: str, **tensors: Tensor | None) -> None:
 
 
 def _overlaps_itself(t: Tensor) -> bool:
-    """Whether elements of t may share memory. Never true of slices and transposes of a tensor without such elements."""
-    extent = 0  # of the dimensions with smaller strides, in elements, less one
+    """Whether elements of t may share memory: never those of slices and transposes of a contiguous tensor."""
+    extent = 0  # the largest offset that the dimensions with smaller strides reach
     for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
         if stride <= extent:
             return t.numel() > 0

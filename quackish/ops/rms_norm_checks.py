@@ -11,7 +11,7 @@ from quackish.types import Backend
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _BACKENDS = get_args(Backend)
-_LARGEST = torch.finfo(torch.float64).max
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def check_forward(
@@ -112,14 +112,16 @@ def _check_eps(who: str, eps: float | None) -> None:
     if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
         raise TypeError(f"{who}: eps is a {type(eps).__name__}; expected a float or None")
     if eps is not None and not 0 <= eps <= _LARGEST:  # also false for nan
-        raise ValueError(f"{who}: eps is {eps}; expected a finite number, at least 0, such as 1e-6")
+        raise ValueError(f"{who}: eps is {eps}; expected a number from 0 on that is finite in fp32, such as 1e-6")
 
 
 def _check_weight_offset(who: str, weight_offset: float) -> None:
     if not isinstance(weight_offset, (int, float)) or isinstance(weight_offset, bool):
         raise TypeError(f"{who}: weight_offset is a {type(weight_offset).__name__}; expected a float")
     if not -_LARGEST <= weight_offset <= _LARGEST:
-        raise ValueError(f"{who}: weight_offset is {weight_offset}; expected a finite number, such as 0.0 or 1.0")
+        raise ValueError(
+            f"{who}: weight_offset is {weight_offset}; expected a number that is finite in fp32, such as 1.0"
+        )
 
 
 def _check_options(who: str, weight: Tensor | None, weight_offset: float, backend: str) -> None:

@@ -50,7 +50,7 @@ class WgmmaKernel:
         return cpasync.tma_partition(atom[0], rank, cute.make_layout(num_multicast), shared, tiles)
 
     def load(self, atom, part, tile, kt, stage: Stage, mask, cache_policy=None):
-        """Starts to load step kt of a tile. part: of `partition`."""
+        """Starts to load step kt of a tile. part: a result of `partition`."""
         shared, tiles = part
         cute.copy(
             atom[0], tiles[None, tile, kt], shared[None, stage.index], tma_bar_ptr=stage.barrier, mcast_mask=mask,

@@ -146,7 +146,7 @@ def representatives(items: Sequence[Any]) -> Iterator[tuple[Any, int]]:
     only, because an iteration may add to the results of earlier ones.
     """
     if isinstance(items, range):
-        sizes = [len(items) - 1, 1]
+        sizes = [len(items) - 1, 1] if items else []
     else:
         alike = itertools.groupby(items, lambda block: (block.v1 - block.v0, block.offset is None))
         sizes = [sum(1 for _ in group) for _, group in alike]

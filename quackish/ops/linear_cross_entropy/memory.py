@@ -155,7 +155,7 @@ class MemoryCounter(TorchDispatchMode):
         self.ignored: set[int] = set()  # storages that are not counted
         self.held: dict[int, tuple[StorageWeakRef, Allocation]] = {}
         self.peak, self.at_peak, self.limit = 0, [], math.inf
-        self.calls = 1  # of a launch that is made now
+        self.calls = 1  # how often the current launch is repeated
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
