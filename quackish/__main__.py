@@ -23,9 +23,14 @@ COMMANDS = {
 }
 
 
+# These have nothing to clean up, so Ctrl-C ends them at once: an exception may be lost in a destructor, and aborts the
+# process in the imports of the compiler.
+_END_AT_ONCE = ("doctor", "explain")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
-    chosen = next((word for word in argv if word in COMMANDS), None)
+    chosen = _chosen(argv)
     who = chosen or _PROG
     try:
         args = _parse(argv, chosen)
@@ -36,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:  # Ctrl-C, or SIGTERM where a command turns it into this
         print(" by ".join([f"{who}: interrupted", *map(str, error.args)]), file=sys.stderr)
         return interrupt.STATUS
+
+
+def _chosen(argv: Sequence[str]) -> str | None:
+    return next((word for word in argv if word in COMMANDS), None)
 
 
 def _parse(argv: Sequence[str], chosen: str | None) -> argparse.Namespace:
@@ -58,7 +67,8 @@ def _parse(argv: Sequence[str], chosen: str | None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     try:
-        interrupt.set_handler(signal.default_int_handler)
+        if _chosen(sys.argv[1:]) not in _END_AT_ONCE:
+            interrupt.set_handler(signal.default_int_handler)
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, closed the pipe

@@ -13,6 +13,11 @@ import time
 from pathlib import Path
 from statistics import mean, median
 
+if __name__ == "__main__":
+    import ctrl_c
+
+    ctrl_c.end_at_once()
+
 import torch
 from torch import Tensor
 
@@ -21,6 +26,7 @@ try:
     from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     from quackish.bench.plots import color_of
+    from quackish.cli.parser import output_folder
     from quackish.integrations.transformers import apply
     from train_lm import read_text, smooth, tokenize
 except ImportError as error:
@@ -104,7 +110,7 @@ def figure(curves: dict[str, Curve], window: int, path: Path) -> None:
 def main(argv: list[str] | None = None) -> dict[str, Curve]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file or a folder")
-    parser.add_argument("--out", type=Path, default=Path("out/finetune"), help="default: %(default)s")
+    parser.add_argument("--out", type=output_folder, default="out/finetune", help="default: %(default)s")
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="default: 60 on cpu, 150 on cuda")
     args = parser.parse_args(argv)

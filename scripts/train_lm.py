@@ -17,17 +17,17 @@ import math
 import os
 import platform
 import random
-import signal
 import sys
 import sysconfig
-import tempfile
 import time
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean, median
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main(): Ctrl-C ends the imports, without a traceback
+if __name__ == "__main__":
+    import ctrl_c
+
+    ctrl_c.end_at_once()
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ try:
     from lm_model import QUACKISH, TORCH, TORCH_FP32, LanguageModel, Ops
     from quackish.bench.console import end_on_sigterm, progress
     from quackish.bench.plots import color_of
-    from quackish.cli.parser import positive
+    from quackish.cli.parser import output_folder, positive
     from quackish.profiling import text_table
 except ImportError as error:
     sys.exit(f"train_lm.py: {error}. Install the project with what this script needs: pip install -e '.[bench]'")
@@ -356,7 +356,8 @@ def seeds_of(text: str) -> tuple[int, ...]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file or a folder; default: the standard library's *.py")
-    parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="output folder; default: %(default)s")
+    out_help = "output folder; default: %(default)s"
+    parser.add_argument("--out", type=output_folder, default="out/train_lm", help=out_help)
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
     seeds_help = "comma-separated; each seed trains all models once; default: 0"
     parser.add_argument("--seeds", type=seeds_of, default=(0,), metavar="N[,...]", help=seeds_help)
@@ -367,11 +368,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--device cuda: PyTorch sees no CUDA device here")
     if args.data is not None and not args.data.exists():
         parser.error(f"--data {args.data}: no such file or folder")
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.out).close()
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error.strerror}; expected a folder that can be created and written")
     args.size = SIZES[args.device]
     args.size = dataclasses.replace(args.size, steps=args.steps or args.size.steps)
     args.device = torch.device(args.device)
@@ -390,6 +386,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     size, device = args.size, args.device
+    args.out.mkdir(parents=True, exist_ok=True)
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler that peak_bytes uses
     # Reproducible results: cuBLAS and the backward of attention need these settings.
@@ -434,11 +431,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        status = main()
-    except KeyboardInterrupt:
-        print("train_lm: interrupted", file=sys.stderr)
-        status = 130
-    sys.exit(status)
+    ctrl_c.run(main)

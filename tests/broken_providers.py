@@ -1,6 +1,7 @@
 """Failing providers for `--providers broken_providers:NAME`, most of them (forward, backward) of rms_norm."""
 
 import os
+import signal
 import sys
 import time
 
@@ -41,6 +42,13 @@ def exits(*tensors):
 
 @pair
 def hangs(*tensors):
+    time.sleep(3600)
+
+
+@pair
+def interrupts(*tensors):
+    """Ctrl-C, as the parent gets it."""
+    os.kill(os.getppid(), signal.SIGINT)
     time.sleep(3600)
 
 

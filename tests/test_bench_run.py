@@ -128,6 +128,57 @@ def test_sigterm_keeps_the_results_so_far(tmp_path):
     assert "slow_loss: interrupted" in (tmp_path / "linear_cross_entropy.md").read_text()
 
 
+# An earlier result ---------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_result_is_replaced_only_by_a_run_that_measured(tmp_path, capsys, monkeypatch):
+    words = ("--shapes", "8x32", "--direction", "backward")
+    bench(tmp_path, "rms_norm", *words, "--providers", "quackish,torch")
+    path = tmp_path / "rms_norm.csv"
+    earlier = path.read_bytes()
+
+    def again(*more):
+        capsys.readouterr()
+        return main(["bench", "rms_norm", "--out", str(tmp_path), "--quick", *words, *more])
+
+    assert again() == 2
+    assert f"{path} exists; pass --append to add to it, --overwrite to replace it, or" in capsys.readouterr().err
+    for mode in ("--append", "--overwrite"):
+        assert again(mode, "--providers", "broken_providers:raises") == 1
+        (partial,) = tmp_path.glob("rms_norm.partial*.csv")
+        assert f"{path} is unchanged; the rows of this run are in {partial}\n" in capsys.readouterr().out
+        assert path.read_bytes() == earlier
+        assert "it broke" in partial.read_text()
+        partial.unlink()
+
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert again("--overwrite", "--shapes", "16x32", "--providers", "torch,broken_providers:interrupts") == 130
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert capsys.readouterr().err == "bench: interrupted\n"
+    assert path.read_bytes() == earlier
+    for partial in tmp_path.glob("rms_norm.partial*.csv"):  # none if Ctrl-C came before the first record
+        assert {row["shape"] for row in read_rows(partial)} == {"16x32"}
+
+    assert again("--overwrite", "--providers", "torch") == 0
+    assert {row["provider"] for row in read_rows(path)} == {"torch", "add"}
+
+
+def test_ctrl_c_while_the_child_starts_is_one_line(tmp_path):
+    """The child sends Ctrl-C to the whole group, as a terminal does, before it imports anything."""
+    site = "import os, signal, sys\nif 'spawn_main' in ' '.join(sys.orig_argv): os.killpg(0, signal.SIGINT)\n"
+    (tmp_path / "sitecustomize.py").write_text(site)
+    command = [sys.executable, "-m", "quackish", "bench", "rms_norm", "--quick", "--out", str(tmp_path / "out")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "bench: interrupted\n")
+    assert not list((tmp_path / "out").iterdir())
+
+
 # Invalid requests -------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +186,7 @@ def test_invalid_requests(tmp_path, capsys):
     for words, message in {
         "--providers quakish": "--providers quakish is unknown; expected one of quackish, quack",
         "--shapes 8x32 --tokens 4": "--tokens needs --model",
+        "--out /proc/x": "argument --out: /proc/x: /proc cannot be written: No such file or directory; name a folder",
         "--tokens many": "'many'; expected a positive number",
     }.items():
         assert main(["bench", "rms_norm", "--out", str(tmp_path), *words.split()]) == 2

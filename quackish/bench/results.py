@@ -64,10 +64,8 @@ class CsvLog:
             self.count += 1
         self._file.flush()
 
-    def close(self) -> int:
-        """The rows written."""
+    def close(self) -> None:
         self._file.close()
-        return self.count
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -54,11 +54,12 @@ def run(
             rows = CsvLog(file, environment, append)
             measured = _measure(jobs, supervisor, rows)
         finally:
-            written = 0 if rows is None else rows.close()
-            if rows is not None and (not keeps or measured or (append and written)):
+            if rows is not None:
+                rows.close()
+            if rows is not None and (measured or not keeps):
                 os.replace(file, path)
                 report.report(path, page)
-            elif written:
+            elif rows is not None and rows.count:
                 print(f"{path} is unchanged; the rows of this run are in {file}", flush=True)
             elif keeps:
                 file.unlink()

@@ -8,6 +8,9 @@
 In each cell (shape, dtype and direction) all providers take turns on a cold L2, together with the roof: PyTorch's
 kernels for the same memory traffic or matmuls. A CSV, a page and figures go to the folder --out. A provider that
 raises, runs out of memory or crashes its process is reported and skipped in that cell.
+
+If the CSV exists, --append or --overwrite is needed. It is replaced only at the end of a run that measured something:
+until then the rows are in *.partial*.csv beside it.
 """
 
 import argparse

@@ -62,8 +62,7 @@ def positive(text: str) -> int:
 def output_folder(text: str) -> Path:
     """An argparse type: a folder to write to, which need not exist."""
     folder = Path(text)
-    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    if why := _why_not_writable(existing):
+    if why := why_no_output(folder):
         raise argparse.ArgumentTypeError(f"{text}: {why}; name a folder that you can write to")
     return folder
 
@@ -77,6 +76,11 @@ def output_file(text: str) -> Path:
     if why:
         raise argparse.ArgumentTypeError(f"{text}: {why}; name a file in a folder that you can write to")
     return file
+
+
+def why_no_output(folder: Path) -> str:
+    """Why no file can be written to this folder, which need not exist; "" if one can."""
+    return _why_not_writable(next(path for path in (folder, *folder.parents) if os.path.exists(path)))
 
 
 def _why_not_writable(folder: Path) -> str:

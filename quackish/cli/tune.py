@@ -25,7 +25,7 @@ import torch
 from quackish import toolchain
 from quackish.bench.console import progress
 from quackish.cli import operations
-from quackish.cli.parser import CommandError, positive
+from quackish.cli.parser import CommandError, positive, why_no_output
 from quackish.configs import choose, table
 from quackish.configs.choose import name_of
 from quackish.errors import UnsupportedError
@@ -97,6 +97,8 @@ def tune(
     problems: Sequence[Problem], gpu: Gpu, max_candidates: int, device: torch.device,
     examine: Callable = search.examine, search_for: Callable[..., search.Outcome] = search.search,
 ) -> int:  # fmt: skip
+    if why := why_no_output(table.path().parent):
+        raise CommandError(f"{table.path()} cannot be written: {why}; QUACKISH_CONFIG_DIR names another folder")
     failed = 0
     for problem in problems:
         configs = candidates(*problem[:2], gpu, max_candidates)
