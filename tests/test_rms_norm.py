@@ -643,6 +643,7 @@ ERRORS = [
     (lambda: ops._op_fwd(X, W, None, None, None, -1.0, 0.0, None, None, "auto"), ValueError, "eps is -1.0; expected"),
     (lambda: RMSNorm(8, eps=-1), ValueError, "RMSNorm: eps is -1; expected a finite number, at least 0"),
     (lambda: RMSNorm(8, weight_offset=math.nan), ValueError, "RMSNorm: weight_offset is nan; expected a finite number"),
+    (lambda: rms_norm(X, W, eps=1e300), ValueError, "rms_norm: eps is 1e+300; expected a finite number"),
     (lambda: RMSNorm(8, backend="cuda"), ValueError, "RMSNorm: backend is 'cuda'; expected one of 'auto'"),
     (lambda: RMSNorm(8, out_dtype="bf16"), TypeError, "RMSNorm: out_dtype is bf16; expected None or one of bfloat16"),
     (lambda: rms_norm_backward(X, X, W, W[:4], weight_offset=math.inf), ValueError, "weight_offset is inf; expected"),

@@ -112,7 +112,7 @@ def _check_eps(who: str, eps: float | None) -> None:
     if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
         raise TypeError(f"{who}: eps is a {type(eps).__name__}; expected a float or None")
     if eps is not None and not 0 <= eps <= _LARGEST:  # also false for nan
-        raise ValueError(f"{who}: eps is {eps}; expected a number from 0 on that is finite in fp32, such as 1e-6")
+        raise ValueError(f"{who}: eps is {eps}; expected a finite number, at least 0, also in fp32, such as 1e-6")
 
 
 def _check_weight_offset(who: str, weight_offset: float) -> None:
@@ -120,7 +120,7 @@ def _check_weight_offset(who: str, weight_offset: float) -> None:
         raise TypeError(f"{who}: weight_offset is a {type(weight_offset).__name__}; expected a float")
     if not -_LARGEST <= weight_offset <= _LARGEST:
         raise ValueError(
-            f"{who}: weight_offset is {weight_offset}; expected a number that is finite in fp32, such as 1.0"
+            f"{who}: weight_offset is {weight_offset}; expected a finite number, also in fp32, such as 1.0"
         )
 
 
