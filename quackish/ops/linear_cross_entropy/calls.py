@@ -1,14 +1,11 @@
 """Arguments and results of the schedules of linear cross entropy."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels, RowState
-
-if TYPE_CHECKING:
-    from quackish.ops.linear_cross_entropy.cublas import CublasKernels
+from quackish.ops.linear_cross_entropy.launches import ExpLogits, RowState
 
 
 class Plan(NamedTuple):
@@ -31,7 +28,7 @@ class Plan(NamedTuple):
 class Call(NamedTuple):
     """Arguments shared by all launches of a forward or a backward pass."""
 
-    kernels: "LceKernels | CublasKernels"
+    kernels: Any  # LceKernels or CublasKernels
     plan: Plan
     state: RowState  # filled by forward, read by backward
     m: int
