@@ -14,7 +14,7 @@ STATUS = 130  # 128 + SIGINT
 
 
 def _is_program() -> bool:
-    """Whether this is `python -m quackish`. While `-m` imports the package, sys.argv[0] is "-m"."""
+    """True in `python -m quackish`. While `-m` imports the package, sys.argv[0] is "-m"."""
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("quackish", "-mquackish")
 
 

@@ -44,6 +44,6 @@ def overlapping(shape: tuple[int, ...]) -> list[Tensor]:
 
 
 def are_neighbours_unchanged(view: Tensor, whole: Tensor) -> bool:
-    """Whether the memory around the view is still 1. Overwrites the view."""
+    """True if the memory around the view is still 1. Overwrites the view."""
     view.fill_(1.0)
     return bool((whole == 1).all())

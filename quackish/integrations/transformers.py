@@ -267,7 +267,7 @@ def _subclass(base: type, forward: Callable, made_by: tuple, **attributes) -> ty
         if type(self) is patched:
             self.__class__ = base
             warnings.warn(
-                f"{base.__name__}: this class is that of a patched module. The new {base.__name__} is not patched; "
+                f"{base.__name__}: this class belongs to a patched module. The new {base.__name__} is not patched; "
                 "call quackish.integrations.transformers.apply on the new model",
                 PortablePathWarning,
                 stacklevel=2,

@@ -35,7 +35,7 @@ def check_buffer(op: str, **tensors: Tensor | None) -> None:
 
 
 def _overlaps_itself(t: Tensor) -> bool:
-    """Whether elements of t may share memory: never those of slices and transposes of a contiguous tensor."""
+    """True if elements of t may share memory. Slices and transposes of a contiguous tensor give False."""
     extent = 0  # the largest offset that the dimensions with smaller strides reach
     for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
         if stride <= extent:

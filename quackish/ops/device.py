@@ -114,7 +114,7 @@ def require_device(op: str, device: torch.device) -> Device:
 
 
 def expects_kernels(device: torch.device) -> bool:
-    """Whether the portable path deserves a warning: on GPUs, and on substitutes. Other devices never have a kernel."""
+    """True on GPUs and substitutes, where the portable path gives a warning. Other devices never have a kernel."""
     return device.type == "cuda" or isinstance(device_of(device), Device)
 
 
