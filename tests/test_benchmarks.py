@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ is not part of the package
 import quackish  # noqa: E402
 from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
 from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces  # noqa: E402
-from quackish.bench import plots, processes, providers_linear_cross_entropy, providers_rms_norm, report, runner  # noqa: E402
+from quackish.bench import processes, providers_linear_cross_entropy, report, runner  # noqa: E402
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
 from quackish.bench.environment import environment  # noqa: E402
 from quackish.bench.measure import Record, time_columns  # noqa: E402
@@ -147,15 +147,6 @@ def test_host_overhead_runs(tmp_path):
     assert "forward + backward / torch's" in page
     assert "\nCommit `abc`, driver " in page
     assert f", torch {torch.__version__}, " in page
-
-
-@pytest.mark.parametrize("name", ["rms_norm", "linear_cross_entropy", "sweep/linear_cross_entropy"])
-def test_pages_match_recorded_results(name):
-    path = ROOT / "benchmarks" / "results" / "H200" / f"{name}.csv"
-    page = report.markdown(
-        Results(read_rows(path)), {"rms_norm": rms_norm, "linear_cross_entropy": bars}[path.stem].PAGE
-    )
-    assert page == path.with_suffix(".md").read_text(encoding="utf-8")
 
 
 # Verdicts ------------------------------------------------------------------------------------------------------------
@@ -302,31 +293,6 @@ def test_figures_are_drawn(tmp_path):
     drawn = bars.PAGE.figures(made_up(cases), tmp_path / "lce.csv")
     expected = {f"lce{kind}.{s}" for kind in ("", "_m65536", "_confident") for s in ("svg", "png")}
     assert {p.name for p in drawn} == {p.name for p in tmp_path.iterdir()} == expected
-
-
-def test_a_provider_has_one_color():
-    known = {*providers_linear_cross_entropy.PEERS, *providers_rms_norm.PROVIDERS}
-    colors = {name: plots.color_of(name) for name in known if name in plots.COLORS and name != "liger-triton"}
-    assert len(set(colors.values())) == len(colors)
-    assert plots.color_of("quack-base-2048") == plots.color_of("quack-base") != plots.color_of("quack")
-    assert plots.color_of("quackish (again)") == plots.color_of("quackish")
-    assert plots.color_of("mine") in plots.OTHERS
-
-
-def test_labels_do_not_overlap():
-    """Points without space get no label."""
-    many = {f"quack_base_{i}": (40 + 0.01 * i, 3.0 + 0.01 * i) for i in range(40)}
-    results = made_up(headline(quackish=(39.0, 2.5), torch=(80.0, 6.0), **many))
-    with plots._figure(5, "made up", "GPU") as fig:
-        ax = fig.subplots()
-        points = plots._draw_points(ax, results, bars.HEADLINE)
-        fig.canvas.draw()
-        plots._label(ax, points)
-        boxes = [text.get_window_extent() for text in ax.texts]
-    assert {"quackish", "torch"} <= {text.get_text() for text in ax.texts}
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-    assert all(ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 for box in boxes)
-    assert not any(box.contains(*ax.transData.transform(point)) for box in boxes for point in points.values())
 
 
 def parallel_cell(ms, **record):
