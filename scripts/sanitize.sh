@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs NVIDIA's compute-sanitizer over small shapes of every kernel; fails if it reports errors.
-#   scripts/sanitize.sh [program.py [arguments]]        default: tests/sanitize_shapes.py
+#   scripts/sanitize.sh [program.py [arguments]]        default: -m tests.sanitize_shapes
 # Logs go to out/sanitize/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || set -- tests/sanitize_shapes.py
+[ $# -gt 0 ] || set -- -m tests.sanitize_shapes
 PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
 if ! command -v compute-sanitizer >/dev/null; then
     echo "sanitize.sh: no compute-sanitizer on PATH; install the CUDA toolkit, or: pip install nvidia-cuda-sanitizer-api" >&2

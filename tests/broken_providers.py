@@ -1,4 +1,4 @@
-"""Failing providers for `--providers broken_providers:NAME`, most of them (forward, backward) of rms_norm."""
+"""Failing providers for `--providers tests.broken_providers:NAME`, most of them (forward, backward) of rms_norm."""
 
 import os
 import signal

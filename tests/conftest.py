@@ -43,13 +43,12 @@ def poisoned(monkeypatch):
 @pytest.fixture
 def path(request, monkeypatch, limits, poisoned):
     """Makes linear_cross_entropy use one of lce_cases.PATHS. On a CPU, kernels are emulated."""
-    import emulated_kernels as emulated
-    from lce_cases import Path
-
     from quackish.configs import lce_cublas
     from quackish.ops.device import device_of, substitute, why_unsupported
     from quackish.ops.linear_cross_entropy import cublas
     from quackish.ops.linear_cross_entropy.launches import LceKernels
+    from tests import emulated_kernels as emulated
+    from tests.lce_cases import Path
 
     torch.manual_seed(0)
     kind, device = request.param.split("-")

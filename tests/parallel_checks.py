@@ -1,4 +1,6 @@
-"""Checks of the vocabulary-parallel head, run by each rank: `parallel_checks.py RANK RANKS FILE_STORE RESULTS KIND`.
+"""Checks of the vocabulary-parallel head, which each rank runs.
+
+    python -m tests.parallel_checks RANK RANKS FILE_STORE RESULTS KIND
 
 Each check compares with one process that has the whole weight. test_parallel.py starts the processes: by gloo three on
 a CPU (KIND "cpu") or two or four on one GPU ("shared"); by NCCL one for each of two or four GPUs ("gpu", "bits").
@@ -14,12 +16,9 @@ import json
 import sys
 import traceback
 
-import emulated_kernels as emulated
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_graphs import captured, no_synchronization
-from lce_cases import IGNORED, OPTIONS, REDUCTIONS, SCHEDULES, make, norm_error, unit_roundoff
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -31,6 +30,9 @@ from quackish.ops.device import substitute
 from quackish.parallel import VocabParallelHead, linear_cross_entropy
 from quackish.parallel.collectives import all_gather, sum_over_ranks
 from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
+from tests import emulated_kernels as emulated
+from tests.cuda_graphs import captured, no_synchronization
+from tests.lce_cases import IGNORED, OPTIONS, REDUCTIONS, SCHEDULES, make, norm_error, unit_roundoff
 
 RANKS = 3
 V = 11

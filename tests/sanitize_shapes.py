@@ -1,6 +1,6 @@
 """Small shapes of every kind, forward and backward, for scripts/sanitize.sh (compute-sanitizer).
 
-    python tests/sanitize_shapes.py [part of a shape's name]
+    python -m tests.sanitize_shapes [part of a shape's name]
 
 Inputs are made on the CPU, so that few kernels besides quackish's run. Other tests check the results.
 """
@@ -11,7 +11,6 @@ import sys
 
 import pytest
 import torch
-from lce_cases import make, run
 
 from quackish import grouped_mlp, rms_norm
 from quackish.configs import linear_cross_entropy as configs
@@ -21,6 +20,7 @@ from quackish.ops.linear_cross_entropy import linear_cross_entropy, steps
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.reference.grouped_mlp import GATED
 from quackish.testing.inputs import rows, weights
+from tests.lce_cases import make, run
 
 GPU = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -80,11 +80,13 @@ def test_failing_providers_do_not_end_the_run(tmp_path, capsys):
     """`late` aborts while all take turns. On a GPU turns replay graphs, so `aborts` replaces it."""
     killed = "aborts" if gpu else "late"
     ways = ["raises", killed, "exits", "hangs", "wrong_shape", "good"]
-    providers = ["quackish", *(f"broken_providers:{way}" for way in ways)]
+    providers = ["quackish", *(f"tests.broken_providers:{way}" for way in ways)]
     words = ("--shapes", "8x32", "--direction", "backward", "--providers", *providers)
     timeout = "20" if gpu else "10"  # the first call may compile, or the machine may be busy
     rows = bench(tmp_path, "rms_norm", *words, "--timeout", timeout)
-    failed = {row["provider"].removeprefix("broken_providers:"): row["status"] for row in rows if row["status"] != "ok"}
+    failed = {
+        row["provider"].removeprefix("tests.broken_providers:"): row["status"] for row in rows if row["status"] != "ok"
+    }
     assert failed == {
         "raises": "RuntimeError: it broke",
         killed: "the process was killed by SIGABRT",
@@ -92,7 +94,7 @@ def test_failing_providers_do_not_end_the_run(tmp_path, capsys):
         "hangs": f"no event for {timeout} s; killed",
         "wrong_shape": "ValueError: returned (8, 1), expected (8, 32)",
     }
-    assert {row["provider"] for row in rows if row["median_ms"]} == {OURS, AGAIN, "broken_providers:good", "add"}
+    assert {row["provider"] for row in rows if row["median_ms"]} == {OURS, AGAIN, "tests.broken_providers:good", "add"}
     output = capsys.readouterr().out
     assert f"{killed}: the process was killed by SIGABRT" in output
     assert "goodbye" not in output
@@ -102,16 +104,19 @@ def test_failing_providers_do_not_end_the_run(tmp_path, capsys):
 
 def test_if_nothing_is_measured_the_page_has_the_reasons(tmp_path):
     words = ["bench", "rms_norm", "--quick", "--out", str(tmp_path), "--shapes", "8x32", "--direction", "backward"]
-    assert main([*words, "--providers", "broken_providers:raises,broken_providers:absent,no_such_module:norm"]) == 1
+    assert (
+        main([*words, "--providers", "tests.broken_providers:raises,tests.broken_providers:absent,no_such_module:norm"])
+        == 1
+    )
     page = (tmp_path / "rms_norm.md").read_text()
     assert "raises: RuntimeError: it broke (backward 8x32 bfloat16)" in page
-    assert "AttributeError: module 'broken_providers' has no attribute 'absent'" in page
+    assert "AttributeError: module 'tests.broken_providers' has no attribute 'absent'" in page
     assert "ModuleNotFoundError: No module named 'no_such_module'" in page
 
 
 def test_sigterm_keeps_the_results_so_far(tmp_path):
     """`timeout` sends the signal only to the main process."""
-    words = ["--shapes", "24x32x90", "--providers", "torch,broken_providers:slow_loss"]
+    words = ["--shapes", "24x32x90", "--providers", "torch,tests.broken_providers:slow_loss"]
     words += ["--direction", "backward", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "quackish", "bench", "linear_cross_entropy", *words]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "QUACKISH_TEST_FLAG": str(tmp_path / "flag")}
@@ -121,7 +126,7 @@ def test_sigterm_keeps_the_results_so_far(tmp_path):
     program.send_signal(signal.SIGTERM)
     assert program.wait(120) != 0
     rows = {row["provider"]: row for row in read_rows(tmp_path / "linear_cross_entropy.csv")}
-    slow = rows["broken_providers:slow_loss"]
+    slow = rows["tests.broken_providers:slow_loss"]
     assert rows["torch"]["note"] == slow["note"] == "interrupted"
     assert float(slow["median_ms"]) > 0
     assert float(rows["torch"]["err_dx"]) < 0.02
@@ -144,7 +149,7 @@ def test_an_earlier_result_is_replaced_only_by_a_run_that_measured(tmp_path, cap
     assert again() == 2
     assert f"{path} exists; pass --append to add to it, --overwrite to replace it, or" in capsys.readouterr().err
     for mode in ("--append", "--overwrite"):
-        assert again(mode, "--providers", "broken_providers:raises") == 1
+        assert again(mode, "--providers", "tests.broken_providers:raises") == 1
         (partial,) = tmp_path.glob("rms_norm.partial*.csv")
         assert f"{path} is unchanged; the rows of this run are in {partial}\n" in capsys.readouterr().out
         assert path.read_bytes() == earlier
@@ -153,7 +158,9 @@ def test_an_earlier_result_is_replaced_only_by_a_run_that_measured(tmp_path, cap
 
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert again("--overwrite", "--shapes", "16x32", "--providers", "torch,broken_providers:interrupts") == 130
+        assert (
+            again("--overwrite", "--shapes", "16x32", "--providers", "torch,tests.broken_providers:interrupts") == 130
+        )
     finally:
         signal.signal(signal.SIGINT, former)
     assert capsys.readouterr().err == "bench: interrupted\n"
@@ -199,7 +206,7 @@ def test_invalid_requests(tmp_path, capsys):
 
 @pytest.mark.gpu
 def test_a_lost_cuda_context_affects_only_its_provider(tmp_path):
-    illegal, good = "broken_providers:illegal", "broken_providers:good"
+    illegal, good = "tests.broken_providers:illegal", "tests.broken_providers:good"
     words = ("--shapes", "64x1024", "--direction", "backward", "--providers", OURS, illegal, good)
     rows = bench(tmp_path, "rms_norm", *words)
     status = {row["provider"]: row["status"] for row in rows}

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-from toy_kernels import HostConfig, HostProblem, HostToy, Toy
-
 from quackish import errors, launch, toolchain
 from quackish.launch import cache, parallel
 from quackish.launch import compile as compiling
+from tests.toy_kernels import HostConfig, HostProblem, HostToy, Toy
 
 TESTS = Path(__file__).parent
 MEMORY_ONLY = "kept in memory only"
@@ -194,8 +193,7 @@ def test_default_folder(monkeypatch, tmp_path):
 
 
 def start(code, folder):
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    env = dict(os.environ, PYTHONPATH=path, QUACKISH_CACHE_DIR=str(folder))
+    env = dict(os.environ, PYTHONPATH=str(TESTS.parent), QUACKISH_CACHE_DIR=str(folder))
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -204,7 +202,7 @@ def test_two_processes_at_once(folder):
     code = """
 import time
 from pathlib import Path
-from test_cache import use
+from tests.test_cache import use
 Path({me!r}).touch()
 while not Path({other!r}).exists():
     time.sleep(0.001)
@@ -222,7 +220,7 @@ for factor in (2, 3, 4):
 def test_kill_during_a_write(folder):
     code = """
 import os, signal
-from test_cache import use
+from tests.test_cache import use
 os.replace = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 use()
 """

@@ -8,13 +8,12 @@ import tarfile
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-from test_cache import ignore_edits, packed, use, within_a_minute
-from toy_kernels import HostConfig, HostProblem, HostToy
-
 from quackish import toolchain
 from quackish.__main__ import main
 from quackish.launch import cache
 from quackish.launch import compile as compiling
+from tests.test_cache import ignore_edits, packed, use, within_a_minute
+from tests.toy_kernels import HostConfig, HostProblem, HostToy
 
 FEB_1 = 1_769_904_000
 

@@ -5,7 +5,6 @@ import json
 import os
 from pathlib import Path
 
-import emulated_kernels
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from quackish.gpu import B200, H200
 from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import cublas
+from tests import emulated_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -277,7 +277,7 @@ def test_environment_variables_without_effect(monkeypatch):
 
 def test_kernels_of_other_versions():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    from test_cli_cache import store
+    from tests.test_cli_cache import store
 
     store(2, cpu="another")
     store(3)

@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-from variants import check_compiles, some
 
 from quackish.configs import grouped_gemm
 from quackish.configs.gemm import GemmConfig
@@ -18,6 +17,7 @@ from quackish.configs.grouped_gemm import (
 )
 from quackish.gpu import H100, H100_NVL, H200
 from quackish.reference.grouped_mlp import ACTIVATIONS, GATED
+from tests.variants import check_compiles, some
 
 
 def problem(epilogue, dtype="bfloat16", **fields):

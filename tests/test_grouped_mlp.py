@@ -10,12 +10,9 @@ import types
 import warnings
 from typing import NamedTuple
 
-import buffer_layouts
-import emulated_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from wrapper_tensor import Wrapper
 
 from quackish import errors, grouped_mlp, grouped_mm
 from quackish.configs.choose import choose
@@ -29,6 +26,8 @@ from quackish.ops.kernel_for import Kernel
 from quackish.reference import grouped_mlp as reference
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
+from tests import buffer_layouts, emulated_kernels
+from tests.wrapper_tensor import Wrapper
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SIZES = (0, 1, 63, 64, 65, 0, 127, 129, 0)

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-from toy_kernels import BrokenToy, HostConfig, HostProblem, HostToy, Toy, ToyConfig, ToyProblem
-
 from quackish import launch
 from quackish.launch import compile as compiling
 from quackish.launch import cubin, objects, parallel
+from tests.toy_kernels import BrokenToy, HostConfig, HostProblem, HostToy, Toy, ToyConfig, ToyProblem
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,7 @@ def forget():
 
 
 def in_a_process(code):
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -90,7 +89,7 @@ def test_threads():
 def test_fork():
     code = """
 import os
-from test_launch import check, host_toy
+from tests.test_launch import check, host_toy
 check(host_toy(2), 2)
 child = os.fork()
 if child == 0:  # loaded kernels and the compiler work here

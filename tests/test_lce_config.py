@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-from lce_cases import SCHEDULES
 
 from quackish.configs.linear_cross_entropy import (
     CHUNK_BYTES,
@@ -22,6 +21,7 @@ from quackish.configs.linear_cross_entropy import (
     scratch_columns,
     shared_storage,
 )
+from tests.lce_cases import SCHEDULES
 
 
 def test_schedule_rule():

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lce_cases import PATHS
 
 from quackish import config, kernels
 from quackish.configs.gemm import (
@@ -28,6 +27,7 @@ from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
 from tests.emulated_kernels import HUGE, NO_SLOT, add_residual, decode, encode, lce_kernels
+from tests.lce_cases import PATHS
 from tests.variants import check_compiles, some
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

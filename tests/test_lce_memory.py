@@ -8,18 +8,6 @@ import sys
 
 import pytest
 import torch
-from lce_cases import (
-    OPTIONS,
-    REDUCTIONS,
-    SCHEDULES,
-    make,
-    norm_error,
-    on_kernels,
-    on_portable_and_kernels,
-    parameters,
-    truth,
-    unit_roundoff,
-)
 from torch.utils.checkpoint import checkpoint
 
 from quackish.configs.gemm import SOFTMAX_TILE_N
@@ -33,6 +21,18 @@ from quackish.ops.linear_cross_entropy.api import make_plan
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
 from quackish.testing.errors import same_bits
+from tests.lce_cases import (
+    OPTIONS,
+    REDUCTIONS,
+    SCHEDULES,
+    make,
+    norm_error,
+    on_kernels,
+    on_portable_and_kernels,
+    parameters,
+    truth,
+    unit_roundoff,
+)
 
 BF16, FP32, CUDA = torch.bfloat16, torch.float32, torch.device("cuda")
 

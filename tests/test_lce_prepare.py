@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,6 +17,7 @@ from quackish.ops.linear_cross_entropy import api as public
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy import warm_up as preparing
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
+from tests.lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -178,8 +178,7 @@ def test_prepare_imports_nothing():
     """Some operations on meta tensors import 500 modules (250 ms): `prepare` uses none of them."""
     code = """
 import sys
-sys.path.insert(0, "tests")
-import test_lce_prepare as t
+import tests.test_lce_prepare as t
 asked = []
 with t.substitute("cpu", t.Device(t.H200, t.kernel_for, prepare=asked.append)):
     before = set(sys.modules)

@@ -15,7 +15,14 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from lce_cases import (
+
+from quackish.configs.gemm import NUM_TICKETS
+from quackish.configs.linear_cross_entropy import first_classes, recompute_blocks, shared_storage
+from quackish.errors import UnsupportedError
+from quackish.ops.linear_cross_entropy import autograd
+from quackish.ops.linear_cross_entropy.launches import RowState
+from quackish.testing.errors import same_bits
+from tests.lce_cases import (
     IGNORED,
     OPTIONS,
     REDUCTIONS,
@@ -28,14 +35,7 @@ from lce_cases import (
     truth,
     unit_roundoff,
 )
-from wrapper_tensor import Wrapper
-
-from quackish.configs.gemm import NUM_TICKETS
-from quackish.configs.linear_cross_entropy import first_classes, recompute_blocks, shared_storage
-from quackish.errors import UnsupportedError
-from quackish.ops.linear_cross_entropy import autograd
-from quackish.ops.linear_cross_entropy.launches import RowState
-from quackish.testing.errors import same_bits
+from tests.wrapper_tensor import Wrapper
 
 pytestmark = on_kernels
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -4,7 +4,11 @@ import itertools
 
 import pytest
 import torch
-from lce_cases import (
+
+from quackish import linear_cross_entropy
+from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
+from quackish.testing.errors import same_bits
+from tests.lce_cases import (
     IGNORED,
     OPTIONS,
     PATHS,
@@ -18,10 +22,6 @@ from lce_cases import (
     parameters,
     unit_roundoff,
 )
-
-from quackish import linear_cross_entropy
-from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
-from quackish.testing.errors import same_bits
 
 FP64 = torch.float64
 NAN = float("nan")

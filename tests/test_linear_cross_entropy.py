@@ -11,13 +11,21 @@ import re
 import types
 import warnings
 
-import buffer_layouts
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from cuda_graphs import captured, no_synchronization
-from lce_cases import (
+from torch.autograd.profiler import profile
+
+from quackish import errors
+from quackish.errors import PortablePathWarning, UnsupportedError
+from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, api, checks, linear_cross_entropy
+from quackish.ops.linear_cross_entropy.autograd import _bwd_op, _fwd_op
+from quackish.testing import assert_deterministic
+from quackish.testing.errors import same_bits
+from tests import buffer_layouts
+from tests.cuda_graphs import captured, no_synchronization
+from tests.lce_cases import (
     IGNORED,
     OPTIONS,
     PATHS,
@@ -33,15 +41,7 @@ from lce_cases import (
     truth,
     unit_roundoff,
 )
-from torch.autograd.profiler import profile
-from wrapper_tensor import Wrapper
-
-from quackish import errors
-from quackish.errors import PortablePathWarning, UnsupportedError
-from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, api, checks, linear_cross_entropy
-from quackish.ops.linear_cross_entropy.autograd import _bwd_op, _fwd_op
-from quackish.testing import assert_deterministic
-from quackish.testing.errors import same_bits
+from tests.wrapper_tensor import Wrapper
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -9,8 +9,6 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_graphs import captured
-from lce_cases import IGNORED, SCHEDULES, norm_error, truth
 
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import first_classes
@@ -19,6 +17,8 @@ from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy.launches import RowState
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import same_bits
+from tests.cuda_graphs import captured
+from tests.lce_cases import IGNORED, SCHEDULES, norm_error, truth
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

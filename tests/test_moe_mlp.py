@@ -1,11 +1,9 @@
 """moe_mlp, from a router's choice to the sum of the experts' results: against a loop over tokens, in fp64."""
 
-import emulated_kernels
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from variants import check_compiles
 
 import quackish
 from quackish.configs.token_rows import TokenRowsProblem, token_rows_config
@@ -16,6 +14,8 @@ from quackish.ops.grouped_mlp.kernel_steps import steps_of
 from quackish.ops.kernel_for import Kernel
 from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.errors import same_bits
+from tests import emulated_kernels
+from tests.variants import check_compiles
 
 T, K, E, H, I = 40, 3, 5, 24, 16  # noqa: E741
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

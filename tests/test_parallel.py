@@ -6,27 +6,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-import parallel_checks
 import pytest
 import torch
-from lce_cases import make
 from torch.testing import assert_close
 
 from quackish import UnsupportedError
 from quackish.parallel import linear_cross_entropy
 from quackish.parallel.combine import LossOptions, ShardStats, combine
 from quackish.reference.linear_cross_entropy import rows_of
+from tests import parallel_checks
+from tests.lce_cases import make
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 def run_ranks(folder, kind, ranks, **env):
     """For each rank: {check: its result or traceback}."""
-    path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     files = [folder / f"{rank}.json" for rank in range(ranks)]
     processes = [
         subprocess.Popen(
-            [sys.executable, HERE / "parallel_checks.py", str(rank), str(ranks), folder / "store", file, kind],
+            [sys.executable, "-m", "tests.parallel_checks", str(rank), str(ranks), folder / "store", file, kind],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

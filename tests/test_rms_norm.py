@@ -13,16 +13,13 @@ import itertools
 import math
 import warnings
 
-import buffer_layouts
 import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from rms_norm_cases import LAYOUTS, assert_same
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from wrapper_tensor import Wrapper
 
 from quackish import errors, gpu, toolchain
 from quackish.configs import choose
@@ -39,6 +36,9 @@ from quackish.testing import assert_close_to_fp64
 from quackish.testing import inputs as make
 from quackish.testing.errors import error, same_bits
 from quackish.testing.inputs import KINDS
+from tests import buffer_layouts
+from tests.rms_norm_cases import LAYOUTS, assert_same
+from tests.wrapper_tensor import Wrapper
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # from torch itself
 

@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_graphs import captured, no_synchronization
-from rms_norm_cases import LAYOUTS, assert_same
 
 from quackish.ops import workspace
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
@@ -20,6 +18,8 @@ from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.device import poison_free_memory
 from quackish.testing.errors import Error, error, same_bits
 from quackish.testing.inputs import KINDS, rows, weights
+from tests.cuda_graphs import captured, no_synchronization
+from tests.rms_norm_cases import LAYOUTS, assert_same
 
 pytestmark = pytest.mark.gpu
 

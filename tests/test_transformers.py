@@ -9,10 +9,10 @@ import types
 
 import pytest
 import torch
-from cuda_graphs import captured, no_synchronization
 from torch import nn
 
 import quackish
+from tests.cuda_graphs import captured, no_synchronization
 
 transformers = pytest.importorskip("transformers", minversion="5")
 from quackish.errors import UnsupportedError  # noqa: E402

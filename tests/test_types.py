@@ -4,13 +4,13 @@ import inspect
 from typing import get_args
 
 import pytest
-import typed_user
 
 import quackish
 from quackish import types
 from quackish.configs.linear_cross_entropy import SCHEDULES
 from quackish.parallel.linear_cross_entropy import _ParallelOptions
 from quackish.reference.grouped_mlp import ACTIVATIONS
+from tests import typed_user
 
 
 @pytest.mark.parametrize("part", [typed_user.norms, typed_user.losses, typed_user.experts, typed_user.tools])
