@@ -15,7 +15,7 @@ from quackish.configs.rms_norm import (
 )
 from quackish.errors import UnsupportedError
 from quackish.gpu import B300, H200
-from tests.variants import check_compiles, on_gpus, some
+from tests.variants import check_compiles, on_gpus, one_per_kernel
 
 BF16, FP32 = "bfloat16", "float32"
 # Both sides of the thresholds in configs/rms_norm.py, and awkward sizes.
@@ -69,22 +69,20 @@ def problems():
 
 
 @pytest.mark.parametrize(
-    "name, problem, gpu", list(some(on_gpus(problems()), 5)), ids=lambda value: getattr(value, "target", str(value))
+    "name, problem, gpu", one_per_kernel(on_gpus(problems())), ids=lambda value: getattr(value, "target", str(value))
 )
 def test_compiles(name, problem, gpu):
     config = analytical(name, problem, gpu).config
     check_compiles(name, problem, config, gpu, getattr(config, "ctas_per_sm", 1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "call",
     [
         "rms_norm 8192x4096 --residual --bias",
         "linear_cross_entropy 4096x2048x32000 --bias",
-        pytest.param(
-            "linear_cross_entropy 4096x2048x32000 --dtype fp16 --reduction none --softcap 30",
-            marks=pytest.mark.exhaustive,
-        ),
+        "linear_cross_entropy 4096x2048x32000 --dtype fp16 --reduction none --softcap 30",
     ],
 )
 def test_compiles_for_b300(call):

@@ -1,4 +1,4 @@
-"""Which of many cases the tests always run, and what all compiled kernels keep."""
+"""Which of many cases every test run compiles, and what all compiled kernels keep."""
 
 import pytest
 
@@ -6,11 +6,23 @@ from quackish import kernels, launch
 from quackish.gpu import B200, H200
 
 
-def some(cases, every):
-    """Every `every`-th case; the others are exhaustive."""
-    for i, case in enumerate(cases):
+def one_per(key, cases):
+    """A list of the cases for parametrize. Those with a key that occurred before are exhaustive."""
+    params, seen = [], set()
+    for case in cases:
         values = case if isinstance(case, tuple) else (case,)
-        yield pytest.param(*values, marks=() if i % every == 0 else pytest.mark.exhaustive)
+        params.append(pytest.param(*values, marks=pytest.mark.exhaustive if key(*values) in seen else ()))
+        seen.add(key(*values))
+    return params
+
+
+def one_per_kernel(cases):
+    """For cases (name, problem, GPU): one problem and one GPU of each kernel are not exhaustive."""
+    return one_per(lambda name, problem, gpu: name, cases)
+
+
+def one_per_epilogue(problems):
+    return one_per(lambda problem: problem.epilogue, problems)
 
 
 def on_gpus(cases):
