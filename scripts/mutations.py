@@ -177,7 +177,7 @@ MUTATIONS = (
         f"{OPS}/workspace.py",
         "_take_for_stream((device_index, stream), scratch_floats)",
         "_take_for_stream((device_index, 0), scratch_floats)",
-        "tests/test_rms_norm.py -k each_stream_has_its_own_workspace",
+        "tests/test_workspace.py -k each_stream_has_its_own_workspace",
     ),
     Mutation(
         "launches_on_the_default_stream",

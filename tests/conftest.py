@@ -1,6 +1,7 @@
 """Fixtures of all tests. Tests marked `gpu` need a GPU, those marked `exhaustive` need --exhaustive."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -104,3 +105,40 @@ def limits(monkeypatch):
 def narrow(limits):
     """Makes the blocks and chunks of `recompute` small enough for small shapes."""
     limits(scratch_columns=lambda *how: 256, MIN_DX_ELEMENTS=128 * 512)
+
+
+@pytest.fixture
+def norm_kernels():
+    """Runs RMSNorm of CPU tensors on emulated kernels, as that of CUDA tensors on compiled ones."""
+    from quackish.ops import rms_norm_plans
+    from quackish.ops.device import substitute
+    from tests.emulated_rms_norm import Emulated
+
+    emulated = Emulated()
+    rms_norm_plans._plans.clear()
+    with substitute("cpu", emulated.device):
+        yield emulated
+
+
+@pytest.fixture(params=["portable", "kernels"])
+def norm_path(request):
+    """Runs the test on the portable path of RMSNorm (the value is None) and on emulated kernels."""
+    return request.getfixturevalue("norm_kernels") if request.param == "kernels" else None
+
+
+@pytest.fixture(params=["portable", "kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
+def norm_anywhere(request):
+    """As `norm_path`, and also on a GPU."""
+    from quackish import errors
+    from tests.emulated_rms_norm import Emulated
+    from tests.rms_norm_cases import on
+
+    if request.param != "gpu":
+        yield request.getfixturevalue("norm_kernels") if request.param == "kernels" else None
+        return
+    on["device"] = "cuda"
+    errors._warned.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.PortablePathWarning)
+        yield Emulated()  # without launches
+    on["device"] = "cpu"

@@ -1,6 +1,6 @@
 """RMSNorm's kernels on a GPU: numbers against fp64, bits against bits, and all that may go on beside or around them.
 
-Tests of test_rms_norm.py that take `anywhere` run on a GPU as well.
+Tests in test_rms_norm*.py that take `norm_anywhere` run on a GPU as well.
 """
 
 import dataclasses
