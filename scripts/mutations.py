@@ -149,7 +149,7 @@ MUTATIONS = (
         f"{OPS}/linear_cross_entropy/api.py",
         "(t.shape, t.dtype, t.device)",
         "(t.shape, t.device)",
-        "tests/test_linear_cross_entropy.py -k plan_is_not_reused_for_other_dtypes",
+        "tests/test_linear_cross_entropy_errors.py -k plan_is_not_reused_for_other_dtypes",
     ),
     Mutation(
         "saved_exponentials_of_a_retained_graph_written",
@@ -163,7 +163,8 @@ MUTATIONS = (
         f"{OPS}/linear_cross_entropy/autograd.py",
         'ctx.__dict__.pop("computed", _NO_RESULT)',
         'ctx.__dict__.get("computed", _NO_RESULT)',
-        "tests/test_linear_cross_entropy.py -k 'two_backwards and bias and chunked and mean and False and kernels'",
+        "tests/test_linear_cross_entropy_autograd.py "
+        "-k 'two_backwards and bias and chunked and mean and False and kernels'",
     ),
     Mutation(
         "gradients_of_two_dtypes_scaled_as_one",

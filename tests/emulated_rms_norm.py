@@ -13,9 +13,7 @@ from quackish.ops.device import Device
 from quackish.ops.kernel_for import Kernel
 from quackish.reference import rms_norm as reference
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-
-
+FP32 = torch.float32
 STREAM = 1234  # the handle of the current stream
 
 

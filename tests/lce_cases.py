@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
@@ -70,6 +71,25 @@ def spec(x, w, target, return_lse, **kw):
     return linear_cross_entropy_forward(x, w, target, **kw)
 
 
+def composed(
+    x, w, target, linear_bias=None, softcap=None, logit_scale=None, z_loss=0.0, reduction="mean", return_lse=False, **kw
+):
+    """The same loss in plain PyTorch: F.linear, softcap, logit_scale, F.cross_entropy and z_loss."""
+    logits = F.linear(x, w, linear_bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits if logit_scale is None else logits * logit_scale
+    loss = F.cross_entropy(logits, target, reduction=reduction, **kw)
+    lse = torch.logsumexp(logits, -1)
+    live = target != IGNORED
+    if z_loss:
+        z = (z_loss * lse.square()).masked_fill(~live, 0.0)
+        count = (
+            live.sum() if kw.get("weight") is None else kw["weight"][target.clamp(min=0)].masked_fill(~live, 0).sum()
+        )
+        loss = loss + {"none": z, "sum": z.sum(), "mean": z.sum() / count}[reduction]
+    return (loss, lse.masked_fill(~live, 0.0)) if return_lse else loss
+
+
 def hard_rows(dtype, device):
     """linear_weight is the identity, so input is the logits."""
     v = h = 640
@@ -91,6 +111,10 @@ def norm_error(got, want):
 
 def unit_roundoff(dtype):
     return torch.finfo(dtype).eps / 2
+
+
+def assert_same(got, want):
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 # Paths of linear_cross_entropy ----------------------------------------------------------------------------------------

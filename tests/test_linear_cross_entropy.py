@@ -1,4 +1,4 @@
-"""Linear cross entropy: reference, public function on every path, portable operators, and module.
+"""Linear cross entropy: the reference, and the values of the public function on every path.
 
 test_lce_schedules.py tests the launches and memory of kernels.
 """
@@ -6,71 +6,33 @@ test_lce_schedules.py tests the launches and memory of kernels.
 import functools
 import inspect
 import itertools
-import math
-import re
-import types
-import warnings
 
 import pytest
 import torch
-import torch._dynamo.testing
 import torch.nn.functional as F
-from torch.autograd.profiler import profile
 
-from quackish import errors
-from quackish.errors import PortablePathWarning, UnsupportedError
-from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, api, checks, linear_cross_entropy
-from quackish.ops.linear_cross_entropy.autograd import _bwd_op, _fwd_op
-from quackish.testing import assert_deterministic
-from quackish.testing.errors import same_bits
-from tests import buffer_layouts
-from tests.cuda_graphs import captured, no_synchronization
+from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from tests.lce_cases import (
     IGNORED,
     OPTIONS,
-    PATHS,
     REDUCTIONS,
     SCHEDULES,
+    assert_same,
+    composed,
     hard_rows,
     make,
     norm_error,
     on_every_path,
     on_portable_and_kernels,
-    parameters,
     run,
     truth,
     unit_roundoff,
 )
-from tests.wrapper_tensor import Wrapper
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def assert_same(got, want):
-    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-def composed(
-    x, w, target, linear_bias=None, softcap=None, logit_scale=None, z_loss=0.0, reduction="mean", return_lse=False, **kw
-):
-    """The same loss in plain PyTorch: F.linear, softcap, logit_scale, F.cross_entropy and z_loss."""
-    logits = F.linear(x, w, linear_bias)
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    logits = logits if logit_scale is None else logits * logit_scale
-    loss = F.cross_entropy(logits, target, reduction=reduction, **kw)
-    lse = torch.logsumexp(logits, -1)
-    live = target != IGNORED
-    if z_loss:
-        z = (z_loss * lse.square()).masked_fill(~live, 0.0)
-        count = (
-            live.sum() if kw.get("weight") is None else kw["weight"][target.clamp(min=0)].masked_fill(~live, 0).sum()
-        )
-        loss = loss + {"none": z, "sum": z.sum(), "mean": z.sum() / count}[reduction]
-    return (loss, lse.masked_fill(~live, 0.0)) if return_lse else loss
-
-
-# --- reference ---
+# The reference --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -84,7 +46,7 @@ def test_reference_matches_autograd_of_pytorch(name, reduction):
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
-# --- against truth ---
+# Against truth --------------------------------------------------------------------------------------------------------
 
 
 @on_every_path
@@ -200,7 +162,7 @@ def test_masked_classes_with_weight_zero(options, path):
     assert all(g.isfinite().all() for g in grads)
 
 
-# --- PyTorch's own ---
+# PyTorch's own --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -216,7 +178,7 @@ def test_matches_pytorchs_linear_cross_entropy(name, reduction):
     assert list(inspect.signature(linear_cross_entropy).parameters)[: len(names) - 1] == names[:-1]  # except options
 
 
-# --- semantics, row by row ---
+# Rows and options -----------------------------------------------------------------------------------------------------
 
 
 @on_every_path
@@ -271,16 +233,6 @@ def test_nan_in_live_row_propagates(name, schedule, path):
     assert dx[others].isfinite().all()
     assert dw.isnan().all()
     assert db.isnan().all()
-
-
-@pytest.mark.parametrize("bad", [11, -1, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_invalid_target_raises_on_cpu(bad, dtype):
-    x, w, target, _ = make()
-    target = target.to(dtype)
-    target[4] = bad
-    with pytest.raises(IndexError, match=rf"target 4 of 13 is {bad}, expected 0 <= target < 11 or ignore_index -100"):
-        linear_cross_entropy(x, w, target)
 
 
 @on_portable_and_kernels
@@ -354,7 +306,20 @@ def test_int32_targets_and_ignore_index_outside_int32(ignore_index, path):
     assert (got != 0).all()
 
 
-# --- shapes, strides, dtypes ---
+@on_portable_and_kernels
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", ["bias", "all"])
+def test_loss_is_independent_of_schedule_chunks_and_grad_mode(name, reduction, path):
+    x, w, target, kw = path.case(**OPTIONS[name], reduction=reduction)
+    with torch.no_grad():
+        want = path.call(x, w, target, return_lse=True, **kw)
+    close = 0 if path.kernels else 1e-6  # portable GEMMs may differ in bits
+    for schedule, chunk_size in itertools.product(SCHEDULES, (path.chunk_size, None)):
+        got = path.run(x, w, target, kw, schedule=schedule, chunk_size=chunk_size)[:2]
+        torch.testing.assert_close(got, want, rtol=close, atol=close)
+
+
+# Shapes, strides, dtypes ----------------------------------------------------------------------------------------------
 
 
 @on_portable_and_kernels
@@ -448,601 +413,3 @@ def test_autocast(name, schedule, dtype, path):
         assert all(t.isfinite().all() for t in torch.autograd.grad(mixed, [x, w]))
         loss = linear_cross_entropy(x.double(), w.double(), target, backend="reference")
         assert loss.dtype == FP64
-
-
-# --- autograd ---
-
-
-@on_portable_and_kernels
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("with_lse", [False, True])
-@pytest.mark.parametrize("name", ["bias", "all"])
-def test_two_backwards_give_the_same_bits_and_modify_nothing(name, with_lse, schedule, reduction, path):
-    x, w, target, kw = path.case(140, **OPTIONS[name], reduction=reduction)
-    inputs = [*parameters(x, w, kw), target] + ([kw["weight"]] if "weight" in kw else [])
-    for chunk_size in (path.chunk_size, None):
-        loss, lse = path.call(x, w, target, return_lse=True, schedule=schedule, chunk_size=chunk_size, **kw)
-        outputs = [loss, lse] if with_lse else [loss]
-        grad_outputs = [torch.rand_like(o) for o in outputs]
-        theirs = [*inputs, *grad_outputs, loss, lse]
-        before = [t.detach().clone() for t in theirs]
-        first, second = (
-            torch.autograd.grad(outputs, parameters(x, w, kw), grad_outputs, retain_graph=True) for _ in range(2)
-        )
-        held = [t.clone() for t in first]
-        for g in second:  # users may modify gradients
-            g.zero_()
-        third = torch.autograd.grad(outputs, parameters(x, w, kw), grad_outputs)
-        assert_same(list(third), held)
-        assert_same([t.detach() for t in theirs], before)
-
-
-@pytest.mark.parametrize("retain_graph", [False, True])
-def test_backward_scales_fp32_gradients_in_place_unless_graph_is_retained(retain_graph):
-    x, w, target, _ = make(40, 16, 300, FP32)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        loss = linear_cross_entropy(x, w, target)
-    grads = torch.autograd.grad(loss, [x, w], torch.tensor(0.5), retain_graph=retain_graph)
-    addresses = [t.data_ptr() for t in saved]
-    assert [g.data_ptr() in addresses for g in grads] == [not retain_graph] * 2
-
-
-@on_portable_and_kernels
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", ["bias", "all"])
-def test_loss_is_independent_of_schedule_chunks_and_grad_mode(name, reduction, path):
-    x, w, target, kw = path.case(**OPTIONS[name], reduction=reduction)
-    with torch.no_grad():
-        want = path.call(x, w, target, return_lse=True, **kw)
-    close = 0 if path.kernels else 1e-6  # portable GEMMs may differ in bits
-    for schedule, chunk_size in itertools.product(SCHEDULES, (path.chunk_size, None)):
-        got = path.run(x, w, target, kw, schedule=schedule, chunk_size=chunk_size)[:2]
-        torch.testing.assert_close(got, want, rtol=close, atol=close)
-
-
-def gemms(f):
-    """How many matrix products f runs."""
-    with profile() as prof:
-        f()
-    return sum(e.name in ("aten::mm", "aten::addmm") for e in prof.function_events)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_only_required_gradients_are_computed(reduction, schedule):
-    all_wanted, chunks = None, 3
-    for wants in itertools.product((True, False), repeat=3):
-        x, w, target, kw = make(dtype=FP32, bias=True, reduction=reduction)
-        tensors = [t.requires_grad_(want) for t, want in zip(parameters(x, w, kw), wants, strict=True)]
-        losses = []
-
-        def forward(x=x, w=w, target=target, kw=kw, losses=losses):
-            losses.append(linear_cross_entropy(x, w, target, schedule=schedule, chunk_size=5, **kw))
-
-        count = gemms(forward)
-        assert losses[0].requires_grad == any(wants)
-        if not any(wants):
-            assert count == chunks
-            continue
-        count += gemms(losses[0].sum().backward)
-        again = 0 if schedule == "stored" or (schedule == "chunked" and reduction == "mean") else chunks
-        assert count == chunks + again + chunks * (wants[0] + wants[1])
-        grads = [t.grad for t in tensors]
-        assert [g is not None for g in grads] == list(wants)
-        all_wanted = all_wanted or grads
-        assert all(g is None or torch.equal(g, want) for g, want in zip(grads, all_wanted, strict=True))
-
-
-@on_portable_and_kernels
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_arguments_without_gradient(schedule, path):
-    x, w, target, kw = path.case(class_weight=True)
-    weight = kw["weight"].requires_grad_()
-    loss = path.call(x, w, target, weight=weight, schedule=schedule)
-    with pytest.raises(RuntimeError, match="linear_cross_entropy: create_graph=True"):
-        torch.autograd.grad(loss, x, create_graph=True)
-    path.call(x, w, target, weight=weight, schedule=schedule).backward()
-    assert weight.grad is None
-    buffer = torch.ones(w.shape, dtype=x.dtype, **path.here)  # unused, because the weight needs no gradient
-    path.call(x, w.detach(), target, grad_weight_out=buffer, schedule=schedule).backward()
-    assert (buffer == 1).all()
-
-
-@on_every_path
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)  # fp32 on kernels: parameters, under autocast
-@pytest.mark.parametrize("buffer_dtype", [FP32, BF16, "strided"], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("name", ["bias", "all"])
-def test_grad_weight_out(name, reduction, buffer_dtype, dtype, path):
-    if dtype == FP32 and buffer_dtype == BF16:
-        return  # TypeError: the buffer is narrower than the weight
-    x, w, target, kw = path.case(dtype=dtype, **OPTIONS[name], reduction=reduction)
-    if buffer_dtype == "strided":
-        buffer = torch.ones(w.shape[1], w.shape[0], **path.here).t()
-    else:
-        buffer = torch.ones(w.shape, dtype=buffer_dtype, **path.here)
-    autocast = torch.autocast(path.device.type, dtype=BF16, enabled=path.kernels is not None)
-    want = truth(*(t.detach().bfloat16() if path.kernels else t for t in (x, w)), target, kw)[2][1]
-    bound = 4 * unit_roundoff(buffer.dtype)  # on a CPU only the buffer rounds
-    bound += 4 * unit_roundoff(BF16) if path.kernels else 2 * unit_roundoff(dtype) if x.is_cuda else 1e-6
-    for schedule in ("auto", *SCHEDULES):
-        x.grad, w.grad = None, None
-        buffer.fill_(1.0)
-        options = dict(grad_weight_out=buffer, schedule=schedule, chunk_size=path.chunk_size)
-        with autocast:
-            graphs = [path.call(x, w, target, **options, **kw).sum() for _ in range(2)]  # micro-batches over one buffer
-        assert (buffer == 1).all()  # forward adds nothing
-        graphs[0].backward(torch.tensor(0.5, **path.here), retain_graph=True)
-        graphs[0].backward(torch.tensor(2.0, **path.here))
-        graphs[1].backward(torch.tensor(0.25, **path.here))
-        assert w.grad is None
-        assert x.grad is not None
-        assert norm_error(buffer, 1 + 2.75 * want) <= bound
-
-
-@on_every_path
-@pytest.mark.parametrize("layout", buffer_layouts.NAMES)
-def test_buffers_of_any_strides(layout, path):
-    """The weight gradient is added to the buffer's elements and to nothing around them."""
-    x, w, target, kw = path.case(dtype=BF16)
-    want = truth(x, w, target, kw)[2][1]
-    for dtype, schedule in itertools.product((FP32, BF16), SCHEDULES):
-        view, whole = buffer_layouts.ones_in(layout, w.shape, dtype, path.device)
-        options = dict(grad_weight_out=view, schedule=schedule, chunk_size=path.chunk_size)
-        path.call(x, w, target, **options, **kw).backward()
-        assert norm_error(view, 1 + want) <= 4 * unit_roundoff(dtype) + 4 * unit_roundoff(BF16), (dtype, schedule)
-        assert buffer_layouts.are_neighbours_unchanged(view, whole), (dtype, schedule)
-
-
-@on_portable_and_kernels
-def test_activation_checkpointing(path):
-    x, w, target, kw = path.case(bias=True)
-    _, _, want = path.run(x, w, target, kw)
-    loss = torch.utils.checkpoint.checkpoint(lambda x: path.call(x, w, target, **kw), x, use_reentrant=False)
-    assert_same(torch.autograd.grad(loss, parameters(x, w, kw)), want)
-
-
-# --- operators and torch.compile ---
-
-
-def test_compiled_code_can_check_options():
-    """torch.compile of torch 2.11 traces functions, but no bound methods such as tuple.__contains__."""
-    assert all(isinstance(is_legal, types.FunctionType) for _, _, _, is_legal, _ in checks._OPTIONS)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("needs", [[True, True, True], [False, True, False]])
-def test_opcheck(needs, schedule, device):
-    for reduction, return_stats in zip(REDUCTIONS, (False, True, True), strict=True):
-        x, w, target, kw = make(dtype=FP32, device=device, bias=True, class_weight=True)
-        for t, need in zip(parameters(x, w, kw), needs, strict=True):
-            t.requires_grad_(need)
-        scale = torch.tensor(0.7, device=device)
-        args = x, w, kw["linear_bias"], target, kw["weight"], scale, None, None, IGNORED, 0.1, 3.0, 1e-3, reduction
-        args = *args, return_stats, FP32, schedule, 5, False, False, "", needs
-        torch.library.opcheck(_fwd_op, args)
-        with torch.no_grad():
-            loss, lse, log_prob, entropy, _, *kept = _fwd_op(*args)[:8]
-            grads = [None if t is None else torch.rand_like(t) for t in (loss, lse, log_prob, entropy)]
-            args = [t.detach() if torch.is_tensor(t) else t for t in args]
-            torch.library.opcheck(_bwd_op, (*grads, *kept, *args))
-
-
-@on_portable_and_kernels
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("with_buffer", [False, True])
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_compiled_equals_eager_for_many_m_with_two_graphs(return_lse, with_buffer, schedule, path):
-    torch._dynamo.reset()
-    frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    _, w, _, kw = path.case(bias=True)
-    bias = kw["linear_bias"]
-
-    def step(x, target, n, buffer):
-        out = linear_cross_entropy(
-            x * 2, w, target, linear_bias=bias, num_items=n, z_loss=1e-3, softcap=5.0, schedule=schedule,
-            chunk_size=path.chunk_size, grad_weight_out=buffer, return_lse=return_lse, **path.defaults,
-        )  # fmt: skip
-        return out if return_lse else (out,)
-
-    compiled = torch.compile(step, fullgraph=True, backend=frames)
-    for m in (7, 140, 64, 3, 333, 16):
-        x, _, target, _ = path.case(m)
-        n = torch.tensor(m, **path.here)
-        results = []
-        for f in (step, compiled):
-            buffer = torch.zeros_like(w, dtype=torch.promote_types(w.dtype, FP32)) if with_buffer else None
-            outputs = f(x, target, n, buffer)
-            grad = torch.full_like(outputs[0], 0.5)
-            dx, dw, db = torch.autograd.grad(outputs[0], [x, w, bias], grad, allow_unused=True)
-            assert (dw is None) == with_buffer
-            results.append([o.detach() for o in outputs] + [dx, buffer if with_buffer else dw, db])
-        # compiled code passes zeros as the gradient of lse, so backward recomputes gradients in another order
-        assert_same(results[1][: len(outputs)], results[0][: len(outputs)])
-        for got, want in zip(results[1], results[0], strict=True):
-            assert norm_error(got, want.double()) <= (2**-7 if return_lse or with_buffer else 0)
-    assert frames.frame_count <= 2  # the first M, then any M
-
-
-@on_portable_and_kernels
-def test_compiled_under_autocast_and_reduction_none(path):
-    torch._dynamo.reset()
-    x, w, target, _ = path.case(dtype=FP32)
-
-    def step(x, w, target):
-        with torch.autocast(path.device.type, dtype=BF16):
-            return linear_cross_entropy(x, w, target, reduction="none", label_smoothing=0.1, **path.defaults)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    got, want = compiled(x, w, target), step(x, w, target)
-    assert torch.equal(got, want)
-    assert torch.equal(*(torch.autograd.grad(loss.sum(), w)[0] for loss in (got, want)))
-
-
-# --- errors ---
-
-
-def wrong(**change):
-    x, w, target, kw = make(dtype=torch.float32)
-    args = {"input": x, "linear_weight": w, "target": target, **kw}
-    args.update(change)
-    return linear_cross_entropy(**args)
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"input": torch.zeros(13, 7)}, ValueError, r"input has shape \(13, 7\), expected \(..., 8\)"),
-        ({"input": torch.tensor(1.0)}, ValueError, r"input has shape \(\), expected \(..., 8\)"),
-        ({"linear_weight": torch.zeros(8)}, ValueError, r"linear_weight has shape \(8,\), expected \(V, H\)"),
-        ({"linear_weight": torch.zeros(0, 8)}, ValueError, r"linear_weight has shape \(0, 8\), expected \(V, H\)"),
-        ({"target": torch.zeros(12, dtype=torch.int64)}, ValueError, r"target has shape \(12,\), expected \(13,\)"),
-        ({"weight": torch.zeros(1)}, ValueError, r"weight has shape \(1,\), expected \(11,\)"),
-        ({"weight": torch.zeros(11, device="meta")}, ValueError, "weight is on meta, expected input.s device cpu"),
-        ({"target": torch.rand(13)}, TypeError, "target is torch.float32, expected class indices, int32 or int64"),
-        ({"input": torch.zeros(13, 8).half()}, TypeError, "linear_weight is torch.float32, expected input"),
-        ({"input": torch.zeros(13, 8).int()}, TypeError, "input is torch.int32, expected bfloat16"),
-        ({"linear_bias": torch.zeros(11).half()}, TypeError, "linear_bias is torch.float16, expected input"),
-        ({"grad_weight_out": torch.zeros(11, 8).half()}, TypeError, "grad_weight_out is torch.float16, expected"),
-        ({"grad_weight_out": torch.zeros(11, 8).requires_grad_()}, ValueError, "grad_weight_out requires grad"),
-        ({"reduction": "avg"}, ValueError, "reduction is 'avg', expected one of none, mean, sum"),
-        ({"schedule": "fast"}, ValueError, "schedule is 'fast', expected one of auto, stored, chunked, recompute"),
-        ({"backend": "triton"}, ValueError, "backend is 'triton', expected one of auto, cute, reference"),
-        ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5, expected 0 <= label_smoothing <= 1"),
-        ({"softcap": math.nan}, ValueError, "softcap is nan, expected None or a positive number"),
-        ({"softcap": 1e-50}, ValueError, "softcap is 1e-50, expected None or a positive number"),
-        ({"softcap": True}, TypeError, "softcap is True, a bool; expected a float or None"),
-        ({"logit_scale": 0.0}, ValueError, "logit_scale is 0.0, expected None or a positive finite number"),
-        ({"logit_scale": math.inf}, ValueError, "logit_scale is inf, expected None or a positive finite number"),
-        ({"logit_scale": "1"}, TypeError, "logit_scale is '1', a str; expected a float or a 0-dim tensor or None"),
-        ({"logit_scale": torch.tensor(2)}, TypeError, "logit_scale is torch.int64, expected bfloat16"),
-        (
-            {"logit_scale": torch.ones((), device="meta")},
-            ValueError,
-            r"logit_scale is on meta, expected cpu \(input's\)",
-        ),
-        ({"z_loss": -1.0}, ValueError, "z_loss is -1.0, expected a finite number that is not negative"),
-        ({"z_loss": math.inf}, ValueError, "z_loss is inf, expected a finite number that is not negative"),
-        ({"z_loss": 1e39}, ValueError, r"z_loss is 1e\+39, expected a finite number"),  # infinite in fp32
-        ({"chunk_size": 0}, ValueError, "chunk_size is 0, expected None or at least 1 row"),
-        ({"chunk_size": 2**63}, ValueError, "chunk_size is 9223372036854775808, expected None or at least 1 row"),
-        ({"num_items": 10**400}, ValueError, "num_items is 10+, expected at least 0"),
-        ({"ignore_index": 2**63}, ValueError, "ignore_index is 9223372036854775808, expected a 64-bit integer"),
-        ({"return_lse": 1}, TypeError, "return_lse is 1, a int; expected True or False"),
-        (
-            {"return_lse": True, "return_stats": True},
-            ValueError,
-            "return_lse and return_stats are True",
-        ),
-        ({"num_items": -1}, ValueError, "num_items is -1, expected at least 0"),
-        ({"num_items": torch.tensor(3.0, requires_grad=True)}, ValueError, "num_items requires grad, but gets"),
-        ({"input": [[1.0]]}, TypeError, "input is a list, expected a torch.Tensor"),
-        ({"target": None}, TypeError, "target is a NoneType, expected a torch.Tensor"),
-        ({"weight": [1.0] * 11}, TypeError, "weight is a list, expected a torch.Tensor or None"),
-        ({"num_items": torch.ones(1)}, ValueError, r"num_items has shape \(1,\), expected a 0-dim tensor"),
-        ({"num_items": 3, "reduction": "sum"}, ValueError, 'num_items is given but reduction is "sum"'),
-    ],
-)
-def test_errors_name_the_argument(change, error, message):
-    with pytest.raises(error, match=f"linear_cross_entropy: {message}"):
-        wrong(**change)
-
-
-def test_buffer_must_not_overlap_weight_or_input():
-    x, w, target, _ = make(dtype=torch.float32)
-    flat = torch.zeros(3 * w.numel())
-    for of in (w.detach(), x.detach()):
-        buffer = of.view(-1)[: w.numel()].view(-1, 8)
-        with pytest.raises(ValueError, match="grad_weight_out shares memory with"):
-            linear_cross_entropy(x, w, target, grad_weight_out=buffer)
-    for buffer in buffer_layouts.overlapping(w.shape):
-        with pytest.raises(ValueError, match=r"grad_weight_out has shape .* so its elements share memory"):
-            linear_cross_entropy(x, w, target, grad_weight_out=buffer)
-    first, second = (flat[i * w.numel() :][: w.numel()].view(w.shape) for i in (0, 1))
-    linear_cross_entropy(x, first, target, grad_weight_out=second)  # one storage without overlap
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_buffer_under_fsdp_raises(version, tmp_path):
-    """FSDP reduces only .grad: the buffer would get this rank's unreduced gradient."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        head = LinearCrossEntropyLoss(8, 11)
-        if version == 1:
-            head = torch.distributed.fsdp.FullyShardedDataParallel(head, device_id=torch.device("cpu"))
-        else:
-            torch.distributed.fsdp.fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-        x, _, target, _ = make(dtype=torch.float32)
-        with pytest.raises(UnsupportedError, match="linear_weight is a parameter that FSDP shards"):
-            head(x, target, grad_weight_out=torch.zeros(11, 8))
-        head(x, target).backward()
-        assert all(p.grad is not None for p in head.parameters())
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    "first, second",
-    [
-        (dict(ignore_index=-100.0), dict(ignore_index=-100)),
-        (dict(chunk_size=128.0), dict(chunk_size=128)),
-        (dict(chunk_size=True), dict(chunk_size=1)),
-        (dict(num_items=True), dict(num_items=1)),
-        (dict(z_loss=False), dict(z_loss=0)),
-        (dict(logit_scale=True), dict(logit_scale=1)),
-    ],
-    ids=str,
-)
-def test_rejected_argument_does_not_affect_equal_valid_one(first, second):
-    for _ in range(2):
-        with pytest.raises(TypeError):
-            wrong(**first)
-        wrong(**second)
-
-
-@pytest.mark.parametrize("name, numbers", [("num_items", (3, 4)), ("logit_scale", (0.5, 0.7))])
-def test_plan_is_shared_by_all_numbers(name, numbers):
-    wrong(**{name: numbers[0]})
-    plans = dict(api._plans)
-    wrong(**{name: numbers[1]})
-    assert api._plans == plans
-
-
-@pytest.mark.parametrize("softcap", [math.inf, 1e300])
-def test_infinite_softcap_is_no_cap(softcap):
-    assert torch.equal(wrong(softcap=softcap), wrong())
-
-
-def test_meta_tensors_give_meta_tensors():
-    x, w = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((13, 8), (11, 8)))
-    target = torch.empty(13, device="meta", dtype=torch.int64)
-    loss, lse = linear_cross_entropy(x, w, target, return_lse=True)
-    loss.backward()
-    assert (loss.device.type, lse.shape, x.grad.shape, w.grad.shape) == ("meta", (13,), (13, 8), (11, 8))
-
-
-# --- torch.func, forward-mode AD, subclasses ---
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_torch_func_and_forward_mode_ad(name, reduction, device):
-    x, w, target, kw = make(device=device, **OPTIONS[name], reduction=reduction)
-    leaves = parameters(x, w, kw)
-
-    def function(*leaves, f=linear_cross_entropy):
-        bias = dict(linear_bias=leaves[2]) if len(leaves) == 3 else {}
-        return f(*leaves[:2], target, **kw | bias, return_lse=True)
-
-    plain = [t.detach() for t in leaves]
-    tangents = [torch.randn_like(t) for t in plain]
-    (loss, lse), (dloss, dlse) = torch.func.jvp(function, tuple(plain), tuple(tangents))
-    want_loss, want_lse = function(*leaves)
-    torch.testing.assert_close((loss, lse), (want_loss.detach(), want_lse.detach()))
-    _, want = torch.func.jvp(lambda *leaves: function(*leaves, f=composed), tuple(plain), tuple(tangents))
-    torch.testing.assert_close((dloss, dlse), want)
-    assert dloss.abs().sum() > 0
-
-    with torch.autograd.forward_ad.dual_level():
-        duals = [torch.autograd.forward_ad.make_dual(t, d) for t, d in zip(plain, tangents, strict=True)]
-        got = [torch.autograd.forward_ad.unpack_dual(t).tangent for t in function(*duals)]
-    torch.testing.assert_close(got, list(want))
-
-    grads = torch.func.grad(lambda *leaves: function(*leaves)[0].sum(), argnums=tuple(range(len(plain))))(*plain)
-    torch.testing.assert_close(grads, torch.autograd.grad(want_loss.sum(), leaves))
-
-
-def test_torch_func_vmap_and_unsupported_arguments():
-    x, w, target, _ = make(dtype=torch.float32)
-    bad = torch.full_like(target, 99)
-    batch = torch.stack([x, 2 * x]).detach()
-    got = torch.func.vmap(lambda x: linear_cross_entropy(x, w, target))(batch)
-    torch.testing.assert_close(got, torch.stack([linear_cross_entropy(x, w, target) for x in batch]))
-    gradient = torch.func.grad(lambda x: linear_cross_entropy(x, w, target))
-    torch.testing.assert_close(torch.func.vmap(gradient)(batch), torch.stack([gradient(x) for x in batch]))
-    with pytest.raises(UnsupportedError, match=r"torch\.func .* expected no grad_weight_out"):
-        torch.func.grad(lambda x: linear_cross_entropy(x, w, target, grad_weight_out=torch.zeros_like(w)))(x)
-    with pytest.raises(IndexError, match="target 0 of 13 is 99"):
-        torch.func.grad(lambda x: linear_cross_entropy(x, w, bad))(x)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("which", ["input", "linear_weight", "target"])
-def test_wrapper_subclass_intercepts_operator(which, dtype, device):
-    """The subclass has no memory: a kernel would get a null pointer."""
-    x, w, target, _ = make(h=64, v=130, dtype=dtype, device=device)
-    args = dict(input=x.detach(), linear_weight=w.detach(), target=target)
-    want = linear_cross_entropy(**args)
-    args[which] = wrapped = Wrapper(args[which])
-    assert torch.equal(linear_cross_entropy(**args), want)
-    assert wrapped.seen
-
-
-@pytest.mark.parametrize(
-    "name, right, other",
-    [
-        ("target", torch.zeros(13, dtype=torch.int64), torch.uint8),
-        ("linear_weight", torch.zeros(11, 8), torch.float16),
-        ("linear_bias", torch.zeros(11), torch.float16),
-        ("weight", torch.ones(11), torch.int32),
-        ("grad_weight_out", torch.zeros(11, 8), torch.float16),
-    ],
-)
-def test_plan_is_not_reused_for_other_dtypes(name, right, other):
-    for _ in range(2):
-        wrong(**{name: right})  # valid
-        with pytest.raises(TypeError, match=f"linear_cross_entropy: {name} is {other}, expected"):
-            wrong(**{name: right.to(other)})
-
-
-def test_cpu_has_no_kernel_and_no_warning(recwarn):
-    with pytest.raises(UnsupportedError, match=r'no kernel for cpu tensors. backend="auto" runs the portable path'):
-        wrong(backend="cute")
-    assert torch.equal(wrong(backend="auto"), wrong(backend="reference"))
-    assert not [w for w in recwarn if w.category is PortablePathWarning]
-
-
-# --- module ---
-
-
-def test_module_matches_pytorchs():
-    theirs_class = getattr(torch.nn, "LinearCrossEntropyLoss", None)
-    if theirs_class is None:
-        pytest.skip(f"torch {torch.__version__} has no nn.LinearCrossEntropyLoss (2.13 has)")
-    names = list(inspect.signature(theirs_class).parameters)
-    assert set(names) <= set(inspect.signature(LinearCrossEntropyLoss).parameters)
-    args = dict(bias=True, weight=torch.rand(11), label_smoothing=0.1, ignore_index=2, reduction="sum", options=None)
-    theirs, ours = theirs_class(8, 11, **args), LinearCrossEntropyLoss(8, 11, **args, backend="reference")
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    ours.load_state_dict(theirs.state_dict())
-    x, _, target, _ = make(dtype=torch.float32)
-    target = target.clamp(min=0)
-    torch.testing.assert_close(ours(x, target), theirs(x, target))
-
-
-def test_module_options():
-    x, _, target, _ = make(dtype=torch.float32)
-    args = dict(softcap=2.0, z_loss=0.1, label_smoothing=0.2, schedule="recompute", chunk_size=4, reduction="mean")
-    args["logit_scale"] = 0.5
-    head = LinearCrossEntropyLoss(8, 11, **args, ignore_index=0)
-    assert list(head.state_dict()) == ["linear.weight"]
-    want = linear_cross_entropy(x, head.linear.weight, target.clamp(min=0), ignore_index=0, num_items=9, **args)
-    assert torch.equal(head(x, target.clamp(min=0), num_items=9), want)
-    assert "softcap=2.0" in repr(head)
-    head.logit_scale = torch.tensor(0.5)
-    loss, stats = head(x, target.clamp(min=0), num_items=9, return_stats=True)
-    assert torch.equal(loss, want)
-    assert stats.entropy.shape == target.shape
-
-
-@pytest.mark.parametrize(
-    "args, error, message",
-    [
-        (dict(out_features=(3,)), UnsupportedError, r"out_features is \(3,\), expected \(\)"),
-        (dict(options=object()), UnsupportedError, "options configures torch's chunking, expected None"),
-        (dict(weight=torch.ones(3)), ValueError, r"weight has shape \(3,\), expected \(11,\)"),
-        (dict(label_smoothing=2.0), ValueError, "label_smoothing is 2.0"),
-        (dict(logit_scale=-1.0), ValueError, "logit_scale is -1.0"),
-    ],
-)
-def test_module_errors(args, error, message):
-    with pytest.raises(error, match=message):
-        LinearCrossEntropyLoss(8, 11, **args)
-
-
-# --- on CUDA ---
-
-
-@pytest.mark.gpu
-def test_one_warning_per_reason_on_cuda():
-    errors._warned.clear()
-    x, w, target, _ = make(dtype=FP32, device="cuda")
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for backend in ("reference", "auto", "auto"):
-            linear_cross_entropy(x, w, target, backend=backend)
-    (only,) = [s for s in seen if s.category is PortablePathWarning]
-    assert re.search(r"linear_cross_entropy: no kernel for (sm_\d+ |torch.float32).*portable path", str(only.message))
-    with pytest.raises(UnsupportedError, match=r"linear_cross_entropy: no kernel for (sm_|torch\.float32)"):
-        linear_cross_entropy(x, w, target, backend="cute")
-
-
-on_cuda, on_kernels_on_cuda, on_portable_on_cuda = (
-    pytest.mark.parametrize("path", paths, indirect=True) for paths in (PATHS[1::2], PATHS[3::2], PATHS[1:2])
-)
-
-
-def cuda_step(path, schedule, reduction, num_items=None, name="all"):
-    """A training step over static tensors: (step, tensors it reads, the buffer it adds to)."""
-    torch.use_deterministic_algorithms(False)  # the tests' deterministic mode adds fills and sorts
-    x, w, target, kw = path.case(300, 64, 1000, BF16 if path.kernels else FP32, **OPTIONS[name], reduction=reduction)
-    buffer = torch.zeros(w.shape, **path.here)
-    options = dict(grad_weight_out=buffer, schedule=schedule, chunk_size=128, num_items=num_items)
-    if isinstance(num_items, torch.Tensor):
-        kw["logit_scale"] = num_items / 10  # on the same device
-
-    def step():
-        loss, lse = path.call(x, w, target, return_lse=True, **options, **kw)
-        dx, _, db = torch.autograd.grad(loss.sum(), [x, w, kw["linear_bias"]], allow_unused=True)
-        return [loss.detach(), lse.detach(), dx, db]
-
-    return step, (x, w, target), buffer
-
-
-@on_cuda
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", ["unsmoothed", "all"])
-def test_no_host_synchronization(name, reduction, schedule, path, few_rows_counted):
-    items = [None] if reduction != "mean" else [None, 7, torch.tensor(7), torch.tensor(7, device="cuda")]
-    for num_items in items:
-        step, inputs, _ = cuda_step(path, schedule, reduction, num_items, name)
-
-        def steps(step=step, inputs=inputs):
-            step()
-            with torch.autocast("cuda", dtype=BF16):
-                step()
-            with torch.no_grad():
-                path.call(*inputs, schedule=schedule)
-
-        steps()  # compile and load kernels
-        with no_synchronization():
-            steps()
-
-
-@on_kernels_on_cuda
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("name", ["unsmoothed", "all"])
-def test_cuda_graph_replay_with_new_data(name, reduction, schedule, path):
-    step, (x, w, target), buffer = cuda_step(path, schedule, reduction, name=name)
-    graph, static = captured(step)
-    with torch.no_grad():
-        x.copy_(torch.randn_like(x))
-        w.copy_(torch.randn_like(w) / 8)
-        target.copy_(torch.randint_like(target, 1000))
-        target[::3] = IGNORED
-    buffer.zero_()
-    graph.replay()
-    replayed = [t.clone() for t in (*static, buffer)]
-    buffer.zero_()
-    for got, eager in zip(replayed, [*step(), buffer], strict=True):
-        assert norm_error(got, eager.double()) <= 1e-4 if path.is_cublas else same_bits(got, eager)
-
-
-@on_portable_on_cuda
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_portable_path_is_deterministic_with_another_stream_busy(schedule, path):
-    step, _, buffer = cuda_step(path, schedule, "mean")
-
-    def run():
-        buffer.zero_()
-        return *step(), buffer
-
-    assert_deterministic(run)
