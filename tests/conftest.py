@@ -142,3 +142,24 @@ def norm_anywhere(request):
         warnings.simplefilter("error", errors.PortablePathWarning)
         yield Emulated()  # without launches
     on["device"] = "cpu"
+
+
+@pytest.fixture
+def where(request, poisoned):
+    """Makes grouped_mlp use the path that a test's `on_every_path` names."""
+    from quackish.gpu import H200
+    from quackish.ops.device import Device, substitute, why_unsupported
+    from tests import emulated_kernels
+    from tests.grouped_mlp_cases import BF16, FP16, FP64, Where
+
+    kind, device = request.param.split("-")
+    if kind == "portable":
+        yield Where(device, "reference", (FP64, BF16))
+        return
+    if kind == "emulated":
+        with substitute("cpu", Device(H200, emulated_kernels.kernel_for)):
+            yield Where(device, "cute", (BF16, FP16))
+        return
+    if reason := why_unsupported("grouped_mlp", "grouped_gemm", torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip(reason)
+    yield Where(device, "cute", (BF16, FP16))

@@ -22,8 +22,8 @@ from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import cublas, memory
 from quackish.ops.linear_cross_entropy.launches import representatives
 from quackish.work import describe, sizes_of, work
+from tests.grouped_mlp_cases import make as make_mlp
 from tests.lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make
-from tests.test_grouped_mlp import make as make_mlp
 
 BF16, CPU = "bfloat16", torch.device("cpu")
 HEADLINE = "linear_cross_entropy 8192x4096x128256"
