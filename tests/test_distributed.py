@@ -1,6 +1,7 @@
-"""Several processes: RMSNorm under DTensor, the head under FSDP2 and DDP. Every rank runs all checks, in order.
+"""Several processes: RMSNorm under DTensor, the head under FSDP2 and DDP. Each test is one check that all ranks run.
 
 Truth is one process with the whole batch in fp64. Ranks are gloo processes on the CPU, or one for each of two GPUs.
+They start once and run all checks in order; the tests report what was found.
 """
 
 import dataclasses
@@ -8,6 +9,7 @@ import datetime
 import importlib.util
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 import quackish
+from tests.once import once
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 V, H = 40, 64
@@ -453,7 +456,6 @@ def check_torchtitan_refuses(ranks: Ranks) -> None:
 
 # Processes ------------------------------------------------------------------------------------------------------------
 
-
 COMPILED = (check_norm_is_compiled, check_compiled_under_fsdp)  # first, so that tracing registers the rules
 EAGER = (
     check_norm,
@@ -464,47 +466,97 @@ EAGER = (
     check_ddp,
 )
 INTEGRATIONS = {
-    "torchtitan": (check_torchtitan, check_torchtitan_tensor_parallel, check_torchtitan_refuses),
-    "transformers": (check_transformers, check_transformers_tensor_parallel),
+    check_torchtitan: "torchtitan",
+    check_torchtitan_tensor_parallel: "torchtitan",
+    check_torchtitan_refuses: "torchtitan",
+    check_transformers: "transformers",
+    check_transformers_tensor_parallel: "transformers",
 }
+TWO = (*COMPILED, *EAGER, *INTEGRATIONS)
+# Meshes with two dimensions, and a rank that ignores all its targets.
+FOUR = (check_norm_backward, check_norm, check_head_under_fsdp, check_transformers_tensor_parallel)
+MISSING = {package for package in INTEGRATIONS.values() if importlib.util.find_spec(package) is None}
 
 
-def run_checks(rank: int, checks: tuple, size: int, device: str, path: str) -> None:
+def named(checks: tuple):
+    """A parameter for each check; those of packages that are not installed are skipped."""
+    return [
+        pytest.param(
+            check.__name__,
+            marks=pytest.mark.skipif(
+                INTEGRATIONS.get(check) in MISSING, reason=f"{INTEGRATIONS.get(check)} is missing"
+            ),
+        )
+        for check in checks
+    ]
+
+
+def run_checks(rank: int, checks: list, size: int, device: str, folder: str) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     name = "nccl" if device == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=600)
-    dist.init_process_group(name, init_method=f"file://{path}", rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(name, init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=limit)
     settings = (BF16, "cute") if device == "cuda" else (FP32, "auto")
     ranks = Ranks(init_device_mesh(device, (size,)), rank, *settings)
-    for check in checks:
+    for i, check in enumerate(checks):
+        Path(folder, str(rank)).write_text(str(i))
         torch.manual_seed(0)
         check(ranks)
     dist.barrier()  # wait: other ranks may still communicate
     dist.destroy_process_group()
 
 
-def spawn(checks: tuple, size: int, device: str, path) -> None:
-    torch.multiprocessing.spawn(run_checks, (checks, size, device, str(path / "store")), nprocs=size)
+def failures_of(checks: tuple, size: int, device: str, folder: Path) -> dict[str, str]:
+    """{check: why it failed, or ""}.
+
+    After a failure the ranks are out of step, so new processes run the remaining checks.
+    """
+    found, left = {}, [check for check in checks if INTEGRATIONS.get(check) not in MISSING]
+    while left:
+        this = folder / str(len(left))
+        this.mkdir()
+        try:
+            torch.multiprocessing.spawn(run_checks, (left, size, device, str(this)), nprocs=size)
+            reached, why = len(left), ""
+        except Exception as error:  # the first rank that failed; the others may have reached a later check
+            began = [int(path.read_text() or 0) for path in this.glob("[0-9]*")]
+            reached, why = min(began, default=0), str(error)
+        found |= dict.fromkeys((check.__name__ for check in left[:reached]), "")
+        found |= {check.__name__: why for check in left[reached : reached + 1]}
+        left = left[reached + 1 :]
+    return found
 
 
-def test_two_processes(tmp_path):
-    missing = [name for name in INTEGRATIONS if importlib.util.find_spec(name) is None]
-    integrations = [check for name, checks in INTEGRATIONS.items() if name not in missing for check in checks]
-    spawn((*COMPILED, *EAGER, *integrations), 2, "cpu", tmp_path)
-    if missing:
-        pytest.skip(f"the others passed, but not installed: {', '.join(missing)}")
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    return once(tmp_path_factory, "two_processes", partial(failures_of, TWO, 2, "cpu"))
 
 
-def test_four_processes(tmp_path):
-    """Meshes with two dimensions, and a rank that ignores all its targets."""
-    has_transformers = importlib.util.find_spec("transformers") is not None
-    integrations = (check_transformers_tensor_parallel,) if has_transformers else ()
-    spawn((check_norm_backward, check_norm, check_head_under_fsdp, *integrations), 4, "cpu", tmp_path)
+@pytest.fixture(scope="module")
+def four_processes(tmp_path_factory):
+    return once(tmp_path_factory, "four_processes", partial(failures_of, FOUR, 4, "cpu"))
+
+
+@pytest.fixture(scope="module")
+def two_gpus(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return once(tmp_path_factory, "two_gpus", partial(failures_of, (*COMPILED, *EAGER), 2, "cuda"))
+
+
+@pytest.mark.parametrize("check", named(TWO))
+def test_two_processes(check, two_processes):
+    assert two_processes[check] == ""
+
+
+@pytest.mark.parametrize("check", named(FOUR))
+def test_four_processes(check, four_processes):
+    assert four_processes[check] == ""
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus(tmp_path):
-    spawn((*COMPILED, *EAGER), 2, "cuda", tmp_path)
+@pytest.mark.parametrize("check", named((*COMPILED, *EAGER)))
+def test_two_gpus(check, two_gpus):
+    assert two_gpus[check] == ""

@@ -16,6 +16,7 @@ from quackish.parallel.combine import LossOptions, ShardStats, combine
 from quackish.reference.linear_cross_entropy import rows_of
 from tests import parallel_checks
 from tests.lce_cases import make
+from tests.once import once
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,7 +53,10 @@ def assert_passed(name, results):
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu", parallel_checks.RANKS)
+    def run(folder):
+        return run_ranks(folder, "cpu", parallel_checks.RANKS)
+
+    return once(tmp_path_factory, "three_ranks", run)
 
 
 @pytest.mark.parametrize("name", parallel_checks.CHECKS["cpu"])

@@ -264,25 +264,22 @@ def test_copies_use_their_own_parameters():
     assert replica(torch.ones(2, 32)).count_nonzero() == 0
 
 
-STEP_OF_A_FILE = """
-import sys, torch
-model, inputs = torch.load(sys.argv[1], weights_only=False)
-output = model(**inputs)
-output.loss.backward()
-grads = {name: p.grad for name, p in model.named_parameters()}
-torch.save((output.loss, output.logits, grads), sys.argv[1])
-"""
-
-
-@pytest.mark.parametrize("family, experts", [("Llama", False), ("Gemma2", False), ("Qwen3Moe", True)])
-def test_pickles_are_patched(family, experts, tmp_path):
-    """Their steps have the same bits, in a process that imports nothing but torch too."""
-    file, tied = tmp_path / "model.pt", family == "Gemma2"
+def patched_model(family, experts):
+    """A patched model, and the classes that its modules had before."""
     # Transformers records no router logits of an unpickled model, patched or not.
-    model = tiny(family, tie_word_embeddings=tied, output_router_logits=False)
+    model = tiny(family, tie_word_embeddings=family == "Gemma2", output_router_logits=False)
     classes = [type(module) for module in model.modules()]
     apply(model, experts=experts, chunk_size=5)
-    torch.save((model, batch()), file)
+    return model, classes
+
+
+PICKLED = [("Llama", False), ("Gemma2", False), ("Qwen3Moe", True)]
+
+
+@pytest.mark.parametrize("family, experts", PICKLED)
+def test_pickles_are_patched(family, experts):
+    """Their steps have the same bits."""
+    model, classes = patched_model(family, experts)
     pickles = [pickle.dumps(model, protocol) for protocol in (0, pickle.HIGHEST_PROTOCOL)]
     output, grads = step(model)
     for twin in (copy.deepcopy(model), *map(pickle.loads, pickles)):
@@ -290,10 +287,28 @@ def test_pickles_are_patched(family, experts, tmp_path):
         got, got_grads = step(twin)
         torch.testing.assert_close((got.loss, got_grads), (output.loss, grads), rtol=0, atol=0)
         assert [type(module) for module in revert(twin).modules()] == classes
-    subprocess.run([sys.executable, "-c", STEP_OF_A_FILE, file], check=True, timeout=300)
-    loss, logits, got_grads = torch.load(file)
-    assert logits is None
-    torch.testing.assert_close((loss, got_grads), (output.loss, grads), rtol=0, atol=0)
+
+
+STEPS_OF_A_FILE = """
+import sys, torch
+results = []
+for model, inputs in torch.load(sys.argv[1], weights_only=False):
+    output = model(**inputs)
+    output.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    results.append((output.loss, output.logits, grads))
+torch.save(results, sys.argv[1])
+"""
+
+
+def test_pickles_are_patched_in_a_process_that_imports_only_torch(tmp_path):
+    file, models = tmp_path / "models.pt", [patched_model(*how)[0] for how in PICKLED]
+    torch.save([(model, batch()) for model in models], file)
+    subprocess.run([sys.executable, "-c", STEPS_OF_A_FILE, file], check=True, timeout=300)
+    for model, (loss, logits, got_grads) in zip(models, torch.load(file), strict=True):
+        output, grads = step(model)
+        assert logits is None
+        torch.testing.assert_close((loss, got_grads), (output.loss, grads), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("module", ["", "model.norm", "lm_head", "model.layers.1.mlp.experts"])
