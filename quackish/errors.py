@@ -32,6 +32,7 @@ def warn_once(reason: str, category: type[Warning] = PortablePathWarning) -> Non
     if reason not in _warned:
         _warned.add(reason)
         level, frame = 2, sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("quackish", "torch"):
+        skipped = ("quackish", "torch", "")  # graphs that torch.fx generates have no __name__
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in skipped:
             level, frame = level + 1, frame.f_back
         warnings.warn(reason, category, stacklevel=level)

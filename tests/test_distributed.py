@@ -546,17 +546,22 @@ def two_gpus(tmp_path_factory):
     return once(tmp_path_factory, "two_gpus", partial(failures_of, (*COMPILED, *EAGER), 2, "cuda"))
 
 
+def assert_passed(check: str, failures: dict[str, str]) -> None:
+    if failures[check]:
+        pytest.fail(failures[check], pytrace=False)
+
+
 @pytest.mark.parametrize("check", named(TWO))
 def test_two_processes(check, two_processes):
-    assert two_processes[check] == ""
+    assert_passed(check, two_processes)
 
 
 @pytest.mark.parametrize("check", named(FOUR))
 def test_four_processes(check, four_processes):
-    assert four_processes[check] == ""
+    assert_passed(check, four_processes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("check", named((*COMPILED, *EAGER)))
 def test_two_gpus(check, two_gpus):
-    assert two_gpus[check] == ""
+    assert_passed(check, two_gpus)

@@ -17,6 +17,8 @@ from quackish.ops import rms_norm_plans as plans
 from quackish.ops.device import Device, device_of, substitute
 from quackish.ops.kernel_for import kernel_for
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
+from tests import rms_norm_cases
+from tests.emulated_rms_norm import Emulated
 from tests.rms_norm_cases import (
     FP32,
     FP64,
@@ -170,18 +172,26 @@ def test_without_the_compiler():
 
 
 @pytest.mark.parametrize("mode", ["function", "module", "operator", "no_grad", "backward", "compiled"])
-def test_warning_points_at_the_users_line(monkeypatch, mode):
+def test_warning_points_at_the_users_line(mode):
     errors._warned.clear()
     choose.reload()
-    wanted = "rms_norm_bwd" if mode == "backward" else "rms_norm_fwd"
-    monkeypatch.setattr(plans, "find_kernel", lambda name, *args: plans.warn_once("why") if name == wanted else None)
+    emulated = Emulated()
+    missing = "rms_norm_bwd" if mode == "backward" else "rms_norm_fwd"
+
+    def kernel_for(name, problem, on):
+        if name == missing:
+            raise UnsupportedError("why")
+        return emulated.kernel_for(name, problem, on)
+
     call = dict(module=RMSNorm(8), compiled=torch.compile(lambda x: rms_norm(x, None), backend="aot_eager"))
     call = call.get(mode, lambda x: rms_norm(x, None))
     context = {"operator": Functions(), "no_grad": torch.no_grad()}.get(mode, contextlib.nullcontext())
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with context:
-            y = call(leaf(rows((4, 8))))
-        if mode == "backward":
-            y.sum().backward()
-    assert [w.filename for w in seen if str(w.message) == "why"] == [__file__]
+        with substitute("cpu", dataclasses.replace(emulated.device, kernel_for=kernel_for)):
+            with context:
+                y = call(leaf(rows((4, 8))))
+            if mode == "backward":
+                y.sum().backward()
+    line_in = rms_norm_cases.__file__ if mode == "operator" else __file__  # the user's function mode makes the call
+    assert [w.filename for w in seen if "why" in str(w.message)] == [line_in]
