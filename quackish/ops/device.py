@@ -22,9 +22,20 @@ from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda, workspace
 from quackish.ops.kernel_for import KernelFor, kernel_for
 
+# (shape, strides, dtype) -> uninitialized memory; shape and strides are tuples, not torch.Size
+Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
-def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+def empty_on(device: torch.device | str) -> Empty:
+    """`Device.empty` of a substitute whose memory is on `device`, such as "meta" for a dry run."""
+
+    def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return empty
+
+
+_cpu_memory = empty_on("cpu")
 
 
 def _new_workspace(stream: int, floats: int) -> tuple[int, int, Tensor]:
@@ -41,8 +52,7 @@ class Device:
 
     gpu: Gpu
     kernel_for: KernelFor  # (kernel, problem, gpu) -> its config and launch; UnsupportedError if there is none
-    # (shape, strides, dtype) -> uninitialized memory; both are tuples, not torch.Size
-    empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = _empty
+    empty: Empty = _cpu_memory
     stream: Callable[[], int] = int  # the handle of its current stream
     # (stream, number of fp32) -> address of tickets, address of scratch, an object to keep until the launch
     workspace: Callable[[int, int], tuple[int, int, object]] = _new_workspace
@@ -53,6 +63,17 @@ class Device:
     # Compiles kernels in parallel before they are asked for; None: one by one when they are.
     prepare: Callable[[list[launch.Request]], None] | None = None
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)  # what operations keep per Device
+    # With backend="auto", a call that no kernel covers raises instead of running the portable path, and torch.compile
+    # is refused: whatever succeeds has run kernels.
+    must_cover: bool = False
+
+    def vector(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialized memory."""
+        return self.empty((n,), (1,), dtype)
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialized and contiguous memory."""
+        return self.empty((rows, columns), (columns, 1), dtype)
 
 
 @functools.cache
@@ -118,9 +139,16 @@ def expects_kernels(device: torch.device) -> bool:
     return device.type == "cuda" or isinstance(device_of(device), Device)
 
 
+def requires_kernels(device: torch.device, backend: str) -> bool:
+    """True if a call that no kernel covers raises instead of running the portable path."""
+    found = device_of(device)
+    return backend == "cute" or (backend == "auto" and isinstance(found, Device) and found.must_cover)
+
+
 # torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
 why_unsupported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 expects_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+requires_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_same_device(op: str, forward: Device | str, device: torch.device) -> None:
