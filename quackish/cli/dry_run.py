@@ -18,7 +18,7 @@ from quackish.configs.choose import Choice, choose
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, even_chunks, expected_time
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
-from quackish.ops.device import Device, substitute
+from quackish.ops.device import Device, empty_on, substitute
 from quackish.ops.grouped_mlp import autograd as grouped
 from quackish.ops.grouped_mlp import checks, kernel_steps
 from quackish.ops.kernel_for import Kernel, kernel_for
@@ -252,7 +252,7 @@ def grouped_mlp(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> D
         raise UnsupportedError(why)
     recorder, keeps = _Recorder(), not (args.no_grad or recompute)
     recorder.ignore(*inputs, dy)
-    steps = kernel_steps.KernelSteps(Device(gpu, recorder.kernel_for))
+    steps = kernel_steps.KernelSteps(Device(gpu, recorder.kernel_for, empty_on(memory.META)))
     with recorder:
         y, preactivation = grouped.forward(steps, inputs, activation, keeps)
         if not args.no_grad:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from quackish import kernels, launch, toolchain
 from quackish.configs import choose
-from quackish.errors import UnsupportedError
+from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda, workspace
 from quackish.ops.kernel_for import KernelFor, kernel_for
+from quackish.ops.modes import is_compiling
 
 # (shape, strides, dtype) -> uninitialized memory; shape and strides are tuples, not torch.Size
 Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
@@ -145,10 +146,52 @@ def requires_kernels(device: torch.device, backend: str) -> bool:
     return backend == "cute" or (backend == "auto" and isinstance(found, Device) and found.must_cover)
 
 
+def _refuse_compile(op: str, device: torch.device) -> None:
+    found = device_of(device)
+    if isinstance(found, Device) and found.must_cover:
+        raise UnsupportedError(
+            f"{op}: torch.compile is not supported where every call must run kernels, because compiled code may "
+            'outlive the block; expected an eager call, as with torch.compiler.set_stance("force_eager")'
+        )
+
+
 # torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
-why_unsupported._dynamo_marked_constant = True  # type: ignore[attr-defined]
-expects_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
-requires_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _function in (why_unsupported, expects_kernels, requires_kernels, _refuse_compile):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_compile(op: str, device: torch.device) -> None:
+    """Call it where an operator is called. While torch.compile traces it, UnsupportedError if the device `must_cover`.
+
+    The first condition is also a guard of the compiled code: another block of `substitute` traces it again.
+    """
+    if _substitutes and is_compiling():
+        _refuse_compile(op, device)
+
+
+def refuse_portable(why: str, device: torch.device, backend: str) -> None:
+    """UnsupportedError if this call must run kernels. why: the reason for the portable path, in a sentence."""
+    if not requires_kernels(device, backend):
+        return
+    if backend != "cute":
+        why = why.removesuffix(' backend="auto" runs the portable path.').removesuffix(".")
+        why += '; here every call must run kernels, unless it has backend="reference"'
+    raise UnsupportedError(why)
+
+
+def report_portable(why: str, device: torch.device, backend: str) -> None:
+    """`refuse_portable`, then one warning per reason on GPUs and substitutes. torch.compile cannot trace it."""
+    refuse_portable(why, device, backend)
+    if expects_kernels(device):
+        warn_once(why)
+
+
+def as_current(device: torch.device) -> AbstractContextManager:
+    """Makes `device` the current one, where memory comes from and launches go, unless it has no kernels."""
+    found = device_of(device)
+    if isinstance(found, str) or found.current() == found.index:
+        return contextlib.nullcontext()
+    return found.make_current()
 
 
 def check_same_device(op: str, forward: Device | str, device: torch.device) -> None:

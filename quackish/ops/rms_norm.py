@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from quackish.configs import choose
-from quackish.errors import UnsupportedError, warn_once
+from quackish.errors import UnsupportedError
 from quackish.ops.buffers import check_buffer
-from quackish.ops.device import check_same_device, device_of
+from quackish.ops.device import check_same_device, device_of, refuse_compile, refuse_portable, report_portable
 from quackish.ops.modes import as_plain, functorch_level, is_plain, is_transformed, num_dispatch_modes
 from quackish.ops.rms_norm_checks import check_backward, check_forward, check_module, dims
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, add_to, plan_for, resolve_eps
@@ -137,7 +137,7 @@ def rms_norm_forward(
     tensors, options = (x, weight, bias, residual, None), (eps, weight_offset, residual_dtype, out_dtype, backend)
     plan = plan_for(ForwardPlan, tensors, options) if is_plain() else None
     if plan is None:
-        _register_sharding()
+        _prepare_operator(x)
         y, res, rstd = _op_fwd(*tensors, resolve_eps(x, eps), *options[1:])
     else:
         y, res, rstd = plan.run(x, weight, bias, residual)
@@ -188,7 +188,7 @@ def rms_norm_backward(
     tensors, options = (dy, x, weight, rstd, dres), (weight_offset, *dtypes, backend)
     plan = plan_for(BackwardPlan, (*tensors, None), options) if is_plain() else None
     if plan is None:
-        _register_sharding()
+        _prepare_operator(x)
         grads = _op_bwd(*tensors, *options)
     else:
         grads = plan.run(*tensors)
@@ -351,6 +351,7 @@ def _gradients(needs, dy, x, weight, rstd, dres, dweight_out, forward) -> tuple:
     dweight_out: dweight is added to it and returned as None. None if weight needs no gradient.
     forward: the ForwardPlan, or the operator's ctx, which has the same options.
     """
+    check_same_device("rms_norm", forward.device, x.device)
     dx_dtypes = _dx_dtypes(needs[0], needs[3], forward.x_dtype, forward.residual_dtype)
     plan = None
     if dy is None:  # y is unused
@@ -360,11 +361,12 @@ def _gradients(needs, dy, x, weight, rstd, dres, dweight_out, forward) -> tuple:
         dtypes = (*dx_dtypes, dweight_dtype, forward.bias_dtype if needs[2] else None)
         if torch.is_grad_enabled() or _is_batched(dy, dres):
             # create_graph=True, which must differentiate rstd with respect to x; or vmap over gradients
+            if forward.backend == "auto":
+                refuse_portable(_SECOND_DERIVATIVES, x.device, forward.backend)
             rstd = reference.rms_norm_rstd(x, forward.eps, rstd.dtype)
             grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, forward.weight_offset, *dtypes)
         else:
             tensors, options = (dy, x, weight, rstd, dres), (forward.weight_offset, *dtypes, forward.backend)
-            check_same_device("rms_norm", forward.device, x.device)
             plan = plan_for(BackwardPlan, (*tensors, dweight_out), options) if is_plain() else None
             grads = _op_bwd(*tensors, *options) if plan is None else plan.run(*tensors, dweight_out)
         grads = *grads[:2], add_to(dweight_out, grads[2]), grads[3]
@@ -385,6 +387,7 @@ def _assign_grads(dx: bool, dresidual: bool, first, second, dweight, dbias) -> t
 
 # Outside eager mode ---------------------------------------------------------------------------------------------------
 
+_SECOND_DERIVATIVES = "rms_norm: double backward (create_graph=True) and vmap over gradients run the portable path"
 _is_grad_enabled = torch.is_grad_enabled
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 
@@ -404,17 +407,18 @@ def _rms_norm_op(x, weight, bias, residual, dweight_out, eps, *options) -> Any:
             raise UnsupportedError(f'{reason} only; expected none of them with backend="cute"')
         if dweight_out is not None:
             raise UnsupportedError(f"{reason}; expected no dweight_out, which only backward() adds to")
-        if x.device.type == "cuda" and backend == "auto":
-            warn_once(reason)
+        if backend == "auto":
+            report_portable(reason, x.device, backend)
         y, res, _ = reference.rms_norm_fwd(x, weight, bias, residual, resolve_eps(x, eps), *options[:-1])
     else:
-        _register_sharding()
+        _prepare_operator(x)
         y, res, _ = _op_fwd(x, weight, bias, residual, dweight_out, resolve_eps(x, eps), *options)
     return y if residual is None else (y, res)
 
 
-def _register_sharding() -> None:
+def _prepare_operator(x: Tensor) -> None:
     """Registers DTensor's sharding rules if DTensor is loaded. `import quackish` does not load it, which is slow."""
+    refuse_compile("rms_norm", x.device)
     if "torch.distributed.tensor" in sys.modules:
         import quackish.ops.rms_norm_sharding  # noqa: F401
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from quackish.configs import choose
 from quackish.configs.rms_norm import ITEMSIZE, MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
-from quackish.errors import UnsupportedError, warn_once
+from quackish.errors import UnsupportedError
 from quackish.ops import cuda
-from quackish.ops.device import Device, device_of, expects_kernels
+from quackish.ops.device import Device, device_of, report_portable
 from quackish.ops.modes import are_plain, check_memory
 from quackish.ops.rms_norm_checks import check_backward, check_forward, names
 from quackish.reference import rms_norm as reference
@@ -307,10 +307,7 @@ def find_kernel(
         why = str(error)
         if not why.startswith("rms_norm"):  # from the device or the compiler
             why = f'rms_norm: {why} backend="auto" runs the portable path.'
-        if backend == "cute":
-            raise UnsupportedError(why) from None
-        if expects_kernels(where):
-            warn_once(why)
+        report_portable(why, where, backend)
         return None
     num_ctas = config.num_ctas(m, device.gpu.sm_count, problem.heads)
     return Kernel(launch, num_ctas, config.scratch_floats(problem, num_ctas) if problem.num_sums else 0)

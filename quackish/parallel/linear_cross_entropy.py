@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quackish.errors import UnsupportedError
 from quackish.ops.buffers import check_buffer
+from quackish.ops.device import check_same_device, device_of
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats
 from quackish.ops.linear_cross_entropy.api import MODULE_OPTIONS, key_of, plan_for, with_overloads
 from quackish.ops.linear_cross_entropy.autograd import (
@@ -476,6 +477,7 @@ class _VocabParallel(torch.autograd.Function):
         ctx.saved = kernels, plan, needed, ranks, loss_options, combined, divisor, shard.grad_weight_out
         ctx.input_shape, ctx.target_shape = input.shape, shape
         ctx.per_row, ctx.is_empty = options.reduction == "none", not len(weight_shard)
+        ctx.device = device_of(input.device)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -485,8 +487,9 @@ class _VocabParallel(torch.autograd.Function):
             raise RuntimeError(NO_SECOND_DERIVATIVES)
         if any(map(is_batched, (grad_loss, *row_grads))):
             raise RuntimeError(f"{_WHO}: vmap over gradients (is_grads_batched=True) is not supported")
-        *tensors, state, live_x, exp_logits = ctx.saved_tensors
         kernels, plan, needed, ranks, loss_options, combined, divisor, dw_out = ctx.saved
+        check_same_device(_WHO, ctx.device, combined.log_share.device)
+        *tensors, state, live_x, exp_logits = ctx.saved_tensors
         shard, saved = Inputs(*tensors, None, dw_out), (state, live_x, exp_logits)
         row_grads = [None if grad is None else grad.reshape(-1) for grad in (*row_grads, None, None, None)[:3]]
         if grad_loss is not None:

@@ -12,8 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.errors import UnsupportedError, warn_once
-from quackish.ops.device import check_same_device, device_of, expects_kernels, require_device, why_unsupported
+from quackish.ops.device import (
+    as_current,
+    check_same_device,
+    device_of,
+    refuse_compile,
+    report_portable,
+    require_device,
+    why_unsupported,
+)
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.grouped_mlp.checks import Inputs, check_offs
 from quackish.ops.modes import are_plain, as_plain, check_memory, is_plain, without_autocast
@@ -47,11 +54,10 @@ def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> 
         return reference
     why_portable = why_unsupported(who, "grouped_gemm", x.device)
     why_portable = why_portable or kernel_steps.why_none(who, x, columns, offs.shape[0])
-    if why_portable and backend == "cute":
-        raise UnsupportedError(why_portable)
-    if why_portable and expects_kernels(x.device):
-        warn_once(why_portable)
-    return reference if why_portable else kernel_steps.steps_of(require_device(who, x.device))
+    if why_portable:
+        report_portable(why_portable, x.device, backend)
+        return reference
+    return kernel_steps.steps_of(require_device(who, x.device))
 
 
 def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> Steps:
@@ -185,15 +191,15 @@ def _op_backward(ctx, dy, _):
     refuse_second_derivatives("grouped_mlp", dy)
     if dy is None:
         return (None,) * (len(Dtypes._fields) + _NUM_OTHERS)
+    check_same_device("grouped_mlp", ctx.device, dy.device)  # before a checkpoint computes saved tensors again
     *tensors, preactivation = ctx.saved_tensors
-    check_same_device("grouped_mlp", ctx.device, tensors[0].device)
     needs = zip(Dtypes._fields, tensors, ctx.needs_input_grad, strict=False)
     dtypes = {name: t.dtype if need and t is not None else None for name, t, need in needs}
     outs = {name: out for name, out in ctx.outs.items() if out is not None and dtypes[name] is not None}
     dtypes = Dtypes(**dtypes | {name: out.dtype for name, out in outs.items()})
     if is_plain() and are_plain((dy, *tensors)) and not dy.is_meta:  # weight gradients go straight to the buffers
         inputs = Inputs(*tensors, outs.get("w1"), outs.get("w3"), outs.get("w2"))
-        with torch.cuda.device_of(dy), without_autocast(dy.device.type):
+        with as_current(dy.device), without_autocast(dy.device.type):
             grads = _mlp_backward(dy, preactivation, inputs, ctx.activation, dtypes, ctx.backend)
     else:
         grads = Dtypes(*_bwd_op(dy, preactivation, *tensors, ctx.activation, *dtypes, ctx.backend))
@@ -246,16 +252,16 @@ def _mm_context(ctx, inputs, output):
 
 
 def _rows_backward(ctx, dy):
+    check_same_device("grouped_mm", ctx.device, dy.device)
     a, w, offs = ctx.saved_tensors
-    check_same_device("grouped_mm", ctx.device, a.device)
     da = rows_op(dy, w.transpose(1, 2), offs, ctx.backend) if ctx.needs_input_grad[0] else None
     dw = sum_op(dy, a, offs, ctx.backend) if ctx.needs_input_grad[1] else None
     return da, dw, None, None
 
 
 def _sum_backward(ctx, dy):
+    check_same_device("grouped_mm", ctx.device, dy.device)
     a, b, offs = ctx.saved_tensors
-    check_same_device("grouped_mm", ctx.device, a.device)
     da = rows_op(b, dy, offs, ctx.backend) if ctx.needs_input_grad[0] else None
     db = rows_op(a, dy.transpose(1, 2), offs, ctx.backend) if ctx.needs_input_grad[1] else None
     return da, db, None, None
@@ -270,7 +276,7 @@ def _on_its_device(who: str, impl):
     @functools.wraps(impl)
     def on_device(*args):
         args = [as_plain(who, a) if isinstance(a, Tensor) else a for a in args]
-        with torch.cuda.device_of(args[0]), without_autocast(args[0].device.type):
+        with as_current(args[0].device), without_autocast(args[0].device.type):
             return impl(*args)
 
     return on_device
@@ -299,7 +305,7 @@ for _name, _backward, _context in (
 class _GroupedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
-        with torch.cuda.device_of(args[0]), without_autocast(args[0].device.type):
+        with as_current(args[0].device), without_autocast(args[0].device.type):
             output = _mlp_forward(*args)
         _setup_context(ctx, args, output)
         return output
@@ -309,5 +315,7 @@ class _GroupedMlp(torch.autograd.Function):
 
 def mlp(*args) -> tuple[Tensor, Tensor | None]:
     """(y, preactivation). The operator's own autograd takes 100 us more (on a CPU, with kernels that do nothing)."""
-    direct = is_plain() and are_plain(args) and not args[0].is_meta
-    return _GroupedMlp.apply(*args) if direct else mlp_op(*args)
+    if is_plain() and are_plain(args) and not args[0].is_meta:
+        return _GroupedMlp.apply(*args)
+    refuse_compile("grouped_mlp", args[0].device)
+    return mlp_op(*args)

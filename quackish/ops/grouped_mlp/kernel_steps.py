@@ -27,7 +27,7 @@ from quackish.configs.grouped_gemm import (
 )
 from quackish.configs.token_rows import TokenRowsProblem
 from quackish.ops import cuda
-from quackish.ops.cuda import address, empty_on, matrix
+from quackish.ops.cuda import address
 from quackish.ops.device import Device
 from quackish.reference import grouped_mlp as reference
 from quackish.reference.grouped_mlp import GATED, Needs
@@ -53,7 +53,7 @@ class KernelSteps:
     """The steps on a device. Arguments are those of the functions with the same names in `reference/grouped_mlp.py`."""
 
     def __init__(self, device: Device):
-        self.device, self.stream = device, device.stream
+        self.device, self.stream, self.empty, self.matrix = device, device.stream, device.empty, device.matrix
         self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
         self._token_rows_kernel = functools.cache(self._find_token_rows)
 
@@ -61,8 +61,8 @@ class KernelSteps:
         rows, h = x.shape
         gated = activation in GATED
         i = w1.shape[1] // 2 if gated and w3 is None else w1.shape[1]
-        act = matrix(x, rows, i, x.dtype)
-        preactivation = matrix(x, rows, 2 * i if gated else i, x.dtype) if keep_preactivation else None
+        act = self.matrix(rows, i, x.dtype)
+        preactivation = self.matrix(rows, 2 * i if gated else i, x.dtype) if keep_preactivation else None
         bias, scales = _fp32(b1), _fp32(scales)
         args = UpArgs(address(preactivation), address(bias), address(scales))
         biased, scaled = b1 is not None, scales is not None
@@ -73,7 +73,7 @@ class KernelSteps:
 
     def down(self, act, w2, b2, offs):
         _, n, k = w2.shape
-        y, bias = matrix(act, act.shape[0], n, act.dtype), _fp32(b2)
+        y, bias = self.matrix(act.shape[0], n, act.dtype), _fp32(b2)
         self._rows("down", act, w2, None, y, offs, DownArgs(address(bias)), n, k, biased=b2 is not None)
         return y
 
@@ -83,10 +83,10 @@ class KernelSteps:
         rows = dy.shape[0]
         _, h, i = w2.shape
         z = _aligned(preactivation)
-        dz, act = matrix(z, *z.shape, z.dtype), matrix(dy, rows, i, dy.dtype)
+        dz, act = self.matrix(*z.shape, z.dtype), self.matrix(rows, i, dy.dtype)
         parts, s = None, _fp32(scales)
         if s is not None:  # partial sums of each row
-            parts = matrix(dy, -(-i // DSCALES_COLUMNS), rows, torch.float32)
+            parts = self.matrix(-(-i // DSCALES_COLUMNS), rows, torch.float32)
         args = DownBackwardArgs(z.data_ptr(), act.data_ptr(), address(s), address(parts))
         options = dict(activation=activation, scaled=s is not None)
         self._rows("down_backward", dy, w2, None, dz, offs, args, i, h, transposed=True, **options)
@@ -94,7 +94,7 @@ class KernelSteps:
 
     def rows_gradient(self, dpreactivation, w1, w3, offs):
         _, k, n = w1.shape
-        dx = matrix(dpreactivation, dpreactivation.shape[0], n, dpreactivation.dtype)
+        dx = self.matrix(dpreactivation.shape[0], n, dpreactivation.dtype)
         self._rows("down", dpreactivation, w1, w3, dx, offs, DownArgs(), n, k, transposed=True)
         return dx
 
@@ -102,11 +102,11 @@ class KernelSteps:
         a, b = _aligned(a), _aligned(b)
         (rows, m), n, groups = a.shape, b.shape[1], offs.shape[0]
         if out is None:
-            d = empty_on(a, (groups, m, n), (m * n, n, 1), dtype)
+            d = self.empty((groups, m, n), (m * n, n, 1), dtype)
         elif out.dtype is torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0:
             d = out
         else:
-            d = empty_on(a, (groups, m, n), (m * n, n, 1), torch.float32).copy_(out)
+            d = self.empty((groups, m, n), (m * n, n, 1), torch.float32).copy_(out)
         ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
         sizes = ld, rows, m, n, None
         self._launch("store", a, b, None, d, offs, None, sizes, (m, n, None), accumulate=out is not None)
@@ -178,7 +178,7 @@ class KernelSteps:
 
     def _token_rows(self, op: str, x: Tensor, rows: Tensor, num_out: int) -> Tensor:
         x, rows = _aligned(x.contiguous()), rows.contiguous()  # a hook on saved tensors may return other strides
-        (tokens, k), out = rows.shape, matrix(x, num_out, x.shape[1], x.dtype)
+        (tokens, k), out = rows.shape, self.matrix(num_out, x.shape[1], x.dtype)
         problem = TokenRowsProblem(op, x.shape[1], cuda.name_of(x.dtype))
         launch = self._token_rows_kernel(problem)
         launch(x.data_ptr(), rows.data_ptr(), out.data_ptr(), tokens, k, self.stream())

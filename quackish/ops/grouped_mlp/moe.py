@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quackish.ops.device import require_device, why_unsupported
+from quackish.ops.device import Device, as_current, check_same_device, device_of, require_device, why_unsupported
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.grouped_mlp.api import grouped_mlp, refuse_transforms
 from quackish.ops.grouped_mlp.autograd import refuse_second_derivatives
@@ -82,12 +82,12 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, order, rows, backend):
         ctx.save_for_backward(rows)
-        ctx.backend = backend
+        ctx.backend, ctx.device = backend, _device_of(x)
         return _copy(x, order, rows, backend)
 
     @staticmethod
     def backward(ctx, grad):
-        _refuse_second_derivatives(grad)
+        _check_backward(ctx.device, grad)
         return _sum(grad, *ctx.saved_tensors, ctx.backend), None, None, None
 
 
@@ -97,19 +97,24 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, order, rows, backend):
         ctx.save_for_backward(order, rows)
-        ctx.backend = backend
+        ctx.backend, ctx.device = backend, _device_of(y)
         return _sum(y, rows, backend)
 
     @staticmethod
     def backward(ctx, grad):
-        _refuse_second_derivatives(grad)
+        _check_backward(ctx.device, grad)
         return _copy(grad, *ctx.saved_tensors, ctx.backend), None, None, None
 
 
-def _refuse_second_derivatives(grad: Tensor) -> None:
-    """Not every gradient passes through `grouped_mlp`, which refuses them: with b2, the weights' does not."""
-    if not is_compiling():  # Dynamo cannot trace the check; AOTAutograd refuses them itself
+def _device_of(t: Tensor) -> Device | str | None:
+    return None if is_compiling() else device_of(t.device)  # Dynamo cannot trace it
+
+
+def _check_backward(forward: Device | str | None, grad: Tensor) -> None:
+    """Not every gradient passes through `grouped_mlp`, which checks the same: with b2, the weights' does not."""
+    if not is_compiling():  # Dynamo cannot trace the checks; AOTAutograd refuses second derivatives itself
         refuse_second_derivatives("moe_mlp", grad)
+        check_same_device("moe_mlp", forward, grad.device)
 
 
 def _copy(x: Tensor, order: Tensor, rows: Tensor, backend: str) -> Tensor:
@@ -117,7 +122,7 @@ def _copy(x: Tensor, order: Tensor, rows: Tensor, backend: str) -> Tensor:
     if steps is None:
         return x[order // rows.shape[1]]
     check_memory("moe_mlp", x=x)
-    with torch.cuda.device_of(x):
+    with as_current(x.device):
         return steps.copy_rows(x, rows)
 
 
@@ -125,7 +130,7 @@ def _sum(y: Tensor, rows: Tensor, backend: str) -> Tensor:
     steps = _steps_for(y, rows, backend)
     if steps is None:
         return y[rows].sum(1, dtype=y.dtype)  # autocast's sum would return fp32
-    with torch.cuda.device_of(y):
+    with as_current(y.device):
         return steps.sum_rows(y, rows)
 
 
