@@ -1,5 +1,6 @@
 """Fixtures of all tests. Tests marked `gpu` need a GPU, those marked `exhaustive` need --exhaustive."""
 
+import contextlib
 import dataclasses
 import warnings
 
@@ -33,11 +34,18 @@ def _isolated_configs(tmp_path_factory):
 def poisoned(monkeypatch):
     """Fills newly allocated memory with NaN."""
     from quackish.ops import cuda
+    from quackish.ops.device import device_of, substitute
 
     monkeypatch.setattr(cuda, "empty", cuda._empty)  # the faster allocator bypasses PyTorch, which fills memory
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
+    with contextlib.ExitStack() as stack:
+        if torch.cuda.is_available():
+            where = torch.device("cuda", torch.cuda.current_device())
+            if not isinstance(device := device_of(where), str):
+                device = dataclasses.replace(device, empty=cuda._empty, cache={})
+                stack.enter_context(substitute(where, device))
+        yield
     torch.use_deterministic_algorithms(before)
 
 
