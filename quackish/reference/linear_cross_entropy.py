@@ -38,6 +38,8 @@ def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b, rounded only to out's dtype."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
+    elif a.device.type == "cpu":  # torch.mm has no out_dtype there
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from quackish.configs import choose
 from quackish.configs.linear_cross_entropy import config_of
-from quackish.errors import UnsupportedError, warn_once
+from quackish.errors import UnsupportedError
 from quackish.ops.buffers import check_buffer
-from quackish.ops.device import expects_kernels, why_unsupported
+from quackish.ops.device import expects_kernels, refuse_portable, report_portable, why_unsupported
 from quackish.ops.linear_cross_entropy import autograd, memory, portable
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import (
@@ -315,8 +315,8 @@ def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> Plan:
         # any GEMM will do, ours or cuBLAS's: see kernels_of
         why_portable = why_unsupported("linear_cross_entropy", "lce_rows", device)
         why_portable = why_portable or _not_covered(compute_dtype, h) or None
-    if why_portable and backend == "cute":
-        raise UnsupportedError(why_portable)
+    if why_portable:
+        refuse_portable(why_portable, device, backend)
     if why_portable is not None and not expects_kernels(device):
         why_portable = ""
     ignore_index = -100 if ignore_index is None else ignore_index
@@ -345,8 +345,8 @@ def _run_transformed(inputs: Inputs, plan: Plan, options: Options) -> tuple[Tens
         raise UnsupportedError(f"{reason}; expected no grad_weight_out, which only backward() adds to")
     if options.memory_limit is not None:
         raise UnsupportedError(f"{reason}; expected no memory_limit")
-    if inputs.input.device.type == "cuda" and options.backend == "auto":
-        warn_once(reason)
+    if options.backend == "auto":
+        report_portable(reason, inputs.input.device, options.backend)
     return portable.run_full_logits(inputs, plan)
 
 

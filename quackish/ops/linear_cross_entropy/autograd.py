@@ -15,7 +15,7 @@ from torch import Tensor
 from quackish import kernels as kernel_table
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.errors import UnsupportedError
-from quackish.ops.device import Device, check_same_device, device_of, require_device
+from quackish.ops.device import Device, check_same_device, device_of, refuse_compile, require_device
 from quackish.ops.linear_cross_entropy import portable, schedules
 from quackish.ops.linear_cross_entropy.calls import Call, ForwardResult, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
@@ -183,6 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.computed = ForwardResult(None, out.grads, dw=out.dw, dw_classes=out.dw_classes)
         # dw_out is not a saved tensor, because another graph's backward may legally add to it first.
         ctx.saved = kernels, plan, needed, state, number, dw_out, input.shape
+        ctx.device = device_of(input.device)
         ctx.set_materialize_grads(False)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -198,6 +199,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads = [as_plain("linear_cross_entropy", grad) for grad in grads]
         check_memory("linear_cross_entropy", **dict(zip(_GRAD_OUTPUTS, grads, strict=True)))
         kernels, plan, needed, state, number, dw_out, shape = ctx.saved
+        check_same_device("linear_cross_entropy", ctx.device, state.memory.device)
         grad_loss, *row_grads = flatten_grad_outputs(plan, *grads)
         saved = ctx.__dict__.pop("computed", _NO_RESULT)  # atomic: only one backward gets the buffers
         grads = Grads()
@@ -284,6 +286,7 @@ _bwd_op = torch.ops.quackish.linear_cross_entropy_bwd.default
 
 
 def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
+    refuse_compile("linear_cross_entropy", inputs.input.device)
     items = inputs.num_items
     if items is not None and not isinstance(items, Tensor):  # a tensor, so that compiled code is not specialized on it
         dtype = accumulate_dtype(plan.compute_dtype)
@@ -416,10 +419,9 @@ def _op_backward(ctx, grad_loss, grad_lse, grad_log_prob, grad_entropy, *_):
     if grad_loss is None and not has_row_grads:
         return (None,) * (8 + len(ctx.args))
     *tensors, state, live_x, exp_logits, dx, dw, db = ctx.saved_tensors
+    check_same_device("linear_cross_entropy", ctx.device, tensors[0].device)
     *options, needs = ctx.args
     plan, dw_out = Plan(*options), ctx.grad_weight_out if needs[1] else None
-    if plan.why_portable is None:
-        check_same_device("linear_cross_entropy", ctx.device, tensors[0].device)
     inputs, grads = Inputs(*tensors, dw_out), Grads()
     computed = grads if has_row_grads else Grads(dx, dw, db)
     missing = [need and g is None for need, g in zip(needs, computed, strict=True)]

@@ -154,5 +154,7 @@ def addmm(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out += a @ b in the GEMM, without a second buffer."""
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out)
+    elif a.device.type == "cpu":  # as in `mm`
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), out=out)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
