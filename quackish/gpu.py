@@ -41,6 +41,7 @@ NAMED = {gpu.name.lower().replace(" ", "-"): gpu for gpu in _KNOWN}
 
 # Families with architecture-specific instructions, and their targets. The target of other families is the family.
 _TARGETS = {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}
+FAMILIES = tuple(_TARGETS)  # with kernels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from quackish.configs import gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm, table, token_rows
 from quackish.errors import warn_once
-from quackish.gpu import Gpu
+from quackish.gpu import FAMILIES, Gpu
 
 
 class Rule(NamedTuple):
@@ -21,12 +21,18 @@ class Rule(NamedTuple):
     why_illegal: Callable[[Any, Any, Gpu], str | None]  # (problem, config, gpu) -> reason; None if legal
 
 
-# Keys are names of kernels.find().
-RULES = {
-    "rms_norm_fwd": Rule(rms_norm.RmsNormFwdConfig, rms_norm.rms_norm_fwd_config, rms_norm.rms_norm_fwd_why_illegal),
-    "rms_norm_bwd": Rule(rms_norm.RmsNormBwdConfig, rms_norm.rms_norm_bwd_config, rms_norm.rms_norm_bwd_why_illegal),
-    "lce_gemm": Rule(gemm.GemmConfig, gemm.gemm_config, gemm.gemm_why_illegal),
-    "grouped_gemm": Rule(gemm.GemmConfig, grouped_gemm.grouped_gemm_config, grouped_gemm.grouped_gemm_why_illegal),
+def _on_all(*rule: Any) -> dict[str, Rule]:
+    return dict.fromkeys(FAMILIES, Rule(*rule))
+
+
+# kernel -> GPU family -> rule, with the keys of the table in quackish/kernels/__init__.py
+RULES: dict[str, dict[str, Rule]] = {
+    "rms_norm_fwd": _on_all(rms_norm.RmsNormFwdConfig, rms_norm.rms_norm_fwd_config, rms_norm.rms_norm_fwd_why_illegal),
+    "rms_norm_bwd": _on_all(rms_norm.RmsNormBwdConfig, rms_norm.rms_norm_bwd_config, rms_norm.rms_norm_bwd_why_illegal),
+    "lce_gemm": {"sm_90": Rule(gemm.GemmConfig, gemm.gemm_config, gemm.gemm_why_illegal)},
+    "grouped_gemm": {
+        "sm_90": Rule(gemm.GemmConfig, grouped_gemm.grouped_gemm_config, grouped_gemm.grouped_gemm_why_illegal)
+    },
 }
 # Kernels with one config per problem, which cannot be tuned or forced: (class of its problems, problem -> config)
 FIXED: dict[str, tuple[type, Callable[[Any], Any]]] = {
@@ -86,8 +92,10 @@ def choose(kernel: str, problem: Any, gpu: Gpu) -> Choice:
         return choice
     config = choice.config
     for override in overrides:
+        if reason := _why_unfit(override, type(config)):
+            raise ValueError(f"quackish.config: {name}{reason}\n  for {problem} on {gpu.name}")
         config = dataclasses.replace(config, **override) if isinstance(override, dict) else override
-    if reason := RULES[kernel].why_illegal(problem, config, gpu):
+    if reason := RULES[kernel][gpu.family].why_illegal(problem, config, gpu):
         raise ValueError(f"quackish.config: {name}: {reason}\n  {config}\n  for {problem} on {gpu.name}")
     return Choice(config, "forced", f"with quackish.config({name}=...)")
 
@@ -100,7 +108,7 @@ def unforced(kernel: str, problem: Any, gpu: Gpu) -> Choice:
         return choice
     try:
         config = type(choice.config)(**row.config)
-        reason = RULES[kernel].why_illegal(problem, config, gpu)
+        reason = RULES[kernel][gpu.family].why_illegal(problem, config, gpu)
     except TypeError as error:  # the row has unknown fields or wrong types
         reason = str(error)
     if reason is None:
@@ -111,8 +119,12 @@ def unforced(kernel: str, problem: Any, gpu: Gpu) -> Choice:
 
 def analytical(kernel: str, problem: Any, gpu: Gpu) -> Choice:
     """The choice without a table."""
-    config = RULES[kernel].analytical(problem, gpu) if kernel in RULES else FIXED[kernel][1](problem)
-    module = RULES[kernel].analytical.__module__ if kernel in RULES else type(config).__module__
+    if kernel in RULES:
+        rule = RULES[kernel][gpu.family].analytical
+        config, module = rule(problem, gpu), rule.__module__
+    else:
+        config = FIXED[kernel][1](problem)
+        module = type(config).__module__
     return Choice(config, "analytical", f"by the rule in {module.replace('.', '/')}.py")
 
 
@@ -129,7 +141,8 @@ def config(**forced: Any) -> Iterator[None]:
     Names are kernels: `rms_norm_forward`, `rms_norm_backward`, linear cross entropy's GEMMs `lce_logits`,
     `lce_dlogits`, `lce_dx` and `lce_dw`, and `grouped_gemm` for all GEMMs of grouped_mlp and grouped_mm. A value is a
     dict of fields to replace in the config that would have been chosen, or a whole config (`quackish.configs`). Blocks
-    nest; fields of inner blocks override those of outer ones.
+    nest; fields of inner blocks override those of outer ones. A kernel may have configs of another type on another GPU
+    family: its calls there raise ValueError.
 
     Raises ValueError for an unknown kernel or field or a wrong type. If a config is illegal for a problem, the call of
     the operation raises ValueError with the field, its value and what is legal, before anything is launched. Calls on
@@ -163,21 +176,25 @@ def changing() -> Iterator[None]:
 def _check(name: str, changes: Any) -> None:
     if name not in NAMES:
         raise ValueError(f"quackish.config: no kernel {name!r}; expected one of {', '.join(NAMES)}")
-    config_class = RULES[NAMES[name]].config
+    classes = dict.fromkeys(rule.config for rule in RULES[NAMES[name]].values())
+    reasons = [_why_unfit(changes, config_class) for config_class in classes]
+    if all(reasons):  # not for the config of any GPU family
+        raise ValueError(f"quackish.config: {name}{reasons[0]}")
+
+
+def _why_unfit(changes: Any, config_class: type) -> str | None:
+    """Why `changes` are no config_class or a dict of its fields, to be read after the kernel's name."""
     if isinstance(changes, config_class):
         changes = {field.name: getattr(changes, field.name) for field in dataclasses.fields(config_class)}
     if not isinstance(changes, dict):
-        raise ValueError(
-            f"quackish.config: {name} is {_a(type(changes))}; expected a dict of fields, or {_a(config_class)}"
-        )
+        return f" is {_a(type(changes))}; expected a dict of fields, or {_a(config_class)}"
     fields = {field.name: field.type for field in dataclasses.fields(config_class)}
     for field, value in changes.items():
         if field not in fields:
-            raise ValueError(f"quackish.config: {name} has no field {field!r}; expected one of {', '.join(fields)}")
+            return f" has no field {field!r}; expected one of {', '.join(fields)}"
         if type(value) is not fields[field]:
-            raise ValueError(
-                f"quackish.config: {name}: {field} is {value!r}, {_a(type(value))}; expected {_a(fields[field])}"
-            )
+            return f": {field} is {value!r}, {_a(type(value))}; expected {_a(fields[field])}"
+    return None
 
 
 def _a(kind: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from quackish.configs.arguments import F32, I32, Ptr
 from quackish.configs.gemm import BLOCK_M, TILE_K, GemmConfig, fields_why_illegal, space_why_illegal
-from quackish.gpu import Gpu
+from quackish.gpu import H100, Gpu
 
 GATED = ("swiglu", "clamped_swiglu", "geglu")
 MAX_GROUPS = 1024
@@ -170,7 +170,7 @@ def grouped_gemm_buffers(problem: GroupedGemmProblem, config: GemmConfig) -> int
     stores = config.tile_n * (4 if problem.out_dtype == "float32" else 2) // problem.piece_bytes
     if problem.epilogue == "up":  # a tile has gate and up columns; the activation is one of them
         stores = stores * problem.keeps + stores // (1 + problem.gated)
-    room = MAX_SMEM - _bytes_without_buffers(problem, config)
+    room = H100.smem_bytes - _bytes_without_buffers(problem, config)  # the kernel, which has no Gpu, asks too
     return next(
         b
         for b in (3, 2, 1)
@@ -181,9 +181,6 @@ def grouped_gemm_buffers(problem: GroupedGemmProblem, config: GemmConfig) -> int
 def max_groups_for(groups: int) -> int:
     """The problem's max_groups: one kernel serves up to 64, 128, 256... groups."""
     return max(64, 1 << (groups - 1).bit_length())
-
-
-MAX_SMEM = 232_448  # per CTA on Hopper
 
 
 def _bytes_without_buffers(problem: GroupedGemmProblem, config: GemmConfig) -> int:

@@ -5,13 +5,11 @@ import importlib
 from typing import Any
 
 from quackish.errors import UnsupportedError
-from quackish.gpu import Gpu
-
-_FAMILIES = "sm_90", "sm_100", "sm_103"
+from quackish.gpu import FAMILIES, Gpu
 
 
 def _on_all(path: str) -> dict[str, str]:
-    return dict.fromkeys(_FAMILIES, path)
+    return dict.fromkeys(FAMILIES, path)
 
 
 TABLE = {  # kernel -> GPU family -> module:class
@@ -33,7 +31,6 @@ TABLE = {  # kernel -> GPU family -> module:class
     "lce_rescale": _on_all("linear_cross_entropy.rescale:LceRescale"),
     "lce_clear": _on_all("linear_cross_entropy.clear:LceClear"),
 }
-FAMILIES = frozenset(_FAMILIES)  # GPU families with kernels
 
 
 class KernelClass:

@@ -22,18 +22,18 @@ from quackish.configs.rms_norm import (
     columns_per_cta,
     elements_per_thread,
 )
-from quackish.gpu import Gpu
+from quackish.gpu import FAMILIES, Gpu
 
 
 def candidates(kernel: str, problem: Any, gpu: Gpu, max_others: int) -> list[Any]:
     """The analytical choice, then at most `max_others` other configs, the most similar ones first."""
     base = analytical(kernel, problem, gpu).config
-    configs, merit, min_share = SPACES[kernel]
+    configs, merit, min_share = SPACES[kernel][gpu.family]
     min_merit = min_share * merit(problem, base)
     legal = {
         config
         for config in configs(problem, base, gpu)
-        if RULES[kernel].why_illegal(problem, config, gpu) is None and merit(problem, config) >= min_merit
+        if RULES[kernel][gpu.family].why_illegal(problem, config, gpu) is None and merit(problem, config) >= min_merit
     }
     others = sorted(legal - {base}, key=lambda config: (_distance(config, base), repr(config)))
     return [base, *others[:max_others]]
@@ -128,10 +128,10 @@ def _multiplications_per_load(problem: GemmProblem | GroupedGemmProblem, c: Gemm
     return c.tile_m * c.tile_n / (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m)
 
 
-# (configs, merit, the smallest share of the analytical choice's merit that is worth a try)
-SPACES: dict[str, tuple[Callable, Callable, float]] = {
-    "rms_norm_fwd": (_forward_configs, _forward_elements_in_flight, 0.5),
-    "rms_norm_bwd": (_backward_configs, _backward_bytes_in_flight, 0.5),
-    "lce_gemm": (_gemm_configs, _multiplications_per_load, 1 / 1.5),
-    "grouped_gemm": (_grouped_configs, _multiplications_per_load, 1 / 1.5),
+# kernel -> GPU family -> (configs, merit, the smallest share of the analytical choice's merit that is worth a try)
+SPACES: dict[str, dict[str, tuple[Callable, Callable, float]]] = {
+    "rms_norm_fwd": dict.fromkeys(FAMILIES, (_forward_configs, _forward_elements_in_flight, 0.5)),
+    "rms_norm_bwd": dict.fromkeys(FAMILIES, (_backward_configs, _backward_bytes_in_flight, 0.5)),
+    "lce_gemm": {"sm_90": (_gemm_configs, _multiplications_per_load, 1 / 1.5)},
+    "grouped_gemm": {"sm_90": (_grouped_configs, _multiplications_per_load, 1 / 1.5)},
 }
