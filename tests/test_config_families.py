@@ -69,9 +69,7 @@ def test_configs_are_forced_for_each_family():
         assert chosen(B200).config == PairConfig(128)
     with config(lce_dx=PairConfig(128, 1)):
         assert chosen(B200) == (PairConfig(128, 1), "forced", "with quackish.config(lce_dx=...)")
-        with pytest.raises(
-            ValueError, match=r"lce_dx is a PairConfig; .* or a GemmConfig\n.* on H200"
-        ):
+        with pytest.raises(ValueError, match=r"lce_dx is a PairConfig; .* or a GemmConfig\n.* on H200"):
             chosen(H200)
     with config(lce_dx=dict(ctas=3)):
         with pytest.raises(ValueError, match="lce_dx has no field 'ctas'; expected one of tile_m, tile_n"):

@@ -156,8 +156,9 @@ def _refuse_compile(op: str, device: torch.device) -> None:
 
 
 # torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
-for _function in (why_unsupported, expects_kernels, requires_kernels, _refuse_compile):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_traced_as_constants: tuple[Any, ...] = why_unsupported, expects_kernels, requires_kernels, _refuse_compile
+for _function in _traced_as_constants:
+    _function._dynamo_marked_constant = True
 
 
 def refuse_compile(op: str, device: torch.device) -> None:
@@ -213,7 +214,8 @@ def substitute(where: torch.device | str, device: Device) -> Iterator[None]:
     """Inside the block, calls on tensors of device `where`, such as "cpu" or "meta", use `device`.
 
     A type without an index stands for all its devices. Applies to the whole process, as `quackish.config`, and changes
-    the same epoch: no plan or kernel leaks into the block or out of it. Backward must run inside the same block.
+    the same epoch: no plan or kernel leaks into the block or out of it. Backward must run inside the same block. It
+    raises outside, except in a checkpoint with use_reentrant=True, which runs its forward again where backward runs.
     """
     global _substitutes
     entry = torch.device(where), device
