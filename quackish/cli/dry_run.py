@@ -248,7 +248,7 @@ def grouped_mlp(args: argparse.Namespace, shape: tuple[int, ...], gpu: Gpu) -> D
         checks.check_mlp(inputs, activation, recompute, "cute")
     except ValueError as error:
         raise _command_error(error) from None
-    if why := kernel_steps.why_none("grouped_mlp", x, i, experts):
+    if why := kernel_steps.why_unsupported("grouped_mlp", x, i, experts):
         raise UnsupportedError(why)
     recorder, keeps = _Recorder(), not (args.no_grad or recompute)
     recorder.ignore(*inputs, dy)

@@ -141,8 +141,7 @@ def config(**forced: Any) -> Iterator[None]:
     Names are kernels: `rms_norm_forward`, `rms_norm_backward`, linear cross entropy's GEMMs `lce_logits`,
     `lce_dlogits`, `lce_dx` and `lce_dw`, and `grouped_gemm` for all GEMMs of grouped_mlp and grouped_mm. A value is a
     dict of fields to replace in the config that would have been chosen, or a whole config (`quackish.configs`). Blocks
-    nest; fields of inner blocks override those of outer ones. A kernel may have configs of another type on another GPU
-    family: its calls there raise ValueError.
+    nest; fields of inner blocks override those of outer ones.
 
     Raises ValueError for an unknown kernel or field or a wrong type. If a config is illegal for a problem, the call of
     the operation raises ValueError with the field, its value and what is legal, before anything is launched. Calls on

@@ -111,12 +111,12 @@ class GemmConfig:
     @property
     def num_wgs(self) -> int:
         """Consumer warp groups."""
-        return 2 if self.pingpong else self.tile_m // 64
+        return 2 if self.pingpong else self.tile_m // BLOCK_M
 
     @property
     def row_blocks(self) -> int:
         """Blocks of 64 rows per consumer warp group and tile."""
-        return self.tile_m // 64 if self.pingpong else 1
+        return self.tile_m // BLOCK_M if self.pingpong else 1
 
     @property
     def num_buffers(self) -> int:
@@ -177,7 +177,7 @@ MAX_IDLE = 0.06  # fraction of the clusters' time, which is the gain of ping-pon
 
 @functools.lru_cache(maxsize=1024)
 def splits_dw_tail(m: int, n: int, sm_count: int) -> bool:
-    """Whether split-K in the tail of dw (m, n) is faster than ping-pong, as for few tiles. Independent of K."""
+    """True if split-K in the tail of dw (m, n) is faster than ping-pong, as for few tiles. Independent of K."""
     c = DW_PINGPONG
     tiles = -(-m // (c.tile_m * c.cluster_m)) * -(-n // (c.tile_n * c.cluster_n))
     clusters = c.max_clusters(sm_count)
@@ -185,7 +185,7 @@ def splits_dw_tail(m: int, n: int, sm_count: int) -> bool:
 
 
 def _has_registers(problem: GemmProblem) -> bool:
-    """Whether ping-pong leaves enough registers for the epilogue; otherwise 8 to 264 bytes spill."""
+    """True if ping-pong leaves enough registers for the epilogue; otherwise 8 to 264 bytes spill."""
     if problem.smoothing and problem.out_dtype:
         return False
     if problem.return_stats and problem.bias_dtype and (problem.out_dtype or problem.weighted):
@@ -234,7 +234,7 @@ def num_tail_splits(tiles: int, k_tiles: int, clusters: int) -> int:
 # Legality ------------------------------------------------------------------------------------------------------------
 
 MIN_REGISTERS = 40  # per consumer thread, in addition to the accumulator; fewer were not tried
-STAGED_BYTES = 64 * 128  # per output buffer: 128 bytes of each of a warp group's 64 rows
+STAGED_BYTES = BLOCK_M * 128  # per output buffer: 128 bytes of each row of a warp group
 
 
 def gemm_smem_bytes(problem: GemmProblem, config: GemmConfig) -> int:

@@ -9,12 +9,12 @@ from quackish.gpu import H100, Gpu
 
 GATED = ("swiglu", "clamped_swiglu", "geglu")
 MAX_GROUPS = 1024
-MAX_ROWS = 2**30  # which the coordinates of TMA can count
+MAX_ROWS = 2**30  # TMA's coordinates can count these
 DSCALES_COLUMNS = 64  # per partial sum of dscales
 
 
 class UpArgs(NamedTuple):
-    preactivation: Any = None  # (r, 2i) or, not gated, (r, i), written; with `keeps`
+    preactivation: Any = None  # (r, 2i), or (r, i) without a gate, written; with `keeps`
     bias: Any = None  # (groups, 2i) or (groups, i) fp32
     scales: Any = None  # (r,) fp32
 
@@ -31,7 +31,7 @@ class DownBackwardArgs(NamedTuple):
 
 
 class GroupedGemmArgs(NamedTuple):
-    """Matrices are contiguous unless a stride, in elements, is given. r rows, with those after the last group."""
+    """Matrices are contiguous unless a stride, in elements, is given. r counts rows after the last group too."""
 
     a: Any = None
     b: Any = None
@@ -42,8 +42,8 @@ class GroupedGemmArgs(NamedTuple):
     a_stride: Any = "int64"  # with along "k"
     rows: Any = "int32"
     m: Any = "int32"  # columns of A; with along "k"
-    n: Any = "int32"  # columns of D; of gate and up, of each
-    k: Any = "int32"  # with along "m"; of each of B's two buffers
+    n: Any = "int32"  # columns of D; counts gate and up separately
+    k: Any = "int32"  # with along "m"; counts B's two buffers separately
     groups: Any = "int32"
     max_clusters: Any = "int32"
 
@@ -55,7 +55,7 @@ class GroupedGemmProblem:
     `epilogue`:
     - "up": D is the scaled activation of A @ B[g].T + bias, rows of g at a time. B[g] has rows [gate; up], or the
       gate's and in `second` the up projection's.
-    - "down": D is A @ B[g].T + bias, as are B[g]'s layouts: (n, k) or (k, n) in memory.
+    - "down": D is A @ B[g].T + bias. B[g] is (n, k) or (k, n) in memory.
     - "down_backward": A @ B[g].T is the gradient of the scaled activation, D that of the preactivation.
     - "store": D[g] = A[rows of g].T @ B[rows of g], a sum along the rows. A (r, m), B (r, n).
     Other rows of D are 0.
@@ -66,13 +66,13 @@ class GroupedGemmProblem:
     max_groups: int  # a power of two
     out_dtype: str
     b_major: str = "k"  # B's contiguous dimension: "n" or "k"
-    b_in_two: bool = False  # B has two buffers: up: gate's and up's rows; down: along k
+    b_in_two: bool = False  # B has two buffers: for "up" the gate's and up's rows, for "down" two parts along k
     activation: str | None = None
     biased: bool = False
     scaled: bool = False
     keeps: bool = False  # up: stores the preactivation
     accumulate: bool = False  # along "k": D is added to the fp32 output
-    cluster_tile: str = "128x256"  # what the config is chosen by: `cluster_tile_for`
+    cluster_tile: str = "128x256"  # input of the config rule; set by `cluster_tile_for`
 
     @property
     def gated(self) -> bool:
@@ -80,7 +80,7 @@ class GroupedGemmProblem:
 
     @property
     def along(self) -> str:
-        """The dimension that groups divide: "m", or "k" of sums."""
+        """The dimension that groups divide: "m", or "k" for a sum along the rows."""
         return "k" if self.epilogue == "store" else "m"
 
     @property
@@ -110,7 +110,7 @@ class GroupedGemmProblem:
         )  # fmt: skip
 
 
-# By the tile of a cluster, rows x columns.
+# The config of each tile of a cluster, rows x columns
 CONFIGS = {
     "256x192": GemmConfig(128, 192, 2, 1, num_stages=5, group=16, pingpong=True),
     "192x256": GemmConfig(192, 128, 1, 2, num_stages=5, group=16, pingpong=True),
@@ -135,9 +135,9 @@ DEEP = 64 * TILE_K  # K of "down" from which the cooperative tiles are 3 % faste
 
 
 def cluster_tile_for(problem: GroupedGemmProblem, gpu: Gpu, m: int | None, n: int, k: int | None) -> str:
-    """The problem's cluster_tile, for products (m, n, k): the one that pads them least.
+    """The problem's cluster_tile for products (m, n, k): the tile that pads them least.
 
-    Where groups divide m, only columns count. n includes gate's and up's columns where a tile has both.
+    If groups divide m, only columns count. n includes gate's and up's columns if a tile has both.
     """
     small = SMALL[problem.epilogue]
     if problem.epilogue == "down" and gpu.fast_memory:

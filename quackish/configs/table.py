@@ -33,7 +33,7 @@ class Row:
         return json.dumps([self.kernel, self.gpu, self.target, self.problem], sort_keys=True)
 
     def is_current(self) -> bool:
-        """Whether it was measured with the installed toolchain."""
+        """True if it was measured with the installed toolchain."""
         return self.toolchain == toolchain.versions()
 
 

@@ -235,7 +235,7 @@ def _why_unsupported(experts: nn.Module) -> str:
 
 
 def _is_adapted(lm_head: nn.Module) -> bool:
-    """Whether PEFT's LoRA or another adapter changes the logits, so that the loss needs full logits."""
+    """True if PEFT's LoRA or another adapter changes the logits, so that the loss needs full logits."""
     return hasattr(lm_head, "base_layer")
 
 

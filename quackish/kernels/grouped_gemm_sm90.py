@@ -30,7 +30,7 @@ class GroupedGemmSm90(WgmmaKernel):
         super().__init__(problem, config)
         self.epilogue = EPILOGUES[problem.epilogue](problem, config)
         self.walk = GroupWalk(problem, config, self.raster)
-        # B per stage: two boxes where a tile has gate and up columns. B along k: two matrices, w1 and w3.
+        # A stage has two boxes of B if a tile has gate and up columns. Along k, B may be two matrices, w1 and w3.
         self.b_boxes = 2 if self.epilogue.has_pairs else 1
         self.k_parts = 2 if problem.b_in_two and problem.epilogue == "down" else 1
 
@@ -46,7 +46,7 @@ class GroupedGemmSm90(WgmmaKernel):
 
     @cute.jit
     def divided_rows(self, args: GroupedGemmArgs):
-        """A, B's matrices, and the epilogue's outputs and inputs, where groups divide m."""
+        """A, B's matrices, and the epilogue's outputs and inputs, if groups divide m."""
         p, n, k = self.problem, args.n, args.k
         ld = cute.assume(Int64(k) * self.k_parts, divby=8)
         mA = cute.make_tensor(args.a, cute.make_layout((args.rows, k * self.k_parts), stride=(ld, 1)))
@@ -63,7 +63,7 @@ class GroupedGemmSm90(WgmmaKernel):
 
     @cute.jit
     def divided_k(self, args: GroupedGemmArgs):
-        """As `divided_rows`, where groups divide k."""
+        """The same as `divided_rows`, if groups divide k."""
         m, n = args.m, args.n
         ld, group_stride = cute.assume(Int64(n), divby=8), cute.assume(Int64(m) * n, divby=8)
         mD = cute.make_tensor(args.d, cute.make_layout((m, n, args.groups), stride=(ld, 1, group_stride)))

@@ -45,7 +45,7 @@ def _overlaps_itself(t: Tensor) -> bool:
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the address ranges of two tensors overlap."""
+    """True if the address ranges of two tensors overlap."""
     if not are_plain((a, b)) or not a.numel() or not b.numel() or a.is_meta:
         return False
     (a0, a1), (b0, b1) = map(_extent, (a, b))
@@ -58,7 +58,7 @@ def _extent(t: Tensor) -> tuple[int, int]:
 
 
 def _is_fsdp_parameter(weight: Tensor) -> bool:
-    """Whether weight belongs to a module under `fully_shard` or FullyShardedDataParallel.
+    """True if weight belongs to a module under `fully_shard` or FullyShardedDataParallel.
 
     FSDP has no public API for this, so this uses internals, and returns False if they change.
     """

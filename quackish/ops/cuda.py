@@ -8,7 +8,7 @@ from torch import Tensor
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None)
 # The handle of a device's current stream.
 stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-# Whether the current device's current stream is being captured.
+# True if the current stream of the current device is being captured.
 is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 

@@ -16,7 +16,7 @@ forward_ad = torch.autograd.forward_ad
 
 
 def is_plain() -> bool:
-    """Whether only autograd intercepts this call, so that kernels can bypass the dispatcher."""
+    """True if only autograd intercepts this call, so that kernels can bypass the dispatcher."""
     return not (
         is_compiling()  # first: torch.compile cannot trace the others
         or num_dispatch_modes()
@@ -28,12 +28,12 @@ def is_plain() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode AD is active, which the custom operators do not support."""
+    """True if torch.func or forward-mode AD is active, which the custom operators do not support."""
     return not is_compiling() and (functorch_level() is not None or forward_ad._current_level >= 0)
 
 
 def are_plain(tensors: Iterable[Any]) -> bool:
-    """Whether none of these is a tensor subclass. Subclasses get the custom operators, which they may override."""
+    """True if none of these is a tensor subclass. Subclasses get the custom operators, which they may override."""
     return all(type(t) is Tensor or type(t) is nn.Parameter or not isinstance(t, Tensor) for t in tensors)
 
 

@@ -393,7 +393,7 @@ _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _is_batched(dy: Tensor, dres: Tensor | None) -> bool:
-    """Whether gradients are batched by torch.func.vmap or is_grads_batched=True (an older vmap)."""
+    """True if gradients are batched by torch.func.vmap or is_grads_batched=True (an older vmap)."""
     return functorch_level() is not None or _is_legacy_batched(dy) or (dres is not None and _is_legacy_batched(dres))
 
 

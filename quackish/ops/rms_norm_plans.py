@@ -367,7 +367,7 @@ def layout_of_rows(inputs: Sequence[Tensor | None], outputs: Sequence[torch.dtyp
 
 
 def are_readable_in_place(rows: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> bool:
-    """Whether a kernel can read all of them in place."""
+    """True if a kernel can read all of them in place."""
     return all(t is None or fold_rows(t.shape, t.stride()) for t in rows) and all(
         t is None or t.is_contiguous() for t in parameters
     )

@@ -27,7 +27,7 @@ class ShardStats(NamedTuple):
 
     lse: Tensor
     nll: Tensor  # arbitrary on ranks that do not own the target, as is `weight`
-    weight: Tensor | None = None  # the target's class weight; with class weights
+    weight: Tensor | None = None  # the target's class weight, if there are class weights
     smooth: Tensor | None = None  # with label smoothing, as is `total_weight`
     total_weight: Tensor | None = None  # W_r, the same for all rows
     entropy: Tensor | None = None  # with return_stats, as are the next two

@@ -193,9 +193,9 @@ def _group_of(weight, name: str = "weight_shard") -> dist.ProcessGroup:
 def _without_dtensors(
     inputs: Inputs, group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> tuple[Inputs, dist.ProcessGroup, int | None]:
-    """Inputs as plain tensors, the group, and the dimension of which each rank has a part of input.
+    """Inputs as plain tensors, the group, and the dimension in which input is sharded, or None.
 
-    Tensors sharded by class are local shards. Other DTensors are gathered, except such a part of input.
+    Tensors sharded by class become local shards. Other DTensors are gathered, except an input that is sharded equally.
     """
     if _is_dtensor(inputs.linear_weight):
         weight_group = _group_of(inputs.linear_weight)
@@ -224,7 +224,7 @@ def _without_dtensors(
 
 
 def _sharded_dim(x, group: dist.ProcessGroup) -> int | None:
-    """The dimension of rows of which each rank of the group has an equal part; None to gather x first."""
+    """The dimension in which each rank of the group has an equal part of x's rows; None if x must be gathered."""
     from torch.distributed.tensor import Shard
 
     sharded = [dim for dim, placement in enumerate(x.placements) if not placement.is_replicate()]
@@ -339,7 +339,7 @@ def _description(inputs: Inputs, options: Options, ranks: _Ranks, given: Inputs)
 
 
 def _check_target(target: Any, x: Any, given_x: Any, ranks: _Ranks) -> None:
-    """Where ranks have parts of the input x, says so in the error about target's shape."""
+    """Raises a clearer error about target's shape than `check_tensors` if each rank has a part of the input."""
     if not isinstance(target, Tensor) or not isinstance(x, Tensor) or target.shape == x.shape[:-1]:
         return
     expected = f"{_WHO}: target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, all rows:"
@@ -357,7 +357,7 @@ def _check_target(target: Any, x: Any, given_x: Any, ranks: _Ranks) -> None:
 
 
 def _whole_input(x: Any, ranks: _Ranks) -> Any:
-    """A placeholder of the shape of all ranks' input where they have parts of it; else x."""
+    """x; if each rank has a part of the input, a placeholder with the shape of the whole input."""
     dim = ranks.sharded_dim
     if dim is None or not isinstance(x, Tensor) or x.dim() < 2:
         return x
@@ -371,7 +371,7 @@ def _in_gathered_order(t: Tensor, shape: torch.Size, ranks: _Ranks) -> Tensor:
 
 
 def _in_target_order(t: Tensor, shape: torch.Size, ranks: _Ranks) -> Tensor:
-    """Inverse of `_in_gathered_order`."""
+    """The inverse of `_in_gathered_order`."""
     return _with_blocks_swapped(t, ranks.group.size(), math.prod(shape[: ranks.sharded_dim or 0]))
 
 

@@ -34,30 +34,30 @@ def grouped_mlp(
 
     Args:
         x: (R, H) bf16, fp16, fp32 or fp64, sorted by group.
-        w1: (E, 2I, H) as [gate; up], or (E, I, H) beside w3 and for activations without a gate. x's dtype unless
-            autocast is on, as w2 and w3.
+        w1: (E, 2I, H) as [gate; up], or (E, I, H) with w3 or an activation without a gate. w1, w2 and w3 have x's
+            dtype unless autocast is on.
         w2: (E, H, I).
         offs: (E,) int32 on x's device: the end of each group, as in F.grouped_mm. Never read back from a GPU.
-        w3: (E, I, H): the up projection, where w1 is the gate alone.
+        w3: (E, I, H): the up projection; w1 is then the gate alone.
         activation: "swiglu", "clamped_swiglu" (gpt-oss), "geglu" (tanh), or, without a gate, "silu", "relu2".
-        b1: (E, 2I), [gate; up] with w3 too; (E, I) without a gate. Any of these dtypes, as b2 and scales.
+        b1: (E, 2I), [gate; up] with w3 too; (E, I) without a gate. b1, b2 and scales have any of these dtypes.
         b2: (E, H), not multiplied by scales.
-        scales: (R,), multiply the activation: the router's probabilities, say.
-        recompute: save x alone for backward, which runs the first matmul again, instead of the preactivation.
+        scales: (R,): factors of the activation, such as the router's probabilities.
+        recompute: save only x for backward, which then runs the first matmul again to compute the preactivation.
         grad_w1_out, grad_w2_out, grad_w3_out: buffers of the weight's shape, fp32 or in its dtype. Each backward adds
             the weight's gradient to it, and autograd gets None instead. Not for parameters that FSDP shards.
-        backend: "auto" runs kernels where there are some, and otherwise the portable PyTorch path: silently on CPU,
-            with one warning per reason on a GPU. "cute" runs kernels or raises. "reference" runs the portable path.
+        backend: "auto" runs kernels if they cover the call, else the portable PyTorch path: silently on CPU, with one
+            warning per reason on a GPU. "cute" runs kernels or raises. "reference" runs the portable path.
 
     Returns:
         y: (R, H) in x's dtype. All floating arguments that require it get gradients, in their own dtypes.
 
-    Rows from offs[-1] on are 0 in y and in the gradients of x and scales, and nothing reads what they hold. Results are
-    the same on every run; a row's y and x's gradient do not depend on other rows, nor on how many rows there are.
+    Rows from offs[-1] on are 0 in y and in the gradients of x and scales; their contents are never used. Results are
+    the same on every run. A row of y and of x's gradient does not depend on other rows or on the number of rows.
 
     Raises:
-        ValueError, TypeError: the shape, value, device or dtype of an argument; on CPU, offsets that decrease or pass
-            R. On a GPU y and all gradients are NaN then.
+        ValueError, TypeError: the shape, value, device or dtype of an argument; on CPU, offsets that decrease or
+            exceed R. On a GPU such offsets make y and all gradients NaN.
         UnsupportedError: backend="cute" and no kernel covers the call; torch.func and forward-mode AD.
         RuntimeError: backward with create_graph=True.
     """
@@ -86,7 +86,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: Bac
         backend: as in `grouped_mlp`.
 
     From offs[-1] on, rows (columns) of the result and of the operands' gradients are 0, and the operands are not read.
-    The product of a group without rows is 0. Derivatives of any order. Promises and errors are `grouped_mlp`'s.
+    The product of a group without rows is 0. It has derivatives of any order. Promises and errors are `grouped_mlp`'s.
     """
     dtype = check_mm(a, b, offs, backend)
     refuse_transforms("grouped_mm")

@@ -1,8 +1,8 @@
-"""grouped_mlp and grouped_mm for autograd and torch.compile: custom operators. Plain eager calls bypass the operators.
+"""Custom operators of grouped_mlp and grouped_mm. Plain eager calls of grouped_mlp bypass its operator.
 
 Operators and gradients are written once, in terms of steps: the functions of `reference/grouped_mlp.py`, or kernels
-with the same names and arguments (`kernel_steps.py`). Weights and gradient buffers reach the steps with any strides,
-dz as half of its columns for the weight gradients of w1 and w3, and all other tensors contiguous.
+with the same names and arguments (`kernel_steps.py`). Steps get weights and gradient buffers with any strides, and all
+other tensors contiguous. One exception: with w3, the weight gradients of w1 and w3 get half of dz's columns each.
 """
 
 import functools
@@ -28,7 +28,7 @@ from quackish.reference import grouped_mlp as reference
 
 
 class Dtypes(NamedTuple):
-    """The dtype of each argument's gradient; None: the gradient is not computed."""
+    """The dtype of each argument's gradient; None if the gradient is not computed."""
 
     x: torch.dtype | None
     w1: torch.dtype | None
@@ -48,12 +48,12 @@ Steps = ModuleType | kernel_steps.KernelSteps  # `reference` or kernels
 def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> Steps:
     """The steps that run: kernels or the portable path, which on a GPU warns once per reason.
 
-    columns: the size of the matrix products that is not x's number of columns.
+    columns: the weights' other dimension besides x's columns. Kernels need multiples of 8 in both.
     """
     if backend == "reference" or x.numel() == 0:
         return reference
     why_portable = why_unsupported(who, "grouped_gemm", x.device)
-    why_portable = why_portable or kernel_steps.why_none(who, x, columns, offs.shape[0])
+    why_portable = why_portable or kernel_steps.why_unsupported(who, x, columns, offs.shape[0])
     if why_portable:
         report_portable(why_portable, x.device, backend)
         return reference
@@ -61,7 +61,7 @@ def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> 
 
 
 def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> Steps:
-    """`steps_for`, and a check of the offsets where PyTorch runs on a CPU: reading them costs no synchronization."""
+    """`steps_for`. On a CPU's portable path also checks the offsets: reading them there does not synchronize."""
     steps = steps_for(who, x, columns, offs, backend)
     if steps is reference and x.device.type == "cpu":
         check_offs(who, offs, x.shape[0], "the number of rows")
@@ -79,11 +79,11 @@ def gradients(
     steps: Steps,
     dy: Tensor,  # (R, H)
     inputs: Inputs,
-    preactivation: Tensor | None,  # None: computed again
+    preactivation: Tensor | None,  # if None, it is computed again
     activation: str,
     dtypes: Dtypes,
 ) -> list[Tensor | None]:
-    """The gradients, in the order of `Dtypes`. Those of weights are added to inputs.grad_*_out if it is given."""
+    """The gradients, in the order of `Dtypes`. A weight's gradient is added to its inputs.grad_*_out if given."""
     x, w1, w3, b1, w2, _, scales, offs, out_1, out_3, out_2 = inputs
     need_dz = any(dtypes[:4])
     dx = dw1 = dw3 = db1 = dw2 = db2 = dscales = dz = None
@@ -110,7 +110,7 @@ def gradients(
     return [dx, dw1, dw3, db1, dw2, db2, dscales]
 
 
-# Operators of grouped_mlp: functional, None for gradients that are not computed --------------------------------------
+# Operators of grouped_mlp: functional; results that are not needed are None ------------------------------------------
 
 _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -217,7 +217,7 @@ def refuse_second_derivatives(who: str, dy: Tensor | None) -> None:
         raise RuntimeError(f"{who}: vmap over gradients (is_grads_batched=True) is not supported")
 
 
-# Operators of grouped_mm: each other's gradients ----------------------------------------------------------------------
+# Operators of grouped_mm: their gradients use each other --------------------------------------------------------------
 
 _lib.define("grouped_rows(Tensor a, Tensor w, Tensor offs, str backend) -> Tensor", tags=_TAGS)  # a @ w[g].T
 _lib.define("grouped_sum(Tensor a, Tensor b, Tensor offs, str backend) -> Tensor", tags=_TAGS)  # a[g].T @ b[g]
@@ -271,7 +271,10 @@ def _sum_backward(ctx, dy):
 
 
 def _on_its_device(who: str, impl):
-    """Memory comes from the current device, and launches go there. The caller's autocast would round fp32 operands."""
+    """Runs `impl` on plain tensors, with their device as the current one.
+
+    Autocast is off, because the caller's would round fp32 operands.
+    """
 
     @functools.wraps(impl)
     def on_device(*args):

@@ -1,4 +1,4 @@
-"""Whether the arguments of grouped_mlp and grouped_mm fit together; ValueError for shapes, TypeError for dtypes."""
+"""Checks of the arguments of grouped_mlp, grouped_mm and moe_mlp: ValueError for shapes, TypeError for dtypes."""
 
 from typing import Any, NamedTuple, get_args
 
@@ -16,7 +16,7 @@ _BACKENDS = get_args(Backend)
 
 
 class Inputs(NamedTuple):
-    """The user's tensors, as they came."""
+    """The tensors of a call of grouped_mlp."""
 
     x: Tensor  # (R, H)
     w1: Tensor  # (E, 2I, H) or (E, I, H)
@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 
 def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> torch.dtype:
-    """The dtype that x and the weights are rounded to."""
+    """Checks the arguments of grouped_mlp. Returns the dtype that x and the weights are rounded to."""
     who = "grouped_mlp"
     x, w1, w3, _, w2, *_ = inputs
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
@@ -77,7 +77,7 @@ def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> 
 
 
 def check_buffers(inputs: Inputs) -> None:
-    """Checks of the buffers themselves, not of their shapes."""
+    """Checks memory and strides of the gradient buffers. `check_mlp` checks their shapes and dtypes."""
     for name in ("w1", "w3", "w2"):
         out = getattr(inputs, f"grad_{name}_out")
         if out is not None:
@@ -86,7 +86,7 @@ def check_buffers(inputs: Inputs) -> None:
 
 
 def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> torch.dtype:
-    """The dtype that a and b are rounded to."""
+    """Checks the arguments of grouped_mm. Returns the dtype that a and b are rounded to."""
     who = "grouped_mm"
     _check_backend(who, backend)
     _check_are_tensors(who, dict(a=a, b=b, offs=offs), ("a", "b"))
@@ -94,7 +94,7 @@ def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> torch.dtype:
         if t.dim() not in (2, 3):
             raise ValueError(f"{who}: {name} is {dims(t)}; expected 2 or 3 dimensions")
 
-    def both() -> str:  # only where an error needs it: Dynamo cannot trace `str` of symbolic sizes
+    def both() -> str:  # called only for errors, because Dynamo cannot trace `str` of symbolic sizes
         return f"a is {dims(a)} and b is {dims(b)}"
 
     if a.shape[-1] != b.shape[-2]:
@@ -119,7 +119,7 @@ def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> torch.dtype:
 
 
 def check_choice(x: Any, top_k_index: Any, top_k_weights: Any, w2: Any) -> None:
-    """What moe_mlp reads before grouped_mlp checks the rest."""
+    """Checks what moe_mlp uses itself. It then calls grouped_mlp, which checks all other arguments."""
     who = "moe_mlp"
     tensors = dict(x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, w2=w2)
     _check_are_tensors(who, tensors, tuple(tensors))
@@ -138,7 +138,7 @@ def check_choice(x: Any, top_k_index: Any, top_k_weights: Any, w2: Any) -> None:
 
 
 def check_offs(who: str, offs: Tensor, size: int, of: str) -> None:
-    """ValueError for offsets that decrease or pass `size`; for a CPU, where looking costs no synchronization."""
+    """ValueError for offsets that decrease or exceed `size`. Only for CPU tensors, because it reads them."""
     ends = offs.tolist()
     for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if end < start:
@@ -176,7 +176,7 @@ def _check_floats(who: str, tensors: dict[str, Tensor | None], names: tuple[str,
 
 
 def _compute_dtype_of(who: str, **tensors: Tensor | None) -> torch.dtype:
-    """The one dtype of these, or autocast's, which leaves fp64 alone as F.linear does."""
+    """The common dtype of the tensors, or autocast's. Autocast does not round fp64, as in F.linear."""
     (first, x), *others = [(name, t) for name, t in tensors.items() if t is not None]
     autocast = autocast_dtype(x.device.type)
     if autocast is not None and all(t.dtype != torch.float64 for t in (x, *(t for _, t in others))):

@@ -1,4 +1,4 @@
-"""The steps of `reference/grouped_mlp.py` on kernels: bf16 and fp16 on Hopper, one launch each.
+"""The steps of `reference/grouped_mlp.py` with kernels, one launch per step: bf16 and fp16 on Hopper.
 
 Kernels read operands in place if one dimension is contiguous, the groups' matrices are adjacent, and all rows start on
 16 bytes. Other operands are copied.
@@ -33,8 +33,8 @@ from quackish.reference import grouped_mlp as reference
 from quackish.reference.grouped_mlp import GATED, Needs
 
 
-def why_none(who: str, x: Tensor, columns: int = 0, groups: int = 0) -> str:
-    """Why kernels do not cover these sizes; "" where they do."""
+def why_unsupported(who: str, x: Tensor, columns: int = 0, groups: int = 0) -> str:
+    """Why kernels do not cover these sizes and x's dtype; "" if they do."""
     rows, width = x.shape
     if x.dtype not in (torch.bfloat16, torch.float16):
         why = f"{x.dtype}; supported: torch.bfloat16, torch.float16"
@@ -50,7 +50,7 @@ def why_none(who: str, x: Tensor, columns: int = 0, groups: int = 0) -> str:
 
 
 class KernelSteps:
-    """The steps on a device. Arguments are those of the functions with the same names in `reference/grouped_mlp.py`."""
+    """The steps on one device, with the names and arguments of the functions in `reference/grouped_mlp.py`."""
 
     def __init__(self, device: Device):
         self.device, self.stream, self.empty, self.matrix = device, device.stream, device.empty, device.matrix
@@ -78,7 +78,7 @@ class KernelSteps:
         return y
 
     def down_backward(self, dy, w2, preactivation, scales, offs, activation, needs: Needs):
-        if not (needs.dpreactivation or needs.dscales):  # only w2 needs act, which takes no matrix product
+        if not (needs.dpreactivation or needs.dscales):  # w2's gradient needs only act, without a matrix product
             return reference.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
         rows = dy.shape[0]
         _, h, i = w2.shape
@@ -134,9 +134,9 @@ class KernelSteps:
         self, epilogue: str, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple, n: int,
         k: int, transposed: bool = False, **options: Any
     ) -> None:  # fmt: skip
-        """a (R, k) times w[g].T for w (groups, n, k), or times w[g] for a transposed one (groups, k, n).
+        """d = a @ w[g].T for a (R, k) and w (groups, n, k), or a @ w[g] for a `transposed` w (groups, k, n).
 
-        `second` is w's other half if w is in two tensors: along n for "up", along k for "down".
+        If w is in two tensors, `second` is its other half: along n for "up", along k for "down".
         """
         if not w.is_contiguous() and w.transpose(1, 2).is_contiguous():
             w, transposed = w.transpose(1, 2), not transposed
@@ -155,8 +155,8 @@ class KernelSteps:
     ) -> None:  # fmt: skip
         """sizes: fields of `GroupedGemmArgs`, a_stride to k. options: fields of `GroupedGemmProblem`.
 
-        shape: (m, n, k) of the product, None for the dimension that groups divide. n of gate and up each, k of both
-        halves.
+        shape: (m, n, k) of the product, with None for the dimension that groups divide. n counts gate and up
+        separately; k counts both halves.
         """
         fields = epilogue, a.dtype, offs.shape[0], d.dtype, shape
         launch, clusters = self._kernel(choose.epoch, *fields, **options)

@@ -1,4 +1,4 @@
-"""The experts of a mixture as a router chooses them: `grouped_mlp` between a gather and a sum of rows."""
+"""moe_mlp: sorts tokens by the experts that a router chose, calls `grouped_mlp`, and sums the rows of each token."""
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ def moe_mlp(
         x = x.to(dtype)  # before it is copied
     num_experts, k = w2.shape[0], top_k_index.shape[-1]
 
-    # Sort the choices by expert. Dropped ones are last, as expert E, which -1 is modulo E + 1. `order`: the choice of
-    # each row; `row`: the row of each choice.
+    # Sort the choices by expert. Dropped choices map to expert E and sort last. `order` has the choice of each row, and
+    # `row` the row of each choice.
     choices = top_k_index.flatten().clamp(-1, num_experts).remainder(num_experts + 1)
     if num_experts < 2**15:
         choices = choices.to(torch.int16)  # sorts in half the time
@@ -92,7 +92,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of y[rows[t, j]] over j: `_Copy`'s gradient, as a function with the opposite one."""
+    """Sums y[rows[t, j]] over j. Its backward is `_Copy`'s forward, and the reverse."""
 
     @staticmethod
     def forward(ctx, y, order, rows, backend):
@@ -135,11 +135,11 @@ def _sum(y: Tensor, rows: Tensor, backend: str) -> Tensor:
 
 
 def _steps_for(x: Tensor, rows: Tensor, backend: str) -> kernel_steps.KernelSteps | None:
-    """The kernels that copy and sum rows in eager mode; None elsewhere. torch.compile fuses operations of PyTorch."""
+    """The kernels that copy and sum rows, in eager mode; None if PyTorch does. Compiled code fuses its operations."""
     if not is_plain() or backend == "reference":  # is_plain first: torch.compile may not know whether x is empty
         return None
     if x.dim() != 2 or x.numel() == 0 or not are_plain((x, rows)):
         return None
-    if why_unsupported("moe_mlp", "token_rows", x.device) or kernel_steps.why_none("moe_mlp", x):
+    if why_unsupported("moe_mlp", "token_rows", x.device) or kernel_steps.why_unsupported("moe_mlp", x):
         return None
     return kernel_steps.steps_of(require_device("moe_mlp", x.device))
