@@ -5,9 +5,11 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import quackish
+from quackish import parallel
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.gpu import B200
 from quackish.ops.device import Device, substitute
@@ -212,3 +214,26 @@ def test_other_substitutes_still_warn():
         with pytest.warns(PortablePathWarning, match="no kernel for"):
             rms_norm(torch.float64)
         assert torch.func.vmap(lambda x: quackish.rms_norm(x, None))(torch.ones(2, 8, 16)).shape == (2, 8, 16)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_parallel_head(one_rank):
+    def call(dtype=BF16):
+        x, w = ones(8, 16, dtype=dtype), ones(24, 16, dtype=dtype)
+        return parallel.linear_cross_entropy(x, w, torch.arange(8), schedule="stored")
+
+    with must_cover() as launches:
+        call().backward()
+        loss = call()
+        with pytest.raises(UnsupportedError, match="here every call must run kernels"):
+            call(torch.float64)
+    before = len(launches)
+    with pytest.raises(RuntimeError, match=r"parallel.linear_cross_entropy: cpu tensors had another device of kernels"):
+        loss.backward()
+    assert len(launches) == before > 0
