@@ -10,14 +10,14 @@ from quackish.bench import providers_grouped_mlp as mlps
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell
 from quackish.bench.measure import ERRORS, Memory, Record, Run
 from quackish.bench.measure_linear_cross_entropy import CONFIDENCE, Data, Truth, dlogits_of
-from quackish.bench.operations import LINEAR_CROSS_ENTROPY, OPERATIONS
 from quackish.bench.providers_linear_cross_entropy import IGNORED
 from quackish.bench.providers_rms_norm import Provider, load
+from quackish.bench.table import BENCHES
 from quackish.launch import compile as compiling
 from quackish.testing.timing import Times, bursts, interleave, prepare, take_turns
 
 CPU = torch.device("cpu")
-LCE = LINEAR_CROSS_ENTROPY
+LCE = BENCHES["linear_cross_entropy"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,9 @@ def measure(
         found = providers.get(name, name)
         if isinstance(found, Exception):
             raise found
-        return OPERATIONS[op].load(found) if isinstance(found, str) else found
+        return BENCHES[op].load(found) if isinstance(found, str) else found
 
-    OPERATIONS[op].measure(cell, tuple(providers), Run(CPU, provider, records.__setitem__, **{"rounds": 2, **options}))
+    BENCHES[op].measure(cell, tuple(providers), Run(CPU, provider, records.__setitem__, **{"rounds": 2, **options}))
     return records
 
 
@@ -300,7 +300,7 @@ def test_the_peak_does_not_depend_on_earlier_measurements():
     for providers in (("quackish-chunked", "torch"), ("quackish-chunked",), ("torch", "quackish-chunked")):
         records = {}
         run = Run(device, LCE.load, records.__setitem__, rounds=1, memory=memory)
-        LCE.measure(Cell(LCE.name, (512, 512, 4096), "bfloat16", "forward+backward"), providers, run)
+        LCE.measure(Cell("linear_cross_entropy", (512, 512, 4096), "bfloat16", "forward+backward"), providers, run)
         found.append({name: 1e6 * records[name]["peak_mb"] for name in providers})
     assert found[0]["quackish-chunked"] == found[1]["quackish-chunked"] == found[2]["quackish-chunked"]
     gradients = 2 * (512 + 4096) * 512

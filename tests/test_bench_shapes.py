@@ -7,10 +7,11 @@ import pytest
 
 from quackish.bench.cells import Cell, Job
 from quackish.bench.measure import time_columns
-from quackish.bench.operations import GROUPED_MLP, LINEAR_CROSS_ENTROPY, RMS_NORM
 from quackish.bench.results import COLUMNS, cell_of, row_of
+from quackish.bench.table import BENCHES
 from quackish.testing.timing import Times
 
+RMS_NORM, LINEAR_CROSS_ENTROPY, GROUPED_MLP = map(BENCHES.get, ("rms_norm", "linear_cross_entropy", "grouped_mlp"))
 LCE_CELL = Cell("linear_cross_entropy", (8, 32, 90), "bfloat16", "forward+backward", ignored=0.8)
 
 

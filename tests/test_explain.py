@@ -7,16 +7,16 @@ import torch
 
 import quackish
 from quackish.__main__ import main
-from quackish.bench.cells import parse_shape
 from quackish.cli import explain as command
 from quackish.cli import operations
 from quackish.cli.dry_run import frontier
-from quackish.cli.parser import Parser, size
+from quackish.cli.parser import Parser
 from quackish.configs import linear_cross_entropy as lce_config
 from quackish.configs.choose import choose
 from quackish.configs.rms_norm import RmsNormBwdProblem
 from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200
 from quackish.launch import Resources
+from quackish.operations.argument_types import size
 from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import cublas, memory
@@ -102,7 +102,7 @@ def test_options_of_rms_norm(options, forward, backward):
     "words, reason",
     [
         ("rms_norm 64x64 --gpu a100", "rms_norm: no kernel for sm_80 (A100)"),
-        ("rms_norm_forward 64x64 --gpu cpu", "rms_norm_forward: no kernel for cpu. "),
+        ("rms_norm_forward 64x64 --gpu cpu", "rms_norm_forward: no kernel for cpu tensors. "),
         ("rms_norm 4x12 --dtype fp64 --gpu h200", "rms_norm: no kernel for x in float64; supported: bfloat16, float16"),
         ("linear_cross_entropy 8x64x9 --dtype fp32 --gpu h200", "no kernel for torch.float32; supported: torch.b"),
         ("grouped_mlp 8x64x32x4 --gpu b200", "grouped_mlp: no kernel for sm_100 (B200); supported: sm_90. "),
@@ -342,7 +342,7 @@ def test_a_dry_run_skips_equal_iterations(words, gpu, monkeypatch):
         for step in result.steps:
             sizes = {name: n for name, n in step.sizes.items() if name not in ("v0", "v1")}
             counts[step.phase, step.kernel, str(step.problem), str(sizes), step.work] += step.calls
-        points = frontier(parse(words), parse_shape(words.split()[1]), gpu)
+        points = frontier(operations.meta_arguments(parse(words)), gpu)
         return len(result.steps), (counts, result.peak_bytes, result.buffers, result.plan, points)
 
     count, run = found()

@@ -51,15 +51,16 @@ LAYERS = {
     ),
     "work": Layer(quackish="errors gpu configs kernels"),
     "profiling": Layer(quackish="errors gpu configs kernels launch work", outside="torch"),
+    "operations": Layer(quackish="errors ops reference testing types work", outside="torch"),
     "tune": Layer(quackish="errors gpu configs launch kernels ops testing", outside="torch"),
     "bench": Layer(
-        quackish="_version errors variables gpu configs reference launch kernels ops testing work profiling",
+        quackish="_version errors variables gpu configs reference launch kernels ops testing work profiling operations",
         outside="torch",
         lazy="matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy",
     ),
     "cli": Layer(
         quackish="_version errors variables gpu configs reference launch kernels ops testing work profiling bench "
-        "tune toolchain types",
+        "tune toolchain types operations",
         outside="torch platformdirs",
         lazy="matplotlib cutlass tvm_ffi triton",
     ),

@@ -1,7 +1,7 @@
 """Measures operations and other libraries, for `python -m quackish bench` and the programs in benchmarks/.
 
-    cells, models           what to measure: cells (operation, shape, dtype, direction) and shapes of public models
-    operations, providers_* the table of operations; quackish and its peers, called at their public entry points
+    cells                   what to measure: operation, shape, dtype, direction
+    table, providers_*      how each operation is measured; quackish and its peers, called at their public entry points
     runner, processes       a whole run; the child process that measures, so that a crash costs only one provider
     measure, measure_*, host  one cell: time, memory and errors of each provider, and the roof
     environment, results    columns and rows of a results file

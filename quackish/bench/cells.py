@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from quackish.errors import did_you_mean
 
 OURS = "quackish"
-MAX_SIZE = 1 << 29  # PyTorch fails with an internal error if a tensor's bytes overflow 64 bits
 A_LAUNCH = f"{OURS} (a launch)"  # host time of the slowest launch in a call
 AGAIN = f"{OURS} (again)"  # quackish measured a second time in the same turns, to show the noise
 NONE_IGNORED = f"{OURS} (none ignored)"  # the roof of a cell with ignored rows
@@ -68,12 +67,3 @@ def match(option: str, patterns: Iterable[str], known: Iterable[str]) -> list[st
 
 def shape_name(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
-
-
-def parse_shape(text: str, form: str = "") -> tuple[int, ...]:
-    """(8192, 4096) from "8192x4096". ValueError if it does not match `form`, such as "MxN", or exceeds MAX_SIZE."""
-    sizes = text.strip().lower().replace("×", "x").split("x")
-    valid = all(size.isdecimal() and len(size) < 10 and 1 <= int(size) <= MAX_SIZE for size in sizes)
-    if not valid or (form and len(sizes) != len(form.split("x"))):
-        raise ValueError(f"{text!r}; expected {form or 'sizes such as 8x16'}, numbers from 1 to {MAX_SIZE}")
-    return tuple(map(int, sizes))

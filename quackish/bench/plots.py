@@ -64,7 +64,7 @@ def for_bench(results: Results, path: Path) -> list[Path]:
     groups = results.groups()
     panels = {f"{direction}, {dtype}": cells for (direction, dtype), cells in groups.items()}
     made = over_cells(results, panels, path.with_name(f"{path.stem}_roof"), results.op.title)
-    cells = [cell for cell in results.cells if results.op.section_per_cell and len(results.points(cell)) > 1]
+    cells = [cell for cell in results.cells if results.bench.section_per_cell and len(results.points(cell)) > 1]
     largest = max(cells, key=lambda cell: (cell.direction == "forward+backward", math.prod(cell.shape)), default=None)
     return made + (against_memory(results, largest, path.with_name(f"{path.stem}_memory")) if largest else [])
 

@@ -25,7 +25,7 @@ from typing import Any
 from quackish.bench.cells import Cell, Job
 from quackish.bench.environment import device_to_measure, environment
 from quackish.bench.measure import Memory, Record, Run, reason
-from quackish.bench.operations import OPERATIONS
+from quackish.bench.table import BENCHES
 from quackish.launch.parallel import defer_interrupts
 
 START_S = 300.0  # timeout for a child to import torch and initialize the GPU
@@ -62,13 +62,13 @@ def serve(events: Connection, commit: str | None, log: Path) -> None:
 
 def measure(cell: Cell, providers: Sequence[str], send: Callable[[tuple], None], **options: Any) -> None:
     """Measures one cell and sends events. `options` are fields of Run."""
-    op = OPERATIONS[cell.op]
+    bench = BENCHES[cell.op]
 
     def report(name: str, record: Record) -> None:
         send(("result", name, record))
 
-    run = Run(load=op.load, report=report, begin=lambda step: send(("step", step)), **options)
-    op.measure(cell, providers, run)
+    run = Run(load=bench.load, report=report, begin=lambda step: send(("step", step)), **options)
+    bench.measure(cell, providers, run)
     send(("done",))
 
 

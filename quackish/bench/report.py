@@ -110,7 +110,7 @@ def markdown(results: Results, page: Page) -> str:
         f"{page.preface}\n",
         *(f"- {word}: {text}" for word, text in page.verdicts(results)),
         f"- {results.noise()}\n",
-        *(_by_cell(results) if results.op.section_per_cell else _by_shape(results)),
+        *(_by_cell(results) if results.bench.section_per_cell else _by_shape(results)),
     ]
     if failures := results.failures():
         failed = [f"- {name}: {reason} ({_some(cells)})" for (name, reason), cells in failures.items()]

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from quackish.bench.cells import AGAIN, NOT_PROVIDERS, OURS, Cell, Job, is_ours, parse_shape, shape_name
+from quackish.bench.cells import AGAIN, NOT_PROVIDERS, OURS, Cell, Job, is_ours, shape_name
 from quackish.bench.environment import ENVIRONMENT
 from quackish.bench.measure import ERRORS, WRONG, Record
-from quackish.bench.operations import OPERATIONS
+from quackish.bench.table import BENCHES
+from quackish.operations import parse_shape
 
 Row = dict[str, str]
 Point = tuple[float, float]  # milliseconds, GB
@@ -36,7 +37,7 @@ def cell_of(row: Row) -> Cell:
 
 def scale_of(cell: Cell) -> tuple[float, str]:
     """(factor from milliseconds to the unit of reports, the unit)."""
-    unit = "us" if cell.direction == "host" else OPERATIONS[cell.op].unit
+    unit = "us" if cell.direction == "host" else BENCHES[cell.op].unit
     return {"us": 1e3, "ms": 1.0}[unit], unit
 
 
@@ -85,7 +86,8 @@ class Results:
     """Rows of one operation by cell and provider. The last row of a cell and provider counts."""
 
     def __init__(self, rows: Sequence[Row]):
-        self.rows, self.op = rows, OPERATIONS[rows[0]["op"]]
+        self.rows, self.bench = rows, BENCHES[rows[0]["op"]]
+        self.op = self.bench.op
         self.cells: dict[Cell, dict[str, Row]] = defaultdict(dict)
         for row in rows:
             self.cells[cell_of(row)][row["provider"]] = row
@@ -104,7 +106,7 @@ class Results:
         return (self.ms(cell, over) or math.inf) / b
 
     def roof(self, cell: Cell) -> str:
-        return self.op.roofs.get(cell.direction, "")
+        return self.bench.roofs.get(cell.direction, "")
 
     def models(self, cell: Cell) -> str:
         return next(iter(self.cells[cell].values()))["models"]
@@ -119,14 +121,14 @@ class Results:
         groups: dict[tuple[str, str], list[Cell]] = defaultdict(list)
         for cell in sorted(self.cells, key=lambda cell: (cell.shape[1:], cell.shape[0], cell.data, cell.ignored)):
             groups[cell.direction, cell.dtype].append(cell)
-        order = [*self.op.directions.values(), "steady", "host"]
+        order = [*self.bench.directions.values(), "steady", "host"]
         return dict(sorted(groups.items(), key=lambda item: order.index(item[0][0])))
 
     def providers(self, cells: Iterable[Cell]) -> list[str]:
         """Providers with a time in any of `cells`: quackish, then peers in the order of the table, then the user's."""
         rows = [row for cell in cells for row in self.cells.get(cell, {}).values()]
         names = {row["provider"] for row in rows if row["provider"] not in NOT_PROVIDERS and row["median_ms"]}
-        order = {name: i for i, name in enumerate(self.op.providers)}
+        order = {name: i for i, name in enumerate(self.bench.providers)}
         return sorted(names, key=lambda name: (not is_ours(name), order.get(name, len(order)), name))
 
     def is_wrong(self, cell: Cell, provider: str) -> bool:

@@ -18,12 +18,14 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quackish.cli.parser import CommandError, check_bench_extra, one_of, output_folder, positive
+from quackish.cli.parser import CommandError, check_bench_extra, output_folder, positive
+from quackish.operations import DTYPES
+from quackish.operations.argument_types import one_of
 
 if TYPE_CHECKING:
-    from quackish.bench.operations import Operation
+    from quackish.bench.table import Bench
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPES = {short: name for short, name in DTYPES.items() if short != "fp64"}
 COMPARE = """Compares two CSVs of `bench` row by row: a table of ratios, and the regressions.
 
 A row is a regression if it is slower by more than --fail and by more than the noise (its p20 exceeds the p80 of
@@ -32,12 +34,12 @@ before), or if it now fails. The exit status is 1 if there are any.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from quackish.bench.operations import OPERATIONS
+    from quackish.bench.table import BENCHES
 
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    for name, op in OPERATIONS.items():
-        measuring = what.add_parser(name, help=op.title, description=f"Times {name} and its peers.")
-        _add_measuring_arguments(measuring, op)
+    for name, bench in BENCHES.items():
+        measuring = what.add_parser(name, help=bench.op.title, description=f"Times {name} and its peers.")
+        _add_measuring_arguments(measuring, bench)
     comparing = what.add_parser("compare", help="compare two results: ratios and regressions", description=COMPARE)
     comparing.add_argument("before", type=Path, help="the baseline CSV")
     comparing.add_argument("after", type=Path, help="the CSV to compare with it")
@@ -45,20 +47,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     comparing.add_argument("--fail", type=_share, default="3%", metavar="PERCENT", help=fail_help)
 
 
-def _add_measuring_arguments(parser: argparse.ArgumentParser, op: "Operation") -> None:
+def _add_measuring_arguments(parser: argparse.ArgumentParser, bench: "Bench") -> None:
     def add(option: str, help: str, **arguments) -> None:
         parser.add_argument(option, help=help, **arguments)
 
-    model_help = f'models or patterns ("qwen3-*"), of {", ".join(op.models)}; default: the first, without --shapes'
+    model_help = f'models or patterns ("qwen3-*"), of {", ".join(bench.models)}; default: the first, without --shapes'
     add("--model", model_help, nargs="+", default=[], metavar="NAME")
     tokens_help = "tokens for the models; default 4096,8192,16384, with --quick 8192"
     add("--tokens", tokens_help, type=_list_of(positive), metavar="M[,...]")
-    shapes_help = f"{op.form} such as {op.example}"
+    shapes_help = f"{bench.op.form} such as {bench.op.example}"
     add("--shapes", shapes_help, type=_list_of(str), nargs="+", default=[], metavar="SHAPE[,...]")
     direction_help = "default both; except for rms_norm, forward is without grad, and backward means forward + backward"
     add("--direction", direction_help, choices=("forward", "backward", "both"), default="both")
-    add("--dtype", ", ".join(DTYPES), type=_list_of(one_of(DTYPES)), default=["bfloat16"], metavar="DTYPE[,...]")
-    providers_help = f'names or patterns ("quackish*"), of {", ".join(op.providers)}; module:attribute adds your own'
+    add("--dtype", ", ".join(_DTYPES), type=_list_of(one_of(_DTYPES)), default=["bfloat16"], metavar="DTYPE[,...]")
+    providers_help = f'names or patterns ("quackish*"), of {", ".join(bench.providers)}; module:attribute adds your own'
     add("--providers", providers_help, type=_list_of(str), nargs="+", default=[], metavar="NAME[,...]")
     add("--quick", "fewer samples, and one size by default", action="store_true")
     add("--out", "output folder; default %(default)s", type=output_folder, default="out/bench")
@@ -92,27 +94,27 @@ def _measure(args: argparse.Namespace) -> int:
     from quackish.bench import runner
     from quackish.bench.cells import Cell, Job, is_ours, shape_name
     from quackish.bench.console import NO_GPU
-    from quackish.bench.operations import OPERATIONS
     from quackish.bench.results import read_rows
+    from quackish.bench.table import BENCHES
 
-    op, gpu = OPERATIONS[args.what], torch.cuda.is_available()
+    bench, gpu = BENCHES[args.what], torch.cuda.is_available()
     if args.tokens and args.shapes and not args.model:
         raise ValueError("--tokens needs --model; --shapes has its own rows")
-    names = args.model or ([] if args.shapes else op.models[:1])
+    names = args.model or ([] if args.shapes else bench.models[:1])
     tokens = args.tokens or ([8192] if args.quick else [4096, 8192, 16384])
-    shapes = op.shapes(names, tokens, list(itertools.chain(*args.shapes)))
+    shapes = bench.shapes(names, tokens, list(itertools.chain(*args.shapes)))
     patterns = list(itertools.chain(*args.providers))
     if not gpu:
-        shapes = {tuple(map(min, shape, op.small)): "" for shape in shapes}
-        print(f"{NO_GPU} Shapes are at most {shape_name(op.small)}.", flush=True)
+        shapes = {tuple(map(min, shape, bench.op.small)): "" for shape in shapes}
+        print(f"{NO_GPU} Shapes are at most {shape_name(bench.op.small)}.", flush=True)
     jobs = []
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for dtype, (shape, model_names), direction in itertools.product(args.dtype, shapes.items(), directions):
-        cell = Cell(op.name, shape, dtype, op.directions[direction])
-        main = op.main.get(cell.direction, op.providers)
+        cell = Cell(args.what, shape, dtype, bench.directions[direction])
+        main = bench.main.get(cell.direction, bench.providers)
         default = tuple(name for name in main if gpu or is_ours(name) or name == "torch")
-        jobs.append(Job(cell, op.matching(patterns) if patterns else default, model_names))
-    path, rounds = args.out / f"{op.name}.csv", 3 if args.quick else 10
+        jobs.append(Job(cell, bench.matching(patterns) if patterns else default, model_names))
+    path, rounds = args.out / f"{args.what}.csv", 3 if args.quick else 10
     if path.exists() and not (args.append or args.overwrite) and any(row["median_ms"] for row in read_rows(path)):
         raise ValueError(f"{path} exists; pass --append to add to it, --overwrite to replace it, or another --out")
     measured = runner.run(jobs, path, append=args.append, commit=args.commit, timeout=args.timeout, rounds=rounds)

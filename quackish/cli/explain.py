@@ -19,15 +19,15 @@ import sys
 from typing import Any
 
 from quackish import kernels, launch
-from quackish.bench.cells import parse_shape
 from quackish.bench.console import progress
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun, Point, Step, frontier
-from quackish.cli.operations import dry_run_call, select_gpu
-from quackish.cli.parser import CommandError, check_bench_extra, one_of, output_file
+from quackish.cli.operations import dry_run_call, meta_arguments, select_gpu
+from quackish.cli.parser import CommandError, check_bench_extra, output_file
 from quackish.configs.choose import Choice
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
 from quackish.launch import Resources
+from quackish.operations.argument_types import one_of
 from quackish.profiling import speeds, table_of, text_table
 from quackish.work import describe, estimate
 
@@ -75,7 +75,7 @@ def text(args: argparse.Namespace) -> str:
         parts.append(_resource_table(distinct, usage, gpu))
     parts.append(_memory_table(dry))
     if args.op == "linear_cross_entropy":
-        points = frontier(args, parse_shape(args.shape), gpu)
+        points = frontier(meta_arguments(args), gpu)
         parts.append(_limit_table(points, not args.no_grad))
         if not args.no_grad:
             notes.append(

@@ -3,15 +3,11 @@
 import argparse
 import importlib.util
 import os
-import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from quackish.errors import did_you_mean
-
-T = TypeVar("T")
+from quackish.operations.argument_types import unknown
 
 
 class CommandError(Exception):
@@ -32,24 +28,6 @@ class Parser(argparse.ArgumentParser):
 def check_bench_extra() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandError("figures need matplotlib; `pip install matplotlib` installs it")
-
-
-def unknown(given: str, known: Iterable[str]) -> str:
-    known = list(known)
-    return f"{given!r} is unknown; expected one of {', '.join(known)}{did_you_mean(given, known)}"
-
-
-def one_of(known: Mapping[str, T]) -> Callable[[str], T]:
-    """An argparse type: maps a name in `known` (case-insensitive) to its value. Values are accepted as they are."""
-
-    def parse(text: Any) -> T:
-        if text in known.values():
-            return text
-        if text.lower() not in known:
-            raise argparse.ArgumentTypeError(unknown(text, known))
-        return known[text.lower()]
-
-    return parse
 
 
 def positive(text: str) -> int:
@@ -91,11 +69,3 @@ def _why_not_writable(folder: Path) -> str:
             return ""
     except OSError as error:
         return f"{folder} cannot be written: {error.strerror}"
-
-
-def size(text: str) -> int:
-    """An argparse type: a number of bytes, such as "1.5GB"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B?", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of bytes, such as 500MB or 1.5GB")
-    return round(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))

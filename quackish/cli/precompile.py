@@ -26,11 +26,12 @@ import torch
 from quackish import kernels, launch, toolchain
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun
-from quackish.cli.parser import CommandError, Parser, one_of, positive
+from quackish.cli.parser import CommandError, Parser, positive
 from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED, Gpu
 from quackish.launch import cache, parallel, upkeep
 from quackish.launch.parallel import Outcome
+from quackish.operations.argument_types import one_of
 from quackish.work import describe
 
 _GPUS = [name for name, gpu in NAMED.items() if gpu.family in kernels.FAMILIES]
@@ -97,7 +98,7 @@ def _requests(args: argparse.Namespace) -> tuple[list[launch.Request], list[str]
     requests: dict[launch.Request, None] = {}
     portable = []
     for (where, call), gpu in itertools.product(calls, gpus):
-        without_grad = [{"no_grad": True}] if "--no-grad" in operations.OPERATIONS[call["op"]].options else []
+        without_grad = [{"no_grad": True}] if "no_grad" in operations.CALLS[call["op"]][0].options else []
         for extra in ({}, *without_grad):
             try:
                 dry = operations.dry_run_call(argparse.Namespace(**{**call, **extra}), gpu)

@@ -14,13 +14,12 @@ def rows(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A random tensor, rounded to `dtype`; the same values in every run on one device type.
+    """A random tensor, rounded to `dtype`; the same values in every run on one device type. On "meta" it has none.
 
     "normal": mean 0 and standard deviation 1; "large_mean": mean 16; "outlier_channel": every 97th column is 100 times
     larger; "tiny": squares near eps.
     """
-    generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(shape, generator=generator, device=device)
+    x = _normal(shape, seed, device)
     if kind == "large_mean":
         x += 16
     elif kind == "outlier_channel":
@@ -34,5 +33,10 @@ def rows(
 
 def weights(n: int, dtype: torch.dtype = torch.float32, *, seed: int = 1, device: torch.device | str = "cpu") -> Tensor:
     """(n,) around 1, like the weight of a trained norm."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return (1 + 0.1 * torch.randn(n, generator=generator, device=device)).to(dtype)
+    return (1 + 0.1 * _normal((n,), seed, device)).to(dtype)
+
+
+def _normal(shape: tuple[int, ...], seed: int, device: torch.device | str) -> Tensor:
+    if torch.device(device).type == "meta":  # has no generator
+        return torch.empty(shape, device=device)
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)

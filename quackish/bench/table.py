@@ -1,6 +1,6 @@
-"""The table of operations that can be measured.
+"""How each operation is measured: its directions, roofs and providers. Other tools share `quackish.operations`.
 
-To add an operation, add an entry here, and files measure_* and providers_* for it.
+To measure an operation, add an entry here, and files measure_* and providers_* for it.
 """
 
 import dataclasses
@@ -12,21 +12,17 @@ from quackish.bench import measure_grouped_mlp, measure_linear_cross_entropy, me
 from quackish.bench import providers_grouped_mlp as mlp
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench import providers_rms_norm as rms
-from quackish.bench.cells import MLP_GEMMS, match, parse_shape
-from quackish.bench.models import MODELS, Model, Shapes
+from quackish.bench.cells import MLP_GEMMS, match
+from quackish.operations import OPERATIONS, Operation, parse_shape
+from quackish.operations.models import MODELS, Shapes
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
-    name: str
-    title: str
-    dims: tuple[str, ...]  # such as ("M", "N")
+class Bench:
+    op: Operation
     directions: dict[str, str]  # of cells, by the value of --direction
     roofs: dict[str, str]  # by direction of a cell
-    small: tuple[int, ...]  # maximum sizes without a GPU
     unit: str  # of times in reports: "us" or "ms"
-    example: str  # of a shape
-    model_shapes: Callable[[Model, int], Shapes]  # (model, tokens)
     providers: tuple[str, ...]
     load: Callable[[str], Any]  # loads a provider by name
     measure: Callable[..., None]  # (cell, providers, run)
@@ -35,14 +31,9 @@ class Operation:
     section_per_cell: bool = False  # of the page, with time against memory, instead of one table of all shapes
 
     @property
-    def form(self) -> str:
-        """The form of a shape, such as "MxN"."""
-        return "x".join(self.dims)
-
-    @property
     def models(self) -> list[str]:
         """The models with a shape for this operation."""
-        return [name for name, model in MODELS.items() if self.model_shapes(model, 1)]
+        return [name for name, model in MODELS.items() if self.op.model_shapes(model, 1)]
 
     def shapes(self, patterns: Sequence[str], tokens: Sequence[int], own: Sequence[str]) -> Shapes:
         """The shapes of the models that match `patterns`, then the user's own, with the names of their models.
@@ -52,16 +43,16 @@ class Operation:
         names: dict[tuple[int, ...], list[str]] = {}
         for model in match("--model", patterns, MODELS):
             for count in tokens:
-                for shape, name in self.model_shapes(MODELS[model], count).items():
+                for shape, name in self.op.model_shapes(MODELS[model], count).items():
                     names.setdefault(shape, []).append(name)
         for text in own:
             try:
-                names.setdefault(parse_shape(text, self.form), [])
+                names.setdefault(parse_shape(text, self.op.form), [])
             except ValueError as error:
                 raise ValueError(f"--shapes is {error}") from None
         if not names:
             known = ", ".join(self.models)
-            raise ValueError(f"--model {' '.join(patterns)}: no shape of {self.name}; expected one of {known}")
+            raise ValueError(f"--model {' '.join(patterns)}: no shape of {self.op.name}; expected one of {known}")
         return {shape: ", ".join(dict.fromkeys(shape_names)) for shape, shape_names in names.items()}
 
     def matching(self, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -75,50 +66,36 @@ class Operation:
         return (*variants, *match("--providers", patterns, self.providers), *own)
 
 
-RMS_NORM = Operation(
-    name="rms_norm",
-    title="RMSNorm",
-    dims=("M", "N"),
-    directions={"forward": "forward", "backward": "backward"},
-    roofs=measure_rms_norm.ROOFS,
-    small=(64, 1024),
-    unit="us",
-    example="8192x4096",
-    model_shapes=Model.norm_shapes,
-    providers=tuple(rms.PROVIDERS),
-    load=rms.load,
-    measure=measure_rms_norm.measure,
-)
-LINEAR_CROSS_ENTROPY = Operation(
-    name="linear_cross_entropy",
-    title="Linear cross entropy",
-    dims=("M", "H", "V"),
-    # Gradients may be computed in forward, so backward has no meaningful time of its own.
-    directions={"forward": "forward", "backward": "forward+backward"},
-    roofs=measure_linear_cross_entropy.ROOFS,
-    small=(48, 64, 512),
-    unit="ms",
-    example="8192x4096x128256",
-    model_shapes=Model.head_shapes,
-    providers=lce.PROVIDERS,
-    load=lce.load,
-    measure=measure_linear_cross_entropy.measure,
-    main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
-    variants=r"quackish-(chunked|recompute)-[1-9]\d*",
-    section_per_cell=True,
-)
-GROUPED_MLP = Operation(
-    name="grouped_mlp",
-    title="Grouped MLP",
-    dims=("R", "H", "I", "E"),
-    directions={"forward": "forward", "backward": "forward+backward"},
-    roofs=MLP_GEMMS,
-    small=(64, 64, 32, 4),
-    unit="ms",
-    example="131072x2048x768x128",
-    model_shapes=Model.expert_shapes,
-    providers=tuple(mlp.PROVIDERS),
-    load=mlp.load,
-    measure=measure_grouped_mlp.measure,
-)
-OPERATIONS = {op.name: op for op in (RMS_NORM, LINEAR_CROSS_ENTROPY, GROUPED_MLP)}
+BENCHES = {
+    "rms_norm": Bench(
+        OPERATIONS["rms_norm"],
+        directions={"forward": "forward", "backward": "backward"},
+        roofs=measure_rms_norm.ROOFS,
+        unit="us",
+        providers=tuple(rms.PROVIDERS),
+        load=rms.load,
+        measure=measure_rms_norm.measure,
+    ),
+    "linear_cross_entropy": Bench(
+        OPERATIONS["linear_cross_entropy"],
+        # Gradients may be computed in forward, so backward has no meaningful time of its own.
+        directions={"forward": "forward", "backward": "forward+backward"},
+        roofs=measure_linear_cross_entropy.ROOFS,
+        unit="ms",
+        providers=lce.PROVIDERS,
+        load=lce.load,
+        measure=measure_linear_cross_entropy.measure,
+        main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
+        variants=r"quackish-(chunked|recompute)-[1-9]\d*",
+        section_per_cell=True,
+    ),
+    "grouped_mlp": Bench(
+        OPERATIONS["grouped_mlp"],
+        directions={"forward": "forward", "backward": "forward+backward"},
+        roofs=MLP_GEMMS,
+        unit="ms",
+        providers=tuple(mlp.PROVIDERS),
+        load=mlp.load,
+        measure=measure_grouped_mlp.measure,
+    ),
+}

@@ -1,4 +1,4 @@
-"""Public models, whose shapes `bench` can measure by name.
+"""Public models, whose shapes the tools know by name.
 
 Sizes are those of each model's config.json on Hugging Face.
 """
@@ -32,6 +32,10 @@ class Model(NamedTuple):
             return {}
         intermediate, count, per_token = self.experts
         return {(tokens * per_token, self.hidden, intermediate, count): self.name}
+
+    def moe_shapes(self, tokens: int) -> Shapes:
+        """(T, H, I, E, K) of the experts and their router; empty for a dense model."""
+        return {} if self.experts is None else {(tokens, self.hidden, *self.experts): self.name}
 
 
 def _qk(head_dim: int, heads: int, kv_heads: int) -> dict[str, tuple[int, int]]:
