@@ -22,19 +22,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quackish import kernels, toolchain, variables
 from quackish._version import __version__
 from quackish.bench import torch_kernel
 from quackish.bench.environment import PEERS, driver_version, version
 from quackish.cli import check
-from quackish.cli.check import Case, Tensors
+from quackish.cli.check import Case
 from quackish.cli.parser import CommandError
 from quackish.configs import table
 from quackish.errors import UnsupportedError
 from quackish.gpu import gpu_of
 from quackish.launch import cache, objects, upkeep
+from quackish.operations import Args, in_fp64
 from quackish.testing.errors import error, same_bits
+
+Tensors = dict[str, Tensor]
 
 DSL = "nvidia-cutlass-dsl"
 DSL_PARTS = tuple(f"{DSL}-libs-{part}" for part in ("base", "core", "cu12", "cu13"))
@@ -317,10 +321,9 @@ def operations(
     return rows
 
 
-def _check_results(case: Case, args: Tensors, first: Tensors, second: Tensors, path: str) -> tuple[str, str]:
+def _check_results(case: Case, args: Args, first: Tensors, second: Tensors, path: str) -> tuple[str, str]:
     """(a summary of the results of two runs, what is wrong or "")."""
-    on_cpu = {name: t.cpu() for name, t in args.items()}
-    truth = case.call({name: t.double() if t.is_floating_point() else t for name, t in on_cpu.items()}, "reference")
+    truth = case.call(in_fp64(args), "reference")
     errors = {name: error(first[name].cpu().double(), truth[name]).norm for name in first}
     wrong = []
     for name, off in errors.items():
