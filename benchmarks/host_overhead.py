@@ -17,8 +17,8 @@ from benchmarks import harness
 from quackish.bench.environment import environment
 from quackish.bench.host import host_times, launch_times
 from quackish.bench.measure import reason
-from quackish.bench.providers_rms_norm import EPS
 from quackish.bench.report import at_most, markdown_table
+from quackish.operations.rms_norm import EPS
 from quackish.testing import inputs
 
 M, N = 128, 1024

@@ -1,6 +1,6 @@
 """The programs of benchmarks/ on tiny shapes and made-up results: files, verdicts, figures."""
 
-import importlib.machinery
+import importlib.util
 import math
 import sys
 import types
@@ -20,9 +20,11 @@ from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, paralle
 from quackish.bench import processes, providers_linear_cross_entropy, report, runner  # noqa: E402
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
 from quackish.bench.environment import environment  # noqa: E402
-from quackish.bench.measure import Record, time_columns  # noqa: E402
+from quackish.bench.measure import Record, Run, time_columns  # noqa: E402
+from quackish.bench.measure_grouped_mlp import group_sizes  # noqa: E402
 from quackish.bench.measure_rms_norm import ROOFS  # noqa: E402
 from quackish.bench.results import COLUMNS, Results, read_rows, row_of  # noqa: E402
+from quackish.bench.table import BENCHES  # noqa: E402
 from quackish.testing.timing import Times  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -345,28 +347,36 @@ def test_a_peer_that_raises_is_dropped_on_all_ranks():
 
 
 def test_bars_of_grouped_mlp():
-    def cell(ours, errors):
-        times = {grouped_mlp.OURS: ours, grouped_mlp.COMPILED: 6.0, grouped_mlp.EAGER: 8.0, grouped_mlp.BARE[1]: 5.0}
-        return [
-            grouped_mlp.Found("M", "Zipf", name, ms, errors=errors if name == grouped_mlp.OURS else (1e-3,) * 5)
-            for name, ms in times.items()
-        ]
+    def judge(ours, error, launches, host):
+        errors = dict.fromkeys(grouped_mlp.ERRORS, 1e-3)
+        mine = {"median_ms": ours, "launches": launches, **errors, "err_dx": error}
+        times = {"quackish": mine, "torch-compile": {"median_ms": 6.0}, "torch": {"median_ms": 8.0, **errors}}
+        times["six-gemms"] = {"median_ms": 5.0}
+        cell = Cell("grouped_mlp", (1024, 64, 32, 4), "bfloat16", TRAIN, "zipf")
+        cells = {cell: times, Cell(*cell_of_host): {"quackish": {"median_ms": host}, "torch": {"median_ms": 0.2}}}
+        found = {cell: {name: {"status": "ok"} | record for name, record in of.items()} for cell, of in cells.items()}
+        return grouped_mlp.verdicts(results_of(found))
 
-    assert [word for word, _ in grouped_mlp.verdicts(cell(4.9, (1e-3,) * 5))] == ["PASS"] * 4
-    record = grouped_mlp.verdicts(cell(6.1, (1e-3, 2e-3, 1e-3, 1e-3, 1e-3)))
-    assert [word for word, _ in record] == ["FAIL"] * 4
-    assert record[2][1].endswith("; dx 2.00e-03 > 1.00e-03")
-    assert grouped_mlp.sizes_of("half empty", 10, 4) == [0, 5, 0, 5]
-    assert sum(grouped_mlp.sizes_of("Zipf", 1000, 7)) == 1000
+    cell_of_host = "grouped_mlp", grouped_mlp.HOST, "bfloat16", "host"
+    assert [word for word, _ in judge(4.9, 1e-3, 8, 0.2)] == ["PASS"] * 6
+    record = judge(6.1, 2e-3, 9, 0.3)
+    assert [word for word, _ in record] == ["FAIL"] * 6
+    assert record[3][1].endswith("zipf: errors at most PyTorch eager's; err_dx 2.00e-03 > 1.00e-03")
+    assert [word for word, _ in judge(4.9, math.nan, 8, 0.2)].count("FAIL") == 1
+    assert group_sizes("half-empty", 10, 4) == [0, 5, 0, 5]
+    assert sum(group_sizes("zipf", 1000, 7)) == 1000
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
-def test_grouped_mlp_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["grouped_mlp", "--out", str(tmp_path)])
-    grouped_mlp.main()
-    page = (tmp_path / "grouped_mlp.md").read_text()
-    assert page.count("| small | uniform |") == 5
-    assert "PASS: small, Zipf: errors at most torch's" in page
+def test_grouped_mlp_writes_rows_of_every_split_and_of_the_router(tmp_path, in_this_process):
+    path, moe_path = grouped_mlp.main(["--out", str(tmp_path)])
+    page, rows = path.with_suffix(".md").read_text(), read_rows(path)
+    assert {row["data"] for row in rows} == {"normal", "zipf", "half-empty"}
+    assert "zipf: errors at most PyTorch eager's" in page
+    assert "| 64x64x32x4 zipf | torch |" in page
+    (ours, *_) = read_rows(moe_path)
+    assert ours["provider"] == "quackish"
+    assert max(float(ours[name]) for name in grouped_mlp.ERRORS) < 0.01
 
 
 def test_experts_after_a_router_are_compared_with_fp64(monkeypatch):
@@ -380,10 +390,12 @@ def test_experts_after_a_router_are_compared_with_fp64(monkeypatch):
     fake.LigerFusedMoEFunction = types.SimpleNamespace(apply=apply)
     for name in ("liger_kernel", "liger_kernel.ops"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["liger_kernel"].__spec__ = importlib.machinery.ModuleSpec("liger_kernel", None)
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    found = {one.name: one for one in grouped_mlp.measure("small", (64, 32, 4, 512, 2), grouped_mlp.BLOCK, CPU)}
-    y, dx, dw1, dw2, dscales = found.pop("Liger, fused experts").errors
-    assert min(y, dx, dw1, dw2, dscales) == pytest.approx(0.5, abs=0.01)
-    assert found[grouped_mlp.OURS].note == ""
-    assert all(max(one.errors) < 0.01 for one in found.values())
+    moe, found = BENCHES["moe_mlp"], {}
+    names = ["quackish", "liger", *["transformers"] * bool(importlib.util.find_spec("transformers"))]
+    cell = Cell("moe_mlp", (64, 64, 32, 4, 2), "bfloat16", TRAIN)
+    moe.measure(cell, names, Run(CPU, moe.load, found.__setitem__, rounds=2))
+    errors = {name: [found[name][column] for column in grouped_mlp.ERRORS] for name in names}
+    assert min(errors["liger"]) == pytest.approx(0.5, abs=0.01)
+    assert "wrong: err_y 0.5" in found["liger"]["note"]
+    assert all(max(of) < 0.01 for name, of in errors.items() if name != "liger")

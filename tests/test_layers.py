@@ -56,7 +56,7 @@ LAYERS = {
     "bench": Layer(
         quackish="_version errors variables gpu configs reference launch kernels ops testing work profiling operations",
         outside="torch",
-        lazy="matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy",
+        lazy="matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy transformers",
     ),
     "cli": Layer(
         quackish="_version errors variables gpu configs reference launch kernels ops testing work profiling bench "

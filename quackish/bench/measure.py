@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from quackish import launch
-from quackish.bench.cells import is_ours, library
+from quackish.bench.cells import A_LAUNCH, OURS, is_ours, library
+from quackish.bench.host import host_times, launch_times
 from quackish.testing.timing import Times, synchronize
 
-ERRORS = ("err_y", "err_loss", "err_dx", "err_dweight")
+ERRORS = ("err_y", "err_loss", "err_dx", "err_dweight", "err_dw2", "err_dscales")
 WRONG = 0.1  # larger errors are not rounding: the worst rounding error of bf16 here is 0.02
 
 # Results of one provider in one cell, by column of a results file. Always has "status".
@@ -135,6 +136,15 @@ def first_calls(
             records[name]["standing_mb"] = standing
             run.report(name, records[name])
     return calls, records
+
+
+def measure_host(works: Mapping[str, Callable], records: Mapping[str, Record], run: Run) -> None:
+    """Reports the host time of each work, and on a GPU that of the slowest launch of quackish."""
+    run.begin("timing")
+    for name, times in host_times(works, run.device).items():
+        run.report(name, records[name] | time_columns(times))
+    if OURS in works and run.device.type == "cuda" and (launch := launch_times(works[OURS], run.device)):
+        run.report(A_LAUNCH, {"status": "ok"} | time_columns(launch))
 
 
 def reason(error: BaseException) -> str:

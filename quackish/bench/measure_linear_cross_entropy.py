@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from quackish import linear_cross_entropy
-from quackish.bench.cells import A_LAUNCH, AGAIN, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell
-from quackish.bench.host import host_times, launch_times
-from quackish.bench.measure import Run, chunks, first_calls, time_columns, warm_up_cublas
-from quackish.bench.providers_linear_cross_entropy import IGNORED, Loss
-from quackish.testing import inputs
+from quackish.bench.cells import AGAIN, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell
+from quackish.bench.measure import Run, chunks, first_calls, measure_host, time_columns, warm_up_cublas
+from quackish.bench.providers_linear_cross_entropy import Loss
+from quackish.operations import OPERATIONS
+from quackish.operations.linear_cross_entropy import IGNORED
 from quackish.testing.timing import Times, bursts, take_turns
 
 ROOFS = {"forward": GEMMS[0], "forward+backward": THREE_GEMMS, "steady": THREE_GEMMS}
@@ -43,8 +43,8 @@ class Data:
         cls, m: int, h: int, v: int, kind: str, ignored: float, device: torch.device, dtype: torch.dtype
     ) -> "Data":
         """Logits have standard deviation SPREAD. `ignored` is the share of rows, chosen at random, with target -100."""
-        x = inputs.rows((m, h), dtype, seed=0, device=device)
-        w = inputs.rows((v, h), dtype, seed=1, device=device).mul_(SPREAD / math.sqrt(h))
+        args = OPERATIONS["linear_cross_entropy"].arguments((m, h, v), dtype, device, {"no_grad": True})
+        x, w = args["input"], args["linear_weight"].mul_(SPREAD)
         generator = torch.Generator(device).manual_seed(2)
         all_targets = torch.randint(v, (m,), generator=generator, device=device)
         if kind == "confident":
@@ -133,11 +133,7 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
 
     works, records = first_calls(names, run, lambda loss: _step(loss, data, grad), errors_of, data.clear_grads)
     if cell.direction == "host":
-        run.begin("timing")
-        for name, times in host_times(works, run.device).items():
-            run.report(name, records[name] | time_columns(times))
-        if OURS in works and run.device.type == "cuda" and (times := launch_times(works[OURS], run.device)):
-            run.report(A_LAUNCH, {"status": "ok"} | time_columns(times))
+        measure_host(works, records, run)
         return
     if OURS in works:  # a second time, to show the noise
         works[AGAIN], records[AGAIN] = works[OURS], {"status": "ok", "note": records[OURS]["note"]}

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from quackish.bench.cells import AGAIN, OURS, Cell
 from quackish.bench.measure import Run, chunks, first_calls, time_columns, warm_up_cublas
-from quackish.bench.providers_rms_norm import EPS, Provider
+from quackish.bench.providers_rms_norm import Provider
+from quackish.operations import OPERATIONS
+from quackish.operations.rms_norm import EPS
 from quackish.reference.rms_norm import rms_norm_bwd, rms_norm_fwd, rms_norm_rstd
 from quackish.testing import inputs
 from quackish.testing.timing import Work, interleave, prepare
@@ -32,8 +34,9 @@ class Data:
 
     @classmethod
     def make(cls, m: int, n: int, dtype: torch.dtype, device: torch.device) -> "Data":
-        shapes = ((m, n), (m, n), (n,))
-        x, dy, weight = (inputs.rows(s, dtype, seed=i, device=device) for i, s in enumerate(shapes))
+        args = OPERATIONS["rms_norm"].arguments((m, n), dtype, device)
+        x, weight = (args[name].detach() for name in ("x", "weight"))
+        dy = inputs.rows((m, n), dtype, seed=1, device=device)
         rstd = [rms_norm_rstd(x[chunk], EPS, torch.float64).float() for chunk in chunks(m, n, CHUNK_ELEMENTS)]
         return cls(x, dy, weight, torch.cat(rstd))
 

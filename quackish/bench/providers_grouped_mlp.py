@@ -1,7 +1,7 @@
-"""Providers of grouped_mlp: quackish, and torch's grouped GEMMs around an activation.
+"""Providers of grouped_mlp and moe_mlp: quackish, PyTorch's grouped GEMMs, Transformers and Liger.
 
-Every provider takes x (r, h), w1 (e, 2i, h) as [gate; up], w2 (e, h, i), scales (r,) and offs (e,), and returns y of
-SwiGLU MLPs, for autograd.
+A provider of grouped_mlp takes x (r, h), w1 (e, 2i, h) as [gate; up], w2 (e, h, i), scales (r,) and offs (e,). One of
+moe_mlp takes x (t, h), top_k_index (t, k), top_k_weights (t, k), w1 and w2. Both return y of SwiGLU MLPs, for autograd.
 """
 
 import functools
@@ -11,22 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quackish import grouped_mlp
+from quackish import grouped_mlp, moe_mlp
 from quackish.bench.cells import OURS
 from quackish.bench.measure import imported
 
 Mlp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+grouped_mm = getattr(F, "grouped_mm", torch._grouped_mm)
 
 
 def ours(**options) -> Mlp:
     return lambda x, w1, w2, scales, offs: grouped_mlp(x, w1, w2, offs, scales=scales, **options)
 
 
-def torch_mlp(activation: Callable[[Tensor, Tensor], Tensor]) -> Mlp:
-    product = getattr(F, "grouped_mm", torch._grouped_mm)
+def ours_moe(**options) -> Mlp:
+    return functools.partial(moe_mlp, **options)
 
+
+def torch_mlp(activation: Callable[[Tensor, Tensor], Tensor]) -> Mlp:
     def mlp(x, w1, w2, scales, offs):
-        return product(activation(product(x, w1.mT, offs=offs), scales), w2.mT, offs=offs)
+        return grouped_mm(activation(grouped_mm(x, w1.mT, offs=offs), scales), w2.mT, offs=offs)
 
     return mlp
 
@@ -42,14 +45,45 @@ def swiglu(z: Tensor, scales: Tensor) -> Tensor:
     return (F.silu(gate) * up * scales[:, None]).to(z.dtype)
 
 
+def _transformers() -> Mlp:
+    """The experts of Qwen 3 MoE on F.grouped_mm."""
+    from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
+
+    @functools.cache
+    def module(experts: int, h: int, i: int) -> torch.nn.Module:
+        config = Qwen3MoeConfig(hidden_size=h, moe_intermediate_size=i, num_experts=experts)
+        config._experts_implementation = "grouped_mm"
+        with torch.device("meta"):
+            return modeling_qwen3_moe.Qwen3MoeExperts(config)
+
+    def experts(x, top_k_index, top_k_weights, w1, w2):
+        weights = {"gate_up_proj": w1, "down_proj": w2}
+        return torch.func.functional_call(module(*w2.shape), weights, (x, top_k_index, top_k_weights))
+
+    return experts
+
+
+def _liger() -> Mlp:
+    """Liger's fused experts. A call waits for the GPU once, to read the number of tiles."""
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    # int32 as in its module for Transformers
+    return lambda x, index, weights, w1, w2: LigerFusedMoEFunction.apply(x, w1, w2, index.int(), weights)
+
+
 PROVIDERS: dict[str, Callable[[], Mlp]] = {
     OURS: ours,
     f"{OURS}-recompute": functools.partial(ours, recompute=True),
     "torch": lambda: torch_mlp(swiglu),
     "torch-compile": _torch_compile,
 }
+MOE_PROVIDERS: dict[str, Callable[[], Mlp]] = {OURS: ours_moe, "transformers": _transformers, "liger": _liger}
 
 
 def load(name: str) -> Mlp:
     """The provider `name`, or the user's "module:attribute"."""
     return imported(name) if ":" in name else PROVIDERS[name]()
+
+
+def load_moe(name: str) -> Mlp:
+    return imported(name) if ":" in name else MOE_PROVIDERS[name]()

@@ -16,10 +16,9 @@ from quackish.bench import torch_kernel
 from quackish.bench.cells import OURS
 from quackish.bench.measure import imported
 from quackish.errors import UnsupportedError
+from quackish.operations.linear_cross_entropy import IGNORED
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-IGNORED = -100
 
 
 def _quack(chunk_size: int = 4096, **options) -> Loss:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from quackish.bench import plots
 from quackish.bench.cells import NONE_IGNORED, OURS, Cell, is_ours
-from quackish.bench.results import Results, Row, read_rows, scale_of
+from quackish.bench.results import Results, Row, cell_of, read_rows, scale_of
 
 Verdict = tuple[str, str]  # (PASS or FAIL, the numbers)
 ROOFS = {"three-gemms": "3 GEMMs", "gemm-logits": "logits", "gemm-dx": "dX", "gemm-dw": "dW"}
@@ -183,8 +183,8 @@ def _summary(results: Results, cells: Sequence[Cell]) -> str:
         share = "wrong" if results.is_wrong(cell, name) else f"{percent:.0f} %" if percent and name != roof else ""
         return f"{text} ({share})" if share else text
 
-    table = {" x ".join(results.op.dims): [" x ".join(map(str, cell.shape)) for cell in cells]}
-    for name in (roof, *names):
+    table = {" x ".join(results.op.dims): [" x ".join(map(str, cell.shape)) + cell.kind for cell in cells]}
+    for name in (*[roof] * bool(roof), *names):
         table[f"**{name}**" if is_ours(name) else name] = [time_and_share(cell, name) for cell in cells]
     if any(models := [results.models(cell) for cell in cells]):
         table["models"] = models
@@ -200,6 +200,8 @@ _DETAILS = {  # columns of a results file
     "err loss": ("err_loss", ".2g"),
     "err dX": ("err_dx", ".2g"),
     "err dW": ("err_dweight", ".2g"),
+    "err dW2": ("err_dw2", ".2g"),
+    "err dscales": ("err_dscales", ".2g"),
     "note": ("note", ""),
 }
 
@@ -212,7 +214,7 @@ def _details(results: Results, cells: Sequence[Cell]) -> str:
         for cell in cells
         for row in sorted(map(results.cells[cell].get, results.providers([cell])), key=lambda r: float(r["median_ms"]))
     ]
-    table = {"shape": [row["shape"] for row in rows]} if len(cells) > 1 else {}
+    table = {"shape": [f"{row['shape']}{cell_of(row).kind}" for row in rows]} if len(cells) > 1 else {}
     table["provider"] = [f"**{row['provider']}**" if is_ours(row["provider"]) else row["provider"] for row in rows]
     median, p20, p80 = ([_number(row, f"{name}_ms", ".4g", scale) for row in rows] for name in ("median", "p20", "p80"))
     table |= {unit: median, "p20-p80": list(map("-".join, zip(p20, p80, strict=True)))}

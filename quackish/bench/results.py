@@ -22,6 +22,7 @@ COLUMNS = (  # explained in benchmarks/README.md
     *("median_ms", "p20_ms", "p80_ms", "roof_ms", "pct_of_roof", "peak_mb", "standing_mb"),
     *("launches", *ERRORS),
 )
+_LATER = ("err_dw2", "err_dscales")  # absent in older files
 
 
 def row_of(job: Job, name: str, record: Record) -> dict[str, object]:
@@ -77,9 +78,9 @@ def read_rows(path: Path) -> list[Row]:
             rows, names = list(reader), reader.fieldnames or []
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror.lower()}") from None
-    if missing := [name for name in COLUMNS if name not in names]:
+    if missing := [name for name in COLUMNS if name not in (*names, *_LATER)]:
         raise ValueError(f"{path}: not a results file of quackish: it has no column {missing[0]}")
-    return rows
+    return [dict.fromkeys(_LATER, "") | row for row in rows]
 
 
 class Results:

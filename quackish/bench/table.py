@@ -98,4 +98,13 @@ BENCHES = {
         load=mlp.load,
         measure=measure_grouped_mlp.measure,
     ),
+    "moe_mlp": Bench(
+        OPERATIONS["moe_mlp"],
+        directions={"forward": "forward", "backward": "forward+backward"},
+        roofs=MLP_GEMMS,
+        unit="ms",
+        providers=tuple(mlp.MOE_PROVIDERS),
+        load=mlp.load_moe,
+        measure=measure_grouped_mlp.measure,
+    ),
 }

@@ -1,7 +1,7 @@
 """The MLPs of a mixture of experts for the tools."""
 
 import itertools
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -14,27 +14,28 @@ from quackish.types import Activation
 _SHARES = (8, 0, 4, 2, 1)  # of the rows, per group: one of five groups is empty
 
 
-def weights(new: Maker, i: int, h: int, experts: int, w3: bool = False, gated: bool = True) -> Args:
-    """w1, w2 and, if asked for, w3. Products with normal rows have standard deviation 1."""
-    width = 2 * i if gated and not w3 else i
-    args = {"w1": new.rows(experts, width, h, seed=1).mul_(h**-0.5)}
+def weights(new: Maker, h: int, i: int, experts: int, options: Options) -> Args:
+    """The weights, and the biases and buffers that are asked for. Products have standard deviation 1."""
+    gated = options.get("activation", "swiglu") in GATED
+    width = i * (1 + gated)
+    args = {"w1": new.rows(experts, i if "w3" in options else width, h, seed=1).mul_(h**-0.5)}
     args["w2"] = new.rows(experts, h, i, seed=2).mul_(i**-0.5)
-    if w3:
+    if "w3" in options:
         args["w3"] = new.rows(experts, i, h, seed=5).mul_(h**-0.5)
+    if "grad_weight_out" in options:
+        args |= {f"grad_{name}_out": new.zeros(*w.shape) for name, w in args.items()}
+    if "bias" in options:
+        args["b1"], args["b2"] = (new.rows(experts, n, seed=3) for n in (width, h))
     return args
 
 
 def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
     """The last rows are in no group."""
-    (rows, h, i, experts), gated = shape, options.get("activation", "swiglu") in GATED
+    rows, h, i, experts = shape
     shares = [_SHARES[expert % len(_SHARES)] for expert in range(experts)]
     ends = [rows * end // (sum(shares) + 1) for end in itertools.accumulate(shares)]
-    args: dict[str, Any] = {"x": new.rows(rows, h, seed=0), **weights(new, i, h, experts, "w3" in options, gated)}
-    if "bias" in options:
-        args["b1"], args["b2"] = (new.rows(experts, n, seed=3) for n in (i * (1 + gated), h))
-    if "grad_weight_out" in options:
-        args |= {f"grad_{name}_out": new.zeros(*args[name].shape) for name in ("w1", "w2", "w3") if name in args}
-    return args | {"offs": torch.tensor(ends, dtype=torch.int32, device=new.device)}
+    offs = torch.tensor(ends, dtype=torch.int32, device=new.device)
+    return {"x": new.rows(rows, h, seed=0), "offs": offs, **weights(new, h, i, experts, options)}
 
 
 GROUPED_MLP = Operation(

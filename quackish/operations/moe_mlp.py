@@ -2,7 +2,7 @@
 
 import torch
 
-from quackish.operations.grouped_mlp import weights
+from quackish.operations.grouped_mlp import GROUPED_MLP, weights
 from quackish.operations.models import Model
 from quackish.operations.table import Args, Maker, Operation, Options
 from quackish.ops.grouped_mlp import moe_mlp
@@ -14,7 +14,7 @@ def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
     index = (torch.arange(tokens * k, device=new.device) * 7 % (experts + 1)).view(tokens, k)
     args = {"x": new.rows(tokens, h, seed=0), "top_k_index": index}
     args["top_k_weights"] = new.rows(tokens, k, seed=3).abs()
-    return args | weights(new, i, h, experts)
+    return args | weights(new, h, i, experts, options)
 
 
 MOE_MLP = Operation(
@@ -22,12 +22,12 @@ MOE_MLP = Operation(
     title="Mixture of experts",
     function=moe_mlp,
     results=("out",),
-    leaves=("x", "top_k_weights", "w1", "w2"),
+    leaves=("x", "top_k_weights", "w1", "w2", "w3", "b1", "b2"),
     kernel="grouped_gemm",
     dims=("T", "H", "I", "E", "K"),
     example="16384x2048x768x128x8",
     small=(32, 64, 32, 4, 2),
     model_shapes=Model.moe_shapes,
     make=_make,
-    options={},
+    options={name: option for name, option in GROUPED_MLP.options.items() if name != "scales"},
 )
