@@ -1,11 +1,12 @@
 """The bars and the page of linear cross entropy."""
 
 import functools
+import itertools
 import math
 
 from quackish.bench import plots, report
 from quackish.bench.cells import A_LAUNCH, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell, is_ours
-from quackish.bench.providers_linear_cross_entropy import ABOUT, STATS
+from quackish.bench.providers_linear_cross_entropy import ABOUT, STATS, TOKENS
 from quackish.bench.report import Verdict, at_most, dominated, faster, verdict
 from quackish.bench.results import Results
 from quackish.testing.timing import LOAD_MS
@@ -19,6 +20,9 @@ SHAPES_BAR = 1.02
 SMALL = train((1024, 4096, 128256))
 # Cells where every provider is measured at several settings.
 AGAINST_MEMORY = (HEADLINE, train(HEADLINE.shape, data="confident"), SHAPES[-1])
+# Few classes: the time must be linear in the rows. (provider, time / PyTorch's with fp32 logits)
+MANY_ROWS = [train((m, 512, 256)) for m in (65536, 262144, 1048576)]
+MANY_ROWS_BARS = ((OURS, 1.5), (TOKENS, 1.5), (f"{OURS}-recompute", 3.0))
 FP32 = [train(HEADLINE.shape, dtype=dtype) for dtype in ("float32", "tf32")]  # on the portable path
 LOSS_BAR = 1.03  # time of the loss without grad / time of the logits GEMM
 STATS_BAR = 1.06  # time with statistics / time of the loss alone, both without grad
@@ -44,6 +48,10 @@ def verdicts(results: Results) -> list[Verdict]:
             lines += at_most(ratio(cell, OURS, THREE_GEMMS), SHAPES_BAR, f"{_name(cell)}: time / 3 GEMMs")
         peers = [name for name in results.providers([cell]) if not is_ours(name)]
         lines += faster(results, cell, OURS, peers, f"{_name(cell)}: faster than every peer")
+    for cell, (name, bar) in itertools.product(MANY_ROWS, MANY_ROWS_BARS):
+        lines += at_most(
+            ratio(cell, name, "torch-fp32"), bar, f"{_name(cell)}, {name}: time / PyTorch's with fp32 logits"
+        )
     for cell in FP32:
         lines += at_most(ratio(cell, OURS, "liger"), 1.0, f"{_name(cell)}, {cell.dtype}: time / Liger's")
         mine, theirs = (results.value(cell, name, "peak_mb") for name in (OURS, "liger"))

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import bars_linear_cross_entropy as bars
 from benchmarks import harness
-from benchmarks.bars_linear_cross_entropy import PAGE, train
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench.cells import OURS, Cell, Job, is_ours, shape_name
 from quackish.bench.providers_linear_cross_entropy import ALL, LONG, MAIN, RECOMPUTE
@@ -30,6 +30,7 @@ def case(
 CONFIDENT = (*(name for name in ALL if is_ours(name)), "quack", "quack-2048", "quack-base", "liger", "cce", "torch")
 IGNORED = (OURS, f"{OURS}-recompute", RECOMPUTE, "quack", "liger-cute-sm90", "cce", "torch")
 FP32 = (OURS, "liger", "torch", "torch-compile")
+MANY_ROWS = (OURS, lce.TOKENS, f"{OURS}-recompute", "torch", "torch-fp32")
 BARS = [
     case(8192, 4096, 128256, providers=ALL),
     case(8192, 4096, 128256, providers=lce.LOSS, direction="forward"),
@@ -41,6 +42,7 @@ BARS = [
     case(16384, 4096, 128256),
     case(65536, 4096, 128256, providers=LONG),
     case(16384, 4096, 131072, providers=lce.PER_TOKEN),
+    *(case(*cell.shape, providers=MANY_ROWS) for cell in bars.MANY_ROWS),
     *(case(8192, 4096, 128256, dtype=dtype, providers=FP32) for dtype in ("float32", "tf32")),
 ]
 HOST = [case(128, 512, 1024, direction="host", providers=lce.HOST)]
@@ -62,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if args.only:
         jobs = [job for job in jobs if shape_name(job.cell.shape) == args.only]
     if args.steady:  # of the plain steps only
-        steps = [job for job in jobs if job.cell == train(job.cell.shape)]
+        steps = [job for job in jobs if job.cell == bars.train(job.cell.shape)]
         jobs = [dataclasses.replace(job, cell=dataclasses.replace(job.cell, direction="steady")) for job in steps]
-    return harness.run(HOST if args.host else jobs, PAGE, args, seconds=0.8)
+    return harness.run(HOST if args.host else jobs, bars.PAGE, args, seconds=0.8)
 
 
 if __name__ == "__main__":

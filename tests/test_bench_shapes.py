@@ -51,6 +51,7 @@ def test_patterns_of_providers():
         "quackish",
         "torch",
         "torch-compile",
+        "torch-fp32",
         "torch-chunked-stats",
         "torch-chunked",
         "torch-cute-256",

@@ -57,17 +57,10 @@ def test_no_suggestion_without_a_close_name():
     assert did_you_mean("", ["bench"]) == ""
 
 
-@pytest.mark.parametrize(
-    "imported, words",
-    [
-        ("torch", "--help"),
-        ("torch", "bench rms_norm"),
-        ("matplotlib", "explain linear_cross_entropy 8x64x100 --no-compile --figure x.svg"),
-    ],
-)
-def test_ctrl_c_in_an_import_is_one_line(imported, words, tmp_path):
+@pytest.mark.parametrize("words", ["--help", "bench rms_norm"])
+def test_ctrl_c_in_an_import_is_one_line(words, tmp_path):
     ctrl_c = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
-    (tmp_path / f"{imported}.py").write_text(ctrl_c)
+    (tmp_path / "torch.py").write_text(ctrl_c)
     done = subprocess.run(
         [sys.executable, "-m", "quackish", *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},

@@ -5,7 +5,7 @@ import gc
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from quackish.testing.timing import Times, synchronize
 
 ERRORS = ("err_y", "err_loss", "err_dx", "err_dweight", "err_dw2", "err_dscales")
 WRONG = 0.1  # larger errors are not rounding: the worst rounding error of bf16 here is 0.02
+
+T = TypeVar("T")
 
 # Results of one provider in one cell, by column of a results file. Always has "status".
 Record = dict[str, Any]
@@ -136,6 +138,19 @@ def first_calls(
             records[name]["standing_mb"] = standing
             run.report(name, records[name])
     return calls, records
+
+
+def truth_of(run: Run, compute: Callable[[], T]) -> T | None:
+    """The truth in fp64; None, with a failure in the results, if it does not fit into memory."""
+    run.begin("truth")
+    try:
+        return compute()
+    except torch.cuda.OutOfMemoryError as error:
+        run.fail("truth", error)
+        return None
+    finally:
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()  # frees the fp64 copies, several GB
 
 
 def measure_host(works: Mapping[str, Callable], records: Mapping[str, Record], run: Run) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quackish.bench.cells import AGAIN, MLP_GEMMS, OURS, Cell
-from quackish.bench.measure import Run, first_calls, measure_host, reason, time_columns, warm_up_cublas
+from quackish.bench.measure import Run, first_calls, measure_host, reason, time_columns, truth_of, warm_up_cublas
 from quackish.bench.providers_grouped_mlp import grouped_mm, ours, ours_moe
 from quackish.operations import OPERATIONS
 from quackish.testing import inputs
@@ -84,23 +84,17 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     run.begin("inputs")
     data = Data.make(cell, run.device)
     warm_up_cublas(run.device)
-    truth: tuple[Tensor, ...] = ()
+    truth = None
     if cell.direction != "host":
-        run.begin("truth")
-        try:
-            reference = ours_moe if cell.op == "moe_mlp" else ours
-            truth = step(reference(backend="reference"), data.double())()
-        except torch.cuda.OutOfMemoryError as failure:
-            run.fail("truth", failure)
-        if run.device.type == "cuda":
-            torch.cuda.empty_cache()  # frees the fp64 copies, several GB
+        reference = (ours_moe if cell.op == "moe_mlp" else ours)(backend="reference")
+        truth = truth_of(run, lambda: step(reference, data.double())())
 
     def errors_of(results: tuple[Tensor, ...]) -> dict[str, float]:
-        triples = zip(ERRORS, results, truth, strict=False)
+        triples = zip(ERRORS, results, truth or (), strict=False)
         return {name: float((got.double() - want).norm() / want.norm()) for name, got, want in triples}
 
     works, records = first_calls(names, run, lambda mlp: step(mlp, data), errors_of)
-    truth = ()
+    truth = None  # frees it
     if cell.direction == "host":
         measure_host(works, records, run)
         return

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quackish import linear_cross_entropy
 from quackish.bench.cells import AGAIN, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell
-from quackish.bench.measure import Run, chunks, first_calls, measure_host, time_columns, warm_up_cublas
+from quackish.bench.measure import Run, chunks, first_calls, measure_host, time_columns, truth_of, warm_up_cublas
 from quackish.bench.providers_linear_cross_entropy import Loss
 from quackish.operations import OPERATIONS
 from quackish.operations.linear_cross_entropy import IGNORED
@@ -118,15 +118,8 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     dtype = getattr(torch, cell.dtype.replace("tf32", "float32"))
     data = Data.make(*cell.shape, cell.data, cell.ignored, run.device, dtype)
     warm_up_cublas(run.device)
-    grad, truth = cell.direction != "forward", None
-    if cell.direction != "host":
-        run.begin("truth")
-        try:
-            truth = Truth(data, grad)
-        except torch.cuda.OutOfMemoryError as error:
-            run.fail("truth", error)
-        if run.device.type == "cuda":
-            torch.cuda.empty_cache()  # frees the fp64 copies, several GB
+    grad = cell.direction != "forward"
+    truth = truth_of(run, lambda: Truth(data, grad)) if cell.direction != "host" else None
 
     def errors_of(value: Tensor) -> Mapping[str, float]:
         return truth.errors(value, data.x.grad, data.w.grad) if truth else {}

@@ -186,29 +186,6 @@ def _label(ax: Any, points: Mapping[str, tuple[float, float]]) -> None:
             text.remove()
 
 
-# Time against memory_limit --------------------------------------------------------------------------------------------
-
-
-def of_limits(points: Sequence[tuple[str, float, float]], title: str, gpu: str, path: Path) -> None:
-    """Draws what memory limits select, to `path` only.
-
-    points: (schedule, GB besides inputs and gradients, expected time relative to three GEMMs), fastest first.
-    """
-    with _figure(4.2, title, gpu) as fig:
-        ax = fig.subplots()
-        ax.step(*zip(*((gb, time) for _, gb, time in reversed(points)), strict=True), where="post", color="0.7")
-        for schedule in dict.fromkeys(name for name, _, _ in points):
-            mine = [(gb, time) for name, gb, time in points if name == schedule]
-            color = COLORS[f"quackish-{schedule}"]
-            ax.scatter(*zip(*mine, strict=True), label=schedule, marker="D", color=color, zorder=3)
-        _log_axis(ax, "x")
-        _log_axis(ax, "y")
-        ax.set_xlabel("memory_limit, GB besides inputs and gradients (log)")
-        ax.set_ylabel("expected time / 3 GEMMs (log)")
-        ax.grid(alpha=0.25, linewidth=0.5)
-        _write(fig, [path])
-
-
 # Shared ---------------------------------------------------------------------------------------------------------------
 
 
@@ -222,13 +199,6 @@ def _figure(height: float, title: str, gpu: str) -> Iterator[Any]:
         fig = Figure(figsize=(WIDTH, height), layout="constrained")
         fig.suptitle(f"{title}, {gpu}")
         yield fig
-
-
-def suffixes() -> list[str]:
-    """The suffixes of files that matplotlib can write."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    return sorted(f".{kind}" for kind in FigureCanvasBase.get_supported_filetypes())
 
 
 def _save(fig: Any, stem: Path) -> list[Path]:

@@ -84,6 +84,10 @@ def _torch() -> Loss:
     return lambda x, w, target: F.cross_entropy(F.linear(x, w), target)
 
 
+def _torch_fp32() -> Loss:
+    return lambda x, w, target: F.cross_entropy(F.linear(x, w).float(), target)
+
+
 def _torch_compile() -> Loss:
     # One graph per shape is the fastest. Beyond the limit torch would silently run eager code.
     torch._dynamo.config.recompile_limit = 64
@@ -146,6 +150,7 @@ PEERS: dict[str, tuple[Callable[[], Loss], str]] = {
     "cce": (_cce, "Apple's cut-cross-entropy; skips gradients close to zero"),
     "torch": (_torch, "F.cross_entropy(F.linear(x, w), target), eager"),
     "torch-compile": (_torch_compile, "the same under torch.compile"),
+    "torch-fp32": (_torch_fp32, "F.cross_entropy of logits that are cast to fp32, eager"),
     "torch-chunked-stats": (
         _torch_chunked_stats,
         "loss, token accuracy and entropy in checkpointed chunks of 256 rows, in PyTorch, as training loops do",
@@ -177,7 +182,8 @@ MAIN = (
 # chunks of 8192 and 16384 rows are a single chunk.
 _STATISTICS = (STATS, ENTROPY, "liger-scaled", "torch-chunked-stats")
 PER_TOKEN = (TOKENS, TOKENS_ENTROPY, "liger-scaled", "liger-scaled-loss", "torch-chunked-stats")
-LONG = tuple(n for n in PROVIDERS if n not in (f"{OURS}-stored", f"{OURS}-chunked", *_STATISTICS, *PER_TOKEN))
+_NOT_LONG = (f"{OURS}-stored", f"{OURS}-chunked", "torch-fp32", *_STATISTICS, *PER_TOKEN)
+LONG = tuple(n for n in PROVIDERS if n not in _NOT_LONG)
 ALL = tuple(
     n
     for n in PROVIDERS

@@ -10,7 +10,7 @@ with cuobjdump, from Triton's wheel or the CUDA toolkit. --no-compile skips this
 Estimated times are those of the bytes and FLOPs at the speeds in the last lines. A launch can be faster: the speed of
 tensor cores is that of long GEMMs at the power limit.
 
-For linear cross entropy a table, and with --figure a figure, shows what each memory_limit selects.
+For linear cross entropy a table shows what each memory_limit selects.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from quackish.bench.console import progress
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun, Point, Step, frontier
 from quackish.cli.operations import dry_run_call, meta_arguments, select_gpu
-from quackish.cli.parser import CommandError, check_bench_extra, output_file
 from quackish.configs.choose import Choice
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
 from quackish.launch import Resources
@@ -44,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", type=one_of(names), help=gpu_help)
     compile_help = "do not compile; omits registers, shared memory and CTAs per SM"
     parser.add_argument("--no-compile", action="store_true", help=compile_help)
-    figure_help = "linear_cross_entropy: plot what memory limits select, such as limits.svg; needs the extra bench"
-    parser.add_argument("--figure", type=output_file, metavar="FILE", help=figure_help)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,15 +51,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(args: argparse.Namespace) -> str:
-    if args.figure is not None:
-        _check_figure(args)
     gpu, why = select_gpu(args.gpu)
     dry = dry_run_call(args, gpu)
     where = f"{gpu.name} ({gpu.target}, {gpu.sm_count} SMs)" if gpu else "a CPU"
     head = [f"{args.op} {args.shape} {args.dtype} on {where}", *[f"GPU: {why}"] * bool(why)]
     if dry.portable is not None:
-        no_figure = [f"{args.figure} is not written: it would show the schedules on kernels."] * bool(args.figure)
-        return "\n".join([*head, "Path: the portable path, in plain PyTorch", *no_figure, f"Why: {dry.portable}"])
+        return "\n".join([*head, "Path: the portable path, in plain PyTorch", f"Why: {dry.portable}"])
     head += ["Path: quackish's kernels", *(f"{title}: {decision}" for title, decision in dry.plan.items())]
     roofs, notes = roofs_of(gpu), list(dry.notes)
     if gpu.family != "sm_90":
@@ -75,15 +69,11 @@ def text(args: argparse.Namespace) -> str:
         parts.append(_resource_table(distinct, usage, gpu))
     parts.append(_memory_table(dry))
     if args.op == "linear_cross_entropy":
-        points = frontier(meta_arguments(args), gpu)
-        parts.append(_limit_table(points, not args.no_grad))
+        parts.append(_limit_table(frontier(meta_arguments(args), gpu), not args.no_grad))
         if not args.no_grad:
             notes.append(
                 "Expected times: expected_time in quackish/configs/linear_cross_entropy.py, all gradients, bf16."
             )
-        if args.figure is not None:
-            _draw(args, points, gpu)
-            notes.append(f"Wrote {args.figure}.")
     return "\n\n".join(["\n".join(head), *parts, "\n".join([_roofs(roofs, gpu), *notes])])
 
 
@@ -187,29 +177,6 @@ def _limit_table(points: list[Point], grad: bool) -> str:
         for point in points
     ]
     return table_of(rows, {limit: ",.1f", "schedule": "", "chunk rows": "d"} | ({time: ".2f"} if grad else {}))
-
-
-def _check_figure(args: argparse.Namespace) -> None:
-    if args.op != "linear_cross_entropy":
-        raise CommandError(f"--figure is an option of linear_cross_entropy, not of {args.op}")
-    check_bench_extra()
-    from quackish.bench import plots
-
-    if args.figure.suffix.lower() not in plots.suffixes():
-        raise CommandError(
-            f"--figure is {args.figure}; expected a file whose name ends in one of {', '.join(plots.suffixes())}"
-        )
-
-
-def _draw(args: argparse.Namespace, points: list[Point], gpu: Gpu) -> None:
-    from quackish.bench import plots
-
-    title = f"linear_cross_entropy {args.shape} {args.dtype}"
-    drawn = [(point.config.schedule, point.bytes / 1e9, point.time) for point in points]
-    try:
-        plots.of_limits(drawn, title, gpu.name, args.figure)
-    except (OSError, RuntimeError, ValueError) as error:  # such as a full disk, or .pgf without LaTeX
-        raise CommandError(f"--figure {args.figure}: {error}") from error
 
 
 def _roofs(roofs: Roofs | None, gpu: Gpu) -> str:

@@ -45,17 +45,6 @@ def output_folder(text: str) -> Path:
     return folder
 
 
-def output_file(text: str) -> Path:
-    """An argparse type: a file to write, in a folder that exists."""
-    file = Path(text)
-    why = f"{file} is a folder" if file.is_dir() else _why_not_writable(file.parent)
-    if not why and file.exists() and not os.access(file, os.W_OK):
-        why = f"{file} cannot be written: Permission denied"
-    if why:
-        raise argparse.ArgumentTypeError(f"{text}: {why}; name a file in a folder that you can write to")
-    return file
-
-
 def why_no_output(folder: Path) -> str:
     """Why no file can be written to this folder, which need not exist; "" if one can."""
     return _why_not_writable(next(path for path in (folder, *folder.parents) if os.path.exists(path)))

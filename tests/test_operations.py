@@ -1,0 +1,72 @@
+"""The table of operations: arguments of calls on every device, and results compared with the reference in fp64."""
+
+import inspect
+
+import pytest
+import torch
+
+from quackish.operations import OPERATIONS, in_fp64, parse_shape
+
+CPU, META, BF16 = torch.device("cpu"), torch.device("meta"), torch.bfloat16
+SHAPES = {"rms_norm": (12, 48), "linear_cross_entropy": (20, 16, 50), "grouped_mlp": (40, 16, 24, 5)}
+SHAPES["moe_mlp"] = (20, 16, 24, 4, 2)
+VALUES = {  # of options with a value
+    "residual": "float32", "residual_dtype": "float16", "weight_dtype": "float32", "out_dtype": "float32", "heads": 3,
+    "schedule": "recompute", "chunk_size": 8, "memory_limit": 1 << 30, "reduction": "none", "label_smoothing": 0.1,
+    "softcap": 30.0, "logit_scale": 0.5, "z_loss": 1e-3, "activation": "geglu",
+}  # fmt: skip
+NEEDS = {"residual_dtype": {"residual": "same"}}
+CALLS = [(name, option) for name, op in OPERATIONS.items() for option in (None, *op.options)]
+
+
+def options_of(option):
+    return {} if option is None else {option: VALUES.get(option, True), **NEEDS.get(option, {})}
+
+
+@pytest.mark.parametrize("name, option", CALLS)
+def test_each_option_reaches_the_call(name, option):
+    """Results, gradients and buffers agree with fp64, and an option changes the arguments."""
+    op, options = OPERATIONS[name], options_of(option)
+    args = op.arguments(SHAPES[name], BF16, CPU, options)
+    assert args.keys() <= inspect.signature(op.function).parameters.keys()
+    if option == "no_grad":
+        assert not any(t.requires_grad for t in op.forward(args, "auto").values())
+        return
+    found, truth = op.call(args, "auto"), op.call(in_fp64(args), "reference")
+    assert found.keys() == truth.keys()
+    without = {f"d{leaf}" for leaf in op.leaves if args.get(leaf) is not None} - found.keys()
+    assert len(without) == sum(key.endswith("_out") for key in args)  # a buffer gets the gradient instead
+    for key, t in found.items():
+        error = (t.double() - truth[key].double()).norm() / truth[key].double().norm()
+        assert error <= 0.01, (key, float(error))
+    plain = op.arguments(SHAPES[name], BF16, CPU)
+    describe = lambda args: {key: (v.shape, v.dtype) if torch.is_tensor(v) else v for key, v in args.items()}  # noqa: E731
+    assert option is None or describe(args) != describe(plain)
+
+
+@pytest.mark.parametrize("name, option", CALLS)
+def test_dry_runs_get_the_same_arguments_without_memory(name, option):
+    args, meta = (OPERATIONS[name].arguments(SHAPES[name], BF16, where, options_of(option)) for where in (CPU, META))
+    for key, t in args.items():
+        if torch.is_tensor(t):
+            assert meta[key].is_meta
+            for of in ("shape", "dtype", "requires_grad"):
+                assert getattr(meta[key], of) == getattr(t, of), (key, of)
+            assert meta[key].stride() == t.stride()
+        else:
+            assert meta[key] == t
+
+
+def test_buffers_of_the_arguments_stay_as_they_are():
+    op = OPERATIONS["linear_cross_entropy"]
+    args = op.arguments((20, 16, 50), BF16, CPU, {"grad_weight_out": True})
+    first, second = (op.call(args, "auto")["grad_weight_out"] for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.any()
+    assert not args["grad_weight_out"].any()
+
+
+@pytest.mark.parametrize("text", ["8x32x64", "8x0", "8x", "99999999999999999999x8"])
+def test_invalid_shapes(text):
+    with pytest.raises(ValueError, match=f"'{text}'; expected MxN, numbers from 1 to 536870912"):
+        parse_shape(text, "MxN")
