@@ -73,7 +73,7 @@ def jobs(op: str, models: Sequence[str]) -> list[Job]:
 
 
 def tiny(op: str) -> list[Job]:
-    """For a machine without a GPU."""
+    """Small jobs, which run on a machine without a GPU."""
     bench = BENCHES[op]
     providers = tuple(name for name in bench.providers if is_ours(name) or name in ("torch", "transformers"))
     data = DATA if op == "grouped_mlp" else DATA[:1]

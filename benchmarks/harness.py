@@ -26,7 +26,7 @@ def device_to_measure() -> torch.device:
 
 
 def arguments(name: str, doc: str, csv: bool = True) -> argparse.ArgumentParser:
-    """The common options, and those of programs that write a CSV."""
+    """A parser with the common options; `csv` adds the options of programs that write a CSV."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.split("\n")[0])
     gpu = re.sub(r"[^\w.-]+", "-", environment.device_name(environment.device_to_measure()))
     out_help = "folder of the results; default %(default)s"
@@ -50,7 +50,7 @@ def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, **options) ->
 
 
 def write_page(page: str, path: Path) -> None:
-    """For programs that write only a page."""
+    """Prints and writes the page of a program that writes no CSV."""
     print(page)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = parser.parse_args(argv)
     if args.only:
         jobs = [job for job in jobs if shape_name(job.cell.shape) == args.only]
-    if args.steady:  # of the plain steps only
+    if args.steady:  # measures the plain steps only
         steps = [job for job in jobs if job.cell == bars.train(job.cell.shape)]
         jobs = [dataclasses.replace(job, cell=dataclasses.replace(job.cell, direction="steady")) for job in steps]
     return harness.run(HOST if args.host else jobs, bars.PAGE, args, seconds=0.8)

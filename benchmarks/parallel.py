@@ -42,7 +42,7 @@ OURS, ONE_GPU, ALONE = "quackish", "quackish, one GPU", "quackish, one GPU alone
 # (H, ranks): least efficiency
 BARS = {(4096, 2): 0.97, (4096, 4): 0.94, (2048, 4): 0.88}
 TIMEOUT = datetime.timedelta(seconds=120)  # where a library raises on some ranks, and others wait for these
-MOST_EXPOSED = 0.03  # of a step: communication that nothing hides
+MOST_EXPOSED = 0.03  # share of a step that is communication which nothing hides
 
 Step = Callable[[], torch.Tensor]
 Cell = dict[str, Any]  # what was found of a shape on some ranks
@@ -124,7 +124,7 @@ def first_steps(steps: dict[str, Step], device: torch.device) -> dict[str, dict[
         loss, mb, why = math.nan, math.nan, ""
         try:
             loss, mb = step().item(), peak_mb(step, device)
-        except Exception as error:  # of any kind: a peer's must not end the run
+        except Exception as error:  # a peer must not end the run
             why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         whys = [why for why in everyone(why) if why]
         found[name] = {"loss": loss, "mb": max(everyone(mb)), "why": whys[0] if whys else ""}
@@ -134,7 +134,7 @@ def first_steps(steps: dict[str, Step], device: torch.device) -> dict[str, dict[
 
 
 def milliseconds(steps: dict[str, Step], device: torch.device) -> dict[str, list[list[float]]]:
-    """Of each step, and of ONE_GPU while other ranks rest (ALONE): of each rank, bursts in rotation."""
+    """Bursts of each step in rotation, per rank. ALONE is ONE_GPU while other ranks rest."""
     samples: dict[str, list[float]] = defaultdict(list)
     for _ in range(ROUNDS if device.type == "cuda" else 1):
         for name, step in steps.items():
@@ -250,7 +250,7 @@ def lines_of(cell: Cell) -> list[tuple]:
         if found["why"]:
             lines.append((name_of(cell), ranks, name, found["why"], *[""] * 7))
             continue
-        ms = statistics.median(map(max, zip(*cell["ms"][name], strict=True)))  # of the slowest rank in each burst
+        ms = statistics.median(map(max, zip(*cell["ms"][name], strict=True)))  # the slowest rank counts in each burst
         efficiencies = [one / (ranks * ms) for one in (alone[0], max(alone), max(at_once))]
         exposed, bars = "", []
         if name == OURS:

@@ -38,7 +38,7 @@ def bar_ms(results: Results, cell: Cell) -> float:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """For every measured bar: how many cells meet it, and the worst cell."""
+    """A verdict for every measured bar: how many cells meet it, and the worst cell."""
     times = {"bar": lambda cell: bar_ms(results, cell), "QuACK's": lambda cell: results.ms(cell, RIVAL)}
     lines = []
     for (direction, dtype), cells in results.groups().items():

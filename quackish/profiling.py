@@ -78,7 +78,7 @@ class profile:
 
     @property
     def launches(self) -> list[Launch]:
-        """In the order of launching."""
+        """All launches so far, the first one first."""
         return [launch._read() for launch in list(self._launches)]
 
     def rows(self) -> list[dict[str, Any]]:

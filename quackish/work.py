@@ -215,7 +215,7 @@ KERNELS = {
     "lce_rescale": Kernel(("rows", "n"), _lce_rescale),
     "lce_clear": Kernel(("rows",), _lce_clear),
 }
-_NAMES = {  # by class
+_NAMES = {  # {class: name}
     path.rpartition(":")[2]: name for name, paths in kernels.TABLE.items() for path in paths.values()
 }
 

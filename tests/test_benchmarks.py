@@ -151,6 +151,17 @@ def test_host_overhead_runs(tmp_path):
     assert f", torch {torch.__version__}, " in page
 
 
+RECORDED = sorted((ROOT / "benchmarks" / "results").rglob("*_*.csv"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: str(path.relative_to(ROOT / "benchmarks" / "results")))
+def test_recorded_results_can_be_reported(path):
+    programs = {"rms_norm": rms_norm, "linear_cross_entropy": bars, "grouped_mlp": grouped_mlp, "moe_mlp": grouped_mlp}
+    if path.stem in programs:  # a training step has other columns
+        page = report.markdown(Results(read_rows(path)), programs[path.stem].PAGE)
+        assert "quackish" in page.partition("\n## ")[2]
+
+
 # Verdicts ------------------------------------------------------------------------------------------------------------
 
 

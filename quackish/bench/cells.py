@@ -32,7 +32,7 @@ class Cell:
 
     op: str
     shape: tuple[int, ...]  # the number of rows (tokens) comes first
-    dtype: str  # such as "bfloat16"; "tf32" is float32 with TF32 matmuls, for linear_cross_entropy
+    dtype: str  # "bfloat16", say; linear_cross_entropy also has "tf32", float32 with TF32 matmuls
     direction: str
     data: str = "normal"
     ignored: float = 0.0  # share of ignored rows

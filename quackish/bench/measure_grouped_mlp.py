@@ -17,12 +17,12 @@ from torch import Tensor
 from quackish.bench.cells import AGAIN, MLP_GEMMS, OURS, Cell
 from quackish.bench.measure import Run, first_calls, measure_host, reason, time_columns, truth_of, warm_up_cublas
 from quackish.bench.providers_grouped_mlp import grouped_mm, ours, ours_moe
-from quackish.operations import OPERATIONS
+from quackish.operations import OPERATIONS, Args, in_fp64
 from quackish.testing import inputs
 from quackish.testing.timing import synchronize, take_turns
 
 ERRORS = ("err_y", "err_dx", "err_dweight", "err_dw2", "err_dscales")
-# The arguments of a provider, and those with gradients, in the order of ERRORS.
+# (the arguments of a provider, those with gradients)
 _ARGUMENTS = {
     "grouped_mlp": (("x", "w1", "w2", "scales", "offs"), ("x", "w1", "w2", "scales")),
     "moe_mlp": (("x", "top_k_index", "top_k_weights", "w1", "w2"), ("x", "w1", "w2", "top_k_weights")),
@@ -33,8 +33,8 @@ DATA = ("normal", "zipf", "half-empty")  # groups of equal size, in proportion t
 class Data(NamedTuple):
     """The arguments of one step, and the rows and groups of its bare matmuls."""
 
-    args: dict[str, Tensor]  # of a provider
-    leaves: list[Tensor]
+    args: Args  # a provider's arguments
+    leaves: tuple[str, ...]  # the arguments with gradients, in the order of ERRORS
     dy: Tensor | None  # None: without grad
     x: Tensor  # (R, H)
     offs: Tensor  # (E,)
@@ -58,13 +58,10 @@ class Data(NamedTuple):
         names, leaves = _ARGUMENTS[cell.op]
         dy = inputs.rows(tuple(x.shape), x.dtype, seed=8, device=device) if grad else None
         equal = cell.op == "grouped_mlp" and cell.data == "normal"
-        return cls({name: args[name] for name in names}, [args[name] for name in leaves], dy, rows, offs, equal)
+        return cls({name: args[name] for name in names}, leaves, dy, rows, offs, equal)
 
-    def double(self) -> "Data":
-        args = {name: t.detach().double() if t.is_floating_point() else t for name, t in self.args.items()}
-        by_id = {id(t): name for name, t in self.args.items()}
-        leaves = [args[by_id[id(t)]].requires_grad_(t.requires_grad) for t in self.leaves]
-        return self._replace(args=args, leaves=leaves, dy=None if self.dy is None else self.dy.double())
+    def in_fp64(self) -> "Data":
+        return self._replace(args=in_fp64(self.args, self.x.device), dy=None if self.dy is None else self.dy.double())
 
 
 def group_sizes(data: str, rows: int, groups: int) -> list[int]:
@@ -87,7 +84,7 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     truth = None
     if cell.direction != "host":
         reference = (ours_moe if cell.op == "moe_mlp" else ours)(backend="reference")
-        truth = truth_of(run, lambda: step(reference, data.double())())
+        truth = truth_of(run, lambda: step(reference, data.in_fp64())())
 
     def errors_of(results: tuple[Tensor, ...]) -> dict[str, float]:
         triples = zip(ERRORS, results, truth or (), strict=False)
@@ -123,9 +120,11 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
 def step(mlp: Callable[..., Tensor], data: Data) -> Callable[[], tuple[Tensor, ...]]:
     """The measured call, which returns (y, dx, dw1, dw2, dscales), or (y,) without grad."""
 
+    leaves = [data.args[name] for name in data.leaves]
+
     def run() -> tuple[Tensor, ...]:
         y = mlp(*data.args.values())
-        return y.detach(), *(() if data.dy is None else torch.autograd.grad(y, data.leaves, data.dy))
+        return y.detach(), *(() if data.dy is None else torch.autograd.grad(y, leaves, data.dy))
 
     return run
 

@@ -36,7 +36,7 @@ class Data:
     x: Tensor  # (m, h), a leaf that requires grad
     w: Tensor  # (v, h), likewise
     target: Tensor  # (m,) int64
-    all_targets: Tensor  # the same with no row ignored
+    all_targets: Tensor  # the targets if no row were ignored
 
     @classmethod
     def make(

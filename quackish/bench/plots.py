@@ -30,7 +30,7 @@ COLORS = {
     "torch-compile": "#7a7a7a",
     "torch-chunked": "#b0b0b0",
 }
-OTHERS = ("#8c564b", "#e377c2", "#17becf", "#5c4bb5")  # for the user's own providers
+OTHERS = ("#8c564b", "#e377c2", "#17becf", "#5c4bb5")  # colors of the user's own providers
 WIDTH = 8.0  # inches
 ROOF = dict(color="0.5", linestyle="--", linewidth=1)
 STYLE: dict[str, Any] = {"font.size": 8, "axes.titlesize": 8, "figure.titlesize": 9, "legend.fontsize": 8}
@@ -209,10 +209,10 @@ def _save(fig: Any, stem: Path) -> list[Path]:
 
 
 def _write(fig: Any, paths: Sequence[Path]) -> None:
-    """With one legend below all axes."""
+    """Writes the figure with one legend below all axes."""
     if not fig.legends:
         handles = {text: h for ax in fig.axes for h, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-        columns = min(5, int(72 * WIDTH / (30 + 4.6 * max(map(len, handles)))))  # of typographic points
+        columns = min(5, int(72 * WIDTH / (30 + 4.6 * max(map(len, handles)))))  # 72 points an inch
         fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
     for path in paths:
         fig.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -87,7 +87,7 @@ class Supervisor:
     commit: str | None = None
     timeout: float = 600.0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of Run
-    deaths: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # of the child, by provider
+    deaths: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # {provider: dead children}
     _process: Any = None
     _events: Connection | None = None
     _environment: dict[str, str] | None = None

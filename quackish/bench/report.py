@@ -53,12 +53,12 @@ def verdict(kept: bool, text: str) -> Verdict:
 
 
 def at_most(value: float | None, bar: float, text: str, unit: str = "") -> list[Verdict]:
-    """Whether `value` is at most `bar`; empty without a value."""
+    """PASS if `value` is at most `bar`. Empty without a value."""
     return [] if value is None else [verdict(round(value, 9) <= bar, f"{text}: {value:.4f}{unit}, bar {bar:g}{unit}")]
 
 
 def faster(results: Results, cell: Cell, name: str, peers: Iterable[str], text: str) -> list[Verdict]:
-    """Whether `name`, one of ours, is faster than the fastest of `peers`; empty without peers."""
+    """PASS if `name`, a provider of quackish, is faster than all `peers`. Empty without peers."""
     times = {peer: results.ms(cell, peer) for peer in peers}
     if not times or name not in results.cells[cell]:
         return []
@@ -68,7 +68,7 @@ def faster(results: Results, cell: Cell, name: str, peers: Iterable[str], text: 
 
 
 def dominated(results: Results, cell: Cell, text: str) -> list[Verdict]:
-    """Whether some point of quackish is at least as good as each peer in both time and memory."""
+    """PASS if for each peer a point of quackish is at least as good in both time and memory."""
     peers, better = results.peers(cell), results.not_dominated(cell)
     if not peers or len(peers) == len(results.points(cell)):
         return []
@@ -79,7 +79,7 @@ def dominated(results: Results, cell: Cell, text: str) -> list[Verdict]:
 def every(
     results: Results, cells: Sequence[Cell], limit: float, text: str, ms_of: Callable[[Cell], float | None]
 ) -> list[Verdict]:
-    """Whether our time is at most `limit` times `ms_of(cell)` in every cell where that is not None."""
+    """PASS if our time is at most `limit` times `ms_of(cell)` in every cell where that is not None."""
     theirs = {cell: ms for cell in cells if (ms := ms_of(cell))}
     if not theirs:
         return []
@@ -87,7 +87,7 @@ def every(
     def ratio(cell: Cell) -> float:  # inf for a cell that quackish failed to run
         return round((results.ms(cell, OURS) or math.inf) / theirs[cell], 9)
 
-    def both(cell: Cell) -> str:  # with all digits of the file: the last one may decide
+    def both(cell: Cell) -> str:  # prints all digits of the file, because the last one may decide
         ours = results.ms(cell, OURS)
         times = f"{1e3 * ours:.6g} us for {1e3 * theirs[cell]:.6g} us" if ours else "failed"
         return f"{ratio(cell):.4f} ({times}) at {' x '.join(map(str, cell.shape))} {cell.dtype}"

@@ -133,7 +133,7 @@ class Results:
         return sorted(names, key=lambda name: (not is_ours(name), order.get(name, len(order)), name))
 
     def is_wrong(self, cell: Cell, provider: str) -> bool:
-        """Whether an error is NaN or too large to be rounding."""
+        """True if an error is NaN or too large to be rounding."""
         errors = (self.value(cell, provider, column) for column in ERRORS)
         return any(not error <= WRONG for error in errors if error is not None)
 

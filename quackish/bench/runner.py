@@ -29,7 +29,7 @@ def run(
 ) -> bool:
     """Measures jobs of one operation; writes the CSV `path`, and a page and figures next to it.
 
-    Returns whether a provider was measured. An existing CSV is replaced only at the end of a run that measured one:
+    Returns True if a provider was measured. An existing CSV is replaced only at the end of a run that measured one:
     until then, and if the run fails or is interrupted, by SIGTERM too, the rows are in a file next to it. Without an
     existing CSV, the rows so far are kept in `path` and reported.
 
@@ -75,7 +75,7 @@ def _new_file(path: Path) -> Path:
 
 
 def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> bool:
-    """Whether a provider was measured."""
+    """Returns True if a provider was measured."""
     show, measured = progress(len(jobs)), False
     for i, job in enumerate(jobs):
 

@@ -20,15 +20,15 @@ from quackish.operations.models import MODELS, Shapes
 @dataclasses.dataclass(frozen=True)
 class Bench:
     op: Operation
-    directions: dict[str, str]  # of cells, by the value of --direction
-    roofs: dict[str, str]  # by direction of a cell
-    unit: str  # of times in reports: "us" or "ms"
+    directions: dict[str, str]  # {value of --direction: direction of a cell}
+    roofs: dict[str, str]  # {direction of a cell: name of its roof}
+    unit: str  # the unit of times in reports: "us" or "ms"
     providers: tuple[str, ...]
     load: Callable[[str], Any]  # loads a provider by name
     measure: Callable[..., None]  # (cell, providers, run)
-    main: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # by direction; default: all providers
+    main: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # {direction: providers}; default: all
     variants: str = "(?!)"  # a regular expression that matches further names of providers
-    section_per_cell: bool = False  # of the page, with time against memory, instead of one table of all shapes
+    section_per_cell: bool = False  # with time against memory; else a table of all shapes
 
     @property
     def models(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""PyTorch's CuTe kernel of linear cross entropy (2.15 and newer): whether PyTorch runs it, and a loop around its file.
+"""PyTorch's CuTe kernel of linear cross entropy (2.15 and newer): if PyTorch runs it, and a loop around its file.
 
 PyTorch runs its CuTe kernels only with some versions of nvidia-cutlass-dsl, and otherwise plain code without a message.
 To measure the kernel under an older PyTorch, take `FILE` from a wheel of 2.15 and name it in QUACKISH_TORCH_KERNEL.
@@ -26,15 +26,15 @@ _OPERATOR = "_linear_cross_entropy_batch_chunked"
 
 
 class Status(NamedTuple):
-    exists: bool  # in this version of PyTorch
+    exists: bool  # this version of PyTorch has such kernels
     is_on: bool = False
     why: str = ""  # why it is off
-    versions: tuple[str, ...] = ()  # of nvidia-cutlass-dsl that would turn it on
+    versions: tuple[str, ...] = ()  # versions of nvidia-cutlass-dsl that would turn it on
 
 
 @functools.cache
 def status() -> Status:
-    """Whether PyTorch runs CuTe kernels of its own in F.linear_cross_entropy and F.rms_norm."""
+    """Says if PyTorch runs its own CuTe kernels in F.linear_cross_entropy and F.rms_norm."""
     try:
         importlib.import_module("torch._native.ops.linear_cross_entropy")
         native = importlib.import_module("torch._native.cutedsl_utils")
@@ -55,7 +55,7 @@ def status() -> Status:
 
 
 def note() -> str:
-    """Whether PyTorch runs its CuTe kernels, for the column "note" of results."""
+    """Says if PyTorch runs its CuTe kernels, in the column "note" of results."""
     if not status().exists:
         return ""
     name = "PyTorch " + ".".join(torch.__version__.split(".")[:2])

@@ -90,7 +90,7 @@ def _clear(args: argparse.Namespace) -> int:
 
 
 def _delete(paths: Sequence[Path]) -> bool:
-    """Whether a file could not be deleted."""
+    """Returns True if a file could not be deleted."""
     count, failures = upkeep.remove(paths)
     for line in failures:
         print(printable(line))

@@ -127,7 +127,7 @@ def devices() -> list[torch.device]:
 
 
 def has_kernels(device: torch.device, kernel: str = "rms_norm_fwd") -> bool:
-    """Whether this kernel should run on `device`."""
+    """True if this kernel should run on `device`."""
     return device.type == "cuda" and not torch.version.hip and gpu_of(device.index).family in kernels.TABLE[kernel]
 
 
@@ -162,7 +162,7 @@ def check_parts(report: Report, installed: Mapping[str, str]) -> None:
 
 
 def cute_kernels_of_torch(report: Report, status: torch_kernel.Status) -> str:
-    """Whether F.linear_cross_entropy and F.rms_norm run kernels of PyTorch's own; a note says how to turn them on."""
+    """Says if F.linear_cross_entropy and F.rms_norm run PyTorch's own kernels. A note says how to turn them on."""
     if not status.exists:
         return ""
     usable = [number for number in status.versions if _is_supported(DSL, number)]

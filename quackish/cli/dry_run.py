@@ -33,10 +33,10 @@ class Step(NamedTuple):
 
     phase: str  # "forward" or "backward"
     kernel: str  # a name in the table of kernels, or such as "torch.mm"
-    problem: Any  # for PyTorch's launches a string with the shapes
+    problem: Any  # a string with the shapes for PyTorch's launches
     choice: Choice | None  # None for PyTorch's launches
     sizes: dict[str, int]
-    work: Work  # of one call
+    work: Work  # bytes and FLOPs of one call
     calls: int = 1
 
 
@@ -69,7 +69,7 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...], name: 
 
 
 def launches(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> DryRun:
-    """For an operation that allocates by its Device alone. Launches of PyTorch are not recorded."""
+    """Runs an operation that allocates by its Device alone. Launches of PyTorch are not recorded."""
     dry, scratch, phase = DryRun(), [], "forward"
 
     def record(kernel: str, problem: Any, gpu: Gpu) -> Kernel:
@@ -196,7 +196,7 @@ def grouped_mlp(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) ->
     if why := kernel_steps.why_unsupported("grouped_mlp", inputs.x, i, experts):
         raise UnsupportedError(why)
     grad, dy = inputs.x.requires_grad, torch.empty_like(inputs.x)
-    inputs = inputs._make(None if t is None else t.detach() for t in inputs)
+    inputs = checks.Inputs(*[None if t is None else t.detach() for t in inputs])
     recorder = _Recorder()
     recorder.ignore(*inputs, dy)
     steps = kernel_steps.KernelSteps(Device(gpu, recorder.kernel_for, empty_on(memory.META)))

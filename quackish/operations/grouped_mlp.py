@@ -11,7 +11,7 @@ from quackish.ops.grouped_mlp import grouped_mlp
 from quackish.reference.grouped_mlp import GATED
 from quackish.types import Activation
 
-_SHARES = (8, 0, 4, 2, 1)  # of the rows, per group: one of five groups is empty
+_SHARES = (8, 0, 4, 2, 1)  # shares of the rows; one of five groups is empty
 
 
 def weights(new: Maker, h: int, i: int, experts: int, options: Options) -> Args:

@@ -39,7 +39,7 @@ class Option(NamedTuple):
     """An option of the commands. An option `chunk_size` is `--chunk-size` on the command line."""
 
     keyword: str | None  # the argument of the call that it sets; None: `Operation.make` reads it
-    arguments: dict[str, Any]  # of argparse's add_argument
+    arguments: dict[str, Any]  # arguments of argparse's add_argument
     tensor: Callable[..., Tensor] | None = None  # (maker, *shape) -> the argument; None: the value as given
 
 
@@ -66,7 +66,7 @@ class Operation:
     leaves: tuple[str, ...]  # the arguments that get gradients
     kernel: str  # a GPU without this kernel runs the portable path
     dims: tuple[str, ...]  # the names of the sizes, such as ("M", "N"); rows (tokens) come first
-    example: str  # of a shape
+    example: str  # a shape
     small: tuple[int, ...]  # maximum sizes without a GPU
     model_shapes: Callable[[Model, int], Shapes]  # (model, tokens)
     make: Callable[[Maker, tuple[int, ...], Options], Args]  # the arguments besides those that options set
@@ -119,13 +119,13 @@ class Operation:
         return {name: t.detach() for name, t in found.items() if t is not None}
 
 
-def in_fp64(args: Args) -> Args:
-    """The same numbers in fp64 on the CPU: with backend "reference", a call gives the true results."""
+def in_fp64(args: Args, device: torch.device | str = "cpu") -> Args:
+    """The same numbers in fp64: with backend "reference", a call gives the true results."""
 
     def convert(arg: Any) -> Any:
         if not isinstance(arg, Tensor):
             return arg
-        t = arg.detach().cpu()
+        t = arg.detach().to(device)
         return t.double().requires_grad_(arg.requires_grad) if t.is_floating_point() else t
 
     return {name: convert(arg) for name, arg in args.items()}

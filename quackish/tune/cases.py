@@ -20,7 +20,7 @@ Build = Callable[[Any], Run]  # (config) -> Run; compiles or loads the kernel, a
 
 
 def prepare(kernel: str, problem: Any, sizes: Mapping[str, int], device: torch.device) -> Build:
-    """Makes data for `problem` at `sizes` (those of quackish.work). All runs that are built share it."""
+    """Makes data for `problem` at `sizes`, as named in quackish.work. All runs that are built share it."""
     make_run = CASES[kernel](problem, sizes, device)
     name = name_of(kernel, problem)
 
@@ -82,7 +82,7 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
 
     def padded(dtype: str | None, rows: int, columns: int) -> Tensor | None:
-        """Rows are aligned to 128 bytes, as those of exp_logits."""
+        """Rows are aligned to 128 bytes, as in exp_logits."""
         if dtype is None:
             return None
         return torch.zeros(rows, -(-columns // 64) * 64, dtype=_dtype(dtype), device=device)[:, :columns]

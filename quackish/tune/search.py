@@ -40,7 +40,7 @@ class Outcome:
     us: list[float]  # median of each shape
     analytical_us: list[float]
     gain: float = 1.0  # speedup over the analytical choice, geometric mean over shapes
-    noise: float = 0.0  # of the gain: how far two measurements of the analytical choice are apart
+    noise: float = 0.0  # how far two measurements of the analytical choice are apart
     why: str = ""  # why the analytical choice stays
     dropped: tuple[tuple[Any, str], ...] = ()  # configs that did not launch or gave other results, with reasons
 
@@ -61,7 +61,7 @@ def search(
     def times(
         prepare: Prepare, tried: Sequence[Any], phase: str, rounds: int, block: int, turns: int
     ) -> list[list[float]]:
-        """Microseconds [config][turn]. The data is freed on return: that of two shapes may not fit together."""
+        """Microseconds [config][turn]. The data is freed on return: two shapes may not fit together."""
         build = prepare()
         runs = {str(i): build(config) for i, config in enumerate(tried)}
         us: list[list[float]] = [[] for _ in tried]
@@ -165,7 +165,7 @@ def differs(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> 
 
 
 def examine(kernel: str, problem: Any, configs: Sequence[Any], gpu: Gpu) -> Iterator[bool]:
-    """Whether each config compiles without spilling registers: about a second per config, on all cores.
+    """True for each config that compiles without spilling registers. Takes about a second per config, on all cores.
 
     Kernels of those configs are also stored in the cache. Raises FileNotFoundError without cuobjdump.
     """
