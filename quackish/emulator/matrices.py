@@ -1,0 +1,221 @@
+"""Matrices of tensor cores: descriptors of matrices in shared memory, fragments in registers, tensor memory.
+
+Everything here is a function of numbers and arrays. A product is `a @ b.T` of fp32 arrays of (m, k) and (n, k): "The
+accumulation order, rounding, and handling of subnormal inputs are unspecified." Quotations are from the PTX ISA.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from quackish.emulator import numbers
+from quackish.emulator.errors import Fault
+from quackish.emulator.swizzle import Swizzle
+
+_REPEAT = 1024  # swizzles are functions of an address modulo this
+
+
+class Descriptor(NamedTuple):
+    """A matrix in shared memory. Offsets are in bytes; PTX calls them LBO and SBO."""
+
+    start: int
+    leading_offset: int
+    stride_offset: int
+    swizzle: Swizzle
+
+
+def _field(bits: int, first: int, last: int) -> int:
+    return bits >> first & ((1 << (last - first + 1)) - 1)
+
+
+_SWIZZLES_SM90 = [Swizzle.NONE, Swizzle.B128, Swizzle.B64, Swizzle.B32]
+_SWIZZLES_SM100 = {
+    0: Swizzle.NONE,
+    1: Swizzle.B128_ATOM_32B,
+    2: Swizzle.B128,
+    4: Swizzle.B64,
+    6: Swizzle.B32,
+}
+
+
+def descriptor_sm90(bits: int) -> Descriptor:
+    """Of wgmma. (Matrix Descriptor Format)"""
+    _refuse_bits(bits, [(14, 15), (30, 31), (46, 48), (52, 61)], "a matrix descriptor of wgmma")
+    return _descriptor(bits, _SWIZZLES_SM90[_field(bits, 62, 63)])
+
+
+def descriptor_sm100(bits: int) -> Descriptor:
+    """Of tcgen05. (Shared memory descriptor)"""
+    _refuse_bits(bits, [(14, 15), (30, 31)], "a matrix descriptor of tcgen05")
+    # "46-48: Fixed constant value of 0b001", "53-60: Fixed constant value of 0b00000000"
+    if _field(bits, 46, 48) != 1 or _field(bits, 53, 60) != 0:
+        raise Fault(f"matrix descriptor {bits:#018x} of tcgen05: bits 46 to 48 must be 0b001, and bits 53 to 60 zero")
+    if _field(bits, 52, 52):
+        raise NotImplementedError(f"matrix descriptor {bits:#018x} with an absolute address of the leading dimension")
+    mode = _field(bits, 61, 63)
+    if mode not in _SWIZZLES_SM100:
+        raise Fault(f'matrix descriptor {bits:#018x}: swizzling mode {mode}; "Values 3, 5 and 7 are invalid"')
+    return _descriptor(bits, _SWIZZLES_SM100[mode])
+
+
+def _refuse_bits(bits: int, reserved: list[tuple[int, int]], what: str) -> None:
+    for first, last in reserved:
+        if _field(bits, first, last):
+            raise Fault(f"{what}, {bits:#018x}, has reserved bits set between {first} and {last}")
+
+
+def _descriptor(bits: int, swizzle: Swizzle) -> Descriptor:
+    # "The value of base offset is 0 when the repeating pattern of the specified swizzling mode starts" at a multiple of
+    # 1024, 512 or 256 bytes. "This is valid for all swizzling modes except the no-swizzle mode."
+    if _field(bits, 49, 51) and swizzle is not Swizzle.NONE:
+        raise NotImplementedError(f"matrix descriptor {bits:#018x} with base offset {_field(bits, 49, 51)}")
+    # "matrix-descriptor-encode(x) = (x & 0x3FFFF) >> 4"
+    return Descriptor(_field(bits, 0, 13) << 4, _field(bits, 16, 29) << 4, _field(bits, 32, 45) << 4, swizzle)
+
+
+# Element types, by PTX's names: bytes, and a function from unsigned integers to fp32.
+ELEMENT_BYTES = {"bf16": 2, "f16": 2, "tf32": 4}
+_TO_F32 = {
+    "bf16": numbers.bf16_to_f32,
+    "f16": lambda bits: bits.view(np.float16).astype(np.float32),
+    "tf32": lambda bits: numbers.f32_to_tf32(bits.view(np.float32)),
+}
+
+
+def in_shared_memory(shared: np.ndarray, descriptor: Descriptor, rows: int, element: str, mn_major: bool) -> np.ndarray:
+    """A matrix of `rows` x 32 bytes of k as fp32; rows are those of A (m) or the columns of B (n).
+
+    `shared` is the CTA's shared memory as unsigned integers of the element's size.
+    """
+    width = ELEMENT_BYTES[element]
+    base = descriptor.start // _REPEAT * _REPEAT
+    indices, last = _indices(rows, width, descriptor._replace(start=descriptor.start - base), mn_major)
+    if base // width + last >= len(shared):
+        end = base + (last + 1) * width
+        raise Fault(
+            f"a matrix of {rows} rows ends at {end:#x} in shared memory of {shared.nbytes:#x} bytes: {descriptor}"
+        )
+    return _TO_F32[element](shared[base // width :][indices])
+
+
+@functools.lru_cache(1024)
+def _indices(rows: int, width: int, descriptor: Descriptor, mn_major: bool) -> tuple[np.ndarray, int]:
+    """(indices of elements of `width` bytes in an array (rows, k), the last index); k elements are 32 bytes."""
+    _, leading, stride, swizzle = descriptor
+    row, k = np.arange(rows)[:, None], np.arange(32 // width)[None, :]
+    chunk = 16 // width  # the elements of 16 bytes; T in the manual's table "Canonical Layouts"
+    if mn_major:
+        if width != 2:
+            raise NotImplementedError(f"a transposed matrix of elements of {width} bytes")
+        span = swizzle.span // width  # rows that are side by side in an atom
+        if swizzle is Swizzle.NONE:  # ((T,1,m),(8,k)):((1,T,SBO),(1T,LBO)); with a swizzle LBO and SBO change places
+            leading, stride = stride, leading
+        offsets = (row % span) * width + (row // span) * leading + (k % 8) * swizzle.span + (k // 8) * stride
+    elif swizzle is Swizzle.NONE:  # ((8,m),(T,2k)):((1T,SBO),(1,LBO))
+        offsets = (row % 8) * 16 + (row // 8) * stride + (k % chunk) * width + (k // chunk) * leading
+    else:  # 128 bytes: ((8,m),(T,2k)):((8T,SBO),(1,T)); LBO is "not used, assumed to be 1"
+        offsets = (row % 8) * swizzle.span + (row // 8) * stride + k * width
+    indices = swizzle(descriptor.start + offsets) // width
+    return indices, int(indices.max())
+
+
+# Fragments of a warp group. Thread t is thread t % 4 of group t % 32 // 4 of warp t // 32.
+
+
+def accumulator_to_registers(d: np.ndarray) -> np.ndarray:
+    """(64, n) -> (n / 2, 128): register i of each thread. (wgmma's figure of accumulator matrix D)
+
+    Register i has row 16 * warp + 8 * (i / 2 % 2) + group and column 8 * (i / 4) + 2 * (t % 4) + i % 2.
+    """
+    n = d.shape[1]
+    split = d.reshape(4, 2, 8, n // 8, 4, 2)  # warp, i / 2 % 2, group; i / 4, t % 4, i % 2
+    return split.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, 128)
+
+
+def registers_to_accumulator(registers: np.ndarray) -> np.ndarray:
+    """The inverse of `accumulator_to_registers`."""
+    n = 2 * len(registers)
+    return registers.reshape(n // 8, 2, 2, 4, 8, 4).transpose(3, 1, 4, 0, 5, 2).reshape(64, n)
+
+
+def registers_to_a(registers: np.ndarray, element: str) -> np.ndarray:
+    """(4, 128) registers as uint32 -> A as fp32, (64, 32 bytes). (wgmma's figures of multiplicand A in registers)
+
+    Register i has row 16 * warp + 8 * (i % 2) + group and the 4 bytes of columns at 4 * (t % 4) + 16 * (i / 2).
+    """
+    width = ELEMENT_BYTES[element]
+    bits = np.ascontiguousarray(registers).view({2: np.uint16, 4: np.uint32}[width])
+    split = bits.reshape(2, 2, 4, 8, 4, 4 // width)  # i / 2, i % 2; warp, group, t % 4; element
+    return _TO_F32[element](np.ascontiguousarray(split.transpose(2, 1, 3, 0, 4, 5)).reshape(64, 32 // width))
+
+
+# tcgen05
+
+
+@dataclasses.dataclass(frozen=True)
+class InstructionDescriptor:
+    """Of tcgen05.mma with .kind::f16 or .kind::tf32, dense."""
+
+    d: str  # types
+    a: str
+    b: str
+    negate_a: bool
+    negate_b: bool
+    mn_major_a: bool  # PTX: transpose
+    mn_major_b: bool
+    m: int
+    n: int
+
+
+_D_TYPES = {0: "f16", 1: "f32"}
+_AB_TYPES = {"f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}}
+
+
+def instruction_descriptor(bits: int, kind: str, ctas: int) -> InstructionDescriptor:
+    """`kind` is "f16" or "tf32", `ctas` is 1 or 2 (.cta_group). (Instruction descriptor; Matrix Shape)"""
+    if bits & (1 << 6 | 1 << 23 | 1 << 29):
+        raise Fault(f"instruction descriptor {bits:#010x} has reserved bits set: 6, 23 and 29 must be 0")
+    if _field(bits, 0, 3) or _field(bits, 30, 31):
+        raise NotImplementedError(f"instruction descriptor {bits:#010x}: sparse, saturating or shifting B")
+    types = _AB_TYPES[kind]
+    d, a, b = _D_TYPES.get(_field(bits, 4, 5)), types.get(_field(bits, 7, 9)), types.get(_field(bits, 10, 12))
+    if d is None or a is None or b is None or (d == "f16" and (a, b) != ("f16", "f16")):
+        raise Fault(f"instruction descriptor {bits:#010x} has types that .kind::{kind} lacks")
+    m, n = _field(bits, 24, 28) << 4, _field(bits, 17, 22) << 3
+    shapes, step = ((64, 128), 8) if ctas == 1 else ((128, 256), 16)
+    if m not in shapes or n % step or not step <= n <= 256:
+        raise Fault(f"tcgen05.mma of {m} x {n} by {ctas} CTAs; m is one of {shapes}, n a multiple of {step} up to 256")
+    negate_a, negate_b, mn_major_a, mn_major_b = (bool(bits >> bit & 1) for bit in (13, 14, 15, 16))
+    return InstructionDescriptor(d, a, b, negate_a, negate_b, mn_major_a, mn_major_b, m, n)
+
+
+class TensorAddress(NamedTuple):
+    """Bits 31-16 are the lane, bits 15-0 the column. Tensor memory has 128 lanes and 512 columns of 32 bits."""
+
+    lane: int
+    column: int
+
+
+def tensor_address(bits: int) -> TensorAddress:
+    address = TensorAddress(bits >> 16, bits & 0xFFFF)
+    if address.lane >= 128 or address.column >= 512:
+        raise Fault(f"address {bits:#010x} is outside tensor memory: lane {address.lane}, column {address.column}")
+    return address
+
+
+def accumulator_to_lanes(d: np.ndarray, ctas: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Where tensor memory has D, for each CTA: (lanes, values of these lanes). (Data Path Layout Organization, dense)
+
+    Lanes count from the lane of D's address, columns from its column.
+    """
+    m, n = d.shape
+    lanes = np.arange(128)
+    if (m, ctas) == (64, 1):  # layout F: the first half of each warp's lanes
+        return [(lanes.reshape(4, 2, 16)[:, 0].reshape(-1), d)]
+    if (m, ctas) == (128, 2):  # layout B: a CTA has 64 rows, and the right half of D is in lanes 64 and above
+        halves = [d[64 * cta : 64 * cta + 64] for cta in range(2)]
+        return [(lanes, np.concatenate([half[:, : n // 2], half[:, n // 2 :]])) for half in halves]
+    assert (m, ctas) in ((128, 1), (256, 2)), (m, ctas)  # layouts D and A
+    return [(lanes, d[128 * cta : 128 * cta + 128]) for cta in range(ctas)]

@@ -1,0 +1,30 @@
+"""Swizzles: permutations of the 16-byte chunks of shared memory, for tensor maps and matrix descriptors."""
+
+import enum
+from typing import Any
+
+
+class Swizzle(enum.Enum):
+    """(bits, chunk): within 128 bytes of shared memory, chunks of `2 ** chunk` bytes change places."""
+
+    NONE = (0, 4)
+    B32 = (1, 4)
+    B64 = (2, 4)
+    B128 = (3, 4)
+    B128_ATOM_32B = (2, 5)
+
+    @property
+    def span(self) -> int:
+        """The bytes of a row of the pattern; 16 without a swizzle."""
+        bits, chunk = self.value
+        return 1 << (bits + chunk)
+
+    def __call__(self, addresses: Any) -> Any:
+        """Where shared memory holds what would be at `addresses` (numbers or an array) without the swizzle.
+
+        "The following table, where each element (numbered cell) is 16 byte and the starting address is 1024 bytes
+        aligned, shows the pattern of the destination data layout": row r of 128 bytes has element e ^ r at place e.
+        (PTX, Swizzling Modes)
+        """
+        bits, chunk = self.value
+        return addresses ^ (((addresses >> 7) & ((1 << bits) - 1)) << chunk)

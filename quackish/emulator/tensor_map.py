@@ -1,0 +1,187 @@
+"""Tensor maps: the 128-byte descriptors of global tensors that TMA copies boxes of.
+
+Their format is not documented. What is here was read off the maps that the host code of CuTe DSL encodes: words are
+little-endian and have 64 bits, and the last eight are never written.
+
+    word 0      the address
+    word 1      bits 4-6: rank - 1; 7-10: the element type; 13-14: the swizzle; 17-18: L2 promotion; from bit 32: the
+                first stride / 16
+    word 2, 3   the other strides / 16, with 32 bits each; from bit 32 of word 3, four further bits for each stride
+    word 4 to 6 sizes - 1, with 32 bits each
+    word 6, 7   the box's sizes - 1, with 8 bits each: the first from bit 56 of word 6, the others in word 7
+
+Quotations are from the documentation of `cuTensorMapEncodeTiled` unless they name another source.
+"""
+
+import dataclasses
+import functools
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quackish.emulator import numbers
+from quackish.emulator.errors import Fault
+from quackish.emulator.swizzle import Swizzle
+
+BYTES = 128
+_MEANINGFUL = 64
+
+# Bit 1 is always set, and bit 21 depends on the tensor's size; neither changes what is copied. No more does L2
+# promotion. Interleaved layouts, NaN for elements outside, and im2col have bits of their own, which are unknown.
+_ALWAYS, _WITHOUT_EFFECT = 1 << 1, 1 << 17 | 1 << 18 | 1 << 21
+_FIELDS = 7 << 4 | 15 << 7 | 3 << 13
+
+# Only these types were seen.
+_ELEMENTS = {6: "f16", 7: "f32", 10: "bf16"}
+_ELEMENT_BYTES = {"f16": 2, "f32": 4, "bf16": 2}
+_SWIZZLES = [Swizzle.NONE, Swizzle.B32, Swizzle.B64, Swizzle.B128]
+
+
+BytesAt = Callable[[int, int], np.ndarray]  # (address, bytes) -> the bytes of global memory, to read and to write
+
+
+class Window(NamedTuple):
+    """The part of a box that is inside the tensor, as rows of bytes."""
+
+    addresses: np.ndarray  # uint64, of each row in global memory; its shape is that of the outer dimensions
+    row_bytes: int
+    part: tuple[slice, ...]  # of the box as an array of bytes of shape `TensorMap.byte_shape`
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMap:
+    """Dimension 0 is the fastest one, as in PTX's coordinates."""
+
+    address: int
+    element: str  # such as "bf16"
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes, of dimensions 1 and above
+    box: tuple[int, ...]
+    swizzle: Swizzle
+
+    @property
+    def rank(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def element_bytes(self) -> int:
+        return _ELEMENT_BYTES[self.element]
+
+    @property
+    def byte_shape(self) -> tuple[int, ...]:
+        """The box as an array of bytes, slowest dimension first."""
+        return (*reversed(self.box[1:]), self.box[0] * self.element_bytes)
+
+    @property
+    def box_bytes(self) -> int:
+        """What a load adds to its mbarrier, wherever the box is: elements outside the tensor count."""
+        return int(np.prod(self.byte_shape))
+
+    def window(self, coordinates: tuple[int, ...]) -> Window:
+        """What a box at `coordinates` has of the tensor; no rows if it is outside."""
+        if len(coordinates) != self.rank:
+            raise Fault(f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}: {self}")
+        spans = []
+        for start, box, size in zip(coordinates, self.box, self.sizes, strict=True):
+            first = min(max(0, -start), box)
+            spans.append((first, max(first, min(box, size - start))))
+        width = self.element_bytes
+        first, last = spans[0]
+        # Addresses wrap around at 2^64: maps of ragged tensors have sizes and strides that rely on it.
+        addresses = np.uint64((self.address + (coordinates[0] + first) * width) % 2**64)
+        for start, stride, span in zip(coordinates[1:], self.strides, spans[1:], strict=True):
+            index = start + np.arange(*span, dtype=np.int64)
+            addresses = index.astype(np.uint64).reshape(-1, *[1] * addresses.ndim) * np.uint64(stride) + addresses
+        part = (*(slice(*span) for span in reversed(spans[1:])), slice(first * width, last * width))
+        return Window(np.asarray(addresses), (last - first) * width, part)
+
+    def load(self, coordinates: tuple[int, ...], bytes_at: BytesAt) -> tuple[np.ndarray, int]:
+        """(the bytes of a box, how many of them come from memory); zeros outside the tensor."""
+        box, window = np.zeros(self.byte_shape, np.uint8), self.window(coordinates)
+        size = window.addresses.size * window.row_bytes
+        if size:
+            rows = [bytes_at(address, window.row_bytes) for address in window.addresses.ravel().tolist()]
+            inside = box[window.part]
+            inside[...] = np.concatenate(rows).reshape(inside.shape)
+        return box.reshape(-1), size
+
+    def store(self, coordinates: tuple[int, ...], box: np.ndarray, bytes_at: BytesAt, add: bool = False) -> int:
+        """Writes the bytes of a box, or adds their numbers. Returns how many bytes are inside the tensor."""
+        window = self.window(coordinates)
+        size = window.addresses.size * window.row_bytes
+        if size:
+            rows = box.reshape(self.byte_shape)[window.part].reshape(-1, window.row_bytes)
+            for address, row in zip(window.addresses.ravel().tolist(), rows, strict=True):
+                memory = bytes_at(address, window.row_bytes)
+                memory[:] = self._added(memory, row) if add else row
+        return size
+
+    def shared_offsets(self, offset: int) -> np.ndarray:
+        """Where shared memory has each byte of a box that begins at `offset`, in the box's order."""
+        # "Shared memory address: must be 128 byte aligned." (CUDA Programming Guide, multi-dimensional bulk copies)
+        if offset % 128:
+            raise Fault(f"a box of a tensor map at {offset:#x} in shared memory, which is not a multiple of 128")
+        return _box_offsets(self.box_bytes, offset % 1024, self.swizzle) + (offset - offset % 1024)
+
+    def _added(self, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """The bytes of old + new."""
+        dtype: Any = np.float32 if self.element == "f32" else np.uint16
+        add = {"f32": numbers.add, "f16": numbers.add_f16, "bf16": numbers.add_bf16}[self.element]
+        return add(*(np.ascontiguousarray(data).view(dtype) for data in (old, new))).view(np.uint8)
+
+
+def decode(data: bytes) -> TensorMap:
+    """The tensor map in 128 bytes. Raises Fault if no map can be like that, NotImplementedError for unknown bits."""
+    return _decode(bytes(data[:_MEANINGFUL]))
+
+
+@functools.lru_cache(1024)
+def _decode(data: bytes) -> TensorMap:
+    words = struct.unpack("<8Q", data)
+    flags = words[1] & 0xFFFFFFFF
+    unknown = flags & ~(_FIELDS | _ALWAYS | _WITHOUT_EFFECT)
+    rank = (flags >> 4 & 7) + 1
+    element = _ELEMENTS.get(flags >> 7 & 15)
+    if not flags & _ALWAYS or rank > 5:
+        raise Fault(f"the bytes at the address of a tensor map are none: {data[:16].hex()}...")
+    if element is None:
+        raise NotImplementedError(f"a tensor map of elements of type {flags >> 7 & 15}; known: {_ELEMENTS}")
+    if unknown or words[6] >> 32 & 0xFFFFFF or words[7] >> 32:
+        raise NotImplementedError(
+            f"a tensor map with unknown bits {unknown:#x}, {words[6] >> 32 & 0xFFFFFF:#x}, {words[7] >> 32:#x}: "
+            "interleaved, im2col, strided in elements, or filled with NaN"
+        )
+    halves = [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)]
+    strides = [(halves[3 + i] | (halves[7] >> 4 * i & 15) << 32) * 16 for i in range(rank - 1)]
+    boxes = [words[6] >> 56, *(words[7] >> 8 * i & 255 for i in range(4))]
+    decoded = TensorMap(
+        address=words[0],
+        element=element,
+        sizes=tuple(size + 1 for size in halves[8 : 8 + rank]),
+        strides=tuple(strides),
+        box=tuple(size + 1 for size in boxes[:rank]),
+        swizzle=_SWIZZLES[flags >> 13 & 3],
+    )
+    _check(decoded)
+    return decoded
+
+
+def _check(tensor_map: TensorMap) -> None:
+    if tensor_map.address % 16:
+        raise Fault(f'"globalAddress [...] must be 16 byte aligned": {tensor_map}')
+    inner = tensor_map.byte_shape[-1]
+    if inner % 16:
+        raise Fault(f'"boxDim[0] * elementSizeInBytes(tensorDataType) must be a multiple of 16 bytes": {tensor_map}')
+    if tensor_map.swizzle is not Swizzle.NONE and inner > tensor_map.swizzle.span:
+        raise Fault(
+            f'"the bounding box inner dimension [...] must be less than or equal to the swizzle size": {tensor_map}'
+        )
+    if tensor_map.swizzle is not Swizzle.NONE and inner < tensor_map.swizzle.span:
+        raise NotImplementedError(f"a box that is narrower than its swizzle: {tensor_map}")
+
+
+@functools.lru_cache(256)
+def _box_offsets(size: int, offset: int, swizzle: Swizzle) -> np.ndarray:
+    return swizzle(offset + np.arange(size, dtype=np.intp))
