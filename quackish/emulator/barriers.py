@@ -1,0 +1,157 @@
+"""Barriers: mbarriers in shared memory, named barriers of a CTA, and the barrier of a cluster."""
+
+from typing import Any
+
+from quackish.emulator.errors import Fault
+from quackish.emulator.threads import Cta, Parked, num_warps
+
+# "Valid range of tx-count, pending and expected arrival count" (PTX, Contents of the mbarrier object): the counts of
+# arrivals go from 1 (a pending count from 0), tx-count from the negative limit, to 2^20 - 1.
+MAX_COUNT = (1 << 20) - 1
+
+
+class Mbarrier:
+    """An mbarrier object. A phase ends when no arrival and no transaction is pending."""
+
+    def __init__(self, cta: Cta, offset: int, count: int):
+        if not 1 <= count <= MAX_COUNT:
+            raise Fault(f"mbarrier.init with a count of {count}; valid are 1 to {MAX_COUNT}")
+        self.cta, self.offset, self.count = cta, offset, count
+        self.pending, self.transactions, self.phase = count, 0, 0
+        self.waiting: list[Parked] = []
+
+    def __str__(self) -> str:
+        return (
+            f"mbarrier at {self.offset:#x} of {self.cta}: phase {self.phase}, {self.pending} of {self.count} arrivals "
+            f"and {self.transactions} bytes pending"
+        )
+
+    def arrive(self, count: int) -> None:
+        # "count ... must be in the range of the pending count" : an arrival beyond it would make the count negative
+        if not 1 <= count <= self.pending:
+            raise Fault(f"{count} arrivals at an mbarrier that expects {self.pending} more: {self}")
+        self.pending -= count
+        self._check()
+
+    def expect(self, size: int) -> None:
+        self._add_transactions(size)
+
+    def complete(self, size: int) -> None:
+        self._add_transactions(-size)
+        self._check()
+
+    def _add_transactions(self, size: int) -> None:
+        self.transactions += size
+        if abs(self.transactions) > MAX_COUNT:
+            raise Fault(f"transaction bytes outside -(2^20 - 1) to 2^20 - 1: {self}")
+
+    def _check(self) -> None:
+        self.cta.grid.num_events += 1
+        if self.pending == 0 and self.transactions == 0:
+            self.phase += 1
+            self.pending = self.count
+            self.cta.grid.num_phases += 1
+            waiting, self.waiting = self.waiting, []
+            for parked in waiting:
+                parked.release()
+
+    def has_completed(self, parity: int) -> bool:
+        """Whether the phase with this parity, the current or the previous one, has completed."""
+        return self.phase & 1 != parity & 1
+
+
+def mbarrier_at(cta: Cta, offset: int) -> Mbarrier:
+    barrier = cta.mbarriers.get(offset)
+    if barrier is None:
+        raise Fault(f"there is no initialized mbarrier at {offset:#x} of {cta}")
+    return barrier
+
+
+class NamedBarrier:
+    """One of a CTA's 16 barriers."""
+
+    def __init__(self, cta: Cta, number: int):
+        self.cta, self.number = cta, number
+        self.expected: int | None = None  # threads, or None for all of the CTA
+        self.warps = self.arrived = 0
+        self.waiting: list[Parked] = []
+
+    def __str__(self) -> str:
+        expected = "all" if self.expected is None else self.expected
+        return f"barrier {self.number} of {self.cta}: {32 * self.warps} of {expected} threads arrived"
+
+    def arrive(self, lanes_mask: int, expected: int | None) -> None:
+        if self.warps and expected != self.expected:
+            raise Fault(f"a thread expects {expected} threads, others {self.expected}: {self}")
+        # "Operands a, b, and d have type .u32; ... b specifies the number of threads participating in the barrier ...
+        # must be a multiple of warp size." (PTX, bar)
+        if expected is not None and (expected % 32 or expected == 0):
+            raise Fault(f"a barrier of {expected} threads, which is not a multiple of 32")
+        self.expected = expected
+        self.warps += num_warps(lanes_mask)
+        self.arrived |= lanes_mask
+
+    def check(self) -> None:
+        """Lets all go on if everybody has arrived."""
+        if not self.warps:
+            return
+        live_warps = num_warps(self.cta.live)
+        needed = live_warps if self.expected is None else self.expected // 32
+        if self.warps > needed and self.expected is not None:
+            raise Fault(f"more threads arrived than a barrier expects: {self}")
+        if self.warps >= needed:
+            self.cta.grid.num_events += 1
+            self.cta.grid.num_phases += 1
+            del self.cta.named_barriers[self.number]
+            for parked in self.waiting:
+                parked.release()
+
+
+def named_barrier(cta: Cta, number: int) -> NamedBarrier:
+    # "Each CTA has 16 barriers numbered 0..15" (PTX, bar)
+    if not 0 <= number < 16:
+        raise Fault(f"barrier number {number}; valid are 0 to 15")
+    return cta.named_barriers.setdefault(number, NamedBarrier(cta, number))
+
+
+class ClusterBarrier:
+    """The barrier of all threads of a cluster."""
+
+    def __init__(self, cluster: Any):
+        self.cluster = cluster
+        self.arrived: dict[int, int] = {}  # rank -> threads
+        self.waiting: list[Parked] = []
+
+    def __str__(self) -> str:
+        arrived = {f"rank {rank}": f"{mask.bit_count()} threads" for rank, mask in sorted(self.arrived.items())}
+        return f"barrier of the cluster: arrived {arrived}"
+
+    def arrive(self, cta: Cta, mask: int) -> None:
+        arrived = self.arrived.get(cta.rank, 0)
+        # "a thread that arrives again without having waited": "the behavior is undefined" (PTX, barrier.cluster)
+        if arrived & mask:
+            raise Fault("barrier.cluster.arrive by threads that have arrived and not waited")
+        self.arrived[cta.rank] = arrived | mask
+        cta.grid.num_events += 1
+        self.check()
+
+    def check(self) -> None:
+        # "all the non-exited threads of the cluster" (PTX, barrier.cluster)
+        if not self.arrived:
+            return
+        if any(cta.live & ~self.arrived.get(cta.rank, 0) for cta in self.cluster.ctas):
+            return
+        self.arrived = {}
+        self.cluster.grid.num_phases += 1
+        waiting, self.waiting = self.waiting, []
+        for parked in waiting:
+            parked.release()
+
+    def wait(self, cta: Cta, mask: int, block: int) -> None:
+        """Parks the threads of which the phase is not complete; the others go on at `block`."""
+        pending = self.arrived.get(cta.rank, 0) & mask
+        if pending:
+            self.waiting.append(cta.park(pending, block, "barrier.cluster.wait"))
+        cta.add(block, mask & ~pending)
+
+

@@ -1,0 +1,100 @@
+"""What PTX instructions mean, by chapter of the PTX manual.
+
+An entry of the table is an opcode with all its modifiers, as PTX writes it, and a signature. Opcodes are written with
+alternatives in braces: "add{,.rn}.{f32,f64}" stands for four opcodes. What is not in the table is refused, so a modifier
+that changes nothing here is listed because somebody looked at it.
+
+A signature says what operands are: "results = operands".
+
+    f32         a value of a register or an immediate; a register has the type's width
+    ~f32        the same, and the register may be wider (ld, st, cvt)
+    T           the type that ends the opcode
+    pred        a predicate
+    b32|pred    a pair of results, of which the second may be missing in the PTX
+    {b32*4}     a vector of four
+    [u64]       an address
+    [u64;4]     an address and four coordinates of a tensor
+    immediate   a Python integer
+    symbol      the name of a label
+    &{f32*64}   a vector of registers that the instruction updates itself: the indices of their rows
+
+Types are u, s, f with a width; b is u; bf16 and f16 are u16, and packed types u32 or u64: functions in `numbers` take and
+return bits.
+"""
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Form(NamedTuple):
+    opcode: str
+    results: tuple[str, ...]
+    operands: tuple[str, ...]
+    function: Callable
+    # "value": a function of arrays over the threads' span, whose results are stored for the threads that execute it.
+    # "action": a function of the Lanes that execute it and arrays over these alone. It returns its results.
+    # "control": like an action, and the last instruction of its block. It returns the next block, or None if it has
+    # put its threads somewhere itself.
+    kind: str
+    # Threads that must have come to the instruction before any executes it: "" (none), "members" (those in the
+    # instruction's last operand), "warp" (all of the warp that have not exited) or "warp group".
+    converged: str
+    polls: bool  # other threads shall run before it is executed again
+
+
+TABLE: dict[str, list[Form]] = {}
+
+
+def instruction(opcodes: str, signature: str, kind: str = "value", converged: str = "", polls: bool = False):
+    """Declares that a function executes the opcodes."""
+
+    def declare(function):
+        for opcode in expanded(opcodes):
+            results, operands = _signature(signature.replace("T", _type_of(opcode)))
+            TABLE.setdefault(opcode, []).append(Form(opcode, results, operands, function, kind, converged, polls))
+        return function
+
+    return declare
+
+
+def action(opcodes: str, signature: str, converged: str = "", polls: bool = False):
+    return instruction(opcodes, signature, "action", converged, polls)
+
+
+def control(opcodes: str, signature: str, converged: str = "", polls: bool = False):
+    return instruction(opcodes, signature, "control", converged, polls)
+
+
+def expanded(opcodes: str) -> list[str]:
+    """All opcodes that a string with alternatives in braces stands for."""
+    parts = re.split(r"\{([^}]*)\}", opcodes)
+    choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
+    return ["".join(choice) for choice in itertools.product(*choices)]
+
+
+def _type_of(opcode: str) -> str:
+    return opcode.rpartition(".")[2]
+
+
+def _signature(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    results, operands = text.split("=") if "=" in text else ("", text)
+    return tuple(results.split(",") if results.strip() else ()), tuple(operands.split(",") if operands.strip() else ())
+
+
+def load() -> dict[str, list[Form]]:
+    """The table, filled."""
+    from quackish.emulator.isa import (  # noqa: F401: importing them declares their instructions
+        arithmetic,
+        async_copy,
+        control,
+        conversion,
+        data_movement,
+        logic,
+        synchronization,
+        warp,
+        wgmma,
+    )
+
+    return TABLE

@@ -1,0 +1,206 @@
+"""Global memory (regions of host memory), shared memory and the windows of generic addresses."""
+
+import bisect
+import ctypes
+import gc
+from collections.abc import Iterable
+
+import numpy as np
+
+from quackish.emulator.errors import Fault
+
+# Generic addresses: global memory has the host's addresses, other state spaces have windows that no host address is in.
+SHARED_WINDOW = 1 << 60
+PARAMETER_WINDOW = 1 << 61
+
+SYSTEM_SHARED_BYTES = 1024  # the system's part of a CTA's shared memory, at its beginning
+RANK_SHIFT = 24  # an address of shared::cluster is the CTA's rank in the cluster and an offset
+OFFSET_MASK = (1 << RANK_SHIFT) - 1
+
+POISON = 0xFF  # every byte of shared memory and registers before it is written: NaN as a float, -1 as an integer
+
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_STEPS = {count: np.arange(count) for count in (1, 2, 4, 8)}
+
+
+class GlobalMemory:
+    """The regions of host memory that a launch may access, and the bytes it requested.
+
+    `find_regions(search)` returns (address, bytes) pairs: what is known, or with `search` all that can be found. The
+    search comes before an access outside known regions is reported.
+    """
+
+    def __init__(self, find_regions):
+        self._find_regions = find_regions
+        self.bytes_read = self.bytes_written = 0
+        self._set(find_regions(False))
+
+    def _set(self, regions: Iterable[tuple[int, int]]) -> None:
+        self._bases, self._ends, self._views = [], [], []
+        for base, size in sorted(regions):
+            self._bases.append(base)
+            self._ends.append(base + size)
+            self._views.append({})
+
+    def _index(self, low: int, high: int) -> int:
+        """The region that has the bytes from `low` to `high`."""
+        found = self._lookup(low, high)
+        if found < 0:
+            self._set(self._find_regions(True))
+            found = self._lookup(low, high)
+        if found < 0:
+            raise Fault(f"access of global memory at [{low:#x}, {high:#x}), outside every tensor{self._nearest(low)}")
+        return found
+
+    def _lookup(self, low: int, high: int) -> int:
+        found = bisect.bisect_right(self._bases, low) - 1
+        return found if found >= 0 and high <= self._ends[found] else -1
+
+    def _nearest(self, address: int) -> str:
+        if not self._bases:
+            return ": no tensor is known"
+        nearest = min(
+            range(len(self._bases)),
+            key=lambda i: max(self._bases[i] - address, address - self._ends[i] + 1, 0),
+        )
+        base, end = self._bases[nearest], self._ends[nearest]
+        if address < base:
+            return f", {base - address} bytes before the nearest one of {end - base} bytes"
+        return f", at byte {address - base} of the nearest one, which has {end - base} bytes"
+
+    def _view(self, region: int, width: int) -> np.ndarray:
+        views = self._views[region]
+        if width not in views:
+            base, size = self._bases[region], self._ends[region] - self._bases[region]
+            host = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(base))
+            views[width] = host[: size // width * width].view(_UNSIGNED[width])
+        return views[width]
+
+    def _located(self, addresses: np.ndarray, width: int, count: int):
+        """Yields (threads, view, indices), one for each region that the threads access."""
+        size = width * count
+        _check_alignment(addresses, size, "global")
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        region = self._lookup(low, high)
+        if region >= 0:
+            yield slice(None), self._view(region, width), self._indices(addresses, region, width)
+            return
+        regions = np.array([self._index(address, address + size) for address in addresses.tolist()])
+        for region in np.unique(regions).tolist():
+            threads = np.flatnonzero(regions == region)
+            yield threads, self._view(region, width), self._indices(addresses[threads], region, width)
+
+    def _indices(self, addresses: np.ndarray, region: int, width: int) -> np.ndarray:
+        offsets = addresses - np.uint64(self._bases[region])
+        if self._bases[region] % width:
+            raise Fault(f"a tensor at {self._bases[region]:#x} is not aligned to its elements of {width} bytes")
+        return (offsets // np.uint64(width)).astype(np.intp)
+
+    def load(self, addresses: np.ndarray, width: int, count: int) -> np.ndarray:
+        """`count` elements of `width` bytes for each address: an unsigned array (addresses, count)."""
+        values = np.empty((len(addresses), count), _UNSIGNED[width])
+        for threads, view, indices in self._located(addresses, width, count):
+            values[threads] = view[indices[:, None] + _STEPS[count]]
+        self.bytes_read += values.nbytes
+        return values
+
+    def store(self, addresses: np.ndarray, values: list[np.ndarray]) -> None:
+        """Stores values[i] at the i-th element after each address."""
+        width = values[0].dtype.itemsize
+        for threads, view, indices in self._located(addresses, width, len(values)):
+            for i, value in enumerate(values):
+                view[indices + i] = value[threads]
+        self.bytes_written += len(addresses) * width * len(values)
+
+    def bytes_at(self, address: int, size: int) -> np.ndarray:
+        """The bytes themselves, to read or to write. The caller counts."""
+        region = self._index(address, address + size)
+        offset = address - self._bases[region]
+        return self._view(region, 1)[offset : offset + size]
+
+
+def _check_alignment(addresses: np.ndarray, size: int, space: str) -> None:
+    # "If an address is not properly aligned, the resulting behavior is undefined." Vector accesses are aligned to the
+    # whole vector: "The default alignment for vector variables is to a multiple of the overall vector size." (PTX,
+    # Operands: Alignment; Vectors)
+    if size > 1:
+        misaligned = (addresses & addresses.dtype.type(size - 1)) != 0
+        if misaligned.any():
+            address = int(addresses[misaligned][0])
+            raise Fault(f"misaligned access of {size} bytes of {space} memory at {address:#x}")
+
+
+class SharedMemory:
+    """The shared memory of one CTA. Offsets count from the beginning of its window."""
+
+    def __init__(self, size: int):
+        self.size = SYSTEM_SHARED_BYTES + size
+        self.bytes = np.full(-(-self.size // 16) * 16, POISON, np.uint8)
+        self.views = {width: self.bytes.view(dtype) for width, dtype in _UNSIGNED.items()}
+
+    def check(self, low: int, high: int) -> None:
+        if low < SYSTEM_SHARED_BYTES or high > self.size:
+            raise Fault(
+                f"access of shared memory at [{low:#x}, {high:#x}); the CTA has [{SYSTEM_SHARED_BYTES:#x}, {self.size:#x})"
+            )
+
+    def _indices(self, offsets: np.ndarray, width: int, count: int) -> np.ndarray:
+        _check_alignment(offsets, width * count, "shared")
+        self.check(int(offsets.min()), int(offsets.max()) + width * count)
+        return (offsets // offsets.dtype.type(width)).astype(np.intp)
+
+    def load(self, offsets: np.ndarray, width: int, count: int) -> np.ndarray:
+        return self.views[width][self._indices(offsets, width, count)[:, None] + _STEPS[count]]
+
+    def store(self, offsets: np.ndarray, values: list[np.ndarray]) -> None:
+        width = values[0].dtype.itemsize
+        indices = self._indices(offsets, width, len(values))
+        for i, value in enumerate(values):
+            self.views[width][indices + i] = value
+
+    def bytes_at(self, offset: int, size: int) -> np.ndarray:
+        self.check(offset, offset + size)
+        return self.bytes[offset : offset + size]
+
+
+class HostRegions:
+    """Which host memory kernels may access: storages of live CPU tensors, and regions that callers register."""
+
+    def __init__(self):
+        self.registered: dict[int, int] = {}  # address -> bytes
+        self._storages: list = []  # weak references
+
+    def __call__(self, search: bool) -> list[tuple[int, int]]:
+        """(address, bytes) of what is known and still alive; with `search`, of all tensors that Python knows.
+
+        A search looks at all objects, which takes tens of milliseconds.
+        """
+        import torch
+
+        if search:
+            self._storages = _storages_of_live_tensors()
+        regions = dict(self.registered)
+        for reference in self._storages:
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None and storage.data_ptr() and storage.nbytes():
+                regions[storage.data_ptr()] = storage.nbytes()
+        return list(regions.items())
+
+
+def _storages_of_live_tensors() -> list:
+    import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    references = {}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.Tensor) and candidate.device.type == "cpu":
+            try:
+                storage = candidate.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # a tensor without memory of its own
+                continue
+            if storage._cdata not in references:
+                references[storage._cdata] = StorageWeakRef(storage)
+    return list(references.values())
+
+
+host_regions = HostRegions()

@@ -1,0 +1,213 @@
+"""The threads of one CTA: registers, and fragments (threads that are at the same instruction)."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from quackish.emulator.memory import POISON, SharedMemory
+
+WARP = 32
+WARP_MASK = (1 << WARP) - 1
+
+# The views of registers, by PTX type. A row of such a view is a register, a column a thread.
+_VIEWS = {
+    "pred": ("pred", np.bool_),
+    **{f"{kind}16": ("b16", dtype) for kind, dtype in (("u", np.uint16), ("s", np.int16))},
+    **{f"{kind}32": ("b32", dtype) for kind, dtype in (("u", np.uint32), ("s", np.int32), ("f", np.float32))},
+    **{f"{kind}64": ("b64", dtype) for kind, dtype in (("u", np.uint64), ("s", np.int64), ("f", np.float64))},
+}
+VIEW_OF_TYPE = {name: index for index, name in enumerate(_VIEWS)}  # index in Lanes.rows
+_STORAGE = {"pred": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
+
+
+class Registers:
+    """All registers of a CTA, poisoned. `counts` is the number of registers of each width."""
+
+    def __init__(self, counts: dict[str, int], num_threads: int):
+        storage = {
+            width: np.full(
+                (counts.get(width, 0), num_threads), 0 if width == "pred" else int.from_bytes([POISON] * 8) % 2 ** (8 * np.dtype(dtype).itemsize), dtype
+            )
+            for width, dtype in _STORAGE.items()
+        }
+        self.rows = [storage[width].view(dtype) for width, dtype in _VIEWS.values()]
+
+
+class Lanes:
+    """Threads of a CTA that execute an instruction together.
+
+    Rows of registers are slices over `span`, the smallest range of threads that has all of them; `where` says which
+    threads of the span they are, or is None if they are all.
+    """
+
+    __slots__ = ("_threads", "count", "cta", "mask", "rows", "span", "where")
+
+    def __init__(self, cta: "Cta", mask: int):
+        self.cta, self.mask, self.count = cta, mask, mask.bit_count()
+        first, end = (mask & -mask).bit_length() - 1, mask.bit_length()
+        self.span = slice(first, end)
+        self.where = None if self.count == end - first else _bits(mask >> first, end - first)
+        self.rows = [view[:, self.span] for view in cta.registers.rows]
+        self._threads: np.ndarray | None = None
+
+    @property
+    def threads(self) -> np.ndarray:
+        """The numbers of the threads in the CTA."""
+        if self._threads is None:
+            span = np.arange(self.span.start, self.span.stop)
+            self._threads = span if self.where is None else span[self.where]
+        return self._threads
+
+    @property
+    def num_warps(self) -> int:
+        return num_warps(self.mask)
+
+    def warps(self) -> list[int]:
+        """The numbers of the warps that have any of the threads."""
+        return np.unique(self.threads // WARP).tolist()
+
+    def warp_groups(self) -> list[int]:
+        return np.unique(self.threads // (4 * WARP)).tolist()
+
+    def active(self, values: Any) -> np.ndarray:
+        """The values of these threads alone, of values over the span or one for all."""
+        if self.where is None:
+            return np.broadcast_to(values, self.count)
+        return np.broadcast_to(values, len(self.where))[self.where]
+
+    def subset_mask(self, chosen: np.ndarray) -> int:
+        """The mask of the chosen ones of the span's threads."""
+        if self.where is not None:
+            chosen = chosen & self.where
+        return int.from_bytes(np.packbits(chosen, bitorder="little").tobytes(), "little") << self.span.start
+
+    def subset_of_active(self, chosen: np.ndarray) -> int:
+        """The mask of the chosen ones of these threads."""
+        if self.where is None:
+            return self.subset_mask(chosen)
+        spread = np.zeros(len(self.where), np.bool_)
+        spread[self.where] = chosen
+        return self.subset_mask(spread)
+
+
+def _bits(mask: int, length: int) -> np.ndarray:
+    data = np.frombuffer(mask.to_bytes(-(-length // 8), "little"), np.uint8)
+    return np.unpackbits(data, count=length, bitorder="little").view(np.bool_)
+
+
+def warp_masks(mask: int) -> list[int]:
+    """The masks of all threads of each warp that has a thread in `mask`."""
+    masks, warp = [], 0
+    while mask >> warp:
+        if mask >> warp & WARP_MASK:
+            masks.append(WARP_MASK << warp)
+        warp += WARP
+    return masks
+
+
+def num_warps(mask: int) -> int:
+    return len(warp_masks(mask))
+
+
+@dataclasses.dataclass
+class Parked:
+    """Threads that wait for something. `release` lets them go on at `block`."""
+
+    cta: "Cta"
+    mask: int
+    block: int
+    reason: str
+    location: str = ""
+
+    def release(self) -> None:
+        self.cta.parked.remove(self)
+        self.cta.add(self.block, self.mask)
+
+
+class Cta:
+    """One CTA. The scheduler in `grid` runs its fragments."""
+
+    def __init__(self, grid: Any, cluster: Any, rank: int, index: tuple[int, int, int]):
+        self.grid, self.cluster, self.rank, self.index = grid, cluster, rank, index
+        self.num_threads = grid.num_threads
+        self.all_threads = (1 << self.num_threads) - 1
+        self.exited = 0
+        self.registers = Registers(grid.program.register_counts, self.num_threads)
+        self.shared = SharedMemory(grid.shared_bytes)
+        self.special = special_registers(grid, cluster, rank, index)
+        self.fragments: dict[int, int] = {0: self.all_threads}  # block -> threads that are at its beginning
+        self.parked: list[Parked] = []
+        self.yielded: set[int] = set()  # blocks that polled memory since others last ran
+        self.mbarriers: dict[int, Any] = {}  # offset in shared memory -> barriers.Mbarrier
+        self.named_barriers: dict[int, Any] = {}
+        self.failed_waits: set = set()  # see barriers.try_wait
+        self.block = 0  # the block that runs now
+        self._lanes: dict[int, Lanes] = {}
+
+    def __repr__(self) -> str:
+        return f"CTA {self.index}"
+
+    def lanes(self, mask: int) -> Lanes:
+        lanes = self._lanes.get(mask)
+        if lanes is None:
+            if len(self._lanes) > 4096:
+                self._lanes.clear()
+            lanes = self._lanes[mask] = Lanes(self, mask)
+        return lanes
+
+    @property
+    def live(self) -> int:
+        return self.all_threads & ~self.exited
+
+    def add(self, block: int, mask: int) -> None:
+        """Puts threads at the beginning of a block."""
+        if mask:
+            self.fragments[block] = self.fragments.get(block, 0) | mask
+
+    def park(self, mask: int, block: int, reason: str) -> Parked:
+        """Threads that wait, and go on at `block` once released."""
+        parked = Parked(self, mask, block, reason, self.grid.program.location_of_end(self.block))
+        self.parked.append(parked)
+        return parked
+
+    def exit(self, mask: int) -> None:
+        self.exited |= mask
+        self.grid.num_events += 1
+        for barrier in list(self.named_barriers.values()):
+            barrier.check()
+        self.cluster.barrier.check()
+        if self.exited == self.all_threads:
+            self.grid.completion.cta_exits(self)
+
+
+def special_registers(grid: Any, cluster: Any, rank: int, index: tuple[int, int, int]) -> dict[str, Any]:
+    """Values of special registers: an array over the CTA's threads, or one for all. (PTX, Special Registers)"""
+    threads = np.arange(grid.num_threads, dtype=np.uint32)
+    x, y, _ = (np.uint32(size) for size in grid.block)
+    lane = threads % np.uint32(WARP)
+    values: dict[str, Any] = {
+        "%tid.x": threads % x,
+        "%tid.y": threads // x % y,
+        "%tid.z": threads // (x * y),
+        "%laneid": lane,
+        "%warpid": threads // np.uint32(WARP),
+        "%lanemask_lt": (np.uint32(1) << lane) - np.uint32(1),
+        "%cluster_ctarank": np.uint32(rank),
+        "%cluster_nctarank": np.uint32(cluster.size),
+    }
+    triples = {
+        "%ntid": grid.block,
+        "%ctaid": index,
+        "%nctaid": grid.dimensions,
+        "%cluster_ctaid": tuple(i % size for i, size in zip(index, grid.cluster_dimensions, strict=True)),
+        "%cluster_nctaid": grid.cluster_dimensions,
+        "%clusterid": tuple(i // size for i, size in zip(index, grid.cluster_dimensions, strict=True)),
+        "%nclusterid": tuple(
+            n // size for n, size in zip(grid.dimensions, grid.cluster_dimensions, strict=True)
+        ),
+    }
+    for name, triple in triples.items():
+        for axis, value in zip("xyz", triple, strict=True):
+            values[f"{name}.{axis}"] = np.uint32(value)
+    return values
