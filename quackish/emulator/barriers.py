@@ -151,7 +151,7 @@ class ClusterBarrier:
         """Parks the threads of which the phase is not complete; the others go on at `block`."""
         pending = self.arrived.get(cta.rank, 0) & mask
         if pending:
-            self.waiting.append(cta.park(pending, block, "barrier.cluster.wait"))
+            self.waiting.append(cta.park(pending, block, self.__str__))
         cta.add(block, mask & ~pending)
 
 

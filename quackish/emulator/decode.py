@@ -145,7 +145,7 @@ class _Decoder:
         targets = set(self.entry.labels.values())
         starts, converged = [], 0
         for index, form in enumerate(forms):
-            needed = _CONVERGENCE[form.converged]
+            needed = _CONVERGENCE[self._converged(self.entry.instructions[index], form)]
             begins = index == 0 or index in targets or forms[index - 1].kind == "control"
             if begins or needed == 1 or needed > converged:
                 starts.append(index)
@@ -161,9 +161,17 @@ class _Decoder:
         ]
         following = number + 1
         end = self._end(instructions[-1], forms[-1], following) if forms[-1].kind == "control" else lambda lanes: following
-        first = forms[0]
-        members = self._reader("b32", instructions[0].operands[-1], instructions[0]) if first.converged == "members" else None
-        return Block(steps, end, instructions, first.converged, members, any(form.polls for form in forms))
+        first = instructions[0]
+        converged = self._converged(first, forms[0])
+        members = self._reader("b32", first.operands[-1], first) if converged == "members" else None
+        return Block(steps, end, instructions, converged, members, any(form.polls for form in forms))
+
+    def _converged(self, instruction: Instruction, form: isa.Form) -> str:
+        if form.converged == "members":
+            members = instruction.operands[-1]
+            if isinstance(members, Immediate) and members.bits % (1 << 32) == (1 << 32) - 1:
+                return "warp"
+        return form.converged
 
     def _end(self, instruction: Instruction, form: isa.Form, following: int) -> Callable[[Lanes], int | None]:
         if form.opcode in ("bra", "bra.uni") and instruction.predicate is not None:

@@ -7,3 +7,7 @@ class Fault(RuntimeError):
 
 class ToolMissing(RuntimeError):
     """This machine lacks a program that the emulator needs."""
+
+
+class PtxError(ValueError):
+    """The PTX cannot be read, or has an instruction that the emulator does not know."""

@@ -1,6 +1,7 @@
 """The threads of one CTA: registers, and fragments (threads that are at the same instruction)."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,15 @@ VIEW_OF_TYPE = {name: index for index, name in enumerate(_VIEWS)}  # index in La
 _STORAGE = {"pred": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 
 
+_POISONS = {"pred": 0, **{f"b{bits}": int.from_bytes([POISON] * (bits // 8), "little") for bits in (16, 32, 64)}}
+
+
 class Registers:
     """All registers of a CTA, poisoned. `counts` is the number of registers of each width."""
 
     def __init__(self, counts: dict[str, int], num_threads: int):
         storage = {
-            width: np.full(
-                (counts.get(width, 0), num_threads), 0 if width == "pred" else int.from_bytes([POISON] * 8) % 2 ** (8 * np.dtype(dtype).itemsize), dtype
-            )
+            width: np.full((counts.get(width, 0), num_threads), _POISONS[width], dtype)
             for width, dtype in _STORAGE.items()
         }
         self.rows = [storage[width].view(dtype) for width, dtype in _VIEWS.values()]
@@ -106,6 +108,11 @@ def warp_masks(mask: int) -> list[int]:
     return masks
 
 
+def whole_warps(mask: int) -> int:
+    """The mask of all threads of the warps that have a thread in `mask`."""
+    return sum(warp_masks(mask))
+
+
 def num_warps(mask: int) -> int:
     return len(warp_masks(mask))
 
@@ -117,7 +124,7 @@ class Parked:
     cta: "Cta"
     mask: int
     block: int
-    reason: str
+    reason: Callable[[], str]
     location: str = ""
 
     def release(self) -> None:
@@ -165,7 +172,7 @@ class Cta:
         if mask:
             self.fragments[block] = self.fragments.get(block, 0) | mask
 
-    def park(self, mask: int, block: int, reason: str) -> Parked:
+    def park(self, mask: int, block: int, reason: Callable[[], str]) -> Parked:
         """Threads that wait, and go on at `block` once released."""
         parked = Parked(self, mask, block, reason, self.grid.program.location_of_end(self.block))
         self.parked.append(parked)

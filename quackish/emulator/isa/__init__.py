@@ -88,7 +88,7 @@ def load() -> dict[str, list[Form]]:
     from quackish.emulator.isa import (  # noqa: F401: importing them declares their instructions
         arithmetic,
         async_copy,
-        control,
+        control_flow,
         conversion,
         data_movement,
         logic,

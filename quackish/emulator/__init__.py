@@ -1,0 +1,113 @@
+"""Runs kernels compiled by CuTe DSL on a CPU, by executing their PTX with numpy.
+
+    kernel = emulator.load(compiled, gpu)      # `compiled` is the result of cute.compile
+    with emulator.record(completion="late", seed=0) as report:
+        kernel(*args)                          # the arguments it takes on a GPU, with addresses of host memory
+    print(report.launches)
+
+Compile with the options "--enable-tvm-ffi --keep-ptx --generate-line-info --dump-dir FOLDER". `gpu` is any object with
+`target` ("sm_90a"), `sm_count`, `smem_bytes`, `smem_bytes_per_sm`, `threads_per_sm` and `registers_per_sm`.
+
+Kernels may access the memory of live CPU tensors, and what `register` names.
+"""
+
+import contextlib
+import contextvars
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from quackish.emulator import decode, host, ptx
+from quackish.emulator.completion import COMPLETIONS
+from quackish.emulator.errors import Fault, PtxError, ToolMissing
+from quackish.emulator.grid import Grid
+from quackish.emulator.memory import GlobalMemory, host_regions
+from quackish.emulator.report import LaunchReport, Report
+
+__all__ = ["Fault", "Kernel", "LaunchReport", "PtxError", "Report", "ToolMissing", "load", "record", "register"]
+
+_report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("report", default=None)
+
+
+@contextlib.contextmanager
+def record(completion: str = "at_once", seed: Any = 0) -> Iterator[Report]:
+    """Launches in the block, of this thread, use these settings; the report tells what they did.
+
+    completion: when asynchronous work happens: "at_once", or "late", as late as a wait permits
+    seed: gives the order in which warps and CTAs take turns. The same seed repeats a run exactly.
+    """
+    if completion not in COMPLETIONS:
+        raise ValueError(f"completion: {completion!r}; expected one of {', '.join(map(repr, COMPLETIONS))}")
+    report = Report(completion, seed)
+    token = _report.set(report)
+    try:
+        yield report
+    finally:
+        _report.reset(token)
+
+
+@contextlib.contextmanager
+def register(address: int, size: int) -> Iterator[None]:
+    """Lets kernels access memory that belongs to no CPU tensor."""
+    host_regions.registered[address] = size
+    try:
+        yield
+    finally:
+        del host_regions.registered[address]
+
+
+class Kernel:
+    """A compiled function that runs on the CPU. It takes the arguments that it takes on a GPU."""
+
+    def __init__(self, exported: host.Exported, gpu: Any):
+        self.gpu, self.ptx = gpu, exported.ptx
+        self._host_code = host.load(exported, gpu)
+
+    def __call__(self, *args: Any) -> None:
+        self._host_code.call(self._launch, *args)
+
+    def _launch(self, launch: host.Launch) -> None:
+        program = _programs(self.ptx)(launch.kernel)
+        parameters = launch.parameters(program.entry.parameters.values())
+        run(program, launch, parameters, self.gpu)
+
+
+def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any) -> None:
+    """Runs a launch with the settings of `record`, and adds it to the report."""
+    report = _report.get()
+    completion, seed = (report.completion, report.seed) if report else ("at_once", 0)
+    memory = GlobalMemory(host_regions)
+    grid = Grid(program, launch, parameters, gpu, memory, completion, seed)
+    begin = time.perf_counter()
+    grid.run()
+    if report is None:
+        return
+    report.launches.append(
+        LaunchReport(
+            kernel=launch.kernel,
+            grid=launch.grid,
+            block=launch.block,
+            cluster=launch.cluster,
+            flops=grid.flops,
+            bytes_read=memory.bytes_read,
+            bytes_written=memory.bytes_written,
+            barrier_phases=grid.num_phases,
+            shared_bytes=grid.shared_bytes,
+            tensor_memory_columns=grid.tensor_memory_columns,
+            instructions=grid.num_instructions,
+            seconds=time.perf_counter() - begin,
+        )
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _programs(text: str) -> Callable[[str], decode.Program]:
+    """The programs of a PTX text by kernel name, decoded when they are first asked for."""
+    module = ptx.parse(text)
+    return functools.cache(lambda kernel: decode.decode(module.entries[kernel]))
+
+
+def load(compiled: Any, gpu: Any) -> Kernel:
+    """The result of `cute.compile` as a function that runs on the CPU."""
+    return Kernel(host.export(compiled), gpu)

@@ -1,0 +1,331 @@
+"""Runs a launch: which CTAs are resident, whose turn it is, and when nothing can go on."""
+
+import hashlib
+import math
+import operator
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from quackish.emulator.barriers import ClusterBarrier
+from quackish.emulator.completion import Completion
+from quackish.emulator.decode import Program
+from quackish.emulator.errors import Fault
+from quackish.emulator.memory import GlobalMemory
+from quackish.emulator.threads import WARP, WARP_MASK, Cta, num_warps, warp_masks, whole_warps
+
+MAX_CTAS_PER_SM = 32  # compute capabilities 9.0 and 10.x
+RESERVED_SHARED_BYTES = 1024  # of each CTA, by the system
+BLOCKS_PER_TURN = 64  # of a CTA, before another one's turn
+SPLIT_CHANCE = 0.25  # that only some of the warps at an instruction run
+
+
+class Cluster:
+    def __init__(self, grid: "Grid", first: tuple[int, int, int]):
+        self.grid = grid
+        self.size = math.prod(grid.cluster_dimensions)
+        self.barrier = ClusterBarrier(self)
+        x, y, z = grid.cluster_dimensions
+        self.ctas = [
+            Cta(grid, self, rank, (first[0] + rank % x, first[1] + rank // x % y, first[2] + rank // (x * y)))
+            for rank in range(self.size)
+        ]
+
+
+class Grid:
+    """One launch."""
+
+    def __init__(
+        self,
+        program: Program,
+        launch: Any,  # host.Launch, or anything with its grid, block, cluster and shared_bytes
+        parameters: bytes,
+        gpu: Any,
+        memory: GlobalMemory,
+        completion: str = "at_once",
+        seed: Any = 0,
+    ):
+        self.program, self.parameters, self.gpu, self.memory = program, parameters, gpu, memory
+        self.dimensions, self.block, self.cluster_dimensions = launch.grid, launch.block, launch.cluster
+        self.num_threads = math.prod(launch.block)
+        self.dynamic_shared_bytes = launch.shared_bytes
+        dynamic = [offset for name, offset in program.symbols.items() if not program.entry.shared[name].size]
+        self.shared_bytes = max([program.static_shared_bytes, *dynamic]) + launch.shared_bytes
+        self.draw = random.Random(f"{seed}")
+        self.seed = seed
+        self.completion = Completion(completion, self.draw)
+        self.num_events = 0  # grows with all that threads can wait for
+        self.num_phases = 0  # of barriers
+        self.flops = 0
+        self.num_instructions = 0  # a warp's instruction counts once
+        self.tensor_memory_columns = 0
+        self._check()
+
+    # Residency
+
+    def _check(self) -> None:
+        required = self.program.entry.directives.get("reqntid")
+        if required and (*required, 1, 1)[:3] != self.block:
+            raise Fault(f"a launch with {self.block} threads of a kernel that requires {required}")
+        if any(n % size for n, size in zip(self.dimensions, self.cluster_dimensions, strict=True)):
+            raise Fault(f"a grid of {self.dimensions} CTAs, which clusters of {self.cluster_dimensions} do not divide")
+        if self.num_threads > 1024 or not self.num_threads:
+            raise Fault(f"a CTA of {self.num_threads} threads; valid are 1 to 1024")
+        if math.prod(self.cluster_dimensions) > 16:
+            raise Fault(f"a cluster of {self.cluster_dimensions} CTAs; at most 16 are possible")
+        if self.shared_bytes > self.gpu.smem_bytes:
+            raise Fault(f"a CTA takes {self.shared_bytes} bytes of shared memory; at most {self.gpu.smem_bytes} are possible")
+        if self.max_resident < math.prod(self.cluster_dimensions):
+            raise Fault(f"a cluster of {self.cluster_dimensions} CTAs does not fit: {self.residency}")
+
+    @property
+    def ctas_per_sm(self) -> int:
+        limits = [
+            MAX_CTAS_PER_SM,
+            self.gpu.threads_per_sm // (-(-self.num_threads // WARP) * WARP),
+            self.gpu.smem_bytes_per_sm // (self.shared_bytes + RESERVED_SHARED_BYTES),
+        ]
+        if registers := self.program.entry.directives.get("maxnreg"):
+            limits.append(self.gpu.registers_per_sm // (registers[0] * self.num_threads))
+        return min(limits)
+
+    @property
+    def max_resident(self) -> int:
+        return self.ctas_per_sm * self.gpu.sm_count
+
+    @property
+    def residency(self) -> str:
+        return f"{self.ctas_per_sm} CTAs per SM on {self.gpu.sm_count} SMs"
+
+    # The launch
+
+    def run(self) -> None:
+        x, y, z = self.cluster_dimensions
+        grid_x, grid_y, grid_z = self.dimensions
+        waiting = [
+            (i, j, k) for k in range(0, grid_z, z) for j in range(0, grid_y, y) for i in range(0, grid_x, x)
+        ]
+        waiting.reverse()  # the next one is last
+        resident: list[Cluster] = []
+        idle = _Idle(self)
+        with np.errstate(all="ignore"):
+            while waiting or resident:
+                while waiting and (len(resident) + 1) * x * y * z <= self.max_resident:
+                    resident.append(Cluster(self, waiting.pop()))
+                events = self.num_events
+                ctas = [cta for cluster in resident for cta in cluster.ctas if cta.fragments]
+                self.draw.shuffle(ctas)
+                for cta in ctas:
+                    self._turn(cta)
+                resident = [cluster for cluster in resident if any(cta.live for cta in cluster.ctas)]
+                if events == self.num_events and not self._complete_copy():
+                    idle.round(resident, len(waiting))
+                else:
+                    idle.reset()
+            self.completion.finish()
+
+    def _complete_copy(self) -> bool:
+        try:
+            return self.completion.complete_one_copy()
+        except Fault as fault:
+            raise Fault(f"{fault}\n  when an asynchronous copy completed") from None
+
+    def _turn(self, cta: Cta) -> None:
+        """Runs fragments of a CTA until none can, all have polled, or the turn is over."""
+        cta.yielded.clear()
+        blocks = 0
+        while blocks < BLOCKS_PER_TURN:
+            choices = self._runnable(cta)
+            if not choices:
+                return
+            block, mask = self.draw.choice(choices) if len(choices) > 1 else choices[0]
+            mask = self._some_warps(block, mask)
+            rest = cta.fragments.pop(block) & ~mask
+            if rest:
+                cta.fragments[block] = rest
+            blocks += self._run(cta, block, mask, BLOCKS_PER_TURN - blocks)
+
+    def _runnable(self, cta: Cta) -> list[tuple[int, int]]:
+        """(block, threads) that can run now. Of a warp that has diverged, the part that is furthest behind runs.
+
+        "furthest behind" is the block that comes first in the PTX, which lets the parts of a warp come together again.
+        """
+        choices, taken = [], 0
+        for block in sorted(cta.fragments):
+            if block in cta.yielded:
+                continue
+            mask = cta.fragments[block] & ~taken
+            mask = self._converged(cta, block, mask)
+            if mask:
+                choices.append((block, mask))
+                taken |= whole_warps(mask)
+        return choices
+
+    def _converged(self, cta: Cta, block: int, mask: int) -> int:
+        """The threads of `mask` with which all have come that must execute the block together."""
+        needed = self.program.blocks[block].converged
+        if not needed or not mask:
+            return mask
+        if needed == "members":
+            return self._with_members(cta, block, mask)
+        size = WARP if needed == "warp" else 4 * WARP
+        result, group, live = 0, (1 << size) - 1, cta.live
+        for _ in range(-(-cta.num_threads // size)):
+            wanted = live & group
+            if mask & group and mask & wanted == wanted:
+                result |= wanted
+            group <<= size
+        return result
+
+    def _with_members(self, cta: Cta, block: int, mask: int) -> int:
+        result, read = 0, self.program.blocks[block].members
+        assert read is not None
+        for warp in warp_masks(mask):
+            part = mask & warp
+            lanes = cta.lanes(part)
+            members = np.unique(lanes.active(read(lanes)))
+            shift = (warp & -warp).bit_length() - 1
+            for number in members.tolist():
+                wanted = (number & WARP_MASK) << shift & cta.live
+                if part & wanted == wanted:
+                    result |= wanted
+        return result
+
+    def _some_warps(self, block: int, mask: int) -> int:
+        """The threads, or some warps of them: warps that are at the same instruction need not go on together."""
+        if self.draw.random() >= SPLIT_CHANCE:
+            return mask
+        size = 4 * WARP if self.program.blocks[block].converged == "warp group" else WARP
+        groups = [(1 << size) - 1 << first for first in range(0, mask.bit_length(), size)]
+        groups = [group for group in groups if group & mask]
+        if len(groups) == 1:
+            return mask
+        chosen = self.draw.sample(groups, self.draw.randrange(1, len(groups)))
+        return mask & sum(chosen)
+
+    def _run(self, cta: Cta, block: int, mask: int, budget: int) -> int:
+        """Runs threads from a block on, for as long as they need not be told apart from others. Returns the blocks run."""
+        lanes, warps, count = cta.lanes(mask), num_warps(mask), 0
+        others = self._others(cta, mask)
+        while True:
+            current = self.program.blocks[block]
+            cta.block = block
+            count += 1
+            self.num_instructions += warps * current.size
+            steps = iter(current.steps)
+            try:
+                for step in steps:
+                    step(lanes)
+                following = current.end(lanes)
+            except Exception as error:
+                done = len(current.steps) - operator.length_hint(steps)
+                raise self._located(error, cta, lanes, block, done - 1) from error
+            if following is None:
+                return count
+            if current.polls:
+                cta.add(following, mask)
+                cta.yielded.add(following)
+                return count
+            if others or following in cta.fragments or count >= budget:
+                cta.add(following, mask)
+                return count
+            if self.program.blocks[following].converged and self._converged(cta, following, mask) != mask:
+                cta.add(following, mask)
+                return count
+            block = following
+
+    def _others(self, cta: Cta, mask: int) -> bool:
+        """Whether threads of the same warps are elsewhere."""
+        warps = whole_warps(mask)
+        return any(other & warps for other in cta.fragments.values()) or any(
+            parked.mask & warps for parked in cta.parked
+        )
+
+    # Faults
+
+    def describe(self) -> str:
+        completion = "late" if self.completion.late else "at_once"
+        return (
+            f"kernel {self.program.entry.name}\n  grid {self.dimensions}, block {self.block}, "
+            f"cluster {self.cluster_dimensions}, {getattr(self.gpu, 'name', self.gpu.target)}, "
+            f"completion={completion!r}, seed={self.seed!r}"
+        )
+
+    def _located(self, error: Exception, cta: Cta, lanes: Any, block: int, step: int) -> Exception:
+        """A fault, with where it happened. Other errors are the emulator's own."""
+        end = step == len(self.program.blocks[block].steps) - 1 and self.program.blocks[block].size > step + 1
+        del end
+        where = (
+            f"  {self.program.location(block, step)}\n  {cta}, rank {cta.rank} of its cluster, "
+            f"warps {lanes.warps()}, threads {lanes.mask:#x}\n  {self.describe()}"
+        )
+        kind: Callable[[str], Exception] = Fault if isinstance(error, (Fault, ValueError)) else RuntimeError
+        prefix = "" if isinstance(error, (Fault, ValueError)) else f"the emulator failed: {type(error).__name__}: "
+        return kind(f"{prefix}{error}\n{where}")
+
+
+class _Idle:
+    """Rounds in which nothing happened that a thread could wait for.
+
+    If no thread runs, or all are in the state that they were in some rounds ago, then none will ever go on.
+    """
+
+    def __init__(self, grid: Grid):
+        self.grid = grid
+        self.reset()
+
+    def reset(self) -> None:
+        self.rounds, self.snapshot = 0, b""
+
+    def round(self, resident: list[Cluster], num_waiting: int) -> None:
+        if not resident:
+            return
+        self.rounds += 1
+        ctas = [cta for cluster in resident for cta in cluster.ctas]
+        if not any(cta.fragments for cta in ctas):
+            raise self._deadlock(ctas, num_waiting, "no thread can go on")
+        if self.rounds < 8:
+            return
+        # Threads poll memory. They may count, and give up, so compare their registers, but not in each round.
+        power = 1 << (self.rounds.bit_length() - 1)
+        if self.rounds == power:
+            self.snapshot = _digest(ctas)
+        elif self.rounds <= power + 8 and _digest(ctas) == self.snapshot:
+            raise self._deadlock(ctas, num_waiting, "threads poll memory that no other thread will change")
+
+    def _deadlock(self, ctas: list[Cta], num_waiting: int, why: str) -> Fault:
+        lines = [f"deadlock: {why}"]
+        if num_waiting:
+            lines.append(
+                f"  {num_waiting * math.prod(self.grid.cluster_dimensions)} CTAs have not begun, because only "
+                f"{self.grid.max_resident} fit at once: {self.grid.residency}"
+            )
+        waiting = [line for cta in ctas for line in _state(cta)]
+        lines += waiting[:24]
+        if len(waiting) > 24:
+            lines.append(f"  and {len(waiting) - 24} more")
+        return Fault("\n".join([*lines, f"  {self.grid.describe()}"]))
+
+
+def _state(cta: Cta) -> list[str]:
+    """What the threads of a CTA wait for."""
+    lines = [
+        f"  {cta}, warps {cta.lanes(parked.mask).warps()}: {parked.reason()}\n    at {parked.location}"
+        for parked in cta.parked
+    ]
+    for block, mask in cta.fragments.items():
+        what = "polls" if cta.grid.program.blocks[block].polls else "is at, or waits there for the rest of its warp"
+        location = cta.grid.program.location(block, 0) if cta.grid.program.blocks[block].size else "the end"
+        lines.append(f"  {cta}, warps {cta.lanes(mask).warps()}, threads {mask:#x}: {what} {location}")
+    return lines
+
+
+def _digest(ctas: list[Cta]) -> bytes:
+    digest = hashlib.blake2b()
+    for cta in ctas:
+        digest.update(repr((sorted(cta.fragments.items()), len(cta.parked))).encode())
+        for width in (0, 1, 3, 6):  # predicates and the unsigned views: all registers once
+            digest.update(np.ascontiguousarray(cta.registers.rows[width]))
+    return digest.digest()

@@ -1,0 +1,215 @@
+"""Integer and floating-point arithmetic. (PTX: Integer Arithmetic, Floating Point, Mixed Precision)"""
+
+import functools
+
+import numpy as np
+
+from quackish.emulator import numbers
+from quackish.emulator.isa import instruction
+
+# Integers. Results wrap around, as numpy's do.
+
+
+@instruction("add.{u16,s16,u32,s32,u64,s64}", "T = T, T")
+def add_integer(a, b):
+    return a + b
+
+
+@instruction("sub.{u16,s16,u32,s32,u64,s64}", "T = T, T")
+def sub_integer(a, b):
+    return a - b
+
+
+@instruction("mul.lo.{u16,s16,u32,s32,u64,s64}", "T = T, T")
+def mul_low(a, b):
+    return a * b
+
+
+@instruction("mul.wide.u16", "u32 = u16, u16")
+@instruction("mul.wide.u32", "u64 = u32, u32")
+@instruction("mul.wide.s16", "s32 = s16, s16")
+@instruction("mul.wide.s32", "s64 = s32, s32")
+def mul_wide(a, b):
+    wide = {2: "4", 4: "8"}[a.dtype.itemsize]
+    return np.multiply(a, b, dtype=a.dtype.kind + wide)
+
+
+@instruction("mul.hi.{u32,s32}", "T = T, T")
+def mul_high(a, b):
+    return mul_wide(a, b) >> 32
+
+
+@instruction("mad.lo.{u16,s16,u32,s32,u64,s64}", "T = T, T, T")
+def mad_low(a, b, c):
+    return a * b + c
+
+
+@instruction("mad.wide.u32", "u64 = u32, u32, u64")
+@instruction("mad.wide.s32", "s64 = s32, s32, s64")
+def mad_wide(a, b, c):
+    return mul_wide(a, b) + c
+
+
+@instruction("div.{u16,u32,u64}", "T = T, T")
+def div_unsigned(a, b):
+    # "Division by zero yields an unspecified, machine-specific value."
+    return np.where(b == 0, a.dtype.type(-1 % 2 ** (8 * a.dtype.itemsize)), a // np.where(b == 0, b.dtype.type(1), b))
+
+
+@instruction("rem.{u16,u32,u64}", "T = T, T")
+def rem_unsigned(a, b):
+    return np.where(b == 0, a, a % np.where(b == 0, b.dtype.type(1), b))
+
+
+@instruction("div.{s16,s32,s64}", "T = T, T")
+def div_signed(a, b):
+    """Rounds toward zero, where numpy rounds down."""
+    divisor = np.where(b == 0, b.dtype.type(1), b)
+    quotient = a // divisor
+    quotient = quotient + ((quotient < 0) & (quotient * divisor != a))
+    return np.where(b == 0, b.dtype.type(-1), quotient)
+
+
+@instruction("rem.{s16,s32,s64}", "T = T, T")
+def rem_signed(a, b):
+    return np.where(b == 0, a, a - div_signed(a, b) * b)
+
+
+@instruction("min.{u16,s16,u32,s32,u64,s64}", "T = T, T")
+def min_integer(a, b):
+    return np.minimum(a, b)
+
+
+@instruction("max.{u16,s16,u32,s32,u64,s64}", "T = T, T")
+def max_integer(a, b):
+    return np.maximum(a, b)
+
+
+@instruction("min.relu.s32", "s32 = s32, s32")
+def min_relu(a, b):
+    """".relu ... clamps the result to 0 if negative." """
+    return np.maximum(np.minimum(a, b), np.int32(0))
+
+
+@instruction("max.relu.s32", "s32 = s32, s32")
+def max_relu(a, b):
+    return np.maximum(np.maximum(a, b), np.int32(0))
+
+
+@instruction("neg.{s16,s32,s64}", "T = T")
+def neg_integer(a):
+    return -a
+
+
+@instruction("abs.{s16,s32,s64}", "T = T")
+def abs_integer(a):
+    return np.abs(a)
+
+
+@instruction("popc.b32", "u32 = u32")
+@instruction("popc.b64", "u32 = u64")
+def popc(a):
+    return np.bitwise_count(a)
+
+
+# fp32
+
+instruction("add{,.rn}.f32", "f32 = f32, f32")(numbers.add)
+instruction("sub{,.rn}.f32", "f32 = f32, f32")(numbers.sub)
+instruction("mul{,.rn}.f32", "f32 = f32, f32")(numbers.mul)
+instruction("fma.rn.f32", "f32 = f32, f32, f32")(numbers.fma)
+instruction("div.rn.f32", "f32 = f32, f32")(numbers.div)
+instruction("sqrt.rn.f32", "f32 = f32")(numbers.sqrt)
+instruction("min.f32", "f32 = f32, f32")(numbers.minimum)
+instruction("max.f32", "f32 = f32, f32")(numbers.maximum)
+instruction("min.NaN.f32", "f32 = f32, f32")(functools.partial(numbers.minimum, nan=True))
+instruction("max.NaN.f32", "f32 = f32, f32")(functools.partial(numbers.maximum, nan=True))
+instruction("rcp.approx.f32", "f32 = f32")(numbers.approximate_rcp)
+instruction("rsqrt.approx.f32", "f32 = f32")(numbers.approximate_rsqrt)
+instruction("sqrt.approx.f32", "f32 = f32")(numbers.approximate_sqrt)
+instruction("ex2.approx.f32", "f32 = f32")(numbers.approximate_ex2)
+instruction("lg2.approx.f32", "f32 = f32")(numbers.approximate_lg2)
+instruction("tanh.approx.f32", "f32 = f32")(numbers.approximate_tanh)
+instruction("sin.approx.f32", "f32 = f32")(numbers.approximate_sin)
+instruction("cos.approx.f32", "f32 = f32")(numbers.approximate_cos)
+
+for _mode in ("rz", "rm", "rp"):
+    instruction(f"add.{_mode}.f32", "f32 = f32, f32")(functools.partial(numbers.add, rounding=_mode))
+    instruction(f"sub.{_mode}.f32", "f32 = f32, f32")(functools.partial(numbers.sub, rounding=_mode))
+    instruction(f"mul.{_mode}.f32", "f32 = f32, f32")(functools.partial(numbers.mul, rounding=_mode))
+    instruction(f"fma.{_mode}.f32", "f32 = f32, f32, f32")(functools.partial(numbers.fma, rounding=_mode))
+
+
+@instruction("rcp.rn.f32", "f32 = f32")
+def rcp(a):
+    return numbers.div(np.float32(1), a)
+
+
+@instruction("neg.f32", "f32 = f32")
+def neg(a):
+    return -a
+
+
+@instruction("abs.f32", "f32 = f32")
+def absolute(a):
+    return np.abs(a)
+
+
+@instruction("copysign.f32", "f32 = f32, f32")
+def copysign(a, b):
+    """"Copy sign bit of a into value of b" """
+    return np.copysign(b, a)
+
+
+def _flushing(function):
+    """.ftz: subnormal inputs and results become zeros of their sign."""
+
+    def flushed(*values):
+        return numbers.flush(function(*map(numbers.flush, values)))
+
+    return flushed
+
+
+instruction("add{,.rn}.ftz.f32", "f32 = f32, f32")(_flushing(numbers.add))
+instruction("sub{,.rn}.ftz.f32", "f32 = f32, f32")(_flushing(numbers.sub))
+instruction("mul{,.rn}.ftz.f32", "f32 = f32, f32")(_flushing(numbers.mul))
+instruction("fma.rn.ftz.f32", "f32 = f32, f32, f32")(_flushing(numbers.fma))
+instruction("rcp.approx.ftz.f32", "f32 = f32")(_flushing(numbers.approximate_rcp))
+instruction("rsqrt.approx.ftz.f32", "f32 = f32")(_flushing(numbers.approximate_rsqrt))
+instruction("sqrt.approx.ftz.f32", "f32 = f32")(_flushing(numbers.approximate_sqrt))
+instruction("ex2.approx.ftz.f32", "f32 = f32")(_flushing(numbers.approximate_ex2))
+instruction("lg2.approx.ftz.f32", "f32 = f32")(_flushing(numbers.approximate_lg2))
+
+# Pairs of fp32 numbers (sm_100)
+
+
+def _pairwise(function):
+    return functools.partial(numbers.each32, function)
+
+
+instruction("add{,.rn}.f32x2", "u64 = u64, u64")(_pairwise(numbers.add))
+instruction("sub{,.rn}.f32x2", "u64 = u64, u64")(_pairwise(numbers.sub))
+instruction("mul{,.rn}.f32x2", "u64 = u64, u64")(_pairwise(numbers.mul))
+instruction("fma.rn.f32x2", "u64 = u64, u64, u64")(_pairwise(numbers.fma))
+
+# bf16
+
+
+@instruction("add{,.rn}.f32.bf16", "f32 = u16, f32")
+def add_bf16_to_f32(a, c):
+    """"converts [a] to the type of the other operand [...] prior to the operation" (mixed precision add, sm_100)"""
+    return numbers.add(numbers.bf16_to_f32(a), c)
+
+
+@instruction("sub{,.rn}.f32.bf16", "f32 = u16, f32")
+def sub_f32_from_bf16(a, c):
+    return numbers.sub(numbers.bf16_to_f32(a), c)
+
+
+@instruction("fma.rn.f32.bf16", "f32 = u16, u16, f32")
+def fma_bf16_to_f32(a, b, c):
+    return numbers.fma(numbers.bf16_to_f32(a), numbers.bf16_to_f32(b), c)
+
+
+instruction("min.NaN.bf16", "u16 = u16, u16")(functools.partial(numbers.minimum_bf16, nan=True))
+instruction("max.NaN.bf16", "u16 = u16, u16")(functools.partial(numbers.maximum_bf16, nan=True))

@@ -1,0 +1,32 @@
+"""Control flow."""
+
+from quackish.emulator.errors import Fault
+from quackish.emulator.isa import action, control
+
+
+@control("bra{,.uni}", "symbol")
+def branch(lanes, following, writers):
+    """The decoder makes branches itself: their operand is a block."""
+    raise AssertionError
+
+
+@control("{ret,exit}", "")
+def end(lanes, following, writers):
+    lanes.cta.exit(lanes.mask)
+
+
+@action("setmaxnreg.{inc,dec}.sync.aligned.u32", "immediate", converged="warp")
+def set_max_registers(lanes, count):
+    # "imm-reg-count [...] must be in the range 24 to 256 [...] and must be a multiple of 8." (PTX, setmaxnreg)
+    if not 24 <= count <= 256 or count % 8:
+        raise Fault(f"setmaxnreg of {count} registers; valid are multiples of 8 from 24 to 256")
+
+
+@action("griddepcontrol.{wait,launch_dependents}", "")
+def dependent_launch(lanes):
+    """Launches run one after another here, so the launch in front has ended."""
+
+
+@action("nanosleep.u32", "u32", polls=True)
+def nanosleep(lanes, duration):
+    pass

@@ -1,0 +1,214 @@
+"""mov, loads and stores of registers, conversion of addresses, ldmatrix and stmatrix."""
+
+import numpy as np
+
+from quackish.emulator.errors import Fault
+from quackish.emulator.isa import action, instruction
+from quackish.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
+
+# mov
+
+
+@instruction("mov.{pred,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}", "T = T")
+def mov(a):
+    return a
+
+
+@instruction("mov.b32", "b32 = {b16*2}")
+def pack_16(low, high):
+    return np.asarray(low).astype(np.uint32) | np.asarray(high).astype(np.uint32) << np.uint32(16)
+
+
+@instruction("mov.b64", "b64 = {b32*2}")
+def pack_32(low, high):
+    return np.asarray(low).astype(np.uint64) | np.asarray(high).astype(np.uint64) << np.uint64(32)
+
+
+@instruction("mov.b64", "b64 = {b16*4}")
+def pack_four(a, b, c, d):
+    return pack_32(pack_16(a, b), pack_16(c, d))
+
+
+@instruction("mov.b32", "{b16*2} = b32")
+def unpack_16(a):
+    a = np.asarray(a)
+    return a.astype(np.uint16), (a >> np.uint32(16)).astype(np.uint16)
+
+
+@instruction("mov.b64", "{b32*2} = b64")
+def unpack_32(a):
+    a = np.asarray(a)
+    return a.astype(np.uint32), (a >> np.uint64(32)).astype(np.uint32)
+
+
+@instruction("mov.b64", "{b16*4} = b64")
+def unpack_four(a):
+    low, high = unpack_32(a)
+    return *unpack_16(low), *unpack_16(high)
+
+
+# Addresses
+
+
+@instruction("cvta.shared.u64", "u64 = u64")
+def shared_to_generic(a):
+    return a + np.uint64(SHARED_WINDOW)
+
+
+@instruction("cvta.to.shared{,::cta,::cluster}.u64", "u64 = u64")
+def generic_to_shared(a):
+    return a - np.uint64(SHARED_WINDOW)
+
+
+@instruction("cvta.param.u64", "u64 = u64")
+def parameter_to_generic(a):
+    return a + np.uint64(PARAMETER_WINDOW)
+
+
+@instruction("cvta{,.to}.global.u64", "u64 = u64")
+def same_address(a):
+    return a
+
+
+@instruction("mapa.shared::cluster.u32", "u32 = u32, u32")
+def mapa(a, rank):
+    """The address of the same variable in another CTA of the cluster."""
+    return a & np.uint32(OFFSET_MASK) | rank << np.uint32(RANK_SHIFT)
+
+
+# Parameters
+
+
+def _width(type_):
+    return int(type_[1:]) // 8
+
+
+def _dtype(type_):
+    return np.dtype({"b": "u", "u": "u", "s": "i", "f": "f"}[type_[0]] + str(_width(type_)))
+
+
+def _declare_parameter_load(type_):
+    dtype = _dtype(type_)
+
+    @action(f"ld.param.{type_}", f"~{type_} = [u64]")
+    def load(lanes, addresses):
+        offset, data = int(addresses[0]), lanes.cta.grid.parameters
+        if offset + dtype.itemsize > len(data):
+            raise Fault(f"ld.param at byte {offset} of {len(data)} bytes of parameters")
+        return np.frombuffer(data, dtype, 1, offset)[0]
+
+
+for _type in ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64"):
+    _declare_parameter_load(_type)
+
+
+# Global and shared memory. Bytes are loaded and stored as they are: writers extend what is narrower than its register.
+
+_TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
+# .cs ("likely accessed once"), .cg, .ca and the priorities of eviction are hints for caches.
+_LOADS = ("ld.global", "ld.global.nc", "ld.global.L1::no_allocate", "ld.global.nc.L1::no_allocate")
+# Other threads may have to run before such a load returns what a loop waits for.
+_POLLING_LOADS = ("ld.acquire.gpu.global", "ld.relaxed.gpu.global", "ld.volatile.global")
+_STORES = ("st.global", "st.global.cs", "st.relaxed.gpu.global", "st.release.gpu.global", "st.volatile.global")
+
+
+def offsets_in_cta(lanes, addresses):
+    """Offsets of shared::cta addresses."""
+    ranks = addresses >> np.uint32(RANK_SHIFT)
+    if (ranks != lanes.cta.rank).any():
+        raise Fault(f"a shared::cta access of rank {lanes.cta.rank} at {int(addresses[ranks != lanes.cta.rank][0]):#x}")
+    return addresses & np.uint32(OFFSET_MASK)
+
+
+def _declare_loads(type_, count):
+    vector, result = ("", f"~{type_}") if count == 1 else (f".v{count}", f"{{~{type_}*{count}}}")
+    width, dtype = _width(type_), _dtype(type_)
+
+    def load_global(lanes, addresses):
+        values = lanes.cta.grid.memory.load(addresses, width, count).view(dtype)
+        return values[:, 0] if count == 1 else values.T
+
+    def load_shared(lanes, addresses):
+        values = lanes.cta.shared.load(offsets_in_cta(lanes, addresses), width, count).view(dtype)
+        return values[:, 0] if count == 1 else values.T
+
+    for opcode in _LOADS:
+        action(f"{opcode}{vector}.{type_}", f"{result} = [u64]")(load_global)
+    for opcode in _POLLING_LOADS:
+        action(f"{opcode}{vector}.{type_}", f"{result} = [u64]", polls=True)(load_global)
+    action(f"ld.shared{{,::cta}}{vector}.{type_}", f"{result} = [u32]")(load_shared)
+
+
+def _declare_stores(type_, count):
+    vector, operand = ("", f"~{type_}") if count == 1 else (f".v{count}", f"{{~{type_}*{count}}}")
+    unsigned = np.dtype(f"u{_width(type_)}")
+
+    def bits(values):
+        return [value.astype(unsigned) if value.dtype.kind == "u" else value.view(unsigned) for value in values]
+
+    def store_global(lanes, addresses, values):
+        lanes.cta.grid.num_events += 1
+        lanes.cta.grid.memory.store(addresses, bits([values] if count == 1 else values))
+
+    def store_shared(lanes, addresses, values):
+        lanes.cta.grid.num_events += 1
+        lanes.cta.shared.store(offsets_in_cta(lanes, addresses), bits([values] if count == 1 else values))
+
+    for opcode in _STORES:
+        action(f"{opcode}{vector}.{type_}", f"[u64], {operand}")(store_global)
+    action(f"st.shared{{,::cta}}{vector}.{type_}", f"[u32], {operand}")(store_shared)
+
+
+for _type in _TYPES:
+    for _count in (1, 2, 4):
+        if _width(_type) * _count <= 16:
+            _declare_loads(_type, _count)
+            _declare_stores(_type, _count)
+
+
+# Prefetches change nothing but times.
+
+
+@action("prefetch.global.{L1,L2}", "[u64]")
+@action("prefetch{,.param}.tensormap", "[u64]")
+def prefetch(lanes, addresses):
+    pass
+
+
+# 8 x 8 matrices of 16-bit elements. "Each row [...] 16 bytes"; threads 8 i to 8 i + 7 of a warp have the addresses of
+# matrix i, and thread t holds elements 2 (t mod 4) and the next one of row t / 4 of each. (PTX, ldmatrix)
+
+
+def _by_warp(lanes, values):
+    if lanes.count % 32:
+        raise Fault(f"{lanes.count} threads execute an instruction for whole warps")
+    return values.reshape(-1, 32)
+
+
+def _declare_matrices(count, transposed):
+    suffix = f"m8n8.x{count}{'.trans' if transposed else ''}.shared{{,::cta}}.b16"
+
+    @action(f"ldmatrix.sync.aligned.{suffix}", f"{{b32*{count}}} = [u32]", converged="warp")
+    def load(lanes, addresses):
+        rows = _by_warp(lanes, offsets_in_cta(lanes, addresses))[:, : 8 * count].reshape(-1)
+        matrices = lanes.cta.shared.load(rows, 8, 2).view(np.uint16).reshape(-1, count, 8, 8)
+        if transposed:
+            matrices = np.ascontiguousarray(matrices.swapaxes(2, 3))
+        return matrices.view(np.uint32).reshape(-1, count, 32).swapaxes(0, 1).reshape(count, -1)
+
+    @action(f"stmatrix.sync.aligned.{suffix}", f"[u32], {{b32*{count}}}", converged="warp")
+    def store(lanes, addresses, registers):
+        rows = _by_warp(lanes, offsets_in_cta(lanes, addresses))[:, : 8 * count].reshape(-1)
+        fragments = np.stack([_by_warp(lanes, register) for register in registers], axis=1)  # (warps, matrices, 32)
+        matrices = fragments.view(np.uint16).reshape(-1, 8, 8)
+        if transposed:
+            matrices = np.ascontiguousarray(matrices.swapaxes(1, 2))
+        halves = matrices.reshape(-1, 8).view(np.uint64)
+        lanes.cta.grid.num_events += 1
+        # rows of 16 bytes: aligned to 16, stored as two words
+        lanes.cta.shared.store(rows, [halves[:, 0], halves[:, 1]])
+
+
+for _count in (1, 2, 4):
+    for _transposed in (False, True):
+        _declare_matrices(_count, _transposed)

@@ -1,0 +1,135 @@
+"""Logic, shifts, comparison and selection."""
+
+import operator
+
+import numpy as np
+
+from quackish.emulator import numbers
+from quackish.emulator.isa import instruction
+
+# Logic
+
+instruction("and.{pred,b16,b32,b64}", "T = T, T")(operator.and_)
+instruction("or.{pred,b16,b32,b64}", "T = T, T")(operator.or_)
+instruction("xor.{pred,b16,b32,b64}", "T = T, T")(operator.xor)
+instruction("not.{pred,b16,b32,b64}", "T = T")(np.invert)
+
+
+# "Shift amounts greater than the register width N are clamped to N." (PTX, shl and shr)
+
+
+@instruction("shl.{b16,b32,b64}", "T = T, u32")
+def shl(a, amount):
+    bits = 8 * a.dtype.itemsize
+    kept = np.minimum(amount, bits - 1).astype(a.dtype)
+    return np.where(amount < bits, np.left_shift(a, kept), a.dtype.type(0))
+
+
+@instruction("shr.{b16,u16,b32,u32,b64,u64}", "T = T, u32")
+def shr_unsigned(a, amount):
+    bits = 8 * a.dtype.itemsize
+    kept = np.minimum(amount, bits - 1).astype(a.dtype)
+    return np.where(amount < bits, np.right_shift(a, kept), a.dtype.type(0))
+
+
+@instruction("shr.{s16,s32,s64}", "T = T, u32")
+def shr_signed(a, amount):
+    """"Signed shifts extend the sign bit": N places leave what N - 1 leave."""
+    return np.right_shift(a, np.minimum(amount, 8 * a.dtype.itemsize - 1).astype(a.dtype))
+
+
+# Comparison. Floating-point comparisons are ordered: false if an operand is NaN. Those that end in "u" are unordered.
+
+_COMPARISONS = {
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+}  # fmt: skip
+_UNSIGNED = {"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
+_OPPOSITE = {"eq": "ne", "lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
+
+
+def _ordered(name):
+    compare = _COMPARISONS[name]
+    if name == "ne":  # numpy's != is true for NaN
+        return lambda a, b: (a < b) | (a > b)
+    return compare
+
+
+def _unordered(name):
+    if name == "ne":
+        return operator.ne
+    opposite = _ordered(_OPPOSITE[name])
+    return lambda a, b: ~opposite(a, b)
+
+
+def _is_number(a, b):
+    return (a == a) & (b == b)
+
+
+def _is_nan(a, b):
+    return ~_is_number(a, b)
+
+
+_FLOAT_COMPARISONS = {
+    **{name: _ordered(name) for name in _COMPARISONS},
+    **{f"{name}u": _unordered(name) for name in _COMPARISONS},
+    "num": _is_number,
+    "nan": _is_nan,
+}
+
+_COMBINATIONS = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
+
+
+def _declare_comparison(name, type_, compare, declared=None):
+    """setp with one result and with two, which is the opposite, and those combined with another predicate."""
+    declared = declared or type_
+
+    def both(a, b):
+        result = compare(a, b)
+        return result, ~result
+
+    instruction(f"setp.{name}.{type_}", f"pred = {declared}, {declared}")(compare)
+    instruction(f"setp.{name}.{type_}", f"pred|pred = {declared}, {declared}")(both)
+    for combination, combine in _COMBINATIONS.items():
+
+        def combined(a, b, c, combine=combine):
+            return combine(compare(a, b), c)
+
+        instruction(f"setp.{name}.{combination}.{type_}", f"pred = {declared}, {declared}, pred")(combined)
+
+
+for _name, _compare in _COMPARISONS.items():
+    for _type in ("u16", "s16", "u32", "s32", "u64", "s64"):
+        _declare_comparison(_name, _type, _compare)
+    if _name in ("eq", "ne"):
+        for _type in ("b16", "b32", "b64"):
+            _declare_comparison(_name, _type, _compare)
+for _name, _compare in _UNSIGNED.items():
+    for _type in ("u16", "u32", "u64"):
+        _declare_comparison(_name, _type, _compare)
+for _name, _compare in _FLOAT_COMPARISONS.items():
+    _declare_comparison(_name, "f32", _compare)
+
+    def _compare_bf16(a, b, compare=_compare):
+        return compare(numbers.bf16_to_f32(a), numbers.bf16_to_f32(b))
+
+    _declare_comparison(_name, "bf16", _compare_bf16)
+
+# Selection
+
+
+@instruction("selp.{b16,u16,s16,b32,u32,s32,f32,b64,u64,s64}", "T = T, T, pred")
+def selp(a, b, condition):
+    return np.where(condition, a, b)
+
+
+@instruction("prmt.b32", "u32 = u32, u32, u32")
+def prmt(a, b, selectors):
+    """Each nibble of `selectors` picks a byte of b:a; its bit 3 replicates the sign of that byte."""
+    both = np.asarray(a).astype(np.uint64) | np.asarray(b).astype(np.uint64) << np.uint64(32)
+    result = np.zeros(np.broadcast_shapes(np.shape(both), np.shape(selectors)), np.uint32)
+    for i in range(4):
+        selector = np.asarray(selectors) >> np.uint32(4 * i) & np.uint32(15)
+        byte = (both >> ((selector & np.uint32(7)).astype(np.uint64) * np.uint64(8))).astype(np.uint32) & np.uint32(255)
+        sign = np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0))
+        result |= np.where(selector & np.uint32(8), sign, byte) << np.uint32(8 * i)
+    return result

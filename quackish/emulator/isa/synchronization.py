@@ -1,0 +1,283 @@
+"""Barriers, mbarriers, fences and atomic operations."""
+
+import numpy as np
+
+from quackish.emulator import barriers
+from quackish.emulator.errors import Fault
+from quackish.emulator.isa import action, control
+from quackish.emulator.isa.data_movement import offsets_in_cta
+from quackish.emulator.memory import OFFSET_MASK, RANK_SHIFT
+
+# Barriers of a CTA. A barrier's number may differ between the warps that execute an instruction together.
+
+
+def _by_number(lanes, numbers):
+    """(barrier, mask of its threads) for each number."""
+    for number in np.unique(numbers).tolist():
+        chosen = numbers == number
+        mask = lanes.mask if chosen.all() else lanes.subset_of_active(chosen)
+        yield barriers.named_barrier(lanes.cta, number), mask
+
+
+def _arrive(lanes, numbers, count, following=None):
+    """The threads arrive and, if `following` is a block, wait and go on there."""
+    for barrier, mask in _by_number(lanes, numbers):
+        barrier.arrive(mask, count)
+        if following is not None:
+            barrier.waiting.append(lanes.cta.park(mask, following, barrier.__str__))
+        barrier.check()
+
+
+def _one_count(counts):
+    if (counts != counts[0]).any():
+        raise Fault("threads of a warp give different thread counts to a barrier")
+    return int(counts[0])
+
+
+@control("bar.sync", "u32", converged="warp")
+@control("barrier.sync.aligned", "u32", converged="warp")
+def barrier_of_all(lanes, following, writers, numbers):
+    _arrive(lanes, numbers, None, following)
+
+
+@control("bar.sync", "u32, u32", converged="warp")
+@control("barrier.sync.aligned", "u32, u32", converged="warp")
+def barrier_of_some(lanes, following, writers, numbers, counts):
+    _arrive(lanes, numbers, _one_count(counts), following)
+
+
+@action("bar.arrive", "u32, u32", converged="warp")
+@action("barrier.arrive.aligned", "u32, u32", converged="warp")
+def barrier_arrive(lanes, numbers, counts):
+    _arrive(lanes, numbers, _one_count(counts))
+
+
+# The barrier of a cluster. Without .aligned, threads of a warp may come apart.
+
+
+@action("barrier.cluster.arrive{,.relaxed,.release}", "")
+@action("barrier.cluster.arrive{,.relaxed,.release}.aligned", "", converged="warp")
+def cluster_arrive(lanes):
+    lanes.cta.cluster.barrier.arrive(lanes.cta, lanes.mask)
+
+
+@control("barrier.cluster.wait{,.acquire}", "")
+@control("barrier.cluster.wait{,.acquire}.aligned", "", converged="warp")
+def cluster_wait(lanes, following, writers):
+    lanes.cta.cluster.barrier.wait(lanes.cta, lanes.mask, following)
+
+
+# mbarriers
+
+
+def cta_of(lanes, address):
+    rank = address >> RANK_SHIFT
+    if rank >= lanes.cta.cluster.size:
+        raise Fault(f"an address of rank {rank} in a cluster of {lanes.cta.cluster.size}")
+    return lanes.cta.cluster.ctas[rank]
+
+
+def mbarrier_at(lanes, address):
+    """The mbarrier at an address of shared::cluster."""
+    return barriers.mbarrier_at(cta_of(lanes, address), address & OFFSET_MASK)
+
+
+@action("mbarrier.init.shared{,::cta}.b64", "[u32], u32")
+def mbarrier_init(lanes, addresses, counts):
+    for offset, count in zip(offsets_in_cta(lanes, addresses).tolist(), counts.tolist(), strict=True):
+        _check_alignment(offset)
+        lanes.cta.shared.check(offset, offset + 8)
+        lanes.cta.mbarriers[offset] = barriers.Mbarrier(lanes.cta, offset, count)
+
+
+def _check_alignment(offset):
+    if offset % 8:  # "Alignment (bytes): 8" (PTX, Size and alignment of mbarrier object)
+        raise Fault(f"an mbarrier at {offset:#x}, which is not a multiple of 8")
+
+
+@action("mbarrier.inval.shared{,::cta}.b64", "[u32]")
+def mbarrier_invalidate(lanes, addresses):
+    for offset in offsets_in_cta(lanes, addresses).tolist():
+        barriers.mbarrier_at(lanes.cta, offset)
+        del lanes.cta.mbarriers[offset]
+
+
+# The state that an arrival returns is opaque; nothing here reads it, so it is the phase.
+
+
+def _arrive_at(lanes, addresses, counts, sizes=None):
+    states = []
+    for i, address in enumerate(addresses.tolist()):
+        barrier = mbarrier_at(lanes, address)
+        states.append(barrier.phase)
+        if sizes is not None:
+            barrier.expect(int(sizes[i]))
+        barrier.arrive(int(counts[i]) if np.ndim(counts) else counts)
+    return np.array(states, np.uint64)
+
+
+@action("mbarrier.arrive{,.release.cta,.release.cluster}.shared{,::cta,::cluster}.b64", "u64 = [u32]")
+def mbarrier_arrive(lanes, addresses):
+    return _arrive_at(lanes, addresses, 1)
+
+
+@action("mbarrier.arrive{,.release.cta,.release.cluster}.shared{,::cta,::cluster}.b64", "u64 = [u32], u32")
+def mbarrier_arrive_count(lanes, addresses, counts):
+    return _arrive_at(lanes, addresses, counts)
+
+
+@action("mbarrier.arrive.expect_tx{,.release.cta,.release.cluster}.shared{,::cta,::cluster}.b64", "u64 = [u32], u32")
+def mbarrier_arrive_expect(lanes, addresses, sizes):
+    """"performs an expect-tx operation followed by an arrive-on operation." """
+    return _arrive_at(lanes, addresses, 1, sizes)
+
+
+@action("mbarrier.expect_tx.relaxed.{cta,cluster}.shared{::cta,::cluster}.b64", "[u32], u32")
+def mbarrier_expect(lanes, addresses, sizes):
+    for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
+        mbarrier_at(lanes, address).expect(size)
+
+
+_SCOPES = "{,.acquire.cta,.acquire.cluster}.shared{,::cta}.b64"
+
+
+@control(f"mbarrier.try_wait.parity{_SCOPES}", "pred = [u32], u32")
+@control(f"mbarrier.try_wait.parity{_SCOPES}", "pred = [u32], u32, u32")
+def mbarrier_try_wait(lanes, following, writers, addresses, parities, time_limit=None):
+    """Waits for the end of a phase, or until a time limit passes, which is the machine's choice."""
+    offsets = offsets_in_cta(lanes, addresses)
+    if (offsets == offsets[0]).all() and (parities == parities[0]).all():
+        return _try_wait(lanes, following, writers, int(offsets[0]), int(parities[0]))
+    for offset, parity in np.unique(np.stack([offsets, parities]), axis=1).T.tolist():
+        mask = lanes.subset_of_active((offsets == offset) & (parities == parity))
+        subset = lanes.cta.lanes(mask)
+        if _try_wait(subset, following, writers, offset, parity) is not None:
+            lanes.cta.add(following, mask)
+    return None
+
+
+def _try_wait(lanes, following, writers, offset, parity):
+    cta, (write,) = lanes.cta, writers
+    barrier = barriers.mbarrier_at(cta, offset)
+    completed = barrier.has_completed(parity)
+    if not completed:
+        attempt = (cta.block, lanes.mask, offset, barrier.phase)
+        if not cta.grid.completion.late or attempt in cta.failed_waits:
+            cta.failed_waits.discard(attempt)
+            waits_for = f"waits for the end of a phase with parity {parity & 1}"
+            barrier.waiting.append(cta.park(lanes.mask, cta.block, lambda: f"{waits_for}: {barrier}"))
+            return None
+        cta.failed_waits.add(attempt)  # the time limit has passed at once
+        cta.grid.num_events += 1
+    write(lanes, np.full(lanes.count, completed))
+    return following
+
+
+@action(f"mbarrier.test_wait.parity{_SCOPES}", "pred = [u32], u32", polls=True)
+def mbarrier_test_wait(lanes, addresses, parities):
+    offsets = offsets_in_cta(lanes, addresses)
+    return np.array(
+        [
+            barriers.mbarrier_at(lanes.cta, offset).has_completed(parity)
+            for offset, parity in zip(offsets.tolist(), parities.tolist(), strict=True)
+        ]
+    )
+
+
+# Fences order memory accesses. Here memory is sequentially consistent, so they change nothing.
+
+
+@action("fence.{sc,acq_rel}.{cta,cluster,gpu,sys}", "")
+@action("fence.mbarrier_init.release.cluster", "")
+@action("fence.proxy.async{,.global,.shared::cta,.shared::cluster}", "")
+@action("membar.{cta,gl,sys}", "")
+def fence(lanes):
+    pass
+
+
+# Atomic operations: one thread after another, in the order of threads.
+
+
+def _increment(old, limit):
+    return 0 if old >= limit else old + 1
+
+
+def _decrement(old, limit):
+    return limit if old == 0 or old > limit else old - 1
+
+
+def _exchange(old, new):
+    return new
+
+
+_OPERATIONS = {
+    "add": (lambda old, value: old + value, ("u32", "s32", "u64", "s64", "f32")),
+    "inc": (_increment, ("u32",)),
+    "dec": (_decrement, ("u32",)),
+    "min": (min, ("u32", "s32", "u64", "s64")),
+    "max": (max, ("u32", "s32", "u64", "s64")),
+    "and": (lambda old, value: old & value, ("b32", "b64")),
+    "or": (lambda old, value: old | value, ("b32", "b64")),
+    "xor": (lambda old, value: old ^ value, ("b32", "b64")),
+    "exch": (_exchange, ("b32", "b64")),
+}
+
+
+def _wrapped(value, dtype):
+    """A Python integer as the type, which wraps around."""
+    if dtype.kind == "f":
+        return value
+    size = 8 * dtype.itemsize
+    value %= 1 << size
+    return value - (1 << size) if dtype.kind == "i" and value >> (size - 1) else value
+
+
+def _atomically(lanes, addresses, operation, values, dtype):
+    memory = lanes.cta.grid.memory
+    old = memory.load(addresses, dtype.itemsize, 1)[:, 0].view(dtype)  # checks the addresses
+    for i, (address, value) in enumerate(zip(addresses.tolist(), values.tolist(), strict=True)):
+        cell = memory.bytes_at(address, dtype.itemsize).view(dtype)
+        old[i] = cell[0]
+        new = dtype.type(_wrapped(operation(cell[0].item(), value), dtype))
+        if new != cell[0]:
+            cell[0] = new
+            lanes.cta.grid.num_events += 1
+    memory.bytes_written += old.nbytes
+    return old
+
+
+_ORDERS = "{,.relaxed.gpu,.acquire.gpu,.release.gpu,.acq_rel.gpu}"
+
+
+def _declare_atomic(name, operation, type_):
+    dtype = np.dtype({"b": "u", "u": "u", "s": "i", "f": "f"}[type_[0]] + str(int(type_[1:]) // 8))
+
+    @action(f"atom{_ORDERS}.global.{name}.{type_}", f"{type_} = [u64], {type_}", polls=True)
+    @action(f"atom.global{_ORDERS}.{name}.{type_}", f"{type_} = [u64], {type_}", polls=True)
+    def atom(lanes, addresses, values):
+        return _atomically(lanes, addresses, operation, values, dtype)
+
+    @action(f"red{{,.relaxed.gpu,.release.gpu}}.global.{name}.{type_}", f"[u64], {type_}")
+    def red(lanes, addresses, values):
+        _atomically(lanes, addresses, operation, values, dtype)
+
+
+for _name, (_operation, _types) in _OPERATIONS.items():
+    for _type in _types:
+        _declare_atomic(_name, _operation, _type)
+
+
+@action(f"atom{_ORDERS}.global.cas.{{b32,b64}}", "T = [u64], T, T", polls=True)
+@action(f"atom.global{_ORDERS}.cas.{{b32,b64}}", "T = [u64], T, T", polls=True)
+def compare_and_swap(lanes, addresses, expected, new):
+    old = np.empty_like(expected)
+    for i in range(lanes.count):
+        wanted, value = expected[i].item(), new[i].item()
+        old[i] = _atomically(
+            lanes,
+            addresses[i : i + 1],
+            lambda current, value, wanted=wanted: value if current == wanted else current,
+            np.array([value], expected.dtype),
+            expected.dtype,
+        )[0]
+    return old

@@ -1,0 +1,1 @@
+"""Warpgroup matrix multiplication (sm_90a)."""

@@ -1,0 +1,29 @@
+"""What launches did, in numbers."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchReport:
+    """Counts of one launch. All but `instructions` are the same for every seed and completion."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    flops: int  # of matrix instructions
+    bytes_read: int  # requested from global memory; a multicast copy counts once
+    bytes_written: int  # requested of global memory; an atomic operation reads and writes
+    barrier_phases: int  # that completed: mbarriers, barriers of CTAs and of clusters
+    shared_bytes: int  # of a CTA
+    tensor_memory_columns: int  # of a CTA, at most
+    instructions: int  # of warps. Where threads poll, their number depends on the seed.
+    seconds: float
+
+
+@dataclasses.dataclass
+class Report:
+    completion: str
+    seed: Any
+    launches: list[LaunchReport] = dataclasses.field(default_factory=list)
