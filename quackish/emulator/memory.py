@@ -98,12 +98,13 @@ class GlobalMemory:
             raise Fault(f"a tensor at {self._bases[region]:#x} is not aligned to its elements of {width} bytes")
         return (offsets // np.uint64(width)).astype(np.intp)
 
-    def load(self, addresses: np.ndarray, width: int, count: int) -> np.ndarray:
+    def load(self, addresses: np.ndarray, width: int, count: int, counted: bool = True) -> np.ndarray:
         """`count` elements of `width` bytes for each address: an unsigned array (addresses, count)."""
         values = np.empty((len(addresses), count), _UNSIGNED[width])
         for threads, view, indices in self._located(addresses, width, count):
             values[threads] = view[indices[:, None] + _STEPS[count]]
-        self.bytes_read += values.nbytes
+        if counted:
+            self.bytes_read += values.nbytes
         return values
 
     def store(self, addresses: np.ndarray, values: list[np.ndarray]) -> None:

@@ -13,7 +13,7 @@ class LaunchReport:
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
     flops: int  # of matrix instructions
-    bytes_read: int  # requested from global memory; a multicast copy counts once
+    bytes_read: int  # requested from global memory, without acquire and relaxed loads; a multicast copy counts once
     bytes_written: int  # requested of global memory; an atomic operation reads and writes
     barrier_phases: int  # that completed: mbarriers, barriers of CTAs and of clusters
     shared_bytes: int  # of a CTA

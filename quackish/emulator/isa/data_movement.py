@@ -107,7 +107,8 @@ for _type in ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32",
 _TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
 # .cs ("likely accessed once"), .cg, .ca and the priorities of eviction are hints for caches.
 _LOADS = ("ld.global", "ld.global.nc", "ld.global.L1::no_allocate", "ld.global.nc.L1::no_allocate")
-# Other threads may have to run before such a load returns what a loop waits for.
+# Other threads may have to run before such a load returns what a loop waits for. How often a loop loads depends on the
+# order of threads, so these bytes are not counted.
 _POLLING_LOADS = ("ld.acquire.gpu.global", "ld.relaxed.gpu.global", "ld.volatile.global")
 _STORES = ("st.global", "st.global.cs", "st.relaxed.gpu.global", "st.release.gpu.global", "st.volatile.global")
 
@@ -124,9 +125,12 @@ def _declare_loads(type_, count):
     vector, result = ("", f"~{type_}") if count == 1 else (f".v{count}", f"{{~{type_}*{count}}}")
     width, dtype = _width(type_), _dtype(type_)
 
-    def load_global(lanes, addresses):
-        values = lanes.cta.grid.memory.load(addresses, width, count).view(dtype)
+    def load_global(lanes, addresses, counted=True):
+        values = lanes.cta.grid.memory.load(addresses, width, count, counted).view(dtype)
         return values[:, 0] if count == 1 else values.T
+
+    def poll_global(lanes, addresses):
+        return load_global(lanes, addresses, counted=False)
 
     def load_shared(lanes, addresses):
         values = lanes.cta.shared.load(offsets_in_cta(lanes, addresses), width, count).view(dtype)
@@ -135,7 +139,7 @@ def _declare_loads(type_, count):
     for opcode in _LOADS:
         action(f"{opcode}{vector}.{type_}", f"{result} = [u64]")(load_global)
     for opcode in _POLLING_LOADS:
-        action(f"{opcode}{vector}.{type_}", f"{result} = [u64]", polls=True)(load_global)
+        action(f"{opcode}{vector}.{type_}", f"{result} = [u64]", polls=True)(poll_global)
     action(f"ld.shared{{,::cta}}{vector}.{type_}", f"{result} = [u32]")(load_shared)
 
 
