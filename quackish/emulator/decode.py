@@ -122,6 +122,11 @@ class _Decoder:
                 for part in operand:
                     visit(part)
 
+        # Long vectors first: their registers then have consecutive rows.
+        for instruction in self.entry.instructions:
+            for operand in instruction.operands:
+                if isinstance(operand, Vector) and len(operand.items) > 4:
+                    visit(operand)
         for instruction in self.entry.instructions:
             visit(instruction.predicate)
             visit(instruction.operands)

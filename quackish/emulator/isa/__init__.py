@@ -53,7 +53,10 @@ def instruction(opcodes: str, signature: str, kind: str = "value", converged: st
     def declare(function):
         for opcode in expanded(opcodes):
             results, operands = _signature(signature.replace("T", _type_of(opcode)))
-            TABLE.setdefault(opcode, []).append(Form(opcode, results, operands, function, kind, converged, polls))
+            forms = TABLE.setdefault(opcode, [])
+            if any((form.results, form.operands) == (results, operands) for form in forms):
+                raise AssertionError(f"{opcode} is declared twice with {signature}")
+            forms.append(Form(opcode, results, operands, function, kind, converged, polls))
         return function
 
     return declare

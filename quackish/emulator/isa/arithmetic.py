@@ -192,24 +192,27 @@ instruction("sub{,.rn}.f32x2", "u64 = u64, u64")(_pairwise(numbers.sub))
 instruction("mul{,.rn}.f32x2", "u64 = u64, u64")(_pairwise(numbers.mul))
 instruction("fma.rn.f32x2", "u64 = u64, u64, u64")(_pairwise(numbers.fma))
 
+# Mixed precision (sm_100): 16-bit operands are converted to fp32 first.
+
+
+def _declare_mixed(type_, convert):
+    @instruction(f"add{{,.rn}}.f32.{type_}", "f32 = u16, f32")
+    def add(a, c):
+        return numbers.add(convert(a), c)
+
+    @instruction(f"sub{{,.rn}}.f32.{type_}", "f32 = u16, f32")
+    def sub(a, c):
+        return numbers.sub(convert(a), c)
+
+    @instruction(f"fma.rn.f32.{type_}", "f32 = u16, u16, f32")
+    def fma(a, b, c):
+        return numbers.fma(convert(a), convert(b), c)
+
+
+_declare_mixed("bf16", numbers.bf16_to_f32)
+_declare_mixed("f16", numbers.f16_to_f32)
+
 # bf16
-
-
-@instruction("add{,.rn}.f32.bf16", "f32 = u16, f32")
-def add_bf16_to_f32(a, c):
-    """"converts [a] to the type of the other operand [...] prior to the operation" (mixed precision add, sm_100)"""
-    return numbers.add(numbers.bf16_to_f32(a), c)
-
-
-@instruction("sub{,.rn}.f32.bf16", "f32 = u16, f32")
-def sub_f32_from_bf16(a, c):
-    return numbers.sub(numbers.bf16_to_f32(a), c)
-
-
-@instruction("fma.rn.f32.bf16", "f32 = u16, u16, f32")
-def fma_bf16_to_f32(a, b, c):
-    return numbers.fma(numbers.bf16_to_f32(a), numbers.bf16_to_f32(b), c)
-
 
 instruction("min.NaN.bf16", "u16 = u16, u16")(functools.partial(numbers.minimum_bf16, nan=True))
 instruction("max.NaN.bf16", "u16 = u16, u16")(functools.partial(numbers.maximum_bf16, nan=True))

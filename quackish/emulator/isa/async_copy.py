@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from quackish.emulator import tensor_map
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action
 from quackish.emulator.isa.synchronization import cta_of, mbarrier_at
-from quackish.emulator.memory import OFFSET_MASK
+from quackish.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT
 
 # "[...] the addresses [...] must be aligned to 16 bytes"; "size must be a multiple of 16" (PTX, cp.async.bulk)
 
@@ -112,3 +113,106 @@ def _async_store(lanes, address, value, barrier_address):
 
 for _type in ("b32", "u32", "s32", "f32", "b64", "u64", "s64"):
     _declare_async_store(_type)
+
+
+# Copies of boxes of tensors
+
+
+def _tensor_map(lanes, address):
+    grid = lanes.cta.grid
+    # "the tensor-map object [...] 64 byte aligned" (PTX, tensor-map)
+    if address % 64:
+        raise Fault(f"a tensor map at {address:#x}, which is not a multiple of 64")
+    if address >= PARAMETER_WINDOW:
+        offset = address - PARAMETER_WINDOW
+        return tensor_map.decode(grid.parameters[offset : offset + tensor_map.BYTES])
+    return tensor_map.decode(grid.memory.bytes_at(address, tensor_map.BYTES).tobytes())
+
+
+def _coordinates(columns, thread):
+    return tuple(int(column[thread]) for column in columns)
+
+
+def _declare_tensor_load(rank):
+    def load(lanes, destinations, tensors, barriers, policies=None):
+        for i in range(lanes.count):
+            destination = int(destinations[i])
+            _load_box(lanes, i, tensors, int(barriers[i]), destination, [destination >> RANK_SHIFT])
+
+    def multicast(lanes, destinations, tensors, barriers, masks, policies=None):
+        for i in range(lanes.count):
+            ranks = [rank for rank in range(16) if int(masks[i]) >> rank & 1]
+            _load_box(lanes, i, tensors, int(barriers[i]), int(destinations[i]), ranks)
+
+    opcode = f"cp.async.bulk.tensor.{rank}d.shared::{{cluster,cta}}.global{{,.tile}}.mbarrier::complete_tx::bytes"
+    action(opcode, f"[u32], [u64;{rank}], [u32]")(load)
+    action(f"{opcode}.L2::cache_hint", f"[u32], [u64;{rank}], [u32], u64")(load)
+    action(f"{opcode}.multicast::cluster", f"[u32], [u64;{rank}], [u32], u16")(multicast)
+    action(f"{opcode}.multicast::cluster.L2::cache_hint", f"[u32], [u64;{rank}], [u32], u16, u64")(multicast)
+
+
+def _load_box(lanes, i, tensors, barrier_address, destination, ranks):
+    """Copies a box to the same offset of the CTAs with these ranks, and signals the mbarrier at the same offset of each."""
+    grid = lanes.cta.grid
+    (addresses, columns), offset = tensors, destination & OFFSET_MASK
+    tensor, coordinates = _tensor_map(lanes, int(addresses[i])), _coordinates(columns, i)
+    places = tensor.shared_offsets(offset)
+    ctas = [cta_of(lanes, rank << RANK_SHIFT) for rank in ranks]
+    barriers = [mbarrier_at(lanes, rank << RANK_SHIFT | barrier_address & OFFSET_MASK) for rank in ranks]
+    for cta in ctas:
+        cta.shared.check(int(places.min()), int(places.max()) + 1)
+
+    def copy():
+        box, size = tensor.load(coordinates, grid.memory.bytes_at)
+        grid.memory.bytes_read += size
+        for cta, barrier in zip(ctas, barriers, strict=True):
+            cta.shared.bytes[places] = box
+            barrier.complete(tensor.box_bytes)
+
+    grid.completion.copy(f"box {coordinates} of a tensor to {offset:#x} of CTAs {ranks}, then {barriers[0]}", copy)
+
+
+def _declare_tensor_store(rank):
+    def store(lanes, tensors, sources, policies=None):
+        _store_boxes(lanes, tensors, sources, add=False)
+
+    def add(lanes, tensors, sources, policies=None):
+        _store_boxes(lanes, tensors, sources, add=True)
+
+    opcode = f"cp.async.bulk.tensor.{rank}d.global.shared::cta{{,.tile}}.bulk_group"
+    action(opcode, f"[u64;{rank}], [u32]")(store)
+    action(f"{opcode}.L2::cache_hint", f"[u64;{rank}], [u32], u64")(store)
+    opcode = f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.add{{,.tile}}.bulk_group"
+    action(opcode, f"[u64;{rank}], [u32]")(add)
+    action(f"{opcode}.L2::cache_hint", f"[u64;{rank}], [u32], u64")(add)
+
+
+def _store_boxes(lanes, tensors, sources, add):
+    addresses, columns = tensors
+    for i, thread in enumerate(lanes.threads.tolist()):
+        _store_box(
+            lanes.cta, thread, _tensor_map(lanes, int(addresses[i])), _coordinates(columns, i), int(sources[i]), add
+        )
+
+
+def _store_box(cta, thread, tensor, coordinates, source, add):
+    memory, places = cta.grid.memory, tensor.shared_offsets(source & OFFSET_MASK)
+    cta.shared.check(int(places.min()), int(places.max()) + 1)
+
+    def read():
+        box = cta.shared.bytes[places]
+
+        def write():
+            size = tensor.store(coordinates, box, memory.bytes_at, add)
+            memory.bytes_written += size
+            memory.bytes_read += size if add else 0
+            cta.grid.num_events += 1
+
+        return write
+
+    cta.grid.completion.issue((cta, "bulk", thread), read)
+
+
+for _rank in range(1, 6):
+    _declare_tensor_load(_rank)
+    _declare_tensor_store(_rank)

@@ -246,18 +246,20 @@ def _atomically(lanes, addresses, operation, values, dtype):
     return old
 
 
-_ORDERS = "{,.relaxed.gpu,.acquire.gpu,.release.gpu,.acq_rel.gpu}"
+# PTX has the order and scope in front of the space; ptxas also takes them after it, where the scope is .gpu if missing.
+_ATOM = "{atom.relaxed.gpu.global,atom.acquire.gpu.global,atom.release.gpu.global,atom.acq_rel.gpu.global,atom.global," \
+    "atom.global.relaxed,atom.global.acquire,atom.global.release,atom.global.acq_rel}"
+_RED = "{red.global,red.relaxed.gpu.global,red.release.gpu.global}"
 
 
 def _declare_atomic(name, operation, type_):
     dtype = np.dtype({"b": "u", "u": "u", "s": "i", "f": "f"}[type_[0]] + str(int(type_[1:]) // 8))
 
-    @action(f"atom{_ORDERS}.global.{name}.{type_}", f"{type_} = [u64], {type_}", polls=True)
-    @action(f"atom.global{_ORDERS}.{name}.{type_}", f"{type_} = [u64], {type_}", polls=True)
+    @action(f"{_ATOM}.{name}.{type_}", f"{type_} = [u64], {type_}", polls=True)
     def atom(lanes, addresses, values):
         return _atomically(lanes, addresses, operation, values, dtype)
 
-    @action(f"red{{,.relaxed.gpu,.release.gpu}}.global.{name}.{type_}", f"[u64], {type_}")
+    @action(f"{_RED}.{name}.{type_}", f"[u64], {type_}")
     def red(lanes, addresses, values):
         _atomically(lanes, addresses, operation, values, dtype)
 
@@ -267,8 +269,7 @@ for _name, (_operation, _types) in _OPERATIONS.items():
         _declare_atomic(_name, _operation, _type)
 
 
-@action(f"atom{_ORDERS}.global.cas.{{b32,b64}}", "T = [u64], T, T", polls=True)
-@action(f"atom.global{_ORDERS}.cas.{{b32,b64}}", "T = [u64], T, T", polls=True)
+@action(f"{_ATOM}.cas.{{b32,b64}}", "T = [u64], T, T", polls=True)
 def compare_and_swap(lanes, addresses, expected, new):
     old = np.empty_like(expected)
     for i in range(lanes.count):

@@ -1,1 +1,126 @@
-"""Warpgroup matrix multiplication (sm_90a)."""
+"""Warpgroup matrix multiplication (sm_90a).
+
+A product reads its operands and updates its accumulator when its group completes; see `completion`.
+"""
+
+import functools
+
+import numpy as np
+
+from quackish.emulator import matrices
+from quackish.emulator.errors import Fault
+from quackish.emulator.isa import action
+from quackish.emulator.threads import VIEW_OF_TYPE, WARP
+
+GROUP = 4 * WARP
+M = 64
+_F32, _U32 = VIEW_OF_TYPE["f32"], VIEW_OF_TYPE["u32"]
+
+_extent = functools.lru_cache(4096)(matrices.extent)
+
+
+def _uniform(values, first):
+    """The one value of the warp group whose threads begin at `first`."""
+    # "all the threads in the warp must [...] the same values [...] matrix descriptors" (PTX, wgmma.mma_async)
+    part = values[first : first + GROUP]
+    if (part != part[0]).any():
+        raise Fault("an operand of wgmma that must be the same in all threads of the warp group differs")
+    return part[0].item()
+
+
+def _matrix(cta, bits, rows, element, mn_major):
+    descriptor = matrices.descriptor_sm90(bits)
+    cta.shared.check(*_extent(descriptor, rows, element, mn_major))
+    return matrices.in_shared_memory(
+        cta.shared.views[matrices.ELEMENT_BYTES[element]], descriptor, rows, element, mn_major
+    )
+
+
+def _sign(scale):
+    # "imm-scale-a, imm-scale-b: [...] valid values are -1 and 1"
+    if scale not in (-1, 1):
+        raise Fault(f"wgmma with a scale of {scale}; valid are 1 and -1")
+    return np.float32(scale)
+
+
+def _rows(indices):
+    """Indices of registers, as a slice if they are consecutive: numpy then makes no copy."""
+    begin, end = indices[0], indices[0] + len(indices)
+    return slice(begin, end) if indices == tuple(range(begin, end)) else list(indices)
+
+
+def _multiply(lanes, accumulator, read_a, descriptors_b, accumulate, n, element, signs, mn_major_b):
+    """Issues a product for each warp group. `read_a` gets the position of the group's first thread in `lanes`."""
+    cta, rows = lanes.cta, _rows(accumulator)
+    sign = np.prod([_sign(sign) for sign in signs])
+    for position in range(0, lanes.count, GROUP):
+        first = int(lanes.threads[position])
+        bits_b, adds = _uniform(descriptors_b, position), _uniform(accumulate, position)
+
+        def read(first=first, a=read_a(position, first), bits_b=bits_b, adds=adds):
+            b = _matrix(cta, bits_b, n, element, mn_major_b)
+            product = matrices.accumulator_to_registers((a() * sign) @ b.T)
+            return lambda: _update(cta, rows, first, product, adds)
+
+        cta.grid.flops += 2 * M * n * (32 // matrices.ELEMENT_BYTES[element])
+        cta.grid.completion.issue((cta, "wgmma", first // GROUP), read)
+
+
+def _update(cta, rows, first, product, adds):
+    threads = slice(first, first + GROUP)
+    registers = cta.registers.rows[_F32]
+    if adds:
+        registers[rows, threads] += product
+    else:
+        registers[rows, threads] = product
+
+
+def _declare(n, element, k):
+    opcode = f"wgmma.mma_async.sync.aligned.m{M}n{n}k{k}.f32.{element}.{element}"
+    accumulator = f"&{{f32*{n // 2}}}"
+    transposes = ["immediate"] * 2 if element != "tf32" else []
+
+    @action(
+        opcode, ", ".join([accumulator, "u64", "u64", "pred", "immediate", "immediate", *transposes]), "warp group"
+    )
+    def multiply(lanes, indices, descriptors_a, descriptors_b, accumulate, sign_a, sign_b, mn_a=0, mn_b=0):
+        def read_a(position, first):
+            bits = _uniform(descriptors_a, position)
+            return lambda: _matrix(lanes.cta, bits, M, element, bool(mn_a))
+
+        _multiply(lanes, indices, read_a, descriptors_b, accumulate, n, element, (sign_a, sign_b), bool(mn_b))
+
+    @action(
+        opcode,
+        ", ".join([accumulator, "&{b32*4}", "u64", "pred", "immediate", "immediate", *transposes[:1]]),
+        "warp group",
+    )
+    def multiply_registers(lanes, indices, indices_a, descriptors_b, accumulate, sign_a, sign_b, mn_b=0):
+        def read_a(position, first):
+            registers = lanes.cta.registers.rows[_U32]
+            return lambda: matrices.registers_to_a(registers[list(indices_a), first : first + GROUP], element)
+
+        _multiply(lanes, indices, read_a, descriptors_b, accumulate, n, element, (sign_a, sign_b), bool(mn_b))
+
+
+for _n in range(8, 257, 8):
+    for _element in ("bf16", "f16"):
+        _declare(_n, _element, 16)
+    _declare(_n, "tf32", 8)
+
+
+@action("wgmma.fence.sync.aligned", "", "warp")
+def fence(lanes):
+    """Orders accesses of registers, which are in order here."""
+
+
+@action("wgmma.commit_group.sync.aligned", "", "warp group")
+def commit(lanes):
+    for group in lanes.warp_groups():
+        lanes.cta.grid.completion.commit((lanes.cta, "wgmma", group))
+
+
+@action("wgmma.wait_group.sync.aligned", "immediate", "warp group")
+def wait(lanes, allowed):
+    for group in lanes.warp_groups():
+        lanes.cta.grid.completion.wait((lanes.cta, "wgmma", group), allowed)
