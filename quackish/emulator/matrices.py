@@ -87,22 +87,25 @@ _TO_F32 = {
 def in_shared_memory(shared: np.ndarray, descriptor: Descriptor, rows: int, element: str, mn_major: bool) -> np.ndarray:
     """A matrix of `rows` x 32 bytes of k as fp32; rows are those of A (m) or the columns of B (n).
 
-    `shared` is the CTA's shared memory as unsigned integers of the element's size.
+    `shared` is the CTA's shared memory as unsigned integers of the element's size. Check its bounds with `extent`.
     """
     width = ELEMENT_BYTES[element]
     base = descriptor.start // _REPEAT * _REPEAT
-    indices, last = _indices(rows, width, descriptor._replace(start=descriptor.start - base), mn_major)
-    if base // width + last >= len(shared):
-        end = base + (last + 1) * width
-        raise Fault(
-            f"a matrix of {rows} rows ends at {end:#x} in shared memory of {shared.nbytes:#x} bytes: {descriptor}"
-        )
+    indices = _indices(rows, width, descriptor._replace(start=descriptor.start - base), mn_major)
     return _TO_F32[element](shared[base // width :][indices])
 
 
 @functools.lru_cache(1024)
-def _indices(rows: int, width: int, descriptor: Descriptor, mn_major: bool) -> tuple[np.ndarray, int]:
-    """(indices of elements of `width` bytes in an array (rows, k), the last index); k elements are 32 bytes."""
+def extent(descriptor: Descriptor, rows: int, element: str, mn_major: bool) -> tuple[int, int]:
+    """The bounds in shared memory of what `in_shared_memory` reads: (first byte, one after the last byte)."""
+    width = ELEMENT_BYTES[element]
+    indices = _indices(rows, width, descriptor, mn_major)
+    return int(indices.min()) * width, (int(indices.max()) + 1) * width
+
+
+@functools.lru_cache(1024)
+def _indices(rows: int, width: int, descriptor: Descriptor, mn_major: bool) -> np.ndarray:
+    """Indices of elements of `width` bytes: (rows, k), where k elements are 32 bytes."""
     _, leading, stride, swizzle = descriptor
     row, k = np.arange(rows)[:, None], np.arange(32 // width)[None, :]
     chunk = 16 // width  # the elements of 16 bytes; T in the manual's table "Canonical Layouts"
@@ -117,8 +120,7 @@ def _indices(rows: int, width: int, descriptor: Descriptor, mn_major: bool) -> t
         offsets = (row % 8) * 16 + (row // 8) * stride + (k % chunk) * width + (k // chunk) * leading
     else:  # 128 bytes: ((8,m),(T,2k)):((8T,SBO),(1,T)); LBO is "not used, assumed to be 1"
         offsets = (row % 8) * swizzle.span + (row // 8) * stride + k * width
-    indices = swizzle(descriptor.start + offsets) // width
-    return indices, int(indices.max())
+    return swizzle(descriptor.start + offsets) // width
 
 
 # Fragments of a warp group. Thread t is thread t % 4 of group t % 32 // 4 of warp t // 32.

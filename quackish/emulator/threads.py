@@ -210,9 +210,7 @@ def special_registers(grid: Any, cluster: Any, rank: int, index: tuple[int, int,
         "%cluster_ctaid": tuple(i % size for i, size in zip(index, grid.cluster_dimensions, strict=True)),
         "%cluster_nctaid": grid.cluster_dimensions,
         "%clusterid": tuple(i // size for i, size in zip(index, grid.cluster_dimensions, strict=True)),
-        "%nclusterid": tuple(
-            n // size for n, size in zip(grid.dimensions, grid.cluster_dimensions, strict=True)
-        ),
+        "%nclusterid": tuple(n // size for n, size in zip(grid.dimensions, grid.cluster_dimensions, strict=True)),
     }
     for name, triple in triples.items():
         for axis, value in zip("xyz", triple, strict=True):
