@@ -2,15 +2,14 @@
 
 import itertools
 import math
-import struct
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
+from exact_arithmetic import BF16, F16, F32, INF, NAN, bits_of
 from quackish.emulator import numbers
 
-INF, NAN = math.inf, math.nan
 MAX, TINY, SMALLEST = (2 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149  # of fp32
 
 
@@ -26,40 +25,6 @@ def f32(*values):
 
 def bits32(x) -> list[int]:
     return [int(v) for v in np.asarray(x, np.float32).view(np.uint32)]
-
-
-def bits_of(value: float) -> int:
-    """The bits of a number that fp32 represents exactly; of NaN, the GPU's."""
-    return 0x7FFFFFFF if math.isnan(value) else struct.unpack("<I", struct.pack("<f", value))[0]
-
-
-class Format:
-    """A binary format, to round fractions to by comparing them with their two neighbors."""
-
-    def __init__(self, precision: int, least: int, greatest: int):
-        self.precision, self.least = precision, least  # `least`: exponent of the smallest subnormal number
-        self.max = Fraction(2**precision - 1) * Fraction(2) ** (greatest - precision + 1)
-
-    def round(self, x: Fraction, rounding: str) -> float:
-        if x == 0:
-            return 0.0
-        exponent = max(abs(x.numerator).bit_length() - x.denominator.bit_length() - self.precision - 2, self.least)
-        while Fraction(2) ** (exponent + self.precision) <= abs(x):
-            exponent += 1
-        unit = Fraction(2) ** exponent
-        below = x // unit * unit
-        above = below if below == x else below + unit
-        nearest = {-1: below, 1: above}.get((x - below > above - x) - (x - below < above - x))
-        if nearest is None:
-            nearest = below if (below / unit) % 2 == 0 else above
-        result = {"rn": nearest, "rm": below, "rp": above, "rz": below if x > 0 else above}[rounding]
-        if abs(result) > self.max:
-            away = rounding in ("rn", "rp" if x > 0 else "rm")
-            return math.copysign(INF if away else float(self.max), x)
-        return math.copysign(float(result), x)
-
-
-F32, BF16, F16 = Format(24, -149, 127), Format(8, -133, 127), Format(11, -24, 15)
 
 
 def interesting(seed: int, count: int) -> list[float]:
