@@ -78,10 +78,8 @@ class GlobalMemory:
             views[width] = host[: size // width * width].view(_UNSIGNED[width])
         return views[width]
 
-    def _located(self, addresses: np.ndarray, width: int, count: int):
-        """Yields (threads, view, indices), one for each region that the threads access."""
-        size = width * count
-        _check_alignment(addresses, size, "global")
+    def _located(self, addresses: np.ndarray, width: int, size: int):
+        """Yields (which addresses, view, indices), one for each region; each access has `size` bytes."""
         low, high = int(addresses.min()), int(addresses.max()) + size
         region = self._lookup(low, high)
         if region >= 0:
@@ -100,8 +98,9 @@ class GlobalMemory:
 
     def load(self, addresses: np.ndarray, width: int, count: int, counted: bool = True) -> np.ndarray:
         """`count` elements of `width` bytes for each address: an unsigned array (addresses, count)."""
+        _check_alignment(addresses, width * count, "global")
         values = np.empty((len(addresses), count), _UNSIGNED[width])
-        for threads, view, indices in self._located(addresses, width, count):
+        for threads, view, indices in self._located(addresses, width, width * count):
             values[threads] = view[indices[:, None] + _STEPS[count]]
         if counted:
             self.bytes_read += values.nbytes
@@ -110,16 +109,40 @@ class GlobalMemory:
     def store(self, addresses: np.ndarray, values: list[np.ndarray]) -> None:
         """Stores values[i] at the i-th element after each address."""
         width = values[0].dtype.itemsize
-        for threads, view, indices in self._located(addresses, width, len(values)):
+        _check_alignment(addresses, width * len(values), "global")
+        for threads, view, indices in self._located(addresses, width, width * len(values)):
             for i, value in enumerate(values):
                 view[indices + i] = value[threads]
         self.bytes_written += len(addresses) * width * len(values)
+
+    def read_rows(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """`size` bytes after each address, as an array of bytes (addresses, size)."""
+        width = _widest(addresses, size)
+        rows = np.empty((len(addresses), size // width), _UNSIGNED[width])
+        for which, view, indices in self._located(addresses, width, size):
+            rows[which] = view[indices[:, None] + np.arange(size // width)]
+        self.bytes_read += rows.nbytes
+        return rows.view(np.uint8)
+
+    def write_rows(self, addresses: np.ndarray, rows: np.ndarray) -> None:
+        """Writes the bytes of each row after its address."""
+        width = _widest(addresses, rows.shape[1])
+        words = np.ascontiguousarray(rows).view(_UNSIGNED[width])
+        for which, view, indices in self._located(addresses, width, rows.shape[1]):
+            view[indices[:, None] + np.arange(words.shape[1])] = words[which]
+        self.bytes_written += rows.nbytes
 
     def bytes_at(self, address: int, size: int) -> np.ndarray:
         """The bytes themselves, to read or to write. The caller counts."""
         region = self._index(address, address + size)
         offset = address - self._bases[region]
         return self._view(region, 1)[offset : offset + size]
+
+
+def _widest(addresses: np.ndarray, size: int) -> int:
+    """The widest words that accesses of `size` bytes at these addresses consist of."""
+    bits = int(np.bitwise_or.reduce(addresses)) | size | 8
+    return bits & -bits
 
 
 def _check_alignment(addresses: np.ndarray, size: int, space: str) -> None:

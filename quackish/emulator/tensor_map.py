@@ -16,8 +16,7 @@ Quotations are from the documentation of `cuTensorMapEncodeTiled` unless they na
 import dataclasses
 import functools
 import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,7 +38,12 @@ _ELEMENT_BYTES = {"f16": 2, "f32": 4, "bf16": 2}
 _SWIZZLES = [Swizzle.NONE, Swizzle.B32, Swizzle.B64, Swizzle.B128]
 
 
-BytesAt = Callable[[int, int], np.ndarray]  # (address, bytes) -> the bytes of global memory, to read and to write
+class Memory(Protocol):
+    """Global memory. A row is `size` bytes after an address; rows are arrays of bytes of shape (addresses, size)."""
+
+    def read_rows(self, addresses: np.ndarray, size: int) -> np.ndarray: ...
+
+    def write_rows(self, addresses: np.ndarray, rows: np.ndarray) -> None: ...
 
 
 class Window(NamedTuple):
@@ -97,26 +101,23 @@ class TensorMap:
         part = (*(slice(*span) for span in reversed(spans[1:])), slice(first * width, last * width))
         return Window(np.asarray(addresses), (last - first) * width, part)
 
-    def load(self, coordinates: tuple[int, ...], bytes_at: BytesAt) -> tuple[np.ndarray, int]:
-        """(the bytes of a box, how many of them come from memory); zeros outside the tensor."""
+    def load(self, coordinates: tuple[int, ...], memory: Memory) -> np.ndarray:
+        """The bytes of a box; zeros outside the tensor."""
         box, window = np.zeros(self.byte_shape, np.uint8), self.window(coordinates)
-        size = window.addresses.size * window.row_bytes
-        if size:
-            rows = [bytes_at(address, window.row_bytes) for address in window.addresses.ravel().tolist()]
+        if window.addresses.size and window.row_bytes:
             inside = box[window.part]
-            inside[...] = np.concatenate(rows).reshape(inside.shape)
-        return box.reshape(-1), size
+            inside[...] = memory.read_rows(window.addresses.ravel(), window.row_bytes).reshape(inside.shape)
+        return box.reshape(-1)
 
-    def store(self, coordinates: tuple[int, ...], box: np.ndarray, bytes_at: BytesAt, add: bool = False) -> int:
-        """Writes the bytes of a box, or adds their numbers. Returns how many bytes are inside the tensor."""
+    def store(self, coordinates: tuple[int, ...], box: np.ndarray, memory: Memory, add: bool = False) -> None:
+        """Writes the bytes of a box, or adds their numbers. Bytes outside the tensor are dropped."""
         window = self.window(coordinates)
-        size = window.addresses.size * window.row_bytes
-        if size:
+        if window.addresses.size and window.row_bytes:
+            addresses = window.addresses.ravel()
             rows = box.reshape(self.byte_shape)[window.part].reshape(-1, window.row_bytes)
-            for address, row in zip(window.addresses.ravel().tolist(), rows, strict=True):
-                memory = bytes_at(address, window.row_bytes)
-                memory[:] = self._added(memory, row) if add else row
-        return size
+            if add:
+                rows = self._added(memory.read_rows(addresses, window.row_bytes), rows)
+            memory.write_rows(addresses, rows)
 
     def shared_offsets(self, offset: int) -> np.ndarray:
         """Where shared memory has each byte of a box that begins at `offset`, in the box's order."""

@@ -1,6 +1,7 @@
 """The threads of one CTA: registers, and fragments (threads that are at the same instruction)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -74,9 +75,9 @@ class Lanes:
 
     def active(self, values: Any) -> np.ndarray:
         """The values of these threads alone, of values over the span or one for all."""
-        if self.where is None:
-            return np.broadcast_to(values, self.count)
-        return np.broadcast_to(values, len(self.where))[self.where]
+        if np.ndim(values) == 0:
+            return np.full(self.count, values)
+        return values if self.where is None else values[self.where]
 
     def subset_mask(self, chosen: np.ndarray) -> int:
         """The mask of the chosen ones of the span's threads."""
@@ -108,11 +109,13 @@ def warp_masks(mask: int) -> list[int]:
     return masks
 
 
+@functools.lru_cache(65536)
 def whole_warps(mask: int) -> int:
     """The mask of all threads of the warps that have a thread in `mask`."""
     return sum(warp_masks(mask))
 
 
+@functools.lru_cache(65536)
 def num_warps(mask: int) -> int:
     return len(warp_masks(mask))
 

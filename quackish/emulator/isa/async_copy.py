@@ -163,8 +163,7 @@ def _load_box(lanes, i, tensors, barrier_address, destination, ranks):
         cta.shared.check(int(places.min()), int(places.max()) + 1)
 
     def copy():
-        box, size = tensor.load(coordinates, grid.memory.bytes_at)
-        grid.memory.bytes_read += size
+        box = tensor.load(coordinates, grid.memory)
         for cta, barrier in zip(ctas, barriers, strict=True):
             cta.shared.bytes[places] = box
             barrier.complete(tensor.box_bytes)
@@ -203,9 +202,7 @@ def _store_box(cta, thread, tensor, coordinates, source, add):
         box = cta.shared.bytes[places]
 
         def write():
-            size = tensor.store(coordinates, box, memory.bytes_at, add)
-            memory.bytes_written += size
-            memory.bytes_read += size if add else 0
+            tensor.store(coordinates, box, memory, add)
             cta.grid.num_events += 1
 
         return write

@@ -3,8 +3,6 @@
 A product reads its operands and updates its accumulator when its group completes; see `completion`.
 """
 
-import functools
-
 import numpy as np
 
 from quackish.emulator import matrices
@@ -15,8 +13,6 @@ from quackish.emulator.threads import VIEW_OF_TYPE, WARP
 GROUP = 4 * WARP
 M = 64
 _F32, _U32 = VIEW_OF_TYPE["f32"], VIEW_OF_TYPE["u32"]
-
-_extent = functools.lru_cache(4096)(matrices.extent)
 
 
 def _uniform(values, first):
@@ -30,7 +26,6 @@ def _uniform(values, first):
 
 def _matrix(cta, bits, rows, element, mn_major):
     descriptor = matrices.descriptor_sm90(bits)
-    cta.shared.check(*_extent(descriptor, rows, element, mn_major))
     return matrices.in_shared_memory(
         cta.shared.views[matrices.ELEMENT_BYTES[element]], descriptor, rows, element, mn_major
     )
