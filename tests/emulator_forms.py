@@ -21,14 +21,15 @@ from exact_arithmetic import BF16, F16, INF, NAN, bits_of, float_of
 from quackish.emulator import isa
 
 PTX_VERSION = "8.6"
+PARAMETER_DATA = bytes(range(0x79, 0x89))
 SCRATCH = 16  # bytes of global and of shared memory for each thread
 REGISTERS = {1: "pred", 16: "b16", 32: "b32", 64: "b64"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`body` uses %in0.., %out0.., %g and %s (this thread's scratch in global and shared memory), %base (all of shared
-    memory) and %t (the thread). Expected values are integers, or None where the manual leaves them open.
+    """`body` uses %in0.., %out0.., %g and %s (this thread's scratch in global and shared memory), %scratch and %base (all
+    of it), %t (the thread) and ENTRY_data (a parameter of 16 bytes). Expected values are integers, or None where the manual leaves them open.
     """
 
     name: str
@@ -39,11 +40,9 @@ class Case:
     threads: int = 32
     target: str = "sm_90a"
     bound: Callable[[int, int, int], bool] | None = None  # (input, expected, a GPU's) -> within the manual's bound
-    scratch: list[int] | None = None  # two 64-bit words for each thread
+    scratch: list[int] | None = None  # two 64-bit words for each thread, and more behind them
     shared_bytes: int = 4096
     relocated: tuple[int, ...] = ()  # indices of scratch words that are offsets of global scratch, to be addresses
-    extra: int = 0  # further 64-bit words of global scratch
-
     @property
     def words(self) -> np.ndarray:
         """The kernel's memory: operands, then scratch. Registers get the low bits of words with garbage above."""
@@ -54,19 +53,20 @@ class Case:
                 rows.append(values)
             else:
                 rows.append([value % (1 << bits) | (garbage >> bits << bits) % (1 << 64) for value in values])
-        scratch = self.scratch or [0] * (2 * self.threads + self.extra)
+        scratch = self.scratch or [0] * (2 * self.threads)
         return np.array([*itertools.chain(*rows), *scratch], np.uint64)
 
     def ptx(self, entry: str) -> str:
-        """An entry with parameters `words` and `results`."""
-        lines = [f".visible .entry {entry}(.param .u64 {entry}_words, .param .u64 {entry}_results)"]
+        """An entry with the parameters words and results, which are addresses, and data, which are PARAMETER_DATA."""
+        parameters = [".param .u64 ENTRY_words", ".param .u64 ENTRY_results", ".param .align 16 .b8 ENTRY_data[16]"]
+        lines = [f".visible .entry ENTRY({', '.join(parameters)})"]
         lines += [f".maxntid {self.threads}, 1, 1", "{"]
-        lines += [f".shared .align 1024 .b8 {entry}_shared[{self.shared_bytes}];"]
-        lines += [".reg .b64 %words, %results, %offset, %g;", ".reg .b32 %t, %s, %base, %flag;"]
+        lines += [f".shared .align 1024 .b8 ENTRY_shared[{self.shared_bytes}];"]
+        lines += [".reg .b64 %words, %results, %offset, %scratch, %g;", ".reg .b32 %t, %s, %base, %flag;"]
         for kind, registers in (("in", self.inputs), ("out", self.outputs)):
             lines += [f".reg .{REGISTERS[bits]} %{kind}{i};" for i, (bits, _) in enumerate(registers)]
         lines += ["mov.u32 %t, %tid.x;", "mul.wide.u32 %offset, %t, 8;"]
-        lines += [f"ld.param.b64 %words, [{entry}_words];", f"ld.param.b64 %results, [{entry}_results];"]
+        lines += ["ld.param.b64 %words, [ENTRY_words];", "ld.param.b64 %results, [ENTRY_results];"]
         lines += ["add.u64 %g, %words, %offset;", "add.u64 %results, %results, %offset;"]
         for i, (bits, _) in enumerate(self.inputs):
             place = f"[%g+{8 * self.threads * i}]"
@@ -75,8 +75,9 @@ class Case:
             else:
                 lines.append(f"ld.global.b{bits} %in{i}, {place};")
         # scratch: 16 bytes for each thread
-        lines += [f"add.u64 %g, %g, {8 * self.threads * len(self.inputs)};", "add.u64 %g, %g, %offset;"]
-        lines += [f"mov.u32 %base, {entry}_shared;", f"mad.lo.u32 %s, %t, {SCRATCH}, %base;"]
+        lines += [f"add.u64 %scratch, %words, {8 * self.threads * len(self.inputs)};"]
+        lines += ["mad.wide.u32 %g, %t, 16, %scratch;"]
+        lines += ["mov.u32 %base, ENTRY_shared;", f"mad.lo.u32 %s, %t, {SCRATCH}, %base;"]
         lines += ["{", self.body, "}"]
         for i, (bits, _) in enumerate(self.outputs):
             place = f"[%results+{8 * self.threads * i}]"
@@ -84,7 +85,7 @@ class Case:
                 lines += [f"selp.b32 %flag, 1, 0, %out{i};", f"st.global.b32 {place}, %flag;"]
             else:
                 lines.append(f"st.global.b{bits} {place}, %out{i};")
-        return "\n".join([*lines, "ret;", "}", ""])
+        return "\n".join([*lines, "ret;", "}", ""]).replace("ENTRY", entry)
 
 
 def module(cases_by_entry: dict[str, Case]) -> str:
@@ -548,3 +549,606 @@ def case_name(form: isa.Form) -> str:
 @functools.cache
 def forms() -> list[isa.Form]:
     return [form for _, forms in sorted(isa.load().items()) for form in forms]
+
+
+# Loads and stores. Scratch has the data; shared memory gets a copy of it.
+
+TO_SHARED = """.reg .b64 %c0, %c1;
+ld.global.b64 %c0, [%g]; st.shared.b64 [%s], %c0;
+ld.global.b64 %c1, [%g+8]; st.shared.b64 [%s+8], %c1;
+"""
+FROM_SHARED = "ld.shared.b64 %out0, [%s]; ld.shared.b64 %out1, [%s+8];"
+FROM_GLOBAL = "ld.global.b64 %out0, [%g]; ld.global.b64 %out1, [%g+8];"
+
+
+def random_words(name: str, count: int) -> list[int]:
+    return [int(value) for value in random_of(name).integers(0, 1 << 64, count, np.uint64)]
+
+
+def scratch_bytes(words: list[int]) -> bytearray:
+    return bytearray(np.array(words, np.uint64).tobytes())
+
+
+def words_of(data: bytes) -> list[int]:
+    return [int(word) for word in np.frombuffer(bytes(data), np.uint64)]
+
+
+def _element(opcode: str) -> tuple[str, int]:
+    """(type, elements) of a load or a store."""
+    vector = re.search(r"\.v([248])\.", opcode)
+    return opcode.rpartition(".")[2], int(vector[1]) if vector else 1
+
+
+def load_cases(form: isa.Form) -> Iterator[Case]:
+    type_, count = _element(form.opcode)
+    size, threads = int(type_[1:]) // 8, 32
+    for wide in (False, True):
+        bits = _bits("~" + type_, wide)
+        if wide and bits == _bits("~" + type_, False):
+            continue
+        name = case_name(form) + (" wide" if wide else "")
+        words = random_words(name, 2 * threads)
+        data, offset = scratch_bytes(words), size * count % 16
+        outputs: list = [(bits, []) for _ in range(count)]
+        for thread, i in itertools.product(range(threads), range(count)):
+            begin = 16 * thread + offset + size * i
+            source = PARAMETER_DATA[offset:] if ".param" in form.opcode else data[begin:]
+            value = int.from_bytes(source[:size], "little", signed=type_[0] == "s")
+            outputs[i][1].append(value % (1 << bits))
+        outs = ", ".join(f"%out{i}" for i in range(count))
+        place = "ENTRY_data" if ".param" in form.opcode else "%s" if ".shared" in form.opcode else "%g"
+        body = f"{form.opcode} {outs if count == 1 else f'{{{outs}}}'}, [{place}+{offset}];"
+        prefix = TO_SHARED if place == "%s" else ""
+        yield Case(name, form.opcode, prefix + body, [], outputs, threads, scratch=words)
+
+
+def store_cases(form: isa.Form) -> Iterator[Case]:
+    type_, count = _element(form.opcode)
+    size, threads = int(type_[1:]) // 8, 32
+    shared = ".shared" in form.opcode
+    for wide in (False, True):
+        bits = _bits("~" + type_, wide)
+        if wide and bits == _bits("~" + type_, False):
+            continue
+        name = case_name(form) + (" wide" if wide else "")
+        words = random_words(name, 2 * threads)
+        data, offset = scratch_bytes(words), size * count % 16
+        inputs: list = [(bits, []) for _ in range(count)]
+        values = iter(random_words(f"{name} values", threads * count))
+        for thread, i in itertools.product(range(threads), range(count)):
+            value = next(values) % (1 << bits)
+            inputs[i][1].append(value)
+            begin = 16 * thread + offset + size * i
+            data[begin : begin + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
+        ins = ", ".join(f"%in{i}" for i in range(count))
+        body = f"{form.opcode} [{'%s' if shared else '%g'}+{offset}], {ins if count == 1 else f'{{{ins}}}'};\n"
+        body = TO_SHARED + body + FROM_SHARED if shared else body + FROM_GLOBAL
+        after = words_of(data)
+        yield Case(name, form.opcode, body, inputs, [(64, after[::2]), (64, after[1::2])], threads, scratch=words)
+
+
+def _float_add(a: int, b: int) -> int:
+    """"atom.add.f32 on global memory flushes subnormal inputs and results to sign-preserving zero" """
+    return bits_of(exact.flushed(exact.add(exact.flushed(float_of(a)), exact.flushed(float_of(b)))))
+
+
+def _atomic_meaning(name: str, type_: str) -> Callable[[int, int], int]:
+    if type_ == "f32":
+        return _float_add
+    bits, value = _typed(type_.replace("b", "u"))
+    functions = {
+        "add": operator.add, "min": min, "max": max, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+        "exch": lambda old, new: new, "inc": lambda old, limit: 0 if old >= limit else old + 1,
+        "dec": lambda old, limit: limit if old == 0 or old > limit else old - 1,
+    }  # fmt: skip
+    return lambda old, operand: functions[name](value(old), value(operand)) % (1 << bits)
+
+
+def atomic_cases(form: isa.Form) -> Iterator[Case]:
+    """Each thread has a word of its own: what threads do to the same one depends on their order."""
+    parts, threads, name = form.opcode.split("."), 32, case_name(form)
+    operation, type_ = parts[-2:]
+    bits = int(type_[1:])
+    swap = operation == "cas"
+    columns = chosen(name, [type_] * (3 if swap else 2), threads)
+    old, operands = columns[0], columns[1:]
+    if swap:
+        operands[0] = [value if i % 2 else old[i] for i, value in enumerate(operands[0])]
+        new = [b if current == a else current for current, a, b in zip(old, *operands, strict=True)]
+    else:
+        meaning = _atomic_meaning(operation, type_)
+        new = [meaning(current, value) for current, value in zip(old, operands[0], strict=True)]
+    scratch = [word for value in old for word in (value, 0)]
+    ins = ", ".join(f"%in{i}" for i in range(len(operands)))
+    returns = parts[0] == "atom"
+    body = f"{form.opcode} {'%out1, ' if returns else ''}[%g], {ins};\nld.global.b{bits} %out0, [%g];"
+    outputs: list = [(bits, new), *([(bits, old)] if returns else [])]
+    yield Case(name, form.opcode, body, [(bits, column) for column in operands], outputs, threads, scratch=scratch)
+
+
+# Instructions of a warp
+
+ALL = 0xFFFFFFFF
+
+
+def _shuffled(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
+    """The pseudo code of shfl.sync: (source lane, predicate)."""
+    lane_bits, clamp, segments = b & 31, c & 31, c >> 8 & 31
+    most, least = lane & segments | clamp & ~segments & 31, lane & segments
+    if mode == "up":
+        source, valid = lane - lane_bits, lane - lane_bits >= most
+    elif mode == "down":
+        source, valid = lane + lane_bits, lane + lane_bits <= most
+    elif mode == "bfly":
+        source, valid = lane ^ lane_bits, lane ^ lane_bits <= most
+    else:
+        source = least | lane_bits & ~segments
+        valid = source <= most
+    return source if valid else lane, valid
+
+
+def shuffle_cases(form: isa.Form) -> Iterator[Case]:
+    mode = form.opcode.split(".")[2]
+    for control in (0x1F, 0x00, 0x1C03, 0x1800, 0x181F):
+        name = f"{case_name(form)} {control:#x}"
+        a = [word & ALL for word in random_words(name, 32)]
+        b = [int(value) for value in random_of(name).integers(0, 32, 32)]
+        moved = [_shuffled(mode, lane, b[lane], control) for lane in range(32)]
+        outputs: list = [(32, [a[source] for source, _ in moved]), (1, [int(valid) for _, valid in moved])]
+        body = f"{form.opcode} %out0|%out1, %in0, %in1, {control}, -1;"
+        yield Case(name, form.opcode, body, [(32, a), (32, b)], outputs)
+
+
+def redux_cases(form: isa.Form) -> Iterator[Case]:
+    _, _, operation, type_ = form.opcode.split(".")
+    _, value = _typed(type_.replace("b", "u"))
+    name = case_name(form)
+    a = [word & ALL for word in random_words(name, 32)]
+    function = {"add": operator.add, **{k: INTEGER_OPERATIONS[k] for k in ("min", "max", "and", "or", "xor")}}[operation]
+    for members in (ALL, 0x0000FFFF):  # both halves of the warp execute it, each for itself
+        parts = [range(32)] if members == ALL else [range(16), range(16, 32)]
+        expected = []
+        for part in parts:
+            expected += [functools.reduce(function, (value(a[lane]) for lane in part)) & ALL] * len(part)
+        body = f".reg .b32 %m; setp.lt.u32 %p, %t, 16; selp.b32 %m, {members}, {members ^ ALL if members != ALL else ALL}, %p;"
+        body = f".reg .pred %p; {body}\n{form.opcode} %out0, %in0, %m;"
+        yield Case(f"{name} {members:#x}", form.opcode, body, [(32, a)], [(32, expected)])
+
+
+def vote_cases(form: isa.Form) -> Iterator[Case]:
+    mode = form.opcode.split(".")[2]
+    for label, votes in (("none", [0] * 32), ("some", random_of(mode).integers(0, 2, 32).tolist()), ("all", [1] * 32)):
+        ballot = sum(vote << lane for lane, vote in enumerate(votes))
+        result = {"ballot": ballot, "any": int(any(votes)), "all": int(all(votes))}[mode]
+        bits = 32 if mode == "ballot" else 1
+        body = f"{form.opcode} %out0, %in0, -1;"
+        yield Case(f"{case_name(form)} {label}", form.opcode, body, [(1, votes)], [(bits, [result] * 32)])
+
+
+def elect_cases(form: isa.Form) -> Iterator[Case]:
+    body = f"{form.opcode} %out0|%out1, -1;"
+    yield Case(case_name(form), form.opcode, body, [], [(32, [0] * 32), (1, [1] + [0] * 31)])
+
+
+def _matrix_place(transposed: bool, thread: int, half: int) -> tuple[int, int]:
+    """(row, column) of an 8 x 8 matrix of which a thread's register has element `half`."""
+    row, column = thread // 4, thread % 4 * 2 + half
+    return (column, row) if transposed else (row, column)
+
+
+def matrix_cases(form: isa.Form) -> Iterator[Case]:
+    """Matrix i has its rows in the scratch of threads 8 i to 8 i + 7, which give their addresses."""
+    name, transposed = case_name(form), ".trans" in form.opcode
+    count = int(re.search(r"\.x([124])\.", form.opcode)[1])
+    words = random_words(name, 64)
+    memory = np.array(words, np.uint64).view(np.uint16).reshape(32, 8)
+    fragments = np.zeros((count, 32, 2), np.uint16)
+    stores = form.opcode.startswith("stmatrix")
+    if stores:
+        fragments[:] = random_of(name).integers(0, 1 << 16, fragments.shape)
+    for i, thread, half in np.ndindex(fragments.shape):
+        row, column = _matrix_place(transposed, thread, half)
+        if stores:
+            memory[8 * i + row, column] = fragments[i, thread, half]
+        else:
+            fragments[i, thread, half] = memory[8 * i + row, column]
+    registers: list = [(32, row.view(np.uint32)[:, 0].tolist()) for row in fragments]
+    names = ", ".join(f"%{'in' if stores else 'out'}{i}" for i in range(count))
+    if stores:
+        after = words_of(memory.tobytes())
+        body = f"{TO_SHARED} bar.sync 0; {form.opcode} [%s], {{{names}}}; bar.sync 0;\n{FROM_SHARED}"
+        yield Case(name, form.opcode, body, registers, [(64, after[::2]), (64, after[1::2])], scratch=words)
+    else:
+        body = f"{TO_SHARED} bar.sync 0; {form.opcode} {{{names}}}, [%s];"
+        yield Case(name, form.opcode, body, [], registers, scratch=words)
+
+
+# Barriers: two warps exchange words through shared memory.
+
+
+def exchange_case(form: isa.Form, barrier: str, one_way: bool = False) -> Case:
+    """Thread t gets the word of thread t ^ 32; `one_way`, only threads from 32 on do, and others keep their own."""
+    name = case_name(form)
+    words = [word & ALL for word in random_words(name, 64)]
+    expected = [words[t] if one_way and t < 32 else words[t ^ 32] for t in range(64)]
+    body = f""".reg .pred %p; .reg .b32 %other;
+st.shared.b32 [%s], %in0;
+setp.lt.u32 %p, %t, 32;
+xor.b32 %other, %t, 32;
+mad.lo.u32 %other, %other, 16, %base;
+mov.b32 %out0, %in0;
+{barrier}
+{"@!%p " if one_way else ""}ld.shared.b32 %out0, [%other];"""
+    return Case(name, form.opcode, body, [(32, words)], [(32, expected)], 64)
+
+
+def barrier_cases(form: isa.Form) -> Iterator[Case]:
+    opcode = form.opcode
+    if opcode == "bar.warp.sync":
+        words = [word & ALL for word in random_words(opcode, 32)]
+        body = f""".reg .b32 %other; st.shared.b32 [%s], %in0;
+xor.b32 %other, %t, 1; mad.lo.u32 %other, %other, 16, %base;
+{opcode} -1;
+ld.shared.b32 %out0, [%other];"""
+        yield Case(case_name(form), opcode, body, [(32, words)], [(32, [words[t ^ 1] for t in range(32)])])
+    elif ".cluster.arrive" in opcode:
+        fence = "fence.acq_rel.cluster; " if ".relaxed" in opcode else ""
+        yield exchange_case(form, f"{fence}{opcode}; barrier.cluster.wait;")
+    elif ".cluster.wait" in opcode:
+        yield exchange_case(form, f"barrier.cluster.arrive; {opcode};")
+    elif ".arrive" in opcode:
+        sync = opcode.replace("arrive", "sync")
+        yield exchange_case(form, f"@%p {opcode} 1, 64;\n@!%p {sync} 1, 64;", one_way=True)
+    else:
+        yield exchange_case(form, f"{opcode} 3{', 64' if len(form.operands) == 2 else ''};")
+
+
+# mbarriers: one thread uses them, at the beginning of shared memory; its results are what waiting for phases returned.
+
+TEST = "mbarrier.test_wait.parity.shared.b64"
+
+
+def one_thread_case(form: isa.Form, body: str, outputs: list[tuple[int, int | None]], suffix: str = "", **kwargs) -> Case:
+    """Thread 0 executes the body; others return zeros."""
+    zeros = "".join(f"mov.b64 %out{i}, 0;" if bits == 64 else f"mov.b32 %out{i}, 0;" for i, (bits, _) in enumerate(outputs))
+    text = f"""{zeros}
+.reg .pred %p, %q; .reg .b32 %bar; .reg .b64 %state, %policy;
+mov.b32 %bar, %base; mov.b64 %policy, 0x1000000000000000;
+setp.ne.u32 %p, %t, 0;
+@%p bra SKIP;
+{body}
+SKIP:"""
+    values: list = [(bits, [value, *[0] * 31]) for bits, value in outputs]
+    return Case(case_name(form) + suffix, form.opcode, text, [], values, **kwargs)
+
+
+def _test(output: int, parity: int) -> str:
+    return f"{TEST} %q, [%bar], {parity}; selp.b32 %out{output}, 1, 0, %q;"
+
+
+def _copy_16(barrier: str = "%bar") -> str:
+    """16 bytes of scratch to offset 64 of shared memory."""
+    return (
+        f".reg .b32 %to; add.u32 %to, %base, 64;\n"
+        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%to], [%scratch], 16, [{barrier}];"
+    )
+
+
+def _wait(parity: int) -> str:
+    return f"WAIT: mbarrier.try_wait.parity.shared.b64 %q, [%bar], {parity}; @!%q bra WAIT;"
+
+
+INIT = "mbarrier.init.shared.b64 [%bar], {}; fence.mbarrier_init.release.cluster;"
+READ_COPY = "ld.shared.b64 %out{}, [%to]; ld.shared.b64 %out{}, [%to+8];"
+
+
+def mbarrier_cases(form: isa.Form) -> Iterator[Case]:
+    opcode, operands = form.opcode, len(form.operands)
+    words = random_words(opcode, 64)
+    sink = "_" if "::cluster" in opcode else "%state"
+    if opcode.startswith("mbarrier.init"):
+        arrive = "mbarrier.arrive.shared.b64 %state, [%bar];"
+        body = f"{opcode} [%bar], 2;\n{arrive} {_test(0, 0)}\n{arrive} {_test(1, 0)} {_test(2, 1)}"
+        yield one_thread_case(form, body, [(32, 0), (32, 1), (32, 0)])
+    elif opcode.startswith("mbarrier.inval"):
+        yield one_thread_case(form, f"{INIT.format(1)} {opcode} [%bar]; mov.b32 %out0, 1;", [(32, 1)])
+    elif ".expect_tx" in opcode:
+        # The phase ends when the bytes have come, not before.
+        if "arrive" in opcode:
+            begin = f"{opcode} {sink}, [%bar], 16;"
+        else:
+            begin = f"{opcode} [%bar], 16; mbarrier.arrive.shared.b64 %state, [%bar];"
+        body = f"{INIT.format(1)} {begin} {_test(0, 0)}\n{_copy_16()}\n{_wait(0)}\n{READ_COPY.format(1, 2)}"
+        yield one_thread_case(form, body, [(32, 0), (64, words[0]), (64, words[1])], scratch=words)
+    elif ".arrive" in opcode:
+        count = ", 2" if operands == 2 else ""
+        body = f"{INIT.format(3 if count else 2)} {opcode} {sink}, [%bar]{count}; {_test(0, 0)}\n"
+        body += f"mbarrier.arrive.shared.b64 %state, [%bar]; {_test(1, 0)} {_test(2, 1)}"
+        yield one_thread_case(form, body, [(32, 0), (32, 1), (32, 0)])
+    else:  # try_wait and test_wait; the phase before the first one counts as complete
+        limit = ", 100000" if operands == 3 else ""
+        wait = f"{opcode} %q, [%bar], {{}}{limit}; selp.b32 %out{{}}, 1, 0, %q;"
+        body = f"{INIT.format(1)} {wait.format(1, 0)}\nmbarrier.arrive.shared.b64 %state, [%bar]; {wait.format(0, 1)}"
+        yield one_thread_case(form, body, [(32, 1), (32, 1)])
+
+
+# Bulk copies
+
+FENCE = "fence.proxy.async.shared::cta;"
+
+
+def bulk_cases(form: isa.Form) -> Iterator[Case]:
+    opcode, words = form.opcode, random_words(form.opcode, 64)
+    policy = ", %policy" if "L2::cache_hint" in opcode else ""
+    wait = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+    if "mbarrier" in opcode:
+        body = f"{INIT.format(1)} mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], 16;\n"
+        body += f".reg .b32 %to; add.u32 %to, %base, 64;\n{opcode} [%to], [%scratch+32], 16, [%bar]{policy};\n"
+        body += f"{_wait(0)}\n{READ_COPY.format(0, 1)}"
+        yield one_thread_case(form, body, [(64, words[4]), (64, words[5])], scratch=words)
+        return
+    if ".global.shared" in opcode:
+        copy = f"{opcode} [%scratch+64], [%base], 16{policy};\n{wait}"
+    else:
+        copy = "cp.async.bulk.global.shared::cta.bulk_group [%scratch+64], [%base], 16;\n"
+        last = opcode if "wait_group" in opcode else "cp.async.bulk.wait_group"
+        copy += f"cp.async.bulk.commit_group; {last} 0;"
+        copy += " cp.async.bulk.wait_group 0;" if ".read" in opcode else ""
+    body = f"st.shared.b64 [%base], {words[20]}; st.shared.b64 [%base+8], {words[21]}; {FENCE}\n{copy}\n"
+    body += "ld.global.b64 %out0, [%scratch+64]; ld.global.b64 %out1, [%scratch+72];"
+    yield one_thread_case(form, body, [(64, words[20]), (64, words[21])], scratch=words)
+
+
+def async_store_cases(form: isa.Form) -> Iterator[Case]:
+    type_ = form.opcode.rpartition(".")[2]
+    size = int(type_[1:]) // 8
+    value = random_words(form.opcode, 1)[0] % (1 << 8 * size)
+    body = f"{INIT.format(1)} mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], {size};\n"
+    body += f".reg .b{8 * size} %v; mov.b{8 * size} %v, {value}; .reg .b32 %to; add.u32 %to, %base, 64;\n"
+    body += f"{form.opcode} [%to], %v, [%bar];\n{_wait(0)}\nld.shared.b{8 * size} %out0, [%to];"
+    yield one_thread_case(form, body, [(8 * size, value)])
+
+
+# Copies by tensor maps: fp32 tensors of up to (12, 3, 3, 2, 2) in boxes of (8, 2, 2, 2, 2), partly outside.
+
+SIZES, BOX, COORDINATES = (12, 3, 3, 2, 2), (8, 2, 2, 2, 2), (7, -1, 2, 0, 1)
+TENSOR_AT = 64 + 16  # words of scratch: two for each of 32 threads, then the map of 16 words
+TENSOR_WORDS = 216  # 432 numbers
+
+
+def _pitches(rank: int) -> list[int]:
+    """Bytes between elements of each dimension."""
+    return [4, *(48 * math.prod(SIZES[1:i]) for i in range(1, rank))]
+
+
+def _tensor_map(rank: int) -> list[int]:
+    """See quackish/emulator/tensor_map.py for the format."""
+    halves = [0] * 32
+    halves[0] = 8 * TENSOR_AT  # relocated
+    halves[2] = 0x240002 | (rank - 1) << 4 | 7 << 7
+    for i, pitch in enumerate(_pitches(rank)[1:]):
+        halves[3 + i] = pitch // 16
+    for i in range(rank):
+        halves[8 + i] = SIZES[i] - 1
+    halves[13] = (BOX[0] - 1) << 24
+    halves[14] = sum((BOX[i] - 1) << 8 * (i - 1) for i in range(1, rank))
+    return words_of(np.array(halves, np.uint32).tobytes())
+
+
+def tensor_cases(form: isa.Form) -> Iterator[Case]:
+    opcode = form.opcode
+    rank = int(re.search(r"\.([1-5])d\.", opcode)[1])
+    random = random_of(opcode)
+    tensor = random.integers(-1000, 1000, 2 * TENSOR_WORDS).astype(np.float32)
+    box = random.integers(-1000, 1000, math.prod(BOX[:rank])).astype(np.float32)
+    loads, adds = "mbarrier" in opcode, "reduce" in opcode
+    before = words_of(tensor.tobytes())
+    pitches = _pitches(rank)
+    for index, place in enumerate(itertools.product(*(range(extent) for extent in reversed(BOX[:rank])))):
+        at = [start + i for start, i in zip(COORDINATES, reversed(place), strict=False)]
+        inside = all(0 <= x < size for x, size in zip(at, SIZES, strict=False))
+        element = sum(x * pitch for x, pitch in zip(at, pitches, strict=True)) // 4
+        if loads:
+            box[index] = tensor[element] if inside else 0
+        elif inside:
+            tensor[element] = box[index] + (tensor[element] if adds else 0)
+    coordinates = f"{{{', '.join(map(str, COORDINATES[:rank]))}}}"
+    policy = ", %policy" if "L2::cache_hint" in opcode else ""
+    map_ = "add.u64 %map, %scratch, 512;"
+    head = f".reg .b64 %map, %policy, %state; .reg .pred %p, %q; .reg .b32 %bar, %to;\n{map_}\n"
+    head += "mov.b64 %policy, 0x1000000000000000; mov.b32 %bar, %base; add.u32 %to, %base, 1024; setp.ne.u32 %p, %t, 0;\n"
+    size = 4 * len(box)
+    slot = "mad.lo.u32 %s, %t, 16, %to;\n"
+    contents = [*words_of(box.tobytes()), *[0] * 64][:64]
+    scratch = [*([0] * 64 if loads else contents), *_tensor_map(rank), *before]
+    if loads:
+        multicast = ", %mask" if ".multicast::cluster" in opcode else ""
+        body = head + f"""{slot}.reg .b16 %mask; mov.b16 %mask, 1;
+st.shared.b64 [%s], 0; st.shared.b64 [%s+8], 0; {FENCE}
+bar.sync 0;
+@%p bra SKIP;
+{INIT.format(1)}
+mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], {size};
+{opcode} [%to], [%map, {coordinates}], [%bar]{multicast}{policy};
+{_wait(0)}
+SKIP:
+bar.sync 0;
+{FROM_SHARED}"""
+        outputs: list = [(64, contents[::2]), (64, contents[1::2])]
+    else:
+        body = head + slot + TO_SHARED + f"""{FENCE} bar.sync 0;
+@%p bra SKIP;
+{opcode} [%map, {coordinates}], [%to]{policy};
+cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+SKIP:
+bar.sync 0;
+.reg .b64 %tensor; mad.wide.u32 %tensor, %t, 8, %scratch;
+"""
+        after = words_of(tensor.tobytes())
+        outputs = []
+        for i in range(TENSOR_WORDS // 32 + 1):
+            words = [after[t + 32 * i] if t + 32 * i < TENSOR_WORDS else 0 for t in range(32)]
+            outputs.append((64, words))
+            body += f"ld.global.b64 %out{i}, [%tensor+{8 * (TENSOR_AT + 32 * i)}];\n"
+        scratch += [0] * 32
+    yield Case(case_name(form), opcode, body, [], outputs, scratch=scratch, relocated=(64,))
+
+
+# wgmma on small integers: (-A)(-B) is added to A B, so that the result is 2 A B.
+
+
+def _shared_layout(matrix: np.ndarray, width: int) -> bytes:
+    """K-major without a swizzle: cores of 8 rows of 16 bytes, which are contiguous; two along k, then along rows."""
+    rows = np.ascontiguousarray(matrix).view(np.uint8).reshape(len(matrix) // 8, 8, 2, 16)
+    return rows.transpose(0, 2, 1, 3).tobytes()
+
+
+def wgmma_cases(form: isa.Form) -> Iterator[Case]:
+    n, k = map(int, re.search(r"m64n(\d+)k(\d+)", form.opcode).groups())
+    element = form.opcode.rpartition(".")[2]
+    from_registers = form.operands[1].strip().startswith("&")
+    random = random_of(form.opcode)
+    a, b = (random.integers(-8, 9, (rows, k)).astype(np.float32) for rows in (64, n))
+    encode = {"bf16": lambda x: (x.view(np.uint32) >> 16).astype(np.uint16), "f16": np.float16, "tf32": np.float32}[element]
+    data = _shared_layout(encode(a), 1) + _shared_layout(encode(b), 1)
+    data += bytes(-len(data) % (8 * 128))
+    copies = len(data) // (8 * 128)
+    d = 2 * a @ b.T
+    inputs: list = []
+    if from_registers:
+        raw = np.ascontiguousarray(encode(a)).view(np.uint32).reshape(64, 8)
+        for i in range(4):
+            rows = [16 * (t // 32) + t % 32 // 4 + 8 * (i % 2) for t in range(128)]
+            inputs.append((32, [int(raw[row, t % 4 + 4 * (i // 2)]) for t, row in enumerate(rows)]))
+    outputs: list = []
+    for i in range(n // 2):
+        places = [
+            (16 * (t // 32) + 8 * (i // 2 % 2) + t % 32 // 4, 8 * (i // 4) + 2 * (t % 4) + i % 2) for t in range(128)
+        ]
+        outputs.append((32, [bits_of(float(d[place])) for place in places]))
+    copy = "".join(
+        f"ld.global.b64 %c, [%from+{1024 * i}]; st.shared.b64 [%into+{1024 * i}], %c;\n" for i in range(copies)
+    )
+    registers = ", ".join(f"%out{i}" for i in range(n // 2))
+    zeros = "".join(f"mov.b32 %out{i}, 0x7fc00000;\n" for i in range(n // 2))
+    operand_a = "{%in0, %in1, %in2, %in3}" if from_registers else "%da"
+    transposes = "" if element == "tf32" else ", 0" if from_registers else ", 0, 0"
+    issue = f"{form.opcode} {{{registers}}}, {operand_a}, %db"
+    body = f""".reg .b64 %from, %c, %da, %db, %wide; .reg .b32 %into, %first; .reg .pred %no, %yes;
+mad.wide.u32 %from, %t, 8, %scratch; mad.lo.u32 %into, %t, 8, %base;
+{copy}{FENCE} bar.sync 0;
+shr.u32 %first, %base, 4; cvt.u64.u32 %wide, %first; or.b64 %da, %wide, {128 >> 4 << 16 | 256 >> 4 << 32};
+add.u64 %db, %da, {64 * 32 >> 4};
+setp.ne.u32 %no, %base, %base; setp.eq.u32 %yes, %base, %base;
+{zeros}wgmma.fence.sync.aligned;
+{issue}, %no, 1, 1{transposes};
+{issue}, %yes, -1, -1{transposes};
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+"""
+    yield Case(
+        case_name(form), form.opcode, body, inputs, outputs, 128, scratch=words_of(data), shared_bytes=16384
+    )
+
+
+# Instructions without a result that a single kernel can see: they must be accepted, and leave registers alone.
+
+
+def plain_cases(form: isa.Form) -> Iterator[Case]:
+    opcode = form.opcode
+    words = [word & ALL for word in random_words(opcode, 32)]
+    argument = ""
+    threads = 32
+    if opcode.startswith("prefetch.global"):
+        argument = " [%g]"
+    elif opcode.startswith("nanosleep"):
+        argument = " 20"
+    elif opcode.startswith("setmaxnreg"):
+        argument, threads = " 40", 128
+        words *= 4
+    elif opcode.startswith("wgmma.wait_group"):
+        argument, threads = " 0", 128
+        words *= 4
+    elif opcode.startswith("wgmma"):
+        threads = 128
+        words *= 4
+    body = f"{opcode}{argument}; mov.b32 %out0, %in0;"
+    yield Case(case_name(form), opcode, body, [(32, words)], [(32, words)], threads)
+
+
+def control_cases(form: isa.Form) -> Iterator[Case]:
+    opcode = form.opcode
+    words = [word & ALL for word in random_words(opcode, 32)]
+    odd = ".reg .pred %p; .reg .b32 %low; and.b32 %low, %t, 1; setp.ne.u32 %p, %low, 0;\n"
+    if opcode.startswith("bra"):
+        body = f"{opcode} OVER; mov.b32 %out0, 1; OVER: mov.b32 %out0, %in0;"
+        yield Case(case_name(form), opcode, body, [(32, words)], [(32, words)])
+        if opcode == "bra":
+            body = odd + "mov.b32 %out0, %in0; @%p bra OVER; not.b32 %out0, %in0; OVER:"
+            expected = [word if t % 2 else word ^ ALL for t, word in enumerate(words)]
+            yield Case(case_name(form) + " divergent", opcode, body, [(32, words)], [(32, expected)])
+    else:
+        body = f"{odd}mov.b32 %out0, %in0; @%p {opcode};"
+        yield Case(case_name(form), opcode, body, [(32, words)], [(32, [0 if t % 2 else w for t, w in enumerate(words)])])
+
+
+# Addresses: what they are is open, so they are used.
+
+
+def address_cases(form: isa.Form) -> Iterator[Case]:
+    opcode = form.opcode
+    words = random_words(opcode, 64)
+    if opcode == "mapa.shared::cluster.u32":
+        body = f"{INIT.format(1)} .reg .b32 %far; {opcode} %far, %bar, 0;\n"
+        body += f"mbarrier.arrive.shared::cluster.b64 _, [%far]; {_test(0, 0)}"
+        yield one_thread_case(form, body, [(32, 1)])
+    elif ".global" in opcode:
+        body = f".reg .b64 %a; {opcode} %a, %g; ld.global.b64 %out0, [%a];"
+        yield Case(case_name(form), opcode, body, [], [(64, words[::2])], scratch=words)
+    elif ".shared" in opcode:  # there and back
+        forth = "cvta.shared.u64" if ".to." in opcode else opcode
+        back = opcode if ".to." in opcode else "cvta.to.shared.u64"
+        body = f"{TO_SHARED}.reg .b64 %a; cvt.u64.u32 %a, %s; {forth} %a, %a; {back} %a, %a;\n"
+        body += ".reg .b32 %n; cvt.u32.u64 %n, %a; ld.shared.b64 %out0, [%n];"
+        yield Case(case_name(form), opcode, body, [], [(64, words[::2])], scratch=words)
+
+
+FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
+    (r"(cvta|mapa)\.", address_cases),
+    (r"ld\.", load_cases),
+    (r"st\.async", async_store_cases),
+    (r"st\.", store_cases),
+    (r"(atom|red)\.", atomic_cases),
+    (r"shfl\.", shuffle_cases),
+    (r"redux\.", redux_cases),
+    (r"vote\.", vote_cases),
+    (r"elect\.", elect_cases),
+    (r"(ld|st)matrix\.", matrix_cases),
+    (r"bar(rier)?\.", barrier_cases),
+    (r"mbarrier\.", mbarrier_cases),
+    (r"cp\.(reduce\.)?async\.bulk\.tensor\.", tensor_cases),
+    (r"cp\.async\.bulk\.", bulk_cases),
+    (r"wgmma\.mma_async\.", wgmma_cases),
+    (r"(bra|ret|exit)\b", control_cases),
+    (r"(fence|membar|nanosleep|griddepcontrol|setmaxnreg|prefetch\.global|wgmma)\b", plain_cases),
+]
+
+# Forms whose operand is a tensor map in a parameter: kernels of the operations use them.
+WITHOUT_CASES = {"cvta.param.u64", "prefetch.tensormap", "prefetch.param.tensormap"}
+
+
+def cases_of(form: isa.Form) -> list[Case]:
+    for pattern, family in FAMILIES:
+        if re.match(pattern, form.opcode):
+            return list(family(form))
+    if form.kind == "value":
+        return list(value_cases(form))
+    return []
+
+
+@functools.cache
+def cases() -> list[Case]:
+    found = [case for form in forms() for case in cases_of(form)]
+    names = [case.name for case in found]
+    assert len(set(names)) == len(names), "two cases have the same name"
+    return found
