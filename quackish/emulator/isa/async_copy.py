@@ -147,6 +147,7 @@ def _declare_tensor_load(rank):
     opcode = f"cp.async.bulk.tensor.{rank}d.shared::{{cluster,cta}}.global{{,.tile}}.mbarrier::complete_tx::bytes"
     action(opcode, f"[u32], [u64;{rank}], [u32]")(load)
     action(f"{opcode}.L2::cache_hint", f"[u32], [u64;{rank}], [u32], u64")(load)
+    opcode = opcode.replace("{cluster,cta}", "cluster")  # ptxas refuses .multicast::cluster to .shared::cta
     action(f"{opcode}.multicast::cluster", f"[u32], [u64;{rank}], [u32], u16")(multicast)
     action(f"{opcode}.multicast::cluster.L2::cache_hint", f"[u32], [u64;{rank}], [u32], u16, u64")(multicast)
 

@@ -88,7 +88,8 @@ def _declare_comparison(name, type_, compare, declared=None):
         return result, ~result
 
     instruction(f"setp.{name}.{type_}", f"pred = {declared}, {declared}")(compare)
-    instruction(f"setp.{name}.{type_}", f"pred|pred = {declared}, {declared}")(both)
+    if type_ not in ("bf16", "f16"):  # those have one result
+        instruction(f"setp.{name}.{type_}", f"pred|pred = {declared}, {declared}")(both)
     for combination, combine in _COMBINATIONS.items():
 
         def combined(a, b, c, combine=combine):

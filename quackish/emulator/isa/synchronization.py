@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from quackish.emulator import barriers
+from quackish.emulator import barriers, numbers
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, control
 from quackish.emulator.isa.data_movement import offsets_in_cta
@@ -211,7 +211,7 @@ def _exchange(old, new):
 
 
 _OPERATIONS = {
-    "add": (lambda old, value: old + value, ("u32", "s32", "u64", "s64", "f32")),
+    "add": (lambda old, value: old + value, ("u32", "s32", "u64", "f32")),
     "inc": (_increment, ("u32",)),
     "dec": (_decrement, ("u32",)),
     "min": (min, ("u32", "s32", "u64", "s64")),
@@ -226,7 +226,8 @@ _OPERATIONS = {
 def _wrapped(value, dtype):
     """A Python integer as the type, which wraps around."""
     if dtype.kind == "f":
-        return value
+        # "atom.add.f32 on global memory flushes subnormal inputs and results to sign-preserving zero" (PTX, atom)
+        return numbers.canonical(numbers.flush(dtype.type(value)))
     size = 8 * dtype.itemsize
     value %= 1 << size
     return value - (1 << size) if dtype.kind == "i" and value >> (size - 1) else value
@@ -235,11 +236,13 @@ def _wrapped(value, dtype):
 def _atomically(lanes, addresses, operation, values, dtype):
     memory = lanes.cta.grid.memory
     old = memory.load(addresses, dtype.itemsize, 1)[:, 0].view(dtype)  # checks the addresses
+    flush = numbers.flush if dtype.kind == "f" else lambda value: value
+    values = flush(values)
     for i, (address, value) in enumerate(zip(addresses.tolist(), values.tolist(), strict=True)):
         cell = memory.bytes_at(address, dtype.itemsize).view(dtype)
         old[i] = cell[0]
-        new = dtype.type(_wrapped(operation(cell[0].item(), value), dtype))
-        if new != cell[0]:
+        new = dtype.type(_wrapped(operation(flush(cell[0]).item(), value), dtype))
+        if new.tobytes() != cell.tobytes():
             cell[0] = new
             lanes.cta.grid.num_events += 1
     memory.bytes_written += old.nbytes
@@ -258,6 +261,9 @@ def _declare_atomic(name, operation, type_):
     @action(f"{_ATOM}.{name}.{type_}", f"{type_} = [u64], {type_}", polls=True)
     def atom(lanes, addresses, values):
         return _atomically(lanes, addresses, operation, values, dtype)
+
+    if name == "exch":  # there is no red.exch
+        return
 
     @action(f"{_RED}.{name}.{type_}", f"[u64], {type_}")
     def red(lanes, addresses, values):
