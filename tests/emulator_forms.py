@@ -6,6 +6,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 import operator
@@ -14,10 +15,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 import exact_arithmetic as exact
+import numpy as np
 from exact_arithmetic import BF16, F16, INF, NAN, bits_of, float_of
+
 from quackish.emulator import isa
 
 PTX_VERSION = "8.6"
@@ -28,24 +29,26 @@ REGISTERS = {1: "pred", 16: "b16", 32: "b32", 64: "b64"}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`body` uses %in0.., %out0.., %g and %s (this thread's scratch in global and shared memory), %scratch and %base (all
-    of it), %t (the thread) and ENTRY_data (a parameter of 16 bytes). Expected values are integers, or None where the manual leaves them open.
+    """A kernel of one CTA.
+
+    `body` may use %in0.. and %out0.., %t (the thread), %g and %s (this thread's scratch in global and shared memory),
+    %scratch and %base (all of it), and ENTRY_data, a parameter of 16 bytes.
     """
 
     name: str
     opcode: str
     body: str
     inputs: list[tuple[int, list[int]]]  # (bits of the register, a value for each thread)
-    outputs: list[tuple[int, list[int | None]]]
+    outputs: list[tuple[int, list[int | None]]]  # expected; None where the manual leaves a value open
     threads: int = 32
     target: str = "sm_90a"
     bound: Callable[[int, int, int], bool] | None = None  # (input, expected, a GPU's) -> within the manual's bound
     scratch: list[int] | None = None  # two 64-bit words for each thread, and more behind them
     shared_bytes: int = 4096
     relocated: tuple[int, ...] = ()  # indices of scratch words that are offsets of global scratch, to be addresses
-    @property
-    def words(self) -> np.ndarray:
-        """The kernel's memory: operands, then scratch. Registers get the low bits of words with garbage above."""
+
+    def words(self, address: int) -> np.ndarray:
+        """The kernel's memory at `address`: operands, then scratch. Registers get the low bits of a word."""
         garbage = 0xA5A5A5A5A5A5A5A5
         rows = []
         for bits, values in self.inputs:
@@ -53,8 +56,34 @@ class Case:
                 rows.append(values)
             else:
                 rows.append([value % (1 << bits) | (garbage >> bits << bits) % (1 << 64) for value in values])
-        scratch = self.scratch or [0] * (2 * self.threads)
+        scratch = list(self.scratch or [0] * (2 * self.threads))
+        for i in self.relocated:
+            scratch[i] += address + 8 * self.threads * len(self.inputs)
         return np.array([*itertools.chain(*rows), *scratch], np.uint64)
+
+    @property
+    def results_size(self) -> int:
+        """Words of results."""
+        return self.threads * max(1, len(self.outputs))
+
+    @property
+    def digest(self) -> str:
+        """Of everything that a recorded result depends on."""
+        content = repr((self.ptx("K"), self.words(0).tobytes(), self.outputs, self.target))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def differences(self, results: np.ndarray, approximately: bool = False) -> list[str]:
+        """What differs from the expected values, as sentences. `approximately` allows what the manual does."""
+        found = []
+        for i, ((_, expected), got) in enumerate(zip(self.outputs, results.reshape(-1, self.threads), strict=True)):
+            for thread, (a, b) in enumerate(zip(expected, got.tolist(), strict=True)):
+                if a is None or a == b:
+                    continue
+                if approximately and self.bound and self.bound(self.inputs[0][1][thread], a, b):
+                    continue
+                given = ", ".join(f"{column[thread]:#x}" for _, column in self.inputs)
+                found.append(f"{self.name}: result {i} of thread {thread} for ({given}) is {b:#x}, expected {a:#x}")
+        return found
 
     def ptx(self, entry: str) -> str:
         """An entry with the parameters words and results, which are addresses, and data, which are PARAMETER_DATA."""
@@ -108,8 +137,31 @@ INTEGERS += [0xFEDCBA9876543210, -2, -3, -100]
 # ties, the ends of the range, subnormal numbers, and special values
 FLOATS = [0.0, -0.0, 1.0, -1.0, 1.5, 3.0, -2.5, 0.1, INF, -INF, NAN, 2.0**-149, -(2.0**-149), 2.0**-126, 2.0**-127]
 FLOATS += [float_of(0x7F7FFFFF), float_of(0xFF7FFFFF), 1 + 2.0**-23, 1 + 2.0**-22, 2.0**-24, -(2.0**-24), 2.0**-25]
-FLOATS += [1 + 2.0**-12, 2.0**24 + 2, 88.7, 127.99, -126.5, -149.5, 0.7, 0.49999997, 65504.0, 65520.0, 2.0**31, -(2.0**31)]
-FLOATS += [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 3.4e38, 2.0**-24 * 1.5, 2.0**-133, 2.0**63, 6.0]
+FLOATS += [
+    1 + 2.0**-12,
+    2.0**24 + 2,
+    88.7,
+    127.99,
+    -126.5,
+    -149.5,
+    0.7,
+    0.49999997,
+    65504.0,
+    65520.0,
+    2.0**31,
+    -(2.0**31),
+]
+FLOATS += [
+    1 + 2.0**-8,
+    1 + 3 * 2.0**-8,
+    1 + 2.0**-11,
+    1 + 3 * 2.0**-11,
+    3.4e38,
+    2.0**-24 * 1.5,
+    2.0**-133,
+    2.0**63,
+    6.0,
+]
 
 
 def float_bits(value: float) -> int:
@@ -215,7 +267,7 @@ COMPARISONS = {
 
 
 def _compare(name: str, a: float, b: float) -> bool:
-    """"If either operand is NaN, the result is False", and for unordered ones True."""
+    """ "If either operand is NaN, the result is False", and for unordered ones True."""
     nan = isinstance(a, float) and (math.isnan(a) or math.isnan(b))
     if name in ("num", "nan"):
         return nan == (name == "nan")
@@ -299,7 +351,7 @@ def _ulps(true: float, got: float) -> int:
 
 
 def _within_wave(x: float, true: float, got: float) -> bool:
-    """"Outside of the range [-100pi .. +100pi], only best effort is provided." """
+    """ "Outside of the range [-100pi .. +100pi], only best effort is provided." """
     bound = 2**-20.5 if abs(x) <= 2 * math.pi else 2**-14.7 if abs(x) <= 100 * math.pi else INF
     return abs(true - got) <= bound + 2**-25
 
@@ -628,7 +680,7 @@ def store_cases(form: isa.Form) -> Iterator[Case]:
 
 
 def _float_add(a: int, b: int) -> int:
-    """"atom.add.f32 on global memory flushes subnormal inputs and results to sign-preserving zero" """
+    """ "atom.add.f32 on global memory flushes subnormal inputs and results to sign-preserving zero" """
     return bits_of(exact.flushed(exact.add(exact.flushed(float_of(a)), exact.flushed(float_of(b)))))
 
 
@@ -704,15 +756,17 @@ def redux_cases(form: isa.Form) -> Iterator[Case]:
     _, value = _typed(type_.replace("b", "u"))
     name = case_name(form)
     a = [word & ALL for word in random_words(name, 32)]
-    function = {"add": operator.add, **{k: INTEGER_OPERATIONS[k] for k in ("min", "max", "and", "or", "xor")}}[operation]
-    for members in (ALL, 0x0000FFFF):  # both halves of the warp execute it, each for itself
-        parts = [range(32)] if members == ALL else [range(16), range(16, 32)]
-        expected = []
-        for part in parts:
-            expected += [functools.reduce(function, (value(a[lane]) for lane in part)) & ALL] * len(part)
-        body = f".reg .b32 %m; setp.lt.u32 %p, %t, 16; selp.b32 %m, {members}, {members ^ ALL if members != ALL else ALL}, %p;"
-        body = f".reg .pred %p; {body}\n{form.opcode} %out0, %in0, %m;"
-        yield Case(f"{name} {members:#x}", form.opcode, body, [(32, a)], [(32, expected)])
+    function = {"add": operator.add, **{k: INTEGER_OPERATIONS[k] for k in ("min", "max", "and", "or", "xor")}}[
+        operation
+    ]
+    for members in (ALL, 0x0000FFF0):
+        inside = [members >> lane & 1 for lane in range(32)]
+        result = functools.reduce(function, (value(a[lane]) for lane in range(32) if inside[lane])) & ALL
+        body = f"mov.b32 %out0, 0; setp.eq.u32 %p, %in1, 0;\n@%p bra SKIP; {form.opcode} %out0, %in0, {members}; SKIP:"
+        expected = [result if inside[lane] else 0 for lane in range(32)]
+        yield Case(
+            f"{name} {members:#x}", form.opcode, f".reg .pred %p; {body}", [(32, a), (32, inside)], [(32, expected)]
+        )
 
 
 def vote_cases(form: isa.Form) -> Iterator[Case]:
@@ -808,9 +862,13 @@ ld.shared.b32 %out0, [%other];"""
 TEST = "mbarrier.test_wait.parity.shared.b64"
 
 
-def one_thread_case(form: isa.Form, body: str, outputs: list[tuple[int, int | None]], suffix: str = "", **kwargs) -> Case:
+def one_thread_case(
+    form: isa.Form, body: str, outputs: list[tuple[int, int | None]], suffix: str = "", **kwargs
+) -> Case:
     """Thread 0 executes the body; others return zeros."""
-    zeros = "".join(f"mov.b64 %out{i}, 0;" if bits == 64 else f"mov.b32 %out{i}, 0;" for i, (bits, _) in enumerate(outputs))
+    zeros = "".join(
+        f"mov.b64 %out{i}, 0;" if bits == 64 else f"mov.b32 %out{i}, 0;" for i, (bits, _) in enumerate(outputs)
+    )
     text = f"""{zeros}
 .reg .pred %p, %q; .reg .b32 %bar; .reg .b64 %state, %policy;
 mov.b32 %bar, %base; mov.b64 %policy, 0x1000000000000000;
@@ -956,14 +1014,18 @@ def tensor_cases(form: isa.Form) -> Iterator[Case]:
     policy = ", %policy" if "L2::cache_hint" in opcode else ""
     map_ = "add.u64 %map, %scratch, 512;"
     head = f".reg .b64 %map, %policy, %state; .reg .pred %p, %q; .reg .b32 %bar, %to;\n{map_}\n"
-    head += "mov.b64 %policy, 0x1000000000000000; mov.b32 %bar, %base; add.u32 %to, %base, 1024; setp.ne.u32 %p, %t, 0;\n"
+    head += (
+        "mov.b64 %policy, 0x1000000000000000; mov.b32 %bar, %base; add.u32 %to, %base, 1024; setp.ne.u32 %p, %t, 0;\n"
+    )
     size = 4 * len(box)
     slot = "mad.lo.u32 %s, %t, 16, %to;\n"
     contents = [*words_of(box.tobytes()), *[0] * 64][:64]
     scratch = [*([0] * 64 if loads else contents), *_tensor_map(rank), *before]
     if loads:
         multicast = ", %mask" if ".multicast::cluster" in opcode else ""
-        body = head + f"""{slot}.reg .b16 %mask; mov.b16 %mask, 1;
+        body = (
+            head
+            + f"""{slot}.reg .b16 %mask; mov.b16 %mask, 1;
 st.shared.b64 [%s], 0; st.shared.b64 [%s+8], 0; {FENCE}
 bar.sync 0;
 @%p bra SKIP;
@@ -974,9 +1036,14 @@ mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], {size};
 SKIP:
 bar.sync 0;
 {FROM_SHARED}"""
+        )
         outputs: list = [(64, contents[::2]), (64, contents[1::2])]
     else:
-        body = head + slot + TO_SHARED + f"""{FENCE} bar.sync 0;
+        body = (
+            head
+            + slot
+            + TO_SHARED
+            + f"""{FENCE} bar.sync 0;
 @%p bra SKIP;
 {opcode} [%map, {coordinates}], [%to]{policy};
 cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
@@ -984,6 +1051,7 @@ SKIP:
 bar.sync 0;
 .reg .b64 %tensor; mad.wide.u32 %tensor, %t, 8, %scratch;
 """
+        )
         after = words_of(tensor.tobytes())
         outputs = []
         for i in range(TENSOR_WORDS // 32 + 1):
@@ -1009,7 +1077,9 @@ def wgmma_cases(form: isa.Form) -> Iterator[Case]:
     from_registers = form.operands[1].strip().startswith("&")
     random = random_of(form.opcode)
     a, b = (random.integers(-8, 9, (rows, k)).astype(np.float32) for rows in (64, n))
-    encode = {"bf16": lambda x: (x.view(np.uint32) >> 16).astype(np.uint16), "f16": np.float16, "tf32": np.float32}[element]
+    encode = {"bf16": lambda x: (x.view(np.uint32) >> 16).astype(np.uint16), "f16": np.float16, "tf32": np.float32}[
+        element
+    ]
     data = _shared_layout(encode(a), 1) + _shared_layout(encode(b), 1)
     data += bytes(-len(data) % (8 * 128))
     copies = len(data) // (8 * 128)
@@ -1021,11 +1091,11 @@ def wgmma_cases(form: isa.Form) -> Iterator[Case]:
             rows = [16 * (t // 32) + t % 32 // 4 + 8 * (i % 2) for t in range(128)]
             inputs.append((32, [int(raw[row, t % 4 + 4 * (i // 2)]) for t, row in enumerate(rows)]))
     outputs: list = []
+    thread = np.arange(128)
     for i in range(n // 2):
-        places = [
-            (16 * (t // 32) + 8 * (i // 2 % 2) + t % 32 // 4, 8 * (i // 4) + 2 * (t % 4) + i % 2) for t in range(128)
-        ]
-        outputs.append((32, [bits_of(float(d[place])) for place in places]))
+        row = 16 * (thread // 32) + 8 * (i // 2 % 2) + thread % 32 // 4
+        column = 8 * (i // 4) + 2 * (thread % 4) + i % 2
+        outputs.append((32, d[row, column].view(np.uint32).tolist()))
     copy = "".join(
         f"ld.global.b64 %c, [%from+{1024 * i}]; st.shared.b64 [%into+{1024 * i}], %c;\n" for i in range(copies)
     )
@@ -1046,9 +1116,7 @@ setp.ne.u32 %no, %base, %base; setp.eq.u32 %yes, %base, %base;
 wgmma.commit_group.sync.aligned;
 wgmma.wait_group.sync.aligned 0;
 """
-    yield Case(
-        case_name(form), form.opcode, body, inputs, outputs, 128, scratch=words_of(data), shared_bytes=16384
-    )
+    yield Case(case_name(form), form.opcode, body, inputs, outputs, 128, scratch=words_of(data), shared_bytes=16384)
 
 
 # Instructions without a result that a single kernel can see: they must be accepted, and leave registers alone.
@@ -1089,7 +1157,9 @@ def control_cases(form: isa.Form) -> Iterator[Case]:
             yield Case(case_name(form) + " divergent", opcode, body, [(32, words)], [(32, expected)])
     else:
         body = f"{odd}mov.b32 %out0, %in0; @%p {opcode};"
-        yield Case(case_name(form), opcode, body, [(32, words)], [(32, [0 if t % 2 else w for t, w in enumerate(words)])])
+        yield Case(
+            case_name(form), opcode, body, [(32, words)], [(32, [0 if t % 2 else w for t, w in enumerate(words)])]
+        )
 
 
 # Addresses: what they are is open, so they are used.
@@ -1137,6 +1207,15 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
 WITHOUT_CASES = {"cvta.param.u64", "prefetch.tensormap", "prefetch.param.tensormap"}
 
 
+SEVERAL_SHAPES = re.compile(r"wgmma\.mma_async\..*m64n(8|24|64|128|192|256)k")
+
+
+def is_one_of_many(case: Case) -> bool:
+    """Whether other cases differ from this one in nothing but the shape of a matrix."""
+    return case.opcode.startswith("wgmma.mma_async") and not SEVERAL_SHAPES.match(case.opcode)
+
+
+@functools.cache
 def cases_of(form: isa.Form) -> list[Case]:
     for pattern, family in FAMILIES:
         if re.match(pattern, form.opcode):
