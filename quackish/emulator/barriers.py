@@ -153,5 +153,3 @@ class ClusterBarrier:
         if pending:
             self.waiting.append(cta.park(pending, block, self.__str__))
         cta.add(block, mask & ~pending)
-
-

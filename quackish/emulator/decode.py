@@ -140,7 +140,9 @@ class _Decoder:
         for label, index in self.entry.labels.items():
             self.block_of_label[label] = starts.index(index) if index < len(forms) else len(starts)
         ends = [*starts[1:], len(forms)]
-        blocks = [self._block(i, begin, forms[begin:end]) for i, (begin, end) in enumerate(zip(starts, ends, strict=True))]
+        blocks = [
+            self._block(i, begin, forms[begin:end]) for i, (begin, end) in enumerate(zip(starts, ends, strict=True))
+        ]
         # An entry that ends without `ret` exits.
         blocks.append(Block([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, False))
         return Program(self.entry, blocks, self.register_counts, self.static_shared_bytes, self.symbols)
@@ -165,7 +167,11 @@ class _Decoder:
             if form.kind != "control"
         ]
         following = number + 1
-        end = self._end(instructions[-1], forms[-1], following) if forms[-1].kind == "control" else lambda lanes: following
+        end = (
+            self._end(instructions[-1], forms[-1], following)
+            if forms[-1].kind == "control"
+            else lambda lanes: following
+        )
         first = instructions[0]
         converged = self._converged(first, forms[0])
         members = self._reader("b32", first.operands[-1], first) if converged == "members" else None
@@ -422,7 +428,10 @@ class _Decoder:
 
     def _special_reader(self, type_: str, special: Special, instruction: Instruction) -> Reader:
         name, dtype = special.name, dtype_of(type_)
-        if not re.fullmatch(r"%(tid|ntid|ctaid|nctaid|(n?cluster|cluster_(n?cta))id)\.[xyz]|%laneid|%warpid|%lanemask_lt|%cluster_n?ctarank", name):
+        if not re.fullmatch(
+            r"%(tid|ntid|ctaid|nctaid|(n?cluster|cluster_(n?cta))id)\.[xyz]|%laneid|%warpid|%lanemask_lt|%cluster_n?ctarank",
+            name,
+        ):
             self._refuse(instruction, f"special register {name}")
 
         def read(lanes):
@@ -499,7 +508,11 @@ class _Decoder:
         kind = "s" if type_[0] == "s" else "u"
         dtype = dtype_of(f"{kind}{_bits(type_)}")
         wide = _DTYPES[f"{kind}{width[1:]}"]
-        return VIEW_OF_TYPE[kind + width[1:]], self.rows[operand.name], lambda values: np.asarray(values).view(dtype).astype(wide)
+        return (
+            VIEW_OF_TYPE[kind + width[1:]],
+            self.rows[operand.name],
+            lambda values: np.asarray(values).view(dtype).astype(wide),
+        )
 
 
 def _unconverted(values):
@@ -535,5 +548,3 @@ def _layout(entry: Entry) -> tuple[dict[str, int], int]:
         if not symbol.size:
             offsets[name] = -(-size // symbol.align) * symbol.align
     return offsets, size
-
-

@@ -76,7 +76,9 @@ class Grid:
         if math.prod(self.cluster_dimensions) > 16:
             raise Fault(f"a cluster of {self.cluster_dimensions} CTAs; at most 16 are possible")
         if self.shared_bytes > self.gpu.smem_bytes:
-            raise Fault(f"a CTA takes {self.shared_bytes} bytes of shared memory; at most {self.gpu.smem_bytes} are possible")
+            raise Fault(
+                f"a CTA takes {self.shared_bytes} bytes of shared memory; at most {self.gpu.smem_bytes} are possible"
+            )
         if self.max_resident < math.prod(self.cluster_dimensions):
             raise Fault(f"a cluster of {self.cluster_dimensions} CTAs does not fit: {self.residency}")
 
@@ -104,9 +106,7 @@ class Grid:
     def run(self) -> None:
         x, y, z = self.cluster_dimensions
         grid_x, grid_y, grid_z = self.dimensions
-        waiting = [
-            (i, j, k) for k in range(0, grid_z, z) for j in range(0, grid_y, y) for i in range(0, grid_x, x)
-        ]
+        waiting = [(i, j, k) for k in range(0, grid_z, z) for j in range(0, grid_y, y) for i in range(0, grid_x, x)]
         waiting.reverse()  # the next one is last
         resident: list[Cluster] = []
         idle = _Idle(self)

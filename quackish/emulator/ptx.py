@@ -152,7 +152,9 @@ def _entry(text: str, match: re.Match, module_shared: dict, files: dict[int, str
     )
 
 
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+|\d+\s+)*)?([\w$]+)(?:\[(\d+)\])?$")
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+|\d+\s+)*)?([\w$]+)(?:\[(\d+)\])?$"
+)
 
 
 def _parameters(text: str) -> tuple[dict[str, Parameter], int]:

@@ -87,7 +87,7 @@ def max_integer(a, b):
 
 @instruction("min.relu.s32", "s32 = s32, s32")
 def min_relu(a, b):
-    """".relu ... clamps the result to 0 if negative." """
+    """ ".relu ... clamps the result to 0 if negative." """
     return np.maximum(np.minimum(a, b), np.int32(0))
 
 
@@ -157,7 +157,7 @@ def absolute(a):
 
 @instruction("copysign.f32", "f32 = f32, f32")
 def copysign(a, b):
-    """"Copy sign bit of a into value of b" """
+    """ "Copy sign bit of a into value of b" """
     return np.copysign(b, a)
 
 

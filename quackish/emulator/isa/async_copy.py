@@ -13,9 +13,7 @@ from quackish.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT
 
 def _check_bulk(source, destination, size):
     if (source | destination | size) % 16:
-        raise Fault(
-            f"cp.async.bulk of {size} bytes from {source:#x} to {destination:#x}; all must be multiples of 16"
-        )
+        raise Fault(f"cp.async.bulk of {size} bytes from {source:#x} to {destination:#x}; all must be multiples of 16")
 
 
 @action("cp.async.bulk.shared::{cluster,cta}.global.mbarrier::complete_tx::bytes", "[u32], [u64], u32, [u32]")
@@ -85,11 +83,9 @@ def bulk_wait_read(lanes, allowed):
 def _declare_async_store(type_):
     dtype = np.dtype(f"u{int(type_[1:]) // 8}")
 
-    @action(
-        f"st.async{{,.weak}}.shared::cluster.mbarrier::complete_tx::bytes.{type_}", f"[u32], {type_}, [u32]"
-    )
+    @action(f"st.async{{,.weak}}.shared::cluster.mbarrier::complete_tx::bytes.{type_}", f"[u32], {type_}, [u32]")
     def store(lanes, addresses, values, barriers):
-        """"The completion [...] is signaled by an mbarrier in the same CTA as the destination." """
+        """ "The completion [...] is signaled by an mbarrier in the same CTA as the destination." """
         for address, value, barrier_address in zip(
             addresses.tolist(), values.view(dtype), barriers.tolist(), strict=True
         ):

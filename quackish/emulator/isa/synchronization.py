@@ -128,7 +128,7 @@ def mbarrier_arrive_count(lanes, addresses, counts):
 
 @action("mbarrier.arrive.expect_tx{,.release.cta,.release.cluster}.shared{,::cta,::cluster}.b64", "u64 = [u32], u32")
 def mbarrier_arrive_expect(lanes, addresses, sizes):
-    """"performs an expect-tx operation followed by an arrive-on operation." """
+    """ "performs an expect-tx operation followed by an arrive-on operation." """
     return _arrive_at(lanes, addresses, 1, sizes)
 
 
@@ -250,8 +250,10 @@ def _atomically(lanes, addresses, operation, values, dtype):
 
 
 # PTX has the order and scope in front of the space; ptxas also takes them after it, where the scope is .gpu if missing.
-_ATOM = "{atom.relaxed.gpu.global,atom.acquire.gpu.global,atom.release.gpu.global,atom.acq_rel.gpu.global,atom.global," \
+_ATOM = (
+    "{atom.relaxed.gpu.global,atom.acquire.gpu.global,atom.release.gpu.global,atom.acq_rel.gpu.global,atom.global,"
     "atom.global.relaxed,atom.global.acquire,atom.global.release,atom.global.acq_rel}"
+)
 _RED = "{red.global,red.relaxed.gpu.global,red.release.gpu.global}"
 
 

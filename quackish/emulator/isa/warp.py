@@ -125,14 +125,12 @@ def vote_all(lanes, predicate, members):
 
 @action("elect.sync", "b32|pred = u32", converged="members")
 def elect(lanes, members):
-    """"elects one predicated active leader thread [...] deterministically": the first one of each warp."""
+    """ "elects one predicated active leader thread [...] deterministically": the first one of each warp."""
     _check_members(lanes, members)
     warps = lanes.threads // WARP
     first = np.r_[True, warps[1:] != warps[:-1]]
     leaders = (lanes.threads[first] % WARP).astype(np.uint32)
     return np.repeat(leaders, np.diff(np.r_[np.flatnonzero(first), lanes.count])), first
-
-
 
 
 @action("bar.warp.sync", "u32", converged="members")

@@ -75,9 +75,7 @@ def _declare(n, element, k):
     accumulator = f"&{{f32*{n // 2}}}"
     transposes = ["immediate"] * 2 if element != "tf32" else []
 
-    @action(
-        opcode, ", ".join([accumulator, "u64", "u64", "pred", "immediate", "immediate", *transposes]), "warp group"
-    )
+    @action(opcode, ", ".join([accumulator, "u64", "u64", "pred", "immediate", "immediate", *transposes]), "warp group")
     def multiply(lanes, indices, descriptors_a, descriptors_b, accumulate, sign_a, sign_b, mn_a=0, mn_b=0):
         def read_a(position, first):
             bits = _uniform(descriptors_a, position)

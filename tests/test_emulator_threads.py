@@ -1,0 +1,543 @@
+"""Control flow, barriers, residency and faults of the emulator, with PTX written by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from emulator_ptx import execute, kernel, launch
+
+from quackish.emulator import Fault, PtxError
+from quackish.gpu import H200
+
+U32 = np.uint32
+LANES = np.arange(32, dtype=U32)
+ONE_SM = dataclasses.replace(H200, sm_count=1)
+completions = pytest.mark.parametrize("completion", ["at_once", "late"])
+seeds = pytest.mark.parametrize("seed", range(8))
+
+
+def zeros(n, dtype=U32):
+    return np.zeros(n, dtype)
+
+
+# Threads
+
+
+def test_threads_diverge_and_come_together():
+    out = execute(
+        """
+        setp.lt.u32 %p, %lane, 10;
+        @%p bra LOW;
+        mul.lo.u32 %d, %a, 3;
+        bra DONE;
+        LOW:
+        add.u32 %d, %a, 100;
+        DONE:
+        shfl.sync.bfly.b32 %e, %d, 1, 31, -1;
+        """,
+        {"d": U32, "e": U32},
+        registers=".reg .pred %p;",
+        a=LANES,
+    )
+    expected = np.where(LANES < 10, LANES + 100, LANES * 3)
+    assert (out["d"] == expected).all()
+    assert (out["e"] == expected[LANES ^ 1]).all()
+
+
+def test_loops_of_different_lengths():
+    out = execute(
+        """
+        mov.u32 %d, 0; mov.u32 %i, 0;
+        LOOP:
+        setp.ge.u32 %p, %i, %lane;
+        @%p bra DONE;
+        add.u32 %d, %d, %i;
+        add.u32 %i, %i, 1;
+        bra LOOP;
+        DONE:
+        """,
+        {"d": U32},
+        registers=".reg .pred %p; .reg .b32 %i;",
+    )
+    assert (out["d"] == LANES * (LANES - 1) // 2).all()
+
+
+def test_predicated_instructions_and_scopes():
+    out = execute(
+        """
+        mov.u32 %d, 7;
+        { .reg .pred p; setp.gt.u32 p, %a, 5; @p add.u32 %d, %d, 1; @!p bra SKIP; add.u32 %d, %d, 10; SKIP: }
+        { .reg .pred p; setp.gt.u32 p, %a, 20; @!p bra SKIP; add.u32 %d, %d, 100; SKIP: }
+        """,
+        {"d": U32},
+        a=LANES,
+    )
+    assert (out["d"] == 7 + 11 * (LANES > 5) + 100 * (LANES > 20)).all()
+
+
+def test_exited_threads_are_not_waited_for():
+    text = kernel(
+        """
+        mov.u32 %t, %tid.x;
+        setp.lt.u32 %p, %t, 8;
+        @%p ret;
+        shfl.sync.idx.b32 %v, %t, 9, 31, -1;
+        bar.sync 0;
+        mad.wide.u32 %address, %t, 4, %out;
+        st.global.u32 [%address], %v;
+        """,
+        "out",
+        ".reg .b32 %t; .reg .b32 %v; .reg .pred %p; .reg .b64 %address;",
+    )
+    out = zeros(64)
+    launch(text, out, block=(64, 1, 1))
+    assert out.tolist() == [0] * 8 + [9] * 24 + [41] * 32
+
+
+def test_special_registers():
+    text = kernel(
+        """
+        mov.u32 %x, %tid.x; mov.u32 %y, %tid.y; mov.u32 %c, %ctaid.x; mov.u32 %r, %cluster_ctarank;
+        mov.u32 %n, %ntid.x;
+        mad.lo.u32 %i, %y, %n, %x;
+        mad.lo.u32 %i, %c, 64, %i;
+        mad.lo.u32 %v, %r, 1000, %y;
+        mad.wide.u32 %address, %i, 4, %out;
+        st.global.u32 [%address], %v;
+        """,
+        "out",
+        ".reg .b32 %x; .reg .b32 %y; .reg .b32 %c; .reg .b32 %r; .reg .b32 %n; .reg .b32 %i; .reg .b32 %v;"
+        ".reg .b64 %address;",
+    )
+    out = zeros(256)
+    launch(text, out, grid=(4, 1, 1), block=(16, 4, 1), cluster=(2, 1, 1))
+    expected = [1000 * (cta % 2) + thread // 16 for cta in range(4) for thread in range(64)]
+    assert out.tolist() == expected
+
+
+# What the emulator does not know
+
+
+def test_unknown_instructions_are_refused():
+    for body in ("add.rn.magic.f32 %d, %a, %a;", "add.sat.f32 %d, %a, %a;", "bfi.b32 %d, %a, %a, 1, 2;"):
+        with pytest.raises(PtxError, match=r"unknown instruction: (.|\n)*PTX line \d+"):
+            execute(body, {"d": U32}, a=LANES)
+
+
+def test_wrong_operands_are_refused():
+    with pytest.raises(PtxError, match="operands fit none of the known forms"):
+        execute("add.f32 %d, %a;", {"d": U32}, a=LANES)
+    with pytest.raises(PtxError, match="operands fit none of the known forms"):  # registers of another width
+        execute("add.u64 %d, %a, %a;", {"d": U32}, a=LANES)
+
+
+def test_unknown_special_registers_are_refused():
+    with pytest.raises(PtxError, match="special register %clock"):
+        execute("mov.u32 %d, %clock;", {"d": U32})
+
+
+def test_a_fault_says_where():
+    text = (
+        kernel(
+            """
+        .loc 1 42 7
+        st.global.u32 [%out+64], 1;
+        """,
+            "out",
+        )
+        + '.file 1 "/somewhere/kernel.py"\n'
+    )
+    line = next(i for i, content in enumerate(text.splitlines(), 1) if "st.global" in content)
+    with pytest.raises(Fault) as error:
+        launch(text, zeros(4), seed=5, completion="late")
+    message = str(error.value)
+    for part in (
+        f"PTX line {line}, /somewhere/kernel.py:42: st.global.u32", "kernel test", "CTA (0, 0, 0)", "warps [0]",
+        "H200", "completion='late'", "seed=5", "outside every tensor",
+    ):  # fmt: skip
+        assert part in message, (part, message)
+
+
+# Memory
+
+
+def test_accesses_outside_tensors_are_faults():
+    for offset in (-4, 128):
+        text = kernel(f"ld.global.u32 %v, [%out+{offset}];", "out", ".reg .b32 %v;")
+        with pytest.raises(Fault, match="outside every tensor"):
+            launch(text, zeros(32))
+    launch(kernel("ld.global.u32 %v, [%out+124];", "out", ".reg .b32 %v;"), zeros(32))
+
+
+def test_misaligned_accesses_are_faults():
+    memory = np.zeros(64, np.uint64)
+    for access in ("ld.global.u32 %v, [%out+2];", "ld.global.v2.u32 {%v, %v}, [%out+4];"):
+        with pytest.raises(Fault, match=r"misaligned access of \d bytes of global memory"):
+            launch(kernel(access, "out", ".reg .b32 %v;"), memory)
+    with pytest.raises(Fault, match="misaligned access of 4 bytes of shared memory"):
+        launch(
+            kernel(
+                "mov.u32 %v, buffer; ld.shared.u32 %v, [%v+1];", "", ".reg .b32 %v;", ".shared .align 4 .b8 buffer[64];"
+            )
+        )
+
+
+@pytest.mark.parametrize("offset", [-4, 64])
+def test_accesses_outside_shared_memory_are_faults(offset):
+    text = kernel(
+        f"mov.u32 %v, buffer; st.shared.u32 [%v+{offset}], 1;", "", ".reg .b32 %v;", ".shared .align 4 .b8 buffer[64];"
+    )
+    with pytest.raises(Fault, match="access of shared memory"):
+        launch(text)
+
+
+def test_shared_memory_is_poisoned():
+    text = kernel(
+        "mov.u32 %v, buffer; ld.shared.u32 %v, [%v]; st.global.u32 [%out], %v;",
+        "out",
+        ".reg .b32 %v;",
+        ".shared .align 4 .b8 buffer[64];",
+    )
+    out = zeros(1)
+    launch(text, out)
+    assert np.isnan(out.view(np.float32)[0])
+
+
+def test_bytes_are_counted():
+    text = kernel(
+        """
+        mov.u32 %t, %laneid; mad.wide.u32 %i, %t, 16, %in; mad.wide.u32 %o, %t, 4, %out;
+        ld.global.v4.u32 {%a, %b, %c, %d}, [%i]; setp.lt.u32 %p, %t, 10; @%p st.global.u32 [%o], %c;
+        """,
+        "in out",
+        ".reg .b32 %t; .reg .b32 %a; .reg .b32 %b; .reg .b32 %c; .reg .b32 %d; .reg .b64 %i; .reg .b64 %o; .reg .pred %p;",
+    )
+    out = zeros(32)
+    report = launch(text, np.arange(128, dtype=U32), out)
+    assert out.tolist() == [4 * i + 2 for i in range(10)] + [0] * 22
+    assert (report.bytes_read, report.bytes_written) == (512, 40)
+
+
+# Barriers
+
+SUM_OF_SHARED = """
+    mov.u32 %t, %tid.x; mov.u32 %s, buffer;
+    mad.lo.u32 %a, %t, 4, %s;
+    add.u32 %v, %t, 1;
+    st.shared.u32 [%a], %v;
+    {barrier}
+    xor.b32 %b, %t, 32;
+    mad.lo.u32 %a, %b, 4, %s;
+    ld.shared.u32 %v, [%a];
+    mad.wide.u32 %o, %t, 4, %out;
+    st.global.u32 [%o], %v;
+"""
+SUM_REGISTERS = ".reg .b32 %t; .reg .b32 %s; .reg .b32 %a; .reg .b32 %b; .reg .b32 %v; .reg .b64 %o;"
+BUFFER = ".shared .align 16 .b8 buffer[2048];"
+
+
+def exchange(barrier, seed):
+    out = zeros(128)
+    launch(
+        kernel(SUM_OF_SHARED.format(barrier=barrier), "out", SUM_REGISTERS, BUFFER), out, block=(128, 1, 1), seed=seed
+    )
+    return (out == (np.arange(128, dtype=U32) ^ 32) + 1).all()
+
+
+def test_a_missing_barrier_shows_for_some_seed():
+    assert all(exchange("bar.sync 0;", seed) for seed in range(8))
+    assert all(exchange("bar.sync 1, 128;", seed) for seed in range(8))
+    assert not all(exchange("", seed) for seed in range(8))
+
+
+def test_a_seed_repeats_a_run():
+    def run(seed):
+        """Warps add to a number, and see in which order they did."""
+        text = kernel(
+            """
+            mov.u32 %t, %tid.x; shr.u32 %w, %t, 5; and.b32 %l, %t, 31; setp.eq.u32 %p, %l, 0;
+            @%p atom.global.add.u32 %v, [%count], 1;
+            mad.wide.u32 %o, %w, 4, %out;
+            @%p st.global.u32 [%o], %v;
+            """,
+            "count out",
+            ".reg .b32 %t; .reg .b32 %w; .reg .b32 %l; .reg .b32 %v; .reg .b64 %o; .reg .pred %p;",
+        )
+        count, out = zeros(1), zeros(16)
+        launch(text, count, out, block=(512, 1, 1), seed=seed)
+        assert sorted(out.tolist()) == list(range(16))
+        return tuple(out.tolist())
+
+    orders = [run(seed) for seed in range(10)]
+    assert orders == [run(seed) for seed in range(10)]
+    assert len(set(orders)) > 1
+
+
+@pytest.mark.parametrize(
+    "barrier, message",
+    [
+        ("setp.lt.u32 %p, %t, 64; @%p bar.sync 1, 128;", "barrier 1 of CTA .* 64 of 128 threads arrived"),
+        ("bar.sync 1, 100;", "not a multiple of 32"),
+        ("bar.sync 16;", "barrier number 16"),
+        ("setp.lt.u32 %p, %t, 64; @%p bar.sync 1, 64; @!%p bar.sync 1, 32;", "expect"),
+    ],
+)
+def test_wrong_barriers(barrier, message):
+    text = kernel(f"mov.u32 %t, %tid.x; {barrier}", "", ".reg .b32 %t; .reg .pred %p;")
+    with pytest.raises(Fault, match=message):
+        launch(text, block=(128, 1, 1))
+
+
+def test_warps_that_arrive_do_not_wait():
+    text = kernel(
+        """
+        mov.u32 %t, %tid.x; setp.ge.u32 %p, %t, 32;
+        @%p bra CONSUMER;
+        st.global.u32 [%out], 5;
+        bar.arrive 1, 64;
+        ret;
+        CONSUMER:
+        bar.sync 1, 64;
+        ld.global.u32 %t, [%out];
+        st.global.u32 [%out+4], %t;
+        """,
+        "out",
+        ".reg .b32 %t; .reg .pred %p;",
+    )
+    for seed in range(8):
+        out = zeros(2)
+        launch(text, out, block=(64, 1, 1), seed=seed)
+        assert out.tolist() == [5, 5]
+
+
+# mbarriers
+
+MBARRIER = """
+    mov.u32 %t, %tid.x; mov.u32 %m, buffer; setp.eq.u32 %leader, %t, 0;
+    @%leader mbarrier.init.shared.b64 [%m], {count};
+    bar.sync 0;
+    {use}
+"""
+MBARRIER_REGISTERS = ".reg .b32 %t; .reg .b32 %m; .reg .pred %leader; .reg .pred %p; .reg .b64 %state; .reg .b32 %a;"
+WAIT = "WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%m], 0; @!%p bra WAIT;"
+
+
+def mbarrier(use, count=1, **options):
+    launch(kernel(MBARRIER.format(count=count, use=use), "", MBARRIER_REGISTERS, BUFFER), block=(64, 1, 1), **options)
+
+
+@completions
+@pytest.mark.parametrize("seed", range(4))
+def test_mbarriers(completion, seed):
+    mbarrier(f"mbarrier.arrive.shared.b64 %state, [%m]; {WAIT}", 64, completion=completion, seed=seed)
+
+
+@completions
+@pytest.mark.parametrize(
+    "use, count, message",
+    [
+        ("@%leader mbarrier.arrive.shared.b64 _, [%m], 2;", 1, "2 arrivals at an mbarrier that expects 1 more"),
+        ("@%leader mbarrier.arrive.shared.b64 _, [%m], 3;", 2, "3 arrivals at an mbarrier that expects 2 more"),
+        ("@%leader mbarrier.arrive.shared.b64 _, [%m+8];", 2, "no initialized mbarrier at"),
+        ("", 0, "mbarrier.init with a count of 0"),
+        ("@%leader mbarrier.arrive.expect_tx.shared.b64 _, [%m], 2000000;", 2, "transaction bytes outside"),
+        (
+            f"@%leader mbarrier.arrive.expect_tx.shared.b64 _, [%m], 16; {WAIT}",
+            1,
+            "0 of 1 arrivals and 16 bytes pending",
+        ),
+        (f"@%leader mbarrier.arrive.shared.b64 _, [%m]; {WAIT}", 2, "1 of 2 arrivals"),
+    ],
+)
+def test_wrong_uses_of_mbarriers(use, count, message, completion):
+    with pytest.raises(Fault, match=message):
+        mbarrier(use, count, completion=completion)
+
+
+def test_mbarriers_are_aligned():
+    with pytest.raises(Fault, match="not a multiple of 8"):
+        mbarrier("@%leader mbarrier.init.shared.b64 [%m+12], 1;")
+
+
+def test_a_deadlock_is_reported():
+    with pytest.raises(Fault, match="deadlock: no thread can go on") as error:
+        mbarrier(WAIT, 1)
+    for part in ("phase 0, 1 of 1 arrivals and 0 bytes pending", "parity 0", "warps [0, 1]", "try_wait", "PTX line"):
+        assert part in str(error.value), error.value
+
+
+# Bulk copies
+
+COPY = """
+    mov.u32 %t, %tid.x; mov.u32 %m, buffer; add.u32 %a, %m, 1024; setp.eq.u32 %leader, %t, 0;
+    @!%leader bra READY;
+    mbarrier.init.shared.b64 [%m], 1;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%m], {expected};
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%a], [%in], 256, [%m];
+    READY:
+    bar.sync 0;
+    {wait}
+    mad.lo.u32 %a, %t, 4, %a;
+    ld.shared.u32 %v, [%a];
+    mad.wide.u32 %o, %t, 4, %out;
+    st.global.u32 [%o], %v;
+"""
+
+
+def copy(wait=WAIT, expected=256, **options):
+    out, source = zeros(64), np.arange(64, dtype=U32)
+    registers = MBARRIER_REGISTERS + ".reg .b32 %v; .reg .b64 %o;"
+    text = kernel(COPY.format(wait=wait, expected=expected), "in out", registers, BUFFER)
+    launch(text, source, out, block=(64, 1, 1), **options)
+    return (out == source).all()
+
+
+def test_copies_are_late_or_at_once():
+    assert copy()
+    assert copy(completion="late")
+    assert copy(wait="", completion="at_once")
+    assert not copy(wait="", completion="late")
+
+
+@completions
+@pytest.mark.parametrize("expected", [240, 272])
+def test_wrong_transaction_bytes_deadlock(expected, completion):
+    with pytest.raises(Fault, match=rf"deadlock(.|\n)*{expected - 256} bytes pending"):
+        copy(expected=expected, completion=completion)
+
+
+def test_misaligned_bulk_copies_are_faults():
+    text = COPY.replace("[%a], [%in], 256", "[%a+8], [%in], 256")
+    registers = MBARRIER_REGISTERS + ".reg .b32 %v; .reg .b64 %o;"
+    with pytest.raises(Fault, match="must be multiples of 16"):
+        launch(
+            kernel(text.format(wait=WAIT, expected=256), "in out", registers, BUFFER),
+            zeros(64), zeros(64), block=(64, 1, 1),
+        )  # fmt: skip
+
+
+STORE = """
+    mov.u32 %a, buffer;
+    st.shared.u32 [%a], 1; st.shared.u32 [%a+4], 2; st.shared.u32 [%a+8], 3; st.shared.u32 [%a+12], 4;
+    cp.async.bulk.global.shared::cta.bulk_group [%out], [%a], 16;
+    cp.async.bulk.commit_group;
+    {wait}
+    st.shared.u32 [%a], 9;
+    ld.global.u32 %v, [%out+12]; st.global.u32 [%out+16], %v;
+"""
+
+
+def test_stores_are_late_or_at_once():
+    def store(wait, completion):
+        out = zeros(5)
+        text = kernel(STORE.format(wait=wait), "out", ".reg .b32 %a; .reg .b32 %v;", BUFFER)
+        launch(text, out, block=(1, 1, 1), completion=completion)
+        return out.tolist()
+
+    for wait in ("", "cp.async.bulk.wait_group 1;", "cp.async.bulk.wait_group.read 0;", "cp.async.bulk.wait_group 0;"):
+        assert store(wait, "at_once") == [1, 2, 3, 4, 4]
+    assert store("", "late") == [9, 2, 3, 4, 0]
+    assert store("cp.async.bulk.wait_group 1;", "late") == [9, 2, 3, 4, 0]
+    assert store("cp.async.bulk.wait_group.read 0;", "late") == [1, 2, 3, 4, 0]
+    assert store("cp.async.bulk.wait_group 0;", "late") == [1, 2, 3, 4, 4]
+
+
+# Clusters and residency
+
+TO_NEIGHBOR = """
+    mov.u32 %r, %cluster_ctarank; xor.b32 %n, %r, 1; mov.u32 %m, buffer;
+    mbarrier.init.shared.b64 [%m], 1;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%m], 4;
+    {sync}
+    mapa.shared::cluster.u32 %a, %m, %n;
+    add.u32 %b, %a, 8; add.u32 %v, %r, 70;
+    st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%b], %v, [%a];
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%m], 0; @!%p bra WAIT;
+    ld.shared.u32 %v, [%m+8];
+    mad.wide.u32 %o, %r, 4, %out;
+    st.global.u32 [%o], %v;
+"""
+NEIGHBOR_REGISTERS = (
+    ".reg .b32 %r; .reg .b32 %n; .reg .b32 %m; .reg .b32 %a; .reg .b32 %b; .reg .b32 %v; .reg .b64 %o; .reg .pred %p;"
+)
+
+
+def to_neighbor(sync, **options):
+    out = zeros(2)
+    text = kernel(TO_NEIGHBOR.format(sync=sync), "out", NEIGHBOR_REGISTERS, BUFFER)
+    launch(text, out, grid=(2, 1, 1), block=(1, 1, 1), cluster=(2, 1, 1), **options)
+    return out.tolist()
+
+
+@completions
+@pytest.mark.parametrize("seed", range(4))
+def test_clusters(completion, seed):
+    both = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"
+    assert to_neighbor(both, completion=completion, seed=seed) == [71, 70]
+
+
+def test_a_missing_cluster_barrier_shows_for_some_seed():
+    def fails(seed):
+        try:
+            return to_neighbor("", seed=seed) != [71, 70]
+        except Fault as fault:
+            return "no initialized mbarrier" in str(fault)
+
+    assert any(fails(seed) for seed in range(8))
+
+
+def test_arriving_twice_at_the_barrier_of_a_cluster():
+    with pytest.raises(Fault, match="have arrived and not waited"):
+        to_neighbor("barrier.cluster.arrive; barrier.cluster.arrive; barrier.cluster.wait;")
+
+
+ALL_CTAS_MEET = """
+    atom.global.add.u32 %v, [%count], 1;
+    LOOP: ld.acquire.gpu.global.u32 %v, [%count]; setp.lt.u32 %p, %v, {ctas}; @%p bra LOOP;
+"""
+
+
+def meet(ctas, gpu, **options):
+    launch(
+        kernel(ALL_CTAS_MEET.format(ctas=ctas), "count", ".reg .b32 %v; .reg .pred %p;"), zeros(1),
+        grid=(ctas, 1, 1), block=(1, 1, 1), gpu=gpu, **options,
+    )  # fmt: skip
+
+
+@completions
+def test_residency(completion):
+    meet(2, ONE_SM, shared_bytes=100_000, completion=completion)
+    with pytest.raises(Fault, match=r"deadlock: threads poll(.|\n)*1 CTAs have not begun, because only 2 fit at once"):
+        meet(3, ONE_SM, shared_bytes=100_000, completion=completion)
+    meet(32, ONE_SM)
+    with pytest.raises(Fault, match="1 CTAs have not begun, because only 32 fit"):
+        meet(33, ONE_SM)
+    meet(33, dataclasses.replace(H200, sm_count=2))
+
+
+def test_bounded_polling_is_no_deadlock():
+    text = kernel(
+        """
+        mov.u32 %i, 0;
+        LOOP: ld.acquire.gpu.global.u32 %v, [%count]; add.u32 %i, %i, 1; setp.ge.u32 %p, %i, 1000; @%p bra DONE;
+        setp.eq.u32 %p, %v, 0; @%p bra LOOP;
+        DONE: st.global.u32 [%count+4], %i;
+        """,
+        "count",
+        ".reg .b32 %v; .reg .b32 %i; .reg .pred %p;",
+    )
+    out = zeros(2)
+    launch(text, out)
+    assert out.tolist() == [0, 1000]
+
+
+def test_launches_that_no_gpu_takes():
+    text = kernel("", directives=".reqntid 64, 1, 1")
+    with pytest.raises(Fault, match="requires"):
+        launch(text)
+    with pytest.raises(Fault, match="shared memory; at most"):
+        launch(kernel(""), shared_bytes=240_000)
+    with pytest.raises(Fault, match="do not divide"):
+        launch(kernel(""), grid=(3, 1, 1), cluster=(2, 1, 1))
+    with pytest.raises(Fault, match="does not fit"):
+        launch(kernel(""), grid=(4, 1, 1), cluster=(4, 1, 1), shared_bytes=200_000, gpu=ONE_SM)
