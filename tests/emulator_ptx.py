@@ -25,7 +25,7 @@ def launch(
     text, *arguments, grid=(1, 1, 1), block=(32, 1, 1), cluster=(1, 1, 1), shared_bytes=0, gpu=H200,
     completion="at_once", seed=0,
 ):  # fmt: skip
-    """Runs the only entry of `text`. Arguments are numpy arrays, whose addresses it gets, and ints. Returns its report."""
+    """Runs the only entry of `text`, with ints and addresses of numpy arrays as parameters. Returns its report."""
     (entry,) = ptx.parse(text).entries.values()
     values = [argument.ctypes.data if isinstance(argument, np.ndarray) else argument for argument in arguments]
     parameters = bytearray(entry.parameter_bytes)
@@ -49,7 +49,8 @@ def kernel(body, parameters="", registers="", shared="", target="sm_90a", direct
     loads = "\n".join(f"ld.param.u64 %{name}, [p_{name}];" for name in names)
     addresses = "".join(f".reg .b64 %{name};\n" for name in names)
     return (
-        f".version 9.0\n.target {target}\n.address_size 64\n{shared}\n.visible .entry test({declarations}) {directives}\n"
+        f".version 9.0\n.target {target}\n.address_size 64\n{shared}\n"
+        f".visible .entry test({declarations}) {directives}\n"
         f"{{\n{addresses}{registers}\n{loads}\n{body}\nret;\n}}\n"
     )
 
@@ -68,7 +69,7 @@ def execute(body, outputs, target="sm_90a", registers="", **inputs):
     declared = {**{name: value.dtype for name, value in inputs.items()}, **{n: v.dtype for n, v in results.items()}}
     lines = [".reg .b64 %address;\n.reg .b32 %lane;\n.reg .b32 %byte;"]
     for name, dtype in declared.items():
-        lines.append(f".reg .{'pred' if dtype == bool else _REGISTER_OF[dtype.itemsize]} %{name};")
+        lines.append(f".reg .{'pred' if dtype.kind == 'b' else _REGISTER_OF[dtype.itemsize]} %{name};")
     text = ["mov.u32 %lane, %laneid;"]
     text += [line for name in inputs for line in _access(name, declared[name], f"in_{name}", load=True)]
     text.append(body)
@@ -80,10 +81,10 @@ def execute(body, outputs, target="sm_90a", registers="", **inputs):
 def _access(name, dtype, array, load):
     """PTX that loads or stores this thread's element of an array."""
     yield f"mad.wide.u32 %address, %lane, {dtype.itemsize}, %{array};"
-    if dtype == bool and load:
+    if dtype.kind == "b" and load:
         yield "ld.global.u8 %byte, [%address];"
         yield f"setp.ne.u32 %{name}, %byte, 0;"
-    elif dtype == bool:
+    elif dtype.kind == "b":
         yield f"selp.u32 %byte, 1, 0, %{name};"
         yield "st.global.u8 [%address], %byte;"
     else:

@@ -210,7 +210,8 @@ def test_bytes_are_counted():
         ld.global.v4.u32 {%a, %b, %c, %d}, [%i]; setp.lt.u32 %p, %t, 10; @%p st.global.u32 [%o], %c;
         """,
         "in out",
-        ".reg .b32 %t; .reg .b32 %a; .reg .b32 %b; .reg .b32 %c; .reg .b32 %d; .reg .b64 %i; .reg .b64 %o; .reg .pred %p;",
+        ".reg .b32 %t; .reg .b32 %a; .reg .b32 %b; .reg .b32 %c; .reg .b32 %d; .reg .b64 %i; .reg .b64 %o;"
+        ".reg .pred %p;",
     )
     out = zeros(32)
     report = launch(text, np.arange(128, dtype=U32), out)

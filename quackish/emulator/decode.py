@@ -15,7 +15,6 @@ from quackish.emulator.ptx import (
     Immediate,
     Instruction,
     Not,
-    Operand,
     Pair,
     Register,
     Sink,
@@ -257,7 +256,7 @@ class _Decoder:
             return False
         return all(map(self._operand_fits, declared, instruction.operands))
 
-    def _operand_fits(self, declared: str, operand: Operand) -> bool:
+    def _operand_fits(self, declared: str, operand: Any) -> bool:
         declared = declared.strip().removeprefix("&")
         if declared.startswith("{"):
             count = int(declared[1:-1].partition("*")[2] or 1)
@@ -274,7 +273,7 @@ class _Decoder:
             return bool(pair) and self._value_fits(first, operand.first) and self._value_fits(second, operand.second)
         return self._value_fits(first, operand)
 
-    def _value_fits(self, declared: str, operand: Operand) -> bool:
+    def _value_fits(self, declared: str, operand: Any) -> bool:
         if isinstance(operand, Not):
             return declared == "pred" and self._value_fits(declared, operand.operand)
         if isinstance(operand, Register):
@@ -285,7 +284,7 @@ class _Decoder:
             return narrower and int(width[1:]) >= _bits(wanted)
         return isinstance(operand, (Immediate, Special, Symbol, Sink))
 
-    def _predicate(self, instruction: Instruction) -> Operand:
+    def _predicate(self, instruction: Instruction) -> Any:
         assert instruction.predicate is not None
         return Not(instruction.predicate) if instruction.negated else instruction.predicate
 
@@ -311,7 +310,7 @@ class _Decoder:
             readers.append(read)
         return readers
 
-    def _operand_reader(self, declared: str, operand: Operand, instruction: Instruction) -> Reader:
+    def _operand_reader(self, declared: str, operand: Any, instruction: Instruction) -> Reader:
         """A reader for actions and control instructions: values of the executing threads alone."""
         if declared.startswith("&"):
             indices = tuple(self.rows[register.name] for register in operand.items)
@@ -330,9 +329,9 @@ class _Decoder:
         read = self._reader(declared, operand, instruction)
         return lambda lanes: lanes.active(read(lanes))
 
-    def _results(self, instruction: Instruction, form: isa.Form) -> list[tuple[str, Operand]]:
+    def _results(self, instruction: Instruction, form: isa.Form) -> list[tuple[str, Any]]:
         """(type, operand) of each result, pairs and vectors taken apart."""
-        results: list[tuple[str, Operand]] = []
+        results: list[tuple[str, Any]] = []
         for declared, operand in zip(form.results, instruction.operands, strict=False):
             declared = declared.strip()
             if declared.startswith("{"):
@@ -370,7 +369,7 @@ class _Decoder:
             if declared.startswith("{"):
                 readers += [self._reader(declared[1:-1].partition("*")[0], item, instruction) for item in operand.items]
             elif declared == "immediate":
-                readers.append(lambda lanes, value=operand.bits: value)
+                readers.append(self._operand_reader(declared, operand, instruction))
             else:
                 readers.append(self._reader(declared, operand, instruction))
         results = self._results(instruction, form)
@@ -397,7 +396,7 @@ class _Decoder:
         """(view, row) of a register seen as a type of its width."""
         return VIEW_OF_TYPE["pred" if type_ == "pred" else _view(type_)], self.rows[register.name]
 
-    def _reader(self, declared: str, operand: Operand, instruction: Instruction) -> Reader:
+    def _reader(self, declared: str, operand: Any, instruction: Instruction) -> Reader:
         """Values over the span of the lanes, or one value for all."""
         type_ = declared.removeprefix("~")
         if isinstance(operand, Address):
@@ -458,7 +457,7 @@ class _Decoder:
         offset = dtype(address.offset % (1 << _bits(type_)))
         return lambda lanes: read(lanes) + offset
 
-    def _writer(self, declared: str, operand: Operand, instruction: Instruction) -> Callable[[Lanes, Any], None]:
+    def _writer(self, declared: str, operand: Any, instruction: Instruction) -> Callable[[Lanes, Any], None]:
         """Stores values of the executing threads alone."""
         if isinstance(operand, Sink):
             return lambda lanes, values: None
@@ -472,7 +471,7 @@ class _Decoder:
 
         return write
 
-    def _span_writer(self, declared: str, operand: Operand, instruction: Instruction) -> Callable[[Lanes, Any], None]:
+    def _span_writer(self, declared: str, operand: Any, instruction: Instruction) -> Callable[[Lanes, Any], None]:
         """Stores values over the span, for the executing threads."""
         if isinstance(operand, Sink):
             return lambda lanes, values: None
@@ -495,7 +494,7 @@ class _Decoder:
 
         return write_unconverted if convert is _unconverted else write
 
-    def _destination(self, declared: str, operand: Operand, instruction: Instruction):
+    def _destination(self, declared: str, operand: Any, instruction: Instruction):
         """(view, row, conversion) of a register that gets values of a type, perhaps a narrower one."""
         if not isinstance(operand, Register):
             self._refuse(instruction, f"{operand} cannot be a result")
@@ -503,8 +502,8 @@ class _Decoder:
         width = self.entry.registers[operand.name]
         if width == _width(type_) and _bits_or_0(type_) != 8:
             return *self._row(type_, operand, instruction), _unconverted
-        # "ld and cvt: if the destination operand type is wider, ... signed values are sign-extended, others zero-extended"
-        # (PTX, Operand Size Exceeding Instruction-Type Size)
+        # A wider register gets signed values sign-extended, others zero-extended. (PTX, Operand Size Exceeding
+        # Instruction-Type Size)
         kind = "s" if type_[0] == "s" else "u"
         dtype = dtype_of(f"{kind}{_bits(type_)}")
         wide = _DTYPES[f"{kind}{width[1:]}"]
@@ -529,7 +528,7 @@ def immediate(type_: str, operand: Immediate) -> Any:
         return np.bool_(operand.bits != 0)
     dtype = dtype_of(type_)
     unsigned = _DTYPES[f"u{_bits(type_)}"]
-    if operand.kind == "integer" or operand.kind == "f32" and _bits(type_) == 32:
+    if operand.kind == "integer" or (operand.kind == "f32" and _bits(type_) == 32):
         return unsigned(operand.bits % (1 << _bits(type_))).view(dtype)
     if operand.kind == "f64" and _bits(type_) == 64:
         return unsigned(operand.bits).view(dtype)

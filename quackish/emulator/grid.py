@@ -27,7 +27,7 @@ class Cluster:
         self.grid = grid
         self.size = math.prod(grid.cluster_dimensions)
         self.barrier = ClusterBarrier(self)
-        x, y, z = grid.cluster_dimensions
+        x, y, _ = grid.cluster_dimensions
         self.ctas = [
             Cta(grid, self, rank, (first[0] + rank % x, first[1] + rank // x % y, first[2] + rank // (x * y)))
             for rank in range(self.size)
@@ -206,7 +206,7 @@ class Grid:
         return mask & sum(chosen)
 
     def _run(self, cta: Cta, block: int, mask: int, budget: int) -> int:
-        """Runs threads from a block on, for as long as they need not be told apart from others. Returns the blocks run."""
+        """Runs threads from a block on, for as long as nothing sets them apart. Returns the number of blocks run."""
         lanes, warps, count = cta.lanes(mask), num_warps(mask), 0
         others = self._others(cta, mask)
         while True:
@@ -327,5 +327,5 @@ def _digest(ctas: list[Cta]) -> bytes:
     for cta in ctas:
         digest.update(repr((sorted(cta.fragments.items()), len(cta.parked))).encode())
         for width in (0, 1, 3, 6):  # predicates and the unsigned views: all registers once
-            digest.update(np.ascontiguousarray(cta.registers.rows[width]))
+            digest.update(cta.registers.rows[width].tobytes())
     return digest.digest()

@@ -37,7 +37,9 @@ class GlobalMemory:
         self._set(find_regions(None))
 
     def _set(self, regions: Iterable[tuple[int, int]]) -> None:
-        self._bases, self._ends, self._views = [], [], []
+        self._bases: list[int] = []
+        self._ends: list[int] = []
+        self._views: list[dict[int, np.ndarray]] = []
         for base, size in sorted(regions):
             self._bases.append(base)
             self._ends.append(base + size)
@@ -167,7 +169,8 @@ class SharedMemory:
     def check(self, low: int, high: int) -> None:
         if low < SYSTEM_SHARED_BYTES or high > self.size:
             raise Fault(
-                f"access of shared memory at [{low:#x}, {high:#x}); the CTA has [{SYSTEM_SHARED_BYTES:#x}, {self.size:#x})"
+                f"access of shared memory at [{low:#x}, {high:#x}); "
+                f"the CTA has [{SYSTEM_SHARED_BYTES:#x}, {self.size:#x})"
             )
 
     def _indices(self, offsets: np.ndarray, width: int, count: int) -> np.ndarray:

@@ -6,7 +6,7 @@ Nothing here knows what an instruction means; see `decode` and `isa`.
 import bisect
 import re
 from collections.abc import Iterator
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple
 
 from quackish.emulator.errors import PtxError
 
@@ -60,14 +60,14 @@ class Address(NamedTuple):
     coordinates: tuple["Operand", ...] = ()
 
 
-Operand = Union[Register, Immediate, Special, Symbol, Sink, Not, Pair, Vector, Address]  # noqa: UP007: recursive
+Operand = Register | Immediate | Special | Symbol | Sink | Not | Pair | Vector | Address
 
 
 class Instruction(NamedTuple):
     predicate: Register | None
     negated: bool  # whether it runs where the predicate is false
     opcode: str  # with all modifiers
-    operands: tuple[Operand, ...]
+    operands: tuple[Any, ...]  # Operand; which kind follows from the opcode
     line: int  # of the PTX text, from 1
     source: str  # "file:line" of the code it was compiled from, or ""
     text: str

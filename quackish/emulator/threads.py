@@ -30,11 +30,11 @@ class Registers:
     """All registers of a CTA, poisoned. `counts` is the number of registers of each width."""
 
     def __init__(self, counts: dict[str, int], num_threads: int):
-        storage = {
+        storage: dict[str, np.ndarray] = {
             width: np.full((counts.get(width, 0), num_threads), _POISONS[width], dtype)
             for width, dtype in _STORAGE.items()
         }
-        self.rows = [storage[width].view(dtype) for width, dtype in _VIEWS.values()]
+        self.rows: list[np.ndarray] = [storage[width].view(dtype) for width, dtype in _VIEWS.values()]
 
 
 class Lanes:

@@ -1,8 +1,8 @@
 """What PTX instructions mean, by chapter of the PTX manual.
 
 An entry of the table is an opcode with all its modifiers, as PTX writes it, and a signature. Opcodes are written with
-alternatives in braces: "add{,.rn}.{f32,f64}" stands for four opcodes. What is not in the table is refused, so a modifier
-that changes nothing here is listed because somebody looked at it.
+alternatives in braces: "add{,.rn}.{f32,f64}" stands for four opcodes. What is not in the table is refused, so a
+modifier that changes nothing here is listed because somebody looked at it.
 
 A signature says what operands are: "results = operands".
 
@@ -18,10 +18,11 @@ A signature says what operands are: "results = operands".
     symbol      the name of a label
     &{f32*64}   a vector of registers that the instruction updates itself: the indices of their rows
 
-Types are u, s, f with a width; b is u; bf16 and f16 are u16, and packed types u32 or u64: functions in `numbers` take and
-return bits.
+Types are u, s, f with a width; b is u; bf16 and f16 are u16, and packed types u32 or u64: functions in `numbers` take
+and return bits.
 """
 
+import importlib
 import itertools
 import re
 from collections.abc import Callable
@@ -45,6 +46,17 @@ class Form(NamedTuple):
 
 
 TABLE: dict[str, list[Form]] = {}
+_CHAPTERS = (
+    "arithmetic",
+    "async_copy",
+    "control_flow",
+    "conversion",
+    "data_movement",
+    "logic",
+    "synchronization",
+    "warp",
+    "wgmma",
+)
 
 
 def instruction(opcodes: str, signature: str, kind: str = "value", converged: str = "", polls: bool = False):
@@ -88,16 +100,6 @@ def _signature(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def load() -> dict[str, list[Form]]:
     """The table, filled."""
-    from quackish.emulator.isa import (  # noqa: F401: importing them declares their instructions
-        arithmetic,
-        async_copy,
-        control_flow,
-        conversion,
-        data_movement,
-        logic,
-        synchronization,
-        warp,
-        wgmma,
-    )
-
+    for chapter in _CHAPTERS:
+        importlib.import_module(f"{__name__}.{chapter}")
     return TABLE

@@ -149,7 +149,7 @@ def _declare_tensor_load(rank):
 
 
 def _load_box(lanes, i, tensors, barrier_address, destination, ranks):
-    """Copies a box to the same offset of the CTAs with these ranks, and signals the mbarrier at the same offset of each."""
+    """Copies a box to the CTAs with these ranks, each at the same offset, and signals an mbarrier of each likewise."""
     grid = lanes.cta.grid
     (addresses, columns), offset = tensors, destination & OFFSET_MASK
     tensor, coordinates = _tensor_map(lanes, int(addresses[i])), _coordinates(columns, i)

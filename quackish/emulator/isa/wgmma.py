@@ -52,9 +52,11 @@ def _multiply(lanes, accumulator, read_a, descriptors_b, accumulate, n, element,
         first = int(lanes.threads[position])
         bits_b, adds = _uniform(descriptors_b, position), _uniform(accumulate, position)
 
-        def read(first=first, a=read_a(position, first), bits_b=bits_b, adds=adds):
+        matrix_a = read_a(position, first)
+
+        def read(first=first, matrix_a=matrix_a, bits_b=bits_b, adds=adds):
             b = _matrix(cta, bits_b, n, element, mn_major_b)
-            product = matrices.accumulator_to_registers((a() * sign) @ b.T)
+            product = matrices.accumulator_to_registers((matrix_a() * sign) @ b.T)
             return lambda: _update(cta, rows, first, product, adds)
 
         cta.grid.flops += 2 * M * n * (32 // matrices.ELEMENT_BYTES[element])
