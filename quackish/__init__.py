@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from quackish import interrupt  # noqa: F401  # before torch is imported
 from quackish._version import __version__
 from quackish.configs.choose import config
+from quackish.emulation import emulate
 from quackish.errors import UnsupportedError
 from quackish.ops.grouped_mlp import grouped_mlp, grouped_mm, moe_mlp
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
@@ -19,6 +20,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "config",
+    "emulate",
     "grouped_mlp",
     "grouped_mm",
     "linear_cross_entropy",

@@ -50,6 +50,7 @@ LAYERS = {
     "integrations": Layer(
         quackish="errors parallel types", outside="torch torchtitan transformers", lazy="typing_extensions"
     ),
+    "emulation": Layer(quackish="errors gpu launch ops", outside="torch", lazy="emulator"),
     "work": Layer(quackish="errors gpu configs kernels"),
     "profiling": Layer(quackish="errors gpu configs kernels launch work", outside="torch"),
     "operations": Layer(quackish="errors ops reference testing types work", outside="torch"),
@@ -67,7 +68,7 @@ LAYERS = {
     ),
     "parallel": Layer(quackish="errors configs reference ops types", outside="torch", lazy="typing_extensions"),
     "interrupt": Layer(),
-    "__init__": Layer(quackish="_version errors interrupt ops configs profiling", lazy="integrations parallel testing"),
+    "__init__": Layer(quackish="_version emulation errors interrupt ops configs profiling", lazy="integrations parallel testing"),
     "__main__": Layer(quackish="_version cli interrupt"),
 }
 

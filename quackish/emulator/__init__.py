@@ -22,10 +22,11 @@ from quackish.emulator import decode, host, ptx
 from quackish.emulator.completion import COMPLETIONS
 from quackish.emulator.errors import Fault, PtxError, ToolMissing
 from quackish.emulator.grid import Grid
+from quackish.emulator.host import Exported, export
 from quackish.emulator.memory import GlobalMemory, host_regions
 from quackish.emulator.report import LaunchReport, Report
 
-__all__ = ["Fault", "Kernel", "LaunchReport", "PtxError", "Report", "ToolMissing", "load", "record", "register"]
+__all__ = ["Exported", "Fault", "Kernel", "LaunchReport", "PtxError", "Report", "ToolMissing", "export", "load", "record", "register"]
 
 _report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("report", default=None)
 

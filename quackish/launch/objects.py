@@ -28,7 +28,7 @@ _BASELINE = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
 
 def export(compiled: Any) -> bytes:
     """The result of `cute.compile` as bytes."""
-    _for_any_cpu(compiled.ir_module)
+    for_any_cpu(compiled.ir_module)
     with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
         path = Path(folder, "kernel.o")
         compiled.export_to_c(str(path), function_name=_SYMBOL, export_only_tvm_ffi_symbols=True)
@@ -56,7 +56,7 @@ def linker() -> str | None:
     return next(filter(None, map(shutil.which, _LINKERS)), None)
 
 
-def _for_any_cpu(module: Any) -> None:
+def for_any_cpu(module: Any) -> None:
     """Sets the target of all host functions to this architecture's baseline. The cubin is unaffected."""
     from cutlass._mlir import ir
 

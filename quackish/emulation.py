@@ -1,0 +1,135 @@
+"""Runs the operations' kernels on CPU tensors, by executing their PTX in `quackish.emulator`."""
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from quackish.errors import UnsupportedError, did_you_mean
+from quackish.gpu import NAMED, Gpu
+from quackish.launch import cache, objects
+from quackish.launch.compile import Request, compile_kernel, lock
+from quackish.ops.device import Device, empty_on, substitute
+from quackish.ops.kernel_for import Kernel, request_for
+from quackish.ops.workspace import NUM_TICKETS
+
+if TYPE_CHECKING:
+    from quackish import emulator
+
+_OPTIONS = "--keep-ptx --generate-line-info"
+_POISON = -1  # in all bytes: NaN as a floating-point number
+
+
+@contextlib.contextmanager
+def emulate(
+    gpu: str | Gpu = "h200", completion: Literal["at_once", "late"] = "late", seed: int = 0
+) -> Iterator["emulator.Report"]:
+    """Inside the block, calls on CPU tensors run the kernels of `gpu` in an emulator of its instructions.
+
+        with quackish.emulate(gpu="b200") as report:
+            y = quackish.rms_norm(x, weight)
+            y.sum().backward()
+        print(report.launches)
+
+    gpu: a name such as "h100", "h200", "b200" or "b300", or any `quackish.gpu.Gpu`, perhaps with another `sm_count`
+    completion: asynchronous copies and matrix instructions complete as "late" as the kernel's waits permit, or "at_once"
+    seed: chooses the order in which warps and CTAs take turns. The same arguments repeat a run exactly.
+
+    The report lists the launches with their counts: FLOPs of matrix instructions, bytes requested from and of global
+    memory, barrier phases, shared and tensor memory, instructions.
+
+    A call with backend="auto" that no kernel covers raises UnsupportedError, so whatever succeeds has run kernels. So do
+    torch.compile, CUDA graphs and CUDA streams. Backward must run inside the block of its forward; otherwise it raises
+    RuntimeError. Mistakes of a kernel raise `quackish.emulator.Fault`: memory access outside of tensors, deadlocks,
+    barriers used against their rules. Launches run one after another. New memory is filled with NaN.
+
+    The block applies to the CPU tensors of the whole process. The emulator is exact but slow, for shapes of some hundred
+    rows and columns. It needs numpy (`pip install 'quackish[emulator]'`), a C compiler and a linker.
+    Raises ValueError for an unknown GPU or completion.
+    """
+    emulator = _import_emulator()
+    if isinstance(gpu, str):
+        if gpu.lower() not in NAMED:
+            raise ValueError(
+                f"quackish.emulate: gpu is {gpu!r}; expected a Gpu or one of {', '.join(NAMED)}"
+                f"{did_you_mean(gpu, NAMED)}"
+            )
+        gpu = NAMED[gpu.lower()]
+    device = Device(gpu, _kernel_for, _empty, _stream, _new_workspace, must_cover=True)
+    with emulator.record(completion, seed) as report, substitute("cpu", device):
+        yield report
+
+
+def _import_emulator() -> Any:
+    try:
+        from quackish import emulator
+    except ImportError as error:
+        raise ImportError(
+            f"quackish.emulate needs numpy: {error}. `pip install 'quackish[emulator]'` installs it."
+        ) from error
+    return emulator
+
+
+# The Device ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel_for(name: str, problem: Any, gpu: Gpu) -> Kernel:
+    request = request_for(name, problem, gpu)
+    return Kernel(load(request, gpu), request.config)
+
+
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    memory = _uninitialized(shape, strides, dtype)
+    memory.untyped_storage().fill_(_POISON & 0xFF)
+    return memory
+
+
+_uninitialized = empty_on("cpu")
+
+
+def _new_workspace(stream: int, floats: int) -> tuple[int, int, torch.Tensor]:
+    memory = torch.full((NUM_TICKETS + floats,), _POISON, dtype=torch.int32, device="cpu")
+    memory[:NUM_TICKETS] = 0
+    return memory.data_ptr(), memory.data_ptr() + 4 * NUM_TICKETS, memory
+
+
+def _stream() -> int:
+    """The only stream. A launch would be missing from a CUDA graph, and would not wait for another stream."""
+    if torch.cuda.is_initialized():
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError("quackish.emulate: CUDA graphs are not supported; expected a call outside of capture")
+        if torch.cuda.current_stream() != torch.cuda.default_stream():
+            raise UnsupportedError(
+                "quackish.emulate: CUDA streams are not supported; expected a call on the default stream"
+            )
+    return 0
+
+
+# Compiled kernels ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def load(request: Request, gpu: Gpu) -> Callable[..., None]:
+    """The kernel as a function that runs on the CPU; from memory, from the cache of kernels, or compiled."""
+    emulator = _import_emulator()
+    with lock:
+        return emulator.Kernel(_obtain(request), gpu)
+
+
+def _obtain(request: Request) -> "emulator.Exported":
+    """PTX and host code. They are in the folder of compiled kernels, under an identity with one more field."""
+    emulator = _import_emulator()
+    identity = {**cache.identity(*request), "emulator": _OPTIONS}
+    data = cache.load(request.kernel_class, identity)
+    if data is None:
+        with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
+            compiled = compile_kernel(*request, more_options=f"{_OPTIONS} --dump-dir {folder}")
+        objects.for_any_cpu(compiled.ir_module)
+        exported = emulator.export(compiled)
+        data = exported.ptx.encode() + b"\0" + exported.object
+        cache.store(request.kernel_class, identity, data)
+    ptx, _, host_code = data.partition(b"\0")
+    return emulator.Exported(host_code, ptx.decode())
