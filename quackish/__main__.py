@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": "time operations and other libraries over shapes; compare two results",
     "cache": "list, verify, clear, export or import compiled kernels",
     "doctor": "check the installation: versions, GPUs, the path and the results of each operation",
+    "emulate": "run the kernels of a call on the CPU, and compare with fp64; needs no GPU",
     "explain": "show the kernels, configs, estimated time and memory of a call; needs no GPU",
     "precompile": "compile kernels for shapes and GPUs into the cache; needs no GPU",
     "tune": "search for faster configs on this GPU and store them in your table",
@@ -25,7 +26,7 @@ COMMANDS = {
 
 # These have nothing to clean up, so Ctrl-C ends them at once: an exception may be lost in a destructor, and aborts the
 # process in the imports of the compiler.
-_END_AT_ONCE = ("doctor", "explain")
+_END_AT_ONCE = ("doctor", "emulate", "explain")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

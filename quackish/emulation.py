@@ -78,7 +78,7 @@ def _import_emulator() -> Any:
 
 def _kernel_for(name: str, problem: Any, gpu: Gpu) -> Kernel:
     request = request_for(name, problem, gpu)
-    return Kernel(load(request, gpu), request.config)
+    return Kernel(load(request, gpu, name), request.config)
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -112,11 +112,14 @@ def _stream() -> int:
 
 
 @functools.cache
-def load(request: Request, gpu: Gpu) -> Callable[..., None]:
-    """The kernel as a function that runs on the CPU; from memory, from the cache of kernels, or compiled."""
+def load(request: Request, gpu: Gpu, name: str) -> Callable[..., None]:
+    """The kernel as a function that runs on the CPU; from memory, from the cache of kernels, or compiled.
+
+    name: of the kernel, in reports
+    """
     emulator = _import_emulator()
     with lock:
-        return emulator.Kernel(_obtain(request), gpu)
+        return emulator.Kernel(_obtain(request), gpu, name)
 
 
 def _obtain(request: Request) -> "emulator.Exported":

@@ -12,6 +12,15 @@ from quackish.types import Backend
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
+# Bounds on norm-wise errors: 1 to 4 times bf16's unit roundoff for bf16 results. The loss is fp32.
+_BOUNDS = {"y": 0.004, "loss": 1e-4, "lse": 1e-4}
+_GRAD_BOUND = 0.008
+
+
+def bound_of(result: str) -> float:
+    """The norm-wise error that a result or gradient may have."""
+    return _BOUNDS.get(result, _GRAD_BOUND)
+
 
 class Case(NamedTuple):
     """A call, forward and backward."""

@@ -285,9 +285,6 @@ def environment(report: Report) -> dict[str, str]:
 
 
 KERNELS, PORTABLE = "kernels", "portable path"
-# Bounds on norm-wise errors: 1 to 4 times bf16's unit roundoff for bf16 results. The loss is fp32.
-_BOUNDS = {"y": 0.004, "loss": 1e-4, "lse": 1e-4}
-_GRAD_BOUND = 0.008
 _REPORT = "Please report it, with the output of `python -m quackish doctor --json`."
 OPERATIONS = {name: case for name, case in check.SELF_TESTS.items() if "," not in name}
 
@@ -327,7 +324,7 @@ def _check_results(case: Case, args: Args, first: Tensors, second: Tensors, path
     errors = {name: error(first[name].cpu().double(), truth[name]).norm for name in first}
     wrong = []
     for name, off in errors.items():
-        bound = _BOUNDS.get(name, _GRAD_BOUND)
+        bound = check.bound_of(name)
         if not off <= bound:
             wrong.append(f"{name} has error {off:.1e}, expected at most {bound:.0e}")
     same = all(same_bits(first[name], second[name]) for name in first)

@@ -59,6 +59,11 @@ def dry_run_call(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
 
 def meta_arguments(args: argparse.Namespace) -> Args:
     """The arguments of the call `args`, on the meta device. Raises CommandError for invalid ones."""
+    return call_arguments(args, dry_run.META)
+
+
+def call_arguments(args: argparse.Namespace, device: torch.device) -> Args:
+    """The arguments of the call `args`. Raises CommandError for invalid ones."""
     op, _ = CALLS[args.op]
     try:
         shape = parse_shape(args.shape, op.form)
@@ -66,7 +71,7 @@ def meta_arguments(args: argparse.Namespace) -> Args:
         raise CommandError(f"SHAPE is {error}") from None
     given = {name: value for name in op.options if (value := getattr(args, name)) is not None}
     try:
-        return op.arguments(shape, getattr(torch, args.dtype), dry_run.META, given)
+        return op.arguments(shape, getattr(torch, args.dtype), device, given)
     except ValueError as error:
         raise CommandError(str(error)) from None
 

@@ -13,9 +13,8 @@ Kernels may access the memory of live CPU tensors, and what `register` names.
 
 import contextlib
 import contextvars
-import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from quackish.emulator import decode, host, ptx
@@ -59,22 +58,33 @@ def register(address: int, size: int) -> Iterator[None]:
 
 
 class Kernel:
-    """A compiled function that runs on the CPU. It takes the arguments that it takes on a GPU."""
+    """A compiled function that runs on the CPU. It takes the arguments that it takes on a GPU.
 
-    def __init__(self, exported: host.Exported, gpu: Any):
-        self.gpu, self.ptx = gpu, exported.ptx
+    name: in reports and faults, instead of the name in the PTX
+    """
+
+    def __init__(self, exported: host.Exported, gpu: Any, name: str = ""):
+        self.gpu, self.ptx, self.name = gpu, exported.ptx, name
         self._host_code = host.load(exported, gpu)
+        self._programs: dict[str, decode.Program] = {}
 
     def __call__(self, *args: Any) -> None:
         self._host_code.call(self._launch, *args)
 
     def _launch(self, launch: host.Launch) -> None:
-        program = _programs(self.ptx)(launch.kernel)
+        program = self._program(launch.kernel)
         parameters = launch.parameters(program.entry.parameters.values())
-        run(program, launch, parameters, self.gpu)
+        run(program, launch, parameters, self.gpu, self.name)
+
+    def _program(self, kernel: str) -> decode.Program:
+        """The program of an entry, decoded when it is first launched."""
+        if not self._programs:
+            entries = ptx.parse(self.ptx).entries
+            self._programs = {name: decode.decode(entry) for name, entry in entries.items()}
+        return self._programs[kernel]
 
 
-def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any) -> None:
+def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name: str = "") -> None:
     """Runs a launch with the settings of `record`, and adds it to the report."""
     report = _report.get()
     completion, seed = (report.completion, report.seed) if report else ("at_once", 0)
@@ -86,10 +96,11 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any) -> No
         return
     report.launches.append(
         LaunchReport(
-            kernel=launch.kernel,
+            kernel=name or launch.kernel,
             grid=launch.grid,
             block=launch.block,
             cluster=launch.cluster,
+            mmas=grid.mmas,
             flops=grid.flops,
             bytes_read=memory.bytes_read,
             bytes_written=memory.bytes_written,
@@ -100,13 +111,6 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any) -> No
             seconds=time.perf_counter() - begin,
         )
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _programs(text: str) -> Callable[[str], decode.Program]:
-    """The programs of a PTX text by kernel name, decoded when they are first asked for."""
-    module = ptx.parse(text)
-    return functools.cache(lambda kernel: decode.decode(module.entries[kernel]))
 
 
 def load(compiled: Any, gpu: Any) -> Kernel:

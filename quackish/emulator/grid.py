@@ -58,7 +58,7 @@ class Grid:
         self.completion = Completion(completion, self.draw)
         self.num_events = 0  # grows with all that threads can wait for
         self.num_phases = 0  # of barriers
-        self.flops = 0
+        self.mmas = self.flops = 0
         self.num_instructions = 0  # a warp's instruction counts once
         self.tensor_memory_columns = 0
         self._check()

@@ -12,6 +12,7 @@ class LaunchReport:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
+    mmas: int  # matrix instructions
     flops: int  # of matrix instructions
     bytes_read: int  # requested from global memory, without acquire and relaxed loads; a multicast copy counts once
     bytes_written: int  # requested of global memory; an atomic operation reads and writes

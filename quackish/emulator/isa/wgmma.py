@@ -59,6 +59,7 @@ def _multiply(lanes, accumulator, read_a, descriptors_b, accumulate, n, element,
             product = matrices.accumulator_to_registers((matrix_a() * sign) @ b.T)
             return lambda: _update(cta, rows, first, product, adds)
 
+        cta.grid.mmas += 1
         cta.grid.flops += 2 * M * n * (32 // matrices.ELEMENT_BYTES[element])
         cta.grid.completion.issue((cta, "wgmma", first // GROUP), read)
 

@@ -1,0 +1,97 @@
+"""Runs the kernels of a call on the CPU, in an emulator of the GPU's instructions. Needs no GPU.
+
+    python -m quackish emulate rms_norm 64x256 --gpu b200
+    python -m quackish emulate linear_cross_entropy 70x64x300 --schedule recompute --seed 3
+
+Runs forward and backward, compares the results with the reference in fp64, and counts what each launch does: FLOPs of
+matrix instructions, bytes requested from and of global memory, barrier phases, shared and tensor memory, instructions.
+Exits with status 1 if a result is wrong, or if a kernel breaks a rule of the hardware.
+
+The emulator is exact but slow: choose shapes of some hundred rows and columns. It needs numpy
+(`pip install 'quackish[emulator]'`), a C compiler and a linker.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import quackish
+from quackish.cli import operations
+from quackish.cli.check import bound_of
+from quackish.cli.parser import CommandError
+from quackish.errors import UnsupportedError
+from quackish.gpu import NAMED
+from quackish.operations import in_fp64
+from quackish.operations.argument_types import one_of
+from quackish.profiling import table_of, text_table
+from quackish.testing.errors import error
+
+
+_COMPLETIONS = "late", "at_once"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    operations.add_arguments(parser)
+    gpus = {name: name for name in NAMED}
+    parser.add_argument("--gpu", type=one_of(gpus), default="h200", help=f"{', '.join(NAMED)} (h200)")
+    completion_help = "when asynchronous copies and matrix instructions complete: late (the default) or at_once"
+    parser.add_argument("--completion", choices=_COMPLETIONS, default="late", help=completion_help)
+    seed_help = "of the order in which warps and CTAs take turns (0)"
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=seed_help)
+
+
+def run(args: argparse.Namespace) -> int:
+    op, _ = operations.CALLS[args.op]
+    call_args = operations.call_arguments(args, torch.device("cpu"))
+    try:
+        from quackish.emulator import Fault
+    except ImportError as why:
+        raise CommandError(str(why)) from None
+    try:
+        with quackish.emulate(args.gpu, args.completion, args.seed) as report:
+            results = op.call(call_args, "auto")
+    except UnsupportedError as why:
+        raise CommandError(str(why)) from None
+    except Fault as fault:
+        print(fault)
+        return 1
+    rows = _compared(results, op.call(in_fp64(call_args), "reference"))
+    print(f"{args.op} {args.shape} on an emulated {args.gpu}, completion {args.completion}, seed {args.seed}\n")
+    print(text_table(("result", "dtype", "error", "bound", ""), rows, "llrrl"))
+    print()
+    print(table_of([dataclasses.asdict(launch) for launch in report.launches], _COLUMNS))
+    return int(any(row[-1] for row in rows))
+
+
+def _compared(results: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """For each result its norm-wise error and bound; the last cell is empty if it is right."""
+    rows = []
+    for name, got in results.items():
+        off, bound = error(got.double(), truth[name].double()).norm, bound_of(name)
+        verdict = "" if off <= bound else "WRONG"
+        rows.append((name, str(got.dtype).removeprefix("torch."), f"{off:.1e}", f"{bound:.0e}", verdict))
+    return rows
+
+
+def _triple(sizes: tuple[int, int, int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+# Fields of a LaunchReport, and how to print them.
+_COLUMNS: dict[str, str | Callable[[Any], str]] = {
+    "kernel": "",
+    "grid": _triple,
+    "cluster": _triple,
+    "block": _triple,
+    "mmas": ",",
+    "bytes_read": ",",
+    "bytes_written": ",",
+    "barrier_phases": ",",
+    "shared_bytes": ",",
+    "tensor_memory_columns": ",",
+    "instructions": ",",
+}
