@@ -1,6 +1,7 @@
 """Runs the operations' kernels on CPU tensors, by executing their PTX in `quackish.emulator`."""
 
 import contextlib
+import ctypes
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from quackish import emulator
 
 _OPTIONS = "--keep-ptx --generate-line-info"
-_POISON = -1  # in all bytes: NaN as a floating-point number
+_POISON = 0xFF  # in all bytes of new memory: NaN as a floating-point number
 
 
 @contextlib.contextmanager
@@ -35,19 +36,19 @@ def emulate(
         print(report.launches)
 
     gpu: a name such as "h100", "h200", "b200" or "b300", or any `quackish.gpu.Gpu`, perhaps with another `sm_count`
-    completion: asynchronous copies and matrix instructions complete as "late" as the kernel's waits permit, or "at_once"
+    completion: asynchronous copies and matrix instructions complete "late", when a wait needs them, or "at_once"
     seed: chooses the order in which warps and CTAs take turns. The same arguments repeat a run exactly.
 
-    The report lists the launches with their counts: FLOPs of matrix instructions, bytes requested from and of global
-    memory, barrier phases, shared and tensor memory, instructions.
+    The report lists the launches with their counts: matrix instructions, bytes requested from and of global memory,
+    barrier phases, shared and tensor memory, instructions.
 
-    A call with backend="auto" that no kernel covers raises UnsupportedError, so whatever succeeds has run kernels. So do
-    torch.compile, CUDA graphs and CUDA streams. Backward must run inside the block of its forward; otherwise it raises
-    RuntimeError. Mistakes of a kernel raise `quackish.emulator.Fault`: memory access outside of tensors, deadlocks,
-    barriers used against their rules. Launches run one after another. New memory is filled with NaN.
+    With backend="auto", a call that no kernel covers raises UnsupportedError, so whatever succeeds has run kernels.
+    torch.compile, CUDA graphs and CUDA streams raise UnsupportedError too. Backward must run inside the block of its
+    forward; otherwise it raises RuntimeError. A kernel that accesses memory outside of tensors, deadlocks, or breaks a
+    rule of the hardware raises `quackish.emulator.Fault`. Launches run one after another. New memory is full of NaN.
 
-    The block applies to the CPU tensors of the whole process. The emulator is exact but slow, for shapes of some hundred
-    rows and columns. It needs numpy (`pip install 'quackish[emulator]'`), a C compiler and a linker.
+    The block applies to the CPU tensors of the whole process. The emulator is slow: use shapes of some hundred rows and
+    columns. It needs numpy (`pip install 'quackish[emulator]'`), a C compiler and a linker.
     Raises ValueError for an unknown GPU or completion.
     """
     emulator = _import_emulator()
@@ -83,7 +84,7 @@ def _kernel_for(name: str, problem: Any, gpu: Gpu) -> Kernel:
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     memory = _uninitialized(shape, strides, dtype)
-    memory.untyped_storage().fill_(_POISON & 0xFF)
+    ctypes.memset(memory.data_ptr(), _POISON, memory.untyped_storage().nbytes())
     return memory
 
 
@@ -91,7 +92,7 @@ _uninitialized = empty_on("cpu")
 
 
 def _new_workspace(stream: int, floats: int) -> tuple[int, int, torch.Tensor]:
-    memory = torch.full((NUM_TICKETS + floats,), _POISON, dtype=torch.int32, device="cpu")
+    memory = _empty((NUM_TICKETS + floats,), (1,), torch.int32)
     memory[:NUM_TICKETS] = 0
     return memory.data_ptr(), memory.data_ptr() + 4 * NUM_TICKETS, memory
 
@@ -100,11 +101,11 @@ def _stream() -> int:
     """The only stream. A launch would be missing from a CUDA graph, and would not wait for another stream."""
     if torch.cuda.is_initialized():
         if torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError("quackish.emulate: CUDA graphs are not supported; expected a call outside of capture")
-        if torch.cuda.current_stream() != torch.cuda.default_stream():
             raise UnsupportedError(
-                "quackish.emulate: CUDA streams are not supported; expected a call on the default stream"
+                "quackish.emulate: CUDA graphs are not supported; expected a call outside of capture"
             )
+        if torch.cuda.current_stream() != torch.cuda.default_stream():
+            raise UnsupportedError("quackish.emulate: CUDA streams are not supported; expected the default stream")
     return 0
 
 

@@ -68,7 +68,9 @@ LAYERS = {
     ),
     "parallel": Layer(quackish="errors configs reference ops types", outside="torch", lazy="typing_extensions"),
     "interrupt": Layer(),
-    "__init__": Layer(quackish="_version emulation errors interrupt ops configs profiling", lazy="integrations parallel testing"),
+    "__init__": Layer(
+        quackish="_version emulation errors interrupt ops configs profiling", lazy="integrations parallel testing"
+    ),
     "__main__": Layer(quackish="_version cli interrupt"),
 }
 

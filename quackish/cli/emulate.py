@@ -30,7 +30,6 @@ from quackish.operations.argument_types import one_of
 from quackish.profiling import table_of, text_table
 from quackish.testing.errors import error
 
-
 _COMPLETIONS = "late", "at_once"
 
 

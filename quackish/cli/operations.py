@@ -13,7 +13,7 @@ from quackish.operations import DTYPES, OPERATIONS, Args, Operation, parse_shape
 from quackish.operations.argument_types import one_of
 from quackish.ops.device import why_unsupported
 
-_ENTRIES = [OPERATIONS[name] for name in dry_run.DRY_RUNS]
+_ENTRIES = [OPERATIONS[name] for name in dry_run.DRY_RUNS]  # what explain, precompile and tune take
 # (operation, passes) by name: rms_norm_forward is one pass of rms_norm.
 CALLS: dict[str, tuple[Operation, tuple[str, ...]]] = {
     name: (op, passes)

@@ -25,7 +25,19 @@ from quackish.emulator.host import Exported, export
 from quackish.emulator.memory import GlobalMemory, host_regions
 from quackish.emulator.report import LaunchReport, Report
 
-__all__ = ["Exported", "Fault", "Kernel", "LaunchReport", "PtxError", "Report", "ToolMissing", "export", "load", "record", "register"]
+__all__ = [
+    "Exported",
+    "Fault",
+    "Kernel",
+    "LaunchReport",
+    "PtxError",
+    "Report",
+    "ToolMissing",
+    "export",
+    "load",
+    "record",
+    "register",
+]
 
 _report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("report", default=None)
 
