@@ -332,5 +332,5 @@ def each32(function: Callable[..., Array], *packed: Array) -> Array:
 
 def _each(function: Callable[..., Array], whole: type, part: type, packed: tuple[Array, ...]) -> Array:
     arrays = np.broadcast_arrays(*(np.asarray(x, whole) for x in packed))
-    parts = (np.ascontiguousarray(x).view(part) for x in arrays)
+    parts: Any = (np.ascontiguousarray(x).view(part) for x in arrays)
     return np.ascontiguousarray(function(*parts)).view(whole).reshape(arrays[0].shape)
