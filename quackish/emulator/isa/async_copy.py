@@ -7,6 +7,7 @@ from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action
 from quackish.emulator.isa.synchronization import cta_of, mbarrier_at
 from quackish.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT
+from quackish.emulator.threads import WARP
 
 # "[...] the addresses [...] must be aligned to 16 bytes"; "size must be a multiple of 16" (PTX, cp.async.bulk)
 
@@ -185,13 +186,20 @@ def _declare_tensor_store(rank):
 
 def _store_boxes(lanes, tensors, sources, add):
     addresses, columns = tensors
-    for i, thread in enumerate(lanes.threads.tolist()):
-        _store_box(
-            lanes.cta, thread, _tensor_map(lanes, int(addresses[i])), _coordinates(columns, i), int(sources[i]), add
-        )
+    stores = {}
+    for thread, address, source, *coordinates in zip(
+        lanes.threads.tolist(), *(x.tolist() for x in (addresses, sources, *columns)), strict=True
+    ):
+        # All threads of a warp may store the same box, which a GPU does once. It makes no difference unless they add.
+        operands = address, source, tuple(coordinates), thread if add else thread // WARP
+        if operands not in stores:
+            stores[operands] = _once(
+                _store_box(lanes.cta, _tensor_map(lanes, address), tuple(coordinates), source, add)
+            )
+        lanes.cta.grid.completion.issue((lanes.cta, "bulk", thread), stores[operands])
 
 
-def _store_box(cta, thread, tensor, coordinates, source, add):
+def _store_box(cta, tensor, coordinates, source, add):
     memory, places = cta.grid.memory, tensor.shared_offsets(source & OFFSET_MASK)
     cta.shared.check(int(places.min()), int(places.max()) + 1)
 
@@ -204,7 +212,17 @@ def _store_box(cta, thread, tensor, coordinates, source, add):
 
         return write
 
-    cta.grid.completion.issue((cta, "bulk", thread), read)
+    return read
+
+
+def _once(read):
+    """The same work for several owners: the first one that completes it does it."""
+    todo = [read]
+    return lambda: todo.pop()() if todo else _nothing
+
+
+def _nothing():
+    pass
 
 
 for _rank in range(1, 6):
