@@ -62,9 +62,9 @@ LAYERS = {
     ),
     "cli": Layer(
         quackish="_version errors variables gpu configs reference launch kernels ops testing work profiling bench "
-        "tune toolchain types operations",
+        "tune toolchain types operations emulation",
         outside="torch platformdirs",
-        lazy="matplotlib cutlass tvm_ffi triton",
+        lazy="matplotlib cutlass tvm_ffi triton emulator",
     ),
     "parallel": Layer(quackish="errors configs reference ops types", outside="torch", lazy="typing_extensions"),
     "interrupt": Layer(),

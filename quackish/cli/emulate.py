@@ -3,16 +3,16 @@
     python -m quackish emulate rms_norm 64x256 --gpu b200
     python -m quackish emulate linear_cross_entropy 70x64x300 --schedule recompute --seed 3
 
-Runs forward and backward, compares the results with the reference in fp64, and counts what each launch does: FLOPs of
-matrix instructions, bytes requested from and of global memory, barrier phases, shared and tensor memory, instructions.
-Exits with status 1 if a result is wrong, or if a kernel breaks a rule of the hardware.
+Runs forward and backward, compares the results with the reference in fp64, and counts for each launch: matrix
+instructions (MMAs), bytes read from and written to global memory, phases of barriers, bytes of shared memory and
+columns of tensor memory of a CTA, and instructions of warps. Exits with status 1 if a result is wrong, or if a kernel
+breaks a rule of the hardware.
 
-The emulator is exact but slow: choose shapes of some hundred rows and columns. It needs numpy
-(`pip install 'quackish[emulator]'`), a C compiler and a linker.
+The emulator is slow: choose shapes of some hundred rows and columns. It needs numpy (`pip install 'quackish[emulator]'`),
+a C compiler and a linker.
 """
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,16 +25,18 @@ from quackish.cli.check import bound_of
 from quackish.cli.parser import CommandError
 from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED
-from quackish.operations import in_fp64
+from quackish.operations import OPERATIONS, in_fp64
 from quackish.operations.argument_types import one_of
 from quackish.profiling import table_of, text_table
 from quackish.testing.errors import error
 
+_ENTRIES = tuple(OPERATIONS.values())
 _COMPLETIONS = "late", "at_once"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    operations.add_arguments(parser)
+    parser.add_argument("op", metavar="OP", choices=OPERATIONS, help=", ".join(OPERATIONS))
+    operations.add_shape_and_options(parser, _ENTRIES)
     gpus = {name: name for name in NAMED}
     parser.add_argument("--gpu", type=one_of(gpus), default="h200", help=f"{', '.join(NAMED)} (h200)")
     completion_help = "when asynchronous copies and matrix instructions complete: late (the default) or at_once"
@@ -44,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    op, _ = operations.CALLS[args.op]
-    call_args = operations.call_arguments(args, torch.device("cpu"))
+    op = OPERATIONS[args.op]
+    call_args = operations.call_arguments(args, op, _ENTRIES, torch.device("cpu"))
     try:
         from quackish.emulator import Fault
     except ImportError as why:
@@ -62,13 +64,14 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.op} {args.shape} on an emulated {args.gpu}, completion {args.completion}, seed {args.seed}\n")
     print(text_table(("result", "dtype", "error", "bound", ""), rows, "llrrl"))
     print()
-    print(table_of([dataclasses.asdict(launch) for launch in report.launches], _COLUMNS))
+    launches = [{title: getattr(launch, field) for title, (field, _) in _COLUMNS.items()} for launch in report.launches]
+    print(table_of(launches, {title: form for title, (_, form) in _COLUMNS.items()}))
     return int(any(row[-1] for row in rows))
 
 
 def _compared(results: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
     """For each result its norm-wise error and bound; the last cell is empty if it is right."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, got in results.items():
         off, bound = error(got.double(), truth[name].double()).norm, bound_of(name)
         verdict = "" if off <= bound else "WRONG"
@@ -77,20 +80,19 @@ def _compared(results: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> lis
 
 
 def _triple(sizes: tuple[int, int, int]) -> str:
-    return "x".join(map(str, sizes))
+    return "x".join(map(str, sizes)).removesuffix("x1").removesuffix("x1")
 
 
-# Fields of a LaunchReport, and how to print them.
-_COLUMNS: dict[str, str | Callable[[Any], str]] = {
-    "kernel": "",
-    "grid": _triple,
-    "cluster": _triple,
-    "block": _triple,
-    "mmas": ",",
-    "bytes_read": ",",
-    "bytes_written": ",",
-    "barrier_phases": ",",
-    "shared_bytes": ",",
-    "tensor_memory_columns": ",",
-    "instructions": ",",
+# Headings, the fields of a LaunchReport below them, and how to print these.
+_COLUMNS: dict[str, tuple[str, str | Callable[[Any], str]]] = {
+    "kernel": ("kernel", ""),
+    "grid": ("grid", _triple),
+    "cluster": ("cluster", _triple),
+    "MMAs": ("mmas", "d"),
+    "read": ("bytes_read", "d"),
+    "written": ("bytes_written", "d"),
+    "phases": ("barrier_phases", "d"),
+    "shared": ("shared_bytes", "d"),
+    "tensor": ("tensor_memory_columns", "d"),
+    "instructions": ("instructions", "d"),
 }

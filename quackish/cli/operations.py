@@ -1,6 +1,7 @@
 """The arguments of a call in `explain`, `precompile` and `tune`: OP SHAPE and options; and its dry run."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from quackish.operations import DTYPES, OPERATIONS, Args, Operation, parse_shape
 from quackish.operations.argument_types import one_of
 from quackish.ops.device import why_unsupported
 
-_ENTRIES = [OPERATIONS[name] for name in dry_run.DRY_RUNS]  # what explain, precompile and tune take
-# (operation, passes) by name: rms_norm_forward is one pass of rms_norm.
+# The operations that explain, precompile and tune take, and (operation, passes) by name: rms_norm_forward is one pass.
+DRY = tuple(OPERATIONS[name] for name in dry_run.DRY_RUNS)
 CALLS: dict[str, tuple[Operation, tuple[str, ...]]] = {
     name: (op, passes)
-    for op in _ENTRIES
+    for op in DRY
     for name, passes in {op.name: ("forward", "backward"), **{f"{op.name}_{one}": (one,) for one in op.passes}}.items()
 }
 
@@ -25,13 +26,17 @@ CALLS: dict[str, tuple[Operation, tuple[str, ...]]] = {
 def add_arguments(parser: argparse.ArgumentParser, shapes: str = "") -> None:
     """Adds OP, SHAPE and the options of calls. `shapes` is the nargs of several SHAPEs; with "*" OP is optional too."""
     parser.add_argument("op", metavar="OP", choices=CALLS, help=", ".join(CALLS), nargs="?" if shapes == "*" else None)
-    shape_help = ", ".join(f"{op.form} for {op.name}" for op in _ENTRIES)
+    add_shape_and_options(parser, DRY, shapes)
+
+
+def add_shape_and_options(parser: argparse.ArgumentParser, entries: Sequence[Operation], shapes: str = "") -> None:
+    shape_help = ", ".join(f"{op.form} for {op.name}" for op in entries)
     parser.add_argument("shapes" if shapes else "shape", metavar="SHAPE", help=shape_help, nargs=shapes or None)
     dtype_help = f"dtype of input and weight: {', '.join(DTYPES)} (bf16)"
     parser.add_argument("--dtype", type=one_of(DTYPES), default="bfloat16", help=dtype_help)
-    groups: dict[str, Any] = {", ".join(op.name for op in _ENTRIES): parser}
-    for name, option in {name: option for op in _ENTRIES for name, option in op.options.items()}.items():
-        title = ", ".join(op.name for op in _ENTRIES if name in op.options)
+    groups: dict[str, Any] = {", ".join(op.name for op in entries): parser}
+    for name, option in {name: option for op in entries for name, option in op.options.items()}.items():
+        title = ", ".join(op.name for op in entries if name in op.options)
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         groups[title].add_argument(_flag(name), **option.arguments)
@@ -44,10 +49,6 @@ def _flag(name: str) -> str:
 def dry_run_call(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
     """What the call `args` launches on `gpu` (None: a CPU). Raises CommandError for invalid arguments."""
     op, passes = CALLS[args.op]
-    for other in _ENTRIES:
-        for name in other.options.keys() - op.options.keys():
-            if getattr(args, name) is not None:
-                raise CommandError(f"{_flag(name)} is an option of {other.name}, not of {args.op}")
     call_args = meta_arguments(args)
     if gpu is None:
         return DryRun(portable=why_unsupported(args.op, op.kernel, torch.device("cpu")))
@@ -59,12 +60,15 @@ def dry_run_call(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
 
 def meta_arguments(args: argparse.Namespace) -> Args:
     """The arguments of the call `args`, on the meta device. Raises CommandError for invalid ones."""
-    return call_arguments(args, dry_run.META)
+    return call_arguments(args, CALLS[args.op][0], DRY, dry_run.META)
 
 
-def call_arguments(args: argparse.Namespace, device: torch.device) -> Args:
-    """The arguments of the call `args`. Raises CommandError for invalid ones."""
-    op, _ = CALLS[args.op]
+def call_arguments(args: argparse.Namespace, op: Operation, entries: Sequence[Operation], device: torch.device) -> Args:
+    """The arguments of the call `args` of `op`, one of `entries`. Raises CommandError for invalid ones."""
+    for other in entries:
+        for name in other.options.keys() - op.options.keys():
+            if getattr(args, name) is not None:
+                raise CommandError(f"{_flag(name)} is an option of {other.name}, not of {args.op}")
     try:
         shape = parse_shape(args.shape, op.form)
     except ValueError as error:
