@@ -119,7 +119,6 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
 
 def step(mlp: Callable[..., Tensor], data: Data) -> Callable[[], tuple[Tensor, ...]]:
     """The measured call, which returns (y, dx, dw1, dw2, dscales), or (y,) without grad."""
-
     leaves = [data.args[name] for name in data.leaves]
 
     def run() -> tuple[Tensor, ...]:

@@ -80,7 +80,7 @@ def read_rows(path: Path) -> list[Row]:
         raise ValueError(f"{path}: {error.strerror.lower()}") from None
     if missing := [name for name in COLUMNS if name not in (*names, *_LATER)]:
         raise ValueError(f"{path}: not a results file of quackish: it has no column {missing[0]}")
-    return [dict.fromkeys(_LATER, "") | row for row in rows]
+    return [row | {name: "" for name in _LATER if name not in names} for row in rows]
 
 
 class Results:
