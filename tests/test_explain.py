@@ -325,7 +325,7 @@ def test_a_dry_run_skips_equal_iterations(words, gpu, monkeypatch):
         for step in result.steps:
             sizes = {name: n for name, n in step.sizes.items() if name not in ("v0", "v1")}
             counts[step.phase, step.kernel, str(step.problem), str(sizes), step.work] += step.calls
-        points = frontier(operations.meta_arguments(parse(words)), gpu)
+        points = frontier(operations.call_arguments(parse(words)), gpu)
         return len(result.steps), (counts, result.peak_bytes, result.buffers, result.plan, points)
 
     count, run = found()

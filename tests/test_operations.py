@@ -5,7 +5,8 @@ import inspect
 import pytest
 import torch
 
-from quackish.operations import OPERATIONS, in_fp64, parse_shape
+from quackish.operations import OPERATIONS
+from quackish.operations.table import in_fp64, parse_shape
 
 CPU, META, BF16 = torch.device("cpu"), torch.device("meta"), torch.bfloat16
 SHAPES = {"rms_norm": (12, 48), "linear_cross_entropy": (20, 16, 50), "grouped_mlp": (40, 16, 24, 5)}

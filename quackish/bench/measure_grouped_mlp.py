@@ -17,7 +17,8 @@ from torch import Tensor
 from quackish.bench.cells import AGAIN, MLP_GEMMS, OURS, Cell
 from quackish.bench.measure import Run, first_calls, measure_host, reason, time_columns, truth_of, warm_up_cublas
 from quackish.bench.providers_grouped_mlp import grouped_mm, ours, ours_moe
-from quackish.operations import OPERATIONS, Args, in_fp64
+from quackish.operations import OPERATIONS
+from quackish.operations.table import Args, in_fp64
 from quackish.testing import inputs
 from quackish.testing.timing import synchronize, take_turns
 

@@ -19,7 +19,7 @@ from quackish import linear_cross_entropy
 from quackish.bench.cells import AGAIN, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell
 from quackish.bench.measure import Run, chunks, first_calls, measure_host, time_columns, truth_of, warm_up_cublas
 from quackish.bench.providers_linear_cross_entropy import Loss
-from quackish.operations import OPERATIONS
+from quackish.operations import LINEAR_CROSS_ENTROPY
 from quackish.operations.linear_cross_entropy import IGNORED
 from quackish.testing.timing import Times, bursts, take_turns
 
@@ -43,7 +43,7 @@ class Data:
         cls, m: int, h: int, v: int, kind: str, ignored: float, device: torch.device, dtype: torch.dtype
     ) -> "Data":
         """Logits have standard deviation SPREAD. `ignored` is the share of rows, chosen at random, with target -100."""
-        args = OPERATIONS["linear_cross_entropy"].arguments((m, h, v), dtype, device, {"no_grad": True})
+        args = LINEAR_CROSS_ENTROPY.arguments((m, h, v), dtype, device, {"no_grad": True})
         x, w = args["input"], args["linear_weight"].mul_(SPREAD)
         generator = torch.Generator(device).manual_seed(2)
         all_targets = torch.randint(v, (m,), generator=generator, device=device)

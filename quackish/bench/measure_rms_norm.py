@@ -15,7 +15,7 @@ from torch import Tensor
 from quackish.bench.cells import AGAIN, OURS, Cell
 from quackish.bench.measure import Run, chunks, first_calls, time_columns, warm_up_cublas
 from quackish.bench.providers_rms_norm import Provider
-from quackish.operations import OPERATIONS
+from quackish.operations import RMS_NORM
 from quackish.operations.rms_norm import EPS
 from quackish.reference.rms_norm import rms_norm_bwd, rms_norm_fwd, rms_norm_rstd
 from quackish.testing import inputs
@@ -34,7 +34,7 @@ class Data:
 
     @classmethod
     def make(cls, m: int, n: int, dtype: torch.dtype, device: torch.device) -> "Data":
-        args = OPERATIONS["rms_norm"].arguments((m, n), dtype, device)
+        args = RMS_NORM.arguments((m, n), dtype, device)
         x, weight = (args[name].detach() for name in ("x", "weight"))
         dy = inputs.rows((m, n), dtype, seed=1, device=device)
         rstd = [rms_norm_rstd(x[chunk], EPS, torch.float64).float() for chunk in chunks(m, n, CHUNK_ELEMENTS)]

@@ -13,19 +13,23 @@ from quackish.bench import providers_grouped_mlp as mlp
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench import providers_rms_norm as rms
 from quackish.bench.cells import MLP_GEMMS, match
-from quackish.operations import OPERATIONS, Operation, parse_shape
+from quackish.operations import GROUPED_MLP, LINEAR_CROSS_ENTROPY, MOE_MLP, RMS_NORM
 from quackish.operations.models import MODELS, Shapes
+from quackish.operations.table import Operation, parse_shape
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
     op: Operation
-    directions: dict[str, str]  # {value of --direction: direction of a cell}
     roofs: dict[str, str]  # {direction of a cell: name of its roof}
-    unit: str  # the unit of times in reports: "us" or "ms"
     providers: tuple[str, ...]
     load: Callable[[str], Any]  # loads a provider by name
     measure: Callable[..., None]  # (cell, providers, run)
+    unit: str = "ms"  # the unit of times in reports, or "us"
+    # {value of --direction: direction of a cell}. Backward alone has no meaningful time if forward may do its work.
+    directions: dict[str, str] = dataclasses.field(
+        default_factory=lambda: {"forward": "forward", "backward": "forward+backward"}
+    )
     main: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # {direction: providers}; default: all
     variants: str = "(?!)"  # a regular expression that matches further names of providers
     section_per_cell: bool = False  # with time against memory; else a table of all shapes
@@ -67,44 +71,28 @@ class Bench:
 
 
 BENCHES = {
-    "rms_norm": Bench(
-        OPERATIONS["rms_norm"],
-        directions={"forward": "forward", "backward": "backward"},
-        roofs=measure_rms_norm.ROOFS,
-        unit="us",
-        providers=tuple(rms.PROVIDERS),
-        load=rms.load,
-        measure=measure_rms_norm.measure,
-    ),
-    "linear_cross_entropy": Bench(
-        OPERATIONS["linear_cross_entropy"],
-        # Gradients may be computed in forward, so backward has no meaningful time of its own.
-        directions={"forward": "forward", "backward": "forward+backward"},
-        roofs=measure_linear_cross_entropy.ROOFS,
-        unit="ms",
-        providers=lce.PROVIDERS,
-        load=lce.load,
-        measure=measure_linear_cross_entropy.measure,
-        main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
-        variants=r"quackish-(chunked|recompute)-[1-9]\d*",
-        section_per_cell=True,
-    ),
-    "grouped_mlp": Bench(
-        OPERATIONS["grouped_mlp"],
-        directions={"forward": "forward", "backward": "forward+backward"},
-        roofs=MLP_GEMMS,
-        unit="ms",
-        providers=tuple(mlp.PROVIDERS),
-        load=mlp.load,
-        measure=measure_grouped_mlp.measure,
-    ),
-    "moe_mlp": Bench(
-        OPERATIONS["moe_mlp"],
-        directions={"forward": "forward", "backward": "forward+backward"},
-        roofs=MLP_GEMMS,
-        unit="ms",
-        providers=tuple(mlp.MOE_PROVIDERS),
-        load=mlp.load_moe,
-        measure=measure_grouped_mlp.measure,
-    ),
+    bench.op.name: bench
+    for bench in (
+        Bench(
+            RMS_NORM,
+            directions={"forward": "forward", "backward": "backward"},
+            roofs=measure_rms_norm.ROOFS,
+            unit="us",
+            providers=tuple(rms.PROVIDERS),
+            load=rms.load,
+            measure=measure_rms_norm.measure,
+        ),
+        Bench(
+            LINEAR_CROSS_ENTROPY,
+            roofs=measure_linear_cross_entropy.ROOFS,
+            providers=lce.PROVIDERS,
+            load=lce.load,
+            measure=measure_linear_cross_entropy.measure,
+            main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
+            variants=r"quackish-(chunked|recompute)-[1-9]\d*",
+            section_per_cell=True,
+        ),
+        Bench(GROUPED_MLP, MLP_GEMMS, tuple(mlp.PROVIDERS), mlp.load, measure_grouped_mlp.measure),
+        Bench(MOE_MLP, MLP_GEMMS, tuple(mlp.MOE_PROVIDERS), mlp.load_moe, measure_grouped_mlp.measure),
+    )
 }

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quackish.cli.parser import CommandError, check_bench_extra, output_folder, positive
-from quackish.operations import DTYPES
 from quackish.operations.argument_types import one_of
+from quackish.operations.table import DTYPES
 
 if TYPE_CHECKING:
     from quackish.bench.table import Bench

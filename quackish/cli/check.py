@@ -1,5 +1,6 @@
 """Self-tests of `doctor` and `doctor --check`: calls that launch every kernel, and timed calls."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 from quackish import profile
-from quackish.operations import OPERATIONS, Args
+from quackish.operations import GROUPED_MLP, LINEAR_CROSS_ENTROPY, MOE_MLP, RMS_NORM
+from quackish.operations.table import Args, Operation
 from quackish.types import Backend
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,23 +32,13 @@ class Case(NamedTuple):
     kernel: str  # a GPU without this kernel runs the portable path
 
 
-def _case(name: str, *shape: int, dtype: torch.dtype = BF16, **options: Any) -> Case:
-    op = OPERATIONS[name]
+def _case(op: Operation, *shape: int, dtype: torch.dtype = BF16, **options: Any) -> Case:
     return Case(lambda device: op.arguments(shape, dtype, device, options), op.call, op.kernel)
 
 
-def _rms_norm(*shape: int, **options: Any) -> Case:
-    return _case("rms_norm", *shape, **options)
-
-
-def _lce(*shape: int, **options: Any) -> Case:
-    return _case("linear_cross_entropy", *shape, **options)
-
-
-def _grouped_mlp(*shape: int, **options: Any) -> Case:
-    return _case("grouped_mlp", *shape, **options)
-
-
+_rms_norm, _lce, _grouped_mlp, _moe_mlp = (
+    functools.partial(_case, op) for op in (RMS_NORM, LINEAR_CROSS_ENTROPY, GROUPED_MLP, MOE_MLP)
+)
 SELF_TESTS: dict[str, Case] = {
     "rms_norm": _rms_norm(257, 1024),
     "rms_norm, many rows": _rms_norm(5000, 256),
@@ -78,7 +70,7 @@ SELF_TESTS: dict[str, Case] = {
         700, 256, 128, 5, dtype=FP16, grad_weight_out=True, activation="geglu", recompute=True
     ),
     "grouped_mlp, deep": _grouped_mlp(300, 512, 4096, 5, scales=True, activation="relu2"),
-    "moe_mlp": _case("moe_mlp", 300, 256, 192, 8, 2),
+    "moe_mlp": _moe_mlp(300, 256, 192, 8, 2),
 }
 TIMED: dict[str, Case] = {
     "rms_norm 16384x4096": _rms_norm(16_384, 4096),

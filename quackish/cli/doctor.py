@@ -35,7 +35,7 @@ from quackish.configs import table
 from quackish.errors import UnsupportedError
 from quackish.gpu import gpu_of
 from quackish.launch import cache, objects, upkeep
-from quackish.operations import Args, in_fp64
+from quackish.operations.table import Args, in_fp64
 from quackish.testing.errors import error, same_bits
 
 Tensors = dict[str, Tensor]

@@ -15,7 +15,7 @@ from quackish.configs.choose import Choice, choose
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, even_chunks, expected_time
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
-from quackish.operations import Args, Operation
+from quackish.operations.table import Args, Operation
 from quackish.ops.device import Device, empty_on, substitute, why_unsupported
 from quackish.ops.grouped_mlp import autograd as grouped
 from quackish.ops.grouped_mlp import checks, kernel_steps
@@ -81,14 +81,11 @@ def launches(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dr
 
         return Kernel(launch, choice.config)
 
-    def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=META)
-
     def workspace(stream: int, floats: int) -> tuple[int, int, None]:
         scratch.append(Buffer("scratch of the sums over CTAs, kept for the stream", 4 * floats))
         return 0, 0, None
 
-    with substitute(META, Device(gpu, record, empty, workspace=workspace)):
+    with substitute(META, Device(gpu, record, empty_on(META), workspace=workspace)):
         results = op.forward(args, "cute")
         try:
             phase = "backward"

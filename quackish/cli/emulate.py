@@ -8,8 +8,8 @@ instructions (MMAs), bytes read from and written to global memory, phases of bar
 columns of tensor memory of a CTA, and instructions of warps. Exits with status 1 if a result is wrong, or if a kernel
 breaks a rule of the hardware.
 
-The emulator is slow: choose shapes of some hundred rows and columns. It needs numpy (`pip install 'quackish[emulator]'`),
-a C compiler and a linker.
+The emulator is slow: choose shapes of some hundred rows and columns. It needs numpy (`pip install
+'quackish[emulator]'`), a C compiler and a linker.
 """
 
 import argparse
@@ -25,8 +25,9 @@ from quackish.cli.check import bound_of
 from quackish.cli.parser import CommandError
 from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED
-from quackish.operations import OPERATIONS, in_fp64
+from quackish.operations import OPERATIONS
 from quackish.operations.argument_types import one_of
+from quackish.operations.table import in_fp64
 from quackish.profiling import table_of, text_table
 from quackish.testing.errors import error
 
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     op = OPERATIONS[args.op]
-    call_args = operations.call_arguments(args, op, _ENTRIES, torch.device("cpu"))
+    call_args = operations.arguments_of(args, op, _ENTRIES, torch.device("cpu"))
     try:
         from quackish.emulator import Fault
     except ImportError as why:

@@ -22,7 +22,7 @@ from quackish import kernels, launch
 from quackish.bench.console import progress
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun, Point, Step, frontier
-from quackish.cli.operations import dry_run_call, meta_arguments, select_gpu
+from quackish.cli.operations import call_arguments, dry_run_call, select_gpu
 from quackish.configs.choose import Choice
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
 from quackish.launch import Resources
@@ -69,7 +69,7 @@ def text(args: argparse.Namespace) -> str:
         parts.append(_resource_table(distinct, usage, gpu))
     parts.append(_memory_table(dry))
     if args.op == "linear_cross_entropy":
-        parts.append(_limit_table(frontier(meta_arguments(args), gpu), not args.no_grad))
+        parts.append(_limit_table(frontier(call_arguments(args), gpu), not args.no_grad))
         if not args.no_grad:
             notes.append(
                 "Expected times: expected_time in quackish/configs/linear_cross_entropy.py, all gradients, bf16."

@@ -10,8 +10,9 @@ from quackish.cli import dry_run
 from quackish.cli.dry_run import DryRun
 from quackish.cli.parser import CommandError
 from quackish.gpu import H200, NAMED, Gpu, gpu_of
-from quackish.operations import DTYPES, OPERATIONS, Args, Operation, parse_shape
+from quackish.operations import OPERATIONS
 from quackish.operations.argument_types import one_of
+from quackish.operations.table import DTYPES, Args, Operation, parse_shape
 from quackish.ops.device import why_unsupported
 
 # The operations that explain, precompile and tune take, and (operation, passes) by name: rms_norm_forward is one pass.
@@ -49,21 +50,21 @@ def _flag(name: str) -> str:
 def dry_run_call(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
     """What the call `args` launches on `gpu` (None: a CPU). Raises CommandError for invalid arguments."""
     op, passes = CALLS[args.op]
-    call_args = meta_arguments(args)
+    meta = call_arguments(args)
     if gpu is None:
         return DryRun(portable=why_unsupported(args.op, op.kernel, torch.device("cpu")))
     try:
-        return dry_run.dry_run(op, call_args, gpu, passes, args.op)
+        return dry_run.dry_run(op, meta, gpu, passes, args.op)
     except ValueError as error:
         raise CommandError(str(error).removeprefix(f"{op.name}: ")) from None
 
 
-def meta_arguments(args: argparse.Namespace) -> Args:
+def call_arguments(args: argparse.Namespace) -> Args:
     """The arguments of the call `args`, on the meta device. Raises CommandError for invalid ones."""
-    return call_arguments(args, CALLS[args.op][0], DRY, dry_run.META)
+    return arguments_of(args, CALLS[args.op][0], DRY, dry_run.META)
 
 
-def call_arguments(args: argparse.Namespace, op: Operation, entries: Sequence[Operation], device: torch.device) -> Args:
+def arguments_of(args: argparse.Namespace, op: Operation, entries: Sequence[Operation], device: torch.device) -> Args:
     """The arguments of the call `args` of `op`, one of `entries`. Raises CommandError for invalid ones."""
     for other in entries:
         for name in other.options.keys() - op.options.keys():

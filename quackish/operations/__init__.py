@@ -7,8 +7,5 @@ from quackish.operations.grouped_mlp import GROUPED_MLP
 from quackish.operations.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from quackish.operations.moe_mlp import MOE_MLP
 from quackish.operations.rms_norm import RMS_NORM
-from quackish.operations.table import DTYPES, Args, Operation, Options, in_fp64, parse_shape
-
-__all__ = ["DTYPES", "OPERATIONS", "Args", "Operation", "Options", "in_fp64", "parse_shape"]
 
 OPERATIONS = {op.name: op for op in (RMS_NORM, LINEAR_CROSS_ENTROPY, GROUPED_MLP, MOE_MLP)}
