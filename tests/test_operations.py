@@ -9,10 +9,8 @@ from quackish.operations import OPERATIONS
 from quackish.operations.table import in_fp64, parse_shape
 
 CPU, META, BF16 = torch.device("cpu"), torch.device("meta"), torch.bfloat16
-SHAPES = {"rms_norm": (12, 48), "linear_cross_entropy": (20, 16, 50), "grouped_mlp": (40, 16, 24, 5)}
-SHAPES["moe_mlp"] = (20, 16, 24, 4, 2)
 VALUES = {  # of options with a value
-    "residual": "float32", "residual_dtype": "float16", "weight_dtype": "float32", "out_dtype": "float32", "heads": 3,
+    "residual": "float32", "residual_dtype": "float16", "weight_dtype": "float32", "out_dtype": "float32", "heads": 4,
     "schedule": "recompute", "chunk_size": 8, "memory_limit": 1 << 30, "reduction": "none", "label_smoothing": 0.1,
     "softcap": 30.0, "logit_scale": 0.5, "z_loss": 1e-3, "activation": "geglu",
 }  # fmt: skip
@@ -28,7 +26,7 @@ def options_of(option):
 def test_each_option_reaches_the_call(name, option):
     """Results, gradients and buffers agree with fp64, and an option changes the arguments."""
     op, options = OPERATIONS[name], options_of(option)
-    args = op.arguments(SHAPES[name], BF16, CPU, options)
+    args = op.arguments(op.small, BF16, CPU, options)
     assert args.keys() <= inspect.signature(op.function).parameters.keys()
     if option == "no_grad":
         assert not any(t.requires_grad for t in op.forward(args, "auto").values())
@@ -40,14 +38,15 @@ def test_each_option_reaches_the_call(name, option):
     for key, t in found.items():
         error = (t.double() - truth[key].double()).norm() / truth[key].double().norm()
         assert error <= 0.01, (key, float(error))
-    plain = op.arguments(SHAPES[name], BF16, CPU)
+    plain = op.arguments(op.small, BF16, CPU)
     describe = lambda args: {key: (v.shape, v.dtype) if torch.is_tensor(v) else v for key, v in args.items()}  # noqa: E731
     assert option is None or describe(args) != describe(plain)
 
 
 @pytest.mark.parametrize("name, option", CALLS)
 def test_dry_runs_get_the_same_arguments_without_memory(name, option):
-    args, meta = (OPERATIONS[name].arguments(SHAPES[name], BF16, where, options_of(option)) for where in (CPU, META))
+    op = OPERATIONS[name]
+    args, meta = (op.arguments(op.small, BF16, where, options_of(option)) for where in (CPU, META))
     for key, t in args.items():
         if torch.is_tensor(t):
             assert meta[key].is_meta
@@ -71,3 +70,9 @@ def test_buffers_of_the_arguments_stay_as_they_are():
 def test_invalid_shapes(text):
     with pytest.raises(ValueError, match=f"'{text}'; expected MxN, numbers from 1 to 536870912"):
         parse_shape(text, "MxN")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_two_options_set_one_argument(name):
+    keywords = [option.keyword for option in OPERATIONS[name].options.values() if option.keyword is not None]
+    assert len(set(keywords)) == len(keywords)
