@@ -508,7 +508,7 @@ def meet(ctas, gpu, **options):
 @completions
 def test_residency(completion):
     meet(2, ONE_SM, shared_bytes=100_000, completion=completion)
-    with pytest.raises(Fault, match=r"deadlock: threads poll(.|\n)*1 CTAs have not begun, because only 2 fit at once"):
+    with pytest.raises(Fault, match=r"deadlock: threads loop(.|\n)*1 CTAs have not begun, because only 2 fit at once"):
         meet(3, ONE_SM, shared_bytes=100_000, completion=completion)
     meet(32, ONE_SM)
     with pytest.raises(Fault, match="1 CTAs have not begun, because only 32 fit"):
@@ -530,6 +530,22 @@ def test_bounded_polling_is_no_deadlock():
     out = zeros(2)
     launch(text, out)
     assert out.tolist() == [0, 1000]
+
+
+def test_endless_loops_are_reported():
+    text = kernel("LOOP: xor.b32 %v, %v, 1; bra LOOP;", registers=".reg .b32 %v;")
+    with pytest.raises(Fault, match="deadlock"):
+        launch(text)
+
+
+def test_copies_wait_for_threads_that_compute():
+    """A late copy is later than any computation that does not need it."""
+    out, source = zeros(64), np.arange(64, dtype=U32)
+    registers = MBARRIER_REGISTERS + ".reg .b32 %v; .reg .b64 %o;"
+    loop = "mov.u32 %v, 0; LOOP: add.u32 %v, %v, 1; setp.lt.u32 %p, %v, 3000; @%p bra LOOP;"
+    text = kernel(COPY.format(wait=loop, expected=256), "in out", registers, BUFFER)
+    launch(text, source, out, block=(64, 1, 1), completion="late")
+    assert (out == 0xFFFFFFFF).all()
 
 
 def test_launches_that_no_gpu_takes():

@@ -20,6 +20,7 @@ MAX_CTAS_PER_SM = 32  # compute capabilities 9.0 and 10.x
 RESERVED_SHARED_BYTES = 1024  # of each CTA, by the system
 BLOCKS_PER_TURN = 64  # of a CTA, before another one's turn
 SPLIT_CHANCE = 0.25  # that only some of the warps at an instruction run
+MAX_ROUNDS_WITHOUT_COPY = 1000  # of all CTAs: threads that change memory while they poll must not starve a copy
 
 
 class Cluster:
@@ -61,11 +62,11 @@ class Grid:
         self.mmas = self.flops = 0
         self.num_instructions = 0  # a warp's instruction counts once
         self.tensor_memory_columns = 0
-        self._check()
+        self._check(getattr(launch, "cooperative", False))
 
     # Residency
 
-    def _check(self) -> None:
+    def _check(self, cooperative: bool) -> None:
         required = self.program.entry.directives.get("reqntid")
         if required and (*required, 1, 1)[:3] != self.block:
             raise Fault(f"a launch with {self.block} threads of a kernel that requires {required}")
@@ -81,6 +82,8 @@ class Grid:
             )
         if self.max_resident < math.prod(self.cluster_dimensions):
             raise Fault(f"a cluster of {self.cluster_dimensions} CTAs does not fit: {self.residency}")
+        if cooperative and self.max_resident < math.prod(self.dimensions):
+            raise Fault(f"a cooperative launch of {self.dimensions} CTAs does not fit: {self.residency}")
 
     @property
     def ctas_per_sm(self) -> int:
@@ -109,7 +112,7 @@ class Grid:
         waiting = [(i, j, k) for k in range(0, grid_z, z) for j in range(0, grid_y, y) for i in range(0, grid_x, x)]
         waiting.reverse()  # the next one is last
         resident: list[Cluster] = []
-        idle = _Idle(self)
+        idle, rounds = _Idle(), 0
         with np.errstate(all="ignore"):
             while waiting or resident:
                 while waiting and (len(resident) + 1) * x * y * z <= self.max_resident:
@@ -117,13 +120,19 @@ class Grid:
                 events = self.num_events
                 ctas = [cta for cluster in resident for cta in cluster.ctas if cta.fragments]
                 self.draw.shuffle(ctas)
-                for cta in ctas:
-                    self._turn(cta)
+                busy = sum(self._turn(cta) for cta in ctas)
                 resident = [cluster for cluster in resident if any(cta.live for cta in cluster.ctas)]
-                if events == self.num_events and not self._complete_copy():
-                    idle.round(resident, len(waiting))
-                else:
+                rounds += 1
+                if rounds % MAX_ROUNDS_WITHOUT_COPY == 0:
+                    self._complete_copy()
+                if events != self.num_events or not resident:
                     idle.reset()
+                    continue
+                is_stuck = idle.round(resident)
+                if (is_stuck or not busy) and self._complete_copy():
+                    idle.reset()
+                elif is_stuck:
+                    raise self._deadlock(resident, len(waiting))
             self.completion.finish()
 
     def _complete_copy(self) -> bool:
@@ -132,20 +141,21 @@ class Grid:
         except Fault as fault:
             raise Fault(f"{fault}\n  when an asynchronous copy completed") from None
 
-    def _turn(self, cta: Cta) -> None:
-        """Runs fragments of a CTA until none can, all have polled, or the turn is over."""
+    def _turn(self, cta: Cta) -> bool:
+        """Runs fragments of a CTA until none can, all have polled, or the turn is over, which returns True."""
         cta.yielded.clear()
         blocks = 0
         while blocks < BLOCKS_PER_TURN:
             choices = self._runnable(cta)
             if not choices:
-                return
+                return False
             block, mask = self.draw.choice(choices) if len(choices) > 1 else choices[0]
             mask = self._some_warps(block, mask)
             rest = cta.fragments.pop(block) & ~mask
             if rest:
                 cta.fragments[block] = rest
             blocks += self._run(cta, block, mask, BLOCKS_PER_TURN - blocks)
+        return True
 
     def _runnable(self, cta: Cta) -> list[tuple[int, int]]:
         """(block, threads) that can run now. Of a warp that has diverged, the part that is furthest behind runs.
@@ -245,6 +255,22 @@ class Grid:
 
     # Faults
 
+    def _deadlock(self, resident: list[Cluster], num_waiting: int) -> Fault:
+        ctas = [cta for cluster in resident for cta in cluster.ctas]
+        polling = any(cta.fragments for cta in ctas)
+        why = "threads loop, and no other thread will change what they wait for" if polling else "no thread can go on"
+        lines = [f"deadlock: {why}"]
+        if num_waiting:
+            lines.append(
+                f"  {num_waiting * math.prod(self.cluster_dimensions)} CTAs have not begun, because only "
+                f"{self.max_resident} fit at once: {self.residency}"
+            )
+        states = [line for cta in ctas for line in _state(cta)]
+        lines += states[:24]
+        if len(states) > 24:
+            lines.append(f"  and {len(states) - 24} more")
+        return Fault("\n".join([*lines, f"  {self.describe()}"]))
+
     def describe(self) -> str:
         completion = "late" if self.completion.late else "at_once"
         return (
@@ -255,8 +281,6 @@ class Grid:
 
     def _located(self, error: Exception, cta: Cta, lanes: Any, block: int, step: int) -> Exception:
         """A fault, with where it happened. Other errors are the emulator's own."""
-        end = step == len(self.program.blocks[block].steps) - 1 and self.program.blocks[block].size > step + 1
-        del end
         where = (
             f"  {self.program.location(block, step)}\n  {cta}, rank {cta.rank} of its cluster, "
             f"warps {lanes.warps()}, threads {lanes.mask:#x}\n  {self.describe()}"
@@ -267,46 +291,31 @@ class Grid:
 
 
 class _Idle:
-    """Rounds in which nothing happened that a thread could wait for.
+    """Consecutive rounds in which nothing happened that a thread could wait for."""
 
-    If no thread runs, or all are in the state that they were in some rounds ago, then none will ever go on.
-    """
-
-    def __init__(self, grid: Grid):
-        self.grid = grid
+    def __init__(self):
         self.reset()
 
     def reset(self) -> None:
         self.rounds, self.snapshot = 0, b""
 
-    def round(self, resident: list[Cluster], num_waiting: int) -> None:
-        if not resident:
-            return
+    def round(self, resident: list[Cluster]) -> bool:
+        """Counts a round. True if no thread runs, or all are where they were some rounds ago: none will ever go on.
+
+        Threads that poll may count, and give up, so their registers are compared, but not in each round.
+        """
         self.rounds += 1
         ctas = [cta for cluster in resident for cta in cluster.ctas]
         if not any(cta.fragments for cta in ctas):
-            raise self._deadlock(ctas, num_waiting, "no thread can go on")
-        if self.rounds < 8:
-            return
-        # Threads poll memory. They may count, and give up, so compare their registers, but not in each round.
+            return True
         power = 1 << (self.rounds.bit_length() - 1)
+        if self.rounds < 8 or self.rounds > power + 8:
+            return False
+        digest = _digest(ctas)
         if self.rounds == power:
-            self.snapshot = _digest(ctas)
-        elif self.rounds <= power + 8 and _digest(ctas) == self.snapshot:
-            raise self._deadlock(ctas, num_waiting, "threads poll memory that no other thread will change")
-
-    def _deadlock(self, ctas: list[Cta], num_waiting: int, why: str) -> Fault:
-        lines = [f"deadlock: {why}"]
-        if num_waiting:
-            lines.append(
-                f"  {num_waiting * math.prod(self.grid.cluster_dimensions)} CTAs have not begun, because only "
-                f"{self.grid.max_resident} fit at once: {self.grid.residency}"
-            )
-        waiting = [line for cta in ctas for line in _state(cta)]
-        lines += waiting[:24]
-        if len(waiting) > 24:
-            lines.append(f"  and {len(waiting) - 24} more")
-        return Fault("\n".join([*lines, f"  {self.grid.describe()}"]))
+            self.snapshot = digest
+            return False
+        return digest == self.snapshot
 
 
 def _state(cta: Cta) -> list[str]:
