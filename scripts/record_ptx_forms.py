@@ -81,11 +81,11 @@ class Gpu:
     def run(self, module: ctypes.c_void_p, entry: str, case: Case) -> np.ndarray:
         function = ctypes.c_void_p()
         self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
-        words, results = self.allocated(8 * len(case.words(0))), self.allocated(8 * case.results_size)
-        given, got = case.words(words.value), np.zeros(case.results_size, np.uint64)
+        words, results = self.allocated(8 * len(case.words)), self.allocated(8 * case.results_size)
+        given, got = case.words, np.zeros(case.results_size, np.uint64)
         self.call("cuMemcpyHtoD_v2", words, ctypes.c_void_p(given.ctypes.data), ctypes.c_size_t(given.nbytes))
         self.call("cuMemcpyHtoD_v2", results, ctypes.c_void_p(got.ctypes.data), ctypes.c_size_t(got.nbytes))
-        data = ctypes.create_string_buffer(emulator_forms.PARAMETER_DATA, 16)
+        data = ctypes.create_string_buffer(case.data(words.value), 128)
         parameters = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (words, results, data)))
         shape = [ctypes.c_uint(n) for n in (1, 1, 1, case.threads, 1, 1, 0)]
         self.call("cuLaunchKernel", function, *shape, None, parameters, None)

@@ -22,7 +22,7 @@ from exact_arithmetic import BF16, F16, INF, NAN, bits_of, float_of
 from quackish.emulator import isa
 
 PTX_VERSION = "8.6"
-PARAMETER_DATA = bytes(range(0x79, 0x89))
+PARAMETER_DATA = bytes(range(0x79, 0xF9))  # of a kernel that has no tensor map there
 SCRATCH = 16  # bytes of global and of shared memory for each thread
 REGISTERS = {1: "pred", 16: "b16", 32: "b32", 64: "b64"}
 
@@ -32,7 +32,7 @@ class Case:
     """A kernel of one CTA.
 
     `body` may use %in0.. and %out0.., %t (the thread), %g and %s (this thread's scratch in global and shared memory),
-    %scratch and %base (all of it), and ENTRY_data, a parameter of 16 bytes.
+    %scratch and %base (all of it), and ENTRY_data, a parameter of 128 bytes.
     """
 
     name: str
@@ -45,10 +45,11 @@ class Case:
     bound: Callable[[int, int, int], bool] | None = None  # (input, expected, a GPU's) -> within the manual's bound
     scratch: list[int] | None = None  # two 64-bit words for each thread, and more behind them
     shared_bytes: int = 4096
-    relocated: tuple[int, ...] = ()  # indices of scratch words that are offsets of global scratch, to be addresses
+    tensor_map: bytes | None = None  # for ENTRY_data; its address is an offset of global scratch
 
-    def words(self, address: int) -> np.ndarray:
-        """The kernel's memory at `address`: operands, then scratch. Registers get the low bits of a word."""
+    @property
+    def words(self) -> np.ndarray:
+        """The kernel's memory: operands, then scratch. Registers get the low bits of a word."""
         garbage = 0xA5A5A5A5A5A5A5A5
         rows = []
         for bits, values in self.inputs:
@@ -56,10 +57,16 @@ class Case:
                 rows.append(values)
             else:
                 rows.append([value % (1 << bits) | (garbage >> bits << bits) % (1 << 64) for value in values])
-        scratch = list(self.scratch or [0] * (2 * self.threads))
-        for i in self.relocated:
-            scratch[i] += address + 8 * self.threads * len(self.inputs)
+        scratch = self.scratch or [0] * (2 * self.threads)
         return np.array([*itertools.chain(*rows), *scratch], np.uint64)
+
+    def data(self, address: int) -> bytes:
+        """The parameter ENTRY_data, with the words at `address`."""
+        if self.tensor_map is None:
+            return PARAMETER_DATA
+        offset = int.from_bytes(self.tensor_map[:8], "little")
+        tensor = address + 8 * self.threads * len(self.inputs) + offset
+        return tensor.to_bytes(8, "little") + self.tensor_map[8:]
 
     @property
     def results_size(self) -> int:
@@ -69,7 +76,7 @@ class Case:
     @property
     def digest(self) -> str:
         """Of everything that a recorded result depends on."""
-        content = repr((self.ptx("K"), self.words(0).tobytes(), self.outputs, self.target))
+        content = repr((self.ptx("K"), self.words.tobytes(), self.data(0), self.outputs, self.target))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def differences(self, results: np.ndarray, approximately: bool = False) -> list[str]:
@@ -86,8 +93,8 @@ class Case:
         return found
 
     def ptx(self, entry: str) -> str:
-        """An entry with the parameters words and results, which are addresses, and data, which are PARAMETER_DATA."""
-        parameters = [".param .u64 ENTRY_words", ".param .u64 ENTRY_results", ".param .align 16 .b8 ENTRY_data[16]"]
+        """An entry with the parameters words and results, which are addresses, and data."""
+        parameters = [".param .u64 ENTRY_words", ".param .u64 ENTRY_results", ".param .align 64 .b8 ENTRY_data[128]"]
         lines = [f".visible .entry ENTRY({', '.join(parameters)})"]
         lines += [f".maxntid {self.threads}, 1, 1", "{"]
         lines += [f".shared .align 1024 .b8 ENTRY_shared[{self.shared_bytes}];"]
@@ -196,12 +203,42 @@ def pool(kind: str) -> list[int]:
     return [value % (1 << int(kind[1:])) for value in INTEGERS]
 
 
+# Operands that matter together: zeros of both signs, NaN on either side, ties, overflow, and sums that cancel.
+TOGETHER = {
+    2: [
+        (0.0, -0.0), (-0.0, 0.0), (-0.0, -0.0), (1.0, -1.0), (NAN, 1.0), (1.0, NAN), (NAN, NAN), (INF, -INF),
+        (0.0, INF),
+        (1.0, 2.0**-24), (1 + 2.0**-23, 2.0**-24), (-1.0, 2.0**-25), (float_of(0x7F7FFFFF), 2.0**103),
+        (2.0**-149, 0.5),
+        (2.0**-126, 1 - 2.0**-24), (2.0**-126, -(2.0**-149)), (float_of(0x7F7FFFFF), 2.0), (0.0, 0.0), (1.0, 3.0),
+    ],
+    3: [
+        (1 + 2.0**-12, 1 + 2.0**-12, 2.0**-80), (1 + 2.0**-12, 1 + 2.0**-12, -(2.0**-80)), (0.0, INF, 1.0),
+        (1 + 2.0**-12, 1 + 2.0**-12, 0.0), (1.0, 1.0, -1.0), (-1.0, 0.0, -0.0), (-1.0, 0.0, 0.0), (INF, 1.0, -INF),
+        (2.0**-126, 2.0**-23, 2.0**-149), (2.0**-149, 0.5 + 2.0**-20, 0.0), (float_of(0x7F7FFFFF), 2.0, -INF),
+        (float_of(0x7F7FFFFF), 2.0, -float_of(0x7F7FFFFF)), (1 + 2.0**-23, 1 - 2.0**-23, -1.0), (1.0, 1.0, NAN),
+        (1 + 2.0**-8, 1 + 2.0**-8, 2.0**-60), (1 + 2.0**-7, 1 + 2.0**-7, -1.0),
+    ],
+}  # fmt: skip
+
+
+def encoded(kind: str, value: float) -> int:
+    if kind == "f32x2":
+        return float_bits(value) | float_bits(value) << 32
+    return float_bits(value) if kind == "f32" else sixteen_bits({"bf16": BF16, "f16": F16}[kind], value)
+
+
 def chosen(name: str, kinds: list[str], threads: int) -> list[list[int]]:
-    """Operands for each thread: all values of one operand, all pairs as far as there are threads."""
+    """Operands for each thread: those that matter together, and random ones of the pools."""
     pools, random = [pool(kind) for kind in kinds], random_of(name)
     if len(pools) == 1:
         return [[pools[0][i % len(pools[0])] for i in range(threads)]]
-    return [[values[i] for i in random.integers(0, len(values), threads)] for values in pools]
+    columns = [[values[i] for i in random.integers(0, len(values), threads)] for values in pools]
+    if set(kinds) <= {"f32", "bf16", "f16", "f32x2"}:
+        for thread, values in enumerate(TOGETHER[len(kinds)]):
+            for column, kind, value in zip(columns, kinds, values, strict=True):
+                column[thread] = encoded(kind, value)
+    return columns
 
 
 def signed(value: int, bits: int) -> int:
@@ -969,8 +1006,9 @@ def async_store_cases(form: isa.Form) -> Iterator[Case]:
 
 # Copies by tensor maps: fp32 tensors of up to (12, 3, 3, 2, 2) in boxes of (8, 2, 2, 2, 2), partly outside.
 
+MAP = "mov.b64 %map, ENTRY_data; cvta.param.u64 %map, %map;"
 SIZES, BOX, COORDINATES = (12, 3, 3, 2, 2), (8, 2, 2, 2, 2), (7, -1, 2, 0, 1)
-TENSOR_AT = 64 + 16  # words of scratch: two for each of 32 threads, then the map of 16 words
+TENSOR_AT = 64  # words of scratch: two for each of 32 threads come before it
 TENSOR_WORDS = 216  # 432 numbers
 
 
@@ -979,10 +1017,10 @@ def _pitches(rank: int) -> list[int]:
     return [4, *(48 * math.prod(SIZES[1:i]) for i in range(1, rank))]
 
 
-def _tensor_map(rank: int) -> list[int]:
+def _tensor_map(rank: int) -> bytes:
     """See quackish/emulator/tensor_map.py for the format."""
     halves = [0] * 32
-    halves[0] = 8 * TENSOR_AT  # relocated
+    halves[0] = 8 * TENSOR_AT
     halves[2] = 0x240002 | (rank - 1) << 4 | 7 << 7
     for i, pitch in enumerate(_pitches(rank)[1:]):
         halves[3 + i] = pitch // 16
@@ -990,7 +1028,7 @@ def _tensor_map(rank: int) -> list[int]:
         halves[8 + i] = SIZES[i] - 1
     halves[13] = (BOX[0] - 1) << 24
     halves[14] = sum((BOX[i] - 1) << 8 * (i - 1) for i in range(1, rank))
-    return words_of(np.array(halves, np.uint32).tobytes())
+    return np.array(halves, np.uint32).tobytes()
 
 
 def tensor_cases(form: isa.Form) -> Iterator[Case]:
@@ -1012,15 +1050,14 @@ def tensor_cases(form: isa.Form) -> Iterator[Case]:
             tensor[element] = box[index] + (tensor[element] if adds else 0)
     coordinates = f"{{{', '.join(map(str, COORDINATES[:rank]))}}}"
     policy = ", %policy" if "L2::cache_hint" in opcode else ""
-    map_ = "add.u64 %map, %scratch, 512;"
-    head = f".reg .b64 %map, %policy, %state; .reg .pred %p, %q; .reg .b32 %bar, %to;\n{map_}\n"
+    head = f".reg .b64 %map, %policy, %state; .reg .pred %p, %q; .reg .b32 %bar, %to;\n{MAP}\n"
     head += (
         "mov.b64 %policy, 0x1000000000000000; mov.b32 %bar, %base; add.u32 %to, %base, 1024; setp.ne.u32 %p, %t, 0;\n"
     )
     size = 4 * len(box)
     slot = "mad.lo.u32 %s, %t, 16, %to;\n"
     contents = [*words_of(box.tobytes()), *[0] * 64][:64]
-    scratch = [*([0] * 64 if loads else contents), *_tensor_map(rank), *before]
+    scratch = [*([0] * 64 if loads else contents), *before]
     if loads:
         multicast = ", %mask" if ".multicast::cluster" in opcode else ""
         body = (
@@ -1059,7 +1096,16 @@ bar.sync 0;
             outputs.append((64, words))
             body += f"ld.global.b64 %out{i}, [%tensor+{8 * (TENSOR_AT + 32 * i)}];\n"
         scratch += [0] * 32
-    yield Case(case_name(form), opcode, body, [], outputs, scratch=scratch, relocated=(64,))
+    yield Case(case_name(form), opcode, body, [], outputs, scratch=scratch, tensor_map=_tensor_map(rank))
+
+
+def tensor_prefetch_cases(form: isa.Form) -> Iterator[Case]:
+    """Also cvta.param: what it returns is only of use for a tensor map."""
+    words = [word & ALL for word in random_words(form.opcode, 32)]
+    prefetch = "" if form.opcode.startswith("cvta") else f"{form.opcode} [%map];"
+    place = "mov.b64 %map, ENTRY_data;" if ".param.tensormap" in form.opcode else MAP
+    body = f".reg .b64 %map; {place} {prefetch} mov.b32 %out0, %in0;"
+    yield Case(case_name(form), form.opcode, body, [(32, words)], [(32, words)], tensor_map=_tensor_map(2))
 
 
 # wgmma on small integers: (-A)(-B) is added to A B, so that the result is 2 A B.
@@ -1184,7 +1230,7 @@ def address_cases(form: isa.Form) -> Iterator[Case]:
 
 
 FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
-    (r"(cvta|mapa)\.", address_cases),
+    (r"cvta\.(global|shared|to)|mapa\.", address_cases),
     (r"ld\.", load_cases),
     (r"st\.async", async_store_cases),
     (r"st\.", store_cases),
@@ -1197,15 +1243,13 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"bar(rier)?\.", barrier_cases),
     (r"mbarrier\.", mbarrier_cases),
     (r"cp\.(reduce\.)?async\.bulk\.tensor\.", tensor_cases),
+    (r"prefetch.*\.tensormap", tensor_prefetch_cases),
+    (r"cvta\.param", tensor_prefetch_cases),
     (r"cp\.async\.bulk\.", bulk_cases),
     (r"wgmma\.mma_async\.", wgmma_cases),
     (r"(bra|ret|exit)\b", control_cases),
     (r"(fence|membar|nanosleep|griddepcontrol|setmaxnreg|prefetch\.global|wgmma)\b", plain_cases),
 ]
-
-# Forms whose operand is a tensor map in a parameter: kernels of the operations use them.
-WITHOUT_CASES = {"cvta.param.u64", "prefetch.tensormap", "prefetch.param.tensormap"}
-
 
 SEVERAL_SHAPES = re.compile(r"wgmma\.mma_async\..*m64n(8|24|64|128|192|256)k")
 

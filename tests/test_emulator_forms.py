@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -29,8 +30,7 @@ record_ptx_forms = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC
 SPEC.loader.exec_module(record_ptx_forms)
 
 RECORDED = Path(__file__).parent / "data" / "ptx_forms.json"
-FORMS = [form for form in emulator_forms.forms() if form.opcode not in emulator_forms.WITHOUT_CASES]
-FAMILIES = sorted({form.opcode.split(".")[0] for form in FORMS})
+FAMILIES = sorted({form.opcode.split(".")[0] for form in emulator_forms.forms()})
 
 
 def aligned(count: int) -> np.ndarray:
@@ -41,20 +41,24 @@ def aligned(count: int) -> np.ndarray:
 
 
 def emulate(case: emulator_forms.Case) -> np.ndarray:
-    words = aligned(len(case.words(0)))
-    words[:] = case.words(words.ctypes.data)
-    results = aligned(case.results_size)
+    words, results = aligned(len(case.words)), aligned(case.results_size)
+    words[:] = case.words
     program = decode.decode(ptx.parse(emulator_forms.module({"form": case})).entries["form"])
-    addresses = [memory.ctypes.data.to_bytes(8, "little") for memory in (words, results)]
+    parameters = struct.pack("<QQ48x", words.ctypes.data, results.ctypes.data) + case.data(words.ctypes.data)
     launch = host.Launch("form", (1, 1, 1), (case.threads, 1, 1), (1, 1, 1), 0, False, False, 0)
     gpu = B200 if case.target == "sm_100a" else H200
     with emulator.register(words.ctypes.data, words.nbytes), emulator.register(results.ctypes.data, results.nbytes):
-        emulator.run(program, launch, b"".join(addresses) + emulator_forms.PARAMETER_DATA, gpu)
+        emulator.run(program, launch, parameters, gpu)
     return results
 
 
 def of_family(family: str) -> list[emulator_forms.Case]:
-    return [case for form in FORMS if form.opcode.split(".")[0] == family for case in emulator_forms.cases_of(form)]
+    return [
+        case
+        for form in emulator_forms.forms()
+        if form.opcode.split(".")[0] == family
+        for case in emulator_forms.cases_of(form)
+    ]
 
 
 ASYNCHRONOUS = ("cp", "mbarrier", "wgmma", "st", "bar", "barrier", "mapa")
@@ -82,7 +86,9 @@ def test_all_shapes_of_matrices():
 
 
 def test_every_form_has_a_case():
-    assert [emulator_forms.case_name(form) for form in FORMS if not emulator_forms.cases_of(form)] == []
+    assert [
+        emulator_forms.case_name(form) for form in emulator_forms.forms() if not emulator_forms.cases_of(form)
+    ] == []
     assert emulator_forms.cases()  # whose names differ
 
 
