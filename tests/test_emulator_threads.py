@@ -44,6 +44,28 @@ def test_threads_diverge_and_come_together():
     assert (out["e"] == expected[LANES ^ 1]).all()
 
 
+def test_a_shuffle_waits_for_its_members():
+    """Half of the warp comes to the shuffle at once, the other half by a detour."""
+    for members in ("-1", "%m"):  # known when decoding, and not
+        out = execute(
+            f"""
+            mov.u32 %d, 0; mov.u32 %m, 0xFFFFFFFE; or.b32 %m, %m, 1;
+            setp.lt.u32 %p, %lane, 16;
+            @%p bra DETOUR;
+            JOIN:
+            shfl.sync.bfly.b32 %e, %d, 16, 31, {members};
+            bra DONE;
+            DETOUR:
+            add.u32 %d, %lane, 7;
+            bra JOIN;
+            DONE:
+            """,
+            {"e": U32},
+            registers=".reg .pred %p; .reg .b32 %d; .reg .b32 %m;",
+        )
+        assert out["e"].tolist() == [0] * 16 + list(range(7, 23))
+
+
 def test_loops_of_different_lengths():
     out = execute(
         """
@@ -280,7 +302,8 @@ def test_a_seed_repeats_a_run():
         ("setp.lt.u32 %p, %t, 64; @%p bar.sync 1, 128;", "barrier 1 of CTA .* 64 of 128 threads arrived"),
         ("bar.sync 1, 100;", "not a multiple of 32"),
         ("bar.sync 16;", "barrier number 16"),
-        ("setp.lt.u32 %p, %t, 64; @%p bar.sync 1, 64; @!%p bar.sync 1, 32;", "expect"),
+        ("setp.lt.u32 %p, %t, 64; @%p bar.arrive 1, 96; @!%p bar.sync 1, 128;", "a thread expects (96|128) threads"),
+        ("setp.lt.u32 %p, %t, 32; @%p bar.sync 1, 32; @!%p bar.sync 1, 64;", "expects"),
     ],
 )
 def test_wrong_barriers(barrier, message):

@@ -192,6 +192,10 @@ class SharedMemory:
         return self.bytes[offset : offset + size]
 
 
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
+
+
 class HostRegions:
     """Which host memory kernels may access: storages of live CPU tensors, and regions that callers register."""
 
@@ -222,10 +226,9 @@ class HostRegions:
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        objects = gc.get_objects(generation)
-        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-        for candidate in objects:
-            if type(candidate) in kinds and candidate.device.type == "cpu":
+        kinds = _with_subclasses(torch.Tensor)
+        for candidate in [candidate for candidate in gc.get_objects(generation) if type(candidate) in kinds]:
+            if candidate.device.type == "cpu":
                 try:
                     storage = candidate.untyped_storage()
                 except (NotImplementedError, RuntimeError):  # a tensor without memory of its own
