@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
-import emulator_forms  # noqa: E402
-from emulator_forms import Case  # noqa: E402
+from tests import emulator_forms  # noqa: E402
+from tests.emulator_forms import Case  # noqa: E402
 
 BATCH = 64  # kernels per module: a module costs some milliseconds of its own
 PATIENCE = 60  # seconds without a result before a kernel counts as hanging; the first one waits for the driver

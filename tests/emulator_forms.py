@@ -15,11 +15,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import exact_arithmetic as exact
 import numpy as np
-from exact_arithmetic import BF16, F16, INF, NAN, bits_of, float_of
 
 from quackish.emulator import isa
+from tests import exact_arithmetic as exact
+from tests.exact_arithmetic import BF16, F16, INF, NAN, bits_of, float_of
 
 PTX_VERSION = "8.6"
 PARAMETER_DATA = bytes(range(0x79, 0xF9))  # of a kernel that has no tensor map there
@@ -197,9 +197,9 @@ def pool(kind: str) -> list[int]:
     if kind in ("bf16", "f16"):
         form = {"bf16": BF16, "f16": F16}[kind]
         return [sixteen_bits(form, value) for value in FLOATS] + [0xFFC1 if form is BF16 else 0xFE01]
-    if kind == "f32x2":
-        values = pool("f32")
-        return [low | high << 32 for low, high in zip(values, values[7:] + values[:7], strict=True)]
+    if kind.endswith("x2"):
+        values, bits = pool(kind.removesuffix("x2")), 32 if kind == "f32x2" else 16
+        return [low | high << bits for low, high in zip(values, values[7:] + values[:7], strict=True)]
     return [value % (1 << int(kind[1:])) for value in INTEGERS]
 
 
@@ -223,8 +223,9 @@ TOGETHER = {
 
 
 def encoded(kind: str, value: float) -> int:
-    if kind == "f32x2":
-        return float_bits(value) | float_bits(value) << 32
+    if kind.endswith("x2"):
+        half = encoded(kind.removesuffix("x2"), value)
+        return half | half << (32 if kind == "f32x2" else 16)
     return float_bits(value) if kind == "f32" else sixteen_bits({"bf16": BF16, "f16": F16}[kind], value)
 
 
@@ -340,9 +341,11 @@ def _minimum(a: float, b: float, choose: Callable, nan: bool) -> float:
     return choose((a, math.copysign(1, a)), (b, math.copysign(1, b)))[0]  # "+0.0 > -0.0"
 
 
-FLOAT_OPERATIONS = {
-    "add": exact.add, "sub": lambda a, b, rounding="rn": exact.add(a, -b, rounding), "mul": exact.mul, "fma": exact.fma,
-}  # fmt: skip
+def _sub(a: float, b: float, rounding: str = "rn", form: exact.Format = exact.F32) -> float:
+    return exact.add(a, -b, rounding, form)
+
+
+FLOAT_OPERATIONS = {"add": exact.add, "sub": _sub, "mul": exact.mul, "fma": exact.fma}
 
 
 def _exp2(x: float) -> float:
@@ -439,12 +442,23 @@ def _float_meaning(parts: list[str]) -> Meaning | None:
     return None
 
 
-def _pairwise(meaning: Meaning) -> Meaning:
+def _pairwise(meaning: Meaning, bits: int) -> Meaning:
+    """A function of numbers of this many bits, on both halves of its operands."""
+
     def both(*operands):
-        low = meaning(*(operand & 0xFFFFFFFF for operand in operands))
-        return low | meaning(*(operand >> 32 for operand in operands)) << 32
+        low = meaning(*(operand % (1 << bits) for operand in operands))
+        return low | meaning(*(operand >> bits for operand in operands)) << bits
 
     return both
+
+
+def _sixteen_meaning(parts: list[str]) -> Meaning:
+    form, operation = {"bf16": BF16, "f16": F16}[parts[-1]], parts[0]
+    if operation in FLOAT_OPERATIONS:
+        function = functools.partial(FLOAT_OPERATIONS[operation], form=form)
+    else:
+        function = functools.partial(_minimum, choose={"min": min, "max": max}[operation], nan="NaN" in parts)
+    return lambda *operands: sixteen_bits(form, function(*(sixteen_value(form, operand) for operand in operands)))
 
 
 def _mixed_meaning(parts: list[str]) -> Meaning:
@@ -523,12 +537,11 @@ def meaning_of(opcode: str, results: int) -> Meaning | None:
     if parts[-2:] in (["f32", "bf16"], ["f32", "f16"]):
         return _mixed_meaning(parts)
     if type_ == "f32x2":
-        return _pairwise(_float_meaning([*parts[:-1], "f32"]))
+        return _pairwise(_float_meaning([*parts[:-1], "f32"]), 32)
     if type_ in ("bf16", "f16"):
-        form, choose = {"bf16": BF16, "f16": F16}[type_], {"min": min, "max": max}[operation]
-        return lambda a, b: sixteen_bits(
-            form, _minimum(sixteen_value(form, a), sixteen_value(form, b), choose, "NaN" in parts)
-        )
+        return _sixteen_meaning(parts)
+    if type_ in ("bf16x2", "f16x2"):
+        return _pairwise(_sixteen_meaning([*parts[:-1], type_.removesuffix("x2")]), 16)
     if type_ == "f32" or (type_ == "f64" and operation == "mov"):
         return _float_meaning(parts)
     return _integer_meaning(".".join(parts[:-1]), type_)
@@ -559,8 +572,8 @@ def _bits(type_: str, wide: bool) -> int:
 def _pool_kinds(opcode: str, types: list[str]) -> list[str]:
     """The kinds of values that interest an instruction, where its signature says only how many bits it has."""
     parts = opcode.split(".")
-    if parts[-1] == "f32x2":
-        return ["f32x2"] * len(types)
+    if parts[-1].endswith("x2") and parts[0] != "cvt":
+        return [parts[-1]] * len(types)
     if parts[-1] in ("bf16", "f16"):
         return [parts[-1] if type_ == "u16" else type_ for type_ in types]
     return [type_.removeprefix("~") for type_ in types]

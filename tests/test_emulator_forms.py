@@ -15,13 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-import emulator_forms
 import numpy as np
 import pytest
 
 from quackish import emulator
 from quackish.emulator import decode, host, ptx
 from quackish.gpu import B200, H200
+from tests import emulator_forms
 
 SPEC = importlib.util.spec_from_file_location(
     "record_ptx_forms", Path(__file__).parents[1] / "scripts" / "record_ptx_forms.py"

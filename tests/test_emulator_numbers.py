@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from exact_arithmetic import BF16, F16, F32, INF, NAN, bits_of
 
 from quackish.emulator import numbers
+from tests.exact_arithmetic import BF16, F16, F32, INF, NAN, bits_of
 
 MAX, TINY, SMALLEST = (2 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149  # of fp32
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from emulator_ptx import execute, kernel, launch
 
 from quackish.emulator import Fault, PtxError
 from quackish.gpu import H200
+from tests.emulator_ptx import execute, kernel, launch
 
 U32 = np.uint32
 LANES = np.arange(32, dtype=U32)

@@ -212,7 +212,30 @@ def _declare_mixed(type_, convert):
 _declare_mixed("bf16", numbers.bf16_to_f32)
 _declare_mixed("f16", numbers.f16_to_f32)
 
-# bf16
+# bf16 and fp16, and pairs of them
 
-instruction("min.NaN.bf16", "u16 = u16, u16")(functools.partial(numbers.minimum_bf16, nan=True))
-instruction("max.NaN.bf16", "u16 = u16, u16")(functools.partial(numbers.maximum_bf16, nan=True))
+
+def _declare_16_bits(type_, add, mul, fma, minimum, maximum):
+    def sub(a, b):
+        return add(a, b ^ np.uint16(0x8000))
+
+    functions = {
+        "add{,.rn}": (2, add),
+        "sub{,.rn}": (2, sub),
+        "mul{,.rn}": (2, mul),
+        "fma.rn": (3, fma),
+        "min": (2, minimum),
+        "max": (2, maximum),
+        "min.NaN": (2, functools.partial(minimum, nan=True)),
+        "max.NaN": (2, functools.partial(maximum, nan=True)),
+    }
+    for name, (count, function) in functions.items():
+        instruction(f"{name}.{type_}", f"u16 = {', '.join(['u16'] * count)}")(function)
+        pairwise = functools.partial(numbers.each16, function)
+        instruction(f"{name}.{type_}x2", f"u32 = {', '.join(['u32'] * count)}")(pairwise)
+
+
+_declare_16_bits(
+    "bf16", numbers.add_bf16, numbers.mul_bf16, numbers.fma_bf16, numbers.minimum_bf16, numbers.maximum_bf16
+)
+_declare_16_bits("f16", numbers.add_f16, numbers.mul_f16, numbers.fma_f16, numbers.minimum_f16, numbers.maximum_f16)
