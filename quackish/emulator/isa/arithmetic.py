@@ -34,9 +34,9 @@ def mul_wide(a, b):
     return np.multiply(a, b, dtype=a.dtype.kind + wide)
 
 
-@instruction("mul.hi.{u32,s32}", "T = T, T")
+@instruction("mul.hi.{u16,s16,u32,s32}", "T = T, T")
 def mul_high(a, b):
-    return mul_wide(a, b) >> 32
+    return mul_wide(a, b) >> (8 * a.dtype.itemsize)
 
 
 @instruction("mad.lo.{u16,s16,u32,s32,u64,s64}", "T = T, T, T")
