@@ -352,6 +352,24 @@ def mbarrier(use, count=1, **options):
 
 @completions
 @pytest.mark.parametrize("seed", range(4))
+def test_a_wait_repeats_nothing_in_front_of_it(completion, seed):
+    use = """
+        mov.u32 %a, %t; @%leader bra ARRIVE;
+        add.u32 %a, %a, 1000;
+        mbarrier.try_wait.parity.shared.b64 %p, [%m], 0; @%p bra DONE;
+        WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%m], 0; @!%p bra WAIT;
+        bra DONE;
+        ARRIVE: mbarrier.arrive.shared.b64 %state, [%m];
+        DONE: mad.wide.u32 %state, %t, 4, %out; st.global.u32 [%state], %a;
+    """
+    out = zeros(64)
+    text = kernel(MBARRIER.format(count=1, use=use), "out", MBARRIER_REGISTERS, BUFFER)
+    launch(text, out, block=(64, 1, 1), completion=completion, seed=seed)
+    assert out.tolist() == [0, *range(1001, 1064)]
+
+
+@completions
+@pytest.mark.parametrize("seed", range(4))
 def test_mbarriers(completion, seed):
     mbarrier(f"mbarrier.arrive.shared.b64 %state, [%m]; {WAIT}", 64, completion=completion, seed=seed)
 

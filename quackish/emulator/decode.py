@@ -153,7 +153,7 @@ class _Decoder:
         for index, form in enumerate(forms):
             needed = _CONVERGENCE[self._converged(self.entry.instructions[index], form)]
             begins = index == 0 or index in targets or forms[index - 1].kind == "control"
-            if begins or needed == 1 or needed > converged:
+            if begins or form.repeats or needed == 1 or needed > converged:
                 starts.append(index)
                 converged = 0 if needed == 1 else needed
         return starts

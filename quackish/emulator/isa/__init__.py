@@ -43,6 +43,7 @@ class Form(NamedTuple):
     # instruction's last operand), "warp" (all of the warp that have not exited) or "warp group".
     converged: str
     polls: bool  # other threads shall run before it is executed again
+    repeats: bool  # threads that it lets wait execute it again
 
 
 TABLE: dict[str, list[Form]] = {}
@@ -59,7 +60,9 @@ _CHAPTERS = (
 )
 
 
-def instruction(opcodes: str, signature: str, kind: str = "value", converged: str = "", polls: bool = False):
+def instruction(
+    opcodes: str, signature: str, kind: str = "value", converged: str = "", polls: bool = False, repeats: bool = False
+):
     """Declares that a function executes the opcodes."""
 
     def declare(function):
@@ -68,7 +71,7 @@ def instruction(opcodes: str, signature: str, kind: str = "value", converged: st
             forms = TABLE.setdefault(opcode, [])
             if any((form.results, form.operands) == (results, operands) for form in forms):
                 raise AssertionError(f"{opcode} is declared twice with {signature}")
-            forms.append(Form(opcode, results, operands, function, kind, converged, polls))
+            forms.append(Form(opcode, results, operands, function, kind, converged, polls, repeats))
         return function
 
     return declare
@@ -78,8 +81,8 @@ def action(opcodes: str, signature: str, converged: str = "", polls: bool = Fals
     return instruction(opcodes, signature, "action", converged, polls)
 
 
-def control(opcodes: str, signature: str, converged: str = "", polls: bool = False):
-    return instruction(opcodes, signature, "control", converged, polls)
+def control(opcodes: str, signature: str, converged: str = "", repeats: bool = False):
+    return instruction(opcodes, signature, "control", converged, repeats=repeats)
 
 
 def expanded(opcodes: str) -> list[str]:

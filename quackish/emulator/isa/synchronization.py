@@ -141,8 +141,8 @@ def mbarrier_expect(lanes, addresses, sizes):
 _SCOPES = "{,.acquire.cta,.acquire.cluster}.shared{,::cta}.b64"
 
 
-@control(f"mbarrier.try_wait.parity{_SCOPES}", "pred = [u32], u32")
-@control(f"mbarrier.try_wait.parity{_SCOPES}", "pred = [u32], u32, u32")
+@control(f"mbarrier.try_wait.parity{_SCOPES}", "pred = [u32], u32", repeats=True)
+@control(f"mbarrier.try_wait.parity{_SCOPES}", "pred = [u32], u32, u32", repeats=True)
 def mbarrier_try_wait(lanes, following, writers, addresses, parities, time_limit=None):
     """Waits for the end of a phase, or until a time limit passes, which is the machine's choice."""
     offsets = offsets_in_cta(lanes, addresses)
