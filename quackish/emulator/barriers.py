@@ -5,7 +5,7 @@ from typing import Any
 from quackish.emulator.errors import Fault
 from quackish.emulator.threads import Cta, Parked, num_warps
 
-# "Valid range of tx-count, pending and expected arrival count" (PTX, Contents of the mbarrier object): the counts of
+# The limit of tx-count and of the counts of arrivals (PTX, Contents of the mbarrier object): the counts of
 # arrivals go from 1 (a pending count from 0), tx-count from the negative limit, to 2^20 - 1.
 MAX_COUNT = (1 << 20) - 1
 
@@ -27,7 +27,7 @@ class Mbarrier:
         )
 
     def arrive(self, count: int) -> None:
-        # "count ... must be in the range of the pending count" : an arrival beyond it would make the count negative
+        # An arrival beyond the pending count would make it negative, which is outside its range.
         if not 1 <= count <= self.pending:
             raise Fault(f"{count} arrivals at an mbarrier that expects {self.pending} more: {self}")
         self.pending -= count
@@ -83,8 +83,8 @@ class NamedBarrier:
     def arrive(self, lanes_mask: int, expected: int | None) -> None:
         if self.warps and expected != self.expected:
             raise Fault(f"a thread expects {expected} threads, others {self.expected}: {self}")
-        # "Operands a, b, and d have type .u32; ... b specifies the number of threads participating in the barrier ...
-        # must be a multiple of warp size." (PTX, bar)
+        # "Since barriers are executed on a per-warp basis, the optional thread count must be a multiple of the warp
+        # size." (PTX, bar)
         if expected is not None and (expected % 32 or expected == 0):
             raise Fault(f"a barrier of {expected} threads, which is not a multiple of 32")
         self.expected = expected
@@ -108,7 +108,8 @@ class NamedBarrier:
 
 
 def named_barrier(cta: Cta, number: int) -> NamedBarrier:
-    # "Each CTA has 16 barriers numbered 0..15" (PTX, bar)
+    # "Source operand a specifies a logical barrier resource as an immediate constant or register with value 0 through
+    # 15." (PTX, bar)
     if not 0 <= number < 16:
         raise Fault(f"barrier number {number}; valid are 0 to 15")
     return cta.named_barriers.setdefault(number, NamedBarrier(cta, number))
@@ -128,7 +129,7 @@ class ClusterBarrier:
 
     def arrive(self, cta: Cta, mask: int) -> None:
         arrived = self.arrived.get(cta.rank, 0)
-        # "a thread that arrives again without having waited": "the behavior is undefined" (PTX, barrier.cluster)
+        # A thread must wait between two arrivals; otherwise the behavior is undefined. (PTX, barrier.cluster)
         if arrived & mask:
             raise Fault("barrier.cluster.arrive by threads that have arrived and not waited")
         self.arrived[cta.rank] = arrived | mask
@@ -136,7 +137,7 @@ class ClusterBarrier:
         self.check()
 
     def check(self) -> None:
-        # "all the non-exited threads of the cluster" (PTX, barrier.cluster)
+        # It waits for the threads that have not exited. (PTX, barrier.cluster)
         if not self.arrived:
             return
         if any(cta.live & ~self.arrived.get(cta.rank, 0) for cta in self.cluster.ctas):

@@ -149,8 +149,7 @@ def _widest(addresses: np.ndarray, size: int) -> int:
 
 def _check_alignment(addresses: np.ndarray, size: int, space: str) -> None:
     # "If an address is not properly aligned, the resulting behavior is undefined." Vector accesses are aligned to the
-    # whole vector: "The default alignment for vector variables is to a multiple of the overall vector size." (PTX,
-    # Operands: Alignment; Vectors)
+    # whole vector. (PTX, ld and Vectors)
     if size > 1:
         misaligned = (addresses & addresses.dtype.type(size - 1)) != 0
         if misaligned.any():

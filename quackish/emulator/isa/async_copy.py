@@ -9,7 +9,7 @@ from quackish.emulator.isa.synchronization import cta_of, mbarrier_at
 from quackish.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT
 from quackish.emulator.threads import WARP
 
-# "[...] the addresses [...] must be aligned to 16 bytes"; "size must be a multiple of 16" (PTX, cp.async.bulk)
+# Addresses are aligned to 16 bytes, and the size is a multiple of 16. (PTX, cp.async.bulk)
 
 
 def _check_bulk(source, destination, size):
@@ -117,7 +117,7 @@ for _type in ("b32", "u32", "s32", "f32", "b64", "u64", "s64"):
 
 def _tensor_map(lanes, address):
     grid = lanes.cta.grid
-    # "the tensor-map object [...] 64 byte aligned" (PTX, tensor-map)
+    # A tensor map is aligned to 64 bytes. (CUDA driver API, cuTensorMapEncodeTiled)
     if address % 64:
         raise Fault(f"a tensor map at {address:#x}, which is not a multiple of 64")
     if address >= PARAMETER_WINDOW:

@@ -17,7 +17,7 @@ def end(lanes, following, writers):
 
 @action("setmaxnreg.{inc,dec}.sync.aligned.u32", "immediate", converged="warp")
 def set_max_registers(lanes, count):
-    # "imm-reg-count [...] must be in the range 24 to 256 [...] and must be a multiple of 8." (PTX, setmaxnreg)
+    # The count is a multiple of 8 from 24 to 256. (PTX, setmaxnreg)
     if not 24 <= count <= 256 or count % 8:
         raise Fault(f"setmaxnreg of {count} registers; valid are multiples of 8 from 24 to 256")
 

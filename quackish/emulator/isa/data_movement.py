@@ -179,7 +179,7 @@ def prefetch(lanes, addresses):
     pass
 
 
-# 8 x 8 matrices of 16-bit elements. "Each row [...] 16 bytes"; threads 8 i to 8 i + 7 of a warp have the addresses of
+# 8 x 8 matrices of 16-bit elements. Threads 8 i to 8 i + 7 of a warp have the addresses of
 # matrix i, and thread t holds elements 2 (t mod 4) and the next one of row t / 4 of each. (PTX, ldmatrix)
 
 

@@ -91,7 +91,7 @@ def mbarrier_init(lanes, addresses, counts):
 
 
 def _check_alignment(offset):
-    if offset % 8:  # "Alignment (bytes): 8" (PTX, Size and alignment of mbarrier object)
+    if offset % 8:  # PTX, Size and alignment of mbarrier object
         raise Fault(f"an mbarrier at {offset:#x}, which is not a multiple of 8")
 
 

@@ -17,7 +17,7 @@ _F32, _U32 = VIEW_OF_TYPE["f32"], VIEW_OF_TYPE["u32"]
 
 def _uniform(values, first):
     """The one value of the warp group whose threads begin at `first`."""
-    # "all the threads in the warp must [...] the same values [...] matrix descriptors" (PTX, wgmma.mma_async)
+    # All threads of the warp group have the same descriptors and scale-d. (PTX, wgmma.mma_async)
     part = values[first : first + GROUP]
     if (part != part[0]).any():
         raise Fault("an operand of wgmma that must be the same in all threads of the warp group differs")
@@ -32,7 +32,7 @@ def _matrix(cta, bits, rows, element, mn_major):
 
 
 def _sign(scale):
-    # "imm-scale-a, imm-scale-b: [...] valid values are -1 and 1"
+    # imm-scale-a and imm-scale-b are 1 or -1. (PTX, wgmma.mma_async)
     if scale not in (-1, 1):
         raise Fault(f"wgmma with a scale of {scale}; valid are 1 and -1")
     return np.float32(scale)
