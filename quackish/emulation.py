@@ -52,6 +52,7 @@ def emulate(
     Raises ValueError for an unknown GPU or completion.
     """
     emulator = _import_emulator()
+    how = f"with quackish.emulate(gpu={gpu!r}, completion={completion!r}, seed={seed!r})"
     if isinstance(gpu, str):
         if gpu.lower() not in NAMED:
             raise ValueError(
@@ -60,7 +61,7 @@ def emulate(
             )
         gpu = NAMED[gpu.lower()]
     device = Device(gpu, _kernel_for, _empty, _stream, _new_workspace, must_cover=True)
-    with emulator.record(completion, seed) as report, substitute("cpu", device):
+    with emulator.record(completion, seed, how) as report, substitute("cpu", device):
         yield report
 
 

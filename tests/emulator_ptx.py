@@ -55,7 +55,7 @@ def kernel(body, parameters="", registers="", shared="", target="sm_90a", direct
     )
 
 
-def execute(body, outputs, target="sm_90a", registers="", **inputs):
+def execute(body, outputs, target="sm_90a", registers="", seed=0, **inputs):
     """Runs `body` in 32 threads, and returns the arrays of its outputs.
 
     inputs: arrays of 32 numbers, or of bool for predicates; register %name holds them, a number per thread
@@ -74,7 +74,8 @@ def execute(body, outputs, target="sm_90a", registers="", **inputs):
     text += [line for name in inputs for line in _access(name, declared[name], f"in_{name}", load=True)]
     text.append(body)
     text += [line for name in results for line in _access(name, declared[name], f"out_{name}", load=False)]
-    launch(kernel("\n".join(text), " ".join(arrays), "\n".join(lines) + registers, target=target), *arrays.values())
+    registers = "\n".join(lines) + registers
+    launch(kernel("\n".join(text), " ".join(arrays), registers, target=target), *arrays.values(), seed=seed)
     return results
 
 

@@ -174,8 +174,8 @@ def test_a_fault_says_where():
         launch(text, zeros(4), seed=5, completion="late")
     message = str(error.value)
     for part in (
-        f"PTX line {line}, /somewhere/kernel.py:42: st.global.u32", "kernel test", "CTA (0, 0, 0)", "warps [0]",
-        "H200", "completion='late'", "seed=5", "outside every tensor",
+        f"PTX line {line}, /somewhere/kernel.py:42: st.global.u32", "kernel test", "CTA (0, 0, 0)", "warp 0",
+        "H200", "completion='late'", "seed=5", "outside every tensor", "to repeat it: with emulator.record(",
     ):  # fmt: skip
         assert part in message, (part, message)
 
@@ -404,7 +404,7 @@ def test_mbarriers_are_aligned():
 def test_a_deadlock_is_reported():
     with pytest.raises(Fault, match="deadlock: no thread can go on") as error:
         mbarrier(WAIT, 1)
-    for part in ("phase 0, 1 of 1 arrivals and 0 bytes pending", "parity 0", "warps [0, 1]", "try_wait", "PTX line"):
+    for part in ("phase 0, 1 of 1 arrivals and 0 bytes pending", "parity 0", "warps 0, 1", "try_wait", "PTX line"):
         assert part in str(error.value), error.value
 
 
@@ -599,3 +599,29 @@ def test_launches_that_no_gpu_takes():
         launch(kernel(""), grid=(3, 1, 1), cluster=(2, 1, 1))
     with pytest.raises(Fault, match="does not fit"):
         launch(kernel(""), grid=(4, 1, 1), cluster=(4, 1, 1), shared_bytes=200_000, gpu=ONE_SM)
+
+
+PREDICATED = """
+    setp.ge.u32 %p, %lane, 4; setp.lt.u32 %q, %lane, 16; and.pred %p, %p, %q;
+    mov.u32 %d, 0;
+    @%p redux.sync.add.u32 %d, %lane, 0xfff0;
+"""
+
+
+@seeds
+def test_threads_with_a_false_predicate_are_not_in_the_member_mask(seed):
+    out = execute(PREDICATED, {"d": U32}, registers=".reg .pred %p; .reg .pred %q;", seed=seed)
+    assert out["d"].tolist() == [0] * 4 + [sum(range(4, 16))] * 12 + [0] * 16
+
+
+def test_members_with_a_false_predicate_deadlock():
+    """All threads are in the mask, and some do not execute the instruction."""
+    with pytest.raises(Fault, match="no thread can go on(.|\n)*the threads of their member mask"):
+        text = PREDICATED.replace("0xfff0", "-1") + "bar.sync 0;"  # otherwise the others exit, and are not waited for
+        execute(text, {"d": U32}, registers=".reg .pred %p; .reg .pred %q;")
+
+
+def test_a_fault_at_a_barrier_names_the_barrier():
+    body = "mov.u32 %t, %tid.x; bar.arrive 1, 64; bar.sync 1, 96;"
+    with pytest.raises(Fault, match=r"expects 96 threads, others 64(.|\n)*: bar\.sync 1, 96"):
+        launch(kernel(body, registers=".reg .b32 %t;"))

@@ -43,15 +43,17 @@ _report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("report"
 
 
 @contextlib.contextmanager
-def record(completion: str = "at_once", seed: Any = 0) -> Iterator[Report]:
+def record(completion: str = "at_once", seed: Any = 0, how_to_repeat: str = "") -> Iterator[Report]:
     """Launches in the block, of this thread, use these settings; the report tells what they did.
 
     completion: when asynchronous work happens: "at_once", or "late", as late as a wait permits
     seed: gives the order in which warps and CTAs take turns. The same seed repeats a run exactly.
+    how_to_repeat: code or a command that repeats the block, for faults
     """
     if completion not in COMPLETIONS:
         raise ValueError(f"completion: {completion!r}; expected one of {', '.join(map(repr, COMPLETIONS))}")
-    report = Report(completion, seed)
+    how_to_repeat = how_to_repeat or f"with emulator.record(completion={completion!r}, seed={seed!r})"
+    report = Report(completion, seed, how_to_repeat)
     token = _report.set(report)
     try:
         yield report
@@ -98,14 +100,14 @@ class Kernel:
 
 def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name: str = "") -> None:
     """Runs a launch with the settings of `record`, and adds it to the report."""
-    report = _report.get()
-    completion, seed = (report.completion, report.seed) if report else ("at_once", 0)
+    report = _report.get() or Report("at_once", 0, "outside of emulator.record")
     memory = GlobalMemory(host_regions)
-    grid = Grid(program, launch, parameters, gpu, memory, completion, seed)
     begin = time.perf_counter()
-    grid.run()
-    if report is None:
-        return
+    try:
+        grid = Grid(program, launch, parameters, gpu, memory, report.completion, report.seed)
+        grid.run()
+    except RuntimeError as error:  # a Fault, or a mistake of the emulator
+        raise type(error)(f"{error}\n{_circumstances(program, launch, gpu, name, report)}") from error.__cause__
     report.launches.append(
         LaunchReport(
             kernel=name or launch.kernel,
@@ -122,6 +124,18 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name:
             instructions=grid.num_instructions,
             seconds=time.perf_counter() - begin,
         )
+    )
+
+
+def _circumstances(program: decode.Program, launch: Any, gpu: Any, name: str, report: Report) -> str:
+    kernel = f"{name} ({program.entry.name})" if name else program.entry.name
+    return (
+        f"  launch {len(report.launches)}, counted from 0: kernel {kernel}\n"
+        f"  grid {launch.grid}, block {launch.block}, cluster {launch.cluster}, "
+        f"{launch.shared_bytes} bytes of dynamic shared memory\n"
+        f"  gpu {getattr(gpu, 'name', gpu.target)} with {gpu.sm_count} SMs, "
+        f"completion={report.completion!r}, seed={report.seed!r}\n"
+        f"  to repeat it: {report.how_to_repeat}"
     )
 
 

@@ -4,12 +4,15 @@ Real hardware may complete asynchronous work at any time between these two. A ke
 wrong thing, or reuses memory too early computes something else in one of them.
 
 Two kinds of work are told apart. Copies that signal an mbarrier complete on their own: late, one at a time, whenever no
-thread can go on. Groups (bulk stores, wgmma) complete when a thread waits for them.
+thread can go on. Groups (bulk stores, wgmma) complete when a thread waits for them. A fault then names the instruction
+that issued the work.
 """
 
 import random
 from collections.abc import Callable
 from typing import Any
+
+from quackish.emulator.errors import Fault
 
 AT_ONCE, LATE = "at_once", "late"
 COMPLETIONS = (AT_ONCE, LATE)
@@ -31,19 +34,20 @@ class _Groups:
 class Completion:
     """The asynchronous work of one launch."""
 
-    def __init__(self, kind: str, draw: random.Random):
+    def __init__(self, kind: str, draw: random.Random, place: Callable[[], Callable[[], str]]):
+        """place: returns a function that describes the instruction which executes now."""
         if kind not in COMPLETIONS:
             raise ValueError(f"completion: {kind!r}; expected one of {', '.join(map(repr, COMPLETIONS))}")
         self.late = kind == LATE
-        self._draw = draw
-        self._copies: list[tuple[str, Callable[[], None]]] = []
+        self._draw, self._place = draw, place
+        self._copies: list[Callable[[], None]] = []
         self._groups: dict[tuple, _Groups] = {}
 
     # Copies that signal an mbarrier
 
-    def copy(self, description: str, action: Callable[[], None]) -> None:
+    def copy(self, action: Callable[[], None]) -> None:
         if self.late:
-            self._copies.append((description, action))
+            self._copies.append(_placed(action, self._place()))
         else:
             action()
 
@@ -51,17 +55,16 @@ class Completion:
         """Completes a copy, chosen by chance. False if there is none."""
         if not self._copies:
             return False
-        self._copies.pop(self._draw.randrange(len(self._copies)))[1]()
+        self._copies.pop(self._draw.randrange(len(self._copies)))()
         return True
-
-    def pending_copies(self) -> list[str]:
-        return [description for description, _ in self._copies]
 
     # Groups. An owner is (CTA, kind of work, thread or warp group).
 
     def issue(self, owner: tuple, read: Read) -> None:
         if self.late:
-            self._groups.setdefault(owner, _Groups()).open.append(read)
+            place = self._place()
+            placed = _placed(lambda: _placed(read(), place), place)
+            self._groups.setdefault(owner, _Groups()).open.append(placed)
         else:
             read()()
 
@@ -96,6 +99,18 @@ class Completion:
             _write(groups, len(groups.reads_done))
         while self.complete_one_copy():
             pass
+
+
+def _placed(work: Callable[[], Any], place: Callable[[], str]) -> Callable[[], Any]:
+    """Work that happens later than its instruction, which its faults name."""
+
+    def do():
+        try:
+            return work()
+        except (Fault, ValueError) as error:
+            raise Fault(f"{error}\n  in asynchronous work of {place()}") from None
+
+    return do
 
 
 def _write(groups: _Groups, count: int) -> None:

@@ -38,6 +38,7 @@ class Block(NamedTuple):
     instructions: list[Instruction]  # one for each step, and the end's if it has one
     converged: str  # see isa.Form
     members: Reader | None  # for "members": the mask of each thread
+    chosen: Reader | None  # of the first instruction, if it is predicated: the other threads need not converge
     polls: bool
 
     @property
@@ -143,7 +144,7 @@ class _Decoder:
             self._block(i, begin, forms[begin:end]) for i, (begin, end) in enumerate(zip(starts, ends, strict=True))
         ]
         # An entry that ends without `ret` exits.
-        blocks.append(Block([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, False))
+        blocks.append(Block([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, None, False))
         return Program(self.entry, blocks, self.register_counts, self.static_shared_bytes, self.symbols)
 
     def _starts(self, forms: list[isa.Form]) -> list[int]:
@@ -174,10 +175,11 @@ class _Decoder:
         first = instructions[0]
         converged = self._converged(first, forms[0])
         members = self._reader("b32", first.operands[-1], first) if converged == "members" else None
-        return Block(steps, end, instructions, converged, members, any(form.polls for form in forms))
+        chosen = self._reader("pred", self._predicate(first), first) if first.predicate is not None else None
+        return Block(steps, end, instructions, converged, members, chosen, any(form.polls for form in forms))
 
     def _converged(self, instruction: Instruction, form: isa.Form) -> str:
-        if form.converged == "members":
+        if form.converged == "members" and instruction.predicate is None:
             members = instruction.operands[-1]
             if isinstance(members, Immediate) and members.bits % (1 << 32) == (1 << 32) - 1:
                 return "warp"

@@ -56,7 +56,8 @@ class Grid:
         self.shared_bytes = max([program.static_shared_bytes, *dynamic]) + launch.shared_bytes
         self.draw = random.Random(f"{seed}")
         self.seed = seed
-        self.completion = Completion(completion, self.draw)
+        self.completion = Completion(completion, self.draw, self._place)
+        self._running: tuple[Any, ...] = ()
         self.num_events = 0  # grows with all that threads can wait for
         self.num_phases = 0  # of barriers
         self.mmas = self.flops = 0
@@ -124,22 +125,16 @@ class Grid:
                 resident = [cluster for cluster in resident if any(cta.live for cta in cluster.ctas)]
                 rounds += 1
                 if rounds % MAX_ROUNDS_WITHOUT_COPY == 0:
-                    self._complete_copy()
+                    self.completion.complete_one_copy()
                 if events != self.num_events or not resident:
                     idle.reset()
                     continue
                 is_stuck = idle.round(resident)
-                if (is_stuck or not busy) and self._complete_copy():
+                if (is_stuck or not busy) and self.completion.complete_one_copy():
                     idle.reset()
                 elif is_stuck:
                     raise self._deadlock(resident, len(waiting))
             self.completion.finish()
-
-    def _complete_copy(self) -> bool:
-        try:
-            return self.completion.complete_one_copy()
-        except Fault as fault:
-            raise Fault(f"{fault}\n  when an asynchronous copy completed") from None
 
     def _turn(self, cta: Cta) -> bool:
         """Runs fragments of a CTA until none can, all have polled, or the turn is over, which returns True."""
@@ -190,10 +185,15 @@ class Grid:
         return result
 
     def _with_members(self, cta: Cta, block: int, mask: int) -> int:
-        result, read = 0, self.program.blocks[block].members
+        current, result = self.program.blocks[block], 0
+        read = current.members
         assert read is not None
-        for warp in warp_masks(mask):
-            part = mask & warp
+        if current.chosen is not None:
+            lanes = cta.lanes(mask)
+            result = mask & ~lanes.subset_mask(current.chosen(lanes))  # they do not execute the instruction
+        executing = mask & ~result
+        for warp in warp_masks(executing):
+            part = executing & warp
             lanes = cta.lanes(part)
             members = np.unique(lanes.active(read(lanes)))
             shift = (warp & -warp).bit_length() - 1
@@ -225,13 +225,14 @@ class Grid:
             count += 1
             self.num_instructions += warps * current.size
             steps = iter(current.steps)
+            self._running = cta, lanes, block, steps
             try:
                 for step in steps:
                     step(lanes)
+                self._running = cta, lanes, block, None
                 following = current.end(lanes)
             except Exception as error:
-                done = len(current.steps) - operator.length_hint(steps)
-                raise self._located(error, cta, lanes, block, done - 1) from error
+                raise self._located(error) from error
             if following is None:
                 return count
             if current.polls:
@@ -257,8 +258,8 @@ class Grid:
 
     def _deadlock(self, resident: list[Cluster], num_waiting: int) -> Fault:
         ctas = [cta for cluster in resident for cta in cluster.ctas]
-        polling = any(cta.fragments for cta in ctas)
-        why = "threads loop, and no other thread will change what they wait for" if polling else "no thread can go on"
+        loops = any(self._converged(cta, *fragment) for cta in ctas for fragment in cta.fragments.items())
+        why = "threads loop, and no other thread will change what they wait for" if loops else "no thread can go on"
         lines = [f"deadlock: {why}"]
         if num_waiting:
             lines.append(
@@ -269,25 +270,20 @@ class Grid:
         lines += states[:24]
         if len(states) > 24:
             lines.append(f"  and {len(states) - 24} more")
-        return Fault("\n".join([*lines, f"  {self.describe()}"]))
+        return Fault("\n".join(lines))
 
-    def describe(self) -> str:
-        completion = "late" if self.completion.late else "at_once"
-        return (
-            f"kernel {self.program.entry.name}\n  grid {self.dimensions}, block {self.block}, "
-            f"cluster {self.cluster_dimensions}, {getattr(self.gpu, 'name', self.gpu.target)}, "
-            f"completion={completion!r}, seed={self.seed!r}"
-        )
+    def _place(self) -> Callable[[], str]:
+        """Describes the instruction that executes now, also later."""
+        cta, lanes, block, steps = self._running
+        end = self.program.blocks[block].size - 1
+        step = end if steps is None else len(self.program.blocks[block].steps) - operator.length_hint(steps) - 1
+        return lambda: f"{cta}, {lanes.describe()}\n    at {self.program.location(block, step)}"
 
-    def _located(self, error: Exception, cta: Cta, lanes: Any, block: int, step: int) -> Exception:
+    def _located(self, error: Exception) -> Exception:
         """A fault, with where it happened. Other errors are the emulator's own."""
-        where = (
-            f"  {self.program.location(block, step)}\n  {cta}, rank {cta.rank} of its cluster, "
-            f"warps {lanes.warps()}, threads {lanes.mask:#x}\n  {self.describe()}"
-        )
         kind: Callable[[str], Exception] = Fault if isinstance(error, (Fault, ValueError)) else RuntimeError
         prefix = "" if isinstance(error, (Fault, ValueError)) else f"the emulator failed: {type(error).__name__}: "
-        return kind(f"{prefix}{error}\n{where}")
+        return kind(f"{prefix}{error}\n  {self._place()()}")
 
 
 class _Idle:
@@ -321,14 +317,27 @@ class _Idle:
 def _state(cta: Cta) -> list[str]:
     """What the threads of a CTA wait for."""
     lines = [
-        f"  {cta}, warps {cta.lanes(parked.mask).warps()}: {parked.reason()}\n    at {parked.location}"
+        f"  {cta}, {cta.lanes(parked.mask).describe()}: {parked.reason()}\n    at {parked.location}"
         for parked in cta.parked
     ]
     for block, mask in cta.fragments.items():
-        what = "polls" if cta.grid.program.blocks[block].polls else "is at, or waits there for the rest of its warp"
-        location = cta.grid.program.location(block, 0) if cta.grid.program.blocks[block].size else "the end"
-        lines.append(f"  {cta}, warps {cta.lanes(mask).warps()}, threads {mask:#x}: {what} {location}")
+        current = cta.grid.program.blocks[block]
+        together = cta.grid._converged(cta, block, mask)
+        loops = "poll memory" if current.polls else "loop"
+        waits = f"wait for {_CONVERGENCE[current.converged]} to come to the same instruction"
+        location = cta.grid.program.location(block, 0) if current.size else "the end"
+        for part, what in ((together, loops), (mask & ~together, waits)):
+            if part:
+                lines.append(f"  {cta}, {cta.lanes(part).describe()}: {what}\n    at {location}")
     return lines
+
+
+_CONVERGENCE = {
+    "": "",
+    "members": "the threads of their member mask",
+    "warp": "the other threads of their warp",
+    "warp group": "the other threads of their warp group",
+}
 
 
 def _digest(ctas: list[Cta]) -> bytes:

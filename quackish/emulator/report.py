@@ -27,4 +27,5 @@ class LaunchReport:
 class Report:
     completion: str
     seed: Any
+    how_to_repeat: str = ""
     launches: list[LaunchReport] = dataclasses.field(default_factory=list)

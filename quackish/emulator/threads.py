@@ -70,6 +70,17 @@ class Lanes:
         """The numbers of the warps that have any of the threads."""
         return np.unique(self.threads // WARP).tolist()
 
+    def describe(self) -> str:
+        """Which threads these are, for people: "warps 0, 2" or "threads 0x1 of warp 3"."""
+        parts: dict[int, list[int]] = {}  # lanes of a warp -> the warps
+        for warp in self.warps():
+            parts.setdefault(self.mask >> WARP * warp & WARP_MASK, []).append(warp)
+        return " and ".join(
+            f"{'' if lanes == WARP_MASK else f'threads {lanes:#x} of '}warp{'s' * (len(warps) > 1)} "
+            f"{', '.join(map(str, warps))}"
+            for lanes, warps in parts.items()
+        )
+
     def warp_groups(self) -> list[int]:
         return np.unique(self.threads // (4 * WARP)).tolist()
 
@@ -156,7 +167,7 @@ class Cta:
         self._lanes: dict[int, Lanes] = {}
 
     def __repr__(self) -> str:
-        return f"CTA {self.index}"
+        return f"CTA {self.index}" + (f" (rank {self.rank} of its cluster)" if self.cluster.size > 1 else "")
 
     def lanes(self, mask: int) -> Lanes:
         lanes = self._lanes.get(mask)

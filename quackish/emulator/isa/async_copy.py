@@ -38,7 +38,7 @@ def _bulk_load(lanes, destination, source, size, barrier_address):
         target[:] = data
         barrier.complete(size)
 
-    lanes.cta.grid.completion.copy(f"bulk copy of {size} bytes to {destination:#x}, then {barrier}", copy)
+    lanes.cta.grid.completion.copy(copy)
 
 
 @action("cp.async.bulk.global.shared::cta.bulk_group", "[u64], [u32], u32")
@@ -105,7 +105,7 @@ def _async_store(lanes, address, value, barrier_address):
         place.view(value.dtype)[0] = value
         barrier.complete(value.itemsize)
 
-    lanes.cta.grid.completion.copy(f"st.async to {address:#x}, then {barrier}", store)
+    lanes.cta.grid.completion.copy(store)
 
 
 for _type in ("b32", "u32", "s32", "f32", "b64", "u64", "s64"):
@@ -166,7 +166,7 @@ def _load_box(lanes, i, tensors, barrier_address, destination, ranks):
             cta.shared.bytes[places] = box
             barrier.complete(tensor.box_bytes)
 
-    grid.completion.copy(f"box {coordinates} of a tensor to {offset:#x} of CTAs {ranks}, then {barriers[0]}", copy)
+    grid.completion.copy(copy)
 
 
 def _declare_tensor_store(rank):

@@ -26,6 +26,7 @@ def _uniform(values, first):
 
 def _matrix(cta, bits, rows, element, mn_major):
     descriptor = matrices.descriptor_sm90(bits)
+    cta.shared.check(*matrices.extent(descriptor, rows, element, mn_major))
     return matrices.in_shared_memory(
         cta.shared.views[matrices.ELEMENT_BYTES[element]], descriptor, rows, element, mn_major
     )
