@@ -106,8 +106,10 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name:
     try:
         grid = Grid(program, launch, parameters, gpu, memory, report.completion, report.seed)
         grid.run()
+        _check_order(launch, grid, report)
     except RuntimeError as error:  # a Fault, or a mistake of the emulator
         raise type(error)(f"{error}\n{_circumstances(program, launch, gpu, name, report)}") from error.__cause__
+    report.lets_next_begin = grid.lets_next_begin
     report.launches.append(
         LaunchReport(
             kernel=name or launch.kernel,
@@ -125,6 +127,16 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name:
             seconds=time.perf_counter() - begin,
         )
     )
+
+
+def _check_order(launch: Any, grid: Grid, report: Report) -> None:
+    # "If the prerequisite grid uses griddepcontrol.launch_dependents, then the dependent grid must use
+    # griddepcontrol.wait to ensure correct functional execution." (PTX, griddepcontrol)
+    if getattr(launch, "programmatic", False) and report.lets_next_begin and not grid.waits_for_previous:
+        raise Fault(
+            "no thread executes griddepcontrol.wait, and the launch before this one executed "
+            "griddepcontrol.launch_dependents, so both may run at the same time"
+        )
 
 
 def _circumstances(program: decode.Program, launch: Any, gpu: Any, name: str, report: Report) -> str:

@@ -20,6 +20,8 @@ MAX_CTAS_PER_SM = 32  # compute capabilities 9.0 and 10.x
 RESERVED_SHARED_BYTES = 1024  # of each CTA, by the system
 BLOCKS_PER_TURN = 64  # of a CTA, before another one's turn
 SPLIT_CHANCE = 0.25  # that only some of the warps at an instruction run
+SLOW_CHANCE = 0.5  # that half of the CTAs of a launch, and half of the warps, are slow
+ROUNDS_OF_THE_QUICK = 100  # until slow CTAs and warps get a turn even if the others can go on
 MAX_ROUNDS_WITHOUT_COPY = 1000  # of all CTAs: threads that change memory while they poll must not starve a copy
 
 
@@ -58,8 +60,11 @@ class Grid:
         self.seed = seed
         self.completion = Completion(completion, self.draw, self._place)
         self._running: tuple[Any, ...] = ()
+        self.has_slow = self.draw.random() < SLOW_CHANCE
+        self.keeps_slow_back = False  # in this round
         self.num_events = 0  # grows with all that threads can wait for
         self.num_phases = 0  # of barriers
+        self.waits_for_previous = self.lets_next_begin = False  # griddepcontrol
         self.mmas = self.flops = 0
         self.num_instructions = 0  # a warp's instruction counts once
         self.tensor_memory_columns = 0
@@ -118,10 +123,15 @@ class Grid:
             while waiting or resident:
                 while waiting and (len(resident) + 1) * x * y * z <= self.max_resident:
                     resident.append(Cluster(self, waiting.pop()))
+                    self._slow_down(resident[-1])
                 events = self.num_events
                 ctas = [cta for cluster in resident for cta in cluster.ctas if cta.fragments]
                 self.draw.shuffle(ctas)
-                busy = sum(self._turn(cta) for cta in ctas)
+                self.keeps_slow_back = not idle.rounds and (rounds + 1) % ROUNDS_OF_THE_QUICK != 0
+                slow = [cta for cta in ctas if cta.is_slow] if self.keeps_slow_back else []
+                busy = sum(self._turn(cta) for cta in ctas if cta not in slow)
+                if not busy and events == self.num_events:
+                    busy = sum(self._turn(cta) for cta in slow)
                 resident = [cluster for cluster in resident if any(cta.live for cta in cluster.ctas)]
                 rounds += 1
                 if rounds % MAX_ROUNDS_WITHOUT_COPY == 0:
@@ -135,6 +145,23 @@ class Grid:
                 elif is_stuck:
                     raise self._deadlock(resident, len(waiting))
             self.completion.finish()
+
+    def _slow_down(self, cluster: Cluster) -> None:
+        """Makes some CTAs and warps slow, by chance: they run when no other one can go on.
+
+        So a thread can be ahead of another one by all that no barrier forbids.
+        """
+        if not self.has_slow:
+            return
+        warps = [WARP_MASK << first for first in range(0, self.num_threads, WARP)]
+        slow = self._half(cluster.ctas)
+        for cta in cluster.ctas:
+            cta.is_slow = cta in slow
+            cta.slow_threads = sum(self._half(warps))
+
+    def _half(self, items: list) -> list:
+        """Half of the items, by chance; of an odd number perhaps one more."""
+        return self.draw.sample(items, (len(items) + self.draw.randrange(2)) // 2)
 
     def _turn(self, cta: Cta) -> bool:
         """Runs fragments of a CTA until none can, all have polled, or the turn is over, which returns True."""
@@ -159,13 +186,14 @@ class Grid:
         """
         choices, taken = [], 0
         for block in sorted(cta.fragments):
-            if block in cta.yielded:
-                continue
-            mask = cta.fragments[block] & ~taken
+            mask = cta.fragments[block] & ~cta.yielded.get(block, 0) & ~taken
             mask = self._converged(cta, block, mask)
             if mask:
                 choices.append((block, mask))
                 taken |= whole_warps(mask)
+        if cta.slow_threads and self.keeps_slow_back:
+            quick = [(block, self._converged(cta, block, mask & ~cta.slow_threads)) for block, mask in choices]
+            return [choice for choice in quick if choice[1]] or choices
         return choices
 
     def _converged(self, cta: Cta, block: int, mask: int) -> int:
@@ -237,7 +265,7 @@ class Grid:
                 return count
             if current.polls:
                 cta.add(following, mask)
-                cta.yielded.add(following)
+                cta.yielded[following] = cta.yielded.get(following, 0) | mask
                 return count
             if others or following in cta.fragments or count >= budget:
                 cta.add(following, mask)

@@ -29,3 +29,4 @@ class Report:
     seed: Any
     how_to_repeat: str = ""
     launches: list[LaunchReport] = dataclasses.field(default_factory=list)
+    lets_next_begin: bool = False  # the latest launch executed griddepcontrol.launch_dependents

@@ -159,7 +159,8 @@ class Cta:
         self.special = special_registers(grid, cluster, rank, index)
         self.fragments: dict[int, int] = {0: self.all_threads}  # block -> threads that are at its beginning
         self.parked: list[Parked] = []
-        self.yielded: set[int] = set()  # blocks that polled memory since others last ran
+        self.yielded: dict[int, int] = {}  # block -> threads that polled memory since others last ran
+        self.is_slow, self.slow_threads = False, 0  # see grid.Grid._slow_down
         self.mbarriers: dict[int, Any] = {}  # offset in shared memory -> barriers.Mbarrier
         self.named_barriers: dict[int, Any] = {}
         self.failed_waits: set = set()  # see barriers.try_wait

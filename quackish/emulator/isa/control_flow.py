@@ -22,9 +22,18 @@ def set_max_registers(lanes, count):
         raise Fault(f"setmaxnreg of {count} registers; valid are multiples of 8 from 24 to 256")
 
 
-@action("griddepcontrol.{wait,launch_dependents}", "")
-def dependent_launch(lanes):
-    """Launches run one after another here, so the launch in front has ended."""
+# Launches run one after another here, so the launch in front has ended. That a kernel waits for it is checked when the
+# kernel ends.
+
+
+@action("griddepcontrol.wait", "")
+def wait_for_previous_launch(lanes):
+    lanes.cta.grid.waits_for_previous = True
+
+
+@action("griddepcontrol.launch_dependents", "")
+def let_next_launch_begin(lanes):
+    lanes.cta.grid.lets_next_begin = True
 
 
 @action("nanosleep.u32", "u32", polls=True)

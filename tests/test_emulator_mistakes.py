@@ -1,0 +1,149 @@
+"""Mistakes in device code that the emulator must notice: a GEMM's PTX, changed in one place.
+
+The kernel has most of what goes wrong on Hopper: a pipeline of TMA loads with multicast to the CTAs of a cluster, wgmma
+in two warp groups that alternate, named barriers, and stores through shared memory.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import quackish
+from quackish import emulation, emulator
+from quackish.gpu import H200
+from quackish.ops.device import Device, substitute
+from quackish.ops.kernel_for import Kernel, request_for
+from quackish.testing.errors import error
+
+ONE_CLUSTER = dataclasses.replace(H200, sm_count=2)
+SEEDS = range(4)
+AT_ONCE, LATE = "at_once", "late"
+
+
+class Mistake(NamedTuple):
+    pattern: str  # of the PTX
+    index: int  # which of the places where it matches
+    replacement: str
+    noticed: str  # what a Fault says; WRONG: wrong numbers
+    completion: str = LATE
+
+
+WRONG = "wrong numbers"
+DEADLOCK = "deadlock: no thread can go on"
+MORE_ARRIVED = "more threads arrived than a barrier expects"
+
+MATRICES = r"(wgmma\.mma_async[^;]*\}), (%rd\d+), (%rd\d+),"
+LOAD_MULTICAST = (
+    r"(cp\.async\.bulk\.tensor\S*multicast\S* \[[^]]*\], \[%rd\d+, \{%r\d+), (%r\d+)(\}\], \[%r\d+\]), (%rs\d+)"
+)
+TRY_WAIT = r"mbarrier\.try_wait\.\S+ (\w+), [^;]*;"
+SKIP = r"setp.eq.u32 \1, 0, 0;"
+EXPECT = r"(mbarrier\.arrive\.expect_tx\.[^;]*), %r\d+;"
+RELEASE = r"mbarrier\.arrive\.shared::cluster\.[^;]*;"
+BYTES = 2 * 64 * (128 + 128)  # of a stage
+
+MISTAKES = {
+    "descriptor of the other matrix": Mistake(MATRICES, 0, r"\1, \2, \2,", WRONG, AT_ONCE),
+    "descriptor outside of shared memory": Mistake(MATRICES, 0, r"\1, \2, 0x3fff,", "access of shared memory"),
+    "descriptor with reserved bits": Mistake(MATRICES, 0, r"\1, \2, 0x8000,", "reserved bits"),
+    "coordinate of another tile": Mistake(LOAD_MULTICAST, 0, r"\1, 0\3, \4", WRONG, AT_ONCE),
+    "multicast to one CTA of two": Mistake(LOAD_MULTICAST, 0, r"\1, \2\3, 1", DEADLOCK, AT_ONCE),
+    "multicast to a CTA that the cluster lacks": Mistake(LOAD_MULTICAST, 0, r"\1, \2\3, 7", "rank 2 in a cluster of 2"),
+    "stage of the loop never released": Mistake(RELEASE, 0, "", DEADLOCK, AT_ONCE),
+    "last stage of a tile never released": Mistake(RELEASE, 1, "", DEADLOCK, AT_ONCE),
+    "no wait for a free stage": Mistake(TRY_WAIT, 0, SKIP, "1 arrivals at an mbarrier that expects 0 more"),
+    "no wait for a tile's first loaded stage": Mistake(TRY_WAIT, 7, SKIP, WRONG, AT_ONCE),
+    "no wait for a loaded stage": Mistake(TRY_WAIT, 8, SKIP, "1 arrivals at an mbarrier that expects 0 more"),
+    "too few bytes expected": Mistake(EXPECT, 0, rf"\1, {BYTES - 16};", DEADLOCK),
+    "too many bytes expected": Mistake(EXPECT, 0, rf"\1, {BYTES + 16};", "16 bytes pending", AT_ONCE),
+    "stage released while wgmma reads it": Mistake(r"wgmma\.wait_group\.sync\.aligned\s+1;", 0, "", WRONG),
+    "no wait for the last wgmma": Mistake(r"wgmma\.wait_group\.sync\.aligned\s+0;", 0, "", WRONG),
+    "wgmma not committed": Mistake(r"wgmma\.commit_group\.sync\.aligned;", 1, "", WRONG),
+    "bounds of groups read before all are written": Mistake(r"bar\.sync\s+0;", 0, "", WRONG, AT_ONCE),
+    "warp groups do not alternate": Mistake(r"bar\.sync\s+%r\d+, 256;", 0, "", DEADLOCK, AT_ONCE),
+    "tile written while it is stored": Mistake(r"bar\.sync\s+%r\d+, 128;", 0, "", MORE_ARRIVED),
+    "tile stored while it is written": Mistake(r"bar\.sync\s+%r\d+, 128;", 1, "", MORE_ARRIVED),
+    "cluster's barriers used before they are initialized": Mistake(
+        r"barrier\.cluster\.wait;", 0, "", "no initialized mbarrier"
+    ),
+    "tile written while TMA reads it": Mistake(r"cp\.async\.bulk\.wait_group\.read\s+1;", 0, "", WRONG),
+}  # fmt: skip
+
+
+@functools.cache
+def operands():
+    """(a, b, ends of groups, a @ b in fp64). More groups than a warp has threads, more steps than stages."""
+    torch.manual_seed(0)
+    groups, k, n = 36, 576, 256
+    a, b = torch.randn(200, k).bfloat16(), torch.randn(groups, n, k).bfloat16()
+    ends = torch.full((groups,), 120, dtype=torch.int32)
+    ends[0], ends[-1] = 100, len(a)
+    parts = [
+        a[begin:end].double() @ b[group].double().T
+        for begin, end, group in ((0, 100, 0), (100, 120, 1), (120, 200, -1))
+    ]
+    return a, b.transpose(1, 2), ends, torch.cat(parts)
+
+
+def changed(ptx, mistake):
+    match = list(re.finditer(mistake.pattern, ptx))[mistake.index]
+    return ptx[: match.start()] + match.expand(mistake.replacement) + ptx[match.end() :]
+
+
+@functools.cache
+def kernel_with(mistake):
+    """Device.kernel_for, with one mistake or none."""
+
+    @functools.cache
+    def kernel_for(name, problem, gpu):
+        request = request_for(name, problem, gpu)
+        exported = emulation._obtain(request)
+        if mistake:
+            exported = exported._replace(ptx=changed(exported.ptx, mistake))
+        return Kernel(emulator.Kernel(exported, gpu, name), request.config)
+
+    return kernel_for
+
+
+def multiply(mistake, completion, seed, launches=1):
+    """The mean relative error of some launches that compute a @ b."""
+    a, b, ends, truth = operands()
+    device = Device(ONE_CLUSTER, kernel_with(mistake), emulation._empty, must_cover=True)
+    with emulator.record(completion, seed), substitute("cpu", device):
+        return sum(error(quackish.grouped_mm(a, b, ends).double(), truth).norm for _ in range(launches)) / launches
+
+
+def outcome(mistake, seed):
+    try:
+        return "right numbers" if multiply(mistake, mistake.completion, seed) < 0.003 else WRONG
+    except emulator.Fault as fault:
+        return str(fault)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("completion", [AT_ONCE, LATE])
+def test_the_right_kernel_has_no_fault(completion, seed):
+    assert multiply(None, completion, seed) < 0.003
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_noticed(name):
+    mistake = MISTAKES[name]
+    outcomes = []
+    for seed in SEEDS:
+        outcomes.append(outcome(mistake, seed))
+        if mistake.noticed in outcomes[-1]:
+            return
+    pytest.fail("\n\n".join(outcomes))
+
+
+def test_a_launch_waits_for_the_one_before():
+    mistake = Mistake(r"griddepcontrol\.wait;", 0, "", "")
+    for case, launches in (None, 2), (mistake, 1):
+        assert multiply(case, AT_ONCE, 0, launches) < 0.003
+    with pytest.raises(emulator.Fault, match=r"no thread executes griddepcontrol.wait(.|\n)*launch 1"):
+        multiply(mistake, AT_ONCE, 0, launches=2)
