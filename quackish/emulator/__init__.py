@@ -130,7 +130,7 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name:
 
 
 def _check_order(launch: Any, grid: Grid, report: Report) -> None:
-    # "If the prerequisite grid uses griddepcontrol.launch_dependents, then the dependent grid must use
+    # "If the prerequisite grid is using griddepcontrol.launch_dependents, then the dependent grid must use
     # griddepcontrol.wait to ensure correct functional execution." (PTX, griddepcontrol)
     if getattr(launch, "programmatic", False) and report.lets_next_begin and not grid.waits_for_previous:
         raise Fault(
