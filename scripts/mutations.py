@@ -1,11 +1,11 @@
 """Mutation tests: 20 one-line mistakes in kernels and host code, each of which must fail a test.
 
-    python scripts/mutations.py --jobs 4                  # all of them, on a GPU host
+    python scripts/mutations.py --jobs 2                  # all of them
     python scripts/mutations.py --only lce_rows_without_wait
 
 Each mutation is applied to its own copy of the tree, with its own kernel cache. Its tests run there until the first
 failure; they must pass without the mutation. A run that exceeds --timeout counts as killed, because a mistake in a
-kernel may deadlock. Without a GPU, mutations that only GPU tests can kill are not run.
+kernel may deadlock. No GPU is needed: tests of kernels run them in the emulator.
 
 The exit status is 0 if every mutation was killed, else 1.
 """
@@ -43,40 +43,40 @@ KERNELS, OPS = "quackish/kernels", "quackish/ops"
 
 MUTATIONS = (
     # GEMM
-    Mutation(  # first, so that other mutations run during its timeout
+    Mutation(
         "gemm_stage_never_released",
         f"{KERNELS}/common/wgmma.py",
         "has been read\n            loaded.consumer_release(released)\n",
         "has been read\n",
-        "tests/test_lce_gemms.py -k 'dx_to_the_rows_of_order and bfloat16 and 640 and kernels'",
+        "tests/test_emulator_mistakes.py -k test_the_right_kernel_has_no_fault",
     ),
     Mutation(
         "split_k_tail_wrong_item",
         f"{KERNELS}/common/split_k_tail.py",
         "tile = plan.first_split * clusters + q % plan.tail",
         "tile = plan.first_split * clusters + q // plan.splits",
-        "tests/test_lce_gemms.py -k 'clusters_share_the_tiles and 264 and 300 and False and not live'",
+        "tests/test_emulate_details.py -k test_tail_tiles_are_split_along_k",
     ),
     Mutation(
         "split_k_tail_tickets_not_reset",
         f"{KERNELS}/common/split_k_tail.py",
         "limit = Uint32(splits - 1)",
         "limit = Uint32(splits)",
-        "tests/test_lce_gemms.py -k 'clusters_share_the_tiles and 264 and 300 and False and not live'",
+        "tests/test_emulate_details.py -k test_tail_tiles_are_split_along_k",
     ),
     Mutation(
         "softmax_flag_of_other_rows",
         f"{KERNELS}/common/epilogue_softmax.py",
         "cutlass.min(1 + tm * per_cluster + i, last)",
         "cutlass.min(tm * per_cluster + i, last)",
-        "tests/test_lce_gemms.py -k any_single_row_is_recomputed",
+        "tests/test_emulate_details.py -k test_a_row_far_above_its_target_is_recomputed",
     ),
     Mutation(
         "rounding_tie_to_the_other_side",
         f"{KERNELS}/common/epilogue_store.py",
         "if (bits & 0x1FFFF) == 0x8000:",
         "if (bits & 0x1FFFF) == 0x18000:",
-        "tests/test_lce_gemms.py -k dw_rounding_residual_of_ties",
+        "tests/test_emulate_details.py -k test_rounding_residual_of_ties",
     ),
     # linear cross entropy, around the GEMMs
     Mutation(
@@ -84,35 +84,35 @@ MUTATIONS = (
         f"{KERNELS}/linear_cross_entropy/rows.py",
         "after_previous()",
         "cute.arch.griddepcontrol_launch_dependents()",
-        "tests/test_linear_cross_entropy_gpu.py -k rows_wait_for_recomputed_tiles",
+        "tests/test_emulate_details.py -k test_each_launch_waits_for_the_one_before",
     ),
     Mutation(
         "lce_gather_without_wait",
         f"{KERNELS}/linear_cross_entropy/gather.py",
         "after_previous()",
         "cute.arch.griddepcontrol_launch_dependents()",
-        "tests/test_lce_kernels.py -k gather_waits_for_compact",
+        "tests/test_emulate_details.py -k test_each_launch_waits_for_the_one_before",
     ),
     Mutation(
         "lce_compact_divides_by_no_class",
         f"{KERNELS}/linear_cross_entropy/compact.py",
         "if counted > 0:",
         "if live > 0:",
-        "tests/test_lce_kernels.py -k compact_with_invalid_targets",
+        "tests/test_emulate_details.py -k test_compact_and_sort_write_what_their_stand_ins_write",
     ),
     Mutation(
         "lce_sort_ties_reversed",
         f"{KERNELS}/linear_cross_entropy/sort.py",
         "(other == t and k < lane)",
         "(other == t and k > lane)",
-        "tests/test_lce_kernels.py -k test_sort",
+        "tests/test_emulate_details.py -k test_compact_and_sort_write_what_their_stand_ins_write",
     ),
     Mutation(
         "lce_sort_any_slot_of_a_class",
         f"{KERNELS}/linear_cross_entropy/sort.py",
         "cute.arch.atomic_min(a.first_slot_of_class + t, slot)",
         "store_at(a.first_slot_of_class, t, slot)",
-        "tests/test_lce_kernels.py -k test_sort",
+        "tests/test_emulate_details.py -k test_compact_and_sort_write_what_their_stand_ins_write",
     ),
     # RMSNorm's kernels
     Mutation(
@@ -120,21 +120,21 @@ MUTATIONS = (
         f"{KERNELS}/rms_norm_fwd.py",
         "(rX.load() + rR.load()).to(res.dtype).to(Float32)",
         "rX.load() + rR.load()",
-        "tests/test_rms_norm_gpu.py -k norm_of_the_rounded_res",
+        "tests/test_emulate_details.py -k test_y_is_the_norm_of_the_rounded_sum",
     ),
     Mutation(
         "rms_norm_backward_leaves_out_the_last_round",
         f"{KERNELS}/rms_norm_bwd.py",
         "(num_tiles - worker + num_workers - 1) // num_workers",
         "num_tiles // num_workers",
-        "tests/test_rms_norm_gpu.py -k '20_runs_are_equal and 4097-256'",
+        "tests/test_emulate_details.py -k test_gradients_of_all_rows_and_columns",
     ),
     Mutation(
         "column_sum_leaves_out_the_last_slice",
         f"{KERNELS}/common/column_sum.py",
         "const_expr(-(-self.width // (4 * lanes)))",
         "const_expr(self.width // (4 * lanes))",
-        "tests/test_rms_norm_gpu.py -k 'test_numbers and 257'",
+        "tests/test_emulate_details.py -k test_gradients_of_all_rows_and_columns",
     ),
     # host code
     Mutation(
