@@ -15,7 +15,7 @@ import torch
 import quackish
 from quackish import emulation, emulator
 from quackish.gpu import H200
-from quackish.ops.device import Device, substitute
+from quackish.ops.device import Device, device_of, substitute
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.testing.errors import error
 
@@ -147,3 +147,19 @@ def test_a_launch_waits_for_the_one_before():
         assert multiply(case, AT_ONCE, 0, launches) < 0.003
     with pytest.raises(emulator.Fault, match=r"no thread executes griddepcontrol.wait(.|\n)*launch 1"):
         multiply(mistake, AT_ONCE, 0, launches=2)
+
+
+def test_a_fault_says_how_to_repeat_it():
+    """It gives the call that the user made, and everything that the run depends on."""
+    a, b, ends, _ = operands()
+    broken = kernel_with(MISTAKES["stage of the loop never released"])
+    with quackish.emulate("h100", AT_ONCE, seed=7):
+        device = dataclasses.replace(device_of(torch.device("cpu")), kernel_for=broken, cache={})
+        with substitute("cpu", device), pytest.raises(emulator.Fault) as fault:
+            quackish.grouped_mm(a, b, ends)
+    for part in (
+        "CTA (0, 1, 0), rank 1 of its cluster, warp 0: waits for", "8 arrivals and 0 bytes pending", "PTX line",
+        "grouped_gemm_sm90.py:", "kernel grouped_gemm", "H100 with 132 SMs",
+        "with quackish.emulate(gpu='h100', completion='at_once', seed=7)",
+    ):  # fmt: skip
+        assert part in str(fault.value), (part, str(fault.value))

@@ -175,7 +175,8 @@ def test_a_fault_says_where():
     message = str(error.value)
     for part in (
         f"PTX line {line}, /somewhere/kernel.py:42: st.global.u32", "kernel test", "CTA (0, 0, 0)", "warp 0",
-        "H200", "completion='late'", "seed=5", "outside every tensor", "to repeat it: with emulator.record(",
+        "H200", "completion='late'", "seed=5", "outside every tensor",
+        "to repeat it: the same call with emulator.record(",
     ):  # fmt: skip
         assert part in message, (part, message)
 
@@ -404,7 +405,7 @@ def test_mbarriers_are_aligned():
 def test_a_deadlock_is_reported():
     with pytest.raises(Fault, match="deadlock: no thread can go on") as error:
         mbarrier(WAIT, 1)
-    for part in ("phase 0, 1 of 1 arrivals and 0 bytes pending", "parity 0", "warp", "try_wait", "PTX line"):
+    for part in ("phase 0, 1 of 1 arrivals and 0 bytes pending", "parity 0", "warps 0, 1", "try_wait", "PTX line"):
         assert part in str(error.value), error.value
 
 

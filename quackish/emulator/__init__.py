@@ -140,14 +140,14 @@ def _check_order(launch: Any, grid: Grid, report: Report) -> None:
 
 
 def _circumstances(program: decode.Program, launch: Any, gpu: Any, name: str, report: Report) -> str:
-    kernel = f"{name} ({program.entry.name})" if name else program.entry.name
+    kernel = f"{name} ({program.entry.name[:60]}...)" if name else program.entry.name
     return (
         f"  launch {len(report.launches)}, counted from 0: kernel {kernel}\n"
         f"  grid {launch.grid}, block {launch.block}, cluster {launch.cluster}, "
         f"{launch.shared_bytes} bytes of dynamic shared memory\n"
         f"  gpu {getattr(gpu, 'name', gpu.target)} with {gpu.sm_count} SMs, "
         f"completion={report.completion!r}, seed={report.seed!r}\n"
-        f"  to repeat it: {report.how_to_repeat}"
+        f"  to repeat it: the same call {report.how_to_repeat}"
     )
 
 

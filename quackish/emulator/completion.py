@@ -108,7 +108,7 @@ def _placed(work: Callable[[], Any], place: Callable[[], str]) -> Callable[[], A
         try:
             return work()
         except (Fault, ValueError) as error:
-            raise Fault(f"{error}\n  in asynchronous work of {place()}") from None
+            raise Fault(f"{error}\n  asynchronous work of {place()}") from None
 
     return do
 

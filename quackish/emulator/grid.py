@@ -305,13 +305,13 @@ class Grid:
         cta, lanes, block, steps = self._running
         end = self.program.blocks[block].size - 1
         step = end if steps is None else len(self.program.blocks[block].steps) - operator.length_hint(steps) - 1
-        return lambda: f"{cta}, {lanes.describe()}\n    at {self.program.location(block, step)}"
+        return lambda: f"{cta.describe()}, {lanes.describe()}\n    at {self.program.location(block, step)}"
 
     def _located(self, error: Exception) -> Exception:
         """A fault, with where it happened. Other errors are the emulator's own."""
         kind: Callable[[str], Exception] = Fault if isinstance(error, (Fault, ValueError)) else RuntimeError
         prefix = "" if isinstance(error, (Fault, ValueError)) else f"the emulator failed: {type(error).__name__}: "
-        return kind(f"{prefix}{error}\n  {self._place()()}")
+        return kind(f"{prefix}{error}\n  executing: {self._place()()}")
 
 
 class _Idle:
@@ -344,20 +344,23 @@ class _Idle:
 
 def _state(cta: Cta) -> list[str]:
     """What the threads of a CTA wait for."""
-    lines = [
-        f"  {cta}, {cta.lanes(parked.mask).describe()}: {parked.reason()}\n    at {parked.location}"
-        for parked in cta.parked
-    ]
+    waits: dict[tuple[str, str], int] = {}  # (what they do, where) -> threads
+    for parked in cta.parked:
+        key = parked.reason(), parked.location
+        waits[key] = waits.get(key, 0) | parked.mask
     for block, mask in cta.fragments.items():
         current = cta.grid.program.blocks[block]
         together = cta.grid._converged(cta, block, mask)
-        loops = "poll memory" if current.polls else "loop"
-        waits = f"wait for {_CONVERGENCE[current.converged]} to come to the same instruction"
         location = cta.grid.program.location(block, 0) if current.size else "the end"
-        for part, what in ((together, loops), (mask & ~together, waits)):
-            if part:
-                lines.append(f"  {cta}, {cta.lanes(part).describe()}: {what}\n    at {location}")
-    return lines
+        if together:
+            waits["poll memory" if current.polls else "loop", location] = together
+        if mask & ~together:
+            others = _CONVERGENCE[current.converged]
+            waits[f"wait for {others} to come to the same instruction", location] = mask & ~together
+    return [
+        f"  {cta.describe()}, {cta.lanes(mask).describe()}: {what}\n    at {location}"
+        for (what, location), mask in sorted(waits.items(), key=lambda item: item[1] & -item[1])
+    ]
 
 
 _CONVERGENCE = {

@@ -71,12 +71,12 @@ class Lanes:
         return np.unique(self.threads // WARP).tolist()
 
     def describe(self) -> str:
-        """Which threads these are, for people: "warps 0, 2" or "threads 0x1 of warp 3"."""
+        """Which threads these are, for people: "warps 0, 2" or "lanes 0x1 of warp 3"."""
         parts: dict[int, list[int]] = {}  # lanes of a warp -> the warps
         for warp in self.warps():
             parts.setdefault(self.mask >> WARP * warp & WARP_MASK, []).append(warp)
         return " and ".join(
-            f"{'' if lanes == WARP_MASK else f'threads {lanes:#x} of '}warp{'s' * (len(warps) > 1)} "
+            f"{'' if lanes == WARP_MASK else f'lanes {lanes:#x} of '}warp{'s' * (len(warps) > 1)} "
             f"{', '.join(map(str, warps))}"
             for lanes, warps in parts.items()
         )
@@ -168,7 +168,10 @@ class Cta:
         self._lanes: dict[int, Lanes] = {}
 
     def __repr__(self) -> str:
-        return f"CTA {self.index}" + (f" (rank {self.rank} of its cluster)" if self.cluster.size > 1 else "")
+        return f"CTA {self.index}"
+
+    def describe(self) -> str:
+        return f"{self}" + (f", rank {self.rank} of its cluster" if self.cluster.size > 1 else "")
 
     def lanes(self, mask: int) -> Lanes:
         lanes = self._lanes.get(mask)
