@@ -51,12 +51,17 @@ def poisoned(monkeypatch):
 
 @pytest.fixture
 def path(request, monkeypatch, limits, poisoned):
-    """Makes linear_cross_entropy use one of lce_cases.PATHS. On a CPU, kernels are emulated."""
+    """Makes linear_cross_entropy use one of lce_cases.PATHS, or run its kernels in the emulator: "kernels-h200/late/0".
+
+    On "cpu", PyTorch code replaces the kernels.
+    """
     from quackish.configs import lce_cublas
     from quackish.ops.device import device_of, substitute, why_unsupported
     from quackish.ops.linear_cross_entropy import cublas
     from quackish.ops.linear_cross_entropy.launches import LceKernels
     from tests import emulated_kernels as emulated
+    from tests.emulator_cases import emulated as in_emulator
+    from tests.emulator_cases import is_emulator
     from tests.lce_cases import Path
 
     torch.manual_seed(0)
@@ -64,25 +69,31 @@ def path(request, monkeypatch, limits, poisoned):
     if kind == "portable":
         yield Path(torch.device(device))
         return
-    if device == "cuda":
-        where = torch.device("cuda", torch.cuda.current_device())
-        if reason := why_unsupported("linear_cross_entropy", "lce_rows", where):
-            pytest.skip(reason)
-        on = dataclasses.replace(device_of(where), cache={})
-    else:
-        where, on = torch.device("cpu"), emulated.device()
     if kind == "cublas":  # exp_logits in two blocks, GEMM results in several
         limits(SHARED_FROM=0)
         monkeypatch.setattr(lce_cublas, "PRODUCT_BYTES", 1 << 19)
-        if device == "cpu":
-            for name in ("mm", "addmm"):
-                monkeypatch.setattr(cublas, name, getattr(emulated, name))
-    k = emulated.counted(on, cublas.CublasKernels if kind == "cublas" else LceKernels)
-    with substitute(where, on):
-        if kind == "cublas":
-            yield Path(where, k, close=1e-4, is_cublas=True)
+    with contextlib.ExitStack() as stack:
+        where = torch.device("cpu")
+        if device == "cuda":
+            where = torch.device("cuda", torch.cuda.current_device())
+            if reason := why_unsupported("linear_cross_entropy", "lce_rows", where):
+                pytest.skip(reason)
+            on = dataclasses.replace(device_of(where), cache={})
+        elif is_emulator(device):
+            stack.enter_context(in_emulator(device))
+            on = device_of(where)
         else:
-            yield Path(where, k, close=2e-6 if device == "cpu" else 1e-5)
+            on = emulated.device()
+            if kind == "cublas":
+                for name in ("mm", "addmm"):
+                    monkeypatch.setattr(cublas, name, getattr(emulated, name))
+        k = emulated.counted(on, cublas.CublasKernels if kind == "cublas" else LceKernels)
+        stack.enter_context(substitute(where, on))
+        how = dict(is_small=is_emulator(device), approximates=device != "cpu")
+        if kind == "cublas":
+            yield Path(where, k, close=1e-4, is_cublas=True, **how)
+        else:
+            yield Path(where, k, close=2e-6 if device == "cpu" else 1e-5, **how)
 
 
 @pytest.fixture

@@ -1,36 +1,37 @@
-"""A Device whose kernels run in the emulator, for tensors of the CPU."""
+"""On which emulated GPUs tests run the kernels, and how.
 
+A name such as "h200/late/0" has the GPU, the completion and the seed. The GPUs have 4 SMs, which makes launches small.
+"""
+
+import contextlib
 import dataclasses
-import functools
-import tempfile
 
-from quackish import emulator, kernels
-from quackish.configs.choose import choose
-from quackish.gpu import B200, H200
-from quackish.launch.compile import compile_kernel, lock
-from quackish.ops.device import Device
-from quackish.ops.kernel_for import Kernel
+import pytest
 
-SMALL_H200 = dataclasses.replace(H200, sm_count=4)  # takes little scratch for GEMMs
-SMALL_B200 = dataclasses.replace(B200, sm_count=4)
+import quackish
+from quackish.gpu import NAMED, Gpu
 
 
-@functools.cache
-def _folder():
-    return tempfile.mkdtemp(prefix="quackish-emulator-")
+def small(gpu: Gpu) -> Gpu:
+    return dataclasses.replace(gpu, sm_count=4)
 
 
-@functools.cache
-def load(name, problem, config, gpu):
-    options = f"--keep-ptx --generate-line-info --dump-dir {_folder()}"
-    with lock:
-        return emulator.load(compile_kernel(kernels.find(name, gpu), problem, config, gpu.target, options), gpu)
+# The first one is for every run of the tests. Together they have both completions and two seeds for each target.
+QUICK = "h200/late/0"
+HOPPER = [QUICK, "h200/at_once/1", "h200/late/1", "h200/at_once/0"]
+BLACKWELL = ["b200/late/0", "b200/at_once/1", "b300/late/1", "b300/at_once/0"]
+ONE_EACH = [QUICK, "h200/at_once/1", "b200/late/1", "b300/at_once/0"]
 
 
-def kernel_for(name, problem, gpu):
-    config = choose(name, problem, gpu).config
-    return Kernel(load(name, problem, config, gpu), config)
+def params(names: list[str], prefix: str = "", quick: tuple[str, ...] = (QUICK,)) -> list:
+    """Parameters of a fixture. Those that are not `quick` are exhaustive."""
+    return [pytest.param(prefix + name, marks=() if name in quick else pytest.mark.exhaustive) for name in names]
 
 
-def device(gpu=SMALL_H200):
-    return Device(gpu, kernel_for)
+def is_emulator(name: str) -> bool:
+    return "/" in name
+
+
+def emulated(name: str) -> contextlib.AbstractContextManager:
+    gpu, completion, seed = name.split("/")
+    return quackish.emulate(small(NAMED[gpu]), completion, int(seed))

@@ -1,6 +1,7 @@
 """The GEMMs of linear cross entropy, ours and cuBLAS: compiled on any host, and compared with the emulation."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -193,7 +194,21 @@ SHAPES = [
     dict(rows=256, live=0, start=128),
     dict(rows=1500, v=5003, h=96, live=1025),
 ]
-on_launchers = pytest.mark.parametrize("path", PATHS[3:], indirect=True)  # not the emulation of ours
+ON_LAUNCHERS = PATHS[3:]  # not the emulation of ours
+IN_EMULATOR = [pytest.param(f"{kind}-{name}", marks=pytest.mark.exhaustive) for kind, name in (
+    ("kernels", "h200/late/0"), ("kernels", "h200/at_once/1"), ("cublas", "b200/late/1"), ("cublas", "b300/at_once/0")
+)]  # fmt: skip
+on_launchers = pytest.mark.parametrize("path", ON_LAUNCHERS + IN_EMULATOR, indirect=True)
+
+
+def shapes_on_launchers():
+    """(shape, path). The emulator is slow: two shapes on Hopper, one on Blackwell."""
+    for shape, path in itertools.product(SHAPES, ON_LAUNCHERS + IN_EMULATOR):
+        if path in ON_LAUNCHERS or shape is SHAPES[2] or (shape is SHAPES[0] and path is IN_EMULATOR[0]):
+            yield pytest.param(shape, *path.values, marks=path.marks, id=f"{shape}-{path.values[0]}")
+
+
+on_shapes = pytest.mark.parametrize("shape, path", list(shapes_on_launchers()), indirect=["path"])
 SOFTMAX = {
     "plain": {},
     "softcap": dict(softcap=3.0),
@@ -234,8 +249,7 @@ def softmax(c, k=None, softcap=None, bias=None, stored=True, wsum=False, weighte
     return SimpleNamespace(exp_logits=after.out.first, exp_logits2=after.out.second, **after.epilogue._asdict())
 
 
-@on_launchers
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_shapes
 @pytest.mark.parametrize("options", SOFTMAX)
 def test_softmax(shape, options, path):
     c = Case(**shape)
@@ -289,8 +303,7 @@ def dlogits(c, k, epilogue, smoothing=False):
     return launch(k, "dlogits", live_x=c.x, w=c.w, out=out, **args).out
 
 
-@on_launchers
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_shapes
 @pytest.mark.parametrize("options", ["plain", "fp16", "softcap", "bias", "smoothing", "weighted", "entropy"])
 def test_dlogits(shape, options, path):
     c = Case(**shape, dtype=FP16 if options == "fp16" else BF16)
@@ -319,8 +332,7 @@ def dx(c, k, e, out):
     return launch(k, "dx", e=e, w=c.w, state=c.num_live, start=c.start, out=out, epilogue=epilogue).out
 
 
-@on_launchers
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_shapes
 @pytest.mark.parametrize("out", [BF16, FP32], ids=str)
 def test_dx_to_the_rows_of_order(shape, out, path):
     c = Case(**shape)
@@ -352,8 +364,7 @@ def dw_args(c, out, accumulate=False, residual=None, factor=None):
     return dict(e=c.e, scaled_x=c.x, state=c.num_live, start=c.start, **args)
 
 
-@on_launchers
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_shapes
 @pytest.mark.parametrize("out, accumulate", [(BF16, False), (FP16, False), (FP32, False), (FP32, True)], ids=str)
 @pytest.mark.parametrize("factor", [None, 2.0**-12])
 def test_dw(shape, out, accumulate, factor, path):
