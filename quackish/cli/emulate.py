@@ -50,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
     op = OPERATIONS[args.op]
     call_args = operations.arguments_of(args, op, _ENTRIES, torch.device("cpu"))
     try:
-        from quackish.emulator import Fault
+        from quackish.emulator import Fault, ToolMissing
     except ImportError as why:
         raise CommandError(str(why)) from None
     try:
         with quackish.emulate(args.gpu, args.completion, args.seed) as report:
             results = op.call(call_args, "auto")
-    except UnsupportedError as why:
+    except (UnsupportedError, ToolMissing) as why:
         raise CommandError(str(why)) from None
     except Fault as fault:
         print(fault)

@@ -230,7 +230,11 @@ class HostRegions:
             if candidate.device.type == "cpu":
                 try:
                     storage = candidate.untyped_storage()
-                except (NotImplementedError, RuntimeError):  # a tensor without memory of its own
+                    storage.data_ptr()
+                except (
+                    NotImplementedError,
+                    RuntimeError,
+                ):  # without memory of its own, as torch.compile's fake tensors
                     continue
                 if storage._cdata not in self._storages:
                     self._storages[storage._cdata] = StorageWeakRef(storage)
