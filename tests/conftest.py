@@ -165,10 +165,11 @@ def norm_anywhere(request):
 
 @pytest.fixture
 def where(request, poisoned):
-    """Makes grouped_mlp use the path that a test's `on_every_path` names."""
+    """Makes grouped_mlp use the path that a test's `on_every_path` names, or run its kernel in the emulator."""
     from quackish.gpu import H200
     from quackish.ops.device import Device, substitute, why_unsupported
     from tests import emulated_kernels
+    from tests.emulator_cases import emulated, is_emulator
     from tests.grouped_mlp_cases import BF16, FP16, FP64, Where
 
     kind, device = request.param.split("-")
@@ -178,6 +179,10 @@ def where(request, poisoned):
     if kind == "emulated":
         with substitute("cpu", Device(H200, emulated_kernels.kernel_for)):
             yield Where(device, "cute", (BF16, FP16))
+        return
+    if is_emulator(device):
+        with emulated(device):
+            yield Where("cpu", "cute", (BF16,))
         return
     if reason := why_unsupported("grouped_mlp", "grouped_gemm", torch.device("cuda", torch.cuda.current_device())):
         pytest.skip(reason)

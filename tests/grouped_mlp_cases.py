@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from quackish import grouped_mlp
 from quackish.reference import grouped_mlp as reference
 from quackish.testing.errors import same_bits
+from tests.emulator_cases import HOPPER
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SIZES = (0, 1, 63, 64, 65, 0, 127, 129, 0)
@@ -25,15 +26,14 @@ MANY = {
 }
 
 
-on_every_path = pytest.mark.parametrize(
-    "where",
-    [
-        "portable-cpu",
-        "emulated-cpu",
-        *(pytest.param(name, marks=pytest.mark.gpu) for name in ("portable-cuda", "kernels-cuda")),
-    ],
-    indirect=True,
-)
+PATHS = [
+    "portable-cpu",
+    "emulated-cpu",
+    *(pytest.param(name, marks=pytest.mark.gpu) for name in ("portable-cuda", "kernels-cuda")),
+]
+IN_EMULATOR = [pytest.param(f"kernels-{name}", marks=pytest.mark.exhaustive) for name in HOPPER]
+on_every_path = pytest.mark.parametrize("where", PATHS, indirect=True)
+on_every_path_and_emulator = pytest.mark.parametrize("where", PATHS + IN_EMULATOR[:2], indirect=True)
 
 
 class Where(NamedTuple):

@@ -20,7 +20,10 @@ from tests.grouped_mlp_cases import (
     FP16,
     FP32,
     FP64,
+    IN_EMULATOR,
+    MANY,
     NAMES,
+    PATHS,
     SIZES,
     TAIL,
     assert_same,
@@ -29,6 +32,7 @@ from tests.grouped_mlp_cases import (
     in_fp64,
     make,
     on_every_path,
+    on_every_path_and_emulator,
     step,
 )
 
@@ -38,10 +42,23 @@ from tests.grouped_mlp_cases import (
 KINDS = [(a, split) for a in reference.ACTIVATIONS for split in (False, True) if a in reference.GATED or not split]
 
 
-@on_every_path
-@pytest.mark.parametrize("biases, scales", list(itertools.product([False, True], repeat=2)))
-@pytest.mark.parametrize("activation, split", KINDS)
-def test_against_a_loop_over_experts_in_fp64(activation, split, biases, scales, where):
+def paths_and_options():
+    """(where, biases, scales, activation, split). In the emulator each kind has one pair of options."""
+    for biases, scales in itertools.product([False, True], repeat=2):
+        for kind in KINDS:
+            for path in map(pytest.param, PATHS[:2]):
+                yield pytest.param(*path.values, biases, scales, *kind)
+            for path in PATHS[2:]:
+                yield pytest.param(*path.values, biases, scales, *kind, marks=path.marks)
+    for i, kind in enumerate(KINDS):
+        for j, path in enumerate(IN_EMULATOR):
+            quick = kind == ("swiglu", False) and j == 0
+            options = (True, True) if quick else (bool(i + j & 1), bool(i + j & 2))
+            yield pytest.param(*path.values, *options, *kind, marks=() if quick else path.marks)
+
+
+@pytest.mark.parametrize("where, biases, scales, activation, split", list(paths_and_options()), indirect=["where"])
+def test_against_a_loop_over_experts_in_fp64(where, biases, scales, activation, split):
     for dtype in where.dtypes:
         how = dict(activation=activation, split=split, biases=biases, scales=scales, device=where.device, dtype=dtype)
         case, dy = make(**how) if where.backend == "reference" else make(h=72, i=88, **how)
@@ -61,7 +78,7 @@ def test_against_a_loop_over_experts_in_fp64(activation, split, biases, scales, 
             assert same_bits(recomputed, got[name]), name
 
 
-@on_every_path
+@on_every_path_and_emulator
 def test_no_gradient_at_the_limits_of_clamped_swiglu(where):
     """Preactivations that are exactly -7 or 7: gate has no gradient at 7, up at neither."""
     h = 8
@@ -78,7 +95,7 @@ def test_no_gradient_at_the_limits_of_clamped_swiglu(where):
             assert error(got[name], truth).norm <= 2 * torch.finfo(dtype).eps, name
 
 
-@on_every_path
+@on_every_path_and_emulator
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_a_preactivation_beyond_fp16_is_infinite_in_forward_too(activation, where):
     """65519 rounds to 65504 and 65520 to infinity. Backward reads the rounded one."""
@@ -108,7 +125,7 @@ def test_a_preactivation_beyond_fp16_is_infinite_in_forward_too(activation, wher
         assert same_bits(grouped_mlp(**case, backend=where.backend), got["y"])
 
 
-@on_every_path
+@on_every_path_and_emulator
 def test_small_and_empty_shapes(where):
     for sizes, h, i, tail in (((3,), 1, 1, 0), ((0, 0), 5, 3, 0), ((0, 0), 5, 3, 4), ((2, 0), 8, 1, 0)):
         if where.backend == "cute":
@@ -167,6 +184,17 @@ def test_mixed_dtypes_and_autocast():
     for name, t in want.items():
         assert same_bits(got[name], t if name == "y" else t.float())
         assert name == "y" or got[name].dtype == case[name].dtype
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", [IN_EMULATOR[1], IN_EMULATOR[2]], indirect=True)
+@pytest.mark.parametrize("h, i", [sizes[1:] for name, sizes in MANY.items() if name != "groups"])
+def test_every_tile_in_the_emulator(h, i, where):
+    """With few rows: the tiles depend on H and I."""
+    case, dy = make((5, 0, 130), h, i, dtype=BF16)
+    want = {**step(experts, in_fp64(case), dy.double(), kept=BF16), "y": experts(**in_fp64(case))}
+    for name, got in where.run(case, dy).items():
+        assert error(got, want[name]).norm <= 0.5 * torch.finfo(BF16).eps, name
 
 
 # Rows and groups ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm
 from quackish.testing import assert_close_to_fp64
 from quackish.testing.errors import error, same_bits
 from quackish.testing.inputs import KINDS
+from tests import rms_norm_truth as truth
+from tests.emulator_cases import BLACKWELL, HOPPER, ONE_EACH, QUICK, emulated
 from tests.rms_norm_cases import (
     BF16,
     FLOATS,
@@ -293,3 +295,53 @@ def test_module_options():
     torch.testing.assert_close(y, F.rms_norm(x, (3, 4)))
     with pytest.raises(ValueError, match=r"RMSNorm: x is \(2, 3\); expected \(\.\.\., 3, 4\)"):
         multi(torch.ones(2, 3))
+
+
+# In the emulator ------------------------------------------------------------------------------------------------------
+
+# M, N and options of `make_case`: short and long rows, odd ones, rows split over clusters, dtypes, residual and bias.
+EMULATED = {
+    "many rows": (130, 64, dict(weight=BF16)),
+    "everything": (20, 1000, dict(bias=BF16, residual=FP32, out_dtype=FP16, weight_offset=1.0)),
+    "odd": (7, 257, dict(weight=BF16, bias=BF16, residual=BF16)),
+    "staged rows": (9, 4096, dict(weight=BF16)),
+    "fp16": (9, 2056, dict(x=FP16, weight=FP16)),
+    "fp32": (5, 8200, dict(x=FP32)),
+    "another residual dtype": (5, 520, dict(weight=BF16, residual=BF16, residual_dtype=FP32)),
+    "no weight": (5, 512, dict(weight=None)),
+    "cluster of 4": (5, 20_000, dict(weight=BF16)),
+    "cluster of 16": (2, 262_144, dict(weight=BF16)),
+}
+
+
+def in_emulator():
+    """(case, setting): some cases run every way, the others once on each GPU."""
+    for name in EMULATED:
+        every_way = name in ("everything", "staged rows", "cluster of 4")
+        for setting in HOPPER + BLACKWELL if every_way else ONE_EACH:
+            marks = () if (name, setting) == ("everything", QUICK) else pytest.mark.exhaustive
+            yield pytest.param(name, setting, marks=marks)
+
+
+@pytest.mark.parametrize("name, setting", list(in_emulator()))
+def test_errors_in_the_emulator_are_within_the_bounds_of_a_gpu(name, setting):
+    m, n, options = EMULATED[name]
+    case = truth.make_case(m, n, **options)
+    with emulated(setting, sm_count=16 if n > 65_536 else 4) as report:
+        truth.assert_close(case, truth.step(case))
+    assert [launch.kernel for launch in report.launches] == ["rms_norm_fwd", "rms_norm_bwd"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("setting", ONE_EACH)
+@pytest.mark.parametrize("m, heads, n", [(9, 7, 257), (20, 6, 128), (3, 3, 16_384)])
+def test_a_weight_per_head_in_the_emulator(m, heads, n, setting):
+    x, r = (rows((m, heads, n), dtype, seed=seed) for seed, dtype in enumerate((BF16, FP32)))
+    w, b = (weights(heads * n, dtype, seed=2).view(heads, n) for dtype in (BF16, FP32))
+
+    def true_norm(x, w, b, r):
+        return F.rms_norm(x + r, (n,), None, 1e-6) * w + b, x + r
+
+    with emulated(setting, sm_count=16):  # all heads' CTAs are resident
+        inputs = map(leaf, (x, w, b, r))
+        assert_close_to_fp64(lambda x, w, b, r: rms_norm(x, w, b, residual=r, eps=1e-6), true_norm, *inputs)
