@@ -419,6 +419,9 @@ def _float_meaning(parts: list[str]) -> Meaning | None:
     def of_floats(function):
         return lambda *operands: bits_of(ftz(function(*(ftz(float_of(operand)) for operand in operands))))
 
+    if operation == "mul" and "ftz" in modifiers:
+        # An H200 flushes products that are subnormal before they are rounded. Products in fp64 are exact.
+        return of_floats(lambda a, b: exact.flushed(a * b) and exact.mul(a, b, rounding=rounding))
     if operation in FLOAT_OPERATIONS:
         function = FLOAT_OPERATIONS[operation]
         return of_floats(lambda *operands: function(*operands, rounding=rounding))

@@ -172,13 +172,22 @@ def _flushing(function):
 
 instruction("add{,.rn}.ftz.f32", "f32 = f32, f32")(_flushing(numbers.add))
 instruction("sub{,.rn}.ftz.f32", "f32 = f32, f32")(_flushing(numbers.sub))
-instruction("mul{,.rn}.ftz.f32", "f32 = f32, f32")(_flushing(numbers.mul))
 instruction("fma.rn.ftz.f32", "f32 = f32, f32, f32")(_flushing(numbers.fma))
 instruction("rcp.approx.ftz.f32", "f32 = f32")(_flushing(numbers.approximate_rcp))
 instruction("rsqrt.approx.ftz.f32", "f32 = f32")(_flushing(numbers.approximate_rsqrt))
 instruction("sqrt.approx.ftz.f32", "f32 = f32")(_flushing(numbers.approximate_sqrt))
 instruction("ex2.approx.ftz.f32", "f32 = f32")(_flushing(numbers.approximate_ex2))
 instruction("lg2.approx.ftz.f32", "f32 = f32")(_flushing(numbers.approximate_lg2))
+
+
+@instruction("mul{,.rn}.ftz.f32", "f32 = f32, f32")
+def mul_flushing(a, b):
+    """An H200 also flushes a product that rounding would make normal."""
+    a, b = numbers.flush(a), numbers.flush(b)
+    result = numbers.mul(a, b)
+    is_subnormal = np.abs(np.multiply(a, b, dtype=np.float64)) < 2.0**-126  # exact in fp64
+    return np.where(is_subnormal, np.copysign(np.float32(0), result), result)
+
 
 # Pairs of fp32 numbers (sm_100)
 
