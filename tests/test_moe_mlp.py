@@ -1,5 +1,6 @@
 """moe_mlp, from a router's choice to the sum of the experts' results: against a loop over tokens, in fp64."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -17,9 +18,11 @@ from quackish.ops.kernel_for import Kernel
 from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.errors import same_bits
 from tests import emulated_kernels
+from tests.emulator_cases import HOPPER, ONE_EACH, QUICK, emulated
 from tests.variants import check_compiles, one_per
 
 T, K, E, H, I = 40, 3, 5, 24, 16  # noqa: E741
+exhaustive_settings = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ONE_EACH]
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -179,6 +182,15 @@ def test_kernels_against_a_loop_over_tokens(launched):
     assert launched.count("token_rows") == 4 * launched.count("grouped_gemm") // 6
 
 
+@pytest.mark.parametrize("setting", [QUICK, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in HOPPER[1:])])
+def test_a_loop_over_tokens_in_the_emulator(setting):
+    inputs = make(torch.bfloat16)
+    with emulated(setting) as report:
+        assert_close_to_fp64(quackish.moe_mlp, by_loop, *inputs, slack=8.0)
+    names = [launch.kernel for launch in report.launches]
+    assert names.count("token_rows") == 4 * names.count("grouped_gemm") // 6 > 0
+
+
 def test_saved_tensors_of_other_strides(launched):
     inputs = make(torch.bfloat16)
     want = gradients(inputs)
@@ -287,24 +299,27 @@ def test_token_rows_compiles(gpu, n, op):
     check_compiles("token_rows", problem, config, gpu)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("where", [pytest.param("cuda", marks=pytest.mark.gpu), *exhaustive_settings])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n, k", TOKEN_ROWS)
-def test_token_rows_are_copied_and_summed_in_order(n, k, dtype):
-    tokens = torch.randn(100, n, device="cuda").to(dtype)
-    rows = torch.randperm(100 * k, device="cuda").view(100, k)
-    steps = steps_of(device_of(tokens.device))
-    copies = steps.copy_rows(tokens, rows)
-    assert same_bits(copies[rows], tokens[:, None].expand(-1, k, -1))
-    x = torch.randn_like(copies)
+def test_token_rows_are_copied_and_summed_in_order(n, k, dtype, where):
+    on_gpu = where == "cuda"
+    device, m = ("cuda", 100) if on_gpu else ("cpu", 9)
+    tokens = torch.randn(m, n, device=device).to(dtype)
+    rows = torch.randperm(m * k, device=device).view(m, k)
+    x = torch.randn(m * k, n, device=device).to(dtype)
     if k > 2:  # each order rounds other small rows to the last bits of the two large ones, which cancel
         x *= 2.0**-10
         x[rows[:, 1]] *= 2.0**20
         x[rows[:, 2]] = -x[rows[:, 1]]
-    total = torch.zeros(100, n, device="cuda")
+    with contextlib.nullcontext() if on_gpu else emulated(where):
+        steps = steps_of(device_of(tokens.device))
+        copies, sums = steps.copy_rows(tokens, rows), steps.sum_rows(x, rows)
+    assert same_bits(copies[rows], tokens[:, None].expand(-1, k, -1))
+    total = torch.zeros(m, n, device=device)
     for one in rows.unbind(1):
         total += x[one].float()
-    assert same_bits(steps.sum_rows(x, rows), total.to(dtype))
+    assert same_bits(sums, total.to(dtype))
 
 
 WRONG = {
