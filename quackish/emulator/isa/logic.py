@@ -110,10 +110,12 @@ for _name, _compare in _UNSIGNED.items():
 for _name, _compare in _FLOAT_COMPARISONS.items():
     _declare_comparison(_name, "f32", _compare)
 
-    def _compare_bf16(a, b, compare=_compare):
-        return compare(numbers.bf16_to_f32(a), numbers.bf16_to_f32(b))
+    for _type, _widen in (("bf16", numbers.bf16_to_f32), ("f16", numbers.f16_to_f32)):
 
-    _declare_comparison(_name, "bf16", _compare_bf16)
+        def _compare_16_bits(a, b, compare=_compare, widen=_widen):
+            return compare(widen(a), widen(b))
+
+        _declare_comparison(_name, _type, _compare_16_bits)
 
 # Selection
 
