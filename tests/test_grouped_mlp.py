@@ -188,7 +188,7 @@ def test_mixed_dtypes_and_autocast():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("where", [IN_EMULATOR[1], IN_EMULATOR[2]], indirect=True)
+@pytest.mark.parametrize("where", [IN_EMULATOR[1]], indirect=True)
 @pytest.mark.parametrize("h, i", [sizes[1:] for name, sizes in MANY.items() if name != "groups"])
 def test_every_tile_in_the_emulator(h, i, where):
     """With few rows: the tiles depend on H and I."""
