@@ -3,7 +3,7 @@
     python -m benchmarks.first_use
 
 Each sample is a new process. A first call is forward and backward. Without a GPU it is only the work of the launcher,
-for an H200: compiling (cold) or loading (warm) the kernels. The exit status is 1 if a bar is missed.
+for an H200: compiling (cold) or loading (warm) the kernels. The exit status is 1 if a target is missed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SHAPES = {"rms_norm": "4096x4096", "linear_cross_entropy": "1024x2048x32000"}
-BARS = {"import quackish": 1.0, "cold": 5.0, "warm": 0.1}  # seconds
+TARGETS = {"import quackish": 1.0, "cold": 5.0, "warm": 0.1}  # seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     from quackish.profiling import text_table
 
     lines = [_line(what, cache, samples) for (what, cache), samples in measured.items()]
-    print(text_table(["first", "cache", "seconds", "maximum", "bar", "", ""], lines, "llrrrll"))
+    print(text_table(["first", "cache", "seconds", "maximum", "target", "", ""], lines, "llrrrll"))
     return 1 if any("FAIL" in line for line in lines) else 0
 
 
@@ -51,9 +51,17 @@ def _in_a_process(measure: str, cache: str | None = None) -> dict[str, Any]:
 
 
 def _line(what: str, cache: str, samples: list[dict[str, Any]]) -> list[str]:
-    seconds, last, bar = [sample["seconds"] for sample in samples], samples[-1], BARS[cache or what]
-    word = "PASS" if statistics.median(seconds) < bar and not last.get("cuda_initialized") else "FAIL"
-    return [what, cache, f"{statistics.median(seconds):.3f}", f"{max(seconds):.3f}", f"{bar:.1f}", word, last["note"]]
+    seconds, last, target = [sample["seconds"] for sample in samples], samples[-1], TARGETS[cache or what]
+    word = "PASS" if statistics.median(seconds) < target and not last.get("cuda_initialized") else "FAIL"
+    return [
+        what,
+        cache,
+        f"{statistics.median(seconds):.3f}",
+        f"{max(seconds):.3f}",
+        f"{target:.1f}",
+        word,
+        last["note"],
+    ]
 
 
 def _import() -> dict[str, Any]:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness
+from benchmarks.verdicts import at_most, faster, verdict
 from quackish.bench import plots, report
 from quackish.bench.cells import MLP_GEMMS, OURS, Cell, Job, is_ours
 from quackish.bench.measure_grouped_mlp import DATA, ERRORS
-from quackish.bench.report import Verdict, at_most, faster, verdict
+from quackish.bench.report import Verdict
 from quackish.bench.results import Results
 from quackish.bench.table import BENCHES
 from quackish.operations.models import MODELS
@@ -36,9 +37,10 @@ def verdicts(results: Results) -> list[Verdict]:
             continue
         if cell.op == "grouped_mlp":
             lines += at_most(results.ratio(cell, OURS, ROOF), OVER_ROOF, f"{cell}: time / six GEMMs")
+            # moe_mlp has no such target: it adds 4 to these 6, which copy and sum the tokens' rows.
+            lines += at_most(results.value(cell, OURS, "launches"), MOST_LAUNCHES, f"{cell}: launches")
         peers = [name for name in results.providers([cell]) if not is_ours(name)]
         lines += faster(results, cell, OURS, peers, f"{cell}: faster than every peer")
-        lines += at_most(results.value(cell, OURS, "launches"), MOST_LAUNCHES, f"{cell}: launches")
         errors = [(name, *(results.value(cell, who, name) for who in (OURS, "torch"))) for name in ERRORS]
         if errors := [(name, ours, theirs) for name, ours, theirs in errors if ours is not None and theirs]:
             worse = [f"; {name} {ours:.2e} > {theirs:.2e}" for name, ours, theirs in errors if not ours <= theirs]
@@ -47,7 +49,7 @@ def verdicts(results: Results) -> list[Verdict]:
             speedups.append(speedup)
     if speedups:
         mean = math.prod(speedups) ** (1 / len(speedups))
-        lines.append(verdict(mean >= SPEEDUP, f"torch-compile: {mean:.3f} times our time on average, bar {SPEEDUP}"))
+        lines.append(verdict(mean >= SPEEDUP, f"torch-compile: {mean:.3f} times our time on average, target {SPEEDUP}"))
     return lines
 
 

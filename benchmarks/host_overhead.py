@@ -14,16 +14,17 @@ from torch import Tensor
 
 import quackish
 from benchmarks import harness
+from benchmarks.verdicts import at_most
 from quackish.bench.environment import environment
 from quackish.bench.host import host_times, launch_times
 from quackish.bench.measure import reason
-from quackish.bench.report import at_most, markdown_table
+from quackish.bench.report import markdown_table
 from quackish.operations.rms_norm import EPS
 from quackish.testing import inputs
 
 M, N = 128, 1024
 NORMS = ("torch", "quackish", "quack", "liger-cute", "liger-triton")
-BAR, LAUNCH_BAR_US = 1.15, 6.0  # time / torch's time; the slowest launch
+TARGET, LAUNCH_TARGET_US = 1.15, 6.0  # time / torch's time; the slowest launch
 
 
 def norm_of(name: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -68,8 +69,8 @@ def main(argv: Sequence[str] | None = None, repeats: int = 50, norms: int = 64) 
     times = host_times(chains, device, repeats, calls=1)
     us = {name: chain_times.median / norms for name, chain_times in times.items()}
     launch = launch_times(chain("quackish", device, 1), device)
-    verdicts = at_most(us["quackish"] / us["torch"], BAR, "forward + backward / torch's")
-    verdicts += at_most(launch and launch.median, LAUNCH_BAR_US, "the slowest launch", " us")
+    verdicts = at_most(us["quackish"] / us["torch"], TARGET, "forward + backward / torch's")
+    verdicts += at_most(launch and launch.median, LAUNCH_TARGET_US, "the slowest launch", " us")
     lines = [(name, f"{t:.1f}", f"{t / us['torch']:.2f}") for name, t in us.items()]
     about = environment(device, args.commit)
     page = f"# Host time on {about['gpu']}\n\nCommit `{about['commit']}`, driver {about['driver'] or '-'}, torch "

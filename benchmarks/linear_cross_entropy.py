@@ -1,6 +1,6 @@
 """Time, memory and errors of linear cross entropy and every installed peer, forward + backward.
 
-python -m benchmarks.linear_cross_entropy                    # every shape with a bar
+python -m benchmarks.linear_cross_entropy                    # every shape with a target
 python -m benchmarks.linear_cross_entropy --only 65536x4096x128256 --append   # one of these again
 python -m benchmarks.linear_cross_entropy --host --append    # host time of a call
 python -m benchmarks.linear_cross_entropy --steady --append  # back-to-back steps, as a training loop runs them
@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bars_linear_cross_entropy as bars
 from benchmarks import harness
+from benchmarks import targets_linear_cross_entropy as targets
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench.cells import OURS, Cell, Job, is_ours, shape_name
 from quackish.bench.providers_linear_cross_entropy import ALL, LONG, MAIN, RECOMPUTE
@@ -31,7 +31,7 @@ CONFIDENT = (*(name for name in ALL if is_ours(name)), "quack", "quack-2048", "q
 IGNORED = (OURS, f"{OURS}-recompute", RECOMPUTE, "quack", "liger-cute-sm90", "cce", "torch")
 FP32 = (OURS, "liger", "torch", "torch-compile")
 MANY_ROWS = (OURS, lce.TOKENS, f"{OURS}-recompute", "torch", "torch-fp32")
-BARS = [
+JOBS = [
     case(8192, 4096, 128256, providers=ALL),
     case(8192, 4096, 128256, providers=lce.LOSS, direction="forward"),
     case(8192, 4096, 128256, providers=IGNORED, ignored=0.8),
@@ -42,7 +42,7 @@ BARS = [
     case(16384, 4096, 128256),
     case(65536, 4096, 128256, providers=LONG),
     case(16384, 4096, 131072, providers=lce.PER_TOKEN),
-    *(case(*cell.shape, providers=MANY_ROWS) for cell in bars.MANY_ROWS),
+    *(case(*cell.shape, providers=MANY_ROWS) for cell in targets.MANY_ROWS),
     *(case(8192, 4096, 128256, dtype=dtype, providers=FP32) for dtype in ("float32", "tf32")),
 ]
 HOST = [case(128, 512, 1024, direction="host", providers=lce.HOST)]
@@ -53,20 +53,22 @@ TINY += [case(40, 64, 300, providers=(OURS, "torch"), **how) for how in ({"data"
 
 def main(argv: Sequence[str] | None = None) -> Path:
     """Returns the CSV file."""
-    jobs = TINY if harness.device_to_measure().type == "cpu" else BARS
+    jobs = TINY if harness.device_to_measure().type == "cpu" else JOBS
     parser = harness.arguments("linear_cross_entropy", __doc__)
     parser.add_argument("--host", action="store_true", help="measure the host time of a call instead")
     steady_help = "measure bursts of back-to-back steps; providers rotate without pauses"
     parser.add_argument("--steady", action="store_true", help=steady_help)
     shapes = dict.fromkeys(shape_name(job.cell.shape) for job in jobs)
-    parser.add_argument("--only", choices=shapes, metavar="MxHxV", help="measure only this one of the shapes with bars")
+    parser.add_argument(
+        "--only", choices=shapes, metavar="MxHxV", help="measure only this one of the shapes with targets"
+    )
     args = parser.parse_args(argv)
     if args.only:
         jobs = [job for job in jobs if shape_name(job.cell.shape) == args.only]
     if args.steady:  # measures the plain steps only
-        steps = [job for job in jobs if job.cell == bars.train(job.cell.shape)]
+        steps = [job for job in jobs if job.cell == targets.train(job.cell.shape)]
         jobs = [dataclasses.replace(job, cell=dataclasses.replace(job.cell, direction="steady")) for job in steps]
-    return harness.run(HOST if args.host else jobs, bars.PAGE, args, seconds=0.8)
+    return harness.run(HOST if args.host else jobs, targets.PAGE, args, seconds=0.8)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ from transformers.models.llama import modeling_llama
 
 import quackish
 from benchmarks import harness
+from benchmarks.verdicts import at_most
 from quackish.bench.environment import environment, version
 from quackish.bench.measure import reason
-from quackish.bench.report import at_most, markdown_table
+from quackish.bench.report import markdown_table
 from quackish.integrations.transformers import apply
 from quackish.testing.timing import bursts
 
@@ -42,7 +43,7 @@ Key = tuple[str, str, str]  # "step" or "block", the provider, and what is compi
 KEY = ("of", "provider", "compiled")
 COLUMNS = (*KEY, "median_ms", "p20_ms", "p80_ms", "relative", "peak_gb", "loss", "grad_norm", "note")
 BASES = {"step": "liger", "block": "plain"}  # the provider that times are relative to
-BARS = (
+TARGETS = (
     (("step", "quackish", "no"), "relative", 0.96, "a step, time / Liger's"),
     (("step", "quackish", "no"), "peak_gb", 34.2, "its peak in GB, on an H100"),
     (("step", "quackish-as-liger", "no"), "relative", 1.0, "a step in Liger's memory, time / Liger's"),
@@ -211,9 +212,9 @@ def write(rows: Mapping[Key, dict], about: Mapping[str, str], path: Path) -> Non
     page += "blocks. The peak includes weights and optimizer. `liger` patches norms and head, as quackish does; "
     page += "`liger-all` also patches rotary embedding and SwiGLU; `quackish-and-liger` is quackish with these two.\n\n"
     page += markdown_table(COLUMNS, ([row.get(column, "") for column in COLUMNS] for row in rows.values())) + "\n"
-    for key, column, bar, text in BARS if about["gpu"] != "cpu" else ():
+    for key, column, target, text in TARGETS if about["gpu"] != "cpu" else ():
         value = rows.get(key, {}).get(column)
-        page += "".join(f"- {word}: {line}\n" for word, line in at_most(value and float(value), bar, text))
+        page += "".join(f"- {word}: {line}\n" for word, line in at_most(value and float(value), target, text))
     harness.write_page(page, path)
     with path.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, (*about, *COLUMNS))

@@ -40,7 +40,7 @@ SMALL = ((64, 32, 1000),)  # without a GPU
 STEPS, ROUNDS = 5, 8
 OURS, ONE_GPU, ALONE = "quackish", "quackish, one GPU", "quackish, one GPU alone"
 # (H, ranks): least efficiency
-BARS = {(4096, 2): 0.97, (4096, 4): 0.94, (2048, 4): 0.88}
+TARGETS = {(4096, 2): 0.97, (4096, 4): 0.94, (2048, 4): 0.88}
 TIMEOUT = datetime.timedelta(seconds=120)  # where a library raises on some ranks, and others wait for these
 MOST_EXPOSED = 0.03  # share of a step that is communication which nothing hides
 
@@ -222,13 +222,13 @@ def page(cells: list[Cell], about: dict[str, str]) -> str:
     text = f"""# Vocabulary-parallel linear cross entropy: ms of a forward and backward
 
 {about["gpu"]}, commit `{about["commit"]}`, driver {about["driver"]}, torch {about["torch"]}.
-Efficiency is the time of one GPU / (GPUs * ms): of GPU 0 alone (the bars'), of the slowest GPU alone, and of the
+Efficiency is the time of one GPU / (GPUs * ms): of GPU 0 alone (the targets'), of the slowest GPU alone, and of the
 slowest one while all of them run. MB are of one rank, with gradients. "exposed" is the share of a step in which the
 slowest GPU runs NCCL's kernels alone: that of the GPU where it is least, as all other GPUs also wait in these kernels.
 
 """
     efficiencies = "of GPU 0", "of the slowest", "while all run"
-    header = "M x H x V", "GPUs", "step", "ms", *efficiencies, "MB", "exposed", "loss", "bars"
+    header = "M x H x V", "GPUs", "step", "ms", *efficiencies, "MB", "exposed", "loss", "targets"
     text += markdown_table(header, [line for cell in cells for line in lines_of(cell)])
     for cell in cells:
         text += f"\n## {name_of(cell)}, TP {cell['ranks']}: ms per GPU\n\n"
@@ -242,7 +242,7 @@ slowest GPU runs NCCL's kernels alone: that of the GPU where it is least, as all
 
 
 def lines_of(cell: Cell) -> list[tuple]:
-    """A table's lines, with bars."""
+    """A table's lines, with targets."""
     shape, ranks, lines = cell["shape"], cell["ranks"], []
     alone, at_once = medians(cell["ms"][ALONE]), medians(cell["ms"][ONE_GPU])
     tables = cell["kernels"][OURS]
@@ -252,16 +252,16 @@ def lines_of(cell: Cell) -> list[tuple]:
             continue
         ms = statistics.median(map(max, zip(*cell["ms"][name], strict=True)))  # the slowest rank counts in each burst
         efficiencies = [one / (ranks * ms) for one in (alone[0], max(alone), max(at_once))]
-        exposed, bars = "", []
+        exposed, targets = "", []
         if name == OURS:
             share = min((table["exposed"] / table["step"] for table in tables if table), default=0.0)
             exposed = f"{share:.3f}"
             if ranks > 1:
-                bars = [(f"exposed {MOST_EXPOSED}", share <= MOST_EXPOSED)]
-                bars += [(f"MB {cell['most_mb']:.0f}", found["mb"] <= cell["most_mb"])]
-            if (least := BARS.get((shape[1], ranks))) is not None:
-                bars.insert(0, (f"{least}", efficiencies[0] >= least))
-        verdicts = ", ".join(f"{bar}: {'PASS' if passes else 'FAIL'}" for bar, passes in bars)
+                targets = [(f"exposed {MOST_EXPOSED}", share <= MOST_EXPOSED)]
+                targets += [(f"MB {cell['most_mb']:.0f}", found["mb"] <= cell["most_mb"])]
+            if (least := TARGETS.get((shape[1], ranks))) is not None:
+                targets.insert(0, (f"{least}", efficiencies[0] >= least))
+        verdicts = ", ".join(f"{target}: {'PASS' if passes else 'FAIL'}" for target, passes in targets)
         numbers = f"{ms:.3f}", *shown(efficiencies), f"{found['mb']:.0f}", exposed, f"{found['loss']:.6f}"
         lines.append((name_of(cell), ranks, name, *numbers, verdicts))
     return lines

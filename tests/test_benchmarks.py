@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is not part of the package
 
 import quackish  # noqa: E402
-from benchmarks import bars_linear_cross_entropy as bars  # noqa: E402
 from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces  # noqa: E402
+from benchmarks import targets_linear_cross_entropy as targets  # noqa: E402
 from quackish.bench import processes, providers_linear_cross_entropy, report, runner  # noqa: E402
 from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
 from quackish.bench.environment import environment  # noqa: E402
@@ -101,7 +101,7 @@ def test_appending_to_another_file(tmp_path, in_this_process):
 
 
 def test_peers_of_cases_are_known_and_described():
-    for job in (*linear_cross_entropy.BARS, *linear_cross_entropy.HOST):
+    for job in (*linear_cross_entropy.JOBS, *linear_cross_entropy.HOST):
         assert len(set(job.providers)) == len(job.providers)
         assert set(job.providers) <= set(providers_linear_cross_entropy.PROVIDERS), str(job.cell)
     described = providers_linear_cross_entropy.ABOUT
@@ -156,7 +156,8 @@ RECORDED = sorted((ROOT / "benchmarks" / "results").rglob("*_*.csv"))
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: str(path.relative_to(ROOT / "benchmarks" / "results")))
 def test_recorded_results_can_be_reported(path):
-    programs = {"rms_norm": rms_norm, "linear_cross_entropy": bars, "grouped_mlp": grouped_mlp, "moe_mlp": grouped_mlp}
+    programs = {"rms_norm": rms_norm, "linear_cross_entropy": targets}
+    programs |= dict.fromkeys(("grouped_mlp", "moe_mlp"), grouped_mlp)
     if path.stem in programs:  # a training step has other columns
         page = report.markdown(Results(read_rows(path)), programs[path.stem].PAGE)
         assert "quackish" in page.partition("\n## ")[2]
@@ -172,7 +173,7 @@ def results_of(cells: dict[Cell, dict[str, Record]]) -> Results:
 
 
 def norms(times: dict[int, dict[str, float | None]], direction: str = "backward") -> Results:
-    """The grid at N 256 from {m: {provider: us}}; the roof takes 100 us, so the bar is 109 (forward 106)."""
+    """The grid at N 256 from {m: {provider: us}}; the roof takes 100 us, so the target is 109 (forward 106)."""
     cells, roof = {}, Times(100.0, 100.0, 100.0)
     for m, providers in times.items():
         providers = {**providers, ROOFS[direction]: 100.0}.items()
@@ -187,24 +188,24 @@ def of_norms(results: Results) -> dict[str, str]:
     return {text.split(": ")[1].split(";")[0]: f"{word} {text}" for word, text in rms_norm.verdicts(results)}
 
 
-def test_bars_of_norms():
+def test_targets_of_norms():
     verdicts = of_norms(norms({4096: {"quackish": 109.0, "quack": 150.0}}))
     assert [text[:4] for text in verdicts.values()] == ["PASS"] * 3
     # ratios that are equal in four digits
     times = {4096: {"quackish": 109.0, "quack": 150.0}, 8192: {"quackish": 109.004, "quack": 109.0}}
     result = norms(times | {16384: {"quackish": 109.002}})
-    bar, rival, mean = of_norms(result).values()
-    assert bar.startswith("FAIL")
-    assert "1 of 3 cells, worst 1.0000 (109.004 us for 109 us) at 8192 x 256 bfloat16" in bar
-    assert bar.endswith("missed also in 1.0000 (109.002 us for 109 us) at 16384 x 256 bfloat16")
+    target, rival, mean = of_norms(result).values()
+    assert target.startswith("FAIL")
+    assert "1 of 3 cells, worst 1.0000 (109.004 us for 109 us) at 8192 x 256 bfloat16" in target
+    assert target.endswith("missed also in 1.0000 (109.002 us for 109 us) at 16384 x 256 bfloat16")
     assert rival.startswith("FAIL")
     assert f"{math.sqrt(150 / 109 * 109 / 109.004):.3f}x" in mean
     assert "| 16384 x 256 | 100 | **109.002** (92 %) |" in report.markdown(result, rms_norm.PAGE)
     # a failed cell is FAIL; failed peers are ignored
-    bar, rival, _ = of_norms(
+    target, rival, _ = of_norms(
         norms({4: {"quackish": 50.0, "quack": 90.0}, 8: {"quackish": None, "quack": 90.0}})
     ).values()
-    assert "1 of 2 cells, worst inf (failed) at 8" in bar
+    assert "1 of 2 cells, worst inf (failed) at 8" in target
     assert "1 of 2 cells, worst inf (failed) at 8" in rival
     _, rival, _ = of_norms(norms({4: {"quackish": 50.0, "quack": 90.0}, 8: {"quackish": 50.0, "quack": None}})).values()
     assert "1 of 1 cells" in rival
@@ -233,23 +234,23 @@ def made_up(cases: dict[tuple, dict[str, tuple]]) -> Results:
 def headline(**times) -> dict[tuple, dict[str, tuple]]:
     """The headline shape; three GEMMs take 40 ms."""
     providers = {name.replace("_", "-"): (*point, 0.01)[:3] for name, point in times.items()}
-    return {(TRAIN, *bars.HEADLINE.shape, "normal", 0.0): {"three-gemms": (40.0, None, None), **providers}}
+    return {(TRAIN, *targets.HEADLINE.shape, "normal", 0.0): {"three-gemms": (40.0, None, None), **providers}}
 
 
 def verdicts_of(results: Results) -> dict[str, str]:
     """{subject of a verdict: PASS or FAIL, and the text}"""
-    lines = bars.verdicts(results)
+    lines = targets.verdicts(results)
     return {": ".join(text.split(": ")[:2]): f"{word} {text}" for word, text in lines}
 
 
-def test_bars_of_the_headline_shape():
-    good = {f"quackish_{s}": (40 * of_gemms, gb or 3.2) for s, (of_gemms, gb) in bars.HEADLINE_BARS.items()}
+def test_targets_of_the_headline_shape():
+    good = {f"quackish_{s}": (40 * of_gemms, gb or 3.2) for s, (of_gemms, gb) in targets.HEADLINE_TARGETS.items()}
     verdicts = verdicts_of(made_up(headline(**good, quack=(41.0, 4.3), cce=(95.0, 1.12), torch=(43.0, 6.3))))
     # cce needs less memory than quackish, but is slower
     text = verdicts.pop(f"{SHAPE}: time against memory")
     assert text.startswith("FAIL")
     assert text.endswith("2 of 3 peers' points dominated by one of ours; not cce (95 ms, 1.1200 GB)")
-    for schedule in bars.HEADLINE_BARS:
+    for schedule in targets.HEADLINE_TARGETS:
         text = verdicts[f"{SHAPE} {schedule}: faster than every peer that uses no more memory"]
         assert "cce 95.000 ms" in text
         assert text.endswith("of 1")
@@ -269,18 +270,18 @@ def test_peers_that_are_not_dominated_are_listed():
     ours = {"quackish": (300.0, 7.08, 0.01), "quackish-recompute": (400.0, 2.5, 0.01)}
     peers = {"quack-base": (319.4, 4.74, 0.01), "liger": (310.0, 2.11, math.nan), "torch": (339.0, 50.4, 0.01)}
     listed = "quack-base (319.4 ms, 4.7400 GB), liger (310 ms, 2.1100 GB, wrong results)"
-    for cell in bars.AGAINST_MEMORY:
+    for cell in targets.AGAINST_MEMORY:
         case = (TRAIN, *cell.shape, cell.data, 0.0)
-        page = report.markdown(made_up({case: {**ours, **peers}}), bars.PAGE)
+        page = report.markdown(made_up({case: {**ours, **peers}}), targets.PAGE)
         assert f": 1 of 3 peers' points dominated by one of ours; not {listed}\n" in page
         assert f"Not dominated by a point of quackish: {listed}." in page
     fast = made_up({case: {**peers, "quackish": (300.0, 2.11, 0.01)}})
-    assert "Every peer's point is dominated by one of quackish." in report.markdown(fast, bars.PAGE)
+    assert "Every peer's point is dominated by one of quackish." in report.markdown(fast, targets.PAGE)
 
 
-def test_bars_of_forward_ignored_rows_errors_and_host_time():
+def test_targets_of_forward_ignored_rows_errors_and_host_time():
     def judge(loss, ignored, error, confident, host, quack, launch):
-        shape = bars.HEADLINE.shape
+        shape = targets.HEADLINE.shape
         step = {"quackish": (host, 0, None), A_LAUNCH: (launch, 0, None), "torch": (0.2, 0, None)}
         cases = {
             ("forward", *shape, "normal", 0.0): {"gemm-logits": (10.0, 0, None), "quackish": (loss, 0, None)},
@@ -289,7 +290,7 @@ def test_bars_of_forward_ignored_rows_errors_and_host_time():
             (TRAIN, *shape, "confident", 0.0): {"quackish": (1.0, 1, confident), "torch": (1.0, 1, 0.01)},
             ("host", 128, 512, 1024, "normal", 0.0): {**step, "quack": (quack, 0, None)},
         }
-        return [word for word, text in bars.verdicts(made_up(cases)) if "dominated" not in text]
+        return [word for word, text in targets.verdicts(made_up(cases)) if "dominated" not in text]
 
     assert judge(10.3, 0.35, 0.01, 0.005, 0.28, 0.56, 0.015) == ["PASS"] * 9
     assert judge(10.4, 0.36, 0.011, 0.0051, 0.281, 0.56, 0.0151) == ["FAIL"] * 9
@@ -303,7 +304,7 @@ def test_figures_are_drawn(tmp_path):
     cases = headline(quackish_chunked=(40.8, 3.0), quack=(41.0, 4.3), cce=(95.0, 1.12))
     cases |= {(*case[:4], "confident", 0.0): providers for case, providers in cases.items()}
     cases[(TRAIN, 65536, 4096, 128256, "normal", 0.0)] = {"quackish": (300.0, 2.0, None), "cce": (800.0, 1.2, None)}
-    drawn = bars.PAGE.figures(made_up(cases), tmp_path / "lce.csv")
+    drawn = targets.PAGE.figures(made_up(cases), tmp_path / "lce.csv")
     expected = {f"lce{kind}.{s}" for kind in ("", "_m65536", "_confident") for s in ("svg", "png")}
     assert {p.name for p in drawn} == {p.name for p in tmp_path.iterdir()} == expected
 
@@ -319,7 +320,7 @@ def parallel_cell(ms, **record):
     return {"shape": shape, "ranks": 4, "most_mb": 900.0, "steps": steps, "ms": times, "kernels": tables} | record
 
 
-def test_bars_of_the_parallel_head():
+def test_targets_of_the_parallel_head():
     ours, peer = parallel.lines_of(parallel_cell(9.4))
     assert ours[4:6] == ("0.957", "0.984")
     assert ours[-1] == "0.94: PASS, exposed 0.03: PASS, MB 900: PASS"
@@ -357,13 +358,13 @@ def test_a_peer_that_raises_is_dropped_on_all_ranks():
     assert record[parallel.OURS] == {"loss": 2.0, "mb": 0.0, "why": ""}
 
 
-def test_bars_of_grouped_mlp():
-    def judge(ours, error, launches, host):
+def test_targets_of_grouped_mlp():
+    def judge(ours, error, launches, host, op="grouped_mlp"):
         errors = dict.fromkeys(grouped_mlp.ERRORS, 1e-3)
         mine = {"median_ms": ours, "launches": launches, **errors, "err_dx": error}
         times = {"quackish": mine, "torch-compile": {"median_ms": 6.0}, "torch": {"median_ms": 8.0, **errors}}
         times["six-gemms"] = {"median_ms": 5.0}
-        cell = Cell("grouped_mlp", (1024, 64, 32, 4), "bfloat16", TRAIN, "zipf")
+        cell = Cell(op, (1024, 64, 32, 4), "bfloat16", TRAIN, "zipf")
         cells = {cell: times, Cell(*cell_of_host): {"quackish": {"median_ms": host}, "torch": {"median_ms": 0.2}}}
         found = {cell: {name: {"status": "ok"} | record for name, record in of.items()} for cell, of in cells.items()}
         return grouped_mlp.verdicts(results_of(found))
@@ -374,6 +375,7 @@ def test_bars_of_grouped_mlp():
     assert [word for word, _ in record] == ["FAIL"] * 6
     assert record[3][1].endswith("zipf: errors at most PyTorch eager's; err_dx 2.00e-03 > 1.00e-03")
     assert [word for word, _ in judge(4.9, math.nan, 8, 0.2)].count("FAIL") == 1
+    assert all(word == "PASS" for word, _ in judge(4.9, 1e-3, 10, 0.2, "moe_mlp"))
     assert group_sizes("half-empty", 10, 4) == [0, 5, 0, 5]
     assert sum(group_sizes("zipf", 1000, 7)) == 1000
 

@@ -5,7 +5,7 @@
     runner, processes       a whole run; the child process that measures, so that a crash costs only one provider
     measure, measure_*, host  one cell: time, memory and errors of each provider, and the roof
     environment, results    columns and rows of a results file
-    report, plots           verdicts on bars, pages, figures
+    report, plots           pages, figures
     compare                 compares two results files
     console                 progress, SIGTERM
 

@@ -69,20 +69,6 @@ def for_bench(results: Results, path: Path) -> list[Path]:
     return made + (against_memory(results, largest, path.with_name(f"{path.stem}_memory")) if largest else [])
 
 
-def for_norms(results: Results, path: Path, max_n: int) -> list[Path]:
-    """The share of the roof for bf16 and N up to `max_n`."""
-    groups = {direction: cells for (direction, dtype), cells in results.groups().items() if dtype == "bfloat16"}
-    panels = {direction: [cell for cell in cells if cell.shape[1] <= max_n] for direction, cells in groups.items()}
-    return over_cells(results, panels, path.with_suffix(""), "RMSNorm, bf16")
-
-
-def for_heads(results: Results, path: Path, named: Mapping[str, Cell]) -> list[Path]:
-    """Time against memory for each measured cell; the keys of `named` are suffixes of file names."""
-    measured = {suffix: cell for suffix, cell in named.items() if len(results.points(cell)) > 1}
-    files = (against_memory(results, cell, path.with_name(path.stem + suffix)) for suffix, cell in measured.items())
-    return list(itertools.chain(*files))
-
-
 # Share of the roof over cells -----------------------------------------------------------------------------------------
 
 
