@@ -16,14 +16,12 @@ CACHE = "QUACKISH_CACHE"
 CACHE_DIR = "QUACKISH_CACHE_DIR"
 COMPILE_JOBS = "QUACKISH_COMPILE_JOBS"
 CONFIG_DIR = "QUACKISH_CONFIG_DIR"
-TORCH_KERNEL = "QUACKISH_TORCH_KERNEL"
 # docs/tools.md says what each does.
 VARIABLES = {
     CACHE: Variable("0 or 1", ("0", "1").__contains__),
     CACHE_DIR: Variable("a folder"),
     COMPILE_JOBS: Variable("a number of processes", str.isdecimal),
     CONFIG_DIR: Variable("a folder"),
-    TORCH_KERNEL: Variable("a file", os.path.isfile),
 }
 
 

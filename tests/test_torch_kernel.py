@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quackish import variables
+from benchmarks import torch_kernel as file_of_torch
 from quackish.bench import providers_linear_cross_entropy as providers
 from quackish.bench import torch_kernel
 from quackish.bench.measure import Run, first_calls
@@ -25,9 +25,7 @@ def state(monkeypatch):
     def set_state(status):
         monkeypatch.setattr(torch_kernel, "status", lambda: status)
 
-    torch_kernel.load.cache_clear()
-    yield set_state
-    torch_kernel.load.cache_clear()
+    return set_state
 
 
 def kernel(dlogits, losses, logits, scale, target):
@@ -51,7 +49,7 @@ def test_loop(monkeypatch, rows):
     torch.manual_seed(0)
     x, w = (torch.randn(n, 32).bfloat16().requires_grad_() for n in (100, 300))
     target = torch.randint(300, (100,)).index_fill_(0, torch.arange(0, 100, 3), -100)
-    loss = torch_kernel.Loop.apply(rows, kernel, x, w, target)
+    loss = file_of_torch.Loop.apply(rows, kernel, x, w, target)
     got = (loss, *torch.autograd.grad(2 * loss, (x, w)))
     truth = F.cross_entropy(F.linear(x.double(), w.double()), target)
     expected = (truth, *torch.autograd.grad(2 * truth, (x, w)))
@@ -60,7 +58,7 @@ def test_loop(monkeypatch, rows):
 
 
 def test_file_of_pytorch(monkeypatch, state, tmp_path):
-    path = tmp_path / "fused_grad_logits_kernel.py"
+    name, path = "benchmarks.torch_kernel:rows_256", tmp_path / "fused_grad_logits_kernel.py"
     path.write_text(
         "from torch._native.instrumentation import instrumented_cutedsl_cache\n"
         "from torch._vendor.quack.reduce import block_reduce\n"
@@ -72,18 +70,17 @@ def test_file_of_pytorch(monkeypatch, state, tmp_path):
     monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.reduce", types.SimpleNamespace(block_reduce="QuACK's"))
     before = set(sys.modules)
-    monkeypatch.delenv(variables.TORCH_KERNEL, raising=False)
-    with pytest.raises(
-        UnsupportedError, match=r"they need nvidia-cutlass-dsl 4\.8\.0.*QUACKISH_TORCH_KERNEL.*unzip -j"
-    ):
+    with pytest.raises(UnsupportedError, match=r"they need nvidia-cutlass-dsl 4\.8\.0"):
         providers.load("torch-cute-256")
-    monkeypatch.setenv(variables.TORCH_KERNEL, str(path))
-    loss = providers.load("torch-cute-256")
-    assert torch_kernel.load()() == "QuACK's"
+    with pytest.raises(UnsupportedError, match=r"fused_grad_logits_kernel.py is not in this folder"):
+        providers.load(name)(None, None, None)
+    monkeypatch.chdir(tmp_path)
+    file_of_torch.load.cache_clear()
+    assert file_of_torch.load()() == "QuACK's"
     with torch.no_grad(), pytest.raises(UnsupportedError, match="does not run it without grad"):
-        loss(None, None, None)
-    assert loss.note == "PyTorch's kernel in quackish's loop"
+        providers.load(name)(None, None, None)
     assert set(sys.modules) == before
+    file_of_torch.load.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -140,11 +137,11 @@ def test_kernels_are_the_same_after_pytorch_patched_the_compiler():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [256, 1024])
 def test_kernel_on_a_gpu(rows):
-    """Needs PyTorch 2.15 with its kernels on, or QUACKISH_TORCH_KERNEL and QuACK."""
-    try:
-        loss_of = providers.load(f"torch-cute-{rows}")
-    except UnsupportedError as reason:
-        pytest.skip(str(reason))
+    """Needs PyTorch 2.15 with its kernels on, or the file of its kernel and QuACK."""
+    if not torch_kernel.status().is_on and not file_of_torch.FILE.exists():
+        pytest.skip(torch_kernel.status().why)
+    is_on = torch_kernel.status().is_on
+    loss_of = providers.load(f"torch-cute-{rows}" if is_on else f"benchmarks.torch_kernel:rows_{rows}")
     torch.manual_seed(0)
     x, w = (torch.randn(n, 128, device="cuda").div(4).bfloat16().requires_grad_() for n in (700, 3000))
     target = torch.randint(3000, (700,), device="cuda").index_fill_(0, torch.arange(0, 700, 7, device="cuda"), -100)

@@ -104,17 +104,9 @@ def _torch_chunked(chunk_size: int | None = None) -> Loss:
 
 
 def _torch_cute(chunk_size: int) -> Loss:
-    if torch_kernel.status().is_on:
-        return _torch_chunked(chunk_size)
-    kernel = torch_kernel.load()
-
-    def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            raise UnsupportedError("PyTorch's kernel computes gradients; PyTorch does not run it without grad")
-        return torch_kernel.Loop.apply(chunk_size, kernel, x, w, target)
-
-    loss.note = "PyTorch's kernel in quackish's loop"  # type: ignore[attr-defined]
-    return loss
+    if not torch_kernel.status().is_on:
+        raise UnsupportedError(f"PyTorch's CuTe kernel does not run here: {torch_kernel.status().why}")
+    return _torch_chunked(chunk_size)
 
 
 SCHEDULES = {OURS: "auto"} | {f"{OURS}-{schedule}": schedule for schedule in ("stored", "chunked", "recompute")}
