@@ -10,23 +10,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import quackish
+from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces
+from benchmarks import targets_linear_cross_entropy as targets
+from quackish.bench import processes, providers_linear_cross_entropy, report, runner
+from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job
+from quackish.bench.environment import environment
+from quackish.bench.measure import Record, Run, time_columns
+from quackish.bench.measure_grouped_mlp import group_sizes
+from quackish.bench.measure_rms_norm import ROOFS
+from quackish.bench.results import COLUMNS, Results, read_rows, row_of
+from quackish.bench.table import BENCHES
+from quackish.testing.timing import Times
+
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # benchmarks/ is not part of the package
-
-import quackish  # noqa: E402
-from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces  # noqa: E402
-from benchmarks import targets_linear_cross_entropy as targets  # noqa: E402
-from quackish.bench import processes, providers_linear_cross_entropy, report, runner  # noqa: E402
-from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job  # noqa: E402
-from quackish.bench.environment import environment  # noqa: E402
-from quackish.bench.measure import Record, Run, time_columns  # noqa: E402
-from quackish.bench.measure_grouped_mlp import group_sizes  # noqa: E402
-from quackish.bench.measure_rms_norm import ROOFS  # noqa: E402
-from quackish.bench.results import COLUMNS, Results, read_rows, row_of  # noqa: E402
-from quackish.bench.table import BENCHES  # noqa: E402
-from quackish.testing.timing import Times  # noqa: E402
-
 CPU = torch.device("cpu")
 SHAPE, TRAIN = "8192 x 4096 x 128256", "forward+backward"
 

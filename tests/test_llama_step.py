@@ -3,13 +3,11 @@
 import csv
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
 for package in ("transformers", "matplotlib"):
     pytest.importorskip(package)
-sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not part of the package
 
 from transformers.models.llama import modeling_llama  # noqa: E402
 

@@ -1,13 +1,9 @@
 """benchmarks/moe_step.py on a tiny model: the same loss and gradients by all providers."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 for package in ("transformers", "matplotlib"):
     pytest.importorskip(package)
-sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not part of the package
 
 from benchmarks import moe_step  # noqa: E402
 
