@@ -243,7 +243,7 @@ def test_a_cache_that_cannot_be_used(machine, monkeypatch):
     assert "QUACKISH_CACHE_DIR" in message
     monkeypatch.setenv("QUACKISH_CACHE_DIR", "/proc/cache")  # where root cannot create files either
     message = only_problem(doctor.cache_health)
-    assert message.startswith("the cache folder /proc/cache cannot be used: it does not exist, and /proc is not writab")
+    assert message.startswith("the cache folder /proc/cache cannot be used: it does not exist, and /proc cannot be ")
     monkeypatch.setenv("QUACKISH_CACHE_DIR", str(machine / "cache"))
     (machine / "cache").chmod(0o700)
     (machine / "cache" / "notes.kernel").write_text("nothing")
@@ -255,9 +255,10 @@ def test_a_cache_that_cannot_be_used(machine, monkeypatch):
     assert "QUACKISH_CACHE=0 turns the cache off" in run_section(doctor.cache_health)[1][0]
 
 
-def test_environment_variables_without_effect(monkeypatch):
+def test_environment_variables_without_effect(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("QUACKISH_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert run_section(doctor.environment) == ([], [])
     monkeypatch.setenv("QUACKISH_CACHEDIR", "/tmp")
     message = only_problem(doctor.environment)
@@ -271,6 +272,12 @@ def test_environment_variables_without_effect(monkeypatch):
         monkeypatch.setenv(name, legal)
         assert run_section(doctor.environment) == ([], [])
         assert variables.get(name) == legal
+    # a folder for the table of tuned configs in which nothing can be created, also for root
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/x")
+    _, (note,) = run_section(doctor.environment)
+    assert note.startswith("`tune` cannot store configs: /proc cannot be written: ")
+    monkeypatch.setenv("QUACKISH_CONFIG_DIR", "/proc/x")
+    assert only_problem(doctor.environment).startswith("`tune` cannot store configs: /proc cannot be written: ")
     tools = (Path(__file__).parents[1] / "docs" / "tools.md").read_text()
     assert all(f"\n| `{name}" in tools for name in variables.VARIABLES)
 

@@ -41,32 +41,29 @@ LAYERS = {
     ),
     "ops": Layer(
         quackish="errors gpu toolchain configs reference launch kernels types",
-        outside="torch",
-        lazy="typing_extensions",
+        outside="torch typing_extensions",
     ),
     "testing": Layer(
         quackish="errors gpu configs reference launch kernels ops", outside="torch", lazy="cutlass tvm_ffi triton"
     ),
-    "integrations": Layer(
-        quackish="errors parallel types", outside="torch torchtitan transformers", lazy="typing_extensions"
-    ),
+    "integrations": Layer(quackish="errors parallel types", outside="torch torchtitan transformers typing_extensions"),
     "emulation": Layer(quackish="errors gpu launch ops", outside="torch", lazy="emulator"),
     "work": Layer(quackish="errors gpu configs kernels"),
     "profiling": Layer(quackish="errors gpu configs kernels launch work", outside="torch"),
     "operations": Layer(quackish="errors ops reference testing types work", outside="torch"),
     "tune": Layer(quackish="errors gpu configs launch kernels ops testing", outside="torch"),
     "bench": Layer(
-        quackish="_version errors variables gpu configs reference launch kernels ops testing work profiling operations",
+        quackish="_version errors gpu configs reference launch kernels ops testing work profiling operations",
         outside="torch",
         lazy="matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy transformers",
     ),
     "cli": Layer(
-        quackish="_version errors variables gpu configs reference launch kernels ops testing work profiling bench "
-        "tune toolchain types operations emulation",
+        quackish="_version errors variables files gpu configs reference launch kernels ops testing work profiling "
+        "bench tune toolchain types operations emulation",
         outside="torch platformdirs",
         lazy="matplotlib cutlass tvm_ffi triton emulator",
     ),
-    "parallel": Layer(quackish="errors configs reference ops types", outside="torch", lazy="typing_extensions"),
+    "parallel": Layer(quackish="errors configs reference ops types", outside="torch typing_extensions"),
     "interrupt": Layer(),
     "__init__": Layer(
         quackish="_version emulation errors interrupt ops configs profiling", lazy="integrations parallel testing"

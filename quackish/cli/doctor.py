@@ -33,6 +33,7 @@ from quackish.cli.check import Case
 from quackish.cli.parser import CommandError
 from quackish.configs import table
 from quackish.errors import UnsupportedError
+from quackish.files import why_no_output
 from quackish.gpu import gpu_of
 from quackish.launch import cache, objects, upkeep
 from quackish.operations.table import Args, in_fp64
@@ -280,6 +281,12 @@ def cache_health(report: Report) -> dict[str, str]:
 def environment(report: Report) -> dict[str, str]:
     for what, to_do in variables.faults():
         report.problem(what, to_do)
+    if why := why_no_output(table.path().parent):
+        what, to_do = f"`tune` cannot store configs: {why}", "QUACKISH_CONFIG_DIR names another folder."
+        if variables.get(variables.CONFIG_DIR) and not table.path().exists():  # so the variable has no effect
+            report.problem(what, to_do)
+        else:
+            report.note(f"{what}; {to_do}")
     tuned = {"table of tuned configs": str(table.path())} if table.path().exists() else {}
     return tuned | {name: value for name, value in sorted(os.environ.items()) if _RELEVANT_VARIABLES.match(name)}
 

@@ -2,11 +2,10 @@
 
 import argparse
 import importlib.util
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
+from quackish.files import why_no_output
 from quackish.operations.argument_types import unknown
 
 
@@ -43,18 +42,3 @@ def output_folder(text: str) -> Path:
     if why := why_no_output(folder):
         raise argparse.ArgumentTypeError(f"{text}: {why}; name a folder that you can write to")
     return folder
-
-
-def why_no_output(folder: Path) -> str:
-    """Why no file can be written to this folder, which need not exist; "" if one can."""
-    return _why_not_writable(next(path for path in (folder, *folder.parents) if os.path.exists(path)))
-
-
-def _why_not_writable(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder} is not a folder"
-    try:
-        with tempfile.TemporaryFile(dir=folder):  # os.access is true for root, even on /proc
-            return ""
-    except OSError as error:
-        return f"{folder} cannot be written: {error.strerror}"

@@ -25,10 +25,11 @@ import torch
 from quackish import toolchain
 from quackish.bench.console import progress
 from quackish.cli import operations
-from quackish.cli.parser import CommandError, positive, why_no_output
+from quackish.cli.parser import CommandError, positive
 from quackish.configs import choose, table
 from quackish.configs.choose import name_of
 from quackish.errors import UnsupportedError
+from quackish.files import why_no_output
 from quackish.gpu import Gpu, gpu_of
 from quackish.profiling import text_table
 from quackish.tune import cases, search

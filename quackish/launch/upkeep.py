@@ -7,7 +7,6 @@ import re
 import stat
 import sys
 import tarfile
-import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Sequence
@@ -59,20 +58,10 @@ def folder_fault() -> str:
         if not os.access(folder, os.R_OK | os.X_OK):
             return "it is not readable"
     except FileNotFoundError:
-        parent = next(parent for parent in folder.absolute().parents if parent.exists())
-        return f"it does not exist, and {parent} is not writable: {why}" if (why := _why_unwritable(parent)) else ""
+        return f"it does not exist, and {why}" if (why := files.why_no_output(folder)) else ""
     except (OSError, ValueError) as error:
         return cache.reason_of(error)
-    return f"it is not writable: {why}" if (why := _why_unwritable(folder)) else ""
-
-
-def _why_unwritable(folder: Path) -> str:
-    """Tries, because os.access is true for root on file systems where nothing can be created, such as /proc."""
-    try:
-        with tempfile.TemporaryDirectory(dir=folder):
-            return ""
-    except OSError as error:
-        return cache.reason_of(error)
+    return files.why_not_writable(folder)
 
 
 def why_unusable(identity: dict[str, str]) -> str:
