@@ -17,11 +17,12 @@ class Gpu:
     smem_bytes_per_sm: int
     threads_per_sm: int = 2048
     registers_per_sm: int = 65_536
+    ctas_per_sm: int = 32
     fast_memory: bool = False  # HBM3e: over 4 TB/s
 
 
-# Shared memory: CUDA C++ Programming Guide, compute capabilities 9.0, 10.0 and 10.3. SMs: NVIDIA's data sheets; B300 is
-# assumed to have as many as B200.
+# Shared memory and CTAs: CUDA C++ Programming Guide, compute capabilities 9.0, 10.0 and 10.3. SMs: NVIDIA's data
+# sheets; B300 is assumed to have as many as B200.
 _SMEM: dict[str, Any] = dict(smem_bytes=232_448, smem_bytes_per_sm=233_472)
 H100 = Gpu("H100", "sm_90", "sm_90a", sm_count=132, **_SMEM)  # SXM
 H100_PCIE = Gpu("H100 PCIe", "sm_90", "sm_90a", sm_count=114, **_SMEM)

@@ -30,7 +30,6 @@ from quackish.operations.argument_types import one_of
 from quackish.profiling import speeds, table_of, text_table
 from quackish.work import describe, estimate
 
-_CTAS = 32  # per SM: CUDA C++ Programming Guide, compute capabilities 9.0 and 10.0
 _SYSTEM_SMEM_BYTES = 1024  # per CTA
 
 _Kernel = tuple[str, Any, Choice]  # a quackish kernel: name, problem, choice
@@ -150,7 +149,7 @@ def _ctas_per_sm(used: Resources, config: Any, gpu: Gpu) -> tuple[int, str]:
         "registers": gpu.registers_per_sm // (warp_registers * -(-threads // 32)),
         "shared memory": gpu.smem_bytes_per_sm // (used.smem_bytes + _SYSTEM_SMEM_BYTES),
         "threads": gpu.threads_per_sm // threads,
-        "CTAs": _CTAS,
+        "CTAs": gpu.ctas_per_sm,
     }
     limit = min(fit, key=fit.__getitem__)
     return fit[limit], limit

@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 from quackish.errors import UnsupportedError
-from quackish.gpu import Gpu
+from quackish.gpu import H100, Gpu
 
 # Bytes per element by dtype name, as in torch and the DSL.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -105,6 +105,11 @@ class RmsNormFwdConfig:
     threads: int
     threads_per_row: int
     split_n: int = 1  # CTAs of a cluster that share a row
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs whose registers fit an SM, with MAX_FWD_ELEMENTS registers per thread, as the kernel is compiled for."""
+        return H100.registers_per_sm // (self.threads * MAX_FWD_ELEMENTS)  # the same on every GPU with kernels
 
     def num_ctas(self, m: int, sm_count: int, heads: int = 1) -> int:
         """One tile of rows per CTA, for m >= 1 rows."""

@@ -56,8 +56,8 @@ class RmsNormFwd:
             grid=[num_ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[self.config.split_n, 1, 1] if self.config.split_n > 1 else None,
-            # at most 64 registers per thread: an SM holds 1024 threads, for enough loads in flight
-            min_blocks_per_mp=65_536 // (self.config.threads * 64),
+            # at most 64 registers per thread, so that an SM holds 1024 threads with enough loads in flight
+            min_blocks_per_mp=self.config.ctas_per_sm,
             preferred_smem_carveout=10,
             stream=stream,
         )

@@ -87,8 +87,8 @@ def _backward_configs(problem: RmsNormBwdProblem, base: RmsNormBwdConfig, gpu: G
 
 
 def _forward_elements_in_flight(problem: RmsNormFwdProblem, config: RmsNormFwdConfig) -> int:
-    """Elements of x in flight per SM: a thread loads its part of a row at once; 1024 threads of 64 registers fit."""
-    return 1024 // config.threads * config.threads * elements_per_thread(problem, config)
+    """Elements of x in flight per SM: a thread loads its part of a row at once."""
+    return config.ctas_per_sm * config.threads * elements_per_thread(problem, config)
 
 
 def _backward_bytes_in_flight(problem: RmsNormBwdProblem, config: RmsNormBwdConfig) -> float:
