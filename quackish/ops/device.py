@@ -129,8 +129,8 @@ def require_device(op: str, device: torch.device) -> Device:
     found = device_of(device)
     if isinstance(found, str):
         raise RuntimeError(
-            f"{op}: {found} The kernels were chosen inside a quackish.ops.device.substitute block; expected to run "
-            "inside it"
+            f"{op}: {found} Its kernels were chosen inside a `with quackish.emulate(...)` block; expected to run "
+            "inside it too"
         )
     return found
 
@@ -200,7 +200,7 @@ def check_same_device(op: str, forward: Device | str, device: torch.device) -> N
     if device_of(device) is not forward:
         raise RuntimeError(
             f"{op}: {device} tensors had another device of kernels in forward; expected backward inside the same "
-            "quackish.ops.device.substitute block as its forward"
+            "`with quackish.emulate(...)` block as its forward"
         )
 
 
