@@ -1,7 +1,7 @@
 """Types of the public functions: what mypy, which checks tests/typed_user.py, cannot see."""
 
 import inspect
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -41,8 +41,16 @@ def test_overloads_have_all_options_of_a_function():
     check_options(quackish.parallel.linear_cross_entropy, _ParallelOptions)
 
 
+def test_annotations_can_be_read():
+    """As pydantic, typeguard and documentation generators do."""
+    for function in (quackish.rms_norm, quackish.grouped_mlp, quackish.linear_cross_entropy, quackish.profile.__init__):
+        get_type_hints(function)
+    assert "options" in get_type_hints(quackish.parallel.VocabParallelHead.__init__)
+
+
 def test_applied_has_all_options_of_apply():
     pytest.importorskip("transformers", minversion="5")
     from quackish.integrations import transformers
 
     check_options(transformers.apply, transformers._ApplyOptions)
+    assert get_type_hints(transformers.applied)["model"] is transformers.Model

@@ -14,20 +14,18 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import modeling_outputs
 from transformers.loss.loss_utils import ForCausalLMLoss
+from typing_extensions import Unpack
 
 import quackish
 from quackish.errors import PortablePathWarning, UnsupportedError, warn_once
 from quackish.types import Schedule
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -131,7 +129,7 @@ def revert(model: Model) -> Model:
 
 
 @contextlib.contextmanager
-def applied(model: Model, **options: "Unpack[_ApplyOptions]") -> Iterator[Model]:
+def applied(model: Model, **options: Unpack[_ApplyOptions]) -> Iterator[Model]:
     """Context manager: `apply(model, **options)`, reverted on exit. Earlier patches stay."""
     before = _patched(model)
     apply(model, **options)

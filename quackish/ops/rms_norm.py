@@ -5,10 +5,11 @@ torch.compile, dispatch modes and tensor subclasses use the operators of `torch.
 """
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from quackish.configs import choose
 from quackish.errors import UnsupportedError
@@ -20,26 +21,23 @@ from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, add_to, plan_
 from quackish.reference import rms_norm as reference
 from quackish.types import Backend, Device, RmsNormOptions
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 # Functions -----------------------------------------------------------------------------------------------------------
 
 
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, residual: None = None,
-    **options: "Unpack[RmsNormOptions]",
+    **options: Unpack[RmsNormOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, residual: Tensor,
-    **options: "Unpack[RmsNormOptions]",
+    **options: Unpack[RmsNormOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, residual: Tensor | None,
-    **options: "Unpack[RmsNormOptions]",
+    **options: Unpack[RmsNormOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def rms_norm(
     x: Tensor,

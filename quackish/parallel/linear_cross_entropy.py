@@ -10,11 +10,12 @@ import contextlib
 import math
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from quackish.errors import UnsupportedError
 from quackish.ops.buffers import check_buffer
@@ -40,9 +41,6 @@ from quackish.parallel.combine import NO_CLASSES, LossOptions, ShardStats, combi
 from quackish.reference.linear_cross_entropy import mean_divisor, rows_of
 from quackish.types import Backend, LinearCrossEntropyOptions, LossModuleOptions, Reduction, Schedule
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 _WHO = "parallel.linear_cross_entropy"
 _IGNORED = -100
 _MAX_LOGIT_CHUNK = 1024  # rows at a time in _max_logits, which bounds its memory
@@ -58,22 +56,22 @@ class _ParallelOptions(LinearCrossEntropyOptions, total=False):
 @overload
 def linear_cross_entropy(
     input: Tensor, weight_shard: Tensor, target: Tensor, *, return_lse: Literal[False] = False,
-    return_stats: Literal[False] = False, **options: "Unpack[_ParallelOptions]",
+    return_stats: Literal[False] = False, **options: Unpack[_ParallelOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
     input: Tensor, weight_shard: Tensor, target: Tensor, *, return_lse: Literal[True],
-    return_stats: Literal[False] = False, **options: "Unpack[_ParallelOptions]",
+    return_stats: Literal[False] = False, **options: Unpack[_ParallelOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
     input: Tensor, weight_shard: Tensor, target: Tensor, *, return_lse: Literal[False] = False,
-    return_stats: Literal[True], **options: "Unpack[_ParallelOptions]",
+    return_stats: Literal[True], **options: Unpack[_ParallelOptions],
 ) -> tuple[Tensor, LinearCrossEntropyStats]: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
     input: Tensor, weight_shard: Tensor, target: Tensor, *, return_lse: bool = False,
-    return_stats: bool = False, **options: "Unpack[_ParallelOptions]",
+    return_stats: bool = False, **options: Unpack[_ParallelOptions],
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, LinearCrossEntropyStats]: ...  # fmt: skip
 def linear_cross_entropy(
     input: Tensor,
@@ -148,7 +146,7 @@ class VocabParallelHead(LinearCrossEntropyLoss):
 
     def __init__(
         self, in_features: int, num_classes: int, *, sequence_parallel: bool = False, deterministic: bool = False,
-        **options: "Unpack[LossModuleOptions]",
+        **options: Unpack[LossModuleOptions],
     ) -> None:  # fmt: skip
         """options: those of LinearCrossEntropyLoss."""
         super().__init__(in_features, num_classes, **options)
