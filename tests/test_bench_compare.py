@@ -60,7 +60,7 @@ def test_roofs_are_not_judged_and_the_last_row_counts(write):
     rows = {("1x4", name): FAST for name in ("quackish", "mul", "quackish (again)")}
     a, b = write("a.csv", rows), write("b.csv", dict.fromkeys(rows, (2.0, 2.0, 2.0)))
     assert list(verdicts(a, b).values()) == ["slower", "", ""]
-    CsvLog(a, {}, append=True).write([read_rows(b)[0]])
+    CsvLog(a, {}, [*read_rows(a), read_rows(b)[0]]).close()
     assert list(verdicts(a, b).values()) == ["", "", ""]
 
 

@@ -154,6 +154,7 @@ def test_an_earlier_result_is_replaced_only_by_a_run_that_measured(tmp_path, cap
         assert f"{path} is unchanged; the rows of this run are in {partial}\n" in capsys.readouterr().out
         assert path.read_bytes() == earlier
         assert "it broke" in partial.read_text()
+        assert "torch" not in {row["provider"] for row in read_rows(partial)}  # earlier rows
         partial.unlink()
 
     former = signal.signal(signal.SIGINT, signal.default_int_handler)

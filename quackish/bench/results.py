@@ -45,19 +45,16 @@ def scale_of(cell: Cell) -> tuple[float, str]:
 class CsvLog:
     """A CSV file with COLUMNS, flushed after every write so that a killed run keeps its results.
 
-    `constants` are columns that all new rows share. `append` keeps the rows in the file; ValueError if it is not a
-    results file. `count`: the rows written.
+    `constants` are columns that all rows share. `count`: the rows written.
     """
 
     count = 0
 
-    def __init__(self, path: Path, constants: Mapping[str, str], append: bool = False):
-        kept = read_rows(path) if append and path.exists() else []
+    def __init__(self, path: Path, constants: Mapping[str, str], rows: Iterable[Row] = ()):
         self._file, self._constants = path.open("w", newline=""), constants
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="", extrasaction="ignore")
         self._writer.writeheader()
-        self._writer.writerows(kept)
-        self._file.flush()
+        self.write(rows)
 
     def write(self, rows: Iterable[Mapping[str, object]]) -> None:
         for row in rows:

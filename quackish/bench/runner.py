@@ -36,8 +36,7 @@ def run(
     `append` keeps the rows of the CSV; ValueError if it is not a results file. `options` are fields of Run.
     """
     log, measured, keeps = path.with_suffix(".log"), False, path.exists()
-    if keeps and append:
-        read_rows(path)
+    earlier = read_rows(path) if keeps and append else []
     path.parent.mkdir(parents=True, exist_ok=True)
     file = _new_file(path) if keeps else path
     with contextlib.ExitStack() as stack:
@@ -48,15 +47,14 @@ def run(
         stack.callback(supervisor.close)
         rows = None
         try:
-            environment = supervisor.start()
-            if append and keeps:
-                shutil.copyfile(path, file)
-            rows = CsvLog(file, environment, append)
+            rows = CsvLog(file, supervisor.start())
             measured = _measure(jobs, supervisor, rows)
         finally:
             if rows is not None:
                 rows.close()
             if rows is not None and (measured or not keeps):
+                if earlier:
+                    CsvLog(file, {}, [*earlier, *read_rows(file)]).close()
                 os.replace(file, path)
                 report.report(path, page)
             elif rows is not None and rows.count:
