@@ -4,7 +4,8 @@
     python scripts/record_ptx_forms.py --only 'cvt' --out /tmp/forms.json
 
 It runs the PTX of tests/emulator_forms.py through the CUDA driver. A form that the driver refuses, or that fails or
-hangs, is recorded as that, and the others go on. tests/test_emulator_forms.py compares.
+hangs, is recorded as that, and the others go on. It also records the tensor maps that the driver encodes.
+tests/test_emulator_forms.py compares.
 """
 
 import argparse
@@ -25,13 +26,33 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from quackish.emulator import tensor_map  # noqa: E402
 from tests import emulator_forms  # noqa: E402
 from tests.emulator_forms import Case  # noqa: E402
 
 BATCH = 64  # kernels per module: a module costs some milliseconds of its own
-PATIENCE = 60  # seconds without a result before a kernel counts as hanging; the first one waits for the driver
+PATIENCE = 20  # seconds without a result before a kernel counts as hanging; the first one waits for the driver
+LIMIT = 170  # seconds for all forms: those that come later are not recorded
 TARGETS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
 ERROR_LOG, ERROR_LOG_SIZE = 5, 6  # CUjit_option
+CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+ELEMENTS = {"f16": 6, "f32": 7, "bf16": 9}  # CUtensorMapDataType
+L2_PROMOTION_128B = 2  # CUtensorMapL2promotion: what CuTe DSL encodes
+
+
+class Attribute(ctypes.Structure):  # CUlaunchAttribute: its value is a union of 64 bytes
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class Config(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("dynamic_shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
 
 
 class Refused(Exception):
@@ -85,15 +106,32 @@ class Gpu:
         given, got = case.words, np.zeros(case.results_size, np.uint64)
         self.call("cuMemcpyHtoD_v2", words, ctypes.c_void_p(given.ctypes.data), ctypes.c_size_t(given.nbytes))
         self.call("cuMemcpyHtoD_v2", results, ctypes.c_void_p(got.ctypes.data), ctypes.c_size_t(got.nbytes))
-        data = ctypes.create_string_buffer(case.data(words.value), 128)
+        parameter = case.data(words.value)
+        data = ctypes.create_string_buffer(self.encoded(parameter) if case.tensor_map else parameter, 128)
         parameters = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (words, results, data)))
-        shape = [ctypes.c_uint(n) for n in (1, 1, 1, case.threads, 1, 1, 0)]
-        self.call("cuLaunchKernel", function, *shape, None, parameters, None)
+        clusters = Attribute(CLUSTER_DIMENSION, 0, (case.cluster, 1, 1))
+        num_attributes = int(case.cluster > 1)
+        config = Config((case.cluster, 1, 1), (case.threads, 1, 1), 0, None, ctypes.pointer(clusters), num_attributes)
+        self.call("cuLaunchKernelEx", ctypes.byref(config), function, parameters, None)
         self.call("cuCtxSynchronize")
         self.call("cuMemcpyDtoH_v2", ctypes.c_void_p(got.ctypes.data), results, ctypes.c_size_t(got.nbytes))
         for address in (words, results):
             self.call("cuMemFree_v2", address)
         return got
+
+    def encoded(self, ours: bytes) -> bytes:
+        """The driver's encoding of the tensor map that tests/emulator_forms.py encodes as `ours`."""
+        decoded = tensor_map.decode(ours)
+        memory = ctypes.create_string_buffer(tensor_map.BYTES + 63)
+        aligned = ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
+        rank = decoded.rank
+        self.call(
+            "cuTensorMapEncodeTiled", ctypes.c_void_p(aligned), ELEMENTS[decoded.element], ctypes.c_uint(rank),
+            ctypes.c_void_p(decoded.address), (ctypes.c_uint64 * rank)(*decoded.sizes),
+            (ctypes.c_uint64 * rank)(*decoded.strides), (ctypes.c_uint * rank)(*decoded.box),
+            (ctypes.c_uint * rank)(*[1] * rank), 0, 0, L2_PROMOTION_128B, 0,
+        )  # fmt: skip
+        return ctypes.string_at(aligned, tensor_map.BYTES)
 
     def allocated(self, size: int) -> ctypes.c_uint64:
         address = ctypes.c_uint64()
@@ -149,6 +187,11 @@ def record(cases: list[Case], make_gpu: Any = Gpu, patience: float = PATIENCE) -
     """(the GPU's properties, outcomes by name). A worker process runs the cases; if it fails, another one goes on."""
     fork = multiprocessing.get_context("fork")
     properties, outcomes, rest = (), {}, cases
+    end = time.monotonic() + LIMIT
+
+    def has_news(connection: Connection) -> bool:
+        return connection.poll(max(0, min(patience, end - time.monotonic())))
+
     while True:
         connection, other = fork.Pipe()
         worker = fork.Process(target=work, args=(other, rest, make_gpu))
@@ -156,10 +199,10 @@ def record(cases: list[Case], make_gpu: Any = Gpu, patience: float = PATIENCE) -
         other.close()
         done, why = 0, "failed: the process ended"
         try:
-            if connection.poll(patience):
+            if has_news(connection):
                 properties = connection.recv()
                 rest = runnable(rest, properties[2])
-            while done < len(rest) and connection.poll(patience):
+            while done < len(rest) and has_news(connection):
                 outcomes[rest[done].name] = connection.recv()
                 done += 1
             if done < len(rest):
@@ -170,13 +213,25 @@ def record(cases: list[Case], make_gpu: Any = Gpu, patience: float = PATIENCE) -
         worker.join()
         if not properties:
             raise SystemExit("record_ptx_forms: the GPU cannot be used")
-        if done == len(rest):
+        if done == len(rest) or time.monotonic() > end:
             return properties, outcomes
         # After a failure that the worker reported, the next case is the first of the rest.
         if done == 0 or not outcomes[rest[done - 1].name].startswith("failed"):
             outcomes[rest[done].name] = why
             done += 1
         rest = rest[done:]
+
+
+def encodings(cases: list[Case]) -> dict[str, str]:
+    """The driver's encodings of the cases' tensor maps. Call it last: a process that uses the driver cannot fork."""
+    maps, found = sorted({case.data(0) for case in cases if case.tensor_map}), {}
+    gpu = Gpu() if maps else None
+    for data in maps:
+        try:
+            found[data.hex()] = gpu.encoded(data).hex()
+        except RuntimeError as error:
+            found[data.hex()] = f"failed: {error}"
+    return found
 
 
 def main() -> int:
@@ -192,6 +247,7 @@ def main() -> int:
         "gpu": name,
         "driver": driver,
         "target": TARGETS.get(capability, ""),
+        "tensor_maps": encodings([case for case in cases if case.name in outcomes]),
         "cases": {name: [digests[name], result] for name, result in outcomes.items()},
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)

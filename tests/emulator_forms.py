@@ -29,7 +29,7 @@ REGISTERS = {1: "pred", 16: "b16", 32: "b32", 64: "b64"}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel of one CTA.
+    """A kernel of one CTA, or of one cluster, in which only the last CTA stores results.
 
     `body` may use %in0.. and %out0.., %t (the thread), %g and %s (this thread's scratch in global and shared memory),
     %scratch and %base (all of it), and ENTRY_data, a parameter of 128 bytes.
@@ -46,6 +46,7 @@ class Case:
     scratch: list[int] | None = None  # two 64-bit words for each thread, and more behind them
     shared_bytes: int = 4096
     tensor_map: bytes | None = None  # for ENTRY_data; its address is an offset of global scratch
+    cluster: int = 1  # CTAs of `threads` threads
 
     @property
     def words(self) -> np.ndarray:
@@ -115,6 +116,9 @@ class Case:
         lines += ["mad.wide.u32 %g, %t, 16, %scratch;"]
         lines += ["mov.u32 %base, ENTRY_shared;", f"mad.lo.u32 %s, %t, {SCRATCH}, %base;"]
         lines += ["{", self.body, "}"]
+        if self.cluster > 1:
+            lines += [".reg .pred %not_last; mov.u32 %flag, %cluster_ctarank;"]
+            lines += [f"setp.ne.u32 %not_last, %flag, {self.cluster - 1};", "@%not_last ret;"]
         for i, (bits, _) in enumerate(self.outputs):
             place = f"[%results+{8 * self.threads * i}]"
             if bits == 1:
@@ -1010,20 +1014,36 @@ def bulk_cases(form: isa.Form) -> Iterator[Case]:
     yield one_thread_case(form, body, [(64, words[20]), (64, words[21])], scratch=words)
 
 
+CLUSTER_BARRIER = "barrier.cluster.arrive; barrier.cluster.wait;"
+
+
 def async_store_cases(form: isa.Form) -> Iterator[Case]:
+    """Two CTAs store to each other's shared memory."""
     type_ = form.opcode.rpartition(".")[2]
-    size = int(type_[1:]) // 8
-    value = random_words(form.opcode, 1)[0] % (1 << 8 * size)
-    body = f"{INIT.format(1)} mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], {size};\n"
-    body += f".reg .b{8 * size} %v; mov.b{8 * size} %v, {value}; .reg .b32 %to; add.u32 %to, %base, 64;\n"
-    body += f"{form.opcode} [%to], %v, [%bar];\n{_wait(0)}\nld.shared.b{8 * size} %out0, [%to];"
-    yield one_thread_case(form, body, [(8 * size, value)])
+    bits = int(type_[1:])
+    value = random_words(form.opcode, 1)[0] % (1 << bits)
+    body = f"""mov.b{bits} %out0, 0;
+.reg .pred %p, %q; .reg .b32 %bar, %to, %other, %far, %far_bar; .reg .b64 %state; .reg .b{bits} %v;
+mov.b32 %bar, %base; add.u32 %to, %base, 64; mov.b{bits} %v, {value}; setp.ne.u32 %p, %t, 0;
+@%p bra READY;
+{INIT.format(1)} mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], {bits // 8};
+READY:
+{CLUSTER_BARRIER}
+@%p bra SKIP;
+mov.u32 %other, %cluster_ctarank; xor.b32 %other, %other, 1;
+mapa.shared::cluster.u32 %far, %to, %other; mapa.shared::cluster.u32 %far_bar, %bar, %other;
+{form.opcode} [%far], %v, [%far_bar];
+{_wait(0)}
+ld.shared.b{bits} %out0, [%to];
+SKIP:
+{CLUSTER_BARRIER}"""
+    yield Case(case_name(form), form.opcode, body, [], [(bits, [value, *[0] * 31])], cluster=2)
 
 
 # Copies by tensor maps: fp32 tensors of up to (12, 3, 3, 2, 2) in boxes of (8, 2, 2, 2, 2), partly outside.
 
 MAP = "mov.b64 %map, ENTRY_data; cvta.param.u64 %map, %map;"
-SIZES, BOX, COORDINATES = (12, 3, 3, 2, 2), (8, 2, 2, 2, 2), (7, -1, 2, 0, 1)
+SIZES, BOX, COORDINATES = (12, 3, 3, 2, 2), (8, 2, 2, 2, 2), (8, -1, 2, 0, 1)
 TENSOR_AT = 64  # words of scratch: two for each of 32 threads come before it
 TENSOR_WORDS = 216  # 432 numbers
 
@@ -1048,6 +1068,14 @@ def _tensor_map(rank: int) -> bytes:
 
 
 def tensor_cases(form: isa.Form) -> Iterator[Case]:
+    """One thread copies a box. Multicast: to both CTAs of a cluster."""
+    yield _tensor_case(form)
+    if ".2d.global" in form.opcode:
+        yield _tensor_case(form, whole_warp=True)
+
+
+def _tensor_case(form: isa.Form, whole_warp: bool = False) -> Case:
+    """With whole_warp, 32 threads issue the same copy: one that adds does so 32 times."""
     opcode = form.opcode
     rank = int(re.search(r"\.([1-5])d\.", opcode)[1])
     random = random_of(opcode)
@@ -1063,7 +1091,7 @@ def tensor_cases(form: isa.Form) -> Iterator[Case]:
         if loads:
             box[index] = tensor[element] if inside else 0
         elif inside:
-            tensor[element] = box[index] + (tensor[element] if adds else 0)
+            tensor[element] = (tensor[element] + (32 if whole_warp else 1) * box[index]) if adds else box[index]
     coordinates = f"{{{', '.join(map(str, COORDINATES[:rank]))}}}"
     policy = ", %policy" if "L2::cache_hint" in opcode else ""
     head = f".reg .b64 %map, %policy, %state; .reg .pred %p, %q; .reg .b32 %bar, %to;\n{MAP}\n"
@@ -1075,19 +1103,24 @@ def tensor_cases(form: isa.Form) -> Iterator[Case]:
     contents = [*words_of(box.tobytes()), *[0] * 64][:64]
     scratch = [*([0] * 64 if loads else contents), *before]
     if loads:
-        multicast = ", %mask" if ".multicast::cluster" in opcode else ""
+        multicast = ".multicast::cluster" in opcode
+        mask, cluster = (", %mask", 2) if multicast else ("", 1)
+        barrier = CLUSTER_BARRIER if multicast else "bar.sync 0;"
         body = (
             head
-            + f"""{slot}.reg .b16 %mask; mov.b16 %mask, 1;
+            + f"""{slot}.reg .b16 %mask; mov.b16 %mask, 3;
+.reg .b32 %rank; .reg .pred %issues; mov.u32 %rank, %cluster_ctarank; setp.eq.u32 %issues, %rank, 0;
 st.shared.b64 [%s], 0; st.shared.b64 [%s+8], 0; {FENCE}
-bar.sync 0;
-@%p bra SKIP;
+@%p bra READY;
 {INIT.format(1)}
 mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], {size};
-{opcode} [%to], [%map, {coordinates}], [%bar]{multicast}{policy};
+READY:
+{barrier}
+@%p bra SKIP;
+@%issues {opcode} [%to], [%map, {coordinates}], [%bar]{mask}{policy};
 {_wait(0)}
 SKIP:
-bar.sync 0;
+{barrier}
 {FROM_SHARED}"""
         )
         outputs: list = [(64, contents[::2]), (64, contents[1::2])]
@@ -1097,7 +1130,7 @@ bar.sync 0;
             + slot
             + TO_SHARED
             + f"""{FENCE} bar.sync 0;
-@%p bra SKIP;
+{"" if whole_warp else "@%p bra SKIP;"}
 {opcode} [%map, {coordinates}], [%to]{policy};
 cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
 SKIP:
@@ -1112,7 +1145,9 @@ bar.sync 0;
             outputs.append((64, words))
             body += f"ld.global.b64 %out{i}, [%tensor+{8 * (TENSOR_AT + 32 * i)}];\n"
         scratch += [0] * 32
-    yield Case(case_name(form), opcode, body, [], outputs, scratch=scratch, tensor_map=_tensor_map(rank))
+        cluster = 1
+    name = case_name(form) + (" by a whole warp" if whole_warp else "")
+    return Case(name, opcode, body, [], outputs, cluster=cluster, scratch=scratch, tensor_map=_tensor_map(rank))
 
 
 def tensor_prefetch_cases(form: isa.Form) -> Iterator[Case]:

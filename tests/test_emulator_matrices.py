@@ -289,7 +289,7 @@ SMALL = tensor_map.TensorMap(4096, "f32", (12, 5), (64,), (8, 3), Swizzle.B32)
 
 
 @pytest.mark.parametrize(
-    "x, y", [(0, 0), (8, 3), (-3, -1), (10, 4), (12, 0), (0, 5), (-8, 0), (0, -3), (100, 100), (2, 1)]
+    "x, y", [(0, 0), (8, 3), (-4, -1), (8, 4), (12, 0), (0, 5), (-8, 0), (0, -3), (100, 100), (4, 1)]
 )
 def test_boxes_are_cut_off_at_the_tensors_edges(x, y):
     memory = Memory(5)
@@ -357,6 +357,12 @@ def changed(word, bits):
 def test_maps_that_cannot_be_are_refused(data, kind, message):
     with pytest.raises(kind, match=message):
         tensor_map.decode(data)
+
+
+def test_boxes_begin_at_multiples_of_16_bytes():
+    for x in (1, -3, 7, 10):
+        with pytest.raises(Fault, match=rf"begins at \({x}, 0\).*expected a multiple of 16 bytes"):
+            SMALL.window((x, 0))
 
 
 def test_coordinates_must_fit_the_rank():

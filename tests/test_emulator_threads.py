@@ -488,7 +488,7 @@ def test_stores_are_late_or_at_once():
 # Clusters and residency
 
 TO_NEIGHBOR = """
-    mov.u32 %r, %cluster_ctarank; xor.b32 %n, %r, 1; mov.u32 %m, buffer;
+    mov.u32 %r, %cluster_ctarank; {neighbor} mov.u32 %m, buffer;
     mbarrier.init.shared.b64 [%m], 1;
     mbarrier.arrive.expect_tx.shared.b64 _, [%m], 4;
     {sync}
@@ -505,10 +505,11 @@ NEIGHBOR_REGISTERS = (
 )
 
 
-def to_neighbor(sync, **options):
+def to_neighbor(sync, neighbor="xor.b32 %n, %r, 1;", ctas=2, **options):
     out = zeros(2)
-    text = kernel(TO_NEIGHBOR.format(sync=sync), "out", NEIGHBOR_REGISTERS, BUFFER)
-    launch(text, out, grid=(2, 1, 1), block=(1, 1, 1), cluster=(2, 1, 1), **options)
+    body = TO_NEIGHBOR.format(sync=sync, neighbor=neighbor)
+    text = kernel(body, "out", NEIGHBOR_REGISTERS, BUFFER)
+    launch(text, out, grid=(ctas, 1, 1), block=(1, 1, 1), cluster=(ctas, 1, 1), **options)
     return out.tolist()
 
 
@@ -517,6 +518,11 @@ def to_neighbor(sync, **options):
 def test_clusters(completion, seed):
     both = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"
     assert to_neighbor(both, completion=completion, seed=seed) == [71, 70]
+
+
+def test_asynchronous_stores_need_a_cluster_of_two():
+    with pytest.raises(Fault, match="st.async in a cluster of one CTA"):
+        to_neighbor("", neighbor="mov.u32 %n, 0;", ctas=1)
 
 
 def test_a_missing_cluster_barrier_shows_for_some_seed():

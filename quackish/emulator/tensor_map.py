@@ -87,6 +87,13 @@ class TensorMap:
         """What a box at `coordinates` has of the tensor; no rows if it is outside."""
         if len(coordinates) != self.rank:
             raise Fault(f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}: {self}")
+        # "The address of the bounding Box must also be aligned to 16 bytes." (PTX, bounding box) Otherwise an H200 ends
+        # with an illegal instruction. The tensor's address and its strides are multiples of 16.
+        if coordinates[0] * self.element_bytes % 16:
+            raise Fault(
+                f"a box of a tensor map begins at {coordinates}: its first coordinate is at byte "
+                f"{coordinates[0] * self.element_bytes} of a row; expected a multiple of 16 bytes: {self}"
+            )
         spans = []
         for start, box, size in zip(coordinates, self.box, self.sizes, strict=True):
             first = min(max(0, -start), box)

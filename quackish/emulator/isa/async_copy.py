@@ -86,7 +86,7 @@ def _declare_async_store(type_):
 
     @action(f"st.async{{,.weak}}.shared::cluster.mbarrier::complete_tx::bytes.{type_}", f"[u32], {type_}, [u32]")
     def store(lanes, addresses, values, barriers):
-        """ "The completion [...] is signaled by an mbarrier in the same CTA as the destination." """
+        """Stores a value in shared memory, and signals an mbarrier there when it has come."""
         for address, value, barrier_address in zip(
             addresses.tolist(), values.view(dtype), barriers.tolist(), strict=True
         ):
@@ -95,6 +95,11 @@ def _declare_async_store(type_):
 
 def _async_store(lanes, address, value, barrier_address):
     target = cta_of(lanes, address)
+    # "The number of CTAs within the cluster is strictly greater than one" (PTX, st.async). Otherwise an H200 ends with
+    # an illegal instruction.
+    if lanes.cta.cluster.size == 1:
+        raise Fault("st.async in a cluster of one CTA; it needs two or more")
+    # The destination and the mbarrier "belong to the same CTA". (PTX, st.async)
     if cta_of(lanes, barrier_address) is not target:
         raise Fault("st.async: the mbarrier is not in the CTA of the destination")
     if address % value.itemsize:
