@@ -31,7 +31,7 @@ from tests import emulator_forms  # noqa: E402
 from tests.emulator_forms import Case  # noqa: E402
 
 BATCH = 64  # kernels per module: a module costs some milliseconds of its own
-PATIENCE = 20  # seconds without a result before a kernel counts as hanging; the first one waits for the driver
+PATIENCE = 30  # seconds without a result before a kernel counts as hanging; the first one waits for the driver
 LIMIT = 170  # seconds for all forms: those that come later are not recorded
 TARGETS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
 ERROR_LOG, ERROR_LOG_SIZE = 5, 6  # CUjit_option

@@ -521,7 +521,7 @@ def test_clusters(completion, seed):
 
 
 def test_asynchronous_stores_need_a_cluster_of_two():
-    with pytest.raises(Fault, match="st.async in a cluster of one CTA"):
+    with pytest.raises(Fault, match=r"st\.async in a cluster of one CTA"):
         to_neighbor("", neighbor="mov.u32 %n, 0;", ctas=1)
 
 
@@ -632,3 +632,16 @@ def test_a_fault_at_a_barrier_names_the_barrier():
     body = "mov.u32 %t, %tid.x; bar.arrive 1, 64; bar.sync 1, 96;"
     with pytest.raises(Fault, match=r"expects 96 threads, others 64(.|\n)*: bar\.sync 1, 96"):
         launch(kernel(body, registers=".reg .b32 %t;"))
+
+
+@pytest.mark.parametrize(
+    "mangled, name",
+    [
+        ("kernel_cutlass_kernel_quackishkernelsgemm_sm90GemmSm90_object_at__cutlasscuteatomCopyAtom_0", "GemmSm90"),
+        ("kernel_cutlass_double_it_tensorptrf32gmemo321__0", "double_it"),
+        ("my_kernel", "my_kernel"),
+    ],
+)
+def test_kernels_have_the_names_of_their_sources(mangled, name):
+    with pytest.raises(PtxError, match=rf"kernel {name}$"):
+        launch(kernel("add.f16 %a, %a, %a;").replace("test(", f"{mangled}("))

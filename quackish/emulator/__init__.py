@@ -74,7 +74,7 @@ def register(address: int, size: int) -> Iterator[None]:
 class Kernel:
     """A compiled function that runs on the CPU. It takes the arguments that it takes on a GPU.
 
-    name: in reports and faults, instead of the name in the PTX
+    name: in reports and faults; otherwise they name the class or function that was compiled
     """
 
     def __init__(self, exported: host.Exported, gpu: Any, name: str = ""):
@@ -112,7 +112,7 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name:
     report.lets_next_begin = grid.lets_next_begin
     report.launches.append(
         LaunchReport(
-            kernel=name or launch.kernel,
+            kernel=name or program.entry.source_name,
             grid=launch.grid,
             block=launch.block,
             cluster=launch.cluster,
@@ -140,7 +140,7 @@ def _check_order(launch: Any, grid: Grid, report: Report) -> None:
 
 
 def _circumstances(program: decode.Program, launch: Any, gpu: Any, name: str, report: Report) -> str:
-    kernel = f"{name} ({program.entry.name[:60]}...)" if name else program.entry.name
+    kernel = f"{name}, {program.entry.title}" if name else program.entry.title
     return (
         f"  launch {len(report.launches)}, counted from 0: kernel {kernel}\n"
         f"  grid {launch.grid}, block {launch.block}, cluster {launch.cluster}, "

@@ -249,7 +249,7 @@ class _Decoder:
     def _refuse(self, instruction: Instruction, why: str) -> None:
         raise PtxError(
             f"{why}: {instruction.opcode}\n  {instruction.text[:200]}\n  PTX line {instruction.line}, "
-            f"{instruction.source or 'no source line'}, kernel {self.entry.name}"
+            f"{instruction.source or 'no source line'}, kernel {self.entry.title}"
         )
 
     def _fits(self, instruction: Instruction, form: isa.Form) -> bool:

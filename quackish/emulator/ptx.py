@@ -93,6 +93,20 @@ class Entry(NamedTuple):
     instructions: list[Instruction]
     labels: dict[str, int]  # name -> index of the instruction that follows
 
+    @property
+    def source_name(self) -> str:
+        """The class or function of the kernel. CuTe DSL's name also has the module and the types of the arguments."""
+        method = re.match(r"kernel_cutlass_[^A-Z]*([A-Z]\w*?)_object_at_", self.name)
+        function = re.match(r"kernel_cutlass_(\w+?)_tensor", self.name)
+        found = method or function
+        return found[1] if found else self.name
+
+    @property
+    def title(self) -> str:
+        """Its name in the source, and where that is."""
+        source = next((instruction.source for instruction in self.instructions if instruction.source), "")
+        return f"{self.source_name} ({source})" if source else self.source_name
+
 
 class Module(NamedTuple):
     target: str
