@@ -105,13 +105,13 @@ def test_subnormal_numbers_are_kept_and_flushed():
 
 
 def test_minimum_and_maximum():
-    # "result = NaN if both are NaN, y if x is NaN, x if y is NaN; -0.0 < +0.0 here"
+    # NaN only if both are NaN; one NaN gives the other operand. -0.0 is less than +0.0.
     a, b = f32(1, NAN, 2, NAN, 0.0, -0.0, -0.0), f32(2, 3, NAN, NAN, -0.0, 0.0, -0.0)
     low = [bits_of(v) for v in (1.0, 3.0, 2.0, NAN, -0.0, -0.0, -0.0)]
     high = [bits_of(v) for v in (2.0, 3.0, 2.0, NAN, 0.0, 0.0, -0.0)]
     assert bits32(numbers.minimum(a, b)) == low
     assert bits32(numbers.maximum(a, b)) == high
-    # ".NaN: the result is canonical NaN if any of the inputs is NaN"
+    # "If .NaN modifier is specified, then the result is canonical NaN if any of the inputs is NaN."
     for function, expected in ((numbers.minimum, low), (numbers.maximum, high)):
         assert bits32(function(a, b, nan=True)) == [expected[0], *[0x7FFFFFFF] * 3, *expected[4:]]
     half = numbers.maximum_bf16(np.array([0x7FC1, 0x8000], np.uint16), np.array([0x3F80, 0x0000], np.uint16), nan=True)

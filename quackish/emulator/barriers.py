@@ -83,8 +83,7 @@ class NamedBarrier:
     def arrive(self, lanes_mask: int, expected: int | None) -> None:
         if self.warps and expected != self.expected:
             raise Fault(f"a thread expects {expected} threads, others {self.expected}: {self}")
-        # "Since barriers are executed on a per-warp basis, the optional thread count must be a multiple of the warp
-        # size." (PTX, bar)
+        # "When specifying a thread count, the value must be a multiple of the warp size." (PTX, bar)
         if expected is not None and (expected % 32 or expected == 0):
             raise Fault(f"a barrier of {expected} threads, which is not a multiple of 32")
         self.expected = expected

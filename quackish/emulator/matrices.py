@@ -49,7 +49,7 @@ def descriptor_sm90(bits: int) -> Descriptor:
 def descriptor_sm100(bits: int) -> Descriptor:
     """Of tcgen05. (Shared memory descriptor)"""
     _refuse_bits(bits, [(14, 15), (30, 31)], "a matrix descriptor of tcgen05")
-    # "46-48: Fixed constant value of 0b001", "53-60: Fixed constant value of 0b00000000"
+    # The manual's table: bits 46 to 48 have the "Fixed constant value of 0b001", and bits 53 to 60 are zero.
     if _field(bits, 46, 48) != 1 or _field(bits, 53, 60) != 0:
         raise Fault(f"matrix descriptor {bits:#018x} of tcgen05: bits 46 to 48 must be 0b001, and bits 53 to 60 zero")
     if _field(bits, 52, 52):

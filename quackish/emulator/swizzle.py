@@ -22,9 +22,8 @@ class Swizzle(enum.Enum):
     def __call__(self, addresses: Any) -> Any:
         """Where shared memory holds what would be at `addresses` (numbers or an array) without the swizzle.
 
-        "The following table, where each element (numbered cell) is 16 byte and the starting address is 1024 bytes
-        aligned, shows the pattern of the destination data layout": row r of 128 bytes has element e ^ r at place e.
-        (PTX, Swizzling Modes)
+        In the tables of "Swizzling Modes" in the PTX manual, row r of 128 bytes has element e ^ r at place e, counted
+        from an address that the pattern's size divides.
         """
         bits, chunk = self.value
         return addresses ^ (((addresses >> 7) & ((1 << bits) - 1)) << chunk)

@@ -128,7 +128,7 @@ class TensorMap:
 
     def shared_offsets(self, offset: int) -> np.ndarray:
         """Where shared memory has each byte of a box that begins at `offset`, in the box's order."""
-        # "Shared memory address: must be 128 byte aligned." (CUDA Programming Guide, multi-dimensional bulk copies)
+        # A multiple of 128. (CUDA Programming Guide, the table of alignments of multi-dimensional bulk copies)
         if offset % 128:
             raise Fault(f"a box of a tensor map at {offset:#x} in shared memory, which is not a multiple of 128")
         return _box_offsets(self.box_bytes, offset % 1024, self.swizzle) + (offset - offset % 1024)
@@ -181,7 +181,7 @@ def _check(tensor_map: TensorMap) -> None:
         raise Fault(f'"globalAddress [...] must be 16 byte aligned": {tensor_map}')
     inner = tensor_map.byte_shape[-1]
     if inner % 16:
-        raise Fault(f'"boxDim[0] * elementSizeInBytes(tensorDataType) must be a multiple of 16 bytes": {tensor_map}')
+        raise Fault(f'"boxDim[0] * elementSizeInBytes( tensorDataType ) must be a multiple of 16 bytes": {tensor_map}')
     if tensor_map.swizzle is not Swizzle.NONE and inner > tensor_map.swizzle.span:
         raise Fault(
             f'"the bounding box inner dimension [...] must be less than or equal to the swizzle size": {tensor_map}'

@@ -11,7 +11,7 @@ _INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 
 
 def _integer(to, a):
-    """ "For integer types, values are truncated or extended": numpy's conversion does the same."""
+    """Drops the upper bits, or extends by the sign of the source's type, as numpy's conversion does."""
     return np.asarray(a).astype(np.dtype(f"{to[0].replace('s', 'i')}{int(to[1:]) // 8}"))
 
 
@@ -45,7 +45,7 @@ instruction("cvt.rn.f16.f32", "u16 = f32")(numbers.f32_to_f16)
 
 @instruction("cvt.rn.bf16x2.f32", "u32 = f32, f32")
 def f32_to_bf16x2(high, low):
-    """ "For .f16x2/.bf16x2: [...] a is stored in the upper half of d, b in the lower half." """
+    """ "the value converted from input a is stored in the upper half of d" (PTX, cvt)"""
     return numbers.pack16(numbers.f32_to_bf16(low), numbers.f32_to_bf16(high))
 
 

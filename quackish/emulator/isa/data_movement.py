@@ -105,7 +105,7 @@ for _type in ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32",
 # Global and shared memory. Bytes are loaded and stored as they are: writers extend what is narrower than its register.
 
 _TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
-# .cs ("likely accessed once"), .cg, .ca and the priorities of eviction are hints for caches.
+# .cs ("likely to be accessed once"), .cg, .ca and the priorities of eviction are hints for caches.
 _LOADS = ("ld.global", "ld.global.nc", "ld.global.L1::no_allocate", "ld.global.nc.L1::no_allocate")
 # Other threads may have to run before such a load returns what a loop waits for. How often a loop loads depends on the
 # order of threads, so these bytes are not counted.

@@ -34,7 +34,7 @@ def shr_unsigned(a, amount):
 
 @instruction("shr.{s16,s32,s64}", "T = T, u32")
 def shr_signed(a, amount):
-    """ "Signed shifts extend the sign bit": N places leave what N - 1 leave."""
+    """ "Signed shifts fill with the sign bit": N places leave what N - 1 leave."""
     return np.right_shift(a, np.minimum(amount, 8 * a.dtype.itemsize - 1).astype(a.dtype))
 
 

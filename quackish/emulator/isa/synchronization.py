@@ -128,7 +128,7 @@ def mbarrier_arrive_count(lanes, addresses, counts):
 
 @action("mbarrier.arrive.expect_tx{,.release.cta,.release.cluster}.shared{,::cta,::cluster}.b64", "u64 = [u32], u32")
 def mbarrier_arrive_expect(lanes, addresses, sizes):
-    """ "performs an expect-tx operation followed by an arrive-on operation." """
+    """ "an expect-tx operation is performed prior to the arrive-on operation" """
     return _arrive_at(lanes, addresses, 1, sizes)
 
 
