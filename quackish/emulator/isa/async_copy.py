@@ -195,7 +195,8 @@ def _store_boxes(lanes, tensors, sources, add):
     for thread, address, source, *coordinates in zip(
         lanes.threads.tolist(), *(x.tolist() for x in (addresses, sources, *columns)), strict=True
     ):
-        # All threads of a warp may store the same box, which a GPU does once. It makes no difference unless they add.
+        # Each thread that executes the instruction copies. If the threads of a warp store the same box, ptxas has the
+        # warp do it once (one UTMASTG), which makes no difference; copies that add become a loop over the threads.
         operands = address, source, tuple(coordinates), thread if add else thread // WARP
         if operands not in stores:
             stores[operands] = _once(

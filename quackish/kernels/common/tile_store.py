@@ -219,6 +219,7 @@ class TileStore(Staging):
             self.copy_to(out.atoms[1], out.staging, buffer, block.row0, at - out.split // self.piece_n)
 
     def copy_to(self, d_atom, staging, buffer, row0, piece):
+        # The whole warp stores. With uniform operands ptxas issues one UTMASTG. To add, CuTe DSL elects a thread.
         gD = cute.local_tile(d_atom[1], (BLOCK_M, self.piece_n), (row0 // BLOCK_M, None))
         sD, gD = cpasync.tma_partition(
             d_atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(gD, 0, 2)
