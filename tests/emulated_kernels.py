@@ -2,6 +2,10 @@
 
 They round where the kernels round and write only what the kernels write, so that memory a kernel does not write keeps
 its initial value: NaN in the tests. `lce_kernels()` has the methods that the schedules call.
+
+They stay, next to the emulator that runs the compiled kernels, where tests go through many shapes and options: forward
+and backward of linear cross entropy of 200 x 64 x 300 take 0.014 s of CPU on them and 1.8 s in the emulator, which
+compiles new problems first (15 s in all). They are also what compiled kernels are compared with, one by one.
 """
 
 import collections

@@ -1,6 +1,7 @@
 """The kernels of RMSNorm in PyTorch.
 
-They take the same arguments and access the same memory as compiled ones.
+They take the same arguments and access the same memory as compiled ones. Forward and backward of 20 x 256 take 0.002 s
+of CPU; the emulator, which runs the compiled kernels, takes 0.3 s, and 3 s with compiling them for new options.
 """
 
 import ctypes
