@@ -1,5 +1,6 @@
 """`python -m quackish explain`: its output compared with ops, launches and memory on a GPU; invalid arguments."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 
 import quackish
 from quackish.__main__ import main
+from quackish.cli import dry_run, operations
 from quackish.cli import explain as command
-from quackish.cli import operations
 from quackish.cli.dry_run import frontier
 from quackish.cli.parser import Parser
 from quackish.configs import linear_cross_entropy as lce_config
@@ -16,6 +17,7 @@ from quackish.configs.choose import choose
 from quackish.configs.rms_norm import RmsNormBwdProblem
 from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200
 from quackish.launch import Resources
+from quackish.operations import RMS_NORM
 from quackish.operations.argument_types import size
 from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import Kernel
@@ -49,6 +51,15 @@ def output(words, compiled=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command.launch, "resources", resources)
         return command.text(parse(words + " --no-compile" * (compiled is None)))
+
+
+def test_a_dry_run_without_launches_says_why():
+    """PyTorch runs custom operators on meta tensors by their fake implementation alone."""
+    norm = lambda x, weight, eps, backend: torch.nn.functional.rms_norm(x, weight.shape, weight, eps)  # noqa: E731
+    op = dataclasses.replace(RMS_NORM, function=norm)
+    args = op.arguments((4, 8), torch.bfloat16, dry_run.META)
+    with pytest.raises(AssertionError, match="rms_norm: the dry run saw no launch"):
+        dry_run.dry_run(op, args, H200, ("forward", "backward"), "rms_norm")
 
 
 # RMSNorm -------------------------------------------------------------------------------------------------------------

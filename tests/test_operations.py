@@ -30,6 +30,7 @@ def test_each_option_reaches_the_call(name, option):
     assert args.keys() <= inspect.signature(op.function).parameters.keys()
     if option == "no_grad":
         assert not any(t.requires_grad for t in op.forward(args, "auto").values())
+        assert op.call(args, "auto").keys() == op.forward(args, "auto").keys()
         return
     found, truth = op.call(args, "auto"), op.call(in_fp64(args), "reference")
     assert found.keys() == truth.keys()

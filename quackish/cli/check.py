@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quackish import profile
-from quackish.operations import GROUPED_MLP, LINEAR_CROSS_ENTROPY, MOE_MLP, RMS_NORM
+from quackish.operations import GROUPED_MLP, LINEAR_CROSS_ENTROPY, MOE_MLP, OPERATIONS, RMS_NORM
 from quackish.operations.table import Args, Operation
 from quackish.types import Backend
 
@@ -39,7 +39,7 @@ def _case(op: Operation, *shape: int, dtype: torch.dtype = BF16, **options: Any)
 _rms_norm, _lce, _grouped_mlp, _moe_mlp = (
     functools.partial(_case, op) for op in (RMS_NORM, LINEAR_CROSS_ENTROPY, GROUPED_MLP, MOE_MLP)
 )
-SELF_TESTS: dict[str, Case] = {
+SELF_TESTS: dict[str, Case] = {op.name: _case(op, *op.small) for op in OPERATIONS.values()} | {
     "rms_norm": _rms_norm(257, 1024),
     "rms_norm, many rows": _rms_norm(5000, 256),
     "rms_norm, odd": _rms_norm(37, 257, dtype=FP32, residual="same", bias=True),

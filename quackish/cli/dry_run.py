@@ -63,7 +63,7 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...], name: 
         if why := why_unsupported(name, op.kernel, META):
             return DryRun(portable=why)
     try:
-        return DRY_RUNS[op.name](op, args, gpu, passes)
+        return DRY_RUNS.get(op.name, launches)(op, args, gpu, passes)
     except UnsupportedError as error:
         return DryRun(portable=str(error))
 
@@ -94,6 +94,11 @@ def launches(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dr
             if passes == ("backward",):
                 raise
             dry.plan["Path of backward"] = f"the portable path, in plain PyTorch: {error}"
+    if not dry.steps:
+        raise AssertionError(
+            f"{op.name}: the dry run saw no launch. A plain eager call must run its kernels without a custom operator: "
+            "on meta tensors PyTorch runs only an operator's fake implementation"
+        )
     dry.steps = [step for step in dry.steps if step.phase in passes]
     dry.buffers = [Buffer(f"results of {step.phase}", step.work.bytes_written) for step in dry.steps]
     dry.buffers += scratch if "backward" in passes else []
@@ -268,8 +273,8 @@ def _shape(t: Tensor | memory.Allocation) -> str:
     return f"{'x'.join(map(str, t.shape)) or 'scalar'} {_dtype(t)}"
 
 
+# The other operations have `launches`.
 DRY_RUNS: dict[str, Callable[[Operation, Args, Gpu, tuple[str, ...]], DryRun]] = {
-    "rms_norm": launches,
     "linear_cross_entropy": linear_cross_entropy,
     "grouped_mlp": grouped_mlp,
 }

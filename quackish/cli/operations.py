@@ -16,7 +16,7 @@ from quackish.operations.table import DTYPES, Args, Operation, parse_shape
 from quackish.ops.device import why_unsupported
 
 # The operations that explain, precompile and tune take, and (operation, passes) by name: rms_norm_forward is one pass.
-DRY = tuple(OPERATIONS[name] for name in dry_run.DRY_RUNS)
+DRY = tuple(op for op in OPERATIONS.values() if op.has_dry_run)
 CALLS: dict[str, tuple[Operation, tuple[str, ...]]] = {
     name: (op, passes)
     for op in DRY

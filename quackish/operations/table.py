@@ -67,11 +67,12 @@ class Operation:
     kernel: str  # a GPU without this kernel runs the portable path
     dims: tuple[str, ...]  # the names of the sizes, such as ("M", "N"); rows (tokens) come first
     example: str  # a shape
-    small: tuple[int, ...]  # maximum sizes without a GPU
+    small: tuple[int, ...]  # maximum sizes without a GPU; sizes of a self-test
     model_shapes: Callable[[Model, int], Shapes]  # (model, tokens)
     make: Callable[[Maker, tuple[int, ...], Options], Args]  # the arguments besides those that options set
     options: dict[str, Option]
     passes: tuple[str, ...] = ()  # "forward" and "backward" if users can call them alone, as rms_norm_forward
+    has_dry_run: bool = True  # explain, precompile and tune take it: see quackish/cli/dry_run.py
 
     @property
     def form(self) -> str:
@@ -107,6 +108,8 @@ class Operation:
     def backward(self, args: Args, results: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """The gradients of the leaves, such as "dx", for gradients of all results. None if a buffer got it."""
         leaves = {name: t for name in self.leaves if (t := args.get(name)) is not None and t.requires_grad}
+        if not leaves:  # the option no_grad
+            return {}
         outputs = [t for t in results.values() if t.requires_grad]
         grads = torch.autograd.grad(outputs, list(leaves.values()), list(map(_gradient, outputs)), allow_unused=True)
         return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
