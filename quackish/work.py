@@ -134,9 +134,9 @@ def _lce_compact(p: lce_rows.LceCompactProblem, s: Sizes) -> Work:
 
 
 def _lce_gather(p: lce_rows.LceGatherProblem, s: Sizes) -> Work:
-    rows, targets = s["rows"], min(s["rows"], s["v"])  # targets: the most rows of w
-    row_bytes = p.h * _bytes(p.dtype)
-    return Work((rows + targets) * row_bytes, rows * row_bytes, 2 * rows * p.h)
+    rows, row_bytes = s["rows"], p.h * _bytes(p.dtype)
+    targets = 0 if p.only_live_x else min(rows, s["v"])  # the most rows of w
+    return Work((rows + targets) * row_bytes, rows * row_bytes, 0 if p.only_live_x else 2 * rows * p.h)
 
 
 def _lce_rows(p: lce_rows.LceRowsProblem, s: Sizes) -> Work:

@@ -84,9 +84,6 @@ def path(request, monkeypatch, limits, poisoned):
             on = device_of(where)
         else:
             on = emulated.device()
-            if kind == "cublas":
-                for name in ("mm", "addmm"):
-                    monkeypatch.setattr(cublas, name, getattr(emulated, name))
         k = emulated.counted(on, cublas.CublasKernels if kind == "cublas" else LceKernels)
         stack.enter_context(substitute(where, on))
         how = dict(is_small=is_emulator(device), approximates=device != "cpu")

@@ -16,12 +16,14 @@ import math
 
 import torch
 
+from quackish.configs import row_state
 from quackish.configs.arguments import Ptr
 from quackish.configs.choose import choose
 from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N
 from quackish.configs.grouped_gemm import DSCALES_COLUMNS
 from quackish.configs.lce_cublas import TILE_N
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
+from quackish.configs.row_state import RowStateParts
 from quackish.gpu import H200
 from quackish.ops.device import Device
 from quackish.ops.kernel_for import Kernel
@@ -106,6 +108,12 @@ def dtype_of(name):
     return None if name is None else getattr(torch, name)
 
 
+def with_row_state(a, start=0):
+    """As in kernels/common/row_kernel.py, with addresses."""
+    pairs = zip(row_state.DESCRIPTIONS, row_state.parts_at(a.state, a.m), strict=True)
+    return a._replace(state=RowStateParts(*(address + 4 * start * part.by_slot for part, address in pairs)))
+
+
 def live_rows(num_live, start, rows):
     """(live rows of a chunk, live rows rounded up to whole tiles)"""
     live = max(0, min(int(memory(num_live, I32, (1,))) - start, rows))
@@ -162,11 +170,12 @@ def logit_scale_of(a):
 
 
 def compact(p, a):
+    a = with_row_state(a)
     target = memory(a.target, dtype_of(p.target_dtype), (a.m,)).long()
     live = target != a.ignore_index
-    memory(a.order, I32, (a.m,)).copy_(torch.cat([live.nonzero()[:, 0], (~live).nonzero()[:, 0]]))
-    memory(a.num_live, I32, (1,))[0] = live.sum()
-    memory(a.tickets, I32, (NUM_TICKETS,)).zero_()
+    memory(a.state.order, I32, (a.m,)).copy_(torch.cat([live.nonzero()[:, 0], (~live).nonzero()[:, 0]]))
+    memory(a.state.num_live, I32, (1,))[0] = live.sum()
+    memory(a.state.tickets, I32, (NUM_TICKETS,)).zero_()
     counted = live & (target >= 0) & (target < a.v)
     divisor = torch.tensor(1.0)
     if counted.any():
@@ -178,17 +187,20 @@ def compact(p, a):
             divisor = memory(a.class_weight, dtype_of(p.class_weight_dtype), (a.v,))[target[counted]].float().sum()
         elif p.divisor == "weights":
             divisor = counted.sum()
-    memory(a.inv_divisor, FP32, (1,))[0] = 1.0 / divisor
+    memory(a.state.inv_divisor, FP32, (1,))[0] = 1.0 / divisor
 
 
 def gather(p, a):
-    live, padded = live_rows(a.num_live, a.start, a.rows)
-    r = memory(a.order, I32, (a.start + a.rows,))[a.start :].long()
+    a = with_row_state(a, a.start)
+    live, padded = live_rows(a.state.num_live, a.start, a.rows)
+    r = memory(a.state.order, I32, (a.start + a.rows,))[a.start :].long()
     m = int(r.max()) + 1
     dtype = dtype_of(p.dtype)
     x, w = memory(a.x, dtype, (m, p.h), (a.x_stride, 1)), memory(a.w, dtype, (a.v, p.h))
     live_x = memory(a.live_x, dtype, (a.rows, p.h))
     live_x[:live], live_x[live:padded] = x[r[:live]], 0
+    if p.only_live_x:
+        return
     t = memory(a.target, dtype_of(p.target_dtype), (m,))[r[:live]].long()
     is_class = (t >= 0) & (t < a.v)
     index = t.masked_fill(~is_class, 0)
@@ -196,75 +208,79 @@ def gather(p, a):
     if a.bias is not None:
         z = z + memory(a.bias, dtype_of(p.bias_dtype), (a.v,))[index].float()
     z, _ = with_softcap(p, z, a.softcap)
-    row_shift = memory(a.row_shift, FP32, (a.rows,))
+    row_shift = memory(a.state.row_shift, FP32, (a.rows,))
     row_shift.fill_(HUGE)
     row_shift[:live] = torch.where((z > -HUGE) & (z < HUGE), z, -HUGE)
-    memory(a.row_max_bits, I32, (a.rows,)).copy_(encode(row_shift))
-    slot_target = memory(a.slot_target, I32, (a.rows,))
+    memory(a.state.row_max_bits, I32, (a.rows,)).copy_(encode(row_shift))
+    slot_target = memory(a.state.slot_target, I32, (a.rows,))
     slot_target.fill_(-1)
     slot_target[:live] = torch.where(is_class, t, -1).int()
-    memory(a.flags, I32, (1 + -(-a.rows // ROW_TILE),)).zero_()
+    memory(a.state.flags, I32, (1 + -(-a.rows // ROW_TILE),)).zero_()
     if a.dx is not None:
         memory(a.dx, dtype_of(p.dx_dtype), (m, p.h))[r[live:]] = 0
-    for out in (a.loss, a.lse, a.log_prob, a.entropy):
-        if out is not None:
-            memory(out, FP32, (m,))[r[live:]] = 0
+    stats = (a.state.log_prob, a.state.entropy) if p.return_stats else ()
+    for out in (a.loss, a.state.lse, *stats):
+        memory(out, FP32, (m,))[r[live:]] = 0
     if p.return_stats:
-        memory(a.predicted, I32, (m,))[r[live:]] = -1
+        memory(a.state.predicted, I32, (m,))[r[live:]] = -1
         memory(a.argmax_bits, I64, (a.rows,)).fill_(-(2**63))
 
 
 def rows(p, a):
-    live, padded = live_rows(a.num_live, a.start, a.rows)
+    a = with_row_state(a, a.start)
+    live, padded = live_rows(a.state.num_live, a.start, a.rows)
     if a.first_slot_of_class is not None:
         memory(a.first_slot_of_class, I32, (a.v,)).fill_(NO_SLOT)
-    r = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live].long()
+    r = memory(a.state.order, I32, (a.start + a.rows,))[a.start :][:live].long()
     m = int(r.max()) + 1 if live else 0
-    lse, loss, grad_lse = (memory(t, FP32, (m,)) for t in (a.lse, a.loss, a.grad_lse))
-    entropy = memory(a.entropy, FP32, (m,))
-    row_sum, target_logit, row_scale = (memory(t, FP32, (a.rows,)) for t in (a.row_sum, a.target_logit, a.row_scale))
-    row_max = decode(memory(a.row_max_bits, I32, (a.rows,))[:live])
-    t = memory(a.slot_target, I32, (a.rows,))[:live].long()
+    lse, loss, grad_lse = (
+        memory(t, FP32, (m,)) for t in (a.state.lse, a.stats and a.stats.loss, a.grads and a.grads.lse)
+    )
+    entropy = memory(a.state.entropy, FP32, (m,)) if p.return_stats or p.grad_entropy else None
+    slots = a.state.row_sum, a.state.target_logit, a.state.row_scale
+    row_sum, target_logit, row_scale = (memory(t, FP32, (a.rows,)) for t in slots)
+    row_max = decode(memory(a.state.row_max_bits, I32, (a.rows,))[:live])
+    t = memory(a.state.slot_target, I32, (a.rows,))[:live].long()
     weight = torch.ones(live)
-    if a.class_weight is not None:
-        weight = memory(a.class_weight, dtype_of(p.class_weight_dtype), (a.v,))[t.clamp(min=0)].float()
-    weight = weight.masked_fill(t < 0, float("nan")) * (1 - a.label_smoothing)
-    total = float(a.v) if a.total_weight is None else memory(a.total_weight, FP32, (1,))
-    smooth_weight = a.label_smoothing / a.v
-    inv_divisor, logit_scale = memory(a.inv_divisor, FP32, (1,)), logit_scale_of(a)
+    if a.options.class_weight is not None:
+        weight = memory(a.options.class_weight, dtype_of(p.class_weight_dtype), (a.v,))[t.clamp(min=0)].float()
+    weight = weight.masked_fill(t < 0, float("nan")) * (1 - a.options.label_smoothing)
+    total = float(a.v) if a.options.total_weight is None else memory(a.options.total_weight, FP32, (1,))
+    smooth_weight = a.options.label_smoothing / a.v
+    inv_divisor, logit_scale = memory(a.options.inv_divisor, FP32, (1,)), logit_scale_of(a.options)
     if p.stats:
-        row_sum[:live] = memory(a.part_sum, FP32, (a.rows, a.tiles))[:live].sum(1)
+        row_sum[:live] = memory(a.stats.part_sum, FP32, (a.rows, a.tiles))[:live].sum(1)
         log_total = row_sum[:live].log()
         row_lse = logit_scale * row_max + log_total
         nll = logit_scale * (row_max - target_logit[:live]) + log_total
         row_loss = torch.where((weight == 0) & ~nll.isnan(), 0.0, weight * nll)
         if p.label_smoothing:
-            sums = memory(a.part_wsum, FP32, (a.rows, a.tiles))[:live].sum(1)
+            sums = memory(a.stats.part_wsum, FP32, (a.rows, a.tiles))[:live].sum(1)
             row_loss = row_loss + smooth_weight * (total * row_lse - logit_scale * sums)
-        loss[r], lse[r] = inv_divisor * (row_loss + a.z_loss * row_lse.square()), row_lse
+        loss[r], lse[r] = inv_divisor * (row_loss + a.options.z_loss * row_lse.square()), row_lse
         if p.return_stats:
-            memory(a.log_prob, FP32, (m,))[r] = (-nll).masked_fill(t < 0, float("nan"))
-            mean = memory(a.part_elog, FP32, (a.rows, a.tiles))[:live].sum(1) / row_sum[:live]
+            memory(a.state.log_prob, FP32, (m,))[r] = (-nll).masked_fill(t < 0, float("nan"))
+            mean = memory(a.stats.part_elog, FP32, (a.rows, a.tiles))[:live].sum(1) / row_sum[:live]
             entropy[r] = (log_total - mean / LOG2_E).clamp(min=0.0)
-            classes = 0x7FFFFFFF - (memory(a.argmax_bits, I64, (a.rows,))[:live] & 0x7FFFFFFF)
-            memory(a.predicted, I32, (m,))[r] = classes.int().masked_fill(row_lse.isnan(), -1)
+            classes = 0x7FFFFFFF - (memory(a.stats.argmax_bits, I64, (a.rows,))[:live] & 0x7FFFFFFF)
+            memory(a.state.predicted, I32, (m,))[r] = classes.int().masked_fill(row_lse.isnan(), -1)
     if p.grads == "none":
         return
     row_lse, g = lse[r], inv_divisor * logit_scale
     if p.grad_loss == "scalar":
-        g = g * memory(a.grad_loss, FP32, (1,))
+        g = g * memory(a.grads.loss, FP32, (1,))
     elif p.grad_loss == "rows":
-        g = g * memory(a.grad_loss, FP32, (m,))[r]
+        g = g * memory(a.grads.loss, FP32, (m,))[r]
     coef_target = g * weight
-    coef_softmax = g * (weight + (smooth_weight * total if p.label_smoothing else 0) + 2 * a.z_loss * row_lse)
+    coef_softmax = g * (weight + (smooth_weight * total if p.label_smoothing else 0) + 2 * a.options.z_loss * row_lse)
     if grad_lse is not None:
         coef_softmax = coef_softmax + logit_scale * grad_lse[r]
     if p.grad_log_prob:
-        grad_log_prob = logit_scale * memory(a.grad_log_prob, FP32, (m,))[r]
+        grad_log_prob = logit_scale * memory(a.grads.log_prob, FP32, (m,))[r]
         coef_softmax, coef_target = coef_softmax - grad_log_prob, coef_target - grad_log_prob
     if p.grads == "coefs":
         if p.grad_entropy:
-            grad_entropy = logit_scale * memory(a.grad_entropy, FP32, (m,))[r]
+            grad_entropy = logit_scale * memory(a.grads.entropy, FP32, (m,))[r]
             coef_softmax = coef_softmax + grad_entropy * (row_sum[:live].log() - entropy[r])
             coef_entropy = memory(a.coef_entropy, FP32, (a.rows,))
             coef_entropy[:live], coef_entropy[live:padded] = -grad_entropy / LOG2_E / row_sum[:live], 0
@@ -279,8 +295,8 @@ def rows(p, a):
     ratio = torch.where(coef_softmax == 0, 0.0, coef_target / coef_softmax)
     entry = torch.exp(logit_scale * (a_t - row_max)) - ratio * total
     if p.softcap:
-        entry = entry * (1 - (a_t / a.softcap).square())
-    write_targets(a, p, t, entry)
+        entry = entry * (1 - (a_t / a.options.softcap).square())
+    write_targets(a, a.v, t, entry)
     rounded = entry.bfloat16().float()
     correction = torch.where((t >= 0) & (ratio != 0) & (rounded != 0), entry / rounded, 1.0)  # of the rounding
     row_scale[:live] = coef_softmax / total * torch.where(correction.isnan(), 1.0, correction)
@@ -291,36 +307,38 @@ def rows(p, a):
         scaled_x[live:padded] = 0
 
 
-def parts_of_exp_logits(a, p):
+def parts_of_exp_logits(a, v):
     """(tensor, first class, end) of each buffer."""
-    split = a.v_split if p.exp_logits_split else a.v
-    yield memory(a.exp_logits, BF16, (a.rows, split), (a.exp_logits_stride, 1)), 0, split
-    if p.exp_logits_split:
-        yield memory(a.exp_logits2, BF16, (a.rows, a.v - split), (a.exp_logits2_stride, 1)), split, a.v
+    e = a.exp_logits
+    split = v if e.second is None else e.split
+    yield memory(e.first, BF16, (a.rows, split), (e.first_stride, 1)), 0, split
+    if e.second is not None:
+        yield memory(e.second, BF16, (a.rows, v - split), (e.second_stride, 1)), split, v
 
 
-def write_targets(a, p, t, values):
+def write_targets(a, v, t, values):
     i = torch.arange(len(t))
-    for part, first, last in parts_of_exp_logits(a, p):
+    for part, first, last in parts_of_exp_logits(a, v):
         inside = (t >= first) & (t < last)
         part[i[inside], t[inside] - first] = values[inside].to(BF16)
 
 
 def sort(p, a):
-    live, _ = live_rows(a.num_live, a.start, a.rows)
-    slot_target = memory(a.slot_target, I32, (a.rows,))[:live]
+    a = with_row_state(a, a.start)
+    live, _ = live_rows(a.state.num_live, a.start, a.rows)
+    slot_target = memory(a.state.slot_target, I32, (a.rows,))[:live]
     t, i, grad = slot_target.long(), torch.arange(live), torch.zeros(live)
-    row_scale = memory(a.row_scale, FP32, (a.rows,))
-    for part, first, last in parts_of_exp_logits(a, p):
+    row_scale = memory(a.state.row_scale, FP32, (a.rows,))
+    for part, first, last in parts_of_exp_logits(a, a.v):
         inside = (t >= first) & (t < last)
         grad[inside] = row_scale[i[inside]] * part[i[inside], t[inside] - first].float()
         part[i[inside], t[inside] - first] = 0
     index = memory(a.index, I64, (a.rows,))
     slots = t.argsort(stable=True) if index is None else index[:live]
-    order = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live]
-    memory(a.sorted_target, I32, (a.rows,))[:live] = slot_target[slots]
-    memory(a.sorted_row, I32, (a.rows,))[:live] = order[slots]
-    memory(a.sorted_grad, FP32, (a.rows,))[:live] = grad[slots]
+    order = memory(a.state.order, I32, (a.start + a.rows,))[a.start :][:live]
+    memory(a.state.sorted_target, I32, (a.rows,))[:live] = slot_target[slots]
+    memory(a.state.sorted_row, I32, (a.rows,))[:live] = order[slots]
+    memory(a.state.sorted_grad, FP32, (a.rows,))[:live] = grad[slots]
     if a.first_slot_of_class is not None:
         first_slot, classes = memory(a.first_slot_of_class, I32, (a.v,)), t[slots]
         slot = ((classes >= 0) & (classes < a.v)).nonzero()[:, 0]
@@ -328,15 +346,17 @@ def sort(p, a):
 
 
 def targets(p, a):
-    live, _ = live_rows(a.num_live, a.start, a.rows)
-    sorted_target, sorted_row = (memory(t, I32, (a.rows,))[:live].long() for t in (a.sorted_target, a.sorted_row))
+    a = with_row_state(a, a.start)
+    live, _ = live_rows(a.state.num_live, a.start, a.rows)
+    pair = a.state.sorted_target, a.state.sorted_row
+    sorted_target, sorted_row = (memory(t, I32, (a.rows,))[:live].long() for t in pair)
     dw = memory(a.dw, dtype_of(p.dw_dtype), (a.v1 - a.v0, p.h))
     slots = ((sorted_target >= a.v0) & (sorted_target < a.v1)).nonzero()[:, 0]
     if not len(slots):
         return
     r = sorted_row[slots]
     x = memory(a.x, dtype_of(p.dtype), (int(r.max()) + 1, p.h), (a.x_stride, 1))
-    rows = memory(a.sorted_grad, FP32, (a.rows,))[slots, None] * x[r].float()
+    rows = memory(a.state.sorted_grad, FP32, (a.rows,))[slots, None] * x[r].float()
     sums = torch.zeros(dw.shape).index_add_(0, sorted_target[slots] - a.v0, rows)
     classes = sorted_target[slots].unique() - a.v0
     before = dw[classes].float()
@@ -356,11 +376,12 @@ def bias(p, a):
 
 
 def scatter(p, a):
-    live, _ = live_rows(a.num_live, a.start, a.rows)
+    a = with_row_state(a, a.start)
+    live, _ = live_rows(a.state.num_live, a.start, a.rows)
     acc = memory(a.acc, FP32, (a.rows, p.h))[:live]
-    if a.row_scale is not None:
-        acc = acc * memory(a.row_scale, FP32, (a.rows,))[:live, None]
-    r = memory(a.order, I32, (a.start + a.rows,))[a.start :][:live].long()
+    if p.row_scale:
+        acc = acc * memory(a.state.row_scale, FP32, (a.rows,))[:live, None]
+    r = memory(a.state.order, I32, (a.start + a.rows,))[a.start :][:live].long()
     if live:
         memory(a.dx, dtype_of(p.dx_dtype), (int(r.max()) + 1, p.h))[r] = acc.to(dtype_of(p.dx_dtype))
 
@@ -439,7 +460,7 @@ def softmax_epilogue(p, acc, a, D, live, start, m, n):
         if p.return_stats:
             logs = logit_scale * (z[:, columns] - shift[:, None])
             memory(a.part_elog, FP32, (m, a.tiles))[i, tile] = sum_elog(e[:, columns], logs)
-    if a.argmax_bits is not None:
+    if p.return_stats and not p.recompute_flagged:
         argmax_bits = memory(a.argmax_bits, I64, (m,))
         argmax_bits[i] = torch.maximum(argmax_bits[i], encode_argmax(z, 0))
     is_class = slot_target[i] >= 0
@@ -498,34 +519,40 @@ EPILOGUES = dict(softmax=softmax_epilogue, dlogits=dlogits_epilogue, rows=rows_e
 
 
 def exp(p, a):
-    assert a.z_stride % TILE_N == 0
-    rows, n, logit_scale = a.rows, a.n, logit_scale_of(a)
+    assert a.z_stride % TILE_N == a.first % TILE_N == 0
+    rows, n, e, columns = a.rows, a.n, a.epilogue, slice(a.first, a.first + a.n)
+    first_class = a.first + (e.v0 if p.kind == "dlogits" else 0)
+    logit_scale = logit_scale_of(e)
     live, _ = live_rows(a.num_live, a.start, rows)
     z = memory(a.z, FP32, (rows, n), (a.z_stride, 1))[:live].clone()
-    z, d = with_bias(p, z, a.bias, a.softcap, n)
-    weight = torch.ones(n) if a.class_weight is None else memory(a.class_weight, FP32, (n,))
-    target = memory(a.slot_target, I32, (rows,))[:live, None].long() - a.v0
+    if e.bias is not None:
+        z += memory(e.bias, dtype_of(p.bias_dtype), (columns.stop,)).float()[columns]
+    z, d = with_softcap(p, z, e.softcap)
+    weight = torch.ones(n)
+    if e.class_weight is not None:
+        weight = memory(e.class_weight, FP32, (first_class + n,))[first_class:]
+    target = memory(e.slot_target, I32, (rows,))[:live, None].long() - first_class
     out = torch.zeros(rows, n)
     if p.kind == "softmax":
-        row_shift, target_logit = (memory(t, FP32, (rows,)) for t in (a.row_shift, a.target_logit))
-        row_max_bits = memory(a.row_max_bits, I32, (rows,))
-        flags = memory(a.flags, I32, (1 + -(-rows // ROW_TILE),))
-        part_sum, part_wsum = (memory(t, FP32, (rows, 2 * a.tiles)) for t in (a.part_sum, a.part_wsum))
+        row_shift, target_logit = (memory(t, FP32, (rows,)) for t in (e.row_shift, e.target_logit))
+        row_max_bits = memory(e.row_max_bits, I32, (rows,))
+        flags = memory(e.flags, I32, (1 + -(-rows // ROW_TILE),))
+        part_sum, part_wsum = (memory(t, FP32, (rows, e.tiles)) for t in (e.part_sum, e.part_wsum))
         for c in range(0, n, TILE_N):
-            part, tile = z[:, c : c + TILE_N], a.tile0 + c // TILE_N
+            part, tile = z[:, c : c + TILE_N], (a.first + c) // TILE_N
             tile_max = torch.where(part.isnan(), -torch.inf, part).amax(1)
             above = logit_scale * tile_max > logit_scale * row_shift[:live] + HEADROOM
             shift = torch.where(above, tile_max, row_shift[:live])
             out[:live, c : c + TILE_N] = torch.exp(logit_scale * (part - shift[:, None]))
             part_sum[:live, tile] = out[:live, c : c + TILE_N].sum(1)
-            part_sum[:live, a.tiles + tile] = shift
+            part_sum[:live, e.tiles // 2 + tile] = shift
             if part_wsum is not None:
                 part_wsum[:live, tile] = weighted(part, weight[c : c + TILE_N]).sum(1)
-                part_wsum[:live, a.tiles + tile] = 0
+                part_wsum[:live, e.tiles // 2 + tile] = 0
             if p.return_stats:
-                part_elog = memory(a.part_elog, FP32, (rows, 2 * a.tiles))[:live]
+                part_elog = memory(e.part_elog, FP32, (rows, e.tiles))[:live]
                 part_elog[:, tile] = sum_elog(out[:live, c : c + TILE_N], logit_scale * (part - shift[:, None]))
-                part_elog[:, a.tiles + tile] = 0
+                part_elog[:, e.tiles // 2 + tile] = 0
             i = above.nonzero()[:, 0]
             row_max_bits[i] = torch.maximum(row_max_bits[i], encode(tile_max[i]))
             flags[1 + i // ROW_TILE] = 1
@@ -533,14 +560,14 @@ def exp(p, a):
         i = ((target >= 0) & (target < n)).nonzero()[:, 0]
         target_logit[i] = z[i, target[i, 0]]
         if p.return_stats:
-            argmax_bits = memory(a.argmax_bits, I64, (rows,))[:live]
-            argmax_bits.copy_(torch.maximum(argmax_bits, encode_argmax(z, a.v0)))
+            argmax_bits = memory(e.argmax_bits, I64, (rows,))[:live]
+            argmax_bits.copy_(torch.maximum(argmax_bits, encode_argmax(z, first_class)))
     else:
-        row_shift, coef, coef_target, coef_smooth = memory(a.coefs, FP32, (rows, 4))[:live].T[:, :, None]
+        row_shift, coef, coef_target, coef_smooth = memory(e.coefs, FP32, (rows, 4))[:live].T[:, :, None]
         logs = logit_scale * (z - row_shift)
         if p.entropy:
             log2 = (logs * LOG2_E).clamp(min=LEAST_LOG2)
-            coef = coef + memory(a.coef_entropy, FP32, (rows,))[:live, None] * log2
+            coef = coef + memory(e.coef_entropy, FP32, (rows,))[:live, None] * log2
         value = coef * torch.exp(logs)
         if p.smoothing:
             value = value - coef_smooth * weight
@@ -551,16 +578,17 @@ def exp(p, a):
 
 
 def rescale(p, a):
-    live, _ = live_rows(a.num_live, a.start, a.rows)
-    tiles = slice(a.tile0, a.tile0 + -(-a.n // TILE_N))
-    sums = memory(a.part_sum, FP32, (a.rows, 2 * a.tiles))[:live]
-    shifts = sums[:, a.tiles :][:, tiles]
-    flagged = memory(a.flags, I32, (1 + -(-a.rows // ROW_TILE),))[1 + torch.arange(live) // ROW_TILE] != 0
-    row_max = decode(memory(a.row_max_bits, I32, (a.rows,))[:live, None])
+    a = with_row_state(a, a.start)
+    live, _ = live_rows(a.state.num_live, a.start, a.rows)
+    tiles = slice(a.first // TILE_N, -(-(a.first + a.n) // TILE_N))
+    sums = memory(a.part_sum, FP32, (a.rows, a.tiles))[:live]
+    shifts = sums[:, a.tiles // 2 :][:, tiles]
+    flagged = memory(a.state.flags, I32, (1 + -(-a.rows // ROW_TILE),))[1 + torch.arange(live) // ROW_TILE] != 0
+    row_max = decode(memory(a.state.row_max_bits, I32, (a.rows,))[:live, None])
     logs = logit_scale_of(a) * (shifts - row_max)
     factor = torch.where(flagged[:, None] & (shifts != row_max), torch.exp(logs), 1.0)
     if p.return_stats:
-        elog = memory(a.part_elog, FP32, (a.rows, 2 * a.tiles))[:live, tiles]
+        elog = memory(a.part_elog, FP32, (a.rows, a.tiles))[:live, tiles]
         log2 = (logs * LOG2_E).clamp(min=LEAST_LOG2)
         elog.copy_(torch.where(factor == 1, elog, (elog + sums[:, tiles] * log2) * factor))
     shifts.zero_()
@@ -573,14 +601,6 @@ def rescale(p, a):
 def clear(p, a):
     live = int(memory(a.num_live, I32, (1,)))
     memory(a.out, dtype_of(p.dtype), (a.rows, p.h))[max(0, live - a.start) :] = 0
-
-
-def mm(a, b, out):
-    out.copy_(a.float() @ b.float())
-
-
-def addmm(a, b, out):
-    out.add_(a.float() @ b.float())
 
 
 # grouped_mlp ----------------------------------------------------------------------------------------------------------

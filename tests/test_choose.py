@@ -31,7 +31,8 @@ from quackish.configs.rms_norm import (
 from quackish.gpu import B200, H100, H200
 from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy.launches import LceKernels, RowState
+from quackish.ops.linear_cross_entropy.buffers import RowState
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.testing.errors import error, same_bits
 from tests import idle_kernels
@@ -333,12 +334,12 @@ def test_linear_cross_entropy_looks_up_its_kernels_again():
     idle, launches = idle_kernels.device()
     k = LceKernels(idle)
     e = xs = torch.zeros(128, 64, dtype=torch.bfloat16)
-    state, out, factor = RowState.new(xs), torch.zeros(64, 64), torch.ones(1)
+    state, out, factor = RowState.new(idle, 128), torch.zeros(64, 64), torch.ones(1)
 
     def both():
         launches.clear()
         k.dw(e, xs, state, 0, out, False)
-        k.launch((), "lce_scatter", 64, torch.float32)
+        k.launch((), "lce_scatter", h=64, dx_dtype=torch.float32)
         k.scale(out, factor)
         return [made.threads if not isinstance(made, GemmConfig) else made.group for _, _, made in launches]
 
@@ -352,7 +353,7 @@ def test_linear_cross_entropy_looks_up_its_kernels_again():
 def test_a_kernel_of_an_old_choice_is_not_reused():
     launched, block = [], config(lce_dw=dict(group=3))
     e = torch.zeros(128, 64, dtype=torch.bfloat16)
-    state = RowState.new(e)
+    state = RowState.new(idle_kernels.device()[0], 128)
 
     def step():
         k.dw(e, e, state, 0, torch.zeros(64, 64), False)

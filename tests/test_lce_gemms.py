@@ -8,23 +8,28 @@ import pytest
 import torch
 
 from quackish import config, kernels
+from quackish.configs import row_state
 from quackish.configs.gemm import (
     NUM_TICKETS,
+    DlogitsArgs,
     GemmProblem,
+    ResidualArgs,
+    RowsOutArgs,
+    SoftmaxArgs,
     gemm_config,
     gemm_smem_bytes,
     gemm_why_illegal,
     num_tail_splits,
     splits_dw_tail,
 )
-from quackish.configs.lce_args import DlogitsArgs, ResidualArgs, RowsOutArgs, SoftmaxArgs
 from quackish.gpu import B200, H200
 from quackish.ops.cuda import dtype_of
 from quackish.ops.device import Device, device_of
 from quackish.ops.kernel_for import kernel_for
 from quackish.ops.linear_cross_entropy.autograd import kernels_of
+from quackish.ops.linear_cross_entropy.buffers import ExpLogits, RowState
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import ExpLogits, LceKernels
+from quackish.ops.linear_cross_entropy.launches import LceKernels, ProblemFields
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
 from tests.emulated_kernels import HUGE, NO_SLOT, add_residual, decode, encode, lce_kernels
@@ -140,10 +145,12 @@ class Case:
         self.x[rows] = self.x[rows] * factor
 
 
-def state_of(num_live):
-    """The part of a RowState that GEMMs use; `memory` are the tickets."""
-    tickets = torch.zeros(NUM_TICKETS, dtype=torch.int32, device=num_live.device)
-    return SimpleNamespace(num_live=num_live.data_ptr(), tickets=tickets.data_ptr(), memory=tickets)
+def state_of(k, num_live, m):
+    """A RowState for m rows with the tickets and num_live of GEMMs."""
+    state = RowState.new(k.device, m)
+    state.tensor("tickets", NUM_TICKETS).zero_()
+    state.tensor("num_live", 1).copy_(num_live)
+    return state
 
 
 def launch(k, method, **args):
@@ -153,15 +160,38 @@ def launch(k, method, **args):
     """
     device = "cpu" if k.device.index is None else torch.device("cuda", k.device.index)
     args = {name: copied(a, device) for name, a in args.items()}
-    state = state_of(args["state"])
-    epilogue = {name: addresses(args[name]) for name in ("epilogue", "residual") if name in args}
-    getattr(k, method)(**args | epilogue | dict(state=state))
-    assert not state.memory.any()
+    rows = next(args[name] for name in ("live_x", "scaled_x", "e") if name in args)
+    rows = (rows.first if isinstance(rows, ExpLogits) else rows).shape[0]
+    state = state_of(k, args["state"], args["start"] + rows)
+    names = [name for name in ("epilogue", "residual") if args.get(name) is not None]
+    args |= {name: in_state(args[name], state, args["start"]) for name in names}
+    getattr(k, method)(**args | {name: addresses(args[name]) for name in names} | dict(state=state))
+    assert not state.tensor("tickets", NUM_TICKETS).any()
     return SimpleNamespace(**{name: copied(a, "cpu") for name, a in args.items()})
 
 
+def in_state(epilogue, state, start):
+    """The epilogue with its parts of the RowState in the state's memory."""
+    parts = {}
+    for name in set(epilogue._fields) & set(row_state.DESCRIPTIONS._fields):
+        t = getattr(epilogue, name)
+        if t is not None:
+            first = start if getattr(row_state.DESCRIPTIONS, name).by_slot else 0
+            parts[name] = state.tensor(name, first + len(t))[first:].copy_(t)
+    return epilogue._replace(**parts)
+
+
+def problem_fields(c, epilogue, bias, smoothing=False, stats=False):
+    """The Call.fields of `prepare_call` for a call with a Case's rows and this epilogue."""
+    return ProblemFields(
+        h=c.h, dtype=c.dtype, target_dtype=torch.int64, bias_dtype=bias, class_weight_dtype=None,
+        softcap=epilogue.softcap > 0, smoothing=smoothing, weighted=epilogue.class_weight is not None,
+        logit_scale=epilogue.logit_scale is not None, return_stats=stats, x_aligned=True,
+    )  # fmt: skip
+
+
 def addresses(epilogue):
-    return epilogue and epilogue._make(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in epilogue)
+    return epilogue._make(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in epilogue)
 
 
 def copied(args, device):
@@ -243,8 +273,9 @@ def softmax(c, k=None, softcap=None, bias=None, stored=True, wsum=False, weighte
     exp_logits = padded_nan(c.rows, v_split or c.v) if stored else None
     exp_logits2 = padded_nan(c.rows, c.v - v_split) if stored and v_split else None
     out = ExpLogits(exp_logits, v_split, exp_logits2)
+    shared = problem_fields(c, epilogue, bias, wsum, stats)
     after = launch(
-        k, "logits", live_x=c.x, w=c.w, out=out, epilogue=epilogue, bias=bias, state=c.num_live, start=c.start
+        k, "logits", live_x=c.x, w=c.w, out=out, epilogue=epilogue, shared=shared, state=c.num_live, start=c.start
     )
     return SimpleNamespace(exp_logits=after.out.first, exp_logits2=after.out.second, **after.epilogue._asdict())
 
@@ -298,8 +329,8 @@ def test_flagged_rows_are_recomputed_and_others_keep_their_bits(softcap, stored,
 
 def dlogits(c, k, epilogue, smoothing=False):
     out = padded_nan(c.rows, c.v, c.dtype)
-    bias, state = dtype_of(epilogue.bias), c.num_live
-    args = dict(epilogue=epilogue, bias=bias, smoothing=smoothing, state=state, start=c.start)
+    shared = problem_fields(c, epilogue, dtype_of(epilogue.bias), smoothing)
+    args = dict(epilogue=epilogue, shared=shared, state=c.num_live, start=c.start)
     return launch(k, "dlogits", live_x=c.x, w=c.w, out=out, **args).out
 
 
@@ -415,7 +446,11 @@ def test_dw_keeps_rounding_residual(shape):
     dw = torch.full((c.v, c.h), NAN, dtype=BF16)
     residual = torch.full((len(first_slots[::3]) + 1, c.h), 77, dtype=torch.int16)
     exact = c.e[: c.live].double().T @ c.x[: c.live].double()
-    for after in both(ours(), "dw", **dw_args(c, dw, residual=ResidualArgs(first_slots, residual))):
+    for after in both(
+        ours(),
+        "dw",
+        **dw_args(c, dw, residual=ResidualArgs(first_slots, residual)),
+    ):
         residual = after.residual.rounding_residual
         unrounded = add_residual(after.out[::3], residual[first_slots[::3].long()])
         assert close(unrounded.double(), exact[::3], 2e-5)
@@ -580,8 +615,8 @@ def test_clusters_share_the_tiles_of_the_tail(shape, split, monkeypatch):
     scale = torch.rand(m, generator=make, device="cuda")
     order = torch.randperm(m + start, generator=make, device="cuda").int()
     num_live = torch.tensor([live + start], dtype=torch.int32, device="cuda")
-    state = state_of(num_live)
     k = LceKernels(device_of(torch.device("cuda", torch.cuda.current_device())))
+    state = state_of(k, num_live, m + start)
 
     def run():
         dx = torch.full((m + start, h), NAN, dtype=BF16, device="cuda")
@@ -590,7 +625,7 @@ def test_clusters_share_the_tiles_of_the_tail(shape, split, monkeypatch):
         k.dx(exp_logits, w, state, start, dx, False, True, RowsOutArgs(scale.data_ptr(), order.data_ptr()))
         k.dw(e, x, state, start, dw, False, True)
         k.dw(e, x, state, start, total, True, True)
-        assert not state.memory.any()
+        assert not state.tensor("tickets", NUM_TICKETS).any()
         return dx, dw, total
 
     dx, dw, total = run()

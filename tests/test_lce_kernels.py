@@ -1,18 +1,19 @@
 """The kernels around the GEMMs of linear cross entropy: compiled on any host, run on a GPU against fp64 formulas."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quackish.configs import choose
+from quackish.configs import choose, row_state
 from quackish.configs.gemm import NUM_TICKETS
-from quackish.configs.lce_args import BiasArgs, GatherArgs, RowsArgs, ScatterArgs, SortArgs, TargetsArgs
 from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRescaleProblem
 from quackish.configs.lce_rows import (
     NO_SLOT,
     WIDE_BIAS,
+    BiasArgs,
+    GatherArgs,
+    GradsArgs,
     LceBiasProblem,
     LceCompactProblem,
     LceGatherProblem,
@@ -21,9 +22,16 @@ from quackish.configs.lce_rows import (
     LceScatterProblem,
     LceSortProblem,
     LceTargetsProblem,
+    LossArgs,
+    RowsArgs,
+    ScatterArgs,
+    SortArgs,
+    StatsArgs,
+    TargetsArgs,
 )
 from quackish.ops.cuda import dtype_of
 from quackish.ops.device import device_of
+from quackish.ops.linear_cross_entropy.buffers import ExpLogits, RowState
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.steps import order_by_class
 from quackish.reference import linear_cross_entropy as reference
@@ -48,9 +56,9 @@ def problems():
         yield "lce_compact", LceCompactProblem("int64", None, divisor)
     for h in (8, 1000, 16_384):
         yield "lce_gather", LceGatherProblem(h, "bfloat16", "int64")
-        yield "lce_gather", LceGatherProblem(h, "float16", "int32", *["float32"] * 2, True, True, x_aligned=False)
+        yield "lce_gather", LceGatherProblem(h, "float16", "int32", *["float32"] * 2, softcap=True, x_aligned=False)
     yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", "bfloat16", "bfloat16", True)
-    yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", rows_out=False)
+    yield "lce_gather", LceGatherProblem(4096, "bfloat16", only_live_x=True)
     yield "lce_gather", LceGatherProblem(4096, "bfloat16", "int64", return_stats=True)
     for stats, grads, smoothing in itertools.product((True, False), ("none", "coefs"), (True, False)):
         if stats or grads != "none":
@@ -152,23 +160,44 @@ def close(got, want, rtol=1e-6, atol=0.0):
     torch.testing.assert_close(got.double(), want.double(), rtol=rtol, atol=atol, equal_nan=True)
 
 
-def launch(lce, args, name, *fields):
-    lce.launch(type(args)(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]), name, *fields)
+def launch(lce, args, name, **fields):
+    """args: tensors in place of addresses, and a RowState in place of its address."""
+    lce.launch(addresses(args), name, **fields)
+
+
+def addresses(a):
+    if isinstance(a, RowState):
+        return a.address
+    if isinstance(a, tuple):
+        return a._make(map(addresses, a))
+    return a.data_ptr() if isinstance(a, torch.Tensor) else a
+
+
+def state_of(lce, m, start=0, **parts):
+    """A RowState for m rows with these parts, by slot from slot `start` on. Everything else is poisoned."""
+    state = RowState.new(lce.device, m, True)
+    for name, part in row_state.DESCRIPTIONS._asdict().items():
+        n = {"tickets": NUM_TICKETS, "num_live": 1, "inv_divisor": 1}.get(name, m)
+        state.tensor(name, n).fill_(NAN if part.dtype == "float32" else -77)
+        if name in parts:
+            part_of(state, name, start, len(parts[name])).copy_(parts[name])
+    return state
+
+
+def part_of(state, name, start, rows):
+    """A part of the state: by slot for `rows` slots from `start` on, otherwise its first `rows` numbers."""
+    first = start if getattr(row_state.DESCRIPTIONS, name).by_slot else 0
+    return state.tensor(name, first + rows)[first:]
 
 
 # compact ---
 
 
-def state_of(**tensors):
-    return SimpleNamespace(**{name: t.data_ptr() for name, t in tensors.items()})
-
-
 def compact(lce, target, class_weight=None, num_items=None, ignore_index=-100, v=100, mean=True):
-    order, num_live, inverse = poisoned(target.shape[0], dtype=torch.int32), poisoned(1, dtype=torch.int32), poisoned(1)
-    tickets = poisoned(NUM_TICKETS, dtype=torch.int32)
-    state = state_of(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
+    state = state_of(lce, target.shape[0])
     lce.compact(target, class_weight, num_items, ignore_index, v, mean, state)
-    return order, num_live, inverse, tickets
+    order, num_live, inverse = state.tensor("order"), state.tensor("num_live", 1), state.tensor("inv_divisor", 1)
+    return order, num_live, inverse, state.tensor("tickets", NUM_TICKETS)
 
 
 def check_compact(lce, target, class_weight=None, num_items=None, ignore_index=-100, v=100, mean=True):
@@ -222,31 +251,38 @@ def test_compact_divisors(lce):
 # gather ---
 
 
-def gather(lce, x, w, target, order, num_live, start, rows, bias=None, softcap=None, dx_dtype=None, rows_out=True):
+def gather(lce, x, w, target, order, num_live, start, rows, bias=None, softcap=None, dx_dtype=None):
     m, h = x.shape
+    state = state_of(lce, m, order=order, num_live=num_live)
+    slots = {name: part_of(state, name, start, rows) for name in ("slot_target", "row_shift", "row_max_bits")}
     out = dict(
         live_x=poisoned(rows, h, dtype=x.dtype),
-        slot_target=poisoned(rows, dtype=torch.int32),
-        row_shift=poisoned(rows),
-        row_max_bits=poisoned(rows, dtype=torch.int32),
-        flags=poisoned(1 + -(-rows // 128), dtype=torch.int32),
+        **slots,
+        flags=part_of(state, "flags", start, 1 + -(-rows // 128)),
         dx=poisoned(m, h, dtype=dx_dtype) if dx_dtype else None,
-        loss=poisoned(m) if rows_out else None,
-        lse=poisoned(m) if rows_out else None,
+        loss=poisoned(m),
+        lse=state.tensor("lse"),
     )
-    scalars = x.stride(0), softcap or 0.0, start, rows, w.shape[0]
     aligned = (x.data_ptr() | x.stride(0) * 2) % 16 == 0
-    problem = h, x.dtype, target.dtype, dtype_of(bias), dx_dtype, bool(softcap), rows_out, aligned
-    args = GatherArgs(x, w, bias, target, order, num_live, *out.values(), *[None] * 4, *scalars)
-    launch(lce, args, "lce_gather", *problem)
+    args = dict(state=state, x=x, live_x=out["live_x"], x_stride=x.stride(0), m=m, start=start, rows=rows, v=w.shape[0])
+    fields = dict(h=h, dtype=x.dtype, x_aligned=aligned)
+    all_args = args | dict(w=w, bias=bias, target=target, dx=out["dx"], loss=out["loss"], softcap=softcap or 0.0)
+    launch(
+        lce, GatherArgs(**all_args), "lce_gather", **fields, target_dtype=target.dtype, bias_dtype=dtype_of(bias),
+        dx_dtype=dx_dtype, softcap=bool(softcap),
+    )  # fmt: skip
+    before, again = state.memory.clone(), args | dict(live_x=poisoned(rows, h, dtype=x.dtype), softcap=0.0)
+    launch(lce, GatherArgs(**again), "lce_gather", **fields, only_live_x=True)
+    assert same_bits(again["live_x"], out["live_x"])
+    assert torch.equal(state.memory, before)
     return out
 
 
-def check_gather(lce, x, w, target, start=0, rows=None, bias=None, softcap=None, dx_dtype=None, rows_out=True):
+def check_gather(lce, x, w, target, start=0, rows=None, bias=None, softcap=None, dx_dtype=None):
     m, v = x.shape[0], w.shape[0]
     rows = m - start if rows is None else rows
     order, num_live = order_of(target)
-    out = gather(lce, x, w, target, order, num_live, start, rows, bias, softcap, dx_dtype, rows_out)
+    out = gather(lce, x, w, target, order, num_live, start, rows, bias, softcap, dx_dtype)
     live = min(max(int(num_live) - start, 0), rows)
     padded = min(rounded_up(live), rows)
     r = order[start : start + rows].long()
@@ -289,7 +325,7 @@ def test_gather(lce, h, m):
     for dtype, ignored in itertools.product((BF16, FP16), (0.0, 0.4, 1.0)):
         x, w = random(m, h, dtype=dtype), random(300, h, dtype=dtype, seed=1)
         check_gather(lce, x, w, targets(m, 300, ignored, torch.int32))
-        check_gather(lce, x, w, targets(m, 300, ignored), bias=random(300), dx_dtype=FP32, rows_out=False)
+        check_gather(lce, x, w, targets(m, 300, ignored), bias=random(300), dx_dtype=FP32)
 
 
 @pytest.mark.gpu
@@ -330,16 +366,15 @@ def test_gather_waits_for_compact(lce):
     want_order, want_live = order_of(target)
     live, rows = int(want_live), want_order.long()
     for _ in range(3):  # the first run compiles
-        order, tickets = poisoned(m, dtype=torch.int32), poisoned(NUM_TICKETS, dtype=torch.int32)
-        num_live, inverse = poisoned(1, dtype=torch.int32), poisoned(1)
-        live_x, slot_target, row_shift = poisoned(m, 8, dtype=BF16), poisoned(m, dtype=torch.int32), poisoned(m)
-        row_max_bits, flags = poisoned(m, dtype=torch.int32), poisoned(1 + m // 128, dtype=torch.int32)
+        state, live_x, loss = state_of(lce, m), poisoned(m, 8, dtype=BF16), poisoned(m)
+        args = GatherArgs(
+            state=state, x=x, live_x=live_x, w=w, target=target, loss=loss, x_stride=x.stride(0), softcap=0.0, m=m,
+            start=0, rows=m, v=v,
+        )  # fmt: skip
         torch.cuda._sleep(5_000_000)  # both are launched before either runs
-        state = state_of(order=order, num_live=num_live, inv_divisor=inverse, tickets=tickets)
-        out = live_x, slot_target, row_shift, row_max_bits, flags, *[None] * 7
         lce.compact(target, None, None, -100, v, False, state)
-        args = GatherArgs(x, w, None, target, order, num_live, *out, x.stride(0), 0.0, 0, m, v)
-        launch(lce, args, "lce_gather", 8, BF16, target.dtype, None, None, False, False, True)
+        launch(lce, args, "lce_gather", h=8, dtype=BF16, target_dtype=target.dtype)
+        slot_target = state.tensor("slot_target")
         assert torch.equal(slot_target[:live], target[rows[:live]].int())
         assert same_bits(live_x[:live], x[rows[:live]])
         assert (slot_target[live:] == -1).all()
@@ -391,40 +426,46 @@ class Chunk:
         self.total_weight = None if class_weight is None else class_weight.float().sum()
 
     def outputs(self):
-        self.loss, self.lse, self.row_sum = poisoned(self.m), poisoned(self.m), poisoned(self.rows)
-        self.row_scale, self.coefs = poisoned(self.rows), poisoned(self.rows, 4)
+        """Poisons what the kernel writes."""
+        self.state, self.loss, self.coefs = None, poisoned(self.m), poisoned(self.rows, 4)
+        self.lse, self.row_sum, self.row_scale = poisoned(self.m), poisoned(self.rows), poisoned(self.rows)
         self.one = torch.ones(1, device="cuda")
 
-    def run(self, lce, stats, grads, *, label_smoothing=0.0, z_loss=0.0, v_split=0, first_slots=None, **given):
+    def run(
+        self, lce, stats, grads, *, label_smoothing=0.0, z_loss=0.0, v_split=0, first_slots=None, inv_divisor=None,
+        grad_loss=None, grad_lse=None, exp_logits=None, exp_logits2=None, live_x=None, scaled_x=None,
+    ):  # fmt: skip
         """Launches the kernel with the arguments that these statistics and gradients need."""
         if stats:
             self.outputs()
-        args = dict.fromkeys(RowsArgs._fields) | dict(
-            slot_target=self.slot_target, order=self.order, num_live=self.num_live, row_max_bits=self.row_max_bits,
-            class_weight=self.class_weight, lse=self.lse, row_sum=self.row_sum, inv_divisor=self.one,
-            first_slot_of_class=first_slots, softcap=self.softcap or 0.0, z_loss=z_loss,
-            label_smoothing=label_smoothing, exp_logits_stride=0, exp_logits2_stride=0, v_split=v_split, v=self.v,
-            tiles=0, start=self.start, rows=self.rows,
+        parts = ("order", "num_live", "slot_target", "row_max_bits", "target_logit", "lse", "row_sum", "row_scale")
+        state = state_of(lce, self.m, self.start, **{name: getattr(self, name) for name in parts})
+        for name in ("lse", "row_sum", "row_scale"):
+            setattr(self, name, part_of(state, name, self.start, len(getattr(self, name))))
+        self.state = state  # keeps the memory
+        options = LossArgs(
+            class_weight=self.class_weight, total_weight=self.total_weight if label_smoothing else None,
+            softcap=self.softcap or 0.0, z_loss=z_loss, label_smoothing=label_smoothing,
+            inv_divisor=self.one if inv_divisor is None else inv_divisor,
         )  # fmt: skip
-        if stats:
-            args |= dict(part_sum=self.part_sum, tiles=self.part_sum.shape[1], loss=self.loss)
-        if label_smoothing:
-            args |= dict(part_wsum=self.part_wsum if stats else None, total_weight=self.total_weight)
-        if stats or grads == "scale":
-            args |= dict(target_logit=self.target_logit)
-        if grads == "scale":
-            e, e2 = given["exp_logits"], given.get("exp_logits2")
-            args |= dict(row_scale=self.row_scale, exp_logits_stride=e.stride(0))
-            args |= dict(exp_logits2_stride=0 if e2 is None else e2.stride(0))
-        if grads == "coefs":
-            args |= dict(coefs=self.coefs)
-        args = RowsArgs(**args | given)
+        part_wsum = self.part_wsum if label_smoothing else None
+        stats_args = StatsArgs(part_sum=self.part_sum, part_wsum=part_wsum, loss=self.loss) if stats else None
+        grads_args = GradsArgs(loss=grad_loss, lse=grad_lse)
+        has_grads = grads != "none" and any(g is not None for g in grads_args)
+        e = ExpLogits(exp_logits, v_split, exp_logits2)
+        args = RowsArgs(
+            state=state, options=options, stats=stats_args, grads=grads_args if has_grads else None,
+            exp_logits=e.args() if grads == "scale" else None, live_x=live_x, scaled_x=scaled_x,
+            coefs=self.coefs if grads == "coefs" else None, first_slot_of_class=first_slots, v=self.v,
+            tiles=self.part_sum.shape[1], m=self.m, start=self.start, rows=self.rows,
+        )  # fmt: skip
         launch(
-            lce, args, "lce_rows", stats, grads, 0 if args.live_x is None else args.live_x.shape[1],
-            dtype_of(args.live_x), dtype_of(args.class_weight), label_smoothing > 0,
-            grads == "scale" and args.softcap > 0,
-            "one" if args.grad_loss is None else "rows" if args.grad_loss.dim() else "scalar",
-            args.grad_lse is not None, args.exp_logits2 is not None, first_slots is not None,
+            lce, args, "lce_rows", stats=stats, grads=grads, h=0 if live_x is None else live_x.shape[1],
+            dtype=dtype_of(live_x), class_weight_dtype=dtype_of(self.class_weight), label_smoothing=label_smoothing > 0,
+            softcap=grads == "scale" and self.softcap is not None,
+            grad_loss="one" if grad_loss is None else "rows" if grad_loss.dim() else "scalar",
+            grad_lse=grad_lse is not None, exp_logits_split=exp_logits2 is not None,
+            first_slot_of_class=first_slots is not None,
         )  # fmt: skip
 
     def truth(self, label_smoothing=0.0, z_loss=0.0, g=1.0, grad_lse=None):
@@ -619,37 +660,49 @@ def test_gradients_that_nearly_cancel(lce):
 # sort, targets, bias, scatter, scale ---
 
 
-def sort_case(m, v, live, start=0, rows=None, split=0, seed=0):
-    """Arguments of `launch_sort`. Some classes have many rows."""
-    rows = m - start if rows is None else rows
-    order = torch.randperm(m, device="cuda").int()
-    slot_target = (torch.rand(rows, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) ** 3 * v).int()
-    slot_target[rows // 3 :: 7] = -1
-    e = random(rows, 8 * (v // 8 + 1), dtype=BF16, seed=seed)[:, :v]
-    e2 = None
-    if split:
-        e, e2 = e[:, :split].clone(), e[:, split:].clone()
-    num_live = torch.tensor([live], dtype=torch.int32, device="cuda")
-    outs = poisoned(rows, dtype=torch.int32), poisoned(rows, dtype=torch.int32), poisoned(rows)
-    return slot_target, order, num_live, start, random(rows, seed=seed + 1), e, e2, split or v, *outs
+class Sorted:
+    """Arguments and results of `lce_sort`. Some classes have many rows."""
+
+    def __init__(self, lce, m, v, live, start=0, rows=None, split=0, seed=0):
+        self.m, self.v, self.start, self.rows = m, v, start, m - start if rows is None else rows
+        rows, self.split = self.rows, split
+        generator = torch.Generator("cuda").manual_seed(seed)
+        slot_target = (torch.rand(rows, device="cuda", generator=generator) ** 3 * v).int()
+        slot_target[rows // 3 :: 7] = -1
+        self.e, self.e2 = random(rows, 8 * (v // 8 + 1), dtype=BF16, seed=seed)[:, :v], None
+        if split:
+            self.e, self.e2 = self.e[:, :split].clone(), self.e[:, split:].clone()
+        self.state = state_of(
+            lce, m, start, order=torch.randperm(m, device="cuda").int(),
+            num_live=torch.tensor([live], dtype=torch.int32, device="cuda"), slot_target=slot_target,
+            row_scale=random(rows, seed=seed + 1),
+        )  # fmt: skip
+
+    def __getattr__(self, name):
+        """A part of the state."""
+        return part_of(self.state, name, self.start, 1 if name == "num_live" else self.rows)
+
+    def run(self, lce, first_slots=None, index=None):
+        args = SortArgs(
+            state=self.state, exp_logits=ExpLogits(self.e, self.split or self.v, self.e2).args(),
+            first_slot_of_class=first_slots, index=index, v=self.v, m=self.m, start=self.start, rows=self.rows,
+        )  # fmt: skip
+        launch(
+            lce, args, "lce_sort", exp_logits_split=self.e2 is not None, first_slot_of_class=first_slots is not None,
+            presorted=index is not None,
+        )  # fmt: skip
 
 
-def launch_sort(lce, args, first_slots=None, index=None):
-    slot_target, order, num_live, start, row_scale, e, e2, v_split, *outs = args
-    v = e.shape[1] if e2 is None else v_split + e2.shape[1]
-    strides = e.stride(0), 0 if e2 is None else e2.stride(0)
-    rows = slot_target.shape[0]
-    args = SortArgs(
-        slot_target, order, num_live, row_scale, e, e2, *strides, v_split, *outs, first_slots, index, v, start, rows
-    )
-    launch(lce, args, "lce_sort", e2 is not None, first_slots is not None, index is not None)
-
-
-def launch_targets(lce, x, sorted_target, sorted_row, sorted_grad, num_live, start, v0, dw, residual=None):
-    scalars = x.stride(0), v0, v0 + dw.shape[0], start, sorted_target.shape[0]
-    args = TargetsArgs(x, sorted_target, sorted_row, sorted_grad, num_live, dw, residual, *scalars)
+def launch_targets(lce, x, state, start, rows, v0, dw, residual=None):
+    args = TargetsArgs(
+        state=state, x=x, dw=dw, rounding_residual=residual, x_stride=x.stride(0), v0=v0, v1=v0 + dw.shape[0],
+        m=state.m, start=start, rows=rows,
+    )  # fmt: skip
     aligned = (x.data_ptr() | x.stride(0) * 2) % 16 == 0
-    launch(lce, args, "lce_targets", x.shape[1], x.dtype, dw.dtype, aligned, residual is not None)
+    launch(
+        lce, args, "lce_targets", h=x.shape[1], dtype=x.dtype, dw_dtype=dw.dtype, x_aligned=aligned,
+        rounding_residual=residual is not None,
+    )  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -661,12 +714,13 @@ def launch_targets(lce, x, sorted_target, sorted_row, sorted_grad, num_live, sta
      (5000, 1030, 1024, 2048), (5000, 100, 1024, 2048), (9001, 9001, 0, 9001)],
 )  # fmt: skip
 def test_sort(lce, m, live, start, rows, split, presorted):
-    args = sort_case(m, 500, live, start, rows, split)
-    slot_target, order, _, _, scale, e, e2, _, *outs = args
+    c = Sorted(lce, m, 500, live, start, rows, split)
+    e, e2, slot_target, scale = c.e, c.e2, c.slot_target, c.row_scale
+    outs, order = (c.sorted_target, c.sorted_row, c.sorted_grad), c.state.tensor("order")
     whole = e.clone() if e2 is None else torch.cat([e, e2], 1)
     first_slots = torch.full((500,), NO_SLOT, dtype=torch.int32, device="cuda")
-    index = order_by_class(slot_target, args[2], start) if presorted else None
-    launch_sort(lce, args, first_slots, index)
+    index = order_by_class(slot_target, c.num_live, start) if presorted else None
+    c.run(lce, first_slots, index)
     n = max(0, min(live - start, rows))
     i, t = torch.arange(n, device="cuda"), slot_target[:n].long()
     grad = torch.where(t < 0, 0.0, scale[:n] * whole[i, t.clamp(min=0)].float())
@@ -690,12 +744,13 @@ def test_targets(lce, m, live, start, h, dw_dtype):
     v = 300
     for v0, n, padding in ((0, v, 0), (64, 100, 0), (0, v, 3)):  # with padding, rows of x are not aligned
         x = random(m, h + padding, dtype=BF16, seed=h)[:, :h]
-        args = sort_case(m, v, live, start)
-        launch_sort(lce, args)
-        *_, sorted_target, sorted_row, sorted_grad = args
+        c = Sorted(lce, m, v, live, start)
+        c.run(lce)
+        n_live = min(live - start, c.rows)
+        sorted_target, sorted_row, sorted_grad = (t[:n_live] for t in (c.sorted_target, c.sorted_row, c.sorted_grad))
         before = random(n, h, dtype=dw_dtype, seed=9)
         dw = before.clone()
-        launch_targets(lce, x, sorted_target, sorted_row, sorted_grad, args[2], start, v0, dw)
+        launch_targets(lce, x, c.state, start, c.rows, v0, dw)
         slots = ((sorted_target >= v0) & (sorted_target < v0 + n)).nonzero()[:, 0]
         classes = sorted_target[slots].long() - v0
         terms = sorted_grad[slots, None].double() * x[sorted_row[slots].long()].double()
@@ -706,7 +761,7 @@ def test_targets(lce, m, live, start, h, dw_dtype):
         others = torch.ones(n, dtype=torch.bool, device="cuda").index_fill_(0, classes, False)
         assert same_bits(dw[others], before[others])
         again = before.clone()
-        launch_targets(lce, x, sorted_target, sorted_row, sorted_grad, args[2], start, v0, again)
+        launch_targets(lce, x, c.state, start, c.rows, v0, again)
         assert same_bits(again, dw)
 
 
@@ -721,13 +776,14 @@ def test_targets_of_a_class_with_many_rows(lce, count, h):
     slot_target[:others], slot_target[m - others :] = 6, 8
     grad, row = random(m, seed=1), torch.randperm(m, device="cuda").int()
     x, live = random(m, h, dtype=BF16), torch.tensor([m], dtype=torch.int32, device="cuda")
+    state = state_of(lce, m, num_live=live, sorted_target=slot_target, sorted_row=row, sorted_grad=grad)
     dw = torch.zeros(10, h, device="cuda")
-    launch_targets(lce, x, slot_target, row, grad, live, 0, 0, dw)
+    launch_targets(lce, x, state, 0, m, 0, dw)
     for t in range(10):
         slots = slot_target == t
         close(dw[t], grad[slots].double() @ x[row[slots].long()].double(), rtol=1e-4, atol=1e-3)
     again = torch.zeros(10, h, device="cuda")
-    launch_targets(lce, x, slot_target, row, grad, live, 0, 0, again)
+    launch_targets(lce, x, state, 0, m, 0, again)
     assert same_bits(again, dw)
 
     # with the rounding residual of a bf16 dw
@@ -735,7 +791,7 @@ def test_targets_of_a_class_with_many_rows(lce, count, h):
     residual = torch.full((m, h), 12345, dtype=torch.int16, device="cuda")
     residual[[0, others, m - others]] = rounding_residual_of(before[6:9])
     rounded = before.to(BF16)
-    launch_targets(lce, x, slot_target, row, grad, live, 0, 0, rounded, residual)
+    launch_targets(lce, x, state, 0, m, 0, rounded, residual)
     want = before.double() + dw.double()
     close(rounded[6:9], want[6:9], rtol=2**-8, atol=1e-6)
     assert same_bits(rounded[[0, 5, 9]], before[[0, 5, 9]].to(BF16))
@@ -755,8 +811,11 @@ def test_bias(lce, rows, live, n):
         num_live = torch.tensor([live + 17], dtype=torch.int32, device="cuda")
         db = random(n, seed=2) if accumulate else poisoned(n)
         before = db.double()
-        args = BiasArgs(e, row_scale if scaled else None, db, num_live, ld, 17, rows, n)
-        launch(lce, args, "lce_bias", dtype, scaled, accumulate, n >= WIDE_BIAS)
+        args = BiasArgs(
+            exp_logits=e, row_scale=row_scale if scaled else None, db=db, num_live=num_live, exp_logits_stride=ld,
+            start=17, rows=rows, n=n,
+        )  # fmt: skip
+        launch(lce, args, "lce_bias", dtype=dtype, row_scale=scaled, accumulate=accumulate, wide=n >= WIDE_BIAS)
         terms = e[:live, :n].double()
         if scaled:
             terms = terms * row_scale[:live, None].double()
@@ -773,8 +832,10 @@ def test_bias_beyond_2_to_the_31_elements_and_its_bits(lce):
     results = []
     for _ in range(5):
         db = poisoned(136)
-        args = BiasArgs(e[:, 64:200], None, db, num_live, ld, 0, rows, 136)
-        launch(lce, args, "lce_bias", BF16, False, False, False)
+        args = BiasArgs(
+            exp_logits=e[:, 64:200], db=db, num_live=num_live, exp_logits_stride=ld, start=0, rows=rows, n=136
+        )
+        launch(lce, args, "lce_bias", dtype=BF16, row_scale=False, accumulate=False)
         results.append(db)
     close(results[0], e[:, 64:200].double().sum(0), 1e-5, 1e-3)
     assert all(same_bits(db, results[0]) for db in results)
@@ -788,7 +849,9 @@ def test_scatter(lce, h, dtype):
     order, num_live = order_of(targets(m, 10, 0.4))
     for start, rows in ((0, 300), (0, 1), (64, 128), (250, 50)):
         acc, dx = random(rows, h), poisoned(m, h, dtype=dtype)
-        launch(lce, ScatterArgs(acc, None, order, dx, num_live, start, rows), "lce_scatter", h, dtype)
+        state = state_of(lce, m, order=order, num_live=num_live)
+        args = ScatterArgs(state=state, acc=acc, dx=dx, m=m, start=start, rows=rows)
+        launch(lce, args, "lce_scatter", h=h, dx_dtype=dtype)
         live = min(max(int(num_live) - start, 0), rows)
         want = poisoned(m, h, dtype=dtype)
         want[order[start : start + live].long()] = acc[:live].to(dtype)

@@ -18,7 +18,6 @@ from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import kernel_for
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, memory
 from quackish.ops.linear_cross_entropy.api import make_plan
-from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options
 from quackish.testing.errors import same_bits
 from tests.lce_cases import (
@@ -82,18 +81,8 @@ def request_of(x, w, target, kw, eager=True, device=None):
         x, w, kw.get("linear_bias"), target, kw.get("weight"), kw.get("logit_scale"), None, kw.get("grad_weight_out")
     )
     plan = make_plan(inputs, options)
-    first = Plan._fields.index("schedule")
-    config = LinearCrossEntropyConfig(*plan[first : first + 4])
-    on = (
-        memory.tensor_metadata(inputs),
-        plan[:first],
-        plan.why_portable,
-        options.return_lse,
-        inputs.logit_scale is not None,
-        device or x.device,
-        eager,
-    )
-    return memory.Request(*on), config
+    request = memory.Request(*memory.request_for(inputs, plan, options.return_lse, eager))
+    return request._replace(device=device or x.device), LinearCrossEntropyConfig(*plan.config)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
@@ -177,9 +166,9 @@ from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig
 from quackish.ops.linear_cross_entropy import memory
 gc.disable()
 rows, classes = (((n, 64), (64, 1), 0, torch.float32, True) for n in (3000, 2000))
-tensors = rows, classes, None, ((3000,), (1,), 0, torch.int64, False), None, None
-options = 0, 0.0, None, 0.0, "mean", False, torch.float32
-request = memory.Request(tensors, options, "", False, False, torch.device("cpu"), True)
+tensors = rows, classes, None, ((3000,), (1,), 0, torch.int64, False), None, None, None, None
+options = 0, 0.0, None, 0.0, "mean", False, torch.float32, ""
+request = memory.Request(tensors, options, False, False, torch.device("cpu"), True)
 print(*(memory.MemoryDryRun(request, LinearCrossEntropyConfig("recompute", 3000)).run().peak for _ in range(2)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -20,7 +20,7 @@ from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import first_classes, recompute_blocks, shared_storage
 from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy import autograd
-from quackish.ops.linear_cross_entropy.launches import RowState
+from quackish.ops.linear_cross_entropy.buffers import RowState
 from quackish.testing.errors import same_bits
 from tests.lce_cases import (
     IGNORED,
@@ -315,9 +315,9 @@ def test_pytorchs_sort_gives_the_same_bits(schedule, ignored, request, path):
         return torch.autograd.grad(loss, [x, w])
 
     presorted, launch = [], path.kernels.launch
-    path.kernels.launch = lambda args, name, *fields: (
+    path.kernels.launch = lambda args, name, *shared, **fields: (
         presorted.append(args.index is not None) if name == "lce_sort" else None,
-        launch(args, name, *fields),
+        launch(args, name, *shared, **fields),
     )
     want = step()
     request.getfixturevalue("few_rows_counted")
@@ -425,7 +425,7 @@ def test_concurrent_backwards_have_separate_tickets(schedule, path):
     loss = path.call(x, w, target, schedule=schedule)
     want = torch.autograd.grad(loss, [x, w], retain_graph=True)
     (state,) = [saved for saved in loss.grad_fn.saved if isinstance(saved, RowState)]
-    tickets = state.tensor(state.tickets, NUM_TICKETS).fill_(1)  # as during another backward
+    tickets = state.tensor("tickets", NUM_TICKETS).fill_(1)  # as during another backward
     got = torch.autograd.grad(loss, [x, w], retain_graph=True)
     assert all(map(same_bits, got, want))
     assert (tickets == 1).all()

@@ -14,7 +14,7 @@ from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import first_classes
 from quackish.ops.device import why_unsupported
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
-from quackish.ops.linear_cross_entropy.launches import RowState
+from quackish.ops.linear_cross_entropy.buffers import RowState
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import same_bits
 from tests.cuda_graphs import captured

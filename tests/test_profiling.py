@@ -12,9 +12,8 @@ import quackish
 from quackish import launch, profiling
 from quackish.cli import check, operations
 from quackish.cli.parser import Parser
-from quackish.configs.gemm import GemmConfig, GemmProblem
-from quackish.configs.lce_args import GemmArgs, ScaleArgs
-from quackish.configs.lce_rows import LceScaleProblem
+from quackish.configs.gemm import GemmArgs, GemmConfig, GemmProblem
+from quackish.configs.lce_rows import LceScaleProblem, ScaleArgs
 from quackish.configs.rms_norm import RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.gpu import B200, H200, Roofs, gpu_of
 from quackish.launch import compile as compiling

@@ -131,7 +131,7 @@ def frontier(args: Args, gpu: Gpu) -> list[Point]:
 def linear_cross_entropy(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> DryRun:
     """Eager mode. Not thread-safe."""
     plan, request, options = _linear_cross_entropy(args, gpu)
-    chosen = plan.schedule, plan.chunk_rows, plan.dx_in_forward, plan.dw_in_chunks
+    chosen = plan.config
     if options.memory_limit is not None:
         limits = options.memory_limit, request, options.schedule, options.chunk_size
         chosen = memory.choose_within_limit(*limits, gpu)
@@ -158,9 +158,8 @@ def _linear_cross_entropy(args: Args, gpu: Gpu) -> tuple[Plan, memory.Request, O
     options = Options(**{name: args[name] for name in Options._fields if name in args} | {"backend": "cute"})
     with substitute(META, Device(gpu, kernel_for)):
         plan = api.make_plan(inputs, options)
-    fixed, has_scale = plan[: Plan._fields.index("schedule")], inputs.logit_scale is not None
-    metadata, device = memory.tensor_metadata(inputs), torch.device("cuda")
-    return plan, memory.Request(metadata, fixed, None, options.return_lse, has_scale, device, eager=True), options
+    request = memory.Request(*memory.request_for(inputs, plan, options.return_lse, eager=True))
+    return plan, request._replace(device=torch.device("cuda")), options
 
 
 def _schedule(plan: Plan, args: Args, options: Options) -> str:

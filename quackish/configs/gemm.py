@@ -2,17 +2,9 @@
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
-from quackish.configs.arguments import F32, I32, I64, Ptr, optional
-from quackish.configs.lce_args import (
-    DlogitsArgs,
-    GemmArgs,
-    ResidualArgs,
-    RowsOutArgs,
-    ScaledArgs,
-    SoftmaxArgs,
-    TailArgs,
-)
+from quackish.configs.arguments import ALIGNED_F32, ALIGNED_I16, F32, I32, I64, Ptr, optional
 from quackish.configs.lce_rows import ROW_TILE
 from quackish.gpu import Gpu
 
@@ -23,6 +15,80 @@ BLOCK_M = 64  # rows of the accumulator of a warp group; an epilogue handles thi
 TILE_K = 64  # 128 bytes, the swizzle span. Two stages of 128 took 50 % longer (H200).
 PRODUCER_REGISTERS = 24
 SOFTMAX_TILE_N = 192  # classes per partial sum of the softmax
+
+
+class GemmArgs(NamedTuple):
+    """D[m, n] = sum over k of A[m, k] * B[n, k]. In the arguments of its epilogues, too, m, n and k are these sizes.
+
+    Strides are leading dimensions, multiples of 8.
+    """
+
+    a: Any = None  # (m, split or k) bf16 or fp16
+    second: Any = None  # the columns from `split` on: of A with a_in_two, of D with d_in_two
+    b: Any = None  # (n, k) as a
+    d: Any = None  # (m, split or n) bf16, fp16 or fp32, written or added to; absent without out_dtype
+    epilogue: Any = None  # SoftmaxArgs, DlogitsArgs, RowsOutArgs, ScaledArgs, ResidualArgs; absent for a plain store
+    tail: Any = None  # TailArgs; with split_k_tail
+    ticket: Any = I32  # (1,) of wave_sync, 0 before and after; not used with recompute_flagged
+    num_live: Any = I32  # (1,)
+    m: Any = "int32"
+    n: Any = "int32"
+    k: Any = "int32"
+    split: Any = "int32"  # a multiple of 64; used with a_in_two or d_in_two
+    start: Any = "int32"
+    a_stride: Any = "int64"
+    second_stride: Any = "int64"
+    b_stride: Any = "int64"
+    d_stride: Any = "int64"
+    max_clusters: Any = "int32"  # resident at once
+
+
+class SoftmaxArgs(NamedTuple):
+    bias: Any = None  # (n,) fp32, bf16 or fp16; absent without bias
+    class_weight: Any = None  # (n,) fp32; with class weights and label smoothing
+    row_shift: Any = F32  # (m,); not used with recompute_flagged
+    slot_target: Any = I32  # (m,)
+    row_max_bits: Any = I32  # (m,), updated; only read with recompute_flagged
+    flags: Any = I32  # (1 + ceil(m / 128),), set; only read with recompute_flagged
+    part_sum: Any = F32  # (m, tiles), written
+    target_logit: Any = F32  # (m,), written
+    part_wsum: Any = None  # (m, tiles) fp32, written; with label smoothing
+    part_elog: Any = None  # (m, tiles) fp32, written; with return_stats
+    argmax_bits: Any = None  # (m,) int64, updated unless recompute_flagged; with return_stats
+    softcap: Any = "float32"
+    tiles: Any = "int32"
+    logit_scale: Any = None  # 0-dim fp32
+
+
+class DlogitsArgs(NamedTuple):
+    bias: Any = None  # (n,) fp32, bf16 or fp16; absent without bias
+    class_weight: Any = None  # (v0 + n,) fp32; with class weights and label smoothing
+    coefs: Any = ALIGNED_F32  # (m, 4)
+    slot_target: Any = I32  # (m,)
+    coef_entropy: Any = None  # (m,) fp32; if the entropy has a gradient
+    softcap: Any = "float32"
+    v0: Any = "int32"  # the class of the first column
+    logit_scale: Any = None  # 0-dim fp32
+
+
+class RowsOutArgs(NamedTuple):
+    row_scale: Any = F32  # (m,)
+    order: Any = I32  # (start + m,)
+
+
+class ScaledArgs(NamedTuple):
+    factor: Any = F32  # (1,)
+
+
+class ResidualArgs(NamedTuple):
+    first_slot_of_class: Any = I32  # (m,), NO_SLOT for classes without a slot
+    rounding_residual: Any = ALIGNED_I16  # (slots, n), written: row first_slot_of_class[i] for row i of D
+
+
+class TailArgs(NamedTuple):
+    partials: Any = ALIGNED_F32  # (GemmConfig.tail_room,), written: partial sums
+    tickets: Any = I32  # (NUM_TICKETS,), 0 before and after
+    max_splits: Any = "int32"  # capacity of `partials`, in splits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,27 +130,30 @@ class GemmProblem:
         return GemmArgs(
             a=operand, second=operand if self.a_in_two else out if self.d_in_two else None, b=operand, d=out,
             epilogue=self._epilogue_args(), tail=TailArgs() if self.split_k_tail else None,
-            ticket=None if self.recompute_flagged else I32,
         )  # fmt: skip
 
     def _epilogue_args(self) -> tuple | None:
-        bias, class_weight = optional(self.bias_dtype), F32 if self.weighted else None
-        logit_scale = F32 if self.logit_scale else None
-        if self.epilogue == "softmax":
-            return SoftmaxArgs(
-                bias=bias, class_weight=class_weight, row_shift=None if self.recompute_flagged else F32,
-                part_wsum=F32 if self.smoothing else None, logit_scale=logit_scale,
-                part_elog=F32 if self.return_stats else None,
-                argmax_bits=I64 if self.return_stats and not self.recompute_flagged else None,
-            )  # fmt: skip
-        if self.epilogue == "dlogits":
-            coef_entropy = F32 if self.entropy else None
-            return DlogitsArgs(bias=bias, class_weight=class_weight, coef_entropy=coef_entropy, logit_scale=logit_scale)
+        if self.epilogue in ("softmax", "dlogits"):
+            return logits_args(self.epilogue, self)
         if self.epilogue == "rows":
             return RowsOutArgs()
         if self.rounding_residual:
             return ResidualArgs()
         return ScaledArgs() if self.scaled else None
+
+
+def logits_args(kind: str, p: Any) -> SoftmaxArgs | DlogitsArgs:
+    """The arguments of epilogue `kind` of the logits. p: a GemmProblem, or LceExpProblem, which has the same fields."""
+    shared = dict(
+        bias=optional(p.bias_dtype), class_weight=F32 if p.weighted else None,
+        logit_scale=F32 if p.logit_scale else None,
+    )  # fmt: skip
+    if kind == "dlogits":
+        return DlogitsArgs(**shared, coef_entropy=F32 if p.entropy else None)
+    return SoftmaxArgs(
+        **shared, part_wsum=F32 if p.smoothing else None, part_elog=F32 if p.return_stats else None,
+        argmax_bits=I64 if p.return_stats else None,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

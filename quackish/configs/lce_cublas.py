@@ -4,13 +4,30 @@ This path is for Blackwell. It was neither measured nor run on a Blackwell GPU.
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
-from quackish.configs.arguments import ALIGNED_F32, F32, I32, I64, Ptr, optional
-from quackish.configs.lce_args import ClearArgs, ExpArgs, RescaleArgs
+from quackish.configs.arguments import ALIGNED_F32, F32, I32, Ptr, optional
+from quackish.configs.gemm import logits_args
 
 TILE_N = 256  # classes per partial sum of the softmax
 # Buffer for the fp32 result of a GEMM: logits, or rows of the input gradient.
 PRODUCT_BYTES = 1 << 28
+
+
+class ExpArgs(NamedTuple):
+    """z are columns [first, first + n) of the GEMM of the logits that `epilogue` describes."""
+
+    z: Any = ALIGNED_F32  # (rows, n): GEMM result, with columns up to the end of the last tile
+    out: Any = None  # (rows, n) bf16 or fp16, written: exp_logits or dlogits; absent without out_dtype
+    # SoftmaxArgs or DlogitsArgs. Rows of part_sum have tiles / 2 sums, then their shifts; the other sums, then zeros.
+    epilogue: Any = None
+    num_live: Any = I32  # (1,)
+    z_stride: Any = "int64"
+    out_stride: Any = "int64"
+    first: Any = "int32"  # a multiple of TILE_N
+    start: Any = "int32"
+    rows: Any = "int32"
+    n: Any = "int32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +46,22 @@ class LceExpProblem:
 
     @property
     def args(self) -> ExpArgs:
-        softmax, stats = self.kind == "softmax", F32 if self.return_stats else None
-        ints, floats = (I32, F32) if softmax else (None, None)
-        return ExpArgs(
-            out=optional(self.out_dtype, aligned=True), bias=optional(self.bias_dtype),
-            class_weight=F32 if self.weighted else None, row_shift=floats, row_max_bits=ints, flags=ints,
-            part_sum=floats, part_wsum=floats if self.smoothing else None, part_elog=stats,
-            argmax_bits=stats and I64, target_logit=floats, coefs=None if softmax else ALIGNED_F32,
-            coef_entropy=F32 if self.entropy else None, logit_scale=F32 if self.logit_scale else None,
-        )  # fmt: skip
+        return ExpArgs(out=optional(self.out_dtype, aligned=True), epilogue=logits_args(self.kind, self))
+
+
+class RescaleArgs(NamedTuple):
+    state: Any = I32  # address of the RowState
+    exp_logits: Any = None  # (rows, n) bf16, rescaled; absent unless stored
+    part_sum: Any = F32  # (rows, tiles), rescaled: sums, shifts
+    part_elog: Any = None  # (rows, tiles) fp32, rescaled; with return_stats
+    exp_logits_stride: Any = "int64"
+    first: Any = "int32"  # the class of the first column, a multiple of TILE_N
+    tiles: Any = "int32"  # twice the tiles of a row
+    m: Any = "int32"
+    start: Any = "int32"
+    rows: Any = "int32"
+    n: Any = "int32"
+    logit_scale: Any = None  # 0-dim fp32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +77,13 @@ class LceRescaleProblem:
             part_elog=F32 if self.return_stats else None,
             logit_scale=F32 if self.logit_scale else None,
         )
+
+
+class ClearArgs(NamedTuple):
+    out: Any = None  # (rows, h) bf16 or fp16, ignored rows are zeroed
+    num_live: Any = I32  # (1,)
+    start: Any = "int32"
+    rows: Any = "int32"
 
 
 @dataclasses.dataclass(frozen=True)

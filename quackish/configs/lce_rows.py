@@ -1,27 +1,30 @@
-"""The kernels around the GEMMs of linear cross entropy: what to compute (Problem) and how (Config).
+"""The kernels around the GEMMs of linear cross entropy: arguments, what to compute (Problem) and how (Config).
 
-The numbers of rows, classes and tiles are runtime arguments.
+The numbers of rows, classes and tiles are runtime arguments. The whole call has m rows and v classes; a launch handles
+`rows` chunk rows, starting at slot `start`. Matrices are contiguous unless a stride, in elements, is given.
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
 from quackish.configs.arguments import ALIGNED_F32, ALIGNED_I16, BF16, F32, I32, I64, Ptr, optional
-from quackish.configs.lce_args import (
-    BiasArgs,
-    CompactArgs,
-    GatherArgs,
-    RowsArgs,
-    ScaleArgs,
-    ScatterArgs,
-    SortArgs,
-    TargetsArgs,
-)
 
 WIDE_BIAS = 32_768  # columns from which LceBiasProblem.wide is set
 ROW_TILE = 128  # rows per GEMM tile; buffers are zero from the last live row to the end of its tile
 NO_SLOT = (1 << 31) - 1  # in first_slot_of_class: no row has this class
 MOST_ROWS_COUNTED = 1 << 14  # largest chunk that `lce_sort` sorts itself, in quadratic time
 MANY_ROWS = 8  # a class with at least this many rows is summed by all warps of a CTA of `lce_targets`
+
+
+class CompactArgs(NamedTuple):
+    target: Any = None  # (m,) int32 or int64
+    class_weight: Any = None  # (v,) fp32, bf16 or fp16; absent without class weights or with another divisor
+    num_items_at: Any = None  # 0-dim fp32; with divisor "tensor"
+    state: Any = I32  # address of the RowState; order, inv_divisor, tickets and num_live are written
+    num_items: Any = "float32"  # used with divisor "float"
+    ignore_index: Any = "int64"
+    v: Any = "int32"
+    m: Any = "int32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,27 +41,101 @@ class LceCompactProblem:
         )  # fmt: skip
 
 
+class GatherArgs(NamedTuple):
+    state: Any = I32  # address of the RowState
+    x: Any = None  # (m, h) bf16 or fp16
+    live_x: Any = None  # (rows, h) as x, written: the live rows of x
+    # All tensors below are absent with only_live_x.
+    w: Any = None  # (v, h) as x
+    bias: Any = None  # (v,) fp32, bf16 or fp16; absent without bias
+    target: Any = None  # (m,) int32 or int64
+    dx: Any = None  # (m, h), ignored rows are zeroed; absent without dx_dtype
+    loss: Any = None  # (m,) fp32, ignored rows are zeroed
+    argmax_bits: Any = None  # (rows,) int64, written: less than the code of any argmax; with return_stats
+    x_stride: Any = "int64"
+    softcap: Any = "float32"
+    m: Any = "int32"
+    start: Any = "int32"
+    rows: Any = "int32"
+    v: Any = "int32"
+
+
 @dataclasses.dataclass(frozen=True)
 class LceGatherProblem:
     h: int  # a multiple of 8
     dtype: str  # of x, w and live_x
-    target_dtype: str
+    target_dtype: str | None = None
     bias_dtype: str | None = None
     dx_dtype: str | None = None
     softcap: bool = False
-    rows_out: bool = True  # zero loss and lse of ignored rows
+    only_live_x: bool = False  # write only live_x: for backward, which has the rest of the RowState
     x_aligned: bool = True  # every row of x starts on 16 bytes
     return_stats: bool = False
 
     @property
     def args(self) -> GatherArgs:
-        rows_out, stats = F32 if self.rows_out else None, F32 if self.return_stats else None
+        matrix = Ptr(self.dtype, aligned=True)
         return GatherArgs(
-            x=Ptr(self.dtype, self.x_aligned), w=Ptr(self.dtype, aligned=True), bias=optional(self.bias_dtype),
-            target=Ptr(self.target_dtype), live_x=Ptr(self.dtype, aligned=True),
-            dx=optional(self.dx_dtype, aligned=True), loss=rows_out, lse=rows_out, log_prob=stats, entropy=stats,
-            predicted=stats and I32, argmax_bits=stats and I64,
+            x=Ptr(self.dtype, self.x_aligned), live_x=matrix, w=None if self.only_live_x else matrix,
+            bias=optional(self.bias_dtype), target=optional(self.target_dtype),
+            dx=optional(self.dx_dtype, aligned=True), loss=None if self.only_live_x else F32,
+            argmax_bits=I64 if self.return_stats else None,
         )  # fmt: skip
+
+
+class ExpLogitsArgs(NamedTuple):
+    first: Any = BF16  # (rows, split or v)
+    second: Any = None  # (rows, v - split) bf16; with exp_logits_split
+    first_stride: Any = "int64"
+    second_stride: Any = "int64"
+    split: Any = "int32"
+
+
+class StatsArgs(NamedTuple):
+    """What statistics are made of, and the loss. Sums are over the classes of each tile: (rows, tiles)."""
+
+    part_sum: Any = F32  # of exponentials
+    part_wsum: Any = None  # fp32, of class weight * logit; with label smoothing
+    part_elog: Any = None  # fp32, of e * log2(e); with return_stats
+    argmax_bits: Any = None  # (rows,) int64; with return_stats
+    loss: Any = F32  # (m,), written
+
+
+class GradsArgs(NamedTuple):
+    """Gradients of the outputs, fp32."""
+
+    loss: Any = None  # 0-dim or (m,); absent for 1
+    lse: Any = None  # (m,); if lse has one, as for the next two
+    log_prob: Any = None  # (m,)
+    entropy: Any = None  # (m,); with "coefs"
+
+
+class LossArgs(NamedTuple):
+    class_weight: Any = None  # (v,) fp32, bf16 or fp16; absent without class weights
+    total_weight: Any = None  # 0-dim fp32: sum of the class weights; with class weights and label smoothing
+    logit_scale: Any = None  # 0-dim fp32; absent for 1
+    softcap: Any = "float32"
+    z_loss: Any = "float32"
+    label_smoothing: Any = "float32"
+    inv_divisor: Any = F32  # (1,): the RowState's, or what replaces it (`common_factor`)
+
+
+class RowsArgs(NamedTuple):
+    state: Any = I32  # address of the RowState
+    options: Any = LossArgs()
+    stats: Any = None  # StatsArgs; with stats
+    grads: Any = None  # GradsArgs; if any output has a gradient
+    exp_logits: Any = None  # ExpLogitsArgs, target entries are overwritten; with "scale"
+    live_x: Any = None  # (rows, h) bf16 or fp16; with "scale" and h
+    scaled_x: Any = None  # as live_x, and may be the same memory, written: row_scale * live_x
+    coefs: Any = None  # (rows, 4) fp32, written; with "coefs"
+    coef_entropy: Any = None  # (rows,) fp32, written; with grad_entropy
+    first_slot_of_class: Any = None  # (v,) int32, filled with NO_SLOT; with first_slot_of_class
+    v: Any = "int32"
+    tiles: Any = "int32"
+    m: Any = "int32"
+    start: Any = "int32"
+    rows: Any = "int32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,24 +159,39 @@ class LceRowsProblem:
 
     @property
     def args(self) -> RowsArgs:
-        scale, coefs, smoothing = self.grads == "scale", self.grads == "coefs", self.label_smoothing
-        grads, x = scale or coefs, optional(self.dtype, aligned=True)
-        stats = F32 if self.stats and self.return_stats else None
+        scale, coefs, weighted = self.grads == "scale", self.grads == "coefs", self.class_weight_dtype is not None
+        x, returned = optional(self.dtype, aligned=True), F32 if self.return_stats else None
         grad_entropy = F32 if coefs and self.grad_entropy else None
-        return RowsArgs(
-            part_sum=F32 if self.stats else None, part_wsum=F32 if self.stats and smoothing else None,
-            part_elog=stats, argmax_bits=stats and I64, log_prob=stats, entropy=stats or grad_entropy,
-            predicted=stats and I32, grad_log_prob=F32 if grads and self.grad_log_prob else None,
-            grad_entropy=grad_entropy, coef_entropy=grad_entropy,
-            target_logit=F32 if self.stats or scale else None, class_weight=optional(self.class_weight_dtype),
-            total_weight=F32 if smoothing and self.class_weight_dtype is not None else None,
-            loss=F32 if self.stats else None, grad_loss=F32 if grads and self.grad_loss != "one" else None,
-            grad_lse=F32 if grads and self.grad_lse else None, exp_logits=BF16 if scale else None,
-            exp_logits2=BF16 if scale and self.exp_logits_split else None, live_x=x, scaled_x=x,
-            row_scale=F32 if scale else None, coefs=ALIGNED_F32 if coefs else None,
-            first_slot_of_class=I32 if self.first_slot_of_class else None,
+        options = LossArgs(
+            class_weight=optional(self.class_weight_dtype),
+            total_weight=F32 if self.label_smoothing and weighted else None,
             logit_scale=F32 if self.logit_scale else None,
+        )
+        stats = StatsArgs(
+            part_wsum=F32 if self.label_smoothing else None, part_elog=returned, argmax_bits=returned and I64
+        )
+        grads = GradsArgs(
+            loss=F32 if self.grad_loss != "one" else None, lse=F32 if self.grad_lse else None,
+            log_prob=F32 if self.grad_log_prob else None, entropy=grad_entropy,
         )  # fmt: skip
+        return RowsArgs(
+            options=options, stats=stats if self.stats else None,
+            grads=grads if (scale or coefs) and any(grads) else None,
+            exp_logits=ExpLogitsArgs(second=BF16 if self.exp_logits_split else None) if scale else None, live_x=x,
+            scaled_x=x, coefs=ALIGNED_F32 if coefs else None, coef_entropy=grad_entropy,
+            first_slot_of_class=I32 if self.first_slot_of_class else None,
+        )  # fmt: skip
+
+
+class SortArgs(NamedTuple):
+    state: Any = I32  # address of the RowState; sorted_target, sorted_row and sorted_grad are written
+    exp_logits: Any = None  # ExpLogitsArgs, target entries are zeroed
+    first_slot_of_class: Any = None  # (v,) int32, NO_SLOT before, updated; with first_slot_of_class
+    index: Any = None  # (rows,) int64: the chunk row of each sorted slot; with presorted
+    v: Any = "int32"
+    m: Any = "int32"
+    start: Any = "int32"
+    rows: Any = "int32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +203,23 @@ class LceSortProblem:
     @property
     def args(self) -> SortArgs:
         return SortArgs(
-            exp_logits2=BF16 if self.exp_logits_split else None,
+            exp_logits=ExpLogitsArgs(second=BF16 if self.exp_logits_split else None),
             first_slot_of_class=I32 if self.first_slot_of_class else None,
             index=Ptr("int64") if self.presorted else None,
         )  # fmt: skip
+
+
+class TargetsArgs(NamedTuple):
+    state: Any = I32  # address of the RowState
+    x: Any = None  # (m, h) bf16 or fp16
+    dw: Any = None  # (v1 - v0, h) bf16, fp16 or fp32, added to
+    rounding_residual: Any = None  # (rows, h) int16: bits of dw that rounding dropped, at a class's first sorted slot
+    x_stride: Any = "int64"
+    v0: Any = "int32"
+    v1: Any = "int32"
+    m: Any = "int32"
+    start: Any = "int32"
+    rows: Any = "int32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +238,17 @@ class LceTargetsProblem:
         )  # fmt: skip
 
 
+class BiasArgs(NamedTuple):
+    exp_logits: Any = None  # (rows, >= n) bf16 or fp16: exp_logits, or gradients of the logits
+    row_scale: Any = None  # (rows,) fp32; absent: 1
+    db: Any = F32  # (n,), written or added to
+    num_live: Any = I32  # (1,)
+    exp_logits_stride: Any = "int64"  # a multiple of 8
+    start: Any = "int32"
+    rows: Any = "int32"
+    n: Any = "int32"
+
+
 @dataclasses.dataclass(frozen=True)
 class LceBiasProblem:
     dtype: str  # of exp_logits
@@ -145,15 +261,33 @@ class LceBiasProblem:
         return BiasArgs(exp_logits=Ptr(self.dtype, aligned=True), row_scale=F32 if self.row_scale else None)
 
 
+class ScatterArgs(NamedTuple):
+    state: Any = I32  # address of the RowState
+    acc: Any = ALIGNED_F32  # (rows, h)
+    dx: Any = None  # (m, h) bf16, fp16 or fp32, written
+    m: Any = "int32"
+    start: Any = "int32"
+    rows: Any = "int32"
+
+
 @dataclasses.dataclass(frozen=True)
 class LceScatterProblem:
     h: int  # a multiple of 8
     dx_dtype: str
-    row_scale: bool = False
+    row_scale: bool = False  # rows are multiplied by the RowState's row_scale
 
     @property
     def args(self) -> ScatterArgs:
-        return ScatterArgs(row_scale=F32 if self.row_scale else None, dx=Ptr(self.dx_dtype, aligned=True))
+        return ScatterArgs(dx=Ptr(self.dx_dtype, aligned=True))
+
+
+class ScaleArgs(NamedTuple):
+    out: Any = None  # (n,) bf16, fp16 or fp32, scaled in place
+    out2: Any = None  # (n2,) as out
+    factor: Any = F32  # (1,)
+    n: Any = "int64"
+    n2: Any = "int64"
+    num_ctas: Any = "int32"
 
 
 @dataclasses.dataclass(frozen=True)

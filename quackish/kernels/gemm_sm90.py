@@ -16,8 +16,7 @@ from cutlass import Int32, Int64, const_expr, pipeline
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from quackish.configs.gemm import BLOCK_M, PRODUCER_REGISTERS, TILE_K, GemmConfig, GemmProblem
-from quackish.configs.lce_args import GemmArgs
+from quackish.configs.gemm import BLOCK_M, PRODUCER_REGISTERS, TILE_K, GemmArgs, GemmConfig, GemmProblem
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.epilogue_dlogits import Dlogits
 from quackish.kernels.common.epilogue_rows import RowsOut
@@ -184,7 +183,7 @@ class GemmSm90(WgmmaKernel):
             tile, k_begin, k_end = self.item(j, items)
             tm, tn = self.raster(tile, items.tiles_m, items.tiles_n)
             row, col = tm * c.cluster_m + items.cta_m, tn * c.cluster_n + items.cta_n
-            if const_expr(args.ticket is not None):
+            if const_expr(not p.recompute_flagged):
                 if rank == 0 and tile < synced:
                     spins = wave_sync(args.ticket, tile, synced, items.num_clusters, spins)
             if self.epilogue.is_selected(args.epilogue, tm, args.m):

@@ -39,18 +39,3 @@ def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype)
 empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", _empty
 )
-
-
-def empty_on(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialized memory on like's device; if that is a GPU, it must be the current one."""
-    if like.is_cuda:
-        return empty(shape, strides, dtype)
-    return like.new_empty_strided(shape, strides, dtype=dtype)
-
-
-def vector(like: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    return empty_on(like, (n,), (1,), dtype)
-
-
-def matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return empty_on(like, (rows, columns), (columns, 1), dtype)

@@ -24,15 +24,19 @@ from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCros
 from quackish.ops.linear_cross_entropy.api import MODULE_OPTIONS, key_of, plan_for, with_overloads
 from quackish.ops.linear_cross_entropy.autograd import (
     NO_SECOND_DERIVATIVES,
+    Outputs,
+    Saved,
     grads_needed,
     is_batched,
     logit_scale_tensor,
+    of_all_inputs,
     requires_grad,
     reshaped,
     run_backward,
     run_forward,
+    unpack,
 )
-from quackish.ops.linear_cross_entropy.calls import GradsNeeded, Plan
+from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, Options, check_options, check_tensors
 from quackish.ops.linear_cross_entropy.launches import RowKernels
 from quackish.ops.modes import are_plain, check_memory, is_compiling, is_transformed
@@ -43,6 +47,8 @@ from quackish.types import Backend, LinearCrossEntropyOptions, LossModuleOptions
 
 _WHO = "parallel.linear_cross_entropy"
 _IGNORED = -100
+# The options that must be the same on all ranks.
+_SAME_OPTIONS = [name for name in Options._fields if name not in ("schedule", "chunk_size", "memory_limit", "backend")]
 _MAX_LOGIT_CHUNK = 1024  # rows at a time in _max_logits, which bounds its memory
 
 
@@ -329,7 +335,7 @@ def _description(inputs: Inputs, options: Options, ranks: _Ranks, given: Inputs)
         "input's device": inputs.input.device.type,
         "num_items": "a tensor" if isinstance(inputs.num_items, Tensor) else inputs.num_items,
         "logit_scale": "a tensor" if isinstance(inputs.logit_scale, Tensor) else inputs.logit_scale,
-        **dict(zip(Options._fields[:7], options[:7], strict=True)),
+        **{name: getattr(options, name) for name in _SAME_OPTIONS},
         "the sharded dimension of input": ranks.sharded_dim,
         "deterministic": ranks.deterministic,
         "classes": inputs.linear_weight.shape[0],
@@ -431,6 +437,7 @@ def _run(
             f"{_WHO}: torch.func, forward-mode AD and tensor subclasses except DTensor are not supported"
         )
     ranks = _Ranks(group, sharded_dim, deterministic)
+    # also without a kernel: the current device exchanges Python objects among ranks
     with torch.cuda.device_of(inputs.input) if isinstance(inputs.input, Tensor) else contextlib.nullcontext():
         shards = _shards_of(inputs, options, ranks, vocab_start, given)
         x, w, dw_out = inputs.input, inputs.linear_weight, inputs.grad_weight_out
@@ -438,7 +445,7 @@ def _run(
         if dw_out is not None:
             check_buffer(_WHO, grad_weight_out=dw_out, weight_shard=w, input=x)
         shard_call = _make_shard_call(inputs, options, ranks, shards.start)
-        return _VocabParallel.apply(*inputs[:3], inputs, options, ranks, shards, shard_call)
+        return _VocabParallel.apply(*inputs.parameters(), inputs, options, ranks, shards, shard_call)
 
 
 class _VocabParallel(torch.autograd.Function):
@@ -450,9 +457,9 @@ class _VocabParallel(torch.autograd.Function):
         if ranks.sharded_dim is not None:
             x = all_gather(x.to(plan.compute_dtype), ranks.group)  # cast first: fewer bytes to send
         shard = shard._replace(input=x)
-        *outputs, state, live_x, exp_logits, _, _, _ = run_forward(shard, plan, needed, kernels)
+        outputs, saved, _ = run_forward(shard, plan, needed, kernels)
 
-        own = _shard_stats(shard, plan, inputs, options, shards.start, *outputs)
+        own = _shard_stats(shard, plan, inputs, options, shards.start, outputs)
         stats = own.unstack(all_gather(_in_target_order(own.stacked(), shape, ranks), ranks.group))
         rows = rows_of(inputs.target.reshape(-1), shards.num_classes, None, options.ignore_index, own.lse.dtype)
         owner = torch.searchsorted(shards.ends, rows.index, right=True)
@@ -470,9 +477,10 @@ class _VocabParallel(torch.autograd.Function):
             ctx.mark_non_differentiable(outputs[-1])
         elif options.return_lse:
             outputs.append(reshaped(combined.lse.clone(), shape))
-        ctx.save_for_backward(*shard[:6], state, live_x, exp_logits)
+        dw_out, shard = shard.grad_weight_out, shard._replace(grad_weight_out=None)  # a buffer, which is not saved
+        ctx.save_for_backward(*shard, *saved)
         combined = combined._replace(loss=None, log_prob=None, predicted=None)  # outputs, which users may write to
-        ctx.saved = kernels, plan, needed, ranks, loss_options, combined, divisor, shard.grad_weight_out
+        ctx.saved = kernels, plan, needed, ranks, loss_options, combined, divisor, dw_out
         ctx.input_shape, ctx.target_shape = input.shape, shape
         ctx.per_row, ctx.is_empty = options.reduction == "none", not len(weight_shard)
         ctx.device = device_of(input.device)
@@ -487,16 +495,17 @@ class _VocabParallel(torch.autograd.Function):
             raise RuntimeError(f"{_WHO}: vmap over gradients (is_grads_batched=True) is not supported")
         kernels, plan, needed, ranks, loss_options, combined, divisor, dw_out = ctx.saved
         check_same_device(_WHO, ctx.device, combined.log_share.device)
-        *tensors, state, live_x, exp_logits = ctx.saved_tensors
-        shard, saved = Inputs(*tensors, None, dw_out), (state, live_x, exp_logits)
-        row_grads = [None if grad is None else grad.reshape(-1) for grad in (*row_grads, None, None, None)[:3]]
+        shard, saved, _ = unpack(ctx.saved_tensors, Inputs, Saved)
+        shard = shard._replace(grad_weight_out=dw_out)
+        row_grads = [None if grad is None else grad.reshape(-1) for grad in row_grads]
         if grad_loss is not None:
             grad_loss = grad_loss.reshape(-1) if ctx.per_row else grad_loss
             grad_loss = grad_loss if divisor is None else grad_loss / divisor
-        grad_outputs = row_gradients(combined, loss_options, shard.linear_weight.shape[0], grad_loss, *row_grads)
-        grad_outputs = [t if t is None else _in_gathered_order(t, ctx.target_shape, ranks) for t in grad_outputs]
+        grads, _ = unpack((grad_loss, *row_grads), GradOutputs)  # predicted has none
+        grads = row_gradients(combined, loss_options, shard.linear_weight.shape[0], *grads)
+        grads = GradOutputs(*(t if t is None else _in_gathered_order(t, ctx.target_shape, ranks) for t in grads))
 
-        dx, dw, db = run_backward(shard, plan, needed, grad_outputs, saved, kernels)
+        dx, dw, db = run_backward(shard, plan, needed, grads, saved, kernels)
         if dx is not None:
             scatter = ranks.sharded_dim is not None
             dx = sum_over_ranks(dx, ranks.group, scatter, ranks.deterministic).view(ctx.input_shape)
@@ -504,15 +513,15 @@ class _VocabParallel(torch.autograd.Function):
             dw_out.add_(dw)
             dw = None
         if ctx.is_empty:
-            dw, db = (None if t is None else torch.empty_like(t[:0]) for t in shard[1:3])
-        return dx, dw, db, *(None,) * 5
+            dw, db = (None if t is None else torch.empty_like(t[:0]) for t in (shard.linear_weight, shard.linear_bias))
+        return of_all_inputs(ctx, Grads(dx, dw, db))
 
 
 def _shard_stats(
-    shard: Inputs, plan: Plan, inputs: Inputs, options: Options, start: int, loss: Tensor, lse: Tensor,
-    log_prob: Tensor | None, entropy: Tensor | None, predicted: Tensor | None,
-) -> ShardStats:  # fmt: skip
+    shard: Inputs, plan: Plan, inputs: Inputs, options: Options, start: int, outputs: Outputs
+) -> ShardStats:
     """The statistics that the ranks exchange, from the results of the one-GPU operation."""
+    loss, lse, log_prob, entropy, predicted = outputs
     v, class_weight, nll = inputs.linear_weight.shape[0], inputs.weight, loss
     weight = smooth = total_weight = None
     if v == 0:
@@ -531,7 +540,7 @@ def _shard_stats(
 
 def _max_logits(shard: Inputs, plan: Plan, predicted: Tensor, dtype: torch.dtype) -> Tensor:
     """(m,) the logits of the predicted classes before logit_scale. Bitwise equal for equal rows of weight."""
-    (x, w, bias), classes = shard[:3], predicted.clamp(min=0)
+    (x, w, bias), classes = shard.parameters(), predicted.clamp(min=0)
     max_logits = x.new_empty(classes.shape, dtype=dtype)
     for start in range(0, len(classes), _MAX_LOGIT_CHUNK):
         chunk = slice(start, start + _MAX_LOGIT_CHUNK)

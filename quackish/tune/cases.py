@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from quackish.configs.choose import config, name_of
-from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmProblem
+from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N, GemmArgs, GemmProblem, TailArgs
 from quackish.configs.grouped_gemm import DSCALES_COLUMNS, GroupedGemmArgs, GroupedGemmProblem
-from quackish.configs.lce_args import GemmArgs, TailArgs
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.ops.device import require_device
@@ -129,7 +128,7 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
 
 
 def _epilogue(p: GemmProblem, m: int, n: int, k: int, device: torch.device) -> tuple | None:
-    """The epilogue's arguments, by their names in quackish/configs/lce_args.py."""
+    """The epilogue's arguments, by their names in quackish/configs/gemm.py."""
     tiles = -(-n // SOFTMAX_TILE_N)
     slots = torch.arange(m, dtype=torch.int32, device=device)
     makers = {

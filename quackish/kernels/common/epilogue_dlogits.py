@@ -4,8 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.configs.lce_args import DlogitsArgs
-from quackish.kernels.common.lce import LEAST_LOG2, log2_scale
+from quackish.configs.gemm import DlogitsArgs
+from quackish.kernels.common.exponents import LEAST_LOG2, log2_scale
 from quackish.kernels.common.logits import Logits, column_value
 from quackish.kernels.common.memory import vector_at
 from quackish.kernels.common.tile_store import Block, Output, column_of, row_of, thread_rows

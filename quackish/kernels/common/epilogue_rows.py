@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from quackish.configs.lce_args import RowsOutArgs
+from quackish.configs.gemm import RowsOutArgs
 from quackish.kernels.common.epilogues import Epilogue
 from quackish.kernels.common.tile_store import Block, Output, RowStore, row_of, thread_rows
 

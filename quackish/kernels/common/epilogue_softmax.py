@@ -6,11 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.configs.lce_args import SoftmaxArgs
+from quackish.configs.gemm import SoftmaxArgs
 from quackish.configs.lce_rows import ROW_TILE
-from quackish.kernels.common.lce import HEADROOM, LEAST_LOG2, decode, encode, encode_argmax, log2_scale, shift_in_log2
+from quackish.kernels.common.exponents import HEADROOM, LEAST_LOG2, log2_scale, shift_in_log2
 from quackish.kernels.common.logits import Logits, column_value
-from quackish.kernels.common.math import LOG2_E, tanh
+from quackish.kernels.common.math import LOG2_E, decode, encode, encode_argmax, tanh
 from quackish.kernels.common.tile_store import Block, Output, column_of, row_of, thread_rows
 
 
@@ -36,6 +36,10 @@ class Softmax(Logits):
     With `return_stats` also stores each row's sum of e * log2(e) and updates argmax_bits, which encode the maximum of
     the row and its first class.
     """
+
+    def __init__(self, problem, config):
+        super().__init__(problem, config)
+        self.updates_argmax = problem.return_stats and not problem.recompute_flagged
 
     @cute.jit
     def num_tiles(self, args: SoftmaxArgs, total: Int32) -> Int32:
@@ -100,7 +104,7 @@ class Softmax(Logits):
             at = Int64(i) * args.tiles + col0 // self.config.tile_n
             row_max = stats.max[r]
             row_sum, row_wsum, row_elog = (self.quad_sum(x[r]) for x in (stats.sum, stats.wsum, stats.elog))
-            if const_expr(args.argmax_bits is not None):
+            if const_expr(self.updates_argmax):
                 code = encode_argmax(row_max, col0 + column_of(0, thread) + stats.argmax[r])
                 code = cute.arch.warp_reduction(code, cutlass.max, threads_in_group=4)
             if (i < m) & (col0 < n) & (thread % 4 == 0):  # a cluster's second tile may be past the last class
@@ -109,7 +113,7 @@ class Softmax(Logits):
                     (args.part_wsum + at).store(row_wsum)
                 if const_expr(self.problem.return_stats):
                     (args.part_elog + at).store(row_elog)
-                if const_expr(args.argmax_bits is not None):
+                if const_expr(self.updates_argmax):
                     cute.arch.atomic_max(args.argmax_bits + i, code)
             if const_expr(not self.problem.recompute_flagged):
                 # false if row_shift is NaN or inf
@@ -131,7 +135,7 @@ class Softmax(Logits):
         inverse = 1.0 / args.softcap
         for v in self.values(j):
             a, r = acc[v], row_of(v)
-            if const_expr(args.argmax_bits is not None):
+            if const_expr(self.updates_argmax):
                 stats.argmax[r] = Int32(column_of(v, 0)) if a > stats.max[r] else stats.argmax[r]
             if const_expr(not self.problem.recompute_flagged):
                 stats.max[r] = cute.arch.fmax(stats.max[r], a)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32, Int64, const_expr
 
-from quackish.configs.lce_args import ResidualArgs, ScaledArgs
+from quackish.configs.gemm import ResidualArgs, ScaledArgs
 from quackish.configs.lce_rows import NO_SLOT
 from quackish.kernels.common.epilogues import Epilogue
 from quackish.kernels.common.memory import vector_at

@@ -1,8 +1,8 @@
-"""Access to global memory: vectors, single elements, a counter."""
+"""Access to global memory: vectors, single elements, rows, a counter."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.experimental import primitives as prims
 
 
@@ -60,6 +60,38 @@ def fill_row(row: cute.Pointer, n: cutlass.Constexpr[int], lane, value: cutlass.
     filled.fill(value)
     for v in cutlass.range(lane, n // vec, 32, unroll=4):
         vector_at(row, v * vec, vec).store(filled.load())
+
+
+@cute.jit
+def convert_row(row: cute.Pointer, out: cute.Pointer, n: cutlass.Constexpr[int], lane, factor, batch):
+    """A warp computes out = row * factor (None: 1) for n elements, a multiple of 8. Both may be the same memory.
+
+    Each thread has `batch` vectors in flight.
+    """
+    num_vectors = const_expr(n // 8)
+    whole = const_expr(num_vectors // (32 * batch) * (32 * batch))
+    raw = cute.make_rmem_tensor((8, batch), row.dtype)
+    for first in cutlass.range(0, whole, 32 * batch, unroll=1):
+        for b in cutlass.range_constexpr(batch):
+            raw[None, b].store(vector_at(row, (first + b * 32 + lane) * 8, 8).load())
+        for b in cutlass.range_constexpr(batch):
+            store_scaled(raw[None, b], out, (first + b * 32 + lane) * 8, factor)
+    for b in cutlass.range_constexpr(batch):  # remainder
+        if const_expr(whole + b * 32 < num_vectors):
+            if whole + b * 32 + lane < num_vectors:
+                raw[None, b].store(vector_at(row, (whole + b * 32 + lane) * 8, 8).load())
+    for b in cutlass.range_constexpr(batch):
+        if const_expr(whole + b * 32 < num_vectors):
+            if whole + b * 32 + lane < num_vectors:
+                store_scaled(raw[None, b], out, (whole + b * 32 + lane) * 8, factor)
+
+
+@cute.jit
+def store_scaled(raw: cute.Tensor, out: cute.Pointer, at, factor):
+    values = raw.load().to(Float32)
+    if const_expr(factor is not None):
+        values = values * factor
+    vector_at(out, at, cute.size(raw)).store(values.to(out.dtype))
 
 
 @cute.jit

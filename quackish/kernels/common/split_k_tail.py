@@ -17,8 +17,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.experimental import primitives as prims
 
-from quackish.configs.gemm import MAX_SPLITS, MIN_GAIN, MIN_STEPS, steps_of_splits
-from quackish.configs.lce_args import TailArgs
+from quackish.configs.gemm import MAX_SPLITS, MIN_GAIN, MIN_STEPS, TailArgs, steps_of_splits
 from quackish.kernels.common.memory import vector_at
 from quackish.kernels.common.tile_store import NamedBarrier
 

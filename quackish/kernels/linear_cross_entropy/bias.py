@@ -9,14 +9,13 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int64, const_expr
 
-from quackish.configs.lce_args import BiasArgs
-from quackish.configs.lce_rows import LceBiasConfig, LceBiasProblem
+from quackish.configs.lce_rows import BiasArgs, LceBiasConfig, LceBiasProblem
 from quackish.kernels.common.dependent_launch import after_previous
-from quackish.kernels.common.lce import LceKernel
 from quackish.kernels.common.memory import load_at, vector_at
+from quackish.kernels.common.row_kernel import RowKernel
 
 
-class LceBias(LceKernel):
+class LceBias(RowKernel):
     def __init__(self, problem: LceBiasProblem, config: LceBiasConfig):
         super().__init__(problem, config)
         self.columns = config.lanes * 8

@@ -4,14 +4,13 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int64
 
-from quackish.configs.lce_args import ClearArgs
-from quackish.configs.lce_cublas import LceClearProblem
+from quackish.configs.lce_cublas import ClearArgs, LceClearProblem
 from quackish.configs.lce_rows import LceRowsConfig
-from quackish.kernels.common.lce import LceKernel
 from quackish.kernels.common.memory import fill_row, load_at
+from quackish.kernels.common.row_kernel import RowKernel
 
 
-class LceClear(LceKernel):
+class LceClear(RowKernel):
     problem: LceClearProblem
     config: LceRowsConfig
 

@@ -13,20 +13,20 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.gemm import NUM_TICKETS
-from quackish.configs.lce_args import CompactArgs
-from quackish.configs.lce_rows import LceCompactConfig, LceCompactProblem
+from quackish.configs.lce_rows import CompactArgs, LceCompactConfig, LceCompactProblem
 from quackish.kernels.common.dependent_launch import after_previous
-from quackish.kernels.common.lce import LceKernel
 from quackish.kernels.common.memory import load_at, store_at
+from quackish.kernels.common.row_kernel import RowKernel, with_row_state
 
 
-class LceCompact(LceKernel):
+class LceCompact(RowKernel):
     def __init__(self, problem: LceCompactProblem, config: LceCompactConfig):
         super().__init__(problem, config)
         self.threads, self.batch, self.tile = config.threads, config.batch, config.threads * config.batch
 
     @cute.jit
     def __call__(self, a: CompactArgs, stream: CUstream):
+        a = with_row_state(a)
         self.kernel(a).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
@@ -44,7 +44,7 @@ class LceCompact(LceKernel):
 
         for ticket in cutlass.range_constexpr(0, NUM_TICKETS, self.threads):
             if ticket + tid < NUM_TICKETS:
-                store_at(a.tickets, ticket + tid, Int32(0))
+                store_at(a.state.tickets, ticket + tid, Int32(0))
 
         # count live rows and rows whose target is a class, and sum the class weights of the latter
         live, counted, weight = Int32(0), Int32(0), Float32(0.0)
@@ -72,7 +72,7 @@ class LceCompact(LceKernel):
         weight = cute.arch.warp_reduction_sum(sWeight[lane])
 
         if tid == 0:
-            store_at(a.num_live, 0, live)
+            store_at(a.state.num_live, 0, live)
             inverse = Float32(1.0)
             if counted > 0:
                 if const_expr(self.problem.divisor == "weights"):
@@ -82,7 +82,7 @@ class LceCompact(LceKernel):
                     inverse = Float32(1.0) / a.num_items
                 elif const_expr(self.problem.divisor == "tensor"):
                     inverse = Float32(1.0) / load_at(a.num_items_at, 0)
-            store_at(a.inv_divisor, 0, inverse)
+            store_at(a.state.inv_divisor, 0, inverse)
 
         # assign slots
         before = Int32(0)  # live rows of earlier tiles
@@ -106,7 +106,7 @@ class LceCompact(LceKernel):
                 slot = slot0 + cute.arch.popc(rMask[k] & Int32(cute.arch.lanemask_lt()))  # live rows before row i
                 slot0 += cute.arch.popc(rMask[k])
                 if i < a.m:
-                    store_at(a.order, slot if rT[k] != a.ignore_index else live + i - slot, i)
+                    store_at(a.state.order, slot if rT[k] != a.ignore_index else live + i - slot, i)
 
     @cute.jit
     def targets(self, a: CompactArgs, row: Int32) -> cute.Tensor:

@@ -19,25 +19,17 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.configs.lce_args import ExpArgs
-from quackish.configs.lce_cublas import TILE_N, LceExpProblem
+from quackish.configs.lce_cublas import TILE_N, ExpArgs, LceExpProblem
 from quackish.configs.lce_rows import ROW_TILE, LceRowsConfig
-from quackish.kernels.common.lce import (
-    HEADROOM,
-    LEAST_LOG2,
-    LceKernel,
-    encode,
-    encode_argmax,
-    log2_scale,
-    shift_in_log2,
-)
-from quackish.kernels.common.math import LOG2_E
+from quackish.kernels.common.exponents import HEADROOM, LEAST_LOG2, log2_scale, shift_in_log2
+from quackish.kernels.common.math import LOG2_E, encode, encode_argmax
 from quackish.kernels.common.memory import load_at, store_at, vector_at
+from quackish.kernels.common.row_kernel import RowKernel
 
 _VEC = TILE_N // 32
 
 
-class LceExp(LceKernel):
+class LceExp(RowKernel):
     problem: LceExpProblem
     config: LceRowsConfig
 
@@ -51,6 +43,7 @@ class LceExp(LceKernel):
 
     @cute.kernel
     def kernel(self, a: ExpArgs):
+        args = a.epilogue
         cta, tile, _ = cute.arch.block_idx()
         i = cta * self.num_warps + cute.arch.warp_idx()
         col = tile * TILE_N + cute.arch.lane_idx() * _VEC
@@ -59,55 +52,59 @@ class LceExp(LceKernel):
             rOut.fill(0.0)
             if i < load_at(a.num_live, 0) - a.start:
                 rA = self.logits(a, i, col)
-                target = load_at(a.slot_target, i) - a.v0
+                target = load_at(args.slot_target, i) - self.class_of(a, 0)
                 if const_expr(self.problem.kind == "softmax"):
                     self.softmax(a, rA, rOut, target, i, tile, col)
                 else:
                     self.dlogits(a, rA, rOut, target, i, col)
                 if const_expr(self.problem.softcap):
                     for k in cutlass.range_constexpr(_VEC):
-                        capped = rA[k] / a.softcap
+                        capped = rA[k] / args.softcap
                         rOut[k] = rOut[k] * (1.0 - capped * capped)
             if const_expr(a.out is not None):
                 self.store(rOut, a.out + Int64(i) * a.out_stride, col, a.n)
 
+    def class_of(self, a: ExpArgs, col):
+        return a.first + col + (a.epilogue.v0 if self.problem.kind == "dlogits" else 0)
+
     @cute.jit
     def logits(self, a: ExpArgs, i: Int32, col: Int32) -> cute.Tensor:
         """This lane's logits. Past the last class, where z is uninitialized, -softcap or -inf."""
+        args = a.epilogue
         rA = cute.make_rmem_tensor((_VEC,), Float32)
         rA.store(vector_at(a.z + Int64(i) * a.z_stride, col, _VEC).load())
         for k in cutlass.range_constexpr(_VEC):
             if col + k >= a.n:
                 rA[k] = -Float32.inf
-            elif const_expr(a.bias is not None):
-                rA[k] = rA[k] + load_at(a.bias, col + k).to(Float32)
+            elif const_expr(args.bias is not None):
+                rA[k] = rA[k] + load_at(args.bias, a.first + col + k).to(Float32)
             if const_expr(self.problem.softcap):
-                rA[k] = a.softcap * cute.math.tanh(rA[k] / a.softcap)
+                rA[k] = args.softcap * cute.math.tanh(rA[k] / args.softcap)
         return rA
 
     @cute.jit
     def softmax(self, a: ExpArgs, rA, rOut, target: Int32, i: Int32, tile: Int32, col: Int32):
-        lane = cute.arch.lane_idx()
+        args, lane = a.epilogue, cute.arch.lane_idx()
 
         # use the tile's maximum as shift if it is far above row_shift; fmax ignores NaN
-        tile_max, argmax = -Float32.inf, a.v0 + col
+        tile_max, argmax = -Float32.inf, self.class_of(a, col)
         for k in cutlass.range_constexpr(_VEC):
             if col + k < a.n:
                 if const_expr(self.problem.return_stats):
-                    argmax = a.v0 + col + k if rA[k] > tile_max else argmax
+                    argmax = self.class_of(a, col + k) if rA[k] > tile_max else argmax
                 tile_max = cute.arch.fmax(tile_max, rA[k])
         if const_expr(self.problem.return_stats):
             code = cute.arch.warp_reduction(encode_argmax(tile_max, argmax), cutlass.max)
             if lane == 0:
-                cute.arch.atomic_max(a.argmax_bits + i, code)
+                cute.arch.atomic_max(args.argmax_bits + i, code)
         tile_max = cute.arch.warp_reduction(tile_max, cute.arch.fmax)
-        shift, scale_log2 = load_at(a.row_shift, i), log2_scale(a.logit_scale)
+        shift, scale_log2 = load_at(args.row_shift, i), log2_scale(args.logit_scale)
         if tile_max * scale_log2 > shift * scale_log2 + HEADROOM * LOG2_E:
             shift = tile_max
             if lane == 0:
-                cute.arch.atomic_max(a.row_max_bits + i, encode(tile_max))
-                store_at(a.flags, 1 + i // ROW_TILE, Int32(1))
-                store_at(a.flags, 0, Int32(1))
+                cute.arch.atomic_max(args.row_max_bits + i, encode(tile_max))
+                store_at(args.flags, 1 + i // ROW_TILE, Int32(1))
+                store_at(args.flags, 0, Int32(1))
 
         # exponentials and sums
         shift_log2 = shift_in_log2(shift, scale_log2)
@@ -121,37 +118,37 @@ class LceExp(LceKernel):
                     elog += rOut[k] * cute.arch.fmax(log2, LEAST_LOG2)
                 if const_expr(self.problem.smoothing):
                     w = Float32(1.0)
-                    if const_expr(a.class_weight is not None):
-                        w = load_at(a.class_weight, col + k)
+                    if const_expr(args.class_weight is not None):
+                        w = load_at(args.class_weight, self.class_of(a, col + k))
                     if not (w == 0.0 and rA[k] == -Float32.inf):  # a masked class of weight 0
                         weighted += w * rA[k]
                 if col + k == target:
-                    store_at(a.target_logit, i, rA[k])
+                    store_at(args.target_logit, i, rA[k])
         total = cute.arch.warp_reduction_sum(total)
-        offset = Int64(i) * (2 * a.tiles) + (a.tile0 + tile)
+        offset, shifts = Int64(i) * args.tiles + (a.first // TILE_N + tile), args.tiles // 2
         if lane == 0:
-            store_at(a.part_sum, offset, total)
-            store_at(a.part_sum, offset + a.tiles, shift)
+            store_at(args.part_sum, offset, total)
+            store_at(args.part_sum, offset + shifts, shift)
         if const_expr(self.problem.smoothing):
             weighted = cute.arch.warp_reduction_sum(weighted)
             if lane == 0:
-                store_at(a.part_wsum, offset, weighted)
-                store_at(a.part_wsum, offset + a.tiles, Float32(0.0))
+                store_at(args.part_wsum, offset, weighted)
+                store_at(args.part_wsum, offset + shifts, Float32(0.0))
         if const_expr(self.problem.return_stats):
             elog = cute.arch.warp_reduction_sum(elog)
             if lane == 0:
-                store_at(a.part_elog, offset, elog)
-                store_at(a.part_elog, offset + a.tiles, Float32(0.0))
+                store_at(args.part_elog, offset, elog)
+                store_at(args.part_elog, offset + shifts, Float32(0.0))
 
     @cute.jit
     def dlogits(self, a: ExpArgs, rA, rOut, target: Int32, i: Int32, col: Int32):
-        rCoefs = cute.make_rmem_tensor((4,), Float32)
-        rCoefs.store(vector_at(a.coefs, Int64(i) * 4, 4).load())
+        args, rCoefs = a.epilogue, cute.make_rmem_tensor((4,), Float32)
+        rCoefs.store(vector_at(args.coefs, Int64(i) * 4, 4).load())
         row_shift, coef_softmax, coef_target, coef_smooth = rCoefs[0], rCoefs[1], rCoefs[2], rCoefs[3]
-        scale_log2 = log2_scale(a.logit_scale)
+        scale_log2 = log2_scale(args.logit_scale)
         coef_entropy = Float32(0.0)
         if const_expr(self.problem.entropy):
-            coef_entropy = load_at(a.coef_entropy, i)
+            coef_entropy = load_at(args.coef_entropy, i)
         for k in cutlass.range_constexpr(_VEC):
             if col + k < a.n:
                 coef, log2 = coef_softmax, (rA[k] - row_shift) * scale_log2
@@ -160,8 +157,8 @@ class LceExp(LceKernel):
                 value = coef * cute.math.exp2(log2, fastmath=True)
                 if const_expr(self.problem.smoothing):
                     w = Float32(1.0)
-                    if const_expr(a.class_weight is not None):
-                        w = load_at(a.class_weight, col + k)
+                    if const_expr(args.class_weight is not None):
+                        w = load_at(args.class_weight, self.class_of(a, col + k))
                     value -= coef_smooth * w
                 if col + k == target:
                     value -= coef_target

@@ -7,27 +7,32 @@ For chunk row i, p = start + i and r = order[p]:
 - ignored: loss[r] = lse[r] = 0, dx[r] = 0, slot_target[i] = -1; row_shift[i] = HUGE, so that exp(a - row_shift) is
   exactly 0 for any bias; live_x[i] = 0 up to the end of the last GEMM tile with a live row. With `return_stats` also
   log_prob[r] = entropy[r] = 0 and predicted[r] = -1.
-flags = 0, and argmax_bits[i] is less than the code of any argmax. One warp per row.
+flags = 0, and argmax_bits[i] is less than the code of any argmax. With `only_live_x` nothing but live_x is written. One
+warp per row.
 """
+
+from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.configs.lce_args import GatherArgs
-from quackish.configs.lce_rows import ROW_TILE, LceGatherProblem, LceRowsConfig
+from quackish.configs.lce_rows import ROW_TILE, GatherArgs, LceGatherProblem, LceRowsConfig
 from quackish.kernels.common.dependent_launch import after_previous
-from quackish.kernels.common.lce import HUGE, LceKernel, encode, rounded_up
+from quackish.kernels.common.exponents import HUGE
+from quackish.kernels.common.math import encode
 from quackish.kernels.common.memory import fill_row, load_at, load_eight, store_at, vector_at
+from quackish.kernels.common.row_kernel import RowKernel, rounded_up, with_row_state
 
 
-class LceGather(LceKernel):
+class LceGather(RowKernel):
     problem: LceGatherProblem
     config: LceRowsConfig
 
     @cute.jit
     def __call__(self, a: GatherArgs, stream: CUstream):
+        a = with_row_state(a, a.start)
         self.kernel(a).launch(**self.launch_options(cute.ceil_div(a.rows, self.num_warps), stream))
 
     @cute.kernel
@@ -39,52 +44,65 @@ class LceGather(LceKernel):
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         i = cta * self.num_warps + warp
 
-        # clear the flags: one per thread is enough, as a row has 32 threads
-        flag = cta * self.config.threads + tid
-        if flag < 1 + cute.ceil_div(a.rows, ROW_TILE):
-            store_at(a.flags, flag, Int32(0))
+        if const_expr(not self.problem.only_live_x):
+            # clear the flags: one per thread is enough, as a row has 32 threads
+            flag = cta * self.config.threads + tid
+            if flag < 1 + cute.ceil_div(a.rows, ROW_TILE):
+                store_at(a.state.flags, flag, Int32(0))
 
         if i < a.rows:
-            live = load_at(a.num_live, 0) - a.start  # rows of this chunk
-            r = load_at(a.order, a.start + i)
+            live = load_at(a.state.num_live, 0) - a.start  # rows of this chunk
+            r = load_at(a.state.order, a.start + i)
             if const_expr(self.problem.return_stats):
                 if lane == 0:
                     store_at(a.argmax_bits, i, Int64(-(2**63)))
             if i < live:
-                t = load_at(a.target, r).to(Int64)
-                is_class = t >= 0 and t < a.v
-                index = t if is_class else Int64(0)
-                z = self.copy_and_dot(a.x + Int64(r) * a.x_stride, a.w + index * h, a.live_x + Int64(i) * h, lane)
-                if const_expr(a.bias is not None):
-                    z += load_at(a.bias, index).to(Float32)
-                if const_expr(self.problem.softcap):
-                    z = a.softcap * cute.math.tanh(z / a.softcap)
-                if not (z > -HUGE and z < HUGE):  # NaN, or a masked target
-                    z = Float32(-HUGE)
-                if lane == 0:
-                    store_at(a.slot_target, i, t.to(Int32) if is_class else Int32(-1))
-                    store_at(a.row_shift, i, z)
-                    store_at(a.row_max_bits, i, encode(z))
+                x, live_x = a.x + Int64(r) * a.x_stride, a.live_x + Int64(i) * h
+                if const_expr(self.problem.only_live_x):
+                    self.copy_and_dot(x, None, live_x, lane)
+                else:
+                    self.target(a, i, load_at(a.target, r).to(Int64), x, live_x, lane)
             else:
                 if i < rounded_up(live):
                     fill_row(a.live_x + Int64(i) * h, h, lane, 0.0)
-                if const_expr(a.dx is not None):
-                    fill_row(a.dx + Int64(r) * h, h, lane, 0.0)
-                if lane == 0:
-                    store_at(a.slot_target, i, Int32(-1))
-                    store_at(a.row_shift, i, Float32(HUGE))
-                    store_at(a.row_max_bits, i, encode(Float32(HUGE)))
-                    if const_expr(a.loss is not None):
-                        store_at(a.loss, r, Float32(0.0))
-                        store_at(a.lse, r, Float32(0.0))
-                    if const_expr(self.problem.return_stats):
-                        store_at(a.log_prob, r, Float32(0.0))
-                        store_at(a.entropy, r, Float32(0.0))
-                        store_at(a.predicted, r, Int32(-1))
+                if const_expr(not self.problem.only_live_x):
+                    self.ignored_row(a, i, r, lane)
 
     @cute.jit
-    def copy_and_dot(self, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, lane: Int32) -> Float32:
-        """Copies x to out and returns x . w, summed over the warp: the same bits in each lane."""
+    def target(self, a: GatherArgs, i: Int32, t: Int64, x: cute.Pointer, live_x: cute.Pointer, lane: Int32):
+        """Copies x to live_x, and stores target t of chunk row i and its row_shift."""
+        is_class = t >= 0 and t < a.v
+        index = t if is_class else Int64(0)
+        z = self.copy_and_dot(x, a.w + index * self.problem.h, live_x, lane)
+        if const_expr(a.bias is not None):
+            z += load_at(a.bias, index).to(Float32)
+        if const_expr(self.problem.softcap):
+            z = a.softcap * cute.math.tanh(z / a.softcap)
+        if not (z > -HUGE and z < HUGE):  # NaN, or a masked target
+            z = Float32(-HUGE)
+        if lane == 0:
+            store_at(a.state.slot_target, i, t.to(Int32) if is_class else Int32(-1))
+            store_at(a.state.row_shift, i, z)
+            store_at(a.state.row_max_bits, i, encode(z))
+
+    @cute.jit
+    def ignored_row(self, a: GatherArgs, i: Int32, r: Int32, lane: Int32):
+        if const_expr(a.dx is not None):
+            fill_row(a.dx + Int64(r) * self.problem.h, self.problem.h, lane, 0.0)
+        if lane == 0:
+            store_at(a.state.slot_target, i, Int32(-1))
+            store_at(a.state.row_shift, i, Float32(HUGE))
+            store_at(a.state.row_max_bits, i, encode(Float32(HUGE)))
+            store_at(a.loss, r, Float32(0.0))
+            store_at(a.state.lse, r, Float32(0.0))
+            if const_expr(self.problem.return_stats):
+                store_at(a.state.log_prob, r, Float32(0.0))
+                store_at(a.state.entropy, r, Float32(0.0))
+                store_at(a.state.predicted, r, Int32(-1))
+
+    @cute.jit
+    def copy_and_dot(self, x: cute.Pointer, w: Optional[cute.Pointer], out: cute.Pointer, lane: Int32) -> Float32:
+        """Copies x to out and returns x . w, summed over the warp: the same bits in each lane. 0 without w."""
         num_vectors, batch = const_expr(self.problem.h // 8), const_expr(self.config.vectors)
         rX = cute.make_rmem_tensor((8, batch), x.dtype)
         rW = cute.make_rmem_tensor((8, batch), x.dtype)
@@ -94,16 +112,19 @@ class LceGather(LceKernel):
             for b in cutlass.range_constexpr(batch):
                 col = (first + b * 32 + lane) * 8
                 rX[None, b].store(load_eight(x, col, self.problem.x_aligned))
-                rW[None, b].store(vector_at(w, col, 8).load())
+                if const_expr(w is not None):
+                    rW[None, b].store(vector_at(w, col, 8).load())
             for b in cutlass.range_constexpr(batch):
                 vector_at(out, (first + b * 32 + lane) * 8, 8).store(rX[None, b].load())
-                dot.store(dot.load() + rX[None, b].load().to(Float32) * rW[None, b].load().to(Float32))
+                if const_expr(w is not None):
+                    dot.store(dot.load() + rX[None, b].load().to(Float32) * rW[None, b].load().to(Float32))
         for u in cutlass.range_constexpr(-(-(num_vectors % (32 * batch)) // 32)):  # remainder
             vector = num_vectors // (32 * batch) * (32 * batch) + u * 32 + lane
             if vector < num_vectors:
                 rX[None, 0].store(load_eight(x, vector * 8, self.problem.x_aligned))
-                rW[None, 0].store(vector_at(w, vector * 8, 8).load())
                 vector_at(out, vector * 8, 8).store(rX[None, 0].load())
-                dot.store(dot.load() + rX[None, 0].load().to(Float32) * rW[None, 0].load().to(Float32))
+                if const_expr(w is not None):
+                    rW[None, 0].store(vector_at(w, vector * 8, 8).load())
+                    dot.store(dot.load() + rX[None, 0].load().to(Float32) * rW[None, 0].load().to(Float32))
         partial = dot.load().reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
         return cute.arch.warp_reduction_sum(partial)

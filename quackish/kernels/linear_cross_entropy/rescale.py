@@ -11,21 +11,23 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.configs.lce_args import RescaleArgs
-from quackish.configs.lce_cublas import TILE_N, LceRescaleProblem
+from quackish.configs.lce_cublas import TILE_N, LceRescaleProblem, RescaleArgs
 from quackish.configs.lce_rows import ROW_TILE, LceRowsConfig
-from quackish.kernels.common.lce import LEAST_LOG2, LceKernel, decode, log2_scale
+from quackish.kernels.common.exponents import LEAST_LOG2, log2_scale
+from quackish.kernels.common.math import decode
 from quackish.kernels.common.memory import load_at, store_at, vector_at
+from quackish.kernels.common.row_kernel import RowKernel, with_row_state
 
 _VEC = TILE_N // 32
 
 
-class LceRescale(LceKernel):
+class LceRescale(RowKernel):
     problem: LceRescaleProblem
     config: LceRowsConfig
 
     @cute.jit
     def __call__(self, a: RescaleArgs, stream: CUstream):
+        a = with_row_state(a, a.start)
         self.kernel(a).launch(
             grid=[cute.ceil_div(a.rows, self.num_warps), cute.ceil_div(a.n, 32 * TILE_N), 1],
             block=[self.config.threads, 1, 1],
@@ -37,17 +39,17 @@ class LceRescale(LceKernel):
         cta, tile_group, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         i = cta * self.num_warps + cute.arch.warp_idx()
-        if i < cutlass.min(load_at(a.num_live, 0) - a.start, a.rows):
+        if i < cutlass.min(load_at(a.state.num_live, 0) - a.start, a.rows):
             # sums: one tile per lane
             tile = tile_group * 32 + lane
-            idx = Int64(i) * (2 * a.tiles) + (a.tile0 + tile)
+            idx, shifts = Int64(i) * a.tiles + (a.first // TILE_N + tile), a.tiles // 2
             exists = tile < cute.ceil_div(a.n, TILE_N)
-            row_max = decode(load_at(a.row_max_bits, i))
+            row_max = decode(load_at(a.state.row_max_bits, i))
             shift = row_max
             if exists:
-                shift = load_at(a.part_sum, idx + a.tiles)
-                store_at(a.part_sum, idx + a.tiles, Float32(0.0))
-            if load_at(a.flags, 1 + i // ROW_TILE) != 0:
+                shift = load_at(a.part_sum, idx + shifts)
+                store_at(a.part_sum, idx + shifts, Float32(0.0))
+            if load_at(a.state.flags, 1 + i // ROW_TILE) != 0:
                 factor = Float32(1.0)
                 if shift != row_max:
                     log2 = (shift - row_max) * log2_scale(a.logit_scale)

@@ -31,27 +31,18 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.configs.lce_args import RowsArgs
-from quackish.configs.lce_rows import NO_SLOT, LceRowsConfig, LceRowsProblem
+from quackish.configs.lce_rows import NO_SLOT, LceRowsConfig, LceRowsProblem, RowsArgs
 from quackish.kernels.common.dependent_launch import after_previous
-from quackish.kernels.common.lce import (
-    HUGE,
-    LceKernel,
-    convert_row,
-    decode,
-    decode_argmax,
-    log2_scale,
-    rounded_up,
-    shift_in_log2,
-)
-from quackish.kernels.common.math import LN_2, LOG2_E
-from quackish.kernels.common.memory import fill_row, load_at, store_at, vector_at
+from quackish.kernels.common.exponents import HUGE, log2_scale, shift_in_log2
+from quackish.kernels.common.math import LN_2, LOG2_E, decode, decode_argmax
+from quackish.kernels.common.memory import convert_row, fill_row, load_at, store_at, vector_at
+from quackish.kernels.common.row_kernel import RowKernel, rounded_up, with_row_state
 
 # |coef_softmax| is at least 2^-20 * |coef_target|, so that coef_target * sum / coef_softmax fits bf16.
 SMALLEST_RATIO = 2.0**-20
 
 
-class LceRows(LceKernel):
+class LceRows(RowKernel):
     def __init__(self, problem: LceRowsProblem, config: LceRowsConfig):
         super().__init__(problem, config)
         self.scale, self.coefs = problem.grads == "scale", problem.grads == "coefs"
@@ -59,6 +50,7 @@ class LceRows(LceKernel):
 
     @cute.jit
     def __call__(self, a: RowsArgs, stream: CUstream):
+        a = with_row_state(a, a.start)
         self.kernel(a).launch(**self.launch_options(cute.ceil_div(a.rows, self.num_warps), stream))
 
     @cute.kernel
@@ -68,7 +60,7 @@ class LceRows(LceKernel):
         cta, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         i = cta * self.num_warps + warp
-        live = load_at(a.num_live, 0) - a.start  # rows of this chunk
+        live = load_at(a.state.num_live, 0) - a.start  # rows of this chunk
         if const_expr(a.first_slot_of_class is not None):
             num_ctas, _, _ = cute.arch.grid_dim()
             threads = const_expr(self.config.threads)
@@ -76,13 +68,13 @@ class LceRows(LceKernel):
                 store_at(a.first_slot_of_class, c, Int32(NO_SLOT))
         if i < a.rows:
             if i < live:
-                self.live_row(a, i, load_at(a.order, a.start + i), load_at(a.slot_target, i), lane)
+                self.live_row(a, i, load_at(a.state.order, a.start + i), load_at(a.state.slot_target, i), lane)
             elif i < rounded_up(live):
                 if const_expr(a.scaled_x is not None):
                     fill_row(a.scaled_x + Int64(i) * h, h, lane, 0.0)
                 if const_expr(self.scale):
                     if lane == 0:
-                        store_at(a.row_scale, i, Float32(0.0))
+                        store_at(a.state.row_scale, i, Float32(0.0))
                 if const_expr(self.coefs):
                     if lane == 0:
                         self.store_coefs(a.coefs, i, Float32(HUGE), Float32(0.0), Float32(0.0), Float32(0.0))
@@ -93,26 +85,26 @@ class LceRows(LceKernel):
     def live_row(self, a: RowsArgs, i: Int32, r: Int32, t: Int32, lane: Int32):
         """Processes chunk row i, which is row r of the call and has target t."""
         weights = self.weights(a, t)
-        row_shift = decode(load_at(a.row_max_bits, i))
-        scale_log2 = log2_scale(a.logit_scale)
+        row_shift = decode(load_at(a.state.row_max_bits, i))
+        scale_log2 = log2_scale(a.options.logit_scale)
         shift_log2 = shift_in_log2(row_shift, scale_log2)
         if const_expr(self.problem.stats or self.scale):
             # In log2 units with shift_log2 rounded, as in the logits GEMM: exp_logits, its sums and the target's term
             # have the same error, so a confident row, whose sum is mostly that term, loses no digits.
-            target_logit = load_at(a.target_logit, i)
+            target_logit = load_at(a.state.target_logit, i)
             target_log2 = cute.math.fma(target_logit, Float32(scale_log2), -shift_log2)
         if const_expr(self.problem.stats):
             row_lse, row_sum = self.statistics(a, i, r, t, lane, weights, shift_log2, target_log2)
         else:
-            row_lse, row_sum = load_at(a.lse, r), load_at(a.row_sum, i)
+            row_lse, row_sum = load_at(a.state.lse, r), load_at(a.state.row_sum, i)
         if const_expr(self.scale or self.coefs):
             g, coef_softmax, coef_target = self.coefficients(a, r, weights, row_lse)
         if const_expr(self.coefs):
             # The dlogits GEMM rounds a - row_shift, the sum rounds shift_log2: a relative difference of 2^-11 at 1e4.
             correction = cute.math.fma(row_shift, Float32(scale_log2), -shift_log2)
             if const_expr(self.problem.grad_entropy):
-                grad_entropy = self.row_gradient(a, a.grad_entropy, r) * LN_2
-                mean = cute.math.log2(row_sum) - load_at(a.entropy, r) * LOG2_E
+                grad_entropy = self.row_gradient(a, a.grads.entropy, r) * LN_2
+                mean = cute.math.log2(row_sum) - load_at(a.state.entropy, r) * LOG2_E
                 coef_softmax = coef_softmax + grad_entropy * (mean - correction)
                 if lane == 0:
                     coef_entropy = -grad_entropy * cute.math.exp2(correction, fastmath=True) / row_sum
@@ -128,22 +120,22 @@ class LceRows(LceKernel):
     def weights(self, a: RowsArgs, t: Int32):
         """((1 - s) * w_t, s / V, W)"""
         weight = Float32(1.0)
-        if const_expr(a.class_weight is not None):
-            weight = load_at(a.class_weight, cutlass.max(t, 0)).to(Float32)
+        if const_expr(a.options.class_weight is not None):
+            weight = load_at(a.options.class_weight, cutlass.max(t, 0)).to(Float32)
         if t < 0:
             weight = Float32(float("nan"))
         total_weight = a.v.to(Float32)
         if const_expr(self.smoothing):
-            weight = weight * (Float32(1.0) - a.label_smoothing)
-            if const_expr(a.total_weight is not None):
-                total_weight = load_at(a.total_weight, 0)
-        return weight, a.label_smoothing / a.v.to(Float32), total_weight
+            weight = weight * (Float32(1.0) - a.options.label_smoothing)
+            if const_expr(a.options.total_weight is not None):
+                total_weight = load_at(a.options.total_weight, 0)
+        return weight, a.options.label_smoothing / a.v.to(Float32), total_weight
 
     @cute.jit
     def statistics(self, a: RowsArgs, i: Int32, r: Int32, t: Int32, lane: Int32, weights, shift_log2, target_log2):
         """Stores the loss and the statistics of row r; returns (lse, row_sum)."""
         weight, smooth_weight, total_weight = weights
-        row_sum = self.total(a.part_sum + Int64(i) * a.tiles, a.tiles, lane)
+        row_sum = self.total(a.stats.part_sum + Int64(i) * a.tiles, a.tiles, lane)
         sum_log2 = cute.math.log2(row_sum)
         row_lse = (shift_log2 + sum_log2) * LN_2
         nll = (sum_log2 - target_log2) * LN_2  # lse - a_t without the rounding of lse
@@ -152,47 +144,47 @@ class LceRows(LceKernel):
             if nll == nll:  # an infinite loss with weight 0 is 0; NaN stays NaN
                 row_loss = Float32(0.0)
         if const_expr(self.smoothing):
-            weighted = self.total(a.part_wsum + Int64(i) * a.tiles, a.tiles, lane)
-            if const_expr(a.logit_scale is not None):
-                weighted = weighted * load_at(a.logit_scale, 0)
+            weighted = self.total(a.stats.part_wsum + Int64(i) * a.tiles, a.tiles, lane)
+            if const_expr(a.options.logit_scale is not None):
+                weighted = weighted * load_at(a.options.logit_scale, 0)
             row_loss += smooth_weight * (total_weight * row_lse - weighted)
-        row_loss += a.z_loss * row_lse * row_lse
+        row_loss += a.options.z_loss * row_lse * row_lse
         if lane == 0:
-            store_at(a.loss, r, row_loss * load_at(a.inv_divisor, 0))
-            store_at(a.lse, r, row_lse)
-            store_at(a.row_sum, i, row_sum)
+            store_at(a.stats.loss, r, row_loss * load_at(a.options.inv_divisor, 0))
+            store_at(a.state.lse, r, row_lse)
+            store_at(a.state.row_sum, i, row_sum)
         if const_expr(self.problem.return_stats):
-            mean = self.total(a.part_elog + Int64(i) * a.tiles, a.tiles, lane) / row_sum
+            mean = self.total(a.stats.part_elog + Int64(i) * a.tiles, a.tiles, lane) / row_sum
             row_entropy = (sum_log2 - mean) * LN_2
             if row_entropy < 0.0:  # by rounding
                 row_entropy = Float32(0.0)
             if lane == 0:
-                store_at(a.log_prob, r, (target_log2 - sum_log2) * LN_2 if t >= 0 else Float32(float("nan")))
-                store_at(a.entropy, r, row_entropy)
-                predicted = decode_argmax(load_at(a.argmax_bits, i))
-                store_at(a.predicted, r, predicted if row_lse == row_lse else Int32(-1))
+                store_at(a.state.log_prob, r, (target_log2 - sum_log2) * LN_2 if t >= 0 else Float32(float("nan")))
+                store_at(a.state.entropy, r, row_entropy)
+                predicted = decode_argmax(load_at(a.stats.argmax_bits, i))
+                store_at(a.state.predicted, r, predicted if row_lse == row_lse else Int32(-1))
         return row_lse, row_sum
 
     @cute.jit
     def coefficients(self, a: RowsArgs, r: Int32, weights, row_lse: Float32):
         """(g, coef_softmax, coef_target)"""
         weight, smooth_weight, total_weight = weights
-        g = load_at(a.inv_divisor, 0)
+        g = load_at(a.options.inv_divisor, 0)
         if const_expr(self.problem.grad_loss == "scalar"):
-            g = g * load_at(a.grad_loss, 0)
+            g = g * load_at(a.grads.loss, 0)
         elif const_expr(self.problem.grad_loss == "rows"):
-            g = g * load_at(a.grad_loss, r)
-        if const_expr(a.logit_scale is not None):
-            g = g * load_at(a.logit_scale, 0)
+            g = g * load_at(a.grads.loss, r)
+        if const_expr(a.options.logit_scale is not None):
+            g = g * load_at(a.options.logit_scale, 0)
         coef_target = g * weight
-        coef_softmax = weight + 2.0 * a.z_loss * row_lse
+        coef_softmax = weight + 2.0 * a.options.z_loss * row_lse
         if const_expr(self.smoothing):
             coef_softmax = coef_softmax + smooth_weight * total_weight
         coef_softmax = g * coef_softmax
         if const_expr(self.problem.grad_lse):
-            coef_softmax = coef_softmax + self.row_gradient(a, a.grad_lse, r)
+            coef_softmax = coef_softmax + self.row_gradient(a, a.grads.lse, r)
         if const_expr(self.problem.grad_log_prob):
-            grad_log_prob = self.row_gradient(a, a.grad_log_prob, r)
+            grad_log_prob = self.row_gradient(a, a.grads.log_prob, r)
             coef_softmax, coef_target = coef_softmax - grad_log_prob, coef_target - grad_log_prob
         return g, coef_softmax, coef_target
 
@@ -200,8 +192,8 @@ class LceRows(LceKernel):
     def row_gradient(self, a: RowsArgs, grads: cute.Pointer, r: Int32) -> Float32:
         """grads[r], a gradient with respect to scaled logits."""
         grad = load_at(grads, r)
-        if const_expr(a.logit_scale is not None):
-            grad = grad * load_at(a.logit_scale, 0)
+        if const_expr(a.options.logit_scale is not None):
+            grad = grad * load_at(a.options.logit_scale, 0)
         return grad
 
     @cute.jit
@@ -219,7 +211,7 @@ class LceRows(LceKernel):
             )  # 1 if only the loss has a gradient
             entry = cute.math.exp2(target_log2, fastmath=True) - ratio * row_sum
             if const_expr(self.problem.softcap):
-                entry = entry * (Float32(1.0) - (target_logit / a.softcap) * (target_logit / a.softcap))
+                entry = entry * (Float32(1.0) - (target_logit / a.options.softcap) * (target_logit / a.options.softcap))
             # The target's entry dominates the row's gradient. row_scale undoes its bf16 rounding error and passes it on
             # to the other entries: dx's norm-wise error is 1.4 times lower on random data.
             rounded = entry.to(cutlass.BFloat16).to(Float32)
@@ -228,15 +220,16 @@ class LceRows(LceKernel):
                 if correction == correction:  # NaN if the sum is infinite
                     scale = scale * correction
             if lane == 0:
+                e, first = a.exp_logits, Int64(i) * a.exp_logits.first_stride + t
                 if const_expr(self.problem.exp_logits_split):
-                    if t < a.v_split:
-                        store_at(a.exp_logits, Int64(i) * a.exp_logits_stride + t, rounded)
+                    if t < e.split:
+                        store_at(e.first, first, rounded)
                     else:
-                        store_at(a.exp_logits2, Int64(i) * a.exp_logits2_stride + (t - a.v_split), rounded)
+                        store_at(e.second, Int64(i) * e.second_stride + (t - e.split), rounded)
                 else:
-                    store_at(a.exp_logits, Int64(i) * a.exp_logits_stride + t, rounded)
+                    store_at(e.first, first, rounded)
         if lane == 0:
-            store_at(a.row_scale, i, scale)
+            store_at(a.state.row_scale, i, scale)
         if const_expr(a.scaled_x is not None):
             h = self.problem.h
             convert_row(a.live_x + Int64(i) * h, a.scaled_x + Int64(i) * h, h, lane, scale, self.config.vectors)

@@ -5,15 +5,14 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.configs.lce_args import ScaleArgs
-from quackish.configs.lce_rows import LceScaleConfig, LceScaleProblem
+from quackish.configs.lce_rows import LceScaleConfig, LceScaleProblem, ScaleArgs
 from quackish.kernels.common.arguments import DTYPES
 from quackish.kernels.common.dependent_launch import after_previous
-from quackish.kernels.common.lce import LceKernel, store_scaled
-from quackish.kernels.common.memory import load_at, store_at, vector_at
+from quackish.kernels.common.memory import load_at, store_at, store_scaled, vector_at
+from quackish.kernels.common.row_kernel import RowKernel
 
 
-class LceScale(LceKernel):
+class LceScale(RowKernel):
     def __init__(self, problem: LceScaleProblem, config: LceScaleConfig):
         super().__init__(problem, config)
         self.vec = 128 // DTYPES[problem.dtype].width

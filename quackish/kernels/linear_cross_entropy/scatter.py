@@ -4,19 +4,19 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int64, const_expr
 
-from quackish.configs.lce_args import ScatterArgs
-from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem
+from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem, ScatterArgs
 from quackish.kernels.common.dependent_launch import after_previous
-from quackish.kernels.common.lce import LceKernel, convert_row
-from quackish.kernels.common.memory import load_at
+from quackish.kernels.common.memory import convert_row, load_at
+from quackish.kernels.common.row_kernel import RowKernel, with_row_state
 
 
-class LceScatter(LceKernel):
+class LceScatter(RowKernel):
     problem: LceScatterProblem
     config: LceRowsConfig
 
     @cute.jit
     def __call__(self, a: ScatterArgs, stream: CUstream):
+        a = with_row_state(a, a.start)
         self.kernel(a).launch(**self.launch_options(cute.ceil_div(a.rows, self.num_warps), stream))
 
     @cute.kernel
@@ -26,9 +26,9 @@ class LceScatter(LceKernel):
         i = cta * self.num_warps + cute.arch.warp_idx()
         h = self.problem.h
         if i < a.rows:
-            if a.start + i < load_at(a.num_live, 0):
-                row, out = a.acc + Int64(i) * h, a.dx + Int64(load_at(a.order, a.start + i)) * h
+            if a.start + i < load_at(a.state.num_live, 0):
+                row, out = a.acc + Int64(i) * h, a.dx + Int64(load_at(a.state.order, a.start + i)) * h
                 factor = Float32(1.0)
-                if const_expr(a.row_scale is not None):
-                    factor = load_at(a.row_scale, i)
+                if const_expr(self.problem.row_scale):
+                    factor = load_at(a.state.row_scale, i)
                 convert_row(row, out, h, cute.arch.lane_idx(), factor, self.config.vectors)

@@ -17,14 +17,13 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from quackish.configs.lce_args import SortArgs
-from quackish.configs.lce_rows import LceSortConfig, LceSortProblem
+from quackish.configs.lce_rows import LceSortConfig, LceSortProblem, SortArgs
 from quackish.kernels.common.dependent_launch import after_previous
-from quackish.kernels.common.lce import LceKernel
 from quackish.kernels.common.memory import load_at, store_at, vector_at
+from quackish.kernels.common.row_kernel import RowKernel, with_row_state
 
 
-class LceSort(LceKernel):
+class LceSort(RowKernel):
     def __init__(self, problem: LceSortProblem, config: LceSortConfig):
         super().__init__(problem, config)
         self.threads, self.tile = config.threads, config.tile
@@ -32,6 +31,7 @@ class LceSort(LceKernel):
     @cute.jit
     def __call__(self, a: SortArgs, stream: CUstream):
         rows_per_cta = self.threads if const_expr(self.problem.presorted) else 32
+        a = with_row_state(a, a.start)
         self.kernel(a).launch(
             grid=[cute.ceil_div(a.rows, rows_per_cta), 1, 1],
             block=[self.threads, 1, 1],
@@ -43,27 +43,27 @@ class LceSort(LceKernel):
     def kernel(self, a: SortArgs):
         if const_expr(self.problem.presorted):
             after_previous()
-            live = cutlass.min(load_at(a.num_live, 0) - a.start, a.rows)
+            live = cutlass.min(load_at(a.state.num_live, 0) - a.start, a.rows)
             i, t, slot, is_first = self.presorted_slot(a, live)
         else:
             # Count during the last tiles of the previous launch, which does not write slot_target.
             cute.arch.fence_acq_rel_gpu()
-            live = cutlass.min(load_at(a.num_live, 0) - a.start, a.rows)
-            i, t, slot = self.counted_slot(a.slot_target, live)
+            live = cutlass.min(load_at(a.state.num_live, 0) - a.start, a.rows)
+            i, t, slot = self.counted_slot(a.state.slot_target, live)
             after_previous()
 
         if i < live:
             grad = Float32(0.0)
             if t >= 0 and t < a.v:
-                grad = load_at(a.row_scale, i) * self.take_target(a, i, t)
+                grad = load_at(a.state.row_scale, i) * self.take_target(a, i, t)
                 if const_expr(a.first_slot_of_class is not None):
                     if const_expr(not self.problem.presorted):
                         cute.arch.atomic_min(a.first_slot_of_class + t, slot)
                     elif is_first:
                         store_at(a.first_slot_of_class, t, slot)
-            store_at(a.sorted_target, slot, t)
-            store_at(a.sorted_row, slot, load_at(a.order, a.start + i))
-            store_at(a.sorted_grad, slot, grad)
+            store_at(a.state.sorted_target, slot, t)
+            store_at(a.state.sorted_row, slot, load_at(a.state.order, a.start + i))
+            store_at(a.state.sorted_grad, slot, grad)
 
     @cute.jit
     def presorted_slot(self, a: SortArgs, live: Int32):
@@ -74,9 +74,9 @@ class LceSort(LceKernel):
         i, t, is_first = live, Int32(-1), Boolean(True)
         if slot < live:
             i = load_at(a.index, slot).to(Int32)
-            t = load_at(a.slot_target, i)
+            t = load_at(a.state.slot_target, i)
             if slot > 0:
-                is_first = load_at(a.slot_target, load_at(a.index, slot - 1).to(Int32)) != t
+                is_first = load_at(a.state.slot_target, load_at(a.index, slot - 1).to(Int32)) != t
         return i, t, slot, is_first
 
     @cute.jit
@@ -146,11 +146,11 @@ class LceSort(LceKernel):
         """Returns exp_logits[i, t] and sets it to 0."""
         value = Float32(0.0)
         if const_expr(not self.problem.exp_logits_split):
-            value = self.take(a.exp_logits, Int64(i) * a.exp_logits_stride + t)
-        elif t < a.v_split:
-            value = self.take(a.exp_logits, Int64(i) * a.exp_logits_stride + t)
+            value = self.take(a.exp_logits.first, Int64(i) * a.exp_logits.first_stride + t)
+        elif t < a.exp_logits.split:
+            value = self.take(a.exp_logits.first, Int64(i) * a.exp_logits.first_stride + t)
         else:
-            value = self.take(a.exp_logits2, Int64(i) * a.exp_logits2_stride + (t - a.v_split))
+            value = self.take(a.exp_logits.second, Int64(i) * a.exp_logits.second_stride + (t - a.exp_logits.split))
         return value
 
     @cute.jit

@@ -15,22 +15,22 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int16, Int32, Int64, const_expr
 
-from quackish.configs.lce_args import TargetsArgs
-from quackish.configs.lce_rows import MANY_ROWS, LceTargetsConfig, LceTargetsProblem
+from quackish.configs.lce_rows import MANY_ROWS, LceTargetsConfig, LceTargetsProblem, TargetsArgs
 from quackish.kernels.common.dependent_launch import after_previous
-from quackish.kernels.common.lce import LceKernel
 from quackish.kernels.common.memory import load_at, load_eight, vector_at
+from quackish.kernels.common.row_kernel import RowKernel, with_row_state
 
 COLUMNS = 256  # per CTA, eight per lane
 
 
-class LceTargets(LceKernel):
+class LceTargets(RowKernel):
     def __init__(self, problem: LceTargetsProblem, config: LceTargetsConfig):
         super().__init__(problem, config)
         self.threads, self.batch, self.slots = config.threads, config.rows, config.slots
 
     @cute.jit
     def __call__(self, a: TargetsArgs, stream: CUstream):
+        a = with_row_state(a, a.start)
         self.kernel(a).launch(
             grid=[cute.ceil_div(a.rows, self.num_warps * self.slots), -(-self.problem.h // COLUMNS), 1],
             block=[self.threads, 1, 1],
@@ -55,7 +55,7 @@ class LceTargets(LceKernel):
         # the class of each slot, the number of its rows if it starts there, and its first row. The previous launch
         # writes only dw and rounding_residual, so this runs before it ends.
         cute.arch.fence_acq_rel_gpu()
-        live = cutlass.min(load_at(a.num_live, 0) - a.start, a.rows)
+        live = cutlass.min(load_at(a.state.num_live, 0) - a.start, a.rows)
         first = (cta * self.num_warps + warp) * num_slots
         classes, rows, grads = self.load_slot(a, first - 1 + lane, live)  # one slot per lane
         rCount = cute.make_rmem_tensor((num_slots,), Int32)  # 0: not summed by this warp
@@ -89,7 +89,7 @@ class LceTargets(LceKernel):
         for i in cutlass.range(self.num_warps * num_slots, unroll=1):
             s = sMany[i]
             if s >= 0:
-                t = load_at(a.sorted_target, s)
+                t = load_at(a.state.sorted_target, s)
                 total.fill(0.0)
                 slot, count = s + warp, Int32(32)
                 while count == 32:
@@ -120,9 +120,9 @@ class LceTargets(LceKernel):
     @cute.jit
     def load_slot(self, a: TargetsArgs, slot: Int32, live: Int32):
         """(class, row, grad) of a sorted slot. Class -1: the target is not a class; -2: there is no such slot."""
-        t, row, grad = Int32(-2), Int32(0), Float32(0.0)
+        s, t, row, grad = a.state, Int32(-2), Int32(0), Float32(0.0)
         if slot >= 0 and slot < live:
-            t, row, grad = load_at(a.sorted_target, slot), load_at(a.sorted_row, slot), load_at(a.sorted_grad, slot)
+            t, row, grad = load_at(s.sorted_target, slot), load_at(s.sorted_row, slot), load_at(s.sorted_grad, slot)
         return t, row, grad
 
     @cute.jit

@@ -6,7 +6,8 @@ autograd.py    torch.autograd.Function for eager calls on kernels; custom operat
 schedules.py   on kernels: which steps run, in which order, over which buffers
 steps.py       the steps of schedules, each one or a few launches
 calls.py       arguments and results of schedules
-launches.py    allocates buffers, packs kernel arguments, and launches kernels
+buffers.py     memory that launches share: matrices, exp_logits, the RowState
+launches.py    launches kernels
 cublas.py      the same launches with cuBLAS GEMMs, for GPUs without a GEMM kernel
 warm_up.py     compiles all kernels of a call in parallel before its first launch
 memory.py      peak memory of a call, and `memory_limit`

@@ -303,11 +303,8 @@ def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> Plan:
     """Checks the arguments and chooses path, schedule and chunks from shapes, dtypes, device and options."""
     check_tensors(inputs)
     check_options(options, inputs.logit_scale, inputs.num_items, inputs.input.device)
-    (
-        reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, return_stats, schedule, chunk_size,
-        memory_limit, backend,
-    ) = options  # fmt: skip
     device, (v, h), m = inputs.input.device, inputs.linear_weight.shape, inputs.target.numel()
+    backend, softcap, memory_limit = options.backend, options.softcap, options.memory_limit
     softcap = None if softcap is None or softcap > FP32.max else float(softcap)  # infinite in fp32: no cap
     compute_dtype = resolve_compute_dtype(inputs)
     why_portable = ""
@@ -319,21 +316,17 @@ def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> Plan:
         refuse_portable(why_portable, device, backend)
     if why_portable is not None and not expects_kernels(device):
         why_portable = ""
-    ignore_index = -100 if ignore_index is None else ignore_index
-    loss_options = ignore_index, label_smoothing, softcap, z_loss, reduction, return_stats, compute_dtype
+    plan = Plan(
+        ignore_index=-100 if options.ignore_index is None else options.ignore_index,
+        label_smoothing=options.label_smoothing, softcap=softcap, z_loss=options.z_loss, reduction=options.reduction,
+        return_stats=options.return_stats, compute_dtype=compute_dtype, why_portable=why_portable,
+    )  # fmt: skip
     if memory_limit is None or device.type == "meta":
-        has_dw_out, on_kernels = inputs.grad_weight_out is not None, why_portable is None
-        problem = memory.problem_for(loss_options, v, h, return_lse, has_dw_out, on_kernels)
-        config = config_of(problem, m, schedule, chunk_size)
-    else:
-        # leave out values that memory does not depend on: torch.compile may have made them symbolic
-        smoothing, cap, z = float(label_smoothing > 0), None if softcap is None else 1.0, float(z_loss > 0)
-        memory_options = 0, smoothing, cap, z, reduction, return_stats, compute_dtype
-        has_scale = inputs.logit_scale is not None
-        request = memory.tensor_metadata(inputs), memory_options, why_portable, return_lse, has_scale, device, eager
-        limit, rows = (None if n is None else operator.index(n) for n in (memory_limit, chunk_size))
-        config = memory.choose_within_limit(limit, request, schedule, rows)
-    return Plan(*loss_options, *config, why_portable)
+        problem = memory.problem_for(plan, v, h, options.return_lse, inputs.grad_weight_out is not None)
+        return plan.with_config(config_of(problem, m, options.schedule, options.chunk_size))
+    request = memory.request_for(inputs, plan, options.return_lse, eager)
+    limit, rows = (None if n is None else operator.index(n) for n in (memory_limit, options.chunk_size))
+    return plan.with_config(memory.choose_within_limit(limit, request, options.schedule, rows))
 
 
 def _run_transformed(inputs: Inputs, plan: Plan, options: Options) -> tuple[Tensor, ...]:

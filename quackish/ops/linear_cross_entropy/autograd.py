@@ -7,27 +7,33 @@ copy where the autograd.Function writes in place.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 from quackish import kernels as kernel_table
+from quackish.configs import row_state
+from quackish.configs.arguments import by_name
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.errors import UnsupportedError
-from quackish.ops.device import Device, check_same_device, device_of, refuse_compile, require_device
+from quackish.ops.cuda import dtype_of
+from quackish.ops.device import Device, as_current, check_same_device, device_of, refuse_compile, require_device
 from quackish.ops.linear_cross_entropy import portable, schedules
-from quackish.ops.linear_cross_entropy.calls import Call, ForwardResult, Grads, GradsNeeded, Plan
+from quackish.ops.linear_cross_entropy.buffers import RowState, padded_matrix, padded_strides
+from quackish.ops.linear_cross_entropy.calls import Call, ForwardResult, GradOutputs, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import LceKernels, Loop, RowState, padded_matrix, padded_strides
+from quackish.ops.linear_cross_entropy.launches import LceKernels, Loop, ProblemFields
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward, scale_grads
 from quackish.ops.modes import as_plain, check_memory
 from quackish.reference.linear_cross_entropy import accumulate_dtype
 
 NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
-_NO_RESULT = ForwardResult(None)
-_GRAD_OUTPUTS = "grad_loss", "grad_lse", "grad_log_prob", "grad_entropy"
+_NO_RESULT, _NO_GRADS = ForwardResult(None), GradOutputs()
+_GRAD_NAMES = [f"grad_{name}" for name in GradOutputs._fields]
 
 
 def make_kernels(device: Device, loop: Loop = iter) -> LceKernels | CublasKernels:
@@ -51,10 +57,12 @@ def kernels_on(device: torch.device) -> LceKernels | CublasKernels:
     return kernels_of(require_device("linear_cross_entropy", device))
 
 
-def prepare_call(inputs: Inputs, plan: Plan, kernels, state: RowState | None = None, *grads: Tensor | None) -> Call:
+def prepare_call(
+    inputs: Inputs, plan: Plan, kernels, state: RowState | None = None, grad_outputs: GradOutputs = _NO_GRADS
+) -> Call:
     """The Call, with the user's tensors in the dtypes, strides and alignment that the kernels take.
 
-    grads: of `flatten_grad_outputs`.
+    grad_outputs: of `prepare_grads`.
     """
     x, w, bias, target, class_weight, logit_scale, num_items, dw_out = inputs
     dtype, (v, h) = plan.compute_dtype, w.shape
@@ -80,16 +88,24 @@ def prepare_call(inputs: Inputs, plan: Plan, kernels, state: RowState | None = N
             total_weight = class_weight.sum()
     if target.dim() != 1 or not target.is_contiguous():
         target = target.reshape(-1).contiguous()
-    return Call(
-        kernels, plan, state or RowState.new(x, plan.return_stats), x.shape[0], h, v, x, w, target, bias, class_weight,
-        total_weight, num_items, plan.softcap or 0.0, logit_scale, dw_out, *grads,
+    m, device, smoothing = x.shape[0], kernels.device, plan.label_smoothing > 0
+    fields = by_name(ProblemFields)(
+        h=h, dtype=dtype, target_dtype=target.dtype, bias_dtype=dtype_of(bias),
+        class_weight_dtype=dtype_of(class_weight), softcap=plan.softcap is not None, smoothing=smoothing,
+        weighted=smoothing and class_weight is not None, logit_scale=logit_scale is not None,
+        return_stats=plan.return_stats, x_aligned=not (x.data_ptr() | x.stride(0) * 2) & 15,  # each row on 16 bytes
+    )  # fmt: skip
+    return by_name(Call)(
+        kernels, device, plan, state or RowState.new(device, m, plan.return_stats), m, h, v, x, w, target, bias=bias,
+        class_weight=class_weight, total_weight=total_weight, num_items=num_items, softcap=plan.softcap or 0.0,
+        logit_scale=logit_scale, dw_out=dw_out, fields=fields, grad_outputs=grad_outputs,
     )  # fmt: skip
 
 
 def requires_grad(inputs: Inputs) -> list[bool]:
     """Whether input, linear_weight and linear_bias need gradients."""
     enabled = torch.is_grad_enabled()
-    return [enabled and t is not None and t.requires_grad for t in inputs[:3]]
+    return [enabled and t is not None and t.requires_grad for t in inputs.parameters()]
 
 
 def grads_needed(inputs: Inputs, plan: Plan, needs: Sequence[bool]) -> GradsNeeded:
@@ -100,7 +116,8 @@ def grads_needed(inputs: Inputs, plan: Plan, needs: Sequence[bool]) -> GradsNeed
     if dw_out is not None and dw_out.dtype in (*direct, fp32):
         dw = dw_out.dtype
     dx, dw = dx if dx in direct else fp32, dw if dw in direct else fp32
-    return GradsNeeded(dx if needs[0] else None, dw if needs[1] else None, needs[2])
+    needs_dx, needs_dw, needs_db = needs
+    return GradsNeeded(dx if needs_dx else None, dw if needs_dw else None, needs_db)
 
 
 def _forward(
@@ -110,25 +127,29 @@ def _forward(
     call = prepare_call(inputs, plan, kernels)
     out, state, shape = schedules.forward(call, needed, allow_dw_in_forward), call.state, inputs.target.shape
     outputs = [reshaped(out.loss, shape) if plan.reduction == "none" else out.loss.sum()]
-    floats = [state.lse] if return_lse else []
+    names = ["lse"] if return_lse else []
     if plan.return_stats:
-        floats = [state.lse, state.log_prob, state.entropy]
+        names = ["lse", "log_prob", "entropy"]
     # copies, because users may write to them
-    outputs += [reshaped(state.tensor(address, call.m, torch.float32).clone(), shape) for address in floats]
+    outputs += [reshaped(state.tensor(name).clone(), shape) for name in names]
     if plan.return_stats:
-        outputs.append(reshaped(state.tensor(state.predicted, call.m).long(), shape))
+        outputs.append(reshaped(state.tensor("predicted").long(), shape))
     return outputs, state, out
 
 
-def flatten_grad_outputs(plan: Plan, grad_loss: Tensor | None, *row_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The output gradients, at least one, in the shapes of Call: grad_loss 0-dim or (m,), the others (m,)."""
-    row_grads = [None if grad is None else grad.reshape(-1).contiguous() for grad in row_grads]
-    if grad_loss is None:
-        grad_loss = next(grad for grad in row_grads if grad is not None).new_zeros(())
+def prepare_grads(plan: Plan, grads: GradOutputs) -> GradOutputs:
+    """The output gradients, at least one, in the shapes of Call: of the loss 0-dim or (m,), the others (m,)."""
+    loss, *row_grads = grads
+    if grads.has_row_grads():
+        row_grads = [None if grad is None else grad.reshape(-1).contiguous() for grad in row_grads]
+    if loss is None:
+        loss = next(grad for grad in row_grads if grad is not None).new_zeros(())
     elif plan.reduction == "none":
-        grad_loss = grad_loss.reshape(-1)
-        grad_loss = grad_loss[0] if grad_loss.stride(0) == 0 else grad_loss.contiguous()
-    return grad_loss, *row_grads
+        loss = loss.reshape(-1)
+        loss = loss[0] if loss.stride(0) == 0 else loss.contiguous()
+    elif not grads.has_row_grads():
+        return grads
+    return GradOutputs(loss, *row_grads)
 
 
 def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, kernels=None) -> tuple[Tensor | None, ...]:
@@ -141,7 +162,7 @@ def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, kernels=None)
         inputs = inputs._replace(logit_scale=logit_scale_tensor(inputs, plan))
     if not eager or plan.why_portable is not None:
         return _run_ops(inputs, plan)
-    x, w, bias = inputs[:3]
+    x, w, bias = inputs.parameters()
     device = kernels.device
     if device.current() != device.index:  # allocations and launches use the current one
         with device.make_current():
@@ -176,7 +197,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, input, linear_weight, linear_bias, inputs, plan, return_lse, kernels):
         # Only the first three need autograd, and each argument costs host time.
         *tensors, items, dw_out = inputs
-        needed = grads_needed(inputs, plan, ctx.needs_input_grad)
+        needed = grads_needed(inputs, plan, ctx.needs_input_grad[: len(Grads._fields)])
         outputs, state, out = _forward(inputs, plan, kernels, needed, return_lse)
         number, items = (None, items) if isinstance(items, Tensor) else (items, None)
         ctx.save_for_backward(*tensors, items, out.live_x, out.exp_logits)
@@ -188,33 +209,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
-    def backward(ctx, grad_loss, grad_lse=None, grad_log_prob=None, grad_entropy=None, grad_predicted=None):
+    def backward(ctx, *grads):
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVES)
-        grads = grad_loss, grad_lse, grad_log_prob, grad_entropy
+        grads = grads[: len(GradOutputs._fields)]  # predicted has none
         if any(map(is_batched, grads)):
             raise RuntimeError("linear_cross_entropy: vmap over gradients (is_grads_batched=True) is not supported")
         if all(grad is None for grad in grads):
-            return (None,) * 7
+            return of_all_inputs(ctx, Grads())
         grads = [as_plain("linear_cross_entropy", grad) for grad in grads]
-        check_memory("linear_cross_entropy", **dict(zip(_GRAD_OUTPUTS, grads, strict=True)))
+        check_memory("linear_cross_entropy", **dict(zip(_GRAD_NAMES, grads, strict=False)))
         kernels, plan, needed, state, number, dw_out, shape = ctx.saved
         check_same_device("linear_cross_entropy", ctx.device, state.memory.device)
-        grad_loss, *row_grads = flatten_grad_outputs(plan, *grads)
+        grad_outputs, grads = prepare_grads(plan, GradOutputs(*grads)), Grads()
         saved = ctx.__dict__.pop("computed", _NO_RESULT)  # atomic: only one backward gets the buffers
-        grads = Grads()
-        if not any(grad is not None for grad in row_grads) and any(grad is not None for grad in saved.grads):
-            grads = scale_grads(kernels, saved, grad_loss, dw_out)
+        if not grad_outputs.has_row_grads() and any(grad is not None for grad in saved.grads):
+            grads = scale_grads(kernels, saved, grad_outputs.loss, dw_out)
             needed = needed.without(grads_in_forward(plan, needed))
         if needed.any():
             *tensors, items, live_x, exp_logits = ctx.saved_tensors
             inputs = Inputs(*tensors, number if items is None else items, dw_out)
-            exp_logits = _writable_exp_logits(exp_logits, grad_entropy)
+            exp_logits = _writable_exp_logits(kernels.device, exp_logits, grad_outputs)
             saved = saved._replace(grads=Grads(), live_x=live_x, exp_logits=exp_logits)  # frees unused gradients
-            state = _writable_state(state, inputs.target.numel())
-            call = prepare_call(inputs, plan, kernels, state, grad_loss, *row_grads)
+            call = prepare_call(inputs, plan, kernels, _writable_state(state), grad_outputs)
             grads = grads.fill_missing(schedules.backward(call, saved, needed))
-        return *_in_shape(grads, shape), None, None, None, None
+        return of_all_inputs(ctx, _in_shape(grads, shape))
 
 
 # Skips Python wrappers of torch that do nothing here, as in rms_norm.
@@ -222,26 +241,31 @@ _apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
 _LinearCrossEntropy._backward_cls.apply = _LinearCrossEntropy.backward
 
 
-def _writable_exp_logits(saved: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+def of_all_inputs(ctx, grads: Grads) -> tuple[Tensor | None, ...]:
+    """What backward returns: the gradients, which are of the first inputs, and None for each other input."""
+    return *grads, *(None,) * (len(ctx.needs_input_grad) - len(grads))
+
+
+def _writable_exp_logits(device: Device, saved: Tensor | None, grad_outputs: GradOutputs) -> Tensor | None:
     """exp_logits that backward may overwrite: a copy of `saved` if the graph is retained or autograd is not running.
 
     None if backward recomputes the logits.
     """
-    if grad_entropy is not None:  # backward recomputes the logits
+    if grad_outputs.entropy is not None:  # backward recomputes the logits
         return None
     if saved is None or not _is_graph_kept():
         return saved
     rows, columns = saved.shape
-    return padded_matrix(saved, rows, columns, saved.dtype).copy_(saved)
+    return padded_matrix(device, rows, columns, saved.dtype).copy_(saved)
 
 
-def _writable_state(state: RowState, m: int) -> RowState:
+def _writable_state(state: RowState) -> RowState:
     """A state that backward may write to: a copy with zeroed tickets if the graph is retained."""
     if not _is_graph_kept():
         return state
     memory = state.memory.clone()
     memory[:NUM_TICKETS] = 0
-    return RowState.from_memory(memory, m)
+    return RowState.from_memory(memory, state.m)
 
 
 _is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph
@@ -262,23 +286,49 @@ def _in_shape(grads: Grads, shape: torch.Size) -> Grads:
 
 _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_CALL = (  # Inputs, Plan, and which of input, linear_weight and linear_bias require grad
-    "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? logit_scale, "
-    "Tensor? num_items, Tensor? grad_weight_out, int ignore_index, float label_smoothing, float? softcap, "
-    "float z_loss, str reduction, bool return_stats, ScalarType compute_dtype, str schedule, SymInt chunk_rows, "
-    "bool dx_in_forward, bool dw_in_chunks, str? why_portable, bool[] needs"
-)
-_GRADS = "Tensor dx, Tensor dw, Tensor db"
-# On the portable path, state is the divisor of "mean", and exp_logits are the logits in fp32 or fp64.
+
+
+class Outputs(NamedTuple):
+    loss: Tensor
+    lse: Tensor | None = None
+    log_prob: Tensor | None = None
+    entropy: Tensor | None = None
+    predicted: Tensor | None = None
+
+
+class Saved(NamedTuple):
+    """What forward returns for backward. On the portable path, state is the divisor of "mean"."""
+
+    state: Tensor | None
+    live_x: Tensor | None
+    exp_logits: Tensor | None  # on the portable path the logits, in fp32 or fp64
+
+
+_TYPES = {
+    bool: "bool", int: "int", float: "float", float | None: "float?", str: "str", str | None: "str?",
+    torch.dtype: "ScalarType", Tensor: "Tensor",
+}  # fmt: skip
+
+
+def _arguments(fields: type, prefix: str = "") -> str:
+    """The fields of a NamedTuple as arguments of an operator. Types that are not in _TYPES are tensors or None."""
+    types = {name: _TYPES.get(hint, "Tensor?") for name, hint in get_type_hints(fields).items()}
+    return ", ".join(f"{'SymInt' if name == 'chunk_rows' else kind} {prefix}{name}" for name, kind in types.items())
+
+
+def _results(*fields: str) -> str:
+    return f"({', '.join(f'Tensor {name}' for name in fields)})"
+
+
+# needs: which of Inputs.parameters() require grad
+_CALL = f"{_arguments(Inputs)}, {_arguments(Plan)}, bool[] needs"
 _lib.define(
-    f"linear_cross_entropy_fwd({_CALL}) -> (Tensor loss, Tensor lse, Tensor log_prob, Tensor entropy, "
-    f"Tensor predicted, Tensor state, Tensor live_x, Tensor exp_logits, {_GRADS})",
-    tags=_TAGS,
+    f"linear_cross_entropy_fwd({_CALL}) -> {_results(*Outputs._fields, *Saved._fields, *Grads._fields)}", tags=_TAGS
 )
 # Backward overwrites `exp_logits` unless the graph is retained (`_writable_exp_logits`). No other operator reads it.
 _lib.define(
-    "linear_cross_entropy_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_log_prob, Tensor? grad_entropy, "
-    f"Tensor? state, Tensor? live_x, Tensor? exp_logits, {_CALL}) -> ({_GRADS})",
+    f"linear_cross_entropy_bwd({_arguments(GradOutputs, 'grad_')}, {_arguments(Saved)}, {_CALL}) -> "
+    f"{_results(*Grads._fields)}",
     tags=_TAGS,
 )
 _fwd_op = torch.ops.quackish.linear_cross_entropy_fwd.default
@@ -291,59 +341,54 @@ def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
     if items is not None and not isinstance(items, Tensor):  # a tensor, so that compiled code is not specialized on it
         dtype = accumulate_dtype(plan.compute_dtype)
         inputs = inputs._replace(num_items=torch.full((), items, dtype=dtype, device=inputs.input.device))
-    return _fwd_op(*inputs, *plan, requires_grad(inputs))[: 5 if plan.return_stats else 2]
+    outputs, _ = unpack(_fwd_op(*inputs, *plan, requires_grad(inputs)), Outputs)
+    return outputs if plan.return_stats else (outputs.loss, outputs.lse)
 
 
-def _parse(args) -> tuple[Inputs, Plan, GradsNeeded]:
-    """The arguments that both operators share: Inputs, Plan, and the GradsNeeded that `needs` means."""
-    inputs, plan = Inputs(*args[:8]), Plan(*args[8:-1])
-    return inputs, plan, grads_needed(inputs, plan, args[-1])
+def unpack(values: Sequence, *types: Any) -> list:
+    """The values as one NamedTuple of each type, and the list of the remaining values."""
+    rest = iter(values)
+    return [kind(*itertools.islice(rest, len(kind._fields))) for kind in types] + [list(rest)]
 
 
-def run_forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, kernels=None, device=None) -> tuple:
-    """(loss, lse, log_prob, entropy, predicted, state, live_x, exp_logits, dx, dw, db); absent ones are None.
-
-    kernels: those of the plan, if the caller has them. Dry runs of the portable path pass the simulated device.
-    """
+def run_forward(
+    inputs: Inputs, plan: Plan, needed: GradsNeeded, kernels=None, device=None
+) -> tuple[Outputs, Saved, Grads]:
+    """kernels: those of the plan, if the caller has them. Dry runs of the portable path pass the simulated device."""
     shape = inputs.target.shape
     if plan.why_portable is not None:
         loss, stats, divisor, grads, logits = portable.forward(inputs, plan, needed, device)
         outputs = [reshaped(loss, shape) if loss.dim() else loss, *(reshaped(t, shape) for t in stats)]
-        return *outputs, *[None] * (5 - len(outputs)), divisor, None, logits, *grads
+        return Outputs(*outputs), Saved(divisor, None, logits), grads
     kernels = kernels or kernels_on(inputs.input.device)
     outputs, state, out = _forward(inputs, plan, kernels, needed, return_lse=True, allow_dw_in_forward=False)
-    return *outputs, *[None] * (5 - len(outputs)), state.memory, out.live_x, out.exp_logits, *out.grads
+    return Outputs(*outputs), Saved(state.memory, out.live_x, out.exp_logits), out.grads
 
 
 def run_backward(
-    inputs: Inputs,
-    plan: Plan,
-    needed: GradsNeeded,
-    grad_outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],  # of loss, lse, log_prob, entropy
-    saved: Sequence[Tensor | None],  # state, live_x, exp_logits
-    kernels=None,
-    device=None,
+    inputs: Inputs, plan: Plan, needed: GradsNeeded, grad_outputs: GradOutputs, saved: Saved, kernels=None, device=None
 ) -> Grads:
     """The gradients, from what run_forward returned for backward. Kernels add dw to grad_weight_out if it is given."""
-    state, live_x, exp_logits = saved
     if plan.why_portable is not None:
-        return portable.backward(inputs, plan, needed, *grad_outputs, state, exp_logits, device)
-    m = inputs.target.numel()
-    kernels, state = kernels or kernels_on(inputs.input.device), _writable_state(RowState.from_memory(state, m), m)
-    call = prepare_call(inputs, plan, kernels, state, *flatten_grad_outputs(plan, *grad_outputs))
-    saved = ForwardResult(None, Grads(), live_x, _writable_exp_logits(exp_logits, grad_outputs[3]))
-    return schedules.backward(call, saved, needed)
+        return portable.backward(inputs, plan, needed, grad_outputs, saved.state, saved.exp_logits, device)
+    kernels = kernels or kernels_on(inputs.input.device)
+    state = _writable_state(RowState.from_memory(saved.state, inputs.target.numel()))
+    exp_logits = _writable_exp_logits(kernels.device, saved.exp_logits, grad_outputs)
+    call = prepare_call(inputs, plan, kernels, state, prepare_grads(plan, grad_outputs))
+    return schedules.backward(call, ForwardResult(None, Grads(), saved.live_x, exp_logits), needed)
 
 
 def _fwd_impl(*args, kernels=None, device=None):
-    return run_forward(*_parse(args), kernels, device)
+    inputs, plan, (needs,) = unpack(args, Inputs, Plan)
+    outputs, saved, grads = run_forward(inputs, plan, grads_needed(inputs, plan, needs), kernels, device)
+    return *outputs, *saved, *grads
 
 
 def _bwd_impl(*args, kernels=None, device=None):
-    """args: gradients of loss, lse, log_prob and entropy; state, live_x and exp_logits; the shared arguments."""
-    inputs, plan, needed = _parse(args[7:])
+    grad_outputs, saved, inputs, plan, (needs,) = unpack(args, GradOutputs, Saved, Inputs, Plan)
+    needed = grads_needed(inputs, plan, needs)
     inputs = inputs._replace(grad_weight_out=None)  # operators are functional
-    return tuple(run_backward(inputs, plan, needed, args[:4], args[4:7], kernels, device))
+    return tuple(run_backward(inputs, plan, needed, grad_outputs, saved, kernels, device))
 
 
 def _fake_grads(inputs: Inputs, plan: Plan, needed: GradsNeeded) -> tuple[Tensor | None, ...]:
@@ -354,12 +399,13 @@ def _fake_grads(inputs: Inputs, plan: Plan, needed: GradsNeeded) -> tuple[Tensor
 
 
 def _fwd_fake(*args):
-    inputs, plan, needed = _parse(args)
+    inputs, plan, (needs,) = unpack(args, Inputs, Plan)
+    needed = grads_needed(inputs, plan, needs)
     x, target, (v, h) = inputs.input, inputs.target, inputs.linear_weight.shape
     m, dtype, state, live_x, exp_logits = x.numel() // h, accumulate_dtype(plan.compute_dtype), None, None, None
     keeps = plan.schedule == "stored" and needed.any()
     if plan.why_portable is None:
-        state = x.new_empty(RowState.size(m, plan.return_stats), dtype=torch.int32)
+        state = x.new_empty(row_state.size(m, plan.return_stats), dtype=torch.int32)
         if keeps:
             live_x = x.new_empty((m, h), dtype=plan.compute_dtype)
             exp_logits = x.new_empty_strided((m, v), padded_strides(v), dtype=plan.compute_dtype)
@@ -367,15 +413,15 @@ def _fwd_fake(*args):
         state = x.new_empty((), dtype=dtype) if plan.reduction == "mean" else None
         exp_logits = x.new_empty((m, v), dtype=dtype) if keeps else None
     loss = x.new_empty(target.shape if plan.reduction == "none" else (), dtype=dtype)
-    stats = [loss.new_empty(target.shape), None, None, None]
-    if plan.return_stats:
-        stats = [loss.new_empty(target.shape, dtype=d) for d in (dtype, dtype, dtype, torch.int64)]
+    dtypes = (dtype, dtype, dtype, torch.int64) if plan.return_stats else (dtype,)
+    outputs = Outputs(loss, *(loss.new_empty(target.shape, dtype=d) for d in dtypes))
     grads = _fake_grads(inputs, plan, grads_in_forward(plan, needed))
-    return loss, *stats, state, live_x, exp_logits, *grads
+    return *outputs, *Saved(state, live_x, exp_logits), *grads
 
 
 def _bwd_fake(*args):
-    return _fake_grads(*_parse(args[7:]))
+    _, _, inputs, plan, (needs,) = unpack(args, GradOutputs, Saved, Inputs, Plan)
+    return _fake_grads(inputs, plan, grads_needed(inputs, plan, needs))
 
 
 def _on_tensor_device(impl):
@@ -384,7 +430,7 @@ def _on_tensor_device(impl):
     @functools.wraps(impl)
     def on_device(*args):
         args = [as_plain("linear_cross_entropy", a) if isinstance(a, Tensor) else a for a in args]
-        with torch.cuda.device_of(next(t for t in args if isinstance(t, Tensor) and t.dim() > 0)):
+        with as_current(next(t.device for t in args if isinstance(t, Tensor) and t.dim() > 0)):
             return impl(*args)
 
     return on_device
@@ -397,11 +443,11 @@ for _op, _impl, _fake in (("fwd", _fwd_impl, _fwd_fake), ("bwd", _bwd_impl, _bwd
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.grad_weight_out = inputs[:8]
-    ctx.args, ctx.device = inputs[8:], device_of(tensors[0].device)
-    saved = output[5:]
+    inputs, ctx.plan, (ctx.needs,) = unpack(inputs, Inputs, Plan)
+    ctx.device, ctx.grad_weight_out = device_of(inputs.input.device), inputs.grad_weight_out
+    saved = output[len(Outputs._fields) :]
     ctx.mark_non_differentiable(*(t for t in saved if t is not None))
-    ctx.save_for_backward(*tensors, *saved)
+    ctx.save_for_backward(*inputs._replace(grad_weight_out=None), *saved)
     ctx.set_materialize_grads(False)
 
 
@@ -411,37 +457,36 @@ def _scaled_grad(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(grad, factor, out=grad if in_place else torch.empty_like(grad, dtype=dtype))
 
 
-def _op_backward(ctx, grad_loss, grad_lse, grad_log_prob, grad_entropy, *_):
+def _op_backward(ctx, *grads):
     if torch.is_grad_enabled():
         raise RuntimeError(NO_SECOND_DERIVATIVES)
-    row_grads = grad_lse, grad_log_prob, grad_entropy
-    has_row_grads = any(grad is not None for grad in row_grads)
-    if grad_loss is None and not has_row_grads:
-        return (None,) * (8 + len(ctx.args))
-    *tensors, state, live_x, exp_logits, dx, dw, db = ctx.saved_tensors
-    check_same_device("linear_cross_entropy", ctx.device, tensors[0].device)
-    *options, needs = ctx.args
-    plan, dw_out = Plan(*options), ctx.grad_weight_out if needs[1] else None
-    inputs, grads = Inputs(*tensors, dw_out), Grads()
-    computed = grads if has_row_grads else Grads(dx, dw, db)
-    missing = [need and g is None for need, g in zip(needs, computed, strict=True)]
+    grad_outputs, _ = unpack(grads, GradOutputs)  # the other outputs have none
+    if all(grad is None for grad in grad_outputs):
+        return of_all_inputs(ctx, Grads())
+    inputs, saved, computed, _ = unpack(ctx.saved_tensors, Inputs, Saved, Grads)
+    check_same_device("linear_cross_entropy", ctx.device, inputs.input.device)
+    plan, (_, needs_dw, _), grads = ctx.plan, ctx.needs, Grads()
+    dw_out = ctx.grad_weight_out if needs_dw else None
+    if grad_outputs.has_row_grads():
+        computed = Grads()
+    missing = [need and g is None for need, g in zip(ctx.needs, computed, strict=True)]
     if any(g is not None for g in computed):
         is_sum = plan.why_portable is not None and plan.reduction == "mean"
         # Not 0-dim: PyTorch would round a 0-dim factor to the gradients' 16-bit dtype.
-        factor = (grad_loss / state if is_sum else grad_loss).view(1)
+        factor = (grad_outputs.loss / saved.state if is_sum else grad_outputs.loss).view(1)
         if dw_out is not None and computed.dw is not None:
             dw_out.addcmul_(computed.dw, factor)
             computed = computed._replace(dw=None)
-        pairs = zip(computed, inputs[:3], strict=True)
+        pairs = zip(computed, inputs.parameters(), strict=True)
         grads = Grads(*(None if g is None else _scaled_grad(g, factor, t.dtype) for g, t in pairs))
     if any(missing):
-        saved = state, live_x, exp_logits
-        late = Grads(*_bwd_op(grad_loss, *row_grads, *saved, *inputs, *options, missing))
+        inputs = inputs._replace(grad_weight_out=dw_out)
+        late = Grads(*_bwd_op(*grad_outputs, *saved, *inputs, *plan, missing))
         if dw_out is not None and late.dw is not None:
             dw_out.add_(late.dw)
             late = late._replace(dw=None)
         grads = grads.fill_missing(late)
-    return *_in_shape(grads, inputs.input.shape), *(None,) * (5 + len(ctx.args))
+    return of_all_inputs(ctx, _in_shape(grads, inputs.input.shape))
 
 
 torch.library.register_autograd(

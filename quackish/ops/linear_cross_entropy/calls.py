@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.ops.linear_cross_entropy.launches import ExpLogits, RowState
+from quackish.ops.device import Device
+from quackish.ops.linear_cross_entropy.buffers import ExpLogits, RowState
+from quackish.ops.linear_cross_entropy.launches import ProblemFields
 
 
 class Plan(NamedTuple):
-    """Options of a call that are not tensors. `schedule` to `dw_in_chunks` are the LinearCrossEntropyConfig."""
+    """Options of a call that are not tensors. The fields from `schedule` on are the LinearCrossEntropyConfig."""
 
     ignore_index: int
     label_smoothing: float
@@ -18,17 +20,44 @@ class Plan(NamedTuple):
     reduction: str
     return_stats: bool
     compute_dtype: torch.dtype
-    schedule: str
-    chunk_rows: int
-    dx_in_forward: bool
-    dw_in_chunks: bool
     why_portable: str | None  # None: kernels run. Else the reason to warn of once; "": no warning
+    schedule: str = ""
+    chunk_rows: int = 0
+    dx_in_forward: bool = False
+    dw_in_chunks: bool = False
+
+    @property
+    def options(self) -> tuple:
+        """The fields before the config."""
+        return self[: Plan._fields.index("schedule")]
+
+    @property
+    def config(self) -> tuple:
+        return self[Plan._fields.index("schedule") :]
+
+    def with_config(self, config: tuple) -> "Plan":
+        fields: Any = *self.options, *config
+        return Plan(*fields)
+
+
+class GradOutputs(NamedTuple):
+    """The gradients of the outputs, fp32."""
+
+    loss: Tensor | None = None  # 0-dim, or (m,) contiguous; None: 1
+    lse: Tensor | None = None  # (m,) contiguous; None: 0, as for the next two
+    log_prob: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def has_row_grads(self) -> bool:
+        """Whether lse, log_prob or entropy has a gradient."""
+        return self.lse is not None or self.log_prob is not None or self.entropy is not None
 
 
 class Call(NamedTuple):
     """Arguments shared by all launches of a forward or a backward pass."""
 
     kernels: Any  # LceKernels or CublasKernels
+    device: Device  # of the kernels
     plan: Plan
     state: RowState  # filled by forward, read by backward
     m: int
@@ -44,15 +73,8 @@ class Call(NamedTuple):
     softcap: float  # 0: none
     logit_scale: Tensor | None  # 0-dim fp32
     dw_out: Tensor | None  # (v, h): dw is added to it instead of returned
-    # Gradients of the outputs, in backward. All None in forward, which computes gradients for grad_loss = 1.
-    grad_loss: Tensor | None = None  # 0-dim, or (m,) contiguous; fp32; None: 1
-    grad_lse: Tensor | None = None  # (m,) contiguous fp32; None: 0, as for the next two
-    grad_log_prob: Tensor | None = None
-    grad_entropy: Tensor | None = None
-
-    def has_row_grads(self) -> bool:
-        """Whether lse, log_prob or entropy has a gradient."""
-        return any(grad is not None for grad in (self.grad_lse, self.grad_log_prob, self.grad_entropy))
+    fields: ProblemFields
+    grad_outputs: GradOutputs  # none in forward, which computes gradients for a loss's gradient of 1
 
 
 class Chunk(NamedTuple):

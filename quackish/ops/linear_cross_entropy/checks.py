@@ -21,8 +21,12 @@ class Inputs(NamedTuple):
     target: Tensor  # (...)
     weight: Tensor | None  # (v,)
     logit_scale: Any  # float | Tensor | None, for kernels 0-dim
-    num_items: int | Tensor | None
+    num_items: Any  # int | Tensor | None
     grad_weight_out: Tensor | None  # (v, h)
+
+    def parameters(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Those that get gradients, in the order of Grads."""
+        return self.input, self.linear_weight, self.linear_bias
 
 
 class Options(NamedTuple):
@@ -147,9 +151,9 @@ def check_options(
 
 def resolve_compute_dtype(inputs: Inputs) -> torch.dtype:
     """The dtype of the GEMM operands: input's, or autocast's unless a tensor is fp64, as in F.linear."""
-    who, (input, linear_weight, linear_bias) = "linear_cross_entropy:", inputs[:3]
+    who, (input, linear_weight, linear_bias) = "linear_cross_entropy:", inputs.parameters()
     autocast = autocast_dtype(input.device.type)
-    if autocast is not None and all(t is None or t.dtype != torch.float64 for t in inputs[:3]):
+    if autocast is not None and all(t is None or t.dtype != torch.float64 for t in (input, linear_weight, linear_bias)):
         return autocast
     if linear_weight.dtype != input.dtype:
         raise TypeError(f"{who} linear_weight is {linear_weight.dtype}, expected input's {input.dtype}")

@@ -17,17 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quackish.configs.choose import choose
-from quackish.configs.linear_cross_entropy import (
-    LinearCrossEntropyConfig,
-    LinearCrossEntropyProblem,
-    by_speed,
-)
+from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyProblem, by_speed
 from quackish.gpu import Gpu
 from quackish.ops import cuda
-from quackish.ops.device import Device
+from quackish.ops.device import Device, empty_on
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd
-from quackish.ops.linear_cross_entropy.calls import Plan
+from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.launches import representatives
 from quackish.ops.modes import is_compiling
@@ -38,24 +34,50 @@ BLOCK, LARGE = 512, 1 << 20
 SORT_BYTES = 24  # scratch of torch.sort per element: indices and CUB's temporary storage
 
 
+class Metadata(NamedTuple):
+    """Everything about a tensor that memory depends on."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    requires_grad: bool
+
+
 class Request(NamedTuple):
     """Everything that memory depends on, except the config. torch.compile treats it as constants."""
 
     tensors: tuple  # of `tensor_metadata`
-    options: tuple  # the fields of Plan before schedule
-    why_portable: str | None
+    options: tuple  # Plan.options
     return_lse: bool
     has_scale: bool  # logit_scale is given
     device: torch.device
     eager: bool  # see autograd.run
 
+    def inputs(self) -> Inputs:
+        """The Metadata of each input; None for absent ones and numbers."""
+        return Inputs(*(None if t is None else Metadata(*t) for t in self.tensors))
+
+
+def request_for(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool) -> tuple:
+    """The fields of the Request of a plan without config.
+
+    Leaves out values that memory does not depend on: torch.compile may have made them symbolic.
+    """
+    plan = plan._replace(
+        ignore_index=0, label_smoothing=float(plan.label_smoothing > 0), z_loss=float(plan.z_loss > 0),
+        softcap=None if plan.softcap is None else 1.0,
+    )  # fmt: skip
+    device, has_scale = inputs.input.device, inputs.logit_scale is not None
+    return tensor_metadata(inputs), plan.options, return_lse, has_scale, device, eager
+
 
 def tensor_metadata(inputs: Inputs) -> tuple:
-    """The arguments of `_meta_tensor` for each input except logit_scale and num_items; None if absent."""
-    grad, tensors = torch.is_grad_enabled(), (*inputs[:5], inputs.grad_weight_out)
+    """The Metadata of each input as a tuple; None if it is absent, and for logit_scale and num_items."""
+    grad = torch.is_grad_enabled()
     return tuple(
         None if t is None else (_ints(t.shape), _ints(t.stride()), _offset(t), t.dtype, grad and t.requires_grad)
-        for t in tensors
+        for t in inputs._replace(logit_scale=None, num_items=None)
     )
 
 
@@ -68,14 +90,11 @@ def _offset(t: Tensor) -> int | torch.SymInt:
     return 0 if is_compiling() else t.storage_offset() % 8
 
 
-def problem_for(
-    options: tuple, v: int, h: int, return_lse: bool, has_out: bool, on_kernels: bool
-) -> LinearCrossEntropyProblem:
-    """The problem that the config rules take. `options`: the fields of Plan before schedule."""
-    _, smoothing, softcap, _, reduction, return_stats, compute_dtype = options
+def problem_for(plan: Plan, v: int, h: int, return_lse: bool, has_out: bool) -> LinearCrossEntropyProblem:
+    """The problem that the config rules take."""
     return LinearCrossEntropyProblem(
-        v, h, cuda.name_of(compute_dtype), reduction, softcap is not None, return_lse or return_stats, has_out,
-        smoothing > 0, on_kernels,
+        v, h, cuda.name_of(plan.compute_dtype), plan.reduction, plan.softcap is not None,
+        return_lse or plan.return_stats, has_out, plan.label_smoothing > 0, plan.why_portable is None,
     )  # fmt: skip
 
 
@@ -128,9 +147,9 @@ def frontier(
 
 def candidates(request: Request, schedule: str, chunk_size: int | None) -> list[LinearCrossEntropyConfig]:
     """The configs to try for a memory limit, the fastest first."""
-    (v, h), m = request.tensors[1][0], math.prod(request.tensors[3][0])  # the shapes of linear_weight and target
-    has_out, on_kernels = request.tensors[5] is not None, request.why_portable is None
-    problem = problem_for(request.options, v, h, request.return_lse, has_out, on_kernels)
+    inputs, plan = request.inputs(), Plan(*request.options)
+    (v, h), m = inputs.linear_weight.shape, math.prod(inputs.target.shape)
+    problem = problem_for(plan, v, h, request.return_lse, inputs.grad_weight_out is not None)
     return by_speed(problem, m, h, schedule, chunk_size)
 
 
@@ -200,11 +219,11 @@ class MemoryDryRun(MemoryCounter):
         """limit: bytes in addition to inputs and gradients. `run` raises _LimitExceeded above it."""
         super().__init__()
         self.request, self.phase, self.limit = request, "forward", limit
-        self.plan = Plan(*request.options, *config, request.why_portable)
+        self.plan = Plan(*request.options).with_config(config)
         self.kernels = None
-        if request.why_portable is None:
+        if self.plan.why_portable is None:
             gpu = gpu or autograd.kernels_on(request.device).gpu
-            self.kernels = autograd.make_kernels(Device(gpu, self.kernel_for), self.loop)
+            self.kernels = autograd.make_kernels(Device(gpu, self.kernel_for, empty_on(META)), self.loop)
         self.grad_bytes = 0
         self.forward_grad_bytes = 0  # of the gradients that the forward operator returns
 
@@ -216,15 +235,17 @@ class MemoryDryRun(MemoryCounter):
         # Import it now: done by the first operation, the import would keep tensors alive until garbage collection.
         import torch._dynamo
 
-        *tensors, dw_out = (None if t is None else _meta_tensor(*t) for t in self.request.tensors)
-        plan, return_lse = self.plan, self.request.return_lse
-        inputs = Inputs(*tensors, 1.0 if self.request.has_scale else None, None, dw_out)
-        shape = inputs.target.shape
+        tensors = [None if t is None else _meta_tensor(t) for t in self.request.inputs()]
+        plan, return_lse, inputs = self.plan, self.request.return_lse, Inputs(*tensors)
+        if self.request.has_scale:
+            inputs = inputs._replace(logit_scale=1.0)
+        shape, dw_out = inputs.target.shape, inputs.grad_weight_out
         dtype = autograd.accumulate_dtype(plan.compute_dtype)
-        grad_outputs = [torch.empty(shape if plan.reduction == "none" else (), dtype=dtype, device=META)]
-        grad_outputs += [torch.empty(shape, dtype=dtype, device=META)] * (3 if plan.return_stats else return_lse)
-        self.ignore(*tensors, dw_out, *grad_outputs)
-        requires_grad = [t for t in inputs[:3] if t is not None and t.requires_grad]
+        num_row_grads = len(GradOutputs._fields) - 1 if plan.return_stats else int(return_lse)
+        shapes = [shape if plan.reduction == "none" else (), *[shape] * num_row_grads]
+        grad_outputs = [torch.empty(shape, dtype=dtype, device=META) for shape in shapes]
+        self.ignore(*tensors, *grad_outputs)
+        requires_grad = [t for t in inputs.parameters() if t is not None and t.requires_grad]
         self.grad_bytes = sum(t.nbytes for t in requires_grad if dw_out is None or t is not inputs.linear_weight)
         self.limit += self.grad_bytes
         with self:
@@ -253,7 +274,7 @@ class MemoryDryRun(MemoryCounter):
             with self:
                 result = autograd.IMPLEMENTATIONS[func](*args, kernels=self.kernels, device=self.request.device)
             if self.phase == "forward" and not self.request.eager:
-                self.forward_grad_bytes = sum(grad.nbytes for grad in result[-3:] if grad is not None)
+                self.forward_grad_bytes = sum(grad.nbytes for grad in result[-len(Grads._fields) :] if grad is not None)
             return result
         if func is torch.ops.aten.empty_strided.default:
             kwargs = {**(kwargs or {}), "device": META}
@@ -263,9 +284,9 @@ class MemoryDryRun(MemoryCounter):
         return super().allocation_size(size) if self.request.device.type == "cuda" else size
 
 
-def _meta_tensor(shape: tuple, strides: tuple, offset: int, dtype: torch.dtype, requires_grad: bool) -> Tensor:
-    t = torch.empty_strided(shape, strides, dtype=dtype, device=META)
-    return t.as_strided(shape, strides, offset).requires_grad_(requires_grad)
+def _meta_tensor(like: Metadata) -> Tensor:
+    t = empty_on(META)(like.shape, like.strides, like.dtype)
+    return t.as_strided(like.shape, like.strides, like.offset).requires_grad_(like.requires_grad)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quackish.errors import warn_once
-from quackish.ops.linear_cross_entropy.calls import Grads, GradsNeeded, Plan
+from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, check_targets
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward
 from quackish.reference.linear_cross_entropy import (
@@ -47,23 +47,23 @@ def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, device: torch.devic
 
 
 def backward(
-    inputs: Inputs, plan: Plan, needed: GradsNeeded, grad_loss: Tensor | None, grad_lse: Tensor | None,
-    grad_log_prob: Tensor | None, grad_entropy: Tensor | None, divisor: Tensor | None, logits: Tensor | None,
-    device: torch.device | None = None,
+    inputs: Inputs, plan: Plan, needed: GradsNeeded, grad_outputs: GradOutputs, divisor: Tensor | None,
+    logits: Tensor | None, device: torch.device | None = None,
 ) -> Grads:  # fmt: skip
     """The gradients. divisor and logits are those of `forward`. dw is returned, not added to grad_weight_out."""
-    target, dtype, grad_outputs = inputs.target.reshape(-1), accumulate_dtype(plan.compute_dtype), ()
-    row_grads = [None if grad is None else grad.reshape(-1) for grad in (grad_lse, grad_log_prob, grad_entropy)]
+    target, dtype, all_grads = inputs.target.reshape(-1), accumulate_dtype(plan.compute_dtype), ()
+    grad_loss, *row_grads = grad_outputs
+    row_grads = [None if grad is None else grad.reshape(-1) for grad in row_grads]
     first = next((grad for grad in row_grads if grad is not None), None)
     if divisor is not None and grad_loss is not None:
         grad_loss = grad_loss / divisor
     is_scalar = first is None and plan.reduction != "none"  # one factor for all rows: applied at the end
     if not is_scalar:
         grad_loss = first.new_zeros(()) if grad_loss is None else grad_loss
-        grad_outputs = grad_loss.reshape(-1).expand(target.shape), *row_grads
+        all_grads = grad_loss.reshape(-1).expand(target.shape), *row_grads
     rows = rows_of(target, inputs.linear_weight.shape[0], inputs.weight, plan.ignore_index, dtype)
     plan = plan._replace(return_stats=False)
-    _, _, grads = _loop(inputs, plan, needed, rows, grad_outputs, logits, device=device)
+    _, _, grads = _loop(inputs, plan, needed, rows, all_grads, logits, device=device)
     for grad in grads:
         if is_scalar and grad is not None:
             grad.mul_(grad_loss)

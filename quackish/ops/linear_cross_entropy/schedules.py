@@ -43,21 +43,20 @@ The schedules read no value on the device and do not depend on autograd.
 import torch
 from torch import Tensor
 
-from quackish.configs.lce_args import ScatterArgs
-from quackish.configs.lce_rows import NO_SLOT
+from quackish.configs.arguments import by_name
+from quackish.configs.lce_rows import NO_SLOT, ScatterArgs
 from quackish.configs.linear_cross_entropy import Layout, choose_layout
-from quackish.ops.cuda import matrix
-from quackish.ops.linear_cross_entropy.calls import Call, Chunk, ForwardResult, Grads, GradsNeeded, Plan
-from quackish.ops.linear_cross_entropy.launches import (
+from quackish.ops.linear_cross_entropy.buffers import (
     F32,
     ExpLogits,
-    RowKernels,
     RowState,
     padded_matrix,
     padded_strides,
     row_slice,
     view_into,
 )
+from quackish.ops.linear_cross_entropy.calls import Call, Chunk, ForwardResult, GradOutputs, Grads, GradsNeeded, Plan
+from quackish.ops.linear_cross_entropy.launches import RowKernels
 from quackish.ops.linear_cross_entropy.steps import (
     add_to_dw_out,
     allocate_first_slots,
@@ -105,14 +104,15 @@ def grads_in_forward(plan: Plan, needed: GradsNeeded) -> GradsNeeded:
 def backward(call: Call, saved: ForwardResult, needed: GradsNeeded) -> Grads:
     """The gradients, from the results that forward saved."""
     plan, owns_dw, grads = call.plan, call.dw_out is None, Grads()
-    if plan.schedule == "stored" and call.grad_entropy is None:
+    if plan.schedule == "stored" and call.grad_outputs.entropy is None:
         return stored_backward(call, saved, needed)
-    if not call.has_row_grads():
+    if not call.grad_outputs.has_row_grads():
         in_forward = grads_in_forward(plan, needed)
         if in_forward.any():  # an earlier backward used them: compute them again
-            computed = forward(call._replace(state=RowState.new(call.x, plan.return_stats), grad_loss=None), needed)
+            state = RowState.new(call.device, call.m, plan.return_stats)
+            computed = forward(call._replace(state=state, grad_outputs=GradOutputs()), needed)
             saved = saved._replace(dw=computed.dw, dw_classes=computed.dw_classes)
-            grads = scale_grads(call.kernels, computed, call.grad_loss, call.dw_out)
+            grads = scale_grads(call.kernels, computed, call.grad_outputs.loss, call.dw_out)
         needed = needed.without(in_forward)
     if not needed.any():
         return grads
@@ -132,9 +132,8 @@ def forward_layout(
 
 
 def _layout(plan: Plan, m: int, v: int, h: int, needed: GradsNeeded, owns_dw: bool, dw_in_forward: bool) -> Layout:
-    config = plan.schedule, plan.chunk_rows, plan.dx_in_forward, plan.dw_in_chunks
     dw = None if needed.dw is None else needed.dw.itemsize
-    return choose_layout(*config, m, v, h, needed.dx is not None, dw, owns_dw, dw_in_forward)
+    return choose_layout(*plan.config, m, v, h, needed.dx is not None, dw, owns_dw, dw_in_forward)
 
 
 def scale_grads(kernels: RowKernels, computed: ForwardResult, factor: Tensor, dw_out: Tensor | None) -> Grads:
@@ -174,9 +173,9 @@ def chunked(call: Call, layout: Layout, needed: GradsNeeded) -> ForwardResult:
     rows, v, dtype = min(layout.chunk_rows, call.m), call.v, call.x.dtype
     if layout.columns:
         first = view_into(dw, layout.offset, rows, layout.columns, dtype)
-        exp_logits = ExpLogits(first, layout.columns, padded_matrix(dw, rows, v - layout.columns, dtype))
+        exp_logits = ExpLogits(first, layout.columns, padded_matrix(call.device, rows, v - layout.columns, dtype))
     else:
-        exp_logits = ExpLogits(padded_matrix(call.w, rows, v, dtype), v)
+        exp_logits = ExpLogits(padded_matrix(call.device, rows, v, dtype), v)
     live_x, first_slots = allocate_live_x(call, rows), allocate_first_slots(call, v, dw_dtype)
     split_tail = not call.plan.dw_in_chunks  # dx's GEMM may allocate scratch
     loss = start_forward(call)
@@ -193,7 +192,7 @@ def chunked(call: Call, layout: Layout, needed: GradsNeeded) -> ForwardResult:
 def stored(call: Call) -> ForwardResult:
     """loss, lse, and exp_logits and the live rows of x for `stored_backward`."""
     loss = start_forward(call)
-    exp_logits = padded_matrix(call.w, call.m, call.v, call.w.dtype)
+    exp_logits = padded_matrix(call.device, call.m, call.v, call.w.dtype)
     chunk = Chunk(0, call.m, allocate_live_x(call, call.m), ExpLogits(exp_logits, call.v))
     compute_loss(call, chunk, loss)
     return ForwardResult(loss, live_x=chunk.live_x, exp_logits=exp_logits)
@@ -206,7 +205,7 @@ def stored_backward(call: Call, saved: ForwardResult, needed: GradsNeeded) -> Gr
     """
     m, v, exp_logits, scaled_x, first_slots = call.m, call.v, saved.exp_logits, None, None
     if exp_logits.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed the strides
-        exp_logits = padded_matrix(call.x, m, v, exp_logits.dtype).copy_(exp_logits)
+        exp_logits = padded_matrix(call.device, m, v, exp_logits.dtype).copy_(exp_logits)
     chunk = Chunk(0, m, saved.live_x, ExpLogits(exp_logits, v))
     if needed.dw:
         scaled_x = allocate_live_x(call, m)
@@ -258,7 +257,7 @@ def recompute_backward(call: Call, layout: Layout, saved: ForwardResult, needed:
     dx, dw, db = allocate_grads(call, needed, call.dw_out is None and saved.dw is None)
     if saved.dw is not None:
         dw = saved.dw
-    acc = matrix(call.x, m, h, F32) if needed.dx else None
+    acc = call.device.matrix(m, h, F32) if needed.dx else None
     if dx is None:
         live_x = allocate_live_x(call, m)
     else:  # dx is written after the last block: until then, its storage holds the live rows of x
@@ -269,7 +268,7 @@ def recompute_backward(call: Call, layout: Layout, saved: ForwardResult, needed:
     state = call.state
     regather_live_x(call, 0, live_x)
     coefs = compute_coefs(call)
-    scratch = padded_matrix(call.x, m, max(v1 - v0 for v0, v1, offset in layout.blocks if offset is None), dtype)
+    scratch = padded_matrix(call.device, m, max(v1 - v0 for v0, v1, offset in layout.blocks if offset is None), dtype)
     for v0, v1, offset in kernels.loop(layout.blocks):
         out = scratch[:, : v1 - v0] if offset is None else view_into(dw, offset, m, v1 - v0, dtype)
         compute_dlogits(call, 0, live_x, coefs, v0, v1, out)
@@ -287,8 +286,8 @@ def recompute_backward(call: Call, layout: Layout, saved: ForwardResult, needed:
                 kernels.scale(grad, factor)
     if dx is not None:
         dx.zero_()
-        args = ScatterArgs(acc.data_ptr(), None, state.order, dx.data_ptr(), state.num_live, 0, m)
-        kernels.launch(args, "lce_scatter", h, dx.dtype)
+        args = by_name(ScatterArgs)(state=state.address, acc=acc.data_ptr(), dx=dx.data_ptr(), m=m, start=0, rows=m)
+        kernels.launch(args, "lce_scatter", h=h, dx_dtype=dx.dtype)
     return Grads(dx, dw, db)
 
 
@@ -298,8 +297,8 @@ def recompute_dw_in_chunks(call: Call, layout: Layout, needed: GradsNeeded) -> G
     _, dw, db = grads = allocate_grads(call, needed._replace(dx=None))
     coefs = compute_coefs(call)
     block = layout.dw_block
-    live_x, dlogits = allocate_live_x(call, rows), padded_matrix(call.x, rows, block, dtype)
-    dw_acc = matrix(call.x, block, h, F32) if needed.dw != F32 else None
+    live_x, dlogits = allocate_live_x(call, rows), padded_matrix(call.device, rows, block, dtype)
+    dw_acc = call.device.matrix(block, h, F32) if needed.dw != F32 else None
     for v0, n in call.kernels.ranges(v, block):
         v1 = v0 + n
         acc = dw[v0:v1] if dw_acc is None else row_slice(dw_acc, 0, n)

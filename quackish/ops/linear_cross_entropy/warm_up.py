@@ -8,37 +8,40 @@ from torch import Tensor
 
 from quackish import launch
 from quackish.gpu import Gpu
-from quackish.ops.device import Device
+from quackish.ops.device import Device, empty_on
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import schedules
 from quackish.ops.linear_cross_entropy.autograd import (
-    flatten_grad_outputs,
     grads_needed,
     make_kernels,
     prepare_call,
+    prepare_grads,
     requires_grad,
 )
-from quackish.ops.linear_cross_entropy.calls import Grads, GradsNeeded, Plan
+from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.ops.linear_cross_entropy.launches import representatives
+
+_empty = empty_on("meta")
 
 
 def prepare(inputs: Inputs, plan: Plan, device: Device) -> None:
     """Compiles the kernels of forward and backward, once per key. May miss one or two kernels that depend on M."""
     if device.prepare is None:
         return
-    x, w, bias, target, weight, scale, items, out = inputs
-    m, (v, h), is_aligned = target.numel(), w.shape, _is_aligned(x, plan.compute_dtype)
+    x, w, out = inputs.input, inputs.linear_weight, inputs.grad_weight_out
+    m, (v, h), is_aligned = inputs.target.numel(), w.shape, _is_aligned(x, plan.compute_dtype)
     needs = requires_grad(inputs)
     needed = grads_needed(inputs, plan, needs)
     layout = schedules.forward_layout(plan, m, v, h, needed, out is None, True)
+    # kernels read numbers that are tensors on the device
+    tensors = {name: t for name, t in inputs._asdict().items() if isinstance(t, Tensor) and t.device == x.device}
     key = (
         plan._replace(ignore_index=0, label_smoothing=plan.label_smoothing > 0, softcap=plan.softcap is None, z_loss=0),
         v, h, *needs, m > layout.chunk_rows, layout.columns > 0, layout.dw_block > 0, is_aligned,
-        tuple(None if t is None else t.dtype for t in (x, w, bias, target, weight, out)),
-        None if out is None else out.stride(),
-        scale is None, None if items is None else isinstance(items, Tensor) and items.is_cuda,
+        *((name, t.dtype) for name, t in tensors.items() if name != "logit_scale"),
+        None if out is None else out.stride(), inputs.logit_scale is None, inputs.num_items is None,
     )  # fmt: skip
     prepared = device.cache.setdefault("linear_cross_entropy.prepared", set())
     if key in prepared:
@@ -54,17 +57,17 @@ def prepare(inputs: Inputs, plan: Plan, device: Device) -> None:
     def loop(items: Sequence[Any]) -> Iterator[Any]:
         return (item for item, _ in representatives(items))
 
-    kernels = make_kernels(Device(device.gpu, record_request), loop)
+    kernels = make_kernels(Device(device.gpu, record_request, _empty), loop)
     if isinstance(kernels, CublasKernels):  # small kernels: all compile in 2 s
         return
-    meta_x = _meta_tensor((m, h), (h if is_aligned else h + 1, 1), x.dtype)
-    w, bias, weight, out = (
-        None if t is None else _meta_tensor(t.shape, t.stride(), t.dtype) for t in (w, bias, weight, out)
+    inputs = inputs._replace(**{name: _empty(t.shape, t.stride(), t.dtype) for name, t in tensors.items()})
+    inputs = inputs._replace(
+        input=_empty((m, h), (h if is_aligned else h + 1, 1), x.dtype),
+        target=_empty((m,), (1,), inputs.target.dtype),
+        logit_scale=None if inputs.logit_scale is None else _empty((), (), torch.float32),
     )
-    scale = None if scale is None else _meta_tensor((), (), torch.float32)
-    with torch.no_grad():  # num_items stays, because kernels depend on whether it is on the GPU
-        target = _meta_tensor((m,), (1,), target.dtype)
-        _dry_run(kernels, Inputs(meta_x, w, bias, target, weight, scale, items, out), plan, needed)
+    with torch.no_grad():
+        _dry_run(kernels, inputs, plan, needed)
     device.prepare(list(requests))
 
 
@@ -76,16 +79,12 @@ def _is_aligned(x: Tensor, dtype: torch.dtype) -> bool:
     return (x.data_ptr() | stride * x.itemsize) % 16 == 0
 
 
-def _meta_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-
-
 def _dry_run(kernels, inputs: Inputs, plan: Plan, needed: GradsNeeded) -> None:
     """Runs forward and backward on meta tensors, with a gradient of the loss only, as in most training."""
     call = prepare_call(inputs, plan, kernels)
     saved = schedules.forward(call, needed)._replace(grads=Grads())
     if needed.any():
         shape, strides = (inputs.target.shape, (1,)) if plan.reduction == "none" else ((), ())
-        grad = _meta_tensor(shape, strides, torch.float32)
-        grad_outputs = flatten_grad_outputs(plan, grad, None)
-        schedules.backward(prepare_call(inputs, plan, kernels, call.state, *grad_outputs), saved, needed)
+        grad = _empty(shape, strides, torch.float32)
+        grad_outputs = prepare_grads(plan, GradOutputs(grad))
+        schedules.backward(prepare_call(inputs, plan, kernels, call.state, grad_outputs), saved, needed)
