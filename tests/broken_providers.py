@@ -1,5 +1,6 @@
 """Failing providers for `--providers tests.broken_providers:NAME`, most of them (forward, backward) of rms_norm."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -48,7 +49,7 @@ def hangs(*tensors):
 @pair
 def interrupts(*tensors):
     """Ctrl-C, as the parent gets it."""
-    os.kill(os.getppid(), signal.SIGINT)
+    os.kill(multiprocessing.parent_process().pid, signal.SIGINT)
     time.sleep(3600)
 
 

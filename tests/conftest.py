@@ -2,10 +2,13 @@
 
 import contextlib
 import dataclasses
+import os
 import warnings
 
 import pytest
 import torch
+
+from tests import forked
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,6 +30,7 @@ def _isolated_configs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quackish.launch.cache._STARTED", float("inf"))
         patch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path_factory.mktemp("configs")))
+        forked.ENVIRONMENT.update(os.environ)
         yield
 
 

@@ -1,9 +1,7 @@
 """Checks of the vocabulary-parallel head, which each rank runs.
 
-    python -m tests.parallel_checks RANK RANKS FILE_STORE RESULTS KIND
-
 Each check compares with one process that has the whole weight. test_parallel.py starts the processes: by gloo three on
-a CPU (KIND "cpu") or two or four on one GPU ("shared"); by NCCL one for each of two or four GPUs ("gpu", "bits").
+a CPU (kind "cpu") or two or four on one GPU ("shared"); by NCCL one for each of two or four GPUs ("gpu", "bits").
 """
 
 import argparse
@@ -13,7 +11,6 @@ import gc
 import hashlib
 import itertools
 import json
-import sys
 import traceback
 
 import pytest
@@ -613,7 +610,3 @@ def main(rank, ranks, store, results, kind):
     if not failed:
         dist.barrier()  # other ranks may still communicate
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ pytest.importorskip("matplotlib")
 from quackish.__main__ import main
 from quackish.bench.cells import AGAIN, OURS
 from quackish.bench.results import COLUMNS, ERRORS, read_rows
+from tests import forked
 
 ROOT = Path(__file__).parents[1]
 gpu = torch.cuda.is_available()
@@ -24,6 +26,13 @@ gpu = torch.cuda.is_available()
 def one_thread(monkeypatch):
     """Many threads on a busy machine make small work very slow."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def fast_children(monkeypatch):
+    monkeypatch.setattr(
+        "quackish.bench.processes.multiprocessing", SimpleNamespace(get_context=lambda way: forked.context())
+    )
 
 
 def bench(tmp_path: Path, op: str, *words: str) -> list[dict[str, str]]:

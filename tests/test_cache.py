@@ -5,8 +5,7 @@ import dataclasses
 import hashlib
 import os
 import signal
-import subprocess
-import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -17,6 +16,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from quackish import errors, launch, toolchain
 from quackish.launch import cache, parallel
 from quackish.launch import compile as compiling
+from tests import forked
 from tests.toy_kernels import HostConfig, HostProblem, HostToy, Toy
 
 TESTS = Path(__file__).parent
@@ -192,41 +192,45 @@ def test_default_folder(monkeypatch, tmp_path):
 # Other processes
 
 
-def start(code, folder):
-    env = dict(os.environ, PYTHONPATH=str(TESTS.parent), QUACKISH_CACHE_DIR=str(folder))
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(run, folder, *args):
+    process = forked.context().Process(target=in_a_process, args=(run, folder, *args))
+    process.start()
+    return process
+
+
+def in_a_process(run, folder, *args):
+    os.environ["QUACKISH_CACHE_DIR"] = str(folder)
+    cache._STARTED = float("inf")  # allows edits of sources while tests run
+    warnings.simplefilter("error", RuntimeWarning)
+    run(*args)
+
+
+def use_three(me, other):
+    me.touch()
+    while not other.exists():
+        time.sleep(0.001)
+    for factor in (2, 3, 4):
+        use(factor)
 
 
 def test_two_processes_at_once(folder):
-    code = """
-import time
-from pathlib import Path
-from tests.test_cache import use
-Path({me!r}).touch()
-while not Path({other!r}).exists():
-    time.sleep(0.001)
-for factor in (2, 3, 4):
-    use(factor)
-"""
-    a, b = str(folder.parent / "a"), str(folder.parent / "b")
-    for process in [start(code.format(me=a, other=b), folder), start(code.format(me=b, other=a), folder)]:
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 0, stderr
+    a, b = folder.parent / "a", folder.parent / "b"
+    for process in [start(use_three, folder, a, b), start(use_three, folder, b, a)]:
+        process.join(timeout=60)
+        assert process.exitcode == 0
     assert len(list(folder.iterdir())) == 3
     assert silently(lambda: [use(2), use(3), use(4)]) == ["loaded"] * 3
 
 
+def use_and_die():
+    os.replace = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    use()
+
+
 def test_kill_during_a_write(folder):
-    code = """
-import os, signal
-from tests.test_cache import use
-os.replace = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-use()
-"""
-    process = start(code, folder)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
+    process = start(use_and_die, folder)
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
     (leftover,) = folder.iterdir()
     leftover.write_bytes(leftover.read_bytes()[:1000])  # as if killed a little earlier
     assert silently(use) == "compiled"

@@ -25,6 +25,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 import quackish
+from tests import forked
 from tests.once import once
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -518,7 +519,9 @@ def failures_of(checks: tuple, size: int, device: str, folder: Path) -> dict[str
         this = folder / str(len(left))
         this.mkdir()
         try:
-            torch.multiprocessing.spawn(run_checks, (left, size, device, str(this)), nprocs=size)
+            forked.context()  # prepares the server
+            arguments = (left, size, device, str(this))
+            torch.multiprocessing.start_processes(run_checks, arguments, size, start_method="forkserver")
             reached, why = len(left), ""
         except Exception as error:  # the first rank that failed; the others may have reached a later check
             began = [int(path.read_text() or 0) for path in this.glob("[0-9]*")]

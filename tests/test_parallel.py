@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,35 +11,40 @@ from quackish import UnsupportedError
 from quackish.parallel import linear_cross_entropy
 from quackish.parallel.combine import LossOptions, ShardStats, combine
 from quackish.reference.linear_cross_entropy import rows_of
-from tests import parallel_checks
+from tests import forked, parallel_checks
 from tests.lce_cases import make
 from tests.once import once
 
-ROOT = Path(__file__).parents[1]
+
+def run_rank(env, log, *args):
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(env)
+    parallel_checks.main(*args)
 
 
 def run_ranks(folder, kind, ranks, **env):
     """For each rank: {check: its result or traceback}."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    files = [folder / f"{rank}.json" for rank in range(ranks)]
+    files, logs = ([folder / f"{rank}.{suffix}" for rank in range(ranks)] for suffix in ("json", "log"))
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel_checks", str(rank), str(ranks), folder / "store", file, kind],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        forked.context().Process(
+            target=run_rank, args=(env, log, rank, ranks, str(folder / "store"), str(file), kind), daemon=True
         )
-        for rank, file in enumerate(files)
+        for rank, (file, log) in enumerate(zip(files, logs, strict=True))
     ]
     try:
-        printed = [process.communicate(timeout=500)[0] for process in processes]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=500)
     finally:
         for process in processes:
             process.kill()
-    # Ignore return codes: gloo's threads may abort a finished process.
+    # Ignore exit codes: gloo's threads may abort a finished process.
     return [
-        json.loads(file.read_text()) if file.exists() else {"": text} for file, text in zip(files, printed, strict=True)
+        json.loads(file.read_text()) if file.exists() else {"": log.read_text()}
+        for file, log in zip(files, logs, strict=True)
     ]
 
 
