@@ -109,6 +109,7 @@ def test_check_runs_every_variant_of_grouped_mlp():
     assert of["cluster_tile"] == set(CONFIGS)
 
 
+@pytest.mark.exhaustive
 def test_check_writes_a_file(tmp_path, capsys):
     assert main(["doctor", "--json", "--check", str(tmp_path / "check.json")]) == 0
     out, err = capsys.readouterr()

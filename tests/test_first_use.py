@@ -52,6 +52,7 @@ def test_an_import_that_initializes_cuda(capsys):
     assert "FAIL" in lines[0]
 
 
+@pytest.mark.exhaustive
 def test_first_call_in_a_process(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     cold = first_use._in_a_process("rms_norm", str(tmp_path / "cache"))

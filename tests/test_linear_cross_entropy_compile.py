@@ -53,8 +53,7 @@ def test_opcheck(needs, schedule, device):
 
 @on_portable_and_kernels
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("with_buffer", [False, True])
-@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("return_lse, with_buffer", [(False, True), (True, False)])
 def test_compiled_equals_eager_for_many_m_with_two_graphs(return_lse, with_buffer, schedule, path):
     torch._dynamo.reset()
     frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

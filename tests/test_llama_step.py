@@ -14,6 +14,7 @@ from transformers.models.llama import modeling_llama  # noqa: E402
 from benchmarks import llama_step  # noqa: E402
 
 
+@pytest.mark.exhaustive
 def test_all_providers_compute_the_same_step(tmp_path, monkeypatch):
     """A fake Liger replaces one global of transformers, and fails in its third use (compiled)."""
     plain_rope, patched = modeling_llama.apply_rotary_pos_emb, []

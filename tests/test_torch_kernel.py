@@ -125,6 +125,7 @@ print(hashlib.sha256(objects.export(compiled)).hexdigest())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not torch_kernel.status().exists, reason="this PyTorch has no CuTe kernels")
 def test_kernels_are_the_same_after_pytorch_patched_the_compiler():
     """PyTorch's kernels import a copy of QuACK, which patches the DSL."""

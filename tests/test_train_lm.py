@@ -67,6 +67,7 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path):
     assert losses(tmp_path / "once") == losses(tmp_path / "again")
 
 
+@pytest.mark.exhaustive
 def test_each_seed_is_trained_and_compared_with_fp32_logits(tmp_path):
     """Logits rounded to bf16 simulate a GPU's autocast."""
     before = """

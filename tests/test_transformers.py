@@ -301,6 +301,7 @@ torch.save(results, sys.argv[1])
 """
 
 
+@pytest.mark.exhaustive
 def test_pickles_are_patched_in_a_process_that_imports_only_torch(tmp_path):
     file, models = tmp_path / "models.pt", [patched_model(*how)[0] for how in PICKLED]
     torch.save([(model, batch()) for model in models], file)
