@@ -12,7 +12,12 @@ from tests import forked
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="also run tests that compile or try every variant")
+    parser.addoption("--exhaustive", action="store_true", help="also run slow tests, and those that try every variant")
+    parser.addoption(
+        "--no-source-lines",
+        action="store_true",
+        help="compile emulated kernels in 3/4 of the time, without source lines, which faults then lack",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,12 +30,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _isolated_configs(tmp_path_factory):
+def _isolated_configs(tmp_path_factory, request):
     """Ignores this user's tuned configs, and allows editing sources while tests run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quackish.launch.cache._STARTED", float("inf"))
         patch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path_factory.mktemp("configs")))
         forked.ENVIRONMENT.update(os.environ)
+        if request.config.getoption("no_source_lines"):
+            patch.setattr("quackish.emulation._OPTIONS", "--keep-ptx")
         yield
 
 

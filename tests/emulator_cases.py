@@ -14,6 +14,7 @@ def small(gpu: Gpu, sm_count: int = 4) -> Gpu:
     return dataclasses.replace(gpu, sm_count=sm_count)
 
 
+# Compiling a kernel for the emulator takes seconds, so cases take turns with these names, and few run with all of them.
 QUICK = "h200/late/0"  # for every run of the tests; all other names are for exhaustive tests
 HOPPER = [QUICK, "h200/at_once/1"]
 BLACKWELL = ["b200/late/0", "b300/at_once/1"]

@@ -43,19 +43,17 @@ KINDS = [(a, split) for a in reference.ACTIVATIONS for split in (False, True) if
 
 
 def paths_and_options():
-    """(where, biases, scales, activation, split). In the emulator each kind has biases and scales or not."""
+    """(where, biases, scales, activation, split). In the emulator with biases and scales, and once without."""
     for biases, scales in itertools.product([False, True], repeat=2):
         for kind in KINDS:
             for path in map(pytest.param, PATHS[:2]):
                 yield pytest.param(*path.values, biases, scales, *kind)
             for path in PATHS[2:]:
                 yield pytest.param(*path.values, biases, scales, *kind, marks=path.marks)
-    for i, kind in enumerate(KINDS):
-        first = kind == ("swiglu", False)
-        options = (True, True) if first else (bool(i & 1), bool(i & 2))
-        for path in IN_EMULATOR if first else IN_EMULATOR[i % 2 :: 2]:
-            quick = first and path is IN_EMULATOR[0]
-            yield pytest.param(*path.values, *options, *kind, marks=() if quick else path.marks)
+    late, at_once = IN_EMULATOR
+    yield pytest.param(*at_once.values, False, False, "swiglu", False, marks=at_once.marks)
+    for path, kind in zip(itertools.cycle([late, at_once]), KINDS, strict=False):
+        yield pytest.param(*path.values, True, True, *kind, marks=path.marks)
 
 
 @pytest.mark.parametrize("where, biases, scales, activation, split", list(paths_and_options()), indirect=["where"])

@@ -81,8 +81,9 @@ def problems():
     for h, dtype, aligned in itertools.product((8, 1000, 16_384), ("bfloat16", "float32"), (True, False)):
         for residual in (False, True) if dtype == "bfloat16" else (False,):
             yield "lce_targets", LceTargetsProblem(h, "bfloat16", dtype, aligned, residual)
-    for fields in itertools.product(("bfloat16", "float16"), (True, False), (True, False), (False, True)):
-        yield "lce_bias", LceBiasProblem(*fields)
+    for fields in itertools.product((True, False), (True, False), (False, True)):
+        yield "lce_bias", LceBiasProblem("bfloat16", *fields)
+    yield "lce_bias", LceBiasProblem("float16", True, True, False)
     for dtype in ("bfloat16", "float16", "float32"):
         yield "lce_scale", LceScaleProblem(dtype)
         for h in (8, 1000, 4096):

@@ -18,11 +18,11 @@ from quackish.ops.kernel_for import Kernel
 from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.errors import same_bits
 from tests import emulated_kernels
-from tests.emulator_cases import HOPPER, ONE_EACH, QUICK, emulated
+from tests.emulator_cases import BLACKWELL, HOPPER, QUICK, emulated
 from tests.variants import check_compiles, one_per
 
 T, K, E, H, I = 40, 3, 5, 24, 16  # noqa: E741
-exhaustive_settings = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ONE_EACH]
+exhaustive_settings = [pytest.param(name, marks=pytest.mark.exhaustive) for name in (HOPPER[1], BLACKWELL[0])]
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
