@@ -109,9 +109,10 @@ class Gpu:
         parameter = case.data(words.value)
         data = ctypes.create_string_buffer(self.encoded(parameter) if case.tensor_map else parameter, 128)
         parameters = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (words, results, data)))
-        clusters = Attribute(CLUSTER_DIMENSION, 0, (case.cluster, 1, 1))
-        num_attributes = int(case.cluster > 1)
-        config = Config((case.cluster, 1, 1), (case.threads, 1, 1), 0, None, ctypes.pointer(clusters), num_attributes)
+        ctas = case.ctas
+        clusters = Attribute(CLUSTER_DIMENSION, 0, (ctas, 1, 1))
+        block = case.threads // ctas, 1, 1
+        config = Config((ctas, 1, 1), block, 0, None, ctypes.pointer(clusters), int(ctas > 1))
         self.call("cuLaunchKernelEx", ctypes.byref(config), function, parameters, None)
         self.call("cuCtxSynchronize")
         self.call("cuMemcpyDtoH_v2", ctypes.c_void_p(got.ctypes.data), results, ctypes.c_size_t(got.nbytes))

@@ -29,7 +29,7 @@ REGISTERS = {1: "pred", 16: "b16", 32: "b32", 64: "b64"}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel of one CTA, or of one cluster, in which only the last CTA stores results.
+    """A kernel of one CTA, or of a cluster of `ctas` that share the threads.
 
     `body` may use %in0.. and %out0.., %t (the thread), %g and %s (this thread's scratch in global and shared memory),
     %scratch and %base (all of it), and ENTRY_data, a parameter of 128 bytes.
@@ -46,7 +46,7 @@ class Case:
     scratch: list[int] | None = None  # two 64-bit words for each thread, and more behind them
     shared_bytes: int = 4096
     tensor_map: bytes | None = None  # for ENTRY_data; its address is an offset of global scratch
-    cluster: int = 1  # CTAs of `threads` threads
+    ctas: int = 1
 
     @property
     def words(self) -> np.ndarray:
@@ -97,12 +97,16 @@ class Case:
         """An entry with the parameters words and results, which are addresses, and data."""
         parameters = [".param .u64 ENTRY_words", ".param .u64 ENTRY_results", ".param .align 64 .b8 ENTRY_data[128]"]
         lines = [f".visible .entry ENTRY({', '.join(parameters)})"]
-        lines += [f".maxntid {self.threads}, 1, 1", "{"]
+        cluster = [f".reqnctapercluster {self.ctas}, 1, 1"] if self.ctas > 1 else []
+        lines += [f".maxntid {self.threads // self.ctas}, 1, 1", *cluster, "{"]
         lines += [f".shared .align 1024 .b8 ENTRY_shared[{self.shared_bytes}];"]
         lines += [".reg .b64 %words, %results, %offset, %scratch, %g;", ".reg .b32 %t, %s, %base, %flag;"]
         for kind, registers in (("in", self.inputs), ("out", self.outputs)):
             lines += [f".reg .{REGISTERS[bits]} %{kind}{i};" for i, (bits, _) in enumerate(registers)]
-        lines += ["mov.u32 %t, %tid.x;", "mul.wide.u32 %offset, %t, 8;"]
+        lines += ["mov.u32 %t, %tid.x;"]
+        if self.ctas > 1:
+            lines += ["mov.u32 %s, %cluster_ctarank;", f"mad.lo.u32 %t, %s, {self.threads // self.ctas}, %t;"]
+        lines += ["mul.wide.u32 %offset, %t, 8;"]
         lines += ["ld.param.b64 %words, [ENTRY_words];", "ld.param.b64 %results, [ENTRY_results];"]
         lines += ["add.u64 %g, %words, %offset;", "add.u64 %results, %results, %offset;"]
         for i, (bits, _) in enumerate(self.inputs):
@@ -116,9 +120,6 @@ class Case:
         lines += ["mad.wide.u32 %g, %t, 16, %scratch;"]
         lines += ["mov.u32 %base, ENTRY_shared;", f"mad.lo.u32 %s, %t, {SCRATCH}, %base;"]
         lines += ["{", self.body, "}"]
-        if self.cluster > 1:
-            lines += [".reg .pred %not_last; mov.u32 %flag, %cluster_ctarank;"]
-            lines += [f"setp.ne.u32 %not_last, %flag, {self.cluster - 1};", "@%not_last ret;"]
         for i, (bits, _) in enumerate(self.outputs):
             place = f"[%results+{8 * self.threads * i}]"
             if bits == 1:
@@ -431,7 +432,7 @@ def _float_meaning(parts: list[str]) -> Meaning | None:
         return of_floats(lambda *operands: function(*operands, rounding=rounding))
     if operation in ("min", "max"):
         choose = {"min": min, "max": max}[operation]
-        return of_floats(lambda a, b: _minimum(a, b, choose, nan))
+        return of_floats(lambda *operands: functools.reduce(lambda a, b: _minimum(a, b, choose, nan), operands))
     if operation == "div":
         return of_floats(exact.div)
     if "approx" in modifiers or (operation in ("rcp", "sqrt") and rounding == "rn"):
@@ -586,9 +587,6 @@ def _pool_kinds(opcode: str, types: list[str]) -> list[str]:
     return [type_.removeprefix("~") for type_ in types]
 
 
-SM_100 = re.compile(r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$")
-
-
 def value_cases(form: isa.Form) -> Iterator[Case]:
     results = [_expand(declared.strip()) for declared in form.results]
     operands = [_expand(declared.strip()) for declared in form.operands]
@@ -633,9 +631,12 @@ def _value_case(form: isa.Form, results: list, operands: list, wide: bool) -> Ca
         inputs,
         outputs,
         threads,
-        "sm_100a" if SM_100.match(form.opcode) else "sm_90a",
-        bound,
+        bound=bound,
     )
+
+
+def is_of_three(form: isa.Form) -> bool:
+    return form.opcode.startswith(("min.", "max.")) and len(form.operands) == 3
 
 
 def _mov_meaning(ins: list[str], outs: list[str]) -> Meaning:
@@ -701,7 +702,7 @@ def load_cases(form: isa.Form) -> Iterator[Case]:
         outputs: list = [(bits, []) for _ in range(count)]
         for thread, i in itertools.product(range(threads), range(count)):
             begin = 16 * thread + offset + size * i
-            source = PARAMETER_DATA[offset:] if ".param" in form.opcode else data[begin:]
+            source = PARAMETER_DATA[offset + size * i :] if ".param" in form.opcode else data[begin:]
             value = int.from_bytes(source[:size], "little", signed=type_[0] == "s")
             outputs[i][1].append(value % (1 << bits))
         outs = ", ".join(f"%out{i}" for i in range(count))
@@ -1009,9 +1010,76 @@ def bulk_cases(form: isa.Form) -> Iterator[Case]:
         last = opcode if "wait_group" in opcode else "cp.async.bulk.wait_group"
         copy += f"cp.async.bulk.commit_group; {last} 0;"
         copy += " cp.async.bulk.wait_group 0;" if ".read" in opcode else ""
+    after = words[20:22]
+    if "reduce" in opcode:  # the numbers at the destination are added
+        dtype = np.dtype(opcode.rpartition(".")[2].replace("u", "uint").replace("s", "int").replace("f", "float"))
+        numbers = (
+            np.arange(-3, 16 // dtype.itemsize - 3).astype(dtype),
+            np.arange(1, 1 + 16 // dtype.itemsize).astype(dtype),
+        )
+        words[8:10], words[20:22], after = (words_of(x.tobytes()) for x in (*numbers, numbers[0] + numbers[1]))
     body = f"st.shared.b64 [%base], {words[20]}; st.shared.b64 [%base+8], {words[21]}; {FENCE}\n{copy}\n"
     body += "ld.global.b64 %out0, [%scratch+64]; ld.global.b64 %out1, [%scratch+72];"
-    yield one_thread_case(form, body, [(64, words[20]), (64, words[21])], scratch=words)
+    yield one_thread_case(form, body, [(64, after[0]), (64, after[1])], scratch=words)
+
+
+def thread_copy_cases(form: isa.Form) -> Iterator[Case]:
+    """cp.async: each thread copies from its scratch to its shared memory."""
+    opcode, operands = form.opcode, [operand.strip() for operand in form.operands]
+    words = random_words(opcode, 64)
+    data, size = scratch_bytes(words), 16
+    copy = "cp.async.ca.shared.global [%s], [%g], 16;"
+    wait = "cp.async.commit_group; cp.async.wait_group 0;"
+    if opcode in ("cp.async.wait_all", "cp.async.commit_group"):
+        wait = f"{opcode};" + (" cp.async.wait_group 0;" if "commit" in opcode else "")
+    elif "mbarrier" in opcode:  # 32 threads arrive when their copies are complete, and then by themselves
+        count = 64 if "noinc" in opcode else 32
+        wait = f""".reg .b64 %state; .reg .b32 %bar; add.u32 %bar, %base, 2048; setp.eq.u32 %p, %t, 0;
+@%p mbarrier.init.shared.b64 [%bar], {count}; bar.sync 0;
+{opcode} [%bar]; mbarrier.arrive.shared.b64 %state, [%bar];
+WAIT: mbarrier.try_wait.parity.shared.b64 %q, [%bar], 0; @!%q bra WAIT;"""
+    elif opcode != "cp.async.wait_group":
+        size = 16 if ".cg" in opcode else 8
+        policy = ", %policy" if operands[-1] == "u64" else ""
+        copied = [size] * 32
+        extra = ""
+        if operands[3:4] == ["u32"]:
+            extra, copied = ", %size", [t % (size + 1) for t in range(32)]
+        elif operands[3:4] == ["pred"]:
+            extra, copied = ", %p", [0 if t % 2 else size for t in range(32)]
+        for t, count in enumerate(copied):
+            data[16 * t + count : 16 * t + size] = bytes(size - count)
+        copy = f""".reg .b32 %size, %odd; .reg .b64 %policy; mov.b64 %policy, 0x1000000000000000;
+rem.u32 %size, %t, {size + 1}; and.b32 %odd, %t, 1; setp.eq.u32 %p, %odd, 1;
+{opcode} [%s], [%g], {size}{extra}{policy};"""
+    kept = "ld.global.b64 %out1, [%g+8]; st.shared.b64 [%s+8], %out1;\n" if size == 8 else ""
+    body = f".reg .pred %p, %q;\n{kept}{copy}\n{wait}\n{FROM_SHARED}"
+    after = words_of(data)
+    yield Case(case_name(form), opcode, body, [], [(64, after[::2]), (64, after[1::2])], scratch=words)
+
+
+def wide_move_cases(form: isa.Form) -> Iterator[Case]:
+    """Registers of 128 bits: there and back."""
+    low, high = random_words(f"{form.opcode} low", 32), random_words(f"{form.opcode} high", 32)
+    body = ".reg .b128 %w; mov.b128 %w, {%in0, %in1}; mov.b128 {%out0, %out1}, %w;"
+    yield Case(case_name(form), form.opcode, body, [(64, low), (64, high)], [(64, low), (64, high)])
+
+
+def launch_control_cases(form: isa.Form) -> Iterator[Case]:
+    """A launch of one cluster: there is none to cancel, and the first CTA of none is open."""
+    opcode = "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128"
+    opcode = form.opcode if "try_cancel" in form.opcode else opcode
+    query = "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %q, %w;"
+    if "get_first" in form.opcode:
+        result = "{%x0, %x1, %x2, %x3}" if ".v4" in form.opcode else "%x0"
+        query += f" {form.opcode} {result}, %w; mov.b32 %out1, %x0;"
+    body = f"""{INIT.format(1)} mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], 16;
+.reg .b32 %to; .reg .b32 %x<4>; .reg .b64 %low, %high; .reg .b128 %w; add.u32 %to, %base, 64; mov.b32 %out1, 0;
+{opcode} [%to], [%bar];
+{_wait(0)}
+ld.shared.v2.b64 {{%low, %high}}, [%to]; mov.b128 %w, {{%low, %high}};
+{query} selp.b32 %out0, 1, 0, %q;"""
+    yield one_thread_case(form, body, [(32, 0), (32, None)])
 
 
 CLUSTER_BARRIER = "barrier.cluster.arrive; barrier.cluster.wait;"
@@ -1019,25 +1087,28 @@ CLUSTER_BARRIER = "barrier.cluster.arrive; barrier.cluster.wait;"
 
 def async_store_cases(form: isa.Form) -> Iterator[Case]:
     """Two CTAs store to each other's shared memory."""
-    type_ = form.opcode.rpartition(".")[2]
+    type_, count = _element(form.opcode)
     bits = int(type_[1:])
-    value = random_words(form.opcode, 1)[0] % (1 << bits)
-    body = f"""mov.b{bits} %out0, 0;
-.reg .pred %p, %q; .reg .b32 %bar, %to, %other, %far, %far_bar; .reg .b64 %state; .reg .b{bits} %v;
-mov.b32 %bar, %base; add.u32 %to, %base, 64; mov.b{bits} %v, {value}; setp.ne.u32 %p, %t, 0;
+    values = [word % (1 << bits) for word in random_words(form.opcode, count)]
+    names = [f"%out{i}" for i in range(count)]
+    operand = f"{{{', '.join(names)}}}" if count > 1 else names[0]
+    body = f"""{" ".join(f"mov.b{bits} {name}, {value};" for name, value in zip(names, values, strict=True))}
+.reg .pred %p, %q; .reg .b32 %i, %bar, %to, %other, %far, %far_bar; .reg .b64 %state;
+mov.b32 %bar, %base; add.u32 %to, %base, 64; mov.u32 %i, %tid.x; setp.ne.u32 %p, %i, 0;
 @%p bra READY;
-{INIT.format(1)} mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], {bits // 8};
+{INIT.format(1)} mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], {bits // 8 * count};
 READY:
 {CLUSTER_BARRIER}
 @%p bra SKIP;
 mov.u32 %other, %cluster_ctarank; xor.b32 %other, %other, 1;
 mapa.shared::cluster.u32 %far, %to, %other; mapa.shared::cluster.u32 %far_bar, %bar, %other;
-{form.opcode} [%far], %v, [%far_bar];
+{form.opcode} [%far], {operand}, [%far_bar];
 {_wait(0)}
-ld.shared.b{bits} %out0, [%to];
 SKIP:
-{CLUSTER_BARRIER}"""
-    yield Case(case_name(form), form.opcode, body, [], [(bits, [value, *[0] * 31])], cluster=2)
+{CLUSTER_BARRIER}
+{" ".join(f"ld.shared.b{bits} {name}, [%to+{bits // 8 * i}];" for i, name in enumerate(names))}"""
+    outputs: list = [(bits, [value] * 64) for value in values]
+    yield Case(case_name(form), form.opcode, body, [], outputs, threads=64, ctas=2)
 
 
 # Copies by tensor maps: fp32 tensors of up to (12, 3, 3, 2, 2) in boxes of (8, 2, 2, 2, 2), partly outside.
@@ -1096,34 +1167,38 @@ def _tensor_case(form: isa.Form, whole_warp: bool = False) -> Case:
     policy = ", %policy" if "L2::cache_hint" in opcode else ""
     head = f".reg .b64 %map, %policy, %state; .reg .pred %p, %q; .reg .b32 %bar, %to;\n{MAP}\n"
     head += (
-        "mov.b64 %policy, 0x1000000000000000; mov.b32 %bar, %base; add.u32 %to, %base, 1024; setp.ne.u32 %p, %t, 0;\n"
+        ".reg .b32 %i; mov.u32 %i, %tid.x; setp.ne.u32 %p, %i, 0;\n"
+        "mov.b64 %policy, 0x1000000000000000; mov.b32 %bar, %base; add.u32 %to, %base, 1024;\n"
     )
     size = 4 * len(box)
-    slot = "mad.lo.u32 %s, %t, 16, %to;\n"
+    slot = "mad.lo.u32 %s, %i, 16, %to;\n"
     contents = [*words_of(box.tobytes()), *[0] * 64][:64]
     scratch = [*([0] * 64 if loads else contents), *before]
     if loads:
         multicast = ".multicast::cluster" in opcode
-        mask, cluster = (", %mask", 2) if multicast else ("", 1)
+        mask, ctas = (", %mask", 2) if multicast else ("", 1)
         barrier = CLUSTER_BARRIER if multicast else "bar.sync 0;"
+        # With .cta_group::2 all signals go to the mbarrier of the first CTA, which has the parity of %bar's CTA.
+        expected = (2 * size, 0) if multicast and ".cta_group::2" in opcode else (size, size)
         body = (
             head
             + f"""{slot}.reg .b16 %mask; mov.b16 %mask, 3;
-.reg .b32 %rank; .reg .pred %issues; mov.u32 %rank, %cluster_ctarank; setp.eq.u32 %issues, %rank, 0;
+.reg .b32 %rank, %expected; .reg .pred %first; mov.u32 %rank, %cluster_ctarank; setp.eq.u32 %first, %rank, 0;
+selp.b32 %expected, {expected[0]}, {expected[1]}, %first;
 st.shared.b64 [%s], 0; st.shared.b64 [%s+8], 0; {FENCE}
 @%p bra READY;
 {INIT.format(1)}
-mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], {size};
+mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], %expected;
 READY:
 {barrier}
 @%p bra SKIP;
-@%issues {opcode} [%to], [%map, {coordinates}], [%bar]{mask}{policy};
+@%first {opcode} [%to], [%map, {coordinates}], [%bar]{mask}{policy};
 {_wait(0)}
 SKIP:
 {barrier}
 {FROM_SHARED}"""
         )
-        outputs: list = [(64, contents[::2]), (64, contents[1::2])]
+        outputs: list = [(64, contents[::2] * ctas), (64, contents[1::2] * ctas)]
     else:
         body = (
             head
@@ -1145,9 +1220,9 @@ bar.sync 0;
             outputs.append((64, words))
             body += f"ld.global.b64 %out{i}, [%tensor+{8 * (TENSOR_AT + 32 * i)}];\n"
         scratch += [0] * 32
-        cluster = 1
+        ctas = 1
     name = case_name(form) + (" by a whole warp" if whole_warp else "")
-    return Case(name, opcode, body, [], outputs, cluster=cluster, scratch=scratch, tensor_map=_tensor_map(rank))
+    return Case(name, opcode, body, [], outputs, 32 * ctas, scratch=scratch, tensor_map=_tensor_map(rank), ctas=ctas)
 
 
 def tensor_prefetch_cases(form: isa.Form) -> Iterator[Case]:
@@ -1280,6 +1355,12 @@ def address_cases(form: isa.Form) -> Iterator[Case]:
         yield Case(case_name(form), opcode, body, [], [(64, words[::2])], scratch=words)
 
 
+def tcgen05_cases(form: isa.Form) -> Iterator[Case]:
+    from tests import emulator_tcgen05_forms  # which imports this module
+
+    return emulator_tcgen05_forms.cases(form)
+
+
 FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"cvta\.(global|shared|to)|mapa\.", address_cases),
     (r"ld\.", load_cases),
@@ -1296,28 +1377,40 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"cp\.(reduce\.)?async\.bulk\.tensor\.", tensor_cases),
     (r"prefetch.*\.tensormap", tensor_prefetch_cases),
     (r"cvta\.param", tensor_prefetch_cases),
-    (r"cp\.async\.bulk\.", bulk_cases),
+    (r"cp\.(reduce\.)?async\.bulk\.", bulk_cases),
+    (r"cp\.async\.", thread_copy_cases),
+    (r"clusterlaunchcontrol\.", launch_control_cases),
+    (r"mov\.b128", wide_move_cases),
     (r"wgmma\.mma_async\.", wgmma_cases),
+    (r"tcgen05\.", tcgen05_cases),
     (r"(bra|ret|exit)\b", control_cases),
     (r"(fence|membar|nanosleep|griddepcontrol|setmaxnreg|prefetch\.global|wgmma)\b", plain_cases),
 ]
 
-SEVERAL_SHAPES = re.compile(r"wgmma\.mma_async\..*m64n(8|24|64|128|192|256)k")
+SM_100 = re.compile(
+    r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group"
+)
+# Of forms that differ in nothing but a shape, a number of registers or a hint, these are enough for every run.
+MANY = re.compile(r"wgmma\.mma_async|tcgen05\.(ld|st|mma)\.")
+ENOUGH = re.compile(
+    r"wgmma\..*m64n(8|24|64|128|192|256)k|tcgen05\.(ld|st)\..*\.x(2|16)\.|tcgen05\.mma\..*(kind::\w+|f16.*lastuse)$"
+)
 
 
 def is_one_of_many(case: Case) -> bool:
-    """Whether other cases differ from this one in nothing but the shape of a matrix."""
-    return case.opcode.startswith("wgmma.mma_async") and not SEVERAL_SHAPES.match(case.opcode)
+    return MANY.match(case.opcode) is not None and not ENOUGH.match(case.opcode)
 
 
 @functools.cache
 def cases_of(form: isa.Form) -> list[Case]:
-    for pattern, family in FAMILIES:
-        if re.match(pattern, form.opcode):
-            return list(family(form))
-    if form.kind == "value":
-        return list(value_cases(form))
-    return []
+    matching = [family for pattern, family in FAMILIES if re.match(pattern, form.opcode)]
+    family = matching[0] if matching else value_cases if form.kind == "value" else None
+    found = list(family(form)) if family else []
+    return (
+        [dataclasses.replace(case, target="sm_100a") for case in found]
+        if SM_100.match(form.opcode) or is_of_three(form)
+        else found
+    )
 
 
 @functools.cache

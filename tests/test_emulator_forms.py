@@ -45,8 +45,8 @@ def emulate(case: emulator_forms.Case) -> np.ndarray:
     words[:] = case.words
     program = decode.decode(ptx.parse(emulator_forms.module({"form": case})).entries["form"])
     parameters = struct.pack("<QQ48x", words.ctypes.data, results.ctypes.data) + case.data(words.ctypes.data)
-    cluster = (case.cluster, 1, 1)
-    launch = host.Launch("form", cluster, (case.threads, 1, 1), cluster, 0, False, False, 0)
+    ctas = (case.ctas, 1, 1)
+    launch = host.Launch("form", ctas, (case.threads // case.ctas, 1, 1), ctas, 0, False, False, 0)
     gpu = B200 if case.target == "sm_100a" else H200
     with emulator.register(words.ctypes.data, words.nbytes), emulator.register(results.ctypes.data, results.nbytes):
         emulator.run(program, launch, parameters, gpu)
@@ -62,7 +62,7 @@ def of_family(family: str) -> list[emulator_forms.Case]:
     ]
 
 
-ASYNCHRONOUS = ("cp", "mbarrier", "wgmma", "st", "bar", "barrier", "mapa")
+ASYNCHRONOUS = ("cp", "mbarrier", "tcgen05", "wgmma", "st", "bar", "barrier", "mapa")
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 Real hardware may complete asynchronous work at any time between these two. A kernel that misses a wait, waits for the
 wrong thing, or reuses memory too early computes something else in one of them.
 
-Two kinds of work are told apart. Copies that signal an mbarrier complete on their own: late, one at a time, whenever no
-thread can go on. Groups (bulk stores, wgmma) complete when a thread waits for them. A fault then names the instruction
-that issued the work.
+Three kinds of work are told apart. Copies that signal an mbarrier complete on their own: late, one at a time, whenever
+no thread can go on. Groups (bulk stores, wgmma, stores to tensor memory) complete when a thread waits for them. Queued
+work (tcgen05.mma) completes in order, as a part of the copy that announces it; that of half of the CTAs is done at
+once, so that it can come before other work that is late. A fault then names the instruction that issued the work.
 """
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from quackish.emulator.errors import Fault
 
 AT_ONCE, LATE = "at_once", "late"
 COMPLETIONS = (AT_ONCE, LATE)
+_WORK_OF = "\n  asynchronous work of "
 
 
 # Takes what the work needs, and returns what is left to do: its writes.
@@ -31,6 +34,25 @@ class _Groups:
         self.reads_done: list[list[Callable[[], None]]] = []  # groups older than `committed`: writes to do
 
 
+class _Queue:
+    """Work of a CTA in the order of its issue."""
+
+    def __init__(self, is_late: bool):
+        self.is_late = is_late
+        self.work: deque[Callable[[], None]] = deque()
+        self.num_done = 0
+        self.issued_by: dict[int, int] = {}  # thread -> how much had been issued after its latest work
+
+    def complete(self, count: int) -> None:
+        """Completes the first `count` pieces of work, counted from the beginning of the launch."""
+        while self.num_done < count:
+            self.num_done += 1
+            self.work.popleft()()
+
+    def complete_all(self) -> None:
+        self.complete(self.num_done + len(self.work))
+
+
 class Completion:
     """The asynchronous work of one launch."""
 
@@ -42,6 +64,11 @@ class Completion:
         self._draw, self._place = draw, place
         self._copies: list[Callable[[], None]] = []
         self._groups: dict[tuple, _Groups] = {}
+        self._queues: dict[Any, _Queue] = {}
+
+    def located(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Work that happens later; its faults name the instruction that executes now."""
+        return _placed(work, self._place())
 
     # Copies that signal an mbarrier
 
@@ -57,6 +84,32 @@ class Completion:
             return False
         self._copies.pop(self._draw.randrange(len(self._copies)))()
         return True
+
+    # Work of a CTA that completes in the order of its issue
+
+    def queue(self, cta: Any, thread: int, work: Callable[[], None]) -> None:
+        queue = self._queue_of(cta)
+        if queue.is_late:
+            queue.work.append(_placed(work, self._place()))
+            queue.issued_by[thread] = queue.num_done + len(queue.work)
+        else:
+            work()
+
+    def _queue_of(self, cta: Any) -> _Queue:
+        if cta not in self._queues:
+            self._queues[cta] = _Queue(self.late and self._draw.random() < 0.5)
+        return self._queues[cta]
+
+    def announce(self, cta: Any, thread: int, signal: Callable[[], None]) -> None:
+        """Signals once all that the thread has queued is complete."""
+        queue = self._queue_of(cta)
+        count = queue.issued_by.get(thread, 0)
+
+        def complete():
+            queue.complete(count)
+            signal()
+
+        self.copy(complete)
 
     # Groups. An owner is (CTA, kind of work, thread or warp group).
 
@@ -87,6 +140,8 @@ class Completion:
 
     def cta_exits(self, cta: Any) -> None:
         """Shared memory is gone after this, so what reads it is done now. Writes wait for the end of the launch."""
+        if cta in self._queues:
+            self._queues[cta].complete_all()
         for owner, groups in self._groups.items():
             if owner[0] is cta:
                 for group in [*groups.committed, groups.open]:
@@ -101,14 +156,16 @@ class Completion:
             pass
 
 
-def _placed(work: Callable[[], Any], place: Callable[[], str]) -> Callable[[], Any]:
+def _placed(work: Callable[..., Any], place: Callable[[], str]) -> Callable[..., Any]:
     """Work that happens later than its instruction, which its faults name."""
 
-    def do():
+    def do(*args):
         try:
-            return work()
+            return work(*args)
         except (Fault, ValueError) as error:
-            raise Fault(f"{error}\n  asynchronous work of {place()}") from None
+            if _WORK_OF in str(error):  # queued work, which names its own instruction
+                raise
+            raise Fault(f"{error}{_WORK_OF}{place()}") from None
 
     return do
 

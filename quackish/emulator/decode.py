@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quackish.emulator import isa
+from quackish.emulator import isa, late_loads
 from quackish.emulator.errors import PtxError
 from quackish.emulator.memory import RANK_SHIFT, SYSTEM_SHARED_BYTES
 from quackish.emulator.ptx import (
@@ -22,7 +22,7 @@ from quackish.emulator.ptx import (
     Symbol,
     Vector,
 )
-from quackish.emulator.threads import VIEW_OF_TYPE, Lanes
+from quackish.emulator.threads import U128, VIEW_OF_TYPE, Lanes
 
 Step = Callable[[Lanes], None]
 Reader = Callable[[Lanes], Any]
@@ -89,9 +89,9 @@ def _bits(type_: str) -> int:
     return int(_view(type_)[1:])
 
 
-_DTYPES = {
+_DTYPES: dict[str, Any] = {
     "pred": np.bool_, "u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "u32": np.uint32,
-    "s32": np.int32, "f32": np.float32, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
+    "s32": np.int32, "f32": np.float32, "u64": np.uint64, "s64": np.int64, "f64": np.float64, "u128": U128,
 }  # fmt: skip
 
 
@@ -111,6 +111,7 @@ class _Decoder:
             self.register_counts[width] = self.rows[name] + 1
         self.symbols, self.static_shared_bytes = _layout(entry)
         self.block_of_label: dict[str, int] = {}
+        self.loaded_late: set[str] = set()  # registers that instructions write which do not wait for their data
 
     def _registers_in_use(self) -> dict[str, None]:
         used: dict[str, None] = {}
@@ -136,6 +137,7 @@ class _Decoder:
 
     def program(self) -> Program:
         forms = [self._form(instruction) for instruction in self.entry.instructions]
+        self.loaded_late = self._loaded_late(forms)
         starts = self._starts(forms)
         for label, index in self.entry.labels.items():
             self.block_of_label[label] = starts.index(index) if index < len(forms) else len(starts)
@@ -146,6 +148,19 @@ class _Decoder:
         # An entry that ends without `ret` exits.
         blocks.append(Block([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, None, False))
         return Program(self.entry, blocks, self.register_counts, self.static_shared_bytes, self.symbols)
+
+    def _loaded_late(self, forms: list[isa.Form]) -> set[str]:
+        """Registers that late loads write, and those that they are moved to."""
+        found: set[str] = set()
+        moves = []
+        for instruction, form in zip(self.entry.instructions, forms, strict=True):
+            if form.loads_late:
+                found |= _registers(instruction.operands[: len(form.operands) - 1])
+            elif _is_move(instruction):
+                moves.append((_registers(instruction.operands[:1]), _registers(instruction.operands[1:])))
+        while more := {name for targets, sources in moves if sources & found for name in targets - found}:
+            found |= more
+        return found
 
     def _starts(self, forms: list[isa.Form]) -> list[int]:
         """The indices of instructions that begin a block."""
@@ -293,7 +308,7 @@ class _Decoder:
     def _step(self, instruction: Instruction, form: isa.Form) -> Step:
         step = self._value_step(instruction, form) if form.kind == "value" else self._action_step(instruction, form)
         if instruction.predicate is None:
-            return step
+            return self._deferred_move(instruction, step) if _is_move(instruction) else step
         chosen = self._reader("pred", self._predicate(instruction), instruction)
 
         def predicated(lanes):
@@ -304,6 +319,37 @@ class _Decoder:
                 step(lanes.cta.lanes(mask))
 
         return predicated
+
+    def _deferred_move(self, instruction: Instruction, step: Step) -> Step:
+        """The step, which happens after the load of its sources if that is late."""
+        sources = _registers(instruction.operands[1:])
+        if not sources or not sources <= self.loaded_late:
+            return step
+        source_keys, target_keys = (
+            {self._key(name) for name in names} for names in (sources, _registers(instruction.operands[:1]))
+        )
+
+        def move(lanes):
+            if not (lanes.cta.pending_loads and late_loads.defer(lanes, source_keys, target_keys, step)):
+                step(lanes)
+
+        return move
+
+    def _key(self, register: str) -> late_loads.Register:
+        return self.entry.registers[register], self.rows[register]
+
+    def _finishing_loads(self, register: Register, access: Callable) -> Callable:
+        """An access of a register, after the late loads that write it."""
+        if register.name not in self.loaded_late:
+            return access
+        key = self._key(register.name)
+
+        def finishing(lanes, *values):
+            if lanes.cta.pending_loads:
+                late_loads.finish(lanes, key)
+            return access(lanes, *values)
+
+        return finishing
 
     def _operand_readers(self, instruction: Instruction, form: isa.Form) -> list[Reader]:
         readers = []
@@ -419,6 +465,9 @@ class _Decoder:
         raise AssertionError
 
     def _register_reader(self, type_: str, register: Register, instruction: Instruction) -> Reader:
+        return self._finishing_loads(register, self._plain_register_reader(type_, register, instruction))
+
+    def _plain_register_reader(self, type_: str, register: Register, instruction: Instruction) -> Reader:
         width = self.entry.registers[register.name]
         if width == _width(type_) and _bits_or_0(type_) != 8:
             view, row = self._row(type_, register, instruction)
@@ -471,7 +520,7 @@ class _Decoder:
             else:
                 lanes.rows[view][row][lanes.where] = convert(values)
 
-        return write
+        return self._finishing_loads(operand, write)
 
     def _span_writer(self, declared: str, operand: Any, instruction: Instruction) -> Callable[[Lanes, Any], None]:
         """Stores values over the span, for the executing threads."""
@@ -494,7 +543,7 @@ class _Decoder:
             else:
                 copyto(lanes.rows[view][row], values, casting="unsafe", where=where)
 
-        return write_unconverted if convert is _unconverted else write
+        return self._finishing_loads(operand, write_unconverted if convert is _unconverted else write)
 
     def _destination(self, declared: str, operand: Any, instruction: Instruction):
         """(view, row, conversion) of a register that gets values of a type, perhaps a narrower one."""
@@ -514,6 +563,17 @@ class _Decoder:
             self.rows[operand.name],
             lambda values: np.asarray(values).view(dtype).astype(wide),
         )
+
+
+def _is_move(instruction: Instruction) -> bool:
+    return instruction.opcode.split(".")[0] == "mov"
+
+
+def _registers(operands: Any) -> set[str]:
+    """The names of the registers among operands and in their parts."""
+    if isinstance(operands, Register):
+        return {operands.name}
+    return set().union(*map(_registers, operands)) if isinstance(operands, tuple) else set()
 
 
 def _unconverted(values):

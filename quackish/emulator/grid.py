@@ -14,7 +14,7 @@ from quackish.emulator.completion import Completion
 from quackish.emulator.decode import Program
 from quackish.emulator.errors import Fault
 from quackish.emulator.memory import GlobalMemory
-from quackish.emulator.threads import WARP, WARP_MASK, Cta, num_warps, warp_masks, whole_warps
+from quackish.emulator.threads import VIEW_OF_TYPE, WARP, WARP_MASK, Cta, num_warps, warp_masks, whole_warps
 
 MAX_CTAS_PER_SM = 32  # compute capabilities 9.0 and 10.x
 RESERVED_SHARED_BYTES = 1024  # of each CTA, by the system
@@ -30,6 +30,7 @@ class Cluster:
         self.grid = grid
         self.size = math.prod(grid.cluster_dimensions)
         self.barrier = ClusterBarrier(self)
+        self.meetings: dict[tuple, Any] = {}  # see isa.tcgen05: of warps of a CTA pair
         x, y, _ = grid.cluster_dimensions
         self.ctas = [
             Cta(grid, self, rank, (first[0] + rank % x, first[1] + rank // x % y, first[2] + rank // (x * y)))
@@ -67,7 +68,11 @@ class Grid:
         self.waits_for_previous = self.lets_next_begin = False  # griddepcontrol
         self.mmas = self.flops = 0
         self.num_instructions = 0  # a warp's instruction counts once
+        self.waiting: list[tuple[int, int, int]] = []  # first CTAs of clusters that have not begun; the next is last
+        self.ctas_on_sm = [0] * gpu.sm_count
+        self.tensor_memories: dict[int, Any] = {}  # SM -> tensor_memory.TensorMemory
         self.tensor_memory_columns = 0
+        self.cta_group = 0  # of the tcgen05 instructions, once one is executed
         self._check(getattr(launch, "cooperative", False))
 
     # Residency
@@ -116,14 +121,14 @@ class Grid:
         x, y, z = self.cluster_dimensions
         grid_x, grid_y, grid_z = self.dimensions
         waiting = [(i, j, k) for k in range(0, grid_z, z) for j in range(0, grid_y, y) for i in range(0, grid_x, x)]
-        waiting.reverse()  # the next one is last
+        waiting.reverse()
+        self.waiting = waiting
         resident: list[Cluster] = []
         idle, rounds = _Idle(), 0
         with np.errstate(all="ignore"):
             while waiting or resident:
                 while waiting and (len(resident) + 1) * x * y * z <= self.max_resident:
-                    resident.append(Cluster(self, waiting.pop()))
-                    self._slow_down(resident[-1])
+                    resident.append(self._admit(waiting.pop()))
                 events = self.num_events
                 ctas = [cta for cluster in resident for cta in cluster.ctas if cta.fragments]
                 self.draw.shuffle(ctas)
@@ -132,7 +137,7 @@ class Grid:
                 busy = sum(self._turn(cta) for cta in ctas if cta not in slow)
                 if not busy and events == self.num_events:
                     busy = sum(self._turn(cta) for cta in slow)
-                resident = [cluster for cluster in resident if any(cta.live for cta in cluster.ctas)]
+                resident = [cluster for cluster in resident if not self._retire(cluster)]
                 rounds += 1
                 if rounds % MAX_ROUNDS_WITHOUT_COPY == 0:
                     self.completion.complete_one_copy()
@@ -145,6 +150,23 @@ class Grid:
                 elif is_stuck:
                     raise self._deadlock(resident, len(waiting))
             self.completion.finish()
+
+    def _admit(self, first: tuple[int, int, int]) -> Cluster:
+        """A cluster becomes resident: its CTAs are on the SMs that have the fewest."""
+        cluster = Cluster(self, first)
+        for cta in cluster.ctas:
+            cta.sm = self.ctas_on_sm.index(min(self.ctas_on_sm))
+            self.ctas_on_sm[cta.sm] += 1
+        self._slow_down(cluster)
+        return cluster
+
+    def _retire(self, cluster: Cluster) -> bool:
+        """Whether all threads of a cluster have exited, which then makes room for another one."""
+        if any(cta.live for cta in cluster.ctas):
+            return False
+        for cta in cluster.ctas:
+            self.ctas_on_sm[cta.sm] -= 1
+        return True
 
     def _slow_down(self, cluster: Cluster) -> None:
         """Makes some CTAs and warps slow, by chance: they run when no other one can go on.
@@ -375,6 +397,6 @@ def _digest(ctas: list[Cta]) -> bytes:
     digest = hashlib.blake2b()
     for cta in ctas:
         digest.update(repr((sorted(cta.fragments.items()), len(cta.parked))).encode())
-        for width in (0, 1, 3, 6):  # predicates and the unsigned views: all registers once
-            digest.update(cta.registers.rows[width].tobytes())
+        for view in ("pred", "u16", "u32", "u64", "u128"):  # all registers once
+            digest.update(cta.registers.rows[VIEW_OF_TYPE[view]].tobytes())
     return digest.digest()

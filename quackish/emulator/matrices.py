@@ -76,8 +76,10 @@ def _descriptor(bits: int, swizzle: Swizzle) -> Descriptor:
 
 
 # Element types, by PTX's names: bytes, and a function from unsigned integers to fp32.
-ELEMENT_BYTES = {"bf16": 2, "f16": 2, "tf32": 4}
+ELEMENT_BYTES = {"e4m3": 1, "e5m2": 1, "bf16": 2, "f16": 2, "tf32": 4}
 _TO_F32 = {
+    "e4m3": numbers.e4m3_to_f32,
+    "e5m2": numbers.e5m2_to_f32,
     "bf16": numbers.bf16_to_f32,
     "f16": lambda bits: bits.view(np.float16).astype(np.float32),
     "tf32": lambda bits: numbers.f32_to_tf32(bits.view(np.float32)),
@@ -158,7 +160,7 @@ def registers_to_a(registers: np.ndarray, element: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class InstructionDescriptor:
-    """Of tcgen05.mma with .kind::f16 or .kind::tf32, dense."""
+    """Of tcgen05.mma with .kind::f16, .kind::tf32 or .kind::f8f6f4, dense."""
 
     d: str  # types
     a: str
@@ -172,25 +174,83 @@ class InstructionDescriptor:
 
 
 _D_TYPES = {0: "f16", 1: "f32"}
-_AB_TYPES = {"f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}}
+_AB_TYPES = {
+    "f16": {0: "f16", 1: "bf16"},
+    "tf32": {2: "tf32"},
+    "f8f6f4": {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"},
+}
+_D_F16 = {("f16", "f16"), *((a, b) for a in _AB_TYPES["f8f6f4"].values() for b in _AB_TYPES["f8f6f4"].values())}
 
 
 def instruction_descriptor(bits: int, kind: str, ctas: int) -> InstructionDescriptor:
-    """`kind` is "f16" or "tf32", `ctas` is 1 or 2 (.cta_group). (Instruction descriptor; Matrix Shape)"""
+    """`kind` is "f16", "tf32" or "f8f6f4", `ctas` is 1 or 2 (.cta_group). (Instruction descriptor; Matrix Shape)"""
     if bits & (1 << 6 | 1 << 23 | 1 << 29):
         raise Fault(f"instruction descriptor {bits:#010x} has reserved bits set: 6, 23 and 29 must be 0")
     if _field(bits, 0, 3) or _field(bits, 30, 31):
         raise NotImplementedError(f"instruction descriptor {bits:#010x}: sparse, saturating or shifting B")
     types = _AB_TYPES[kind]
     d, a, b = _D_TYPES.get(_field(bits, 4, 5)), types.get(_field(bits, 7, 9)), types.get(_field(bits, 10, 12))
-    if d is None or a is None or b is None or (d == "f16" and (a, b) != ("f16", "f16")):
+    if d is None or a is None or b is None or (d == "f16" and (a, b) not in _D_F16):
         raise Fault(f"instruction descriptor {bits:#010x} has types that .kind::{kind} lacks")
+    if a not in ELEMENT_BYTES or b not in ELEMENT_BYTES:
+        raise NotImplementedError(f"instruction descriptor {bits:#010x}: elements of 4 or 6 bits ({a}, {b})")
     m, n = _field(bits, 24, 28) << 4, _field(bits, 17, 22) << 3
     shapes, step = ((64, 128), 8) if ctas == 1 else ((128, 256), 16)
     if m not in shapes or n % step or not step <= n <= 256:
         raise Fault(f"tcgen05.mma of {m} x {n} by {ctas} CTAs; m is one of {shapes}, n a multiple of {step} up to 256")
     negate_a, negate_b, mn_major_a, mn_major_b = (bool(bits >> bit & 1) for bit in (13, 14, 15, 16))
     return InstructionDescriptor(d, a, b, negate_a, negate_b, mn_major_a, mn_major_b, m, n)
+
+
+def lanes_of_rows(m: int, ctas: int) -> np.ndarray:
+    """The lane of each row of A in tensor memory, for one CTA. (Data Path Layout Organization)"""
+    if (m, ctas) == (128, 2):
+        raise NotImplementedError("tcgen05.mma of m = 128 by two CTAs with A in tensor memory")
+    return np.arange(128).reshape(4, 2, 16)[:, 0].reshape(-1) if m == 64 else np.arange(128)
+
+
+def tensor_words_to_a(words: np.ndarray, element: str) -> np.ndarray:
+    """(rows, 8) words of tensor memory -> A as fp32, (rows, 32 bytes of k)."""
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[ELEMENT_BYTES[element]]
+    return _TO_F32[element](np.ascontiguousarray(words).view(unsigned))
+
+
+# Fragments of tcgen05.ld and .st: register r of thread t has the word of lane `lanes[r, t]` and column `columns[r, t]`,
+# counted from the address.
+
+TENSOR_SHAPES = {"32x32b": 1, "16x32bx2": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}  # registers of .x1
+
+
+class TensorFragment(NamedTuple):
+    lanes: np.ndarray  # (registers, 32)
+    columns: np.ndarray
+    width: int  # columns from the first to the last one
+
+
+@functools.cache
+def tensor_fragment(shape: str, count: int, half_offset: int = 0, packed: bool = False) -> TensorFragment:
+    """`count` is .num. `half_offset` is where the second half of .16x32bx2 begins. (Matrix fragments)
+
+    With `packed`, a register has two adjacent columns, and `columns` has the first of them.
+    """
+    thread = np.arange(32)[None, :]
+    r = np.arange(TENSOR_SHAPES[shape] * count)[:, None]
+    column: np.ndarray
+    if shape == "32x32b":
+        lane, column = thread + 0 * r, r + 0 * thread
+    elif shape == "16x32bx2":
+        lane, column = thread % 16 + 0 * r, r + 0 * thread
+    elif shape == "16x64b":
+        lane, column = thread // 4 + 8 * (thread % 2) + 0 * r, 2 * r + thread // 2 % 2
+    elif shape == "16x128b":
+        lane, column = thread // 4 + 8 * (r % 2), 4 * (r // 2) + thread % 4
+    else:
+        assert shape == "16x256b", shape
+        lane, column = thread // 4 + 8 * (r // 2 % 2), 8 * (r // 4) + 2 * (thread % 4) + r % 2
+    column = column * (2 if packed else 1)
+    if shape == "16x32bx2":
+        column = column + thread // 16 * half_offset
+    return TensorFragment(lane, column, int(column.max()) + (2 if packed else 1))
 
 
 class TensorAddress(NamedTuple):

@@ -209,6 +209,18 @@ def f16_to_f32(bits: Array) -> Array:
     return canonical(np.asarray(bits, np.uint16).view(np.float16).astype(np.float32))
 
 
+def e5m2_to_f32(bits: Array) -> Array:
+    return f16_to_f32(np.asarray(bits, np.uint8).astype(np.uint16) << np.uint16(8))
+
+
+def e4m3_to_f32(bits: Array) -> Array:
+    """4 bits of exponent with a bias of 7, 3 of mantissa; no infinity, and NaN has all of these bits set."""
+    bits = np.asarray(bits, np.uint8)
+    exponent, mantissa = (bits >> 3 & 15).astype(np.int32), (bits & 7).astype(np.float32)
+    size = np.where(exponent, np.ldexp(8 + mantissa, exponent - 10), np.ldexp(mantissa, -9)).astype(np.float32)
+    return np.where(bits & 127 == 127, NAN_F32, np.where(bits >> 7, -size, size))
+
+
 def f32_to_bf16(x: Array, rounding: str = "rn") -> Array:
     """`rounding` is "rn" or "rz"."""
     x = np.asarray(x, np.float32)

@@ -115,9 +115,9 @@ class Module(NamedTuple):
 
 SIZES = {
     "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4,
-    "b64": 8, "u64": 8, "s64": 8, "f64": 8,
+    "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16,
 }  # fmt: skip
-_REGISTER_WIDTHS = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}
+_REGISTER_WIDTHS = {1: "b16", 2: "b16", 4: "b32", 8: "b64", 16: "b128"}
 
 
 def parse(text: str) -> Module:
@@ -198,6 +198,7 @@ class _Body:
     def __init__(self, text: str, position: int, files: dict[int, str], newlines: list[int]):
         self.text, self.position, self.files, self.newlines = text, position, files, newlines
         self.registers: dict[str, str] = {}
+        self.vectors: dict[str, Vector] = {}  # variables of a vector type
         self.shared: dict[str, SharedSymbol] = {}
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
@@ -259,7 +260,9 @@ class _Body:
             self.instructions.append(self._instruction(text, line))
 
     def _declare_registers(self, text: str) -> None:
-        type_, names = text.removeprefix(".reg").strip().removeprefix(".").split(None, 1)
+        # "Limited-length vector types are supported": .v2 and .v4. Elements are named .x, .y, .z, .w or .r, .g, .b, .a.
+        vector = re.match(r"\.reg\s+\.v([24])\s+", text)
+        type_, names = text[vector.end() if vector else len(".reg") :].strip().removeprefix(".").split(None, 1)
         if type_ != "pred" and type_ not in SIZES:
             raise PtxError(f"unknown type of registers: {text}")
         width = "pred" if type_ == "pred" else _REGISTER_WIDTHS[SIZES[type_]]
@@ -268,7 +271,15 @@ class _Body:
             for written in [f"{counted[1]}{i}" for i in range(int(counted[2]))] if counted else [name]:
                 unique = written if len(self.scopes) == 1 else f"{written}.{self.num_scopes}"
                 self.scopes[-1][written] = unique
-                self.registers[unique] = width
+                if vector is None:
+                    self.registers[unique] = width
+                    continue
+                elements = []
+                for element in zip("xyzw", "rgba", range(int(vector[1])), strict=False):
+                    elements.append(Register(f"{unique}.{element[0]}"))
+                    self.registers[elements[-1].name] = width
+                    self.scopes[-1].update({f"{written}.{letter}": elements[-1].name for letter in element[:2]})
+                self.vectors[unique] = Vector(tuple(elements))
 
     def _instruction(self, text: str, line: int) -> Instruction:
         match = re.match(r"(?:@(!?)\s*(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", text)
@@ -301,6 +312,8 @@ class _Body:
         name = self._renamed(text)
         if name in self.registers:
             return Register(name)
+        if name in self.vectors:
+            return self.vectors[name]
         if text.startswith("%"):
             return Special(text)
         base, plus, offset = text.partition("+")

@@ -4,8 +4,8 @@ Their format is not documented. What is here was read off the maps that the host
 little-endian and have 64 bits, and the last eight are never written.
 
     word 0      the address
-    word 1      bits 4-6: rank - 1; 7-10: the element type; 13-14: the swizzle; 17-18: L2 promotion; from bit 32: the
-                first stride / 16
+    word 1      bits 4-6: rank - 1; 7-10: the element type; 13-14: the swizzle; 16: fp32 elements are tf32; 17-18: L2
+                promotion; 19: the 128-byte swizzle moves chunks of 32 bytes; from bit 32: the first stride / 16
     word 2, 3   the other strides / 16, with 32 bits each; from bit 32 of word 3, four further bits for each stride
     word 4 to 6 sizes - 1, with 32 bits each
     word 6, 7   the box's sizes - 1, with 8 bits each: the first from bit 56 of word 6, the others in word 7
@@ -30,6 +30,7 @@ _MEANINGFUL = 64
 # Bit 1 is always set, and bit 21 depends on the tensor's size; neither changes what is copied. No more does L2
 # promotion. Interleaved layouts, NaN for elements outside, and im2col have bits of their own, which are unknown.
 _ALWAYS, _WITHOUT_EFFECT = 1 << 1, 1 << 17 | 1 << 18 | 1 << 21
+_TF32, _CHUNKS_OF_32 = 1 << 16, 1 << 19
 _FIELDS = 7 << 4 | 15 << 7 | 3 << 13
 
 # Only these types were seen.
@@ -149,7 +150,13 @@ def decode(data: bytes) -> TensorMap:
 def _decode(data: bytes) -> TensorMap:
     words = struct.unpack("<8Q", data)
     flags = words[1] & 0xFFFFFFFF
-    unknown = flags & ~(_FIELDS | _ALWAYS | _WITHOUT_EFFECT)
+    swizzle = _SWIZZLES[flags >> 13 & 3]
+    known = _FIELDS | _ALWAYS | _WITHOUT_EFFECT
+    if flags >> 7 & 15 == 7:
+        known |= _TF32  # copies leave fp32 elements as they are here; tensor cores truncate them
+    if swizzle is Swizzle.B128:
+        known |= _CHUNKS_OF_32
+    unknown = flags & ~known
     rank = (flags >> 4 & 7) + 1
     element = _ELEMENTS.get(flags >> 7 & 15)
     if not flags & _ALWAYS or rank > 5:
@@ -170,7 +177,7 @@ def _decode(data: bytes) -> TensorMap:
         sizes=tuple(size + 1 for size in halves[8 : 8 + rank]),
         strides=tuple(strides),
         box=tuple(size + 1 for size in boxes[:rank]),
-        swizzle=_SWIZZLES[flags >> 13 & 3],
+        swizzle=Swizzle.B128_ATOM_32B if flags & _CHUNKS_OF_32 else swizzle,
     )
     _check(decoded)
     return decoded

@@ -12,28 +12,29 @@ from quackish.emulator.memory import POISON, SharedMemory
 WARP = 32
 WARP_MASK = (1 << WARP) - 1
 
+U128 = np.dtype([("low", np.uint64), ("high", np.uint64)])
+
 # The views of registers, by PTX type. A row of such a view is a register, a column a thread.
-_VIEWS = {
+_VIEWS: dict[str, tuple[str, Any]] = {
     "pred": ("pred", np.bool_),
     **{f"{kind}16": ("b16", dtype) for kind, dtype in (("u", np.uint16), ("s", np.int16))},
     **{f"{kind}32": ("b32", dtype) for kind, dtype in (("u", np.uint32), ("s", np.int32), ("f", np.float32))},
     **{f"{kind}64": ("b64", dtype) for kind, dtype in (("u", np.uint64), ("s", np.int64), ("f", np.float64))},
+    "u128": ("b128", U128),
 }
 VIEW_OF_TYPE = {name: index for index, name in enumerate(_VIEWS)}  # index in Lanes.rows
-_STORAGE = {"pred": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
-
-
-_POISONS = {"pred": 0, **{f"b{bits}": int.from_bytes([POISON] * (bits // 8), "little") for bits in (16, 32, 64)}}
+_STORAGE: dict[str, Any] = {"pred": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "b128": U128}
 
 
 class Registers:
     """All registers of a CTA, poisoned. `counts` is the number of registers of each width."""
 
     def __init__(self, counts: dict[str, int], num_threads: int):
-        storage: dict[str, np.ndarray] = {
-            width: np.full((counts.get(width, 0), num_threads), _POISONS[width], dtype)
-            for width, dtype in _STORAGE.items()
-        }
+        storage: dict[str, np.ndarray] = {}
+        for width, kind in _STORAGE.items():
+            shape = counts.get(width, 0), num_threads * np.dtype(kind).itemsize
+            poisoned: np.ndarray = np.full(shape, 0 if width == "pred" else POISON, np.uint8)
+            storage[width] = poisoned.view(kind)
         self.rows: list[np.ndarray] = [storage[width].view(dtype) for width, dtype in _VIEWS.values()]
 
 
@@ -110,6 +111,10 @@ def _bits(mask: int, length: int) -> np.ndarray:
     return np.unpackbits(data, count=length, bitorder="little").view(np.bool_)
 
 
+def warp_mask(warp: int) -> int:
+    return WARP_MASK << WARP * warp
+
+
 def warp_masks(mask: int) -> list[int]:
     """The masks of all threads of each warp that has a thread in `mask`."""
     masks, warp = [], 0
@@ -164,6 +169,11 @@ class Cta:
         self.mbarriers: dict[int, Any] = {}  # offset in shared memory -> barriers.Mbarrier
         self.named_barriers: dict[int, Any] = {}
         self.failed_waits: set = set()  # see barriers.try_wait
+        self.sm = 0  # where it is resident
+        self.tensor_memory: Any = None  # its tensor_memory.Share, once it has one
+        self.thread_copies: Any = None  # isa.thread_copy.ThreadCopies, once it has any
+        self.saw_no_cluster = False  # see isa.launch_control
+        self.pending_loads: dict[int, list] = {}  # warp -> late_loads.Load, oldest first
         self.block = 0  # the block that runs now
         self._lanes: dict[int, Lanes] = {}
 
@@ -204,6 +214,8 @@ class Cta:
         self.cluster.barrier.check()
         if self.exited == self.all_threads:
             self.grid.completion.cta_exits(self)
+            if self.tensor_memory is not None:
+                self.tensor_memory.check_exit()
 
 
 def special_registers(grid: Any, cluster: Any, rank: int, index: tuple[int, int, int]) -> dict[str, Any]:

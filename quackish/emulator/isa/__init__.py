@@ -44,6 +44,7 @@ class Form(NamedTuple):
     converged: str
     polls: bool  # other threads shall run before it is executed again
     repeats: bool  # threads that it lets wait execute it again
+    loads_late: bool  # its "&" operands are results, which may come after the instruction; see tcgen05.ld
 
 
 TABLE: dict[str, list[Form]] = {}
@@ -53,15 +54,24 @@ _CHAPTERS = (
     "control_flow",
     "conversion",
     "data_movement",
+    "launch_control",
     "logic",
     "synchronization",
+    "tcgen05",
+    "thread_copy",
     "warp",
     "wgmma",
 )
 
 
 def instruction(
-    opcodes: str, signature: str, kind: str = "value", converged: str = "", polls: bool = False, repeats: bool = False
+    opcodes: str,
+    signature: str,
+    kind: str = "value",
+    converged: str = "",
+    polls: bool = False,
+    repeats: bool = False,
+    loads_late: bool = False,
 ):
     """Declares that a function executes the opcodes."""
 
@@ -71,14 +81,14 @@ def instruction(
             forms = TABLE.setdefault(opcode, [])
             if any((form.results, form.operands) == (results, operands) for form in forms):
                 raise AssertionError(f"{opcode} is declared twice with {signature}")
-            forms.append(Form(opcode, results, operands, function, kind, converged, polls, repeats))
+            forms.append(Form(opcode, results, operands, function, kind, converged, polls, repeats, loads_late))
         return function
 
     return declare
 
 
-def action(opcodes: str, signature: str, converged: str = "", polls: bool = False):
-    return instruction(opcodes, signature, "action", converged, polls)
+def action(opcodes: str, signature: str, converged: str = "", polls: bool = False, loads_late: bool = False):
+    return instruction(opcodes, signature, "action", converged, polls, loads_late=loads_late)
 
 
 def control(opcodes: str, signature: str, converged: str = "", repeats: bool = False):

@@ -120,10 +120,13 @@ instruction("mul{,.rn}.f32", "f32 = f32, f32")(numbers.mul)
 instruction("fma.rn.f32", "f32 = f32, f32, f32")(numbers.fma)
 instruction("div.rn.f32", "f32 = f32, f32")(numbers.div)
 instruction("sqrt.rn.f32", "f32 = f32")(numbers.sqrt)
-instruction("min.f32", "f32 = f32, f32")(numbers.minimum)
-instruction("max.f32", "f32 = f32, f32")(numbers.maximum)
-instruction("min.NaN.f32", "f32 = f32, f32")(functools.partial(numbers.minimum, nan=True))
-instruction("max.NaN.f32", "f32 = f32, f32")(functools.partial(numbers.maximum, nan=True))
+for _name, _extreme in (("min", numbers.minimum), ("max", numbers.maximum)):
+    for _suffix, _function in (("f32", _extreme), ("NaN.f32", functools.partial(_extreme, nan=True))):
+        instruction(f"{_name}.{_suffix}", "f32 = f32, f32")(_function)
+        # of three numbers: sm_100 and later
+        instruction(f"{_name}.{_suffix}", "f32 = f32, f32, f32")(
+            lambda a, b, c, function=_function: function(function(a, b), c)
+        )
 instruction("rcp.approx.f32", "f32 = f32")(numbers.approximate_rcp)
 instruction("rsqrt.approx.f32", "f32 = f32")(numbers.approximate_rsqrt)
 instruction("sqrt.approx.f32", "f32 = f32")(numbers.approximate_sqrt)
@@ -196,10 +199,13 @@ def _pairwise(function):
     return functools.partial(numbers.each32, function)
 
 
-instruction("add{,.rn}.f32x2", "u64 = u64, u64")(_pairwise(numbers.add))
-instruction("sub{,.rn}.f32x2", "u64 = u64, u64")(_pairwise(numbers.sub))
-instruction("mul{,.rn}.f32x2", "u64 = u64, u64")(_pairwise(numbers.mul))
-instruction("fma.rn.f32x2", "u64 = u64, u64, u64")(_pairwise(numbers.fma))
+for _mode in ("rn", "rz", "rm", "rp"):
+    _rounding = "{,.rn}" if _mode == "rn" else f".{_mode}"
+    for _name, _function in (("add", numbers.add), ("sub", numbers.sub), ("mul", numbers.mul)):
+        instruction(f"{_name}{_rounding}.f32x2", "u64 = u64, u64")(
+            _pairwise(functools.partial(_function, rounding=_mode))
+        )
+    instruction(f"fma.{_mode}.f32x2", "u64 = u64, u64, u64")(_pairwise(functools.partial(numbers.fma, rounding=_mode)))
 
 # Mixed precision (sm_100): 16-bit operands are converted to fp32 first.
 

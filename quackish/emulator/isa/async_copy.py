@@ -1,8 +1,10 @@
 """Asynchronous copies: bulk copies, copies of tensors by tensor maps, and st.async."""
 
+import functools
+
 import numpy as np
 
-from quackish.emulator import tensor_map
+from quackish.emulator import numbers, tensor_map
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action
 from quackish.emulator.isa.synchronization import cta_of, mbarrier_at
@@ -63,6 +65,38 @@ def bulk_store(lanes, destinations, sources, sizes, policies=None):
         lanes.cta.grid.completion.issue((lanes.cta, "bulk", thread), read)
 
 
+def _declare_bulk_add(type_):
+    dtype = np.dtype({"u": "u", "s": "i", "f": "f"}[type_[0]] + str(int(type_[1:]) // 8))
+
+    @action(f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.{type_}", "[u64], [u32], u32")
+    @action(f"cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.{type_}", "[u64], [u32], u32, u64")
+    def bulk_add(lanes, destinations, sources, sizes, policies=None):
+        cta, memory = lanes.cta, lanes.cta.grid.memory
+        for thread, destination, source, size in zip(
+            lanes.threads.tolist(), *(x.tolist() for x in (destinations, sources, sizes)), strict=True
+        ):
+            _check_bulk(source, destination, size)
+            target = memory.bytes_at(destination, size).view(dtype)
+            data = cta.shared.bytes_at(source & OFFSET_MASK, size).view(dtype)
+            memory.bytes_read += size
+            memory.bytes_written += size
+
+            def read(data=data, target=target):
+                taken = data.copy()
+
+                def write():
+                    target[:] = numbers.add(target, taken) if dtype.kind == "f" else target + taken
+                    cta.grid.num_events += 1
+
+                return write
+
+            cta.grid.completion.issue((cta, "bulk", thread), read)
+
+
+for _type in ("u32", "s32", "u64", "f32"):
+    _declare_bulk_add(_type)
+
+
 @action("cp.async.bulk.commit_group", "")
 def bulk_commit(lanes):
     for thread in lanes.threads.tolist():
@@ -81,20 +115,22 @@ def bulk_wait_read(lanes, allowed):
         lanes.cta.grid.completion.wait((lanes.cta, "bulk", thread), allowed, only_reads=True)
 
 
-def _declare_async_store(type_):
+def _declare_async_store(type_, count):
+    vector, operand = ("", type_) if count == 1 else (f".v{count}", f"{{{type_}*{count}}}")
     dtype = np.dtype(f"u{int(type_[1:]) // 8}")
 
-    @action(f"st.async{{,.weak}}.shared::cluster.mbarrier::complete_tx::bytes.{type_}", f"[u32], {type_}, [u32]")
+    opcode = f"st.async{{,.weak}}.shared::cluster.mbarrier::complete_tx::bytes{vector}.{type_}"
+
+    @action(opcode, f"[u32], {operand}, [u32]")
     def store(lanes, addresses, values, barriers):
-        """Stores a value in shared memory, and signals an mbarrier there when it has come."""
-        for address, value, barrier_address in zip(
-            addresses.tolist(), values.view(dtype), barriers.tolist(), strict=True
-        ):
-            _async_store(lanes, address, value, barrier_address)
+        """Stores values in shared memory, and signals an mbarrier there when they have come."""
+        rows = np.stack([value.view(dtype) for value in ([values] if count == 1 else values)], axis=1)
+        for address, row, barrier_address in zip(addresses.tolist(), rows, barriers.tolist(), strict=True):
+            _async_store(lanes, address, row, barrier_address)
 
 
-def _async_store(lanes, address, value, barrier_address):
-    target = cta_of(lanes, address)
+def _async_store(lanes, address, values, barrier_address):
+    target, size = cta_of(lanes, address), values.nbytes
     # "The number of CTAs within the cluster is strictly greater than one" (PTX, st.async). Otherwise an H200 ends with
     # an illegal instruction.
     if lanes.cta.cluster.size == 1:
@@ -102,19 +138,21 @@ def _async_store(lanes, address, value, barrier_address):
     # The destination and the mbarrier "belong to the same CTA". (PTX, st.async)
     if cta_of(lanes, barrier_address) is not target:
         raise Fault("st.async: the mbarrier is not in the CTA of the destination")
-    if address % value.itemsize:
-        raise Fault(f"misaligned access of {value.itemsize} bytes of shared memory at {address:#x}")
-    barrier, place = mbarrier_at(lanes, barrier_address), target.shared.bytes_at(address & OFFSET_MASK, value.itemsize)
+    if address % size:
+        raise Fault(f"misaligned access of {size} bytes of shared memory at {address:#x}")
+    barrier, place = mbarrier_at(lanes, barrier_address), target.shared.bytes_at(address & OFFSET_MASK, size)
 
     def store():
-        place.view(value.dtype)[0] = value
-        barrier.complete(value.itemsize)
+        place.view(values.dtype)[:] = values
+        barrier.complete(size)
 
     lanes.cta.grid.completion.copy(store)
 
 
 for _type in ("b32", "u32", "s32", "f32", "b64", "u64", "s64"):
-    _declare_async_store(_type)
+    for _count in (1, 2, 4):
+        if int(_type[1:]) * _count <= 128:
+            _declare_async_store(_type, _count)
 
 
 # Copies of boxes of tensors
@@ -136,15 +174,22 @@ def _coordinates(columns, thread):
 
 
 def _declare_tensor_load(rank):
-    def load(lanes, destinations, tensors, barriers, policies=None):
+    def load(lanes, destinations, tensors, barriers, policies=None, group=1):
         for i in range(lanes.count):
-            destination = int(destinations[i])
-            _load_box(lanes, i, tensors, int(barriers[i]), destination, [destination >> RANK_SHIFT])
+            destination, barrier = int(destinations[i]), int(barriers[i])
+            rank = destination >> RANK_SHIFT
+            # The mbarrier is in the CTA of the destination, or with .cta_group::2 in that or its peer CTA.
+            if (barrier >> RANK_SHIFT) // group != rank // group:
+                raise Fault(f"a copy to {destination:#x} with an mbarrier of another CTA, at {barrier:#x}")
+            _load_box(lanes, i, tensors, barrier, destination, [rank], [barrier >> RANK_SHIFT])
 
-    def multicast(lanes, destinations, tensors, barriers, masks, policies=None):
+    def multicast(lanes, destinations, tensors, barriers, masks, policies=None, group=1):
         for i in range(lanes.count):
             ranks = [rank for rank in range(16) if int(masks[i]) >> rank & 1]
-            _load_box(lanes, i, tensors, int(barriers[i]), int(destinations[i]), ranks)
+            # With .cta_group::2 the CTA of each pair is signaled that has the parity of the mbarrier's CTA.
+            parity = int(barriers[i]) >> RANK_SHIFT & 1
+            signaled = [rank & ~1 | parity for rank in ranks] if group == 2 else ranks
+            _load_box(lanes, i, tensors, int(barriers[i]), int(destinations[i]), ranks, signaled)
 
     opcode = f"cp.async.bulk.tensor.{rank}d.shared::{{cluster,cta}}.global{{,.tile}}.mbarrier::complete_tx::bytes"
     action(opcode, f"[u32], [u64;{rank}], [u32]")(load)
@@ -152,16 +197,23 @@ def _declare_tensor_load(rank):
     opcode = opcode.replace("{cluster,cta}", "cluster")  # ptxas refuses .multicast::cluster to .shared::cta
     action(f"{opcode}.multicast::cluster", f"[u32], [u64;{rank}], [u32], u16")(multicast)
     action(f"{opcode}.multicast::cluster.L2::cache_hint", f"[u32], [u64;{rank}], [u32], u16, u64")(multicast)
+    for group in (1, 2):
+        hints = f"{{.cta_group::{group}.L2::cache_hint,.L2::cache_hint.cta_group::{group}}}"
+        for name, function, mask in ("", load, ""), (".multicast::cluster", multicast, ", u16"):
+            of_group = functools.partial(function, group=group)
+            signature = f"[u32], [u64;{rank}], [u32]{mask}"
+            action(f"{opcode}{name}.cta_group::{group}", signature)(of_group)
+            action(f"{opcode}{name}{hints}", f"{signature}, u64")(of_group)
 
 
-def _load_box(lanes, i, tensors, barrier_address, destination, ranks):
-    """Copies a box to the CTAs with these ranks, each at the same offset, and signals an mbarrier of each likewise."""
+def _load_box(lanes, i, tensors, barrier_address, destination, ranks, signaled):
+    """Copies a box to the CTAs with these ranks, each at the same offset, and signals a CTA's mbarrier for each."""
     grid = lanes.cta.grid
     (addresses, columns), offset = tensors, destination & OFFSET_MASK
     tensor, coordinates = _tensor_map(lanes, int(addresses[i])), _coordinates(columns, i)
     places = tensor.shared_offsets(offset)
     ctas = [cta_of(lanes, rank << RANK_SHIFT) for rank in ranks]
-    barriers = [mbarrier_at(lanes, rank << RANK_SHIFT | barrier_address & OFFSET_MASK) for rank in ranks]
+    barriers = [mbarrier_at(lanes, rank << RANK_SHIFT | barrier_address & OFFSET_MASK) for rank in signaled]
     for cta in ctas:
         cta.shared.check(int(places.min()), int(places.max()) + 1)
 

@@ -5,6 +5,7 @@ import numpy as np
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, instruction
 from quackish.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
+from quackish.emulator.threads import U128
 
 # mov
 
@@ -22,6 +23,18 @@ def pack_16(low, high):
 @instruction("mov.b64", "b64 = {b32*2}")
 def pack_32(low, high):
     return np.asarray(low).astype(np.uint64) | np.asarray(high).astype(np.uint64) << np.uint64(32)
+
+
+@instruction("mov.b128", "b128 = {b64*2}")
+def pack_64(low, high):
+    packed = np.empty(np.broadcast_shapes(np.shape(low), np.shape(high)), U128)
+    packed["low"], packed["high"] = low, high
+    return packed
+
+
+@instruction("mov.b128", "{b64*2} = b128")
+def unpack_64(a):
+    return a["low"], a["high"]
 
 
 @instruction("mov.b64", "b64 = {b16*4}")
@@ -87,30 +100,45 @@ def _dtype(type_):
     return np.dtype({"b": "u", "u": "u", "s": "i", "f": "f"}[type_[0]] + str(_width(type_)))
 
 
-def _declare_parameter_load(type_):
-    dtype = _dtype(type_)
+_TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
 
-    @action(f"ld.param.{type_}", f"~{type_} = [u64]")
+
+def _declare_parameter_load(type_, count):
+    vector, result = ("", f"~{type_}") if count == 1 else (f".v{count}", f"{{~{type_}*{count}}}")
+    dtype = _dtype(type_)
+    size = dtype.itemsize * count
+
+    @action(f"ld.param{vector}.{type_}", f"{result} = [u64]")
     def load(lanes, addresses):
         offset, data = int(addresses[0]), lanes.cta.grid.parameters
-        if offset + dtype.itemsize > len(data):
-            raise Fault(f"ld.param at byte {offset} of {len(data)} bytes of parameters")
-        return np.frombuffer(data, dtype, 1, offset)[0]
+        if offset % size:
+            raise Fault(f"misaligned access of {size} bytes of parameters at byte {offset}")
+        if offset + size > len(data):
+            raise Fault(f"ld.param of {size} bytes at byte {offset} of {len(data)} bytes of parameters")
+        values = np.frombuffer(data, dtype, count, offset)
+        return values[0] if count == 1 else values
 
 
-for _type in ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64"):
-    _declare_parameter_load(_type)
+for _type in _TYPES:
+    for _count in (1, 2, 4):
+        if _width(_type) * _count <= 16:
+            _declare_parameter_load(_type, _count)
 
 
 # Global and shared memory. Bytes are loaded and stored as they are: writers extend what is narrower than its register.
 
-_TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
 # .cs ("likely to be accessed once"), .cg, .ca and the priorities of eviction are hints for caches.
 _LOADS = ("ld.global", "ld.global.nc", "ld.global.L1::no_allocate", "ld.global.nc.L1::no_allocate")
 # Other threads may have to run before such a load returns what a loop waits for. How often a loop loads depends on the
 # order of threads, so these bytes are not counted.
 _POLLING_LOADS = ("ld.acquire.gpu.global", "ld.relaxed.gpu.global", "ld.volatile.global")
-_STORES = ("st.global", "st.global.cs", "st.relaxed.gpu.global", "st.release.gpu.global", "st.volatile.global")
+_STORES = (
+    "st.global",
+    "st.global.cs",
+    "st.relaxed.gpu.global",
+    "st.release.gpu.global",
+    "st.volatile.global",
+)
 
 
 def offsets_in_cta(lanes, addresses):
@@ -158,7 +186,8 @@ def _declare_stores(type_, count):
         lanes.cta.grid.num_events += 1
         lanes.cta.shared.store(offsets_in_cta(lanes, addresses), bits([values] if count == 1 else values))
 
-    for opcode in _STORES:
+    # Compilers make stores with this hint of bits alone.
+    for opcode in (*_STORES, "st.global.L1::no_allocate") if type_[0] == "b" else _STORES:
         action(f"{opcode}{vector}.{type_}", f"[u64], {operand}")(store_global)
     action(f"st.shared{{,::cta}}{vector}.{type_}", f"[u32], {operand}")(store_shared)
 

@@ -8,7 +8,8 @@ from quackish.emulator.isa import action, control
 from quackish.emulator.isa.data_movement import offsets_in_cta
 from quackish.emulator.memory import OFFSET_MASK, RANK_SHIFT
 
-# Barriers of a CTA. A barrier's number may differ between the warps that execute an instruction together.
+# Barriers of a CTA. A barrier's number may differ between the warps that execute an instruction together. Without
+# .aligned, threads of a warp may come apart; they count when the whole warp has come.
 
 
 def _by_number(lanes, numbers):
@@ -35,19 +36,19 @@ def _one_count(counts):
 
 
 @control("bar.sync", "u32", converged="warp")
-@control("barrier.sync.aligned", "u32", converged="warp")
+@control("barrier.sync{,.aligned}", "u32", converged="warp")
 def barrier_of_all(lanes, following, writers, numbers):
     _arrive(lanes, numbers, None, following)
 
 
 @control("bar.sync", "u32, u32", converged="warp")
-@control("barrier.sync.aligned", "u32, u32", converged="warp")
+@control("barrier.sync{,.aligned}", "u32, u32", converged="warp")
 def barrier_of_some(lanes, following, writers, numbers, counts):
     _arrive(lanes, numbers, _one_count(counts), following)
 
 
 @action("bar.arrive", "u32, u32", converged="warp")
-@action("barrier.arrive.aligned", "u32, u32", converged="warp")
+@action("barrier.arrive{,.aligned}", "u32, u32", converged="warp")
 def barrier_arrive(lanes, numbers, counts):
     _arrive(lanes, numbers, _one_count(counts))
 

@@ -1,0 +1,470 @@
+"""Tensor memory and the matrix instructions that use it (sm_100a). (PTX: TensorCore 5th Generation Family)
+
+A product reads its operands and updates tensor memory when a tcgen05.commit that tracks it completes; a load writes its
+registers, and a store tensor memory, at tcgen05.wait. See `completion`.
+"""
+
+import numpy as np
+
+from quackish.emulator import late_loads, matrices
+from quackish.emulator.errors import Fault
+from quackish.emulator.isa import action, control
+from quackish.emulator.isa.data_movement import offsets_in_cta
+from quackish.emulator.isa.synchronization import mbarrier_at
+from quackish.emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
+from quackish.emulator.tensor_memory import Meeting, pair_of, peer_of, share_of
+from quackish.emulator.threads import VIEW_OF_TYPE, WARP, warp_mask
+
+_U32 = VIEW_OF_TYPE["u32"]
+
+
+def _by_warp(lanes):
+    """(lanes, position of its first thread in `lanes`) for each warp, which must be whole."""
+    position = 0
+    for warp in lanes.warps():
+        whole = warp_mask(warp)
+        if lanes.mask & whole != whole:
+            # "The behavior of the instruction is undefined if all the threads in the warp do not use the same values
+            # of nCols, or if any thread in the warp has exited." The same stands with taddr at tcgen05.ld and .st.
+            raise Fault("a tcgen05 instruction of whole warps, of which a thread has exited or is missing")
+        yield lanes.cta.lanes(whole), position
+        position += WARP
+
+
+def _uniform(values, position, what):
+    """The one value of a warp whose threads begin at `position`."""
+    part = values[position : position + WARP]
+    if (part != part[0]).any():
+        raise Fault(f"threads of a warp have different values of {what}")
+    return part[0].item()
+
+
+def _check_group(lanes, group):
+    # "All tcgen05 instructions within a kernel must specify the same value for the .cta_group qualifier."
+    grid = lanes.cta.grid
+    if grid.cta_group not in (0, group):
+        raise Fault(f"a tcgen05 instruction with .cta_group::{group} after one with .cta_group::{grid.cta_group}")
+    grid.cta_group = group
+
+
+# Allocation. "When .cta_group::2 is specified, one warp from each of the peer CTAs must collectively perform the
+# allocation and de-allocation."
+
+
+def _meet(lanes, following, what, operands):
+    """The peer CTA's warp that waits to do the same, or None: then this warp waits."""
+    cta = lanes.cta
+    meetings, key = cta.cluster.meetings, (what, cta.rank // 2)
+    peer_of(cta)
+    other = meetings.get(key)
+    if other is None:
+        parked = cta.park(lanes.mask, following, lambda: f"waits for its peer CTA to execute tcgen05.{what}")
+        meetings[key] = Meeting(cta, parked, operands)
+        return None
+    if other.cta is cta:
+        raise Fault(f"a second warp of {cta} executes tcgen05.{what} while the first one waits for the peer CTA")
+    return other
+
+
+def _finish_meeting(cta, what, other):
+    del cta.cluster.meetings[what, cta.rank // 2]
+    other.parked.release()
+
+
+def _wait_for_columns(lanes, count, share):
+    """Parks a warp, which executes its instruction again once columns are free."""
+    why = f"waits for {count} columns of tensor memory of SM {lanes.cta.sm}"
+    share.memory.waiting.append(lanes.cta.park(lanes.mask, lanes.cta.block, lambda: why))
+
+
+def _store_address(cta, offset, column):
+    cta.shared.store(np.array([offset], np.uint32), [np.array([column], np.uint32)])
+
+
+def _allocate(lanes, following, offset, count):
+    share = share_of(lanes.cta)
+    share.check_allocation(count)
+    column = share.memory.first_free(count)
+    if column is None:
+        _wait_for_columns(lanes, count, share)
+        return
+    share.allocate(column, count)
+    _store_address(lanes.cta, offset, column)
+    lanes.cta.add(following, lanes.mask)
+
+
+def _allocate_pair(lanes, following, offset, count):
+    cta, share = lanes.cta, share_of(lanes.cta)
+    share.check_allocation(count)
+    other = _meet(lanes, following, "alloc", (offset, count))
+    if other is None:
+        return
+    other_offset, other_count = other.operands
+    if other_count != count:
+        raise Fault(f"the CTAs of a pair allocate {other_count} and {count} columns")
+    peer = share_of(other.cta)
+    column = share.memory.first_free(count, peer.memory)
+    if column is None:
+        full = share if share.memory.first_free(count) is None else peer
+        _wait_for_columns(lanes, count, full)
+        return
+    for each, place in (share, offset), (peer, other_offset):
+        each.allocate(column, count)
+        _store_address(each.cta, place, column)
+    _finish_meeting(cta, "alloc", other)
+    cta.add(following, lanes.mask)
+
+
+def _declare_allocation(group):
+    allocate = {1: _allocate, 2: _allocate_pair}[group]
+    prefix = f"cta_group::{group}.sync.aligned"
+
+    @control(f"tcgen05.alloc.{prefix}.shared::cta.b32", "[u32], u32", converged="warp", repeats=True)
+    def alloc(lanes, following, writers, addresses, counts):
+        _check_group(lanes, group)
+        offsets = offsets_in_cta(lanes, addresses)
+        for warp, position in _by_warp(lanes):
+            offset, count = _uniform(offsets, position, "dst"), _uniform(counts, position, "nCols")
+            allocate(warp, following, offset, count)
+
+    @control(f"tcgen05.alloc.{prefix}.b32", "[u64], u32", converged="warp", repeats=True)
+    def alloc_generic(lanes, following, writers, addresses, counts):
+        return alloc(lanes, following, writers, _shared_addresses(addresses), counts)
+
+    @control(f"tcgen05.dealloc.{prefix}.b32", "u32, u32", converged="warp")
+    def dealloc(lanes, following, writers, addresses, counts):
+        _check_group(lanes, group)
+        for warp, position in _by_warp(lanes):
+            address = matrices.tensor_address(_uniform(addresses, position, "taddr"))
+            operands = address.column, _uniform(counts, position, "nCols")
+            if group == 2:
+                other = _meet(warp, following, "dealloc", operands)
+                if other is None:
+                    continue
+                share_of(other.cta).free(*other.operands)
+                _finish_meeting(lanes.cta, "dealloc", other)
+            share_of(lanes.cta).free(*operands)
+            lanes.cta.add(following, warp.mask)
+
+    @action(f"tcgen05.relinquish_alloc_permit.{prefix}", "", converged="warp")
+    def relinquish(lanes):
+        _check_group(lanes, group)
+        share_of(lanes.cta).has_permit = False
+
+
+def _shared_addresses(addresses):
+    """Generic addresses as addresses of shared::cluster."""
+    # "If the address specified by dst does not fall within the address window of .shared::cta state space then the
+    # behavior is undefined."
+    shared = addresses - np.uint64(SHARED_WINDOW)
+    if (shared >> np.uint64(32)).any():
+        raise Fault(f"generic address {int(addresses[0]):#x} is not one of shared memory")
+    return shared.astype(np.uint32)
+
+
+# Products
+
+
+def _operand_in_shared_memory(cta, bits, rows, element, mn_major):
+    descriptor = matrices.descriptor_sm100(bits)
+    cta.shared.check(*matrices.extent(descriptor, rows, element, mn_major))
+    views = cta.shared.views[matrices.ELEMENT_BYTES[element]]
+    return matrices.in_shared_memory(views, descriptor, rows, element, mn_major)
+
+
+class _Product:
+    """One tcgen05.mma: what it has read from registers when it is issued."""
+
+    def __init__(self, cta, group, kind, d, a, b, descriptor, masks, adds, scale):
+        self.shape = matrices.instruction_descriptor(descriptor, kind, group)
+        self.ctas = [cta] if group == 1 else pair_of(cta)
+        self.d, (self.a, self.a_is_address), self.b = matrices.tensor_address(d), a, b
+        # disable-output-lane: "If a bit in the mask is 1, then the corresponding lane in the Tensor Memory for the
+        # resultant matrix D will not be updated."
+        mask = sum(word << 32 * i for i, word in enumerate(masks))
+        self.disabled = [np.array([mask >> 128 * i + lane & 1 for lane in range(128)], bool) for i in range(group)]
+        self.disabled = self.disabled if mask else None
+        self.adds, self.scale = adds, np.float32(2.0**-scale)
+        self._check()
+
+    @property
+    def k(self):
+        return 32 // matrices.ELEMENT_BYTES[self.shape.a]
+
+    def _check(self):
+        shape, ctas = self.shape, len(self.ctas)
+        # Tensor Memory Datapath Lane Alignment: 0, and for layout F "0 or 16", "across matrices A, D"
+        aligned = (0, 16) if (shape.m, ctas) == (64, 1) else (0,)
+        if self.d.lane not in aligned:
+            raise Fault(f"tcgen05.mma of m = {shape.m} into lane {self.d.lane}; valid are {aligned}")
+        if self.a_is_address and matrices.tensor_address(self.a).lane != self.d.lane:
+            raise Fault(f"tcgen05.mma with A at {self.a:#x} and D at lane {self.d.lane}: the lanes must be the same")
+        for cta in self.ctas:
+            share_of(cta).check(self.d.lane, self.d.column, shape.n // (2 if (shape.m, ctas) == (128, 2) else 1))
+
+    def _rows_of_a(self, cta):
+        shape, rows = self.shape, self.shape.m // len(self.ctas)
+        if not self.a_is_address:
+            return _operand_in_shared_memory(cta, self.a, rows, shape.a, shape.mn_major_a)
+        address, share = matrices.tensor_address(self.a), share_of(cta)
+        share.check(address.lane, address.column, 8)
+        lanes = address.lane + matrices.lanes_of_rows(shape.m, len(self.ctas))
+        return matrices.tensor_words_to_a(share.memory.words[lanes, address.column : address.column + 8], shape.a)
+
+    def multiply(self):
+        shape, ctas = self.shape, self.ctas
+        a = np.concatenate([self._rows_of_a(cta) for cta in ctas])
+        b = np.concatenate(
+            [_operand_in_shared_memory(cta, self.b, shape.n // len(ctas), shape.b, shape.mn_major_b) for cta in ctas]
+        )
+        sign = np.float32(-1 if shape.negate_a != shape.negate_b else 1)
+        parts = matrices.accumulator_to_lanes((a * sign) @ b.T, len(ctas))
+        for i, (cta, (lanes, product)) in enumerate(zip(ctas, parts, strict=True)):
+            self._update(cta, lanes + self.d.lane, product, None if self.disabled is None else self.disabled[i])
+
+    def _update(self, cta, lanes, product, disabled):
+        share, columns = share_of(cta), slice(self.d.column, self.d.column + product.shape[1])
+        share.check(self.d.lane, self.d.column, product.shape[1])
+        words = share.memory.words[lanes, columns]
+        if self.adds:
+            old = words.view(np.float32) if self.shape.d == "f32" else _low_half_to_f32(words)
+            product = product + old * self.scale
+        # "if the type of elements of the matrix D is 16 bits then a Tensor Memory word would contain a single 16-bit
+        # element in its lower 16 bits." The upper half is poison here.
+        new = product.view(np.uint32) if self.shape.d == "f32" else _f16_words(product)
+        if disabled is not None:
+            new = np.where(disabled[lanes][:, None], words, new)
+        share.memory.words[lanes, columns] = new
+
+
+def _low_half_to_f32(words):
+    return words.astype(np.uint16).view(np.float16).astype(np.float32)
+
+
+def _f16_words(values):
+    return values.astype(np.float16).view(np.uint16).astype(np.uint32) | np.uint32(0xFFFF0000)
+
+
+def _multiply(lanes, group, kind, d, a, b, descriptors, masks, adds, scale, collector):
+    """Issues a product for each thread: "tcgen05.mma has single thread semantics"."""
+    _check_group(lanes, group)
+    cta = lanes.cta
+    a_values, a_is_address = a
+    for i, thread in enumerate(lanes.threads.tolist()):
+        product = _Product(
+            cta, group, kind, int(d[i]), (int(a_values[i]), a_is_address), int(b[i]), int(descriptors[i]),
+            [int(mask[i]) for mask in masks], bool(adds[i]), scale,
+        )  # fmt: skip
+        _use_collector(cta, collector)
+        cta.grid.mmas += 1
+        cta.grid.flops += 2 * product.shape.m * product.shape.n * product.k
+        cta.grid.completion.queue(cta, thread, product.multiply)
+
+
+def _use_collector(cta, usage):
+    """The collector buffer keeps A for the next product, which may read memory again all the same."""
+    share = share_of(cta)
+    # "This requires a previous fill to the collector buffer to be still valid."
+    if usage in ("use", "lastuse") and not share.has_collected:
+        raise Fault(f"tcgen05.mma with .collector::a::{usage}, and no A was filled into the collector buffer")
+    share.has_collected = usage in ("fill", "use")
+
+
+def _declare_products(group, kind, collector, usage):
+    opcode = f"tcgen05.mma.cta_group::{group}.kind::{kind}{collector}"
+    mask = f"{{b32*{4 * group}}}"
+    scales = ["", ", immediate"] if kind != "f8f6f4" else [""]  # "only valid for .kind::tf32 and .kind::f16"
+    for a_operand in ("u64", "[u32]"):
+
+        def multiply(lanes, d, a, b, descriptors, masks, adds, scale=0, a_is_address=a_operand == "[u32]"):
+            # "The valid range of values for argument scale-input-d is [0, 15]."
+            if not 0 <= scale <= 15:
+                raise Fault(f"tcgen05.mma with scale-input-d {scale}; valid are 0 to 15")
+            _multiply(lanes, group, kind, d, (a, a_is_address), b, descriptors, masks, adds, scale, usage)
+
+        def multiply_all_lanes(lanes, d, a, b, descriptors, adds, scale=0, multiply=multiply):
+            multiply(lanes, d, a, b, descriptors, [], adds, scale)
+
+        for scale in scales:
+            action(opcode, f"[u32], {a_operand}, u64, u32, {mask}, pred{scale}")(multiply)
+            action(opcode, f"[u32], {a_operand}, u64, u32, pred{scale}")(multiply_all_lanes)
+
+
+for _group in (1, 2):
+    _declare_allocation(_group)
+    for _kind in ("f16", "tf32", "f8f6f4"):
+        _declare_products(_group, _kind, "", "discard")
+        for _usage in ("fill", "use", "lastuse", "discard"):
+            _declare_products(_group, _kind, f".collector::a::{_usage}", _usage)
+
+
+def _commit(lanes, group, addresses, masks=None):
+    """ "an arrive-on operation, with the count argument of 1, is signaled on the mbarrier object." """
+    _check_group(lanes, group)
+    cta = lanes.cta
+    if group == 2:
+        pair_of(cta)
+    for i, thread in enumerate(lanes.threads.tolist()):
+        address = int(addresses[i])
+        if masks is not None:
+            # "The mbarrier signal is multicast to the same offset as mbar in the shared memory of each destination
+            # CTA."
+            ranks = [rank for rank in range(16) if int(masks[i]) >> rank & 1]
+        else:
+            ranks = [address >> RANK_SHIFT]
+        signaled = [mbarrier_at(lanes, rank << RANK_SHIFT | address & OFFSET_MASK) for rank in ranks]
+
+        def signal(signaled=signaled):
+            for barrier in signaled:
+                barrier.arrive(1)
+
+        cta.grid.completion.announce(cta, thread, signal)
+
+
+def _declare_commit(group):
+    opcode = f"tcgen05.commit.cta_group::{group}.mbarrier::arrive::one"
+
+    @action(f"{opcode}.shared::cluster.b64", "[u32]")
+    def commit(lanes, addresses):
+        _commit(lanes, group, addresses)
+
+    @action(f"{opcode}.b64", "[u64]")
+    def commit_generic(lanes, addresses):
+        _commit(lanes, group, _shared_addresses(addresses))
+
+    @action(f"{opcode}.shared::cluster.multicast::cluster.b64", "[u32], u16")
+    def commit_multicast(lanes, addresses, masks):
+        _commit(lanes, group, addresses, masks)
+
+    @action(f"{opcode}.multicast::cluster.b64", "[u64], u16")
+    def commit_multicast_generic(lanes, addresses, masks):
+        _commit(lanes, group, _shared_addresses(addresses), masks)
+
+
+for _group in (1, 2):
+    _declare_commit(_group)
+
+
+# Loads and stores. "A lane of the Tensor Memory can be accessed by a single warp in the warpgroup."
+
+
+def _place(warp, position, addresses, shape, fragment):
+    """(lane, column) of a warp's access."""
+    address = matrices.tensor_address(_uniform(addresses, position, "taddr"))
+    (number,) = warp.warps()
+    first = 32 * (number % 4)
+    starts = (first,) if shape == "32x32b" else (first, first + 16)
+    if address.lane not in starts:
+        raise Fault(
+            f"warp {number} accesses tensor memory from lane {address.lane} on; its lanes are {first} to {first + 31}, "
+            f"and .{shape} begins at {' or '.join(map(str, starts))}"
+        )
+    share_of(warp.cta).check(address.lane, address.column, fragment.width)
+    return address
+
+
+def _consecutive(indices):
+    """Indices of registers, as a range if they are consecutive."""
+    begin, end = indices[0], indices[0] + len(indices)
+    return range(begin, end) if indices == tuple(range(begin, end)) else indices
+
+
+def _load(lanes, rows, addresses, shape, fragment, packed):
+    cta, rows = lanes.cta, _consecutive(rows)
+    for warp, position in _by_warp(lanes):
+        address = _place(warp, position, addresses, shape, fragment)
+        (number,) = warp.warps()
+        load = _loader(warp, rows, address, fragment, packed)
+        late_loads.begin(cta, number, (("b32", row) for row in rows), load)
+
+
+def _loader(warp, rows, address, fragment, packed):
+    share, registers = share_of(warp.cta), warp.cta.registers.rows[_U32]
+    lanes, columns = address.lane + fragment.lanes, address.column + fragment.columns
+    target = slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
+
+    def load():
+        share.check(address.lane, address.column, fragment.width)
+        words = share.memory.words[lanes, columns]
+        if packed:
+            words = words & np.uint32(0xFFFF) | share.memory.words[lanes, columns + 1] << np.uint32(16)
+        registers[target, warp.span] = words
+
+    return load
+
+
+def _store(lanes, values, addresses, shape, fragment, unpacked):
+    cta = lanes.cta
+    for warp, position in _by_warp(lanes):
+        address = _place(warp, position, addresses, shape, fragment)
+        (number,) = warp.warps()
+        owner = cta, "tcgen05.st", number
+        words = np.stack([value[position : position + WARP] for value in values]).view(np.uint32)
+        cta.grid.completion.issue(owner, _writer(cta, words, address, fragment, unpacked))
+        cta.grid.completion.commit(owner)
+
+
+def _writer(cta, words, address, fragment, unpacked):
+    share = share_of(cta)
+    lanes, columns = address.lane + fragment.lanes, address.column + fragment.columns
+
+    def write():
+        share.check(address.lane, address.column, fragment.width)
+        if unpacked:  # the upper halves of the words are poison, as those of D
+            share.memory.words[lanes, columns] = words | np.uint32(0xFFFF0000)
+            share.memory.words[lanes, columns + 1] = words >> np.uint32(16) | np.uint32(0xFFFF0000)
+        else:
+            share.memory.words[lanes, columns] = words
+
+    return lambda: write
+
+
+def _declare_accesses(shape, count):
+    registers = count * matrices.TENSOR_SHAPES[shape]
+    offset = ", immediate" if shape == "16x32bx2" else ""  # immHalfSplitoff
+    for packed in (False, True):
+
+        def load(lanes, rows, addresses, half_offset=0, packed=packed):
+            fragment = matrices.tensor_fragment(shape, count, half_offset, packed)
+            _load(lanes, rows, addresses, shape, fragment, packed)
+
+        def store(lanes, addresses, values, packed=packed):
+            fragment = matrices.tensor_fragment(shape, count, 0, packed)
+            _store(lanes, values, addresses, shape, fragment, packed)
+
+        def store_halves(lanes, addresses, half_offset, values, packed=packed):
+            fragment = matrices.tensor_fragment(shape, count, half_offset, packed)
+            _store(lanes, values, addresses, shape, fragment, packed)
+
+        suffix = ".pack::16b" if packed else ""
+        action(
+            f"tcgen05.ld.sync.aligned.{shape}.x{count}{suffix}.b32", f"&{{b32*{registers}}}, [u32]{offset}", "warp",
+            loads_late=True,
+        )(load)  # fmt: skip
+        suffix = ".unpack::16b" if packed else ""
+        action(f"tcgen05.st.sync.aligned.{shape}.x{count}{suffix}.b32", f"[u32]{offset}, {{b32*{registers}}}", "warp")(
+            store_halves if offset else store
+        )
+
+
+for _shape, _registers in matrices.TENSOR_SHAPES.items():
+    for _count in (1, 2, 4, 8, 16, 32, 64, 128):
+        if _count * _registers <= 128:
+            _declare_accesses(_shape, _count)
+
+
+@action("tcgen05.wait::ld.sync.aligned", "", converged="warp")
+def wait_for_loads(lanes):
+    if lanes.cta.pending_loads:
+        late_loads.finish(lanes)
+
+
+@action("tcgen05.wait::st.sync.aligned", "", converged="warp")
+def wait_for_stores(lanes):
+    for warp in lanes.warps():
+        lanes.cta.grid.completion.wait((lanes.cta, "tcgen05.st", warp), 0)
+
+
+@action("tcgen05.fence::{before,after}_thread_sync", "")
+def fence(lanes):
+    """Orders asynchronous operations with those of other threads. It waits for none."""

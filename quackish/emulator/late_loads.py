@@ -1,0 +1,62 @@
+"""Loads of tensor memory that write their registers later than at their instruction, as late as the PTX manual permits.
+
+"For tcgen05.ld, an intra-thread ordering through true register dependency will be respected regardless of the presence
+or absence of other forms of synchronization." (PTX, Register dependencies, same thread) So a load finishes when its
+warp waits for it, or computes with one of its registers. Compilers put moves of these registers in front of the wait,
+which assemblers remove, so a move does not finish a load: it is done after it.
+"""
+
+from collections.abc import Callable, Iterable
+
+from quackish.emulator.threads import Cta, Lanes, warp_mask
+
+Register = tuple[str, int]  # width, row
+
+
+class Load:
+    def __init__(self, registers: Iterable[Register], load: Callable[[], None]):
+        self.registers = set(registers)  # those that it writes, and those that they are moved to
+        self.steps = [load]  # and the moves
+
+
+def begin(cta: Cta, warp: int, registers: Iterable[Register], load: Callable[[], None]) -> None:
+    """Loads now or later. A load that has not finished when its thread exits was of no use."""
+    if cta.grid.completion.late:
+        cta.pending_loads.setdefault(warp, []).append(Load(registers, cta.grid.completion.located(load)))
+    else:
+        load()
+
+
+def finish(lanes: Lanes, register: Register | None = None) -> None:
+    """Finishes these warps' loads, up to the latest one that writes the register; without a register, all."""
+    cta = lanes.cta
+    for warp in lanes.warps():
+        loads = cta.pending_loads.get(warp, [])
+        count = len(loads) if register is None else _position(loads, {register})
+        if count:
+            del cta.pending_loads[warp]  # so that the moves finish no load
+            for load in loads[:count]:
+                for step in load.steps:
+                    step()
+            if count < len(loads):
+                cta.pending_loads[warp] = loads[count:]
+
+
+def defer(lanes: Lanes, sources: set[Register], targets: set[Register], move: Callable[[Lanes], None]) -> bool:
+    """Lets a move happen after the load that writes its sources. False if they are not those of one pending load."""
+    cta, found = lanes.cta, []
+    for warp in lanes.warps():
+        loads = cta.pending_loads.get(warp, [])
+        position = _position(loads, sources)
+        if not position:
+            return False
+        found.append((loads[position - 1], cta.lanes(lanes.mask & warp_mask(warp))))
+    for load, part in found:
+        load.registers |= targets
+        load.steps.append(lambda part=part: move(part))
+    return True
+
+
+def _position(loads: list[Load], registers: set[Register]) -> int:
+    """The number of loads up to the latest one that writes all these registers."""
+    return max((i for i, load in enumerate(loads, 1) if registers <= load.registers), default=0)
