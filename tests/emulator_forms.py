@@ -1114,7 +1114,8 @@ SKIP:
 # Copies by tensor maps: fp32 tensors of up to (12, 3, 3, 2, 2) in boxes of (8, 2, 2, 2, 2), partly outside.
 
 MAP = "mov.b64 %map, ENTRY_data; cvta.param.u64 %map, %map;"
-SIZES, BOX, COORDINATES = (12, 3, 3, 2, 2), (8, 2, 2, 2, 2), (8, -1, 2, 0, 1)
+SIZES, BOX = (12, 3, 3, 2, 2), (8, 2, 2, 2, 2)
+LOADED_AT, STORED_AT = (8, -1, 2, 0, 1), (8, 1, 2, 0, 1)  # only loads may begin before the tensor
 TENSOR_AT = 64  # words of scratch: two for each of 32 threads come before it
 TENSOR_WORDS = 216  # 432 numbers
 
@@ -1154,16 +1155,17 @@ def _tensor_case(form: isa.Form, whole_warp: bool = False) -> Case:
     box = random.integers(-1000, 1000, math.prod(BOX[:rank])).astype(np.float32)
     loads, adds = "mbarrier" in opcode, "reduce" in opcode
     before = words_of(tensor.tobytes())
+    start = LOADED_AT if loads else STORED_AT
     pitches = _pitches(rank)
     for index, place in enumerate(itertools.product(*(range(extent) for extent in reversed(BOX[:rank])))):
-        at = [start + i for start, i in zip(COORDINATES, reversed(place), strict=False)]
+        at = [first + i for first, i in zip(start, reversed(place), strict=False)]
         inside = all(0 <= x < size for x, size in zip(at, SIZES, strict=False))
         element = sum(x * pitch for x, pitch in zip(at, pitches, strict=True)) // 4
         if loads:
             box[index] = tensor[element] if inside else 0
         elif inside:
             tensor[element] = (tensor[element] + (32 if whole_warp else 1) * box[index]) if adds else box[index]
-    coordinates = f"{{{', '.join(map(str, COORDINATES[:rank]))}}}"
+    coordinates = f"{{{', '.join(map(str, start[:rank]))}}}"
     policy = ", %policy" if "L2::cache_hint" in opcode else ""
     head = f".reg .b64 %map, %policy, %state; .reg .pred %p, %q; .reg .b32 %bar, %to;\n{MAP}\n"
     head += (

@@ -27,9 +27,10 @@ from quackish.emulator.swizzle import Swizzle
 BYTES = 128
 _MEANINGFUL = 64
 
-# Bit 1 is always set, and bit 21 depends on the tensor's size; neither changes what is copied. No more does L2
-# promotion. Interleaved layouts, NaN for elements outside, and im2col have bits of their own, which are unknown.
-_ALWAYS, _WITHOUT_EFFECT = 1 << 1, 1 << 17 | 1 << 18 | 1 << 21
+# CuTe DSL sets bit 1, and bit 21 depending on the tensor's size; the driver sets neither, and an H200 copies the same.
+# L2 promotion changes no copy either. Interleaved layouts, NaN for elements outside, and im2col have bits of their own,
+# which are unknown.
+_WITHOUT_EFFECT = 1 << 1 | 1 << 17 | 1 << 18 | 1 << 21
 _TF32, _CHUNKS_OF_32 = 1 << 16, 1 << 19
 _FIELDS = 7 << 4 | 15 << 7 | 3 << 13
 
@@ -118,7 +119,10 @@ class TensorMap:
         return box.reshape(-1)
 
     def store(self, coordinates: tuple[int, ...], box: np.ndarray, memory: Memory, add: bool = False) -> None:
-        """Writes the bytes of a box, or adds their numbers. Bytes outside the tensor are dropped."""
+        """Writes the bytes of a box, or adds their numbers. Bytes past the ends of the tensor are dropped."""
+        # The manual allows it, but an H200 ends with an illegal instruction. Loads may begin before the tensor.
+        if min(coordinates) < 0:
+            raise Fault(f"a store of a box at {coordinates}, which begins before the tensor: {self}")
         window = self.window(coordinates)
         if window.addresses.size and window.row_bytes:
             addresses = window.addresses.ravel()
@@ -151,7 +155,7 @@ def _decode(data: bytes) -> TensorMap:
     words = struct.unpack("<8Q", data)
     flags = words[1] & 0xFFFFFFFF
     swizzle = _SWIZZLES[flags >> 13 & 3]
-    known = _FIELDS | _ALWAYS | _WITHOUT_EFFECT
+    known = _FIELDS | _WITHOUT_EFFECT
     if flags >> 7 & 15 == 7:
         known |= _TF32  # copies leave fp32 elements as they are here; tensor cores truncate them
     if swizzle is Swizzle.B128:
@@ -159,7 +163,7 @@ def _decode(data: bytes) -> TensorMap:
     unknown = flags & ~known
     rank = (flags >> 4 & 7) + 1
     element = _ELEMENTS.get(flags >> 7 & 15)
-    if not flags & _ALWAYS or rank > 5:
+    if not flags or rank > 5:
         raise Fault(f"the bytes at the address of a tensor map are none: {data[:16].hex()}...")
     if element is None:
         raise NotImplementedError(f"a tensor map of elements of type {flags >> 7 & 15}; known: {_ELEMENTS}")
