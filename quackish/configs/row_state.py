@@ -3,7 +3,6 @@
 The host and the kernels compute the addresses of its parts with `parts_at`.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 from quackish.configs.gemm import NUM_TICKETS
@@ -49,7 +48,6 @@ _VECTORS = RowStateParts._fields[RowStateParts._fields.index("order") :]
 _WITHOUT_STATS = _VECTORS.index("log_prob")
 
 
-@functools.lru_cache(maxsize=1024)
 def size(m: int, return_stats: bool) -> int:
     """The size of the allocation in 4 bytes."""
     return _HEADER + (len(_VECTORS) if return_stats else _WITHOUT_STATS) * -(-m // 4) * 4
