@@ -69,9 +69,9 @@ class ExpLogits(NamedTuple):
 NOT_STORED = ExpLogits(None)
 
 
-@functools.lru_cache(maxsize=1024)
-def _offsets(m: int) -> RowStateParts:
-    return row_state.parts_at(0, m)
+# PyTorch's allocator returns the same addresses in each step.
+_parts_at = functools.lru_cache(maxsize=1024)(row_state.parts_at)
+_DTYPES = {name: getattr(torch, part.dtype) for name, part in row_state.DESCRIPTIONS._asdict().items()}
 
 
 class RowState(NamedTuple):
@@ -88,7 +88,7 @@ class RowState(NamedTuple):
 
     @classmethod
     def from_memory(cls, memory: Tensor, m: int) -> "RowState":
-        return cls(memory, m, RowStateParts._make(map(memory.data_ptr().__add__, _offsets(m))))
+        return by_name(cls)(memory, m, _parts_at(memory.data_ptr(), m))
 
     @property
     def address(self) -> int:
@@ -97,5 +97,4 @@ class RowState(NamedTuple):
     def tensor(self, name: str, n: int | None = None) -> Tensor:
         """The first n numbers of a part, by default m."""
         first = (getattr(self.parts, name) - self.address) // 4
-        dtype = getattr(torch, getattr(row_state.DESCRIPTIONS, name).dtype)
-        return self.memory[first : first + (self.m if n is None else n)].view(dtype)
+        return self.memory[first : first + (self.m if n is None else n)].view(_DTYPES[name])
