@@ -8,7 +8,9 @@ import torch._dynamo.testing
 
 from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy import checks, linear_cross_entropy
-from quackish.ops.linear_cross_entropy.autograd import _bwd_op, _fwd_op
+from quackish.ops.linear_cross_entropy.autograd import Outputs, Saved, _bwd_op, _fwd_op, unpack
+from quackish.ops.linear_cross_entropy.calls import GradOutputs, Plan
+from quackish.ops.linear_cross_entropy.checks import Inputs
 from tests.lce_cases import (
     IGNORED,
     OPTIONS,
@@ -41,14 +43,15 @@ def test_opcheck(needs, schedule, device):
         for t, need in zip(parameters(x, w, kw), needs, strict=True):
             t.requires_grad_(need)
         scale = torch.tensor(0.7, device=device)
-        args = x, w, kw["linear_bias"], target, kw["weight"], scale, None, None, IGNORED, 0.1, 3.0, 1e-3, reduction
-        args = *args, return_stats, FP32, schedule, 5, False, False, "", needs
+        inputs = Inputs(x, w, kw["linear_bias"], target, kw["weight"], scale, None, None)
+        plan = Plan(IGNORED, 0.1, 3.0, 1e-3, reduction, return_stats, FP32, "", schedule, 5)
+        args = *inputs, *plan, needs
         torch.library.opcheck(_fwd_op, args)
         with torch.no_grad():
-            loss, lse, log_prob, entropy, _, *kept = _fwd_op(*args)[:8]
-            grads = [None if t is None else torch.rand_like(t) for t in (loss, lse, log_prob, entropy)]
+            outputs, saved, _ = unpack(_fwd_op(*args), Outputs, Saved)
+            grads = [None if t is None else torch.rand_like(t) for t in outputs[: len(GradOutputs._fields)]]
             args = [t.detach() if torch.is_tensor(t) else t for t in args]
-            torch.library.opcheck(_bwd_op, (*grads, *kept, *args))
+            torch.library.opcheck(_bwd_op, (*grads, *saved, *args))
 
 
 @on_portable_and_kernels

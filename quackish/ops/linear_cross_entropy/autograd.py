@@ -7,7 +7,6 @@ copy where the autograd.Function writes in place.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
@@ -64,8 +63,8 @@ def prepare_call(
 
     grad_outputs: of `prepare_grads`.
     """
-    x, w, bias, target, class_weight, logit_scale, num_items, dw_out = inputs
-    dtype, (v, h) = plan.compute_dtype, w.shape
+    (x, w, bias), target, class_weight = inputs.parameters(), inputs.target, inputs.weight
+    logit_scale, num_items, dtype, (v, h) = inputs.logit_scale, inputs.num_items, plan.compute_dtype, w.shape
     check_memory(
         "linear_cross_entropy", input=x, linear_weight=w, linear_bias=bias, target=target, weight=class_weight,
         logit_scale=logit_scale, num_items=num_items if isinstance(num_items, Tensor) else None,
@@ -98,7 +97,7 @@ def prepare_call(
     return by_name(Call)(
         kernels, device, plan, state or RowState.new(device, m, plan.return_stats), m, h, v, x, w, target, bias=bias,
         class_weight=class_weight, total_weight=total_weight, num_items=num_items, softcap=plan.softcap or 0.0,
-        logit_scale=logit_scale, dw_out=dw_out, fields=fields, grad_outputs=grad_outputs,
+        logit_scale=logit_scale, dw_out=inputs.grad_weight_out, fields=fields, grad_outputs=grad_outputs,
     )  # fmt: skip
 
 
@@ -196,11 +195,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, linear_weight, linear_bias, inputs, plan, return_lse, kernels):
         # Only the first three need autograd, and each argument costs host time.
-        *tensors, items, dw_out = inputs
         needed = grads_needed(inputs, plan, ctx.needs_input_grad[: len(Grads._fields)])
         outputs, state, out = _forward(inputs, plan, kernels, needed, return_lse)
-        number, items = (None, items) if isinstance(items, Tensor) else (items, None)
-        ctx.save_for_backward(*tensors, items, out.live_x, out.exp_logits)
+        number, dw_out = None if isinstance(inputs.num_items, Tensor) else inputs.num_items, inputs.grad_weight_out
+        if number is not None or dw_out is not None:
+            inputs = inputs._replace(num_items=None if number is not None else inputs.num_items, grad_weight_out=None)
+        ctx.save_for_backward(*inputs, out.live_x, out.exp_logits)
         ctx.computed = ForwardResult(None, out.grads, dw=out.dw, dw_classes=out.dw_classes)
         # dw_out is not a saved tensor, because another graph's backward may legally add to it first.
         ctx.saved = kernels, plan, needed, state, number, dw_out, input.shape
@@ -227,8 +227,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grads = scale_grads(kernels, saved, grad_outputs.loss, dw_out)
             needed = needed.without(grads_in_forward(plan, needed))
         if needed.any():
-            *tensors, items, live_x, exp_logits = ctx.saved_tensors
-            inputs = Inputs(*tensors, number if items is None else items, dw_out)
+            inputs, (live_x, exp_logits) = unpack(ctx.saved_tensors, Inputs)
+            if number is not None or dw_out is not None:
+                items = inputs.num_items if number is None else number
+                inputs = inputs._replace(num_items=items, grad_weight_out=dw_out)
             exp_logits = _writable_exp_logits(kernels.device, exp_logits, grad_outputs)
             saved = saved._replace(grads=Grads(), live_x=live_x, exp_logits=exp_logits)  # frees unused gradients
             call = prepare_call(inputs, plan, kernels, _writable_state(state), grad_outputs)
@@ -345,10 +347,14 @@ def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
     return outputs if plan.return_stats else (outputs.loss, outputs.lse)
 
 
-def unpack(values: Sequence, *types: Any) -> list:
-    """The values as one NamedTuple of each type, and the list of the remaining values."""
-    rest = iter(values)
-    return [kind(*itertools.islice(rest, len(kind._fields))) for kind in types] + [list(rest)]
+def unpack(values: tuple, *types: Any) -> list:
+    """The values as one NamedTuple of each type, and the remaining values."""
+    parts, first = [], 0
+    for kind in types:
+        last = first + len(kind._fields)
+        parts.append(kind(*values[first:last]))
+        first = last
+    return [*parts, values[first:]]
 
 
 def run_forward(

@@ -88,7 +88,7 @@ class RowState(NamedTuple):
 
     @classmethod
     def from_memory(cls, memory: Tensor, m: int) -> "RowState":
-        return by_name(cls)(memory, m, _parts_at(memory.data_ptr(), m))
+        return cls(memory, m, _parts_at(memory.data_ptr(), m))
 
     @property
     def address(self) -> int:

@@ -81,7 +81,7 @@ def _loop(
     device: torch.device | None = None,
 ) -> tuple[Tensor, list[Tensor], Grads]:
     """The rows' losses, statistics, and the gradients; without `grad_outputs`, of the sum of the losses."""
-    x, w, bias, _, weight, logit_scale, *_ = inputs
+    (x, w, bias), weight = inputs.parameters(), inputs.weight
     m, (v, h), dtype = rows.ignored.numel(), w.shape, accumulate_dtype(plan.compute_dtype)
     device_type = (device or x.device).type
     gemm_dtype = operand_dtype(plan.compute_dtype, device_type)
@@ -112,7 +112,7 @@ def _loop(
             logits_out[chunk] = z
         chunk_grad_outputs = (None if t is None else t[chunk] for t in grad_outputs)
         loss[chunk], chunk_stats, dlogits = chunk_of_rows(
-            z, rows[chunk], weight, plan.label_smoothing, plan.softcap, plan.z_loss, logit_scale, needed.any(),
+            z, rows[chunk], weight, plan.label_smoothing, plan.softcap, plan.z_loss, inputs.logit_scale, needed.any(),
             *chunk_grad_outputs, return_stats=plan.return_stats,
         )  # fmt: skip
         for values, chunk_values in zip(stats, chunk_stats, strict=True):
@@ -135,7 +135,7 @@ def _loop(
 
 def run_full_logits(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
     """`autograd.run` from full logits, with operations that torch.func and forward-mode AD support."""
-    x, w, bias, target, weight, logit_scale, num_items, _ = inputs
+    (x, w, bias), target, weight = inputs.parameters(), inputs.target, inputs.weight
     flat_target = target.reshape(-1)
     if x.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(target):
         check_targets(flat_target, w.shape[0], plan.ignore_index)
@@ -144,7 +144,8 @@ def run_full_logits(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
             x.reshape(-1, x.shape[-1]).to(plan.compute_dtype), w.to(plan.compute_dtype), flat_target, linear_bias=bias,
             weight=None if weight is None else weight.detach(), reduction=plan.reduction,
             ignore_index=plan.ignore_index, label_smoothing=plan.label_smoothing, softcap=plan.softcap,
-            logit_scale=logit_scale, z_loss=plan.z_loss, num_items=num_items, return_stats=plan.return_stats,
+            logit_scale=inputs.logit_scale, z_loss=plan.z_loss, num_items=inputs.num_items,
+            return_stats=plan.return_stats,
         )  # fmt: skip
     per_row: Any = stats if plan.return_stats else (stats,)
     return loss.reshape(target.shape) if plan.reduction == "none" else loss, *(t.reshape(target.shape) for t in per_row)
