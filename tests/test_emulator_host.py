@@ -111,9 +111,9 @@ def test_threads_and_nested_calls_keep_their_own_handlers(exported):
 
 def test_each_loaded_kernel_has_its_own_gpu(exported):
     gpus = [H200, B200, dataclasses.replace(H200, sm_count=4)]
-    found = [host._device_attributes(gpu) for gpu in gpus]
+    found = [host.device_attributes(gpu) for gpu in gpus]
     assert [(a[16], a[75], a[76]) for a in found] == [(132, 9, 0), (148, 10, 0), (4, 9, 0)]
-    assert host._device_attributes(dataclasses.replace(B200, target="sm_103a"))[76] == 3
+    assert host.device_attributes(dataclasses.replace(B200, target="sm_103a"))[76] == 3
     codes = [host.load(exported, gpu) for gpu in gpus]
     answers = []
     for code in codes:

@@ -29,7 +29,7 @@ LAYERS = {
     "files": Layer(),
     "types": Layer(outside="torch"),
     "gpu": Layer(quackish="errors", lazy="torch"),
-    "emulator": Layer(outside="numpy torch", lazy="tvm_ffi"),
+    "emulator": Layer(outside="numpy torch pytest", lazy="tvm_ffi cutlass cuda"),  # pytest: for its plugin
     "toolchain": Layer(quackish="_version errors"),
     "configs": Layer(quackish="errors files gpu toolchain variables", lazy="platformdirs"),
     "reference": Layer(outside="torch"),

@@ -1,25 +1,26 @@
 """Runs kernels compiled by CuTe DSL on a CPU, by executing their PTX with numpy.
 
-    kernel = emulator.load(compiled, gpu)      # `compiled` is the result of cute.compile
+    kernel = emulator.compile(jit_function, *args, gpu="b200")     # as cute.compile
     with emulator.record(completion="late", seed=0) as report:
-        kernel(*args)                          # the arguments it takes on a GPU, with addresses of host memory
+        kernel(*args)                          # the arguments that it takes on a GPU, with CPU tensors
     print(report.launches)
 
-Compile with the options "--enable-tvm-ffi --keep-ptx --generate-line-info --dump-dir FOLDER". `gpu` is any object with
-`target` ("sm_90a"), `sm_count`, `smem_bytes`, `smem_bytes_per_sm`, `threads_per_sm` and `registers_per_sm`.
-
-Kernels may access the memory of live CPU tensors, and what `register` names.
+Kernels may access the memory of live CPU tensors, and what `register` names. `replace_cuda` is for libraries that call
+cute.compile themselves, `load` for functions that are compiled already, and `quackish.emulator.pytest_plugin` has a
+fixture for tests.
 """
 
 import contextlib
 import contextvars
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from quackish.emulator import decode, host, ptx
+from quackish.emulator import arguments, decode, dsl, host, ptx, torch_cuda
 from quackish.emulator.completion import COMPLETIONS
 from quackish.emulator.errors import Fault, PtxError, ToolMissing
+from quackish.emulator.gpu import Gpu, can_run, find
 from quackish.emulator.grid import Grid
 from quackish.emulator.host import Exported, export
 from quackish.emulator.memory import GlobalMemory, host_regions
@@ -28,15 +29,18 @@ from quackish.emulator.report import LaunchReport, Report
 __all__ = [
     "Exported",
     "Fault",
+    "Gpu",
     "Kernel",
     "LaunchReport",
     "PtxError",
     "Report",
     "ToolMissing",
+    "compile",
     "export",
     "load",
     "record",
     "register",
+    "replace_cuda",
 ]
 
 _report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("report", default=None)
@@ -72,18 +76,20 @@ def register(address: int, size: int) -> Iterator[None]:
 
 
 class Kernel:
-    """A compiled function that runs on the CPU. It takes the arguments that it takes on a GPU.
+    """A compiled function that runs on the CPU. It takes the arguments that it takes on a GPU, with CPU tensors.
 
     name: in reports and faults; otherwise they name the class or function that was compiled
     """
 
-    def __init__(self, exported: host.Exported, gpu: Any, name: str = ""):
-        self.gpu, self.ptx, self.name = gpu, exported.ptx, name
-        self._host_code = host.load(exported, gpu)
+    def __init__(self, exported: host.Exported, gpu: Any, name: str = "", host_code: host.HostCode | None = None):
+        self.gpu, self.ptx, self.name = find(gpu), exported.ptx, name
+        self._host_code = host_code or host.load(exported, self.gpu)
         self._programs: dict[str, decode.Program] = {}
 
-    def __call__(self, *args: Any) -> None:
-        self._host_code.call(self._launch, *args)
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        args = tuple(map(arguments.at_call, args))
+        kwargs = {name: arguments.at_call(value) for name, value in kwargs.items()}
+        self._host_code.call(self._launch, *args, **kwargs)
 
     def _launch(self, launch: host.Launch) -> None:
         program = self._program(launch.kernel)
@@ -93,7 +99,12 @@ class Kernel:
     def _program(self, kernel: str) -> decode.Program:
         """The program of an entry, decoded when it is first launched."""
         if not self._programs:
-            entries = ptx.parse(self.ptx).entries
+            module = ptx.parse(self.ptx)
+            if not can_run(self.gpu, module.target):
+                raise ValueError(
+                    f"the function is compiled for {module.target}; gpu is {self.gpu.name}: {self.gpu.target}"
+                )
+            entries = module.entries
             self._programs = {name: decode.decode(entry) for name, entry in entries.items()}
         return self._programs[kernel]
 
@@ -151,6 +162,52 @@ def _circumstances(program: decode.Program, launch: Any, gpu: Any, name: str, re
     )
 
 
-def load(compiled: Any, gpu: Any) -> Kernel:
-    """The result of `cute.compile` as a function that runs on the CPU."""
-    return Kernel(host.export(compiled), gpu)
+def compile(function: Callable, *args: Any, gpu: Any, name: str = "", **kwargs: Any) -> Kernel:
+    """`cute.compile`, whose result runs on the CPU as on the GPU `gpu`, which need not be here.
+
+    function: what cute.compile takes: a function, method or object with `@cute.jit`
+    args, kwargs: those of cute.compile: fake tensors and streams, numbers, constants, results of `from_dlpack`, CPU
+        tensors; also `options`. Options that the emulator needs are added.
+    gpu: a name, "h100", "h200", "b200" or "b300", an `emulator.Gpu`, or any object with its attributes
+    name: in reports and faults, instead of the name in the PTX
+
+    The result takes the arguments that it takes on a GPU: CPU tensors in place of CUDA tensors, and any number as a
+    stream. While compiling, `HardwareInfo` answers as for that GPU.
+    """
+    import cutlass.cute as cute
+
+    return _compile(cute.compile, function, args, kwargs, find(gpu), name)
+
+
+def _compile(compiler: Callable, function: Callable, args: tuple, kwargs: dict, gpu: Any, name: str = "") -> Kernel:
+    exported, host_code = dsl.compile(compiler, function, args, kwargs, gpu)
+    return Kernel(exported, gpu, name, host_code)
+
+
+@contextlib.contextmanager
+def replace_cuda(gpu: Any) -> Iterator[None]:
+    """Inside the block, libraries that call `cute.compile` run on CPU tensors, as on the GPU `gpu`.
+
+        with emulator.replace_cuda("b200"), emulator.record("late", seed=0) as report:
+            from quack.rmsnorm import rmsnorm
+
+            y = rmsnorm(x, weight)             # CPU tensors
+
+    cute.compile does what `emulator.compile` does. `HardwareInfo` and `torch.cuda` answer as for that GPU. CPU tensors
+    have `is_cuda`, but their `device` stays the CPU, so call what is below a check of `device.type`. Custom operators
+    that are registered for CUDA are registered for the CPU, too: import the library inside the block.
+
+    The block applies to all threads of the process. A library keeps kernels and answers about the GPU for later calls,
+    so a process should emulate one GPU.
+    """
+    gpu = find(gpu)
+    with dsl.answers(gpu), torch_cuda.answers(gpu), dsl.replace_compile(functools.partial(_compile, gpu=gpu)):
+        yield
+
+
+def load(compiled: Any, gpu: Any, name: str = "") -> Kernel:
+    """The result of `cute.compile` as a function that runs on the CPU and takes arguments by position.
+
+    Compile with the options "--enable-tvm-ffi --keep-ptx --generate-line-info --dump-dir FOLDER".
+    """
+    return Kernel(host.export(compiled), gpu, name)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quackish.emulator.errors import ToolMissing
+from quackish.emulator.gpu import capability
 
 _SYMBOL = "kernel"
 _SHIM = Path(__file__).with_name("shim.c")
@@ -65,18 +66,18 @@ class HostCode:
     """A compiled function that hands its launches to Python. Threads may call it at the same time."""
 
     def __init__(self, function: Callable[..., Any], library: ctypes.CDLL, on_launch: Any):
-        self._function = function
+        self.entry = self.function = function  # `entry` may be another function, which calls `function`
         self._keep_alive = library, on_launch
 
-    def call(self, handler: Callable[[Launch], None], *args: Any) -> None:
-        """Runs the host code with `args`; each launch calls `handler` on this thread.
+    def call(self, handler: Callable[[Launch], None], *args: Any, **kwargs: Any) -> None:
+        """Runs the host code with these arguments; each launch calls `handler` on this thread.
 
         What the handler raises ends the host code and reaches the caller.
         """
         call = _Call(handler)
         _running.calls.append(call)
         try:
-            self._function(*args)
+            self.entry(*args, **kwargs)
         except Exception:
             if call.error is None:
                 raise
@@ -122,7 +123,7 @@ def load(exported: Exported, gpu: Any) -> HostCode:
             raise NotImplementedError(f"the host code calls a function that the emulator lacks: {error}") from error
         function = getattr(tvm_ffi.load_module(str(path)), _SYMBOL)
     on_launch = _ON_LAUNCH(_handle)
-    attributes = _device_attributes(gpu)
+    attributes = device_attributes(gpu)
     table = (ctypes.c_int * (2 * len(attributes)))(*(number for pair in attributes.items() for number in pair))
     if library.emulator_connect(on_launch, table, len(attributes)) != 0:
         raise AssertionError(f"the shim has no room for {len(attributes)} device attributes")
@@ -198,16 +199,16 @@ def _launch(config: _Config, kernel: bytes, parameter_addresses: int) -> Launch:
     )
 
 
-def _device_attributes(gpu: Any) -> dict[int, int]:
+def device_attributes(gpu: Any) -> dict[int, int]:
     """Numbers of cudaDeviceAttr and their values."""
-    digits = gpu.target.removeprefix("sm_").rstrip("af")
+    major, minor = capability(gpu)
     return {
         5: 2**31 - 1,  # cudaDevAttrMaxGridDimX
         10: 32,  # cudaDevAttrWarpSize
         16: gpu.sm_count,  # cudaDevAttrMultiProcessorCount
         39: gpu.threads_per_sm,  # cudaDevAttrMaxThreadsPerMultiProcessor
-        75: int(digits[:-1]),  # cudaDevAttrComputeCapabilityMajor
-        76: int(digits[-1]),  # cudaDevAttrComputeCapabilityMinor
+        75: major,  # cudaDevAttrComputeCapabilityMajor
+        76: minor,  # cudaDevAttrComputeCapabilityMinor
         81: gpu.smem_bytes_per_sm,  # cudaDevAttrMaxSharedMemoryPerMultiprocessor
         82: gpu.registers_per_sm,  # cudaDevAttrMaxRegistersPerMultiprocessor
         95: 1,  # cudaDevAttrCooperativeLaunch
