@@ -1,4 +1,4 @@
-"""Fixtures of all tests. Tests marked `gpu` need a GPU, those marked `exhaustive` need --exhaustive."""
+"""Fixtures of all tests. Tests marked `gpu` need a GPU, those marked `exhaustive` or `peers` an option."""
 
 import contextlib
 import dataclasses
@@ -18,6 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile emulated kernels in 3/4 of the time, without source lines, which faults then lack",
     )
+    parser.addoption(
+        "--peers", metavar="GPU", help="also run other libraries' kernels, on an emulated GPU: h100 or b200"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -27,6 +30,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
     if item.get_closest_marker("exhaustive") and not item.config.getoption("exhaustive"):
         pytest.skip("exhaustive: scripts/check.sh --exhaustive and .ci/run run it")
+    if item.get_closest_marker("peers") and not item.config.getoption("peers"):
+        pytest.skip("peers: pip install '.[peers]', then pytest --peers h100, as .ci/run does")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Libraries keep the kernels that they have compiled, so a process runs them on one GPU."""
+    if gpu := config.getoption("peers"):
+        items[:] = [
+            item for item in items if not item.get_closest_marker("peers") or item.callspec.params["gpu"] == gpu
+        ]
 
 
 @pytest.fixture(autouse=True, scope="session")
