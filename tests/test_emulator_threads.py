@@ -525,6 +525,28 @@ def test_asynchronous_stores_need_a_cluster_of_two():
         to_neighbor("", neighbor="mov.u32 %n, 0;", ctas=1)
 
 
+def test_loads_and_stores_of_shared_memory_of_several_ctas():
+    """Thread t stores 10 r + t in word t of CTA t mod 2, where r is the other CTA, and reads it, or nothing, there."""
+    out = zeros(8)
+    both = "barrier.cluster.arrive; barrier.cluster.wait;"
+    body = f"""
+        mov.u32 %t, %tid.x; mov.u32 %r, %cluster_ctarank; mov.u32 %m, buffer; mad.lo.u32 %m, %t, 4, %m;
+        and.b32 %n, %t, 1; mapa.shared::cluster.u32 %a, %m, %n; mad.lo.u32 %v, %r, 10, %t;
+        setp.eq.u32 %p, %r, %n;
+        @%p st.shared.u32 [%m], 99; {both}
+        @!%p st.shared::cluster.u32 [%a], %v; {both}
+        xor.b32 %n, %n, %r; mapa.shared::cluster.u32 %a, %m, %n; ld.shared::cluster.u32 %v, [%a];
+        mad.lo.u32 %t, %r, 4, %t; mad.wide.u32 %o, %t, 4, %out; st.global.u32 [%o], %v; {both}"""
+    launch(
+        kernel(body, "out", NEIGHBOR_REGISTERS + ".reg .b32 %t;", BUFFER), out,
+        grid=(2, 1, 1), block=(4, 1, 1), cluster=(2, 1, 1),
+    )  # fmt: skip
+    poison = out.tolist()[4]
+    # CTA 0 reads what CTA 1 stored in words 0 and 2, and its own words 1 and 3 in CTA 1; CTA 1 reads the other words.
+    assert out.tolist() == [10, 1, 12, 3, poison, poison, poison, poison]
+    assert poison not in (10, 1, 12, 3, 99)
+
+
 def test_a_missing_cluster_barrier_shows_for_some_seed():
     def fails(seed):
         try:

@@ -149,6 +149,24 @@ def offsets_in_cta(lanes, addresses):
     return addresses & np.uint32(OFFSET_MASK)
 
 
+def cta_of(lanes, address):
+    rank = address >> RANK_SHIFT
+    if rank >= lanes.cta.cluster.size:
+        raise Fault(f"an address of rank {rank} in a cluster of {lanes.cta.cluster.size}")
+    return lanes.cta.cluster.ctas[rank]
+
+
+_OF_OTHER_CTAS = ("b32", "u32", "s32", "f32", "b64", "u64")  # types in shared::cluster
+
+
+def by_cta(lanes, addresses):
+    """(shared memory, which addresses are in it, their offsets) for each CTA that shared::cluster addresses name."""
+    ranks = addresses >> np.uint32(RANK_SHIFT)
+    for rank in np.unique(ranks).tolist():
+        chosen = ranks == rank
+        yield cta_of(lanes, rank << RANK_SHIFT).shared, chosen, addresses[chosen] & np.uint32(OFFSET_MASK)
+
+
 def _declare_loads(type_, count):
     vector, result = ("", f"~{type_}") if count == 1 else (f".v{count}", f"{{~{type_}*{count}}}")
     width, dtype = _width(type_), _dtype(type_)
@@ -164,11 +182,19 @@ def _declare_loads(type_, count):
         values = lanes.cta.shared.load(offsets_in_cta(lanes, addresses), width, count).view(dtype)
         return values[:, 0] if count == 1 else values.T
 
+    def load_cluster(lanes, addresses):
+        values = np.empty((len(addresses), count), dtype)
+        for shared, chosen, offsets in by_cta(lanes, addresses):
+            values[chosen] = shared.load(offsets, width, count).view(dtype)
+        return values[:, 0] if count == 1 else values.T
+
     for opcode in _LOADS:
         action(f"{opcode}{vector}.{type_}", f"{result} = [u64]")(load_global)
     for opcode in _POLLING_LOADS:
         action(f"{opcode}{vector}.{type_}", f"{result} = [u64]", polls=True)(poll_global)
     action(f"ld.shared{{,::cta}}{vector}.{type_}", f"{result} = [u32]")(load_shared)
+    if count == 1 and type_ in _OF_OTHER_CTAS:
+        action(f"ld.shared::cluster{vector}.{type_}", f"{result} = [u32]")(load_cluster)
 
 
 def _declare_stores(type_, count):
@@ -186,10 +212,18 @@ def _declare_stores(type_, count):
         lanes.cta.grid.num_events += 1
         lanes.cta.shared.store(offsets_in_cta(lanes, addresses), bits([values] if count == 1 else values))
 
+    def store_cluster(lanes, addresses, values):
+        lanes.cta.grid.num_events += 1
+        words = bits([values] if count == 1 else values)
+        for shared, chosen, offsets in by_cta(lanes, addresses):
+            shared.store(offsets, [word[chosen] for word in words])
+
     # Compilers make stores with this hint of bits alone.
     for opcode in (*_STORES, "st.global.L1::no_allocate") if type_[0] == "b" else _STORES:
         action(f"{opcode}{vector}.{type_}", f"[u64], {operand}")(store_global)
     action(f"st.shared{{,::cta}}{vector}.{type_}", f"[u32], {operand}")(store_shared)
+    if count == 1 and type_ in _OF_OTHER_CTAS:
+        action(f"st.shared::cluster{vector}.{type_}", f"[u32], {operand}")(store_cluster)
 
 
 for _type in _TYPES:

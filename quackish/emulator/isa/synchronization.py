@@ -5,8 +5,8 @@ import numpy as np
 from quackish.emulator import barriers, numbers
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, control
-from quackish.emulator.isa.data_movement import offsets_in_cta
-from quackish.emulator.memory import OFFSET_MASK, RANK_SHIFT
+from quackish.emulator.isa.data_movement import cta_of, offsets_in_cta
+from quackish.emulator.memory import OFFSET_MASK
 
 # Barriers of a CTA. A barrier's number may differ between the warps that execute an instruction together. Without
 # .aligned, threads of a warp may come apart; they count when the whole warp has come.
@@ -69,13 +69,6 @@ def cluster_wait(lanes, following, writers):
 
 
 # mbarriers
-
-
-def cta_of(lanes, address):
-    rank = address >> RANK_SHIFT
-    if rank >= lanes.cta.cluster.size:
-        raise Fault(f"an address of rank {rank} in a cluster of {lanes.cta.cluster.size}")
-    return lanes.cta.cluster.ctas[rank]
 
 
 def mbarrier_at(lanes, address):
