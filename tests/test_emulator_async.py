@@ -187,8 +187,23 @@ st.global.b32 [%at], %a;
 def test_stores_to_tensor_memory_are_late_until_they_wait(stored, loaded, arrives):
     got, expected = np.zeros(32, np.uint32), np.arange(100, 132)
     body = ROUND.replace("STORED", stored).replace("LOADED", loaded)
-    body = ALLOCATE.format(32) + body + "tcgen05.wait::st.sync.aligned; " + FREE.format(32)
-    run(body, got)
-    assert (got == (expected if arrives else 0xFFFFFFFF)).all()
-    run(body, got, completion="at_once")
-    assert (got == expected).all()
+    body = (
+        ALLOCATE.format(32) + body + "tcgen05.wait::st.sync.aligned; tcgen05.wait::ld.sync.aligned;" + FREE.format(32)
+    )
+    for completion in ("late", "at_once"):
+        if arrives:
+            run(body, got, completion=completion)
+            assert (got == expected).all()
+        else:
+            with pytest.raises(emulator.Fault, match=r"race: asynchronous work reads tensor memory(.|\n)*tcgen05.st"):
+                run(body, got, completion=completion)
+
+
+@pytest.mark.parametrize("access", ["tcgen05.st.sync.aligned.32x32b.x1.b32 [%b], {%tid};", "LOAD"])
+def test_tensor_memory_freed_too_early(access):
+    access = access.replace("LOAD", "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%a}, [%b];")
+    wait = f"tcgen05.wait::{'st' if '.st.' in access else 'ld'}.sync.aligned;"
+    body = ALLOCATE.format(32) + "ld.shared.b32 %b, [%base];" + access
+    run(body + wait + FREE.format(32))
+    with pytest.raises(emulator.Fault, match=r"tcgen05.dealloc of tensor memory(.|\n)*end of work that accesses it"):
+        run(body + FREE.format(32))

@@ -34,7 +34,8 @@ class Mistake(NamedTuple):
 
 WRONG = "wrong numbers"
 DEADLOCK = "deadlock: no thread can go on"
-MORE_ARRIVED = "more threads arrived than a barrier expects"
+RACE = "race: "
+IN_FLIGHT = "a register of a wgmma that may not be complete is accessed"
 
 MATRICES = r"(wgmma\.mma_async[^;]*\}), (%rd\d+), (%rd\d+),"
 LOAD_MULTICAST = (
@@ -56,21 +57,30 @@ MISTAKES = {
     "stage of the loop never released": Mistake(RELEASE, 0, "", DEADLOCK, AT_ONCE),
     "last stage of a tile never released": Mistake(RELEASE, 1, "", DEADLOCK, AT_ONCE),
     "no wait for a free stage": Mistake(TRY_WAIT, 0, SKIP, "1 arrivals at an mbarrier that expects 0 more"),
-    "no wait for a tile's first loaded stage": Mistake(TRY_WAIT, 7, SKIP, WRONG, AT_ONCE),
-    "no wait for a loaded stage": Mistake(TRY_WAIT, 8, SKIP, "1 arrivals at an mbarrier that expects 0 more"),
+    "no wait for a tile's first loaded stage": Mistake(TRY_WAIT, 7, SKIP, RACE, AT_ONCE),
+    "no wait for a loaded stage": Mistake(TRY_WAIT, 8, SKIP, RACE),
     "too few bytes expected": Mistake(EXPECT, 0, rf"\1, {BYTES - 16};", DEADLOCK),
     "too many bytes expected": Mistake(EXPECT, 0, rf"\1, {BYTES + 16};", "16 bytes pending", AT_ONCE),
-    "stage released while wgmma reads it": Mistake(r"wgmma\.wait_group\.sync\.aligned\s+1;", 0, "", WRONG),
-    "no wait for the last wgmma": Mistake(r"wgmma\.wait_group\.sync\.aligned\s+0;", 0, "", WRONG),
-    "wgmma not committed": Mistake(r"wgmma\.commit_group\.sync\.aligned;", 1, "", WRONG),
-    "bounds of groups read before all are written": Mistake(r"bar\.sync\s+0;", 0, "", WRONG, AT_ONCE),
-    "warp groups do not alternate": Mistake(r"bar\.sync\s+%r\d+, 256;", 0, "", DEADLOCK, AT_ONCE),
-    "tile written while it is stored": Mistake(r"bar\.sync\s+%r\d+, 128;", 0, "", MORE_ARRIVED),
-    "tile stored while it is written": Mistake(r"bar\.sync\s+%r\d+, 128;", 1, "", MORE_ARRIVED),
-    "cluster's barriers used before they are initialized": Mistake(
-        r"barrier\.cluster\.wait;", 0, "", "no initialized mbarrier"
+    "stage released while wgmma reads it": Mistake(r"wgmma\.wait_group\.sync\.aligned\s+1;", 0, "", RACE),
+    "no wait for the last wgmma": Mistake(r"wgmma\.wait_group\.sync\.aligned\s+0;", 0, "", IN_FLIGHT),
+    "wgmma not committed": Mistake(r"wgmma\.commit_group\.sync\.aligned;", 1, "", RACE),
+    "first wgmma of a tile without a fence of its registers": Mistake(
+        r"wgmma\.fence\.sync\.aligned;", 0, "", "a wgmma needs a wgmma.fence before it", AT_ONCE
     ),
-    "tile written while TMA reads it": Mistake(r"cp\.async\.bulk\.wait_group\.read\s+1;", 0, "", WRONG),
+    "bounds of groups read before all are written": Mistake(r"bar\.sync\s+0;", 0, "", RACE, AT_ONCE),
+    "warp groups do not alternate": Mistake(r"bar\.sync\s+%r\d+, 256;", 0, "", RACE, AT_ONCE),
+    "tile written while it is stored": Mistake(r"bar\.sync\s+%r\d+, 128;", 0, "", RACE),
+    "tile stored while it is written": Mistake(r"bar\.sync\s+%r\d+, 128;", 1, "", RACE),
+    "cluster's barriers used before they are initialized": Mistake(
+        r"barrier\.cluster\.wait;", 0, "", "may use an mbarrier before its mbarrier.init"
+    ),
+    "cluster's barriers initialized without a fence": Mistake(
+        r"fence\.mbarrier_init\.release\.cluster;", 0, "", "may use an mbarrier before its mbarrier.init", AT_ONCE
+    ),
+    "tile written while TMA reads it": Mistake(r"cp\.async\.bulk\.wait_group\.read\s+1;", 0, "", RACE, AT_ONCE),
+    "tile stored without a fence of the async proxy": Mistake(
+        r"fence\.proxy\.async\.shared::cta;", 0, "", "no fence.proxy.async is between", AT_ONCE
+    ),
 }  # fmt: skip
 
 
@@ -145,7 +155,7 @@ def test_a_launch_waits_for_the_one_before():
     mistake = Mistake(r"griddepcontrol\.wait;", 0, "", "")
     for case, launches in (None, 2), (mistake, 1):
         assert multiply(case, AT_ONCE, 0, launches) < 0.003
-    with pytest.raises(emulator.Fault, match=r"no thread executes griddepcontrol.wait(.|\n)*launch 1"):
+    with pytest.raises(emulator.Fault, match=r"griddepcontrol.wait(.|\n)*launch 1"):
         multiply(mistake, AT_ONCE, 0, launches=2)
 
 

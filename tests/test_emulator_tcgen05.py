@@ -66,6 +66,7 @@ class Mistake(NamedTuple):
 
 
 WRONG = "wrong numbers"
+RACE = "tensor memory, column 0 of lanes"
 DEADLOCK = "deadlock: no thread can go on"
 PRODUCT = r"(tcgen05\.mma\S*) \[(%r\d+)\], (%rd\d+), (%rd\d+), (%r\d+), (\{[^}]*\}, %p\d+);"
 COMMIT = r"tcgen05\.commit\.[^;\[]*(\[[^\]]*\])[^;]*;"
@@ -89,7 +90,7 @@ MISTAKES = {
     "stage never released": Mistake(COMMIT, 0, "", DEADLOCK),
     "accumulator never announced": Mistake(COMMIT, 1, "", DEADLOCK),
     "accumulator announced at once": Mistake(
-        COMMIT, 1, r"{ .reg .b64 %state; mbarrier.arrive.shared.b64 %state, \1; }", "it has allocated none"
+        COMMIT, 1, r"{ .reg .b64 %state; mbarrier.arrive.shared.b64 %state, \1; }", RACE
     ),
     "descriptor of the other matrix": Mistake(PRODUCT, 0, product(b=r"\3"), WRONG, AT_ONCE),
     "descriptor without its constant": Mistake(PRODUCT, 0, product(a="0x4000004000010000"), "must be 0b001"),
@@ -118,8 +119,8 @@ MISTAKES = {
     "group of another size": Mistake(r"tcgen05\.mma\.cta_group::1", 0, "tcgen05.mma.cta_group::2", "operands fit none"),
     "quarter of another warp": Mistake(LOAD, 0, r"\1[\2+0x200000];", "its lanes are"),
     "column of another tile": Mistake(LOAD, 0, r"\1[\2+1];", "columns 1 to 64"),
-    "accumulator released before it is loaded": Mistake(r"tcgen05\.wait::ld\.sync\.aligned;", 0, "", WRONG),
-    "accumulator read before it is announced": Mistake(TRY_WAIT, 6, SKIP, "it has allocated none"),
+    "accumulator released before it is loaded": Mistake(r"tcgen05\.wait::ld\.sync\.aligned;", 0, "", RACE, AT_ONCE),
+    "accumulator read before it is announced": Mistake(TRY_WAIT, 6, SKIP, RACE, AT_ONCE),
     "accumulator never released": Mistake(RELEASE, 0, "", DEADLOCK),
     "allocation of a size that is no power of 2": Mistake(ALLOCATION, 0, r"\1, 96;\2", "alloc of 96 columns"),
     "allocation too small": Mistake(ALLOCATION, 0, r"\1, 32;\2", "access of tensor memory"),

@@ -19,6 +19,7 @@ from typing import Any
 
 from quackish.emulator import arguments, decode, dsl, host, ptx, torch_cuda
 from quackish.emulator.completion import COMPLETIONS
+from quackish.emulator.dependent_launches import Ended
 from quackish.emulator.errors import Fault, PtxError, ToolMissing
 from quackish.emulator.gpu import Gpu, can_run, find
 from quackish.emulator.grid import Grid
@@ -115,12 +116,14 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name:
     memory = GlobalMemory(host_regions)
     begin = time.perf_counter()
     try:
-        grid = Grid(program, launch, parameters, gpu, memory, report.completion, report.seed)
+        if report.before and report.before.has_been_overwritten(host_regions(None), memory.bytes_at):
+            report.before = None  # an operation that is not a launch came after it
+        grid = Grid(program, launch, parameters, gpu, memory, report.completion, report.seed, report.before)
         grid.run()
         _check_order(launch, grid, report)
     except RuntimeError as error:  # a Fault, or a mistake of the emulator
         raise type(error)(f"{error}\n{_circumstances(program, launch, gpu, name, report)}") from error.__cause__
-    report.lets_next_begin = grid.lets_next_begin
+    report.before = _ended(name or launch.kernel, grid)
     report.launches.append(
         LaunchReport(
             kernel=name or program.entry.source_name,
@@ -140,10 +143,25 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name:
     )
 
 
+def _ended(name: str, grid: Grid) -> Ended:
+    races = grid.memory.races
+    ended = Ended(
+        name,
+        races.events,
+        races.shadows,
+        grid.lets_next_begin,
+        grid.waits_first,
+        races.dependent.running,
+    )
+    ended.remember(grid.memory.bytes_at)
+    return ended
+
+
 def _check_order(launch: Any, grid: Grid, report: Report) -> None:
     # "If the prerequisite grid is using griddepcontrol.launch_dependents, then the dependent grid must use
     # griddepcontrol.wait to ensure correct functional execution." (PTX, griddepcontrol)
-    if getattr(launch, "programmatic", False) and report.lets_next_begin and not grid.waits_for_previous:
+    before = report.before
+    if getattr(launch, "programmatic", False) and before and before.lets_next_begin and not grid.waits_for_previous:
         raise Fault(
             "no thread executes griddepcontrol.wait, and the launch before this one executed "
             "griddepcontrol.launch_dependents, so both may run at the same time"

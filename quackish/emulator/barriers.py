@@ -3,6 +3,7 @@
 from typing import Any
 
 from quackish.emulator.errors import Fault
+from quackish.emulator.races import Clock, joined
 from quackish.emulator.threads import Cta, Parked, num_warps
 
 # The limit of tx-count and of the counts of arrivals (PTX, Contents of the mbarrier object): the counts of
@@ -18,6 +19,10 @@ class Mbarrier:
             raise Fault(f"mbarrier.init with a count of {count}; valid are 1 to {MAX_COUNT}")
         self.cta, self.offset, self.count = cta, offset, count
         self.pending, self.transactions, self.phase = count, 0, 0
+        self.arrived: Clock | None = None  # what precedes the arrivals so far
+        self.completed: Clock | None = None  # what precedes the end of the last phase
+        self.initialized: tuple[int, int] = (0, 0)  # (warp, epoch)
+        self.users: set[tuple[int, int]] = set()  # see races.Races.check_initialized
         self.waiting: list[Parked] = []
 
     def __str__(self) -> str:
@@ -50,10 +55,16 @@ class Mbarrier:
         if self.pending == 0 and self.transactions == 0:
             self.phase += 1
             self.pending = self.count
+            self._order()
             self.cta.grid.num_phases += 1
             waiting, self.waiting = self.waiting, []
             for parked in waiting:
                 parked.release()
+
+    def _order(self) -> None:
+        """The arrivals and the copies of the phase that ends now precede what waits for it."""
+        copies = self.cta.cluster.clocks.of_epoch(self, self.phase)
+        self.completed = joined(joined(self.completed, self.arrived), copies)
 
     def has_completed(self, parity: int) -> bool:
         """Whether the phase with this parity, the current or the previous one, has completed."""
@@ -74,6 +85,7 @@ class NamedBarrier:
         self.cta, self.number = cta, number
         self.expected: int | None = None  # threads, or None for all of the CTA
         self.warps = self.arrived = 0
+        self.clock: Clock | None = None  # what precedes the arrivals
         self.waiting: list[Parked] = []
 
     def __str__(self) -> str:
@@ -87,6 +99,7 @@ class NamedBarrier:
         if expected is not None and (expected % 32 or expected == 0):
             raise Fault(f"a barrier of {expected} threads, which is not a multiple of 32")
         self.expected = expected
+        self.clock = joined(self.clock, self.cta.grid.races.release(self.cta.lanes(lanes_mask)))
         self.warps += num_warps(lanes_mask)
         self.arrived |= lanes_mask
 
@@ -103,6 +116,9 @@ class NamedBarrier:
             self.cta.grid.num_phases += 1
             del self.cta.named_barriers[self.number]
             for parked in self.waiting:
+                # "when the barrier completes, prior memory accesses requested by this thread are performed relative
+                # to all threads participating in the barrier" (PTX, bar)
+                self.cta.grid.races.acquire(self.cta.lanes(parked.mask), self.clock)
                 parked.release()
 
 
@@ -120,6 +136,8 @@ class ClusterBarrier:
     def __init__(self, cluster: Any):
         self.cluster = cluster
         self.arrived: dict[int, int] = {}  # rank -> threads
+        self.clock: Clock | None = None  # what precedes the arrivals
+        self.completed: Clock | None = None  # what precedes the end of the last phase
         self.waiting: list[Parked] = []
 
     def __str__(self) -> str:
@@ -132,6 +150,11 @@ class ClusterBarrier:
         if arrived & mask:
             raise Fault("barrier.cluster.arrive by threads that have arrived and not waited")
         self.arrived[cta.rank] = arrived | mask
+        # "The optional .relaxed qualifier on barrier.cluster.arrive specifies that there are no memory ordering and
+        # visibility guarantees provided for the memory accesses performed prior to barrier.cluster.arrive." (PTX)
+        races, lanes = cta.grid.races, cta.lanes(mask)
+        is_relaxed = ".relaxed" in cta.grid.opcode
+        self.clock = joined(self.clock, races.release_relaxed(lanes) if is_relaxed else races.release(lanes))
         cta.grid.num_events += 1
         self.check()
 
@@ -142,9 +165,11 @@ class ClusterBarrier:
         if any(cta.live & ~self.arrived.get(cta.rank, 0) for cta in self.cluster.ctas):
             return
         self.arrived = {}
+        self.completed, self.clock = self.clock, None
         self.cluster.grid.num_phases += 1
         waiting, self.waiting = self.waiting, []
         for parked in waiting:
+            parked.cta.grid.races.acquire(parked.cta.lanes(parked.mask), self.completed)
             parked.release()
 
     def wait(self, cta: Cta, mask: int, block: int) -> None:
@@ -152,4 +177,6 @@ class ClusterBarrier:
         pending = self.arrived.get(cta.rank, 0) & mask
         if pending:
             self.waiting.append(cta.park(pending, block, self.__str__))
+        if mask & ~pending:
+            cta.grid.races.acquire(cta.lanes(mask & ~pending), self.completed)
         cta.add(block, mask & ~pending)

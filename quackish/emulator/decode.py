@@ -23,6 +23,7 @@ from quackish.emulator.ptx import (
     Vector,
 )
 from quackish.emulator.threads import U128, VIEW_OF_TYPE, Lanes
+from quackish.emulator.wgmma_registers import bits_of_registers, registers_of
 
 Step = Callable[[Lanes], None]
 Reader = Callable[[Lanes], Any]
@@ -54,6 +55,7 @@ class Program(NamedTuple):
     register_counts: dict[str, int]
     static_shared_bytes: int
     symbols: dict[str, int]  # offsets of shared symbols
+    wgmma_bits: dict[int, int]  # row of a 32-bit register that wgmma uses -> its bit
 
     def location(self, block: int, index: int) -> str:
         instruction = self.blocks[block].instructions[index]
@@ -110,6 +112,7 @@ class _Decoder:
             self.rows[name] = self.register_counts.get(width, 0)
             self.register_counts[width] = self.rows[name] + 1
         self.symbols, self.static_shared_bytes = _layout(entry)
+        self.wgmma_bits = bits_of_registers(entry)
         self.block_of_label: dict[str, int] = {}
         self.loaded_late: set[str] = set()  # registers that instructions write which do not wait for their data
 
@@ -147,7 +150,12 @@ class _Decoder:
         ]
         # An entry that ends without `ret` exits.
         blocks.append(Block([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, None, False))
-        return Program(self.entry, blocks, self.register_counts, self.static_shared_bytes, self.symbols)
+        return Program(
+            self.entry, blocks, self.register_counts, self.static_shared_bytes, self.symbols, self._bits_of_rows()
+        )
+
+    def _bits_of_rows(self) -> dict[int, int]:
+        return {self.rows[name]: bit for name, bit in self.wgmma_bits.items()}
 
     def _loaded_late(self, forms: list[isa.Form]) -> set[str]:
         """Registers that late loads write, and those that they are moved to."""
@@ -307,6 +315,8 @@ class _Decoder:
 
     def _step(self, instruction: Instruction, form: isa.Form) -> Step:
         step = self._value_step(instruction, form) if form.kind == "value" else self._action_step(instruction, form)
+        if bits := self._wgmma_bits_of(instruction):
+            step = _touching(step, bits)
         if instruction.predicate is None:
             return self._deferred_move(instruction, step) if _is_move(instruction) else step
         chosen = self._reader("pred", self._predicate(instruction), instruction)
@@ -316,7 +326,10 @@ class _Decoder:
             if mask == lanes.mask:
                 step(lanes)
             elif mask:
-                step(lanes.cta.lanes(mask))
+                grid, chosen_lanes = lanes.cta.grid, lanes.cta.lanes(mask)
+                grid.executing = chosen_lanes
+                step(chosen_lanes)
+                grid.executing = lanes
 
         return predicated
 
@@ -350,6 +363,15 @@ class _Decoder:
             return access(lanes, *values)
 
         return finishing
+
+    def _wgmma_bits_of(self, instruction: Instruction) -> int:
+        """The registers of `wgmma` that another instruction accesses."""
+        if not self.wgmma_bits or instruction.opcode.startswith("wgmma.mma_async"):
+            return 0
+        bits = 0
+        for name in registers_of(instruction.operands):
+            bits |= self.wgmma_bits.get(name, 0)
+        return bits
 
     def _operand_readers(self, instruction: Instruction, form: isa.Form) -> list[Reader]:
         readers = []
@@ -574,6 +596,14 @@ def _registers(operands: Any) -> set[str]:
     if isinstance(operands, Register):
         return {operands.name}
     return set().union(*map(_registers, operands)) if isinstance(operands, tuple) else set()
+
+
+def _touching(step: Step, bits: int) -> Step:
+    def touch(lanes):
+        lanes.cta.wgmma_registers.touch(lanes.warps(), bits)
+        step(lanes)
+
+    return touch
 
 
 def _unconverted(values):

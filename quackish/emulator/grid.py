@@ -12,9 +12,12 @@ import numpy as np
 from quackish.emulator.barriers import ClusterBarrier
 from quackish.emulator.completion import Completion
 from quackish.emulator.decode import Program
+from quackish.emulator.dependent_launches import DependentLaunch, Ended, running
 from quackish.emulator.errors import Fault
+from quackish.emulator.global_races import GlobalRaces
 from quackish.emulator.memory import GlobalMemory
-from quackish.emulator.threads import VIEW_OF_TYPE, WARP, WARP_MASK, Cta, num_warps, warp_masks, whole_warps
+from quackish.emulator.races import Clocks, Races
+from quackish.emulator.threads import VIEW_OF_TYPE, WARP, WARP_MASK, Cta, Lanes, num_warps, warp_masks, whole_warps
 
 MAX_CTAS_PER_SM = 32  # compute capabilities 9.0 and 10.x
 RESERVED_SHARED_BYTES = 1024  # of each CTA, by the system
@@ -31,6 +34,8 @@ class Cluster:
         self.size = math.prod(grid.cluster_dimensions)
         self.barrier = ClusterBarrier(self)
         self.meetings: dict[tuple, Any] = {}  # see isa.tcgen05: of warps of a CTA pair
+        self.clocks = Clocks(self.size * -(-grid.num_threads // WARP), grid.num_clusters)
+        grid.num_clusters += 1
         x, y, _ = grid.cluster_dimensions
         self.ctas = [
             Cta(grid, self, rank, (first[0] + rank % x, first[1] + rank // x % y, first[2] + rank // (x * y)))
@@ -50,6 +55,7 @@ class Grid:
         memory: GlobalMemory,
         completion: str = "at_once",
         seed: Any = 0,
+        before: Ended | None = None,  # the launch before
     ):
         self.program, self.parameters, self.gpu, self.memory = program, parameters, gpu, memory
         self.dimensions, self.block, self.cluster_dimensions = launch.grid, launch.block, launch.cluster
@@ -59,13 +65,18 @@ class Grid:
         self.shared_bytes = max([program.static_shared_bytes, *dynamic]) + launch.shared_bytes
         self.draw = random.Random(f"{seed}")
         self.seed = seed
-        self.completion = Completion(completion, self.draw, self._place)
+        self.completion = Completion(completion, self.draw, self.place)
+        self.races = Races(self)
+        memory.races = GlobalRaces(self.races, DependentLaunch(running(before, getattr(launch, "programmatic", False))))
         self._running: tuple[Any, ...] = ()
+        self.executing: Lanes  # the threads that execute the instruction, without those whose predicate is false
         self.has_slow = self.draw.random() < SLOW_CHANCE
         self.keeps_slow_back = False  # in this round
+        self.num_clusters = 0  # that have begun
         self.num_events = 0  # grows with all that threads can wait for
         self.num_phases = 0  # of barriers
-        self.waits_for_previous = self.lets_next_begin = False  # griddepcontrol
+        # griddepcontrol; waits_first: some CTA waits before it lets the next launch begin
+        self.waits_for_previous = self.waits_first = self.lets_next_begin = False
         self.mmas = self.flops = 0
         self.num_instructions = 0  # a warp's instruction counts once
         self.waiting: list[tuple[int, int, int]] = []  # first CTAs of clusters that have not begun; the next is last
@@ -276,6 +287,7 @@ class Grid:
             self.num_instructions += warps * current.size
             steps = iter(current.steps)
             self._running = cta, lanes, block, steps
+            self.executing = lanes
             try:
                 for step in steps:
                     step(lanes)
@@ -322,18 +334,28 @@ class Grid:
             lines.append(f"  and {len(states) - 24} more")
         return Fault("\n".join(lines))
 
-    def _place(self) -> Callable[[], str]:
+    def place(self) -> Callable[[], str]:
         """Describes the instruction that executes now, also later."""
         cta, lanes, block, steps = self._running
-        end = self.program.blocks[block].size - 1
-        step = end if steps is None else len(self.program.blocks[block].steps) - operator.length_hint(steps) - 1
+        step = self._index(block, steps)
         return lambda: f"{cta.describe()}, {lanes.describe()}\n    at {self.program.location(block, step)}"
+
+    @property
+    def opcode(self) -> str:
+        """Of the instruction that executes now."""
+        _, _, block, steps = self._running
+        return self.program.blocks[block].instructions[self._index(block, steps)].opcode
+
+    def _index(self, block: int, steps: Any) -> int:
+        """The index in its block of the instruction that executes now."""
+        current = self.program.blocks[block]
+        return current.size - 1 if steps is None else len(current.steps) - operator.length_hint(steps) - 1
 
     def _located(self, error: Exception) -> Exception:
         """A fault, with where it happened. Other errors are the emulator's own."""
         kind: Callable[[str], Exception] = Fault if isinstance(error, (Fault, ValueError)) else RuntimeError
         prefix = "" if isinstance(error, (Fault, ValueError)) else f"the emulator failed: {type(error).__name__}: "
-        return kind(f"{prefix}{error}\n  executing: {self._place()()}")
+        return kind(f"{prefix}{error}\n  executing: {self.place()()}")
 
 
 class _Idle:

@@ -105,6 +105,19 @@ def extent(descriptor: Descriptor, rows: int, element: str, mn_major: bool) -> t
     return int(indices.min()) * width, (int(indices.max()) + 1) * width
 
 
+def chunks(descriptor: Descriptor, rows: int, element: str, mn_major: bool) -> np.ndarray:
+    """The numbers of the chunks of 16 bytes that `in_shared_memory` reads."""
+    base = descriptor.start // _REPEAT * _REPEAT
+    return _chunks(rows, ELEMENT_BYTES[element], descriptor._replace(start=descriptor.start - base), mn_major) + (
+        base // 16
+    )
+
+
+@functools.lru_cache(1024)
+def _chunks(rows: int, width: int, descriptor: Descriptor, mn_major: bool) -> np.ndarray:
+    return np.unique(_indices(rows, width, descriptor, mn_major) * width // 16)
+
+
 @functools.lru_cache(1024)
 def _indices(rows: int, width: int, descriptor: Descriptor, mn_major: bool) -> np.ndarray:
     """Indices of elements of `width` bytes: (rows, k), where k elements are 32 bytes."""

@@ -34,6 +34,7 @@ class GlobalMemory:
     def __init__(self, find_regions):
         self._find_regions = find_regions
         self.bytes_read = self.bytes_written = 0
+        self.races: Any = None  # global_races.GlobalRaces: told of the accesses that instructions make here
         self._set(find_regions(None))
 
     def _set(self, regions: Iterable[tuple[int, int]]) -> None:
@@ -72,6 +73,14 @@ class GlobalMemory:
             return f", {base - address} bytes before the nearest one of {end - base} bytes"
         return f", at byte {address - base} of the nearest one, which has {end - base} bytes"
 
+    def _tensor(self, region: int) -> tuple[int, int]:
+        """(address, bytes) of a region."""
+        return self._bases[region], self._ends[region] - self._bases[region]
+
+    def tensor_at(self, addresses: np.ndarray, size: int) -> tuple[int, int]:
+        """(address, bytes) of the region that has `size` bytes after each address."""
+        return self._tensor(self._index(int(addresses.min()), int(addresses.max()) + size))
+
     def _view(self, region: int, width: int) -> np.ndarray:
         views = self._views[region]
         if width not in views:
@@ -81,16 +90,16 @@ class GlobalMemory:
         return views[width]
 
     def _located(self, addresses: np.ndarray, width: int, size: int):
-        """Yields (which addresses, view, indices), one for each region; each access has `size` bytes."""
+        """Yields (which addresses, view, indices, region) for each region; each access has `size` bytes."""
         low, high = int(addresses.min()), int(addresses.max()) + size
         region = self._lookup(low, high)
         if region >= 0:
-            yield slice(None), self._view(region, width), self._indices(addresses, region, width)
+            yield slice(None), self._view(region, width), self._indices(addresses, region, width), region
             return
         regions = np.array([self._index(address, address + size) for address in addresses.tolist()])
         for region in np.unique(regions).tolist():
             threads = np.flatnonzero(regions == region)
-            yield threads, self._view(region, width), self._indices(addresses[threads], region, width)
+            yield threads, self._view(region, width), self._indices(addresses[threads], region, width), region
 
     def _indices(self, addresses: np.ndarray, region: int, width: int) -> np.ndarray:
         offsets = addresses - np.uint64(self._bases[region])
@@ -102,17 +111,26 @@ class GlobalMemory:
         """`count` elements of `width` bytes for each address: an unsigned array (addresses, count)."""
         _check_alignment(addresses, width * count, "global")
         values = np.empty((len(addresses), count), _UNSIGNED[width])
-        for threads, view, indices in self._located(addresses, width, width * count):
+        for threads, view, indices, region in self._located(addresses, width, width * count):
+            self.races.read(self._tensor(region), addresses, width * count, threads)
             values[threads] = view[indices[:, None] + _STEPS[count]]
         if counted:
             self.bytes_read += values.nbytes
         return values
 
+    def announce_read(self, addresses: np.ndarray, size: int, chosen: np.ndarray) -> None:
+        """Tells `races` that the chosen ones of the threads that execute read `size` bytes, perhaps later."""
+        indices = np.flatnonzero(chosen)
+        if indices.size:
+            for which, _, _, region in self._located(addresses[indices], 1, size):
+                self.races.read(self._tensor(region), addresses, size, indices[which])
+
     def store(self, addresses: np.ndarray, values: list[np.ndarray]) -> None:
         """Stores values[i] at the i-th element after each address."""
         width = values[0].dtype.itemsize
         _check_alignment(addresses, width * len(values), "global")
-        for threads, view, indices in self._located(addresses, width, width * len(values)):
+        for threads, view, indices, region in self._located(addresses, width, width * len(values)):
+            self.races.write(self._tensor(region), addresses, width * len(values), threads)
             for i, value in enumerate(values):
                 view[indices + i] = value[threads]
         self.bytes_written += len(addresses) * width * len(values)
@@ -121,7 +139,7 @@ class GlobalMemory:
         """`size` bytes after each address, as an array of bytes (addresses, size)."""
         width = _widest(addresses, size)
         rows = np.empty((len(addresses), size // width), _UNSIGNED[width])
-        for which, view, indices in self._located(addresses, width, size):
+        for which, view, indices, _ in self._located(addresses, width, size):
             rows[which] = view[indices[:, None] + np.arange(size // width)]
         self.bytes_read += rows.nbytes
         return rows.view(np.uint8)
@@ -130,7 +148,7 @@ class GlobalMemory:
         """Writes the bytes of each row after its address."""
         width = _widest(addresses, rows.shape[1])
         words = np.ascontiguousarray(rows).view(_UNSIGNED[width])
-        for which, view, indices in self._located(addresses, width, rows.shape[1]):
+        for which, view, indices, _ in self._located(addresses, width, rows.shape[1]):
             view[indices[:, None] + np.arange(words.shape[1])] = words[which]
         self.bytes_written += rows.nbytes
 
@@ -164,6 +182,7 @@ class SharedMemory:
         self.size = SYSTEM_SHARED_BYTES + size
         self.bytes = np.full(-(-self.size // 16) * 16, POISON, np.uint8)
         self.views = {width: self.bytes.view(dtype) for width, dtype in _UNSIGNED.items()}
+        self.races: Any = None  # races.SharedRaces: told of the accesses that instructions make here
 
     def check(self, low: int, high: int) -> None:
         if low < SYSTEM_SHARED_BYTES or high > self.size:
@@ -178,9 +197,18 @@ class SharedMemory:
         return (offsets // offsets.dtype.type(width)).astype(np.intp)
 
     def load(self, offsets: np.ndarray, width: int, count: int) -> np.ndarray:
-        return self.views[width][self._indices(offsets, width, count)[:, None] + _STEPS[count]]
+        indices = self._indices(offsets, width, count)
+        self.races.read(offsets, width * count)
+        return self.views[width][indices[:, None] + _STEPS[count]]
 
     def store(self, offsets: np.ndarray, values: list[np.ndarray]) -> None:
+        width = values[0].dtype.itemsize
+        self._indices(offsets, width, len(values))  # checks them
+        self.races.write(offsets, width * len(values))
+        self.put(offsets, values)
+
+    def put(self, offsets: np.ndarray, values: list[np.ndarray]) -> None:
+        """A store of which `races` knows already."""
         width = values[0].dtype.itemsize
         indices = self._indices(offsets, width, len(values))
         for i, value in enumerate(values):

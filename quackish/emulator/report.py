@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from quackish.emulator.dependent_launches import Ended
+
 
 @dataclasses.dataclass(frozen=True)
 class LaunchReport:
@@ -29,4 +31,4 @@ class Report:
     seed: Any
     how_to_repeat: str = ""
     launches: list[LaunchReport] = dataclasses.field(default_factory=list)
-    lets_next_begin: bool = False  # the latest launch executed griddepcontrol.launch_dependents
+    before: Ended | None = None  # the latest launch

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 
 from quackish.emulator.memory import POISON, SharedMemory
+from quackish.emulator.races import SharedRaces
+from quackish.emulator.tensor_races import TensorRaces
+from quackish.emulator.wgmma_registers import WgmmaRegisters
 
 WARP = 32
 WARP_MASK = (1 << WARP) - 1
@@ -45,7 +48,7 @@ class Lanes:
     threads of the span they are, or is None if they are all.
     """
 
-    __slots__ = ("_threads", "count", "cta", "mask", "rows", "span", "where")
+    __slots__ = ("_threads", "_warps", "count", "cta", "mask", "rows", "span", "where")
 
     def __init__(self, cta: "Cta", mask: int):
         self.cta, self.mask, self.count = cta, mask, mask.bit_count()
@@ -54,6 +57,7 @@ class Lanes:
         self.where = None if self.count == end - first else _bits(mask >> first, end - first)
         self.rows = [view[:, self.span] for view in cta.registers.rows]
         self._threads: np.ndarray | None = None
+        self._warps: list[int] | None = None
 
     @property
     def threads(self) -> np.ndarray:
@@ -69,7 +73,9 @@ class Lanes:
 
     def warps(self) -> list[int]:
         """The numbers of the warps that have any of the threads."""
-        return np.unique(self.threads // WARP).tolist()
+        if self._warps is None:
+            self._warps = np.unique(self.threads // WARP).tolist()
+        return self._warps
 
     def describe(self) -> str:
         """Which threads these are, for people: "warps 0, 2" or "lanes 0x1 of warp 3"."""
@@ -160,7 +166,11 @@ class Cta:
         self.all_threads = (1 << self.num_threads) - 1
         self.exited = 0
         self.registers = Registers(grid.program.register_counts, self.num_threads)
+        self.num_warps = -(-self.num_threads // WARP)
         self.shared = SharedMemory(grid.shared_bytes)
+        self.shared.races = SharedRaces(grid.races, self)
+        self.tensor_races = TensorRaces(grid.races, self)
+        self.wgmma_registers = WgmmaRegisters(self.num_warps)
         self.special = special_registers(grid, cluster, rank, index)
         self.fragments: dict[int, int] = {0: self.all_threads}  # block -> threads that are at its beginning
         self.parked: list[Parked] = []
@@ -175,6 +185,7 @@ class Cta:
         self.saw_no_cluster = False  # see isa.launch_control
         self.pending_loads: dict[int, list] = {}  # warp -> late_loads.Load, oldest first
         self.block = 0  # the block that runs now
+        self.lets_next_begin = False  # a thread has executed griddepcontrol.launch_dependents
         self._lanes: dict[int, Lanes] = {}
 
     def __repr__(self) -> str:

@@ -25,16 +25,18 @@ def _check_bulk(source, destination, size):
     "[u32], [u64], u32, [u32], u64",
 )
 def bulk_load(lanes, destinations, sources, sizes, barriers, policies=None):
-    for operands in zip(*(x.tolist() for x in (destinations, sources, sizes, barriers)), strict=True):
+    for operands in zip(*(x.tolist() for x in (lanes.threads, destinations, sources, sizes, barriers)), strict=True):
         _bulk_load(lanes, *operands)
 
 
-def _bulk_load(lanes, destination, source, size, barrier_address):
+def _bulk_load(lanes, thread, destination, source, size, barrier_address):
     _check_bulk(source, destination, size)
-    memory, shared = lanes.cta.grid.memory, cta_of(lanes, destination).shared
-    barrier = mbarrier_at(lanes, barrier_address)
-    target, data = shared.bytes_at(destination & OFFSET_MASK, size), memory.bytes_at(source, size)
+    memory, cta = lanes.cta.grid.memory, cta_of(lanes, destination)
+    barrier, offset = mbarrier_at(lanes, barrier_address), destination & OFFSET_MASK
+    target, data = cta.shared.bytes_at(offset, size), memory.bytes_at(source, size)
     memory.bytes_read += size
+    lanes.cta.grid.races.load_from(lanes.cta, np.array([source], np.uint64), size, thread)
+    lanes.cta.grid.races.copy_to(cta, cta.shared.races.granules(offset, size), thread, lanes.cta, barrier)
 
     def copy():
         target[:] = data
@@ -53,6 +55,8 @@ def bulk_store(lanes, destinations, sources, sizes, policies=None):
         data = lanes.cta.shared.bytes_at(source & OFFSET_MASK, size)
         target = lanes.cta.grid.memory.bytes_at(destination, size)
         lanes.cta.grid.memory.bytes_written += size
+        lanes.cta.grid.races.store_from(lanes.cta, lanes.cta.shared.races.granules(source & OFFSET_MASK, size), thread)
+        lanes.cta.grid.races.store_to(lanes.cta, np.array([destination], np.uint64), size, thread)
 
         def read(data=data, target=target):
             taken = data.copy()
@@ -78,6 +82,8 @@ def _declare_bulk_add(type_):
             _check_bulk(source, destination, size)
             target = memory.bytes_at(destination, size).view(dtype)
             data = cta.shared.bytes_at(source & OFFSET_MASK, size).view(dtype)
+            cta.grid.races.store_from(cta, cta.shared.races.granules(source & OFFSET_MASK, size), thread)
+            cta.grid.races.store_to(cta, np.array([destination], np.uint64), size, thread)
             memory.bytes_read += size
             memory.bytes_written += size
 
@@ -101,18 +107,21 @@ for _type in ("u32", "s32", "u64", "f32"):
 def bulk_commit(lanes):
     for thread in lanes.threads.tolist():
         lanes.cta.grid.completion.commit((lanes.cta, "bulk", thread))
+        lanes.cta.grid.races.commit(lanes.cta, ("bulk", thread))
 
 
 @action("cp.async.bulk.wait_group", "immediate")
 def bulk_wait(lanes, allowed):
     for thread in lanes.threads.tolist():
         lanes.cta.grid.completion.wait((lanes.cta, "bulk", thread), allowed)
+        lanes.cta.grid.races.wait(lanes, ("bulk", thread), allowed, ("bulk write", thread))
 
 
 @action("cp.async.bulk.wait_group.read", "immediate")
 def bulk_wait_read(lanes, allowed):
     for thread in lanes.threads.tolist():
         lanes.cta.grid.completion.wait((lanes.cta, "bulk", thread), allowed, only_reads=True)
+        lanes.cta.grid.races.wait(lanes, ("bulk", thread), allowed)
 
 
 def _declare_async_store(type_, count):
@@ -125,11 +134,13 @@ def _declare_async_store(type_, count):
     def store(lanes, addresses, values, barriers):
         """Stores values in shared memory, and signals an mbarrier there when they have come."""
         rows = np.stack([value.view(dtype) for value in ([values] if count == 1 else values)], axis=1)
-        for address, row, barrier_address in zip(addresses.tolist(), rows, barriers.tolist(), strict=True):
-            _async_store(lanes, address, row, barrier_address)
+        for thread, address, row, barrier_address in zip(
+            lanes.threads.tolist(), addresses.tolist(), rows, barriers.tolist(), strict=True
+        ):
+            _async_store(lanes, thread, address, row, barrier_address)
 
 
-def _async_store(lanes, address, values, barrier_address):
+def _async_store(lanes, thread, address, values, barrier_address):
     target, size = cta_of(lanes, address), values.nbytes
     # "The number of CTAs within the cluster is strictly greater than one" (PTX, st.async). Otherwise an H200 ends with
     # an illegal instruction.
@@ -140,7 +151,11 @@ def _async_store(lanes, address, values, barrier_address):
         raise Fault("st.async: the mbarrier is not in the CTA of the destination")
     if address % size:
         raise Fault(f"misaligned access of {size} bytes of shared memory at {address:#x}")
-    barrier, place = mbarrier_at(lanes, barrier_address), target.shared.bytes_at(address & OFFSET_MASK, size)
+    barrier, offset = mbarrier_at(lanes, barrier_address), address & OFFSET_MASK
+    place = target.shared.bytes_at(offset, size)
+    lanes.cta.grid.races.copy_to(target, target.shared.races.granules(offset, size), thread, lanes.cta, barrier)
+    # "The complete-tx operation on the mbarrier has .release semantics at .cluster scope." (PTX, st.async)
+    lanes.cta.grid.races.carry(lanes, thread, barrier)
 
     def store():
         place.view(values.dtype)[:] = values
@@ -216,6 +231,11 @@ def _load_box(lanes, i, tensors, barrier_address, destination, ranks, signaled):
     barriers = [mbarrier_at(lanes, rank << RANK_SHIFT | barrier_address & OFFSET_MASK) for rank in signaled]
     for cta in ctas:
         cta.shared.check(int(places.min()), int(places.max()) + 1)
+    window = tensor.window(coordinates)
+    grid.races.load_from(lanes.cta, window.addresses.ravel(), window.row_bytes, int(lanes.threads[i]))
+    for cta, barrier in zip(ctas, barriers, strict=True):
+        granules = cta.shared.races.granules_of_box(places)
+        grid.races.copy_to(cta, granules, int(lanes.threads[i]), lanes.cta, barrier)
 
     def copy():
         box = tensor.load(coordinates, grid.memory)
@@ -252,14 +272,17 @@ def _store_boxes(lanes, tensors, sources, add):
         operands = address, source, tuple(coordinates), thread if add else thread // WARP
         if operands not in stores:
             stores[operands] = _once(
-                _store_box(lanes.cta, _tensor_map(lanes, address), tuple(coordinates), source, add)
+                _store_box(lanes.cta, thread, _tensor_map(lanes, address), tuple(coordinates), source, add)
             )
         lanes.cta.grid.completion.issue((lanes.cta, "bulk", thread), stores[operands])
 
 
-def _store_box(cta, tensor, coordinates, source, add):
+def _store_box(cta, thread, tensor, coordinates, source, add):
     memory, places = cta.grid.memory, tensor.shared_offsets(source & OFFSET_MASK)
     cta.shared.check(int(places.min()), int(places.max()) + 1)
+    cta.grid.races.store_from(cta, cta.shared.races.granules_of_box(places), thread)
+    window = tensor.window(coordinates)
+    cta.grid.races.store_to(cta, window.addresses.ravel(), window.row_bytes, thread)
 
     def read():
         box = cta.shared.bytes[places]

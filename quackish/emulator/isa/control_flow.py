@@ -22,18 +22,21 @@ def set_max_registers(lanes, count):
         raise Fault(f"setmaxnreg of {count} registers; valid are multiples of 8 from 24 to 256")
 
 
-# Launches run one after another here, so the launch in front has ended. That a kernel waits for it is checked when the
-# kernel ends.
+# Launches run one after another here, so the launch in front has ended. `dependent_launches` checks that threads wait
+# for it.
 
 
 @action("griddepcontrol.wait", "")
 def wait_for_previous_launch(lanes):
     lanes.cta.grid.waits_for_previous = True
+    if not lanes.cta.lets_next_begin:
+        lanes.cta.grid.waits_first = True
+    lanes.cta.grid.races.wait_for_launch_before(lanes)
 
 
 @action("griddepcontrol.launch_dependents", "")
 def let_next_launch_begin(lanes):
-    lanes.cta.grid.lets_next_begin = True
+    lanes.cta.grid.lets_next_begin = lanes.cta.lets_next_begin = True
 
 
 @action("nanosleep.u32", "u32", polls=True)

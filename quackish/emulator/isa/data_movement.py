@@ -160,11 +160,16 @@ _OF_OTHER_CTAS = ("b32", "u32", "s32", "f32", "b64", "u64")  # types in shared::
 
 
 def by_cta(lanes, addresses):
-    """(shared memory, which addresses are in it, their offsets) for each CTA that shared::cluster addresses name."""
-    ranks = addresses >> np.uint32(RANK_SHIFT)
+    """(shared memory, which addresses are in it, their offsets) for each CTA that shared::cluster addresses name.
+
+    Meanwhile the threads that execute are those with these addresses.
+    """
+    ranks, grid = addresses >> np.uint32(RANK_SHIFT), lanes.cta.grid
     for rank in np.unique(ranks).tolist():
         chosen = ranks == rank
+        grid.executing = lanes.cta.lanes(lanes.subset_of_active(chosen))
         yield cta_of(lanes, rank << RANK_SHIFT).shared, chosen, addresses[chosen] & np.uint32(OFFSET_MASK)
+    grid.executing = lanes
 
 
 def _declare_loads(type_, count):

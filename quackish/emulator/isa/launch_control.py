@@ -23,7 +23,9 @@ def _try_cancel(lanes, addresses, barriers, everywhere):
     if cta.saw_no_cluster:
         raise Fault("clusterlaunchcontrol.try_cancel after a response that no cluster was canceled")
     members = cta.cluster.ctas if everywhere else [cta]
-    for address, barrier_address in zip(addresses.tolist(), barriers.tolist(), strict=True):
+    for thread, address, barrier_address in zip(
+        lanes.threads.tolist(), addresses.tolist(), barriers.tolist(), strict=True
+    ):
         # "Operand addr specifies the naturally aligned address of the 16-byte wide shared memory location"
         if address % BYTES:
             raise Fault(f"clusterlaunchcontrol.try_cancel with a response at {address:#x}, not a multiple of {BYTES}")
@@ -32,6 +34,9 @@ def _try_cancel(lanes, addresses, barriers, everywhere):
             raise Fault("clusterlaunchcontrol.try_cancel.multicast::cluster::all after a CTA of the cluster has exited")
         places = [member.shared.bytes_at(address & OFFSET_MASK, BYTES) for member in members]
         signaled = [mbarrier_at(lanes, member.rank << RANK_SHIFT | barrier_address & OFFSET_MASK) for member in members]
+        for member, barrier in zip(members, signaled, strict=True):
+            granules = member.shared.races.granules(address & OFFSET_MASK, BYTES)
+            grid.races.copy_to(member, granules, thread, cta, barrier)
 
         def respond(places=places, signaled=signaled):
             response = (*grid.waiting.pop(), 1) if grid.waiting else (0, 0, 0, 0)

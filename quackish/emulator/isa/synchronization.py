@@ -7,6 +7,7 @@ from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, control
 from quackish.emulator.isa.data_movement import cta_of, offsets_in_cta
 from quackish.emulator.memory import OFFSET_MASK
+from quackish.emulator.races import joined
 
 # Barriers of a CTA. A barrier's number may differ between the warps that execute an instruction together. Without
 # .aligned, threads of a warp may come apart; they count when the whole warp has come.
@@ -73,7 +74,12 @@ def cluster_wait(lanes, following, writers):
 
 def mbarrier_at(lanes, address):
     """The mbarrier at an address of shared::cluster."""
-    return barriers.mbarrier_at(cta_of(lanes, address), address & OFFSET_MASK)
+    return _used(lanes, barriers.mbarrier_at(cta_of(lanes, address), address & OFFSET_MASK))
+
+
+def _used(lanes, barrier):
+    lanes.cta.grid.races.check_initialized(lanes, barrier)
+    return barrier
 
 
 @action("mbarrier.init.shared{,::cta}.b64", "[u32], u32")
@@ -82,6 +88,7 @@ def mbarrier_init(lanes, addresses, counts):
         _check_alignment(offset)
         lanes.cta.shared.check(offset, offset + 8)
         lanes.cta.mbarriers[offset] = barriers.Mbarrier(lanes.cta, offset, count)
+        lanes.cta.mbarriers[offset].initialized = lanes.cta.grid.races.now(lanes)
 
 
 def _check_alignment(offset):
@@ -101,8 +108,10 @@ def mbarrier_invalidate(lanes, addresses):
 
 def _arrive_at(lanes, addresses, counts, sizes=None):
     states = []
+    clock = lanes.cta.grid.races.release(lanes)
     for i, address in enumerate(addresses.tolist()):
         barrier = mbarrier_at(lanes, address)
+        barrier.arrived = joined(barrier.arrived, clock)
         states.append(barrier.phase)
         if sizes is not None:
             barrier.expect(int(sizes[i]))
@@ -152,7 +161,7 @@ def mbarrier_try_wait(lanes, following, writers, addresses, parities, time_limit
 
 def _try_wait(lanes, following, writers, offset, parity):
     cta, (write,) = lanes.cta, writers
-    barrier = barriers.mbarrier_at(cta, offset)
+    barrier = _used(lanes, barriers.mbarrier_at(cta, offset))
     completed = barrier.has_completed(parity)
     if not completed:
         attempt = (cta.block, lanes.mask, offset, barrier.phase)
@@ -163,6 +172,8 @@ def _try_wait(lanes, following, writers, offset, parity):
             return None
         cta.failed_waits.add(attempt)  # the time limit has passed at once
         cta.grid.num_events += 1
+    if completed:
+        cta.grid.races.acquire(lanes, barrier.completed)
     write(lanes, np.full(lanes.count, completed))
     return following
 
@@ -170,15 +181,16 @@ def _try_wait(lanes, following, writers, offset, parity):
 @action(f"mbarrier.test_wait.parity{_SCOPES}", "pred = [u32], u32", polls=True)
 def mbarrier_test_wait(lanes, addresses, parities):
     offsets = offsets_in_cta(lanes, addresses)
-    return np.array(
-        [
-            barriers.mbarrier_at(lanes.cta, offset).has_completed(parity)
-            for offset, parity in zip(offsets.tolist(), parities.tolist(), strict=True)
-        ]
-    )
+    results = []
+    for i, (offset, parity) in enumerate(zip(offsets.tolist(), parities.tolist(), strict=True)):
+        barrier = _used(lanes, barriers.mbarrier_at(lanes.cta, offset))
+        results.append(barrier.has_completed(parity))
+        if results[-1]:
+            lanes.cta.grid.races.acquire(lanes.cta.lanes(1 << int(lanes.threads[i])), barrier.completed)
+    return np.array(results)
 
 
-# Fences order memory accesses. Here memory is sequentially consistent, so they change nothing.
+# Fences order memory accesses. Here memory is sequentially consistent, so they only tell what is ordered; see `races`.
 
 
 @action("fence.{sc,acq_rel}.{cta,cluster,gpu,sys}", "")
@@ -186,7 +198,7 @@ def mbarrier_test_wait(lanes, addresses, parities):
 @action("fence.proxy.async{,.global,.shared::cta,.shared::cluster}", "")
 @action("membar.{cta,gl,sys}", "")
 def fence(lanes):
-    pass
+    lanes.cta.grid.races.fence(lanes, lanes.cta.grid.opcode)
 
 
 # Atomic operations: one thread after another, in the order of threads.

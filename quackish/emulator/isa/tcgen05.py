@@ -12,6 +12,7 @@ from quackish.emulator.isa import action, control
 from quackish.emulator.isa.data_movement import offsets_in_cta
 from quackish.emulator.isa.synchronization import mbarrier_at
 from quackish.emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
+from quackish.emulator.races import joined
 from quackish.emulator.tensor_memory import Meeting, pair_of, peer_of, share_of
 from quackish.emulator.threads import VIEW_OF_TYPE, WARP, warp_mask
 
@@ -77,8 +78,15 @@ def _wait_for_columns(lanes, count, share):
     share.memory.waiting.append(lanes.cta.park(lanes.mask, lanes.cta.block, lambda: why))
 
 
-def _store_address(cta, offset, column):
-    cta.shared.store(np.array([offset], np.uint32), [np.array([column], np.uint32)])
+def _store_address(warp, offset, column):
+    """A warp of the CTA that gets the address stores it."""
+    grid = warp.cta.grid
+    executing, grid.executing = grid.executing, warp
+    warp.cta.shared.store(np.array([offset], np.uint32), [np.array([column], np.uint32)])
+    # "The Tensor Memory allocation related instructions that access shared memory maintain same-address ordering with
+    # respect to non-tcgen05 instructions." (PTX, Asynchronous Operations)
+    grid.races.order_warp(warp)
+    grid.executing = executing
 
 
 def _allocate(lanes, following, offset, count):
@@ -89,7 +97,7 @@ def _allocate(lanes, following, offset, count):
         _wait_for_columns(lanes, count, share)
         return
     share.allocate(column, count)
-    _store_address(lanes.cta, offset, column)
+    _store_address(lanes, offset, column)
     lanes.cta.add(following, lanes.mask)
 
 
@@ -108,9 +116,12 @@ def _allocate_pair(lanes, following, offset, count):
         full = share if share.memory.first_free(count) is None else peer
         _wait_for_columns(lanes, count, full)
         return
-    for each, place in (share, offset), (peer, other_offset):
+    for each, warp, place in (
+        (share, lanes, offset),
+        (peer, other.cta.lanes(other.parked.mask), other_offset),
+    ):
         each.allocate(column, count)
-        _store_address(each.cta, place, column)
+        _store_address(warp, place, column)
     _finish_meeting(cta, "alloc", other)
     cta.add(following, lanes.mask)
 
@@ -141,15 +152,23 @@ def _declare_allocation(group):
                 other = _meet(warp, following, "dealloc", operands)
                 if other is None:
                     continue
-                share_of(other.cta).free(*other.operands)
+                peer = other.cta.lanes(other.parked.mask)
+                lanes.cta.grid.races.meet(warp, peer)
+                _free(peer, *other.operands)
                 _finish_meeting(lanes.cta, "dealloc", other)
-            share_of(lanes.cta).free(*operands)
+            _free(warp, *operands)
             lanes.cta.add(following, warp.mask)
 
     @action(f"tcgen05.relinquish_alloc_permit.{prefix}", "", converged="warp")
     def relinquish(lanes):
         _check_group(lanes, group)
         share_of(lanes.cta).has_permit = False
+
+
+def _free(warp, column, count):
+    share = share_of(warp.cta)
+    share.free(column, count)
+    warp.cta.tensor_races.free(column, count, int(warp.cta.grid.races.warps(warp)[0]))
 
 
 def _shared_addresses(addresses):
@@ -170,6 +189,13 @@ def _operand_in_shared_memory(cta, bits, rows, element, mn_major):
     cta.shared.check(*matrices.extent(descriptor, rows, element, mn_major))
     views = cta.shared.views[matrices.ELEMENT_BYTES[element]]
     return matrices.in_shared_memory(views, descriptor, rows, element, mn_major)
+
+
+def _granules(cta, bits, rows, element, mn_major):
+    """The granules of shared memory that a matrix is in."""
+    descriptor = matrices.descriptor_sm100(bits)
+    cta.shared.check(*matrices.extent(descriptor, rows, element, mn_major))
+    return cta.shared.races.shadow.of_chunks(matrices.chunks(descriptor, rows, element, mn_major))
 
 
 class _Product:
@@ -210,6 +236,23 @@ class _Product:
         share.check(address.lane, address.column, 8)
         lanes = address.lane + matrices.lanes_of_rows(shape.m, len(self.ctas))
         return matrices.tensor_words_to_a(share.memory.words[lanes, address.column : address.column + 8], shape.a)
+
+    def announce(self, cta, thread):
+        """Tells `races` what the product will access."""
+        races, shape, ctas = cta.grid.races, self.shape, self.ctas
+        issuer = races.product_of(cta, thread)
+        lanes = self.d.lane + (matrices.lanes_of_rows(64, 1) if (shape.m, len(ctas)) == (64, 1) else np.arange(128))
+        columns = shape.n // (2 if (shape.m, len(ctas)) == (128, 2) else 1)
+        for member in ctas:
+            if self.a_is_address:
+                address = matrices.tensor_address(self.a)
+                member.tensor_races.read_later(member.tensor_races.granules(lanes, address.column, 8), *issuer)
+            else:
+                rows = shape.m // len(ctas)
+                member.shared.races.read_later(_granules(member, self.a, rows, shape.a, shape.mn_major_a), *issuer)
+            rows = shape.n // len(ctas)
+            member.shared.races.read_later(_granules(member, self.b, rows, shape.b, shape.mn_major_b), *issuer)
+            member.tensor_races.write_later(member.tensor_races.granules(lanes, self.d.column, columns), *issuer)
 
     def multiply(self):
         shape, ctas = self.shape, self.ctas
@@ -258,6 +301,7 @@ def _multiply(lanes, group, kind, d, a, b, descriptors, masks, adds, scale, coll
         _use_collector(cta, collector)
         cta.grid.mmas += 1
         cta.grid.flops += 2 * product.shape.m * product.shape.n * product.k
+        product.announce(cta, thread)
         cta.grid.completion.queue(cta, thread, product.multiply)
 
 
@@ -314,8 +358,11 @@ def _commit(lanes, group, addresses, masks=None):
             ranks = [address >> RANK_SHIFT]
         signaled = [mbarrier_at(lanes, rank << RANK_SHIFT | address & OFFSET_MASK) for rank in ranks]
 
-        def signal(signaled=signaled):
+        clock = cta.grid.races.commit_products(cta, thread)
+
+        def signal(signaled=signaled, clock=clock):
             for barrier in signaled:
+                barrier.arrived = joined(barrier.arrived, clock)
                 barrier.arrive(1)
 
         cta.grid.completion.announce(cta, thread, signal)
@@ -375,6 +422,7 @@ def _load(lanes, rows, addresses, shape, fragment, packed):
         address = _place(warp, position, addresses, shape, fragment)
         (number,) = warp.warps()
         load = _loader(warp, rows, address, fragment, packed)
+        cta.tensor_races.load(number, address.lane + fragment.lanes, address.column, fragment.width)
         late_loads.begin(cta, number, (("b32", row) for row in rows), load)
 
 
@@ -399,6 +447,7 @@ def _store(lanes, values, addresses, shape, fragment, unpacked):
         address = _place(warp, position, addresses, shape, fragment)
         (number,) = warp.warps()
         owner = cta, "tcgen05.st", number
+        cta.tensor_races.store(number, address.lane + fragment.lanes, address.column, fragment.width)
         words = np.stack([value[position : position + WARP] for value in values]).view(np.uint32)
         cta.grid.completion.issue(owner, _writer(cta, words, address, fragment, unpacked))
         cta.grid.completion.commit(owner)
@@ -457,12 +506,15 @@ for _shape, _registers in matrices.TENSOR_SHAPES.items():
 def wait_for_loads(lanes):
     if lanes.cta.pending_loads:
         late_loads.finish(lanes)
+    for warp in lanes.warps():
+        lanes.cta.tensor_races.wait(warp, "tcgen05.ld")
 
 
 @action("tcgen05.wait::st.sync.aligned", "", converged="warp")
 def wait_for_stores(lanes):
     for warp in lanes.warps():
         lanes.cta.grid.completion.wait((lanes.cta, "tcgen05.st", warp), 0)
+        lanes.cta.tensor_races.wait(warp, "tcgen05.st")
 
 
 @action("tcgen05.fence::{before,after}_thread_sync", "")

@@ -11,6 +11,7 @@ from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action
 from quackish.emulator.isa.data_movement import offsets_in_cta
 from quackish.emulator.isa.synchronization import mbarrier_at
+from quackish.emulator.races import joined
 
 
 class Copies(NamedTuple):
@@ -78,7 +79,7 @@ def _copy(cta, copies):
             which = copies.sizes == count
             rows[which, :count] = memory.read_rows(copies.sources[which], count)
     words = rows.view({4: np.uint32, 8: np.uint64, 16: np.uint64}[size])
-    cta.shared.store(copies.offsets, [np.ascontiguousarray(word) for word in words.T])
+    cta.shared.put(copies.offsets, [np.ascontiguousarray(word) for word in words.T])
     cta.grid.num_events += 1
 
 
@@ -90,6 +91,9 @@ def _issue(lanes, addresses, sources, size, sizes):
     if misaligned.any():
         raise Fault(f"cp.async of {size} bytes from or to an address that is not a multiple of {size}")
     lanes.cta.shared.check(int(offsets.min()), int(offsets.max()) + size)
+    # A race with threads that know of the instruction, and do not wait for the copy, is one of late completion alone.
+    lanes.cta.shared.races.write(offsets, size)
+    lanes.cta.grid.memory.announce_read(sources, size, sizes > 0)
     copies = _copies_of(lanes.cta)
     groups = copies.committed[lanes.threads]
     copies.issue(Copies(lanes.threads, groups, offsets, sources, sizes.astype(np.int64), size))
@@ -144,6 +148,7 @@ def _arrive(lanes, addresses, increments):
     copies, threads = _copies_of(lanes.cta), lanes.threads
     barriers = [mbarrier_at(lanes, address) for address in addresses.tolist()]
     first_kept, num_issued = copies.committed[threads] + 1, copies.num_issued  # those of the open group too
+    clock = lanes.cta.grid.races.release(lanes)
     if increments:
         # "When .noinc modifier is not specified, the pending count of the mbarrier object is incremented by 1 prior to
         # the asynchronous arrive-on operation."
@@ -153,6 +158,7 @@ def _arrive(lanes, addresses, increments):
     def arrive():
         copies.complete(threads, first_kept, num_issued)
         for barrier in barriers:
+            barrier.arrived = joined(barrier.arrived, clock)
             barrier.arrive(1)
 
     lanes.cta.grid.completion.copy(arrive)

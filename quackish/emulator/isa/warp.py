@@ -136,3 +136,5 @@ def elect(lanes, members):
 @action("bar.warp.sync", "u32", converged="members")
 def warp_barrier(lanes, members):
     _check_members(lanes, members)
+    # "bar.warp.sync also guarantee memory ordering among threads participating in barrier." (PTX, bar.warp.sync)
+    lanes.cta.grid.races.order_warp(lanes)

@@ -9,6 +9,7 @@ from quackish.emulator import matrices
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action
 from quackish.emulator.threads import VIEW_OF_TYPE, WARP
+from quackish.emulator.wgmma_registers import Product
 
 GROUP = 4 * WARP
 M = 64
@@ -32,6 +33,13 @@ def _matrix(cta, bits, rows, element, mn_major):
     )
 
 
+def _granules(cta, bits, rows, element, mn_major):
+    """The granules of shared memory that a matrix is in."""
+    descriptor = matrices.descriptor_sm90(bits)
+    cta.shared.check(*matrices.extent(descriptor, rows, element, mn_major))
+    return cta.shared.races.shadow.of_chunks(matrices.chunks(descriptor, rows, element, mn_major))
+
+
 def _sign(scale):
     # imm-scale-a and imm-scale-b are 1 or -1. (PTX, wgmma.mma_async)
     if scale not in (-1, 1):
@@ -45,7 +53,7 @@ def _rows(indices):
     return slice(begin, end) if indices == tuple(range(begin, end)) else list(indices)
 
 
-def _multiply(lanes, accumulator, read_a, descriptors_b, accumulate, n, element, signs, mn_major_b):
+def _multiply(lanes, accumulator, registers_a, read_a, descriptors_b, accumulate, n, element, signs, mn_major_b):
     """Issues a product for each warp group. `read_a` gets the position of the group's first thread in `lanes`."""
     cta, rows = lanes.cta, _rows(accumulator)
     sign = np.prod([_sign(sign) for sign in signs])
@@ -54,6 +62,10 @@ def _multiply(lanes, accumulator, read_a, descriptors_b, accumulate, n, element,
         bits_b, adds = _uniform(descriptors_b, position), _uniform(accumulate, position)
 
         matrix_a = read_a(position, first)
+        races, group = cta.grid.races, first // GROUP
+        races.multiply_from(cta, group, _granules(cta, bits_b, n, element, mn_major_b))
+        bits = _bits(cta, accumulator), _bits(cta, registers_a)
+        cta.wgmma_registers.issue(group, Product(*bits, f"m{M}n{n}", cta.grid.place()))
 
         def read(first=first, matrix_a=matrix_a, bits_b=bits_b, adds=adds):
             b = _matrix(cta, bits_b, n, element, mn_major_b)
@@ -63,6 +75,10 @@ def _multiply(lanes, accumulator, read_a, descriptors_b, accumulate, n, element,
         cta.grid.mmas += 1
         cta.grid.flops += 2 * M * n * (32 // matrices.ELEMENT_BYTES[element])
         cta.grid.completion.issue((cta, "wgmma", first // GROUP), read)
+
+
+def _bits(cta, indices):
+    return sum(cta.grid.program.wgmma_bits[index] for index in indices)
 
 
 def _update(cta, rows, first, product, adds):
@@ -83,9 +99,11 @@ def _declare(n, element, k):
     def multiply(lanes, indices, descriptors_a, descriptors_b, accumulate, sign_a, sign_b, mn_a=0, mn_b=0):
         def read_a(position, first):
             bits = _uniform(descriptors_a, position)
+            races, cta = lanes.cta.grid.races, lanes.cta
+            races.multiply_from(cta, first // GROUP, _granules(cta, bits, M, element, bool(mn_a)))
             return lambda: _matrix(lanes.cta, bits, M, element, bool(mn_a))
 
-        _multiply(lanes, indices, read_a, descriptors_b, accumulate, n, element, (sign_a, sign_b), bool(mn_b))
+        _multiply(lanes, indices, (), read_a, descriptors_b, accumulate, n, element, (sign_a, sign_b), bool(mn_b))
 
     @action(
         opcode,
@@ -97,7 +115,9 @@ def _declare(n, element, k):
             registers = lanes.cta.registers.rows[_U32]
             return lambda: matrices.registers_to_a(registers[list(indices_a), first : first + GROUP], element)
 
-        _multiply(lanes, indices, read_a, descriptors_b, accumulate, n, element, (sign_a, sign_b), bool(mn_b))
+        _multiply(
+            lanes, indices, indices_a, read_a, descriptors_b, accumulate, n, element, (sign_a, sign_b), bool(mn_b)
+        )
 
 
 for _n in range(8, 257, 8):
@@ -108,16 +128,21 @@ for _n in range(8, 257, 8):
 
 @action("wgmma.fence.sync.aligned", "", "warp")
 def fence(lanes):
-    """Orders accesses of registers, which are in order here."""
+    """Orders accesses of registers, which are in order here; see `wgmma_registers`."""
+    lanes.cta.wgmma_registers.fence(lanes.warps())
 
 
 @action("wgmma.commit_group.sync.aligned", "", "warp group")
 def commit(lanes):
     for group in lanes.warp_groups():
         lanes.cta.grid.completion.commit((lanes.cta, "wgmma", group))
+        lanes.cta.grid.races.commit(lanes.cta, ("wgmma", group))
+        lanes.cta.wgmma_registers.commit(group)
 
 
 @action("wgmma.wait_group.sync.aligned", "immediate", "warp group")
 def wait(lanes, allowed):
     for group in lanes.warp_groups():
         lanes.cta.grid.completion.wait((lanes.cta, "wgmma", group), allowed)
+        lanes.cta.grid.races.wait(lanes, ("wgmma", group), allowed)
+        lanes.cta.wgmma_registers.wait(group, allowed)

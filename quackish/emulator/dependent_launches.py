@@ -1,0 +1,96 @@
+"""Finds accesses, ahead of `griddepcontrol.wait`, of memory that a launch before may still write.
+
+    "If the prerequisite grid is using griddepcontrol.launch_dependents, then the dependent grid must use
+    griddepcontrol.wait to ensure correct functional execution." (PTX, griddepcontrol)
+
+The emulator sees launches, and not the operations of PyTorch between them, which would end whatever came before. It
+notices one if that changes memory that a launch wrote.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from quackish.emulator.errors import Fault
+from quackish.emulator.memory import POISON
+from quackish.emulator.races import ORDERED, WAITED, Events, Shadow
+
+
+@dataclasses.dataclass
+class Ended:
+    """A launch in the past, as seen by later ones, which may run at the same time on a GPU."""
+
+    name: str
+    events: Events
+    written: dict[tuple[int, int], Shadow]  # tensor (address, bytes) -> which event wrote what
+    lets_next_begin: bool
+    waited_first: bool  # a thread executed griddepcontrol.wait before its CTA executed launch_dependents
+    running: list["Ended"]  # the launches that may still run when this one begins
+    contents: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)  # checksums at its end
+
+    def remember(self, bytes_at: Callable[[int, int], np.ndarray]) -> None:
+        if self.lets_next_begin:
+            self.contents = {tensor: _checksum(bytes_at(*tensor)) for tensor in self.written}
+
+    def has_been_overwritten(self, regions: Iterable[tuple[int, int]], bytes_at: Callable) -> bool:
+        """Whether something other than a launch has written to the tensors that are still there.
+
+        Memory full of poison is a new tensor at the address of an old one.
+        """
+        alive = set(regions)
+        return any(
+            tensor in alive and _checksum(bytes_at(*tensor)) != checksum and not (bytes_at(*tensor) == POISON).all()
+            for tensor, checksum in self.contents.items()
+        )
+
+    def writer(self, addresses: np.ndarray, size: int) -> int:
+        """An event that wrote to one of the addresses, or 0."""
+        for (base, length), shadow in self.written.items():
+            inside = addresses[(addresses >= np.uint64(base)) & (addresses < np.uint64(base + length))]
+            if inside.size:
+                first = (inside - np.uint64(base)).astype(np.intp) // shadow.granule
+                steps = np.arange(-(-size // shadow.granule))
+                events = shadow.writes[np.minimum(first[:, None] + steps, len(shadow.writes) - 1)]
+                if events.any():
+                    return int(events.max())
+        return 0
+
+
+def _checksum(data: np.ndarray) -> int:
+    return zlib.crc32(data.data)
+
+
+def running(before: Ended | None, programmatic: bool) -> list[Ended]:
+    """The launches that may still run when the next one begins.
+
+    The launch before does if it executed launch_dependents: "signals that specific dependents the runtime system
+    designated to react to this instruction can be scheduled as soon as all other CTAs in the grid issue the same
+    instruction or have completed". So do those in front of it, unless it waited for them first.
+    """
+    if before is None or not programmatic or not before.lets_next_begin:
+        return []
+    return [before, *([] if before.waited_first else before.running)]
+
+
+class DependentLaunch:
+    """Checks the accesses of one launch."""
+
+    def __init__(self, running: list[Ended]):
+        self.running = running
+
+    def check(self, addresses: np.ndarray, size: int, clocks: Any, warp: int, verb: str) -> None:
+        # ".wait modifier causes the executing thread to wait until all prerequisite grids in flight have completed and
+        # all the memory operations from the prerequisite grids are performed and made visible to the current grid."
+        component = clocks.components.get(WAITED)
+        if component is not None and clocks.seen[ORDERED, warp, component]:
+            return
+        for launch in self.running:
+            if event := launch.writer(addresses, size):
+                raise Fault(
+                    f"race: a thread {verb} global memory that an earlier launch, {launch.name}, may still write; "
+                    "it has not executed griddepcontrol.wait, and no barrier puts it after a thread that has\n"
+                    f"  the write is of {launch.events.describe(event)}"
+                )

@@ -1,0 +1,239 @@
+"""Finds reads of global memory that nothing orders after a write of the same launch.
+
+Clocks and events are those of `races`. Reads leave no trace here, so two writes that nothing orders, and a write that
+comes before another thread's read, are not found. Reads of tensors that the launch does not write cost nothing.
+
+Threads of different clusters are ordered by strong operations on global memory:
+
+    "A release pattern X synchronizes with an acquire pattern Y, if a write operation in X precedes a read operation in
+    Y in observation order, and the first operation in X and the last operation in Y are morally strong." (PTX, Memory
+    synchronization)
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quackish.emulator.dependent_launches import DependentLaunch
+from quackish.emulator.errors import Fault
+from quackish.emulator.races import GLOBAL, ORDERED, Clock, Clocks, Races, Shadow, joined, merged
+
+
+class Semantics(NamedTuple):
+    """Of an instruction that accesses global memory."""
+
+    is_strong: bool
+    releases: bool
+    acquires: bool
+    writes: bool  # of an atomic operation
+
+
+@functools.cache
+def semantics(opcode: str) -> Semantics:
+    # Without .sem, atom and red are relaxed. (PTX, atom and red)
+    parts = opcode.split(".")
+    is_atomic = parts[0] in ("atom", "red")
+    orders = {"relaxed", "acquire", "release", "acq_rel", "volatile"} & set(parts)
+    return Semantics(
+        is_atomic or bool(orders),
+        bool({"release", "acq_rel"} & orders),
+        bool({"acquire", "acq_rel"} & orders),
+        is_atomic,
+    )
+
+
+class GlobalRaces:
+    """The accesses of global memory of one launch."""
+
+    def __init__(self, races: Races, dependent: DependentLaunch):
+        self.races, self.events = races, races.events
+        self.dependent = dependent
+        self.shadows: dict[tuple[int, int], Shadow] = {}  # by tensor: (address, bytes)
+        self.released: dict[int, dict[int, np.ndarray]] = {}  # address -> what an acquire there sees, by cluster
+
+    # Instructions of threads. A tensor is (address, bytes).
+
+    def read(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any = slice(None)) -> None:
+        """Threads read `size` bytes at addresses; those that `which` selects are in the tensor."""
+        meaning = semantics(self.races.grid.opcode)
+        self._check_launch(addresses[which], size, "reads")
+        if meaning.is_strong:
+            self._synchronize(addresses, meaning)
+            if meaning.writes:
+                self._record(tensor, addresses, size, which)
+        elif (shadow := self.shadows.get(tensor)) is not None:
+            self._check(tensor, shadow, addresses, size, which)
+
+    def write(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any = slice(None)) -> None:
+        meaning = semantics(self.races.grid.opcode)
+        self._check_launch(addresses[which], size, "writes")
+        if meaning.is_strong:
+            self._synchronize(addresses, meaning, is_store=True)
+        self._record(tensor, addresses, size, which)
+
+    def _check_launch(self, addresses: np.ndarray, size: int, verb: str) -> None:
+        if self.dependent.running:
+            lanes = self.races.grid.executing
+            for warp in self.races.warps(lanes).tolist():
+                self.dependent.check(addresses, size, lanes.cta.cluster.clocks, warp, verb)
+
+    def _shadow(self, tensor: tuple[int, int]) -> Shadow:
+        shadow = self.shadows.get(tensor)
+        if shadow is None:
+            shadow = self.shadows[tensor] = Shadow(tensor[1])
+        return shadow
+
+    def _warps(self, count: int) -> tuple[Clocks, np.ndarray, np.ndarray]:
+        """(clocks, the warps that execute the instruction, the warp of each of its addresses)."""
+        lanes = self.races.grid.executing
+        warps = self.races.warps(lanes)
+        if count != lanes.count:  # one of several threads' atomic operations
+            return lanes.cta.cluster.clocks, warps, np.repeat(warps[:1], count)
+        threads, first = self.races.threads(count)
+        return lanes.cta.cluster.clocks, warps, threads.warp + first
+
+    def _record(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any) -> None:
+        clocks, warps, warp = self._warps(len(addresses))
+        shadow = self._shadow(tensor)
+        events = self.events.add(clocks, warps, clocks.seen[ORDERED, warps, warps], False, self.races.grid.place())
+        granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
+        shadow.writes[granules] = events[np.searchsorted(warps, warp[which])][:, None]
+
+    def _check(self, tensor: tuple[int, int], shadow: Shadow, addresses: np.ndarray, size: int, which: Any) -> None:
+        granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
+        found = shadow.writes[granules]
+        if found.any():
+            clocks, _, warp = self._warps(len(addresses))
+            warp = warp[which]
+            late = self._late(found, clocks, warp[:, None], ORDERED)
+            if late.any():
+                i, j = np.argwhere(late)[0]
+                self._raise(
+                    tensor,
+                    int(granules[i, j]) * shadow.granule,
+                    f"warp {warp[i] % self.races.grid.executing.cta.num_warps} reads",
+                    found[i, j],
+                )
+
+    def _late(self, found: np.ndarray, clocks: Clocks, warp: Any, row: int) -> np.ndarray:
+        """Which events are not in a row of the clocks of these warps."""
+        cluster, component = self.events.cluster[found], self.events.component[found]
+        epoch = self.events.epoch[found]
+        is_own = cluster == clocks.number
+        late = is_own & (epoch > clocks.seen[row, warp, np.where(is_own, component, 0)])
+        foreign = ~is_own & (found > 0)
+        if foreign.any():
+            warp = np.broadcast_to(warp, found.shape)
+            for number, one in {*zip(cluster[foreign].tolist(), warp[foreign].tolist(), strict=True)}:
+                these = foreign & (cluster == number) & (warp == one)
+                seen = clocks.others[one].get(number)
+                if seen is None:
+                    late |= these
+                else:
+                    known = np.pad(seen[row], (0, max(int(component[these].max()) + 1 - seen.shape[1], 0)))
+                    late[these] = epoch[these] > known[component[these]]
+        return late
+
+    # Strong operations
+
+    def _synchronize(self, addresses: np.ndarray, meaning: Semantics, is_store: bool = False) -> None:
+        lanes = self.races.grid.executing
+        clocks, warps = lanes.cta.cluster.clocks, self.races.warps(lanes)
+        places = set(addresses.tolist())
+        if not is_store:
+            self._acquire(clocks, warps, [place for place in places if place in self.released], meaning)
+        if meaning.writes or is_store:
+            clock = None
+            for warp in warps.tolist():
+                clock = joined(clock, clocks.at_fence.get(warp))
+            if meaning.releases:
+                clock = joined(clock, clocks.release(warps))
+            for place in places:
+                # A store hides earlier releases. After an atomic operation they are still there: observation order
+                # passes through it.
+                old = {} if is_store else self.released.get(place, {})
+                new = {} if clock is None else clock.others | {clocks.number: clock.seen}
+                if old or new:
+                    self.released[place] = merged(old, new)
+                else:
+                    self.released.pop(place, None)
+
+    def _acquire(self, clocks: Clocks, warps: np.ndarray, places: list[int], meaning: Semantics) -> None:
+        if not places or self.races.grid.opcode.startswith("red"):
+            # "atomic reductions conceptually perform a strong read as part of its read-modify-write sequence, this
+            # strong read does not form an acquire pattern." (PTX, Release and Acquire Patterns)
+            return
+        seen = functools.reduce(merged, [self.released[place] for place in places])
+        own = seen.get(clocks.number, clocks.seen[:, 0, :0])
+        clock = Clock(own, {cluster: other for cluster, other in seen.items() if cluster != clocks.number})
+        if meaning.acquires:
+            clocks.acquire(warps, clock)
+        else:
+            for warp in warps.tolist():
+                clocks.until_fence[warp] = joined(clocks.until_fence.get(warp), clock)
+
+    # The async proxy
+
+    def write_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, issuer: tuple, epoch: int) -> None:
+        """A bulk store writes rows of `size` bytes. `issuer` is (clocks, component)."""
+        clocks, component = issuer
+        self._check_launch(addresses, size, "writes")
+        shadow, granules = self._rows(tensor, addresses, size)
+        place = self.races.grid.place()
+        shadow.writes[granules] = self.events.add(clocks, [component], epoch, True, place)[0]
+
+    def read_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, clocks: Clocks, warp: int) -> None:
+        """A bulk load reads rows of `size` bytes."""
+        self._check_launch(addresses, size, "reads")
+        if tensor not in self.shadows:
+            return
+        shadow, granules = self._rows(tensor, addresses, size)
+        found = shadow.writes[granules]
+        if not found.any():
+            return
+        late = self._late(found, clocks, warp, ORDERED)
+        if late.any():
+            i = int(np.argmax(late))
+            self._raise(tensor, int(granules[i]) * shadow.granule, "asynchronous work reads", found[i])
+        # "Accessing the same memory location across multiple proxies needs a cross-proxy fence. For the async proxy,
+        # fence.proxy.async should be used to synchronize memory between generic proxy and the async proxy."
+        # (PTX, Async Proxy)
+        late = self._late(found, clocks, warp, GLOBAL) & ~self.events.is_async[found]
+        if late.any():
+            i = int(np.argmax(late))
+            raise Fault(
+                f"the async proxy reads {self._where(tensor, int(granules[i]) * shadow.granule)}, and no "
+                "fence.proxy.async is between this and the write of it by a thread\n"
+                f"  the write is of {self.events.describe(found[i])}"
+            )
+
+    def _rows(self, tensor: tuple[int, int], addresses: np.ndarray, size: int) -> tuple[Shadow, np.ndarray]:
+        shadow = self._shadow(tensor)
+        offsets = addresses - np.uint64(tensor[0])
+        common = int(np.bitwise_or.reduce(offsets)) | size | shadow.granule
+        common &= -common
+        if common < shadow.granule:
+            shadow.refine(common)
+        first = offsets.astype(np.intp) // shadow.granule
+        return shadow, (first[:, None] + np.arange(size // shadow.granule)).reshape(-1)
+
+    # Faults
+
+    @staticmethod
+    def _where(tensor: tuple[int, int], offset: int) -> str:
+        return f"global memory, byte {offset} of {tensor[1]} at {tensor[0]:#x}"
+
+    def _raise(self, tensor: tuple[int, int], offset: int, who: str, event: int) -> None:
+        if self.events.is_async[event]:
+            missing = "nothing has waited for the end (cp.async.bulk.wait_group, without .read) of asynchronous work"
+        elif self.events.cluster[event] == self.races.grid.executing.cta.cluster.clocks.number:
+            missing = "no barrier, or release and acquire, puts this after the write"
+        else:
+            missing = (
+                "no release after the write, by its thread or behind a barrier, and acquire before this (such as a "
+                "fence.acq_rel.gpu and an atomic operation) order them; another cluster wrote it"
+            )
+        raise Fault(
+            f"race: {who} {self._where(tensor, offset)}, and {missing}\n  the write is of {self.events.describe(event)}"
+        )

@@ -1,0 +1,606 @@
+"""Finds accesses of memory that nothing orders, and generic writes that the async proxy may not see.
+
+    "Two conflicting memory operations are said to be in a data-race if they are not related in causality order and they
+    are not morally strong." (PTX, Conflict and Data-races)
+
+Causality order is followed by vector clocks. Each warp of a cluster counts epochs, and knows for every other warp the
+latest epoch that precedes its own present. Work that is asynchronous has components of its own in these clocks: an
+mbarrier (the copies that it tracks; an epoch is a phase) and each owner of groups (bulk stores, wgmma; an epoch is a
+group). Memory has a shadow: which event wrote a granule last, and which event of each component read it last.
+
+A warp's arrival at a barrier counts for all of its threads. Threads of one warp are told apart only against each other.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quackish.emulator.errors import Fault
+
+WARP = 32
+WAITED = "griddepcontrol.wait"  # a component of clocks: 1 if a thread has executed it
+GRANULE = 16  # bytes; a shadow becomes finer when a smaller access comes
+
+# What a clock says of the epochs of a component, the rows of an array:
+ORDERED = 0  # they precede
+SHARED, GLOBAL = 1, 2  # and a fence is in between, for the async proxy's accesses of this memory
+INITIALIZED = 3  # their mbarrier.init precede
+_ROWS = 4
+
+
+class Clock(NamedTuple):
+    """What precedes something: of the cluster's components, and of those of other clusters, by their numbers."""
+
+    seen: np.ndarray  # (_ROWS, components) of int32. Later components have not been seen.
+    others: dict[int, np.ndarray]
+
+
+def joined(a: Clock | None, b: Clock | None) -> Clock | None:
+    """What is in one of two clocks."""
+    if a is None or b is None:
+        return b if a is None else a
+    return Clock(_maximum(a.seen, b.seen), merged(a.others, b.others))
+
+
+def _maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.shape[1] < b.shape[1]:
+        a, b = b, a
+    result = a.copy()
+    np.maximum(result[:, : b.shape[1]], b, out=result[:, : b.shape[1]])
+    return result
+
+
+def merged(a: dict[int, np.ndarray], b: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    if a is b or not b:
+        return a
+    if not a:
+        return b
+    return a | {cluster: _maximum(a[cluster], seen) if cluster in a else seen for cluster, seen in b.items()}
+
+
+def _of_epoch(component: int, epoch: int) -> np.ndarray:
+    seen = np.zeros((_ROWS, component + 1), np.int32)
+    seen[:INITIALIZED, component] = epoch
+    return seen
+
+
+def _fenced(seen: np.ndarray) -> np.ndarray:
+    result = seen.copy()
+    result[GLOBAL] = result[ORDERED]
+    return result
+
+
+class Clocks:
+    """The clocks of a cluster's warps. Warps are the first components."""
+
+    def __init__(self, num_warps: int, number: int):
+        self.num_warps, self.number = num_warps, number
+        self.components: dict[Hashable, int] = {}
+        self.products: set[int] = set()  # the components of tcgen05.mma
+        self.seen = np.zeros((_ROWS, num_warps, num_warps + 16), np.int32)
+        own = np.arange(num_warps)
+        self.seen[ORDERED, own, own] = 1
+        self.others: list[dict[int, np.ndarray]] = [{} for _ in range(num_warps)]  # other clusters, of each warp
+        self.at_fence: dict[int, Clock] = {}  # warp -> its clock at its latest fence
+        self.until_fence: dict[int, Clock | None] = {}  # warp -> what a fence lets it see, after a relaxed load
+        # Event numbers: earlier events of the same warp precede what each thread does now.
+        self.in_warp = np.zeros((num_warps, WARP), np.int32)
+
+    def component(self, owner: Hashable) -> int:
+        number = self.components.get(owner)
+        if number is None:
+            number = self.components[owner] = self.num_warps + len(self.components)
+            if number >= self.seen.shape[2]:
+                self.seen = np.pad(self.seen, ((0, 0), (0, 0), (0, number)))
+        return number
+
+    def of_epoch(self, owner: Hashable, epoch: int) -> Clock | None:
+        """A clock that knows an epoch of asynchronous work and its proxy fence. None if there was no such work."""
+        if owner not in self.components:
+            return None
+        return Clock(_of_epoch(self.components[owner], epoch), {})
+
+    def tick(self, warps: Any) -> None:
+        """What the warps do from now on is not covered by clocks that others have got."""
+        self.seen[ORDERED, warps, warps] += 1
+
+    def release(self, warps: Any) -> Clock:
+        clock = Clock(self.seen[:, warps].max(axis=1), functools.reduce(merged, [self.others[w] for w in warps]))
+        self.tick(warps)
+        return clock
+
+    def acquire(self, warps: Any, clock: Clock | None) -> None:
+        if clock is not None:
+            width = clock.seen.shape[1]
+            self.seen[:, warps, :width] = np.maximum(self.seen[:, warps, :width], clock.seen[:, None])
+            if clock.others:
+                for warp in warps:
+                    self.others[warp] = merged(self.others[warp], clock.others)
+
+    def learn(self, warps: Any, component: int, epoch: int) -> None:
+        """The warps have waited for an epoch of asynchronous work."""
+        self.seen[:INITIALIZED, warps, component] = np.maximum(self.seen[:INITIALIZED, warps, component], epoch)
+
+
+class Threads(NamedTuple):
+    """The threads of an access, in the order of its addresses."""
+
+    warps: np.ndarray  # the warps, in order
+    which: np.ndarray  # the index of each thread's warp in `warps`
+    warp: np.ndarray  # of each thread
+    lane: np.ndarray
+
+
+@functools.lru_cache(4096)
+def _threads(mask: int) -> Threads:
+    data = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
+    threads = np.flatnonzero(np.unpackbits(data, bitorder="little"))
+    warps, which = np.unique(threads // WARP, return_inverse=True)
+    return Threads(warps, which, threads // WARP, (threads % WARP).astype(np.int8))
+
+
+class Events:
+    """Accesses, numbered from 1. Number 0 precedes everything."""
+
+    def __init__(self):
+        self.cluster = np.zeros(1024, np.int32)
+        self.component = np.zeros(1024, np.int32)
+        self.epoch = np.zeros(1024, np.int32)
+        self.is_async = np.zeros(1024, np.bool_)
+        self.descriptions: list[Callable[[], str] | None] = [None]
+
+    def add(
+        self,
+        clocks: Clocks,
+        components: Any,
+        epochs: Any,
+        is_async: bool,
+        describe: Callable[[], str],
+    ) -> np.ndarray:
+        """One event for each component."""
+        first, count = len(self.descriptions), len(components)
+        if first + count > len(self.component):
+            for name in ("cluster", "component", "epoch", "is_async"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+        self.descriptions += [describe] * count
+        self.cluster[first : first + count] = clocks.number
+        self.component[first : first + count] = components
+        self.epoch[first : first + count] = epochs
+        self.is_async[first : first + count] = is_async
+        return np.arange(first, first + count, dtype=np.int32)
+
+    @property
+    def count(self) -> int:
+        return len(self.descriptions)
+
+    def describe(self, event: int) -> str:
+        describe = self.descriptions[event]
+        assert describe is not None
+        return describe()
+
+
+class Shadow:
+    """Who accessed each granule of some memory last."""
+
+    def __init__(self, size: int):
+        self.granule = GRANULE
+        count = -(-size // GRANULE)
+        self.writes = np.zeros(count, np.int32)  # events
+        self.write_lanes = np.zeros(count, np.int8)
+        self.columns: dict[int, int] = {}  # component -> the column of its reads
+        self.reads = np.zeros((count, 8), np.int32)
+        self.read_lanes = np.zeros((count, 8), np.int8)
+
+    def granules(self, offsets: np.ndarray, size: int) -> np.ndarray:
+        """The granules of accesses of `size` bytes: (accesses, granules of one)."""
+        if size < self.granule:
+            self.refine(size)
+        first = offsets.astype(np.intp) // self.granule
+        steps = size // self.granule
+        return first[:, None] if steps == 1 else first[:, None] + np.arange(steps)
+
+    def of_chunks(self, chunks: np.ndarray) -> np.ndarray:
+        """The granules of numbered chunks of 16 bytes."""
+        steps = GRANULE // self.granule
+        return chunks if steps == 1 else (chunks[:, None] * steps + np.arange(steps)).reshape(-1)
+
+    def refine(self, size: int) -> None:
+        steps, self.granule = self.granule // size, size
+        self.writes, self.write_lanes = self.writes.repeat(steps), self.write_lanes.repeat(steps)
+        self.reads, self.read_lanes = self._repeated(self.reads, steps), self._repeated(self.read_lanes, steps)
+
+    def _repeated(self, old: np.ndarray, steps: int) -> np.ndarray:
+        """Each row some times. Memory for columns that have no component yet is not touched."""
+        new = np.zeros((len(old) * steps, old.shape[1]), old.dtype)
+        used = len(self.columns)
+        if used:
+            new[:, :used] = old[:, :used].repeat(steps, axis=0)
+        return new
+
+    def column(self, component: int) -> int:
+        number = self.columns.get(component)
+        if number is None:
+            number = self.columns[component] = len(self.columns)
+            if number == self.reads.shape[1]:
+                self.reads, self.read_lanes = (
+                    np.concatenate([old, np.zeros_like(old)], axis=1) for old in (self.reads, self.read_lanes)
+                )
+        return number
+
+    def components(self) -> np.ndarray:
+        """The components of the columns."""
+        return np.array(list(self.columns), np.intp)
+
+
+class AsyncRaces:
+    """The accesses of memory of one CTA by asynchronous work."""
+
+    def __init__(self, races: "Races", cta: Any, size: int):
+        self.races, self.cta = races, cta
+        self.clocks: Clocks = cta.cluster.clocks
+        self.shadow = Shadow(size)
+
+    # Asynchronous work. Its issuer is one warp, or the four of a warp group.
+
+    def read_later(self, granules: np.ndarray, warps: list[int], component: int, epoch: int) -> None:
+        """Work that reads granules until its component reaches an epoch."""
+        self._check_issue(granules, warps, component, "reads")
+        column = self.shadow.column(component)  # may replace the arrays
+        self.shadow.reads[granules, column] = self._async_event(component, epoch)
+
+    def write_later(self, granules: np.ndarray, warps: list[int], component: int, epoch: int) -> None:
+        """Work that writes granules until its component reaches an epoch."""
+        self._check_issue(granules, warps, component, "writes")
+        shadow = self.shadow
+        width = len(shadow.columns)
+        found = shadow.reads[granules, :width]
+        seen = self.clocks.seen[ORDERED, warps].min(axis=0)
+        late = self.races.events.epoch[found] > seen[shadow.components()]
+        if late.any():
+            late &= ~self._in_order(shadow.components(), component)
+        if late.any():
+            i, column = np.argwhere(late)[0]
+            self._raise(granules[i], "writes", "asynchronous work", found[i, column], "read")
+        shadow.writes[granules] = self._async_event(component, epoch)
+
+    def _async_event(self, component: int, epoch: int) -> int:
+        return int(self.races.events.add(self.clocks, [component], epoch, True, self.races.grid.place())[0])
+
+    def _check_issue(self, granules: np.ndarray, warps: list[int], component: int, verb: str) -> np.ndarray:
+        found, events = self.shadow.writes[granules], self.races.events
+        seen = self.clocks.seen[ORDERED, warps].min(axis=0)
+        late = events.epoch[found] > seen[events.component[found]]
+        if late.any():
+            late &= ~self._in_order(events.component[found], component)
+        if late.any():
+            i = int(np.argmax(late))
+            self._raise(granules[i], verb, "asynchronous work", found[i], "write")
+        return found
+
+    def _in_order(self, earlier: np.ndarray, component: int) -> np.ndarray:
+        """Which of the earlier components do their work before that of this one without being waited for."""
+        # "some specific pairs of the asynchronous tcgen05 instructions form tcgen05 pipelines, where in the two
+        # asynchronous operations are guaranteed to execute in the same order as the instructions that issued them",
+        # such as tcgen05.mma and tcgen05.mma. (PTX, Pipelined tcgen05 Instructions)
+        products = list(self.clocks.products)
+        return np.isin(earlier, products) & (component in self.clocks.products)
+
+    # Faults
+
+    def _where(self, granule: int) -> str:
+        raise NotImplementedError
+
+    def _raise(self, granule: int, verb: str, by: str, event: int, other: str) -> None:
+        """verb: "reads" or "writes". other: what the earlier event does, "read" or "write"."""
+        events = self.races.events
+        if events.is_async[event]:
+            why = f"and nothing has waited for the end of asynchronous work that {other}s it"
+        else:
+            why = f"and no barrier, mbarrier or fence puts this after the {other} of it by warp {self._warp(event)}"
+        raise Fault(f"race: {by} {verb} {self._where(granule)}, {why}\n  the {other} is of {events.describe(event)}")
+
+    def _warp(self, event: int) -> str:
+        rank, warp = divmod(int(self.races.events.component[event]), self.cta.num_warps)
+        return f"{warp} of {self.cta.cluster.ctas[rank]}"
+
+
+class SharedRaces(AsyncRaces):
+    """The accesses of the shared memory of one CTA. `races` knows who accesses it now."""
+
+    def __init__(self, races: "Races", cta: Any):
+        super().__init__(races, cta, cta.shared.size)
+
+    def _where(self, granule: int) -> str:
+        return f"shared memory at {granule * self.shadow.granule:#x} of {self.cta}"
+
+    def granules(self, offset: int, size: int) -> np.ndarray:
+        """The granules of `size` bytes at an offset, of which both are multiples of a common power of two."""
+        common = (offset | size | GRANULE) & -(offset | size | GRANULE)
+        if common < self.shadow.granule:
+            self.shadow.refine(common)
+        return np.arange(offset // self.shadow.granule, (offset + size) // self.shadow.granule)
+
+    def granules_of_box(self, places: np.ndarray) -> np.ndarray:
+        """The granules of a tensor map's box, whose bytes are at `places`."""
+        return self.shadow.of_chunks(places[::GRANULE] // GRANULE)  # rows and swizzles consist of 16 bytes
+
+    # Instructions of threads
+
+    def read(self, offsets: np.ndarray, size: int) -> None:
+        threads, rank_warp = self.races.threads(len(offsets))
+        shadow = self.shadow
+        granules = shadow.granules(offsets, size)
+        self._check_writes(granules, threads, rank_warp, "reads")
+        numbers = self._event(threads, rank_warp)
+        columns = np.array([shadow.column(warp + rank_warp) for warp in threads.warps.tolist()])
+        column = columns[threads.which][:, None]
+        shadow.reads[granules, column] = numbers[threads.which][:, None]
+        shadow.read_lanes[granules, column] = threads.lane[:, None]
+
+    def write(self, offsets: np.ndarray, size: int) -> None:
+        threads, rank_warp = self.races.threads(len(offsets))
+        shadow = self.shadow
+        granules = shadow.granules(offsets, size)
+        self._check_writes(granules, threads, rank_warp, "writes")
+        self._check_reads(granules, threads, rank_warp)
+        numbers = self._event(threads, rank_warp)
+        mine = numbers[threads.which][:, None]
+        shadow.writes[granules] = mine
+        shadow.write_lanes[granules] = threads.lane[:, None]
+        if len(numbers) > 1 and (shadow.writes[granules] != mine).any():
+            i, j = np.argwhere(shadow.writes[granules] != mine)[0]
+            raise Fault(
+                f"race: {self._thread(threads, i)} and warp {self._warp(shadow.writes[granules[i, j]])} write "
+                f"{self._where(granules[i, j])}, and nothing orders these writes"
+            )
+
+    def _event(self, threads: Threads, rank_warp: int) -> np.ndarray:
+        actors = threads.warps + rank_warp
+        return self.races.events.add(
+            self.clocks, actors, self.clocks.seen[ORDERED, actors, actors], False, self.races.grid.place()
+        )
+
+    def _check_writes(self, granules: np.ndarray, threads: Threads, rank_warp: int, verb: str) -> None:
+        found = self.shadow.writes[granules]
+        if not found.any():
+            return
+        events = self.races.events
+        actor = (threads.warp + rank_warp)[:, None]
+        component = events.component[found]
+        late = events.epoch[found] > self.clocks.seen[ORDERED, actor, component]
+        same = component == actor
+        if same.any():
+            lane = threads.lane[:, None]
+            late |= (
+                same
+                & (self.shadow.write_lanes[granules] != lane)
+                & (found >= self.clocks.in_warp[actor, lane])
+                & (lane >= 0)
+            )
+        if late.any():
+            i, j = np.argwhere(late)[0]
+            self._raise(granules[i, j], verb, self._thread(threads, i), found[i, j], "write")
+
+    def _check_reads(self, granules: np.ndarray, threads: Threads, rank_warp: int) -> None:
+        shadow, events = self.shadow, self.races.events
+        width = len(shadow.columns)
+        found = shadow.reads[granules, :width]
+        if not found.any():
+            return
+        actor = threads.warp + rank_warp
+        columns = shadow.components()
+        late = events.epoch[found] > self.clocks.seen[ORDERED][actor[:, None], columns][:, None]
+        same = columns == actor[:, None]
+        if same.any():
+            lane = threads.lane[:, None, None]
+            late |= (
+                same[:, None]
+                & (shadow.read_lanes[granules, :width] != lane)
+                & (found >= self.clocks.in_warp[actor, threads.lane][:, None, None])
+                & (lane >= 0)
+            )
+        if late.any():
+            i, j, column = np.argwhere(late)[0]
+            self._raise(granules[i, j], "writes", self._thread(threads, i), found[i, j, column], "read")
+
+    @staticmethod
+    def _thread(threads: Threads, i: int) -> str:
+        return f"thread {WARP * threads.warp[i] + max(threads.lane[i], 0)}"
+
+    # The async proxy
+
+    def read_later(self, granules: np.ndarray, warps: list[int], component: int, epoch: int) -> None:
+        self._check_proxy(granules, warps)
+        super().read_later(granules, warps, component, epoch)
+
+    def _check_proxy(self, granules: np.ndarray, warps: list[int]) -> None:
+        # "Accessing the same memory location across multiple proxies needs a cross-proxy fence. For the async proxy,
+        # fence.proxy.async should be used to synchronize memory between generic proxy and the async proxy."
+        # (PTX, Async Proxy)
+        found, events = self.shadow.writes[granules], self.races.events
+        seen = self.clocks.seen[SHARED, warps].min(axis=0)
+        late = (events.epoch[found] > seen[events.component[found]]) & ~events.is_async[found]
+        if late.any():
+            i = int(np.argmax(late))
+            raise Fault(
+                f"the async proxy reads {self._where(granules[i])}, and no fence.proxy.async is between this and the "
+                f"write of it by a thread of warp {self._warp(found[i])}\n  the write is of {events.describe(found[i])}"
+            )
+
+
+class Races:
+    """The order of all accesses of one launch."""
+
+    def __init__(self, grid: Any):
+        self.grid = grid
+        self.events = Events()
+        self.groups: dict[Hashable, int] = {}  # owner -> how many groups it has committed
+
+    # Who acts now
+
+    def warps(self, lanes: Any) -> np.ndarray:
+        """The components of warps of a CTA."""
+        return _threads(lanes.mask).warps + self.first_warp(lanes.cta)
+
+    def first_warp(self, cta: Any) -> int:
+        return cta.rank * cta.num_warps
+
+    def threads(self, count: int) -> tuple[Threads, int]:
+        """The threads of the `count` addresses of the instruction that executes now."""
+        lanes = self.grid.executing
+        threads = _threads(lanes.mask)
+        if len(threads.warp) != count:  # addresses of rows of matrices, which belong to warps
+            which = np.repeat(np.arange(len(threads.warps)), count // len(threads.warps))
+            threads = Threads(threads.warps, which, threads.warps[which], np.full(count, -1, np.int8))
+        return threads, self.first_warp(lanes.cta)
+
+    # Order
+
+    def release(self, lanes: Any) -> Clock:
+        return lanes.cta.cluster.clocks.release(self.warps(lanes))
+
+    def acquire(self, lanes: Any, clock: Clock | None) -> None:
+        clocks, warps = lanes.cta.cluster.clocks, self.warps(lanes)
+        clocks.acquire(warps, clock)
+        self.order_warp(lanes)
+
+    def meet(self, lanes: Any, others: Any) -> None:
+        """Threads of two CTAs of a cluster wait for each other."""
+        clock = joined(self.release(lanes), self.release(others))
+        self.acquire(lanes, clock)
+        self.acquire(others, clock)
+
+    def order_warp(self, lanes: Any) -> None:
+        """Threads of the same warp go on after what the others of them did."""
+        threads = _threads(lanes.mask)
+        lanes.cta.cluster.clocks.in_warp[threads.warp + self.first_warp(lanes.cta), threads.lane] = self.events.count
+
+    def now(self, lanes: Any) -> tuple[int, int]:
+        """(warp, epoch) of what the first of the threads does now."""
+        warp = int(self.warps(lanes)[0])
+        return warp, int(lanes.cta.cluster.clocks.seen[ORDERED, warp, warp])
+
+    def check_initialized(self, lanes: Any, barrier: Any) -> None:
+        # "Performing any mbarrier operation except mbarrier.init on an uninitialized mbarrier object results in
+        # undefined behavior." (PTX, mbarrier)
+        user = lanes.cta.rank, lanes.mask
+        if user in barrier.users:
+            return
+        warp, epoch = barrier.initialized
+        seen = lanes.cta.cluster.clocks.seen[:, self.warps(lanes), warp]
+        if (epoch > np.maximum(seen[ORDERED], seen[INITIALIZED])).any():
+            how = (
+                "a barrier such as bar.sync must be in between"
+                if barrier.cta is lanes.cta
+                else "fence.mbarrier_init and a barrier of the cluster, or one with .release, must be in between"
+            )
+            raise Fault(f"{lanes.describe()} may use an mbarrier before its mbarrier.init: {how}: {barrier}")
+        barrier.users.add(user)
+
+    def fence(self, lanes: Any, opcode: str) -> None:
+        clocks, warps = lanes.cta.cluster.clocks, self.warps(lanes)
+        if opcode.startswith("fence.mbarrier_init"):
+            # "the synchronizing effect of the fence only applies to the prior mbarrier.init operations executed by the
+            # same thread on mbarrier objects in .shared::cta state space" (PTX, fence)
+            clocks.seen[INITIALIZED, warps, warps] = clocks.seen[ORDERED, warps, warps]
+        elif opcode.startswith("fence.proxy.async"):
+            # "If no state space is specified, then the memory ordering applies on all state spaces." (PTX, fence)
+            if not opcode.endswith(".global"):
+                clocks.seen[SHARED, warps] = clocks.seen[ORDERED, warps]
+            if ".shared" not in opcode:
+                clocks.seen[GLOBAL, warps] = clocks.seen[ORDERED, warps]
+                for warp in warps.tolist():
+                    clocks.others[warp] = {number: _fenced(seen) for number, seen in clocks.others[warp].items()}
+        else:
+            for warp in warps.tolist():
+                clocks.acquire([warp], clocks.until_fence.pop(warp, None))
+                clocks.at_fence[warp] = Clock(clocks.seen[:, warp].copy(), clocks.others[warp])
+        clocks.tick(warps)
+
+    def wait_for_launch_before(self, lanes: Any) -> None:
+        clocks = lanes.cta.cluster.clocks
+        clocks.learn(self.warps(lanes), clocks.component(WAITED), 1)
+
+    def release_relaxed(self, lanes: Any) -> Clock:
+        """What a relaxed operation releases: what came before a fence."""
+        clocks, result = lanes.cta.cluster.clocks, None
+        for warp in self.warps(lanes).tolist():
+            result = joined(result, clocks.at_fence.get(warp))
+            initialized = np.zeros_like(clocks.seen[:, warp])
+            initialized[INITIALIZED] = clocks.seen[INITIALIZED, warp]
+            result = joined(result, Clock(initialized, {}))
+        assert result is not None
+        return result
+
+    # Asynchronous work
+
+    def copy_to(self, cta: Any, granules: np.ndarray, thread: int, issuer: Any, barrier: Any) -> None:
+        """A thread of another CTA, or the same one, issues a copy to a CTA's shared memory that an mbarrier tracks."""
+        component = cta.cluster.clocks.component(barrier)
+        cta.shared.races.write_later(granules, [self.first_warp(issuer) + thread // WARP], component, barrier.phase + 1)
+
+    def carry(self, lanes: Any, thread: int, barrier: Any) -> None:
+        """The end of a phase comes after what the thread did before this instruction."""
+        clocks, warp = lanes.cta.cluster.clocks, self.first_warp(lanes.cta) + thread // WARP
+        barrier.arrived = joined(barrier.arrived, clocks.release([warp]))
+
+    def store_from(self, cta: Any, granules: np.ndarray, thread: int) -> None:
+        """A thread issues a bulk store, which reads shared memory."""
+        component, epoch = self.group(cta, ("bulk", thread))
+        cta.shared.races.read_later(granules, [self.first_warp(cta) + thread // WARP], component, epoch)
+
+    def store_to(self, cta: Any, addresses: np.ndarray, size: int, thread: int) -> None:
+        """A thread issues a bulk store, which writes rows of global memory."""
+        if len(addresses) and size:
+            _, epoch = self.group(cta, ("bulk", thread))
+            component = cta.cluster.clocks.component((cta.rank, ("bulk write", thread)))
+            issuer = cta.cluster.clocks, component
+            memory = cta.grid.memory
+            memory.races.write_later(memory.tensor_at(addresses, size), addresses, size, issuer, epoch)
+
+    def load_from(self, cta: Any, addresses: np.ndarray, size: int, thread: int) -> None:
+        """A thread issues a bulk load, which reads rows of global memory."""
+        if len(addresses) and size:
+            memory, warp = cta.grid.memory, self.first_warp(cta) + thread // WARP
+            memory.races.read_later(memory.tensor_at(addresses, size), addresses, size, cta.cluster.clocks, warp)
+
+    def multiply_from(self, cta: Any, warp_group: int, granules: np.ndarray) -> None:
+        """A warp group issues a product, which reads shared memory."""
+        component, epoch = self.group(cta, ("wgmma", warp_group))
+        first = self.first_warp(cta) + 4 * warp_group
+        cta.shared.races.read_later(granules, list(range(first, first + 4)), component, epoch)
+
+    def product_of(self, cta: Any, thread: int) -> tuple[list[int], int, int]:
+        """(the warp, component, epoch) of a tcgen05.mma that a thread issues."""
+        component, epoch = self.group(cta, ("tcgen05.mma", thread))
+        cta.cluster.clocks.products.add(component)
+        return [self.first_warp(cta) + thread // WARP], component, epoch
+
+    def commit_products(self, cta: Any, thread: int) -> Clock:
+        """What precedes the arrival of a tcgen05.commit: the products of the thread, and what came before them."""
+        clocks, owner = cta.cluster.clocks, ("tcgen05.mma", thread)
+        component, epoch = self.group(cta, owner)
+        self.commit(cta, owner)
+        before = clocks.release([self.first_warp(cta) + thread // WARP])
+        return Clock(_maximum(before.seen, _of_epoch(component, epoch)), before.others)
+
+    def group(self, cta: Any, owner: Hashable) -> tuple[int, int]:
+        """(component, epoch) of the open group of an owner."""
+        return cta.cluster.clocks.component((cta.rank, owner)), self.groups.get((cta, owner), 0) + 1
+
+    def commit(self, cta: Any, owner: Hashable) -> None:
+        self.groups[cta, owner] = self.groups.get((cta, owner), 0) + 1
+
+    def wait(self, lanes: Any, owner: Hashable, allowed: int, writes: Hashable = None) -> None:
+        """The warps of `lanes` have waited until all committed groups of an owner but `allowed` are complete.
+
+        writes: the owner of the writes of the same groups, if the warps have waited for these too
+        """
+        clocks = lanes.cta.cluster.clocks
+        done = self.groups.get((lanes.cta, owner), 0) - allowed
+        for component in (lanes.cta.rank, owner), (lanes.cta.rank, writes):
+            if done > 0 and component in clocks.components:
+                clocks.learn(self.warps(lanes), clocks.component(component), done)

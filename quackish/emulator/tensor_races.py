@@ -1,0 +1,63 @@
+"""Finds accesses of tensor memory that nothing orders: all of them are asynchronous. Clocks are those of `races`."""
+
+from typing import Any
+
+import numpy as np
+
+from quackish.emulator.errors import Fault
+from quackish.emulator.races import GRANULE, ORDERED, AsyncRaces, Races
+
+LANES, COLUMNS = 128, 512
+GROUP = 16  # lanes that instructions access together
+
+
+class TensorRaces(AsyncRaces):
+    """The accesses of the tensor memory that one CTA has allocated. A granule is a column of a group of lanes."""
+
+    def __init__(self, races: Races, cta: Any):
+        super().__init__(races, cta, LANES // GROUP * COLUMNS * GRANULE)
+
+    def _where(self, granule: int) -> str:
+        group, column = divmod(int(granule), COLUMNS)
+        return f"tensor memory, column {column} of lanes {GROUP * group} to {GROUP * group + GROUP - 1}, of {self.cta}"
+
+    @staticmethod
+    def granules(lanes: np.ndarray, column: int, count: int) -> np.ndarray:
+        groups = np.flatnonzero(np.bincount(lanes.reshape(-1) // GROUP, minlength=LANES // GROUP))
+        return (groups[:, None] * COLUMNS + np.arange(column, column + count)).reshape(-1)
+
+    # Loads and stores. "To enforce such memory orderings and avoiding anti-dependency hazards around tcgen05.ld,
+    # tcgen05.wait::ld must be used." (PTX, Register dependencies, same thread)
+
+    def load(self, warp: int, lanes: np.ndarray, column: int, count: int) -> None:
+        self.read_later(self.granules(lanes, column, count), *self._begin("tcgen05.ld", warp))
+
+    def store(self, warp: int, lanes: np.ndarray, column: int, count: int) -> None:
+        self.write_later(self.granules(lanes, column, count), *self._begin("tcgen05.st", warp))
+
+    def _begin(self, kind: str, warp: int) -> tuple[list[int], int, int]:
+        component, epoch = self.races.group(self.cta, (kind, warp))
+        self.races.commit(self.cta, (kind, warp))
+        return [self.races.first_warp(self.cta) + warp], component, epoch
+
+    def wait(self, warp: int, kind: str) -> None:
+        """The warp executes tcgen05.wait for its loads or stores."""
+        component, following = self.races.group(self.cta, (kind, warp))
+        self.clocks.learn([self.races.first_warp(self.cta) + warp], component, following - 1)
+
+    # Allocation
+
+    def free(self, column: int, count: int, warp: int) -> None:
+        """A warp frees columns."""
+        granules, events = self.granules(np.arange(LANES), column, count), self.races.events
+        width = len(self.shadow.columns)
+        found = np.concatenate([self.shadow.writes[granules, None], self.shadow.reads[granules, :width]], axis=1)
+        late = events.epoch[found] > self.clocks.seen[ORDERED, warp, events.component[found]]
+        if late.any():
+            i, j = np.argwhere(late)[0]
+            raise Fault(
+                f"tcgen05.dealloc of {self._where(granules[i])}, and nothing has waited for the end of work that "
+                f"accesses it\n  the work is of {events.describe(found[i, j])}"
+            )
+        self.shadow.writes[granules] = 0
+        self.shadow.reads[granules] = 0
