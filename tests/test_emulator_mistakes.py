@@ -41,6 +41,7 @@ MATRICES = r"(wgmma\.mma_async[^;]*\}), (%rd\d+), (%rd\d+),"
 LOAD_MULTICAST = (
     r"(cp\.async\.bulk\.tensor\S*multicast\S* \[[^]]*\], \[%rd\d+, \{%r\d+), (%r\d+)(\}\], \[%r\d+\]), (%rs\d+)"
 )
+FIRST_WGMMA = r"(wgmma\.mma_async[^{]*\{(%r\d+),)"
 TRY_WAIT = r"mbarrier\.try_wait\.\S+ (\w+), [^;]*;"
 SKIP = r"setp.eq.u32 \1, 0, 0;"
 EXPECT = r"(mbarrier\.arrive\.expect_tx\.[^;]*), %r\d+;"
@@ -64,6 +65,9 @@ MISTAKES = {
     "stage released while wgmma reads it": Mistake(r"wgmma\.wait_group\.sync\.aligned\s+1;", 0, "", RACE),
     "no wait for the last wgmma": Mistake(r"wgmma\.wait_group\.sync\.aligned\s+0;", 0, "", IN_FLIGHT),
     "wgmma not committed": Mistake(r"wgmma\.commit_group\.sync\.aligned;", 1, "", RACE),
+    "accumulator changed between its fence and wgmma": Mistake(
+        FIRST_WGMMA, 0, r"add.f32 \2, \2, 0f00000000; \1", "a wgmma needs a wgmma.fence before it", AT_ONCE
+    ),
     "first wgmma of a tile without a fence of its registers": Mistake(
         r"wgmma\.fence\.sync\.aligned;", 0, "", "a wgmma needs a wgmma.fence before it", AT_ONCE
     ),
@@ -138,6 +142,11 @@ def outcome(mistake, seed):
 @pytest.mark.parametrize("completion", [AT_ONCE, LATE])
 def test_the_right_kernel_has_no_fault(completion, seed):
     assert multiply(None, completion, seed) < 0.003
+
+
+def test_a_move_needs_no_fence():
+    """Compilers put moves of accumulators in front of wgmma, and assemblers remove them."""
+    assert multiply(Mistake(FIRST_WGMMA, 0, r"mov.b32 \2, \2; \1", ""), LATE, 0) < 0.003
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -316,7 +316,7 @@ class _Decoder:
     def _step(self, instruction: Instruction, form: isa.Form) -> Step:
         step = self._value_step(instruction, form) if form.kind == "value" else self._action_step(instruction, form)
         if bits := self._wgmma_bits_of(instruction):
-            step = _touching(step, bits)
+            step = _touching(step, bits, _is_move(instruction))
         if instruction.predicate is None:
             return self._deferred_move(instruction, step) if _is_move(instruction) else step
         chosen = self._reader("pred", self._predicate(instruction), instruction)
@@ -598,9 +598,9 @@ def _registers(operands: Any) -> set[str]:
     return set().union(*map(_registers, operands)) if isinstance(operands, tuple) else set()
 
 
-def _touching(step: Step, bits: int) -> Step:
+def _touching(step: Step, bits: int, is_move: bool) -> Step:
     def touch(lanes):
-        lanes.cta.wgmma_registers.touch(lanes.warps(), bits)
+        lanes.cta.wgmma_registers.touch(lanes.warps(), bits, is_move)
         step(lanes)
 
     return touch

@@ -52,12 +52,16 @@ class WgmmaRegisters:
         self.committed: dict[int, list[list[Product]]] = collections.defaultdict(list)
         self.busy: dict[int, int] = collections.defaultdict(int)  # all registers of the above
 
-    def touch(self, warps: list[int], bits: int) -> None:
-        """Threads of the warps execute an instruction that reads or writes these registers."""
+    def touch(self, warps: list[int], bits: int, is_move: bool) -> None:
+        """Threads of the warps execute an instruction that reads or writes these registers.
+
+        Compilers put moves between wgmma.fence and wgmma, which assemblers remove: a move needs no fence.
+        """
         for warp in warps:
             if self.busy[warp // WARPS] & bits:
                 self._in_use(warp // WARPS, bits)
-            self.unfenced[warp] |= bits
+            if not is_move:
+                self.unfenced[warp] |= bits
 
     def _in_use(self, group: int, bits: int) -> None:
         # "Accessing the accumulator register or the input register containing the fragments of matrix A of a
