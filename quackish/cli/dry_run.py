@@ -1,6 +1,6 @@
 """Dry runs: the launches and the memory of a call, found by running the operation on meta tensors. Needs no GPU.
 
-The operation's own code runs with stand-ins for its kernels, which record each launch. For linear cross entropy and
+The operation's own code runs on a Device whose kernels do nothing but record their launch. For linear cross entropy and
 grouped_mlp, a dispatch mode also records PyTorch's own launches, such as cuBLAS GEMMs, and counts allocated memory.
 """
 
@@ -205,7 +205,7 @@ def grouped_mlp(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) ->
         y, preactivation = grouped.forward(steps, inputs, activation, grad and not recompute)
         if grad:
             recorder.phase = "backward"
-            dtypes = grouped.Dtypes._make(None if t is None else t.dtype for t in inputs[:7])
+            dtypes = grouped.Dtypes._make(None if t is None else t.dtype for t in inputs.leaves())
             grads = grouped.gradients(steps, dy, inputs, preactivation, activation, dtypes)
             del y, grads  # held until here
     notes = ["Bytes and FLOPs assume that every group is used and every row is in one: only the GPU knows the groups."]

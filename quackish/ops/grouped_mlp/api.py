@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quackish.errors import UnsupportedError
 from quackish.ops.device import refuse_compile, refuse_portable
-from quackish.ops.grouped_mlp.autograd import mlp, rows_op, sum_op
+from quackish.ops.grouped_mlp.autograd import Dtypes, mlp, rows_op, sum_op
 from quackish.ops.grouped_mlp.checks import Inputs, check_buffers, check_mlp, check_mm
 from quackish.ops.modes import is_compiling, is_transformed
 from quackish.types import Activation, Backend
@@ -66,10 +66,10 @@ def grouped_mlp(
     refuse_transforms("grouped_mlp")
     if not is_compiling():
         check_buffers(inputs)
-    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs[:7]]
+    enabled = torch.is_grad_enabled()
+    needed = Dtypes(*[t.dtype if enabled and t is not None and t.requires_grad else None for t in inputs.leaves()])
     inputs = inputs._replace(**{name: _to(getattr(inputs, name), dtype) for name in ("x", "w1", "w3", "w2")})
-    keep_preactivation = any((*needs[:5], needs[6])) and not recompute
-    return mlp(*inputs, activation, keep_preactivation, backend)[0]
+    return mlp(*inputs, activation, needed.need_preactivation() and not recompute, backend)[0]
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: Backend = "auto") -> Tensor:

@@ -28,7 +28,7 @@ from quackish.reference import grouped_mlp as reference
 
 
 class Dtypes(NamedTuple):
-    """The dtype of each argument's gradient; None if the gradient is not computed."""
+    """The dtype of the gradient of each of `Inputs.leaves`; None if the gradient is not computed."""
 
     x: torch.dtype | None
     w1: torch.dtype | None
@@ -39,7 +39,7 @@ class Dtypes(NamedTuple):
     scales: torch.dtype | None
 
     def need_preactivation(self) -> bool:
-        return any(dtype is not None for dtype in (*self[:5], self.scales))
+        return any(self._replace(b2=None))  # b2's gradient is the sum of dy
 
 
 Steps = ModuleType | kernel_steps.KernelSteps  # `reference` or kernels
@@ -85,7 +85,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """The gradients, in the order of `Dtypes`. A weight's gradient is added to its inputs.grad_*_out if given."""
     x, w1, w3, b1, w2, _, scales, offs, out_1, out_3, out_2 = inputs
-    need_dz = any(dtypes[:4])
+    need_dz = any((dtypes.x, dtypes.w1, dtypes.w3, dtypes.b1))
     dx = dw1 = dw3 = db1 = dw2 = db2 = dscales = dz = None
     if dtypes.need_preactivation():
         if preactivation is None:
@@ -130,8 +130,7 @@ _lib.define(
 mlp_op = torch.ops.quackish.grouped_mlp_fwd.default
 _bwd_op = torch.ops.quackish.grouped_mlp_bwd.default
 _NUM_INPUTS = len(Inputs._fields)
-_NUM_TENSORS = _NUM_INPUTS - 3  # without buffers
-_NUM_OTHERS = 1 + 3 + 3  # offs, buffers and options, which have no gradient
+_NUM_TENSORS = Inputs._fields.index("grad_w1_out")  # without buffers
 
 
 def _for_steps(inputs: Inputs) -> Inputs:
@@ -158,7 +157,7 @@ def _mlp_backward(dy, preactivation, inputs: Inputs, activation, dtypes: Dtypes,
 
 
 def _mlp_backward_impl(dy, preactivation, *args):
-    inputs, (activation, *dtypes, backend) = Inputs(*args[:_NUM_TENSORS], None, None, None), args[_NUM_TENSORS:]
+    inputs, (activation, *dtypes, backend) = Inputs(*args[:_NUM_TENSORS]), args[_NUM_TENSORS:]
     return tuple(_mlp_backward(dy, preactivation, inputs, activation, Dtypes(*dtypes), backend))
 
 
@@ -170,8 +169,8 @@ def _mlp_forward_fake(*args):
 
 
 def _mlp_backward_fake(dy, preactivation, *args):
-    tensors, dtypes = args[: _NUM_TENSORS - 1], Dtypes(*args[_NUM_TENSORS + 1 : -1])
-    pairs = zip(tensors, dtypes, strict=True)
+    leaves, (_, *dtypes, _) = Inputs(*args[:_NUM_TENSORS]).leaves(), args[_NUM_TENSORS:]
+    pairs = zip(leaves, dtypes, strict=True)
     return tuple(None if dtype is None else dy.new_empty(t.shape, dtype=dtype) for t, dtype in pairs)
 
 
@@ -190,7 +189,7 @@ def _setup_context(ctx, inputs, output):
 def _op_backward(ctx, dy, _):
     refuse_second_derivatives("grouped_mlp", dy)
     if dy is None:
-        return (None,) * (len(Dtypes._fields) + _NUM_OTHERS)
+        return (None,) * len(ctx.needs_input_grad)
     check_same_device("grouped_mlp", ctx.device, dy.device)  # before a checkpoint computes saved tensors again
     *tensors, preactivation = ctx.saved_tensors
     needs = zip(Dtypes._fields, tensors, ctx.needs_input_grad, strict=False)
@@ -206,7 +205,7 @@ def _op_backward(ctx, dy, _):
         for name, out in outs.items():
             out.add_(getattr(grads, name))
         grads = grads._replace(**dict.fromkeys(outs))
-    return *grads, *(None,) * _NUM_OTHERS
+    return *grads, *(None,) * (len(ctx.needs_input_grad) - len(grads))
 
 
 def refuse_second_derivatives(who: str, dy: Tensor | None) -> None:

@@ -26,9 +26,16 @@ class Inputs(NamedTuple):
     b2: Tensor | None  # (E, H)
     scales: Tensor | None  # (R,)
     offs: Tensor  # (E,)
-    grad_w1_out: Tensor | None
-    grad_w3_out: Tensor | None
-    grad_w2_out: Tensor | None
+    grad_w1_out: Tensor | None = None
+    grad_w3_out: Tensor | None = None
+    grad_w2_out: Tensor | None = None
+
+    def leaves(self) -> tuple[Tensor | None, ...]:
+        """The arguments that may get gradients."""
+        return self[:_NUM_LEAVES]
+
+
+_NUM_LEAVES = Inputs._fields.index("offs")
 
 
 def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> torch.dtype:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quackish.configs import choose
+from quackish.configs.arguments import by_name
 from quackish.configs.grouped_gemm import (
     DSCALES_COLUMNS,
     MAX_GROUPS,
@@ -108,7 +109,7 @@ class KernelSteps:
         else:
             d = self.empty((groups, m, n), (m * n, n, 1), torch.float32).copy_(out)
         ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
-        sizes = ld, rows, m, n, None
+        sizes = dict(a_stride=ld, rows=rows, m=m, n=n, k=None)
         self._launch("store", a, b, None, d, offs, None, sizes, (m, n, None), accumulate=out is not None)
         if out is None:
             return d
@@ -145,23 +146,26 @@ class KernelSteps:
         if second is not None:
             second, options["b_in_two"] = _aligned(second.contiguous()), True
             total_k = 2 * k if epilogue == "down" else k
-        sizes = None, a.shape[0], None, n, k
+        sizes = dict(a_stride=None, rows=a.shape[0], m=None, n=n, k=k)
         shape, b_major = (None, n, total_k), "n" if transposed else "k"
         self._launch(epilogue, a, w, second, d, offs, args, sizes, shape, b_major=b_major, **options)
 
     def _launch(
         self, epilogue: str, a: Tensor, b: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple | None,
-        sizes: tuple, shape: tuple, **options: Any
+        sizes: dict[str, int | None], shape: tuple, **options: Any
     ) -> None:  # fmt: skip
-        """sizes: fields of `GroupedGemmArgs`, a_stride to k. options: fields of `GroupedGemmProblem`.
+        """sizes: fields of `GroupedGemmArgs`. options: fields of `GroupedGemmProblem`.
 
         shape: (m, n, k) of the product, with None for the dimension that groups divide. n counts gate and up
         separately; k counts both halves.
         """
         fields = epilogue, a.dtype, offs.shape[0], d.dtype, shape
         launch, clusters = self._kernel(choose.epoch, *fields, **options)
-        pointers = a.data_ptr(), b.data_ptr(), address(second), d.data_ptr(), offs.data_ptr()
-        launch(GroupedGemmArgs(*pointers, args, *sizes, offs.shape[0], clusters), self.stream())
+        arguments = by_name(GroupedGemmArgs)(
+            a=a.data_ptr(), b=b.data_ptr(), second=address(second), d=d.data_ptr(), offs=offs.data_ptr(), epilogue=args,
+            groups=offs.shape[0], max_clusters=clusters, **sizes,
+        )  # fmt: skip
+        launch(arguments, self.stream())
 
     def _find_kernel(
         self, epoch: int, epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype,
