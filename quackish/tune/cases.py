@@ -116,8 +116,10 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
             if p.split_k_tail:
                 tail = TailArgs(torch.empty(floats, device=device), counters[1:], splits)
             args = GemmArgs(
-                a, second, b, d, epilogue, tail, counters[:1], num_live, m, n, k, split, 0, a.stride(0),
-                0 if second is None else second.stride(0), b.stride(0), 0 if d is None else d.stride(0), clusters,
+                a=a, second=second, b=b, d=d, epilogue=epilogue, tail=tail, ticket=counters[:1], num_live=num_live, m=m,
+                n=n, k=k, split=split, start=0, a_stride=a.stride(0),
+                second_stride=0 if second is None else second.stride(0), b_stride=b.stride(0),
+                d_stride=0 if d is None else d.stride(0), max_clusters=clusters,
             )  # fmt: skip
             kernel.launch(_addresses(args), on.stream())
             return tuple(written)
@@ -187,7 +189,10 @@ def _grouped(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.devi
         clusters = kernel.config.max_clusters(on.gpu.sm_count)
 
         def run() -> tuple[Tensor | None, ...]:
-            args = GroupedGemmArgs(a, b, second, d, offs, epilogue, m, rows, m, n, k, groups, clusters)
+            args = GroupedGemmArgs(
+                a=a, b=b, second=second, d=d, offs=offs, epilogue=epilogue, a_stride=m, rows=rows, m=m, n=n, k=k,
+                groups=groups, max_clusters=clusters,
+            )  # fmt: skip
             kernel.launch(_addresses(args), on.stream())
             return written
 

@@ -219,8 +219,8 @@ class LinearCrossEntropyLoss(nn.Module):
                 f"LinearCrossEntropyLoss: weight has shape {tuple(weight.shape)}, expected ({num_classes},)"
             )
         options = Options(
-            reduction, ignore_index, label_smoothing, softcap, z_loss, False, False, schedule, chunk_size, memory_limit,
-            backend,
+            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
+            z_loss=z_loss, schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit, backend=backend,
         )  # fmt: skip
         check_options(options, logit_scale, device=getattr(logit_scale, "device", None))
         self.logit_scale = logit_scale

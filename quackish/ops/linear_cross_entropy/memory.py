@@ -93,8 +93,9 @@ def _offset(t: Tensor) -> int | torch.SymInt:
 def problem_for(plan: Plan, v: int, h: int, return_lse: bool, has_out: bool) -> LinearCrossEntropyProblem:
     """The problem that the config rules take."""
     return LinearCrossEntropyProblem(
-        v, h, cuda.name_of(plan.compute_dtype), plan.reduction, plan.softcap is not None,
-        return_lse or plan.return_stats, has_out, plan.label_smoothing > 0, plan.why_portable is None,
+        v=v, h=h, dtype=cuda.name_of(plan.compute_dtype), reduction=plan.reduction, softcap=plan.softcap is not None,
+        return_lse=return_lse or plan.return_stats, grad_weight_out=has_out,
+        label_smoothing=plan.label_smoothing > 0, on_kernels=plan.why_portable is None,
     )  # fmt: skip
 
 
