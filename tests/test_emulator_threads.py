@@ -66,6 +66,25 @@ def test_a_shuffle_waits_for_its_members():
         assert out["e"].tolist() == [0] * 16 + list(range(7, 23))
 
 
+@seeds
+def test_groups_of_a_warp_with_different_member_masks(seed):
+    """Each group of threads is on its own, also where both are at the same instruction."""
+    out = execute(
+        """
+        setp.lt.u32 %p, %lane, 10; selp.b32 %m, 0x3ff, 0xfffffc00, %p;
+        redux.sync.add.u32 %d, %lane, %m;
+        vote.sync.ballot.b32 %e, %p, %m;
+        elect.sync %f|%p, %m;
+        """,
+        {"d": U32, "e": U32, "f": U32},
+        registers=".reg .pred %p; .reg .b32 %m;",
+        seed=seed,
+    )
+    assert out["d"].tolist() == [sum(range(10))] * 10 + [sum(range(10, 32))] * 22
+    assert out["e"].tolist() == [0x3FF] * 10 + [0] * 22
+    assert out["f"].tolist() == [0] * 10 + [10] * 22
+
+
 def test_loops_of_different_lengths():
     out = execute(
         """

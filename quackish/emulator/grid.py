@@ -262,6 +262,7 @@ class Grid:
                 wanted = (number & WARP_MASK) << shift & cta.live
                 if part & wanted == wanted:
                     result |= wanted
+                    break  # threads with another mask execute the instruction on their own
         return result
 
     def _some_warps(self, block: int, mask: int) -> int:
