@@ -211,6 +211,22 @@ def test_accesses_outside_tensors_are_faults():
     launch(kernel("ld.global.u32 %v, [%out+124];", "out", ".reg .b32 %v;"), zeros(32))
 
 
+def test_threads_load_parameters_at_addresses_of_their_own():
+    """ "The address of a kernel parameter may be moved into a register" (PTX, Kernel Function Parameters)"""
+    body = """
+        mov.u32 %t, %laneid; mul.lo.u32 %t, %t, 4; cvt.u64.u32 %i, %t; add.u64 %o, %out, %i;
+        and.b64 %i, %i, 12; mov.b64 %a, p_first; add.u64 %a, %a, %i;
+        ld.param.u32 %v, [%a]; st.global.u32 [%o], %v;
+    """
+    registers = ".reg .b32 %t; .reg .b32 %v; .reg .b64 %i; .reg .b64 %a; .reg .b64 %o;"
+    out = zeros(32)
+    launch(kernel(body, "out first second", registers), out, 1 | 2 << 32, 3 | 4 << 32)
+    assert out.tolist() == [1, 2, 3, 4] * 8
+    outside = kernel(body.replace("and.b64 %i, %i, 12;", "and.b64 %i, %i, 28;"), "out first second", registers)
+    with pytest.raises(Fault, match="of 4 bytes at byte 36 of 24 bytes of parameters"):
+        launch(outside, out, 1, 3)
+
+
 def test_misaligned_accesses_are_faults():
     memory = np.zeros(64, np.uint64)
     for access in ("ld.global.u32 %v, [%out+2];", "ld.global.v2.u32 {%v, %v}, [%out+4];"):

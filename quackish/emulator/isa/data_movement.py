@@ -110,13 +110,15 @@ def _declare_parameter_load(type_, count):
 
     @action(f"ld.param{vector}.{type_}", f"{result} = [u64]")
     def load(lanes, addresses):
-        offset, data = int(addresses[0]), lanes.cta.grid.parameters
-        if offset % size:
-            raise Fault(f"misaligned access of {size} bytes of parameters at byte {offset}")
-        if offset + size > len(data):
-            raise Fault(f"ld.param of {size} bytes at byte {offset} of {len(data)} bytes of parameters")
-        values = np.frombuffer(data, dtype, count, offset)
-        return values[0] if count == 1 else values
+        data = np.frombuffer(lanes.cta.grid.parameters, np.uint8)
+        misaligned = addresses[addresses % np.uint64(size) != 0]
+        if misaligned.size:
+            raise Fault(f"misaligned access of {size} bytes of parameters at byte {misaligned[0]}")
+        last = int(addresses.max())
+        if last + size > len(data):
+            raise Fault(f"ld.param of {size} bytes at byte {last} of {len(data)} bytes of parameters")
+        values = data[addresses[:, None].astype(np.intp) + np.arange(size)].view(dtype)
+        return values[:, 0] if count == 1 else values.T
 
 
 for _type in _TYPES:
