@@ -249,6 +249,23 @@ def test_accesses_outside_shared_memory_are_faults(offset):
         launch(text)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_matrices_have_addresses_in_their_first_threads_alone(count):
+    """Rows are at the addresses of threads 0 to 7, or 0 to 15. (PTX, ldmatrix)"""
+    loaded, stored = (", ".join(names[:count]) for names in (("%d", "%e"), ("%lane", "%lane")))
+    out = execute(
+        f"""
+        mov.u32 %a, buffer; mad.lo.u32 %a, %lane, 16, %a;
+        setp.ge.u32 %p, %lane, {8 * count}; @%p mov.u32 %a, 0xffffffff;
+        stmatrix.sync.aligned.m8n8.x{count}.shared.b16 [%a], {{{stored}}};
+        ldmatrix.sync.aligned.m8n8.x{count}.shared.b16 {{{loaded}}}, [%a];
+        """,
+        {"d": U32},
+        registers=".reg .pred %p; .reg .b32 %a; .reg .b32 %e; .shared .align 16 .b8 buffer[256];",
+    )
+    assert (out["d"] == LANES).all()
+
+
 def test_shared_memory_is_poisoned():
     text = kernel(
         "mov.u32 %v, buffer; ld.shared.u32 %v, [%v]; st.global.u32 [%out], %v;",

@@ -259,12 +259,17 @@ def _by_warp(lanes, values):
     return values.reshape(-1, 32)
 
 
+def _rows(lanes, addresses, count):
+    """The offsets of the matrices' rows. Addresses of threads that give no row may be anything since sm_80."""
+    return offsets_in_cta(lanes, _by_warp(lanes, addresses)[:, : 8 * count].reshape(-1))
+
+
 def _declare_matrices(count, transposed):
     suffix = f"m8n8.x{count}{'.trans' if transposed else ''}.shared{{,::cta}}.b16"
 
     @action(f"ldmatrix.sync.aligned.{suffix}", f"{{b32*{count}}} = [u32]", converged="warp")
     def load(lanes, addresses):
-        rows = _by_warp(lanes, offsets_in_cta(lanes, addresses))[:, : 8 * count].reshape(-1)
+        rows = _rows(lanes, addresses, count)
         matrices = lanes.cta.shared.load(rows, 8, 2).view(np.uint16).reshape(-1, count, 8, 8)
         if transposed:
             matrices = np.ascontiguousarray(matrices.swapaxes(2, 3))
@@ -272,7 +277,7 @@ def _declare_matrices(count, transposed):
 
     @action(f"stmatrix.sync.aligned.{suffix}", f"[u32], {{b32*{count}}}", converged="warp")
     def store(lanes, addresses, registers):
-        rows = _by_warp(lanes, offsets_in_cta(lanes, addresses))[:, : 8 * count].reshape(-1)
+        rows = _rows(lanes, addresses, count)
         fragments = np.stack([_by_warp(lanes, register) for register in registers], axis=1)  # (warps, matrices, 32)
         matrices = fragments.view(np.uint16).reshape(-1, 8, 8)
         if transposed:
