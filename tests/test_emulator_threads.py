@@ -450,6 +450,29 @@ def test_wrong_uses_of_mbarriers(use, count, message, completion):
         mbarrier(use, count, completion=completion)
 
 
+@completions
+@pytest.mark.parametrize(
+    "use",
+    [
+        # Two looks at barriers that only this thread completes, afterwards.
+        f"""
+        @!%leader ret;
+        mbarrier.try_wait.parity.shared.b64 %p, [%m], 0; mbarrier.try_wait.parity.shared.b64 %p, [%m+8], 0;
+        mbarrier.arrive.shared.b64 %state, [%m]; {WAIT}
+        """,
+        # A loop that waits for either of two barriers. The second one completes.
+        """
+        setp.eq.u32 %p, %t, 32; @%p mbarrier.arrive.shared.b64 %state, [%m+8];
+        @!%leader ret;
+        LOOP: mbarrier.try_wait.parity.shared.b64 %p, [%m], 0; @%p ret;
+        mbarrier.try_wait.parity.shared.b64 %p, [%m+8], 0; @!%p bra LOOP;
+        """,
+    ],
+)
+def test_a_wait_has_a_time_limit(use, completion):
+    mbarrier("@%leader mbarrier.init.shared.b64 [%m+8], 1; bar.sync 0;" + use, completion=completion)
+
+
 def test_mbarriers_are_aligned():
     with pytest.raises(Fault, match="not a multiple of 8"):
         mbarrier("@%leader mbarrier.init.shared.b64 [%m+12], 1;")

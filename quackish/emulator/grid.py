@@ -73,6 +73,7 @@ class Grid:
         self.has_slow = self.draw.random() < SLOW_CHANCE
         self.keeps_slow_back = False  # in this round
         self.num_clusters = 0  # that have begun
+        self._expired: set = set()  # states in which time limits have passed
         self.num_events = 0  # grows with all that threads can wait for
         self.num_phases = 0  # of barriers
         # griddepcontrol; waits_first: some CTA waits before it lets the next launch begin
@@ -158,9 +159,29 @@ class Grid:
                 is_stuck = idle.round(resident)
                 if (is_stuck or not busy) and self.completion.complete_one_copy():
                     idle.reset()
+                elif is_stuck and self._expire_waits(resident):
+                    idle.reset()
                 elif is_stuck:
                     raise self._deadlock(resident, len(waiting))
             self.completion.finish()
+
+    def _expire_waits(self, resident: list[Cluster]) -> bool:
+        """Lets the time limits of waits pass. False if no thread waits, or if the same waits expired without effect.
+
+        "Suspended thread resumes execution when the specified phase completes OR before the phase completes following a
+        system-dependent time limit." (PTX, mbarrier.try_wait)
+        """
+        ctas = [cta for cluster in resident for cta in cluster.ctas]
+        waits = [parked for cta in ctas for parked in cta.parked if parked.mbarrier is not None]
+        state = self.num_events, frozenset((parked.cta, parked.block, parked.mask) for parked in waits)
+        if not waits or state in self._expired:
+            return False
+        self._expired.add(state)
+        for parked in waits:
+            parked.mbarrier.waiting.remove(parked)
+            parked.cta.expired_waits |= parked.mask
+            parked.release()
+        return True
 
     def _admit(self, first: tuple[int, int, int]) -> Cluster:
         """A cluster becomes resident: its CTAs are on the SMs that have the fewest."""

@@ -151,6 +151,7 @@ class Parked:
     block: int
     reason: Callable[[], str]
     location: str = ""
+    mbarrier: Any = None  # that a wait with a time limit is for
 
     def release(self) -> None:
         self.cta.parked.remove(self)
@@ -178,7 +179,8 @@ class Cta:
         self.is_slow, self.slow_threads = False, 0  # see grid.Grid._slow_down
         self.mbarriers: dict[int, Any] = {}  # offset in shared memory -> barriers.Mbarrier
         self.named_barriers: dict[int, Any] = {}
-        self.failed_waits: set = set()  # see barriers.try_wait
+        self.failed_waits: set = set()  # of late completion: attempts of mbarrier.try_wait, each of which fails once
+        self.expired_waits = 0  # threads whose time limit in mbarrier.try_wait has passed; see grid.Grid._expire_waits
         self.sm = 0  # where it is resident
         self.tensor_memory: Any = None  # its tensor_memory.Share, once it has one
         self.thread_copies: Any = None  # isa.thread_copy.ThreadCopies, once it has any

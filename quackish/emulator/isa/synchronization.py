@@ -163,17 +163,19 @@ def _try_wait(lanes, following, writers, offset, parity):
     cta, (write,) = lanes.cta, writers
     barrier = _used(lanes, barriers.mbarrier_at(cta, offset))
     completed = barrier.has_completed(parity)
-    if not completed:
+    if not completed and not cta.expired_waits & lanes.mask:
         attempt = (cta.block, lanes.mask, offset, barrier.phase)
         if not cta.grid.completion.late or attempt in cta.failed_waits:
-            cta.failed_waits.discard(attempt)
             waits_for = f"waits for the end of a phase with parity {parity & 1}"
-            barrier.waiting.append(cta.park(lanes.mask, cta.block, lambda: f"{waits_for}: {barrier}"))
+            parked = cta.park(lanes.mask, cta.block, lambda: f"{waits_for}: {barrier}")
+            parked.mbarrier = barrier
+            barrier.waiting.append(parked)
             return None
         cta.failed_waits.add(attempt)  # the time limit has passed at once
         cta.grid.num_events += 1
     if completed:
         cta.grid.races.acquire(lanes, barrier.completed)
+    cta.expired_waits &= ~lanes.mask
     write(lanes, np.full(lanes.count, completed))
     return following
 
