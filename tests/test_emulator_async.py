@@ -130,6 +130,27 @@ def test_ctas_of_an_sm_share_its_tensor_memory():
         run(body, columns, np.zeros(1, np.uint32), grid=4, gpu=ONE_SM)
 
 
+PAIR = (
+    ALLOCATE.format(64)
+    + """
+mov.u32 %a, %clusterid.x; setp.eq.u32 %p, %a, 2; selp.b32 %a, 1000, 1, %p;
+LOOP: add.u32 %a, %a, -1; setp.gt.s32 %p, %a, 0; @%p bra LOOP;
+ld.shared.b32 %b, [%base];
+tcgen05.st.sync.aligned.32x32b.x1.b32 [%b], {%tid}; tcgen05.wait::st.sync.aligned;
+barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+"""
+    + FREE.format(64)
+).replace("::1", "::2")
+
+
+def test_the_ctas_of_a_pair_are_on_different_sms():
+    """Of three clusters on three SMs, the third one runs for longer than the others."""
+    for seed in range(4):
+        run(PAIR, grid=8, cluster=2, gpu=dataclasses.replace(B200, sm_count=3), seed=seed, shared_bytes=100_000)
+    with pytest.raises(emulator.Fault, match=r"both CTAs of a pair are on SM 0; .* two or more SMs"):
+        run(PAIR, grid=2, cluster=2, gpu=ONE_SM)
+
+
 @pytest.mark.parametrize(
     "body, message",
     [

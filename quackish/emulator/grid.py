@@ -184,11 +184,12 @@ class Grid:
         return True
 
     def _admit(self, first: tuple[int, int, int]) -> Cluster:
-        """A cluster becomes resident: its CTAs are on the SMs that have the fewest."""
-        cluster = Cluster(self, first)
+        """A cluster becomes resident: its CTAs are on the SMs that have the fewest, on different ones if possible."""
+        cluster, used, most = Cluster(self, first), set[int](), self.ctas_per_sm
         for cta in cluster.ctas:
-            cta.sm = self.ctas_on_sm.index(min(self.ctas_on_sm))
+            cta.sm = min(enumerate(self.ctas_on_sm), key=lambda item: (item[1] == most, item[0] in used, item[1]))[0]
             self.ctas_on_sm[cta.sm] += 1
+            used.add(cta.sm)
         self._slow_down(cluster)
         return cluster
 

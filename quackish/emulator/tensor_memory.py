@@ -106,7 +106,10 @@ def peer_of(cta: Cta) -> Cta:
     rank = cta.rank ^ 1
     if rank >= cta.cluster.size:
         raise Fault(f".cta_group::2 in {cta.describe()}, which has no peer CTA in a cluster of {cta.cluster.size}")
-    return cta.cluster.ctas[rank]
+    peer = cta.cluster.ctas[rank]
+    if peer.sm == cta.sm:  # which no GPU does: each CTA of a pair has the tensor memory of an SM
+        raise Fault(f"both CTAs of a pair are on SM {cta.sm}; emulate a GPU with two or more SMs")
+    return peer
 
 
 def pair_of(cta: Cta) -> list[Cta]:
