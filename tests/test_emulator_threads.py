@@ -200,6 +200,31 @@ def test_a_fault_says_where():
         assert part in message, (part, message)
 
 
+def test_a_mistake_of_the_emulator_is_no_fault(monkeypatch):
+    """Also not one that numpy reports as a ValueError."""
+
+    def fail(*args):
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr("quackish.emulator.memory.GlobalMemory.store", fail)
+    with pytest.raises(
+        RuntimeError, match=r"the emulator failed: ValueError: shapes do not match(.|\n)*PTX line"
+    ) as error:
+        launch(kernel("st.global.u32 [%out], 1;", "out"), zeros(4))
+    assert not isinstance(error.value, Fault)
+
+
+def test_a_product_of_half_a_warp_group_is_a_fault():
+    body = """
+        setp.eq.u32 %p, 0, 0; mov.b64 %d, 0;
+        wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%a, %b, %c, %e}, %d, %d, %p, 1, 1, 0, 0;
+    """
+    registers = ".reg .pred %p; .reg .b64 %d; .reg .b32 %a; .reg .b32 %b; .reg .b32 %c; .reg .b32 %e;"
+    for completion in ("at_once", "late"):
+        with pytest.raises(Fault, match="wgmma by 64 threads; it needs the 128 threads of a warp group"):
+            launch(kernel(body, registers=registers), block=(64, 1, 1), completion=completion)
+
+
 # Memory
 
 

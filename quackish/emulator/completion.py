@@ -162,7 +162,7 @@ def _placed(work: Callable[..., Any], place: Callable[[], str]) -> Callable[...,
     def do(*args):
         try:
             return work(*args)
-        except (Fault, ValueError) as error:
+        except Fault as error:
             if _WORK_OF in str(error):  # queued work, which names its own instruction
                 raise
             raise Fault(f"{error}{_WORK_OF}{place()}") from None

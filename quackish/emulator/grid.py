@@ -376,8 +376,8 @@ class Grid:
 
     def _located(self, error: Exception) -> Exception:
         """A fault, with where it happened. Other errors are the emulator's own."""
-        kind: Callable[[str], Exception] = Fault if isinstance(error, (Fault, ValueError)) else RuntimeError
-        prefix = "" if isinstance(error, (Fault, ValueError)) else f"the emulator failed: {type(error).__name__}: "
+        kind: Callable[[str], Exception] = Fault if isinstance(error, Fault) else RuntimeError
+        prefix = "" if isinstance(error, Fault) else f"the emulator failed: {type(error).__name__}: "
         return kind(f"{prefix}{error}\n  executing: {self.place()()}")
 
 

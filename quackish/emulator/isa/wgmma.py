@@ -55,6 +55,9 @@ def _rows(indices):
 
 def _multiply(lanes, accumulator, registers_a, read_a, descriptors_b, accumulate, n, element, signs, mn_major_b):
     """Issues a product for each warp group. `read_a` gets the position of the group's first thread in `lanes`."""
+    # "all threads in the warpgroup must execute the same wgmma.mma_async instruction"
+    if lanes.count != GROUP * len(lanes.warp_groups()):
+        raise Fault(f"wgmma by {lanes.count} threads; it needs the {GROUP} threads of a warp group")
     cta, rows = lanes.cta, _rows(accumulator)
     sign = np.prod([_sign(sign) for sign in signs])
     for position in range(0, lanes.count, GROUP):
