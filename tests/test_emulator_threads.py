@@ -319,6 +319,25 @@ def test_bytes_are_counted():
     assert (report.bytes_read, report.bytes_written) == (512, 40)
 
 
+@completions
+@seeds
+def test_counts_of_a_spin_lock_are_those_of_every_seed(completion, seed):
+    """How often atom.cas finds the lock taken depends on the order."""
+    text = kernel(
+        """
+        LOOP: atom.global.cas.b32 %v, [%lock], 0, 1; setp.ne.u32 %p, %v, 0; @%p bra LOOP;
+        ld.global.u32 %v, [%lock+4]; add.u32 %v, %v, 1; st.global.u32 [%lock+4], %v;
+        st.release.gpu.global.u32 [%lock], 0;
+        """,
+        "lock",
+        ".reg .b32 %v; .reg .pred %p;",
+    )
+    lock = zeros(2)
+    report = launch(text, lock, grid=(8, 1, 1), block=(1, 1, 1), completion=completion, seed=seed)
+    assert lock.tolist() == [0, 8]
+    assert (report.bytes_read, report.bytes_written) == (8 * 4, 8 * 2 * 4)
+
+
 # Barriers
 
 SUM_OF_SHARED = """

@@ -16,7 +16,9 @@ class LaunchReport:
     cluster: tuple[int, int, int]
     mmas: int  # matrix instructions
     flops: int  # of matrix instructions
-    bytes_read: int  # requested from global memory, without acquire and relaxed loads; a multicast copy counts once
+    # Requested from global memory, without loads that poll (acquire, relaxed, volatile) and atom.cas. A multicast copy
+    # counts once.
+    bytes_read: int
     bytes_written: int  # requested of global memory; an atomic operation reads and writes
     barrier_phases: int  # that completed: mbarriers, barriers of CTAs and of clusters
     shared_bytes: int  # of a CTA

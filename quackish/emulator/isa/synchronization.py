@@ -241,9 +241,9 @@ def _wrapped(value, dtype):
     return value - (1 << size) if dtype.kind == "i" and value >> (size - 1) else value
 
 
-def _atomically(lanes, addresses, operation, values, dtype):
+def _atomically(lanes, addresses, operation, values, dtype, counted=True):
     memory = lanes.cta.grid.memory
-    old = memory.load(addresses, dtype.itemsize, 1)[:, 0].view(dtype)  # checks the addresses
+    old = memory.load(addresses, dtype.itemsize, 1, counted)[:, 0].view(dtype)  # checks the addresses
     flush = numbers.flush if dtype.kind == "f" else lambda value: value
     values = flush(values)
     for i, (address, value) in enumerate(zip(addresses.tolist(), values.tolist(), strict=True)):
@@ -253,7 +253,7 @@ def _atomically(lanes, addresses, operation, values, dtype):
         if new.tobytes() != cell.tobytes():
             cell[0] = new
             lanes.cta.grid.num_events += 1
-    memory.bytes_written += old.nbytes
+    memory.bytes_written += old.nbytes * counted
     return old
 
 
@@ -296,5 +296,6 @@ def compare_and_swap(lanes, addresses, expected, new):
             lambda current, value, wanted=wanted: value if current == wanted else current,
             np.array([value], expected.dtype),
             expected.dtype,
+            counted=False,  # a loop may try until it finds what it expects, which depends on the order of threads
         )[0]
     return old
