@@ -92,7 +92,7 @@ class ExpLogitsArgs(NamedTuple):
 
 
 class StatsArgs(NamedTuple):
-    """What statistics are made of, and the loss. Sums are over the classes of each tile: (rows, tiles)."""
+    """The sums that the statistics are computed from, over the classes of each tile: (rows, tiles). Also the loss."""
 
     part_sum: Any = F32  # of exponentials
     part_wsum: Any = None  # fp32, of class weight * logit; with label smoothing

@@ -147,7 +147,7 @@ class GroupedGemmSm90(WgmmaKernel):
         cta_m, cta_n, cluster = cute.arch.block_idx()
         _, _, num_clusters = cute.arch.grid_dim()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
-        # of B in a stage: gate's and up's columns, or w1's and later w3's steps
+        # where B's boxes lie in a stage: gate's and up's columns, or all of it for w1's and later w3's steps
         boxes = [sB, sB]
         if const_expr(self.k_parts == 1):
             boxes = [cute.local_tile(sB, (box, tile_k), (i, 0, None)) for i in range(self.b_boxes)]

@@ -60,7 +60,7 @@ class Plan:
     run: Callable[..., tuple[Any, ...]]
 
     def __init__(self, name: str, problem: Any, x: Tensor, m: int, backend: str, rstd_dtype=torch.float32):
-        # of outputs with x's shape
+        # the shape and strides of outputs with x's shape
         self.shape, self.strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()
         self.m, self.backend, self.problem, self.device = m, backend, problem, device_of(x.device)
         if isinstance(self.device, Device):
@@ -82,7 +82,7 @@ class ForwardPlan(Plan):
 
     def __init__(self, x, weight, bias, residual, dweight_out, eps, weight_offset, residual_dtype, out_dtype, backend):
         res_dtype = None if residual is None else residual_dtype or residual.dtype
-        # of the tensors saved for backward: res (x without a residual) and weight
+        # types and dtypes of the tensors saved for backward: res (x without a residual) and weight
         self.res_type, self.res_dtype = (type(x), x.dtype) if residual is None else (Tensor, res_dtype)
         self.weight_type, self.weight_dtype = type(weight), cuda.dtype_of(weight)
         self.x_dtype, self.bias_dtype, self.residual_dtype = x.dtype, cuda.dtype_of(bias), cuda.dtype_of(residual)

@@ -309,7 +309,7 @@ def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> Plan:
     compute_dtype = resolve_compute_dtype(inputs)
     why_portable = ""
     if m > 0 and backend != "reference":  # without rows, the portable path is enough
-        # any GEMM will do, ours or cuBLAS's: see kernels_of
+        # any GEMM will do, ours or cuBLAS's: see make_kernels
         why_portable = why_unsupported("linear_cross_entropy", "lce_rows", device)
         why_portable = why_portable or _not_covered(compute_dtype, h) or None
     if why_portable:

@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     grad_weight_out: Tensor | None  # (v, h)
 
     def parameters(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Those that get gradients, in the order of Grads."""
+        """The tensors that get gradients, in the order of Grads."""
         return self.input, self.linear_weight, self.linear_bias
 
 
