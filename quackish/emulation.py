@@ -1,6 +1,7 @@
 """Runs the operations' kernels on CPU tensors, by executing their PTX in `quackish.emulator`."""
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import tempfile
@@ -60,9 +61,11 @@ def emulate(
                 f"{did_you_mean(gpu, NAMED)}"
             )
         gpu = NAMED[gpu.lower()]
-    device = Device(gpu, _kernel_for, _empty, _stream, _new_workspace, must_cover=True)
-    with emulator.record(completion, seed, how) as report, substitute("cpu", device):
-        yield report
+    with emulator.record(completion, seed, how) as report:
+        kernel_for = functools.partial(_kernel_for, contextvars.copy_context())
+        device = Device(gpu, kernel_for, _empty, _stream, _new_workspace, must_cover=True)
+        with substitute("cpu", device):
+            yield report
 
 
 def _import_emulator() -> Any:
@@ -78,9 +81,11 @@ def _import_emulator() -> Any:
 # The Device ----------------------------------------------------------------------------------------------------------
 
 
-def _kernel_for(name: str, problem: Any, gpu: Gpu) -> Kernel:
+def _kernel_for(context: contextvars.Context, name: str, problem: Any, gpu: Gpu) -> Kernel:
+    """context: has the settings of `emulator.record`, which apply to launches of every thread"""
     request = request_for(name, problem, gpu)
-    return Kernel(load(request, gpu, name), request.config)
+    launch = load(request, gpu, name)
+    return Kernel(lambda *args: context.copy().run(launch, *args), request.config)
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -6,6 +6,7 @@ Tests of numbers run in the emulator too, next to the paths of the other kernels
 import builtins
 import dataclasses
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -197,6 +198,16 @@ def test_no_plan_leaves_or_enters_a_block():
     assert all(map(same_bits, rms_norm(), before))
     assert len(report.launches) == 4
     assert isinstance(device_of(torch.device("cpu")), str)
+
+
+def test_a_block_applies_to_all_threads():
+    with quackish.emulate(SMALL, seed=1) as report:
+        rms_norm()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(rms_norm).result()
+    launches = [dataclasses.replace(launch, seconds=0.0) for launch in report.launches]
+    assert len(launches) == 4
+    assert launches[:2] == launches[2:]  # the same completion and seed
 
 
 def test_backward_outside_the_block_raises():
