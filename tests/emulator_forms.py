@@ -76,7 +76,7 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """Of everything that a recorded result depends on."""
+        """A digest of everything that a recorded result depends on."""
         content = repr((self.ptx("K"), self.words.tobytes(), self.data(0), self.outputs, self.target))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -1405,7 +1405,7 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
 SM_100 = re.compile(
     r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group"
 )
-# Of forms that differ in nothing but a shape, a number of registers or a hint, these are enough for every run.
+# Some forms differ in nothing but a shape, a number of registers or a hint. These are enough for every run.
 MANY = re.compile(r"wgmma\.mma_async|tcgen05\.(ld|st|mma)\.")
 ENOUGH = re.compile(
     r"wgmma\..*m64n(8|24|64|128|192|256)k|tcgen05\.(ld|st)\..*\.x(2|16)\.|tcgen05\.mma\..*(kind::\w+|f16.*lastuse)$"

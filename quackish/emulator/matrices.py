@@ -41,13 +41,13 @@ _SWIZZLES_SM100 = {
 
 
 def descriptor_sm90(bits: int) -> Descriptor:
-    """Of wgmma. (Matrix Descriptor Format)"""
+    """Decodes a matrix descriptor of wgmma. (Matrix Descriptor Format)"""
     _refuse_bits(bits, [(14, 15), (30, 31), (46, 48), (52, 61)], "a matrix descriptor of wgmma")
     return _descriptor(bits, _SWIZZLES_SM90[_field(bits, 62, 63)])
 
 
 def descriptor_sm100(bits: int) -> Descriptor:
-    """Of tcgen05. (Shared memory descriptor)"""
+    """Decodes a matrix descriptor of tcgen05. (Shared memory descriptor)"""
     _refuse_bits(bits, [(14, 15), (30, 31)], "a matrix descriptor of tcgen05")
     # The manual's table: bits 46 to 48 have the "Fixed constant value of 0b001", and bits 53 to 60 are zero.
     if _field(bits, 46, 48) != 1 or _field(bits, 53, 60) != 0:
@@ -173,7 +173,7 @@ def registers_to_a(registers: np.ndarray, element: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class InstructionDescriptor:
-    """Of tcgen05.mma with .kind::f16, .kind::tf32 or .kind::f8f6f4, dense."""
+    """The instruction descriptor of a dense tcgen05.mma with .kind::f16, .kind::tf32 or .kind::f8f6f4."""
 
     d: str  # types
     a: str

@@ -70,12 +70,12 @@ def fma(a: Array, b: Array, c: Array, rounding: str = "rn") -> Array:
 
 
 def div(a: Array, b: Array) -> Array:
-    """`.rn`."""
+    """Rounds to nearest, as `.rn` does."""
     return canonical(np.divide(a, b, dtype=np.float32))
 
 
 def sqrt(a: Array) -> Array:
-    """`.rn`."""
+    """Rounds to nearest, as `.rn` does."""
     return canonical(np.sqrt(a, dtype=np.float32))
 
 
@@ -106,7 +106,7 @@ def _f64(x: Array) -> Array:
 
 
 def _product(a: Array, b: Array) -> Array:
-    """Exact: 48 bits."""
+    """The product, which is exact: it has 48 bits."""
     return np.multiply(a, b, dtype=np.float64)
 
 
@@ -247,7 +247,7 @@ def _with_nan(x: Array, bits: Array) -> Array:
 
 
 def f32_to_tf32(x: Array) -> Array:
-    """What tensor cores multiply: "will truncate lower 13 bits of the 32-bit input data"."""
+    """The value that tensor cores multiply: "will truncate lower 13 bits of the 32-bit input data"."""
     return (np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 

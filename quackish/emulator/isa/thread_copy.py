@@ -15,7 +15,7 @@ from quackish.emulator.races import joined
 
 
 class Copies(NamedTuple):
-    """Of one instruction: a copy for each thread."""
+    """The copies that the threads issue with one instruction."""
 
     threads: np.ndarray
     groups: np.ndarray  # which group of its thread a copy is in, from 0
