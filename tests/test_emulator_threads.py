@@ -214,6 +214,16 @@ def test_a_mistake_of_the_emulator_is_no_fault(monkeypatch):
     assert not isinstance(error.value, Fault)
 
 
+def test_what_the_emulator_lacks_is_named():
+    body = """
+        setp.eq.u32 %p, 0, 0; mov.b64 %d, 0x4002000000000040;
+        wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%a, %b, %c, %e}, %d, %d, %p, 1, 1, 0, 0;
+    """
+    registers = ".reg .pred %p; .reg .b64 %d; .reg .b32 %a; .reg .b32 %b; .reg .b32 %c; .reg .b32 %e;"
+    with pytest.raises(RuntimeError, match=r"does not support this: matrix .* with base offset 1(.|\n)*PTX line"):
+        launch(kernel(body, registers=registers), block=(128, 1, 1))
+
+
 def test_a_product_of_half_a_warp_group_is_a_fault():
     body = """
         setp.eq.u32 %p, 0, 0; mov.b64 %d, 0;

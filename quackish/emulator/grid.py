@@ -378,6 +378,8 @@ class Grid:
         """A fault, with where it happened. Other errors are the emulator's own."""
         kind: Callable[[str], Exception] = Fault if isinstance(error, Fault) else RuntimeError
         prefix = "" if isinstance(error, Fault) else f"the emulator failed: {type(error).__name__}: "
+        if type(error) is NotImplementedError:
+            prefix = "the emulator does not support this: "
         return kind(f"{prefix}{error}\n  executing: {self.place()()}")
 
 
