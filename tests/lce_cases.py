@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
+from quackish.ops.linear_cross_entropy.checks import Inputs, Options
 from quackish.reference.linear_cross_entropy import linear_cross_entropy_forward
 from tests.emulator_cases import BLACKWELL, HOPPER
 
@@ -42,6 +43,12 @@ def make(m=13, h=8, v=11, dtype=torch.float64, device="cpu", seed=0, bias=False,
     if class_weight:
         kw["weight"] = (torch.rand(v, **given, dtype=torch.float64) + 0.1).to(device, dtype)
     return x.to(device, dtype).requires_grad_(), w.to(device, dtype).requires_grad_(), target.to(device), kw
+
+
+def inputs_and_options(x, w, target, **kw):
+    """Inputs and Options of a call."""
+    inputs, options = ({k: a for k, a in kw.items() if k in kind._fields} for kind in (Inputs, Options))
+    return Inputs(x, w, target, **inputs), Options(**options)
 
 
 def parameters(x, w, kw):

@@ -28,8 +28,9 @@ from quackish.ops.device import Device, device_of
 from quackish.ops.kernel_for import kernel_for
 from quackish.ops.linear_cross_entropy.autograd import kernels_of
 from quackish.ops.linear_cross_entropy.buffers import ExpLogits, RowState
+from quackish.ops.linear_cross_entropy.calls import ProblemFields
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import LceKernels, ProblemFields
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
 from tests.emulated_kernels import HUGE, NO_SLOT, add_residual, decode, encode, lce_kernels

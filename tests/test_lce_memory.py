@@ -18,12 +18,12 @@ from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import kernel_for
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, memory
 from quackish.ops.linear_cross_entropy.api import make_plan
-from quackish.ops.linear_cross_entropy.checks import Inputs, Options
 from quackish.testing.errors import same_bits
 from tests.lce_cases import (
     OPTIONS,
     REDUCTIONS,
     SCHEDULES,
+    inputs_and_options,
     make,
     norm_error,
     on_kernels,
@@ -76,10 +76,7 @@ def taken(step):
 
 
 def request_of(x, w, target, kw, eager=True, device=None):
-    options = Options(**{name: value for name, value in kw.items() if name in Options._fields})
-    inputs = Inputs(
-        x, w, kw.get("linear_bias"), target, kw.get("weight"), kw.get("logit_scale"), None, kw.get("grad_weight_out")
-    )
+    inputs, options = inputs_and_options(x, w, target, **kw)
     plan = make_plan(inputs, options)
     request = memory.Request(*memory.request_for(inputs, plan, options.return_lse, eager))
     return request._replace(device=device or x.device), LinearCrossEntropyConfig(*plan.config)
@@ -163,9 +160,10 @@ import gc
 import torch
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig
 from quackish.ops.linear_cross_entropy import memory
+from quackish.ops.linear_cross_entropy.checks import Inputs
 gc.disable()
 rows, classes = (((n, 64), (64, 1), 0, torch.float32, True) for n in (3000, 2000))
-tensors = rows, classes, None, ((3000,), (1,), 0, torch.int64, False), None, None, None, None
+tensors = Inputs(rows, classes, target=((3000,), (1,), 0, torch.int64, False))
 options = 0, 0.0, None, 0.0, "mean", False, torch.float32, ""
 request = memory.Request(tensors, options, False, False, torch.device("cpu"), True)
 print(*(memory.MemoryDryRun(request, LinearCrossEntropyConfig("recompute", 3000)).run().peak for _ in range(2)))

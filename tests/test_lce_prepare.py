@@ -16,8 +16,7 @@ from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import api as public
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from quackish.ops.linear_cross_entropy import warm_up as preparing
-from quackish.ops.linear_cross_entropy.checks import Inputs, Options
-from tests.lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, make
+from tests.lce_cases import OPTIONS, REDUCTIONS, SCHEDULES, inputs_and_options, make
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -40,11 +39,9 @@ def asked():
         yield asked
 
 
-def prepare(x, w, target, kw, grad_weight_out=None, **options):
-    options = {name: value for name, value in {**kw, **options}.items() if name not in ("linear_bias", "weight")}
-    scale, items = options.pop("logit_scale", None), options.pop("num_items", None)
-    inputs = Inputs(x, w, kw.get("linear_bias"), target, kw.get("weight"), scale, items, grad_weight_out)
-    preparing.prepare(inputs, public.make_plan(inputs, Options(**options)), device_of(x.device))
+def prepare(x, w, target, kw, **options):
+    inputs, options = inputs_and_options(x, w, target, **kw, **options)
+    preparing.prepare(inputs, public.make_plan(inputs, options), device_of(x.device))
 
 
 def called(x, w, target, kw, **options):

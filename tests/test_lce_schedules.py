@@ -22,6 +22,7 @@ from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy import autograd
 from quackish.ops.linear_cross_entropy.buffers import RowState
 from quackish.ops.linear_cross_entropy.calls import Plan
+from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.testing.errors import same_bits
 from tests.lce_cases import (
     IGNORED,
@@ -480,7 +481,8 @@ def test_opcheck(needs, schedule, path):
         how = IGNORED, 0.0, 3.0, 1e-3, reduction, reduction == "none", BF16, None
         plan = Plan(*how, schedule, 128, dx_in_forward, dx_in_forward)
         scale, items = torch.tensor(0.7, **path.here), torch.tensor(9.0, **path.here)
-        args = x, w, kw["linear_bias"], target, kw["weight"], scale, items, None, *plan, needs
+        inputs = Inputs(x, w, target, kw["linear_bias"], kw["weight"], scale, items)
+        args = *inputs, *plan, needs
         # without the gradient tests of torch.compile, which are too strict for bf16
         tests = "test_schema", "test_autograd_registration", "test_faketensor"
         torch.library.opcheck(autograd._fwd_op, args, test_utils=tests)

@@ -43,7 +43,7 @@ def test_opcheck(needs, schedule, device):
         for t, need in zip(parameters(x, w, kw), needs, strict=True):
             t.requires_grad_(need)
         scale = torch.tensor(0.7, device=device)
-        inputs = Inputs(x, w, kw["linear_bias"], target, kw["weight"], scale, None, None)
+        inputs = Inputs(x, w, target, kw["linear_bias"], kw["weight"], scale)
         plan = Plan(IGNORED, 0.1, 3.0, 1e-3, reduction, return_stats, FP32, "", schedule, 5)
         args = *inputs, *plan, needs
         torch.library.opcheck(_fwd_op, args)

@@ -131,7 +131,7 @@ def linear_cross_entropy(
         As `quackish.linear_cross_entropy`. At the first call with new arguments, ValueError on all ranks if shapes,
         dtypes or options differ between ranks.
     """
-    inputs = Inputs(input, weight_shard, linear_bias, target, weight, logit_scale, num_items, grad_weight_out)
+    inputs = Inputs(input, weight_shard, target, linear_bias, weight, logit_scale, num_items, grad_weight_out)
     options = Options(
         reduction, _IGNORED if ignore_index is None else ignore_index, label_smoothing, softcap, z_loss, return_lse,
         return_stats, schedule, chunk_size, memory_limit, backend,

@@ -121,7 +121,7 @@ def linear_cross_entropy(
         UnsupportedError: `backend="cute"` and no kernel covers the call; `grad_weight_out` under FSDP or torch.func.
         RuntimeError: backward with create_graph=True.
     """
-    inputs = Inputs(input, linear_weight, linear_bias, target, weight, logit_scale, num_items, grad_weight_out)
+    inputs = Inputs(input, linear_weight, target, linear_bias, weight, logit_scale, num_items, grad_weight_out)
     options = Options(
         reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, return_stats, schedule, chunk_size,
         memory_limit, backend,
@@ -262,7 +262,7 @@ def plan_for(inputs: Inputs, options: Options) -> tuple[Plan, RowKernels | None]
     try:
         key = choose.epoch, key_of(inputs, options)
         found = _plans.get(key)
-    except (AttributeError, TypeError):  # not a tensor, or not hashable: make_plan raises
+    except (AttributeError, TypeError, ValueError):  # neither tensor nor number, or not hashable: make_plan raises
         key, found = None, None
     if found is None:
         plan, kernels = make_plan(inputs, options, eager=True), None
@@ -277,25 +277,20 @@ def plan_for(inputs: Inputs, options: Options) -> tuple[Plan, RowKernels | None]
 
 def key_of(inputs: Inputs, options: Options) -> tuple:
     """Everything but the epoch that plans and checks depend on. For invalid arguments may raise or be unhashable."""
-    *tensors, scale, items, out = inputs
     return (
         *options,
         *map(type, options),  # 1, 1.0 and True are equal
-        *[None if t is None else (t.shape, t.dtype, t.device) for t in (*tensors, out)],
-        out is None or out.requires_grad,
-        _validity_key(scale),
-        _validity_key(items),
-        autocast_dtype(tensors[0].device.type),
+        *[
+            None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else _range(t)
+            for t in inputs
+        ],
+        autocast_dtype(inputs.input.device.type),
         options.memory_limit is None or memory.tensor_metadata(inputs),
     )
 
 
-def _validity_key(number: float | Tensor | None) -> tuple | None:
+def _range(number: float) -> tuple:
     """Everything that the validity of a number depends on, but not its value."""
-    if number is None:
-        return None
-    if isinstance(number, Tensor):
-        return number.shape, number.dtype, number.device, number.requires_grad
     return type(number), 0 <= number < 2**63, FP32.tiny <= number <= FP32.max
 
 

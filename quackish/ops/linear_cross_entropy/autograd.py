@@ -22,10 +22,18 @@ from quackish.ops.cuda import dtype_of
 from quackish.ops.device import Device, as_current, check_same_device, device_of, refuse_compile, require_device
 from quackish.ops.linear_cross_entropy import portable, schedules
 from quackish.ops.linear_cross_entropy.buffers import RowState, padded_matrix, padded_strides
-from quackish.ops.linear_cross_entropy.calls import Call, ForwardResult, GradOutputs, Grads, GradsNeeded, Plan
+from quackish.ops.linear_cross_entropy.calls import (
+    Call,
+    ForwardResult,
+    GradOutputs,
+    Grads,
+    GradsNeeded,
+    Plan,
+    ProblemFields,
+)
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import LceKernels, Loop, ProblemFields
+from quackish.ops.linear_cross_entropy.launches import LceKernels, Loop
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward, scale_grads
 from quackish.ops.modes import as_plain, check_memory
 from quackish.reference.linear_cross_entropy import accumulate_dtype
@@ -243,7 +251,7 @@ _apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
 _LinearCrossEntropy._backward_cls.apply = _LinearCrossEntropy.backward
 
 
-def of_all_inputs(ctx, grads: Grads) -> tuple[Tensor | None, ...]:
+def of_all_inputs(ctx, grads: tuple) -> tuple[Tensor | None, ...]:
     """What backward returns: the gradients, which are of the first inputs, and None for each other input."""
     return *grads, *(None,) * (len(ctx.needs_input_grad) - len(grads))
 
@@ -492,7 +500,8 @@ def _op_backward(ctx, *grads):
             dw_out.add_(late.dw)
             late = late._replace(dw=None)
         grads = grads.fill_missing(late)
-    return of_all_inputs(ctx, _in_shape(grads, inputs.input.shape))
+    dx, dw, db = _in_shape(grads, inputs.input.shape)
+    return of_all_inputs(ctx, Inputs(input=dx, linear_weight=dw, target=None, linear_bias=db))
 
 
 torch.library.register_autograd(

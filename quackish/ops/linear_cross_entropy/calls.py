@@ -7,7 +7,6 @@ from torch import Tensor
 
 from quackish.ops.device import Device
 from quackish.ops.linear_cross_entropy.buffers import ExpLogits, RowState
-from quackish.ops.linear_cross_entropy.launches import ProblemFields
 
 
 class Plan(NamedTuple):
@@ -51,6 +50,22 @@ class GradOutputs(NamedTuple):
     def has_row_grads(self) -> bool:
         """Whether lse, log_prob or entropy has a gradient."""
         return self.lse is not None or self.log_prob is not None or self.entropy is not None
+
+
+class ProblemFields(NamedTuple):
+    """Fields that problems of several kernels have, with the same value in all launches of a call."""
+
+    h: int
+    dtype: torch.dtype
+    target_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    class_weight_dtype: torch.dtype | None
+    softcap: bool
+    smoothing: bool
+    weighted: bool
+    logit_scale: bool
+    return_stats: bool
+    x_aligned: bool
 
 
 class Call(NamedTuple):

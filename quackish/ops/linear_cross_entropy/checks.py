@@ -17,12 +17,12 @@ class Inputs(NamedTuple):
 
     input: Tensor  # (..., h)
     linear_weight: Tensor  # (v, h)
-    linear_bias: Tensor | None  # (v,)
     target: Tensor  # (...)
-    weight: Tensor | None  # (v,)
-    logit_scale: Any  # float | Tensor | None, for kernels 0-dim
-    num_items: Any  # int | Tensor | None
-    grad_weight_out: Tensor | None  # (v, h)
+    linear_bias: Tensor | None = None  # (v,)
+    weight: Tensor | None = None  # (v,)
+    logit_scale: Any = None  # float | Tensor | None, for kernels 0-dim
+    num_items: Any = None  # int | Tensor | None
+    grad_weight_out: Tensor | None = None  # (v, h)
 
     def parameters(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The tensors that get gradients, in the order of Grads."""

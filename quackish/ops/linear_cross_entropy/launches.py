@@ -35,6 +35,7 @@ from quackish.ops.cuda import address, dtype_of
 from quackish.ops.device import Device
 from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy.buffers import F32, ExpLogits, RowState
+from quackish.ops.linear_cross_entropy.calls import ProblemFields
 
 # Loops ----------------------------------------------------------------------------------------------------------------
 
@@ -62,22 +63,6 @@ def representatives(items: Sequence[Any]) -> Iterator[tuple[Any, int]]:
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
-
-
-class ProblemFields(NamedTuple):
-    """Fields that problems of several kernels have, with the same value in all launches of a call."""
-
-    h: int
-    dtype: torch.dtype
-    target_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
-    class_weight_dtype: torch.dtype | None
-    softcap: bool
-    smoothing: bool
-    weighted: bool
-    logit_scale: bool
-    return_stats: bool
-    x_aligned: bool
 
 
 class RowKernels:
