@@ -336,7 +336,7 @@ def test_counts_of_a_spin_lock_are_those_of_every_seed(completion, seed):
     text = kernel(
         """
         LOOP: atom.global.cas.b32 %v, [%lock], 0, 1; setp.ne.u32 %p, %v, 0; @%p bra LOOP;
-        ld.global.u32 %v, [%lock+4]; add.u32 %v, %v, 1; st.global.u32 [%lock+4], %v;
+        fence.acq_rel.gpu; ld.global.u32 %v, [%lock+4]; add.u32 %v, %v, 1; st.global.u32 [%lock+4], %v;
         st.release.gpu.global.u32 [%lock], 0;
         """,
         "lock",
