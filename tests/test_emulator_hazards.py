@@ -143,6 +143,20 @@ def test_a_store_to_another_cta_which_still_reads():
     check(right, wrong, "race: asynchronous work writes shared memory(.|\n)*ld.shared", threads=1, ctas=2)
 
 
+def test_a_number_in_another_cta():
+    body = """
+        mov.u32 %r, %cluster_ctarank; xor.b32 %n, %r, 1; mapa.shared::cluster.u32 %b, %a, %n;
+        {} st.shared::cluster.u32 [%b], %r; {}
+        ld.shared.u32 %v, [%a];
+        barrier.cluster.arrive; barrier.cluster.wait;
+    """
+    sync = "barrier.cluster.arrive; barrier.cluster.wait;"
+    check(body.format("", sync), body.format("", ""), r"race: thread \d+ (reads|writes)", ctas=2)
+    check(
+        body.format("", sync), body.format("ld.shared.u32 %v, [%a];", sync), r"race: thread \d+ (reads|writes)", ctas=2
+    )
+
+
 # The async proxy
 
 STORE = """

@@ -14,17 +14,20 @@ Register = tuple[str, int]  # width, row
 
 
 class Load:
-    def __init__(self, registers: Iterable[Register], load: Callable[[], None]):
+    def __init__(self, registers: Iterable[Register], steps: list[Callable[[], None]], number: int):
         self.registers = set(registers)  # those that it writes, and those that they are moved to
-        self.steps = [load]  # and the moves
+        self.steps = steps  # what is to do: the load and the moves. Nothing, if work completes at once.
+        self.number = number  # of the warp's loads, for `tensor_races`
 
 
-def begin(cta: Cta, warp: int, registers: Iterable[Register], load: Callable[[], None]) -> None:
+def begin(cta: Cta, warp: int, registers: Iterable[Register], load: Callable[[], None], number: int) -> None:
     """Loads now or later. A load that has not finished when its thread exits was of no use."""
+    steps = []
     if cta.grid.completion.late:
-        cta.pending_loads.setdefault(warp, []).append(Load(registers, cta.grid.completion.located(load)))
+        steps.append(cta.grid.completion.located(load))
     else:
         load()
+    cta.pending_loads.setdefault(warp, []).append(Load(registers, steps, number))
 
 
 def finish(lanes: Lanes, register: Register | None = None) -> None:
@@ -38,12 +41,13 @@ def finish(lanes: Lanes, register: Register | None = None) -> None:
             for load in loads[:count]:
                 for step in load.steps:
                     step()
+                cta.tensor_races.loaded(warp, load.number)
             if count < len(loads):
                 cta.pending_loads[warp] = loads[count:]
 
 
 def defer(lanes: Lanes, sources: set[Register], targets: set[Register], move: Callable[[Lanes], None]) -> bool:
-    """Lets a move happen after the load that writes its sources. False if they are not those of one pending load."""
+    """Lets a move happen with the load that writes its sources. False if they are not those of one pending load."""
     cta, found = lanes.cta, []
     for warp in lanes.warps():
         loads = cta.pending_loads.get(warp, [])
@@ -53,7 +57,12 @@ def defer(lanes: Lanes, sources: set[Register], targets: set[Register], move: Ca
         found.append((loads[position - 1], cta.lanes(lanes.mask & warp_mask(warp))))
     for load, part in found:
         load.registers |= targets
-        load.steps.append(lambda part=part: move(part))
+        if cta.grid.completion.late:
+            load.steps.append(lambda part=part: move(part))
+    if not cta.grid.completion.late:
+        pending, cta.pending_loads = cta.pending_loads, {}  # so that the move finishes no load
+        move(lanes)
+        cta.pending_loads = pending
     return True
 
 

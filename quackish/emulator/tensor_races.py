@@ -26,24 +26,37 @@ class TensorRaces(AsyncRaces):
         groups = np.flatnonzero(np.bincount(lanes.reshape(-1) // GROUP, minlength=LANES // GROUP))
         return (groups[:, None] * COLUMNS + np.arange(column, column + count)).reshape(-1)
 
-    # Loads and stores. "To enforce such memory orderings and avoiding anti-dependency hazards around tcgen05.ld,
-    # tcgen05.wait::ld must be used." (PTX, Register dependencies, same thread)
+    # Loads and stores of a warp
 
-    def load(self, warp: int, lanes: np.ndarray, column: int, count: int) -> None:
-        self.read_later(self.granules(lanes, column, count), *self._begin("tcgen05.ld", warp))
+    def load(self, warp: int, lanes: np.ndarray, column: int, count: int) -> int:
+        """A warp issues a load. Returns its number."""
+        warps, component, number = self._begin("tcgen05.ld", warp)
+        self.read_later(self.granules(lanes, column, count), warps, component, number)
+        return number
+
+    def loaded(self, warp: int, number: int) -> None:
+        """A warp has waited for its loads, or computes with a register that the load wrote.
+
+        "This form of register dependency does not imply any other form of ordering." (PTX, Register dependencies, same
+        thread) But kernels rely on it, and are right: what has come to a register has been read.
+        """
+        self._learn("tcgen05.ld", warp, number)
 
     def store(self, warp: int, lanes: np.ndarray, column: int, count: int) -> None:
         self.write_later(self.granules(lanes, column, count), *self._begin("tcgen05.st", warp))
+
+    def stored(self, warp: int) -> None:
+        """A warp has waited for its stores."""
+        self._learn("tcgen05.st", warp, self.races.group(self.cta, ("tcgen05.st", warp))[1] - 1)
 
     def _begin(self, kind: str, warp: int) -> tuple[list[int], int, int]:
         component, epoch = self.races.group(self.cta, (kind, warp))
         self.races.commit(self.cta, (kind, warp))
         return [self.races.first_warp(self.cta) + warp], component, epoch
 
-    def wait(self, warp: int, kind: str) -> None:
-        """The warp executes tcgen05.wait for its loads or stores."""
-        component, following = self.races.group(self.cta, (kind, warp))
-        self.clocks.learn([self.races.first_warp(self.cta) + warp], component, following - 1)
+    def _learn(self, kind: str, warp: int, number: int) -> None:
+        component, _ = self.races.group(self.cta, (kind, warp))
+        self.clocks.learn([self.races.first_warp(self.cta) + warp], component, number)
 
     # Allocation
 

@@ -422,8 +422,8 @@ def _load(lanes, rows, addresses, shape, fragment, packed):
         address = _place(warp, position, addresses, shape, fragment)
         (number,) = warp.warps()
         load = _loader(warp, rows, address, fragment, packed)
-        cta.tensor_races.load(number, address.lane + fragment.lanes, address.column, fragment.width)
-        late_loads.begin(cta, number, (("b32", row) for row in rows), load)
+        epoch = cta.tensor_races.load(number, address.lane + fragment.lanes, address.column, fragment.width)
+        late_loads.begin(cta, number, (("b32", row) for row in rows), load, epoch)
 
 
 def _loader(warp, rows, address, fragment, packed):
@@ -506,15 +506,13 @@ for _shape, _registers in matrices.TENSOR_SHAPES.items():
 def wait_for_loads(lanes):
     if lanes.cta.pending_loads:
         late_loads.finish(lanes)
-    for warp in lanes.warps():
-        lanes.cta.tensor_races.wait(warp, "tcgen05.ld")
 
 
 @action("tcgen05.wait::st.sync.aligned", "", converged="warp")
 def wait_for_stores(lanes):
     for warp in lanes.warps():
         lanes.cta.grid.completion.wait((lanes.cta, "tcgen05.st", warp), 0)
-        lanes.cta.tensor_races.wait(warp, "tcgen05.st")
+        lanes.cta.tensor_races.stored(warp)
 
 
 @action("tcgen05.fence::{before,after}_thread_sync", "")
