@@ -1021,19 +1021,6 @@ def bulk_cases(form: isa.Form) -> Iterator[Case]:
     body = f"st.shared.b64 [%base], {words[20]}; st.shared.b64 [%base+8], {words[21]}; {FENCE}\n{copy}\n"
     body += "ld.global.b64 %out0, [%scratch+64]; ld.global.b64 %out1, [%scratch+72];"
     yield one_thread_case(form, body, [(64, after[0]), (64, after[1])], scratch=words)
-    if "reduce" in opcode and opcode.endswith("f32"):
-        # "The current implementation of cp.reduce.async.bulk.add.f32 flushes subnormal inputs and results to
-        # sign-preserving zero."
-        tiny = np.float32(2**-126)
-        old, new = (np.array(x, np.float32) for x in ([tiny / 2, tiny, -tiny / 4, 1], [tiny / 2, -1.5 * tiny, -0.0, 2]))
-        inputs = [*words_of(old.tobytes()), *words_of(new.tobytes())]
-        body = (
-            f"st.global.b64 [%scratch+64], {inputs[0]}; st.global.b64 [%scratch+72], {inputs[1]};\n"
-            f"st.shared.b64 [%base], {inputs[2]}; st.shared.b64 [%base+8], {inputs[3]}; {FENCE}\n{copy}\n"
-            "ld.global.b64 %out0, [%scratch+64]; ld.global.b64 %out1, [%scratch+72];"
-        )
-        after = words_of(np.array([0, -0.0, -0.0, 3], np.float32).tobytes())
-        yield one_thread_case(form, body, [(64, after[0]), (64, after[1])], " of subnormals", scratch=words)
 
 
 def thread_copy_cases(form: isa.Form) -> Iterator[Case]:
