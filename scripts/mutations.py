@@ -147,8 +147,8 @@ MUTATIONS = (
     Mutation(
         "plan_key_without_the_buffers_dtype",
         f"{OPS}/linear_cross_entropy/api.py",
-        "(t.shape, t.dtype, t.device)",
-        "(t.shape, t.device)",
+        "(t.shape, t.dtype, t.device, t.requires_grad)",
+        "(t.shape, t.device, t.requires_grad)",
         "tests/test_linear_cross_entropy_errors.py -k plan_is_not_reused_for_other_dtypes",
     ),
     Mutation(
