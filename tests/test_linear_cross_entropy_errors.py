@@ -111,6 +111,8 @@ def test_buffer_must_not_overlap_weight_or_input():
 @pytest.mark.parametrize("version", [1, 2])
 def test_buffer_under_fsdp_raises(version, tmp_path):
     """FSDP reduces only .grad: the buffer would get this rank's unreduced gradient."""
+    import torch.distributed.fsdp
+
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
