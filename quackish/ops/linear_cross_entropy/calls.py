@@ -28,15 +28,18 @@ class Plan(NamedTuple):
     @property
     def options(self) -> tuple:
         """The fields before the config."""
-        return self[: Plan._fields.index("schedule")]
+        return self[:_NUM_OPTIONS]
 
     @property
     def config(self) -> tuple:
-        return self[Plan._fields.index("schedule") :]
+        return self[_NUM_OPTIONS:]
 
     def with_config(self, config: tuple) -> "Plan":
-        fields: Any = *self.options, *config
+        fields: Any = *self[:_NUM_OPTIONS], *config
         return Plan(*fields)
+
+
+_NUM_OPTIONS = Plan._fields.index("schedule")  # torch.compile of PyTorch 2.9 cannot trace this
 
 
 class GradOutputs(NamedTuple):
