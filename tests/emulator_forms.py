@@ -21,7 +21,7 @@ from quackish.emulator import isa
 from tests import exact_arithmetic as exact
 from tests.exact_arithmetic import BF16, F16, INF, NAN, bits_of, float_of
 
-PTX_VERSION = "8.6"
+PTX_VERSION = "8.8"
 PARAMETER_DATA = bytes(range(0x79, 0xF9))  # of a kernel that has no tensor map there
 SCRATCH = 16  # bytes of global and of shared memory for each thread
 REGISTERS = {1: "pred", 16: "b16", 32: "b32", 64: "b64"}
