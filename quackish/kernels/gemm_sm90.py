@@ -23,11 +23,11 @@ from quackish.kernels.common.epilogue_rows import RowsOut
 from quackish.kernels.common.epilogue_softmax import Softmax
 from quackish.kernels.common.epilogue_store import Store, StoreWithResidual
 from quackish.kernels.common.epilogues import Epilogue
-from quackish.kernels.common.memory import load_at
+from quackish.kernels.common.gemm_kernel import Stage, live_rows, matrix
 from quackish.kernels.common.split_k_tail import Plan, SplitKTail
 from quackish.kernels.common.tile_store import Block, Output, block_below
 from quackish.kernels.common.wave_sync import spin_limit, tiles_to_sync, wave_sync
-from quackish.kernels.common.wgmma import Stage, WgmmaKernel
+from quackish.kernels.common.wgmma import WgmmaKernel
 
 EVICT_LAST = 0x14F0_0000_0000_0000  # an L2 cache policy as encoded by PTX's `createpolicy`
 
@@ -51,14 +51,6 @@ class Items(NamedTuple):
     k_tiles: Int32  # steps along k per tile
     cluster: Int32
     num_clusters: Int32
-
-
-@cute.jit
-def matrix(base: cute.Pointer, rows: Int32, cols: Int32, ld: Int64, cols_contiguous: cutlass.Constexpr[bool]):
-    """A (rows, cols) tensor with leading dimension `ld`, a multiple of 8."""
-    if const_expr(cols_contiguous):
-        return cute.make_tensor(base, cute.make_layout((rows, cols), stride=(cute.assume(ld, divby=8), 1)))
-    return cute.make_tensor(base, cute.make_layout((rows, cols), stride=(1, cute.assume(ld, divby=8))))
 
 
 class GemmSm90(WgmmaKernel):
@@ -131,9 +123,7 @@ class GemmSm90(WgmmaKernel):
         after_previous()
         # problem size: live rows, tiles, steps along k
         m, n, k = args.m, args.n, args.k
-        live = load_at(args.num_live, 0) - args.start
-        live = cutlass.max(cutlass.min(live, m if const_expr(p.live == "m") else k), 0)
-        live = cute.arch.make_warp_uniform(live)
+        live = live_rows(args, p.live)
         tiles_m = cute.ceil_div(live if const_expr(p.live == "m") else m, tile_m * c.cluster_m)
         tiles_n = cute.ceil_div(n, tile_n * c.cluster_n)
         # At least one step: a branch around the WGMMAs costs 50 registers. With no live rows, multiply an out-of-bounds
@@ -224,7 +214,7 @@ class GemmSm90(WgmmaKernel):
             if self.epilogue.is_selected(args.epilogue, tm, args.m):
                 row0 = (tm * c.cluster_m + items.cta_m) * tile_m + row_in_tile
                 col0 = (tn * c.cluster_n + items.cta_n) * tile_n
-                first_block = Block(0, row0, col0, args.m, args.n, live, args.start, wg, thread)
+                first_block = Block(0, row0, col0, args.m, args.n, live, args.start, thread, wg)
                 blocks = [block_below(first_block, b) for b in range(c.row_blocks)]
                 prefetched = [self.epilogue.prepare(args.epilogue, out, block) for block in blocks]
                 read, released = self.multiply_stages(

@@ -17,10 +17,11 @@ from quackish.configs.grouped_gemm import GroupedGemmArgs, GroupedGemmProblem
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.epilogue_grouped import GroupEpilogue, Up
 from quackish.kernels.common.epilogue_grouped_backward import DownBackward
+from quackish.kernels.common.gemm_kernel import Stage
 from quackish.kernels.common.group_walk import Groups, GroupWalk
 from quackish.kernels.common.ragged import EXTENT, ragged
 from quackish.kernels.common.tile_store import Block, Group, Output, block_below
-from quackish.kernels.common.wgmma import Stage, WgmmaKernel
+from quackish.kernels.common.wgmma import WgmmaKernel
 
 EPILOGUES = {"up": Up, "down": GroupEpilogue, "down_backward": DownBackward, "store": GroupEpilogue}
 
@@ -215,7 +216,7 @@ class GroupedGemmSm90(WgmmaKernel):
             row0 = (item.tm * c.cluster_m + cta_m) * tile_m + row_in_tile
             col0 = (item.tn * c.cluster_n + cta_n) * self.epilogue.tile_cols
             group = Group(item.group, args.groups, item.is_filled, walk.fill)
-            first_block = Block(0, row0, col0, args.rows, args.n, item.length, item.begin, wg, thread, group)
+            first_block = Block(0, row0, col0, args.rows, args.n, item.length, item.begin, thread, wg, group)
             blocks = [block_below(first_block, b) for b in range(c.row_blocks)]
             prefetched = [self.epilogue.prepare(args.epilogue, out, block) for block in blocks]
             read, released = self.multiply_stages(

@@ -1,17 +1,20 @@
-"""Epilogue of a backward pass's logits GEMM: the gradient of the logits."""
+"""Epilogue of Hopper's logits GEMM in a backward pass: the gradient of the logits."""
+
+import functools
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.gemm import DlogitsArgs
-from quackish.kernels.common.exponents import LEAST_LOG2, log2_scale
+from quackish.kernels.common.dlogits import DlogitsRows
+from quackish.kernels.common.exponents import log2_scale
 from quackish.kernels.common.logits import Logits, column_value
 from quackish.kernels.common.memory import vector_at
 from quackish.kernels.common.tile_store import Block, Output, column_of, row_of, thread_rows
 
 
-class Dlogits(Logits):
+class Dlogits(DlogitsRows, Logits):
     """The gradient of logit a of class c, in a row with target t; d is the softcap's derivative:
 
         (coef_softmax / sum * e - coef_smooth * class_weight[c] - (c == t) * coef_target) * d,  e = exp(a - row_shift)
@@ -45,29 +48,10 @@ class Dlogits(Logits):
         for j in cutlass.range_constexpr(self.num_pieces):
             self.make_logits(acc, j, self.columns(args.bias, j, col0, n, thread), args.softcap, block)
             weights = self.columns(args.class_weight, j, args.v0 + col0, args.v0 + n, thread)
+            inverse = 1.0 / args.softcap
             for v in self.values(j):
-                self.to_gradient(acc, v, rCoefs, target, coef_entropy, weights, scale_log2, 1.0 / args.softcap, thread)
+                r = row_of(v)
+                w = None if weights is None else functools.partial(column_value, weights, v, thread)
+                column = column_of(v, thread)
+                acc[v] = self.gradient(acc[v], rCoefs, coef_entropy[r], r, column, target[r], w, scale_log2, inverse)
             self.output(acc, j, out, block)
-
-    @cute.jit
-    def to_gradient(
-        self, acc, v: cutlass.Constexpr[int], rCoefs, target, coef_entropy, weights, scale_log2, inverse: Float32,
-        thread: Int32,
-    ):  # fmt: skip
-        """Replaces accumulator value v, a logit, by its gradient."""
-        r = row_of(v)
-        a = acc[v]
-        coef, log2 = rCoefs[1, r], (a - rCoefs[0, r]) * scale_log2
-        if const_expr(self.problem.entropy):
-            coef = coef + coef_entropy[r] * cute.arch.fmax(log2, LEAST_LOG2)
-        grad = coef * cute.math.exp2(log2, fastmath=True)
-        if const_expr(self.problem.smoothing):
-            w = Float32(1.0)
-            if const_expr(weights is not None):
-                w = column_value(weights, v, thread)
-            grad = grad - rCoefs[3, r] * w
-        if column_of(v, thread) == target[r]:
-            grad = grad - rCoefs[2, r]
-        if const_expr(self.problem.softcap):
-            grad = grad * (1.0 - (a * inverse) * (a * inverse))
-        acc[v] = grad

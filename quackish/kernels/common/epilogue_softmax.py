@@ -1,30 +1,18 @@
-"""Epilogue of the logits GEMM: exp_logits, stats of exponentials per row and tile, the targets' logits."""
-
-from typing import NamedTuple
+"""Epilogue of Hopper's logits GEMM: exp_logits, stats of exponentials per row and tile, the targets' logits."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.gemm import SoftmaxArgs
-from quackish.configs.lce_rows import ROW_TILE
-from quackish.kernels.common.exponents import HEADROOM, LEAST_LOG2, log2_scale, shift_in_log2
+from quackish.kernels.common.exponents import log2_scale
 from quackish.kernels.common.logits import Logits, column_value
-from quackish.kernels.common.math import LOG2_E, decode, encode, encode_argmax, tanh
+from quackish.kernels.common.math import encode_argmax, tanh
+from quackish.kernels.common.softmax import RowStats, RowSums, SoftmaxRows
 from quackish.kernels.common.tile_store import Block, Output, column_of, row_of, thread_rows
 
 
-class RowStats(NamedTuple):
-    """Statistics of each of a thread's two rows, over its columns of a tile."""
-
-    max: cute.Tensor  # of the logits
-    argmax: cute.Tensor  # first column with that logit, relative to the thread's first column; with return_stats
-    sum: cute.Tensor  # of exponentials e
-    wsum: cute.Tensor  # of class weight * logit; with smoothing
-    elog: cute.Tensor  # of e * log2(e); with return_stats
-
-
-class Softmax(Logits):
+class Softmax(SoftmaxRows, Logits):
     """exp_logits = e * d with e = exp(a - row_shift), of a tile of logits a, and each row's sum of e over the tile.
 
     With a logit_scale, e = exp(logit_scale * (a - row_shift)). d is the softcap's derivative.
@@ -37,28 +25,6 @@ class Softmax(Logits):
     the row and its first class.
     """
 
-    def __init__(self, problem, config):
-        super().__init__(problem, config)
-        self.updates_argmax = problem.return_stats and not problem.recompute_flagged
-
-    @cute.jit
-    def num_tiles(self, args: SoftmaxArgs, total: Int32) -> Int32:
-        if const_expr(self.problem.recompute_flagged):
-            if args.flags.load() == 0:
-                total = Int32(0)
-        return total
-
-    @cute.jit
-    def is_selected(self, args: SoftmaxArgs, tm: Int32, m: Int32):
-        selected = True
-        if const_expr(self.problem.recompute_flagged):
-            per_cluster = const_expr(self.config.tile_m * self.config.cluster_m // ROW_TILE)
-            flagged, last = Int32(0), cute.ceil_div(m, ROW_TILE)
-            for i in cutlass.range_constexpr(per_cluster):
-                flagged = flagged | (args.flags + cutlass.min(1 + tm * per_cluster + i, last)).load()
-            selected = flagged != 0
-        return selected
-
     @cute.jit
     def prepare(self, args: SoftmaxArgs, out: Output, block: Block):
         """row_shift of the thread's two rows, in log2 units, and the columns of their targets in the tile."""
@@ -68,10 +34,7 @@ class Softmax(Logits):
             i = block.row0 + thread_rows(block.thread) + 8 * r
             shift_log2[r], target[r] = Float32(0.0), Int32(-1)
             if i < block.m:
-                if const_expr(self.problem.recompute_flagged):
-                    shift_log2[r] = shift_in_log2(decode((args.row_max_bits + i).load()), scale_log2)
-                else:
-                    shift_log2[r] = shift_in_log2((args.row_shift + i).load(), scale_log2)
+                shift_log2[r] = self.row_shift_log2(args, i, scale_log2)
                 target[r] = (args.slot_target + i).load() - block.col0
         return shift_log2, target
 
@@ -81,12 +44,7 @@ class Softmax(Logits):
         row, (shift_log2, target) = block.row0 + thread_rows(thread), prefetched
         scale_log2 = log2_scale(args.logit_scale)
         self.store_target_logits(acc, target, args, row, col0, thread)
-        dtypes = Float32, Int32, Float32, Float32, Float32
-        stats = RowStats(*(cute.make_rmem_tensor((2,), dtype) for dtype in dtypes))
-        stats.max.fill(-Float32.inf)
-        stats.argmax.fill(0)
-        for zeros in (stats.sum, stats.wsum, stats.elog):
-            zeros.fill(0.0)
+        stats = self.empty_stats(2)
         # With exp_logits, load the bias of all pieces first, or 16 to 24 bytes spill. Without, that would spill 32.
         stored = const_expr(self.output is not None)
         biases = [self.columns(args.bias, j, col0, n, thread) for j in range(self.num_pieces if stored else 0)]
@@ -102,25 +60,14 @@ class Softmax(Logits):
         for r in cutlass.range_constexpr(2):
             i = row + 8 * r
             at = Int64(i) * args.tiles + col0 // self.config.tile_n
-            row_max = stats.max[r]
-            row_sum, row_wsum, row_elog = (self.quad_sum(x[r]) for x in (stats.sum, stats.wsum, stats.elog))
+            sums = RowSums(stats.max[r], *(self.quad_sum(x[r]) for x in (stats.sum, stats.wsum, stats.elog)))
+            code = None
             if const_expr(self.updates_argmax):
-                code = encode_argmax(row_max, col0 + column_of(0, thread) + stats.argmax[r])
+                code = encode_argmax(sums.max, col0 + column_of(0, thread) + stats.argmax[r])
                 code = cute.arch.warp_reduction(code, cutlass.max, threads_in_group=4)
-            if (i < m) & (col0 < n) & (thread % 4 == 0):  # a cluster's second tile may be past the last class
-                (args.part_sum + at).store(row_sum)
-                if const_expr(self.problem.smoothing):
-                    (args.part_wsum + at).store(row_wsum)
-                if const_expr(self.problem.return_stats):
-                    (args.part_elog + at).store(row_elog)
-                if const_expr(self.updates_argmax):
-                    cute.arch.atomic_max(args.argmax_bits + i, code)
-            if const_expr(not self.problem.recompute_flagged):
-                # false if row_shift is NaN or inf
-                if (i < m) & (row_max * scale_log2 > shift_log2[r] + HEADROOM * LOG2_E):
-                    cute.arch.atomic_max(args.row_max_bits + i, encode(row_max))
-                    (args.flags + (1 + i // ROW_TILE)).store(Int32(1))
-                    args.flags.store(Int32(1))
+            is_writer = (i < m) & (col0 < n) & (thread % 4 == 0)  # a cluster's second tile may be past the last class
+            self.store_sums(args, i, at, sums, code, is_writer)
+            self.flag(args, i, sums.max, m, scale_log2, shift_log2[r])
 
     @cute.jit
     def piece(
@@ -131,22 +78,16 @@ class Softmax(Logits):
         weights = self.columns(args.class_weight, j, block.col0, block.n, block.thread)
         self.make_logits(acc, j, bias, args.softcap, block)
         if const_expr(self.problem.smoothing):
-            self.add_weighted(acc, j, weights, stats.wsum, block.n - block.col0, block.thread)
+            columns = block.n - block.col0
+            for v in cutlass.range_constexpr(cute.size(acc)):
+                if const_expr(v in self.values(j)):
+                    w = None if const_expr(weights is None) else column_value(weights, v, block.thread)
+                    if column_of(v, block.thread) < columns:  # -inf past the last class
+                        self.add_weighted(acc[v], w, row_of(v), stats)
         inverse = 1.0 / args.softcap
         for v in self.values(j):
-            a, r = acc[v], row_of(v)
-            if const_expr(self.updates_argmax):
-                stats.argmax[r] = Int32(column_of(v, 0)) if a > stats.max[r] else stats.argmax[r]
-            if const_expr(not self.problem.recompute_flagged):
-                stats.max[r] = cute.arch.fmax(stats.max[r], a)
-            log2 = a * scale_log2 - shift_log2[r]
-            e = cute.math.exp2(log2, fastmath=True)
-            stats.sum[r] = stats.sum[r] + e
-            if const_expr(self.problem.return_stats):
-                stats.elog[r] = stats.elog[r] + e * cute.arch.fmax(log2, LEAST_LOG2)
-            if const_expr(self.problem.softcap):
-                e = e * (1.0 - (a * inverse) * (a * inverse))
-            acc[v] = e
+            r = row_of(v)
+            acc[v] = self.exponential(acc[v], r, column_of(v, 0), stats, scale_log2, shift_log2[r], inverse)
 
     @cute.jit
     def store_target_logits(self, acc, target, args: SoftmaxArgs, row: Int32, col0: Int32, thread: Int32):
@@ -166,21 +107,6 @@ class Softmax(Logits):
                 if const_expr(self.problem.softcap):
                     a = tanh(a * (1.0 / args.softcap)) * args.softcap
                 (args.target_logit + (row + 8 * r)).store(a)
-
-    @cute.jit
-    def add_weighted(self, acc, j: cutlass.Constexpr[int], weights, wsums, columns: Int32, thread: Int32):
-        """Adds class weight * logit of piece j to the row's sum, for label smoothing."""
-        for v in cutlass.range_constexpr(cute.size(acc)):
-            if const_expr(v in self.values(j)):
-                w = Float32(1.0)
-                if const_expr(weights is not None):
-                    w = column_value(weights, v, thread)
-                if column_of(v, thread) < columns:  # -inf past the last class
-                    weighted = w * acc[v]
-                    if const_expr(weights is not None):
-                        if (w == 0.0) & (acc[v] == -Float32.inf):  # a masked class of weight 0
-                            weighted = Float32(0.0)
-                    wsums[row_of(v)] = wsums[row_of(v)] + weighted
 
     def quad_sum(self, x):
         """The sum over the four threads that share a row."""

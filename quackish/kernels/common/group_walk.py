@@ -46,7 +46,7 @@ class GroupWalk:
     def __init__(self, problem, config, raster):
         self.problem, self.config, self.raster = problem, config, raster
         self.along_m = problem.along == "m"
-        self.cluster_rows = config.tile_m * config.cluster_m
+        self.cluster_rows = config.cluster_rows
 
     def allocate(self, smem):
         layout = cute.make_layout(self.problem.max_groups + 2)

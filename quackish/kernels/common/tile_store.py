@@ -59,7 +59,10 @@ class Group(NamedTuple):
 
 
 class Block(NamedTuple):
-    """BLOCK_M rows of a tile, of which one consumer warp group has the accumulator, and a thread of that warp group."""
+    """Rows of a tile that one warp group has the accumulator of, and a thread of that warp group.
+
+    BLOCK_M rows on Hopper, one CTA's 128 on Blackwell.
+    """
 
     index: int  # of the block in its tile: a compile-time constant
     row0: Int32  # of D; where groups divide m, of the group's rows
@@ -68,8 +71,8 @@ class Block(NamedTuple):
     n: Int32
     live: Int32  # rows along m or k; of the group
     start: Int32  # the first of them
-    wg: Int32  # from 1
     thread: Int32  # of the warp group
+    wg: Optional[Int32] = None  # from 1, on Hopper
     group: Optional[Group] = None
 
 
@@ -97,6 +100,8 @@ class Staging:
 
     piece_bytes: of a row of a piece, the span of the swizzle: 128 or 64.
     """
+
+    by_tma = False
 
     def __init__(self, dtype: str, config, piece_bytes: int = 128):
         self.dtype, self.num_wgs, self.tile_n = DTYPES[dtype], config.num_wgs, config.tile_n
@@ -152,6 +157,8 @@ class Staging:
 
 class TileStore(Staging):
     """Stores tiles by TMA, or adds them to the output, which may be in two buffers."""
+
+    by_tma = True
 
     def __init__(self, dtype: str, config, accumulate: bool = False, piece_bytes: int = 128):
         super().__init__(dtype, config, piece_bytes)

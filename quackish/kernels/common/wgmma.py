@@ -1,6 +1,4 @@
-"""Shared by the persistent, warp-specialized Hopper GEMMs: TMA loads, pipeline stages, WGMMA, tile order."""
-
-from typing import NamedTuple
+"""Shared by the persistent, warp-specialized Hopper GEMMs: clusters, pipeline stages, WGMMA."""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,53 +7,17 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import BLOCK_M, TILE_K
-from quackish.kernels.common.arguments import DTYPES, fake_args
+from quackish.kernels.common.gemm_kernel import GemmKernel
 from quackish.kernels.common.tile_store import NamedBarrier
 
 
-class Stage(NamedTuple):
-    """A stage of the pipeline that is being loaded."""
-
-    index: Int32
-    barrier: cute.Pointer
-
-
-class WgmmaKernel:
-    """Base class of the GEMMs. A problem has `dtype` and `args`; a config is a GemmConfig."""
+class WgmmaKernel(GemmKernel):
+    """Base class of Hopper's GEMMs. A config is a GemmConfig."""
 
     def __init__(self, problem, config):
-        self.problem, self.config = problem, config
-        self.dtype = DTYPES[problem.dtype]
+        super().__init__(problem, config)
         self.tile = (config.tile_m, config.tile_n, TILE_K)
         self.cluster = (config.cluster_m, config.cluster_n)
-
-    def fake_args(self):
-        return fake_args(self.problem)
-
-    def load_atom(self, tensor, smem_layout, tile, num_multicast):
-        """(TMA atom, coordinate tensor) to load a tile into one stage of `num_multicast` CTAs."""
-        multicast = num_multicast > 1
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
-        stage = cute.slice_(smem_layout, (None, None, 0))
-        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
-        return atom, coordinates
-
-    def partition(self, atom, tensor, shared, rank, num_multicast):
-        """(shared memory per stage, `tensor` per tile and step along k), for `load`.
-
-        tensor: the atom's coordinates, or a part of them.
-        """
-        tiles = cute.local_tile(tensor, (cute.size(shared, mode=[0]), TILE_K), (None, None))
-        shared, tiles = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-        return cpasync.tma_partition(atom[0], rank, cute.make_layout(num_multicast), shared, tiles)
-
-    def load(self, atom, part, tile, kt, stage: Stage, mask, cache_policy=None):
-        """Starts to load step kt of a tile. part: a result of `partition`."""
-        shared, tiles = part
-        cute.copy(
-            atom[0], tiles[None, tile, kt], shared[None, stage.index], tma_bar_ptr=stage.barrier, mcast_mask=mask,
-            cache_policy=cache_policy,
-        )  # fmt: skip
 
     def tiled_mmas(self, a_major, b_major):
         """[MMA that overwrites the accumulator, MMA that adds to it]"""
@@ -119,18 +81,6 @@ class WgmmaKernel:
 
     def cta_layout(self):
         return cute.make_layout((1, self.config.cluster_m, self.config.cluster_n, 1))
-
-    @cute.jit
-    def raster(self, index: Int32, tiles_m: Int32, tiles_n: Int32):
-        """(m, n) of the index-th cluster tile."""
-        along_m = const_expr(self.config.group_along == "m")
-        inner, outer = (tiles_m, tiles_n) if along_m else (tiles_n, tiles_m)
-        group = index // (self.config.group * outer)
-        first = group * self.config.group
-        width = cutlass.min(inner - first, self.config.group)
-        index -= first * outer
-        i, o = first + index % width, index // width
-        return (i, o) if along_m else (o, i)
 
     @cute.jit
     def multiply_stages(
