@@ -85,7 +85,7 @@ def path(request, monkeypatch, limits, poisoned):
     from quackish.ops.linear_cross_entropy.launches import LceKernels
     from tests import emulated_kernels as emulated
     from tests.emulator_cases import emulated as in_emulator
-    from tests.emulator_cases import is_emulator
+    from tests.emulator_cases import is_emulator, unverified_kernels
     from tests.lce_cases import Path
 
     torch.manual_seed(0)
@@ -104,6 +104,7 @@ def path(request, monkeypatch, limits, poisoned):
                 pytest.skip(reason)
             on = dataclasses.replace(device_of(where), cache={})
         elif is_emulator(device):
+            stack.enter_context(unverified_kernels(kind == "kernels"))
             stack.enter_context(in_emulator(device))
             on = device_of(where)
         else:
@@ -191,7 +192,7 @@ def where(request, poisoned):
     from quackish.ops.device import Device, substitute, why_unsupported
     from tests import emulated_kernels
     from tests.emulator_cases import emulated, is_emulator
-    from tests.grouped_mlp_cases import BF16, FP16, FP64, Where
+    from tests.grouped_mlp_cases import BF16, FEW, FP16, FP64, Where
 
     kind, device = request.param.split("-")
     if kind == "portable":
@@ -203,7 +204,7 @@ def where(request, poisoned):
         return
     if is_emulator(device):
         with emulated(device):
-            yield Where("cpu", "cute", (BF16,))
+            yield Where("cpu", "cute", (BF16,), FEW)
         return
     if reason := why_unsupported("grouped_mlp", "grouped_gemm", torch.device("cuda", torch.cuda.current_device())):
         pytest.skip(reason)

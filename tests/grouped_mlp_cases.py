@@ -13,6 +13,7 @@ from tests.emulator_cases import HOPPER
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SIZES = (0, 1, 63, 64, 65, 0, 127, 129, 0)
+FEW = (0, 1, 65, 0, 129)  # for the emulator, which is slow
 TAIL = 7
 NAMES = ("x", "w1", "w2", "w3", "b1", "b2", "scales")  # what may get a gradient
 
@@ -42,6 +43,7 @@ class Where(NamedTuple):
     device: str
     backend: str
     dtypes: tuple[torch.dtype, ...]  # that are worth a test
+    sizes: tuple[int, ...] = SIZES
 
     def run(self, case, dy, **options):
         return step(grouped_mlp, case, dy, backend=self.backend, **options)
