@@ -8,6 +8,7 @@ from quackish._version import __version__
 from quackish.configs.choose import config
 from quackish.emulation import emulate
 from quackish.errors import UnsupportedError
+from quackish.ops.device import use_unverified_kernels
 from quackish.ops.grouped_mlp import grouped_mlp, grouped_mm, moe_mlp
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
 from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
@@ -29,6 +30,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",
+    "use_unverified_kernels",
 ]
 
 

@@ -93,8 +93,8 @@ def _lce_gemm(p: gemm.GemmProblem, s: Sizes) -> Work:
     if p.accumulate:
         read += written
     if p.epilogue == "softmax":
-        # sums per row and tile
-        written += m * _ceil_div(n, gemm.SOFTMAX_TILE_N) * 4 * (1 + p.smoothing + p.return_stats)
+        # sums per row and tile of Hopper; Blackwell's are wider
+        written += m * _ceil_div(n, gemm.SOFTMAX_TILE_N["sm_90"]) * 4 * (1 + p.smoothing + p.return_stats)
     if p.rounding_residual:
         written += min(m, k) * n * 2  # for at most min(m, k) rows
     return Work(read, written, 2 * m * n * k)

@@ -16,10 +16,10 @@ import math
 
 import torch
 
-from quackish.configs import row_state
+from quackish.configs import gemm, row_state
 from quackish.configs.arguments import Ptr
 from quackish.configs.choose import choose
-from quackish.configs.gemm import NUM_TICKETS, SOFTMAX_TILE_N
+from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.grouped_gemm import DSCALES_COLUMNS
 from quackish.configs.lce_cublas import TILE_N
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
@@ -32,6 +32,7 @@ from quackish.reference import grouped_mlp as reference
 
 I16, I32, I64, BF16, FP32 = torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32
 HUGE, HEADROOM, SMALLEST_RATIO, LEAST_LOG2, LOG2_E = 2e38, 60.0, 2.0**-20, -256.0, math.log2(math.e)
+SOFTMAX_TILE_N = gemm.SOFTMAX_TILE_N["sm_90"]
 CPU = torch.device("cpu")
 SMALL = dataclasses.replace(H200, sm_count=4)  # takes little scratch for GEMMs
 

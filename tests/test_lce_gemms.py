@@ -228,7 +228,8 @@ SHAPES = [
 ]
 ON_LAUNCHERS = PATHS[3:]  # not the emulation of ours
 IN_EMULATOR = [pytest.param(f"{kind}-{name}", marks=pytest.mark.exhaustive) for kind, name in (
-    ("kernels", "h200/late/0"), ("kernels", "h200/at_once/1"), ("cublas", "b200/late/1"), ("cublas", "b300/at_once/0")
+    ("kernels", "h200/late/0"), ("kernels", "h200/at_once/1"), ("cublas", "b200/late/1"), ("cublas", "b300/at_once/0"),
+    ("kernels", "b200/late/0"), ("kernels", "b300/at_once/1"),
 )]  # fmt: skip
 on_launchers = pytest.mark.parametrize("path", ON_LAUNCHERS + IN_EMULATOR, indirect=True)
 
@@ -575,11 +576,11 @@ def test_recompute_flagged_ignores_a_forced_pingpong():
 
 
 def test_dw_tail_is_split_if_tiles_are_few():
-    assert not splits_dw_tail(128_256, 4096, 132)
-    assert not splits_dw_tail(10_496, 2048, 132)  # 448 tiles: 14 of 66 clusters idle in the tail
-    assert splits_dw_tail(1000, 512, 132)  # 12 tiles
-    assert splits_dw_tail(384 * 67, 128, 132)
-    assert not splits_dw_tail(384 * 66, 128, 132)
+    assert not splits_dw_tail(128_256, 4096, H200)
+    assert not splits_dw_tail(10_496, 2048, H200)  # 448 tiles: 14 of 66 clusters idle in the tail
+    assert splits_dw_tail(1000, 512, H200)  # 12 tiles
+    assert splits_dw_tail(384 * 67, 128, H200)
+    assert not splits_dw_tail(384 * 66, 128, H200)
 
 
 @pytest.mark.gpu

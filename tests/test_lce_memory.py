@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from quackish.configs.gemm import SOFTMAX_TILE_N
+from quackish.configs import gemm
 from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyProblem, by_speed
 from quackish.errors import UnsupportedError
 from quackish.gpu import H200
@@ -32,6 +32,8 @@ from tests.lce_cases import (
     truth,
     unit_roundoff,
 )
+
+TILE_N = gemm.SOFTMAX_TILE_N["sm_90"]
 
 BF16, FP32, CUDA = torch.bfloat16, torch.float32, torch.device("cuda")
 
@@ -122,14 +124,14 @@ def test_peaks_of_the_headline_shape():
 
 def test_peak_of_several_chunks():
     m, h, v, chunk = 4096, 512, 32_000, 1024
-    exp_logits, tail = chunk * v * 2 + chunk * (v // SOFTMAX_TILE_N + h) * 4, 66 * 2 * 128 * 256 * 4
+    exp_logits, tail = chunk * v * 2 + chunk * (v // TILE_N + h) * 4, 66 * 2 * 128 * 256 * 4
     peak = dry_run(m, h, v, schedule="chunked", chunk_size=chunk).peak
     assert peak <= exp_logits + v * h * 4 + m * h * 2 + (4 << 20) + tail
 
 
 def test_no_logits_are_kept_without_grad():
     m, h, v = 2048, 512, 32_000
-    assert dry_run(m, h, v, needs_grad=False).peak <= m * h * 2 + m * -(-v // SOFTMAX_TILE_N) * 4 + (4 << 20)
+    assert dry_run(m, h, v, needs_grad=False).peak <= m * h * 2 + m * -(-v // TILE_N) * 4 + (4 << 20)
 
 
 @pytest.mark.parametrize("softcap, bytes_per_logit", [(None, 6), (30.0, 10)])

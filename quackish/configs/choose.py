@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from quackish.configs import gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm, table, token_rows
+from quackish.configs import gemm, gemm_sm100, grouped_gemm, lce_cublas, lce_rows, rms_norm, table, token_rows
 from quackish.errors import warn_once
 from quackish.gpu import FAMILIES, Gpu
 
@@ -25,11 +25,18 @@ def _on_all(*rule: Any) -> dict[str, Rule]:
     return dict.fromkeys(FAMILIES, Rule(*rule))
 
 
+def _on_blackwell(*rule: Any) -> dict[str, Rule]:
+    return dict.fromkeys(("sm_100", "sm_103"), Rule(*rule))
+
+
 # kernel -> GPU family -> rule, with the keys of the table in quackish/kernels/__init__.py
 RULES: dict[str, dict[str, Rule]] = {
     "rms_norm_fwd": _on_all(rms_norm.RmsNormFwdConfig, rms_norm.rms_norm_fwd_config, rms_norm.rms_norm_fwd_why_illegal),
     "rms_norm_bwd": _on_all(rms_norm.RmsNormBwdConfig, rms_norm.rms_norm_bwd_config, rms_norm.rms_norm_bwd_why_illegal),
-    "lce_gemm": {"sm_90": Rule(gemm.GemmConfig, gemm.gemm_config, gemm.gemm_why_illegal)},
+    "lce_gemm": {
+        "sm_90": Rule(gemm.GemmConfig, gemm.gemm_config, gemm.gemm_why_illegal),
+        **_on_blackwell(gemm_sm100.GemmSm100Config, gemm_sm100.gemm_sm100_config, gemm_sm100.gemm_sm100_why_illegal),
+    },
     "grouped_gemm": {
         "sm_90": Rule(gemm.GemmConfig, grouped_gemm.grouped_gemm_config, grouped_gemm.grouped_gemm_why_illegal)
     },

@@ -14,7 +14,7 @@ NUM_TICKETS = 1024
 BLOCK_M = 64  # rows of the accumulator of a warp group; an epilogue handles this many at a time
 TILE_K = 64  # 128 bytes, the swizzle span. Two stages of 128 took 50 % longer (H200).
 PRODUCER_REGISTERS = 24
-SOFTMAX_TILE_N = 192  # classes per partial sum of the softmax
+SOFTMAX_TILE_N = {"sm_90": 192, "sm_100": 256, "sm_103": 256}  # classes per partial sum of the softmax
 
 
 class GemmArgs(NamedTuple):
@@ -197,6 +197,11 @@ class GemmConfig:
         return 1 if self.pingpong or self.tile_n % 128 else 2
 
     @property
+    def cluster_rows(self) -> int:
+        """Rows of a cluster's tile."""
+        return self.tile_m * self.cluster_m
+
+    @property
     def threads(self) -> int:
         return 128 * (1 + self.num_wgs)
 
@@ -234,7 +239,7 @@ def gemm_config(problem: GemmProblem, gpu: Gpu) -> GemmConfig:
     # longer in groups of 4096 columns, and 44 % in groups of 1024 with 16,384 rows (H100).
     if problem.epilogue in ("softmax", "dlogits"):
         pingpong = _has_registers(problem) and not problem.recompute_flagged
-        return GemmConfig(tile_n=SOFTMAX_TILE_N, num_stages=5, pingpong=pingpong)
+        return GemmConfig(tile_n=SOFTMAX_TILE_N[gpu.family], num_stages=5, pingpong=pingpong)
     if problem.live == "k" and not problem.split_k_tail:
         return DW_PINGPONG
     return GemmConfig(group_along="n")
@@ -244,12 +249,19 @@ DW_PINGPONG = GemmConfig(tile_m=192, tile_n=128, num_stages=5, group=16, group_a
 MAX_IDLE = 0.06  # fraction of the clusters' time, which is the gain of ping-pong for dw
 
 
+def splits_tails(gpu: Gpu) -> bool:
+    """Whether the GPU's GEMM knows `split_k_tail`. Its constants were fitted on Hopper."""
+    return gpu.family == "sm_90"
+
+
 @functools.lru_cache(maxsize=1024)
-def splits_dw_tail(m: int, n: int, sm_count: int) -> bool:
+def splits_dw_tail(m: int, n: int, gpu: Gpu) -> bool:
     """True if split-K in the tail of dw (m, n) is faster than ping-pong, as for few tiles. Independent of K."""
+    if not splits_tails(gpu):
+        return False
     c = DW_PINGPONG
     tiles = -(-m // (c.tile_m * c.cluster_m)) * -(-n // (c.tile_n * c.cluster_n))
-    clusters = c.max_clusters(sm_count)
+    clusters = c.max_clusters(gpu.sm_count)
     return -tiles % clusters > MAX_IDLE * tiles
 
 
@@ -322,11 +334,8 @@ def gemm_why_illegal(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str 
         return "pingpong is True; expected False, as the problem splits tiles along k or scatters their rows"
 
     # assumptions of other kernels
-    if p.epilogue == "softmax" and c.tile_n != SOFTMAX_TILE_N:
-        return (
-            f"tile_n is {c.tile_n}; expected {SOFTMAX_TILE_N}, the number of classes per partial sum of the softmax, "
-            "which other kernels add up"
-        )
+    if reason := softmax_why_illegal(p, c, gpu):
+        return reason
     if p.epilogue in ("softmax", "dlogits") and c.tile_m * c.cluster_m % ROW_TILE:
         return (
             f"tile_m is {c.tile_m} with cluster_m {c.cluster_m}, {c.tile_m * c.cluster_m} rows per cluster; expected a "
@@ -335,15 +344,26 @@ def gemm_why_illegal(problem: GemmProblem, config: GemmConfig, gpu: Gpu) -> str 
     return space_why_illegal(c, gemm_smem_bytes(p, c), gpu)
 
 
+def softmax_why_illegal(p: GemmProblem, c: Any, gpu: Gpu) -> str | None:
+    expected = SOFTMAX_TILE_N[gpu.family]
+    if p.epilogue == "softmax" and c.tile_n != expected:
+        return (
+            f"tile_n is {c.tile_n}; expected {expected}, the number of classes per partial sum of the softmax, which "
+            "other kernels add up"
+        )
+    return None
+
+
 def fields_why_illegal(c: GemmConfig) -> str | None:
     """The checks of `gemm_why_illegal` that do not depend on the problem."""
-    legal = {
-        "tile_m": (64, 128, 192, 256),
-        "tile_n": (128, 192, 256),
-        "cluster_m": (1, 2, 4),
-        "cluster_n": (1, 2),
+    return raster_why_illegal(c, {
+        "tile_m": (64, 128, 192, 256), "tile_n": (128, 192, 256), "cluster_m": (1, 2, 4), "cluster_n": (1, 2),
         "group_along": ("m", "n"),
-    }
+    })  # fmt: skip
+
+
+def raster_why_illegal(c: Any, legal: dict[str, tuple]) -> str | None:
+    """Why a config's tiles or their order are illegal. legal: the values of its fields."""
     for field, values in legal.items():
         if getattr(c, field) not in values:
             return f"{field} is {getattr(c, field)!r}; expected one of {', '.join(map(repr, values))}"

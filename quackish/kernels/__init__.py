@@ -12,10 +12,14 @@ def _on_all(path: str) -> dict[str, str]:
     return dict.fromkeys(FAMILIES, path)
 
 
+def _on_blackwell(path: str) -> dict[str, str]:
+    return dict.fromkeys(("sm_100", "sm_103"), path)
+
+
 TABLE = {  # kernel -> GPU family -> module:class
     "rms_norm_fwd": _on_all("rms_norm_fwd:RmsNormFwd"),
     "rms_norm_bwd": _on_all("rms_norm_bwd:RmsNormBwd"),
-    "lce_gemm": {"sm_90": "gemm_sm90:GemmSm90"},
+    "lce_gemm": {"sm_90": "gemm_sm90:GemmSm90", **_on_blackwell("gemm_sm100:GemmSm100")},
     "grouped_gemm": {"sm_90": "grouped_gemm_sm90:GroupedGemmSm90"},
     "token_rows": _on_all("token_rows:TokenRows"),
     "lce_compact": _on_all("linear_cross_entropy.compact:LceCompact"),
@@ -31,6 +35,12 @@ TABLE = {  # kernel -> GPU family -> module:class
     "lce_rescale": _on_all("linear_cross_entropy.rescale:LceRescale"),
     "lce_clear": _on_all("linear_cross_entropy.clear:LceClear"),
 }
+
+
+# (kernel, GPU family) that no such GPU has run, where a call has another way: cuBLAS or the portable path. They are
+# used if `allow_unverified`, which `quackish.use_unverified_kernels` sets.
+UNVERIFIED = {(kernel, family) for kernel in ("lce_gemm", "grouped_gemm") for family in ("sm_100", "sm_103")}
+allow_unverified = False
 
 
 class KernelClass:
@@ -49,15 +59,23 @@ class KernelClass:
 _class = functools.cache(KernelClass)
 
 
-def find(name: str, gpu: Gpu) -> KernelClass:
-    """The class of kernel `name`. Raises UnsupportedError if it does not support `gpu`."""
+def find(name: str, gpu: Gpu, unverified: bool | None = None) -> KernelClass:
+    """The class of kernel `name`. Raises UnsupportedError if it does not support `gpu`.
+
+    unverified: whether a kernel may be UNVERIFIED on this GPU; None: as `allow_unverified` says.
+    """
     paths = TABLE.get(name, {})
+    op = name.removesuffix("_fwd").removesuffix("_bwd")  # the user's name for it
     if gpu.family not in paths:
         supported = ", ".join(paths) or "no GPU"
-        op = name.removesuffix("_fwd").removesuffix("_bwd")  # the user's name for it
         raise UnsupportedError(
             f"{op}: no kernel for {gpu.family} ({gpu.name}); supported: {supported}. "
             'backend="auto" runs the portable path.'
+        )
+    if (name, gpu.family) in UNVERIFIED and not (allow_unverified if unverified is None else unverified):
+        raise UnsupportedError(
+            f"{op}: its kernel for {gpu.family} ({gpu.name}) has run in the emulator only; "
+            "quackish.use_unverified_kernels(True) allows it."
         )
     module, _, cls = paths[gpu.family].partition(":")
     return _class(f"{__name__}.{module}", cls)

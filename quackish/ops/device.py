@@ -226,3 +226,21 @@ def substitute(where: torch.device | str, device: Device) -> Iterator[None]:
     finally:
         with choose.changing():
             _substitutes = tuple(other for other in _substitutes if other is not entry)
+
+
+# Kernels that no GPU of their kind has run ----------------------------------------------------------------------------
+
+
+def use_unverified_kernels(enabled: bool) -> None:
+    """Allows kernels that have run in the emulator only: the GEMMs for Blackwell. They are not used otherwise.
+
+    Without them `linear_cross_entropy` uses cuBLAS's GEMMs on Blackwell, and `grouped_mlp`, `grouped_mm` and `moe_mlp`
+    run the portable path. Both give other bits, so call this on every rank, before the first forward pass. It applies
+    to the whole process; backward must run with the same setting as its forward, or raises RuntimeError. GPUs whose
+    kernels have all run are not affected. `python -m quackish doctor --check` tests the kernels of a GPU.
+    """
+    with choose.changing():
+        kernels.allow_unverified = enabled
+        _find.cache_clear()
+        for _, device in _substitutes:
+            device.cache.clear()

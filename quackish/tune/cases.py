@@ -131,7 +131,7 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
 
 def _epilogue(p: GemmProblem, m: int, n: int, k: int, device: torch.device) -> tuple | None:
     """The epilogue's arguments, by their names in quackish/configs/gemm.py."""
-    tiles = -(-n // SOFTMAX_TILE_N)
+    tiles = -(-n // SOFTMAX_TILE_N[require_device("tune", device).gpu.family])
     slots = torch.arange(m, dtype=torch.int32, device=device)
     makers = {
         "bias": lambda: _normal(device, p.bias_dtype, n),

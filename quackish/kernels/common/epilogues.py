@@ -3,7 +3,8 @@
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from quackish.kernels.common.tile_store import Block, Output, Staging, TileStore
+from quackish.kernels.common.slice_store import SliceStore
+from quackish.kernels.common.tile_store import Block, Output, Staging
 
 
 class Epilogue:
@@ -11,18 +12,20 @@ class Epilogue:
 
     - `store_atom`: on the host if `stores_by_tma`, for each buffer of D.
     - `allocate`: once per CTA.
-    - `num_tiles`, once per CTA, and `is_selected`, per tile: which tiles are computed (GemmSm90 only).
+    - `num_tiles`, once per warp role, and `is_selected`, per tile: which tiles are computed (not in grouped GEMMs).
     - `prepare`: before each mainloop, per block. Starts the loads of what it returns, which overlap with the mainloop.
-    - `__call__`: after the mainloop, per block, by all threads of the warp group, with the result of `prepare`. May
-      overwrite the accumulator. With split-K, only the last split to arrive at a tile calls it.
+    - `__call__`: after the mainloop, per block, by all threads of the warp group, with the result of `prepare`. The
+      accumulator is in registers on Hopper, which it may overwrite, and an `Accumulator` of umma.py on Blackwell. With
+      split-K, only the last split to arrive at a tile calls it.
     - `finish`: once per consumer thread, before the CTA exits.
 
-    A new epilogue is a subclass with `__call__`, a line in `make_epilogue`, and its arguments in GemmProblem.args.
+    A new epilogue is a subclass with `__call__`, for Hopper and for Blackwell (`sm100` in its name), a line in each
+    `make_epilogue`, and its arguments in GemmProblem.args.
     """
 
-    def __init__(self, problem, config, output: Staging | None):
+    def __init__(self, problem, config, output: Staging | SliceStore | None):
         self.problem, self.config, self.output = problem, config, output
-        self.stores_by_tma = isinstance(output, TileStore)
+        self.stores_by_tma = output is not None and output.by_tma
 
     def store_atom(self, mD: cute.Tensor) -> tuple:
         """(TMA atom, tensor of coordinates) that stores to D."""

@@ -28,6 +28,7 @@ from quackish.configs.gemm import (
     SoftmaxArgs,
     TailArgs,
     splits_dw_tail,
+    splits_tails,
 )
 from quackish.configs.lce_rows import CompactArgs, ScaleArgs
 from quackish.ops import cuda
@@ -151,7 +152,7 @@ _DX, _DX_TO_ROWS, _DW = _GemmFields("store"), _GemmFields("rows"), _GemmFields("
 
 
 class LceKernels(RowKernels):
-    """All kernels on a Hopper GPU.
+    """All kernels, on a GPU with a GEMM of ours.
 
     GEMM operands are bf16 or fp16, with unit stride along columns and row strides that are multiples of 8 elements.
     Sums include live rows only: chunk rows [0, num_live - start), where num_live is on the device.
@@ -161,7 +162,7 @@ class LceKernels(RowKernels):
 
     def num_tiles(self, v: int) -> int:
         """Partial sums per row of `part_sum`."""
-        return -(-v // SOFTMAX_TILE_N)
+        return -(-v // SOFTMAX_TILE_N[self.gpu.family])
 
     def logits(
         self, live_x: Tensor, w: Tensor, out: ExpLogits, epilogue: SoftmaxArgs, shared: ProblemFields, state: RowState,
@@ -214,6 +215,7 @@ class LceKernels(RowKernels):
         Without one, all rows of the last live row's tile are written. `split_tail` splits the tiles of a partly filled
         last wave along the classes, which takes 17 MB of scratch, or 69 MB for deep tiles.
         """
+        split_tail = split_tail and splits_tails(self.gpu)
         kernel = self.kernel("lce_gemm", _DX if epilogue is None else _DX_TO_ROWS, dict(
             dtype=e.first.dtype, out_dtype=out.dtype, a_in_two=e.second is not None, accumulate=accumulate,
             split_k_tail=split_tail,
@@ -238,7 +240,7 @@ class LceKernels(RowKernels):
     ) -> None:
         """out = (+= with `accumulate`) factor * e.T @ scaled_x. `residual` keeps what rounding out drops."""
         (rows, h), n = scaled_x.shape, e.shape[1]
-        split_tail = split_tail and splits_dw_tail(n, h, self.gpu.sm_count)
+        split_tail = split_tail and splits_dw_tail(n, h, self.gpu)
         kernel = self.kernel("lce_gemm", _DW, dict(
             dtype=e.dtype, out_dtype=out.dtype, accumulate=accumulate, split_k_tail=split_tail,
             scaled=factor is not None, rounding_residual=residual is not None,
