@@ -8,8 +8,7 @@ and stores along m are clipped at a group's end (`epilogue_grouped.py`).
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Int32, Int64, const_expr, pipeline
-from cutlass.tensor_utils import LayoutEnum
+from cutlass import Int32, const_expr, pipeline
 from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.gemm import BLOCK_M, PRODUCER_REGISTERS, TILE_K, GemmConfig
@@ -19,69 +18,29 @@ from quackish.kernels.common.epilogue_grouped import GroupEpilogue, Up
 from quackish.kernels.common.epilogue_grouped_backward import DownBackward
 from quackish.kernels.common.gemm_kernel import Stage
 from quackish.kernels.common.group_walk import Groups, GroupWalk
-from quackish.kernels.common.ragged import EXTENT, ragged
+from quackish.kernels.common.grouped_operands import GroupedOperands
+from quackish.kernels.common.ragged import EXTENT
 from quackish.kernels.common.tile_store import Block, Group, Output, block_below
 from quackish.kernels.common.wgmma import WgmmaKernel
 
 EPILOGUES = {"up": Up, "down": GroupEpilogue, "down_backward": DownBackward, "store": GroupEpilogue}
 
 
-class GroupedGemmSm90(WgmmaKernel):
+class GroupedGemmSm90(GroupedOperands, WgmmaKernel):
     def __init__(self, problem: GroupedGemmProblem, config: GemmConfig):
         super().__init__(problem, config)
         self.epilogue = EPILOGUES[problem.epilogue](problem, config)
         self.walk = GroupWalk(problem, config, self.raster)
-        # A stage has two boxes of B if a tile has gate and up columns. Along k, B may be two matrices, w1 and w3.
-        self.b_boxes = 2 if self.epilogue.has_pairs else 1
-        self.k_parts = 2 if problem.b_in_two and problem.epilogue == "down" else 1
-
-    @cute.jit
-    def weights(self, base: cute.Pointer, n: Int32, k: Int32, group_stride: Int64, groups: Int32):
-        """(n, k, groups)"""
-        group_stride = cute.assume(group_stride, divby=8)
-        if const_expr(self.problem.b_major == "k"):
-            ld = cute.assume(Int64(k), divby=8)
-            return cute.make_tensor(base, cute.make_layout((n, k, groups), stride=(ld, 1, group_stride)))
-        ld = cute.assume(Int64(n), divby=8)
-        return cute.make_tensor(base, cute.make_layout((n, k, groups), stride=(1, ld, group_stride)))
-
-    @cute.jit
-    def divided_rows(self, args: GroupedGemmArgs):
-        """A, B's matrices, and the epilogue's outputs and inputs, if groups divide m."""
-        p, n, k = self.problem, args.n, args.k
-        ld = cute.assume(Int64(k) * self.k_parts, divby=8)
-        mA = cute.make_tensor(args.a, cute.make_layout((args.rows, k * self.k_parts), stride=(ld, 1)))
-        bases, group_stride = [args.b], Int64(n) * k
-        if const_expr(p.b_in_two):
-            bases = [args.b, args.second]
-        elif const_expr(self.b_boxes == 2):
-            bases, group_stride = [args.b, args.b + group_stride], group_stride * 2
-        mBs = [self.weights(base, n, k, group_stride, args.groups) for base in bases]
-        outputs, inputs = self.epilogue.outputs(args.epilogue, args.d, n), self.epilogue.inputs(args.epilogue, n)
-        mDs = [ragged(base, n, Int64(width), True) for base, width in outputs]
-        mZs = [ragged(base, n, Int64(width), True) for base, width in inputs]
-        return mA, mBs, mDs, mZs
-
-    @cute.jit
-    def divided_k(self, args: GroupedGemmArgs):
-        """The same as `divided_rows`, if groups divide k."""
-        m, n = args.m, args.n
-        ld, group_stride = cute.assume(Int64(n), divby=8), cute.assume(Int64(m) * n, divby=8)
-        mD = cute.make_tensor(args.d, cute.make_layout((m, n, args.groups), stride=(ld, 1, group_stride)))
-        return ragged(args.a, m, args.a_stride, False), [ragged(args.b, n, Int64(n), False)], [mD], []
+        self.b_boxes = 2 if self.epilogue.has_pairs else 1  # of a stage: gate and up columns
 
     @cute.jit
     def __call__(self, args: GroupedGemmArgs, stream: CUstream):
         p, c = self.problem, self.config
         mA, mBs, mDs, mZs = self.divided_rows(args) if const_expr(p.along == "m") else self.divided_k(args)
-        major = cute.nvgpu.OperandMajorMode
-        a_major = major.K if p.along == "m" else major.MN
-        b_major = major.K if p.along == "m" and p.b_major == "k" else major.MN
-        la = LayoutEnum.ROW_MAJOR if p.along == "m" else LayoutEnum.COL_MAJOR
-        lb = LayoutEnum.ROW_MAJOR if b_major == major.K else LayoutEnum.COL_MAJOR
+        la, lb = self.layouts()
         sA_layout = sm90.make_smem_layout_a(la, self.tile, self.dtype, c.num_stages)
         sB_layout = sm90.make_smem_layout_b(lb, self.tile, self.dtype, c.num_stages)
-        tiled_mmas = self.tiled_mmas(a_major, b_major)
+        tiled_mmas = self.tiled_mmas(la.sm90_mma_major_mode(), lb.sm90_mma_major_mode())
         a_atom = self.load_atom(mA, sA_layout, (c.tile_m, TILE_K), c.cluster_n)
         box = c.tile_n // self.b_boxes
         box_layout = sm90.make_smem_layout_b(lb, (c.tile_m, box, TILE_K), self.dtype, c.num_stages)

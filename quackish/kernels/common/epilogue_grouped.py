@@ -8,9 +8,8 @@ from cutlass.cute.nvgpu import cpasync
 from quackish.configs.gemm import BLOCK_M
 from quackish.configs.grouped_gemm import DownArgs, UpArgs, grouped_gemm_buffers
 from quackish.kernels.common.activations import activate_gate, activate_up, overflow_as_fp16
-from quackish.kernels.common.epilogues import Epilogue
+from quackish.kernels.common.grouped_operands import GroupMatrices, rows_of_group
 from quackish.kernels.common.memory import vector_at
-from quackish.kernels.common.ragged import EXTENT
 from quackish.kernels.common.tile_store import Block, Group, Output, TileStore, column_of, row_of, thread_rows
 
 
@@ -35,40 +34,18 @@ class GroupStore(TileStore):
 
     def partition(self, atom: tuple, staging, block: Block, j: int):
         """The buffers, and piece j of the block, as TMA copies them."""
-        row, col = block.row0, block.col0 + j * self.piece_n
-        if self.along_m:
-            rows = atom[1][None, None, EXTENT, block.start + block.live]
-            row += EXTENT - block.live
-        else:
-            rows = atom[1][None, None, block.group.index]
-        g = cute.local_tile(cute.domain_offset((row, col), rows), (BLOCK_M, self.piece_n), (0, 0))
+        rows = rows_of_group(atom[1], block, block.row0, block.col0 + j * self.piece_n, self.along_m)
+        g = cute.local_tile(rows, (BLOCK_M, self.piece_n), (0, 0))
         return cpasync.tma_partition(
             atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(g, 0, 2)
         )
 
 
-class GroupEpilogue(Epilogue):
+class GroupEpilogue(GroupMatrices):
     """Along k, and "down": stores D, plus a bias along m."""
 
     def __init__(self, problem, config):
         super().__init__(problem, config, GroupStore(problem, config))
-        self.num_parts = 2 if problem.gated else 1  # of the preactivation: gate and up
-        self.has_pairs = problem.epilogue == "up" and problem.gated  # gate and up columns, each half of a tile
-        self.tile_cols = config.tile_n // (2 if self.has_pairs else 1)  # of D
-
-    @cute.jit
-    def outputs(self, args, d: cute.Pointer, n: Int32):
-        """The matrices (rows, n) that are stored along m: [(base, leading dimension)]."""
-        return [(d, n)]
-
-    def inputs(self, args, n: Int32):
-        """The matrices (rows, n) that are loaded by TMA."""
-        return []
-
-    @cute.jit
-    def parts(self, z: cute.Pointer, n: Int32):
-        """gate and up of a matrix like the preactivation, as `outputs`."""
-        return [(z + part * n, n * self.num_parts) for part in range(self.num_parts)]
 
     @cute.jit
     def __call__(self, acc, prefetched, args: DownArgs, out: Output, block: Block):
@@ -121,13 +98,6 @@ class Up(GroupEpilogue):
     def __init__(self, problem, config):
         super().__init__(problem, config)
         self.pieces_per_part = self.output.num_pieces // self.num_parts
-
-    @cute.jit
-    def outputs(self, args: UpArgs, d: cute.Pointer, n: Int32):
-        """act, and the preactivation's parts."""
-        if const_expr(self.problem.keeps):
-            return [(d, n), *self.parts(args.preactivation, n)]
-        return [(d, n)]
 
     @cute.jit
     def prepare(self, args: UpArgs, out: Output, block: Block):

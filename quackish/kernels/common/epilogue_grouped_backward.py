@@ -32,15 +32,6 @@ class DownBackward(GroupEpilogue):
         self.pieces_per_tile = config.row_blocks * self.output.num_pieces
 
     @cute.jit
-    def outputs(self, args: DownBackwardArgs, d: cute.Pointer, n: Int32):
-        """act, and the parts of dz."""
-        return [(args.act, n), *self.parts(d, n)]
-
-    @cute.jit
-    def inputs(self, args: DownBackwardArgs, n: Int32):
-        return self.parts(args.preactivation, n)
-
-    @cute.jit
     def allocate(self, smem):
         buffers = self.output.allocate(smem)  # first: they are aligned
         loaded = smem.allocate_array(Int64, self.config.num_wgs * 2)
