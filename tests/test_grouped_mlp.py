@@ -49,10 +49,10 @@ def paths_and_options():
                 yield pytest.param(*path.values, biases, scales, *kind)
             for path in PATHS[2:]:
                 yield pytest.param(*path.values, biases, scales, *kind, marks=path.marks)
-    late, at_once = IN_EMULATOR
-    yield pytest.param(*at_once.values, False, False, "swiglu", False, marks=at_once.marks)
-    for path, kind in zip(itertools.cycle([late, at_once]), KINDS, strict=False):
-        yield pytest.param(*path.values, True, True, *kind, marks=path.marks)
+    for late, at_once in (IN_EMULATOR[:2], IN_EMULATOR[2:]):  # Hopper, Blackwell
+        yield pytest.param(*at_once.values, False, False, "swiglu", False, marks=at_once.marks)
+        for path, kind in zip(itertools.cycle([late, at_once]), KINDS, strict=False):
+            yield pytest.param(*path.values, True, True, *kind, marks=path.marks)
 
 
 @pytest.mark.parametrize("where, biases, scales, activation, split", list(paths_and_options()), indirect=["where"])

@@ -10,7 +10,17 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from quackish.configs import gemm, gemm_sm100, grouped_gemm, lce_cublas, lce_rows, rms_norm, table, token_rows
+from quackish.configs import (
+    gemm,
+    gemm_sm100,
+    grouped_gemm,
+    grouped_gemm_sm100,
+    lce_cublas,
+    lce_rows,
+    rms_norm,
+    table,
+    token_rows,
+)
 from quackish.errors import warn_once
 from quackish.gpu import FAMILIES, Gpu
 
@@ -38,7 +48,12 @@ RULES: dict[str, dict[str, Rule]] = {
         **_on_blackwell(gemm_sm100.GemmSm100Config, gemm_sm100.gemm_sm100_config, gemm_sm100.gemm_sm100_why_illegal),
     },
     "grouped_gemm": {
-        "sm_90": Rule(gemm.GemmConfig, grouped_gemm.grouped_gemm_config, grouped_gemm.grouped_gemm_why_illegal)
+        "sm_90": Rule(gemm.GemmConfig, grouped_gemm.grouped_gemm_config, grouped_gemm.grouped_gemm_why_illegal),
+        **_on_blackwell(
+            gemm_sm100.GemmSm100Config,
+            grouped_gemm_sm100.grouped_gemm_sm100_config,
+            grouped_gemm_sm100.grouped_gemm_sm100_why_illegal,
+        ),
     },
 }
 # Kernels with one config per problem, which cannot be tuned or forced: (class of its problems, problem -> config)

@@ -134,11 +134,17 @@ SMALL = {"up": 1.04, "down": 1.04, "down_backward": 1.04, "store": 1.02}
 DEEP = 64 * TILE_K  # K of "down" from which the cooperative tiles are 3 % faster than ping-pong (H200)
 
 
-def cluster_tile_for(problem: GroupedGemmProblem, gpu: Gpu, m: int | None, n: int, k: int | None) -> str:
+def cluster_tile_for(
+    problem: GroupedGemmProblem, gpu: Gpu, m: int | None, n: int, k: int | None, few_rows: bool = False
+) -> str:
     """The problem's cluster_tile for products (m, n, k): the tile that pads them least.
 
-    If groups divide m, only columns count. n includes gate's and up's columns if a tile has both.
+    If groups divide m, only columns count, and on Blackwell whether a group has few rows, at most 128 in the mean.
+    n includes gate's and up's columns if a tile has both.
     """
+    if gpu.family != "sm_90":
+        few_rows = few_rows if m is None else m <= 128
+        return "128x256" if few_rows else "256x256"
     small = SMALL[problem.epilogue]
     if problem.epilogue == "down" and gpu.fast_memory:
         small = 1.0  # H200: tiles of 128x256 that pad 3 % less than 256x192 are up to 7 % faster

@@ -20,7 +20,10 @@ TABLE = {  # kernel -> GPU family -> module:class
     "rms_norm_fwd": _on_all("rms_norm_fwd:RmsNormFwd"),
     "rms_norm_bwd": _on_all("rms_norm_bwd:RmsNormBwd"),
     "lce_gemm": {"sm_90": "gemm_sm90:GemmSm90", **_on_blackwell("gemm_sm100:GemmSm100")},
-    "grouped_gemm": {"sm_90": "grouped_gemm_sm90:GroupedGemmSm90"},
+    "grouped_gemm": {
+        "sm_90": "grouped_gemm_sm90:GroupedGemmSm90",
+        **_on_blackwell("grouped_gemm_sm100:GroupedGemmSm100"),
+    },
     "token_rows": _on_all("token_rows:TokenRows"),
     "lce_compact": _on_all("linear_cross_entropy.compact:LceCompact"),
     "lce_gather": _on_all("linear_cross_entropy.gather:LceGather"),

@@ -41,6 +41,21 @@ def activate_up(up: Float32, activation: cutlass.Constexpr[str]):
 
 
 @cute.jit
+def activate_backward(dact: Float32, z: list, v: cutlass.Constexpr[int], activation: cutlass.Constexpr[str]):
+    """The activation of value v of z, whose gradient is dact. z's value becomes its gradient.
+
+    z: registers with the gate's and, if there is one, up's 16-bit values.
+    """
+    act, df = activate_gate(z[0][v].to(Float32), activation)
+    if const_expr(len(z) == 2):
+        u, du = activate_up(z[1][v].to(Float32), activation)
+        z[1][v] = (dact * (act * du)).to(z[1].element_type)
+        df, act = df * u, act * u
+    z[0][v] = (dact * df).to(z[0].element_type)
+    return act
+
+
+@cute.jit
 def overflow_as_fp16(x: Float32) -> Float32:
     """x, but infinite if it is infinite in fp16."""
     return x * Float32(float("inf")) if cute.arch.fmax(x, -x) >= FP16_OVERFLOW else x

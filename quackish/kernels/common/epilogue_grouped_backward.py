@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.gemm import BLOCK_M
 from quackish.configs.grouped_gemm import DSCALES_COLUMNS, DownBackwardArgs
-from quackish.kernels.common.activations import activate_gate, activate_up
+from quackish.kernels.common.activations import activate_backward
 from quackish.kernels.common.epilogue_grouped import GroupEpilogue
 from quackish.kernels.common.tile_store import Block, Output, row_of, thread_rows
 
@@ -91,12 +91,7 @@ class DownBackward(GroupEpilogue):
                     i = const_expr(k * cute.size(z[0]) + v)  # in the piece
                     r, dact = const_expr(row_of(i)), values[j * cute.size(act) + i]
                     scaled = dact * scales[r] if const_expr(p.scaled) else dact
-                    f, df = activate_gate(z[0][v].to(Float32), p.activation)
-                    if const_expr(p.gated):
-                        u, du = activate_up(z[1][v].to(Float32), p.activation)
-                        z[1][v] = (scaled * (f * du)).to(self.output.dtype)
-                        df, f = df * u, f * u
-                    z[0][v] = (scaled * df).to(self.output.dtype)
+                    f = activate_backward(scaled, z, v, p.activation)
                     if const_expr(p.scaled):
                         sums[r] = sums[r] + dact * f
                         f = f * scales[r]

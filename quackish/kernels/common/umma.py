@@ -29,7 +29,7 @@ ALLOCATED, READ = 1, 2  # named barriers: tensor memory is allocated; the epilog
 class Operand(NamedTuple):
     """The layouts of an operand's stages in shared memory, of one CTA."""
 
-    tma: Any  # (rows, TILE_K, stage)
+    tma: Any  # (rows, TILE_K, box)
     mma: Any  # the same memory, as MMAs read it
 
 
@@ -51,11 +51,13 @@ class Accumulator(NamedTuple):
 class UmmaKernel(GemmKernel):
     """Base class of Blackwell's GEMMs. A config is a GemmSm100Config."""
 
-    def __init__(self, problem, config):
+    def __init__(self, problem, config, has_pairs: bool = False):
+        """has_pairs: the columns of a tile are from two matrices B, half of them from each."""
         super().__init__(problem, config)
         self.ctas = config.ctas
         self.tile = (config.cluster_rows, config.tile_n, TILE_K)
-        self.box_n = config.tile_n // config.ctas  # columns of B that a CTA loads
+        self.box_n = config.tile_n // (2 if has_pairs else config.ctas)  # columns of B that a TMA copy loads
+        self.boxes = config.tile_n // config.ctas // self.box_n  # of B, per stage and CTA
         self.group = tcgen05.CtaGroup.TWO if config.ctas == 2 else tcgen05.CtaGroup.ONE
 
     # On the host ------------------------------------------------------------------------------------------------------
@@ -71,13 +73,13 @@ class UmmaKernel(GemmKernel):
 
     def operands(self, mma, a_layout, b_layout):
         """(A's Operand, B's Operand). a_layout, b_layout: of the whole matrices."""
-        stages, box = self.config.num_stages, (TILE_M, self.box_n, TILE_K)
+        stages, box = self.config.num_stages, (TILE_M, self.box_n, TILE_K)  # a stage's boxes of B are adjacent
         a = Operand(
             sm90.make_smem_layout_a(a_layout, box, self.dtype, stages),
             sm100.make_smem_layout_a(mma, self.tile, self.dtype, stages),
         )
         b = Operand(
-            sm90.make_smem_layout_b(b_layout, box, self.dtype, stages),
+            sm90.make_smem_layout_b(b_layout, box, self.dtype, stages * self.boxes),
             sm100.make_smem_layout_b(mma, self.tile, self.dtype, stages),
         )
         return a, b

@@ -160,7 +160,8 @@ class KernelSteps:
         separately; k counts both halves.
         """
         fields = epilogue, a.dtype, offs.shape[0], d.dtype, shape
-        launch, clusters = self._kernel(choose.epoch, *fields, **options)
+        few_rows = sizes["rows"] <= 128 * offs.shape[0]
+        launch, clusters = self._kernel(choose.epoch, *fields, few_rows, **options)
         arguments = by_name(GroupedGemmArgs)(
             a=a.data_ptr(), b=b.data_ptr(), second=address(second), d=d.data_ptr(), offs=offs.data_ptr(), epilogue=args,
             groups=offs.shape[0], max_clusters=clusters, **sizes,
@@ -169,14 +170,15 @@ class KernelSteps:
 
     def _find_kernel(
         self, epoch: int, epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype,
-        shape: tuple[int | None, int, int | None], **options: Any
+        shape: tuple[int | None, int, int | None], few_rows: bool, **options: Any
     ) -> tuple[Callable, int]:  # fmt: skip
         """(launch, the number of clusters)"""
         names, gpu = (cuda.name_of(dtype), cuda.name_of(out_dtype)), self.device.gpu
         problem = GroupedGemmProblem(epilogue, names[0], max_groups_for(groups), names[1], **options)
         m, n, k = shape
         columns = 2 * n if epilogue == "up" and problem.gated else n
-        problem = dataclasses.replace(problem, cluster_tile=cluster_tile_for(problem, gpu, m, columns, k))
+        tile = cluster_tile_for(problem, gpu, m, columns, k, few_rows)
+        problem = dataclasses.replace(problem, cluster_tile=tile)
         kernel = self.device.kernel_for("grouped_gemm", problem, gpu)
         return kernel.launch, kernel.config.max_clusters(gpu.sm_count)
 
