@@ -195,9 +195,17 @@ def as_current(device: torch.device) -> AbstractContextManager:
     return found.make_current()
 
 
-def check_same_device(op: str, forward: Device | str, device: torch.device) -> None:
-    """RuntimeError if tensors on `device` have another Device than in forward, whose results may differ in layout."""
-    if device_of(device) is not forward:
+def forward_device(device: torch.device) -> Device | str | None:
+    """What `check_same_device` takes in backward: `device_of`, which torch.compile cannot trace."""
+    return None if is_compiling() else device_of(device)
+
+
+def check_same_device(op: str, forward: Device | str | None, device: torch.device) -> None:
+    """RuntimeError if tensors on `device` have another Device than in forward, whose results may differ in layout.
+
+    Compiled code has no such check: torch.compile is refused where the Device may change (`refuse_compile`).
+    """
+    if not is_compiling() and device_of(device) is not forward:
         raise RuntimeError(
             f"{op}: {device} tensors had another device of kernels in forward; expected backward inside the same "
             "`with quackish.emulate(...)` block as its forward"

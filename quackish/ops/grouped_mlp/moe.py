@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quackish.ops.device import Device, as_current, check_same_device, device_of, require_device, why_unsupported
+from quackish.ops.device import Device, as_current, check_same_device, forward_device, require_device, why_unsupported
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.grouped_mlp.api import grouped_mlp, refuse_transforms
 from quackish.ops.grouped_mlp.autograd import refuse_second_derivatives
@@ -82,7 +82,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, order, rows, backend):
         ctx.save_for_backward(rows)
-        ctx.backend, ctx.device = backend, _device_of(x)
+        ctx.backend, ctx.device = backend, forward_device(x.device)
         return _copy(x, order, rows, backend)
 
     @staticmethod
@@ -97,7 +97,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, order, rows, backend):
         ctx.save_for_backward(order, rows)
-        ctx.backend, ctx.device = backend, _device_of(y)
+        ctx.backend, ctx.device = backend, forward_device(y.device)
         return _sum(y, rows, backend)
 
     @staticmethod
@@ -106,15 +106,11 @@ class _Sum(torch.autograd.Function):
         return _copy(grad, *ctx.saved_tensors, ctx.backend), None, None, None
 
 
-def _device_of(t: Tensor) -> Device | str | None:
-    return None if is_compiling() else device_of(t.device)  # Dynamo cannot trace it
-
-
 def _check_backward(forward: Device | str | None, grad: Tensor) -> None:
     """Not every gradient passes through `grouped_mlp`, which checks the same: with b2, the weights' does not."""
-    if not is_compiling():  # Dynamo cannot trace the checks; AOTAutograd refuses second derivatives itself
+    if not is_compiling():  # Dynamo cannot trace this check; AOTAutograd refuses second derivatives itself
         refuse_second_derivatives("moe_mlp", grad)
-        check_same_device("moe_mlp", forward, grad.device)
+    check_same_device("moe_mlp", forward, grad.device)
 
 
 def _copy(x: Tensor, order: Tensor, rows: Tensor, backend: str) -> Tensor:
