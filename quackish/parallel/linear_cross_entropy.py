@@ -37,7 +37,14 @@ from quackish.ops.linear_cross_entropy.autograd import (
     unpack,
 )
 from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNeeded, Plan
-from quackish.ops.linear_cross_entropy.checks import Inputs, Options, check_options, check_tensors
+from quackish.ops.linear_cross_entropy.checks import (
+    Inputs,
+    Options,
+    check_options,
+    check_tensors,
+    make_inputs,
+    make_options,
+)
 from quackish.ops.linear_cross_entropy.launches import RowKernels
 from quackish.ops.modes import are_plain, check_memory, is_compiling, is_transformed
 from quackish.parallel.collectives import all_gather, sum_over_ranks
@@ -131,10 +138,14 @@ def linear_cross_entropy(
         As `quackish.linear_cross_entropy`. At the first call with new arguments, ValueError on all ranks if shapes,
         dtypes or options differ between ranks.
     """
-    inputs = Inputs(input, weight_shard, target, linear_bias, weight, logit_scale, num_items, grad_weight_out)
-    options = Options(
-        reduction, _IGNORED if ignore_index is None else ignore_index, label_smoothing, softcap, z_loss, return_lse,
-        return_stats, schedule, chunk_size, memory_limit, backend,
+    inputs: Inputs = make_inputs(
+        input, weight_shard, target, linear_bias=linear_bias, weight=weight, logit_scale=logit_scale,
+        num_items=num_items, grad_weight_out=grad_weight_out,
+    )  # fmt: skip
+    options: Options = make_options(
+        reduction=reduction, ignore_index=_IGNORED if ignore_index is None else ignore_index,
+        label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, return_lse=return_lse,
+        return_stats=return_stats, schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit, backend=backend,
     )  # fmt: skip
     run = torch._dynamo.disable(_run) if is_compiling() else _run  # runs eagerly in compiled code
     loss, *stats = run(inputs, options, group, vocab_start, sequence_parallel, deterministic)

@@ -19,6 +19,8 @@ from quackish.ops.linear_cross_entropy.checks import (
     Options,
     check_options,
     check_tensors,
+    make_inputs,
+    make_options,
     resolve_compute_dtype,
 )
 from quackish.ops.linear_cross_entropy.launches import RowKernels
@@ -121,10 +123,14 @@ def linear_cross_entropy(
         UnsupportedError: `backend="cute"` and no kernel covers the call; `grad_weight_out` under FSDP or torch.func.
         RuntimeError: backward with create_graph=True.
     """
-    inputs = Inputs(input, linear_weight, target, linear_bias, weight, logit_scale, num_items, grad_weight_out)
-    options = Options(
-        reduction, ignore_index, label_smoothing, softcap, z_loss, return_lse, return_stats, schedule, chunk_size,
-        memory_limit, backend,
+    inputs: Inputs = make_inputs(
+        input, linear_weight, target, linear_bias=linear_bias, weight=weight, logit_scale=logit_scale,
+        num_items=num_items, grad_weight_out=grad_weight_out,
+    )  # fmt: skip
+    options: Options = make_options(
+        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss,
+        return_lse=return_lse, return_stats=return_stats, schedule=schedule, chunk_size=chunk_size,
+        memory_limit=memory_limit, backend=backend,
     )  # fmt: skip
     eager = is_plain() and are_plain(inputs)  # else custom operators run
     plan, kernels = plan_for(inputs, options) if eager else (make_plan(inputs, options), None)

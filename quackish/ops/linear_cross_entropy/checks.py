@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from quackish.configs.arguments import by_name
 from quackish.ops.modes import autocast_dtype
 from quackish.types import Backend, Reduction, Schedule
 
@@ -43,6 +44,9 @@ class Options(NamedTuple):
     chunk_size: int | None = None
     memory_limit: int | None = None
     backend: Backend = "auto"
+
+
+make_inputs, make_options = by_name(Inputs), by_name(Options)  # made once: torch.compile warns where it traces a cache
 
 
 def check_tensors(inputs: Inputs) -> None:
