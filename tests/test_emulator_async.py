@@ -151,6 +151,28 @@ def test_the_ctas_of_a_pair_are_on_different_sms():
         run(PAIR, grid=2, cluster=2, gpu=ONE_SM)
 
 
+ISSUE = """
+add.u32 %bar, %base, 64;
+@%first mbarrier.init.shared.b64 [%bar], 1;
+mov.u32 %a, %cluster_ctarank; setp.ne.u32 %p, %a, 0;
+EXIT
+mov.b32 %a, 10000;
+LOOP: add.u32 %a, %a, -1; setp.gt.s32 %q, %a, 0; @%q bra LOOP;
+setp.eq.and.u32 %q, %tid, 0, !%p;
+@%q tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.b64 [%bar];
+barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+"""
+
+
+def test_a_cta_that_leaves_before_its_peer():
+    """One that exits at the end of the cluster's barrier is right."""
+    pair = (ALLOCATE.format(64) + FREE.format(64)).replace("::1", "::2")
+    for seed in range(4):
+        run(pair + ISSUE.replace("EXIT", ""), grid=2, cluster=2, seed=seed)
+        with pytest.raises(emulator.Fault, match=r".cta_group::2 in CTA \(0, 0, 0\).*, whose peer CTA has exited"):
+            run(pair + ISSUE.replace("EXIT", "@%p ret;"), grid=2, cluster=2, seed=seed)
+
+
 @pytest.mark.parametrize(
     "body, message",
     [
