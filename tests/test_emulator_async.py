@@ -242,11 +242,13 @@ def test_stores_to_tensor_memory_are_late_until_they_wait(stored, loaded, arrive
                 run(body, got, completion=completion)
 
 
+@pytest.mark.parametrize("ctas", [1, 2])
 @pytest.mark.parametrize("access", ["tcgen05.st.sync.aligned.32x32b.x1.b32 [%b], {%tid};", "LOAD"])
-def test_tensor_memory_freed_too_early(access):
+def test_tensor_memory_freed_too_early(access, ctas):
     access = access.replace("LOAD", "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%a}, [%b];")
     wait = f"tcgen05.wait::{'st' if '.st.' in access else 'ld'}.sync.aligned;"
-    body = ALLOCATE.format(32) + "ld.shared.b32 %b, [%base];" + access
-    run(body + wait + FREE.format(32))
+    body, free = ALLOCATE.format(32) + "ld.shared.b32 %b, [%base];" + access, FREE.format(32)
+    body, free = (part.replace("::1", f"::{ctas}") for part in (body, free))
+    run(body + wait + free, grid=ctas, cluster=ctas)
     with pytest.raises(emulator.Fault, match=r"tcgen05.dealloc of tensor memory(.|\n)*end of work that accesses it"):
-        run(body + FREE.format(32))
+        run(body + free, grid=ctas, cluster=ctas)
