@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from quackish.emulator.clocks import Clock, joined
 from quackish.emulator.errors import Fault
-from quackish.emulator.races import Clock, joined
 from quackish.emulator.threads import Cta, Parked, num_warps
 
 # The limit of tx-count and of the counts of arrivals (PTX, Contents of the mbarrier object): the counts of

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from quackish.emulator.clocks import ORDERED, WAITED, Events, Shadow
 from quackish.emulator.errors import Fault
 from quackish.emulator.memory import POISON
-from quackish.emulator.races import ORDERED, WAITED, Events, Shadow
 
 
 @dataclasses.dataclass

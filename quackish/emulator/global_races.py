@@ -1,6 +1,6 @@
 """Finds reads of global memory that nothing orders after a write of the same launch.
 
-Clocks and events are those of `races`. Reads leave no trace here, so two writes that nothing orders, and a write that
+Clocks and events are those of `clocks`. Reads leave no trace here, so two writes that nothing orders, and a write that
 comes before another thread's read, are not found. Reads of tensors that the launch does not write cost nothing.
 
 Threads of different clusters are ordered by strong operations on global memory:
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quackish.emulator.clocks import GLOBAL, ORDERED, Clock, Clocks, Shadow, joined, merged
 from quackish.emulator.dependent_launches import DependentLaunch
 from quackish.emulator.errors import Fault
-from quackish.emulator.races import GLOBAL, ORDERED, Clock, Clocks, Races, Shadow, joined, merged
+from quackish.emulator.races import Races
 
 
 class Semantics(NamedTuple):

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from quackish.emulator.barriers import ClusterBarrier
+from quackish.emulator.clocks import Clocks
 from quackish.emulator.completion import Completion
 from quackish.emulator.decode import Program
 from quackish.emulator.dependent_launches import DependentLaunch, Ended, running
 from quackish.emulator.errors import Fault
 from quackish.emulator.global_races import GlobalRaces
 from quackish.emulator.memory import GlobalMemory
-from quackish.emulator.races import Clocks, Races
+from quackish.emulator.races import Races
 from quackish.emulator.threads import VIEW_OF_TYPE, WARP, WARP_MASK, Cta, Lanes, num_warps, warp_masks, whole_warps
 
 MAX_CTAS_PER_SM = 32  # compute capabilities 9.0 and 10.x

@@ -3,236 +3,32 @@
     "Two conflicting memory operations are said to be in a data-race if they are not related in causality order and they
     are not morally strong." (PTX, Conflict and Data-races)
 
-Causality order is followed by vector clocks. Each warp of a cluster counts epochs, and knows for every other warp the
-latest epoch that precedes its own present. Work that is asynchronous has components of its own in these clocks: an
-mbarrier (the copies that it tracks; an epoch is a phase) and each owner of groups (bulk stores, wgmma; an epoch is a
-group). Memory has a shadow: which event wrote a granule last, and which event of each component read it last.
-
-A warp's arrival at a barrier counts for all of its threads. Threads of one warp are told apart only against each other.
+Causality order is followed by vector clocks, those of `clocks`. A warp's arrival at a barrier counts for all of its
+threads. Threads of one warp are told apart only against each other.
 """
 
-import functools
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
+from quackish.emulator.clocks import (
+    GLOBAL,
+    GRANULE,
+    INITIALIZED,
+    ORDERED,
+    SHARED,
+    WAITED,
+    WARP,
+    Clock,
+    Clocks,
+    Events,
+    Shadow,
+    Threads,
+    joined,
+    threads_of,
+)
 from quackish.emulator.errors import Fault
-
-WARP = 32
-WAITED = "griddepcontrol.wait"  # a component of clocks: 1 if a thread has executed it
-GRANULE = 16  # bytes; a shadow becomes finer when a smaller access comes
-
-# What a clock says of the epochs of a component, the rows of an array:
-ORDERED = 0  # they precede
-SHARED, GLOBAL = 1, 2  # and a fence is in between, for the async proxy's accesses of this memory
-INITIALIZED = 3  # their mbarrier.init precede
-_ROWS = 4
-
-
-class Clock(NamedTuple):
-    """What precedes something: of the cluster's components, and of those of other clusters, by their numbers."""
-
-    seen: np.ndarray  # (_ROWS, components) of int32. Later components have not been seen.
-    others: dict[int, np.ndarray]
-
-
-def joined(a: Clock | None, b: Clock | None) -> Clock | None:
-    """What is in one of two clocks."""
-    if a is None or b is None:
-        return b if a is None else a
-    return Clock(_maximum(a.seen, b.seen), merged(a.others, b.others))
-
-
-def _maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    if a.shape[1] < b.shape[1]:
-        a, b = b, a
-    result = a.copy()
-    np.maximum(result[:, : b.shape[1]], b, out=result[:, : b.shape[1]])
-    return result
-
-
-def merged(a: dict[int, np.ndarray], b: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-    if a is b or not b:
-        return a
-    if not a:
-        return b
-    return a | {cluster: _maximum(a[cluster], seen) if cluster in a else seen for cluster, seen in b.items()}
-
-
-def _of_epoch(component: int, epoch: int) -> np.ndarray:
-    seen = np.zeros((_ROWS, component + 1), np.int32)
-    seen[:INITIALIZED, component] = epoch
-    return seen
-
-
-def _fenced(seen: np.ndarray) -> np.ndarray:
-    result = seen.copy()
-    result[GLOBAL] = result[ORDERED]
-    return result
-
-
-class Clocks:
-    """The clocks of a cluster's warps. Warps are the first components."""
-
-    def __init__(self, num_warps: int, number: int):
-        self.num_warps, self.number = num_warps, number
-        self.components: dict[Hashable, int] = {}
-        self.products: set[int] = set()  # the components of tcgen05.mma
-        self.seen = np.zeros((_ROWS, num_warps, num_warps + 16), np.int32)
-        own = np.arange(num_warps)
-        self.seen[ORDERED, own, own] = 1
-        self.others: list[dict[int, np.ndarray]] = [{} for _ in range(num_warps)]  # other clusters, of each warp
-        self.at_fence: dict[int, Clock] = {}  # warp -> its clock at its latest fence
-        self.until_fence: dict[int, Clock | None] = {}  # warp -> what a fence lets it see, after a relaxed load
-        # Event numbers: earlier events of the same warp precede what each thread does now.
-        self.in_warp = np.zeros((num_warps, WARP), np.int32)
-
-    def component(self, owner: Hashable) -> int:
-        number = self.components.get(owner)
-        if number is None:
-            number = self.components[owner] = self.num_warps + len(self.components)
-            if number >= self.seen.shape[2]:
-                self.seen = np.pad(self.seen, ((0, 0), (0, 0), (0, number)))
-        return number
-
-    def of_epoch(self, owner: Hashable, epoch: int) -> Clock | None:
-        """A clock that knows an epoch of asynchronous work and its proxy fence. None if there was no such work."""
-        if owner not in self.components:
-            return None
-        return Clock(_of_epoch(self.components[owner], epoch), {})
-
-    def tick(self, warps: Any) -> None:
-        """What the warps do from now on is not covered by clocks that others have got."""
-        self.seen[ORDERED, warps, warps] += 1
-
-    def release(self, warps: Any) -> Clock:
-        clock = Clock(self.seen[:, warps].max(axis=1), functools.reduce(merged, [self.others[w] for w in warps]))
-        self.tick(warps)
-        return clock
-
-    def acquire(self, warps: Any, clock: Clock | None) -> None:
-        if clock is not None:
-            width = clock.seen.shape[1]
-            self.seen[:, warps, :width] = np.maximum(self.seen[:, warps, :width], clock.seen[:, None])
-            if clock.others:
-                for warp in warps:
-                    self.others[warp] = merged(self.others[warp], clock.others)
-
-    def learn(self, warps: Any, component: int, epoch: int) -> None:
-        """The warps have waited for an epoch of asynchronous work."""
-        self.seen[:INITIALIZED, warps, component] = np.maximum(self.seen[:INITIALIZED, warps, component], epoch)
-
-
-class Threads(NamedTuple):
-    """The threads of an access, in the order of its addresses."""
-
-    warps: np.ndarray  # the warps, in order
-    which: np.ndarray  # the index of each thread's warp in `warps`
-    warp: np.ndarray  # of each thread
-    lane: np.ndarray
-
-
-@functools.lru_cache(4096)
-def _threads(mask: int) -> Threads:
-    data = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
-    threads = np.flatnonzero(np.unpackbits(data, bitorder="little"))
-    warps, which = np.unique(threads // WARP, return_inverse=True)
-    return Threads(warps, which, threads // WARP, (threads % WARP).astype(np.int8))
-
-
-class Events:
-    """Accesses, numbered from 1. Number 0 precedes everything."""
-
-    def __init__(self):
-        self.cluster = np.zeros(1024, np.int32)
-        self.component = np.zeros(1024, np.int32)
-        self.epoch = np.zeros(1024, np.int32)
-        self.is_async = np.zeros(1024, np.bool_)
-        self.descriptions: list[Callable[[], str] | None] = [None]
-
-    def add(
-        self,
-        clocks: Clocks,
-        components: Any,
-        epochs: Any,
-        is_async: bool,
-        describe: Callable[[], str],
-    ) -> np.ndarray:
-        """One event for each component."""
-        first, count = len(self.descriptions), len(components)
-        if first + count > len(self.component):
-            for name in ("cluster", "component", "epoch", "is_async"):
-                old = getattr(self, name)
-                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
-        self.descriptions += [describe] * count
-        self.cluster[first : first + count] = clocks.number
-        self.component[first : first + count] = components
-        self.epoch[first : first + count] = epochs
-        self.is_async[first : first + count] = is_async
-        return np.arange(first, first + count, dtype=np.int32)
-
-    @property
-    def count(self) -> int:
-        return len(self.descriptions)
-
-    def describe(self, event: int) -> str:
-        describe = self.descriptions[event]
-        assert describe is not None
-        return describe()
-
-
-class Shadow:
-    """Who accessed each granule of some memory last."""
-
-    def __init__(self, size: int):
-        self.granule = GRANULE
-        count = -(-size // GRANULE)
-        self.writes = np.zeros(count, np.int32)  # events
-        self.write_lanes = np.zeros(count, np.int8)
-        self.columns: dict[int, int] = {}  # component -> the column of its reads
-        self.reads = np.zeros((count, 8), np.int32)
-        self.read_lanes = np.zeros((count, 8), np.int8)
-
-    def granules(self, offsets: np.ndarray, size: int) -> np.ndarray:
-        """The granules of accesses of `size` bytes: (accesses, granules of one)."""
-        if size < self.granule:
-            self.refine(size)
-        first = offsets.astype(np.intp) // self.granule
-        steps = size // self.granule
-        return first[:, None] if steps == 1 else first[:, None] + np.arange(steps)
-
-    def of_chunks(self, chunks: np.ndarray) -> np.ndarray:
-        """The granules of numbered chunks of 16 bytes."""
-        steps = GRANULE // self.granule
-        return chunks if steps == 1 else (chunks[:, None] * steps + np.arange(steps)).reshape(-1)
-
-    def refine(self, size: int) -> None:
-        steps, self.granule = self.granule // size, size
-        self.writes, self.write_lanes = self.writes.repeat(steps), self.write_lanes.repeat(steps)
-        self.reads, self.read_lanes = self._repeated(self.reads, steps), self._repeated(self.read_lanes, steps)
-
-    def _repeated(self, old: np.ndarray, steps: int) -> np.ndarray:
-        """Each row some times. Memory for columns that have no component yet is not touched."""
-        new = np.zeros((len(old) * steps, old.shape[1]), old.dtype)
-        used = len(self.columns)
-        if used:
-            new[:, :used] = old[:, :used].repeat(steps, axis=0)
-        return new
-
-    def column(self, component: int) -> int:
-        number = self.columns.get(component)
-        if number is None:
-            number = self.columns[component] = len(self.columns)
-            if number == self.reads.shape[1]:
-                self.reads, self.read_lanes = (
-                    np.concatenate([old, np.zeros_like(old)], axis=1) for old in (self.reads, self.read_lanes)
-                )
-        return number
-
-    def components(self) -> np.ndarray:
-        """The components of the columns."""
-        return np.array(list(self.columns), np.intp)
 
 
 class AsyncRaces:
@@ -443,7 +239,7 @@ class Races:
 
     def warps(self, lanes: Any) -> np.ndarray:
         """The components of warps of a CTA."""
-        return _threads(lanes.mask).warps + self.first_warp(lanes.cta)
+        return threads_of(lanes.mask).warps + self.first_warp(lanes.cta)
 
     def first_warp(self, cta: Any) -> int:
         return cta.rank * cta.num_warps
@@ -451,7 +247,7 @@ class Races:
     def threads(self, count: int) -> tuple[Threads, int]:
         """The threads of the `count` addresses of the instruction that executes now."""
         lanes = self.grid.executing
-        threads = _threads(lanes.mask)
+        threads = threads_of(lanes.mask)
         if len(threads.warp) != count:  # addresses of rows of matrices, which belong to warps
             which = np.repeat(np.arange(len(threads.warps)), count // len(threads.warps))
             threads = Threads(threads.warps, which, threads.warps[which], np.full(count, -1, np.int8))
@@ -475,7 +271,7 @@ class Races:
 
     def order_warp(self, lanes: Any) -> None:
         """Threads of the same warp go on after what the others of them did."""
-        threads = _threads(lanes.mask)
+        threads = threads_of(lanes.mask)
         lanes.cta.cluster.clocks.in_warp[threads.warp + self.first_warp(lanes.cta), threads.lane] = self.events.count
 
     def now(self, lanes: Any) -> tuple[int, int]:
@@ -513,7 +309,7 @@ class Races:
             if ".shared" not in opcode:
                 clocks.seen[GLOBAL, warps] = clocks.seen[ORDERED, warps]
                 for warp in warps.tolist():
-                    clocks.others[warp] = {number: _fenced(seen) for number, seen in clocks.others[warp].items()}
+                    clocks.fence_others(warp)
         else:
             for warp in warps.tolist():
                 clocks.acquire([warp], clocks.until_fence.pop(warp, None))
@@ -579,13 +375,13 @@ class Races:
         cta.cluster.clocks.products.add(component)
         return [self.first_warp(cta) + thread // WARP], component, epoch
 
-    def commit_products(self, cta: Any, thread: int) -> Clock:
+    def commit_products(self, cta: Any, thread: int) -> Clock | None:
         """What precedes the arrival of a tcgen05.commit: the products of the thread, and what came before them."""
         clocks, owner = cta.cluster.clocks, ("tcgen05.mma", thread)
-        component, epoch = self.group(cta, owner)
+        _, epoch = self.group(cta, owner)
         self.commit(cta, owner)
         before = clocks.release([self.first_warp(cta) + thread // WARP])
-        return Clock(_maximum(before.seen, _of_epoch(component, epoch)), before.others)
+        return joined(before, clocks.of_epoch((cta.rank, owner), epoch))
 
     def group(self, cta: Any, owner: Hashable) -> tuple[int, int]:
         """(component, epoch) of the open group of an owner."""

@@ -1,11 +1,12 @@
-"""Finds accesses of tensor memory that nothing orders: all of them are asynchronous. Clocks are those of `races`."""
+"""Finds accesses of tensor memory that nothing orders: all of them are asynchronous. Clocks are those of `clocks`."""
 
 from typing import Any
 
 import numpy as np
 
+from quackish.emulator.clocks import GRANULE, ORDERED
 from quackish.emulator.errors import Fault
-from quackish.emulator.races import GRANULE, ORDERED, AsyncRaces, Races
+from quackish.emulator.races import AsyncRaces, Races
 
 LANES, COLUMNS = 128, 512
 GROUP = 16  # lanes that instructions access together

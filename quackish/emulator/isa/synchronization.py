@@ -3,11 +3,11 @@
 import numpy as np
 
 from quackish.emulator import barriers, numbers
+from quackish.emulator.clocks import joined
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, control
 from quackish.emulator.isa.data_movement import cta_of, offsets_in_cta
 from quackish.emulator.memory import OFFSET_MASK
-from quackish.emulator.races import joined
 
 # Barriers of a CTA. A barrier's number may differ between the warps that execute an instruction together. Without
 # .aligned, threads of a warp may come apart; they count when the whole warp has come.

@@ -7,12 +7,12 @@ registers, and a store tensor memory, at tcgen05.wait. See `completion`.
 import numpy as np
 
 from quackish.emulator import late_loads, matrices
+from quackish.emulator.clocks import joined
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, control
 from quackish.emulator.isa.data_movement import offsets_in_cta
 from quackish.emulator.isa.synchronization import mbarrier_at
 from quackish.emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
-from quackish.emulator.races import joined
 from quackish.emulator.tensor_memory import Meeting, pair_of, peer_of, share_of
 from quackish.emulator.threads import VIEW_OF_TYPE, WARP, warp_mask
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quackish.emulator.clocks import joined
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action
 from quackish.emulator.isa.data_movement import offsets_in_cta
 from quackish.emulator.isa.synchronization import mbarrier_at
-from quackish.emulator.races import joined
 
 
 class Copies(NamedTuple):
