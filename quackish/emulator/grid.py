@@ -279,7 +279,10 @@ class Grid:
         for warp in warp_masks(executing):
             part = executing & warp
             lanes = cta.lanes(part)
-            members = np.unique(lanes.active(read(lanes)))
+            masks = lanes.active(read(lanes))
+            if outside := lanes.subset_of_active(masks >> (lanes.threads % WARP).astype(np.uint32) & 1 == 0):
+                return outside  # they are not in their own mask, which is a fault when they execute the instruction
+            members = np.unique(masks)
             shift = (warp & -warp).bit_length() - 1
             for number in members.tolist():
                 wanted = (number & WARP_MASK) << shift & cta.live

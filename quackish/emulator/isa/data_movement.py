@@ -147,7 +147,8 @@ def offsets_in_cta(lanes, addresses):
     """Offsets of shared::cta addresses."""
     ranks = addresses >> np.uint32(RANK_SHIFT)
     if (ranks != lanes.cta.rank).any():
-        raise Fault(f"a shared::cta access of rank {lanes.cta.rank} at {int(addresses[ranks != lanes.cta.rank][0]):#x}")
+        other = int(addresses[ranks != lanes.cta.rank][0])
+        raise Fault(f"a shared::cta access of {other:#x}, which is in the CTA of rank {other >> RANK_SHIFT}")
     return addresses & np.uint32(OFFSET_MASK)
 
 
